@@ -1,0 +1,226 @@
+//! How numbers are stored in model files.
+
+use std::fmt;
+
+/// Storage type of a tensor, as the GGUF format names them.
+///
+/// A *block* is the smallest run of values along a row that can be decoded alone:
+/// [`len`](Self::len) values in [`bytes`](Self::bytes) bytes. Floats are blocks of one value.
+/// Byte layouts: `ggml/src/ggml-common.h` of llama.cpp; decoded in `paceline-tensor::stored`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[allow(missing_docs, non_camel_case_types, reason = "the names are the formats' own")]
+pub enum BlockType {
+    F32,
+    F16,
+    BF16,
+    Q4_0,
+    Q4_1,
+    Q5_0,
+    Q5_1,
+    Q8_0,
+    Q2_K,
+    Q3_K,
+    Q4_K,
+    Q5_K,
+    Q6_K,
+    IQ4_NL,
+    IQ4_XS,
+}
+
+/// A GGUF type number that paceline does not read.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("storage type {name} (GGUF type number {id}) is not supported")]
+pub struct UnknownBlockType {
+    /// The number in the file.
+    pub id: u32,
+    /// Its name in llama.cpp, or `unknown`.
+    pub name: &'static str,
+}
+
+impl BlockType {
+    /// Every supported type.
+    pub const ALL: [Self; 15] = [
+        Self::F32,
+        Self::F16,
+        Self::BF16,
+        Self::Q4_0,
+        Self::Q4_1,
+        Self::Q5_0,
+        Self::Q5_1,
+        Self::Q8_0,
+        Self::Q2_K,
+        Self::Q3_K,
+        Self::Q4_K,
+        Self::Q5_K,
+        Self::Q6_K,
+        Self::IQ4_NL,
+        Self::IQ4_XS,
+    ];
+
+    /// The name used by GGUF tools, for example `Q4_K`.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::F32 => "F32",
+            Self::F16 => "F16",
+            Self::BF16 => "BF16",
+            Self::Q4_0 => "Q4_0",
+            Self::Q4_1 => "Q4_1",
+            Self::Q5_0 => "Q5_0",
+            Self::Q5_1 => "Q5_1",
+            Self::Q8_0 => "Q8_0",
+            Self::Q2_K => "Q2_K",
+            Self::Q3_K => "Q3_K",
+            Self::Q4_K => "Q4_K",
+            Self::Q5_K => "Q5_K",
+            Self::Q6_K => "Q6_K",
+            Self::IQ4_NL => "IQ4_NL",
+            Self::IQ4_XS => "IQ4_XS",
+        }
+    }
+
+    /// Values in one block.
+    #[allow(clippy::len_without_is_empty, reason = "a block is never empty")]
+    pub const fn len(self) -> usize {
+        match self {
+            Self::F32 | Self::F16 | Self::BF16 => 1,
+            Self::Q4_0 | Self::Q4_1 | Self::Q5_0 | Self::Q5_1 | Self::Q8_0 | Self::IQ4_NL => 32,
+            Self::Q2_K | Self::Q3_K | Self::Q4_K | Self::Q5_K | Self::Q6_K | Self::IQ4_XS => 256,
+        }
+    }
+
+    /// Bytes of one block.
+    pub const fn bytes(self) -> usize {
+        match self {
+            Self::F32 => 4,
+            Self::F16 | Self::BF16 => 2,
+            Self::Q4_0 | Self::IQ4_NL => 18,
+            Self::Q4_1 => 20,
+            Self::Q5_0 => 22,
+            Self::Q5_1 => 24,
+            Self::Q8_0 => 34,
+            Self::Q2_K => 84,
+            Self::Q3_K => 110,
+            Self::Q4_K => 144,
+            Self::Q5_K => 176,
+            Self::Q6_K => 210,
+            Self::IQ4_XS => 136,
+        }
+    }
+
+    /// Bytes of a row of `cols` values; `None` when `cols` is not a whole number of blocks or the
+    /// size overflows.
+    pub const fn row_bytes(self, cols: usize) -> Option<usize> {
+        if !cols.is_multiple_of(self.len()) {
+            return None;
+        }
+        (cols / self.len()).checked_mul(self.bytes())
+    }
+
+    /// Whether values are plain floats (no block scale).
+    pub const fn is_float(self) -> bool {
+        self.len() == 1
+    }
+
+    /// The type with this number in a GGUF tensor table (`enum ggml_type` in `ggml.h`).
+    ///
+    /// # Errors
+    /// [`UnknownBlockType`] names the type that the number stands for in llama.cpp.
+    pub const fn from_gguf(id: u32) -> Result<Self, UnknownBlockType> {
+        Ok(match id {
+            0 => Self::F32,
+            1 => Self::F16,
+            2 => Self::Q4_0,
+            3 => Self::Q4_1,
+            6 => Self::Q5_0,
+            7 => Self::Q5_1,
+            8 => Self::Q8_0,
+            10 => Self::Q2_K,
+            11 => Self::Q3_K,
+            12 => Self::Q4_K,
+            13 => Self::Q5_K,
+            14 => Self::Q6_K,
+            20 => Self::IQ4_NL,
+            23 => Self::IQ4_XS,
+            30 => Self::BF16,
+            _ => return Err(UnknownBlockType { id, name: unsupported_name(id) }),
+        })
+    }
+
+    /// The number of this type in a GGUF tensor table.
+    pub const fn to_gguf(self) -> u32 {
+        match self {
+            Self::F32 => 0,
+            Self::F16 => 1,
+            Self::Q4_0 => 2,
+            Self::Q4_1 => 3,
+            Self::Q5_0 => 6,
+            Self::Q5_1 => 7,
+            Self::Q8_0 => 8,
+            Self::Q2_K => 10,
+            Self::Q3_K => 11,
+            Self::Q4_K => 12,
+            Self::Q5_K => 13,
+            Self::Q6_K => 14,
+            Self::IQ4_NL => 20,
+            Self::IQ4_XS => 23,
+            Self::BF16 => 30,
+        }
+    }
+}
+
+impl fmt::Display for BlockType {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// Names of the llama.cpp types that paceline refuses.
+const fn unsupported_name(id: u32) -> &'static str {
+    match id {
+        9 => "Q8_1",
+        15 => "Q8_K",
+        16 => "IQ2_XXS",
+        17 => "IQ2_XS",
+        18 => "IQ3_XXS",
+        19 => "IQ1_S",
+        21 => "IQ3_S",
+        22 => "IQ2_S",
+        24 => "I8",
+        25 => "I16",
+        26 => "I32",
+        27 => "I64",
+        28 => "F64",
+        29 => "IQ1_M",
+        34 => "TQ1_0",
+        35 => "TQ2_0",
+        39 => "MXFP4",
+        40 => "NVFP4",
+        _ => "unknown",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn gguf_numbers_round_trip() {
+        for t in BlockType::ALL {
+            assert_eq!(BlockType::from_gguf(t.to_gguf()), Ok(t));
+        }
+    }
+
+    #[test]
+    fn others_are_refused_by_name() {
+        let error = BlockType::from_gguf(39).unwrap_err();
+        assert_eq!(error.to_string(), "storage type MXFP4 (GGUF type number 39) is not supported");
+        assert_eq!(BlockType::from_gguf(999).unwrap_err().name, "unknown");
+    }
+
+    #[test]
+    fn rows_are_whole_blocks() {
+        assert_eq!(BlockType::Q4_1.row_bytes(576), Some(360));
+        assert_eq!(BlockType::Q4_K.row_bytes(576), None);
+        assert_eq!(BlockType::F32.row_bytes(usize::MAX), None);
+    }
+}

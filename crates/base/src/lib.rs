@@ -1,0 +1,13 @@
+//! Ids, units and storage types that every paceline crate shares.
+//!
+//! This crate stays small (under 3,000 lines): a type moves here with its second user.
+//!
+//! - [`BlockType`]: how weights are stored in a file, with block sizes.
+//! - [`Bytes`], [`Micros`]: units that print themselves.
+//! - [`Rank`], [`LayerIdx`]: indices that cannot be mixed up.
+
+mod block_type;
+mod units;
+
+pub use block_type::{BlockType, UnknownBlockType};
+pub use units::{Bytes, LayerIdx, Micros, Rank};

@@ -1,0 +1,2 @@
+//! The paceline binary.
+fn main() {}
