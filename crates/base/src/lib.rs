@@ -5,8 +5,10 @@
 //! - [`BlockType`]: how weights are stored in a file, with block sizes.
 //! - [`Bytes`], [`Micros`]: units that print themselves.
 //! - [`Rank`], [`LayerIdx`]: indices that cannot be mixed up.
+//! - [`tree`]: the one order of additions that every split sum follows.
 
 mod block_type;
+pub mod tree;
 mod units;
 
 pub use block_type::{BlockType, UnknownBlockType};
