@@ -1,1 +1,30 @@
-//! placeholder
+//! Model files: weights, tokenizers and chat templates, read without trusting a byte.
+//!
+//! Two layouts hold a model:
+//!
+//! - a GGUF file ([`gguf::Gguf`]), possibly in several parts: metadata, vocabulary and weights in
+//!   one;
+//! - a Hugging Face folder ([`hf::HfFolder`]): `config.json`, `tokenizer.json` and weights as
+//!   [`safetensors`].
+//!
+//! Both give weights as a [`tensor::Tensor`]: name, storage type, shape and the mapped bytes. From
+//! either, [`tokenizer`] turns text into ids, [`chat`] turns a conversation into a prompt, and
+//! [`text`] turns generated ids back into text piece by piece.
+//!
+//! Invariants: every count, length and offset of a file is checked against the bytes that are
+//! there before anything is allocated for it; bad input is an error that names the place and the
+//! values, never a panic; nothing that comes with a model is executed (chat templates run in a
+//! sandboxed interpreter with a limit on steps and output).
+
+pub mod chat;
+pub mod gguf;
+pub mod hf;
+pub mod safetensors;
+pub mod tensor;
+pub mod text;
+pub mod tokenizer;
+
+mod name_index;
+mod sniff;
+
+pub use sniff::LooksLike;
