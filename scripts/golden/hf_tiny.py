@@ -1,0 +1,324 @@
+#!/usr/bin/env python3
+"""Tiny random Hugging Face models and what `transformers` computes with them: hf_tiny.py [OUT]
+
+OUT defaults to tests-data/golden/hf of this repository. For each model NAME it writes
+    NAME/                    config.json, model.safetensors (or shards and an index),
+                             tokenizer.json, tokenizer_config.json: a folder as on the hub
+    NAME.golden.safetensors  "logits" (positions, vocabulary), "hidden.I" (positions, width): I = 0
+                             the embedding, I = n the residual stream after n layers, and "final",
+                             the last of them after the output norm; all float32
+    NAME.golden.json         prompt, greedy continuation, deviations that set the tolerance, versions
+
+The model is read back from its folder, weights widened to float32, and run with eager attention in
+float32. The weights are drawn by numpy from a fixed seed: the same numpy gives the same folders on
+any machine; the goldens vary by rounding with the torch build.
+Needs torch (a CPU build will do), transformers, tokenizers, safetensors, numpy: requirements.txt.
+"""
+
+import json
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import (
+    AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast)
+from transformers.masking_utils import AttentionMaskInterface, eager_mask
+from transformers.utils import logging
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+VOCABULARY, PROMPT, GREEDY = 300, 40, 16
+PAD, EOS, BOS = 0, 1, 2  # Gemma's numbering
+
+# The gap that we ask for between first and second logit of every greedy step, so that rounding
+# of keys and values to half precision cannot turn the continuation.
+GREEDY_GAP = 0.05
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu",
+    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-5,
+    "attention_bias": False, "mlp_bias": False,
+}
+QWEN2 = {
+    "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_act": "silu",
+    "hidden_size": 96, "intermediate_size": 160, "num_hidden_layers": 3,
+    "num_attention_heads": 6, "num_key_value_heads": 2, "rms_norm_eps": 1e-6,
+    "use_sliding_window": False, "sliding_window": 8, "max_window_layers": 1,
+}
+QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_act": "silu",
+    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "head_dim": 32,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-6,
+    "attention_bias": False, "use_sliding_window": False, "sliding_window": None,
+    "max_window_layers": 3,
+}
+GEMMA3 = {
+    "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text",
+    "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 64, "intermediate_size": 128,
+    "head_dim": 32, "rms_norm_eps": 1e-6, "attention_bias": False, "sliding_window": 8,
+    "attn_logit_softcapping": None, "final_logit_softcapping": None,
+}
+SLIDING, FULL = "sliding_attention", "full_attention"
+
+# Name: (config, storage type, shards). "Old style" configs say `torch_dtype`, `rope_theta`,
+# `rope_scaling`, as files on the hub up to 2025 do; "new style" ones say `dtype` and
+# `rope_parameters`, as transformers 5 writes them. Both occur in the wild.
+MODELS = {
+    # Old style, tied head, no head_dim in the file.
+    "llama-tied": (LLAMA | {
+        "tie_word_embeddings": True, "rope_theta": 10000.0, "rope_scaling": None,
+        "torch_dtype": "float32"}, torch.float32, 1),
+    # New style, separate head, one KV head for all, bfloat16.
+    "llama-untied-bf16": (LLAMA | {
+        "tie_word_embeddings": False, "num_key_value_heads": 1, "head_dim": 16,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+        "dtype": "bfloat16"}, torch.bfloat16, 1),
+    # Old style, Llama 3.1 frequency scaling. With base 10000, 16 values a head and 64 original
+    # positions the wavelengths 6.3, 20, 63, 199... fall into all three branches of its rule.
+    "llama-rope3-sharded": (LLAMA | {
+        "tie_word_embeddings": False, "rope_theta": 10000.0, "torch_dtype": "float32",
+        "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
+                         "high_freq_factor": 4.0, "original_max_position_embeddings": 64}},
+        torch.float32, 3),
+    # Old style, tied, q/k/v biases, float16, three query heads to a KV head; the window is named
+    # but not in use.
+    "qwen2-f16": (QWEN2 | {
+        "tie_word_embeddings": True, "rope_theta": 1000000.0, "torch_dtype": "float16"},
+        torch.float16, 1),
+    # New style, heads * head_dim (128) is not the width (64).
+    "qwen3-bf16": (QWEN3 | {
+        "tie_word_embeddings": False, "dtype": "bfloat16",
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0}}, torch.bfloat16, 1),
+    # Old style: layer kinds by period, every third layer full, and no word about tying (the
+    # family's default is tied). Scale of the scores is not head_dim ** -0.5.
+    "gemma3-bf16": (GEMMA3 | {
+        "num_hidden_layers": 7, "num_attention_heads": 2, "num_key_value_heads": 1,
+        "query_pre_attn_scalar": 24, "sliding_window_pattern": 3, "rope_theta": 1000000.0,
+        "rope_local_base_freq": 10000.0, "rope_scaling": None, "torch_dtype": "bfloat16"},
+        torch.bfloat16, 1),
+    # New style: layer kinds by list, no period; linear scaling of the full layers' positions.
+    "gemma3-linear-bf16": (GEMMA3 | {
+        "num_hidden_layers": 4, "num_attention_heads": 2, "num_key_value_heads": 2,
+        "query_pre_attn_scalar": 32, "layer_types": [FULL, SLIDING, SLIDING, FULL],
+        "rope_parameters": {
+            SLIDING: {"rope_type": "default", "rope_theta": 100.0},
+            FULL: {"rope_type": "linear", "factor": 8.0, "rope_theta": 10000.0}},
+        "tie_word_embeddings": True, "dtype": "bfloat16"}, torch.bfloat16, 1),
+}
+
+# Training text of the tokenizer; ours, and only its letter pairs matter.
+CORPUS = [
+    "A paceline is a line of riders who take turns at the front.",
+    "They go faster together than any of them could alone, and the one in front rests later.",
+    "The answer never depends on how many machines computed it.",
+    "Each rider watches the wheel ahead; the wind is the thing that they share.",
+]
+TEXTS = [
+    "", " ", "The riders rest.", "at the front\n\tof the line  ", "naïve café — 日本語 🚴",
+    "<bos>The<eos>", "12345 + 67 = 12412",
+]
+
+
+def tokenizer():
+    """A byte-level BPE of VOCABULARY entries: three special ones, 256 bytes, the rest merges."""
+    tok = Tokenizer(models.BPE())
+    tok.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tok.decoder = decoders.ByteLevel()
+    tok.train_from_iterator(CORPUS, trainers.BpeTrainer(
+        vocab_size=VOCABULARY, special_tokens=["<pad>", "<eos>", "<bos>"], show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
+    tok.post_processor = processors.TemplateProcessing(
+        single="<bos> $A", special_tokens=[("<bos>", BOS)])
+    return tok
+
+
+TOKENIZER_CONFIG = {
+    "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<bos>", "eos_token": "<eos>",
+    "pad_token": "<pad>", "clean_up_tokenization_spaces": False, "model_max_length": 256,
+    "chat_template": "{{ bos_token }}{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}"
+                     "{{ eos_token }}\n{% endfor %}{% if add_generation_prompt %}[assistant] "
+                     "{% endif %}",
+}
+CHAT = [
+    {"role": "user", "content": "Who rides in front?"},
+    {"role": "assistant", "content": "The one before you."},
+    {"role": "user", "content": "And then?"},
+]
+
+
+def draw(model, rng):
+    """Random weights in place: sizes that keep scores and logits well away from flat."""
+    gemma = model.config.model_type.startswith("gemma")
+    for name, weight in sorted(model.state_dict().items()):
+        if name == "lm_head.weight" and model.config.tie_word_embeddings:
+            continue
+        values = rng.standard_normal(tuple(weight.shape), dtype=np.float32)
+        if "norm" in name:
+            values = 0.3 * values + (0.0 if gemma else 1.0)  # Gemma stores the weight less one
+            # Gemma's rows are small (below), which its output norm makes up for, as in trained
+            # models; of both signs, or the tied head would say the last token again.
+            values *= 12.0 if gemma and name == "model.norm.weight" else 1.0
+        elif name.endswith("bias"):
+            values *= 0.5
+        elif "embed" in name or "lm_head" in name:
+            # Gemma multiplies by sqrt(width) and adds normed outputs: larger rows would drown
+            # the layers.
+            values *= 0.12 if gemma else 0.35
+        else:
+            values *= 0.2
+        weight.copy_(torch.from_numpy(values))
+
+
+def write_folder(folder, config, dtype, shards, seed):
+    """One model folder as the hub would hold it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = config | {
+        "vocab_size": VOCABULARY, "max_position_embeddings": 256, "pad_token_id": PAD,
+        "eos_token_id": EOS, "bos_token_id": BOS}
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    draw(model, np.random.default_rng(seed))
+    state = {n: w.detach().to(dtype).contiguous() for n, w in model.state_dict().items()}
+    if model.config.tie_word_embeddings:
+        del state["lm_head.weight"]
+    write_weights(folder, state, shards)
+    tokenizer().save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(TOKENIZER_CONFIG, indent=2) + "\n")
+
+
+def write_weights(folder, state, shards):
+    """model.safetensors, or that many shards (dealt out in turn) and their index."""
+    if shards == 1:
+        save_file(state, folder / "model.safetensors", {"format": "pt"})
+        return
+    names, where = sorted(state), {}
+    for shard in range(shards):
+        file = f"model-{shard + 1:05}-of-{shards:05}.safetensors"
+        part = {n: state[n] for n in names[shard::shards]}
+        where |= dict.fromkeys(part, file)
+        save_file(part, folder / file, {"format": "pt"})
+    size = sum(w.numel() * w.element_size() for w in state.values())
+    index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(where.items()))}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+
+def half_kv(module, query, key, value, attention_mask, scaling, **_):
+    """Eager attention with keys and values rounded to half precision, as our KV cache holds them."""
+    key, value = (x.half().to(query.dtype) for x in (key, value))
+    repeats = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(repeats, 1) for x in (key, value))
+    scores = query @ key.transpose(2, 3) * scaling + attention_mask[..., : key.shape[2]]
+    return (scores.softmax(-1) @ value).transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register("half_kv", half_kv)
+AttentionMaskInterface.register("half_kv", eager_mask)
+
+
+def load(folder, attention="eager", dtype=torch.float32):
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, attn_implementation=attention)
+    return model.eval()
+
+
+def greedy(model, prompt):
+    """GREEDY next ids, each from a whole pass, and the gap of first to second logit at each."""
+    ids, gaps = list(prompt), []
+    for _ in range(GREEDY):
+        top = model(torch.tensor([ids]), use_cache=False).logits[0, -1].topk(2)
+        ids.append(int(top.indices[0]))
+        gaps.append(round(float(top.values[0] - top.values[1]), 5))
+    return ids[len(prompt):], gaps
+
+
+def choose_prompt(model, seed):
+    """The first drawn prompt whose greedy continuation is decided by at least GREEDY_GAP."""
+    rng = np.random.default_rng([seed, 1])
+    for _ in range(200):
+        prompt = [BOS, *rng.integers(3, VOCABULARY, PROMPT - 1).tolist()]
+        ids, gaps = greedy(model, prompt)
+        if min(gaps) >= GREEDY_GAP and len(set(ids)) > GREEDY // 2:
+            return prompt, ids, gaps
+    sys.exit("no prompt with a decided continuation")
+
+
+def trace(model, prompt):
+    """Logits and hidden states of every position: see the head of this file for the names."""
+    stream = []
+    hooks = [layer.register_forward_hook(
+        lambda _, args, out: stream.append(out[0] if isinstance(out, tuple) else out))
+        for layer in model.model.layers]
+    hooks.append(model.model.layers[0].register_forward_pre_hook(
+        lambda _, args: stream.append(args[0])))
+    hooks.append(model.model.norm.register_forward_hook(
+        lambda _, args, out: stream.append(out)))
+    logits = model(torch.tensor([prompt]), use_cache=False).logits
+    for hook in hooks:
+        hook.remove()
+    tensors = {f"hidden.{i}": h[0] for i, h in enumerate(stream[:-1])}
+    return {"logits": logits[0], "final": stream[-1][0]} | tensors
+
+
+def deviation(logits, folder, prompt, **load_arguments):
+    """Largest difference of any logit when the model is run another way."""
+    other = load(folder, **load_arguments)(torch.tensor([prompt]), use_cache=False).logits[0]
+    return float((other.double() - logits.double()).abs().max())
+
+
+def tokenizer_golden(folder):
+    tok = PreTrainedTokenizerFast.from_pretrained(folder)
+    chat = tok.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True)
+    return {
+        "made_by": "scripts/golden/hf_tiny.py",
+        "versions": {p: version(p) for p in ("tokenizers", "transformers")},
+        "texts": [{"text": t, "ids": tok.encode(t),
+                   "ids_plain": tok.encode(t, add_special_tokens=False),
+                   "decoded": tok.decode(tok.encode(t, add_special_tokens=False))}
+                  for t in TEXTS],
+        "chat": {"messages": CHAT, "text": chat,
+                 "ids": tok.encode(chat, add_special_tokens=False)},
+    }
+
+
+def make(out, name, seed):
+    config, dtype, shards = MODELS[name]
+    folder = out / name
+    write_folder(folder, config, dtype, shards, seed)
+    model = load(folder)
+    prompt, ids, gaps = choose_prompt(model, seed)
+    tensors = {n: t.float().contiguous() for n, t in trace(model, prompt).items()}
+    save_file(tensors, out / f"{name}.golden.safetensors")
+    logits = tensors["logits"]
+    golden = {
+        "made_by": "scripts/golden/hf_tiny.py",
+        "versions": {p: version(p) for p in ("torch", "transformers", "numpy", "safetensors")},
+        "prompt": prompt, "greedy": ids, "greedy_gaps": gaps,
+        "logit_std": float(logits.std()),
+        "max_abs_diff": {
+            "f64_matmul": deviation(logits, folder, prompt, dtype=torch.float64),
+            "kv_f16": deviation(logits, folder, prompt, attention="half_kv"),
+        },
+    }
+    (out / f"{name}.golden.json").write_text(json.dumps(golden, indent=1) + "\n")
+    print(f"{name}: std {golden['logit_std']:.2f}, {golden['max_abs_diff']}, gap {min(gaps)}")
+
+
+@torch.no_grad()
+def main():
+    if len(sys.argv) > 2 or sys.argv[-1].startswith("-"):
+        sys.exit(__doc__)
+    out = Path(sys.argv[1]) if len(sys.argv) > 1 else REPOSITORY / "tests-data/golden/hf"
+    torch.set_num_threads(1)
+    logging.disable_progress_bar()
+    for number, name in enumerate(MODELS):
+        make(out, name, 20261121 + number)
+    golden = json.dumps(tokenizer_golden(out / "llama-tied"), indent=1, ensure_ascii=False)
+    (out / "tokenizer.golden.json").write_text(golden + "\n")
+
+
+if __name__ == "__main__":
+    main()
