@@ -1,1 +1,445 @@
-//! Placeholder.
+//! A model as a folder of files, in the layout of the Hugging Face hub.
+//!
+//! ```text
+//! config.json                        architecture and sizes, required
+//! model.safetensors                  weights in one file, or
+//! model.safetensors.index.json       which file holds which tensor
+//! tokenizer.json                     read by crate::tokenizer
+//! tokenizer_config.json              special tokens, often the chat template
+//! chat_template.jinja                the chat template, where it is a file of its own
+//! generation_config.json             stop tokens and sampling defaults
+//! ```
+//!
+//! The index may only name files inside the folder. Links are followed, because the hub's own
+//! cache is a folder of links to blobs. Python code, pickles and everything else in the folder are
+//! never looked at. A JSON file is read whole, up to a limit; the weights are mapped.
+
+use std::fs::File;
+use std::io::{self, Read};
+use std::path::{Component, Path, PathBuf};
+
+use paceline_base::Bytes;
+use serde_json::Value;
+
+use crate::name_index::NameIndex;
+use crate::safetensors::{self, Safetensors};
+use crate::tensor::Tensor;
+
+mod weight_map;
+
+use weight_map::WeightMap;
+
+/// Largest settings file. The largest seen is Gemma 3's `tokenizer_config.json`, 1.2 MB; the limit
+/// bounds memory, since a parsed value may take tens of times its text.
+const MAX_SETTINGS_BYTES: u64 = 8 << 20;
+
+/// Largest index of shards: about 100 bytes a tensor; DeepSeek-V3's, 92,000 tensors, is 9 MB.
+const MAX_INDEX_BYTES: u64 = 64 << 20;
+
+/// Why a folder cannot be used as a model.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// A file that is needed cannot be read.
+    #[error("{}: cannot read: {error}", path.display())]
+    Io {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        error: io::Error,
+    },
+    /// The path is not a folder.
+    #[error("{}: not a folder", path.display())]
+    NotAFolder {
+        /// The path.
+        path: PathBuf,
+    },
+    /// A folder, pipe or device in the place of a file.
+    #[error("{}: not a regular file", path.display())]
+    NotAFile {
+        /// The path.
+        path: PathBuf,
+    },
+    /// A text file that is larger than any of its kind.
+    #[error("{}: larger than {max}", path.display())]
+    TooLarge {
+        /// The file.
+        path: PathBuf,
+        /// The most that is read.
+        max: Bytes,
+    },
+    /// A file that is not JSON, or not with the fields it must have.
+    #[error("{}: {error}", path.display())]
+    Json {
+        /// The file.
+        path: PathBuf,
+        /// Where and what.
+        error: serde_json::Error,
+    },
+    /// A file that is not UTF-8.
+    #[error("{}: not UTF-8", path.display())]
+    NotUtf8 {
+        /// The file.
+        path: PathBuf,
+    },
+    /// A field of another type than it must have.
+    #[error("{}: {field}: expected {expected}", path.display())]
+    Field {
+        /// The file.
+        path: PathBuf,
+        /// The field.
+        field: &'static str,
+        /// What it may be.
+        expected: &'static str,
+    },
+    /// A folder without weights that paceline reads.
+    #[error("{}: holds no model.safetensors or model.safetensors.index.json", path.display())]
+    NoWeights {
+        /// The folder.
+        path: PathBuf,
+    },
+    /// The index names a file outside the folder.
+    #[error("{}: tensor {tensor} is in {file:?}, which is not inside the folder", path.display())]
+    Escape {
+        /// The index.
+        path: PathBuf,
+        /// The tensor.
+        tensor: String,
+        /// The file it is said to be in.
+        file: String,
+    },
+    /// The index names a tensor twice.
+    #[error("{}: tensor {tensor} occurs twice", path.display())]
+    DuplicateTensor {
+        /// The index.
+        path: PathBuf,
+        /// The tensor.
+        tensor: String,
+    },
+    /// A tensor that is wanted and in no file.
+    #[error("{}: tensor {tensor} is missing", path.display())]
+    MissingTensor {
+        /// The folder.
+        path: PathBuf,
+        /// The tensor.
+        tensor: String,
+    },
+    /// A file of weights is broken, or lacks a tensor that the index puts into it.
+    #[error(transparent)]
+    Weights(#[from] safetensors::Error),
+}
+
+/// An open model folder; see [`crate::tensor`] for what the mapped weights demand.
+#[derive(Debug)]
+pub struct HfFolder {
+    path: PathBuf,
+    config: Value,
+    tokenizer_config: Option<Value>,
+    generation_config: Option<Value>,
+    chat_template: Option<String>,
+    shards: Vec<Safetensors>,
+    places: Vec<Place>,
+    index: NameIndex,
+}
+
+/// A tensor and the shard that holds it.
+#[derive(Debug)]
+struct Place {
+    tensor: String,
+    shard: usize,
+}
+
+fn tensor_of(place: &Place) -> &str {
+    &place.tensor
+}
+
+impl HfFolder {
+    /// Opens the model in the folder `path`: reads its settings and maps its weights.
+    ///
+    /// When `model.safetensors` and an index are both there, the index is not read, as in the
+    /// `transformers` library.
+    ///
+    /// # Errors
+    /// Every [`Error`] but [`Error::MissingTensor`]. A shard that is absent, and a tensor that
+    /// is not in the shard that the index names, are found here.
+    pub fn open(path: impl AsRef<Path>) -> Result<Self, Error> {
+        let path = path.as_ref();
+        if !path.is_dir() {
+            return Err(Error::NotAFolder {
+                path: path.to_owned(),
+            });
+        }
+        let config_path = path.join("config.json");
+        let config = read_json(&config_path)?.ok_or_else(|| not_found(config_path))?;
+        let tokenizer_config = read_json(&path.join("tokenizer_config.json"))?;
+        let generation_config = read_json(&path.join("generation_config.json"))?;
+        let chat_template = read_chat_template(path, tokenizer_config.as_ref())?;
+        let (shards, places) = open_weights(path)?;
+        let index = NameIndex::new(&places, tensor_of).map_err(|at| Error::DuplicateTensor {
+            path: path.to_owned(),
+            tensor: places[at].tensor.clone(),
+        })?;
+        Ok(Self {
+            path: path.to_owned(),
+            config,
+            tokenizer_config,
+            generation_config,
+            chat_template,
+            shards,
+            places,
+            index,
+        })
+    }
+
+    /// The folder.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// `config.json`.
+    pub fn config(&self) -> &Value {
+        &self.config
+    }
+
+    /// `tokenizer_config.json`, where there is one.
+    pub fn tokenizer_config(&self) -> Option<&Value> {
+        self.tokenizer_config.as_ref()
+    }
+
+    /// `generation_config.json`, where there is one.
+    pub fn generation_config(&self) -> Option<&Value> {
+        self.generation_config.as_ref()
+    }
+
+    /// Path of `tokenizer.json`; whether it is there is for its reader to find out.
+    pub fn tokenizer_json(&self) -> PathBuf {
+        self.path.join("tokenizer.json")
+    }
+
+    /// The chat template: `chat_template.jinja`, else the field `chat_template` of
+    /// `tokenizer_config.json`, of which the entry `default` when it is a list.
+    pub fn chat_template(&self) -> Option<&str> {
+        self.chat_template.as_deref()
+    }
+
+    /// Names of all tensors, of whatever dtype: in the order of the index, or of the one file.
+    pub fn names(&self) -> impl ExactSizeIterator<Item = &str> {
+        self.places.iter().map(tensor_of)
+    }
+
+    /// Whether a tensor of that name is there, of whatever dtype.
+    pub fn has(&self, name: &str) -> bool {
+        self.place(name).is_some()
+    }
+
+    fn place(&self, name: &str) -> Option<&Place> {
+        self.index.find(&self.places, tensor_of, name)
+    }
+
+    /// The entry of a tensor in its file.
+    pub fn info(&self, name: &str) -> Option<&safetensors::TensorInfo> {
+        self.shards[self.place(name)?.shard].info(name)
+    }
+
+    /// The tensor called `name`. Copies no weights.
+    ///
+    /// # Errors
+    /// [`Error::MissingTensor`]; [`Error::Weights`] when it is of a dtype that paceline does not
+    /// read, or empty.
+    pub fn tensor(&self, name: &str) -> Result<Tensor, Error> {
+        let place = self.place(name).ok_or_else(|| Error::MissingTensor {
+            path: self.path.clone(),
+            tensor: name.to_owned(),
+        })?;
+        Ok(self.shards[place.shard].tensor(name)?)
+    }
+
+    /// Size of all weight files.
+    pub fn file_bytes(&self) -> Bytes {
+        Bytes(self.shards.iter().map(|shard| shard.file_bytes().0).sum())
+    }
+}
+
+fn not_found(path: PathBuf) -> Error {
+    Error::Io {
+        path,
+        error: io::ErrorKind::NotFound.into(),
+    }
+}
+
+/// Content of a file of at most `max` bytes; `None` when there is no such file.
+fn read_limited(path: &Path, max: u64) -> Result<Option<Vec<u8>>, Error> {
+    let io_error = |error| Error::Io {
+        path: path.to_owned(),
+        error,
+    };
+    match std::fs::metadata(path) {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
+        Err(e) => return Err(io_error(e)),
+        Ok(metadata) if !metadata.is_file() => {
+            return Err(Error::NotAFile {
+                path: path.to_owned(),
+            });
+        }
+        Ok(_) => {}
+    }
+    let mut content = Vec::new();
+    let file = File::open(path).map_err(io_error)?;
+    file.take(max + 1)
+        .read_to_end(&mut content)
+        .map_err(io_error)?;
+    if content.len() as u64 > max {
+        return Err(Error::TooLarge {
+            path: path.to_owned(),
+            max: Bytes(max),
+        });
+    }
+    Ok(Some(content))
+}
+
+/// A settings file; `None` when there is no such file.
+fn read_json(path: &Path) -> Result<Option<Value>, Error> {
+    let Some(content) = read_limited(path, MAX_SETTINGS_BYTES)? else {
+        return Ok(None);
+    };
+    match serde_json::from_slice(&content) {
+        Ok(value) => Ok(Some(value)),
+        Err(error) => Err(Error::Json {
+            path: path.to_owned(),
+            error,
+        }),
+    }
+}
+
+fn read_chat_template(dir: &Path, config: Option<&Value>) -> Result<Option<String>, Error> {
+    let path = dir.join("chat_template.jinja");
+    if let Some(content) = read_limited(&path, MAX_SETTINGS_BYTES)? {
+        return match String::from_utf8(content) {
+            Ok(template) => Ok(Some(template)),
+            Err(_) => Err(Error::NotUtf8 { path }),
+        };
+    }
+    match config.and_then(|config| config.get("chat_template")) {
+        None | Some(Value::Null) => Ok(None),
+        Some(Value::String(template)) => Ok(Some(template.clone())),
+        Some(Value::Array(list)) => Ok(default_template(list)),
+        Some(_) => Err(Error::Field {
+            path: dir.join("tokenizer_config.json"),
+            field: "chat_template",
+            expected: "a string or a list",
+        }),
+    }
+}
+
+/// The entry called `default` of a list of `{"name": ..., "template": ...}`.
+fn default_template(list: &[Value]) -> Option<String> {
+    let entry = list
+        .iter()
+        .find(|e| e.get("name").and_then(Value::as_str) == Some("default"))?;
+    entry
+        .get("template")
+        .and_then(Value::as_str)
+        .map(str::to_owned)
+}
+
+/// Maps the weights and says which file holds which tensor.
+fn open_weights(dir: &Path) -> Result<(Vec<Safetensors>, Vec<Place>), Error> {
+    let single = dir.join("model.safetensors");
+    if single.exists() {
+        let file = Safetensors::open(&single)?;
+        let tensors = file.tensors().map(|t| t.name().to_owned());
+        let places = tensors.map(|tensor| Place { tensor, shard: 0 }).collect();
+        return Ok((vec![file], places));
+    }
+    let path = dir.join("model.safetensors.index.json");
+    let Some(content) = read_limited(&path, MAX_INDEX_BYTES)? else {
+        return Err(Error::NoWeights {
+            path: dir.to_owned(),
+        });
+    };
+    let map = WeightMap::parse(&content).map_err(|error| Error::Json {
+        path: path.clone(),
+        error,
+    });
+    open_shards(dir, &path, map?)
+}
+
+/// Maps each file that the index names once, and checks that it holds what the index says.
+fn open_shards(
+    dir: &Path,
+    index: &Path,
+    map: WeightMap,
+) -> Result<(Vec<Safetensors>, Vec<Place>), Error> {
+    let mut files: Vec<&str> = map.entries.iter().map(|(_, file)| file.as_str()).collect();
+    files.sort_unstable();
+    files.dedup();
+    for (tensor, file) in &map.entries {
+        if !stays_inside(file) {
+            let (tensor, file) = (tensor.clone(), file.clone());
+            return Err(Error::Escape {
+                path: index.to_owned(),
+                tensor,
+                file,
+            });
+        }
+    }
+    let shards: Vec<Safetensors> = files
+        .iter()
+        .map(|file| Safetensors::open(dir.join(file)))
+        .collect::<Result<_, _>>()?;
+    let mut places = Vec::with_capacity(map.entries.len());
+    for (tensor, file) in &map.entries {
+        let shard = files
+            .binary_search(&file.as_str())
+            .expect("every file was listed");
+        shards[shard].require(tensor)?;
+        places.push(Place {
+            tensor: tensor.clone(),
+            shard,
+        });
+    }
+    Ok((shards, places))
+}
+
+/// Whether a relative path has only plain components. Backslashes are refused everywhere, so that
+/// one index means the same on all systems.
+fn stays_inside(file: &str) -> bool {
+    let mut components = Path::new(file).components().peekable();
+    components.peek().is_some()
+        && !file.contains(['\\', '\0'])
+        && components.all(|c| matches!(c, Component::Normal(_)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_plain_paths_stay_inside() {
+        for (file, inside) in [
+            ("model-00001-of-00002.safetensors", true),
+            ("sub/model.safetensors", true),
+            ("..model", true),
+            ("", false),
+            (".", false),
+            ("..", false),
+            ("../model.safetensors", false),
+            ("sub/../../model.safetensors", false),
+            ("/etc/passwd", false),
+            ("..\\model.safetensors", false),
+            ("a\0b", false),
+        ] {
+            assert_eq!(stays_inside(file), inside, "{file:?}");
+        }
+    }
+
+    #[test]
+    fn the_default_template_of_a_list_is_taken() {
+        let list: Vec<Value> = serde_json::from_str(
+            r#"[{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}, 3]"#,
+        )
+        .unwrap();
+        assert_eq!(default_template(&list).as_deref(), Some("D"));
+        assert_eq!(default_template(&list[..1]), None);
+    }
+}

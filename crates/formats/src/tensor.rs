@@ -1,1 +1,230 @@
-//! Placeholder.
+//! A weight tensor as it lies in a mapped file.
+//!
+//! Files are mapped, not read: opening costs no memory for weights, and a process that uses some
+//! layers touches only those. **The files must not change while they are open.** A writer that
+//! truncates or rewrites a mapped model makes the process see other weights or die of a bus
+//! error; nothing in this crate can prevent that, so model stores replace files by renaming.
+
+use std::fs::File;
+use std::ops::{Deref, Range};
+use std::path::Path;
+use std::sync::Arc;
+
+use memmap2::Mmap;
+use paceline_base::BlockType;
+
+/// Why a file cannot be mapped.
+#[derive(Debug, thiserror::Error)]
+pub enum OpenError {
+    /// The system refused.
+    #[error("cannot read: {0}")]
+    Io(#[from] std::io::Error),
+    /// The path is a folder, a pipe or a device.
+    #[error("not a regular file")]
+    NotAFile,
+}
+
+/// A run of bytes of a mapped file; clones share the mapping, which lives as long as the last.
+///
+/// The start has no particular alignment: GGUF files choose their own and safetensors has none.
+#[derive(Clone, Debug)]
+pub struct MappedBytes {
+    map: Arc<Mmap>,
+    range: Range<usize>,
+}
+
+/// A weight tensor: what it is called, how it is stored, and its bytes.
+#[derive(Clone, Debug)]
+pub struct Tensor {
+    /// Name in the file.
+    pub name: String,
+    /// Storage type.
+    pub block_type: BlockType,
+    /// Sizes, outermost first: a matrix is `[rows (outputs), cols (inputs)]`, which for GGUF is
+    /// the reverse of the order in the file. None is 0; empty for a single value. The last is a
+    /// whole number of blocks.
+    pub shape: Vec<usize>,
+    /// The rows one after the other, `block_type.row_bytes(cols)` bytes each. Checked when the
+    /// tensor was made: the length is exactly rows times that.
+    pub bytes: MappedBytes,
+}
+
+impl Tensor {
+    /// Length of a row: the innermost size, 1 for a single value.
+    pub fn cols(&self) -> usize {
+        self.shape.last().copied().unwrap_or(1)
+    }
+
+    /// Number of rows: the product of all sizes but the innermost.
+    pub fn rows(&self) -> usize {
+        self.shape
+            .split_last()
+            .map_or(1, |(_, outer)| outer.iter().product())
+    }
+}
+
+impl MappedBytes {
+    /// Maps a whole file for reading.
+    ///
+    /// # Errors
+    /// [`OpenError`]; a pipe is refused without waiting for a writer.
+    pub fn open(path: &Path) -> Result<Self, OpenError> {
+        if !std::fs::metadata(path)?.is_file() {
+            return Err(OpenError::NotAFile);
+        }
+        let file = File::open(path)?;
+        // SAFETY: the mapping is private to this process and only read. That nobody changes the
+        // file meanwhile is demanded of the user in the module doc.
+        let map = unsafe { Mmap::map(&file)? };
+        let range = 0..map.len();
+        Ok(Self {
+            map: Arc::new(map),
+            range,
+        })
+    }
+
+    /// The part at `range`, counted from the start of these bytes; `None` when it reaches outside.
+    pub fn slice(&self, range: Range<usize>) -> Option<Self> {
+        if range.start > range.end || range.end > self.range.len() {
+            return None;
+        }
+        let start = self.range.start + range.start;
+        Some(Self {
+            map: Arc::clone(&self.map),
+            range: start..self.range.start + range.end,
+        })
+    }
+
+    /// Tells the system that these bytes are not needed soon, for weights that were repacked.
+    ///
+    /// Resident memory of the pages that lie wholly inside goes away; reading them again is
+    /// allowed and fetches them from the file. Only a hint: a failure or a system without it
+    /// changes nothing but memory use.
+    pub fn discard(&self) {
+        let pages = whole_pages(&self.range);
+        if pages.is_empty() {
+            return;
+        }
+        #[cfg(unix)]
+        {
+            // SAFETY: the mapping is backed by a file and never written, so dropped pages come
+            // back with the same content, and slices of them stay valid.
+            let advised = unsafe {
+                self.map.unchecked_advise_range(
+                    memmap2::UncheckedAdvice::DontNeed,
+                    pages.start,
+                    pages.len(),
+                )
+            };
+            drop(advised); // a hint: see above
+        }
+    }
+}
+
+/// The largest run of whole pages inside `range`, in offsets into the mapping.
+///
+/// Mappings start on a page border. 64 KiB is the largest base page of the systems we run on
+/// (Linux on arm64 and ppc64) and a multiple of the others (4 KiB, 16 KiB on Apple silicon), so
+/// rounding to it is right for all, and weights are far larger.
+fn whole_pages(range: &Range<usize>) -> Range<usize> {
+    const PAGE: usize = 64 << 10;
+    let start = range
+        .start
+        .checked_next_multiple_of(PAGE)
+        .unwrap_or(range.end);
+    let end = range.end / PAGE * PAGE;
+    start..end.max(start)
+}
+
+impl Deref for MappedBytes {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        &self.map[self.range.clone()]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn mapped(content: &[u8]) -> (tempfile::TempDir, MappedBytes) {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("file");
+        std::fs::write(&path, content).unwrap();
+        let bytes = MappedBytes::open(&path).unwrap();
+        (dir, bytes)
+    }
+
+    #[test]
+    fn slices_stay_inside() {
+        let (_dir, bytes) = mapped(b"0123456789");
+        let middle = bytes.slice(2..8).unwrap();
+        assert_eq!(&*middle, b"234567");
+        assert_eq!(&*middle.slice(1..3).unwrap(), b"34");
+        assert_eq!(&*middle.slice(6..6).unwrap(), b"");
+        assert!(middle.slice(0..7).is_none());
+        #[allow(clippy::reversed_empty_ranges, reason = "the case under test")]
+        let reversed = middle.slice(3..2);
+        assert!(reversed.is_none());
+    }
+
+    #[test]
+    fn an_empty_file_maps_to_nothing() {
+        let (_dir, bytes) = mapped(b"");
+        assert!(bytes.is_empty());
+        bytes.discard();
+    }
+
+    #[test]
+    fn folders_are_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        assert!(matches!(
+            MappedBytes::open(dir.path()),
+            Err(OpenError::NotAFile)
+        ));
+    }
+
+    #[test]
+    fn pages_are_rounded_inwards() {
+        const K: usize = 1 << 10;
+        for (range, pages) in [
+            (0..0, 0..0),
+            (0..64 * K, 0..64 * K),
+            (1..64 * K, 64 * K..64 * K),
+            (1..128 * K, 64 * K..128 * K),
+            (64 * K..200 * K, 64 * K..192 * K),
+            (usize::MAX - 1..usize::MAX, usize::MAX..usize::MAX),
+        ] {
+            assert_eq!(whole_pages(&range), pages, "{range:?}");
+        }
+    }
+
+    #[test]
+    #[cfg(target_os = "linux")]
+    fn discarded_bytes_leave_memory_and_come_back() {
+        let content: Vec<u8> = (0..8 << 20).map(|i: u32| i.to_le_bytes()[1]).collect();
+        let (dir, bytes) = mapped(&content);
+        assert_eq!(&*bytes, content);
+        let path = dir.path().join("file");
+        let before = resident_kib(&path);
+        bytes.slice(100..content.len() - 100).unwrap().discard();
+        let after = resident_kib(&path);
+        assert!(before >= 8 << 10, "{before} KiB resident after reading all");
+        assert!(
+            after <= 256,
+            "{after} KiB resident after discarding all but the ends"
+        );
+        assert_eq!(&*bytes, content);
+    }
+
+    /// Resident memory of the mappings of `path`, from the kernel's own account.
+    #[cfg(target_os = "linux")]
+    fn resident_kib(path: &Path) -> u64 {
+        let maps = std::fs::read_to_string("/proc/self/smaps").unwrap();
+        let file = path.to_str().unwrap();
+        let entry = maps.split_once(file).expect("the file is mapped").1;
+        let line = entry.lines().find(|l| l.starts_with("Rss:")).unwrap();
+        line.split_whitespace().nth(1).unwrap().parse().unwrap()
+    }
+}

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use paceline_base::UnknownBlockType;
 
 use crate::LooksLike;
+use crate::tensor::OpenError;
 
 /// Why a GGUF file or a part of it cannot be used.
 ///
@@ -20,12 +21,9 @@ pub enum Error {
         /// What is wrong with it.
         error: Box<Error>,
     },
-    /// The system refused to open or map the file.
-    #[error("cannot read: {0}")]
-    Io(#[from] std::io::Error),
-    /// The path is a folder, a pipe or a device.
-    #[error("not a regular file")]
-    NotAFile,
+    /// The file cannot be opened or mapped.
+    #[error(transparent)]
+    Open(#[from] OpenError),
     /// The file is of another format.
     #[error("not a GGUF file: {looks_like}")]
     NotGguf {
@@ -72,15 +70,25 @@ pub enum Error {
         /// Size of the file.
         actual: u64,
     },
-    /// A key or a tensor name is longer than the format allows.
-    #[error("{what} at byte {offset} has {len} bytes, at most {max} are allowed")]
-    NameTooLong {
+    /// A key or a tensor name that is empty or longer than the format allows.
+    #[error("{what} at byte {offset} has {len} bytes, expected 1 to {max}")]
+    NameLength {
         /// Key or tensor name.
         what: &'static str,
         /// Where it starts.
         offset: u64,
         /// Its length.
         len: u64,
+        /// The most that is allowed.
+        max: u64,
+    },
+    /// More of something than any real model has.
+    #[error("{what} is {count}, at most {max} is allowed")]
+    TooMany {
+        /// Which count.
+        what: &'static str,
+        /// The number in the file.
+        count: u64,
         /// The most that is allowed.
         max: u64,
     },
@@ -216,17 +224,14 @@ pub enum Error {
     },
     /// A part of a split model under a name that does not tell where the others are.
     #[error(
-        "the file is part {no} of a model in {count} parts, but is not called \
-         NAME-{no:05}-of-{count:05}.gguf"
+        "the file is one of {count} parts of a model, but is not called NAME-NNNNN-of-{count:05}.gguf"
     )]
     SplitName {
-        /// Number of the part, from 1.
-        no: u64,
         /// Number of parts.
         count: u64,
     },
     /// A part that does not belong where its name puts it.
-    #[error("{key} is {got}, expected {expected} from the file name and the first part")]
+    #[error("{key} is {got}, expected {expected} by the file name")]
     SplitMismatch {
         /// The metadata key.
         key: &'static str,

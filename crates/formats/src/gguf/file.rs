@@ -1,0 +1,183 @@
+//! A GGUF model on disk: one mapped file or several.
+
+use std::path::{Path, PathBuf};
+
+use paceline_base::Bytes;
+
+use super::header::index_tensors;
+use super::split::SplitName;
+use super::{Error, Header, Metadata, TensorInfo};
+use crate::name_index::NameIndex;
+use crate::tensor::{MappedBytes, Tensor};
+
+/// An open GGUF model.
+///
+/// Holds the header in memory and the weights as mappings; see [`crate::tensor`] for what that
+/// demands of the files. Cheap to share by reference between threads.
+#[derive(Debug)]
+pub struct Gguf {
+    parts: Vec<Part>,
+    metadata: Metadata,
+    tensors: Vec<TensorInfo>,
+    index: NameIndex,
+}
+
+/// One file.
+#[derive(Debug)]
+struct Part {
+    path: PathBuf,
+    bytes: MappedBytes,
+}
+
+impl Gguf {
+    /// Opens the model at `path`, which for a split model may be any of its parts.
+    ///
+    /// A file is part of a split model when its metadata has a `split.count` above 1; all parts
+    /// must then lie in one folder under the names that llama.cpp's splitter gives. A file that
+    /// only has such a name is opened alone. Metadata are those of the first part.
+    ///
+    /// # Errors
+    /// [`Error::InFile`] with the path and what is wrong: the file cannot be opened, is not GGUF,
+    /// is truncated, contradicts itself or the other parts.
+    pub fn open(path: impl AsRef<Path>) -> Result<Self, Error> {
+        let path = path.as_ref();
+        let (part, header) = open_part(path)?;
+        let count = header
+            .metadata()
+            .opt_u64("split.count")
+            .map_err(|e| e.in_file(path))?;
+        match count {
+            Some(count @ 2..) => Self::open_split(path, count).map_err(|e| e.in_file(path)),
+            _ => Self::assemble(vec![(part, header)]).map_err(|e| e.in_file(path)),
+        }
+    }
+
+    fn open_split(path: &Path, count: u64) -> Result<Self, Error> {
+        let name = SplitName::parse(path).ok_or(Error::SplitName { count })?;
+        let mut parts = Vec::new();
+        for no in 1..=name.count {
+            let path = name.part(no);
+            let (part, header) = open_part(&path)?;
+            check_part(header.metadata(), no, name.count).map_err(|e| e.in_file(&path))?;
+            parts.push((part, header));
+        }
+        let model = Self::assemble(parts)?;
+        let (got, expected) = (model.tensors.len() as u64, model.metadata.u64(TENSORS_KEY)?);
+        if got != expected {
+            return Err(Error::SplitTensors { got, expected });
+        }
+        Ok(model)
+    }
+
+    /// Joins the tensor tables of all parts.
+    fn assemble(opened: Vec<(Part, Header)>) -> Result<Self, Error> {
+        let (mut parts, mut metadata, mut tensors) = (Vec::new(), None, Vec::new());
+        for (no, (part, header)) in opened.into_iter().enumerate() {
+            let (own_metadata, mut own_tensors) = header.into_parts();
+            metadata.get_or_insert(own_metadata);
+            own_tensors.iter_mut().for_each(|tensor| tensor.part = no);
+            tensors.append(&mut own_tensors);
+            parts.push(part);
+        }
+        let index = index_tensors(&tensors)?;
+        Ok(Self {
+            parts,
+            metadata: metadata.unwrap_or_default(),
+            tensors,
+            index,
+        })
+    }
+
+    /// The key-value pairs, of the first part when split.
+    pub fn metadata(&self) -> &Metadata {
+        &self.metadata
+    }
+
+    /// All tensors in file order, part after part, unsupported ones included.
+    pub fn tensors(&self) -> impl ExactSizeIterator<Item = &TensorInfo> {
+        self.tensors.iter()
+    }
+
+    /// Whether a tensor of that name is there, of whatever storage type.
+    pub fn has(&self, name: &str) -> bool {
+        self.info(name).is_some()
+    }
+
+    /// The entry of a tensor.
+    pub fn info(&self, name: &str) -> Option<&TensorInfo> {
+        self.index.find(&self.tensors, TensorInfo::name, name)
+    }
+
+    /// The tensor called `name`. Copies no weights.
+    ///
+    /// # Errors
+    /// [`Error::MissingTensor`]; [`Error::Unsupported`] when paceline does not read its storage
+    /// type. Both come as [`Error::InFile`].
+    pub fn tensor(&self, name: &str) -> Result<Tensor, Error> {
+        let missing = || Error::MissingTensor {
+            tensor: name.to_owned(),
+        };
+        let info = self
+            .info(name)
+            .ok_or_else(|| missing().in_file(&self.parts[0].path))?;
+        let part = &self.parts[info.part];
+        let block_type = info.block_type().map_err(|error| {
+            Error::Unsupported {
+                tensor: name.to_owned(),
+                error,
+            }
+            .in_file(&part.path)
+        })?;
+        let range = info.range().expect("the size of a supported type is known");
+        let bytes = part
+            .bytes
+            .slice(range)
+            .expect("ranges were checked against the file");
+        Ok(Tensor {
+            name: name.to_owned(),
+            block_type,
+            shape: info.shape().to_vec(),
+            bytes,
+        })
+    }
+
+    /// Size of all files of the model.
+    pub fn file_bytes(&self) -> Bytes {
+        Bytes(self.parts.iter().map(|part| part.bytes.len() as u64).sum())
+    }
+
+    /// The files of the model, in order of their parts; never empty.
+    pub fn paths(&self) -> impl ExactSizeIterator<Item = &Path> {
+        self.parts.iter().map(|part| part.path.as_path())
+    }
+}
+
+/// Key of the number of tensors in all parts.
+const TENSORS_KEY: &str = "split.tensors.count";
+
+/// Maps one file and reads its header.
+fn open_part(path: &Path) -> Result<(Part, Header), Error> {
+    let open = || {
+        let bytes = MappedBytes::open(path)?;
+        let header = Header::parse(&bytes)?;
+        Ok((
+            Part {
+                path: path.to_owned(),
+                bytes,
+            },
+            header,
+        ))
+    };
+    open().map_err(|e: Error| e.in_file(path))
+}
+
+/// Checks that a file is part `no` (from 1) of `count`; files count parts from 0.
+fn check_part(metadata: &Metadata, no: u64, count: u64) -> Result<(), Error> {
+    for (key, expected) in [("split.count", count), ("split.no", no - 1)] {
+        let got = metadata.u64(key)?;
+        if got != expected {
+            return Err(Error::SplitMismatch { key, got, expected });
+        }
+    }
+    Ok(())
+}
