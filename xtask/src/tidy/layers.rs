@@ -1,0 +1,349 @@
+//! The layer rule: crate edges only go down, and some dependencies have owners.
+//!
+//! The facts come from `cargo metadata`. A development dependency obeys the same rule, so that
+//! a test cannot tie together what the code keeps apart; only the crate itself is free.
+
+use std::path::Path;
+
+use anyhow::{Context, Result, ensure};
+use serde::Deserialize;
+
+use super::Finding;
+use crate::repo;
+
+/// Where a crate stands.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Layer {
+    /// L0 to L5; may use crates of lower levels.
+    Level(u8),
+    /// Outside the product: may use everything, nothing may use it.
+    Dev,
+}
+
+use Layer::{Dev, Level};
+
+/// Every crate there may be, by folder name. A new crate is entered here and in ARCHITECTURE.md.
+const LAYERS: [(&str, Layer); 15] = [
+    ("base", Level(0)),
+    ("tensor", Level(1)),
+    ("formats", Level(1)),
+    ("comm", Level(1)),
+    ("plan", Level(1)),
+    ("store", Level(1)),
+    ("model", Level(2)),
+    ("cluster", Level(2)),
+    ("engine", Level(3)),
+    ("train", Level(3)),
+    ("mapreduce", Level(3)),
+    ("serve", Level(4)),
+    ("cli", Level(5)),
+    ("sim", Dev),
+    ("xtask", Dev),
+];
+
+/// Outside crates that only some of ours may use, for whatever purpose.
+const OWNED: [(&str, &[&str]); 4] = [
+    ("anyhow", &["cli", "xtask"]),
+    ("clap", &["cli", "xtask"]),
+    (
+        "tokio",
+        &["comm", "cluster", "engine", "mapreduce", "serve", "cli"],
+    ),
+    ("axum", &["serve"]),
+];
+
+/// What `cargo metadata --no-deps` tells, as far as the rule needs it.
+#[derive(Debug, Deserialize)]
+pub(crate) struct Metadata {
+    packages: Vec<Package>,
+}
+
+#[derive(Debug, Deserialize)]
+struct Package {
+    name: String,
+    manifest_path: String,
+    dependencies: Vec<Dependency>,
+}
+
+#[derive(Debug, Deserialize)]
+struct Dependency {
+    name: String,
+    /// `dev`, `build`, or absent for an ordinary one.
+    kind: Option<String>,
+    /// Folder of a path dependency.
+    path: Option<String>,
+}
+
+impl Metadata {
+    /// Asks cargo about the workspace.
+    ///
+    /// # Errors
+    /// When cargo cannot be run or does not accept a manifest.
+    pub(crate) fn read() -> Result<Metadata> {
+        let output = repo::cargo()
+            .args(["metadata", "--no-deps", "--format-version", "1"])
+            .output()
+            .context("run cargo metadata")?;
+        let complaint = String::from_utf8_lossy(&output.stderr);
+        ensure!(output.status.success(), "cargo metadata: {complaint}");
+        serde_json::from_slice(&output.stdout).context("read the output of cargo metadata")
+    }
+
+    /// Folder names of the crates below `crates/`.
+    pub(crate) fn crate_names(&self, root: &Path) -> Vec<String> {
+        let folders = self.packages.iter().map(|package| package.folder(root));
+        folders
+            .filter_map(|folder| folder.strip_prefix("crates/").map(String::from))
+            .collect()
+    }
+}
+
+impl Package {
+    /// The package's folder, relative to the root.
+    fn folder(&self, root: &Path) -> String {
+        relative(root, &self.manifest_path)
+            .trim_end_matches("/Cargo.toml")
+            .to_string()
+    }
+}
+
+fn relative(root: &Path, path: &str) -> String {
+    let path = Path::new(path);
+    path.strip_prefix(root)
+        .unwrap_or(path)
+        .to_string_lossy()
+        .replace('\\', "/")
+}
+
+/// Findings about the workspace's edges; `root` is the folder that all paths start from.
+pub(crate) fn check(metadata: &Metadata, root: &Path) -> Vec<Finding> {
+    let mut findings = Vec::new();
+    for package in &metadata.packages {
+        let folder = package.folder(root);
+        let name = repo::crate_of(&folder);
+        let manifest = relative(root, &package.manifest_path);
+        let text = std::fs::read_to_string(&package.manifest_path).unwrap_or_default();
+        let mut say = |subject: &str, rule: &'static str, message: String| {
+            let line = line_of(&text, subject);
+            findings.push(Finding::error(&manifest, line, rule, message));
+        };
+        if folder.starts_with("crates/") && package.name != format!("paceline-{name}") {
+            let message = format!("folder {folder} holds package {}", package.name);
+            say(
+                "name",
+                "crate-name",
+                format!("{message}, expected paceline-{name}"),
+            );
+        }
+        let Some(layer) = layer_of(name) else {
+            say(
+                "name",
+                "layer",
+                format!("crate `{name}` has no layer in tidy's table"),
+            );
+            continue;
+        };
+        for dependency in &package.dependencies {
+            if let Some(message) = refuse_edge(root, name, layer, dependency) {
+                say(&dependency.name, "layer", message);
+            }
+            if let Some(message) = refuse_owned(name, dependency) {
+                say(&dependency.name, "dependency-owner", message);
+            }
+        }
+    }
+    findings
+}
+
+fn layer_of(name: &str) -> Option<Layer> {
+    LAYERS
+        .iter()
+        .find(|(known, _)| *known == name)
+        .map(|(_, layer)| *layer)
+}
+
+/// Why the edge from crate `name` is not allowed, if it is an edge inside the workspace.
+fn refuse_edge(root: &Path, name: &str, layer: Layer, dependency: &Dependency) -> Option<String> {
+    let target = relative(root, dependency.path.as_deref()?);
+    let target = repo::crate_of(&target);
+    let kind = dependency.kind.as_deref();
+    if target == name && kind == Some("dev") {
+        return None;
+    }
+    let kind = kind.map_or(String::new(), |kind| format!("{kind}-"));
+    let edge = format!("{kind}dependency {name} -> {target}");
+    match (layer, layer_of(target)) {
+        (_, None) => Some(format!("{edge}: `{target}` has no layer in tidy's table")),
+        (_, Some(Dev)) => Some(format!("{edge}: nothing depends on a development crate")),
+        (Level(from), Some(Level(to))) if to >= from => {
+            Some(format!("{edge}: L{from} -> L{to}, but edges only go down"))
+        }
+        (Dev | Level(_), Some(Level(_))) => None,
+    }
+}
+
+fn refuse_owned(name: &str, dependency: &Dependency) -> Option<String> {
+    let (_, owners) = OWNED.iter().find(|(owned, _)| *owned == dependency.name)?;
+    let allowed = owners.contains(&name);
+    (!allowed).then(|| {
+        format!(
+            "`{}` is only for {}, not for `{name}`",
+            dependency.name,
+            owners.join(", ")
+        )
+    })
+}
+
+/// Line of the manifest, from 1, that begins with the word `subject`; 1 when there is none.
+fn line_of(manifest: &str, subject: &str) -> usize {
+    let begins = |line: &str| {
+        line.strip_prefix(subject).is_some_and(|rest| {
+            !rest.starts_with(|c: char| c.is_alphanumeric() || "-_".contains(c))
+        })
+    };
+    manifest.lines().position(begins).map_or(1, |at| at + 1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Messages for one crate with one dependency, `kind` as cargo names it.
+    fn verdict(name: &str, dependency: &str, kind: Option<&str>) -> Vec<String> {
+        let ours = LAYERS.iter().any(|(known, _)| *known == dependency);
+        let folder = |name: &str| match name {
+            "xtask" => "/r/xtask".to_string(),
+            _ => format!("/r/crates/{name}"),
+        };
+        let metadata = Metadata {
+            packages: vec![Package {
+                name: if name == "xtask" {
+                    name.into()
+                } else {
+                    format!("paceline-{name}")
+                },
+                manifest_path: format!("{}/Cargo.toml", folder(name)),
+                dependencies: vec![Dependency {
+                    name: if ours {
+                        format!("paceline-{dependency}")
+                    } else {
+                        dependency.into()
+                    },
+                    kind: kind.map(String::from),
+                    path: ours.then(|| folder(dependency)),
+                }],
+            }],
+        };
+        check(&metadata, Path::new("/r"))
+            .into_iter()
+            .map(|f| f.message)
+            .collect()
+    }
+
+    #[test]
+    fn edges_only_go_down() {
+        let allowed = [
+            ("tensor", "base", None),
+            ("engine", "model", None),
+            ("cli", "base", Some("build")),
+            ("xtask", "store", None),
+            ("sim", "cluster", None),
+            ("comm", "comm", Some("dev")),
+            ("engine", "tensor", Some("dev")),
+        ];
+        for (from, to, kind) in allowed {
+            assert_eq!(
+                verdict(from, to, kind),
+                Vec::<String>::new(),
+                "{from} -> {to} {kind:?}"
+            );
+        }
+        let refused = [
+            ("base", "tensor", None, "edges only go down"),
+            ("tensor", "formats", None, "edges only go down"),
+            ("model", "cluster", None, "edges only go down"),
+            (
+                "model",
+                "engine",
+                Some("build"),
+                "build-dependency model -> engine",
+            ),
+            (
+                "tensor",
+                "formats",
+                Some("dev"),
+                "dev-dependency tensor -> formats",
+            ),
+            ("comm", "comm", None, "edges only go down"),
+            ("cluster", "sim", Some("dev"), "development crate"),
+            ("sim", "xtask", None, "development crate"),
+        ];
+        for (from, to, kind, expected) in refused {
+            let messages = verdict(from, to, kind);
+            assert_eq!(messages.len(), 1, "{from} -> {to} {kind:?}");
+            assert!(messages[0].contains(expected), "{messages:?}");
+        }
+    }
+
+    #[test]
+    fn unknown_crates_are_refused() {
+        let messages = verdict("helpers", "serde", None);
+        assert!(
+            messages[0].contains("`helpers` has no layer"),
+            "{messages:?}"
+        );
+    }
+
+    #[test]
+    fn owned_dependencies_stay_with_their_owners() {
+        for (name, dependency) in [
+            ("cli", "clap"),
+            ("xtask", "anyhow"),
+            ("serve", "axum"),
+            ("cluster", "tokio"),
+        ] {
+            assert_eq!(verdict(name, dependency, None), Vec::<String>::new());
+        }
+        for (name, dependency) in [
+            ("store", "anyhow"),
+            ("tensor", "tokio"),
+            ("cli", "axum"),
+            ("engine", "clap"),
+        ] {
+            assert_eq!(
+                verdict(name, dependency, None).len(),
+                1,
+                "{name} {dependency}"
+            );
+            assert_eq!(
+                verdict(name, dependency, Some("dev")).len(),
+                1,
+                "{name} {dependency}"
+            );
+        }
+    }
+
+    #[test]
+    fn folder_and_package_agree() {
+        let metadata = Metadata {
+            packages: vec![Package {
+                name: "paceline-tensors".into(),
+                manifest_path: "/r/crates/tensor/Cargo.toml".into(),
+                dependencies: Vec::new(),
+            }],
+        };
+        let findings = check(&metadata, Path::new("/r"));
+        assert_eq!(findings.len(), 1);
+        assert_eq!(findings[0].rule, "crate-name");
+        assert_eq!(findings[0].path, "crates/tensor/Cargo.toml");
+    }
+
+    #[test]
+    fn a_dependency_is_found_in_its_manifest() {
+        let manifest =
+            "[package]\nname = \"x\"\n\n[dependencies]\nserde_json = \"1\"\nserde = \"1\"";
+        assert_eq!(line_of(manifest, "serde"), 6);
+        assert_eq!(line_of(manifest, "name"), 2);
+        assert_eq!(line_of(manifest, "absent"), 1);
+    }
+}

@@ -1,0 +1,259 @@
+//! `cargo xtask tidy`: the rules of the house that the compiler does not know.
+//!
+//! Each rule is a function from a value (a parsed file, cargo's metadata, a file's bytes) to
+//! findings, so that its tests need no repository. CONTRIBUTING.md lists the rules for people.
+//! Reading order: [`source`] parses, [`code`], [`text`] and [`functions`] judge Rust files,
+//! [`layers`] the crate edges, [`tracked`] every tracked file.
+
+mod code;
+mod functions;
+mod layers;
+mod source;
+mod text;
+mod tracked;
+
+use std::collections::BTreeSet;
+use std::fmt;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result};
+
+use crate::repo;
+use source::RustFile;
+
+/// One place that breaks a rule.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct Finding {
+    /// Path from the root, with `/`.
+    path: String,
+    /// Line, from 1.
+    line: usize,
+    rule: &'static str,
+    message: String,
+    error: bool,
+}
+
+impl Finding {
+    fn error(path: &str, line: usize, rule: &'static str, message: String) -> Finding {
+        Finding {
+            path: path.into(),
+            line,
+            rule,
+            message,
+            error: true,
+        }
+    }
+
+    fn warning(path: &str, line: usize, rule: &'static str, message: String) -> Finding {
+        Finding {
+            error: false,
+            ..Finding::error(path, line, rule, message)
+        }
+    }
+
+    /// False for a warning, which is printed and does not fail the run.
+    pub(crate) fn is_error(&self) -> bool {
+        self.error
+    }
+}
+
+impl fmt::Display for Finding {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let level = if self.error { "" } else { "warning: " };
+        write!(
+            f,
+            "{}:{}: {}: {level}{}",
+            self.path, self.line, self.rule, self.message
+        )
+    }
+}
+
+/// A place that a rule lets through, and why. An entry that no longer matches is a finding.
+struct Exemption {
+    rule: &'static str,
+    path: &'static str,
+    reason: &'static str,
+}
+
+/// All exemptions. Keep it short: a place that needs one usually wants an argument instead.
+const EXEMPT: [Exemption; 0] = [];
+
+/// Reads the repository and applies every rule; findings come sorted by place.
+///
+/// # Errors
+/// When git or cargo cannot be asked, or a file cannot be read. A Rust file that does not parse
+/// is a finding.
+pub(crate) fn run() -> Result<Vec<Finding>> {
+    let root = repo::root();
+    let paths = repo::files(&root)?;
+    let metadata = layers::Metadata::read()?;
+    let (files, mut findings) = parse_all(&root, &paths)?;
+    findings.extend(files.iter().flat_map(check_rust));
+    findings.extend(layers::check(&metadata, &root));
+    findings.extend(check_tracked(&root, &paths)?);
+    if let Ok(text) = std::fs::read_to_string(root.join("ARCHITECTURE.md")) {
+        findings.extend(tracked::check_crate_table(
+            &text,
+            &metadata.crate_names(&root),
+        ));
+    }
+    let in_base = files
+        .iter()
+        .filter(|file| file.path.starts_with("crates/base/src/"));
+    findings.extend(tracked::check_base_size(
+        in_base.map(|file| file.lines.len()).sum(),
+    ));
+    let mut findings = apply_exemptions(findings, &EXEMPT);
+    findings.sort();
+    Ok(findings)
+}
+
+/// Function and file lengths of the whole tree, as text.
+///
+/// # Errors
+/// When git cannot be asked or a file cannot be read.
+pub(crate) fn report() -> Result<String> {
+    let root = repo::root();
+    let (files, _) = parse_all(&root, &repo::files(&root)?)?;
+    let mut text = functions::report(&files);
+    let mut long: Vec<(usize, &str)> = files
+        .iter()
+        .map(|file| (file.lines.len(), file.path.as_str()))
+        .collect();
+    long.sort_by(|a, b| b.cmp(a));
+    let lines: usize = long.iter().map(|(lines, _)| lines).sum();
+    text.push_str(&format!(
+        "\n{} Rust files, {lines} lines; over 400 lines:\n",
+        long.len()
+    ));
+    for (lines, path) in long.iter().filter(|(lines, _)| *lines > 400) {
+        text.push_str(&format!("{lines:6}  {path}\n"));
+    }
+    Ok(text)
+}
+
+/// Parses every Rust file and marks those that are out-of-line test modules of another.
+fn parse_all(root: &Path, paths: &[String]) -> Result<(Vec<RustFile>, Vec<Finding>)> {
+    let mut files = Vec::new();
+    let mut findings = Vec::new();
+    for path in paths.iter().filter(|path| path.ends_with(".rs")) {
+        let text = std::fs::read_to_string(root.join(path)).with_context(|| path.clone())?;
+        match RustFile::parse(path, &text) {
+            Ok(file) => files.push(file),
+            Err(error) => findings.push(Finding::error(path, 1, "parse", format!("{error:#}"))),
+        }
+    }
+    let modules: BTreeSet<String> = files.iter().flat_map(RustFile::test_modules).collect();
+    for file in &mut files {
+        file.test_file |= modules
+            .iter()
+            .any(|module| is_in_module(&file.path, module));
+    }
+    Ok((files, findings))
+}
+
+/// True when `path` is the module's own file or lies below its folder.
+fn is_in_module(path: &str, module: &str) -> bool {
+    path.strip_prefix(module)
+        .is_some_and(|rest| rest == ".rs" || rest.starts_with('/'))
+}
+
+fn check_rust(file: &RustFile) -> Vec<Finding> {
+    let mut findings = code::check_calls(file);
+    findings.extend(code::check_attributes(file));
+    findings.extend(text::check(file));
+    findings.extend(functions::check(file));
+    findings
+}
+
+fn check_tracked(root: &Path, paths: &[String]) -> Result<Vec<Finding>> {
+    let home = std::env::var_os("HOME").map(PathBuf::from);
+    let forbidden = tracked::forbidden(root, home.as_deref());
+    let mut findings = Vec::new();
+    for path in paths {
+        let bytes = std::fs::read(root.join(path)).with_context(|| path.clone())?;
+        findings.extend(tracked::check_file(path, &bytes, &forbidden));
+        if path.ends_with("/Cargo.toml") && !path.starts_with("fuzz/") {
+            let manifest = String::from_utf8_lossy(&bytes);
+            findings.extend(tracked::check_lints(path, &manifest));
+        }
+    }
+    Ok(findings)
+}
+
+/// Drops what `exempt` lets through, and adds a finding for every entry that let nothing through.
+fn apply_exemptions(findings: Vec<Finding>, exempt: &[Exemption]) -> Vec<Finding> {
+    let covers = |entry: &Exemption, finding: &Finding| {
+        entry.rule == finding.rule && entry.path == finding.path
+    };
+    let stale = exempt
+        .iter()
+        .filter(|entry| !findings.iter().any(|f| covers(entry, f)));
+    let mut kept: Vec<Finding> = stale
+        .map(|entry| {
+            let message = format!(
+                "exempt from `{}` ({}) without need",
+                entry.rule, entry.reason
+            );
+            Finding::error(entry.path, 1, "stale-exemption", message)
+        })
+        .collect();
+    kept.extend(
+        findings
+            .into_iter()
+            .filter(|f| !exempt.iter().any(|entry| covers(entry, f))),
+    );
+    kept
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_finding_prints_place_rule_and_message() {
+        let finding = Finding::error("crates/a/src/lib.rs", 7, "unwrap", "no".into());
+        assert_eq!(finding.to_string(), "crates/a/src/lib.rs:7: unwrap: no");
+        let finding = Finding::warning("x.rs", 1, "file-length", "long".into());
+        assert_eq!(finding.to_string(), "x.rs:1: file-length: warning: long");
+    }
+
+    #[test]
+    fn exemptions_let_through_and_go_stale() {
+        let finding = |path: &str| Finding::error(path, 3, "clock", "no".into());
+        let exempt = [Exemption {
+            rule: "clock",
+            path: "a.rs",
+            reason: "measures links",
+        }];
+        let kept = apply_exemptions(vec![finding("a.rs"), finding("b.rs")], &exempt);
+        assert_eq!(kept, [finding("b.rs")]);
+        let kept = apply_exemptions(vec![finding("b.rs")], &exempt);
+        assert_eq!(kept.len(), 2);
+        assert_eq!(kept[0].rule, "stale-exemption");
+    }
+
+    #[test]
+    fn files_of_a_test_module_are_test_code() {
+        let folder = tempfile::tempdir().expect("a temporary folder");
+        let write = |path: &str, text: &str| {
+            let path = folder.path().join(path);
+            std::fs::create_dir_all(path.parent().expect("has a parent")).expect("made");
+            std::fs::write(path, text).expect("written");
+        };
+        write("src/lib.rs", "#[cfg(test)]\nmod checks;\nmod plain;\n");
+        write("src/checks.rs", "fn f() { x.unwrap(); }\n");
+        write("src/plain.rs", "fn f() { x.unwrap(); }\n");
+        write("src/broken.rs", "fn (\n");
+        let paths = ["lib", "checks", "plain", "broken"].map(|name| format!("src/{name}.rs"));
+        let (files, findings) = parse_all(folder.path(), &paths).expect("all files are there");
+        assert_eq!(findings.len(), 1, "{findings:?}");
+        assert_eq!(
+            (findings[0].path.as_str(), findings[0].rule),
+            ("src/broken.rs", "parse")
+        );
+        let found: Vec<Finding> = files.iter().flat_map(check_rust).collect();
+        assert_eq!(found.len(), 1, "{found:?}");
+        assert_eq!(found[0].path, "src/plain.rs");
+    }
+}
