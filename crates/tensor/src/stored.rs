@@ -76,7 +76,8 @@ impl Chunk {
     /// Weights in a chunk.
     pub const LEN: usize = 32;
 
-    /// The 32 weights. Equals llama.cpp's `dequantize_row_*` to the bit, the sign of zero included.
+    /// The 32 weights, equal to the bit to the decode of the `gguf` package, the sign of zero
+    /// included (`tests/stored.rs`).
     pub fn weights(&self) -> [f32; Self::LEN] {
         let step = self.sub.map(|sub| self.scale * sub as f32);
         let base = self.min_sub.map(|sub| self.min * sub as f32);
@@ -187,8 +188,8 @@ pub fn chunk(block_type: BlockType, row: &[u8], index: usize) -> Chunk {
 /// Decodes the whole blocks in `bytes` to `f32`: `out` is `(n,)`, `bytes` is
 /// `block_type.row_bytes(n)` long; n may be 0.
 ///
-/// Equals llama.cpp's `dequantize_row_*` to the bit, the sign of zero included; a NaN may differ
-/// in its payload.
+/// Equal to the bit to the decode of the `gguf` package, the sign of zero included
+/// (`tests/stored.rs`); a NaN may differ in its payload.
 ///
 /// # Panics
 /// On a bug of the caller: the lengths do not fit each other.
