@@ -6,16 +6,22 @@ models (scripts/models/fetch_models.sh). OUT defaults to tests-data/golden/llama
 smollm2.json and gemma3.json: 256 ids of Emma's first lines as llama.cpp's tokenizer cuts them, and
 for each position what `llama_bench.py --text` describes. llama.cpp rounds activations to 8 bits and
 picks its kernels by CPU, so another machine gives slightly other numbers.
+
+smollm2-f32.json and gemma3-f32.json: the same ids on the same weights widened to float32
+(scripts/models/quantize.py; 1.1 GB in a temporary folder), where llama.cpp leaves the activations
+alone and rounds only keys and values, to f16.
 """
 
 import hashlib
 import json
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 BENCH = REPOSITORY / "scripts/peers/llama_bench.py"
+QUANTIZE = REPOSITORY / "scripts/models/quantize.py"
 N_TOKENS = 256
 
 # Gemma's larger vocabulary cuts the 1,056 bytes into 243 ids only; it gets more of the same text.
@@ -32,20 +38,38 @@ def cpu():
     return "unknown"
 
 
-def make(npm, models, name):
-    model, text = GOLDENS[name]
-    answer = json.loads(subprocess.run(
-        [sys.executable, BENCH, npm, str(Path(models) / model), "--runs", "0", "--text",
-         str(REPOSITORY / text), "--limit", str(N_TOKENS)],
-        check=True, stdout=subprocess.PIPE).stdout)
+def bench(npm, model, text):
+    out = subprocess.run(
+        [sys.executable, BENCH, npm, model, "--runs", "0", "--text", REPOSITORY / text, "--limit",
+         str(N_TOKENS)], check=True, stdout=subprocess.PIPE).stdout
+    answer = json.loads(out)
     if len(answer["tokens"]) != N_TOKENS:
         sys.exit(f"{text}: {len(answer['tokens'])} ids, expected {N_TOKENS}")
-    with open(Path(models) / model, "rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return {
+    return answer
+
+
+def record(path, npm, file, origin):
+    """Run `file` and write what it answers; `origin` says which model and text that is."""
+    answer = bench(npm, file, origin["text"])
+    golden = {
         "made_by": "scripts/golden/llama_cpp.py", "versions": answer["versions"], "cpu": cpu(),
-        "model": model, "model_sha256": digest, "text": text,
-    } | {k: answer[k] for k in ("nll", "tokens", "nlls", "argmax", "second", "gaps")}
+    } | origin | {k: answer[k] for k in ("nll", "tokens", "nlls", "argmax", "second", "gaps")}
+    fields = (f" {json.dumps(k)}: {json.dumps(v)}" for k, v in golden.items())
+    path.write_text("{\n" + ",\n".join(fields) + "\n}\n")
+
+
+def make(out, npm, models, name):
+    model, text = GOLDENS[name]
+    source = Path(models) / model
+    with open(source, "rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    origin = {"model": model, "model_sha256": digest, "text": text}
+    record(out / f"{name}.json", npm, source, origin | {"weights": "as stored"})
+    with tempfile.TemporaryDirectory() as folder:
+        wide = Path(folder) / "f32.gguf"
+        subprocess.run([sys.executable, QUANTIZE, npm, source, wide, "F32"], check=True,
+                       stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        record(out / f"{name}-f32.json", npm, wide, origin | {"weights": "widened to F32"})
 
 
 def main():
@@ -53,9 +77,7 @@ def main():
         sys.exit(__doc__)
     out = Path(sys.argv[3]) if sys.argv[3:] else REPOSITORY / "tests-data/golden/llama_cpp"
     for name in GOLDENS:
-        golden = make(*sys.argv[1:3], name)
-        fields = (f" {json.dumps(k)}: {json.dumps(v)}" for k, v in golden.items())
-        (out / f"{name}.json").write_text("{\n" + ",\n".join(fields) + "\n}\n")
+        make(out, *sys.argv[1:3], name)
 
 
 if __name__ == "__main__":
