@@ -1,17 +1,28 @@
-//! Project chores: `cargo xtask tidy`.
+//! Project chores: `cargo xtask --help` lists them.
 
 #![allow(
     clippy::print_stdout,
     reason = "a program for people: stdout is its interface"
 )]
 
+mod cargo_test;
+mod darwin;
+mod deny;
+mod models;
+mod process;
 mod repo;
+mod steps;
+mod tally;
 mod tidy;
+mod venv;
 
+use std::path::PathBuf;
 use std::process::ExitCode;
 
 use anyhow::Result;
 use clap::{Parser, Subcommand};
+
+use steps::Step;
 
 /// Project chores of paceline.
 #[derive(Debug, Parser)]
@@ -23,33 +34,48 @@ struct Args {
 
 #[derive(Debug, Subcommand)]
 enum Chore {
+    /// Fetch the test models, then format check, lints, tidy and all tests, with one total.
+    Test {
+        /// Steps to run instead of models,fmt,clippy,tidy,unit,doc.
+        #[arg(long, value_delimiter = ',', value_name = "STEPS")]
+        only: Vec<Step>,
+    },
     /// Check the rules of the house: layers, function length, unwrap, comments, tracked files.
     Tidy {
         /// Print function and file lengths instead of checking.
         #[arg(long)]
         report: bool,
     },
+    /// Fetch and make the models that tests read.
+    Models {
+        /// Folder to use instead of ${PACELINE_TEST_MODELS:-~/.cache/paceline/test-models}.
+        #[arg(long)]
+        dir: Option<PathBuf>,
+    },
+    /// Check that the workspace compiles for Apple silicon.
+    Darwin,
+    /// Check licences, bans and sources of all dependencies with cargo-deny.
+    Deny,
 }
 
 fn main() -> Result<ExitCode> {
-    match Args::parse().chore {
-        Chore::Tidy { report: true } => print!("{}", tidy::report()?),
-        Chore::Tidy { report: false } => return tidy_check(),
-    }
-    Ok(ExitCode::SUCCESS)
-}
-
-fn tidy_check() -> Result<ExitCode> {
-    let findings = tidy::run()?;
-    for finding in &findings {
-        println!("{finding}");
-    }
-    let errors = findings.iter().filter(|finding| finding.is_error()).count();
-    println!(
-        "tidy: {errors} errors, {} warnings",
-        findings.len() - errors
-    );
-    Ok(if errors == 0 {
+    let passed = match Args::parse().chore {
+        Chore::Test { only } if only.is_empty() => steps::run(&steps::DEFAULT),
+        Chore::Test { only } => steps::run(&only),
+        Chore::Tidy { report: false } => steps::tidy()?.failed == 0,
+        Chore::Tidy { report: true } => {
+            print!("{}", tidy::report()?);
+            true
+        }
+        Chore::Models { dir } => {
+            let tally = models::run(dir)?;
+            tally.print_names();
+            tally.failed == 0
+        }
+        Chore::Darwin => steps::run(&[Step::Darwin]),
+        Chore::Deny => steps::run(&[Step::Deny]),
+    };
+    Ok(if passed {
         ExitCode::SUCCESS
     } else {
         ExitCode::FAILURE

@@ -1,0 +1,77 @@
+//! `cargo xtask darwin`: does the workspace still compile for Apple silicon?
+//!
+//! A check, not a build: it needs the target's standard library (rustup has it) and, for the C
+//! parts of `ring`, a C compiler that knows macOS. On a Mac that is the system's; elsewhere it is
+//! Zig's, from a Python package, through `scripts/zig-cc`.
+
+use std::process::Command;
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+
+use crate::tally::Tally;
+use crate::{process, repo, venv};
+
+const TARGET: &str = "aarch64-apple-darwin";
+
+/// rustup downloads some 30 MB when the target is missing.
+const RUSTUP_LIMIT: Duration = Duration::from_secs(300);
+
+/// Runs the check in its own target folder, `target/darwin`.
+///
+/// # Errors
+/// When cargo cannot be run. A toolchain that cannot be had is a skip.
+pub(crate) fn run(show: &mut dyn FnMut(&str)) -> Result<Tally> {
+    let mut command = repo::cargo();
+    command.args([
+        "check",
+        "--workspace",
+        "--target",
+        TARGET,
+        "--target-dir",
+        "target/darwin",
+    ]);
+    if let Err(error) = install_target().and_then(|()| set_compiler(&mut command)) {
+        return Ok(Tally::skip("darwin check", &format!("{error:#}")));
+    }
+    let passed = process::stream(command, &process::log_path("darwin"), |line| {
+        let progress = ["Compiling", "Checking", "Download"];
+        if !progress
+            .iter()
+            .any(|word| line.trim_start().starts_with(word))
+        {
+            show(line);
+        }
+    })?;
+    Ok(Tally::check(
+        "darwin check: see target/xtask/darwin.log",
+        passed,
+    ))
+}
+
+fn install_target() -> Result<()> {
+    let rustup = |arguments: &[&str], limit| {
+        let mut command = Command::new("rustup");
+        command.args(arguments).current_dir(repo::root());
+        process::capture(command, limit)
+    };
+    let installed = rustup(&["target", "list", "--installed"], Duration::from_secs(20))?;
+    if !installed.lines().any(|line| line.trim() == TARGET) {
+        rustup(&["target", "add", TARGET], RUSTUP_LIMIT)?;
+    }
+    Ok(())
+}
+
+/// Tells `cc`, which builds the C parts, which compiler to use for the target.
+fn set_compiler(command: &mut Command) -> Result<()> {
+    if cfg!(target_os = "macos") {
+        return Ok(());
+    }
+    let script = repo::root().join("scripts/zig-cc");
+    ensure!(script.exists(), "scripts/zig-cc is missing");
+    let python = venv::python_with("requirements-darwin.txt").context("no ziglang")?;
+    command.env("CC_aarch64_apple_darwin", &script);
+    command.env(repo::root().join("scripts/zig-ar"));
+    command.env("ZIG_PYTHON", python);
+    Ok(())
+}

@@ -1,0 +1,191 @@
+//! The steps of a test run, one after the other, with their times and one closing line.
+
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result};
+use clap::ValueEnum;
+
+use crate::cargo_test::TestLog;
+use crate::tally::Tally;
+use crate::{darwin, deny, models, process, repo, tidy};
+
+/// One step. `cargo xtask test` runs the first six.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Step {
+    /// Fetch and make the models that tests read.
+    Models,
+    /// rustfmt, check only.
+    Fmt,
+    /// clippy over all targets, warnings denied.
+    Clippy,
+    /// The rules of the house.
+    Tidy,
+    /// Unit and integration tests.
+    Unit,
+    /// Examples in the documentation.
+    Doc,
+    /// `cargo check` for Apple silicon.
+    Darwin,
+    /// Licences and sources of dependencies.
+    Deny,
+}
+
+/// What `cargo xtask test` runs unless told otherwise: cheap steps before dear ones, but for the
+/// models, whose download a person wants to see fail first.
+pub(crate) const DEFAULT: [Step; 6] = [
+    Step::Models,
+    Step::Fmt,
+    Step::Clippy,
+    Step::Tidy,
+    Step::Unit,
+    Step::Doc,
+];
+
+impl Step {
+    fn name(self) -> &'static str {
+        match self {
+            Step::Models => "models",
+            Step::Fmt => "fmt",
+            Step::Clippy => "clippy",
+            Step::Tidy => "tidy",
+            Step::Unit => "unit",
+            Step::Doc => "doc",
+            Step::Darwin => "darwin",
+            Step::Deny => "deny",
+        }
+    }
+
+    fn run(self) -> Result<Tally> {
+        match self {
+            Step::Models => models::run(None),
+            Step::Fmt => cargo_check(self, &["fmt", "--all", "--check"]),
+            Step::Clippy => cargo_check(
+                self,
+                &[
+                    "clippy",
+                    "--release",
+                    "--workspace",
+                    "--all-targets",
+                    "--",
+                    "-D",
+                    "warnings",
+                ],
+            ),
+            Step::Tidy => tidy(),
+            Step::Unit => cargo_test(self, "--tests"),
+            Step::Doc => cargo_test(self, "--doc"),
+            Step::Darwin => darwin::run(&mut |line| println!("{line}")),
+            Step::Deny => deny::run(&mut |line| println!("{line}")),
+        }
+    }
+}
+
+/// Runs `steps` in order, all of them even when one fails, prints a table, the names of what
+/// failed and what was skipped, and the closing line. True when nothing failed.
+pub(crate) fn run(steps: &[Step]) -> bool {
+    let mut total = Tally::default();
+    let mut table = Vec::new();
+    for step in steps {
+        println!("== {}", step.name());
+        let start = Instant::now();
+        let tally = step.run().unwrap_or_else(|error| {
+            println!("error: {error:#}");
+            Tally::failure(&format!("{}: {error:#}", step.name()))
+        });
+        table.push(row(step.name(), start.elapsed(), &tally));
+        total.add(tally);
+    }
+    println!("\nstep     seconds  result");
+    table.iter().for_each(|row| println!("{row}"));
+    total.print_names();
+    println!("{total}");
+    total.failed == 0
+}
+
+fn row(name: &str, time: Duration, tally: &Tally) -> String {
+    format!("{name:8} {:7.1}  {tally}", time.as_secs_f64())
+}
+
+/// A cargo command that passes or fails as a whole; its output is shown but for progress.
+fn cargo_check(step: Step, arguments: &[&str]) -> Result<Tally> {
+    let mut command = repo::cargo();
+    command.args(arguments);
+    let passed = process::stream(command, &process::log_path(step.name()), |line| {
+        if !is_progress(line) {
+            println!("{line}");
+        }
+    })?;
+    Ok(Tally::check(step.name(), passed))
+}
+
+fn is_progress(line: &str) -> bool {
+    const WORDS: [&str; 6] = [
+        "Compiling ",
+        "Checking ",
+        "Downloading ",
+        "Downloaded ",
+        "Updating ",
+        "Blocking ",
+    ];
+    let line = line.trim_start();
+    WORDS.iter().any(|word| line.starts_with(word))
+}
+
+/// Prints every finding; fails when one is an error.
+///
+/// # Errors
+/// As [`tidy::run`].
+pub(crate) fn tidy() -> Result<Tally> {
+    let findings = tidy::run()?;
+    findings.iter().for_each(|finding| println!("{finding}"));
+    let errors = findings.iter().filter(|finding| finding.is_error()).count();
+    println!(
+        "tidy: {errors} errors, {} warnings",
+        findings.len() - errors
+    );
+    Ok(Tally::check(&format!("tidy: {errors} errors"), errors == 0))
+}
+
+/// Tests of the whole workspace, of the kind that `kind` selects. The test models' folder is
+/// passed on, so that the tests read what the models step made.
+fn cargo_test(step: Step, kind: &str) -> Result<Tally> {
+    let mut command = repo::cargo();
+    command.args(["test", "--release", "--workspace", "--no-fail-fast", kind]);
+    command.args(["--", "--show-output"]);
+    command.env(
+        "PACELINE_TEST_MODELS",
+        models::folder().context("find the test models")?,
+    );
+    let mut log = TestLog::new();
+    let success = process::stream(command, &process::log_path(step.name()), |line| {
+        if log.read(line) && !is_progress(line) {
+            println!("{line}");
+        }
+    })?;
+    Ok(log.finish(step.name(), success))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_row_shows_seconds_and_counts() {
+        let row = row(
+            "fmt",
+            Duration::from_millis(1300),
+            &Tally::check("fmt", true),
+        );
+        assert_eq!(row, "fmt          1.3  1 passed, 0 failed, 0 skipped");
+    }
+
+    #[test]
+    fn progress_is_told_from_diagnostics() {
+        assert!(is_progress("   Compiling serde v1.0.0"));
+        assert!(is_progress(
+            "    Blocking waiting for file lock on build directory"
+        ));
+        assert!(!is_progress("warning: unused variable"));
+        assert!(!is_progress("    Finished `release` profile"));
+    }
+}

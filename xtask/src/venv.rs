@@ -1,0 +1,53 @@
+//! The project's own Python environment, `target/venv`, made when a chore first needs it.
+
+use std::path::PathBuf;
+use std::process::Command;
+use std::time::Duration;
+
+use anyhow::{Context, Result};
+
+use crate::{process, repo};
+
+/// Making an environment or installing into it may fetch a hundred megabytes; a mirror that is
+/// slower than this is taken for absent.
+const INSTALL_LIMIT: Duration = Duration::from_secs(600);
+
+/// The environment's Python, with everything in `scripts/<requirements>` installed.
+///
+/// A copy of the file is kept in the environment, so nothing is asked of the network again until
+/// the file changes.
+///
+/// # Errors
+/// When there is no Python with `venv` and `pip`, or pip cannot install a line of the file.
+pub(crate) fn python_with(requirements: &str) -> Result<PathBuf> {
+    let folder = folder();
+    let python = folder.join("bin/python");
+    if !python.exists() {
+        let mut command = Command::new("python3");
+        command.args(["-m", "venv"]).arg(&folder);
+        process::capture(command, INSTALL_LIMIT)?;
+    }
+    let file = repo::root().join("scripts").join(requirements);
+    let wanted = std::fs::read(&file).with_context(|| format!("read scripts/{requirements}"))?;
+    let stamp = folder.join(format!("installed-{requirements}"));
+    if std::fs::read(&stamp).is_ok_and(|installed| installed == wanted) {
+        return Ok(python);
+    }
+    let mut command = Command::new(&python);
+    command.args([
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--disable-pip-version-check",
+    ]);
+    command.args(["--only-binary", ":all:", "-r"]).arg(&file);
+    process::capture(command, INSTALL_LIMIT)?;
+    std::fs::write(&stamp, wanted).with_context(|| format!("write {}", stamp.display()))?;
+    Ok(python)
+}
+
+/// The environment's folder.
+pub(crate) fn folder() -> PathBuf {
+    repo::root().join("target/venv")
+}
