@@ -1,3 +1,52 @@
-//! placeholder
+//! CPU kernels: naive definitions and the fast versions that must equal them bit for bit.
+//!
+//! **Numerics rule.** A result depends on the weights, the activations and the kernel class,
+//! never on the batch, the threads, the instruction set or how a product was cut. So a register
+//! lane is always one row (or channel, or position), integer dot products are exact, and every
+//! float sum has one documented order: [`matmul`] for products, [`attention`] for attention,
+//! [`paceline_base::tree`] for the sums that a split may cut.
+//!
+//! Modules in reading order: [`stored`] (blocks as files hold them), [`naive`] (definitions),
+//! `isa` (sixteen lanes per instruction set), `formats` and `packed` (weights repacked for the
+//! lanes), [`matmul`], [`vector`], [`attention`], [`kv`], [`pool`], `dispatch` (functions per
+//! instruction set), [`kernels`] (what the model calls).
+//!
+//! ```
+//! use paceline_base::BlockType;
+//! use paceline_tensor::{Activations, Kernels, PackOptions, Packed, Product, StoredMatrix};
+//!
+//! let kernels = Kernels::new(2)?;
+//! let bytes: Vec<u8> = [1.0f32, 2.0, 3.0, 4.0].iter().flat_map(|x| x.to_le_bytes()).collect();
+//! let stored = StoredMatrix { block_type: BlockType::F32, rows: 2, cols: 2, bytes: &bytes };
+//! let weights = Packed::new(stored, PackOptions::default(), kernels.pool())?;
+//!
+//! let mut x = Activations::new(1, 2, false);
+//! kernels.fill_rows(&mut x, |_, row| row.copy_from_slice(&[1.0, 10.0]));
+//! let mut y = [0.0; 2];
+//! kernels.products(&x, [Product { weights: &weights, out: &mut y }]);
+//! assert_eq!(y, [21.0, 43.0]);
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
 
+pub mod activations;
+pub mod attention;
+mod dispatch;
+mod formats;
+mod isa;
+pub mod kernels;
+pub mod kv;
+pub mod matmul;
+pub mod naive;
+mod packed;
+pub mod pool;
 pub mod stored;
+pub mod vector;
+
+pub use activations::Activations;
+pub use attention::PAGE;
+pub use dispatch::InstructionSet;
+pub use kernels::{Attention, AttentionRows, AttentionScratch, Kernels, Product, Unavailable};
+pub use kv::{KvCache, KvShape, KvType};
+pub use packed::{Error, PackOptions, Packed, StoredMatrix};
+pub use pool::ThreadPool;
+pub use vector::RopePairs;

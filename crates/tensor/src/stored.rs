@@ -139,7 +139,9 @@ pub(crate) fn raw_scales(block_type: BlockType, row: &[u8], index: usize) -> Raw
             ([Some(half(80)), Some(-half(82))], bytes)
         }
         BlockType::Q3_K => {
-            let sub = chunk(block_type, row, index).sub.map(|sub| Some(sub as i8 as u8));
+            let sub = chunk(block_type, row, index)
+                .sub
+                .map(|sub| Some(sub as i8 as u8));
             ([Some(half(108)), None], sub)
         }
         BlockType::Q4_K | BlockType::Q5_K => {

@@ -1,0 +1,214 @@
+//! The kernels compiled once per instruction set, as tables of functions.
+//!
+//! The `kernels!` macro makes a module per instruction set whose functions carry the target
+//! features and inline the generic code; a [`Table`] is chosen once, after detection.
+
+use half::{bf16, f16};
+use paceline_base::BlockType;
+
+use crate::activations::Writer;
+use crate::attention::{self, PageView, Query};
+use crate::formats;
+use crate::isa::{self, Isa};
+use crate::matmul::{self, GroupArgs};
+use crate::vector;
+
+/// The instruction set that kernels were compiled for.
+///
+/// All give the same bits ([`crate::isa`]); they differ in speed only.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum InstructionSet {
+    /// Portable loops; any CPU, very slow.
+    Scalar,
+    /// x86-64 with AVX2, FMA and F16C.
+    Avx2,
+    /// x86-64 with AVX-512 F, BW, VL and VNNI.
+    Avx512Vnni,
+    /// AArch64 with the dot-product extension.
+    NeonDotprod,
+}
+
+impl InstructionSet {
+    /// Every one, slowest first.
+    pub const ALL: [Self; 4] = [
+        Self::Scalar,
+        Self::Avx2,
+        Self::Avx512Vnni,
+        Self::NeonDotprod,
+    ];
+
+    /// The name used in options and results.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Scalar => "scalar",
+            Self::Avx2 => "avx2",
+            Self::Avx512Vnni => "avx512-vnni",
+            Self::NeonDotprod => "neon-dotprod",
+        }
+    }
+
+    /// Those that this machine can run, slowest first.
+    pub fn available() -> Vec<Self> {
+        Self::ALL
+            .into_iter()
+            .filter(|set| set.table().is_some())
+            .collect()
+    }
+
+    /// The kernels, if this machine can run them.
+    pub(crate) fn table(self) -> Option<&'static Table> {
+        match self {
+            Self::Scalar => Some(&scalar::TABLE),
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx2 => has_avx2().then_some(&avx2::TABLE),
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx512Vnni => has_avx512().then_some(&avx512::TABLE),
+            #[cfg(target_arch = "aarch64")]
+            Self::NeonDotprod => {
+                std::arch::is_aarch64_feature_detected!("dotprod").then_some(&neon::TABLE)
+            }
+            #[allow(unreachable_patterns, reason = "the sets of other architectures")]
+            _ => None,
+        }
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+fn has_avx2() -> bool {
+    is_x86_feature_detected!("avx2")
+        && is_x86_feature_detected!("fma")
+        && is_x86_feature_detected!("f16c")
+}
+
+#[cfg(target_arch = "x86_64")]
+fn has_avx512() -> bool {
+    has_avx2()
+        && is_x86_feature_detected!("avx512f")
+        && is_x86_feature_detected!("avx512bw")
+        && is_x86_feature_detected!("avx512vl")
+        && is_x86_feature_detected!("avx512vnni")
+}
+
+/// Kernels of one instruction set. Calling one is safe only under its contract and on a machine
+/// that has the features; tables are handed out after detection only.
+#[derive(Debug)]
+pub(crate) struct Table {
+    pub(crate) set: InstructionSet,
+    groups: [unsafe fn(GroupArgs<'_>); BlockType::ALL.len()],
+    pub(crate) quantise_row: unsafe fn(&Writer<'_>, usize),
+    pub(crate) rms_norm: unsafe fn(&[f32], &[f32], f32, &mut [f32]),
+    pub(crate) silu_mul: unsafe fn(&[f32], &[f32], &mut [f32]),
+    pub(crate) gelu_mul: unsafe fn(&[f32], &[f32], &mut [f32]),
+    pub(crate) attend_f16: unsafe fn(PageView, &[Query]),
+    pub(crate) attend_f32: unsafe fn(PageView, &[Query]),
+    pub(crate) merge: unsafe fn(&mut [f32], &[f32]),
+    pub(crate) finish: unsafe fn(&[f32], &mut [f32]),
+    pub(crate) exp: unsafe fn(&[f32; isa::LANES], &mut [f32; isa::LANES]),
+}
+
+impl Table {
+    /// The product kernel of a weight type.
+    pub(crate) fn group(&self, block_type: BlockType) -> unsafe fn(GroupArgs<'_>) {
+        self.groups[block_type as usize]
+    }
+}
+
+#[inline(always)]
+unsafe fn exp_lanes<S: Isa>(x: &[f32; isa::LANES], out: &mut [f32; isa::LANES]) {
+    // SAFETY: sixteen lanes each.
+    unsafe { S::store(out.as_mut_ptr(), isa::exp::<S>(S::load(x.as_ptr()))) }
+}
+
+/// One function with the given target features around an inlined generic one.
+macro_rules! kernel {
+    ([$($feature:literal)?] $name:ident($($arg:ident: $t:ty),*) = $body:expr) => {
+        /// # Safety
+        /// The CPU has the features; the contract of the inlined function.
+        $(#[target_feature(enable = $feature)])?
+        unsafe fn $name($($arg: $t),*) {
+            // SAFETY: passed on.
+            unsafe { $body($($arg),*) }
+        }
+    };
+}
+
+macro_rules! kernels {
+    ($(#[$cfg:meta])? $module:ident, $isa:ty, $set:expr, $($feature:literal)?) => {
+        $(#[$cfg])?
+        mod $module {
+            #[allow(clippy::wildcard_imports, reason = "a macro's module")]
+            use super::*;
+
+            kernel!([$($feature)?] f32_group(args: GroupArgs<'_>) = matmul::group_floats::<$isa, f32>);
+            kernel!([$($feature)?] f16_group(args: GroupArgs<'_>) = matmul::group_floats::<$isa, f16>);
+            kernel!([$($feature)?] bf16_group(args: GroupArgs<'_>) = matmul::group_floats::<$isa, bf16>);
+            kernel!([$($feature)?] q4_0(args: GroupArgs<'_>) = matmul::group::<$isa, formats::Q4_0>);
+            kernel!([$($feature)?] q4_1(args: GroupArgs<'_>) = matmul::group::<$isa, formats::Q4_1>);
+            kernel!([$($feature)?] q5_0(args: GroupArgs<'_>) = matmul::group::<$isa, formats::Q5_0>);
+            kernel!([$($feature)?] q5_1(args: GroupArgs<'_>) = matmul::group::<$isa, formats::Q5_1>);
+            kernel!([$($feature)?] q8_0(args: GroupArgs<'_>) = matmul::group::<$isa, formats::Q8_0>);
+            kernel!([$($feature)?] q2_k(args: GroupArgs<'_>) = matmul::group::<$isa, formats::Q2_K>);
+            kernel!([$($feature)?] q3_k(args: GroupArgs<'_>) = matmul::group::<$isa, formats::Q3_K>);
+            kernel!([$($feature)?] q4_k(args: GroupArgs<'_>) = matmul::group::<$isa, formats::Q4_K>);
+            kernel!([$($feature)?] q5_k(args: GroupArgs<'_>) = matmul::group::<$isa, formats::Q5_K>);
+            kernel!([$($feature)?] q6_k(args: GroupArgs<'_>) = matmul::group::<$isa, formats::Q6_K>);
+            kernel!([$($feature)?] iq4_nl(args: GroupArgs<'_>) = matmul::group::<$isa, formats::IQ4_NL>);
+            kernel!([$($feature)?] iq4_xs(args: GroupArgs<'_>) = matmul::group::<$isa, formats::IQ4_XS>);
+            kernel!([$($feature)?] quantise_row(writer: &Writer<'_>, t: usize) = Writer::quantise_row::<$isa>);
+            kernel!([$($feature)?] rms_norm(x: &[f32], w: &[f32], eps: f32, out: &mut [f32])
+                = vector::rms_norm::<$isa>);
+            kernel!([$($feature)?] silu_mul(gate: &[f32], up: &[f32], out: &mut [f32])
+                = vector::silu_mul::<$isa>);
+            kernel!([$($feature)?] gelu_mul(gate: &[f32], up: &[f32], out: &mut [f32])
+                = vector::gelu_mul::<$isa>);
+            kernel!([$($feature)?] attend_f16(page: PageView, queries: &[Query])
+                = attention::attend::<$isa, f16>);
+            kernel!([$($feature)?] attend_f32(page: PageView, queries: &[Query])
+                = attention::attend::<$isa, f32>);
+            kernel!([$($feature)?] merge(into: &mut [f32], next: &[f32]) = attention::merge::<$isa>);
+            kernel!([$($feature)?] finish(partial: &[f32], out: &mut [f32]) = attention::finish::<$isa>);
+            kernel!([$($feature)?] exp(x: &[f32; isa::LANES], out: &mut [f32; isa::LANES]) = exp_lanes::<$isa>);
+
+            pub(super) static TABLE: Table = Table {
+                set: $set,
+                // In the order of `BlockType`.
+                groups: [
+                    f32_group, f16_group, bf16_group, q4_0, q4_1, q5_0, q5_1, q8_0, q2_k, q3_k,
+                    q4_k, q5_k, q6_k, iq4_nl, iq4_xs,
+                ],
+                quantise_row,
+                rms_norm,
+                silu_mul,
+                gelu_mul,
+                attend_f16,
+                attend_f32,
+                merge,
+                finish,
+                exp,
+            };
+        }
+    };
+}
+
+kernels!(scalar, isa::Scalar, InstructionSet::Scalar,);
+kernels!(
+    #[cfg(target_arch = "x86_64")]
+    avx2,
+    isa::Avx2,
+    InstructionSet::Avx2,
+    "avx2,fma,f16c"
+);
+kernels!(
+    #[cfg(target_arch = "x86_64")]
+    avx512,
+    isa::Avx512,
+    InstructionSet::Avx512Vnni,
+    "avx512f,avx512bw,avx512vl,avx512vnni,avx2,fma,f16c"
+);
+kernels!(
+    #[cfg(target_arch = "aarch64")]
+    neon,
+    isa::Neon,
+    InstructionSet::NeonDotprod,
+    "neon,dotprod"
+);

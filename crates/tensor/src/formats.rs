@@ -1,0 +1,494 @@
+//! The packed weight formats: how sixteen rows of a stored type lie in memory for the kernels.
+//!
+//! A *group* is 16 rows. Its chunks (32 columns each) follow one another, so a kernel reads one
+//! stream. Within a chunk, *quad* `g` (of 8) is 64 bytes: byte `4 * row + j` is column `4 g + j`.
+//! Values below 8 bits are cut into planes:
+//!
+//! ```text
+//! nibbles   256 B  bits 0-3: quad g < 4 in the low half of bytes 64 g.., quad g + 4 in the high half
+//! crumbs    128 B  2 bits  : quad g at bits 2 (g / 2).. of bytes 64 (g % 2)..
+//! bits       64 B  1 bit   : quad g is the u64 at byte 8 g, bit i for byte i
+//! bytes     512 B  8 bits  : quad g at bytes 64 g..
+//! ```
+//!
+//! | type | planes (value) | per chunk, 16 each | header per 8 chunks | packed / stored |
+//! |---|---|---|---|---|
+//! | Q4_0 | nibbles (q + 8) | d f16 | | 1.00 |
+//! | Q4_1 | nibbles | d, m f16 | | 1.00 |
+//! | Q5_0 | nibbles, bits (q + 16) | d f16 | | 1.00 |
+//! | Q5_1 | nibbles, bits | d, m f16 | | 1.00 |
+//! | Q8_0 | bytes | d f16 | | 1.00 |
+//! | IQ4_NL | nibbles (code) | d f16 | | 1.00 |
+//! | Q2_K | crumbs | scale + 16 min, u8 x 2 | d, dmin f16 | 1.00 |
+//! | Q3_K | crumbs, bits (q + 4) | scale i8 x 2 | d f16 | 1.04 |
+//! | Q4_K | nibbles | scale u8, min u8 | d, dmin f16 | 1.03 |
+//! | Q5_K | nibbles, bits | scale u8, min u8 | d, dmin f16 | 1.02 |
+//! | Q6_K | nibbles, crumbs (q + 32) | scale i8 x 2 | d f16 | 1.00 |
+//! | IQ4_XS | nibbles (code) | scale i8 | d f16 | 1.01 |
+//!
+//! [`Format`] says how a kernel reads one chunk; [`crate::packed`] writes it.
+
+use crate::isa::Isa;
+use crate::stored::CODEBOOK;
+
+/// Bytes of sixteen halves.
+pub(crate) const HALVES: usize = 32;
+/// Bytes of sixteen byte-sized scales.
+pub(crate) const BYTES: usize = 16;
+pub(crate) const NIBBLE_PLANE: usize = 256;
+pub(crate) const CRUMB_PLANE: usize = 128;
+pub(crate) const BIT_PLANE: usize = 64;
+pub(crate) const BYTE_PLANE: usize = 512;
+
+/// Where the parts of a chunk lie; the same for the packer and the kernels.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Layout {
+    /// Bytes before the first chunk of every `per_header` chunks.
+    pub(crate) header: usize,
+    /// Chunks behind one header.
+    pub(crate) per_header: usize,
+    /// Bytes of the planes, which come first in a chunk.
+    pub(crate) planes: usize,
+    /// Bytes of the scales after them.
+    pub(crate) scales: usize,
+}
+
+impl Layout {
+    const fn legacy(planes: usize, scales: usize) -> Self {
+        Self {
+            header: 0,
+            per_header: 1,
+            planes,
+            scales,
+        }
+    }
+
+    const fn k(planes: usize, scales: usize, header: usize) -> Self {
+        Self {
+            header,
+            per_header: 8,
+            planes,
+            scales,
+        }
+    }
+
+    pub(crate) const fn chunk_bytes(self) -> usize {
+        self.planes + self.scales
+    }
+
+    /// Bytes from one header to the next.
+    pub(crate) const fn stride(self) -> usize {
+        self.header + self.per_header * self.chunk_bytes()
+    }
+
+    /// Offsets of the header and of the chunk itself within a group, for chunk `c`.
+    #[inline(always)]
+    pub(crate) const fn offsets(self, c: usize) -> (usize, usize) {
+        let header = c / self.per_header * self.stride();
+        (
+            header,
+            header + self.header + c % self.per_header * self.chunk_bytes(),
+        )
+    }
+
+    /// Bytes of a group of `chunks` chunks.
+    pub(crate) const fn group_bytes(self, chunks: usize) -> usize {
+        chunks.div_ceil(self.per_header) * self.stride()
+    }
+}
+
+/// How the eight quads of a chunk are unpacked.
+pub(crate) trait Planes {
+    /// Bytes at the start of a chunk.
+    const BYTES: usize;
+    /// Subtracted from each unpacked byte to give the weight.
+    const OFFSET: i32;
+    /// Whether unpacked bytes are signed (then `OFFSET` is 0), or unsigned and at most 127.
+    const SIGNED: bool;
+    /// The quads.
+    unsafe fn quads<S: Isa>(chunk: *const u8) -> [S::W; 8];
+}
+
+/// Nibbles, with a zero offset.
+#[derive(Debug)]
+pub(crate) struct Nibbles<const OFFSET: i32>;
+/// Nibbles that are codes of the IQ4 table.
+#[derive(Debug)]
+pub(crate) struct Codes;
+/// Nibbles and a fifth bit.
+#[derive(Debug)]
+pub(crate) struct FiveBits<const OFFSET: i32>;
+/// Nibbles and two more bits.
+#[derive(Debug)]
+pub(crate) struct SixBits;
+/// Two bits.
+#[derive(Debug)]
+pub(crate) struct TwoBits;
+/// Two bits and a third.
+#[derive(Debug)]
+pub(crate) struct ThreeBits;
+/// Whole signed bytes.
+#[derive(Debug)]
+pub(crate) struct EightBits;
+
+#[inline(always)]
+unsafe fn nibbles<S: Isa>(chunk: *const u8) -> [S::W; 8] {
+    // SAFETY: a nibble plane starts at `chunk`.
+    unsafe {
+        let w = [0, 1, 2, 3].map(|i| S::load_w(chunk.add(64 * i)));
+        [
+            S::low_nibble(w[0]),
+            S::low_nibble(w[1]),
+            S::low_nibble(w[2]),
+            S::low_nibble(w[3]),
+            S::high_nibble(w[0]),
+            S::high_nibble(w[1]),
+            S::high_nibble(w[2]),
+            S::high_nibble(w[3]),
+        ]
+    }
+}
+
+#[inline(always)]
+unsafe fn crumbs<S: Isa>(plane: *const u8) -> [S::W; 8] {
+    // SAFETY: a crumb plane starts at `plane`.
+    unsafe {
+        let (a, b) = (S::load_w(plane), S::load_w(plane.add(64)));
+        [
+            S::crumb::<0>(a),
+            S::crumb::<0>(b),
+            S::crumb::<1>(a),
+            S::crumb::<1>(b),
+            S::crumb::<2>(a),
+            S::crumb::<2>(b),
+            S::crumb::<3>(a),
+            S::crumb::<3>(b),
+        ]
+    }
+}
+
+/// Ors bit plane `plane`, as `value`, into the quads.
+#[inline(always)]
+unsafe fn with_bits<S: Isa>(mut quads: [S::W; 8], plane: *const u8, value: u8) -> [S::W; 8] {
+    let mut g = 0;
+    while g < 8 {
+        // SAFETY: a bit plane of 64 bytes starts at `plane`.
+        quads[g] = unsafe { S::or(quads[g], S::spread_bits(plane.add(8 * g), value)) };
+        g += 1;
+    }
+    quads
+}
+
+impl<const OFFSET: i32> Planes for Nibbles<OFFSET> {
+    const BYTES: usize = NIBBLE_PLANE;
+    const OFFSET: i32 = OFFSET;
+    const SIGNED: bool = false;
+    #[inline(always)]
+    unsafe fn quads<S: Isa>(chunk: *const u8) -> [S::W; 8] {
+        // SAFETY: passed on.
+        unsafe { nibbles::<S>(chunk) }
+    }
+}
+
+impl Planes for Codes {
+    const BYTES: usize = NIBBLE_PLANE;
+    const OFFSET: i32 = 0;
+    const SIGNED: bool = true;
+    #[inline(always)]
+    unsafe fn quads<S: Isa>(chunk: *const u8) -> [S::W; 8] {
+        // SAFETY: passed on.
+        unsafe { nibbles::<S>(chunk).map(|w| S::lookup(&CODEBOOK, w)) }
+    }
+}
+
+impl<const OFFSET: i32> Planes for FiveBits<OFFSET> {
+    const BYTES: usize = NIBBLE_PLANE + BIT_PLANE;
+    const OFFSET: i32 = OFFSET;
+    const SIGNED: bool = false;
+    #[inline(always)]
+    unsafe fn quads<S: Isa>(chunk: *const u8) -> [S::W; 8] {
+        // SAFETY: the bit plane follows the nibble plane.
+        unsafe { with_bits::<S>(nibbles::<S>(chunk), chunk.add(NIBBLE_PLANE), 16) }
+    }
+}
+
+impl Planes for SixBits {
+    const BYTES: usize = NIBBLE_PLANE + CRUMB_PLANE;
+    const OFFSET: i32 = 32;
+    const SIGNED: bool = false;
+    #[inline(always)]
+    unsafe fn quads<S: Isa>(chunk: *const u8) -> [S::W; 8] {
+        // SAFETY: the crumb plane follows the nibble plane.
+        unsafe {
+            let (mut low, high) = (nibbles::<S>(chunk), crumbs::<S>(chunk.add(NIBBLE_PLANE)));
+            let mut g = 0;
+            while g < 8 {
+                low[g] = S::or(low[g], S::shl4(high[g]));
+                g += 1;
+            }
+            low
+        }
+    }
+}
+
+impl Planes for TwoBits {
+    const BYTES: usize = CRUMB_PLANE;
+    const OFFSET: i32 = 0;
+    const SIGNED: bool = false;
+    #[inline(always)]
+    unsafe fn quads<S: Isa>(chunk: *const u8) -> [S::W; 8] {
+        // SAFETY: passed on.
+        unsafe { crumbs::<S>(chunk) }
+    }
+}
+
+impl Planes for ThreeBits {
+    const BYTES: usize = CRUMB_PLANE + BIT_PLANE;
+    const OFFSET: i32 = 4;
+    const SIGNED: bool = false;
+    #[inline(always)]
+    unsafe fn quads<S: Isa>(chunk: *const u8) -> [S::W; 8] {
+        // SAFETY: the bit plane follows the crumb plane.
+        unsafe { with_bits::<S>(crumbs::<S>(chunk), chunk.add(CRUMB_PLANE), 4) }
+    }
+}
+
+impl Planes for EightBits {
+    const BYTES: usize = BYTE_PLANE;
+    const OFFSET: i32 = 0;
+    const SIGNED: bool = true;
+    #[inline(always)]
+    unsafe fn quads<S: Isa>(chunk: *const u8) -> [S::W; 8] {
+        // SAFETY: the byte plane is 512 bytes.
+        unsafe { [0, 1, 2, 3, 4, 5, 6, 7].map(|g| S::load_w(chunk.add(64 * g))) }
+    }
+}
+
+/// How the scales of a chunk are read. `scales` points behind the planes.
+pub(crate) trait Scales {
+    /// Bytes of the scales in a chunk.
+    const BYTES: usize;
+    /// Bytes of the header before every eight chunks, 0 for none.
+    const HEADER: usize;
+    /// Whether the two halves of 16 columns have integer scales of their own.
+    const HALVES: bool;
+    /// Whether something is added to each weight.
+    const HAS_MIN: bool;
+    /// `Chunk::scale` of the 16 rows.
+    unsafe fn scale<S: Isa>(header: *const u8, scales: *const u8) -> S::F;
+    /// `Chunk::min` of the 16 rows; called where `HAS_MIN`.
+    unsafe fn min<S: Isa>(header: *const u8, scales: *const u8) -> S::F;
+    /// `Chunk::sub` of the 16 rows; called where `HALVES`.
+    unsafe fn sub<S: Isa>(scales: *const u8) -> [S::I; 2];
+    /// `Chunk::min_sub` of the 16 rows; called where `HALVES` and `HAS_MIN`.
+    unsafe fn min_sub<S: Isa>(scales: *const u8) -> [S::I; 2];
+}
+
+/// A half per row (`d`).
+#[derive(Debug)]
+pub(crate) struct D;
+/// Two halves per row (`d`, `m`).
+#[derive(Debug)]
+pub(crate) struct DM;
+/// `d * scale` and `-(dmin * min)`, a byte each per row (Q4_K, Q5_K).
+#[derive(Debug)]
+pub(crate) struct ScaleMin;
+/// `d * scale`, a signed byte per row (IQ4_XS).
+#[derive(Debug)]
+pub(crate) struct SignedScale;
+/// `d`, and a signed byte per row and half (Q3_K, Q6_K).
+#[derive(Debug)]
+pub(crate) struct SignedHalves;
+/// `d` and `-dmin`, and nibbles of scale and min per row and half (Q2_K).
+#[derive(Debug)]
+pub(crate) struct NibbleHalves;
+
+/// For the methods of [`Scales`] that a format never calls.
+macro_rules! unused_scale {
+    ($($name:ident($($arg:ident),*) -> $t:ty, $value:expr;)*) => {
+        $(#[inline(always)]
+        unsafe fn $name<S: Isa>($($arg: *const u8),*) -> $t {
+            // SAFETY: register arithmetic only.
+            unsafe { $value }
+        })*
+    };
+}
+
+impl Scales for D {
+    const BYTES: usize = HALVES;
+    const HEADER: usize = 0;
+    const HALVES: bool = false;
+    const HAS_MIN: bool = false;
+    #[inline(always)]
+    unsafe fn scale<S: Isa>(_header: *const u8, scales: *const u8) -> S::F {
+        // SAFETY: 16 halves at `scales`.
+        unsafe { S::load_f16(scales.cast()) }
+    }
+    unused_scale! {
+        min(_a, _b) -> S::F, S::splat(0.0);
+        sub(_a) -> [S::I; 2], [S::splat_i(1); 2];
+        min_sub(_a) -> [S::I; 2], [S::splat_i(0); 2];
+    }
+}
+
+impl Scales for DM {
+    const BYTES: usize = 2 * HALVES;
+    const HEADER: usize = 0;
+    const HALVES: bool = false;
+    const HAS_MIN: bool = true;
+    #[inline(always)]
+    unsafe fn scale<S: Isa>(_header: *const u8, scales: *const u8) -> S::F {
+        // SAFETY: 16 halves at `scales`.
+        unsafe { S::load_f16(scales.cast()) }
+    }
+    #[inline(always)]
+    unsafe fn min<S: Isa>(_header: *const u8, scales: *const u8) -> S::F {
+        // SAFETY: 16 more halves.
+        unsafe { S::load_f16(scales.add(HALVES).cast()) }
+    }
+    unused_scale! {
+        sub(_a) -> [S::I; 2], [S::splat_i(1); 2];
+        min_sub(_a) -> [S::I; 2], [S::splat_i(1); 2];
+    }
+}
+
+impl Scales for ScaleMin {
+    const BYTES: usize = 2 * BYTES;
+    const HEADER: usize = 2 * HALVES;
+    const HALVES: bool = false;
+    const HAS_MIN: bool = true;
+    #[inline(always)]
+    unsafe fn scale<S: Isa>(header: *const u8, scales: *const u8) -> S::F {
+        // SAFETY: 16 halves at `header`, 16 bytes at `scales`.
+        unsafe { S::mul(S::load_f16(header.cast()), S::to_f(S::load_u8(scales))) }
+    }
+    #[inline(always)]
+    unsafe fn min<S: Isa>(header: *const u8, scales: *const u8) -> S::F {
+        // SAFETY: the second half of each. The packer stores -dmin.
+        unsafe {
+            S::mul(
+                S::load_f16(header.add(HALVES).cast()),
+                S::to_f(S::load_u8(scales.add(BYTES))),
+            )
+        }
+    }
+    unused_scale! {
+        sub(_a) -> [S::I; 2], [S::splat_i(1); 2];
+        min_sub(_a) -> [S::I; 2], [S::splat_i(1); 2];
+    }
+}
+
+impl Scales for SignedScale {
+    const BYTES: usize = BYTES;
+    const HEADER: usize = HALVES;
+    const HALVES: bool = false;
+    const HAS_MIN: bool = false;
+    #[inline(always)]
+    unsafe fn scale<S: Isa>(header: *const u8, scales: *const u8) -> S::F {
+        // SAFETY: 16 halves at `header`, 16 bytes at `scales`.
+        unsafe { S::mul(S::load_f16(header.cast()), S::to_f(S::load_i8(scales))) }
+    }
+    unused_scale! {
+        min(_a, _b) -> S::F, S::splat(0.0);
+        sub(_a) -> [S::I; 2], [S::splat_i(1); 2];
+        min_sub(_a) -> [S::I; 2], [S::splat_i(0); 2];
+    }
+}
+
+impl Scales for SignedHalves {
+    const BYTES: usize = 2 * BYTES;
+    const HEADER: usize = HALVES;
+    const HALVES: bool = true;
+    const HAS_MIN: bool = false;
+    #[inline(always)]
+    unsafe fn scale<S: Isa>(header: *const u8, _scales: *const u8) -> S::F {
+        // SAFETY: 16 halves at `header`.
+        unsafe { S::load_f16(header.cast()) }
+    }
+    #[inline(always)]
+    unsafe fn sub<S: Isa>(scales: *const u8) -> [S::I; 2] {
+        // SAFETY: 32 bytes at `scales`.
+        unsafe { [S::load_i8(scales), S::load_i8(scales.add(BYTES))] }
+    }
+    unused_scale! {
+        min(_a, _b) -> S::F, S::splat(0.0);
+        min_sub(_a) -> [S::I; 2], [S::splat_i(0); 2];
+    }
+}
+
+impl Scales for NibbleHalves {
+    const BYTES: usize = 2 * BYTES;
+    const HEADER: usize = 2 * HALVES;
+    const HALVES: bool = true;
+    const HAS_MIN: bool = true;
+    #[inline(always)]
+    unsafe fn scale<S: Isa>(header: *const u8, _scales: *const u8) -> S::F {
+        // SAFETY: 16 halves at `header`.
+        unsafe { S::load_f16(header.cast()) }
+    }
+    #[inline(always)]
+    unsafe fn min<S: Isa>(header: *const u8, _scales: *const u8) -> S::F {
+        // SAFETY: 16 more halves; the packer stores -dmin.
+        unsafe { S::load_f16(header.add(HALVES).cast()) }
+    }
+    #[inline(always)]
+    unsafe fn sub<S: Isa>(scales: *const u8) -> [S::I; 2] {
+        // SAFETY: 32 bytes at `scales`.
+        unsafe {
+            let mask = S::splat_i(15);
+            [0, BYTES].map(|at| S::and_i(S::load_u8(scales.add(at)), mask))
+        }
+    }
+    #[inline(always)]
+    unsafe fn min_sub<S: Isa>(scales: *const u8) -> [S::I; 2] {
+        // SAFETY: 32 bytes at `scales`.
+        unsafe { [0, BYTES].map(|at| S::shr4_i(S::load_u8(scales.add(at)))) }
+    }
+}
+
+/// A packed type: its planes and its scales.
+pub(crate) trait Format {
+    type P: Planes;
+    type S: Scales;
+    const LAYOUT: Layout = if Self::S::HEADER == 0 {
+        Layout::legacy(Self::P::BYTES, Self::S::BYTES)
+    } else {
+        Layout::k(Self::P::BYTES, Self::S::BYTES, Self::S::HEADER)
+    };
+}
+
+macro_rules! formats {
+    ($($name:ident: $planes:ty, $scales:ty;)*) => {
+        $(#[derive(Debug)]
+        #[allow(non_camel_case_types, reason = "the names are the formats' own")]
+        pub(crate) struct $name;
+        impl Format for $name {
+            type P = $planes;
+            type S = $scales;
+        })*
+
+        /// The layout of a quantised type, `None` for floats.
+        pub(crate) fn layout(block_type: paceline_base::BlockType) -> Option<Layout> {
+            use paceline_base::BlockType;
+            match block_type {
+                $(BlockType::$name => Some($name::LAYOUT),)*
+                BlockType::F32 | BlockType::F16 | BlockType::BF16 => None,
+            }
+        }
+    };
+}
+
+formats! {
+    Q4_0: Nibbles<8>, D;
+    Q4_1: Nibbles<0>, DM;
+    Q5_0: FiveBits<16>, D;
+    Q5_1: FiveBits<0>, DM;
+    Q8_0: EightBits, D;
+    IQ4_NL: Codes, D;
+    Q2_K: TwoBits, NibbleHalves;
+    Q3_K: ThreeBits, SignedHalves;
+    Q4_K: Nibbles<0>, ScaleMin;
+    Q5_K: FiveBits<0>, ScaleMin;
+    Q6_K: SixBits, SignedHalves;
+    IQ4_XS: Codes, SignedScale;
+}

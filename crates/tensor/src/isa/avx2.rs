@@ -1,0 +1,254 @@
+//! AVX2 with FMA: lanes 0..8 in the first register of each pair, 8..16 in the second.
+#![allow(
+    clippy::undocumented_unsafe_blocks,
+    reason = "one contract for all: the trait's callers guarantee features and pointers"
+)]
+
+use std::arch::x86_64::*;
+
+use super::Isa;
+
+/// Needs avx2, fma and f16c.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Avx2;
+
+type F = [__m256; 2];
+type I = [__m256i; 2];
+
+/// Applies an intrinsic to both halves.
+macro_rules! both {
+    ($f:expr, $a:expr) => {
+        unsafe { [$f($a[0]), $f($a[1])] }
+    };
+    ($f:expr, $a:expr, $b:expr) => {
+        unsafe { [$f($a[0], $b[0]), $f($a[1], $b[1])] }
+    };
+    ($f:expr, $a:expr, $b:expr, $c:expr) => {
+        unsafe { [$f($a[0], $b[0], $c[0]), $f($a[1], $b[1], $c[1])] }
+    };
+}
+
+#[inline(always)]
+unsafe fn splat_bytes(x: i8) -> I {
+    unsafe { [_mm256_set1_epi8(x); 2] }
+}
+
+/// Thirty-two bytes, 0xff where the bit is set.
+#[inline(always)]
+unsafe fn spread32(bits: u32) -> __m256i {
+    unsafe {
+        let order = _mm256_setr_epi64x(
+            0x0000_0000_0000_0000,
+            0x0101_0101_0101_0101,
+            0x0202_0202_0202_0202,
+            0x0303_0303_0303_0303,
+        );
+        let select = _mm256_set1_epi64x(0x8040_2010_0804_0201_u64 as i64);
+        let bytes = _mm256_shuffle_epi8(_mm256_set1_epi32(bits as i32), order);
+        _mm256_cmpeq_epi8(_mm256_and_si256(bytes, select), select)
+    }
+}
+
+/// Adds pairs of 16-bit products into 32-bit lanes.
+#[inline(always)]
+unsafe fn widen_add(acc: __m256i, pairs: __m256i) -> __m256i {
+    unsafe { _mm256_add_epi32(acc, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1))) }
+}
+
+impl Isa for Avx2 {
+    type F = F;
+    type I = I;
+    type W = I;
+    const SIGNED_BIAS: i32 = 0;
+
+    #[inline(always)]
+    unsafe fn load_w(p: *const u8) -> I {
+        unsafe {
+            [
+                _mm256_loadu_si256(p.cast()),
+                _mm256_loadu_si256(p.add(32).cast()),
+            ]
+        }
+    }
+    #[inline(always)]
+    unsafe fn low_nibble(w: I) -> I {
+        let mask = unsafe { splat_bytes(15) };
+        both!(_mm256_and_si256, w, mask)
+    }
+    #[inline(always)]
+    unsafe fn high_nibble(w: I) -> I {
+        let shifted = both!(_mm256_srli_epi16::<4>, w);
+        unsafe { Self::low_nibble(shifted) }
+    }
+    #[inline(always)]
+    unsafe fn crumb<const INDEX: u32>(w: I) -> I {
+        let count = unsafe { _mm_cvtsi32_si128(2 * INDEX as i32) };
+        let mask = unsafe { splat_bytes(3) };
+        let shifted = unsafe { [_mm256_srl_epi16(w[0], count), _mm256_srl_epi16(w[1], count)] };
+        both!(_mm256_and_si256, shifted, mask)
+    }
+    #[inline(always)]
+    unsafe fn shl4(w: I) -> I {
+        both!(_mm256_slli_epi16::<4>, w)
+    }
+    #[inline(always)]
+    unsafe fn or(a: I, b: I) -> I {
+        both!(_mm256_or_si256, a, b)
+    }
+    #[inline(always)]
+    unsafe fn spread_bits(p: *const u8, value: u8) -> I {
+        let bits = unsafe { p.cast::<[u32; 2]>().read_unaligned() };
+        let set = unsafe {
+            [
+                spread32(u32::from_le(bits[0])),
+                spread32(u32::from_le(bits[1])),
+            ]
+        };
+        let value = unsafe { splat_bytes(value as i8) };
+        both!(_mm256_and_si256, set, value)
+    }
+    #[inline(always)]
+    unsafe fn lookup(table: &[i8; 16], w: I) -> I {
+        let table =
+            unsafe { [_mm256_broadcastsi128_si256(_mm_loadu_si128(table.as_ptr().cast())); 2] };
+        both!(_mm256_shuffle_epi8, table, w)
+    }
+    #[inline(always)]
+    unsafe fn dot_unsigned(acc: I, w: I, x: *const i8) -> I {
+        // Pairs stay below 2 * 127 * 127 < 2^15: the 16-bit step cannot saturate.
+        let x = unsafe { [_mm256_set1_epi32(x.cast::<i32>().read_unaligned()); 2] };
+        let pairs = both!(_mm256_maddubs_epi16, w, x);
+        both!(widen_add, acc, pairs)
+    }
+    #[inline(always)]
+    unsafe fn dot_signed(acc: I, w: I, x: *const i8) -> I {
+        // |w| * (x with the sign of w): |w| <= 128, |x| <= 127, pairs at most 32,512.
+        let x = unsafe { [_mm256_set1_epi32(x.cast::<i32>().read_unaligned()); 2] };
+        let size = both!(_mm256_abs_epi8, w);
+        let signed = both!(_mm256_sign_epi8, x, w);
+        let pairs = both!(_mm256_maddubs_epi16, size, signed);
+        both!(widen_add, acc, pairs)
+    }
+
+    #[inline(always)]
+    unsafe fn splat_i(x: i32) -> I {
+        unsafe { [_mm256_set1_epi32(x); 2] }
+    }
+    #[inline(always)]
+    unsafe fn add_i(a: I, b: I) -> I {
+        both!(_mm256_add_epi32, a, b)
+    }
+    #[inline(always)]
+    unsafe fn mul_i(a: I, b: I) -> I {
+        both!(_mm256_mullo_epi32, a, b)
+    }
+    #[inline(always)]
+    unsafe fn load_i8(p: *const u8) -> I {
+        let halves = unsafe { [_mm_loadl_epi64(p.cast()), _mm_loadl_epi64(p.add(8).cast())] };
+        both!(_mm256_cvtepi8_epi32, halves)
+    }
+    #[inline(always)]
+    unsafe fn load_u8(p: *const u8) -> I {
+        let halves = unsafe { [_mm_loadl_epi64(p.cast()), _mm_loadl_epi64(p.add(8).cast())] };
+        both!(_mm256_cvtepu8_epi32, halves)
+    }
+    #[inline(always)]
+    unsafe fn shr4_i(a: I) -> I {
+        both!(_mm256_srli_epi32::<4>, a)
+    }
+    #[inline(always)]
+    unsafe fn and_i(a: I, b: I) -> I {
+        both!(_mm256_and_si256, a, b)
+    }
+    #[inline(always)]
+    unsafe fn to_f(a: I) -> F {
+        both!(_mm256_cvtepi32_ps, a)
+    }
+
+    #[inline(always)]
+    unsafe fn splat(x: f32) -> F {
+        unsafe { [_mm256_set1_ps(x); 2] }
+    }
+    #[inline(always)]
+    unsafe fn load(p: *const f32) -> F {
+        unsafe { [_mm256_loadu_ps(p), _mm256_loadu_ps(p.add(8))] }
+    }
+    #[inline(always)]
+    unsafe fn store(p: *mut f32, x: F) {
+        unsafe {
+            _mm256_storeu_ps(p, x[0]);
+            _mm256_storeu_ps(p.add(8), x[1]);
+        }
+    }
+    #[inline(always)]
+    unsafe fn load_f16(p: *const u16) -> F {
+        let halves = unsafe { [_mm_loadu_si128(p.cast()), _mm_loadu_si128(p.add(8).cast())] };
+        both!(_mm256_cvtph_ps, halves)
+    }
+    #[inline(always)]
+    unsafe fn load_bf16(p: *const u16) -> F {
+        let halves = unsafe { [_mm_loadu_si128(p.cast()), _mm_loadu_si128(p.add(8).cast())] };
+        let wide = both!(_mm256_cvtepu16_epi32, halves);
+        let bits = both!(_mm256_slli_epi32::<16>, wide);
+        both!(_mm256_castsi256_ps, bits)
+    }
+    #[inline(always)]
+    unsafe fn add(a: F, b: F) -> F {
+        both!(_mm256_add_ps, a, b)
+    }
+    #[inline(always)]
+    unsafe fn sub(a: F, b: F) -> F {
+        both!(_mm256_sub_ps, a, b)
+    }
+    #[inline(always)]
+    unsafe fn mul(a: F, b: F) -> F {
+        both!(_mm256_mul_ps, a, b)
+    }
+    #[inline(always)]
+    unsafe fn div(a: F, b: F) -> F {
+        both!(_mm256_div_ps, a, b)
+    }
+    #[inline(always)]
+    unsafe fn fma(a: F, b: F, c: F) -> F {
+        both!(_mm256_fmadd_ps, a, b, c)
+    }
+    #[inline(always)]
+    unsafe fn max(a: F, b: F) -> F {
+        both!(_mm256_max_ps, a, b)
+    }
+    #[inline(always)]
+    unsafe fn min(a: F, b: F) -> F {
+        both!(_mm256_min_ps, a, b)
+    }
+    #[inline(always)]
+    unsafe fn abs(a: F) -> F {
+        let mask = unsafe { [_mm256_castsi256_ps(_mm256_set1_epi32(i32::MAX)); 2] };
+        both!(_mm256_and_ps, a, mask)
+    }
+    #[inline(always)]
+    unsafe fn keep_if_ge(a: F, b: F, value: F) -> F {
+        let mask = both!(_mm256_cmp_ps::<_CMP_GE_OQ>, a, b);
+        both!(_mm256_and_ps, mask, value)
+    }
+    #[inline(always)]
+    unsafe fn scale_by_bits(x: F, n: F) -> F {
+        let bits = both!(_mm256_castps_si256, n);
+        let shifted = both!(_mm256_slli_epi32::<23>, bits);
+        let x = both!(_mm256_castps_si256, x);
+        let sum = both!(_mm256_add_epi32, x, shifted);
+        both!(_mm256_castsi256_ps, sum)
+    }
+    #[inline(always)]
+    unsafe fn store_i8(p: *mut i8, x: F) {
+        unsafe {
+            let (a, b) = (_mm256_cvtps_epi32(x[0]), _mm256_cvtps_epi32(x[1]));
+            // packs interleaves 128-bit halves; the permutation puts them back in order.
+            let words = _mm256_permute4x64_epi64::<0b11_01_10_00>(_mm256_packs_epi32(a, b));
+            let (low, high) = (
+                _mm256_castsi256_si128(words),
+                _mm256_extracti128_si256::<1>(words),
+            );
+            _mm_storeu_si128(p.cast(), _mm_packs_epi16(low, high));
+        }
+    }
+}

@@ -1,0 +1,176 @@
+//! AVX-512 with VNNI: one register holds all sixteen lanes.
+#![allow(
+    clippy::undocumented_unsafe_blocks,
+    reason = "one contract for all: the trait's callers guarantee features and pointers"
+)]
+
+use std::arch::x86_64::*;
+
+use super::Isa;
+
+/// Needs avx512f, avx512bw, avx512vl, avx512vnni and f16c.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Avx512;
+
+impl Isa for Avx512 {
+    type F = __m512;
+    type I = __m512i;
+    type W = __m512i;
+    const SIGNED_BIAS: i32 = 128;
+
+    #[inline(always)]
+    unsafe fn load_w(p: *const u8) -> __m512i {
+        unsafe { _mm512_loadu_si512(p.cast()) }
+    }
+    #[inline(always)]
+    unsafe fn low_nibble(w: __m512i) -> __m512i {
+        unsafe { _mm512_and_si512(w, _mm512_set1_epi8(15)) }
+    }
+    #[inline(always)]
+    unsafe fn high_nibble(w: __m512i) -> __m512i {
+        unsafe { _mm512_and_si512(_mm512_srli_epi16::<4>(w), _mm512_set1_epi8(15)) }
+    }
+    #[inline(always)]
+    unsafe fn crumb<const INDEX: u32>(w: __m512i) -> __m512i {
+        let count = unsafe { _mm_cvtsi32_si128(2 * INDEX as i32) };
+        unsafe { _mm512_and_si512(_mm512_srl_epi16(w, count), _mm512_set1_epi8(3)) }
+    }
+    #[inline(always)]
+    unsafe fn shl4(w: __m512i) -> __m512i {
+        unsafe { _mm512_slli_epi16::<4>(w) }
+    }
+    #[inline(always)]
+    unsafe fn or(a: __m512i, b: __m512i) -> __m512i {
+        unsafe { _mm512_or_si512(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn spread_bits(p: *const u8, value: u8) -> __m512i {
+        unsafe {
+            let mask = u64::from_le_bytes(p.cast::<[u8; 8]>().read_unaligned());
+            _mm512_maskz_set1_epi8(mask, value as i8)
+        }
+    }
+    #[inline(always)]
+    unsafe fn lookup(table: &[i8; 16], w: __m512i) -> __m512i {
+        unsafe {
+            let table = _mm_loadu_si128(table.as_ptr().cast());
+            _mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), w)
+        }
+    }
+    #[inline(always)]
+    unsafe fn dot_unsigned(acc: __m512i, w: __m512i, x: *const i8) -> __m512i {
+        unsafe { _mm512_dpbusd_epi32(acc, w, _mm512_set1_epi32(x.cast::<i32>().read_unaligned())) }
+    }
+    #[inline(always)]
+    unsafe fn dot_signed(acc: __m512i, w: __m512i, x: *const i8) -> __m512i {
+        // The instruction multiplies unsigned by signed: flipping the top bit adds 128.
+        unsafe { Self::dot_unsigned(acc, _mm512_xor_si512(w, _mm512_set1_epi8(-128)), x) }
+    }
+
+    #[inline(always)]
+    unsafe fn splat_i(x: i32) -> __m512i {
+        unsafe { _mm512_set1_epi32(x) }
+    }
+    #[inline(always)]
+    unsafe fn add_i(a: __m512i, b: __m512i) -> __m512i {
+        unsafe { _mm512_add_epi32(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn mul_i(a: __m512i, b: __m512i) -> __m512i {
+        unsafe { _mm512_mullo_epi32(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn load_i8(p: *const u8) -> __m512i {
+        unsafe { _mm512_cvtepi8_epi32(_mm_loadu_si128(p.cast())) }
+    }
+    #[inline(always)]
+    unsafe fn load_u8(p: *const u8) -> __m512i {
+        unsafe { _mm512_cvtepu8_epi32(_mm_loadu_si128(p.cast())) }
+    }
+    #[inline(always)]
+    unsafe fn shr4_i(a: __m512i) -> __m512i {
+        unsafe { _mm512_srli_epi32::<4>(a) }
+    }
+    #[inline(always)]
+    unsafe fn and_i(a: __m512i, b: __m512i) -> __m512i {
+        unsafe { _mm512_and_si512(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn to_f(a: __m512i) -> __m512 {
+        unsafe { _mm512_cvtepi32_ps(a) }
+    }
+
+    #[inline(always)]
+    unsafe fn splat(x: f32) -> __m512 {
+        unsafe { _mm512_set1_ps(x) }
+    }
+    #[inline(always)]
+    unsafe fn load(p: *const f32) -> __m512 {
+        unsafe { _mm512_loadu_ps(p) }
+    }
+    #[inline(always)]
+    unsafe fn store(p: *mut f32, x: __m512) {
+        unsafe { _mm512_storeu_ps(p, x) }
+    }
+    #[inline(always)]
+    unsafe fn load_f16(p: *const u16) -> __m512 {
+        unsafe { _mm512_cvtph_ps(_mm256_loadu_si256(p.cast())) }
+    }
+    #[inline(always)]
+    unsafe fn load_bf16(p: *const u16) -> __m512 {
+        unsafe {
+            let wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(p.cast()));
+            _mm512_castsi512_ps(_mm512_slli_epi32::<16>(wide))
+        }
+    }
+    #[inline(always)]
+    unsafe fn add(a: __m512, b: __m512) -> __m512 {
+        unsafe { _mm512_add_ps(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn sub(a: __m512, b: __m512) -> __m512 {
+        unsafe { _mm512_sub_ps(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn mul(a: __m512, b: __m512) -> __m512 {
+        unsafe { _mm512_mul_ps(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn div(a: __m512, b: __m512) -> __m512 {
+        unsafe { _mm512_div_ps(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn fma(a: __m512, b: __m512, c: __m512) -> __m512 {
+        unsafe { _mm512_fmadd_ps(a, b, c) }
+    }
+    #[inline(always)]
+    unsafe fn max(a: __m512, b: __m512) -> __m512 {
+        unsafe { _mm512_max_ps(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn min(a: __m512, b: __m512) -> __m512 {
+        unsafe { _mm512_min_ps(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn abs(a: __m512) -> __m512 {
+        unsafe {
+            let mask = _mm512_set1_epi32(i32::MAX);
+            _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(a), mask))
+        }
+    }
+    #[inline(always)]
+    unsafe fn keep_if_ge(a: __m512, b: __m512, value: __m512) -> __m512 {
+        unsafe { _mm512_maskz_mov_ps(_mm512_cmp_ps_mask::<_CMP_GE_OQ>(a, b), value) }
+    }
+    #[inline(always)]
+    unsafe fn scale_by_bits(x: __m512, n: __m512) -> __m512 {
+        unsafe {
+            let shifted = _mm512_slli_epi32::<23>(_mm512_castps_si512(n));
+            _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(x), shifted))
+        }
+    }
+    #[inline(always)]
+    unsafe fn store_i8(p: *mut i8, x: __m512) {
+        unsafe { _mm_storeu_si128(p.cast(), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(x))) }
+    }
+}

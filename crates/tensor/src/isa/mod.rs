@@ -1,0 +1,205 @@
+//! Sixteen-lane arithmetic, once per instruction set.
+//!
+//! Every fast kernel is written once, generic over [`Isa`], and compiled per instruction set by
+//! the `kernels!` macro in [`crate::dispatch`]. A *lane* is one row of the weight matrix (or one
+//! channel, or one position): sums never cross lanes except in [`reduce_add`], so the order of
+//! float operations within a lane is the same for 4-, 8- and 16-wide registers, and all
+//! implementations give the same bits. [`Scalar`] spells that order out.
+//!
+//! All methods are `inline(always)` and must be called from a function compiled with the target
+//! features of the implementation; only the entry points in `dispatch` do that, after detection.
+
+#[cfg(target_arch = "x86_64")]
+mod avx2;
+#[cfg(target_arch = "x86_64")]
+mod avx512;
+#[cfg(target_arch = "aarch64")]
+mod neon;
+mod scalar;
+
+#[cfg(target_arch = "x86_64")]
+pub(crate) use avx2::Avx2;
+#[cfg(target_arch = "x86_64")]
+pub(crate) use avx512::Avx512;
+#[cfg(target_arch = "aarch64")]
+pub(crate) use neon::Neon;
+pub(crate) use scalar::Scalar;
+
+/// Lanes of [`Isa::F`] and [`Isa::I`].
+pub(crate) const LANES: usize = 16;
+
+/// Sixteen lanes of f32 and i32, and 64 bytes of weights (16 rows by 4 columns, row-major).
+///
+/// # Safety
+/// Every method requires that the CPU has the implementation's features, and that pointers are
+/// valid for the number of bytes each method names. No alignment is required.
+pub(crate) trait Isa: Copy {
+    /// Sixteen f32.
+    type F: Copy;
+    /// Sixteen i32.
+    type I: Copy;
+    /// Sixty-four bytes: byte `4 * lane + j` belongs to lane `lane`.
+    type W: Copy;
+
+    // ---- weights ----
+
+    /// Loads 64 bytes.
+    unsafe fn load_w(p: *const u8) -> Self::W;
+    /// The low four bits of each byte.
+    unsafe fn low_nibble(w: Self::W) -> Self::W;
+    /// The high four bits of each byte, shifted down.
+    unsafe fn high_nibble(w: Self::W) -> Self::W;
+    /// Bits `2 * INDEX` and `2 * INDEX + 1` of each byte, shifted down; `INDEX` is 0..=3.
+    unsafe fn crumb<const INDEX: u32>(w: Self::W) -> Self::W;
+    /// Each byte shifted left by four; the high four bits must be zero.
+    unsafe fn shl4(w: Self::W) -> Self::W;
+    /// Bitwise or.
+    unsafe fn or(a: Self::W, b: Self::W) -> Self::W;
+    /// Byte `i` is `value` where bit `i` of the 64 bits (8 bytes, little endian) at `p` is set.
+    unsafe fn spread_bits(p: *const u8, value: u8) -> Self::W;
+    /// `table[byte]` for bytes 0..=15.
+    unsafe fn lookup(table: &[i8; 16], w: Self::W) -> Self::W;
+
+    /// Adds to each lane the dot product of its four bytes, unsigned and at most 127, with the
+    /// four signed bytes at `x`. Exact.
+    unsafe fn dot_unsigned(acc: Self::I, w: Self::W, x: *const i8) -> Self::I;
+    /// As [`dot_unsigned`](Self::dot_unsigned) for signed bytes, **plus** `SIGNED_BIAS` times the
+    /// sum of the four bytes at `x`, which must lie in -127..=127. The caller takes the bias off once per chunk.
+    unsafe fn dot_signed(acc: Self::I, w: Self::W, x: *const i8) -> Self::I;
+    /// See [`dot_signed`](Self::dot_signed): 128 where the instruction wants unsigned weights.
+    const SIGNED_BIAS: i32;
+
+    // ---- i32 lanes ----
+
+    /// The same value in every lane.
+    unsafe fn splat_i(x: i32) -> Self::I;
+    /// Wrapping addition.
+    unsafe fn add_i(a: Self::I, b: Self::I) -> Self::I;
+    /// Low 32 bits of the product.
+    unsafe fn mul_i(a: Self::I, b: Self::I) -> Self::I;
+    /// Sixteen signed bytes, widened.
+    unsafe fn load_i8(p: *const u8) -> Self::I;
+    /// Sixteen unsigned bytes, widened.
+    unsafe fn load_u8(p: *const u8) -> Self::I;
+    /// Logical right shift of every lane by four.
+    unsafe fn shr4_i(a: Self::I) -> Self::I;
+    /// Bitwise and.
+    unsafe fn and_i(a: Self::I, b: Self::I) -> Self::I;
+    /// Nearest f32, ties to even.
+    unsafe fn to_f(a: Self::I) -> Self::F;
+
+    // ---- f32 lanes ----
+
+    /// The same value in every lane.
+    unsafe fn splat(x: f32) -> Self::F;
+    /// Loads 16 f32.
+    unsafe fn load(p: *const f32) -> Self::F;
+    /// Stores 16 f32.
+    unsafe fn store(p: *mut f32, x: Self::F);
+    /// Loads 16 f16, exactly.
+    unsafe fn load_f16(p: *const u16) -> Self::F;
+    /// Loads 16 bf16, exactly.
+    unsafe fn load_bf16(p: *const u16) -> Self::F;
+    /// `a + b`.
+    unsafe fn add(a: Self::F, b: Self::F) -> Self::F;
+    /// `a - b`.
+    unsafe fn sub(a: Self::F, b: Self::F) -> Self::F;
+    /// `a * b`.
+    unsafe fn mul(a: Self::F, b: Self::F) -> Self::F;
+    /// `a / b`.
+    unsafe fn div(a: Self::F, b: Self::F) -> Self::F;
+    /// `a * b + c`, rounded once.
+    unsafe fn fma(a: Self::F, b: Self::F, c: Self::F) -> Self::F;
+    /// The larger; operands are never NaN.
+    unsafe fn max(a: Self::F, b: Self::F) -> Self::F;
+    /// The smaller; operands are never NaN.
+    unsafe fn min(a: Self::F, b: Self::F) -> Self::F;
+    /// `|a|`.
+    unsafe fn abs(a: Self::F) -> Self::F;
+    /// `value` where `a >= b`, else zero.
+    unsafe fn keep_if_ge(a: Self::F, b: Self::F, value: Self::F) -> Self::F;
+    /// Adds `bits(n) << 23` to the bits of `x`: scales `x` by a power of two, see [`exp`].
+    unsafe fn scale_by_bits(x: Self::F, n: Self::F) -> Self::F;
+    /// Rounds to nearest, ties to even, and stores 16 signed bytes. Values lie in -127..=127.
+    unsafe fn store_i8(p: *mut i8, x: Self::F);
+}
+
+/// The sum of the lanes: lane `i` plus lane `i + 8`, then 4, 2, 1.
+///
+/// # Safety
+/// As for [`Isa`].
+#[inline(always)]
+pub(crate) unsafe fn reduce_add<S: Isa>(x: S::F) -> f32 {
+    let mut lanes = [0.0f32; LANES];
+    // SAFETY: `lanes` holds 16 f32.
+    unsafe { S::store(lanes.as_mut_ptr(), x) };
+    fold_lanes(lanes, |a, b| a + b)
+}
+
+/// The largest lane; lanes are never NaN.
+///
+/// # Safety
+/// As for [`Isa`].
+#[inline(always)]
+pub(crate) unsafe fn reduce_max<S: Isa>(x: S::F) -> f32 {
+    let mut lanes = [0.0f32; LANES];
+    // SAFETY: `lanes` holds 16 f32.
+    unsafe { S::store(lanes.as_mut_ptr(), x) };
+    fold_lanes(lanes, |a, b| if a > b { a } else { b })
+}
+
+#[inline(always)]
+fn fold_lanes(mut lanes: [f32; LANES], op: impl Fn(f32, f32) -> f32) -> f32 {
+    let mut width = LANES / 2;
+    while width > 0 {
+        for i in 0..width {
+            lanes[i] = op(lanes[i], lanes[i + width]);
+        }
+        width /= 2;
+    }
+    lanes[0]
+}
+
+/// e to the power of each lane, error below 2 units in the last place; 0 below -87.33, and
+/// inputs above 88.37 are taken as 88.37.
+///
+/// Cody and Waite reduction with a polynomial of degree 6 (coefficients of Cephes `expf`,
+/// Moshier 1992). The rounding to an integer uses the constant 1.5 * 2^23, whose addition leaves
+/// the integer in the low mantissa bits: no conversion instruction is needed, so every
+/// instruction set does the same float operations.
+///
+/// # Safety
+/// As for [`Isa`].
+#[inline(always)]
+pub(crate) unsafe fn exp<S: Isa>(x: S::F) -> S::F {
+    const LOWEST: f32 = -87.33;
+    const HIGHEST: f32 = 88.37;
+    const ROUND: f32 = 12_582_912.0; // 1.5 * 2^23
+    const LN2_HIGH: f32 = 0.693_359_375;
+    const LN2_LOW: f32 = -2.121_944_4e-4;
+    const POLY: [f32; 6] = [
+        1.987_569_2e-4,
+        1.398_199_9e-3,
+        8.333_452e-3,
+        4.166_579_6e-2,
+        1.666_666_5e-1,
+        5.000_000_1e-1,
+    ];
+    // SAFETY: register arithmetic only; the caller guarantees the features.
+    unsafe {
+        let clamped = S::max(S::min(x, S::splat(HIGHEST)), S::splat(LOWEST));
+        let shifted = S::fma(clamped, S::splat(std::f32::consts::LOG2_E), S::splat(ROUND));
+        let n = S::sub(shifted, S::splat(ROUND));
+        let r = S::fma(n, S::splat(-LN2_HIGH), clamped);
+        let r = S::fma(n, S::splat(-LN2_LOW), r);
+        let mut p = S::splat(POLY[0]);
+        let mut i = 1;
+        while i < POLY.len() {
+            p = S::fma(p, r, S::splat(POLY[i]));
+            i += 1;
+        }
+        let p = S::fma(p, S::mul(r, r), r);
+        let p = S::add(p, S::splat(1.0));
+        S::keep_if_ge(x, S::splat(LOWEST), S::scale_by_bits(p, shifted))
+    }
+}

@@ -1,0 +1,281 @@
+//! NEON with the dot-product extension: four registers of four lanes.
+#![allow(
+    clippy::undocumented_unsafe_blocks,
+    reason = "one contract for all: the trait's callers guarantee features and pointers"
+)]
+
+use std::arch::aarch64::*;
+use std::arch::asm;
+
+use super::Isa;
+
+/// Needs neon, dotprod and fp16 conversion (every Apple silicon Mac and ARMv8.2 server has them).
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Neon;
+
+type F = [float32x4_t; 4];
+type I = [int32x4_t; 4];
+type W = [uint8x16_t; 4];
+
+/// Applies an intrinsic to the four registers.
+macro_rules! each {
+    ($f:expr, $a:expr) => {
+        unsafe { [$f($a[0]), $f($a[1]), $f($a[2]), $f($a[3])] }
+    };
+    ($f:expr, $a:expr, $b:expr) => {
+        unsafe {
+            [
+                $f($a[0], $b[0]),
+                $f($a[1], $b[1]),
+                $f($a[2], $b[2]),
+                $f($a[3], $b[3]),
+            ]
+        }
+    };
+}
+
+/// `acc + sum of four signed byte products` per lane. The intrinsic `vdotq_s32` is not stable
+/// in Rust 1.95, so the instruction is written as text.
+#[inline(always)]
+unsafe fn sdot(mut acc: int32x4_t, a: int8x16_t, b: int8x16_t) -> int32x4_t {
+    unsafe {
+        asm!(
+            ".arch_extension dotprod",
+            "sdot {acc:v}.4s, {a:v}.16b, {b:v}.16b",
+            acc = inout(vreg) acc, a = in(vreg) a, b = in(vreg) b,
+            options(pure, nomem, nostack, preserves_flags)
+        );
+    }
+    acc
+}
+
+/// Four f16 to f32; `fcvtl` is part of base ARMv8.
+#[inline(always)]
+unsafe fn widen_f16(half: uint16x4_t) -> float32x4_t {
+    let out: float32x4_t;
+    unsafe {
+        asm!("fcvtl {out:v}.4s, {half:v}.4h", out = lateout(vreg) out, half = in(vreg) half,
+             options(pure, nomem, nostack, preserves_flags));
+    }
+    out
+}
+
+impl Isa for Neon {
+    type F = F;
+    type I = I;
+    type W = W;
+    const SIGNED_BIAS: i32 = 0;
+
+    #[inline(always)]
+    unsafe fn load_w(p: *const u8) -> W {
+        unsafe {
+            [
+                vld1q_u8(p),
+                vld1q_u8(p.add(16)),
+                vld1q_u8(p.add(32)),
+                vld1q_u8(p.add(48)),
+            ]
+        }
+    }
+    #[inline(always)]
+    unsafe fn low_nibble(w: W) -> W {
+        let mask = unsafe { [vdupq_n_u8(15); 4] };
+        each!(vandq_u8, w, mask)
+    }
+    #[inline(always)]
+    unsafe fn high_nibble(w: W) -> W {
+        each!(vshrq_n_u8::<4>, w)
+    }
+    #[inline(always)]
+    unsafe fn crumb<const INDEX: u32>(w: W) -> W {
+        let (count, mask) = unsafe { ([vdupq_n_s8(-(2 * INDEX as i8)); 4], [vdupq_n_u8(3); 4]) };
+        let shifted = each!(vshlq_u8, w, count);
+        each!(vandq_u8, shifted, mask)
+    }
+    #[inline(always)]
+    unsafe fn shl4(w: W) -> W {
+        each!(vshlq_n_u8::<4>, w)
+    }
+    #[inline(always)]
+    unsafe fn or(a: W, b: W) -> W {
+        each!(vorrq_u8, a, b)
+    }
+    #[inline(always)]
+    unsafe fn spread_bits(p: *const u8, value: u8) -> W {
+        const SELECT: [u8; 16] = [1, 2, 4, 8, 16, 32, 64, 128, 1, 2, 4, 8, 16, 32, 64, 128];
+        unsafe {
+            let (select, value) = (vld1q_u8(SELECT.as_ptr()), vdupq_n_u8(value));
+            let pick = |i: usize| {
+                let bytes = vcombine_u8(vdup_n_u8(*p.add(2 * i)), vdup_n_u8(*p.add(2 * i + 1)));
+                vandq_u8(vtstq_u8(bytes, select), value)
+            };
+            [pick(0), pick(1), pick(2), pick(3)]
+        }
+    }
+    #[inline(always)]
+    unsafe fn lookup(table: &[i8; 16], w: W) -> W {
+        let table = unsafe { [vld1q_u8(table.as_ptr().cast()); 4] };
+        each!(vqtbl1q_u8, table, w)
+    }
+    #[inline(always)]
+    unsafe fn dot_unsigned(acc: I, w: W, x: *const i8) -> I {
+        // At most 127, so the bytes are the same read as signed.
+        unsafe { Self::dot_signed(acc, w, x) }
+    }
+    #[inline(always)]
+    unsafe fn dot_signed(acc: I, w: W, x: *const i8) -> I {
+        unsafe {
+            let x = vreinterpretq_s8_s32(vdupq_n_s32(x.cast::<i32>().read_unaligned()));
+            let dot = |i: usize| sdot(acc[i], vreinterpretq_s8_u8(w[i]), x);
+            [dot(0), dot(1), dot(2), dot(3)]
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn splat_i(x: i32) -> I {
+        unsafe { [vdupq_n_s32(x); 4] }
+    }
+    #[inline(always)]
+    unsafe fn add_i(a: I, b: I) -> I {
+        each!(vaddq_s32, a, b)
+    }
+    #[inline(always)]
+    unsafe fn mul_i(a: I, b: I) -> I {
+        each!(vmulq_s32, a, b)
+    }
+    #[inline(always)]
+    unsafe fn load_i8(p: *const u8) -> I {
+        unsafe {
+            let bytes = vld1q_s8(p.cast());
+            let (low, high) = (vmovl_s8(vget_low_s8(bytes)), vmovl_high_s8(bytes));
+            [
+                vmovl_s16(vget_low_s16(low)),
+                vmovl_high_s16(low),
+                vmovl_s16(vget_low_s16(high)),
+                vmovl_high_s16(high),
+            ]
+        }
+    }
+    #[inline(always)]
+    unsafe fn load_u8(p: *const u8) -> I {
+        let mask = unsafe { [vdupq_n_s32(255); 4] };
+        let signed = unsafe { Self::load_i8(p) };
+        each!(vandq_s32, signed, mask)
+    }
+    #[inline(always)]
+    unsafe fn shr4_i(a: I) -> I {
+        let shift =
+            |x| unsafe { vreinterpretq_s32_u32(vshrq_n_u32::<4>(vreinterpretq_u32_s32(x))) };
+        a.map(shift)
+    }
+    #[inline(always)]
+    unsafe fn and_i(a: I, b: I) -> I {
+        each!(vandq_s32, a, b)
+    }
+    #[inline(always)]
+    unsafe fn to_f(a: I) -> F {
+        each!(vcvtq_f32_s32, a)
+    }
+
+    #[inline(always)]
+    unsafe fn splat(x: f32) -> F {
+        unsafe { [vdupq_n_f32(x); 4] }
+    }
+    #[inline(always)]
+    unsafe fn load(p: *const f32) -> F {
+        unsafe {
+            [
+                vld1q_f32(p),
+                vld1q_f32(p.add(4)),
+                vld1q_f32(p.add(8)),
+                vld1q_f32(p.add(12)),
+            ]
+        }
+    }
+    #[inline(always)]
+    unsafe fn store(p: *mut f32, x: F) {
+        unsafe {
+            vst1q_f32(p, x[0]);
+            vst1q_f32(p.add(4), x[1]);
+            vst1q_f32(p.add(8), x[2]);
+            vst1q_f32(p.add(12), x[3]);
+        }
+    }
+    #[inline(always)]
+    unsafe fn load_f16(p: *const u16) -> F {
+        let halves = unsafe {
+            [
+                vld1_u16(p),
+                vld1_u16(p.add(4)),
+                vld1_u16(p.add(8)),
+                vld1_u16(p.add(12)),
+            ]
+        };
+        each!(widen_f16, halves)
+    }
+    #[inline(always)]
+    unsafe fn load_bf16(p: *const u16) -> F {
+        let widen = |i: usize| unsafe {
+            vreinterpretq_f32_u32(vshlq_n_u32::<16>(vmovl_u16(vld1_u16(p.add(4 * i)))))
+        };
+        [widen(0), widen(1), widen(2), widen(3)]
+    }
+    #[inline(always)]
+    unsafe fn add(a: F, b: F) -> F {
+        each!(vaddq_f32, a, b)
+    }
+    #[inline(always)]
+    unsafe fn sub(a: F, b: F) -> F {
+        each!(vsubq_f32, a, b)
+    }
+    #[inline(always)]
+    unsafe fn mul(a: F, b: F) -> F {
+        each!(vmulq_f32, a, b)
+    }
+    #[inline(always)]
+    unsafe fn div(a: F, b: F) -> F {
+        each!(vdivq_f32, a, b)
+    }
+    #[inline(always)]
+    unsafe fn fma(a: F, b: F, c: F) -> F {
+        let one = |i: usize| unsafe { vfmaq_f32(c[i], a[i], b[i]) };
+        [one(0), one(1), one(2), one(3)]
+    }
+    #[inline(always)]
+    unsafe fn max(a: F, b: F) -> F {
+        each!(vmaxq_f32, a, b)
+    }
+    #[inline(always)]
+    unsafe fn min(a: F, b: F) -> F {
+        each!(vminq_f32, a, b)
+    }
+    #[inline(always)]
+    unsafe fn abs(a: F) -> F {
+        each!(vabsq_f32, a)
+    }
+    #[inline(always)]
+    unsafe fn keep_if_ge(a: F, b: F, value: F) -> F {
+        let one = |i: usize| unsafe {
+            let bits = vandq_u32(vcgeq_f32(a[i], b[i]), vreinterpretq_u32_f32(value[i]));
+            vreinterpretq_f32_u32(bits)
+        };
+        [one(0), one(1), one(2), one(3)]
+    }
+    #[inline(always)]
+    unsafe fn scale_by_bits(x: F, n: F) -> F {
+        let one = |i: usize| unsafe {
+            let shifted = vshlq_n_u32::<23>(vreinterpretq_u32_f32(n[i]));
+            vreinterpretq_f32_u32(vaddq_u32(vreinterpretq_u32_f32(x[i]), shifted))
+        };
+        [one(0), one(1), one(2), one(3)]
+    }
+    #[inline(always)]
+    unsafe fn store_i8(p: *mut i8, x: F) {
+        unsafe {
+            let words = |i: usize| vmovn_s32(vcvtnq_s32_f32(x[i]));
+            let low = vmovn_s16(vcombine_s16(words(0), words(1)));
+            let high = vmovn_s16(vcombine_s16(words(2), words(3)));
+            vst1q_s8(p, vcombine_s8(low, high));
+        }
+    }
+}

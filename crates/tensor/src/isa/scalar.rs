@@ -1,0 +1,189 @@
+//! The portable implementation: plain loops, the definition of every lane operation.
+
+use half::{bf16, f16};
+
+use super::{Isa, LANES};
+
+/// Arrays and loops; runs everywhere.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Scalar;
+
+type F = [f32; LANES];
+type I = [i32; LANES];
+type W = [u8; 64];
+
+#[inline(always)]
+fn map<T: Copy + Default, const N: usize>(f: impl Fn(usize) -> T) -> [T; N] {
+    let mut out = [T::default(); N];
+    for (i, value) in out.iter_mut().enumerate() {
+        *value = f(i);
+    }
+    out
+}
+
+#[inline(always)]
+unsafe fn four(x: *const i8) -> [i32; 4] {
+    // SAFETY: the caller passes a pointer to four bytes.
+    map(|j| i32::from(unsafe { *x.add(j) }))
+}
+
+// SAFETY (whole impl): reads and writes stay within the byte counts that the trait names.
+#[allow(
+    clippy::undocumented_unsafe_blocks,
+    reason = "every block is one in-bounds pointer access, see above"
+)]
+impl Isa for Scalar {
+    type F = F;
+    type I = I;
+    type W = W;
+    const SIGNED_BIAS: i32 = 0;
+
+    #[inline(always)]
+    unsafe fn load_w(p: *const u8) -> W {
+        unsafe { p.cast::<W>().read_unaligned() }
+    }
+    #[inline(always)]
+    unsafe fn low_nibble(w: W) -> W {
+        w.map(|b| b & 15)
+    }
+    #[inline(always)]
+    unsafe fn high_nibble(w: W) -> W {
+        w.map(|b| b >> 4)
+    }
+    #[inline(always)]
+    unsafe fn crumb<const INDEX: u32>(w: W) -> W {
+        w.map(|b| (b >> (2 * INDEX)) & 3)
+    }
+    #[inline(always)]
+    unsafe fn shl4(w: W) -> W {
+        w.map(|b| b << 4)
+    }
+    #[inline(always)]
+    unsafe fn or(a: W, b: W) -> W {
+        map(|i| a[i] | b[i])
+    }
+    #[inline(always)]
+    unsafe fn spread_bits(p: *const u8, value: u8) -> W {
+        let bits = u64::from_le_bytes(unsafe { p.cast::<[u8; 8]>().read_unaligned() });
+        map(|i| if bits >> i & 1 == 1 { value } else { 0 })
+    }
+    #[inline(always)]
+    unsafe fn lookup(table: &[i8; 16], w: W) -> W {
+        w.map(|b| table[usize::from(b & 15)] as u8)
+    }
+    #[inline(always)]
+    unsafe fn dot_unsigned(acc: I, w: W, x: *const i8) -> I {
+        let x = unsafe { four(x) };
+        map(|i| acc[i] + (0..4).map(|j| i32::from(w[4 * i + j]) * x[j]).sum::<i32>())
+    }
+    #[inline(always)]
+    unsafe fn dot_signed(acc: I, w: W, x: *const i8) -> I {
+        let x = unsafe { four(x) };
+        map(|i| {
+            acc[i]
+                + (0..4)
+                    .map(|j| i32::from(w[4 * i + j] as i8) * x[j])
+                    .sum::<i32>()
+        })
+    }
+
+    #[inline(always)]
+    unsafe fn splat_i(x: i32) -> I {
+        [x; LANES]
+    }
+    #[inline(always)]
+    unsafe fn add_i(a: I, b: I) -> I {
+        map(|i| a[i].wrapping_add(b[i]))
+    }
+    #[inline(always)]
+    unsafe fn mul_i(a: I, b: I) -> I {
+        map(|i| a[i].wrapping_mul(b[i]))
+    }
+    #[inline(always)]
+    unsafe fn load_i8(p: *const u8) -> I {
+        map(|i| i32::from(unsafe { *p.add(i) } as i8))
+    }
+    #[inline(always)]
+    unsafe fn load_u8(p: *const u8) -> I {
+        map(|i| i32::from(unsafe { *p.add(i) }))
+    }
+    #[inline(always)]
+    unsafe fn shr4_i(a: I) -> I {
+        a.map(|x| ((x as u32) >> 4) as i32)
+    }
+    #[inline(always)]
+    unsafe fn and_i(a: I, b: I) -> I {
+        map(|i| a[i] & b[i])
+    }
+    #[inline(always)]
+    unsafe fn to_f(a: I) -> F {
+        a.map(|x| x as f32)
+    }
+
+    #[inline(always)]
+    unsafe fn splat(x: f32) -> F {
+        [x; LANES]
+    }
+    #[inline(always)]
+    unsafe fn load(p: *const f32) -> F {
+        unsafe { p.cast::<F>().read_unaligned() }
+    }
+    #[inline(always)]
+    unsafe fn store(p: *mut f32, x: F) {
+        unsafe { p.cast::<F>().write_unaligned(x) }
+    }
+    #[inline(always)]
+    unsafe fn load_f16(p: *const u16) -> F {
+        map(|i| f16::from_bits(unsafe { p.add(i).read_unaligned() }).to_f32())
+    }
+    #[inline(always)]
+    unsafe fn load_bf16(p: *const u16) -> F {
+        map(|i| bf16::from_bits(unsafe { p.add(i).read_unaligned() }).to_f32())
+    }
+    #[inline(always)]
+    unsafe fn add(a: F, b: F) -> F {
+        map(|i| a[i] + b[i])
+    }
+    #[inline(always)]
+    unsafe fn sub(a: F, b: F) -> F {
+        map(|i| a[i] - b[i])
+    }
+    #[inline(always)]
+    unsafe fn mul(a: F, b: F) -> F {
+        map(|i| a[i] * b[i])
+    }
+    #[inline(always)]
+    unsafe fn div(a: F, b: F) -> F {
+        map(|i| a[i] / b[i])
+    }
+    #[inline(always)]
+    unsafe fn fma(a: F, b: F, c: F) -> F {
+        map(|i| a[i].mul_add(b[i], c[i]))
+    }
+    #[inline(always)]
+    unsafe fn max(a: F, b: F) -> F {
+        map(|i| if a[i] > b[i] { a[i] } else { b[i] })
+    }
+    #[inline(always)]
+    unsafe fn min(a: F, b: F) -> F {
+        map(|i| if a[i] < b[i] { a[i] } else { b[i] })
+    }
+    #[inline(always)]
+    unsafe fn abs(a: F) -> F {
+        a.map(f32::abs)
+    }
+    #[inline(always)]
+    unsafe fn keep_if_ge(a: F, b: F, value: F) -> F {
+        map(|i| if a[i] >= b[i] { value[i] } else { 0.0 })
+    }
+    #[inline(always)]
+    unsafe fn scale_by_bits(x: F, n: F) -> F {
+        map(|i| f32::from_bits(x[i].to_bits().wrapping_add(n[i].to_bits() << 23)))
+    }
+    #[inline(always)]
+    unsafe fn store_i8(p: *mut i8, x: F) {
+        for (i, value) in x.iter().enumerate() {
+            unsafe { *p.add(i) = value.round_ties_even() as i8 };
+        }
+    }
+}

@@ -1,0 +1,421 @@
+//! Fast against naive, bit for bit, for every instruction set this machine has.
+
+use super::*;
+use crate::kv::KvShape;
+use crate::packed::{PackOptions, StoredMatrix};
+use crate::{naive, stored};
+use half::f16;
+use paceline_base::BlockType;
+
+/// A small generator: the tests need variety, not quality (Steele et al. 2014, SplitMix64).
+struct Random(u64);
+
+impl Random {
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+
+    /// In -1..1.
+    fn float(&mut self) -> f32 {
+        (self.next() >> 40) as f32 / (1 << 23) as f32 - 1.0
+    }
+
+    fn floats(&mut self, n: usize, scale: f32) -> Vec<f32> {
+        (0..n).map(|_| self.float() * scale).collect()
+    }
+}
+
+fn all_kernels() -> Vec<Kernels> {
+    let sets = InstructionSet::available();
+    assert!(!sets.is_empty());
+    let with = |set| [1, 2, 3].map(|threads| Kernels::with_set(set, threads).unwrap());
+    sets.into_iter().flat_map(with).collect()
+}
+
+fn bits(x: &[f32]) -> Vec<u32> {
+    x.iter().map(|x| x.to_bits()).collect()
+}
+
+/// Rows of every type that this column count allows.
+fn types_for(cols: usize) -> impl Iterator<Item = BlockType> {
+    BlockType::ALL
+        .into_iter()
+        .filter(move |t| cols.is_multiple_of(t.len()))
+}
+
+fn stored_rows(block_type: BlockType, rows: usize, cols: usize, seed: u64) -> Vec<u8> {
+    let row = |r| stored::testing::random_row(block_type, cols, seed * 1000 + r as u64);
+    (0..rows).flat_map(row).collect()
+}
+
+fn check_product(block_type: BlockType, rows: usize, cols: usize, leaf_cols: usize, scale: f32) {
+    let seed = (rows * 31 + cols * 7 + leaf_cols) as u64;
+    let bytes = stored_rows(block_type, rows, cols, seed);
+    let matrix = StoredMatrix {
+        block_type,
+        rows,
+        cols,
+        bytes: &bytes,
+    };
+    let mut random = Random(seed);
+    let x: Vec<Vec<f32>> = (0..6).map(|_| random.floats(cols, scale)).collect();
+    let expected: Vec<Vec<f32>> = x
+        .iter()
+        .map(|x| naive::matvec(matrix, leaf_cols, x))
+        .collect();
+    for kernels in all_kernels() {
+        let options = PackOptions {
+            leaf_cols,
+            as_f32: false,
+        };
+        let packed = Packed::new(matrix, options, kernels.pool()).unwrap();
+        for batch in [1, 2, 4, 6] {
+            let mut acts = Activations::new(6, cols, !block_type.is_float());
+            acts.resize(batch);
+            kernels.fill_rows(&mut acts, |t, row| row.copy_from_slice(&x[t]));
+            let mut out = vec![f32::NAN; batch * rows];
+            kernels.products(
+                &acts,
+                [Product {
+                    weights: &packed,
+                    out: &mut out,
+                }],
+            );
+            for (t, out) in out.chunks_exact(rows).enumerate() {
+                let case = format!(
+                    "{block_type} {rows}x{cols} leaf {leaf_cols} batch {batch} row {t} {kernels:?}"
+                );
+                assert_eq!(bits(out), bits(&expected[t]), "{case}");
+            }
+        }
+    }
+}
+
+#[test]
+fn products_equal_naive() {
+    for (rows, cols) in [(1, 32), (16, 64), (17, 96), (35, 256), (48, 576), (20, 768)] {
+        for block_type in types_for(cols) {
+            for leaf_cols in [0, 32, 64, 160] {
+                check_product(block_type, rows, cols, leaf_cols, 3.0);
+            }
+        }
+    }
+}
+
+#[test]
+fn float_products_take_any_width() {
+    for cols in [1, 3, 5, 33, 50] {
+        for block_type in [BlockType::F32, BlockType::F16, BlockType::BF16] {
+            check_product(block_type, 19, cols, 32, 1.0);
+        }
+    }
+}
+
+#[test]
+fn extreme_activations_equal_naive() {
+    for scale in [0.0, 1e-40, 1e-36, 1e-30, 1e30] {
+        for block_type in types_for(256) {
+            check_product(block_type, 18, 256, 64, scale);
+        }
+    }
+}
+
+#[test]
+fn several_matrices_in_one_job_give_what_each_gives_alone() {
+    let types = [BlockType::Q4_1, BlockType::Q8_0, BlockType::F16];
+    let shapes = [(64, 96), (17, 96), (100, 96)];
+    let mut random = Random(7);
+    let x = random.floats(5 * 96, 2.0);
+    for kernels in all_kernels() {
+        let mut acts = Activations::new(5, 96, true);
+        kernels.fill_rows(&mut acts, |t, row| {
+            row.copy_from_slice(&x[t * 96..(t + 1) * 96])
+        });
+        let packed: Vec<Packed> = types
+            .iter()
+            .zip(shapes)
+            .map(|(&block_type, (rows, cols))| {
+                let bytes = stored_rows(block_type, rows, cols, 5);
+                let matrix = StoredMatrix {
+                    block_type,
+                    rows,
+                    cols,
+                    bytes: &bytes,
+                };
+                Packed::new(matrix, PackOptions::default(), kernels.pool()).unwrap()
+            })
+            .collect();
+        let mut outs = shapes.map(|(rows, _)| vec![0.0; 5 * rows]);
+        let [a, b, c] = &mut outs;
+        kernels.products(
+            &acts,
+            [
+                Product {
+                    weights: &packed[0],
+                    out: a,
+                },
+                Product {
+                    weights: &packed[1],
+                    out: b,
+                },
+                Product {
+                    weights: &packed[2],
+                    out: c,
+                },
+            ],
+        );
+        for (w, out) in packed.iter().zip(&outs) {
+            let mut alone = vec![0.0; out.len()];
+            kernels.products(
+                &acts,
+                [Product {
+                    weights: w,
+                    out: &mut alone,
+                }],
+            );
+            assert_eq!(bits(out), bits(&alone));
+        }
+    }
+}
+
+#[test]
+fn quantised_activations_equal_naive() {
+    let mut random = Random(3);
+    let mut x = random.floats(320, 5.0);
+    x[32..64].fill(0.0);
+    x[64..96].fill(-0.5); // ties
+    for kernels in all_kernels() {
+        let mut acts = Activations::new(1, x.len(), true);
+        kernels.fill_rows(&mut acts, |_, row| row.copy_from_slice(&x));
+        for (c, (q, scale)) in naive::quantise(&x).iter().enumerate() {
+            let (got, meta) = acts.quantised_chunk(0, c);
+            assert_eq!(
+                (got, meta.scale.to_bits()),
+                (&q[..], scale.to_bits()),
+                "chunk {c}"
+            );
+            let half = |h: usize| {
+                q[16 * h..16 * h + 16]
+                    .iter()
+                    .map(|&q| i32::from(q))
+                    .sum::<i32>()
+            };
+            assert_eq!(meta.sums, [half(0), half(1)]);
+        }
+    }
+}
+
+#[test]
+fn exp_is_close_and_the_same_everywhere() {
+    let mut worst = 0.0f64;
+    for i in -9000..8900 {
+        let x = i as f32 / 100.0;
+        let expected = f64::from(x).exp();
+        let got = naive::exp(x);
+        if x < -87.33 {
+            assert_eq!(got.to_bits(), 0, "exp({x})");
+        } else if x < 88.37 {
+            worst = worst.max((f64::from(got) / expected - 1.0).abs());
+        }
+        for set in InstructionSet::available() {
+            let mut out = [0.0; 16];
+            // SAFETY: the set is available.
+            unsafe { (set.table().unwrap().exp)(&[x; 16], &mut out) };
+            assert_eq!(
+                out[15].to_bits(),
+                got.to_bits(),
+                "exp({x}) on {}",
+                set.name()
+            );
+        }
+    }
+    assert!(worst < 1.3e-7, "relative error {worst}"); // 2^-23 = 1.19e-7
+    assert_eq!(naive::exp(f32::NEG_INFINITY), 0.0);
+    assert_eq!(naive::exp(0.0), 1.0);
+}
+
+#[test]
+fn row_operations_are_the_same_everywhere_and_right() {
+    let mut random = Random(11);
+    for n in [1, 15, 16, 17, 64, 576] {
+        let (x, w) = (random.floats(n, 4.0), random.floats(n, 2.0));
+        let mut reference: Option<Vec<Vec<u32>>> = None;
+        for kernels in all_kernels() {
+            let mut out = [(); 3].map(|()| vec![0.0; n]);
+            kernels.rms_norm(&x, &w, 1e-5, &mut out[0]);
+            kernels.silu_mul(&x, &w, &mut out[1]);
+            kernels.gelu_mul(&x, &w, &mut out[2]);
+            let got: Vec<_> = out.iter().map(|o| bits(o)).collect();
+            assert_eq!(
+                &got,
+                reference.get_or_insert(got.clone()),
+                "n {n} {kernels:?}"
+            );
+            let squares: f64 = x.iter().map(|x| f64::from(*x).powi(2)).sum();
+            let scale = 1.0 / (squares / n as f64 + 1e-5).sqrt();
+            for i in 0..n {
+                let (x, w) = (f64::from(x[i]), f64::from(w[i]));
+                let z = (2.0 / std::f64::consts::PI).sqrt() * (x + 0.044_715 * x.powi(3));
+                let gelu = 0.5 * x * (1.0 + z.tanh()) * w;
+                let expected = [x * scale * w, x / (1.0 + (-x).exp()) * w, gelu];
+                for (out, expected) in out.iter().zip(expected) {
+                    assert!(
+                        (f64::from(out[i]) - expected).abs() < 2e-6,
+                        "n {n} element {i}"
+                    );
+                }
+            }
+        }
+    }
+}
+
+struct Case {
+    heads: usize,
+    kv_heads: usize,
+    head_dim: usize,
+    window: Option<usize>,
+    kv_type: KvType,
+}
+
+/// Keys and values of `n` positions, as the cache rounds them.
+fn history(case: &Case, n: usize, seed: u64) -> [Vec<Vec<f32>>; 2] {
+    let mut random = Random(seed);
+    let len = case.kv_heads * case.head_dim;
+    let round = |x: f32| match case.kv_type {
+        KvType::F16 => f16::from_f32(x).to_f32(),
+        KvType::F32 => x,
+    };
+    [(); 2].map(|()| {
+        (0..n)
+            .map(|_| random.floats(len, 2.0).into_iter().map(round).collect())
+            .collect()
+    })
+}
+
+fn naive_row(
+    case: &Case,
+    query: &[f32],
+    [keys, values]: &[Vec<Vec<f32>>; 2],
+    n: usize,
+) -> Vec<f32> {
+    let d = case.head_dim;
+    let head = |h: usize| {
+        let kv = h / (case.heads / case.kv_heads);
+        let cut = |rows: &'_ [Vec<f32>]| -> Vec<Vec<f32>> {
+            rows[..n]
+                .iter()
+                .map(|r| r[kv * d..(kv + 1) * d].to_vec())
+                .collect()
+        };
+        let (k, v) = (cut(keys), cut(values));
+        let (k, v): (Vec<&[f32]>, Vec<&[f32]>) = (
+            k.iter().map(|r| &r[..]).collect(),
+            v.iter().map(|r| &r[..]).collect(),
+        );
+        naive::attention(
+            &query[h * d..(h + 1) * d],
+            &k,
+            &v,
+            case.window.unwrap_or(usize::MAX),
+        )
+    };
+    (0..case.heads).flat_map(head).collect()
+}
+
+/// Two sequences of different length in one batch, pages scattered, stale pages full of infinity.
+fn check_attention(case: &Case, lengths: [usize; 2], rows: [usize; 2], kernels: &Kernels) {
+    let shape = KvShape {
+        layers: 2,
+        heads: case.kv_heads,
+        head_dim: case.head_dim,
+        kv_type: case.kv_type,
+    };
+    let mut cache = KvCache::new(shape, 16).unwrap();
+    let infinite = vec![f32::INFINITY; case.kv_heads * case.head_dim];
+    for page in 0..16 {
+        (0..PAGE).for_each(|slot| cache.write(1, page, slot, &infinite, &infinite));
+    }
+    let pages: [Vec<u32>; 2] = [
+        (0..8).map(|i| 2 * i).collect(),
+        (0..8).map(|i| 15 - 2 * i).collect(),
+    ];
+    let histories = [history(case, lengths[0], 1), history(case, lengths[1], 2)];
+    for (s, [keys, values]) in histories.iter().enumerate() {
+        for (i, (k, v)) in keys.iter().zip(values).enumerate() {
+            cache.write(1, pages[s][i / PAGE], i % PAGE, k, v);
+        }
+    }
+    let mut random = Random(9);
+    let row_len = case.heads * case.head_dim;
+    let queries = random.floats((rows[0] + rows[1]) * row_len, 0.5);
+    let sequences = [0, 1].map(|s| AttentionRows {
+        first_row: s * rows[0],
+        rows: rows[s],
+        position: lengths[s] - rows[s],
+        pages: &pages[s],
+    });
+    let step = Attention {
+        cache: &cache,
+        layer: 1,
+        heads: case.heads,
+        window: case.window,
+        queries: &queries,
+        sequences: &sequences,
+    };
+    let mut scratch = AttentionScratch::new(2, case.heads, case.head_dim, 512);
+    let mut out = vec![f32::NAN; queries.len()];
+    kernels.attention(&step, &mut scratch, &mut out);
+    let mut row = 0;
+    for s in 0..2 {
+        for i in 0..rows[s] {
+            let n = lengths[s] - rows[s] + i + 1;
+            let query = &queries[row * row_len..(row + 1) * row_len];
+            let expected = naive_row(case, query, &histories[s], n);
+            let got = &out[row * row_len..(row + 1) * row_len];
+            assert_eq!(
+                bits(got),
+                bits(&expected),
+                "sequence {s} row {i} {kernels:?}"
+            );
+            row += 1;
+        }
+    }
+}
+
+#[test]
+fn attention_equals_naive() {
+    let shapes = [(3, 1, 64), (9, 3, 16), (4, 4, 80), (10, 2, 32), (4, 1, 256)];
+    for (i, (heads, kv_heads, head_dim)) in shapes.into_iter().enumerate() {
+        for window in [None, Some(1), Some(40), Some(70)] {
+            let kv_type = if i % 2 == 0 { KvType::F16 } else { KvType::F32 };
+            let case = Case {
+                heads,
+                kv_heads,
+                head_dim,
+                window,
+                kv_type,
+            };
+            for kernels in all_kernels() {
+                check_attention(&case, [1, 64], [1, 1], &kernels);
+                check_attention(&case, [65, 200], [1, 1], &kernels);
+                check_attention(&case, [130, 20], [70, 20], &kernels);
+            }
+        }
+    }
+}
+
+#[test]
+fn an_instruction_set_that_is_absent_is_named() {
+    let absent = InstructionSet::ALL
+        .into_iter()
+        .find(|set| set.table().is_none());
+    let absent = absent.expect("no machine has both AVX-512 and NEON");
+    let error = Kernels::with_set(absent, 1).unwrap_err().to_string();
+    assert!(
+        error.contains(absent.name()) && error.contains("scalar"),
+        "{error}"
+    );
+}

@@ -1,0 +1,394 @@
+//! Matrix products, generic over instruction set and weight format.
+//!
+//! For output row `r` and activation row `t`, the kernel class `cpu` computes
+//!
+//! ```text
+//! leaf  = 0
+//! for each chunk c of the leaf, in order:              all in i32, exact
+//!     D = sum over k of sub[k/16] * w[k] * q[k]
+//!     M = sum over k of min_sub[k/16] * q[k]            (types with a min)
+//!     inner = fma(D, scale, min * M)   or   D * scale   (types without)
+//!     leaf  = fma(inner, activation scale, leaf)
+//! y = canonical tree over the leaves (paceline_base::tree)
+//! ```
+//!
+//! and float weights: `a[k % 4] = fma(w[k], x[k], a[k % 4])` over the columns of a leaf, then
+//! `(a0 + a1) + (a2 + a3)`, then the tree. Each lane of a register is one row, so these orders
+//! hold for any register width, any number of activation rows at once and any distribution of
+//! rows over threads. [`crate::naive`] computes the same from the stored blocks.
+
+use std::ops::Range;
+
+use half::{bf16, f16};
+
+use crate::activations::View;
+use crate::formats::{Format, Layout, Planes, Scales};
+use crate::isa::{Isa, LANES};
+use crate::stored::Chunk;
+
+/// Activation rows that share one unpacking of the weights. Four keep the accumulators of the
+/// AVX2 version (2 registers each) and eight unpacked quads near 16 registers; 2 and 8 were
+/// slower in prefill of SmolLM2 on an EPYC 9004 (docs/measurements.md).
+const TILE: usize = 4;
+
+/// Deepest tree: 2^16 leaves.
+const LEVELS: usize = 17;
+
+/// One group of 16 rows of a packed matrix, and the activation rows to multiply it with.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct GroupArgs<'a> {
+    /// The group's packed bytes.
+    pub(crate) weights: *const u8,
+    /// Columns of the matrix.
+    pub(crate) cols: usize,
+    /// Columns of a leaf, at least 1.
+    pub(crate) leaf_cols: usize,
+    /// `(rows, cols)`.
+    pub(crate) x: View<'a>,
+    /// First activation row.
+    pub(crate) first: usize,
+    /// End of the activation rows.
+    pub(crate) end: usize,
+    /// Output of row 0 of the group for activation row 0.
+    pub(crate) out: *mut f32,
+    /// Distance between activation rows in the output.
+    pub(crate) out_stride: usize,
+    /// Rows of the group that exist, 1..=16.
+    pub(crate) lanes: usize,
+}
+
+/// Multiplies a group with activation rows `first..end`, weights of format `F`.
+///
+/// # Safety
+/// Features of `S`; the pointers of `args` cover the group, the activation rows, and `lanes`
+/// outputs for each.
+#[inline(always)]
+pub(crate) unsafe fn group<S: Isa, F: Format>(args: GroupArgs<'_>) {
+    // SAFETY: passed on.
+    unsafe { tiles::<S>(args, Quantised::<F>(std::marker::PhantomData)) }
+}
+
+/// As [`group`] for float weights.
+///
+/// # Safety
+/// As [`group`].
+#[inline(always)]
+pub(crate) unsafe fn group_floats<S: Isa, T: FloatWeight>(args: GroupArgs<'_>) {
+    // SAFETY: passed on.
+    unsafe { tiles::<S>(args, Floats::<T>(std::marker::PhantomData)) }
+}
+
+/// The sum over the columns of one leaf.
+trait Leaf: Copy {
+    unsafe fn leaf<S: Isa, const N: usize>(
+        self,
+        args: &GroupArgs<'_>,
+        t: usize,
+        cols: Range<usize>,
+    ) -> [S::F; N];
+}
+
+#[inline(always)]
+unsafe fn tiles<S: Isa>(args: GroupArgs<'_>, kernel: impl Leaf) {
+    let mut t = args.first;
+    // SAFETY: tiles stay within first..end.
+    unsafe {
+        while t + TILE <= args.end {
+            tile::<S, TILE>(&args, kernel, t);
+            t += TILE;
+        }
+        while t < args.end {
+            tile::<S, 1>(&args, kernel, t);
+            t += 1;
+        }
+    }
+}
+
+/// `N` activation rows from `t`.
+#[inline(always)]
+unsafe fn tile<S: Isa, const N: usize>(args: &GroupArgs<'_>, kernel: impl Leaf, t: usize) {
+    // SAFETY: the leaves make up 0..cols; outputs are those of rows t..t + N.
+    unsafe {
+        let sums = if args.leaf_cols >= args.cols {
+            kernel.leaf::<S, N>(args, t, 0..args.cols)
+        } else {
+            tree::<S, N>(args, kernel, t)
+        };
+        let mut i = 0;
+        while i < N {
+            store_lanes::<S>(args.out.add((t + i) * args.out_stride), sums[i], args.lanes);
+            i += 1;
+        }
+    }
+}
+
+/// The canonical tree: a binary counter of partial sums, level `l` holding 2^l leaves.
+#[inline(always)]
+unsafe fn tree<S: Isa, const N: usize>(
+    args: &GroupArgs<'_>,
+    kernel: impl Leaf,
+    t: usize,
+) -> [S::F; N] {
+    let leaves = args.cols.div_ceil(args.leaf_cols);
+    // SAFETY: register arithmetic; leaf ranges lie within 0..cols.
+    unsafe {
+        let mut levels = [[S::splat(0.0); N]; LEVELS];
+        for leaf in 0..leaves {
+            let start = leaf * args.leaf_cols;
+            let end = (start + args.leaf_cols).min(args.cols);
+            let mut sum = kernel.leaf::<S, N>(args, t, start..end);
+            let mut level = 0;
+            while leaf >> level & 1 == 1 {
+                sum = add_all::<S, N>(levels[level], sum);
+                level += 1;
+            }
+            levels[level] = sum;
+        }
+        // What is left of the counter, lowest level first: each is the right child of the next.
+        let mut level = leaves.trailing_zeros() as usize;
+        let mut sum = levels[level];
+        level += 1;
+        while leaves >> level != 0 {
+            if leaves >> level & 1 == 1 {
+                sum = add_all::<S, N>(levels[level], sum);
+            }
+            level += 1;
+        }
+        sum
+    }
+}
+
+#[inline(always)]
+unsafe fn add_all<S: Isa, const N: usize>(a: [S::F; N], mut b: [S::F; N]) -> [S::F; N] {
+    let mut i = 0;
+    while i < N {
+        // SAFETY: register arithmetic.
+        b[i] = unsafe { S::add(a[i], b[i]) };
+        i += 1;
+    }
+    b
+}
+
+#[inline(always)]
+unsafe fn store_lanes<S: Isa>(out: *mut f32, sum: S::F, lanes: usize) {
+    // SAFETY: `lanes` outputs exist; a partial group goes through a whole buffer.
+    unsafe {
+        if lanes == LANES {
+            S::store(out, sum);
+        } else {
+            let mut whole = [0.0f32; LANES];
+            S::store(whole.as_mut_ptr(), sum);
+            std::ptr::copy_nonoverlapping(whole.as_ptr(), out, lanes);
+        }
+    }
+}
+
+/// Integer weights of format `F`.
+#[derive(Debug)]
+struct Quantised<F>(std::marker::PhantomData<F>);
+
+impl<F> Clone for Quantised<F> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+impl<F> Copy for Quantised<F> {}
+
+impl<F: Format> Leaf for Quantised<F> {
+    #[inline(always)]
+    unsafe fn leaf<S: Isa, const N: usize>(
+        self,
+        args: &GroupArgs<'_>,
+        t: usize,
+        cols: Range<usize>,
+    ) -> [S::F; N] {
+        let layout: Layout = F::LAYOUT;
+        // SAFETY: chunks of `cols` lie within the group and the activations.
+        unsafe {
+            let mut acc = [S::splat(0.0); N];
+            for c in cols.start / Chunk::LEN..cols.end / Chunk::LEN {
+                let (header, at) = layout.offsets(c);
+                let (header, chunk) = (args.weights.add(header), args.weights.add(at));
+                let scales = chunk.add(layout.planes);
+                let weights = ChunkWeights::<S>::load::<F>(header, chunk, scales);
+                let mut i = 0;
+                while i < N {
+                    let (q, meta) = args.x.chunk(t + i, c);
+                    let inner = weights.dot::<F>(q, meta.sums);
+                    acc[i] = S::fma(inner, S::splat(meta.scale), acc[i]);
+                    i += 1;
+                }
+            }
+            acc
+        }
+    }
+}
+
+/// A chunk of 16 rows in registers.
+struct ChunkWeights<S: Isa> {
+    quads: [S::W; 8],
+    scale: S::F,
+    min: S::F,
+    sub: [S::I; 2],
+    min_sub: [S::I; 2],
+}
+
+impl<S: Isa> ChunkWeights<S> {
+    #[inline(always)]
+    unsafe fn load<F: Format>(header: *const u8, chunk: *const u8, scales: *const u8) -> Self {
+        // SAFETY: passed on.
+        unsafe {
+            Self {
+                quads: F::P::quads::<S>(chunk),
+                scale: F::S::scale::<S>(header, scales),
+                min: F::S::min::<S>(header, scales),
+                sub: F::S::sub::<S>(scales),
+                min_sub: F::S::min_sub::<S>(scales),
+            }
+        }
+    }
+
+    /// `inner` of the module's formula, for 32 activations at `q` whose halves sum to `sums`.
+    #[inline(always)]
+    unsafe fn dot<F: Format>(&self, q: *const i8, sums: [i32; 2]) -> S::F {
+        // SAFETY: register arithmetic and 32 bytes at `q`.
+        unsafe {
+            let [low, high] = [self.half::<F>(0, q, sums[0]), self.half::<F>(1, q, sums[1])];
+            let dot = if F::S::HALVES {
+                S::add_i(S::mul_i(self.sub[0], low), S::mul_i(self.sub[1], high))
+            } else {
+                S::add_i(low, high)
+            };
+            let dot = S::to_f(dot);
+            if F::S::HAS_MIN {
+                S::fma(dot, self.scale, S::mul(self.min, self.min_sum::<F>(sums)))
+            } else {
+                S::mul(dot, self.scale)
+            }
+        }
+    }
+
+    /// The dot product of columns `16 * half..`, zero offset and sign bias taken off at the start.
+    #[inline(always)]
+    unsafe fn half<F: Format>(&self, half: usize, q: *const i8, sum: i32) -> S::I {
+        let offset = if F::P::SIGNED {
+            S::SIGNED_BIAS
+        } else {
+            F::P::OFFSET
+        };
+        // SAFETY: register arithmetic and 16 bytes at `q + 16 * half`.
+        unsafe {
+            let mut acc = S::splat_i(-offset * sum);
+            let mut g = 4 * half;
+            while g < 4 * half + 4 {
+                acc = if F::P::SIGNED {
+                    S::dot_signed(acc, self.quads[g], q.add(4 * g))
+                } else {
+                    S::dot_unsigned(acc, self.quads[g], q.add(4 * g))
+                };
+                g += 1;
+            }
+            acc
+        }
+    }
+
+    /// `M` of the module's formula.
+    #[inline(always)]
+    unsafe fn min_sum<F: Format>(&self, sums: [i32; 2]) -> S::F {
+        // SAFETY: register arithmetic.
+        unsafe {
+            if F::S::HALVES {
+                let parts = [0, 1].map(|h| S::mul_i(self.min_sub[h], S::splat_i(sums[h])));
+                S::to_f(S::add_i(parts[0], parts[1]))
+            } else {
+                S::splat((sums[0] + sums[1]) as f32)
+            }
+        }
+    }
+}
+
+/// A float weight type.
+pub(crate) trait FloatWeight {
+    /// Bytes of one value.
+    const SIZE: usize;
+    /// Sixteen values.
+    unsafe fn load<S: Isa>(p: *const u8) -> S::F;
+}
+
+impl FloatWeight for f32 {
+    const SIZE: usize = 4;
+    #[inline(always)]
+    unsafe fn load<S: Isa>(p: *const u8) -> S::F {
+        // SAFETY: passed on.
+        unsafe { S::load(p.cast()) }
+    }
+}
+
+impl FloatWeight for f16 {
+    const SIZE: usize = 2;
+    #[inline(always)]
+    unsafe fn load<S: Isa>(p: *const u8) -> S::F {
+        // SAFETY: passed on.
+        unsafe { S::load_f16(p.cast()) }
+    }
+}
+
+impl FloatWeight for bf16 {
+    const SIZE: usize = 2;
+    #[inline(always)]
+    unsafe fn load<S: Isa>(p: *const u8) -> S::F {
+        // SAFETY: passed on.
+        unsafe { S::load_bf16(p.cast()) }
+    }
+}
+
+/// Float weights.
+#[derive(Debug)]
+struct Floats<T>(std::marker::PhantomData<T>);
+
+impl<T> Clone for Floats<T> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+impl<T> Copy for Floats<T> {}
+
+impl<T: FloatWeight> Leaf for Floats<T> {
+    #[inline(always)]
+    unsafe fn leaf<S: Isa, const N: usize>(
+        self,
+        args: &GroupArgs<'_>,
+        t: usize,
+        cols: Range<usize>,
+    ) -> [S::F; N] {
+        // SAFETY: columns lie within the group and the activations. Leaves start at multiples of
+        // 4, so `k % 4` counts from the start of the leaf and of the row alike.
+        unsafe {
+            let mut acc = [[S::splat(0.0); 4]; N];
+            let mut k = cols.start;
+            while k < cols.end {
+                let steps = (cols.end - k).min(4);
+                let mut j = 0;
+                while j < steps {
+                    let w = T::load::<S>(args.weights.add((k + j) * LANES * T::SIZE));
+                    let mut i = 0;
+                    while i < N {
+                        let x = *args.x.values(t + i).add(k + j);
+                        acc[i][j] = S::fma(w, S::splat(x), acc[i][j]);
+                        i += 1;
+                    }
+                    j += 1;
+                }
+                k += 4;
+            }
+            let mut out = [S::splat(0.0); N];
+            let mut i = 0;
+            while i < N {
+                let [a, b, c, d] = acc[i];
+                out[i] = S::add(S::add(a, b), S::add(c, d));
+                i += 1;
+            }
+            out
+        }
+    }
+}

@@ -1,0 +1,185 @@
+//! The definitions: what every fast kernel must reproduce bit for bit.
+//!
+//! Plain loops over stored blocks, one number at a time. Slow, and meant to be read.
+
+use paceline_base::{BlockType, tree};
+
+use crate::attention::PAGE;
+use crate::stored::{self, Chunk};
+use crate::{InstructionSet, StoredMatrix};
+
+/// Quantised activations of one row: `(q, scale)` per chunk of 32; see [`crate::activations`].
+pub fn quantise(x: &[f32]) -> Vec<([i8; Chunk::LEN], f32)> {
+    x.chunks_exact(Chunk::LEN).map(quantise_chunk).collect()
+}
+
+fn quantise_chunk(x: &[f32]) -> ([i8; Chunk::LEN], f32) {
+    let largest = x
+        .iter()
+        .fold(0.0f32, |m, v| if v.abs() > m { v.abs() } else { m });
+    if largest <= 1e-36 || !largest.is_finite() {
+        return ([0; Chunk::LEN], 0.0);
+    }
+    let inverse = 127.0 / largest;
+    let q = std::array::from_fn(|k| (x[k] * inverse).round_ties_even() as i8);
+    (q, largest / 127.0)
+}
+
+/// `y = W x` in the kernel class `cpu`: `x` is `(cols,)`, the result `(rows,)`. `leaf_cols` as in
+/// [`PackOptions`](crate::PackOptions).
+pub fn matvec(w: StoredMatrix<'_>, leaf_cols: usize, x: &[f32]) -> Vec<f32> {
+    let row_bytes = w.block_type.row_bytes(w.cols).expect("whole blocks");
+    let leaf_cols = if leaf_cols == 0 {
+        w.cols.max(1)
+    } else {
+        leaf_cols
+    };
+    w.bytes
+        .chunks_exact(row_bytes)
+        .map(|row| {
+            let starts = (0..w.cols).step_by(leaf_cols);
+            let leaves: Vec<[f32; 1]> = starts
+                .map(|start| {
+                    [leaf(
+                        w.block_type,
+                        row,
+                        x,
+                        start,
+                        (start + leaf_cols).min(w.cols),
+                    )]
+                })
+                .collect();
+            let leaves: Vec<&[f32]> = leaves.iter().map(|leaf| &leaf[..]).collect();
+            tree::sum_all(&leaves)[0]
+        })
+        .collect()
+}
+
+/// The dot product over columns `start..end` of one row.
+fn leaf(block_type: BlockType, row: &[u8], x: &[f32], start: usize, end: usize) -> f32 {
+    if block_type.is_float() {
+        return float_leaf(block_type, row, x, start, end);
+    }
+    let activations = quantise(&x[start..end]);
+    let mut sum = 0.0f32;
+    for (i, (q, scale)) in activations.iter().enumerate() {
+        let chunk = stored::chunk(block_type, row, start / Chunk::LEN + i);
+        sum = chunk_dot(block_type, &chunk, q).mul_add(*scale, sum);
+    }
+    sum
+}
+
+/// `inner` of the formula in [`crate::matmul`].
+fn chunk_dot(block_type: BlockType, chunk: &Chunk, q: &[i8; Chunk::LEN]) -> f32 {
+    let mut dot = 0i32;
+    let mut min_sum = 0i32;
+    for (k, (&w, &x)) in chunk.q.iter().zip(q).enumerate() {
+        dot += chunk.sub[k / 16] * i32::from(w) * i32::from(x);
+        min_sum += chunk.min_sub[k / 16] * i32::from(x);
+    }
+    if has_min(block_type) {
+        (dot as f32).mul_add(chunk.scale, chunk.min * min_sum as f32)
+    } else {
+        dot as f32 * chunk.scale
+    }
+}
+
+const fn has_min(block_type: BlockType) -> bool {
+    matches!(
+        block_type,
+        BlockType::Q4_1 | BlockType::Q5_1 | BlockType::Q2_K | BlockType::Q4_K | BlockType::Q5_K
+    )
+}
+
+fn float_leaf(block_type: BlockType, row: &[u8], x: &[f32], start: usize, end: usize) -> f32 {
+    let mut weights = vec![0.0; row.len() / block_type.bytes()];
+    stored::dequantise(block_type, row, &mut weights);
+    let mut a = [0.0f32; 4];
+    for k in start..end {
+        a[k % 4] = weights[k].mul_add(x[k], a[k % 4]);
+    }
+    (a[0] + a[1]) + (a[2] + a[3])
+}
+
+/// Causal attention of one query head over all positions it sees, as [`crate::attention`] defines
+/// it: `query` `(head_dim,)` scaled, `keys` and `values` `(position + 1, head_dim)` as the cache
+/// holds them, the query standing at the last position.
+pub fn attention(query: &[f32], keys: &[&[f32]], values: &[&[f32]], window: usize) -> Vec<f32> {
+    let start = keys.len().saturating_sub(window);
+    let mut merged: Option<Partial> = None;
+    for page in start / PAGE..keys.len().div_ceil(PAGE) {
+        let visible = start.max(page * PAGE)..keys.len().min((page + 1) * PAGE);
+        let next = attend_page(query, keys, values, visible);
+        merged = Some(match merged {
+            None => next,
+            Some(before) => before.merge(&next),
+        });
+    }
+    let Partial { l, o, .. } = merged.expect("a query sees itself");
+    o.iter().map(|o| o / l).collect()
+}
+
+/// What one page contributes.
+struct Partial {
+    m: f32,
+    l: f32,
+    o: Vec<f32>,
+}
+
+impl Partial {
+    fn merge(&self, next: &Self) -> Self {
+        let m = self.m.max(next.m);
+        let (a, b) = (exp(self.m - m), exp(next.m - m));
+        let add = |x: f32, y: f32| x.mul_add(a, y * b);
+        let o = self
+            .o
+            .iter()
+            .zip(&next.o)
+            .map(|(&x, &y)| add(x, y))
+            .collect();
+        Self {
+            m,
+            l: add(self.l, next.l),
+            o,
+        }
+    }
+}
+
+fn attend_page(
+    query: &[f32],
+    keys: &[&[f32]],
+    values: &[&[f32]],
+    visible: std::ops::Range<usize>,
+) -> Partial {
+    let score = |i: usize| {
+        query
+            .iter()
+            .zip(keys[i])
+            .fold(0.0f32, |s, (q, k)| q.mul_add(*k, s))
+    };
+    let m = visible.clone().map(score).fold(f32::NEG_INFINITY, f32::max);
+    let mut p = [0.0f32; PAGE];
+    let mut o = vec![0.0f32; query.len()];
+    for i in visible {
+        p[i % PAGE] = exp(score(i) - m);
+        for (o, v) in o.iter_mut().zip(values[i]) {
+            *o = p[i % PAGE].mul_add(*v, *o);
+        }
+    }
+    let lane = |i: usize| (p[i] + p[i + 16]) + (p[i + 32] + p[i + 48]);
+    let mut lanes: [f32; 16] = std::array::from_fn(lane);
+    for width in [8, 4, 2, 1] {
+        for i in 0..width {
+            lanes[i] += lanes[i + width];
+        }
+    }
+    Partial { m, l: lanes[0], o }
+}
+
+/// The exponential of the kernels for one number.
+pub fn exp(x: f32) -> f32 {
+    let mut out = [0.0; 16];
+    // SAFETY: the portable version needs no CPU features.
+    unsafe { (InstructionSet::Scalar.table().expect("always there").exp)(&[x; 16], &mut out) };
+    out[0]
+}

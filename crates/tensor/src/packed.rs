@@ -1,0 +1,304 @@
+//! Weight matrices repacked once at load for the kernels.
+//!
+//! A [`Packed`] matrix takes about as many bytes as the stored one (table in [`crate::formats`]):
+//! the file's pages can be dropped after packing, so memory holds one copy.
+
+use half::f16;
+use memmap2::MmapMut;
+use paceline_base::{BlockType, Bytes};
+
+use crate::ThreadPool;
+use crate::formats::{self, BIT_PLANE, CRUMB_PLANE, Layout, NIBBLE_PLANE};
+use crate::isa::LANES;
+use crate::stored::{self, CODEBOOK, Chunk};
+
+/// A matrix as it lies in a model file: `(rows, cols)`, row-major, whole blocks per row.
+#[derive(Clone, Copy, Debug)]
+pub struct StoredMatrix<'a> {
+    /// How values are stored.
+    pub block_type: BlockType,
+    /// Output features.
+    pub rows: usize,
+    /// Input features.
+    pub cols: usize,
+    /// `rows * block_type.row_bytes(cols)` bytes.
+    pub bytes: &'a [u8],
+}
+
+/// What can be wrong with a matrix that is to be packed.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Error {
+    /// The bytes are not those of such a matrix.
+    #[error("matrix of {rows} x {cols} {block_type}: expected {expected} bytes, got {got}")]
+    Size {
+        /// Output features.
+        rows: usize,
+        /// Input features.
+        cols: usize,
+        /// Storage type.
+        block_type: BlockType,
+        /// Bytes that the shape needs; 0 when rows are not whole blocks or the size overflows.
+        expected: usize,
+        /// Bytes given.
+        got: usize,
+    },
+    /// Memory for the packed copy could not be had.
+    #[error("cannot reserve {bytes} for packed weights: {reason}")]
+    Memory {
+        /// Bytes asked for.
+        bytes: Bytes,
+        /// What the system said.
+        reason: String,
+    },
+}
+
+/// How a matrix is packed, beyond its type.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct PackOptions {
+    /// Columns of a logical block of the canonical sum ([`paceline_base::tree`]), a multiple of 32;
+    /// 0 sums a row as one block. Matrices whose input dimension a tensor split may cut need it.
+    pub leaf_cols: usize,
+    /// Decode to f32 and compute in floats: the kernel class `cpu-f32`.
+    pub as_f32: bool,
+}
+
+/// A weight matrix in kernel layout. Padded with zero rows to a multiple of 16.
+#[derive(Debug)]
+pub struct Packed {
+    pub(crate) block_type: BlockType,
+    pub(crate) rows: usize,
+    pub(crate) cols: usize,
+    pub(crate) leaf_cols: usize,
+    pub(crate) group_bytes: usize,
+    pub(crate) data: MmapMut,
+}
+
+impl Packed {
+    /// Packs `matrix`. Cost: one pass over it on all threads of `pool`.
+    ///
+    /// # Errors
+    /// [`Error::Size`] when the bytes do not fit the shape, [`Error::Memory`].
+    ///
+    /// # Panics
+    /// If `leaf_cols` is not a multiple of 32.
+    pub fn new(
+        matrix: StoredMatrix<'_>,
+        options: PackOptions,
+        pool: &ThreadPool,
+    ) -> Result<Self, Error> {
+        assert!(
+            options.leaf_cols.is_multiple_of(Chunk::LEN),
+            "leaf of {}",
+            options.leaf_cols
+        );
+        let row_bytes = check_size(matrix)?;
+        let as_f32 = options.as_f32 && !matrix.block_type.is_float();
+        let block_type = if as_f32 {
+            BlockType::F32
+        } else {
+            matrix.block_type
+        };
+        let group_bytes = group_bytes(block_type, matrix.cols);
+        let data = reserve(group_bytes * matrix.rows.div_ceil(LANES))?;
+        let mut packed = Self {
+            block_type,
+            rows: matrix.rows,
+            cols: matrix.cols,
+            leaf_cols: options.leaf_cols,
+            group_bytes,
+            data,
+        };
+        packed.fill(matrix, row_bytes, pool);
+        Ok(packed)
+    }
+
+    /// Output features.
+    pub const fn rows(&self) -> usize {
+        self.rows
+    }
+
+    /// Input features.
+    pub const fn cols(&self) -> usize {
+        self.cols
+    }
+
+    /// The type that the kernels compute with.
+    pub const fn block_type(&self) -> BlockType {
+        self.block_type
+    }
+
+    /// Memory taken.
+    pub fn bytes(&self) -> Bytes {
+        Bytes(self.data.len() as u64)
+    }
+
+    /// Whether the kernels read quantised activations for this matrix.
+    pub const fn reads_integers(&self) -> bool {
+        !self.block_type.is_float()
+    }
+
+    pub(crate) const fn groups(&self) -> usize {
+        self.rows.div_ceil(LANES)
+    }
+
+    fn fill(&mut self, matrix: StoredMatrix<'_>, row_bytes: usize, pool: &ThreadPool) {
+        let (group_bytes, block_type) = (self.group_bytes, self.block_type);
+        if group_bytes == 0 {
+            return;
+        }
+        let groups = crate::pool::DisjointMut::new(&mut self.data, group_bytes);
+        pool.run(matrix.rows.div_ceil(LANES), &|g| {
+            // SAFETY: each task writes its own group.
+            let out = unsafe { groups.part(g) };
+            for lane in 0..LANES.min(matrix.rows - g * LANES) {
+                let start = (g * LANES + lane) * row_bytes;
+                let row = &matrix.bytes[start..start + row_bytes];
+                match formats::layout(block_type) {
+                    Some(layout) => pack_row(block_type, layout, row, lane, matrix.cols, out),
+                    None => pack_floats(matrix.block_type, block_type, row, lane, out),
+                }
+            }
+        });
+    }
+}
+
+fn check_size(matrix: StoredMatrix<'_>) -> Result<usize, Error> {
+    let StoredMatrix {
+        block_type,
+        rows,
+        cols,
+        bytes,
+    } = matrix;
+    let row_bytes = block_type.row_bytes(cols);
+    match row_bytes.and_then(|row| row.checked_mul(rows)) {
+        Some(expected) if expected == bytes.len() => Ok(expected.checked_div(rows).unwrap_or(0)),
+        expected => Err(Error::Size {
+            rows,
+            cols,
+            block_type,
+            expected: expected.unwrap_or(0),
+            got: bytes.len(),
+        }),
+    }
+}
+
+fn group_bytes(block_type: BlockType, cols: usize) -> usize {
+    match formats::layout(block_type) {
+        Some(layout) => layout.group_bytes(cols / Chunk::LEN),
+        None => cols * LANES * block_type.bytes(),
+    }
+}
+
+/// Zeroed memory in huge pages where the system has them: a decode step streams all weights, and
+/// 4 KiB pages cost TLB misses.
+fn reserve(bytes: usize) -> Result<MmapMut, Error> {
+    let map = MmapMut::map_anon(bytes.max(1)).map_err(|reason| Error::Memory {
+        bytes: Bytes(bytes as u64),
+        reason: reason.to_string(),
+    })?;
+    #[cfg(target_os = "linux")]
+    let _ = map.advise(memmap2::Advice::HugePage); // a refusal only costs speed
+    Ok(map)
+}
+
+/// Writes a row of floats into lane `lane` of a group: element `(col, lane)`.
+fn pack_floats(stored: BlockType, packed: BlockType, row: &[u8], lane: usize, out: &mut [u8]) {
+    if stored == packed {
+        let size = packed.bytes();
+        for (col, value) in row.chunks_exact(size).enumerate() {
+            out[(col * LANES + lane) * size..][..size].copy_from_slice(value);
+        }
+        return;
+    }
+    let mut values = vec![0.0f32; row.len() / stored.bytes() * stored.len()];
+    stored::dequantise(stored, row, &mut values);
+    for (col, value) in values.iter().enumerate() {
+        out[(col * LANES + lane) * 4..][..4].copy_from_slice(&value.to_ne_bytes());
+    }
+}
+
+/// Writes a quantised row into lane `lane` of a group.
+fn pack_row(
+    block_type: BlockType,
+    layout: Layout,
+    row: &[u8],
+    lane: usize,
+    cols: usize,
+    out: &mut [u8],
+) {
+    for c in 0..cols / Chunk::LEN {
+        let (header, start) = layout.offsets(c);
+        let chunk = stored::chunk(block_type, row, c);
+        let (planes, scales) = out[start..start + layout.chunk_bytes()].split_at_mut(layout.planes);
+        pack_planes(block_type, &chunk, lane, planes);
+        let raw = stored::raw_scales(block_type, row, c);
+        for (i, byte) in raw.bytes.into_iter().flatten().enumerate() {
+            scales[i * LANES + lane] = byte;
+        }
+        let halves = if layout.header == 0 {
+            scales
+        } else {
+            &mut out[header..]
+        };
+        for (i, half) in raw.header.into_iter().flatten().enumerate() {
+            put_half(halves, i, lane, half);
+        }
+    }
+}
+
+/// Stores a half at position `lane` of the `index`-th run of sixteen.
+fn put_half(out: &mut [u8], index: usize, lane: usize, half: f16) {
+    out[(index * LANES + lane) * 2..][..2].copy_from_slice(&half.to_bits().to_ne_bytes());
+}
+
+/// Cuts the 32 values of a chunk into planes, lane `lane`.
+fn pack_planes(block_type: BlockType, chunk: &Chunk, lane: usize, out: &mut [u8]) {
+    for (k, &q) in chunk.q.iter().enumerate() {
+        let (quad, byte) = (k / 4, 4 * lane + k % 4);
+        match block_type {
+            BlockType::Q8_0 => out[64 * quad + byte] = q as u8,
+            BlockType::IQ4_NL | BlockType::IQ4_XS => put_nibble(out, quad, byte, code(q)),
+            BlockType::Q4_0 => put_nibble(out, quad, byte, (q + 8) as u8),
+            BlockType::Q4_1 | BlockType::Q4_K => put_nibble(out, quad, byte, q as u8),
+            BlockType::Q5_0 => put_five(out, quad, byte, (q + 16) as u8),
+            BlockType::Q5_1 | BlockType::Q5_K => put_five(out, quad, byte, q as u8),
+            BlockType::Q6_K => {
+                let value = (q + 32) as u8;
+                put_nibble(out, quad, byte, value & 15);
+                put_crumb(&mut out[NIBBLE_PLANE..], quad, byte, value >> 4);
+            }
+            BlockType::Q2_K => put_crumb(out, quad, byte, q as u8),
+            BlockType::Q3_K => {
+                let value = (q + 4) as u8;
+                put_crumb(out, quad, byte, value & 3);
+                put_bit(&mut out[CRUMB_PLANE..], quad, byte, value >> 2);
+            }
+            BlockType::F32 | BlockType::F16 | BlockType::BF16 => {
+                unreachable!("floats have no planes")
+            }
+        }
+    }
+}
+
+fn put_nibble(plane: &mut [u8], quad: usize, byte: usize, value: u8) {
+    plane[64 * (quad % 4) + byte] |= value << (4 * (quad / 4));
+}
+
+fn put_crumb(plane: &mut [u8], quad: usize, byte: usize, value: u8) {
+    plane[64 * (quad % 2) + byte] |= value << (2 * (quad / 2));
+}
+
+fn put_bit(plane: &mut [u8], quad: usize, byte: usize, value: u8) {
+    debug_assert!(plane.len() >= BIT_PLANE && value < 2);
+    plane[8 * quad + byte / 8] |= value << (byte % 8);
+}
+
+fn put_five(out: &mut [u8], quad: usize, byte: usize, value: u8) {
+    put_nibble(out, quad, byte, value & 15);
+    put_bit(&mut out[NIBBLE_PLANE..], quad, byte, value >> 4);
+}
+
+/// The code of an IQ4 value.
+fn code(value: i8) -> u8 {
+    CODEBOOK.partition_point(|&v| v < value) as u8
+}

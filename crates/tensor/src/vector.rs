@@ -1,0 +1,161 @@
+//! Row-wise operations: norms and gated activations, generic over the instruction set.
+//!
+//! Element-wise operations that need no exponential (residual sums, rotations) are plain Rust:
+//! the compiler may vectorise them but never reorders or fuses float operations, so they give
+//! the same bits everywhere.
+
+use crate::isa::{self, Isa, LANES};
+
+/// Calls `f(offset, len)` for runs of 16 and for what is left.
+#[inline(always)]
+fn runs(n: usize, mut f: impl FnMut(usize, usize)) {
+    let whole = n - n % LANES;
+    let mut at = 0;
+    while at < whole {
+        f(at, LANES);
+        at += LANES;
+    }
+    if whole < n {
+        f(whole, n - whole);
+    }
+}
+
+/// Loads `len` values, zeros behind them.
+#[inline(always)]
+unsafe fn load_some<S: Isa>(p: *const f32, len: usize) -> S::F {
+    // SAFETY: `len` values at `p`.
+    unsafe {
+        if len == LANES {
+            return S::load(p);
+        }
+        let mut whole = [0.0f32; LANES];
+        std::ptr::copy_nonoverlapping(p, whole.as_mut_ptr(), len);
+        S::load(whole.as_ptr())
+    }
+}
+
+/// Stores the first `len` lanes.
+#[inline(always)]
+unsafe fn store_some<S: Isa>(p: *mut f32, len: usize, x: S::F) {
+    // SAFETY: room for `len` values at `p`.
+    unsafe {
+        if len == LANES {
+            return S::store(p, x);
+        }
+        let mut whole = [0.0f32; LANES];
+        S::store(whole.as_mut_ptr(), x);
+        std::ptr::copy_nonoverlapping(whole.as_ptr(), p, len);
+    }
+}
+
+/// `out = x / sqrt(mean(x^2) + eps) * weight`, all `(n,)`.
+///
+/// The sum of squares runs in 16 lanes (element `i` in lane `i % 16`), then lane `i` plus lane
+/// `i + 8`, 4, 2, 1.
+///
+/// # Safety
+/// Features of `S`; equal lengths.
+#[inline(always)]
+pub(crate) unsafe fn rms_norm<S: Isa>(x: &[f32], weight: &[f32], eps: f32, out: &mut [f32]) {
+    // SAFETY: runs stay within `n`.
+    unsafe {
+        let mut squares = S::splat(0.0);
+        runs(x.len(), |at, len| {
+            let v = load_some::<S>(x.as_ptr().add(at), len);
+            squares = S::fma(v, v, squares);
+        });
+        let mean = isa::reduce_add::<S>(squares) / x.len() as f32;
+        let scale = S::splat(1.0 / (mean + eps).sqrt());
+        runs(x.len(), |at, len| {
+            let v = load_some::<S>(x.as_ptr().add(at), len);
+            let w = load_some::<S>(weight.as_ptr().add(at), len);
+            store_some::<S>(out.as_mut_ptr().add(at), len, S::mul(S::mul(v, scale), w));
+        });
+    }
+}
+
+/// `out = silu(gate) * up` with `silu(g) = g / (1 + exp(-g))`.
+///
+/// # Safety
+/// Features of `S`; equal lengths.
+#[inline(always)]
+pub(crate) unsafe fn silu_mul<S: Isa>(gate: &[f32], up: &[f32], out: &mut [f32]) {
+    // SAFETY: register arithmetic.
+    unsafe {
+        gated::<S>(gate, up, out, |g| {
+            let e = isa::exp::<S>(S::sub(S::splat(0.0), g));
+            S::div(g, S::add(S::splat(1.0), e))
+        });
+    }
+}
+
+/// `out = gelu(gate) * up`, the tanh form: `g / (1 + exp(-2 z))`, `z = sqrt(2/pi) (g + 0.044715 g^3)`.
+///
+/// This equals `0.5 g (1 + tanh z)`. Source: Hendrycks and Gimpel 2016, "gelu_pytorch_tanh".
+///
+/// # Safety
+/// Features of `S`; equal lengths.
+#[inline(always)]
+pub(crate) unsafe fn gelu_mul<S: Isa>(gate: &[f32], up: &[f32], out: &mut [f32]) {
+    const MINUS_TWO_ROOT: f32 = -1.595_769_1; // -2 sqrt(2 / pi)
+    const CUBE: f32 = 0.044_715;
+    // SAFETY: register arithmetic.
+    unsafe {
+        gated::<S>(gate, up, out, |g| {
+            let cube = S::mul(S::mul(g, g), S::mul(g, S::splat(CUBE)));
+            let e = isa::exp::<S>(S::mul(S::add(g, cube), S::splat(MINUS_TWO_ROOT)));
+            S::div(g, S::add(S::splat(1.0), e))
+        });
+    }
+}
+
+#[inline(always)]
+unsafe fn gated<S: Isa>(
+    gate: &[f32],
+    up: &[f32],
+    out: &mut [f32],
+    activation: impl Fn(S::F) -> S::F,
+) {
+    // SAFETY: runs stay within the slices.
+    unsafe {
+        runs(gate.len(), |at, len| {
+            let g = load_some::<S>(gate.as_ptr().add(at), len);
+            let u = load_some::<S>(up.as_ptr().add(at), len);
+            store_some::<S>(out.as_mut_ptr().add(at), len, S::mul(activation(g), u));
+        });
+    }
+}
+
+/// Adds `delta` to `x`, element-wise.
+pub fn add_assign(x: &mut [f32], delta: &[f32]) {
+    for (x, d) in x.iter_mut().zip(delta) {
+        *x += d;
+    }
+}
+
+/// Which elements of a head a rotary embedding turns together.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RopePairs {
+    /// Elements `2 i` and `2 i + 1` (GGUF files of the llama family).
+    Adjacent,
+    /// Elements `i` and `i + d / 2` (Hugging Face layout, qwen, gemma).
+    Halves,
+}
+
+/// Rotates every head of `x`, `(heads, head_dim)`, in place.
+///
+/// `angles` holds `(cos, sin)` of the position for each pair, at most `head_dim / 2`; elements
+/// beyond the pairs stay (partial rotation). Source: Su et al. 2021 (RoFormer).
+pub fn rope(x: &mut [f32], head_dim: usize, angles: &[(f32, f32)], pairs: RopePairs) {
+    for head in x.chunks_exact_mut(head_dim) {
+        for (i, &(cos, sin)) in angles.iter().enumerate() {
+            let (a, b) = match pairs {
+                RopePairs::Adjacent => (2 * i, 2 * i + 1),
+                RopePairs::Halves => (i, i + angles.len()),
+            };
+            let (x0, x1) = (head[a], head[b]);
+            head[a] = x0 * cos - x1 * sin;
+            head[b] = x0 * sin + x1 * cos;
+        }
+    }
+}
