@@ -1,1 +1,52 @@
-//! placeholder
+//! Collectives between ranks that finish, fail by name, or give up in time, but never hang.
+//!
+//! A *group* is a fixed set of *ranks*. Each rank holds a handle and all call the same operations
+//! in the same order:
+//!
+//! ```
+//! use std::time::{Duration, Instant};
+//! use paceline_comm::{Deadline, Group, Reduce, local};
+//!
+//! let deadline = Deadline::at(Instant::now() + Duration::from_secs(5));
+//! let threads: Vec<_> = local::ranks(3)
+//!     .into_iter()
+//!     .map(|handle| {
+//!         std::thread::spawn(move || {
+//!             let group: &dyn Group = &handle;
+//!             let mut data = [group.rank().0 as f32, 1.0];
+//!             group.all_reduce(&mut data, Reduce::Sum, deadline).map(|()| data)
+//!         })
+//!     })
+//!     .collect();
+//! for thread in threads {
+//!     assert_eq!(thread.join().unwrap(), Ok([3.0, 3.0]));
+//! }
+//! ```
+//!
+//! In reading order:
+//! - [`Group`]: the trait and its contract; [`Collective`]: a call as data.
+//! - [`Data`], [`DataMut`], [`Counts`]: what a call moves, with the type erased.
+//! - [`Call`]: what a rank announces and the lockstep guard compares; [`Error`]; [`Deadline`].
+//! - [`local`]: ranks as threads of one process.
+//! - `testing` (feature of that name): the conformance suite that every provider runs.
+//!
+//! The crate knows nothing about models. Steps and bytes of every algorithm: `docs/algorithms.md`.
+
+#![warn(clippy::cast_possible_truncation)]
+
+mod call;
+mod data;
+mod deadline;
+mod error;
+mod group;
+pub mod local;
+mod reduce;
+#[cfg(any(test, feature = "testing"))]
+pub mod testing;
+
+pub use call::{Call, Kind};
+pub use data::{Counts, Data, DataMut, Dtype, Element};
+pub use deadline::Deadline;
+pub use error::Error;
+pub use group::{Collective, Group, MESSAGES_HELD};
+pub use reduce::Reduce;

@@ -1,0 +1,314 @@
+//! What a rank announces about a call, and what is wrong with one before it starts.
+
+use std::fmt;
+
+use paceline_base::Rank;
+
+use crate::{Collective, Counts, Dtype, Error, Reduce};
+
+/// The operation of a [`Call`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Kind {
+    /// Everyone waits for everyone.
+    Barrier,
+    /// Every rank's part to every rank.
+    AllGather,
+    /// One reduction over all ranks, to every rank.
+    AllReduce(Reduce),
+    /// One rank's buffer to every rank.
+    Broadcast {
+        /// The rank that has the data.
+        root: Rank,
+    },
+    /// The sender's side of a message.
+    Send {
+        /// Receiver.
+        to: Rank,
+        /// Stream within the pair.
+        tag: u32,
+    },
+    /// The receiver's side of a message.
+    Recv {
+        /// Sender.
+        from: Rank,
+        /// Stream within the pair.
+        tag: u32,
+    },
+}
+
+impl fmt::Display for Kind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Barrier => write!(f, "barrier"),
+            Self::AllGather => write!(f, "all_gather"),
+            Self::AllReduce(op) => write!(f, "all_reduce {op}"),
+            Self::Broadcast { root } => write!(f, "broadcast from {root}"),
+            Self::Send { to, tag } => write!(f, "send to {to} with tag {tag}"),
+            Self::Recv { from, tag } => write!(f, "recv from {from} with tag {tag}"),
+        }
+    }
+}
+
+/// The identity of a call. The lockstep guard compares it between ranks before any data is used.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Call {
+    /// Number of the call on its rank, from 1. Collectives and messages are counted apart.
+    pub sequence: u64,
+    /// The operation.
+    pub kind: Kind,
+    /// Element type; `U8` for a barrier.
+    pub dtype: Dtype,
+    /// Elements: of all ranks together for a gather, of one rank otherwise.
+    pub length: u64,
+    /// FNV-1a of the counts of a gather, else 0.
+    pub digest: u64,
+}
+
+impl fmt::Display for Call {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.kind {
+            Kind::Barrier => write!(f, "{}", self.kind)?,
+            Kind::AllGather => {
+                let Self {
+                    kind,
+                    dtype,
+                    length,
+                    digest,
+                    ..
+                } = self;
+                write!(f, "{kind} of {length} {dtype} in counts #{digest:016x}")?;
+            }
+            _ => write!(f, "{} of {} {}", self.kind, self.length, self.dtype)?,
+        }
+        write!(f, " (call {})", self.sequence)
+    }
+}
+
+impl Call {
+    /// The call that `rank` of `size` announces when it starts `collective`.
+    ///
+    /// # Errors
+    /// [`Error::Length`] or [`Error::NoSuchRank`] if the arguments do not fit the group: to be
+    /// found before anything is sent.
+    ///
+    /// # Panics
+    /// If input and output of a gather differ in type; the typed methods of
+    /// [`dyn Group`](crate::Group) cannot do that.
+    pub fn of(
+        collective: &Collective<'_>,
+        sequence: u64,
+        rank: Rank,
+        size: u32,
+    ) -> Result<Self, Error> {
+        let (kind, dtype, length, digest) = match collective {
+            Collective::Barrier => (Kind::Barrier, Dtype::U8, 0, 0),
+            Collective::AllGather { output, counts, .. } => {
+                let length = counts.total(size as usize);
+                (Kind::AllGather, output.dtype(), length, digest(counts))
+            }
+            Collective::AllReduce { data, op } => {
+                (Kind::AllReduce(*op), data.dtype(), data.len(), 0)
+            }
+            Collective::Broadcast { data, root } => {
+                (Kind::Broadcast { root: *root }, data.dtype(), data.len(), 0)
+            }
+        };
+        let call = Self {
+            sequence,
+            kind,
+            dtype,
+            length: length as u64,
+            digest,
+        };
+        check(collective, call, rank, size).map(|()| call)
+    }
+
+    /// This call, made by `rank` of `size`, if the peer it sends to or receives from exists.
+    ///
+    /// # Errors
+    /// [`Error::NoSuchRank`] if the peer is `rank` itself or not in a group of `size`.
+    pub fn with_peer(self, rank: Rank, size: u32) -> Result<Self, Error> {
+        match self.kind {
+            Kind::Send { to: peer, .. } | Kind::Recv { from: peer, .. }
+                if peer == rank || peer.0 >= size =>
+            {
+                Err(Error::NoSuchRank {
+                    call: self,
+                    rank,
+                    named: peer,
+                    size,
+                })
+            }
+            _ => Ok(self),
+        }
+    }
+}
+
+/// Whether the arguments of `collective` fit a group of `size`.
+fn check(collective: &Collective<'_>, call: Call, rank: Rank, size: u32) -> Result<(), Error> {
+    let same = |buffer, expected: usize, got: usize| {
+        let error = Error::Length {
+            call,
+            rank,
+            buffer,
+            expected: expected as u64,
+            got: got as u64,
+        };
+        if expected == got { Ok(()) } else { Err(error) }
+    };
+    match collective {
+        Collective::Barrier | Collective::AllReduce { .. } => Ok(()),
+        Collective::Broadcast { root, .. } if root.0 >= size => Err(Error::NoSuchRank {
+            call,
+            rank,
+            named: *root,
+            size,
+        }),
+        Collective::Broadcast { .. } => Ok(()),
+        Collective::AllGather {
+            input,
+            output,
+            counts,
+        } => {
+            if let Counts::Each(each) = counts {
+                same("counts", size as usize, each.len())?;
+            }
+            assert_eq!(input.dtype(), output.dtype(), "element types of one gather");
+            same("input", counts.of(rank.0 as usize), input.len())?;
+            same("output", counts.total(size as usize), output.len())
+        }
+    }
+}
+
+/// FNV-1a, 64 bits (offset basis and prime from the authors' page, isthe.com/chongo/tech/comp/fnv).
+fn digest(counts: &Counts<'_>) -> u64 {
+    let step = |hash: u64, count: usize| {
+        (count as u64)
+            .to_le_bytes()
+            .iter()
+            .fold(hash, |hash, byte| {
+                (hash ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3)
+            })
+    };
+    match counts {
+        Counts::Even(count) => step(0, *count),
+        Counts::Each(counts) => counts
+            .iter()
+            .fold(0xcbf2_9ce4_8422_2325, |hash, count| step(hash, *count)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Data, DataMut};
+
+    fn gather(input: usize, output: usize, counts: Counts<'_>) -> Result<Call, Error> {
+        let (input, mut output) = (vec![0.0_f32; input], vec![0.0_f32; output]);
+        let (input, output) = (Data::new(&input), DataMut::new(&mut output));
+        Call::of(
+            &Collective::AllGather {
+                input,
+                output,
+                counts,
+            },
+            7,
+            Rank(1),
+            3,
+        )
+    }
+
+    fn text(result: Result<Call, Error>) -> String {
+        result.map_or_else(|error| error.to_string(), |call| call.to_string())
+    }
+
+    #[test]
+    fn gathers_are_checked_before_they_start() {
+        let end = " in counts #";
+        for (input, output, counts, expected) in [
+            (2, 9, Counts::Each(&[3, 2, 4]), "all_gather of 9 f32"),
+            (2, 6, Counts::Even(2), "all_gather of 6 f32"),
+            (
+                3,
+                9,
+                Counts::Each(&[3, 2, 4]),
+                "length of input on rank 1 is 3, expected 2",
+            ),
+            (
+                2,
+                8,
+                Counts::Each(&[3, 2, 4]),
+                "length of output on rank 1 is 8, expected 9",
+            ),
+            (
+                2,
+                5,
+                Counts::Each(&[3, 2]),
+                "length of counts on rank 1 is 2, expected 3",
+            ),
+            (
+                0,
+                0,
+                Counts::Each(&[]),
+                "length of counts on rank 1 is 0, expected 3",
+            ),
+        ] {
+            let text = text(gather(input, output, counts));
+            assert!(text.contains(expected) && text.contains(end), "{text}");
+        }
+        let digest = |counts| gather(2, 9, counts).unwrap().digest;
+        assert_ne!(
+            digest(Counts::Each(&[3, 2, 4])),
+            digest(Counts::Each(&[4, 2, 3]))
+        );
+    }
+
+    #[test]
+    fn peers_must_exist() {
+        let call = |kind| Call {
+            sequence: 1,
+            kind,
+            dtype: Dtype::F32,
+            length: 4,
+            digest: 0,
+        };
+        let send = |to| {
+            text(
+                call(Kind::Send {
+                    to: Rank(to),
+                    tag: 5,
+                })
+                .with_peer(Rank(1), 3),
+            )
+        };
+        assert_eq!(send(2), "send to rank 2 with tag 5 of 4 f32 (call 1)");
+        for to in [1, 3] {
+            assert!(
+                send(to).ends_with("is not its peer in a group of 3"),
+                "{}",
+                send(to)
+            );
+        }
+        let mut data = [0.0_f32; 4];
+        let mut broadcast = |root| {
+            let data = DataMut::new(&mut data);
+            Call::of(
+                &Collective::Broadcast {
+                    data,
+                    root: Rank(root),
+                },
+                2,
+                Rank(1),
+                3,
+            )
+        };
+        assert_eq!(
+            text(broadcast(1)),
+            "broadcast from rank 1 of 4 f32 (call 2)"
+        );
+        assert!(matches!(
+            broadcast(3),
+            Err(Error::NoSuchRank { named: Rank(3), .. })
+        ));
+    }
+}

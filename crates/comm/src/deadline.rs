@@ -1,0 +1,22 @@
+//! When a call gives up.
+
+use std::time::{Duration, Instant};
+
+/// The instant after which a call that still waits fails.
+///
+/// The caller takes it from its own clock; there is no default. A deadline in the past is allowed:
+/// the call then succeeds only if nothing has to be waited for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Deadline(Instant);
+
+impl Deadline {
+    /// The deadline at this instant.
+    pub const fn at(instant: Instant) -> Self {
+        Self(instant)
+    }
+
+    /// Time left at `now`; zero once the deadline has passed.
+    pub fn left(self, now: Instant) -> Duration {
+        self.0.saturating_duration_since(now)
+    }
+}

@@ -1,0 +1,62 @@
+//! Why a call failed.
+
+use paceline_base::Rank;
+
+use crate::Call;
+
+/// Why a call failed. Whichever it is, the group is poisoned: see [`Group`](crate::Group).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Error {
+    /// A rank ended, was killed or dropped its handle.
+    #[error("{call}: {rank} left the group")]
+    PeerLost {
+        /// The call in which this rank noticed.
+        call: Call,
+        /// Who is gone.
+        rank: Rank,
+    },
+    /// The deadline of a call passed.
+    #[error("{call}: {rank} did not take part before the deadline")]
+    Timeout {
+        /// The call that waited.
+        call: Call,
+        /// The first rank that was missing.
+        rank: Rank,
+    },
+    /// The ranks did not make the same call.
+    #[error("{rank} made another call than its peers: expected {expected}, got {got}")]
+    Mismatch {
+        /// The first rank that differs from `expected`.
+        rank: Rank,
+        /// What most ranks called (of equally many, what the lowest of them called).
+        expected: Call,
+        /// What `rank` called.
+        got: Call,
+    },
+    /// A buffer does not have the length that the other arguments ask for.
+    #[error("{call}: length of {buffer} on {rank} is {got}, expected {expected}")]
+    Length {
+        /// The call with this argument.
+        call: Call,
+        /// Who made it.
+        rank: Rank,
+        /// Name of the argument.
+        buffer: &'static str,
+        /// Elements asked for.
+        expected: u64,
+        /// Elements given.
+        got: u64,
+    },
+    /// A root or peer is not in the group, or a rank sends to itself.
+    #[error("{call}: {rank} named {named}, which is not its peer in a group of {size}")]
+    NoSuchRank {
+        /// The call with this argument.
+        call: Call,
+        /// Who made it.
+        rank: Rank,
+        /// The rank it named.
+        named: Rank,
+        /// Ranks in the group.
+        size: u32,
+    },
+}

@@ -1,0 +1,248 @@
+//! The trait that every set of ranks implements, and its typed methods.
+
+use std::fmt;
+
+use paceline_base::Rank;
+
+use crate::{Counts, Data, DataMut, Deadline, Element, Error, Reduce};
+
+/// Messages from one rank that may wait at one receiver before [`Group::send_data`] blocks.
+///
+/// It is part of the contract, so that a program which lets every rank send before it receives
+/// does not depend on the transport. Eight is two for each direction of a pipeline with one
+/// message under way and one being made, and as many again; nothing was measured.
+pub const MESSAGES_HELD: usize = 8;
+
+/// One collective call, as data: what is moved and where the result goes.
+#[derive(Debug)]
+pub enum Collective<'a> {
+    /// See `barrier`.
+    Barrier,
+    /// See `all_gather` and `all_gather_v`. `input` and `output` have one type.
+    AllGather {
+        /// This rank's part, `(counts[rank],)`.
+        input: Data<'a>,
+        /// All parts in rank order, `(sum of counts,)`.
+        output: DataMut<'a>,
+        /// The length of every part, the same on all ranks.
+        counts: Counts<'a>,
+    },
+    /// See `all_reduce`.
+    AllReduce {
+        /// This rank's values, then the result, `(n,)`.
+        data: DataMut<'a>,
+        /// The reduction.
+        op: Reduce,
+    },
+    /// See `broadcast`.
+    Broadcast {
+        /// On `root` what is sent, elsewhere where it goes, `(n,)`.
+        data: DataMut<'a>,
+        /// Whose data it is.
+        root: Rank,
+    },
+}
+
+/// One rank's handle to a fixed set of ranks that compute together.
+///
+/// This trait is what a provider implements; programs call the typed methods of `dyn Group`
+/// ([`barrier`](#method.barrier), [`all_gather_v`](#method.all_gather_v), ...). The contract holds
+/// for every provider and is tested by `testing::run_all`.
+///
+/// **Order.** Collectives are called by all ranks in the same order. Two threads may share a
+/// handle, but then the program itself has to see to that order; the second waits for the first.
+/// Messages are apart from collectives: they may overlap them, and each other.
+///
+/// **Lockstep guard.** Each rank announces its [`Call`](crate::Call) (sequence number, operation,
+/// type, length, counts). If they differ, every rank that took part gets [`Error::Mismatch`] and
+/// no data is used.
+///
+/// **Deadlines.** Every call has one, and no call waits longer than that and the time it takes to
+/// copy its own data.
+///
+/// **Poison.** After an error on any rank, and after any rank dropped its handle (as the end of
+/// its thread or process does, panic or not), the group is poisoned: blocked calls on all ranks
+/// return an error at once, and so does every later call. They report the first cause. Which call
+/// was the last to succeed is not agreed: a rank whose peers have all arrived completes, although
+/// another may have given up. On an error the contents of output buffers are unspecified. What to
+/// do next: drop the handle and build a new group.
+///
+/// **Leaving.** Since leaving ends the group for the rest, ranks that finish at different times
+/// end with a barrier. What was sent before a rank left can still be received.
+///
+/// **Bits.** After a collective all ranks hold the same bytes, and given the provider's choice of
+/// algorithm these depend only on operation, type, size of the group and the data, never on
+/// timing. The NaN that a sum of NaNs yields is exempt: processors differ in its payload.
+///
+/// **Size 1.** Collectives copy input to output; there is nobody to send to.
+pub trait Group: fmt::Debug + Send + Sync {
+    /// This rank.
+    fn rank(&self) -> Rank;
+
+    /// Number of ranks, at least 1.
+    fn size(&self) -> u32;
+
+    /// Runs one collective; all ranks call it. Typed: the methods named as its variants.
+    ///
+    /// # Errors
+    /// Any [`Error`].
+    fn run(&self, collective: Collective<'_>, deadline: Deadline) -> Result<(), Error>;
+
+    /// Sends a message. Typed, and described at: `send`.
+    ///
+    /// # Errors
+    /// All but [`Error::Length`].
+    fn send_data(
+        &self,
+        message: Data<'_>,
+        to: Rank,
+        tag: u32,
+        deadline: Deadline,
+    ) -> Result<(), Error>;
+
+    /// Receives a message. Typed, and described at: `recv`.
+    ///
+    /// # Errors
+    /// All but [`Error::Length`].
+    fn recv_data(
+        &self,
+        into: DataMut<'_>,
+        from: Rank,
+        tag: u32,
+        deadline: Deadline,
+    ) -> Result<(), Error>;
+}
+
+/// The operations, typed. They do not allocate; [`Group`] has the contract and the errors.
+impl dyn Group + '_ {
+    /// Returns when all ranks have called it. Collective.
+    ///
+    /// # Errors
+    /// Any [`Error`] but [`Error::Length`] and [`Error::NoSuchRank`].
+    pub fn barrier(&self, deadline: Deadline) -> Result<(), Error> {
+        self.run(Collective::Barrier, deadline)
+    }
+
+    /// Gives every rank the parts of all ranks, in rank order. Collective.
+    ///
+    /// `input` is `(counts[rank],)`, `output` is `(sum of counts,)`; all ranks pass the same
+    /// `counts`, one for each rank, any of them 0.
+    ///
+    /// # Errors
+    /// Any [`Error`] but [`Error::NoSuchRank`].
+    pub fn all_gather_v<T: Element>(
+        &self,
+        input: &[T],
+        output: &mut [T],
+        counts: &[usize],
+        deadline: Deadline,
+    ) -> Result<(), Error> {
+        let (input, output) = (Data::new(input), DataMut::new(output));
+        let counts = Counts::Each(counts);
+        self.run(
+            Collective::AllGather {
+                input,
+                output,
+                counts,
+            },
+            deadline,
+        )
+    }
+
+    /// [`all_gather_v`](#method.all_gather_v) of parts of one length: `input` is `(n,)`, `output`
+    /// is `(size * n,)`. Collective.
+    ///
+    /// # Errors
+    /// Any [`Error`] but [`Error::NoSuchRank`].
+    pub fn all_gather<T: Element>(
+        &self,
+        input: &[T],
+        output: &mut [T],
+        deadline: Deadline,
+    ) -> Result<(), Error> {
+        let counts = Counts::Even(input.len());
+        let (input, output) = (Data::new(input), DataMut::new(output));
+        self.run(
+            Collective::AllGather {
+                input,
+                output,
+                counts,
+            },
+            deadline,
+        )
+    }
+
+    /// Reduces `data`, `(n,)`, elementwise over all ranks, in place. Collective.
+    ///
+    /// The order of a sum is the provider's and fixed; for sums whose bits must not depend on the
+    /// number of ranks use `paceline_base::tree` over a gather.
+    ///
+    /// # Errors
+    /// Any [`Error`] but [`Error::Length`] and [`Error::NoSuchRank`].
+    pub fn all_reduce<T: Element>(
+        &self,
+        data: &mut [T],
+        op: Reduce,
+        deadline: Deadline,
+    ) -> Result<(), Error> {
+        self.run(
+            Collective::AllReduce {
+                data: DataMut::new(data),
+                op,
+            },
+            deadline,
+        )
+    }
+
+    /// Gives every rank the `data`, `(n,)`, of `root`. Collective; all ranks wait for all.
+    ///
+    /// # Errors
+    /// Any [`Error`] but [`Error::Length`].
+    pub fn broadcast<T: Element>(
+        &self,
+        data: &mut [T],
+        root: Rank,
+        deadline: Deadline,
+    ) -> Result<(), Error> {
+        self.run(
+            Collective::Broadcast {
+                data: DataMut::new(data),
+                root,
+            },
+            deadline,
+        )
+    }
+
+    /// Sends `message` to another rank, which calls [`recv`](#method.recv) with the same `tag`.
+    ///
+    /// Returns once `message` has been copied, which need not mean that it was received. Messages
+    /// with one tag arrive in the order sent; other tags may be received first. Blocks while
+    /// [`MESSAGES_HELD`] messages from this rank wait at the receiver.
+    ///
+    /// # Errors
+    /// Any [`Error`] but [`Error::Length`].
+    pub fn send<T: Element>(
+        &self,
+        message: &[T],
+        to: Rank,
+        tag: u32,
+        deadline: Deadline,
+    ) -> Result<(), Error> {
+        self.send_data(Data::new(message), to, tag, deadline)
+    }
+
+    /// Receives the oldest message of `from` with this `tag`, which must fill `into` exactly.
+    ///
+    /// # Errors
+    /// Any [`Error`] but [`Error::Length`]; [`Error::Mismatch`] if type or length differ from what
+    /// was sent.
+    pub fn recv<T: Element>(
+        &self,
+        into: &mut [T],
+        from: Rank,
+        tag: u32,
+        deadline: Deadline,
+    ) -> Result<(), Error> {
+        self.recv_data(DataMut::new(into), from, tag, deadline)
+    }
+}

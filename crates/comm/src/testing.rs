@@ -1,0 +1,139 @@
+//! The conformance suite: what the contract of [`Group`] promises, as tests.
+//!
+//! A provider calls [`run_all`] from one of its tests with a function that makes groups. Every
+//! case runs for every size in [`SIZES`] on fresh groups, one thread per rank, and under a watchdog:
+//! a rank that hangs fails its case. A failure names the case, the size and the seed.
+//!
+//! - `steps`: one call of any kind with inputs and expected outputs.
+//! - `results`: what calls compute.
+//! - `failures`: death, silence, disagreement, bad arguments.
+
+mod failures;
+mod results;
+mod steps;
+
+use std::any::Any;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::sync::{Arc, mpsc};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use crate::{Deadline, Group};
+
+/// Handles to one new group, in rank order.
+pub type Ranks = Vec<Box<dyn Group>>;
+
+/// Makes a new group of this size.
+pub type Make<'a> = &'a dyn Fn(u32) -> Ranks;
+
+/// Group sizes that are tested: one, powers of two and their neighbours, two other primes.
+pub const SIZES: [u32; 7] = [1, 2, 3, 4, 5, 7, 8];
+
+/// Deadline of calls that are to succeed, or to fail for another reason.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// "At once": how soon ranks must learn of a failure. From DESIGN.md: death within 2 s.
+const AT_ONCE: Duration = Duration::from_secs(2);
+
+/// A rank that takes longer than this hangs: more than [`PATIENCE`].
+const HANG: Duration = Duration::from_secs(90);
+
+/// A case: its name, the smallest group it makes sense for, and what it does.
+type Case = (&'static str, u32, fn(&Lab<'_>));
+
+/// Runs every case for every size.
+///
+/// # Panics
+/// If a case fails, with its name, size and seed.
+pub fn run_all(make: Make<'_>, seed: u64) {
+    for &(name, size_min, case) in results::CASES.iter().chain(failures::CASES) {
+        for size in SIZES.into_iter().filter(|size| *size >= size_min) {
+            let lab = Lab { make, size, seed };
+            if let Err(panic) = catch_unwind(AssertUnwindSafe(|| case(&lab))) {
+                let text = message(panic.as_ref());
+                panic!("case `{name}` with {size} ranks and seed {seed:#x}: {text}");
+            }
+        }
+    }
+}
+
+fn message(panic: &(dyn Any + Send)) -> &str {
+    let text = panic.downcast_ref::<String>().map(String::as_str);
+    text.or_else(|| panic.downcast_ref::<&str>().copied())
+        .unwrap_or("panic without a message")
+}
+
+/// What a case works with.
+struct Lab<'a> {
+    make: Make<'a>,
+    size: u32,
+    seed: u64,
+}
+
+impl Lab<'_> {
+    fn random(&self) -> Random {
+        Random(self.seed ^ u64::from(self.size))
+    }
+
+    /// Makes a group and lets every rank do `work` on its own thread, which owns the handle.
+    /// Returns the results in rank order.
+    fn on_each<R: Send + 'static>(
+        &self,
+        work: impl Fn(Box<dyn Group>) -> R + Send + Sync + 'static,
+    ) -> Vec<R> {
+        on_threads((self.make)(self.size), work)
+    }
+}
+
+/// One thread for each of `seats`; the first panic of any of them is passed on.
+fn on_threads<S: Send + 'static, R: Send + 'static>(
+    seats: Vec<S>,
+    work: impl Fn(S) -> R + Send + Sync + 'static,
+) -> Vec<R> {
+    let (work, (done, results)) = (Arc::new(work), mpsc::channel());
+    let started = Instant::now();
+    let mut outcomes: Vec<Option<R>> = seats.iter().map(|_| None).collect();
+    for (rank, seat) in seats.into_iter().enumerate() {
+        let (work, done) = (Arc::clone(&work), done.clone());
+        thread::spawn(move || {
+            let outcome = catch_unwind(AssertUnwindSafe(|| work(seat)));
+            // Nobody listens any more once another rank has failed the case.
+            let _ = done.send((rank, outcome));
+        });
+    }
+    for _ in 0..outcomes.len() {
+        let left = HANG.saturating_sub(started.elapsed());
+        let (rank, outcome) = results.recv_timeout(left).expect("no rank hangs");
+        outcomes[rank] = Some(outcome.unwrap_or_else(|panic| resume_unwind(panic)));
+    }
+    outcomes
+        .into_iter()
+        .map(|outcome| outcome.expect("every rank reported once"))
+        .collect()
+}
+
+/// A deadline that a test should never meet.
+fn patient() -> Deadline {
+    Deadline::at(Instant::now() + PATIENCE)
+}
+
+/// xorshift64 (Marsaglia, Xorshift RNGs, 2003): the same cases again from the same seed.
+struct Random(u64);
+
+impl Random {
+    fn next(&mut self) -> u64 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        self.0
+    }
+
+    fn below(&mut self, bound: usize) -> usize {
+        usize::try_from(self.next() % bound as u64).expect("less than a usize")
+    }
+
+    /// A rank of a group of this size.
+    fn rank(&mut self, size: u32) -> paceline_base::Rank {
+        paceline_base::Rank(u32::try_from(self.below(size as usize)).expect("less than a u32"))
+    }
+}

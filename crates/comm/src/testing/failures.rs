@@ -1,0 +1,392 @@
+//! Death, silence, disagreement and bad arguments: an error by name, in time, on every rank.
+
+use std::fmt::Debug;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::sync::Barrier;
+use std::time::{Duration, Instant};
+
+use paceline_base::Rank;
+
+use super::steps::{LONG, Step};
+use super::{AT_ONCE, Case, Lab, patient};
+use crate::{Call, Deadline, Error, Group, Kind, MESSAGES_HELD, Reduce};
+
+pub(super) const CASES: &[Case] = &[
+    ("a rank leaves before each call", 2, rank_leaves),
+    ("a rank panics before each call", 2, rank_panics),
+    ("a rank leaves while another sends", 2, receiver_leaves),
+    ("one rank makes another call", 2, another_call),
+    ("one rank swaps two calls", 2, swapped_calls),
+    ("a message of another length or type", 2, another_message),
+    ("one rank never calls", 2, one_rank_is_silent),
+    ("nobody sends, nobody receives", 2, message_deadlines),
+    ("lengths that do not fit", 1, bad_lengths),
+    ("ranks that do not exist", 1, bad_ranks),
+];
+
+type Work = fn(&dyn Group, Deadline) -> Result<(), Error>;
+
+/// Short enough to wait for in tests. It is only ever to expire, so nothing depends on its length.
+fn soon() -> Deadline {
+    Deadline::at(Instant::now() + Duration::from_millis(20))
+}
+
+/// Runs `work` and checks that it took no longer than "at once", although it could wait long.
+fn at_once<R>(work: impl FnOnce(Deadline) -> R) -> R {
+    let started = Instant::now();
+    let result = work(patient());
+    let elapsed = started.elapsed();
+    assert!(elapsed < AT_ONCE, "waited {elapsed:?} for an error");
+    result
+}
+
+/// Checks that every kind of call fails at once with an error that `expected` accepts.
+fn check_poisoned(group: &dyn Group, expected: impl Fn(Error) -> bool) {
+    for step in Step::each(group.size()) {
+        let error = at_once(|by| step.run(group, 0, by)).expect_err("the group is poisoned");
+        assert!(expected(error), "{step:?} on a poisoned group: {error}");
+    }
+    if group.size() > 1 {
+        let peer = Rank((group.rank().0 + 1) % group.size());
+        let sent = at_once(|by| group.send(&[0_u8], peer, 77, by));
+        let received = at_once(|by| group.recv(&mut [0_u8], peer, 77, by));
+        for error in [sent, received].map(|result| result.expect_err("the group is poisoned")) {
+            assert!(expected(error), "message on a poisoned group: {error}");
+        }
+    }
+}
+
+fn all_equal<T: PartialEq + Debug>(values: &[T]) -> &T {
+    assert!(
+        values.iter().all(|value| *value == values[0]),
+        "ranks disagree: {values:?}"
+    );
+    &values[0]
+}
+
+/// `victim` makes `calls` calls and then does `die` with its handle; the others must notice.
+fn check_death(lab: &Lab<'_>, victim: Rank, calls: usize, die: fn(Box<dyn Group>)) {
+    let steps = Step::each(lab.size);
+    lab.on_each(move |group| {
+        if group.rank() == victim {
+            for step in &steps[..calls] {
+                step.run(&*group, 0, patient()).expect("all ranks live");
+            }
+            die(group);
+            return;
+        }
+        for (i, step) in steps.iter().enumerate() {
+            let result = at_once(|by| step.run(&*group, 0, by));
+            match result {
+                Ok(()) => assert!(i < calls, "{step:?} succeeded without {victim}"),
+                Err(Error::PeerLost { rank, call }) => {
+                    assert_eq!((rank, call.sequence), (victim, i as u64 + 1), "{step:?}");
+                    assert_eq!(i, calls, "{victim} left after {calls} calls");
+                    break;
+                }
+                Err(error) => panic!("{step:?}: {error}"),
+            }
+        }
+        check_poisoned(
+            &*group,
+            |e| matches!(e, Error::PeerLost { rank, .. } if rank == victim),
+        );
+    });
+}
+
+fn rank_leaves(lab: &Lab<'_>) {
+    let mut random = lab.random();
+    for calls in 0..Step::each(lab.size).len() {
+        for victim in [Rank(0), random.rank(lab.size)] {
+            check_death(lab, victim, calls, drop);
+        }
+    }
+}
+
+fn rank_panics(lab: &Lab<'_>) {
+    let mut random = lab.random();
+    for calls in 0..Step::each(lab.size).len() {
+        check_death(lab, random.rank(lab.size), calls, |group| {
+            let unwound = catch_unwind(AssertUnwindSafe(|| {
+                let _group = group;
+                // Unwinds as a panic does, without a message on the test's output.
+                resume_unwind(Box::new("a rank dies"));
+            }));
+            assert!(unwound.is_err());
+        });
+    }
+}
+
+fn receiver_leaves(lab: &Lab<'_>) {
+    let last = Rank(lab.size - 1);
+    lab.on_each(move |group| {
+        if group.rank() == last {
+            let mut got = [0.0_f32];
+            group
+                .recv(&mut got, Rank(0), 1, patient())
+                .expect("the sender lives");
+        } else if group.rank() == Rank(0) {
+            let sends =
+                (0..=MESSAGES_HELD + 1).map(|_| at_once(|by| group.send(&[1.0_f32], last, 1, by)));
+            let error = sends
+                .filter_map(Result::err)
+                .next()
+                .expect("nobody receives any more");
+            assert!(
+                matches!(error, Error::PeerLost { rank, .. } if rank == last),
+                "{error}"
+            );
+        } else {
+            let error = at_once(|by| group.barrier(by)).expect_err("a rank leaves");
+            assert!(
+                matches!(error, Error::PeerLost { rank, .. } if rank == last),
+                "{error}"
+            );
+        }
+    });
+}
+
+/// Calls that one rank may mistake for each other: what most do, what one does.
+const MISTAKES: &[(Work, Work)] = &[
+    (
+        |g, by| g.barrier(by),
+        |g, by| g.all_reduce(&mut [1.0_f32], Reduce::Sum, by),
+    ),
+    (
+        |g, by| g.all_reduce(&mut [1_u8; 4], Reduce::Sum, by),
+        |g, by| g.all_reduce(&mut [1.0_f32; 4], Reduce::Sum, by),
+    ),
+    (
+        |g, by| g.all_reduce(&mut [1.0_f32; 4], Reduce::Sum, by),
+        |g, by| g.all_reduce(&mut [1.0_f32; 5], Reduce::Sum, by),
+    ),
+    (
+        |g, by| g.all_reduce(&mut vec![1.0_f32; LONG], Reduce::Sum, by),
+        |g, by| g.all_reduce(&mut [1.0_f32], Reduce::Sum, by),
+    ),
+    (
+        |g, by| g.all_reduce(&mut [1.0_f32; 4], Reduce::Min, by),
+        |g, by| g.all_reduce(&mut [1.0_f32; 4], Reduce::Max, by),
+    ),
+    (
+        |g, by| g.broadcast(&mut [1.0_f32; 4], Rank(0), by),
+        |g, by| g.broadcast(&mut [1.0_f32; 4], Rank(1), by),
+    ),
+    (|g, by| gather(g, 2, by), |g, by| gather(g, 3, by)),
+    (
+        |g, by| staircase(g, false, by),
+        |g, by| staircase(g, true, by),
+    ),
+];
+
+fn gather(group: &dyn Group, length: usize, by: Deadline) -> Result<(), Error> {
+    let mut output = vec![0_u8; length * group.size() as usize];
+    group.all_gather(&vec![0_u8; length], &mut output, by)
+}
+
+/// A gather of counts 0, 1, 2, ... or of the same counts in reverse.
+fn staircase(group: &dyn Group, down: bool, by: Deadline) -> Result<(), Error> {
+    let mut counts: Vec<usize> = (0..group.size() as usize).collect();
+    if down {
+        counts.reverse();
+    }
+    let input = vec![0.0_f32; counts[group.rank().0 as usize]];
+    group.all_gather_v(&input, &mut vec![0.0; counts.iter().sum()], &counts, by)
+}
+
+fn another_call(lab: &Lab<'_>) {
+    let mut random = lab.random();
+    for (usual, odd) in MISTAKES {
+        let odd_one = random.rank(lab.size);
+        let errors = lab.on_each(move |group| {
+            group.barrier(patient()).expect("all ranks agree so far");
+            let work = if group.rank() == odd_one { odd } else { usual };
+            let error = at_once(|by| work(&*group, by)).expect_err("the ranks disagree");
+            check_poisoned(&*group, |later| later == error);
+            error
+        });
+        check_mismatch(*all_equal(&errors), odd_one, lab.size);
+    }
+}
+
+fn check_mismatch(error: Error, odd_one: Rank, size: u32) {
+    // Of two ranks nobody can say which is wrong: the first counts as right.
+    let named = if size == 2 { Rank(1) } else { odd_one };
+    let Error::Mismatch {
+        rank,
+        expected,
+        got,
+    } = error
+    else {
+        panic!("{error}")
+    };
+    assert_eq!(rank, named, "{error}");
+    assert_ne!(expected, got);
+    assert_eq!((expected.sequence, got.sequence), (2, 2), "{error}");
+}
+
+fn swapped_calls(lab: &Lab<'_>) {
+    let odd_one = lab.random().rank(lab.size);
+    let errors = lab.on_each(move |group| {
+        let reduce = || group.all_reduce(&mut [1.0_f32; 3], Reduce::Sum, patient());
+        let barrier = || group.barrier(patient());
+        barrier().expect("all ranks agree so far");
+        let (first, second) = if group.rank() == odd_one {
+            (at_once(|_| barrier()), at_once(|_| reduce()))
+        } else {
+            (at_once(|_| reduce()), at_once(|_| barrier()))
+        };
+        assert_eq!(first, second, "the first cause is reported again");
+        first.expect_err("the ranks disagree")
+    });
+    check_mismatch(*all_equal(&errors), odd_one, lab.size);
+}
+
+fn another_message(lab: &Lab<'_>) {
+    let receives: [Work; 2] = [
+        |g, by| g.recv(&mut [0.0_f32; 3], Rank(0), 4, by),
+        |g, by| g.recv(&mut [0_u8; 2], Rank(0), 4, by),
+    ];
+    for receive in receives {
+        let errors = lab.on_each(move |group| match group.rank() {
+            Rank(0) => {
+                group
+                    .send(&[0.0_f32; 2], Rank(1), 4, patient())
+                    .expect("the receiver lives");
+                at_once(|by| group.barrier(by)).expect_err("the receiver expected another message")
+            }
+            Rank(1) => at_once(|by| receive(&*group, by)).expect_err("the messages differ"),
+            _ => at_once(|by| group.barrier(by)).expect_err("the receiver poisons the group"),
+        });
+        let error = *all_equal(&errors);
+        let Error::Mismatch {
+            rank,
+            expected,
+            got,
+        } = error
+        else {
+            panic!("{error}")
+        };
+        assert_eq!(rank, Rank(0));
+        assert_eq!(
+            expected.kind,
+            Kind::Recv {
+                from: Rank(0),
+                tag: 4
+            }
+        );
+        assert_eq!(
+            (got.kind, got.length),
+            (
+                Kind::Send {
+                    to: Rank(1),
+                    tag: 4
+                },
+                2
+            )
+        );
+    }
+}
+
+fn one_rank_is_silent(lab: &Lab<'_>) {
+    let mut random = lab.random();
+    for step in Step::each(lab.size) {
+        let (silent, meet) = (random.rank(lab.size), Barrier::new(lab.size as usize));
+        let errors = lab.on_each(move |group| {
+            let named = |e| matches!(e, Error::Timeout { rank, .. } if rank == silent);
+            if group.rank() == silent {
+                meet.wait();
+                check_poisoned(&*group, named);
+                return None;
+            }
+            let error = step
+                .run(&*group, 0, soon())
+                .expect_err("one rank is silent");
+            assert!(named(error), "{step:?}: {error}");
+            meet.wait();
+            check_poisoned(&*group, |later| later == error);
+            Some(error)
+        });
+        all_equal(&errors.into_iter().flatten().collect::<Vec<_>>());
+    }
+}
+
+fn message_deadlines(lab: &Lab<'_>) {
+    let full: Work =
+        |group, by| (0..=MESSAGES_HELD).try_for_each(|_| group.send(&[1_u8], Rank(1), 0, by));
+    let empty: Work = |group, by| group.recv(&mut [1_u8], Rank(1), 0, by);
+    let other_tag: Work = |group, by| group.recv(&mut [1_u8], Rank(1), 1, by);
+    for wait in [full, empty, other_tag] {
+        let meet = Barrier::new(lab.size as usize);
+        lab.on_each(move |group| {
+            let named = |e| matches!(e, Error::Timeout { rank: Rank(1), call } if is_message(call));
+            if group.rank() == Rank(0) {
+                meet.wait();
+                let error = wait(&*group, soon()).expect_err("nobody is on the other side");
+                assert!(named(error), "{error}");
+            } else {
+                if group.rank() == Rank(1) {
+                    group
+                        .send(&[1_u8], Rank(0), 2, patient())
+                        .expect("there is room");
+                }
+                meet.wait();
+                let error = at_once(|by| group.barrier(by)).expect_err("the group is poisoned");
+                assert!(named(error), "{error}");
+            }
+            check_poisoned(&*group, named);
+        });
+    }
+}
+
+fn is_message(call: Call) -> bool {
+    matches!(call.kind, Kind::Send { .. } | Kind::Recv { .. })
+}
+
+fn bad_lengths(lab: &Lab<'_>) {
+    let bad: [Work; 3] = [
+        |g, by| g.all_gather_v(&[0.0_f32], &mut [], &vec![0; g.size() as usize], by),
+        |g, by| g.all_gather_v(&[], &mut [0.0_f32], &vec![0; g.size() as usize], by),
+        |g, by| g.all_gather_v::<f32>(&[], &mut [], &vec![0; g.size() as usize + 1], by),
+    ];
+    for work in bad {
+        check_argument(lab, work, |error| match error {
+            Error::Length { rank, .. } => Some(rank),
+            _ => None,
+        });
+    }
+}
+
+fn bad_ranks(lab: &Lab<'_>) {
+    let bad: [Work; 4] = [
+        |g, by| g.broadcast(&mut [0.0_f32], Rank(g.size()), by),
+        |g, by| g.send(&[0.0_f32], Rank(g.size()), 0, by),
+        |g, by| g.send(&[0.0_f32], g.rank(), 0, by),
+        |g, by| g.recv(&mut [0.0_f32], g.rank(), 0, by),
+    ];
+    for work in bad {
+        check_argument(lab, work, |error| match error {
+            Error::NoSuchRank { rank, .. } => Some(rank),
+            _ => None,
+        });
+    }
+}
+
+/// One rank makes a call with bad arguments; all learn whose they were.
+fn check_argument(lab: &Lab<'_>, work: Work, blamed: fn(Error) -> Option<Rank>) {
+    let odd_one = lab.random().rank(lab.size);
+    let errors = lab.on_each(move |group| {
+        let own = group.rank() == odd_one;
+        let result = at_once(|by| {
+            if own {
+                work(&*group, by)
+            } else {
+                group.barrier(by)
+            }
+        });
+        let error = result.expect_err("one rank had bad arguments");
+        check_poisoned(&*group, |later| later == error);
+        error
+    });
+    assert_eq!(blamed(*all_equal(&errors)), Some(odd_one));
+}

@@ -1,0 +1,318 @@
+//! What calls compute.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use paceline_base::Rank;
+
+use super::steps::{Step, each_length};
+use super::{Case, Lab, on_threads, patient};
+use crate::{Dtype, Error, Group, MESSAGES_HELD, Reduce};
+
+pub(super) const CASES: &[Case] = &[
+    ("ranks are numbered", 1, ranks_are_numbered),
+    ("a barrier waits for all", 1, barrier_waits_for_all),
+    ("gathers of any counts", 1, gathers_of_any_counts),
+    ("reductions and broadcasts", 1, reductions_and_broadcasts),
+    (
+        "rough sums have the same bits everywhere",
+        1,
+        rough_sums_have_the_same_bits,
+    ),
+    ("nan is kept by max and min", 1, nan_is_kept),
+    ("messages between all pairs", 2, messages_between_all_pairs),
+    ("tags are streams of their own", 2, tags_are_streams),
+    ("all ranks may send first", 2, all_ranks_may_send_first),
+    (
+        "what was sent before leaving is received",
+        2,
+        sent_before_leaving,
+    ),
+    ("random programs", 1, random_programs),
+    ("two groups in turn", 1, two_groups_in_turn),
+    ("two groups at once", 1, two_groups_at_once),
+];
+
+fn run_steps(lab: &Lab<'_>, steps: Vec<Step>) {
+    lab.on_each(move |group| {
+        for (salt, step) in (0..).zip(&steps) {
+            step.run(&*group, salt, patient())
+                .unwrap_or_else(|e| panic!("{step:?}: {e}"));
+        }
+        group
+            .barrier(patient())
+            .expect("ranks leave after a barrier");
+    });
+}
+
+fn ranks_are_numbered(lab: &Lab<'_>) {
+    let seen = lab.on_each(|group| (group.rank(), group.size()));
+    let expected: Vec<_> = (0..lab.size).map(|rank| (Rank(rank), lab.size)).collect();
+    assert_eq!(seen, expected);
+}
+
+fn barrier_waits_for_all(lab: &Lab<'_>) {
+    let (arrived, size) = (Arc::new(AtomicU32::new(0)), lab.size);
+    lab.on_each(move |group| {
+        for round in 1..=50 {
+            arrived.fetch_add(1, Ordering::Relaxed);
+            group.barrier(patient()).expect("all ranks come");
+            assert!(
+                arrived.load(Ordering::Relaxed) >= round * size,
+                "left round {round} early"
+            );
+        }
+    });
+}
+
+fn gathers_of_any_counts(lab: &Lab<'_>) {
+    let mut random = lab.random();
+    let ranks = 0..lab.size as usize;
+    let mut steps = Vec::new();
+    for length in each_length(lab.size) {
+        let alone = random.below(lab.size as usize);
+        let patterns: [Vec<usize>; 4] = [
+            ranks.clone().map(|_| length).collect(),
+            ranks
+                .clone()
+                .map(|rank| if rank == alone { length } else { 0 })
+                .collect(),
+            ranks.clone().map(|rank| length / (rank + 1)).collect(),
+            ranks.clone().map(|_| random.below(length + 1)).collect(),
+        ];
+        for dtype in [Dtype::U8, Dtype::F32] {
+            steps.push(Step::GatherEven(dtype, length));
+            steps.extend(
+                patterns
+                    .iter()
+                    .map(|counts| Step::Gather(dtype, counts.clone())),
+            );
+        }
+    }
+    run_steps(lab, steps);
+}
+
+fn reductions_and_broadcasts(lab: &Lab<'_>) {
+    let mut steps = Vec::new();
+    for length in each_length(lab.size) {
+        for dtype in [Dtype::U8, Dtype::F32] {
+            let reduce = |op| Step::Reduce(dtype, length, op);
+            steps.extend([Reduce::Sum, Reduce::Max, Reduce::Min].map(reduce));
+            steps.extend((0..lab.size).map(|root| Step::Broadcast(dtype, length, Rank(root))));
+        }
+    }
+    run_steps(lab, steps);
+}
+
+fn rough_sums_have_the_same_bits(lab: &Lab<'_>) {
+    let seed = lab.random().next();
+    let sums = lab.on_each(move |group| {
+        let mut random = super::Random(seed ^ u64::from(group.rank().0));
+        let exponents = [1e-6, 1e-3, 1.0, 1e3, 1e6];
+        let rough = |_| f32::from(random.next().to_le_bytes()[0]) * exponents[random.below(5)];
+        let input: Vec<f32> = (0..40_000).map(rough).collect();
+        let sum = || {
+            let mut data = input.clone();
+            group
+                .all_reduce(&mut data, Reduce::Sum, patient())
+                .expect("all ranks come");
+            data.iter().map(|value| value.to_bits()).collect::<Vec<_>>()
+        };
+        (sum(), sum())
+    });
+    for (rank, (once, again)) in sums.iter().enumerate() {
+        assert!(once == again, "rank {rank}: the same sum twice differs");
+        assert!(*once == sums[0].0, "rank {rank} has other bits than rank 0");
+    }
+}
+
+fn nan_is_kept(lab: &Lab<'_>) {
+    lab.on_each(|group| {
+        for op in [Reduce::Max, Reduce::Min] {
+            for sick in 0..group.size() {
+                let mut data = [
+                    1.0,
+                    if group.rank().0 == sick {
+                        f32::NAN
+                    } else {
+                        2.0
+                    },
+                ];
+                group
+                    .all_reduce(&mut data, op, patient())
+                    .expect("all ranks come");
+                assert!(
+                    data[0].to_bits() == 1.0_f32.to_bits() && data[1].is_nan(),
+                    "{data:?}"
+                );
+            }
+        }
+    });
+}
+
+fn messages_between_all_pairs(lab: &Lab<'_>) {
+    lab.on_each(|group| {
+        for length in each_length(group.size()) {
+            for (from, to) in (0..group.size()).flat_map(|a| (0..group.size()).map(move |b| (a, b)))
+            {
+                pass(&*group, from, to, length);
+            }
+        }
+        group
+            .barrier(patient())
+            .expect("ranks leave after a barrier");
+    });
+}
+
+/// One message, if `group` is one of the two ends.
+fn pass(group: &dyn Group, from: u32, to: u32, length: usize) {
+    let expected: Vec<u8> = (0..=u8::MAX)
+        .cycle()
+        .skip(from as usize)
+        .take(length)
+        .collect();
+    if from != to && group.rank().0 == from {
+        group
+            .send(&expected, Rank(to), from, patient())
+            .expect("the receiver lives");
+    }
+    if from != to && group.rank().0 == to {
+        let mut got = vec![0; length];
+        group
+            .recv(&mut got, Rank(from), from, patient())
+            .expect("the sender lives");
+        assert!(
+            got == expected,
+            "message of {length} bytes from {from} to {to}"
+        );
+    }
+}
+
+fn tags_are_streams(lab: &Lab<'_>) {
+    lab.on_each(|group| {
+        let sent = [(7, 1.0), (7, 2.0), (9, 3.0), (7, 4.0), (9, 5.0)];
+        let received = [(9, 3.0), (7, 1.0), (9, 5.0), (7, 2.0), (7, 4.0_f32)];
+        match group.rank() {
+            Rank(0) => sent.iter().for_each(|(tag, value)| {
+                group
+                    .send(&[*value], Rank(1), *tag, patient())
+                    .expect("the receiver lives");
+            }),
+            Rank(1) => received.iter().for_each(|(tag, value)| {
+                let mut got = [0.0_f32];
+                group
+                    .recv(&mut got, Rank(0), *tag, patient())
+                    .expect("the sender lives");
+                assert_eq!(got, [*value], "tag {tag}");
+            }),
+            _ => {}
+        }
+        group
+            .barrier(patient())
+            .expect("messages do not disturb collectives");
+    });
+}
+
+fn all_ranks_may_send_first(lab: &Lab<'_>) {
+    lab.on_each(|group| {
+        let own = group.rank().0;
+        let others = || (0..group.size()).filter(|peer| *peer != own);
+        let value = |from: u32, message: usize| [from as f32, message as f32];
+        for messages in (0..3).map(|burst| burst * MESSAGES_HELD..(burst + 1) * MESSAGES_HELD) {
+            for (message, to) in messages
+                .clone()
+                .flat_map(|m| others().map(move |to| (m, to)))
+            {
+                let sent = group.send(&value(own, message), Rank(to), 0, patient());
+                sent.expect("as many messages as are promised fit");
+            }
+            for (message, from) in messages.flat_map(|m| others().map(move |from| (m, from))) {
+                let mut got = [0.0_f32; 2];
+                group
+                    .recv(&mut got, Rank(from), 0, patient())
+                    .expect("the sender lives");
+                assert_eq!(got, value(from, message));
+            }
+        }
+        group
+            .barrier(patient())
+            .expect("ranks leave after a barrier");
+    });
+}
+
+fn sent_before_leaving(lab: &Lab<'_>) {
+    let left = std::sync::Barrier::new(2);
+    lab.on_each(move |group| match group.rank() {
+        Rank(0) => {
+            for message in 0..MESSAGES_HELD {
+                let sent = group.send(&[message as f32], Rank(1), 3, patient());
+                sent.expect("as many messages as are promised fit");
+            }
+            drop(group);
+            left.wait();
+            None
+        }
+        Rank(1) => {
+            left.wait();
+            for message in 0..MESSAGES_HELD {
+                let mut got = [0.0_f32];
+                group
+                    .recv(&mut got, Rank(0), 3, patient())
+                    .expect("it was sent in time");
+                assert_eq!(got, [message as f32]);
+            }
+            let lost = group.recv(&mut [0.0_f32], Rank(0), 3, patient());
+            assert!(
+                matches!(lost, Err(Error::PeerLost { rank: Rank(0), .. })),
+                "{lost:?}"
+            );
+            Some(group)
+        }
+        _ => Some(group),
+    });
+}
+
+fn random_programs(lab: &Lab<'_>) {
+    let mut random = lab.random();
+    run_steps(
+        lab,
+        (0..100).map(|_| Step::any(&mut random, lab.size)).collect(),
+    );
+}
+
+fn two_groups_in_turn(lab: &Lab<'_>) {
+    let mut random = lab.random();
+    let steps: Vec<_> = (0..60)
+        .map(|_| (random.below(2), Step::any(&mut random, lab.size)))
+        .collect();
+    let (first, second) = ((lab.make)(lab.size), (lab.make)(lab.size));
+    let seats: Vec<_> = first.into_iter().zip(second).map(|(a, b)| [a, b]).collect();
+    on_threads(seats, move |groups| {
+        for (salt, (which, step)) in (0..).zip(&steps) {
+            step.run(&*groups[*which], salt, patient())
+                .expect("groups do not disturb each other");
+        }
+        groups
+            .iter()
+            .for_each(|g| g.barrier(patient()).expect("ranks leave after a barrier"));
+    });
+}
+
+fn two_groups_at_once(lab: &Lab<'_>) {
+    let mut random = lab.random();
+    let steps: [Vec<_>; 2] =
+        std::array::from_fn(|_| (0..40).map(|_| Step::any(&mut random, lab.size)).collect());
+    let seats = (0..2).flat_map(|which| (lab.make)(lab.size).into_iter().map(move |g| (which, g)));
+    on_threads(
+        seats.collect(),
+        move |(which, group): (usize, Box<dyn Group>)| {
+            for (salt, step) in (0..).zip(&steps[which]) {
+                step.run(&*group, salt, patient())
+                    .expect("groups do not disturb each other");
+            }
+            group
+                .barrier(patient())
+                .expect("ranks leave after a barrier");
+        },
+    );
+}
