@@ -7,9 +7,9 @@ use paceline_base::Rank;
 use super::Random;
 use crate::{Deadline, Dtype, Element, Error, Group, Reduce};
 
-/// Elements of a long buffer: 200,084 bytes of f32, some rounds of any sensible segment and an
+/// Elements of a long buffer: 400,172 bytes of f32, several rounds of any sensible segment and an
 /// odd rest.
-pub(super) const LONG: usize = 50_021;
+pub(super) const LONG: usize = 100_043;
 
 /// One call that all ranks make.
 #[derive(Clone, Debug)]
