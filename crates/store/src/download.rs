@@ -1,0 +1,508 @@
+//! One file from the hub, resumable.
+//!
+//! `FILE.partial` holds what has arrived and `FILE.partial.json` says what it is a part of: the
+//! address and the ETag of the server's copy. A later attempt asks for the rest with `Range` and
+//! `If-Range`, so a server whose copy has changed sends the whole file, as does one that knows no
+//! ranges; both mean starting over. The file gets its name only after size and hash are right.
+
+use std::fs::{self, File, OpenOptions};
+use std::io::Read;
+use std::path::{Path, PathBuf};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use paceline_base::Bytes;
+use serde::{Deserialize, Serialize};
+
+use crate::hash::{Hasher, expect_sha256, hash_file};
+use crate::http::{Client, Response};
+use crate::index::{FileRecord, PARTIAL_SUFFIX};
+use crate::options::PullOptions;
+use crate::progress::{Cancel, Progress};
+use crate::{Error, disk};
+
+/// Progress that makes failures in a row count from one again.
+const PROGRESS_BYTES: u64 = 1 << 20;
+/// Largest `.partial.json` that is read; it holds an address and an ETag.
+const NOTE_BYTES_MAX: u64 = 16 << 10;
+/// Most that is taken of a file whose size neither the hub's list nor the server tells. Only small
+/// text files come that way; the largest of them, a tokenizer.json, has some 30 MB.
+const UNKNOWN_SIZE_MAX: u64 = 64 << 20;
+
+/// What every step of a pull needs.
+pub(crate) struct Context<'a> {
+    pub(crate) options: &'a PullOptions,
+    pub(crate) cancel: &'a Cancel,
+    pub(crate) progress: &'a mut dyn Progress,
+}
+
+/// A file to fetch.
+#[derive(Clone, Debug)]
+pub(crate) struct Wanted {
+    /// Address on the hub, before redirects.
+    pub(crate) url: String,
+    /// The model's folder.
+    pub(crate) dir: PathBuf,
+    /// Path inside the folder.
+    pub(crate) file: String,
+    /// Size and hash, where known beforehand.
+    pub(crate) bytes: Option<u64>,
+    pub(crate) sha256: Option<String>,
+}
+
+/// What a partial file is a part of.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+struct Note {
+    url: String,
+    etag: String,
+}
+
+/// The bytes present, with their hash.
+#[derive(Debug, Default)]
+struct Present {
+    bytes: u64,
+    hasher: Hasher,
+    etag: Option<String>,
+}
+
+/// How an attempt ended without the file.
+#[derive(Debug)]
+struct Failure {
+    error: Error,
+    /// Bytes that the attempt added.
+    gained: u64,
+    /// A resumed file turned out wrong; it is gone, and a fresh start may do.
+    start_over: bool,
+}
+
+impl From<Error> for Failure {
+    fn from(error: Error) -> Self {
+        Self {
+            error,
+            gained: 0,
+            start_over: false,
+        }
+    }
+}
+
+/// Fetches a file, with retries; one that is already there under its name is hashed and kept if
+/// size and hash are as wanted.
+///
+/// # Errors
+/// What the network, the hub or the disk said last. The partial file stays unless its bytes were
+/// wrong.
+pub(crate) fn fetch(
+    client: &mut Client,
+    wanted: &Wanted,
+    ctx: &mut Context<'_>,
+) -> Result<FileRecord, Error> {
+    if let Some(record) = already_there(wanted, ctx)? {
+        return Ok(record);
+    }
+    let policy = &ctx.options.retry;
+    let mut failures = 0;
+    loop {
+        let outcome = attempt(client, wanted, ctx);
+        ctx.progress.finish();
+        let failure = match outcome {
+            Ok(record) => return Ok(record),
+            Err(failure) => failure,
+        };
+        failures = if failure.gained >= PROGRESS_BYTES {
+            1
+        } else {
+            failures + 1
+        };
+        let again = failure.start_over || failure.error.is_transient();
+        if !again || failures >= policy.attempts {
+            return Err(failure.error);
+        }
+        let wait = policy.wait(failures);
+        ctx.progress.message(&format!(
+            "{}; trying again in {:.1} s ({failures} of {} attempts failed)",
+            failure.error,
+            wait.as_secs_f64(),
+            policy.attempts
+        ));
+        sleep(wait, ctx.cancel)?;
+    }
+}
+
+/// A file of an interrupted multi-file pull that was already complete.
+fn already_there(wanted: &Wanted, ctx: &mut Context<'_>) -> Result<Option<FileRecord>, Error> {
+    let path = wanted.dir.join(&wanted.file);
+    let (Some(bytes), Some(sha256)) = (wanted.bytes, &wanted.sha256) else {
+        return Ok(None);
+    };
+    if !fs::symlink_metadata(&path).is_ok_and(|meta| meta.is_file() && meta.len() == bytes) {
+        return Ok(None);
+    }
+    ctx.progress
+        .start(&format!("checking {}", wanted.file), Some(bytes), 0);
+    let hashed = hash_file(&path, ctx.cancel, |n| ctx.progress.advance(n));
+    ctx.progress.finish();
+    let same = hashed?.1.hex() == *sha256;
+    let record = || FileRecord {
+        path: wanted.file.clone(),
+        bytes,
+        sha256: sha256.clone(),
+    };
+    Ok(same.then(record))
+}
+
+fn attempt(
+    client: &mut Client,
+    wanted: &Wanted,
+    ctx: &mut Context<'_>,
+) -> Result<FileRecord, Failure> {
+    let partial = Partial::new(wanted);
+    if let Some(dir) = partial.path.parent() {
+        disk::create_dir(dir)?;
+    }
+    let mut present = partial.open(wanted, ctx)?;
+    let resumed = present.bytes;
+    if resumed > 0 && wanted.bytes.is_some_and(|bytes| resumed >= bytes) {
+        // All bytes are there already; only the last step was not reached.
+        return partial
+            .accept(wanted, present, None, resumed)
+            .map_err(after_resume);
+    }
+    let mut headers = Vec::new();
+    if let Some(etag) = present.etag.as_ref().filter(|_| resumed > 0) {
+        headers.push(("range", format!("bytes={resumed}-")));
+        headers.push(("if-range", etag.clone()));
+    }
+    let response = client.get(&wanted.url, &headers, ctx.cancel)?;
+    if response.status == 416 {
+        // The server's copy is shorter than what is here: it cannot be the same file.
+        partial.remove()?;
+        let error = Error::HttpStatus {
+            url: wanted.url.clone(),
+            status: 416,
+        };
+        return Err(Failure {
+            error,
+            gained: 0,
+            start_over: true,
+        });
+    }
+    client.check_status(&response, &wanted.url)?;
+    let total = announced_total(&response);
+    refuse_other_file(wanted, &response, total)?;
+    if response.status != 206 || !continues(&response, &present) {
+        if response.status == 206 {
+            partial.remove()?;
+            let error = Error::HttpStatus {
+                url: wanted.url.clone(),
+                status: 206,
+            };
+            return Err(Failure {
+                error,
+                gained: 0,
+                start_over: true,
+            });
+        }
+        if resumed > 0 {
+            ctx.progress
+                .message("the server cannot go on where this file ends; starting over");
+        }
+        present = Present::default();
+    }
+    let started_at = present.bytes;
+    let announced = response.announced.sha256.clone();
+    receive(&response, wanted, &partial, &mut present, total, ctx).map_err(|error| Failure {
+        gained: present.bytes - started_at,
+        start_over: false,
+        error,
+    })?;
+    let length = present.bytes;
+    let accepted = partial.accept(wanted, present, announced, length);
+    accepted.map_err(if started_at > 0 {
+        after_resume
+    } else {
+        Failure::from
+    })
+}
+
+/// A resumed file that turns out wrong was perhaps wrong before: worth a fresh start.
+fn after_resume(error: Error) -> Failure {
+    let wrong = matches!(
+        error,
+        Error::HashMismatch { .. } | Error::SizeMismatch { .. }
+    );
+    Failure {
+        error,
+        gained: 0,
+        start_over: wrong,
+    }
+}
+
+/// Writes the body. On return `present` says how much is there, whatever the outcome.
+fn receive(
+    response: &Response,
+    wanted: &Wanted,
+    partial: &Partial,
+    present: &mut Present,
+    total: Option<u64>,
+    ctx: &mut Context<'_>,
+) -> Result<(), Error> {
+    let total = total.or(wanted.bytes);
+    let limit = total.unwrap_or(UNKNOWN_SIZE_MAX);
+    let to_come = |present: &Present| total.unwrap_or(0).saturating_sub(present.bytes);
+    let free_space = ctx.options.free_space;
+    disk::check_space(free_space, &wanted.dir, to_come(present))?;
+    let file = partial.begin(wanted, response, present)?;
+    let mut sink = disk::Sink {
+        file,
+        path: &partial.path,
+        free_space,
+    };
+    ctx.progress.start(&wanted.file, total, present.bytes);
+    while let Some(data) = response.next(present.bytes, ctx.cancel)? {
+        let length = present.bytes + data.len() as u64;
+        if length > limit {
+            partial.remove()?;
+            return Err(size_mismatch(wanted, limit, length));
+        }
+        sink.write(&data, to_come(present))?;
+        present.hasher.update(&data);
+        present.bytes = length;
+        ctx.progress.advance(data.len() as u64);
+    }
+    sink.sync()?;
+    match total {
+        Some(total) if present.bytes < total => Err(Error::ConnectionLost {
+            url: wanted.url.clone(),
+            got: Bytes(present.bytes),
+            cause: format!("{} bytes were announced", total),
+        }),
+        _ => Ok(()),
+    }
+}
+
+/// Refuses by what the server announces, before any byte is fetched.
+fn refuse_other_file(
+    wanted: &Wanted,
+    response: &Response,
+    total: Option<u64>,
+) -> Result<(), Error> {
+    if let (Some(expected), Some(got)) = (&wanted.sha256, &response.announced.sha256) {
+        expect_sha256(&wanted.url, expected, got)?;
+    }
+    let announced = response.announced.bytes.into_iter().chain(total);
+    match (
+        wanted.bytes,
+        announced.into_iter().find(|got| Some(*got) != wanted.bytes),
+    ) {
+        (Some(expected), Some(got)) => Err(size_mismatch(wanted, expected, got)),
+        _ => Ok(()),
+    }
+}
+
+fn size_mismatch(wanted: &Wanted, expected: u64, got: u64) -> Error {
+    Error::SizeMismatch {
+        what: wanted.url.clone(),
+        expected: Bytes(expected),
+        got: Bytes(got),
+    }
+}
+
+/// Size of the whole file, from `Content-Range` or `Content-Length`.
+fn announced_total(response: &Response) -> Option<u64> {
+    if response.status == 206 {
+        return content_range(response.header("content-range")?).map(|(_, total)| total);
+    }
+    response.header("content-length")?.parse().ok()
+}
+
+/// Start and total of `bytes START-END/TOTAL`.
+fn content_range(text: &str) -> Option<(u64, u64)> {
+    let (range, total) = text.trim().strip_prefix("bytes ")?.split_once('/')?;
+    let (start, end) = range.split_once('-')?;
+    let (start, end, total) = (
+        start.parse().ok()?,
+        end.parse::<u64>().ok()?,
+        total.parse().ok()?,
+    );
+    (start <= end && end < total).then_some((start, total))
+}
+
+/// Whether a 206 answer goes on exactly where the partial file ends.
+fn continues(response: &Response, present: &Present) -> bool {
+    let start = response
+        .header("content-range")
+        .and_then(content_range)
+        .map(|(start, _)| start);
+    let etag_kept = match (response.header("etag"), &present.etag) {
+        (Some(now), Some(before)) => now == before,
+        _ => true,
+    };
+    start == Some(present.bytes) && present.bytes > 0 && etag_kept
+}
+
+/// The partial file and its note.
+#[derive(Debug)]
+struct Partial {
+    path: PathBuf,
+    note: PathBuf,
+}
+
+impl Partial {
+    fn new(wanted: &Wanted) -> Self {
+        let path = wanted.dir.join(format!("{}{PARTIAL_SUFFIX}", wanted.file));
+        let note = wanted
+            .dir
+            .join(format!("{}{PARTIAL_SUFFIX}.json", wanted.file));
+        Self { path, note }
+    }
+
+    /// Hashes what can be resumed; nothing when there is no usable note.
+    fn open(&self, wanted: &Wanted, ctx: &mut Context<'_>) -> Result<Present, Error> {
+        let note = read_note(&self.note).filter(|note| note.url == wanted.url);
+        let length = fs::symlink_metadata(&self.path)
+            .map_or(0, |meta| if meta.is_file() { meta.len() } else { 0 });
+        let Some(note) = note.filter(|_| length > 0) else {
+            return Ok(Present::default());
+        };
+        ctx.progress
+            .start(&format!("checking {}", wanted.file), Some(length), 0);
+        let hashed = hash_file(&self.path, ctx.cancel, |n| ctx.progress.advance(n));
+        ctx.progress.finish();
+        let (bytes, hasher) = hashed?;
+        Ok(Present {
+            bytes,
+            hasher,
+            etag: Some(note.etag),
+        })
+    }
+
+    /// Opens the file for what is to come, emptied unless something is present, and notes what it
+    /// is a part of. Without a strong ETag the file can never be resumed, so there is no note.
+    fn begin(
+        &self,
+        wanted: &Wanted,
+        response: &Response,
+        present: &mut Present,
+    ) -> Result<File, Error> {
+        if present.bytes == 0 {
+            disk::remove_file(&self.note)?;
+            let strong = |etag: &&str| etag.starts_with('"') && etag.len() > 2;
+            if let Some(etag) = response.header("etag").filter(strong) {
+                let note = Note {
+                    url: wanted.url.clone(),
+                    etag: etag.to_owned(),
+                };
+                let text = serde_json::to_vec(&note).expect("strings always serialise");
+                disk::write_atomic(&self.note, &text)?;
+            }
+        }
+        let fresh = present.bytes == 0;
+        let mut options = OpenOptions::new();
+        options
+            .create(true)
+            .write(true)
+            .append(!fresh)
+            .truncate(fresh);
+        options
+            .open(&self.path)
+            .map_err(|error| Error::io("open", &self.path, error))
+    }
+
+    /// Checks size and hash and gives the file its name. Wrong bytes are removed.
+    fn accept(
+        &self,
+        wanted: &Wanted,
+        present: Present,
+        announced: Option<String>,
+        length: u64,
+    ) -> Result<FileRecord, Error> {
+        let sha256 = present.hasher.hex();
+        let checked = match wanted.bytes {
+            Some(expected) if expected != length => Err(size_mismatch(wanted, expected, length)),
+            _ => match wanted.sha256.as_ref().or(announced.as_ref()) {
+                Some(expected) => expect_sha256(&wanted.url, expected, &sha256),
+                None => Ok(()),
+            },
+        };
+        if let Err(error) = checked {
+            self.remove()?;
+            return Err(error);
+        }
+        disk::rename(&self.path, &wanted.dir.join(&wanted.file))?;
+        disk::remove_file(&self.note)?;
+        Ok(FileRecord {
+            path: wanted.file.clone(),
+            bytes: length,
+            sha256,
+        })
+    }
+
+    fn remove(&self) -> Result<(), Error> {
+        disk::remove_file(&self.path)?;
+        disk::remove_file(&self.note)
+    }
+}
+
+fn read_note(path: &Path) -> Option<Note> {
+    let mut text = Vec::new();
+    File::open(path)
+        .ok()?
+        .take(NOTE_BYTES_MAX)
+        .read_to_end(&mut text)
+        .ok()?;
+    let note: Note = serde_json::from_slice(&text).ok()?;
+    // It goes into a request header.
+    let legal = note.etag.bytes().all(|b| (0x20..0x7f).contains(&b));
+    (legal && note.etag.starts_with('"')).then_some(note)
+}
+
+/// Sleeps unless cancelled.
+pub(crate) fn sleep(wait: Duration, cancel: &Cancel) -> Result<(), Error> {
+    let deadline = Instant::now() + wait;
+    loop {
+        cancel.check()?;
+        let left = deadline.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return Ok(());
+        }
+        thread::sleep(left.min(Duration::from_millis(50)));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn content_ranges_are_read_strictly() {
+        for (text, parsed) in [
+            ("bytes 5-9/10", Some((5, 10))),
+            ("bytes 0-0/1", Some((0, 1))),
+            ("bytes 5-9/*", None),
+            ("bytes */10", None),
+            ("bytes 9-5/10", None),
+            ("bytes 5-10/10", None),
+            ("items 5-9/10", None),
+            ("bytes 5-9/99999999999999999999", None),
+            ("", None),
+        ] {
+            assert_eq!(content_range(text), parsed, "{text}");
+        }
+    }
+
+    #[test]
+    fn notes_that_could_smuggle_headers_are_ignored() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("x.partial.json");
+        for (text, usable) in [
+            (r#"{"url":"u","etag":"\"a\""}"#, true),
+            (r#"{"url":"u","etag":"\"a\"\r\nx: y"}"#, false),
+            (r#"{"url":"u","etag":"W/\"a\""}"#, false),
+            (r#"{"url":"u"}"#, false),
+            ("", false),
+        ] {
+            fs::write(&path, text).unwrap();
+            assert_eq!(read_note(&path).is_some(), usable, "{text}");
+        }
+    }
+}

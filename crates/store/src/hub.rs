@@ -1,0 +1,259 @@
+//! Models from the hub: single files of the catalogue, and repositories by id.
+
+use paceline_base::Bytes;
+use serde::Deserialize;
+
+use crate::catalogue::{HubFile, Model};
+use crate::download::{Context, Wanted, fetch, sleep};
+use crate::hash::is_sha256;
+use crate::http::Client;
+use crate::index::{FileRecord, Kind};
+use crate::name::{EntryName, HubId, check_file_path, escape_path};
+use crate::select::{Choice, choose};
+use crate::{Error, Home, disk};
+
+/// Largest file list that is read. The hub's lists run to some 200 bytes per file.
+const LISTING_BYTES_MAX: usize = 16 << 20;
+
+/// A repository's files at one commit.
+#[derive(Debug)]
+pub(crate) struct Listing {
+    id: HubId,
+    revision: String,
+    files: Vec<ListedFile>,
+}
+
+#[derive(Debug)]
+struct ListedFile {
+    path: String,
+    bytes: Option<u64>,
+    sha256: Option<String>,
+}
+
+/// A choice of files of a listing, which makes a model of the store.
+#[derive(Debug)]
+pub(crate) struct Selection {
+    pub(crate) name: EntryName,
+    pub(crate) kind: Kind,
+    pub(crate) source: String,
+    revision: String,
+    id: HubId,
+    files: Vec<ListedFile>,
+}
+
+/// The hub's JSON (`GET /api/models/ID?blobs=true`), as far as it is used.
+#[derive(Debug, Deserialize)]
+struct ListingJson {
+    sha: Option<String>,
+    #[serde(default)]
+    siblings: Vec<SiblingJson>,
+}
+
+#[derive(Debug, Deserialize)]
+struct SiblingJson {
+    rfilename: String,
+    size: Option<u64>,
+    lfs: Option<LfsJson>,
+}
+
+#[derive(Debug, Deserialize)]
+struct LfsJson {
+    sha256: Option<String>,
+}
+
+/// Fetches a catalogue model's file into its folder.
+pub(crate) fn fetch_catalogue_file(
+    client: &mut Client,
+    home: &Home,
+    model: &Model,
+    hub: &HubFile,
+    ctx: &mut Context<'_>,
+) -> Result<FileRecord, Error> {
+    let path = format!(
+        "{}/resolve/{}/{}",
+        hub.repo,
+        hub.revision,
+        escape_path(hub.file)
+    );
+    let wanted = Wanted {
+        url: client.url(&path),
+        dir: home.entry_dir(&EntryName::alias(model.alias)),
+        file: model.file.to_owned(),
+        bytes: Some(model.bytes.0),
+        sha256: Some(model.sha256.to_owned()),
+    };
+    fetch(client, &wanted, ctx)
+}
+
+/// Asks the hub what a repository holds.
+pub(crate) fn list_files(
+    client: &mut Client,
+    id: &HubId,
+    ctx: &mut Context<'_>,
+) -> Result<Listing, Error> {
+    let url = client.url(&format!("api/models/{id}?blobs=true"));
+    let policy = &ctx.options.retry;
+    for failures in 1.. {
+        match list_once(client, id, &url, ctx) {
+            Err(error) if error.is_transient() && failures < policy.attempts => {
+                let wait = policy.wait(failures);
+                let secs = wait.as_secs_f64();
+                ctx.progress
+                    .message(&format!("{error}; trying again in {secs:.1} s"));
+                sleep(wait, ctx.cancel)?;
+            }
+            outcome => return outcome,
+        }
+    }
+    unreachable!("the loop returns at the last attempt at the latest")
+}
+
+fn list_once(
+    client: &mut Client,
+    id: &HubId,
+    url: &str,
+    ctx: &mut Context<'_>,
+) -> Result<Listing, Error> {
+    let response = client.get(url, &[], ctx.cancel)?;
+    client.check_status(&response, url)?;
+    parse_listing(id, &response.read_all(LISTING_BYTES_MAX, ctx.cancel)?)
+}
+
+fn parse_listing(id: &HubId, text: &[u8]) -> Result<Listing, Error> {
+    let bad = |reason: String| Error::BadListing {
+        repo: id.to_string(),
+        reason,
+    };
+    let json: ListingJson = serde_json::from_slice(text).map_err(|error| bad(error.to_string()))?;
+    let is_commit = |sha: &String| sha.len() == 40 && sha.bytes().all(|b| b.is_ascii_hexdigit());
+    let revision = json.sha.filter(is_commit).unwrap_or_else(|| "main".into());
+    let file = |sibling: SiblingJson| ListedFile {
+        path: sibling.rfilename,
+        bytes: sibling.size,
+        sha256: sibling
+            .lfs
+            .and_then(|lfs| lfs.sha256)
+            .filter(|sha256| is_sha256(sha256)),
+    };
+    Ok(Listing {
+        id: id.clone(),
+        revision,
+        files: json.siblings.into_iter().map(file).collect(),
+    })
+}
+
+impl Listing {
+    /// Chooses what `selector` asks for.
+    pub(crate) fn select(self, selector: Option<&str>) -> Result<Selection, Error> {
+        let paths: Vec<String> = self.files.iter().map(|file| file.path.clone()).collect();
+        let (kind, chosen) = match choose(&self.id, selector, &paths)? {
+            Choice::Gguf(files) => (Kind::Gguf, files),
+            Choice::Folder(files) => (Kind::Safetensors, files),
+        };
+        let name = match kind {
+            Kind::Gguf => EntryName::gguf(&self.id, &chosen[0])?,
+            Kind::Safetensors => EntryName::folder(&self.id),
+        };
+        let mut files: Vec<ListedFile> = self
+            .files
+            .into_iter()
+            .filter(|file| chosen.contains(&file.path))
+            .collect();
+        files.sort_by(|a, b| a.path.cmp(&b.path));
+        files.dedup_by(|a, b| a.path == b.path);
+        let source = format!("hub {} at {}", self.id, self.revision);
+        Ok(Selection {
+            name,
+            kind,
+            source,
+            revision: self.revision,
+            id: self.id,
+            files,
+        })
+    }
+}
+
+impl Selection {
+    /// Fetches all files into the model's folder. The first record is the model file for GGUF.
+    pub(crate) fn fetch(
+        &self,
+        client: &mut Client,
+        home: &Home,
+        ctx: &mut Context<'_>,
+    ) -> Result<Vec<FileRecord>, Error> {
+        let dir = home.entry_dir(&self.name);
+        disk::create_dir(&dir)?;
+        let total: u64 = self.files.iter().filter_map(|file| file.bytes).sum();
+        let present = disk::tree_bytes(&dir, 2);
+        disk::check_space(ctx.options.free_space, &dir, total.saturating_sub(present))?;
+        if self.files.len() > 1 {
+            let n = self.files.len();
+            ctx.progress
+                .message(&format!("{}: {n} files, {}", self.id, Bytes(total)));
+        }
+        self.files
+            .iter()
+            .map(|file| self.fetch_one(file, client, home, ctx))
+            .collect()
+    }
+
+    fn fetch_one(
+        &self,
+        file: &ListedFile,
+        client: &mut Client,
+        home: &Home,
+        ctx: &mut Context<'_>,
+    ) -> Result<FileRecord, Error> {
+        // `choose` lets only such paths through; this is the border, so it is checked here too.
+        check_file_path(&file.path).map_err(|rule| Error::BadListing {
+            repo: self.id.to_string(),
+            reason: rule.into(),
+        })?;
+        let path = format!(
+            "{}/resolve/{}/{}",
+            self.id,
+            self.revision,
+            escape_path(&file.path)
+        );
+        let wanted = Wanted {
+            url: client.url(&path),
+            dir: home.entry_dir(&self.name),
+            file: file.path.clone(),
+            bytes: file.bytes,
+            sha256: file.sha256.clone(),
+        };
+        fetch(client, &wanted, ctx)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn hostile_listings_are_errors_or_harmless() {
+        let id = HubId::parse("o/r").unwrap();
+        for text in ["", "[]", "{\"siblings\":3}", "{\"siblings\":[{}]}", "\u{0}"] {
+            let refused = parse_listing(&id, text.as_bytes());
+            assert!(matches!(refused, Err(Error::BadListing { .. })), "{text:?}");
+        }
+        let text = r#"{"sha":"../../x","siblings":[
+            {"rfilename":"../../../evil.gguf"},{"rfilename":"/etc/evil.gguf"},
+            {"rfilename":"a/../../evil.gguf"},{"rfilename":"fine.gguf","size":1,
+             "lfs":{"sha256":"nonsense"}}]}"#;
+        let listing = parse_listing(&id, text.as_bytes()).unwrap();
+        assert_eq!(listing.revision, "main");
+        let selection = listing.select(None).unwrap();
+        assert_eq!(selection.name.as_str(), "o/r:fine.gguf");
+        assert_eq!(selection.files.len(), 1);
+        assert_eq!(selection.files[0].sha256, None);
+        for selector in ["../../../evil.gguf", "evil.gguf"] {
+            let listing = parse_listing(&id, text.as_bytes()).unwrap();
+            let refused = listing.select(Some(selector));
+            assert!(
+                matches!(refused, Err(Error::NoMatchingGguf { .. })),
+                "{selector}"
+            );
+        }
+    }
+}

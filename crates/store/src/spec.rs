@@ -1,0 +1,263 @@
+//! What the user's MODEL means.
+
+use std::fs;
+use std::io::Read;
+use std::path::Path;
+
+use paceline_base::Bytes;
+
+use crate::catalogue::{Catalogue, Model};
+use crate::index::{self, Entry, Found, Kind};
+use crate::name::{EntryName, HubId, check_file_path};
+use crate::select::file_fits;
+use crate::{Error, Home};
+
+/// The answer of [`resolve`].
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Resolved {
+    /// The model is on this machine.
+    Path(Found),
+    /// It has to be fetched first, with [`pull`](crate::pull).
+    NeedsDownload(Plan),
+}
+
+/// A model to fetch.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Plan {
+    pub(crate) target: Target,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Target {
+    Catalogue(&'static Model),
+    Hub { id: HubId, selector: Option<String> },
+}
+
+impl Plan {
+    /// What will be fetched, as the user would name it.
+    pub fn name(&self) -> String {
+        match &self.target {
+            Target::Catalogue(model) => model.alias.to_owned(),
+            Target::Hub { id, selector: None } => id.to_string(),
+            Target::Hub {
+                id,
+                selector: Some(selector),
+            } => format!("{id}:{selector}"),
+        }
+    }
+
+    /// The catalogue's entry, with licence and description; `None` for other hub models.
+    pub const fn catalogue_model(&self) -> Option<&'static Model> {
+        match self.target {
+            Target::Catalogue(model) => Some(model),
+            Target::Hub { .. } => None,
+        }
+    }
+
+    /// The size, where it is known before asking the hub.
+    pub fn bytes(&self) -> Option<Bytes> {
+        self.catalogue_model().map(|model| model.bytes)
+    }
+}
+
+/// Finds out what `spec` means: a path that exists, else an alias of the built-in catalogue, else a
+/// hub id `owner/name[:file-or-quantisation]`. Looks at the local disk only.
+///
+/// # Errors
+/// [`Error::UnknownModel`] with close names, [`Error::NoSuchPath`], [`Error::NotAModel`],
+/// [`Error::BadHubId`], [`Error::AmbiguousGguf`] when several stored models fit.
+pub fn resolve(home: &Home, spec: &str) -> Result<Resolved, Error> {
+    resolve_in(home, Catalogue::BUILTIN, spec)
+}
+
+/// [`resolve`] with another catalogue.
+///
+/// # Errors
+/// As [`resolve`].
+pub fn resolve_in(home: &Home, catalogue: Catalogue, spec: &str) -> Result<Resolved, Error> {
+    let path = Path::new(spec);
+    if !spec.is_empty() && path.exists() {
+        return inspect(path).map(Resolved::Path);
+    }
+    if let Some(model) = catalogue.find(spec) {
+        let stored = index::entry(home, &EntryName::alias(model.alias));
+        return match stored.filter(Entry::is_complete) {
+            Some(entry) => entry.found().map(Resolved::Path),
+            None => Ok(Resolved::NeedsDownload(Plan {
+                target: Target::Catalogue(model),
+            })),
+        };
+    }
+    if looks_like_path(spec) {
+        return Err(Error::NoSuchPath { path: path.into() });
+    }
+    if spec.contains('/') {
+        return resolve_hub(home, spec);
+    }
+    Err(Error::UnknownModel {
+        spec: spec.into(),
+        close: close_names(home, catalogue, spec),
+    })
+}
+
+/// What cannot be a hub id, or is far more likely a path.
+fn looks_like_path(spec: &str) -> bool {
+    let before_colon = spec.split(':').next().unwrap_or(spec);
+    spec.starts_with(['/', '.', '~'])
+        || before_colon.matches('/').count() > 1
+        || (spec.ends_with(".gguf") && !spec.contains(':'))
+        || spec.ends_with(".safetensors")
+}
+
+fn resolve_hub(home: &Home, spec: &str) -> Result<Resolved, Error> {
+    let (repo, selector) = match spec.split_once(':') {
+        Some((repo, selector)) => (repo, Some(selector)),
+        None => (spec, None),
+    };
+    let id = HubId::parse(repo)?;
+    if let Some(selector) = selector {
+        let bad = |reason| Error::BadHubId {
+            spec: spec.into(),
+            reason,
+        };
+        check_file_path(selector).map_err(bad)?;
+    }
+    let stored = index::complete_of_repo(home, &id)?;
+    match &stored_choice(&stored, selector)[..] {
+        [] => {
+            let selector = selector.map(str::to_owned);
+            Ok(Resolved::NeedsDownload(Plan {
+                target: Target::Hub { id, selector },
+            }))
+        }
+        [only] => only.found().map(Resolved::Path),
+        several => {
+            let file = |entry: &&Entry| Some(entry.name.hub_parts()?.1?.to_owned());
+            let choices = several.iter().filter_map(file).collect();
+            Err(Error::AmbiguousGguf {
+                repo: id.to_string(),
+                choices,
+            })
+        }
+    }
+}
+
+/// The stored models that a selector means: the folder wins without one.
+fn stored_choice<'a>(stored: &'a [Entry], selector: Option<&str>) -> Vec<&'a Entry> {
+    let file = |entry: &'a Entry| entry.name.hub_parts().and_then(|(_, file)| file);
+    match selector {
+        Some(selector) => stored
+            .iter()
+            .filter(|entry| file(entry).is_some_and(|file| file_fits(file, selector)))
+            .collect(),
+        None => match stored.iter().find(|entry| file(entry).is_none()) {
+            Some(folder) => vec![folder],
+            None => stored.iter().collect(),
+        },
+    }
+}
+
+/// Looks at a path of the user's own.
+fn inspect(path: &Path) -> Result<Found, Error> {
+    let not = |reason| Error::NotAModel {
+        path: path.into(),
+        reason,
+    };
+    let meta = fs::metadata(path).map_err(|error| Error::io("read", path, error))?;
+    let kind = if meta.is_dir() {
+        has_model_files(path)?;
+        Kind::Safetensors
+    } else if meta.is_file() {
+        let mut magic = [0; 4];
+        let read = fs::File::open(path).and_then(|mut file| file.read(&mut magic));
+        let n = read.map_err(|error| Error::io("read", path, error))?;
+        if &magic[..n] != b"GGUF" {
+            return Err(not("it does not begin with the letters GGUF"));
+        }
+        Kind::Gguf
+    } else {
+        return Err(not("it is neither a file nor a folder"));
+    };
+    Ok(Found {
+        path: path.into(),
+        kind,
+        name: None,
+    })
+}
+
+fn has_model_files(dir: &Path) -> Result<(), Error> {
+    let not = |reason| Error::NotAModel {
+        path: dir.into(),
+        reason,
+    };
+    if !dir.join("config.json").is_file() {
+        return Err(not("the folder has no config.json"));
+    }
+    let entries = fs::read_dir(dir).map_err(|error| Error::io("list", dir, error))?;
+    let mut names = entries.flatten().map(|entry| entry.file_name());
+    if !names.any(|name| {
+        Path::new(&name)
+            .extension()
+            .is_some_and(|e| e == "safetensors")
+    }) {
+        return Err(not("the folder has no .safetensors file"));
+    }
+    Ok(())
+}
+
+/// Known names within a third of `spec`'s length in edits, or that begin with it; at most three.
+fn close_names(home: &Home, catalogue: Catalogue, spec: &str) -> Vec<String> {
+    // A bound on the quadratic distance; no known name is longer.
+    if spec.len() > 100 {
+        return Vec::new();
+    }
+    let stored = index::list(home).unwrap_or_default();
+    let names = catalogue.iter().map(|model| model.alias.to_owned());
+    let names = names.chain(stored.iter().map(|entry| entry.name.to_string()));
+    let wanted = spec.to_lowercase();
+    let limit = (wanted.len() / 3).max(1);
+    let mut close: Vec<(usize, String)> = names
+        .map(|name| match name.to_lowercase() {
+            lower if !wanted.is_empty() && lower.starts_with(&wanted) => (0, name),
+            lower => (edit_distance(&lower, &wanted), name),
+        })
+        .filter(|(distance, _)| *distance <= limit)
+        .collect();
+    close.sort();
+    close.dedup();
+    close.into_iter().map(|(_, name)| name).take(3).collect()
+}
+
+/// Levenshtein's distance in characters. Cost: product of the lengths.
+fn edit_distance(a: &str, b: &str) -> usize {
+    let b: Vec<char> = b.chars().collect();
+    let mut row: Vec<usize> = (0..=b.len()).collect();
+    for (i, x) in a.chars().enumerate() {
+        let mut diagonal = row[0];
+        row[0] = i + 1;
+        for (j, y) in b.iter().enumerate() {
+            let substituted = diagonal + usize::from(x != *y);
+            diagonal = row[j + 1];
+            row[j + 1] = substituted.min(row[j] + 1).min(diagonal + 1);
+        }
+    }
+    row[b.len()]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn edits_are_counted() {
+        for (a, b, distance) in [
+            ("", "", 0),
+            ("abc", "", 3),
+            ("", "ab", 2),
+            ("kitten", "sitting", 3),
+            ("ä", "a", 1),
+        ] {
+            assert_eq!(edit_distance(a, b), distance, "{a} {b}");
+        }
+    }
+}

@@ -1,0 +1,447 @@
+//! A tiny HTTP server with vices, a fake pip, and what the tests share.
+#![allow(
+    dead_code,
+    unreachable_pub,
+    reason = "a module of several tests, each uses its part"
+)]
+
+use std::collections::HashMap;
+use std::fs;
+use std::io::{BufRead, BufReader, Write};
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex};
+use std::thread;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use paceline_base::Bytes;
+use paceline_store::*;
+use sha2::{Digest, Sha256};
+
+/// 3 MiB + 5 of bytes that do not compress to nothing and have no short period.
+pub fn payload() -> Vec<u8> {
+    let mut state = 0x2545_F491_u32;
+    let mut next = || {
+        state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+        (state >> 24) as u8
+    };
+    let mut bytes: Vec<u8> = (0..(3 << 20) + 5).map(|_| next()).collect();
+    bytes[..4].copy_from_slice(b"GGUF");
+    bytes
+}
+
+pub fn sha256(bytes: &[u8]) -> String {
+    Sha256::digest(bytes)
+        .iter()
+        .map(|b| format!("{b:02x}"))
+        .collect()
+}
+
+fn leak(text: String) -> &'static str {
+    Box::leak(text.into_boxed_str())
+}
+
+/// A request as the server saw it. Header names in lower case.
+#[derive(Clone, Debug)]
+pub struct Request {
+    pub path: String,
+    pub headers: HashMap<String, String>,
+}
+
+impl Request {
+    pub fn header(&self, name: &str) -> Option<&str> {
+        self.headers.get(name).map(String::as_str)
+    }
+}
+
+/// What the server does with one request.
+#[derive(Clone, Debug)]
+pub enum Reply {
+    /// 200, or 206 when a range is asked for and `If-Range` fits.
+    File { body: Arc<Vec<u8>>, etag: String },
+    /// The same with further headers.
+    FileWith {
+        body: Arc<Vec<u8>>,
+        etag: String,
+        headers: Vec<(String, String)>,
+    },
+    /// Announces everything, sends so many bytes of it, and closes.
+    CutAfter {
+        body: Arc<Vec<u8>>,
+        etag: String,
+        bytes: usize,
+    },
+    /// 200 with the whole body, whatever is asked for.
+    NoRanges { body: Arc<Vec<u8>>, etag: String },
+    /// 206 that begins somewhere else than asked.
+    WrongRange { body: Arc<Vec<u8>>, etag: String },
+    /// Chunked, no length.
+    Chunked { body: Arc<Vec<u8>> },
+    /// A status with a short body.
+    Status(u16),
+    /// 302.
+    Redirect {
+        to: String,
+        headers: Vec<(String, String)>,
+    },
+    /// Sends head and so many bytes, then nothing, with the connection open.
+    StallAfter {
+        body: Arc<Vec<u8>>,
+        etag: String,
+        bytes: usize,
+    },
+    /// Says nothing, with the connection open.
+    Silence,
+    /// Not HTTP.
+    Garbage,
+}
+
+type Handler = dyn Fn(&Request, usize) -> Reply + Send + Sync;
+
+/// Listens on a port of its own until the test process ends.
+pub struct Server {
+    pub addr: SocketAddr,
+    pub seen: Arc<Mutex<Vec<Request>>>,
+}
+
+impl Server {
+    /// `handler` gets each request and its number, from 0.
+    pub fn start(handler: impl Fn(&Request, usize) -> Reply + Send + Sync + 'static) -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let addr = listener.local_addr().unwrap();
+        let seen = Arc::new(Mutex::new(Vec::new()));
+        let handler: Arc<Handler> = Arc::new(handler);
+        let log = Arc::clone(&seen);
+        thread::spawn(move || {
+            for stream in listener.incoming().flatten() {
+                let (handler, log) = (Arc::clone(&handler), Arc::clone(&log));
+                thread::spawn(move || serve(&stream, &*handler, &log));
+            }
+        });
+        Self { addr, seen }
+    }
+
+    pub fn url(&self) -> String {
+        format!("http://{}", self.addr)
+    }
+
+    pub fn requests(&self) -> Vec<Request> {
+        self.seen.lock().unwrap().clone()
+    }
+}
+
+fn serve(stream: &TcpStream, handler: &Handler, log: &Mutex<Vec<Request>>) {
+    let mut lines = BufReader::new(stream).lines();
+    let Some(Ok(first)) = lines.next() else {
+        return;
+    };
+    let path = first.split(' ').nth(1).unwrap_or_default().to_owned();
+    let mut headers = HashMap::new();
+    for line in lines
+        .map_while(Result::ok)
+        .take_while(|line| !line.is_empty())
+    {
+        if let Some((name, value)) = line.split_once(':') {
+            headers.insert(name.to_ascii_lowercase(), value.trim().to_owned());
+        }
+    }
+    let request = Request { path, headers };
+    let number = {
+        let mut log = log.lock().unwrap();
+        log.push(request.clone());
+        log.len() - 1
+    };
+    // The client may hang up at any time; that is its right.
+    let _ = answer(stream, &request, handler(&request, number));
+}
+
+fn answer(mut out: &TcpStream, request: &Request, reply: Reply) -> std::io::Result<()> {
+    let ranged = |body: &[u8], etag: &str| -> Option<usize> {
+        let start = request
+            .header("range")?
+            .strip_prefix("bytes=")?
+            .strip_suffix('-')?;
+        let fits = request
+            .header("if-range")
+            .is_none_or(|condition| condition == etag);
+        fits.then_some(start.parse().ok()?)
+            .filter(|start| *start < body.len())
+    };
+    let head = |status: &str, length: usize, etag: &str, more: &[(String, String)]| {
+        let mut text = format!(
+            "HTTP/1.1 {status}\r\nContent-Length: {length}\r\nETag: {etag}\r\nConnection: close\r\n"
+        );
+        for (name, value) in more {
+            text.push_str(&format!("{name}: {value}\r\n"));
+        }
+        text + "\r\n"
+    };
+    let file = |body: &[u8], etag: &str, more: &[(String, String)]| match ranged(body, etag) {
+        Some(start) => {
+            let range = format!("bytes {start}-{}/{}", body.len() - 1, body.len());
+            let mut more = more.to_vec();
+            more.push(("Content-Range".into(), range));
+            (
+                head("206 Partial Content", body.len() - start, etag, &more),
+                start,
+            )
+        }
+        None => (head("200 OK", body.len(), etag, more), 0),
+    };
+    match reply {
+        Reply::File { body, etag } => {
+            let (head, start) = file(&body, &etag, &[]);
+            out.write_all(head.as_bytes())?;
+            out.write_all(&body[start..])
+        }
+        Reply::FileWith {
+            body,
+            etag,
+            headers,
+        } => {
+            let (head, start) = file(&body, &etag, &headers);
+            out.write_all(head.as_bytes())?;
+            out.write_all(&body[start..])
+        }
+        Reply::CutAfter { body, etag, bytes } => {
+            let (head, start) = file(&body, &etag, &[]);
+            out.write_all(head.as_bytes())?;
+            out.write_all(&body[start..(start + bytes).min(body.len())])
+        }
+        Reply::NoRanges { body, etag } => {
+            out.write_all(head("200 OK", body.len(), &etag, &[]).as_bytes())?;
+            out.write_all(&body)
+        }
+        Reply::WrongRange { body, etag } => {
+            let range = format!("bytes 0-{}/{}", body.len() - 1, body.len());
+            let more = [("Content-Range".to_owned(), range)];
+            out.write_all(head("206 Partial Content", body.len(), &etag, &more).as_bytes())?;
+            out.write_all(&body)
+        }
+        Reply::Chunked { body } => {
+            out.write_all(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")?;
+            for part in body.chunks(10_000) {
+                write!(out, "{:x}\r\n", part.len())?;
+                out.write_all(part)?;
+                out.write_all(b"\r\n")?;
+            }
+            out.write_all(b"0\r\n\r\n")
+        }
+        Reply::Status(status) => {
+            write!(
+                out,
+                "HTTP/1.1 {status} X\r\nContent-Length: 2\r\nConnection: close\r\n\r\nno"
+            )
+        }
+        Reply::Redirect { to, headers } => {
+            let mut more = headers;
+            more.push(("Location".into(), to));
+            out.write_all(head("302 Found", 0, "\"redirect\"", &more).as_bytes())
+        }
+        Reply::StallAfter { body, etag, bytes } => {
+            let (head, start) = file(&body, &etag, &[]);
+            out.write_all(head.as_bytes())?;
+            out.write_all(&body[start..start + bytes])?;
+            hold(out)
+        }
+        Reply::Silence => hold(out),
+        Reply::Garbage => out.write_all(b"SSH-2.0-OpenSSH_9.9\r\n\r\n"),
+    }
+}
+
+/// Keeps the connection open until the client closes it.
+fn hold(stream: &TcpStream) -> std::io::Result<()> {
+    BufReader::new(stream)
+        .read_line(&mut String::new())
+        .map(|_| ())
+}
+
+/// Remembers what was reported.
+#[derive(Debug, Default)]
+pub struct Record {
+    pub messages: Vec<String>,
+    /// Label, total, done at start, advanced.
+    pub parts: Vec<(String, Option<u64>, u64, u64)>,
+    /// Cancels once this many bytes have come in one part.
+    pub cancel_after: Option<(u64, Cancel)>,
+}
+
+impl Progress for Record {
+    fn start(&mut self, label: &str, total: Option<u64>, done: u64) {
+        self.parts.push((label.to_owned(), total, done, 0));
+    }
+    fn advance(&mut self, bytes: u64) {
+        let part = self.parts.last_mut().unwrap();
+        part.3 += bytes;
+        if let Some((after, cancel)) = &self.cancel_after
+            && part.3 >= *after
+        {
+            cancel.cancel();
+        }
+    }
+    fn message(&mut self, text: &str) {
+        self.messages.push(text.to_owned());
+    }
+    fn finish(&mut self) {}
+}
+
+/// A home of its own, and options with short deadlines for servers on this machine.
+pub struct Setup {
+    pub dir: tempfile::TempDir,
+    pub home: Home,
+    pub options: PullOptions,
+    pub cancel: Cancel,
+}
+
+pub fn now() -> SystemTime {
+    UNIX_EPOCH + Duration::from_secs(1_800_000_000)
+}
+
+impl Setup {
+    pub fn new(endpoint: String) -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let home = Home::new(dir.path().join("home"));
+        let options = PullOptions {
+            hub: Hub {
+                endpoint,
+                ..Hub::default()
+            },
+            pip: Pip {
+                program: "/nonexistent/python3".into(),
+                args: Vec::new(),
+            },
+            retry: RetryPolicy {
+                attempts: 3,
+                first_wait: Duration::from_millis(5),
+                wait_max: Duration::from_millis(20),
+            },
+            deadlines: Deadlines {
+                reach: Duration::from_secs(3),
+                answer: Duration::from_secs(3),
+                stall: Duration::from_millis(400),
+                pip_stall: Duration::from_millis(600),
+            },
+            ..PullOptions::default()
+        };
+        Self {
+            dir,
+            home,
+            options,
+            cancel: Cancel::default(),
+        }
+    }
+
+    pub fn pull(&self, catalogue: Catalogue, spec: &str) -> (Result<Pulled, Error>, Record) {
+        let mut record = Record::default();
+        let result = self.pull_with(catalogue, spec, &mut record);
+        (result, record)
+    }
+
+    pub fn pull_with(
+        &self,
+        catalogue: Catalogue,
+        spec: &str,
+        record: &mut Record,
+    ) -> Result<Pulled, Error> {
+        let plan = match resolve_in(&self.home, catalogue, spec)? {
+            Resolved::NeedsDownload(plan) => plan,
+            Resolved::Path(found) => panic!("{spec} is already at {}", found.path.display()),
+        };
+        pull(
+            &self.home,
+            &plan,
+            &self.options,
+            &self.cancel,
+            record,
+            now(),
+        )
+    }
+
+    /// All files below the models folder, relative, sorted; lock files left out.
+    pub fn files(&self) -> Vec<String> {
+        let mut found = Vec::new();
+        let root = self.home.models_dir();
+        walk(&root, &mut found);
+        let relative = |path: PathBuf| path.strip_prefix(&root).unwrap().display().to_string();
+        let mut names: Vec<String> = found.into_iter().map(relative).collect();
+        names.retain(|name| !name.starts_with(".locks"));
+        names.sort();
+        names
+    }
+
+    /// Makes pip a shell script. It is called as pip would be; `$W` is the folder after `-d`.
+    pub fn fake_pip(&mut self, script: &str) {
+        let path = self.dir.path().join("pip.sh");
+        let parse = "while [ $# -gt 1 ]; do case $1 in -d) W=$2;; esac; shift; done; R=$1\n";
+        fs::write(&path, format!("{parse}{script}\n")).unwrap();
+        self.options.pip = Pip {
+            program: "sh".into(),
+            args: vec![path.into()],
+        };
+    }
+
+    pub fn file(&self, name: &str) -> PathBuf {
+        self.dir.path().join(name)
+    }
+}
+
+fn walk(dir: &Path, found: &mut Vec<PathBuf>) {
+    for entry in fs::read_dir(dir).into_iter().flatten().flatten() {
+        if entry.file_type().unwrap().is_dir() {
+            walk(&entry.path(), found);
+            if fs::read_dir(entry.path()).unwrap().next().is_none() {
+                found.push(entry.path());
+            }
+        } else {
+            found.push(entry.path());
+        }
+    }
+}
+
+pub fn empty_catalogue() -> Catalogue {
+    Catalogue(&[])
+}
+
+/// A catalogue with the model `tiny` of these bytes, on the hub and in these wheels.
+pub fn catalogue(body: &[u8], on_hub: bool, wheels: Vec<Wheel>) -> Catalogue {
+    let model = Model {
+        alias: "tiny",
+        about: "test",
+        licence: "none",
+        licence_url: "none",
+        file: "tiny.Q4_1.gguf",
+        bytes: Bytes(body.len() as u64),
+        sha256: leak(sha256(body)),
+        hub: on_hub.then_some(HubFile {
+            repo: "own/tiny",
+            revision: "rev",
+            file: "tiny.gguf",
+        }),
+        wheels: Box::leak(wheels.into_boxed_slice()),
+    };
+    Catalogue(Box::leak(Box::new([model])))
+}
+
+/// Writes a wheel with one member and describes it.
+pub fn make_wheel(path: &Path, name: &str, member: &str, data: &[u8]) -> Wheel {
+    let mut zip = zip::ZipWriter::new(fs::File::create(path).unwrap());
+    let options = zip::write::SimpleFileOptions::default()
+        .compression_method(zip::CompressionMethod::Deflated);
+    zip.start_file("../../evil", options).unwrap();
+    zip.write_all(b"must never be unpacked").unwrap();
+    zip.start_file(member, options).unwrap();
+    zip.write_all(data).unwrap();
+    zip.finish().unwrap();
+    describe_wheel(path, name, member, data.len())
+}
+
+pub fn describe_wheel(path: &Path, name: &str, member: &str, member_bytes: usize) -> Wheel {
+    let bytes = fs::read(path).unwrap();
+    Wheel {
+        requirement: leak(format!("{name}==1.0")),
+        bytes: Bytes(bytes.len() as u64),
+        sha256: leak(sha256(&bytes)),
+        member: leak(member.to_owned()),
+        member_bytes: Bytes(member_bytes as u64),
+    }
+}

@@ -1,0 +1,689 @@
+//! Pulls from a hub that resumes, lies, redirects, stalls and refuses.
+
+mod common;
+
+use std::fs;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use common::*;
+use paceline_base::Bytes;
+use paceline_store::*;
+
+const PARTIAL: [&str; 2] = [
+    "tiny/tiny.Q4_1.gguf.partial",
+    "tiny/tiny.Q4_1.gguf.partial.json",
+];
+const COMPLETE: [&str; 2] = ["tiny/paceline.json", "tiny/tiny.Q4_1.gguf"];
+
+fn etag(text: &str) -> String {
+    format!("\"{text}\"")
+}
+
+fn body() -> (Arc<Vec<u8>>, Catalogue) {
+    let body = Arc::new(payload());
+    let catalogue = catalogue(&body, true, Vec::new());
+    (body, catalogue)
+}
+
+fn hub_failure(result: Result<Pulled, Error>) -> Error {
+    match result {
+        Err(Error::AllSourcesFailed { mut failures, .. }) => failures.remove(0).1,
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn a_pull_ends_with_the_file_its_record_and_nothing_else() {
+    let (body, catalogue) = body();
+    let served = Arc::clone(&body);
+    let server = Server::start(move |_, _| Reply::File {
+        body: Arc::clone(&served),
+        etag: etag("1"),
+    });
+    let setup = Setup::new(server.url());
+    let (pulled, record) = setup.pull(catalogue, "tiny");
+    let pulled = pulled.unwrap();
+    assert!(pulled.fetched);
+    assert_eq!(pulled.bytes, Bytes(body.len() as u64));
+    assert_eq!(fs::read(&pulled.found.path).unwrap(), *body);
+    assert_eq!(setup.files(), COMPLETE);
+    assert_eq!(server.requests()[0].path, "/own/tiny/resolve/rev/tiny.gguf");
+    let size = body.len() as u64;
+    assert_eq!(
+        record.parts,
+        [("tiny.Q4_1.gguf".to_owned(), Some(size), 0, size)]
+    );
+
+    let Resolved::Path(found) = resolve_in(&setup.home, catalogue, "tiny").unwrap() else {
+        panic!("it is there now");
+    };
+    assert_eq!(found, pulled.found);
+    verify(&setup.home, &pulled.name, &setup.cancel, &mut Quiet).unwrap();
+}
+
+#[test]
+fn a_broken_connection_is_resumed_within_the_same_pull() {
+    let (body, catalogue) = body();
+    let server = Server::start(move |_, number| {
+        let body = Arc::clone(&body);
+        match number {
+            0 => Reply::CutAfter {
+                body,
+                etag: etag("1"),
+                bytes: 1_000_000,
+            },
+            1 => Reply::Status(503),
+            2 => Reply::StallAfter {
+                body,
+                etag: etag("1"),
+                bytes: 1_500_000,
+            },
+            _ => Reply::File {
+                body,
+                etag: etag("1"),
+            },
+        }
+    });
+    let mut setup = Setup::new(server.url());
+    setup.options.retry.attempts = 4;
+    let (pulled, record) = setup.pull(catalogue, "tiny");
+    pulled.unwrap();
+    assert_eq!(setup.files(), COMPLETE);
+    let requests = server.requests();
+    let ranges: Vec<Option<&str>> = requests.iter().map(|r| r.header("range")).collect();
+    assert_eq!(ranges[0], None);
+    assert_eq!(ranges[1], Some("bytes=1000000-"));
+    assert_eq!(ranges[2], Some("bytes=1000000-"));
+    assert_eq!(ranges[3], Some("bytes=2500000-"));
+    assert_eq!(requests[3].header("if-range"), Some("\"1\""));
+    assert_eq!(record.messages.len(), 3, "{:?}", record.messages);
+}
+
+#[test]
+fn a_later_pull_goes_on_where_a_cancelled_one_stopped() {
+    let (body, catalogue) = body();
+    let served = Arc::clone(&body);
+    let server = Server::start(move |_, _| Reply::File {
+        body: Arc::clone(&served),
+        etag: etag("1"),
+    });
+    let setup = Setup::new(server.url());
+    let cancel_after = Some((500_000, setup.cancel.clone()));
+    let mut record = Record {
+        cancel_after,
+        ..Record::default()
+    };
+    let stopped = setup.pull_with(catalogue, "tiny", &mut record);
+    assert!(matches!(stopped, Err(Error::Cancelled)), "{stopped:?}");
+    assert_eq!(setup.files(), PARTIAL);
+    let entries = list(&setup.home).unwrap();
+    assert_eq!(entries[0].state, State::Partial);
+    assert!(entries[0].bytes.0 >= 500_000);
+
+    let again = Setup {
+        cancel: Cancel::default(),
+        ..setup
+    };
+    let (pulled, record) = again.pull(catalogue, "tiny");
+    pulled.unwrap();
+    assert_eq!(again.files(), COMPLETE);
+    let (_, total, done, advanced) = record.parts.last().unwrap().clone();
+    assert!(done >= 500_000);
+    assert_eq!(total, Some(done + advanced));
+}
+
+#[test]
+fn resuming_starts_over_when_the_server_cannot_or_its_copy_changed() {
+    for vice in [
+        "no ranges",
+        "new etag",
+        "wrong range",
+        "shorter",
+        "weak etag",
+        "bad partial",
+    ] {
+        let (body, catalogue) = body();
+        let server = Server::start(move |request, number| {
+            let body = Arc::clone(&body);
+            let first = number == 0;
+            match vice {
+                "weak etag" if first => Reply::CutAfter {
+                    body,
+                    etag: "W/\"1\"".into(),
+                    bytes: 100_000,
+                },
+                _ if first => Reply::CutAfter {
+                    body,
+                    etag: etag("1"),
+                    bytes: 100_000,
+                },
+                "no ranges" => Reply::NoRanges {
+                    body,
+                    etag: etag("1"),
+                },
+                "new etag" => Reply::File {
+                    body,
+                    etag: etag("2"),
+                },
+                "wrong range" if number == 1 => Reply::WrongRange {
+                    body,
+                    etag: etag("1"),
+                },
+                "shorter" if number == 1 => Reply::Status(416),
+                "weak etag" => {
+                    assert_eq!(request.header("range"), None);
+                    Reply::File {
+                        body,
+                        etag: "W/\"1\"".into(),
+                    }
+                }
+                _ => Reply::File {
+                    body,
+                    etag: etag("1"),
+                },
+            }
+        });
+        let mut setup = Setup::new(server.url());
+        setup.options.retry.attempts = 1;
+        let (first, _) = setup.pull(catalogue, "tiny");
+        assert!(
+            matches!(hub_failure(first), Error::ConnectionLost { .. }),
+            "{vice}"
+        );
+        if vice == "bad partial" {
+            let path = setup.home.models_dir().join(PARTIAL[0]);
+            let mut bytes = fs::read(&path).unwrap();
+            bytes[50_000] ^= 1;
+            fs::write(&path, bytes).unwrap();
+        }
+        setup.options.retry.attempts = 3;
+        let (second, _) = setup.pull(catalogue, "tiny");
+        assert!(second.unwrap().fetched, "{vice}");
+        assert_eq!(setup.files(), COMPLETE, "{vice}");
+    }
+}
+
+#[test]
+fn wrong_bytes_are_refused_and_removed() {
+    let (body, catalogue) = body();
+    let mut other = body.to_vec();
+    other[1_000_000] ^= 0x10;
+    let expected = sha256(&body);
+    let wrong = Arc::new(other);
+    let got = sha256(&wrong);
+    let server = Server::start(move |_, _| Reply::File {
+        body: Arc::clone(&wrong),
+        etag: etag("1"),
+    });
+    let setup = Setup::new(server.url());
+    let (result, _) = setup.pull(catalogue, "tiny");
+    match hub_failure(result) {
+        Error::HashMismatch {
+            expected: e,
+            got: g,
+            ..
+        } => assert_eq!((e, g), (expected, got)),
+        other => panic!("{other:?}"),
+    }
+    assert_eq!(
+        server.requests().len(),
+        1,
+        "asking again would give the same bytes"
+    );
+    assert_eq!(setup.files(), ["tiny"], "nothing but the empty folder");
+    assert_eq!(list(&setup.home).unwrap(), []);
+}
+
+#[test]
+fn a_file_announced_with_another_hash_or_size_is_not_even_fetched() {
+    let (body, catalogue) = body();
+    let to_other = |name: &str, value: String| {
+        let body = Arc::clone(&body);
+        let headers = vec![(name.to_owned(), value)];
+        Server::start(move |_, _| Reply::FileWith {
+            body: Arc::clone(&body),
+            etag: etag("1"),
+            headers: headers.clone(),
+        })
+    };
+    let hash = to_other("X-Linked-Etag", etag(&"0".repeat(64)));
+    let (result, record) = Setup::new(hash.url()).pull(catalogue, "tiny");
+    assert!(matches!(hub_failure(result), Error::HashMismatch { .. }));
+    assert!(record.parts.is_empty());
+
+    let size = to_other("X-Linked-Size", "7".into());
+    let (result, _) = Setup::new(size.url()).pull(catalogue, "tiny");
+    assert!(matches!(
+        hub_failure(result),
+        Error::SizeMismatch { got: Bytes(7), .. }
+    ));
+
+    let short = Arc::new(body[..1000].to_vec());
+    let lying = Server::start(move |_, _| Reply::File {
+        body: Arc::clone(&short),
+        etag: etag("1"),
+    });
+    let (result, _) = Setup::new(lying.url()).pull(catalogue, "tiny");
+    assert!(matches!(
+        hub_failure(result),
+        Error::SizeMismatch {
+            got: Bytes(1000),
+            ..
+        }
+    ));
+}
+
+#[test]
+fn a_body_without_length_is_bounded_by_the_expected_size() {
+    let (body, catalogue) = body();
+    let served = Arc::clone(&body);
+    let fine = Server::start(move |_, _| Reply::Chunked {
+        body: Arc::clone(&served),
+    });
+    Setup::new(fine.url()).pull(catalogue, "tiny").0.unwrap();
+
+    let mut long = body.to_vec();
+    long.extend(vec![0; 4 << 20]);
+    let long = Arc::new(long);
+    let endless = Server::start(move |_, _| Reply::Chunked {
+        body: Arc::clone(&long),
+    });
+    let setup = Setup::new(endless.url());
+    let (result, record) = setup.pull(catalogue, "tiny");
+    let error = hub_failure(result);
+    assert!(matches!(error, Error::SizeMismatch { .. }), "{error:?}");
+    assert!(
+        record.parts[0].3 <= body.len() as u64,
+        "stopped at the expected size"
+    );
+    assert_eq!(setup.files(), ["tiny"]);
+}
+
+#[test]
+fn refusals_are_told_apart() {
+    for (status, fits) in [
+        (
+            401,
+            (|e| {
+                matches!(
+                    e,
+                    Error::Unauthorized {
+                        token_sent: false,
+                        ..
+                    }
+                )
+            }) as fn(&Error) -> _,
+        ),
+        (403, |e| matches!(e, Error::Forbidden { .. })),
+        (404, |e| matches!(e, Error::NotFound { .. })),
+        (418, |e| matches!(e, Error::HttpStatus { status: 418, .. })),
+        (500, |e| matches!(e, Error::HttpStatus { status: 500, .. })),
+    ] {
+        let server = Server::start(move |_, _| Reply::Status(status));
+        let setup = Setup::new(server.url());
+        let (_, catalogue) = body();
+        let error = hub_failure(setup.pull(catalogue, "tiny").0);
+        assert!(fits(&error), "{status}: {error:?}");
+        let asked = if status == 500 { 3 } else { 1 };
+        assert_eq!(server.requests().len(), asked, "{status}");
+
+        let error = setup.pull(empty_catalogue(), "own/repo").0.unwrap_err();
+        assert!(fits(&error), "{status}: {error:?}");
+    }
+}
+
+#[test]
+fn redirects_are_followed_and_the_token_stays_with_the_hub() {
+    let (body, catalogue) = body();
+    let hash = sha256(&body);
+    let storage = Server::start(move |_, _| Reply::File {
+        body: Arc::clone(&body),
+        etag: etag("s"),
+    });
+    let elsewhere = format!("{}/blob?signature=1", storage.url());
+    let hub = Server::start(move |_, number| match number {
+        0 => Reply::Redirect {
+            to: "/own/renamed/tiny.gguf".into(),
+            headers: Vec::new(),
+        },
+        _ => Reply::Redirect {
+            to: elsewhere.clone(),
+            headers: vec![("X-Linked-Etag".into(), etag(&hash))],
+        },
+    });
+    let mut setup = Setup::new(hub.url());
+    setup.options.hub.token = Some(Token::new("hf_secret"));
+    setup.pull(catalogue, "tiny").0.unwrap();
+    for request in hub.requests() {
+        assert_eq!(
+            request.header("authorization"),
+            Some("Bearer hf_secret"),
+            "{}",
+            request.path
+        );
+    }
+    assert_eq!(storage.requests().len(), 1);
+    assert_eq!(storage.requests()[0].header("authorization"), None);
+    assert_eq!(hub.requests()[1].path, "/own/renamed/tiny.gguf");
+}
+
+#[test]
+fn redirect_loops_end() {
+    let (_, catalogue) = body();
+    let hub = Server::start(|_, _| Reply::Redirect {
+        to: "/again".into(),
+        headers: Vec::new(),
+    });
+    let error = hub_failure(Setup::new(hub.url()).pull(catalogue, "tiny").0);
+    assert!(matches!(error, Error::BadRedirect { .. }), "{error:?}");
+    assert!(hub.requests().len() < 10);
+}
+
+#[test]
+fn an_unreachable_hub_is_given_up_in_the_time_for_it() {
+    let silent = Server::start(|_, _| Reply::Silence);
+    let garbage = Server::start(|_, _| Reply::Garbage);
+    let refused = {
+        let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        format!("http://{}", listener.local_addr().unwrap())
+    };
+    // 192.0.2.0/24 is reserved for documentation (RFC 5737), `.invalid` never resolves (RFC 2606).
+    let endpoints = [
+        silent.url(),
+        garbage.url(),
+        refused,
+        "http://192.0.2.1:9".into(),
+        "https://hub.invalid".into(),
+    ];
+    for endpoint in endpoints {
+        let (_, catalogue) = body();
+        let mut setup = Setup::new(endpoint.clone());
+        setup.options.deadlines.reach = Duration::from_millis(700);
+        let started = Instant::now();
+        let error = hub_failure(setup.pull(catalogue, "tiny").0);
+        assert!(
+            matches!(error, Error::HubUnreachable { .. }),
+            "{endpoint}: {error:?}"
+        );
+        assert!(
+            started.elapsed() < Duration::from_millis(1500),
+            "{endpoint}"
+        );
+        let error = setup.pull(empty_catalogue(), "own/repo").0.unwrap_err();
+        assert!(
+            matches!(error, Error::HubUnreachable { .. }),
+            "{endpoint}: {error:?}"
+        );
+    }
+    assert_eq!(Deadlines::default().reach, Duration::from_secs(3));
+}
+
+#[test]
+fn cancelling_does_not_wait_for_a_silent_server() {
+    let (_, catalogue) = body();
+    let silent = Server::start(|_, _| Reply::Silence);
+    let mut setup = Setup::new(silent.url());
+    setup.options.deadlines.reach = Duration::from_secs(60);
+    let cancel = setup.cancel.clone();
+    let started = Instant::now();
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while silent.requests().is_empty() {
+                std::thread::yield_now();
+            }
+            cancel.cancel();
+        });
+        let (stopped, _) = setup.pull(catalogue, "tiny");
+        assert!(matches!(stopped, Err(Error::Cancelled)), "{stopped:?}");
+    });
+    assert!(started.elapsed() < Duration::from_secs(5));
+}
+
+#[test]
+fn a_disk_too_small_is_found_beforehand() {
+    let (body, catalogue) = body();
+    let size = body.len() as u64;
+    let server = Server::start(move |_, _| Reply::File {
+        body: Arc::clone(&body),
+        etag: etag("1"),
+    });
+    let mut setup = Setup::new(server.url());
+    setup.options.free_space = |_| Ok(1 << 20);
+    match setup.pull(catalogue, "tiny").0.unwrap_err() {
+        Error::DiskFull { needed, free, .. } => {
+            assert_eq!((needed, free), (Bytes(size), Bytes(1 << 20)));
+        }
+        other => panic!("{other:?}"),
+    }
+    assert_eq!(setup.files(), ["tiny"]);
+}
+
+#[test]
+#[cfg(target_os = "linux")]
+fn a_disk_that_fills_up_while_writing_says_so() {
+    let (body, catalogue) = body();
+    let server = Server::start(move |_, _| Reply::File {
+        body: Arc::clone(&body),
+        etag: etag("1"),
+    });
+    let setup = Setup::new(server.url());
+    let partial = setup.home.models_dir().join(PARTIAL[0]);
+    fs::create_dir_all(partial.parent().unwrap()).unwrap();
+    std::os::unix::fs::symlink("/dev/full", &partial).unwrap();
+    let error = setup.pull(catalogue, "tiny").0.unwrap_err();
+    assert!(matches!(error, Error::DiskFull { .. }), "{error:?}");
+}
+
+#[test]
+fn two_pulls_at_once_fetch_once() {
+    let (body, catalogue) = body();
+    let (gate, opened) = std::sync::mpsc::channel::<()>();
+    let opened = std::sync::Mutex::new(opened);
+    let server = Server::start(move |_, _| {
+        // The first pull holds the lock until the second has said that it waits.
+        opened.lock().unwrap().recv().unwrap();
+        Reply::File {
+            body: Arc::clone(&body),
+            etag: etag("1"),
+        }
+    });
+    let setup = Setup::new(server.url());
+    std::thread::scope(|scope| {
+        let first = scope.spawn(|| setup.pull(catalogue, "tiny").0);
+        while server.requests().is_empty() {
+            std::thread::yield_now();
+        }
+        struct Tell(std::sync::mpsc::Sender<()>, Vec<String>);
+        impl Progress for Tell {
+            fn start(&mut self, _: &str, _: Option<u64>, _: u64) {}
+            fn advance(&mut self, _: u64) {}
+            fn message(&mut self, text: &str) {
+                self.1.push(text.into());
+                self.0.send(()).unwrap();
+            }
+            fn finish(&mut self) {}
+        }
+        let mut tell = Tell(gate, Vec::new());
+        let plan = match resolve_in(&setup.home, catalogue, "tiny").unwrap() {
+            Resolved::NeedsDownload(plan) => plan,
+            Resolved::Path(_) => panic!("not yet"),
+        };
+        let busy = remove(&setup.home, "tiny");
+        assert!(
+            matches!(busy, Err(Error::NotInStore { .. } | Error::Busy { .. })),
+            "{busy:?}"
+        );
+        let second = pull(
+            &setup.home,
+            &plan,
+            &setup.options,
+            &setup.cancel,
+            &mut tell,
+            now(),
+        )
+        .unwrap();
+        assert!(first.join().unwrap().unwrap().fetched);
+        assert!(!second.fetched);
+        assert!(
+            tell.1[0].contains("another paceline process"),
+            "{:?}",
+            tell.1
+        );
+    });
+    assert_eq!(server.requests().len(), 1);
+}
+
+fn listing(files: &[(&str, usize, Option<&str>)]) -> String {
+    let sibling = |(name, size, sha): &(&str, usize, Option<&str>)| {
+        let lfs = sha.map_or(String::new(), |sha| {
+            format!(r#","lfs":{{"sha256":"{sha}"}}"#)
+        });
+        format!(r#"{{"rfilename":"{name}","size":{size}{lfs}}}"#)
+    };
+    let siblings: Vec<String> = files.iter().map(sibling).collect();
+    format!(
+        r#"{{"sha":"{}","siblings":[{}]}}"#,
+        "ab".repeat(20),
+        siblings.join(",")
+    )
+}
+
+#[test]
+fn a_folder_is_fetched_file_by_file_and_resumed_between_them() {
+    let weights = Arc::new(payload());
+    let hash = sha256(&weights);
+    let config = Arc::new(b"{\"model_type\":\"llama\"}".to_vec());
+    let list_json = listing(&[
+        ("config.json", config.len(), None),
+        ("model.safetensors", weights.len(), Some(&hash)),
+        ("tokenizer.json", config.len(), None),
+        ("../evil.safetensors", 3, None),
+        ("run.py", 3, None),
+    ]);
+    let list_json = Arc::new(list_json.into_bytes());
+    let (small, large) = (Arc::clone(&config), Arc::clone(&weights));
+    let server = Server::start(move |request, number| match request.path.as_str() {
+        path if path.starts_with("/api/") => Reply::File {
+            body: Arc::clone(&list_json),
+            etag: etag("l"),
+        },
+        path if path.ends_with("/tokenizer.json") && number < 4 => Reply::Status(404),
+        path if path.ends_with(".json") => Reply::File {
+            body: Arc::clone(&small),
+            etag: etag("c"),
+        },
+        _ => Reply::File {
+            body: Arc::clone(&large),
+            etag: etag("w"),
+        },
+    });
+    let setup = Setup::new(server.url());
+    let (first, _) = setup.pull(empty_catalogue(), "own/repo");
+    assert!(matches!(first, Err(Error::NotFound { .. })), "{first:?}");
+    let (pulled, record) = setup.pull(empty_catalogue(), "own/repo");
+    let pulled = pulled.unwrap();
+    assert_eq!(pulled.found.kind, Kind::Safetensors);
+    assert_eq!(pulled.name.as_str(), "own/repo");
+    let names = [
+        "config.json",
+        "model.safetensors",
+        "paceline.json",
+        "tokenizer.json",
+    ];
+    assert_eq!(setup.files(), names.map(|name| format!("own--repo/{name}")));
+    let fetched = server
+        .requests()
+        .iter()
+        .filter(|r| r.path.ends_with(".safetensors"))
+        .count();
+    assert_eq!(fetched, 1, "the weights were there already");
+    assert!(
+        record
+            .parts
+            .iter()
+            .any(|part| part.0 == "checking model.safetensors")
+    );
+    let revision = "ab".repeat(20);
+    assert_eq!(
+        server.requests()[1].path,
+        format!("/own/repo/resolve/{revision}/config.json")
+    );
+
+    let stored = resolve_in(&setup.home, empty_catalogue(), "own/repo").unwrap();
+    assert_eq!(stored, Resolved::Path(pulled.found));
+}
+
+#[test]
+fn gguf_repositories_want_a_selector_unless_there_is_one_file() {
+    let model = Arc::new(payload());
+    let hash = sha256(&model);
+    let list_json = listing(&[
+        ("Q4/m-Q4_K_M.gguf", model.len(), Some(&hash)),
+        ("m-Q8_0.gguf", model.len(), Some(&hash)),
+    ]);
+    let list_json = Arc::new(list_json.into_bytes());
+    let server = Server::start(move |request, _| match request.path.starts_with("/api/") {
+        true => Reply::File {
+            body: Arc::clone(&list_json),
+            etag: etag("l"),
+        },
+        false => Reply::File {
+            body: Arc::clone(&model),
+            etag: etag("m"),
+        },
+    });
+    let setup = Setup::new(server.url());
+    match setup.pull(empty_catalogue(), "own/repo").0.unwrap_err() {
+        Error::AmbiguousGguf { choices, .. } => {
+            assert_eq!(choices, ["Q4/m-Q4_K_M.gguf", "m-Q8_0.gguf"]);
+        }
+        other => panic!("{other:?}"),
+    }
+    let none = setup
+        .pull(empty_catalogue(), "own/repo:Q2_K")
+        .0
+        .unwrap_err();
+    assert!(matches!(none, Error::NoMatchingGguf { .. }), "{none:?}");
+
+    let pulled = setup.pull(empty_catalogue(), "own/repo:q4_k_m").0.unwrap();
+    assert_eq!(pulled.name.as_str(), "own/repo:Q4/m-Q4_K_M.gguf");
+    assert!(
+        pulled
+            .found
+            .path
+            .ends_with("own--repo--Q4%2Fm-Q4_K_M.gguf/Q4/m-Q4_K_M.gguf")
+    );
+    for spec in ["own/repo", "own/repo:Q4_K_M", "own/repo:m-Q4_K_M.gguf"] {
+        let found = resolve_in(&setup.home, empty_catalogue(), spec).unwrap();
+        assert_eq!(found, Resolved::Path(pulled.found.clone()), "{spec}");
+    }
+    setup.pull(empty_catalogue(), "own/repo:Q8_0").0.unwrap();
+    let several = resolve_in(&setup.home, empty_catalogue(), "own/repo");
+    assert!(
+        matches!(several, Err(Error::AmbiguousGguf { .. })),
+        "{several:?}"
+    );
+    assert!(matches!(
+        remove(&setup.home, "own/repo"),
+        Err(Error::AmbiguousEntry { .. })
+    ));
+    assert_eq!(
+        remove(&setup.home, "own/repo:Q8_0").unwrap().name.as_str(),
+        "own/repo:m-Q8_0.gguf"
+    );
+}
+
+#[test]
+fn an_endless_file_list_is_cut_off() {
+    let body = Arc::new(vec![b' '; 17 << 20]);
+    let server = Server::start(move |_, _| Reply::File {
+        body: Arc::clone(&body),
+        etag: etag("l"),
+    });
+    let error = Setup::new(server.url())
+        .pull(empty_catalogue(), "own/repo")
+        .0
+        .unwrap_err();
+    assert!(matches!(error, Error::SizeMismatch { .. }), "{error:?}");
+}
