@@ -58,8 +58,20 @@ enum Chore {
     Deny,
 }
 
-fn main() -> Result<ExitCode> {
-    let passed = match Args::parse().chore {
+fn main() -> ExitCode {
+    match run(Args::parse().chore) {
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => ExitCode::FAILURE,
+        Err(error) => {
+            eprintln!("error: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// Does the chore; true when nothing failed.
+fn run(chore: Chore) -> Result<bool> {
+    Ok(match chore {
         Chore::Test { only } if only.is_empty() => steps::run(&steps::DEFAULT),
         Chore::Test { only } => steps::run(&only),
         Chore::Tidy { report: false } => steps::tidy()?.failed == 0,

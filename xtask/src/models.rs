@@ -4,23 +4,23 @@
 //! Gemma 3, whose tests are skipped by name when it cannot be had. The rest are small synthetic
 //! models, one for every storage type, made by `scripts/models/quant_models.py`.
 
+use std::fs::{self, File};
+use std::io;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
+use paceline_store::{
+    Cancel, Catalogue, Home, Model, Progress, PullOptions, Resolved, pull, resolve,
+};
+use sha2::{Digest, Sha256};
 
 use crate::tally::Tally;
 use crate::{process, repo, venv};
 
-/// Gemma is 253 MB; a line slower than 2 Mbit/s counts as none.
-const FETCH_LIMIT: Duration = Duration::from_secs(1200);
-
 /// Fifteen models at 3 to 5 s each on two cores, with room for a machine four times slower.
 const SYNTHESIS_LIMIT: Duration = Duration::from_secs(300);
-
-/// File name of SmolLM2-135M-Instruct, as `scripts/models/fetch_models.sh` leaves it.
-const SMOLLM2: &str = "SmolLM2-135M-Instruct.Q4_1.gguf";
 
 /// Where tests look for models: `PACELINE_TEST_MODELS`, or a folder in the user's cache.
 ///
@@ -40,11 +40,14 @@ pub(crate) fn folder() -> Result<PathBuf> {
 /// When SmolLM2 cannot be fetched.
 pub(crate) fn run(into: Option<PathBuf>) -> Result<Tally> {
     let folder = into.map_or_else(folder, Ok)?;
-    let mut tally = Tally::default();
-    fetch(&folder, &["--smollm2-only"]).context("fetch SmolLM2, which the tests need")?;
-    tally.add(Tally::check("smollm2", true));
-    tally.add(optional("gemma3 tests", || fetch(&folder, &[])));
-    tally.add(optional("storage type tests", || synthesise(&folder)));
+    let smollm2 = fetch(&folder, "smollm2").context("fetch SmolLM2, which the tests need")?;
+    let mut tally = Tally::check("smollm2", true);
+    tally.add(optional("gemma3 tests", || {
+        fetch(&folder, "gemma3-270m").map(|_| ())
+    }));
+    tally.add(optional("storage type tests", || {
+        synthesise(&smollm2, &folder)
+    }));
     Ok(tally)
 }
 
@@ -56,26 +59,87 @@ fn optional(name: &str, make: impl FnOnce() -> Result<()>) -> Tally {
     }
 }
 
-fn fetch(folder: &Path, options: &[&str]) -> Result<()> {
-    let mut command = Command::new("sh");
-    command
-        .arg(repo::root().join("scripts/models/fetch_models.sh"))
-        .args(options)
-        .arg(folder);
-    print_lines(&process::capture(command, FETCH_LIMIT)?);
-    Ok(())
+/// The catalogue's model `alias` as a file directly in `folder`; gives its path.
+///
+/// The store fetches it into a home of its own below `folder`, where an interrupted download
+/// stays to be resumed; the complete file is moved out.
+fn fetch(folder: &Path, alias: &str) -> Result<PathBuf> {
+    let model = Catalogue::BUILTIN.find(alias);
+    let model = model.with_context(|| format!("{alias} is not in the catalogue"))?;
+    let target = folder.join(model.file);
+    if is_whole(&target, model)? {
+        println!("present  {}", target.display());
+        return Ok(target);
+    }
+    let home = Home::new(folder.join(".store"));
+    let found = match resolve(&home, alias)? {
+        Resolved::Path(found) => found,
+        Resolved::NeedsDownload(plan) => {
+            let options = PullOptions::default();
+            pull(
+                &home,
+                &plan,
+                &options,
+                &Cancel::default(),
+                &mut Lines,
+                SystemTime::now(),
+            )?
+            .found
+        }
+    };
+    let entry = found
+        .path
+        .parent()
+        .filter(|entry| entry.starts_with(home.root()));
+    let entry = entry.with_context(|| format!("{} is not the store's", found.path.display()))?;
+    fs::rename(&found.path, &target).with_context(|| format!("move to {}", target.display()))?;
+    fs::remove_dir_all(entry).with_context(|| format!("remove {}", entry.display()))?;
+    println!("fetched  {}", target.display());
+    Ok(target)
 }
 
-fn synthesise(folder: &Path) -> Result<()> {
+/// True when the file is there with the catalogue's size and hash.
+fn is_whole(path: &Path, model: &Model) -> Result<bool> {
+    if !fs::metadata(path).is_ok_and(|data| data.len() == model.bytes.0) {
+        return Ok(false);
+    }
+    let mut hash = Sha256::new();
+    let mut file = File::open(path).with_context(|| format!("open {}", path.display()))?;
+    io::copy(&mut file, &mut hash).with_context(|| format!("read {}", path.display()))?;
+    Ok(format!("{:x}", hash.finalize()) == model.sha256)
+}
+
+/// Says what is fetched, a line each: a test run's log has no use for a progress bar.
+struct Lines;
+
+impl Progress for Lines {
+    fn start(&mut self, label: &str, total: Option<u64>, done: u64) {
+        let total = total.map_or("?".into(), |bytes| (bytes / 1_000_000).to_string());
+        println!(
+            "fetching {label}: {} of {total} MB are here",
+            done / 1_000_000
+        );
+    }
+
+    fn advance(&mut self, _bytes: u64) {}
+
+    fn message(&mut self, text: &str) {
+        println!("{text}");
+    }
+
+    fn finish(&mut self) {}
+}
+
+/// One small model for every storage type, with the tokenizer of the SmolLM2 file at `base`.
+fn synthesise(base: &Path, folder: &Path) -> Result<()> {
     let mut command = Command::new(venv::python_with("requirements.txt")?);
-    command.arg(repo::root().join("scripts/models/quant_models.py"));
-    command.arg(folder.join(SMOLLM2)).arg(folder);
-    print_lines(&process::capture(command, SYNTHESIS_LIMIT)?);
+    command
+        .arg(repo::root().join("scripts/models/quant_models.py"))
+        .args([base, folder]);
+    let output = process::capture(command, SYNTHESIS_LIMIT)?;
+    ensure!(!output.trim().is_empty(), "quant_models.py named no model");
+    output.lines().for_each(|line| println!("{line}"));
     Ok(())
-}
-
-fn print_lines(text: &str) {
-    text.lines().for_each(|line| println!("{line}"));
 }
 
 #[cfg(test)]
@@ -89,5 +153,29 @@ mod tests {
         assert_eq!(tally.to_string(), "0 passed, 0 failed, 1 skipped");
         assert_eq!(tally.skips[0].reason, "fetch the wheel: no answer");
         assert_eq!(optional("x", || Ok(())).passed, 1);
+    }
+
+    #[test]
+    fn a_file_is_whole_by_size_and_hash() {
+        let folder = tempfile::tempdir().expect("a temporary folder");
+        let path = folder.path().join("model");
+        let model = Model {
+            bytes: paceline_base::Bytes(3),
+            // SHA-256 of "abc", FIPS 180-2 appendix B.1.
+            sha256: "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad",
+            ..Catalogue::BUILTIN
+                .find("smollm2")
+                .expect("is built in")
+                .clone()
+        };
+        assert!(!is_whole(&path, &model).expect("absent is not whole"));
+        for (text, whole) in [("abc", true), ("abd", false), ("abcd", false), ("", false)] {
+            fs::write(&path, text).expect("written");
+            assert_eq!(
+                is_whole(&path, &model).expect("readable"),
+                whole,
+                "{text:?}"
+            );
+        }
     }
 }
