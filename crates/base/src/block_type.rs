@@ -8,7 +8,11 @@ use std::fmt;
 /// [`len`](Self::len) values in [`bytes`](Self::bytes) bytes. Floats are blocks of one value.
 /// Byte layouts: `ggml/src/ggml-common.h` of llama.cpp; decoded in `paceline-tensor::stored`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-#[allow(missing_docs, non_camel_case_types, reason = "the names are the formats' own")]
+#[allow(
+    missing_docs,
+    non_camel_case_types,
+    reason = "the names are the formats' own"
+)]
 pub enum BlockType {
     F32,
     F16,
@@ -142,7 +146,12 @@ impl BlockType {
             20 => Self::IQ4_NL,
             23 => Self::IQ4_XS,
             30 => Self::BF16,
-            _ => return Err(UnknownBlockType { id, name: unsupported_name(id) }),
+            _ => {
+                return Err(UnknownBlockType {
+                    id,
+                    name: unsupported_name(id),
+                });
+            }
         })
     }
 
@@ -213,7 +222,10 @@ mod tests {
     #[test]
     fn others_are_refused_by_name() {
         let error = BlockType::from_gguf(39).unwrap_err();
-        assert_eq!(error.to_string(), "storage type MXFP4 (GGUF type number 39) is not supported");
+        assert_eq!(
+            error.to_string(),
+            "storage type MXFP4 (GGUF type number 39) is not supported"
+        );
         assert_eq!(BlockType::from_gguf(999).unwrap_err().name, "unknown");
     }
 

@@ -3,13 +3,16 @@
 //! This crate stays small (under 3,000 lines): a type moves here with its second user.
 //!
 //! - [`BlockType`]: how weights are stored in a file, with block sizes.
+//! - [`KernelClass`]: which definition of the numbers a result belongs to.
 //! - [`Bytes`], [`Micros`]: units that print themselves.
 //! - [`Rank`], [`LayerIdx`]: indices that cannot be mixed up.
 //! - [`tree`]: the one order of additions that every split sum follows.
 
 mod block_type;
+mod kernel_class;
 pub mod tree;
 mod units;
 
 pub use block_type::{BlockType, UnknownBlockType};
+pub use kernel_class::{KernelClass, UnknownKernelClass};
 pub use units::{Bytes, LayerIdx, Micros, Rank};

@@ -96,7 +96,7 @@ pub(crate) struct Table {
     pub(crate) set: InstructionSet,
     groups: [unsafe fn(GroupArgs<'_>); BlockType::ALL.len()],
     pub(crate) quantise_row: unsafe fn(&Writer<'_>, usize),
-    pub(crate) rms_norm: unsafe fn(&[f32], &[f32], f32, &mut [f32]),
+    pub(crate) rms_norm: unsafe fn(*const f32, &[f32], f32, *mut f32),
     pub(crate) silu_mul: unsafe fn(&[f32], &[f32], &mut [f32]),
     pub(crate) gelu_mul: unsafe fn(&[f32], &[f32], &mut [f32]),
     pub(crate) attend_f16: unsafe fn(PageView, &[Query]),
@@ -155,7 +155,7 @@ macro_rules! kernels {
             kernel!([$($feature)?] iq4_nl(args: GroupArgs<'_>) = matmul::group::<$isa, formats::IQ4_NL>);
             kernel!([$($feature)?] iq4_xs(args: GroupArgs<'_>) = matmul::group::<$isa, formats::IQ4_XS>);
             kernel!([$($feature)?] quantise_row(writer: &Writer<'_>, t: usize) = Writer::quantise_row::<$isa>);
-            kernel!([$($feature)?] rms_norm(x: &[f32], w: &[f32], eps: f32, out: &mut [f32])
+            kernel!([$($feature)?] rms_norm(x: *const f32, w: &[f32], eps: f32, out: *mut f32)
                 = vector::rms_norm::<$isa>);
             kernel!([$($feature)?] silu_mul(gate: &[f32], up: &[f32], out: &mut [f32])
                 = vector::silu_mul::<$isa>);

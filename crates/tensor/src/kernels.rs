@@ -203,7 +203,16 @@ impl Kernels {
     pub fn rms_norm(&self, x: &[f32], weight: &[f32], eps: f32, out: &mut [f32]) {
         assert_eq!((x.len(), x.len()), (weight.len(), out.len()));
         // SAFETY: the table was detected; lengths are checked.
-        unsafe { (self.table.rms_norm)(x, weight, eps, out) }
+        unsafe { (self.table.rms_norm)(x.as_ptr(), weight, eps, out.as_mut_ptr()) }
+    }
+
+    /// [`rms_norm`](Self::rms_norm) that overwrites its input.
+    pub fn rms_norm_in_place(&self, x: &mut [f32], weight: &[f32], eps: f32) {
+        assert_eq!(x.len(), weight.len());
+        let out = x.as_mut_ptr();
+        // SAFETY: the kernel reads each run of 16 before it writes it, through raw pointers; the
+        // table was detected.
+        unsafe { (self.table.rms_norm)(out, weight, eps, out) }
     }
 
     /// `out = silu(gate) * up`, all `(n,)`.

@@ -282,6 +282,15 @@ impl<'a, T> DisjointMut<'a, T> {
         }
     }
 
+    /// Number of parts.
+    #[allow(
+        clippy::len_without_is_empty,
+        reason = "a number of parts, not a container"
+    )]
+    pub const fn len(&self) -> usize {
+        self.len.div_ceil(self.part_len)
+    }
+
     /// Part `index`.
     ///
     /// # Safety

@@ -48,28 +48,28 @@ unsafe fn store_some<S: Isa>(p: *mut f32, len: usize, x: S::F) {
     }
 }
 
-/// `out = x / sqrt(mean(x^2) + eps) * weight`, all `(n,)`.
+/// `out = x / sqrt(mean(x^2) + eps) * weight`, all `(n,)`; `out` may be `x`.
 ///
 /// The sum of squares runs in 16 lanes (element `i` in lane `i % 16`), then lane `i` plus lane
 /// `i + 8`, 4, 2, 1.
 ///
 /// # Safety
-/// Features of `S`; equal lengths.
+/// Features of `S`; `x` and `out` are good for `weight.len()` floats.
 #[inline(always)]
-pub(crate) unsafe fn rms_norm<S: Isa>(x: &[f32], weight: &[f32], eps: f32, out: &mut [f32]) {
-    // SAFETY: runs stay within `n`.
+pub(crate) unsafe fn rms_norm<S: Isa>(x: *const f32, weight: &[f32], eps: f32, out: *mut f32) {
+    // SAFETY: runs stay within `n`; each run is read before it is written.
     unsafe {
         let mut squares = S::splat(0.0);
-        runs(x.len(), |at, len| {
-            let v = load_some::<S>(x.as_ptr().add(at), len);
+        runs(weight.len(), |at, len| {
+            let v = load_some::<S>(x.add(at), len);
             squares = S::fma(v, v, squares);
         });
-        let mean = isa::reduce_add::<S>(squares) / x.len() as f32;
+        let mean = isa::reduce_add::<S>(squares) / weight.len() as f32;
         let scale = S::splat(1.0 / (mean + eps).sqrt());
-        runs(x.len(), |at, len| {
-            let v = load_some::<S>(x.as_ptr().add(at), len);
+        runs(weight.len(), |at, len| {
+            let v = load_some::<S>(x.add(at), len);
             let w = load_some::<S>(weight.as_ptr().add(at), len);
-            store_some::<S>(out.as_mut_ptr().add(at), len, S::mul(S::mul(v, scale), w));
+            store_some::<S>(out.add(at), len, S::mul(S::mul(v, scale), w));
         });
     }
 }

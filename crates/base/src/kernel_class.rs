@@ -1,0 +1,49 @@
+//! Which definition of the numbers a result belongs to.
+
+use std::fmt;
+use std::str::FromStr;
+
+/// A kernel class: results of one class are bit-identical however they were computed (any batch,
+/// threads, instruction set, split); results of different classes agree only approximately.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum KernelClass {
+    /// Weights as stored, activations rounded to 8 bits per 32 for quantised weights, keys and
+    /// values in f16. The default.
+    #[default]
+    Cpu,
+    /// Weights decoded to f32, activations and cache in f32: four to eight times the memory; the
+    /// reference that `Cpu` is measured against.
+    CpuF32,
+}
+
+/// Not the name of a kernel class.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("unknown kernel class {0:?}, expected cpu or cpu-f32")]
+pub struct UnknownKernelClass(pub String);
+
+impl KernelClass {
+    /// The name used in options and results.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Cpu => "cpu",
+            Self::CpuF32 => "cpu-f32",
+        }
+    }
+}
+
+impl fmt::Display for KernelClass {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl FromStr for KernelClass {
+    type Err = UnknownKernelClass;
+
+    fn from_str(name: &str) -> Result<Self, UnknownKernelClass> {
+        [Self::Cpu, Self::CpuF32]
+            .into_iter()
+            .find(|class| class.name() == name)
+            .ok_or_else(|| UnknownKernelClass(name.to_owned()))
+    }
+}

@@ -1,0 +1,69 @@
+//! What can go wrong when a model is loaded.
+
+use paceline_formats::{gguf, hf};
+
+/// Why a model cannot be loaded.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// The GGUF file cannot be read.
+    #[error(transparent)]
+    Gguf(#[from] gguf::Error),
+    /// The Hugging Face folder cannot be read.
+    #[error(transparent)]
+    Hf(#[from] hf::Error),
+    /// The file is of an architecture that paceline does not know.
+    #[error("model architecture {architecture:?} is not supported, expected one of {supported}")]
+    Architecture {
+        /// The name in the file.
+        architecture: String,
+        /// Known names.
+        supported: String,
+    },
+    /// The configuration lacks a field.
+    #[error("config.json has no {field}")]
+    MissingField {
+        /// Name of the field.
+        field: &'static str,
+    },
+    /// A field of the configuration is of another type.
+    #[error("config.json: {field} is {got}, expected {expected}")]
+    FieldType {
+        /// Name of the field.
+        field: String,
+        /// What was expected.
+        expected: &'static str,
+        /// What is there.
+        got: String,
+    },
+    /// A value that no model of this family has, or that paceline cannot compute with.
+    #[error("{field} is {got}, expected {expected}")]
+    Value {
+        /// What the value describes.
+        field: &'static str,
+        /// The value.
+        got: String,
+        /// What would be accepted.
+        expected: &'static str,
+    },
+    /// A weight has another shape than the configuration says.
+    #[error("tensor {name}: shape {got:?}, expected {expected:?}")]
+    Shape {
+        /// Name in the file.
+        name: String,
+        /// Shape in the file, outermost first.
+        got: Vec<usize>,
+        /// Shape by the configuration.
+        expected: Vec<usize>,
+    },
+    /// Weights cannot be packed.
+    #[error("tensor {name}: {source}")]
+    Pack {
+        /// Name in the file.
+        name: String,
+        /// Why.
+        source: paceline_tensor::Error,
+    },
+    /// The key/value cache cannot be reserved.
+    #[error("key/value cache: {0}")]
+    Cache(paceline_tensor::Error),
+}

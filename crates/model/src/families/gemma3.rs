@@ -1,0 +1,72 @@
+//! Gemma 3, text: most layers see a window only and turn with a base of their own; norms on query
+//! and key heads; norms before and after each half; scaled embeddings; GELU.
+//! Source: Gemma Team 2025; `src/models/gemma3.cpp` of llama.cpp, `modeling_gemma3.py` of
+//! transformers.
+
+use paceline_tensor::RopePairs;
+
+use super::{Family, Fields};
+use crate::config::{Activation, LayerKind};
+use crate::step::Step;
+use crate::weights::Layer;
+use crate::{Config, Error};
+
+/// Rotary sets in [`Config::ropes`].
+const FULL: usize = 0;
+const WINDOWED: usize = 1;
+
+/// Layers of the 27B model, the only one whose scores are scaled by its width per head (llama.cpp
+/// tells it by the layer count as well, files do not say).
+const LAYERS_27B: usize = 62;
+
+pub(super) fn config(fields: &Fields<'_>) -> Result<Config, Error> {
+    let mut config = Config::base(Family::Gemma3, fields)?;
+    config.activation = Activation::GeluTanh;
+    config.embedding_scale = (config.width as f32).sqrt();
+    config.norm_offset = fields.gemma_norm_offset();
+    let scalar = match fields.opt_float("attention.query_scalar", "query_pre_attn_scalar")? {
+        Some(scalar) => scalar,
+        None if config.layers.len() == LAYERS_27B => (config.width / config.heads) as f32,
+        None => config.head_dim as f32,
+    };
+    config.query_scale = 1.0 / scalar.sqrt();
+    let full = fields.rope(&config, RopePairs::Halves)?;
+    config.ropes = vec![full, fields.gemma_window_rope(&config)?];
+    let window = fields.gemma_window()?;
+    for (i, windowed) in fields
+        .gemma_windowed(config.layers.len())?
+        .into_iter()
+        .enumerate()
+    {
+        config.layers[i] = if windowed {
+            LayerKind {
+                window: Some(window),
+                rope: WINDOWED,
+            }
+        } else {
+            LayerKind {
+                window: None,
+                rope: FULL,
+            }
+        };
+    }
+    Ok(config)
+}
+
+/// One layer; shapes of one batch of T rows.
+pub(super) fn layer(step: &mut Step<'_, '_>, w: &Layer, index: usize) {
+    step.norm(&w.attention_norm); //          residual (T, C) -> x (T, C)
+    step.project_qkv(w); //                   x (T, C) -> q (T, H D), k, v (T, K D)
+    step.norm_heads(w); //                    q (T, H, D), k (T, K, D) in place, over D
+    step.rotate(index); //                    q, k in place, by the layer's own base
+    step.attend(index); //                    q, cache -> attended (T, H D), window or all
+    step.project_attention(w); //             attended (T, H D) -> delta (T, C)
+    step.norm_delta(w.post_attention_norm.as_deref()); // delta (T, C) in place
+    step.add_delta(); //                      residual += delta
+    step.norm(&w.ffn_norm); //                residual (T, C) -> x (T, C)
+    step.project_gate_up(w); //               x (T, C) -> gate, up (T, F)
+    step.activate(); //                       gelu(gate) * up -> hidden (T, F)
+    step.project_down(w); //                  hidden (T, F) -> delta (T, C)
+    step.norm_delta(w.post_ffn_norm.as_deref()); // delta (T, C) in place
+    step.add_delta(); //                      residual += delta
+}

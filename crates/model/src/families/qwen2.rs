@@ -1,0 +1,31 @@
+//! Qwen 2 and 2.5: as Llama, with biases on queries, keys and values, and rotation of halves.
+//! Source: Yang et al. 2024; `src/models/qwen2.cpp` of llama.cpp.
+
+use paceline_tensor::RopePairs;
+
+use super::{Family, Fields};
+use crate::step::Step;
+use crate::weights::Layer;
+use crate::{Config, Error};
+
+pub(super) fn config(fields: &Fields<'_>) -> Result<Config, Error> {
+    let mut config = Config::base(Family::Qwen2, fields)?;
+    config.ropes = vec![fields.rope(&config, RopePairs::Halves)?];
+    fields.set_qwen_windows(&mut config)?;
+    Ok(config)
+}
+
+/// One layer; shapes of one batch of T rows.
+pub(super) fn layer(step: &mut Step<'_, '_>, w: &Layer, index: usize) {
+    step.norm(&w.attention_norm); //          residual (T, C) -> x (T, C)
+    step.project_qkv(w); //                   x (T, C) -> q (T, H D), k, v (T, K D), with biases
+    step.rotate(index); //                    q, k in place
+    step.attend(index); //                    q, cache -> attended (T, H D)
+    step.project_attention(w); //             attended (T, H D) -> delta (T, C)
+    step.add_delta(); //                      residual += delta
+    step.norm(&w.ffn_norm); //                residual (T, C) -> x (T, C)
+    step.project_gate_up(w); //               x (T, C) -> gate, up (T, F)
+    step.activate(); //                       silu(gate) * up -> hidden (T, F)
+    step.project_down(w); //                  hidden (T, F) -> delta (T, C)
+    step.add_delta(); //                      residual += delta
+}

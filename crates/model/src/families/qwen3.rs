@@ -1,0 +1,33 @@
+//! Qwen 3, dense: as Llama without biases, with an RMS norm on every query and key head before
+//! the rotation of halves; the head size is its own number.
+//! Source: Yang et al. 2025; `src/models/qwen3.cpp` of llama.cpp.
+
+use paceline_tensor::RopePairs;
+
+use super::{Family, Fields};
+use crate::step::Step;
+use crate::weights::Layer;
+use crate::{Config, Error};
+
+pub(super) fn config(fields: &Fields<'_>) -> Result<Config, Error> {
+    let mut config = Config::base(Family::Qwen3, fields)?;
+    config.ropes = vec![fields.rope(&config, RopePairs::Halves)?];
+    fields.set_qwen_windows(&mut config)?;
+    Ok(config)
+}
+
+/// One layer; shapes of one batch of T rows.
+pub(super) fn layer(step: &mut Step<'_, '_>, w: &Layer, index: usize) {
+    step.norm(&w.attention_norm); //          residual (T, C) -> x (T, C)
+    step.project_qkv(w); //                   x (T, C) -> q (T, H D), k, v (T, K D)
+    step.norm_heads(w); //                    q (T, H, D), k (T, K, D) in place, over D
+    step.rotate(index); //                    q, k in place
+    step.attend(index); //                    q, cache -> attended (T, H D)
+    step.project_attention(w); //             attended (T, H D) -> delta (T, C)
+    step.add_delta(); //                      residual += delta
+    step.norm(&w.ffn_norm); //                residual (T, C) -> x (T, C)
+    step.project_gate_up(w); //               x (T, C) -> gate, up (T, F)
+    step.activate(); //                       silu(gate) * up -> hidden (T, F)
+    step.project_down(w); //                  hidden (T, F) -> delta (T, C)
+    step.add_delta(); //                      residual += delta
+}

@@ -1,0 +1,191 @@
+//! Where a model comes from, and what its weights are called there.
+
+use std::path::Path;
+
+use paceline_base::Bytes;
+use paceline_formats::gguf::Gguf;
+use paceline_formats::hf::HfFolder;
+use paceline_formats::tensor::Tensor;
+
+use crate::Error;
+use crate::families::Family;
+
+/// An opened model: a GGUF file (all its parts) or a Hugging Face folder.
+#[derive(Debug)]
+pub enum Source {
+    /// One file, or several that belong together.
+    Gguf(Gguf),
+    /// A folder with `config.json` and safetensors.
+    Hf(HfFolder),
+}
+
+/// What a weight does, whatever its name.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Role {
+    /// `(vocabulary, width)`
+    TokenEmbedding,
+    /// `(width,)`
+    OutputNorm,
+    /// `(vocabulary, width)`; absent when tied to the embedding.
+    Output,
+    /// `(head_dim / 2,)`: divisors of the rotary frequencies; absent in most files.
+    RopeFactors,
+    /// A weight of a layer.
+    Layer(usize, Part),
+}
+
+/// What a weight of a layer does. C is the width, H heads, K KV heads, D their size, F the
+/// feed-forward width.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Part {
+    /// `(C,)`, before attention.
+    AttentionNorm,
+    /// `(H D, C)`
+    Query,
+    /// `(K D, C)`
+    Key,
+    /// `(K D, C)`
+    Value,
+    /// `(C, H D)`
+    AttentionOutput,
+    /// `(D,)`, per head.
+    QueryNorm,
+    /// `(D,)`, per head.
+    KeyNorm,
+    /// `(C,)`, on the attention's result (gemma).
+    PostAttentionNorm,
+    /// `(C,)`, before the feed-forward.
+    FfnNorm,
+    /// `(F, C)`
+    Gate,
+    /// `(F, C)`
+    Up,
+    /// `(C, F)`
+    Down,
+    /// `(C,)`, on the feed-forward's result (gemma).
+    PostFfnNorm,
+}
+
+impl Source {
+    /// Opens `path`: a folder is read in the Hugging Face layout, anything else as GGUF.
+    ///
+    /// # Errors
+    /// [`Error::Gguf`], [`Error::Hf`]: what is wrong with the file, which is not kept open.
+    pub fn open(path: &Path) -> Result<Self, Error> {
+        if path.is_dir() {
+            Ok(Self::Hf(HfFolder::open(path)?))
+        } else {
+            Ok(Self::Gguf(Gguf::open(path)?))
+        }
+    }
+
+    /// Bytes of all files.
+    pub fn file_bytes(&self) -> Bytes {
+        match self {
+            Self::Gguf(file) => file.file_bytes(),
+            Self::Hf(folder) => folder.file_bytes(),
+        }
+    }
+
+    /// The name of a weight, without `.weight` or `.bias`.
+    fn stem(&self, family: Family, role: Role) -> String {
+        match self {
+            Self::Gguf(_) => gguf_stem(role),
+            Self::Hf(_) => hf_stem(family, role),
+        }
+    }
+
+    /// The weight of `role`.
+    ///
+    /// # Errors
+    /// When the file lacks it, or stores it in a type that is not supported.
+    pub fn weight(&self, family: Family, role: Role) -> Result<Tensor, Error> {
+        self.tensor(&format!("{}.weight", self.stem(family, role)))
+    }
+
+    /// The weight of `role`, `None` when the file lacks it.
+    ///
+    /// # Errors
+    /// As [`weight`](Self::weight).
+    pub fn opt_weight(&self, family: Family, role: Role) -> Result<Option<Tensor>, Error> {
+        self.opt_tensor(&format!("{}.weight", self.stem(family, role)))
+    }
+
+    /// The bias of `role`, `None` when the file lacks it.
+    ///
+    /// # Errors
+    /// As [`weight`](Self::weight).
+    pub fn opt_bias(&self, family: Family, role: Role) -> Result<Option<Tensor>, Error> {
+        self.opt_tensor(&format!("{}.bias", self.stem(family, role)))
+    }
+
+    fn tensor(&self, name: &str) -> Result<Tensor, Error> {
+        Ok(match self {
+            Self::Gguf(file) => file.tensor(name)?,
+            Self::Hf(folder) => folder.tensor(name)?,
+        })
+    }
+
+    fn opt_tensor(&self, name: &str) -> Result<Option<Tensor>, Error> {
+        let there = match self {
+            Self::Gguf(file) => file.has(name),
+            Self::Hf(folder) => folder.has(name),
+        };
+        there.then(|| self.tensor(name)).transpose()
+    }
+}
+
+/// Names in GGUF files: `gguf-py/gguf/constants.py` of llama.cpp.
+fn gguf_stem(role: Role) -> String {
+    let (layer, part) = match role {
+        Role::TokenEmbedding => return "token_embd".to_owned(),
+        Role::OutputNorm => return "output_norm".to_owned(),
+        Role::Output => return "output".to_owned(),
+        Role::RopeFactors => return "rope_freqs".to_owned(),
+        Role::Layer(layer, part) => (layer, part),
+    };
+    let name = match part {
+        Part::AttentionNorm => "attn_norm",
+        Part::Query => "attn_q",
+        Part::Key => "attn_k",
+        Part::Value => "attn_v",
+        Part::AttentionOutput => "attn_output",
+        Part::QueryNorm => "attn_q_norm",
+        Part::KeyNorm => "attn_k_norm",
+        Part::PostAttentionNorm => "post_attention_norm",
+        Part::FfnNorm => "ffn_norm",
+        Part::Gate => "ffn_gate",
+        Part::Up => "ffn_up",
+        Part::Down => "ffn_down",
+        Part::PostFfnNorm => "post_ffw_norm",
+    };
+    format!("blk.{layer}.{name}")
+}
+
+/// Names in the Hugging Face layout: `modeling_llama.py`, `modeling_gemma3.py` of transformers.
+fn hf_stem(family: Family, role: Role) -> String {
+    let (layer, part) = match role {
+        Role::TokenEmbedding => return "model.embed_tokens".to_owned(),
+        Role::OutputNorm => return "model.norm".to_owned(),
+        Role::Output => return "lm_head".to_owned(),
+        Role::RopeFactors => return "rope_freqs".to_owned(),
+        Role::Layer(layer, part) => (layer, part),
+    };
+    let sandwich = family == Family::Gemma3; // norms before and after each half of a layer
+    let name = match part {
+        Part::AttentionNorm => "input_layernorm",
+        Part::Query => "self_attn.q_proj",
+        Part::Key => "self_attn.k_proj",
+        Part::Value => "self_attn.v_proj",
+        Part::AttentionOutput => "self_attn.o_proj",
+        Part::QueryNorm => "self_attn.q_norm",
+        Part::KeyNorm => "self_attn.k_norm",
+        Part::FfnNorm if sandwich => "pre_feedforward_layernorm",
+        Part::FfnNorm | Part::PostAttentionNorm => "post_attention_layernorm",
+        Part::Gate => "mlp.gate_proj",
+        Part::Up => "mlp.up_proj",
+        Part::Down => "mlp.down_proj",
+        Part::PostFfnNorm => "post_feedforward_layernorm",
+    };
+    format!("model.layers.{layer}.{name}")
+}
