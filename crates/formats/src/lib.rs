@@ -11,6 +11,14 @@
 //! either, [`tokenizer`] turns text into ids, [`chat`] turns a conversation into a prompt, and
 //! [`text`] turns generated ids back into text piece by piece.
 //!
+//! ```no_run
+//! let model = paceline_formats::gguf::Gguf::open("model.gguf")?;
+//! let layers = model.metadata().u32("llama.block_count")?;
+//! let embedding = model.tensor("token_embd.weight")?;
+//! println!("{layers} layers, {} tokens as {}", embedding.rows(), embedding.block_type);
+//! # Ok::<(), paceline_formats::gguf::Error>(())
+//! ```
+//!
 //! Invariants: every count, length and offset of a file is checked against the bytes that are
 //! there before anything is allocated for it; bad input is an error that names the place and the
 //! values, never a panic; nothing that comes with a model is executed (chat templates run in a

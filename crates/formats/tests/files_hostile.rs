@@ -16,11 +16,12 @@ use paceline_formats::safetensors;
 #[global_allocator]
 static COUNTING: counting::Counting = counting::Counting;
 
-/// Memory that a reader may take for a file: some for error texts and empty tables, then six
-/// times the file (a string of no bytes takes 8 in the file and 24 in memory; an entry of the
-/// tensor table 25 and 104, and its place in two sorted lists), and room for growth by doubling.
+/// Memory that a reader may take for a file: some for error texts and empty tables, and six times
+/// the file. An empty string takes 8 bytes in a file and 24 in memory, the smallest tensor of a
+/// safetensors header 50 and 80, twice that while the list grows; the worst that the test of
+/// dense headers finds is 4.6.
 fn allowed(file: &[u8]) -> usize {
-    4096 + 8 * file.len()
+    4096 + 6 * file.len()
 }
 
 fn gguf_outcome(file: &[u8]) -> Result<(), String> {
@@ -167,6 +168,7 @@ const ARRAY: u32 = 9;
 const U64: u32 = 10;
 
 #[test]
+// long: one table of lies
 fn lying_gguf_headers_are_refused() {
     let deep = (0..6).fold(Raw::new(0, 1).text("k").u32(ARRAY), |raw, _| {
         raw.u32(ARRAY).u64(1)
@@ -337,6 +339,7 @@ fn safetensors_file(header: &str, data: usize) -> Vec<u8> {
 }
 
 #[test]
+// long: one table of lies
 fn lying_safetensors_headers_are_refused() {
     let one = |dtype: &str, shape: &str, start: u64, end: u64| {
         format!(r#"{{"t":{{"dtype":"{dtype}","shape":{shape},"data_offsets":[{start},{end}]}}}}"#)

@@ -34,7 +34,7 @@ impl Header {
     /// its length.
     ///
     /// Pure: reads nothing else. Time and memory are proportional to the header, up to n log n
-    /// in the number of names; memory is at most about six times the header's bytes.
+    /// in the number of names; memory is at most six times the size of the header, and a few KiB.
     ///
     /// # Errors
     /// Every [`Error`] but those about files and split models.
