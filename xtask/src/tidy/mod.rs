@@ -263,6 +263,68 @@ mod tests {
     }
 
     #[test]
+    fn every_source_rule_is_applied() {
+        let body = "    step();\n".repeat(80);
+        let text = format!(
+            "fn f() {{ x.unwrap(); todo!(); println!(); Instant::now(); Command::new(x); }}\n\
+             fn g() {{ std::env::var(x); }} // TODO later\n\
+             #[allow(dead_code)] #[ignore] fn h() {{\n{body}}}\n// {}\n{}",
+            "x".repeat(100),
+            "\n".repeat(800)
+        );
+        let file = RustFile::parse("crates/base/src/lib.rs", &text).expect("the sample is Rust");
+        let rules: BTreeSet<&str> = check_rust(&file)
+            .iter()
+            .map(|finding| finding.rule)
+            .collect();
+        let expected = [
+            "allow",
+            "clock",
+            "command",
+            "environment",
+            "file-length",
+            "function-length",
+            "ignore",
+            "module-doc",
+            "print",
+            "stub",
+            "todo-form",
+            "unwrap",
+            "width",
+        ];
+        assert_eq!(rules, BTreeSet::from(expected));
+    }
+
+    #[test]
+    fn every_rule_for_tracked_files_is_applied() {
+        let folder = tempfile::tempdir().expect("a temporary folder");
+        let root = folder.path().join("checkout");
+        let machine = format!("{}\n", folder.path().join("x").display());
+        let files = [
+            ("big.bin", vec![0; (1 << 20) + 1]),
+            ("note.md", machine.into_bytes()),
+            ("Cargo.toml", b"[workspace]\n".to_vec()),
+        ];
+        std::fs::create_dir_all(root.join("crate")).expect("made");
+        std::fs::write(root.join("crate/Cargo.toml"), "[package]\n").expect("written");
+        for (path, bytes) in &files {
+            std::fs::write(root.join(path), bytes).expect("written");
+        }
+        let mut paths: Vec<String> = files.iter().map(|(path, _)| path.to_string()).collect();
+        paths.push("crate/Cargo.toml".into());
+        let found = check_tracked(&root, &paths).expect("all files are there");
+        let mut found: Vec<(&str, &str)> =
+            found.iter().map(|f| (f.path.as_str(), f.rule)).collect();
+        found.sort_unstable();
+        let expected = [
+            ("big.bin", "file-size"),
+            ("crate/Cargo.toml", "lints"),
+            ("note.md", "machine"),
+        ];
+        assert_eq!(found, expected);
+    }
+
+    #[test]
     fn files_of_a_test_module_are_test_code() {
         let folder = tempfile::tempdir().expect("a temporary folder");
         let write = |path: &str, text: &str| {
