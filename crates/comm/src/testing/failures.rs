@@ -14,7 +14,11 @@ use crate::{Call, Deadline, Error, Group, Kind, MESSAGES_HELD, Reduce};
 pub(super) const CASES: &[Case] = &[
     ("a rank leaves before each call", 2, rank_leaves),
     ("a rank panics before each call", 2, rank_panics),
-    ("a rank leaves while another sends", 2, receiver_leaves),
+    (
+        "a rank leaves while another waits for messages",
+        2,
+        rank_leaves_messages,
+    ),
     ("one rank makes another call", 2, another_call),
     ("one rank swaps two calls", 2, swapped_calls),
     ("a message of another length or type", 2, another_message),
@@ -117,33 +121,39 @@ fn rank_panics(lab: &Lab<'_>) {
     }
 }
 
-fn receiver_leaves(lab: &Lab<'_>) {
+/// Rank 0 waits for a message that never comes, or for room that never gets free, while the last
+/// rank leaves.
+fn rank_leaves_messages(lab: &Lab<'_>) {
     let last = Rank(lab.size - 1);
-    lab.on_each(move |group| {
-        if group.rank() == last {
-            let mut got = [0.0_f32];
-            group
-                .recv(&mut got, Rank(0), 1, patient())
-                .expect("the sender lives");
-        } else if group.rank() == Rank(0) {
-            let sends =
-                (0..=MESSAGES_HELD + 1).map(|_| at_once(|by| group.send(&[1.0_f32], last, 1, by)));
-            let error = sends
-                .filter_map(Result::err)
-                .next()
-                .expect("nobody receives any more");
+    let receive: fn(&dyn Group, Rank, Deadline) -> Result<(), Error> =
+        |group, last, by| group.recv(&mut [0_u8], last, 2, by);
+    let send: fn(&dyn Group, Rank, Deadline) -> Result<(), Error> =
+        |group, last, by| (0..=MESSAGES_HELD).try_for_each(|_| group.send(&[0_u8], last, 2, by));
+    for wait in [receive, send] {
+        lab.on_each(move |group| {
+            if group.rank() == last {
+                group
+                    .recv(&mut [0_u8], Rank(0), 1, patient())
+                    .expect("the sender lives");
+                // Most likely rank 0 sleeps by then; if not, it has to notice all the same.
+                (0..2000).for_each(|_| std::thread::yield_now());
+                return;
+            }
+            let result = if group.rank() == Rank(0) {
+                group
+                    .send(&[0_u8], last, 1, patient())
+                    .expect("the receiver lives");
+                at_once(|by| wait(&*group, last, by))
+            } else {
+                at_once(|by| group.barrier(by))
+            };
+            let error = result.expect_err("a rank left");
             assert!(
                 matches!(error, Error::PeerLost { rank, .. } if rank == last),
                 "{error}"
             );
-        } else {
-            let error = at_once(|by| group.barrier(by)).expect_err("a rank leaves");
-            assert!(
-                matches!(error, Error::PeerLost { rank, .. } if rank == last),
-                "{error}"
-            );
-        }
-    });
+        });
+    }
 }
 
 /// Calls that one rank may mistake for each other: what most do, what one does.
