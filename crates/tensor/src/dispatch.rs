@@ -99,6 +99,7 @@ pub(crate) struct Table {
     pub(crate) rms_norm: unsafe fn(*const f32, &[f32], f32, *mut f32),
     pub(crate) silu_mul: unsafe fn(&[f32], &[f32], &mut [f32]),
     pub(crate) gelu_mul: unsafe fn(&[f32], &[f32], &mut [f32]),
+    pub(crate) exp_scaled: unsafe fn(&[f32], f32, f32, &mut [f32]),
     pub(crate) attend_f16: unsafe fn(PageView, &[Query]),
     pub(crate) attend_f32: unsafe fn(PageView, &[Query]),
     pub(crate) merge: unsafe fn(&mut [f32], &[f32]),
@@ -161,6 +162,8 @@ macro_rules! kernels {
                 = vector::silu_mul::<$isa>);
             kernel!([$($feature)?] gelu_mul(gate: &[f32], up: &[f32], out: &mut [f32])
                 = vector::gelu_mul::<$isa>);
+            kernel!([$($feature)?] exp_scaled(x: &[f32], shift: f32, scale: f32, out: &mut [f32])
+                = vector::exp_scaled::<$isa>);
             kernel!([$($feature)?] attend_f16(page: PageView, queries: &[Query])
                 = attention::attend::<$isa, f16>);
             kernel!([$($feature)?] attend_f32(page: PageView, queries: &[Query])
@@ -180,6 +183,7 @@ macro_rules! kernels {
                 rms_norm,
                 silu_mul,
                 gelu_mul,
+                exp_scaled,
                 attend_f16,
                 attend_f32,
                 merge,

@@ -229,6 +229,14 @@ impl Kernels {
         unsafe { (self.table.gelu_mul)(gate, up, out) }
     }
 
+    /// `out = exp((x - shift) * scale)`, all `(n,)`: weights of a softmax, not yet divided by their
+    /// sum.
+    pub fn exp_scaled(&self, x: &[f32], shift: f32, scale: f32, out: &mut [f32]) {
+        assert_eq!(x.len(), out.len());
+        // SAFETY: the table was detected; lengths are checked.
+        unsafe { (self.table.exp_scaled)(x, shift, scale, out) }
+    }
+
     /// Causal attention of a batch; `out` is `(rows, heads * head_dim)`, see [`crate::attention`].
     ///
     /// Work is cut into (row block, KV head) tasks, and by page as well when those are too few

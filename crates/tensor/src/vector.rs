@@ -126,6 +126,22 @@ unsafe fn gated<S: Isa>(
     }
 }
 
+/// `out = exp((x - shift) * scale)`, all `(n,)`: the weights of a softmax with temperature.
+///
+/// # Safety
+/// Features of `S`; equal lengths.
+#[inline(always)]
+pub(crate) unsafe fn exp_scaled<S: Isa>(x: &[f32], shift: f32, scale: f32, out: &mut [f32]) {
+    // SAFETY: runs stay within the slices.
+    unsafe {
+        let (shift, scale) = (S::splat(shift), S::splat(scale));
+        runs(x.len(), |at, len| {
+            let v = S::sub(load_some::<S>(x.as_ptr().add(at), len), shift);
+            store_some::<S>(out.as_mut_ptr().add(at), len, isa::exp::<S>(S::mul(v, scale)));
+        });
+    }
+}
+
 /// Adds `delta` to `x`, element-wise.
 pub fn add_assign(x: &mut [f32], delta: &[f32]) {
     for (x, d) in x.iter_mut().zip(delta) {

@@ -1,0 +1,77 @@
+//! Why a request is refused.
+
+use crate::sampling::ParamError;
+use crate::{Request, SequenceId};
+use paceline_formats::text;
+
+/// Why the engine refuses a request, or cannot be made.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// A request needs at least one token.
+    #[error("the prompt is empty")]
+    EmptyPrompt,
+    /// The prompt leaves no room for an answer.
+    #[error("the prompt has {tokens} tokens, but the context holds {context}")]
+    PromptTooLong {
+        /// Tokens of the prompt.
+        tokens: usize,
+        /// Positions that a sequence can have, one of them for the answer.
+        context: usize,
+    },
+    /// A token outside the vocabulary.
+    #[error("token {token} at position {position} is outside the vocabulary of {vocab}")]
+    Token {
+        /// The token.
+        token: u32,
+        /// Its place in the prompt.
+        position: usize,
+        /// Number of tokens.
+        vocab: usize,
+    },
+    /// A sampling parameter out of range.
+    #[error(transparent)]
+    Sampling(#[from] ParamError),
+    /// A stop string that cannot be used.
+    #[error(transparent)]
+    Stop(#[from] text::Error),
+    /// The queue is full; the request comes back unchanged, to be tried again later.
+    #[error("{waiting} requests are waiting already")]
+    Busy {
+        /// Requests in the queue.
+        waiting: usize,
+        /// The request.
+        request: Box<Request>,
+    },
+    /// No such sequence: it has finished, or never was.
+    #[error("sequence {} is not in this engine", .0.0)]
+    NoSequence(SequenceId),
+    /// A snapshot of another model or kernel class: its answer would not be the same.
+    #[error("snapshot of {got}, this engine runs {expected}")]
+    OtherModel {
+        /// Model and kernel class of the snapshot.
+        got: String,
+        /// Model and kernel class of the engine.
+        expected: String,
+    },
+    /// A snapshot that contradicts itself.
+    #[error("snapshot has {tokens} tokens, of which {prompt} are the prompt")]
+    BadSnapshot {
+        /// Tokens in it.
+        tokens: usize,
+        /// Length of its prompt.
+        prompt: usize,
+    },
+    /// A setting of the engine that cannot work.
+    #[error("{setting} is {got}, expected {expected}")]
+    Config {
+        /// Name of the setting.
+        setting: &'static str,
+        /// Its value.
+        got: usize,
+        /// What would be accepted.
+        expected: &'static str,
+    },
+    /// Memory for the cache.
+    #[error(transparent)]
+    Model(#[from] paceline_model::Error),
+}
