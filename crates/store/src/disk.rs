@@ -2,6 +2,7 @@
 
 use std::fs::{self, File};
 use std::io::{self, Write};
+use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 
 use paceline_base::Bytes;
@@ -100,8 +101,10 @@ pub(crate) fn rename(from: &Path, to: &Path) -> Result<(), Error> {
 pub(crate) fn write_atomic(path: &Path, contents: &[u8]) -> Result<(), Error> {
     let dir = path.parent().unwrap_or(path);
     let fail = |error| Error::io("write", path, error);
+    // The umask applies, as to the files beside it; private is the default of temporary files.
     let mut temp = tempfile::Builder::new()
         .prefix(".write-")
+        .permissions(fs::Permissions::from_mode(0o666))
         .tempfile_in(dir)
         .map_err(fail)?;
     temp.write_all(contents).map_err(fail)?;

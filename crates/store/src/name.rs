@@ -79,7 +79,7 @@ pub(crate) fn check_file_path(path: &str) -> Result<(), &'static str> {
     if path.is_empty() || path.len() > FILE_LEN_MAX {
         return Err("a file path has 1 to 200 bytes");
     }
-    if path.bytes().any(|b| b.is_ascii_control() || b == b'\\') {
+    if path.contains(|c: char| c.is_control() || c == '\\') {
         return Err("a file path has no control characters or backslashes");
     }
     if path
@@ -239,7 +239,7 @@ mod tests {
             assert_eq!(check_file_path(good), Ok(()), "{good:?}");
         }
         for bad in [
-            "", "/a", "../a", "a/../b", "a//b", "a/", ".", "a\\b", "a\0b", "a\n",
+            "", "/a", "../a", "a/../b", "a//b", "a/", ".", "a\\b", "a\0b", "a\n", "\u{9b}",
         ] {
             assert!(check_file_path(bad).is_err(), "{bad:?}");
         }

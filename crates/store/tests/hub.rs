@@ -1,4 +1,5 @@
 //! Pulls from a hub that resumes, lies, redirects, stalls and refuses.
+#![allow(clippy::unwrap_used, reason = "test code outside of test functions")]
 
 mod common;
 

@@ -1,4 +1,5 @@
 //! Names, records and removal.
+#![allow(clippy::unwrap_used, reason = "test code outside of test functions")]
 
 mod common;
 

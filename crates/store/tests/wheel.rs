@@ -1,8 +1,10 @@
 //! Pulls from Python wheels through a fake pip.
+#![allow(clippy::unwrap_used, reason = "test code outside of test functions")]
 
 mod common;
 
 use std::fs;
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use common::*;
@@ -225,7 +227,8 @@ fn lying_archives_are_refused_without_filling_the_disk() {
 
 #[test]
 fn pip_failures_are_told_apart() {
-    let cases: [(&str, fn(&Error) -> bool); 4] = [
+    type Case = (&'static str, fn(&Error) -> bool);
+    let cases: [Case; 4] = [
         (
             "echo '/usr/bin/python3: No module named pip' >&2; exit 1",
             |e| matches!(e, Error::PipMissing { .. }),
@@ -265,12 +268,19 @@ fn pip_failures_are_told_apart() {
 
 /// Whether a process with this id is still running. Zombies count as gone.
 fn alive(pid: &str) -> bool {
-    let out = std::process::Command::new("ps")
-        .args(["-o", "stat=", "-p", pid])
-        .output()
-        .unwrap();
-    let stat = String::from_utf8(out.stdout).unwrap();
-    !stat.trim().is_empty() && !stat.trim().starts_with('Z')
+    let stat = if Path::new("/proc/self/stat").exists() {
+        let text = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+        text.rsplit(')').next().unwrap().trim().to_owned()
+    } else {
+        let ps = std::process::Command::new("ps")
+            .args(["-o", "stat=", "-p", pid])
+            .output();
+        String::from_utf8(ps.unwrap().stdout)
+            .unwrap()
+            .trim()
+            .to_owned()
+    };
+    !stat.is_empty() && !stat.starts_with('Z')
 }
 
 #[test]

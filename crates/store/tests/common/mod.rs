@@ -4,6 +4,7 @@
     unreachable_pub,
     reason = "a module of several tests, each uses its part"
 )]
+#![allow(clippy::unwrap_used, reason = "test code outside of test functions")]
 
 use std::collections::HashMap;
 use std::fs;

@@ -1,0 +1,90 @@
+//! Settings from the environment.
+//!
+//! | variable | meaning |
+//! |---|---|
+//! | `PACELINE_HOME` | where paceline keeps its files, default `~/.paceline` |
+//! | `HF_ENDPOINT` | another hub than the public one |
+//! | `HF_TOKEN` | login at the hub |
+//! | `HTTPS_PROXY`, `HTTP_PROXY`, `ALL_PROXY`, `NO_PROXY` | proxies, in lower case too |
+//! | `SSL_CERT_FILE` | certificates to trust instead of the built-in ones |
+
+use std::env;
+use std::path::PathBuf;
+
+use anyhow::Context;
+use paceline_store::{Home, Hub, ProxySetting, PullOptions, Token};
+
+/// What the store needs to know.
+#[derive(Debug)]
+pub(crate) struct Settings {
+    /// The folder that holds everything.
+    pub(crate) home: Home,
+    /// Hub, pip, retries, deadlines.
+    pub(crate) options: PullOptions,
+}
+
+impl Settings {
+    /// Reads the environment.
+    pub(crate) fn from_env() -> anyhow::Result<Self> {
+        let endpoint = text("HF_ENDPOINT").unwrap_or_else(|| Hub::DEFAULT_ENDPOINT.to_owned());
+        let hub = Hub {
+            token: text("HF_TOKEN").map(|token| Token::new(token.trim())),
+            ca_pem: certificates(),
+            proxy: proxy(&endpoint),
+            endpoint,
+        };
+        Ok(Self {
+            home: home()?,
+            options: PullOptions {
+                hub,
+                ..PullOptions::default()
+            },
+        })
+    }
+}
+
+/// `$PACELINE_HOME`, else `~/.paceline`.
+pub(crate) fn home() -> anyhow::Result<Home> {
+    let set = |name| {
+        env::var_os(name)
+            .filter(|value| !value.is_empty())
+            .map(PathBuf::from)
+    };
+    let root = set("PACELINE_HOME").or_else(|| set("HOME").map(|home| home.join(".paceline")));
+    let root = root.context("neither PACELINE_HOME nor HOME is set")?;
+    // Paths are printed for use elsewhere, so they should not depend on the current folder.
+    let root = std::path::absolute(root).context("cannot find the current folder")?;
+    Ok(Home::new(root))
+}
+
+/// A variable that is set, not empty and Unicode.
+fn text(name: &str) -> Option<String> {
+    env::var(name).ok().filter(|value| !value.is_empty())
+}
+
+fn proxy(endpoint: &str) -> Option<ProxySetting> {
+    let either = |upper: &str| text(&upper.to_lowercase()).or_else(|| text(upper));
+    let by_scheme = if endpoint.starts_with("http://") {
+        "HTTP_PROXY"
+    } else {
+        "HTTPS_PROXY"
+    };
+    let url = either(by_scheme).or_else(|| either("ALL_PROXY"))?;
+    Some(ProxySetting {
+        url,
+        no_proxy: either("NO_PROXY").unwrap_or_default(),
+    })
+}
+
+/// A variable that points nowhere is common (build sandboxes set one on purpose) and no reason to
+/// stop.
+fn certificates() -> Option<Vec<u8>> {
+    let path = text("SSL_CERT_FILE")?;
+    match std::fs::read(&path) {
+        Ok(pem) => Some(pem),
+        Err(error) => {
+            eprintln!("warning: SSL_CERT_FILE is not used: {path}: {error}");
+            None
+        }
+    }
+}

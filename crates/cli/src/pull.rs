@@ -1,0 +1,140 @@
+//! `paceline pull`, and the same for every command that needs a model.
+
+use std::time::SystemTime;
+
+use paceline_base::Bytes;
+use paceline_store::{
+    Cancel, Entry, Error, Found, Kind, Plan, Pulled, Resolved, State, list, pull, resolve,
+    touch_used, verify,
+};
+use serde_json::json;
+
+use crate::home::Settings;
+use crate::interrupt::cancel_on_signals;
+use crate::print;
+use crate::progress::on_stderr;
+
+/// Arguments of `paceline pull`.
+#[derive(Debug, clap::Args)]
+pub(crate) struct Args {
+    /// Alias (`smollm2`), GGUF file, folder of safetensors, or hub id `owner/name[:quantisation]`
+    model: String,
+    /// Print one JSON object
+    #[arg(long)]
+    json: bool,
+}
+
+/// Fetches a model, or checks one that is there already against its hash.
+pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
+    let settings = Settings::from_env()?;
+    let cancel = cancel_on_signals()?;
+    let (found, fetched) = match resolve(&settings.home, &args.model)? {
+        Resolved::NeedsDownload(plan) => {
+            let pulled = fetch(&plan, &settings, &cancel)?;
+            (pulled.found, pulled.fetched)
+        }
+        Resolved::Path(found) => {
+            if let Some(name) = &found.name {
+                let checked = verify(&settings.home, name, &cancel, &mut *on_stderr());
+                checked.map_err(|error| damaged(name.as_str(), error))?;
+            }
+            (found, false)
+        }
+    };
+    let bytes = size(&settings, &found)?;
+    if args.json {
+        return print(&to_json(&found, bytes, fetched).to_string());
+    }
+    let size = bytes.map_or(String::new(), |bytes| format!(" ({bytes})"));
+    let state = match (&found.name, fetched) {
+        (None, _) => "your own file, nothing to pull",
+        (Some(_), true) => "pulled",
+        (Some(_), false) => "already in the store, checked",
+    };
+    print(&format!(
+        "{}: {state}: {}{size}",
+        args.model,
+        found.path.display()
+    ))
+}
+
+/// The model that `spec` means, fetched if need be, and noted as used now. For the commands that
+/// run models.
+///
+/// # Errors
+/// As of [`resolve`] and [`pull`].
+#[allow(dead_code, reason = "for the commands that run models")]
+pub(crate) fn ensure(spec: &str, settings: &Settings, cancel: &Cancel) -> anyhow::Result<Found> {
+    let found = match resolve(&settings.home, spec)? {
+        Resolved::Path(found) => found,
+        Resolved::NeedsDownload(plan) => fetch(&plan, settings, cancel)?.found,
+    };
+    if let Some(name) = &found.name {
+        // A store that cannot be written to is no reason not to run the model.
+        if let Err(error) = touch_used(&settings.home, name, SystemTime::now()) {
+            eprintln!("warning: cannot note the use of {name}: {error}");
+        }
+    }
+    Ok(found)
+}
+
+fn fetch(plan: &Plan, settings: &Settings, cancel: &Cancel) -> Result<Pulled, Error> {
+    if let Some(model) = plan.catalogue_model() {
+        eprintln!("{}: {}, {}", model.alias, model.about, model.bytes);
+        eprintln!("licence: {}, {}", model.licence, model.licence_url);
+    }
+    let mut progress = on_stderr();
+    pull(
+        &settings.home,
+        plan,
+        &settings.options,
+        cancel,
+        &mut *progress,
+        SystemTime::now(),
+    )
+}
+
+/// A stored file with wrong bytes is damage to the store, not a download that was refused.
+fn damaged(name: &str, error: Error) -> Error {
+    match error {
+        Error::HashMismatch { .. } => Error::Damaged {
+            name: name.to_owned(),
+            reason: error.to_string(),
+        },
+        other => other,
+    }
+}
+
+/// Size of a model of the store, or of a single file.
+fn size(settings: &Settings, found: &Found) -> anyhow::Result<Option<Bytes>> {
+    let Some(name) = &found.name else {
+        let own = found.kind == Kind::Gguf;
+        return Ok(own
+            .then(|| std::fs::metadata(&found.path))
+            .transpose()?
+            .map(|m| Bytes(m.len())));
+    };
+    let entries = list(&settings.home)?;
+    Ok(entries
+        .iter()
+        .find(|entry| entry.name == *name)
+        .map(file_bytes))
+}
+
+/// Bytes of a model's files, without records and leftovers.
+pub(crate) fn file_bytes(entry: &Entry) -> Bytes {
+    match &entry.state {
+        State::Complete { files, .. } => Bytes(files.iter().map(|file| file.bytes).sum()),
+        _ => entry.bytes,
+    }
+}
+
+fn to_json(found: &Found, bytes: Option<Bytes>, fetched: bool) -> serde_json::Value {
+    json!({
+        "name": found.name.as_ref().map(paceline_store::EntryName::as_str),
+        "path": found.path.to_string_lossy(),
+        "type": found.kind,
+        "bytes": bytes.map(|bytes| bytes.0),
+        "fetched": fetched,
+    })
+}
