@@ -58,7 +58,7 @@ impl Step {
     fn run(self) -> Result<Tally> {
         match self {
             Step::Models => models::run(None),
-            Step::Fmt => cargo_check(self, &["fmt", "--all", "--check"]),
+            Step::Fmt => cargo_check(self, &["fmt", "--all", "--check", "--", "--color", "never"]),
             Step::Clippy => cargo_check(
                 self,
                 &[
