@@ -1,9 +1,13 @@
 //! Errors as the user sees them: what went wrong, then what to do about it.
 
+use paceline_base::Bytes;
 use paceline_store::{Catalogue, Error};
 
 /// Most names listed in one hint.
 const NAMES_MAX: usize = 30;
+
+/// After an interruption.
+const GO_ON: &str = "the same command again goes on with what has arrived so far";
 
 /// Prints an error and its hints to stderr.
 pub(crate) fn report(error: &anyhow::Error) {
@@ -75,7 +79,7 @@ fn hint(error: &Error) -> Option<String> {
         Error::Damaged { name, .. } => {
             format!("`paceline rm {name}` and `paceline pull {name}` fetch it again")
         }
-        Error::Cancelled => "the same command again goes on where this one stopped".into(),
+        Error::Cancelled => GO_ON.into(),
         other => return network_hint(other).or_else(|| system_hint(other)),
     })
 }
@@ -112,9 +116,7 @@ fn network_hint(error: &Error) -> Option<String> {
         Error::HttpStatus { .. } | Error::BadListing { .. } | Error::BadRedirect { .. } => {
             "the hub may be in trouble: try again later, or set HF_ENDPOINT to another one".into()
         }
-        Error::ConnectionLost { .. } | Error::Stalled { .. } => {
-            "the same command again goes on where this one stopped".into()
-        }
+        Error::ConnectionLost { .. } | Error::Stalled { .. } => GO_ON.into(),
         Error::SizeMismatch { .. } | Error::HashMismatch { .. } => {
             "the bytes were refused and not kept: something on the way, or the source itself, \
              delivers another file; try another network"
@@ -141,10 +143,13 @@ fn system_hint(error: &Error) -> Option<String> {
         Error::PipFailed { .. } | Error::PipStalled { .. } | Error::WheelCount { .. } => {
             "check the network and pip's own settings (`python3 -m pip config list`)".into()
         }
-        Error::DiskFull { needed, .. } => format!(
-            "free {needed} there (`paceline models` shows what the store holds), or set \
-             PACELINE_HOME to a folder on another disk"
-        ),
+        Error::DiskFull { needed, free, .. } => {
+            let more = Bytes(needed.0.saturating_sub(free.0).max(1 << 20));
+            format!(
+                "free another {more} there (`paceline models` shows what the store holds), or set \
+                 PACELINE_HOME to a folder on another disk"
+            )
+        }
         Error::PermissionDenied { .. } => {
             "give yourself access to it, or set PACELINE_HOME to a folder of your own".into()
         }
@@ -167,8 +172,6 @@ fn names(all: &[String]) -> String {
 
 #[cfg(test)]
 mod tests {
-    use paceline_base::Bytes;
-
     use super::*;
 
     #[test]
@@ -204,7 +207,7 @@ mod tests {
             needed: Bytes(5 << 20),
             free: Bytes(1 << 20),
         };
-        assert!(hints(&full)[0].contains("free 5.0 MiB"));
+        assert!(hints(&full)[0].contains("free another 4.0 MiB"));
         let unknown = Error::UnknownModel {
             spec: "smolm2".into(),
             close: vec!["smollm2".into()],

@@ -3,9 +3,11 @@
 //! Exit codes: 0 ok, 1 failed, 2 wrong usage. Results go to stdout, everything else to stderr. This
 //! is the only crate that reads environment variables.
 
+mod bench;
 mod hint;
 mod home;
 mod interrupt;
+mod load;
 mod models;
 mod progress;
 mod pull;
@@ -25,6 +27,9 @@ struct Cli {
 
 #[derive(Debug, Subcommand)]
 enum Command {
+    /// Measure this machine
+    #[command(subcommand)]
+    Bench(bench::Command),
     /// Fetch a model into the store
     Pull(pull::Args),
     /// List the models in the store
@@ -36,6 +41,7 @@ enum Command {
 fn main() -> ExitCode {
     // clap ends the process by itself: 0 for --help and --version, 2 for wrong usage.
     let outcome = match Cli::parse().command {
+        Command::Bench(command) => bench::run(&command),
         Command::Pull(args) => pull::run(&args),
         Command::Models(args) => models::list(&args),
         Command::Rm(args) => models::remove(&args),

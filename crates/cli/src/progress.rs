@@ -31,10 +31,10 @@ impl Progress for Bar {
         self.finish();
         let template = match total {
             Some(_) => {
-                "{spinner} {wide_msg} {bar:24} {binary_bytes} of {binary_total_bytes}, \
+                "{spinner} {msg} {wide_bar} {percent:>3} % of {binary_total_bytes}, \
                  {binary_bytes_per_sec}, {eta} left"
             }
-            None => "{spinner} {wide_msg} {binary_bytes}, {elapsed}",
+            None => "{spinner} {msg} {binary_bytes}, {elapsed}",
         };
         let style = ProgressStyle::with_template(template).expect("the template is constant");
         let bar = ProgressBar::with_draw_target(total, ProgressDrawTarget::stderr());

@@ -63,7 +63,6 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
 ///
 /// # Errors
 /// As of [`resolve`] and [`pull`].
-#[allow(dead_code, reason = "for the commands that run models")]
 pub(crate) fn ensure(spec: &str, settings: &Settings, cancel: &Cancel) -> anyhow::Result<Found> {
     let found = match resolve(&settings.home, spec)? {
         Resolved::Path(found) => found,

@@ -1,0 +1,40 @@
+//! `paceline bench`: measurements as commands of the product.
+
+mod model;
+mod peer;
+
+/// What to measure.
+#[derive(Debug, clap::Subcommand)]
+pub(crate) enum Command {
+    /// Prefill and decode speed of a model, beside llama.cpp if asked
+    Model(model::Args),
+}
+
+/// Runs a measurement.
+pub(crate) fn run(command: &Command) -> anyhow::Result<()> {
+    match command {
+        Command::Model(args) => model::run(args),
+    }
+}
+
+/// The value below which `share` of `values` lie; `values` are not empty.
+fn quantile(values: &[f64], share: f64) -> f64 {
+    let mut sorted = values.to_vec();
+    sorted.sort_by(f64::total_cmp);
+    sorted[((sorted.len() - 1) as f64 * share).round() as usize]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::quantile;
+
+    #[test]
+    fn quantiles_are_values_that_occur() {
+        let values = [5.0, 1.0, 3.0];
+        assert_eq!(
+            [0.0, 0.5, 1.0].map(|q| quantile(&values, q)),
+            [1.0, 3.0, 5.0]
+        );
+        assert_eq!(quantile(&[2.0], 0.9), 2.0);
+    }
+}
