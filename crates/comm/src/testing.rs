@@ -1,8 +1,8 @@
 //! The conformance suite: what the contract of [`Group`] promises, as tests.
 //!
 //! A provider calls [`run_all`] from one of its tests with a function that makes groups. Every
-//! case runs for every size in [`SIZES`] on fresh groups, one thread per rank, and under a watchdog:
-//! a rank that hangs fails its case. A failure names the case, the size and the seed.
+//! case runs for every size in [`SIZES`] on fresh groups, one thread per rank, and under a
+//! watchdog: a rank that hangs fails its case. A failure names the case, the size and the seed.
 //!
 //! - `steps`: one call of any kind with inputs and expected outputs.
 //! - `results`: what calls compute.
