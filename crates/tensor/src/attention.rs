@@ -187,8 +187,9 @@ unsafe fn softmax<S: Isa>(s: [S::F; RUNS], query: &Query, p: &mut [f32; PAGE]) {
 unsafe fn largest<S: Isa>(p: &[f32; PAGE]) -> f32 {
     // SAFETY: four runs in `p`.
     unsafe {
-        let run = |r: usize| S::load(p.as_ptr().add(r * LANES));
-        let (a, b) = (S::max(run(0), run(1)), S::max(run(2), run(3)));
+        let p = p.as_ptr();
+        let a = S::max(S::load(p), S::load(p.add(LANES)));
+        let b = S::max(S::load(p.add(2 * LANES)), S::load(p.add(3 * LANES)));
         isa::reduce_max::<S>(S::max(a, b))
     }
 }

@@ -135,7 +135,12 @@ pub(crate) struct EightBits;
 unsafe fn nibbles<S: Isa>(chunk: *const u8) -> [S::W; 8] {
     // SAFETY: a nibble plane starts at `chunk`.
     unsafe {
-        let w = [0, 1, 2, 3].map(|i| S::load_w(chunk.add(64 * i)));
+        let w = [
+            S::load_w(chunk),
+            S::load_w(chunk.add(64)),
+            S::load_w(chunk.add(128)),
+            S::load_w(chunk.add(192)),
+        ];
         [
             S::low_nibble(w[0]),
             S::low_nibble(w[1]),
@@ -197,7 +202,15 @@ impl Planes for Codes {
     #[inline(always)]
     unsafe fn quads<S: Isa>(chunk: *const u8) -> [S::W; 8] {
         // SAFETY: passed on.
-        unsafe { nibbles::<S>(chunk).map(|w| S::lookup(&CODEBOOK, w)) }
+        unsafe {
+            let mut quads = nibbles::<S>(chunk);
+            let mut g = 0;
+            while g < 8 {
+                quads[g] = S::lookup(&CODEBOOK, quads[g]);
+                g += 1;
+            }
+            quads
+        }
     }
 }
 
@@ -260,7 +273,15 @@ impl Planes for EightBits {
     #[inline(always)]
     unsafe fn quads<S: Isa>(chunk: *const u8) -> [S::W; 8] {
         // SAFETY: the byte plane is 512 bytes.
-        unsafe { [0, 1, 2, 3, 4, 5, 6, 7].map(|g| S::load_w(chunk.add(64 * g))) }
+        unsafe {
+            let mut quads = [S::load_w(chunk); 8];
+            let mut g = 1;
+            while g < 8 {
+                quads[g] = S::load_w(chunk.add(64 * g));
+                g += 1;
+            }
+            quads
+        }
     }
 }
 
@@ -436,13 +457,17 @@ impl Scales for NibbleHalves {
         // SAFETY: 32 bytes at `scales`.
         unsafe {
             let mask = S::splat_i(15);
-            [0, BYTES].map(|at| S::and_i(S::load_u8(scales.add(at)), mask))
+            let [low, high] = [S::load_u8(scales), S::load_u8(scales.add(BYTES))];
+            [S::and_i(low, mask), S::and_i(high, mask)]
         }
     }
     #[inline(always)]
     unsafe fn min_sub<S: Isa>(scales: *const u8) -> [S::I; 2] {
         // SAFETY: 32 bytes at `scales`.
-        unsafe { [0, BYTES].map(|at| S::shr4_i(S::load_u8(scales.add(at)))) }
+        unsafe {
+            let [low, high] = [S::load_u8(scales), S::load_u8(scales.add(BYTES))];
+            [S::shr4_i(low), S::shr4_i(high)]
+        }
     }
 }
 

@@ -17,6 +17,7 @@
 //! hold for any register width, any number of activation rows at once and any distribution of
 //! rows over threads. [`crate::naive`] computes the same from the stored blocks.
 
+use std::mem::MaybeUninit;
 use std::ops::Range;
 
 use half::{bf16, f16};
@@ -123,6 +124,8 @@ unsafe fn tile<S: Isa, const N: usize>(args: &GroupArgs<'_>, kernel: impl Leaf, 
 }
 
 /// The canonical tree: a binary counter of partial sums, level `l` holding 2^l leaves.
+///
+/// The counter lives in memory, written before it is read, so that nothing is cleared or copied.
 #[inline(always)]
 unsafe fn tree<S: Isa, const N: usize>(
     args: &GroupArgs<'_>,
@@ -130,27 +133,27 @@ unsafe fn tree<S: Isa, const N: usize>(
     t: usize,
 ) -> [S::F; N] {
     let leaves = args.cols.div_ceil(args.leaf_cols);
-    // SAFETY: register arithmetic; leaf ranges lie within 0..cols.
+    let mut levels = [const { MaybeUninit::<[[f32; LANES]; TILE]>::uninit() }; LEVELS];
+    // SAFETY: leaf ranges lie within 0..cols; a level is read only while the bit that its writing
+    // set in the counter stands.
     unsafe {
-        let mut levels = [[S::splat(0.0); N]; LEVELS];
         for leaf in 0..leaves {
             let start = leaf * args.leaf_cols;
             let end = (start + args.leaf_cols).min(args.cols);
             let mut sum = kernel.leaf::<S, N>(args, t, start..end);
             let mut level = 0;
             while leaf >> level & 1 == 1 {
-                sum = add_all::<S, N>(levels[level], sum);
+                add_level::<S, N>(levels[level].as_ptr(), &mut sum);
                 level += 1;
             }
-            levels[level] = sum;
+            store_level::<S, N>(levels[level].as_mut_ptr(), &sum);
         }
         // What is left of the counter, lowest level first: each is the right child of the next.
         let mut level = leaves.trailing_zeros() as usize;
-        let mut sum = levels[level];
-        level += 1;
+        let mut sum = [S::splat(-0.0); N]; // -0 + x is x, to the bit
         while leaves >> level != 0 {
             if leaves >> level & 1 == 1 {
-                sum = add_all::<S, N>(levels[level], sum);
+                add_level::<S, N>(levels[level].as_ptr(), &mut sum);
             }
             level += 1;
         }
@@ -158,15 +161,28 @@ unsafe fn tree<S: Isa, const N: usize>(
     }
 }
 
+/// `sum = level + sum`.
 #[inline(always)]
-unsafe fn add_all<S: Isa, const N: usize>(a: [S::F; N], mut b: [S::F; N]) -> [S::F; N] {
+unsafe fn add_level<S: Isa, const N: usize>(
+    level: *const [[f32; LANES]; TILE],
+    sum: &mut [S::F; N],
+) {
     let mut i = 0;
     while i < N {
-        // SAFETY: register arithmetic.
-        b[i] = unsafe { S::add(a[i], b[i]) };
+        // SAFETY: the level was written; N <= TILE.
+        sum[i] = unsafe { S::add(S::load(level.cast::<f32>().add(i * LANES)), sum[i]) };
         i += 1;
     }
-    b
+}
+
+#[inline(always)]
+unsafe fn store_level<S: Isa, const N: usize>(level: *mut [[f32; LANES]; TILE], sum: &[S::F; N]) {
+    let mut i = 0;
+    while i < N {
+        // SAFETY: N <= TILE.
+        unsafe { S::store(level.cast::<f32>().add(i * LANES), sum[i]) };
+        i += 1;
+    }
 }
 
 #[inline(always)]
@@ -298,8 +314,9 @@ impl<S: Isa> ChunkWeights<S> {
         // SAFETY: register arithmetic.
         unsafe {
             if F::S::HALVES {
-                let parts = [0, 1].map(|h| S::mul_i(self.min_sub[h], S::splat_i(sums[h])));
-                S::to_f(S::add_i(parts[0], parts[1]))
+                let low = S::mul_i(self.min_sub[0], S::splat_i(sums[0]));
+                let high = S::mul_i(self.min_sub[1], S::splat_i(sums[1]));
+                S::to_f(S::add_i(low, high))
             } else {
                 S::splat((sums[0] + sums[1]) as f32)
             }

@@ -6,18 +6,17 @@
 
 use crate::isa::{self, Isa, LANES};
 
-/// Calls `f(offset, len)` for runs of 16 and for what is left.
-#[inline(always)]
-fn runs(n: usize, mut f: impl FnMut(usize, usize)) {
-    let whole = n - n % LANES;
-    let mut at = 0;
-    while at < whole {
-        f(at, LANES);
-        at += LANES;
-    }
-    if whole < n {
-        f(whole, n - whole);
-    }
+/// Runs the block for `$at`, `$len` over runs of 16 and what is left. A macro, because a closure
+/// would be compiled without the target features of the function around it.
+macro_rules! for_runs {
+    ($n:expr, |$at:ident, $len:ident| $body:block) => {
+        let mut $at = 0;
+        while $at < $n {
+            let $len = ($n - $at).min(LANES);
+            $body
+            $at += LANES;
+        }
+    };
 }
 
 /// Loads `len` values, zeros behind them.
@@ -60,13 +59,13 @@ pub(crate) unsafe fn rms_norm<S: Isa>(x: *const f32, weight: &[f32], eps: f32, o
     // SAFETY: runs stay within `n`; each run is read before it is written.
     unsafe {
         let mut squares = S::splat(0.0);
-        runs(weight.len(), |at, len| {
+        for_runs!(weight.len(), |at, len| {
             let v = load_some::<S>(x.add(at), len);
             squares = S::fma(v, v, squares);
         });
         let mean = isa::reduce_add::<S>(squares) / weight.len() as f32;
         let scale = S::splat(1.0 / (mean + eps).sqrt());
-        runs(weight.len(), |at, len| {
+        for_runs!(weight.len(), |at, len| {
             let v = load_some::<S>(x.add(at), len);
             let w = load_some::<S>(weight.as_ptr().add(at), len);
             store_some::<S>(out.add(at), len, S::mul(S::mul(v, scale), w));
@@ -80,11 +79,14 @@ pub(crate) unsafe fn rms_norm<S: Isa>(x: *const f32, weight: &[f32], eps: f32, o
 /// Features of `S`; equal lengths.
 #[inline(always)]
 pub(crate) unsafe fn silu_mul<S: Isa>(gate: &[f32], up: &[f32], out: &mut [f32]) {
-    // SAFETY: register arithmetic.
+    // SAFETY: runs stay within the slices.
     unsafe {
-        gated::<S>(gate, up, out, |g| {
+        for_runs!(gate.len(), |at, len| {
+            let g = load_some::<S>(gate.as_ptr().add(at), len);
             let e = isa::exp::<S>(S::sub(S::splat(0.0), g));
-            S::div(g, S::add(S::splat(1.0), e))
+            let u = load_some::<S>(up.as_ptr().add(at), len);
+            let silu = S::div(g, S::add(S::splat(1.0), e));
+            store_some::<S>(out.as_mut_ptr().add(at), len, S::mul(silu, u));
         });
     }
 }
@@ -97,31 +99,17 @@ pub(crate) unsafe fn silu_mul<S: Isa>(gate: &[f32], up: &[f32], out: &mut [f32])
 /// Features of `S`; equal lengths.
 #[inline(always)]
 pub(crate) unsafe fn gelu_mul<S: Isa>(gate: &[f32], up: &[f32], out: &mut [f32]) {
-    const MINUS_TWO_ROOT: f32 = -1.595_769_1; // -2 sqrt(2 / pi)
+    const MINUS_TWO_ROOT: f32 = -1.595_769_2; // -2 sqrt(2 / pi)
     const CUBE: f32 = 0.044_715;
-    // SAFETY: register arithmetic.
-    unsafe {
-        gated::<S>(gate, up, out, |g| {
-            let cube = S::mul(S::mul(g, g), S::mul(g, S::splat(CUBE)));
-            let e = isa::exp::<S>(S::mul(S::add(g, cube), S::splat(MINUS_TWO_ROOT)));
-            S::div(g, S::add(S::splat(1.0), e))
-        });
-    }
-}
-
-#[inline(always)]
-unsafe fn gated<S: Isa>(
-    gate: &[f32],
-    up: &[f32],
-    out: &mut [f32],
-    activation: impl Fn(S::F) -> S::F,
-) {
     // SAFETY: runs stay within the slices.
     unsafe {
-        runs(gate.len(), |at, len| {
+        for_runs!(gate.len(), |at, len| {
             let g = load_some::<S>(gate.as_ptr().add(at), len);
+            let cube = S::mul(S::mul(g, g), S::mul(g, S::splat(CUBE)));
+            let e = isa::exp::<S>(S::mul(S::add(g, cube), S::splat(MINUS_TWO_ROOT)));
             let u = load_some::<S>(up.as_ptr().add(at), len);
-            store_some::<S>(out.as_mut_ptr().add(at), len, S::mul(activation(g), u));
+            let gelu = S::div(g, S::add(S::splat(1.0), e));
+            store_some::<S>(out.as_mut_ptr().add(at), len, S::mul(gelu, u));
         });
     }
 }
@@ -135,9 +123,13 @@ pub(crate) unsafe fn exp_scaled<S: Isa>(x: &[f32], shift: f32, scale: f32, out: 
     // SAFETY: runs stay within the slices.
     unsafe {
         let (shift, scale) = (S::splat(shift), S::splat(scale));
-        runs(x.len(), |at, len| {
+        for_runs!(x.len(), |at, len| {
             let v = S::sub(load_some::<S>(x.as_ptr().add(at), len), shift);
-            store_some::<S>(out.as_mut_ptr().add(at), len, isa::exp::<S>(S::mul(v, scale)));
+            store_some::<S>(
+                out.as_mut_ptr().add(at),
+                len,
+                isa::exp::<S>(S::mul(v, scale)),
+            );
         });
     }
 }

@@ -133,7 +133,14 @@ pub(crate) unsafe fn reduce_add<S: Isa>(x: S::F) -> f32 {
     let mut lanes = [0.0f32; LANES];
     // SAFETY: `lanes` holds 16 f32.
     unsafe { S::store(lanes.as_mut_ptr(), x) };
-    fold_lanes(lanes, |a, b| a + b)
+    let mut width = LANES / 2;
+    while width > 0 {
+        for i in 0..width {
+            lanes[i] += lanes[i + width];
+        }
+        width /= 2;
+    }
+    lanes[0]
 }
 
 /// The largest lane; lanes are never NaN.
@@ -145,15 +152,12 @@ pub(crate) unsafe fn reduce_max<S: Isa>(x: S::F) -> f32 {
     let mut lanes = [0.0f32; LANES];
     // SAFETY: `lanes` holds 16 f32.
     unsafe { S::store(lanes.as_mut_ptr(), x) };
-    fold_lanes(lanes, |a, b| if a > b { a } else { b })
-}
-
-#[inline(always)]
-fn fold_lanes(mut lanes: [f32; LANES], op: impl Fn(f32, f32) -> f32) -> f32 {
     let mut width = LANES / 2;
     while width > 0 {
         for i in 0..width {
-            lanes[i] = op(lanes[i], lanes[i + width]);
+            if lanes[i + width] > lanes[i] {
+                lanes[i] = lanes[i + width];
+            }
         }
         width /= 2;
     }
@@ -175,7 +179,7 @@ pub(crate) unsafe fn exp<S: Isa>(x: S::F) -> S::F {
     const LOWEST: f32 = -87.33;
     const HIGHEST: f32 = 88.37;
     const ROUND: f32 = 12_582_912.0; // 1.5 * 2^23
-    const LN2_HIGH: f32 = 0.693_359_375;
+    const LN2_HIGH: f32 = 0.693_359_4; // 355 / 512, exact in f32
     const LN2_LOW: f32 = -2.121_944_4e-4;
     const POLY: [f32; 6] = [
         1.987_569_2e-4,
@@ -183,7 +187,7 @@ pub(crate) unsafe fn exp<S: Isa>(x: S::F) -> S::F {
         8.333_452e-3,
         4.166_579_6e-2,
         1.666_666_5e-1,
-        5.000_000_1e-1,
+        5e-1,
     ];
     // SAFETY: register arithmetic only; the caller guarantees the features.
     unsafe {
