@@ -30,7 +30,10 @@ fn gguf(version: u32) -> Vec<u8> {
         .meta("flag", true)
         .meta("eps", 1e-5_f32)
         .meta("tokens", ["a", "bc", ""])
-        .meta("nested", Array::Array(vec![Array::U8(vec![1]), Array::I64(vec![-1])]))
+        .meta(
+            "nested",
+            Array::Array(vec![Array::U8(vec![1]), Array::I64(vec![-1])]),
+        )
         .f32s("norm", &[5], &[1.0; 5])
         .raw_tensor("weight", 8, &[2, 32], vec![9; 68])
         .raw_tensor("exotic", 39, &[2, 32], vec![9; 34])

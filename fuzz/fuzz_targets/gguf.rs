@@ -5,7 +5,9 @@ use libfuzzer_sys::fuzz_target;
 use paceline_formats::gguf::Header;
 
 fuzz_target!(|file: &[u8]| {
-    let Ok(header) = Header::parse(file) else { return };
+    let Ok(header) = Header::parse(file) else {
+        return;
+    };
     for tensor in header.tensors() {
         if let Some(range) = tensor.range() {
             assert!(!file[range].is_empty(), "{tensor:?}");

@@ -5,7 +5,13 @@ use libfuzzer_sys::fuzz_target;
 use paceline_formats::safetensors::Header;
 
 fuzz_target!(|file: &[u8]| {
-    let Ok(header) = Header::parse(file) else { return };
+    let Ok(header) = Header::parse(file) else {
+        return;
+    };
     let bytes: usize = header.tensors().iter().map(|t| file[t.range()].len()).sum();
-    assert!(bytes < file.len(), "{bytes} bytes of tensors in a file of {}", file.len());
+    assert!(
+        bytes < file.len(),
+        "{bytes} bytes of tensors in a file of {}",
+        file.len()
+    );
 });
