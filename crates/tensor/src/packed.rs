@@ -8,7 +8,7 @@ use memmap2::MmapMut;
 use paceline_base::{BlockType, Bytes};
 
 use crate::ThreadPool;
-use crate::formats::{self, BIT_PLANE, CRUMB_PLANE, Layout, NIBBLE_PLANE};
+use crate::formats::{self, CRUMB_PLANE, Layout, NIBBLE_PLANE};
 use crate::isa::LANES;
 use crate::stored::{self, CODEBOOK, Chunk};
 
@@ -251,51 +251,71 @@ fn put_half(out: &mut [u8], index: usize, lane: usize, half: f16) {
     out[(index * LANES + lane) * 2..][..2].copy_from_slice(&half.to_bits().to_ne_bytes());
 }
 
-/// Cuts the 32 values of a chunk into planes, lane `lane`.
+/// Cuts the 32 values of a chunk into planes, lane `lane`; `out` is zero there.
 fn pack_planes(block_type: BlockType, chunk: &Chunk, lane: usize, out: &mut [u8]) {
-    for (k, &q) in chunk.q.iter().enumerate() {
-        let (quad, byte) = (k / 4, 4 * lane + k % 4);
-        match block_type {
-            BlockType::Q8_0 => out[64 * quad + byte] = q as u8,
-            BlockType::IQ4_NL | BlockType::IQ4_XS => put_nibble(out, quad, byte, code(q)),
-            BlockType::Q4_0 => put_nibble(out, quad, byte, (q + 8) as u8),
-            BlockType::Q4_1 | BlockType::Q4_K => put_nibble(out, quad, byte, q as u8),
-            BlockType::Q5_0 => put_five(out, quad, byte, (q + 16) as u8),
-            BlockType::Q5_1 | BlockType::Q5_K => put_five(out, quad, byte, q as u8),
-            BlockType::Q6_K => {
-                let value = (q + 32) as u8;
-                put_nibble(out, quad, byte, value & 15);
-                put_crumb(&mut out[NIBBLE_PLANE..], quad, byte, value >> 4);
-            }
-            BlockType::Q2_K => put_crumb(out, quad, byte, q as u8),
-            BlockType::Q3_K => {
-                let value = (q + 4) as u8;
-                put_crumb(out, quad, byte, value & 3);
-                put_bit(&mut out[CRUMB_PLANE..], quad, byte, value >> 2);
-            }
-            BlockType::F32 | BlockType::F16 | BlockType::BF16 => {
-                unreachable!("floats have no planes")
-            }
+    let shifted = |offset: i8| chunk.q.map(|q| (q + offset) as u8);
+    match block_type {
+        BlockType::Q8_0 => put_bytes(out, lane, &chunk.q.map(|q| q as u8)),
+        BlockType::IQ4_NL | BlockType::IQ4_XS => put_nibbles(out, lane, &chunk.q.map(code)),
+        BlockType::Q4_0 => put_nibbles(out, lane, &shifted(8)),
+        BlockType::Q4_1 | BlockType::Q4_K => put_nibbles(out, lane, &shifted(0)),
+        BlockType::Q5_0 => put_five_bits(out, lane, &shifted(16)),
+        BlockType::Q5_1 | BlockType::Q5_K => put_five_bits(out, lane, &shifted(0)),
+        BlockType::Q6_K => {
+            let values = shifted(32);
+            put_nibbles(out, lane, &values);
+            put_crumbs(&mut out[NIBBLE_PLANE..], lane, &values.map(|v| v >> 4));
+        }
+        BlockType::Q2_K => put_crumbs(out, lane, &shifted(0)),
+        BlockType::Q3_K => {
+            let values = shifted(4);
+            put_crumbs(out, lane, &values);
+            put_bits(&mut out[CRUMB_PLANE..], lane, &values.map(|v| v >> 2));
+        }
+        BlockType::F32 | BlockType::F16 | BlockType::BF16 => {
+            unreachable!("floats have no planes")
         }
     }
 }
 
-fn put_nibble(plane: &mut [u8], quad: usize, byte: usize, value: u8) {
-    plane[64 * (quad % 4) + byte] |= value << (4 * (quad / 4));
+fn put_bytes(plane: &mut [u8], lane: usize, values: &[u8; 32]) {
+    for (quad, four) in values.as_chunks::<4>().0.iter().enumerate() {
+        plane[64 * quad + 4 * lane..][..4].copy_from_slice(four);
+    }
 }
 
-fn put_crumb(plane: &mut [u8], quad: usize, byte: usize, value: u8) {
-    plane[64 * (quad % 2) + byte] |= value << (2 * (quad / 2));
+/// The low four bits of each value.
+fn put_nibbles(plane: &mut [u8], lane: usize, values: &[u8; 32]) {
+    let pairs: [u8; 16] = std::array::from_fn(|k| values[k] & 15 | values[k + 16] << 4);
+    for (quad, four) in pairs.as_chunks::<4>().0.iter().enumerate() {
+        plane[64 * quad + 4 * lane..][..4].copy_from_slice(four);
+    }
 }
 
-fn put_bit(plane: &mut [u8], quad: usize, byte: usize, value: u8) {
-    debug_assert!(plane.len() >= BIT_PLANE && value < 2);
-    plane[8 * quad + byte / 8] |= value << (byte % 8);
+/// The low two bits of each value.
+fn put_crumbs(plane: &mut [u8], lane: usize, values: &[u8; 32]) {
+    let crumb = |quad: usize, j: usize| values[4 * quad + j] & 3;
+    for odd in 0..2 {
+        let four: [u8; 4] = std::array::from_fn(|j| {
+            (0..4)
+                .map(|pair| crumb(2 * pair + odd, j) << (2 * pair))
+                .fold(0, |a, b| a | b)
+        });
+        plane[64 * odd + 4 * lane..][..4].copy_from_slice(&four);
+    }
 }
 
-fn put_five(out: &mut [u8], quad: usize, byte: usize, value: u8) {
-    put_nibble(out, quad, byte, value & 15);
-    put_bit(&mut out[NIBBLE_PLANE..], quad, byte, value >> 4);
+/// The lowest bit of each value.
+fn put_bits(plane: &mut [u8], lane: usize, values: &[u8; 32]) {
+    for (quad, four) in values.as_chunks::<4>().0.iter().enumerate() {
+        let bits = four.iter().rev().fold(0, |bits, v| bits << 1 | v & 1);
+        plane[8 * quad + lane / 2] |= bits << (4 * (lane % 2));
+    }
+}
+
+fn put_five_bits(out: &mut [u8], lane: usize, values: &[u8; 32]) {
+    put_nibbles(out, lane, values);
+    put_bits(&mut out[NIBBLE_PLANE..], lane, &values.map(|v| v >> 4));
 }
 
 /// The code of an IQ4 value.
