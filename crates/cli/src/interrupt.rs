@@ -20,3 +20,9 @@ pub(crate) fn cancel_on_signals() -> anyhow::Result<Cancel> {
     }
     Ok(Cancel::from_flag(flag))
 }
+
+/// From now on the first signal ends the process at once: for work that leaves nothing behind.
+pub(crate) fn end_on_signals(cancel: &Cancel) {
+    // The handler that ends the process looks at the same flag.
+    cancel.cancel();
+}

@@ -11,6 +11,7 @@ mod load;
 mod models;
 mod progress;
 mod pull;
+mod run;
 
 use std::io::Write;
 use std::process::ExitCode;
@@ -27,6 +28,8 @@ struct Cli {
 
 #[derive(Debug, Subcommand)]
 enum Command {
+    /// Answer a prompt, or chat
+    Run(run::Args),
     /// Measure this machine
     #[command(subcommand)]
     Bench(bench::Command),
@@ -41,6 +44,7 @@ enum Command {
 fn main() -> ExitCode {
     // clap ends the process by itself: 0 for --help and --version, 2 for wrong usage.
     let outcome = match Cli::parse().command {
+        Command::Run(args) => run::run(&args),
         Command::Bench(command) => bench::run(&command),
         Command::Pull(args) => pull::run(&args),
         Command::Models(args) => models::list(&args),

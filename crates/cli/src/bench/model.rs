@@ -11,7 +11,7 @@ use serde_json::json;
 use super::peer::LlamaCpp;
 use super::quantile;
 use crate::home::Settings;
-use crate::interrupt::cancel_on_signals;
+use crate::interrupt::{cancel_on_signals, end_on_signals};
 use crate::load::{self, ComputeArgs};
 use crate::{print, pull};
 
@@ -56,7 +56,9 @@ struct Run {
 /// Measures and prints.
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let settings = Settings::from_env()?;
-    let found = pull::ensure(&args.model, &settings, &cancel_on_signals()?)?;
+    let cancel = cancel_on_signals()?;
+    let found = pull::ensure(&args.model, &settings, &cancel)?;
+    end_on_signals(&cancel);
     let kernels = load::kernels(args.compute)?;
     let threads = kernels.pool().threads();
     let start = Instant::now();
