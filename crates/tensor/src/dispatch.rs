@@ -140,22 +140,32 @@ macro_rules! kernels {
             #[allow(clippy::wildcard_imports, reason = "a macro's module")]
             use super::*;
 
-            kernel!([$($feature)?] f32_group(args: GroupArgs<'_>) = matmul::group_floats::<$isa, f32>);
-            kernel!([$($feature)?] f16_group(args: GroupArgs<'_>) = matmul::group_floats::<$isa, f16>);
-            kernel!([$($feature)?] bf16_group(args: GroupArgs<'_>) = matmul::group_floats::<$isa, bf16>);
-            kernel!([$($feature)?] q4_0(args: GroupArgs<'_>) = matmul::group::<$isa, formats::Q4_0>);
-            kernel!([$($feature)?] q4_1(args: GroupArgs<'_>) = matmul::group::<$isa, formats::Q4_1>);
-            kernel!([$($feature)?] q5_0(args: GroupArgs<'_>) = matmul::group::<$isa, formats::Q5_0>);
-            kernel!([$($feature)?] q5_1(args: GroupArgs<'_>) = matmul::group::<$isa, formats::Q5_1>);
-            kernel!([$($feature)?] q8_0(args: GroupArgs<'_>) = matmul::group::<$isa, formats::Q8_0>);
-            kernel!([$($feature)?] q2_k(args: GroupArgs<'_>) = matmul::group::<$isa, formats::Q2_K>);
-            kernel!([$($feature)?] q3_k(args: GroupArgs<'_>) = matmul::group::<$isa, formats::Q3_K>);
-            kernel!([$($feature)?] q4_k(args: GroupArgs<'_>) = matmul::group::<$isa, formats::Q4_K>);
-            kernel!([$($feature)?] q5_k(args: GroupArgs<'_>) = matmul::group::<$isa, formats::Q5_K>);
-            kernel!([$($feature)?] q6_k(args: GroupArgs<'_>) = matmul::group::<$isa, formats::Q6_K>);
-            kernel!([$($feature)?] iq4_nl(args: GroupArgs<'_>) = matmul::group::<$isa, formats::IQ4_NL>);
-            kernel!([$($feature)?] iq4_xs(args: GroupArgs<'_>) = matmul::group::<$isa, formats::IQ4_XS>);
-            kernel!([$($feature)?] quantise_row(writer: &Writer<'_>, t: usize) = Writer::quantise_row::<$isa>);
+            macro_rules! group {
+                ($name:ident, $format:ty) => {
+                    group!($name = matmul::group::<$isa, $format>);
+                };
+                ($name:ident = $body:expr) => {
+                    kernel!([$($feature)?] $name(args: GroupArgs<'_>) = $body);
+                };
+            }
+
+            group!(f32_group = matmul::group_floats::<$isa, f32>);
+            group!(f16_group = matmul::group_floats::<$isa, f16>);
+            group!(bf16_group = matmul::group_floats::<$isa, bf16>);
+            group!(q4_0, formats::Q4_0);
+            group!(q4_1, formats::Q4_1);
+            group!(q5_0, formats::Q5_0);
+            group!(q5_1, formats::Q5_1);
+            group!(q8_0, formats::Q8_0);
+            group!(q2_k, formats::Q2_K);
+            group!(q3_k, formats::Q3_K);
+            group!(q4_k, formats::Q4_K);
+            group!(q5_k, formats::Q5_K);
+            group!(q6_k, formats::Q6_K);
+            group!(iq4_nl, formats::IQ4_NL);
+            group!(iq4_xs, formats::IQ4_XS);
+            kernel!([$($feature)?] quantise_row(writer: &Writer<'_>, t: usize)
+                = Writer::quantise_row::<$isa>);
             kernel!([$($feature)?] rms_norm(x: *const f32, w: &[f32], eps: f32, out: *mut f32)
                 = vector::rms_norm::<$isa>);
             kernel!([$($feature)?] silu_mul(gate: &[f32], up: &[f32], out: &mut [f32])
@@ -168,9 +178,12 @@ macro_rules! kernels {
                 = attention::attend::<$isa, f16>);
             kernel!([$($feature)?] attend_f32(page: PageView, queries: &[Query])
                 = attention::attend::<$isa, f32>);
-            kernel!([$($feature)?] merge(into: &mut [f32], next: &[f32]) = attention::merge::<$isa>);
-            kernel!([$($feature)?] finish(partial: &[f32], out: &mut [f32]) = attention::finish::<$isa>);
-            kernel!([$($feature)?] exp(x: &[f32; isa::LANES], out: &mut [f32; isa::LANES]) = exp_lanes::<$isa>);
+            kernel!([$($feature)?] merge(into: &mut [f32], next: &[f32])
+                = attention::merge::<$isa>);
+            kernel!([$($feature)?] finish(partial: &[f32], out: &mut [f32])
+                = attention::finish::<$isa>);
+            kernel!([$($feature)?] exp(x: &[f32; isa::LANES], out: &mut [f32; isa::LANES])
+                = exp_lanes::<$isa>);
 
             pub(super) static TABLE: Table = Table {
                 set: $set,

@@ -5,7 +5,7 @@
 //! Values below 8 bits are cut into planes:
 //!
 //! ```text
-//! nibbles   256 B  bits 0-3: quad g < 4 in the low half of bytes 64 g.., quad g + 4 in the high half
+//! nibbles   256 B  4 bits  : quads g and g + 4 in the low and high halves of bytes 64 g..
 //! crumbs    128 B  2 bits  : quad g at bits 2 (g / 2).. of bytes 64 (g % 2)..
 //! bits       64 B  1 bit   : quad g is the u64 at byte 8 g, bit i for byte i
 //! bytes     512 B  8 bits  : quad g at bytes 64 g..

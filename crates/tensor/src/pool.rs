@@ -14,8 +14,8 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::JoinHandle;
 
 /// Rounds of spinning before a worker sleeps: about 50 µs on a 3 GHz x86 (a `pause` takes some
-/// 40 cycles there), several times the gap between two jobs of a decode step (2-10 µs measured on a 2-core
-/// EPYC 9004 VM), and short enough not to burn a core while a user types.
+/// 40 cycles there), several times the gap between two jobs of a decode step (a few µs), and short
+/// enough not to burn a core while a user types.
 const SPINS: u32 = 4_000;
 
 type Task<'a> = &'a (dyn Fn(usize) + Sync);

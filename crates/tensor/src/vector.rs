@@ -91,9 +91,10 @@ pub(crate) unsafe fn silu_mul<S: Isa>(gate: &[f32], up: &[f32], out: &mut [f32])
     }
 }
 
-/// `out = gelu(gate) * up`, the tanh form: `g / (1 + exp(-2 z))`, `z = sqrt(2/pi) (g + 0.044715 g^3)`.
+/// `out = gelu(gate) * up` with the tanh form of GELU.
 ///
-/// This equals `0.5 g (1 + tanh z)`. Source: Hendrycks and Gimpel 2016, "gelu_pytorch_tanh".
+/// `gelu(g) = g / (1 + exp(-2 z))` with `z = sqrt(2/pi) (g + 0.044715 g^3)`. This equals
+/// `0.5 g (1 + tanh z)`. Source: Hendrycks and Gimpel 2016, "gelu_pytorch_tanh".
 ///
 /// # Safety
 /// Features of `S`; equal lengths.

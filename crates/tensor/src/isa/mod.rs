@@ -64,7 +64,8 @@ pub(crate) trait Isa: Copy {
     /// four signed bytes at `x`. Exact.
     unsafe fn dot_unsigned(acc: Self::I, w: Self::W, x: *const i8) -> Self::I;
     /// As [`dot_unsigned`](Self::dot_unsigned) for signed bytes, **plus** `SIGNED_BIAS` times the
-    /// sum of the four bytes at `x`, which must lie in -127..=127. The caller takes the bias off once per chunk.
+    /// sum of the four bytes at `x`, which must lie in -127..=127. The caller takes the bias off
+    /// once per chunk.
     unsafe fn dot_signed(acc: Self::I, w: Self::W, x: *const i8) -> Self::I;
     /// See [`dot_signed`](Self::dot_signed): 128 where the instruction wants unsigned weights.
     const SIGNED_BIAS: i32;

@@ -30,6 +30,7 @@ fn half(bits: u16) -> f64 {
 }
 
 /// Column `k` of a block. The products and the sum fit 53 bits, so the result is exact.
+// long: one arm per storage type, kept together so that the layouts can be compared
 fn exact_weight(block_type: BlockType, block: &[u8], k: usize) -> f64 {
     let f16_at = |at: usize| half(u16::from_le_bytes([block[at], block[at + 1]]));
     // `count` bits that start at bit `bit` of the byte at `at`; bits run on into later bytes.
