@@ -105,6 +105,11 @@ impl Model {
         &self.embedding
     }
 
+    #[cfg(test)]
+    pub(crate) fn layers(&self) -> &[Layer] {
+        &self.layers
+    }
+
     pub(crate) const fn reads_integers(&self) -> bool {
         self.reads_integers
     }

@@ -12,6 +12,7 @@ use crate::families::Family;
 
 /// An opened model: a GGUF file (all its parts) or a Hugging Face folder.
 #[derive(Debug)]
+#[allow(clippy::large_enum_variant, reason = "one value per loaded model")]
 pub enum Source {
     /// One file, or several that belong together.
     Gguf(Gguf),

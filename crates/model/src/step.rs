@@ -454,3 +454,6 @@ fn norm_in_place(model: &Model, x: &mut [f32], weight: &[f32]) {
         kernels.rms_norm_in_place(run, weight, eps);
     });
 }
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,94 @@
+//! What the tests of this crate share: golden files, models of this machine, and a runner that
+//! feeds sequences to a model.
+
+#![allow(dead_code, reason = "each test binary uses its own part")]
+#![allow(clippy::unwrap_used, reason = "a helper of a test may fail the test")]
+
+pub(crate) mod compare;
+pub(crate) mod runner;
+pub(crate) mod schedule;
+pub(crate) mod tiny;
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use paceline_base::KernelClass;
+use paceline_model::{Error, LoadOptions, Model, Source};
+use paceline_tensor::Kernels;
+use serde_json::Value;
+
+/// Threads of tests that are not about threads: the machines of CI have two cores.
+pub(crate) const THREADS: usize = 2;
+
+/// A file or folder of `tests-data/golden`.
+pub(crate) fn golden(path: &str) -> PathBuf {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests-data/golden");
+    root.join(path)
+}
+
+/// A golden file in JSON.
+pub(crate) fn golden_json(path: &str) -> Value {
+    let path = golden(path);
+    let text = std::fs::read_to_string(&path)
+        .unwrap_or_else(|error| panic!("{}: {error}", path.display()));
+    serde_json::from_str(&text).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
+}
+
+/// The number at `json[path[0]][path[1]]...`.
+pub(crate) fn number(json: &Value, path: &[&str]) -> f64 {
+    let at = path.iter().fold(json, |json, key| &json[key]);
+    at.as_f64()
+        .unwrap_or_else(|| panic!("no number at {path:?}"))
+}
+
+/// The list of numbers called `key`.
+pub(crate) fn numbers(json: &Value, key: &str) -> Vec<f64> {
+    let list = json[key]
+        .as_array()
+        .unwrap_or_else(|| panic!("no list {key}"));
+    list.iter().map(|x| x.as_f64().unwrap()).collect()
+}
+
+/// The list of token ids called `key`.
+pub(crate) fn ids(json: &Value, key: &str) -> Vec<u32> {
+    numbers(json, key).iter().map(|&id| id as u32).collect()
+}
+
+/// The model called `file` in the folder that `cargo xtask models` fills, or `None` with a line
+/// that says why not.
+pub(crate) fn test_model(test: &str, file: &str) -> Option<PathBuf> {
+    let dir = std::env::var_os("PACELINE_TEST_MODELS")
+        .map(PathBuf::from)
+        .or_else(|| std::env::home_dir().map(|home| home.join(".cache/paceline/test-models")));
+    let path = dir.unwrap_or_default().join(file);
+    if path.exists() {
+        return Some(path);
+    }
+    eprintln!("SKIPPED {test}: {} is not there", path.display());
+    None
+}
+
+/// The kernels of this machine on [`THREADS`] threads.
+pub(crate) fn kernels() -> Arc<Kernels> {
+    Arc::new(Kernels::new(THREADS).unwrap())
+}
+
+/// Opens and loads the model at `path`.
+pub(crate) fn try_load(
+    path: &Path,
+    class: KernelClass,
+    kernels: &Arc<Kernels>,
+) -> Result<Model, Error> {
+    let source = Source::open(path)?;
+    Model::load(
+        &source,
+        LoadOptions { class },
+        Arc::clone(kernels),
+        |_, _| {},
+    )
+}
+
+/// As [`try_load`], for a model that must load.
+pub(crate) fn load(path: &Path, class: KernelClass, kernels: &Arc<Kernels>) -> Model {
+    try_load(path, class, kernels).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
+}

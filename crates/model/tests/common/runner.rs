@@ -1,0 +1,82 @@
+//! Feeds sequences to a model.
+
+use paceline_model::{Batch, BatchSequence, Logits, Model, Workspace};
+use paceline_tensor::{KvCache, PAGE};
+
+use super::compare::argmax;
+
+/// Rows of a step of [`Runner::each`].
+const CHUNK: usize = 64;
+
+/// A model with a cache for one sequence.
+#[derive(Debug)]
+pub(crate) struct Runner {
+    model: Model,
+    ws: Workspace,
+    cache: KvCache,
+    pages: Vec<u32>,
+}
+
+impl Runner {
+    /// For sequences of up to `positions` tokens.
+    pub(crate) fn new(model: Model, positions: usize) -> Self {
+        let cache = model.new_cache(positions).unwrap();
+        let pages = (0..positions.div_ceil(PAGE) as u32).collect();
+        let ws = Workspace::new(&model, positions, positions, 1, positions);
+        Self {
+            model,
+            ws,
+            cache,
+            pages,
+        }
+    }
+
+    /// Logits after each of `tokens`, which start at position 0.
+    pub(crate) fn all(&mut self, tokens: &[u32]) -> Vec<Vec<f32>> {
+        self.step(tokens, 0, Logits::All)
+    }
+
+    /// Logits after the last of `tokens`, the first of which is at `position`.
+    pub(crate) fn last(&mut self, tokens: &[u32], position: usize) -> Vec<f32> {
+        self.step(tokens, position, Logits::Last).remove(0)
+    }
+
+    /// As [`all`](Self::all), in chunks: calls `f` with a token's position and the logits after
+    /// it, and never holds more than 64 rows of logits (a row of Gemma's is 1 MiB).
+    pub(crate) fn each(&mut self, tokens: &[u32], mut f: impl FnMut(usize, &[f32])) {
+        for (i, chunk) in tokens.chunks(CHUNK).enumerate() {
+            let rows = self.step(chunk, i * CHUNK, Logits::All);
+            rows.iter()
+                .enumerate()
+                .for_each(|(t, row)| f(i * CHUNK + t, row));
+        }
+    }
+
+    /// The `n` tokens that follow `prompt` when the largest logit always wins.
+    pub(crate) fn greedy(&mut self, prompt: &[u32], n: usize) -> Vec<u32> {
+        let mut out = vec![argmax(&self.last(prompt, 0))];
+        while out.len() < n {
+            let position = prompt.len() + out.len() - 1;
+            let logits = self.last(&out[out.len() - 1..], position);
+            out.push(argmax(&logits));
+        }
+        out
+    }
+
+    fn step(&mut self, tokens: &[u32], position: usize, logits: Logits) -> Vec<Vec<f32>> {
+        let sequence = BatchSequence {
+            tokens,
+            position,
+            pages: &self.pages,
+            logits,
+        };
+        let batch = Batch {
+            sequences: &[sequence],
+        };
+        let rows = self.model.forward(&batch, &mut self.ws, &mut self.cache);
+        let vocab = self.model.config().vocab;
+        (0..rows)
+            .map(|i| self.ws.logits_mut(i, vocab).to_vec())
+            .collect()
+    }
+}

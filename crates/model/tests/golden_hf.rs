@@ -1,0 +1,105 @@
+//! Tiny Hugging Face folders against what `transformers` computes with them
+//! (`tests-data/golden/hf`, made by `scripts/golden/hf_tiny.py`).
+//!
+//! Which layer is the first to differ is told by the unit test `step::tests`.
+
+#![allow(clippy::unwrap_used, reason = "a helper of a test may fail the test")]
+#![allow(clippy::print_stdout, reason = "figures, shown by --nocapture")]
+
+mod common;
+
+use common::compare::{argmax, gap, max_abs_diff};
+use common::runner::Runner;
+use common::{golden, golden_json, ids, kernels, load, number};
+use paceline_base::KernelClass;
+use paceline_formats::safetensors::Safetensors;
+
+const FOLDERS: [&str; 7] = [
+    "llama-tied",
+    "llama-untied-bf16",
+    "llama-rope3-sharded",
+    "qwen2-f16",
+    "qwen3-bf16",
+    "gemma3-bf16",
+    "gemma3-linear-bf16",
+];
+
+/// Logits at all positions of the prompt, `(positions, vocabulary)`.
+fn golden_logits(name: &str) -> Vec<Vec<f32>> {
+    let file = Safetensors::open(golden(&format!("hf/{name}.golden.safetensors"))).unwrap();
+    let tensor = file.tensor("logits").unwrap();
+    let values = tensor
+        .bytes
+        .as_chunks()
+        .0
+        .iter()
+        .map(|b| f32::from_le_bytes(*b));
+    let values: Vec<f32> = values.collect();
+    values
+        .chunks_exact(tensor.cols())
+        .map(<[f32]>::to_vec)
+        .collect()
+}
+
+/// Compares logits at every position and the greedy continuation. `tolerance` bounds the distance
+/// of a logit; where first and second are further apart than twice that, the first must agree.
+fn check(name: &str, class: KernelClass, tolerance: f64) {
+    let json = golden_json(&format!("hf/{name}.golden.json"));
+    let (prompt, greedy) = (ids(&json, "prompt"), ids(&json, "greedy"));
+    let model = load(&golden(&format!("hf/{name}")), class, &kernels());
+    let mut runner = Runner::new(model, prompt.len() + greedy.len());
+
+    let expected = golden_logits(name);
+    let got = runner.all(&prompt);
+    assert_eq!(got.len(), expected.len());
+    let mut worst = 0.0f64;
+    for (position, (got, expected)) in got.iter().zip(&expected).enumerate() {
+        let distance = max_abs_diff(got, expected);
+        worst = worst.max(distance);
+        assert!(
+            distance <= tolerance,
+            "{name} {class}, position {position}: logits {distance:.3e} apart, at most {tolerance:.3e}"
+        );
+        if f64::from(gap(expected)) > 2.0 * tolerance {
+            assert_eq!(
+                argmax(got),
+                argmax(expected),
+                "{name} {class}, position {position}"
+            );
+        }
+    }
+    println!("{name} {class}: logits within {worst:.3e}, tolerance {tolerance:.3e}");
+    assert_eq!(
+        runner.greedy(&prompt, greedy.len()),
+        greedy,
+        "{name} {class}, greedy"
+    );
+}
+
+/// `transformers` and we do the same operations in f32 in another order, as its own run with
+/// products in f64 does: distances of that size, several times it for the worst logit.
+#[test]
+fn class_cpu_f32_agrees_with_transformers() {
+    for name in FOLDERS {
+        let json = golden_json(&format!("hf/{name}.golden.json"));
+        check(
+            name,
+            KernelClass::CpuF32,
+            4.0 * number(&json, &["max_abs_diff", "f64_matmul"]),
+        );
+    }
+}
+
+/// Float weights are used as stored, so class `cpu` differs by its f16 keys and values alone;
+/// the recorded distance is that of one such run, ours rounds slightly different numbers.
+#[test]
+fn class_cpu_agrees_but_for_keys_and_values_in_f16() {
+    for name in FOLDERS {
+        let json = golden_json(&format!("hf/{name}.golden.json"));
+        check(
+            name,
+            KernelClass::Cpu,
+            2.0 * number(&json, &["max_abs_diff", "kv_f16"]),
+        );
+    }
+}

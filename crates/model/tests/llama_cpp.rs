@@ -1,0 +1,233 @@
+//! SmolLM2 and Gemma 3 on 256 tokens of Austen against llama.cpp and a numpy reference
+//! (`tests-data/golden/llama_cpp`, `tests-data/golden/numpy`).
+//!
+//! Three recorded readings of each text: llama.cpp on the weights *as stored* rounds activations
+//! to 8 bits, as our class `cpu` does in runs of its own; llama.cpp on *widened* weights and numpy
+//! do not, as our class `cpu-f32`. Where the first and second logit nearly tie, such a rounding
+//! changes the winner: llama.cpp as stored agrees with itself on widened weights at 253 (SmolLM2)
+//! and 246 (Gemma) of 256 positions, so an exact engine misses 98 % on Gemma.
+//!
+//! The bar of 98 % therefore stands over all positions for what computes the same function
+//! (`cpu-f32`, widened) and for SmolLM2 as stored; for Gemma as stored it stands over the positions
+//! that are no near tie. Every position where winners differ is printed.
+
+#![allow(clippy::print_stdout, reason = "figures, shown by --nocapture")]
+
+mod common;
+
+use std::path::Path;
+
+use common::compare::{argmax, gap, largest, log_probability};
+use common::runner::Runner;
+use common::{golden_json, ids, kernels, load, number, numbers, test_model};
+use paceline_base::KernelClass;
+use serde_json::Value;
+
+/// Part of the positions whose winners agree, at least.
+const TOP1_BAR: f64 = 0.98;
+
+/// Distance of the mean negative log-likelihoods, at most, nats.
+const NLL_BAR: f64 = 0.02;
+
+/// A position is a near tie when first and second logit of the widened run are not further apart
+/// than this. Largest gap on these texts that class `cpu` turned over: 0.18 (SmolLM2, position 6);
+/// that llama.cpp as stored turned over: 0.37 (Gemma, position 31).
+const NEAR_TIE: f64 = 0.2;
+
+/// What an engine said after each token of a text.
+#[derive(Debug)]
+struct Reading {
+    /// Mean of `nlls`.
+    nll: f64,
+    /// Of each token after the first, nats.
+    nlls: Vec<f64>,
+    /// Winner after each token.
+    argmax: Vec<u32>,
+    /// First less second logit there.
+    gaps: Vec<f64>,
+}
+
+impl Reading {
+    fn golden(json: &Value) -> Self {
+        Self {
+            nll: number(json, &["nll"]),
+            nlls: numbers(json, "nlls"),
+            argmax: ids(json, "argmax"),
+            gaps: numbers(json, "gaps"),
+        }
+    }
+
+    fn ours(path: &Path, class: KernelClass, tokens: &[u32]) -> Self {
+        let mut runner = Runner::new(load(path, class, &kernels()), tokens.len());
+        let (mut nlls, mut argmaxes, mut gaps) = (Vec::new(), Vec::new(), Vec::new());
+        runner.each(tokens, |t, logits| {
+            argmaxes.push(argmax(logits));
+            gaps.push(gap(logits).into());
+            let next = tokens.get(t + 1);
+            nlls.extend(next.map(|&id| -log_probability(logits, id)));
+        });
+        let nll = nlls.iter().sum::<f64>() / nlls.len() as f64;
+        Self {
+            nll,
+            nlls,
+            argmax: argmaxes,
+            gaps,
+        }
+    }
+}
+
+/// The recorded readings of a model's text.
+#[derive(Debug)]
+struct Golden {
+    tokens: Vec<u32>,
+    stored: Reading,
+    widened: Reading,
+    numpy: Reading,
+}
+
+impl Golden {
+    fn read(name: &str) -> Self {
+        let stored = golden_json(&format!("llama_cpp/{name}.json"));
+        let widened = golden_json(&format!("llama_cpp/{name}-f32.json"));
+        let numpy = golden_json(&format!("numpy/{name}.json"));
+        let tokens = ids(&stored, "tokens");
+        assert_eq!(
+            (tokens.len(), ids(&widened, "tokens")),
+            (256, tokens.clone())
+        );
+        assert_eq!(ids(&numpy, "tokens"), tokens);
+        let [stored, widened, numpy] = [stored, widened, numpy].map(|json| Reading::golden(&json));
+        Self {
+            tokens,
+            stored,
+            widened,
+            numpy,
+        }
+    }
+}
+
+/// How two readings of one text differ.
+#[derive(Debug)]
+struct Difference {
+    positions: usize,
+    /// Positions where the winners differ.
+    winners: Vec<usize>,
+    /// Ours less theirs.
+    nll: f64,
+    /// Largest distance of a single token's.
+    nll_worst: f64,
+}
+
+impl Difference {
+    /// Compares, and prints the figures and every position where the winners differ.
+    fn print(title: &str, ours: &Reading, theirs: &Reading) -> Self {
+        let positions = ours.argmax.len();
+        let winners = (0..positions)
+            .filter(|&t| ours.argmax[t] != theirs.argmax[t])
+            .collect();
+        let distances = ours
+            .nlls
+            .iter()
+            .zip(&theirs.nlls)
+            .map(|(a, b)| (a - b).abs());
+        let (nll, nll_worst) = (ours.nll - theirs.nll, largest(distances));
+        let difference = Self {
+            positions,
+            winners,
+            nll,
+            nll_worst,
+        };
+        let part = difference.agreement(|_| true);
+        println!(
+            "{title}: top-1 {}/{positions} ({:.2} %), mean NLL {:.5} and {:.5} ({nll:+.5}), \
+             largest distance of one {nll_worst:.5}",
+            positions - difference.winners.len(),
+            100.0 * part,
+            ours.nll,
+            theirs.nll,
+        );
+        for &t in &difference.winners {
+            println!(
+                "    position {t}: winner {} by {:.3}, theirs {} by {:.3}",
+                ours.argmax[t], ours.gaps[t], theirs.argmax[t], theirs.gaps[t]
+            );
+        }
+        difference
+    }
+
+    /// Part of the positions that `count` whose winners agree.
+    fn agreement(&self, count: impl Fn(usize) -> bool) -> f64 {
+        let all = (0..self.positions).filter(|&t| count(t)).count();
+        let differ = self.winners.iter().filter(|&&t| count(t)).count();
+        1.0 - differ as f64 / all as f64
+    }
+}
+
+/// Class `cpu-f32` is the function that llama.cpp computes on widened weights, and numpy's.
+fn check_f32(path: &Path, name: &str, golden: &Golden) {
+    let ours = Reading::ours(path, KernelClass::CpuF32, &golden.tokens);
+    Difference::print(
+        &format!("{name} cpu-f32, llama.cpp as stored"),
+        &ours,
+        &golden.stored,
+    );
+
+    let widened = Difference::print(
+        &format!("{name} cpu-f32, llama.cpp widened"),
+        &ours,
+        &golden.widened,
+    );
+    assert!(widened.agreement(|_| true) >= TOP1_BAR, "{widened:?}");
+    // llama.cpp keeps keys and values in f16: single tokens up to 0.012 apart, the mean 5e-5.
+    assert!(widened.nll.abs() <= 1e-3, "{widened:?}");
+
+    let numpy = Difference::print(&format!("{name} cpu-f32, numpy"), &ours, &golden.numpy);
+    // Both round in f32 only: single tokens up to 3e-5 apart, six digits recorded.
+    assert!(
+        numpy.winners.is_empty() && numpy.nll_worst <= 2e-4,
+        "{numpy:?}"
+    );
+}
+
+/// Class `cpu` against llama.cpp as stored; `all` says whether the bar stands over all positions
+/// or over those that are no near tie.
+fn check_cpu(path: &Path, name: &str, golden: &Golden, all: bool) {
+    let ours = Reading::ours(path, KernelClass::Cpu, &golden.tokens);
+    let decided = |t: usize| golden.widened.gaps[t] > NEAR_TIE;
+    let title = format!("{name} cpu, llama.cpp as stored");
+    let stored = Difference::print(&title, &ours, &golden.stored);
+    println!(
+        "    where it is no near tie {:.2} %",
+        100.0 * stored.agreement(decided)
+    );
+    assert!(
+        stored.agreement(|t| all || decided(t)) >= TOP1_BAR,
+        "{stored:?}"
+    );
+    assert!(stored.nll.abs() <= NLL_BAR, "{stored:?}");
+
+    let title = format!("{name} cpu, llama.cpp widened");
+    let widened = Difference::print(&title, &ours, &golden.widened);
+    assert_eq!(widened.agreement(decided), 1.0, "{widened:?}");
+    assert!(widened.nll.abs() <= NLL_BAR, "{widened:?}");
+}
+
+#[test]
+fn smollm2() {
+    let Some(path) = test_model("smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf") else {
+        return;
+    };
+    let golden = Golden::read("smollm2");
+    check_cpu(&path, "smollm2", &golden, true);
+    check_f32(&path, "smollm2", &golden);
+}
+
+#[test]
+fn gemma3() {
+    let Some(path) = test_model("gemma3", "gemma-3-270m-q4_k_m.gguf") else {
+        return;
+    };
+    let golden = Golden::read("gemma3");
+    check_cpu(&path, "gemma3", &golden, false);
+    check_f32(&path, "gemma3", &golden);
+}

@@ -1,0 +1,210 @@
+//! The numerics rule: a logit depends on the model, the tokens before it and the kernel class, to
+//! the bit. Never on the chunk, the batch, the threads, the instruction set or the pages.
+//!
+//! Expected bits are those of one sequence alone, in one step, on one thread of the fastest
+//! instruction set. Everything else runs as a schedule on scrambled pages that hold NaN before;
+//! random schedules print their seed when they fail.
+
+#![allow(clippy::unwrap_used, reason = "a helper of a test may fail the test")]
+
+mod common;
+
+use std::path::Path;
+use std::sync::Arc;
+
+use common::runner::Runner;
+use common::schedule::{Chunks, Expected, Mix, Schedule, bits};
+use common::tiny::{Random, Tiny};
+use common::{load, test_model};
+use paceline_base::{BlockType, KernelClass};
+use paceline_model::{Family, Model};
+use paceline_tensor::{InstructionSet, Kernels};
+
+/// A model file, a class, and sequences with the bits that must follow each of their tokens.
+struct Case<'a> {
+    title: String,
+    path: &'a Path,
+    class: KernelClass,
+    sequences: Vec<(Vec<u32>, Expected)>,
+}
+
+impl<'a> Case<'a> {
+    fn new(path: &'a Path, class: KernelClass, sequences: Vec<Vec<u32>>, title: &str) -> Self {
+        let title = format!("{title} {class}");
+        let mut case = Case {
+            title,
+            path,
+            class,
+            sequences: Vec::new(),
+        };
+        let model = case.load(*InstructionSet::available().last().unwrap(), 1);
+        let longest = sequences.iter().map(Vec::len).max().unwrap();
+        let mut alone = Runner::new(model, longest);
+        for tokens in sequences {
+            let expected = alone.all(&tokens).iter().map(|row| bits(row)).collect();
+            case.sequences.push((tokens, expected));
+        }
+        case
+    }
+
+    fn load(&self, set: InstructionSet, threads: usize) -> Model {
+        let kernels = Arc::new(Kernels::with_set(set, threads).unwrap());
+        load(self.path, self.class, &kernels)
+    }
+
+    /// The first `len` tokens of the first sequence alone, in chunks.
+    fn in_chunks(&self, model: &Model, len: usize, chunk: usize) {
+        let mix = Mix {
+            sequences: 1,
+            chunks: Chunks::Always(chunk),
+            evict_every: 0,
+        };
+        let (tokens, expected) = &self.sequences[0];
+        let title = format!("{}, {}, chunks of {chunk}", self.title, describe(model));
+        Schedule::new(model, mix, [(&tokens[..len], expected)], 1).run(&title);
+    }
+
+    /// All sequences, up to `most` in a step.
+    fn among_strangers(&self, model: &Model, most: usize, seed: u64) {
+        let mix = Mix {
+            sequences: most,
+            chunks: Chunks::UpTo(30),
+            evict_every: 5,
+        };
+        let sequences = self
+            .sequences
+            .iter()
+            .map(|(tokens, expected)| (&tokens[..], expected));
+        let title = format!(
+            "{}, {}, batch of {most}, seed {seed}",
+            self.title,
+            describe(model)
+        );
+        Schedule::new(model, mix, sequences, seed).run(&title);
+    }
+}
+
+fn describe(model: &Model) -> String {
+    let kernels = model.kernels();
+    format!(
+        "{} on {} threads",
+        kernels.instruction_set().name(),
+        kernels.pool().threads()
+    )
+}
+
+/// Sequences of `lens` tokens below `vocab`.
+fn random_sequences(vocab: usize, lens: &[usize], seed: u64) -> Vec<Vec<u32>> {
+    let mut random = Random(seed);
+    let mut sequence = |&len| (0..len).map(|_| random.below(vocab) as u32).collect();
+    lens.iter().map(&mut sequence).collect()
+}
+
+/// One type for each family.
+const FAMILIES: [(Family, BlockType); 4] = [
+    (Family::Llama, BlockType::Q4_1),
+    (Family::Qwen2, BlockType::Q8_0),
+    (Family::Qwen3, BlockType::BF16),
+    (Family::Gemma3, BlockType::Q6_K),
+];
+
+#[test]
+fn chunks_threads_and_instruction_sets_change_nothing() {
+    let dir = tempfile::tempdir().unwrap();
+    for (family, block_type) in FAMILIES {
+        let path = dir.path().join(family.name());
+        let tiny = Tiny::new(family, block_type);
+        tiny.write(&path);
+        let sequences = random_sequences(tiny.vocab, &[150], 2);
+        let case = Case::new(&path, KernelClass::Cpu, sequences, family.name());
+        for (set, threads) in configurations() {
+            let model = case.load(set, threads);
+            if set == InstructionSet::Scalar {
+                // A hundred times slower: as many tokens as fill a page and Gemma's window.
+                [7, 80]
+                    .into_iter()
+                    .for_each(|chunk| case.in_chunks(&model, 80, chunk));
+            } else {
+                [1, 7, 64, 150]
+                    .into_iter()
+                    .for_each(|chunk| case.in_chunks(&model, 150, chunk));
+            }
+        }
+    }
+}
+
+/// Every instruction set on 1, 2 and 3 threads; the slow portable one on 3 only.
+fn configurations() -> Vec<(InstructionSet, usize)> {
+    let threads = |set| {
+        if set == InstructionSet::Scalar {
+            3..=3
+        } else {
+            1..=3
+        }
+    };
+    let sets = InstructionSet::available().into_iter();
+    sets.flat_map(|set| threads(set).map(move |n| (set, n)))
+        .collect()
+}
+
+/// Lengths around pages of 64 and Gemma's window of 70, nine sequences.
+const LENS: [usize; 9] = [150, 1, 63, 64, 65, 71, 97, 128, 30];
+
+#[test]
+fn strangers_and_evictions_change_nothing() {
+    let dir = tempfile::tempdir().unwrap();
+    let fast: Vec<InstructionSet> = InstructionSet::available();
+    for (i, (family, block_type)) in FAMILIES.into_iter().enumerate() {
+        let path = dir.path().join(family.name());
+        let tiny = Tiny::new(family, block_type);
+        tiny.write(&path);
+        let sequences = random_sequences(tiny.vocab, &LENS, 3);
+        let case = Case::new(&path, KernelClass::Cpu, sequences, family.name());
+        // The two fastest sets take turns.
+        let models = [1, 2, 3].map(|threads| {
+            let set = fast[fast.len() - 1 - (i + threads) % 2.min(fast.len())];
+            case.load(set, threads)
+        });
+        for most in 1..=8 {
+            case.among_strangers(&models[most % 3], most, most as u64);
+        }
+    }
+}
+
+/// Every storage type in both classes, families taking turns.
+#[test]
+fn every_storage_type_obeys() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("tiny.gguf");
+    let configurations = configurations();
+    for (i, block_type) in BlockType::ALL.into_iter().enumerate() {
+        let tiny = Tiny::new(Family::ALL[i % 4], block_type);
+        tiny.write(&path);
+        for class in [KernelClass::Cpu, KernelClass::CpuF32] {
+            let sequences = random_sequences(tiny.vocab, &[80, 33, 65], i as u64);
+            let title = format!("{} {block_type}", tiny.family.name());
+            let case = Case::new(&path, class, sequences, &title);
+            let (set, threads) = configurations[i % configurations.len()];
+            case.among_strangers(&case.load(set, threads), 3, i as u64);
+        }
+    }
+}
+
+#[test]
+fn smollm2_obeys() {
+    const FILE: &str = "SmolLM2-135M-Instruct.Q4_1.gguf";
+    let Some(path) = test_model("smollm2_obeys", FILE) else {
+        return;
+    };
+    let sequences = random_sequences(49_152, &[140, 20, 66, 5], 4);
+    let case = Case::new(&path, KernelClass::Cpu, sequences, "smollm2");
+    for (i, (set, threads)) in configurations().into_iter().enumerate() {
+        let model = case.load(set, threads);
+        if set == InstructionSet::Scalar {
+            case.in_chunks(&model, 8, 5);
+        } else {
+            case.in_chunks(&model, 140, [1, 7, 64, 140][i % 4]);
+            case.among_strangers(&model, 4, i as u64);
+        }
+    }
+}

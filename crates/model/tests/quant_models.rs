@@ -1,0 +1,122 @@
+//! Models of every storage type: small random ones made here, and those of
+//! `scripts/models/quant_models.py` against the numpy reference.
+
+#![allow(clippy::unwrap_used, reason = "a helper of a test may fail the test")]
+#![allow(clippy::print_stdout, reason = "figures, shown by --nocapture")]
+
+mod common;
+
+use std::path::Path;
+
+use common::compare::{largest, log_probability, relative_rms};
+use common::runner::Runner;
+use common::tiny::Tiny;
+use common::{golden_json, ids, kernels, load, number, numbers, test_model};
+use paceline_base::{BlockType, KernelClass};
+use paceline_model::Family;
+use serde_json::Value;
+
+/// How far class `cpu` may be from `cpu-f32` on a [`Tiny`] model, as the root of the mean square
+/// over all logits, in units of that of the logits.
+///
+/// Rounding to 8 bits moves the input of a product by 0.5 % of its size (uniform over steps of
+/// 1/127 of the largest of 32 values, which is about 2.2 standard deviations), keys and values in
+/// f16 by 0.02 %. A dozen products in a row, gated ones twice, make 2 % of that; seen 0.3 to 2.2 %
+/// for blocks, up to 0.06 % for floats.
+const fn tolerance(block_type: BlockType) -> f64 {
+    if block_type.is_float() { 1e-3 } else { 0.03 }
+}
+
+/// Random models of a type: class `cpu` against the f32 dequantised reference.
+#[test]
+fn class_cpu_agrees_with_f32_for_every_storage_type() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("tiny.gguf");
+    for block_type in BlockType::ALL {
+        for family in [Family::Llama, Family::Qwen3] {
+            let tiny = Tiny::new(family, block_type);
+            tiny.write(&path);
+            let tokens = tiny.tokens(40, 1);
+            let [cpu, f32] = [KernelClass::Cpu, KernelClass::CpuF32].map(|class| {
+                Runner::new(load(&path, class, &kernels()), tokens.len())
+                    .all(&tokens)
+                    .concat()
+            });
+            let distance = relative_rms(&cpu, &f32);
+            println!("{} {block_type}: {distance:.2e}", family.name());
+            assert!(
+                distance <= tolerance(block_type),
+                "{} {block_type}: logits {distance:.2e} apart (relative RMS)",
+                family.name()
+            );
+        }
+    }
+}
+
+/// Logits at chosen ids of the last position, and the NLL of the prompt's ids.
+fn check_recorded(path: &Path, json: &Value, class: KernelClass, tolerance: f64) {
+    let title = format!("{} {class}", path.file_name().unwrap().display());
+    let prompt = ids(json, "prompt");
+    let mut runner = Runner::new(load(path, class, &kernels()), prompt.len());
+    let logits = runner.all(&prompt);
+    let last = &logits[prompt.len() - 1];
+
+    let recorded = ["top", "logits"]
+        .into_iter()
+        .flat_map(|list| json[list].as_array().unwrap());
+    let distance = |entry: &Value| {
+        let id = number(entry, &["id"]) as usize;
+        (f64::from(last[id]) - number(entry, &["logit"])).abs()
+    };
+    let logit = largest(recorded.map(distance));
+    let ours = (1..prompt.len()).map(|i| -log_probability(&logits[i - 1], prompt[i]));
+    let nlls = ours.zip(numbers(json, "nlls")).map(|(a, b)| (a - b).abs());
+    let nll = largest(nlls);
+    println!("{title}: logits within {logit:.2e}, NLL within {nll:.2e}, tolerance {tolerance:.2e}");
+    assert!(
+        logit <= tolerance,
+        "{title}: logits {logit:.2e} apart, at most {tolerance:.2e}"
+    );
+    // A log-probability moves by at most twice what the logits move by.
+    assert!(
+        nll <= 2.0 * tolerance,
+        "{title}: NLL {nll:.2e} apart, at most twice {tolerance:.2e}"
+    );
+}
+
+/// Both classes. `f32_tolerance` bounds what other orders of f32 sums do; class `cpu` rounds keys,
+/// values and activations besides, in about the way of the reference's runs that were recorded
+/// (`tests-data/golden/README.md`), and twice their distance is allowed.
+fn check_both(path: &Path, json: &Value, f32_tolerance: f64) {
+    check_recorded(path, json, KernelClass::CpuF32, f32_tolerance);
+    let rounding = |name| number(json, &["max_abs_diff", name]);
+    let tolerance = 2.0 * (rounding("kv_f16") + rounding("act_q8"));
+    check_recorded(path, json, KernelClass::Cpu, tolerance + f32_tolerance);
+}
+
+/// Two layers, logits of a standard deviation of 0.5: f32 differences up to 2e-6 seen.
+#[test]
+fn every_storage_type_agrees_with_numpy() {
+    let golden = golden_json("quant_models.json");
+    let types = golden["types"].as_object().unwrap();
+    assert_eq!(types.len(), 15);
+    for (name, json) in types {
+        let test = format!("every_storage_type_agrees_with_numpy, {name}");
+        if let Some(path) = test_model(&test, json["file"].as_str().unwrap()) {
+            check_both(&path, json, 1e-5);
+        }
+    }
+}
+
+/// Up to 30 layers and logits up to 25: f32 differences up to 4e-5 seen.
+#[test]
+fn real_models_agree_with_numpy() {
+    for name in ["smollm2", "gemma3"] {
+        let golden = golden_json(&format!("numpy/{name}.json"));
+        let json = &golden["short"];
+        let test = format!("real_models_agree_with_numpy, {name}");
+        if let Some(path) = test_model(&test, json["file"].as_str().unwrap()) {
+            check_both(&path, json, 2e-4);
+        }
+    }
+}
