@@ -49,6 +49,8 @@ pub struct Config {
     pub embedding_scale: f32,
     /// Multiplies queries.
     pub query_scale: f32,
+    /// Whether the output head is the embedding; `None` when it is where the file has no other.
+    pub tied: Option<bool>,
     /// On the gate of the feed-forward.
     pub activation: Activation,
     /// Rotary embeddings in use.
@@ -78,6 +80,8 @@ impl Config {
 
     /// The parts that all families share; `layers` and `ropes` are filled by the caller.
     pub(crate) fn base(family: Family, fields: &Fields<'_>) -> Result<Self, Error> {
+        fields.refuse_experts()?;
+        fields.check_activation(family.activation())?;
         let width = fields.size("embedding_length", "hidden_size", 1, MAX_WIDTH)?;
         let heads = fields.size("attention.head_count", "num_attention_heads", 1, MAX_HEADS)?;
         let kv_heads = fields
@@ -105,7 +109,8 @@ impl Config {
             norm_offset: 0.0,
             embedding_scale: 1.0,
             query_scale: 1.0 / (head_dim as f32).sqrt(),
-            activation: Activation::Silu,
+            activation: family.activation(),
+            tied: fields.tied(family)?,
             ropes: Vec::new(),
             layers: vec![
                 LayerKind {

@@ -6,7 +6,7 @@ use paceline_base::{Bytes, KernelClass};
 use paceline_tensor::{Kernels, KvCache, KvShape, KvType, PAGE};
 
 use crate::step::{Batch, Step, Workspace};
-use crate::weights::{self, Embedding, Layer, Linear, Loader};
+use crate::weights::{self, Embedding, IntegerInputs, Layer, Linear, Loader};
 use crate::{Config, Error, Source};
 
 /// How a model is loaded.
@@ -27,7 +27,7 @@ pub struct Model {
     output_norm: Vec<f32>,
     output: Linear,
     tied: bool,
-    reads_integers: bool,
+    integer_inputs: IntegerInputs,
 }
 
 impl Model {
@@ -52,6 +52,8 @@ impl Model {
             class: options.class,
             pool: kernels.pool(),
         };
+        let embedding = loader.embedding()?;
+        let output_norm = loader.output_norm()?;
         let n = config.layers.len();
         let mut layers = Vec::with_capacity(n);
         for i in 0..n {
@@ -60,18 +62,16 @@ impl Model {
         }
         let (output, tied) = loader.output()?;
         progress(n + 1, n + 1);
-        let reads_integers =
-            output.matrix.reads_integers() || layers.iter().any(Layer::reads_integers);
         Ok(Self {
-            embedding: loader.embedding()?,
-            output_norm: loader.output_norm()?,
+            integer_inputs: IntegerInputs::of(&layers, &output),
+            embedding,
+            output_norm,
             class: options.class,
             config,
             kernels,
             layers,
             output,
             tied,
-            reads_integers,
         })
     }
 
@@ -110,8 +110,8 @@ impl Model {
         &self.layers
     }
 
-    pub(crate) const fn reads_integers(&self) -> bool {
-        self.reads_integers
+    pub(crate) const fn integer_inputs(&self) -> IntegerInputs {
+        self.integer_inputs
     }
 
     /// A cache for `positions` positions in all, over any number of sequences (each takes whole

@@ -10,6 +10,10 @@ use paceline_tensor::RopePairs;
 /// Largest head that rotates; bounds what a file can make us compute.
 pub(crate) const MAX_PAIRS: usize = 1 << 12;
 
+/// Least divisor of frequencies that is accepted from a file. Real ones are 1 to 64; with this one
+/// the highest frequency is 1000 radians a position, whose angles f64 still tells apart.
+pub(crate) const MIN_DIVISOR: f64 = 1e-3;
+
 /// One set of rotary frequencies.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Rope {

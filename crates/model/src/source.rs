@@ -112,6 +112,14 @@ impl Source {
         self.opt_tensor(&format!("{}.weight", self.stem(family, role)))
     }
 
+    /// The bias of `role`.
+    ///
+    /// # Errors
+    /// As [`weight`](Self::weight).
+    pub fn bias(&self, family: Family, role: Role) -> Result<Tensor, Error> {
+        self.tensor(&format!("{}.bias", self.stem(family, role)))
+    }
+
     /// The bias of `role`, `None` when the file lacks it.
     ///
     /// # Errors

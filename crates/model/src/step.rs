@@ -118,7 +118,7 @@ impl Workspace {
     ) -> Self {
         let c = model.config();
         let (q, kv) = (c.heads * c.head_dim, c.kv_heads * c.head_dim);
-        let integers = model.reads_integers();
+        let integers = model.integer_inputs();
         let rows = |n: usize| vec![0.0f32; max_rows * n];
         Self {
             max_rows,
@@ -126,17 +126,17 @@ impl Workspace {
             max_sequences,
             residual: rows(c.width),
             delta: rows(c.width),
-            x: Activations::new(max_rows, c.width, integers),
+            x: Activations::new(max_rows, c.width, integers.normed),
             q: rows(q),
             k: rows(kv),
             v: rows(kv),
             attended: rows(q),
-            attended_x: Activations::new(max_rows, q, integers),
+            attended_x: Activations::new(max_rows, q, integers.attended),
             gate: rows(c.ffn),
             up: rows(c.ffn),
-            hidden: Activations::new(max_rows, c.ffn, integers),
+            hidden: Activations::new(max_rows, c.ffn, integers.hidden),
             angles: angle_buffers(model, max_rows),
-            head_x: Activations::new(max_logit_rows, c.width, integers),
+            head_x: Activations::new(max_logit_rows, c.width, integers.head),
             logits: vec![0.0; max_logit_rows * c.vocab],
             wanted: Vec::with_capacity(max_logit_rows),
             scratch: AttentionScratch::new(max_sequences, c.heads, c.head_dim, context),

@@ -4,6 +4,7 @@ use paceline_base::{Bytes, KernelClass};
 use paceline_formats::tensor::Tensor;
 use paceline_tensor::{PackOptions, Packed, StoredMatrix, ThreadPool, stored};
 
+use crate::rope::MIN_DIVISOR;
 use crate::{Config, Error, Family, Part, Role, Source};
 
 /// A matrix with an optional bias: `(out, in)`.
@@ -74,10 +75,15 @@ impl Loader<'_> {
         Ok(Embedding { tensor })
     }
 
-    /// The output head, which is the embedding where the file has none of its own.
+    /// The output head, and whether it is the embedding.
     pub(crate) fn output(&self) -> Result<(Linear, bool), Error> {
-        let own = self.source.opt_weight(self.family(), Role::Output)?;
-        let tied = own.is_none();
+        let tied = match self.config.tied {
+            Some(tied) => tied,
+            None => {
+                let own = self.source.opt_weight(self.family(), Role::Output)?;
+                own.is_none()
+            }
+        };
         let role = if tied {
             Role::TokenEmbedding
         } else {
@@ -144,11 +150,20 @@ impl Loader<'_> {
             source,
         })?;
         tensor.bytes.discard();
-        let bias = match self.source.opt_bias(self.family(), role)? {
+        let bias = match self.bias(role)? {
             Some(bias) => Some(vector(&bias, shape[0])?),
             None => None,
         };
         Ok(Linear { matrix, bias })
+    }
+
+    /// The bias of a matrix: qwen2 has one on queries, keys and values, other files may.
+    fn bias(&self, role: Role) -> Result<Option<Tensor>, Error> {
+        let needed = matches!(role, Role::Layer(_, Part::Query | Part::Key | Part::Value));
+        if self.family() == Family::Qwen2 && needed {
+            return self.source.bias(self.family(), role).map(Some);
+        }
+        self.source.opt_bias(self.family(), role)
     }
 
     fn norm(&self, role: Role, n: usize) -> Result<Vec<f32>, Error> {
@@ -170,12 +185,12 @@ pub(crate) fn rope_factors(source: &Source, config: &Config) -> Result<Option<Ve
     };
     let pairs = config.ropes[0].frequencies.len();
     let factors = vector(&tensor, pairs)?;
-    if let Some(bad) = factors.iter().find(|f| !(f.is_finite() && **f > 0.0)) {
-        let got = bad.to_string();
+    let usable = |factor: &f32| factor.is_finite() && f64::from(*factor) >= MIN_DIVISOR;
+    if let Some(bad) = factors.iter().find(|factor| !usable(factor)) {
         return Err(Error::Value {
             field: "rope factor",
-            got,
-            expected: "above 0",
+            got: bad.to_string(),
+            expected: "0.001 or more",
         });
     }
     Ok(Some(factors))
@@ -216,8 +231,54 @@ impl Layer {
         Bytes(self.linears().iter().map(|l| l.matrix.bytes().0).sum())
     }
 
-    /// Whether any product of this layer wants quantised activations.
-    pub(crate) fn reads_integers(&self) -> bool {
-        self.linears().iter().any(|l| l.matrix.reads_integers())
+    fn reads_integers(&self) -> IntegerInputs {
+        let any = |linears: &[&Linear]| linears.iter().any(|l| l.matrix.reads_integers());
+        let Self {
+            query,
+            key,
+            value,
+            gate,
+            up,
+            ..
+        } = self;
+        IntegerInputs {
+            normed: any(&[query, key, value, gate, up]),
+            attended: any(&[&self.attention_output]),
+            hidden: any(&[&self.down]),
+            head: false,
+        }
+    }
+}
+
+/// Which inputs of products some matrix reads as 8-bit integers; the others are kept in f32 only,
+/// and need not be whole runs of 32.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct IntegerInputs {
+    /// Of the queries, keys, values, gate and up.
+    pub(crate) normed: bool,
+    /// Of the attention's output projection.
+    pub(crate) attended: bool,
+    /// Of the down projection.
+    pub(crate) hidden: bool,
+    /// Of the output head.
+    pub(crate) head: bool,
+}
+
+impl IntegerInputs {
+    pub(crate) fn of(layers: &[Layer], output: &Linear) -> Self {
+        let head = output.matrix.reads_integers();
+        let start = Self {
+            head,
+            ..Self::default()
+        };
+        layers
+            .iter()
+            .map(Layer::reads_integers)
+            .fold(start, |a, b| Self {
+                normed: a.normed || b.normed,
+                attended: a.attended || b.attended,
+                hidden: a.hidden || b.hidden,
+                head: a.head,
+            })
     }
 }

@@ -1,11 +1,15 @@
 //! Reading configuration values from GGUF metadata or `config.json` under their two names.
 
+mod rope;
+
+pub(crate) use rope::RopeKind;
+
 use paceline_formats::gguf::Metadata;
 use paceline_tensor::RopePairs;
 use serde_json::Value;
 
 use super::Family;
-use crate::rope::{Llama3Scaling, MAX_PAIRS, Rope};
+use crate::config::Activation;
 use crate::{Config, Error, Source};
 
 /// The configuration of an opened model, whichever layout it has.
@@ -37,25 +41,21 @@ impl<'a> Fields<'a> {
     pub(crate) fn family(&self) -> Result<Family, Error> {
         let (name, names): (&str, fn(Family) -> &'static str) = match self {
             Self::Gguf { architecture, .. } => (architecture, Family::name),
-            Self::Hf(config) => (self.model_type(config)?, Family::hf_name),
+            Self::Hf(_) => (self.model_type()?, Family::hf_name),
         };
         Family::ALL
             .into_iter()
             .find(|f| names(*f) == name)
             .ok_or_else(|| Error::Architecture {
-                architecture: name.to_owned(),
+                architecture: shortened(name),
                 supported: Family::ALL.map(names).join(", "),
             })
     }
 
-    fn model_type(&self, config: &'a Value) -> Result<&'a str, Error> {
+    fn model_type(&self) -> Result<&'a str, Error> {
         const FIELD: &str = "model_type";
-        let value = config
-            .get(FIELD)
-            .ok_or(Error::MissingField { field: FIELD })?;
-        value
-            .as_str()
-            .ok_or_else(|| wrong_type(FIELD, "a string", value))
+        self.hf(FIELD, "a string", Value::as_str)?
+            .ok_or(Error::MissingField { field: FIELD })
     }
 
     /// An integer in `low..=high`.
@@ -87,21 +87,17 @@ impl<'a> Fields<'a> {
     ) -> Result<Option<usize>, Error> {
         let (field, number) = match self {
             Self::Gguf { metadata, .. } => (gguf, metadata.opt_u64(&self.key(gguf))?),
-            Self::Hf(_) => (
-                hf,
-                self.number(hf, "a non-negative integer", Value::as_u64)?,
-            ),
+            Self::Hf(_) => (hf, self.hf(hf, "a non-negative integer", Value::as_u64)?),
         };
         let Some(number) = number else {
             return Ok(None);
         };
         if number < low || number > high {
-            let got = number.to_string();
-            return Err(Error::Value {
+            return Err(wrong_value(
                 field,
-                got,
-                expected: "a size within paceline's limits",
-            });
+                number,
+                "a size within paceline's limits",
+            ));
         }
         Ok(Some(number as usize))
     }
@@ -121,9 +117,10 @@ impl<'a> Fields<'a> {
     ) -> Result<Option<f32>, Error> {
         match self {
             Self::Gguf { metadata, .. } => Ok(metadata.opt_f32(&self.key(gguf))?),
-            Self::Hf(_) => Ok(self
-                .number(hf, "a number", Value::as_f64)?
-                .map(|value| value as f32)),
+            Self::Hf(_) => {
+                let value = self.hf(hf, "a number", Value::as_f64)?;
+                Ok(value.map(|value| value as f32))
+            }
         }
     }
 
@@ -153,90 +150,46 @@ impl<'a> Fields<'a> {
     pub(crate) fn refuse_experts(&self) -> Result<(), Error> {
         match self.opt_size("expert_count", "num_local_experts", 0, u64::MAX)? {
             None | Some(0) => Ok(()),
-            Some(n) => Err(Error::Value {
-                field: "number of experts",
-                got: n.to_string(),
-                expected: "none (mixture-of-experts models are not supported yet)",
-            }),
+            Some(n) => Err(wrong_value(
+                "number of experts",
+                n,
+                "none (mixture-of-experts models are not supported yet)",
+            )),
         }
     }
 
-    /// The rotary embedding of full-attention layers.
-    pub(crate) fn rope(&self, config: &Config, pairs: RopePairs) -> Result<Rope, Error> {
-        match self {
-            Self::Gguf { .. } => {
-                let base = self.opt_float("rope.freq_base", "")?.unwrap_or(10_000.0);
-                let rotated = self
-                    .opt_size("rope.dimension_count", "", 2, config.head_dim as u64)?
-                    .unwrap_or(config.head_dim);
-                let linear = self.gguf_linear_factor()?;
-                checked_rope(pairs, rotated, f64::from(base), linear)
-            }
-            Self::Hf(json) => {
-                let parameters = rope_parameters(json, "full_attention");
-                self.hf_rope(config, pairs, parameters, "rope_theta", 10_000.0)
-            }
-        }
-    }
-
-    fn gguf_linear_factor(&self) -> Result<f64, Error> {
-        let Self::Gguf { metadata, .. } = self else {
-            return Ok(1.0);
+    /// Refuses a configuration whose feed-forward has another function than the family's; GGUF
+    /// files do not say.
+    pub(crate) fn check_activation(&self, expected: Activation) -> Result<(), Error> {
+        let (names, expected): (&[&str], _) = match expected {
+            Activation::Silu => (&["silu", "swish"], "silu"),
+            Activation::GeluTanh => (&["gelu_pytorch_tanh"], "gelu_pytorch_tanh"),
         };
-        match metadata.opt_str(&self.key("rope.scaling.type"))? {
-            None | Some("none") => Ok(1.0),
-            Some("linear") => {
-                let factor = self.opt_float("rope.scaling.factor", "")?;
-                Ok(f64::from(factor.unwrap_or(1.0)))
+        for key in ["hidden_act", "hidden_activation"] {
+            match self.hf(key, "a string", Value::as_str)? {
+                Some(name) if !names.contains(&name) => {
+                    return Err(wrong_value(key, name, expected));
+                }
+                _ => {}
             }
-            Some(other) => Err(Error::Value {
-                field: "rope scaling",
-                got: other.to_owned(),
-                expected: "none or linear",
-            }),
         }
+        Ok(())
     }
 
-    /// A rotary embedding from `rope_parameters`, `rope_scaling` and a base under `theta`.
-    fn hf_rope(
-        &self,
-        config: &Config,
-        pairs: RopePairs,
-        parameters: Option<&Value>,
-        theta: &'static str,
-        default: f64,
-    ) -> Result<Rope, Error> {
-        let of = |name: &str| parameters.and_then(|p| p.get(name)).and_then(Value::as_f64);
-        let base = match of("rope_theta") {
-            Some(base) => base,
-            None => self
-                .number(theta, "a number", Value::as_f64)?
-                .unwrap_or(default),
-        };
-        let kind = parameters.and_then(|p| p.get("rope_type").or_else(|| p.get("type")));
-        let need = |name: &'static str| of(name).ok_or(Error::MissingField { field: name });
-        let plain = |linear| checked_rope(pairs, config.head_dim, base, linear);
-        match kind.and_then(Value::as_str) {
-            None | Some("default") => plain(1.0),
-            Some("linear") => plain(need("factor")?),
-            Some("llama3") => Ok(plain(1.0)?.with_llama3(Llama3Scaling {
-                factor: need("factor")?,
-                low: need("low_freq_factor")?,
-                high: need("high_freq_factor")?,
-                original_context: need("original_max_position_embeddings")?,
-            })),
-            Some(other) => Err(Error::Value {
-                field: "rope_type",
-                got: other.to_owned(),
-                expected: "default, linear or llama3",
-            }),
-        }
+    /// Whether the output head is the embedding; `None` when it is by the lack of another, as in
+    /// GGUF files. Gemma's `config.json` says it only when it is not.
+    pub(crate) fn tied(&self, family: Family) -> Result<Option<bool>, Error> {
+        let said = self.hf("tie_word_embeddings", "true or false", Value::as_bool)?;
+        Ok(match self {
+            Self::Gguf { .. } => None,
+            Self::Hf(_) => Some(said.unwrap_or(family == Family::Gemma3)),
+        })
     }
 
     /// Sliding windows of qwen models in the Hugging Face layout; GGUF files do not carry them.
     pub(crate) fn set_qwen_windows(&self, config: &mut Config) -> Result<(), Error> {
         let Self::Hf(json) = self else { return Ok(()) };
-        if json.get("use_sliding_window").and_then(Value::as_bool) != Some(true) {
+        if self.hf("use_sliding_window", "true or false", Value::as_bool)? != Some(true) {
             return Ok(());
         }
         let window = self.size("", "sliding_window", 1, u64::from(u32::MAX))?;
@@ -260,6 +213,33 @@ impl<'a> Fields<'a> {
         }
     }
 
+    /// What gemma divides scores by the root of: the head size unless said otherwise, but the width
+    /// per query head in the 27B model, which GGUF files tell by its number of layers only
+    /// (`src/models/gemma3.cpp` of llama.cpp).
+    pub(crate) fn gemma_query_scalar(&self, config: &Config) -> Result<f32, Error> {
+        const LAYERS_27B: usize = 62;
+        let scalar = match self.opt_float("attention.query_scalar", "query_pre_attn_scalar")? {
+            Some(scalar) => scalar,
+            None if config.layers.len() == LAYERS_27B => (config.width / config.heads) as f32,
+            None => config.head_dim as f32,
+        };
+        if scalar.is_finite() && scalar > 0.0 {
+            Ok(scalar)
+        } else {
+            Err(wrong_value("query scalar", scalar, "above 0"))
+        }
+    }
+
+    /// Refuses the soft caps of Gemma 2, which Gemma 3 has fields for and does not use.
+    pub(crate) fn refuse_softcaps(&self) -> Result<(), Error> {
+        for key in ["attn_logit_softcapping", "final_logit_softcapping"] {
+            if let Some(cap) = self.opt_float(key, key)?.filter(|cap| *cap != 0.0) {
+                return Err(wrong_value(key, cap, "none (soft caps are not supported)"));
+            }
+        }
+        Ok(())
+    }
+
     pub(crate) fn gemma_window(&self) -> Result<usize, Error> {
         self.size(
             "attention.sliding_window",
@@ -269,42 +249,22 @@ impl<'a> Fields<'a> {
         )
     }
 
-    /// The rotary embedding of windowed layers: base 10000 unless said otherwise, never scaled.
-    pub(crate) fn gemma_window_rope(&self, config: &Config) -> Result<Rope, Error> {
-        const BASE: f64 = 10_000.0;
-        match self {
-            Self::Gguf { .. } => {
-                let base = self
-                    .opt_float("rope.freq_base_swa", "")?
-                    .map_or(BASE, f64::from);
-                checked_rope(RopePairs::Halves, config.head_dim, base, 1.0)
-            }
-            Self::Hf(json) => {
-                let parameters = json
-                    .get("rope_parameters")
-                    .and_then(|p| p.get("sliding_attention"));
-                let theta = "rope_local_base_freq";
-                self.hf_rope(config, RopePairs::Halves, parameters, theta, BASE)
-            }
-        }
-    }
-
-    /// Which layers see a window only. GGUF files do not say: all but every sixth.
+    /// Which layers see a window only: all but every sixth, unless said otherwise.
     pub(crate) fn gemma_windowed(&self, layers: usize) -> Result<Vec<bool>, Error> {
         const PATTERN: usize = 6;
-        let pattern = match self {
-            Self::Gguf { .. } => PATTERN,
-            Self::Hf(json) => {
-                if let Some(types) = layer_types(json, layers)? {
-                    return Ok(types);
-                }
-                self.opt_size("", "sliding_window_pattern", 1, 1 << 10)?
-                    .unwrap_or(PATTERN)
-            }
-        };
-        Ok((0..layers)
-            .map(|i| !(i + 1).is_multiple_of(pattern))
-            .collect())
+        if let Self::Hf(json) = self
+            && let Some(windowed) = layer_types(json, layers)?
+        {
+            return Ok(windowed);
+        }
+        let pattern = self.opt_size(
+            "attention.sliding_window_pattern",
+            "sliding_window_pattern",
+            1,
+            u64::from(u32::MAX),
+        )?;
+        let full = |i: usize| (i + 1).is_multiple_of(pattern.unwrap_or(PATTERN));
+        Ok((0..layers).map(|i| !full(i)).collect())
     }
 
     fn key(&self, name: &str) -> String {
@@ -314,78 +274,65 @@ impl<'a> Fields<'a> {
         }
     }
 
-    /// A number of `config.json`; `None` when absent or null.
-    fn number<T>(
+    /// A field of `config.json`; `None` when absent, null, or in a GGUF file.
+    fn hf<T>(
         &self,
         name: &str,
         expected: &'static str,
-        convert: impl Fn(&Value) -> Option<T>,
+        convert: impl Fn(&'a Value) -> Option<T>,
     ) -> Result<Option<T>, Error> {
-        let Self::Hf(config) = self else {
-            return Ok(None);
-        };
-        match config.get(name) {
-            None | Some(Value::Null) => Ok(None),
-            Some(value) => convert(value)
-                .map(Some)
-                .ok_or_else(|| wrong_type(name, expected, value)),
+        match self {
+            Self::Gguf { .. } => Ok(None),
+            Self::Hf(config) => field(config, name, expected, convert),
         }
     }
 }
 
-fn wrong_type(field: &str, expected: &'static str, got: &Value) -> Error {
-    let mut got = got.to_string();
-    if got.len() > 80 {
-        got = got.chars().take(80).chain("...".chars()).collect();
+/// The field `name` of a JSON object; `None` when absent or null.
+fn field<'a, T>(
+    object: &'a Value,
+    name: &str,
+    expected: &'static str,
+    convert: impl Fn(&'a Value) -> Option<T>,
+) -> Result<Option<T>, Error> {
+    match object.get(name) {
+        None | Some(Value::Null) => Ok(None),
+        Some(value) => convert(value)
+            .map(Some)
+            .ok_or_else(|| wrong_type(name, expected, value)),
     }
+}
+
+fn wrong_type(field: &str, expected: &'static str, got: &Value) -> Error {
     Error::FieldType {
         field: field.to_owned(),
         expected,
-        got,
+        got: shortened(&got.to_string()),
     }
 }
 
-fn checked_rope(pairs: RopePairs, rotated: usize, base: f64, linear: f64) -> Result<Rope, Error> {
-    let value = |field, got: String, expected| {
-        Err(Error::Value {
-            field,
-            got,
-            expected,
-        })
-    };
-    if !rotated.is_multiple_of(2) || rotated / 2 > MAX_PAIRS {
-        return value(
-            "rotated elements",
-            rotated.to_string(),
-            "an even number up to 8192",
-        );
+fn wrong_value(field: &'static str, got: impl ToString, expected: &'static str) -> Error {
+    Error::Value {
+        field,
+        got: shortened(&got.to_string()),
+        expected,
     }
-    if !(base.is_finite() && base > 0.0) {
-        return value("rope base", base.to_string(), "above 0");
-    }
-    if !(linear.is_finite() && linear > 0.0) {
-        return value("rope scaling factor", linear.to_string(), "above 0");
-    }
-    Ok(Rope::new(pairs, rotated, base, linear))
 }
 
-/// The rotary parameters of a kind of layer: newer files have `rope_parameters`, flat or per kind,
-/// older ones `rope_scaling`.
-fn rope_parameters<'a>(config: &'a Value, kind: &str) -> Option<&'a Value> {
-    match config.get("rope_parameters") {
-        Some(parameters) => parameters.get(kind).or(Some(parameters)),
-        None => config
-            .get("rope_scaling")
-            .filter(|scaling| !scaling.is_null()),
+/// Text of a file for an error message, which should fit a few lines.
+fn shortened(text: &str) -> String {
+    const CHARS: usize = 80;
+    match text.char_indices().nth(CHARS) {
+        Some((end, _)) => format!("{}...", &text[..end]),
+        None => text.to_owned(),
     }
 }
 
 /// `layer_types` as "is windowed", `None` when absent.
 fn layer_types(config: &Value, layers: usize) -> Result<Option<Vec<bool>>, Error> {
     const FIELD: &str = "layer_types";
-    let value = match config.get(FIELD) {
-        None | Some(Value::Null) => return Ok(None),
-        Some(value) => value,
+    let Some(value) = field(config, FIELD, "an array", Some)? else {
+        return Ok(None);
     };
     let expected = "an array of full_attention or sliding_attention, one per layer";
     let wrong = || wrong_type(FIELD, expected, value);

@@ -5,8 +5,8 @@
 
 use paceline_tensor::RopePairs;
 
-use super::{Family, Fields};
-use crate::config::{Activation, LayerKind};
+use super::{Family, Fields, RopeKind};
+use crate::config::LayerKind;
 use crate::step::Step;
 use crate::weights::Layer;
 use crate::{Config, Error};
@@ -15,22 +15,18 @@ use crate::{Config, Error};
 const FULL: usize = 0;
 const WINDOWED: usize = 1;
 
-/// Layers of the 27B model, the only one whose scores are scaled by its width per head (llama.cpp
-/// tells it by the layer count as well, files do not say).
-const LAYERS_27B: usize = 62;
+const ROPE: RopeKind = RopeKind {
+    pairs: RopePairs::Halves,
+    hf_base: 1_000_000.0,
+};
 
 pub(super) fn config(fields: &Fields<'_>) -> Result<Config, Error> {
     let mut config = Config::base(Family::Gemma3, fields)?;
-    config.activation = Activation::GeluTanh;
     config.embedding_scale = (config.width as f32).sqrt();
     config.norm_offset = fields.gemma_norm_offset();
-    let scalar = match fields.opt_float("attention.query_scalar", "query_pre_attn_scalar")? {
-        Some(scalar) => scalar,
-        None if config.layers.len() == LAYERS_27B => (config.width / config.heads) as f32,
-        None => config.head_dim as f32,
-    };
-    config.query_scale = 1.0 / scalar.sqrt();
-    let full = fields.rope(&config, RopePairs::Halves)?;
+    config.query_scale = 1.0 / fields.gemma_query_scalar(&config)?.sqrt();
+    fields.refuse_softcaps()?;
+    let full = fields.rope(&config, ROPE)?;
     config.ropes = vec![full, fields.gemma_window_rope(&config)?];
     let window = fields.gemma_window()?;
     for (i, windowed) in fields

@@ -1,7 +1,7 @@
 //! Llama: grouped-query attention with rotary positions, SwiGLU feed-forward, RMS norms before
 //! each half. Source: Touvron et al. 2023; `src/models/llama.cpp` of llama.cpp.
 
-use super::{Family, Fields};
+use super::{Family, Fields, RopeKind};
 use crate::step::Step;
 use crate::weights::Layer;
 use crate::{Config, Error};
@@ -9,9 +9,12 @@ use crate::{Config, Error};
 /// GGUF files hold query and key rows permuted for rotation of adjacent pairs; the Hugging Face
 /// layout turns the two halves of a head.
 pub(super) fn config(fields: &Fields<'_>) -> Result<Config, Error> {
-    fields.refuse_experts()?;
     let mut config = Config::base(Family::Llama, fields)?;
-    config.ropes = vec![fields.rope(&config, fields.permuted_pairs())?];
+    let rope = RopeKind {
+        pairs: fields.permuted_pairs(),
+        hf_base: 10_000.0,
+    };
+    config.ropes = vec![fields.rope(&config, rope)?];
     Ok(config)
 }
 

@@ -9,8 +9,9 @@ mod llama;
 mod qwen2;
 mod qwen3;
 
-pub(crate) use fields::Fields;
+pub(crate) use fields::{Fields, RopeKind};
 
+use crate::config::Activation;
 use crate::step::Step;
 use crate::weights::Layer;
 use crate::{Config, Error};
@@ -47,6 +48,14 @@ impl Family {
         match self {
             Self::Gemma3 => "gemma3_text",
             other => other.name(),
+        }
+    }
+
+    /// The function on the gate of the feed-forward.
+    pub(crate) const fn activation(self) -> Activation {
+        match self {
+            Self::Llama | Self::Qwen2 | Self::Qwen3 => Activation::Silu,
+            Self::Gemma3 => Activation::GeluTanh,
         }
     }
 

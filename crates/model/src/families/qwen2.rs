@@ -3,14 +3,19 @@
 
 use paceline_tensor::RopePairs;
 
-use super::{Family, Fields};
+use super::{Family, Fields, RopeKind};
 use crate::step::Step;
 use crate::weights::Layer;
 use crate::{Config, Error};
 
+const ROPE: RopeKind = RopeKind {
+    pairs: RopePairs::Halves,
+    hf_base: 10_000.0,
+};
+
 pub(super) fn config(fields: &Fields<'_>) -> Result<Config, Error> {
     let mut config = Config::base(Family::Qwen2, fields)?;
-    config.ropes = vec![fields.rope(&config, RopePairs::Halves)?];
+    config.ropes = vec![fields.rope(&config, ROPE)?];
     fields.set_qwen_windows(&mut config)?;
     Ok(config)
 }

@@ -3,6 +3,7 @@
 use std::path::Path;
 
 use paceline_base::BlockType;
+use paceline_formats::gguf::Value;
 use paceline_formats::gguf::testing::Writer;
 use paceline_model::Family;
 use paceline_tensor::stored::testing::random_row;
@@ -89,13 +90,14 @@ impl Tiny {
 
     /// Writes the model; the same shape gives the same bytes.
     pub(crate) fn write(&self, path: &Path) {
-        self.writer().write(path);
+        self.file().write(path);
     }
 
     /// The model, to be changed before it is written.
-    pub(crate) fn writer(&self) -> Writer {
-        let mut file = Weights {
-            file: self.metadata(),
+    pub(crate) fn file(&self) -> TinyFile {
+        let mut file = TinyFile {
+            entries: self.metadata(),
+            tensors: Vec::new(),
             block_type: self.block_type,
             random: Random(7),
         };
@@ -103,15 +105,17 @@ impl Tiny {
         file.vector("output_norm.weight", self.width, 1.0);
         file.matrix("output", self.vocab, self.width);
         (0..self.layers).for_each(|i| self.layer(&mut file, i));
-        file.file
+        file
     }
 
-    fn metadata(&self) -> Writer {
+    fn metadata(&self) -> Vec<(String, Value)> {
         let name = self.family.name();
         let tokens: Vec<String> = (0..self.vocab).map(|i| format!("t{i}")).collect();
-        let mut file = Writer::new()
-            .meta("general.architecture", name)
-            .meta("tokenizer.ggml.tokens", tokens);
+        let mut entries = vec![
+            ("general.architecture".to_owned(), name.into()),
+            ("tokenizer.ggml.tokens".to_owned(), tokens.into()),
+        ];
+        let mut add = |key: &str, value| entries.push((format!("{name}.{key}"), value));
         for (key, value) in [
             ("block_count", self.layers),
             ("embedding_length", self.width),
@@ -122,16 +126,17 @@ impl Tiny {
             ("attention.key_length", self.head_dim),
             ("attention.value_length", self.head_dim),
         ] {
-            file = file.meta(&format!("{name}.{key}"), value as u32);
+            add(key, (value as u32).into());
         }
+        add("attention.layer_norm_rms_epsilon", 1e-6f32.into());
+        add("rope.freq_base", 1e4f32.into());
         if self.family == Family::Gemma3 {
-            file = file.meta("gemma3.attention.sliding_window", self.window as u32);
+            add("attention.sliding_window", (self.window as u32).into());
         }
-        file.meta(&format!("{name}.attention.layer_norm_rms_epsilon"), 1e-6f32)
-            .meta(&format!("{name}.rope.freq_base"), 1e4f32)
+        entries
     }
 
-    fn layer(&self, file: &mut Weights, i: usize) {
+    fn layer(&self, file: &mut TinyFile, i: usize) {
         let (q, kv) = (self.heads * self.head_dim, self.kv_heads * self.head_dim);
         let name = |part: &str| format!("blk.{i}.{part}");
         // Norm weights around 4 make scores spread, so that attention is not a plain mean.
@@ -160,30 +165,75 @@ impl Tiny {
     }
 }
 
-/// A file that is being filled with random weights.
-struct Weights {
-    file: Writer,
+/// A tensor of a [`TinyFile`].
+#[derive(Clone, Debug)]
+pub(crate) struct TinyTensor {
+    pub(crate) name: String,
+    /// Number of the storage type in GGUF files.
+    pub(crate) type_id: u32,
+    /// Outermost first.
+    pub(crate) shape: Vec<usize>,
+    pub(crate) bytes: Vec<u8>,
+}
+
+/// A GGUF file in parts that a test can change.
+#[derive(Clone, Debug)]
+pub(crate) struct TinyFile {
+    pub(crate) entries: Vec<(String, Value)>,
+    pub(crate) tensors: Vec<TinyTensor>,
     block_type: BlockType,
     random: Random,
 }
 
-impl Weights {
+impl TinyFile {
+    /// Sets a metadata entry; `None` takes it away.
+    pub(crate) fn set(&mut self, key: &str, value: Option<Value>) {
+        self.entries.retain(|(k, _)| k != key);
+        self.entries
+            .extend(value.map(|value| (key.to_owned(), value)));
+    }
+
+    /// Adds a tensor, or replaces the one of that name, by random rows.
+    pub(crate) fn put(&mut self, name: &str, block_type: BlockType, shape: &[usize]) {
+        let (cols, rows) = shape.split_last().unwrap();
+        let row = |_| random_row(block_type, *cols, self.random.next());
+        let tensor = TinyTensor {
+            name: name.to_owned(),
+            type_id: block_type.to_gguf(),
+            shape: shape.to_vec(),
+            bytes: (0..rows.iter().product()).flat_map(row).collect(),
+        };
+        self.tensors.retain(|t| t.name != name);
+        self.tensors.push(tensor);
+    }
+
+    /// Writes the file.
+    pub(crate) fn write(&self, path: &Path) {
+        let mut writer = Writer::new();
+        for (key, value) in &self.entries {
+            writer = writer.meta(key, value.clone());
+        }
+        for t in &self.tensors {
+            writer = writer.raw_tensor(&t.name, t.type_id, &t.shape, t.bytes.clone());
+        }
+        writer.write(path);
+    }
+
     /// The weight of `stem`, `(rows, cols)`.
     fn matrix(&mut self, stem: &str, rows: usize, cols: usize) {
-        let row = |_| random_row(self.block_type, cols, self.random.next());
-        let bytes: Vec<u8> = (0..rows).flat_map(row).collect();
-        self.add(|file, block_type| {
-            file.tensor(&format!("{stem}.weight"), block_type, &[rows, cols], bytes)
-        });
+        self.put(&format!("{stem}.weight"), self.block_type, &[rows, cols]);
     }
 
-    /// `n` values within half of `centre` and another half.
+    /// `n` values within half of `centre`.
     fn vector(&mut self, name: &str, n: usize, centre: f32) {
-        let values: Vec<f32> = (0..n).map(|_| centre + 0.5 * self.random.unit()).collect();
-        self.add(|file, _| file.f32s(name, &[n], &values));
-    }
-
-    fn add(&mut self, add: impl FnOnce(Writer, BlockType) -> Writer) {
-        self.file = add(std::mem::take(&mut self.file), self.block_type);
+        let value = |_| (centre + 0.5 * self.random.unit()).to_le_bytes();
+        let bytes = (0..n).flat_map(value).collect();
+        let (name, type_id) = (name.to_owned(), BlockType::F32.to_gguf());
+        self.tensors.push(TinyTensor {
+            name,
+            type_id,
+            shape: vec![n],
+            bytes,
+        });
     }
 }

@@ -1,0 +1,343 @@
+//! GGUF files that lie.
+
+use std::path::Path;
+
+use paceline_base::{BlockType, KernelClass};
+use paceline_formats::gguf::Value;
+use paceline_model::{Config, Error, Family, Source};
+
+use crate::common::runner::Runner;
+use crate::common::tiny::{Random, Tiny, TinyFile};
+use crate::common::{kernels, try_load};
+use crate::{check, refusal};
+
+/// A model of one layer, small enough to be written hundreds of times.
+fn small(family: Family) -> Tiny {
+    Tiny {
+        width: 64,
+        heads: 4,
+        kv_heads: 2,
+        head_dim: 16,
+        ffn: 96,
+        vocab: 50,
+        layers: 1,
+        window: 8,
+        family,
+        block_type: BlockType::F16,
+    }
+}
+
+/// Writes the model of `family` with one entry changed, and checks what is said about it. Keys
+/// without a prefix are the architecture's.
+fn check_entry(dir: &Path, family: Family, key: &str, value: Option<Value>, expected: &str) {
+    let key = match key.split_once('.') {
+        Some(("general" | "tokenizer", _)) => key.to_owned(),
+        _ => format!("{}.{key}", family.name()),
+    };
+    let title = format!("{key} = {value:?}");
+    let path = dir.join("lies.gguf");
+    let mut file = small(family).file();
+    file.set(&key, value);
+    file.write(&path);
+    check(&path, &title, expected);
+}
+
+#[test]
+fn entries_that_are_missing_are_named() {
+    let dir = tempfile::tempdir().unwrap();
+    for key in [
+        "general.architecture",
+        "tokenizer.ggml.tokens",
+        "embedding_length",
+        "block_count",
+        "feed_forward_length",
+        "context_length",
+        "attention.head_count",
+        "attention.layer_norm_rms_epsilon",
+        "attention.sliding_window",
+    ] {
+        check_entry(
+            dir.path(),
+            Family::Gemma3,
+            key,
+            None,
+            &format!("{key} is missing"),
+        );
+    }
+}
+
+#[test]
+fn integers_that_lie_are_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    for key in [
+        "embedding_length",
+        "block_count",
+        "feed_forward_length",
+        "context_length",
+        "attention.head_count",
+        "attention.head_count_kv",
+        "attention.key_length",
+        "attention.value_length",
+        "rope.dimension_count",
+        "vocab_size",
+    ] {
+        let check = |value, expected: &str| {
+            check_entry(
+                dir.path(),
+                Family::Llama,
+                key,
+                Some(value),
+                &format!("{key}{expected}"),
+            );
+        };
+        check(0u32.into(), " is 0, expected");
+        check((1u64 << 40).into(), " is 1099511627776, expected");
+        check(u64::MAX.into(), " is 18446744073709551615, expected");
+        check((-64i32).into(), ": expected");
+        check("64".into(), ": expected");
+        check(64f32.into(), ": expected");
+        check(vec![64i32].into(), ": expected");
+    }
+}
+
+#[test]
+fn values_that_no_model_has_are_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let llama = |key, value, expected| {
+        check_entry(dir.path(), Family::Llama, key, Some(value), expected);
+    };
+    llama("general.architecture", 5u32.into(), "expected string");
+    llama(
+        "general.architecture",
+        "mamba".into(),
+        "\"mamba\" is not supported",
+    );
+    llama(
+        "general.architecture",
+        "x".repeat(100_000).into(),
+        "xxx...\" is not supported",
+    );
+    llama("tokenizer.ggml.tokens", "a".into(), "expected array");
+    llama("attention.head_count_kv", 3u32.into(), "KV heads is 3");
+    llama("attention.head_count_kv", 8u32.into(), "KV heads is 8");
+    llama("attention.key_length", 20u32.into(), "head size is 20");
+    llama("attention.value_length", 32u32.into(), "value head is 32");
+    llama(
+        "attention.layer_norm_rms_epsilon",
+        f32::NAN.into(),
+        "norm epsilon is NaN",
+    );
+    llama(
+        "attention.layer_norm_rms_epsilon",
+        (-1f32).into(),
+        "norm epsilon is -1",
+    );
+    llama(
+        "attention.layer_norm_rms_epsilon",
+        1e300f64.into(),
+        "norm epsilon is inf",
+    );
+    llama(
+        "attention.layer_norm_rms_epsilon",
+        1u32.into(),
+        "epsilon: expected",
+    );
+    llama("rope.freq_base", 0f32.into(), "rope base is 0");
+    llama("rope.freq_base", f32::NAN.into(), "rope base is NaN");
+    llama("rope.freq_base", 1e-40f32.into(), "rope base is");
+    llama("rope.dimension_count", 7u32.into(), "rotated elements is 7");
+    llama(
+        "rope.dimension_count",
+        18u32.into(),
+        "rope.dimension_count is 18",
+    );
+    llama("rope.scaling.type", "yarn".into(), "rope scaling is yarn");
+    llama(
+        "rope.scaling.type",
+        3u32.into(),
+        "rope.scaling.type: expected",
+    );
+    llama(
+        "rope.scaling.factor",
+        0f32.into(),
+        "rope scaling factor is 0",
+    );
+    llama(
+        "rope.scaling.factor",
+        1e-40f32.into(),
+        "rope scaling factor is",
+    );
+    llama("expert_count", 8u32.into(), "number of experts is 8");
+    llama("expert_count", (-8i32).into(), "expert_count: expected");
+    let gemma = |key, value, expected| {
+        check_entry(dir.path(), Family::Gemma3, key, Some(value), expected);
+    };
+    gemma("expert_count", 8u32.into(), "number of experts is 8");
+    gemma(
+        "attention.sliding_window",
+        0u32.into(),
+        "attention.sliding_window is 0",
+    );
+    gemma("attention.query_scalar", 0f32.into(), "query scalar is 0");
+    gemma("rope.freq_base_swa", (-1f32).into(), "rope base is -1");
+    gemma(
+        "final_logit_softcapping",
+        30f32.into(),
+        "final_logit_softcapping is 30",
+    );
+}
+
+/// Possible values, but not those of the weights.
+#[test]
+fn sizes_that_the_weights_do_not_have_are_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let check = |key, value: u32, expected| {
+        check_entry(dir.path(), Family::Llama, key, Some(value.into()), expected);
+    };
+    check("embedding_length", 65, "tensor token_embd.weight");
+    check("embedding_length", 1 << 18, "tensor token_embd.weight");
+    check("block_count", 2, "tensor blk.1.");
+    check("block_count", 1 << 10, "tensor blk.1.");
+    check("feed_forward_length", 1 << 18, "tensor blk.0.ffn_");
+    check(
+        "attention.head_count",
+        1 << 12,
+        "tensor blk.0.attn_q.weight",
+    );
+    check("attention.head_count_kv", 1, "tensor blk.0.attn_k.weight");
+    check("vocab_size", 51, "tensor token_embd.weight");
+    check("vocab_size", 1 << 24, "tensor token_embd.weight");
+}
+
+/// Every tensor of every family: absent, of other shapes, of a type that is not read.
+#[test]
+fn tensors_that_lie_are_refused_by_name() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("lies.gguf");
+    for family in Family::ALL {
+        let whole = small(family).file();
+        for (i, tensor) in whole.tensors.iter().enumerate() {
+            for lie in LIES {
+                if tensor.name == "output.weight" && lie.0 == "absent" {
+                    continue; // the embedding is used
+                }
+                let mut file = whole.clone();
+                (lie.1)(&mut file, i);
+                file.write(&path);
+                let title = format!("{} {} {}", family.name(), tensor.name, lie.0);
+                let text = refusal(&path, &title);
+                assert!(
+                    text.contains(&format!("tensor {}", tensor.name)),
+                    "{title}: {text:?}"
+                );
+            }
+        }
+    }
+}
+
+/// What is wrong, and how tensor `i` is made so.
+type Lie = (&'static str, fn(&mut TinyFile, usize));
+
+const LIES: [Lie; 6] = [
+    ("absent", |file, i| drop(file.tensors.remove(i))),
+    ("a row more", |file, i| {
+        let t = &mut file.tensors[i];
+        let row = t.bytes.len() / t.shape[0];
+        t.shape[0] += 1;
+        t.bytes.extend(vec![0; row]);
+    }),
+    ("a row less", |file, i| {
+        let t = &mut file.tensors[i];
+        let row = t.bytes.len() / t.shape[0];
+        t.shape[0] -= 1;
+        t.bytes.truncate(t.bytes.len() - row);
+    }),
+    ("flat or deep", |file, i| {
+        let t = &mut file.tensors[i];
+        let n = t.shape.iter().product();
+        t.shape = if t.shape.len() == 1 {
+            vec![n / 2, 2]
+        } else {
+            vec![n]
+        };
+    }),
+    ("transposed or single", |file, i| {
+        let t = &mut file.tensors[i];
+        t.shape.reverse();
+        if t.shape[0] == *t.shape.last().unwrap() {
+            t.shape.insert(0, 1);
+        }
+    }),
+    ("integers", |file, i| {
+        let t = &mut file.tensors[i];
+        t.type_id = 24; // I8
+        t.bytes.truncate(t.shape.iter().product());
+    }),
+];
+
+/// One integer matrix among floats whose rows are not whole runs of 32, as a file may have.
+#[test]
+fn odd_widths_beside_integer_weights_compute() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("odd.gguf");
+    let odd = Tiny {
+        width: 48,
+        heads: 1,
+        kv_heads: 1,
+        ffn: 80,
+        ..small(Family::Llama)
+    };
+    for (tiny, name, cols) in [
+        (Tiny { ffn: 64, ..odd }, "blk.0.ffn_down.weight", 64),
+        (Tiny { heads: 6, ..odd }, "blk.0.attn_output.weight", 96),
+    ] {
+        let mut file = tiny.file();
+        file.put(name, BlockType::Q8_0, &[tiny.width, cols]);
+        file.write(&path);
+        for class in [KernelClass::Cpu, KernelClass::CpuF32] {
+            let model = try_load(&path, class, &kernels()).unwrap();
+            let logits = Runner::new(model, 3).all(&[1, 2, 3]).concat();
+            assert!(logits.iter().all(|x| x.is_finite()), "{name} {class}");
+        }
+    }
+}
+
+/// Scales that are infinite or NaN give such logits, but no panic.
+#[test]
+fn weights_of_random_bits_compute() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("bits.gguf");
+    for block_type in BlockType::ALL {
+        let tiny = Tiny {
+            layers: 1,
+            ..Tiny::new(Family::Qwen3, block_type)
+        };
+        let mut file = tiny.file();
+        let mut random = Random(block_type as u64);
+        for tensor in &mut file.tensors {
+            tensor.bytes.fill_with(|| random.next() as u8);
+        }
+        file.write(&path);
+        let model = try_load(&path, KernelClass::Cpu, &kernels()).unwrap();
+        assert_eq!(Runner::new(model, 70).all(&tiny.tokens(70, 1)).len(), 70);
+    }
+}
+
+/// Reading the configuration alone does not touch the weights.
+#[test]
+fn a_configuration_reads_without_weights() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("bare.gguf");
+    for family in Family::ALL {
+        let mut file = small(family).file();
+        file.tensors.truncate(1);
+        file.write(&path);
+        let config = Config::read(&Source::open(&path).unwrap()).unwrap();
+        assert_eq!(
+            (config.family, config.width, config.vocab),
+            (family, 64, 50)
+        );
+        let error = try_load(&path, KernelClass::Cpu, &kernels()).unwrap_err();
+        assert!(matches!(error, Error::Gguf(_)), "{error}");
+    }
+}

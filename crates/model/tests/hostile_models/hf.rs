@@ -1,0 +1,309 @@
+//! Hugging Face folders that lie.
+
+use std::path::Path;
+
+use paceline_base::KernelClass;
+use proptest::prelude::*;
+use serde_json::{Value, json};
+
+use crate::common::runner::Runner;
+use crate::common::{golden, kernels, try_load};
+use crate::{check, refusal};
+
+/// A Hugging Face folder whose configuration is rewritten again and again.
+struct Folder {
+    dir: tempfile::TempDir,
+    config: Value,
+}
+
+impl Folder {
+    /// A copy of `tests-data/golden/hf/NAME` without the tokenizer.
+    fn copy(name: &str) -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let from = golden(&format!("hf/{name}"));
+        let to = dir.path().join("model.safetensors");
+        std::fs::copy(from.join("model.safetensors"), to).unwrap();
+        let text = std::fs::read(from.join("config.json")).unwrap();
+        Self {
+            dir,
+            config: serde_json::from_slice(&text).unwrap(),
+        }
+    }
+
+    fn write(&self, config: &Value) -> &Path {
+        std::fs::write(self.dir.path().join("config.json"), config.to_string()).unwrap();
+        self.dir.path()
+    }
+
+    /// Checks what is said about a configuration with one field changed; null takes it away.
+    fn check(&self, field: &str, value: Value, expected: &str) {
+        let title = format!("{field} = {value}");
+        let mut config = self.config.clone();
+        let fields = config.as_object_mut().unwrap();
+        match value {
+            Value::Null => drop(fields.shift_remove(field)),
+            value => drop(fields.insert(field.to_owned(), value)),
+        }
+        check(self.write(&config), &title, expected);
+    }
+}
+
+#[test]
+fn sizes_that_lie_are_refused() {
+    let folder = Folder::copy("llama-tied");
+    for field in [
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "vocab_size",
+        "max_position_embeddings",
+        "head_dim",
+    ] {
+        for wrong in [
+            json!("64"),
+            json!(-1),
+            json!(64.5),
+            json!([64]),
+            json!({}),
+            json!(true),
+        ] {
+            folder.check(
+                field,
+                wrong.clone(),
+                &format!("{field} is {wrong}, expected"),
+            );
+        }
+        folder.check(field, json!(0), &format!("{field} is 0, expected"));
+        folder.check(
+            field,
+            json!(u64::MAX),
+            &format!("{field} is 18446744073709551615"),
+        );
+        folder.check(field, json!(1e30), &format!("{field} is 1e"));
+    }
+    for field in [
+        "hidden_size",
+        "num_hidden_layers",
+        "vocab_size",
+        "rms_norm_eps",
+        "model_type",
+    ] {
+        folder.check(field, Value::Null, &format!("no {field}"));
+    }
+}
+
+/// Possible values, but not those of the weights.
+#[test]
+fn sizes_that_the_weights_do_not_have_are_refused() {
+    let mut folder = Folder::copy("llama-tied");
+    folder.config["head_dim"] = json!(16);
+    for (field, value, expected) in [
+        ("hidden_size", 96, "tensor model.embed_tokens.weight"),
+        ("intermediate_size", 1 << 18, "tensor model.layers.0.mlp."),
+        ("num_hidden_layers", 1 << 10, "tensor model.layers."),
+        (
+            "num_attention_heads",
+            1 << 12,
+            "tensor model.layers.0.self_attn.",
+        ),
+        ("vocab_size", 1 << 24, "tensor model.embed_tokens.weight"),
+        (
+            "head_dim",
+            64,
+            "tensor model.layers.0.self_attn.q_proj.weight",
+        ),
+    ] {
+        folder.check(field, json!(value), expected);
+    }
+}
+
+#[test]
+fn settings_that_lie_are_refused() {
+    let folder = Folder::copy("llama-tied");
+    let llama = |field, value, expected| folder.check(field, value, expected);
+    llama("model_type", json!(5), "model_type is 5, expected");
+    llama("model_type", json!("gpt2"), "\"gpt2\" is not supported");
+    llama(
+        "model_type",
+        json!("x".repeat(100_000)),
+        "xxx...\" is not supported",
+    );
+    llama("num_local_experts", json!(8), "number of experts is 8");
+    llama("head_dim", json!(20), "head size is 20");
+    llama("num_key_value_heads", json!(3), "KV heads is 3");
+    llama("rms_norm_eps", json!("1e-5"), "rms_norm_eps is \"1e-5\"");
+    llama("rms_norm_eps", json!(-1), "norm epsilon is -1");
+    llama("hidden_act", json!("relu"), "hidden_act is relu");
+    llama("hidden_act", json!(3), "hidden_act is 3");
+    llama(
+        "tie_word_embeddings",
+        json!("yes"),
+        "tie_word_embeddings is \"yes\"",
+    );
+    llama(
+        "tie_word_embeddings",
+        json!(false),
+        "lm_head.weight is missing",
+    );
+    let folder = Folder::copy("qwen2-f16");
+    folder.check(
+        "use_sliding_window",
+        json!("yes"),
+        "use_sliding_window is \"yes\"",
+    );
+    let folder = Folder::copy("gemma3-bf16");
+    let gemma = |field, value, expected| folder.check(field, value, expected);
+    gemma("layer_types", json!(["full_attention"]), "layer_types is");
+    gemma("layer_types", json!("full_attention"), "layer_types is");
+    gemma(
+        "layer_types",
+        json!(["a", "b", "c", "d", "e", "f", "g"]),
+        "layer_types is",
+    );
+    gemma(
+        "layer_types",
+        json!([1, 2, 3, 4, 5, 6, 7]),
+        "layer_types is",
+    );
+    gemma(
+        "layer_types",
+        json!(vec!["full_attention"; 1000]),
+        "layer_types is",
+    );
+    gemma("sliding_window", Value::Null, "no sliding_window");
+    gemma("sliding_window", json!(0), "sliding_window is 0");
+    gemma(
+        "sliding_window_pattern",
+        json!(0),
+        "sliding_window_pattern is 0",
+    );
+    gemma("query_pre_attn_scalar", json!(0), "query scalar is 0");
+    gemma("query_pre_attn_scalar", json!(-24), "query scalar is -24");
+    gemma(
+        "hidden_activation",
+        json!("silu"),
+        "hidden_activation is silu",
+    );
+    gemma(
+        "attn_logit_softcapping",
+        json!(50.0),
+        "attn_logit_softcapping is 50",
+    );
+    gemma(
+        "final_logit_softcapping",
+        json!(30.0),
+        "final_logit_softcapping is 30",
+    );
+}
+
+#[test]
+fn rotations_that_lie_are_refused() {
+    let folder = Folder::copy("llama-tied");
+    folder.check("rope_theta", json!("10000"), "rope_theta is \"10000\"");
+    folder.check("rope_theta", json!(0), "rope base is 0");
+    folder.check("rope_theta", json!(-5), "rope base is -5");
+    folder.check(
+        "partial_rotary_factor",
+        json!(0.5),
+        "partial_rotary_factor is 0.5",
+    );
+    let scaling = |value, expected| folder.check("rope_scaling", value, expected);
+    scaling(json!("linear"), "rope_scaling is \"linear\"");
+    scaling(json!({"rope_type": "yarn"}), "rope_type is yarn");
+    scaling(json!({"type": "dynamic"}), "rope_type is dynamic");
+    scaling(json!({"rope_type": 5}), "rope_type is 5");
+    scaling(json!({"rope_type": "linear"}), "no factor");
+    scaling(
+        json!({"rope_type": "linear", "factor": "8"}),
+        "factor is \"8\"",
+    );
+    scaling(
+        json!({"rope_type": "linear", "factor": 0}),
+        "rope scaling factor is 0",
+    );
+    scaling(
+        json!({"rope_type": "llama3", "factor": 8}),
+        "no low_freq_factor",
+    );
+    scaling(llama3(0.0, 1.0, 4.0, 64.0), "factor is 0");
+    scaling(llama3(8.0, 4.0, 4.0, 64.0), "high_freq_factor is 4");
+    scaling(llama3(8.0, -1.0, 4.0, 64.0), "low_freq_factor is -1");
+    scaling(
+        llama3(8.0, 1.0, 4.0, 0.0),
+        "original_max_position_embeddings is 0",
+    );
+    let parameters = |value, expected| folder.check("rope_parameters", value, expected);
+    parameters(json!([]), "rope_parameters is []");
+    parameters(json!({"rope_theta": "x"}), "rope_theta is \"x\"");
+    parameters(json!({"full_attention": 3}), "full_attention is 3");
+    parameters(
+        json!({"partial_rotary_factor": 0.25}),
+        "partial_rotary_factor is 0.25",
+    );
+    let folder = Folder::copy("gemma3-bf16");
+    folder.check("rope_local_base_freq", json!(-1), "rope base is -1");
+    folder.check(
+        "rope_parameters",
+        json!({"sliding_attention": 1}),
+        "sliding_attention is 1",
+    );
+}
+
+/// Llama 3's scaling with the numbers that its formula divides by.
+fn llama3(factor: f64, low: f64, high: f64, original: f64) -> Value {
+    json!({
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": low,
+        "high_freq_factor": high,
+        "original_max_position_embeddings": original,
+    })
+}
+
+#[test]
+fn a_configuration_that_is_no_object_is_refused() {
+    let folder = Folder::copy("llama-tied");
+    for config in [json!([]), json!(null), json!("llama"), json!(3), json!({})] {
+        let text = refusal(folder.write(&config), "config");
+        assert!(text.contains("no model_type"), "{config}: {text:?}");
+    }
+}
+
+/// Values that a field of any type may lie with.
+fn any_json() -> impl Strategy<Value = Value> {
+    prop_oneof![
+        Just(Value::Null),
+        any::<bool>().prop_map(Value::from),
+        (0u64..300).prop_map(Value::from),
+        any::<i64>().prop_map(Value::from),
+        any::<f64>().prop_map(|x| json!(x)),
+        "[a-z0-9_]{0,8}".prop_map(Value::from),
+        Just(json!({"rope_type": "linear", "factor": 2})),
+        Just(json!([1, "full_attention"])),
+    ]
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 64, ..ProptestConfig::default() })]
+
+    /// Whatever two fields say, the model is refused or it computes.
+    #[test]
+    fn any_two_fields_are_refused_or_compute(
+        folder in prop::sample::select(vec!["llama-tied", "qwen2-f16", "gemma3-bf16", "gemma3-linear-bf16"]),
+        places in prop::array::uniform2(any::<prop::sample::Index>()),
+        values in prop::array::uniform2(any_json()),
+    ) {
+        let folder = Folder::copy(folder);
+        let mut config = folder.config.clone();
+        let fields = config.as_object_mut().unwrap();
+        for (place, value) in places.iter().zip(values) {
+            let at = place.index(fields.len());
+            *fields.values_mut().nth(at).unwrap() = value;
+        }
+        if let Ok(model) = try_load(folder.write(&config), KernelClass::Cpu, &kernels()) {
+            prop_assert_eq!(Runner::new(model, 20).all(&[5; 20]).len(), 20);
+        }
+    }
+}
