@@ -1,10 +1,14 @@
-//! Activations as the integer kernels read them: 8-bit integers with a scale per 32 columns.
+//! Activations as the integer kernels read them: integers with a scale per 32 columns.
 //!
-//! For chunk `c` of row `t`, with `m = max |x|` over its 32 values:
-//! `scale = m / 127`, `q[k] = round_ties_even(x[k] * (127 / m))`, all in f32 (both 0 when `m` is
-//! not above [`SMALLEST`]). The sums of `q` over each half of 16 go with it: weight types with a
-//! zero offset or a min need them. One format serves every weight type, so a row is quantised
-//! once however many matrices read it.
+//! For chunk `c` of row `t`, with `m = max |x|` over its 32 values and `n` steps (below):
+//! `scale = m / n`, `q[k] = round_ties_even(x[k] * (n / m))`, all in f32 (both 0 when `m` is not
+//! above [`SMALLEST`] or not finite). The sums of `q` over each half of 16 go with it: weight types
+//! with a zero offset or a min need them. One format serves every weight type, so a row is
+//! quantised once however many matrices read it.
+//!
+//! [`Precision::Fifteen`] has n = 16256 = 127 * 128 and keeps `q` as two bytes, `q = 128 high + low`
+//! with `high` in -127..=127 and `low` in -64..=63: a product takes two byte products, and its
+//! rounding is too small to change an answer. [`Precision::Eight`] has n = 127 and keeps one byte.
 
 use crate::isa::{self, Isa, LANES};
 
@@ -12,8 +16,28 @@ use crate::isa::{self, Isa, LANES};
 pub const CHUNK: usize = 32;
 
 /// Chunks whose largest magnitude is not above this are taken as zero: below it `127 / m`
-/// overflows to infinity.
-const SMALLEST: f32 = 1e-36;
+/// (or 16256 / m) overflows to infinity.
+const SMALLEST: f32 = 1e-34;
+
+/// How finely activations are rounded for integer kernels.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Precision {
+    /// 127 steps: one byte, as other engines do. Changes the most probable token in 2 to 4 of 100
+    /// positions (docs/numerics.md).
+    Eight,
+    /// 16256 steps: two bytes.
+    Fifteen,
+}
+
+impl Precision {
+    /// Steps from zero to the largest magnitude of a chunk.
+    pub(crate) const fn steps(self) -> f32 {
+        match self {
+            Self::Eight => 127.0,
+            Self::Fifteen => 127.0 * 128.0,
+        }
+    }
+}
 
 /// Scale and sums of one chunk of one row.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -34,30 +58,36 @@ pub struct Activations {
     rows: usize,
     /// `(rows, cols)`
     values: Vec<f32>,
-    /// `(rows, cols)`; empty when no integer kernel reads this.
-    q: Vec<i8>,
+    precision: Option<Precision>,
+    /// `(rows, cols)`; the high bytes, or all of `q`; empty when no integer kernel reads this.
+    high: Vec<i8>,
+    /// `(rows, cols)`; the low bytes; empty but for [`Precision::Fifteen`].
+    low: Vec<i8>,
     /// `(rows, cols / 32)`
     meta: Vec<Meta>,
 }
 
 impl Activations {
-    /// Room for `max_rows` rows of `cols` columns; `quantised` says whether integer kernels will
-    /// read them.
+    /// Room for `max_rows` rows of `cols` columns; `precision` says how integer kernels will read
+    /// them, `None` that none will.
     ///
     /// # Panics
-    /// If `quantised` and `cols` is not a multiple of 32.
-    pub fn new(max_rows: usize, cols: usize, quantised: bool) -> Self {
+    /// If there is a precision and `cols` is not a multiple of 32.
+    pub fn new(max_rows: usize, cols: usize, precision: Option<Precision>) -> Self {
         assert!(
-            !quantised || cols.is_multiple_of(CHUNK),
-            "{cols} columns are not whole chunks"
+            precision.is_none() || cols.is_multiple_of(CHUNK),
+            "{cols} columns in chunks"
         );
-        let integers = if quantised { max_rows * cols } else { 0 };
+        let bytes = |wanted: bool| vec![0i8; if wanted { max_rows * cols } else { 0 }];
+        let high = bytes(precision.is_some());
         Self {
             cols,
             rows: max_rows,
             values: vec![0.0; max_rows * cols],
-            q: vec![0; integers],
-            meta: vec![Meta::default(); integers / CHUNK],
+            precision,
+            low: bytes(precision == Some(Precision::Fifteen)),
+            meta: vec![Meta::default(); high.len() / CHUNK],
+            high,
         }
     }
 
@@ -88,9 +118,9 @@ impl Activations {
         &self.values[t * self.cols..(t + 1) * self.cols]
     }
 
-    /// Whether integer kernels can read this.
-    pub const fn is_quantised(&self) -> bool {
-        !self.q.is_empty()
+    /// How integer kernels read this; `None` when they cannot.
+    pub const fn precision(&self) -> Option<Precision> {
+        self.precision
     }
 
     /// Writers for disjoint rows, for use from several threads.
@@ -98,9 +128,10 @@ impl Activations {
         Writer {
             cols: self.cols,
             rows: self.rows,
-            quantised: self.is_quantised(),
+            precision: self.precision,
             values: self.values.as_mut_ptr(),
-            q: self.q.as_mut_ptr(),
+            high: self.high.as_mut_ptr(),
+            low: self.low.as_mut_ptr(),
             meta: self.meta.as_mut_ptr(),
             _borrow: std::marker::PhantomData,
         }
@@ -110,16 +141,29 @@ impl Activations {
         View {
             cols: self.cols,
             values: self.values.as_ptr(),
-            q: self.q.as_ptr(),
+            high: self.high.as_ptr(),
+            low: self.low.as_ptr(),
             meta: self.meta.as_ptr(),
             _borrow: std::marker::PhantomData,
         }
     }
 
     #[cfg(test)]
-    pub(crate) fn quantised_chunk(&self, t: usize, chunk: usize) -> (&[i8], Meta) {
+    pub(crate) fn quantised_chunk(&self, t: usize, chunk: usize) -> (Vec<i32>, Meta) {
         let start = t * self.cols + chunk * CHUNK;
-        (&self.q[start..start + CHUNK], self.meta[start / CHUNK])
+        let high = self.high[start..start + CHUNK]
+            .iter()
+            .map(|&q| i32::from(q));
+        let q = match self.precision {
+            Some(Precision::Fifteen) => {
+                let low = &self.low[start..start + CHUNK];
+                high.zip(low)
+                    .map(|(high, &low)| 128 * high + i32::from(low))
+                    .collect()
+            }
+            _ => high.collect(),
+        };
+        (q, self.meta[start / CHUNK])
     }
 }
 
@@ -128,7 +172,8 @@ impl Activations {
 pub(crate) struct View<'a> {
     cols: usize,
     values: *const f32,
-    q: *const i8,
+    high: *const i8,
+    low: *const i8,
     meta: *const Meta,
     _borrow: std::marker::PhantomData<&'a ()>,
 }
@@ -137,15 +182,26 @@ pub(crate) struct View<'a> {
 unsafe impl Sync for View<'_> {}
 
 impl View<'_> {
-    /// The integers and scale of chunk `c` of row `t`.
+    /// The integers of chunk `c` of row `t`: `[high]` or `[high, low]`, and its scale and sums.
     ///
     /// # Safety
-    /// Both lie within the activations, which are quantised.
+    /// Both lie within the activations, which have `TERMS` bytes for each integer.
     #[inline(always)]
-    pub(crate) unsafe fn chunk(&self, t: usize, c: usize) -> (*const i8, Meta) {
+    pub(crate) unsafe fn chunk<const TERMS: usize>(
+        &self,
+        t: usize,
+        c: usize,
+    ) -> ([*const i8; TERMS], Meta) {
         let start = t * self.cols + c * CHUNK;
+        let mut bytes = [self.high; TERMS];
         // SAFETY: in bounds by the caller's promise.
-        unsafe { (self.q.add(start), *self.meta.add(start / CHUNK)) }
+        unsafe {
+            bytes[0] = self.high.add(start);
+            if TERMS == 2 {
+                bytes[1] = self.low.add(start);
+            }
+            (bytes, *self.meta.add(start / CHUNK))
+        }
     }
 
     /// The f32 values of row `t`.
@@ -164,9 +220,10 @@ impl View<'_> {
 pub struct Writer<'a> {
     cols: usize,
     rows: usize,
-    quantised: bool,
+    precision: Option<Precision>,
     values: *mut f32,
-    q: *mut i8,
+    high: *mut i8,
+    low: *mut i8,
     meta: *mut Meta,
     _borrow: std::marker::PhantomData<&'a mut ()>,
 }
@@ -194,57 +251,79 @@ impl Writer<'_> {
     #[inline(always)]
     pub(crate) unsafe fn quantise_row<S: Isa>(&self, t: usize) {
         assert!(t < self.rows, "row {t} of {}", self.rows);
-        if !self.quantised {
+        let Some(precision) = self.precision else {
             return;
-        }
+        };
         for c in 0..self.cols / CHUNK {
             let start = t * self.cols + c * CHUNK;
             // SAFETY: a whole chunk lies within row `t`.
             unsafe {
-                *self.meta.add(start / CHUNK) =
-                    quantise_chunk::<S>(self.values.add(start), self.q.add(start));
+                let x = self.values.add(start);
+                let meta = self.meta.add(start / CHUNK);
+                *meta = match precision {
+                    Precision::Eight => quantise::<S, 1>(x, [self.high.add(start)], precision),
+                    Precision::Fifteen => {
+                        let bytes = [self.high.add(start), self.low.add(start)];
+                        quantise::<S, 2>(x, bytes, precision)
+                    }
+                };
             }
         }
     }
 }
 
-/// Quantises 32 values at `x` into 32 bytes at `q`.
+/// Quantises 32 values at `x` into 32 bytes for each term.
 #[inline(always)]
-unsafe fn quantise_chunk<S: Isa>(x: *const f32, q: *mut i8) -> Meta {
-    // SAFETY: both pointers are good for 32 elements; features by the caller.
+unsafe fn quantise<S: Isa, const TERMS: usize>(
+    x: *const f32,
+    bytes: [*mut i8; TERMS],
+    precision: Precision,
+) -> Meta {
+    // SAFETY: all pointers are good for 32 elements; features by the caller.
     unsafe {
-        let (low, high) = (S::load(x), S::load(x.add(LANES)));
-        let largest = isa::reduce_max::<S>(S::max(S::abs(low), S::abs(high)));
-        // Written so that NaN counts as too small: it gives zeros, not undefined casts.
+        let values = [S::load(x), S::load(x.add(LANES))];
+        let largest = isa::reduce_max::<S>(S::max(S::abs(values[0]), S::abs(values[1])));
+        // Written so that NaN counts as too small: it gives zeros, not wild integers.
         let usable = largest > SMALLEST && largest.is_finite();
-        let inverse = S::splat(if usable { 127.0 / largest } else { 0.0 });
-        S::store_i8(
-            q,
-            if usable {
-                S::mul(low, inverse)
+        let inverse = if usable {
+            precision.steps() / largest
+        } else {
+            0.0
+        };
+        let mut sums = [0; 2];
+        let mut half = 0;
+        while half < 2 {
+            let scaled = S::mul(values[half], S::splat(inverse));
+            let q = if usable {
+                S::round(scaled)
             } else {
-                inverse
-            },
-        );
-        S::store_i8(
-            q.add(LANES),
-            if usable {
-                S::mul(high, inverse)
-            } else {
-                inverse
-            },
-        );
-        let scale = if usable { largest / 127.0 } else { 0.0 };
-        Meta {
-            scale,
-            sums: [sum16(q), sum16(q.add(LANES))],
+                S::splat_i(0)
+            };
+            store_terms::<S, TERMS>(q, bytes, half * LANES);
+            sums[half] = isa::reduce_add_i::<S>(q);
+            half += 1;
         }
+        let scale = if usable {
+            largest / precision.steps()
+        } else {
+            0.0
+        };
+        Meta { scale, sums }
     }
 }
 
+/// Stores 16 integers as one byte each, or as a high and a low byte.
 #[inline(always)]
-unsafe fn sum16(q: *const i8) -> i32 {
-    // SAFETY: 16 bytes at `q`.
-    let bytes = unsafe { q.cast::<[i8; LANES]>().read_unaligned() };
-    bytes.iter().map(|&b| i32::from(b)).sum()
+unsafe fn store_terms<S: Isa, const TERMS: usize>(q: S::I, bytes: [*mut i8; TERMS], at: usize) {
+    // SAFETY: passed on.
+    unsafe {
+        if TERMS == 1 {
+            return S::store_i8(bytes[0].add(at), q);
+        }
+        let high = S::sar7_i(S::add_i(q, S::splat_i(64)));
+        S::store_i8(bytes[0].add(at), high);
+        // q - 128 high, as q + 128 (-high): the trait has no subtraction.
+        let low = S::add_i(q, S::mul_i(high, S::splat_i(-128)));
+        S::store_i8(bytes[TERMS - 1].add(at), low);
+    }
 }

@@ -6,7 +6,7 @@
 use half::{bf16, f16};
 use paceline_base::BlockType;
 
-use crate::activations::Writer;
+use crate::activations::{Precision, Writer};
 use crate::attention::{self, PageView, Query};
 use crate::formats;
 use crate::isa::{self, Isa};
@@ -94,7 +94,8 @@ fn has_avx512() -> bool {
 #[derive(Debug)]
 pub(crate) struct Table {
     pub(crate) set: InstructionSet,
-    groups: [unsafe fn(GroupArgs<'_>); BlockType::ALL.len()],
+    /// By weight type, for [`Precision::Eight`] and for [`Precision::Fifteen`].
+    groups: [[unsafe fn(GroupArgs<'_>); BlockType::ALL.len()]; 2],
     pub(crate) quantise_row: unsafe fn(&Writer<'_>, usize),
     pub(crate) rms_norm: unsafe fn(*const f32, &[f32], f32, *mut f32),
     pub(crate) silu_mul: unsafe fn(&[f32], &[f32], &mut [f32]),
@@ -108,9 +109,14 @@ pub(crate) struct Table {
 }
 
 impl Table {
-    /// The product kernel of a weight type.
-    pub(crate) fn group(&self, block_type: BlockType) -> unsafe fn(GroupArgs<'_>) {
-        self.groups[block_type as usize]
+    /// The product kernel of a weight type; `precision` is that of the activations, and does not
+    /// matter for float weights.
+    pub(crate) fn group(
+        &self,
+        block_type: BlockType,
+        precision: Option<Precision>,
+    ) -> unsafe fn(GroupArgs<'_>) {
+        self.groups[usize::from(precision == Some(Precision::Fifteen))][block_type as usize]
     }
 }
 
@@ -133,6 +139,25 @@ macro_rules! kernel {
     };
 }
 
+/// The product kernels of all types for activations of `$terms` bytes, in the order of
+/// `BlockType`.
+macro_rules! integer_groups {
+    ([$($feature:literal)?] $isa:ty, $terms:literal) => {
+        integer_groups!(@each [$($feature)?] $isa, $terms,
+            q4_0 Q4_0, q4_1 Q4_1, q5_0 Q5_0, q5_1 Q5_1, q8_0 Q8_0, q2_k Q2_K,
+            q3_k Q3_K, q4_k Q4_K, q5_k Q5_K, q6_k Q6_K, iq4_nl IQ4_NL, iq4_xs IQ4_XS);
+    };
+    (@each [$($feature:literal)?] $isa:ty, $terms:literal, $($name:ident $format:ident),*) => {
+        integer_groups!(@functions $isa, $terms, [$($feature)?], $($name $format),*);
+        pub(super) const GROUPS: [unsafe fn(GroupArgs<'_>); BlockType::ALL.len()] =
+            [f32_group, f16_group, bf16_group, $($name),*];
+    };
+    (@functions $isa:ty, $terms:literal, $feature:tt, $($name:ident $format:ident),*) => {
+        $(kernel!($feature $name(args: GroupArgs<'_>)
+            = matmul::group::<$isa, formats::$format, $terms>);)*
+    };
+}
+
 macro_rules! kernels {
     ($(#[$cfg:meta])? $module:ident, $isa:ty, $set:expr, $($feature:literal)?) => {
         $(#[$cfg])?
@@ -141,9 +166,6 @@ macro_rules! kernels {
             use super::*;
 
             macro_rules! group {
-                ($name:ident, $format:ty) => {
-                    group!($name = matmul::group::<$isa, $format>);
-                };
                 ($name:ident = $body:expr) => {
                     kernel!([$($feature)?] $name(args: GroupArgs<'_>) = $body);
                 };
@@ -152,18 +174,18 @@ macro_rules! kernels {
             group!(f32_group = matmul::group_floats::<$isa, f32>);
             group!(f16_group = matmul::group_floats::<$isa, f16>);
             group!(bf16_group = matmul::group_floats::<$isa, bf16>);
-            group!(q4_0, formats::Q4_0);
-            group!(q4_1, formats::Q4_1);
-            group!(q5_0, formats::Q5_0);
-            group!(q5_1, formats::Q5_1);
-            group!(q8_0, formats::Q8_0);
-            group!(q2_k, formats::Q2_K);
-            group!(q3_k, formats::Q3_K);
-            group!(q4_k, formats::Q4_K);
-            group!(q5_k, formats::Q5_K);
-            group!(q6_k, formats::Q6_K);
-            group!(iq4_nl, formats::IQ4_NL);
-            group!(iq4_xs, formats::IQ4_XS);
+
+            mod eight {
+                #[allow(clippy::wildcard_imports, reason = "a macro's module")]
+                use super::*;
+                integer_groups!([$($feature)?] $isa, 1);
+            }
+            mod fifteen {
+                #[allow(clippy::wildcard_imports, reason = "a macro's module")]
+                use super::*;
+                integer_groups!([$($feature)?] $isa, 2);
+            }
+
             kernel!([$($feature)?] quantise_row(writer: &Writer<'_>, t: usize)
                 = Writer::quantise_row::<$isa>);
             kernel!([$($feature)?] rms_norm(x: *const f32, w: &[f32], eps: f32, out: *mut f32)
@@ -187,11 +209,7 @@ macro_rules! kernels {
 
             pub(super) static TABLE: Table = Table {
                 set: $set,
-                // In the order of `BlockType`.
-                groups: [
-                    f32_group, f16_group, bf16_group, q4_0, q4_1, q5_0, q5_1, q8_0, q2_k, q3_k,
-                    q4_k, q5_k, q6_k, iq4_nl, iq4_xs,
-                ],
+                groups: [eight::GROUPS, fifteen::GROUPS],
                 quantise_row,
                 rms_norm,
                 silu_mul,

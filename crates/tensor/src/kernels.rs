@@ -156,7 +156,7 @@ impl Kernels {
             assert_eq!(w.cols(), x.cols(), "columns of weights and activations");
             assert_eq!(product.out.len(), x.rows() * w.rows(), "outputs");
             assert!(
-                x.is_quantised() || !w.reads_integers(),
+                x.precision().is_some() || !w.reads_integers(),
                 "activations are not quantised"
             );
         }
@@ -427,7 +427,7 @@ impl<'a> Job<'a> {
             w.leaf_cols
         };
         Self {
-            kernel: table.group(w.block_type),
+            kernel: table.group(w.block_type, x.precision()),
             args: GroupArgs {
                 weights: w.data.as_ptr(),
                 cols: w.cols,

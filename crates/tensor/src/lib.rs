@@ -20,7 +20,7 @@
 //! let stored = StoredMatrix { block_type: BlockType::F32, rows: 2, cols: 2, bytes: &bytes };
 //! let weights = Packed::new(stored, PackOptions::default(), kernels.pool())?;
 //!
-//! let mut x = Activations::new(1, 2, false);
+//! let mut x = Activations::new(1, 2, None);
 //! kernels.fill_rows(&mut x, |_, row| row.copy_from_slice(&[1.0, 10.0]));
 //! let mut y = [0.0; 2];
 //! kernels.products(&x, [Product { weights: &weights, out: &mut y }]);
@@ -42,7 +42,7 @@ pub mod pool;
 pub mod stored;
 pub mod vector;
 
-pub use activations::Activations;
+pub use activations::{Activations, Precision};
 pub use attention::PAGE;
 pub use dispatch::InstructionSet;
 pub use kernels::{Attention, AttentionRows, AttentionScratch, Kernels, Product, Unavailable};

@@ -4,9 +4,9 @@
 //!
 //! ```text
 //! leaf  = 0
-//! for each chunk c of the leaf, in order:              all in i32, exact
-//!     D = sum over k of sub[k/16] * w[k] * q[k]
-//!     M = sum over k of min_sub[k/16] * q[k]            (types with a min)
+//! for each chunk c of the leaf, in order:
+//!     D = sum over k of sub[k/16] * w[k] * q[k]         (i32, exact)
+//!     M = sum over k of min_sub[k/16] * q[k]            (i32, exact; types with a min)
 //!     inner = fma(D, scale, min * M)   or   D * scale   (types without)
 //!     leaf  = fma(inner, activation scale, leaf)
 //! y = canonical tree over the leaves (paceline_base::tree)
@@ -58,15 +58,16 @@ pub(crate) struct GroupArgs<'a> {
     pub(crate) lanes: usize,
 }
 
-/// Multiplies a group with activation rows `first..end`, weights of format `F`.
+/// Multiplies a group with activation rows `first..end`, weights of format `F`, activations of
+/// `TERMS` bytes.
 ///
 /// # Safety
 /// Features of `S`; the pointers of `args` cover the group, the activation rows, and `lanes`
 /// outputs for each.
 #[inline(always)]
-pub(crate) unsafe fn group<S: Isa, F: Format>(args: GroupArgs<'_>) {
+pub(crate) unsafe fn group<S: Isa, F: Format, const TERMS: usize>(args: GroupArgs<'_>) {
     // SAFETY: passed on.
-    unsafe { tiles::<S>(args, Quantised::<F>(std::marker::PhantomData)) }
+    unsafe { tiles::<S>(args, Quantised::<F, TERMS>(std::marker::PhantomData)) }
 }
 
 /// As [`group`] for float weights.
@@ -201,16 +202,16 @@ unsafe fn store_lanes<S: Isa>(out: *mut f32, sum: S::F, lanes: usize) {
 
 /// Integer weights of format `F`.
 #[derive(Debug)]
-struct Quantised<F>(std::marker::PhantomData<F>);
+struct Quantised<F, const TERMS: usize>(std::marker::PhantomData<F>);
 
-impl<F> Clone for Quantised<F> {
+impl<F, const TERMS: usize> Clone for Quantised<F, TERMS> {
     fn clone(&self) -> Self {
         *self
     }
 }
-impl<F> Copy for Quantised<F> {}
+impl<F, const TERMS: usize> Copy for Quantised<F, TERMS> {}
 
-impl<F: Format> Leaf for Quantised<F> {
+impl<F: Format, const TERMS: usize> Leaf for Quantised<F, TERMS> {
     #[inline(always)]
     unsafe fn leaf<S: Isa, const N: usize>(
         self,
@@ -229,8 +230,8 @@ impl<F: Format> Leaf for Quantised<F> {
                 let weights = ChunkWeights::<S>::load::<F>(header, chunk, scales);
                 let mut i = 0;
                 while i < N {
-                    let (q, meta) = args.x.chunk(t + i, c);
-                    let inner = weights.dot::<F>(q, meta.sums);
+                    let (q, meta) = args.x.chunk::<TERMS>(t + i, c);
+                    let inner = weights.dot::<F, TERMS>(q, meta.sums);
                     acc[i] = S::fma(inner, S::splat(meta.scale), acc[i]);
                     i += 1;
                 }
@@ -264,16 +265,33 @@ impl<S: Isa> ChunkWeights<S> {
         }
     }
 
-    /// `inner` of the module's formula, for 32 activations at `q` whose halves sum to `sums`.
+    /// `inner` of the module's formula, for 32 activations whose halves sum to `sums`.
     #[inline(always)]
-    unsafe fn dot<F: Format>(&self, q: *const i8, sums: [i32; 2]) -> S::F {
-        // SAFETY: register arithmetic and 32 bytes at `q`.
+    unsafe fn dot<F: Format, const TERMS: usize>(
+        &self,
+        q: [*const i8; TERMS],
+        sums: [i32; 2],
+    ) -> S::F {
+        // SAFETY: register arithmetic and 32 bytes for each term.
         unsafe {
-            let [low, high] = [self.half::<F>(0, q, sums[0]), self.half::<F>(1, q, sums[1])];
+            let [low, high] = [
+                self.half::<F, TERMS>(0, q, sums),
+                self.half::<F, TERMS>(1, q, sums),
+            ];
             let dot = if F::S::HALVES {
-                S::add_i(S::mul_i(self.sub[0], low), S::mul_i(self.sub[1], high))
+                let parts = [join::<S, TERMS>(low), join::<S, TERMS>(high)];
+                S::add_i(
+                    S::mul_i(self.sub[0], parts[0]),
+                    S::mul_i(self.sub[1], parts[1]),
+                )
             } else {
-                S::add_i(low, high)
+                let mut both = low;
+                let mut term = 0;
+                while term < TERMS {
+                    both[term] = S::add_i(low[term], high[term]);
+                    term += 1;
+                }
+                join::<S, TERMS>(both)
             };
             let dot = S::to_f(dot);
             if F::S::HAS_MIN {
@@ -284,24 +302,36 @@ impl<S: Isa> ChunkWeights<S> {
         }
     }
 
-    /// The dot product of columns `16 * half..`, zero offset and sign bias taken off at the start.
+    /// The dot products of columns `16 * half..` with each term. The zero offset and the sign bias
+    /// are taken off at the start, from the last term.
     #[inline(always)]
-    unsafe fn half<F: Format>(&self, half: usize, q: *const i8, sum: i32) -> S::I {
+    unsafe fn half<F: Format, const TERMS: usize>(
+        &self,
+        half: usize,
+        q: [*const i8; TERMS],
+        sums: [i32; 2],
+    ) -> [S::I; TERMS] {
         let offset = if F::P::SIGNED {
             S::SIGNED_BIAS
         } else {
             F::P::OFFSET
         };
-        // SAFETY: register arithmetic and 16 bytes at `q + 16 * half`.
+        // SAFETY: register arithmetic and 16 bytes at `16 * half` of each term.
         unsafe {
-            let mut acc = S::splat_i(-offset * sum);
+            let mut acc = [S::splat_i(0); TERMS];
+            acc[TERMS - 1] = S::splat_i(-offset * sums[half]);
             let mut g = 4 * half;
             while g < 4 * half + 4 {
-                acc = if F::P::SIGNED {
-                    S::dot_signed(acc, self.quads[g], q.add(4 * g))
-                } else {
-                    S::dot_unsigned(acc, self.quads[g], q.add(4 * g))
-                };
+                let mut term = 0;
+                while term < TERMS {
+                    let x = q[term].add(4 * g);
+                    acc[term] = if F::P::SIGNED {
+                        S::dot_signed(acc[term], self.quads[g], x)
+                    } else {
+                        S::dot_unsigned(acc[term], self.quads[g], x)
+                    };
+                    term += 1;
+                }
                 g += 1;
             }
             acc
@@ -322,6 +352,16 @@ impl<S: Isa> ChunkWeights<S> {
             }
         }
     }
+}
+
+/// One integer from its terms: `128 high + low`, or the only one.
+#[inline(always)]
+unsafe fn join<S: Isa, const TERMS: usize>(terms: [S::I; TERMS]) -> S::I {
+    if TERMS == 1 {
+        return terms[0];
+    }
+    // SAFETY: register arithmetic.
+    unsafe { S::add_i(S::shl7_i(terms[0]), terms[TERMS - 1]) }
 }
 
 /// A float weight type.

@@ -2,32 +2,36 @@
 //!
 //! Plain loops over stored blocks, one number at a time. Slow, and meant to be read.
 
+use std::ops::Range;
+
 use paceline_base::{BlockType, tree};
 
 use crate::attention::PAGE;
 use crate::stored::{self, Chunk};
-use crate::{InstructionSet, StoredMatrix};
+use crate::{InstructionSet, Precision, StoredMatrix};
 
 /// Quantised activations of one row: `(q, scale)` per chunk of 32; see [`crate::activations`].
-pub fn quantise(x: &[f32]) -> Vec<([i8; Chunk::LEN], f32)> {
-    x.chunks_exact(Chunk::LEN).map(quantise_chunk).collect()
+pub fn quantise(x: &[f32], precision: Precision) -> Vec<([i32; Chunk::LEN], f32)> {
+    x.chunks_exact(Chunk::LEN)
+        .map(|chunk| quantise_chunk(chunk, precision))
+        .collect()
 }
 
-fn quantise_chunk(x: &[f32]) -> ([i8; Chunk::LEN], f32) {
+fn quantise_chunk(x: &[f32], precision: Precision) -> ([i32; Chunk::LEN], f32) {
     let largest = x
         .iter()
         .fold(0.0f32, |m, v| if v.abs() > m { v.abs() } else { m });
-    if largest <= 1e-36 || !largest.is_finite() {
+    if largest <= 1e-34 || !largest.is_finite() {
         return ([0; Chunk::LEN], 0.0);
     }
-    let inverse = 127.0 / largest;
-    let q = std::array::from_fn(|k| (x[k] * inverse).round_ties_even() as i8);
-    (q, largest / 127.0)
+    let inverse = precision.steps() / largest;
+    let q = std::array::from_fn(|k| (x[k] * inverse).round_ties_even() as i32);
+    (q, largest / precision.steps())
 }
 
-/// `y = W x` in the kernel class `cpu`: `x` is `(cols,)`, the result `(rows,)`. `leaf_cols` as in
-/// [`PackOptions`](crate::PackOptions).
-pub fn matvec(w: StoredMatrix<'_>, leaf_cols: usize, x: &[f32]) -> Vec<f32> {
+/// `y = W x`: `x` is `(cols,)`, the result `(rows,)`. `leaf_cols` as in
+/// [`PackOptions`](crate::PackOptions); `precision` matters for quantised weights.
+pub fn matvec(w: StoredMatrix<'_>, leaf_cols: usize, x: &[f32], precision: Precision) -> Vec<f32> {
     let row_bytes = w.block_type.row_bytes(w.cols).expect("whole blocks");
     let leaf_cols = if leaf_cols == 0 {
         w.cols.max(1)
@@ -37,45 +41,44 @@ pub fn matvec(w: StoredMatrix<'_>, leaf_cols: usize, x: &[f32]) -> Vec<f32> {
     w.bytes
         .chunks_exact(row_bytes)
         .map(|row| {
-            let starts = (0..w.cols).step_by(leaf_cols);
-            let leaves: Vec<[f32; 1]> = starts
-                .map(|start| {
-                    [leaf(
-                        w.block_type,
-                        row,
-                        x,
-                        start,
-                        (start + leaf_cols).min(w.cols),
-                    )]
-                })
-                .collect();
+            let leaf_at = |start: usize| {
+                let columns = start..(start + leaf_cols).min(w.cols);
+                [leaf(w.block_type, row, x, columns, precision)]
+            };
+            let leaves: Vec<[f32; 1]> = (0..w.cols).step_by(leaf_cols).map(leaf_at).collect();
             let leaves: Vec<&[f32]> = leaves.iter().map(|leaf| &leaf[..]).collect();
             tree::sum_all(&leaves)[0]
         })
         .collect()
 }
 
-/// The dot product over columns `start..end` of one row.
-fn leaf(block_type: BlockType, row: &[u8], x: &[f32], start: usize, end: usize) -> f32 {
+/// The dot product over some columns of one row.
+fn leaf(
+    block_type: BlockType,
+    row: &[u8],
+    x: &[f32],
+    columns: Range<usize>,
+    precision: Precision,
+) -> f32 {
     if block_type.is_float() {
-        return float_leaf(block_type, row, x, start, end);
+        return float_leaf(block_type, row, x, columns);
     }
-    let activations = quantise(&x[start..end]);
+    let first = columns.start / Chunk::LEN;
     let mut sum = 0.0f32;
-    for (i, (q, scale)) in activations.iter().enumerate() {
-        let chunk = stored::chunk(block_type, row, start / Chunk::LEN + i);
+    for (i, (q, scale)) in quantise(&x[columns], precision).iter().enumerate() {
+        let chunk = stored::chunk(block_type, row, first + i);
         sum = chunk_dot(block_type, &chunk, q).mul_add(*scale, sum);
     }
     sum
 }
 
 /// `inner` of the formula in [`crate::matmul`].
-fn chunk_dot(block_type: BlockType, chunk: &Chunk, q: &[i8; Chunk::LEN]) -> f32 {
+fn chunk_dot(block_type: BlockType, chunk: &Chunk, q: &[i32; Chunk::LEN]) -> f32 {
     let mut dot = 0i32;
     let mut min_sum = 0i32;
     for (k, (&w, &x)) in chunk.q.iter().zip(q).enumerate() {
-        dot += chunk.sub[k / 16] * i32::from(w) * i32::from(x);
-        min_sum += chunk.min_sub[k / 16] * i32::from(x);
+        dot += chunk.sub[k / 16] * i32::from(w) * x;
+        min_sum += chunk.min_sub[k / 16] * x;
     }
     if has_min(block_type) {
         (dot as f32).mul_add(chunk.scale, chunk.min * min_sum as f32)
@@ -91,11 +94,11 @@ const fn has_min(block_type: BlockType) -> bool {
     )
 }
 
-fn float_leaf(block_type: BlockType, row: &[u8], x: &[f32], start: usize, end: usize) -> f32 {
+fn float_leaf(block_type: BlockType, row: &[u8], x: &[f32], columns: Range<usize>) -> f32 {
     let mut weights = vec![0.0; row.len() / block_type.bytes()];
     stored::dequantise(block_type, row, &mut weights);
     let mut a = [0.0f32; 4];
-    for k in start..end {
+    for k in columns {
         a[k % 4] = weights[k].mul_add(x[k], a[k % 4]);
     }
     (a[0] + a[1]) + (a[2] + a[3])

@@ -135,6 +135,13 @@ impl Isa for Avx2 {
         unsafe { [_mm256_set1_epi32(x); 2] }
     }
     #[inline(always)]
+    unsafe fn store_i(p: *mut i32, x: I) {
+        unsafe {
+            _mm256_storeu_si256(p.cast(), x[0]);
+            _mm256_storeu_si256(p.add(8).cast(), x[1]);
+        }
+    }
+    #[inline(always)]
     unsafe fn add_i(a: I, b: I) -> I {
         both!(_mm256_add_epi32, a, b)
     }
@@ -155,6 +162,14 @@ impl Isa for Avx2 {
     #[inline(always)]
     unsafe fn shr4_i(a: I) -> I {
         both!(_mm256_srli_epi32::<4>, a)
+    }
+    #[inline(always)]
+    unsafe fn shl7_i(a: I) -> I {
+        both!(_mm256_slli_epi32::<7>, a)
+    }
+    #[inline(always)]
+    unsafe fn sar7_i(a: I) -> I {
+        both!(_mm256_srai_epi32::<7>, a)
     }
     #[inline(always)]
     unsafe fn and_i(a: I, b: I) -> I {
@@ -239,11 +254,15 @@ impl Isa for Avx2 {
         both!(_mm256_castsi256_ps, sum)
     }
     #[inline(always)]
-    unsafe fn store_i8(p: *mut i8, x: F) {
+    unsafe fn round(x: F) -> I {
+        both!(_mm256_cvtps_epi32, x)
+    }
+    #[inline(always)]
+    unsafe fn store_i8(p: *mut i8, x: I) {
         unsafe {
-            let (a, b) = (_mm256_cvtps_epi32(x[0]), _mm256_cvtps_epi32(x[1]));
             // packs interleaves 128-bit halves; the permutation puts them back in order.
-            let words = _mm256_permute4x64_epi64::<0b11_01_10_00>(_mm256_packs_epi32(a, b));
+            let words = _mm256_packs_epi32(x[0], x[1]);
+            let words = _mm256_permute4x64_epi64::<0b11_01_10_00>(words);
             let (low, high) = (
                 _mm256_castsi256_si128(words),
                 _mm256_extracti128_si256::<1>(words),

@@ -72,6 +72,10 @@ impl Isa for Avx512 {
         unsafe { _mm512_set1_epi32(x) }
     }
     #[inline(always)]
+    unsafe fn store_i(p: *mut i32, x: __m512i) {
+        unsafe { _mm512_storeu_si512(p.cast(), x) }
+    }
+    #[inline(always)]
     unsafe fn add_i(a: __m512i, b: __m512i) -> __m512i {
         unsafe { _mm512_add_epi32(a, b) }
     }
@@ -90,6 +94,14 @@ impl Isa for Avx512 {
     #[inline(always)]
     unsafe fn shr4_i(a: __m512i) -> __m512i {
         unsafe { _mm512_srli_epi32::<4>(a) }
+    }
+    #[inline(always)]
+    unsafe fn shl7_i(a: __m512i) -> __m512i {
+        unsafe { _mm512_slli_epi32::<7>(a) }
+    }
+    #[inline(always)]
+    unsafe fn sar7_i(a: __m512i) -> __m512i {
+        unsafe { _mm512_srai_epi32::<7>(a) }
     }
     #[inline(always)]
     unsafe fn and_i(a: __m512i, b: __m512i) -> __m512i {
@@ -170,7 +182,11 @@ impl Isa for Avx512 {
         }
     }
     #[inline(always)]
-    unsafe fn store_i8(p: *mut i8, x: __m512) {
-        unsafe { _mm_storeu_si128(p.cast(), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(x))) }
+    unsafe fn round(x: __m512) -> __m512i {
+        unsafe { _mm512_cvtps_epi32(x) }
+    }
+    #[inline(always)]
+    unsafe fn store_i8(p: *mut i8, x: __m512i) {
+        unsafe { _mm_storeu_si128(p.cast(), _mm512_cvtepi32_epi8(x)) }
     }
 }

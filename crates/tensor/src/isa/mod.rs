@@ -74,6 +74,8 @@ pub(crate) trait Isa: Copy {
 
     /// The same value in every lane.
     unsafe fn splat_i(x: i32) -> Self::I;
+    /// Stores 16 i32.
+    unsafe fn store_i(p: *mut i32, x: Self::I);
     /// Wrapping addition.
     unsafe fn add_i(a: Self::I, b: Self::I) -> Self::I;
     /// Low 32 bits of the product.
@@ -84,6 +86,10 @@ pub(crate) trait Isa: Copy {
     unsafe fn load_u8(p: *const u8) -> Self::I;
     /// Logical right shift of every lane by four.
     unsafe fn shr4_i(a: Self::I) -> Self::I;
+    /// Left shift of every lane by seven.
+    unsafe fn shl7_i(a: Self::I) -> Self::I;
+    /// Arithmetic right shift of every lane by seven.
+    unsafe fn sar7_i(a: Self::I) -> Self::I;
     /// Bitwise and.
     unsafe fn and_i(a: Self::I, b: Self::I) -> Self::I;
     /// Nearest f32, ties to even.
@@ -121,8 +127,10 @@ pub(crate) trait Isa: Copy {
     unsafe fn keep_if_ge(a: Self::F, b: Self::F, value: Self::F) -> Self::F;
     /// Adds `bits(n) << 23` to the bits of `x`: scales `x` by a power of two, see [`exp`].
     unsafe fn scale_by_bits(x: Self::F, n: Self::F) -> Self::F;
-    /// Rounds to nearest, ties to even, and stores 16 signed bytes. Values lie in -127..=127.
-    unsafe fn store_i8(p: *mut i8, x: Self::F);
+    /// Nearest i32, ties to even; values lie within an i32.
+    unsafe fn round(x: Self::F) -> Self::I;
+    /// Stores 16 signed bytes; values lie in -128..=127.
+    unsafe fn store_i8(p: *mut i8, x: Self::I);
 }
 
 /// The sum of the lanes: lane `i` plus lane `i + 8`, then 4, 2, 1.
@@ -142,6 +150,24 @@ pub(crate) unsafe fn reduce_add<S: Isa>(x: S::F) -> f32 {
         width /= 2;
     }
     lanes[0]
+}
+
+/// The sum of i32 lanes, wrapping.
+///
+/// # Safety
+/// As for [`Isa`].
+#[inline(always)]
+pub(crate) unsafe fn reduce_add_i<S: Isa>(x: S::I) -> i32 {
+    let mut lanes = [0i32; LANES];
+    // SAFETY: `lanes` holds 16 i32.
+    unsafe { S::store_i(lanes.as_mut_ptr(), x) };
+    let mut sum = 0i32;
+    let mut i = 0;
+    while i < LANES {
+        sum = sum.wrapping_add(lanes[i]);
+        i += 1;
+    }
+    sum
 }
 
 /// The largest lane; lanes are never NaN.

@@ -136,6 +136,15 @@ impl Isa for Neon {
         unsafe { [vdupq_n_s32(x); 4] }
     }
     #[inline(always)]
+    unsafe fn store_i(p: *mut i32, x: I) {
+        unsafe {
+            vst1q_s32(p, x[0]);
+            vst1q_s32(p.add(4), x[1]);
+            vst1q_s32(p.add(8), x[2]);
+            vst1q_s32(p.add(12), x[3]);
+        }
+    }
+    #[inline(always)]
     unsafe fn add_i(a: I, b: I) -> I {
         each!(vaddq_s32, a, b)
     }
@@ -167,6 +176,14 @@ impl Isa for Neon {
         let shift =
             |x| unsafe { vreinterpretq_s32_u32(vshrq_n_u32::<4>(vreinterpretq_u32_s32(x))) };
         a.map(shift)
+    }
+    #[inline(always)]
+    unsafe fn shl7_i(a: I) -> I {
+        each!(vshlq_n_s32::<7>, a)
+    }
+    #[inline(always)]
+    unsafe fn sar7_i(a: I) -> I {
+        each!(vshrq_n_s32::<7>, a)
     }
     #[inline(always)]
     unsafe fn and_i(a: I, b: I) -> I {
@@ -270,11 +287,15 @@ impl Isa for Neon {
         [one(0), one(1), one(2), one(3)]
     }
     #[inline(always)]
-    unsafe fn store_i8(p: *mut i8, x: F) {
+    unsafe fn round(x: F) -> I {
+        each!(vcvtnq_s32_f32, x)
+    }
+    #[inline(always)]
+    unsafe fn store_i8(p: *mut i8, x: I) {
+        let words = each!(vmovn_s32, x);
         unsafe {
-            let words = |i: usize| vmovn_s32(vcvtnq_s32_f32(x[i]));
-            let low = vmovn_s16(vcombine_s16(words(0), words(1)));
-            let high = vmovn_s16(vcombine_s16(words(2), words(3)));
+            let low = vmovn_s16(vcombine_s16(words[0], words[1]));
+            let high = vmovn_s16(vcombine_s16(words[2], words[3]));
             vst1q_s8(p, vcombine_s8(low, high));
         }
     }

@@ -92,6 +92,10 @@ impl Isa for Scalar {
         [x; LANES]
     }
     #[inline(always)]
+    unsafe fn store_i(p: *mut i32, x: I) {
+        unsafe { p.cast::<I>().write_unaligned(x) }
+    }
+    #[inline(always)]
     unsafe fn add_i(a: I, b: I) -> I {
         map(|i| a[i].wrapping_add(b[i]))
     }
@@ -110,6 +114,14 @@ impl Isa for Scalar {
     #[inline(always)]
     unsafe fn shr4_i(a: I) -> I {
         a.map(|x| ((x as u32) >> 4) as i32)
+    }
+    #[inline(always)]
+    unsafe fn shl7_i(a: I) -> I {
+        a.map(|x| x << 7)
+    }
+    #[inline(always)]
+    unsafe fn sar7_i(a: I) -> I {
+        a.map(|x| x >> 7)
     }
     #[inline(always)]
     unsafe fn and_i(a: I, b: I) -> I {
@@ -181,9 +193,13 @@ impl Isa for Scalar {
         map(|i| f32::from_bits(x[i].to_bits().wrapping_add(n[i].to_bits() << 23)))
     }
     #[inline(always)]
-    unsafe fn store_i8(p: *mut i8, x: F) {
+    unsafe fn round(x: F) -> I {
+        x.map(|x| x.round_ties_even() as i32)
+    }
+    #[inline(always)]
+    unsafe fn store_i8(p: *mut i8, x: I) {
         for (i, value) in x.iter().enumerate() {
-            unsafe { *p.add(i) = value.round_ties_even() as i8 };
+            unsafe { *p.add(i) = *value as i8 };
         }
     }
 }

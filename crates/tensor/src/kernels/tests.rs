@@ -1,6 +1,7 @@
 //! Fast against naive, bit for bit, for every instruction set this machine has.
 
 use super::*;
+use crate::activations::Precision;
 use crate::kv::KvShape;
 use crate::packed::{PackOptions, StoredMatrix};
 use crate::{naive, stored};
@@ -62,10 +63,28 @@ fn check_product(block_type: BlockType, rows: usize, cols: usize, leaf_cols: usi
     };
     let mut random = Random(seed);
     let x: Vec<Vec<f32>> = (0..6).map(|_| random.floats(cols, scale)).collect();
-    let expected: Vec<Vec<f32>> = x
-        .iter()
-        .map(|x| naive::matvec(matrix, leaf_cols, x))
-        .collect();
+    for precision in [Precision::Eight, Precision::Fifteen] {
+        let expected: Vec<Vec<f32>> = x
+            .iter()
+            .map(|x| naive::matvec(matrix, leaf_cols, x, precision))
+            .collect();
+        compare_product(matrix, leaf_cols, precision, &x, &expected);
+    }
+}
+
+fn compare_product(
+    matrix: StoredMatrix<'_>,
+    leaf_cols: usize,
+    precision: Precision,
+    x: &[Vec<f32>],
+    expected: &[Vec<f32>],
+) {
+    let StoredMatrix {
+        block_type,
+        rows,
+        cols,
+        ..
+    } = matrix;
     for kernels in all_kernels() {
         let options = PackOptions {
             leaf_cols,
@@ -73,7 +92,7 @@ fn check_product(block_type: BlockType, rows: usize, cols: usize, leaf_cols: usi
         };
         let packed = Packed::new(matrix, options, kernels.pool()).unwrap();
         for batch in [1, 2, 4, 6] {
-            let mut acts = Activations::new(6, cols, !block_type.is_float());
+            let mut acts = Activations::new(6, cols, (!block_type.is_float()).then_some(precision));
             acts.resize(batch);
             kernels.fill_rows(&mut acts, |t, row| row.copy_from_slice(&x[t]));
             let mut out = vec![f32::NAN; batch * rows];
@@ -86,7 +105,9 @@ fn check_product(block_type: BlockType, rows: usize, cols: usize, leaf_cols: usi
             );
             for (t, out) in out.chunks_exact(rows).enumerate() {
                 let case = format!(
-                    "{block_type} {rows}x{cols} leaf {leaf_cols} batch {batch} row {t} {kernels:?}"
+                    "{block_type} {rows}x{cols} leaf {leaf_cols} {precision:?} batch {batch} row {t} on {} x {}",
+                    kernels.instruction_set().name(),
+                    kernels.pool().threads()
                 );
                 assert_eq!(bits(out), bits(&expected[t]), "{case}");
             }
@@ -116,7 +137,7 @@ fn float_products_take_any_width() {
 
 #[test]
 fn extreme_activations_equal_naive() {
-    for scale in [0.0, 1e-40, 1e-36, 1e-30, 1e30] {
+    for scale in [0.0, 1e-40, 1e-36, 1e-34, 1e-30, 1e30] {
         for block_type in types_for(256) {
             check_product(block_type, 18, 256, 64, scale);
         }
@@ -130,7 +151,7 @@ fn several_matrices_in_one_job_give_what_each_gives_alone() {
     let mut random = Random(7);
     let x = random.floats(5 * 96, 2.0);
     for kernels in all_kernels() {
-        let mut acts = Activations::new(5, 96, true);
+        let mut acts = Activations::new(5, 96, Some(Precision::Fifteen));
         kernels.fill_rows(&mut acts, |t, row| {
             row.copy_from_slice(&x[t * 96..(t + 1) * 96])
         });
@@ -187,22 +208,20 @@ fn quantised_activations_equal_naive() {
     let mut x = random.floats(320, 5.0);
     x[32..64].fill(0.0);
     x[64..96].fill(-0.5); // ties
-    for kernels in all_kernels() {
-        let mut acts = Activations::new(1, x.len(), true);
+    for (kernels, precision) in all_kernels()
+        .iter()
+        .flat_map(|k| [Precision::Eight, Precision::Fifteen].map(|precision| (k, precision)))
+    {
+        let mut acts = Activations::new(1, x.len(), Some(precision));
         kernels.fill_rows(&mut acts, |_, row| row.copy_from_slice(&x));
-        for (c, (q, scale)) in naive::quantise(&x).iter().enumerate() {
+        for (c, (q, scale)) in naive::quantise(&x, precision).iter().enumerate() {
             let (got, meta) = acts.quantised_chunk(0, c);
             assert_eq!(
-                (got, meta.scale.to_bits()),
+                (&got[..], meta.scale.to_bits()),
                 (&q[..], scale.to_bits()),
                 "chunk {c}"
             );
-            let half = |h: usize| {
-                q[16 * h..16 * h + 16]
-                    .iter()
-                    .map(|&q| i32::from(q))
-                    .sum::<i32>()
-            };
+            let half = |h: usize| q[16 * h..16 * h + 16].iter().sum::<i32>();
             assert_eq!(meta.sums, [half(0), half(1)]);
         }
     }
