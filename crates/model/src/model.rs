@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use paceline_base::{Bytes, KernelClass};
-use paceline_tensor::{Kernels, KvCache, KvShape, KvType, PAGE};
+use paceline_tensor::{Kernels, KvCache, KvShape, KvType, PAGE, Precision};
 
 use crate::step::{Batch, Step, Workspace};
 use crate::weights::{self, Embedding, IntegerInputs, Layer, Linear, Loader};
@@ -85,6 +85,14 @@ impl Model {
         self.class
     }
 
+    /// How finely activations are rounded for quantised weights.
+    pub(crate) const fn precision(&self) -> Precision {
+        match self.class {
+            KernelClass::CpuQ8 => Precision::Eight,
+            KernelClass::Cpu | KernelClass::CpuF32 => Precision::Fifteen,
+        }
+    }
+
     /// The kernels it was packed for.
     pub fn kernels(&self) -> &Kernels {
         &self.kernels
@@ -121,7 +129,7 @@ impl Model {
     /// [`Error::Cache`] when the memory cannot be reserved.
     pub fn new_cache(&self, positions: usize) -> Result<KvCache, Error> {
         let kv_type = match self.class {
-            KernelClass::Cpu => KvType::F16,
+            KernelClass::Cpu | KernelClass::CpuQ8 => KvType::F16,
             KernelClass::CpuF32 => KvType::F32,
         };
         let shape = KvShape {

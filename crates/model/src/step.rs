@@ -119,6 +119,7 @@ impl Workspace {
         let c = model.config();
         let (q, kv) = (c.heads * c.head_dim, c.kv_heads * c.head_dim);
         let integers = model.integer_inputs();
+        let precision = |integers: bool| integers.then(|| model.precision());
         let rows = |n: usize| vec![0.0f32; max_rows * n];
         Self {
             max_rows,
@@ -126,17 +127,17 @@ impl Workspace {
             max_sequences,
             residual: rows(c.width),
             delta: rows(c.width),
-            x: Activations::new(max_rows, c.width, integers.normed),
+            x: Activations::new(max_rows, c.width, precision(integers.normed)),
             q: rows(q),
             k: rows(kv),
             v: rows(kv),
             attended: rows(q),
-            attended_x: Activations::new(max_rows, q, integers.attended),
+            attended_x: Activations::new(max_rows, q, precision(integers.attended)),
             gate: rows(c.ffn),
             up: rows(c.ffn),
-            hidden: Activations::new(max_rows, c.ffn, integers.hidden),
+            hidden: Activations::new(max_rows, c.ffn, precision(integers.hidden)),
             angles: angle_buffers(model, max_rows),
-            head_x: Activations::new(max_logit_rows, c.width, integers.head),
+            head_x: Activations::new(max_logit_rows, c.width, precision(integers.head)),
             logits: vec![0.0; max_logit_rows * c.vocab],
             wanted: Vec::with_capacity(max_logit_rows),
             scratch: AttentionScratch::new(max_sequences, c.heads, c.head_dim, context),

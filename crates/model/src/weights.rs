@@ -250,7 +250,7 @@ impl Layer {
     }
 }
 
-/// Which inputs of products some matrix reads as 8-bit integers; the others are kept in f32 only,
+/// Which inputs of products some matrix reads as integers; the others are kept in f32 only,
 /// and need not be whole runs of 32.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct IntegerInputs {

@@ -226,14 +226,17 @@ impl TinyFile {
 
     /// `n` values within half of `centre`.
     fn vector(&mut self, name: &str, n: usize, centre: f32) {
-        let value = |_| (centre + 0.5 * self.random.unit()).to_le_bytes();
-        let bytes = (0..n).flat_map(value).collect();
-        let (name, type_id) = (name.to_owned(), BlockType::F32.to_gguf());
+        let values: Vec<f32> = (0..n).map(|_| centre + 0.5 * self.random.unit()).collect();
+        self.put_f32(name, &values);
+    }
+
+    /// Adds a vector.
+    pub(crate) fn put_f32(&mut self, name: &str, values: &[f32]) {
         self.tensors.push(TinyTensor {
-            name,
-            type_id,
-            shape: vec![n],
-            bytes,
+            name: name.to_owned(),
+            type_id: BlockType::F32.to_gguf(),
+            shape: vec![values.len()],
+            bytes: values.iter().flat_map(|x| x.to_le_bytes()).collect(),
         });
     }
 }

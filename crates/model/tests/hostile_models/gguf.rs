@@ -302,6 +302,27 @@ fn odd_widths_beside_integer_weights_compute() {
     }
 }
 
+#[test]
+fn rope_factors_that_lie_are_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("lies.gguf");
+    for (factors, expected) in [
+        (
+            vec![1.0; 7],
+            "tensor rope_freqs.weight: shape [7], expected [8]",
+        ),
+        (vec![f32::NAN; 8], "rope factor is NaN"),
+        (vec![-1.0; 8], "rope factor is -1"),
+        (vec![0.0; 8], "rope factor is 0"),
+        (vec![1e-40; 8], "rope factor is"),
+    ] {
+        let mut file = small(Family::Llama).file();
+        file.put_f32("rope_freqs.weight", &factors);
+        file.write(&path);
+        check(&path, expected, expected);
+    }
+}
+
 /// Scales that are infinite or NaN give such logits, but no panic.
 #[test]
 fn weights_of_random_bits_compute() {

@@ -1,0 +1,196 @@
+//! What files say about a model becomes these numbers: the parts of a configuration that no golden
+//! model has, in both layouts.
+
+#![allow(clippy::unwrap_used, reason = "a helper of a test may fail the test")]
+
+mod common;
+
+use common::runner::Runner;
+use common::tiny::Tiny;
+use common::{golden, kernels, load};
+use paceline_base::{BlockType, KernelClass};
+use paceline_formats::gguf::Value as Entry;
+use paceline_model::{Config, Family, Source};
+use paceline_tensor::RopePairs;
+use serde_json::{Value, json};
+
+/// The configuration of a GGUF file of `family` with these entries changed.
+fn gguf(family: Family, entries: &[(&str, Entry)]) -> Config {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("model.gguf");
+    let mut file = Tiny::new(family, BlockType::F16).file();
+    file.tensors.truncate(1);
+    for (key, value) in entries {
+        file.set(&format!("{}.{key}", family.name()), Some(value.clone()));
+    }
+    file.write(&path);
+    Config::read(&Source::open(&path).unwrap()).unwrap()
+}
+
+/// The configuration of a golden Hugging Face folder with these fields changed; null takes away.
+fn hf(name: &str, changes: &Value) -> Config {
+    let dir = folder(name, changes);
+    Config::read(&Source::open(dir.path()).unwrap()).unwrap()
+}
+
+fn folder(name: &str, changes: &Value) -> tempfile::TempDir {
+    let (dir, from) = (tempfile::tempdir().unwrap(), golden(&format!("hf/{name}")));
+    let weights = "model.safetensors";
+    std::fs::copy(from.join(weights), dir.path().join(weights)).unwrap();
+    let text = std::fs::read(from.join("config.json")).unwrap();
+    let mut config: Value = serde_json::from_slice(&text).unwrap();
+    for (field, value) in changes.as_object().unwrap() {
+        config[field] = value.clone();
+    }
+    std::fs::write(dir.path().join("config.json"), config.to_string()).unwrap();
+    dir
+}
+
+/// Radians per position of the second pair, which tells base and size, times that of the first,
+/// which tells the scaling.
+fn turns(config: &Config, rope: usize) -> (f64, f64) {
+    let frequencies = &config.ropes[rope].frequencies;
+    (frequencies[0], frequencies[1])
+}
+
+/// `base^(-2 / rotated)`
+fn second(base: f64, rotated: f64) -> f64 {
+    base.powf(-2.0 / rotated)
+}
+
+fn assert_turns(got: (f64, f64), first: f64, second: f64) {
+    let close = |a: f64, b: f64| (a - b).abs() < 1e-12;
+    assert!(
+        close(got.0, first) && close(got.1, second),
+        "{got:?}, expected {first} {second}"
+    );
+}
+
+#[test]
+fn ropes_of_gguf_files() {
+    let llama = gguf(Family::Llama, &[]);
+    assert_eq!(llama.ropes[0].pairs, RopePairs::Adjacent);
+    assert_turns(turns(&llama, 0), 1.0, second(1e4, 32.0));
+
+    // A part of the head turns, in two halves of that part.
+    let partial = gguf(Family::Qwen3, &[("rope.dimension_count", 16u32.into())]);
+    assert_eq!(partial.ropes[0].pairs, RopePairs::Halves);
+    assert_eq!(partial.ropes[0].frequencies.len(), 8);
+    assert_turns(turns(&partial, 0), 1.0, second(1e4, 16.0));
+
+    // Gemma's scaling leaves windowed layers alone; a factor without a type is linear.
+    let factor = ("rope.scaling.factor", Entry::from(8f32));
+    let base = ("rope.freq_base", Entry::from(1e6f32));
+    for kind in [None, Some("linear"), Some("none")] {
+        let mut entries = vec![factor.clone(), base.clone()];
+        entries.extend(kind.map(|kind| ("rope.scaling.type", Entry::from(kind))));
+        let gemma = gguf(Family::Gemma3, &entries);
+        let scale = if kind == Some("none") { 1.0 } else { 1.0 / 8.0 };
+        assert_turns(turns(&gemma, 0), scale, scale * second(1e6, 128.0));
+        assert_turns(turns(&gemma, 1), 1.0, second(1e4, 128.0));
+    }
+    let local = gguf(Family::Gemma3, &[("rope.freq_base_swa", 5e4f32.into())]);
+    assert_turns(turns(&local, 1), 1.0, second(5e4, 128.0));
+}
+
+#[test]
+fn ropes_of_hugging_face_folders() {
+    let linear = json!({"type": "linear", "factor": 4});
+    let old = hf(
+        "qwen2-f16",
+        &json!({"rope_theta": null, "rope_scaling": linear}),
+    );
+    assert_turns(turns(&old, 0), 0.25, 0.25 * second(1e4, 16.0));
+
+    // One object for all layers, as new files of other families have it.
+    let flat = json!({"rope_type": "default", "rope_theta": 500.0});
+    let new = hf("qwen2-f16", &json!({"rope_parameters": flat}));
+    assert_turns(turns(&new, 0), 1.0, second(500.0, 16.0));
+
+    // Gemma's defaults are a million and ten thousand.
+    let gemma = hf(
+        "gemma3-bf16",
+        &json!({"rope_theta": null, "rope_local_base_freq": null}),
+    );
+    assert_turns(turns(&gemma, 0), 1.0, second(1e6, 32.0));
+    assert_turns(turns(&gemma, 1), 1.0, second(1e4, 32.0));
+}
+
+fn windows(config: &Config) -> Vec<Option<usize>> {
+    config.layers.iter().map(|layer| layer.window).collect()
+}
+
+#[test]
+fn windows_of_layers() {
+    let (full, near) = (None, Some(70));
+    let gemma = gguf(Family::Gemma3, &[]);
+    assert_eq!(windows(&gemma), [near, near, near, near, near, full]);
+    let pattern = ("attention.sliding_window_pattern", 2u32.into());
+    let gemma = gguf(Family::Gemma3, &[pattern]);
+    assert_eq!(windows(&gemma), [near, full, near, full, near, full]);
+    assert_eq!(
+        gemma.layers.iter().map(|l| l.rope).collect::<Vec<_>>(),
+        [1, 0, 1, 0, 1, 0]
+    );
+
+    let qwen = hf("qwen2-f16", &json!({"use_sliding_window": true}));
+    assert_eq!(windows(&qwen), [full, Some(8), Some(8)]);
+    let types = json!(["sliding_attention", "full_attention", "full_attention"]);
+    let qwen = hf(
+        "qwen2-f16",
+        &json!({"use_sliding_window": true, "layer_types": types}),
+    );
+    assert_eq!(windows(&qwen), [Some(8), full, full]);
+}
+
+#[test]
+fn scales_of_gemma() {
+    let root = |x: f32| 1.0 / x.sqrt();
+    let plain = gguf(Family::Gemma3, &[]);
+    assert_eq!(
+        (plain.query_scale, plain.embedding_scale),
+        (root(128.0), 16.0)
+    );
+    let scalar = gguf(Family::Gemma3, &[("attention.query_scalar", 24f32.into())]);
+    assert_eq!(scalar.query_scale, root(24.0));
+    // The 27B model: 62 layers, scores by the width per head.
+    let large = gguf(Family::Gemma3, &[("block_count", 62u32.into())]);
+    assert_eq!(large.query_scale, root(256.0 / 4.0));
+}
+
+/// A folder that says its head is tied uses the embedding even when the file holds another head.
+#[test]
+fn the_word_of_the_folder_decides_whether_the_head_is_tied() {
+    let tokens = [5, 6, 7];
+    let logits = |tied: bool| {
+        let dir = folder("llama-untied-bf16", &json!({"tie_word_embeddings": tied}));
+        let model = load(dir.path(), KernelClass::CpuF32, &kernels());
+        let parameters = model.parameters();
+        (parameters, Runner::new(model, tokens.len()).all(&tokens))
+    };
+    let ((own_size, own), (tied_size, tied)) = (logits(false), logits(true));
+    assert_eq!(own_size - tied_size, 300 * 64);
+    assert_ne!(own, tied);
+}
+
+/// `rope_freqs` divides the frequencies, so equal factors do what linear scaling does.
+#[test]
+fn rope_factors_divide() {
+    let dir = tempfile::tempdir().unwrap();
+    let tiny = Tiny::new(Family::Llama, BlockType::F16);
+    let tokens = tiny.tokens(20, 1);
+    let logits = |name: &str, linear: Option<f32>, factors: Option<f32>| {
+        let path = dir.path().join(name);
+        let mut file = tiny.file();
+        file.set("llama.rope.scaling.factor", linear.map(Entry::from));
+        if let Some(factor) = factors {
+            file.put_f32("rope_freqs.weight", &[factor; 16]);
+        }
+        file.write(&path);
+        let model = load(&path, KernelClass::CpuF32, &kernels());
+        Runner::new(model, tokens.len()).all(&tokens)
+    };
+    let scaled = logits("linear", Some(4.0), None);
+    assert_eq!(logits("factors", None, Some(4.0)), scaled);
+    assert_ne!(logits("plain", None, None), scaled);
+}
