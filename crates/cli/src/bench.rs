@@ -3,6 +3,8 @@
 mod model;
 mod peer;
 
+use crate::interrupt::Signals;
+
 /// What to measure.
 #[derive(Debug, clap::Subcommand)]
 pub(crate) enum Command {
@@ -11,9 +13,9 @@ pub(crate) enum Command {
 }
 
 /// Runs a measurement.
-pub(crate) fn run(command: &Command) -> anyhow::Result<()> {
+pub(crate) fn run(command: &Command, signals: &Signals) -> anyhow::Result<()> {
     match command {
-        Command::Model(args) => model::run(args),
+        Command::Model(args) => model::run(args, signals),
     }
 }
 

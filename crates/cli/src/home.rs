@@ -14,6 +14,8 @@ use std::path::PathBuf;
 use anyhow::Context;
 use paceline_store::{Home, Hub, ProxySetting, PullOptions, Token};
 
+use crate::output::tell;
+
 /// What the store needs to know.
 #[derive(Debug)]
 pub(crate) struct Settings {
@@ -83,7 +85,9 @@ fn certificates() -> Option<Vec<u8>> {
     match std::fs::read(&path) {
         Ok(pem) => Some(pem),
         Err(error) => {
-            eprintln!("warning: SSL_CERT_FILE is not used: {path}: {error}");
+            tell(format_args!(
+                "warning: SSL_CERT_FILE is not used: {path}: {error}"
+            ));
             None
         }
     }

@@ -1,22 +1,29 @@
 //! The paceline binary: parses the command line and hands over to the subcommands.
 //!
-//! Exit codes: 0 ok, 1 failed, 2 wrong usage. Results go to stdout, everything else to stderr. This
-//! is the only crate that reads environment variables.
+//! Exit codes: 0 ok, 1 failed or interrupted, 2 wrong usage. Results go to stdout, everything else
+//! to stderr. This is the only crate that reads environment variables.
+
+#![warn(clippy::print_stderr)]
 
 mod bench;
+mod error;
 mod hint;
 mod home;
 mod interrupt;
 mod load;
 mod models;
+mod output;
+mod process;
 mod progress;
 mod pull;
 mod run;
 
-use std::io::Write;
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
+
+use error::Error;
+use interrupt::Signals;
 
 /// Pool your machines and run models too large for one of them.
 #[derive(Debug, Parser)]
@@ -43,27 +50,34 @@ enum Command {
 
 fn main() -> ExitCode {
     // clap ends the process by itself: 0 for --help and --version, 2 for wrong usage.
-    let outcome = match Cli::parse().command {
-        Command::Run(args) => run::run(&args),
-        Command::Bench(command) => bench::run(&command),
-        Command::Pull(args) => pull::run(&args),
-        Command::Models(args) => models::list(&args),
-        Command::Rm(args) => models::remove(&args),
-    };
-    match outcome {
+    let command = Cli::parse().command;
+    match execute(&command) {
         Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
-            hint::report(&error);
-            ExitCode::FAILURE
-        }
+        Err(error) => exit_code(&error),
     }
 }
 
-/// Prints a result and a newline to stdout. A reader that has gone away, such as `head`, is not an
-/// error.
-pub(crate) fn print(text: &str) -> anyhow::Result<()> {
-    match writeln!(std::io::stdout().lock(), "{text}") {
-        Err(error) if error.kind() != std::io::ErrorKind::BrokenPipe => Err(error.into()),
-        _ => Ok(()),
+fn execute(command: &Command) -> anyhow::Result<()> {
+    let signals = Signals::install()?;
+    match command {
+        Command::Run(args) => run::run(args, &signals),
+        Command::Bench(command) => bench::run(command, &signals),
+        Command::Pull(args) => pull::run(args, &signals),
+        Command::Models(args) => models::list(args),
+        Command::Rm(args) => models::remove(args),
     }
+}
+
+/// Reports `error`, unless it is none of the user's business.
+fn exit_code(error: &anyhow::Error) -> ExitCode {
+    let own = error.downcast_ref::<Error>();
+    if matches!(own, Some(Error::ReaderGone)) {
+        return ExitCode::SUCCESS;
+    }
+    hint::report(error);
+    ExitCode::from(if own.is_some_and(Error::is_usage) {
+        2
+    } else {
+        1
+    })
 }

@@ -5,8 +5,9 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use paceline_store::{Catalogue, Entry, Kind, Model, State, list as entries, quant_of_name};
 use serde_json::{Value, json};
 
+use crate::home;
+use crate::output::{print, tell};
 use crate::pull::file_bytes;
-use crate::{home, print};
 
 /// Arguments of `paceline models`.
 #[derive(Debug, clap::Args)]
@@ -46,8 +47,8 @@ pub(crate) fn list(args: &ListArgs) -> anyhow::Result<()> {
         return print(&object.to_string());
     }
     if stored.is_empty() && missing.is_empty() {
-        eprintln!("no models in {}", home.models_dir().display());
-        eprintln!("hint: `paceline models --all` shows what can be pulled by a short name");
+        tell(format_args!("no models in {}", home.models_dir().display()));
+        tell("hint: `paceline models --all` shows what can be pulled by a short name");
         return Ok(());
     }
     let now = SystemTime::now();

@@ -7,6 +7,8 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use paceline_base::Bytes;
 use paceline_store::Progress;
 
+use crate::output::tell;
+
 /// Time between lines where there is no terminal.
 const LINE_EVERY: Duration = Duration::from_secs(5);
 /// Redraws of a bar that nothing else moves (the spinner and the clock).
@@ -55,8 +57,8 @@ impl Progress for Bar {
 
     fn message(&mut self, text: &str) {
         match &self.bar {
-            Some(bar) => bar.suspend(|| eprintln!("{text}")),
-            None => eprintln!("{text}"),
+            Some(bar) => bar.suspend(|| tell(text)),
+            None => tell(text),
         }
     }
 
@@ -113,7 +115,7 @@ impl Progress for Lines {
         } else {
             String::new()
         };
-        eprintln!("{label}{size}{resumed}");
+        tell(format_args!("{label}{size}{resumed}"));
         let now = Instant::now();
         let label = label.to_owned();
         self.part = Some(Part {
@@ -132,12 +134,12 @@ impl Progress for Lines {
         part.fresh += bytes;
         if part.told.elapsed() >= LINE_EVERY {
             part.told = Instant::now();
-            eprintln!("{}", part.line());
+            tell(part.line());
         }
     }
 
     fn message(&mut self, text: &str) {
-        eprintln!("{text}");
+        tell(text);
     }
 
     fn finish(&mut self) {
@@ -145,7 +147,8 @@ impl Progress for Lines {
             && Some(part.done) == part.total
         {
             let seconds = part.started.elapsed().as_secs_f64();
-            eprintln!("{}: {} in {seconds:.1} s", part.label, Bytes(part.fresh));
+            let fresh = Bytes(part.fresh);
+            tell(format_args!("{}: {fresh} in {seconds:.1} s", part.label));
         }
     }
 }

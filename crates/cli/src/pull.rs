@@ -10,8 +10,8 @@ use paceline_store::{
 use serde_json::json;
 
 use crate::home::Settings;
-use crate::interrupt::cancel_on_signals;
-use crate::print;
+use crate::interrupt::Signals;
+use crate::output::{print, tell};
 use crate::progress::on_stderr;
 
 /// How a model that was not here before is reported.
@@ -28,33 +28,10 @@ pub(crate) struct Args {
 }
 
 /// Fetches a model, or checks one that is there already against its hash.
-pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
+pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
     let settings = Settings::from_env()?;
-    let cancel = cancel_on_signals()?;
-    let (found, state) = match resolve(&settings.home, &args.model)? {
-        Resolved::NeedsDownload(plan) => {
-            let pulled = fetch(&plan, &settings, &cancel)?;
-            (
-                pulled.found,
-                if pulled.fetched {
-                    PULLED
-                } else {
-                    "already in the store"
-                },
-            )
-        }
-        Resolved::Path(found) => {
-            let state = match &found.name {
-                Some(name) => {
-                    let checked = verify(&settings.home, name, &cancel, &mut *on_stderr());
-                    checked.map_err(|error| damaged(name.as_str(), error))?;
-                    "already in the store, checked"
-                }
-                None => "your own file, nothing to pull",
-            };
-            (found, state)
-        }
-    };
+    let (found, state) =
+        signals.orderly(|cancel| fetch_or_verify(&args.model, &settings, cancel))?;
     let bytes = size(&settings, &found)?;
     if args.json {
         return print(&to_json(&found, bytes, state == PULLED).to_string());
@@ -67,12 +44,43 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     ))
 }
 
+/// The model that `spec` means, and how it came to be here.
+fn fetch_or_verify(
+    spec: &str,
+    settings: &Settings,
+    cancel: &Cancel,
+) -> anyhow::Result<(Found, &'static str)> {
+    let found = match resolve(&settings.home, spec)? {
+        Resolved::Path(found) => found,
+        Resolved::NeedsDownload(plan) => {
+            let pulled = fetch(&plan, settings, cancel)?;
+            let state = if pulled.fetched {
+                PULLED
+            } else {
+                "already in the store"
+            };
+            return Ok((pulled.found, state));
+        }
+    };
+    let Some(name) = &found.name else {
+        return Ok((found, "your own file, nothing to pull"));
+    };
+    let checked = verify(&settings.home, name, cancel, &mut *on_stderr());
+    checked.map_err(|error| damaged(name.as_str(), error))?;
+    Ok((found, "already in the store, checked"))
+}
+
 /// The model that `spec` means, fetched if need be, and noted as used now. For the commands that
 /// run models.
 ///
 /// # Errors
 /// As of [`resolve`] and [`pull`].
-pub(crate) fn ensure(spec: &str, settings: &Settings, cancel: &Cancel) -> anyhow::Result<Found> {
+pub(crate) fn ensure(spec: &str, signals: &Signals) -> anyhow::Result<Found> {
+    let settings = Settings::from_env()?;
+    signals.orderly(|cancel| Ok(fetch_to_run(spec, &settings, cancel)?))
+}
+
+fn fetch_to_run(spec: &str, settings: &Settings, cancel: &Cancel) -> Result<Found, Error> {
     let found = match resolve(&settings.home, spec)? {
         Resolved::Path(found) => found,
         Resolved::NeedsDownload(plan) => fetch(&plan, settings, cancel)?.found,
@@ -80,7 +88,9 @@ pub(crate) fn ensure(spec: &str, settings: &Settings, cancel: &Cancel) -> anyhow
     if let Some(name) = &found.name {
         // A store that cannot be written to is no reason not to run the model.
         if let Err(error) = touch_used(&settings.home, name, SystemTime::now()) {
-            eprintln!("warning: cannot note the use of {name}: {error}");
+            tell(format_args!(
+                "warning: cannot note the use of {name}: {error}"
+            ));
         }
     }
     Ok(found)
@@ -88,8 +98,12 @@ pub(crate) fn ensure(spec: &str, settings: &Settings, cancel: &Cancel) -> anyhow
 
 fn fetch(plan: &Plan, settings: &Settings, cancel: &Cancel) -> Result<Pulled, Error> {
     if let Some(model) = plan.catalogue_model() {
-        eprintln!("{}: {}, {}", model.alias, model.about, model.bytes);
-        eprintln!("licence: {}, {}", model.licence, model.licence_url);
+        let (alias, about, bytes) = (model.alias, model.about, model.bytes);
+        tell(format_args!("{alias}: {about}, {bytes}"));
+        tell(format_args!(
+            "licence: {}, {}",
+            model.licence, model.licence_url
+        ));
     }
     let mut progress = on_stderr();
     pull(

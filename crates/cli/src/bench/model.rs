@@ -10,10 +10,10 @@ use serde_json::json;
 
 use super::peer::LlamaCpp;
 use super::quantile;
-use crate::home::Settings;
-use crate::interrupt::{cancel_on_signals, end_on_signals};
+use crate::interrupt::Signals;
 use crate::load::{self, ComputeArgs};
-use crate::{print, pull};
+use crate::output::print;
+use crate::pull;
 
 /// Rows of a prefill step, as the engine runs it.
 const ROWS: usize = 512;
@@ -54,11 +54,8 @@ struct Run {
 }
 
 /// Measures and prints.
-pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
-    let settings = Settings::from_env()?;
-    let cancel = cancel_on_signals()?;
-    let found = pull::ensure(&args.model, &settings, &cancel)?;
-    end_on_signals(&cancel);
+pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
+    let found = pull::ensure(&args.model, signals)?;
     let kernels = load::kernels(args.compute)?;
     let threads = kernels.pool().threads();
     let start = Instant::now();

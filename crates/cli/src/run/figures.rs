@@ -6,42 +6,90 @@ use paceline_engine::Finish;
 use serde_json::json;
 
 use super::Args;
-use super::session::{Session, finish_word, rate};
+use super::session::Session;
+use crate::process::peak_memory_bytes;
 
 /// An answer and its times.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug)]
 pub(super) struct Figures {
+    /// Without the tokens that ended it.
     pub(super) text: String,
+    /// All that were generated, the one that ended the answer included.
     pub(super) tokens: Vec<u32>,
     pub(super) n_prompt: usize,
-    pub(super) finish: Option<Finish>,
-    /// From the request to the first token.
-    pub(super) ttft: Duration,
+    pub(super) end: End,
+    /// Until the prompt was read, which the first token comes with.
+    pub(super) prefill: Duration,
     /// From the first token to the last.
     pub(super) decode: Duration,
 }
 
-impl Figures {
-    fn prefill_tok_s(&self) -> f64 {
-        rate(self.n_prompt, self.ttft)
+/// Why an answer ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum End {
+    /// The model ended it, or a stop string.
+    Stop,
+    /// `--max-tokens`.
+    MaxTokens,
+    /// No position is left.
+    Context,
+}
+
+impl End {
+    pub(super) const fn new(finish: Finish, n_generated: usize, max_tokens: usize) -> Self {
+        match finish {
+            Finish::EndOfText | Finish::Stop(_) => Self::Stop,
+            Finish::Length if n_generated == max_tokens => Self::MaxTokens,
+            Finish::Length => Self::Context,
+        }
     }
 
-    /// Tokens after the first: that one comes with the prompt.
-    fn decode_tok_s(&self) -> f64 {
+    /// In the words of the OpenAI API.
+    const fn word(self) -> &'static str {
+        match self {
+            Self::Stop => "stop",
+            Self::MaxTokens | Self::Context => "length",
+        }
+    }
+}
+
+impl Figures {
+    fn prefill_tok_s(&self) -> Option<f64> {
+        rate(self.n_prompt, self.prefill)
+    }
+
+    /// `None` when no token was asked for.
+    fn ttft_ms(&self) -> Option<f64> {
+        (!self.tokens.is_empty()).then_some(self.prefill.as_secs_f64() * 1e3)
+    }
+
+    /// Of tokens after the first: that one comes with the prompt.
+    fn decode_tok_s(&self) -> Option<f64> {
         rate(self.tokens.len().saturating_sub(1), self.decode)
     }
 
     /// One line for people.
     pub(super) fn line(&self) -> String {
-        format!(
-            "[prompt {} tokens, answer {} tokens; first token after {:.0} ms; prefill {:.0} \
-             tokens/s, decode {:.1} tokens/s]",
-            self.n_prompt,
-            self.tokens.len(),
-            self.ttft.as_secs_f64() * 1e3,
-            self.prefill_tok_s(),
-            self.decode_tok_s(),
-        )
+        let tokens = |n: usize| format!("{n} token{}", if n == 1 { "" } else { "s" });
+        let mut line = format!(
+            "[prompt {}, answer {}",
+            tokens(self.n_prompt),
+            tokens(self.tokens.len())
+        );
+        if let Some(ms) = self.ttft_ms() {
+            line += &format!("; first token after {ms:.0} ms");
+        }
+        if let Some(speed) = self.prefill_tok_s() {
+            line += &format!("; prefill {speed:.0} tokens/s");
+        }
+        if let Some(speed) = self.decode_tok_s() {
+            line += &format!(", decode {speed:.1} tokens/s");
+        }
+        line + match self.end {
+            End::Stop => "]",
+            End::MaxTokens => "; ended by --max-tokens]",
+            End::Context => "; ended by the full --context]",
+        }
     }
 
     /// The object of `--json`.
@@ -50,20 +98,75 @@ impl Figures {
         json!({
             "text": self.text,
             "tokens": self.tokens,
-            "finish_reason": finish_word(self.finish),
+            "finish_reason": self.end.word(),
             "n_prompt": self.n_prompt,
             "n_generated": self.tokens.len(),
-            "ttft_ms": self.ttft.as_secs_f64() * 1e3,
+            "load_ms": session.load_time().as_secs_f64() * 1e3,
+            "ttft_ms": self.ttft_ms(),
             "prefill_tok_s": self.prefill_tok_s(),
             "decode_tok_s": self.decode_tok_s(),
             "predicted_decode_tok_s": null,
+            "peak_memory_bytes": peak_memory_bytes(),
             "nodes": 1,
             "split": "none",
             "threads": session.threads(),
             "model": args.model,
+            "context": session.engine().config().context,
             "kernel_class": model.class().name(),
             "instruction_set": model.kernels().instruction_set().name(),
             "seed": session.seed(),
         })
+    }
+}
+
+/// Events per second; `None` for no event, or no time that the clock can see.
+fn rate(events: usize, time: Duration) -> Option<f64> {
+    (events > 0 && !time.is_zero()).then(|| events as f64 / time.as_secs_f64())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn figures(n_tokens: usize, end: End) -> Figures {
+        Figures {
+            text: String::new(),
+            tokens: vec![7; n_tokens],
+            n_prompt: 50,
+            end,
+            prefill: Duration::from_millis(100),
+            decode: Duration::from_millis(200),
+        }
+    }
+
+    #[test]
+    fn the_line_has_only_what_was_measured() {
+        for (n_tokens, end, line) in [
+            (
+                0,
+                End::MaxTokens,
+                "[prompt 50 tokens, answer 0 tokens; prefill 500 tokens/s; ended by --max-tokens]",
+            ),
+            (
+                1,
+                End::Stop,
+                "[prompt 50 tokens, answer 1 token; first token after 100 ms; prefill 500 tokens/s]",
+            ),
+            (
+                11,
+                End::Context,
+                "[prompt 50 tokens, answer 11 tokens; first token after 100 ms; prefill 500 \
+                 tokens/s, decode 50.0 tokens/s; ended by the full --context]",
+            ),
+        ] {
+            assert_eq!(figures(n_tokens, end).line(), line);
+        }
+    }
+
+    #[test]
+    fn rates_are_never_infinite() {
+        assert_eq!(rate(0, Duration::from_secs(1)), None);
+        assert_eq!(rate(5, Duration::ZERO), None);
+        assert_eq!(rate(5, Duration::from_millis(500)), Some(10.0));
     }
 }

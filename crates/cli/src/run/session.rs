@@ -1,18 +1,21 @@
 //! A loaded model that answers one prompt after the other.
 
+use std::io::IsTerminal;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use anyhow::Context;
-use paceline_engine::{Engine, EngineConfig, Event, Finish, Request, SamplingParams};
-use paceline_formats::chat::{ChatOptions, ChatTemplate, Message};
+use paceline_engine::{Engine, EngineConfig, Error as EngineError, Event, Request, SamplingParams};
+use paceline_formats::chat::{ChatOptions, ChatTemplate, Error as ChatError, Message};
 use paceline_formats::tokenizer::{Specials, Tokenizer};
-use paceline_model::Source;
+use paceline_model::{Model, Source};
 
 use super::Args;
-use super::figures::Figures;
+use super::figures::{End, Figures};
+use crate::error::Error;
 use crate::load;
+use crate::output::{printable, show, tell};
 
 /// Positions reserved unless asked for more: key/value memory of an 8B model at this context is
 /// 1 GiB.
@@ -26,20 +29,21 @@ pub(super) struct Session {
     sampling: SamplingParams,
     max_tokens: usize,
     stop: Vec<String>,
+    load_time: Duration,
 }
 
 impl Session {
     /// Loads the model at `path`.
     pub(super) fn open(args: &Args, path: &Path, sampling: SamplingParams) -> anyhow::Result<Self> {
+        let start = Instant::now();
         let kernels = load::kernels(args.compute)?;
         let (source, model) = load::model(path, args.compute.class, kernels)?;
         let bad = |what| format!("{}: cannot use its {what}", path.display());
         let tokenizer = Arc::new(tokenizer(&source).with_context(|| bad("tokenizer"))?);
-        let template = template(&source).with_context(|| bad("chat template"))?;
-        let context = args.context.map_or_else(
-            || model.config().context.min(DEFAULT_CONTEXT),
-            |positions| positions as usize,
-        );
+        // What is wrong with a template matters only to those who use it.
+        let template = if args.raw { None } else { template(&source) };
+        let template = template.transpose().with_context(|| bad("chat template"))?;
+        let context = context(args.context, &model);
         let config = EngineConfig::single(args.model.clone(), context);
         let engine = Engine::new(Arc::new(model), Arc::clone(&tokenizer), config)?;
         Ok(Self {
@@ -49,10 +53,11 @@ impl Session {
             sampling,
             max_tokens: args.max_tokens.unwrap_or(usize::MAX),
             stop: args.stop.clone(),
+            load_time: start.elapsed(),
         })
     }
 
-    /// Whether the model was made for chats.
+    /// Whether the model was made for chats, and may use what it has for them.
     pub(super) const fn has_template(&self) -> bool {
         self.template.is_some()
     }
@@ -62,12 +67,17 @@ impl Session {
         self.engine.model().kernels().pool().threads()
     }
 
-    /// The engine's model, for figures.
-    pub(super) fn engine(&self) -> &Engine {
+    /// From opening the model's files to being ready for a prompt.
+    pub(super) const fn load_time(&self) -> Duration {
+        self.load_time
+    }
+
+    /// The engine, for figures.
+    pub(super) const fn engine(&self) -> &Engine {
         &self.engine
     }
 
-    /// The seed of the next answer.
+    /// The seed of every answer.
     pub(super) const fn seed(&self) -> u64 {
         self.sampling.seed
     }
@@ -79,10 +89,7 @@ impl Session {
 
     /// Tokens of a conversation up to where the model is to answer.
     pub(super) fn encode_chat(&self, messages: &[Message]) -> anyhow::Result<Vec<u32>> {
-        let template = self
-            .template
-            .as_ref()
-            .context("the model has no chat template")?;
+        let template = self.template.as_ref().ok_or(ChatError::NoTemplate)?;
         let options = ChatOptions {
             add_generation_prompt: true,
             now_unix_s: unix_now(),
@@ -91,10 +98,16 @@ impl Session {
         Ok(template.encode_chat(&self.tokenizer, messages, &options)?)
     }
 
-    /// Generates an answer, showing its text as it becomes certain.
+    /// Generates an answer, showing its text as it becomes certain. `in_chat` chooses the advice
+    /// for a prompt that is too long.
+    ///
+    /// # Errors
+    /// What `show` says, and prompts that cannot be answered. Another prompt can be answered
+    /// after it.
     pub(super) fn generate(
         &mut self,
         prompt: Vec<u32>,
+        in_chat: bool,
         show: impl FnMut(&str) -> anyhow::Result<()>,
     ) -> anyhow::Result<Figures> {
         let n_prompt = prompt.len();
@@ -104,7 +117,19 @@ impl Session {
             sampling: self.sampling,
             stop: self.stop.clone(),
         };
-        let id = self.engine.submit(request)?;
+        let id = match self.engine.submit(request) {
+            Err(EngineError::PromptTooLong { tokens, context }) => {
+                let trained = self.engine.model().config().context;
+                return Err(Error::PromptTooLong {
+                    tokens,
+                    context,
+                    trained,
+                    in_chat,
+                }
+                .into());
+            }
+            other => other?,
+        };
         let outcome = self.collect(n_prompt, show);
         if outcome.is_err() {
             // Nothing to cancel when the sequence has just finished.
@@ -119,36 +144,66 @@ impl Session {
         mut show: impl FnMut(&str) -> anyhow::Result<()>,
     ) -> anyhow::Result<Figures> {
         let start = Instant::now();
-        let mut figures = Figures {
-            n_prompt,
-            ..Figures::default()
-        };
-        let mut first = None;
+        let (mut prefill, mut first, mut last) = (Duration::ZERO, start, start);
+        let (mut text, mut tokens, mut end) = (String::new(), Vec::new(), End::Stop);
         while !self.engine.is_idle() {
-            for event in self.engine.step() {
-                let text = match event {
-                    Event::PromptRead { .. } => continue,
+            let events = self.engine.step();
+            last = Instant::now();
+            for event in events {
+                let piece = match event {
+                    Event::PromptRead { .. } => {
+                        (prefill, first) = (last - start, last);
+                        continue;
+                    }
                     Event::Token { token, text, .. } => {
-                        first.get_or_insert_with(Instant::now);
-                        figures.tokens.push(token);
+                        tokens.push(token);
                         text
                     }
                     Event::Finished { text, reason, .. } => {
-                        figures.finish = Some(reason);
+                        end = End::new(reason, tokens.len(), self.max_tokens);
                         text
                     }
                 };
-                if !text.is_empty() {
-                    show(&text)?;
-                    figures.text.push_str(&text);
+                if !piece.is_empty() {
+                    show(&piece)?;
+                    text.push_str(&piece);
                 }
             }
         }
-        let first = first.unwrap_or_else(Instant::now);
-        figures.ttft = first - start;
-        figures.decode = first.elapsed();
-        Ok(figures)
+        Ok(Figures {
+            text,
+            tokens,
+            n_prompt,
+            end,
+            prefill,
+            decode: last - first,
+        })
     }
+}
+
+/// Shows a piece of the answer at once.
+pub(super) fn show_answer(text: &str) -> anyhow::Result<()> {
+    if std::io::stdout().is_terminal() {
+        show(&printable(text))
+    } else {
+        show(text)
+    }
+}
+
+/// Positions to reserve; more than the model was trained for are warned about.
+fn context(asked: Option<u32>, model: &Model) -> usize {
+    let trained = model.config().context;
+    let Some(context) = asked else {
+        // Two are the least: one for the prompt and one for the answer.
+        return trained.clamp(2, DEFAULT_CONTEXT);
+    };
+    if context as usize > trained {
+        tell(format_args!(
+            "warning: --context is {context}, but the model was trained for {trained} positions: \
+             answers get worse beyond them"
+        ));
+    }
+    context as usize
 }
 
 fn tokenizer(source: &Source) -> anyhow::Result<Tokenizer> {
@@ -158,33 +213,16 @@ fn tokenizer(source: &Source) -> anyhow::Result<Tokenizer> {
     })
 }
 
-fn template(source: &Source) -> anyhow::Result<Option<ChatTemplate>> {
-    let text = match source {
-        Source::Gguf(file) => file.metadata().opt_str("tokenizer.chat_template")?,
-        Source::Hf(folder) => folder.chat_template(),
+fn template(source: &Source) -> Option<Result<ChatTemplate, ChatError>> {
+    let template = match source {
+        Source::Gguf(file) => ChatTemplate::from_gguf(file.metadata()),
+        Source::Hf(folder) => ChatTemplate::from_hf_dir(folder.path()),
     };
-    Ok(text.map(ChatTemplate::new).transpose()?)
+    (!matches!(template, Err(ChatError::NoTemplate))).then_some(template)
 }
 
 /// For templates that write the date.
 fn unix_now() -> Option<i64> {
     let since = SystemTime::now().duration_since(UNIX_EPOCH).ok()?;
     i64::try_from(since.as_secs()).ok()
-}
-
-/// How the answer ended, in the words of the OpenAI API.
-pub(super) const fn finish_word(finish: Option<Finish>) -> &'static str {
-    match finish {
-        Some(Finish::EndOfText | Finish::Stop(_)) => "stop",
-        Some(Finish::Length) | None => "length",
-    }
-}
-
-/// Events per second, 0 for none.
-pub(super) fn rate(events: usize, time: Duration) -> f64 {
-    if events == 0 {
-        0.0
-    } else {
-        events as f64 / time.as_secs_f64().max(1e-9)
-    }
 }

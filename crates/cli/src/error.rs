@@ -1,0 +1,88 @@
+//! What can go wrong in the commands themselves.
+
+use paceline_engine::ParamError;
+
+/// Largest prompt that is read from standard input: far above any context, so that a larger input
+/// is a mistake, such as a file of another kind.
+pub(crate) const PROMPT_BYTES_MAX: u64 = 16 << 20;
+
+/// Why a command ends early.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum Error {
+    /// Nobody reads stdout any more. Not a failure: the command ends quietly.
+    #[error("nobody reads standard output")]
+    ReaderGone,
+    /// A number on the command line is out of range.
+    #[error("--{} is {}, expected {}", .0.name.replace('_', "-"), .0.got, .0.expected)]
+    Param(ParamError),
+    /// Neither an argument nor standard input has a prompt.
+    #[error("no prompt: none was given and standard input is empty")]
+    NoPrompt,
+    /// An option that makes no sense in a chat.
+    #[error("{flag} needs a prompt")]
+    NotInChat {
+        /// The option.
+        flag: &'static str,
+    },
+    /// The prompt on standard input is no text.
+    #[error("the prompt on standard input is not UTF-8 text, byte {at} is {byte:#04x}")]
+    PromptNotUtf8 {
+        /// Place of the first bad byte.
+        at: usize,
+        /// That byte.
+        byte: u8,
+    },
+    /// The prompt on standard input goes on and on.
+    #[error("the prompt on standard input is larger than {} MiB", PROMPT_BYTES_MAX >> 20)]
+    PromptTooLarge,
+    /// The prompt leaves no room for an answer.
+    #[error("the prompt has {tokens} tokens, but the context holds {context}")]
+    PromptTooLong {
+        /// Tokens of the prompt.
+        tokens: usize,
+        /// Positions, one of them for the answer.
+        context: usize,
+        /// Positions that the model was trained for.
+        trained: usize,
+        /// Whether a chat became too long.
+        in_chat: bool,
+    },
+    /// A model that only completes text was asked to chat.
+    #[error("{model} has no chat template: it completes text and cannot chat")]
+    CannotChat {
+        /// MODEL of the command line.
+        model: String,
+    },
+    /// A model that only completes text was given a system message.
+    #[error("{model} has no chat template that --system could go into")]
+    NoSystem {
+        /// MODEL of the command line.
+        model: String,
+    },
+    /// `PACELINE_CPU` names nothing known.
+    #[error("PACELINE_CPU is {value:?}, expected one of {known}")]
+    UnknownCpu {
+        /// Its value.
+        value: String,
+        /// Names of instruction sets.
+        known: String,
+    },
+    /// `PACELINE_CPU` names what this machine lacks.
+    #[error("PACELINE_CPU is {value:?}, but this machine has {available}")]
+    CpuLacks {
+        /// Its value.
+        value: String,
+        /// Names of instruction sets that work here.
+        available: String,
+    },
+}
+
+impl Error {
+    /// Whether the command line is wrong, rather than the world.
+    pub(crate) const fn is_usage(&self) -> bool {
+        matches!(
+            self,
+            Self::Param(_) | Self::NoPrompt | Self::NotInChat { .. }
+        )
+    }
+}

@@ -1,0 +1,77 @@
+//! What to do about errors of the commands themselves.
+
+use crate::error::Error;
+
+/// What the user can do.
+pub(super) fn hint(error: &Error) -> Option<String> {
+    Some(match error {
+        Error::ReaderGone => return None,
+        Error::Param(_) => "`paceline run --help` explains the options".into(),
+        Error::NoPrompt => {
+            "put the prompt after MODEL, pipe it in, or chat from a terminal".to_owned()
+        }
+        Error::NotInChat { .. } => "put the prompt after MODEL, or pipe it in".into(),
+        Error::PromptNotUtf8 { .. } => {
+            "convert it, for example with `iconv -f latin1 -t utf-8`".into()
+        }
+        Error::PromptTooLarge => "is it the right file? A prompt is text of some pages".into(),
+        Error::PromptTooLong {
+            tokens,
+            context,
+            trained,
+            in_chat,
+        } => more_context(*tokens, *context, *trained, *in_chat),
+        Error::CannotChat { .. } => "give it a text to continue: paceline run MODEL TEXT".into(),
+        Error::NoSystem { .. } => "leave out --system and put its text into the prompt".into(),
+        Error::UnknownCpu { .. } | Error::CpuLacks { .. } => {
+            "unset PACELINE_CPU to have the fastest that this machine can".into()
+        }
+    })
+}
+
+fn more_context(tokens: usize, context: usize, trained: usize, in_chat: bool) -> String {
+    let shorter = if in_chat {
+        "/clear forgets the conversation"
+    } else {
+        "shorten the prompt"
+    };
+    if tokens < trained && context < trained {
+        format!("{shorter}, or give room with --context N, up to {trained} for this model")
+    } else {
+        format!("{shorter}: the model was trained for {trained} positions")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_prompt_that_is_too_long_gets_advice_that_helps() {
+        for (tokens, context, trained, in_chat, advice) in [
+            (
+                9000,
+                8192,
+                32768,
+                false,
+                "shorten the prompt, or give room with --context N, up to 32768 for this model",
+            ),
+            (
+                9000,
+                8192,
+                8192,
+                true,
+                "/clear forgets the conversation: the model was trained for 8192 positions",
+            ),
+            (
+                40000,
+                8192,
+                32768,
+                false,
+                "shorten the prompt: the model was trained for 32768 positions",
+            ),
+        ] {
+            assert_eq!(more_context(tokens, context, trained, in_chat), advice);
+        }
+    }
+}
