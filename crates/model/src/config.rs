@@ -1,5 +1,7 @@
 //! What a model file says about its shape.
 
+use std::borrow::Cow;
+
 use crate::families::{Family, Fields};
 use crate::rope::Rope;
 use crate::{Error, Source};
@@ -129,7 +131,7 @@ impl Config {
             Err(Error::Value {
                 field,
                 got: got.to_string(),
-                expected,
+                expected: Cow::Borrowed(expected),
             })
         };
         if !self.heads.is_multiple_of(self.kv_heads) {
@@ -155,7 +157,7 @@ impl Config {
             return Err(Error::Value {
                 field: "norm epsilon",
                 got,
-                expected: "0 or more",
+                expected: Cow::Borrowed("0 or more"),
             });
         }
         Ok(())

@@ -1,5 +1,7 @@
 //! What can go wrong when a model is loaded.
 
+use std::borrow::Cow;
+
 use paceline_formats::{gguf, hf};
 
 /// Why a model cannot be loaded.
@@ -43,7 +45,7 @@ pub enum Error {
         /// The value.
         got: String,
         /// What would be accepted.
-        expected: &'static str,
+        expected: Cow<'static, str>,
     },
     /// A weight has another shape than the configuration says.
     #[error("tensor {name}: shape {got:?}, expected {expected:?}")]

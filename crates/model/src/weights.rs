@@ -1,5 +1,7 @@
 //! Weights in memory: packed matrices, norms and biases, checked against the configuration.
 
+use std::borrow::Cow;
+
 use paceline_base::{Bytes, KernelClass};
 use paceline_formats::tensor::Tensor;
 use paceline_tensor::{PackOptions, Packed, StoredMatrix, ThreadPool, stored};
@@ -190,7 +192,7 @@ pub(crate) fn rope_factors(source: &Source, config: &Config) -> Result<Option<Ve
         return Err(Error::Value {
             field: "rope factor",
             got: bad.to_string(),
-            expected: "0.001 or more",
+            expected: Cow::Borrowed("0.001 or more"),
         });
     }
     Ok(Some(factors))

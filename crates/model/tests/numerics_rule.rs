@@ -171,20 +171,20 @@ fn strangers_and_evictions_change_nothing() {
     }
 }
 
-/// Every storage type in both classes, families taking turns.
+/// Every storage type in every class, families and configurations taking turns.
 #[test]
 fn every_storage_type_obeys() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("tiny.gguf");
-    let configurations = configurations();
+    let mut turns = configurations().into_iter().cycle();
     for (i, block_type) in BlockType::ALL.into_iter().enumerate() {
         let tiny = Tiny::new(Family::ALL[i % 4], block_type);
         tiny.write(&path);
-        for class in [KernelClass::Cpu, KernelClass::CpuF32] {
+        for class in [KernelClass::Cpu, KernelClass::CpuQ8, KernelClass::CpuF32] {
             let sequences = random_sequences(tiny.vocab, &[80, 33, 65], i as u64);
             let title = format!("{} {block_type}", tiny.family.name());
             let case = Case::new(&path, class, sequences, &title);
-            let (set, threads) = configurations[i % configurations.len()];
+            let (set, threads) = turns.next().expect("there is always scalar");
             case.among_strangers(&case.load(set, threads), 3, i as u64);
         }
     }

@@ -4,7 +4,9 @@ mod rope;
 
 pub(crate) use rope::RopeKind;
 
-use paceline_formats::gguf::Metadata;
+use std::borrow::Cow;
+
+use paceline_formats::gguf::{self, Metadata};
 use paceline_tensor::RopePairs;
 use serde_json::Value;
 
@@ -66,14 +68,17 @@ impl<'a> Fields<'a> {
         low: u64,
         high: u64,
     ) -> Result<usize, Error> {
-        match (self.opt_size(gguf, hf, low, high)?, self) {
-            (Some(size), _) => Ok(size),
-            (None, Self::Hf(_)) => Err(Error::MissingField { field: hf }),
-            (None, Self::Gguf { metadata, .. }) => {
-                Err(metadata.u64(&self.key(gguf)).map_or_else(Error::from, |_| {
-                    unreachable!("{gguf} was absent a moment ago")
-                }))
+        self.opt_size(gguf, hf, low, high)?
+            .ok_or_else(|| self.missing(gguf, hf))
+    }
+
+    fn missing(&self, gguf: &str, hf: &'static str) -> Error {
+        match self {
+            Self::Gguf { .. } => gguf::Error::MissingKey {
+                key: self.key(gguf),
             }
+            .into(),
+            Self::Hf(_) => Error::MissingField { field: hf },
         }
     }
 
@@ -93,21 +98,14 @@ impl<'a> Fields<'a> {
             return Ok(None);
         };
         if number < low || number > high {
-            return Err(wrong_value(
-                field,
-                number,
-                "a size within paceline's limits",
-            ));
+            return Err(wrong_value(field, number, format!("{low} to {high}")));
         }
         Ok(Some(number as usize))
     }
 
     pub(crate) fn float(&self, gguf: &'static str, hf: &'static str) -> Result<f32, Error> {
-        match (self.opt_float(gguf, hf)?, self) {
-            (Some(value), _) => Ok(value),
-            (None, Self::Hf(_)) => Err(Error::MissingField { field: hf }),
-            (None, Self::Gguf { metadata, .. }) => Ok(metadata.f32(&self.key(gguf))?),
-        }
+        self.opt_float(gguf, hf)?
+            .ok_or_else(|| self.missing(gguf, hf))
     }
 
     pub(crate) fn opt_float(
@@ -311,11 +309,15 @@ fn wrong_type(field: &str, expected: &'static str, got: &Value) -> Error {
     }
 }
 
-fn wrong_value(field: &'static str, got: impl ToString, expected: &'static str) -> Error {
+fn wrong_value(
+    field: &'static str,
+    got: impl ToString,
+    expected: impl Into<Cow<'static, str>>,
+) -> Error {
     Error::Value {
         field,
         got: shortened(&got.to_string()),
-        expected,
+        expected: expected.into(),
     }
 }
 

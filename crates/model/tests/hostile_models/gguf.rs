@@ -90,7 +90,7 @@ fn integers_that_lie_are_refused() {
                 &format!("{key}{expected}"),
             );
         };
-        check(0u32.into(), " is 0, expected");
+        check(0u32.into(), " is 0, expected ");
         check((1u64 << 40).into(), " is 1099511627776, expected");
         check(u64::MAX.into(), " is 18446744073709551615, expected");
         check((-64i32).into(), ": expected");
