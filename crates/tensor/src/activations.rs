@@ -10,7 +10,7 @@
 //! with `high` in -127..=127 and `low` in -64..=63: a product takes two byte products, and its
 //! rounding is too small to change an answer. [`Precision::Eight`] has n = 127 and keeps one byte.
 
-use crate::isa::{self, Isa, LANES};
+use crate::isa::{Isa, LANES};
 
 /// Columns that share a scale.
 pub const CHUNK: usize = 32;
@@ -282,7 +282,7 @@ unsafe fn quantise<S: Isa, const TERMS: usize>(
     // SAFETY: all pointers are good for 32 elements; features by the caller.
     unsafe {
         let values = [S::load(x), S::load(x.add(LANES))];
-        let largest = isa::reduce_max::<S>(S::max(S::abs(values[0]), S::abs(values[1])));
+        let largest = S::reduce_max(S::max(S::abs(values[0]), S::abs(values[1])));
         // Written so that NaN counts as too small: it gives zeros, not wild integers.
         let usable = largest > SMALLEST && largest.is_finite();
         let inverse = if usable {
@@ -300,7 +300,7 @@ unsafe fn quantise<S: Isa, const TERMS: usize>(
                 S::splat_i(0)
             };
             store_terms::<S, TERMS>(q, bytes, half * LANES);
-            sums[half] = isa::reduce_add_i::<S>(q);
+            sums[half] = S::reduce_add_i(q);
             half += 1;
         }
         let scale = if usable {

@@ -190,7 +190,7 @@ unsafe fn largest<S: Isa>(p: &[f32; PAGE]) -> f32 {
         let p = p.as_ptr();
         let a = S::max(S::load(p), S::load(p.add(LANES)));
         let b = S::max(S::load(p.add(2 * LANES)), S::load(p.add(3 * LANES)));
-        isa::reduce_max::<S>(S::max(a, b))
+        S::reduce_max(S::max(a, b))
     }
 }
 

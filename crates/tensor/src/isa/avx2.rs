@@ -135,13 +135,6 @@ impl Isa for Avx2 {
         unsafe { [_mm256_set1_epi32(x); 2] }
     }
     #[inline(always)]
-    unsafe fn store_i(p: *mut i32, x: I) {
-        unsafe {
-            _mm256_storeu_si256(p.cast(), x[0]);
-            _mm256_storeu_si256(p.add(8).cast(), x[1]);
-        }
-    }
-    #[inline(always)]
     unsafe fn add_i(a: I, b: I) -> I {
         both!(_mm256_add_epi32, a, b)
     }
@@ -256,6 +249,28 @@ impl Isa for Avx2 {
     #[inline(always)]
     unsafe fn round(x: F) -> I {
         both!(_mm256_cvtps_epi32, x)
+    }
+    #[inline(always)]
+    unsafe fn reduce_max(x: F) -> f32 {
+        unsafe {
+            let eight = _mm256_max_ps(x[0], x[1]);
+            let four = _mm_max_ps(
+                _mm256_castps256_ps128(eight),
+                _mm256_extractf128_ps::<1>(eight),
+            );
+            let two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+            _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)))
+        }
+    }
+    #[inline(always)]
+    unsafe fn reduce_add_i(x: I) -> i32 {
+        unsafe {
+            let eight = _mm256_add_epi32(x[0], x[1]);
+            let high = _mm256_extracti128_si256::<1>(eight);
+            let four = _mm_add_epi32(_mm256_castsi256_si128(eight), high);
+            let two = _mm_add_epi32(four, _mm_shuffle_epi32::<0b01_00_11_10>(four));
+            _mm_cvtsi128_si32(_mm_add_epi32(two, _mm_shuffle_epi32::<0b10_11_00_01>(two)))
+        }
     }
     #[inline(always)]
     unsafe fn store_i8(p: *mut i8, x: I) {

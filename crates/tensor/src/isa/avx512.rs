@@ -72,10 +72,6 @@ impl Isa for Avx512 {
         unsafe { _mm512_set1_epi32(x) }
     }
     #[inline(always)]
-    unsafe fn store_i(p: *mut i32, x: __m512i) {
-        unsafe { _mm512_storeu_si512(p.cast(), x) }
-    }
-    #[inline(always)]
     unsafe fn add_i(a: __m512i, b: __m512i) -> __m512i {
         unsafe { _mm512_add_epi32(a, b) }
     }
@@ -184,6 +180,14 @@ impl Isa for Avx512 {
     #[inline(always)]
     unsafe fn round(x: __m512) -> __m512i {
         unsafe { _mm512_cvtps_epi32(x) }
+    }
+    #[inline(always)]
+    unsafe fn reduce_max(x: __m512) -> f32 {
+        unsafe { _mm512_reduce_max_ps(x) }
+    }
+    #[inline(always)]
+    unsafe fn reduce_add_i(x: __m512i) -> i32 {
+        unsafe { _mm512_reduce_add_epi32(x) }
     }
     #[inline(always)]
     unsafe fn store_i8(p: *mut i8, x: __m512i) {

@@ -74,8 +74,6 @@ pub(crate) trait Isa: Copy {
 
     /// The same value in every lane.
     unsafe fn splat_i(x: i32) -> Self::I;
-    /// Stores 16 i32.
-    unsafe fn store_i(p: *mut i32, x: Self::I);
     /// Wrapping addition.
     unsafe fn add_i(a: Self::I, b: Self::I) -> Self::I;
     /// Low 32 bits of the product.
@@ -129,6 +127,10 @@ pub(crate) trait Isa: Copy {
     unsafe fn scale_by_bits(x: Self::F, n: Self::F) -> Self::F;
     /// Nearest i32, ties to even; values lie within an i32.
     unsafe fn round(x: Self::F) -> Self::I;
+    /// The largest lane, none of which is NaN. The order does not matter.
+    unsafe fn reduce_max(x: Self::F) -> f32;
+    /// The wrapping sum of the lanes. The order does not matter.
+    unsafe fn reduce_add_i(x: Self::I) -> i32;
     /// Stores 16 signed bytes; values lie in -128..=127.
     unsafe fn store_i8(p: *mut i8, x: Self::I);
 }
@@ -146,45 +148,6 @@ pub(crate) unsafe fn reduce_add<S: Isa>(x: S::F) -> f32 {
     while width > 0 {
         for i in 0..width {
             lanes[i] += lanes[i + width];
-        }
-        width /= 2;
-    }
-    lanes[0]
-}
-
-/// The sum of i32 lanes, wrapping.
-///
-/// # Safety
-/// As for [`Isa`].
-#[inline(always)]
-pub(crate) unsafe fn reduce_add_i<S: Isa>(x: S::I) -> i32 {
-    let mut lanes = [0i32; LANES];
-    // SAFETY: `lanes` holds 16 i32.
-    unsafe { S::store_i(lanes.as_mut_ptr(), x) };
-    let mut sum = 0i32;
-    let mut i = 0;
-    while i < LANES {
-        sum = sum.wrapping_add(lanes[i]);
-        i += 1;
-    }
-    sum
-}
-
-/// The largest lane; lanes are never NaN.
-///
-/// # Safety
-/// As for [`Isa`].
-#[inline(always)]
-pub(crate) unsafe fn reduce_max<S: Isa>(x: S::F) -> f32 {
-    let mut lanes = [0.0f32; LANES];
-    // SAFETY: `lanes` holds 16 f32.
-    unsafe { S::store(lanes.as_mut_ptr(), x) };
-    let mut width = LANES / 2;
-    while width > 0 {
-        for i in 0..width {
-            if lanes[i + width] > lanes[i] {
-                lanes[i] = lanes[i + width];
-            }
         }
         width /= 2;
     }

@@ -136,15 +136,6 @@ impl Isa for Neon {
         unsafe { [vdupq_n_s32(x); 4] }
     }
     #[inline(always)]
-    unsafe fn store_i(p: *mut i32, x: I) {
-        unsafe {
-            vst1q_s32(p, x[0]);
-            vst1q_s32(p.add(4), x[1]);
-            vst1q_s32(p.add(8), x[2]);
-            vst1q_s32(p.add(12), x[3]);
-        }
-    }
-    #[inline(always)]
     unsafe fn add_i(a: I, b: I) -> I {
         each!(vaddq_s32, a, b)
     }
@@ -289,6 +280,14 @@ impl Isa for Neon {
     #[inline(always)]
     unsafe fn round(x: F) -> I {
         each!(vcvtnq_s32_f32, x)
+    }
+    #[inline(always)]
+    unsafe fn reduce_max(x: F) -> f32 {
+        unsafe { vmaxvq_f32(vmaxq_f32(vmaxq_f32(x[0], x[1]), vmaxq_f32(x[2], x[3]))) }
+    }
+    #[inline(always)]
+    unsafe fn reduce_add_i(x: I) -> i32 {
+        unsafe { vaddvq_s32(vaddq_s32(vaddq_s32(x[0], x[1]), vaddq_s32(x[2], x[3]))) }
     }
     #[inline(always)]
     unsafe fn store_i8(p: *mut i8, x: I) {

@@ -92,10 +92,6 @@ impl Isa for Scalar {
         [x; LANES]
     }
     #[inline(always)]
-    unsafe fn store_i(p: *mut i32, x: I) {
-        unsafe { p.cast::<I>().write_unaligned(x) }
-    }
-    #[inline(always)]
     unsafe fn add_i(a: I, b: I) -> I {
         map(|i| a[i].wrapping_add(b[i]))
     }
@@ -195,6 +191,14 @@ impl Isa for Scalar {
     #[inline(always)]
     unsafe fn round(x: F) -> I {
         x.map(|x| x.round_ties_even() as i32)
+    }
+    #[inline(always)]
+    unsafe fn reduce_max(x: F) -> f32 {
+        x.into_iter().fold(x[0], |a, b| if a > b { a } else { b })
+    }
+    #[inline(always)]
+    unsafe fn reduce_add_i(x: I) -> i32 {
+        x.into_iter().fold(0, i32::wrapping_add)
     }
     #[inline(always)]
     unsafe fn store_i8(p: *mut i8, x: I) {
