@@ -5,17 +5,13 @@
 //! Zig's, from a Python package, through `scripts/zig-cc`.
 
 use std::process::Command;
-use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 
 use crate::tally::Tally;
-use crate::{process, repo, venv};
+use crate::{process, repo, rust_target, venv};
 
 const TARGET: &str = "aarch64-apple-darwin";
-
-/// rustup downloads some 30 MB when the target is missing.
-const RUSTUP_LIMIT: Duration = Duration::from_secs(300);
 
 /// Runs the check in its own target folder, `target/darwin`.
 ///
@@ -31,7 +27,7 @@ pub(crate) fn run(show: &mut dyn FnMut(&str)) -> Result<Tally> {
         "--target-dir",
         "target/darwin",
     ]);
-    if let Err(error) = install_target().and_then(|()| set_compiler(&mut command)) {
+    if let Err(error) = rust_target::install(TARGET).and_then(|()| set_compiler(&mut command)) {
         return Ok(Tally::skip("darwin check", &format!("{error:#}")));
     }
     let passed = process::stream(command, &process::log_path("darwin"), |line| {
@@ -47,19 +43,6 @@ pub(crate) fn run(show: &mut dyn FnMut(&str)) -> Result<Tally> {
         "darwin check: see target/xtask/darwin.log",
         passed,
     ))
-}
-
-fn install_target() -> Result<()> {
-    let rustup = |arguments: &[&str], limit| {
-        let mut command = Command::new("rustup");
-        command.args(arguments).current_dir(repo::root());
-        process::capture(command, limit)
-    };
-    let installed = rustup(&["target", "list", "--installed"], Duration::from_secs(20))?;
-    if !installed.lines().any(|line| line.trim() == TARGET) {
-        rustup(&["target", "add", TARGET], RUSTUP_LIMIT)?;
-    }
-    Ok(())
 }
 
 /// Tells `cc`, which builds the C parts, which compiler to use for the target.

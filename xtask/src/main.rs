@@ -9,8 +9,10 @@ mod cargo_test;
 mod darwin;
 mod deny;
 mod models;
+mod neon;
 mod process;
 mod repo;
+mod rust_target;
 mod steps;
 mod tally;
 mod tidy;
@@ -54,6 +56,8 @@ enum Chore {
     },
     /// Check that the workspace compiles for Apple silicon.
     Darwin,
+    /// Run the kernel tests for AArch64 under QEMU.
+    Neon,
     /// Check licences, bans and sources of all dependencies with cargo-deny.
     Deny,
 }
@@ -85,6 +89,7 @@ fn run(chore: Chore) -> Result<bool> {
             tally.failed == 0
         }
         Chore::Darwin => steps::run(&[Step::Darwin]),
+        Chore::Neon => steps::run(&[Step::Neon]),
         Chore::Deny => steps::run(&[Step::Deny]),
     })
 }

@@ -7,7 +7,7 @@ use clap::ValueEnum;
 
 use crate::cargo_test::TestLog;
 use crate::tally::Tally;
-use crate::{darwin, deny, models, process, repo, tidy};
+use crate::{darwin, deny, models, neon, process, repo, tidy};
 
 /// One step. `cargo xtask test` runs the first six.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -26,6 +26,8 @@ pub(crate) enum Step {
     Doc,
     /// `cargo check` for Apple silicon.
     Darwin,
+    /// The kernel tests for AArch64 under QEMU.
+    Neon,
     /// Licences and sources of dependencies.
     Deny,
 }
@@ -51,6 +53,7 @@ impl Step {
             Step::Unit => "unit",
             Step::Doc => "doc",
             Step::Darwin => "darwin",
+            Step::Neon => "neon",
             Step::Deny => "deny",
         }
     }
@@ -75,6 +78,7 @@ impl Step {
             Step::Unit => cargo_test(self, "--tests"),
             Step::Doc => cargo_test(self, "--doc"),
             Step::Darwin => darwin::run(&mut |line| println!("{line}")),
+            Step::Neon => neon::run(&mut |line| println!("{line}")),
             Step::Deny => deny::run(&mut |line| println!("{line}")),
         }
     }
