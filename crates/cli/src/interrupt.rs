@@ -4,7 +4,7 @@
 //! order runs inside of [`Signals::orderly`]: there the first signal only asks it to stop. A second
 //! signal ends the process at once in any case.
 
-use std::io::{IsTerminal, Read};
+use std::io::Read;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -15,7 +15,7 @@ use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::flag;
 use signal_hook::low_level::pipe;
 
-use crate::output::tell;
+use crate::output::end_line;
 use crate::process;
 
 /// The signal handlers of this process.
@@ -84,10 +84,7 @@ fn end_when_woken(mut wake: UnixStream, orderly: &AtomicBool) {
     let mut byte = [0];
     while matches!(wake.read(&mut byte), Ok(1)) {
         if !orderly.load(Ordering::SeqCst) {
-            // The shell's prompt should not continue the line that the answer stopped in.
-            if std::io::stderr().is_terminal() {
-                tell("");
-            }
+            end_line();
             std::process::exit(1);
         }
     }

@@ -24,7 +24,8 @@ pub(crate) struct ComputeArgs {
     #[arg(long, value_name = "N", allow_negative_numbers = true,
           value_parser = clap::value_parser!(u16).range(1..=1024))]
     pub(crate) threads: Option<u16>,
-    /// How numbers are computed: cpu, or cpu-f32 (slow, four to eight times the memory)
+    /// How numbers are computed: cpu, cpu-q8 (reads prompts faster, less exact) or cpu-f32 (slow,
+    /// four to eight times the memory)
     #[arg(long, value_name = "CLASS", default_value_t)]
     pub(crate) class: KernelClass,
 }

@@ -2,11 +2,42 @@
 
 use std::borrow::Cow;
 use std::fmt::Display;
-use std::io::{ErrorKind, Write};
+use std::io::{ErrorKind, IsTerminal, Write};
+use std::sync::{Mutex, MutexGuard, PoisonError, TryLockError};
+use std::time::{Duration, Instant};
 
 use anyhow::Context;
 
 use crate::error::Error;
+
+/// Held while something is printed to stdout, and for good once the process is about to end.
+static RUNNING: Mutex<()> = Mutex::new(());
+
+/// How long the end waits for a piece of text that is being printed. A terminal takes it in
+/// microseconds, unless it is stopped (Ctrl-S).
+const LAST_PIECE: Duration = Duration::from_millis(20);
+
+fn lock(mutex: &Mutex<()>) -> MutexGuard<'_, ()> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Before the process ends in the middle of an answer: lets no more of it come, and ends the line
+/// on a terminal, so that the shell's prompt gets one of its own.
+pub(crate) fn end_line() {
+    let start = Instant::now();
+    let guard = loop {
+        match RUNNING.try_lock() {
+            Err(TryLockError::WouldBlock) if start.elapsed() < LAST_PIECE => {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            other => break other,
+        }
+    };
+    if std::io::stderr().is_terminal() {
+        tell("");
+    }
+    std::mem::forget(guard);
+}
 
 /// Prints a result and a newline to stdout.
 ///
@@ -21,6 +52,7 @@ pub(crate) fn print(text: &str) -> anyhow::Result<()> {
 /// # Errors
 /// [`Error::ReaderGone`] when the reader has gone away, such as `head`; else what the system says.
 pub(crate) fn show(text: &str) -> anyhow::Result<()> {
+    let _running = lock(&RUNNING);
     let mut out = std::io::stdout().lock();
     let written = out.write_all(text.as_bytes()).and_then(|()| out.flush());
     match written {

@@ -13,6 +13,9 @@ const INCOMPLETE: &str = "the file is incomplete: fetch it again (`paceline pull
 /// For a file that contradicts itself or the family it names.
 const STRANGE: &str = "the file may be damaged or its maker at fault: fetch it again, or take \
                        another conversion of the model";
+/// For a value that a sound file of a model that is not supported may have as well.
+const UNUSUAL: &str = "paceline cannot compute with that (yet): take another model, or another \
+                       conversion of it";
 const OTHER_QUANTISATION: &str = "take a file in another quantisation, such as Q8_0 or Q4_K_M";
 const ACCESS: &str = "give yourself read access to it";
 const LESS_MEMORY: &str = "take less memory: a smaller --context, or the model in a smaller \
@@ -54,11 +57,10 @@ fn of_model(error: &paceline_model::Error) -> Option<&'static str> {
         Error::Gguf(error) => of_gguf(error),
         Error::Hf(error) => of_folder(error),
         Error::Architecture { .. } => Some("take a model of one of these families"),
+        Error::Value { .. } => Some(UNUSUAL),
         Error::Pack { source, .. } | Error::Cache(source) => Some(of_memory(source)),
-        Error::MissingField { .. }
-        | Error::FieldType { .. }
-        | Error::Value { .. }
-        | Error::Shape { .. } => Some(STRANGE),
+        // The rest are contradictions in the file.
+        _ => Some(STRANGE),
     }
 }
 

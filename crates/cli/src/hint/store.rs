@@ -1,5 +1,7 @@
 //! What to do about errors of the store, the hub and pip.
 
+use std::io::ErrorKind;
+
 use paceline_base::Bytes;
 use paceline_store::{Catalogue, Error};
 
@@ -136,6 +138,12 @@ fn system_hint(error: &Error) -> Option<String> {
         Error::PermissionDenied { .. } => {
             "give yourself access to it, or set PACELINE_HOME to a folder of your own".into()
         }
+        Error::Io { cause, .. } => match cause.kind() {
+            ErrorKind::NotADirectory | ErrorKind::ReadOnlyFilesystem => {
+                "set PACELINE_HOME to a folder that can be written to".into()
+            }
+            _ => return None,
+        },
         _ => return None,
     })
 }

@@ -1,0 +1,474 @@
+//! What goes wrong: exit codes, errors that name the value, hints, and nothing on stdout.
+
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::process::Stdio;
+
+use crate::tiny::Tiny;
+use crate::{World, finish, text};
+
+/// A command line, what it is told, and how it ends.
+struct Case<'a> {
+    args: &'a [&'a str],
+    env: &'a [(&'a str, &'a str)],
+    stdin: &'a [u8],
+    code: i32,
+    /// Parts of what stderr says, in order.
+    says: &'a [&'a str],
+}
+
+impl Case<'_> {
+    /// Runs it, with and without RUST_BACKTRACE.
+    fn check(&self, world: &World) {
+        let [said, again] = ["0", "1"].map(|backtrace| self.stderr(world, backtrace));
+        assert_eq!(
+            said, again,
+            "RUST_BACKTRACE changes the error of {:?}",
+            self.args
+        );
+        let mut rest = &said[..];
+        for part in self.says {
+            let at = rest.find(part);
+            let at = at.unwrap_or_else(|| panic!("{part:?} is not in {rest:?}: {:?}", self.args));
+            rest = &rest[at + part.len()..];
+        }
+        assert!(!said.contains("panicked"), "{said}");
+    }
+
+    fn stderr(&self, world: &World, backtrace: &str) -> String {
+        let input = world.path("input");
+        fs::write(&input, self.stdin).unwrap();
+        let mut command = world.paceline(self.args);
+        command
+            .env("RUST_BACKTRACE", backtrace)
+            .envs(self.env.iter().copied())
+            .stdin(fs::File::open(&input).unwrap())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped());
+        let output = finish(&mut command);
+        let said = text(&output.stderr);
+        assert_eq!(
+            output.status.code(),
+            Some(self.code),
+            "{:?}: {said}",
+            self.args
+        );
+        assert_eq!(text(&output.stdout), "", "{:?}", self.args);
+        said
+    }
+}
+
+#[test]
+fn wrong_usage_exits_with_2() {
+    let world = World::new();
+    world.model(Tiny::default());
+    let stop = ["--stop", ""];
+    for (options, says) in [
+        (&["--threads", "0"][..], "--threads"),
+        (
+            &["--threads", "-1"],
+            "invalid value '-1' for '--threads <N>'",
+        ),
+        (
+            &["--temperature", "-1"],
+            "error: --temperature is -1, expected 0 or more",
+        ),
+        (
+            &["--temperature", "NaN"],
+            "error: --temperature is NaN, expected 0 or more",
+        ),
+        (&["--temperature", "inf"], "error: --temperature is inf"),
+        (
+            &["--temperature", "warm"],
+            "invalid value 'warm' for '--temperature <F>'",
+        ),
+        (
+            &["--top-p", "0"],
+            "error: --top-p is 0, expected above 0 and at most 1",
+        ),
+        (
+            &["--min-p", "1.5"],
+            "error: --min-p is 1.5, expected 0 to 1",
+        ),
+        (
+            &["--repetition-penalty", "0"],
+            "error: --repetition-penalty is 0",
+        ),
+        (
+            &["--max-tokens", "-1"],
+            "invalid value '-1' for '--max-tokens <N>'",
+        ),
+        (&["--context", "1"], "invalid value '1' for '--context <N>'"),
+        (
+            &["--class", "gpu"],
+            "unknown kernel class \"gpu\", expected cpu",
+        ),
+        (&["--raw", "--system", "x"], "cannot be used with"),
+        (&stop, "--stop"),
+        (&["--frob"], "unexpected argument '--frob'"),
+    ] {
+        let args = [&["run", "tiny.gguf", "hi"], options].concat();
+        Case {
+            args: &args,
+            env: &[],
+            stdin: b"",
+            code: 2,
+            says: &[says],
+        }
+        .check(&world);
+    }
+    for (args, stdin, says) in [
+        (&["run"][..], &b""[..], "MODEL"),
+        (
+            &["run", "tiny.gguf"],
+            b"",
+            "error: no prompt: none was given and standard input is empty",
+        ),
+        (
+            &["run", "tiny.gguf", "--json"],
+            b" \n\t",
+            "error: no prompt",
+        ),
+        (&["bench"], b"", "Usage"),
+        (
+            &["bench", "model", "tiny.gguf", "--runs", "0"],
+            b"",
+            "--runs",
+        ),
+    ] {
+        Case {
+            args,
+            env: &[],
+            stdin,
+            code: 2,
+            says: &[says],
+        }
+        .check(&world);
+    }
+    world.assert_clean();
+}
+
+#[test]
+fn prompts_that_cannot_be_answered() {
+    let world = World::new();
+    world.model(Tiny::default());
+    let base = Tiny {
+        chats: false,
+        ..Tiny::default()
+    };
+    base.write(&world.path("models/base.gguf"));
+    let long = "x".repeat(600);
+    let huge = vec![b'x'; (16 << 20) + 1];
+    for (args, stdin, says) in [
+        (
+            &["run", "tiny.gguf", "hi", "--context", "20"][..],
+            &b""[..],
+            &[
+                "error: the prompt has 21 tokens, but the context holds 20\nhint: shorten the prompt, \
+               or give room with --context N, up to 512 for this model\n",
+            ][..],
+        ),
+        (
+            &["run", "tiny.gguf", &long],
+            b"",
+            &[
+                "has 619 tokens, but the context holds 512\nhint: shorten the prompt: the model was \
+               trained for 512 positions",
+            ],
+        ),
+        (
+            &["run", "tiny.gguf", "--raw", ""],
+            b"",
+            &["error: the prompt is empty\nhint: "],
+        ),
+        (
+            &["run", "base.gguf", "hi", "--system", "be brief"],
+            b"",
+            &[
+                "base.gguf has no chat template",
+                "\nhint: leave out --system",
+            ],
+        ),
+        (
+            &["run", "tiny.gguf"],
+            b"caf\xe9",
+            &["not UTF-8 text, byte 3 is 0xe9\nhint: convert it"],
+        ),
+        (
+            &["run", "tiny.gguf"],
+            &huge,
+            &["larger than 16 MiB\nhint: "],
+        ),
+    ] {
+        Case {
+            args,
+            env: &[],
+            stdin,
+            code: 1,
+            says,
+        }
+        .check(&world);
+    }
+    world.assert_clean();
+}
+
+#[test]
+fn files_that_are_no_usable_model() {
+    let world = World::new();
+    let models = world.path("models");
+    let tiny = Tiny::default();
+    let whole = tiny.writer().to_bytes();
+    let zip = b"PK\x03\x04 and so on";
+    for (name, bytes) in [
+        ("text.gguf", &b"once upon a time"[..]),
+        ("page.gguf", b"<!DOCTYPE html><html>"),
+        ("torch.gguf", zip),
+        ("empty.gguf", b""),
+        ("header.gguf", &whole[..1000]),
+        ("half.gguf", &whole[..whole.len() / 2]),
+    ] {
+        fs::write(models.join(name), bytes).unwrap();
+    }
+    let architecture = "mamba";
+    Tiny {
+        architecture,
+        ..tiny
+    }
+    .write(&models.join("mamba.gguf"));
+    tiny.writer()
+        .meta("llama.expert_count", 8_u32)
+        .write(models.join("experts.gguf"));
+    let pre = tiny.writer().meta("tokenizer.ggml.merges", "twice");
+    pre.write(models.join("twice.gguf"));
+    fs::create_dir(models.join("folder")).unwrap();
+    for (model, says) in [
+        (
+            "./none.gguf",
+            &["error: ./none.gguf: no such file or folder\nhint: check the path"][..],
+        ),
+        (
+            "text.gguf",
+            &[
+                "error: text.gguf is not a model",
+                "\nhint: a model is a .gguf file",
+            ],
+        ),
+        (
+            "page.gguf",
+            &[
+                "error: page.gguf is not a model",
+                "\nhint: it is a web page",
+            ],
+        ),
+        (
+            "torch.gguf",
+            &[
+                "is not a model",
+                "\nhint: it looks like a PyTorch checkpoint",
+            ],
+        ),
+        (
+            "empty.gguf",
+            &["is not a model", "\nhint: the file holds no data"],
+        ),
+        (
+            "header.gguf",
+            &[
+                "error: header.gguf: ",
+                "1000",
+                "truncated",
+                "\nhint: the file is incomplete",
+            ],
+        ),
+        (
+            "half.gguf",
+            &[
+                "error: half.gguf: ",
+                "truncated",
+                "\nhint: the file is incomplete",
+            ],
+        ),
+        (
+            "mamba.gguf",
+            &[
+                "error: cannot load mamba.gguf: model architecture \"mamba\" is not supported, \
+                 expected one of llama, ",
+                "\nhint: take a model of one of these families",
+            ],
+        ),
+        (
+            "experts.gguf",
+            &[
+                "error: cannot load experts.gguf: number of experts is 8",
+                "\nhint: ",
+            ],
+        ),
+        (
+            "twice.gguf",
+            &["error: twice.gguf: ", "occurs twice\nhint: "],
+        ),
+        (
+            "folder",
+            &["error: folder is not a model: the folder has no config.json\nhint: "],
+        ),
+        (
+            "/dev/null",
+            &["error: /dev/null is not a model", "\nhint: "],
+        ),
+    ] {
+        let args = ["run", model, "hi"];
+        Case {
+            args: &args,
+            env: &[],
+            stdin: b"",
+            code: 1,
+            says,
+        }
+        .check(&world);
+    }
+    world.assert_clean();
+}
+
+#[test]
+fn parts_of_a_model_that_cannot_be_used() {
+    let world = World::new();
+    let write = |name: &str, key: &str, value: &str| {
+        let base = Tiny {
+            chats: false,
+            ..Tiny::default()
+        };
+        let path = world.path("models").join(name);
+        base.writer().meta(key, value).write(path);
+    };
+    write("syntax.gguf", "tokenizer.chat_template", "{% for %}");
+    write(
+        "refuses.gguf",
+        "tokenizer.chat_template",
+        "{{ raise_exception('no system') }}",
+    );
+    write(
+        "loops.gguf",
+        "tokenizer.chat_template",
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    );
+    for (model, says) in [
+        (
+            "syntax.gguf",
+            &[
+                "error: syntax.gguf: cannot use its chat template: ",
+                "line 1",
+                "\nhint: --raw",
+            ][..],
+        ),
+        (
+            "refuses.gguf",
+            &["refuses the conversation: no system\nhint: ", "--system"],
+        ),
+        (
+            "loops.gguf",
+            &["error: chat template takes more than ", "\nhint: --raw"],
+        ),
+    ] {
+        let args = ["run", model, "hi"];
+        Case {
+            args: &args,
+            env: &[],
+            stdin: b"",
+            code: 1,
+            says,
+        }
+        .check(&world);
+        // The hint helps.
+        let output = world.run(model, &["xy", "--raw"]);
+        assert_eq!(text(&output.stdout), "z\n", "{}", text(&output.stderr));
+    }
+}
+
+#[test]
+fn machine_settings_that_do_not_work() {
+    let world = World::new();
+    world.model(Tiny::default());
+    // No machine has both of these.
+    let other = if cfg!(target_arch = "x86_64") {
+        "neon-dotprod"
+    } else {
+        "avx2"
+    };
+    let lacks = format!("error: PACELINE_CPU is \"{other}\", but this machine has scalar");
+    for (env, says) in [
+        (
+            ("PACELINE_CPU", "foo"),
+            &[
+                "error: PACELINE_CPU is \"foo\", expected one of scalar, ",
+                "\nhint: unset PACELINE_CPU",
+            ][..],
+        ),
+        (
+            ("PACELINE_CPU", other),
+            &[&lacks, "\nhint: unset PACELINE_CPU"],
+        ),
+    ] {
+        let args = ["run", "tiny.gguf", "hi"];
+        Case {
+            args: &args,
+            env: &[env],
+            stdin: b"",
+            code: 1,
+            says,
+        }
+        .check(&world);
+    }
+    let home = [("PACELINE_HOME", "/dev/null/home")];
+    let args = ["run", "smollm2", "hi"];
+    Case {
+        args: &args,
+        env: &home,
+        stdin: b"",
+        code: 1,
+        says: &["/dev/null/home", "\nhint: "],
+    }
+    .check(&world);
+    let args = ["run", "tiny.gguf", "hi", "--context", "4294967295"];
+    let says = ["warning: --context is 4294967295, but the model was trained for 512 positions"];
+    // Enough address space on some machines, not on others; either way it ends well.
+    let output = finish(
+        world
+            .paceline(args)
+            .args(["--max-tokens", "1"])
+            .stderr(Stdio::piped()),
+    );
+    let said = text(&output.stderr);
+    assert!(
+        said.contains(says[0]) && !said.contains("panicked"),
+        "{said}"
+    );
+    if !output.status.success() {
+        assert!(said.contains("\nhint: take less memory"), "{said}");
+    }
+}
+
+#[test]
+fn a_file_that_may_not_be_read() {
+    let world = World::new();
+    let model = world.model(Tiny::default());
+    fs::set_permissions(&model, fs::Permissions::from_mode(0o000)).unwrap();
+    if fs::File::open(&model).is_ok() {
+        eprintln!("SKIPPED a_file_that_may_not_be_read: this user may read everything");
+        return;
+    }
+    let args = ["run", "tiny.gguf", "hi"];
+    let says = [
+        "error: ",
+        "tiny.gguf",
+        "ermission denied",
+        "\nhint: give yourself",
+    ];
+    Case {
+        args: &args,
+        env: &[],
+        stdin: b"",
+        code: 1,
+        says: &says,
+    }
+    .check(&world);
+}

@@ -1,0 +1,157 @@
+//! A model that recites the alphabet.
+//!
+//! Its layer adds nothing, its embedding is the unit matrix, and row `next(t)` of its output picks
+//! token `t`: after each token comes the one that [`Tiny::next`] says, whatever came before, and
+//! by far unless the temperature is high. So tests know every answer, and a run takes
+//! milliseconds or, with a large context, as long as the test wants.
+
+use std::path::Path;
+
+use paceline_formats::gguf::testing::Writer;
+
+/// Tokens before those of the 256 bytes.
+const UNKNOWN: u32 = 0;
+const IM_START: u32 = 1;
+pub(crate) const IM_END: u32 = 2;
+const FIRST_BYTE: u32 = 3;
+const VOCAB: usize = FIRST_BYTE as usize + 256;
+/// One column per token, in whole runs of 32.
+const WIDTH: usize = VOCAB.next_multiple_of(32);
+const HEAD: usize = 16;
+const FFN: usize = 32;
+
+/// What the endless model says again and again. The accent takes two tokens.
+pub(crate) const ALPHABET: &str = "abcdefghijklm\u{e9}nopqrstuvwxyz";
+
+/// Which model to write.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Tiny {
+    pub(crate) architecture: &'static str,
+    /// Whether it has a chat template.
+    pub(crate) chats: bool,
+    /// Whether it ends its answer after the `z`, instead of beginning again.
+    pub(crate) ends: bool,
+    /// Subtracted from the bytes that it says.
+    pub(crate) shift: u8,
+    /// Positions it was "trained" for.
+    pub(crate) context: u32,
+}
+
+impl Default for Tiny {
+    fn default() -> Self {
+        Self {
+            architecture: "llama",
+            chats: true,
+            ends: true,
+            shift: 0,
+            context: 512,
+        }
+    }
+}
+
+impl Tiny {
+    /// The token after `token`.
+    fn next(self, token: u32) -> u32 {
+        let said: Vec<u32> = ALPHABET.bytes().map(|b| id(b - self.shift)).collect();
+        match said.iter().position(|t| *t == token) {
+            Some(at) if at + 1 < said.len() => said[at + 1],
+            Some(_) if self.ends => IM_END,
+            _ => said[0],
+        }
+    }
+
+    /// Writes it to `path`.
+    pub(crate) fn write(self, path: &Path) {
+        self.writer().write(path);
+    }
+
+    /// The file, to be changed before it is written.
+    pub(crate) fn writer(self) -> Writer {
+        let mut output = vec![0.0; VOCAB * WIDTH];
+        for token in 0..VOCAB {
+            output[self.next(token as u32) as usize * WIDTH + token] = 1.0;
+        }
+        let mut unit = vec![0.0; VOCAB * WIDTH];
+        (0..VOCAB).for_each(|token| unit[token * WIDTH + token] = 1.0);
+        let file = self.metadata();
+        let file = file.f32s("token_embd.weight", &[VOCAB, WIDTH], &unit);
+        let file = file.f32s("output.weight", &[VOCAB, WIDTH], &output);
+        let mut file = file.f32s("output_norm.weight", &[WIDTH], &[1.0; WIDTH]);
+        for norm in ["attn_norm", "ffn_norm"] {
+            file = file.f32s(&format!("blk.0.{norm}.weight"), &[WIDTH], &[1.0; WIDTH]);
+        }
+        for (name, rows, cols) in [
+            ("attn_q", HEAD, WIDTH),
+            ("attn_k", HEAD, WIDTH),
+            ("attn_v", HEAD, WIDTH),
+            ("attn_output", WIDTH, HEAD),
+            ("ffn_gate", FFN, WIDTH),
+            ("ffn_up", FFN, WIDTH),
+            ("ffn_down", WIDTH, FFN),
+        ] {
+            let zeros = vec![0.0; rows * cols];
+            file = file.f32s(&format!("blk.0.{name}.weight"), &[rows, cols], &zeros);
+        }
+        file
+    }
+
+    fn metadata(self) -> Writer {
+        let name = self.architecture;
+        let mut file = Writer::new().meta("general.architecture", name);
+        for (key, value) in [
+            ("block_count", 1),
+            ("embedding_length", WIDTH as u32),
+            ("feed_forward_length", FFN as u32),
+            ("context_length", self.context),
+            ("attention.head_count", 1),
+            ("attention.key_length", HEAD as u32),
+            ("attention.value_length", HEAD as u32),
+        ] {
+            file = file.meta(&format!("{name}.{key}"), value);
+        }
+        file = file.meta(&format!("{name}.attention.layer_norm_rms_epsilon"), 1e-6f32);
+        if self.chats {
+            file = file.meta(
+                "tokenizer.chat_template",
+                "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n\
+                 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+            );
+        }
+        let mut tokens = ["<unk>", "<|im_start|>", "<|im_end|>"]
+            .map(String::from)
+            .to_vec();
+        tokens.extend((0..=255).map(byte_name));
+        let mut kinds = vec![1; VOCAB]; // ordinary
+        kinds[UNKNOWN as usize] = 2;
+        kinds[IM_START as usize..FIRST_BYTE as usize].fill(3); // control
+        file.meta("tokenizer.ggml.model", "gpt2")
+            .meta("tokenizer.ggml.pre", "default")
+            .meta("tokenizer.ggml.tokens", tokens)
+            .meta("tokenizer.ggml.token_type", kinds)
+            .meta("tokenizer.ggml.merges", Vec::<String>::new())
+            .meta("tokenizer.ggml.eos_token_id", IM_END)
+    }
+}
+
+/// The token of a byte.
+fn id(byte: u8) -> u32 {
+    FIRST_BYTE + u32::from(byte)
+}
+
+/// The text of tokens, those that are no bytes left out.
+pub(crate) fn decode(tokens: &[u64]) -> String {
+    let bytes = tokens.iter().filter(|t| **t >= u64::from(FIRST_BYTE));
+    let bytes = bytes.map(|t| (t - u64::from(FIRST_BYTE)) as u8).collect();
+    String::from_utf8(bytes).unwrap()
+}
+
+/// How a byte is spelt in a vocabulary of the GPT-2 kind: bytes that print stand for themselves,
+/// the others for characters from U+0100 on (`bytes_to_unicode` of GPT-2's `encoder.py`).
+fn byte_name(byte: u8) -> String {
+    let prints = |b: &u8| matches!(b, b'!'..=b'~' | 0xa1..=0xac | 0xae..=0xff);
+    if prints(&byte) {
+        return char::from(byte).to_string();
+    }
+    let before = (0..byte).filter(|b| !prints(b)).count() as u32;
+    char::from_u32(0x100 + before).unwrap().to_string()
+}
