@@ -1,9 +1,11 @@
 //! From logits to a token.
 //!
-//! Order: penalties, then temperature, then top-k, top-p, min-p on the tokens that are left, then
-//! one draw. (Temperature first, as in vLLM and transformers; llama.cpp applies it last.) Everything is a
-//! fixed sequence of operations on the logits and the request's own random numbers, so equal
-//! seeds give equal answers whatever else the engine does.
+//! Order: penalties, temperature, then top-k, top-p and min-p, each on what the one before left,
+//! then one draw. (transformers does the same; llama.cpp divides by the temperature last, which is
+//! another distribution.) Everything is a fixed sequence of operations on the logits and the
+//! request's own random numbers, so equal seeds give equal answers whatever else the engine does.
+
+use std::ops::RangeInclusive;
 
 use paceline_tensor::Kernels;
 use rand_core::{RngCore, SeedableRng};
@@ -13,7 +15,7 @@ use serde::{Deserialize, Serialize};
 /// How tokens are chosen. The default is greedy.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct SamplingParams {
-    /// Divides the logits; 0 takes the most probable token always. 0 or more.
+    /// Divides the logits; 0 takes the most probable token always. 0 or more, finite.
     pub temperature: f32,
     /// Keeps this many most probable tokens; 0 keeps all.
     pub top_k: usize,
@@ -68,209 +70,319 @@ impl SamplingParams {
     /// # Errors
     /// [`ParamError`] for the first parameter out of range.
     pub fn check(&self) -> Result<(), ParamError> {
-        let checks = [
-            ("temperature", self.temperature, 0.0..=f32::MAX, "0 or more"),
-            (
-                "top_p",
-                self.top_p,
-                f32::MIN_POSITIVE..=1.0,
-                "above 0 and at most 1",
-            ),
-            ("min_p", self.min_p, 0.0..=1.0, "0 to 1"),
-            (
-                "repetition_penalty",
-                self.repetition_penalty,
-                1e-3..=1e3,
-                "0.001 to 1000",
-            ),
-            (
-                "presence_penalty",
-                self.presence_penalty,
-                -2.0..=2.0,
-                "-2 to 2",
-            ),
-            (
-                "frequency_penalty",
-                self.frequency_penalty,
-                -2.0..=2.0,
-                "-2 to 2",
-            ),
-        ];
-        for (name, got, range, expected) in checks {
-            if !range.contains(&got) {
-                return Err(ParamError {
-                    name,
-                    got,
-                    expected,
-                });
-            }
-        }
-        Ok(())
+        check(
+            "temperature",
+            self.temperature,
+            0.0..=f32::MAX,
+            "0 or more, finite",
+        )?;
+        check(
+            "top_p",
+            self.top_p,
+            f32::MIN_POSITIVE..=1.0,
+            "above 0 and at most 1",
+        )?;
+        check("min_p", self.min_p, 0.0..=1.0, "0 to 1")?;
+        check(
+            "repetition_penalty",
+            self.repetition_penalty,
+            1e-3..=1e3,
+            "0.001 to 1000",
+        )?;
+        check(
+            "presence_penalty",
+            self.presence_penalty,
+            -2.0..=2.0,
+            "-2 to 2",
+        )?;
+        check(
+            "frequency_penalty",
+            self.frequency_penalty,
+            -2.0..=2.0,
+            "-2 to 2",
+        )
     }
+}
+
+fn check(
+    name: &'static str,
+    got: f32,
+    range: RangeInclusive<f32>,
+    expected: &'static str,
+) -> Result<(), ParamError> {
+    if range.contains(&got) {
+        return Ok(());
+    }
+    Err(ParamError {
+        name,
+        got,
+        expected,
+    })
 }
 
 /// The sampling state of one sequence.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub struct Sampler {
+#[serde(try_from = "State", into = "State")]
+pub(crate) struct Sampler {
     params: SamplingParams,
+    /// Random numbers taken so far.
+    draws: u64,
     rng: Pcg64Mcg,
+}
+
+/// What is serialised. The generator can be wound forward, so a count stands for its state.
+#[derive(Serialize, Deserialize)]
+struct State {
+    params: SamplingParams,
+    draws: u64,
+}
+
+impl From<Sampler> for State {
+    fn from(sampler: Sampler) -> Self {
+        Self {
+            params: sampler.params,
+            draws: sampler.draws,
+        }
+    }
+}
+
+impl TryFrom<State> for Sampler {
+    type Error = ParamError;
+
+    fn try_from(state: State) -> Result<Self, ParamError> {
+        let mut sampler = Self::new(state.params)?;
+        sampler.draws = state.draws;
+        sampler.rng.advance(state.draws.into());
+        Ok(sampler)
+    }
 }
 
 /// A token that may be drawn.
 #[derive(Clone, Copy, Debug)]
 struct Candidate {
     token: u32,
-    /// Proportional to its probability; the most probable has 1.
     weight: f32,
 }
 
 impl Candidate {
     /// More probable first; the lower id among equals.
     fn order(&self, other: &Self) -> std::cmp::Ordering {
-        other
-            .weight
-            .total_cmp(&self.weight)
-            .then(self.token.cmp(&other.token))
+        let by_weight = other.weight.total_cmp(&self.weight);
+        by_weight.then(self.token.cmp(&other.token))
     }
 }
 
-/// How many candidates are sorted at first when only top-p or min-p bounds them: nearly always
-/// enough (SmolLM2 at temperature 1 needs a median of 60 for top-p 0.95), doubled until it is.
+/// Working memory of [`Sampler::sample`]: 12 bytes per token of the vocabulary.
+#[derive(Debug)]
+pub(crate) struct Scratch {
+    /// By token, proportional to the probability: 1 for the most probable token, 0 for those that
+    /// may not be drawn.
+    weights: Vec<f32>,
+    candidates: Vec<Candidate>,
+}
+
+impl Scratch {
+    pub(crate) fn new(vocab: usize) -> Self {
+        Self {
+            weights: vec![0.0; vocab],
+            candidates: Vec::with_capacity(vocab),
+        }
+    }
+
+    /// Tokens that might have been drawn.
+    #[cfg(test)]
+    pub(crate) fn kept(&self) -> usize {
+        self.weights.iter().filter(|weight| **weight > 0.0).count()
+    }
+}
+
+/// How many candidates top-p sorts at first, doubled until they are enough. For top-p 0.95 on 256
+/// tokens of Austen's prose SmolLM2 needs no more at 96 % of the positions at temperature 0.7, and
+/// at 57 % at temperature 1 (`engine::tests::smollm2` counts them).
 const FIRST_CUT: usize = 256;
+
+/// Values that are looked at together before it is asked which one it was.
+const CHUNK: usize = 64;
 
 impl Sampler {
     /// A sampler at the start of its random numbers.
     ///
     /// # Errors
     /// [`ParamError`].
-    pub fn new(params: SamplingParams) -> Result<Self, ParamError> {
+    pub(crate) fn new(params: SamplingParams) -> Result<Self, ParamError> {
         params.check()?;
         Ok(Self {
             params,
+            draws: 0,
             rng: Pcg64Mcg::seed_from_u64(params.seed),
         })
     }
 
-    /// The parameters.
-    pub const fn params(&self) -> &SamplingParams {
-        &self.params
-    }
-
     /// Chooses the token that follows `tokens`, of which the first `prompt_len` are the prompt.
-    /// `logits` is `(vocabulary,)` and is overwritten.
+    /// `logits` is `(vocabulary,)` and is overwritten; a NaN is never chosen before a number.
     ///
-    /// Cost: one pass over the vocabulary (two exponentials' worth per token), and a sort of the
-    /// candidates that are left. Takes one random number, none when greedy.
-    pub fn sample(
+    /// Cost: greedy, one pass over the logits; otherwise a few passes with an exponential per
+    /// token, and a sort of what may be drawn. Allocates a copy of the tokens that penalties look
+    /// at, and for top-k a number per 64 tokens of the vocabulary. Takes one random number, none
+    /// when greedy.
+    pub(crate) fn sample(
         &mut self,
         kernels: &Kernels,
         logits: &mut [f32],
         tokens: &[u32],
         prompt_len: usize,
+        scratch: &mut Scratch,
     ) -> u32 {
         self.penalise(logits, tokens, prompt_len);
         let best = argmax(logits);
-        let scale = 1.0 / self.params.temperature;
-        // A temperature so small that its inverse overflows is greedy.
-        if self.params.temperature == 0.0 || !scale.is_finite() {
-            return best;
+        let (largest, scale) = (logits[best], 1.0 / self.params.temperature);
+        // Greedy at temperature 0, when its inverse overflows, and when the weights, which are
+        // relative to the largest logit, would all be NaN.
+        if !scale.is_finite() || !largest.is_finite() {
+            return best as u32;
         }
-        let mut candidates = self.candidates(kernels, logits, best, scale);
-        self.keep_top(&mut candidates);
-        self.draw(&candidates)
+        kernels.exp_scaled(logits, largest, scale, &mut scratch.weights);
+        self.cut(scratch);
+        self.draw(&scratch.weights) as u32
     }
 
     fn penalise(&self, logits: &mut [f32], tokens: &[u32], prompt_len: usize) {
         let p = &self.params;
         if p.repetition_penalty != 1.0 {
             let recent = &tokens[tokens.len().saturating_sub(p.penalty_window)..];
-            for (i, &token) in recent.iter().enumerate() {
-                if !recent[..i].contains(&token) {
-                    let logit = &mut logits[token as usize];
-                    *logit = if *logit > 0.0 {
-                        *logit / p.repetition_penalty
-                    } else {
-                        *logit * p.repetition_penalty
-                    };
-                }
+            for (token, _) in counts(recent) {
+                let logit = &mut logits[token as usize];
+                *logit = if *logit > 0.0 {
+                    *logit / p.repetition_penalty
+                } else {
+                    *logit * p.repetition_penalty
+                };
             }
         }
         if p.presence_penalty != 0.0 || p.frequency_penalty != 0.0 {
-            // Counted over a sorted copy: a hash map's order would leak into the float sums.
-            let mut generated = tokens[prompt_len..].to_vec();
-            generated.sort_unstable();
-            for run in generated.chunk_by(|a, b| a == b) {
-                logits[run[0] as usize] -=
-                    p.presence_penalty + p.frequency_penalty * run.len() as f32;
+            for (token, n) in counts(&tokens[prompt_len..]) {
+                logits[token as usize] -= p.presence_penalty + p.frequency_penalty * n as f32;
             }
         }
     }
 
-    /// Tokens with their weights, those of weight 0 left out, cut by min-p.
-    fn candidates(
-        &self,
-        kernels: &Kernels,
-        logits: &[f32],
-        best: u32,
-        scale: f32,
-    ) -> Vec<Candidate> {
-        let mut weights = vec![0.0; logits.len()];
-        kernels.exp_scaled(logits, logits[best as usize], scale, &mut weights);
-        let least = self.params.min_p.max(f32::MIN_POSITIVE);
-        let all = weights.iter().enumerate();
-        all.filter(|(_, weight)| **weight >= least)
-            .map(|(token, &weight)| Candidate {
-                token: token as u32,
-                weight,
-            })
-            .collect()
+    /// Sets the weights of the tokens to 0 that top-k, top-p or min-p takes away.
+    fn cut(&self, scratch: &mut Scratch) {
+        let (p, weights) = (&self.params, &mut scratch.weights);
+        if p.top_k > 0 || p.top_p < 1.0 {
+            let candidates = &mut scratch.candidates;
+            self.find_top(weights, candidates);
+            weights.fill(0.0);
+            let kept = candidates.iter();
+            kept.for_each(|c| weights[c.token as usize] = c.weight);
+        }
+        if p.min_p > 0.0 {
+            let improbable = weights.iter_mut().filter(|w| **w < p.min_p);
+            improbable.for_each(|w| *w = 0.0);
+        }
     }
 
-    /// Applies top-k and top-p; what is left is sorted, most probable first, if either cuts.
-    fn keep_top(&self, candidates: &mut Vec<Candidate>) {
-        if self.params.top_k > 0 && self.params.top_k < candidates.len() {
-            candidates.select_nth_unstable_by(self.params.top_k - 1, Candidate::order);
-            candidates.truncate(self.params.top_k);
-        }
-        if self.params.top_p >= 1.0 {
-            candidates.sort_unstable_by_key(|c| c.token);
-            return;
-        }
-        candidates.sort_unstable_by_key(|c| c.token);
-        let total: f64 = candidates.iter().map(|c| f64::from(c.weight)).sum();
-        let wanted = total * f64::from(self.params.top_p);
-        let mut cut = FIRST_CUT;
-        loop {
-            let sorted = sort_first(candidates, cut);
-            let mut sum = 0.0;
-            let enough = candidates[..sorted].iter().position(|c| {
-                sum += f64::from(c.weight);
-                sum >= wanted
-            });
-            match enough {
-                Some(last) => return candidates.truncate(last + 1),
-                None if sorted == candidates.len() => return,
-                None => cut *= 2,
-            }
+    /// The tokens that top-k and then top-p leave; one of them cuts.
+    fn find_top(&self, weights: &[f32], candidates: &mut Vec<Candidate>) {
+        let (top_k, top_p) = (self.params.top_k, f64::from(self.params.top_p));
+        candidates.clear();
+        let all = if top_k > 0 {
+            candidates.extend(candidates_from(weights, reached_by(weights, top_k)));
+            let kept = sort_first(candidates, top_k);
+            candidates.truncate(kept);
+            candidates.iter().map(|c| f64::from(c.weight)).sum()
+        } else {
+            let all = total(weights);
+            // All tokens below this weight together are less than what top-p leaves out. A little
+            // lower, so that rounding cannot matter.
+            let unneeded = 0.999 * (1.0 - top_p) * all / weights.len() as f64;
+            candidates.extend(candidates_from(weights, unneeded as f32));
+            all
+        };
+        if top_p < 1.0 {
+            keep_most_probable(candidates, top_p * all);
         }
     }
 
     /// One token by its weight.
-    fn draw(&mut self, candidates: &[Candidate]) -> u32 {
-        let total: f64 = candidates.iter().map(|c| f64::from(c.weight)).sum();
+    fn draw(&mut self, weights: &[f32]) -> usize {
+        // Only a forged count gets to the end of the range.
+        self.draws = self.draws.wrapping_add(1);
         // 53 random bits: every f64 in 0..1 of that spacing.
         let uniform = (self.rng.next_u64() >> 11) as f64 / (1u64 << 53) as f64;
-        let mut left = uniform * total;
-        for candidate in candidates {
-            left -= f64::from(candidate.weight);
-            if left < 0.0 {
-                return candidate.token;
+        let mut left = uniform * total(weights);
+        for (i, chunk) in weights.chunks(CHUNK).enumerate() {
+            let sum = total(chunk);
+            if left >= sum {
+                left -= sum;
+                continue;
+            }
+            for (j, weight) in chunk.iter().enumerate() {
+                left -= f64::from(*weight);
+                if left < 0.0 {
+                    return i * CHUNK + j;
+                }
             }
         }
-        candidates
-            .last()
-            .expect("the most probable token is always left")
-            .token
+        // Rounding can leave a little.
+        let last = weights.iter().rposition(|weight| *weight > 0.0);
+        last.expect("the most probable token is always left")
+    }
+}
+
+/// Tokens with how often they come, by ascending id: a hash map's order would leak into the logits.
+fn counts(tokens: &[u32]) -> Vec<(u32, usize)> {
+    let mut sorted = tokens.to_vec();
+    sorted.sort_unstable();
+    let runs = sorted.chunk_by(|a, b| a == b);
+    runs.map(|run| (run[0], run.len())).collect()
+}
+
+/// The tokens that may be drawn and weigh at least `least`.
+fn candidates_from(weights: &[f32], least: f32) -> impl Iterator<Item = Candidate> {
+    let is_candidate = move |weight: f32| weight > 0.0 && weight >= least;
+    let tokens = (0..)
+        .zip(weights)
+        .filter(move |(_, weight)| is_candidate(**weight));
+    tokens.map(|(token, &weight)| Candidate { token, weight })
+}
+
+/// A weight that at least `n` tokens reach, so that the `n` most probable can be found among
+/// those: the n-th largest of the largest of each chunk.
+fn reached_by(weights: &[f32], n: usize) -> f32 {
+    let mut peaks: Vec<f32> = weights.chunks(CHUNK).map(largest).collect();
+    if peaks.len() < n {
+        return 0.0;
+    }
+    *peaks.select_nth_unstable_by(n - 1, |a, b| b.total_cmp(a)).1
+}
+
+/// The sum, in eight lanes that the compiler can add at once.
+fn total(weights: &[f32]) -> f64 {
+    let mut lanes = [0.0; 8];
+    for part in weights.chunks(lanes.len()) {
+        let pairs = lanes.iter_mut().zip(part);
+        pairs.for_each(|(lane, weight)| *lane += f64::from(*weight));
+    }
+    lanes.iter().sum()
+}
+
+/// Keeps the fewest most probable candidates whose weights sum to `wanted`, all when they do not;
+/// most probable first.
+fn keep_most_probable(candidates: &mut Vec<Candidate>, wanted: f64) {
+    let mut cut = FIRST_CUT;
+    loop {
+        let sorted = sort_first(candidates, cut);
+        let mut sum = 0.0;
+        let enough = candidates[..sorted].iter().position(|c| {
+            sum += f64::from(c.weight);
+            sum >= wanted
+        });
+        match enough {
+            Some(last) => return candidates.truncate(last + 1),
+            None if sorted == candidates.len() => return,
+            None => cut *= 2,
+        }
     }
 }
 
@@ -284,13 +396,30 @@ fn sort_first(candidates: &mut [Candidate], cut: usize) -> usize {
     sorted
 }
 
-/// The largest logit's token, the lowest id among equals; NaN never wins.
-fn argmax(logits: &[f32]) -> u32 {
-    let mut best = 0;
-    for (i, logit) in logits.iter().enumerate() {
-        if *logit > logits[best] || logits[best].is_nan() {
-            best = i;
+/// The largest value, negative infinity if there are only NaN.
+fn largest(values: &[f32]) -> f32 {
+    let larger = |a: f32, b: f32| if b > a { b } else { a };
+    let mut lanes = [f32::NEG_INFINITY; 8];
+    for part in values.chunks(lanes.len()) {
+        let pairs = lanes.iter_mut().zip(part);
+        pairs.for_each(|(lane, value)| *lane = larger(*lane, *value));
+    }
+    lanes.into_iter().fold(f32::NEG_INFINITY, larger)
+}
+
+/// Where the largest logit is, the first among equals; a NaN only if there is nothing else.
+fn argmax(logits: &[f32]) -> usize {
+    let mut best = (f32::NEG_INFINITY, 0);
+    for (i, chunk) in logits.chunks(CHUNK).enumerate() {
+        let peak = largest(chunk);
+        if peak > best.0 {
+            best = (peak, i * CHUNK);
         }
     }
-    best as u32
+    let (peak, start) = best;
+    let place = logits[start..].iter().position(|logit| *logit == peak);
+    place.map_or(0, |place| start + place)
 }
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,504 @@
+//! The sampler against a plain reference in f64, and its promises about random numbers.
+
+use paceline_tensor::InstructionSet;
+
+use super::*;
+
+/// What the sampler needs besides its own state.
+struct Bench {
+    kernels: Kernels,
+    scratch: Scratch,
+}
+
+impl Bench {
+    fn new(vocab: usize) -> Self {
+        Self::with_set(*InstructionSet::available().last().unwrap(), vocab)
+    }
+
+    fn with_set(set: InstructionSet, vocab: usize) -> Self {
+        Self {
+            kernels: Kernels::with_set(set, 1).unwrap(),
+            scratch: Scratch::new(vocab),
+        }
+    }
+
+    fn sample(&mut self, sampler: &mut Sampler, logits: &[f32], history: History<'_>) -> u32 {
+        let (mut logits, (tokens, prompt_len)) = (logits.to_vec(), history);
+        sampler.sample(
+            &self.kernels,
+            &mut logits,
+            tokens,
+            prompt_len,
+            &mut self.scratch,
+        )
+    }
+
+    /// The weights from which a token is drawn.
+    fn weights(&mut self, params: SamplingParams, logits: &[f32], history: History<'_>) -> &[f32] {
+        self.sample(&mut Sampler::new(params).unwrap(), logits, history);
+        &self.scratch.weights
+    }
+}
+
+/// Tokens, and how many of them are the prompt.
+type History<'a> = (&'a [u32], usize);
+
+const NO_HISTORY: History<'static> = (&[], 0);
+
+/// Sampled at temperature 1 from everything.
+const PLAIN: SamplingParams = SamplingParams {
+    temperature: 1.0,
+    top_k: 0,
+    top_p: 1.0,
+    min_p: 0.0,
+    repetition_penalty: 1.0,
+    presence_penalty: 0.0,
+    frequency_penalty: 0.0,
+    penalty_window: 64,
+    seed: 0,
+};
+
+/// The definition: the probability of every token, 0 for those that are cut.
+fn reference(p: &SamplingParams, logits: &[f32], (tokens, prompt_len): History<'_>) -> Vec<f64> {
+    let mut x: Vec<f64> = logits.iter().map(|l| f64::from(*l)).collect();
+    let recent = &tokens[tokens.len().saturating_sub(p.penalty_window)..];
+    for (token, x) in x.iter_mut().enumerate() {
+        let penalty = f64::from(p.repetition_penalty);
+        if recent.contains(&(token as u32)) {
+            *x = if *x > 0.0 { *x / penalty } else { *x * penalty };
+        }
+        let generated = tokens[prompt_len..].iter();
+        let n = generated.filter(|t| **t as usize == token).count();
+        if n > 0 {
+            *x -= f64::from(p.presence_penalty) + f64::from(p.frequency_penalty) * n as f64;
+        }
+    }
+    let largest = x.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+    let weight = |x: &f64| ((x - largest) / f64::from(p.temperature)).exp();
+    let mut weights: Vec<f64> = x.iter().map(weight).collect();
+    let mut order: Vec<usize> = (0..weights.len()).collect();
+    order.sort_by(|a, b| weights[*b].total_cmp(&weights[*a]).then(a.cmp(b)));
+    if p.top_k > 0 {
+        order.truncate(p.top_k);
+    }
+    if p.top_p < 1.0 {
+        let all: f64 = order.iter().map(|i| weights[*i]).sum();
+        let mut sum = 0.0;
+        let is_missing = |i: &usize| {
+            let missing = sum < f64::from(p.top_p) * all;
+            sum += weights[*i];
+            missing
+        };
+        let n = order.iter().copied().take_while(is_missing).count();
+        order.truncate(n);
+    }
+    order.retain(|i| weights[*i] >= f64::from(p.min_p));
+    let all: f64 = order.iter().map(|i| weights[*i]).sum();
+    let weight = |i| {
+        if order.contains(&i) {
+            weights[i] / all
+        } else {
+            0.0
+        }
+    };
+    weights = (0..weights.len()).map(weight).collect();
+    weights
+}
+
+/// `n` logits of a bell curve of standard deviation 2.
+fn random_logits(n: usize, seed: u64) -> Vec<f32> {
+    let mut rng = Pcg64Mcg::seed_from_u64(seed);
+    let mut unit = || (rng.next_u64() >> 40) as f32 / (1u64 << 24) as f32;
+    (0..n)
+        .map(|_| 2.0 * ((0..12).map(|_| unit()).sum::<f32>() - 6.0))
+        .collect()
+}
+
+/// Every combination of the settings that cut or penalise.
+fn all_params() -> Vec<SamplingParams> {
+    let mut all = Vec::new();
+    for temperature in [0.3, 1.0, 2.0] {
+        for top_k in [0, 1, 2, 7, 1000] {
+            for top_p in [0.1, 0.5, 0.95, 1.0] {
+                for min_p in [0.0, 0.05, 0.5, 1.0] {
+                    let cut = SamplingParams {
+                        temperature,
+                        top_k,
+                        top_p,
+                        min_p,
+                        ..PLAIN
+                    };
+                    all.push(cut);
+                    all.push(SamplingParams {
+                        repetition_penalty: 1.3,
+                        presence_penalty: 0.5,
+                        frequency_penalty: -0.25,
+                        penalty_window: 5,
+                        ..cut
+                    });
+                }
+            }
+        }
+    }
+    all
+}
+
+#[test]
+fn what_may_be_drawn_equals_the_reference() {
+    for (vocab, seed) in [(1, 1), (2, 2), (5, 3), (63, 4), (64, 5), (65, 6), (700, 7)] {
+        let logits = random_logits(vocab, seed);
+        let history: Vec<u32> = (0..12).map(|i| i * i % vocab as u32).collect();
+        let mut bench = Bench::new(vocab);
+        for params in all_params() {
+            let expected = reference(&params, &logits, (&history, 4));
+            let weights = bench.weights(params, &logits, (&history, 4));
+            let all = total(weights);
+            for (token, (weight, expected)) in weights.iter().zip(expected).enumerate() {
+                let got = f64::from(*weight) / all;
+                assert_eq!(
+                    got > 0.0,
+                    expected > 0.0,
+                    "token {token} of {vocab}, {params:?}"
+                );
+                assert!(
+                    (got - expected).abs() <= 1e-5 * expected,
+                    "token {token} of {vocab}: {got}, expected {expected}, {params:?}"
+                );
+            }
+        }
+    }
+}
+
+/// Sum over the tokens of (observed - expected)^2 / expected.
+fn chi_square(counts: &[u32], expected: &[f64]) -> f64 {
+    let n = f64::from(counts.iter().sum::<u32>());
+    let term = |(&got, p): (&u32, &f64)| match *p > 0.0 {
+        true => (f64::from(got) - n * p).powi(2) / (n * p),
+        false if got == 0 => 0.0,
+        false => f64::INFINITY,
+    };
+    counts.iter().zip(expected).map(term).sum()
+}
+
+#[test]
+fn draws_are_distributed_as_the_reference() {
+    // A chi-square of 5 degrees of freedom exceeds this once in a million.
+    const LIMIT: f64 = 37.0;
+    const DRAWS: u64 = 20_000;
+    let logits = [0.3, -1.0, 1.7, 0.0, 0.9, -0.4];
+    let history: History<'_> = (&[2, 2, 4, 1], 1);
+    let cases = [
+        PLAIN,
+        SamplingParams {
+            temperature: 0.6,
+            ..PLAIN
+        },
+        SamplingParams {
+            temperature: 3.0,
+            top_k: 4,
+            ..PLAIN
+        },
+        SamplingParams {
+            top_p: 0.8,
+            ..PLAIN
+        },
+        SamplingParams {
+            min_p: 0.2,
+            ..PLAIN
+        },
+        SamplingParams {
+            repetition_penalty: 1.5,
+            ..PLAIN
+        },
+        SamplingParams {
+            presence_penalty: 0.7,
+            frequency_penalty: 0.3,
+            ..PLAIN
+        },
+    ];
+    let mut bench = Bench::new(logits.len());
+    for params in cases {
+        let expected = reference(&params, &logits, history);
+        let mut sampler = Sampler::new(params).unwrap();
+        let (mut of_one_seed, mut of_seeds) = ([0; 6], [0; 6]);
+        for seed in 0..DRAWS {
+            of_one_seed[bench.sample(&mut sampler, &logits, history) as usize] += 1;
+            let mut fresh = Sampler::new(SamplingParams { seed, ..params }).unwrap();
+            of_seeds[bench.sample(&mut fresh, &logits, history) as usize] += 1;
+        }
+        for counts in [of_one_seed, of_seeds] {
+            let distance = chi_square(&counts, &expected);
+            assert!(
+                distance < LIMIT,
+                "{distance}: {counts:?}, {expected:?}, {params:?}"
+            );
+        }
+    }
+}
+
+#[test]
+fn greedy_takes_the_first_of_the_largest_and_never_nan() {
+    const NAN: f32 = f32::NAN;
+    const INF: f32 = f32::INFINITY;
+    let mut long = vec![-1.0; 200];
+    (long[70], long[130], long[199]) = (2.0, 2.0, NAN);
+    let cases: [(&[f32], u32); 12] = [
+        (&[1.0], 0),
+        (&[0.0, 3.0, 3.0, 1.0], 1),
+        (&[-0.0, 0.0], 0),
+        (&[NAN, 1.0, 1.0], 1),
+        (&[1.0, NAN, 2.0], 2),
+        (&[2.0, NAN], 0),
+        (&[NAN, NAN], 0),
+        (&[NAN, -INF], 1),
+        (&[-INF, -INF], 0),
+        (&[0.0, INF, INF], 1),
+        (&[INF, NAN], 0),
+        (&long, 70),
+    ];
+    for (logits, expected) in cases {
+        // Greedy by name, and by a temperature whose inverse overflows.
+        for temperature in [0.0, -0.0, 1e-40] {
+            let params = SamplingParams {
+                temperature,
+                ..PLAIN
+            };
+            let mut sampler = Sampler::new(params).unwrap();
+            let mut bench = Bench::new(logits.len());
+            let got = bench.sample(&mut sampler, logits, NO_HISTORY);
+            assert_eq!(got, expected, "{logits:?} at {temperature}");
+            assert_eq!(sampler.draws, 0, "no random number is taken");
+        }
+    }
+}
+
+#[test]
+fn logits_that_are_no_numbers_are_drawn_only_for_want_of_others() {
+    const NAN: f32 = f32::NAN;
+    const INF: f32 = f32::INFINITY;
+    let cases: [(&[f32], &[u32]); 6] = [
+        (&[NAN, 0.0, NAN, 0.1], &[1, 3]),
+        (&[-INF, 0.0], &[1]),
+        (&[-INF, -INF], &[0]),
+        (&[NAN, NAN], &[0]),
+        (&[0.0, INF, INF], &[1]),
+        (&[-3e38, 3e38], &[1]),
+    ];
+    for (logits, allowed) in cases {
+        for params in [
+            PLAIN,
+            SamplingParams {
+                top_k: 2,
+                top_p: 0.99,
+                min_p: 0.1,
+                ..PLAIN
+            },
+        ] {
+            let mut sampler = Sampler::new(params).unwrap();
+            let mut bench = Bench::new(logits.len());
+            let mut draw = |_| bench.sample(&mut sampler, logits, NO_HISTORY);
+            let mut seen: Vec<u32> = (0..100).map(&mut draw).collect();
+            seen.sort_unstable();
+            seen.dedup();
+            assert_eq!(seen, allowed, "{logits:?} {params:?}");
+        }
+    }
+}
+
+#[test]
+fn parameters_out_of_range_are_named() {
+    type Set = fn(&mut SamplingParams, f32);
+    let cases: [(&str, Set, &[f32]); 6] = [
+        (
+            "temperature",
+            |p, x| p.temperature = x,
+            &[-0.1, f32::INFINITY],
+        ),
+        ("top_p", |p, x| p.top_p = x, &[0.0, -0.5, 1.01]),
+        ("min_p", |p, x| p.min_p = x, &[-0.01, 1.01]),
+        (
+            "repetition_penalty",
+            |p, x| p.repetition_penalty = x,
+            &[0.0, -1.0, 1001.0],
+        ),
+        (
+            "presence_penalty",
+            |p, x| p.presence_penalty = x,
+            &[-2.1, 2.1],
+        ),
+        (
+            "frequency_penalty",
+            |p, x| p.frequency_penalty = x,
+            &[-2.1, 2.1],
+        ),
+    ];
+    for (name, set, values) in cases {
+        for value in values.iter().copied().chain([f32::NAN, f32::NEG_INFINITY]) {
+            let mut params = PLAIN;
+            set(&mut params, value);
+            let error = params.check().unwrap_err();
+            assert_eq!(error.name, name);
+            assert!(
+                error
+                    .to_string()
+                    .starts_with(&format!("{name} is {value}, expected "))
+            );
+            assert_eq!(Sampler::new(params).unwrap_err().name, name);
+        }
+    }
+    for params in all_params() {
+        params.check().unwrap();
+    }
+}
+
+/// `n` tokens drawn one after the other.
+fn draw(bench: &mut Bench, sampler: &mut Sampler, logits: &[f32], n: usize) -> Vec<u32> {
+    (0..n)
+        .map(|_| bench.sample(sampler, logits, NO_HISTORY))
+        .collect()
+}
+
+#[test]
+fn a_seed_gives_the_same_tokens_for_ever() {
+    // Recorded from this code when it was first tested: a change breaks the answers that users
+    // have noted the seeds of.
+    let recorded: [(u64, [u32; 12]); 3] = [
+        (0, [36, 86, 37, 69, 17, 39, 6, 28, 3, 44, 41, 58]),
+        (42, [58, 16, 37, 25, 14, 37, 19, 88, 36, 59, 8, 39]),
+        (u64::MAX, [36, 78, 93, 70, 84, 99, 57, 29, 84, 9, 9, 87]),
+    ];
+    let logits: Vec<f32> = (0..100).map(|i| (i % 10) as f32 * 0.25).collect();
+    let mut bench = Bench::new(logits.len());
+    for (seed, expected) in recorded {
+        let mut sampler = Sampler::new(SamplingParams { seed, ..PLAIN }).unwrap();
+        assert_eq!(
+            draw(&mut bench, &mut sampler, &logits, 12),
+            expected,
+            "seed {seed}"
+        );
+    }
+}
+
+#[test]
+fn a_sampler_goes_on_where_it_was_serialised() {
+    let logits = random_logits(50, 9);
+    let mut bench = Bench::new(logits.len());
+    let params = SamplingParams {
+        top_p: 0.9,
+        seed: 7,
+        ..PLAIN
+    };
+    for n in [0, 1, 2, 3, 17, 100] {
+        let mut sampler = Sampler::new(params).unwrap();
+        draw(&mut bench, &mut sampler, &logits, n);
+        let text = serde_json::to_string(&sampler).unwrap();
+        let mut from_text: Sampler = serde_json::from_str(&text).unwrap();
+        let value = serde_json::to_value(&sampler).unwrap();
+        let mut from_value: Sampler = serde_json::from_value(value).unwrap();
+        let expected = draw(&mut bench, &mut sampler, &logits, 50);
+        assert_eq!(draw(&mut bench, &mut from_text, &logits, 50), expected);
+        assert_eq!(draw(&mut bench, &mut from_value, &logits, 50), expected);
+    }
+}
+
+#[test]
+fn a_serialised_sampler_is_checked() {
+    let sampler = Sampler::new(PLAIN).unwrap();
+    let mut value = serde_json::to_value(&sampler).unwrap();
+    value["params"]["min_p"] = 2.0.into();
+    let error = serde_json::from_value::<Sampler>(value.clone()).unwrap_err();
+    assert_eq!(error.to_string(), "min_p is 2, expected 0 to 1");
+    value["params"]["min_p"] = 0.0.into();
+    value["draws"] = u64::MAX.into();
+    let mut forged: Sampler = serde_json::from_value(value).unwrap();
+    draw(&mut Bench::new(3), &mut forged, &[0.0; 3], 3);
+}
+
+#[test]
+fn top_p_of_a_flat_distribution_takes_the_share_it_says() {
+    let n = 50_000;
+    let mut bench = Bench::new(n);
+    for (top_p, kept) in [
+        (0.5, 25_000),
+        (0.25, 12_500),
+        (1.0 / 64.0, 782),
+        (0.000_01, 1),
+    ] {
+        let params = SamplingParams { top_p, ..PLAIN };
+        let weights = bench.weights(params, &vec![0.5; n], NO_HISTORY);
+        let expected: Vec<f32> = (0..n).map(|i| f32::from(i < kept)).collect();
+        assert!(
+            weights == expected,
+            "top-p {top_p}: equals count by their ids"
+        );
+    }
+    // More than the first cut, and nearly all.
+    for top_p in [0.9, 0.999, 0.999_999_9] {
+        let logits = random_logits(n, 11);
+        let params = SamplingParams {
+            temperature: 5.0,
+            top_p,
+            ..PLAIN
+        };
+        let weights = bench.weights(params, &logits, NO_HISTORY).to_vec();
+        let whole = bench.weights(
+            SamplingParams {
+                temperature: 5.0,
+                ..PLAIN
+            },
+            &logits,
+            NO_HISTORY,
+        );
+        let wanted = f64::from(top_p) * total(whole);
+        let least = weights
+            .iter()
+            .copied()
+            .filter(|w| *w > 0.0)
+            .fold(1.0, f32::min);
+        assert!(total(&weights) >= wanted * (1.0 - 1e-9), "top-p {top_p}");
+        assert!(
+            total(&weights) - f64::from(least) < wanted,
+            "top-p {top_p}: one less would do"
+        );
+        assert!(
+            weights
+                .iter()
+                .zip(whole)
+                .all(|(w, all)| (*w > 0.0) == (*all >= least))
+        );
+    }
+}
+
+#[test]
+fn instruction_sets_change_nothing() {
+    let mut logits = random_logits(3000, 5);
+    (logits[3], logits[17], logits[2999]) = (f32::NAN, f32::NEG_INFINITY, f32::NAN);
+    let history: Vec<u32> = (0..200).map(|i| i * 7 % 3000).collect();
+    let cases = [
+        PLAIN,
+        SamplingParams {
+            temperature: 0.7,
+            top_p: 0.9,
+            ..PLAIN
+        },
+        SamplingParams {
+            top_k: 40,
+            min_p: 0.02,
+            repetition_penalty: 1.1,
+            ..PLAIN
+        },
+    ];
+    for params in cases {
+        let run = |set| {
+            let mut bench = Bench::with_set(set, logits.len());
+            let mut sampler = Sampler::new(params).unwrap();
+            let mut sample = |_| bench.sample(&mut sampler, &logits, (&history, 50));
+            let tokens: Vec<u32> = (0..50).map(&mut sample).collect();
+            let bits: Vec<u32> = bench.scratch.weights.iter().map(|w| w.to_bits()).collect();
+            (tokens, bits)
+        };
+        let mut results = InstructionSet::available().into_iter().map(run);
+        let first = results.next().unwrap();
+        assert!(results.all(|result| result == first), "{params:?}");
+    }
+}
