@@ -8,72 +8,9 @@ use paceline_model::{Batch, BatchSequence, Logits, Model, Workspace};
 use paceline_tensor::{KvCache, PAGE};
 
 use crate::pages::FreePages;
-use crate::request::{Event, Finish, Request, SequenceId};
+use crate::sampling::Scratch;
 use crate::sequence::Sequence;
-use crate::{Error, Snapshot};
-
-/// Sizes of an engine; its memory follows from them.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct EngineConfig {
-    /// Names the weights (file hash, or alias): snapshots only fit an engine of the same name.
-    pub model: String,
-    /// Most positions of one sequence.
-    pub context: usize,
-    /// Positions in the cache, over all sequences; at least one sequence of `context` fits.
-    pub cache_positions: usize,
-    /// Sequences that are computed at the same time.
-    pub max_running: usize,
-    /// Requests that wait for a place.
-    pub max_waiting: usize,
-    /// Rows of a step: decode rows, then prompt chunks. More rows read prompts faster and make
-    /// others wait longer.
-    pub max_rows: usize,
-}
-
-/// The rows of a step unless told otherwise: at 512, prefill of SmolLM2 reaches its full speed
-/// (docs/measurements.md), and the buffers of an 8B model take 100 MB.
-const DEFAULT_ROWS: usize = 512;
-
-impl EngineConfig {
-    /// For one sequence of at most `context` positions.
-    pub fn single(model: impl Into<String>, context: usize) -> Self {
-        Self {
-            model: model.into(),
-            context,
-            cache_positions: context,
-            max_running: 1,
-            max_waiting: 1,
-            max_rows: DEFAULT_ROWS.min(context),
-        }
-    }
-
-    fn check(&self) -> Result<(), Error> {
-        let config = |setting, got, expected| {
-            Err(Error::Config {
-                setting,
-                got,
-                expected,
-            })
-        };
-        if self.context < 2 {
-            return config("context", self.context, "2 or more positions");
-        }
-        if self.cache_positions.div_ceil(PAGE) < self.context.div_ceil(PAGE) {
-            return config(
-                "cache_positions",
-                self.cache_positions,
-                "at least the context",
-            );
-        }
-        if self.max_running == 0 {
-            return config("max_running", 0, "1 or more");
-        }
-        if self.max_rows < self.max_running {
-            return config("max_rows", self.max_rows, "at least max_running");
-        }
-        Ok(())
-    }
-}
+use crate::{EngineConfig, Error, Event, Request, SequenceId, Snapshot};
 
 /// Runs sequences of one model.
 ///
@@ -84,15 +21,19 @@ pub struct Engine {
     model: Arc<Model>,
     tokenizer: Arc<Tokenizer>,
     config: EngineConfig,
+    /// Model and kernel class, as snapshots carry it.
     identity: String,
     cache: KvCache,
     workspace: Workspace,
+    scratch: Scratch,
     free: FreePages,
-    /// Oldest first; only these own pages.
+    /// In order of admission; only these own pages.
     running: Vec<Sequence>,
-    /// Preempted sequences at the front, then requests in order.
+    /// Preempted sequences in the order they ran in, then snapshots in the order they came.
+    resuming: VecDeque<Sequence>,
+    /// Requests in the order they came.
     waiting: VecDeque<Sequence>,
-    next_id: u64,
+    last_id: u64,
 }
 
 impl Engine {
@@ -107,14 +48,10 @@ impl Engine {
     ) -> Result<Self, Error> {
         config.check()?;
         let cache = model.new_cache(config.cache_positions)?;
-        let workspace = Workspace::new(
-            &model,
-            config.max_rows,
-            config.max_running,
-            config.max_running,
-            config.context,
-        );
+        let (rows, sequences) = (config.step_rows(), config.step_sequences());
+        let workspace = Workspace::new(&model, rows, sequences, sequences, config.context);
         Ok(Self {
+            scratch: Scratch::new(model.config().vocab),
             free: FreePages::new(cache.pages()),
             identity: format!("{} ({})", config.model, model.class()),
             model,
@@ -123,8 +60,9 @@ impl Engine {
             cache,
             workspace,
             running: Vec::new(),
+            resuming: VecDeque::new(),
             waiting: VecDeque::new(),
-            next_id: 0,
+            last_id: 0,
         })
     }
 
@@ -140,25 +78,24 @@ impl Engine {
 
     /// Whether there is nothing to do.
     pub fn is_idle(&self) -> bool {
-        self.running.is_empty() && self.waiting.is_empty()
+        self.running.is_empty() && self.resuming.is_empty() && self.waiting.is_empty()
     }
 
     /// Queues a request.
     ///
     /// # Errors
-    /// A request that cannot be answered says why; [`Error::Busy`] gives it back.
+    /// [`Error::Busy`] gives the request back before anything else is looked at; a request that
+    /// cannot be answered says why.
     pub fn submit(&mut self, request: Request) -> Result<SequenceId, Error> {
-        self.check(&request)?;
-        if self.waiting.len() >= self.config.max_waiting {
-            let waiting = self.waiting.len();
-            return Err(Error::Busy {
-                waiting,
-                request: Box::new(request),
-            });
+        let waiting = self.waiting.len();
+        if waiting >= self.config.max_waiting {
+            let request = Box::new(request);
+            return Err(Error::Busy { waiting, request });
         }
+        self.check(&request)?;
         let id = self.new_id();
-        self.waiting
-            .push_back(Sequence::new(id, request, self.config.context)?);
+        let sequence = Sequence::new(id, request, self.config.context)?;
+        self.waiting.push_back(sequence);
         Ok(id)
     }
 
@@ -177,8 +114,9 @@ impl Engine {
         let vocab = self.model.config().vocab;
         let outside = tokens.iter().position(|token| *token as usize >= vocab);
         outside.map_or(Ok(()), |position| {
+            let token = tokens[position];
             Err(Error::Token {
-                token: tokens[position],
+                token,
                 position,
                 vocab,
             })
@@ -186,8 +124,8 @@ impl Engine {
     }
 
     fn new_id(&mut self) -> SequenceId {
-        self.next_id += 1;
-        SequenceId(self.next_id)
+        self.last_id += 1;
+        SequenceId(self.last_id)
     }
 
     /// Forgets a sequence; no more events come of it.
@@ -203,7 +141,7 @@ impl Engine {
     /// # Errors
     /// [`Error::NoSequence`].
     pub fn take_snapshot(&mut self, id: SequenceId) -> Result<Snapshot, Error> {
-        Ok(self.take(id)?.snapshot(&self.identity))
+        Ok(self.take(id)?.into_snapshot(self.identity.clone()))
     }
 
     /// A copy of a sequence's state, which goes on here.
@@ -211,55 +149,61 @@ impl Engine {
     /// # Errors
     /// [`Error::NoSequence`].
     pub fn snapshot(&self, id: SequenceId) -> Result<Snapshot, Error> {
-        let all = self.running.iter().chain(&self.waiting);
-        let sequence = all
-            .into_iter()
-            .find(|s| s.id == id)
-            .ok_or(Error::NoSequence(id))?;
-        Ok(sequence.snapshot(&self.identity))
+        let queued = self.resuming.iter().chain(&self.waiting);
+        let sequence = self.running.iter().chain(queued).find(|s| s.id == id);
+        let copy = sequence.ok_or(Error::NoSequence(id))?.clone();
+        Ok(copy.into_snapshot(self.identity.clone()))
     }
 
     /// Continues a snapshot, before requests that wait. The bound on waiting requests does not
-    /// apply: a restored sequence was admitted once.
+    /// apply: as many can be resumed as an engine of the same sizes holds.
     ///
     /// # Errors
-    /// [`Error::OtherModel`] when its answer would differ here, or it does not fit.
+    /// [`Error::BusyResuming`] gives the snapshot back. [`Error::OtherModel`] and
+    /// [`Error::SnapshotTooLong`] when its answer would be another one here.
+    /// [`Error::BadSnapshot`], [`Error::BadSnapshotText`] and [`Error::Token`] for one that no
+    /// engine made.
     pub fn restore(&mut self, snapshot: Snapshot) -> Result<SequenceId, Error> {
-        let (tokens, prompt) = (snapshot.tokens.len(), snapshot.prompt_len);
+        let waiting = self.resuming.len();
+        if waiting
+            >= self
+                .config
+                .max_running
+                .saturating_add(self.config.max_waiting)
+        {
+            let snapshot = Box::new(snapshot);
+            return Err(Error::BusyResuming { waiting, snapshot });
+        }
         if snapshot.model != self.identity {
-            let expected = self.identity.clone();
-            return Err(Error::OtherModel {
-                got: snapshot.model,
-                expected,
-            });
+            let (got, expected) = (snapshot.model, self.identity.clone());
+            return Err(Error::OtherModel { got, expected });
         }
-        if prompt == 0 || tokens < prompt || snapshot.tokens_left == 0 {
-            return Err(Error::BadSnapshot { tokens, prompt });
-        }
+        snapshot.check(self.config.context)?;
         self.check_tokens(&snapshot.tokens)?;
-        if tokens.saturating_add(snapshot.tokens_left) > self.config.context {
-            return Err(Error::PromptTooLong {
-                tokens,
-                context: self.config.context,
-            });
-        }
         let id = self.new_id();
-        self.waiting.push_front(Sequence::restored(id, snapshot));
+        self.resuming.push_back(Sequence::restored(id, snapshot));
         Ok(id)
     }
 
+    /// Takes a sequence out of its queue, its pages given back.
     fn take(&mut self, id: SequenceId) -> Result<Sequence, Error> {
         if let Some(at) = self.running.iter().position(|s| s.id == id) {
-            let mut sequence = self.running.remove(at);
-            self.free.release(&mut sequence.pages);
-            return Ok(sequence);
+            return Ok(self.stop_running(at));
         }
-        let at = self
-            .waiting
-            .iter()
-            .position(|s| s.id == id)
-            .ok_or(Error::NoSequence(id))?;
-        Ok(self.waiting.remove(at).expect("just found"))
+        for queue in [&mut self.resuming, &mut self.waiting] {
+            let at = queue.iter().position(|s| s.id == id);
+            if let Some(sequence) = at.and_then(|at| queue.remove(at)) {
+                return Ok(sequence);
+            }
+        }
+        Err(Error::NoSequence(id))
+    }
+
+    fn stop_running(&mut self, index: usize) -> Sequence {
+        let mut sequence = self.running.remove(index);
+        self.free.release(&mut sequence.pages);
+        sequence.computed = 0;
+        sequence
     }
 
     /// Runs one batch and returns what happened, in order; nothing when the engine is idle.
@@ -267,53 +211,38 @@ impl Engine {
     /// Every running sequence that is past its prompt gets one row; the rest of
     /// [`EngineConfig::max_rows`] goes to prompts, oldest first. A sequence that needs a page when
     /// none is free makes the youngest give up its pages and wait; that one computes them again
-    /// later and loses nothing.
+    /// later and loses nothing. The oldest never gives up, so every sequence ends.
+    ///
+    /// The forward pass allocates a few words per sequence and layer and nothing per row; besides,
+    /// a step allocates its plan, its events with their texts, and a copy of the tokens of each
+    /// sequence that penalises repetition.
     pub fn step(&mut self) -> Vec<Event> {
         self.admit();
         let plan = self.plan();
-        if plan.is_empty() {
-            return Vec::new();
-        }
-        let sequences: Vec<BatchSequence<'_>> = plan
-            .iter()
-            .map(|part| {
-                let s = &self.running[part.index];
-                let tokens = &s.pending()[..part.rows];
-                let logits = if part.rows == s.pending().len() {
-                    Logits::Last
-                } else {
-                    Logits::None
-                };
-                BatchSequence {
-                    tokens,
-                    position: s.computed,
-                    pages: &s.pages,
-                    logits,
-                }
-            })
-            .collect();
-        let batch = Batch {
-            sequences: &sequences,
-        };
-        self.model
-            .forward(&batch, &mut self.workspace, &mut self.cache);
+        self.forward(&plan);
         self.take_results(&plan)
     }
 
-    /// Moves waiting sequences to the running ones while their known tokens fit.
+    /// Moves sequences that wait to the running ones while all their tokens fit in the pages that
+    /// are neither taken nor still needed for tokens of running ones.
     fn admit(&mut self) {
         while self.running.len() < self.config.max_running {
-            let Some(next) = self.waiting.front() else {
+            let queue = match self.resuming.is_empty() {
+                true => &mut self.waiting,
+                false => &mut self.resuming,
+            };
+            let Some(next) = queue.front() else {
                 return;
             };
-            if next.tokens.len().div_ceil(PAGE) > self.free.len() {
+            let promised: usize = self.running.iter().map(Sequence::pages_missing).sum();
+            if promised + next.pages_missing() > self.free.len() {
                 return;
             }
-            self.running.extend(self.waiting.pop_front());
+            self.running.extend(queue.pop_front());
         }
     }
 
-    /// Decides the rows of a step and gets the pages for them.
+    /// Decides the rows of a step and gets the pages for them; not empty when a sequence runs.
     fn plan(&mut self) -> Vec<PlannedRows> {
         let mut plan = Vec::with_capacity(self.running.len());
         let mut rows_left = self.config.max_rows;
@@ -338,55 +267,59 @@ impl Engine {
     /// Gets pages for `rows` more rows of a running sequence, preempting younger ones if needed.
     /// `false` when the sequence itself had to give up.
     fn get_pages(&mut self, index: usize, rows: usize) -> bool {
-        loop {
+        while index < self.running.len() {
             let sequence = &mut self.running[index];
             let pages = (sequence.computed + rows).div_ceil(PAGE);
             if self.free.grow(&mut sequence.pages, pages) {
                 return true;
             }
-            let mut youngest = self.running.pop().expect("the sequence itself is running");
-            self.free.release(&mut youngest.pages);
-            youngest.computed = 0;
-            self.waiting.push_front(youngest);
-            if self.running.len() <= index {
-                return false;
+            let youngest = self.stop_running(self.running.len() - 1);
+            self.resuming.push_front(youngest);
+        }
+        false
+    }
+
+    fn forward(&mut self, plan: &[PlannedRows]) {
+        let rows = plan.iter().map(|part| {
+            let s = &self.running[part.index];
+            let is_last = part.rows == s.pending().len();
+            BatchSequence {
+                tokens: &s.pending()[..part.rows],
+                position: s.computed,
+                pages: &s.pages,
+                logits: if is_last { Logits::Last } else { Logits::None },
             }
+        });
+        let sequences: Vec<BatchSequence<'_>> = rows.collect();
+        let batch = Batch {
+            sequences: &sequences,
+        };
+        if !sequences.is_empty() {
+            self.model
+                .forward(&batch, &mut self.workspace, &mut self.cache);
         }
     }
 
-    /// Samples for every sequence whose known tokens are all in the cache now.
+    /// Chooses a token for every sequence of which all tokens are in the cache now.
     fn take_results(&mut self, plan: &[PlannedRows]) -> Vec<Event> {
         let vocab = self.model.config().vocab;
-        let (mut events, mut finished, mut logit_row) = (Vec::new(), Vec::new(), 0);
+        let (mut events, mut finished, mut logits_row) = (Vec::new(), Vec::new(), 0);
         for part in plan {
             let sequence = &mut self.running[part.index];
             sequence.computed += part.rows;
-            if sequence.computed < sequence.tokens.len() {
+            if !sequence.pending().is_empty() {
                 continue;
             }
-            logit_row += 1;
-            if sequence.is_reading_prompt() {
-                events.push(Event::PromptRead { id: sequence.id });
-            }
-            if sequence.tokens_left == 0 {
-                events.push(sequence.finish(Finish::Length));
-                finished.push(part.index);
-                continue;
-            }
-            let logits = self.workspace.logits_mut(logit_row - 1, vocab);
-            let (tokens, prompt_len) = (&sequence.tokens, sequence.prompt_len);
-            let token = sequence
-                .sampler
-                .sample(self.model.kernels(), logits, tokens, prompt_len);
-            let (new, last) = sequence.accept(token, &self.tokenizer);
-            events.extend(new);
-            if last {
+            let logits = self.workspace.logits_mut(logits_row, vocab);
+            logits_row += 1;
+            let token = sequence.next_token(self.model.kernels(), logits, &mut self.scratch);
+            sequence.accept(token, &self.tokenizer, &mut events);
+            if let Some(Event::Finished { .. }) = events.last() {
                 finished.push(part.index);
             }
         }
         for index in finished.into_iter().rev() {
-            let mut sequence = self.running.remove(index);
-            self.free.release(&mut sequence.pages);
+            self.stop_running(index);
         }
         events
     }
@@ -395,6 +328,10 @@ impl Engine {
 /// Rows of a running sequence in a step.
 #[derive(Clone, Copy, Debug)]
 struct PlannedRows {
+    /// Its place among the running.
     index: usize,
     rows: usize,
 }
+
+#[cfg(test)]
+mod tests;

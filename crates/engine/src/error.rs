@@ -1,10 +1,10 @@
 //! Why a request is refused.
 
-use crate::sampling::ParamError;
-use crate::{Request, SequenceId};
 use paceline_formats::text;
 
-/// Why the engine refuses a request, or cannot be made.
+use crate::{ParamError, Request, SequenceId, Snapshot};
+
+/// Why the engine refuses a request or a snapshot, or cannot be made.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// A request needs at least one token.
@@ -15,7 +15,7 @@ pub enum Error {
     PromptTooLong {
         /// Tokens of the prompt.
         tokens: usize,
-        /// Positions that a sequence can have, one of them for the answer.
+        /// Tokens that a sequence can have, one of them for the answer.
         context: usize,
     },
     /// A token outside the vocabulary.
@@ -23,7 +23,7 @@ pub enum Error {
     Token {
         /// The token.
         token: u32,
-        /// Its place in the prompt.
+        /// Its place in the prompt or snapshot.
         position: usize,
         /// Number of tokens.
         vocab: usize,
@@ -53,13 +53,37 @@ pub enum Error {
         /// Model and kernel class of the engine.
         expected: String,
     },
-    /// A snapshot that contradicts itself.
-    #[error("snapshot has {tokens} tokens, of which {prompt} are the prompt")]
+    /// A snapshot whose numbers contradict each other.
+    #[error(
+        "snapshot of {tokens} tokens, {prompt} of them the prompt, with {left} to generate, \
+         is of no running sequence"
+    )]
     BadSnapshot {
         /// Tokens in it.
         tokens: usize,
         /// Length of its prompt.
         prompt: usize,
+        /// Tokens that may still be generated.
+        left: usize,
+    },
+    /// The decoder or the stop strings of a snapshot are in a state that no answer leads to.
+    #[error("snapshot holds back text that no running sequence would")]
+    BadSnapshotText,
+    /// A snapshot of an engine with a larger context: its answer would end elsewhere.
+    #[error("snapshot may grow to {tokens} tokens, but the context holds {context}")]
+    SnapshotTooLong {
+        /// Its tokens with those that may still be generated.
+        tokens: usize,
+        /// Tokens that a sequence can have.
+        context: usize,
+    },
+    /// As many sequences as fit wait to be resumed; the snapshot comes back unchanged.
+    #[error("{waiting} sequences are waiting to be resumed already")]
+    BusyResuming {
+        /// Sequences in the queue.
+        waiting: usize,
+        /// The snapshot.
+        snapshot: Box<Snapshot>,
     },
     /// A setting of the engine that cannot work.
     #[error("{setting} is {got}, expected {expected}")]

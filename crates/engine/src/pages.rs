@@ -19,6 +19,12 @@ impl FreePages {
         self.free.len()
     }
 
+    /// The free pages, in no order.
+    #[cfg(test)]
+    pub(crate) fn pages(&self) -> &[u32] {
+        &self.free
+    }
+
     /// Grows `owned` to `pages` pages; `false`, with nothing taken, when there are not enough.
     pub(crate) fn grow(&mut self, owned: &mut Vec<u32>, pages: usize) -> bool {
         let more = pages.saturating_sub(owned.len());

@@ -2,9 +2,10 @@
 
 use paceline_formats::text::{StopMatcher, StreamDecoder};
 use paceline_formats::tokenizer::Tokenizer;
+use paceline_tensor::{Kernels, PAGE};
 
-use crate::request::{Event, Finish, SequenceId};
-use crate::{Error, Request, Sampler, Snapshot};
+use crate::sampling::{Sampler, Scratch};
+use crate::{Error, Event, Finish, Request, SequenceId, Snapshot};
 
 /// A request in progress.
 #[derive(Clone, Debug)]
@@ -12,20 +13,21 @@ pub(crate) struct Sequence {
     pub(crate) id: SequenceId,
     /// Prompt and answer.
     pub(crate) tokens: Vec<u32>,
-    pub(crate) prompt_len: usize,
-    /// Positions whose keys and values are in the cache; below `tokens.len()`.
+    prompt_len: usize,
+    /// Positions whose keys and values are in the cache; below `tokens.len()` between steps.
     pub(crate) computed: usize,
     /// Pages in order of position; cover at least `computed` positions.
     pub(crate) pages: Vec<u32>,
     /// Tokens that may still be generated.
-    pub(crate) tokens_left: usize,
-    pub(crate) sampler: Sampler,
+    tokens_left: usize,
+    sampler: Sampler,
     decoder: StreamDecoder,
     stops: StopMatcher,
 }
 
 impl Sequence {
-    /// A sequence whose prompt is to be read. `context` is the most positions it can have.
+    /// A sequence whose prompt is to be read. `context` is the most tokens it can have, more than
+    /// the prompt has.
     pub(crate) fn new(id: SequenceId, request: Request, context: usize) -> Result<Self, Error> {
         let prompt_len = request.prompt.len();
         Ok(Self {
@@ -41,78 +43,87 @@ impl Sequence {
         })
     }
 
-    /// The tokens that are not in the cache yet, at least one.
+    /// The tokens that are not in the cache yet.
     pub(crate) fn pending(&self) -> &[u32] {
         &self.tokens[self.computed..]
     }
 
-    /// Whether the last pending token is the last of the tokens known: its logits choose the next.
-    pub(crate) fn is_reading_prompt(&self) -> bool {
-        self.tokens.len() == self.prompt_len
+    /// Pages that its tokens need beyond those it owns.
+    pub(crate) fn pages_missing(&self) -> usize {
+        let needed = self.tokens.len().div_ceil(PAGE);
+        needed.saturating_sub(self.pages.len())
     }
 
-    /// Takes a sampled token in; returns the events and, when it was the last, says so.
-    pub(crate) fn accept(&mut self, token: u32, tokenizer: &Tokenizer) -> (Vec<Event>, bool) {
+    /// Chooses the next token by the logits after the last one; `None` when the request wants no
+    /// more.
+    pub(crate) fn next_token(
+        &mut self,
+        kernels: &Kernels,
+        logits: &mut [f32],
+        scratch: &mut Scratch,
+    ) -> Option<u32> {
+        let (tokens, prompt_len) = (&self.tokens, self.prompt_len);
+        let sampler = &mut self.sampler;
+        (self.tokens_left > 0).then(|| sampler.sample(kernels, logits, tokens, prompt_len, scratch))
+    }
+
+    /// Takes in what [`next_token`](Self::next_token) gave. The last event is [`Event::Finished`]
+    /// if the sequence has ended.
+    pub(crate) fn accept(
+        &mut self,
+        token: Option<u32>,
+        tokenizer: &Tokenizer,
+        events: &mut Vec<Event>,
+    ) {
+        let id = self.id;
+        if self.tokens.len() == self.prompt_len {
+            events.push(Event::PromptRead { id });
+        }
+        let Some(token) = token else {
+            return events.push(self.finish(Finish::Length));
+        };
         self.tokens.push(token);
         self.tokens_left -= 1;
         if tokenizer.is_end_of_generation(token) {
-            let (id, text) = (self.id, String::new());
-            let event = Event::Token { id, token, text };
-            return (vec![event, self.finish(Finish::EndOfText)], true);
+            let text = String::new();
+            events.push(Event::Token { id, token, text });
+            return events.push(self.finish(Finish::EndOfText));
         }
-        let decoded = self
-            .decoder
-            .push(tokenizer.token_bytes(token).unwrap_or_default());
-        let output = self.stops.push(&decoded);
-        let mut events = vec![Event::Token {
-            id: self.id,
-            token,
-            text: output.text,
-        }];
-        let reason = match output.stopped {
-            Some(which) => Some(Finish::Stop(which)),
-            None if self.tokens_left == 0 => Some(Finish::Length),
-            None => None,
-        };
-        let finished = reason.is_some();
-        events.extend(reason.map(|reason| self.finish(reason)));
-        (events, finished)
+        let bytes = tokenizer.token_bytes(token).unwrap_or_default();
+        let output = self.stops.push(&self.decoder.push(bytes));
+        let text = output.text;
+        events.push(Event::Token { id, token, text });
+        if let Some(which) = output.stopped {
+            let (text, reason) = (String::new(), Finish::Stop(which));
+            events.push(Event::Finished { id, text, reason });
+        } else if self.tokens_left == 0 {
+            events.push(self.finish(Finish::Length));
+        }
     }
 
-    /// The last event. Text held back comes out unless a stop string ended the answer.
-    pub(crate) fn finish(&mut self, reason: Finish) -> Event {
-        let id = self.id;
-        if let Finish::Stop(_) = reason {
-            return Event::Finished {
-                id,
-                text: String::new(),
-                reason,
-            };
+    /// The last event, with the text that was held back. A stop string that the end decides goes
+    /// before `reason`.
+    fn finish(&mut self, reason: Finish) -> Event {
+        let mut text = self.stops.push(&self.decoder.finish()).text;
+        let output = self.stops.finish();
+        text.push_str(&output.text);
+        Event::Finished {
+            id: self.id,
+            text,
+            reason: output.stopped.map_or(reason, Finish::Stop),
         }
-        let tail = self.decoder.finish();
-        let output = self.stops.push(&tail);
-        let mut text = output.text;
-        if let Some(which) = output.stopped {
-            return Event::Finished {
-                id,
-                text,
-                reason: Finish::Stop(which),
-            };
-        }
-        text.push_str(&self.stops.finish().text);
-        Event::Finished { id, text, reason }
     }
 
     /// Everything but the cache.
-    pub(crate) fn snapshot(&self, model: &str) -> Snapshot {
+    pub(crate) fn into_snapshot(self, model: String) -> Snapshot {
         Snapshot {
-            model: model.to_owned(),
-            tokens: self.tokens.clone(),
+            model,
+            tokens: self.tokens,
             prompt_len: self.prompt_len,
             tokens_left: self.tokens_left,
-            sampler: self.sampler.clone(),
-            decoder: self.decoder.clone(),
-            stops: self.stops.clone(),
+            sampler: self.sampler,
+            decoder: self.decoder,
+            stops: self.stops,
         }
     }
 

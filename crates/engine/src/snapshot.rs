@@ -1,16 +1,18 @@
 //! A sequence outside an engine.
 
-use paceline_formats::text::{StopMatcher, StreamDecoder};
+use paceline_formats::text::{StopMatcher, StopOutput, StreamDecoder};
 use serde::{Deserialize, Serialize};
 
-use crate::Sampler;
+use crate::Error;
+use crate::sampling::Sampler;
 
 /// Everything that decides how a sequence goes on: tokens, sampling state with its random
 /// numbers, characters and stop strings half seen. Keys and values are not in it: an engine of the
 /// same model and kernel class computes them again to the bit.
 ///
 /// Continuing a snapshot gives the same tokens and text as if the sequence had never been taken
-/// out. Serialises with serde; a few bytes per token.
+/// out. Serialises with serde, a few bytes per token; what comes from outside is checked when it is
+/// read and when it is restored.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Snapshot {
     /// Model and kernel class, as [`EngineConfig::model`](crate::EngineConfig::model) says.
@@ -33,5 +35,32 @@ impl Snapshot {
     /// How many of the tokens are the prompt.
     pub const fn prompt_len(&self) -> usize {
         self.prompt_len
+    }
+
+    /// Whether a running sequence of an engine with `context` could have this state. Tokens are
+    /// not looked at.
+    pub(crate) fn check(&self, context: usize) -> Result<(), Error> {
+        let (tokens, prompt, left) = (self.tokens.len(), self.prompt_len, self.tokens_left);
+        // Nothing left is the state of a request that only reads its prompt.
+        if prompt == 0 || tokens < prompt || (left == 0 && tokens > prompt) {
+            return Err(Error::BadSnapshot {
+                tokens,
+                prompt,
+                left,
+            });
+        }
+        let most = tokens.saturating_add(left.max(1));
+        if most > context {
+            return Err(Error::SnapshotTooLong {
+                tokens: most,
+                context,
+            });
+        }
+        // Neither gives anything for no input, unless it holds more than it ever would.
+        let decodes = !self.decoder.clone().push(&[]).is_empty();
+        if decodes || self.stops.clone().push("") != StopOutput::default() {
+            return Err(Error::BadSnapshotText);
+        }
+        Ok(())
     }
 }

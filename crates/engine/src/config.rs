@@ -1,0 +1,90 @@
+//! The sizes of an engine.
+
+use paceline_tensor::PAGE;
+
+use crate::Error;
+
+/// Sizes of an engine; the memory of its cache and of its steps follows from them.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct EngineConfig {
+    /// Names the weights (file hash, or alias): snapshots only fit an engine of the same name.
+    pub model: String,
+    /// Most tokens of one sequence, prompt and answer; 2 or more.
+    pub context: usize,
+    /// Positions in the cache, over all sequences; at least one sequence of `context` fits.
+    pub cache_positions: usize,
+    /// Sequences that are computed at the same time; 1 or more.
+    pub max_running: usize,
+    /// Requests that wait for a place; 1 or more.
+    pub max_waiting: usize,
+    /// Rows of a step: decode rows, then prompt chunks; at least `max_running`. More rows read
+    /// prompts faster and make others wait longer.
+    pub max_rows: usize,
+}
+
+/// The rows of a step unless told otherwise.
+const DEFAULT_ROWS: usize = 512;
+
+/// Largest accepted number of positions. Far more than any machine holds (SmolLM2 would take 90
+/// TiB), small enough that no size overflows 64 bits.
+const MAX_POSITIONS: usize = 1 << 32;
+
+impl EngineConfig {
+    /// For one sequence of at most `context` positions.
+    pub fn single(model: impl Into<String>, context: usize) -> Self {
+        Self {
+            model: model.into(),
+            context,
+            cache_positions: context,
+            max_running: 1,
+            max_waiting: 1,
+            max_rows: DEFAULT_ROWS,
+        }
+    }
+
+    /// Pages of the cache.
+    pub(crate) const fn pages(&self) -> usize {
+        self.cache_positions.div_ceil(PAGE)
+    }
+
+    /// Most sequences of a step: each has a page.
+    pub(crate) fn step_sequences(&self) -> usize {
+        self.max_running.min(self.pages())
+    }
+
+    /// Most rows of a step: each has a position.
+    pub(crate) fn step_rows(&self) -> usize {
+        self.max_rows.min(self.pages() * PAGE)
+    }
+
+    /// # Errors
+    /// [`Error::Config`] for the first size that cannot work.
+    pub(crate) fn check(&self) -> Result<(), Error> {
+        check(self.context >= 2, "context", self.context, "2 or more")?;
+        let positions = self.cache_positions;
+        let fits = positions <= MAX_POSITIONS;
+        check(fits, "cache_positions", positions, "at most 2^32")?;
+        let fits = self.pages() >= self.context.div_ceil(PAGE);
+        check(fits, "cache_positions", positions, "at least the context")?;
+        check(self.max_running > 0, "max_running", 0, "1 or more")?;
+        check(self.max_waiting > 0, "max_waiting", 0, "1 or more")?;
+        let fits = self.max_rows >= self.max_running;
+        check(fits, "max_rows", self.max_rows, "at least max_running")
+    }
+}
+
+fn check(
+    fits: bool,
+    setting: &'static str,
+    got: usize,
+    expected: &'static str,
+) -> Result<(), Error> {
+    if fits {
+        return Ok(());
+    }
+    Err(Error::Config {
+        setting,
+        got,
+        expected,
+    })
+}

@@ -1,0 +1,12 @@
+//! The engine on tiny random models, and on SmolLM2 where it is there.
+
+mod batching;
+mod edges;
+mod hostile;
+mod requests;
+mod rig;
+mod schedules;
+mod smollm2;
+mod snapshots;
+mod text;
+mod tiny;

@@ -1,0 +1,124 @@
+//! What comes of a request does not depend on strangers, chunks, threads, order or memory.
+
+use paceline_tensor::{InstructionSet, PAGE};
+
+use super::requests::mixed;
+use super::rig::{Outcome, Rig, alone};
+use super::tiny::Tiny;
+use crate::{EngineConfig, Request, SequenceId};
+
+/// Positions of a sequence: three pages.
+const CONTEXT: usize = 3 * PAGE;
+
+/// In which way the requests come.
+#[derive(Clone, Copy, Debug)]
+enum Order {
+    AllAtOnce,
+    Reversed,
+    /// One more after every third step.
+    Staggered,
+}
+
+fn config(max_running: usize, max_rows: usize, cache_positions: usize) -> EngineConfig {
+    EngineConfig {
+        model: "tiny".to_owned(),
+        context: CONTEXT,
+        cache_positions,
+        max_running,
+        max_waiting: 100,
+        max_rows,
+    }
+}
+
+/// Outcomes in the order of `requests`, and the number of preemptions.
+fn run(
+    tiny: &Tiny,
+    config: &EngineConfig,
+    requests: &[Request],
+    order: Order,
+) -> (Vec<Outcome>, usize) {
+    let mut rig = Rig::new(tiny, config.clone());
+    let mut ids: Vec<SequenceId> = match order {
+        Order::AllAtOnce => requests.iter().map(|r| rig.submit(r)).collect(),
+        Order::Reversed => requests.iter().rev().map(|r| rig.submit(r)).collect(),
+        Order::Staggered => {
+            let submit = |request| {
+                rig.steps(3);
+                rig.submit(request)
+            };
+            requests.iter().map(submit).collect()
+        }
+    };
+    if let Order::Reversed = order {
+        ids.reverse();
+    }
+    rig.drain();
+    let outcome = |id| rig.outcomes.remove(&id).unwrap();
+    (ids.into_iter().map(outcome).collect(), rig.preemptions)
+}
+
+fn expected(tiny: &Tiny, requests: &[Request]) -> Vec<Outcome> {
+    requests.iter().map(|r| alone(tiny, r, CONTEXT)).collect()
+}
+
+#[test]
+fn outcomes_are_those_of_a_request_alone() {
+    let tiny = Tiny::new(1);
+    let requests = mixed(&tiny);
+    let expected = expected(&tiny, &requests);
+    let sizes = [
+        config(1, 1, CONTEXT),
+        config(1, 7, CONTEXT),
+        config(3, 64, 2 * CONTEXT),
+        config(4, 7, 2 * CONTEXT),
+        config(8, 512, 8 * CONTEXT),
+        config(12, 13, CONTEXT), // memory for one long sequence, shared by many
+        config(12, 512, CONTEXT + PAGE),
+    ];
+    let mut preemptions = 0;
+    for threads in [1, 2, 3] {
+        let tiny = Tiny::new(threads);
+        for config in &sizes {
+            for order in [Order::AllAtOnce, Order::Reversed, Order::Staggered] {
+                let (outcomes, preempted) = run(&tiny, config, &requests, order);
+                preemptions += preempted;
+                for (i, (got, expected)) in outcomes.iter().zip(&expected).enumerate() {
+                    let title = format!("request {i}, {threads} threads, {order:?}, {config:?}");
+                    assert_eq!(got, expected, "{title}");
+                }
+            }
+        }
+    }
+    assert!(
+        preemptions > 50,
+        "memory was short only {preemptions} times"
+    );
+}
+
+#[test]
+fn outcomes_are_of_every_kind() {
+    let tiny = Tiny::new(1);
+    let outcomes = expected(&tiny, &mixed(&tiny));
+    let has = |what: &dyn Fn(&Outcome) -> bool| outcomes.iter().any(what);
+    use crate::Finish::{EndOfText, Length, Stop};
+    assert!(has(&|o| o.finish == Some(EndOfText)), "{outcomes:?}");
+    assert!(has(&|o| o.finish == Some(Length)), "{outcomes:?}");
+    assert!(has(&|o| matches!(o.finish, Some(Stop(_)))), "{outcomes:?}");
+    assert!(has(&|o| o.text.contains('\u{fffd}')), "{outcomes:?}");
+    assert!(has(&|o| o.text.contains('中')), "{outcomes:?}");
+    assert!(has(&|o| o.tokens.is_empty()) && has(&|o| o.tokens.len() > 40));
+    assert!(outcomes.iter().all(|o| o.prompt_reads == 1));
+}
+
+#[test]
+fn instruction_sets_change_nothing() {
+    let requests: Vec<Request> = mixed(&Tiny::new(1))
+        .into_iter()
+        .skip(2)
+        .step_by(3)
+        .collect();
+    let run = |set| expected(&Tiny::with_set(set, 1), &requests);
+    let mut outcomes = InstructionSet::available().into_iter().map(run);
+    let first = outcomes.next().unwrap();
+    assert!(outcomes.all(|other| other == first));
+}

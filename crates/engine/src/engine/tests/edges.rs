@@ -1,0 +1,304 @@
+//! Limits, refusals and cancellation.
+
+use std::sync::Arc;
+
+use paceline_tensor::PAGE;
+
+use super::requests::{SAMPLED, prompt, request};
+use super::rig::{Rig, alone, id_of};
+use super::tiny::{END, Tiny, VOCAB};
+use crate::{Engine, EngineConfig, Error, Event, Finish, Request, SamplingParams, SequenceId};
+
+const CONTEXT: usize = 2 * PAGE;
+
+fn sizes() -> EngineConfig {
+    EngineConfig {
+        model: "tiny".to_owned(),
+        context: CONTEXT,
+        cache_positions: 4 * CONTEXT,
+        max_running: 4,
+        max_waiting: 4,
+        max_rows: 16,
+    }
+}
+
+fn greedy(prompt: Vec<u32>, max_tokens: usize) -> Request {
+    request(prompt, max_tokens, SamplingParams::default())
+}
+
+/// Requests with prompts of one token and answers of 100.
+fn long_answers(tiny: &Tiny, n: usize) -> Vec<Request> {
+    let wanted = |seed| request(vec![1], 100, SamplingParams { seed, ..SAMPLED });
+    let is_long = |r: &Request| alone(tiny, r, CONTEXT).tokens.len() == 100;
+    (0..).map(wanted).filter(is_long).take(n).collect()
+}
+
+#[test]
+fn sizes_that_cannot_work_are_named() {
+    let tiny = Tiny::new(1);
+    let cases = [
+        (
+            EngineConfig {
+                context: 1,
+                ..sizes()
+            },
+            "context is 1, expected 2 or more",
+        ),
+        (
+            EngineConfig {
+                context: 0,
+                ..sizes()
+            },
+            "context is 0, expected 2 or more",
+        ),
+        (
+            EngineConfig {
+                cache_positions: PAGE,
+                ..sizes()
+            },
+            "cache_positions is 64, expected at least the context",
+        ),
+        (
+            EngineConfig {
+                context: usize::MAX,
+                ..sizes()
+            },
+            "cache_positions is 512, expected at least the context",
+        ),
+        (
+            EngineConfig {
+                cache_positions: usize::MAX,
+                ..sizes()
+            },
+            "cache_positions is 18446744073709551615, expected at most 2^32",
+        ),
+        (
+            EngineConfig {
+                max_running: 0,
+                ..sizes()
+            },
+            "max_running is 0, expected 1 or more",
+        ),
+        (
+            EngineConfig {
+                max_waiting: 0,
+                ..sizes()
+            },
+            "max_waiting is 0, expected 1 or more",
+        ),
+        (
+            EngineConfig {
+                max_rows: 3,
+                ..sizes()
+            },
+            "max_rows is 3, expected at least max_running",
+        ),
+    ];
+    for (config, expected) in cases {
+        let (model, tokenizer) = (Arc::clone(&tiny.model), Arc::clone(&tiny.tokenizer));
+        let error = Engine::new(model, tokenizer, config).unwrap_err();
+        assert_eq!(error.to_string(), expected);
+    }
+}
+
+#[test]
+fn memory_follows_from_the_cache_when_other_sizes_are_huge() {
+    let tiny = Tiny::new(1);
+    let huge = usize::MAX;
+    let config = EngineConfig {
+        max_running: huge,
+        max_waiting: huge,
+        max_rows: huge,
+        ..sizes()
+    };
+    let mut rig = Rig::new(&tiny, config);
+    let wanted = greedy(prompt(70, 1), 40);
+    let ids: Vec<SequenceId> = (0..20).map(|_| rig.submit(&wanted)).collect();
+    rig.drain();
+    let expected = alone(&tiny, &wanted, CONTEXT);
+    assert!(ids.iter().all(|id| rig.outcomes[id] == expected));
+}
+
+#[test]
+fn a_request_that_cannot_be_answered_says_why() {
+    let tiny = Tiny::new(1);
+    let mut engine = tiny.engine(sizes());
+    let outside = vec![0, 1, VOCAB as u32];
+    let hot = SamplingParams {
+        temperature: f32::NAN,
+        ..SAMPLED
+    };
+    let empty_stop = Request {
+        stop: vec!["a".to_owned(), String::new()],
+        ..greedy(vec![1], 1)
+    };
+    let cases = [
+        (greedy(vec![], 5), "the prompt is empty"),
+        (
+            greedy(prompt(CONTEXT, 1), 5),
+            "the prompt has 128 tokens, but the context holds 128",
+        ),
+        (
+            greedy(outside, 5),
+            "token 34 at position 2 is outside the vocabulary of 34",
+        ),
+        (
+            request(vec![1], 5, hot),
+            "temperature is NaN, expected 0 or more, finite",
+        ),
+        (empty_stop, "stop string 1 is empty"),
+    ];
+    for (request, expected) in cases {
+        assert_eq!(engine.submit(request).unwrap_err().to_string(), expected);
+        assert!(engine.is_idle());
+    }
+}
+
+#[test]
+fn answers_end_where_they_must() {
+    let tiny = Tiny::new(1);
+    // (prompt, most tokens, tokens of the answer)
+    for (n, max_tokens, expected) in [
+        (5, 0, 0),
+        (5, 1, 1),
+        (CONTEXT - 1, usize::MAX, 1),
+        (CONTEXT - 2, 5, 2),
+        (PAGE, usize::MAX, CONTEXT - PAGE),
+    ] {
+        let outcome = alone(&tiny, &greedy(prompt(n, 4), max_tokens), CONTEXT);
+        assert!(!outcome.tokens.contains(&END), "the prompt is badly chosen");
+        assert_eq!(outcome.tokens.len(), expected, "{n} {max_tokens}");
+        assert_eq!(
+            (outcome.finish, outcome.prompt_reads),
+            (Some(Finish::Length), 1)
+        );
+    }
+}
+
+#[test]
+fn the_end_token_is_given_out_without_text() {
+    let tiny = Tiny::new(1);
+    let ended = |seed| {
+        let outcome = alone(
+            &tiny,
+            &request(prompt(3, 1), 60, SamplingParams { seed, ..SAMPLED }),
+            CONTEXT,
+        );
+        (outcome.finish == Some(Finish::EndOfText)).then_some(outcome)
+    };
+    let outcome = (0..100).find_map(ended).unwrap();
+    let (last, before) = outcome.tokens.split_last().unwrap();
+    assert_eq!(*last, END);
+    assert!(!before.contains(&END) && !outcome.text.contains("im_end"));
+    let bytes: Vec<u8> = before
+        .iter()
+        .flat_map(|t| tiny.tokenizer.token_bytes(*t).unwrap_or_default())
+        .copied()
+        .collect();
+    assert_eq!(outcome.text, String::from_utf8_lossy(&bytes));
+}
+
+#[test]
+fn a_full_queue_gives_the_request_back() {
+    let tiny = Tiny::new(1);
+    let mut rig = Rig::new(&tiny, sizes());
+    for i in 0..4 {
+        rig.submit(&greedy(prompt(9, i), 5));
+    }
+    let refused = greedy(vec![], 7); // not looked at
+    let error = rig.try_submit(&refused).unwrap_err();
+    assert_eq!(error.to_string(), "4 requests are waiting already");
+    assert!(matches!(error, Error::Busy { waiting: 4, request } if *request == refused));
+    rig.step();
+    rig.submit(&greedy(prompt(9, 9), 5));
+    rig.drain();
+}
+
+#[test]
+fn preempted_sequences_take_no_place_of_requests() {
+    let tiny = Tiny::new(1);
+    let mut rig = Rig::new(
+        &tiny,
+        EngineConfig {
+            cache_positions: CONTEXT,
+            max_waiting: 3,
+            ..sizes()
+        },
+    );
+    for request in long_answers(&tiny, 2) {
+        rig.submit(&request);
+    }
+    while rig.engine.resuming.is_empty() {
+        rig.step();
+    }
+    for i in 0..3 {
+        rig.submit(&greedy(prompt(5, i), 2));
+    }
+    rig.drain();
+}
+
+#[test]
+fn cancelling_frees_pages_and_ends_events() {
+    let tiny = Tiny::new(1);
+    for steps in 0..12 {
+        let config = EngineConfig {
+            cache_positions: CONTEXT + PAGE,
+            max_running: 3,
+            ..sizes()
+        };
+        let mut rig = Rig::new(&tiny, config);
+        let ids: Vec<SequenceId> = (0..4)
+            .map(|i| rig.submit(&greedy(prompt(40, i), 30)))
+            .collect();
+        rig.steps(steps);
+        for &id in ids.iter().step_by(2) {
+            rig.cancel(id);
+            for error in [
+                rig.engine.cancel(id).unwrap_err(),
+                rig.engine.snapshot(id).unwrap_err(),
+                rig.engine.take_snapshot(id).unwrap_err(),
+            ] {
+                assert_eq!(
+                    error.to_string(),
+                    format!("sequence {} is not in this engine", id.0)
+                );
+            }
+            let outcome = rig.outcomes[&id].clone();
+            let events = rig.step();
+            assert!(events.iter().all(|event| id_of(event) != id), "{events:?}");
+            assert_eq!(rig.outcomes[&id], outcome);
+        }
+        rig.drain();
+    }
+}
+
+#[test]
+fn a_long_prompt_does_not_stall_answers() {
+    let tiny = Tiny::new(1);
+    let mut rig = Rig::new(
+        &tiny,
+        EngineConfig {
+            max_rows: 5,
+            ..sizes()
+        },
+    );
+    let short = long_answers(&tiny, 3);
+    let short: Vec<SequenceId> = short.iter().map(|r| rig.submit(r)).collect();
+    rig.step();
+    let long = rig.submit(&greedy(prompt(100, 9), 5));
+    let mut steps = 0;
+    while rig.outcomes[&long].prompt_reads == 0 {
+        let events = rig.step();
+        for id in &short {
+            let is_token = |e: &&Event| matches!(e, Event::Token { .. }) && id_of(e) == *id;
+            assert_eq!(
+                events.iter().filter(is_token).count(),
+                1,
+                "{id:?} {events:?}"
+            );
+        }
+        steps += 1;
+    }
+    assert_eq!(steps, 50, "2 of 5 rows are left for the prompt");
+    rig.drain();
+}

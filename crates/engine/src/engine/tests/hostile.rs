@@ -1,0 +1,208 @@
+//! Snapshots that no engine made: a typed error, or a sequence that ends; never a panic.
+
+use paceline_tensor::PAGE;
+use serde_json::{Value, json};
+
+use super::requests::{SAMPLED, prompt, request, stops};
+use super::rig::Rig;
+use super::tiny::Tiny;
+use crate::{EngineConfig, Request, Snapshot};
+
+const CONTEXT: usize = 2 * PAGE;
+
+fn rig(tiny: &Tiny) -> Rig {
+    Rig::new(tiny, EngineConfig::single("tiny", CONTEXT))
+}
+
+/// A snapshot in the middle of an answer of 20 tokens, as JSON.
+fn snapshot(tiny: &Tiny) -> Value {
+    let mut rig = rig(tiny);
+    let stop = stops();
+    let id = rig.submit(&Request {
+        stop,
+        ..request(prompt(10, 3), 20, SAMPLED)
+    });
+    rig.steps(5);
+    serde_json::to_value(rig.engine.take_snapshot(id).unwrap()).unwrap()
+}
+
+/// Reads and restores a snapshot; what is said against it.
+fn restore(rig: &mut Rig, value: Value) -> Result<(), String> {
+    let snapshot: Snapshot = serde_json::from_value(value).map_err(|e| e.to_string())?;
+    rig.engine
+        .restore(snapshot)
+        .map(drop)
+        .map_err(|e| e.to_string())
+}
+
+// long: a table of wrong values.
+#[test]
+fn what_is_wrong_with_a_snapshot_is_said() {
+    let tiny = Tiny::new(1);
+    let good = snapshot(&tiny);
+    let cases = [
+        (
+            "/model",
+            json!("other (cpu)"),
+            "snapshot of other (cpu), this engine runs tiny (cpu)",
+        ),
+        (
+            "/prompt_len",
+            json!(0),
+            "snapshot of 15 tokens, 0 of them the prompt, with 15 to generate",
+        ),
+        (
+            "/prompt_len",
+            json!(16),
+            "snapshot of 15 tokens, 16 of them the prompt, with 15",
+        ),
+        (
+            "/prompt_len",
+            json!(u64::MAX),
+            "snapshot of 15 tokens, 18446744073709551615 of them",
+        ),
+        ("/prompt_len", json!(-1), "invalid value"),
+        ("/tokens", json!([]), "snapshot of 0 tokens"),
+        (
+            "/tokens",
+            json!(vec![1; CONTEXT]),
+            "snapshot may grow to 143 tokens, but the context holds",
+        ),
+        (
+            "/tokens/14",
+            json!(34),
+            "token 34 at position 14 is outside the vocabulary of 34",
+        ),
+        (
+            "/tokens/0",
+            json!(u32::MAX),
+            "token 4294967295 at position 0",
+        ),
+        (
+            "/tokens_left",
+            json!(0),
+            "snapshot of 15 tokens, 10 of them the prompt, with 0 to generate",
+        ),
+        (
+            "/tokens_left",
+            json!(CONTEXT - 14),
+            "snapshot may grow to 129 tokens",
+        ),
+        (
+            "/tokens_left",
+            json!(usize::MAX),
+            "snapshot may grow to 18446744073709551615 tokens",
+        ),
+        (
+            "/sampler/params/temperature",
+            json!(-1.0),
+            "temperature is -1, expected",
+        ),
+        (
+            "/sampler/params/min_p",
+            json!(3),
+            "min_p is 3, expected 0 to 1",
+        ),
+        ("/sampler/draws", json!(null), "invalid type"),
+        (
+            "/decoder/pending",
+            json!(vec![0x61; 1 << 20]),
+            "snapshot holds back text",
+        ),
+        (
+            "/decoder/pending",
+            json!(vec![0xe4; 1 << 20]),
+            "snapshot holds back text",
+        ),
+        (
+            "/decoder/pending",
+            json!([0xe4, 0xb8, 0xad]),
+            "snapshot holds back text",
+        ),
+        (
+            "/decoder/pending",
+            json!([0x80]),
+            "snapshot holds back text",
+        ),
+        (
+            "/stops/held",
+            json!("x".repeat(1 << 20)),
+            "state of a stop matcher",
+        ),
+        ("/stops/stops/1", json!(""), "stop string 1 is empty"),
+        ("/stops/stopped", json!(1), "snapshot holds back text"),
+        ("/stops/stopped", json!(99), "snapshot holds back text"),
+    ];
+    let mut rig = rig(&tiny);
+    for (field, wrong, expected) in cases {
+        let mut value = good.clone();
+        *value.pointer_mut(field).unwrap() = wrong;
+        let error = restore(&mut rig, value).unwrap_err();
+        assert!(error.contains(expected), "{field}: {error}");
+        assert!(rig.engine.is_idle(), "{field}: nothing is kept");
+    }
+    assert_eq!(
+        restore(&mut rig, good),
+        Ok(()),
+        "the other values are right"
+    );
+}
+
+/// Paths of all values in `value`.
+fn paths(value: &Value, path: &str, out: &mut Vec<String>) {
+    out.push(path.to_owned());
+    match value {
+        Value::Object(map) => map
+            .iter()
+            .for_each(|(k, v)| paths(v, &format!("{path}/{k}"), out)),
+        Value::Array(list) => {
+            let items = list.iter().enumerate();
+            items.for_each(|(i, v)| paths(v, &format!("{path}/{i}"), out));
+        }
+        _ => {}
+    }
+}
+
+#[test]
+fn any_value_anywhere_is_refused_or_ends() {
+    let tiny = Tiny::new(1);
+    let good = snapshot(&tiny);
+    let wrong = [
+        json!(null),
+        json!(true),
+        json!(0),
+        json!(1),
+        json!(-1),
+        json!(31),
+        json!(u64::MAX),
+        json!(1e300),
+        json!(""),
+        json!("ab"),
+        json!([]),
+        json!([255, 255]),
+        json!({}),
+    ];
+    let mut all = Vec::new();
+    paths(&good, "", &mut all);
+    let (mut refused, mut ended) = (0, 0);
+    for path in &all {
+        for wrong in &wrong {
+            let mut value = good.clone();
+            *value.pointer_mut(path).unwrap() = wrong.clone();
+            let mut rig = rig(&tiny);
+            match restore(&mut rig, value) {
+                Err(error) => refused += usize::from(!error.is_empty()),
+                Ok(()) => {
+                    // Its first token comes with an event for a prompt or not: not looked at.
+                    (0..3 * CONTEXT).for_each(|_| drop(rig.engine.step()));
+                    assert!(rig.engine.is_idle(), "{path}: {wrong}");
+                    ended += 1;
+                }
+            }
+        }
+    }
+    assert!(
+        refused > 100 && ended > 50,
+        "{refused} refused, {ended} ended"
+    );
+}

@@ -1,0 +1,93 @@
+//! Requests of all kinds.
+
+use super::tiny::{Tiny, VOCAB};
+use crate::{Request, SamplingParams};
+
+/// Sampled, so that the answer wanders through the vocabulary.
+pub(super) const SAMPLED: SamplingParams = SamplingParams {
+    temperature: 1.0,
+    top_k: 0,
+    top_p: 1.0,
+    min_p: 0.0,
+    repetition_penalty: 1.0,
+    presence_penalty: 0.0,
+    frequency_penalty: 0.0,
+    penalty_window: 64,
+    seed: 0,
+};
+
+/// `n` tokens that look random.
+pub(super) fn prompt(n: usize, seed: u32) -> Vec<u32> {
+    let token = |i: usize| (i as u32 + 1).wrapping_mul(2_654_435_761 + seed) >> 16;
+    (0..n).map(|i| token(i) % VOCAB as u32).collect()
+}
+
+/// A request without stop strings.
+pub(super) fn request(prompt: Vec<u32>, max_tokens: usize, sampling: SamplingParams) -> Request {
+    Request {
+        prompt,
+        max_tokens,
+        sampling,
+        stop: Vec::new(),
+    }
+}
+
+/// Stop strings that sampled text meets often, and that overlap.
+pub(super) fn stops() -> Vec<String> {
+    ["abcab", "bc", "中", "e d"].map(str::to_owned).to_vec()
+}
+
+/// Greedy and sampled, prompts shorter and longer than pages and chunks, at least 160 tokens of
+/// context.
+pub(super) fn mixed(tiny: &Tiny) -> Vec<Request> {
+    let greedy = SamplingParams::default();
+    let seed = |seed| SamplingParams { seed, ..SAMPLED };
+    let mut all = vec![
+        request(prompt(1, 1), 20, greedy),
+        request(prompt(150, 2), 10, greedy),
+        request(tiny.encode("abc def"), 60, seed(3)),
+        request(
+            prompt(64, 4),
+            30,
+            SamplingParams {
+                top_k: 5,
+                ..seed(4)
+            },
+        ),
+        request(
+            prompt(63, 5),
+            30,
+            SamplingParams {
+                top_p: 0.9,
+                min_p: 0.02,
+                ..seed(5)
+            },
+        ),
+        request(
+            prompt(65, 6),
+            70,
+            SamplingParams {
+                temperature: 2.0,
+                ..seed(6)
+            },
+        ),
+        request(prompt(130, 7), 0, greedy),
+        request(prompt(9, 8), 1, seed(8)),
+    ];
+    let penalised = SamplingParams {
+        repetition_penalty: 1.2,
+        presence_penalty: 0.3,
+        frequency_penalty: 0.2,
+        penalty_window: 20,
+        ..greedy
+    };
+    all.push(request(prompt(30, 9), 50, penalised));
+    for n in 10..13 {
+        let stop = stops();
+        all.push(Request {
+            stop,
+            ..request(prompt(5 * n, n as u32), 60, seed(n as u64))
+        });
+    }
+    all
+}

@@ -1,0 +1,192 @@
+//! An engine whose invariants are checked after every call, and what came out of it.
+
+use std::collections::BTreeMap;
+
+use paceline_tensor::PAGE;
+
+use super::tiny::Tiny;
+use crate::sequence::Sequence;
+use crate::{Engine, EngineConfig, Error, Event, Finish, Request, SequenceId, Snapshot};
+
+/// All that came of a sequence.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(super) struct Outcome {
+    pub(super) prompt_reads: usize,
+    pub(super) tokens: Vec<u32>,
+    pub(super) text: String,
+    pub(super) finish: Option<Finish>,
+}
+
+impl Outcome {
+    fn add(&mut self, event: &Event) {
+        assert_eq!(self.finish, None, "{event:?} after the end");
+        match event {
+            Event::PromptRead { .. } => self.prompt_reads += 1,
+            Event::Token { token, text, .. } => {
+                assert_eq!(self.prompt_reads, 1, "a token before the prompt was read");
+                self.tokens.push(*token);
+                self.text.push_str(text);
+            }
+            Event::Finished { text, reason, .. } => {
+                self.text.push_str(text);
+                self.finish = Some(*reason);
+            }
+        }
+    }
+}
+
+/// The sequence that an event is of.
+pub(super) const fn id_of(event: &Event) -> SequenceId {
+    match event {
+        Event::PromptRead { id } | Event::Token { id, .. } | Event::Finished { id, .. } => *id,
+    }
+}
+
+/// An engine, and the outcomes of its sequences.
+#[derive(Debug)]
+pub(super) struct Rig {
+    pub(super) engine: Engine,
+    pub(super) outcomes: BTreeMap<SequenceId, Outcome>,
+    pub(super) n_steps: usize,
+    /// How often a sequence had to give up its pages.
+    pub(super) preemptions: usize,
+}
+
+impl Rig {
+    pub(super) fn new(tiny: &Tiny, config: EngineConfig) -> Self {
+        Self {
+            engine: tiny.engine(config),
+            outcomes: BTreeMap::new(),
+            n_steps: 0,
+            preemptions: 0,
+        }
+    }
+
+    pub(super) fn submit(&mut self, request: &Request) -> SequenceId {
+        self.try_submit(request).unwrap()
+    }
+
+    pub(super) fn try_submit(&mut self, request: &Request) -> Result<SequenceId, Error> {
+        let result = self.engine.submit(request.clone());
+        self.added(result)
+    }
+
+    /// Continues a snapshot, which is serialised on its way. `past` is what came of it before.
+    pub(super) fn restore(&mut self, snapshot: &Snapshot, past: Outcome) -> SequenceId {
+        let text = serde_json::to_string(snapshot).unwrap();
+        let result = self.engine.restore(serde_json::from_str(&text).unwrap());
+        let id = self.added(result).unwrap();
+        self.outcomes.insert(id, past);
+        id
+    }
+
+    fn added(&mut self, result: Result<SequenceId, Error>) -> Result<SequenceId, Error> {
+        check(&self.engine);
+        if let Ok(id) = result {
+            let outcome = Outcome::default();
+            assert!(
+                self.outcomes.insert(id, outcome).is_none(),
+                "{id:?} is used twice"
+            );
+        }
+        result
+    }
+
+    pub(super) fn cancel(&mut self, id: SequenceId) {
+        self.engine.cancel(id).unwrap();
+        check(&self.engine);
+    }
+
+    /// Takes a sequence out, with what came of it.
+    pub(super) fn take(&mut self, id: SequenceId) -> (Snapshot, Outcome) {
+        let snapshot = self.engine.take_snapshot(id).unwrap();
+        check(&self.engine);
+        (snapshot, self.outcomes.remove(&id).unwrap())
+    }
+
+    /// One step; every sequence that decodes moves on or gives up its pages.
+    pub(super) fn step(&mut self) -> Vec<Event> {
+        let ids = |s: &[Sequence]| s.iter().map(|s| s.id).collect::<Vec<_>>();
+        let running = &self.engine.running;
+        let decodes = |s: &&Sequence| s.computed > 0 && s.pending().len() == 1;
+        let decoding: Vec<SequenceId> = running.iter().filter(decodes).map(|s| s.id).collect();
+        let (running, idle) = (ids(running), self.engine.is_idle());
+        let events = self.engine.step();
+        check(&self.engine);
+        for event in &events {
+            self.outcomes.entry(id_of(event)).or_default().add(event);
+        }
+        let is_preempted = |id: &SequenceId| self.engine.resuming.iter().any(|s| s.id == *id);
+        self.preemptions += running.iter().filter(|id| is_preempted(id)).count();
+        for id in decoding {
+            let moved_on = events.iter().any(|event| id_of(event) == id);
+            assert!(moved_on || is_preempted(&id), "{id:?} was stalled");
+        }
+        assert!(
+            idle || !self.engine.running.is_empty() || !events.is_empty(),
+            "no progress"
+        );
+        self.n_steps += 1;
+        events
+    }
+
+    /// Several steps.
+    pub(super) fn steps(&mut self, n: usize) {
+        (0..n).for_each(|_| drop(self.step()));
+    }
+
+    /// Steps until nothing is left to do. Panics when that takes longer than computing every
+    /// sequence alone and row by row, twice, would.
+    pub(super) fn drain(&mut self) {
+        let sequences = self.outcomes.len() + 1;
+        let limit = self.n_steps + 2 * sequences * self.engine.config.context;
+        while !self.engine.is_idle() {
+            self.step();
+            assert!(self.n_steps <= limit, "not at an end after {limit} steps");
+        }
+        assert_eq!(
+            self.engine.free.len(),
+            self.engine.cache.pages(),
+            "pages are lost"
+        );
+        assert_eq!(self.engine.step(), []);
+    }
+}
+
+/// What holds between any two calls.
+fn check(engine: &Engine) {
+    let config = &engine.config;
+    assert!(engine.running.len() <= config.max_running);
+    assert!(engine.waiting.len() <= config.max_waiting);
+    // One more preempted sequence may follow after the bound on restored ones was reached.
+    assert!(engine.resuming.len() <= 2 * config.max_running + config.max_waiting);
+    let queued = || engine.resuming.iter().chain(&engine.waiting);
+    let mut ids: Vec<SequenceId> = engine
+        .running
+        .iter()
+        .chain(queued())
+        .map(|s| s.id)
+        .collect();
+    let n = ids.len();
+    ids.sort_unstable();
+    ids.dedup();
+    assert_eq!(ids.len(), n, "a sequence is in two queues");
+    assert!(queued().all(|s| s.pages.is_empty() && s.computed == 0));
+    let mut pages = engine.free.pages().to_vec();
+    for s in &engine.running {
+        assert!(s.computed < s.tokens.len() && s.computed <= s.pages.len() * PAGE);
+        assert!(s.tokens.len() <= config.context);
+        pages.extend(&s.pages);
+    }
+    pages.sort_unstable();
+    let all: Vec<u32> = (0..engine.cache.pages() as u32).collect();
+    assert_eq!(pages, all, "each page has one owner");
+}
+
+/// What comes of a request that is alone, its prompt read in one chunk.
+pub(super) fn alone(tiny: &Tiny, request: &Request, context: usize) -> Outcome {
+    let mut rig = Rig::new(tiny, EngineConfig::single("tiny", context));
+    let id = rig.submit(request);
+    rig.drain();
+    rig.outcomes.remove(&id).unwrap()
+}

@@ -1,0 +1,175 @@
+//! A real model, where it is on this machine.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use paceline_formats::tokenizer::Specials;
+use paceline_model::{Batch, BatchSequence, Logits, Source, Workspace};
+use paceline_tensor::{Kernels, PAGE};
+
+use super::requests::{SAMPLED, request};
+use super::rig::{Rig, alone};
+use super::tiny::Tiny;
+use crate::sampling::{Sampler, Scratch};
+use crate::{EngineConfig, Request, SamplingParams};
+
+const CONTEXT: usize = 2 * PAGE;
+
+/// The path of SmolLM2, or `None` with a line that says why not.
+fn path(test: &str) -> Option<PathBuf> {
+    let dir = std::env::var_os("PACELINE_TEST_MODELS")
+        .map(PathBuf::from)
+        .or_else(|| std::env::home_dir().map(|home| home.join(".cache/paceline/test-models")));
+    let path = dir
+        .unwrap_or_default()
+        .join("SmolLM2-135M-Instruct.Q4_1.gguf");
+    if path.exists() {
+        return Some(path);
+    }
+    eprintln!("SKIPPED {test}: {} is not there", path.display());
+    None
+}
+
+fn load(path: &Path, threads: usize) -> Tiny {
+    let kernels = Arc::new(Kernels::new(threads).unwrap());
+    Tiny::open(&Source::open(path).unwrap(), kernels)
+}
+
+fn requests(model: &Tiny) -> Vec<Request> {
+    let encode = |text: &str| model.tokenizer.encode(text, Specials::Parse, true).unwrap();
+    let chat = |text| {
+        encode(&format!(
+            "<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
+        ))
+    };
+    let seed = |seed| SamplingParams {
+        seed,
+        top_p: 0.9,
+        ..SAMPLED
+    };
+    let greedy = SamplingParams::default();
+    let stop = vec![".\n".to_owned(), " of".to_owned()];
+    vec![
+        request(encode("The capital of France is"), 8, greedy),
+        request(chat("Answer with emojis only: 🌈🦄🍕🎉"), 16, seed(1)),
+        request(encode("月亮代表我的心,你问我爱你有多深"), 16, seed(2)),
+        Request {
+            stop,
+            ..request(chat("Name three rivers."), 24, seed(3))
+        },
+        request(
+            encode("Once upon a time"),
+            12,
+            SamplingParams {
+                top_k: 40,
+                ..seed(4)
+            },
+        ),
+    ]
+}
+
+#[test]
+fn outcomes_do_not_depend_on_strangers_threads_or_moves() {
+    let Some(path) = path("outcomes_do_not_depend_on_strangers_threads_or_moves") else {
+        return;
+    };
+    let models = [load(&path, 2), load(&path, 1)];
+    let requests = requests(&models[0]);
+    let sizes = EngineConfig {
+        max_running: 4,
+        max_waiting: 9,
+        max_rows: 19,
+        ..EngineConfig::single("tiny", CONTEXT)
+    };
+    let mut rigs = [
+        Rig::new(&models[1], sizes.clone()),
+        Rig::new(&models[0], sizes),
+    ];
+    let ids: Vec<_> = requests.iter().map(|r| rigs[0].submit(r)).collect();
+    rigs[0].steps(9);
+    let mut at = Vec::new();
+    for (i, id) in ids.into_iter().enumerate() {
+        // Every second one moves on the way.
+        let moves = i % 2 == 0 && rigs[0].outcomes[&id].finish.is_none();
+        let (engine, id) = match moves {
+            false => (0, id),
+            true => {
+                let (snapshot, past) = rigs[0].take(id);
+                (1, rigs[1].restore(&snapshot, past))
+            }
+        };
+        at.push((engine, id));
+    }
+    rigs.iter_mut().for_each(Rig::drain);
+    for ((engine, id), request) in at.into_iter().zip(&requests) {
+        let expected = alone(&models[0], request, CONTEXT);
+        assert_eq!(rigs[engine].outcomes[&id], expected, "{request:?}");
+    }
+    let first = alone(&models[0], &requests[0], CONTEXT);
+    assert!(first.text.contains("Paris"), "{first:?}");
+}
+
+/// Logits after each token of a text, `(tokens, vocabulary)`.
+fn logits(model: &Tiny, text: &str) -> Vec<Vec<f32>> {
+    let tokens = model
+        .tokenizer
+        .encode(text, Specials::AsText, true)
+        .unwrap();
+    let n = tokens.len();
+    let mut cache = model.model.new_cache(n).unwrap();
+    let pages: Vec<u32> = (0..cache.pages() as u32).collect();
+    let mut workspace = Workspace::new(&model.model, n, n, 1, n);
+    let sequence = BatchSequence {
+        tokens: &tokens,
+        position: 0,
+        pages: &pages,
+        logits: Logits::All,
+    };
+    let batch = Batch {
+        sequences: &[sequence],
+    };
+    let rows = model.model.forward(&batch, &mut workspace, &mut cache);
+    let vocab = model.model.config().vocab;
+    (0..rows)
+        .map(|i| workspace.logits_mut(i, vocab).to_vec())
+        .collect()
+}
+
+/// The figures in the documentation of `sampling::FIRST_CUT`.
+#[test]
+fn most_top_p_cuts_need_few_candidates() {
+    let Some(path) = path("most_top_p_cuts_need_few_candidates") else {
+        return;
+    };
+    let model = load(&path, 2);
+    let rows = logits(
+        &model,
+        include_str!("../../../../../tests-data/austen-1056.txt"),
+    );
+    assert_eq!(rows.len(), 256);
+    for (temperature, share) in [(0.7, 0.96), (1.0, 0.57)] {
+        let params = SamplingParams {
+            temperature,
+            top_p: 0.95,
+            ..SAMPLED
+        };
+        let mut scratch = Scratch::new(rows[0].len());
+        let mut few = 0;
+        for row in &rows {
+            let mut sampler = Sampler::new(params).unwrap();
+            sampler.sample(
+                model.model.kernels(),
+                &mut row.clone(),
+                &[],
+                0,
+                &mut scratch,
+            );
+            few += usize::from(scratch.kept() <= 256);
+        }
+        let got = few as f64 / rows.len() as f64;
+        assert!(
+            (got - share).abs() < 0.01,
+            "{got} at temperature {temperature}"
+        );
+    }
+}

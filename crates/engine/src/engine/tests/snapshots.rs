@@ -1,0 +1,219 @@
+//! A sequence goes on elsewhere as if it had never been moved.
+
+use paceline_formats::text::StopOutput;
+use paceline_tensor::PAGE;
+
+use super::requests::{mixed, prompt, request, stops};
+use super::rig::{Outcome, Rig, alone};
+use super::tiny::Tiny;
+use crate::{EngineConfig, Error, Request, SamplingParams, Snapshot};
+
+const CONTEXT: usize = 3 * PAGE;
+
+/// Sizes unlike those of [`EngineConfig::single`].
+fn other_sizes() -> EngineConfig {
+    EngineConfig {
+        model: "tiny".to_owned(),
+        context: CONTEXT,
+        cache_positions: 2 * CONTEXT,
+        max_running: 3,
+        max_waiting: 2,
+        max_rows: 17,
+    }
+}
+
+/// What is half seen when a snapshot is taken.
+#[derive(Debug, Default)]
+struct Seen {
+    prompts: usize,
+    characters: usize,
+    stop_strings: usize,
+}
+
+impl Seen {
+    fn look_at(&mut self, snapshot: &Snapshot) {
+        let tail = snapshot.decoder.clone().finish();
+        self.characters += usize::from(!tail.is_empty());
+        let held = snapshot.stops.clone().finish();
+        self.stop_strings += usize::from(held != StopOutput::default());
+        self.prompts += usize::from(snapshot.tokens().len() == snapshot.prompt_len());
+    }
+}
+
+#[test]
+fn a_copy_taken_at_any_step_goes_on_the_same() {
+    let (here, there) = (Tiny::new(1), Tiny::new(2));
+    let mut seen = Seen::default();
+    for request in mixed(&here) {
+        let expected = alone(&here, &request, CONTEXT);
+        let mut config = EngineConfig::single("tiny", CONTEXT);
+        config.max_rows = 50;
+        let mut rig = Rig::new(&here, config);
+        let id = rig.submit(&request);
+        while !rig.engine.is_idle() {
+            let snapshot = rig.engine.snapshot(id).unwrap();
+            seen.look_at(&snapshot);
+            let mut other = Rig::new(&there, other_sizes());
+            let copy = other.restore(&snapshot, rig.outcomes[&id].clone());
+            other.drain();
+            assert_eq!(other.outcomes[&copy], expected, "{snapshot:?}");
+            rig.step();
+        }
+        assert_eq!(rig.outcomes[&id], expected, "the original is not disturbed");
+    }
+    assert!(
+        seen.prompts > 5 && seen.characters > 5 && seen.stop_strings > 5,
+        "{seen:?}"
+    );
+}
+
+#[test]
+fn a_sequence_can_move_after_every_step() {
+    let tinies = [Tiny::new(1), Tiny::new(3)];
+    let mut rigs = [
+        Rig::new(&tinies[0], EngineConfig::single("tiny", CONTEXT)),
+        Rig::new(
+            &tinies[1],
+            EngineConfig {
+                max_rows: CONTEXT,
+                ..other_sizes()
+            },
+        ),
+    ];
+    for request in mixed(&tinies[0]) {
+        let expected = alone(&tinies[0], &request, CONTEXT);
+        let mut at = 0;
+        let mut id = rigs[at].submit(&request);
+        while !rigs[at].engine.is_idle() {
+            let (snapshot, past) = rigs[at].take(id);
+            assert!(rigs[at].engine.is_idle(), "it was taken out");
+            at = 1 - at;
+            id = rigs[at].restore(&snapshot, past);
+            rigs[at].step();
+        }
+        assert_eq!(rigs[at].outcomes[&id], expected);
+    }
+}
+
+#[test]
+fn snapshots_of_preempted_and_waiting_sequences_go_on_the_same() {
+    let tiny = Tiny::new(2);
+    let requests: Vec<Request> = (0..6)
+        .map(|i| Request {
+            stop: stops(),
+            ..request(
+                prompt(60, i),
+                60,
+                SamplingParams {
+                    seed: i.into(),
+                    ..super::requests::SAMPLED
+                },
+            )
+        })
+        .collect();
+    let sizes = EngineConfig {
+        cache_positions: CONTEXT,
+        max_waiting: 9,
+        ..other_sizes()
+    };
+    let mut rig = Rig::new(&tiny, sizes.clone());
+    let ids: Vec<_> = requests.iter().map(|r| rig.submit(r)).collect();
+    while rig.preemptions == 0 {
+        rig.step();
+    }
+    let mut other = Rig::new(
+        &tiny,
+        EngineConfig {
+            max_running: 5,
+            ..sizes
+        },
+    );
+    let mut moved = Vec::new();
+    for (id, request) in ids.into_iter().zip(&requests) {
+        if rig.outcomes[&id].finish.is_none() {
+            let (snapshot, past) = rig.take(id);
+            moved.push((other.restore(&snapshot, past), request));
+        }
+    }
+    assert!(rig.engine.is_idle() && moved.len() > 3);
+    rig.drain();
+    other.drain();
+    for (id, request) in moved {
+        assert_eq!(other.outcomes[&id], alone(&tiny, request, CONTEXT));
+    }
+}
+
+#[test]
+fn restored_sequences_go_first_and_in_order() {
+    let tiny = Tiny::new(1);
+    let mut source = Rig::new(
+        &tiny,
+        EngineConfig {
+            max_waiting: 10,
+            ..other_sizes()
+        },
+    );
+    let made = |i| request(prompt(5, i), 4, SamplingParams::default());
+    let snapshots: Vec<Snapshot> = (0..3)
+        .map(|i| {
+            let id = source.submit(&made(i));
+            source.take(id).0
+        })
+        .collect();
+    let mut rig = Rig::new(
+        &tiny,
+        EngineConfig {
+            max_running: 1,
+            ..other_sizes()
+        },
+    );
+    let new = rig.submit(&made(9));
+    let mut order: Vec<_> = snapshots[..2]
+        .iter()
+        .map(|s| rig.restore(s, Outcome::default()))
+        .collect();
+    order.push(new);
+    let mut finished = Vec::new();
+    while !rig.engine.is_idle() {
+        let events = rig.step();
+        let ends = events
+            .iter()
+            .filter(|e| matches!(e, crate::Event::Finished { .. }));
+        finished.extend(ends.map(super::rig::id_of));
+    }
+    assert_eq!(finished, order);
+}
+
+#[test]
+fn a_full_engine_gives_the_snapshot_back() {
+    let tiny = Tiny::new(1);
+    let mut rig = Rig::new(
+        &tiny,
+        EngineConfig {
+            max_running: 1,
+            ..other_sizes()
+        },
+    );
+    let id = rig.submit(&request(prompt(5, 1), 4, SamplingParams::default()));
+    let (snapshot, past) = rig.take(id);
+    for _ in 0..3 {
+        rig.restore(&snapshot, past.clone());
+    }
+    let error = rig.engine.restore(snapshot.clone()).unwrap_err();
+    assert_eq!(
+        error.to_string(),
+        "3 sequences are waiting to be resumed already"
+    );
+    let Error::BusyResuming {
+        waiting: 3,
+        snapshot: back,
+    } = error
+    else {
+        panic!("{error}");
+    };
+    assert_eq!(
+        serde_json::to_value(&back).unwrap(),
+        serde_json::to_value(&snapshot).unwrap()
+    );
+    rig.drain();
+}

@@ -1,0 +1,211 @@
+//! A random model of two layers with a byte-level vocabulary of 32 tokens, made in the test.
+
+use std::sync::Arc;
+
+use paceline_base::BlockType;
+use paceline_formats::gguf::testing::Writer;
+use paceline_formats::tokenizer::{Specials, Tokenizer};
+use paceline_model::{LoadOptions, Model, Source};
+use paceline_tensor::stored::testing::random_row;
+use paceline_tensor::{InstructionSet, Kernels};
+
+use crate::{Engine, EngineConfig};
+
+/// Token ids: letters, a space, the bytes of two characters of three and four bytes and pieces of
+/// them, so that characters and stop strings are often cut, and a token that ends the answer.
+const TOKENS: [&[u8]; 31] = [
+    b"a",
+    b"b",
+    b"c",
+    b"d",
+    b"e",
+    b"f",
+    b"g",
+    b"h",
+    b"i",
+    b"j",
+    b"k",
+    b"l",
+    b"m",
+    b" ",
+    b"\xe4",
+    b"\xb8",
+    b"\xad",
+    b"\xf0",
+    b"\x9f",
+    b"\x91",
+    b"\xa8",
+    b"ab",
+    b"cd",
+    b"abc",
+    b" d",
+    b"e ",
+    b"\xe4\xb8",
+    b"\xe4\xb8\xad",
+    b"\xf0\x9f",
+    b"\x91\xa8",
+    b"\xf0\x9f\x91\xa8",
+];
+
+/// Pairs that make up the longer tokens.
+const MERGES: [[&[u8]; 2]; 10] = [
+    [b"a", b"b"],
+    [b"c", b"d"],
+    [b"ab", b"c"],
+    [b" ", b"d"],
+    [b"e", b" "],
+    [b"\xe4", b"\xb8"],
+    [b"\xe4\xb8", b"\xad"],
+    [b"\xf0", b"\x9f"],
+    [b"\x91", b"\xa8"],
+    [b"\xf0\x9f", b"\x91\xa8"],
+];
+
+/// The token that ends an answer.
+pub(super) const END: u32 = TOKENS.len() as u32;
+
+/// Rows of the embedding: the last two have no token.
+pub(super) const VOCAB: usize = TOKENS.len() + 3;
+
+const WIDTH: usize = 64;
+const HEADS: usize = 4;
+const KV_HEADS: usize = 2;
+const HEAD_DIM: usize = 16;
+const FFN: usize = 128;
+const LAYERS: usize = 2;
+
+/// A model with its tokenizer.
+#[derive(Clone, Debug)]
+pub(super) struct Tiny {
+    pub(super) model: Arc<Model>,
+    pub(super) tokenizer: Arc<Tokenizer>,
+}
+
+impl Tiny {
+    /// On `threads` threads of the fastest instruction set.
+    pub(super) fn new(threads: usize) -> Self {
+        Self::with_set(*InstructionSet::available().last().unwrap(), threads)
+    }
+
+    pub(super) fn with_set(set: InstructionSet, threads: usize) -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("tiny.gguf");
+        file().write(&path);
+        let kernels = Arc::new(Kernels::with_set(set, threads).unwrap());
+        Self::open(&Source::open(&path).unwrap(), kernels)
+    }
+
+    /// The model and tokenizer of any GGUF file.
+    pub(super) fn open(source: &Source, kernels: Arc<Kernels>) -> Self {
+        let Source::Gguf(file) = source else {
+            panic!("not a GGUF file");
+        };
+        let tokenizer = Tokenizer::from_gguf(file.metadata()).unwrap();
+        let model = Model::load(source, LoadOptions::default(), kernels, |_, _| {}).unwrap();
+        Self {
+            model: Arc::new(model),
+            tokenizer: Arc::new(tokenizer),
+        }
+    }
+
+    pub(super) fn engine(&self, config: EngineConfig) -> Engine {
+        let (model, tokenizer) = (Arc::clone(&self.model), Arc::clone(&self.tokenizer));
+        Engine::new(model, tokenizer, config).unwrap()
+    }
+
+    pub(super) fn encode(&self, text: &str) -> Vec<u32> {
+        self.tokenizer
+            .encode(text, Specials::AsText, false)
+            .unwrap()
+    }
+}
+
+/// The bytes as a byte-level vocabulary spells them: what is no printable Latin-1 character is
+/// moved behind it (`bytes_to_unicode` of GPT-2).
+fn spell(bytes: &[u8]) -> String {
+    let is_printable = |b: u8| matches!(b, 0x21..=0x7e | 0xa1..=0xac | 0xae..=0xff);
+    let moved = |b: u8| 256 + (0..b).filter(|b| !is_printable(*b)).count() as u32;
+    let code = |b: u8| if is_printable(b) { b.into() } else { moved(b) };
+    let char = |b: &u8| char::from_u32(code(*b)).unwrap();
+    bytes.iter().map(char).collect()
+}
+
+fn file() -> Writer {
+    let mut tokens = TOKENS.map(spell).to_vec();
+    tokens.push("<|im_end|>".to_owned());
+    let merges: Vec<String> = MERGES
+        .iter()
+        .map(|pair| pair.map(spell).join(" "))
+        .collect();
+    let mut kinds = vec![1; tokens.len()];
+    kinds[END as usize] = 3; // a control token
+    let mut file = Writer::new()
+        .meta("general.architecture", "llama")
+        .meta("llama.vocab_size", VOCAB as u32)
+        .meta("llama.attention.layer_norm_rms_epsilon", 1e-6f32)
+        .meta("tokenizer.ggml.model", "gpt2")
+        .meta("tokenizer.ggml.pre", "smollm")
+        .meta("tokenizer.ggml.tokens", tokens)
+        .meta("tokenizer.ggml.token_type", kinds)
+        .meta("tokenizer.ggml.merges", merges)
+        .meta("tokenizer.ggml.eos_token_id", END);
+    for (key, value) in [
+        ("block_count", LAYERS),
+        ("embedding_length", WIDTH),
+        ("feed_forward_length", FFN),
+        ("context_length", 4096),
+        ("attention.head_count", HEADS),
+        ("attention.head_count_kv", KV_HEADS),
+        ("attention.key_length", HEAD_DIM),
+    ] {
+        file = file.meta(&format!("llama.{key}"), value as u32);
+    }
+    // Logits of a standard deviation near 3: some tokens are likely, many possible.
+    file = matrix(file, "token_embd", VOCAB, WIDTH);
+    file = file.f32s("output_norm.weight", &[WIDTH], &[18.0; WIDTH]);
+    file = matrix(file, "output", VOCAB, WIDTH);
+    (0..LAYERS).fold(file, layer)
+}
+
+fn layer(file: Writer, i: usize) -> Writer {
+    let (q, kv) = (HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM);
+    let name = |part: &str| format!("blk.{i}.{part}");
+    let matrices = [
+        ("attn_q", q, WIDTH),
+        ("attn_k", kv, WIDTH),
+        ("attn_v", kv, WIDTH),
+        ("attn_output", WIDTH, q),
+        ("ffn_gate", FFN, WIDTH),
+        ("ffn_up", FFN, WIDTH),
+        ("ffn_down", WIDTH, FFN),
+    ];
+    // Scores spread, so that attention is not a plain mean.
+    let norms = ["attn_norm.weight", "ffn_norm.weight"];
+    let file = norms.iter().fold(file, |file, norm| {
+        file.f32s(&name(norm), &[WIDTH], &[8.0; WIDTH])
+    });
+    let add =
+        |file, (part, rows, cols): (&str, usize, usize)| matrix(file, &name(part), rows, cols);
+    matrices.into_iter().fold(file, add)
+}
+
+/// A random matrix whose values follow from its name.
+fn matrix(file: Writer, name: &str, rows: usize, cols: usize) -> Writer {
+    let seed = name
+        .bytes()
+        .fold(0u64, |seed, byte| seed * 31 + u64::from(byte));
+    let row = |i| {
+        random_row(
+            BlockType::Q8_0,
+            cols,
+            seed.wrapping_mul(1000).wrapping_add(i),
+        )
+    };
+    let bytes: Vec<u8> = (0..rows as u64).flat_map(row).collect();
+    file.tensor(
+        &format!("{name}.weight"),
+        BlockType::Q8_0,
+        &[rows, cols],
+        bytes,
+    )
+}
