@@ -26,16 +26,19 @@ pub(crate) struct Args {
     #[command(flatten)]
     compute: ComputeArgs,
     /// Tokens of the prompt
-    #[arg(long, value_name = "N", default_value_t = 512, value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(long, value_name = "N", default_value_t = 512,
+          value_parser = clap::value_parser!(u32).range(1..))]
     prompt: u32,
     /// Tokens to decode after it, or after --depth
-    #[arg(long, value_name = "N", default_value_t = 128, value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(long, value_name = "N", default_value_t = 128,
+          value_parser = clap::value_parser!(u32).range(1..))]
     r#gen: u32,
     /// Decode from this position instead of the prompt's end
     #[arg(long, value_name = "N")]
     depth: Option<u32>,
     /// Measured runs, after one to warm up
-    #[arg(long, value_name = "N", default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(long, value_name = "N", default_value_t = 5,
+          value_parser = clap::value_parser!(u32).range(1..))]
     runs: u32,
     /// Alternate with llama.cpp: a folder with the npm package node-llama-cpp 3.22.1
     /// (npm install --ignore-scripts --prefix DIR --no-save node-llama-cpp@3.22.1)
@@ -109,11 +112,14 @@ impl<'a> Bench<'a> {
         let depth = args.depth.map_or(prompt, |depth| depth as usize);
         let positions = prompt.max(depth + args.r#gen as usize);
         let cache = model.new_cache(positions)?;
-        // The same ids as scripts/peers/llama_bench.py.
+        // The same ids as scripts/peers/llama_bench.py: spread over the vocabulary, without the
+        // special tokens at its ends. A toy vocabulary has no room for that.
         let vocab = model.config().vocab;
-        let tokens = (0..positions)
-            .map(|i| ((i * 7919) % (vocab - 100) + 50) as u32)
-            .collect();
+        let spread = |i: usize| match vocab.checked_sub(100) {
+            Some(inner @ 1..) => i * 7919 % inner + 50,
+            _ => i % vocab,
+        };
+        let tokens = (0..positions).map(|i| spread(i) as u32).collect();
         Ok(Self {
             model,
             workspace: Workspace::new(model, ROWS.min(positions), 1, 1, positions),

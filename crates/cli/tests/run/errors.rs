@@ -58,84 +58,81 @@ impl Case<'_> {
     }
 }
 
+/// Options of `paceline run`, and a part of what is said about them.
+const WRONG_OPTIONS: [(&str, &str); 15] = [
+    ("--threads 0", "'0' for '--threads <N>'"),
+    ("--threads -1", "'-1' for '--threads <N>'"),
+    (
+        "--temperature -1",
+        "error: --temperature is -1, expected 0 or more",
+    ),
+    (
+        "--temperature NaN",
+        "error: --temperature is NaN, expected 0 or more",
+    ),
+    ("--temperature inf", "error: --temperature is inf"),
+    ("--temperature warm", "'warm' for '--temperature <F>'"),
+    (
+        "--top-p 0",
+        "error: --top-p is 0, expected above 0 and at most 1",
+    ),
+    ("--min-p 1.5", "error: --min-p is 1.5, expected 0 to 1"),
+    ("--repetition-penalty 0", "error: --repetition-penalty is 0"),
+    ("--max-tokens -1", "'-1' for '--max-tokens <N>'"),
+    ("--context 1", "'1' for '--context <N>'"),
+    ("--class gpu", "unknown kernel class \"gpu\", expected cpu"),
+    ("--raw --system x", "cannot be used with"),
+    ("--stop ", "--stop"),
+    ("--frob", "unexpected argument '--frob'"),
+];
+
 #[test]
-fn wrong_usage_exits_with_2() {
+fn wrong_options_exit_with_2() {
     let world = World::new();
     world.model(Tiny::default());
-    let stop = ["--stop", ""];
-    for (options, says) in [
-        (&["--threads", "0"][..], "--threads"),
-        (
-            &["--threads", "-1"],
-            "invalid value '-1' for '--threads <N>'",
-        ),
-        (
-            &["--temperature", "-1"],
-            "error: --temperature is -1, expected 0 or more",
-        ),
-        (
-            &["--temperature", "NaN"],
-            "error: --temperature is NaN, expected 0 or more",
-        ),
-        (&["--temperature", "inf"], "error: --temperature is inf"),
-        (
-            &["--temperature", "warm"],
-            "invalid value 'warm' for '--temperature <F>'",
-        ),
-        (
-            &["--top-p", "0"],
-            "error: --top-p is 0, expected above 0 and at most 1",
-        ),
-        (
-            &["--min-p", "1.5"],
-            "error: --min-p is 1.5, expected 0 to 1",
-        ),
-        (
-            &["--repetition-penalty", "0"],
-            "error: --repetition-penalty is 0",
-        ),
-        (
-            &["--max-tokens", "-1"],
-            "invalid value '-1' for '--max-tokens <N>'",
-        ),
-        (&["--context", "1"], "invalid value '1' for '--context <N>'"),
-        (
-            &["--class", "gpu"],
-            "unknown kernel class \"gpu\", expected cpu",
-        ),
-        (&["--raw", "--system", "x"], "cannot be used with"),
-        (&stop, "--stop"),
-        (&["--frob"], "unexpected argument '--frob'"),
-    ] {
-        let args = [&["run", "tiny.gguf", "hi"], options].concat();
+    for (options, says) in WRONG_OPTIONS {
+        let options = options.split(' ');
+        let args: Vec<&str> = ["run", "tiny.gguf", "hi"]
+            .into_iter()
+            .chain(options)
+            .collect();
+        let says = &[
+            says,
+            if says.starts_with("error") {
+                "\nhint: "
+            } else {
+                ""
+            },
+        ];
         Case {
             args: &args,
             env: &[],
             stdin: b"",
             code: 2,
-            says: &[says],
+            says,
         }
         .check(&world);
     }
+    world.assert_clean();
+}
+
+#[test]
+fn missing_arguments_exit_with_2() {
+    let world = World::new();
+    world.model(Tiny::default());
+    let none = "error: no prompt: none was given and standard input is empty\nhint: ";
     for (args, stdin, says) in [
-        (&["run"][..], &b""[..], "MODEL"),
-        (
-            &["run", "tiny.gguf"],
-            b"",
-            "error: no prompt: none was given and standard input is empty",
-        ),
-        (
-            &["run", "tiny.gguf", "--json"],
-            b" \n\t",
-            "error: no prompt",
-        ),
-        (&["bench"], b"", "Usage"),
+        (&["run"][..], "", "MODEL"),
+        (&["run", "tiny.gguf"], "", none),
+        (&["run", "tiny.gguf", "--json"], " \n\t", none),
+        (&["bench"], "", "Usage"),
         (
             &["bench", "model", "tiny.gguf", "--runs", "0"],
-            b"",
+            "",
             "--runs",
         ),
     ] {
+        let stdin = stdin.as_bytes();
         Case {
             args,
             env: &[],
@@ -212,17 +209,15 @@ fn prompts_that_cannot_be_answered() {
     world.assert_clean();
 }
 
-#[test]
-fn files_that_are_no_usable_model() {
-    let world = World::new();
+/// Writes files that cannot be used to the folder of `world`'s models.
+fn write_bad_models(world: &World) {
     let models = world.path("models");
     let tiny = Tiny::default();
     let whole = tiny.writer().to_bytes();
-    let zip = b"PK\x03\x04 and so on";
     for (name, bytes) in [
         ("text.gguf", &b"once upon a time"[..]),
         ("page.gguf", b"<!DOCTYPE html><html>"),
-        ("torch.gguf", zip),
+        ("torch.gguf", b"PK\x03\x04 and so on"),
         ("empty.gguf", b""),
         ("header.gguf", &whole[..1000]),
         ("half.gguf", &whole[..whole.len() / 2]),
@@ -235,94 +230,76 @@ fn files_that_are_no_usable_model() {
         ..tiny
     }
     .write(&models.join("mamba.gguf"));
-    tiny.writer()
-        .meta("llama.expert_count", 8_u32)
-        .write(models.join("experts.gguf"));
-    let pre = tiny.writer().meta("tokenizer.ggml.merges", "twice");
-    pre.write(models.join("twice.gguf"));
+    let experts = tiny.writer().meta("llama.expert_count", 8_u32);
+    experts.write(models.join("experts.gguf"));
+    let twice = tiny.writer().meta("tokenizer.ggml.merges", "twice");
+    twice.write(models.join("twice.gguf"));
     fs::create_dir(models.join("folder")).unwrap();
-    for (model, says) in [
-        (
-            "./none.gguf",
-            &["error: ./none.gguf: no such file or folder\nhint: check the path"][..],
-        ),
-        (
-            "text.gguf",
-            &[
-                "error: text.gguf is not a model",
-                "\nhint: a model is a .gguf file",
-            ],
-        ),
-        (
-            "page.gguf",
-            &[
-                "error: page.gguf is not a model",
-                "\nhint: it is a web page",
-            ],
-        ),
-        (
-            "torch.gguf",
-            &[
-                "is not a model",
-                "\nhint: it looks like a PyTorch checkpoint",
-            ],
-        ),
-        (
-            "empty.gguf",
-            &["is not a model", "\nhint: the file holds no data"],
-        ),
-        (
-            "header.gguf",
-            &[
-                "error: header.gguf: ",
-                "1000",
-                "truncated",
-                "\nhint: the file is incomplete",
-            ],
-        ),
-        (
-            "half.gguf",
-            &[
-                "error: half.gguf: ",
-                "truncated",
-                "\nhint: the file is incomplete",
-            ],
-        ),
-        (
-            "mamba.gguf",
-            &[
-                "error: cannot load mamba.gguf: model architecture \"mamba\" is not supported, \
-                 expected one of llama, ",
-                "\nhint: take a model of one of these families",
-            ],
-        ),
-        (
-            "experts.gguf",
-            &[
-                "error: cannot load experts.gguf: number of experts is 8",
-                "\nhint: ",
-            ],
-        ),
-        (
-            "twice.gguf",
-            &["error: twice.gguf: ", "occurs twice\nhint: "],
-        ),
-        (
-            "folder",
-            &["error: folder is not a model: the folder has no config.json\nhint: "],
-        ),
-        (
-            "/dev/null",
-            &["error: /dev/null is not a model", "\nhint: "],
-        ),
-    ] {
+}
+
+const INCOMPLETE: &str = "truncated, or the header lies\nhint: the file is incomplete";
+
+/// A MODEL, how its error begins, and a later part of what is said.
+const BAD_MODELS: [(&str, &str, &str); 12] = [
+    (
+        "./none.gguf",
+        "./none.gguf: no such file",
+        "\nhint: check the path",
+    ),
+    (
+        "text.gguf",
+        "text.gguf is not a model",
+        "\nhint: a model is a .gguf file",
+    ),
+    (
+        "page.gguf",
+        "page.gguf is not a model",
+        "\nhint: it is a web page",
+    ),
+    (
+        "torch.gguf",
+        "torch.gguf is not a model",
+        "\nhint: it looks like a PyTorch checkpoint",
+    ),
+    (
+        "empty.gguf",
+        "empty.gguf is not a model",
+        "\nhint: the file holds no data",
+    ),
+    ("header.gguf", "header.gguf: ", INCOMPLETE),
+    ("half.gguf", "half.gguf: ", INCOMPLETE),
+    (
+        "mamba.gguf",
+        "cannot load mamba.gguf: ",
+        "\"mamba\" is not supported, expected one of llama, ",
+    ),
+    (
+        "experts.gguf",
+        "cannot load experts.gguf: number of experts is 8",
+        "\nhint: ",
+    ),
+    ("twice.gguf", "twice.gguf: ", "occurs twice\nhint: "),
+    (
+        "folder",
+        "folder is not a model: the folder has no config.json",
+        "\nhint: ",
+    ),
+    ("/dev/null", "/dev/null is not a model", "\nhint: "),
+];
+
+#[test]
+fn files_that_are_no_usable_model() {
+    let world = World::new();
+    write_bad_models(&world);
+    for (model, start, part) in BAD_MODELS {
         let args = ["run", model, "hi"];
+        let says = ["error: ", start, part];
         Case {
             args: &args,
             env: &[],
             stdin: b"",
             code: 1,
-            says,
+            says: &says,
         }
         .check(&world);
     }

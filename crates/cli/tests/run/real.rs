@@ -41,13 +41,13 @@ fn every_instruction_set_gives_the_same_answer() {
         command.args(options).env("PACELINE_CPU", set);
         let output = finish(command.stdout(Stdio::piped()).stderr(Stdio::piped()));
         if text(&output.stderr).contains("but this machine has") {
-            eprintln!("SKIPPED every_instruction_set_gives_the_same_answer: no {set} here");
-            continue;
+            continue; // no machine has all of them
         }
         let json = object(&output);
         assert_eq!(json["instruction_set"], set);
         answers.push(json["tokens"].clone());
     }
+    assert!(!answers.is_empty(), "every machine has the first");
     assert!(
         answers.windows(2).all(|pair| pair[0] == pair[1]),
         "{answers:?}"

@@ -135,7 +135,8 @@ mod linux {
             .arg(env!("CARGO_BIN_EXE_paceline"))
             .args(["run", &model])
             .stdin(Stdio::piped())
-            .stdout(Stdio::piped());
+            .stdout(Stdio::piped())
+            .stderr(Stdio::null());
         let mut child = command.spawn().unwrap();
         until("it handles signals", || handles_signals(&child));
         kill_process(pid(&child), Signal::HUP).unwrap();
