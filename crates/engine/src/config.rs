@@ -42,6 +42,11 @@ impl EngineConfig {
         }
     }
 
+    /// Snapshots that are restored while as many sequences wait to be resumed are refused.
+    pub(crate) const fn max_resuming(&self) -> usize {
+        self.max_running.saturating_add(self.max_waiting)
+    }
+
     /// Pages of the cache.
     pub(crate) const fn pages(&self) -> usize {
         self.cache_positions.div_ceil(PAGE)

@@ -165,12 +165,7 @@ impl Engine {
     /// engine made.
     pub fn restore(&mut self, snapshot: Snapshot) -> Result<SequenceId, Error> {
         let waiting = self.resuming.len();
-        if waiting
-            >= self
-                .config
-                .max_running
-                .saturating_add(self.config.max_waiting)
-        {
+        if waiting >= self.config.max_resuming() {
             let snapshot = Box::new(snapshot);
             return Err(Error::BusyResuming { waiting, snapshot });
         }
@@ -223,13 +218,14 @@ impl Engine {
         self.take_results(&plan)
     }
 
-    /// Moves sequences that wait to the running ones while all their tokens fit in the pages that
+    /// Moves sequences to the running ones, in order, while all their tokens fit in the pages that
     /// are neither taken nor still needed for tokens of running ones.
     fn admit(&mut self) {
         while self.running.len() < self.config.max_running {
-            let queue = match self.resuming.is_empty() {
-                true => &mut self.waiting,
-                false => &mut self.resuming,
+            let queue = if self.resuming.is_empty() {
+                &mut self.waiting
+            } else {
+                &mut self.resuming
             };
             let Some(next) = queue.front() else {
                 return;

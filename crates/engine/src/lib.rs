@@ -17,6 +17,39 @@
 //! - [`SamplingParams`]: from logits to a token, seeded per request.
 //! - [`Snapshot`]: everything of a sequence but its cache, which the numerics rule lets any engine
 //!   of the same kernel class compute again to the bit.
+//!
+//! ```no_run
+//! use std::sync::Arc;
+//!
+//! use paceline_engine::{Engine, EngineConfig, Event, Request, SamplingParams};
+//! use paceline_formats::tokenizer::{Specials, Tokenizer};
+//! use paceline_model::{LoadOptions, Model, Source};
+//! use paceline_tensor::Kernels;
+//!
+//! let source = Source::open("model".as_ref())?; // a Hugging Face folder
+//! let kernels = Arc::new(Kernels::new(2)?);
+//! let model = Model::load(&source, LoadOptions::default(), kernels, |_, _| {})?;
+//! let tokenizer = Arc::new(Tokenizer::from_hf_dir("model".as_ref())?);
+//! let prompt = tokenizer.encode("Why is the sky blue?", Specials::AsText, true)?;
+//!
+//! let config = EngineConfig::single("model", 4096);
+//! let mut engine = Engine::new(Arc::new(model), tokenizer, config)?;
+//! engine.submit(Request {
+//!     prompt,
+//!     max_tokens: 100,
+//!     sampling: SamplingParams { temperature: 0.7, seed: 1, ..SamplingParams::default() },
+//!     stop: vec!["\n\n".to_owned()],
+//! })?;
+//! let mut answer = String::new();
+//! while !engine.is_idle() {
+//!     for event in engine.step() {
+//!         if let Event::Token { text, .. } | Event::Finished { text, .. } = event {
+//!             answer.push_str(&text);
+//!         }
+//!     }
+//! }
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
 
 mod config;
 mod engine;

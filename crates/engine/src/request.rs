@@ -33,7 +33,8 @@ pub enum Finish {
 /// Something that a step did.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Event {
-    /// The prompt is in the cache; the first token comes with the same step.
+    /// The prompt is in the cache; the first token, if one is wanted, comes with the same step.
+    /// Told once, however often the sequence is preempted or moved.
     PromptRead {
         /// The sequence.
         id: SequenceId,

@@ -273,19 +273,40 @@ fn cancelling_frees_pages_and_ends_events() {
 }
 
 #[test]
-fn a_long_prompt_does_not_stall_answers() {
+fn a_prompt_is_begun_only_when_there_are_pages_for_all_of_it() {
     let tiny = Tiny::new(1);
-    let mut rig = Rig::new(
-        &tiny,
-        EngineConfig {
-            max_rows: 5,
-            ..sizes()
-        },
+    let config = EngineConfig {
+        cache_positions: CONTEXT + PAGE,
+        ..sizes()
+    };
+    let mut rig = Rig::new(&tiny, config);
+    let answers = long_answers(&tiny, 1);
+    let first = rig.submit(&answers[0]);
+    rig.submit(&greedy(prompt(100, 1), 5));
+    let last = rig.submit(&greedy(prompt(100, 2), 5));
+    while rig.outcomes[&last].finish.is_none() {
+        rig.step();
+    }
+    assert!(
+        rig.outcomes[&first].finish.is_none(),
+        "it ran beside the others"
     );
-    let short = long_answers(&tiny, 3);
-    let short: Vec<SequenceId> = short.iter().map(|r| rig.submit(r)).collect();
-    rig.step();
-    let long = rig.submit(&greedy(prompt(100, 9), 5));
+    assert_eq!(rig.preemptions, 0);
+    rig.drain();
+}
+
+/// Reads a prompt of 100 tokens, 5 rows a step, while three answers are generated. `is_first`:
+/// whether it came before the others.
+fn read_beside_answers(tiny: &Tiny, is_first: bool) -> Rig {
+    let config = EngineConfig {
+        max_rows: 5,
+        ..sizes()
+    };
+    let mut rig = Rig::new(tiny, config);
+    let mut others = long_answers(tiny, 3);
+    others.insert(if is_first { 0 } else { 3 }, greedy(prompt(100, 9), 5));
+    let mut short: Vec<SequenceId> = others.iter().map(|r| rig.submit(r)).collect();
+    let long = short.remove(if is_first { 0 } else { 3 });
     let mut steps = 0;
     while rig.outcomes[&long].prompt_reads == 0 {
         let events = rig.step();
@@ -300,5 +321,13 @@ fn a_long_prompt_does_not_stall_answers() {
         steps += 1;
     }
     assert_eq!(steps, 50, "2 of 5 rows are left for the prompt");
-    rig.drain();
+    rig
+}
+
+#[test]
+fn a_long_prompt_does_not_stall_answers() {
+    let tiny = Tiny::new(1);
+    for is_first in [true, false] {
+        read_beside_answers(&tiny, is_first).drain();
+    }
 }

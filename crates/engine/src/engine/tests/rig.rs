@@ -50,6 +50,7 @@ pub(super) struct Rig {
     pub(super) n_steps: usize,
     /// How often a sequence had to give up its pages.
     pub(super) preemptions: usize,
+    has_restored: bool,
 }
 
 impl Rig {
@@ -59,6 +60,7 @@ impl Rig {
             outcomes: BTreeMap::new(),
             n_steps: 0,
             preemptions: 0,
+            has_restored: false,
         }
     }
 
@@ -73,6 +75,7 @@ impl Rig {
 
     /// Continues a snapshot, which is serialised on its way. `past` is what came of it before.
     pub(super) fn restore(&mut self, snapshot: &Snapshot, past: Outcome) -> SequenceId {
+        self.has_restored = true;
         let text = serde_json::to_string(snapshot).unwrap();
         let result = self.engine.restore(serde_json::from_str(&text).unwrap());
         let id = self.added(result).unwrap();
@@ -81,7 +84,7 @@ impl Rig {
     }
 
     fn added(&mut self, result: Result<SequenceId, Error>) -> Result<SequenceId, Error> {
-        check(&self.engine);
+        self.check();
         if let Ok(id) = result {
             let outcome = Outcome::default();
             assert!(
@@ -94,13 +97,13 @@ impl Rig {
 
     pub(super) fn cancel(&mut self, id: SequenceId) {
         self.engine.cancel(id).unwrap();
-        check(&self.engine);
+        self.check();
     }
 
     /// Takes a sequence out, with what came of it.
     pub(super) fn take(&mut self, id: SequenceId) -> (Snapshot, Outcome) {
         let snapshot = self.engine.take_snapshot(id).unwrap();
-        check(&self.engine);
+        self.check();
         (snapshot, self.outcomes.remove(&id).unwrap())
     }
 
@@ -112,7 +115,7 @@ impl Rig {
         let decoding: Vec<SequenceId> = running.iter().filter(decodes).map(|s| s.id).collect();
         let (running, idle) = (ids(running), self.engine.is_idle());
         let events = self.engine.step();
-        check(&self.engine);
+        self.check();
         for event in &events {
             self.outcomes.entry(id_of(event)).or_default().add(event);
         }
@@ -128,6 +131,41 @@ impl Rig {
         );
         self.n_steps += 1;
         events
+    }
+
+    /// What holds between any two calls.
+    fn check(&self) {
+        let engine = &self.engine;
+        let config = &engine.config;
+        assert!(engine.running.len() <= config.max_running);
+        assert!(engine.waiting.len() <= config.max_waiting);
+        // One more preempted sequence may follow after the bound on restored ones was reached.
+        assert!(engine.resuming.len() <= 2 * config.max_running + config.max_waiting);
+        let queued = || engine.resuming.iter().chain(&engine.waiting);
+        let mut ids: Vec<SequenceId> = engine
+            .running
+            .iter()
+            .chain(queued())
+            .map(|s| s.id)
+            .collect();
+        assert!(
+            self.has_restored || ids.is_sorted(),
+            "{ids:?} are out of order"
+        );
+        let n = ids.len();
+        ids.sort_unstable();
+        ids.dedup();
+        assert_eq!(ids.len(), n, "a sequence is in two queues");
+        assert!(queued().all(|s| s.pages.is_empty() && s.computed == 0));
+        let mut pages = engine.free.pages().to_vec();
+        for s in &engine.running {
+            assert!(s.computed < s.tokens.len() && s.computed <= s.pages.len() * PAGE);
+            assert!(s.tokens.len() <= config.context);
+            pages.extend(&s.pages);
+        }
+        pages.sort_unstable();
+        let all: Vec<u32> = (0..engine.cache.pages() as u32).collect();
+        assert_eq!(pages, all, "each page has one owner");
     }
 
     /// Several steps.
@@ -151,36 +189,6 @@ impl Rig {
         );
         assert_eq!(self.engine.step(), []);
     }
-}
-
-/// What holds between any two calls.
-fn check(engine: &Engine) {
-    let config = &engine.config;
-    assert!(engine.running.len() <= config.max_running);
-    assert!(engine.waiting.len() <= config.max_waiting);
-    // One more preempted sequence may follow after the bound on restored ones was reached.
-    assert!(engine.resuming.len() <= 2 * config.max_running + config.max_waiting);
-    let queued = || engine.resuming.iter().chain(&engine.waiting);
-    let mut ids: Vec<SequenceId> = engine
-        .running
-        .iter()
-        .chain(queued())
-        .map(|s| s.id)
-        .collect();
-    let n = ids.len();
-    ids.sort_unstable();
-    ids.dedup();
-    assert_eq!(ids.len(), n, "a sequence is in two queues");
-    assert!(queued().all(|s| s.pages.is_empty() && s.computed == 0));
-    let mut pages = engine.free.pages().to_vec();
-    for s in &engine.running {
-        assert!(s.computed < s.tokens.len() && s.computed <= s.pages.len() * PAGE);
-        assert!(s.tokens.len() <= config.context);
-        pages.extend(&s.pages);
-    }
-    pages.sort_unstable();
-    let all: Vec<u32> = (0..engine.cache.pages() as u32).collect();
-    assert_eq!(pages, all, "each page has one owner");
 }
 
 /// What comes of a request that is alone, its prompt read in one chunk.

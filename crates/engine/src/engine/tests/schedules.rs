@@ -121,7 +121,7 @@ impl World<'_> {
             request,
         } = self.places[at];
         let other = &self.rigs[1 - engine].engine;
-        if other.resuming.len() >= other.config.max_running + other.config.max_waiting {
+        if other.resuming.len() >= other.config.max_resuming() {
             return;
         }
         let rig = &mut self.rigs[engine];
