@@ -59,6 +59,9 @@ pub(crate) enum Error {
         /// MODEL of the command line.
         model: String,
     },
+    /// Nothing says where models are kept.
+    #[error("neither PACELINE_HOME nor HOME is set")]
+    NoHome,
     /// `PACELINE_CPU` names nothing known.
     #[error("PACELINE_CPU is {value:?}, expected one of {known}")]
     UnknownCpu {

@@ -14,6 +14,7 @@ use std::path::PathBuf;
 use anyhow::Context;
 use paceline_store::{Home, Hub, ProxySetting, PullOptions, Token};
 
+use crate::error::Error;
 use crate::output::tell;
 
 /// What the store needs to know.
@@ -53,7 +54,7 @@ pub(crate) fn home() -> anyhow::Result<Home> {
             .map(PathBuf::from)
     };
     let root = set("PACELINE_HOME").or_else(|| set("HOME").map(|home| home.join(".paceline")));
-    let root = root.context("neither PACELINE_HOME nor HOME is set")?;
+    let root = root.ok_or(Error::NoHome)?;
     // Paths are printed for use elsewhere, so they should not depend on the current folder.
     let root = std::path::absolute(root).context("cannot find the current folder")?;
     Ok(Home::new(root))

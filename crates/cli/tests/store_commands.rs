@@ -186,7 +186,11 @@ fn bad_settings_are_named() {
         .arg("models")
         .output()
         .unwrap();
-    assert!(text(&lost.stderr).contains("neither PACELINE_HOME nor HOME is set"));
+    let said = text(&lost.stderr);
+    assert!(
+        said.contains("neither PACELINE_HOME nor HOME is set\nhint: set PACELINE_HOME"),
+        "{said}"
+    );
 }
 
 /// A hub that sends 1 MB of the catalogue's file and then nothing more.

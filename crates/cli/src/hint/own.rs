@@ -23,6 +23,7 @@ pub(super) fn hint(error: &Error) -> Option<String> {
         } => more_context(*tokens, *context, *trained, *in_chat),
         Error::CannotChat { .. } => "give it a text to continue: paceline run MODEL TEXT".into(),
         Error::NoSystem { .. } => "leave out --system and put its text into the prompt".into(),
+        Error::NoHome => "set PACELINE_HOME to a folder for models".into(),
         Error::UnknownCpu { .. } | Error::CpuLacks { .. } => {
             "unset PACELINE_CPU to have the fastest that this machine can".into()
         }

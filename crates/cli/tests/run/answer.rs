@@ -1,6 +1,5 @@
 //! One prompt, one answer.
 
-use std::fs::File;
 use std::io::{Read, Write};
 use std::process::Stdio;
 
@@ -8,6 +7,23 @@ use serde_json::Value;
 
 use crate::tiny::{ALPHABET, IM_END, Tiny, decode};
 use crate::{World, finish, numbers, object, text, wait};
+
+#[test]
+fn help_is_short_and_has_examples() {
+    let world = World::new();
+    let output = finish(world.paceline(["run", "--help"]).stdout(Stdio::piped()));
+    assert_eq!(output.status.code(), Some(0));
+    let help = text(&output.stdout);
+    for part in [
+        "Usage: paceline run",
+        "[default: 0.7]",
+        "Examples:",
+        "Exit codes: 0 ok",
+    ] {
+        assert!(help.contains(part), "{part:?} in {help}");
+    }
+    assert!(help.lines().count() < 50, "{help}");
+}
 
 /// Greedy: the tiny model's answer is known then.
 const GREEDY: [&str; 2] = ["--temperature", "0"];
@@ -228,6 +244,22 @@ fn a_model_without_template_continues_the_text() {
 }
 
 #[test]
+fn a_folder_of_safetensors_answers() {
+    let world = World::new();
+    let folder = concat!(
+        env!("CARGO_MANIFEST_DIR"),
+        "/../../tests-data/golden/hf/qwen2-f16"
+    );
+    let json = world.json(
+        folder,
+        &["once upon", "--max-tokens", "5", "--temperature", "0"],
+    );
+    assert_eq!(numbers(&json, "tokens").len() as u64, json["n_generated"]);
+    assert!(json["n_prompt"].as_u64() > Some(1), "{json}");
+    assert_eq!(json["model"], folder);
+}
+
+#[test]
 fn the_prompt_may_come_through_a_pipe() {
     let world = World::new();
     let model = world.model(Tiny::default());
@@ -308,6 +340,8 @@ fn a_reader_of_both_streams_may_leave() {
 #[test]
 #[cfg(target_os = "linux")]
 fn full_disks_are_told_where_that_is_possible() {
+    use std::fs::File;
+
     let world = World::new();
     let model = world.model(Tiny::default());
     let full = || File::options().write(true).open("/dev/full").unwrap();
