@@ -36,7 +36,7 @@ use crate::{Call, Collective, Data, DataMut, Deadline, Error, Group, Kind};
 /// Longest part of one rank's data that is moved in one round.
 ///
 /// 1 MiB from each of 2 ranks gathered in 334, 257, 206, 187, 175 and 143 µs with segments of 16,
-/// 32, 64, 128, 256 and 1024 KiB (`benches/local.rs`, 2-core Sapphire Rapids VM with 2 MiB of L2 a
+/// 32, 64, 128, 256 and 1024 KiB (`benches/local.rs`, 2-core EPYC 9004 VM with 1 MiB of L2 a
 /// core, November 2026). Beyond 128 KiB there is little to gain, and 8 ranks still fit one L2.
 pub const SEGMENT_BYTES: usize = 128 << 10;
 

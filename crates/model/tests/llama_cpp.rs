@@ -4,12 +4,12 @@
 //! Three recorded readings of each text: llama.cpp on *widened* weights and numpy round activations
 //! to f32 only; llama.cpp on the weights *as stored* rounds them to 8 bits, as our class `cpu-q8`
 //! does in runs of its own. Where first and second logit nearly tie, that changes the winner:
-//! llama.cpp as stored agrees with itself on widened weights at 253 (SmolLM2) and 246 (Gemma) of 256
-//! positions, so an exact engine misses 98 % of the latter.
+//! llama.cpp as stored agrees with itself on widened weights at 253 (SmolLM2) and 246 (Gemma) of
+//! 256 positions, so an exact engine misses 98 % of the latter.
 //!
 //! The bar of 98 % therefore stands over all positions against the widened run, and for SmolLM2
-//! against the stored one as well; for Gemma as stored it stands over the positions that are no near
-//! tie. Every position where winners differ is printed.
+//! against the stored one as well; for Gemma as stored it stands over the positions that are no
+//! near tie. Every position where winners differ is printed.
 
 #![allow(clippy::print_stdout, reason = "figures, shown by --nocapture")]
 

@@ -19,9 +19,9 @@ use serde_json::Value;
 /// How far a class may be from `cpu-f32` on a [`Tiny`] model for each of its layers, as the root of
 /// the mean square over all logits, in units of that of the logits.
 ///
-/// Keys and values in f16 move a model of floats by up to 0.03 % a layer, and activations rounded to
+/// Keys and values in f16 move a model of floats by up to 0.03 % a layer, activations rounded to
 /// 15 bits add little: seen up to 0.045 %. Rounding to 8 bits moves the input of a product by 0.5 %
-/// of its size (uniform over steps of 1/127 of the largest of 32 values, which is about 2.2 standard
+/// of its size (uniform over steps of 1/127 of the largest of 32 values, about 2.2 standard
 /// deviations); four products in a row, gated ones twice, make 1 % of that: seen 0.1 to 1.1 %.
 const fn tolerance(block_type: BlockType, class: KernelClass) -> f64 {
     match class {

@@ -6,9 +6,10 @@
 //! with a zero offset or a min need them. One format serves every weight type, so a row is
 //! quantised once however many matrices read it.
 //!
-//! [`Precision::Fifteen`] has n = 16256 = 127 * 128 and keeps `q` as two bytes, `q = 128 high + low`
-//! with `high` in -127..=127 and `low` in -64..=63: a product takes two byte products, and its
-//! rounding is too small to change an answer. [`Precision::Eight`] has n = 127 and keeps one byte.
+//! [`Precision::Fifteen`] has n = 16256 = 127 * 128 and keeps `q` as two bytes,
+//! `q = 128 high + low` with `high` in -127..=127 and `low` in -64..=63: a product takes two byte
+//! products, and its rounding is too small to change an answer. [`Precision::Eight`] has n = 127
+//! and keeps one byte.
 
 use crate::isa::{Isa, LANES};
 

@@ -28,8 +28,7 @@ use crate::isa::{Isa, LANES};
 use crate::stored::Chunk;
 
 /// Activation rows that share one unpacking of the weights. Four keep the accumulators of the
-/// AVX2 version (2 registers each) and eight unpacked quads near 16 registers; 2 and 8 were
-/// slower in prefill of SmolLM2 on an EPYC 9004 (docs/measurements.md).
+/// AVX-512 version and eight unpacked quads within 32 registers (AVX2 spills some either way).
 const TILE: usize = 4;
 
 /// Deepest tree: 2^16 leaves.

@@ -17,7 +17,7 @@ use crate::{Call, Deadline, Dtype, Error, Kind};
 /// A peer that arrives within this time is met in 1 µs. Longer spinning gains nothing, since
 /// yielding on an idle core costs 0.3 µs, and it hurts when the peer waits for this very core:
 /// with 2000 spins 2 ranks on 2 busy cores took 53 µs for what takes 1.2 µs otherwise (4 KiB
-/// `all_reduce`, `benches/local.rs`, 2-core Sapphire Rapids VM, November 2026).
+/// `all_reduce`, `benches/local.rs`, 2-core EPYC 9004 VM, November 2026).
 const SPINS: u32 = 64;
 
 /// Looks at the arrivals, with the core yielded between them, before a rank sleeps: about 0.1 ms

@@ -73,7 +73,7 @@ impl StreamDecoder {
     }
 }
 
-/// Whether `bytes`, which end a text, are a beginning of a character that more bytes could complete.
+/// Whether `bytes`, which end a text, begin a character that more bytes could complete.
 fn is_unfinished(bytes: &[u8]) -> bool {
     matches!(std::str::from_utf8(bytes), Err(e) if e.error_len().is_none())
 }

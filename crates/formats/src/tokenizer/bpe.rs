@@ -41,7 +41,7 @@ impl ByteBpe {
         let pairs = merge_pairs(merges, &by_text, &forbidden)?;
         let model = BPE::builder()
             .vocab_and_merges(by_text, pairs)
-            // The crate keeps its cache per thread and never frees it; a prompt has few words twice.
+            // The crate keeps its cache per thread and never frees it; prompts repeat few words.
             .cache_capacity(0)
             .ignore_merges(scheme.ignore_merges)
             .build()

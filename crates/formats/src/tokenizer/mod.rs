@@ -219,7 +219,7 @@ impl Tokenizer {
     /// vocabulary is none rather than id 11.
     ///
     /// Cost: about 30 ms for SmolLM2 (49,152 tokens) and 60 ms for Gemma (262,144) on one core of a
-    /// Sapphire Rapids VM; memory a few times the texts.
+    /// 2-core EPYC 9004 VM; memory a few times the texts.
     ///
     /// # Errors
     /// [`Error::Metadata`], [`Error::UnknownModel`], [`Error::UnknownPre`],

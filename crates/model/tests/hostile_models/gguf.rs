@@ -100,6 +100,7 @@ fn integers_that_lie_are_refused() {
     }
 }
 
+// long: a table of cases, one after the other
 #[test]
 fn values_that_no_model_has_are_refused() {
     let dir = tempfile::tempdir().unwrap();

@@ -119,6 +119,7 @@ fn sizes_that_the_weights_do_not_have_are_refused() {
     }
 }
 
+// long: a table of cases, one after the other
 #[test]
 fn settings_that_lie_are_refused() {
     let folder = Folder::copy("llama-tied");
