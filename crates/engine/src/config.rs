@@ -22,7 +22,9 @@ pub struct EngineConfig {
     pub max_rows: usize,
 }
 
-/// The rows of a step unless told otherwise.
+/// The rows of a step unless told otherwise. On two threads (EPYC VM, November 2026) SmolLM2 and
+/// Gemma 3 270M read prompts no faster with more than 128 rows a step, up to 1024 tried; this
+/// leaves room for more cores. The buffers of an 8B model are some 300 KB a row.
 const DEFAULT_ROWS: usize = 512;
 
 /// Largest accepted number of positions. Far more than any machine holds (SmolLM2 would take 90

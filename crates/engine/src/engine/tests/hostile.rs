@@ -148,6 +148,18 @@ fn what_is_wrong_with_a_snapshot_is_said() {
     );
 }
 
+#[test]
+fn a_prompt_that_fills_the_context_is_refused_as_in_a_request() {
+    let tiny = Tiny::new(1);
+    let mut value = snapshot(&tiny);
+    value["tokens"] = json!(vec![1; CONTEXT]);
+    value["prompt_len"] = json!(CONTEXT);
+    value["tokens_left"] = json!(0);
+    let error = restore(&mut rig(&tiny), value).unwrap_err();
+    let expected = "snapshot may grow to 129 tokens, but the context holds 128";
+    assert_eq!(error, expected);
+}
+
 /// Paths of all values in `value`.
 fn paths(value: &Value, path: &str, out: &mut Vec<String>) {
     out.push(path.to_owned());
