@@ -1,6 +1,8 @@
 //! Token ids against llama.cpp and the `tokenizers` crate of Python, recorded by
 //! `scripts/golden_text.py`.
 
+#![allow(clippy::unwrap_used, reason = "tests, and functions of tests")]
+
 mod text_support;
 
 use paceline_formats::tokenizer::{Specials, Tokenizer};

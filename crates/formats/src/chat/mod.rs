@@ -1,1 +1,416 @@
-//! placeholder
+//! A conversation as the prompt of a model, by the template that came with it.
+//!
+//! ```text
+//! messages --guard--> changed messages --template--> text --cut at control names--> fragments
+//!          --change the text fragments back, encode as ordinary text--> ids
+//! ```
+//!
+//! Invariants: the control tokens of a prompt are those that the template writes, and no text of a
+//! message becomes one (`guard` says how); a template runs in an interpreter without files,
+//! network or clock, and stops at a limit of steps and of output.
+//!
+//! A limit is missing: minijinja does not count the memory of values that a template makes and
+//! does not print. A hostile template can ask for more than there is.
+//!
+//! Not here: which template to use when a model has none. Such a model was not trained to chat.
+
+mod clock;
+mod guard;
+mod json;
+mod template;
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use minijinja::value::Serde;
+use minijinja::{Environment, Value};
+use serde::{Deserialize, Serialize};
+use serde_json::Value as Json;
+
+use crate::gguf::Metadata;
+use crate::tokenizer::{self, Fragment, Tokenizer};
+use guard::{Guard, Guise, Place};
+
+/// Why a conversation could not be made a prompt.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// The model has no chat template: it is a base model, which completes text.
+    #[error("the model has no chat template: it is a base model and completes plain text only")]
+    NoTemplate,
+    /// Metadata of a GGUF is of another type.
+    #[error(transparent)]
+    Metadata(#[from] crate::gguf::Error),
+    /// A file could not be read.
+    #[error("reading {}", path.display())]
+    Read {
+        /// The file.
+        path: PathBuf,
+        /// What the system says.
+        source: std::io::Error,
+    },
+    /// A configuration file is not JSON of the expected form.
+    #[error("{}: {reason}", path.display())]
+    Malformed {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong.
+        reason: String,
+    },
+    /// The template, or the file it is in, is longer than any real one.
+    #[error("chat template has {size} bytes, expected at most {limit}")]
+    TooLong {
+        /// Its size in bytes.
+        size: usize,
+        /// The limit in bytes.
+        limit: usize,
+    },
+    /// The template is not valid Jinja.
+    #[error("chat template, line {line}: {reason}")]
+    Syntax {
+        /// 1-based; 0 if not known.
+        line: usize,
+        /// What the parser says.
+        reason: String,
+    },
+    /// The template failed.
+    #[error("chat template failed in line {line}: {reason}")]
+    Render {
+        /// 1-based; 0 if not known.
+        line: usize,
+        /// What the interpreter says.
+        reason: String,
+    },
+    /// The template refuses the conversation (`raise_exception`), such as two turns of one role.
+    #[error("the chat template refuses the conversation: {message}")]
+    Raised {
+        /// What it says.
+        message: String,
+    },
+    /// The template takes too long.
+    #[error("chat template takes more than {limit} steps")]
+    TooManySteps {
+        /// The limit.
+        limit: u64,
+    },
+    /// The template writes too much.
+    #[error("chat template writes more than {limit} bytes")]
+    OutputTooLong {
+        /// The limit in bytes.
+        limit: usize,
+    },
+    /// A role that is no known word: templates make names of control tokens of roles.
+    #[error("role {role:?} is not one of {}", ROLES.join(", "))]
+    UnknownRole {
+        /// The role.
+        role: String,
+    },
+    /// No character is left to keep messages apart from control tokens.
+    #[error("the messages use all private-use characters of Unicode")]
+    NoFreeCharacter,
+    /// A part of the prompt could not be encoded.
+    #[error(transparent)]
+    Tokenizer(#[from] tokenizer::Error),
+}
+
+/// Roles that a message may have: those of OpenAI's and Hugging Face's message formats, and what
+/// Llama (`ipython`) and Gemma (`model`) call two of them.
+pub const ROLES: [&str; 8] = [
+    "system",
+    "user",
+    "assistant",
+    "tool",
+    "developer",
+    "function",
+    "ipython",
+    "model",
+];
+
+/// One turn of a conversation.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Message {
+    /// Who speaks, one of [`ROLES`].
+    pub role: String,
+    /// What is said.
+    #[serde(default)]
+    pub content: String,
+    /// What else the template may look at, such as `tool_calls`.
+    #[serde(flatten)]
+    pub extra: serde_json::Map<String, Json>,
+}
+
+impl Message {
+    /// A turn without extras.
+    pub fn new(role: impl Into<String>, content: impl Into<String>) -> Self {
+        Self {
+            role: role.into(),
+            content: content.into(),
+            extra: serde_json::Map::new(),
+        }
+    }
+}
+
+/// How to render a conversation.
+#[derive(Clone, Debug, Default)]
+pub struct ChatOptions {
+    /// Ends the prompt with the beginning of an answer. Almost always wanted.
+    pub add_generation_prompt: bool,
+    /// Seconds since 1970 (UTC) for templates that write the date. Without it such templates take
+    /// the date they were made with.
+    pub now_unix_s: Option<i64>,
+    /// More variables for the template, such as `tools` or `enable_thinking`.
+    pub variables: serde_json::Map<String, Json>,
+}
+
+/// The template of one model, compiled.
+#[derive(Debug)]
+pub struct ChatTemplate {
+    env: Environment<'static>,
+    source: String,
+}
+
+const GGUF_KEY: &str = "tokenizer.chat_template";
+
+/// Largest configuration file that is searched for a template: ten times Gemma's.
+const MAX_CONFIG_BYTES: usize = 12 << 20;
+
+impl ChatTemplate {
+    /// Compiles `source`.
+    ///
+    /// # Errors
+    /// [`Error::Syntax`], [`Error::TooLong`].
+    pub fn new(source: &str) -> Result<Self, Error> {
+        Ok(Self {
+            env: template::compile(source)?,
+            source: source.to_owned(),
+        })
+    }
+
+    /// The template in the metadata of a GGUF file (`tokenizer.chat_template`).
+    ///
+    /// # Errors
+    /// [`Error::NoTemplate`], [`Error::Metadata`] and those of [`new`](Self::new).
+    pub fn from_gguf(metadata: &Metadata) -> Result<Self, Error> {
+        Self::new(metadata.opt_str(GGUF_KEY)?.ok_or(Error::NoTemplate)?)
+    }
+
+    /// The template of a Hugging Face folder: `chat_template.jinja`, else `chat_template` of
+    /// `tokenizer_config.json` (if there are several, the one called `default`), else of
+    /// `chat_template.json`.
+    ///
+    /// # Errors
+    /// [`Error::NoTemplate`], [`Error::Read`], [`Error::Malformed`] and those of
+    /// [`new`](Self::new).
+    pub fn from_hf_dir(dir: &Path) -> Result<Self, Error> {
+        if let Some(bytes) = read_limited(&dir.join("chat_template.jinja"))? {
+            return Self::new(&String::from_utf8_lossy(&bytes));
+        }
+        for name in ["tokenizer_config.json", "chat_template.json"] {
+            let path = dir.join(name);
+            let Some(bytes) = read_limited(&path)? else {
+                continue;
+            };
+            let json: Json = serde_json::from_slice(&bytes).map_err(|e| Error::Malformed {
+                path,
+                reason: e.to_string(),
+            })?;
+            if let Some(source) = default_template(&json["chat_template"]) {
+                return Self::new(source);
+            }
+        }
+        Err(Error::NoTemplate)
+    }
+
+    /// The text of the prompt, as the template writes it. For show: text of a message looks like a
+    /// control token here if it is spelt like one, so ids come from
+    /// [`encode_chat`](Self::encode_chat).
+    ///
+    /// # Errors
+    /// [`Error::Render`], [`Error::Raised`], [`Error::TooManySteps`], [`Error::OutputTooLong`].
+    pub fn render(
+        &self,
+        tokenizer: &Tokenizer,
+        messages: &[Message],
+        options: &ChatOptions,
+    ) -> Result<String, Error> {
+        let names = Names::of(tokenizer);
+        self.render_with(&names, messages, &options.variables, options)
+    }
+
+    /// The ids of the prompt. The control tokens in it are those that the template writes: a
+    /// message spelt like one comes out as ordinary text. BOS goes first if the model wants it and
+    /// the template has not written it.
+    ///
+    /// Cost: one rendering, or two if a message has a character that control tokens begin or end
+    /// with, and one encoding of the text.
+    ///
+    /// # Errors
+    /// Those of [`render`](Self::render), [`Error::UnknownRole`], [`Error::NoFreeCharacter`],
+    /// [`Error::Tokenizer`].
+    pub fn encode_chat(
+        &self,
+        tokenizer: &Tokenizer,
+        messages: &[Message],
+        options: &ChatOptions,
+    ) -> Result<Vec<u32>, Error> {
+        if let Some(bad) = messages.iter().find(|m| !ROLES.contains(&m.role.as_str())) {
+            return Err(Error::UnknownRole {
+                role: bad.role.clone(),
+            });
+        }
+        let texts = texts_of(messages, &options.variables);
+        let all = texts
+            .iter()
+            .map(String::as_str)
+            .chain([self.source.as_str()]);
+        let guard = Guard::new(tokenizer.control_texts(), all)?;
+        let marked = self.render_guarded(tokenizer, &guard, Guise::Marked, messages, options)?;
+        if texts.iter().any(|text| guard.needs_disguise(text)) {
+            let guise = Guise::Disguised;
+            let disguised = self.render_guarded(tokenizer, &guard, guise, messages, options)?;
+            if control_ids(tokenizer, &marked) != control_ids(tokenizer, &disguised) {
+                return encode_guarded(tokenizer, &guard, &disguised);
+            }
+        }
+        encode_guarded(tokenizer, &guard, &marked)
+    }
+
+    fn render_guarded(
+        &self,
+        tokenizer: &Tokenizer,
+        guard: &Guard<'_>,
+        guise: Guise,
+        messages: &[Message],
+        options: &ChatOptions,
+    ) -> Result<String, Error> {
+        let change = |message: &Message| Message {
+            role: message.role.clone(),
+            content: guard.change(&message.content, guise, Place::Content),
+            extra: change_values(&message.extra, guard, guise),
+        };
+        let messages: Vec<Message> = messages.iter().map(change).collect();
+        let variables = change_values(&options.variables, guard, guise);
+        self.render_with(&Names::of(tokenizer), &messages, &variables, options)
+    }
+
+    fn render_with(
+        &self,
+        names: &Names<'_>,
+        messages: &[Message],
+        variables: &serde_json::Map<String, Json>,
+        options: &ChatOptions,
+    ) -> Result<String, Error> {
+        // `transformers` defines these even if they are not given.
+        let mut context: BTreeMap<&str, Value> = BTreeMap::new();
+        context.insert("tools", Value::from(()));
+        context.insert("documents", Value::from(()));
+        for (key, value) in variables {
+            context.insert(key, Value::from(Serde(value)));
+        }
+        context.insert("messages", Value::from(Serde(messages)));
+        context.insert(
+            "add_generation_prompt",
+            options.add_generation_prompt.into(),
+        );
+        context.insert("bos_token", names.bos.into());
+        context.insert("eos_token", names.eos.into());
+        if let Some(unix_s) = options.now_unix_s {
+            let now = move |format: String| clock::strftime(unix_s, &format);
+            context.insert("strftime_now", Value::from_function(now));
+        }
+        template::render(&self.env, context.into())
+    }
+}
+
+/// What the template calls BOS and EOS; empty if the model has none.
+struct Names<'a> {
+    bos: &'a str,
+    eos: &'a str,
+}
+
+impl<'a> Names<'a> {
+    fn of(tokenizer: &'a Tokenizer) -> Self {
+        let name = |id: Option<u32>| id.and_then(|id| tokenizer.token_text(id));
+        Self {
+            bos: name(tokenizer.bos()).unwrap_or_default(),
+            eos: name(tokenizer.eos()).unwrap_or_default(),
+        }
+    }
+}
+
+/// Keys are words of the template and not changed at this level.
+fn change_values(
+    map: &serde_json::Map<String, Json>,
+    guard: &Guard<'_>,
+    guise: Guise,
+) -> serde_json::Map<String, Json> {
+    let change = |(key, value): (&String, &Json)| (key.clone(), guard.change_json(value, guise));
+    map.iter().map(change).collect()
+}
+
+/// Everything that the caller put into a conversation, as text.
+fn texts_of(messages: &[Message], variables: &serde_json::Map<String, Json>) -> Vec<String> {
+    let json = |map: &serde_json::Map<String, Json>| {
+        (!map.is_empty()).then(|| serde_json::to_string(map).unwrap_or_default())
+    };
+    let message = |m: &Message| [Some(m.content.clone()), json(&m.extra)];
+    let texts = messages.iter().flat_map(message).flatten();
+    texts.chain(json(variables)).collect()
+}
+
+fn control_ids(tokenizer: &Tokenizer, text: &str) -> Vec<u32> {
+    let id = |fragment: &Fragment<'_>| match *fragment {
+        Fragment::Token { id, .. } => Some(id),
+        Fragment::Text(_) => None,
+    };
+    tokenizer.cut_control(text).iter().filter_map(id).collect()
+}
+
+/// The ids of a rendered text, with the changes taken back between the control tokens.
+fn encode_guarded(
+    tokenizer: &Tokenizer,
+    guard: &Guard<'_>,
+    rendered: &str,
+) -> Result<Vec<u32>, Error> {
+    let fragments = tokenizer.cut_control(rendered);
+    let texts: Vec<String> = fragments.iter().map(|f| guard.restore(f.text())).collect();
+    let pieces: Vec<Fragment<'_>> = fragments
+        .iter()
+        .zip(&texts)
+        .map(|(fragment, text)| match *fragment {
+            Fragment::Token { id, .. } => Fragment::Token { id, text },
+            Fragment::Text(_) => Fragment::Text(text),
+        })
+        .collect();
+    let mut ids = tokenizer.encode_pieces(&pieces)?;
+    if tokenizer.adds_bos() && ids.first().copied() != tokenizer.bos() {
+        ids.splice(..0, tokenizer.bos());
+    }
+    Ok(ids)
+}
+
+/// The file's bytes; `None` if it does not exist.
+fn read_limited(path: &Path) -> Result<Option<Vec<u8>>, Error> {
+    let failed = |source| Error::Read {
+        path: path.to_owned(),
+        source,
+    };
+    if !path.exists() {
+        return Ok(None);
+    }
+    let size = fs::metadata(path).map_err(failed)?.len() as usize;
+    if size > MAX_CONFIG_BYTES {
+        let limit = MAX_CONFIG_BYTES;
+        return Err(Error::TooLong { size, limit });
+    }
+    fs::read(path).map(Some).map_err(failed)
+}
+
+/// The template of a `chat_template` entry: a string, or a list of named ones.
+fn default_template(entry: &Json) -> Option<&str> {
+    let Some(list) = entry.as_array() else {
+        return entry.as_str();
+    };
+    let named = list.iter().find(|item| item["name"] == "default");
+    named.and_then(|item| item["template"].as_str())
+}

@@ -1,6 +1,11 @@
 //! Finding the recorded answers and the files that are not part of the repository.
 
 #![allow(dead_code, reason = "each test binary uses a part")]
+#![allow(
+    clippy::unwrap_used,
+    clippy::print_stdout,
+    reason = "only tests use this"
+)]
 
 use std::path::{Path, PathBuf};
 
@@ -105,4 +110,30 @@ pub(crate) fn metadata(entries: Vec<(&str, Value)>) -> Metadata {
         .map(|(k, v)| (k.to_owned(), v))
         .collect();
     Metadata::from_entries(entries).unwrap()
+}
+
+/// A byte-level vocabulary of the 256 bytes (ids 0 to 255, by code of their character) followed by
+/// `special` control tokens; the first two are BOS and EOS.
+pub(crate) fn tiny_tokenizer(special: &[&str]) -> paceline_formats::tokenizer::Tokenizer {
+    let printable = |b: &u8| matches!(b, 0x21..=0x7e | 0xa1..=0xac | 0xae..=0xff);
+    let shifted = (0..=255u8).filter(|b| !printable(b)).count() as u32;
+    let chars = (0..=255u8).filter(printable).map(char::from);
+    let chars = chars.chain((0..shifted).map(|i| char::from_u32(0x100 + i).unwrap()));
+    let mut tokens: Vec<String> = chars.map(String::from).collect();
+    let mut kinds = vec![1; tokens.len()];
+    tokens.extend(special.iter().map(|s| (*s).to_owned()));
+    kinds.extend(special.iter().map(|_| 3));
+    let metadata = metadata(vec![
+        ("tokenizer.ggml.model", Value::String("gpt2".into())),
+        ("tokenizer.ggml.pre", Value::String("gpt-2".into())),
+        ("tokenizer.ggml.tokens", Value::Array(Array::String(tokens))),
+        ("tokenizer.ggml.token_type", Value::Array(Array::I32(kinds))),
+        (
+            "tokenizer.ggml.merges",
+            Value::Array(Array::String(Vec::new())),
+        ),
+        ("tokenizer.ggml.bos_token_id", Value::U32(256)),
+        ("tokenizer.ggml.eos_token_id", Value::U32(257)),
+    ]);
+    paceline_formats::tokenizer::Tokenizer::from_gguf(&metadata).unwrap()
 }

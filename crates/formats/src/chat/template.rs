@@ -1,0 +1,178 @@
+//! Running templates: Jinja as `transformers` sets it up, with limits.
+
+use std::error::Error as _;
+use std::io;
+
+use minijinja::syntax::SyntaxConfig;
+use minijinja::value::Rest;
+use minijinja::{Environment, ErrorKind, Value};
+
+use super::{Error, json};
+
+/// Longest template: the longest known (with tools, dates and thinking) have 20 KB.
+const MAX_TEMPLATE_BYTES: usize = 1 << 20;
+
+/// Instructions of a rendering. A turn takes 30 (SmolLM2) to 300 (Qwen 3), so this is a
+/// conversation of 30,000 turns; an endless template is stopped within a second.
+pub(super) const MAX_FUEL: u64 = 10_000_000;
+
+/// Longest rendered text: 4 million tokens at 4 bytes, more than any context.
+pub(super) const MAX_OUTPUT_BYTES: usize = 16 << 20;
+
+const NAME: &str = "chat";
+
+/// What a template says with `raise_exception`.
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
+struct Raised(String);
+
+/// Compiles `source`.
+///
+/// What `transformers` sets: `trim_blocks`, `lstrip_blocks`, loop controls, no escaping, undefined
+/// values print as nothing, `raise_exception`, `tojson` without HTML escapes; methods of Python's
+/// strings, lists and dictionaries; `{% generation %}` (which marks what a model wrote, for
+/// training) is accepted and means nothing. There is no loader: a template sees no file.
+pub(super) fn compile(source: &str) -> Result<Environment<'static>, Error> {
+    if source.len() > MAX_TEMPLATE_BYTES {
+        return Err(Error::TooLong {
+            size: source.len(),
+            limit: MAX_TEMPLATE_BYTES,
+        });
+    }
+    let mut env = Environment::new();
+    let syntax = SyntaxConfig::builder()
+        .trim_blocks(true)
+        .lstrip_blocks(true)
+        .build();
+    env.set_syntax(syntax.map_err(syntax_error)?);
+    env.set_auto_escape_callback(|_| minijinja::AutoEscape::None);
+    env.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
+    env.set_fuel(Some(MAX_FUEL));
+    env.add_filter("tojson", json::tojson);
+    env.add_function("raise_exception", raise_exception);
+    let source = without_generation(source);
+    env.add_template_owned(NAME, source).map_err(syntax_error)?;
+    Ok(env)
+}
+
+fn raise_exception(words: Rest<Value>) -> Result<Value, minijinja::Error> {
+    let text = words.first().map(Value::to_string).unwrap_or_default();
+    let error = minijinja::Error::new(ErrorKind::InvalidOperation, "raise_exception");
+    Err(error.with_source(Raised(text)))
+}
+
+/// Makes `{% generation %}` an `{% if true %}`, with its white-space marks kept.
+fn without_generation(source: &str) -> String {
+    let mut out = String::with_capacity(source.len());
+    let mut rest = source;
+    while let Some(at) = rest.find("{%") {
+        let tag = &rest[at + 2..];
+        let Some(end) = tag.find("%}") else { break };
+        let body = &tag[..end];
+        let word = body.trim_matches(['-', '+']).trim();
+        let new = match word {
+            "generation" => "if true",
+            "endgeneration" => "endif",
+            _ => word,
+        };
+        out.push_str(&rest[..at + 2]);
+        if new == word {
+            out.push_str(body);
+        } else {
+            out.push_str(&body.replacen(word, new, 1));
+        }
+        rest = &tag[end..];
+    }
+    out + rest
+}
+
+fn syntax_error(error: minijinja::Error) -> Error {
+    Error::Syntax {
+        line: error.line().unwrap_or(0),
+        reason: reason_of(&error),
+    }
+}
+
+fn reason_of(error: &minijinja::Error) -> String {
+    error
+        .detail()
+        .map_or_else(|| error.kind().to_string(), str::to_owned)
+}
+
+/// Runs the template with `context`.
+pub(super) fn render(env: &Environment<'_>, context: Value) -> Result<String, Error> {
+    let template = env.get_template(NAME).map_err(syntax_error)?;
+    let mut out = Limited::default();
+    match template.render_captured_to(context, &mut out) {
+        Ok(_) => Ok(String::from_utf8(out.bytes).expect("templates write text")),
+        Err(_) if out.is_full => Err(Error::OutputTooLong {
+            limit: MAX_OUTPUT_BYTES,
+        }),
+        Err(error) => Err(render_error(&error)),
+    }
+}
+
+fn render_error(error: &minijinja::Error) -> Error {
+    if error.kind() == ErrorKind::OutOfFuel {
+        return Error::TooManySteps { limit: MAX_FUEL };
+    }
+    let mut source = error.source();
+    while let Some(cause) = source {
+        if let Some(Raised(message)) = cause.downcast_ref() {
+            return Error::Raised {
+                message: message.clone(),
+            };
+        }
+        source = cause.source();
+    }
+    Error::Render {
+        line: error.line().unwrap_or(0),
+        reason: reason_of(error),
+    }
+}
+
+/// Collects output up to the limit.
+#[derive(Default)]
+struct Limited {
+    bytes: Vec<u8>,
+    is_full: bool,
+}
+
+impl io::Write for Limited {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        if self.bytes.len() + bytes.len() > MAX_OUTPUT_BYTES {
+            self.is_full = true;
+            return Err(io::ErrorKind::OutOfMemory.into());
+        }
+        self.bytes.extend_from_slice(bytes);
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn generation_tags_keep_their_white_space_marks() {
+        for (source, expected) in [
+            (
+                "a{% generation %}b{% endgeneration %}",
+                "a{% if true %}b{% endif %}",
+            ),
+            ("{%- generation -%}", "{%- if true -%}"),
+            (
+                "{{ generation }}{% if generation %}",
+                "{{ generation }}{% if generation %}",
+            ),
+            ("{% unfinished", "{% unfinished"),
+            ("", ""),
+        ] {
+            assert_eq!(without_generation(source), expected);
+        }
+    }
+}

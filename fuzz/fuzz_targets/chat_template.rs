@@ -1,0 +1,28 @@
+//! Any text as a chat template: an error, or a prompt in which a message makes no control token.
+#![no_main]
+
+use std::sync::LazyLock;
+
+use libfuzzer_sys::fuzz_target;
+use paceline_formats::chat::{ChatOptions, ChatTemplate, Message};
+use paceline_formats::tokenizer::Tokenizer;
+
+/// Three bytes and two control tokens.
+const TOKENIZER: &str = r#"{"version": "1.0",
+    "added_tokens": [
+        {"id": 3, "content": "<s>", "special": true, "single_word": false, "lstrip": false,
+         "rstrip": false, "normalized": false},
+        {"id": 4, "content": "</s>", "special": true, "single_word": false, "lstrip": false,
+         "rstrip": false, "normalized": false}],
+    "model": {"type": "BPE", "vocab": {"a": 0, "<": 1, ">": 2}, "merges": []}}"#;
+
+static READY: LazyLock<Tokenizer> =
+    LazyLock::new(|| Tokenizer::from_json_bytes(TOKENIZER.as_bytes()).expect("written above"));
+
+fuzz_target!(|source: &str| {
+    let Ok(template) = ChatTemplate::new(source) else { return };
+    let messages = [Message::new("user", "a</s>"), Message::new("assistant", "<s>a")];
+    let options = ChatOptions { add_generation_prompt: true, ..ChatOptions::default() };
+    let _ = template.render(&READY, &messages, &options);
+    let _ = template.encode_chat(&READY, &messages, &options);
+});
