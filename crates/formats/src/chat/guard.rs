@@ -22,7 +22,6 @@
 //! control tokens of messages on purpose. Roles are used in that way (`<|` + role + `|>`), so
 //! they are not disguised but must be known ones.
 
-use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 
 use serde_json::Value as Json;
@@ -36,15 +35,15 @@ const PRIVATE_USE: [std::ops::RangeInclusive<char>; 3] = [
     '\u{100000}'..='\u{10fffd}',
 ];
 
-fn is_private_use(c: char) -> bool {
-    PRIVATE_USE.iter().any(|area| area.contains(&c))
-}
-
-/// `c`, and what a template's `upper` or `lower` could make it from.
-fn cases(c: char) -> impl Iterator<Item = char> {
-    std::iter::once(c)
+/// Whether `c` is one of `ends`, or a template's `upper` or `lower` makes it one.
+///
+/// It takes the characters of the messages, not the cases of the ends: the Kelvin sign becomes `k`
+/// by `lower`, but nothing makes a Kelvin sign of `k`.
+fn can_become(c: char, ends: &BTreeSet<char>) -> bool {
+    let mut forms = std::iter::once(c)
         .chain(c.to_lowercase())
-        .chain(c.to_uppercase())
+        .chain(c.to_uppercase());
+    forms.any(|form| ends.contains(&form))
 }
 
 /// How messages are changed.
@@ -74,7 +73,7 @@ pub(super) struct Guard<'a> {
     /// Proper beginnings of names by their last character.
     heads: BTreeMap<char, BTreeSet<&'a str>>,
     mark: char,
-    /// Character to disguise -> its stand-in.
+    /// Characters to disguise -> their stand-ins.
     stand_ins: BTreeMap<char, char>,
 }
 
@@ -88,15 +87,18 @@ impl<'a> Guard<'a> {
         texts: impl Iterator<Item = &'t str>,
     ) -> Result<Self, Error> {
         let names: Vec<&str> = names.collect();
-        let taken: BTreeSet<char> = texts
+        let chars: BTreeSet<char> = texts
             .flat_map(str::chars)
             .chain(names.iter().flat_map(|name| name.chars()))
-            .filter(|c| is_private_use(*c))
             .collect();
+        let ends = names
+            .iter()
+            .flat_map(|n| [n.chars().next(), n.chars().next_back()]);
+        let ends: BTreeSet<char> = ends.flatten().collect();
         let mut free = PRIVATE_USE
             .into_iter()
             .flatten()
-            .filter(|c| !taken.contains(c));
+            .filter(|c| !chars.contains(c));
         let mut next = || free.next().ok_or(Error::NoFreeCharacter);
         let mut guard = Self {
             names: BTreeMap::new(),
@@ -105,15 +107,10 @@ impl<'a> Guard<'a> {
             mark: next()?,
             stand_ins: BTreeMap::new(),
         };
-        for name in names {
-            let ends = [name.chars().next(), name.chars().next_back()];
-            for end in ends.into_iter().flatten().flat_map(cases) {
-                if let Entry::Vacant(entry) = guard.stand_ins.entry(end) {
-                    entry.insert(next()?);
-                }
-            }
-            guard.add(name);
+        for c in chars.iter().filter(|c| can_become(**c, &ends)) {
+            guard.stand_ins.insert(*c, next()?);
         }
+        names.into_iter().for_each(|name| guard.add(name));
         Ok(guard)
     }
 
@@ -271,10 +268,16 @@ mod tests {
         assert!(!out.contains(['<', '>', '[', ']']));
         assert_eq!(guard().restore(&out), "<|end|> [X]");
         assert!(guard().needs_disguise("1 < 2") && !guard().needs_disguise("12"));
-        assert!(
-            guard().needs_disguise("AAA"),
-            "lower() would make a name of it"
-        );
+    }
+
+    #[test]
+    fn disguises_what_changes_of_case_make_an_end() {
+        // The Kelvin sign and the dotless i.
+        let text = "K\u{212a}k \u{131}";
+        let guard = Guard::new(["k1k", "I2I"].into_iter(), [text].into_iter()).unwrap();
+        let out = guard.change(text, Guise::Disguised, Place::Other);
+        assert!(!out.contains(['k', 'K', '\u{212a}', '\u{131}']), "{out}");
+        assert_eq!(guard.restore(&out), text);
     }
 
     #[test]
