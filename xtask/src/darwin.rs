@@ -54,6 +54,6 @@ fn set_compiler(command: &mut Command) -> Result<()> {
     ensure!(script.exists(), "scripts/zig-cc is missing");
     let python = venv::python_with("requirements-darwin.txt").context("no ziglang")?;
     command.env("CC_aarch64_apple_darwin", &script);
-    command.env("ZIG_PYTHON", python);
+    command.env("ZIG", format!("{} -m ziglang", python.display()));
     Ok(())
 }

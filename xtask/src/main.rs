@@ -16,6 +16,7 @@ mod rust_target;
 mod steps;
 mod tally;
 mod tidy;
+mod tokenizers;
 mod venv;
 
 use std::path::PathBuf;

@@ -17,7 +17,7 @@ use paceline_store::{
 use sha2::{Digest, Sha256};
 
 use crate::tally::Tally;
-use crate::{process, repo, venv};
+use crate::{process, repo, tokenizers, venv};
 
 /// Fifteen models at 3 to 5 s each on two cores, with room for a machine four times slower.
 const SYNTHESIS_LIMIT: Duration = Duration::from_secs(300);
@@ -47,6 +47,9 @@ pub(crate) fn run(into: Option<PathBuf>) -> Result<Tally> {
     }));
     tally.add(optional("storage type tests", || {
         synthesise(&smollm2, &folder)
+    }));
+    tally.add(optional("tests of large vocabularies", || {
+        tokenizers::fetch(&folder)
     }));
     Ok(tally)
 }

@@ -13,7 +13,7 @@ use memmap2::MmapMut;
 use paceline_base::Bytes;
 
 use crate::attention::{PAGE, PageView};
-use crate::packed::Error;
+use crate::packed::{Error, reserve};
 
 /// How keys and values are kept.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -81,11 +81,12 @@ impl KvCache {
             "head_dim {}",
             shape.head_dim
         );
-        let bytes = shape.page_bytes() * shape.layers * pages;
-        let data = MmapMut::map_anon(bytes.max(1)).map_err(|reason| Error::Memory {
-            bytes: Bytes(bytes as u64),
-            reason: reason.to_string(),
-        })?;
+        let bytes = shape
+            .page_bytes()
+            .checked_mul(shape.layers)
+            .and_then(|b| b.checked_mul(pages));
+        // More than the address space is refused by the system, with a reason.
+        let data = reserve(bytes.unwrap_or(usize::MAX))?;
         Ok(Self { shape, pages, data })
     }
 

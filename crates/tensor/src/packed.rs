@@ -42,8 +42,8 @@ pub enum Error {
         /// Bytes given.
         got: usize,
     },
-    /// Memory for the packed copy could not be had.
-    #[error("cannot reserve {bytes} for packed weights: {reason}")]
+    /// Memory for weights or a cache could not be had.
+    #[error("cannot reserve {bytes} of memory: {reason}")]
     Memory {
         /// Bytes asked for.
         bytes: Bytes,
@@ -99,7 +99,7 @@ impl Packed {
             matrix.block_type
         };
         let group_bytes = group_bytes(block_type, matrix.cols);
-        let data = reserve(group_bytes * matrix.rows.div_ceil(LANES))?;
+        let data = reserve_huge(group_bytes * matrix.rows.div_ceil(LANES))?;
         let mut packed = Self {
             block_type,
             rows: matrix.rows,
@@ -189,13 +189,18 @@ fn group_bytes(block_type: BlockType, cols: usize) -> usize {
     }
 }
 
-/// Zeroed memory in huge pages where the system has them: a decode step streams all weights, and
-/// 4 KiB pages cost TLB misses.
-fn reserve(bytes: usize) -> Result<MmapMut, Error> {
-    let map = MmapMut::map_anon(bytes.max(1)).map_err(|reason| Error::Memory {
+/// Zeroed memory, taken from the system when it is first touched.
+pub(crate) fn reserve(bytes: usize) -> Result<MmapMut, Error> {
+    MmapMut::map_anon(bytes.max(1)).map_err(|reason| Error::Memory {
         bytes: Bytes(bytes as u64),
         reason: reason.to_string(),
-    })?;
+    })
+}
+
+/// [`reserve`] in huge pages where the system has them: a decode step streams all weights, and
+/// 4 KiB pages cost TLB misses.
+fn reserve_huge(bytes: usize) -> Result<MmapMut, Error> {
+    let map = reserve(bytes)?;
     #[cfg(target_os = "linux")]
     let _ = map.advise(memmap2::Advice::HugePage); // a refusal only costs speed
     Ok(map)

@@ -4,6 +4,7 @@ use std::path::PathBuf;
 use std::time::Instant;
 
 use paceline_base::Bytes;
+use paceline_engine::EngineConfig;
 use paceline_model::{Batch, BatchSequence, Logits, Model, Workspace};
 use paceline_tensor::{KvCache, PAGE};
 use serde_json::json;
@@ -14,9 +15,6 @@ use crate::interrupt::Signals;
 use crate::load::{self, ComputeArgs};
 use crate::output::print;
 use crate::pull;
-
-/// Rows of a prefill step, as the engine runs it.
-const ROWS: usize = 512;
 
 /// Arguments of `paceline bench model`.
 #[derive(Debug, clap::Args)]
@@ -120,9 +118,11 @@ impl<'a> Bench<'a> {
             _ => i % vocab,
         };
         let tokens = (0..positions).map(|i| spread(i) as u32).collect();
+        // Steps as large as the engine makes them.
+        let rows = EngineConfig::single("", positions).max_rows.min(positions);
         Ok(Self {
             model,
-            workspace: Workspace::new(model, ROWS.min(positions), 1, 1, positions),
+            workspace: Workspace::new(model, rows, 1, 1, positions),
             pages: (0..positions.div_ceil(PAGE) as u32).collect(),
             cache,
             tokens,
@@ -146,8 +146,9 @@ impl<'a> Bench<'a> {
     }
 
     fn read(&mut self, from: usize, to: usize) {
-        for start in (from..to).step_by(ROWS) {
-            self.forward(start, to.min(start + ROWS));
+        let rows = self.workspace.max_rows();
+        for start in (from..to).step_by(rows) {
+            self.forward(start, to.min(start + rows));
         }
     }
 
