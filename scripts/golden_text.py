@@ -287,8 +287,8 @@ def environment():
     import datetime
     from transformers.utils import chat_template_utils as ctu
 
-    env = ctu._compile_jinja_template.__wrapped__ if hasattr(ctu._compile_jinja_template, "__wrapped__") else None
-    compile_ = env or ctu._compile_jinja_template
+    cached = ctu._compile_jinja_template
+    compile_ = getattr(cached, "__wrapped__", cached)
     now = datetime.datetime(2026, 7, 26, 9, 8, 7)
 
     def compiled(source):
@@ -303,7 +303,8 @@ def environment():
 def render(compiled, source, conversation, bos, eos):
     try:
         return compiled(source).render(
-            messages=conversation, add_generation_prompt=True, bos_token=bos, eos_token=eos
+            messages=conversation, tools=None, documents=None, add_generation_prompt=True,
+            bos_token=bos, eos_token=eos,
         )
     except Exception as e:  # a template refuses a conversation
         return {"error": str(e)}

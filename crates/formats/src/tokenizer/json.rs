@@ -6,9 +6,10 @@
 //! as it is, before the normaliser.
 //!
 //! A `tokenizer.json` comes from strangers and the crate was written for friends: some malformed
-//! files make it panic. So its size is limited before anything is parsed, ids are checked before
-//! they size an allocation, padding and truncation (which could ask for any amount of memory) are
-//! never run, and as a last line a panic of the crate is caught and becomes an error.
+//! files make it panic. So its size and depth are limited before anything is parsed, ids are
+//! checked before they size an allocation, padding and truncation (which could ask for any amount
+//! of memory) are never run, and as a last line a panic of the crate is caught and becomes an
+//! error. (The panic's message still goes where the program's panics go.)
 
 use std::any::Any;
 use std::fs;
@@ -30,6 +31,10 @@ const MAX_TOKENIZER_BYTES: u64 = 256 << 20;
 
 /// Largest of the small configuration files: ten times Gemma's `tokenizer_config.json` (1.2 MB).
 const MAX_CONFIG_BYTES: u64 = 12 << 20;
+
+/// Deepest nesting of brackets: real files have 5 to 7. The crate copies what is inside a bracket
+/// at each level, so that 100 levels would take 100 times the memory of the file.
+const MAX_DEPTH: usize = 16;
 
 /// Ids that a vocabulary may leave free beyond twice its number of tokens. Real ones leave a few
 /// hundred (reserved for tokens that were never added).
@@ -80,6 +85,9 @@ fn read(bytes: &[u8], config: &Config) -> Result<Tokenizer, Error> {
         what: TOKENIZER,
         reason,
     };
+    if depth(bytes) > MAX_DEPTH {
+        return Err(malformed(format!("brackets nest deeper than {MAX_DEPTH}")));
+    }
     let inner = guarded(|| tokenizers::Tokenizer::from_bytes(bytes).map_err(|e| e.to_string()))
         .and_then(|result| result)
         .map_err(malformed)?;
@@ -279,6 +287,24 @@ fn read_vocab(
     Ok((vocab, specials))
 }
 
+/// How deep brackets nest in a JSON text, strings left out.
+fn depth(json: &[u8]) -> usize {
+    let (mut depth, mut deepest) = (0_usize, 0);
+    let (mut in_string, mut escaped) = (false, false);
+    for byte in json {
+        match byte {
+            _ if escaped => escaped = false,
+            b'\\' if in_string => escaped = true,
+            b'"' => in_string = !in_string,
+            b'[' | b'{' if !in_string => depth += 1,
+            b']' | b'}' if !in_string => depth = depth.saturating_sub(1),
+            _ => {}
+        }
+        deepest = deepest.max(depth);
+    }
+    deepest
+}
+
 /// The highest id plus one.
 fn n_ids(by_text: &std::collections::HashMap<String, u32>) -> Result<usize, Error> {
     let limit = 2 * by_text.len() as u64 + MAX_FREE_IDS;
@@ -422,4 +448,24 @@ fn check_size(what: &'static str, size: u64, limit: u64) -> Result<(), Error> {
         return Err(Error::TooLarge { what, size, limit });
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn depth_counts_brackets_outside_strings() {
+        for (json, expected) in [
+            ("", 0),
+            ("1", 0),
+            ("[]", 1),
+            (r#"{"a":[{}],"b":[]}"#, 3),
+            (r#"["[[[", "\"[[[", "\\", []]"#, 2),
+            ("]]][", 1),
+            ("[[[\"[", 3),
+        ] {
+            assert_eq!(depth(json.as_bytes()), expected, "{json}");
+        }
+    }
 }
