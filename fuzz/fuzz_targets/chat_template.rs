@@ -14,6 +14,8 @@ const TOKENIZER: &str = r#"{"version": "1.0",
          "rstrip": false, "normalized": false},
         {"id": 4, "content": "</s>", "special": true, "single_word": false, "lstrip": false,
          "rstrip": false, "normalized": false}],
+    "decoder": {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true,
+        "use_regex": true},
     "model": {"type": "BPE", "vocab": {"a": 0, "<": 1, ">": 2}, "merges": []}}"#;
 
 static READY: LazyLock<Tokenizer> =
