@@ -295,23 +295,12 @@ impl<'m, 'b> Step<'m, 'b> {
     pub(crate) fn attend(&mut self, layer: usize) {
         self.write_cache(layer);
         let c = self.model.config();
-        let mut first_row = 0;
-        let sequences: Vec<AttentionRows<'_>> = self
-            .batch
-            .sequences
-            .iter()
-            .map(|s| {
-                let rows = s.tokens.len();
-                first_row += rows;
-                let (position, pages) = (s.position, s.pages);
-                AttentionRows {
-                    first_row: first_row - rows,
-                    rows,
-                    position,
-                    pages,
-                }
-            })
-            .collect();
+        let rows_of = |s: &BatchSequence<'b>| AttentionRows {
+            rows: s.tokens.len(),
+            position: s.position,
+            pages: s.pages,
+        };
+        let sequences: Vec<_> = self.batch.sequences.iter().map(rows_of).collect();
         let step = Attention {
             cache: self.cache,
             layer,

@@ -52,11 +52,10 @@ pub struct Product<'a> {
     pub out: &'a mut [f32],
 }
 
-/// One sequence's share of an attention step: consecutive rows of the batch.
+/// One sequence's share of an attention step: rows of the batch, behind those of the sequence
+/// before it.
 #[derive(Clone, Copy, Debug)]
 pub struct AttentionRows<'a> {
-    /// First row in the batch.
-    pub first_row: usize,
     /// Number of rows.
     pub rows: usize,
     /// Position of the first row.

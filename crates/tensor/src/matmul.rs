@@ -27,8 +27,9 @@ use crate::formats::{Format, Layout, Planes, Scales};
 use crate::isa::{Isa, LANES};
 use crate::stored::Chunk;
 
-/// Activation rows that share one unpacking of the weights. Four keep the accumulators of the
-/// AVX-512 version and eight unpacked quads within 32 registers (AVX2 spills some either way).
+/// Activation rows that share one unpacking of the weights. With four, the accumulators and the
+/// eight unpacked quads fit the 32 registers of AVX-512; AVX2 spills either way. Counted, not
+/// measured.
 const TILE: usize = 4;
 
 /// Deepest tree: 2^16 leaves.

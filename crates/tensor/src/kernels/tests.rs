@@ -371,7 +371,6 @@ fn check_attention(case: &Case, lengths: [usize; 2], rows: [usize; 2], kernels: 
     let row_len = case.heads * case.head_dim;
     let queries = random.floats((rows[0] + rows[1]) * row_len, 0.5);
     let sequences = [0, 1].map(|s| AttentionRows {
-        first_row: s * rows[0],
         rows: rows[s],
         position: lengths[s] - rows[s],
         pages: &pages[s],
