@@ -23,19 +23,21 @@ enum Layer {
 use Layer::{Dev, Level};
 
 /// Every crate there may be, by folder name. A new crate is entered here and in ARCHITECTURE.md.
-const LAYERS: [(&str, Layer); 15] = [
+const LAYERS: [(&str, Layer); 17] = [
     ("base", Level(0)),
     ("tensor", Level(1)),
     ("formats", Level(1)),
     ("comm", Level(1)),
     ("plan", Level(1)),
     ("store", Level(1)),
+    ("kb", Level(1)),
     ("model", Level(2)),
     ("cluster", Level(2)),
     ("engine", Level(3)),
     ("train", Level(3)),
     ("mapreduce", Level(3)),
     ("serve", Level(4)),
+    ("node", Level(4)),
     ("cli", Level(5)),
     ("sim", Dev),
     ("xtask", Dev),
@@ -47,7 +49,15 @@ const OWNED: [(&str, &[&str]); 4] = [
     ("clap", &["cli", "xtask"]),
     (
         "tokio",
-        &["comm", "cluster", "engine", "mapreduce", "serve", "cli"],
+        &[
+            "comm",
+            "cluster",
+            "engine",
+            "mapreduce",
+            "node",
+            "serve",
+            "cli",
+        ],
     ),
     ("axum", &["serve"]),
 ];
