@@ -39,6 +39,7 @@
 //!     max_tokens: 100,
 //!     sampling: SamplingParams { temperature: 0.7, seed: 1, ..SamplingParams::default() },
 //!     stop: vec!["\n\n".to_owned()],
+//!     logprobs: None,
 //! })?;
 //! let mut answer = String::new();
 //! while !engine.is_idle() {
@@ -58,11 +59,13 @@ mod pages;
 mod request;
 mod sampling;
 mod sequence;
+mod service;
 mod snapshot;
 
 pub use config::EngineConfig;
 pub use engine::Engine;
 pub use error::Error;
-pub use request::{Event, Finish, Request, SequenceId};
+pub use request::{Event, Finish, MAX_LOGPROBS, Request, SequenceId, TokenLogprobs};
 pub use sampling::{ParamError, SamplingParams};
+pub use service::{Failure, Reply, Service, Sink, State, Status, Ticket};
 pub use snapshot::Snapshot;

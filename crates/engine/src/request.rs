@@ -1,5 +1,7 @@
 //! What goes into the engine and what comes out.
 
+use serde::{Deserialize, Serialize};
+
 use crate::SamplingParams;
 
 /// A sequence in one engine; never used twice by the same engine.
@@ -7,7 +9,7 @@ use crate::SamplingParams;
 pub struct SequenceId(pub u64);
 
 /// A prompt and what to do with it.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Request {
     /// Token ids, at least one.
     pub prompt: Vec<u32>,
@@ -17,10 +19,27 @@ pub struct Request {
     pub sampling: SamplingParams,
     /// Texts that end the answer; they are not part of it.
     pub stop: Vec<String>,
+    /// Whether to tell log-probabilities, and of how many of the most probable tokens beside the
+    /// chosen one; `None` for none, at most [`MAX_LOGPROBS`].
+    pub logprobs: Option<usize>,
+}
+
+/// Most alternatives that [`Request::logprobs`] may ask for: the bound of the OpenAI API.
+pub const MAX_LOGPROBS: usize = 20;
+
+/// Log-probabilities at one position, of the softmax over the model's logits before penalties,
+/// temperature and the other filters.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct TokenLogprobs {
+    /// Of the chosen token.
+    pub logprob: f32,
+    /// The most probable tokens, best first, the lower id first among equals; as many as asked
+    /// for, or the vocabulary has.
+    pub top: Vec<(u32, f32)>,
 }
 
 /// Why a sequence ended.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Finish {
     /// The model gave an end-of-generation token.
     EndOfText,
@@ -48,6 +67,8 @@ pub enum Event {
         token: u32,
         /// Text to show.
         text: String,
+        /// When the request asked for them.
+        logprobs: Option<TokenLogprobs>,
     },
     /// The sequence is over and forgotten.
     Finished {

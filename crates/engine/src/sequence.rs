@@ -86,13 +86,23 @@ impl Sequence {
         self.tokens_left -= 1;
         if tokenizer.is_end_of_generation(token) {
             let text = String::new();
-            events.push(Event::Token { id, token, text });
+            events.push(Event::Token {
+                id,
+                token,
+                text,
+                logprobs: None,
+            });
             return events.push(self.finish(Finish::EndOfText));
         }
         let bytes = tokenizer.token_bytes(token).unwrap_or_default();
         let output = self.stops.push(&self.decoder.push(bytes));
         let text = output.text;
-        events.push(Event::Token { id, token, text });
+        events.push(Event::Token {
+            id,
+            token,
+            text,
+            logprobs: None,
+        });
         if let Some(which) = output.stopped {
             let (text, reason) = (String::new(), Finish::Stop(which));
             events.push(Event::Finished { id, text, reason });

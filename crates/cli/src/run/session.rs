@@ -116,6 +116,7 @@ impl Session {
             max_tokens: self.max_tokens,
             sampling: self.sampling,
             stop: self.stop.clone(),
+            logprobs: None,
         };
         let id = match self.engine.submit(request) {
             Err(EngineError::PromptTooLong { tokens, context }) => {

@@ -130,6 +130,7 @@ fn a_request_that_cannot_be_answered_says_why() {
     };
     let empty_stop = Request {
         stop: vec!["a".to_owned(), String::new()],
+        logprobs: None,
         ..greedy(vec![1], 1)
     };
     let cases = [

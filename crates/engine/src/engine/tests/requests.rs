@@ -29,6 +29,7 @@ pub(super) fn request(prompt: Vec<u32>, max_tokens: usize, sampling: SamplingPar
         max_tokens,
         sampling,
         stop: Vec::new(),
+        logprobs: None,
     }
 }
 

@@ -101,6 +101,7 @@ fn snapshots_of_preempted_and_waiting_sequences_go_on_the_same() {
     let requests: Vec<Request> = (0..6)
         .map(|i| Request {
             stop: stops(),
+            logprobs: None,
             ..request(
                 prompt(60, i),
                 60,

@@ -10,6 +10,7 @@ use crate::{Event, Finish, Request, SequenceId};
 fn answer(tiny: &Tiny, tokens: &[u32], stop: &[&str]) -> (Vec<String>, Option<Finish>) {
     let request = Request {
         stop: stop.iter().map(|s| (*s).to_owned()).collect(),
+        logprobs: None,
         ..request(vec![1], tokens.len(), SAMPLED)
     };
     let mut sequence = Sequence::new(SequenceId(1), request, 100).unwrap();
