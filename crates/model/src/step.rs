@@ -305,6 +305,8 @@ impl<'m, 'b> Step<'m, 'b> {
             cache: self.cache,
             layer,
             heads: c.heads,
+            group: c.heads / c.kv_heads,
+            skipped: 0,
             window: c.layers[layer].window,
             queries: &self.ws.q,
             sequences: &sequences,
@@ -421,6 +423,7 @@ fn product<'a>(out: &'a mut [f32], linear: &'a Linear, rows: usize) -> Product<'
     let weights: &Packed = &linear.matrix;
     Product {
         weights,
+        first_col: 0,
         out: &mut out[..rows * weights.rows()],
     }
 }

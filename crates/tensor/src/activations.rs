@@ -138,13 +138,15 @@ impl Activations {
         }
     }
 
-    pub(crate) fn view(&self) -> View<'_> {
+    /// A view whose column 0 is `first_col`, which starts a chunk where there are chunks.
+    pub(crate) fn view(&self, first_col: usize) -> View<'_> {
+        let from = |n: usize, len: usize| n.min(len); // absent and empty buffers stay at their start
         View {
             cols: self.cols,
-            values: self.values.as_ptr(),
-            high: self.high.as_ptr(),
-            low: self.low.as_ptr(),
-            meta: self.meta.as_ptr(),
+            values: self.values[from(first_col, self.values.len())..].as_ptr(),
+            high: self.high[from(first_col, self.high.len())..].as_ptr(),
+            low: self.low[from(first_col, self.low.len())..].as_ptr(),
+            meta: self.meta[from(first_col / CHUNK, self.meta.len())..].as_ptr(),
             _borrow: std::marker::PhantomData,
         }
     }

@@ -1,6 +1,8 @@
 //! The kernels as the model calls them: an instruction set and a thread pool.
 
-use crate::activations::Activations;
+use std::ops::Range;
+
+use crate::activations::{Activations, CHUNK};
 use crate::attention::{self, PAGE, Query};
 use crate::dispatch::{InstructionSet, Table};
 use crate::isa::LANES;
@@ -16,6 +18,10 @@ const ROW_BLOCK: usize = 64;
 /// Tasks per thread and product: enough that a thread that loses its core for a moment leaves its
 /// share to the others.
 const TASKS_PER_THREAD: usize = 8;
+
+/// Most products of one job: a rank of a tensor split has one for each root of its leaves, and a
+/// range of 64 leaves (the most a model has) has at most 12 roots.
+pub const MAX_PRODUCTS: usize = 16;
 
 /// Asked for an instruction set that this machine lacks.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -48,6 +54,8 @@ pub struct Kernels {
 pub struct Product<'a> {
     /// The matrix.
     pub weights: &'a Packed,
+    /// Column of `x` that meets column 0 of the matrix, a multiple of 32.
+    pub first_col: usize,
     /// `(rows, weights.rows())`, row-major.
     pub out: &'a mut [f32],
 }
@@ -71,8 +79,13 @@ pub struct Attention<'a> {
     pub cache: &'a KvCache,
     /// Layer in the cache.
     pub layer: usize,
-    /// Query heads; a multiple of the cache's KV heads.
+    /// Query heads, which share the cache's KV heads in order.
     pub heads: usize,
+    /// Query heads to a KV head.
+    pub group: usize,
+    /// Query heads of the first KV head that come before those of this step: a rank of a tensor
+    /// split may start and end within a group.
+    pub skipped: usize,
     /// How many positions a query sees, itself included; `None` for all.
     pub window: Option<usize>,
     /// `(rows, heads * head_dim)`, scaled by `1 / sqrt(head_dim)` or what the model says.
@@ -148,24 +161,27 @@ impl Kernels {
     /// Multiplies one batch of activations with several matrices, in one parallel job.
     ///
     /// # Panics
-    /// On lengths that do not fit, and if a matrix wants quantised activations that `x` lacks.
-    pub fn products<const N: usize>(&self, x: &Activations, products: [Product<'_>; N]) {
-        for product in &products {
-            let w = product.weights;
-            assert_eq!(w.cols(), x.cols(), "columns of weights and activations");
-            assert_eq!(product.out.len(), x.rows() * w.rows(), "outputs");
-            assert!(
-                x.precision().is_some() || !w.reads_integers(),
-                "activations are not quantised"
-            );
+    /// On lengths that do not fit, if a matrix wants quantised activations that `x` lacks, and on
+    /// more than [`MAX_PRODUCTS`] products.
+    pub fn products<'a>(
+        &self,
+        x: &'a Activations,
+        products: impl IntoIterator<Item = Product<'a>>,
+    ) {
+        let mut jobs = [const { None }; MAX_PRODUCTS];
+        let mut count = 0;
+        for product in products {
+            check_product(x, &product);
+            jobs[count] = Some(Job::new(x, product, self.table));
+            count += 1;
         }
-        let total: usize = products.iter().map(|p| p.weights.groups()).sum();
+        let jobs = || jobs[..count].iter().flatten();
+        let total: usize = jobs().map(|job| job.groups).sum();
         let per_task = (total / (TASKS_PER_THREAD * self.pool.threads())).max(1);
-        let jobs = products.map(|p| Job::new(x, p, self.table));
         let tasks_of = |job: &Job<'_>| job.groups.div_ceil(per_task);
-        let tasks = jobs.iter().map(tasks_of).sum();
+        let tasks = jobs().map(tasks_of).sum();
         self.pool.run(tasks, &|mut task| {
-            for job in &jobs {
+            for job in jobs() {
                 let own = tasks_of(job);
                 if task < own {
                     // SAFETY: tasks cover disjoint groups.
@@ -282,10 +298,11 @@ impl Kernels {
             hi,
             out: std::ptr::null_mut(),
         }; 4];
-        for first in (0..plan.group).step_by(queries.len()) {
-            let n = queries.len().min(plan.group - first);
+        let heads = plan.heads_of(kv_head);
+        for first in heads.clone().step_by(queries.len()) {
+            let n = queries.len().min(heads.end - first);
             for (i, query) in queries[..n].iter_mut().enumerate() {
-                let head = kv_head * plan.group + first + i;
+                let head = first + i;
                 query.q = plan.query(step, row, head);
                 // SAFETY: each (row, head, page) has a slot of its own.
                 query.out = unsafe { partials.part(plan.slot(row, head, index)) }.as_mut_ptr();
@@ -306,7 +323,7 @@ impl Kernels {
     ) {
         let (block, kv_head) = (task / plan.kv_heads, task % plan.kv_heads);
         for row in block * plan.row_block..plan.rows.min((block + 1) * plan.row_block) {
-            for head in kv_head * plan.group..(kv_head + 1) * plan.group {
+            for head in plan.heads_of(kv_head) {
                 if plan.by_page {
                     // SAFETY: slots and outputs belong to this (row, head).
                     unsafe { self.merge_pages(step, plan, row, head, partials, out) }
@@ -353,7 +370,8 @@ impl Kernels {
         kv_head: usize,
         out: &DisjointMut<'_, f32>,
     ) {
-        let mut running = StreamBuffers::new(plan);
+        let heads = plan.heads_of(kv_head);
+        let mut running = StreamBuffers::new(plan, heads.len());
         for row in block * plan.row_block..plan.rows.min((block + 1) * plan.row_block) {
             let (sequence, offset) = plan.locate(step, row);
             let position = sequence.position + offset;
@@ -369,7 +387,7 @@ impl Kernels {
                     .chunks_exact_mut(plan.partial)
                     .enumerate()
                     .map(|(i, part)| {
-                        let q = plan.query(step, row, kv_head * plan.group + i);
+                        let q = plan.query(step, row, heads.start + i);
                         Query {
                             q,
                             lo,
@@ -385,7 +403,7 @@ impl Kernels {
                 }
             }
             for (i, part) in running.total.chunks_exact(plan.partial).enumerate() {
-                let head = kv_head * plan.group + i;
+                let head = heads.start + i;
                 // SAFETY: this task alone writes this (row, head); features were detected.
                 unsafe { (self.table.finish)(part, out.part(row * plan.heads + head)) };
             }
@@ -403,6 +421,21 @@ impl Kernels {
             }
         }
     }
+}
+
+fn check_product(x: &Activations, product: &Product<'_>) {
+    let (w, first) = (product.weights, product.first_col);
+    assert!(
+        first.is_multiple_of(CHUNK) && first + w.cols() <= x.cols(),
+        "{} columns from {first} of {}",
+        w.cols(),
+        x.cols()
+    );
+    assert_eq!(product.out.len(), x.rows() * w.rows(), "outputs");
+    assert!(
+        x.precision().is_some() || !w.reads_integers(),
+        "activations are not quantised"
+    );
 }
 
 /// A product as tasks see it.
@@ -429,9 +462,10 @@ impl<'a> Job<'a> {
             kernel: table.group(w.block_type, x.precision()),
             args: GroupArgs {
                 weights: w.data.as_ptr(),
+                first_chunk: w.first_chunk,
                 cols: w.cols,
                 leaf_cols: leaf_cols.max(1),
-                x: x.view(),
+                x: x.view(product.first_col),
                 first: 0,
                 end: x.rows(),
                 out: product.out.as_mut_ptr(),
@@ -474,8 +508,9 @@ struct Plan {
     rows: usize,
     heads: usize,
     kv_heads: usize,
-    /// Query heads per KV head.
+    /// Query heads per KV head, and those of the first that are not in this step.
     group: usize,
+    skipped: usize,
     head_dim: usize,
     /// Floats of a partial result.
     partial: usize,
@@ -490,10 +525,14 @@ impl Plan {
     fn new(step: &Attention<'_>, threads: usize, scratch: usize) -> Self {
         let shape = step.cache.shape();
         let rows: usize = step.sequences.iter().map(|s| s.rows).sum();
+        let groups = (step.skipped + step.heads).div_ceil(step.group);
         assert!(
-            step.heads.is_multiple_of(shape.heads),
-            "{} heads",
-            step.heads
+            step.heads > 0 && step.skipped < step.group && groups == shape.heads,
+            "{} heads after {} in {} groups of {}",
+            step.heads,
+            step.skipped,
+            shape.heads,
+            step.group
         );
         assert!(
             step.queries.len() >= rows * step.heads * shape.head_dim,
@@ -517,7 +556,8 @@ impl Plan {
             rows,
             heads: step.heads,
             kv_heads: shape.heads,
-            group: step.heads / shape.heads,
+            group: step.group,
+            skipped: step.skipped,
             head_dim: shape.head_dim,
             partial,
             max_pages,
@@ -528,6 +568,12 @@ impl Plan {
 
     const fn row_len(&self) -> usize {
         self.heads * self.head_dim
+    }
+
+    /// The query heads of a KV head.
+    fn heads_of(&self, kv_head: usize) -> Range<usize> {
+        let first = kv_head * self.group;
+        first.saturating_sub(self.skipped)..(first + self.group - self.skipped).min(self.heads)
     }
 
     const fn page_tasks(&self) -> usize {
@@ -580,12 +626,12 @@ struct StreamBuffers {
 }
 
 impl StreamBuffers {
-    fn new(plan: &Plan) -> Self {
-        let len = plan.group * plan.partial;
+    fn new(plan: &Plan, heads: usize) -> Self {
+        let len = heads * plan.partial;
         Self {
             total: vec![0.0; len],
             next: vec![0.0; len],
-            queries: Vec::with_capacity(plan.group),
+            queries: Vec::with_capacity(heads),
         }
     }
 

@@ -23,7 +23,7 @@
 //! let mut x = Activations::new(1, 2, None);
 //! kernels.fill_rows(&mut x, |_, row| row.copy_from_slice(&[1.0, 10.0]));
 //! let mut y = [0.0; 2];
-//! kernels.products(&x, [Product { weights: &weights, out: &mut y }]);
+//! kernels.products(&x, [Product { weights: &weights, first_col: 0, out: &mut y }]);
 //! assert_eq!(y, [21.0, 43.0]);
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
@@ -45,7 +45,9 @@ pub mod vector;
 pub use activations::{Activations, Precision};
 pub use attention::PAGE;
 pub use dispatch::InstructionSet;
-pub use kernels::{Attention, AttentionRows, AttentionScratch, Kernels, Product, Unavailable};
+pub use kernels::{
+    Attention, AttentionRows, AttentionScratch, Kernels, MAX_PRODUCTS, Product, Unavailable,
+};
 pub use kv::{KvCache, KvShape, KvType};
 pub use packed::{Error, PackOptions, Packed, StoredMatrix};
 pub use pool::ThreadPool;

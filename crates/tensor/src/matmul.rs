@@ -40,6 +40,8 @@ const LEVELS: usize = 17;
 pub(crate) struct GroupArgs<'a> {
     /// The group's packed bytes.
     pub(crate) weights: *const u8,
+    /// Chunks of the group before that of column 0; 0 for floats.
+    pub(crate) first_chunk: usize,
     /// Columns of the matrix.
     pub(crate) cols: usize,
     /// Columns of a leaf, at least 1.
@@ -224,7 +226,7 @@ impl<F: Format, const TERMS: usize> Leaf for Quantised<F, TERMS> {
         unsafe {
             let mut acc = [S::splat(0.0); N];
             for c in cols.start / Chunk::LEN..cols.end / Chunk::LEN {
-                let (header, at) = layout.offsets(c);
+                let (header, at) = layout.offsets(args.first_chunk + c);
                 let (header, chunk) = (args.weights.add(header), args.weights.add(at));
                 let scales = chunk.add(layout.planes);
                 let weights = ChunkWeights::<S>::load::<F>(header, chunk, scales);

@@ -3,6 +3,8 @@
 //! A [`Packed`] matrix takes about as many bytes as the stored one (table in [`crate::formats`]):
 //! the file's pages can be dropped after packing, so memory holds one copy.
 
+use std::ops::Range;
+
 use half::f16;
 use memmap2::MmapMut;
 use paceline_base::{BlockType, Bytes};
@@ -23,6 +25,22 @@ pub struct StoredMatrix<'a> {
     pub cols: usize,
     /// `rows * block_type.row_bytes(cols)` bytes.
     pub bytes: &'a [u8],
+}
+
+impl<'a> StoredMatrix<'a> {
+    /// The rows in `range` only: a rank's output features.
+    ///
+    /// # Panics
+    /// If they are not rows of this matrix, or its size is wrong ([`Packed::new`] checks it).
+    #[must_use]
+    pub fn row_range(self, range: Range<usize>) -> Self {
+        let row_bytes = self.bytes.len().checked_div(self.rows).unwrap_or(0);
+        Self {
+            rows: range.len(),
+            bytes: &self.bytes[range.start * row_bytes..range.end * row_bytes],
+            ..self
+        }
+    }
 }
 
 /// What can be wrong with a matrix that is to be packed.
@@ -69,6 +87,9 @@ pub struct Packed {
     pub(crate) rows: usize,
     pub(crate) cols: usize,
     pub(crate) leaf_cols: usize,
+    /// Chunks of the group before the first that counts: a range of columns may start within a
+    /// stored block, of which the kernels need the header.
+    pub(crate) first_chunk: usize,
     pub(crate) group_bytes: usize,
     pub(crate) data: MmapMut,
 }
@@ -86,29 +107,61 @@ impl Packed {
         options: PackOptions,
         pool: &ThreadPool,
     ) -> Result<Self, Error> {
+        Self::of_columns(matrix, 0..matrix.cols, options, pool)
+    }
+
+    /// Packs a range of the columns of `matrix`: a rank's input features. Leaves are counted from
+    /// its start, so to stay those of the whole matrix it starts at a multiple of `leaf_cols`.
+    ///
+    /// Only the blocks that hold these columns are read and kept.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new).
+    ///
+    /// # Panics
+    /// If `leaf_cols` or the start is not a multiple of 32, or the range exceeds the matrix.
+    pub fn of_columns(
+        matrix: StoredMatrix<'_>,
+        columns: Range<usize>,
+        options: PackOptions,
+        pool: &ThreadPool,
+    ) -> Result<Self, Error> {
+        let aligned = |n: usize| n.is_multiple_of(Chunk::LEN);
         assert!(
-            options.leaf_cols.is_multiple_of(Chunk::LEN),
-            "leaf of {}",
+            aligned(options.leaf_cols) && aligned(columns.start) && columns.end <= matrix.cols,
+            "columns {columns:?} of {} in leaves of {}",
+            matrix.cols,
             options.leaf_cols
         );
-        let row_bytes = check_size(matrix)?;
+        check_size(matrix)?;
         let as_f32 = options.as_f32 && !matrix.block_type.is_float();
         let block_type = if as_f32 {
             BlockType::F32
         } else {
             matrix.block_type
         };
-        let group_bytes = group_bytes(block_type, matrix.cols);
+        let cut = Cut::new(matrix.block_type, &columns);
+        let held = if block_type.is_float() {
+            columns.len()
+        } else {
+            cut.cols
+        };
+        let group_bytes = group_bytes(block_type, held);
         let data = reserve_huge(group_bytes * matrix.rows.div_ceil(LANES))?;
         let mut packed = Self {
             block_type,
             rows: matrix.rows,
-            cols: matrix.cols,
+            cols: columns.len(),
             leaf_cols: options.leaf_cols,
+            first_chunk: if block_type.is_float() {
+                0
+            } else {
+                cut.first / Chunk::LEN
+            },
             group_bytes,
             data,
         };
-        packed.fill(matrix, row_bytes, pool);
+        packed.fill(matrix, &cut, pool);
         Ok(packed)
     }
 
@@ -141,28 +194,54 @@ impl Packed {
         self.rows.div_ceil(LANES)
     }
 
-    fn fill(&mut self, matrix: StoredMatrix<'_>, row_bytes: usize, pool: &ThreadPool) {
-        let (group_bytes, block_type) = (self.group_bytes, self.block_type);
+    fn fill(&mut self, matrix: StoredMatrix<'_>, cut: &Cut, pool: &ThreadPool) {
+        let (group_bytes, block_type, cols) = (self.group_bytes, self.block_type, self.cols);
         if group_bytes == 0 {
             return;
         }
+        let row_bytes = matrix.bytes.len() / matrix.rows;
         let groups = crate::pool::DisjointMut::new(&mut self.data, group_bytes);
         pool.run(matrix.rows.div_ceil(LANES), &|g| {
             // SAFETY: each task writes its own group.
             let out = unsafe { groups.part(g) };
             for lane in 0..LANES.min(matrix.rows - g * LANES) {
                 let start = (g * LANES + lane) * row_bytes;
-                let row = &matrix.bytes[start..start + row_bytes];
+                let row = &matrix.bytes[start..start + row_bytes][cut.bytes.clone()];
                 match formats::layout(block_type) {
-                    Some(layout) => pack_row(block_type, layout, row, lane, matrix.cols, out),
-                    None => pack_floats(matrix.block_type, block_type, row, lane, out),
+                    Some(layout) => pack_row(block_type, layout, row, lane, cut.cols, out),
+                    None => {
+                        let wanted = cut.first..cut.first + cols;
+                        pack_floats((matrix.block_type, block_type), row, wanted, lane, out);
+                    }
                 }
             }
         });
     }
 }
 
-fn check_size(matrix: StoredMatrix<'_>) -> Result<usize, Error> {
+/// The stored blocks of a row that hold a range of its columns.
+#[derive(Debug)]
+struct Cut {
+    /// Their bytes within the row.
+    bytes: Range<usize>,
+    /// Columns that they hold.
+    cols: usize,
+    /// Of these, the first that is wanted.
+    first: usize,
+}
+
+impl Cut {
+    fn new(block_type: BlockType, columns: &Range<usize>) -> Self {
+        let blocks = columns.start / block_type.len()..columns.end.div_ceil(block_type.len());
+        Self {
+            bytes: blocks.start * block_type.bytes()..blocks.end * block_type.bytes(),
+            cols: blocks.len() * block_type.len(),
+            first: columns.start % block_type.len(),
+        }
+    }
+}
+
+fn check_size(matrix: StoredMatrix<'_>) -> Result<(), Error> {
     let StoredMatrix {
         block_type,
         rows,
@@ -171,7 +250,7 @@ fn check_size(matrix: StoredMatrix<'_>) -> Result<usize, Error> {
     } = matrix;
     let row_bytes = block_type.row_bytes(cols);
     match row_bytes.and_then(|row| row.checked_mul(rows)) {
-        Some(expected) if expected == bytes.len() => Ok(expected.checked_div(rows).unwrap_or(0)),
+        Some(expected) if expected == bytes.len() => Ok(()),
         expected => Err(Error::Size {
             rows,
             cols,
@@ -206,18 +285,26 @@ fn reserve_huge(bytes: usize) -> Result<MmapMut, Error> {
     Ok(map)
 }
 
-/// Writes a row of floats into lane `lane` of a group: element `(col, lane)`.
-fn pack_floats(stored: BlockType, packed: BlockType, row: &[u8], lane: usize, out: &mut [u8]) {
+/// Writes the `wanted` columns of a row of floats (types as stored and as packed) into lane `lane` of a
+/// group: element `(col, lane)`.
+fn pack_floats(
+    (stored, packed): (BlockType, BlockType),
+    row: &[u8],
+    wanted: Range<usize>,
+    lane: usize,
+    out: &mut [u8],
+) {
+    let size = packed.bytes();
     if stored == packed {
-        let size = packed.bytes();
-        for (col, value) in row.chunks_exact(size).enumerate() {
+        let wanted = &row[wanted.start * size..wanted.end * size];
+        for (col, value) in wanted.chunks_exact(size).enumerate() {
             out[(col * LANES + lane) * size..][..size].copy_from_slice(value);
         }
         return;
     }
     let mut values = vec![0.0f32; row.len() / stored.bytes() * stored.len()];
     stored::dequantise(stored, row, &mut values);
-    for (col, value) in values.iter().enumerate() {
+    for (col, value) in values[wanted].iter().enumerate() {
         out[(col * LANES + lane) * 4..][..4].copy_from_slice(&value.to_ne_bytes());
     }
 }

@@ -6,7 +6,7 @@ use crate::kv::KvShape;
 use crate::packed::{PackOptions, StoredMatrix};
 use crate::{naive, stored};
 use half::f16;
-use paceline_base::BlockType;
+use paceline_base::{BlockType, tree};
 
 /// A small generator: the tests need variety, not quality (Steele et al. 2014, SplitMix64).
 struct Random(u64);
@@ -100,6 +100,7 @@ fn compare_product(
                 &acts,
                 [Product {
                     weights: &packed,
+                    first_col: 0,
                     out: &mut out,
                 }],
             );
@@ -121,6 +122,75 @@ fn products_equal_naive() {
         for block_type in types_for(cols) {
             for leaf_cols in [0, 32, 64, 160] {
                 check_product(block_type, rows, cols, leaf_cols, 3.0);
+            }
+        }
+    }
+}
+
+/// A rank that owns columns `cut` computes one product for each root of its leaves; the canonical
+/// tree over the roots of both sides of a cut must give the bits of the whole.
+fn check_column_cut(matrix: StoredMatrix<'_>, leaf_cols: usize, cut: usize, kernels: &Kernels) {
+    let StoredMatrix {
+        block_type, cols, ..
+    } = matrix;
+    let leaves = cols.div_ceil(leaf_cols);
+    let float = block_type.is_float();
+    let x = Random(cut as u64).floats(2 * cols, 2.0);
+    let options = PackOptions {
+        leaf_cols,
+        as_f32: false,
+    };
+    let product = |columns: Range<usize>, held: Range<usize>| {
+        let packed = Packed::of_columns(matrix, columns.clone(), options, kernels.pool()).unwrap();
+        let precision = (!float).then_some(Precision::Fifteen);
+        let mut acts = Activations::new(2, held.len(), precision);
+        kernels.fill_rows(&mut acts, |t, row| {
+            row.copy_from_slice(&x[t * cols..][held.clone()]);
+        });
+        let mut out = vec![f32::NAN; 2 * matrix.rows];
+        let product = Product {
+            weights: &packed,
+            first_col: columns.start - held.start,
+            out: &mut out,
+        };
+        kernels.products(&acts, [product]);
+        out
+    };
+    let whole = product(0..cols, 0..cols);
+    let (mut nodes, mut values) = (Vec::new(), Vec::new());
+    for range in [0..cut, cut..leaves] {
+        let columns = |r: Range<usize>| r.start * leaf_cols..cols.min(r.end * leaf_cols);
+        for root in tree::roots(range.clone(), leaves) {
+            values.extend(product(
+                columns(root.leaves(leaves)),
+                columns(range.clone()),
+            ));
+            nodes.push(root);
+        }
+    }
+    let sum = tree::combine(leaves, &nodes, &mut values);
+    let set = kernels.instruction_set().name();
+    assert_eq!(
+        bits(sum),
+        bits(&whole),
+        "{block_type} cut at {cut} on {set}"
+    );
+}
+
+#[test]
+fn products_of_column_ranges_combine_to_the_bits_of_the_whole() {
+    // 768 columns: cuts at multiples of 96 fall into blocks of 256; 17 rows leave a partial group.
+    for block_type in types_for(768) {
+        let bytes = stored_rows(block_type, 17, 768, 3);
+        let matrix = StoredMatrix {
+            block_type,
+            rows: 17,
+            cols: 768,
+            bytes: &bytes,
+        };
+        for kernels in all_kernels() {
+            for cut in 0..=8 {
+                check_column_cut(matrix, 96, cut, &kernels);
             }
         }
     }
@@ -176,14 +246,17 @@ fn several_matrices_in_one_job_give_what_each_gives_alone() {
             [
                 Product {
                     weights: &packed[0],
+                    first_col: 0,
                     out: a,
                 },
                 Product {
                     weights: &packed[1],
+                    first_col: 0,
                     out: b,
                 },
                 Product {
                     weights: &packed[2],
+                    first_col: 0,
                     out: c,
                 },
             ],
@@ -194,6 +267,7 @@ fn several_matrices_in_one_job_give_what_each_gives_alone() {
                 &acts,
                 [Product {
                     weights: w,
+                    first_col: 0,
                     out: &mut alone,
                 }],
             );
@@ -379,6 +453,8 @@ fn check_attention(case: &Case, lengths: [usize; 2], rows: [usize; 2], kernels: 
         cache: &cache,
         layer: 1,
         heads: case.heads,
+        group: case.heads / case.kv_heads,
+        skipped: 0,
         window: case.window,
         queries: &queries,
         sequences: &sequences,
@@ -420,6 +496,69 @@ fn attention_equals_naive() {
                 check_attention(&case, [1, 64], [1, 1], &kernels);
                 check_attention(&case, [65, 200], [1, 1], &kernels);
                 check_attention(&case, [130, 20], [70, 20], &kernels);
+            }
+        }
+    }
+}
+
+/// Attention over the query heads `heads` of `case` alone, with only the KV heads they need.
+fn attention_of(case: &Case, heads: Range<usize>, rows: usize, kernels: &Kernels) -> Vec<f32> {
+    let (group, d) = (case.heads / case.kv_heads, case.head_dim);
+    let kv = heads.start / group..(heads.end - 1) / group + 1;
+    let shape = KvShape {
+        layers: 1,
+        heads: kv.len(),
+        head_dim: d,
+        kv_type: case.kv_type,
+    };
+    let mut cache = KvCache::new(shape, 4).unwrap();
+    let [keys, values] = history(case, 150, 4);
+    let held = kv.start * d..kv.end * d;
+    for (i, (k, v)) in keys.iter().zip(&values).enumerate() {
+        let (k, v) = (&k[held.clone()], &v[held.clone()]);
+        cache.write(0, (i / PAGE) as u32, i % PAGE, k, v);
+    }
+    let all = Random(11).floats(rows * case.heads * d, 0.5);
+    let mine = |row: &[f32]| row[heads.start * d..heads.end * d].to_vec();
+    let queries: Vec<f32> = all.chunks_exact(case.heads * d).flat_map(mine).collect();
+    let sequence = AttentionRows {
+        rows,
+        position: 150 - rows,
+        pages: &[0, 1, 2],
+    };
+    let step = Attention {
+        cache: &cache,
+        layer: 0,
+        heads: heads.len(),
+        group,
+        skipped: heads.start % group,
+        window: case.window,
+        queries: &queries,
+        sequences: &[sequence],
+    };
+    let mut scratch = AttentionScratch::new(1, heads.len(), d, 256);
+    let mut out = vec![f32::NAN; queries.len()];
+    kernels.attention(&step, &mut scratch, &mut out);
+    out
+}
+
+#[test]
+fn attention_over_some_heads_equals_those_of_all() {
+    let case = Case {
+        heads: 9,
+        kv_heads: 3,
+        head_dim: 32,
+        window: None,
+        kv_type: KvType::F16,
+    };
+    for kernels in all_kernels() {
+        for rows in [1, 40] {
+            let all = attention_of(&case, 0..9, rows, &kernels);
+            for heads in [0..5, 5..9, 4..5, 2..7, 0..1, 3..6, 1..9] {
+                let got = attention_of(&case, heads.clone(), rows, &kernels);
+                let mine = |row: &[f32]| row[heads.start * 32..heads.end * 32].to_vec();
+                let expected: Vec<f32> = all.chunks_exact(9 * 32).flat_map(mine).collect();
+                assert_eq!(bits(&got), bits(&expected), "heads {heads:?}, {rows} rows");
             }
         }
     }
