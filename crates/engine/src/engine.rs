@@ -107,7 +107,8 @@ impl Engine {
         if tokens >= context {
             return Err(Error::PromptTooLong { tokens, context });
         }
-        self.check_tokens(&request.prompt)
+        self.check_tokens(&request.prompt)?;
+        request.sampling.check_bias(self.model.config().vocab)
     }
 
     fn check_tokens(&self, tokens: &[u32]) -> Result<(), Error> {
@@ -161,8 +162,8 @@ impl Engine {
     /// # Errors
     /// [`Error::BusyResuming`] gives the snapshot back. [`Error::OtherModel`] and
     /// [`Error::SnapshotTooLong`] when its answer would be another one here.
-    /// [`Error::BadSnapshot`], [`Error::BadSnapshotText`] and [`Error::Token`] for one that no
-    /// engine made.
+    /// [`Error::BadSnapshot`], [`Error::BadSnapshotText`], [`Error::Token`] and what is said of a
+    /// request's parameters for one that no engine made.
     pub fn restore(&mut self, snapshot: Snapshot) -> Result<SequenceId, Error> {
         let waiting = self.resuming.len();
         if waiting >= self.config.max_resuming() {
@@ -173,7 +174,7 @@ impl Engine {
             let (got, expected) = (snapshot.model, self.identity.clone());
             return Err(Error::OtherModel { got, expected });
         }
-        snapshot.check(self.config.context)?;
+        snapshot.check(self.config.context, self.model.config().vocab)?;
         self.check_tokens(&snapshot.tokens)?;
         let id = self.new_id();
         self.resuming.push_back(Sequence::restored(id, snapshot));

@@ -31,6 +31,36 @@ pub enum Error {
     /// A sampling parameter out of range.
     #[error(transparent)]
     Sampling(#[from] ParamError),
+    /// A bias on too many tokens.
+    #[error("logit_bias has {got} tokens, expected at most {most}")]
+    BiasCount {
+        /// Its tokens.
+        got: usize,
+        /// How many would be accepted.
+        most: usize,
+    },
+    /// A bias on a token that does not exist.
+    #[error("logit_bias has token {token}, which is outside the vocabulary of {vocab}")]
+    BiasToken {
+        /// The token.
+        token: u32,
+        /// Number of tokens.
+        vocab: usize,
+    },
+    /// A bias out of range.
+    #[error("logit_bias of token {token} is {got}, expected -100 to 100")]
+    BiasValue {
+        /// The token.
+        token: u32,
+        /// Its bias.
+        got: f32,
+    },
+    /// Two biases of one token.
+    #[error("logit_bias has token {token} twice")]
+    BiasTwice {
+        /// The token.
+        token: u32,
+    },
     /// A stop string that cannot be used.
     #[error(transparent)]
     Stop(#[from] text::Error),

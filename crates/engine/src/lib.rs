@@ -66,6 +66,6 @@ pub use config::EngineConfig;
 pub use engine::Engine;
 pub use error::Error;
 pub use request::{Event, Finish, MAX_LOGPROBS, Request, SequenceId, TokenLogprobs};
-pub use sampling::{ParamError, SamplingParams};
+pub use sampling::{MAX_LOGIT_BIAS, ParamError, SamplingParams};
 pub use service::{Failure, Reply, Service, Sink, State, Status, Ticket};
 pub use snapshot::Snapshot;

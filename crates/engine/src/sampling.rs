@@ -1,7 +1,7 @@
 //! From logits to a token.
 //!
-//! Order: penalties, temperature, then top-k, top-p and min-p, each on what the one before left,
-//! then one draw. (transformers does the same; llama.cpp divides by the temperature last, which is
+//! Order: bias, penalties, temperature, then top-k, top-p and min-p, each on what the one before
+//! left, then one draw. (transformers does the same; llama.cpp divides by the temperature last, which is
 //! another distribution.) Everything is a fixed sequence of operations on the logits and the
 //! request's own random numbers, so equal seeds give equal answers whatever else the engine does.
 
@@ -12,8 +12,14 @@ use rand_core::{RngCore, SeedableRng};
 use rand_pcg::Pcg64Mcg;
 use serde::{Deserialize, Serialize};
 
+use crate::Error;
+
+/// Most tokens that [`SamplingParams::logit_bias`] may name: each costs 8 bytes per request and an
+/// addition per token. The bound of vLLM (`MAX_NUM_LOGIT_BIAS_TOKENS`, `v1/worker/gpu/sample`).
+pub const MAX_LOGIT_BIAS: usize = 1024;
+
 /// How tokens are chosen. The default is greedy.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct SamplingParams {
     /// Divides the logits; 0 takes the most probable token always. 0 or more, finite.
     pub temperature: f32,
@@ -34,6 +40,9 @@ pub struct SamplingParams {
     pub penalty_window: usize,
     /// Starts the request's random numbers.
     pub seed: u64,
+    /// Tokens with what is added to their logits before all else, -100 to 100; at most
+    /// [`MAX_LOGIT_BIAS`], each token once, in any order.
+    pub logit_bias: Vec<(u32, f32)>,
 }
 
 impl Default for SamplingParams {
@@ -48,6 +57,7 @@ impl Default for SamplingParams {
             frequency_penalty: 0.0,
             penalty_window: 64, // llama.cpp's default
             seed: 0,
+            logit_bias: Vec::new(),
         }
     }
 }
@@ -65,7 +75,8 @@ pub struct ParamError {
 }
 
 impl SamplingParams {
-    /// Checks all ranges.
+    /// Checks all ranges but those of [`logit_bias`](Self::logit_bias), for which the vocabulary
+    /// must be known: the engine checks it.
     ///
     /// # Errors
     /// [`ParamError`] for the first parameter out of range.
@@ -101,6 +112,31 @@ impl SamplingParams {
             -2.0..=2.0,
             "-2 to 2",
         )
+    }
+
+    /// Checks the bias for a model of `vocab` tokens. A token that comes twice is refused, not
+    /// added up or overwritten: whoever made the list meant one of them.
+    ///
+    /// # Errors
+    /// [`Error::BiasCount`] before anything of the list is looked at, [`Error::BiasToken`],
+    /// [`Error::BiasValue`], [`Error::BiasTwice`].
+    pub(crate) fn check_bias(&self, vocab: usize) -> Result<(), Error> {
+        let (got, most) = (self.logit_bias.len(), MAX_LOGIT_BIAS);
+        if got > most {
+            return Err(Error::BiasCount { got, most });
+        }
+        for &(token, got) in &self.logit_bias {
+            if token as usize >= vocab {
+                return Err(Error::BiasToken { token, vocab });
+            }
+            if !(-100.0..=100.0).contains(&got) {
+                return Err(Error::BiasValue { token, got });
+            }
+        }
+        let mut tokens: Vec<u32> = self.logit_bias.iter().map(|(token, _)| *token).collect();
+        tokens.sort_unstable();
+        let twice = tokens.windows(2).find(|pair| pair[0] == pair[1]);
+        twice.map_or(Ok(()), |pair| Err(Error::BiasTwice { token: pair[0] }))
     }
 }
 
@@ -211,11 +247,16 @@ impl Sampler {
     /// [`ParamError`].
     pub(crate) fn new(params: SamplingParams) -> Result<Self, ParamError> {
         params.check()?;
+        let rng = Pcg64Mcg::seed_from_u64(params.seed);
         Ok(Self {
             params,
             draws: 0,
-            rng: Pcg64Mcg::seed_from_u64(params.seed),
+            rng,
         })
+    }
+
+    pub(crate) const fn params(&self) -> &SamplingParams {
+        &self.params
     }
 
     /// Chooses the token that follows `tokens`, of which the first `prompt_len` are the prompt.
@@ -233,6 +274,9 @@ impl Sampler {
         prompt_len: usize,
         scratch: &mut Scratch,
     ) -> u32 {
+        for (token, bias) in &self.params.logit_bias {
+            logits[*token as usize] += bias;
+        }
         self.penalise(logits, tokens, prompt_len);
         let best = argmax(logits);
         let (largest, scale) = (logits[best], 1.0 / self.params.temperature);

@@ -37,9 +37,10 @@ impl Snapshot {
         self.prompt_len
     }
 
-    /// Whether a running sequence of an engine with `context` could have this state. Tokens are
-    /// not looked at.
-    pub(crate) fn check(&self, context: usize) -> Result<(), Error> {
+    /// Whether a running sequence of an engine with `context` positions and `vocab` tokens could
+    /// have this state. Its tokens are not looked at.
+    pub(crate) fn check(&self, context: usize, vocab: usize) -> Result<(), Error> {
+        self.sampler.params().check_bias(vocab)?;
         let (tokens, prompt, left) = (self.tokens.len(), self.prompt_len, self.tokens_left);
         // Nothing left is the state of a request that only reads its prompt.
         if prompt == 0 || tokens < prompt || (left == 0 && tokens > prompt) {

@@ -114,7 +114,7 @@ impl Session {
         let request = Request {
             prompt,
             max_tokens: self.max_tokens,
-            sampling: self.sampling,
+            sampling: self.sampling.clone(),
             stop: self.stop.clone(),
             logprobs: None,
         };

@@ -34,8 +34,8 @@ impl Bench {
     }
 
     /// The weights from which a token is drawn.
-    fn weights(&mut self, params: SamplingParams, logits: &[f32], history: History<'_>) -> &[f32] {
-        self.sample(&mut Sampler::new(params).unwrap(), logits, history);
+    fn weights(&mut self, params: &SamplingParams, logits: &[f32], history: History<'_>) -> &[f32] {
+        self.sample(&mut Sampler::new(params.clone()).unwrap(), logits, history);
         &self.scratch.weights
     }
 }
@@ -56,11 +56,15 @@ const PLAIN: SamplingParams = SamplingParams {
     frequency_penalty: 0.0,
     penalty_window: 64,
     seed: 0,
+    logit_bias: Vec::new(),
 };
 
 /// The definition: the probability of every token, 0 for those that are cut.
 fn reference(p: &SamplingParams, logits: &[f32], (tokens, prompt_len): History<'_>) -> Vec<f64> {
     let mut x: Vec<f64> = logits.iter().map(|l| f64::from(*l)).collect();
+    for (token, bias) in &p.logit_bias {
+        x[*token as usize] += f64::from(*bias);
+    }
     let recent = &tokens[tokens.len().saturating_sub(p.penalty_window)..];
     for (token, x) in x.iter_mut().enumerate() {
         let penalty = f64::from(p.repetition_penalty);
@@ -128,13 +132,18 @@ fn all_params() -> Vec<SamplingParams> {
                         min_p,
                         ..PLAIN
                     };
-                    all.push(cut);
+                    all.push(cut.clone());
                     all.push(SamplingParams {
                         repetition_penalty: 1.3,
                         presence_penalty: 0.5,
                         frequency_penalty: -0.25,
                         penalty_window: 5,
                         ..cut
+                    });
+                    let biased = all[all.len() - 1].clone();
+                    all.push(SamplingParams {
+                        logit_bias: vec![(0, 1.5), (1, -0.75), (4, 2.0)],
+                        ..biased
                     });
                 }
             }
@@ -149,9 +158,12 @@ fn what_may_be_drawn_equals_the_reference() {
         let logits = random_logits(vocab, seed);
         let history: Vec<u32> = (0..12).map(|i| i * i % vocab as u32).collect();
         let mut bench = Bench::new(vocab);
-        for params in all_params() {
+        for mut params in all_params() {
+            params
+                .logit_bias
+                .retain(|(token, _)| (*token as usize) < vocab);
             let expected = reference(&params, &logits, (&history, 4));
-            let weights = bench.weights(params, &logits, (&history, 4));
+            let weights = bench.weights(&params, &logits, (&history, 4));
             let all = total(weights);
             for (token, (weight, expected)) in weights.iter().zip(expected).enumerate() {
                 let got = f64::from(*weight) / all;
@@ -215,15 +227,23 @@ fn draws_are_distributed_as_the_reference() {
             frequency_penalty: 0.3,
             ..PLAIN
         },
+        SamplingParams {
+            logit_bias: vec![(1, 1.8), (2, -100.0), (5, 0.4)],
+            ..PLAIN
+        },
     ];
     let mut bench = Bench::new(logits.len());
     for params in cases {
         let expected = reference(&params, &logits, history);
-        let mut sampler = Sampler::new(params).unwrap();
+        let mut sampler = Sampler::new(params.clone()).unwrap();
         let (mut of_one_seed, mut of_seeds) = ([0; 6], [0; 6]);
         for seed in 0..DRAWS {
             of_one_seed[bench.sample(&mut sampler, &logits, history) as usize] += 1;
-            let mut fresh = Sampler::new(SamplingParams { seed, ..params }).unwrap();
+            let mut fresh = Sampler::new(SamplingParams {
+                seed,
+                ..params.clone()
+            })
+            .unwrap();
             of_seeds[bench.sample(&mut fresh, &logits, history) as usize] += 1;
         }
         for counts in [of_one_seed, of_seeds] {
@@ -294,7 +314,7 @@ fn logits_that_are_no_numbers_are_drawn_only_for_want_of_others() {
                 ..PLAIN
             },
         ] {
-            let mut sampler = Sampler::new(params).unwrap();
+            let mut sampler = Sampler::new(params.clone()).unwrap();
             let mut bench = Bench::new(logits.len());
             let mut draw = |_| bench.sample(&mut sampler, logits, NO_HISTORY);
             let mut seen: Vec<u32> = (0..100).map(&mut draw).collect();
@@ -351,6 +371,75 @@ fn parameters_out_of_range_are_named() {
     }
 }
 
+#[test]
+fn what_is_wrong_with_a_bias_is_said() {
+    let all = |n| (0..n).map(|token| (token, 1.0)).collect::<Vec<_>>();
+    let most = MAX_LOGIT_BIAS as u32;
+    let cases: [(&[(u32, f32)], &str); 9] = [
+        (&[], ""),
+        (&[(0, 100.0), (1999, -100.0), (7, 0.0)], ""),
+        (&all(most), ""),
+        (
+            &all(most + 1),
+            "logit_bias has 1025 tokens, expected at most 1024",
+        ),
+        (
+            &[(0, 1.0), (2000, 1.0)],
+            "logit_bias has token 2000, which is outside the vocabulary of 2000",
+        ),
+        (
+            &[(3, 100.5)],
+            "logit_bias of token 3 is 100.5, expected -100 to 100",
+        ),
+        (
+            &[(3, f32::NAN)],
+            "logit_bias of token 3 is NaN, expected -100 to 100",
+        ),
+        (
+            &[(3, f32::NEG_INFINITY)],
+            "logit_bias of token 3 is -inf, expected -100 to 100",
+        ),
+        (
+            &[(9, 1.0), (3, 1.0), (9, 1.0)],
+            "logit_bias has token 9 twice",
+        ),
+    ];
+    for (bias, expected) in cases {
+        let logit_bias = bias.to_vec();
+        let params = SamplingParams {
+            logit_bias,
+            ..PLAIN
+        };
+        let said = params.check_bias(2000).err().map(|error| error.to_string());
+        assert_eq!(said.unwrap_or_default(), expected);
+    }
+}
+
+#[test]
+fn a_bias_decides_before_anything_else() {
+    let logits = [0.0, 1.0, -1.0, 0.5];
+    let history: History<'_> = (&[2, 2], 0);
+    let greedy = |logit_bias: &[(u32, f32)], repetition_penalty| {
+        let params = SamplingParams {
+            logit_bias: logit_bias.to_vec(),
+            repetition_penalty,
+            ..SamplingParams::default()
+        };
+        let mut sampler = Sampler::new(params).unwrap();
+        Bench::new(4).sample(&mut sampler, &logits, history)
+    };
+    assert_eq!(greedy(&[], 1.0), 1);
+    assert_eq!(greedy(&[(1, -100.0)], 1.0), 3);
+    assert_eq!(
+        greedy(&[(3, 0.5)], 1.0),
+        1,
+        "the first of two equal ones stays"
+    );
+    assert_eq!(greedy(&[(3, 0.6)], 1.0), 3);
+    // Before the penalty: (-1 + 4) / 4 = 0.75 is above 1 - 0.4; after it, it would be -4 + 4.
+    assert_eq!(greedy(&[(2, 4.0), (1, -0.4)], 4.0), 2);
+}
+
 /// `n` tokens drawn one after the other.
 fn draw(bench: &mut Bench, sampler: &mut Sampler, logits: &[f32], n: usize) -> Vec<u32> {
     (0..n)
@@ -389,7 +478,7 @@ fn a_sampler_goes_on_where_it_was_serialised() {
         ..PLAIN
     };
     for n in [0, 1, 2, 3, 17, 100] {
-        let mut sampler = Sampler::new(params).unwrap();
+        let mut sampler = Sampler::new(params.clone()).unwrap();
         draw(&mut bench, &mut sampler, &logits, n);
         let text = serde_json::to_string(&sampler).unwrap();
         let mut from_text: Sampler = serde_json::from_str(&text).unwrap();
@@ -425,7 +514,7 @@ fn top_p_of_a_flat_distribution_takes_the_share_it_says() {
         (0.000_01, 1),
     ] {
         let params = SamplingParams { top_p, ..PLAIN };
-        let weights = bench.weights(params, &vec![0.5; n], NO_HISTORY);
+        let weights = bench.weights(&params, &vec![0.5; n], NO_HISTORY);
         let expected: Vec<f32> = (0..n).map(|i| f32::from(i < kept)).collect();
         assert!(
             weights == expected,
@@ -440,9 +529,9 @@ fn top_p_of_a_flat_distribution_takes_the_share_it_says() {
             top_p,
             ..PLAIN
         };
-        let weights = bench.weights(params, &logits, NO_HISTORY).to_vec();
+        let weights = bench.weights(&params, &logits, NO_HISTORY).to_vec();
         let whole = bench.weights(
-            SamplingParams {
+            &SamplingParams {
                 temperature: 5.0,
                 ..PLAIN
             },
@@ -491,7 +580,7 @@ fn instruction_sets_change_nothing() {
     for params in cases {
         let run = |set| {
             let mut bench = Bench::with_set(set, logits.len());
-            let mut sampler = Sampler::new(params).unwrap();
+            let mut sampler = Sampler::new(params.clone()).unwrap();
             let mut sample = |_| bench.sample(&mut sampler, &logits, (&history, 50));
             let tokens: Vec<u32> = (0..50).map(&mut sample).collect();
             let bits: Vec<u32> = bench.scratch.weights.iter().map(|w| w.to_bits()).collect();

@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 use super::requests::{SAMPLED, prompt, request, stops};
 use super::rig::Rig;
 use super::tiny::Tiny;
-use crate::{EngineConfig, Request, Snapshot};
+use crate::{EngineConfig, Request, SamplingParams, Snapshot};
 
 const CONTEXT: usize = 2 * PAGE;
 
@@ -18,9 +18,13 @@ fn rig(tiny: &Tiny) -> Rig {
 fn snapshot(tiny: &Tiny) -> Value {
     let mut rig = rig(tiny);
     let stop = stops();
+    let sampling = SamplingParams {
+        logit_bias: vec![(3, 0.5), (4, -0.5)],
+        ..SAMPLED
+    };
     let id = rig.submit(&Request {
         stop,
-        ..request(prompt(10, 3), 20, SAMPLED)
+        ..request(prompt(10, 3), 20, sampling)
     });
     rig.steps(5);
     serde_json::to_value(rig.engine.take_snapshot(id).unwrap()).unwrap()
@@ -104,6 +108,26 @@ fn what_is_wrong_with_a_snapshot_is_said() {
             "min_p is 3, expected 0 to 1",
         ),
         ("/sampler/draws", json!(null), "invalid type"),
+        (
+            "/sampler/params/logit_bias",
+            json!([[34, 1.0]]),
+            "logit_bias has token 34, which is outside the vocabulary of 34",
+        ),
+        (
+            "/sampler/params/logit_bias",
+            json!(vec![(1, 1.0); 1025]),
+            "logit_bias has 1025 tokens, expected at most 1024",
+        ),
+        (
+            "/sampler/params/logit_bias/0/1",
+            json!(1e300),
+            "logit_bias of token 3 is inf, expected -100 to 100",
+        ),
+        (
+            "/sampler/params/logit_bias/1/0",
+            json!(3),
+            "logit_bias has token 3 twice",
+        ),
         (
             "/decoder/pending",
             json!(vec![0x61; 1 << 20]),

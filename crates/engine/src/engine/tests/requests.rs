@@ -14,6 +14,7 @@ pub(super) const SAMPLED: SamplingParams = SamplingParams {
     frequency_penalty: 0.0,
     penalty_window: 64,
     seed: 0,
+    logit_bias: Vec::new(),
 };
 
 /// `n` tokens that look random.
@@ -44,8 +45,8 @@ pub(super) fn mixed(tiny: &Tiny) -> Vec<Request> {
     let greedy = SamplingParams::default();
     let seed = |seed| SamplingParams { seed, ..SAMPLED };
     let mut all = vec![
-        request(prompt(1, 1), 20, greedy),
-        request(prompt(150, 2), 10, greedy),
+        request(prompt(1, 1), 20, greedy.clone()),
+        request(prompt(150, 2), 10, greedy.clone()),
         request(tiny.encode("abc def"), 60, seed(3)),
         request(
             prompt(64, 4),
@@ -72,7 +73,7 @@ pub(super) fn mixed(tiny: &Tiny) -> Vec<Request> {
                 ..seed(6)
             },
         ),
-        request(prompt(130, 7), 0, greedy),
+        request(prompt(130, 7), 0, greedy.clone()),
         request(prompt(9, 8), 1, seed(8)),
     ];
     let penalised = SamplingParams {
@@ -83,6 +84,11 @@ pub(super) fn mixed(tiny: &Tiny) -> Vec<Request> {
         ..greedy
     };
     all.push(request(prompt(30, 9), 50, penalised));
+    let biased = SamplingParams {
+        logit_bias: vec![(2, 2.5), (14, 4.0), (0, -100.0)],
+        ..seed(20)
+    };
+    all.push(request(prompt(31, 20), 40, biased));
     for n in 10..13 {
         let stop = stops();
         all.push(Request {

@@ -156,7 +156,7 @@ fn most_top_p_cuts_need_few_candidates() {
         let mut scratch = Scratch::new(rows[0].len());
         let mut few = 0;
         for row in &rows {
-            let mut sampler = Sampler::new(params).unwrap();
+            let mut sampler = Sampler::new(params.clone()).unwrap();
             sampler.sample(
                 model.model.kernels(),
                 &mut row.clone(),
