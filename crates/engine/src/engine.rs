@@ -92,36 +92,11 @@ impl Engine {
             let request = Box::new(request);
             return Err(Error::Busy { waiting, request });
         }
-        self.check(&request)?;
+        request.check(self.model.config().vocab, self.config.context)?;
         let id = self.new_id();
         let sequence = Sequence::new(id, request, self.config.context)?;
         self.waiting.push_back(sequence);
         Ok(id)
-    }
-
-    fn check(&self, request: &Request) -> Result<(), Error> {
-        if request.prompt.is_empty() {
-            return Err(Error::EmptyPrompt);
-        }
-        let (tokens, context) = (request.prompt.len(), self.config.context);
-        if tokens >= context {
-            return Err(Error::PromptTooLong { tokens, context });
-        }
-        self.check_tokens(&request.prompt)?;
-        request.sampling.check_bias(self.model.config().vocab)
-    }
-
-    fn check_tokens(&self, tokens: &[u32]) -> Result<(), Error> {
-        let vocab = self.model.config().vocab;
-        let outside = tokens.iter().position(|token| *token as usize >= vocab);
-        outside.map_or(Ok(()), |position| {
-            let token = tokens[position];
-            Err(Error::Token {
-                token,
-                position,
-                vocab,
-            })
-        })
     }
 
     fn new_id(&mut self) -> SequenceId {
@@ -175,7 +150,6 @@ impl Engine {
             return Err(Error::OtherModel { got, expected });
         }
         snapshot.check(self.config.context, self.model.config().vocab)?;
-        self.check_tokens(&snapshot.tokens)?;
         let id = self.new_id();
         self.resuming.push_back(Sequence::restored(id, snapshot));
         Ok(id)
@@ -309,8 +283,8 @@ impl Engine {
             }
             let logits = self.workspace.logits_mut(logits_row, vocab);
             logits_row += 1;
-            let token = sequence.next_token(self.model.kernels(), logits, &mut self.scratch);
-            sequence.accept(token, &self.tokenizer, &mut events);
+            let choice = sequence.next_token(self.model.kernels(), logits, &mut self.scratch);
+            sequence.accept(choice, &self.tokenizer, &mut events);
             if let Some(Event::Finished { .. }) = events.last() {
                 finished.push(part.index);
             }

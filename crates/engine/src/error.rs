@@ -31,6 +31,14 @@ pub enum Error {
     /// A sampling parameter out of range.
     #[error(transparent)]
     Sampling(#[from] ParamError),
+    /// Log-probabilities of too many tokens.
+    #[error("logprobs is {got}, expected at most {most}")]
+    Logprobs {
+        /// How many were asked for.
+        got: usize,
+        /// How many would be told.
+        most: usize,
+    },
     /// A bias on too many tokens.
     #[error("logit_bias has {got} tokens, expected at most {most}")]
     BiasCount {

@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::SamplingParams;
+use crate::{Error, SamplingParams};
 
 /// A sequence in one engine; never used twice by the same engine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -24,17 +24,65 @@ pub struct Request {
     pub logprobs: Option<usize>,
 }
 
+impl Request {
+    /// Whether an engine of `vocab` tokens and `context` positions can answer it. The stop strings
+    /// are looked at when they are used.
+    ///
+    /// # Errors
+    /// For the first thing that is wrong.
+    pub(crate) fn check(&self, vocab: usize, context: usize) -> Result<(), Error> {
+        if self.prompt.is_empty() {
+            return Err(Error::EmptyPrompt);
+        }
+        let tokens = self.prompt.len();
+        if tokens >= context {
+            return Err(Error::PromptTooLong { tokens, context });
+        }
+        check_tokens(&self.prompt, vocab)?;
+        check_logprobs(self.logprobs)?;
+        self.sampling.check()?;
+        self.sampling.check_bias(vocab)
+    }
+}
+
+/// # Errors
+/// [`Error::Token`] for the first one that a vocabulary of `vocab` tokens lacks.
+pub(crate) fn check_tokens(tokens: &[u32], vocab: usize) -> Result<(), Error> {
+    let outside = tokens.iter().position(|token| *token as usize >= vocab);
+    outside.map_or(Ok(()), |position| {
+        let token = tokens[position];
+        Err(Error::Token {
+            token,
+            position,
+            vocab,
+        })
+    })
+}
+
+/// # Errors
+/// [`Error::Logprobs`].
+pub(crate) const fn check_logprobs(asked: Option<usize>) -> Result<(), Error> {
+    match asked {
+        Some(got) if got > MAX_LOGPROBS => Err(Error::Logprobs {
+            got,
+            most: MAX_LOGPROBS,
+        }),
+        _ => Ok(()),
+    }
+}
+
 /// Most alternatives that [`Request::logprobs`] may ask for: the bound of the OpenAI API.
 pub const MAX_LOGPROBS: usize = 20;
 
-/// Log-probabilities at one position, of the softmax over the model's logits before penalties,
-/// temperature and the other filters.
+/// Log-probabilities at one position, of the softmax over the model's logits before bias,
+/// penalties, temperature and the other filters. Finite, at least -9999: what is less probable has
+/// this value too. Equal logits give equal bits on every machine.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct TokenLogprobs {
     /// Of the chosen token.
     pub logprob: f32,
     /// The most probable tokens, best first, the lower id first among equals; as many as asked
-    /// for, or the vocabulary has.
+    /// for, or the vocabulary has. The chosen token need not be among them.
     pub top: Vec<(u32, f32)>,
 }
 

@@ -12,7 +12,9 @@ use rand_core::{RngCore, SeedableRng};
 use rand_pcg::Pcg64Mcg;
 use serde::{Deserialize, Serialize};
 
-use crate::Error;
+use crate::{Error, TokenLogprobs};
+
+pub(crate) mod logprobs;
 
 /// Most tokens that [`SamplingParams::logit_bias`] may name: each costs 8 bytes per request and an
 /// addition per token. The bound of vLLM (`MAX_NUM_LOGIT_BIAS_TOKENS`, `v1/worker/gpu/sample`).
@@ -156,6 +158,9 @@ fn check(
     })
 }
 
+/// Tokens so far, and how many of them are the prompt.
+pub(crate) type History<'a> = (&'a [u32], usize);
+
 /// The sampling state of one sequence.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(try_from = "State", into = "State")]
@@ -208,9 +213,11 @@ impl Candidate {
     }
 }
 
-/// Working memory of [`Sampler::sample`]: 12 bytes per token of the vocabulary.
+/// Working memory of [`Sampler::sample`]: 16 bytes per token of the vocabulary.
 #[derive(Debug)]
 pub(crate) struct Scratch {
+    /// The logits as they came, for log-probabilities.
+    raw: Vec<f32>,
     /// By token, proportional to the probability: 1 for the most probable token, 0 for those that
     /// may not be drawn.
     weights: Vec<f32>,
@@ -220,6 +227,7 @@ pub(crate) struct Scratch {
 impl Scratch {
     pub(crate) fn new(vocab: usize) -> Self {
         Self {
+            raw: vec![0.0; vocab],
             weights: vec![0.0; vocab],
             candidates: Vec::with_capacity(vocab),
         }
@@ -230,6 +238,13 @@ impl Scratch {
     pub(crate) fn kept(&self) -> usize {
         self.weights.iter().filter(|weight| **weight > 0.0).count()
     }
+}
+
+/// A token that was chosen.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Choice {
+    pub(crate) token: u32,
+    pub(crate) logprobs: Option<TokenLogprobs>,
 }
 
 /// How many candidates top-p sorts at first, doubled until they are enough. For top-p 0.95 on 256
@@ -259,8 +274,32 @@ impl Sampler {
         &self.params
     }
 
-    /// Chooses the token that follows `tokens`, of which the first `prompt_len` are the prompt.
-    /// `logits` is `(vocabulary,)` and is overwritten; a NaN is never chosen before a number.
+    /// [`sample`](Self::sample) with the log-probabilities of the logits as they came, of `n`
+    /// tokens beside the chosen one, where asked for.
+    pub(crate) fn choose(
+        &mut self,
+        kernels: &Kernels,
+        logits: &mut [f32],
+        history: History<'_>,
+        n: Option<usize>,
+        scratch: &mut Scratch,
+    ) -> Choice {
+        let Some(n) = n else {
+            let token = self.sample(kernels, logits, history, scratch);
+            let logprobs = None;
+            return Choice { token, logprobs };
+        };
+        // Bias and penalties write over the logits.
+        scratch.raw.copy_from_slice(logits);
+        let token = self.sample(kernels, logits, history, scratch);
+        let raw = std::mem::take(&mut scratch.raw);
+        let logprobs = logprobs::logprobs(kernels, &raw, token, n, scratch);
+        scratch.raw = raw;
+        let logprobs = Some(logprobs);
+        Choice { token, logprobs }
+    }
+
+    /// Chooses the token that follows `history`. `logits` is `(vocabulary,)` and is overwritten; a NaN is never chosen before a number.
     ///
     /// Cost: greedy, one pass over the logits; otherwise a few passes with an exponential per
     /// token, and a sort of what may be drawn. Allocates a copy of the tokens that penalties look
@@ -270,14 +309,13 @@ impl Sampler {
         &mut self,
         kernels: &Kernels,
         logits: &mut [f32],
-        tokens: &[u32],
-        prompt_len: usize,
+        history: History<'_>,
         scratch: &mut Scratch,
     ) -> u32 {
         for (token, bias) in &self.params.logit_bias {
             logits[*token as usize] += bias;
         }
-        self.penalise(logits, tokens, prompt_len);
+        self.penalise(logits, history);
         let best = argmax(logits);
         let (largest, scale) = (logits[best], 1.0 / self.params.temperature);
         // Greedy at temperature 0, when its inverse overflows, and when the weights, which are
@@ -290,7 +328,7 @@ impl Sampler {
         self.draw(&scratch.weights) as u32
     }
 
-    fn penalise(&self, logits: &mut [f32], tokens: &[u32], prompt_len: usize) {
+    fn penalise(&self, logits: &mut [f32], (tokens, prompt_len): History<'_>) {
         let p = &self.params;
         if p.repetition_penalty != 1.0 {
             let recent = &tokens[tokens.len().saturating_sub(p.penalty_window)..];
@@ -331,7 +369,8 @@ impl Sampler {
         let (top_k, top_p) = (self.params.top_k, f64::from(self.params.top_p));
         candidates.clear();
         let all = if top_k > 0 {
-            candidates.extend(candidates_from(weights, reached_by(weights, top_k)));
+            let least = reached_by(weights, top_k).unwrap_or(0.0);
+            candidates.extend(candidates_from(weights, least));
             let kept = sort_first(candidates, top_k);
             candidates.truncate(kept);
             candidates.iter().map(|c| f64::from(c.weight)).sum()
@@ -391,14 +430,12 @@ fn candidates_from(weights: &[f32], least: f32) -> impl Iterator<Item = Candidat
     tokens.map(|(token, &weight)| Candidate { token, weight })
 }
 
-/// A weight that at least `n` tokens reach, so that the `n` most probable can be found among
-/// those: the n-th largest of the largest of each chunk.
-fn reached_by(weights: &[f32], n: usize) -> f32 {
-    let mut peaks: Vec<f32> = weights.chunks(CHUNK).map(largest).collect();
-    if peaks.len() < n {
-        return 0.0;
-    }
-    *peaks.select_nth_unstable_by(n - 1, |a, b| b.total_cmp(a)).1
+/// A value that at least `n` (1 or more) of `values` reach, so that the `n` largest can be found
+/// among those: the n-th largest of the largest of each chunk; `None` when there are fewer chunks.
+fn reached_by(values: &[f32], n: usize) -> Option<f32> {
+    let mut peaks: Vec<f32> = values.chunks(CHUNK).map(largest).collect();
+    let most = |a: &f32, b: &f32| b.total_cmp(a);
+    (peaks.len() >= n).then(|| *peaks.select_nth_unstable_by(n - 1, most).1)
 }
 
 /// The sum, in eight lanes that the compiler can add at once.

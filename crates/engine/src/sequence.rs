@@ -1,10 +1,10 @@
 //! A sequence: its tokens, its pages, and the state that turns tokens into text.
 
-use paceline_formats::text::{StopMatcher, StreamDecoder};
+use paceline_formats::text::{StopMatcher, StopOutput, StreamDecoder};
 use paceline_formats::tokenizer::Tokenizer;
 use paceline_tensor::{Kernels, PAGE};
 
-use crate::sampling::{Sampler, Scratch};
+use crate::sampling::{Choice, Sampler, Scratch};
 use crate::{Error, Event, Finish, Request, SequenceId, Snapshot};
 
 /// A request in progress.
@@ -20,6 +20,8 @@ pub(crate) struct Sequence {
     pub(crate) pages: Vec<u32>,
     /// Tokens that may still be generated.
     tokens_left: usize,
+    /// [`Request::logprobs`].
+    logprobs: Option<usize>,
     sampler: Sampler,
     decoder: StreamDecoder,
     stops: StopMatcher,
@@ -37,6 +39,7 @@ impl Sequence {
             tokens: request.prompt,
             computed: 0,
             pages: Vec::new(),
+            logprobs: request.logprobs,
             sampler: Sampler::new(request.sampling)?,
             decoder: StreamDecoder::new(),
             stops: StopMatcher::new(request.stop)?,
@@ -61,17 +64,17 @@ impl Sequence {
         kernels: &Kernels,
         logits: &mut [f32],
         scratch: &mut Scratch,
-    ) -> Option<u32> {
-        let (tokens, prompt_len) = (&self.tokens, self.prompt_len);
-        let sampler = &mut self.sampler;
-        (self.tokens_left > 0).then(|| sampler.sample(kernels, logits, tokens, prompt_len, scratch))
+    ) -> Option<Choice> {
+        let history = (&*self.tokens, self.prompt_len);
+        let (sampler, n) = (&mut self.sampler, self.logprobs);
+        (self.tokens_left > 0).then(|| sampler.choose(kernels, logits, history, n, scratch))
     }
 
     /// Takes in what [`next_token`](Self::next_token) gave. The last event is [`Event::Finished`]
     /// if the sequence has ended.
     pub(crate) fn accept(
         &mut self,
-        token: Option<u32>,
+        choice: Option<Choice>,
         tokenizer: &Tokenizer,
         events: &mut Vec<Event>,
     ) {
@@ -79,30 +82,26 @@ impl Sequence {
         if self.tokens.len() == self.prompt_len {
             events.push(Event::PromptRead { id });
         }
-        let Some(token) = token else {
+        let Some(Choice { token, logprobs }) = choice else {
             return events.push(self.finish(Finish::Length));
         };
         self.tokens.push(token);
         self.tokens_left -= 1;
-        if tokenizer.is_end_of_generation(token) {
-            let text = String::new();
-            events.push(Event::Token {
-                id,
-                token,
-                text,
-                logprobs: None,
-            });
-            return events.push(self.finish(Finish::EndOfText));
+        let ends = tokenizer.is_end_of_generation(token);
+        let mut output = StopOutput::default();
+        if !ends {
+            let bytes = tokenizer.token_bytes(token).unwrap_or_default();
+            output = self.stops.push(&self.decoder.push(bytes));
         }
-        let bytes = tokenizer.token_bytes(token).unwrap_or_default();
-        let output = self.stops.push(&self.decoder.push(bytes));
-        let text = output.text;
         events.push(Event::Token {
             id,
             token,
-            text,
-            logprobs: None,
+            text: output.text,
+            logprobs,
         });
+        if ends {
+            return events.push(self.finish(Finish::EndOfText));
+        }
         if let Some(which) = output.stopped {
             let (text, reason) = (String::new(), Finish::Stop(which));
             events.push(Event::Finished { id, text, reason });
@@ -131,6 +130,7 @@ impl Sequence {
             tokens: self.tokens,
             prompt_len: self.prompt_len,
             tokens_left: self.tokens_left,
+            logprobs: self.logprobs,
             sampler: self.sampler,
             decoder: self.decoder,
             stops: self.stops,
@@ -146,6 +146,7 @@ impl Sequence {
             computed: 0,
             pages: Vec::new(),
             tokens_left: snapshot.tokens_left,
+            logprobs: snapshot.logprobs,
             sampler: snapshot.sampler,
             decoder: snapshot.decoder,
             stops: snapshot.stops,

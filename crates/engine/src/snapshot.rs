@@ -4,6 +4,7 @@ use paceline_formats::text::{StopMatcher, StopOutput, StreamDecoder};
 use serde::{Deserialize, Serialize};
 
 use crate::Error;
+use crate::request::{check_logprobs, check_tokens};
 use crate::sampling::Sampler;
 
 /// Everything that decides how a sequence goes on: tokens, sampling state with its random
@@ -21,6 +22,8 @@ pub struct Snapshot {
     pub(crate) tokens: Vec<u32>,
     pub(crate) prompt_len: usize,
     pub(crate) tokens_left: usize,
+    /// [`Request::logprobs`](crate::Request::logprobs).
+    pub(crate) logprobs: Option<usize>,
     pub(crate) sampler: Sampler,
     pub(crate) decoder: StreamDecoder,
     pub(crate) stops: StopMatcher,
@@ -38,8 +41,9 @@ impl Snapshot {
     }
 
     /// Whether a running sequence of an engine with `context` positions and `vocab` tokens could
-    /// have this state. Its tokens are not looked at.
+    /// have this state.
     pub(crate) fn check(&self, context: usize, vocab: usize) -> Result<(), Error> {
+        check_logprobs(self.logprobs)?;
         self.sampler.params().check_bias(vocab)?;
         let (tokens, prompt, left) = (self.tokens.len(), self.prompt_len, self.tokens_left);
         // Nothing left is the state of a request that only reads its prompt.
@@ -57,6 +61,7 @@ impl Snapshot {
                 context,
             });
         }
+        check_tokens(&self.tokens, vocab)?;
         // Neither gives anything for no input, unless it holds more than it ever would.
         let decodes = !self.decoder.clone().push(&[]).is_empty();
         if decodes || self.stops.clone().push("") != StopOutput::default() {

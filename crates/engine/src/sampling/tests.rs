@@ -23,14 +23,8 @@ impl Bench {
     }
 
     fn sample(&mut self, sampler: &mut Sampler, logits: &[f32], history: History<'_>) -> u32 {
-        let (mut logits, (tokens, prompt_len)) = (logits.to_vec(), history);
-        sampler.sample(
-            &self.kernels,
-            &mut logits,
-            tokens,
-            prompt_len,
-            &mut self.scratch,
-        )
+        let mut logits = logits.to_vec();
+        sampler.sample(&self.kernels, &mut logits, history, &mut self.scratch)
     }
 
     /// The weights from which a token is drawn.
@@ -39,9 +33,6 @@ impl Bench {
         &self.scratch.weights
     }
 }
-
-/// Tokens, and how many of them are the prompt.
-type History<'a> = (&'a [u32], usize);
 
 const NO_HISTORY: History<'static> = (&[], 0);
 
@@ -555,6 +546,37 @@ fn top_p_of_a_flat_distribution_takes_the_share_it_says() {
                 .zip(whole)
                 .all(|(w, all)| (*w > 0.0) == (*all >= least))
         );
+    }
+}
+
+#[test]
+fn log_probabilities_are_of_the_logits_as_they_came() {
+    let logits = random_logits(300, 3);
+    let history: History<'_> = (&[5, 9, 5, 7], 1);
+    let mut bench = Bench::new(logits.len());
+    let plain = {
+        let Bench { kernels, scratch } = &mut bench;
+        logprobs::logprobs(kernels, &logits, 9, 3, scratch)
+    };
+    for params in all_params() {
+        // Moves what is chosen, and the logits of seen tokens.
+        let params = SamplingParams {
+            logit_bias: vec![(9, 100.0), (8, -3.0)],
+            ..params
+        };
+        let mut sampler = Sampler::new(params.clone()).unwrap();
+        let token = bench.sample(&mut sampler.clone(), &logits, history);
+        assert_eq!(token, 9);
+        let Bench { kernels, scratch } = &mut bench;
+        let mut copy = logits.clone();
+        let choice = sampler.choose(kernels, &mut copy, history, Some(3), scratch);
+        let expected = Choice {
+            token,
+            logprobs: Some(plain.clone()),
+        };
+        assert_eq!(choice, expected, "{params:?}");
+        let choice = sampler.choose(kernels, &mut logits.clone(), history, None, scratch);
+        assert_eq!(choice.logprobs, None);
     }
 }
 

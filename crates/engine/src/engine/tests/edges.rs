@@ -133,6 +133,14 @@ fn a_request_that_cannot_be_answered_says_why() {
         logprobs: None,
         ..greedy(vec![1], 1)
     };
+    let told = Request {
+        logprobs: Some(21),
+        ..greedy(vec![1], 1)
+    };
+    let biased = SamplingParams {
+        logit_bias: vec![(33, 1.0), (34, 1.0)],
+        ..SAMPLED
+    };
     let cases = [
         (greedy(vec![], 5), "the prompt is empty"),
         (
@@ -148,6 +156,11 @@ fn a_request_that_cannot_be_answered_says_why() {
             "temperature is NaN, expected 0 or more, finite",
         ),
         (empty_stop, "stop string 1 is empty"),
+        (told, "logprobs is 21, expected at most 20"),
+        (
+            request(vec![1], 5, biased),
+            "logit_bias has token 34, which is outside the vocabulary of 34",
+        ),
     ];
     for (request, expected) in cases {
         assert_eq!(engine.submit(request).unwrap_err().to_string(), expected);

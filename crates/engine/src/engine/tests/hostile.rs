@@ -24,6 +24,7 @@ fn snapshot(tiny: &Tiny) -> Value {
     };
     let id = rig.submit(&Request {
         stop,
+        logprobs: Some(3),
         ..request(prompt(10, 3), 20, sampling)
     });
     rig.steps(5);
@@ -108,6 +109,12 @@ fn what_is_wrong_with_a_snapshot_is_said() {
             "min_p is 3, expected 0 to 1",
         ),
         ("/sampler/draws", json!(null), "invalid type"),
+        (
+            "/logprobs",
+            json!(21),
+            "logprobs is 21, expected at most 20",
+        ),
+        ("/logprobs", json!(-1), "invalid value"),
         (
             "/sampler/params/logit_bias",
             json!([[34, 1.0]]),

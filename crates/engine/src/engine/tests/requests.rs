@@ -96,5 +96,14 @@ pub(super) fn mixed(tiny: &Tiny) -> Vec<Request> {
             ..request(prompt(5 * n, n as u32), 60, seed(n as u64))
         });
     }
+    // Some tell log-probabilities: of the token alone, of a few, of more than there are.
+    for (request, n) in all
+        .iter_mut()
+        .skip(1)
+        .step_by(2)
+        .zip([0, 2, 20].iter().cycle())
+    {
+        request.logprobs = Some(*n);
+    }
     all
 }

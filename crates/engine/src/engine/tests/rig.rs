@@ -6,14 +6,18 @@ use paceline_tensor::PAGE;
 
 use super::tiny::Tiny;
 use crate::sequence::Sequence;
-use crate::{Engine, EngineConfig, Error, Event, Finish, Request, SequenceId, Snapshot};
+use crate::{
+    Engine, EngineConfig, Error, Event, Finish, Request, SequenceId, Snapshot, TokenLogprobs,
+};
 
 /// All that came of a sequence.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub(super) struct Outcome {
     pub(super) prompt_reads: usize,
     pub(super) tokens: Vec<u32>,
     pub(super) text: String,
+    /// Per token.
+    pub(super) logprobs: Vec<Option<TokenLogprobs>>,
     pub(super) finish: Option<Finish>,
 }
 
@@ -22,9 +26,15 @@ impl Outcome {
         assert_eq!(self.finish, None, "{event:?} after the end");
         match event {
             Event::PromptRead { .. } => self.prompt_reads += 1,
-            Event::Token { token, text, .. } => {
+            Event::Token {
+                token,
+                text,
+                logprobs,
+                ..
+            } => {
                 assert_eq!(self.prompt_reads, 1, "a token before the prompt was read");
                 self.tokens.push(*token);
+                self.logprobs.push(logprobs.clone());
                 self.text.push_str(text);
             }
             Event::Finished { text, reason, .. } => {

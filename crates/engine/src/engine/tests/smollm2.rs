@@ -3,13 +3,15 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use paceline_base::KernelClass;
 use paceline_formats::tokenizer::Specials;
-use paceline_model::{Batch, BatchSequence, Logits, Source, Workspace};
+use paceline_model::{Batch, BatchSequence, LoadOptions, Logits, Source, Workspace};
 use paceline_tensor::{Kernels, PAGE};
 
 use super::requests::{SAMPLED, request};
 use super::rig::{Rig, alone};
 use super::tiny::Tiny;
+use crate::sampling::logprobs::logprobs;
 use crate::sampling::{Sampler, Scratch};
 use crate::{EngineConfig, Request, SamplingParams};
 
@@ -135,6 +137,88 @@ fn logits(model: &Tiny, text: &str) -> Vec<Vec<f32>> {
         .collect()
 }
 
+/// The model in float32, as numpy computes it.
+fn load_f32(path: &Path) -> Tiny {
+    let kernels = Arc::new(Kernels::new(2).unwrap());
+    let class = KernelClass::CpuF32;
+    let options = LoadOptions { class };
+    Tiny::open_as(&Source::open(path).unwrap(), kernels, options)
+}
+
+/// How far two float32 implementations may be apart: the reference has four digits, the rest is the
+/// order of their sums.
+const CLOSE: f32 = 2e-4;
+
+fn assert_close(got: f32, expected: f32) {
+    assert!((got - expected).abs() < CLOSE, "{got}, expected {expected}");
+}
+
+/// Against a float32 forward pass in numpy on the dequantised weights (shared/reference/models.md,
+/// section 4; that of llama.cpp for " Paris" is -0.2589).
+#[test]
+fn log_probabilities_agree_with_numpy() {
+    let Some(path) = path("log_probabilities_agree_with_numpy") else {
+        return;
+    };
+    let model = load_f32(&path);
+    let prompt = model.encode("The capital of France is");
+    let mut paris = request(prompt, 1, SamplingParams::default());
+    paris.logprobs = Some(5);
+    // Neither changes what is told.
+    paris.sampling.logit_bias = vec![(7042, -50.0)];
+    paris.sampling.presence_penalty = 1.0;
+    let outcome = alone(&model, &paris, CONTEXT);
+    let told = outcome.logprobs[0].as_ref().unwrap();
+    let expected = [
+        (7042, -0.2581),
+        (260, -2.7407),
+        (4528, -4.3844),
+        (2250, -4.6199),
+        (1315, -4.6778),
+    ];
+    assert_eq!(told.top.len(), expected.len());
+    for ((id, got), (token, logprob)) in told.top.iter().zip(expected) {
+        assert_eq!(*id, token);
+        assert_close(*got, logprob);
+    }
+    assert_eq!(outcome.tokens, [260], "the bias forbids the first");
+    assert_eq!(told.logprob, told.top[1].1);
+}
+
+/// The same source: what the first 256 tokens of Austen cost.
+#[test]
+fn log_probabilities_of_a_text_agree_with_numpy() {
+    let Some(path) = path("log_probabilities_of_a_text_agree_with_numpy") else {
+        return;
+    };
+    let model = load_f32(&path);
+    let text = include_str!("../../../../../tests-data/austen-1056.txt");
+    let tokens = model.encode(text);
+    let rows = logits(&model, text);
+    let mut scratch = Scratch::new(rows[0].len());
+    let kernels = model.model.kernels();
+    let mut told = |row: &[f32], token, n| logprobs(kernels, row, token, n, &mut scratch);
+    let pairs = rows.iter().zip(&tokens[1..]);
+    let costs: Vec<f32> = pairs.map(|(row, t)| -told(row, *t, 0).logprob).collect();
+    assert_eq!(costs.len(), 255);
+    let first = [
+        12.2544, 2.9422, 1.9437, 5.7901, 7.8040, 5.6032, 13.8812, 0.2515,
+    ];
+    for (got, expected) in costs.iter().zip(first) {
+        assert_close(*got, expected);
+    }
+    let mean = costs.iter().sum::<f32>() / 255.0;
+    assert!((mean - 3.47049).abs() < 2e-5, "mean {mean}");
+    let last = told(&rows[255], 0, 3).top;
+    for ((id, got), (token, logprob)) in
+        last.iter()
+            .zip([(198, -0.3874), (284, -1.5955), (564, -2.4880)])
+    {
+        assert_eq!(*id, token);
+        assert_close(*got, logprob);
+    }
+}
+
 /// The figures in the documentation of `sampling::FIRST_CUT`.
 #[test]
 fn most_top_p_cuts_need_few_candidates() {
@@ -160,8 +244,7 @@ fn most_top_p_cuts_need_few_candidates() {
             sampler.sample(
                 model.model.kernels(),
                 &mut row.clone(),
-                &[],
-                0,
+                (&[], 0),
                 &mut scratch,
             );
             few += usize::from(scratch.kept() <= 256);

@@ -2,6 +2,7 @@
 
 use super::requests::{SAMPLED, request};
 use super::tiny::{END, Tiny, VOCAB};
+use crate::sampling::Choice;
 use crate::sequence::Sequence;
 use crate::{Event, Finish, Request, SequenceId};
 
@@ -17,7 +18,11 @@ fn answer(tiny: &Tiny, tokens: &[u32], stop: &[&str]) -> (Vec<String>, Option<Fi
     let mut events = Vec::new();
     let mut given = tokens.iter();
     while !matches!(events.last(), Some(Event::Finished { .. })) {
-        sequence.accept(given.next().copied(), &tiny.tokenizer, &mut events);
+        let choice = given.next().map(|&token| Choice {
+            token,
+            logprobs: None,
+        });
+        sequence.accept(choice, &tiny.tokenizer, &mut events);
     }
     assert_eq!(
         given.next(),

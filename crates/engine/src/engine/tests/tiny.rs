@@ -97,11 +97,15 @@ impl Tiny {
 
     /// The model and tokenizer of any GGUF file.
     pub(super) fn open(source: &Source, kernels: Arc<Kernels>) -> Self {
+        Self::open_as(source, kernels, LoadOptions::default())
+    }
+
+    pub(super) fn open_as(source: &Source, kernels: Arc<Kernels>, options: LoadOptions) -> Self {
         let Source::Gguf(file) = source else {
             panic!("not a GGUF file");
         };
         let tokenizer = Tokenizer::from_gguf(file.metadata()).unwrap();
-        let model = Model::load(source, LoadOptions::default(), kernels, |_, _| {}).unwrap();
+        let model = Model::load(source, options, kernels, |_, _| {}).unwrap();
         Self {
             model: Arc::new(model),
             tokenizer: Arc::new(tokenizer),
