@@ -81,6 +81,16 @@ impl Engine {
         self.running.is_empty() && self.resuming.is_empty() && self.waiting.is_empty()
     }
 
+    /// Sequences that are computed.
+    pub const fn n_running(&self) -> usize {
+        self.running.len()
+    }
+
+    /// Sequences that wait, for the first time or again.
+    pub fn n_waiting(&self) -> usize {
+        self.resuming.len() + self.waiting.len()
+    }
+
     /// Queues a request.
     ///
     /// # Errors
@@ -186,11 +196,23 @@ impl Engine {
     /// The forward pass allocates a few words per sequence and layer and nothing per row; besides,
     /// a step allocates its plan, its events with their texts, and a copy of the tokens of each
     /// sequence that penalises repetition.
-    pub fn step(&mut self) -> Vec<Event> {
+    ///
+    /// # Errors
+    /// When the forward pass fails: nothing can be computed any more, and what the sequences have
+    /// in the cache is unknown. [`take_snapshot`](Self::take_snapshot) still works.
+    pub fn step(&mut self) -> Result<Vec<Event>, Error> {
         self.admit();
         let plan = self.plan();
-        self.forward(&plan);
-        self.take_results(&plan)
+        self.forward(&plan)?;
+        Ok(self.take_results(&plan))
+    }
+
+    /// Called now and then by an owner that has nothing to compute.
+    ///
+    /// # Errors
+    /// As [`step`](Self::step).
+    pub fn idle(&mut self) -> Result<(), Error> {
+        Ok(())
     }
 
     /// Moves sequences to the running ones, in order, while all their tokens fit in the pages that
@@ -250,7 +272,7 @@ impl Engine {
         false
     }
 
-    fn forward(&mut self, plan: &[PlannedRows]) {
+    fn forward(&mut self, plan: &[PlannedRows]) -> Result<(), Error> {
         let rows = plan.iter().map(|part| {
             let s = &self.running[part.index];
             let is_last = part.rows == s.pending().len();
@@ -269,6 +291,7 @@ impl Engine {
             self.model
                 .forward(&batch, &mut self.workspace, &mut self.cache);
         }
+        Ok(())
     }
 
     /// Chooses a token for every sequence of which all tokens are in the cache now.

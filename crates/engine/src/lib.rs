@@ -43,7 +43,7 @@
 //! })?;
 //! let mut answer = String::new();
 //! while !engine.is_idle() {
-//!     for event in engine.step() {
+//!     for event in engine.step()? {
 //!         if let Event::Token { text, .. } | Event::Finished { text, .. } = event {
 //!             answer.push_str(&text);
 //!         }

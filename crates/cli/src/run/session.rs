@@ -148,7 +148,7 @@ impl Session {
         let (mut prefill, mut first, mut last) = (Duration::ZERO, start, start);
         let (mut text, mut tokens, mut end) = (String::new(), Vec::new(), End::Stop);
         while !self.engine.is_idle() {
-            let events = self.engine.step();
+            let events = self.engine.step()?;
             last = Instant::now();
             for event in events {
                 let piece = match event {

@@ -124,7 +124,7 @@ impl Rig {
         let decodes = |s: &&Sequence| s.computed > 0 && s.pending().len() == 1;
         let decoding: Vec<SequenceId> = running.iter().filter(decodes).map(|s| s.id).collect();
         let (running, idle) = (ids(running), self.engine.is_idle());
-        let events = self.engine.step();
+        let events = self.engine.step().unwrap();
         self.check();
         for event in &events {
             self.outcomes.entry(id_of(event)).or_default().add(event);
@@ -197,7 +197,7 @@ impl Rig {
             self.engine.cache.pages(),
             "pages are lost"
         );
-        assert_eq!(self.engine.step(), []);
+        assert_eq!(self.engine.step().unwrap(), []);
     }
 }
 
