@@ -1,0 +1,115 @@
+//! The parent's end of one control channel.
+
+use std::io::{self, ErrorKind, Read, Write};
+use std::net::Shutdown;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::net::UnixStream;
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use paceline_base::Rank;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+
+use crate::Error;
+
+/// A socket that never blocks: reads by the monitor, writes by any thread, one at a time.
+#[derive(Debug)]
+pub(crate) struct Channel {
+    rank: Rank,
+    socket: UnixStream,
+    /// Whether a further line can be written: false after half of one, or after closing.
+    writable: Mutex<bool>,
+}
+
+impl Channel {
+    /// Makes a pair: this end, and the child's, which blocks.
+    pub(crate) fn pair(rank: Rank) -> io::Result<(Self, UnixStream)> {
+        let (socket, theirs) = UnixStream::pair()?;
+        socket.set_nonblocking(true)?;
+        let channel = Self {
+            rank,
+            socket,
+            writable: Mutex::new(true),
+        };
+        Ok((channel, theirs))
+    }
+
+    /// Reads what is there; `None` when there is nothing yet, `Some(0)` when the child is gone.
+    pub(crate) fn read(&self, buffer: &mut [u8]) -> Option<usize> {
+        match read_now(&mut &self.socket, buffer) {
+            Ok(count) => count,
+            // A child that ended with unread messages gives a reset instead of an end.
+            Err(_) => Some(0),
+        }
+    }
+
+    /// Writes a line, waiting for the child to read at most `limit`.
+    ///
+    /// # Errors
+    /// [`Error::Stuck`], after which every write is [`Error::Closed`]: half a line may be out.
+    pub(crate) fn write_line(&self, line: &[u8], limit: Duration) -> Result<(), Error> {
+        let mut writable = self.writable.lock().unwrap_or_else(PoisonError::into_inner);
+        if !*writable {
+            return Err(Error::Closed { rank: self.rank });
+        }
+        let result = self.write_all(line, limit);
+        *writable = result.is_ok();
+        result
+    }
+
+    fn write_all(&self, line: &[u8], limit: Duration) -> Result<(), Error> {
+        let start = Instant::now();
+        let mut written = 0;
+        while written < line.len() {
+            match (&self.socket).write(&line[written..]) {
+                Ok(count) => written += count,
+                Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                Err(error) if error.kind() == ErrorKind::WouldBlock => {
+                    let left = limit.saturating_sub(start.elapsed());
+                    if left.is_zero() {
+                        return Err(Error::Stuck {
+                            rank: self.rank,
+                            written,
+                            bytes: line.len(),
+                            limit,
+                        });
+                    }
+                    wait_for(&mut [PollFd::new(&self.socket, PollFlags::OUT)], Some(left));
+                }
+                Err(_) => return Err(Error::Closed { rank: self.rank }),
+            }
+        }
+        Ok(())
+    }
+
+    /// Tells the child that nothing more will come, which asks it to end. Never waits.
+    pub(crate) fn close(&self) {
+        // Not under the lock: a write that waits for a stuck child fails at once by this.
+        let _ = self.socket.shutdown(Shutdown::Write);
+    }
+}
+
+impl AsFd for Channel {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.socket.as_fd()
+    }
+}
+
+/// Reads from what never blocks; `None` when there is nothing yet, `Some(0)` at the end.
+pub(crate) fn read_now(source: &mut impl Read, buffer: &mut [u8]) -> io::Result<Option<usize>> {
+    loop {
+        match source.read(buffer) {
+            Ok(count) => return Ok(Some(count)),
+            Err(error) if error.kind() == ErrorKind::Interrupted => {}
+            Err(error) if error.kind() == ErrorKind::WouldBlock => return Ok(None),
+            Err(error) => return Err(error),
+        }
+    }
+}
+
+/// Waits until one of `fds` is ready or `timeout` is over; may return early.
+pub(crate) fn wait_for(fds: &mut [PollFd<'_>], timeout: Option<Duration>) {
+    let timeout = timeout.and_then(|timeout| Timespec::try_from(timeout).ok());
+    // Fails when interrupted, or when the kernel has no memory; callers look again anyway.
+    let _ = poll(fds, timeout.as_ref());
+}

@@ -1,0 +1,226 @@
+//! The child's end of its control channel.
+
+use std::fmt;
+use std::fs::File;
+use std::io::{ErrorKind, Read, Write};
+use std::marker::PhantomData;
+use std::os::fd::AsFd;
+use std::os::unix::net::UnixStream;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread;
+use std::time::Duration;
+
+use rustix::event::{PollFd, PollFlags};
+use rustix::process::{Signal, getpid, kill_process};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+use crate::channel::wait_for;
+use crate::queue::Queue;
+use crate::wire::{Assembler, BEAT, BEAT_LINE, decode, encode};
+use crate::{Error, Garbage};
+
+/// Exit code of a child whose parent closed the control channel or is gone.
+///
+/// The first that the command line (0, 1, 2) does not use. Nobody is left to see it but a parent
+/// that asked for it by closing.
+pub const EXIT_CODE_PARENT_GONE: i32 = 3;
+
+/// Longest time that the hook of [`Control::on_end`] may take before the process is killed: the
+/// bar for an orphan is one second.
+const HOOK_LIMIT: Duration = Duration::from_millis(500);
+
+/// How often a reader whose queue is full looks for room, and for the parent's end.
+const FULL_PAUSE: Duration = Duration::from_millis(20);
+
+/// Bytes per read: a quarter of what a Unix socket holds by default.
+const READ_BYTES: usize = 64 << 10;
+
+type Hook = Box<dyn FnOnce() + Send>;
+
+/// The control channel of this process. `In` comes from the parent, `Out` goes to it.
+///
+/// Once taken, the process lives as long as its parent: a thread of its own waits for the end of
+/// the channel and exits with [`EXIT_CODE_PARENT_GONE`], whatever the other threads compute. That
+/// stays so after the value is dropped. On Linux the kernel also kills the process when the parent
+/// dies, which even ends one that is stopped; elsewhere a stopped orphan ends when it is continued.
+///
+/// Another thread sends a beat every [`BEAT`]. It says that the process is scheduled and not
+/// stopped, *not* that its computation makes progress: deadlines of the computation's own say that.
+pub struct Control<In, Out> {
+    shared: Arc<Shared>,
+    types: PhantomData<fn(Out) -> In>,
+}
+
+struct Shared {
+    /// Used by the reader alone.
+    reading: UnixStream,
+    /// A line at a time.
+    writing: Mutex<UnixStream>,
+    inbox: Queue<Result<Vec<u8>, Garbage>>,
+    /// Runs before the process ends; the lock is kept until it does.
+    hook: Mutex<Option<Hook>>,
+}
+
+impl<In: DeserializeOwned, Out: Serialize> Control<In, Out> {
+    /// Takes standard input as the control channel, and starts its two threads. Whatever reads
+    /// standard input afterwards finds it empty; programs started later do not get the channel.
+    ///
+    /// # Errors
+    /// [`Error::NoControl`] when standard input is no socket, as when a person runs the program;
+    /// also for a second call. [`Error::Resource`] when a thread cannot be started.
+    pub fn from_stdin() -> Result<Self, Error> {
+        let socket = take_stdin().map_err(|source| Error::NoControl { source })?;
+        Self::over(socket).map_err(|source| Error::Resource {
+            what: "the threads of the control channel",
+            source,
+        })
+    }
+
+    fn over(socket: UnixStream) -> std::io::Result<Self> {
+        let shared = Arc::new(Shared {
+            reading: socket.try_clone()?,
+            writing: Mutex::new(socket),
+            inbox: Queue::new(1),
+            hook: Mutex::new(None),
+        });
+        let start = |name: &str, run: fn(&Shared)| {
+            let shared = Arc::clone(&shared);
+            let builder = thread::Builder::new().name(name.to_owned());
+            builder.spawn(move || run(&shared))
+        };
+        start("control", Shared::read)?;
+        start("beat", Shared::beat)?;
+        Ok(Self {
+            shared,
+            types: PhantomData,
+        })
+    }
+
+    /// Has `hook` run before the process ends because the parent closed the channel.
+    ///
+    /// It gets half a second. It does not run when a signal ends the process, and on Linux that is
+    /// what a parent's sudden death does: nothing may depend on it. Replaces an earlier hook.
+    pub fn on_end(&self, hook: impl FnOnce() + Send + 'static) {
+        *lock(&self.shared.hook) = Some(Box::new(hook));
+    }
+
+    /// Sends a message. Blocks while the parent does not read, as when it is suspended; ends the
+    /// process when the parent is gone.
+    ///
+    /// # Errors
+    /// [`Error::TooLong`], [`Error::Unencodable`]: nothing was sent.
+    pub fn send(&self, message: &Out) -> Result<(), Error> {
+        let line = encode(message)?;
+        self.shared.write(&line);
+        Ok(())
+    }
+
+    /// The next message, or `None` when none comes within `timeout`.
+    ///
+    /// # Errors
+    /// [`Error::Garbled`] when the parent sent something else; it comes once for each such line.
+    pub fn recv(&self, timeout: Duration) -> Result<Option<In>, Error> {
+        match self.shared.inbox.pop(timeout) {
+            Some((line, _)) => Ok(Some(decode(&line?)?)),
+            None => Ok(None),
+        }
+    }
+}
+
+impl<In, Out> fmt::Debug for Control<In, Out> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Control").finish_non_exhaustive()
+    }
+}
+
+impl Shared {
+    /// The reader thread: ends with the process.
+    fn read(&self) {
+        end_with_parent();
+        let mut buffer = vec![0; READ_BYTES];
+        let mut lines = Assembler::new();
+        loop {
+            while self.inbox.is_full(0) {
+                self.end_if_hung_up();
+            }
+            match (&self.reading).read(&mut buffer) {
+                Ok(0) => self.end(),
+                Ok(count) => {
+                    let push = |line: Vec<u8>| self.inbox.push(0, line.len(), Ok(line));
+                    if let Err(garbage) = lines.feed(&buffer[..count], push) {
+                        self.inbox.push_verdict(0, Err(garbage));
+                        // Lines cannot be told apart any more: only the end is waited for.
+                        self.inbox.mute(0);
+                        lines = Assembler::new();
+                    }
+                }
+                Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                Err(_) => self.end(),
+            }
+        }
+    }
+
+    /// Waits a little, and ends the process when the parent has closed its side meanwhile.
+    fn end_if_hung_up(&self) {
+        // Hanging up is reported unasked; Linux tells half-closing only when asked.
+        #[cfg(target_os = "linux")]
+        let asked = PollFlags::RDHUP;
+        #[cfg(not(target_os = "linux"))]
+        let asked = PollFlags::empty();
+        let mut fds = [PollFd::new(&self.reading, asked)];
+        wait_for(&mut fds, Some(FULL_PAUSE));
+        if !fds[0].revents().is_empty() {
+            self.end();
+        }
+    }
+
+    fn beat(&self) {
+        loop {
+            self.write(BEAT_LINE);
+            thread::sleep(BEAT);
+        }
+    }
+
+    fn write(&self, line: &[u8]) {
+        if lock(&self.writing).write_all(line).is_err() {
+            self.end();
+        }
+    }
+
+    /// Ends the process: the parent is gone.
+    fn end(&self) -> ! {
+        // Kept until the end, so that a second thread that comes here waits for the first.
+        let mut hook = lock(&self.hook);
+        let _ = thread::Builder::new().spawn(|| {
+            thread::sleep(HOOK_LIMIT);
+            let _ = kill_process(getpid(), Signal::KILL);
+        });
+        if let Some(hook) = hook.take() {
+            let _ = catch_unwind(AssertUnwindSafe(hook));
+        }
+        std::process::exit(EXIT_CODE_PARENT_GONE)
+    }
+}
+
+/// The socket at standard input, which becomes `/dev/null`.
+fn take_stdin() -> std::io::Result<UnixStream> {
+    let socket = UnixStream::from(rustix::stdio::stdin().try_clone_to_owned()?);
+    socket.peer_addr()?;
+    rustix::stdio::dup2_stdin(File::open("/dev/null")?.as_fd())?;
+    Ok(socket)
+}
+
+/// Has the kernel kill this process when the parent dies, even if it is stopped by then.
+///
+/// A parent that died before is not missed: the channel has ended, which is seen next. The setting
+/// belongs to the thread that makes it, hence it is made by one that lasts.
+fn end_with_parent() {
+    #[cfg(target_os = "linux")]
+    let _ = rustix::process::set_parent_process_death_signal(Some(Signal::KILL));
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

@@ -1,0 +1,105 @@
+//! What goes wrong between a parent and its children.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use paceline_base::Rank;
+
+/// Why something could not be started, sent or understood.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// The program of a rank cannot be started; no process is left.
+    #[error("cannot start {} for {rank}: {source}", program.display())]
+    Start {
+        /// Whose process it was to be.
+        rank: Rank,
+        /// What was to be run.
+        program: PathBuf,
+        /// What the system says.
+        source: std::io::Error,
+    },
+    /// A socket pair or a thread cannot be had; no process is left.
+    #[error("cannot make {what}: {source}")]
+    Resource {
+        /// What was asked for.
+        what: &'static str,
+        /// What the system says.
+        source: std::io::Error,
+    },
+    /// The rank is not one of the workers.
+    #[error("{rank} is not one of {size} workers")]
+    NoSuchRank {
+        /// The rank that was named.
+        rank: Rank,
+        /// How many there are.
+        size: u32,
+    },
+    /// A message cannot be written as JSON; nothing was sent.
+    #[error("a message cannot be written as JSON: {reason}")]
+    Unencodable {
+        /// What the encoder says.
+        reason: String,
+    },
+    /// A message is too long; nothing was sent.
+    #[error("a message has more than {bytes_max} bytes, the most that are sent")]
+    TooLong {
+        /// The limit, [`LINE_BYTES_MAX`](crate::LINE_BYTES_MAX).
+        bytes_max: usize,
+    },
+    /// A child did not read a message in time. The channel to it is of no use any more.
+    #[error("{rank} took {written} of {bytes} bytes of a message in {limit:?}")]
+    Stuck {
+        /// Who does not read.
+        rank: Rank,
+        /// Bytes that went into the channel.
+        written: usize,
+        /// Bytes of the message.
+        bytes: usize,
+        /// How long it was tried.
+        limit: Duration,
+    },
+    /// The channel to a child is closed: the child has ended, was asked to, or was stuck before.
+    #[error("the channel to {rank} is closed")]
+    Closed {
+        /// Whose channel.
+        rank: Rank,
+    },
+    /// Standard input is not a control channel: the process was not started by [`Workers`].
+    ///
+    /// [`Workers`]: crate::workers::Workers
+    #[error("standard input is not a control channel: {source}")]
+    NoControl {
+        /// What the system says.
+        source: std::io::Error,
+    },
+    /// The parent sent what is not a message.
+    #[error("from the parent: {0}")]
+    Garbled(#[from] Garbage),
+}
+
+/// Bytes on a control channel that are not a message.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Garbage {
+    /// A line is not the JSON of a message.
+    #[error("{excerpt} is not a message: {reason}")]
+    Malformed {
+        /// What the decoder says, shortened.
+        reason: String,
+        /// The line, shortened, what is not printable ASCII escaped.
+        excerpt: String,
+    },
+    /// A line does not end within the limit.
+    #[error("{excerpt} has more than {bytes_max} bytes, the most that a message may have")]
+    TooLong {
+        /// The limit, [`LINE_BYTES_MAX`](crate::LINE_BYTES_MAX).
+        bytes_max: usize,
+        /// The line, shortened, what is not printable ASCII escaped.
+        excerpt: String,
+    },
+    /// The other side closed the channel and did not end.
+    #[error("the control channel was closed by a process that did not end within {limit:?}")]
+    Closed {
+        /// How long it was given to end.
+        limit: Duration,
+    },
+}

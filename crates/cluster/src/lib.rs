@@ -1,0 +1,69 @@
+//! Processes that work together: started, watched and ended as one.
+//!
+//! A parent starts one process per rank and holds a *control channel* to each: a Unix socket pair
+//! whose other end is the child's standard input. Messages are JSON, one a line, in both
+//! directions; the child also says every 200 ms that it lives.
+//!
+//! ```text
+//!  parent                                              child of rank r
+//!  Workers::send ──────────── lines ────────────────▶  reader thread ──▶ Control::recv
+//!  Workers::recv ◀── monitor ◀── lines, beats ───────  Control::send, beat thread
+//!  line sink     ◀── thread  ◀── standard error ─────  (standard output goes nowhere)
+//! ```
+//!
+//! The parent:
+//!
+//! ```no_run
+//! use std::time::Duration;
+//! use paceline_base::Rank;
+//! use paceline_cluster::workers::{Event, Spec, Workers};
+//!
+//! # fn main() -> Result<(), paceline_cluster::Error> {
+//! let args = (0..3).map(|rank| vec!["worker".into(), format!("--rank={rank}").into()]);
+//! let workers: Workers<String, u64> = Workers::spawn(Spec::new("paceline", args.collect()))?;
+//! workers.send(Rank(0), &"how many?".to_owned())?;
+//! match workers.recv(Duration::from_secs(10)) {
+//!     Some(Event::Message { rank, message }) => eprintln!("{rank} says {message}"),
+//!     Some(failure) => eprintln!("{failure}"),
+//!     None => eprintln!("no answer in time"),
+//! }
+//! workers.stop(Duration::from_secs(1));
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! The child:
+//!
+//! ```no_run
+//! use std::time::Duration;
+//! use paceline_cluster::Control;
+//!
+//! # fn main() -> Result<(), paceline_cluster::Error> {
+//! let control: Control<String, u64> = Control::from_stdin()?;
+//! while let Some(_question) = control.recv(Duration::MAX)? {
+//!     control.send(&42)?;
+//! } // the process ends by itself when the parent is gone
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! In reading order:
+//! - [`workers`]: the parent's side, and which promises hold when something dies.
+//! - [`Control`]: the child's side.
+//! - [`processes`]: one process with its group, how processes ended, whole lines of many.
+//! - [`Error`].
+//!
+//! The crate knows nothing about models or what the messages mean. It has no async runtime: a
+//! parent has two threads for any number of children.
+
+mod channel;
+mod control;
+mod error;
+pub mod processes;
+mod queue;
+mod wire;
+pub mod workers;
+
+pub use control::{Control, EXIT_CODE_PARENT_GONE};
+pub use error::{Error, Garbage};
+pub use wire::{BEAT, LINE_BYTES_MAX};

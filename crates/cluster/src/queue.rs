@@ -1,0 +1,162 @@
+//! Messages that were read and not taken yet, with a bound per sender.
+
+use std::collections::VecDeque;
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+/// Entries of a sender that are held: far more than a reader that does its work ever leaves.
+pub(crate) const ENTRIES_MAX: usize = 4096;
+
+/// Bytes of a sender that are held before no more is read: a longest line always fits.
+pub(crate) const BYTES_MAX: usize = crate::LINE_BYTES_MAX;
+
+/// A queue with several senders, in order of arrival.
+///
+/// The queue itself refuses nothing: whoever reads a socket asks [`Queue::is_full`] before it
+/// reads on, so that a flood stays in the sender's process. A sender may therefore be over its
+/// bound by what one read brings.
+#[derive(Debug)]
+pub(crate) struct Queue<E> {
+    inner: Mutex<Inner<E>>,
+    filled: Condvar,
+}
+
+#[derive(Debug)]
+struct Inner<E> {
+    entries: VecDeque<Entry<E>>,
+    senders: Vec<Held>,
+}
+
+#[derive(Debug)]
+struct Entry<E> {
+    sender: usize,
+    bytes: usize,
+    content: E,
+}
+
+#[derive(Clone, Debug, Default)]
+struct Held {
+    entries: usize,
+    bytes: usize,
+    muted: bool,
+}
+
+impl<E> Queue<E> {
+    /// An empty queue for this many senders.
+    pub(crate) fn new(senders: usize) -> Self {
+        let inner = Inner {
+            entries: VecDeque::new(),
+            senders: vec![Held::default(); senders],
+        };
+        Self {
+            inner: Mutex::new(inner),
+            filled: Condvar::new(),
+        }
+    }
+
+    /// Appends a message that takes `bytes`; drops it when the sender is muted.
+    pub(crate) fn push(&self, sender: usize, bytes: usize, content: E) {
+        let mut inner = self.lock();
+        let held = &mut inner.senders[sender];
+        if held.muted {
+            return;
+        }
+        held.entries += 1;
+        held.bytes += bytes;
+        inner.entries.push_back(Entry {
+            sender,
+            bytes,
+            content,
+        });
+        self.filled.notify_one();
+    }
+
+    /// Appends what has to arrive, muted or not. For what comes a bounded number of times.
+    pub(crate) fn push_verdict(&self, sender: usize, content: E) {
+        let mut inner = self.lock();
+        inner.senders[sender].entries += 1;
+        inner.entries.push_back(Entry {
+            sender,
+            bytes: 0,
+            content,
+        });
+        self.filled.notify_one();
+    }
+
+    /// Takes the oldest entry, waiting for one up to `timeout`. True with it: its sender was full
+    /// before, and is not any more.
+    pub(crate) fn pop(&self, timeout: Duration) -> Option<(E, bool)> {
+        let waited = self
+            .filled
+            .wait_timeout_while(self.lock(), timeout, |inner| inner.entries.is_empty());
+        let (mut inner, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        let entry = inner.entries.pop_front()?;
+        let held = &mut inner.senders[entry.sender];
+        let was_full = held.is_full();
+        held.entries -= 1;
+        held.bytes -= entry.bytes;
+        let room = was_full && !held.is_full();
+        Some((entry.content, room))
+    }
+
+    /// Drops messages of this sender from now on.
+    pub(crate) fn mute(&self, sender: usize) {
+        self.lock().senders[sender].muted = true;
+    }
+
+    /// Whether messages of this sender are dropped.
+    pub(crate) fn is_muted(&self, sender: usize) -> bool {
+        self.lock().senders[sender].muted
+    }
+
+    /// Whether the sender has to wait.
+    pub(crate) fn is_full(&self, sender: usize) -> bool {
+        self.lock().senders[sender].is_full()
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Inner<E>> {
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Held {
+    fn is_full(&self) -> bool {
+        self.entries >= ENTRIES_MAX || self.bytes >= BYTES_MAX
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn entries_come_in_order_and_senders_have_their_own_bound() {
+        let queue = Queue::new(2);
+        for i in 0..ENTRIES_MAX {
+            assert!(!queue.is_full(0));
+            queue.push(0, 1, i);
+        }
+        assert!(queue.is_full(0) && !queue.is_full(1));
+        queue.push(1, BYTES_MAX, 7);
+        assert!(queue.is_full(1));
+        assert_eq!(queue.pop(Duration::ZERO), Some((0, true)), "room again");
+        assert_eq!(queue.pop(Duration::ZERO), Some((1, false)));
+        assert!(!queue.is_full(0));
+        for _ in 2..ENTRIES_MAX {
+            queue.pop(Duration::ZERO);
+        }
+        assert_eq!(queue.pop(Duration::MAX), Some((7, true)));
+        assert_eq!(queue.pop(Duration::ZERO), None);
+    }
+
+    #[test]
+    fn a_muted_sender_is_heard_no_more_but_judged() {
+        let queue = Queue::new(1);
+        queue.mute(0);
+        queue.push(0, 1, "message");
+        queue.push_verdict(0, "verdict");
+        assert_eq!(queue.pop(Duration::ZERO), Some(("verdict", false)));
+        assert_eq!(queue.pop(Duration::ZERO), None);
+        assert!(queue.is_muted(0));
+    }
+}

@@ -1,0 +1,366 @@
+//! The parent's side: children that are one group's ranks.
+//!
+//! What is promised when something dies, and by what:
+//!
+//! - **A child ends, is killed or crashes:** [`Event::Exited`] at once, after its last messages.
+//!   Its end of the channel closes; a look every 50 ms finds it when somebody holds that open.
+//! - **A child is stopped or starved:** [`Event::Silent`] after [`Limits::silence`] without a byte.
+//! - **A child sends what is no message:** [`Event::Garbled`], the last word of its channel.
+//! - **A child does not read:** [`Error::Stuck`] from `send` after [`Limits::write`].
+//! - **A child sends faster than anybody takes:** it waits, and is not called silent for that.
+//! - **The parent ends, however:** so do all children, by the end of their channel, and on Linux by
+//!   a signal from the kernel besides.
+//! - **The parent is suspended and resumed:** nothing. Only the monitor's waking time counts as
+//!   silence.
+//!
+//! After a failure the others still run: what to do is the caller's decision, usually
+//! [`Workers::stop`].
+//!
+//! **The terminal.** Children have no terminal among their standard streams (input is the channel,
+//! output is `/dev/null`, errors are a pipe) and are not in its foreground group
+//! ([`Process`](crate::processes::Process) says why). They cannot leave it in a strange state, so
+//! there is nothing to restore when they are killed.
+//!
+//! A thread of its own, the *monitor*, starts all children, reads from them, counts their silence
+//! and reaps them. A second one calls the sink for their lines, so that a terminal that does not
+//! scroll holds up nothing else.
+
+mod clock;
+mod monitor;
+mod sink;
+
+use std::ffi::OsString;
+use std::fmt;
+use std::io::Write;
+use std::marker::PhantomData;
+use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
+use std::sync::mpsc::sync_channel;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::{Builder, JoinHandle};
+use std::time::Duration;
+
+use paceline_base::Rank;
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+use crate::channel::Channel;
+use crate::processes::Ending;
+use crate::queue::Queue;
+use crate::wire::{decode, encode};
+use crate::{Error, Garbage};
+use monitor::Monitor;
+
+/// Takes whole lines of standard error, without their newline. May block.
+pub type LineSink = Box<dyn FnMut(Rank, &str) + Send>;
+
+/// What to start.
+pub struct Spec {
+    /// The program, a path or a name to look up.
+    pub program: PathBuf,
+    /// The arguments of each rank: as many ranks as lists.
+    pub args: Vec<Vec<OsString>>,
+    /// Variables to set on top of this process's environment, for all ranks.
+    pub env: Vec<(OsString, OsString)>,
+    /// How long things may take.
+    pub limits: Limits,
+    /// Where lines of standard error go; nowhere without. The last are kept for
+    /// [`Event::Exited`] in any case.
+    pub on_line: Option<LineSink>,
+}
+
+impl Spec {
+    /// The program with these arguments for each rank, default limits, and no sink.
+    pub fn new(program: impl Into<PathBuf>, args: Vec<Vec<OsString>>) -> Self {
+        Self {
+            program: program.into(),
+            args,
+            env: Vec::new(),
+            limits: Limits::default(),
+            on_line: None,
+        }
+    }
+}
+
+impl fmt::Debug for Spec {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Spec")
+            .field("program", &self.program)
+            .field("args", &self.args)
+            .field("limits", &self.limits)
+            .finish_non_exhaustive()
+    }
+}
+
+/// How long things may take.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Limits {
+    /// From the start of a process to its first byte. Default 10 s: a system may check a program
+    /// that it sees for the first time, on a disk that is cold.
+    pub start: Duration,
+    /// Between two bytes of a process. Default 1.5 s, so that a failure is reported within 2 s;
+    /// at least several times [`BEAT`](crate::BEAT).
+    pub silence: Duration,
+    /// For a process to read a message. Default 1.5 s, like silence: its reader does nothing else.
+    pub write: Duration,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self {
+            start: Duration::from_secs(10),
+            silence: Duration::from_millis(1500),
+            write: Duration::from_millis(1500),
+        }
+    }
+}
+
+/// What a child did. Prints as a sentence that names its rank.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Event<T> {
+    /// It sent a message.
+    Message {
+        /// Who.
+        rank: Rank,
+        /// What.
+        message: T,
+    },
+    /// It ended and is reaped. Its last event.
+    Exited {
+        /// Who.
+        rank: Rank,
+        /// How.
+        ending: Ending,
+        /// The last lines of its standard error, oldest first.
+        tail: Vec<String>,
+    },
+    /// Nothing came from it for longer than allowed. Comes again only when it was heard between.
+    Silent {
+        /// Who.
+        rank: Rank,
+        /// For how long.
+        silence: Duration,
+    },
+    /// It sent what is not a message. Nothing more is read from it, and of its events only
+    /// [`Event::Exited`] will come.
+    Garbled {
+        /// Who.
+        rank: Rank,
+        /// What came.
+        garbage: Garbage,
+    },
+}
+
+impl<T> fmt::Display for Event<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Message { rank, .. } => write!(f, "{rank} sent a message"),
+            Self::Exited { rank, ending, tail } => {
+                write!(f, "{rank} {ending}")?;
+                match tail.last() {
+                    Some(line) => write!(f, ", its last line: {line}"),
+                    None => Ok(()),
+                }
+            }
+            Self::Silent { rank, silence } => {
+                write!(
+                    f,
+                    "{rank} has been silent for {:.1} s",
+                    silence.as_secs_f64()
+                )
+            }
+            Self::Garbled { rank, garbage } => write!(f, "from {rank}: {garbage}"),
+        }
+    }
+}
+
+/// Running children, one per rank: `To` goes to them, `From` comes from them.
+///
+/// All methods may be called from any thread. Dropping it kills and reaps what still runs.
+pub struct Workers<To, From> {
+    channels: Vec<Arc<Channel>>,
+    ids: Vec<u32>,
+    queue: Arc<Queue<Report>>,
+    orders: Arc<Orders>,
+    monitor: Mutex<Option<JoinHandle<()>>>,
+    limits: Limits,
+    types: PhantomData<fn(To) -> From>,
+}
+
+impl<To: Serialize, From: DeserializeOwned> Workers<To, From> {
+    /// Starts all children. Returns when all programs run, not when they are ready.
+    ///
+    /// # Errors
+    /// [`Error::Start`], [`Error::Resource`]. What was started before is killed and reaped.
+    pub fn spawn(spec: Spec) -> Result<Self, Error> {
+        let resource = |what| move |source| Error::Resource { what, source };
+        let limits = spec.limits;
+        let queue = Arc::new(Queue::new(spec.args.len()));
+        let (wake, waker) = UnixStream::pair().map_err(resource("a socket pair"))?;
+        let both = wake
+            .set_nonblocking(true)
+            .and_then(|()| waker.set_nonblocking(true));
+        both.map_err(resource("a socket pair"))?;
+        let orders = Arc::new(Orders {
+            waker,
+            stop: Mutex::new(None),
+        });
+        let (started, start) = sync_channel(1);
+        let (reports, look) = (Arc::clone(&queue), Arc::clone(&orders));
+        // The thread that starts children has to live as long as they do: see `Process::start`.
+        let run = move || match Monitor::start(spec, reports, look, wake) {
+            Ok(mut monitor) => {
+                let _ = started.send(Ok(monitor.children()));
+                monitor.run();
+            }
+            Err(error) => drop(started.send(Err(error))),
+        };
+        let monitor = Builder::new().name("workers".to_owned()).spawn(run);
+        let monitor = monitor.map_err(resource("a thread"))?;
+        let children = start.recv().expect("the monitor sends before it ends")?;
+        let (channels, ids) = children.into_iter().unzip();
+        Ok(Self {
+            channels,
+            ids,
+            queue,
+            orders,
+            monitor: Mutex::new(Some(monitor)),
+            limits,
+            types: PhantomData,
+        })
+    }
+
+    /// Sends a message. Waits for the child to read at most [`Limits::write`]; a child that reads
+    /// takes it at once.
+    ///
+    /// # Errors
+    /// [`Error::Stuck`] and [`Error::Closed`]: the child is of no use any more.
+    /// [`Error::TooLong`], [`Error::Unencodable`], [`Error::NoSuchRank`]: nothing was sent.
+    pub fn send(&self, rank: Rank, message: &To) -> Result<(), Error> {
+        let channel = self
+            .channels
+            .get(rank.0 as usize)
+            .ok_or(Error::NoSuchRank {
+                rank,
+                size: u32::try_from(self.channels.len()).unwrap_or(u32::MAX),
+            })?;
+        channel.write_line(&encode(message)?, self.limits.write)
+    }
+
+    /// The next event, or `None` when there is none within `timeout`. Events of one rank are in
+    /// order; after the last rank's [`Event::Exited`] there are none.
+    pub fn recv(&self, timeout: Duration) -> Option<Event<From>> {
+        loop {
+            let (report, room) = self.queue.pop(timeout)?;
+            if room {
+                self.orders.wake();
+            }
+            return Some(match report {
+                Report::Line { rank, line } => {
+                    if self.queue.is_muted(rank.0 as usize) {
+                        continue; // read before its rank was found to be garbled
+                    }
+                    match decode(&line) {
+                        Ok(message) => Event::Message { rank, message },
+                        Err(garbage) => {
+                            self.queue.mute(rank.0 as usize);
+                            Event::Garbled { rank, garbage }
+                        }
+                    }
+                }
+                Report::Garbled { rank, garbage } => Event::Garbled { rank, garbage },
+                Report::Silent { rank, silence } => Event::Silent { rank, silence },
+                Report::Exited { rank, ending, tail } => Event::Exited { rank, ending, tail },
+            });
+        }
+    }
+}
+
+impl<To, From> Workers<To, From> {
+    /// How many were started.
+    pub fn count(&self) -> u32 {
+        u32::try_from(self.ids.len()).unwrap_or(u32::MAX)
+    }
+
+    /// Process ids by rank, for reports; one that has exited may be another's by now.
+    pub fn ids(&self) -> &[u32] {
+        &self.ids
+    }
+
+    /// Ends all children and reaps them: closes their channels, which a child with a
+    /// [`Control`](crate::Control) obeys at once; SIGTERM after half of `grace`; SIGKILL after
+    /// `grace`, or at once for those that are silent.
+    ///
+    /// Returns when none is left, after `grace` and the few milliseconds that the kernel takes; a
+    /// process that the kernel cannot end is given up after 5 s. Events that are not taken stay,
+    /// endings are added. A second call waits for the first.
+    pub fn stop(&self, grace: Duration) {
+        lock(&self.orders.stop).get_or_insert(grace);
+        self.orders.wake();
+        if let Some(monitor) = lock(&self.monitor).take() {
+            // A panic of the monitor has killed and reaped all children by unwinding.
+            let _ = monitor.join();
+        }
+    }
+}
+
+impl<To, From> Drop for Workers<To, From> {
+    fn drop(&mut self) {
+        self.stop(Duration::ZERO);
+    }
+}
+
+impl<To, From> fmt::Debug for Workers<To, From> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Workers")
+            .field("ids", &self.ids)
+            .field("limits", &self.limits)
+            .finish_non_exhaustive()
+    }
+}
+
+/// What the monitor reports.
+#[derive(Debug)]
+enum Report {
+    Line {
+        rank: Rank,
+        line: Vec<u8>,
+    },
+    Exited {
+        rank: Rank,
+        ending: Ending,
+        tail: Vec<String>,
+    },
+    Silent {
+        rank: Rank,
+        silence: Duration,
+    },
+    Garbled {
+        rank: Rank,
+        garbage: Garbage,
+    },
+}
+
+/// What the monitor is told.
+#[derive(Debug)]
+struct Orders {
+    waker: UnixStream,
+    /// The grace, once all are to end.
+    stop: Mutex<Option<Duration>>,
+}
+
+impl Orders {
+    /// Has the monitor look again now.
+    fn wake(&self) {
+        // When the socket is full, the monitor has enough to wake up for.
+        let _ = (&self.waker).write(&[0]);
+    }
+
+    fn stop(&self) -> Option<Duration> {
+        *lock(&self.stop)
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

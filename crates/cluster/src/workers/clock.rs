@@ -1,0 +1,114 @@
+//! Decisions about time, without a clock: how long a child was silent, and how far stopping is.
+
+use std::time::Duration;
+
+/// Counts a child's silence.
+///
+/// Silence is the time in which the monitor was awake and heard nothing. A monitor that was
+/// suspended (Ctrl-Z), slept with its machine or got no processor passes a short time only, however
+/// long it was away, so it accuses nobody of its own absence.
+#[derive(Debug)]
+pub(super) struct Clock {
+    limit: Duration,
+    silence: Duration,
+    accused: bool,
+}
+
+impl Clock {
+    /// Nothing was heard yet, which is allowed for `limit`.
+    pub(super) fn new(limit: Duration) -> Self {
+        Self {
+            limit,
+            silence: Duration::ZERO,
+            accused: false,
+        }
+    }
+
+    /// Something was heard; from now on silence is allowed for `limit`.
+    pub(super) fn heard(&mut self, limit: Duration) {
+        *self = Self::new(limit);
+    }
+
+    /// Time went by. Gives the silence when it becomes too long, once until something is heard.
+    pub(super) fn pass(&mut self, awake: Duration) -> Option<Duration> {
+        self.silence += awake;
+        if self.accused || self.silence < self.limit {
+            return None;
+        }
+        self.accused = true;
+        Some(self.silence)
+    }
+
+    /// Whether it is silent for too long.
+    pub(super) fn is_accused(&self) -> bool {
+        self.accused
+    }
+}
+
+/// How far stopping is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Stage {
+    /// The channels are closed.
+    Asked,
+    /// SIGTERM was sent.
+    Terminated,
+    /// SIGKILL was sent.
+    Killed,
+}
+
+impl Stage {
+    /// The stage that is due some time after the order to stop.
+    pub(super) fn due(elapsed: Duration, grace: Duration) -> Self {
+        if elapsed >= grace {
+            Self::Killed
+        } else if elapsed >= grace / 2 {
+            Self::Terminated
+        } else {
+            Self::Asked
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const fn ms(ms: u64) -> Duration {
+        Duration::from_millis(ms)
+    }
+
+    #[test]
+    fn silence_is_reported_once() {
+        let mut clock = Clock::new(ms(100));
+        assert_eq!(clock.pass(ms(99)), None);
+        assert_eq!(clock.pass(ms(1)), Some(ms(100)));
+        assert_eq!(clock.pass(ms(1000)), None);
+        assert!(clock.is_accused());
+        clock.heard(ms(50));
+        assert!(!clock.is_accused());
+        assert_eq!(clock.pass(ms(49)), None);
+        clock.heard(ms(50));
+        assert_eq!(clock.pass(ms(49)), None);
+        assert_eq!(clock.pass(ms(2)), Some(ms(51)));
+    }
+
+    #[test]
+    fn stopping_gets_harder() {
+        for (elapsed, grace, stage) in [
+            (0, 0, Stage::Killed),
+            (0, 10, Stage::Asked),
+            (4, 10, Stage::Asked),
+            (5, 10, Stage::Terminated),
+            (9, 10, Stage::Terminated),
+            (10, 10, Stage::Killed),
+        ] {
+            assert_eq!(
+                Stage::due(ms(elapsed), ms(grace)),
+                stage,
+                "{elapsed} {grace}"
+            );
+        }
+        let order = [Stage::Asked, Stage::Terminated, Stage::Killed];
+        assert!(order.is_sorted());
+    }
+}

@@ -1,0 +1,364 @@
+//! The thread that starts children, hears them, counts their silence and reaps them.
+
+use std::os::unix::net::UnixStream;
+use std::process::{ChildStderr, Command, Stdio};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use paceline_base::Rank;
+use rustix::event::{PollFd, PollFlags};
+use rustix::process::Signal;
+
+use super::clock::{Clock, Stage};
+use super::sink::Forward;
+use super::{Limits, Orders, Report, Spec};
+use crate::channel::{Channel, read_now, wait_for};
+use crate::processes::{Lines, Process, Tail};
+use crate::queue::Queue;
+use crate::wire::Assembler;
+use crate::{Error, Garbage};
+
+/// How often children are looked at although nothing is heard. An ending shows at once by its
+/// channel; this finds those whose channel is held open by somebody else, or is not read.
+const PAUSE: Duration = Duration::from_millis(50);
+
+/// How often while an ending is under way: a channel closes shortly before its process is gone.
+const PAUSE_ENDING: Duration = Duration::from_millis(2);
+
+/// The most that one turn counts as silence: some turns, in case they are slow. See [`Clock`].
+const AWAKE_MAX: Duration = Duration::from_millis(200);
+
+/// From the end of a channel to the end of its process.
+const CLOSED_LIMIT: Duration = Duration::from_secs(1);
+
+/// From SIGKILL to giving up. See [`Process`]'s drop.
+const KILLED_LIMIT: Duration = Duration::from_secs(5);
+
+/// Bytes per read: a quarter of what a Unix socket holds by default on Linux.
+const READ_BYTES: usize = 64 << 10;
+
+/// Reads from one source in one turn, so that a flood does not hide the others.
+const READS_PER_TURN: usize = 16;
+
+/// Reads from a source whose process has ended: as much as sockets and pipes hold, many times over.
+/// It ends by itself unless somebody else writes there too.
+const READS_AT_END: usize = 256;
+
+pub(super) struct Monitor {
+    workers: Vec<Worker>,
+    queue: Arc<Queue<Report>>,
+    orders: Arc<Orders>,
+    wake: UnixStream,
+    limits: Limits,
+    forward: Forward,
+    /// When the order to stop was seen, and what was done since.
+    stopping: Option<(Instant, Stage)>,
+    buffer: Vec<u8>,
+}
+
+/// One child.
+struct Worker {
+    rank: Rank,
+    process: Process,
+    ended: bool,
+    channel: Arc<Channel>,
+    hearing: Hearing,
+    lines: Assembler,
+    clock: Clock,
+    stderr: Option<ChildStderr>,
+    text: Lines,
+    tail: Tail,
+}
+
+/// What may still come over a child's channel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Hearing {
+    Open,
+    /// It ended this long ago.
+    Closed(Duration),
+    /// Nothing that could be understood.
+    Lost,
+}
+
+impl Monitor {
+    /// Starts all children; kills those that were started when one cannot be.
+    pub(super) fn start(
+        mut spec: Spec,
+        queue: Arc<Queue<Report>>,
+        orders: Arc<Orders>,
+        wake: UnixStream,
+    ) -> Result<Self, Error> {
+        let sink = Forward::start(spec.on_line.take(), spec.args.len());
+        let forward = sink.map_err(|source| Error::Resource {
+            what: "a thread",
+            source,
+        })?;
+        let ranks = (0..).map(Rank).take(spec.args.len());
+        let workers = ranks.map(|rank| Worker::start(&spec, rank));
+        Ok(Self {
+            workers: workers.collect::<Result<_, _>>()?,
+            queue,
+            orders,
+            wake,
+            limits: spec.limits,
+            forward,
+            stopping: None,
+            buffer: vec![0; READ_BYTES],
+        })
+    }
+
+    /// Channels and process ids, by rank.
+    pub(super) fn children(&self) -> Vec<(Arc<Channel>, u32)> {
+        let child = |worker: &Worker| (Arc::clone(&worker.channel), worker.process.id());
+        self.workers.iter().map(child).collect()
+    }
+
+    /// Watches until told to stop, and then until none is left.
+    pub(super) fn run(&mut self) {
+        let mut before = Instant::now();
+        while !self.is_over(before) {
+            self.wait();
+            let now = Instant::now();
+            let awake = (now - before).min(AWAKE_MAX);
+            before = now;
+            self.hear();
+            for worker in &mut self.workers {
+                worker.reap(&self.queue, &mut self.forward, &mut self.buffer);
+                worker.judge(awake, &self.queue);
+            }
+            self.obey(now);
+        }
+    }
+
+    fn is_over(&self, now: Instant) -> bool {
+        match self.stopping {
+            None => false,
+            Some((since, stage)) => {
+                let patience = self
+                    .orders
+                    .stop()
+                    .unwrap_or_default()
+                    .saturating_add(KILLED_LIMIT);
+                let given_up = stage == Stage::Killed && now - since > patience;
+                given_up || self.workers.iter().all(|worker| worker.ended)
+            }
+        }
+    }
+
+    /// Waits until there is something to hear, or it is time to look.
+    fn wait(&self) {
+        let mut fds = vec![PollFd::new(&self.wake, PollFlags::IN)];
+        for worker in self.workers.iter().filter(|worker| !worker.ended) {
+            if worker.is_heard(&self.queue) {
+                fds.push(PollFd::new(&*worker.channel, PollFlags::IN));
+            }
+            let stderr = worker.stderr.iter();
+            fds.extend(stderr.map(|pipe| PollFd::new(pipe, PollFlags::IN)));
+        }
+        let mut running = self
+            .workers
+            .iter()
+            .filter(|worker| !worker.ended)
+            .peekable();
+        let pause = if running.peek().is_none() && self.stopping.is_none() {
+            None
+        } else if self.stopping.is_some() || running.any(Worker::is_ending) {
+            Some(PAUSE_ENDING)
+        } else {
+            Some(PAUSE)
+        };
+        wait_for(&mut fds, pause);
+    }
+
+    /// Reads what there is.
+    fn hear(&mut self) {
+        while let Ok(Some(1..)) = read_now(&mut &self.wake, &mut self.buffer) {}
+        for worker in self.workers.iter_mut().filter(|worker| !worker.ended) {
+            for _ in 0..READS_PER_TURN {
+                if !worker.is_heard(&self.queue) {
+                    break;
+                }
+                if !worker.hear(&self.queue, &mut self.buffer) {
+                    break;
+                }
+                if worker.hearing == Hearing::Open {
+                    worker.clock.heard(self.limits.silence);
+                }
+            }
+            worker.hear_stderr(READS_PER_TURN, &mut self.forward, &mut self.buffer);
+        }
+    }
+
+    /// Does what stopping asks for now.
+    fn obey(&mut self, now: Instant) {
+        let Some(grace) = self.orders.stop() else {
+            return;
+        };
+        let (since, done) = match self.stopping {
+            Some((since, done)) => (since, Some(done)),
+            None => (now, None),
+        };
+        let due = Stage::due(now - since, grace);
+        if done != Some(due) {
+            for worker in self.workers.iter().filter(|worker| !worker.ended) {
+                worker.end(due);
+            }
+        }
+        self.stopping = Some((since, due));
+    }
+}
+
+impl Worker {
+    fn start(spec: &Spec, rank: Rank) -> Result<Self, Error> {
+        let resource = |what| move |source| Error::Resource { what, source };
+        let (channel, theirs) = Channel::pair(rank).map_err(resource("a control channel"))?;
+        let mut command = Command::new(&spec.program);
+        command
+            .args(&spec.args[rank.0 as usize])
+            .envs(spec.env.iter().map(|(name, value)| (name, value)))
+            .stdin(std::os::fd::OwnedFd::from(theirs))
+            .stdout(Stdio::null())
+            .stderr(Stdio::piped());
+        let mut process = Process::start(&mut command).map_err(|source| Error::Start {
+            rank,
+            program: spec.program.clone(),
+            source,
+        })?;
+        let stderr = process.take_stderr();
+        if let Some(pipe) = &stderr {
+            let set = rustix::io::ioctl_fionbio(pipe, true);
+            set.map_err(|errno| resource("a pipe that does not block")(errno.into()))?;
+        }
+        Ok(Self {
+            rank,
+            process,
+            ended: false,
+            channel: Arc::new(channel),
+            hearing: Hearing::Open,
+            lines: Assembler::new(),
+            clock: Clock::new(spec.limits.start),
+            stderr,
+            text: Lines::default(),
+            tail: Tail::default(),
+        })
+    }
+
+    fn index(&self) -> usize {
+        self.rank.0 as usize
+    }
+
+    /// Whether its channel is read at present.
+    fn is_heard(&self, queue: &Queue<Report>) -> bool {
+        let index = self.index();
+        self.hearing == Hearing::Open && !queue.is_full(index) && !queue.is_muted(index)
+    }
+
+    /// Whether it is about to end by itself.
+    fn is_ending(&self) -> bool {
+        matches!(self.hearing, Hearing::Closed(_))
+    }
+
+    /// Reads once from its channel. False when there was nothing.
+    fn hear(&mut self, queue: &Queue<Report>, buffer: &mut [u8]) -> bool {
+        match self.channel.read(buffer) {
+            None => return false,
+            Some(0) => self.hearing = Hearing::Closed(Duration::ZERO),
+            Some(count) => {
+                let (rank, index) = (self.rank, self.index());
+                let push = |line: Vec<u8>| {
+                    queue.push(index, line.len(), Report::Line { rank, line });
+                };
+                if let Err(garbage) = self.lines.feed(&buffer[..count], push) {
+                    self.lose(garbage, queue);
+                }
+            }
+        }
+        true
+    }
+
+    fn lose(&mut self, garbage: Garbage, queue: &Queue<Report>) {
+        self.hearing = Hearing::Lost;
+        let rank = self.rank;
+        queue.push_verdict(self.index(), Report::Garbled { rank, garbage });
+    }
+
+    fn hear_stderr(&mut self, reads: usize, forward: &mut Forward, buffer: &mut [u8]) {
+        for _ in 0..reads {
+            let Some(pipe) = &mut self.stderr else { return };
+            let (rank, tail) = (self.rank, &mut self.tail);
+            let mut each = |line: &str| {
+                tail.push(line);
+                forward.line(rank, line);
+            };
+            match read_now(pipe, buffer) {
+                Ok(None) => return,
+                Ok(Some(count @ 1..)) => self.text.feed(&buffer[..count], each),
+                Ok(Some(0)) | Err(_) => {
+                    self.text.finish(&mut each);
+                    self.stderr = None;
+                }
+            }
+        }
+    }
+
+    /// If it has ended: takes what it left, reaps it and reports.
+    fn reap(&mut self, queue: &Queue<Report>, forward: &mut Forward, buffer: &mut [u8]) {
+        if self.ended || !self.process.has_ended() {
+            return;
+        }
+        let mut reads = 0;
+        while self.hearing == Hearing::Open && reads < READS_AT_END && self.hear(queue, buffer) {
+            reads += 1;
+        }
+        self.hear_stderr(READS_AT_END, forward, buffer);
+        if self.stderr.take().is_some() {
+            let tail = &mut self.tail;
+            self.text.finish(|line| {
+                tail.push(line);
+                forward.line(self.rank, line);
+            });
+        }
+        self.ended = true;
+        self.channel.close();
+        let report = Report::Exited {
+            rank: self.rank,
+            ending: self.process.reap(),
+            tail: std::mem::take(&mut self.tail).into_lines(),
+        };
+        queue.push_verdict(self.index(), report);
+    }
+
+    /// Counts its silence, or how long its channel is closed.
+    fn judge(&mut self, awake: Duration, queue: &Queue<Report>) {
+        if self.ended {
+            return;
+        }
+        if let Hearing::Closed(since) = self.hearing {
+            self.hearing = Hearing::Closed(since + awake);
+            if since + awake >= CLOSED_LIMIT {
+                let limit = CLOSED_LIMIT;
+                self.lose(Garbage::Closed { limit }, queue);
+            }
+            return;
+        }
+        // Who is not listened to is not silent.
+        if !self.is_heard(queue) {
+            return;
+        }
+        if let Some(silence) = self.clock.pass(awake) {
+            let rank = self.rank;
+            queue.push(self.index(), 0, Report::Silent { rank, silence });
+        }
+    }
+
+    /// Takes it one step nearer to its end.
+    fn end(&self, stage: Stage) {
+        match stage {
+            // What does not even beat will not obey.
+            _ if self.clock.is_accused() => self.process.signal(Signal::KILL),
+            Stage::Asked => self.channel.close(),
+            Stage::Terminated => self.process.signal(Signal::TERM),
+            Stage::Killed => self.process.signal(Signal::KILL),
+        }
+    }
+}

@@ -1,0 +1,124 @@
+//! Lines on their way to the sink, by a thread that may be held up.
+
+use std::sync::mpsc::{Receiver, SyncSender, TrySendError, channel, sync_channel};
+use std::thread::Builder;
+use std::time::Duration;
+
+use paceline_base::Rank;
+
+use super::LineSink;
+
+/// Lines that wait for a sink. More come only from a child that floods or to a sink that is held
+/// up; then lines are left out and counted, since a log must not stop the work.
+const LINES_MAX: usize = 1024;
+
+/// How long the end waits for the sink to take what is left.
+const FLUSH_LIMIT: Duration = Duration::from_millis(200);
+
+/// Hands lines to the sink.
+pub(super) struct Forward {
+    lines: Option<SyncSender<(Rank, String)>>,
+    /// Ends when the sink has everything.
+    done: Receiver<()>,
+    left_out: Vec<u64>,
+}
+
+impl Forward {
+    /// For this many ranks.
+    pub(super) fn start(sink: Option<LineSink>, ranks: usize) -> std::io::Result<Self> {
+        let (lines, waiting) = sync_channel::<(Rank, String)>(LINES_MAX);
+        let (alive, done) = channel::<()>();
+        let lines = match sink {
+            None => None,
+            Some(mut sink) => {
+                let run = move || {
+                    let _alive = alive;
+                    for (rank, line) in waiting {
+                        sink(rank, &line);
+                    }
+                };
+                Builder::new().name("lines".to_owned()).spawn(run)?;
+                Some(lines)
+            }
+        };
+        Ok(Self {
+            lines,
+            done,
+            left_out: vec![0; ranks],
+        })
+    }
+
+    /// Hands over a line, or counts it. Never waits.
+    pub(super) fn line(&mut self, rank: Rank, line: &str) {
+        let Some(lines) = &self.lines else { return };
+        let left_out = &mut self.left_out[rank.0 as usize];
+        if *left_out > 0 {
+            let note = format!("({left_out} lines were left out here)");
+            if lines.try_send((rank, note)).is_ok() {
+                *left_out = 0;
+            }
+        }
+        if let Err(TrySendError::Full(_)) = lines.try_send((rank, line.to_owned())) {
+            *left_out += 1;
+        }
+    }
+}
+
+impl Drop for Forward {
+    fn drop(&mut self) {
+        if self.lines.take().is_some() {
+            let _ = self.done.recv_timeout(FLUSH_LIMIT);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::{Arc, Mutex};
+
+    use super::*;
+
+    #[test]
+    fn lines_arrive_before_the_end() {
+        let seen = Arc::new(Mutex::new(Vec::new()));
+        let kept = Arc::clone(&seen);
+        let sink: LineSink =
+            Box::new(move |rank, line| kept.lock().unwrap().push(format!("{rank}: {line}")));
+        let mut forward = Forward::start(Some(sink), 2).unwrap();
+        forward.line(Rank(0), "a");
+        forward.line(Rank(1), "");
+        drop(forward);
+        assert_eq!(*seen.lock().unwrap(), ["rank 0: a", "rank 1: "]);
+        Forward::start(None, 1)
+            .unwrap()
+            .line(Rank(0), "nobody listens");
+    }
+
+    #[test]
+    fn a_sink_that_is_held_up_holds_up_nobody() {
+        let (open, gate) = sync_channel::<()>(0);
+        let (say, said) = channel();
+        let sink: LineSink = Box::new(move |_, line| {
+            let _ = gate.recv();
+            say.send(line.to_owned()).unwrap();
+        });
+        let mut forward = Forward::start(Some(sink), 1).unwrap();
+        for i in 0..LINES_MAX + 10 {
+            forward.line(Rank(0), &i.to_string());
+        }
+        drop(open);
+        let expected = said.recv().unwrap();
+        assert_eq!(expected, "0");
+        while forward.left_out[0] > 0 {
+            forward.line(Rank(0), "after");
+            std::thread::yield_now();
+        }
+        drop(forward);
+        let rest: Vec<String> = said.into_iter().collect();
+        assert!(
+            rest.iter()
+                .any(|line| line.ends_with("lines were left out here)"))
+        );
+        assert_eq!(rest.last().map(String::as_str), Some("after"));
+    }
+}

@@ -1,0 +1,198 @@
+//! Children that end, are stopped, or are told to end.
+
+use super::*;
+use paceline_cluster::EXIT_CODE_PARENT_GONE;
+
+#[test]
+fn endings_come_with_code_and_last_lines() {
+    let workers = spawn(3);
+    assert_eq!(
+        ask(&workers, 1, &Order::Say("first\nsecond".into())),
+        Answer::Done
+    );
+    workers.send(Rank(1), &Order::Exit(7)).unwrap();
+    let lines = vec!["first".to_owned(), "second".to_owned()];
+    assert_eq!(exit(&workers), (Rank(1), Ending::Code(7), lines));
+    workers.send(Rank(0), &Order::Abort).unwrap();
+    let (rank, ending, _) = exit(&workers);
+    assert_eq!(
+        (rank, ending.to_string().as_str()),
+        (Rank(0), "was ended by SIGABRT")
+    );
+    workers.send(Rank(2), &Order::Exit(0)).unwrap();
+    assert_eq!(exit(&workers), (Rank(2), Ending::Code(0), vec![]));
+    assert!(workers.send(Rank(0), &Order::Look).is_err());
+    assert_eq!(workers.recv(Duration::ZERO), None);
+}
+
+#[test]
+fn what_was_sent_before_an_ending_arrives_before_it() {
+    for _ in 0..50 {
+        let workers = spawn(1);
+        workers.send(Rank(0), &Order::CountAndExit(100, 5)).unwrap();
+        for i in 0..100 {
+            assert_eq!(answer(&workers), (Rank(0), Answer::Number(i)));
+        }
+        assert_eq!(exit(&workers), (Rank(0), Ending::Code(5), vec![]));
+    }
+}
+
+#[test]
+fn a_killed_child_is_reported_within_a_tenth_of_a_second() {
+    let mut slowest = Duration::ZERO;
+    for i in 0..50 {
+        let workers = spawn(2);
+        let rank = Rank(i % 2);
+        if i % 3 == 0 {
+            assert_eq!(ask(&workers, rank.0, &Order::Busy), Answer::Done);
+        }
+        let start = Instant::now();
+        kill(workers.ids()[rank.0 as usize], Signal::KILL);
+        let (from, ending, _) = exit(&workers);
+        slowest = slowest.max(start.elapsed());
+        assert_eq!((from, ending), (rank, Ending::Signal(9)));
+    }
+    assert!(slowest < Duration::from_millis(100), "{slowest:?}");
+}
+
+#[test]
+fn a_stopped_child_is_reported_within_two_seconds_and_ended() {
+    let workers = spawn(2);
+    assert_eq!(
+        ask(&workers, 1, &Order::Echo(String::new())),
+        Answer::Echo(String::new())
+    );
+    kill(workers.ids()[1], Signal::STOP);
+    let start = Instant::now();
+    let Event::Silent { rank, silence } = next(&workers) else {
+        panic!("not silent");
+    };
+    assert_eq!(rank, Rank(1));
+    assert!(silence >= Duration::from_millis(1500), "{silence:?}");
+    assert!(
+        start.elapsed() < Duration::from_secs(2),
+        "{:?}",
+        start.elapsed()
+    );
+    let start = Instant::now();
+    workers.stop(PATIENCE);
+    assert!(
+        start.elapsed() < Duration::from_secs(1),
+        "the silent one is not waited for"
+    );
+    let endings = [exit(&workers), exit(&workers)].map(|(rank, ending, _)| (rank, ending));
+    assert!(
+        endings.contains(&(Rank(0), Ending::Code(EXIT_CODE_PARENT_GONE))),
+        "{endings:?}"
+    );
+    assert!(
+        endings.contains(&(Rank(1), Ending::Signal(9))),
+        "{endings:?}"
+    );
+    assert!(workers.ids().iter().all(|id| is_gone(*id)));
+}
+
+#[test]
+fn a_child_that_is_continued_is_heard_again() {
+    let workers = spawn(1);
+    assert_eq!(
+        ask(&workers, 0, &Order::Echo(String::new())),
+        Answer::Echo(String::new())
+    );
+    for _ in 0..2 {
+        kill(workers.ids()[0], Signal::STOP);
+        assert!(matches!(next(&workers), Event::Silent { .. }));
+        kill(workers.ids()[0], Signal::CONT);
+        assert_eq!(
+            ask(&workers, 0, &Order::Echo("a".into())),
+            Answer::Echo("a".into())
+        );
+    }
+}
+
+#[test]
+fn asking_is_enough_even_for_one_that_computes() {
+    let workers = spawn(2);
+    assert_eq!(ask(&workers, 0, &Order::Busy), Answer::Done);
+    let start = Instant::now();
+    workers.stop(PATIENCE);
+    assert!(start.elapsed() < PATIENCE / 2, "{:?}", start.elapsed());
+    for _ in 0..2 {
+        assert_eq!(exit(&workers).1, Ending::Code(EXIT_CODE_PARENT_GONE));
+    }
+    workers.stop(PATIENCE);
+    assert_eq!(workers.recv(Duration::ZERO), None);
+}
+
+#[test]
+fn ending_gets_harder() {
+    let stubborn = "trap '' TERM; echo ready >&2; while :; do sleep 1000; done";
+    let mut spec = scripts(&["echo ready >&2; exec sleep 1000", stubborn]);
+    let (say, said) = std::sync::mpsc::channel();
+    spec.on_line = Some(Box::new(move |_, _| say.send(()).unwrap()));
+    spec.limits = unlimited();
+    let workers: Ours = Workers::spawn(spec).unwrap();
+    for _ in 0..2 {
+        said.recv_timeout(PATIENCE).unwrap();
+    }
+    let grace = Duration::from_millis(600);
+    let start = Instant::now();
+    workers.stop(grace);
+    let took = start.elapsed();
+    assert!(took >= grace && took < grace * 3, "{took:?}");
+    let (rank, ending, _) = exit(&workers);
+    assert_eq!(
+        (rank, ending),
+        (Rank(0), Ending::Signal(15)),
+        "half of the time"
+    );
+    let (rank, ending, _) = exit(&workers);
+    assert_eq!((rank, ending), (Rank(1), Ending::Signal(9)), "all of it");
+}
+
+#[test]
+fn what_a_child_started_ends_with_it() {
+    for script in [
+        "sleep 1000 & echo $! >&2; exit 4",
+        "sleep 1000 & echo $! >&2; wait",
+    ] {
+        let mut spec = scripts(&[script]);
+        let (say, said) = std::sync::mpsc::channel();
+        spec.on_line = Some(Box::new(move |_, line| say.send(line.to_owned()).unwrap()));
+        let workers: Ours = Workers::spawn(spec).unwrap();
+        let id: u32 = said.recv_timeout(PATIENCE).unwrap().parse().unwrap();
+        if script.ends_with("exit 4") {
+            assert_eq!(
+                exit(&workers).1,
+                Ending::Code(4),
+                "though its channel is held open"
+            );
+        }
+        drop(workers);
+        wait_until(PATIENCE, script, || is_gone(id));
+    }
+}
+
+#[test]
+fn a_hook_runs_and_cannot_hold_up_the_end() {
+    for hangs in [false, true] {
+        let workers = spawn(1);
+        assert_eq!(ask(&workers, 0, &Order::Hook { hangs }), Answer::Done);
+        let start = Instant::now();
+        workers.stop(PATIENCE);
+        assert!(start.elapsed() < PATIENCE / 4, "{:?}", start.elapsed());
+        let (_, ending, tail) = exit(&workers);
+        assert_eq!(tail, ["hook"]);
+        let expected = if hangs {
+            Ending::Signal(9)
+        } else {
+            Ending::Code(EXIT_CODE_PARENT_GONE)
+        };
+        assert_eq!(ending, expected);
+    }
+}
+
+#[test]
+fn nothing_is_left_after_many_starts_and_ends() {
+    roles::run("tidy");
+}

@@ -1,0 +1,115 @@
+//! Workers as real processes: this test binary starts itself again.
+//!
+//! [`roles`] has what the children do; the rest are tests. Foreign children are `sh` scripts.
+
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+mod endings;
+mod hostile;
+mod messages;
+mod orphans;
+mod roles;
+
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use paceline_base::Rank;
+use paceline_cluster::processes::{Ending, Signal};
+use paceline_cluster::workers::{Event, Limits, Spec, Workers};
+use rustix::process::{Pid, kill_process, test_kill_process};
+
+use roles::{Answer, Order, ROLE};
+
+type Ours = Workers<Order, Answer>;
+
+/// How long a test waits for what should come at once, on a machine that is busy.
+const PATIENCE: Duration = Duration::from_secs(20);
+
+/// Children that obey orders.
+fn spec(ranks: usize) -> Spec {
+    roles::spec("worker", ranks)
+}
+
+fn spawn(ranks: usize) -> Ours {
+    Workers::spawn(spec(ranks)).unwrap()
+}
+
+/// Foreign children: each runs its script.
+fn scripts(scripts: &[&str]) -> Spec {
+    let args = scripts.iter().map(|s| vec!["-c".into(), s.into()]);
+    Spec::new("sh", args.collect())
+}
+
+/// A limit that no test waits for.
+fn unlimited() -> Limits {
+    Limits {
+        start: PATIENCE * 10,
+        ..Limits::default()
+    }
+}
+
+fn next(workers: &Ours) -> Event<Answer> {
+    workers.recv(PATIENCE).expect("an event in time")
+}
+
+fn answer(workers: &Ours) -> (Rank, Answer) {
+    match next(workers) {
+        Event::Message { rank, message } => (rank, message),
+        event => panic!("{event}"),
+    }
+}
+
+fn ask(workers: &Ours, rank: u32, order: &Order) -> Answer {
+    workers.send(Rank(rank), order).unwrap();
+    let (from, answer) = answer(workers);
+    assert_eq!(from, Rank(rank));
+    answer
+}
+
+fn exit(workers: &Ours) -> (Rank, Ending, Vec<String>) {
+    match next(workers) {
+        Event::Exited { rank, ending, tail } => (rank, ending, tail),
+        event => panic!("{event}"),
+    }
+}
+
+fn pid(id: u32) -> Pid {
+    Pid::from_raw(i32::try_from(id).unwrap()).unwrap()
+}
+
+fn kill(id: u32, signal: Signal) {
+    kill_process(pid(id), signal).unwrap();
+}
+
+/// Whether no such process runs; one that only waits to be reaped does not.
+fn is_gone(id: u32) -> bool {
+    let stat = std::fs::read_to_string(format!("/proc/{id}/stat"));
+    match stat {
+        Ok(stat) => stat
+            .rsplit(')')
+            .next()
+            .unwrap()
+            .trim_start()
+            .starts_with('Z'),
+        Err(_) if Path::new("/proc/self").exists() => true,
+        Err(_) => test_kill_process(pid(id)).is_err(),
+    }
+}
+
+/// Waits until `done`, at most `limit`, and gives the time it took.
+fn wait_until(limit: Duration, what: &str, mut done: impl FnMut() -> bool) -> Duration {
+    let start = Instant::now();
+    while !done() {
+        assert!(start.elapsed() < limit, "{what}: not within {limit:?}");
+        std::thread::sleep(Duration::from_millis(2));
+    }
+    start.elapsed()
+}
+
+/// Not a test of its own: what this binary does when a test starts it with a role.
+#[test]
+fn role() {
+    if let Ok(role) = std::env::var(ROLE) {
+        roles::play(&role);
+    }
+}

@@ -1,0 +1,248 @@
+//! What this binary does when a test starts it again.
+
+use std::io::Write;
+use std::os::unix::process::ExitStatusExt;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use paceline_base::Rank;
+use paceline_cluster::workers::{Limits, Spec, Workers};
+use paceline_cluster::{Control, Error};
+use rustix::process::{WaitId, WaitIdOptions, getpgid, waitid};
+use serde::{Deserialize, Serialize};
+
+use crate::{Ours, PATIENCE, ask, exit, scripts};
+
+/// The variable that gives the role.
+pub(crate) const ROLE: &str = "PACELINE_CLUSTER_TEST_ROLE";
+
+/// To a worker.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) enum Order {
+    Echo(String),
+    /// Send this many numbers.
+    Count(u64),
+    /// Send this many numbers and exit with the code at once.
+    CountAndExit(u64, i32),
+    Exit(i32),
+    Abort,
+    /// Write to standard error.
+    Say(String),
+    /// Compute for ever, after answering.
+    Busy,
+    /// Never take another message, after answering.
+    Deaf,
+    Look,
+    /// Install a hook that says so, or one that hangs.
+    Hook {
+        hangs: bool,
+    },
+}
+
+/// From a worker.
+#[derive(Debug, PartialEq, Serialize, Deserialize)]
+pub(crate) enum Answer {
+    Echo(String),
+    Number(u64),
+    Done,
+    Look {
+        group: i32,
+        /// Open files that are sockets.
+        sockets: usize,
+        stdin: Vec<u8>,
+    },
+}
+
+pub(crate) fn spec(role: &str, ranks: usize) -> Spec {
+    let args = ["role", "--exact", "--nocapture", "--test-threads=1"];
+    let args = vec![args.map(Into::into).to_vec(); ranks];
+    let mut spec = Spec::new(std::env::current_exe().unwrap(), args);
+    spec.env.push((ROLE.into(), role.into()));
+    spec
+}
+
+/// This binary in a role, its standard error piped.
+pub(crate) fn command(role: &str) -> Command {
+    let spec = spec(role, 1);
+    let mut command = Command::new(spec.program);
+    command.args(&spec.args[0]).envs(spec.env);
+    command
+        .stdin(Stdio::null())
+        .stdout(Stdio::null())
+        .stderr(Stdio::piped());
+    command
+}
+
+/// Runs a role to its end and fails with what it said.
+pub(crate) fn run(role: &str) {
+    let output = command(role).output().unwrap();
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.into_raw(), 0, "{role}: {said}");
+}
+
+pub(crate) fn play(role: &str) {
+    match role {
+        "worker" => worker(),
+        "parent" => parent(|_| {}),
+        "parent of busy" => parent(|workers| {
+            for rank in 0..workers.count() {
+                assert_eq!(ask(workers, rank, &Order::Busy), Answer::Done);
+            }
+        }),
+        "parent of deaf" => parent(|workers| {
+            for rank in 0..workers.count() {
+                assert_eq!(ask(workers, rank, &Order::Deaf), Answer::Done);
+                let text = "x".repeat(1000);
+                for _ in 0..5000 {
+                    if workers
+                        .send(Rank(rank), &Order::Echo(text.clone()))
+                        .is_err()
+                    {
+                        break;
+                    }
+                }
+            }
+        }),
+        "by hand" => by_hand(),
+        "tidy" => tidy(),
+        role => panic!("{role}"),
+    }
+}
+
+/// Obeys.
+fn worker() {
+    let control: Control<Order, Answer> = Control::from_stdin().unwrap();
+    while let Some(order) = control.recv(Duration::MAX).unwrap() {
+        obey(&control, order);
+    }
+}
+
+fn obey(control: &Control<Order, Answer>, order: Order) {
+    let send = |answer| control.send(&answer).unwrap();
+    let count = |count| (0..count).for_each(|i| send(Answer::Number(i)));
+    match order {
+        Order::Echo(text) => send(Answer::Echo(text)),
+        Order::Count(numbers) => count(numbers),
+        Order::CountAndExit(numbers, code) => {
+            count(numbers);
+            std::process::exit(code);
+        }
+        Order::Exit(code) => std::process::exit(code),
+        Order::Abort => std::process::abort(),
+        Order::Say(text) => {
+            std::io::stderr().write_all(text.as_bytes()).unwrap();
+            send(Answer::Done);
+        }
+        Order::Busy => {
+            send(Answer::Done);
+            let mut i = 0_u64;
+            loop {
+                i = std::hint::black_box(i.wrapping_add(1));
+            }
+        }
+        Order::Deaf => {
+            send(Answer::Done);
+            loop {
+                std::thread::park();
+            }
+        }
+        Order::Look => send(look()),
+        Order::Hook { hangs } => {
+            control.on_end(move || {
+                eprintln!("hook");
+                if hangs {
+                    std::thread::sleep(Duration::MAX);
+                }
+            });
+            send(Answer::Done);
+        }
+    }
+}
+
+fn look() -> Answer {
+    let mut stdin = Vec::new();
+    std::io::Read::read_to_end(&mut std::io::stdin(), &mut stdin).unwrap();
+    let files = std::fs::read_dir("/proc/self/fd").into_iter().flatten();
+    let targets = files.filter_map(|file| std::fs::read_link(file.ok()?.path()).ok());
+    let is_socket = |target: &std::path::PathBuf| target.to_string_lossy().starts_with("socket");
+    Answer::Look {
+        group: getpgid(None).unwrap().as_raw_nonzero().get(),
+        sockets: targets.filter(is_socket).count(),
+        stdin,
+    }
+}
+
+/// Starts three workers, says their ids, and reports every event until it is killed.
+fn parent(prepare: impl Fn(&Ours)) {
+    let mut spec = spec("worker", 3);
+    spec.limits = Limits {
+        write: Duration::from_millis(200),
+        ..Limits::default()
+    };
+    let workers: Ours = Workers::spawn(spec).unwrap();
+    for rank in 0..3 {
+        assert_eq!(
+            ask(&workers, rank, &Order::Echo("up".into())),
+            Answer::Echo("up".into())
+        );
+    }
+    prepare(&workers);
+    let ids: Vec<String> = workers.ids().iter().map(ToString::to_string).collect();
+    eprintln!("ids {}", ids.join(" "));
+    loop {
+        if let Some(event) = workers.recv(Duration::MAX) {
+            eprintln!("event {event}");
+        }
+    }
+}
+
+/// Started by a person.
+fn by_hand() {
+    let error = Control::<Order, Answer>::from_stdin().unwrap_err();
+    assert!(matches!(error, Error::NoControl { .. }), "{error}");
+    let (socket, _other) = std::os::unix::net::UnixStream::pair().unwrap();
+    rustix::stdio::dup2_stdin(&socket).unwrap();
+    let _control = Control::<Order, Answer>::from_stdin().unwrap();
+    let error = Control::<Order, Answer>::from_stdin().unwrap_err();
+    assert!(matches!(error, Error::NoControl { .. }), "{error}");
+}
+
+/// Starts and ends workers in every way, and checks that neither files nor processes are left.
+fn tidy() {
+    let files = || std::fs::read_dir("/proc/self/fd").map_or(0, Iterator::count);
+    let threads = || std::fs::read_dir("/proc/self/task").map_or(0, Iterator::count);
+    let before = (files(), threads());
+    for i in 0..50 {
+        match i % 5 {
+            0 => drop(crate::spawn(3)),
+            1 => crate::spawn(2).stop(PATIENCE),
+            2 => {
+                let workers = crate::spawn(2);
+                workers.send(Rank(1), &Order::Exit(i)).unwrap();
+                assert_eq!(exit(&workers).0, Rank(1));
+            }
+            3 => {
+                let mut spec = scripts(&["exec sleep 1000", ":"]);
+                spec.args[1].push("x".repeat(4 << 20).into());
+                let error = Ours::spawn(spec).unwrap_err();
+                assert!(
+                    matches!(error, Error::Start { rank: Rank(1), .. }),
+                    "{error}"
+                );
+            }
+            _ => assert!(Ours::spawn(Spec::new("/no/such/program", vec![vec![]; 2])).is_err()),
+        }
+        let options = WaitIdOptions::EXITED | WaitIdOptions::NOHANG | WaitIdOptions::NOWAIT;
+        let left = waitid(WaitId::All, options);
+        assert!(left.is_err(), "round {i}: a process is left: {left:?}");
+    }
+    let start = Instant::now();
+    while (files(), threads()) != before {
+        assert!(
+            start.elapsed() < PATIENCE,
+            "{before:?}, now {:?}",
+            (files(), threads())
+        );
+        std::thread::yield_now();
+    }
+}
