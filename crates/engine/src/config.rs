@@ -1,11 +1,14 @@
 //! The sizes of an engine.
 
+use paceline_model::BatchSize;
 use paceline_tensor::PAGE;
+
+use serde::{Deserialize, Serialize};
 
 use crate::Error;
 
 /// Sizes of an engine; the memory of its cache and of its steps follows from them.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct EngineConfig {
     /// Names the weights (file hash, or alias): snapshots only fit an engine of the same name.
     pub model: String,
@@ -55,13 +58,23 @@ impl EngineConfig {
     }
 
     /// Most sequences of a step: each has a page.
-    pub(crate) fn step_sequences(&self) -> usize {
+    fn step_sequences(&self) -> usize {
         self.max_running.min(self.pages())
     }
 
     /// Most rows of a step: each has a position.
-    pub(crate) fn step_rows(&self) -> usize {
+    fn step_rows(&self) -> usize {
         self.max_rows.min(self.pages() * PAGE)
+    }
+
+    /// The largest step.
+    pub(crate) fn batch_size(&self) -> BatchSize {
+        BatchSize {
+            rows: self.step_rows(),
+            logit_rows: self.step_sequences(),
+            sequences: self.step_sequences(),
+            context: self.context,
+        }
     }
 
     /// # Errors

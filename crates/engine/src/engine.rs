@@ -48,8 +48,7 @@ impl Engine {
     ) -> Result<Self, Error> {
         config.check()?;
         let cache = model.new_cache(config.cache_positions)?;
-        let (rows, sequences) = (config.step_rows(), config.step_sequences());
-        let workspace = Workspace::new(&model, rows, sequences, sequences, config.context);
+        let workspace = Workspace::new(&model, config.batch_size());
         Ok(Self {
             scratch: Scratch::new(model.config().vocab),
             free: FreePages::new(cache.pages()),
@@ -86,9 +85,14 @@ impl Engine {
         self.running.len()
     }
 
-    /// Sequences that wait, for the first time or again.
+    /// Sequences that are to go on: preempted ones, and snapshots.
+    pub fn n_resuming(&self) -> usize {
+        self.resuming.len()
+    }
+
+    /// Requests that wait for a place.
     pub fn n_waiting(&self) -> usize {
-        self.resuming.len() + self.waiting.len()
+        self.waiting.len()
     }
 
     /// Queues a request.
@@ -207,17 +211,18 @@ impl Engine {
         Ok(self.take_results(&plan))
     }
 
-    /// Called now and then by an owner that has nothing to compute.
+    /// Keeps the other ranks of a split model waiting. Called now and then by an owner that has
+    /// nothing to compute, more often than the links' patience.
     ///
     /// # Errors
     /// As [`step`](Self::step).
     pub fn idle(&mut self) -> Result<(), Error> {
-        Ok(())
+        Ok(self.model.idle()?)
     }
 
     /// Moves sequences to the running ones, in order, while all their tokens fit in the pages that
     /// are neither taken nor still needed for tokens of running ones.
-    fn admit(&mut self) {
+    pub(crate) fn admit(&mut self) {
         while self.running.len() < self.config.max_running {
             let queue = if self.resuming.is_empty() {
                 &mut self.waiting
@@ -289,7 +294,7 @@ impl Engine {
         };
         if !sequences.is_empty() {
             self.model
-                .forward(&batch, &mut self.workspace, &mut self.cache);
+                .forward(&batch, &mut self.workspace, &mut self.cache)?;
         }
         Ok(())
     }
@@ -328,4 +333,4 @@ struct PlannedRows {
 }
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

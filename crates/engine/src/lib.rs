@@ -15,6 +15,7 @@
 //!
 //! - [`Engine`], [`EngineConfig`], [`Request`], [`Event`]: the scheduler.
 //! - [`SamplingParams`]: from logits to a token, seeded per request.
+//! - [`Runner`]: an engine on a thread of its own, for many callers; a [`Service`].
 //! - [`Snapshot`]: everything of a sequence but its cache, which the numerics rule lets any engine
 //!   of the same kernel class compute again to the bit.
 //!
@@ -55,8 +56,10 @@
 mod config;
 mod engine;
 mod error;
+mod follower;
 mod pages;
 mod request;
+mod runner;
 mod sampling;
 mod sequence;
 mod service;
@@ -65,7 +68,9 @@ mod snapshot;
 pub use config::EngineConfig;
 pub use engine::Engine;
 pub use error::Error;
+pub use follower::Follower;
 pub use request::{Event, Finish, MAX_LOGPROBS, Request, SequenceId, TokenLogprobs};
+pub use runner::Runner;
 pub use sampling::{MAX_LOGIT_BIAS, ParamError, SamplingParams};
 pub use service::{Failure, Reply, Service, Sink, State, Status, Ticket};
 pub use snapshot::Snapshot;

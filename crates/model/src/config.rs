@@ -4,7 +4,7 @@ use std::borrow::Cow;
 
 use crate::families::{Family, Fields};
 use crate::rope::Rope;
-use crate::{Error, Source};
+use crate::{Error, Part, Role, Source};
 
 /// The function on the gate of the feed-forward.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -39,6 +39,11 @@ pub struct Config {
     pub head_dim: usize,
     /// Width of the feed-forward (F).
     pub ffn: usize,
+    /// Columns of a logical block of the feed-forward's sum: at least 128 and whole blocks of
+    /// every layer's down projection, doubled until there are at most 64. A tensor split cuts the
+    /// feed-forward there. Smaller leaves split more evenly (SmolLM2's 1536 columns give 12),
+    /// larger ones cost fewer additions.
+    pub ffn_leaf: usize,
     /// Rows of the embedding (V).
     pub vocab: usize,
     /// Positions that the model was trained for.
@@ -77,7 +82,9 @@ impl Config {
     pub fn read(source: &Source) -> Result<Self, Error> {
         let fields = Fields::of(source)?;
         let family = fields.family()?;
-        family.config(&fields)
+        let mut config = family.config(&fields)?;
+        config.ffn_leaf = ffn_leaf(config.ffn, longest_down_block(source, &config));
+        Ok(config)
     }
 
     /// The parts that all families share; `layers` and `ropes` are filled by the caller.
@@ -105,6 +112,7 @@ impl Config {
             kv_heads,
             head_dim,
             ffn: fields.size("feed_forward_length", "intermediate_size", 1, MAX_WIDTH)?,
+            ffn_leaf: 0, // known with the types of the weights: see `read`
             vocab: fields.vocab()?,
             context: fields.size("context_length", "max_position_embeddings", 1, MAX_CONTEXT)?,
             norm_eps: fields.float("attention.layer_norm_rms_epsilon", "rms_norm_eps")?,
@@ -173,24 +181,35 @@ impl Config {
         leaf
     }
 
-    /// Columns of a logical block of the feed-forward's sum, for a down projection stored in
-    /// blocks of `block_len`: at least 128 and a whole block, doubled until there are at most 64.
-    /// Smaller leaves split more evenly (SmolLM2's 1536 columns give 12), larger ones cost fewer
-    /// additions.
-    pub const fn ffn_leaf(&self, block_len: usize) -> usize {
-        let mut leaf = if block_len > 128 { block_len } else { 128 };
-        while self.ffn.div_ceil(leaf) > 64 {
-            leaf *= 2;
-        }
-        leaf
-    }
-
     /// Number of weights, norms left out.
     pub const fn parameters(&self, tied: bool) -> u64 {
-        let (c, d) = (self.width as u64, self.head_dim as u64);
-        let attention = c * d * 2 * (self.heads + self.kv_heads) as u64;
-        let layer = attention + 3 * c * self.ffn as u64;
         let tables = if tied { 1 } else { 2 };
-        layer * self.layers.len() as u64 + tables * c * self.vocab as u64
+        self.layer_parameters() * self.layers.len() as u64
+            + tables * self.width as u64 * self.vocab as u64
     }
+
+    /// Number of weights of a layer, norms left out.
+    pub(crate) const fn layer_parameters(&self) -> u64 {
+        let (c, d) = (self.width as u64, self.head_dim as u64);
+        c * d * 2 * (self.heads + self.kv_heads) as u64 + 3 * c * self.ffn as u64
+    }
+}
+
+/// See [`Config::ffn_leaf`].
+const fn ffn_leaf(ffn: usize, block_len: usize) -> usize {
+    let mut leaf = if block_len > 128 { block_len } else { 128 };
+    while ffn.div_ceil(leaf) > 64 {
+        leaf *= 2;
+    }
+    leaf
+}
+
+/// Weights of the longest block of the down projections. What is missing is reported when it is
+/// loaded.
+fn longest_down_block(source: &Source, config: &Config) -> usize {
+    let len = |layer| {
+        let down = source.weight(config.family, Role::Layer(layer, Part::Down));
+        down.map_or(1, |tensor| tensor.block_type.len())
+    };
+    (0..config.layers.len()).map(len).max().unwrap_or(1)
 }

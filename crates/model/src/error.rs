@@ -4,6 +4,8 @@ use std::borrow::Cow;
 
 use paceline_formats::{gguf, hf};
 
+use crate::split;
+
 /// Why a model cannot be loaded.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
@@ -68,4 +70,20 @@ pub enum Error {
     /// The key/value cache cannot be reserved.
     #[error("key/value cache: {0}")]
     Cache(paceline_tensor::Error),
+    /// The model cannot be cut as asked.
+    #[error(transparent)]
+    Split(#[from] split::Error),
+    /// Another rank failed, or the way to it.
+    #[error(transparent)]
+    Comm(#[from] paceline_comm::Error),
+    /// The leader asked for a step that does not fit this rank's sizes.
+    #[error("plan of a step: {what} is {got}, expected at most {limit}")]
+    Plan {
+        /// What does not fit.
+        what: &'static str,
+        /// What the leader asked for.
+        got: usize,
+        /// What would fit.
+        limit: usize,
+    },
 }

@@ -17,16 +17,21 @@
 mod config;
 mod error;
 pub mod families;
+mod links;
 mod model;
+mod plan;
 mod rope;
 mod source;
+pub mod split;
 mod step;
 mod weights;
 
 pub use config::{Activation, Config, LayerKind};
 pub use error::Error;
 pub use families::Family;
-pub use model::{LoadOptions, Model};
+pub use links::Links;
+pub use model::{Followed, LoadOptions, Model};
 pub use rope::Rope;
 pub use source::{Part, Role, Source};
-pub use step::{Batch, BatchSequence, Logits, Workspace};
+pub use split::{Shard, Split, SplitKind};
+pub use step::{Batch, BatchSequence, BatchSize, Logits, Workspace};

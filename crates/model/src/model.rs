@@ -2,10 +2,13 @@
 
 use std::sync::Arc;
 
-use paceline_base::{Bytes, KernelClass};
+use paceline_base::{Bytes, KernelClass, Rank};
 use paceline_tensor::{Kernels, KvCache, KvShape, KvType, PAGE, Precision};
 
-use crate::step::{Batch, Step, Workspace};
+use crate::links::Links;
+use crate::plan::Plan;
+use crate::split::{Shard, Split};
+use crate::step::{Batch, BatchSequence, Limits, Step, Workspace};
 use crate::weights::{self, Embedding, IntegerInputs, Layer, Linear, Loader};
 use crate::{Config, Error, Source};
 
@@ -16,18 +19,31 @@ pub struct LoadOptions {
     pub class: KernelClass,
 }
 
-/// Packed weights, ready to compute.
+/// A model, or one rank's shard of it: packed weights, ready to compute.
 #[derive(Debug)]
 pub struct Model {
     config: Config,
+    shard: Shard,
+    leader: Rank,
+    links: Option<Links>,
     class: KernelClass,
     kernels: Arc<Kernels>,
-    embedding: Embedding,
+    /// In the first stage.
+    embedding: Option<Embedding>,
     layers: Vec<Layer>,
-    output_norm: Vec<f32>,
-    output: Linear,
+    /// Norm and output head, in the last stage.
+    head: Option<(Vec<f32>, Linear)>,
     tied: bool,
     integer_inputs: IntegerInputs,
+}
+
+/// What [`Model::follow`] did.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Followed {
+    /// Computed a step.
+    Step,
+    /// Heard from the leader that there is nothing to do.
+    Idle,
 }
 
 impl Model {
@@ -40,39 +56,102 @@ impl Model {
         source: &Source,
         options: LoadOptions,
         kernels: Arc<Kernels>,
+        progress: impl FnMut(usize, usize),
+    ) -> Result<Self, Error> {
+        let config = Config::read(source)?;
+        let split = Split::whole(&config);
+        Self::load_config(source, config, &split, Rank(0), options, kernels, progress)
+    }
+
+    /// As [`load`](Self::load), what `rank` holds in `split` only; to be [`link`](Self::link)ed
+    /// with the other ranks before it can compute. Reads only this rank's parts of the file.
+    ///
+    /// # Errors
+    /// As [`load`](Self::load).
+    ///
+    /// # Panics
+    /// If there is no such rank, or the split is of another model.
+    pub fn load_shard(
+        source: &Source,
+        split: &Split,
+        rank: Rank,
+        options: LoadOptions,
+        kernels: Arc<Kernels>,
+        progress: impl FnMut(usize, usize),
+    ) -> Result<Self, Error> {
+        let config = Config::read(source)?;
+        Self::load_config(source, config, split, rank, options, kernels, progress)
+    }
+
+    fn load_config(
+        source: &Source,
+        mut config: Config,
+        split: &Split,
+        rank: Rank,
+        options: LoadOptions,
+        kernels: Arc<Kernels>,
         mut progress: impl FnMut(usize, usize),
     ) -> Result<Self, Error> {
-        let mut config = Config::read(source)?;
         if let Some(factors) = weights::rope_factors(source, &config)? {
             config.ropes[0] = config.ropes[0].clone().with_factors(&factors);
         }
+        let shard = split.shard(&config, rank);
         let loader = Loader {
             source,
             config: &config,
+            shard: &shard,
             class: options.class,
             pool: kernels.pool(),
         };
-        let embedding = loader.embedding()?;
-        let output_norm = loader.output_norm()?;
-        let n = config.layers.len();
+        let embedding = shard.embeds().then(|| loader.embedding()).transpose()?;
+        let n = shard.layers.len();
         let mut layers = Vec::with_capacity(n);
-        for i in 0..n {
+        for i in shard.layers.clone() {
             layers.push(loader.layer(i)?);
-            progress(i + 1, n + 1);
+            progress(layers.len(), n + 1);
         }
-        let (output, tied) = loader.output()?;
+        let tied = loader.is_tied()?;
+        let head = || Ok::<_, Error>((loader.output_norm()?, loader.output(tied)?));
+        let head = shard.has_head().then(head).transpose()?;
         progress(n + 1, n + 1);
         Ok(Self {
-            integer_inputs: IntegerInputs::of(&layers, &output),
-            embedding,
-            output_norm,
+            integer_inputs: IntegerInputs::of(&layers, head.as_ref().map(|(_, output)| output)),
+            leader: split.leader(),
+            links: None,
             class: options.class,
-            config,
+            embedding,
             kernels,
             layers,
-            output,
+            head,
             tied,
+            config,
+            shard,
         })
+    }
+
+    /// Joins this shard with those of the other ranks.
+    ///
+    /// # Panics
+    /// If the groups are not those of its rank and stage.
+    #[must_use]
+    pub fn link(mut self, links: Links) -> Self {
+        let ranks = self.shard.stage_ranks();
+        assert_eq!(links.world.rank(), self.shard.rank, "rank in the world");
+        assert_eq!(links.stage.size(), ranks.len() as u32, "ranks of the stage");
+        let rank = ranks.start + links.stage.rank().0;
+        assert_eq!(Rank(rank), self.shard.rank, "rank in the stage");
+        self.links = Some(links);
+        self
+    }
+
+    /// The groups it was linked with.
+    pub const fn links(&self) -> Option<&Links> {
+        self.links.as_ref()
+    }
+
+    /// What it holds.
+    pub const fn shard(&self) -> &Shard {
+        &self.shard
     }
 
     /// The shape.
@@ -98,19 +177,27 @@ impl Model {
         &self.kernels
     }
 
-    /// Bytes of packed weights.
+    /// Bytes of packed weights that this rank holds.
     pub fn weight_bytes(&self) -> Bytes {
         let layers: u64 = self.layers.iter().map(|l| l.bytes().0).sum();
-        Bytes(layers + self.output.matrix.bytes().0)
+        let head = self.head.as_ref();
+        Bytes(layers + head.map_or(0, |(_, output)| output.matrix.bytes().0))
     }
 
-    /// Number of weights, norms left out.
+    /// Number of weights of the whole model, norms left out.
     pub const fn parameters(&self) -> u64 {
         self.config.parameters(self.tied)
     }
 
+    /// # Panics
+    /// But in the first stage.
     pub(crate) const fn embedding(&self) -> &Embedding {
-        &self.embedding
+        self.embedding.as_ref().expect("the first stage embeds")
+    }
+
+    /// Norm and output head, in the last stage.
+    pub(crate) fn head(&self) -> Option<(&[f32], &Linear)> {
+        self.head.as_ref().map(|(norm, output)| (&norm[..], output))
     }
 
     #[cfg(test)]
@@ -134,7 +221,7 @@ impl Model {
         };
         let shape = KvShape {
             layers: self.layers.len(),
-            heads: self.config.kv_heads,
+            heads: self.shard.kv_heads.len(),
             head_dim: self.config.head_dim,
             kv_type,
         };
@@ -144,16 +231,99 @@ impl Model {
     /// Runs one step: writes keys and values of all rows to `cache` and leaves the wanted logits
     /// in `ws` ([`Workspace::logits_mut`]). Returns the number of rows of logits.
     ///
+    /// Of a split model, the leader calls it; the other ranks [`follow`](Self::follow).
+    ///
     /// Allocates a few words per layer for the batch's description and nothing per row.
+    ///
+    /// # Errors
+    /// [`Error::Comm`] when another rank fails; the model cannot go on then. One rank alone never
+    /// fails.
     ///
     /// # Panics
     /// If the batch exceeds the workspace or a token the vocabulary, or a sequence has fewer
-    /// pages than positions: the caller's duty.
-    pub fn forward(&self, batch: &Batch<'_>, ws: &mut Workspace, cache: &mut KvCache) -> usize {
-        let mut step = Step::new(self, batch, ws, cache);
-        for (i, layer) in self.layers.iter().enumerate() {
-            self.config.family.layer(&mut step, layer, i);
+    /// pages than positions: the caller's duty. On a rank that does not lead.
+    pub fn forward(
+        &self,
+        batch: &Batch<'_>,
+        ws: &mut Workspace,
+        cache: &mut KvCache,
+    ) -> Result<usize, Error> {
+        assert!(self.shard.leads(), "{} does not lead", self.shard.rank);
+        if let Some(links) = &self.links {
+            let words = ws.words_mut();
+            Plan::write(batch, words);
+            links.announce(words)?;
         }
-        step.finish(&self.output_norm, &self.output)
+        self.step(batch, ws, cache)
+    }
+
+    /// Tells the other ranks that the leader is alive and has nothing to do. To be called more
+    /// often than [`Links::patience`].
+    ///
+    /// # Errors
+    /// [`Error::Comm`] when a rank is gone.
+    pub fn idle(&self) -> Result<(), Error> {
+        let Some(links) = &self.links else {
+            return Ok(());
+        };
+        let mut words = Vec::new();
+        Plan::write_idle(&mut words);
+        links.announce(&words)
+    }
+
+    /// Waits for the leader's next step and computes this rank's part of it.
+    ///
+    /// # Errors
+    /// [`Error::Comm`] when another rank fails or the leader is silent for [`Links::patience`];
+    /// [`Error::Plan`] for a step that does not fit `ws` and `cache`. The model cannot go on then.
+    ///
+    /// # Panics
+    /// If it is not linked.
+    pub fn follow(&self, ws: &mut Workspace, cache: &mut KvCache) -> Result<Followed, Error> {
+        let links = self.links.as_ref().expect("a follower is linked");
+        let mut words = std::mem::take(ws.words_mut());
+        let followed = self.follow_plan(links, &mut words, ws, cache);
+        *ws.words_mut() = words;
+        followed
+    }
+
+    fn follow_plan(
+        &self,
+        links: &Links,
+        words: &mut Vec<u32>,
+        ws: &mut Workspace,
+        cache: &mut KvCache,
+    ) -> Result<Followed, Error> {
+        links.next_plan(self.leader, words)?;
+        let size = ws.size();
+        let limits = Limits {
+            rows: size.rows,
+            logit_rows: size.logit_rows,
+            sequences: size.sequences,
+            context: size.context,
+            pages: cache.pages(),
+            vocab: self.config.vocab,
+        };
+        let Some(plan) = Plan::read(words, &limits)? else {
+            return Ok(Followed::Idle);
+        };
+        let sequences: Vec<BatchSequence<'_>> = plan.batch(words).collect();
+        let batch = Batch {
+            sequences: &sequences,
+        };
+        self.step(&batch, ws, cache).map(|_| Followed::Step)
+    }
+
+    fn step(
+        &self,
+        batch: &Batch<'_>,
+        ws: &mut Workspace,
+        cache: &mut KvCache,
+    ) -> Result<usize, Error> {
+        let mut step = Step::new(self, batch, ws, cache)?;
+        for (index, layer) in self.shard.layers.clone().zip(&self.layers) {
+            self.config.family.layer(&mut step, layer, index)?;
+        }
+        step.finish()
     }
 }

@@ -4,9 +4,11 @@ use paceline_tensor::{
     Activations, Attention, AttentionRows, AttentionScratch, KvCache, PAGE, Packed, Product, vector,
 };
 
+use crate::Error;
 use crate::config::Activation;
 use crate::model::Model;
-use crate::weights::{Layer, Linear};
+use crate::split::LeafCut;
+use crate::weights::{Layer, Linear, Summed};
 
 /// Which positions of a sequence give logits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -30,6 +32,13 @@ pub struct BatchSequence<'a> {
     pub pages: &'a [u32],
     /// What is wanted.
     pub logits: Logits,
+}
+
+impl BatchSequence<'_> {
+    /// The pages that hold its positions up to the last token's.
+    pub(crate) fn pages_in_use(&self) -> &[u32] {
+        &self.pages[..(self.position + self.tokens.len()).div_ceil(PAGE)]
+    }
 }
 
 /// What a step computes: sequences that need not know of one another.
@@ -70,16 +79,52 @@ impl Batch<'_> {
     }
 }
 
+/// The largest batch that a [`Workspace`] is made for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BatchSize {
+    /// Rows of all sequences.
+    pub rows: usize,
+    /// Rows whose logits are wanted.
+    pub logit_rows: usize,
+    /// Sequences.
+    pub sequences: usize,
+    /// Positions of a sequence.
+    pub context: usize,
+}
+
+impl BatchSize {
+    /// For one sequence of up to `context` positions, `rows` of them at a time, of which the last
+    /// gives logits.
+    pub const fn single(rows: usize, context: usize) -> Self {
+        Self {
+            rows,
+            logit_rows: 1,
+            sequences: 1,
+            context,
+        }
+    }
+}
+
+/// What a plan from another rank may ask for.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Limits {
+    pub(crate) rows: usize,
+    pub(crate) logit_rows: usize,
+    pub(crate) sequences: usize,
+    pub(crate) context: usize,
+    pub(crate) pages: usize,
+    pub(crate) vocab: usize,
+}
+
 /// Working memory of [`Model::forward`], for batches up to a size; allocated once.
+///
+/// H, K, F and V are this rank's heads, KV heads, feed-forward columns and rows of the head.
 #[derive(Debug)]
 pub struct Workspace {
-    pub(crate) max_rows: usize,
-    pub(crate) max_logit_rows: usize,
-    max_sequences: usize,
+    size: BatchSize,
     /// `(T, C)`
     residual: Vec<f32>,
-    /// `(T, C)`
-    delta: Vec<f32>,
+    sums: Sums,
     /// `(T, C)`, quantised
     x: Activations,
     /// `(T, H D)`
@@ -100,53 +145,67 @@ pub struct Workspace {
     angles: Vec<Vec<(f32, f32)>>,
     /// `(R, C)`, quantised: the rows whose logits are wanted
     head_x: Activations,
-    /// `(R, V)`
+    /// `(R, V)`; empty when this rank has all of the vocabulary.
+    own_logits: Vec<f32>,
+    /// `(R, vocabulary)`; at the leader.
     logits: Vec<f32>,
+    /// One rank's logits.
+    received: Vec<f32>,
     wanted: Vec<usize>,
+    /// The plan of the step, for the other ranks or from the leader.
+    words: Vec<u32>,
     scratch: AttentionScratch,
 }
 
 impl Workspace {
-    /// For up to `max_rows` rows of up to `max_sequences` sequences, `max_logit_rows` rows of
-    /// logits, and positions below `context`.
-    pub fn new(
-        model: &Model,
-        max_rows: usize,
-        max_logit_rows: usize,
-        max_sequences: usize,
-        context: usize,
-    ) -> Self {
-        let c = model.config();
-        let (q, kv) = (c.heads * c.head_dim, c.kv_heads * c.head_dim);
+    /// For batches of up to `size`.
+    pub fn new(model: &Model, size: BatchSize) -> Self {
+        let (c, shard) = (model.config(), model.shard());
+        let (q, kv) = (
+            shard.heads.len() * c.head_dim,
+            shard.kv_heads.len() * c.head_dim,
+        );
+        let (ffn, vocab) = (shard.ffn().len(), shard.vocab().len());
         let integers = model.integer_inputs();
         let precision = |integers: bool| integers.then(|| model.precision());
-        let rows = |n: usize| vec![0.0f32; max_rows * n];
+        let rows = |n: usize| vec![0.0f32; size.rows * n];
+        let logits = |n: usize| vec![0.0f32; size.logit_rows * n];
         Self {
-            max_rows,
-            max_logit_rows,
-            max_sequences,
+            size,
             residual: rows(c.width),
-            delta: rows(c.width),
-            x: Activations::new(max_rows, c.width, precision(integers.normed)),
+            sums: Sums::new(model, size.rows),
+            x: Activations::new(size.rows, c.width, precision(integers.normed)),
             q: rows(q),
             k: rows(kv),
             v: rows(kv),
             attended: rows(q),
-            attended_x: Activations::new(max_rows, q, precision(integers.attended)),
-            gate: rows(c.ffn),
-            up: rows(c.ffn),
-            hidden: Activations::new(max_rows, c.ffn, precision(integers.hidden)),
-            angles: angle_buffers(model, max_rows),
-            head_x: Activations::new(max_logit_rows, c.width, precision(integers.head)),
-            logits: vec![0.0; max_logit_rows * c.vocab],
-            wanted: Vec::with_capacity(max_logit_rows),
-            scratch: AttentionScratch::new(max_sequences, c.heads, c.head_dim, context),
+            attended_x: Activations::new(size.rows, q, precision(integers.attended)),
+            gate: rows(ffn),
+            up: rows(ffn),
+            hidden: Activations::new(size.rows, ffn, precision(integers.hidden)),
+            angles: angle_buffers(model, size.rows),
+            head_x: Activations::new(size.logit_rows, c.width, precision(integers.head)),
+            own_logits: logits(if vocab == c.vocab { 0 } else { vocab }),
+            logits: logits(if shard.leads() { c.vocab } else { 0 }),
+            received: Vec::new(),
+            wanted: Vec::with_capacity(size.logit_rows),
+            words: Vec::new(),
+            scratch: AttentionScratch::new(
+                size.sequences,
+                shard.heads.len(),
+                c.head_dim,
+                size.context,
+            ),
         }
     }
 
-    /// Most rows of a batch.
-    pub const fn max_rows(&self) -> usize {
-        self.max_rows
+    /// The largest batch.
+    pub const fn size(&self) -> BatchSize {
+        self.size
+    }
+
+    pub(crate) const fn words_mut(&mut self) -> &mut Vec<u32> {
+        &mut self.words
     }
 
     /// Row `i` of the logits that the last step gave, `(vocabulary,)`, in the order of the batch.
@@ -171,27 +230,21 @@ pub(crate) struct Step<'m, 'b> {
 }
 
 impl<'m, 'b> Step<'m, 'b> {
-    /// Starts a step: embeds the tokens and prepares the rotations.
+    /// Starts a step: embeds the tokens or takes the residual from the stage before, and prepares
+    /// the rotations.
     pub(crate) fn new(
         model: &'m Model,
         batch: &'b Batch<'b>,
         ws: &'b mut Workspace,
         cache: &'b mut KvCache,
-    ) -> Self {
-        let rows = batch.rows();
+    ) -> Result<Self, Error> {
+        let (rows, size) = (batch.rows(), ws.size);
         assert!(
-            rows <= ws.max_rows,
-            "{rows} rows in a workspace for {}",
-            ws.max_rows
-        );
-        assert!(
-            batch.sequences.len() <= ws.max_sequences,
-            "{} sequences",
-            batch.sequences.len()
-        );
-        assert!(
-            batch.logit_rows() <= ws.max_logit_rows,
-            "{} rows of logits",
+            rows <= size.rows
+                && batch.sequences.len() <= size.sequences
+                && batch.logit_rows() <= size.logit_rows,
+            "{rows} rows of {} sequences, {} rows of logits, in a workspace for {size:?}",
+            batch.sequences.len(),
             batch.logit_rows()
         );
         for x in [&mut ws.x, &mut ws.attended_x, &mut ws.hidden] {
@@ -204,9 +257,15 @@ impl<'m, 'b> Step<'m, 'b> {
             cache,
             rows,
         };
-        step.embed();
+        match model.links() {
+            Some(links) if !model.shard().embeds() => {
+                let n = rows * model.config().width;
+                links.receive_residual(model.shard(), &mut step.ws.residual[..n])?;
+            }
+            _ => step.embed(),
+        }
         step.prepare_angles();
-        step
+        Ok(step)
     }
 
     /// tokens -> residual (T, C)
@@ -215,9 +274,10 @@ impl<'m, 'b> Step<'m, 'b> {
             self.model.config().width,
             self.model.config().embedding_scale,
         );
+        let embedding = self.model.embedding();
         let tokens = self.batch.sequences.iter().flat_map(|s| s.tokens);
         for (out, &token) in self.ws.residual.chunks_exact_mut(width).zip(tokens) {
-            self.model.embedding().row(token, out);
+            embedding.row(token, out);
             if scale != 1.0 {
                 out.iter_mut().for_each(|x| *x *= scale);
             }
@@ -253,21 +313,21 @@ impl<'m, 'b> Step<'m, 'b> {
         ]
         .map(|(out, linear)| product(out, linear, rows));
         self.model.kernels().products(&ws.x, [q, k, v]);
-        add_bias(&mut ws.q, &w.query, rows);
-        add_bias(&mut ws.k, &w.key, rows);
-        add_bias(&mut ws.v, &w.value, rows);
+        add_bias(&mut ws.q, w.query.bias.as_deref(), rows);
+        add_bias(&mut ws.k, w.key.bias.as_deref(), rows);
+        add_bias(&mut ws.v, w.value.bias.as_deref(), rows);
     }
 
     /// Norms every head of q (T, H, D) and k (T, K, D) in place.
     pub(crate) fn norm_heads(&mut self, w: &Layer) {
-        let c = self.model.config();
+        let (shard, dim) = (self.model.shard(), self.model.config().head_dim);
         let pairs = [
-            (&mut self.ws.q, &w.query_norm, c.heads),
-            (&mut self.ws.k, &w.key_norm, c.kv_heads),
+            (&mut self.ws.q, &w.query_norm, shard.heads.len()),
+            (&mut self.ws.k, &w.key_norm, shard.kv_heads.len()),
         ];
         for (x, weight, heads) in pairs {
             let weight = weight.as_deref().expect("loaded for this family");
-            let x = &mut x[..self.rows * heads * c.head_dim];
+            let x = &mut x[..self.rows * heads * dim];
             norm_in_place(self.model, x, weight);
         }
     }
@@ -280,7 +340,11 @@ impl<'m, 'b> Step<'m, 'b> {
             &self.ws.angles[c.layers[layer].rope],
             rope.frequencies.len(),
         );
-        let (q_len, k_len) = (c.heads * c.head_dim, c.kv_heads * c.head_dim);
+        let shard = self.model.shard();
+        let (q_len, k_len) = (
+            shard.heads.len() * c.head_dim,
+            shard.kv_heads.len() * c.head_dim,
+        );
         for t in 0..self.rows {
             let angles = &angles[t * pairs..(t + 1) * pairs];
             let q = &mut self.ws.q[t * q_len..(t + 1) * q_len];
@@ -293,8 +357,13 @@ impl<'m, 'b> Step<'m, 'b> {
 
     /// Writes k and v to the cache, then q (T, H D) -> attended (T, H D).
     pub(crate) fn attend(&mut self, layer: usize) {
-        self.write_cache(layer);
-        let c = self.model.config();
+        let (c, shard) = (self.model.config(), self.model.shard());
+        if shard.heads.is_empty() {
+            return;
+        }
+        let held = layer - shard.layers.start;
+        self.write_cache(held);
+        let group = c.heads / c.kv_heads;
         let rows_of = |s: &BatchSequence<'b>| AttentionRows {
             rows: s.tokens.len(),
             position: s.position,
@@ -303,10 +372,10 @@ impl<'m, 'b> Step<'m, 'b> {
         let sequences: Vec<_> = self.batch.sequences.iter().map(rows_of).collect();
         let step = Attention {
             cache: self.cache,
-            layer,
-            heads: c.heads,
-            group: c.heads / c.kv_heads,
-            skipped: 0,
+            layer: held,
+            heads: shard.heads.len(),
+            group,
+            skipped: shard.heads.start % group,
             window: c.layers[layer].window,
             queries: &self.ws.q,
             sequences: &sequences,
@@ -317,8 +386,7 @@ impl<'m, 'b> Step<'m, 'b> {
     }
 
     fn write_cache(&mut self, layer: usize) {
-        let c = self.model.config();
-        let len = c.kv_heads * c.head_dim;
+        let len = self.model.shard().kv_heads.len() * self.model.config().head_dim;
         let mut t = 0;
         for s in self.batch.sequences {
             for position in s.position..s.position + s.tokens.len() {
@@ -331,31 +399,32 @@ impl<'m, 'b> Step<'m, 'b> {
         }
     }
 
-    /// attended (T, H D) -> delta (T, C)
-    pub(crate) fn project_attention(&mut self, w: &Layer) {
+    /// attended (T, H D) -> delta (T, C), summed over the ranks of the stage
+    pub(crate) fn project_attention(&mut self, w: &Layer) -> Result<(), Error> {
         let ws = &mut *self.ws;
         let attended = &ws.attended;
         let len = ws.attended_x.cols();
-        let kernels = self.model.kernels();
-        kernels.fill_rows(&mut ws.attended_x, |t, out| {
-            out.copy_from_slice(&attended[t * len..(t + 1) * len]);
-        });
-        let out = product(&mut ws.delta, &w.attention_output, self.rows);
-        kernels.products(&ws.attended_x, [out]);
-        add_bias(&mut ws.delta, &w.attention_output, self.rows);
+        self.model
+            .kernels()
+            .fill_rows(&mut ws.attended_x, |t, out| {
+                out.copy_from_slice(&attended[t * len..(t + 1) * len]);
+            });
+        let cut = &self.model.shard().attention;
+        ws.sums
+            .compute(self.model, &w.attention_output, cut, &ws.attended_x)
     }
 
     /// Norms delta (T, C) in place.
     pub(crate) fn norm_delta(&mut self, weight: Option<&[f32]>) {
         let weight = weight.expect("loaded for this family");
-        let delta = &mut self.ws.delta[..self.rows * weight.len()];
+        let delta = &mut self.ws.sums.delta[..self.rows * weight.len()];
         norm_in_place(self.model, delta, weight);
     }
 
     /// residual (T, C) += delta (T, C)
     pub(crate) fn add_delta(&mut self) {
         let n = self.rows * self.model.config().width;
-        vector::add_assign(&mut self.ws.residual[..n], &self.ws.delta[..n]);
+        vector::add_assign(&mut self.ws.residual[..n], &self.ws.sums.delta[..n]);
     }
 
     /// x (T, C) -> gate, up (T, F)
@@ -366,14 +435,15 @@ impl<'m, 'b> Step<'m, 'b> {
             product(&mut ws.up, &w.up, rows),
         ];
         self.model.kernels().products(&ws.x, outs);
-        add_bias(&mut ws.gate, &w.gate, rows);
-        add_bias(&mut ws.up, &w.up, rows);
+        add_bias(&mut ws.gate, w.gate.bias.as_deref(), rows);
+        add_bias(&mut ws.up, w.up.bias.as_deref(), rows);
     }
 
     /// activation(gate) * up -> hidden (T, F)
     pub(crate) fn activate(&mut self) {
-        let (kernels, ffn) = (self.model.kernels(), self.model.config().ffn);
+        let kernels = self.model.kernels();
         let ws = &mut *self.ws;
+        let ffn = ws.hidden.cols();
         let (gate, up, activation) = (&ws.gate, &ws.up, self.model.config().activation);
         kernels.fill_rows(&mut ws.hidden, |t, out| {
             let part = t * ffn..(t + 1) * ffn;
@@ -384,21 +454,33 @@ impl<'m, 'b> Step<'m, 'b> {
         });
     }
 
-    /// hidden (T, F) -> delta (T, C)
-    pub(crate) fn project_down(&mut self, w: &Layer) {
-        let ws = &mut *self.ws;
-        let out = product(&mut ws.delta, &w.down, self.rows);
-        self.model.kernels().products(&ws.hidden, [out]);
-        add_bias(&mut ws.delta, &w.down, self.rows);
+    /// hidden (T, F) -> delta (T, C), summed over the ranks of the stage
+    pub(crate) fn project_down(&mut self, w: &Layer) -> Result<(), Error> {
+        let (ws, cut) = (&mut *self.ws, &self.model.shard().feed_forward);
+        ws.sums.compute(self.model, &w.down, cut, &ws.hidden)
     }
 
-    /// residual (T, C) of the wanted rows -> logits (R, V); returns R.
-    pub(crate) fn finish(self, norm: &[f32], output: &Linear) -> usize {
+    /// Sends the residual stream (T, C) to the next stage, or turns its wanted rows into logits
+    /// (R, V) at the leader; returns R there.
+    pub(crate) fn finish(self) -> Result<usize, Error> {
+        let (model, shard) = (self.model, self.model.shard());
+        match model.head() {
+            Some((norm, output)) => self.logits(norm, output),
+            None => {
+                let n = self.rows * model.config().width;
+                let links = model.links().expect("an earlier stage has links");
+                links.send_residual(shard, &self.ws.residual[..n])?;
+                Ok(0)
+            }
+        }
+    }
+
+    fn logits(self, norm: &[f32], output: &Linear) -> Result<usize, Error> {
         let ws = &mut *self.ws;
         self.batch.wanted(&mut ws.wanted);
         let rows = ws.wanted.len();
         if rows == 0 {
-            return 0;
+            return Ok(0);
         }
         ws.head_x.resize(rows);
         let (kernels, eps) = (self.model.kernels(), self.model.config().norm_eps);
@@ -407,15 +489,92 @@ impl<'m, 'b> Step<'m, 'b> {
             let t = wanted[i];
             kernels.rms_norm(&residual[t * width..(t + 1) * width], norm, eps, out);
         });
-        let out = product(&mut ws.logits, output, rows);
+        let (shard, vocab) = (self.model.shard(), self.model.config().vocab);
+        let Some(links) = self.model.links().filter(|_| shard.vocab().len() < vocab) else {
+            let out = product(&mut ws.logits, output, rows);
+            kernels.products(&ws.head_x, [out]);
+            return Ok(rows);
+        };
+        let out = product(&mut ws.own_logits, output, rows);
         kernels.products(&ws.head_x, [out]);
-        rows
+        let mine = &ws.own_logits[..rows * output.matrix.rows()];
+        let all = if shard.leads() {
+            &mut ws.logits[..rows * vocab]
+        } else {
+            &mut []
+        };
+        links.gather_logits(shard, rows, mine, all, &mut ws.received)?;
+        Ok(if shard.leads() { rows } else { 0 })
     }
 
     /// The residual stream, `(T, C)`.
     #[cfg(test)]
     pub(crate) fn residual(&self) -> &[f32] {
         &self.ws.residual[..self.rows * self.model.config().width]
+    }
+}
+
+/// Products whose input dimension is cut over the ranks of a stage.
+#[derive(Debug)]
+struct Sums {
+    /// `(roots of all ranks, T, C)`; the sum of them, `(T, C)`, is at the start.
+    delta: Vec<f32>,
+    /// `(roots of this rank, T, C)`; empty when no other rank shares its layers.
+    partial: Vec<f32>,
+    /// Values that each rank sends.
+    counts: Vec<usize>,
+}
+
+impl Sums {
+    fn new(model: &Model, rows: usize) -> Self {
+        let (shard, n) = (model.shard(), rows * model.config().width);
+        let most = |of: fn(&LeafCut) -> usize| of(&shard.attention).max(of(&shard.feed_forward));
+        let ranks = shard.stage_ranks().len();
+        let own_roots = if ranks == 1 {
+            0
+        } else {
+            most(LeafCut::own_roots)
+        };
+        Self {
+            delta: vec![0.0; n * most(|cut| cut.nodes.len())],
+            partial: vec![0.0; n * own_roots],
+            counts: Vec::with_capacity(ranks),
+        }
+    }
+
+    /// x (T, in) -> delta (T, C): this rank's roots of the canonical sum, then the sum over the
+    /// roots of all ranks.
+    fn compute(
+        &mut self,
+        model: &Model,
+        weights: &Summed,
+        cut: &LeafCut,
+        x: &Activations,
+    ) -> Result<(), Error> {
+        let n = x.rows() * model.config().width;
+        let links = model.links().filter(|_| cut.roots.len() > 1);
+        let Self {
+            delta,
+            partial,
+            counts,
+        } = self;
+        let mine = match links {
+            Some(_) => &mut partial[..weights.roots.len() * n],
+            None => &mut delta[..n],
+        };
+        let outs = mine.chunks_exact_mut(n).zip(&weights.roots);
+        let products = outs.map(|(out, (first_col, weights))| Product {
+            weights,
+            first_col: *first_col,
+            out,
+        });
+        model.kernels().products(x, products);
+        if let Some(links) = links {
+            let mine = &partial[..weights.roots.len() * n];
+            links.sum(cut, mine, &mut delta[..cut.nodes.len() * n], counts)?;
+        }
+        add_bias(delta, weights.bias.as_deref(), x.rows());
+        Ok(())
     }
 }
 
@@ -428,8 +587,8 @@ fn product<'a>(out: &'a mut [f32], linear: &'a Linear, rows: usize) -> Product<'
     }
 }
 
-fn add_bias(out: &mut [f32], linear: &Linear, rows: usize) {
-    if let Some(bias) = &linear.bias {
+fn add_bias(out: &mut [f32], bias: Option<&[f32]>, rows: usize) {
+    if let Some(bias) = bias.filter(|bias| !bias.is_empty()) {
         out.chunks_exact_mut(bias.len())
             .take(rows)
             .for_each(|row| vector::add_assign(row, bias));

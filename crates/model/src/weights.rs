@@ -1,36 +1,53 @@
 //! Weights in memory: packed matrices, norms and biases, checked against the configuration.
 
 use std::borrow::Cow;
+use std::ops::Range;
 
 use paceline_base::{Bytes, KernelClass};
 use paceline_formats::tensor::Tensor;
 use paceline_tensor::{PackOptions, Packed, StoredMatrix, ThreadPool, stored};
 
 use crate::rope::MIN_DIVISOR;
+use crate::split::{LeafCut, Shard};
 use crate::{Config, Error, Family, Part, Role, Source};
 
-/// A matrix with an optional bias: `(out, in)`.
+/// A matrix with an optional bias: `(out, in)`, or this rank's rows of it.
 #[derive(Debug)]
 pub(crate) struct Linear {
     pub(crate) matrix: Packed,
     pub(crate) bias: Option<Vec<f32>>,
 }
 
-/// The weights of one layer; shapes in [`Part`].
+/// A matrix whose input dimension is cut over the ranks of a stage: `(C, in)`.
+#[derive(Debug)]
+pub(crate) struct Summed {
+    /// One matrix for each root of this rank's leaves, with its first column in this rank's input.
+    pub(crate) roots: Vec<(usize, Packed)>,
+    /// `(C,)`: added to the sum over all ranks.
+    pub(crate) bias: Option<Vec<f32>>,
+}
+
+impl Summed {
+    fn bytes(&self) -> u64 {
+        self.roots.iter().map(|(_, matrix)| matrix.bytes().0).sum()
+    }
+}
+
+/// A rank's weights of one layer; whole shapes in [`Part`].
 #[derive(Debug)]
 pub(crate) struct Layer {
     pub(crate) attention_norm: Vec<f32>,
     pub(crate) query: Linear,
     pub(crate) key: Linear,
     pub(crate) value: Linear,
-    pub(crate) attention_output: Linear,
+    pub(crate) attention_output: Summed,
     pub(crate) query_norm: Option<Vec<f32>>,
     pub(crate) key_norm: Option<Vec<f32>>,
     pub(crate) post_attention_norm: Option<Vec<f32>>,
     pub(crate) ffn_norm: Vec<f32>,
     pub(crate) gate: Linear,
     pub(crate) up: Linear,
-    pub(crate) down: Linear,
+    pub(crate) down: Summed,
     pub(crate) post_ffn_norm: Option<Vec<f32>>,
 }
 
@@ -62,6 +79,7 @@ impl Embedding {
 pub(crate) struct Loader<'a> {
     pub(crate) source: &'a Source,
     pub(crate) config: &'a Config,
+    pub(crate) shard: &'a Shard,
     pub(crate) class: KernelClass,
     pub(crate) pool: &'a ThreadPool,
 }
@@ -77,22 +95,25 @@ impl Loader<'_> {
         Ok(Embedding { tensor })
     }
 
-    /// The output head, and whether it is the embedding.
-    pub(crate) fn output(&self) -> Result<(Linear, bool), Error> {
-        let tied = match self.config.tied {
-            Some(tied) => tied,
+    /// Whether the output head is the embedding.
+    pub(crate) fn is_tied(&self) -> Result<bool, Error> {
+        match self.config.tied {
+            Some(tied) => Ok(tied),
             None => {
                 let own = self.source.opt_weight(self.family(), Role::Output)?;
-                own.is_none()
+                Ok(own.is_none())
             }
-        };
+        }
+    }
+
+    pub(crate) fn output(&self, tied: bool) -> Result<Linear, Error> {
         let role = if tied {
             Role::TokenEmbedding
         } else {
             Role::Output
         };
         let shape = [self.config.vocab, self.config.width];
-        Ok((self.linear(role, shape, 0)?, tied))
+        self.rows(role, shape, self.shard.vocab())
     }
 
     pub(crate) fn output_norm(&self) -> Result<Vec<f32>, Error> {
@@ -100,41 +121,70 @@ impl Loader<'_> {
     }
 
     pub(crate) fn layer(&self, i: usize) -> Result<Layer, Error> {
-        let c = self.config;
+        let (c, shard) = (self.config, self.shard);
         let (q, kv) = (c.heads * c.head_dim, c.kv_heads * c.head_dim);
         let role = |part| Role::Layer(i, part);
-        let linear = |part, rows, cols| self.linear(role(part), [rows, cols], 0);
-        let down = self.source.weight(self.family(), role(Part::Down))?;
+        let rows = |part, all, mine| self.rows(role(part), [all, c.width], mine);
+        let of_heads = |heads: &Range<usize>| heads.start * c.head_dim..heads.end * c.head_dim;
         let norms = self.family() == Family::Gemma3;
         let opt_norm = |there: bool, part, n| there.then(|| self.norm(role(part), n)).transpose();
         let head_norms = matches!(self.family(), Family::Qwen3 | Family::Gemma3);
         Ok(Layer {
             attention_norm: self.norm(role(Part::AttentionNorm), c.width)?,
-            query: linear(Part::Query, q, c.width)?,
-            key: linear(Part::Key, kv, c.width)?,
-            value: linear(Part::Value, kv, c.width)?,
-            attention_output: self.linear(
-                role(Part::AttentionOutput),
-                [c.width, q],
-                c.attention_leaf(),
-            )?,
+            query: rows(Part::Query, q, of_heads(&shard.heads))?,
+            key: rows(Part::Key, kv, of_heads(&shard.kv_heads))?,
+            value: rows(Part::Value, kv, of_heads(&shard.kv_heads))?,
+            attention_output: self.summed(role(Part::AttentionOutput), q, &shard.attention)?,
             query_norm: opt_norm(head_norms, Part::QueryNorm, c.head_dim)?,
             key_norm: opt_norm(head_norms, Part::KeyNorm, c.head_dim)?,
             post_attention_norm: opt_norm(norms, Part::PostAttentionNorm, c.width)?,
             ffn_norm: self.norm(role(Part::FfnNorm), c.width)?,
-            gate: linear(Part::Gate, c.ffn, c.width)?,
-            up: linear(Part::Up, c.ffn, c.width)?,
-            down: self.linear(
-                role(Part::Down),
-                [c.width, c.ffn],
-                c.ffn_leaf(down.block_type.len()),
-            )?,
+            gate: rows(Part::Gate, c.ffn, shard.ffn())?,
+            up: rows(Part::Up, c.ffn, shard.ffn())?,
+            down: self.summed(role(Part::Down), c.ffn, &shard.feed_forward)?,
             post_ffn_norm: opt_norm(norms, Part::PostFfnNorm, c.width)?,
         })
     }
 
-    /// Packs a matrix and lets go of its file pages.
-    fn linear(&self, role: Role, shape: [usize; 2], leaf_cols: usize) -> Result<Linear, Error> {
+    /// Packs the rows `mine` of a matrix and lets go of its file pages.
+    fn rows(&self, role: Role, shape: [usize; 2], mine: Range<usize>) -> Result<Linear, Error> {
+        let bias = match self.bias(role)? {
+            Some(bias) => Some(vector(&bias, shape[0])?[mine.clone()].to_vec()),
+            None => None,
+        };
+        let matrix = self.packed(role, shape, |stored, options| {
+            Packed::new(stored.row_range(mine), options, self.pool)
+        })?;
+        Ok(Linear { matrix, bias })
+    }
+
+    /// Packs this rank's columns of a matrix, each root of its leaves apart.
+    fn summed(&self, role: Role, cols: usize, cut: &LeafCut) -> Result<Summed, Error> {
+        let width = self.config.width;
+        let bias = match self.bias(role)? {
+            Some(bias) => Some(vector(&bias, width)?),
+            None => None,
+        };
+        let first = cut.columns().start;
+        let roots = self.packed(role, [width, cols], |stored, mut options| {
+            options.leaf_cols = cut.leaf_cols;
+            let root = |columns: Range<usize>| {
+                let first_col = columns.start - first;
+                let packed = Packed::of_columns(stored, columns, options, self.pool)?;
+                Ok((first_col, packed))
+            };
+            cut.root_columns().into_iter().map(root).collect()
+        })?;
+        Ok(Summed { roots, bias })
+    }
+
+    /// Finds a matrix, checks its shape, has it packed and lets go of its file pages.
+    fn packed<T>(
+        &self,
+        role: Role,
+        shape: [usize; 2],
+        pack: impl FnOnce(StoredMatrix<'_>, PackOptions) -> Result<T, paceline_tensor::Error>,
+    ) -> Result<T, Error> {
         let tensor = self.source.weight(self.family(), role)?;
         check_shape(&tensor, &shape)?;
         let stored = StoredMatrix {
@@ -144,19 +194,15 @@ impl Loader<'_> {
             bytes: &tensor.bytes,
         };
         let options = PackOptions {
-            leaf_cols,
+            leaf_cols: 0,
             as_f32: self.class == KernelClass::CpuF32,
         };
-        let matrix = Packed::new(stored, options, self.pool).map_err(|source| Error::Pack {
+        let packed = pack(stored, options).map_err(|source| Error::Pack {
             name: tensor.name.clone(),
             source,
         })?;
         tensor.bytes.discard();
-        let bias = match self.bias(role)? {
-            Some(bias) => Some(vector(&bias, shape[0])?),
-            None => None,
-        };
-        Ok(Linear { matrix, bias })
+        Ok(packed)
     }
 
     /// The bias of a matrix: qwen2 has one on queries, keys and values, other files may.
@@ -217,24 +263,7 @@ fn vector(tensor: &Tensor, n: usize) -> Result<Vec<f32>, Error> {
 }
 
 impl Layer {
-    fn linears(&self) -> [&Linear; 7] {
-        [
-            &self.query,
-            &self.key,
-            &self.value,
-            &self.attention_output,
-            &self.gate,
-            &self.up,
-            &self.down,
-        ]
-    }
-
     pub(crate) fn bytes(&self) -> Bytes {
-        Bytes(self.linears().iter().map(|l| l.matrix.bytes().0).sum())
-    }
-
-    fn reads_integers(&self) -> IntegerInputs {
-        let any = |linears: &[&Linear]| linears.iter().any(|l| l.matrix.reads_integers());
         let Self {
             query,
             key,
@@ -243,10 +272,25 @@ impl Layer {
             up,
             ..
         } = self;
+        let rows = [query, key, value, gate, up].map(|linear| linear.matrix.bytes().0);
+        Bytes(rows.iter().sum::<u64>() + self.attention_output.bytes() + self.down.bytes())
+    }
+
+    fn reads_integers(&self) -> IntegerInputs {
+        let Self {
+            query,
+            key,
+            value,
+            gate,
+            up,
+            ..
+        } = self;
+        let normed = [query, key, value, gate, up];
+        let any = |summed: &Summed| summed.roots.iter().any(|(_, m)| m.reads_integers());
         IntegerInputs {
-            normed: any(&[query, key, value, gate, up]),
-            attended: any(&[&self.attention_output]),
-            hidden: any(&[&self.down]),
+            normed: normed.iter().any(|linear| linear.matrix.reads_integers()),
+            attended: any(&self.attention_output),
+            hidden: any(&self.down),
             head: false,
         }
     }
@@ -267,8 +311,8 @@ pub(crate) struct IntegerInputs {
 }
 
 impl IntegerInputs {
-    pub(crate) fn of(layers: &[Layer], output: &Linear) -> Self {
-        let head = output.matrix.reads_integers();
+    pub(crate) fn of(layers: &[Layer], output: Option<&Linear>) -> Self {
+        let head = output.is_some_and(|output| output.matrix.reads_integers());
         let start = Self {
             head,
             ..Self::default()

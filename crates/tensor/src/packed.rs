@@ -199,7 +199,7 @@ impl Packed {
         if group_bytes == 0 {
             return;
         }
-        let row_bytes = matrix.bytes.len() / matrix.rows;
+        let row_bytes = matrix.bytes.len().checked_div(matrix.rows).unwrap_or(0);
         let groups = crate::pool::DisjointMut::new(&mut self.data, group_bytes);
         pool.run(matrix.rows.div_ceil(LANES), &|g| {
             // SAFETY: each task writes its own group.

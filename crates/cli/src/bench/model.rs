@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use paceline_base::Bytes;
 use paceline_engine::EngineConfig;
-use paceline_model::{Batch, BatchSequence, Logits, Model, Workspace};
+use paceline_model::{Batch, BatchSequence, BatchSize, Logits, Model, Workspace};
 use paceline_tensor::{KvCache, PAGE};
 use serde_json::json;
 
@@ -122,7 +122,7 @@ impl<'a> Bench<'a> {
         let rows = EngineConfig::single("", positions).max_rows.min(positions);
         Ok(Self {
             model,
-            workspace: Workspace::new(model, rows, 1, 1, positions),
+            workspace: Workspace::new(model, BatchSize::single(rows, positions)),
             pages: (0..positions.div_ceil(PAGE) as u32).collect(),
             cache,
             tokens,
@@ -142,11 +142,12 @@ impl<'a> Bench<'a> {
             sequences: &[sequence],
         };
         self.model
-            .forward(&batch, &mut self.workspace, &mut self.cache);
+            .forward(&batch, &mut self.workspace, &mut self.cache)
+            .expect("one rank alone cannot fail");
     }
 
     fn read(&mut self, from: usize, to: usize) {
-        let rows = self.workspace.max_rows();
+        let rows = self.workspace.size().rows;
         for start in (from..to).step_by(rows) {
             self.forward(start, to.min(start + rows));
         }

@@ -69,7 +69,15 @@ impl Family {
     }
 
     /// Runs one layer on the residual stream of `step`.
-    pub(crate) fn layer(self, step: &mut Step<'_, '_>, weights: &Layer, index: usize) {
+    ///
+    /// # Errors
+    /// When another rank of the stage fails.
+    pub(crate) fn layer(
+        self,
+        step: &mut Step<'_, '_>,
+        weights: &Layer,
+        index: usize,
+    ) -> Result<(), Error> {
         match self {
             Self::Llama => llama::layer(step, weights, index),
             Self::Qwen2 => qwen2::layer(step, weights, index),

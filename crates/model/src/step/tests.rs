@@ -13,7 +13,7 @@ use paceline_formats::safetensors::Safetensors;
 use paceline_tensor::Kernels;
 use serde_json::Value;
 
-use super::{Batch, BatchSequence, Logits, Step, Workspace};
+use super::{Batch, BatchSequence, BatchSize, Logits, Step, Workspace};
 use crate::{LoadOptions, Model, Source};
 
 /// Largest distance in units of the largest value of the state. Ours and theirs round the same
@@ -62,7 +62,7 @@ fn check_folder(folder: &str) {
     let tokens = prompt(&root.join(format!("{folder}.golden.json")));
 
     let mut cache = model.new_cache(tokens.len()).unwrap();
-    let mut ws = Workspace::new(&model, tokens.len(), 1, 1, tokens.len());
+    let mut ws = Workspace::new(&model, BatchSize::single(tokens.len(), tokens.len()));
     let sequence = BatchSequence {
         tokens: &tokens,
         position: 0,
@@ -72,10 +72,10 @@ fn check_folder(folder: &str) {
     let batch = Batch {
         sequences: &[sequence],
     };
-    let mut step = Step::new(&model, &batch, &mut ws, &mut cache);
+    let mut step = Step::new(&model, &batch, &mut ws, &mut cache).unwrap();
     check(&golden, "hidden.0", step.residual(), folder);
     for (i, layer) in model.layers().iter().enumerate() {
-        model.config().family.layer(&mut step, layer, i);
+        model.config().family.layer(&mut step, layer, i).unwrap();
         check(
             &golden,
             &format!("hidden.{}", i + 1),

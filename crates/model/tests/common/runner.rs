@@ -1,6 +1,6 @@
 //! Feeds sequences to a model.
 
-use paceline_model::{Batch, BatchSequence, Logits, Model, Workspace};
+use paceline_model::{Batch, BatchSequence, BatchSize, Logits, Model, Workspace};
 use paceline_tensor::{KvCache, PAGE};
 
 use super::compare::argmax;
@@ -22,7 +22,15 @@ impl Runner {
     pub(crate) fn new(model: Model, positions: usize) -> Self {
         let cache = model.new_cache(positions).unwrap();
         let pages = (0..positions.div_ceil(PAGE) as u32).collect();
-        let ws = Workspace::new(&model, positions, positions, 1, positions);
+        let ws = Workspace::new(
+            &model,
+            BatchSize {
+                rows: positions,
+                logit_rows: positions,
+                sequences: 1,
+                context: positions,
+            },
+        );
         Self {
             model,
             ws,
@@ -73,7 +81,10 @@ impl Runner {
         let batch = Batch {
             sequences: &[sequence],
         };
-        let rows = self.model.forward(&batch, &mut self.ws, &mut self.cache);
+        let rows = self
+            .model
+            .forward(&batch, &mut self.ws, &mut self.cache)
+            .unwrap();
         let vocab = self.model.config().vocab;
         (0..rows)
             .map(|i| self.ws.logits_mut(i, vocab).to_vec())

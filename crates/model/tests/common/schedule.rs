@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use paceline_model::{Batch, BatchSequence, Logits, Model, Workspace};
+use paceline_model::{Batch, BatchSequence, BatchSize, Logits, Model, Workspace};
 use paceline_tensor::{KvCache, PAGE};
 
 use super::tiny::Random;
@@ -105,6 +105,12 @@ impl<'a> Schedule<'a> {
         random.shuffle(&mut free);
         // How attention is cut depends on how much room there is for partial results.
         let room = context * [1, 4][random.below(2)];
+        let size = BatchSize {
+            rows,
+            logit_rows: rows,
+            sequences: mix.sequences,
+            context: room,
+        };
         Self {
             model,
             mix,
@@ -112,7 +118,7 @@ impl<'a> Schedule<'a> {
             sequences,
             cache: soiled_cache(model, pages),
             free,
-            ws: Workspace::new(model, rows, rows, mix.sequences, room),
+            ws: Workspace::new(model, size),
         }
     }
 
@@ -185,7 +191,8 @@ impl<'a> Schedule<'a> {
             .collect();
         let rows = self
             .model
-            .forward(&Batch { sequences: &batch }, &mut self.ws, &mut self.cache);
+            .forward(&Batch { sequences: &batch }, &mut self.ws, &mut self.cache)
+            .unwrap();
         self.check(parts, rows, title);
     }
 

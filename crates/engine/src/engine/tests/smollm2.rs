@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use paceline_base::KernelClass;
 use paceline_formats::tokenizer::Specials;
-use paceline_model::{Batch, BatchSequence, LoadOptions, Logits, Source, Workspace};
+use paceline_model::{Batch, BatchSequence, BatchSize, LoadOptions, Logits, Source, Workspace};
 use paceline_tensor::{Kernels, PAGE};
 
 use super::requests::{SAMPLED, request};
@@ -120,7 +120,15 @@ fn logits(model: &Tiny, text: &str) -> Vec<Vec<f32>> {
     let n = tokens.len();
     let mut cache = model.model.new_cache(n).unwrap();
     let pages: Vec<u32> = (0..cache.pages() as u32).collect();
-    let mut workspace = Workspace::new(&model.model, n, n, 1, n);
+    let mut workspace = Workspace::new(
+        &model.model,
+        BatchSize {
+            rows: n,
+            logit_rows: n,
+            sequences: 1,
+            context: n,
+        },
+    );
     let sequence = BatchSequence {
         tokens: &tokens,
         position: 0,
@@ -130,7 +138,10 @@ fn logits(model: &Tiny, text: &str) -> Vec<Vec<f32>> {
     let batch = Batch {
         sequences: &[sequence],
     };
-    let rows = model.model.forward(&batch, &mut workspace, &mut cache);
+    let rows = model
+        .model
+        .forward(&batch, &mut workspace, &mut cache)
+        .unwrap();
     let vocab = model.model.config().vocab;
     (0..rows)
         .map(|i| workspace.logits_mut(i, vocab).to_vec())

@@ -1,0 +1,43 @@
+//! The other ranks of a split model.
+
+use std::sync::Arc;
+
+use paceline_model::{Followed, Model, Workspace};
+use paceline_tensor::KvCache;
+
+use crate::{EngineConfig, Error};
+
+/// A rank that computes its part of the steps that the leader's [`Engine`](crate::Engine) plans.
+///
+/// It knows no sequences: which pages a step reads and writes comes with the step, and all ranks
+/// number them alike.
+#[derive(Debug)]
+pub struct Follower {
+    model: Arc<Model>,
+    cache: KvCache,
+    workspace: Workspace,
+}
+
+impl Follower {
+    /// Reserves memory for the steps of an engine of the same `config`.
+    ///
+    /// # Errors
+    /// As [`Engine::new`](crate::Engine::new).
+    pub fn new(model: Arc<Model>, config: &EngineConfig) -> Result<Self, Error> {
+        config.check()?;
+        Ok(Self {
+            cache: model.new_cache(config.cache_positions)?,
+            workspace: Workspace::new(&model, config.batch_size()),
+            model,
+        })
+    }
+
+    /// Waits for a step and computes it, or hears that there is none.
+    ///
+    /// # Errors
+    /// [`Error::Model`] when another rank fails or the leader asks for a step that does not fit.
+    /// This rank cannot go on then.
+    pub fn step(&mut self) -> Result<Followed, Error> {
+        Ok(self.model.follow(&mut self.workspace, &mut self.cache)?)
+    }
+}

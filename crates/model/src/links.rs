@@ -1,0 +1,154 @@
+//! How the ranks of a split model exchange what they computed.
+//!
+//! One step of a split model, leader L in the last stage:
+//!
+//! ```text
+//! L      -- Plan --------------> every other rank                      ~100 bytes, decoding
+//! stage 0   embeds tokens
+//! stage s   each layer, twice:   all_gather of the roots of its sums   T x C f32 for each root
+//!           -- residual -------> stage s + 1                           T x C f32
+//! last      each rank -- logits of its rows of the head -> L           R x V / ranks f32
+//! ```
+//!
+//! Activations travel as f32, directly between the ranks concerned.
+
+use std::time::{Duration, Instant};
+
+use paceline_base::{Rank, tree};
+use paceline_comm::{Deadline, Group};
+
+use crate::Error;
+use crate::plan::{HEADER_WORDS, Plan};
+use crate::split::{LeafCut, Shard};
+
+/// Streams of messages between two ranks.
+const PLAN: u32 = 1;
+const RESIDUAL: u32 = 2;
+const LOGITS: u32 = 3;
+
+/// The groups that a rank of a split model computes with.
+#[derive(Debug)]
+pub struct Links {
+    /// All ranks of the split.
+    pub world: Box<dyn Group>,
+    /// The ranks of this rank's stage, in order.
+    pub stage: Box<dyn Group>,
+    /// Longest wait for another rank's part of a step. A rank that is gone or silent is found
+    /// sooner, by the group.
+    pub patience: Duration,
+}
+
+impl Links {
+    fn deadline(&self) -> Deadline {
+        Deadline::at(Instant::now() + self.patience)
+    }
+
+    /// Tells every other rank what the next step computes. The leader calls it.
+    pub(crate) fn announce(&self, words: &[u32]) -> Result<(), Error> {
+        let deadline = self.deadline();
+        let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
+        let (header, rest) = bytes.split_at(4 * HEADER_WORDS);
+        for rank in (0..self.world.size()).map(Rank) {
+            if rank == self.world.rank() {
+                continue;
+            }
+            self.world.send(header, rank, PLAN, deadline)?;
+            if !rest.is_empty() {
+                self.world.send(rest, rank, PLAN, deadline)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Waits for the next step's plan from `leader`.
+    pub(crate) fn next_plan(&self, leader: Rank, words: &mut Vec<u32>) -> Result<(), Error> {
+        words.clear();
+        self.receive_words(leader, HEADER_WORDS, words)?;
+        let len = Plan::len_of(words)?;
+        if len > HEADER_WORDS {
+            self.receive_words(leader, len - HEADER_WORDS, words)?;
+        }
+        Ok(())
+    }
+
+    /// Appends the `n` words of the next message.
+    fn receive_words(&self, from: Rank, n: usize, words: &mut Vec<u32>) -> Result<(), Error> {
+        let mut bytes = vec![0u8; 4 * n];
+        self.world.recv(&mut bytes, from, PLAN, self.deadline())?;
+        words.extend(bytes.as_chunks().0.iter().map(|b| u32::from_le_bytes(*b)));
+        Ok(())
+    }
+
+    /// Completes a sum over the stage: `mine` is `(roots, n)`, `sum` has room for the roots of all
+    /// ranks; the sum over all, `(n,)`, is left at its start.
+    pub(crate) fn sum(
+        &self,
+        cut: &LeafCut,
+        mine: &[f32],
+        sum: &mut [f32],
+        counts: &mut Vec<usize>,
+    ) -> Result<(), Error> {
+        let n = sum.len() / cut.nodes.len();
+        counts.clear();
+        counts.extend(cut.roots.iter().map(|roots| roots * n));
+        self.stage
+            .all_gather_v(mine, sum, counts, self.deadline())?;
+        tree::combine(cut.leaves, &cut.nodes, sum);
+        Ok(())
+    }
+
+    /// Waits for the residual stream, `(T, C)`, of the stage before, if there is one.
+    pub(crate) fn receive_residual(&self, shard: &Shard, into: &mut [f32]) -> Result<(), Error> {
+        let Some(rank) = shard.source() else {
+            return Ok(());
+        };
+        Ok(self.world.recv(into, rank, RESIDUAL, self.deadline())?)
+    }
+
+    /// Sends the residual stream on to the stage after, if there is one.
+    pub(crate) fn send_residual(&self, shard: &Shard, residual: &[f32]) -> Result<(), Error> {
+        for rank in shard.targets() {
+            self.world.send(residual, rank, RESIDUAL, self.deadline())?;
+        }
+        Ok(())
+    }
+
+    /// Brings the logits of all ranks of the last stage together at the leader: `mine` is
+    /// `(rows, vocabulary of this rank)`, `all` is `(rows, vocabulary)`, used by the leader only.
+    pub(crate) fn gather_logits(
+        &self,
+        shard: &Shard,
+        rows: usize,
+        mine: &[f32],
+        all: &mut [f32],
+        scratch: &mut Vec<f32>,
+    ) -> Result<(), Error> {
+        let leader = Rank(shard.stage_ranks.start);
+        if !shard.leads() {
+            if mine.is_empty() {
+                return Ok(());
+            }
+            return Ok(self.world.send(mine, leader, LOGITS, self.deadline())?);
+        }
+        place(mine, rows, shard.vocab().start, all);
+        for (rank, columns) in shard.stage_ranks().zip(&shard.vocab).skip(1) {
+            scratch.clear();
+            scratch.resize(rows * columns.len(), 0.0);
+            if scratch.is_empty() {
+                continue;
+            }
+            self.world
+                .recv(scratch, Rank(rank), LOGITS, self.deadline())?;
+            place(scratch, rows, columns.start, all);
+        }
+        Ok(())
+    }
+}
+
+/// Copies `part`, `(rows, n)`, to columns `first..first + n` of `all`, `(rows, vocabulary)`.
+fn place(part: &[f32], rows: usize, first: usize, all: &mut [f32]) {
+    let (n, vocab) = (part.len() / rows, all.len() / rows);
+    for row in 0..rows {
+        all[row * vocab + first..][..n].copy_from_slice(&part[row * n..(row + 1) * n]);
+    }
+}

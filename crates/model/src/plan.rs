@@ -1,0 +1,173 @@
+//! What the leader of a split model tells the other ranks before each step, as words of 32 bits:
+//!
+//! ```text
+//! length in words | kind | sequences, then for each: tokens, position, logits, pages
+//! then for each sequence: its tokens, its pages
+//! ```
+//!
+//! padded to [`HEADER_WORDS`]. It comes from another process, so everything is checked against
+//! this rank's own sizes before it is used.
+
+use std::ops::Range;
+
+use paceline_tensor::PAGE;
+
+use crate::Error;
+use crate::step::{Batch, BatchSequence, Limits, Logits};
+
+/// Words of the message that every plan starts with: a decode step of one sequence of 8192
+/// positions, or of 30 short ones, needs no second message.
+pub(crate) const HEADER_WORDS: usize = 256;
+
+/// Longest plan in words, 64 MiB: a step of a million rows over a million pages.
+const WORDS_MAX: usize = 1 << 24;
+
+/// Kinds of plans.
+const STEP: u32 = 1;
+const IDLE: u32 = 2;
+
+/// A plan that was received and checked.
+#[derive(Debug, Default)]
+pub(crate) struct Plan {
+    sequences: Vec<Part>,
+}
+
+/// A sequence of a plan; ranges of its words.
+#[derive(Debug)]
+struct Part {
+    tokens: Range<usize>,
+    pages: Range<usize>,
+    position: usize,
+    logits: Logits,
+}
+
+const fn bad(what: &'static str, got: usize, limit: usize) -> Error {
+    Error::Plan { what, got, limit }
+}
+
+const fn at_most(what: &'static str, got: usize, limit: usize) -> Result<usize, Error> {
+    if got <= limit {
+        Ok(got)
+    } else {
+        Err(bad(what, got, limit))
+    }
+}
+
+impl Plan {
+    /// Writes the plan of a step.
+    pub(crate) fn write(batch: &Batch<'_>, words: &mut Vec<u32>) {
+        words.clear();
+        words.extend([0, STEP, batch.sequences.len() as u32]);
+        for s in batch.sequences {
+            let pages = s.pages_in_use().len();
+            let logits = match s.logits {
+                Logits::None => 0,
+                Logits::Last => 1,
+                Logits::All => 2,
+            };
+            words.extend([
+                s.tokens.len() as u32,
+                s.position as u32,
+                logits,
+                pages as u32,
+            ]);
+        }
+        for s in batch.sequences {
+            words.extend_from_slice(s.tokens);
+            words.extend_from_slice(s.pages_in_use());
+        }
+        finish(words);
+    }
+
+    /// Writes a plan that computes nothing: a sign of life.
+    pub(crate) fn write_idle(words: &mut Vec<u32>) {
+        words.clear();
+        words.extend([0, IDLE, 0]);
+        finish(words);
+    }
+
+    /// Words of the whole message that starts with `header`.
+    pub(crate) fn len_of(header: &[u32]) -> Result<usize, Error> {
+        at_most("words", header[0] as usize, WORDS_MAX)
+    }
+
+    /// Reads and checks the plan in `words`; `None` for one that computes nothing.
+    pub(crate) fn read(words: &[u32], limits: &Limits) -> Result<Option<Self>, Error> {
+        match words[1] {
+            IDLE => return Ok(None),
+            STEP => {}
+            kind => return Err(bad("kind", kind as usize, IDLE as usize)),
+        }
+        let n = at_most("sequences", words[2] as usize, limits.sequences)?;
+        let mut at = 3 + 4 * n;
+        let mut take = |count: usize| {
+            let range = at..at + count;
+            at = range.end;
+            at_most("words in use", range.end, words.len()).map(|_| range)
+        };
+        take(0)?;
+        let mut sequences = Vec::with_capacity(n);
+        for i in 0..n {
+            let [tokens, position, logits, pages] =
+                [0, 1, 2, 3].map(|field| words[3 + 4 * i + field] as usize);
+            sequences.push(Part {
+                tokens: take(at_most("rows", tokens, limits.rows)?)?,
+                pages: take(at_most("pages", pages, limits.pages)?)?,
+                position: at_most("position", position, limits.context)?,
+                logits: match logits {
+                    0 => Logits::None,
+                    1 => Logits::Last,
+                    2 => Logits::All,
+                    other => return Err(bad("logits", other, 2)),
+                },
+            });
+        }
+        let plan = Self { sequences };
+        plan.check(words, limits).map(|()| Some(plan))
+    }
+
+    fn check(&self, words: &[u32], limits: &Limits) -> Result<(), Error> {
+        let batch: Vec<BatchSequence<'_>> = self.batch(words).collect();
+        let batch = Batch { sequences: &batch };
+        at_most("rows", batch.rows(), limits.rows)?;
+        at_most("rows of logits", batch.logit_rows(), limits.logit_rows)?;
+        for s in batch.sequences {
+            let last = s.position + s.tokens.len();
+            at_most("positions", last, limits.context)?;
+            at_most("pages needed", last.div_ceil(PAGE), s.pages.len())?;
+            if s.tokens.is_empty() {
+                return Err(bad("rows of a sequence", 0, limits.rows));
+            }
+            for token in s.tokens {
+                at_most("token", *token as usize, limits.vocab - 1)?;
+            }
+            for page in s.pages {
+                at_most("page", *page as usize, limits.pages - 1)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// The sequences of the plan in `words`.
+    pub(crate) fn batch<'a>(
+        &'a self,
+        words: &'a [u32],
+    ) -> impl Iterator<Item = BatchSequence<'a>> + 'a {
+        self.sequences.iter().map(|part| BatchSequence {
+            tokens: &words[part.tokens.clone()],
+            position: part.position,
+            pages: &words[part.pages.clone()],
+            logits: part.logits,
+        })
+    }
+}
+
+/// Writes the length and pads to a header.
+fn finish(words: &mut Vec<u32>) {
+    let len = words.len().max(HEADER_WORDS);
+    words.resize(len, 0);
+    words[0] = len as u32;
+}
+
+#[cfg(test)]
+mod tests;

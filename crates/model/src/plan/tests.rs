@@ -1,0 +1,108 @@
+//! Plans survive the wire, and hostile ones are refused by name.
+
+use super::*;
+
+const LIMITS: Limits = Limits {
+    rows: 300,
+    logit_rows: 8,
+    sequences: 4,
+    context: 400,
+    pages: 20,
+    vocab: 1000,
+};
+
+fn sequence<'a>(tokens: &'a [u32], position: usize, pages: &'a [u32]) -> BatchSequence<'a> {
+    BatchSequence {
+        tokens,
+        position,
+        pages,
+        logits: Logits::Last,
+    }
+}
+
+fn written(sequences: &[BatchSequence<'_>]) -> Vec<u32> {
+    let mut words = vec![9; 5];
+    Plan::write(&Batch { sequences }, &mut words);
+    words
+}
+
+#[test]
+fn a_plan_says_what_was_written() {
+    let long: Vec<u32> = (0..280).collect();
+    let mut second = sequence(&[7], 130, &[4, 5, 6]);
+    second.logits = Logits::All;
+    let cases: [&[BatchSequence<'_>]; 3] = [
+        &[sequence(&[999], 63, &[19])],
+        &[sequence(&long, 0, &[0, 1, 2, 3, 4]), second],
+        &[],
+    ];
+    for (case, header_only) in cases.into_iter().zip([true, false, true]) {
+        let words = written(case);
+        assert_eq!(words.len() == HEADER_WORDS, header_only);
+        assert_eq!(Plan::len_of(&words).unwrap(), words.len());
+        let plan = Plan::read(&words, &LIMITS).unwrap().unwrap();
+        let read: Vec<_> = plan.batch(&words).collect();
+        assert_eq!(format!("{read:?}"), format!("{case:?}"));
+    }
+}
+
+#[test]
+fn pages_behind_the_last_position_are_not_sent() {
+    let words = written(&[sequence(&[1, 2], 62, &[3, 9, 9, 9])]);
+    let plan = Plan::read(&words, &LIMITS).unwrap().unwrap();
+    assert_eq!(plan.batch(&words).next().unwrap().pages, [3]);
+}
+
+#[test]
+fn a_sign_of_life_computes_nothing() {
+    let mut words = Vec::new();
+    Plan::write_idle(&mut words);
+    assert!(Plan::read(&words, &LIMITS).unwrap().is_none());
+}
+
+#[test]
+fn plans_that_do_not_fit_name_what_does_not() {
+    let good = || written(&[sequence(&[1, 2], 0, &[3])]);
+    for (at, value, name) in [
+        (0, u32::MAX, "words"),
+        (1, 77, "kind"),
+        (2, 5, "sequences"),
+        (2, u32::MAX, "sequences"),
+        (3, 301, "rows"),
+        (3, 0, "rows of a sequence"),
+        (3, u32::MAX, "rows"),
+        (4, 399, "positions"),
+        (4, 70, "pages needed"),
+        (4, u32::MAX, "position"),
+        (5, 3, "logits"),
+        (6, 21, "pages"),
+        (6, 0, "pages needed"),
+        (7, 1000, "token"),
+        (9, 20, "page"),
+    ] {
+        let mut words = good();
+        words[at] = value;
+        let error = Plan::len_of(&words).and_then(|_| Plan::read(&words, &LIMITS));
+        let Err(Error::Plan { what, .. }) = error else {
+            panic!("word {at} = {value}: {error:?}");
+        };
+        assert_eq!(what, name, "word {at} = {value}");
+    }
+}
+
+proptest::proptest! {
+    /// Whatever another process sends is refused or fits; nothing panics.
+    #[test]
+    fn random_words_never_panic(
+        head in proptest::collection::vec(0..6u32, 24),
+        tail in proptest::collection::vec(0..1200u32, HEADER_WORDS - 24),
+    ) {
+        let mut words = head;
+        words.extend(tail);
+        words[1] = STEP;
+        if let Ok(Some(plan)) = Plan::read(&words, &LIMITS) {
+            let rows: usize = plan.batch(&words).map(|s| s.tokens.len()).sum();
+            proptest::prop_assert!(rows <= LIMITS.rows);
+        }
+    }
+}

@@ -1,0 +1,583 @@
+//! How a model is cut over the ranks of a group.
+//!
+//! A *stage* holds consecutive layers; the ranks of a stage share every layer of it (a tensor
+//! split), and the stages follow one another (a pipeline). Ranks are numbered stage by stage:
+//!
+//! ```text
+//! 3x2 of SmolLM2 (30 layers, 9 heads of 64, 3 KV heads, feed-forward 1536 = 12 blocks of 128):
+//!
+//!            layers   heads  KV heads   feed-forward blocks   vocabulary (last stage only)
+//! rank 0     0..19    0..3   0..1       0..4
+//! rank 1     0..19    3..6   1..2       4..8
+//! rank 2     0..19    6..9   2..3       8..12
+//! rank 3    19..30    0..3   0..1       0..4                  0..16384
+//! rank 4    19..30    3..6   1..2       4..8                  16384..32768
+//! rank 5    19..30    6..9   2..3       8..12                 32768..49152
+//! ```
+//!
+//! Within a stage a rank owns the columns of the output projections that belong to whole *leaves*
+//! of the canonical sum ([`paceline_base::tree`]), and the rows of the other matrices that feed
+//! them. So the sum over all ranks has the bits of one rank.
+//!
+//! **KV heads are replicated** where a cut falls between the query heads of one KV head: both
+//! sides hold it. The other way, to cut between KV heads only, would leave SmolLM2 (3 of them) at
+//! most 3 ranks, of which 2 would carry 6 and 3 query heads. Replication costs one head's keys
+//! and values (computed and cached twice) for each such cut and balances to one query head.
+//!
+//! Shares are rounded at each cut, so no rank is off by more than a leaf.
+
+use std::fmt;
+use std::ops::Range;
+use std::str::FromStr;
+
+use paceline_base::Rank;
+use paceline_base::tree::{self, Node};
+
+use crate::Config;
+
+/// Rows of the vocabulary that stay together: whole groups of every kernel, and 256 bytes of
+/// logits.
+const VOCAB_BLOCK: usize = 64;
+
+/// Most ranks of a split. More than any published cluster of this kind by far; it bounds what a
+/// wrong argument can allocate.
+pub const MAX_RANKS: u32 = 1024;
+
+/// In which directions a model is cut.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum SplitKind {
+    /// Tensor as far as there are heads to share, then pipeline.
+    #[default]
+    Auto,
+    /// All ranks share every layer.
+    Tensor,
+    /// Every rank has layers of its own.
+    Pipeline,
+    /// `tensor` ranks in each of `pipeline` stages.
+    Grid {
+        /// Ranks of a stage.
+        tensor: u32,
+        /// Stages.
+        pipeline: u32,
+    },
+}
+
+impl fmt::Display for SplitKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Auto => write!(f, "auto"),
+            Self::Tensor => write!(f, "tensor"),
+            Self::Pipeline => write!(f, "pipeline"),
+            Self::Grid { tensor, pipeline } => write!(f, "{tensor}x{pipeline}"),
+        }
+    }
+}
+
+impl FromStr for SplitKind {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self, Error> {
+        let count = |text: &str| text.parse().ok().filter(|n| (1..=MAX_RANKS).contains(n));
+        match text {
+            "auto" => return Ok(Self::Auto),
+            "tensor" => return Ok(Self::Tensor),
+            "pipeline" => return Ok(Self::Pipeline),
+            _ => {}
+        }
+        let grid = text.split_once('x').and_then(|(tensor, pipeline)| {
+            Some(Self::Grid {
+                tensor: count(tensor)?,
+                pipeline: count(pipeline)?,
+            })
+        });
+        grid.ok_or_else(|| Error::Kind {
+            got: text.to_owned(),
+        })
+    }
+}
+
+/// Why a model cannot be cut like that.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Error {
+    /// The name of a split is not one.
+    #[error(
+        "split is {got:?}, expected auto, tensor, pipeline or TENSORxPIPELINE (as 2x3), up to \
+         {MAX_RANKS} each"
+    )]
+    Kind {
+        /// What was given.
+        got: String,
+    },
+    /// The number of ranks is out of range.
+    #[error("{got} ranks, expected 1 to {MAX_RANKS}")]
+    Ranks {
+        /// What was given.
+        got: u32,
+    },
+    /// The grid has another number of ranks.
+    #[error("split {tensor}x{pipeline} is for {} ranks, there are {ranks}", tensor * pipeline)]
+    Grid {
+        /// Ranks of a stage.
+        tensor: u32,
+        /// Stages.
+        pipeline: u32,
+        /// Ranks there are.
+        ranks: u32,
+    },
+    /// Not one share for each rank.
+    #[error("{got} shares for {ranks} ranks, expected one for each")]
+    Shares {
+        /// Number of shares.
+        got: usize,
+        /// Ranks.
+        ranks: u32,
+    },
+    /// A share of nothing.
+    #[error("the share of {rank} is 0, expected 1 or more")]
+    ZeroShare {
+        /// Whose share it is.
+        rank: Rank,
+    },
+    /// More stages than layers.
+    #[error("{stages} pipeline stages for {layers} layers, expected at most one for each")]
+    Stages {
+        /// Pipeline stages.
+        stages: u32,
+        /// Layers of the model.
+        layers: usize,
+    },
+    /// A rank of a tensor split is left without work.
+    #[error(
+        "{rank} gets nothing: its stage shares {heads} blocks of heads and {ffn} blocks of \
+         feed-forward over {tensor} ranks"
+    )]
+    NothingLeft {
+        /// Who gets nothing.
+        rank: Rank,
+        /// Leaves of the attention's sum.
+        heads: usize,
+        /// Leaves of the feed-forward's sum.
+        ffn: usize,
+        /// Ranks of the stage.
+        tensor: u32,
+    },
+}
+
+/// A model cut over ranks: who holds what.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Split {
+    stages: Vec<Stage>,
+}
+
+/// Consecutive layers and the ranks that share them.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Stage {
+    first_rank: u32,
+    layers: Range<usize>,
+    shares: Vec<u32>,
+}
+
+impl Split {
+    /// All of `config` on one rank.
+    pub fn whole(config: &Config) -> Self {
+        let stage = Stage {
+            first_rank: 0,
+            layers: 0..config.layers.len(),
+            shares: vec![1],
+        };
+        Self {
+            stages: vec![stage],
+        }
+    }
+
+    /// Cuts a model over `ranks` ranks. `shares` says how much each gets, relative to the others;
+    /// empty for equal shares. Deterministic: every rank computes it for itself.
+    ///
+    /// # Errors
+    /// [`Error`] names what does not fit.
+    pub fn plan(
+        config: &Config,
+        kind: SplitKind,
+        ranks: u32,
+        shares: &[u32],
+    ) -> Result<Self, Error> {
+        if !(1..=MAX_RANKS).contains(&ranks) {
+            return Err(Error::Ranks { got: ranks });
+        }
+        let equal = vec![1; ranks as usize];
+        let shares = if shares.is_empty() { &equal } else { shares };
+        if shares.len() != ranks as usize {
+            let got = shares.len();
+            return Err(Error::Shares { got, ranks });
+        }
+        if let Some(rank) = shares.iter().position(|share| *share == 0) {
+            let rank = Rank(rank as u32);
+            return Err(Error::ZeroShare { rank });
+        }
+        let tensor = tensor_ranks(config, kind, ranks)?;
+        let by_stage: Vec<&[u32]> = shares.chunks_exact(tensor as usize).collect();
+        let split = Self {
+            stages: stages(config, &by_stage)?,
+        };
+        split.check(config)?;
+        Ok(split)
+    }
+
+    fn check(&self, config: &Config) -> Result<(), Error> {
+        (0..self.ranks()).try_for_each(|rank| {
+            let shard = self.shard(config, Rank(rank));
+            if !shard.attention.is_empty() || !shard.feed_forward.is_empty() {
+                return Ok(());
+            }
+            Err(Error::NothingLeft {
+                rank: Rank(rank),
+                heads: shard.attention.leaves,
+                ffn: shard.feed_forward.leaves,
+                tensor: shard.stage_ranks.len() as u32,
+            })
+        })
+    }
+
+    /// Number of ranks.
+    pub fn ranks(&self) -> u32 {
+        self.stages.iter().map(|s| s.shares.len() as u32).sum()
+    }
+
+    /// Number of pipeline stages.
+    pub const fn stages(&self) -> usize {
+        self.stages.len()
+    }
+
+    /// Most ranks that share a layer.
+    pub fn tensor_ranks(&self) -> usize {
+        self.stages
+            .iter()
+            .map(|s| s.shares.len())
+            .max()
+            .unwrap_or(1)
+    }
+
+    /// The rank that gets the logits, chooses tokens and tells the others what to compute: the
+    /// first of the last stage, so that a token has the shortest way.
+    pub fn leader(&self) -> Rank {
+        Rank(self.stages.last().map_or(0, |stage| stage.first_rank))
+    }
+
+    /// What `rank` holds.
+    ///
+    /// # Panics
+    /// If there is no such rank.
+    pub fn shard(&self, config: &Config, rank: Rank) -> Shard {
+        let of = |s: &Stage| s.ranks().contains(&rank.0);
+        let stage = self
+            .stages
+            .iter()
+            .position(of)
+            .expect("a rank of the split");
+        let Stage {
+            layers,
+            shares,
+            first_rank,
+        } = &self.stages[stage];
+        let index = (rank.0 - first_rank) as usize;
+        let leaf = config.attention_leaf();
+        let attention = LeafCut::new(config.heads * config.head_dim, leaf, shares, index);
+        let heads = heads_of(&attention, config.head_dim);
+        let group = config.heads / config.kv_heads;
+        let last = stage + 1 == self.stages.len();
+        let none = 0..0;
+        let ranks = |s: usize| self.stages[s].ranks();
+        Shard {
+            rank,
+            stage,
+            stages: self.stages.len(),
+            layers: layers.clone(),
+            kv_heads: if heads.is_empty() {
+                none.clone()
+            } else {
+                heads.start / group..heads.end.div_ceil(group)
+            },
+            heads,
+            attention,
+            feed_forward: LeafCut::new(config.ffn, config.ffn_leaf, shares, index),
+            vocab: if last {
+                vocab_cut(config.vocab, shares)
+            } else {
+                vec![none; shares.len()]
+            },
+            index,
+            stage_ranks: self.stages[stage].ranks(),
+            before: stage.checked_sub(1).map(ranks),
+            after: (!last).then(|| ranks(stage + 1)),
+        }
+    }
+}
+
+impl fmt::Display for Split {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match (self.tensor_ranks(), self.stages.len()) {
+            (1, 1) => write!(f, "none"),
+            (_, 1) => write!(f, "tensor"),
+            (1, _) => write!(f, "pipeline"),
+            (tensor, pipeline) => write!(f, "{tensor}x{pipeline}"),
+        }
+    }
+}
+
+impl Stage {
+    fn ranks(&self) -> Range<u32> {
+        self.first_rank..self.first_rank + self.shares.len() as u32
+    }
+}
+
+/// Ranks of a stage.
+fn tensor_ranks(config: &Config, kind: SplitKind, ranks: u32) -> Result<u32, Error> {
+    match kind {
+        SplitKind::Tensor => Ok(ranks),
+        SplitKind::Pipeline => Ok(1),
+        SplitKind::Grid { tensor, pipeline } if tensor * pipeline == ranks => Ok(tensor),
+        SplitKind::Grid { tensor, pipeline } => Err(Error::Grid {
+            tensor,
+            pipeline,
+            ranks,
+        }),
+        SplitKind::Auto => {
+            let leaves = (config.heads * config.head_dim).div_ceil(config.attention_leaf());
+            let fits = |tensor: &u32| ranks.is_multiple_of(*tensor) && *tensor as usize <= leaves;
+            Ok((1..=ranks).rev().find(fits).unwrap_or(1))
+        }
+    }
+}
+
+/// Gives each stage its layers, at least one.
+fn stages(config: &Config, shares: &[&[u32]]) -> Result<Vec<Stage>, Error> {
+    let layers = config.layers.len();
+    if shares.len() > layers {
+        let stages = shares.len() as u32;
+        return Err(Error::Stages { stages, layers });
+    }
+    let weight = |shares: &[u32]| shares.iter().map(|share| u64::from(*share)).sum::<u64>();
+    let weights: Vec<u64> = shares.iter().map(|shares| weight(shares)).collect();
+    let ends = layer_ends(config, &weights);
+    let (mut first_rank, mut first_layer) = (0, 0);
+    let stage = |(shares, end): (&&[u32], usize)| {
+        let stage = Stage {
+            first_rank,
+            layers: first_layer..end,
+            shares: shares.to_vec(),
+        };
+        (first_rank, first_layer) = (first_rank + shares.len() as u32, end);
+        stage
+    };
+    Ok(shares.iter().zip(ends).map(stage).collect())
+}
+
+/// Where each stage ends, so that the largest of (weights held / share) is smallest.
+///
+/// The output head counts for the last stage. A dynamic programme over (stages, layers): with `s`
+/// stages and `n` layers it takes `s n^2` steps, under a second for a thousand of each.
+fn layer_ends(config: &Config, shares: &[u64]) -> Vec<usize> {
+    let (stages, layers) = (shares.len(), config.layers.len());
+    let tables = config.parameters(true) - config.layer_parameters() * layers as u64;
+    let (layer, head) = (config.layer_parameters() as f64, tables as f64);
+    let cost = |stage: usize, n: usize| {
+        let extra = if stage + 1 == stages { head } else { 0.0 };
+        (n as f64 * layer + extra) / shares[stage] as f64
+    };
+    // best[n]: the largest cost of the stages so far when they hold n layers; from[s][n]: where
+    // stage s starts then.
+    let mut best = vec![f64::INFINITY; layers + 1];
+    best[0] = 0.0;
+    let mut from = Vec::with_capacity(stages);
+    for stage in 0..stages {
+        let mut next = vec![f64::INFINITY; layers + 1];
+        let mut starts = vec![0; layers + 1];
+        for end in stage + 1..=layers {
+            for (start, before) in best[..end].iter().enumerate() {
+                let worst = before.max(cost(stage, end - start));
+                if worst < next[end] {
+                    (next[end], starts[end]) = (worst, start);
+                }
+            }
+        }
+        best = next;
+        from.push(starts);
+    }
+    let mut ends = vec![layers; stages];
+    for stage in (1..stages).rev() {
+        ends[stage - 1] = from[stage][ends[stage]];
+    }
+    ends
+}
+
+/// Cuts `0..n` in proportion to `shares`, every cut rounded to the nearest.
+fn cut(n: usize, shares: &[u32]) -> Vec<Range<usize>> {
+    let total: u64 = shares.iter().map(|share| u64::from(*share)).sum();
+    let mut sum = 0;
+    let mut start = 0;
+    let range = |share: &u32| {
+        sum += u64::from(*share);
+        let end = ((2 * n as u64 * sum + total) / (2 * total)) as usize;
+        let range = start..end;
+        start = end;
+        range
+    };
+    shares.iter().map(range).collect()
+}
+
+fn vocab_cut(vocab: usize, shares: &[u32]) -> Vec<Range<usize>> {
+    let rows = |block: usize| (block * VOCAB_BLOCK).min(vocab);
+    let blocks = cut(vocab.div_ceil(VOCAB_BLOCK), shares).into_iter();
+    blocks.map(|b| rows(b.start)..rows(b.end)).collect()
+}
+
+/// The heads whose columns a rank owns.
+fn heads_of(attention: &LeafCut, head_dim: usize) -> Range<usize> {
+    let columns = attention.columns();
+    columns.start / head_dim..columns.end / head_dim
+}
+
+/// A canonical sum cut over the ranks of a stage.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct LeafCut {
+    /// Leaves of the sum.
+    pub(crate) leaves: usize,
+    /// Columns of a leaf; the last may have fewer.
+    pub(crate) leaf_cols: usize,
+    cols: usize,
+    /// Leaves of this rank.
+    mine: Range<usize>,
+    index: usize,
+    /// The roots of all ranks, in rank order.
+    pub(crate) nodes: Vec<Node>,
+    /// How many of them each rank has.
+    pub(crate) roots: Vec<usize>,
+}
+
+impl LeafCut {
+    fn new(cols: usize, leaf_cols: usize, shares: &[u32], index: usize) -> Self {
+        let leaves = cols.div_ceil(leaf_cols);
+        let ranges = cut(leaves, shares);
+        let roots = ranges
+            .iter()
+            .map(|range| tree::roots(range.clone(), leaves));
+        let roots: Vec<Vec<Node>> = roots.collect();
+        Self {
+            leaves,
+            leaf_cols,
+            cols,
+            mine: ranges[index].clone(),
+            index,
+            roots: roots.iter().map(Vec::len).collect(),
+            nodes: roots.concat(),
+        }
+    }
+
+    /// Roots of this rank.
+    pub(crate) fn own_roots(&self) -> usize {
+        self.roots[self.index]
+    }
+
+    fn is_empty(&self) -> bool {
+        self.mine.is_empty()
+    }
+
+    /// Columns of a range of leaves.
+    fn columns_of(&self, leaves: Range<usize>) -> Range<usize> {
+        let column = |leaf: usize| (leaf * self.leaf_cols).min(self.cols);
+        column(leaves.start)..column(leaves.end)
+    }
+
+    /// Columns of this rank.
+    pub(crate) fn columns(&self) -> Range<usize> {
+        self.columns_of(self.mine.clone())
+    }
+
+    /// Columns of each of this rank's roots.
+    pub(crate) fn root_columns(&self) -> Vec<Range<usize>> {
+        let roots = tree::roots(self.mine.clone(), self.leaves).into_iter();
+        roots
+            .map(|root| self.columns_of(root.leaves(self.leaves)))
+            .collect()
+    }
+}
+
+/// A rank's part of a model.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Shard {
+    /// Whose it is.
+    pub rank: Rank,
+    /// Its pipeline stage, from 0.
+    pub stage: usize,
+    /// Number of stages.
+    pub stages: usize,
+    /// Layers of the stage.
+    pub layers: Range<usize>,
+    /// Query heads.
+    pub heads: Range<usize>,
+    /// KV heads that these need.
+    pub kv_heads: Range<usize>,
+    /// The sum of the attention's output projection.
+    pub(crate) attention: LeafCut,
+    /// The sum of the down projection.
+    pub(crate) feed_forward: LeafCut,
+    /// Rows of the output head, by rank of the stage; none but in the last.
+    pub(crate) vocab: Vec<Range<usize>>,
+    /// Place among the ranks of the stage.
+    pub(crate) index: usize,
+    /// Ranks of this stage, of the one before, and of the one after.
+    pub(crate) stage_ranks: Range<u32>,
+    pub(crate) before: Option<Range<u32>>,
+    pub(crate) after: Option<Range<u32>>,
+}
+
+impl Shard {
+    /// Whether it embeds tokens: it is in the first stage.
+    pub const fn embeds(&self) -> bool {
+        self.stage == 0
+    }
+
+    /// Whether its stage has the output head.
+    pub const fn has_head(&self) -> bool {
+        self.stage + 1 == self.stages
+    }
+
+    /// Whether it gets the logits and leads the others.
+    pub const fn leads(&self) -> bool {
+        self.has_head() && self.index == 0
+    }
+
+    /// Rows of the output head.
+    pub fn vocab(&self) -> Range<usize> {
+        self.vocab[self.index].clone()
+    }
+
+    /// Columns of the feed-forward.
+    pub fn ffn(&self) -> Range<usize> {
+        self.feed_forward.columns()
+    }
+
+    /// Ranks that share this one's layers.
+    pub fn stage_ranks(&self) -> Range<u32> {
+        self.stage_ranks.clone()
+    }
+
+    /// The rank of the stage before that sends this one its input.
+    pub(crate) fn source(&self) -> Option<Rank> {
+        let before = self.before.as_ref()?;
+        Some(Rank(before.start + self.index as u32 % before.len() as u32))
+    }
+
+    /// The ranks of the stage after that get this one's output.
+    pub(crate) fn targets(&self) -> impl Iterator<Item = Rank> {
+        let (mine, n) = (self.index as u32, self.stage_ranks.len() as u32);
+        let after = self.after.clone().unwrap_or(0..0);
+        let first = after.start;
+        after
+            .filter(move |rank| (rank - first) % n == mine)
+            .map(Rank)
+    }
+}
+
+#[cfg(test)]
+mod tests;
