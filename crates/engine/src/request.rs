@@ -1,5 +1,6 @@
 //! What goes into the engine and what comes out.
 
+use paceline_formats::text::StopMatcher;
 use serde::{Deserialize, Serialize};
 
 use crate::{Error, SamplingParams};
@@ -25,8 +26,7 @@ pub struct Request {
 }
 
 impl Request {
-    /// Whether an engine of `vocab` tokens and `context` positions can answer it. The stop strings
-    /// are looked at when they are used.
+    /// Whether an engine of `vocab` tokens and `context` positions can answer it.
     ///
     /// # Errors
     /// For the first thing that is wrong.
@@ -41,7 +41,9 @@ impl Request {
         check_tokens(&self.prompt, vocab)?;
         check_logprobs(self.logprobs)?;
         self.sampling.check()?;
-        self.sampling.check_bias(vocab)
+        self.sampling.check_bias(vocab)?;
+        StopMatcher::new(self.stop.clone())?;
+        Ok(())
     }
 }
 

@@ -4,7 +4,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::{Finish, Request, TokenLogprobs};
+use crate::{Error, Finish, Request, TokenLogprobs};
 
 /// A request that a [`Service`] took. Never used twice by the same service.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
@@ -92,6 +92,19 @@ pub enum Failure {
         /// Why.
         reason: String,
     },
+}
+
+impl From<Error> for Failure {
+    /// What the engine says against a request, for whoever made it.
+    fn from(error: Error) -> Self {
+        match error {
+            Error::Busy { waiting, .. } => Self::Busy { waiting },
+            Error::PromptTooLong { tokens, context } => Self::PromptTooLong { tokens, context },
+            other => Self::Invalid {
+                reason: other.to_string(),
+            },
+        }
+    }
 }
 
 /// How a service is.

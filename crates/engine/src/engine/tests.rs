@@ -3,10 +3,10 @@
 mod batching;
 mod edges;
 mod hostile;
-mod requests;
+pub(crate) mod requests;
 mod rig;
 mod schedules;
 mod smollm2;
 mod snapshots;
 mod text;
-mod tiny;
+pub(crate) mod tiny;

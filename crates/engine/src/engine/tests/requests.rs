@@ -41,7 +41,7 @@ pub(super) fn stops() -> Vec<String> {
 
 /// Greedy and sampled, prompts shorter and longer than pages and chunks, at least 160 tokens of
 /// context.
-pub(super) fn mixed(tiny: &Tiny) -> Vec<Request> {
+pub(crate) fn mixed(tiny: &Tiny) -> Vec<Request> {
     let greedy = SamplingParams::default();
     let seed = |seed| SamplingParams { seed, ..SAMPLED };
     let mut all = vec![

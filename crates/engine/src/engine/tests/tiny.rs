@@ -76,14 +76,14 @@ const LAYERS: usize = 2;
 
 /// A model with its tokenizer.
 #[derive(Clone, Debug)]
-pub(super) struct Tiny {
+pub(crate) struct Tiny {
     pub(super) model: Arc<Model>,
     pub(super) tokenizer: Arc<Tokenizer>,
 }
 
 impl Tiny {
     /// On `threads` threads of the fastest instruction set.
-    pub(super) fn new(threads: usize) -> Self {
+    pub(crate) fn new(threads: usize) -> Self {
         Self::with_set(*InstructionSet::available().last().unwrap(), threads)
     }
 
@@ -112,7 +112,7 @@ impl Tiny {
         }
     }
 
-    pub(super) fn engine(&self, config: EngineConfig) -> Engine {
+    pub(crate) fn engine(&self, config: EngineConfig) -> Engine {
         let (model, tokenizer) = (Arc::clone(&self.model), Arc::clone(&self.tokenizer));
         Engine::new(model, tokenizer, config).unwrap()
     }

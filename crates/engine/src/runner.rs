@@ -1,0 +1,88 @@
+//! An engine on a thread of its own, for callers on any thread.
+//!
+//! ```text
+//! callers --submit, cancel, inspect--> inbox --all of it, between two steps--> engine
+//!    ^                                                                            |
+//!    +------------------------------ sinks, outside of any lock ------------------+
+//! ```
+//!
+//! What is wrong with a request is said on the caller's thread, before the engine sees it. A
+//! request takes a place of [`EngineConfig::max_waiting`](crate::EngineConfig::max_waiting) from
+//! [`submit`](Service::submit) on, so the inbox needs no bound of its own.
+//!
+//! When the engine fails or panics, or the runner is dropped, every request that is open gets
+//! [`Failure::Lost`]: nobody waits for ever. The runner measures no time: callers know when replies
+//! reach them, and [`Runner::inspect`] gives the engine's own figures.
+
+use std::fmt;
+use std::time::Duration;
+
+use crate::{Engine, Failure, Request, Service, Sink, Status, Ticket};
+
+mod core;
+mod driver;
+mod worker;
+
+use driver::Driver;
+
+/// How often an engine without work is given a moment for [`Engine::idle`], unless told otherwise.
+/// Costs a wake of some microseconds each time; short beside any deadline of a network.
+const IDLE_INTERVAL: Duration = Duration::from_millis(250);
+
+/// An engine on its own thread. Dropping it waits for the step that runs and ends the thread.
+pub struct Runner {
+    driver: Driver<Engine>,
+}
+
+impl Runner {
+    /// Starts the thread. Should the system refuse one, requests are refused with its reason.
+    pub fn start(engine: Engine) -> Self {
+        Self::with_idle(engine, IDLE_INTERVAL)
+    }
+
+    /// As [`start`](Self::start), with [`Engine::idle`] called at least every `interval` while
+    /// there is nothing to compute.
+    pub fn with_idle(engine: Engine, interval: Duration) -> Self {
+        Self {
+            driver: Driver::start(engine, interval),
+        }
+    }
+
+    /// Lets `look` see the engine between two steps and returns what it says. Blocks for up to a
+    /// step; requests wait while `look` runs.
+    ///
+    /// # Errors
+    /// [`Failure::Unavailable`] when the engine is gone, `look` panics, or the caller is a sink,
+    /// which runs on the engine's thread and would wait for itself.
+    pub fn inspect<T: Send + 'static>(
+        &self,
+        look: impl FnOnce(&Engine) -> T + Send + 'static,
+    ) -> Result<T, Failure> {
+        self.driver.inspect(look)
+    }
+}
+
+impl Service for Runner {
+    fn submit(&self, request: Request, sink: Sink) -> Result<Ticket, Failure> {
+        self.driver.submit(request, sink)
+    }
+
+    fn cancel(&self, ticket: Ticket) {
+        self.driver.cancel(ticket);
+    }
+
+    fn status(&self) -> Status {
+        self.driver.status()
+    }
+}
+
+impl fmt::Debug for Runner {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Runner")
+            .field("status", &self.status())
+            .finish_non_exhaustive()
+    }
+}
+
+#[cfg(test)]
+mod tests;

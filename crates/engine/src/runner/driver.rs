@@ -1,0 +1,200 @@
+//! The callers' side: one lock, and the thread's handle.
+
+use std::collections::{BTreeSet, VecDeque};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, mpsc};
+use std::thread::{self, JoinHandle};
+use std::time::Duration;
+
+use super::core::{Core, Limits, Load};
+use super::worker::Worker;
+use crate::{Failure, Request, Sink, State, Status, Ticket};
+
+/// A request on its way to the engine.
+pub(super) struct Submission {
+    pub(super) ticket: Ticket,
+    pub(super) request: Request,
+    pub(super) sink: Sink,
+}
+
+/// Something to be done with the engine; its asker waits for it, so there is at most one per
+/// thread.
+pub(super) type Question<C> = Box<dyn FnOnce(&C) + Send>;
+
+/// What callers and the engine's thread share, under one lock that nobody holds for long.
+pub(super) struct Inbox<C> {
+    pub(super) state: State,
+    /// The runner is being dropped.
+    pub(super) stop: bool,
+    pub(super) submissions: VecDeque<Submission>,
+    /// Of requests that the engine has; at most one each.
+    pub(super) cancels: Vec<Ticket>,
+    pub(super) questions: Vec<Question<C>>,
+    /// Requests that are neither over nor cancelled.
+    pub(super) open: BTreeSet<Ticket>,
+    /// The engine's, with what it has taken out of the inbox.
+    pub(super) load: Load,
+    last_ticket: u64,
+}
+
+/// The inbox, and what wakes the engine's thread.
+pub(super) struct Shared<C> {
+    inbox: Mutex<Inbox<C>>,
+    pub(super) wake: Condvar,
+    limits: Limits,
+}
+
+impl<C> Shared<C> {
+    fn new(limits: Limits) -> Self {
+        let inbox = Inbox {
+            state: State::Ready,
+            stop: false,
+            submissions: VecDeque::new(),
+            cancels: Vec::new(),
+            questions: Vec::new(),
+            open: BTreeSet::new(),
+            load: Load::default(),
+            last_ticket: 0,
+        };
+        Self {
+            inbox: Mutex::new(inbox),
+            wake: Condvar::new(),
+            limits,
+        }
+    }
+
+    pub(super) fn lock(&self) -> MutexGuard<'_, Inbox<C>> {
+        // No code that can panic leaves the inbox half changed.
+        self.inbox.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl<C> Inbox<C> {
+    /// # Errors
+    /// [`Failure::Unavailable`] with the reason.
+    fn check_ready(&self) -> Result<(), Failure> {
+        match &self.state {
+            State::Failed(reason) => Err(unavailable(reason)),
+            State::Ready | State::Loading => Ok(()),
+        }
+    }
+}
+
+fn unavailable(reason: &str) -> Failure {
+    Failure::Unavailable {
+        reason: reason.to_owned(),
+    }
+}
+
+/// A [`Core`] on its thread.
+pub(super) struct Driver<C: Core> {
+    shared: Arc<Shared<C>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl<C: Core> Driver<C> {
+    pub(super) fn start(core: C, idle_interval: Duration) -> Self {
+        let shared = Arc::new(Shared::new(core.limits()));
+        let worker = Worker::new(core, Arc::clone(&shared), idle_interval);
+        let builder = thread::Builder::new().name("engine".to_owned());
+        let thread = builder.spawn(move || worker.run());
+        if let Err(error) = &thread {
+            let reason = format!("cannot start the engine's thread: {error}");
+            shared.lock().state = State::Failed(reason);
+        }
+        let thread = thread.ok();
+        Self { shared, thread }
+    }
+
+    pub(super) fn submit(&self, request: Request, sink: Sink) -> Result<Ticket, Failure> {
+        let limits = self.shared.limits;
+        request.check(limits.vocab, limits.context)?;
+        let mut inbox = self.shared.lock();
+        inbox.check_ready()?;
+        let waiting = inbox.load.waiting + inbox.submissions.len();
+        if waiting >= limits.max_waiting {
+            return Err(Failure::Busy { waiting });
+        }
+        inbox.last_ticket += 1;
+        let ticket = Ticket(inbox.last_ticket);
+        inbox.open.insert(ticket);
+        inbox.submissions.push_back(Submission {
+            ticket,
+            request,
+            sink,
+        });
+        drop(inbox);
+        self.shared.wake.notify_one();
+        Ok(ticket)
+    }
+
+    pub(super) fn cancel(&self, ticket: Ticket) {
+        let mut inbox = self.shared.lock();
+        if !inbox.open.remove(&ticket) {
+            return;
+        }
+        let at = inbox.submissions.iter().position(|s| s.ticket == ticket);
+        let submission = at.and_then(|at| inbox.submissions.remove(at));
+        if submission.is_none() {
+            inbox.cancels.push(ticket);
+        }
+        drop(inbox);
+        // Only now its sink, which may do anything when it is dropped.
+        drop(submission);
+        self.shared.wake.notify_one();
+    }
+
+    pub(super) fn status(&self) -> Status {
+        let inbox = self.shared.lock();
+        let load = inbox.load;
+        Status {
+            state: inbox.state.clone(),
+            running: load.running,
+            waiting: load.resuming + load.waiting + inbox.submissions.len(),
+        }
+    }
+
+    pub(super) fn inspect<T: Send + 'static>(
+        &self,
+        look: impl FnOnce(&C) -> T + Send + 'static,
+    ) -> Result<T, Failure> {
+        if self.is_own_thread() {
+            return Err(unavailable("asked from the engine's own thread"));
+        }
+        let (sender, receiver) = mpsc::sync_channel(1);
+        let question: Question<C> = Box::new(move |core| {
+            // Its asker waits.
+            let _ = sender.send(look(core));
+        });
+        let mut inbox = self.shared.lock();
+        inbox.check_ready()?;
+        inbox.questions.push(question);
+        drop(inbox);
+        self.shared.wake.notify_one();
+        receiver.recv().map_err(|_| {
+            let gone = self.shared.lock().check_ready().err();
+            gone.unwrap_or_else(|| unavailable("what was to look at the engine panicked"))
+        })
+    }
+
+    fn is_own_thread(&self) -> bool {
+        let current = thread::current().id();
+        self.thread
+            .as_ref()
+            .is_some_and(|t| t.thread().id() == current)
+    }
+}
+
+impl<C: Core> Drop for Driver<C> {
+    fn drop(&mut self) {
+        self.shared.lock().stop = true;
+        self.shared.wake.notify_one();
+        // A sink may hold the last reference: the thread ends by itself then.
+        if self.is_own_thread() {
+            return;
+        }
+        if let Some(thread) = self.thread.take() {
+            // Its panics have become failures.
+            let _ = thread.join();
+        }
+    }
+}

@@ -1,0 +1,62 @@
+//! A runner with an engine that does what the test says, and with a real one.
+
+mod fake;
+mod real;
+
+use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
+use std::time::Duration;
+
+use crate::{Finish, Reply, Request, SamplingParams, Sink};
+
+/// Long enough for any machine; only a test that fails waits for it.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+fn request(prompt: Vec<u32>, max_tokens: usize) -> Request {
+    Request {
+        prompt,
+        max_tokens,
+        sampling: SamplingParams::default(),
+        stop: Vec::new(),
+        logprobs: None,
+    }
+}
+
+/// The replies to one request.
+struct Replies(Receiver<Reply>);
+
+/// A sink, and what comes into it.
+fn sink() -> (Sink, Replies) {
+    let (sender, receiver) = channel();
+    // The test may have stopped listening.
+    let sink = Box::new(move |reply| drop(sender.send(reply)));
+    (sink, Replies(receiver))
+}
+
+impl Replies {
+    /// All replies until the sink is dropped.
+    fn rest(&self) -> Vec<Reply> {
+        let mut all = Vec::new();
+        loop {
+            match self.0.recv_timeout(PATIENCE) {
+                Ok(reply) => all.push(reply),
+                Err(RecvTimeoutError::Disconnected) => return all,
+                Err(RecvTimeoutError::Timeout) => panic!("no end after {all:?}"),
+            }
+        }
+    }
+}
+
+fn token(token: u32) -> Reply {
+    Reply::Token {
+        token,
+        text: String::new(),
+        logprobs: None,
+    }
+}
+
+fn finished() -> Reply {
+    Reply::Finished {
+        text: String::new(),
+        reason: Finish::Length,
+    }
+}

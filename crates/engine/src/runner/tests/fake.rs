@@ -1,0 +1,443 @@
+//! What a runner promises, shown with an engine that waits for the test at every step.
+
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use super::super::core::{Core, Limits, Load};
+use super::super::driver::Driver;
+use super::{PATIENCE, Replies, finished, request, sink, token};
+use crate::{
+    Error, Event, Failure, Finish, Reply, Request, SequenceId, Sink, State, Status, Ticket,
+};
+
+/// What the engine is to do in a step.
+#[derive(Debug)]
+enum Act {
+    /// A token for every sequence.
+    Tokens,
+    /// The end of every sequence.
+    Finish,
+    Fail,
+    Panic,
+}
+
+/// What the engine did.
+#[derive(Debug, PartialEq)]
+enum Did {
+    /// Began a step with the sequences of these prompts.
+    Step(Vec<u32>),
+    Idle,
+    Dropped,
+}
+
+/// Sequences are their ids and prompts; each step waits for an [`Act`].
+struct Fake {
+    acts: Receiver<Act>,
+    did: Sender<Did>,
+    sequences: Vec<(SequenceId, u32)>,
+    last_id: u64,
+    idle_fails: bool,
+}
+
+impl Core for Fake {
+    fn limits(&self) -> Limits {
+        Limits {
+            vocab: 100,
+            context: 10,
+            max_waiting: 3,
+        }
+    }
+
+    fn submit(&mut self, request: Request) -> Result<SequenceId, Error> {
+        // A refusal that only the engine knows.
+        if request.prompt[0] == 99 {
+            return Err(Error::NoSequence(SequenceId(99)));
+        }
+        self.last_id += 1;
+        let id = SequenceId(self.last_id);
+        self.sequences.push((id, request.prompt[0]));
+        Ok(id)
+    }
+
+    fn cancel(&mut self, id: SequenceId) {
+        self.sequences.retain(|(other, _)| *other != id);
+    }
+
+    fn admit(&mut self) {}
+
+    fn step(&mut self) -> Result<Vec<Event>, Error> {
+        let prompts = self.sequences.iter().map(|(_, prompt)| *prompt).collect();
+        let _ = self.did.send(Did::Step(prompts));
+        let act = self.acts.recv_timeout(PATIENCE).expect("an act");
+        let ids = self.sequences.iter().map(|(id, _)| *id);
+        match act {
+            Act::Tokens => Ok(ids
+                .map(|id| Event::Token {
+                    id,
+                    token: 7,
+                    text: String::new(),
+                    logprobs: None,
+                })
+                .collect()),
+            Act::Finish => {
+                let (text, reason) = (String::new(), Finish::Length);
+                let end = |id| Event::Finished {
+                    id,
+                    text: text.clone(),
+                    reason,
+                };
+                let events = ids.map(end).collect();
+                self.sequences.clear();
+                Ok(events)
+            }
+            Act::Fail => Err(Error::NoSequence(SequenceId(5))),
+            Act::Panic => panic!("on command"),
+        }
+    }
+
+    fn idle(&mut self) -> Result<(), Error> {
+        let _ = self.did.send(Did::Idle);
+        match self.idle_fails {
+            true => Err(Error::NoSequence(SequenceId(6))),
+            false => Ok(()),
+        }
+    }
+
+    fn is_idle(&self) -> bool {
+        self.sequences.is_empty()
+    }
+
+    fn load(&self) -> Load {
+        Load {
+            running: self.sequences.len(),
+            ..Load::default()
+        }
+    }
+}
+
+impl Drop for Fake {
+    fn drop(&mut self) {
+        let _ = self.did.send(Did::Dropped);
+    }
+}
+
+/// A driver with a fake engine, and the test's ends of its channels.
+struct Stage {
+    driver: Arc<Driver<Fake>>,
+    acts: Sender<Act>,
+    did: Receiver<Did>,
+}
+
+/// The idle hook is as good as never called.
+const NEVER: Duration = Duration::from_secs(3600);
+
+impl Stage {
+    fn new() -> Self {
+        Self::with_idle(NEVER, false)
+    }
+
+    fn with_idle(interval: Duration, idle_fails: bool) -> Self {
+        let (acts, acts_of_fake) = channel();
+        let (did_of_fake, did) = channel();
+        let fake = Fake {
+            acts: acts_of_fake,
+            did: did_of_fake,
+            sequences: Vec::new(),
+            last_id: 0,
+            idle_fails,
+        };
+        let driver = Arc::new(Driver::start(fake, interval));
+        Self { driver, acts, did }
+    }
+
+    fn act(&self, act: Act) {
+        self.acts.send(act).unwrap();
+    }
+
+    /// What the engine does next, other than idling.
+    fn did(&self) -> Did {
+        loop {
+            match self.did.recv_timeout(PATIENCE).expect("something done") {
+                Did::Idle => {}
+                other => return other,
+            }
+        }
+    }
+
+    fn try_submit(&self, prompt: u32) -> (Result<Ticket, Failure>, Replies) {
+        let (sink, replies) = sink();
+        (self.driver.submit(request(vec![prompt], 5), sink), replies)
+    }
+
+    fn submit(&self, prompt: u32) -> (Ticket, Replies) {
+        let (result, replies) = self.try_submit(prompt);
+        (result.unwrap(), replies)
+    }
+
+    fn state(&self) -> State {
+        self.driver.status().state
+    }
+
+    /// Waits for the engine's thread to have failed.
+    fn wait_for_end(&self) {
+        assert_eq!(self.did(), Did::Dropped);
+    }
+}
+
+fn lost(reason: &str) -> Reply {
+    let reason = reason.to_owned();
+    Reply::Failed(Failure::Lost { reason })
+}
+
+const fn status(running: usize, waiting: usize) -> Status {
+    Status {
+        state: State::Ready,
+        running,
+        waiting,
+    }
+}
+
+#[test]
+fn everything_that_came_in_during_a_step_is_in_the_next() {
+    let stage = Stage::new();
+    let (_, first) = stage.submit(1);
+    assert_eq!(stage.did(), Did::Step(vec![1]));
+    let others: Vec<_> = (2..5).map(|prompt| stage.submit(prompt)).collect();
+    stage.driver.cancel(others[1].0);
+    assert_eq!(stage.driver.status(), status(1, 2));
+    stage.act(Act::Tokens);
+    assert_eq!(stage.did(), Did::Step(vec![1, 2, 4]));
+    assert_eq!(stage.driver.status(), status(3, 0));
+    stage.act(Act::Finish);
+    assert_eq!(first.rest(), [token(7), finished()]);
+    assert_eq!(others[0].1.rest(), [finished()]);
+    assert_eq!(others[1].1.rest(), [], "cancelled");
+    assert_eq!(others[2].1.rest(), [finished()]);
+    assert_eq!(stage.driver.status(), status(0, 0));
+}
+
+#[test]
+fn refusals_are_typed_and_come_at_once() {
+    let stage = Stage::new();
+    let refused = |wanted: Request| {
+        let (sink, replies) = sink();
+        let failure = stage.driver.submit(wanted, sink).unwrap_err();
+        assert_eq!(replies.rest(), [], "the sink is dropped");
+        failure
+    };
+    let invalid = |reason: &str| Failure::Invalid {
+        reason: reason.to_owned(),
+    };
+    assert_eq!(refused(request(vec![], 1)), invalid("the prompt is empty"));
+    let (tokens, context) = (10, 10);
+    let long = Failure::PromptTooLong { tokens, context };
+    assert_eq!(refused(request(vec![1; 10], 1)), long);
+    let mut odd = request(vec![1], 1);
+    odd.stop = vec!["a".to_owned(), String::new()];
+    assert_eq!(refused(odd.clone()), invalid("stop string 1 is empty"));
+    odd.sampling.top_p = 0.0;
+    let expected = "top_p is 0, expected above 0 and at most 1";
+    assert_eq!(refused(odd), invalid(expected));
+    // One that the engine alone can say.
+    let (ticket, late) = stage.submit(99);
+    let failed = Reply::Failed(invalid("sequence 99 is not in this engine"));
+    assert_eq!(late.rest(), [failed]);
+    stage.driver.cancel(ticket);
+    assert_eq!(stage.state(), State::Ready);
+}
+
+#[test]
+fn a_full_queue_says_so_and_has_room_again() {
+    let stage = Stage::new();
+    let (_, _first) = stage.submit(1);
+    assert_eq!(stage.did(), Did::Step(vec![1]));
+    let waiting: Vec<_> = (2..5).map(|prompt| stage.submit(prompt)).collect();
+    let busy = |result: Result<Ticket, Failure>| {
+        assert_eq!(result.unwrap_err(), Failure::Busy { waiting: 3 });
+    };
+    busy(stage.try_submit(9).0);
+    stage.driver.cancel(waiting[0].0);
+    let (last, _) = stage.submit(5);
+    busy(stage.try_submit(9).0);
+    stage.act(Act::Tokens);
+    assert_eq!(stage.did(), Did::Step(vec![1, 3, 4, 5]));
+    assert_eq!(last, Ticket(5), "a refusal takes no number");
+    stage.act(Act::Finish);
+}
+
+#[test]
+fn cancelled_requests_are_forgotten_wherever_they_are() {
+    let stage = Stage::new();
+    let (running, replies) = stage.submit(1);
+    let (_, other) = stage.submit(2);
+    // Both are in a step, the second perhaps in the next one.
+    loop {
+        let did = stage.did();
+        if did == Did::Step(vec![1, 2]) {
+            break;
+        }
+        stage.act(Act::Tokens);
+    }
+    stage.driver.cancel(running);
+    stage.driver.cancel(running);
+    stage.act(Act::Tokens);
+    assert_eq!(stage.did(), Did::Step(vec![2]));
+    assert!(replies.rest().iter().all(|reply| *reply == token(7)));
+    stage.act(Act::Finish);
+    assert_eq!(other.rest().last(), Some(&finished()));
+    // Over, never been, and of an idle engine: nothing happens.
+    stage.driver.cancel(running);
+    stage.driver.cancel(Ticket(77));
+    let (alone, replies) = stage.submit(3);
+    assert_eq!(stage.did(), Did::Step(vec![3]));
+    stage.driver.cancel(alone);
+    stage.act(Act::Tokens);
+    replies.rest();
+    assert_eq!(stage.driver.inspect(|fake| fake.sequences.len()), Ok(0));
+    assert_eq!(stage.driver.status(), status(0, 0));
+}
+
+/// The engine ends by `act` while a request is in it and another is in the inbox.
+fn ends(act: Act, reason: &str) {
+    let stage = Stage::new();
+    let (_, first) = stage.submit(1);
+    assert_eq!(stage.did(), Did::Step(vec![1]));
+    let (_, second) = stage.submit(2);
+    let (gone, third) = stage.submit(3);
+    stage.driver.cancel(gone);
+    let asker = std::thread::spawn({
+        let driver = Arc::clone(&stage.driver);
+        move || driver.inspect(|fake| fake.sequences.len())
+    });
+    stage.act(act);
+    assert_eq!(first.rest(), [lost(reason)]);
+    assert_eq!(second.rest(), [lost(reason)]);
+    assert_eq!(third.rest(), []);
+    stage.wait_for_end();
+    assert_eq!(stage.state(), State::Failed(reason.to_owned()));
+    let unavailable = Failure::Unavailable {
+        reason: reason.to_owned(),
+    };
+    assert_eq!(stage.try_submit(4).0.unwrap_err(), unavailable);
+    assert_eq!(asker.join().unwrap(), Err(unavailable.clone()));
+    assert_eq!(stage.driver.inspect(|_| ()), Err(unavailable));
+    stage.driver.cancel(gone);
+}
+
+#[test]
+fn an_engine_that_fails_takes_its_requests_along() {
+    ends(Act::Fail, "sequence 5 is not in this engine");
+}
+
+#[test]
+fn an_engine_that_panics_takes_its_requests_along() {
+    ends(Act::Panic, "the engine panicked: on command");
+}
+
+#[test]
+fn dropping_the_runner_ends_requests_and_the_thread() {
+    let stage = Stage::new();
+    let (_, running) = stage.submit(1);
+    assert_eq!(stage.did(), Did::Step(vec![1]));
+    let (_, waiting) = stage.submit(2);
+    let Stage { driver, acts, did } = stage;
+    let dropper = std::thread::spawn(move || drop(driver));
+    while !dropper.is_finished() {
+        // Until the drop is heard of, there are more steps.
+        let _ = acts.send(Act::Tokens);
+        std::thread::yield_now();
+    }
+    dropper.join().unwrap();
+    // The thread has ended when the drop has: nothing more is done.
+    let mut done: Vec<Did> = did.try_iter().collect();
+    assert_eq!(done.pop(), Some(Did::Dropped));
+    let expected = lost("the engine was shut down");
+    let told = running.rest();
+    assert_eq!(told.last(), Some(&expected), "{told:?}");
+    assert_eq!(waiting.rest().last(), Some(&expected));
+}
+
+#[test]
+fn a_sink_that_panics_harms_only_its_own_request() {
+    let stage = Stage::new();
+    let bad: Sink = Box::new(|_| panic!("in a sink"));
+    stage.driver.submit(request(vec![1], 5), bad).unwrap();
+    let (_, good) = stage.submit(2);
+    loop {
+        let did = stage.did();
+        if did == Did::Step(vec![2]) {
+            break;
+        }
+        stage.act(Act::Tokens);
+    }
+    assert_eq!(stage.driver.status(), status(1, 0));
+    stage.act(Act::Finish);
+    assert_eq!(good.rest().last(), Some(&finished()));
+    assert_eq!(stage.state(), State::Ready);
+}
+
+#[test]
+fn sinks_may_call_the_runner_and_drop_it() {
+    let stage = Stage::new();
+    let driver = Arc::new(Mutex::new(Some(Arc::clone(&stage.driver))));
+    let (told, heard) = channel();
+    let (inner, inner_replies) = sink();
+    let mut inner = Some(inner);
+    let calls: Sink = Box::new(move |_| {
+        let mut driver = driver.lock().unwrap();
+        let Some(held) = driver.as_ref() else {
+            return;
+        };
+        held.status();
+        let again = held.submit(request(vec![2], 5), inner.take().unwrap());
+        let asked = held.inspect(|_| ());
+        told.send((again, asked)).unwrap();
+        // The last reference: the thread must not wait for itself.
+        *driver = None;
+    });
+    let Stage { driver, acts, did } = stage;
+    driver.submit(request(vec![1], 5), calls).unwrap();
+    drop(driver);
+    acts.send(Act::Tokens).unwrap();
+    let (again, asked) = heard.recv_timeout(PATIENCE).unwrap();
+    assert_eq!(again, Ok(Ticket(2)));
+    let reason = "asked from the engine's own thread".to_owned();
+    assert_eq!(asked, Err(Failure::Unavailable { reason }));
+    assert_eq!(inner_replies.rest(), [lost("the engine was shut down")]);
+    let is_dropped = |did| did == Did::Dropped;
+    assert!(did.iter().any(is_dropped), "the thread ended");
+}
+
+#[test]
+fn an_idle_engine_gets_its_moments() {
+    let stage = Stage::with_idle(Duration::from_millis(1), false);
+    for _ in 0..5 {
+        assert_eq!(stage.did.recv_timeout(PATIENCE), Ok(Did::Idle));
+    }
+    let (_, replies) = stage.submit(1);
+    assert_eq!(stage.did(), Did::Step(vec![1]));
+    assert!(stage.did.try_recv().is_err(), "it is in a step");
+    stage.act(Act::Finish);
+    assert_eq!(replies.rest(), [finished()]);
+    assert_eq!(stage.did.recv_timeout(PATIENCE), Ok(Did::Idle));
+}
+
+#[test]
+fn an_idle_engine_can_fail() {
+    let stage = Stage::with_idle(Duration::from_millis(1), true);
+    stage.wait_for_end();
+    let reason = "sequence 6 is not in this engine".to_owned();
+    assert_eq!(stage.state(), State::Failed(reason));
+}
+
+#[test]
+fn what_looks_at_the_engine_may_panic() {
+    let stage = Stage::new();
+    assert_eq!(stage.driver.inspect(|fake| fake.last_id), Ok(0));
+    let reason = "what was to look at the engine panicked".to_owned();
+    let unavailable = Failure::Unavailable { reason };
+    let panics = |_: &Fake| -> () { panic!("in a question") };
+    assert_eq!(stage.driver.inspect(panics), Err(unavailable));
+    assert_eq!(stage.driver.inspect(|fake| fake.last_id), Ok(0));
+}

@@ -1,0 +1,197 @@
+//! A runner with a real engine gives the answers of the engine alone.
+
+use std::collections::HashSet;
+use std::sync::Arc;
+use std::thread;
+
+use paceline_tensor::PAGE;
+use proptest::prelude::*;
+
+use super::super::Runner;
+use super::{PATIENCE, Replies, sink};
+use crate::engine::tests::requests::mixed;
+use crate::engine::tests::tiny::Tiny;
+use crate::{EngineConfig, Event, Failure, Reply, Request, Service, State};
+
+const CONTEXT: usize = 3 * PAGE;
+
+fn sizes() -> EngineConfig {
+    EngineConfig {
+        model: "tiny".to_owned(),
+        context: CONTEXT,
+        // Too little for all: some give up their pages.
+        cache_positions: CONTEXT + PAGE,
+        max_running: 4,
+        max_waiting: 100,
+        max_rows: 19,
+    }
+}
+
+/// What the engine says to a request that is alone.
+fn alone(tiny: &Tiny, request: &Request) -> Vec<Reply> {
+    let mut engine = tiny.engine(EngineConfig::single("tiny", CONTEXT));
+    engine.submit(request.clone()).unwrap();
+    let mut replies = Vec::new();
+    while !engine.is_idle() {
+        replies.extend(engine.step().unwrap().into_iter().map(reply));
+    }
+    replies
+}
+
+fn reply(event: Event) -> Reply {
+    match event {
+        Event::PromptRead { .. } => Reply::PromptRead,
+        Event::Token {
+            token,
+            text,
+            logprobs,
+            ..
+        } => Reply::Token {
+            token,
+            text,
+            logprobs,
+        },
+        Event::Finished { text, reason, .. } => Reply::Finished { text, reason },
+    }
+}
+
+#[test]
+fn answers_of_many_callers_are_those_of_the_engine_alone() {
+    let tiny = Tiny::new(2);
+    let requests = mixed(&tiny);
+    let expected: Vec<Vec<Reply>> = requests.iter().map(|r| alone(&tiny, r)).collect();
+    let runner = Arc::new(Runner::start(tiny.engine(sizes())));
+    thread::scope(|scope| {
+        for caller in 0..4 {
+            let (runner, requests, expected) = (&runner, &requests, &expected);
+            scope.spawn(move || {
+                for i in (0..requests.len()).map(|i| (i + 3 * caller) % requests.len()) {
+                    let (sink, replies) = sink();
+                    runner.submit(requests[i].clone(), sink).unwrap();
+                    assert_eq!(replies.rest(), expected[i]);
+                }
+            });
+        }
+    });
+    assert_eq!(runner.status().running, 0);
+    assert_eq!(runner.inspect(crate::Engine::is_idle), Ok(true));
+}
+
+#[test]
+fn an_engine_for_one_is_busy_as_it_says() {
+    let tiny = Tiny::new(1);
+    let runner = Runner::start(tiny.engine(EngineConfig::single("tiny", CONTEXT)));
+    let request = &mixed(&tiny)[5];
+    // One runs, one waits at most; how soon the first runs is up to the thread.
+    let mut taken = Vec::new();
+    let failure = loop {
+        let (sink, replies) = sink();
+        match runner.submit(request.clone(), sink) {
+            Ok(_) => taken.push(replies),
+            Err(failure) => break failure,
+        }
+    };
+    assert_eq!(failure, Failure::Busy { waiting: 1 });
+    let expected = alone(&tiny, request);
+    assert!(taken.iter().all(|replies| replies.rest() == expected));
+}
+
+/// A caller's act: submit a request or cancel one of those that it has.
+#[derive(Clone, Copy, Debug)]
+enum Call {
+    Submit(usize),
+    Cancel(usize),
+    /// Waits for a reply of one.
+    Listen(usize),
+}
+
+fn calls() -> impl Strategy<Value = Vec<Call>> {
+    let call = prop_oneof![
+        3 => (0..100usize).prop_map(Call::Submit),
+        1 => (0..100usize).prop_map(Call::Cancel),
+        3 => (0..100usize).prop_map(Call::Listen),
+    ];
+    prop::collection::vec(call, 1..20)
+}
+
+struct Caller<'a> {
+    runner: &'a Runner,
+    requests: &'a [Request],
+    expected: &'a [Vec<Reply>],
+    open: Vec<(crate::Ticket, usize, Replies, Vec<Reply>)>,
+}
+
+impl Caller<'_> {
+    fn call(&mut self, call: Call) {
+        let n = self.open.len();
+        match call {
+            Call::Submit(i) => {
+                let (i, (sink, replies)) = (i % self.requests.len(), sink());
+                let request = self.requests[i].clone();
+                let ticket = self.runner.submit(request, sink).unwrap();
+                self.open.push((ticket, i, replies, Vec::new()));
+            }
+            Call::Cancel(i) if n > 0 => {
+                let (ticket, request, replies, mut got) = self.open.remove(i % n);
+                self.runner.cancel(ticket);
+                got.extend(replies.rest());
+                assert!(self.expected[request].starts_with(&got));
+            }
+            Call::Listen(i) if n > 0 => {
+                let (_, _, replies, got) = &mut self.open[i % n];
+                got.extend(replies.0.recv_timeout(PATIENCE));
+            }
+            Call::Cancel(_) | Call::Listen(_) => {}
+        }
+    }
+
+    fn end(self) {
+        for (_, request, replies, mut got) in self.open {
+            got.extend(replies.rest());
+            assert_eq!(got, self.expected[request]);
+        }
+    }
+}
+
+#[test]
+fn random_callers_get_what_they_asked_for() {
+    let tiny = Tiny::new(1);
+    let requests = mixed(&tiny);
+    let expected: Vec<Vec<Reply>> = requests.iter().map(|r| alone(&tiny, r)).collect();
+    let config = ProptestConfig::with_cases(60);
+    proptest!(config, |(callers in prop::collection::vec(calls(), 1..4))| {
+        let runner = Runner::start(tiny.engine(sizes()));
+        thread::scope(|scope| {
+            for calls in callers {
+                let mut caller = Caller {
+                    runner: &runner,
+                    requests: &requests,
+                    expected: &expected,
+                    open: Vec::new(),
+                };
+                scope.spawn(move || {
+                    calls.into_iter().for_each(|call| caller.call(call));
+                    caller.end();
+                });
+            }
+        });
+        prop_assert_eq!(runner.inspect(crate::Engine::is_idle), Ok(true));
+        let status = runner.status();
+        prop_assert_eq!((status.state, status.running, status.waiting), (State::Ready, 0, 0));
+    });
+}
+
+#[test]
+fn replies_and_failures_survive_json() {
+    let tiny = Tiny::new(1);
+    let mut all: Vec<Reply> = mixed(&tiny).iter().flat_map(|r| alone(&tiny, r)).collect();
+    let reason = "rank 1: gone".to_owned();
+    all.push(Reply::Failed(Failure::Lost { reason }));
+    all.push(Reply::Failed(Failure::Busy { waiting: 3 }));
+    let kinds: HashSet<_> = all.iter().map(std::mem::discriminant).collect();
+    assert_eq!(kinds.len(), 4);
+    for reply in all {
+        let text = serde_json::to_string(&reply).unwrap();
+        assert_eq!(serde_json::from_str::<Reply>(&text).unwrap(), reply);
+    }
+}

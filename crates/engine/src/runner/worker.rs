@@ -1,0 +1,221 @@
+//! The engine's side: a loop of mail, step, replies.
+
+use std::any::Any;
+use std::collections::BTreeMap;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Arc, PoisonError};
+use std::time::Duration;
+
+use super::core::{Core, Load};
+use super::driver::{Question, Shared, Submission};
+use crate::{Error, Event, Failure, Reply, SequenceId, Sink, State, Ticket};
+
+/// What came in since the last step.
+struct Mail<C> {
+    submissions: Vec<Submission>,
+    cancels: Vec<Ticket>,
+    questions: Vec<Question<C>>,
+}
+
+/// A request that the engine has.
+struct Open {
+    ticket: Ticket,
+    sink: Sink,
+}
+
+/// Owns the engine and the sinks of what is in it.
+pub(super) struct Worker<C: Core> {
+    core: C,
+    shared: Arc<Shared<C>>,
+    idle_interval: Duration,
+    open: BTreeMap<SequenceId, Open>,
+}
+
+impl<C: Core> Worker<C> {
+    pub(super) fn new(core: C, shared: Arc<Shared<C>>, idle_interval: Duration) -> Self {
+        Self {
+            core,
+            shared,
+            idle_interval,
+            open: BTreeMap::new(),
+        }
+    }
+
+    /// Until the runner is dropped or the engine fails; all requests have an end then.
+    pub(super) fn run(mut self) {
+        let outcome = catch_unwind(AssertUnwindSafe(|| self.serve()));
+        let reason = match outcome {
+            Ok(Ok(())) => "the engine was shut down".to_owned(),
+            Ok(Err(error)) => error.to_string(),
+            Err(panic) => format!("the engine panicked: {}", message(&*panic)),
+        };
+        self.fail(&reason);
+        // What a panic left behind may not be fit to be dropped.
+        let _ = catch_unwind(AssertUnwindSafe(move || drop(self)));
+    }
+
+    fn serve(&mut self) -> Result<(), Error> {
+        while let Some(mail) = self.receive() {
+            self.take_in(mail);
+            // A step that reads a prompt takes long: what is in it does not wait any more.
+            self.core.admit();
+            self.publish(&[]);
+            if self.core.is_idle() {
+                self.core.idle()?;
+                continue;
+            }
+            let events = self.core.step()?;
+            // Before the replies: who hears of an end finds the place free.
+            self.publish(&events);
+            events.into_iter().for_each(|event| self.pass_on(event));
+        }
+        Ok(())
+    }
+
+    /// All mail; waits for some, or for the idle interval, when there is nothing to compute. `None`
+    /// at the end.
+    fn receive(&self) -> Option<Mail<C>> {
+        let mut inbox = self.shared.lock();
+        let has_mail = !inbox.submissions.is_empty()
+            || !inbox.cancels.is_empty()
+            || !inbox.questions.is_empty();
+        if self.core.is_idle() && !has_mail && !inbox.stop {
+            let woken = self.shared.wake.wait_timeout(inbox, self.idle_interval);
+            inbox = woken.unwrap_or_else(PoisonError::into_inner).0;
+        }
+        if inbox.stop {
+            return None;
+        }
+        inbox.load.waiting += inbox.submissions.len();
+        Some(Mail {
+            submissions: inbox.submissions.drain(..).collect(),
+            cancels: inbox.cancels.drain(..).collect(),
+            questions: inbox.questions.drain(..).collect(),
+        })
+    }
+
+    fn take_in(&mut self, mail: Mail<C>) {
+        for submission in mail.submissions {
+            self.submit(submission);
+        }
+        for ticket in mail.cancels {
+            let of_it = |(id, open): (&SequenceId, &Open)| (open.ticket == ticket).then_some(*id);
+            if let Some(id) = self.open.iter().find_map(of_it) {
+                self.forget(id);
+            }
+        }
+        for question in mail.questions {
+            // The asker hears of a panic, and nobody else.
+            let _ = catch_unwind(AssertUnwindSafe(|| question(&self.core)));
+        }
+    }
+
+    fn submit(&mut self, submission: Submission) {
+        let Submission {
+            ticket,
+            request,
+            mut sink,
+        } = submission;
+        match self.core.submit(request) {
+            Ok(id) => drop(self.open.insert(id, Open { ticket, sink })),
+            Err(error) => {
+                self.shared.lock().open.remove(&ticket);
+                tell(&mut sink, Reply::Failed(error.into()));
+                discard(sink);
+            }
+        }
+    }
+
+    /// Takes a sequence out of the engine, and its sink.
+    fn forget(&mut self, id: SequenceId) {
+        self.core.cancel(id);
+        if let Some(open) = self.open.remove(&id) {
+            discard(open.sink);
+        }
+    }
+
+    /// Tells callers how the engine is after a step that gave `events`.
+    fn publish(&self, events: &[Event]) {
+        let mut inbox = self.shared.lock();
+        inbox.load = self.core.load();
+        for event in events {
+            if let Event::Finished { id, .. } = event
+                && let Some(open) = self.open.get(id)
+            {
+                inbox.open.remove(&open.ticket);
+            }
+        }
+    }
+
+    fn pass_on(&mut self, event: Event) {
+        let (id, reply) = reply(event);
+        let Some(open) = self.open.get_mut(&id) else {
+            return;
+        };
+        let is_last = matches!(reply, Reply::Finished { .. });
+        if tell(&mut open.sink, reply) && !is_last {
+            return;
+        }
+        // Over, or nobody listens any more.
+        self.shared.lock().open.remove(&open.ticket);
+        self.forget(id);
+        self.publish(&[]);
+    }
+
+    /// Refuses everything from now on and ends every request.
+    fn fail(&mut self, reason: &str) {
+        let mut inbox = self.shared.lock();
+        inbox.state = State::Failed(reason.to_owned());
+        inbox.load = Load::default();
+        inbox.cancels.clear();
+        let still_open = std::mem::take(&mut inbox.open);
+        let questions = std::mem::take(&mut inbox.questions);
+        let submissions = std::mem::take(&mut inbox.submissions);
+        drop(inbox);
+        let taken = std::mem::take(&mut self.open).into_values();
+        let waiting = submissions.into_iter().map(|s| (s.ticket, s.sink));
+        for (ticket, mut sink) in taken.map(|open| (open.ticket, open.sink)).chain(waiting) {
+            let reason = reason.to_owned();
+            if still_open.contains(&ticket) {
+                tell(&mut sink, Reply::Failed(Failure::Lost { reason }));
+            }
+            discard(sink);
+        }
+        drop(questions);
+    }
+}
+
+fn reply(event: Event) -> (SequenceId, Reply) {
+    match event {
+        Event::PromptRead { id } => (id, Reply::PromptRead),
+        Event::Token {
+            id,
+            token,
+            text,
+            logprobs,
+        } => {
+            let reply = Reply::Token {
+                token,
+                text,
+                logprobs,
+            };
+            (id, reply)
+        }
+        Event::Finished { id, text, reason } => (id, Reply::Finished { text, reason }),
+    }
+}
+
+/// Calls a sink; `false` when it panicked, which concerns its own request only.
+fn tell(sink: &mut Sink, reply: Reply) -> bool {
+    catch_unwind(AssertUnwindSafe(|| sink(reply))).is_ok()
+}
+
+fn discard(sink: Sink) {
+    let _ = catch_unwind(AssertUnwindSafe(move || drop(sink)));
+}
+
+fn message(panic: &(dyn Any + Send)) -> &str {
+    let text = panic.downcast_ref::<String>().map(String::as_str);
+    let text = text.or_else(|| panic.downcast_ref::<&str>().copied());
+    text.unwrap_or("no message")
+}
