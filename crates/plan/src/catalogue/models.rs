@@ -1,0 +1,116 @@
+//! Entries for models.
+
+use serde::Deserialize;
+
+use crate::model::Bits;
+use crate::{Attention, Error, ModelShape, Moe};
+
+/// A model as catalogues and published rows write it. `head_dim` is ignored with low-rank
+/// attention, whose parts are stated one by one.
+#[derive(Clone, Debug, Default, Deserialize, PartialEq)]
+pub struct ModelEntry {
+    /// Its name.
+    pub name: String,
+    /// Number of layers.
+    pub layers: u32,
+    /// Width.
+    pub hidden: u32,
+    /// Query heads.
+    pub heads: u32,
+    /// KV heads.
+    pub kv_heads: u32,
+    /// Size of a head.
+    pub head_dim: u32,
+    /// Width of the dense feed-forward.
+    pub ffn: u32,
+    /// Rows of the embedding.
+    pub vocab: u32,
+    /// Whether the head is the embedding.
+    #[serde(default)]
+    pub tied_embeddings: bool,
+    /// Routed experts in a layer; 0 for a dense model.
+    #[serde(default)]
+    pub experts: u32,
+    /// Routed experts per token.
+    #[serde(default)]
+    pub active_experts: u32,
+    /// Experts that every token uses.
+    #[serde(default)]
+    pub shared_experts: u32,
+    /// Width of an expert.
+    #[serde(default)]
+    pub moe_ffn: u32,
+    /// Dense layers at the start of a mixture.
+    #[serde(default)]
+    pub first_dense_layers: u32,
+    /// Rank of low-rank queries.
+    #[serde(default)]
+    pub q_lora_rank: u32,
+    /// Rank of low-rank keys and values; 0 for grouped attention.
+    #[serde(default)]
+    pub kv_lora_rank: u32,
+    /// Size of a head's part without rotation.
+    #[serde(default)]
+    pub qk_nope_head_dim: u32,
+    /// Size of a head's rotated part.
+    #[serde(default)]
+    pub qk_rope_head_dim: u32,
+    /// Size of a value head.
+    #[serde(default)]
+    pub v_head_dim: u32,
+    /// Published parameters, billions, to check the shape against.
+    pub params_b: Option<f64>,
+    /// Bits that it is usually stored in, for plans that name none.
+    pub bits: Option<f64>,
+    /// Whether only its experts are stored in few bits.
+    #[serde(default)]
+    pub native_experts: bool,
+    /// Where the numbers come from.
+    #[serde(default)]
+    pub source: String,
+}
+
+impl ModelEntry {
+    /// The shape, stored in `bits` bits per weight on average.
+    ///
+    /// # Errors
+    /// [`Error::Value`] for a number that no model has.
+    pub fn shape(&self, bits: f64) -> Result<ModelShape, Error> {
+        let attention = if self.kv_lora_rank > 0 {
+            Attention::Mla {
+                heads: self.heads,
+                q_rank: self.q_lora_rank,
+                kv_rank: self.kv_lora_rank,
+                nope_dim: self.qk_nope_head_dim,
+                rope_dim: self.qk_rope_head_dim,
+                value_dim: self.v_head_dim,
+            }
+        } else {
+            Attention::Gqa {
+                heads: self.heads,
+                kv_heads: self.kv_heads,
+                head_dim: self.head_dim,
+            }
+        };
+        let moe = (self.experts > 0).then_some(Moe {
+            experts: self.experts,
+            active: self.active_experts,
+            shared: self.shared_experts,
+            ffn: self.moe_ffn,
+            dense_layers: self.first_dense_layers,
+        });
+        let shape = ModelShape {
+            name: self.name.clone(),
+            layers: self.layers,
+            width: self.hidden,
+            vocab: self.vocab,
+            tied: self.tied_embeddings,
+            attention,
+            ffn: self.ffn,
+            moe,
+            bits: Bits::uniform(bits),
+        };
+        shape.check()?;
+        Ok(shape)
+    }
+}

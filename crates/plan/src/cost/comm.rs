@@ -1,0 +1,104 @@
+//! Alpha-beta cost of exchanges.
+//!
+//! A message of n bytes takes alpha + n/beta on a link (Hockney, Parallel Computing 20, 1994).
+//! For P ranks and an all-reduce of n bytes (Thakur, Rabenseifner, Gropp, IJHPCA 19, 2005):
+//!
+//! | algorithm | steps | bytes sent per rank | seconds |
+//! |---|---|---|---|
+//! | one-shot exchange | 1 | (P-1) n | alpha + (P-1) n / beta |
+//! | recursive doubling | ceil(log2 P) | ceil(log2 P) n | ceil(log2 P) (alpha + n/beta) |
+//! | ring | 2 (P-1) | 2 n (P-1)/P | 2 (P-1) (alpha + n/(P beta)) |
+//!
+//! On a shared medium (Wi-Fi, a hub) the bytes of all ranks add up.
+
+use crate::Link;
+
+/// How an all-reduce is done.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Algorithm {
+    /// Everybody sends everything to everybody.
+    OneShot,
+    /// Pairs, then pairs of pairs.
+    RecursiveDoubling,
+    /// Reduce-scatter, then all-gather, around a ring.
+    Ring,
+}
+
+/// Seconds of an all-reduce of `bytes` among `ranks` by `algorithm`.
+pub fn all_reduce_by(algorithm: Algorithm, link: &Link, ranks: usize, bytes: f64) -> f64 {
+    if ranks < 2 {
+        return 0.0;
+    }
+    let p = ranks as f64;
+    let doublings = f64::from(usize::BITS - (ranks - 1).leading_zeros());
+    // On a shared medium the transfers of a step follow each other.
+    let at_once = if link.shared { p } else { 1.0 };
+    let transfer = at_once * bytes / link.beta;
+    match algorithm {
+        Algorithm::OneShot => link.alpha + (p - 1.0) * transfer,
+        Algorithm::RecursiveDoubling => doublings * (link.alpha + transfer),
+        Algorithm::Ring => 2.0 * (p - 1.0) * (link.alpha + transfer / p),
+    }
+}
+
+/// The soonest of the algorithms and its seconds; ties go to the one with fewest steps.
+pub fn all_reduce(link: &Link, ranks: usize, bytes: f64) -> (Algorithm, f64) {
+    let all = [
+        Algorithm::OneShot,
+        Algorithm::RecursiveDoubling,
+        Algorithm::Ring,
+    ];
+    let timed = all.map(|algorithm| (algorithm, all_reduce_by(algorithm, link, ranks, bytes)));
+    let soonest = |x: (Algorithm, f64), y: (Algorithm, f64)| if y.1 < x.1 { y } else { x };
+    timed.into_iter().fold(timed[0], soonest)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Transport;
+
+    fn link(alpha: f64, beta: f64, shared: bool) -> Link {
+        Link {
+            a: 0,
+            b: 1,
+            kind: "test".into(),
+            transport: Transport::Tcp,
+            alpha,
+            beta,
+            shared,
+        }
+    }
+
+    #[test]
+    fn steps_and_bytes_are_those_of_the_table() {
+        let l = link(1.0, 1.0, false);
+        for (ranks, one_shot, doubling, ring) in [
+            (1, 0.0, 0.0, 0.0),
+            (2, 13.0, 13.0, 14.0),
+            (3, 25.0, 26.0, 20.0),
+            (4, 37.0, 26.0, 24.0),
+            (5, 49.0, 39.0, 8.0 * (1.0 + 12.0 / 5.0)),
+        ] {
+            let by = |a| all_reduce_by(a, &l, ranks, 12.0);
+            assert_eq!(by(Algorithm::OneShot), one_shot, "{ranks}");
+            assert_eq!(by(Algorithm::RecursiveDoubling), doubling, "{ranks}");
+            assert!((by(Algorithm::Ring) - ring).abs() < 1e-12, "{ranks}");
+        }
+    }
+
+    #[test]
+    fn small_messages_want_few_steps_and_large_ones_few_bytes() {
+        let l = link(5e-6, 6e9, false);
+        assert_eq!(all_reduce(&l, 4, 8192.0).0, Algorithm::OneShot);
+        assert_eq!(all_reduce(&l, 4, 64e6).0, Algorithm::Ring);
+        assert_eq!(all_reduce(&l, 1, 64e6).1, 0.0);
+    }
+
+    #[test]
+    fn a_shared_medium_pays_for_every_rank() {
+        let (own, shared) = (link(0.0, 1.0, false), link(0.0, 1.0, true));
+        assert_eq!(all_reduce_by(Algorithm::OneShot, &own, 4, 1.0), 3.0);
+        assert_eq!(all_reduce_by(Algorithm::OneShot, &shared, 4, 1.0), 12.0);
+    }
+}

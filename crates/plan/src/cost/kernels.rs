@@ -1,0 +1,189 @@
+//! Roofline of a layer: each kernel class takes the longer of reading its bytes and doing its
+//! arithmetic (Williams, Waterman, Patterson, CACM 52, 2009), which overlap inside a kernel; the
+//! classes follow each other; each launched operation costs a constant besides.
+
+use crate::calibration::Speed;
+use crate::cost::moe;
+use crate::placement::Split;
+use crate::{Attention, Error, ModelShape};
+
+/// One step's rows in a layer.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Rows {
+    /// Tokens in the step.
+    pub rows: f64,
+    /// Sequences they belong to: each has its own cache to read.
+    pub sequences: f64,
+    /// Keys that a row attends to, on average.
+    pub keys: f64,
+    /// Whether rows are prompt tokens, so that rates of arithmetic must be known.
+    pub prefill: bool,
+}
+
+/// A rank's part of a layer.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Part {
+    /// How the stage is split.
+    pub split: Split,
+    /// The rank's share.
+    pub share: f64,
+    /// Ranks in the stage.
+    pub ranks: u32,
+}
+
+/// Seconds for one layer by one rank.
+///
+/// # Errors
+/// [`Error::MissingFact`] when prompt rows are asked of a node whose arithmetic is not known.
+pub fn layer(
+    model: &ModelShape,
+    index: u32,
+    part: Part,
+    rows: Rows,
+    speed: &Speed,
+) -> Result<f64, Error> {
+    if rows.prefill && speed.rates.is_none() {
+        return Err(Error::MissingFact {
+            node: "the node".to_owned(),
+            fact: "rate of arithmetic",
+        });
+    }
+    let matmul = speed.rates.map(|r| r.matmul);
+    let common = common_params(model, index, part);
+    let common = roof(
+        common * model.bits.rest / 8.0,
+        2.0 * common * rows.rows,
+        speed,
+        matmul,
+    );
+    let attention = attention(model, part, rows, speed);
+    let operations = operations(model, index) * speed.op;
+    Ok(common + attention + experts(model, index, part, rows, speed) + operations)
+}
+
+/// Seconds for the output head, for `rows` rows, by the rank with `share` of it.
+pub fn head(model: &ModelShape, share: f64, rows: f64, speed: &Speed) -> f64 {
+    const OPERATIONS: f64 = 4.0; // norm, product, and two of the sampler
+    let params = model.head_params() * share;
+    let matmul = speed.rates.map(|r| r.matmul);
+    roof(
+        params * model.bits.rest / 8.0,
+        2.0 * params * rows,
+        speed,
+        matmul,
+    ) + OPERATIONS * speed.op
+}
+
+/// The longer of `bytes` and `flops`; a rate that is not known does not bound.
+fn roof(bytes: f64, flops: f64, speed: &Speed, rate: Option<f64>) -> f64 {
+    (bytes / speed.memory).max(rate.map_or(0.0, |rate| flops / rate))
+}
+
+/// Weights that every row passes at this rank. In a tensor split low-rank projections down are
+/// computed by every rank; with more ranks than KV heads, keys and values are too.
+fn common_params(model: &ModelShape, index: u32, part: Part) -> f64 {
+    let all = model.common_params(index);
+    if part.split != Split::Tensor {
+        return all;
+    }
+    let c = f64::from(model.width);
+    let kept = match model.attention {
+        Attention::Mla {
+            q_rank,
+            kv_rank,
+            rope_dim,
+            ..
+        } => c * f64::from(q_rank + kv_rank + rope_dim),
+        Attention::Gqa { .. } => 0.0,
+    };
+    let router = match model.moe {
+        Some(moe) if model.is_moe(index) => c * f64::from(moe.experts),
+        _ => 0.0,
+    };
+    let copied = match model.attention {
+        Attention::Gqa {
+            kv_heads, head_dim, ..
+        } => {
+            let excess = (1.0 / f64::from(kv_heads) - part.share).max(0.0);
+            2.0 * c * f64::from(kv_heads) * f64::from(head_dim) * excess
+        }
+        Attention::Mla { .. } => 0.0,
+    };
+    (all - kept - router) * part.share + kept + router + copied
+}
+
+/// Share of a layer's cache that a rank has.
+pub fn cache_share(model: &ModelShape, part: Part) -> f64 {
+    match (part.split, model.attention) {
+        (Split::Tensor, Attention::Gqa { kv_heads, .. }) => {
+            part.share.max(1.0 / f64::from(kv_heads))
+        }
+        // The latent vector serves all heads; every rank needs it whole.
+        (Split::Tensor, Attention::Mla { .. }) | (Split::Whole | Split::Expert, _) => 1.0,
+    }
+}
+
+fn attention(model: &ModelShape, part: Part, rows: Rows, speed: &Speed) -> f64 {
+    let heads = if part.split == Split::Tensor {
+        part.share
+    } else {
+        1.0
+    };
+    let cached = model.attention.cached() * model.bits.kv / 8.0 * cache_share(model, part);
+    let pair = if rows.prefill {
+        model.attention.pair_flops()
+    } else {
+        model.attention.decode_pair_flops()
+    };
+    // A sequence's cache is read once per step, whatever its rows: twice the mean of a chunk's
+    // keys is an upper bound that decode (one row) meets exactly with its own.
+    let bytes = rows.sequences * rows.keys * cached;
+    let flops = rows.rows * rows.keys * pair * heads;
+    roof(bytes, flops, speed, speed.rates.map(|r| r.attention))
+}
+
+fn experts(model: &ModelShape, index: u32, part: Part, rows: Rows, speed: &Speed) -> f64 {
+    let Some(moe) = model.moe.filter(|_| model.is_moe(index)) else {
+        return 0.0;
+    };
+    let (e, a) = (f64::from(moe.experts), f64::from(moe.active));
+    let load = match part.split {
+        Split::Whole => 1.0,
+        Split::Tensor => part.share,
+        Split::Expert => {
+            let uneven = moe::imbalance(moe.experts, moe.active, part.ranks, rows.rows);
+            (part.share * uneven).min(1.0)
+        }
+    };
+    let bytes = moe::touched(e, a, rows.rows) * model.expert_params() * model.bits.experts / 8.0;
+    let whole_rows = rows.rows.ceil().min(f64::from(u32::MAX)) as u32;
+    let padded = moe::padded_rows(moe.experts, moe.active, whole_rows);
+    let flops = 2.0 * padded * model.expert_params();
+    roof(
+        bytes * load,
+        flops * load,
+        speed,
+        speed.rates.map(|r| r.expert),
+    )
+}
+
+/// Launched operations of a layer, counted in mlx-lm's `llama.py`, `qwen3_moe.py` and
+/// `deepseek_v3.py` (2026-08); llama.cpp's graphs have about as many.
+///
+/// | part | operations |
+/// |---|---|
+/// | attention, grouped | 12: norm, q, k, v, two rotations, two cache writes, attention, output, residual, and one of layout |
+/// | attention, low-rank | 24: three norms, five projections, two rotations, two cache writes, four of scores, output, residual, and layout |
+/// | dense feed-forward | 6: norm, gate, up, gated product, down, residual |
+/// | mixture | 14: norm, router, scores, selection, gather, sum, division, gate, up, product, down, weighting, sum, residual |
+/// | shared experts | 5: gate, up, product, down, sum |
+/// | selection by groups with a bias | 6 (models with low-rank attention) |
+fn operations(model: &ModelShape, index: u32) -> f64 {
+    let low_rank = matches!(model.attention, Attention::Mla { .. });
+    let attention = if low_rank { 24.0 } else { 12.0 };
+    let Some(moe) = model.moe.filter(|_| model.is_moe(index)) else {
+        return attention + 6.0;
+    };
+    let shared = if moe.shared > 0 { 5.0 } else { 0.0 };
+    attention + 14.0 + shared + if low_rank { 6.0 } else { 0.0 }
+}

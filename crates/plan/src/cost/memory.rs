@@ -1,0 +1,112 @@
+//! Bytes that a node needs for its part.
+
+use crate::cost::kernels::{Part, cache_share};
+use crate::placement::{Member, Split, Stage};
+use crate::workload::CHUNK;
+use crate::{ModelShape, Workload};
+
+/// What fills a node's memory.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Usage {
+    /// Weights that stay in memory.
+    pub weights: f64,
+    /// Keys and values of all requests at full length.
+    pub cache: f64,
+    /// Activations and logits of a step, and what a program needs beside.
+    pub buffers: f64,
+}
+
+/// Program, tokenizer and allocator slack. Our CPU engine's resident set beside weights and cache
+/// is 60 to 180 MiB for the models of docs/measurements.md; GPU runtimes take 0.3 to 0.6 GB.
+const PROGRAM: f64 = 256e6;
+
+impl Usage {
+    /// All of it.
+    pub fn total(&self) -> f64 {
+        self.weights + self.cache + self.buffers
+    }
+}
+
+/// Bytes of `member`'s part of `stage`.
+pub fn usage(
+    model: &ModelShape,
+    workload: &Workload,
+    stage: &Stage,
+    member: &Member,
+    ends: Ends,
+) -> Usage {
+    let part = part_of(stage, member);
+    let streamed = stage.layers.start + member.streamed;
+    // Streamed layers pass through a window of two: one computes while the next is read.
+    let window = f64::from(member.streamed.min(2)) * model.layer_bytes(stage.layers.start);
+    let layers: f64 = (streamed..stage.layers.end)
+        .map(|i| weights(model, i, part))
+        .sum();
+    let cache = workload.positions() as f64 * model.attention.cached() * model.bits.kv / 8.0
+        * f64::from(stage.n_layers())
+        * cache_share(model, part);
+    Usage {
+        weights: layers + window + end_bytes(model, part, ends),
+        cache,
+        buffers: buffers(model, workload) + PROGRAM,
+    }
+}
+
+/// Which ends of the model a stage has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Ends {
+    /// The embedding.
+    pub first: bool,
+    /// The output head.
+    pub last: bool,
+}
+
+/// A member's part, for the cost of kernels.
+pub fn part_of(stage: &Stage, member: &Member) -> Part {
+    Part {
+        split: stage.split,
+        share: member.share,
+        ranks: u32::try_from(stage.members.len()).unwrap_or(u32::MAX),
+    }
+}
+
+/// Bytes of layer `index` that a rank stores.
+fn weights(model: &ModelShape, index: u32, part: Part) -> f64 {
+    let common = model.common_params(index) * model.bits.rest / 8.0;
+    let routed = model.routed_params(index) * model.bits.experts / 8.0;
+    match part.split {
+        Split::Whole => common + routed,
+        Split::Tensor => (common + routed) * part.share,
+        Split::Expert => common + routed * part.share,
+    }
+}
+
+/// Embedding and head. In a tensor split both are cut by rows of the vocabulary.
+fn end_bytes(model: &ModelShape, part: Part, ends: Ends) -> f64 {
+    let tables = match (ends.first, ends.last) {
+        (true, true) if model.tied => 1.0,
+        (first, last) => f64::from(u8::from(first)) + f64::from(u8::from(last)),
+    };
+    let share = if part.split == Split::Tensor {
+        part.share
+    } else {
+        1.0
+    };
+    tables * model.head_bytes() * share
+}
+
+/// Activations of a step in 32 bits: the residual stream and its norm, queries, keys, values, and
+/// the feed-forward's two halves for every row; logits for every request. With experts, the rows
+/// are gathered once per active expert.
+fn buffers(model: &ModelShape, workload: &Workload) -> f64 {
+    let rows = f64::from(workload.prompt.min(CHUNK).max(workload.concurrency));
+    let heads = model.attention.heads();
+    let attention = model.attention.pair_flops() / 2.0 + f64::from(heads) * 2.0;
+    let dense = 2.0 * f64::from(model.ffn);
+    let mixture = model.moe.map_or(0.0, |moe| {
+        f64::from(moe.active + moe.shared) * (2.0 * f64::from(moe.ffn) + f64::from(model.width))
+    });
+    let row = 4.0 * f64::from(model.width) + attention + dense.max(mixture);
+    let logits = f64::from(workload.concurrency) * f64::from(model.vocab);
+    4.0 * (rows * row + logits)
+}

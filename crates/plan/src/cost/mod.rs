@@ -1,0 +1,332 @@
+//! Seconds, bytes and watts of a placement. docs/planner.md derives each term and names sources.
+//!
+//! ```text
+//! token    = sum over stages (layers + exchanges) + sum over boundaries + way back
+//! layer    = sum over kernel classes max(bytes / memory rate, operations / rate) + launches
+//! exchange = all-reduce(alpha, beta, ranks, bytes) + handover
+//! ```
+
+pub mod comm;
+pub mod kernels;
+pub mod memory;
+pub mod moe;
+
+use kernels::Rows;
+use memory::Ends;
+
+use crate::calibration::{Calibration, Engine, Speed};
+use crate::placement::{Pipeline, Split, Stage};
+use crate::workload::CHUNK;
+use crate::{Cluster, Error, Link, ModelShape, Network, Workload};
+
+/// What costs depend on, looked up once.
+#[derive(Debug)]
+pub struct Costs<'a> {
+    /// Machines.
+    pub cluster: &'a Cluster,
+    /// Their links.
+    pub network: Network,
+    /// The model.
+    pub model: &'a ModelShape,
+    /// What is asked.
+    pub workload: Workload,
+    calibration: &'a Calibration,
+    speeds: Vec<Speed>,
+}
+
+/// Seconds of a stage for one step.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct StageTime {
+    /// Kernels of the slowest member.
+    pub compute: f64,
+    /// Exchanges inside the stage.
+    pub comm: f64,
+}
+
+/// Seconds of a step through a pipeline.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct PipelineTime {
+    /// Of each stage.
+    pub stages: Vec<StageTime>,
+    /// Boundaries between stages, and the way back of the token.
+    pub hops: f64,
+    /// The longest that any node reads from disk.
+    pub disk: f64,
+}
+
+impl StageTime {
+    /// Both.
+    pub fn total(&self) -> f64 {
+        self.compute + self.comm
+    }
+}
+
+impl PipelineTime {
+    /// From the first stage's start to the token's return. Disk reads run beside everything else.
+    pub fn total(&self) -> f64 {
+        let stages: f64 = self.stages.iter().map(StageTime::total).sum();
+        (stages + self.hops).max(self.disk)
+    }
+
+    /// The part that is exchanges and boundaries.
+    pub fn comm(&self) -> f64 {
+        self.stages.iter().map(|stage| stage.comm).sum::<f64>() + self.hops
+    }
+
+    /// The slowest stage: what limits a full pipeline.
+    pub fn slowest(&self) -> f64 {
+        let stages = self.stages.iter().map(StageTime::total);
+        stages.fold(self.disk, f64::max)
+    }
+}
+
+impl<'a> Costs<'a> {
+    /// Looks up speeds and links.
+    ///
+    /// # Errors
+    /// What is wrong with cluster, model or workload.
+    pub fn new(
+        cluster: &'a Cluster,
+        model: &'a ModelShape,
+        workload: Workload,
+        calibration: &'a Calibration,
+    ) -> Result<Self, Error> {
+        cluster.check()?;
+        model.check()?;
+        workload.check()?;
+        Ok(Self {
+            cluster,
+            network: Network::new(cluster),
+            model,
+            workload,
+            calibration,
+            speeds: cluster.nodes.iter().map(|n| calibration.speed(n)).collect(),
+        })
+    }
+
+    /// The engine of a node.
+    pub fn engine(&self, node: usize) -> &'a Engine {
+        self.calibration.engine(&self.cluster.nodes[node].engine)
+    }
+
+    /// A node's rates as reached.
+    pub fn speed(&self, node: usize) -> &Speed {
+        &self.speeds[node]
+    }
+
+    /// Which ends of the model `stage` has.
+    pub fn ends(&self, stage: &Stage) -> Ends {
+        Ends {
+            first: stage.layers.start == 0,
+            last: stage.layers.end == self.model.layers,
+        }
+    }
+
+    /// Seconds of one stage for a step.
+    ///
+    /// # Errors
+    /// [`Error::Placement`] when members have no link; [`Error::MissingFact`] when prompts are
+    /// asked of a node whose arithmetic is not known.
+    pub fn stage(&self, stage: &Stage, rows: Rows) -> Result<StageTime, Error> {
+        let mut compute: f64 = 0.0;
+        for member in &stage.members {
+            compute = compute.max(self.member(stage, member.node, rows)?);
+        }
+        let engine = self.engine(stage.members[0].node);
+        let later = if stage.layers.start > 0 {
+            f64::from(stage.n_layers()) * self.calibration.remote_layer(engine)
+        } else {
+            0.0
+        };
+        Ok(StageTime {
+            compute,
+            comm: self.exchanges(stage, rows)? + later,
+        })
+    }
+
+    /// Kernels of one member.
+    fn member(&self, stage: &Stage, node: usize, rows: Rows) -> Result<f64, Error> {
+        let member = stage.members.iter().find(|m| m.node == node);
+        let Some(member) = member else { return Ok(0.0) };
+        let (part, speed) = (memory::part_of(stage, member), self.speed(node));
+        let mut seconds = 0.0;
+        let mut last: Option<(bool, f64)> = None; // Layers of a kind take equally long.
+        for index in stage.layers.clone() {
+            let kind = self.model.is_moe(index);
+            let one = match last {
+                Some((known, seconds)) if known == kind => seconds,
+                _ => kernels::layer(self.model, index, part, rows, speed)
+                    .map_err(|error| self.named(error, node))?,
+            };
+            last = Some((kind, one));
+            seconds += one;
+        }
+        if self.ends(stage).last {
+            // Of a prompt, only the last row of each sequence has its logits computed.
+            let split = stage.split == Split::Tensor && self.engine(node).head_split;
+            let share = if split { member.share } else { 1.0 };
+            seconds += kernels::head(self.model, share, rows.sequences, speed);
+        }
+        Ok(seconds)
+    }
+
+    fn named(&self, error: Error, node: usize) -> Error {
+        match error {
+            Error::MissingFact { fact, .. } => Error::MissingFact {
+                node: self.cluster.nodes[node].name.clone(),
+                fact,
+            },
+            other => other,
+        }
+    }
+
+    /// Seconds of the exchanges inside a stage.
+    fn exchanges(&self, stage: &Stage, rows: Rows) -> Result<f64, Error> {
+        let count: u32 = match stage.split {
+            Split::Whole => return Ok(0.0),
+            Split::Tensor => 2 * stage.n_layers(),
+            Split::Expert => {
+                let mixtures = stage.layers.clone().filter(|&i| self.model.is_moe(i));
+                u32::try_from(mixtures.count()).unwrap_or(u32::MAX)
+            }
+        };
+        let nodes = stage.nodes();
+        let engine = self.engine(nodes[0]);
+        let bytes = rows.rows * f64::from(self.model.width) * engine.activation_bytes;
+        let link = self.network.slowest(&nodes, bytes);
+        let link = link.ok_or_else(|| self.no_link(&nodes, &nodes))?;
+        let handover = self.calibration.handover(engine, link.transport);
+        Ok(f64::from(count) * (comm::all_reduce(link, nodes.len(), bytes).1 + handover))
+    }
+
+    fn no_link(&self, from: &[usize], to: &[usize]) -> Error {
+        let name = |i: &usize| self.cluster.nodes[*i].name.clone();
+        let names = |nodes: &[usize]| nodes.iter().map(name).collect::<Vec<_>>().join(", ");
+        Error::Placement {
+            problem: format!("no direct link between {} and {}", names(from), names(to)),
+        }
+    }
+
+    /// The link between two stages for `rows` rows.
+    pub fn hop_link(&self, from: &[usize], to: &[usize], rows: f64) -> Option<&Link> {
+        let bytes = rows * f64::from(self.model.width) * self.engine(from[0]).activation_bytes;
+        self.network.between(from, to, bytes)
+    }
+
+    /// Seconds of a boundary between two groups for `rows` rows; `None` without a link.
+    pub fn hop(&self, from: &[usize], to: &[usize], rows: f64) -> Option<f64> {
+        let engine = self.engine(from[0]);
+        let link = self.hop_link(from, to, rows)?;
+        let bytes = rows * f64::from(self.model.width) * engine.activation_bytes;
+        let handover = self.calibration.handover(engine, link.transport);
+        // An engine with a measured boundary has the handover in it; one with many messages per
+        // boundary pays the link for each, and no handover apart.
+        let fixed = match self.calibration.boundary(engine) {
+            Some(boundary) => boundary,
+            None if engine.boundary_messages > 1.0 => 0.0,
+            None => handover,
+        };
+        Some(fixed + engine.boundary_messages * link.alpha + bytes / link.beta)
+    }
+
+    /// Seconds for a token to return from the last stage to the first.
+    fn way_back(&self, last: &[usize], first: &[usize]) -> Option<f64> {
+        const TOKEN: f64 = 4.0; // bytes
+        if last == first || self.engine(first[0]).boundary_messages > 1.0 {
+            return Some(0.0);
+        }
+        Some(self.network.between(last, first, TOKEN)?.seconds(TOKEN))
+    }
+
+    /// Seconds of one step of `rows` through a pipeline, one step at a time.
+    ///
+    /// # Errors
+    /// As [`stage`](Self::stage), and where stages have no link.
+    pub fn pipeline(&self, pipeline: &Pipeline, rows: Rows) -> Result<PipelineTime, Error> {
+        let mut time = PipelineTime::default();
+        for stage in &pipeline.stages {
+            time.stages.push(self.stage(stage, rows)?);
+            time.disk = time.disk.max(self.disk(stage)?);
+        }
+        for pair in pipeline.stages.windows(2) {
+            let (from, to) = (pair[0].nodes(), pair[1].nodes());
+            let hop = self.hop(&from, &to, rows.rows);
+            time.hops += hop.ok_or_else(|| self.no_link(&from, &to))?;
+        }
+        let ends = [pipeline.stages.last(), pipeline.stages.first()];
+        if let [Some(last), Some(first)] = ends.map(|s| s.map(Stage::nodes)) {
+            // Without a direct link the token comes back the way it went.
+            time.hops += self.way_back(&last, &first).unwrap_or(time.hops);
+        }
+        Ok(time)
+    }
+
+    /// Seconds that a stage's nodes read from disk for every step.
+    fn disk(&self, stage: &Stage) -> Result<f64, Error> {
+        let mut worst: f64 = 0.0;
+        for member in stage.members.iter().filter(|m| m.streamed > 0) {
+            let node = &self.cluster.nodes[member.node];
+            let rate = node.disk.ok_or_else(|| Error::MissingFact {
+                node: node.name.clone(),
+                fact: "disk rate",
+            })?;
+            let end = stage.layers.start + member.streamed;
+            let bytes: f64 = (stage.layers.start..end)
+                .map(|i| self.streamed_bytes(i))
+                .sum();
+            worst = worst.max(bytes / rate);
+        }
+        Ok(worst)
+    }
+
+    /// Bytes of a streamed layer that one token touches: of experts only the active ones.
+    pub fn streamed_bytes(&self, index: u32) -> f64 {
+        let routed = self
+            .model
+            .moe
+            .filter(|_| self.model.is_moe(index))
+            .map_or(0.0, |moe| {
+                let rows = f64::from(self.workload.concurrency);
+                let touched = moe::touched(f64::from(moe.experts), f64::from(moe.active), rows);
+                touched * self.model.expert_params() * self.model.bits.experts / 8.0
+            });
+        self.model.common_params(index) * self.model.bits.rest / 8.0 + routed
+    }
+
+    /// A decode step of `batch` sequences.
+    pub fn decode_rows(&self, batch: f64) -> Rows {
+        Rows {
+            rows: batch,
+            sequences: batch,
+            keys: self.workload.decode_context(),
+            prefill: false,
+        }
+    }
+
+    /// Seconds until a prompt of `tokens` is computed: chunks follow each other through the
+    /// stages, so all but the first cost the slowest stage (pipeline fill: Huang et al., GPipe,
+    /// NeurIPS 2019).
+    ///
+    /// # Errors
+    /// As [`pipeline`](Self::pipeline).
+    pub fn prefill(&self, pipeline: &Pipeline, tokens: u32) -> Result<f64, Error> {
+        let (mut first, mut rest, mut done) = (0.0, 0.0, 0);
+        while done < tokens {
+            let chunk = CHUNK.min(tokens - done);
+            let rows = Rows {
+                rows: f64::from(chunk),
+                sequences: 1.0,
+                keys: f64::from(done) + f64::from(chunk) / 2.0,
+                prefill: true,
+            };
+            let time = self.pipeline(pipeline, rows)?;
+            if done == 0 {
+                first = time.total();
+            } else {
+                rest += time.slowest();
+            }
+            done += chunk;
+        }
+        Ok(first + rest)
+    }
+}

@@ -1,0 +1,125 @@
+//! How many experts a step touches, and how unevenly ranks are hit.
+
+/// Distinct experts that `rows` tokens touch of `experts`, when each picks `active` different ones
+/// at random: E (1 - (1 - A/E)^rows). Real routers are more uneven, which touches fewer.
+pub fn touched(experts: f64, active: f64, rows: f64) -> f64 {
+    experts * (1.0 - (1.0 - active / experts).powf(rows))
+}
+
+/// Expected largest number of the `active` experts of one token that fall on one of `ranks` equal
+/// ranks: routing without replacement, so the numbers are multivariate hypergeometric.
+///
+/// E[max] = sum over k of P(max > k). P(max <= k) counts choices with at most k on each rank: the
+/// coefficient of x^A in (sum_{j<=k} C(E/P, j) x^j)^P, over C(E, A). Where P does not divide E the
+/// larger ranks are taken for all.
+pub fn expected_max(experts: u32, active: u32, ranks: u32) -> f64 {
+    if ranks <= 1 {
+        return f64::from(active);
+    }
+    let per_rank = experts.div_ceil(ranks);
+    let ways = |k: u32| -> f64 { at_most(per_rank, active, ranks, k) };
+    let all = ways(active);
+    (0..active).map(|k| 1.0 - ways(k) / all).sum()
+}
+
+/// The coefficient of x^active in (sum_{j <= k} C(n, j) x^j)^ranks, scaled to stay finite.
+fn at_most(n: u32, active: u32, ranks: u32, k: u32) -> f64 {
+    let a = active as usize;
+    // C(n, j) / n^j keeps the numbers near 1 / j!; the scale n^active is the same for every k.
+    let mut choose = vec![1.0];
+    for j in 1..=active.min(k).min(n) {
+        let last = choose[j as usize - 1];
+        choose.push(last * f64::from(n - j + 1) / (f64::from(j) * f64::from(n)));
+    }
+    let mut poly = vec![0.0; a + 1];
+    poly[0] = 1.0;
+    for _ in 0..ranks {
+        let mut next = vec![0.0; a + 1];
+        for (i, &p) in poly.iter().enumerate() {
+            for (j, &c) in choose.iter().enumerate().take(a + 1 - i) {
+                next[i + j] += p * c;
+            }
+        }
+        poly = next;
+    }
+    poly[a]
+}
+
+/// How much more the busiest of `ranks` has to do than the average one, for `rows` tokens at a
+/// time. For one row it is exact; the excess of a sum of `rows` independent draws over its mean
+/// grows with the square root, so relative to the mean it falls with it.
+pub fn imbalance(experts: u32, active: u32, ranks: u32, rows: f64) -> f64 {
+    let mean = f64::from(active) / f64::from(ranks.max(1));
+    let one = expected_max(experts, active, ranks) / mean;
+    1.0 + (one - 1.0) / rows.max(1.0).sqrt()
+}
+
+/// Rows that experts compute for `rows` tokens when each expert's rows are padded to whole tiles:
+/// E times the expectation of tile * ceil(n / tile) with n binomial(rows, A/E). llama.cpp's Metal
+/// and CUDA kernels for mixtures (`mul_mm_id`) work on tiles of 32 rows. A product with fewer than
+/// 9 rows goes to kernels without tiles.
+pub fn padded_rows(experts: u32, active: u32, rows: u32) -> f64 {
+    const TILE: f64 = 32.0;
+    let (e, p) = (f64::from(experts), f64::from(active) / f64::from(experts));
+    let all = f64::from(rows) * f64::from(active);
+    if rows < 9 || p >= 1.0 {
+        return all;
+    }
+    let mut chance = (1.0 - p).powf(f64::from(rows));
+    if chance <= 0.0 {
+        // So many rows per expert that half a tile on average is all there is to padding.
+        return all + e * TILE / 2.0;
+    }
+    let mut expected = 0.0;
+    for n in 1..=rows {
+        chance *= f64::from(rows - n + 1) / f64::from(n) * p / (1.0 - p);
+        expected += chance * TILE * (f64::from(n) / TILE).ceil();
+    }
+    e * expected
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_busiest_rank_follows_the_hypergeometric_law() {
+        // 16 experts, 4 picked. Two ranks of 8: C(16,4) = 1820 choices; 784 are 2+2, 896 are 3+1,
+        // 140 are 4+0. Four ranks of 4: 256 one each, 192 with a three, 4 with a four.
+        let two = (2.0 * 784.0 + 3.0 * 896.0 + 4.0 * 140.0) / 1820.0;
+        let four = (256.0 + 2.0 * 1368.0 + 3.0 * 192.0 + 4.0 * 4.0) / 1820.0;
+        for (ranks, expected) in [(1, 4.0), (2, two), (4, four), (16, 1.0)] {
+            let got = expected_max(16, 4, ranks);
+            assert!(
+                (got - expected).abs() < 1e-9,
+                "{ranks}: {got}, not {expected}"
+            );
+        }
+    }
+
+    #[test]
+    fn imbalance_fades_with_rows() {
+        let one = imbalance(256, 8, 4, 1.0);
+        assert!(one > 1.5 && one < 2.1, "{one}");
+        assert!(imbalance(256, 8, 4, 64.0) < 1.15);
+        assert_eq!(imbalance(256, 8, 1, 1.0), 1.0);
+    }
+
+    #[test]
+    fn touched_experts_saturate() {
+        assert!((touched(256.0, 8.0, 1.0) - 8.0).abs() < 1e-9);
+        assert!(touched(256.0, 8.0, 32.0) < 256.0);
+        assert!((touched(256.0, 8.0, 1e6) - 256.0).abs() < 1e-6);
+    }
+
+    #[test]
+    fn padding_doubles_work_at_half_a_tile() {
+        // 512 tokens over 256 experts with 8 each: 16 rows per expert on average.
+        let padded = padded_rows(256, 8, 512) / (512.0 * 8.0);
+        assert!((1.9..2.3).contains(&padded), "{padded}");
+        assert_eq!(padded_rows(256, 8, 1), 8.0);
+        assert_eq!(padded_rows(4, 4, 512), 2048.0);
+        let many = padded_rows(16, 4, 100_000) / 400_000.0;
+        assert!((1.0..1.01).contains(&many), "{many}");
+    }
+}

@@ -1,0 +1,158 @@
+//! What can be wrong with an input, and why a model does not fit.
+
+use paceline_base::Bytes;
+
+/// Why there is no plan. The texts say what was given and what was expected; advice belongs to
+/// the caller, which knows whether the numbers came from a file or from a measurement.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+pub enum Error {
+    /// A number that no machine, link or model can have.
+    #[error("{what}: {field} is {got}, expected {expected}")]
+    Value {
+        /// Whose number: a node, a link, a model.
+        what: String,
+        /// Which number, with its unit.
+        field: &'static str,
+        /// The number as given.
+        got: String,
+        /// The range it must lie in.
+        expected: &'static str,
+    },
+    /// A cluster without nodes.
+    #[error("the cluster has no nodes")]
+    NoNodes,
+    /// More nodes than the solver is meant for.
+    #[error("the cluster has {got} nodes, at most {max} are planned for")]
+    TooManyNodes {
+        /// Nodes given.
+        got: usize,
+        /// The limit.
+        max: usize,
+    },
+    /// Two nodes of one name.
+    #[error("two nodes are named {name:?}")]
+    DuplicateNode {
+        /// The name.
+        name: String,
+    },
+    /// A link names a node that is not there, or joins a node with itself.
+    #[error("link {link}: {problem} {node:?}")]
+    LinkEnd {
+        /// The link's kind.
+        link: String,
+        /// `no node named` or `both ends are`.
+        problem: &'static str,
+        /// The name in question.
+        node: String,
+    },
+    /// Nodes that cannot reach each other.
+    #[error("no link joins {a:?} with {b:?}, directly or through other nodes")]
+    Disconnected {
+        /// A node of one part.
+        a: String,
+        /// A node of another part.
+        b: String,
+    },
+    /// A name that the catalogue does not have.
+    #[error("{kind} {name:?} is not in the catalogue; nearest: {nearest}")]
+    Unknown {
+        /// `model`, `machine`, `link` or `engine`.
+        kind: &'static str,
+        /// The name asked for.
+        name: String,
+        /// Names that look like it.
+        nearest: String,
+    },
+    /// The facts of a machine that the prediction needs are not known.
+    #[error("{node}: {fact} is not known, so nothing can be predicted for it")]
+    MissingFact {
+        /// The node or its kind.
+        node: String,
+        /// Which fact.
+        fact: &'static str,
+    },
+    /// A TOML text that cannot be read.
+    #[error("{what}: {reason}")]
+    Toml {
+        /// What the text is: a catalogue, a cluster, published rows.
+        what: String,
+        /// What the parser says, with line and column.
+        reason: String,
+    },
+    /// The model does not fit, whatever the placement.
+    #[error("{0}")]
+    Infeasible(Box<Infeasible>),
+    /// The placement to predict does not suit model or cluster.
+    #[error("placement: {problem}")]
+    Placement {
+        /// What is wrong with it.
+        problem: String,
+    },
+    /// A linear program that the solver gave up on.
+    #[error("the integer program ({rows} rows, {columns} columns) has no answer: {reason}")]
+    Program {
+        /// Constraints.
+        rows: usize,
+        /// Variables.
+        columns: usize,
+        /// The solver's words.
+        reason: String,
+    },
+}
+
+/// A model that fits no placement on these nodes, and the smallest change that makes it fit.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+#[error(
+    "{model} needs {need} in {context} tokens of context, the nodes have {have} for it{detail}"
+)]
+pub struct Infeasible {
+    /// The model.
+    pub model: String,
+    /// Weights, cache and buffers of the smallest placement.
+    pub need: Bytes,
+    /// Usable memory of all nodes together.
+    pub have: Bytes,
+    /// Context per request times requests.
+    pub context: u64,
+    /// What the totals do not say, starting with a comma; empty when they say all.
+    pub detail: String,
+    /// Changes of which each alone is enough, smallest first.
+    pub changes: Vec<Change>,
+}
+
+/// One change that makes a plan possible.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Change {
+    /// A shorter context per request.
+    Context {
+        /// The longest that fits.
+        tokens: u32,
+    },
+    /// Fewer requests at a time.
+    Concurrency {
+        /// The most that fit.
+        requests: u32,
+    },
+    /// Fewer bits per weight.
+    Bits {
+        /// The most bits that fit, stored bits on average.
+        bits: f64,
+    },
+    /// More memory in the cluster.
+    Memory {
+        /// How much more, usable.
+        bytes: Bytes,
+    },
+    /// More nodes like one that is there.
+    Nodes {
+        /// How many.
+        count: u32,
+        /// Of which kind.
+        kind: String,
+    },
+    /// Reading weights from disk for every token.
+    Disk {
+        /// Tokens a second that this would give.
+        tok_s: f64,
+    },
+}

@@ -1,0 +1,56 @@
+//! Which machines, which split, how fast: a cost model that was compared with published
+//! measurements, and a solver on top of it.
+//!
+//! Pure: no files, no clock, no threads. Facts come in as values ([`Cluster`], [`ModelShape`],
+//! [`Workload`]) or as TOML text ([`catalogue`]); a [`Placement`] and its [`Prediction`] come out,
+//! or an [`Error`] that says why there is none.
+//!
+//! ```
+//! use paceline_plan::{Calibration, Catalogue, Costs, Pipeline, Placement, Split, Workload};
+//!
+//! let catalogue = Catalogue::builtin()?;
+//! let cluster = paceline_plan::catalogue::short_cluster(
+//!     "2 x mac-studio-m3-ultra-512 @ tb5-rdma",
+//!     &catalogue,
+//! )?;
+//! let model = catalogue.model("Qwen3-235B-A22B")?.shape(8.5)?;
+//! let calibration = Calibration::builtin()?;
+//! let costs = Costs::new(&cluster, &model, Workload::ONE, &calibration)?;
+//! let tensor = Placement::single(Pipeline::group(model.layers, Split::Tensor, &[0, 1]));
+//! let said = paceline_plan::predict(&costs, &tensor)?;
+//! assert!(said.decode_tok_s > 20.0 && said.decode_tok_s < 35.0);
+//! # Ok::<(), paceline_plan::Error>(())
+//! ```
+//!
+//! In reading order: [`model`] and [`cluster`] (facts), [`placement`] (decisions), [`cost`]
+//! (seconds and bytes), [`predict()`], [`calibration`] and [`mod@fit`] (constants), [`published`] and
+//! [`mod@validate`] (the check against reality), [`solver`].
+
+#![forbid(unsafe_code)]
+
+pub mod calibration;
+pub mod catalogue;
+mod check;
+pub mod cluster;
+pub mod cost;
+mod error;
+pub mod fit;
+pub mod model;
+mod network;
+pub mod placement;
+pub mod predict;
+pub mod published;
+pub mod solver;
+pub mod validate;
+mod workload;
+
+pub use calibration::Calibration;
+pub use catalogue::Catalogue;
+pub use cluster::{Backend, Cluster, Link, Node, Rates, Transport};
+pub use cost::Costs;
+pub use error::{Change, Error, Infeasible};
+pub use model::{Attention, Bits, ModelShape, Moe};
+pub use network::Network;
+pub use placement::{Member, Pipeline, Placement, Split, Stage};
+pub use predict::{Prediction, predict};
+pub use workload::{CHUNK, Objective, Workload};

@@ -1,0 +1,364 @@
+//! The shape of a model: what has to be stored, read and multiplied for a token.
+//!
+//! Letters: C width, H query heads, K KV heads, D head size, F feed-forward width, E experts,
+//! A active experts, V vocabulary. Parameters are counted without norms and biases, which are
+//! below a thousandth of any model here.
+
+use crate::Error;
+use crate::check::{finite_in, whole_in};
+
+/// Largest accepted sizes: several times the largest published models.
+const MAX_LAYERS: u32 = 1024;
+const MAX_WIDTH: u32 = 1 << 18;
+const MAX_VOCAB: u32 = 1 << 22;
+const MAX_EXPERTS: u32 = 1 << 14;
+
+/// How attention is built.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Attention {
+    /// Grouped queries; `heads == kv_heads` is plain multi-head attention.
+    Gqa {
+        /// H
+        heads: u32,
+        /// K, a divisor of `heads`.
+        kv_heads: u32,
+        /// D
+        head_dim: u32,
+    },
+    /// Queries and keys through low ranks, as in DeepSeek.
+    Mla {
+        /// H
+        heads: u32,
+        /// Rank of the queries; 0 when they are projected at once.
+        q_rank: u32,
+        /// Rank of keys and values.
+        kv_rank: u32,
+        /// Size of a head's part without rotation.
+        nope_dim: u32,
+        /// Size of a head's rotated part, shared by all heads in the cache.
+        rope_dim: u32,
+        /// Size of a value head.
+        value_dim: u32,
+    },
+}
+
+/// The mixture of experts in a model's feed-forward.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Moe {
+    /// E, routed experts in a layer.
+    pub experts: u32,
+    /// A, routed experts that a token uses.
+    pub active: u32,
+    /// Experts that every token uses.
+    pub shared: u32,
+    /// Width of one expert.
+    pub ffn: u32,
+    /// Layers at the start that are dense.
+    pub dense_layers: u32,
+}
+
+/// Stored bits per weight, with scales; averages over the tensors of a part.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Bits {
+    /// Routed experts.
+    pub experts: f64,
+    /// Everything else.
+    pub rest: f64,
+    /// A cached key or value.
+    pub kv: f64,
+}
+
+impl Bits {
+    /// The same for all weights, and a cache of 16 bits.
+    pub const fn uniform(bits: f64) -> Self {
+        Self {
+            experts: bits,
+            rest: bits,
+            kv: 16.0,
+        }
+    }
+}
+
+/// What the planner knows of a model.
+#[derive(Clone, Debug, PartialEq)]
+pub struct ModelShape {
+    /// As people call it.
+    pub name: String,
+    /// Number of layers.
+    pub layers: u32,
+    /// C
+    pub width: u32,
+    /// V
+    pub vocab: u32,
+    /// Whether the output head is the embedding, so that it is stored once.
+    pub tied: bool,
+    /// Attention of every layer.
+    pub attention: Attention,
+    /// F of dense layers; 0 when there are none.
+    pub ffn: u32,
+    /// The mixture, if it is one.
+    pub moe: Option<Moe>,
+    /// How weights are stored.
+    pub bits: Bits,
+}
+
+impl Attention {
+    /// H
+    pub const fn heads(&self) -> u32 {
+        match *self {
+            Self::Gqa { heads, .. } | Self::Mla { heads, .. } => heads,
+        }
+    }
+
+    /// The largest number of ranks that can share a layer's attention, each with whole heads.
+    /// Ranks beyond the KV heads hold copies of them.
+    pub const fn units(&self) -> u32 {
+        self.heads()
+    }
+
+    /// Weights of one layer's attention, for width `c`.
+    pub fn params(&self, c: f64) -> f64 {
+        match *self {
+            Self::Gqa {
+                heads,
+                kv_heads,
+                head_dim,
+            } => c * f64::from(head_dim) * 2.0 * f64::from(heads + kv_heads),
+            Self::Mla {
+                heads,
+                q_rank,
+                kv_rank,
+                nope_dim,
+                rope_dim,
+                value_dim,
+            } => {
+                let (h, q, r) = (f64::from(heads), f64::from(q_rank), f64::from(kv_rank));
+                let (n, p, v) = (
+                    f64::from(nope_dim),
+                    f64::from(rope_dim),
+                    f64::from(value_dim),
+                );
+                let queries = if q > 0.0 {
+                    c * q + q * h * (n + p)
+                } else {
+                    c * h * (n + p)
+                };
+                queries + c * (r + p) + r * h * (n + v) + h * v * c
+            }
+        }
+    }
+
+    /// Values cached per token and layer.
+    pub fn cached(&self) -> f64 {
+        match *self {
+            Self::Gqa {
+                kv_heads, head_dim, ..
+            } => 2.0 * f64::from(kv_heads) * f64::from(head_dim),
+            Self::Mla {
+                kv_rank, rope_dim, ..
+            } => f64::from(kv_rank + rope_dim),
+        }
+    }
+
+    /// Multiply-adds times two for one query against one key and its value, all heads of a layer.
+    /// With low ranks this is the expanded form, which prefill uses.
+    pub fn pair_flops(&self) -> f64 {
+        match *self {
+            Self::Gqa {
+                heads, head_dim, ..
+            } => 4.0 * f64::from(heads) * f64::from(head_dim),
+            Self::Mla {
+                heads,
+                nope_dim,
+                rope_dim,
+                value_dim,
+                ..
+            } => 2.0 * f64::from(heads) * f64::from(nope_dim + rope_dim + value_dim),
+        }
+    }
+
+    /// As [`pair_flops`](Self::pair_flops) in decode, where low ranks are absorbed into the
+    /// queries and each head works on the whole latent vector.
+    pub fn decode_pair_flops(&self) -> f64 {
+        match *self {
+            Self::Gqa { .. } => self.pair_flops(),
+            Self::Mla {
+                heads,
+                kv_rank,
+                rope_dim,
+                ..
+            } => 2.0 * f64::from(heads) * f64::from(2 * kv_rank + rope_dim),
+        }
+    }
+}
+
+impl ModelShape {
+    /// Whether layer `index` is a mixture.
+    pub fn is_moe(&self, index: u32) -> bool {
+        self.moe.is_some_and(|moe| index >= moe.dense_layers)
+    }
+
+    /// Weights of one routed expert.
+    pub fn expert_params(&self) -> f64 {
+        self.moe
+            .map_or(0.0, |moe| 3.0 * f64::from(self.width) * f64::from(moe.ffn))
+    }
+
+    /// Weights that every token passes in layer `index`: attention, and the dense feed-forward or
+    /// the router and shared experts.
+    pub fn common_params(&self, index: u32) -> f64 {
+        let c = f64::from(self.width);
+        let ffn = match self.moe {
+            Some(moe) if self.is_moe(index) => {
+                f64::from(moe.shared) * self.expert_params() + c * f64::from(moe.experts)
+            }
+            _ => 3.0 * c * f64::from(self.ffn),
+        };
+        self.attention.params(c) + ffn
+    }
+
+    /// Weights of all routed experts in layer `index`.
+    pub fn routed_params(&self, index: u32) -> f64 {
+        match self.moe {
+            Some(moe) if self.is_moe(index) => f64::from(moe.experts) * self.expert_params(),
+            _ => 0.0,
+        }
+    }
+
+    /// Weights of the output head.
+    pub fn head_params(&self) -> f64 {
+        f64::from(self.width) * f64::from(self.vocab)
+    }
+
+    /// Bytes of layer `index` as stored.
+    pub fn layer_bytes(&self, index: u32) -> f64 {
+        (self.common_params(index) * self.bits.rest + self.routed_params(index) * self.bits.experts)
+            / 8.0
+    }
+
+    /// Bytes of the output head as stored.
+    pub fn head_bytes(&self) -> f64 {
+        self.head_params() * self.bits.rest / 8.0
+    }
+
+    /// Bytes of all weights.
+    pub fn weight_bytes(&self) -> f64 {
+        let layers: f64 = (0..self.layers).map(|layer| self.layer_bytes(layer)).sum();
+        layers + self.head_bytes() * if self.tied { 1.0 } else { 2.0 }
+    }
+
+    /// Bytes cached per token, all layers.
+    pub fn kv_bytes_per_token(&self) -> f64 {
+        f64::from(self.layers) * self.attention.cached() * self.bits.kv / 8.0
+    }
+
+    /// All weights.
+    pub fn params(&self) -> f64 {
+        let layers: f64 = (0..self.layers)
+            .map(|layer| self.common_params(layer) + self.routed_params(layer))
+            .sum();
+        layers + self.head_params() * if self.tied { 1.0 } else { 2.0 }
+    }
+
+    /// Weights that a token passes, without the embedding's look-up.
+    pub fn active_params(&self) -> f64 {
+        let active = self.moe.map_or(0.0, |moe| f64::from(moe.active));
+        let layers: f64 = (0..self.layers)
+            .map(|layer| {
+                let routed = if self.is_moe(layer) {
+                    active * self.expert_params()
+                } else {
+                    0.0
+                };
+                self.common_params(layer) + routed
+            })
+            .sum();
+        layers + self.head_params()
+    }
+
+    /// The same model with routed experts at fewer bits than the rest, which stays at 16, so that
+    /// the average stays as it is. Models published "natively" in 4 bits are stored so (Kimi K2
+    /// Thinking, gpt-oss): only the experts were trained for it. Left alone where the average
+    /// leaves the experts less than 2 bits, or without experts.
+    pub fn with_native_experts(mut self) -> Self {
+        let routed: f64 = (0..self.layers)
+            .map(|layer| self.routed_params(layer))
+            .sum();
+        if routed > 0.0 {
+            let total = self.params();
+            let experts = (self.bits.rest * total - 16.0 * (total - routed)) / routed;
+            if experts >= 2.0 {
+                self.bits.experts = experts;
+                self.bits.rest = 16.0;
+            }
+        }
+        self
+    }
+
+    /// Refuses shapes that no model has.
+    ///
+    /// # Errors
+    /// [`Error::Value`] with the field and its range.
+    pub fn check(&self) -> Result<(), Error> {
+        let name = self.name.as_str();
+        whole_in(name, "layers", self.layers, 1, MAX_LAYERS)?;
+        whole_in(name, "width", self.width, 1, MAX_WIDTH)?;
+        whole_in(name, "vocabulary", self.vocab, 1, MAX_VOCAB)?;
+        whole_in(name, "feed-forward width", self.ffn, 0, MAX_WIDTH * 8)?;
+        for (field, bits) in [
+            ("bits per expert weight", self.bits.experts),
+            ("bits per weight", self.bits.rest),
+            ("bits per cached value", self.bits.kv),
+        ] {
+            finite_in(name, field, bits, 0.5, 64.0, "0.5 to 64")?;
+        }
+        self.check_attention()?;
+        self.check_moe()
+    }
+
+    fn check_attention(&self) -> Result<(), Error> {
+        let name = self.name.as_str();
+        match self.attention {
+            Attention::Gqa {
+                heads,
+                kv_heads,
+                head_dim,
+            } => {
+                whole_in(name, "heads", heads, 1, MAX_WIDTH)?;
+                whole_in(name, "KV heads", kv_heads, 1, heads)?;
+                whole_in(name, "head size", head_dim, 1, MAX_WIDTH)
+            }
+            Attention::Mla {
+                heads,
+                q_rank,
+                kv_rank,
+                nope_dim,
+                rope_dim,
+                value_dim,
+            } => {
+                whole_in(name, "heads", heads, 1, MAX_WIDTH)?;
+                whole_in(name, "query rank", q_rank, 0, MAX_WIDTH)?;
+                whole_in(name, "KV rank", kv_rank, 1, MAX_WIDTH)?;
+                whole_in(name, "head size without rotation", nope_dim, 0, MAX_WIDTH)?;
+                whole_in(name, "rotated head size", rope_dim, 0, MAX_WIDTH)?;
+                whole_in(name, "value head size", value_dim, 1, MAX_WIDTH)
+            }
+        }
+    }
+
+    fn check_moe(&self) -> Result<(), Error> {
+        let name = self.name.as_str();
+        let Some(moe) = self.moe else {
+            return whole_in(name, "feed-forward width", self.ffn, 1, MAX_WIDTH * 8);
+        };
+        whole_in(name, "experts", moe.experts, 1, MAX_EXPERTS)?;
+        whole_in(name, "active experts", moe.active, 1, moe.experts)?;
+        whole_in(name, "shared experts", moe.shared, 0, MAX_EXPERTS)?;
+        whole_in(name, "expert width", moe.ffn, 1, MAX_WIDTH)?;
+        whole_in(name, "dense layers", moe.dense_layers, 0, self.layers)?;
+        if moe.dense_layers > 0 {
+            whole_in(name, "feed-forward width", self.ffn, 1, MAX_WIDTH * 8)?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,217 @@
+//! Who computes what.
+//!
+//! A placement is one or more *replicas*; a replica is a pipeline of *stages*; a stage is a range
+//! of layers on one node, or on a group that splits each layer. Example, four nodes, 94 layers:
+//!
+//! ```text
+//!  stage 0: layers 0..47 on {a, b}, tensor 50/50      stage 1: layers 47..94 on {c, d}, tensor
+//!           embedding                                          output head
+//! ```
+
+use std::ops::Range;
+
+use crate::{Error, ModelShape};
+
+/// How the members of a stage share its layers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Split {
+    /// One node has the layers whole.
+    Whole,
+    /// Every matrix is cut by heads or columns: two exchanges a layer.
+    Tensor,
+    /// Attention and router on every member, experts dealt out: one exchange a mixture layer.
+    Expert,
+}
+
+/// A node's part of a stage.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Member {
+    /// Index of the node.
+    pub node: usize,
+    /// Share of each layer's split weights, above 0; shares of a stage add up to 1.
+    pub share: f64,
+    /// Layers of the stage that this node reads from disk for every token; only where it has the
+    /// layers whole.
+    pub streamed: u32,
+}
+
+/// Consecutive layers and who has them.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Stage {
+    /// Which layers.
+    pub layers: Range<u32>,
+    /// How members share them.
+    pub split: Split,
+    /// Members; the first sends and receives for the group.
+    pub members: Vec<Member>,
+}
+
+/// A pipeline that answers requests by itself.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Pipeline {
+    /// In order of layers.
+    pub stages: Vec<Stage>,
+}
+
+/// Everything that is decided.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Placement {
+    /// Copies of the model; requests are dealt to them evenly.
+    pub replicas: Vec<Pipeline>,
+    /// Where prompts are computed, when not by the replica itself: keys and values are sent layer
+    /// by layer while it runs.
+    pub prefill: Option<Pipeline>,
+}
+
+impl Stage {
+    /// A stage on one node.
+    pub fn whole(layers: Range<u32>, node: usize) -> Self {
+        let member = Member {
+            node,
+            share: 1.0,
+            streamed: 0,
+        };
+        Self {
+            layers,
+            split: Split::Whole,
+            members: vec![member],
+        }
+    }
+
+    /// A stage shared evenly.
+    pub fn even(layers: Range<u32>, split: Split, nodes: &[usize]) -> Self {
+        let share = 1.0 / nodes.len() as f64;
+        let members = nodes.iter().map(|&node| Member {
+            node,
+            share,
+            streamed: 0,
+        });
+        Self {
+            layers,
+            split: if nodes.len() == 1 {
+                Split::Whole
+            } else {
+                split
+            },
+            members: members.collect(),
+        }
+    }
+
+    /// The nodes, in order.
+    pub fn nodes(&self) -> Vec<usize> {
+        self.members.iter().map(|member| member.node).collect()
+    }
+
+    /// Number of layers.
+    pub fn n_layers(&self) -> u32 {
+        self.layers.end - self.layers.start
+    }
+}
+
+impl Pipeline {
+    /// Layers `0..n` dealt to `nodes` as evenly as may be, the longer stages first.
+    pub fn even(n_layers: u32, nodes: &[usize]) -> Self {
+        let n = u32::try_from(nodes.len()).unwrap_or(u32::MAX).max(1);
+        let mut start = 0;
+        let stages = nodes.iter().zip(0..n).map(|(&node, i)| {
+            let end = start + n_layers / n + u32::from(i < n_layers % n);
+            let stage = Stage::whole(start..end, node);
+            start = end;
+            stage
+        });
+        Self {
+            stages: stages.collect(),
+        }
+    }
+
+    /// All layers on one group.
+    pub fn group(n_layers: u32, split: Split, nodes: &[usize]) -> Self {
+        Self {
+            stages: vec![Stage::even(0..n_layers, split, nodes)],
+        }
+    }
+
+    /// The nodes, stage by stage.
+    pub fn nodes(&self) -> Vec<usize> {
+        self.stages.iter().flat_map(Stage::nodes).collect()
+    }
+}
+
+impl Placement {
+    /// One copy, prompts included.
+    pub fn single(pipeline: Pipeline) -> Self {
+        Self {
+            replicas: vec![pipeline],
+            prefill: None,
+        }
+    }
+
+    /// Every node that does something, ascending, once.
+    pub fn nodes(&self) -> Vec<usize> {
+        let mut nodes: Vec<usize> = self.replicas.iter().flat_map(Pipeline::nodes).collect();
+        nodes.extend(self.prefill.iter().flat_map(Pipeline::nodes));
+        nodes.sort_unstable();
+        nodes.dedup();
+        nodes
+    }
+
+    /// Whether each pipeline has every layer once, in order, on nodes that are there, with shares
+    /// that add up, and no node serves two pipelines or stages.
+    ///
+    /// # Errors
+    /// [`Error::Placement`] with the first fault.
+    pub fn check(&self, model: &ModelShape, n_nodes: usize) -> Result<(), Error> {
+        let fault = |problem: String| Err(Error::Placement { problem });
+        let mut used = vec![false; n_nodes];
+        for pipeline in self.replicas.iter().chain(&self.prefill) {
+            let mut next = 0;
+            for stage in &pipeline.stages {
+                if stage.layers.start != next || stage.layers.end <= next {
+                    return fault(format!("layers {:?} after layer {next}", stage.layers));
+                }
+                next = stage.layers.end;
+                stage.check(&mut used)?;
+            }
+            if next != model.layers {
+                return fault(format!("{next} layers of {}", model.layers));
+            }
+        }
+        if self.replicas.is_empty() {
+            return fault("no replica".to_owned());
+        }
+        Ok(())
+    }
+}
+
+impl Stage {
+    fn check(&self, used: &mut [bool]) -> Result<(), Error> {
+        let fault = |problem: String| Err(Error::Placement { problem });
+        let mut total = 0.0;
+        for member in &self.members {
+            match used.get_mut(member.node) {
+                None => return fault(format!("no node {}", member.node)),
+                Some(true) => return fault(format!("node {} twice", member.node)),
+                Some(free) => *free = true,
+            }
+            if !(member.share > 0.0 && member.share <= 1.0) {
+                return fault(format!("a share of {}", member.share));
+            }
+            if member.streamed > self.n_layers() {
+                return fault(format!("{} streamed layers", member.streamed));
+            }
+            total += member.share;
+        }
+        if (total - 1.0).abs() > 1e-6 {
+            return fault(format!("shares that add up to {total}"));
+        }
+        let alone = self.members.len() == 1;
+        if alone != (self.split == Split::Whole) {
+            return fault(format!(
+                "{:?} over {} nodes",
+                self.split,
+                self.members.len()
+            ));
+        }
+        Ok(())
+    }
+}

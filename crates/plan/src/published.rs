@@ -1,0 +1,356 @@
+//! Published measurements, and what the model says about the same setting.
+
+use serde::Deserialize;
+
+use crate::catalogue::{Catalogue, HardwareEntry, LinkKind, ModelEntry, parse};
+use crate::cost::Costs;
+use crate::placement::{Pipeline, Placement, Split, Stage};
+use crate::predict::{Prediction, predict};
+use crate::{Backend, Calibration, Cluster, Error, Link, ModelShape, Node, Transport, Workload};
+
+/// The rows in the tree.
+pub const BUILTIN: &str = include_str!("../data/published.toml");
+
+/// Machines of one kind in a row.
+#[derive(Clone, Debug, Deserialize, PartialEq)]
+pub struct Machines {
+    /// The catalogue's name.
+    pub kind: String,
+    /// How many.
+    pub count: u32,
+}
+
+/// One published number.
+#[derive(Clone, Debug, Deserialize, PartialEq)]
+pub struct Row {
+    /// Unique.
+    pub id: String,
+    /// The catalogue's name of the model.
+    pub model: String,
+    /// As published.
+    #[serde(default)]
+    pub quantization: String,
+    /// Stored bits per weight on average.
+    pub bits: Option<f64>,
+    /// Machines.
+    pub hardware: Vec<Machines>,
+    /// Machines altogether; 0 when not stated.
+    pub n_nodes: u32,
+    /// The catalogue's name of the link.
+    pub interconnect: String,
+    /// `single`, `pipeline`, `tensor`, `expert`, `disaggregated` or `unknown`.
+    pub strategy: String,
+    /// As published.
+    pub framework: String,
+    /// `1` or `multi`.
+    pub concurrency: String,
+    /// `decode_tok_s`, `prefill`, `ttft_s`, `speedup` or `train_tok_s`.
+    pub metric: String,
+    /// The number.
+    pub value: f64,
+    /// Share of time spent communicating.
+    pub comm_share: Option<f64>,
+    /// Watts of all nodes.
+    pub power_w: Option<f64>,
+    /// Prompt tokens.
+    pub prompt_tokens: Option<u32>,
+    /// Answer tokens.
+    pub output_tokens: Option<u32>,
+    /// Threads, for processors.
+    pub threads: Option<u32>,
+    /// Whether everything needed is known.
+    pub complete: bool,
+    /// `fit` or `held_out`.
+    pub split: String,
+    /// `high`, `medium` or `low`.
+    pub confidence: String,
+}
+
+/// A file of rows and what they refer to.
+#[derive(Clone, Debug, Deserialize)]
+pub struct Published {
+    /// The rows.
+    #[serde(rename = "measurement", default)]
+    pub rows: Vec<Row>,
+    #[serde(default)]
+    hardware: Vec<HardwareEntry>,
+    #[serde(default)]
+    link: Vec<LinkKind>,
+    #[serde(default)]
+    model: Vec<ModelEntry>,
+}
+
+/// What the model says about a row.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Said {
+    /// In the row's metric.
+    pub value: f64,
+    /// Share of communication in a token.
+    pub comm_share: f64,
+    /// Watts, where known.
+    pub watts: Option<f64>,
+}
+
+/// Why a row cannot be predicted.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+pub enum Skip {
+    /// The model's shape is not known.
+    #[error("the model's shape is not known")]
+    Model,
+    /// Bits per weight are not stated.
+    #[error("bits per weight are not stated")]
+    Bits,
+    /// The machines are not known well enough.
+    #[error("the machines are not known")]
+    Machines,
+    /// The weights are larger than the memory that is stated, so something else was used too.
+    #[error("the weights are larger than the memory stated")]
+    Memory,
+    /// The way of splitting is not known.
+    #[error("the strategy is not known")]
+    Strategy,
+    /// The metric needs what is not stated, or is none of ours.
+    #[error("the metric {0:?} cannot be predicted from what is stated")]
+    Metric(String),
+    /// The model refuses.
+    #[error("{0}")]
+    Refused(Error),
+}
+
+/// Rows without a stated answer length are taken for the usual benchmark's 128 tokens from empty.
+const OUTPUT: u32 = 128;
+
+/// A row as a question to the cost model.
+#[derive(Debug)]
+struct Case {
+    cluster: Cluster,
+    model: ModelShape,
+    workload: Workload,
+    placement: Placement,
+}
+
+impl Published {
+    /// Reads a file of rows. Its machines, links and models go before the tree's, which fill gaps.
+    ///
+    /// # Errors
+    /// [`Error::Toml`] with line and column.
+    pub fn from_toml(text: &str, what: &str) -> Result<Self, Error> {
+        parse(text, what)
+    }
+
+    /// The tree's catalogue with the file's entries before it. The tree's own numbers for a link's
+    /// latency and a machine's backend stay where the file has the same entry without them.
+    pub fn catalogue(&self) -> Result<Catalogue, Error> {
+        let mut all = Catalogue::builtin()?;
+        let mut links = self.link.clone();
+        for link in &mut links {
+            if let Ok(known) = all.link(&link.kind) {
+                link.latency_us = link.latency_us.or(known.latency_us);
+                link.shared |= known.shared;
+            }
+        }
+        all.add(Catalogue {
+            hardware: self.hardware.clone(),
+            links,
+            models: self.model.clone(),
+        });
+        Ok(all)
+    }
+}
+
+impl Row {
+    /// The published number as the model predicts it. `bits` stands in where the row states none.
+    ///
+    /// # Errors
+    /// [`Skip`]: what is missing.
+    pub fn predict(
+        &self,
+        catalogue: &Catalogue,
+        calibration: &Calibration,
+        bits: Option<f64>,
+    ) -> Result<Said, Skip> {
+        let case = self.case(catalogue, calibration, bits)?;
+        let said = case.predict(calibration).map_err(Skip::Refused)?;
+        let none = || Skip::Metric(self.metric.clone());
+        let value = match self.metric.as_str() {
+            "decode_tok_s" if self.concurrency == "multi" => said.throughput_tok_s,
+            "decode_tok_s" => said.decode_tok_s,
+            "prefill" => said.prefill_tok_s.ok_or_else(none)?,
+            "ttft_s" if self.prompt_tokens.is_some() => said.ttft_s.ok_or_else(none)?,
+            "speedup" => case.speedup(&said, calibration).map_err(Skip::Refused)?,
+            _ => return Err(none()),
+        };
+        Ok(Said {
+            value,
+            comm_share: said.comm_share,
+            watts: said.watts,
+        })
+    }
+
+    fn case(
+        &self,
+        catalogue: &Catalogue,
+        calibration: &Calibration,
+        bits: Option<f64>,
+    ) -> Result<Case, Skip> {
+        let entry = catalogue.model(&self.model).map_err(|_| Skip::Model)?;
+        let bits = self.bits.or(bits).ok_or(Skip::Bits)?;
+        let mut model = entry.shape(bits).map_err(Skip::Refused)?;
+        if self.quantization.to_lowercase().contains("native") {
+            model = model.with_native_experts();
+        }
+        let nodes = self.nodes(catalogue, calibration)?;
+        let placement = self.placement(&model, &nodes)?;
+        let links = self.links(catalogue, nodes.len());
+        let cluster = Cluster {
+            name: self.id.clone(),
+            nodes,
+            links,
+        };
+        let used = placement.replicas[0].nodes();
+        let memory: f64 = used.iter().map(|&node| nodes_memory(&cluster, node)).sum();
+        if model.weight_bytes() > memory {
+            return Err(Skip::Memory);
+        }
+        let stages = placement.replicas[0].stages.len();
+        Ok(Case {
+            workload: self.workload(stages),
+            cluster,
+            model,
+            placement,
+        })
+    }
+
+    fn nodes(&self, catalogue: &Catalogue, calibration: &Calibration) -> Result<Vec<Node>, Skip> {
+        let mut nodes = Vec::new();
+        for machines in &self.hardware {
+            let entry = catalogue
+                .machine(&machines.kind)
+                .map_err(|_| Skip::Machines)?;
+            for _ in 0..machines.count.min(1024) {
+                let name = format!("n{}", nodes.len());
+                let mut node = entry
+                    .node(&name, self.threads)
+                    .map_err(|_| Skip::Machines)?;
+                let cpu = node.backend == Backend::Cpu;
+                node.engine = calibration.engine_of(&self.framework, cpu).name.clone();
+                nodes.push(node);
+            }
+        }
+        // Several processes on one machine: they take turns, so each has all of it.
+        if nodes.len() == 1 && self.strategy != "single" {
+            let mut twin = nodes[0].clone();
+            twin.name = "n1".to_owned();
+            nodes.push(twin);
+        }
+        if self.n_nodes == 0 || nodes.is_empty() {
+            return Err(Skip::Machines);
+        }
+        Ok(nodes)
+    }
+
+    /// A mesh. A link that is not named costs nothing here: what it costs is in the engine's
+    /// boundary constant, which was fitted on rows whose link is not named either.
+    fn links(&self, catalogue: &Catalogue, n_nodes: usize) -> Vec<Link> {
+        let free = Link {
+            a: 0,
+            b: 0,
+            kind: "unknown".to_owned(),
+            transport: Transport::Tcp,
+            alpha: 0.0,
+            beta: 1e9,
+            shared: false,
+        };
+        let known = catalogue.link(&self.interconnect).ok();
+        let known = known.filter(|link| !matches!(link.kind.as_str(), "unknown" | "none"));
+        let pairs = (0..n_nodes).flat_map(|a| (a + 1..n_nodes).map(move |b| (a, b)));
+        let join = |(a, b)| match known {
+            Some(link) => link.between(a, b),
+            None => Link {
+                a,
+                b,
+                ..free.clone()
+            },
+        };
+        pairs.map(join).collect()
+    }
+
+    fn placement(&self, model: &ModelShape, nodes: &[Node]) -> Result<Placement, Skip> {
+        let all: Vec<usize> = (0..nodes.len()).collect();
+        let single = Placement::single;
+        Ok(match self.strategy.as_str() {
+            "single" => single(Pipeline::group(model.layers, Split::Whole, &[0])),
+            "pipeline" => single(by_memory(model.layers, nodes)),
+            "tensor" => single(Pipeline::group(model.layers, Split::Tensor, &all)),
+            "expert" => single(Pipeline::group(model.layers, Split::Expert, &all)),
+            "disaggregated" if nodes.len() == 2 => {
+                let rate = |node: &Node| node.rates.map_or(0.0, |r| r.matmul);
+                let prompts = usize::from(rate(&nodes[1]) > rate(&nodes[0]));
+                Placement {
+                    replicas: vec![Pipeline::group(model.layers, Split::Whole, &[1 - prompts])],
+                    prefill: Some(Pipeline::group(model.layers, Split::Whole, &[prompts])),
+                }
+            }
+            _ => return Err(Skip::Strategy),
+        })
+    }
+
+    /// Rows with several requests do not say how many; as many as stages are assumed.
+    fn workload(&self, stages: usize) -> Workload {
+        let prompt = self.prompt_tokens.unwrap_or(1).max(1);
+        let output = self.output_tokens.unwrap_or(OUTPUT).max(1);
+        let multi = self.concurrency == "multi";
+        Workload {
+            prompt,
+            output,
+            concurrency: if multi {
+                u32::try_from(stages).unwrap_or(1).max(2)
+            } else {
+                1
+            },
+            context: prompt.saturating_add(output),
+        }
+    }
+}
+
+fn nodes_memory(cluster: &Cluster, node: usize) -> f64 {
+    cluster.nodes[node].memory.0 as f64
+}
+
+/// Layers in proportion to memory, by largest remainder: what exo and llama.cpp do.
+pub fn by_memory(n_layers: u32, nodes: &[Node]) -> Pipeline {
+    let weights: Vec<f64> = nodes.iter().map(Node::budget).collect();
+    let counts = crate::solver::shares(n_layers, &weights);
+    let mut start = 0;
+    let mut stages = Vec::new();
+    for (node, count) in counts
+        .into_iter()
+        .enumerate()
+        .filter(|(_, count)| *count > 0)
+    {
+        stages.push(Stage::whole(start..start + count, node));
+        start += count;
+    }
+    Pipeline { stages }
+}
+
+impl Case {
+    fn predict(&self, calibration: &Calibration) -> Result<Prediction, Error> {
+        let costs = Costs::new(&self.cluster, &self.model, self.workload, calibration)?;
+        predict(&costs, &self.placement)
+    }
+
+    /// Against the first node alone in decode; for prefill elsewhere, a whole request against the
+    /// decoding node alone.
+    fn speedup(&self, said: &Prediction, calibration: &Calibration) -> Result<f64, Error> {
+        let costs = Costs::new(&self.cluster, &self.model, self.workload, calibration)?;
+        let node = self.placement.replicas[0].nodes()[0];
+        let alone = Pipeline::group(self.model.layers, Split::Whole, &[node]);
+        let alone = predict(&costs, &Placement::single(alone))?;
+        Ok(if self.placement.prefill.is_some() {
+            alone.request_s / said.request_s
+        } else {
+            said.decode_tok_s / alone.decode_tok_s
+        })
+    }
+}
