@@ -1,0 +1,223 @@
+//! Who may ask: names of this server, pages of browsers, and keys.
+//!
+//! A local API is not protected by being local: any web page that a user opens can send requests to
+//! it. Three things keep such a page out. `Host` must be a name of this server, so a page whose name
+//! was made to point here (DNS rebinding) is refused. `Origin`, which browsers add to what a page
+//! of another site sends, must be this server's or a configured one. And bodies must be declared as
+//! JSON, which a page can do only after the browser has asked by `OPTIONS`.
+
+use std::net::{IpAddr, SocketAddr};
+
+use axum::http::header::{AUTHORIZATION, HOST, ORIGIN};
+use axum::http::{HeaderMap, Request};
+
+use crate::config::Access;
+use crate::field::clip;
+use crate::keys::Watched;
+use crate::rejection::Rejection;
+
+/// The address that a connection came to.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Local(pub(crate) SocketAddr);
+
+/// A page that may use the API from another origin; it is told so.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct AllowedOrigin(pub(crate) String);
+
+/// Checks `Host` and `Origin`; returns the origin if it is another one that is allowed.
+///
+/// # Errors
+/// [`Rejection::HostCount`], [`Rejection::Host`], [`Rejection::Origin`].
+pub(crate) fn check_origin<B>(
+    request: &Request<B>,
+    access: &Access,
+) -> Result<Option<AllowedOrigin>, Rejection> {
+    let local = request.extensions().get::<Local>();
+    let local = local.map(|local| local.0.ip());
+    let host = host(request)?;
+    // A target in absolute form names a host as well.
+    let named = request
+        .uri()
+        .authority()
+        .map(|authority| authority.as_str());
+    for name in named.into_iter().chain([host]) {
+        if !is_own(name, local, access) {
+            let host = clip(name);
+            return Err(Rejection::Host { host });
+        }
+    }
+    let mut origins = request.headers().get_all(ORIGIN).iter();
+    let Some(origin) = origins.next() else {
+        return Ok(None);
+    };
+    let text = origin.to_str().unwrap_or_default();
+    let refused = || Rejection::Origin {
+        origin: clip(&String::from_utf8_lossy(origin.as_bytes())),
+    };
+    if origins.next().is_some() {
+        return Err(refused());
+    }
+    if text.eq_ignore_ascii_case(&format!("http://{host}")) {
+        return Ok(None);
+    }
+    let mut allowed = access.origins.iter();
+    let is_allowed = allowed.any(|origin| origin.eq_ignore_ascii_case(text));
+    is_allowed
+        .then(|| Some(AllowedOrigin(text.to_owned())))
+        .ok_or_else(refused)
+}
+
+fn host<B>(request: &Request<B>) -> Result<&str, Rejection> {
+    let hosts = request.headers().get_all(HOST);
+    let mut values = hosts.iter();
+    match (values.next(), values.next()) {
+        (Some(host), None) => host.to_str().map_err(|_| Rejection::Host {
+            host: clip(&String::from_utf8_lossy(host.as_bytes())),
+        }),
+        _ => {
+            let got = hosts.iter().count();
+            Err(Rejection::HostCount { got })
+        }
+    }
+}
+
+/// Whether `host`, with or without a port, is this machine or a configured name.
+fn is_own(host: &str, local: Option<IpAddr>, access: &Access) -> bool {
+    let Some(name) = without_port(host) else {
+        return false;
+    };
+    let name = name.strip_suffix('.').unwrap_or(name).to_ascii_lowercase();
+    let literal = name
+        .strip_prefix('[')
+        .and_then(|name| name.strip_suffix(']'));
+    if let Ok(ip) = literal.unwrap_or(&name).parse::<IpAddr>() {
+        let (ip, local) = (ip.to_canonical(), local.map(|local| local.to_canonical()));
+        if ip.is_loopback() || Some(ip) == local {
+            return true;
+        }
+    }
+    name == "localhost"
+        || name.ends_with(".localhost")
+        || access
+            .hosts
+            .iter()
+            .any(|host| host.eq_ignore_ascii_case(&name))
+}
+
+/// The name in `name`, `name:80` or `[::1]:80`.
+fn without_port(host: &str) -> Option<&str> {
+    let name_end = if host.starts_with('[') {
+        host.find(']')? + 1
+    } else {
+        host.find(':').unwrap_or(host.len())
+    };
+    let (name, port) = host.split_at(name_end);
+    let port = port.strip_prefix(':').unwrap_or(port);
+    let is_port = port.is_empty() || port.parse::<u16>().is_ok();
+    (is_port && !name.is_empty()).then_some(name)
+}
+
+/// # Errors
+/// [`Rejection::NoKey`], [`Rejection::WrongKey`].
+pub(crate) fn check_key(headers: &HeaderMap, keys: &Watched) -> Result<(), Rejection> {
+    let header = headers.get(AUTHORIZATION).ok_or(Rejection::NoKey)?;
+    let text = header.to_str().map_err(|_| Rejection::WrongKey)?;
+    let (scheme, key) = text.split_once(' ').ok_or(Rejection::NoKey)?;
+    if !scheme.eq_ignore_ascii_case("bearer") {
+        return Err(Rejection::NoKey);
+    }
+    if keys.contains(key.trim()) {
+        Ok(())
+    } else {
+        Err(Rejection::WrongKey)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn hosts_are_names_of_this_machine_or_configured() {
+        let access = Access {
+            hosts: vec!["LLM.example.org".into()],
+            ..Access::default()
+        };
+        let local = Some("192.168.1.5".parse().unwrap());
+        for (host, expected) in [
+            ("localhost", true),
+            ("LOCALHOST:52415", true),
+            ("localhost.", true),
+            ("a.localhost:1", true),
+            ("127.0.0.1:52415", true),
+            ("127.9.9.9", true),
+            ("[::1]:52415", true),
+            ("[::1]", true),
+            ("[::ffff:127.0.0.1]", true),
+            ("192.168.1.5:52415", true),
+            ("llm.example.org", true),
+            ("llm.example.org:443", true),
+            ("192.168.1.6", false),
+            ("example.org", false),
+            ("localhost.example.org", false),
+            ("127.0.0.1.example.org", false),
+            ("evil@localhost", false),
+            ("localhost:x", false),
+            ("localhost:99999", false),
+            ("localhost:1:2", false),
+            ("[::1", false),
+            ("[::1]x", false),
+            ("notlocalhost", false),
+            ("", false),
+            (":80", false),
+            ("0.0.0.0", false),
+            ("2130706433", false),
+        ] {
+            assert_eq!(is_own(host, local, &access), expected, "{host}");
+        }
+    }
+
+    fn origin(host: &str, origins: &[&str]) -> Result<Option<AllowedOrigin>, Rejection> {
+        let access = Access {
+            origins: vec!["https://chat.example.org".into()],
+            ..Access::default()
+        };
+        let mut request = Request::builder().header(HOST, host);
+        for origin in origins {
+            request = request.header(ORIGIN, *origin);
+        }
+        check_origin(&request.body(()).unwrap(), &access)
+    }
+
+    #[test]
+    fn origins_are_this_server_or_configured() {
+        let host = "localhost:52415";
+        assert_eq!(origin(host, &[]).unwrap(), None);
+        assert_eq!(origin(host, &["http://localhost:52415"]).unwrap(), None);
+        let other = "https://chat.example.org";
+        assert_eq!(
+            origin(host, &[other]).unwrap(),
+            Some(AllowedOrigin(other.into()))
+        );
+        for bad in [
+            "null",
+            "",
+            "http://localhost",
+            "http://localhost:3000",
+            "https://localhost:52415",
+            "http://localhost:52415.example.org",
+            "http://chat.example.org",
+            "https://evil.example",
+        ] {
+            let got = origin(host, &[bad]);
+            assert!(
+                matches!(got, Err(Rejection::Origin { .. })),
+                "{bad}: {got:?}"
+            );
+        }
+        let twice = origin(host, &["http://localhost:52415", "https://evil.example"]);
+        assert!(matches!(twice, Err(Rejection::Origin { .. })));
+        let rebound = origin("evil.example:52415", &["http://evil.example:52415"]);
+        assert!(matches!(rebound, Err(Rejection::Host { .. })));
+    }
+}

@@ -1,0 +1,216 @@
+//! What the caller decides: where to listen, who may ask, how much and how long.
+
+use std::fmt;
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use crate::Error;
+
+/// The port of exo's API: clients that were set up for it find paceline there.
+pub const DEFAULT_PORT: u16 = 52415;
+
+/// Where to listen, who may ask, how much and how long.
+#[derive(Clone, Debug)]
+pub struct Config {
+    /// Addresses to listen on; at least one. Port 0 takes a free one.
+    pub bind: Vec<SocketAddr>,
+    /// Who may ask.
+    pub access: Access,
+    /// How much.
+    pub limits: Limits,
+    /// How long.
+    pub times: Times,
+    /// What time it is.
+    pub clock: Clock,
+    /// Asked for at every scrape of `/metrics`.
+    pub facts: Facts,
+}
+
+impl Config {
+    /// On `127.0.0.1`, with the defaults.
+    pub fn new(port: u16, clock: Clock) -> Self {
+        Self {
+            bind: vec![SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), port)],
+            access: Access::default(),
+            limits: Limits::default(),
+            times: Times::default(),
+            clock,
+            facts: Facts::default(),
+        }
+    }
+
+    /// # Errors
+    /// [`Error::NoAddress`], [`Error::Open`], [`Error::Limit`].
+    pub(crate) fn check(&self) -> Result<(), Error> {
+        if self.bind.is_empty() {
+            return Err(Error::NoAddress);
+        }
+        let is_guarded = self.access.keys.is_some() || self.access.open_to_network;
+        let reachable = self.bind.iter().find(|addr| !addr.ip().is_loopback());
+        if let (false, Some(&addr)) = (is_guarded, reachable) {
+            return Err(Error::Open { addr });
+        }
+        self.limits.check()
+    }
+}
+
+/// Who may ask. Loopback names and addresses, and the address that a connection came to, are
+/// always accepted as `Host`; a page of the server's own origin always as `Origin`.
+#[derive(Clone, Debug, Default)]
+pub struct Access {
+    /// More names that a `Host` header may have, without port: `llm.example.org`.
+    pub hosts: Vec<String>,
+    /// Web pages that may use the API, as browsers spell an origin: `https://chat.example.org`.
+    pub origins: Vec<String>,
+    /// A file of [`keys`](crate::keys); without one nobody is asked for a key. The file is read
+    /// again when it changes. An empty or missing file lets nobody in.
+    pub keys: Option<PathBuf>,
+    /// Allows addresses that others can reach although there are no keys.
+    pub open_to_network: bool,
+}
+
+/// Bounds; what is over one is refused with the bound's value.
+#[derive(Clone, Debug)]
+pub struct Limits {
+    /// Connections at the same time; further ones wait unaccepted. Each costs some 20 KB.
+    pub connections: usize,
+    /// Requests to the model at the same time, from their headers to the end of their answer;
+    /// further ones get 429.
+    pub requests: usize,
+    /// Requests whose body is parsed and made tokens at the same time, on a thread each; further
+    /// ones wait. Bounds memory: parsing takes up to 100 bytes per value of the body.
+    pub parsing: usize,
+    /// Bytes of a body.
+    pub body_bytes: usize,
+    /// Levels of arrays and objects in a body; at most 100 (serde_json refuses more than 127).
+    pub json_depth: usize,
+    /// Values and keys in a body.
+    pub json_values: usize,
+    /// Choices of a prompt (`n`).
+    pub choices: usize,
+    /// Prompts of a request to `/v1/completions`.
+    pub prompts: usize,
+    /// Messages of a conversation.
+    pub messages: usize,
+    /// Replies of one choice that wait for a slow reader. A reader that is behind by more is cut
+    /// off with an error; a shorter answer never is.
+    pub unread_replies: usize,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self {
+            connections: 512,
+            requests: 64,
+            parsing: 2,
+            body_bytes: 8 << 20,
+            json_depth: 32,
+            json_values: 1 << 20,
+            choices: 16,
+            prompts: 64,
+            messages: 4096,
+            unread_replies: 8192,
+        }
+    }
+}
+
+impl Limits {
+    fn check(&self) -> Result<(), Error> {
+        let at_least_one = [
+            ("connections", self.connections),
+            ("requests", self.requests),
+            ("parsing", self.parsing),
+            ("body_bytes", self.body_bytes),
+            ("json_depth", self.json_depth),
+            ("json_values", self.json_values),
+            ("choices", self.choices),
+            ("prompts", self.prompts),
+            ("messages", self.messages),
+            ("unread_replies", self.unread_replies),
+        ];
+        // The largest number of permits of a semaphore is far above this.
+        let most = |name| match name {
+            "json_depth" => 100,
+            _ => 1 << 32,
+        };
+        let bad = at_least_one
+            .into_iter()
+            .find(|(name, value)| *value == 0 || *value > most(name));
+        bad.map_or(Ok(()), |(limit, got)| {
+            let most = most(limit);
+            Err(Error::Limit { limit, got, most })
+        })
+    }
+}
+
+/// How long things may take.
+#[derive(Clone, Debug)]
+pub struct Times {
+    /// From the headers of a request to the end of its answer.
+    pub request: Duration,
+    /// For the headers of a request, and between requests of a connection.
+    pub headers: Duration,
+    /// For a body.
+    pub body: Duration,
+    /// That a client may take nothing of what is to be sent before its connection is closed.
+    pub stalled_write: Duration,
+    /// Between signs of life in a stream that has nothing to say.
+    pub keep_alive: Duration,
+    /// That a stream's status waits for the model's first reply, so that an early failure is an
+    /// HTTP status and not an event.
+    pub first_reply: Duration,
+    /// For answers that are under way when the server is told to stop.
+    pub grace: Duration,
+}
+
+impl Default for Times {
+    fn default() -> Self {
+        Self {
+            request: Duration::from_secs(600), // the SDKs' own default
+            headers: Duration::from_secs(10),
+            body: Duration::from_secs(30),
+            stalled_write: Duration::from_secs(30),
+            keep_alive: Duration::from_secs(15), // proxies commonly give up at 30 or 60 s
+            first_reply: Duration::from_secs(2),
+            grace: Duration::from_secs(5),
+        }
+    }
+}
+
+/// What time it is: the crate reads no clock of its own.
+#[derive(Clone, Copy, Debug)]
+pub struct Clock {
+    /// For intervals.
+    pub now: fn() -> Instant,
+    /// Seconds since 1970, UTC.
+    pub unix_s: fn() -> u64,
+}
+
+/// Figures of the process that the caller knows, such as memory and bytes on the wire.
+#[derive(Clone)]
+pub struct Facts(pub Arc<dyn Fn() -> Vec<Fact> + Send + Sync>);
+
+impl Default for Facts {
+    fn default() -> Self {
+        Self(Arc::new(Vec::new))
+    }
+}
+
+impl fmt::Debug for Facts {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Facts(..)")
+    }
+}
+
+/// One figure, shown by `/metrics` as a gauge `paceline_<name>`. Both texts go out as they are.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Fact {
+    /// Lower-case letters, digits and `_`, the unit last.
+    pub name: &'static str,
+    /// A line without a full stop at its end.
+    pub help: &'static str,
+    /// The value now.
+    pub value: f64,
+}

@@ -1,0 +1,438 @@
+//! Fields of a request as a table: one row checks a value, says what is wrong with it, and is its
+//! description in the OpenAPI document. So the document cannot promise other bounds than hold.
+
+use serde_json::{Map, Value, json};
+
+use crate::json::show;
+use crate::rejection::Rejection;
+
+/// A field that a request may have. `null` is as good as absent.
+#[derive(Debug)]
+pub(crate) struct Field {
+    pub(crate) name: &'static str,
+    pub(crate) kind: Kind,
+    pub(crate) is_required: bool,
+    /// For the OpenAPI document.
+    pub(crate) about: &'static str,
+}
+
+/// What the value must be.
+#[derive(Debug)]
+pub(crate) enum Kind {
+    /// Bounds included.
+    Number { min: f64, max: f64 },
+    /// Bounds included. `1.0` is an integer, as in JSON Schema.
+    Integer { min: i64, max: i64 },
+    /// True or false.
+    Boolean,
+    /// Of so many characters.
+    Text { min: usize, max: usize },
+    /// With whatever in it.
+    Object,
+    /// Written in JSON: the values that ask for what happens anyway. All others would change the
+    /// answer if this server could do it; `why` says what it cannot.
+    Only {
+        values: &'static [&'static str],
+        why: &'static str,
+    },
+    /// Read by a function of its own; this makes the schema.
+    Own(fn() -> Value),
+}
+
+impl Field {
+    pub(crate) const fn new(name: &'static str, kind: Kind, about: &'static str) -> Self {
+        let is_required = false;
+        Self {
+            name,
+            kind,
+            is_required,
+            about,
+        }
+    }
+
+    pub(crate) const fn required(mut self) -> Self {
+        self.is_required = true;
+        self
+    }
+
+    /// # Errors
+    /// [`Rejection::Type`], [`Rejection::Range`], [`Rejection::Length`],
+    /// [`Rejection::Unsupported`]; `param` is the name with what it is in.
+    fn check(&self, value: &Value, param: String) -> Result<(), Rejection> {
+        match self.kind {
+            Kind::Number { min, max } => {
+                let Some(number) = value.as_f64() else {
+                    return Err(wrong_type(param, value, "a number"));
+                };
+                let expected = || format!("{min} to {max}");
+                in_range((min..=max).contains(&number), param, value, expected)
+            }
+            Kind::Integer { min, max } => {
+                let Some(number) = integer(value) else {
+                    return Err(wrong_type(param, value, "an integer"));
+                };
+                let expected = || format!("{min} to {max}");
+                let contains = (i128::from(min)..=i128::from(max)).contains(&number);
+                in_range(contains, param, value, expected)
+            }
+            Kind::Boolean if value.is_boolean() => Ok(()),
+            Kind::Boolean => Err(wrong_type(param, value, "true or false")),
+            Kind::Text { min, max } => check_text(value, param, min, max),
+            Kind::Object if value.is_object() => Ok(()),
+            Kind::Object => Err(wrong_type(param, value, "an object")),
+            Kind::Only { values, why } => {
+                let is_same =
+                    |text: &&str| serde_json::from_str(text).is_ok_and(|v: Value| v == *value);
+                if values.iter().any(is_same) {
+                    return Ok(());
+                }
+                let got = show(value);
+                Err(Rejection::Unsupported { param, got, why })
+            }
+            Kind::Own(_) => Ok(()),
+        }
+    }
+
+    /// The JSON Schema of the field.
+    pub(crate) fn schema(&self) -> Value {
+        let mut schema = match self.kind {
+            Kind::Number { min, max } => {
+                json!({"type": "number", "minimum": min, "maximum": max})
+            }
+            Kind::Integer { min, max } => {
+                json!({"type": "integer", "minimum": min, "maximum": max})
+            }
+            Kind::Boolean => json!({"type": "boolean"}),
+            Kind::Object => json!({"type": "object"}),
+            Kind::Text { min, max } => {
+                json!({"type": "string", "minLength": min, "maxLength": max})
+            }
+            Kind::Only { values, .. } => {
+                let parse = |text: &&str| serde_json::from_str::<Value>(text).unwrap_or_default();
+                let values: Vec<Value> = values.iter().map(parse).collect();
+                json!({"enum": values})
+            }
+            Kind::Own(schema) => schema(),
+        };
+        if !self.is_required {
+            schema = nullable(schema);
+        }
+        if let (Some(object), false) = (schema.as_object_mut(), self.about.is_empty()) {
+            object.insert("description".into(), self.about.into());
+        }
+        schema
+    }
+}
+
+/// The same schema with null accepted.
+fn nullable(mut schema: Value) -> Value {
+    if let Some(Value::Array(values)) = schema.get_mut("enum") {
+        values.push(Value::Null);
+        return schema;
+    }
+    if let Some(kind @ Value::String(_)) = schema.get_mut("type") {
+        *kind = json!([kind.clone(), "null"]);
+        return schema;
+    }
+    json!({"anyOf": [schema, {"type": "null"}]})
+}
+
+/// The schema of an object with these fields and no others.
+pub(crate) fn object_schema(table: &[Field]) -> Value {
+    let properties: Map<String, Value> = table
+        .iter()
+        .map(|field| (field.name.to_owned(), field.schema()))
+        .collect();
+    let required = table.iter().filter(|field| field.is_required);
+    let required: Vec<&str> = required.map(|field| field.name).collect();
+    json!({
+        "type": "object",
+        "properties": properties,
+        "required": required,
+        "additionalProperties": false,
+    })
+}
+
+fn check_text(value: &Value, param: String, min: usize, max: usize) -> Result<(), Rejection> {
+    let Some(text) = value.as_str() else {
+        return Err(wrong_type(param, value, "a string"));
+    };
+    // Bytes first: counting the characters of a long text takes a while.
+    let got = if text.len() > 4 * max {
+        text.len() / 4
+    } else {
+        text.chars().count()
+    };
+    if (min..=max).contains(&got) {
+        return Ok(());
+    }
+    let (unit, expected) = ("characters", format!("{min} to {max}"));
+    Err(Rejection::Length {
+        param,
+        got,
+        unit,
+        expected,
+    })
+}
+
+pub(crate) fn wrong_type(param: String, value: &Value, expected: impl Into<String>) -> Rejection {
+    let (got, expected) = (show(value), expected.into());
+    Rejection::Type {
+        param,
+        got,
+        expected,
+    }
+}
+
+fn in_range(
+    is_in: bool,
+    param: String,
+    value: &Value,
+    expected: impl FnOnce() -> String,
+) -> Result<(), Rejection> {
+    if is_in {
+        return Ok(());
+    }
+    let (got, expected) = (show(value), expected());
+    Err(Rejection::Range {
+        param,
+        got,
+        expected,
+    })
+}
+
+/// An integer, also one that is written with a fraction of zero; those beyond 2^53 only as such.
+pub(crate) fn integer(value: &Value) -> Option<i128> {
+    if let Some(integer) = value.as_i64() {
+        return Some(integer.into());
+    }
+    if let Some(integer) = value.as_u64() {
+        return Some(integer.into());
+    }
+    // 2^100: anything beyond every bound is the same.
+    let float = value.as_f64().filter(|float| float.fract() == 0.0)?;
+    Some(float.clamp(-1e30, 1e30) as i128)
+}
+
+/// An object whose fields are in the table and right as far as the table knows.
+#[derive(Debug)]
+pub(crate) struct Fields {
+    values: Map<String, Value>,
+}
+
+impl Fields {
+    /// Checks `object`, which stands at `place` in the body: empty, or with a dot at the end.
+    ///
+    /// # Errors
+    /// The first field that is not in the table or wrong, in the order of the object, else the
+    /// first that is missing.
+    pub(crate) fn new(
+        object: Map<String, Value>,
+        table: &[Field],
+        place: &str,
+    ) -> Result<Self, Rejection> {
+        let mut values = Map::new();
+        for (name, value) in object {
+            let param = || format!("{place}{}", clip(&name));
+            let Some(field) = table.iter().find(|field| field.name == name) else {
+                return Err(Rejection::Unknown { param: param() });
+            };
+            if value.is_null() {
+                continue;
+            }
+            field.check(&value, param())?;
+            values.insert(name, value);
+        }
+        for field in table.iter().filter(|field| field.is_required) {
+            if !values.contains_key(field.name) {
+                let (param, expected) = (format!("{place}{}", field.name), field.about.to_owned());
+                return Err(Rejection::Missing { param, expected });
+            }
+        }
+        Ok(Self { values })
+    }
+
+    /// The value as it is, once.
+    pub(crate) fn take(&mut self, name: &str) -> Option<Value> {
+        self.values.swap_remove(name)
+    }
+
+    pub(crate) fn get(&self, name: &str) -> Option<&Value> {
+        self.values.get(name)
+    }
+
+    pub(crate) fn has(&self, name: &str) -> bool {
+        self.values.contains_key(name)
+    }
+
+    pub(crate) fn number(&self, name: &str) -> Option<f64> {
+        self.values.get(name)?.as_f64()
+    }
+
+    pub(crate) fn integer(&self, name: &str) -> Option<i64> {
+        integer(self.values.get(name)?).and_then(|integer| integer.try_into().ok())
+    }
+
+    /// An integer whose bounds are not negative.
+    pub(crate) fn count(&self, name: &str) -> Option<usize> {
+        self.integer(name)
+            .and_then(|integer| integer.try_into().ok())
+    }
+
+    pub(crate) fn is_true(&self, name: &str) -> bool {
+        self.values.get(name).is_some_and(|value| *value == true)
+    }
+
+    pub(crate) fn text(&self, name: &str) -> Option<&str> {
+        self.values.get(name)?.as_str()
+    }
+}
+
+/// A client's own name for a field, not longer than any real one.
+pub(crate) fn clip(name: &str) -> String {
+    const LONGEST: usize = 64;
+    if name.chars().count() <= LONGEST {
+        return name.to_owned();
+    }
+    let start: String = name.chars().take(LONGEST).collect();
+    start + "..."
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const TABLE: [Field; 6] = [
+        Field::new(
+            "number",
+            Kind::Number {
+                min: -2.0,
+                max: 2.0,
+            },
+            "",
+        ),
+        Field::new(
+            "integer",
+            Kind::Integer {
+                min: 1,
+                max: i64::MAX,
+            },
+            "",
+        ),
+        Field::new("flag", Kind::Boolean, ""),
+        Field::new("text", Kind::Text { min: 1, max: 3 }, "").required(),
+        Field::new(
+            "only",
+            Kind::Only {
+                values: &["[]", r#"{"type":"text"}"#],
+                why: "reasons",
+            },
+            "",
+        ),
+        Field::new("own", Kind::Own(|| json!({"type": "array"})), ""),
+    ];
+
+    #[test]
+    fn each_kind_has_its_bounds() {
+        for (object, expected) in [
+            (r#"{"text":"a"}"#, "ok"),
+            (r#"{"text":null}"#, "text is missing"),
+            ("{}", "text is missing"),
+            (r#"{"text":""}"#, "text has 0 characters, expected 1 to 3"),
+            (r#"{"text":"中中中"}"#, "ok"),
+            (
+                r#"{"text":"aaaa"}"#,
+                "text has 4 characters, expected 1 to 3",
+            ),
+            (r#"{"text":1}"#, "text is 1, expected a string"),
+            (r#"{"text":"a","number":2}"#, "ok"),
+            (
+                r#"{"text":"a","number":2.0000001}"#,
+                "number is 2.0000001, expected -2 to 2",
+            ),
+            (
+                r#"{"text":"a","number":-1e308}"#,
+                "number is -1e308, expected -2 to 2",
+            ),
+            (
+                r#"{"text":"a","number":"2"}"#,
+                "number is \"2\", expected a number",
+            ),
+            (
+                r#"{"text":"a","number":true}"#,
+                "number is true, expected a number",
+            ),
+            (r#"{"text":"a","integer":1.0}"#, "ok"),
+            (r#"{"text":"a","integer":9223372036854775807}"#, "ok"),
+            (
+                r#"{"text":"a","integer":9223372036854775808}"#,
+                "integer is 9223372036854775808",
+            ),
+            (
+                r#"{"text":"a","integer":1e300}"#,
+                "integer is 1e300, expected 1 to",
+            ),
+            (r#"{"text":"a","integer":0}"#, "integer is 0, expected 1 to"),
+            (
+                r#"{"text":"a","integer":1.5}"#,
+                "integer is 1.5, expected an integer",
+            ),
+            (
+                r#"{"text":"a","flag":1}"#,
+                "flag is 1, expected true or false",
+            ),
+            (r#"{"text":"a","only":[]}"#, "ok"),
+            (r#"{"text":"a","only":{"type":"text"}}"#, "ok"),
+            (
+                r#"{"text":"a","only":{"type":"json"}}"#,
+                "only is an object, which is not supp",
+            ),
+            (r#"{"text":"a","own":7}"#, "ok"),
+            (r#"{"text":"a","other":null}"#, "other is no field"),
+            (r#"{"text":"a","flag":null,"number":null}"#, "ok"),
+        ] {
+            let object: Map<String, Value> = serde_json::from_str(object).unwrap();
+            let got = match Fields::new(object.clone(), &TABLE, "") {
+                Ok(_) => "ok".to_owned(),
+                Err(error) => error.to_string(),
+            };
+            assert!(got.starts_with(expected), "{object:?}: {got}");
+        }
+    }
+
+    #[test]
+    fn values_come_out_as_they_went_in() {
+        let object = r#"{"text":"a","number":1,"integer":3.0,"flag":true}"#;
+        let fields = Fields::new(serde_json::from_str(object).unwrap(), &TABLE, "x.").unwrap();
+        assert_eq!(fields.text("text"), Some("a"));
+        assert_eq!(fields.number("number"), Some(1.0));
+        assert_eq!(fields.count("integer"), Some(3));
+        assert!(fields.is_true("flag") && !fields.is_true("own"));
+    }
+
+    #[test]
+    fn names_of_clients_are_clipped() {
+        let object = Map::from_iter([("y".repeat(1000), Value::from(1))]);
+        let error = Fields::new(object, &TABLE, "m[0].")
+            .unwrap_err()
+            .to_string();
+        assert!(
+            error.starts_with("m[0].yyy") && error.len() < 200,
+            "{error}"
+        );
+    }
+
+    #[test]
+    fn schemas_accept_null_where_the_check_does() {
+        let schema = object_schema(&TABLE);
+        let properties = &schema["properties"];
+        assert_eq!(properties["number"]["type"], json!(["number", "null"]));
+        assert_eq!(properties["text"]["type"], "string");
+        assert_eq!(
+            properties["only"]["enum"],
+            json!([[], {"type": "text"}, null])
+        );
+        assert_eq!(properties["own"]["type"], json!(["array", "null"]));
+        assert_eq!(schema["required"], json!(["text"]));
+    }
+}

@@ -1,0 +1,427 @@
+//! API keys: made, listed and revoked in a file, and compared.
+//!
+//! The file never holds a key, only SHA-256 over a salt and the key. A slow password hash would add
+//! nothing: it makes guessing costly, and a key has 256 random bits, which nobody guesses. The salt
+//! keeps equal keys from showing as equal. The file is JSON with mode 0600 and is replaced by
+//! renaming, so a reader sees the old one or the new one:
+//!
+//! ```text
+//! {"version":1,"keys":[{"id":"1f0c33aa","name":"laptop","created_unix_s":1790000000,
+//!                       "salt":"<32 hex>","sha256":"<64 hex>"}]}
+//! ```
+//!
+//! Two programs that change the file at once: the later change wins, and the earlier is lost.
+
+use std::fs::{self, File};
+use std::io::{self, Write};
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::Mutex;
+
+use serde::{Deserialize, Serialize};
+use sha2::{Digest, Sha256};
+use subtle::{Choice, ConstantTimeEq};
+
+/// What every key begins with, so that scanners for leaked secrets can know them.
+pub const PREFIX: &str = "pl-";
+
+/// Most keys of a file: each is compared with each request's.
+pub const MAX_KEYS: usize = 1000;
+
+/// Longest name of a key in characters.
+pub const MAX_NAME: usize = 64;
+
+/// A file of [`MAX_KEYS`] has some 250 KB.
+const MAX_FILE_BYTES: u64 = 1 << 20;
+
+const VERSION: u32 = 1;
+
+/// Why keys cannot be read or changed.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// The file could not be read.
+    #[error("reading {}", path.display())]
+    Read {
+        /// The file.
+        path: PathBuf,
+        /// What the system says.
+        source: io::Error,
+    },
+    /// The file could not be written.
+    #[error("writing {}", path.display())]
+    Write {
+        /// The file.
+        path: PathBuf,
+        /// What the system says.
+        source: io::Error,
+    },
+    /// The file is not what [`Keys`] writes.
+    #[error("{}: {reason}", path.display())]
+    Malformed {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong.
+        reason: String,
+    },
+    /// Others can read or write the file.
+    #[error("{} has mode {mode:04o}, expected 0600: others could read or change it", path.display())]
+    Mode {
+        /// The file.
+        path: PathBuf,
+        /// Its permissions.
+        mode: u32,
+    },
+    /// No more fit.
+    #[error("{} has {MAX_KEYS} keys already, which is the most", path.display())]
+    Full {
+        /// The file.
+        path: PathBuf,
+    },
+    /// A name that cannot be listed.
+    #[error("key name {name:?}: expected 1 to {MAX_NAME} characters without control characters")]
+    Name {
+        /// The name.
+        name: String,
+    },
+    /// No key has this id.
+    #[error("no key has the id {id:?}")]
+    NoKey {
+        /// The id.
+        id: String,
+    },
+    /// The system gives no random numbers.
+    #[error("the system gives no random numbers: {0}")]
+    Random(getrandom::Error),
+}
+
+/// A key as it may be shown.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct KeyInfo {
+    /// Eight hexadecimal digits, by which it is revoked.
+    pub id: String,
+    /// What it is for.
+    pub name: String,
+    /// Seconds since 1970.
+    pub created_unix_s: u64,
+}
+
+#[derive(Clone, Debug, Serialize, Deserialize)]
+struct Stored {
+    #[serde(flatten)]
+    info: KeyInfo,
+    salt: String,
+    sha256: String,
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+struct Contents {
+    version: u32,
+    keys: Vec<Stored>,
+}
+
+/// The keys of a file.
+#[derive(Debug)]
+pub struct Keys {
+    path: PathBuf,
+    keys: Vec<Stored>,
+}
+
+impl Keys {
+    /// Reads `path`. A file that does not exist has no keys.
+    ///
+    /// # Errors
+    /// [`Error::Read`], [`Error::Malformed`], [`Error::Mode`].
+    pub fn open(path: &Path) -> Result<Self, Error> {
+        let failed = |source| Error::Read {
+            path: path.to_owned(),
+            source,
+        };
+        let path = path.to_owned();
+        let file = match File::open(&path) {
+            Ok(file) => file,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {
+                let keys = Vec::new();
+                return Ok(Self { path, keys });
+            }
+            Err(error) => return Err(failed(error)),
+        };
+        let metadata = file.metadata().map_err(failed)?;
+        let mode = metadata.permissions().mode() & 0o7777;
+        if mode & 0o077 != 0 {
+            return Err(Error::Mode { path, mode });
+        }
+        let malformed = |reason| Error::Malformed {
+            path: path.clone(),
+            reason,
+        };
+        if metadata.len() > MAX_FILE_BYTES {
+            let (got, most) = (metadata.len(), MAX_FILE_BYTES);
+            return Err(malformed(format!("{got} bytes, expected at most {most}")));
+        }
+        let contents = serde_json::from_reader(io::BufReader::new(file));
+        let contents = contents.map_err(|error| malformed(error.to_string()))?;
+        let keys = checked(contents).map_err(malformed)?;
+        Ok(Self { path, keys })
+    }
+
+    /// Makes a key and writes the file. The key itself is returned and kept nowhere.
+    ///
+    /// # Errors
+    /// [`Error::Full`], [`Error::Name`], [`Error::Random`], [`Error::Write`]; nothing has changed
+    /// then.
+    pub fn make(&mut self, name: &str, now_unix_s: u64) -> Result<(String, KeyInfo), Error> {
+        let chars = name.chars().count();
+        if !(1..=MAX_NAME).contains(&chars) || name.chars().any(char::is_control) {
+            let name = name.to_owned();
+            return Err(Error::Name { name });
+        }
+        if self.keys.len() >= MAX_KEYS {
+            let path = self.path.clone();
+            return Err(Error::Full { path });
+        }
+        let key = format!("{PREFIX}{}", random_hex::<32>()?);
+        let salt = random_hex::<16>()?;
+        let info = KeyInfo {
+            id: self.free_id()?,
+            name: name.to_owned(),
+            created_unix_s: now_unix_s,
+        };
+        let stored = Stored {
+            info: info.clone(),
+            sha256: hex(&digest(&salt, &key)),
+            salt,
+        };
+        let mut keys = self.keys.clone();
+        keys.push(stored);
+        self.replace(keys)?;
+        Ok((key, info))
+    }
+
+    /// All keys, oldest first.
+    pub fn list(&self) -> impl Iterator<Item = &KeyInfo> {
+        self.keys.iter().map(|stored| &stored.info)
+    }
+
+    /// Takes the key with this id away and writes the file. Running servers notice at once.
+    ///
+    /// # Errors
+    /// [`Error::NoKey`], [`Error::Write`].
+    pub fn revoke(&mut self, id: &str) -> Result<KeyInfo, Error> {
+        let mut keys = self.keys.clone();
+        let Some(at) = keys.iter().position(|stored| stored.info.id == id) else {
+            let id = id.to_owned();
+            return Err(Error::NoKey { id });
+        };
+        let revoked = keys.remove(at);
+        self.replace(keys)?;
+        Ok(revoked.info)
+    }
+
+    /// Whether `key` is one of them. Takes as long for each: all are compared, in constant time.
+    pub fn contains(&self, key: &str) -> bool {
+        let is_equal = |stored: &Stored| {
+            let digest = hex(&digest(&stored.salt, key));
+            digest.as_bytes().ct_eq(stored.sha256.as_bytes())
+        };
+        let any = self.keys.iter().map(is_equal);
+        any.fold(Choice::from(0), |any, one| any | one).into()
+    }
+
+    fn free_id(&self) -> Result<String, Error> {
+        loop {
+            let id = random_hex::<4>()?;
+            if self.list().all(|info| info.id != id) {
+                return Ok(id);
+            }
+        }
+    }
+
+    fn replace(&mut self, keys: Vec<Stored>) -> Result<(), Error> {
+        let version = VERSION;
+        let contents = Contents { version, keys };
+        write(&self.path, &contents).map_err(|source| Error::Write {
+            path: self.path.clone(),
+            source,
+        })?;
+        self.keys = contents.keys;
+        Ok(())
+    }
+}
+
+fn checked(contents: Contents) -> Result<Vec<Stored>, String> {
+    let Contents { version, keys } = contents;
+    if version != VERSION {
+        return Err(format!("version {version}, expected {VERSION}"));
+    }
+    if keys.len() > MAX_KEYS {
+        return Err(format!("{} keys, expected at most {MAX_KEYS}", keys.len()));
+    }
+    let is_hex = |text: &str, len| text.len() == len && text.bytes().all(|b| b.is_ascii_hexdigit());
+    for Stored { info, salt, sha256 } in &keys {
+        if !is_hex(salt, 32) || !is_hex(sha256, 64) {
+            let id = &info.id;
+            return Err(format!(
+                "key {id:?}: expected a salt of 32 and a hash of 64 hex digits"
+            ));
+        }
+    }
+    Ok(keys)
+}
+
+/// Writes a file of mode 0600 beside `path` and renames it.
+fn write(path: &Path, contents: &Contents) -> io::Result<()> {
+    let dir = path.parent().filter(|dir| !dir.as_os_str().is_empty());
+    let dir = dir.unwrap_or(Path::new("."));
+    let mut file = tempfile::Builder::new()
+        .permissions(fs::Permissions::from_mode(0o600))
+        .tempfile_in(dir)?;
+    serde_json::to_writer(&mut file, contents)?;
+    file.write_all(b"\n")?;
+    file.as_file().sync_all()?;
+    file.persist(path).map_err(|error| error.error)?;
+    File::open(dir)?.sync_all()
+}
+
+fn digest(salt: &str, key: &str) -> [u8; 32] {
+    let hasher = Sha256::new().chain_update(salt).chain_update(key);
+    hasher.finalize().into()
+}
+
+fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+fn random_hex<const N: usize>() -> Result<String, Error> {
+    let mut bytes = [0; N];
+    getrandom::fill(&mut bytes).map_err(Error::Random)?;
+    Ok(hex(&bytes))
+}
+
+/// What tells that a file was replaced: inode, length, and time of change in nanoseconds.
+type Stamp = Option<(u64, u64, i64, i64)>;
+
+fn stamp(path: &Path) -> Stamp {
+    let m = fs::metadata(path).ok()?;
+    Some((m.ino(), m.len(), m.mtime(), m.mtime_nsec()))
+}
+
+/// The keys of a file that may change.
+#[derive(Debug)]
+pub(crate) struct Watched {
+    current: Mutex<(Stamp, Keys)>,
+}
+
+impl Watched {
+    /// # Errors
+    /// Those of [`Keys::open`].
+    pub(crate) fn open(path: &Path) -> Result<Self, Error> {
+        let current = Mutex::new((stamp(path), Keys::open(path)?));
+        Ok(Self { current })
+    }
+
+    /// Whether `key` is one of those in the file now. A file that has become unreadable lets
+    /// nobody in. Cost: a stat of the file, and a hash per key.
+    pub(crate) fn contains(&self, key: &str) -> bool {
+        let mut current = self.current.lock().expect("nothing panics with the lock");
+        let path = current.1.path.clone();
+        let now = stamp(&path);
+        if now != current.0 {
+            let keys = Vec::new();
+            let fresh = Keys::open(&path).unwrap_or(Keys { path, keys });
+            *current = (now, fresh);
+        }
+        current.1.contains(key)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn keys_are_made_listed_and_revoked() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("keys.json");
+        let mut keys = Keys::open(&path).unwrap();
+        assert_eq!(keys.list().count(), 0);
+        let (first, a) = keys.make("laptop", 1).unwrap();
+        let (second, b) = keys.make("büro", 2).unwrap();
+        assert!(first.starts_with(PREFIX) && first.len() == 67 && first != second);
+        let mut again = Keys::open(&path).unwrap();
+        assert_eq!(again.list().collect::<Vec<_>>(), [&a, &b]);
+        assert!(again.contains(&first) && again.contains(&second));
+        for wrong in [
+            "",
+            "pl-",
+            &first[..66],
+            &format!("{first}0"),
+            &first.to_uppercase(),
+            &a.id,
+        ] {
+            assert!(!again.contains(wrong), "{wrong}");
+        }
+        assert_eq!(again.revoke(&a.id).unwrap(), a);
+        assert!(matches!(again.revoke(&a.id), Err(Error::NoKey { .. })));
+        let left = Keys::open(&path).unwrap();
+        assert!(!left.contains(&first) && left.contains(&second));
+    }
+
+    #[test]
+    fn the_file_has_no_key_and_is_private() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("keys.json");
+        let (key, _) = Keys::open(&path).unwrap().make("a", 1).unwrap();
+        let text = fs::read_to_string(&path).unwrap();
+        assert!(!text.contains(&key[3..20]), "{text}");
+        assert_eq!(
+            fs::metadata(&path).unwrap().permissions().mode() & 0o777,
+            0o600
+        );
+        fs::set_permissions(&path, fs::Permissions::from_mode(0o640)).unwrap();
+        assert!(matches!(
+            Keys::open(&path),
+            Err(Error::Mode { mode: 0o640, .. })
+        ));
+        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1);
+    }
+
+    #[test]
+    fn hostile_files_are_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("keys.json");
+        let key = r#"{"id":"a","name":"b","created_unix_s":1,"salt":"00","sha256":"00"}"#;
+        for text in [
+            String::new(),
+            "[]".into(),
+            r#"{"version":2,"keys":[]}"#.into(),
+            format!(r#"{{"version":1,"keys":[{key}]}}"#),
+            " ".repeat(2 << 20),
+            "[".repeat(10_000),
+        ] {
+            fs::write(&path, &text).unwrap();
+            fs::set_permissions(&path, fs::Permissions::from_mode(0o600)).unwrap();
+            let got = Keys::open(&path);
+            assert!(matches!(got, Err(Error::Malformed { .. })), "{got:?}");
+        }
+        for name in ["", "a\nb", &"x".repeat(65)] {
+            let mut keys = Keys::open(&dir.path().join("none")).unwrap();
+            assert!(matches!(keys.make(name, 1), Err(Error::Name { .. })));
+        }
+    }
+
+    #[test]
+    fn a_watched_file_is_read_again() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("keys.json");
+        let watched = Watched::open(&path).unwrap();
+        let mut keys = Keys::open(&path).unwrap();
+        let (key, info) = keys.make("a", 1).unwrap();
+        assert!(watched.contains(&key));
+        keys.revoke(&info.id).unwrap();
+        assert!(!watched.contains(&key));
+        let (key, _) = keys.make("b", 1).unwrap();
+        assert!(watched.contains(&key));
+        fs::remove_file(&path).unwrap();
+        assert!(!watched.contains(&key));
+    }
+}

@@ -1,0 +1,61 @@
+//! The HTTP API: OpenAI's chat and text completions over whatever answers requests.
+//!
+//! ```text
+//! client --HTTP--> connection --> access --> api --> request --> Ask
+//!                                                                 |
+//!        <--JSON or events-- render, stream <-- choice <-- answer <--> engine::Service
+//! ```
+//!
+//! This is the only crate that knows HTTP. It sees the model as a [`Service`] and its text side as
+//! a [`Model`], so one process or many behind it are the same. It listens on loopback unless told
+//! otherwise, and a web page of another site cannot drive it.
+//!
+//! - [`Server`], [`Config`]: bind, run, stop.
+//! - [`keys`]: API keys in a file, kept as hashes.
+//!
+//! Invariants: every field of a request is honoured, known to have no effect on the answer, or
+//! refused by name; every wait has a deadline and every queue a bound; a client that leaves stops
+//! its answer; the OpenAPI document is made from the table that checks requests.
+//!
+//! ```no_run
+//! use std::sync::Arc;
+//! use std::time::{Instant, SystemTime};
+//!
+//! use paceline_serve::{Clock, Config, Model, Server};
+//! # fn example(model: Model, service: Arc<dyn paceline_engine::Service>)
+//! #     -> Result<(), paceline_serve::Error> {
+//! let unix_s = || SystemTime::UNIX_EPOCH.elapsed().map_or(0, |since| since.as_secs());
+//! let clock = Clock { now: Instant::now, unix_s };
+//! let server = Server::bind(Config::new(paceline_serve::DEFAULT_PORT, clock), model, service)?;
+//! let handle = server.handle(); // give it to whatever hears signals
+//! # drop(handle);
+//! server.run(); // until handle.shutdown()
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! [`Service`]: paceline_engine::Service
+
+mod access;
+mod answer;
+mod api;
+mod choice;
+mod config;
+mod connection;
+mod error;
+mod field;
+mod json;
+pub mod keys;
+mod metrics;
+mod model;
+mod openapi;
+mod rejection;
+mod render;
+mod request;
+mod server;
+mod stream;
+
+pub use config::{Access, Clock, Config, DEFAULT_PORT, Fact, Facts, Limits, Times};
+pub use error::Error;
+pub use model::Model;
+pub use server::{Handle, Server};

@@ -1,0 +1,196 @@
+//! What `/metrics` tells, in the OpenMetrics text format that Prometheus reads.
+//!
+//! Times are taken where replies leave the engine, so a slow reader does not change them.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use paceline_engine::{Reply, Status};
+use prometheus_client::encoding::EncodeLabelSet;
+use prometheus_client::encoding::text::encode;
+use prometheus_client::metrics::counter::Counter;
+use prometheus_client::metrics::family::Family;
+use prometheus_client::metrics::gauge::Gauge;
+use prometheus_client::metrics::histogram::{Histogram, exponential_buckets};
+use prometheus_client::metrics::info::Info;
+use prometheus_client::registry::Registry;
+
+use crate::config::{Fact, Facts};
+use crate::model::Model;
+
+/// A request as counted.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct RequestLabels {
+    /// The route, or `other`: not the path, which a client chooses.
+    endpoint: String,
+    status: u16,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct Outcome {
+    outcome: &'static str,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct TokenKind {
+    kind: &'static str,
+}
+
+/// Counters and histograms of one server.
+#[derive(Debug)]
+pub(crate) struct Metrics {
+    registry: Registry,
+    requests: Family<RequestLabels, Counter>,
+    answers: Family<Outcome, Counter>,
+    prompt_tokens: Counter,
+    generated_tokens: Counter,
+    first_token_s: Histogram,
+    between_tokens_s: Histogram,
+    tokens_per_s: Histogram,
+    in_flight: Gauge,
+    running: Gauge,
+    waiting: Gauge,
+}
+
+impl Metrics {
+    pub(crate) fn new(model: &Model) -> Self {
+        let tokens = Family::<TokenKind, Counter>::default();
+        let of_kind = |kind| tokens.get_or_create(&TokenKind { kind }).clone();
+        let mut metrics = Self {
+            registry: Registry::with_prefix("paceline"),
+            requests: Family::default(),
+            answers: Family::default(),
+            prompt_tokens: of_kind("prompt"),
+            generated_tokens: of_kind("generated"),
+            // From a tiny model's millisecond to a long prompt's minutes: 1 ms to 524 s.
+            first_token_s: Histogram::new(exponential_buckets(1e-3, 2.0, 20)),
+            // 0.1 ms to 3.3 s.
+            between_tokens_s: Histogram::new(exponential_buckets(1e-4, 2.0, 16)),
+            // 0.5 to 16 k.
+            tokens_per_s: Histogram::new(exponential_buckets(0.5, 2.0, 16)),
+            in_flight: Gauge::default(),
+            running: Gauge::default(),
+            waiting: Gauge::default(),
+        };
+        metrics.register(model, tokens);
+        metrics
+    }
+
+    fn register(&mut self, model: &Model, tokens: Family<TokenKind, Counter>) {
+        let registry = &mut self.registry;
+        let build = Info::new(vec![
+            ("version", env!("CARGO_PKG_VERSION").to_owned()),
+            ("model", model.id.clone()),
+            ("fingerprint", model.fingerprint.clone()),
+        ]);
+        registry.register("build", "What runs here", build);
+        let requests = "HTTP requests by endpoint and status";
+        registry.register("http_requests", requests, self.requests.clone());
+        let answers = "Answers of the model by how they ended";
+        registry.register("answers", answers, self.answers.clone());
+        let in_flight = "Requests to the model from their headers to the end of their answer";
+        registry.register("requests_in_flight", in_flight, self.in_flight.clone());
+        let running = "Sequences that are computed";
+        registry.register("sequences_running", running, self.running.clone());
+        let waiting = "Sequences that wait to be computed";
+        registry.register("sequences_waiting", waiting, self.waiting.clone());
+        registry.register("tokens", "Tokens read and generated", tokens);
+        let first = "From a request's headers to a choice's first token";
+        registry.register("first_token_seconds", first, self.first_token_s.clone());
+        let between = "From a choice's token to its next";
+        registry.register(
+            "inter_token_seconds",
+            between,
+            self.between_tokens_s.clone(),
+        );
+        let rate = "Tokens per second of a choice after its first";
+        registry.register("tokens_per_second", rate, self.tokens_per_s.clone());
+    }
+
+    /// Counts a request whose status is known.
+    pub(crate) fn request(&self, endpoint: &str, status: u16) {
+        let endpoint = endpoint.to_owned();
+        let labels = RequestLabels { endpoint, status };
+        self.requests.get_or_create(&labels).inc();
+    }
+
+    /// Counts an answer that is over.
+    pub(crate) fn answered(&self, outcome: &'static str) {
+        self.answers.get_or_create(&Outcome { outcome }).inc();
+    }
+
+    /// Watches the replies to a choice.
+    pub(crate) fn meter(self: &Arc<Self>, asked: Instant, prompt_tokens: usize) -> Meter {
+        Meter {
+            metrics: Arc::clone(self),
+            asked,
+            prompt_tokens: prompt_tokens as u64,
+            first: None,
+            last: asked,
+            tokens: 0,
+        }
+    }
+
+    /// The text of `/metrics`.
+    pub(crate) fn text(&self, status: &Status, in_flight: usize, facts: &Facts) -> String {
+        self.in_flight.set(in_flight as i64);
+        self.running.set(status.running as i64);
+        self.waiting.set(status.waiting as i64);
+        let mut text = String::new();
+        encode(&mut text, &self.registry).expect("a String takes everything");
+        // The last line ends the text, and the caller's figures go before it.
+        const END: &str = "# EOF\n";
+        text.truncate(text.len() - END.len());
+        for Fact { name, help, value } in (facts.0)() {
+            text += &format!("# HELP paceline_{name} {help}.\n# TYPE paceline_{name} gauge\n");
+            text += &format!("paceline_{name} {value}\n");
+        }
+        text + END
+    }
+}
+
+/// Times and counts the replies to one choice.
+#[derive(Debug)]
+pub(crate) struct Meter {
+    metrics: Arc<Metrics>,
+    asked: Instant,
+    prompt_tokens: u64,
+    /// When the first token came.
+    first: Option<Instant>,
+    last: Instant,
+    tokens: u64,
+}
+
+impl Meter {
+    pub(crate) fn reply(&mut self, reply: &Reply, now: Instant) {
+        match reply {
+            Reply::PromptRead => drop(self.metrics.prompt_tokens.inc_by(self.prompt_tokens)),
+            Reply::Token { .. } => self.token(now),
+            Reply::Finished { .. } => self.finished(),
+            Reply::Failed(_) => {}
+        }
+    }
+
+    fn token(&mut self, now: Instant) {
+        self.metrics.generated_tokens.inc();
+        self.tokens += 1;
+        if self.first.is_none() {
+            self.first = Some(now);
+            let took = now.saturating_duration_since(self.asked);
+            self.metrics.first_token_s.observe(took.as_secs_f64());
+        } else {
+            let took = now.saturating_duration_since(self.last);
+            self.metrics.between_tokens_s.observe(took.as_secs_f64());
+        }
+        self.last = now;
+    }
+
+    fn finished(&self) {
+        let Some(first) = self.first else { return };
+        let seconds = self.last.saturating_duration_since(first).as_secs_f64();
+        if self.tokens > 1 && seconds > 0.0 {
+            let rate = (self.tokens - 1) as f64 / seconds;
+            self.metrics.tokens_per_s.observe(rate);
+        }
+    }
+}

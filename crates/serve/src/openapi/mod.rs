@@ -1,0 +1,166 @@
+//! The OpenAPI 3.1 document, made from the tables that check requests.
+//!
+//! No derive: types of our own would be a second list of fields and bounds beside the table, and
+//! the two would drift apart. What is sent is described in `answers`, and tests compare it with
+//! what is sent.
+
+mod answers;
+mod requests;
+
+use serde_json::{Map, Value, json};
+
+use crate::config::Config;
+use crate::model::Model;
+use crate::request::schema::reference;
+
+/// What there is, for `/`.
+pub(crate) const PATHS: [&str; 8] = [
+    "GET /health",
+    "GET /metrics",
+    "GET /openapi.json",
+    "GET /v1/models",
+    "GET /v1/models/{id}",
+    "POST /v1/chat/completions",
+    "POST /v1/completions",
+    "GET /",
+];
+
+/// Every status that refuses, and when.
+const REFUSALS: [(&str, &str); 12] = [
+    (
+        "400",
+        "Something in the request is wrong; `param` names the field.",
+    ),
+    ("401", "No API key, or an unknown one."),
+    (
+        "403",
+        "A host name that is not this server's, or a web page of another origin.",
+    ),
+    ("404", "No such model."),
+    ("405", "The path takes other methods."),
+    ("408", "The body did not arrive in time."),
+    ("413", "The body is too long."),
+    ("415", "Content-Type is not application/json."),
+    ("429", "Too many requests are in work or waiting."),
+    ("500", "The answer was lost: what computed it failed."),
+    (
+        "503",
+        "The model is being loaded, has failed, or the server is shutting down.",
+    ),
+    ("504", "No complete answer within the deadline."),
+];
+
+/// Those of requests that do not ask the model.
+const PLAIN: [&str; 4] = ["400", "401", "403", "405"];
+
+/// The document for one server.
+pub(crate) fn document(config: &Config, model: &Model) -> Value {
+    let has_keys = config.access.keys.is_some();
+    let mut schemas = requests::schemas(config, model);
+    schemas.extend(answers::schemas());
+    let mut components = json!({"schemas": schemas});
+    if has_keys {
+        components["securitySchemes"] = json!({"key": {"type": "http", "scheme": "bearer"}});
+    }
+    json!({
+        "openapi": "3.1.0",
+        "info": {
+            "title": "paceline",
+            "version": env!("CARGO_PKG_VERSION"),
+            "description": "Chat and text completions in the form of OpenAI's API. A field that \
+                would have no effect is refused by name.",
+            "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
+        },
+        "servers": [{"url": "/"}],
+        "security": if has_keys { json!([{"key": []}]) } else { json!([]) },
+        "paths": paths(has_keys),
+        "components": components,
+    })
+}
+
+fn paths(has_keys: bool) -> Value {
+    let get = |id: &str, summary: &str, kind: &str, schema: Value| {
+        let ok = json!({"description": summary, "content": {kind: {"schema": schema}}});
+        let mut responses = refusals(&PLAIN, has_keys);
+        responses.insert("200".into(), ok);
+        json!({"operationId": id, "summary": summary, "responses": responses})
+    };
+    let json_type = "application/json";
+    let text_type = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+    let mut health = get(
+        "health",
+        "Whether requests are taken.",
+        json_type,
+        reference("Health"),
+    );
+    let not_ready = json!({"schema": reference("Health")});
+    let description = "Not ready; the reason says why, and names the rank that failed.";
+    health["responses"]["503"] =
+        json!({"description": description, "content": {json_type: not_ready}});
+    health["security"] = json!([]);
+    let mut model = get(
+        "model",
+        "The model, if it is served.",
+        json_type,
+        reference("Model"),
+    );
+    model["parameters"] = json!([{
+        "name": "id",
+        "in": "path",
+        "required": true,
+        "schema": {"type": "string", "minLength": 1},
+    }]);
+    model["responses"]["404"] = refusals(&["404"], has_keys)
+        .remove("404")
+        .unwrap_or_default();
+    let any = json!({"type": "object"});
+    json!({
+        "/": {"get": get("index", "What there is.", json_type, any.clone())},
+        "/health": {"get": health},
+        "/metrics": {"get": get("metrics", "Figures.", text_type, json!({"type": "string"}))},
+        "/openapi.json": {"get": get("document", "This document.", json_type, any)},
+        "/v1/models": {"get": get("models", "The models.", json_type, reference("Models"))},
+        "/v1/models/{id}": {"get": model},
+        "/v1/chat/completions": {"post": post("chat", "ChatRequest", "ChatCompletion", has_keys)},
+        "/v1/completions": {"post": post("complete", "CompletionRequest", "Completion", has_keys)},
+    })
+}
+
+/// An operation that asks the model.
+fn post(id: &str, request: &str, answer: &str, has_keys: bool) -> Value {
+    let all: Vec<&str> = REFUSALS.iter().map(|(status, _)| *status).collect();
+    let mut responses = refusals(&all, has_keys);
+    let events = "With stream: events of the schema of the chunk, then [DONE], or an error.";
+    let ok = json!({
+        "description": "The answer, whole or as server-sent events.",
+        "content": {
+            "application/json": {"schema": reference(answer)},
+            "text/event-stream": {"schema": {"type": "string", "description": events}},
+        },
+    });
+    responses.insert("200".into(), ok);
+    json!({
+        "operationId": id,
+        "summary": format!("Asks the model; see {request}."),
+        "requestBody": {
+            "required": true,
+            "content": {"application/json": {"schema": reference(request)}},
+        },
+        "responses": responses,
+    })
+}
+
+fn refusals(statuses: &[&str], has_keys: bool) -> Map<String, Value> {
+    let content = json!({"application/json": {"schema": reference("Error")}});
+    let is_used = |status: &str| statuses.contains(&status) && (has_keys || status != "401");
+    let used = REFUSALS.iter().filter(|(status, _)| is_used(status));
+    used.map(|(status, description)| {
+        let mut refusal = json!({"description": description, "content": content});
+        if matches!(*status, "429" | "503") {
+            let seconds = json!({"description": "Seconds.", "schema": {"type": "integer"}});
+            refusal["headers"] = json!({"Retry-After": seconds});
+        }
+        ((*status).to_owned(), refusal)
+    })
+    .collect()
+}

@@ -1,0 +1,181 @@
+//! Schemas of what is sent to the server.
+
+use serde_json::{Map, Value, json};
+
+use crate::config::Config;
+use crate::field::{Field, object_schema};
+use crate::model::Model;
+use crate::request::fields::{CHAT, COMPLETION, MESSAGE};
+
+/// Fields that are of one role only.
+const ASSISTANTS: [&str; 5] = [
+    "tool_calls",
+    "refusal",
+    "audio",
+    "function_call",
+    "annotations",
+];
+
+pub(super) fn schemas(config: &Config, model: &Model) -> Map<String, Value> {
+    let limits = &config.limits;
+    let vocab = model.vocab();
+    let mut names = vec![&model.id];
+    names.extend(&model.aliases);
+    let mut chat = object_schema(CHAT);
+    let mut completion = object_schema(COMPLETION);
+    for request in [&mut chat, &mut completion] {
+        request["properties"]["model"]["enum"] = json!(names);
+    }
+    chat["allOf"] = json!([
+        needs("top_logprobs", "logprobs"),
+        needs("stream_options", "stream"),
+        {"not": {"required": ["max_tokens", "max_completion_tokens"]}},
+    ]);
+    completion["allOf"] = json!([
+        needs("stream_options", "stream"),
+        {"if": {"required": ["logprobs"]}, "then": {"properties": {"echo": {"enum": [false, null]}}}},
+    ]);
+    let messages = json!({
+        "type": "array",
+        "items": {"anyOf": messages()},
+        "minItems": 1,
+        "maxItems": limits.messages,
+    });
+    let choices = json!({"type": "integer", "minimum": 1, "maximum": limits.choices});
+    let token =
+        json!({"type": "string", "pattern": format!("^({})$", up_to(vocab.saturating_sub(1)))});
+    Map::from_iter([
+        ("ChatRequest".to_owned(), chat),
+        ("CompletionRequest".to_owned(), completion),
+        ("Messages".to_owned(), messages),
+        ("Prompt".to_owned(), prompt(limits.prompts, model)),
+        ("Choices".to_owned(), choices),
+        ("TokenId".to_owned(), token),
+    ])
+}
+
+/// `field` only with `other: true`.
+fn needs(field: &str, other: &str) -> Value {
+    json!({
+        "if": {"required": [field], "properties": {field: {"not": {"type": "null"}}}},
+        "then": {"required": [other], "properties": {other: {"const": true}}},
+    })
+}
+
+fn prompt(most: usize, model: &Model) -> Value {
+    let text = json!({"type": "string", "minLength": 1});
+    let id = json!({"type": "integer", "minimum": 0, "maximum": model.vocab().saturating_sub(1)});
+    let most_ids = model.context.saturating_sub(1);
+    let ids = json!({"type": "array", "items": id, "minItems": 1, "maxItems": most_ids});
+    let list =
+        |items: &Value| json!({"type": "array", "items": items, "minItems": 1, "maxItems": most});
+    json!({"anyOf": [text, list(&text), ids, list(&ids)]})
+}
+
+/// What a message of each role may have.
+fn messages() -> Vec<Value> {
+    let of = |roles: &[&str], has: &dyn Fn(&Field) -> bool, required: &[&str]| {
+        let properties = MESSAGE.iter().filter(|field| has(field));
+        let mut properties: Map<String, Value> = properties
+            .map(|field| (field.name.to_owned(), field.schema()))
+            .collect();
+        properties.insert("role".into(), json!({"type": "string", "enum": roles}));
+        for name in required.iter().filter(|name| **name != "role") {
+            let schema = properties[*name]["anyOf"].as_array_mut();
+            // Required means that it is not null.
+            schema
+                .into_iter()
+                .for_each(|kinds| kinds.retain(|k| k["type"] != "null"));
+            if properties[*name]["type"].is_array() {
+                properties[*name]["type"] = properties[*name]["type"][0].clone();
+            }
+        }
+        json!({
+            "type": "object",
+            "properties": properties,
+            "required": required,
+            "additionalProperties": false,
+        })
+    };
+    let is_common =
+        |field: &Field| !ASSISTANTS.contains(&field.name) && field.name != "tool_call_id";
+    let is_assistants = |field: &Field| field.name != "tool_call_id";
+    let is_tools = |field: &Field| !ASSISTANTS.contains(&field.name);
+    vec![
+        of(
+            &["system", "developer", "user"],
+            &is_common,
+            &["role", "content"],
+        ),
+        of(&["assistant"], &is_assistants, &["role", "content"]),
+        of(&["assistant"], &is_assistants, &["role", "tool_calls"]),
+        of(&["tool"], &is_tools, &["role", "content"]),
+    ]
+}
+
+/// A regular expression for the integers from 0 to `most`, in digits without leading zeros.
+fn up_to(most: u32) -> String {
+    let digits = most.to_string();
+    let more = |n: usize| match n {
+        0 => String::new(),
+        n => format!("[0-9]{{{n}}}"),
+    };
+    let shorter = (1..digits.len()).map(|len| format!("[1-9]{}", more(len - 1)));
+    // As long: equal up to one digit that is smaller.
+    let smaller = digits.char_indices().filter_map(|(i, digit)| {
+        let least = if i == 0 { '1' } else { '0' };
+        let below = char::from(digit as u8 - 1);
+        let rest = more(digits.len() - i - 1);
+        (digit > least).then(|| format!("{}[{least}-{below}]{rest}", &digits[..i]))
+    });
+    let zero = (most > 0).then(|| "0".to_owned());
+    let all = zero
+        .into_iter()
+        .chain(shorter)
+        .chain(smaller)
+        .chain([digits.clone()]);
+    all.collect::<Vec<_>>().join("|")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Whether the pattern, of the few forms that `up_to` writes, matches all of `text`.
+    fn matches(pattern: &str, text: &str) -> bool {
+        pattern.split('|').any(|alternative| {
+            let (mut sets, mut rest) = (Vec::new(), alternative);
+            while !rest.is_empty() {
+                if let Some(set) = rest.strip_prefix('[') {
+                    let (set, after) = set.split_once(']').unwrap();
+                    let range = (set.as_bytes()[0], set.as_bytes()[2]);
+                    rest = after;
+                    let mut n = 1;
+                    if let Some(count) = rest.strip_prefix('{') {
+                        let (count, after) = count.split_once('}').unwrap();
+                        (n, rest) = (count.parse().unwrap(), after);
+                    }
+                    sets.extend(std::iter::repeat_n(range, n));
+                } else {
+                    let byte = rest.as_bytes()[0];
+                    sets.push((byte, byte));
+                    rest = &rest[1..];
+                }
+            }
+            let in_set = |((low, high), byte): (&(u8, u8), u8)| (*low..=*high).contains(&byte);
+            sets.len() == text.len() && sets.iter().zip(text.bytes()).all(in_set)
+        })
+    }
+
+    #[test]
+    fn token_ids_have_an_exact_pattern() {
+        for most in [0, 1, 9, 10, 11, 31, 99, 100, 109, 250, 999, 1000, 1234] {
+            let pattern = up_to(most);
+            for id in 0..=most + 1200 {
+                let got = matches(&pattern, &id.to_string());
+                assert_eq!(got, id <= most, "{id} of {most}: {pattern}");
+            }
+            assert!(!matches(&pattern, "00") && !matches(&pattern, "01") && !matches(&pattern, ""));
+        }
+    }
+}

@@ -1,0 +1,314 @@
+//! Why a client does not get what it asked for: status, body and cause of each refusal.
+//!
+//! The body is always `{"error": {"message", "type", "param", "code"}}`, OpenAI's form, which both
+//! of its SDKs turn into exceptions. In a stream that has begun, the same object is an event.
+
+use axum::body::Body;
+use axum::http::header::{ALLOW, CONNECTION, CONTENT_TYPE, HeaderValue, RETRY_AFTER};
+use axum::http::header::{HeaderName, WWW_AUTHENTICATE};
+use axum::http::{Response, StatusCode};
+use axum::response::IntoResponse;
+use paceline_engine::Failure;
+use paceline_formats::chat;
+use paceline_formats::tokenizer;
+use serde_json::json;
+
+/// A refusal. The text is the `message` of the body.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum Rejection {
+    // 400: the body.
+    /// The body is not JSON.
+    #[error("the body is not JSON: {reason}")]
+    NotJson { reason: String },
+    /// Arrays and objects within each other.
+    #[error("the body has more than {limit} levels of arrays and objects")]
+    TooDeep { limit: usize },
+    /// Too many values for the memory that parsing may take.
+    #[error("the body has more than {limit} values")]
+    TooManyValues { limit: usize },
+    /// JSON, but no object.
+    #[error("the body is {got}, expected an object")]
+    NotObject { got: String },
+    /// The body ended early or was sent wrongly.
+    #[error("the body could not be read: {reason}")]
+    BrokenBody { reason: String },
+
+    // 400: a field.
+    /// A field that must be there.
+    #[error("{param} is missing: {expected}")]
+    Missing { param: String, expected: String },
+    /// A field that no specification knows.
+    #[error("{param} is no field of this request: it would have no effect")]
+    Unknown { param: String },
+    /// A field of OpenAI's specification, with a value that would change the answer if it were
+    /// implemented.
+    #[error("{param} is {got}, which is not supported: {why}")]
+    Unsupported {
+        param: String,
+        got: String,
+        why: &'static str,
+    },
+    /// Another type of JSON.
+    #[error("{param} is {got}, expected {expected}")]
+    Type {
+        param: String,
+        got: String,
+        expected: String,
+    },
+    /// The right type out of bounds.
+    #[error("{param} is {got}, expected {expected}")]
+    Range {
+        param: String,
+        got: String,
+        expected: String,
+    },
+    /// Text or a list over its bound, which is not repeated.
+    #[error("{param} has {got} {unit}, expected {expected}")]
+    Length {
+        param: String,
+        got: usize,
+        unit: &'static str,
+        expected: String,
+    },
+    /// Two fields that contradict each other.
+    #[error("{param} cannot be given {condition}")]
+    Conflict {
+        param: &'static str,
+        condition: &'static str,
+    },
+    /// The prompt leaves no room for an answer.
+    #[error("the prompt has {tokens} tokens, the context is {context}: one must be left to answer")]
+    ContextLength {
+        tokens: usize,
+        context: usize,
+        param: &'static str,
+    },
+    /// A prompt of no token.
+    #[error("the prompt is empty, expected at least one token")]
+    EmptyPrompt { param: String },
+    /// A base model was asked to chat.
+    #[error("{model} has no chat template: it completes text only, at /v1/completions")]
+    NoTemplate { model: String },
+    /// The template does not take these messages.
+    #[error(transparent)]
+    Template(chat::Error),
+    /// The text cannot be made tokens.
+    #[error(transparent)]
+    Tokenizer(#[from] tokenizer::Error),
+    /// The engine refuses.
+    #[error("{reason}")]
+    Invalid { reason: String },
+
+    // 400, 401, 403: who asks.
+    /// No `Host`, or several.
+    #[error("{got} Host headers, expected one")]
+    HostCount { got: usize },
+    /// A name that this server does not go by: a web page may have pointed it here.
+    #[error("host {host:?} is not a name of this server")]
+    Host { host: String },
+    /// A web page of somebody else.
+    #[error("web pages of {origin:?} may not use this server")]
+    Origin { origin: String },
+    /// Keys are asked for.
+    #[error("no API key: expected the header Authorization: Bearer KEY")]
+    NoKey,
+    /// A key that is not in the file.
+    #[error("the API key is unknown or was revoked")]
+    WrongKey,
+
+    // 404, 405, 408, 413, 415: the way of asking.
+    /// A model that is not served here.
+    #[error("model {model:?} is not served here, {served:?} is")]
+    Model { model: String, served: String },
+    /// No such path.
+    #[error("there is nothing at {path}")]
+    NoRoute { path: String },
+    /// The path takes other methods.
+    #[error("{path} does not take {method}, expected {allowed}")]
+    Method {
+        path: String,
+        method: String,
+        allowed: &'static str,
+    },
+    /// The body did not arrive in time.
+    #[error("the body did not arrive within {limit_s} s")]
+    SlowBody { limit_s: u64 },
+    /// The body is too long.
+    #[error("the body is longer than {limit} bytes")]
+    LongBody { limit: usize },
+    /// Not declared as JSON. A page elsewhere cannot declare it without asking first.
+    #[error("Content-Type is {got:?}, expected application/json")]
+    MediaType { got: String },
+
+    // 429, 500, 503, 504: the server.
+    /// As many requests as may be are in work.
+    #[error("{limit} requests are in work already, which is the most that are taken")]
+    TooManyRequests { limit: usize },
+    /// The model's queue is full.
+    #[error("{waiting} requests are waiting already, which is the most that are held")]
+    Busy { waiting: usize },
+    /// Weights are being read.
+    #[error("the model is being loaded")]
+    Loading,
+    /// The model is gone.
+    #[error("the model cannot answer: {reason}")]
+    Unavailable { reason: String },
+    /// The server is about to end.
+    #[error("the server is shutting down")]
+    ShuttingDown,
+    /// A rank failed under way.
+    #[error("the answer was lost: {reason}")]
+    Lost { reason: String },
+    /// A defect of ours: work for this request panicked, or its replies ended without a last one.
+    #[error("the server failed to {what}")]
+    Broken { what: &'static str },
+    /// The request took too long.
+    #[error("no complete answer within {limit_s} s")]
+    Deadline { limit_s: u64 },
+    /// A stream's reader fell behind.
+    #[error("the client is more than {limit} tokens behind: the answer was stopped")]
+    SlowReader { limit: usize },
+}
+
+/// What a refusal is in HTTP and in OpenAI's terms.
+struct Class {
+    status: StatusCode,
+    kind: &'static str,
+    code: Option<&'static str>,
+}
+
+const fn class(status: StatusCode, kind: &'static str, code: &'static str) -> Class {
+    let code = Some(code);
+    Class { status, kind, code }
+}
+
+impl Rejection {
+    fn class(&self) -> Class {
+        use StatusCode as S;
+        let invalid = |code| class(S::BAD_REQUEST, "invalid_request_error", code);
+        let request = |status, code| class(status, "invalid_request_error", code);
+        let server = |status, code| class(status, "server_error", code);
+        match self {
+            Self::NotJson { .. } | Self::NotObject { .. } => invalid("invalid_json"),
+            Self::TooDeep { .. } | Self::TooManyValues { .. } => invalid("json_too_large"),
+            Self::BrokenBody { .. } => invalid("incomplete_body"),
+            Self::Missing { .. } => invalid("missing_required_parameter"),
+            Self::Unknown { .. } => invalid("unknown_parameter"),
+            Self::Unsupported { .. } => invalid("unsupported_parameter"),
+            Self::Type { .. } => invalid("invalid_type"),
+            Self::Range { .. } | Self::Length { .. } => invalid("invalid_value"),
+            Self::Conflict { .. } => invalid("conflicting_parameters"),
+            Self::ContextLength { .. } => invalid("context_length_exceeded"),
+            Self::EmptyPrompt { .. } => invalid("invalid_value"),
+            Self::NoTemplate { .. } => invalid("no_chat_template"),
+            Self::Template(_) => invalid("invalid_messages"),
+            Self::Tokenizer(_) | Self::Invalid { .. } => invalid("invalid_value"),
+            Self::HostCount { .. } => invalid("invalid_host"),
+            Self::Host { .. } => request(S::FORBIDDEN, "host_not_allowed"),
+            Self::Origin { .. } => request(S::FORBIDDEN, "origin_not_allowed"),
+            Self::NoKey => request(S::UNAUTHORIZED, "missing_api_key"),
+            Self::WrongKey => request(S::UNAUTHORIZED, "invalid_api_key"),
+            Self::Model { .. } => request(S::NOT_FOUND, "model_not_found"),
+            Self::NoRoute { .. } => request(S::NOT_FOUND, "unknown_url"),
+            Self::Method { .. } => request(S::METHOD_NOT_ALLOWED, "method_not_allowed"),
+            Self::SlowBody { .. } => request(S::REQUEST_TIMEOUT, "body_timeout"),
+            Self::LongBody { .. } => request(S::PAYLOAD_TOO_LARGE, "body_too_large"),
+            Self::MediaType { .. } => {
+                request(S::UNSUPPORTED_MEDIA_TYPE, "unsupported_content_type")
+            }
+            Self::TooManyRequests { .. } | Self::Busy { .. } => {
+                class(S::TOO_MANY_REQUESTS, "rate_limit_error", "server_busy")
+            }
+            Self::Loading => server(S::SERVICE_UNAVAILABLE, "model_loading"),
+            Self::Unavailable { .. } => server(S::SERVICE_UNAVAILABLE, "model_unavailable"),
+            Self::ShuttingDown => server(S::SERVICE_UNAVAILABLE, "shutting_down"),
+            Self::Lost { .. } => server(S::INTERNAL_SERVER_ERROR, "answer_lost"),
+            Self::Broken { .. } => server(S::INTERNAL_SERVER_ERROR, "internal_error"),
+            Self::Deadline { .. } => server(S::GATEWAY_TIMEOUT, "deadline_exceeded"),
+            // Seen in streams only, after status 200.
+            Self::SlowReader { .. } => request(S::REQUEST_TIMEOUT, "slow_reader"),
+        }
+    }
+
+    /// The field that is at fault.
+    fn param(&self) -> Option<&str> {
+        match self {
+            Self::Missing { param, .. }
+            | Self::Unknown { param }
+            | Self::Unsupported { param, .. }
+            | Self::Type { param, .. }
+            | Self::Range { param, .. }
+            | Self::Length { param, .. }
+            | Self::EmptyPrompt { param } => Some(param),
+            Self::Conflict { param, .. } | Self::ContextLength { param, .. } => Some(param),
+            Self::Model { .. } => Some("model"),
+            Self::Template(_) | Self::NoTemplate { .. } => Some("messages"),
+            _ => None,
+        }
+    }
+
+    pub(crate) fn status(&self) -> StatusCode {
+        self.class().status
+    }
+
+    /// `{"error": {...}}`.
+    pub(crate) fn body(&self) -> serde_json::Value {
+        let Class { kind, code, .. } = self.class();
+        let (message, param) = (self.to_string(), self.param());
+        json!({"error": {"message": message, "type": kind, "param": param, "code": code}})
+    }
+
+    /// A header that belongs to the status.
+    fn header(&self) -> Option<(HeaderName, HeaderValue)> {
+        let text = HeaderValue::from_static;
+        match self {
+            Self::NoKey | Self::WrongKey => Some((WWW_AUTHENTICATE, text("Bearer"))),
+            Self::Method { allowed, .. } => Some((ALLOW, text(allowed))),
+            Self::TooManyRequests { .. } | Self::Busy { .. } => Some((RETRY_AFTER, text("1"))),
+            // Reading weights takes seconds to minutes.
+            Self::Loading => Some((RETRY_AFTER, text("2"))),
+            Self::Unavailable { .. } | Self::ShuttingDown => Some((RETRY_AFTER, text("5"))),
+            // What is left of the body is not read.
+            Self::LongBody { .. } | Self::SlowBody { .. } => Some((CONNECTION, text("close"))),
+            _ => None,
+        }
+    }
+}
+
+impl IntoResponse for Rejection {
+    fn into_response(self) -> Response<Body> {
+        let mut response = Response::new(Body::from(self.body().to_string()));
+        *response.status_mut() = self.status();
+        let json = HeaderValue::from_static("application/json");
+        response.headers_mut().insert(CONTENT_TYPE, json);
+        if let Some((name, value)) = self.header() {
+            response.headers_mut().insert(name, value);
+        }
+        response
+    }
+}
+
+impl From<Failure> for Rejection {
+    fn from(failure: Failure) -> Self {
+        match failure {
+            Failure::Busy { waiting } => Self::Busy { waiting },
+            Failure::PromptTooLong { tokens, context } => Self::ContextLength {
+                tokens,
+                context,
+                param: "prompt",
+            },
+            Failure::Invalid { reason } => Self::Invalid { reason },
+            Failure::Lost { reason } => Self::Lost { reason },
+            Failure::Unavailable { reason } => Self::Unavailable { reason },
+        }
+    }
+}
+
+impl From<chat::Error> for Rejection {
+    fn from(error: chat::Error) -> Self {
+        match error {
+            chat::Error::Tokenizer(error) => Self::Tokenizer(error),
+            error => Self::Template(error),
+        }
+    }
+}

@@ -1,0 +1,119 @@
+//! `POST /v1/completions`: fields and prompts to requests.
+
+use paceline_formats::tokenizer::Specials;
+use serde_json::{Map, Value};
+
+use super::fields::COMPLETION;
+use super::{Ask, Dialect, Reader, stream};
+use crate::field::{Fields, integer, wrong_type};
+use crate::json::show;
+use crate::rejection::Rejection;
+
+/// OpenAI's default.
+const DEFAULT_MAX_TOKENS: usize = 16;
+
+/// A prompt as ids, and as text where the client gave text.
+struct Prompt {
+    ids: Vec<u32>,
+    text: Option<String>,
+}
+
+impl Reader<'_> {
+    /// Reads a completion request.
+    ///
+    /// Cost: encoding the prompts.
+    ///
+    /// # Errors
+    /// A [`Rejection`] of status 400 or 404.
+    pub(crate) fn completion(&self, body: Map<String, Value>) -> Result<Ask, Rejection> {
+        let mut fields = Fields::new(body, COMPLETION, "")?;
+        self.check_model(&fields)?;
+        let n = self.choices(&fields)?;
+        let stream = stream(&mut fields)?;
+        let (echo, logprobs) = (fields.is_true("echo"), fields.count("logprobs"));
+        if echo && logprobs.is_some() {
+            let (param, condition) = ("echo", "with logprobs: those of prompts are not computed");
+            return Err(Rejection::Conflict { param, condition });
+        }
+        let max_tokens = fields.count("max_tokens").unwrap_or(DEFAULT_MAX_TOKENS);
+        let like = self.request(&mut fields, max_tokens, logprobs)?;
+        let prompts = self.prompts(fields.take("prompt").unwrap_or_default())?;
+        let (ids, texts): (Vec<_>, Vec<_>) = prompts.into_iter().map(|p| (p.ids, p.text)).unzip();
+        let decode = |(ids, text): (&Vec<u32>, Option<String>)| {
+            text.unwrap_or_else(|| self.model.tokenizer.decode_all(ids))
+        };
+        let echo = echo.then(|| ids.iter().zip(texts).map(decode).collect());
+        Ok(Ask {
+            dialect: Dialect::Completion { echo },
+            n,
+            prompt_tokens: ids.iter().map(Vec::len).sum(),
+            requests: self.fan_out(ids, n, &like),
+            stream,
+        })
+    }
+
+    fn prompts(&self, value: Value) -> Result<Vec<Prompt>, Rejection> {
+        match value {
+            Value::String(text) => Ok(vec![self.text_prompt(text, || "prompt".into())?]),
+            Value::Array(items) if items.iter().any(Value::is_number) => {
+                Ok(vec![self.id_prompt(&items, "prompt")?])
+            }
+            Value::Array(items) => self.prompt_list(items),
+            other => {
+                let expected = "a string, or an array of strings or token ids";
+                Err(wrong_type("prompt".into(), &other, expected))
+            }
+        }
+    }
+
+    fn prompt_list(&self, items: Vec<Value>) -> Result<Vec<Prompt>, Rejection> {
+        let most = self.limits.prompts;
+        if !(1..=most).contains(&items.len()) {
+            return Err(Rejection::Length {
+                param: "prompt".into(),
+                got: items.len(),
+                unit: "prompts",
+                expected: format!("1 to {most}"),
+            });
+        }
+        let prompt = |(i, item)| match item {
+            Value::String(text) => self.text_prompt(text, || format!("prompt[{i}]")),
+            Value::Array(ids) => self.id_prompt(&ids, &format!("prompt[{i}]")),
+            other => {
+                let expected = "a string or an array of token ids";
+                Err(wrong_type(format!("prompt[{i}]"), &other, expected))
+            }
+        };
+        items.into_iter().enumerate().map(prompt).collect()
+    }
+
+    fn text_prompt(
+        &self,
+        text: String,
+        param: impl FnOnce() -> String,
+    ) -> Result<Prompt, Rejection> {
+        let ids = self.model.tokenizer.encode(&text, Specials::AsText, true)?;
+        self.check_prompt(&ids, param, "prompt")?;
+        let text = Some(text);
+        Ok(Prompt { ids, text })
+    }
+
+    /// Ids are taken as they are: nothing is put before them.
+    fn id_prompt(&self, items: &[Value], param: &str) -> Result<Prompt, Rejection> {
+        let vocab = self.model.vocab();
+        let id = |(i, item): (usize, &Value)| {
+            let at = || format!("{param}[{i}]");
+            let id = integer(item).ok_or_else(|| wrong_type(at(), item, "a token id"))?;
+            let id = u32::try_from(id).ok().filter(|id| *id < vocab);
+            id.ok_or_else(|| Rejection::Range {
+                param: at(),
+                got: show(item),
+                expected: format!("0 to {}", vocab.saturating_sub(1)),
+            })
+        };
+        let ids: Result<Vec<u32>, Rejection> = items.iter().enumerate().map(id).collect();
+        let ids = ids?;
+        self.check_prompt(&ids, || param.to_owned(), "prompt")?;
+        Ok(Prompt { ids, text: None })
+    }
+}

@@ -1,0 +1,154 @@
+//! The server: bound, run until it is told to stop, and stopped in bounded time.
+
+use std::net::{SocketAddr, TcpListener};
+use std::sync::Arc;
+use std::time::Duration;
+
+use paceline_engine::Service;
+use tokio::runtime::Runtime;
+use tokio::sync::{Semaphore, watch};
+use tokio::time::timeout;
+
+use crate::api::App;
+use crate::config::{Config, Times};
+use crate::connection::Acceptor;
+use crate::{Error, Model, api};
+
+/// Threads for HTTP. The work is small: parsing and templates have threads of their own, and the
+/// cores are for the model.
+const THREADS: usize = 2;
+
+/// For streams to write their last event after the grace time, and for what cannot be stopped.
+const LAST_WORDS: Duration = Duration::from_secs(1);
+
+/// What the server is doing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Phase {
+    /// Accepting requests.
+    Running,
+    /// Answers that are under way are completed.
+    Draining,
+    /// They are ended.
+    Ending,
+}
+
+/// Waits until the server has come to `phase`, or is gone.
+pub(crate) async fn reach(seen: &mut watch::Receiver<Phase>, phase: Phase) {
+    // The value is borrowed under a lock, which must not be kept.
+    drop(seen.wait_for(|now| *now >= phase).await);
+}
+
+/// A server that listens and does not answer yet.
+#[derive(Debug)]
+pub struct Server {
+    runtime: Runtime,
+    listeners: Vec<tokio::net::TcpListener>,
+    addresses: Vec<SocketAddr>,
+    app: Arc<App>,
+    phase: watch::Sender<Phase>,
+    times: Times,
+    connections: usize,
+}
+
+/// Stops a [`Server`], from any thread.
+#[derive(Clone, Debug)]
+pub struct Handle {
+    phase: watch::Sender<Phase>,
+}
+
+impl Handle {
+    /// Tells the server to stop: it accepts nothing more, gives answers their grace time, and
+    /// [`Server::run`] returns. Does not wait.
+    pub fn shutdown(&self) {
+        self.phase.send_if_modified(|phase| {
+            let is_running = *phase == Phase::Running;
+            if is_running {
+                *phase = Phase::Draining;
+            }
+            is_running
+        });
+    }
+}
+
+impl Server {
+    /// Listens. `service` need not be ready: requests are told so until it is.
+    ///
+    /// # Errors
+    /// A configuration that cannot work or is open to everybody, an address that is taken, a key
+    /// file that cannot be read.
+    pub fn bind(config: Config, model: Model, service: Arc<dyn Service>) -> Result<Self, Error> {
+        config.check()?;
+        model.check()?;
+        let runtime = tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(THREADS)
+            .thread_name("paceline-http")
+            .enable_all()
+            .build()
+            .map_err(Error::SetUp)?;
+        let _inside = runtime.enter();
+        let listeners: Result<Vec<_>, Error> = config.bind.iter().map(|a| listen(*a)).collect();
+        let listeners = listeners?;
+        let addresses: Result<Vec<_>, _> = listeners.iter().map(|l| l.local_addr()).collect();
+        let (phase, seen) = watch::channel(Phase::Running);
+        let (times, connections) = (config.times.clone(), config.limits.connections);
+        let app = Arc::new(App::new(config, model, service, seen)?);
+        drop(_inside);
+        Ok(Self {
+            runtime,
+            listeners,
+            addresses: addresses.map_err(Error::SetUp)?,
+            app,
+            phase,
+            times,
+            connections,
+        })
+    }
+
+    /// Where it listens, with the ports that were taken.
+    pub fn addresses(&self) -> &[SocketAddr] {
+        &self.addresses
+    }
+
+    /// Stops it.
+    pub fn handle(&self) -> Handle {
+        let phase = self.phase.clone();
+        Handle { phase }
+    }
+
+    /// Answers requests until [`Handle::shutdown`]; blocks. After it, answers have
+    /// [`Times::grace`] to be completed, then they end with an error; all in all it returns at
+    /// most two seconds after the grace time.
+    pub fn run(self) {
+        let connections = Arc::new(Semaphore::new(self.connections));
+        let acceptor = Acceptor {
+            router: api::router(&self.app),
+            times: self.times.clone(),
+            connections: Arc::clone(&connections),
+            phase: self.phase.subscribe(),
+        };
+        let all = u32::try_from(self.connections).unwrap_or(u32::MAX);
+        self.runtime.block_on(async {
+            for listener in self.listeners {
+                tokio::spawn(acceptor.clone().run(listener));
+            }
+            let mut phase = self.phase.subscribe();
+            reach(&mut phase, Phase::Draining).await;
+            // All permits are free when all connections are closed.
+            if timeout(self.times.grace, connections.acquire_many(all))
+                .await
+                .is_err()
+            {
+                self.phase.send_replace(Phase::Ending);
+                let _ = timeout(LAST_WORDS, connections.acquire_many(all)).await;
+            }
+        });
+        self.runtime.shutdown_timeout(LAST_WORDS);
+    }
+}
+
+fn listen(addr: SocketAddr) -> Result<tokio::net::TcpListener, Error> {
+    let failed = |source| Error::Bind { addr, source };
+    let listener = TcpListener::bind(addr).map_err(failed)?;
+    listener.set_nonblocking(true).map_err(failed)?;
+    tokio::net::TcpListener::from_std(listener).map_err(failed)
+}
