@@ -1,0 +1,173 @@
+//! What can be wrong with a file of findings, with line and key.
+
+use std::fmt;
+
+/// Most problems of one file that are told at once; a file of another kind would have thousands.
+pub const PROBLEMS_MAX: usize = 20;
+
+/// Why a file of findings is not taken.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum Error {
+    /// Larger than a file of findings can reasonably be.
+    #[error("the file is larger than {max} bytes")]
+    TooLarge {
+        /// The limit in bytes.
+        max: usize,
+    },
+    /// TOML is UTF-8.
+    #[error("line {line}: not UTF-8 text, byte {at} is {byte:#04x}")]
+    NotUtf8 {
+        /// From 1.
+        line: usize,
+        /// Offset in the file, from 0.
+        at: usize,
+        /// The byte there.
+        byte: u8,
+    },
+    /// Not TOML.
+    #[error("line {line}, column {column}{}: {message}", in_key(key.as_deref()))]
+    Syntax {
+        /// From 1.
+        line: usize,
+        /// In characters, from 1.
+        column: usize,
+        /// The key or header that was being read.
+        key: Option<String>,
+        /// What the parser says.
+        message: String,
+    },
+    /// TOML, but no findings.
+    #[error("{}", list(problems, *more))]
+    Invalid {
+        /// By line, at most [`PROBLEMS_MAX`].
+        problems: Vec<Problem>,
+        /// How many more there are.
+        more: usize,
+    },
+}
+
+/// One thing that is wrong, and where.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Problem {
+    /// From 1; the line of the entry's header when a key is missing.
+    pub line: usize,
+    /// Which entry, such as `[[finding]] 3 (id 901)`; empty at the top of the file.
+    pub entry: String,
+    /// The key; empty when the entry as a whole is meant.
+    pub key: String,
+    /// What is wrong.
+    pub fault: Fault,
+}
+
+/// What is wrong with a key.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum Fault {
+    /// Needed and not there.
+    #[error("missing")]
+    Missing,
+    /// There and empty.
+    #[error("empty")]
+    Empty,
+    /// Another type of value.
+    #[error("expected {expected}, got {got}")]
+    WrongType {
+        /// A phrase, such as `a string`.
+        expected: &'static str,
+        /// TOML's name of the type.
+        got: &'static str,
+    },
+    /// No id.
+    #[error("expected a whole number from 1 to 4294967295, got {got}")]
+    NotAnId {
+        /// The text of the value.
+        got: String,
+    },
+    /// A key that nothing reads.
+    #[error("unknown key{}, expected one of {known}", meant(nearest.as_deref()))]
+    UnknownKey {
+        /// A known key that looks like it.
+        nearest: Option<String>,
+        /// All known keys.
+        known: String,
+    },
+    /// No grade.
+    #[error("expected verified, high, medium or low, got {got:?}")]
+    NotAConfidence {
+        /// The text.
+        got: String,
+    },
+    /// Two findings of one id.
+    #[error("{id} is taken by {by}")]
+    IdTaken {
+        /// The id.
+        id: u32,
+        /// The other finding, in words.
+        by: String,
+    },
+    /// No finding has this id.
+    #[error("no finding has the id {id}")]
+    NoSuchFinding {
+        /// The id.
+        id: u32,
+    },
+    /// A finding in conflict with itself.
+    #[error("finding {id} is in conflict with itself")]
+    ConflictsWithItself {
+        /// The id.
+        id: u32,
+    },
+    /// A topic that is nearly the name of another.
+    #[error("no topic is called {name:?}{}", meant(Some(nearest)))]
+    NearTopic {
+        /// As written.
+        name: String,
+        /// The topic that looks like it.
+        nearest: String,
+    },
+    /// A topic that is there already.
+    #[error("topic {name:?} exists already, in {by}")]
+    TopicTaken {
+        /// As written.
+        name: String,
+        /// Where, in words.
+        by: String,
+    },
+    /// Terminals obey control characters.
+    #[error("control character {code:#04x} in the text")]
+    ControlCharacter {
+        /// Its code point.
+        code: u32,
+    },
+    /// A table that holds nothing of use.
+    #[error("nothing to add: expected at least one [[finding]] or [[answer]]")]
+    NothingThere,
+}
+
+impl fmt::Display for Problem {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "line {}", self.line)?;
+        if !self.entry.is_empty() {
+            write!(f, ", {}", self.entry)?;
+        }
+        f.write_str(&in_key(
+            Some(self.key.as_str()).filter(|key| !key.is_empty()),
+        ))?;
+        write!(f, ": {}", self.fault)
+    }
+}
+
+fn in_key(key: Option<&str>) -> String {
+    key.map_or_else(String::new, |key| format!(", key `{key}`"))
+}
+
+fn meant(nearest: Option<&str>) -> String {
+    nearest.map_or_else(String::new, |name| format!(", did you mean {name:?}?"))
+}
+
+fn list(problems: &[Problem], more: usize) -> String {
+    let mut lines: Vec<String> = problems.iter().map(ToString::to_string).collect();
+    if more > 0 {
+        lines.push(format!("and {more} more"));
+    }
+    lines.join("\n  ")
+}

@@ -1,0 +1,43 @@
+//! The knowledge base behind `paceline kb`: findings on distributed GPU computing, their topics,
+//! quick answers, where findings disagree and what the planner assumes there.
+//!
+//! Built into the program (`data/findings.toml`, `data/planner.toml`) and extended by files of the
+//! user's, which come in as bytes: this crate does no input and output, knows no clock and no
+//! terminal.
+//!
+//! ```
+//! use paceline_kb::{Area, KnowledgeBase};
+//!
+//! let kb = KnowledgeBase::built_in();
+//! let fit = kb.ask("which parallelism over 10 GbE?").expect("there is an answer");
+//! assert!(fit.answer.findings.contains(&431));
+//! assert!(kb.ask("how do I bake bread?").is_none());
+//! assert!(matches!(kb.area("jaccl-backend"), Area::Topic(topic) if topic.ids.contains(&415)));
+//! ```
+//!
+//! Reading order: [`entry`](crate::Finding) says what there is, `read` takes files apart and names
+//! line and key of what is wrong, [`KnowledgeBase`] links the entries, `words` makes terms of text,
+//! `search` ranks, `snippet` shows why, `ask` picks quick answers.
+//!
+//! What it does not do: no stored index (a start reads and indexes all in some milliseconds), no
+//! query language, no language but English, no meaning of words.
+
+#![forbid(unsafe_code)]
+
+mod ask;
+mod base;
+mod entry;
+mod error;
+mod nearest;
+mod read;
+mod search;
+mod snippet;
+mod words;
+
+pub use ask::Fit;
+pub use base::{Area, Contents, KnowledgeBase, Skill, Stats, UserFile};
+pub use entry::{Assumption, Check, Confidence, Conflict, Finding, Origin, QuickAnswer, Topic};
+pub use error::{Error, Fault, PROBLEMS_MAX, Problem};
+pub use read::FILE_BYTES_MAX;
+pub use search::{Field, Found, Hit, Unknown};
+pub use snippet::Snippet;

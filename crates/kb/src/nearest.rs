@@ -1,0 +1,64 @@
+//! Names that look like what was typed.
+
+use strsim::damerau_levenshtein;
+
+/// Of `names`, those within a third of `typed`'s length in edits, nearest first, at most `max`.
+///
+/// Names that only begin with what was typed count as near, whatever their length. A third is what
+/// lets a swapped pair pass in a word of six and keeps three-letter words apart.
+pub(crate) fn nearest<'a>(
+    typed: &str,
+    names: impl IntoIterator<Item = &'a str>,
+    max: usize,
+) -> Vec<&'a str> {
+    let typed = typed.to_lowercase();
+    let length = typed.chars().count();
+    if length == 0 {
+        return Vec::new();
+    }
+    let allowed = (length / 3).clamp(1, 4);
+    let distance = |name: &str| {
+        let lower = name.to_lowercase();
+        if length >= 3 && lower.starts_with(&typed) {
+            return 0;
+        }
+        // The distance is at least the difference in length; its cost is the product.
+        if lower.chars().count().abs_diff(length) > allowed {
+            return usize::MAX;
+        }
+        damerau_levenshtein(&typed, &lower)
+    };
+    let mut near: Vec<(usize, usize, &str)> = names
+        .into_iter()
+        .map(|name| (distance(name), name.chars().count(), name))
+        .filter(|(distance, ..)| *distance <= allowed)
+        .collect();
+    // Of names that begin alike, the shortest is the nearest.
+    near.sort_unstable();
+    near.dedup();
+    near.into_iter().take(max).map(|(.., name)| name).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn slips_are_forgiven_and_other_words_are_not() {
+        let names = ["thunderbolt", "latency", "jaccl", "mesh", "JACCL Backend"];
+        for (typed, near) in [
+            ("thunderbold", &["thunderbolt"][..]),
+            ("THUNDREBOLT", &["thunderbolt"]),
+            ("lat", &["latency"]),
+            ("jacl", &["jaccl"]),
+            ("jaccl", &["jaccl", "JACCL Backend"]),
+            ("mash", &["mesh"]),
+            ("bread", &[]),
+            ("", &[]),
+            ("ml", &[]),
+        ] {
+            assert_eq!(nearest(typed, names, 3), near, "{typed}");
+        }
+        assert_eq!(nearest("jaccl", names, 1).len(), 1);
+    }
+}
