@@ -39,7 +39,7 @@ fn what_was_sent_before_an_ending_arrives_before_it() {
 
 #[test]
 fn a_killed_child_is_reported_within_a_tenth_of_a_second() {
-    let mut slowest = Duration::ZERO;
+    let mut times = Vec::new();
     for i in 0..50 {
         let workers = spawn(2);
         let rank = Rank(i % 2);
@@ -49,10 +49,13 @@ fn a_killed_child_is_reported_within_a_tenth_of_a_second() {
         let start = Instant::now();
         kill(workers.ids()[rank.0 as usize], Signal::KILL);
         let (from, ending, _) = exit(&workers);
-        slowest = slowest.max(start.elapsed());
+        times.push(start.elapsed());
         assert_eq!((from, ending), (rank, Ending::Signal(9)));
     }
-    assert!(slowest < Duration::from_millis(100), "{slowest:?}");
+    times.sort_unstable();
+    // Another process on the machine may hold up some; half of them show that nobody polls for it.
+    assert!(times[45] < Duration::from_millis(100), "{times:?}");
+    assert!(times[25] < Duration::from_millis(25), "{times:?}");
 }
 
 #[test]
@@ -111,13 +114,16 @@ fn a_child_that_is_continued_is_heard_again() {
 }
 
 #[test]
-fn asking_is_enough_even_for_one_that_computes() {
-    let workers = spawn(2);
+fn asking_is_enough_even_for_one_that_computes_or_does_not_listen() {
+    let mut spec = spec(3);
+    spec.limits.write = Duration::from_millis(200);
+    let workers: Ours = Workers::spawn(spec).unwrap();
     assert_eq!(ask(&workers, 0, &Order::Busy), Answer::Done);
+    roles::deafen(&workers, 1);
     let start = Instant::now();
     workers.stop(PATIENCE);
-    assert!(start.elapsed() < PATIENCE / 2, "{:?}", start.elapsed());
-    for _ in 0..2 {
+    assert!(start.elapsed() < PATIENCE / 4, "{:?}", start.elapsed());
+    for _ in 0..3 {
         assert_eq!(exit(&workers).1, Ending::Code(EXIT_CODE_PARENT_GONE));
     }
     workers.stop(PATIENCE);

@@ -109,6 +109,17 @@ pub(crate) fn play(role: &str) {
     }
 }
 
+/// Has a worker take no more messages, and sends until it and its channel hold no more.
+pub(crate) fn deafen(workers: &Ours, rank: u32) {
+    assert_eq!(ask(workers, rank, &Order::Deaf), Answer::Done);
+    let order = Order::Echo("x".repeat(1000));
+    let mut sent = 0;
+    while workers.send(Rank(rank), &order).is_ok() {
+        sent += 1;
+    }
+    assert!((4096..6000).contains(&sent), "{sent} messages are held");
+}
+
 /// Obeys.
 fn worker() {
     let control: Control<Order, Answer> = Control::from_stdin().unwrap();
@@ -200,7 +211,9 @@ fn parent(prepare: impl Fn(&Ours)) {
 fn by_hand() {
     let error = Control::<Order, Answer>::from_stdin().unwrap_err();
     assert!(matches!(error, Error::NoControl { .. }), "{error}");
-    let (socket, _other) = std::os::unix::net::UnixStream::pair().unwrap();
+    let (socket, other) = std::os::unix::net::UnixStream::pair().unwrap();
+    // As long as the process lives: it ends when this is closed.
+    std::mem::forget(other);
     rustix::stdio::dup2_stdin(&socket).unwrap();
     let _control = Control::<Order, Answer>::from_stdin().unwrap();
     let error = Control::<Order, Answer>::from_stdin().unwrap_err();
