@@ -1,6 +1,5 @@
 //! From MODEL on the command line to a model in memory.
 
-use std::io::ErrorKind;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -30,29 +29,49 @@ pub(crate) struct ComputeArgs {
     pub(crate) class: KernelClass,
 }
 
-/// Kernels for the threads asked for and the instruction set that `PACELINE_CPU` forces, if any.
-///
-/// # Errors
-/// [`Error::UnknownCpu`], [`Error::CpuLacks`], and what the system says when it refuses a thread.
-pub(crate) fn kernels(args: ComputeArgs) -> anyhow::Result<Arc<Kernels>> {
+/// Threads of each of `nodes` nodes on this machine. More than it has cores are warned about.
+pub(crate) fn threads(args: ComputeArgs, nodes: u32) -> usize {
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
-    let threads = args.threads.map_or(cores, usize::from);
-    if threads > cores {
+    let nodes = nodes as usize;
+    let Some(threads) = args.threads.map(usize::from) else {
+        return (cores / nodes).max(1);
+    };
+    if nodes * threads > cores && threads > 1 {
+        let all = nodes * threads;
         tell(format_args!(
-            "warning: {threads} threads wait for each other on {cores} cores: fewer are faster"
+            "warning: {all} threads wait for each other on {cores} cores: fewer are faster"
         ));
     }
+    threads
+}
+
+/// Kernels on `threads` threads with the instruction set that `PACELINE_CPU` forces, if any.
+///
+/// # Errors
+/// As [`check_cpu`], and what the system says when it refuses a thread.
+pub(crate) fn kernels(threads: usize) -> anyhow::Result<Arc<Kernels>> {
     let refused = || format!("cannot start {threads} threads");
-    let Some(value) = std::env::var_os("PACELINE_CPU").filter(|value| !value.is_empty()) else {
-        return Ok(Arc::new(Kernels::new(threads).with_context(refused)?));
+    Ok(Arc::new(match check_cpu()? {
+        Some(set) => Kernels::with_set(set, threads).with_context(refused)?,
+        None => Kernels::new(threads).with_context(refused)?,
+    }))
+}
+
+/// The instruction set that `PACELINE_CPU` forces, if any.
+///
+/// # Errors
+/// [`Error::UnknownCpu`], [`Error::CpuLacks`].
+pub(crate) fn check_cpu() -> Result<Option<InstructionSet>, Error> {
+    let value = std::env::var_os("PACELINE_CPU").filter(|value| !value.is_empty());
+    let Some(value) = value.map(|value| value.to_string_lossy().into_owned()) else {
+        return Ok(None);
     };
-    let value = value.to_string_lossy().into_owned();
-    let kernels = Kernels::with_set(instruction_set(&value)?, threads);
-    if matches!(&kernels, Err(error) if error.kind() == ErrorKind::Unsupported) {
-        let available = names(InstructionSet::available());
-        return Err(Error::CpuLacks { value, available }.into());
+    let set = instruction_set(&value)?;
+    if InstructionSet::available().contains(&set) {
+        return Ok(Some(set));
     }
-    Ok(Arc::new(kernels.with_context(refused)?))
+    let available = names(InstructionSet::available());
+    Err(Error::CpuLacks { value, available })
 }
 
 fn instruction_set(value: &str) -> Result<InstructionSet, Error> {
@@ -69,37 +88,88 @@ fn names(sets: impl IntoIterator<Item = InstructionSet>) -> String {
     names.join(", ")
 }
 
-/// Opens `path` and packs its weights, with a progress bar on stderr when that takes a while.
+/// Opens the model at `path`.
+///
+/// # Errors
+/// What is wrong with the model, and its path.
+pub(crate) fn open(path: &Path) -> anyhow::Result<Source> {
+    Source::open(path).map_err(|error| in_model(path, error))
+}
+
+/// Packs the weights of `source`, with a progress bar on stderr when that takes a while.
 ///
 /// # Errors
 /// What is wrong with the model, and its path.
 pub(crate) fn model(
     path: &Path,
+    source: &Source,
     class: KernelClass,
     kernels: Arc<Kernels>,
-) -> anyhow::Result<(Source, Model)> {
-    let source = Source::open(path).map_err(|error| in_model(path, error))?;
-    let style = ProgressStyle::with_template("loading {bar:30} {pos}/{len} layers")?;
-    let mut bar = None;
-    let start = Instant::now();
-    let model = Model::load(&source, LoadOptions { class }, kernels, |done, of| {
-        if start.elapsed() > BAR_AFTER {
-            let new = || ProgressBar::new(of as u64).with_style(style.clone());
-            bar.get_or_insert_with(new).set_position(done as u64);
+) -> anyhow::Result<Model> {
+    let mut bar = LoadBar::new();
+    let progress = |done, of| bar.show(done, of);
+    let model = Model::load(source, LoadOptions { class }, kernels, progress);
+    bar.clear();
+    model.map_err(|error| in_model(path, error))
+}
+
+/// A progress bar that comes only when loading takes long.
+pub(crate) struct LoadBar {
+    start: Instant,
+    bar: Option<ProgressBar>,
+}
+
+impl LoadBar {
+    /// Starts the clock.
+    pub(crate) fn new() -> Self {
+        Self {
+            start: Instant::now(),
+            bar: None,
         }
-    });
-    if let Some(bar) = bar {
-        bar.finish_and_clear();
     }
-    Ok((source, model.map_err(|error| in_model(path, error))?))
+
+    /// Shows `done` layers `of` all.
+    pub(crate) fn show(&mut self, done: usize, of: usize) {
+        if self.start.elapsed() < BAR_AFTER {
+            return;
+        }
+        let style = ProgressStyle::with_template("loading {bar:30} {pos}/{len} layers");
+        let style = style.expect("a template that a test has seen");
+        let new = || ProgressBar::new(0).with_style(style);
+        let bar = self.bar.get_or_insert_with(new);
+        bar.set_length(of as u64);
+        bar.set_position(done as u64);
+    }
+
+    /// Takes the bar away.
+    pub(crate) fn clear(&mut self) {
+        if let Some(bar) = self.bar.take() {
+            bar.finish_and_clear();
+        }
+    }
 }
 
 /// Adds the path, unless the error has it: of several files, it names the right one.
-fn in_model(path: &Path, error: paceline_model::Error) -> anyhow::Error {
+pub(crate) fn in_model(path: &Path, error: paceline_model::Error) -> anyhow::Error {
     let path = path.display().to_string();
     if error.to_string().starts_with(&path) {
         error.into()
     } else {
         anyhow::Error::new(error).context(format!("cannot load {path}"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_bar_is_drawn() {
+        let mut bar = LoadBar::new();
+        bar.start -= BAR_AFTER;
+        bar.show(1, 3);
+        assert_eq!(bar.bar.as_ref().unwrap().position(), 1);
+        bar.clear();
+        assert!(bar.bar.is_none());
     }
 }

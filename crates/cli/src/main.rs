@@ -11,12 +11,14 @@ mod hint;
 mod home;
 mod interrupt;
 mod load;
+mod loaded;
 mod models;
 mod output;
 mod process;
 mod progress;
 mod pull;
 mod run;
+mod worker;
 
 use std::process::ExitCode;
 
@@ -37,6 +39,9 @@ struct Cli {
 enum Command {
     /// Answer a prompt, or chat
     Run(run::Args),
+    /// One rank of a model over several processes: started by the other commands
+    #[command(hide = true)]
+    Worker,
     /// Measure this machine
     #[command(subcommand)]
     Bench(bench::Command),
@@ -53,6 +58,7 @@ fn main() -> ExitCode {
     let command = Cli::parse().command;
     match execute(&command) {
         Ok(()) => ExitCode::SUCCESS,
+        Err(_) if matches!(command, Command::Worker) => ExitCode::FAILURE, // the parent was told
         Err(error) => exit_code(&error),
     }
 }
@@ -61,6 +67,7 @@ fn execute(command: &Command) -> anyhow::Result<()> {
     let signals = Signals::install()?;
     match command {
         Command::Run(args) => run::run(args, &signals),
+        Command::Worker => worker::run(),
         Command::Bench(command) => bench::run(command, &signals),
         Command::Pull(args) => pull::run(args, &signals),
         Command::Models(args) => models::list(args),

@@ -14,6 +14,7 @@ use paceline_formats::chat::Message;
 use crate::error::{Error, PROMPT_BYTES_MAX};
 use crate::interrupt::Signals;
 use crate::load::ComputeArgs;
+use crate::loaded::SplitArgs;
 use crate::output::{print, tell};
 use crate::pull;
 use figures::Figures;
@@ -26,6 +27,7 @@ Examples:
   paceline run smollm2 \"Why is the sky blue?\"       one answer
   paceline run smollm2 < question.txt               the same, from a file
   paceline run smollm2 --temperature 0 --json \"Hi\"  reproducible, for programs
+  paceline run smollm2 --nodes 2 \"Hi\"               over two local nodes, the same answer
   paceline run model.gguf --raw \"Once upon a time\"  continue a text
 
 Ctrl-C ends at once. Exit codes: 0 ok, 1 failed or interrupted, 2 wrong usage.";
@@ -66,6 +68,8 @@ pub(crate) struct Args {
     json: bool,
     #[command(flatten)]
     compute: ComputeArgs,
+    #[command(flatten)]
+    split: SplitArgs,
     #[command(flatten)]
     sampling: SamplingArgs,
 }

@@ -2,6 +2,7 @@
 
 use std::borrow::Cow;
 
+use paceline_base::Rank;
 use paceline_formats::{gguf, hf};
 
 use crate::split;
@@ -76,6 +77,15 @@ pub enum Error {
     /// Another rank failed, or the way to it.
     #[error(transparent)]
     Comm(#[from] paceline_comm::Error),
+    /// A rank of the same stage failed, or the way to it. Its number counts from the first of the
+    /// stage.
+    #[error("among the ranks of the stage, counted from {first}: {source}")]
+    Stage {
+        /// The first rank of the stage.
+        first: Rank,
+        /// What failed.
+        source: paceline_comm::Error,
+    },
     /// The leader asked for a step that does not fit this rank's sizes.
     #[error("plan of a step: {what} is {got}, expected at most {limit}")]
     Plan {
@@ -86,4 +96,31 @@ pub enum Error {
         /// What would fit.
         limit: usize,
     },
+}
+
+impl Error {
+    /// The rank of the split that a failure between ranks is to be blamed on.
+    pub const fn blamed(&self) -> Option<Rank> {
+        match self {
+            Self::Comm(error) => at_fault(error),
+            Self::Stage { first, source } => match at_fault(source) {
+                Some(rank) => Some(Rank(first.0 + rank.0)),
+                None => None,
+            },
+            _ => None,
+        }
+    }
+}
+
+/// The rank that a failed call names, in its own group.
+const fn at_fault(error: &paceline_comm::Error) -> Option<Rank> {
+    use paceline_comm::Error;
+    match error {
+        Error::PeerLost { rank, .. }
+        | Error::Timeout { rank, .. }
+        | Error::Mismatch { rank, .. }
+        | Error::Silent { rank, .. }
+        | Error::Garbled { rank, .. } => Some(*rank),
+        Error::Length { .. } | Error::NoSuchRank { .. } => None,
+    }
 }

@@ -14,7 +14,7 @@
 
 use std::time::{Duration, Instant};
 
-use paceline_base::{Rank, tree};
+use paceline_base::{Bytes, Rank, tree};
 use paceline_comm::{Deadline, Group};
 
 use crate::Error;
@@ -39,6 +39,22 @@ pub struct Links {
 }
 
 impl Links {
+    /// Bytes that this rank has sent to others.
+    pub fn sent(&self) -> Bytes {
+        Bytes(self.world.traffic().sent.0 + self.stage.traffic().sent.0)
+    }
+
+    /// An error of the stage's group, whose ranks count from the first of the stage.
+    fn stage_error(&self, error: paceline_comm::Error) -> Error {
+        if self.stage.size() == self.world.size() {
+            return error.into();
+        }
+        Error::Stage {
+            first: Rank(self.world.rank().0 - self.stage.rank().0),
+            source: error,
+        }
+    }
+
     fn deadline(&self) -> Deadline {
         Deadline::at(Instant::now() + self.patience)
     }
@@ -91,8 +107,8 @@ impl Links {
         let n = sum.len() / cut.nodes.len();
         counts.clear();
         counts.extend(cut.roots.iter().map(|roots| roots * n));
-        self.stage
-            .all_gather_v(mine, sum, counts, self.deadline())?;
+        let gathered = self.stage.all_gather_v(mine, sum, counts, self.deadline());
+        gathered.map_err(|error| self.stage_error(error))?;
         tree::combine(cut.leaves, &cut.nodes, sum);
         Ok(())
     }

@@ -1,28 +1,30 @@
 //! `paceline bench model`: prefill and decode speed.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use paceline_base::Bytes;
-use paceline_engine::EngineConfig;
-use paceline_model::{Batch, BatchSequence, BatchSize, Logits, Model, Workspace};
-use paceline_tensor::{KvCache, PAGE};
+use paceline_engine::{EngineConfig, Reply, Request, SamplingParams};
+use paceline_model::Config;
 use serde_json::json;
 
 use super::peer::LlamaCpp;
 use super::quantile;
 use crate::interrupt::Signals;
-use crate::load::{self, ComputeArgs};
+use crate::load::ComputeArgs;
+use crate::loaded::{Loaded, OneNode, SplitArgs};
 use crate::output::print;
 use crate::pull;
 
 /// Arguments of `paceline bench model`.
-#[derive(Debug, clap::Args)]
+#[derive(Clone, Debug, clap::Args)]
 pub(crate) struct Args {
     /// Alias, GGUF file, folder of safetensors, or hub id
     model: String,
     #[command(flatten)]
     compute: ComputeArgs,
+    #[command(flatten)]
+    split: SplitArgs,
     /// Tokens of the prompt
     #[arg(long, value_name = "N", default_value_t = 512,
           value_parser = clap::value_parser!(u32).range(1..))]
@@ -42,6 +44,9 @@ pub(crate) struct Args {
     /// (npm install --ignore-scripts --prefix DIR --no-save node-llama-cpp@3.22.1)
     #[arg(long, value_name = "DIR")]
     against: Option<PathBuf>,
+    /// Alternate with one node that has the threads of one of the nodes
+    #[arg(long, conflicts_with = "against")]
+    against_one: bool,
     /// Print one JSON object
     #[arg(long)]
     json: bool,
@@ -52,37 +57,54 @@ pub(crate) struct Args {
 struct Run {
     prefill: f64,
     decode: f64,
+    /// Bytes on the wire per token.
+    wire: Option<u64>,
 }
 
 /// Measures and prints.
 pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
     let found = pull::ensure(&args.model, signals)?;
-    let kernels = load::kernels(args.compute)?;
-    let threads = kernels.pool().threads();
-    let start = Instant::now();
-    let (_, model) = load::model(&found.path, args.compute.class, kernels)?;
-    let load_s = start.elapsed().as_secs_f64();
-    let peer = args.against.clone().map(|folder| LlamaCpp {
-        folder,
-        threads,
-        prompt: args.prompt as usize,
-        generate: args.r#gen as usize,
-    });
-    let mut bench = Bench::new(&model, args)?;
-    bench.run();
+    let open = |split: &SplitArgs| {
+        let sizes = |_: &Config| EngineConfig::single(args.model.clone(), args.context());
+        Loaded::open(&found.path, args.compute, split, OneNode::Here, sizes)
+    };
+    let loaded = open(&args.split)?;
+    let peer = match &args.against {
+        Some(folder) => Some(Peer::LlamaCpp(
+            LlamaCpp {
+                folder: folder.clone(),
+                threads: loaded.threads,
+                prompt: args.prompt as usize,
+                generate: args.r#gen as usize,
+            },
+            &found.path,
+        )),
+        None if args.against_one => {
+            // One node gets what each of the nodes has, so threads are settled before.
+            let mut one = args.clone();
+            one.compute.threads = Some(u16::try_from(loaded.threads)?);
+            one.split = SplitArgs::one_node();
+            let sizes = |_: &Config| EngineConfig::single(args.model.clone(), args.context());
+            let here = OneNode::Here;
+            let alone = Loaded::open(&found.path, one.compute, &one.split, here, sizes)?;
+            Some(Peer::OneNode(Box::new(alone)))
+        }
+        None => None,
+    };
     let (mut ours, mut theirs) = (Vec::new(), Vec::new());
-    for _ in 0..args.runs {
-        ours.push(bench.run());
+    for round in 0..=args.runs {
+        // The first of each warms up.
+        let run = measure(&loaded, args, round)?;
+        ours.extend((round > 0).then_some(run));
         if let Some(peer) = &peer {
-            let (prefill, decode) = peer.run(&found.path)?;
-            theirs.push(Run { prefill, decode });
+            let run = peer.run(args, round)?;
+            theirs.extend((round > 0).then_some(run));
         }
     }
     let report = Report {
         args,
-        model: &model,
-        threads,
-        load_s,
+        loaded: &loaded,
+        peer: peer.as_ref().map_or("", Peer::name),
         ours,
         theirs,
     };
@@ -93,79 +115,121 @@ pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
     })
 }
 
-/// Buffers of a measurement.
-struct Bench<'a> {
-    model: &'a Model,
-    workspace: Workspace,
-    cache: KvCache,
-    pages: Vec<u32>,
-    tokens: Vec<u32>,
-    prompt: usize,
-    depth: usize,
+/// What is measured in turn with the model.
+enum Peer<'a> {
+    LlamaCpp(LlamaCpp, &'a Path),
+    OneNode(Box<Loaded>),
 }
 
-impl<'a> Bench<'a> {
-    fn new(model: &'a Model, args: &Args) -> anyhow::Result<Self> {
-        let prompt = args.prompt as usize;
-        let depth = args.depth.map_or(prompt, |depth| depth as usize);
-        let positions = prompt.max(depth + args.r#gen as usize);
-        let cache = model.new_cache(positions)?;
-        // The same ids as scripts/peers/llama_bench.py: spread over the vocabulary, without the
-        // special tokens at its ends. A toy vocabulary has no room for that.
-        let vocab = model.config().vocab;
-        let spread = |i: usize| match vocab.checked_sub(100) {
-            Some(inner @ 1..) => i * 7919 % inner + 50,
-            _ => i % vocab,
-        };
-        let tokens = (0..positions).map(|i| spread(i) as u32).collect();
-        // Steps as large as the engine makes them.
-        let rows = EngineConfig::single("", positions).max_rows.min(positions);
-        Ok(Self {
-            model,
-            workspace: Workspace::new(model, BatchSize::single(rows, positions)),
-            pages: (0..positions.div_ceil(PAGE) as u32).collect(),
-            cache,
-            tokens,
-            prompt,
-            depth,
-        })
-    }
-
-    fn forward(&mut self, from: usize, to: usize) {
-        let sequence = BatchSequence {
-            tokens: &self.tokens[from..to],
-            position: from,
-            pages: &self.pages,
-            logits: Logits::Last,
-        };
-        let batch = Batch {
-            sequences: &[sequence],
-        };
-        self.model
-            .forward(&batch, &mut self.workspace, &mut self.cache)
-            .expect("one rank alone cannot fail");
-    }
-
-    fn read(&mut self, from: usize, to: usize) {
-        let rows = self.workspace.size().rows;
-        for start in (from..to).step_by(rows) {
-            self.forward(start, to.min(start + rows));
+impl Peer<'_> {
+    const fn name(&self) -> &'static str {
+        match self {
+            Self::LlamaCpp(..) => "llama.cpp",
+            Self::OneNode(_) => "one node",
         }
     }
 
-    fn run(&mut self) -> Run {
-        let start = Instant::now();
-        self.read(0, self.prompt);
-        let prefill = self.prompt as f64 / start.elapsed().as_secs_f64();
-        self.read(self.prompt, self.depth.max(self.prompt));
-        let start = Instant::now();
-        for position in self.depth..self.tokens.len().max(self.depth) {
-            self.forward(position, position + 1);
+    fn run(&self, args: &Args, round: u32) -> anyhow::Result<Run> {
+        match self {
+            Self::LlamaCpp(peer, path) => {
+                let (prefill, decode) = peer.run(path)?;
+                Ok(Run {
+                    prefill,
+                    decode,
+                    wire: None,
+                })
+            }
+            Self::OneNode(loaded) => measure(loaded, args, round),
         }
-        let decoded = self.tokens.len() - self.depth;
-        Run {
-            prefill,
-            decode: decoded as f64 / start.elapsed().as_secs_f64(),
+    }
+}
+
+impl Args {
+    fn depth(&self) -> usize {
+        self.depth.unwrap_or(self.prompt) as usize
+    }
+
+    /// Positions of the longest sequence: one token more than is measured.
+    fn context(&self) -> usize {
+        self.depth().max(self.prompt as usize) + self.r#gen as usize + 2
+    }
+}
+
+/// One run: the time to read a prompt, and to decode behind `--depth`.
+fn measure(loaded: &Loaded, args: &Args, round: u32) -> anyhow::Result<Run> {
+    let prompt = args.prompt as usize;
+    let tokens = tokens(loaded, args.depth().max(prompt), round);
+    let start = Instant::now();
+    let read = generate(loaded, &tokens[..prompt], 0)?;
+    let prefill = prompt as f64 / (read.prompt_read - start).as_secs_f64();
+    // Other tokens, so that nothing of the first prompt can be used again.
+    let tokens = self::tokens(loaded, args.depth(), round + 1_000_000);
+    let before = loaded.sent();
+    let generated = generate(loaded, &tokens, args.r#gen as usize + 1)?;
+    let wire = loaded
+        .sent()
+        .zip(before)
+        .map(|(after, before)| (after.0 - before.0) / (tokens.len() + generated.tokens - 1) as u64);
+    let decoded = generated.tokens.saturating_sub(1);
+    anyhow::ensure!(
+        decoded > 0,
+        "the model ended its answer at once: nothing to measure"
+    );
+    let time = (generated.last - generated.prompt_read).as_secs_f64();
+    Ok(Run {
+        prefill,
+        decode: decoded as f64 / time,
+        wire,
+    })
+}
+
+/// `n` tokens spread over the vocabulary as those of scripts/peers/llama_bench.py, without the
+/// special tokens at its ends; others in each round. A toy vocabulary has no room for that.
+fn tokens(loaded: &Loaded, n: usize, round: u32) -> Vec<u32> {
+    let (vocab, round) = (loaded.config.vocab, round as usize);
+    let spread = |i: usize| match vocab.checked_sub(100) {
+        Some(inner @ 1..) => (i * 7919 + round * 104_729) % inner + 50,
+        _ => (i + round) % vocab,
+    };
+    (0..n).map(|i| spread(i) as u32).collect()
+}
+
+/// When a request's replies came.
+struct Generated {
+    prompt_read: Instant,
+    last: Instant,
+    tokens: usize,
+}
+
+/// Reads `prompt` and decodes `max_tokens`, and not less: tokens that would end the answer are
+/// made improbable.
+fn generate(loaded: &Loaded, prompt: &[u32], max_tokens: usize) -> anyhow::Result<Generated> {
+    let ends = (0..loaded.config.vocab as u32)
+        .filter(|token| loaded.tokenizer.is_end_of_generation(*token))
+        .map(|token| (token, -100.0));
+    let answer = loaded.submit(Request {
+        prompt: prompt.to_vec(),
+        max_tokens,
+        sampling: SamplingParams {
+            logit_bias: ends.collect(),
+            ..SamplingParams::default()
+        },
+        stop: Vec::new(),
+        logprobs: None,
+    })?;
+    let (mut prompt_read, mut tokens) = (Instant::now(), 0);
+    loop {
+        match answer.next()? {
+            (at, Reply::PromptRead) => prompt_read = at,
+            (_, Reply::Token { .. }) => tokens += 1,
+            (last, Reply::Finished { .. }) => {
+                return Ok(Generated {
+                    prompt_read,
+                    last,
+                    tokens,
+                });
+            }
+            (_, Reply::Failed(failure)) => return Err(failure.into()),
         }
     }
 }
@@ -173,9 +237,8 @@ impl<'a> Bench<'a> {
 /// What was measured.
 struct Report<'a> {
     args: &'a Args,
-    model: &'a Model,
-    threads: usize,
-    load_s: f64,
+    loaded: &'a Loaded,
+    peer: &'static str,
     ours: Vec<Run>,
     theirs: Vec<Run>,
 }
@@ -194,9 +257,28 @@ impl Report<'_> {
             .collect()
     }
 
+    fn weight_bytes(&self) -> u64 {
+        self.loaded.weights.iter().map(|bytes| bytes.0).sum()
+    }
+
+    /// Median bytes on the wire per token.
+    fn wire(&self) -> Option<u64> {
+        let wire: Option<Vec<f64>> = self.ours.iter().map(|r| Some(r.wire? as f64)).collect();
+        wire.map(|wire| quantile(&wire, 0.5) as u64)
+    }
+
+    /// What a token costs more than the peer's, in milliseconds; the median of the pairs.
+    fn extra_ms(&self) -> f64 {
+        let pairs = self.ours.iter().zip(&self.theirs);
+        let extra: Vec<f64> = pairs
+            .map(|(a, b)| 1e3 / a.decode - 1e3 / b.decode)
+            .collect();
+        quantile(&extra, 0.5)
+    }
+
     /// Weights that a decode step reads, per second.
     fn weight_rate(&self, decode: f64) -> f64 {
-        self.model.weight_bytes().0 as f64 * decode / 1e9
+        self.weight_bytes() as f64 * decode / 1e9
     }
 
     fn json(&self) -> serde_json::Value {
@@ -219,17 +301,22 @@ impl Report<'_> {
         let decode = quantile(&Self::column(&self.ours, |r| r.decode), 0.5);
         json!({
             "model": self.args.model,
-            "class": self.model.class().name(),
-            "instruction_set": self.model.kernels().instruction_set().name(),
-            "threads": self.threads,
+            "class": self.loaded.class.name(),
+            "instruction_set": self.loaded.instruction_set,
+            "nodes": self.loaded.nodes(),
+            "split": self.loaded.split.to_string(),
+            "threads": self.loaded.threads,
+            "wire_bytes_per_token": self.wire(),
             "prompt": self.args.prompt,
             "gen": self.args.r#gen,
-            "depth": self.args.depth.unwrap_or(self.args.prompt),
-            "weight_bytes": self.model.weight_bytes().0,
-            "load_s": self.load_s,
+            "depth": self.args.depth(),
+            "weight_bytes": self.weight_bytes(),
+            "load_s": self.loaded.load_time.as_secs_f64(),
             "weights_gb_s": self.weight_rate(decode),
             "paceline": of(&self.ours),
-            "llama_cpp": of(&self.theirs),
+            "peer": (!self.theirs.is_empty()).then_some(self.peer),
+            "peer_result": of(&self.theirs),
+            "extra_ms_per_token": (!self.theirs.is_empty()).then(|| self.extra_ms()),
             "ratio": (!self.theirs.is_empty()).then(|| json!({
                 "prefill": spread(self.ratios(|r| r.prefill)),
                 "decode": spread(self.ratios(|r| r.decode)),
@@ -237,19 +324,28 @@ impl Report<'_> {
         })
     }
 
+    fn nodes(&self) -> String {
+        let threads = self.loaded.threads;
+        let threads = format!("{threads} thread{}", if threads == 1 { "" } else { "s" });
+        match self.loaded.nodes() {
+            1 => threads,
+            nodes => format!("{nodes} nodes ({}) of {threads}", self.loaded.split),
+        }
+    }
+
     fn table(&self) -> String {
         let head = format!(
-            "{}, {} on {} with {} threads, weights {}, loaded in {:.2} s\n\
+            "{}, {} on {} with {}, weights {}, loaded in {:.2} s\n\
              prompt {}, decode {} from position {}, {} runs: median (p10 .. p90) tokens/s",
             self.args.model,
-            self.model.class(),
-            self.model.kernels().instruction_set().name(),
-            self.threads,
-            Bytes(self.model.weight_bytes().0),
-            self.load_s,
+            self.loaded.class,
+            self.loaded.instruction_set,
+            self.nodes(),
+            Bytes(self.weight_bytes()),
+            self.loaded.load_time.as_secs_f64(),
             self.args.prompt,
             self.args.r#gen,
-            self.args.depth.unwrap_or(self.args.prompt),
+            self.args.depth(),
             self.ours.len(),
         );
         let line = |name: &str, prefill: Vec<f64>, decode: Vec<f64>, unit: &str| {
@@ -273,9 +369,13 @@ impl Report<'_> {
         let mut text = head + &line("paceline", prefill, decode, &rate);
         if !self.theirs.is_empty() {
             let (prefill, decode) = columns(&self.theirs);
-            text += &line("llama.cpp", prefill, decode, "");
+            text += &line(self.peer, prefill, decode, "");
             let (prefill, decode) = (self.ratios(|r| r.prefill), self.ratios(|r| r.decode));
             text += &line("ratio", prefill, decode, "");
+            text += &format!("  {:+.3} ms a token", self.extra_ms());
+        }
+        if let Some(bytes) = self.wire() {
+            text += &format!("\n{} per token on the wire", Bytes(bytes));
         }
         text
     }

@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use paceline_base::Bytes;
 use paceline_engine::Finish;
 use serde_json::json;
 
@@ -22,6 +23,8 @@ pub(super) struct Figures {
     pub(super) prefill: Duration,
     /// From the first token to the last.
     pub(super) decode: Duration,
+    /// Bytes that nodes sent to one another; `None` for one node.
+    pub(super) wire: Option<u64>,
 }
 
 /// Why an answer ended.
@@ -68,6 +71,13 @@ impl Figures {
         rate(self.tokens.len().saturating_sub(1), self.decode)
     }
 
+    /// Of prompt and answer alike.
+    fn wire_bytes_per_token(&self) -> Option<u64> {
+        let computed = (self.n_prompt + self.tokens.len()).saturating_sub(1);
+        self.wire
+            .and_then(|bytes| bytes.checked_div(computed as u64))
+    }
+
     /// One line for people.
     pub(super) fn line(&self) -> String {
         let tokens = |n: usize| format!("{n} token{}", if n == 1 { "" } else { "s" });
@@ -85,6 +95,9 @@ impl Figures {
         if let Some(speed) = self.decode_tok_s() {
             line += &format!(", decode {speed:.1} tokens/s");
         }
+        if let Some(bytes) = self.wire_bytes_per_token() {
+            line += &format!("; {} per token on the wire", Bytes(bytes));
+        }
         line + match self.end {
             End::Stop => "]",
             End::MaxTokens => "; ended by --max-tokens]",
@@ -94,26 +107,28 @@ impl Figures {
 
     /// The object of `--json`.
     pub(super) fn json(&self, args: &Args, session: &Session) -> serde_json::Value {
-        let model = session.engine().model();
+        let loaded = session.loaded();
         json!({
             "text": self.text,
             "tokens": self.tokens,
             "finish_reason": self.end.word(),
             "n_prompt": self.n_prompt,
             "n_generated": self.tokens.len(),
-            "load_ms": session.load_time().as_secs_f64() * 1e3,
+            "load_ms": loaded.load_time.as_secs_f64() * 1e3,
             "ttft_ms": self.ttft_ms(),
             "prefill_tok_s": self.prefill_tok_s(),
             "decode_tok_s": self.decode_tok_s(),
             "predicted_decode_tok_s": null,
             "peak_memory_bytes": peak_memory_bytes(),
-            "nodes": 1,
-            "split": "none",
-            "threads": session.threads(),
+            "nodes": loaded.nodes(),
+            "split": loaded.split.to_string(),
+            "wire_bytes_per_token": self.wire_bytes_per_token(),
+            "threads": loaded.threads,
+            "weight_bytes": loaded.weights.iter().map(|bytes| bytes.0).collect::<Vec<_>>(),
             "model": args.model,
-            "context": session.engine().config().context,
-            "kernel_class": model.class().name(),
-            "instruction_set": model.kernels().instruction_set().name(),
+            "context": loaded.engine.context,
+            "kernel_class": loaded.class.name(),
+            "instruction_set": loaded.instruction_set,
             "seed": session.seed(),
         })
     }
@@ -136,6 +151,7 @@ mod tests {
             end,
             prefill: Duration::from_millis(100),
             decode: Duration::from_millis(200),
+            wire: None,
         }
     }
 

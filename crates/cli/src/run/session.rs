@@ -2,19 +2,18 @@
 
 use std::io::IsTerminal;
 use std::path::Path;
-use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use anyhow::Context;
-use paceline_engine::{Engine, EngineConfig, Error as EngineError, Event, Request, SamplingParams};
+use paceline_engine::{EngineConfig, Failure, Reply, Request, SamplingParams};
 use paceline_formats::chat::{ChatOptions, ChatTemplate, Error as ChatError, Message};
-use paceline_formats::tokenizer::{Specials, Tokenizer};
-use paceline_model::{Model, Source};
+use paceline_formats::tokenizer::Specials;
+use paceline_model::Config;
 
 use super::Args;
 use super::figures::{End, Figures};
 use crate::error::Error;
-use crate::load;
+use crate::loaded::{Answer, Loaded, OneNode};
 use crate::output::{printable, show, tell};
 
 /// Positions reserved unless asked for more: key/value memory of an 8B model at this context is
@@ -23,37 +22,32 @@ const DEFAULT_CONTEXT: usize = 8192;
 
 /// One model, ready to answer.
 pub(super) struct Session {
-    engine: Engine,
-    tokenizer: Arc<Tokenizer>,
+    loaded: Loaded,
     template: Option<ChatTemplate>,
     sampling: SamplingParams,
     max_tokens: usize,
     stop: Vec<String>,
-    load_time: Duration,
 }
 
 impl Session {
-    /// Loads the model at `path`.
+    /// Loads the model at `path`, and tells how it is split.
     pub(super) fn open(args: &Args, path: &Path, sampling: SamplingParams) -> anyhow::Result<Self> {
-        let start = Instant::now();
-        let kernels = load::kernels(args.compute)?;
-        let (source, model) = load::model(path, args.compute.class, kernels)?;
-        let bad = |what| format!("{}: cannot use its {what}", path.display());
-        let tokenizer = Arc::new(tokenizer(&source).with_context(|| bad("tokenizer"))?);
-        // What is wrong with a template matters only to those who use it.
-        let template = if args.raw { None } else { template(&source) };
-        let template = template.transpose().with_context(|| bad("chat template"))?;
-        let context = context(args.context, &model);
-        let config = EngineConfig::single(args.model.clone(), context);
-        let engine = Engine::new(Arc::new(model), Arc::clone(&tokenizer), config)?;
+        let sizes = |config: &Config| {
+            EngineConfig::single(args.model.clone(), context(args.context, config))
+        };
+        let mut loaded = Loaded::open(path, args.compute, &args.split, OneNode::Here, sizes)?;
+        let template = loaded.template.take().filter(|_| !args.raw).transpose();
+        let bad = || format!("{}: cannot use its chat template", path.display());
+        let template = template.with_context(bad)?;
+        if loaded.nodes() > 1 && !args.json {
+            loaded.tell_split();
+        }
         Ok(Self {
-            engine,
-            tokenizer,
+            loaded,
             template,
             sampling,
             max_tokens: args.max_tokens.unwrap_or(usize::MAX),
             stop: args.stop.clone(),
-            load_time: start.elapsed(),
         })
     }
 
@@ -62,19 +56,9 @@ impl Session {
         self.template.is_some()
     }
 
-    /// Threads in use.
-    pub(super) fn threads(&self) -> usize {
-        self.engine.model().kernels().pool().threads()
-    }
-
-    /// From opening the model's files to being ready for a prompt.
-    pub(super) const fn load_time(&self) -> Duration {
-        self.load_time
-    }
-
-    /// The engine, for figures.
-    pub(super) const fn engine(&self) -> &Engine {
-        &self.engine
+    /// The model, for figures.
+    pub(super) const fn loaded(&self) -> &Loaded {
+        &self.loaded
     }
 
     /// The seed of every answer.
@@ -84,7 +68,7 @@ impl Session {
 
     /// Tokens of a plain text.
     pub(super) fn encode_text(&self, text: &str) -> anyhow::Result<Vec<u32>> {
-        Ok(self.tokenizer.encode(text, Specials::AsText, true)?)
+        Ok(self.loaded.tokenizer.encode(text, Specials::AsText, true)?)
     }
 
     /// Tokens of a conversation up to where the model is to answer.
@@ -95,7 +79,7 @@ impl Session {
             now_unix_s: unix_now(),
             ..ChatOptions::default()
         };
-        Ok(template.encode_chat(&self.tokenizer, messages, &options)?)
+        Ok(template.encode_chat(&self.loaded.tokenizer, messages, &options)?)
     }
 
     /// Generates an answer, showing its text as it becomes certain. `in_chat` chooses the advice
@@ -118,59 +102,66 @@ impl Session {
             stop: self.stop.clone(),
             logprobs: None,
         };
-        let id = match self.engine.submit(request) {
-            Err(EngineError::PromptTooLong { tokens, context }) => {
-                let trained = self.engine.model().config().context;
-                return Err(Error::PromptTooLong {
-                    tokens,
-                    context,
-                    trained,
-                    in_chat,
-                }
-                .into());
+        let before = self.loaded.sent();
+        let start = Instant::now();
+        let answer = self.loaded.submit(request);
+        let figures = answer
+            .map_err(anyhow::Error::new)
+            .and_then(|answer| self.collect(&answer, start, n_prompt, show));
+        let mut figures = figures.map_err(|error| self.explain(error, in_chat))?;
+        let sent = self.loaded.sent().zip(before);
+        figures.wire = sent.map(|(after, before)| after.0 - before.0);
+        Ok(figures)
+    }
+
+    /// A prompt that is too long gets advice that fits.
+    fn explain(&self, error: anyhow::Error, in_chat: bool) -> anyhow::Error {
+        match error.downcast_ref() {
+            Some(Failure::PromptTooLong { tokens, context }) => Error::PromptTooLong {
+                tokens: *tokens,
+                context: *context,
+                trained: self.loaded.config.context,
+                in_chat,
             }
-            other => other?,
-        };
-        let outcome = self.collect(n_prompt, show);
-        if outcome.is_err() {
-            // Nothing to cancel when the sequence has just finished.
-            let _ = self.engine.cancel(id);
+            .into(),
+            _ => error,
         }
-        outcome
     }
 
     fn collect(
-        &mut self,
+        &self,
+        answer: &Answer<'_>,
+        start: Instant,
         n_prompt: usize,
         mut show: impl FnMut(&str) -> anyhow::Result<()>,
     ) -> anyhow::Result<Figures> {
-        let start = Instant::now();
-        let (mut prefill, mut first, mut last) = (Duration::ZERO, start, start);
-        let (mut text, mut tokens, mut end) = (String::new(), Vec::new(), End::Stop);
-        while !self.engine.is_idle() {
-            let events = self.engine.step()?;
-            last = Instant::now();
-            for event in events {
-                let piece = match event {
-                    Event::PromptRead { .. } => {
-                        (prefill, first) = (last - start, last);
-                        continue;
-                    }
-                    Event::Token { token, text, .. } => {
-                        tokens.push(token);
-                        text
-                    }
-                    Event::Finished { text, reason, .. } => {
-                        end = End::new(reason, tokens.len(), self.max_tokens);
-                        text
-                    }
-                };
-                if !piece.is_empty() {
-                    show(&piece)?;
-                    text.push_str(&piece);
+        let (mut prefill, mut first) = (Duration::ZERO, start);
+        let (mut text, mut tokens) = (String::new(), Vec::new());
+        let (end, last) = loop {
+            let (at, reply) = answer.next()?;
+            let (piece, end) = match reply {
+                Reply::PromptRead => {
+                    (prefill, first) = (at - start, at);
+                    continue;
                 }
+                Reply::Token { token, text, .. } => {
+                    tokens.push(token);
+                    (text, None)
+                }
+                Reply::Finished { text, reason } => {
+                    let end = End::new(reason, tokens.len(), self.max_tokens);
+                    (text, Some(end))
+                }
+                Reply::Failed(failure) => return Err(failure.into()),
+            };
+            if !piece.is_empty() {
+                show(&piece)?;
+                text.push_str(&piece);
             }
-        }
+            if let Some(end) = end {
+                break (end, at);
+            }
+        };
         Ok(Figures {
             text,
             tokens,
@@ -178,6 +169,7 @@ impl Session {
             end,
             prefill,
             decode: last - first,
+            wire: None,
         })
     }
 }
@@ -192,8 +184,8 @@ pub(super) fn show_answer(text: &str) -> anyhow::Result<()> {
 }
 
 /// Positions to reserve; more than the model was trained for are warned about.
-fn context(asked: Option<u32>, model: &Model) -> usize {
-    let trained = model.config().context;
+fn context(asked: Option<u32>, config: &Config) -> usize {
+    let trained = config.context;
     let Some(context) = asked else {
         // Two are the least: one for the prompt and one for the answer.
         return trained.clamp(2, DEFAULT_CONTEXT);
@@ -205,21 +197,6 @@ fn context(asked: Option<u32>, model: &Model) -> usize {
         ));
     }
     context as usize
-}
-
-fn tokenizer(source: &Source) -> anyhow::Result<Tokenizer> {
-    Ok(match source {
-        Source::Gguf(file) => Tokenizer::from_gguf(file.metadata())?,
-        Source::Hf(folder) => Tokenizer::from_hf_dir(folder.path())?,
-    })
-}
-
-fn template(source: &Source) -> Option<Result<ChatTemplate, ChatError>> {
-    let template = match source {
-        Source::Gguf(file) => ChatTemplate::from_gguf(file.metadata()),
-        Source::Hf(folder) => ChatTemplate::from_hf_dir(folder.path()),
-    };
-    (!matches!(template, Err(ChatError::NoTemplate))).then_some(template)
 }
 
 /// For templates that write the date.

@@ -1,0 +1,182 @@
+//! Which of several failures was the first.
+//!
+//! When one rank dies, all others fail as well, within moments and in any order. The user wants
+//! to read about the one that died.
+
+use std::fmt;
+use std::time::Duration;
+
+use paceline_base::Rank;
+use paceline_cluster::processes::Ending;
+use paceline_cluster::workers::Event;
+
+use crate::messages::FromWorker;
+
+/// One sign that something is wrong.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Sign {
+    /// A process ended.
+    Exited {
+        rank: Rank,
+        ending: Ending,
+        tail: Vec<String>,
+    },
+    /// A process gives no sign of life.
+    Silent { rank: Rank, silence: Duration },
+    /// A process says nonsense.
+    Garbled { rank: Rank, what: String },
+    /// A worker says that it cannot go on.
+    Failed {
+        rank: Rank,
+        reason: String,
+        blamed: Option<Rank>,
+    },
+}
+
+impl Sign {
+    /// The sign in an event, or the message that it is instead.
+    pub(crate) fn of(event: Event<FromWorker>) -> Result<Self, (Rank, FromWorker)> {
+        Ok(match event {
+            Event::Exited { rank, ending, tail } => Self::Exited { rank, ending, tail },
+            Event::Silent { rank, silence } => Self::Silent { rank, silence },
+            Event::Garbled { rank, garbage } => Self::Garbled {
+                rank,
+                what: garbage.to_string(),
+            },
+            Event::Message { rank, message } => match message {
+                FromWorker::Failed { reason, blamed } => Self::Failed {
+                    rank,
+                    reason,
+                    blamed: blamed.map(Rank),
+                },
+                message => return Err((rank, message)),
+            },
+        })
+    }
+
+    /// The rank to blame by this sign alone.
+    pub(crate) const fn rank(&self) -> Rank {
+        match self {
+            Self::Exited { rank, .. }
+            | Self::Silent { rank, .. }
+            | Self::Garbled { rank, .. }
+            | Self::Failed {
+                rank, blamed: None, ..
+            } => *rank,
+            Self::Failed {
+                blamed: Some(rank), ..
+            } => *rank,
+        }
+    }
+
+    /// How surely this is the cause and not a consequence; lower is surer.
+    const fn doubt(&self) -> u8 {
+        match self {
+            Self::Exited {
+                ending: Ending::Signal(_),
+                ..
+            }
+            | Self::Silent { .. }
+            | Self::Garbled { .. } => 0,
+            Self::Failed { blamed: None, .. } => 1,
+            Self::Failed { .. } => 2,
+            Self::Exited { .. } => 3, // it said why before, or a worker would have been ended
+        }
+    }
+}
+
+impl fmt::Display for Sign {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Exited { rank, ending, tail } => {
+                write!(f, "{rank} {ending}")?;
+                match tail.last() {
+                    Some(line) => write!(f, "; its last words: {line}"),
+                    None => Ok(()),
+                }
+            }
+            Self::Silent { rank, silence } => {
+                let seconds = silence.as_secs_f64();
+                write!(f, "{rank} has given no sign of life for {seconds:.1} s")
+            }
+            Self::Garbled { rank, what } => write!(f, "{rank} speaks nonsense: {what}"),
+            Self::Failed { rank, reason, .. } => write!(f, "{rank}: {reason}"),
+        }
+    }
+}
+
+/// The surest of `signs`, the first among equals; there is at least one.
+pub(crate) fn cause(signs: &[Sign]) -> &Sign {
+    let surest = signs.iter().min_by_key(|sign| sign.doubt());
+    surest.expect("a failure has a sign")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn failed(rank: u32, blamed: Option<u32>) -> Sign {
+        Sign::Failed {
+            rank: Rank(rank),
+            reason: "it broke".to_owned(),
+            blamed: blamed.map(Rank),
+        }
+    }
+
+    fn exited(rank: u32, ending: Ending) -> Sign {
+        Sign::Exited {
+            rank: Rank(rank),
+            ending,
+            tail: Vec::new(),
+        }
+    }
+
+    #[test]
+    fn the_one_that_died_is_named_whatever_came_first() {
+        let silent = Sign::Silent {
+            rank: Rank(2),
+            silence: Duration::from_millis(1600),
+        };
+        for (signs, rank, text) in [
+            (
+                vec![
+                    failed(0, Some(2)),
+                    exited(0, Ending::Code(1)),
+                    exited(2, Ending::Signal(9)),
+                ],
+                2,
+                "rank 2 was ended by SIGKILL",
+            ),
+            (
+                vec![failed(0, Some(2)), silent],
+                2,
+                "rank 2 has given no sign of life for 1.6 s",
+            ),
+            (
+                vec![failed(0, Some(1)), failed(1, None)],
+                1,
+                "rank 1: it broke",
+            ),
+            (vec![failed(0, Some(1))], 1, "rank 0: it broke"),
+            (
+                vec![exited(1, Ending::Code(3))],
+                1,
+                "rank 1 ended with code 3",
+            ),
+        ] {
+            let cause = cause(&signs);
+            assert_eq!(cause.rank(), Rank(rank), "{signs:?}");
+            assert_eq!(cause.to_string(), text);
+        }
+    }
+
+    #[test]
+    fn last_words_are_passed_on() {
+        let sign = Sign::Exited {
+            rank: Rank(1),
+            ending: Ending::Code(101),
+            tail: vec!["thread panicked".to_owned(), "out of range".to_owned()],
+        };
+        assert!(sign.to_string().ends_with("its last words: out of range"));
+    }
+}

@@ -1,0 +1,294 @@
+//! What a worker process runs: one rank of an instance.
+//!
+//! Its main thread reads the control channel. The leader's engine runs on a thread of its own; so
+//! does the loop of the other ranks. Whatever fails is told to the parent, and the process ends.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use paceline_base::Rank;
+use paceline_cluster::Control;
+use paceline_comm::tcp::{self, GroupId};
+use paceline_comm::{Deadline, Group};
+use paceline_engine::{Engine, Follower, Reply, Runner, Service, Sink, State, Ticket};
+use paceline_formats::tokenizer::Tokenizer;
+use paceline_model::{Config, Links, LoadOptions, Model, Source, Split};
+use paceline_tensor::Kernels;
+
+use crate::Error;
+use crate::messages::{FromWorker, Job, RankReady, ToWorker};
+
+type Channel = Arc<Control<ToWorker, FromWorker>>;
+
+/// Longest wait for the parent's next message while starting, and for all ranks to join.
+const START_LIMIT: Duration = Duration::from_secs(30);
+
+/// How often the leader looks whether its engine still lives.
+const LOOK_EVERY: Duration = Duration::from_millis(100);
+
+/// How long a worker that cannot go on waits to be ended, so that the parent reads why first.
+const LAST_WORDS: Duration = Duration::from_millis(200);
+
+/// Runs a worker on the control channel that is this process's standard input, until the parent
+/// ends it or is gone; returns only when something failed, which the parent has been told.
+///
+/// `kernels` makes the kernels for a number of threads.
+///
+/// # Errors
+/// What failed.
+pub fn run(
+    kernels: impl FnOnce(usize) -> std::io::Result<Arc<Kernels>>,
+) -> Result<std::convert::Infallible, Error> {
+    let channel: Channel = Arc::new(Control::from_stdin()?);
+    let error = match work(&channel, kernels) {
+        Ok(never) => match never {},
+        Err(error) => error,
+    };
+    tell(&channel, &error);
+    Err(error)
+}
+
+fn tell(channel: &Channel, error: &Error) {
+    let failed = FromWorker::Failed {
+        reason: error.to_string(),
+        blamed: error.blamed().map(|rank| rank.0),
+    };
+    // A parent that does not listen is gone, and then nobody is left to tell.
+    if channel.send(&failed).is_ok() {
+        std::thread::sleep(LAST_WORDS);
+    }
+}
+
+fn work(
+    channel: &Channel,
+    kernels: impl FnOnce(usize) -> std::io::Result<Arc<Kernels>>,
+) -> Result<std::convert::Infallible, Error> {
+    let job = match next(channel, "Start")? {
+        ToWorker::Start(job) => job,
+        other => return Err(unexpected(&other, "Start")),
+    };
+    let kernels = kernels(job.threads).map_err(|source| Error::System {
+        what: "start threads",
+        source,
+    })?;
+    let source = Source::open(&job.model)?;
+    let config = Config::read(&source)?;
+    let split = Split::plan(&config, parse(&job.split, "split")?, job.ranks, &job.shares)?;
+    let links = join(channel, &job, &split, &config)?;
+    let model = load(channel, &job, &source, &split, kernels)?.link(links);
+    let model = Arc::new(model);
+    if model.shard().leads() {
+        lead(channel, &job, &source, model)
+    } else {
+        follow(channel, &job, model)
+    }
+}
+
+fn parse<T: std::str::FromStr>(value: &str, field: &'static str) -> Result<T, Error> {
+    value.parse().map_err(|_| Error::Setting {
+        field,
+        got: value.to_owned(),
+    })
+}
+
+fn next(channel: &Channel, expected: &'static str) -> Result<ToWorker, Error> {
+    let message = channel.recv(START_LIMIT)?;
+    message.ok_or(Error::Protocol {
+        got: "nothing",
+        expected,
+    })
+}
+
+const fn unexpected(message: &ToWorker, expected: &'static str) -> Error {
+    Error::Protocol {
+        got: message.name(),
+        expected,
+    }
+}
+
+/// Meets the other ranks: listens, tells where, hears where they are.
+fn join(channel: &Channel, job: &Job, split: &Split, config: &Config) -> Result<Links, Error> {
+    let listener = tcp::Listener::bind(job.listen).map_err(|source| Error::System {
+        what: "listen for the other ranks",
+        source,
+    })?;
+    let addr = listener.addr();
+    channel.send(&FromWorker::Listening { addr })?;
+    let addrs = match next(channel, "Join")? {
+        ToWorker::Join { addrs } => addrs,
+        other => return Err(unexpected(&other, "Join")),
+    };
+    let deadline = Deadline::at(Instant::now() + START_LIMIT);
+    let world = tcp::join(
+        listener,
+        Rank(job.rank),
+        &addrs,
+        GroupId(job.group),
+        deadline,
+    )?;
+    let stage = split.shard(config, Rank(job.rank)).stage as u32;
+    let stage = world.split(stage, job.rank, deadline)?;
+    Ok(Links {
+        world: Box::new(world),
+        stage,
+        patience: Duration::from_secs(job.patience_s),
+    })
+}
+
+fn load(
+    channel: &Channel,
+    job: &Job,
+    source: &Source,
+    split: &Split,
+    kernels: Arc<Kernels>,
+) -> Result<Model, Error> {
+    let options = LoadOptions {
+        class: parse(&job.class, "kernel class")?,
+    };
+    let progress = |done, of| {
+        // Should the parent be gone, the reader of the channel ends this process.
+        let _ = channel.send(&FromWorker::Loading { done, of });
+    };
+    Ok(Model::load_shard(
+        source,
+        split,
+        Rank(job.rank),
+        options,
+        kernels,
+        progress,
+    )?)
+}
+
+fn ready(channel: &Channel, model: &Model) -> Result<(), Error> {
+    let kernels = model.kernels();
+    Ok(channel.send(&FromWorker::Ready(RankReady {
+        weight_bytes: model.weight_bytes().0,
+        threads: kernels.pool().threads(),
+        instruction_set: kernels.instruction_set().name().to_owned(),
+    }))?)
+}
+
+fn measured(channel: &Channel, model: &Model) -> Result<(), Error> {
+    let sent = model.links().map_or(0, |links| links.sent().0);
+    Ok(channel.send(&FromWorker::Measured { sent })?)
+}
+
+/// Computes what the leader plans, on a thread; answers the parent on this one.
+fn follow(
+    channel: &Channel,
+    job: &Job,
+    model: Arc<Model>,
+) -> Result<std::convert::Infallible, Error> {
+    let mut follower = Follower::new(Arc::clone(&model), &job.engine)?;
+    let own = Arc::clone(channel);
+    spawn("follower", move || {
+        loop {
+            if let Err(error) = follower.step() {
+                tell(&own, &error.into());
+                std::process::exit(1);
+            }
+        }
+    })?;
+    ready(channel, &model)?;
+    loop {
+        match channel.recv(Duration::MAX)? {
+            Some(ToWorker::Measure) => measured(channel, &model)?,
+            Some(other) => return Err(unexpected(&other, "Measure")),
+            None => {}
+        }
+    }
+}
+
+/// Runs the engine, and hands requests and replies over.
+fn lead(
+    channel: &Channel,
+    job: &Job,
+    source: &Source,
+    model: Arc<Model>,
+) -> Result<std::convert::Infallible, Error> {
+    let tokenizer = Arc::new(tokenizer(source)?);
+    let engine = Engine::new(Arc::clone(&model), tokenizer, job.engine.clone())?;
+    let runner = Runner::start(engine);
+    let tickets = Tickets::default();
+    ready(channel, &model)?;
+    loop {
+        match channel.recv(LOOK_EVERY)? {
+            Some(ToWorker::Submit { ticket, request }) => {
+                let sink = tickets.open(channel, ticket);
+                match runner.submit(*request, sink) {
+                    Ok(own) => tickets.took(ticket, own),
+                    Err(failure) => {
+                        tickets.close(ticket);
+                        let reply = Reply::Failed(failure);
+                        channel.send(&FromWorker::Reply { ticket, reply })?;
+                    }
+                }
+            }
+            Some(ToWorker::Cancel { ticket }) => {
+                if let Some(own) = tickets.close(ticket) {
+                    runner.cancel(own);
+                }
+            }
+            Some(ToWorker::Measure) => measured(channel, &model)?,
+            Some(other) => return Err(unexpected(&other, "Submit")),
+            None => {}
+        }
+        if let State::Failed(reason) = runner.status().state {
+            let rank = Rank(job.rank);
+            return Err(Error::Worker { rank, reason });
+        }
+    }
+}
+
+/// Open requests: the parent's name for each, and the engine's once it has one. A request may be
+/// over before the engine has said what it calls it.
+#[derive(Clone, Debug, Default)]
+struct Tickets(Arc<Mutex<HashMap<Ticket, Option<Ticket>>>>);
+
+impl Tickets {
+    fn lock(&self) -> MutexGuard<'_, HashMap<Ticket, Option<Ticket>>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Starts a request: a sink that sends its replies to the parent.
+    fn open(&self, channel: &Channel, ticket: Ticket) -> Sink {
+        self.lock().insert(ticket, None);
+        let (channel, tickets) = (Arc::clone(channel), self.clone());
+        Box::new(move |reply| {
+            if matches!(reply, Reply::Finished { .. } | Reply::Failed(_)) {
+                tickets.close(ticket);
+            }
+            // A parent that is gone ends this process by the reader of the channel.
+            let _ = channel.send(&FromWorker::Reply { ticket, reply });
+        })
+    }
+
+    /// Notes what the engine calls a request, if it is still open.
+    fn took(&self, ticket: Ticket, own: Ticket) {
+        if let Some(entry) = self.lock().get_mut(&ticket) {
+            *entry = Some(own);
+        }
+    }
+
+    /// Forgets a request; says what the engine calls it.
+    fn close(&self, ticket: Ticket) -> Option<Ticket> {
+        self.lock().remove(&ticket).flatten()
+    }
+}
+
+fn tokenizer(source: &Source) -> Result<Tokenizer, Error> {
+    Ok(match source {
+        Source::Gguf(file) => Tokenizer::from_gguf(file.metadata())?,
+        Source::Hf(folder) => Tokenizer::from_hf_dir(folder.path())?,
+    })
+}
+
+fn spawn(name: &str, run: impl FnOnce() + Send + 'static) -> Result<(), Error> {
+    let builder = std::thread::Builder::new().name(name.to_owned());
+    let started = builder.spawn(run).map_err(|source| Error::System {
+        what: "start a thread",
+        source,
+    });
+    started.map(drop)
+}
