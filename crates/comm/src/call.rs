@@ -180,6 +180,21 @@ fn check(collective: &Collective<'_>, call: Call, rank: Rank, size: u32) -> Resu
     }
 }
 
+/// The error of ranks that do not make the same call, from what each was heard to call, in rank
+/// order. What most called counts as right, of equally many what the lowest rank called.
+pub(crate) fn judge(calls: &[(Rank, Call)]) -> Error {
+    let votes = |call: &Call| calls.iter().filter(|(_, other)| other == call).count();
+    let usual = calls.iter().rev().max_by_key(|(_, call)| votes(call));
+    let expected = usual.expect("a rank has its own call").1;
+    let odd = calls.iter().find(|(_, call)| *call != expected);
+    let (rank, got) = *odd.unwrap_or(&calls[0]);
+    Error::Mismatch {
+        rank,
+        expected,
+        got,
+    }
+}
+
 /// FNV-1a, 64 bits (offset basis and prime from the authors' page, isthe.com/chongo/tech/comp/fnv).
 fn digest(counts: &Counts<'_>) -> u64 {
     let step = |hash: u64, count: usize| {

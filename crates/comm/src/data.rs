@@ -18,6 +18,23 @@ impl Dtype {
             Self::F32 => 4,
         }
     }
+
+    /// Its number on the wire.
+    pub(crate) const fn code(self) -> u8 {
+        match self {
+            Self::U8 => 6,
+            Self::F32 => 12,
+        }
+    }
+
+    /// The dtype with this number.
+    pub(crate) const fn from_code(code: u8) -> Option<Self> {
+        match code {
+            6 => Some(Self::U8),
+            12 => Some(Self::F32),
+            _ => None,
+        }
+    }
 }
 
 impl fmt::Display for Dtype {

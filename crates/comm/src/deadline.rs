@@ -19,4 +19,14 @@ impl Deadline {
     pub fn left(self, now: Instant) -> Duration {
         self.0.saturating_duration_since(now)
     }
+
+    /// The instant itself.
+    pub(crate) const fn instant(self) -> Instant {
+        self.0
+    }
+}
+
+/// The clock of waiting ranks. The only place where this crate asks for the time.
+pub(crate) fn now() -> Instant {
+    Instant::now()
 }

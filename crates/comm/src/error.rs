@@ -59,4 +59,37 @@ pub enum Error {
         /// Ranks in the group.
         size: u32,
     },
+    /// A rank gave no sign of life for longer than the group allows.
+    #[error("{call}: {rank} has been silent for {millis} ms")]
+    Silent {
+        /// The call in which this rank noticed.
+        call: Call,
+        /// Who is silent.
+        rank: Rank,
+        /// How long, in milliseconds.
+        millis: u32,
+    },
+    /// A rank sent bytes that are no frame of this protocol.
+    #[error("{call}: {rank} sent bytes that are no frame")]
+    Garbled {
+        /// The call in which this rank noticed.
+        call: Call,
+        /// Who sent them.
+        rank: Rank,
+    },
+}
+
+impl Error {
+    /// The call that this is about: on the rank it happened on, or its peers' (for a mismatch).
+    pub const fn call(&self) -> Call {
+        match self {
+            Self::PeerLost { call, .. }
+            | Self::Timeout { call, .. }
+            | Self::Length { call, .. }
+            | Self::NoSuchRank { call, .. }
+            | Self::Silent { call, .. }
+            | Self::Garbled { call, .. } => *call,
+            Self::Mismatch { expected, .. } => *expected,
+        }
+    }
 }

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use paceline_base::Rank;
+use paceline_base::{Bytes, Rank};
 
 use crate::{Counts, Data, DataMut, Deadline, Element, Error, Reduce};
 
@@ -41,6 +41,18 @@ pub enum Collective<'a> {
         /// Whose data it is.
         root: Rank,
     },
+}
+
+/// What a rank has put on its links and taken from them since the group was made, frames included.
+///
+/// Between threads of a process it is what was copied to and from shared memory. Heartbeats and
+/// news of failures are not counted.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Traffic {
+    /// From this rank to others.
+    pub sent: Bytes,
+    /// From others to this rank.
+    pub received: Bytes,
 }
 
 /// One rank's handle to a fixed set of ranks that compute together.
@@ -111,6 +123,21 @@ pub trait Group: fmt::Debug + Send + Sync {
         tag: u32,
         deadline: Deadline,
     ) -> Result<(), Error>;
+
+    /// What this rank has sent and received so far, without groups split off this one.
+    fn traffic(&self) -> Traffic;
+
+    /// Makes new groups of the ranks that name the same `color`. Collective.
+    ///
+    /// Ranks are numbered by `key`, where keys are equal by their rank in this group. The new
+    /// group has links, deadlines and failures of its own: one of them poisoned does not poison
+    /// the other, though a process that ends leaves both. Cost: one gather of 8 bytes and new
+    /// links for every pair.
+    ///
+    /// # Errors
+    /// Any [`Error`] but [`Error::Length`] and [`Error::NoSuchRank`]; ranks in it are ranks of
+    /// this group.
+    fn split(&self, color: u32, key: u32, deadline: Deadline) -> Result<Box<dyn Group>, Error>;
 }
 
 /// The operations, typed. They do not allocate; [`Group`] has the contract and the errors.

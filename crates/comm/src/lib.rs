@@ -27,7 +27,7 @@
 //! - [`Group`]: the trait and its contract; [`Collective`]: a call as data.
 //! - [`Data`], [`DataMut`], [`Counts`]: what a call moves, with the type erased.
 //! - [`Call`]: what a rank announces and the lockstep guard compares; [`Error`]; [`Deadline`].
-//! - [`local`]: ranks as threads of one process.
+//! - [`local`]: ranks as threads of one process; [`tcp`]: ranks that reach each other by TCP.
 //! - `testing` (feature of that name): the conformance suite that every provider runs.
 //!
 //! The crate knows nothing about models. Steps and bytes of every algorithm: `docs/algorithms.md`.
@@ -39,14 +39,21 @@ mod data;
 mod deadline;
 mod error;
 mod group;
+mod linked;
 pub mod local;
+mod plan;
 mod reduce;
+mod split;
+mod status;
+pub mod tcp;
 #[cfg(any(test, feature = "testing"))]
 pub mod testing;
+mod transport;
+mod wire;
 
 pub use call::{Call, Kind};
 pub use data::{Counts, Data, DataMut, Dtype, Element};
 pub use deadline::Deadline;
 pub use error::Error;
-pub use group::{Collective, Group, MESSAGES_HELD};
+pub use group::{Collective, Group, MESSAGES_HELD, Traffic};
 pub use reduce::Reduce;

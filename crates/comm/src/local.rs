@@ -27,11 +27,12 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
-use paceline_base::Rank;
+use paceline_base::{Bytes, Rank};
 
 use self::arena::{Arena, lock, read};
 use crate::reduce::fold;
-use crate::{Call, Collective, Data, DataMut, Deadline, Error, Group, Kind};
+use crate::split::{Member, members};
+use crate::{Call, Collective, Data, DataMut, Deadline, Error, Group, Kind, Traffic};
 
 /// Longest part of one rank's data that is moved in one round.
 ///
@@ -56,6 +57,9 @@ pub struct Local {
     arena: Arc<Arena>,
     progress: Mutex<Progress>,
     messages: AtomicU64,
+    splits: AtomicU64,
+    sent: AtomicU64,
+    received: AtomicU64,
 }
 
 /// How far this rank is. Locked for the length of a collective.
@@ -72,6 +76,9 @@ impl Local {
             arena,
             progress: Mutex::default(),
             messages: AtomicU64::new(0),
+            splits: AtomicU64::new(0),
+            sent: AtomicU64::new(0),
+            received: AtomicU64::new(0),
         }
     }
 
@@ -84,10 +91,16 @@ impl Local {
         deadline: Deadline,
     ) -> Result<(), Error> {
         let segment = outgoing(collective, self.rank, &at.segment);
+        self.sent.fetch_add(segment.len() as u64, Ordering::Relaxed);
         self.arena.publish(self.rank, at.number, call, segment);
         self.arena.wait(at.number, call, deadline)?;
         self.arena.compare(at.number, call)?;
         absorb(collective, self.rank, &at.segment, &self.arena, at.number);
+        let others = (0..)
+            .zip(self.arena.banks(at.number))
+            .filter(|(rank, _)| *rank != self.rank.0);
+        let bytes: usize = others.map(|(_, bank)| read(bank).bytes.len()).sum();
+        self.received.fetch_add(bytes as u64, Ordering::Relaxed);
         Ok(())
     }
 
@@ -160,7 +173,10 @@ impl Group for Local {
         deadline: Deadline,
     ) -> Result<(), Error> {
         let call = self.message(Kind::Send { to, tag }, (message.dtype(), message.len()))?;
-        self.arena.put(self.rank, call, message.bytes(), deadline)
+        self.arena.put(self.rank, call, message.bytes(), deadline)?;
+        let bytes = message.bytes().len() as u64;
+        self.sent.fetch_add(bytes, Ordering::Relaxed);
+        Ok(())
     }
 
     fn recv_data(
@@ -171,7 +187,26 @@ impl Group for Local {
         deadline: Deadline,
     ) -> Result<(), Error> {
         let call = self.message(Kind::Recv { from, tag }, (into.dtype(), into.len()))?;
-        self.arena.take(self.rank, call, into.bytes_mut(), deadline)
+        self.arena
+            .take(self.rank, call, into.bytes_mut(), deadline)?;
+        let bytes = into.bytes().len() as u64;
+        self.received.fetch_add(bytes, Ordering::Relaxed);
+        Ok(())
+    }
+
+    fn traffic(&self) -> Traffic {
+        Traffic {
+            sent: Bytes(self.sent.load(Ordering::Relaxed)),
+            received: Bytes(self.received.load(Ordering::Relaxed)),
+        }
+    }
+
+    fn split(&self, color: u32, key: u32, deadline: Deadline) -> Result<Box<dyn Group>, Error> {
+        let Member { rank, ranks, .. } = members(self, color, key, deadline)?;
+        let number = self.splits.fetch_add(1, Ordering::Relaxed) + 1;
+        let size = u32::try_from(ranks.len()).expect("no more than in this group");
+        let arena = self.arena.part(number, color, size);
+        Ok(Box::new(Self::new(rank, arena)))
     }
 }
 

@@ -15,6 +15,27 @@ pub enum Reduce {
     Min,
 }
 
+impl Reduce {
+    /// Its number on the wire.
+    pub(crate) const fn code(self) -> u8 {
+        match self {
+            Self::Sum => 1,
+            Self::Max => 2,
+            Self::Min => 3,
+        }
+    }
+
+    /// The reduction with this number.
+    pub(crate) const fn from_code(code: u8) -> Option<Self> {
+        match code {
+            1 => Some(Self::Sum),
+            2 => Some(Self::Max),
+            3 => Some(Self::Min),
+            _ => None,
+        }
+    }
+}
+
 impl fmt::Display for Reduce {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {

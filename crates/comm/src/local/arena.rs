@@ -2,7 +2,8 @@
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{
-    Condvar, Mutex, MutexGuard, OnceLock, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard,
+    Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, RwLock, RwLockReadGuard,
+    RwLockWriteGuard,
 };
 use std::time::Instant;
 use std::{hint, thread};
@@ -10,6 +11,7 @@ use std::{hint, thread};
 use paceline_base::Rank;
 
 use super::inbox::Inbox;
+use crate::call::judge;
 use crate::{Call, Deadline, Dtype, Error, Kind};
 
 /// Looks at the arrivals, with a pause between them, before a rank yields its core: about 3 µs.
@@ -36,6 +38,17 @@ pub(super) struct Arena {
     meeting: Meeting,
     pub(super) inboxes: Box<[Inbox]>,
     cause: OnceLock<Cause>,
+    /// Groups split off this one that not all members have taken yet.
+    parts: Mutex<Vec<Part>>,
+}
+
+/// A group that is being split off.
+struct Part {
+    /// Number of the split, and color.
+    key: (u64, u32),
+    arena: Arc<Arena>,
+    /// Members that have not taken it.
+    missing: u32,
 }
 
 /// What one rank shows the others. On cache lines of its own, so that ranks which write do not
@@ -101,6 +114,29 @@ impl Arena {
             },
             inboxes: (0..size).map(|_| Inbox::default()).collect(),
             cause: OnceLock::new(),
+            parts: Mutex::default(),
+        }
+    }
+
+    /// The arena of a group of `size` ranks that is split off: one for all who ask with this
+    /// number and color.
+    pub(super) fn part(&self, number: u64, color: u32, size: u32) -> Arc<Self> {
+        let (key, mut parts) = ((number, color), lock(&self.parts));
+        let index = parts
+            .iter()
+            .position(|part| part.key == key)
+            .unwrap_or_else(|| {
+                parts.push(Part {
+                    key,
+                    arena: Arc::new(Self::new(size)),
+                    missing: size,
+                });
+                parts.len() - 1
+            });
+        parts[index].missing -= 1;
+        match parts[index].missing {
+            0 => parts.swap_remove(index).arena,
+            _ => Arc::clone(&parts[index].arena),
         }
     }
 
@@ -202,23 +238,9 @@ impl Arena {
             return Ok(());
         }
         // Every rank sees the same calls here, so all come to the same error.
-        let calls: Vec<Call> = self.banks(round).map(|bank| read(bank).call).collect();
-        let votes = |call: &Call| calls.iter().filter(|other| *other == call).count();
-        let expected = calls
-            .iter()
-            .rev()
-            .max_by_key(|call| votes(call))
-            .copied()
-            .unwrap_or(call);
-        let odd = (0..self.size)
-            .zip(&calls)
-            .find(|(_, got)| **got != expected);
-        let (rank, got) = odd.map_or((0, call), |(rank, got)| (rank, *got));
-        Err(self.fail(Error::Mismatch {
-            rank: Rank(rank),
-            expected,
-            got,
-        }))
+        let said = self.banks(round).map(|bank| read(bank).call);
+        let calls: Vec<_> = (0..).map(Rank).zip(said).collect();
+        Err(self.fail(judge(&calls)))
     }
 
     /// The banks of all ranks in `round`, in rank order.

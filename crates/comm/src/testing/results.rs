@@ -29,6 +29,8 @@ pub(super) const CASES: &[Case] = &[
         sent_before_leaving,
     ),
     ("random programs", 1, random_programs),
+    ("splits by color and key", 1, splits_by_color_and_key),
+    ("traffic is counted", 2, traffic_is_counted),
     ("two groups in turn", 1, two_groups_in_turn),
     ("two groups at once", 1, two_groups_at_once),
 ];
@@ -278,6 +280,61 @@ fn random_programs(lab: &Lab<'_>) {
         lab,
         (0..100).map(|_| Step::any(&mut random, lab.size)).collect(),
     );
+}
+
+fn splits_by_color_and_key(lab: &Lab<'_>) {
+    let mut random = lab.random();
+    let size = lab.size as usize;
+    let choices: Vec<(u32, u32)> = (0..size)
+        .map(|_| (random.rank(3).0 * 1000, random.rank(3).0))
+        .collect();
+    lab.on_each(move |group| {
+        let own = group.rank().0 as usize;
+        let (color, key) = choices[own];
+        let part = group.split(color, key, patient()).expect("all ranks split");
+        let mut members: Vec<_> = (0..size).filter(|r| choices[*r].0 == color).collect();
+        members.sort_by_key(|rank| choices[*rank].1);
+        assert_eq!(part.size() as usize, members.len());
+        assert_eq!(members[part.rank().0 as usize], own);
+        let mut gathered = vec![0.0_f32; members.len()];
+        part.all_gather(&[own as f32], &mut gathered, patient())
+            .expect("the part works");
+        let expected: Vec<f32> = members.iter().map(|rank| *rank as f32).collect();
+        assert_eq!(gathered, expected);
+        // Both groups go on, and a part can be split in turn.
+        group.barrier(patient()).expect("the whole still works");
+        let alone = part.split(part.rank().0, 0, patient()).expect("all split");
+        assert_eq!((alone.rank(), alone.size()), (Rank(0), 1));
+        alone.barrier(patient()).expect("size 1 works");
+        part.barrier(patient()).expect("the part still works");
+        group
+            .barrier(patient())
+            .expect("ranks leave after a barrier");
+    });
+}
+
+fn traffic_is_counted(lab: &Lab<'_>) {
+    let traffics = lab.on_each(|group| {
+        assert_eq!(group.traffic(), crate::Traffic::default());
+        let mut output = vec![0_u8; 1000 * group.size() as usize];
+        group
+            .all_gather(&[1_u8; 1000], &mut output, patient())
+            .expect("all ranks come");
+        let traffic = group.traffic();
+        group
+            .barrier(patient())
+            .expect("ranks leave after a barrier");
+        (traffic.sent.0, traffic.received.0, group.size())
+    });
+    for (sent, received, size) in traffics {
+        let others = u64::from(size - 1);
+        // Memory that all share is written once; links need it once per peer, and frames.
+        assert!(sent >= 1000 && sent <= others.max(1) * 1200, "{sent}");
+        assert!(
+            (others * 1000..=others * 1200).contains(&received),
+            "{received}"
+        );
+    }
 }
 
 fn two_groups_in_turn(lab: &Lab<'_>) {

@@ -1,0 +1,457 @@
+//! Runs the plans of collectives over the links.
+//!
+//! In its first step a rank greets *every* peer with a frame that carries its call, whether the
+//! plan sends there or not, and a call is complete only when every peer has greeted. So every rank
+//! sees every call: the lockstep guard compares them before data is used, and a rank that is
+//! missing is known by name, however indirect its part in the plan.
+
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use super::buffers::Buffers;
+use super::inbuf::{INBUF_BYTES, Inbuf};
+use super::{Linked, lock, number};
+use crate::call::judge;
+use crate::plan::{Act, Place, Plan, Span};
+use crate::status::{Cause, News};
+use crate::transport::{Closed, Lane, Pause, Transport, Want};
+use crate::wire::{HEADER_BYTES, Header, What};
+use crate::{Call, Collective, Deadline, Error};
+
+/// How long ranks that disagree wait for the calls of the others, to find out who is odd.
+const VOTE_WAIT: Duration = Duration::from_secs(1);
+
+/// How long a rank that hears another call waits for news that explain it.
+const DISAGREE_WAIT: Duration = Duration::from_millis(50);
+
+/// Everything collectives use again.
+pub(super) struct Calls {
+    sequence: u64,
+    plan: Plan,
+    scratch: Vec<u8>,
+    /// By rank; the own entry is not used.
+    peers: Vec<Peer>,
+}
+
+#[derive(Default)]
+struct Peer {
+    inbuf: Inbuf,
+    /// What it called, once heard.
+    said: Option<Call>,
+    /// Payload of the current frame that is still to come.
+    left: u64,
+    sending: Option<Sending>,
+    receiving: Option<Receiving>,
+}
+
+struct Sending {
+    head: [u8; HEADER_BYTES],
+    span: Span,
+    /// Bytes of head and span that are gone.
+    done: usize,
+}
+
+struct Receiving {
+    step: u16,
+    span: Span,
+    done: usize,
+}
+
+/// Why a call does not go on.
+enum Stop {
+    Lost(usize),
+    Garbled(usize),
+    Disagree,
+    /// The group is poisoned, or a peer gave this call up: the news are on their way.
+    Poisoned(usize),
+    Late(usize),
+}
+
+impl Calls {
+    pub(super) fn new(size: usize) -> Self {
+        Self {
+            sequence: 0,
+            plan: Plan::default(),
+            scratch: Vec::new(),
+            peers: (0..size).map(|_| Peer::default()).collect(),
+        }
+    }
+}
+
+impl<T: Transport> Linked<T> {
+    pub(crate) fn run(
+        &self,
+        mut collective: Collective<'_>,
+        deadline: Deadline,
+    ) -> Result<(), Error> {
+        let mut calls = lock(&self.calls);
+        calls.sequence += 1;
+        let sequence = calls.sequence;
+        let call = Call::of(&collective, sequence, self.rank(), self.size());
+        let call = call.map_err(|error| self.fail(error.call(), error, sequence))?;
+        if let Some(error) = self.cause_of(call) {
+            return Err(error);
+        }
+        let Calls {
+            plan,
+            scratch,
+            peers,
+            ..
+        } = &mut *calls;
+        plan.make(&collective, self.rank, self.size);
+        if scratch.len() < plan.scratch {
+            scratch.resize(plan.scratch, 0);
+        }
+        let mut run = Run {
+            group: self,
+            call,
+            deadline,
+            buffers: Buffers::new(&mut collective, scratch, self.rank),
+        };
+        match run.steps(plan, peers) {
+            Ok(()) => {
+                self.completed.store(sequence, Ordering::Release);
+                Ok(())
+            }
+            Err(stop) => Err(run.fail(stop, peers)),
+        }
+    }
+}
+
+/// One call under way.
+struct Run<'a, T> {
+    group: &'a Linked<T>,
+    call: Call,
+    deadline: Deadline,
+    buffers: Buffers<'a>,
+}
+
+impl<T: Transport> Run<'_, T> {
+    fn steps(&mut self, plan: &Plan, peers: &mut [Peer]) -> Result<(), Stop> {
+        for peer in &mut *peers {
+            (peer.said, peer.sending, peer.receiving) = (None, None, None);
+        }
+        let mut greeted = false;
+        for (step, acts) in (0..).zip(plan.steps()) {
+            self.begin(step, acts, peers);
+            if !std::mem::replace(&mut greeted, true) {
+                self.greet(peers);
+            }
+            self.progress(peers)?;
+            self.buffers.finish(acts);
+        }
+        if !greeted {
+            self.greet(peers);
+        }
+        self.hear_all(peers)
+    }
+
+    /// Puts the transfers of a step into the peers' entries.
+    fn begin(&self, step: u16, acts: &[Act], peers: &mut [Peer]) {
+        for act in acts {
+            match act {
+                Act::Send { peer, span } if span.len() > 0 => {
+                    peers[*peer].sending = Some(self.sending(step, span.clone()));
+                }
+                Act::Receive { peer, span } if span.len() > 0 => {
+                    let span = span.clone();
+                    peers[*peer].receiving = Some(Receiving {
+                        step,
+                        span,
+                        done: 0,
+                    });
+                }
+                _ => {}
+            }
+        }
+    }
+
+    fn sending(&self, step: u16, span: Span) -> Sending {
+        let header = Header {
+            what: What::Call,
+            algorithm: 0,
+            step,
+            call: self.call,
+            payload: span.len() as u64,
+        };
+        let head = header.encode();
+        Sending {
+            head,
+            span,
+            done: 0,
+        }
+    }
+
+    /// Announces the call to those whom the first step sends nothing.
+    fn greet(&self, peers: &mut [Peer]) {
+        for (rank, peer) in peers.iter_mut().enumerate() {
+            if rank != self.group.rank && peer.sending.is_none() {
+                peer.sending = Some(self.sending(0, Span::new(Place::Work, 0..0)));
+            }
+        }
+    }
+
+    /// Completes the call: everyone has made it, and nobody gave it up after that.
+    fn hear_all(&mut self, peers: &mut [Peer]) -> Result<(), Stop> {
+        for (rank, peer) in peers.iter_mut().enumerate() {
+            if rank != self.group.rank && peer.said.is_none() {
+                peer.receiving = Some(Receiving {
+                    step: 0,
+                    span: Span::new(Place::Work, 0..0),
+                    done: 0,
+                });
+            }
+        }
+        self.progress(peers)?;
+        let sequence = self.call.sequence;
+        let aborts = |peer: &Peer| {
+            let head = peer.inbuf.bytes().first_chunk();
+            head.and_then(Header::decode)
+                .is_some_and(|h| h.what == What::Abort && h.call.sequence <= sequence)
+        };
+        match peers.iter().position(aborts) {
+            Some(peer) => Err(Stop::Poisoned(peer)),
+            None => Ok(()),
+        }
+    }
+
+    /// Moves bytes until nothing is to be sent or received.
+    fn progress(&mut self, peers: &mut [Peer]) -> Result<(), Stop> {
+        let patience = self.group.transport.patience();
+        let mut looks = 0;
+        loop {
+            let (mut moved, mut open) = (false, None);
+            for (rank, peer) in peers.iter_mut().enumerate() {
+                moved |= self.push(rank, peer)? | self.pull(rank, peer)?;
+                if open.is_none() && (peer.sending.is_some() || peer.receiving.is_some()) {
+                    open = Some(rank);
+                }
+            }
+            let Some(open) = open else { return Ok(()) };
+            if moved {
+                looks = 0;
+                continue;
+            }
+            if self.group.status.stops(self.call.sequence) {
+                return Err(Stop::Poisoned(open));
+            }
+            looks += 1;
+            if patience.pause(looks) == Pause::Block {
+                if self.deadline.left(self.group.transport.now()).is_zero() {
+                    return Err(Stop::Late(open));
+                }
+                self.park(peers);
+            }
+        }
+    }
+
+    /// Blocks until a link may be ready; messages are taken in meanwhile.
+    fn park(&self, peers: &[Peer]) {
+        let wants = peers.iter().enumerate().map(|(peer, state)| Want {
+            lane: Lane::Calls,
+            peer,
+            read: state.receiving.is_some(),
+            write: state.sending.is_some(),
+        });
+        let mut wants: Vec<Want> = wants.filter(|want| want.read || want.write).collect();
+        self.group.mail_wants(&mut wants);
+        self.group
+            .transport
+            .wait(Lane::Calls, &wants, self.deadline.instant());
+        self.group.tend();
+    }
+
+    /// Sends what fits.
+    fn push(&self, rank: usize, peer: &mut Peer) -> Result<bool, Stop> {
+        let Some(sending) = &mut peer.sending else {
+            return Ok(false);
+        };
+        let head = &sending.head[sending.done.min(HEADER_BYTES)..];
+        let body = self.buffers.get(&sending.span);
+        let body = &body[sending.done.saturating_sub(HEADER_BYTES)..];
+        let count = self.group.write(Lane::Calls, rank, head, body);
+        let count = count.map_err(|Closed| Stop::Lost(rank))?;
+        sending.done += count;
+        if sending.done == HEADER_BYTES + sending.span.len() {
+            peer.sending = None;
+        }
+        Ok(count > 0)
+    }
+
+    /// Receives what is there.
+    fn pull(&mut self, rank: usize, peer: &mut Peer) -> Result<bool, Stop> {
+        let mut moved = false;
+        while let Some(receiving) = &mut peer.receiving {
+            let missing = receiving.span.len() - receiving.done;
+            if peer.left > 0 {
+                let count = self.take(rank, &mut peer.inbuf, receiving, peer.left)?;
+                if count == 0 {
+                    break;
+                }
+                receiving.done += count;
+                peer.left -= count as u64;
+            } else if missing == 0 && peer.said.is_some() {
+                peer.receiving = None;
+            } else if !self.frame(rank, peer)? {
+                break;
+            }
+            moved = true;
+        }
+        Ok(moved)
+    }
+
+    /// Reads the head of the next frame; false if it is not there yet.
+    fn frame(&self, rank: usize, peer: &mut Peer) -> Result<bool, Stop> {
+        let head = peer
+            .inbuf
+            .head::<HEADER_BYTES, T>(&self.group.transport, Lane::Calls, rank)
+            .map_err(|Closed| Stop::Lost(rank))?;
+        let Some(head) = head else { return Ok(false) };
+        let header = Header::decode(&head).ok_or(Stop::Garbled(rank))?;
+        match header.what {
+            What::Call => {}
+            What::Abort => return Err(Stop::Poisoned(rank)),
+            What::Message | What::Credit => return Err(Stop::Garbled(rank)),
+        }
+        peer.inbuf.consume(HEADER_BYTES);
+        self.count(HEADER_BYTES);
+        peer.said = Some(header.call);
+        if header.call != self.call {
+            return Err(Stop::Disagree);
+        }
+        let (missing, step) = match &peer.receiving {
+            Some(receiving) => (receiving.span.len() - receiving.done, receiving.step),
+            None => (0, 0),
+        };
+        let expected = header.payload == missing as u64 && header.step == step;
+        if header.payload > 0 && !expected {
+            return Err(Stop::Garbled(rank));
+        }
+        peer.left = header.payload;
+        Ok(true)
+    }
+
+    /// Takes up to `left` bytes of the payload of `rank`.
+    fn take(
+        &mut self,
+        rank: usize,
+        inbuf: &mut Inbuf,
+        into: &Receiving,
+        left: u64,
+    ) -> Result<usize, Stop> {
+        let lost = |Closed| Stop::Lost(rank);
+        let transport = &self.group.transport;
+        let rest = &mut self.buffers.get_mut(&into.span)[into.done..];
+        debug_assert_eq!(rest.len() as u64, left, "a frame fits what is expected");
+        let count = if !inbuf.bytes().is_empty() || rest.len() < INBUF_BYTES / 4 {
+            if inbuf.bytes().is_empty() {
+                inbuf.fill(transport, Lane::Calls, rank).map_err(lost)?;
+            }
+            let count = rest.len().min(inbuf.bytes().len());
+            rest[..count].copy_from_slice(&inbuf.bytes()[..count]);
+            inbuf.consume(count);
+            count
+        } else {
+            transport.read(Lane::Calls, rank, rest).map_err(lost)?
+        };
+        self.count(count);
+        Ok(count)
+    }
+
+    fn count(&self, bytes: usize) {
+        let received = &self.group.received;
+        received.fetch_add(bytes as u64, Ordering::Relaxed);
+    }
+
+    /// The error of a call that stopped; poisons the group.
+    fn fail(&mut self, stop: Stop, peers: &mut [Peer]) -> Error {
+        let (call, at) = (self.call, self.call.sequence);
+        let error = match stop {
+            Stop::Lost(peer) | Stop::Poisoned(peer) => self.group.lost(call, peer, at),
+            Stop::Garbled(peer) => {
+                let cause = Cause::Garbled(number(peer));
+                self.group.poison(News { cause, at });
+                let error = cause.error(call);
+                self.group.cause_of(call).unwrap_or(error)
+            }
+            Stop::Late(open) => {
+                // Some may have greeted and not been listened to yet.
+                self.heard(peers);
+                let late =
+                    |(rank, peer): &(usize, &Peer)| *rank != self.group.rank && peer.said.is_none();
+                let silent = peers.iter().enumerate().find(late);
+                let rank = number(silent.map_or(open, |(rank, _)| rank));
+                self.group.fail(call, Error::Timeout { call, rank }, at)
+            }
+            // Perhaps the peer is ahead only because it has given this call up.
+            Stop::Disagree if self.group.awaits_news(DISAGREE_WAIT) => {
+                let error = self.group.cause_of(call);
+                error.expect("news have a cause")
+            }
+            Stop::Disagree => {
+                let error = self.vote(peers);
+                self.group.fail(call, error, at)
+            }
+        };
+        self.abort(peers);
+        error
+    }
+
+    /// Hears what the others called, within bounds, and names the odd one.
+    fn vote(&mut self, peers: &mut [Peer]) -> Error {
+        let until = self.group.transport.now() + VOTE_WAIT;
+        let until = until.min(self.deadline.instant());
+        while !self.heard(peers) && self.group.transport.now() < until {
+            let soon = self.group.transport.now() + Duration::from_millis(1);
+            self.group.transport.wait(Lane::Calls, &[], soon.min(until));
+        }
+        let calls = peers.iter().enumerate().filter_map(|(rank, peer)| {
+            let own = (rank == self.group.rank).then_some(self.call);
+            own.or(peer.said).map(|call| (number(rank), call))
+        });
+        judge(&calls.collect::<Vec<_>>())
+    }
+
+    /// Looks for calls that were not heard yet, and makes sure that all hear this rank's. True
+    /// when that is done.
+    fn heard(&mut self, peers: &mut [Peer]) -> bool {
+        let mut all = true;
+        for (rank, peer) in peers.iter_mut().enumerate() {
+            if rank == self.group.rank {
+                continue;
+            }
+            let begun = |sending: &Sending| sending.done >= HEADER_BYTES;
+            if !peer.sending.as_ref().is_none_or(begun) {
+                all &= self.push(rank, peer).is_ok_and(|moved| moved);
+            }
+            if peer.said.is_none() {
+                // Whatever stops it is no news here: only what was said counts.
+                let _ = self.frame(rank, peer);
+                all &= peer.said.is_some();
+            }
+        }
+        all
+    }
+
+    /// Lets peers that have all they need for this call know that it failed, in case they come
+    /// late: behind the last frame, where one can be put.
+    fn abort(&self, peers: &mut [Peer]) {
+        for (rank, peer) in peers.iter_mut().enumerate() {
+            let whole = peer
+                .sending
+                .as_ref()
+                .is_none_or(|sending| sending.done == 0);
+            if rank != self.group.rank && whole {
+                let header = Header {
+                    what: What::Abort,
+                    algorithm: 0,
+                    step: 0,
+                    call: self.call,
+                    payload: 0,
+                };
+                // Whoever cannot be told this way learns it from the control lane.
+                let _ = self.group.write(Lane::Calls, rank, &header.encode(), &[]);
+            }
+        }
+    }
+}

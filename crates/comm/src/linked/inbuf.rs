@@ -1,0 +1,72 @@
+//! Bytes that have been read from a link and not yet been used.
+
+use crate::transport::{Closed, Lane, Transport};
+
+/// Size of the buffer. A header with a payload of 32 KiB, more than decoding exchanges, is read in
+/// one go; longer payloads are read to where they belong.
+pub(super) const INBUF_BYTES: usize = 64 << 10;
+
+/// A buffer for one link.
+pub(super) struct Inbuf {
+    bytes: Box<[u8]>,
+    start: usize,
+    end: usize,
+}
+
+impl Default for Inbuf {
+    fn default() -> Self {
+        Self {
+            bytes: vec![0; INBUF_BYTES].into_boxed_slice(),
+            start: 0,
+            end: 0,
+        }
+    }
+}
+
+impl Inbuf {
+    /// What is there.
+    pub(super) fn bytes(&self) -> &[u8] {
+        &self.bytes[self.start..self.end]
+    }
+
+    /// Forgets the first `count` bytes.
+    pub(super) fn consume(&mut self, count: usize) {
+        self.start += count;
+        debug_assert!(self.start <= self.end);
+    }
+
+    /// The first `N` bytes, once they are there; 0 or more bytes are read to get them.
+    pub(super) fn head<const N: usize, T: Transport>(
+        &mut self,
+        transport: &T,
+        lane: Lane,
+        peer: usize,
+    ) -> Result<Option<[u8; N]>, Closed> {
+        loop {
+            if let Some(head) = self.bytes().first_chunk() {
+                return Ok(Some(*head));
+            }
+            if self.fill(transport, lane, peer)? == 0 {
+                return Ok(None);
+            }
+        }
+    }
+
+    /// Reads what is there and fits.
+    pub(super) fn fill<T: Transport>(
+        &mut self,
+        transport: &T,
+        lane: Lane,
+        peer: usize,
+    ) -> Result<usize, Closed> {
+        if self.start == self.end {
+            (self.start, self.end) = (0, 0);
+        } else if self.end == self.bytes.len() {
+            self.bytes.copy_within(self.start..self.end, 0);
+            (self.start, self.end) = (0, self.end - self.start);
+        }
+        let count = transport.read(lane, peer, &mut self.bytes[self.end..])?;
+        self.end += count;
+        Ok(count)
+    }
+}

@@ -1,0 +1,515 @@
+//! Messages: an inbox, an outbox and credits for each peer.
+//!
+//! A sender has [`MESSAGES_HELD`] credits for each receiver and gets one back when a message is
+//! taken, so an inbox is bounded and every link can always be read: two ranks that send each
+//! other megabytes at once cannot block each other. What the link does not take at once is copied
+//! to the outbox, and goes when whoever holds the mail next finds room.
+//!
+//! Several threads may wait; one of them reads from the links for all, the others sleep until
+//! something arrived or the reader has gone.
+
+use std::collections::VecDeque;
+use std::sync::PoisonError;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use paceline_base::Rank;
+
+use super::inbuf::{INBUF_BYTES, Inbuf};
+use super::{Linked, lock};
+use crate::status::Cause;
+use crate::transport::{Closed, Lane, Pause, Transport, Want};
+use crate::wire::{HEADER_BYTES, Header, What};
+use crate::{Call, Data, DataMut, Deadline, Dtype, Error, Kind, MESSAGES_HELD};
+
+/// A receiver gives credits back at once when it owes this many, else when it next waits: half of
+/// what the sender has, so that a steady stream neither stalls nor costs a frame per message.
+const CREDITS_OWED: usize = MESSAGES_HELD / 2;
+
+/// How much memory the announced length of a message may claim ahead of its bytes.
+const AHEAD_BYTES: usize = 1 << 20;
+
+/// Longest sleep of a thread that waits for the one that reads.
+const FOLLOWER_WAIT: Duration = Duration::from_millis(20);
+
+/// All messages of a rank.
+pub(super) struct Mail {
+    /// By rank; the own entry is not used.
+    posts: Vec<Post>,
+    /// Buffers to use again, at most `MESSAGES_HELD`.
+    spare: Vec<Vec<u8>>,
+    /// A thread waits for the links.
+    polling: bool,
+}
+
+struct Post {
+    inbox: VecDeque<Message>,
+    inbuf: Inbuf,
+    /// A message that is coming in, and its length.
+    partial: Option<(Message, usize)>,
+    outbox: Vec<u8>,
+    /// Bytes of the outbox that are gone.
+    gone: usize,
+    credits: usize,
+    owed: usize,
+    closed: bool,
+    garbled: bool,
+}
+
+struct Message {
+    call: Call,
+    bytes: Vec<u8>,
+}
+
+impl Mail {
+    pub(super) fn new(size: usize) -> Self {
+        let post = || Post {
+            inbox: VecDeque::new(),
+            inbuf: Inbuf::default(),
+            partial: None,
+            outbox: Vec::new(),
+            gone: 0,
+            credits: MESSAGES_HELD,
+            owed: 0,
+            closed: false,
+            garbled: false,
+        };
+        Self {
+            posts: (0..size).map(|_| post()).collect(),
+            spare: Vec::new(),
+            polling: false,
+        }
+    }
+
+    fn wants(&self, own: usize, wants: &mut Vec<Want>) {
+        for (peer, post) in self.posts.iter().enumerate() {
+            if peer != own && !post.closed {
+                let write = post.gone < post.outbox.len();
+                wants.push(Want {
+                    lane: Lane::Messages,
+                    peer,
+                    read: true,
+                    write,
+                });
+            }
+        }
+    }
+}
+
+impl Post {
+    /// The oldest message with this tag.
+    fn pop(&mut self, tag: u32) -> Option<Message> {
+        let tagged = |call: &Call| matches!(call.kind, Kind::Send { tag: t, .. } if t == tag);
+        let oldest = self.inbox.iter().position(|m| tagged(&m.call))?;
+        self.inbox.remove(oldest)
+    }
+
+    /// Writes a frame, or what of it the link takes; the rest goes to the outbox.
+    fn put<T: Transport>(&mut self, group: &Linked<T>, peer: usize, head: &[u8], body: &[u8]) {
+        let mut gone = 0;
+        if self.outbox.is_empty() && !self.closed {
+            match group.write(Lane::Messages, peer, head, body) {
+                Ok(count) => gone = count,
+                Err(Closed) => self.closed = true,
+            }
+        }
+        self.outbox.extend_from_slice(&head[gone.min(head.len())..]);
+        self.outbox
+            .extend_from_slice(&body[gone.saturating_sub(head.len())..]);
+    }
+
+    /// Writes what waits in the outbox; true if something went.
+    fn flush<T: Transport>(&mut self, group: &Linked<T>, peer: usize) -> bool {
+        if self.outbox.is_empty() || self.closed {
+            return false;
+        }
+        let count = group.write(Lane::Messages, peer, &self.outbox[self.gone..], &[]);
+        let Ok(count) = count else {
+            self.closed = true;
+            return true;
+        };
+        self.gone += count;
+        if self.gone == self.outbox.len() {
+            self.outbox.clear();
+            self.gone = 0;
+        }
+        count > 0
+    }
+
+    /// Gives back what is owed.
+    fn pay<T: Transport>(&mut self, group: &Linked<T>, peer: usize) {
+        if self.owed > 0 {
+            let call = Call {
+                sequence: 0,
+                kind: Kind::Barrier,
+                dtype: Dtype::U8,
+                length: std::mem::take(&mut self.owed) as u64,
+                digest: 0,
+            };
+            let header = header(What::Credit, call, 0);
+            self.put(group, peer, &header, &[]);
+        }
+    }
+
+    /// Reads all that is there; true if something was.
+    fn read<T: Transport>(&mut self, group: &Linked<T>, peer: usize, spare: &mut Spare) -> bool {
+        let mut moved = false;
+        while !self.closed {
+            match self.read_part(group, peer, spare) {
+                Ok(true) => moved = true,
+                Ok(false) => break,
+                Err(Closed) => {
+                    self.closed = true;
+                    moved = true;
+                }
+            }
+        }
+        moved
+    }
+
+    /// Reads a header or a part of a message.
+    fn read_part<T: Transport>(
+        &mut self,
+        group: &Linked<T>,
+        peer: usize,
+        spare: &mut Spare,
+    ) -> Result<bool, Closed> {
+        if let Some((message, length)) = &mut self.partial {
+            let count = fill(message, *length, &mut self.inbuf, &group.transport, peer)?;
+            group.received.fetch_add(count as u64, Ordering::Relaxed);
+            if message.bytes.len() == *length {
+                let (message, _) = self.partial.take().expect("it was there");
+                self.inbox.push_back(message);
+                return Ok(true);
+            }
+            return Ok(count > 0);
+        }
+        let head = self.inbuf.head(&group.transport, Lane::Messages, peer)?;
+        let Some(head) = head else { return Ok(false) };
+        self.inbuf.consume(HEADER_BYTES);
+        group
+            .received
+            .fetch_add(HEADER_BYTES as u64, Ordering::Relaxed);
+        self.frame(Header::decode(&head), spare);
+        if self.garbled { Err(Closed) } else { Ok(true) }
+    }
+
+    fn frame(&mut self, header: Option<Header>, spare: &mut Spare) {
+        let held = self.inbox.len();
+        match header {
+            Some(Header {
+                what: What::Credit,
+                call,
+                payload: 0,
+                ..
+            }) => {
+                let paid = usize::try_from(call.length).unwrap_or(usize::MAX);
+                self.credits = self.credits.saturating_add(paid).min(MESSAGES_HELD);
+            }
+            Some(Header {
+                what: What::Message,
+                call,
+                payload,
+                ..
+            }) if held < MESSAGES_HELD && fits(&call, payload) => {
+                let mut bytes = spare.pop().unwrap_or_default();
+                bytes.clear();
+                let length = usize::try_from(payload).unwrap_or(usize::MAX);
+                self.partial = Some((Message { call, bytes }, length));
+            }
+            _ => self.garbled = true,
+        }
+    }
+}
+
+type Spare = Vec<Vec<u8>>;
+
+/// Whether the payload of a message is what its call announces.
+fn fits(call: &Call, payload: u64) -> bool {
+    call.length.checked_mul(call.dtype.bytes() as u64) == Some(payload)
+}
+
+/// Appends what is there of a message of `length` bytes.
+fn fill<T: Transport>(
+    message: &mut Message,
+    length: usize,
+    inbuf: &mut Inbuf,
+    transport: &T,
+    peer: usize,
+) -> Result<usize, Closed> {
+    let have = message.bytes.len();
+    let missing = length - have;
+    if inbuf.bytes().is_empty() && missing >= INBUF_BYTES / 4 {
+        message.bytes.resize(have + missing.min(AHEAD_BYTES), 0);
+        let count = transport.read(Lane::Messages, peer, &mut message.bytes[have..]);
+        message.bytes.truncate(have + count.unwrap_or(0));
+        return count;
+    }
+    if inbuf.bytes().is_empty() && missing > 0 {
+        inbuf.fill(transport, Lane::Messages, peer)?;
+    }
+    let count = missing.min(inbuf.bytes().len());
+    message.bytes.extend_from_slice(&inbuf.bytes()[..count]);
+    inbuf.consume(count);
+    Ok(count)
+}
+
+fn header(what: What, call: Call, payload: usize) -> [u8; HEADER_BYTES] {
+    Header {
+        what,
+        algorithm: 0,
+        step: 0,
+        call,
+        payload: payload as u64,
+    }
+    .encode()
+}
+
+/// What a waiting thread is told after a look at the mail.
+enum Look<R> {
+    Done(R),
+    Wait,
+}
+
+impl<T: Transport> Linked<T> {
+    /// The next message of this rank, checked.
+    fn message(&self, kind: Kind, dtype: Dtype, length: usize) -> Result<Call, Error> {
+        let call = Call {
+            sequence: self.messages.fetch_add(1, Ordering::Relaxed) + 1,
+            kind,
+            dtype,
+            length: length as u64,
+            digest: 0,
+        };
+        call.with_peer(self.rank(), self.size())
+            .map_err(|error| self.fail(call, error, self.next_call()))
+    }
+
+    /// The first collective that is not completed.
+    fn next_call(&self) -> u64 {
+        self.completed.load(Ordering::Acquire) + 1
+    }
+
+    pub(crate) fn send(
+        &self,
+        message: Data<'_>,
+        to: Rank,
+        tag: u32,
+        deadline: Deadline,
+    ) -> Result<(), Error> {
+        let call = self.message(Kind::Send { to, tag }, message.dtype(), message.len())?;
+        let peer = to.0 as usize;
+        let head = header(What::Message, call, message.bytes().len());
+        let sent = self.look(peer, deadline, |mail| {
+            if let Some(error) = self.cause_of(call) {
+                return Look::Done(Err(error));
+            }
+            let post = &mut mail.posts[peer];
+            if post.closed || post.credits == 0 {
+                return if post.closed {
+                    Look::Done(Ok(false))
+                } else {
+                    Look::Wait
+                };
+            }
+            post.credits -= 1;
+            post.put(self, peer, &head, message.bytes());
+            Look::Done(Ok(!post.closed))
+        });
+        match sent {
+            None => Err(self.fail(call, Error::Timeout { call, rank: to }, self.next_call())),
+            Some(Ok(true)) => Ok(()),
+            Some(Ok(false)) => Err(self.lost(call, peer, self.next_call())),
+            Some(Err(error)) => Err(error),
+        }
+    }
+
+    pub(crate) fn recv(
+        &self,
+        mut into: DataMut<'_>,
+        from: Rank,
+        tag: u32,
+        deadline: Deadline,
+    ) -> Result<(), Error> {
+        let call = self.message(Kind::Recv { from, tag }, into.dtype(), into.len())?;
+        let peer = from.0 as usize;
+        let found = self.look(peer, deadline, |mail| self.find(mail, peer, tag, call));
+        let message = match found {
+            None => {
+                let error = Error::Timeout { call, rank: from };
+                return Err(self.fail(call, error, self.next_call()));
+            }
+            Some(Err(error)) => return Err(error),
+            Some(Ok(None)) => return Err(self.closed(call, peer)),
+            Some(Ok(Some(message))) => message,
+        };
+        let got = message.call;
+        if (got.dtype, got.length) != (call.dtype, call.length) {
+            let error = Error::Mismatch {
+                rank: from,
+                expected: call,
+                got,
+            };
+            return Err(self.fail(call, error, self.next_call()));
+        }
+        into.bytes_mut().copy_from_slice(&message.bytes);
+        let mut mail = lock(&self.mail);
+        if mail.spare.len() < MESSAGES_HELD {
+            mail.spare.push(message.bytes);
+        }
+        let post = &mut mail.posts[peer];
+        post.owed += 1;
+        if post.owed >= CREDITS_OWED {
+            post.pay(self, peer);
+        }
+        Ok(())
+    }
+
+    /// A message, or why there will be none: an error, or `None` if the link is closed.
+    fn find(
+        &self,
+        mail: &mut Mail,
+        peer: usize,
+        tag: u32,
+        call: Call,
+    ) -> Look<Result<Option<Message>, Error>> {
+        let cause = self.status.cause();
+        if let Some(cause @ Cause::Failed(_)) = cause {
+            return Look::Done(Err(cause.error(call)));
+        }
+        let post = &mut mail.posts[peer];
+        if let Some(message) = post.pop(tag) {
+            return Look::Done(Ok(Some(message)));
+        }
+        if post.closed {
+            return Look::Done(Ok(None));
+        }
+        match cause {
+            // What it sent before it left may still be on the way; after that the link closes.
+            None => Look::Wait,
+            Some(Cause::Left(rank)) if rank.0 as usize == peer => Look::Wait,
+            Some(cause) => Look::Done(Err(cause.error(call))),
+        }
+    }
+
+    /// The error of a call whose peer closed the link, or sent garbage.
+    fn closed(&self, call: Call, peer: usize) -> Error {
+        if lock(&self.mail).posts[peer].garbled {
+            let rank = super::number(peer);
+            let at = self.next_call();
+            self.poison(crate::status::News {
+                cause: Cause::Garbled(rank),
+                at,
+            });
+            return self.cause_of(call).unwrap_or(Error::Garbled { call, rank });
+        }
+        self.lost(call, peer, self.next_call())
+    }
+
+    /// Looks at the mail until `ready` has a result; `None` at the deadline. `peer` is whom it is
+    /// about: others are read less often.
+    fn look<R>(
+        &self,
+        peer: usize,
+        deadline: Deadline,
+        mut ready: impl FnMut(&mut Mail) -> Look<R>,
+    ) -> Option<R> {
+        let patience = self.transport.patience();
+        let mut mail = lock(&self.mail);
+        let mut looks = 0;
+        loop {
+            if let Look::Done(result) = ready(&mut mail) {
+                return Some(result);
+            }
+            let focus = (looks % 16 != 0).then_some(peer);
+            if self.pump(&mut mail, focus) {
+                self.mail_changed.notify_all();
+                looks = 0;
+                continue;
+            }
+            looks += 1;
+            if mail.polling {
+                let left = deadline.left(self.transport.now());
+                if left.is_zero() {
+                    return None;
+                }
+                let woken = self
+                    .mail_changed
+                    .wait_timeout(mail, left.min(FOLLOWER_WAIT));
+                mail = woken.unwrap_or_else(PoisonError::into_inner).0;
+                continue;
+            }
+            drop(mail);
+            let pause = patience.pause(looks);
+            mail = lock(&self.mail);
+            if pause == Pause::Block && !mail.polling {
+                self.pay_all(&mut mail);
+                if self.pump(&mut mail, None) {
+                    continue;
+                }
+                if let Look::Done(result) = ready(&mut mail) {
+                    return Some(result);
+                }
+                if deadline.left(self.transport.now()).is_zero() {
+                    return None;
+                }
+                let mut wants = Vec::new();
+                mail.wants(self.rank, &mut wants);
+                mail.polling = true;
+                drop(mail);
+                self.transport
+                    .wait(Lane::Messages, &wants, deadline.instant());
+                mail = lock(&self.mail);
+                mail.polling = false;
+                self.mail_changed.notify_all();
+            }
+        }
+    }
+
+    /// Takes in what has arrived and sends what waits; true if anything moved.
+    fn pump(&self, mail: &mut Mail, focus: Option<usize>) -> bool {
+        let mut moved = false;
+        for (peer, post) in mail.posts.iter_mut().enumerate() {
+            if peer != self.rank && focus.is_none_or(|focus| focus == peer) {
+                moved |= post.flush(self, peer);
+                moved |= post.read(self, peer, &mut mail.spare);
+            }
+        }
+        moved
+    }
+
+    fn pay_all(&self, mail: &mut Mail) {
+        for (peer, post) in mail.posts.iter_mut().enumerate() {
+            post.pay(self, peer);
+        }
+    }
+
+    /// What a thread that waits for something else should watch for the mail's sake.
+    pub(super) fn mail_wants(&self, wants: &mut Vec<Want>) {
+        if let Ok(mail) = self.mail.try_lock()
+            && !mail.polling
+        {
+            mail.wants(self.rank, wants);
+        }
+    }
+
+    /// Looks after the mail, unless another thread does.
+    pub(crate) fn tend(&self) {
+        if let Ok(mut mail) = self.mail.try_lock()
+            && !mail.polling
+        {
+            self.pay_all(&mut mail);
+            if self.pump(&mut mail, None) {
+                self.mail_changed.notify_all();
+            }
+        }
+    }
+
+    /// Sends what waits in the outboxes; true if something is left.
+    pub(super) fn flush(&self) -> bool {
+        let mut mail = lock(&self.mail);
+        self.pump(&mut mail, None);
+        let waits = |post: &Post| !post.closed && !post.outbox.is_empty();
+        mail.posts.iter().any(waits)
+    }
+}

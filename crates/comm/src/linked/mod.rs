@@ -1,0 +1,170 @@
+//! A [`Group`](crate::Group) over links: the one implementation for every [`Transport`].
+//!
+//! - `calls`: runs plans, with the lockstep guard;
+//! - `mail`: messages, with credits;
+//! - here: what both share: the cause of poisoning and the traffic.
+//!
+//! Links have two lanes, so neither waits for the other. Whoever waits on either lane also takes
+//! in messages, and so does the keeper of a group (`tcp::keeper`) while nobody waits: a sender
+//! never depends on what its peer is doing.
+
+mod buffers;
+mod calls;
+mod inbuf;
+mod mail;
+
+use std::fmt;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use paceline_base::{Bytes, Rank};
+
+use self::calls::Calls;
+use self::mail::Mail;
+use crate::status::{Cause, News, Status};
+use crate::transport::{Closed, Lane, Transport};
+use crate::{Call, Error, Traffic};
+
+/// How long a rank that finds a link closed waits for the news why. They are sent before the
+/// link is closed, so this ends at once unless the other process was killed.
+const NEWS_WAIT: Duration = Duration::from_millis(300);
+
+/// How long a rank that leaves waits for its last messages to be taken by the system.
+const LINGER: Duration = Duration::from_secs(1);
+
+/// One rank's end of all its links.
+pub(crate) struct Linked<T> {
+    rank: usize,
+    size: usize,
+    transport: T,
+    status: Arc<Status>,
+    calls: Mutex<Calls>,
+    /// Collectives that this rank has completed.
+    completed: AtomicU64,
+    mail: Mutex<Mail>,
+    /// The inboxes changed, or the thread that read from the links has stopped doing so.
+    mail_changed: Condvar,
+    messages: AtomicU64,
+    sent: AtomicU64,
+    received: AtomicU64,
+}
+
+impl<T: Transport> Linked<T> {
+    pub(crate) fn new(rank: Rank, size: u32, transport: T, status: Arc<Status>) -> Self {
+        let (rank, size) = (rank.0 as usize, size as usize);
+        Self {
+            rank,
+            size,
+            transport,
+            status,
+            calls: Mutex::new(Calls::new(size)),
+            completed: AtomicU64::new(0),
+            mail: Mutex::new(Mail::new(size)),
+            mail_changed: Condvar::new(),
+            messages: AtomicU64::new(0),
+            sent: AtomicU64::new(0),
+            received: AtomicU64::new(0),
+        }
+    }
+
+    pub(crate) fn rank(&self) -> Rank {
+        number(self.rank)
+    }
+
+    pub(crate) fn size(&self) -> u32 {
+        number(self.size).0
+    }
+
+    pub(crate) const fn transport(&self) -> &T {
+        &self.transport
+    }
+
+    pub(crate) fn traffic(&self) -> Traffic {
+        Traffic {
+            sent: Bytes(self.sent.load(Ordering::Relaxed)),
+            received: Bytes(self.received.load(Ordering::Relaxed)),
+        }
+    }
+
+    /// Poisons the group and tells everyone what they do not know yet. The caller holds no lock.
+    pub(crate) fn poison(&self, news: News) {
+        if self.status.poison(news) {
+            if let Some(news) = self.status.news() {
+                self.transport.tell(&news);
+            }
+            self.transport.wake();
+            drop(lock(&self.mail));
+            self.mail_changed.notify_all();
+        }
+    }
+
+    /// Poisons the group because `call` failed; hands back the first cause, which may be another.
+    fn fail(&self, call: Call, error: Error, at: u64) -> Error {
+        let cause = Cause::Failed(error);
+        self.poison(News { cause, at });
+        self.cause_of(call).unwrap_or(error)
+    }
+
+    /// The error of `call` if the group is poisoned.
+    fn cause_of(&self, call: Call) -> Option<Error> {
+        self.status.cause().map(|cause| cause.error(call))
+    }
+
+    /// The error of `call`, which found the link to `peer` closed. The control lane may know
+    /// better why: the peer may have told before it left.
+    fn lost(&self, call: Call, peer: usize, at: u64) -> Error {
+        self.awaits_news(NEWS_WAIT);
+        let cause = self.status.cause().unwrap_or(Cause::Left(number(peer)));
+        self.poison(News { cause, at });
+        cause.error(call)
+    }
+
+    /// Waits for the group to be poisoned; false if that does not happen.
+    fn awaits_news(&self, wait: Duration) -> bool {
+        let until = self.transport.now() + wait;
+        while self.status.cause().is_none() && self.transport.now() < until {
+            let soon = self.transport.now() + Duration::from_millis(1);
+            self.transport.wait(Lane::Calls, &[], soon.min(until));
+        }
+        self.status.cause().is_some()
+    }
+
+    /// Says goodbye. What was sent is handed to the system first, within bounds.
+    pub(crate) fn leave(&self) {
+        let until = self.transport.now() + LINGER;
+        while self.flush() && self.transport.now() < until {
+            let soon = self.transport.now() + Duration::from_millis(1);
+            self.transport.wait(Lane::Messages, &[], soon);
+        }
+        let at = self.completed.load(Ordering::Acquire) + 1;
+        let cause = Cause::Left(self.rank());
+        self.transport.tell(&News { cause, at });
+    }
+
+    fn write(&self, lane: Lane, peer: usize, head: &[u8], body: &[u8]) -> Result<usize, Closed> {
+        let count = self.transport.write(lane, peer, head, body)?;
+        self.sent.fetch_add(count as u64, Ordering::Relaxed);
+        Ok(count)
+    }
+}
+
+impl<T: Transport> fmt::Debug for Linked<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "rank {} of {} over {:?}",
+            self.rank, self.size, self.transport
+        )
+    }
+}
+
+/// Ranks are `u32` outside and indices inside.
+fn number(rank: usize) -> Rank {
+    Rank(u32::try_from(rank).expect("a rank came from a u32"))
+}
+
+// A lock whose holder panicked is taken over: the group is in order or fails by its own checks.
+fn lock<V>(mutex: &Mutex<V>) -> MutexGuard<'_, V> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

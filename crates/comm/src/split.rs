@@ -1,0 +1,61 @@
+//! Who becomes a member of which part when a group is split.
+
+use paceline_base::Rank;
+
+use crate::{Call, Counts, Data, DataMut, Deadline, Dtype, Error, Group, Kind};
+
+/// What this rank will be.
+pub(crate) struct Member {
+    /// The call in which the ranks told each other, for errors.
+    pub(crate) call: Call,
+    /// This rank in the new group.
+    pub(crate) rank: Rank,
+    /// The old ranks of the new group's members, in their new order.
+    pub(crate) ranks: Vec<Rank>,
+}
+
+/// Exchanges colors and keys. Collective; one gather of 8 bytes per rank.
+pub(crate) fn members(
+    group: &dyn Group,
+    color: u32,
+    key: u32,
+    deadline: Deadline,
+) -> Result<Member, Error> {
+    let mut input = [0_u8; 8];
+    input[..4].copy_from_slice(&color.to_le_bytes());
+    input[4..].copy_from_slice(&key.to_le_bytes());
+    let mut all = vec![0_u8; 8 * group.size() as usize];
+    group.run(
+        crate::Collective::AllGather {
+            input: Data::new(&input),
+            output: DataMut::new(&mut all),
+            counts: Counts::Even(8),
+        },
+        deadline,
+    )?;
+    let word = |bytes: &[u8]| {
+        bytes
+            .first_chunk()
+            .map_or(0, |word| u32::from_le_bytes(*word))
+    };
+    let told = (0..).map(Rank).zip(all.as_chunks::<8>().0);
+    let mut order: Vec<(u32, Rank)> = told
+        .filter(|(_, bytes)| word(&bytes[..4]) == color)
+        .map(|(rank, bytes)| (word(&bytes[4..]), rank))
+        .collect();
+    order.sort_unstable();
+    let ranks: Vec<Rank> = order.into_iter().map(|(_, rank)| rank).collect();
+    let own = (0..).zip(&ranks).find(|(_, rank)| **rank == group.rank());
+    let call = Call {
+        sequence: 0,
+        kind: Kind::AllGather,
+        dtype: Dtype::U8,
+        length: all.len() as u64,
+        digest: 0,
+    };
+    Ok(Member {
+        call,
+        rank: Rank(own.map_or(0, |(new, _)| new)),
+        ranks,
+    })
+}

@@ -1,0 +1,91 @@
+//! Whether a group is poisoned, why, and from which call on.
+
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use paceline_base::Rank;
+
+use crate::{Call, Error};
+
+/// Why a group is poisoned.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) enum Cause {
+    /// This rank dropped its handle, or its process ended.
+    Left(Rank),
+    /// This rank gave no sign of life for so long.
+    Silent {
+        /// Who.
+        rank: Rank,
+        /// How long.
+        millis: u32,
+    },
+    /// This rank sent bytes that are no frames.
+    Garbled(Rank),
+    /// A call failed.
+    Failed(Error),
+}
+
+impl Cause {
+    /// The error of `call`, which found the group poisoned.
+    pub(crate) const fn error(self, call: Call) -> Error {
+        match self {
+            Self::Left(rank) => Error::PeerLost { call, rank },
+            Self::Silent { rank, millis } => Error::Silent { call, rank, millis },
+            Self::Garbled(rank) => Error::Garbled { call, rank },
+            Self::Failed(error) => error,
+        }
+    }
+}
+
+/// What ranks tell each other about the end of a group.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct News {
+    pub(crate) cause: Cause,
+    /// The first collective that the teller has not completed, or `u64::MAX` if it does not know.
+    ///
+    /// All ranks have entered every collective before that one, so whoever is still busy with an
+    /// earlier one can finish it and does: an error ends the same call on all ranks.
+    pub(crate) at: u64,
+}
+
+/// The first cause that a rank heard of, and the first collective that it ends.
+#[derive(Debug)]
+pub(crate) struct Status {
+    cause: OnceLock<Cause>,
+    at: AtomicU64,
+}
+
+impl Default for Status {
+    fn default() -> Self {
+        Self {
+            cause: OnceLock::new(),
+            at: AtomicU64::new(u64::MAX),
+        }
+    }
+}
+
+impl Status {
+    /// Why the group is poisoned, if it is.
+    pub(crate) fn cause(&self) -> Option<Cause> {
+        self.cause.get().copied()
+    }
+
+    /// Whether a collective that has begun with this number has to stop.
+    pub(crate) fn stops(&self, sequence: u64) -> bool {
+        self.at.load(Ordering::Acquire) <= sequence
+    }
+
+    /// Takes note of `news`; true if something about them is new and should be passed on.
+    pub(crate) fn poison(&self, news: News) -> bool {
+        let first = self.cause.set(news.cause).is_ok();
+        let before = self.at.fetch_min(news.at, Ordering::AcqRel);
+        first || news.at < before
+    }
+
+    /// What to tell others.
+    pub(crate) fn news(&self) -> Option<News> {
+        let cause = self.cause()?;
+        let at = self.at.load(Ordering::Acquire);
+        Some(News { cause, at })
+    }
+}

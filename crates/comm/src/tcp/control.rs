@@ -1,0 +1,174 @@
+//! The control lane: heartbeats and news, on a connection of its own for each pair, so that they
+//! pass however full the other lanes are.
+//!
+//! A thread of the group, the *keeper*, reads it. It is also there while the rank computes, so a
+//! peer that is stopped or cut off is known whether or not a call is under way.
+
+use std::io::{Read, Write};
+use std::net::TcpStream;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use paceline_base::Rank;
+use rustix::event::{PollFd, PollFlags};
+
+use super::sockets::{Sockets, Waker, outcome, poll_until};
+use crate::deadline;
+use crate::linked::Linked;
+use crate::status::{Cause, News};
+use crate::transport::Closed;
+use crate::wire::{CONTROL_BYTES, Control};
+
+/// Heartbeats sent within the time after which a rank counts as silent: four may be late.
+const BEATS_PER_SILENCE: u32 = 5;
+
+/// How often the keeper takes in messages while the rank computes.
+const TEND_EVERY: Duration = Duration::from_millis(100);
+
+/// The control connections of one rank.
+pub(super) struct Controls {
+    /// By rank; none for the rank itself.
+    streams: Vec<Option<TcpStream>>,
+    /// Held while writing, so that frames stay whole.
+    writing: Mutex<()>,
+    waker: Waker,
+    stop: AtomicBool,
+}
+
+impl Controls {
+    pub(super) fn new(streams: Vec<Option<TcpStream>>) -> std::io::Result<Self> {
+        Ok(Self {
+            streams,
+            writing: Mutex::new(()),
+            waker: Waker::new()?,
+            stop: AtomicBool::new(false),
+        })
+    }
+
+    /// Tells all peers what `news` says. Those that cannot be told have gone, or will be found
+    /// silent: these connections are nearly empty.
+    pub(super) fn tell(&self, news: &News) {
+        self.write(&Control::News(*news));
+    }
+
+    fn write(&self, control: &Control) {
+        let _guard = self.writing.lock().unwrap_or_else(PoisonError::into_inner);
+        let bytes = control.encode();
+        for mut stream in self.streams.iter().flatten() {
+            let _ = stream.write(&bytes);
+        }
+    }
+
+    /// Ends the keeper.
+    pub(super) fn stop(&self) {
+        self.stop.store(true, Ordering::Release);
+        self.waker.wake();
+    }
+}
+
+/// What the keeper knows of a peer.
+struct Watch {
+    bytes: [u8; CONTROL_BYTES],
+    filled: usize,
+    heard: Instant,
+    done: bool,
+}
+
+/// Runs until [`Controls::stop`]: beats, listens, and finds those who fell silent.
+pub(super) fn keep(group: &Arc<Linked<Sockets>>, silence: Duration) {
+    let controls = &group.transport().controls;
+    let beat = silence / BEATS_PER_SILENCE;
+    let start = deadline::now();
+    let mut watches: Vec<Watch> = controls.streams.iter().map(|_| Watch::new(start)).collect();
+    let (mut next_beat, mut next_look) = (start, start);
+    while !controls.stop.load(Ordering::Acquire) {
+        wait(controls, &watches, next_beat.min(next_look));
+        for (peer, watch) in watches.iter_mut().enumerate() {
+            if let Some(stream) = &controls.streams[peer] {
+                watch.listen(group, peer, stream);
+            }
+        }
+        let now = deadline::now();
+        if now >= next_beat {
+            controls.write(&Control::Beat);
+            next_beat = now + beat;
+        }
+        for (peer, watch) in watches.iter_mut().enumerate() {
+            if controls.streams[peer].is_some() {
+                watch.judge(group, peer, now, silence);
+            }
+        }
+        if now >= next_look {
+            group.tend();
+            next_look = now + TEND_EVERY;
+        }
+    }
+}
+
+fn wait(controls: &Controls, watches: &[Watch], until: Instant) {
+    let streams = controls.streams.iter().zip(watches);
+    let open = streams.filter_map(|(stream, watch)| stream.as_ref().filter(|_| !watch.done));
+    let mut fds = vec![controls.waker.poll_fd()];
+    fds.extend(open.map(|stream| PollFd::new(stream, PollFlags::IN)));
+    poll_until(&mut fds, until);
+    controls.waker.clear();
+}
+
+impl Watch {
+    fn new(now: Instant) -> Self {
+        Self {
+            bytes: [0; CONTROL_BYTES],
+            filled: 0,
+            heard: now,
+            done: false,
+        }
+    }
+
+    /// Reads all that is there.
+    fn listen(&mut self, group: &Linked<Sockets>, peer: usize, mut stream: &TcpStream) {
+        while !self.done {
+            match outcome(stream.read(&mut self.bytes[self.filled..])) {
+                Ok(0) => return,
+                Ok(count) => self.filled += count,
+                Err(Closed) => {
+                    let (cause, at) = (Cause::Left(rank(peer)), u64::MAX);
+                    self.end(group, News { cause, at });
+                }
+            }
+            if self.filled == CONTROL_BYTES {
+                self.filled = 0;
+                self.heard = deadline::now();
+                match Control::decode(&self.bytes) {
+                    Some(Control::Beat) => {}
+                    Some(Control::News(news)) => group.poison(news),
+                    None => {
+                        let (cause, at) = (Cause::Garbled(rank(peer)), 0);
+                        self.end(group, News { cause, at });
+                    }
+                }
+            }
+        }
+    }
+
+    fn end(&mut self, group: &Linked<Sockets>, news: News) {
+        self.done = true;
+        group.poison(news);
+    }
+
+    /// Gives a peer up that was silent for too long. Everything that has arrived has been read
+    /// before, so time in which this process itself was stopped does not count.
+    fn judge(&mut self, group: &Linked<Sockets>, peer: usize, now: Instant, silence: Duration) {
+        let quiet = now.saturating_duration_since(self.heard);
+        if !self.done && quiet > silence {
+            let millis = u32::try_from(quiet.as_millis()).unwrap_or(u32::MAX);
+            let rank = rank(peer);
+            let (cause, at) = (Cause::Silent { rank, millis }, 0);
+            self.end(group, News { cause, at });
+        }
+    }
+}
+
+fn rank(peer: usize) -> Rank {
+    Rank(u32::try_from(peer).expect("a rank came from a u32"))
+}

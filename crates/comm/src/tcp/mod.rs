@@ -1,0 +1,314 @@
+//! Ranks as processes that reach each other by TCP.
+//!
+//! Every rank binds a [`Listener`], somebody hands the list of all addresses to all ranks, and
+//! every rank calls [`join`]: each pair is then connected by three sockets, for collectives,
+//! messages and control.
+//!
+//! ```
+//! use std::time::{Duration, Instant};
+//! use paceline_base::Rank;
+//! use paceline_comm::{Deadline, Group, tcp};
+//!
+//! let deadline = Deadline::at(Instant::now() + Duration::from_secs(5));
+//! let bind = || tcp::Listener::bind("127.0.0.1:0".parse().unwrap()).unwrap();
+//! let listeners = [bind(), bind()];
+//! let addrs = [listeners[0].addr(), listeners[1].addr()];
+//! let id = tcp::GroupId::random();
+//! let threads: Vec<_> = (0..).zip(listeners).map(|(rank, listener)| {
+//!     std::thread::spawn(move || {
+//!         let group = tcp::join(listener, Rank(rank), &addrs, id, deadline).unwrap();
+//!         (&group as &dyn Group).barrier(deadline)
+//!     })
+//! }).collect();
+//! for thread in threads {
+//!     assert_eq!(thread.join().unwrap(), Ok(()));
+//! }
+//! ```
+//!
+//! - `join`: who may become a member, and how the others learn why not;
+//! - `control`: heartbeats, news, silence;
+//! - `sockets`: the links, to [`crate::linked`].
+
+mod control;
+mod join;
+mod sockets;
+
+use std::collections::hash_map::RandomState;
+use std::fmt;
+use std::hash::{BuildHasher, Hasher};
+use std::io;
+use std::net::{SocketAddr, TcpListener};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+#[cfg(test)]
+use paceline_base::Bytes;
+use paceline_base::Rank;
+
+use self::control::Controls;
+pub use self::join::{JoinError, Refusal};
+use self::sockets::Sockets;
+use crate::linked::Linked;
+use crate::split::{Member, members};
+use crate::status::Status;
+use crate::transport::Patience;
+use crate::{Collective, Data, DataMut, Deadline, Error, Group, Traffic};
+
+/// How long a rank may give no sign of life, unless [`Config`] says otherwise. DESIGN.md asks for
+/// an error within 2 s; the rest is for a keeper that gets its core late.
+pub const SILENCE: Duration = Duration::from_millis(1500);
+
+/// Looks at the sockets before a rank yields its core. A look is a system call of about 0.4 µs.
+const SPINS: u32 = 100;
+
+/// Looks with the core yielded between them, before a rank blocks.
+const YIELDS: u32 = 200;
+
+/// Names one group, so that ranks of different groups that meet by mistake do not mix.
+///
+/// It is no secret: it keeps mistakes out, not enemies.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct GroupId(pub [u8; 16]);
+
+impl GroupId {
+    /// An id that no other group has, for all practical purposes.
+    pub fn random() -> Self {
+        let mut bytes = [0; 16];
+        bytes[..8].copy_from_slice(&random().to_le_bytes());
+        bytes[8..].copy_from_slice(&random().to_le_bytes());
+        Self(bytes)
+    }
+}
+
+/// 64 bits that differ between calls and processes: std's seed for hash maps.
+fn random() -> u64 {
+    RandomState::new().build_hasher().finish()
+}
+
+/// How a group behaves. The same on all ranks, though nothing depends on it.
+#[derive(Clone, Copy, Debug)]
+pub struct Config {
+    /// A rank that gives no sign of life for so long is given up: [`Error::Silent`].
+    pub silence: Duration,
+}
+
+impl Default for Config {
+    fn default() -> Self {
+        Self { silence: SILENCE }
+    }
+}
+
+/// Where the other ranks of a group reach this one.
+#[derive(Debug)]
+pub struct Listener {
+    socket: TcpListener,
+    addr: SocketAddr,
+}
+
+impl Listener {
+    /// Listens at `addr`; port 0 lets the system choose one.
+    ///
+    /// # Errors
+    /// If the system refuses.
+    pub fn bind(addr: SocketAddr) -> io::Result<Self> {
+        let socket = TcpListener::bind(addr)?;
+        socket.set_nonblocking(true)?;
+        let addr = socket.local_addr()?;
+        Ok(Self { socket, addr })
+    }
+
+    /// Where it listens, with the port that was chosen.
+    pub const fn addr(&self) -> SocketAddr {
+        self.addr
+    }
+}
+
+/// One rank of a group over TCP. Dropping it ends the group for the others.
+pub struct Tcp {
+    linked: Arc<Linked<Sockets>>,
+    keeper: Mutex<Option<JoinHandle<()>>>,
+    /// Kept for groups that are split off.
+    listener: Arc<Listener>,
+    addrs: Vec<SocketAddr>,
+    id: GroupId,
+    config: Config,
+    splits: AtomicU64,
+}
+
+/// [`join_with`] the default [`Config`].
+///
+/// # Errors
+/// Any [`JoinError`].
+pub fn join(
+    listener: Listener,
+    rank: Rank,
+    addrs: &[SocketAddr],
+    id: GroupId,
+    deadline: Deadline,
+) -> Result<Tcp, JoinError> {
+    join_with(listener, rank, addrs, id, Config::default(), deadline)
+}
+
+/// Connects `rank` with all others and returns when all ranks are connected. Collective.
+///
+/// `addrs` has the address of every rank in rank order, `id` is the same on all ranks. `listener`
+/// is what `addrs[rank]` leads to. Strangers who connect are turned away and cannot end the join.
+/// Blocks until all ranks have come, one of them failed, or the deadline passed.
+///
+/// # Errors
+/// Any [`JoinError`]; the others get one that names this rank.
+pub fn join_with(
+    listener: Listener,
+    rank: Rank,
+    addrs: &[SocketAddr],
+    id: GroupId,
+    config: Config,
+    deadline: Deadline,
+) -> Result<Tcp, JoinError> {
+    assemble(Arc::new(listener), rank, addrs, id, config, deadline)
+}
+
+fn assemble(
+    listener: Arc<Listener>,
+    rank: Rank,
+    addrs: &[SocketAddr],
+    id: GroupId,
+    config: Config,
+    deadline: Deadline,
+) -> Result<Tcp, JoinError> {
+    let [calls, messages, control] = join::connect(&listener, rank, addrs, id, deadline)?;
+    let system = |source| JoinError::System {
+        what: "set up the group",
+        source,
+    };
+    let controls = Arc::new(Controls::new(control).map_err(system)?);
+    let patience = patience(addrs, rank.0 as usize);
+    let sockets = Sockets::new([calls, messages], controls, patience).map_err(system)?;
+    let size = u32::try_from(addrs.len()).expect("join has checked the size");
+    let linked = Arc::new(Linked::new(
+        rank,
+        size,
+        sockets,
+        Arc::new(Status::default()),
+    ));
+    let kept = Arc::clone(&linked);
+    let keeper = std::thread::Builder::new()
+        .name(format!("keeper of {rank}"))
+        .spawn(move || control::keep(&kept, config.silence))
+        .map_err(system)?;
+    Ok(Tcp {
+        linked,
+        keeper: Mutex::new(Some(keeper)),
+        listener,
+        addrs: addrs.to_vec(),
+        id,
+        config,
+        splits: AtomicU64::new(0),
+    })
+}
+
+/// With more ranks than cores on this machine, a rank that spins keeps the one it waits for from
+/// running.
+fn patience(addrs: &[SocketAddr], rank: usize) -> Patience {
+    let here = addrs.iter().filter(|addr| addr.ip() == addrs[rank].ip());
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    let spins = if here.count() > cores { 0 } else { SPINS };
+    Patience {
+        spins,
+        yields: YIELDS,
+    }
+}
+
+impl Group for Tcp {
+    fn rank(&self) -> Rank {
+        self.linked.rank()
+    }
+
+    fn size(&self) -> u32 {
+        self.linked.size()
+    }
+
+    fn run(&self, collective: Collective<'_>, deadline: Deadline) -> Result<(), Error> {
+        self.linked.run(collective, deadline)
+    }
+
+    fn send_data(
+        &self,
+        message: Data<'_>,
+        to: Rank,
+        tag: u32,
+        deadline: Deadline,
+    ) -> Result<(), Error> {
+        self.linked.send(message, to, tag, deadline)
+    }
+
+    fn recv_data(
+        &self,
+        into: DataMut<'_>,
+        from: Rank,
+        tag: u32,
+        deadline: Deadline,
+    ) -> Result<(), Error> {
+        self.linked.recv(into, from, tag, deadline)
+    }
+
+    fn traffic(&self) -> Traffic {
+        self.linked.traffic()
+    }
+
+    fn split(&self, color: u32, key: u32, deadline: Deadline) -> Result<Box<dyn Group>, Error> {
+        let Member { call, rank, ranks } = members(self, color, key, deadline)?;
+        let number = self.splits.fetch_add(1, Ordering::Relaxed) + 1;
+        let addrs: Vec<_> = ranks.iter().map(|r| self.addrs[r.0 as usize]).collect();
+        let id = self.id.derive(number, color);
+        let listener = Arc::clone(&self.listener);
+        let group = assemble(listener, rank, &addrs, id, self.config, deadline);
+        match group {
+            Ok(group) => Ok(Box::new(group)),
+            Err(error) => Err(error.of_split(call, &ranks)),
+        }
+    }
+}
+
+impl GroupId {
+    /// The id of a group that is split off this one: the same on all its ranks, another for every
+    /// split and color. FNV-1a over all three, twice with different starts.
+    fn derive(self, number: u64, color: u32) -> Self {
+        let half = |start: u64| {
+            let numbers = [number.to_le_bytes(), u64::from(color).to_le_bytes()].concat();
+            let bytes = self.0.iter().chain(&numbers);
+            bytes.fold(start, |hash, byte| {
+                (hash ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3)
+            })
+        };
+        let halves = [half(0xcbf2_9ce4_8422_2325), half(0x9e37_79b9_7f4a_7c15)];
+        let mut id = [0; 16];
+        id[..8].copy_from_slice(&halves[0].to_le_bytes());
+        id[8..].copy_from_slice(&halves[1].to_le_bytes());
+        Self(id)
+    }
+}
+
+impl fmt::Debug for Tcp {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:?}", self.linked)
+    }
+}
+
+impl Drop for Tcp {
+    fn drop(&mut self) {
+        self.linked.leave();
+        self.linked.transport().controls.stop();
+        let mut keeper = self.keeper.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(keeper) = keeper.take() {
+            // A keeper that panicked has nothing left to say.
+            let _ = keeper.join();
+        }
+        self.linked.transport().shut_down();
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,88 @@
+//! What a provider of links has to offer: ordered bytes between two ranks, and a way to wait.
+
+use std::fmt;
+use std::time::Instant;
+
+use crate::status::News;
+
+/// Two independent streams of bytes connect each pair of ranks, so that messages and collectives
+/// cannot block each other.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Lane {
+    /// Collectives, in lockstep: only the frames of the current call and the next are ever on it.
+    Calls,
+    /// Messages and credits, taken in whenever somebody looks.
+    Messages,
+}
+
+/// The other end of a link is gone, and all it sent has been read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Closed;
+
+/// What a waiting rank is interested in.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Want {
+    pub(crate) lane: Lane,
+    pub(crate) peer: usize,
+    pub(crate) read: bool,
+    pub(crate) write: bool,
+}
+
+/// Links from one rank to all others. `peer` is a rank and never this one.
+///
+/// Bytes of one lane arrive in the order written. Nothing but `wait` blocks.
+pub(crate) trait Transport: fmt::Debug + Send + Sync + 'static {
+    /// Writes what fits of `head` followed by `body` and returns how many bytes that were.
+    fn write(&self, lane: Lane, peer: usize, head: &[u8], body: &[u8]) -> Result<usize, Closed>;
+
+    /// Reads what is there, 0 bytes if nothing is.
+    fn read(&self, lane: Lane, peer: usize, into: &mut [u8]) -> Result<usize, Closed>;
+
+    /// Blocks until one of `wants` may make progress, `wake` was called for `lane`, or it is
+    /// `until`. May return early. At most one thread waits per lane.
+    fn wait(&self, lane: Lane, wants: &[Want], until: Instant);
+
+    /// Ends the current or next `wait` on both lanes.
+    fn wake(&self);
+
+    /// Tells all peers, as far as that is possible without waiting.
+    fn tell(&self, news: &News);
+
+    /// The time by which deadlines are measured.
+    fn now(&self) -> Instant;
+
+    /// How to look for progress before waiting.
+    fn patience(&self) -> Patience;
+}
+
+/// How often to look for progress before blocking.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Patience {
+    /// Looks with a pause instruction between them.
+    pub(crate) spins: u32,
+    /// Further looks, the core yielded between them.
+    pub(crate) yields: u32,
+}
+
+/// What to do after a look that found nothing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Pause {
+    /// Look again; it was paused.
+    Look,
+    /// Block.
+    Block,
+}
+
+impl Patience {
+    /// Pauses after the `looks`th look without progress, or says to block.
+    pub(crate) fn pause(self, looks: u32) -> Pause {
+        if looks < self.spins {
+            std::hint::spin_loop();
+        } else if looks < self.spins + self.yields {
+            std::thread::yield_now();
+        } else {
+            return Pause::Block;
+        }
+        Pause::Look
+    }
+}

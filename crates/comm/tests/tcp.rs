@@ -1,0 +1,195 @@
+//! Ranks as processes: killed, stopped, cut off.
+//!
+//! The test binary runs itself: a child is one rank, told by its environment which, and prints a
+//! line for each thing that happens to it.
+
+#![cfg(unix)]
+#![allow(
+    clippy::unwrap_used,
+    reason = "a test, with helpers outside of test functions"
+)]
+
+use std::io::{BufRead, BufReader, Write};
+use std::net::SocketAddr;
+use std::process::{Child, ChildStdout, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use paceline_base::Rank;
+use paceline_comm::{Deadline, Error, Group, Reduce, tcp};
+
+/// What DESIGN.md asks for.
+const DEATH_SECONDS: f64 = 2.0;
+
+fn soon(seconds: u64) -> Deadline {
+    Deadline::at(Instant::now() + Duration::from_secs(seconds))
+}
+
+/// A rank in a process of its own.
+struct Worker {
+    child: Child,
+    lines: BufReader<ChildStdout>,
+}
+
+impl Worker {
+    fn start(rank: u32, role: &str) -> Self {
+        let mut child = Command::new(std::env::current_exe().unwrap())
+            .args(["worker", "--exact", "--nocapture", "--test-threads=1"])
+            .env("COMM_TEST_RANK", rank.to_string())
+            .env("COMM_TEST_ROLE", role)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::null())
+            .spawn()
+            .unwrap();
+        let lines = BufReader::new(child.stdout.take().unwrap());
+        Self { child, lines }
+    }
+
+    /// The rest of the next line that starts with `word`.
+    fn expect(&mut self, word: &str) -> String {
+        loop {
+            let mut line = String::new();
+            let count = self.lines.read_line(&mut line).unwrap();
+            assert!(count > 0, "the worker ended without saying {word}");
+            // The test harness may have begun the line.
+            if let Some((_, rest)) = line.split_once(&format!("@{word} ")) {
+                return rest.trim().to_string();
+            }
+        }
+    }
+
+    fn tell(&mut self, text: &str) {
+        let mut stdin = self.child.stdin.as_ref().unwrap();
+        writeln!(stdin, "{text}").unwrap();
+    }
+
+    fn signal(&self, name: &str) {
+        let id = self.child.id().to_string();
+        let status = Command::new("kill").args([name, &id]).status().unwrap();
+        assert!(status.success());
+    }
+}
+
+impl Drop for Worker {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// Starts `size` ranks that have joined one group.
+fn start(size: u32, role: &str) -> Vec<Worker> {
+    let mut workers: Vec<Worker> = (0..size).map(|rank| Worker::start(rank, role)).collect();
+    let addrs: Vec<String> = workers.iter_mut().map(|w| w.expect("addr")).collect();
+    for worker in &mut workers {
+        worker.tell(&addrs.join(" "));
+    }
+    for worker in &mut workers {
+        worker.expect("joined");
+    }
+    workers
+}
+
+/// Not a test: what a child process does.
+#[test]
+fn worker() {
+    let Ok(rank) = std::env::var("COMM_TEST_RANK") else {
+        return;
+    };
+    let rank = Rank(rank.parse().unwrap());
+    let listener = tcp::Listener::bind("127.0.0.1:0".parse().unwrap()).unwrap();
+    println!("@addr {}", listener.addr());
+    let mut line = String::new();
+    std::io::stdin().read_line(&mut line).unwrap();
+    let addrs: Vec<SocketAddr> = line
+        .split_whitespace()
+        .map(|a| a.parse().unwrap())
+        .collect();
+    let group = tcp::join(listener, rank, &addrs, tcp::GroupId([7; 16]), soon(30)).unwrap();
+    println!("@joined -");
+    let role = std::env::var("COMM_TEST_ROLE").unwrap();
+    let error = match role.as_str() {
+        "reduce" => reduce_forever(&group),
+        "idle" => idle(&group),
+        "receive" => (&group as &dyn Group)
+            .recv(
+                &mut [0_u8],
+                Rank((rank.0 + 1) % group.size()),
+                3,
+                soon(3600),
+            )
+            .unwrap_err(),
+        role => panic!("no role {role}"),
+    };
+    let since_epoch = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
+    println!("@error {} {error:?}", since_epoch.unwrap().as_secs_f64());
+}
+
+/// Adds up small and large buffers in turn, with a deadline that is far away.
+fn reduce_forever(group: &dyn Group) -> Error {
+    let (mut small, mut large) = (vec![1.0_f32; 1000], vec![1.0_f32; 300_000]);
+    loop {
+        small.fill(1.0);
+        large.fill(1.0);
+        for data in [&mut small, &mut large] {
+            if let Err(error) = group.all_reduce(data, Reduce::Sum, soon(3600)) {
+                return error;
+            }
+            assert!(data.iter().all(|sum| *sum == group.size() as f32));
+        }
+    }
+}
+
+/// Computes for a while, so to speak, then calls.
+fn idle(group: &dyn Group) -> Error {
+    std::thread::sleep(Duration::from_millis(1000));
+    loop {
+        if let Err(error) = group.barrier(soon(3600)) {
+            return error;
+        }
+    }
+}
+
+fn now() -> f64 {
+    let since_epoch = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
+    since_epoch.unwrap().as_secs_f64()
+}
+
+/// Does `harm` to one rank; all others must name it in time.
+fn check(size: u32, role: &str, victim: u32, signal: &str, variant: &str) {
+    let mut workers = start(size, role);
+    std::thread::sleep(Duration::from_millis(50));
+    let harmed = now();
+    workers[victim as usize].signal(signal);
+    for (rank, worker) in (0..).zip(&mut workers) {
+        if rank != victim {
+            let report = worker.expect("error");
+            let (when, error) = report.split_once(' ').unwrap();
+            let took = when.parse::<f64>().unwrap() - harmed;
+            assert!(error.starts_with(variant), "rank {rank}: {error}");
+            assert!(
+                error.contains(&format!("rank: Rank({victim})")),
+                "rank {rank}: {error}"
+            );
+            assert!(took < DEATH_SECONDS, "rank {rank} knew after {took:.2} s");
+        }
+    }
+}
+
+#[test]
+fn killed_ranks_are_named_by_all_at_once() {
+    for (size, role, victim) in [(2, "reduce", 0), (4, "reduce", 0), (4, "reduce", 2)] {
+        check(size, role, victim, "-KILL", "PeerLost");
+    }
+    check(3, "idle", 0, "-KILL", "PeerLost");
+    check(3, "receive", 1, "-KILL", "PeerLost");
+}
+
+#[test]
+fn stopped_ranks_are_named_by_all_in_time() {
+    for (size, role, victim) in [(2, "reduce", 0), (4, "reduce", 3)] {
+        check(size, role, victim, "-STOP", "Silent");
+    }
+    check(3, "idle", 0, "-STOP", "Silent");
+    check(3, "receive", 1, "-STOP", "Silent");
+}
