@@ -47,6 +47,9 @@ fn hints(error: &anyhow::Error) -> Vec<String> {
         if let Some(error) = cause.downcast_ref() {
             return own::hint(error).into_iter().collect();
         }
+        if let Some(error) = cause.downcast_ref::<crate::kb::Error>() {
+            return vec![error.hint()];
+        }
         model::hint(cause).map(str::to_owned).into_iter().collect()
     };
     let mut all = error.chain().map(of_cause);

@@ -10,6 +10,7 @@ mod error;
 mod hint;
 mod home;
 mod interrupt;
+mod kb;
 mod load;
 mod loaded;
 mod models;
@@ -51,6 +52,8 @@ enum Command {
     Models(models::ListArgs),
     /// Remove a model from the store
     Rm(models::RmArgs),
+    /// What is known about distributed GPU computing: search, ask, add
+    Kb(kb::Args),
 }
 
 fn main() -> ExitCode {
@@ -72,6 +75,7 @@ fn execute(command: &Command) -> anyhow::Result<()> {
         Command::Pull(args) => pull::run(args, &signals),
         Command::Models(args) => models::list(args),
         Command::Rm(args) => models::remove(args),
+        Command::Kb(args) => kb::run(args),
     }
 }
 

@@ -114,20 +114,24 @@ impl KnowledgeBase {
         Self::with_files(&[]).0
     }
 
-    /// What is built in, and the user's files in the order given.
+    /// What is built in, and the user's files. Of files that want the same id the first has it;
+    /// files may refer to each other's findings in any order, but not in a circle.
     ///
-    /// A file that is not valid, by itself or beside those before it, is left out as a whole and
-    /// told of with its place in `files`.
+    /// A file that is not valid, by itself or beside the others, is left out as a whole and told of
+    /// with its place in `files`.
     pub fn with_files(files: &[UserFile<'_>]) -> (Self, Vec<(usize, Error)>) {
         let mut parts = Parts::built_in();
         let mut refused = Vec::new();
+        let mut waiting = Vec::new();
         for (place, file) in files.iter().enumerate() {
             let origin = Origin::File(file.name.to_owned());
-            let read = read::read(file.bytes, Dialect::Findings, &origin);
-            if let Err(error) = read.and_then(|document| parts.add(document)) {
-                refused.push((place, error));
+            match read::read(file.bytes, Dialect::Findings, &origin) {
+                Ok(document) => waiting.push((place, document)),
+                Err(error) => refused.push((place, error)),
             }
         }
+        refused.extend(parts.add_all(waiting));
+        refused.sort_by_key(|(place, _)| *place);
         (parts.finish(), refused)
     }
 
@@ -377,15 +381,36 @@ impl Parts {
             checks: planner.checks,
         };
         let findings = parse(FINDINGS, Dialect::Findings).expect("tested: findings.toml is valid");
-        parts
-            .add(findings)
-            .expect("tested: findings.toml is valid as a whole");
+        let refused = parts.add_all(vec![(0, findings)]);
+        assert!(refused.is_empty(), "tested: findings.toml is valid");
         parts
     }
 
-    /// Adds all of a document, or nothing when anything in it does not fit.
-    fn add(&mut self, document: Document) -> Result<(), Error> {
-        check(&document, &self.findings, &self.topics)?;
+    /// Adds the documents that fit, in rounds: one may need a finding of another. Gives those that
+    /// never do, with their places.
+    fn add_all(&mut self, mut waiting: Vec<(usize, Document)>) -> Vec<(usize, Error)> {
+        loop {
+            let before = waiting.len();
+            let mut refused = Vec::new();
+            let mut left = Vec::new();
+            for (place, document) in waiting {
+                match check(&document, &self.findings, &self.topics) {
+                    Ok(()) => self.add(document),
+                    Err(error) => {
+                        refused.push((place, error));
+                        left.push((place, document));
+                    }
+                }
+            }
+            if left.is_empty() || left.len() == before {
+                return refused;
+            }
+            waiting = left;
+        }
+    }
+
+    /// Adds a document that [`check`] has passed.
+    fn add(&mut self, document: Document) {
         self.add_skill(document.skill, document.description);
         self.topics
             .extend(document.topics.into_iter().map(|(_, topic)| topic));
@@ -394,7 +419,6 @@ impl Parts {
         }
         self.answers
             .extend(document.answers.into_iter().map(|(_, answer)| answer));
-        Ok(())
     }
 
     fn add_skill(&mut self, name: Option<String>, description: String) {

@@ -127,6 +127,19 @@ fn a_bad_file_takes_nothing_else_with_it() {
 }
 
 #[test]
+fn files_may_need_each_other_in_any_order() {
+    let needs = |id: u32, other: u32| {
+        format!("[[finding]]\nid = {id}\nstatement = \"s\"\nconflicts = [{other}]\n")
+    };
+    let texts = [needs(1, 2), needs(2, 3), needs(3, 415), needs(4, 5), needs(5, 4)];
+    let files: Vec<UserFile<'_>> = texts.iter().map(|text| file("f", text)).collect();
+    let (kb, refused) = KnowledgeBase::with_files(&files);
+    assert!(kb.finding(1).is_some() && kb.finding(3).is_some());
+    let places: Vec<usize> = refused.iter().map(|(place, _)| *place).collect();
+    assert_eq!(places, [3, 4]);
+}
+
+#[test]
 fn areas_go_by_any_form_of_their_name() {
     let kb = KnowledgeBase::built_in();
     let name = |typed: &str| match kb.area(typed) {

@@ -1,0 +1,222 @@
+//! `paceline kb`: findings on distributed computing, searched and answered from.
+//!
+//! [`paceline_kb`] knows and finds, this module reads the user's files ([`own`]) and says it, to
+//! people ([`show`] on a [`page`]) and to programs ([`json`]).
+//!
+//! A search without hits and a question without an answer are results, not failures: exit code 0.
+
+mod command;
+mod error;
+mod json;
+mod own;
+mod page;
+mod show;
+
+use std::path::PathBuf;
+
+use paceline_kb::{Area, Finding, Found, KnowledgeBase, Skill, Topic};
+use serde_json::Value;
+
+pub(crate) use error::Error;
+
+use crate::output::{print, printable, tell};
+use page::Page;
+
+/// How many findings go with an answer.
+const RELATED: usize = 3;
+
+/// Arguments of `paceline kb`.
+#[derive(Debug, clap::Args)]
+pub(crate) struct Args {
+    #[command(subcommand)]
+    command: Command,
+    /// Print one JSON object
+    #[arg(long, global = true)]
+    json: bool,
+}
+
+#[derive(Debug, clap::Subcommand)]
+enum Command {
+    /// Show a skill (gpu-distributed) or one of its topics
+    Skill {
+        /// A skill or a topic, in full or in part; without it, the list of them
+        topic: Vec<String>,
+    },
+    /// Find findings by words, best first
+    Search {
+        /// Words; their beginnings and other forms are found too
+        #[arg(required = true)]
+        query: Vec<String>,
+        /// How many findings to show
+        #[arg(long, default_value_t = 10, value_name = "N")]
+        limit: usize,
+    },
+    /// Show all that is known about a finding
+    Detail {
+        /// Its number
+        #[arg(value_parser = id)]
+        id: u32,
+    },
+    /// Count what is there
+    Stats,
+    /// Answer a question from the quick answers, with the findings they rest on
+    Ask {
+        /// The question
+        #[arg(required = true)]
+        question: Vec<String>,
+    },
+    /// Add findings of your own; `search` then finds them
+    Add {
+        /// A TOML file of findings
+        file: PathBuf,
+        /// Put it in the place of a file of the same name
+        #[arg(long)]
+        replace: bool,
+    },
+}
+
+/// A number, also as `#415`.
+fn id(text: &str) -> Result<u32, std::num::ParseIntError> {
+    text.strip_prefix('#').unwrap_or(text).parse()
+}
+
+/// Runs the command.
+pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
+    let mut page = Page::for_stdout();
+    let object = match &args.command {
+        Command::Skill { topic } if topic.is_empty() => {
+            let kb = own::load();
+            show::areas(&kb, &mut page);
+            json::areas(&kb)
+        }
+        Command::Skill { topic } => area(&own::load(), &topic.join(" "), &mut page)?,
+        Command::Search { query, limit } => {
+            search(&own::load(), &query.join(" "), *limit, args.json, &mut page)?
+        }
+        Command::Detail { id } => {
+            let kb = own::load();
+            let finding = finding(&kb, *id)?;
+            show::detail(&kb, finding, &mut page);
+            json::detail(&kb, finding)
+        }
+        Command::Stats => {
+            let kb = own::load();
+            show::stats(&kb, &mut page);
+            json::stats(&kb)
+        }
+        Command::Ask { question } => ask(&own::load(), &question.join(" "), &mut page)?,
+        Command::Add { file, replace } => {
+            let added = own::add(file, *replace)?;
+            show::added(&added, &mut page);
+            json::added(&added)
+        }
+    };
+    if args.json {
+        return print(&object.to_string());
+    }
+    match page.into_text() {
+        text if text.is_empty() => Ok(()),
+        text => print(&text),
+    }
+}
+
+fn area(kb: &KnowledgeBase, name: &str, page: &mut Page) -> Result<Value, Error> {
+    match kb.area(name) {
+        Area::Skill(skill) => {
+            show::skill(kb, skill, page);
+            Ok(json::skill(kb, skill))
+        }
+        Area::Topic(topic) => {
+            show::topic(kb, topic, page);
+            Ok(json::topic(kb, topic))
+        }
+        Area::Ambiguous(topics) => Err(Error::AmbiguousTopic {
+            name: name.to_owned(),
+            choices: topics.iter().map(|topic| topic.slug()).collect(),
+        }),
+        Area::Unknown(near) => Err(Error::NoSuchTopic {
+            name: name.to_owned(),
+            near: near.into_iter().map(str::to_owned).collect(),
+        }),
+    }
+}
+
+fn finding(kb: &KnowledgeBase, id: u32) -> Result<&Finding, Error> {
+    kb.finding(id).ok_or_else(|| Error::NoSuchFinding {
+        id,
+        near: kb.ids_near(id, 3),
+    })
+}
+
+fn search(
+    kb: &KnowledgeBase,
+    query: &str,
+    limit: usize,
+    json: bool,
+    page: &mut Page,
+) -> Result<Value, Error> {
+    let found = kb.search(query, limit);
+    if found.n_words == 0 {
+        return Err(Error::NoWords {
+            text: query.to_owned(),
+        });
+    }
+    if !json {
+        tell_unknown(&found);
+    }
+    show::search(kb, &found, page);
+    Ok(json::search(kb, query, &found))
+}
+
+fn tell_unknown(found: &Found) {
+    for unknown in &found.unknown {
+        let meant = match unknown.nearest.join(" or ") {
+            near if near.is_empty() => String::new(),
+            near => format!("; did you mean {near}?"),
+        };
+        let line = format!("note: no finding has the word {}{meant}", unknown.word);
+        tell(printable(&line));
+    }
+    if found.n_found == 0 {
+        tell("nothing found");
+    }
+}
+
+fn ask(kb: &KnowledgeBase, question: &str, page: &mut Page) -> Result<Value, Error> {
+    let near = kb.search(question, RELATED);
+    if near.n_words == 0 {
+        return Err(Error::NoWords {
+            text: question.to_owned(),
+        });
+    }
+    let fit = kb.ask(question);
+    show::ask(kb, fit, &near, page);
+    Ok(json::ask(kb, question, fit, &near))
+}
+
+/// The topics with findings of a skill.
+fn topics_of_skill<'a>(kb: &'a KnowledgeBase, skill: &Skill) -> Vec<&'a Topic> {
+    let of_skill = |id: u32| kb.finding(id).is_some_and(|f| f.skill == skill.name);
+    let topics = kb.topics().iter();
+    topics
+        .filter(|topic| topic.findings().any(of_skill))
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ids_may_be_written_with_a_hash() {
+        for (text, number) in [
+            ("415", Some(415)),
+            ("#415", Some(415)),
+            ("", None),
+            ("x", None),
+            ("-1", None),
+        ] {
+            assert_eq!(id(text).ok(), number, "{text}");
+        }
+    }
+}
