@@ -23,11 +23,12 @@
 //! ```
 //!
 //! In reading order: [`model`] and [`cluster`] (facts), [`placement`] (decisions), [`cost`]
-//! (seconds and bytes), [`predict()`], [`calibration`] and [`mod@fit`] (constants), [`published`] and
-//! [`mod@validate`] (the check against reality), [`solver`].
+//! (seconds and bytes), [`predict()`], [`calibration`] and [`mod@fit`] (constants),
+//! [`published`] and [`mod@validate`] (the check against reality), [`solver`], [`advice`].
 
 #![forbid(unsafe_code)]
 
+pub mod advice;
 pub mod calibration;
 pub mod catalogue;
 mod check;

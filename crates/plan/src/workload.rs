@@ -30,7 +30,7 @@ pub enum Objective {
     Nodes,
 }
 
-/// Prompt tokens of one step. The engine's own limit (`engine::Limits`), and llama.cpp's `n_ubatch`.
+/// Prompt tokens of one step. The engine's own limit, and llama.cpp's `n_ubatch`.
 pub const CHUNK: u32 = 512;
 
 impl Workload {

@@ -170,14 +170,15 @@ fn experts(model: &ModelShape, index: u32, part: Part, rows: Rows, speed: &Speed
 /// Launched operations of a layer, counted in mlx-lm's `llama.py`, `qwen3_moe.py` and
 /// `deepseek_v3.py` (2026-08); llama.cpp's graphs have about as many.
 ///
-/// | part | operations |
-/// |---|---|
-/// | attention, grouped | 12: norm, q, k, v, two rotations, two cache writes, attention, output, residual, and one of layout |
-/// | attention, low-rank | 24: three norms, five projections, two rotations, two cache writes, four of scores, output, residual, and layout |
-/// | dense feed-forward | 6: norm, gate, up, gated product, down, residual |
-/// | mixture | 14: norm, router, scores, selection, gather, sum, division, gate, up, product, down, weighting, sum, residual |
-/// | shared experts | 5: gate, up, product, down, sum |
-/// | selection by groups with a bias | 6 (models with low-rank attention) |
+/// - attention with grouped queries, 12: norm, q, k, v, two rotations, two cache writes, attention,
+///   output, residual, and one of layout;
+/// - attention with low ranks, 24: three norms, five projections, two rotations, two cache writes,
+///   four of scores, two into and out of the latent space, output, residual, and layout;
+/// - dense feed-forward, 6: norm, gate, up, gated product, down, residual;
+/// - mixture, 14: norm, router, scores, selection, gather, sum, division, gate, up, gated product,
+///   down, weighting, sum, residual;
+/// - shared experts, 5: gate, up, gated product, down, sum;
+/// - selection by groups with a bias, 6 (models with low-rank attention).
 fn operations(model: &ModelShape, index: u32) -> f64 {
     let low_rank = matches!(model.attention, Attention::Mla { .. });
     let attention = if low_rank { 24.0 } else { 12.0 };

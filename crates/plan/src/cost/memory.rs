@@ -39,9 +39,7 @@ pub fn usage(
     let streamed = stage.layers.start + member.streamed;
     // Streamed layers pass through a window of two: one computes while the next is read.
     let window = f64::from(member.streamed.min(2)) * model.layer_bytes(stage.layers.start);
-    let layers: f64 = (streamed..stage.layers.end)
-        .map(|i| weights(model, i, part))
-        .sum();
+    let layers = range_weights(model, streamed..stage.layers.end, part);
     let cache = workload.positions() as f64 * model.attention.cached() * model.bits.kv / 8.0
         * f64::from(stage.n_layers())
         * cache_share(model, part);
@@ -68,6 +66,21 @@ pub fn part_of(stage: &Stage, member: &Member) -> Part {
         share: member.share,
         ranks: u32::try_from(stage.members.len()).unwrap_or(u32::MAX),
     }
+}
+
+/// Bytes of a range of layers that a rank stores: layers of a kind are alike.
+fn range_weights(model: &ModelShape, layers: std::ops::Range<u32>, part: Part) -> f64 {
+    let border = model.moe.map_or(model.layers, |moe| moe.dense_layers);
+    let dense = layers.end.min(border).saturating_sub(layers.start);
+    let mixtures = layers.end.saturating_sub(layers.start.max(border));
+    let of = |count: u32, index: u32| {
+        if count == 0 {
+            0.0
+        } else {
+            f64::from(count) * weights(model, index, part)
+        }
+    };
+    of(dense, 0) + of(mixtures, border)
 }
 
 /// Bytes of layer `index` that a rank stores.

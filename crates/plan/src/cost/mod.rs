@@ -104,6 +104,22 @@ impl<'a> Costs<'a> {
         })
     }
 
+    /// The same constants for other facts.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new).
+    pub fn with<'b>(
+        &self,
+        cluster: &'b Cluster,
+        model: &'b ModelShape,
+        workload: Workload,
+    ) -> Result<Costs<'b>, Error>
+    where
+        'a: 'b,
+    {
+        Costs::new(cluster, model, workload, self.calibration)
+    }
+
     /// The engine of a node.
     pub fn engine(&self, node: usize) -> &'a Engine {
         self.calibration.engine(&self.cluster.nodes[node].engine)
@@ -128,19 +144,30 @@ impl<'a> Costs<'a> {
     /// [`Error::Placement`] when members have no link; [`Error::MissingFact`] when prompts are
     /// asked of a node whose arithmetic is not known.
     pub fn stage(&self, stage: &Stage, rows: Rows) -> Result<StageTime, Error> {
+        let mut time = self.stage_here(stage, rows)?;
+        if stage.layers.start > 0 {
+            time.comm += f64::from(stage.n_layers()) * self.later_layer(stage.members[0].node);
+        }
+        Ok(time)
+    }
+
+    /// What a layer costs besides when another node has the first layers.
+    pub fn later_layer(&self, node: usize) -> f64 {
+        self.calibration.remote_layer(self.engine(node))
+    }
+
+    /// As [`stage`](Self::stage) without what distance from the first stage costs.
+    ///
+    /// # Errors
+    /// As [`stage`](Self::stage).
+    pub fn stage_here(&self, stage: &Stage, rows: Rows) -> Result<StageTime, Error> {
         let mut compute: f64 = 0.0;
         for member in &stage.members {
             compute = compute.max(self.member(stage, member.node, rows)?);
         }
-        let engine = self.engine(stage.members[0].node);
-        let later = if stage.layers.start > 0 {
-            f64::from(stage.n_layers()) * self.calibration.remote_layer(engine)
-        } else {
-            0.0
-        };
         Ok(StageTime {
             compute,
-            comm: self.exchanges(stage, rows)? + later,
+            comm: self.exchanges(stage, rows)?,
         })
     }
 

@@ -1,4 +1,29 @@
 //! Chooses a placement.
+//!
+//! 1. Nodes that cannot be told apart are counted, not named ([`classes`]).
+//! 2. Candidate groups are costed for every range of layers ([`groups`]): one node, or several that
+//!    split tensors or experts.
+//! 3. Small clusters: every sequence of groups and every cut ([`exact`]). Large ones: an integer
+//!    program says how many nodes of each kind are worth their hops ([`milp`]), and a dynamic
+//!    programme cuts the layers for a few fixed orders ([`ordered`]).
+//! 4. Replicas, and prompts on other nodes, are tried on top.
+//! 5. Every candidate is predicted in full; the objective chooses. Fewer nodes win ties.
+
+mod classes;
+mod exact;
+mod groups;
+pub mod halda;
+mod large;
+pub mod milp;
+mod ordered;
+mod search;
+mod stream;
+
+pub use search::{Candidate, Family, Options, Outcome, solve};
+pub use stream::stream_from_disk;
+
+use crate::cost::Costs;
+use crate::workload::CHUNK;
 
 /// `total` dealt in proportion to `weights` by largest remainder; ties go to the first.
 pub fn shares(total: u32, weights: &[f64]) -> Vec<u32> {
@@ -13,4 +38,20 @@ pub fn shares(total: u32, weights: &[f64]) -> Vec<u32> {
         counts[i] += 1;
     }
     counts
+}
+
+/// Decode steps of a request after its first token, at least one.
+fn answer(costs: &Costs<'_>) -> f64 {
+    f64::from(costs.workload.output.saturating_sub(1)).max(1.0)
+}
+
+/// Seconds that a boundary costs one request: once for the prompt, and for every further token.
+fn request_hop(costs: &Costs<'_>, prompt: bool, from: &[usize], to: &[usize]) -> Option<f64> {
+    let rows = f64::from(costs.workload.prompt.min(CHUNK));
+    let prompt = if prompt {
+        costs.hop(from, to, rows)?
+    } else {
+        0.0
+    };
+    Some(prompt + answer(costs) * costs.hop(from, to, 1.0)?)
 }
