@@ -7,7 +7,7 @@ use paceline_formats::tokenizer::Tokenizer;
 use paceline_model::{Batch, BatchSequence, Logits, Model, Workspace};
 use paceline_tensor::{KvCache, PAGE};
 
-use crate::pages::FreePages;
+use crate::pages::Pages;
 use crate::sampling::Scratch;
 use crate::sequence::Sequence;
 use crate::{EngineConfig, Error, Event, Request, SequenceId, Snapshot};
@@ -26,7 +26,9 @@ pub struct Engine {
     cache: KvCache,
     workspace: Workspace,
     scratch: Scratch,
-    free: FreePages,
+    pages: Pages,
+    /// Tokens that were in the cache already when their sequence was admitted.
+    reused: u64,
     /// In order of admission; only these own pages.
     running: Vec<Sequence>,
     /// Preempted sequences in the order they ran in, then snapshots in the order they came.
@@ -51,7 +53,8 @@ impl Engine {
         let workspace = Workspace::new(&model, config.batch_size());
         Ok(Self {
             scratch: Scratch::new(model.config().vocab),
-            free: FreePages::new(cache.pages()),
+            pages: Pages::new(cache.pages()),
+            reused: 0,
             identity: format!("{} ({})", config.model, model.class()),
             model,
             tokenizer,
@@ -93,6 +96,12 @@ impl Engine {
     /// Requests that wait for a place.
     pub fn n_waiting(&self) -> usize {
         self.waiting.len()
+    }
+
+    /// Tokens so far that did not have to be computed, because another sequence, or the same one
+    /// before it gave up its pages, had begun with the same ones: whole pages of 64.
+    pub const fn n_reused(&self) -> u64 {
+        self.reused
     }
 
     /// Queues a request.
@@ -185,7 +194,7 @@ impl Engine {
 
     fn stop_running(&mut self, index: usize) -> Sequence {
         let mut sequence = self.running.remove(index);
-        self.free.release(&mut sequence.pages);
+        self.pages.release(&mut sequence.pages);
         sequence.computed = 0;
         sequence
     }
@@ -221,7 +230,8 @@ impl Engine {
     }
 
     /// Moves sequences to the running ones, in order, while all their tokens fit in the pages that
-    /// are neither taken nor still needed for tokens of running ones.
+    /// are neither taken nor still needed for tokens of running ones. Pages that another sequence
+    /// filled with the same beginning are shared.
     pub(crate) fn admit(&mut self) {
         while self.running.len() < self.config.max_running {
             let queue = if self.resuming.is_empty() {
@@ -229,13 +239,16 @@ impl Engine {
             } else {
                 &mut self.resuming
             };
-            let Some(next) = queue.front() else {
+            let Some(next) = queue.front_mut() else {
                 return;
             };
+            let reused = self.pages.reuse(&next.tokens, &mut next.pages);
             let promised: usize = self.running.iter().map(Sequence::pages_missing).sum();
-            if promised + next.pages_missing() > self.free.len() {
-                return;
+            if promised + next.pages_missing() > self.pages.available() {
+                return self.pages.release(&mut next.pages);
             }
+            next.computed = reused;
+            self.reused += reused as u64;
             self.running.extend(queue.pop_front());
         }
     }
@@ -268,7 +281,7 @@ impl Engine {
         while index < self.running.len() {
             let sequence = &mut self.running[index];
             let pages = (sequence.computed + rows).div_ceil(PAGE);
-            if self.free.grow(&mut sequence.pages, pages) {
+            if self.pages.grow(&mut sequence.pages, pages) {
                 return true;
             }
             let youngest = self.stop_running(self.running.len() - 1);
@@ -284,7 +297,7 @@ impl Engine {
             BatchSequence {
                 tokens: &s.pending()[..part.rows],
                 position: s.computed,
-                pages: &s.pages,
+                pages: s.pages.pages(),
                 logits: if is_last { Logits::Last } else { Logits::None },
             }
         });
@@ -306,6 +319,8 @@ impl Engine {
         for part in plan {
             let sequence = &mut self.running[part.index];
             sequence.computed += part.rows;
+            let computed = &sequence.tokens[..sequence.computed];
+            self.pages.learn(computed, &mut sequence.pages);
             if !sequence.pending().is_empty() {
                 continue;
             }

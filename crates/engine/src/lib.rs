@@ -11,7 +11,8 @@
 //! [`Engine::step`] is synchronous: it admits what fits, runs one batch of prompt chunks and
 //! decode rows, samples, and returns what happened. It does no IO and reads no clock. The cache
 //! and the buffers of a step are allocated when the engine is made. Each sequence is in exactly
-//! one queue, and every queue has a bound.
+//! one queue, and every queue has a bound. Sequences that begin alike share what the cache has of
+//! it, in whole pages: the next turn of a chat reads only what is new.
 //!
 //! - [`Engine`], [`EngineConfig`], [`Request`], [`Event`]: the scheduler.
 //! - [`SamplingParams`]: from logits to a token, seeded per request.

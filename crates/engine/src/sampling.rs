@@ -1,9 +1,10 @@
 //! From logits to a token.
 //!
 //! Order: bias, penalties, temperature, then top-k, top-p and min-p, each on what the one before
-//! left, then one draw. (transformers does the same; llama.cpp divides by the temperature last, which is
-//! another distribution.) Everything is a fixed sequence of operations on the logits and the
-//! request's own random numbers, so equal seeds give equal answers whatever else the engine does.
+//! left, then one draw. (From the penalties on, transformers does the same; llama.cpp divides by
+//! the temperature last, which is another distribution.) Everything is a fixed sequence of
+//! operations on the logits and the request's own random numbers, so equal seeds give equal answers
+//! whatever else the engine does.
 
 use std::ops::RangeInclusive;
 
@@ -299,7 +300,8 @@ impl Sampler {
         Choice { token, logprobs }
     }
 
-    /// Chooses the token that follows `history`. `logits` is `(vocabulary,)` and is overwritten; a NaN is never chosen before a number.
+    /// Chooses the token that follows `history`. `logits` is `(vocabulary,)` and is
+    /// overwritten; a NaN is never chosen before a number.
     ///
     /// Cost: greedy, one pass over the logits; otherwise a few passes with an exponential per
     /// token, and a sort of what may be drawn. Allocates a copy of the tokens that penalties look

@@ -4,6 +4,7 @@ use paceline_formats::text::{StopMatcher, StopOutput, StreamDecoder};
 use paceline_formats::tokenizer::Tokenizer;
 use paceline_tensor::{Kernels, PAGE};
 
+use crate::pages::Owned;
 use crate::sampling::{Choice, Sampler, Scratch};
 use crate::{Error, Event, Finish, Request, SequenceId, Snapshot};
 
@@ -16,8 +17,8 @@ pub(crate) struct Sequence {
     prompt_len: usize,
     /// Positions whose keys and values are in the cache; below `tokens.len()` between steps.
     pub(crate) computed: usize,
-    /// Pages in order of position; cover at least `computed` positions.
-    pub(crate) pages: Vec<u32>,
+    /// Cover at least `computed` positions.
+    pub(crate) pages: Owned,
     /// Tokens that may still be generated.
     tokens_left: usize,
     /// [`Request::logprobs`].
@@ -38,7 +39,7 @@ impl Sequence {
             tokens_left: request.max_tokens.min(context - prompt_len),
             tokens: request.prompt,
             computed: 0,
-            pages: Vec::new(),
+            pages: Owned::default(),
             logprobs: request.logprobs,
             sampler: Sampler::new(request.sampling)?,
             decoder: StreamDecoder::new(),
@@ -144,7 +145,7 @@ impl Sequence {
             tokens: snapshot.tokens,
             prompt_len: snapshot.prompt_len,
             computed: 0,
-            pages: Vec::new(),
+            pages: Owned::default(),
             tokens_left: snapshot.tokens_left,
             logprobs: snapshot.logprobs,
             sampler: snapshot.sampler,

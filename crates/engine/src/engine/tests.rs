@@ -6,6 +6,7 @@ mod hostile;
 pub(crate) mod requests;
 mod rig;
 mod schedules;
+mod sharing;
 mod smollm2;
 mod snapshots;
 mod text;

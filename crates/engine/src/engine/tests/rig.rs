@@ -166,16 +166,14 @@ impl Rig {
         ids.sort_unstable();
         ids.dedup();
         assert_eq!(ids.len(), n, "a sequence is in two queues");
-        assert!(queued().all(|s| s.pages.is_empty() && s.computed == 0));
-        let mut pages = engine.free.pages().to_vec();
+        assert!(queued().all(|s| s.pages.len() == 0 && s.computed == 0));
         for s in &engine.running {
             assert!(s.computed < s.tokens.len() && s.computed <= s.pages.len() * PAGE);
             assert!(s.tokens.len() <= config.context);
-            pages.extend(&s.pages);
         }
-        pages.sort_unstable();
-        let all: Vec<u32> = (0..engine.cache.pages() as u32).collect();
-        assert_eq!(pages, all, "each page has one owner");
+        let running = engine.running.iter();
+        let owners = running.map(|s| (&s.pages, &s.tokens[..s.computed]));
+        engine.pages.check(owners);
     }
 
     /// Several steps.
@@ -193,7 +191,7 @@ impl Rig {
             assert!(self.n_steps <= limit, "not at an end after {limit} steps");
         }
         assert_eq!(
-            self.engine.free.len(),
+            self.engine.pages.available(),
             self.engine.cache.pages(),
             "pages are lost"
         );

@@ -111,6 +111,28 @@ fn outcomes_do_not_depend_on_strangers_threads_or_moves() {
     assert!(first.text.contains("Paris"), "{first:?}");
 }
 
+#[test]
+fn the_next_turn_of_a_chat_is_the_same_with_what_is_known_of_it() {
+    let Some(path) = path("the_next_turn_of_a_chat_is_the_same_with_what_is_known_of_it") else {
+        return;
+    };
+    let model = load(&path, 2);
+    let context = 6 * PAGE;
+    let text = include_str!("../../../../../tests-data/austen-1056.txt");
+    let mut said = model.encode(text);
+    let mut rig = Rig::new(&model, EngineConfig::single("tiny", context));
+    for turn in 0..2 {
+        let mut wanted = request(said.clone(), 40, SamplingParams::default());
+        wanted.logprobs = Some(3);
+        let id = rig.submit(&wanted);
+        rig.drain();
+        assert_eq!(rig.engine.n_reused(), turn * 4 * PAGE as u64);
+        assert_eq!(rig.outcomes[&id], alone(&model, &wanted, context));
+        said.extend(&rig.outcomes[&id].tokens);
+        said.extend(model.encode("\nWhat does she do then?\n"));
+    }
+}
+
 /// Logits after each token of a text, `(tokens, vocabulary)`.
 fn logits(model: &Tiny, text: &str) -> Vec<Vec<f32>> {
     let tokens = model

@@ -1,0 +1,181 @@
+//! Sequences that begin alike share pages, and nobody can tell from their answers.
+
+use std::cell::Cell;
+
+use paceline_tensor::PAGE;
+use proptest::prelude::*;
+
+use super::requests::{SAMPLED, prompt, request};
+use super::rig::{Outcome, Rig, alone};
+use super::tiny::Tiny;
+use crate::{EngineConfig, Request, SamplingParams};
+
+const CONTEXT: usize = 5 * PAGE;
+
+fn sizes() -> EngineConfig {
+    EngineConfig {
+        model: "tiny".to_owned(),
+        context: CONTEXT,
+        cache_positions: 3 * CONTEXT,
+        max_running: 4,
+        max_waiting: 20,
+        max_rows: 40,
+    }
+}
+
+/// An answer of `n` tokens to `prompt`.
+fn sampled(prompt: Vec<u32>, n: usize, seed: u64) -> Request {
+    let mut request = request(prompt, n, SamplingParams { seed, ..SAMPLED });
+    request.logprobs = Some(2);
+    request
+}
+
+#[test]
+fn a_turn_of_a_chat_reads_only_what_is_new() {
+    let tiny = Tiny::new(2);
+    let mut rig = Rig::new(&tiny, sizes());
+    let mut said = prompt(70, 1);
+    // Full pages of what was computed before: all but the last token of an answer.
+    let mut computed = 0;
+    for turn in 0..4 {
+        let wanted = sampled(said.clone(), 30, turn);
+        let before = rig.engine.n_reused();
+        let id = rig.submit(&wanted);
+        rig.drain();
+        let reused = (rig.engine.n_reused() - before) as usize;
+        assert_eq!(reused, computed / PAGE * PAGE, "turn {turn}");
+        let outcome = rig.outcomes.remove(&id).unwrap();
+        assert_eq!(outcome, alone(&tiny, &wanted, CONTEXT));
+        said.extend(&outcome.tokens);
+        computed = said.len() - 1;
+        said.extend(prompt(20, 50 + turn as u32));
+    }
+    assert!(rig.engine.n_reused() > 5 * PAGE as u64);
+}
+
+#[test]
+fn a_prompt_that_is_known_takes_one_row() {
+    let tiny = Tiny::new(1);
+    let mut rig = Rig::new(&tiny, sizes());
+    let wanted = |seed| sampled(prompt(2 * PAGE + 1, 1), 5, seed);
+    rig.submit(&wanted(1));
+    rig.drain();
+    let steps = rig.n_steps;
+    let ids: Vec<_> = (2..5).map(|seed| rig.submit(&wanted(seed))).collect();
+    rig.drain();
+    // A token with each step from the first on, and a step that finds nothing to do.
+    assert!(rig.n_steps - steps <= 5, "{} steps", rig.n_steps - steps);
+    for (id, seed) in ids.iter().zip(2..) {
+        assert_eq!(rig.outcomes[id], alone(&tiny, &wanted(seed), CONTEXT));
+    }
+}
+
+#[test]
+fn shared_pages_make_room_for_more_sequences() {
+    let tiny = Tiny::new(1);
+    // Alone each needs four of five pages.
+    let config = EngineConfig {
+        cache_positions: CONTEXT + PAGE,
+        ..sizes()
+    };
+    let mut rig = Rig::new(&tiny, config);
+    let wanted = |seed| sampled(prompt(3 * PAGE + 2, 1), 20, seed);
+    rig.submit(&wanted(0));
+    rig.drain();
+    let ids: Vec<_> = (1..4).map(|seed| rig.submit(&wanted(seed))).collect();
+    rig.step();
+    assert_eq!(rig.engine.running.len(), 3, "three pages and one each");
+    rig.drain();
+    assert_eq!(rig.preemptions, 0);
+    for (id, seed) in ids.iter().zip(1..) {
+        assert_eq!(rig.outcomes[id], alone(&tiny, &wanted(seed), CONTEXT));
+    }
+}
+
+#[test]
+fn a_sequence_that_gave_up_its_pages_finds_them_again() {
+    let tiny = Tiny::new(1);
+    let config = EngineConfig {
+        cache_positions: CONTEXT,
+        ..sizes()
+    };
+    let mut rig = Rig::new(&tiny, config);
+    let wanted = |i| sampled(prompt(PAGE + 40, i), 100, i.into());
+    let is_long = |r: &Request| alone(&tiny, r, CONTEXT).tokens.len() == 100;
+    let wanted: Vec<Request> = (0..).map(wanted).filter(is_long).take(2).collect();
+    let ids: Vec<_> = wanted.iter().map(|r| rig.submit(r)).collect();
+    rig.drain();
+    assert!(rig.preemptions > 0 && rig.engine.n_reused() >= 2 * PAGE as u64);
+    for (id, wanted) in ids.iter().zip(&wanted) {
+        assert_eq!(rig.outcomes[id], alone(&tiny, wanted, CONTEXT));
+    }
+}
+
+fn prompt_after(n: usize) -> Vec<u32> {
+    prompt(n, 9)
+}
+
+/// Requests that begin alike for some pages, and end within, at and after borders of pages.
+fn family() -> Vec<Request> {
+    let base = prompt(4 * PAGE, 1);
+    let mut all = Vec::new();
+    for (seed, common) in [1, PAGE - 1, PAGE, PAGE + 1, 2 * PAGE, 3 * PAGE + 7]
+        .into_iter()
+        .enumerate()
+    {
+        for more in [0, 1, PAGE] {
+            let mut prompt = [&base[..common], &prompt_after(more)].concat();
+            prompt.truncate(CONTEXT - 50);
+            all.push(sampled(prompt, 40, seed as u64));
+        }
+    }
+    all
+}
+
+/// A request of the family, steps after it, and perhaps a cancellation.
+type Call = (usize, usize, bool);
+
+fn run(tiny: &Tiny, config: EngineConfig, calls: &[Call], all: &[(Request, Outcome)]) -> u64 {
+    let mut rig = Rig::new(tiny, config);
+    let mut ids = Vec::new();
+    for &(which, steps, cancels) in calls {
+        let which = which % all.len();
+        if let Ok(id) = rig.try_submit(&all[which].0) {
+            rig.steps(steps);
+            match cancels && rig.outcomes[&id].finish.is_none() {
+                true => rig.cancel(id),
+                false => ids.push((id, which)),
+            }
+        }
+    }
+    rig.drain();
+    for (id, which) in ids {
+        assert_eq!(rig.outcomes[&id], all[which].1, "{:?}", all[which].0);
+    }
+    rig.engine.n_reused()
+}
+
+#[test]
+fn sharing_changes_no_answer() {
+    let tinies = [Tiny::new(1), Tiny::new(2)];
+    let family = family().into_iter().map(|request| {
+        let outcome = alone(&tinies[0], &request, CONTEXT);
+        (request, outcome)
+    });
+    let all: Vec<(Request, Outcome)> = family.collect();
+    let calls = prop::collection::vec((0..100usize, 0..60usize, prop::bool::weighted(0.2)), 1..25);
+    let sizes = (0..2usize, 1..5usize, 0..90usize, 0..9usize);
+    let reused = Cell::new(0);
+    proptest!(ProptestConfig::with_cases(100), |(calls in calls, sizes in sizes)| {
+        let (threads, max_running, rows, pages) = sizes;
+        let config = EngineConfig {
+            cache_positions: CONTEXT + pages * PAGE,
+            max_running,
+            max_rows: max_running + rows,
+            ..self::sizes()
+        };
+        reused.set(reused.get() + run(&tinies[threads], config, &calls, &all));
+    });
+    let reused = reused.get();
+    assert!(reused > 10_000, "{reused}: little was shared");
+}

@@ -1,0 +1,252 @@
+//! The invariants of pages, and random use of them.
+
+use proptest::prelude::*;
+
+use super::*;
+
+impl Pages {
+    /// Checks everything that must hold between calls; `owners` are all sequences with pages.
+    pub(crate) fn check<'a>(&self, owners: impl Iterator<Item = (&'a Owned, &'a [u32])>) {
+        let mut users = vec![0; self.pages.len()];
+        for (owned, computed) in owners {
+            assert!(owned.n_known <= owned.len() && owned.n_known * PAGE <= computed.len());
+            owned.pages.iter().for_each(|p| users[*p as usize] += 1);
+            self.check_tokens(owned, computed);
+        }
+        let mut spare = vec![0; self.pages.len()];
+        let unused = self.unused.values();
+        unused
+            .chain(&self.free)
+            .for_each(|p| spare[*p as usize] += 1);
+        let is_free = |p: usize| self.free.contains(&(p as u32));
+        for (p, page) in self.pages.iter().enumerate() {
+            assert_eq!(page.users, users[p], "users of page {p}");
+            assert_eq!(spare[p], usize::from(page.users == 0), "page {p}");
+            assert!(page.known.is_some() || page.users <= 1, "page {p}");
+            if let Some(known) = &page.known {
+                assert!(!is_free(p), "page {p} is known and free");
+                assert_eq!(self.known[&known.key], p as u32);
+                self.check_before(page, known);
+            }
+        }
+        let n_known = self.pages.iter().filter(|p| p.known.is_some()).count();
+        assert_eq!(self.known.len(), n_known);
+    }
+
+    /// The known pages of a sequence hold its tokens.
+    fn check_tokens(&self, owned: &Owned, computed: &[u32]) {
+        let mut before = 0;
+        for (page, tokens) in owned.pages.iter().zip(computed.chunks(PAGE)) {
+            let Some(known) = &self.pages[*page as usize].known else {
+                break;
+            };
+            assert_eq!((&known.key.tokens[..], known.key.before), (tokens, before));
+            before = known.number;
+        }
+        assert_eq!(before, owned.last_known);
+    }
+
+    /// The page before a known one is known, has no fewer users, and is forgotten later.
+    fn check_before(&self, page: &Page, known: &Known) {
+        let number = known.key.before;
+        let is_before = |p: &&Page| p.known.as_ref().is_some_and(|k| k.number == number);
+        if number == 0 {
+            return;
+        }
+        let before = self.pages.iter().find(is_before).expect("it is known");
+        assert!(before.users >= page.users);
+        let since = before.known.as_ref().unwrap().since;
+        assert!(before.users > 0 || since > known.since);
+    }
+
+    /// Pages of which nothing is known.
+    pub(crate) fn n_free(&self) -> usize {
+        self.free.len()
+    }
+}
+
+fn tokens(n: usize, seed: u32) -> Vec<u32> {
+    (0..n as u32).map(|i| i * 7 + seed).collect()
+}
+
+/// A sequence with all of `tokens` in the cache.
+fn computed(pages: &mut Pages, tokens: &[u32]) -> (Owned, usize) {
+    let mut owned = Owned::default();
+    let reused = pages.reuse(tokens, &mut owned);
+    assert!(pages.grow(&mut owned, tokens.len().div_ceil(PAGE)));
+    pages.learn(tokens, &mut owned);
+    pages.check([(&owned, tokens)].into_iter());
+    (owned, reused)
+}
+
+#[test]
+fn a_free_page_has_one_owner() {
+    let mut pages = Pages::new(5);
+    let (mut a, mut b) = (Owned::default(), Owned::default());
+    assert!(pages.grow(&mut a, 2) && pages.grow(&mut b, 3));
+    assert_eq!((a.pages(), b.pages()), (&[0, 1][..], &[2, 3, 4][..]));
+    assert!(!pages.grow(&mut a, 3), "none left");
+    assert_eq!(a.len(), 2, "nothing was taken");
+    pages.release(&mut b);
+    assert!(pages.grow(&mut a, 5) && pages.available() == 0);
+    let mut all = a.pages().to_vec();
+    all.sort_unstable();
+    assert_eq!(all, [0, 1, 2, 3, 4]);
+}
+
+#[test]
+fn what_is_reused_leaves_a_token_to_compute() {
+    // (tokens before, tokens now, whether they are the same, tokens reused)
+    let cases = [
+        (1, 1, true, 0),
+        (PAGE - 1, PAGE, true, 0),
+        (PAGE, PAGE, true, 0),
+        (PAGE, PAGE + 1, true, PAGE),
+        (PAGE, 3 * PAGE, true, PAGE),
+        (2 * PAGE, 2 * PAGE, true, PAGE),
+        (3 * PAGE + 5, 3 * PAGE + 6, true, 3 * PAGE),
+        (3 * PAGE + 5, PAGE + 2, true, PAGE),
+        (3 * PAGE, 3 * PAGE, false, 0),
+    ];
+    for (before, now, same, expected) in cases {
+        let mut pages = Pages::new(10);
+        let (mut owned, _) = computed(&mut pages, &tokens(before, 1));
+        pages.release(&mut owned);
+        let (_, reused) = computed(&mut pages, &tokens(now, 1 + u32::from(!same)));
+        assert_eq!(reused, expected, "{before} {now} {same}");
+    }
+}
+
+#[test]
+fn a_page_is_known_with_what_is_before_it_only() {
+    let mut pages = Pages::new(10);
+    let first = tokens(3 * PAGE, 1);
+    let (mut owned, _) = computed(&mut pages, &first);
+    pages.release(&mut owned);
+    // The same second page after another first one.
+    let mut other = first.clone();
+    other[PAGE - 1] += 1;
+    let (mut owned, reused) = computed(&mut pages, &other);
+    assert_eq!(reused, 0);
+    pages.release(&mut owned);
+    // The same first page.
+    let mut other = first;
+    other[2 * PAGE - 1] += 1;
+    assert_eq!(computed(&mut pages, &other).1, PAGE);
+}
+
+#[test]
+fn sequences_that_compute_the_same_share_it_afterwards() {
+    let mut pages = Pages::new(6);
+    let all = tokens(2 * PAGE + 3, 1);
+    let (mut a, mut b) = (Owned::default(), Owned::default());
+    assert!(pages.grow(&mut a, 3) && pages.grow(&mut b, 3));
+    assert_eq!(pages.available(), 0);
+    pages.learn(&all, &mut a);
+    pages.learn(&all[..PAGE + 1], &mut b);
+    assert_eq!(pages.available(), 1, "one page is shared");
+    pages.learn(&all, &mut b);
+    assert_eq!(
+        (a.pages()[..2] == b.pages()[..2], pages.available()),
+        (true, 2)
+    );
+    pages.check([(&a, &*all), (&b, &*all)].into_iter());
+    pages.release(&mut a);
+    assert_eq!(pages.available(), 3, "the other one still has them");
+    pages.release(&mut b);
+    assert_eq!((pages.available(), pages.n_free()), (6, 4));
+}
+
+#[test]
+fn what_was_unused_longest_is_forgotten_first_and_ends_before_beginnings() {
+    let mut pages = Pages::new(6);
+    let (old, new) = (tokens(3 * PAGE, 1), tokens(3 * PAGE, 2));
+    for all in [&old, &new, &old] {
+        let (mut owned, _) = computed(&mut pages, all);
+        pages.release(&mut owned);
+    }
+    let longer = |all: &[u32]| [all, &[0]].concat();
+    // `new` is the older one now. Its last page goes first.
+    for (needed, of_old, of_new) in [(1, 3, 2), (2, 3, 1), (3, 3, 0), (4, 2, 0), (6, 0, 0)] {
+        let mut pages = pages.clone();
+        assert!(pages.grow(&mut Owned::default(), needed));
+        let known = |all: &[u32]| pages.clone().reuse(&longer(all), &mut Owned::default()) / PAGE;
+        assert_eq!((known(&old), known(&new)), (of_old, of_new), "{needed}");
+    }
+}
+
+/// Sequences come, grow and go. Few kinds of tokens, so that beginnings are often the same.
+#[derive(Clone, Copy, Debug)]
+enum Call {
+    Begin {
+        kind: u32,
+        branch: usize,
+        len: usize,
+    },
+    Grow {
+        sequence: usize,
+        by: usize,
+    },
+    End {
+        sequence: usize,
+    },
+}
+
+fn calls() -> impl Strategy<Value = Vec<Call>> {
+    let begin = (0..3u32, 0..4usize, 1..5 * PAGE);
+    let call = prop_oneof![
+        3 => begin.prop_map(|(kind, branch, len)| Call::Begin { kind, branch, len }),
+        3 => (0..9usize, 1..2 * PAGE).prop_map(|(sequence, by)| Call::Grow { sequence, by }),
+        3 => (0..9usize).prop_map(|sequence| Call::End { sequence }),
+    ];
+    prop::collection::vec(call, 1..80)
+}
+
+/// Tokens of a kind that leave the common way at a page of their own.
+fn branching(kind: u32, branch: usize, len: usize) -> Vec<u32> {
+    let mut all = tokens(len, kind);
+    let at = (branch * PAGE).min(len);
+    all[at..].iter_mut().for_each(|t| *t += branch as u32);
+    all
+}
+
+proptest! {
+    #[test]
+    fn invariants_hold_whatever_is_done(calls in calls(), n in 4..20usize) {
+        let mut pages = Pages::new(n);
+        // What is computed and all tokens.
+        let mut running: Vec<(Owned, usize, Vec<u32>)> = Vec::new();
+        for call in calls {
+            match call {
+                Call::Begin { kind, branch, len } => {
+                    let (mut owned, all) = (Owned::default(), branching(kind, branch, len));
+                    let reused = pages.reuse(&all, &mut owned);
+                    prop_assert!(reused < len && reused == owned.len() * PAGE);
+                    running.push((owned, reused, all));
+                }
+                Call::Grow { sequence, by } if !running.is_empty() => {
+                    let n = running.len();
+                    let (owned, computed, all) = &mut running[sequence % n];
+                    let wanted = (*computed + by).min(all.len());
+                    let (before, missing) = (pages.available(), wanted.div_ceil(PAGE));
+                    let more = missing.saturating_sub(owned.len());
+                    let grows = pages.grow(owned, missing);
+                    prop_assert_eq!(grows, more <= before);
+                    if grows {
+                        *computed = wanted;
+                        pages.learn(&all[..wanted], owned);
+                    }
+                }
+                Call::End { sequence } if !running.is_empty() => {
+                    let n = running.len();
+                    let (mut owned, ..) = running.remove(sequence % n);
+                    pages.release(&mut owned);
+                }
+                Call::Grow { .. } | Call::End { .. } => {}
+            }
+            pages.check(running.iter().map(|(owned, computed, all)| (owned, &all[..*computed])));
+        }
+        running.iter_mut().for_each(|(owned, ..)| pages.release(owned));
+        prop_assert_eq!(pages.available(), n);
+    }
+}
