@@ -1,7 +1,7 @@
 //! A model that is ready to answer: in this process, or over worker processes.
 
 use std::ffi::OsString;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
@@ -11,7 +11,7 @@ use paceline_base::{Bytes, KernelClass, Rank};
 use paceline_engine::{Engine, EngineConfig, Failure, Reply, Request, Runner, Service, Ticket};
 use paceline_formats::chat::{ChatTemplate, Error as ChatError};
 use paceline_formats::tokenizer::Tokenizer;
-use paceline_model::{Config, Source, Split, SplitKind};
+use paceline_model::{Config, Shard, Source, Split, SplitKind};
 use paceline_node::{Instance, InstanceSpec};
 
 use crate::load::{self, ComputeArgs, LoadBar};
@@ -45,20 +45,145 @@ impl SplitArgs {
     }
 }
 
-/// Where a model is computed when there is only one node.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum OneNode {
-    /// In this process.
-    Here,
-    /// In a worker, whose crash leaves this process alive.
-    Worker,
+/// A model that was opened and cut, and is not loaded yet: what can be wrong with it is known.
+pub(crate) struct Opened {
+    source: Source,
+    path: PathBuf,
+    compute: ComputeArgs,
+    cut: SplitArgs,
+    start: Instant,
+    pub(crate) tokenizer: Arc<Tokenizer>,
+    /// Nothing when the model has none. What is wrong with one matters only to those who use it.
+    pub(crate) template: Option<Result<ChatTemplate, ChatError>>,
+    pub(crate) config: Config,
+    pub(crate) split: Split,
+    pub(crate) engine: EngineConfig,
+    /// Of each node.
+    pub(crate) threads: usize,
+}
+
+impl Opened {
+    /// Opens the model at `path`; `sizes` says what for, by the shape of the model.
+    ///
+    /// # Errors
+    /// What is wrong with the model, and its path; why it cannot be cut like that.
+    pub(crate) fn new(
+        path: &Path,
+        compute: ComputeArgs,
+        cut: &SplitArgs,
+        sizes: impl FnOnce(&Config) -> EngineConfig,
+    ) -> anyhow::Result<Self> {
+        let start = Instant::now();
+        let source = load::open(path)?;
+        let config = Config::read(&source).map_err(|error| load::in_model(path, error))?;
+        let bad = |what| format!("{}: cannot use its {what}", path.display());
+        load::check_cpu()?;
+        Ok(Self {
+            split: Split::plan(&config, cut.split, cut.nodes, &cut.shares)?,
+            tokenizer: Arc::new(tokenizer(&source).with_context(|| bad("tokenizer"))?),
+            template: template(&source),
+            threads: load::threads(compute, cut.nodes),
+            engine: sizes(&config),
+            path: std::path::absolute(path).with_context(|| path.display().to_string())?,
+            source,
+            compute,
+            cut: cut.clone(),
+            start,
+            config,
+        })
+    }
+
+    /// Loads it: in this process when there is one node, else over workers.
+    ///
+    /// # Errors
+    /// What is wrong with the model, and its path; which worker failed, and how.
+    pub(crate) fn load(self) -> anyhow::Result<Loaded> {
+        let (computing, instruction_set, weights) = if self.cut.nodes == 1 {
+            self.here()?
+        } else {
+            self.over_workers()?
+        };
+        Ok(Loaded {
+            computing,
+            tokenizer: self.tokenizer,
+            template: self.template,
+            config: self.config,
+            split: self.split,
+            class: self.compute.class,
+            engine: self.engine,
+            threads: self.threads,
+            instruction_set,
+            weights,
+            load_time: self.start.elapsed(),
+        })
+    }
+
+    fn here(&self) -> anyhow::Result<(Computing, String, Vec<Bytes>)> {
+        let kernels = load::kernels(self.threads)?;
+        let set = kernels.instruction_set().name().to_owned();
+        let model = load::model(&self.path, &self.source, self.compute.class, kernels)?;
+        let weights = vec![model.weight_bytes()];
+        let tokenizer = Arc::clone(&self.tokenizer);
+        let engine = Engine::new(Arc::new(model), tokenizer, self.engine.clone())?;
+        Ok((Computing::Here(Runner::start(engine)), set, weights))
+    }
+
+    fn over_workers(&self) -> anyhow::Result<(Computing, String, Vec<Bytes>)> {
+        let instance = self.start_workers()?;
+        let facts = instance.facts();
+        let set = facts[0].instruction_set.clone();
+        let weights = facts.iter().map(|rank| rank.weights).collect();
+        Ok((Computing::Workers(instance), set, weights))
+    }
+
+    /// Starts the workers, with a progress bar on stderr when that takes a while.
+    ///
+    /// # Errors
+    /// Which worker failed, and how.
+    pub(crate) fn start_workers(&self) -> anyhow::Result<Instance> {
+        let (mut bar, n) = (LoadBar::new(), self.cut.nodes as usize);
+        let mut ranks = vec![(0, 0); n];
+        let instance = Instance::start(self.spec()?, |rank, done, of| {
+            ranks[rank.0 as usize] = (done, of);
+            let sum = |part: fn(&(usize, usize)) -> usize| ranks.iter().map(part).sum();
+            bar.show(sum(|r| r.0), sum(|r| r.1));
+        });
+        bar.clear();
+        instance.with_context(|| format!("cannot start {}", self.path.display()))
+    }
+
+    fn spec(&self) -> anyhow::Result<InstanceSpec> {
+        Ok(InstanceSpec {
+            program: std::env::current_exe().context("cannot find this program's own file")?,
+            args: vec![OsString::from("worker")],
+            model: self.path.clone(),
+            class: self.compute.class,
+            threads: self.threads,
+            kind: self.cut.split,
+            ranks: self.cut.nodes,
+            shares: self.cut.shares.clone(),
+            split: self.split.clone(),
+            engine: self.engine.clone(),
+            on_line: Some(Box::new(|rank, line| tell(format_args!("[{rank}] {line}")))),
+        })
+    }
+
+    /// Tells what each node holds, a line each; `weights` by rank.
+    pub(crate) fn tell_split(&self, weights: &[Bytes]) {
+        tell_split(&self.config, &self.split, self.threads, weights);
+    }
+
+    /// How numbers are computed.
+    pub(crate) const fn class(&self) -> KernelClass {
+        self.compute.class
+    }
 }
 
 /// A model that is ready to answer.
 pub(crate) struct Loaded {
     computing: Computing,
     pub(crate) tokenizer: Arc<Tokenizer>,
-    /// Nothing when the model has none. What is wrong with one matters only to those who use it.
+    /// As of [`Opened`].
     pub(crate) template: Option<Result<ChatTemplate, ChatError>>,
     pub(crate) config: Config,
     pub(crate) split: Split,
@@ -75,62 +200,15 @@ pub(crate) struct Loaded {
 
 enum Computing {
     Here(Runner),
-    Workers(Arc<Instance>),
+    Workers(Instance),
 }
 
 impl Loaded {
-    /// Loads the model at `path`; `sizes` says what for, by the shape of the model.
-    ///
-    /// # Errors
-    /// What is wrong with the model, and its path; which worker failed, and how.
-    pub(crate) fn open(
-        path: &Path,
-        compute: ComputeArgs,
-        cut: &SplitArgs,
-        one_node: OneNode,
-        sizes: impl FnOnce(&Config) -> EngineConfig,
-    ) -> anyhow::Result<Self> {
-        let start = Instant::now();
-        let source = load::open(path)?;
-        let config = Config::read(&source).map_err(|error| load::in_model(path, error))?;
-        let split = Split::plan(&config, cut.split, cut.nodes, &cut.shares)?;
-        let bad = |what| format!("{}: cannot use its {what}", path.display());
-        let tokenizer = Arc::new(tokenizer(&source).with_context(|| bad("tokenizer"))?);
-        let engine = sizes(&config);
-        let threads = load::threads(compute, cut.nodes);
-        let computed = if cut.nodes == 1 && one_node == OneNode::Here {
-            here(path, &source, compute.class, threads, &tokenizer, &engine)?
-        } else {
-            workers(path, compute.class, threads, cut, &split, &engine)?
-        };
-        Ok(Self {
-            computing: computed.computing,
-            template: template(&source),
-            tokenizer,
-            config,
-            split,
-            class: compute.class,
-            engine,
-            threads,
-            instruction_set: computed.instruction_set,
-            weights: computed.weights,
-            load_time: start.elapsed(),
-        })
-    }
-
     /// What answers.
     pub(crate) fn service(&self) -> &dyn Service {
         match &self.computing {
             Computing::Here(runner) => runner,
-            Computing::Workers(instance) => &**instance,
-        }
-    }
-
-    /// The workers, if there are any.
-    pub(crate) fn instance(&self) -> Option<&Arc<Instance>> {
-        match &self.computing {
-            Computing::Here(_) => None,
-            Computing::Workers(instance) => Some(instance),
+            Computing::Workers(instance) => instance,
         }
     }
 
@@ -142,8 +220,10 @@ impl Loaded {
     /// Bytes that the nodes have sent to one another so far; `None` for one node, or when one does
     /// not say.
     pub(crate) fn sent(&self) -> Option<Bytes> {
-        let several = self.nodes() > 1;
-        self.instance().filter(|_| several)?.sent()
+        match &self.computing {
+            Computing::Here(_) => None,
+            Computing::Workers(instance) => instance.sent(),
+        }
     }
 
     /// Starts an answer.
@@ -163,36 +243,39 @@ impl Loaded {
         })
     }
 
-    /// One line for each node: what it holds.
+    /// Tells what each node holds, a line each.
     pub(crate) fn tell_split(&self) {
-        let ranks = self.split.ranks();
-        let threads = match self.threads {
-            1 => "1 thread".to_owned(),
-            n => format!("{n} threads"),
-        };
-        tell(format_args!(
-            "{ranks} nodes, split {}, {threads} each:",
-            self.split
-        ));
-        for (rank, weights) in (0..ranks).map(Rank).zip(&self.weights) {
-            let shard = self.split.shard(&self.config, rank);
-            let c = &self.config;
-            let percent = |part: usize, all: usize| (100.0 * part as f64 / all as f64).round();
-            let mut line = format!(
-                "  {rank}: layers {}-{}, heads {} of {}, feed-forward {} %",
-                shard.layers.start,
-                shard.layers.end - 1,
-                shard.heads.len(),
-                c.heads,
-                percent(shard.ffn().len(), c.ffn),
-            );
-            if shard.has_head() {
-                line += &format!(", vocabulary {} %", percent(shard.vocab().len(), c.vocab));
-            }
-            line += &format!(", {weights}");
-            tell(line + if shard.leads() { ", leads" } else { "" });
-        }
+        tell_split(&self.config, &self.split, self.threads, &self.weights);
     }
+}
+
+fn tell_split(config: &Config, split: &Split, threads: usize, weights: &[Bytes]) {
+    let (nodes, plural) = (split.ranks(), if threads == 1 { "" } else { "s" });
+    tell(format_args!(
+        "{nodes} nodes, split {split}, {threads} thread{plural} each:"
+    ));
+    for (rank, weights) in (0..nodes).map(Rank).zip(weights) {
+        tell(shard_line(config, &split.shard(config, rank), *weights));
+    }
+}
+
+fn shard_line(config: &Config, shard: &Shard, weights: Bytes) -> String {
+    let percent = |part: usize, all: usize| (100.0 * part as f64 / all as f64).round();
+    let mut line = format!(
+        "  {}: layers {}-{}, heads {} of {}, feed-forward {} %",
+        shard.rank,
+        shard.layers.start,
+        shard.layers.end - 1,
+        shard.heads.len(),
+        config.heads,
+        percent(shard.ffn().len(), config.ffn),
+    );
+    if shard.has_head() {
+        let vocab = percent(shard.vocab().len(), config.vocab);
+        line += &format!(", vocabulary {vocab} %");
+    }
+    line += &format!(", {weights}");
+    line + if shard.leads() { ", leads" } else { "" }
 }
 
 /// An answer that is being computed. Dropping it stops it.
@@ -222,72 +305,6 @@ impl Drop for Answer<'_> {
     fn drop(&mut self) {
         self.loaded.service().cancel(self.ticket); // does nothing for one that is complete
     }
-}
-
-/// What loading gave.
-struct Computed {
-    computing: Computing,
-    instruction_set: String,
-    weights: Vec<Bytes>,
-}
-
-fn here(
-    path: &Path,
-    source: &Source,
-    class: KernelClass,
-    threads: usize,
-    tokenizer: &Arc<Tokenizer>,
-    engine: &EngineConfig,
-) -> anyhow::Result<Computed> {
-    let kernels = load::kernels(threads)?;
-    let instruction_set = kernels.instruction_set().name().to_owned();
-    let model = Arc::new(load::model(path, source, class, kernels)?);
-    let weights = vec![model.weight_bytes()];
-    let engine = Engine::new(model, Arc::clone(tokenizer), engine.clone())?;
-    Ok(Computed {
-        computing: Computing::Here(Runner::start(engine)),
-        instruction_set,
-        weights,
-    })
-}
-
-fn workers(
-    path: &Path,
-    class: KernelClass,
-    threads: usize,
-    cut: &SplitArgs,
-    split: &Split,
-    engine: &EngineConfig,
-) -> anyhow::Result<Computed> {
-    load::check_cpu()?;
-    let spec = InstanceSpec {
-        program: std::env::current_exe().context("cannot find this program's own file")?,
-        args: vec![OsString::from("worker")],
-        model: std::path::absolute(path).with_context(|| path.display().to_string())?,
-        class,
-        threads,
-        kind: cut.split,
-        ranks: cut.nodes,
-        shares: cut.shares.clone(),
-        split: split.clone(),
-        engine: engine.clone(),
-        on_line: Some(Box::new(|rank, line| tell(format_args!("[{rank}] {line}")))),
-    };
-    let mut bar = LoadBar::new();
-    let mut ranks = vec![(0, 0); cut.nodes as usize];
-    let instance = Instance::start(spec, |rank, done, of| {
-        ranks[rank.0 as usize] = (done, of);
-        let sum = |part: fn(&(usize, usize)) -> usize| ranks.iter().map(part).sum();
-        bar.show(sum(|r| r.0), sum(|r| r.1));
-    });
-    bar.clear();
-    let instance = instance.with_context(|| format!("cannot start {}", path.display()))?;
-    let facts = instance.facts();
-    Ok(Computed {
-        instruction_set: facts[0].instruction_set.clone(),
-        weights: facts.iter().map(|rank| rank.weights).collect(),
-        computing: Computing::Workers(Arc::new(instance)),
-    })
 }
 
 fn tokenizer(source: &Source) -> anyhow::Result<Tokenizer> {

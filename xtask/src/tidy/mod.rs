@@ -76,15 +76,7 @@ struct Exemption {
 }
 
 /// All exemptions. Keep it short: a place that needs one usually wants an argument instead.
-const EXEMPT: [Exemption; 5] = [
-    clock(
-        "crates/comm/src/local/arena.rs",
-        "a waiting rank asks what is left of its deadline",
-    ),
-    clock(
-        "crates/comm/src/local/inbox.rs",
-        "a waiting rank asks what is left of its deadline",
-    ),
+const EXEMPT: [Exemption; 3] = [
     clock(
         "crates/store/src/download.rs",
         "waits between attempts, and stops when cancelled",

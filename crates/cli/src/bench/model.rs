@@ -12,7 +12,7 @@ use super::peer::LlamaCpp;
 use super::quantile;
 use crate::interrupt::Signals;
 use crate::load::ComputeArgs;
-use crate::loaded::{Loaded, OneNode, SplitArgs};
+use crate::loaded::{Loaded, Opened, SplitArgs};
 use crate::output::print;
 use crate::pull;
 
@@ -64,11 +64,11 @@ struct Run {
 /// Measures and prints.
 pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
     let found = pull::ensure(&args.model, signals)?;
-    let open = |split: &SplitArgs| {
+    let open = |compute: ComputeArgs, split: &SplitArgs| {
         let sizes = |_: &Config| EngineConfig::single(args.model.clone(), args.context());
-        Loaded::open(&found.path, args.compute, split, OneNode::Here, sizes)
+        Opened::new(&found.path, compute, split, sizes)?.load()
     };
-    let loaded = open(&args.split)?;
+    let loaded = open(args.compute, &args.split)?;
     let peer = match &args.against {
         Some(folder) => Some(Peer::LlamaCpp(
             LlamaCpp {
@@ -80,14 +80,13 @@ pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
             &found.path,
         )),
         None if args.against_one => {
-            // One node gets what each of the nodes has, so threads are settled before.
-            let mut one = args.clone();
-            one.compute.threads = Some(u16::try_from(loaded.threads)?);
-            one.split = SplitArgs::one_node();
-            let sizes = |_: &Config| EngineConfig::single(args.model.clone(), args.context());
-            let here = OneNode::Here;
-            let alone = Loaded::open(&found.path, one.compute, &one.split, here, sizes)?;
-            Some(Peer::OneNode(Box::new(alone)))
+            // One node gets what each of the nodes has.
+            let mut compute = args.compute;
+            compute.threads = Some(u16::try_from(loaded.threads)?);
+            Some(Peer::OneNode(Box::new(open(
+                compute,
+                &SplitArgs::one_node(),
+            )?)))
         }
         None => None,
     };

@@ -13,7 +13,7 @@ use paceline_model::Config;
 use super::Args;
 use super::figures::{End, Figures};
 use crate::error::Error;
-use crate::loaded::{Answer, Loaded, OneNode};
+use crate::loaded::{Answer, Loaded, Opened};
 use crate::output::{printable, show, tell};
 
 /// Positions reserved unless asked for more: key/value memory of an 8B model at this context is
@@ -35,7 +35,7 @@ impl Session {
         let sizes = |config: &Config| {
             EngineConfig::single(args.model.clone(), context(args.context, config))
         };
-        let mut loaded = Loaded::open(path, args.compute, &args.split, OneNode::Here, sizes)?;
+        let mut loaded = Opened::new(path, args.compute, &args.split, sizes)?.load()?;
         let template = loaded.template.take().filter(|_| !args.raw).transpose();
         let bad = || format!("{}: cannot use its chat template", path.display());
         let template = template.with_context(bad)?;
