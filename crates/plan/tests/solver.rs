@@ -173,8 +173,8 @@ proptest! {
 }
 
 fn check(cluster: &Cluster, layers: u32, slack: f64) -> Result<(), TestCaseError> {
-    let (model, calibration) = (model(layers), Calibration::builtin().unwrap());
-    let costs = Costs::new(cluster, &model, WORK, &calibration).unwrap();
+    let (model, calibration) = (model(layers), Calibration::builtin().expect("valid"));
+    let costs = Costs::new(cluster, &model, WORK, &calibration).expect("valid");
     let expected = brute_force(&costs);
     match (solve(&costs, &strict()), expected) {
         (Ok(found), Some(expected)) => {
@@ -183,7 +183,7 @@ fn check(cluster: &Cluster, layers: u32, slack: f64) -> Result<(), TestCaseError
                 .best
                 .placement
                 .check(&model, cluster.nodes.len())
-                .unwrap();
+                .expect("valid");
             prop_assert!(found.best.prediction.fits());
             let got = found.best.prediction.request_s;
             prop_assert!(got <= expected + slack, "{got} against {expected}");
@@ -197,10 +197,10 @@ fn check(cluster: &Cluster, layers: u32, slack: f64) -> Result<(), TestCaseError
 }
 
 fn timed(cluster: &Cluster, layers: u32, workload: Workload, limit: Duration) {
-    let (model, calibration) = (model(layers), Calibration::builtin().unwrap());
+    let (model, calibration) = (model(layers), Calibration::builtin().expect("valid"));
     let start = Instant::now();
-    let costs = Costs::new(cluster, &model, workload, &calibration).unwrap();
-    let found = solve(&costs, &Options::default()).unwrap();
+    let costs = Costs::new(cluster, &model, workload, &calibration).expect("valid");
+    let found = solve(&costs, &Options::default()).expect("valid");
     let took = start.elapsed();
     eprintln!(
         "{} nodes x {layers}: {took:?}, exact {}",
@@ -211,14 +211,14 @@ fn timed(cluster: &Cluster, layers: u32, workload: Workload, limit: Duration) {
         .best
         .placement
         .check(&model, cluster.nodes.len())
-        .unwrap();
+        .expect("valid");
     assert!(found.best.prediction.fits());
     assert!(
         took < limit,
         "{} nodes x {layers} layers took {took:?}",
         cluster.nodes.len()
     );
-    let again = solve(&costs, &Options::default()).unwrap();
+    let again = solve(&costs, &Options::default()).expect("valid");
     assert_eq!(found.best.placement, again.best.placement);
 }
 
