@@ -46,8 +46,27 @@ impl Settings {
     }
 }
 
-/// `$PACELINE_HOME`, else `~/.paceline`.
+/// The store's folder.
+///
+/// # Errors
+/// As [`folder`].
 pub(crate) fn home() -> anyhow::Result<Home> {
+    Ok(Home::new(folder()?))
+}
+
+/// The file of API keys.
+///
+/// # Errors
+/// As [`folder`].
+pub(crate) fn api_keys() -> anyhow::Result<PathBuf> {
+    Ok(folder()?.join("api-keys.json"))
+}
+
+/// `$PACELINE_HOME`, else `~/.paceline`.
+///
+/// # Errors
+/// [`Error::NoHome`], or when there is no current folder.
+pub(crate) fn folder() -> anyhow::Result<PathBuf> {
     let set = |name| {
         env::var_os(name)
             .filter(|value| !value.is_empty())
@@ -56,8 +75,7 @@ pub(crate) fn home() -> anyhow::Result<Home> {
     let root = set("PACELINE_HOME").or_else(|| set("HOME").map(|home| home.join(".paceline")));
     let root = root.ok_or(Error::NoHome)?;
     // Paths are printed for use elsewhere, so they should not depend on the current folder.
-    let root = std::path::absolute(root).context("cannot find the current folder")?;
-    Ok(Home::new(root))
+    std::path::absolute(root).context("cannot find the current folder")
 }
 
 /// A variable that is set, not empty and Unicode.

@@ -11,6 +11,7 @@ mod hint;
 mod home;
 mod interrupt;
 mod kb;
+mod key;
 mod load;
 mod loaded;
 mod models;
@@ -19,6 +20,7 @@ mod process;
 mod progress;
 mod pull;
 mod run;
+mod up;
 mod worker;
 
 use std::process::ExitCode;
@@ -40,6 +42,11 @@ struct Cli {
 enum Command {
     /// Answer a prompt, or chat
     Run(run::Args),
+    /// Start this machine's node: a model behind an HTTP API
+    Up(up::Args),
+    /// Make, list and revoke keys
+    #[command(subcommand)]
+    Key(key::Command),
     /// One rank of a model over several processes: started by the other commands
     #[command(hide = true)]
     Worker,
@@ -70,6 +77,8 @@ fn execute(command: &Command) -> anyhow::Result<()> {
     let signals = Signals::install()?;
     match command {
         Command::Run(args) => run::run(args, &signals),
+        Command::Up(args) => up::run(args, &signals),
+        Command::Key(command) => key::run(command),
         Command::Worker => worker::run(),
         Command::Bench(command) => bench::run(command, &signals),
         Command::Pull(args) => pull::run(args, &signals),

@@ -1,0 +1,76 @@
+//! `paceline key`: keys for the HTTP API.
+
+use std::time::SystemTime;
+
+use paceline_serve::keys::{KeyInfo, Keys};
+use serde_json::json;
+
+use crate::home;
+use crate::output::{print, tell};
+
+/// What to do with keys.
+#[derive(Debug, clap::Subcommand)]
+pub(crate) enum Command {
+    /// Keys that clients of `paceline up` must give; with the first one, they are asked for
+    #[command(subcommand)]
+    Api(Api),
+}
+
+/// What to do with API keys.
+#[derive(Debug, clap::Subcommand)]
+pub(crate) enum Api {
+    /// Make a key and print it; it is kept as a hash only and cannot be shown again
+    New {
+        /// What it is for
+        name: String,
+    },
+    /// List the keys, without the keys themselves
+    List {
+        /// Print one JSON object
+        #[arg(long)]
+        json: bool,
+    },
+    /// Take a key away; a running server notices at once
+    Revoke {
+        /// Its id, from `paceline key api list`
+        id: String,
+    },
+}
+
+/// Makes, lists or revokes keys.
+///
+/// # Errors
+/// What is wrong with the key file or the name.
+pub(crate) fn run(command: &Command) -> anyhow::Result<()> {
+    let Command::Api(command) = command;
+    let path = home::api_keys()?;
+    let mut keys = Keys::open(&path)?;
+    match command {
+        Api::New { name } => {
+            if let Some(folder) = path.parent() {
+                std::fs::create_dir_all(folder)?;
+            }
+            let now = SystemTime::UNIX_EPOCH
+                .elapsed()
+                .map_or(0, |since| since.as_secs());
+            let (key, info) = keys.make(name, now)?;
+            tell(format_args!(
+                "key {} for {name}; it is shown only now:",
+                info.id
+            ));
+            print(&key)
+        }
+        Api::List { json: true } => {
+            let keys: Vec<&KeyInfo> = keys.list().collect();
+            print(&json!({ "keys": keys }).to_string())
+        }
+        Api::List { json: false } => keys
+            .list()
+            .try_for_each(|key| print(&format!("{}  {}", key.id, key.name))),
+        Api::Revoke { id } => {
+            let key = keys.revoke(id)?;
+            tell(format_args!("revoked {} ({})", key.id, key.name));
+            Ok(())
+        }
+    }
+}
