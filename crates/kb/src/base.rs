@@ -250,6 +250,17 @@ impl KnowledgeBase {
         }
     }
 
+    /// What the planner assumes where findings of a quick answer disagree with each other or are in
+    /// doubt by themselves.
+    pub fn assumptions_for(&self, answer: &QuickAnswer) -> Vec<&Assumption> {
+        let here = |id: &u32| answer.findings.contains(id);
+        let concerns = |a: &&Assumption| match &a.findings[..] {
+            [single] => here(single),
+            several => several.iter().filter(|id| here(id)).count() > 1,
+        };
+        self.assumptions.iter().filter(concerns).collect()
+    }
+
     /// What `name` means: a skill, a topic by name or as typed (`cost-power`), or the only topic
     /// that has it in its name.
     pub fn area(&self, name: &str) -> Area<'_> {

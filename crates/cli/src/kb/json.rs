@@ -157,6 +157,8 @@ fn hit(kb: &KnowledgeBase, hit: &Hit) -> Option<Value> {
 pub(super) fn ask(kb: &KnowledgeBase, question: &str, fit: Option<Fit<'_>>, near: &Found) -> Value {
     let answered = fit.map(|fit| {
         let mut object = answer(fit.answer);
+        let assumptions = kb.assumptions_for(fit.answer);
+        object["assumptions"] = assumptions.into_iter().map(assumption).collect();
         object["cover"] = fit.cover.into();
         object
     });

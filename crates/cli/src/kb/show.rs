@@ -159,9 +159,9 @@ fn disagreements(kb: &KnowledgeBase, finding: &Finding, page: &mut Page) {
         }
     }
     if !assumptions.is_empty() {
-        page.heading("The planner assumes");
+        page.heading("What the planner assumes");
     } else if !with.is_empty() {
-        page.heading("The planner assumes nothing about this");
+        page.heading("The planner assumes nothing here");
     }
     for assumption in assumptions {
         assumed(assumption, page);
@@ -173,7 +173,7 @@ fn assumed(assumption: &Assumption, page: &mut Page) {
         "  ",
         &format!("{} ({})", assumption.subject, ids(&assumption.findings)),
     );
-    page.paragraph("    assumes  ", &assumption.assumes);
+    page.paragraph("    planner  ", &assumption.assumes);
     page.paragraph("    because  ", &assumption.why);
 }
 
@@ -228,7 +228,16 @@ pub(super) fn search(kb: &KnowledgeBase, found: &Found, page: &mut Page) {
 /// The answer to a question, and findings near to it.
 pub(super) fn ask(kb: &KnowledgeBase, fit: Option<Fit<'_>>, near: &Found, page: &mut Page) {
     match fit {
-        Some(fit) => quick_answer(fit.answer, page),
+        Some(fit) => {
+            quick_answer(fit.answer, page);
+            let assumptions = kb.assumptions_for(fit.answer);
+            if !assumptions.is_empty() {
+                page.heading("Where these findings disagree");
+            }
+            for assumption in assumptions {
+                assumed(assumption, page);
+            }
+        }
         None => page.paragraph("", "No quick answer to that question was collected."),
     }
     let rests_on = |id: u32| fit.is_some_and(|fit| fit.answer.findings.contains(&id));

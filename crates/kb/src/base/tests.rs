@@ -131,12 +131,40 @@ fn files_may_need_each_other_in_any_order() {
     let needs = |id: u32, other: u32| {
         format!("[[finding]]\nid = {id}\nstatement = \"s\"\nconflicts = [{other}]\n")
     };
-    let texts = [needs(1, 2), needs(2, 3), needs(3, 415), needs(4, 5), needs(5, 4)];
+    let texts = [
+        needs(1, 2),
+        needs(2, 3),
+        needs(3, 415),
+        needs(4, 5),
+        needs(5, 4),
+    ];
     let files: Vec<UserFile<'_>> = texts.iter().map(|text| file("f", text)).collect();
     let (kb, refused) = KnowledgeBase::with_files(&files);
     assert!(kb.finding(1).is_some() && kb.finding(3).is_some());
     let places: Vec<usize> = refused.iter().map(|(place, _)| *place).collect();
     assert_eq!(places, [3, 4]);
+}
+
+#[test]
+fn an_answer_comes_with_what_its_findings_disagree_about() {
+    let kb = KnowledgeBase::built_in();
+    let subjects = |question: &str| -> Vec<&str> {
+        let answer = kb.ask(question).unwrap().answer;
+        let assumptions = kb.assumptions_for(answer);
+        assumptions.iter().map(|a| a.subject.as_str()).collect()
+    };
+    assert_eq!(
+        subjects("how fast is the link?"),
+        [
+            "Latency of RDMA over Thunderbolt 5, and its gain over TCP",
+            "Bandwidth of NVLink"
+        ]
+    );
+    assert_eq!(
+        subjects("which parallelism?"),
+        ["Which parallelism sends least"]
+    );
+    assert_eq!(subjects("which operations are in mlx?"), [] as [&str; 0]);
 }
 
 #[test]
