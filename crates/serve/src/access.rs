@@ -1,10 +1,10 @@
 //! Who may ask: names of this server, pages of browsers, and keys.
 //!
-//! A local API is not protected by being local: any web page that a user opens can send requests to
-//! it. Three things keep such a page out. `Host` must be a name of this server, so a page whose name
-//! was made to point here (DNS rebinding) is refused. `Origin`, which browsers add to what a page
-//! of another site sends, must be this server's or a configured one. And bodies must be declared as
-//! JSON, which a page can do only after the browser has asked by `OPTIONS`.
+//! A local API is not protected by being local: any web page that a user opens can send requests
+//! to it. Three things keep such a page out. `Host` must be a name of this server, so a page whose
+//! name was made to point here (DNS rebinding) is refused. `Origin`, which browsers add to what a
+//! page of another site sends, must be this server's or a configured one. And bodies must be
+//! declared as JSON, which a page can do only after the browser has asked by `OPTIONS`.
 
 use std::net::{IpAddr, SocketAddr};
 

@@ -9,7 +9,7 @@
 //! ```
 //!
 //! The channel has room for a whole answer of ordinary length, so a slow reader never makes the
-//! engine wait, and memory is bounded. When it is full the answer is stopped and the reader is told.
+//! engine wait, and memory is bounded. When it is full the answer is stopped and the reader told.
 
 use std::pin::Pin;
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -115,7 +115,11 @@ impl Answer {
         let reply = tokio::select! {
             biased;
             ended = &mut self.ended => Err(ended.unwrap_or_else(|_| broken())),
-            reply = self.replies.recv() => reply.ok_or_else(broken),
+            reply = self.replies.recv() => match reply {
+                Some(reply) => Ok(reply),
+                // All outlets are gone and none said why: the channel was full, as is told soon.
+                None => Err((&mut self.ended).await.unwrap_or_else(|_| broken())),
+            },
         };
         match reply {
             Ok((choice, Reply::Failed(failure))) => {
@@ -205,9 +209,10 @@ async fn watch(
         () = overflow.notified() => Rejection::SlowReader { limit: terms.unread_replies },
         () = reach(&mut terms.phase, Phase::Ending) => Rejection::ShuttingDown,
     };
-    running.cancel();
-    // Nobody listens when the answer was dropped just now.
+    // Told first: what the service says to being cancelled is not why the answer ends. Nobody
+    // listens when the answer was dropped just now.
     let _ = tell.send(rejection);
+    running.cancel();
 }
 
 /// The side of one choice that the service holds.

@@ -110,7 +110,7 @@ impl Default for Limits {
             json_values: 1 << 20,
             choices: 16,
             prompts: 64,
-            messages: 4096,
+            messages: 2048,
             unread_replies: 8192,
         }
     }

@@ -209,9 +209,15 @@ pub(crate) fn integer(value: &Value) -> Option<i128> {
     if let Some(integer) = value.as_u64() {
         return Some(integer.into());
     }
-    // 2^100: anything beyond every bound is the same.
+    // Beyond 2^53 it is not known which integer was written: it is out of every bound.
+    const EXACT: f64 = (1u64 << 53) as f64;
     let float = value.as_f64().filter(|float| float.fract() == 0.0)?;
-    Some(float.clamp(-1e30, 1e30) as i128)
+    let is_exact = float.abs() <= EXACT;
+    Some(if is_exact {
+        float as i128
+    } else {
+        (float.signum() * 1e30) as i128
+    })
 }
 
 /// An object whose fields are in the table and right as far as the table knows.
@@ -352,7 +358,7 @@ mod tests {
             ),
             (
                 r#"{"text":"a","number":-1e308}"#,
-                "number is -1e308, expected -2 to 2",
+                "number is -1e+308, expected -2 to 2",
             ),
             (
                 r#"{"text":"a","number":"2"}"#,
@@ -370,7 +376,7 @@ mod tests {
             ),
             (
                 r#"{"text":"a","integer":1e300}"#,
-                "integer is 1e300, expected 1 to",
+                "integer is 1e+300, expected 1 to",
             ),
             (r#"{"text":"a","integer":0}"#, "integer is 0, expected 1 to"),
             (

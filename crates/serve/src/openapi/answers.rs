@@ -23,6 +23,10 @@ pub(super) fn schemas() -> Map<String, Value> {
             "Completion",
             answer("text_completion", completion_choice(), true),
         ),
+        (
+            "CompletionChunk",
+            answer("text_completion", completion_choice(), false),
+        ),
         ("ChatLogprobs", chat_logprobs()),
         ("CompletionLogprobs", completion_logprobs()),
     ];

@@ -130,12 +130,24 @@ fn paths(has_keys: bool) -> Value {
 fn post(id: &str, request: &str, answer: &str, has_keys: bool) -> Value {
     let all: Vec<&str> = REFUSALS.iter().map(|(status, _)| *status).collect();
     let mut responses = refusals(&all, has_keys);
-    let events = "With stream: events of the schema of the chunk, then [DONE], or an error.";
+    let chunk = format!("{answer}Chunk");
+    let event = json!({
+        "type": "object",
+        "description": "With stream: chunks, then [DONE]; or an error as the last.",
+        "properties": {
+            "data": {
+                "type": "string",
+                "contentMediaType": "application/json",
+                "contentSchema": {"anyOf": [reference(&chunk), reference("Error")]},
+            },
+        },
+        "required": ["data"],
+    });
     let ok = json!({
         "description": "The answer, whole or as server-sent events.",
         "content": {
             "application/json": {"schema": reference(answer)},
-            "text/event-stream": {"schema": {"type": "string", "description": events}},
+            "text/event-stream": {"schema": event},
         },
     });
     responses.insert("200".into(), ok);

@@ -81,14 +81,7 @@ fn messages() -> Vec<Value> {
             .collect();
         properties.insert("role".into(), json!({"type": "string", "enum": roles}));
         for name in required.iter().filter(|name| **name != "role") {
-            let schema = properties[*name]["anyOf"].as_array_mut();
-            // Required means that it is not null.
-            schema
-                .into_iter()
-                .for_each(|kinds| kinds.retain(|k| k["type"] != "null"));
-            if properties[*name]["type"].is_array() {
-                properties[*name]["type"] = properties[*name]["type"][0].clone();
-            }
+            properties.get_mut(*name).into_iter().for_each(forbid_null);
         }
         json!({
             "type": "object",
@@ -111,6 +104,16 @@ fn messages() -> Vec<Value> {
         of(&["assistant"], &is_assistants, &["role", "tool_calls"]),
         of(&["tool"], &is_tools, &["role", "content"]),
     ]
+}
+
+/// What is required is not null.
+fn forbid_null(schema: &mut Value) {
+    if let Some(Value::Array(kinds)) = schema.get_mut("anyOf") {
+        kinds.retain(|kind| kind["type"] != "null");
+    }
+    if let Some(Value::Array(kinds)) = schema.get_mut("type") {
+        kinds.retain(|kind| kind != "null");
+    }
 }
 
 /// A regular expression for the integers from 0 to `most`, in digits without leading zeros.

@@ -6,7 +6,7 @@
 //! | the field | is | so |
 //! |---|---|---|
 //! | changes the answer, and is implemented | bounded | honoured |
-//! | changes the answer, not implemented | [`Kind::Only`] | 400, but for values that ask for nothing |
+//! | changes the answer, not implemented | [`Only`] | 400, but for what asks for nothing |
 //! | cannot change the answer | bounded, and never read | accepted |
 //! | not here | | 400 |
 

@@ -1,0 +1,143 @@
+//! A small HTTP client that sends exactly what it is told and reads events one by one.
+
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::{SocketAddr, TcpStream};
+use std::time::Duration;
+
+use serde_json::Value;
+
+/// Longest wait for anything from the server: its answers are instant, the machine may be busy.
+pub(crate) const PATIENCE: Duration = Duration::from_secs(30);
+
+/// A response as it arrives.
+pub(crate) struct Response {
+    pub(crate) status: u16,
+    pub(crate) headers: Vec<(String, String)>,
+    body: Body,
+}
+
+enum Body {
+    Sized(std::io::Take<BufReader<TcpStream>>),
+    Chunked(BufReader<TcpStream>),
+}
+
+pub(crate) fn connect(addr: SocketAddr) -> TcpStream {
+    let stream = TcpStream::connect(addr).unwrap();
+    stream.set_read_timeout(Some(PATIENCE)).unwrap();
+    stream.set_write_timeout(Some(PATIENCE)).unwrap();
+    stream
+}
+
+/// Sends the bytes on a connection of their own and reads the head of the response.
+pub(crate) fn raw(addr: SocketAddr, bytes: &[u8]) -> Response {
+    let mut stream = connect(addr);
+    // The server may refuse before it has read everything.
+    let _ = stream.write_all(bytes);
+    receive(stream)
+}
+
+/// The response that comes on `stream`.
+pub(crate) fn receive(stream: TcpStream) -> Response {
+    let mut reader = BufReader::new(stream);
+    let status = line(&mut reader);
+    let status = status
+        .split(' ')
+        .nth(1)
+        .expect("a status line")
+        .parse()
+        .unwrap();
+    let mut headers = Vec::new();
+    loop {
+        let line = line(&mut reader);
+        let Some((name, value)) = line.split_once(": ") else {
+            break;
+        };
+        headers.push((name.to_ascii_lowercase(), value.to_owned()));
+    }
+    let length = headers.iter().find(|(name, _)| name == "content-length");
+    let body = match length {
+        Some((_, length)) => Body::Sized(reader.take(length.parse().unwrap())),
+        None if headers.iter().any(|(name, _)| name == "transfer-encoding") => {
+            Body::Chunked(reader)
+        }
+        None => Body::Sized(reader.take(0)),
+    };
+    Response {
+        status,
+        headers,
+        body,
+    }
+}
+
+fn line(reader: &mut impl BufRead) -> String {
+    let mut line = String::new();
+    reader.read_line(&mut line).unwrap();
+    line.trim_end().to_owned()
+}
+
+impl Response {
+    pub(crate) fn header(&self, name: &str) -> Option<&str> {
+        let found = self.headers.iter().find(|(known, _)| known == name);
+        found.map(|(_, value)| value.as_str())
+    }
+
+    /// The next piece of the body; empty at its end.
+    fn piece(&mut self) -> Vec<u8> {
+        let mut piece = Vec::new();
+        match &mut self.body {
+            Body::Sized(reader) => drop(reader.read_to_end(&mut piece).unwrap()),
+            Body::Chunked(reader) => {
+                let length = line(reader);
+                let length = usize::from_str_radix(&length, 16).unwrap_or(0);
+                piece.resize(length, 0);
+                reader.read_exact(&mut piece).unwrap();
+                line(reader);
+            }
+        }
+        piece
+    }
+
+    pub(crate) fn text(mut self) -> String {
+        let mut all = Vec::new();
+        loop {
+            let piece = self.piece();
+            if piece.is_empty() {
+                return String::from_utf8(all).unwrap();
+            }
+            all.extend(piece);
+        }
+    }
+
+    /// Checks that it is a 200; `what` was asked.
+    pub(crate) fn ok(self, what: &str) {
+        let status = self.status;
+        let text = self.text();
+        assert_eq!(status, 200, "{what}: {text}");
+    }
+
+    pub(crate) fn json(self) -> Value {
+        let text = self.text();
+        serde_json::from_str(&text).unwrap_or_else(|error| panic!("{error}: {text}"))
+    }
+
+    /// The events that arrive next, without comments; `None` at the end.
+    pub(crate) fn events(&mut self) -> Option<Vec<String>> {
+        let piece = self.piece();
+        if piece.is_empty() {
+            return None;
+        }
+        let text = String::from_utf8(piece).unwrap();
+        assert!(text.ends_with("\n\n"), "events are not cut: {text:?}");
+        let events = text
+            .split_terminator("\n\n")
+            .filter(|event| !event.starts_with(':'));
+        let data = events.map(|event| event.strip_prefix("data: ").expect(event).to_owned());
+        Some(data.collect())
+    }
+
+    /// All events of a stream.
+    pub(crate) fn all_events(mut self) -> Vec<String> {
+        assert_eq!(self.header("content-type"), Some("text/event-stream"));
+        std::iter::from_fn(|| self.events()).flatten().collect()
+    }
+}

@@ -1,0 +1,322 @@
+//! How answers end otherwise than by their last token: clients that leave, failures, deadlines,
+//! slow readers, and the server's own end.
+
+use std::io::{Read, Write};
+use std::time::{Duration, Instant};
+
+use paceline_engine::{Failure, State};
+
+use crate::client::{connect, receive};
+use crate::rig::{CHAT, Rig, chat_body, refusal};
+use crate::scripted::Script;
+
+fn lost() -> Failure {
+    let reason = "rank 2 was killed by signal 9".to_owned();
+    Failure::Lost { reason }
+}
+
+/// A request as bytes.
+fn chat_bytes(fields: &str) -> Vec<u8> {
+    let body = chat_body(fields);
+    let length = body.len();
+    format!(
+        "POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n\
+         Content-Length: {length}\r\n\r\n{body}"
+    )
+    .into_bytes()
+}
+
+#[test]
+fn a_client_that_leaves_stops_its_answer() {
+    for fields in [r#""stream":true"#, "", r#""n":3,"stream":true"#, r#""n":3"#] {
+        let rig = Rig::new();
+        rig.service.script(Script::Endless);
+        let n = if fields.contains('n') && fields.contains('3') {
+            3
+        } else {
+            1
+        };
+        let mut stream = connect(rig.addr);
+        stream.write_all(&chat_bytes(fields)).unwrap();
+        rig.service.wait("the request", |requests, _, replying| {
+            (requests, replying) == (n, n)
+        });
+        if fields.contains("stream") {
+            let mut some = [0; 200];
+            stream.read_exact(&mut some).unwrap();
+        }
+        drop(stream);
+        rig.service.wait("cancelling", |_, cancelled, replying| {
+            (cancelled, replying) == (n, 0)
+        });
+    }
+}
+
+#[test]
+fn a_client_that_leaves_before_any_reply_stops_its_answer() {
+    for fields in [r#""stream":true"#, ""] {
+        let rig = Rig::new();
+        rig.service.script(Script::Silence);
+        let mut stream = connect(rig.addr);
+        stream.write_all(&chat_bytes(fields)).unwrap();
+        rig.service
+            .wait("the request", |requests, _, _| requests == 1);
+        drop(stream);
+        rig.service
+            .wait("cancelling", |_, cancelled, _| cancelled == 1);
+    }
+}
+
+#[test]
+fn an_answer_that_is_over_is_not_cancelled() {
+    let rig = Rig::new();
+    assert_eq!(rig.chat(r#""stream":true"#).all_events().len(), 7);
+    rig.chat(r#""n":4"#).ok("n");
+    assert_eq!(rig.service.cancelled(), 0);
+}
+
+#[test]
+fn failures_have_their_status() {
+    let unavailable = Failure::Unavailable {
+        reason: "rank 1 is gone".into(),
+    };
+    let invalid = Failure::Invalid {
+        reason: "token 5 is out".into(),
+    };
+    let too_long = Failure::PromptTooLong {
+        tokens: 9,
+        context: 8,
+    };
+    for (failure, status, code, text) in [
+        (
+            Failure::Busy { waiting: 3 },
+            429,
+            "server_busy",
+            "3 requests",
+        ),
+        (lost(), 500, "answer_lost", "rank 2"),
+        (unavailable, 503, "model_unavailable", "rank 1"),
+        (invalid, 400, "invalid_value", "token 5"),
+        (too_long, 400, "context_length_exceeded", "9 tokens"),
+    ] {
+        let rig = Rig::new();
+        for script in [
+            Script::Refuse(failure.clone()),
+            Script::Fail(0, failure.clone()),
+        ] {
+            for fields in ["", r#""stream":true"#] {
+                // A failure that comes after the prompt was read is told within the stream.
+                let is_event = matches!(script, Script::Fail(..)) && !fields.is_empty();
+                rig.service.script(script.clone());
+                let response = rig.chat(fields);
+                if is_event {
+                    let events = response.all_events();
+                    let last = events.last().unwrap();
+                    assert!(last.contains(code) && last.contains(text), "{events:?}");
+                    continue;
+                }
+                if [429, 503].contains(&status) {
+                    assert!(
+                        response
+                            .header("retry-after")
+                            .unwrap()
+                            .parse::<u32>()
+                            .is_ok()
+                    );
+                }
+                let (got, got_code, _, message) = refusal(response);
+                assert_eq!((got, got_code.as_str()), (status, code), "{message}");
+                assert!(message.contains(text), "{message}");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_failure_under_way_is_an_error_event_and_no_end() {
+    let rig = Rig::new();
+    rig.service.script(Script::Fail(3, lost()));
+    let events = rig.chat(r#""stream":true"#).all_events();
+    let last: serde_json::Value = serde_json::from_str(events.last().unwrap()).unwrap();
+    assert_eq!(last["error"]["code"], "answer_lost");
+    assert_eq!(last["error"]["type"], "server_error");
+    assert!(
+        last["error"]["message"]
+            .as_str()
+            .unwrap()
+            .contains("rank 2")
+    );
+    assert_eq!(events.len(), 5);
+    assert!(!events.contains(&"[DONE]".to_owned()));
+}
+
+#[test]
+fn one_choice_that_fails_ends_the_others() {
+    let rig = Rig::new();
+    rig.service.script(Script::Fail(1, lost()));
+    let (status, ..) = refusal(rig.chat(r#""n":3"#));
+    assert_eq!(status, 500);
+    rig.service
+        .wait("cancelling", |_, cancelled, _| cancelled == 2);
+}
+
+#[test]
+fn a_service_that_vanishes_is_a_failure() {
+    let rig = Rig::new();
+    rig.service.script(Script::Vanish);
+    let (status, code, ..) = refusal(rig.chat(""));
+    assert_eq!((status, code.as_str()), (500, "answer_lost"));
+}
+
+#[test]
+fn deadlines_end_answers() {
+    let rig = Rig::with(|config| {
+        config.times.request = Duration::from_millis(300);
+        config.times.first_reply = Duration::from_millis(50);
+    });
+    rig.service.script(Script::Silence);
+    let (status, code, ..) = refusal(rig.chat(""));
+    assert_eq!((status, code.as_str()), (504, "deadline_exceeded"));
+    rig.service.script(Script::Endless);
+    let events = rig.chat(r#""stream":true"#).all_events();
+    assert!(events.last().unwrap().contains("deadline_exceeded"));
+    rig.service.wait("cancelling", |_, cancelled, replying| {
+        (cancelled, replying) == (2, 0)
+    });
+}
+
+#[test]
+fn a_silent_stream_is_kept_alive_by_comments() {
+    let rig = Rig::with(|config| {
+        config.times.first_reply = Duration::from_millis(20);
+        config.times.keep_alive = Duration::from_millis(20);
+    });
+    rig.service.script(Script::Silence);
+    let mut response = rig.chat(r#""stream":true"#);
+    assert_eq!(response.status, 200);
+    assert_eq!(response.events().unwrap().len(), 1, "the role");
+    for _ in 0..3 {
+        assert_eq!(response.events(), Some(vec![]), "a comment");
+    }
+}
+
+#[test]
+fn a_slow_reader_is_cut_off_and_told() {
+    let rig = Rig::with(|config| config.limits.unread_replies = 100);
+    rig.service.script(Script::Endless);
+    let mut stream = connect(rig.addr);
+    stream.write_all(&chat_bytes(r#""stream":true"#)).unwrap();
+    // Nothing is read: the sockets fill, then the channel, and the answer is stopped.
+    rig.service.wait("cancelling", |_, cancelled, replying| {
+        (cancelled, replying) == (1, 0)
+    });
+    let events = receive(stream).all_events();
+    assert!(
+        events.last().unwrap().contains("slow_reader"),
+        "{:?}",
+        events.last()
+    );
+    assert!(!events.contains(&"[DONE]".to_owned()));
+}
+
+#[test]
+fn a_reader_that_takes_nothing_is_closed() {
+    let rig = Rig::with(|config| {
+        config.limits.unread_replies = 100;
+        config.times.stalled_write = Duration::from_millis(200);
+    });
+    rig.service.script(Script::Endless);
+    let mut stream = connect(rig.addr);
+    stream.write_all(&chat_bytes(r#""stream":true"#)).unwrap();
+    rig.service
+        .wait("cancelling", |_, cancelled, _| cancelled == 1);
+    let metrics = || rig.get("/metrics").text();
+    let start = Instant::now();
+    while !metrics().contains("paceline_requests_in_flight 0") {
+        assert!(start.elapsed() < crate::client::PATIENCE);
+    }
+}
+
+#[test]
+fn a_model_that_is_not_ready_is_unavailable() {
+    let rig = Rig::new();
+    for (state, status, code, text) in [
+        (State::Loading, "loading", "model_loading", "being loaded"),
+        (
+            State::Failed("rank 1 died".into()),
+            "failed",
+            "model_unavailable",
+            "rank 1 died",
+        ),
+    ] {
+        rig.service.state(state);
+        let response = rig.chat("");
+        assert!(response.header("retry-after").is_some());
+        let (got, got_code, _, message) = refusal(response);
+        assert_eq!((got, got_code.as_str()), (503, code));
+        assert!(message.contains(text), "{message}");
+        let health = rig.get("/health");
+        assert_eq!(health.status, 503);
+        let health = health.json();
+        assert_eq!(health["status"], status);
+        if status == "failed" {
+            assert_eq!(health["reason"], "rank 1 died");
+        }
+    }
+    rig.service.state(State::Ready);
+    assert_eq!(rig.get("/health").status, 200);
+}
+
+#[test]
+fn shutting_down_completes_what_can_be() {
+    let rig = Rig::new();
+    rig.handle.shutdown();
+    let start = Instant::now();
+    rig.join();
+    assert!(start.elapsed() < Duration::from_secs(5));
+}
+
+#[test]
+fn shutting_down_ends_streams_after_the_grace_time() {
+    let rig = Rig::with(|config| config.times.grace = Duration::from_millis(300));
+    rig.service.script(Script::Endless);
+    let mut response = rig.chat(r#""stream":true"#);
+    response.events().unwrap();
+    let mut whole = connect(rig.addr);
+    whole.write_all(&chat_bytes("")).unwrap();
+    // An idle connection must not keep the server.
+    let idle = connect(rig.addr);
+    rig.service
+        .wait("both requests", |requests, _, _| requests == 2);
+    let (service, start) = (rig.service.clone(), Instant::now());
+    rig.handle.shutdown();
+    rig.handle.shutdown();
+    let events = response.all_events();
+    assert!(
+        events.last().unwrap().contains("shutting_down"),
+        "{:?}",
+        events.last()
+    );
+    let (status, code, ..) = refusal(receive(whole));
+    assert_eq!((status, code.as_str()), (503, "shutting_down"));
+    rig.join();
+    assert!(start.elapsed() < Duration::from_secs(5));
+    service.wait("cancelling", |_, cancelled, replying| {
+        (cancelled, replying) == (2, 0)
+    });
+    drop(idle);
+}
+
+#[test]
+fn shutting_down_does_not_wait_for_who_takes_nothing() {
+    let rig = Rig::with(|config| config.times.grace = Duration::from_millis(100));
+    rig.service.script(Script::Endless);
+    let mut stream = connect(rig.addr);
+    stream.write_all(&chat_bytes(r#""stream":true"#)).unwrap();
+    rig.service
+        .wait("the request", |requests, _, _| requests == 1);
+    let start = Instant::now();
+    rig.handle.shutdown();
+    rig.join();
+    assert!(start.elapsed() < Duration::from_secs(5));
+}

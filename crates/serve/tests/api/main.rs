@@ -1,0 +1,20 @@
+//! The API over real sockets: a scripted service where its replies matter, a tiny model where its
+//! text does.
+
+#![allow(
+    clippy::unwrap_used,
+    reason = "a helper of a test fails as the test does"
+)]
+
+mod access;
+mod answers;
+mod client;
+mod connections;
+mod endings;
+mod fields;
+mod openapi;
+mod real;
+mod refusals;
+mod rig;
+mod scripted;
+mod tiny;

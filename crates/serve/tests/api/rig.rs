@@ -1,0 +1,156 @@
+//! A server on a free port, ended when the test ends.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::{Instant, SystemTime};
+
+use paceline_engine::{Finish, Service};
+use paceline_serve::{Clock, Config, Handle, Model, Server};
+use serde_json::Value;
+
+use crate::client::{Response, raw};
+use crate::scripted::{Script, Scripted};
+use crate::tiny;
+
+pub(crate) const CHAT: &str = "/v1/chat/completions";
+pub(crate) const COMPLETE: &str = "/v1/completions";
+
+pub(crate) const CLOCK: Clock = Clock {
+    now: Instant::now,
+    unix_s: || SystemTime::UNIX_EPOCH.elapsed().unwrap().as_secs(),
+};
+
+/// A running server.
+pub(crate) struct Rig {
+    pub(crate) addr: SocketAddr,
+    pub(crate) handle: Handle,
+    /// What answers, when it is scripted.
+    pub(crate) service: Scripted,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Rig {
+    pub(crate) fn new() -> Self {
+        Self::with(|_| {})
+    }
+
+    /// With a scripted service that says "Hello, world" in four tokens.
+    pub(crate) fn with(change: impl FnOnce(&mut Config)) -> Self {
+        let hello = vec![(72, "Hello"), (44, ", "), (119, "wor"), (108, "ld")];
+        let service = Scripted::new(Script::Say(hello, Finish::EndOfText));
+        Self::start(change, tiny::model(), Arc::new(service.clone()), service)
+    }
+
+    /// With a service of its own.
+    pub(crate) fn over(service: Arc<dyn Service>, model: Model) -> Self {
+        let unused = Scripted::new(Script::Silence);
+        Self::start(|_| {}, model, service, unused)
+    }
+
+    pub(crate) fn start(
+        change: impl FnOnce(&mut Config),
+        model: Model,
+        service: Arc<dyn Service>,
+        scripted: Scripted,
+    ) -> Self {
+        let mut config = Config::new(0, CLOCK);
+        change(&mut config);
+        let server = Server::bind(config, model, service).unwrap();
+        let (addr, handle) = (server.addresses()[0], server.handle());
+        let thread = std::thread::spawn(move || server.run());
+        Self {
+            addr,
+            handle,
+            service: scripted,
+            thread: Some(thread),
+        }
+    }
+
+    /// Sends a request of its own connection. `headers` end with line ends.
+    pub(crate) fn send(&self, method: &str, path: &str, headers: &str, body: &str) -> Response {
+        let (port, length) = (self.addr.port(), body.len());
+        let host = if headers.contains("Host: ") {
+            String::new()
+        } else {
+            format!("Host: localhost:{port}\r\n")
+        };
+        let text = format!(
+            "{method} {path} HTTP/1.1\r\n{host}Connection: close\r\n{headers}\
+             Content-Length: {length}\r\n\r\n{body}"
+        );
+        raw(self.addr, text.as_bytes())
+    }
+
+    pub(crate) fn get(&self, path: &str) -> Response {
+        self.send("GET", path, "", "")
+    }
+
+    pub(crate) fn post(&self, path: &str, body: &str) -> Response {
+        self.send("POST", path, "Content-Type: application/json\r\n", body)
+    }
+
+    /// A chat with more fields, written as JSON without the outer braces.
+    pub(crate) fn chat(&self, fields: &str) -> Response {
+        self.post(CHAT, &chat_body(fields))
+    }
+
+    pub(crate) fn complete(&self, fields: &str) -> Response {
+        self.post(COMPLETE, &completion_body(fields))
+    }
+
+    /// Waits for [`Server::run`] to return.
+    pub(crate) fn join(mut self) {
+        self.thread.take().unwrap().join().unwrap();
+    }
+}
+
+impl Drop for Rig {
+    fn drop(&mut self) {
+        self.handle.shutdown();
+        if let Some(thread) = self.thread.take() {
+            let joined = thread.join();
+            assert!(joined.is_ok() || std::thread::panicking());
+        }
+    }
+}
+
+pub(crate) fn chat_body(fields: &str) -> String {
+    let comma = if fields.is_empty() { "" } else { "," };
+    format!(r#"{{"model":"tiny","messages":[{{"role":"user","content":"hi"}}]{comma}{fields}}}"#)
+}
+
+pub(crate) fn completion_body(fields: &str) -> String {
+    let comma = if fields.is_empty() { "" } else { "," };
+    format!(r#"{{"model":"tiny","prompt":"hi"{comma}{fields}}}"#)
+}
+
+/// Status, code and param of a refusal, and its message.
+pub(crate) fn refusal(response: Response) -> (u16, String, Option<String>, String) {
+    let status = response.status;
+    assert_eq!(response.header("content-type"), Some("application/json"));
+    let body = response.json();
+    let error = &body["error"];
+    let text = |name: &str| error[name].as_str().map(str::to_owned);
+    assert_eq!(
+        error.as_object().map(serde_json::Map::len),
+        Some(4),
+        "{body}"
+    );
+    let (code, message) = (text("code"), text("message"));
+    (
+        status,
+        code.unwrap_or_default(),
+        text("param"),
+        message.unwrap(),
+    )
+}
+
+/// The chunks of a complete stream, without `[DONE]`.
+pub(crate) fn chunks(response: Response) -> Vec<Value> {
+    assert_eq!(response.status, 200);
+    let mut events = response.all_events();
+    assert_eq!(events.pop().as_deref(), Some("[DONE]"));
+    let parse = |event: &String| serde_json::from_str(event).unwrap();
+    events.iter().map(parse).collect()
+}

@@ -1,0 +1,208 @@
+//! A service whose replies are written in advance, and which remembers what it was asked.
+
+use std::collections::BTreeSet;
+use std::fmt;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+use std::thread;
+use std::time::Duration;
+
+use paceline_engine::{
+    Failure, Finish, Reply, Request, Service, Sink, State, Status, Ticket, TokenLogprobs,
+};
+
+use crate::client::PATIENCE;
+
+/// What is replied to each request.
+#[derive(Clone, Debug)]
+pub(crate) enum Script {
+    /// Tokens with these ids and texts, then the end.
+    Say(Vec<(u32, &'static str)>, Finish),
+    /// So many tokens "x", then a failure.
+    Fail(usize, Failure),
+    /// Refuses at once.
+    Refuse(Failure),
+    /// Nothing until it is cancelled.
+    Silence,
+    /// Tokens "x" without end, as fast as they are taken, until cancelled.
+    Endless,
+    /// Goes away without a last reply.
+    Vanish,
+}
+
+#[derive(Default)]
+struct Seen {
+    requests: Vec<Request>,
+    cancelled: BTreeSet<Ticket>,
+    /// Threads that reply.
+    replying: usize,
+}
+
+#[derive(Clone)]
+pub(crate) struct Scripted {
+    shared: Arc<Shared>,
+}
+
+struct Shared {
+    script: Mutex<Script>,
+    status: Mutex<Status>,
+    seen: Mutex<Seen>,
+    changed: Condvar,
+}
+
+impl fmt::Debug for Scripted {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Scripted")
+    }
+}
+
+impl Scripted {
+    pub(crate) fn new(script: Script) -> Self {
+        let (running, waiting) = (0, 0);
+        let status = Status {
+            state: State::Ready,
+            running,
+            waiting,
+        };
+        let shared = Shared {
+            script: Mutex::new(script),
+            status: Mutex::new(status),
+            seen: Mutex::default(),
+            changed: Condvar::new(),
+        };
+        let shared = Arc::new(shared);
+        Self { shared }
+    }
+
+    pub(crate) fn script(&self, script: Script) {
+        *self.shared.script.lock().unwrap() = script;
+    }
+
+    pub(crate) fn state(&self, state: State) {
+        self.shared.status.lock().unwrap().state = state;
+    }
+
+    /// Requests so far.
+    pub(crate) fn requests(&self) -> Vec<Request> {
+        self.seen().requests.clone()
+    }
+
+    /// The last request.
+    pub(crate) fn last(&self) -> Request {
+        self.seen()
+            .requests
+            .last()
+            .expect("there was a request")
+            .clone()
+    }
+
+    pub(crate) fn cancelled(&self) -> usize {
+        self.seen().cancelled.len()
+    }
+
+    /// Waits until so many requests came, were cancelled, and are replied to.
+    pub(crate) fn wait(&self, what: &str, is_so: impl Fn(usize, usize, usize) -> bool) {
+        let is_other =
+            |seen: &mut Seen| !is_so(seen.requests.len(), seen.cancelled.len(), seen.replying);
+        let waited = self
+            .shared
+            .changed
+            .wait_timeout_while(self.seen(), PATIENCE, is_other);
+        assert!(!waited.unwrap().1.timed_out(), "{what} did not happen");
+    }
+
+    fn seen(&self) -> MutexGuard<'_, Seen> {
+        self.shared.seen.lock().unwrap()
+    }
+
+    fn is_cancelled(&self, ticket: Ticket) -> bool {
+        self.seen().cancelled.contains(&ticket)
+    }
+
+    fn play(&self, script: Script, request: &Request, ticket: Ticket, mut sink: Sink) {
+        let text = |token: u32, text: &str| {
+            let logprobs = request.logprobs.map(|n| TokenLogprobs {
+                logprob: -0.5,
+                top: (0..n as u32)
+                    .map(|i| (token + i, -0.5 - i as f32))
+                    .collect(),
+            });
+            let text = text.to_owned();
+            Reply::Token {
+                token,
+                text,
+                logprobs,
+            }
+        };
+        let finished = |reason| Reply::Finished {
+            text: String::new(),
+            reason,
+        };
+        match script {
+            Script::Say(tokens, reason) => {
+                sink(Reply::PromptRead);
+                tokens
+                    .iter()
+                    .for_each(|(token, said)| sink(text(*token, said)));
+                sink(finished(reason));
+            }
+            Script::Fail(n, failure) => {
+                sink(Reply::PromptRead);
+                (0..n).for_each(|_| sink(text(97, "x")));
+                sink(Reply::Failed(failure));
+            }
+            Script::Silence => self.until_cancelled(ticket),
+            Script::Endless => {
+                sink(Reply::PromptRead);
+                while !self.is_cancelled(ticket) {
+                    sink(text(97, "x"));
+                    // About as fast as a small model.
+                    thread::park_timeout(Duration::from_micros(100));
+                }
+            }
+            Script::Vanish | Script::Refuse(_) => {}
+        }
+    }
+
+    fn until_cancelled(&self, ticket: Ticket) {
+        let is_left = |seen: &mut Seen| !seen.cancelled.contains(&ticket);
+        drop(
+            self.shared
+                .changed
+                .wait_timeout_while(self.seen(), PATIENCE, is_left),
+        );
+    }
+}
+
+impl Service for Scripted {
+    fn submit(&self, request: Request, sink: Sink) -> Result<Ticket, Failure> {
+        let script = self.shared.script.lock().unwrap().clone();
+        let ticket = {
+            let mut seen = self.seen();
+            seen.requests.push(request.clone());
+            seen.replying += 1;
+            Ticket(seen.requests.len() as u64)
+        };
+        if let Script::Refuse(failure) = script {
+            self.seen().replying -= 1;
+            self.shared.changed.notify_all();
+            return Err(failure);
+        }
+        let this = self.clone();
+        thread::spawn(move || {
+            this.shared.changed.notify_all();
+            this.play(script, &request, ticket, sink);
+            this.seen().replying -= 1;
+            this.shared.changed.notify_all();
+        });
+        Ok(ticket)
+    }
+
+    fn cancel(&self, ticket: Ticket) {
+        self.seen().cancelled.insert(ticket);
+        self.shared.changed.notify_all();
+    }
+
+    fn status(&self) -> Status {
+        self.shared.status.lock().unwrap().clone()
+    }
+}
