@@ -11,7 +11,7 @@ use anyhow::Context;
 use paceline_engine::{EngineConfig, Service};
 use paceline_model::Config;
 use paceline_serve::{Access, Clock, DEFAULT_PORT, Fact, Facts, Handle, Model, Server};
-use paceline_store::Cancel;
+use paceline_store::{Cancel, Error as StoreError};
 
 use crate::home;
 use crate::interrupt::Signals;
@@ -91,7 +91,12 @@ pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
     let sizes = |config: &Config| args.engine(config);
     let mut opened = Opened::new(&found.path, args.compute, &args.split, sizes)?;
     let model = args.served(&mut opened, &found.path);
-    signals.orderly(|cancel| serve(args, opened, model, cancel))
+    let served = signals.orderly(|cancel| serve(args, opened, model, cancel));
+    match served {
+        // A signal is how a server ends.
+        Err(error) if matches!(error.downcast_ref(), Some(StoreError::Cancelled)) => Ok(()),
+        other => other,
+    }
 }
 
 fn serve(args: &Args, opened: Opened, model: Model, cancel: &Cancel) -> anyhow::Result<()> {
