@@ -47,6 +47,10 @@ fn hints(error: &anyhow::Error) -> Vec<String> {
         if let Some(error) = cause.downcast_ref() {
             return own::hint(error).into_iter().collect();
         }
+        let of_plan = crate::plan::hints(cause);
+        if !of_plan.is_empty() {
+            return of_plan;
+        }
         if let Some(error) = cause.downcast_ref::<crate::kb::Error>() {
             return vec![error.hint()];
         }

@@ -16,6 +16,7 @@ mod load;
 mod loaded;
 mod models;
 mod output;
+mod plan;
 mod process;
 mod progress;
 mod pull;
@@ -50,6 +51,8 @@ enum Command {
     /// One rank of a model over several processes: started by the other commands
     #[command(hide = true)]
     Worker,
+    /// Which machines, which split, how fast
+    Plan(plan::Args),
     /// Measure this machine
     #[command(subcommand)]
     Bench(bench::Command),
@@ -80,6 +83,7 @@ fn execute(command: &Command) -> anyhow::Result<()> {
         Command::Up(args) => up::run(args, &signals),
         Command::Key(command) => key::run(command),
         Command::Worker => worker::run(),
+        Command::Plan(args) => plan::run(args),
         Command::Bench(command) => bench::run(command, &signals),
         Command::Pull(args) => pull::run(args, &signals),
         Command::Models(args) => models::list(args),

@@ -122,13 +122,22 @@ impl Catalogue {
         find(self.links.iter(), |l| &l.kind, kind).ok_or_else(|| unknown("link", kind, names))
     }
 
-    /// A model by its name, letters' case apart.
+    /// A model by its name, or by a start of it that no other has; letters' case apart.
     ///
     /// # Errors
     /// [`Error::Unknown`] with names that look like it.
     pub fn model(&self, name: &str) -> Result<&ModelEntry, Error> {
         let names = self.models.iter().map(|m| m.name.as_str());
-        find(self.models.iter(), |m| &m.name, name).ok_or_else(|| unknown("model", name, names))
+        let exact = find(self.models.iter(), |m| &m.name, name);
+        let starts = |m: &&ModelEntry| {
+            let start = m.name.get(..name.len());
+            !name.is_empty() && start.is_some_and(|start| start.eq_ignore_ascii_case(name))
+        };
+        let mut by_start = self.models.iter().filter(starts);
+        let single = by_start.next().filter(|_| by_start.next().is_none());
+        exact
+            .or(single)
+            .ok_or_else(|| unknown("model", name, names))
     }
 }
 

@@ -1,0 +1,202 @@
+//! `paceline plan`: which machines, which split, how fast.
+
+mod compare;
+mod error;
+mod facts;
+mod json;
+mod layout;
+mod report;
+mod shape;
+mod svg;
+mod validate;
+
+use std::path::PathBuf;
+
+use paceline_plan::solver::{Options, Outcome, solve};
+use paceline_plan::{Calibration, Catalogue, Cluster, Costs, ModelShape, Objective, Workload};
+
+pub(crate) use error::{Error, hints};
+
+use crate::output::print;
+
+/// Arguments of `paceline plan`.
+#[derive(Debug, clap::Args)]
+pub(crate) struct Args {
+    /// A model of the catalogue, a GGUF file, or a folder with config.json
+    #[arg(required_unless_present_any = ["validate", "fit", "list"])]
+    model: Option<String>,
+    /// A cluster: a TOML file, or `4 x KIND + KIND @ LINK`; several to compare
+    #[arg(long, value_name = "FILE|NODES", num_args = 1)]
+    cluster: Vec<String>,
+    /// Stored bits per weight on average [default: as in the file, else 4.5]
+    #[arg(long, value_name = "B")]
+    bits: Option<f64>,
+    /// Tokens of a prompt
+    #[arg(long, value_name = "N", default_value_t = Workload::ONE.prompt)]
+    prompt: u32,
+    /// Tokens of an answer
+    #[arg(long, value_name = "N", default_value_t = Workload::ONE.output)]
+    output: u32,
+    /// Requests at a time
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    concurrency: u32,
+    /// Positions to reserve per request [default: 4096, or as many as prompt and answer need]
+    #[arg(long, value_name = "N")]
+    context: Option<u32>,
+    /// What is best
+    #[arg(long, value_enum, default_value_t)]
+    objective: Goal,
+    /// Constants of this engine for every node; `--list` shows the engines
+    #[arg(long, value_name = "NAME")]
+    engine: Option<String>,
+    /// Let nodes with a known disk rate read layers from disk for every token
+    #[arg(long)]
+    disk: bool,
+    /// Put the clusters side by side
+    #[arg(long)]
+    compare: bool,
+    /// Also write the comparison as a picture
+    #[arg(long, value_name = "FILE", requires = "compare")]
+    svg: Option<PathBuf>,
+    /// Compare predictions with published measurements: those in the tree, or in FILE
+    #[arg(long, value_name = "FILE", num_args = 0..=1)]
+    validate: Option<Option<PathBuf>>,
+    /// Print the constants that the fit rows of the tree give
+    #[arg(long)]
+    fit: bool,
+    /// List machines, links, models and engines of the catalogue
+    #[arg(long)]
+    list: bool,
+    /// Print one JSON object
+    #[arg(long)]
+    json: bool,
+}
+
+/// What is best.
+#[derive(Clone, Copy, Debug, Default, clap::ValueEnum)]
+enum Goal {
+    /// One request answered soonest
+    #[default]
+    Latency,
+    /// Most tokens a second over all requests
+    Throughput,
+    /// Fewest joules a token
+    Energy,
+    /// Fewest nodes
+    Nodes,
+}
+
+impl Goal {
+    const fn objective(self) -> Objective {
+        match self {
+            Self::Latency => Objective::Latency,
+            Self::Throughput => Objective::Throughput,
+            Self::Energy => Objective::Energy,
+            Self::Nodes => Objective::Nodes,
+        }
+    }
+}
+
+/// A question with everything looked up.
+struct Question {
+    catalogue: Catalogue,
+    calibration: Calibration,
+    clusters: Vec<Cluster>,
+    model: ModelShape,
+    workload: Workload,
+    options: Options,
+}
+
+/// Plans, compares, or checks the model against published numbers.
+pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
+    if let Some(file) = &args.validate {
+        return validate::run(file.as_deref(), args.json);
+    }
+    if args.fit {
+        return validate::fit();
+    }
+    if args.list {
+        return facts::list(&Catalogue::builtin()?, &Calibration::builtin()?);
+    }
+    let question = question(args)?;
+    if args.compare {
+        return compare::run(&question, args.svg.as_deref(), args.json);
+    }
+    if question.clusters.len() > 1 {
+        return Err(Error::Clusters(question.clusters.len()).into());
+    }
+    one(&question, args)
+}
+
+fn one(question: &Question, args: &Args) -> anyhow::Result<()> {
+    let costs = question.costs(&question.clusters[0])?;
+    let outcome = match (solve(&costs, &question.options), args.disk) {
+        (Err(paceline_plan::Error::Infeasible(_)), true) => streamed(&costs)?,
+        (outcome, _) => outcome?,
+    };
+    let links = facts::other_links(&question.catalogue)?;
+    let changes = paceline_plan::advice::sensitivity(
+        &costs,
+        &question.calibration,
+        &question.options,
+        &outcome,
+        &links,
+    )?;
+    if args.json {
+        return print(&json::plan(&costs, &outcome, &changes).to_string());
+    }
+    print(&report::plan(question, &costs, &outcome, &changes))
+}
+
+/// The plan with layers from disk, as an outcome of its own.
+fn streamed(costs: &Costs<'_>) -> Result<Outcome, paceline_plan::Error> {
+    let (placement, prediction) = paceline_plan::solver::stream_from_disk(costs)?;
+    Ok(Outcome {
+        best: paceline_plan::solver::Candidate {
+            family: paceline_plan::solver::Family::Pipeline,
+            score: prediction.request_s,
+            placement,
+            prediction,
+        },
+        alternatives: Vec::new(),
+        considered: 1,
+        exact: false,
+    })
+}
+
+fn question(args: &Args) -> anyhow::Result<Question> {
+    let mut catalogue = Catalogue::builtin()?;
+    let calibration = Calibration::builtin()?;
+    let mut clusters = Vec::new();
+    for text in &args.cluster {
+        clusters.push(facts::cluster(text, &mut catalogue)?);
+    }
+    if let Some(engine) = &args.engine {
+        facts::set_engine(&mut clusters, engine, &calibration)?;
+    }
+    let name = args.model.as_deref().unwrap_or_default();
+    let model = facts::model(name, args.bits, &catalogue)?;
+    let needed = args.prompt.saturating_add(args.output);
+    Ok(Question {
+        catalogue,
+        calibration,
+        clusters,
+        model,
+        workload: Workload {
+            prompt: args.prompt,
+            output: args.output,
+            concurrency: args.concurrency,
+            context: args.context.unwrap_or(Workload::ONE.context.max(needed)),
+        },
+        options: Options {
+            objective: args.objective.objective(),
+            ..Options::default()
+        },
+    })
+}
+
+impl Question {
+    fn costs<'a>(&'a self, cluster: &'a Cluster) -> Result<Costs<'a>, paceline_plan::Error> {
+        Costs::new(cluster, &self.model, self.workload, &self.calibration)
+    }
+}

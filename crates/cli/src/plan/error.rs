@@ -1,0 +1,84 @@
+//! What can go wrong in `paceline plan` itself, and advice for what the planner says.
+
+use paceline_base::Bytes;
+use paceline_plan::{Change, Infeasible};
+
+/// Why there is no plan, as far as the command knows.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum Error {
+    /// Several clusters without `--compare`.
+    #[error("{0} clusters are given, a plan is for one")]
+    Clusters(usize),
+    /// A model's files do not say a size that a plan needs.
+    #[error("the model's files do not say {gguf} ({hf} in config.json)")]
+    Field {
+        /// Its name in GGUF files.
+        gguf: String,
+        /// Its name in `config.json`.
+        hf: String,
+    },
+}
+
+/// Advice for an error of the planner or of the command, none for others.
+pub(crate) fn hints(cause: &(dyn std::error::Error + 'static)) -> Vec<String> {
+    if let Some(error) = cause.downcast_ref::<Error>() {
+        return vec![match error {
+            Error::Clusters(_) => "--compare puts them side by side".to_owned(),
+            Error::Field { .. } => "take another conversion of the model".to_owned(),
+        }];
+    }
+    cause.downcast_ref().map_or_else(Vec::new, of_planner)
+}
+
+fn of_planner(error: &paceline_plan::Error) -> Vec<String> {
+    use paceline_plan::Error as E;
+    let one = |text: &str| vec![text.to_owned()];
+    match error {
+        E::Infeasible(why) => changes(why),
+        E::Unknown { kind: "model", .. } => one(
+            "`paceline plan --list` shows the catalogue; MODEL may be a GGUF file, a folder or a \
+             config.json too",
+        ),
+        E::Unknown { .. } => one(
+            "`paceline plan --list` shows the catalogue; a cluster file may describe its own in \
+             [[hardware]] and [[link_kind]]",
+        ),
+        E::Disconnected { .. } => {
+            one("add a [[link]] that joins them, or plan without one of them")
+        }
+        E::MissingFact { .. } => one("state it in a cluster file, in the [[node]] table"),
+        E::TooManyNodes { .. } => one("plan for a part of it, or for one of each kind"),
+        E::Toml { .. } | E::LinkEnd { .. } | E::DuplicateNode { .. } | E::NoNodes => {
+            one("docs/planner.md describes cluster files")
+        }
+        E::Value { .. } | E::Placement { .. } | E::Program { .. } => Vec::new(),
+    }
+}
+
+/// One line per change that is enough by itself.
+fn changes(why: &Infeasible) -> Vec<String> {
+    why.changes.iter().map(change).collect()
+}
+
+fn change(change: &Change) -> String {
+    match change {
+        Change::Context { tokens } => format!("it fits with --context {tokens}"),
+        Change::Concurrency { requests } => format!("it fits with --concurrency {requests}"),
+        Change::Bits { bits } => format!("it fits with {bits} bits per weight (--bits {bits})"),
+        Change::Memory { bytes } => {
+            format!(
+                "it fits with {} more memory for the model",
+                gigabytes(*bytes)
+            )
+        }
+        Change::Nodes { count: 1, kind } => format!("it fits with one more {kind}"),
+        Change::Nodes { count, kind } => format!("it fits with {count} more {kind}"),
+        Change::Disk { tok_s } => {
+            format!("--disk reads layers from disk for every token: {tok_s:.2} tok/s")
+        }
+    }
+}
+
+fn gigabytes(bytes: Bytes) -> String {
+    format!("{:.0} GB", (bytes.0 as f64 / 1e9).ceil())
+}

@@ -1,0 +1,143 @@
+//! Models, clusters and engines from what the command line says.
+
+use std::path::Path;
+
+use anyhow::Context;
+use paceline_plan::catalogue::{LinkKind, parse_cluster, short_cluster};
+use paceline_plan::{Calibration, Catalogue, Cluster, ModelShape};
+
+use super::shape;
+use crate::home;
+use crate::output::print;
+
+/// Bits per weight where neither file nor catalogue nor command line says: 4-bit blocks with scales.
+const BITS: f64 = 4.5;
+
+/// Largest file that is read as TOML: a cluster of 512 nodes with every link named is below 20 MB.
+const TOML_BYTES_MAX: u64 = 32 << 20;
+
+/// A model by its name in the catalogue, or from its files: a path, or what the store has.
+pub(super) fn model(
+    name: &str,
+    bits: Option<f64>,
+    catalogue: &Catalogue,
+) -> anyhow::Result<ModelShape> {
+    let path = Path::new(name);
+    if path.exists() {
+        return shape::from_files(path, bits);
+    }
+    match catalogue.model(name) {
+        Ok(entry) => {
+            let shape = entry.shape(bits.or(entry.bits).unwrap_or(BITS))?;
+            let native = entry.native_experts && bits.is_none();
+            Ok(if native {
+                shape.with_native_experts()
+            } else {
+                shape
+            })
+        }
+        Err(unknown) => match in_store(name) {
+            Some(path) => shape::from_files(&path, bits),
+            None => Err(unknown.into()),
+        },
+    }
+}
+
+/// Where the store has a model of this name, if it has.
+fn in_store(name: &str) -> Option<std::path::PathBuf> {
+    let home = home::home().ok()?;
+    let entries = paceline_store::list(&home).ok()?;
+    let entry = entries
+        .into_iter()
+        .find(|entry| entry.name.as_str() == name)?;
+    match entry.state {
+        paceline_store::State::Complete { files, .. } if files.len() == 1 => {
+            Some(entry.path.join(&files[0].path))
+        }
+        paceline_store::State::Complete { .. } => Some(entry.path),
+        _ => None,
+    }
+}
+
+/// A cluster from a file, or from the short form where there is no such file.
+pub(super) fn cluster(text: &str, catalogue: &mut Catalogue) -> anyhow::Result<Cluster> {
+    let path = Path::new(text);
+    if !path.is_file() {
+        return Ok(short_cluster(text, catalogue)?);
+    }
+    let toml = read(path)?;
+    let mut cluster = parse_cluster(&toml, text, catalogue)?;
+    if cluster.name == text {
+        let stem = path
+            .file_stem()
+            .map(|stem| stem.to_string_lossy().into_owned());
+        cluster.name = stem.unwrap_or_default();
+    }
+    Ok(cluster)
+}
+
+/// The text of a TOML file of bounded size.
+pub(super) fn read(path: &Path) -> anyhow::Result<String> {
+    use std::io::Read;
+    let at = || format!("cannot read {}", path.display());
+    let file = std::fs::File::open(path).with_context(at)?;
+    let mut text = String::new();
+    file.take(TOML_BYTES_MAX)
+        .read_to_string(&mut text)
+        .with_context(at)?;
+    Ok(text)
+}
+
+/// Gives every node of every cluster the constants of one engine.
+pub(super) fn set_engine(
+    clusters: &mut [Cluster],
+    name: &str,
+    calibration: &Calibration,
+) -> Result<(), paceline_plan::Error> {
+    let known = calibration
+        .engines()
+        .iter()
+        .map(|engine| engine.name.as_str());
+    if !known.clone().any(|engine| engine == name) {
+        return Err(paceline_plan::Error::Unknown {
+            kind: "engine",
+            name: name.to_owned(),
+            nearest: known.collect::<Vec<_>>().join(", "),
+        });
+    }
+    for node in clusters.iter_mut().flat_map(|cluster| &mut cluster.nodes) {
+        node.engine = name.to_owned();
+    }
+    Ok(())
+}
+
+/// Links to try in place of those that are there.
+pub(super) fn other_links(catalogue: &Catalogue) -> Result<Vec<LinkKind>, paceline_plan::Error> {
+    let kinds = ["tb5-rdma", "tb5-tcp", "roce-200g", "10gbe"];
+    kinds
+        .iter()
+        .map(|kind| catalogue.link(kind).cloned())
+        .collect()
+}
+
+/// Prints names that `--cluster`, MODEL and `--engine` take.
+pub(super) fn list(catalogue: &Catalogue, calibration: &Calibration) -> anyhow::Result<()> {
+    let known = |kind: &&str| !matches!(*kind, "unknown" | "unknown-cuda-gpu" | "none");
+    let machines = catalogue
+        .hardware
+        .iter()
+        .map(|h| h.kind.as_str())
+        .filter(known);
+    let links = catalogue
+        .links
+        .iter()
+        .map(|l| l.kind.as_str())
+        .filter(known);
+    let models = catalogue.models.iter().map(|m| m.name.as_str());
+    let engines = calibration.engines().iter().map(|e| e.name.as_str());
+    let lines = |title: &str, names: Vec<&str>| format!("{title}\n  {}", names.join("\n  "));
+    print(&lines("machines", machines.collect()))?;
+    print(&lines("links", links.collect()))?;
+    print(&lines("models", models.collect()))?;
+    print(&lines("engines", engines.collect()))
+}

@@ -1,0 +1,257 @@
+//! The shape of a model from a GGUF header or a `config.json`, experts and low ranks included:
+//! more than the engine can compute, since a plan only needs sizes.
+
+use std::path::Path;
+
+use paceline_formats::gguf::Gguf;
+use paceline_formats::hf::HfFolder;
+use paceline_plan::{Attention, Bits, ModelShape, Moe};
+use serde_json::Value;
+
+use super::Error;
+
+/// Reads the shape of the model at `path`: a folder is read in the Hugging Face layout, a `.json`
+/// file as its configuration alone, anything else as GGUF. `bits` replaces what the file stores.
+pub(super) fn from_files(path: &Path, bits: Option<f64>) -> anyhow::Result<ModelShape> {
+    let mut shape = if path.is_dir() {
+        from_folder(path)?
+    } else if path.extension().is_some_and(|ext| ext == "json") {
+        let text = super::facts::read(path)?;
+        let config: Value = serde_json::from_str(&text)?;
+        from_config(&name_of(path), &config)?
+    } else {
+        from_gguf(&name_of(path), &Gguf::open(path)?)?
+    };
+    if let Some(bits) = bits {
+        shape.bits = Bits::uniform(bits);
+    }
+    shape.check()?;
+    Ok(shape)
+}
+
+fn name_of(path: &Path) -> String {
+    path.file_stem()
+        .map_or_else(String::new, |stem| stem.to_string_lossy().into_owned())
+}
+
+/// The fields of either format by the names of both.
+struct Fields<'a> {
+    number: &'a dyn Fn(&str, &str) -> Option<u64>,
+}
+
+impl Fields<'_> {
+    fn get(&self, gguf: &str, hf: &str) -> Option<u32> {
+        (self.number)(gguf, hf).and_then(|value| u32::try_from(value).ok())
+    }
+
+    fn need(&self, gguf: &str, hf: &str) -> Result<u32, Error> {
+        self.get(gguf, hf).ok_or_else(|| Error::Field {
+            gguf: gguf.to_owned(),
+            hf: hf.to_owned(),
+        })
+    }
+
+    fn shape(&self, name: &str, vocab: u32, tied: bool) -> Result<ModelShape, Error> {
+        let heads = self.need("attention.head_count", "num_attention_heads")?;
+        let width = self.need("embedding_length", "hidden_size")?;
+        Ok(ModelShape {
+            name: name.to_owned(),
+            layers: self.need("block_count", "num_hidden_layers")?,
+            width,
+            vocab,
+            tied,
+            attention: self.attention(heads, width),
+            ffn: self
+                .get("feed_forward_length", "intermediate_size")
+                .unwrap_or(0),
+            moe: self.moe()?,
+            bits: Bits::uniform(16.0),
+        })
+    }
+
+    fn attention(&self, heads: u32, width: u32) -> Attention {
+        let rank = self
+            .get("attention.kv_lora_rank", "kv_lora_rank")
+            .unwrap_or(0);
+        let head_dim = self.get("attention.key_length", "head_dim");
+        let head_dim = head_dim.unwrap_or_else(|| width / heads.max(1));
+        if rank == 0 {
+            let kv = self.get("attention.head_count_kv", "num_key_value_heads");
+            return Attention::Gqa {
+                heads,
+                kv_heads: kv.unwrap_or(heads),
+                head_dim,
+            };
+        }
+        let rope = self
+            .get("rope.dimension_count", "qk_rope_head_dim")
+            .unwrap_or(64);
+        // GGUF files of absorbed models state the latent sizes as key_length, those of a head apart.
+        let key = self.get("attention.key_length_mla", "").unwrap_or(head_dim);
+        let value = self
+            .get("attention.value_length_mla", "v_head_dim")
+            .unwrap_or(128);
+        Attention::Mla {
+            heads,
+            q_rank: self
+                .get("attention.q_lora_rank", "q_lora_rank")
+                .unwrap_or(0),
+            kv_rank: rank,
+            nope_dim: self
+                .get("", "qk_nope_head_dim")
+                .unwrap_or(key.saturating_sub(rope)),
+            rope_dim: rope,
+            value_dim: value,
+        }
+    }
+
+    /// Names of experts differ among families; the first that is there counts.
+    fn moe(&self) -> Result<Option<Moe>, Error> {
+        let first = |names: [(&str, &str); 3]| names.iter().find_map(|(g, h)| self.get(g, h));
+        let experts = first([
+            ("expert_count", "num_experts"),
+            ("", "n_routed_experts"),
+            ("", "num_local_experts"),
+        ]);
+        let Some(experts) = experts.filter(|&n| n > 0) else {
+            return Ok(None);
+        };
+        let active = first([
+            ("expert_used_count", "num_experts_per_tok"),
+            ("", "experts_per_token"),
+            ("", "moe_topk"),
+        ]);
+        let width = first([
+            ("expert_feed_forward_length", "moe_intermediate_size"),
+            ("feed_forward_length", "intermediate_size"),
+            ("", "expert_dim"),
+        ]);
+        let missing = |name: &str| Error::Field {
+            gguf: name.to_owned(),
+            hf: name.to_owned(),
+        };
+        Ok(Some(Moe {
+            experts,
+            active: active.ok_or_else(|| missing("expert_used_count"))?,
+            shared: self
+                .get("expert_shared_count", "n_shared_experts")
+                .unwrap_or(0),
+            ffn: width.ok_or_else(|| missing("expert_feed_forward_length"))?,
+            dense_layers: self
+                .get("leading_dense_block_count", "first_k_dense_replace")
+                .unwrap_or(0),
+        }))
+    }
+}
+
+fn from_gguf(name: &str, file: &Gguf) -> anyhow::Result<ModelShape> {
+    let meta = file.metadata();
+    let arch = meta.str("general.architecture")?.to_owned();
+    // Some files have a list where layers differ; the largest serves every layer.
+    let number = |gguf: &str, _: &str| {
+        let key = format!("{arch}.{gguf}");
+        match meta.get(&key)? {
+            paceline_formats::gguf::Value::Array(list) => list.to_u64s()?.into_iter().max(),
+            value => value.as_u64(),
+        }
+    };
+    let fields = Fields { number: &number };
+    let vocab = file
+        .info("token_embd.weight")
+        .and_then(|info| info.shape().first().copied());
+    let vocab = vocab.and_then(|rows| u32::try_from(rows).ok()).unwrap_or(0);
+    let mut shape = fields.shape(name, vocab, !file.has("output.weight"))?;
+    shape.bits = stored_bits(file);
+    Ok(shape)
+}
+
+/// Bits per weight of routed experts and of the rest, from the tensor table.
+fn stored_bits(file: &Gguf) -> Bits {
+    let mut experts = (0.0, 0.0);
+    let mut rest = (0.0, 0.0);
+    for info in file.tensors() {
+        let Some(bytes) = info.range().map(|range| range.len()) else {
+            continue;
+        };
+        let part = if info.name().contains("_exps") {
+            &mut experts
+        } else {
+            &mut rest
+        };
+        *part = (part.0 + bytes as f64 * 8.0, part.1 + info.values() as f64);
+    }
+    let mean = |(bits, values): (f64, f64)| if values > 0.0 { bits / values } else { 16.0 };
+    let rest = mean(rest);
+    Bits {
+        experts: if experts.1 > 0.0 { mean(experts) } else { rest },
+        rest,
+        kv: 16.0,
+    }
+}
+
+fn from_folder(path: &Path) -> anyhow::Result<ModelShape> {
+    let config = path.join("config.json");
+    let stated = name_of(path);
+    match HfFolder::open(path) {
+        Ok(folder) => {
+            let mut shape = from_config(&stated, folder.config())?;
+            let bits = folder.file_bytes().0 as f64 * 8.0 / shape.params();
+            shape.bits = Bits::uniform(bits.clamp(1.0, 32.0));
+            Ok(shape)
+        }
+        // Without weights the configuration still says the shape.
+        Err(_) if config.is_file() => {
+            let text = super::facts::read(&config)?;
+            Ok(from_config(&stated, &serde_json::from_str(&text)?)?)
+        }
+        Err(error) => Err(error.into()),
+    }
+}
+
+fn from_config(name: &str, config: &Value) -> Result<ModelShape, Error> {
+    // Models with pictures keep the text part apart.
+    let text = config.get("text_config").unwrap_or(config);
+    let number = |_: &str, hf: &str| text.get(hf).and_then(Value::as_u64);
+    let fields = Fields { number: &number };
+    let vocab = fields.need("vocab_size", "vocab_size")?;
+    let tied = [text, config]
+        .iter()
+        .find_map(|c| c.get("tie_word_embeddings")?.as_bool());
+    fields.shape(name, vocab, tied.unwrap_or(false))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_configuration_with_experts_and_low_ranks_reads() {
+        let config = serde_json::json!({
+            "hidden_size": 7168, "num_hidden_layers": 61, "num_attention_heads": 128,
+            "num_key_value_heads": 128, "intermediate_size": 18432, "vocab_size": 129_280,
+            "n_routed_experts": 256, "num_experts_per_tok": 8, "n_shared_experts": 1,
+            "moe_intermediate_size": 2048, "first_k_dense_replace": 3, "q_lora_rank": 1536,
+            "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+            "v_head_dim": 128, "tie_word_embeddings": false
+        });
+        let shape = from_config("deepseek", &config).unwrap();
+        let catalogue = paceline_plan::Catalogue::builtin().unwrap();
+        let known = catalogue
+            .model("DeepSeek-V3.1-671B")
+            .unwrap()
+            .shape(16.0)
+            .unwrap();
+        assert_eq!((shape.attention, shape.moe), (known.attention, known.moe));
+        assert!(
+            (shape.params() / 671e9 - 1.0).abs() < 0.01,
+            "{}",
+            shape.params()
+        );
+    }
+
+    #[test]
+    fn a_missing_field_is_named() {
+        let error = from_config("x", &serde_json::json!({ "vocab_size": 5 })).unwrap_err();
+        assert!(error.to_string().contains("num_attention_heads"), "{error}");
+    }
+}
