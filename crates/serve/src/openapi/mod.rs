@@ -131,16 +131,15 @@ fn post(id: &str, request: &str, answer: &str, has_keys: bool) -> Value {
     let all: Vec<&str> = REFUSALS.iter().map(|(status, _)| *status).collect();
     let mut responses = refusals(&all, has_keys);
     let chunk = format!("{answer}Chunk");
+    let data = json!({
+        "type": "string",
+        "contentMediaType": "application/json",
+        "contentSchema": {"anyOf": [reference(&chunk), reference("Error")]},
+    });
     let event = json!({
         "type": "object",
         "description": "With stream: chunks, then [DONE]; or an error as the last.",
-        "properties": {
-            "data": {
-                "type": "string",
-                "contentMediaType": "application/json",
-                "contentSchema": {"anyOf": [reference(&chunk), reference("Error")]},
-            },
-        },
+        "properties": {"data": {"anyOf": [{"const": "[DONE]"}, data]}},
         "required": ["data"],
     });
     let ok = json!({

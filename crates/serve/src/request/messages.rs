@@ -19,7 +19,7 @@ use crate::json::show;
 use crate::rejection::Rejection;
 
 /// Most parts of a message: longer than any known use.
-pub(crate) const MAX_PARTS: usize = 1024;
+pub(crate) const MAX_PARTS: usize = 256;
 
 /// Most calls of a message: OpenAI's bound for the tools themselves.
 pub(crate) const MAX_TOOL_CALLS: usize = 128;

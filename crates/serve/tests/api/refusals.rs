@@ -619,7 +619,7 @@ fn counts_have_bounds() {
     let notes: Vec<String> = (0..17).map(|i| format!("\"{i}\":\"\"")).collect();
     let message = r#"{"role":"user","content":"a"}"#;
     let part = r#"{"type":"text","text":"a"}"#;
-    let (long_note, parts) = ("x".repeat(513), list(part, 1025));
+    let (long_note, parts) = ("x".repeat(513), list(part, 257));
     for (path, fields, param) in [
         (
             CHAT,
