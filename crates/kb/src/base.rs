@@ -301,7 +301,7 @@ impl KnowledgeBase {
     /// Ids near to one that does not exist, ascending, at most `max`.
     pub fn ids_near(&self, id: u32, max: usize) -> Vec<u32> {
         let mut ids: Vec<u32> = self.findings.keys().copied().collect();
-        // A mistyped digit is likelier than a neighbour, so ids of one digit's difference go first.
+        // A mistyped digit is likelier than a neighbour, so ids of one slip's difference go first.
         ids.sort_by_key(|other| (digits_apart(id, *other), other.abs_diff(id)));
         ids.truncate(max);
         ids.sort_unstable();
@@ -359,14 +359,9 @@ impl KnowledgeBase {
     }
 }
 
-/// Digits in which two numbers of the same length differ; many when the lengths do.
+/// Slips of the finger between two numbers: a digit too many, too few, wrong, or two swapped.
 fn digits_apart(a: u32, b: u32) -> usize {
-    let (a, b) = (a.to_string(), b.to_string());
-    if a.len() == b.len() {
-        a.bytes().zip(b.bytes()).filter(|(x, y)| x != y).count()
-    } else {
-        strsim::damerau_levenshtein(&a, &b)
-    }
+    strsim::damerau_levenshtein(&a.to_string(), &b.to_string())
 }
 
 /// A knowledge base while it is put together.

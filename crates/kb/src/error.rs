@@ -77,7 +77,7 @@ pub enum Fault {
         got: &'static str,
     },
     /// No id.
-    #[error("expected a whole number from 1 to 4294967295, got {got}")]
+    #[error("expected a whole number from 1 to 4294967295, got {}", got.replace(char::is_control, " "))]
     NotAnId {
         /// The text of the value.
         got: String,
@@ -157,7 +157,8 @@ impl fmt::Display for Problem {
 }
 
 fn in_key(key: Option<&str>) -> String {
-    key.map_or_else(String::new, |key| format!(", key `{key}`"))
+    // A key in quotes may hold anything; a terminal should not have it as it is.
+    key.map_or_else(String::new, |key| format!(", key `{}`", key.escape_debug()))
 }
 
 fn meant(nearest: Option<&str>) -> String {

@@ -94,7 +94,8 @@ impl Page {
     /// As [`Self::paragraph`], faint.
     pub(super) fn aside(&mut self, lead: &str, text: &str) {
         let text = printable(text);
-        let pieces = pieces(&text, &[0..text.len()], self.style(FAINT));
+        let all = 0..text.len();
+        let pieces = pieces(&text, &[all], self.style(FAINT));
         self.lay(lead, &pieces);
     }
 
@@ -194,7 +195,7 @@ mod tests {
             (
                 "note  ",
                 "one two three four five six",
-                "note  one two three four\n      five six",
+                "note  one two three four five\n      six",
             ),
             (
                 "",
@@ -239,7 +240,10 @@ mod tests {
     #[test]
     fn terminals_are_not_given_orders() {
         let text = "a\x1b[2Jb";
-        let shown = page(30, true, |page| page.marked("", text, &[0..1]));
+        let first = 0..1;
+        let shown = page(30, true, |page| {
+            page.marked("", text, std::slice::from_ref(&first))
+        });
         assert_eq!(shown, "a\u{fffd}[2Jb");
     }
 

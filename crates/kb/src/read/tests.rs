@@ -148,6 +148,16 @@ fn wrong_values_are_told_with_line_entry_and_key() {
             "line 3, [[finding]] 1 (id 9001), key `statement`: control character 0x1b in the text",
         ),
         (
+            "\"a\\u001b[2J\" = 1\n[[finding]]\nid = 1\nstatement = \"s\"\n",
+            "line 1, key `a\\u{1b}[2J`: unknown key, expected one of skill, description, topic, \
+             finding, answer",
+        ),
+        (
+            "[[finding]]\nid = '''two\nlines'''\nstatement = \"s\"\n",
+            "line 2, [[finding]] 1, key `id`: expected a whole number from 1 to 4294967295, got \
+             '''two lines'''",
+        ),
+        (
             "[[findings]]\nid = 9001\n",
             "line 1, key `findings`: unknown key, did you mean \"finding\"?, expected one of skill, description, topic, \
              finding, answer",

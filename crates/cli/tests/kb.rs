@@ -1,0 +1,594 @@
+//! `paceline kb` as a user, a script or a terminal calls it.
+#![allow(clippy::unwrap_used, reason = "test code outside of test functions")]
+
+use std::ffi::OsStr;
+use std::fs::{self, File};
+use std::io::Read;
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
+
+use rustix::pty::{OpenptFlags, grantpt, openpt, ptsname, unlockpt};
+use rustix::termios::{Winsize, tcsetwinsize};
+use serde_json::{Value, json};
+
+const OWN: &str = "[[finding]]\nid = 9001\nstatement = \"My quokka cluster answers in 4 µs.\"\n\
+                   topic = \"RDMA Bandwidth & Latency\"\nconflicts = [306]\n\
+                   [[answer]]\nquestion = \"Who feeds the quokka?\"\nanswer = \"I do.\"\nfindings = [9001]\n";
+
+/// An empty home and a folder for files to add.
+struct World(tempfile::TempDir);
+
+impl World {
+    fn new() -> Self {
+        Self(tempfile::tempdir().unwrap())
+    }
+
+    fn home(&self) -> PathBuf {
+        self.0.path().join("home")
+    }
+
+    /// Writes a file of findings; gives its path.
+    fn file(&self, name: &str, bytes: impl AsRef<[u8]>) -> String {
+        let path = self.0.path().join(name);
+        fs::write(&path, bytes).unwrap();
+        path.to_str().unwrap().to_owned()
+    }
+
+    fn command(&self, args: &[&str]) -> Command {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_paceline"));
+        command
+            .env_clear()
+            .env("PACELINE_HOME", self.home())
+            .current_dir(self.0.path())
+            .arg("kb")
+            .args(args)
+            .stdin(Stdio::null());
+        command
+    }
+
+    fn run(&self, args: &[&str]) -> Output {
+        self.command(args).output().unwrap()
+    }
+
+    /// What a command that succeeds prints.
+    fn says(&self, args: &[&str]) -> String {
+        let output = self.run(args);
+        assert!(
+            output.status.success(),
+            "{args:?}: {}",
+            text(&output.stderr)
+        );
+        text(&output.stdout)
+    }
+
+    /// What a command that fails with exit code 1 tells.
+    fn fails(&self, args: &[&str]) -> String {
+        let output = self.run(args);
+        let said = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(1), "{args:?}: {said}");
+        assert!(output.stdout.is_empty(), "{args:?}");
+        assert!(
+            said.starts_with("error: ") && said.contains("\nhint: "),
+            "{said}"
+        );
+        said
+    }
+
+    fn json(&self, args: &[&str]) -> Value {
+        let args: Vec<&str> = ["--json"].iter().chain(args).copied().collect();
+        let said = self.says(&args);
+        let object: Value = serde_json::from_str(&said).unwrap();
+        assert!(
+            object.is_object() && said.trim_end().lines().count() == 1,
+            "{said}"
+        );
+        object
+    }
+
+    /// Every file below the home with its bytes.
+    fn kept(&self) -> Vec<(String, Vec<u8>)> {
+        let Ok(entries) = fs::read_dir(self.home().join("kb")) else {
+            return Vec::new();
+        };
+        let paths = entries.map(|entry| entry.unwrap().path());
+        let name = |path: &Path| path.file_name().unwrap().to_str().unwrap().to_owned();
+        let mut kept: Vec<_> = paths.map(|p| (name(&p), fs::read(&p).unwrap())).collect();
+        kept.sort();
+        kept
+    }
+}
+
+fn text(bytes: &[u8]) -> String {
+    String::from_utf8(bytes.to_vec()).unwrap()
+}
+
+/// The built-in ids, asked of the program.
+fn all_ids(world: &World) -> Vec<u64> {
+    let areas = world.json(&["skill"]);
+    let topics = areas["topics"].as_array().unwrap();
+    let ids = topics
+        .iter()
+        .flat_map(|topic| topic["ids"].as_array().unwrap());
+    let mut ids: Vec<u64> = ids.map(|id| id.as_u64().unwrap()).collect();
+    ids.sort_unstable();
+    ids.dedup();
+    ids
+}
+
+#[test]
+fn every_id_is_reached_through_the_program() {
+    let world = World::new();
+    let ids = all_ids(&world);
+    assert_eq!(ids.len(), 51);
+    for id in ids {
+        let id_text = id.to_string();
+        let detail = world.json(&["detail", &id_text]);
+        assert_eq!(detail["id"], id);
+        let topic = world.json(&["skill", detail["topic"].as_str().unwrap()]);
+        let listed = topic["ids"].as_array().unwrap();
+        assert!(listed.contains(&json!(id)), "{id} in its topic");
+        let statement = detail["statement"].as_str().unwrap();
+        let found = world.json(&["search", "--limit", "5", "--", statement]);
+        let hits = found["hits"].as_array().unwrap();
+        assert!(
+            hits.len() <= 5 && hits.iter().any(|hit| hit["id"] == id),
+            "{id} by its words"
+        );
+        assert!(world.says(&["detail", &id_text]).starts_with(&id_text));
+    }
+    assert!(!world.home().exists(), "reading leaves nothing");
+}
+
+#[test]
+fn exit_codes_tell_failure_from_wrong_usage() {
+    let world = World::new();
+    for (args, code) in [
+        (&["stats"][..], 0),
+        (&["skill"], 0),
+        (&["search", "rdma"], 0),
+        (&["search", "zzyzx"], 0),
+        (&["ask", "how", "do", "I", "bake", "bread?"], 0),
+        (&["detail", "#415"], 0),
+        (&["detail", "999"], 1),
+        (&["skill", "cooking"], 1),
+        (&["skill", "rdma"], 1),
+        (&["search", "the of"], 1),
+        (&["ask", "?"], 1),
+        (&["add", "missing.toml"], 1),
+        (&[], 2),
+        (&["nope"], 2),
+        (&["search"], 2),
+        (&["ask"], 2),
+        (&["add"], 2),
+        (&["detail"], 2),
+        (&["detail", "x"], 2),
+        (&["detail", "-3"], 2),
+        (&["search", "rdma", "--limit", "many"], 2),
+    ] {
+        let output = world.run(args);
+        assert_eq!(
+            output.status.code(),
+            Some(code),
+            "{args:?}: {}",
+            text(&output.stderr)
+        );
+    }
+}
+
+#[test]
+fn hints_name_what_was_meant() {
+    let world = World::new();
+    for (args, hint) in [
+        (&["detail", "451"][..], "did you mean 415, 421, 431?"),
+        (&["skill", "jacl"], "did you mean JACCL Backend?"),
+        (
+            &["skill", "rdma"],
+            "name one of rdma-over-thunderbolt-5, rdma-bandwidth-latency",
+        ),
+        (
+            &["skill", "cooking"],
+            "`paceline kb skill` lists the topics",
+        ),
+    ] {
+        let said = world.fails(args);
+        assert!(said.contains(hint), "{args:?}: {said}");
+    }
+    let output = world.run(&["search", "thunderbold"]);
+    assert!(text(&output.stderr).contains("did you mean thunderbolt"));
+    assert!(output.stdout.is_empty());
+}
+
+#[test]
+fn conflicts_come_with_what_the_planner_assumes_and_why() {
+    let world = World::new();
+    let detail = world.json(&["detail", "418"]);
+    let between = &detail["disagreements"][0];
+    assert_eq!(between["between"], json!([418, 437]));
+    let assumption = &between["assumptions"][0];
+    assert_eq!(assumption["subject"], "Bandwidth of NVLink");
+    assert!(assumption["assumes"].as_str().unwrap().contains("900 GB/s"));
+    assert!(assumption["why"].as_str().unwrap().contains("unit"));
+    let said = world.says(&["detail", "418"]);
+    for part in [
+        "Disagrees with\n  437  Limits today",
+        "What the planner assumes",
+        "because  These are",
+    ] {
+        assert!(said.contains(part), "{said}");
+    }
+    let skill = world.json(&["skill", "gpu-distributed"]);
+    assert_eq!(skill["conflicts"].as_array().unwrap().len(), 30);
+    for conflict in skill["conflicts"].as_array().unwrap() {
+        assert_eq!(
+            conflict["assumptions"].as_array().unwrap().len(),
+            1,
+            "{conflict}"
+        );
+    }
+}
+
+#[test]
+fn links_say_whether_their_command_is_here() {
+    let world = World::new();
+    for id in all_ids(&world) {
+        let detail = world.json(&["detail", &id.to_string()]);
+        for check in detail["checks"].as_array().unwrap() {
+            let command = check["command"].as_str().unwrap();
+            let words = command.split(' ').skip(1);
+            let words: Vec<&str> = words
+                .take_while(|w| w.chars().all(char::is_lowercase))
+                .collect();
+            let help = Command::new(env!("CARGO_BIN_EXE_paceline"))
+                .args(&words)
+                .arg("--help")
+                .output();
+            let helped = help.unwrap();
+            let options: Vec<&str> = command
+                .split(' ')
+                .filter(|w| w.len() > 2 && w.starts_with("--"))
+                .collect();
+            let shown = text(&helped.stdout);
+            let here =
+                helped.status.success() && options.iter().all(|option| shown.contains(option));
+            assert_eq!(check["available"], here, "{command}");
+            let said = world.says(&["detail", &id.to_string()]);
+            let words: Vec<&str> = said.split_whitespace().collect();
+            let marked = format!("{command} (not in this version yet)");
+            assert_eq!(words.join(" ").contains(&marked), !here, "{said}");
+        }
+    }
+}
+
+#[test]
+fn questions_are_answered_with_ids_or_not_at_all() {
+    let world = World::new();
+    let asked = world.json(&["ask", "which parallelism over 10 GbE?"]);
+    assert_eq!(asked["answer"]["findings"], json!([346, 366, 431, 434]));
+    assert!(
+        asked["related"]
+            .as_array()
+            .unwrap()
+            .iter()
+            .any(|hit| hit["id"] == 431)
+    );
+    let said = world.says(&["ask", "which", "parallelism", "over", "10", "GbE?"]);
+    assert!(said.contains("findings    346, 366, 431, 434"), "{said}");
+    let none = world.json(&["ask", "how do I bake bread?"]);
+    assert_eq!(none["answer"], Value::Null);
+    let said = world.says(&["ask", "how do I bake bread?"]);
+    assert!(said.starts_with("No quick answer"), "{said}");
+}
+
+#[test]
+fn own_findings_are_added_and_found() {
+    let world = World::new();
+    let added = world.json(&["add", &world.file("own.toml", OWN)]);
+    assert_eq!(added["findings"], json!([9001]));
+    assert_eq!(
+        (&added["changed"], &added["answers"]),
+        (&json!(true), &json!(1))
+    );
+    assert_eq!(
+        world.kept(),
+        [("own.toml".to_owned(), OWN.as_bytes().to_vec())]
+    );
+    let hits = world.json(&["search", "quokka"])["hits"].clone();
+    assert_eq!(
+        (&hits[0]["id"], &hits[0]["origin"]),
+        (&json!(9001), &json!("own.toml"))
+    );
+    assert_eq!(
+        world.json(&["detail", "9001"])["topic"],
+        "RDMA Bandwidth & Latency"
+    );
+    assert_eq!(
+        world.json(&["ask", "who feeds my quokka?"])["answer"]["answer"],
+        "I do."
+    );
+    assert_eq!(world.json(&["stats"])["own_findings"], 1);
+    let conflicts = world.json(&["detail", "306"])["conflicts"].clone();
+    assert!(conflicts.as_array().unwrap().contains(&json!(9001)));
+    // Again, and of any other name for the same findings.
+    assert_eq!(
+        world.json(&["add", &world.file("own.toml", OWN)])["changed"],
+        false
+    );
+    let said = world.fails(&["add", &world.file("copy.toml", OWN)]);
+    assert!(
+        said.contains("9001 is taken by a finding of own.toml"),
+        "{said}"
+    );
+}
+
+#[test]
+fn a_file_of_the_same_name_is_replaced_only_when_asked() {
+    let world = World::new();
+    world.says(&["add", &world.file("own.toml", OWN)]);
+    let newer = OWN.replace("4 µs", "3 µs");
+    let path = world.file("own.toml", &newer);
+    let said = world.fails(&["add", &path]);
+    assert!(
+        said.contains("is there already") && said.contains("--replace"),
+        "{said}"
+    );
+    assert_eq!(world.kept()[0].1, OWN.as_bytes());
+    world.says(&["add", &path, "--replace"]);
+    assert_eq!(world.kept()[0].1, newer.as_bytes());
+    // Another file rests on 9001, so it cannot go.
+    let other = "[[finding]]\nid = 9002\nstatement = \"No.\"\nconflicts = [9001]\n";
+    world.says(&["add", &world.file("another.toml", other)]);
+    let without = world.file("own.toml", OWN.replace("9001", "9003"));
+    let said = world.fails(&["add", &without, "--replace"]);
+    assert!(
+        said.contains("your findings in another.toml would be left out"),
+        "{said}"
+    );
+    assert_eq!(world.kept()[1].1, newer.as_bytes());
+    assert_eq!(world.json(&["stats"])["own_findings"], 2);
+}
+
+#[test]
+fn a_bad_file_is_told_of_with_line_and_key_and_changes_nothing() {
+    let world = World::new();
+    world.says(&["add", &world.file("own.toml", OWN)]);
+    let before = world.kept();
+    let finding = |rest: &str| format!("[[finding]]\nid = 77\n{rest}\n");
+    for (bytes, told) in [
+        (
+            finding("statement = \"open").into_bytes(),
+            "line 3, column 18, key `statement`: ",
+        ),
+        (
+            finding("statement = 5").into_bytes(),
+            "line 3, [[finding]] 1 (id 77), key `statement`: expected a string",
+        ),
+        (
+            finding("statment = \"s\"").into_bytes(),
+            "line 3, [[finding]] 1 (id 77), key `statment`: unknown key, did you",
+        ),
+        (
+            finding("statement = \"s\"\nid = 78").into_bytes(),
+            "line 4, column 1, key `id`: duplicate key",
+        ),
+        (
+            b"[[finding]]\nid = 415\nstatement = \"s\"\n".to_vec(),
+            "line 2, [[finding]] 1 (id 415), key `id`: 415 is taken by a built-in finding",
+        ),
+        (
+            b"[[finding]]\nid = 9001\nstatement = \"s\"\n".to_vec(),
+            "key `id`: 9001 is taken by a finding of own.toml",
+        ),
+        (
+            b"[[finding]]\nid = 77\nstatement = \"\xff\xfe\"\n".to_vec(),
+            "line 3: not UTF-8 text, byte 33 is 0xff",
+        ),
+        (b"\x00\x01\x02".to_vec(), "line 1, column 4: "),
+        (Vec::new(), "nothing to add"),
+        (vec![b'#'; 2 << 20], "larger than 1048576 bytes"),
+        (
+            format!("x = {}", "[".repeat(900_000)).into_bytes(),
+            "line 1, column ",
+        ),
+        (
+            finding(&format!(
+                "statement = \"s\"\nx = {}1{}",
+                "{a=".repeat(5000),
+                "}".repeat(5000)
+            ))
+            .into_bytes(),
+            "line 4, column ",
+        ),
+        (
+            "[[finding]]\n".repeat(80_000).into_bytes(),
+            "and 159980 more",
+        ),
+    ] {
+        let said = world.fails(&["add", &world.file("bad.toml", &bytes)]);
+        assert!(said.contains(told), "{told}: {said:.600}");
+        assert!(said.contains("bad.toml is not taken"), "{said:.600}");
+        assert!(said.len() < 6000, "{}", said.len());
+        assert_eq!(world.kept(), before, "{told}");
+    }
+    assert_eq!(world.json(&["search", "quokka"])["hits"][0]["id"], 9001);
+}
+
+#[test]
+fn what_is_no_file_is_not_waited_for() {
+    let world = World::new();
+    let folder = world.0.path().join("folder.toml");
+    fs::create_dir(&folder).unwrap();
+    let pipe = world.0.path().join("pipe.toml");
+    let made = Command::new("mkfifo").arg(&pipe).status();
+    assert!(made.unwrap().success(), "mkfifo is part of every Unix");
+    for path in [&folder, &pipe] {
+        let said = world.fails(&["add", path.to_str().unwrap()]);
+        assert!(said.contains("is not a file"), "{said}");
+    }
+    let said = world.fails(&["add", "/dev/zero"]);
+    assert!(said.contains("is not a file"), "{said}");
+    assert!(!world.home().exists());
+}
+
+#[test]
+fn a_file_that_was_broken_later_is_told_of_and_left_out() {
+    let world = World::new();
+    world.says(&["add", &world.file("own.toml", OWN)]);
+    let kept = world.home().join("kb");
+    fs::write(kept.join("broken.toml"), "[[finding]]\nid = oops\n").unwrap();
+    fs::write(kept.join(".add-x.toml"), "half").unwrap();
+    fs::create_dir(kept.join("folder.toml")).unwrap();
+    let output = world.run(&["search", "quokka", "--json"]);
+    assert!(output.status.success());
+    let said = text(&output.stderr);
+    assert!(
+        said.contains("warning: your findings in broken.toml are left out: line 2, column"),
+        "{said}"
+    );
+    assert!(!said.contains(".add-x"), "{said}");
+    let object: Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(object["hits"][0]["id"], 9001);
+    // Adding goes on beside it.
+    let more = "[[finding]]\nid = 9005\nstatement = \"Wombats too.\"\n";
+    world.says(&["add", &world.file("more.toml", more)]);
+    assert_eq!(world.json(&["search", "wombats"])["hits"][0]["id"], 9005);
+}
+
+#[test]
+fn a_home_that_cannot_be_written_to_is_said() {
+    let world = World::new();
+    fs::write(world.home(), "a file where the folder should be").unwrap();
+    let output = world.run(&["add", &world.file("own.toml", OWN)]);
+    assert_eq!(output.status.code(), Some(1));
+    assert!(text(&output.stderr).contains("cannot write "));
+    // Without any home, what is built in still works; adding does not.
+    let mut stats = world.command(&["stats"]);
+    assert!(
+        stats
+            .env_remove("PACELINE_HOME")
+            .output()
+            .unwrap()
+            .status
+            .success()
+    );
+    let mut add = world.command(&["add", &world.file("own.toml", OWN)]);
+    let output = add.env_remove("PACELINE_HOME").output().unwrap();
+    assert!(text(&output.stderr).contains("PACELINE_HOME"));
+}
+
+#[test]
+fn text_fits_the_width_and_has_no_colour_in_a_pipe() {
+    let world = World::new();
+    for (columns, width) in [
+        (None, 80),
+        (Some("40"), 40),
+        (Some("300"), 100),
+        (Some("x"), 80),
+    ] {
+        for args in [
+            &["skill", "gpu-distributed"][..],
+            &["detail", "306"],
+            &["search", "rdma"],
+        ] {
+            let mut command = world.command(args);
+            if let Some(columns) = columns {
+                command.env("COLUMNS", columns);
+            }
+            let said = text(&command.env("TERM", "xterm").output().unwrap().stdout);
+            assert!(!said.contains('\x1b'));
+            let widest = said.lines().map(|line| line.chars().count()).max().unwrap();
+            assert!(
+                widest <= width && widest + 15 > width,
+                "{args:?}: {widest} of {width}"
+            );
+            assert!(said.lines().all(|line| line.trim_end() == line));
+        }
+    }
+}
+
+/// What `command` shows on a terminal of `columns` columns.
+fn on_terminal(mut command: Command, columns: u16) -> String {
+    let person = openpt(OpenptFlags::RDWR | OpenptFlags::NOCTTY).unwrap();
+    grantpt(&person).unwrap();
+    unlockpt(&person).unwrap();
+    let name = ptsname(&person, Vec::new()).unwrap();
+    let process = File::options()
+        .read(true)
+        .write(true)
+        .open(OsStr::from_bytes(name.as_bytes()))
+        .unwrap();
+    let size = Winsize {
+        ws_row: 25,
+        ws_col: columns,
+        ws_xpixel: 0,
+        ws_ypixel: 0,
+    };
+    tcsetwinsize(&process, size).unwrap();
+    let mut child = command.stdout(process).spawn().unwrap();
+    // The command, too, holds the terminal's other side; without it the last reader would wait.
+    drop(command);
+    let mut shown = Vec::new();
+    let mut buffer = [0; 4096];
+    let mut person = File::from(person);
+    while let Ok(n @ 1..) = person.read(&mut buffer) {
+        shown.extend_from_slice(&buffer[..n]);
+    }
+    assert!(child.wait().unwrap().success());
+    text(&shown)
+}
+
+#[test]
+fn a_terminal_gets_its_width_and_bold_words() {
+    let world = World::new();
+    let command = |term: &str, no_color: &str| {
+        let mut command = world.command(&["search", "SIGBUS"]);
+        command
+            .env("TERM", term)
+            .env("NO_COLOR", no_color)
+            .env("COLUMNS", "90");
+        command
+    };
+    let shown = on_terminal(command("xterm", ""), 50);
+    assert!(shown.contains("\x1b[1mSIGBUS\x1b[0m"), "{shown}");
+    let plain = on_terminal(command("xterm", "1"), 50);
+    assert!(
+        plain.contains("SIGBUS") && !plain.contains('\x1b'),
+        "{plain}"
+    );
+    assert!(
+        plain.lines().all(|line| line.chars().count() <= 50),
+        "{plain}"
+    );
+    assert!(!on_terminal(command("dumb", ""), 50).contains('\x1b'));
+}
+
+#[test]
+fn two_at_once_lose_nothing() {
+    let world = World::new();
+    let files: Vec<String> = (0..8)
+        .map(|n| {
+            let finding = format!(
+                "[[finding]]\nid = {}\nstatement = \"Number {n} of koalas.\"\n",
+                8000 + n
+            );
+            world.file(&format!("f{n}.toml"), finding)
+        })
+        .collect();
+    let mut children: Vec<_> = files
+        .iter()
+        .map(|file| {
+            world
+                .command(&["add", file])
+                .stdout(Stdio::null())
+                .spawn()
+                .unwrap()
+        })
+        .collect();
+    assert!(
+        children
+            .iter_mut()
+            .all(|child| child.wait().unwrap().success())
+    );
+    assert_eq!(world.json(&["search", "koalas"])["n_found"], 8);
+    assert_eq!(world.kept().len(), 8);
+}
