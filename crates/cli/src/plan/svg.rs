@@ -6,8 +6,8 @@ use super::compare::Row;
 use super::report::or_dash;
 
 const ROW: usize = 46; // height of a row, px
-const LEFT: f64 = 250.0; // where bars start
-const LONGEST: f64 = 300.0; // px of the fastest
+const LEFT: f64 = 300.0; // where bars start
+const LONGEST: f64 = 220.0; // px of the fastest
 const WIDTH: f64 = 760.0;
 
 /// The picture as SVG text.

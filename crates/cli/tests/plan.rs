@@ -1,0 +1,217 @@
+//! `paceline plan` as a user calls it; the commands of docs/questions.md and what they print.
+#![allow(clippy::unwrap_used, reason = "test code outside of test functions")]
+
+use std::path::Path;
+use std::process::{Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+fn plan(args: &[&str]) -> Output {
+    let home = tempfile::tempdir().unwrap();
+    Command::new(env!("CARGO_BIN_EXE_paceline"))
+        .env_clear()
+        .env("PACELINE_HOME", home.path())
+        .arg("plan")
+        .args(args)
+        .stdin(Stdio::null())
+        .output()
+        .unwrap()
+}
+
+fn text(bytes: &[u8]) -> String {
+    String::from_utf8(bytes.to_vec()).unwrap()
+}
+
+/// Words of a command line, with single quotes as a shell reads them.
+fn words(line: &str) -> Vec<String> {
+    let mut words = vec![];
+    for (i, part) in line.split('\'').enumerate() {
+        if i % 2 == 1 {
+            words.push(part.to_owned());
+        } else {
+            words.extend(part.split_whitespace().map(str::to_owned));
+        }
+    }
+    words
+}
+
+#[test]
+fn the_questions_have_the_answers_that_the_page_shows() {
+    let page = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/questions.md");
+    let page = std::fs::read_to_string(page).unwrap();
+    let mut seen = 0;
+    for block in page.split("```console\n").skip(1) {
+        let block = block.split("\n```").next().unwrap();
+        let (command, shown) = block.split_once('\n').unwrap();
+        let words = words(command.strip_prefix("$ paceline plan ").unwrap());
+        let got = plan(&words.iter().map(String::as_str).collect::<Vec<_>>());
+        let got = text(&got.stdout) + &text(&got.stderr);
+        assert_eq!(got.trim_end(), shown, "{command}");
+        seen += 1;
+    }
+    assert!(seen >= 6, "{seen} commands on the page");
+}
+
+#[test]
+fn absurd_input_is_refused_by_name_in_under_a_second() {
+    let file = tempfile::NamedTempFile::new().unwrap();
+    for (toml, said) in [
+        ("", "the cluster has no nodes"),
+        (
+            "[[node]]\nkind = \"nope\"",
+            "machine \"nope\" is not in the catalogue",
+        ),
+        (
+            "[[node]]\nkind = \"rtx-3090-24\"\ncount = 10000",
+            "10000 nodes, at most 512",
+        ),
+        (
+            "[[node]]\nkind = \"rtx-3090-24\"\nmemory_gb = -5",
+            "memory_gb is -5",
+        ),
+        (
+            "[[node]]\nkind = \"rtx-3090-24\"\nmemory_bandwidth_gb_s = nan",
+            "bandwidth in B/s is NaN",
+        ),
+        (
+            "[[node]]\nkind = \"rtx-3090-24\"\nmemory_bandwidth_gb_s = 0",
+            "bandwidth in B/s is 0",
+        ),
+        (
+            "[[node]]\nkind = \"rtx-3090-24\"\ncount = 2",
+            "no link joins \"n0\" with \"n1\"",
+        ),
+        (
+            "[[node]]\nkind = \"rtx-3090-24\"\ncount = 2\n[[link]]\nkind = \"10gbe\"\nbandwidth_gbit_s = 0",
+            "bandwidth in B/s is 0",
+        ),
+        (
+            "[[node]]\nkind = \"rtx-3090-24\"\n[[link]]\nkind = \"10gbe\"\nbetween = [\"n0\", \"x\"]",
+            "no node named \"x\"",
+        ),
+        ("[[node]]\nkind = 5", "invalid type"),
+        ("[[nodes]]", "unknown field"),
+        ("\u{0}", "TOML parse error"),
+    ] {
+        std::fs::write(file.path(), toml).unwrap();
+        let start = Instant::now();
+        let out = plan(&["Llama-3.1-8B", "--cluster", file.path().to_str().unwrap()]);
+        assert!(start.elapsed() < Duration::from_secs(1), "{toml}");
+        let error = text(&out.stderr);
+        assert_eq!(out.status.code(), Some(1), "{toml}: {error}");
+        assert!(error.contains(said), "{toml}: {error}");
+    }
+}
+
+#[test]
+fn absurd_options_are_refused() {
+    for (args, said) in [
+        (
+            &["nonsense", "--cluster", "rtx-3090-24"][..],
+            "model \"nonsense\" is not",
+        ),
+        (
+            &["Llama-3.1-8B", "--bits", "nan", "--cluster", "rtx-3090-24"],
+            "is NaN",
+        ),
+        (
+            &["Llama-3.1-8B", "--bits", "-4", "--cluster", "rtx-3090-24"],
+            "'-4'",
+        ),
+        (
+            &["Llama-3.1-8B", "--prompt", "0", "--cluster", "rtx-3090-24"],
+            "prompt tokens is 0",
+        ),
+        (
+            &["Llama-3.1-8B", "--engine", "x", "--cluster", "rtx-3090-24"],
+            "engine \"x\" is not",
+        ),
+        (
+            &[
+                "Llama-3.1-8B",
+                "--cluster",
+                "rtx-3090-24",
+                "--cluster",
+                "h100-sxm-80",
+            ],
+            "2 clusters are given",
+        ),
+        (
+            &["Llama-3.1-405B", "--cluster", "rtx-3090-24"],
+            "hint: it fits with",
+        ),
+        (&[], "required"),
+    ] {
+        let out = plan(args);
+        assert!(!out.status.success(), "{args:?}");
+        assert!(
+            text(&out.stderr).contains(said),
+            "{args:?}: {}",
+            text(&out.stderr)
+        );
+    }
+}
+
+#[test]
+fn json_is_one_object_with_placement_and_prediction() {
+    let out = plan(&[
+        "Qwen3-235B-A22B",
+        "--bits",
+        "8.5",
+        "--cluster",
+        "2 x mac-studio-m3-ultra-512 @ tb5-rdma",
+        "--json",
+    ]);
+    let object: serde_json::Value = serde_json::from_slice(&out.stdout).unwrap();
+    let stage = &object["plan"]["placement"]["replicas"][0][0];
+    assert_eq!(stage["split"], "tensor");
+    assert_eq!(stage["layers"], serde_json::json!([0, 94]));
+    let said = &object["plan"]["prediction"];
+    // Published: 26.2 tok/s.
+    assert!((20.0..32.0).contains(&said["decode_tok_s"].as_f64().unwrap()));
+    assert!(said["nodes"][0]["headroom_bytes"].as_i64().unwrap() > 0);
+    assert!(!object["alternatives"].as_array().unwrap().is_empty());
+}
+
+#[test]
+fn a_file_of_published_rows_is_scored() {
+    let out = plan(&["--validate", "--json"]);
+    let object: serde_json::Value = serde_json::from_slice(&out.stdout).unwrap();
+    let sets = object["sets"].as_array().unwrap();
+    let held = sets
+        .iter()
+        .find(|set| set["set"] == "held_out, high")
+        .unwrap();
+    assert!(held["median_abs_error"].as_f64().unwrap() < 0.1);
+    let rows = object["rows"].as_array().unwrap();
+    // Rows that are not complete give no error figure.
+    assert!(
+        rows.iter()
+            .filter(|r| r["complete"] == false)
+            .all(|r| r["error"].is_null())
+    );
+    let out = plan(&["--validate", "/nowhere.toml"]);
+    assert!(text(&out.stderr).contains("cannot read /nowhere.toml"));
+}
+
+#[test]
+fn a_comparison_draws_a_picture() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("bars.svg");
+    let out = plan(&[
+        "Llama-3.3-70B",
+        "--compare",
+        "--cluster",
+        "mac-studio-m3-ultra-256",
+        "--cluster",
+        "rtx-3090-24",
+        "--svg",
+        path.to_str().unwrap(),
+    ]);
+    let table = text(&out.stdout);
+    assert!(
+        table.contains("one node") && table.contains("no plan:"),
+        "{table}"
+    );
+    let svg = std::fs::read_to_string(path).unwrap();
+    assert!(svg.starts_with("<svg") && svg.trim_end().ends_with("</svg>"));
+}
