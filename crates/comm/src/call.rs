@@ -15,6 +15,10 @@ pub enum Kind {
     AllGather,
     /// One reduction over all ranks, to every rank.
     AllReduce(Reduce),
+    /// One reduction over all ranks, a part to every rank.
+    ReduceScatter(Reduce),
+    /// From every rank a part to every rank.
+    AllToAll,
     /// One rank's buffer to every rank.
     Broadcast {
         /// The rank that has the data.
@@ -42,6 +46,8 @@ impl fmt::Display for Kind {
             Self::Barrier => write!(f, "barrier"),
             Self::AllGather => write!(f, "all_gather"),
             Self::AllReduce(op) => write!(f, "all_reduce {op}"),
+            Self::ReduceScatter(op) => write!(f, "reduce_scatter {op}"),
+            Self::AllToAll => write!(f, "all_to_all"),
             Self::Broadcast { root } => write!(f, "broadcast from {root}"),
             Self::Send { to, tag } => write!(f, "send to {to} with tag {tag}"),
             Self::Recv { from, tag } => write!(f, "recv from {from} with tag {tag}"),
@@ -58,9 +64,10 @@ pub struct Call {
     pub kind: Kind,
     /// Element type; `U8` for a barrier.
     pub dtype: Dtype,
-    /// Elements: of all ranks together for a gather, of one rank otherwise.
+    /// Elements: of all ranks together for a gather or scatter, 0 for an all_to_all (each rank has
+    /// its own), of one rank otherwise.
     pub length: u64,
-    /// FNV-1a of the counts of a gather, else 0.
+    /// FNV-1a of the counts of a gather or scatter, else 0.
     pub digest: u64,
 }
 
@@ -68,7 +75,8 @@ impl fmt::Display for Call {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.kind {
             Kind::Barrier => write!(f, "{}", self.kind)?,
-            Kind::AllGather => {
+            Kind::AllToAll => write!(f, "{} of {}", self.kind, self.dtype)?,
+            Kind::AllGather | Kind::ReduceScatter(_) => {
                 let Self {
                     kind,
                     dtype,
@@ -109,6 +117,18 @@ impl Call {
             Collective::AllReduce { data, op } => {
                 (Kind::AllReduce(*op), data.dtype(), data.len(), 0)
             }
+            Collective::ReduceScatter {
+                input, counts, op, ..
+            } => {
+                let length = counts.total(size as usize);
+                (
+                    Kind::ReduceScatter(*op),
+                    input.dtype(),
+                    length,
+                    digest(counts),
+                )
+            }
+            Collective::AllToAll { input, .. } => (Kind::AllToAll, input.dtype(), 0, 0),
             Collective::Broadcast { data, root } => {
                 (Kind::Broadcast { root: *root }, data.dtype(), data.len(), 0)
             }
@@ -170,13 +190,54 @@ fn check(collective: &Collective<'_>, call: Call, rank: Rank, size: u32) -> Resu
             output,
             counts,
         } => {
-            if let Counts::Each(each) = counts {
-                same("counts", size as usize, each.len())?;
+            same("counts", size as usize, entries(counts, size))?;
+            if let Some(input) = input {
+                assert_eq!(input.dtype(), output.dtype(), "element types of one gather");
+                same("input", counts.of(rank.0 as usize), input.len())?;
             }
-            assert_eq!(input.dtype(), output.dtype(), "element types of one gather");
-            same("input", counts.of(rank.0 as usize), input.len())?;
             same("output", counts.total(size as usize), output.len())
         }
+        Collective::ReduceScatter {
+            input,
+            output,
+            counts,
+            ..
+        } => {
+            assert_eq!(
+                input.dtype(),
+                output.dtype(),
+                "element types of one scatter"
+            );
+            same("counts", size as usize, entries(counts, size))?;
+            same("input", counts.total(size as usize), input.len())?;
+            same("output", counts.of(rank.0 as usize), output.len())
+        }
+        Collective::AllToAll {
+            input,
+            output,
+            sends,
+            receives,
+        } => {
+            assert_eq!(
+                input.dtype(),
+                output.dtype(),
+                "element types of one exchange"
+            );
+            let own = rank.0 as usize;
+            same("sends", size as usize, entries(sends, size))?;
+            same("receives", size as usize, entries(receives, size))?;
+            same("receives", sends.of(own), receives.of(own))?;
+            same("input", sends.total(size as usize), input.len())?;
+            same("output", receives.total(size as usize), output.len())
+        }
+    }
+}
+
+/// How many ranks `counts` are about.
+fn entries(counts: &Counts<'_>, size: u32) -> usize {
+    match counts {
+        Counts::Even(_) => size as usize,
+        Counts::Each(each) => each.len(),
     }
 }
 
@@ -223,7 +284,7 @@ mod tests {
         let (input, output) = (Data::new(&input), DataMut::new(&mut output));
         Call::of(
             &Collective::AllGather {
-                input,
+                input: Some(input),
                 output,
                 counts,
             },

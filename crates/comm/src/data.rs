@@ -2,70 +2,101 @@
 
 use std::fmt;
 
-/// The type of the elements of a buffer, as it is announced to the other ranks.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-#[allow(missing_docs, reason = "the names are Rust's own")]
-pub enum Dtype {
-    U8,
-    F32,
+use half::{bf16, f16};
+
+/// Declares the element types once: name, Rust type, bytes, number on the wire, text.
+macro_rules! dtypes {
+    ($($name:ident $type:ty, $bytes:literal, $code:literal, $text:literal;)*) => {
+        /// The type of the elements of a buffer, as it is announced to the other ranks.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+        #[allow(missing_docs, reason = "the names are Rust's own")]
+        pub enum Dtype {
+            $($name,)*
+        }
+
+        impl Dtype {
+            /// Every type there is.
+            pub const ALL: [Self; 14] = [$(Self::$name,)*];
+
+            /// Bytes of one element.
+            pub const fn bytes(self) -> usize {
+                match self {
+                    $(Self::$name => $bytes,)*
+                }
+            }
+
+            /// Its number on the wire.
+            pub(crate) const fn code(self) -> u8 {
+                match self {
+                    $(Self::$name => $code,)*
+                }
+            }
+
+            /// The dtype with this number.
+            pub(crate) const fn from_code(code: u8) -> Option<Self> {
+                match code {
+                    $($code => Some(Self::$name),)*
+                    _ => None,
+                }
+            }
+        }
+
+        impl fmt::Display for Dtype {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str(match self {
+                    $(Self::$name => $text,)*
+                })
+            }
+        }
+
+        $(
+            impl Element for $type {
+                const DTYPE: Dtype = Dtype::$name;
+            }
+            impl sealed::Plain for $type {}
+            const _: () = assert!(size_of::<$type>() == $bytes);
+        )*
+    };
 }
 
-impl Dtype {
-    /// Bytes of one element.
-    pub const fn bytes(self) -> usize {
-        match self {
-            Self::U8 => 1,
-            Self::F32 => 4,
-        }
-    }
-
-    /// Its number on the wire.
-    pub(crate) const fn code(self) -> u8 {
-        match self {
-            Self::U8 => 6,
-            Self::F32 => 12,
-        }
-    }
-
-    /// The dtype with this number.
-    pub(crate) const fn from_code(code: u8) -> Option<Self> {
-        match code {
-            6 => Some(Self::U8),
-            12 => Some(Self::F32),
-            _ => None,
-        }
-    }
+dtypes! {
+    Bool bool, 1, 1, "bool";
+    I8 i8, 1, 2, "i8";
+    I16 i16, 2, 3, "i16";
+    I32 i32, 4, 4, "i32";
+    I64 i64, 8, 5, "i64";
+    U8 u8, 1, 6, "u8";
+    U16 u16, 2, 7, "u16";
+    U32 u32, 4, 8, "u32";
+    U64 u64, 8, 9, "u64";
+    F16 f16, 2, 10, "f16";
+    Bf16 bf16, 2, 11, "bf16";
+    F32 f32, 4, 12, "f32";
+    F64 f64, 8, 13, "f64";
+    Complex64 Complex64, 8, 14, "complex64";
 }
 
-impl fmt::Display for Dtype {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::U8 => "u8",
-            Self::F32 => "f32",
-        })
-    }
+/// A complex number of two `f32`, as MLX's and NumPy's `complex64`.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+#[repr(C)]
+pub struct Complex64 {
+    /// Real part.
+    pub re: f32,
+    /// Imaginary part.
+    pub im: f32,
 }
 
-/// A Rust type that can travel between ranks: [`u8`] and [`f32`].
+/// A Rust type that can travel between ranks.
 ///
-/// Sealed. Every implementor has no padding, and every bit pattern of its size is a value.
+/// Sealed. No implementor has padding, and every bit pattern is a value, except for `bool`, whose
+/// bytes a [`DataMut`] puts in order before it gives the slice back.
 pub trait Element: sealed::Plain {
     /// How this type is announced.
     const DTYPE: Dtype;
 }
 
-impl Element for u8 {
-    const DTYPE: Dtype = Dtype::U8;
-}
-
-impl Element for f32 {
-    const DTYPE: Dtype = Dtype::F32;
-}
-
 mod sealed {
     pub trait Plain: Copy + Send + Sync + 'static {}
-    impl Plain for u8 {}
-    impl Plain for f32 {}
 }
 
 /// A slice that is read: `(len,)` elements of [`Dtype`], in the byte order of this machine.
@@ -122,8 +153,9 @@ impl<'a> DataMut<'a> {
     /// A view of `values`; nothing is copied.
     pub const fn new<T: Element>(values: &'a mut [T]) -> Self {
         let size = size_of_val(values);
-        // SAFETY: as in `Data::new`, borrowed exclusively; and since every bit pattern is a value
-        // of an `Element`, no write through this view can make an invalid one.
+        // SAFETY: as in `Data::new`, borrowed exclusively. Every bit pattern is a value of an
+        // `Element`, so no write through this view can make an invalid one; the exception, `bool`,
+        // is put in order by `drop`, which nobody in this crate, and nobody else can write, skips.
         let bytes =
             unsafe { std::slice::from_raw_parts_mut(values.as_mut_ptr().cast::<u8>(), size) };
         Self {
@@ -148,9 +180,33 @@ impl<'a> DataMut<'a> {
         self.bytes
     }
 
-    /// All elements as bytes, to be overwritten.
-    pub const fn bytes_mut(&mut self) -> &mut [u8] {
+    /// All elements as bytes, to be overwritten. Not public: see `drop`.
+    pub(crate) const fn bytes_mut(&mut self) -> &mut [u8] {
         self.bytes
+    }
+
+    /// Overwrites all elements; nonzero bytes of a `bool` are true.
+    ///
+    /// # Panics
+    /// If `bytes` has another length.
+    pub fn copy_from_bytes(&mut self, bytes: &[u8]) {
+        self.bytes.copy_from_slice(bytes);
+        self.tidy();
+    }
+
+    fn tidy(&mut self) {
+        if self.dtype == Dtype::Bool {
+            for byte in &mut *self.bytes {
+                *byte = u8::from(*byte != 0);
+            }
+        }
+    }
+}
+
+impl Drop for DataMut<'_> {
+    /// Bytes from another process may be no `bool`: they become one.
+    fn drop(&mut self) {
+        self.tidy();
     }
 }
 
@@ -175,6 +231,14 @@ impl Counts<'_> {
         match self {
             Self::Even(count) => *count,
             Self::Each(counts) => counts[rank],
+        }
+    }
+
+    /// What the ranks before `rank` bring together; saturates.
+    pub fn before(&self, rank: usize) -> usize {
+        match self {
+            Self::Even(count) => count.saturating_mul(rank),
+            Self::Each(counts) => Self::Each(&counts[..rank]).total(rank),
         }
     }
 
@@ -213,6 +277,24 @@ mod tests {
         DataMut::new(&mut values).bytes_mut()[4..].copy_from_slice(&7.5_f32.to_ne_bytes());
         assert_eq!(values, [1.0, 7.5]);
         assert_eq!(Data::new::<f32>(&[]).bytes(), []);
+    }
+
+    #[test]
+    fn bytes_of_a_bool_are_put_in_order() {
+        let mut values = [false, true, false];
+        DataMut::new(&mut values)
+            .bytes_mut()
+            .copy_from_slice(&[0, 7, 1]);
+        assert_eq!(values, [false, true, true]);
+    }
+
+    #[test]
+    fn every_dtype_has_a_number_of_its_own() {
+        for dtype in Dtype::ALL {
+            assert_eq!(Dtype::from_code(dtype.code()), Some(dtype));
+        }
+        assert_eq!(Dtype::from_code(0), None);
+        assert_eq!(Dtype::from_code(15), None);
     }
 
     #[test]

@@ -4,7 +4,7 @@ use std::fmt;
 
 use paceline_base::{Bytes, Rank};
 
-use crate::{Counts, Data, DataMut, Deadline, Element, Error, Reduce};
+use crate::{Counts, Data, DataMut, Deadline, Element, Error, Reduce, Tuning};
 
 /// Messages from one rank that may wait at one receiver before [`Group::send_data`] blocks.
 ///
@@ -20,8 +20,8 @@ pub enum Collective<'a> {
     Barrier,
     /// See `all_gather` and `all_gather_v`. `input` and `output` have one type.
     AllGather {
-        /// This rank's part, `(counts[rank],)`.
-        input: Data<'a>,
+        /// This rank's part, `(counts[rank],)`; `None` if it is in its place in `output`.
+        input: Option<Data<'a>>,
         /// All parts in rank order, `(sum of counts,)`.
         output: DataMut<'a>,
         /// The length of every part, the same on all ranks.
@@ -33,6 +33,28 @@ pub enum Collective<'a> {
         data: DataMut<'a>,
         /// The reduction.
         op: Reduce,
+    },
+    /// See `reduce_scatter` and `reduce_scatter_v`. `input` and `output` have one type.
+    ReduceScatter {
+        /// This rank's values of all parts, `(sum of counts,)`.
+        input: Data<'a>,
+        /// This rank's part of the result, `(counts[rank],)`.
+        output: DataMut<'a>,
+        /// The length of every part, the same on all ranks.
+        counts: Counts<'a>,
+        /// The reduction.
+        op: Reduce,
+    },
+    /// See `all_to_all` and `all_to_all_v`. `input` and `output` have one type.
+    AllToAll {
+        /// What each rank gets from this one, in rank order, `(sum of sends,)`.
+        input: Data<'a>,
+        /// What this rank gets from each, in rank order, `(sum of receives,)`.
+        output: DataMut<'a>,
+        /// Elements for each rank.
+        sends: Counts<'a>,
+        /// Elements from each rank: what its `sends` says about this one.
+        receives: Counts<'a>,
     },
     /// See `broadcast`.
     Broadcast {
@@ -127,6 +149,9 @@ pub trait Group: fmt::Debug + Send + Sync {
     /// What this rank has sent and received so far, without groups split off this one.
     fn traffic(&self) -> Traffic;
 
+    /// What the choice of algorithms rests on; [`Tuning::explain`] prints the choices.
+    fn tuning(&self) -> Tuning;
+
     /// Makes new groups of the ranks that name the same `color`. Collective.
     ///
     /// Ranks are numbered by `key`, where keys are equal by their rank in this group. The new
@@ -164,7 +189,7 @@ impl dyn Group + '_ {
         counts: &[usize],
         deadline: Deadline,
     ) -> Result<(), Error> {
-        let (input, output) = (Data::new(input), DataMut::new(output));
+        let (input, output) = (Some(Data::new(input)), DataMut::new(output));
         let counts = Counts::Each(counts);
         self.run(
             Collective::AllGather {
@@ -188,12 +213,136 @@ impl dyn Group + '_ {
         deadline: Deadline,
     ) -> Result<(), Error> {
         let counts = Counts::Even(input.len());
-        let (input, output) = (Data::new(input), DataMut::new(output));
+        let (input, output) = (Some(Data::new(input)), DataMut::new(output));
         self.run(
             Collective::AllGather {
                 input,
                 output,
                 counts,
+            },
+            deadline,
+        )
+    }
+
+    /// [`all_gather_v`](#method.all_gather_v) in place: this rank's part is where it belongs in
+    /// `data`, `(sum of counts,)`. Collective.
+    ///
+    /// # Errors
+    /// Any [`Error`] but [`Error::NoSuchRank`].
+    pub fn all_gather_in_place<T: Element>(
+        &self,
+        data: &mut [T],
+        counts: &[usize],
+        deadline: Deadline,
+    ) -> Result<(), Error> {
+        self.run(
+            Collective::AllGather {
+                input: None,
+                output: DataMut::new(data),
+                counts: Counts::Each(counts),
+            },
+            deadline,
+        )
+    }
+
+    /// Reduces `input` elementwise over all ranks and gives each rank one part of the result.
+    /// Collective.
+    ///
+    /// `input` is `(sum of counts,)`, `output` is `(counts[rank],)`; all ranks pass the same
+    /// `counts`, one for each rank, any of them 0.
+    ///
+    /// # Errors
+    /// Any [`Error`] but [`Error::NoSuchRank`].
+    pub fn reduce_scatter_v<T: Element>(
+        &self,
+        input: &[T],
+        output: &mut [T],
+        counts: &[usize],
+        op: Reduce,
+        deadline: Deadline,
+    ) -> Result<(), Error> {
+        self.run(
+            Collective::ReduceScatter {
+                input: Data::new(input),
+                output: DataMut::new(output),
+                counts: Counts::Each(counts),
+                op,
+            },
+            deadline,
+        )
+    }
+
+    /// [`reduce_scatter_v`](#method.reduce_scatter_v) with parts of one length: `input` is
+    /// `(size * n,)`, `output` is `(n,)`. Collective.
+    ///
+    /// # Errors
+    /// Any [`Error`] but [`Error::NoSuchRank`].
+    pub fn reduce_scatter<T: Element>(
+        &self,
+        input: &[T],
+        output: &mut [T],
+        op: Reduce,
+        deadline: Deadline,
+    ) -> Result<(), Error> {
+        let counts = Counts::Even(output.len());
+        let (input, output) = (Data::new(input), DataMut::new(output));
+        self.run(
+            Collective::ReduceScatter {
+                input,
+                output,
+                counts,
+                op,
+            },
+            deadline,
+        )
+    }
+
+    /// Sends each rank a part of its own and receives one from each, in rank order. Collective.
+    ///
+    /// `input` is `(sum of sends,)`, `output` is `(sum of receives,)`; `receives[r]` here is
+    /// `sends[this rank]` on rank r.
+    ///
+    /// # Errors
+    /// Any [`Error`] but [`Error::NoSuchRank`]; [`Error::Length`] of `receives` if a rank sends
+    /// another number of elements.
+    pub fn all_to_all_v<T: Element>(
+        &self,
+        input: &[T],
+        sends: &[usize],
+        output: &mut [T],
+        receives: &[usize],
+        deadline: Deadline,
+    ) -> Result<(), Error> {
+        self.run(
+            Collective::AllToAll {
+                input: Data::new(input),
+                output: DataMut::new(output),
+                sends: Counts::Each(sends),
+                receives: Counts::Each(receives),
+            },
+            deadline,
+        )
+    }
+
+    /// [`all_to_all_v`](#method.all_to_all_v) with parts of one length: both are `(size * n,)`.
+    /// Collective.
+    ///
+    /// # Errors
+    /// Any [`Error`] but [`Error::NoSuchRank`].
+    pub fn all_to_all<T: Element>(
+        &self,
+        input: &[T],
+        output: &mut [T],
+        deadline: Deadline,
+    ) -> Result<(), Error> {
+        let each = Counts::Even(input.len() / self.size() as usize);
+        let (input, output) = (Data::new(input), DataMut::new(output));
+        self.run(
+            Collective::AllToAll {
+                input,
+                output,
+                sends: each,
+                receives: each,
             },
             deadline,
         )
@@ -219,6 +368,24 @@ impl dyn Group + '_ {
             },
             deadline,
         )
+    }
+
+    /// [`all_reduce`](#method.all_reduce) that keeps `input`: both are `(n,)`. Collective.
+    ///
+    /// # Errors
+    /// Any [`Error`] but [`Error::NoSuchRank`].
+    ///
+    /// # Panics
+    /// If the lengths differ.
+    pub fn all_reduce_into<T: Element>(
+        &self,
+        input: &[T],
+        output: &mut [T],
+        op: Reduce,
+        deadline: Deadline,
+    ) -> Result<(), Error> {
+        output.copy_from_slice(input);
+        self.all_reduce(output, op, deadline)
     }
 
     /// Gives every rank the `data`, `(n,)`, of `root`. Collective; all ranks wait for all.
@@ -271,5 +438,21 @@ impl dyn Group + '_ {
         deadline: Deadline,
     ) -> Result<(), Error> {
         self.recv_data(DataMut::new(into), from, tag, deadline)
+    }
+
+    /// Receives a message of the type and length of `like`, as MLX's `recv_like`. Allocates it.
+    ///
+    /// # Errors
+    /// As [`recv`](#method.recv).
+    pub fn recv_like<T: Element>(
+        &self,
+        like: &[T],
+        from: Rank,
+        tag: u32,
+        deadline: Deadline,
+    ) -> Result<Vec<T>, Error> {
+        let mut into = like.to_vec();
+        self.recv(&mut into, from, tag, deadline)?;
+        Ok(into)
     }
 }

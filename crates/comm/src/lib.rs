@@ -43,17 +43,23 @@ mod linked;
 pub mod local;
 mod plan;
 mod reduce;
+mod ring;
+mod shared;
+pub mod shm;
 mod split;
 mod status;
+mod sync;
 pub mod tcp;
 #[cfg(any(test, feature = "testing"))]
 pub mod testing;
 mod transport;
+mod tuning;
 mod wire;
 
 pub use call::{Call, Kind};
-pub use data::{Counts, Data, DataMut, Dtype, Element};
+pub use data::{Complex64, Counts, Data, DataMut, Dtype, Element};
 pub use deadline::Deadline;
 pub use error::Error;
 pub use group::{Collective, Group, MESSAGES_HELD, Traffic};
 pub use reduce::Reduce;
+pub use tuning::{Algorithm, Tuning};

@@ -1,11 +1,15 @@
 //! What a collective does, as data: per step who sends what to whom, then what is added up.
 //!
 //! A plan is made anew for every call, into memory that is used again; it depends on the call, the
-//! rank and the size only. [`crate::linked`] runs it.
+//! algorithm, the rank and the size only. `linked` runs it. `docs/algorithms.md` has steps and bytes
+//! of all algorithms; [`choose`] picks one.
 
+use std::fmt;
 use std::ops::Range;
 
-use crate::{Collective, Counts};
+use crate::reduce::Side;
+use crate::tuning::choose;
+use crate::{Algorithm, Collective, Counts, Dtype, Reduce, Tuning};
 
 /// Longest part of one rank's buffer that a one-shot reduction moves in one step, which bounds
 /// the scratch memory at this times the number of ranks.
@@ -15,7 +19,6 @@ pub(crate) const SEGMENT_BYTES: usize = 128 << 10;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Place {
     /// What the caller brings and keeps.
-    #[allow(dead_code, reason = "scatters will read from it")]
     Input,
     /// Where the result goes; for reductions and broadcasts also what the caller brings.
     Work,
@@ -40,27 +43,95 @@ impl Span {
     }
 }
 
-/// One part of a step. A step has at most one `Send` and one `Receive` for each peer.
+/// What is done with bytes that arrive.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Take {
+    /// They are put where they belong.
+    Copy,
+    /// They are reduced into what is there.
+    Fold(Side),
+}
+
+/// One part of a step. A step has at most one `Send` and one `Receive` for each peer, and receives
+/// nothing into bytes that it sends.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Act {
     /// These bytes go to `peer`.
     Send { peer: usize, span: Span },
     /// Bytes of `peer` go here.
-    Receive { peer: usize, span: Span },
-    /// After all transfers of the step: `into = into op from`.
-    Fold { into: Span, from: Span },
-    /// After all transfers of the step, in order with the folds.
+    Receive { peer: usize, span: Span, take: Take },
+    /// After all transfers of the step, as all that follow, in order: `into = from`.
     Copy { into: Span, from: Span },
+    /// `into = into op from`, or the other way round.
+    Fold { into: Span, from: Span, side: Side },
+    /// `into` = all ranks' parts in rank order: the own part is in `into`, that of rank r at
+    /// `r * into.len()` of the scratch memory.
+    Reduce { into: Span },
+    /// Elements become f32, in the scratch memory.
+    Widen { into: Span, from: Span },
+    /// And back, rounded.
+    Narrow { into: Span, from: Span },
 }
 
 /// All steps of one rank.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(crate) struct Plan {
     acts: Vec<Act>,
     /// Where each step ends in `acts`.
     ends: Vec<usize>,
     /// Bytes of scratch memory.
     pub(crate) scratch: usize,
+    pub(crate) algorithm: Algorithm,
+    /// Folds are of f32, whatever the dtype: it was widened.
+    pub(crate) wide: bool,
+    rank: usize,
+    size: usize,
+}
+
+/// A vector that is cut into one chunk per rank: where it is, and how long its elements are.
+#[derive(Clone, Copy)]
+struct Vector {
+    place: Place,
+    /// Elements.
+    length: usize,
+    /// Bytes of one element.
+    width: usize,
+}
+
+impl Vector {
+    /// Chunk `index` of `count`: the first ones are one longer if it does not divide.
+    fn chunk(&self, index: usize, count: usize) -> Span {
+        let (least, longer) = (self.length / count, self.length % count);
+        let start = |index: usize| (index * least + index.min(longer)) * self.width;
+        Span::new(self.place, start(index)..start(index + 1))
+    }
+
+    /// Chunks `first` to `last`, without the last.
+    fn chunks(&self, chunks: Range<usize>, count: usize) -> Span {
+        let (first, last) = (
+            self.chunk(chunks.start, count),
+            self.chunk(chunks.end - 1, count),
+        );
+        Span::new(self.place, first.range.start..last.range.end)
+    }
+
+    fn all(&self) -> Span {
+        self.chunk(0, 1)
+    }
+}
+
+impl Default for Plan {
+    fn default() -> Self {
+        Self {
+            acts: Vec::new(),
+            ends: Vec::new(),
+            scratch: 0,
+            algorithm: Algorithm::OneShot,
+            wide: false,
+            rank: 0,
+            size: 1,
+        }
+    }
 }
 
 impl Plan {
@@ -72,25 +143,82 @@ impl Plan {
             .map(|(start, end)| &self.acts[start..*end])
     }
 
-    fn end_step(&mut self) {
-        self.ends.push(self.acts.len());
-    }
-
     /// Plans `collective` for `rank` of `size` ranks.
-    pub(crate) fn make(&mut self, collective: &Collective<'_>, rank: usize, size: usize) {
+    pub(crate) fn make(
+        &mut self,
+        collective: &Collective<'_>,
+        tuning: &Tuning,
+        rank: usize,
+        size: usize,
+    ) {
         self.acts.clear();
         self.ends.clear();
-        self.scratch = 0;
+        (self.scratch, self.wide, self.rank, self.size) = (0, false, rank, size);
+        self.algorithm = choose(collective, tuning, size);
+        let ring = self.algorithm == Algorithm::Ring;
         match collective {
             Collective::Barrier => {}
             Collective::AllGather { output, counts, .. } => {
-                self.one_shot_gather(counts, output.dtype().bytes(), rank, size);
+                let width = output.dtype().bytes();
+                let part = |peer| part(counts, width, peer);
+                match ring {
+                    true => self.ring_gather(|peer| Span::new(Place::Work, part(peer))),
+                    false => self.one_shot_gather(part),
+                }
             }
-            Collective::AllReduce { data, .. } => {
-                self.one_shot_reduce(data.bytes().len(), rank, size);
+            Collective::AllReduce { data, op } => {
+                self.all_reduce(data.len(), data.dtype(), *op);
+            }
+            Collective::ReduceScatter {
+                input, counts, op, ..
+            } => {
+                let width = input.dtype().bytes();
+                match ring {
+                    true => self.ring_scatter(counts, input.dtype(), *op),
+                    false => self.one_shot_scatter(|peer| part(counts, width, peer)),
+                }
             }
             Collective::Broadcast { data, root } => {
-                self.one_shot_broadcast(data.bytes().len(), root.0 as usize, rank, size);
+                let (bytes, root) = (data.bytes().len(), root.0 as usize);
+                match self.algorithm {
+                    Algorithm::Tree => self.tree_broadcast(bytes, root),
+                    _ => self.one_shot_broadcast(bytes, root),
+                }
+            }
+            Collective::AllToAll {
+                input,
+                sends,
+                receives,
+                ..
+            } => {
+                let width = input.dtype().bytes();
+                let (send, receive) = (
+                    |peer| part(sends, width, peer),
+                    |peer| part(receives, width, peer),
+                );
+                self.one_shot_exchange(send, receive);
+            }
+        }
+    }
+
+    fn all_reduce(&mut self, length: usize, dtype: Dtype, op: Reduce) {
+        let width = dtype.bytes();
+        let vector = Vector {
+            place: Place::Work,
+            length,
+            width,
+        };
+        match self.algorithm {
+            Algorithm::OneShot | Algorithm::Tree => self.one_shot_reduce(length * width, width),
+            Algorithm::TwoShot if self.size == 2 => self.pair_reduce(vector),
+            Algorithm::TwoShot => self.two_shot_reduce(vector),
+            Algorithm::Ring | Algorithm::Halving | Algorithm::Doubling => {
+                let wide = self.widen(vector, dtype, op);
+                match self.algorithm {
+                    Algorithm::Ring => self.ring_reduce(wide, vector),
+                    Algorithm::Halving => self.halving_reduce(wide, vector),
+                    _ => self.doubling_reduce(wide, vector),
+                }
             }
         }
     }
@@ -100,34 +228,64 @@ impl Plan {
     }
 
     fn receive(&mut self, peer: usize, span: Span) {
-        self.acts.push(Act::Receive { peer, span });
+        let take = Take::Copy;
+        self.acts.push(Act::Receive { peer, span, take });
     }
 
-    /// Every rank sends its part to all. 1 step; S_rank * (P - 1) bytes sent.
-    fn one_shot_gather(&mut self, counts: &Counts<'_>, width: usize, rank: usize, size: usize) {
-        let mut start = 0;
-        let mut own = 0..0;
-        for peer in 0..size {
-            let part = start..start + counts.of(peer) * width;
-            start = part.end;
-            match peer == rank {
-                true => own = part,
-                false => self.receive(peer, Span::new(Place::Work, part)),
-            }
-        }
-        for peer in others(rank, size) {
-            self.send(peer, Span::new(Place::Work, own.clone()));
+    /// Receives what comes before (`Second`) or after what is there, in the order of the sum.
+    fn receive_fold(&mut self, peer: usize, span: Span, side: Side) {
+        let take = Take::Fold(side);
+        self.acts.push(Act::Receive { peer, span, take });
+    }
+
+    fn end_step(&mut self) {
+        self.ends.push(self.acts.len());
+    }
+
+    /// All ranks but this one, the next first, so that not all talk to rank 0 at once.
+    fn others(&self) -> impl Iterator<Item = usize> + use<> {
+        let (rank, size) = (self.rank, self.size);
+        (1..size).map(move |offset| (rank + offset) % size)
+    }
+
+    fn one_shot_gather(&mut self, part: impl Fn(usize) -> Range<usize>) {
+        for peer in self.others() {
+            self.send(peer, Span::new(Place::Work, part(self.rank)));
+            self.receive(peer, Span::new(Place::Work, part(peer)));
         }
         self.end_step();
     }
 
-    /// Every rank sends its buffer to all and adds all of them in rank order. A step for each
-    /// [`SEGMENT_BYTES`]; S * (P - 1) bytes sent.
-    fn one_shot_reduce(&mut self, bytes: usize, rank: usize, size: usize) {
+    /// In every step each rank hands on to the next what it got from the one before.
+    fn ring_gather(&mut self, part: impl Fn(usize) -> Span) {
+        let (next, before) = self.neighbours();
+        for step in 0..self.size - 1 {
+            let behind = |steps: usize| (self.rank + self.size - steps) % self.size;
+            let (sent, received) = (part(behind(step)), part(behind(step + 1)));
+            self.send(next, sent);
+            self.receive(before, received);
+            self.end_step();
+        }
+    }
+
+    fn neighbours(&self) -> (usize, usize) {
+        let (rank, size) = (self.rank, self.size);
+        ((rank + 1) % size, (rank + size - 1) % size)
+    }
+
+    /// A step for each segment.
+    fn one_shot_reduce(&mut self, bytes: usize, width: usize) {
+        let most = SEGMENT_BYTES - SEGMENT_BYTES % width;
         let mut start = 0;
         loop {
-            let end = bytes.min(start + SEGMENT_BYTES);
-            self.reduce_segment(start..end, rank, size);
+            let end = bytes.min(start + most);
+            let own = Span::new(Place::Work, start..end);
+            for peer in self.others() {
+                self.send(peer, own.clone());
+                self.receive(peer, staged(peer, end - start));
+            }
+            self.reduce(own);
+            self.end_step();
             if end == bytes {
                 return;
             }
@@ -135,43 +293,321 @@ impl Plan {
         }
     }
 
-    fn reduce_segment(&mut self, segment: Range<usize>, rank: usize, size: usize) {
-        let bytes = segment.len();
-        let own = || Span::new(Place::Work, segment.clone());
-        let theirs = |peer: usize| match peer == rank {
-            true => own(),
-            false => Span::new(Place::Scratch, peer * bytes..(peer + 1) * bytes),
-        };
-        self.scratch = self.scratch.max(size * bytes);
-        for peer in others(rank, size) {
-            self.send(peer, own());
-            self.receive(peer, theirs(peer));
+    /// Adds the own part, which is in `into`, and all staged ones.
+    fn reduce(&mut self, into: Span) {
+        self.scratch = self.scratch.max(self.size * into.len());
+        self.acts.push(Act::Reduce { into });
+    }
+
+    /// Each rank reduces one chunk and hands out the result. The same sums as one-shot, in the
+    /// same order, hence the same bits.
+    fn two_shot_reduce(&mut self, vector: Vector) {
+        let size = self.size;
+        let own = vector.chunk(self.rank, size);
+        for peer in self.others() {
+            self.send(peer, vector.chunk(peer, size));
+            self.receive(peer, staged(peer, own.len()));
         }
-        let folds = (1..size).map(|peer| Act::Fold {
-            into: theirs(0),
-            from: theirs(peer),
-        });
-        self.acts.extend(folds);
-        if rank > 0 {
-            let (into, from) = (own(), theirs(0));
-            self.acts.push(Act::Copy { into, from });
+        self.reduce(own.clone());
+        self.end_step();
+        for peer in self.others() {
+            self.send(peer, own.clone());
+            self.receive(peer, vector.chunk(peer, size));
         }
         self.end_step();
     }
 
-    /// The root sends its buffer to all. 1 step; S * (P - 1) bytes sent by the root.
-    fn one_shot_broadcast(&mut self, bytes: usize, root: usize, rank: usize, size: usize) {
+    /// Two-shot for two ranks: the other part is reduced as it arrives.
+    fn pair_reduce(&mut self, vector: Vector) {
+        let peer = 1 - self.rank;
+        let (own, other) = (vector.chunk(self.rank, 2), vector.chunk(peer, 2));
+        let side = if self.rank == 0 {
+            Side::First
+        } else {
+            Side::Second
+        };
+        self.send(peer, other.clone());
+        self.receive_fold(peer, own.clone(), side);
+        self.end_step();
+        self.send(peer, own);
+        self.receive(peer, other);
+        self.end_step();
+    }
+
+    /// For algorithms whose partial results travel: half floats are widened first, so that they
+    /// are not rounded at every hop.
+    fn widen(&mut self, vector: Vector, dtype: Dtype, op: Reduce) -> Vector {
+        let half = matches!(dtype, Dtype::F16 | Dtype::Bf16);
+        if !half || matches!(op, Reduce::Max | Reduce::Min) {
+            return vector;
+        }
+        let wide = Vector {
+            place: Place::Scratch,
+            width: 4,
+            ..vector
+        };
+        (self.wide, self.scratch) = (true, wide.all().len());
+        let (into, from) = (wide.all(), vector.all());
+        self.acts.push(Act::Widen { into, from });
+        self.end_step();
+        wide
+    }
+
+    /// Puts a wide result where it belongs.
+    fn narrow(&mut self, into: Span, from: Span) {
+        if self.wide {
+            self.acts.push(Act::Narrow { into, from });
+        }
+    }
+
+    /// Chunk c is added in the order c + 1, c + 2, ..., c around the ring and ends on rank c.
+    fn ring_reduce(&mut self, wide: Vector, vector: Vector) {
+        let (rank, size) = (self.rank, self.size);
+        self.ring_fold(|peer| wide.chunk(peer, size));
+        self.narrow(vector.chunk(rank, size), wide.chunk(rank, size));
+        self.end_step();
+        self.ring_gather(|peer| vector.chunk(peer, size));
+    }
+
+    fn ring_fold(&mut self, chunk: impl Fn(usize) -> Span) {
+        let (next, before) = self.neighbours();
+        for step in 0..self.size - 1 {
+            let behind = |steps: usize| (self.rank + 2 * self.size - steps) % self.size;
+            let (sent, received) = (chunk(behind(step + 1)), chunk(behind(step + 2)));
+            self.send(next, sent);
+            self.receive_fold(before, received, Side::Second);
+            self.end_step();
+        }
+    }
+
+    /// The part of a reduce-scatter that this rank keeps, out of a copy: the input stays.
+    fn ring_scatter(&mut self, counts: &Counts<'_>, dtype: Dtype, op: Reduce) {
+        let (rank, size) = (self.rank, self.size);
+        let length = counts.total(size);
+        let vector = Vector {
+            place: Place::Input,
+            length,
+            width: dtype.bytes(),
+        };
+        let wide = self.widen(vector, dtype, op);
+        if !self.wide {
+            self.scratch = vector.all().len();
+            let (into, from) = (Span::new(Place::Scratch, vector.all().range), vector.all());
+            self.acts.push(Act::Copy { into, from });
+            self.end_step();
+        }
+        let own = |peer| Span::new(Place::Scratch, part(counts, wide.width, peer));
+        self.ring_fold(own);
+        let (from, bytes) = (own(rank), counts.of(rank) * dtype.bytes());
+        let into = Span::new(Place::Work, 0..bytes);
+        match self.wide {
+            true => self.narrow(into, from),
+            false => self.acts.push(Act::Copy { into, from }),
+        }
+        self.end_step();
+    }
+
+    fn one_shot_scatter(&mut self, part: impl Fn(usize) -> Range<usize>) {
+        let own = part(self.rank);
+        let into = Span::new(Place::Work, 0..own.len());
+        for peer in self.others() {
+            self.send(peer, Span::new(Place::Input, part(peer)));
+            self.receive(peer, staged(peer, own.len()));
+        }
+        let from = Span::new(Place::Input, own);
+        let kept = into.clone();
+        self.acts.push(Act::Copy { into: kept, from });
+        self.reduce(into);
+        self.end_step();
+    }
+
+    fn one_shot_broadcast(&mut self, bytes: usize, root: usize) {
         let all = Span::new(Place::Work, 0..bytes);
-        if rank == root {
-            others(rank, size).for_each(|peer| self.send(peer, all.clone()));
+        if self.rank == root {
+            for peer in self.others() {
+                self.send(peer, all.clone());
+            }
         } else {
             self.receive(root, all);
         }
         self.end_step();
     }
+
+    /// In every step each rank that has the data sends it to one that has not.
+    fn tree_broadcast(&mut self, bytes: usize, root: usize) {
+        let (size, all) = (self.size, Span::new(Place::Work, 0..bytes));
+        let place = (self.rank + size - root) % size;
+        let rank = |place: usize| (place + root) % size;
+        let mut have = 1;
+        while have < size {
+            if place < have && place + have < size {
+                self.send(rank(place + have), all.clone());
+            } else if (have..2 * have).contains(&place) {
+                self.receive(rank(place - have), all.clone());
+            }
+            self.end_step();
+            have *= 2;
+        }
+    }
+
+    fn one_shot_exchange(
+        &mut self,
+        send: impl Fn(usize) -> Range<usize>,
+        receive: impl Fn(usize) -> Range<usize>,
+    ) {
+        for peer in self.others() {
+            self.send(peer, Span::new(Place::Input, send(peer)));
+            self.receive(peer, Span::new(Place::Work, receive(peer)));
+        }
+        let into = Span::new(Place::Work, receive(self.rank));
+        let from = Span::new(Place::Input, send(self.rank));
+        self.acts.push(Act::Copy { into, from });
+        self.end_step();
+    }
+
+    /// Recursive halving, then recursive doubling.
+    fn halving_reduce(&mut self, wide: Vector, vector: Vector) {
+        let (inner, rank) = self.fold_surplus(wide);
+        let mut own = 0..inner;
+        if let Some(rank) = rank {
+            let mut distance = inner / 2;
+            while distance > 0 {
+                let peer = self.outer(rank ^ distance, inner);
+                let middle = own.start + distance;
+                let (low, high) = (own.start..middle, middle..own.end);
+                let lower = rank & distance == 0;
+                let (kept, sent) = if lower { (low, high) } else { (high, low) };
+                self.send(peer, wide.chunks(sent, inner));
+                let side = if lower { Side::First } else { Side::Second };
+                self.receive_fold(peer, wide.chunks(kept.clone(), inner), side);
+                self.end_step();
+                own = kept;
+                distance /= 2;
+            }
+            let (into, from) = (
+                vector.chunks(own.clone(), inner),
+                wide.chunks(own.clone(), inner),
+            );
+            self.narrow(into, from);
+            self.end_step();
+            let mut distance = 1;
+            while distance < inner {
+                let peer = self.outer(rank ^ distance, inner);
+                let other = (own.start ^ distance)..(own.start ^ distance) + distance;
+                self.send(peer, vector.chunks(own.clone(), inner));
+                self.receive(peer, vector.chunks(other.clone(), inner));
+                self.end_step();
+                own = own.start.min(other.start)..own.end.max(other.end);
+                distance *= 2;
+            }
+        } else {
+            (0..2 * inner.ilog2() + 1).for_each(|_| self.end_step());
+        }
+        self.hand_to_surplus(vector);
+    }
+
+    /// Recursive doubling: everything is exchanged with one peer per step.
+    fn doubling_reduce(&mut self, wide: Vector, vector: Vector) {
+        let (inner, rank) = self.fold_surplus(wide);
+        let bytes = wide.all().len();
+        let staging = self.scratch;
+        self.scratch += bytes;
+        let mut distance = 1;
+        while distance < inner {
+            if let Some(rank) = rank {
+                let peer = self.outer(rank ^ distance, inner);
+                let from = Span::new(Place::Scratch, staging..staging + bytes);
+                self.send(peer, wide.all());
+                self.receive(peer, from.clone());
+                let side = if rank & distance == 0 {
+                    Side::First
+                } else {
+                    Side::Second
+                };
+                let into = wide.all();
+                self.acts.push(Act::Fold { into, from, side });
+            }
+            self.end_step();
+            distance *= 2;
+        }
+        if rank.is_some() {
+            self.narrow(vector.all(), wide.all());
+        }
+        self.end_step();
+        self.hand_to_surplus(vector);
+    }
+
+    /// Ranks beyond the largest power of two: of the first ranks every second one hands its data
+    /// to the one before and waits. Returns that power, and which of so many this rank is.
+    fn fold_surplus(&mut self, vector: Vector) -> (usize, Option<usize>) {
+        let inner = 1 << self.size.ilog2();
+        let surplus = self.size - inner;
+        if surplus == 0 {
+            return (inner, Some(self.rank));
+        }
+        let paired = self.rank < 2 * surplus;
+        if paired && self.rank % 2 == 1 {
+            self.send(self.rank - 1, vector.all());
+        } else if paired {
+            self.receive_fold(self.rank + 1, vector.all(), Side::First);
+        }
+        self.end_step();
+        match (paired, self.rank % 2) {
+            (true, 0) => (inner, Some(self.rank / 2)),
+            (true, _) => (inner, None),
+            (false, _) => (inner, Some(self.rank - surplus)),
+        }
+    }
+
+    /// The rank of number `rank` among those that take part.
+    fn outer(&self, rank: usize, inner: usize) -> usize {
+        let surplus = self.size - inner;
+        if rank < surplus {
+            2 * rank
+        } else {
+            rank + surplus
+        }
+    }
+
+    fn hand_to_surplus(&mut self, vector: Vector) {
+        let surplus = self.size - (1 << self.size.ilog2());
+        if self.rank < 2 * surplus {
+            match self.rank % 2 {
+                0 => self.send(self.rank + 1, vector.all()),
+                _ => self.receive(self.rank - 1, vector.all()),
+            }
+        }
+        self.end_step();
+    }
 }
 
-/// All ranks but this one, the next first, so that not all talk to rank 0 at once.
-fn others(rank: usize, size: usize) -> impl Iterator<Item = usize> {
-    (1..size).map(move |offset| (rank + offset) % size)
+/// Where the part of `peer` waits to be reduced.
+fn staged(peer: usize, bytes: usize) -> Span {
+    Span::new(Place::Scratch, peer * bytes..(peer + 1) * bytes)
+}
+
+/// The bytes of one rank's part among all parts.
+fn part(counts: &Counts<'_>, width: usize, peer: usize) -> Range<usize> {
+    let start = counts.before(peer) * width;
+    start..start + counts.of(peer) * width
+}
+
+impl fmt::Display for Plan {
+    /// A line for each step, for people.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (number, acts) in self.steps().enumerate() {
+            write!(f, "step {number}:")?;
+            for act in acts {
+                match act {
+                    Act::Send { peer, span } => write!(f, " send {} to {peer};", span.len())?,
+                    Act::Receive { peer, span, .. } => {
+                        write!(f, " receive {} from {peer};", span.len())?;
+                    }
+                    _ => {}
+                }
+            }
+            writeln!(f)?;
+        }
+        Ok(())
+    }
 }

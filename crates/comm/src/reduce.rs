@@ -2,26 +2,35 @@
 
 use std::fmt;
 
-use crate::Dtype;
+use half::{bf16, f16};
+
+use crate::{Complex64, Dtype};
 
 /// How the elements of two ranks become one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Reduce {
-    /// `a + b`; integers wrap.
+    /// `a + b`; integers wrap, of bools it is "or". f16 and bf16 are added in f32 and rounded once.
     Sum,
     /// The larger one; NaN if either is NaN; of two equal ones (`0.0` and `-0.0`) the first.
+    /// Complex numbers compare by their real, then their imaginary part.
     Max,
     /// The smaller one; NaN if either is NaN; of two equal ones the first.
     Min,
+    /// `a * b`; integers wrap, of bools it is "and". f16 and bf16 as for sums.
+    Prod,
 }
 
 impl Reduce {
+    /// Every reduction there is.
+    pub const ALL: [Self; 4] = [Self::Sum, Self::Max, Self::Min, Self::Prod];
+
     /// Its number on the wire.
     pub(crate) const fn code(self) -> u8 {
         match self {
             Self::Sum => 1,
             Self::Max => 2,
             Self::Min => 3,
+            Self::Prod => 4,
         }
     }
 
@@ -31,6 +40,7 @@ impl Reduce {
             1 => Some(Self::Sum),
             2 => Some(Self::Max),
             3 => Some(Self::Min),
+            4 => Some(Self::Prod),
             _ => None,
         }
     }
@@ -42,71 +52,333 @@ impl fmt::Display for Reduce {
             Self::Sum => "sum",
             Self::Max => "max",
             Self::Min => "min",
+            Self::Prod => "prod",
         })
     }
 }
 
-/// `first = first op second`, elementwise. Both are arrays of `dtype` of equal length.
-pub(crate) fn fold(op: Reduce, dtype: Dtype, first: &mut [u8], second: &[u8]) {
-    assert_eq!(
-        first.len(),
-        second.len(),
-        "bytes on both sides of a reduction"
-    );
-    match (dtype, op) {
-        (Dtype::U8, Reduce::Sum) => bytes(first, second, u8::wrapping_add),
-        (Dtype::U8, Reduce::Max) => bytes(first, second, u8::max),
-        (Dtype::U8, Reduce::Min) => bytes(first, second, u8::min),
-        (Dtype::F32, Reduce::Sum) => floats(first, second, |a, b| a + b),
-        // `f32::max` leaves the sign of zero open and drops NaN; a result that every machine
-        // agrees on may do neither.
-        (Dtype::F32, Reduce::Max) => {
-            floats(
-                first,
-                second,
-                |a, b| if b > a || b.is_nan() { b } else { a },
-            );
+/// An element type as bytes, and the type its reductions are computed in.
+trait Number {
+    /// What partial results are kept in.
+    type Wide: Copy + Default;
+
+    /// Bytes of one element in memory.
+    const BYTES: usize;
+
+    fn load(bytes: &[u8]) -> Self::Wide;
+    fn store(value: Self::Wide, bytes: &mut [u8]);
+    fn sum(a: Self::Wide, b: Self::Wide) -> Self::Wide;
+    fn max(a: Self::Wide, b: Self::Wide) -> Self::Wide;
+    fn min(a: Self::Wide, b: Self::Wide) -> Self::Wide;
+    fn prod(a: Self::Wide, b: Self::Wide) -> Self::Wide;
+}
+
+/// Reads and writes a number by its bytes. Lengths are those of the type: `fold` cuts them so.
+macro_rules! bytes_of {
+    ($type:ty) => {
+        const BYTES: usize = size_of::<$type>();
+
+        fn load(bytes: &[u8]) -> Self::Wide {
+            let bytes = bytes.first_chunk().copied().unwrap_or_default();
+            <$type>::from_ne_bytes(bytes).into()
         }
-        (Dtype::F32, Reduce::Min) => {
-            floats(
-                first,
-                second,
-                |a, b| if b < a || b.is_nan() { b } else { a },
-            );
+    };
+}
+
+macro_rules! integer {
+    ($($type:ty)*) => {$(
+        impl Number for $type {
+            type Wide = Self;
+            bytes_of!($type);
+
+            fn store(value: Self, bytes: &mut [u8]) {
+                bytes.copy_from_slice(&value.to_ne_bytes());
+            }
+            fn sum(a: Self, b: Self) -> Self {
+                a.wrapping_add(b)
+            }
+            fn max(a: Self, b: Self) -> Self {
+                Ord::max(a, b)
+            }
+            fn min(a: Self, b: Self) -> Self {
+                Ord::min(a, b)
+            }
+            fn prod(a: Self, b: Self) -> Self {
+                a.wrapping_mul(b)
+            }
+        }
+    )*};
+}
+
+integer!(i8 i16 i32 i64 u8 u16 u32 u64);
+
+// `f32::max` leaves the sign of zero open and drops NaN; a result that every machine agrees on may
+// do neither.
+macro_rules! float {
+    ($($type:ty, $wide:ty, $narrow:expr;)*) => {$(
+        impl Number for $type {
+            type Wide = $wide;
+            bytes_of!($type);
+
+            fn store(value: $wide, bytes: &mut [u8]) {
+                let narrow: fn($wide) -> $type = $narrow;
+                bytes.copy_from_slice(&narrow(value).to_ne_bytes());
+            }
+            fn sum(a: $wide, b: $wide) -> $wide {
+                a + b
+            }
+            fn max(a: $wide, b: $wide) -> $wide {
+                if b > a || b.is_nan() { b } else { a }
+            }
+            fn min(a: $wide, b: $wide) -> $wide {
+                if b < a || b.is_nan() { b } else { a }
+            }
+            fn prod(a: $wide, b: $wide) -> $wide {
+                a * b
+            }
+        }
+    )*};
+}
+
+float! {
+    f32, f32, |value| value;
+    f64, f64, |value| value;
+    f16, f32, f16::from_f32;
+    bf16, f32, bf16::from_f32;
+}
+
+impl Number for bool {
+    type Wide = u8;
+    bytes_of!(u8);
+
+    fn store(value: u8, bytes: &mut [u8]) {
+        bytes[0] = value;
+    }
+    fn sum(a: u8, b: u8) -> u8 {
+        a | b
+    }
+    fn max(a: u8, b: u8) -> u8 {
+        a | b
+    }
+    fn min(a: u8, b: u8) -> u8 {
+        a & b
+    }
+    fn prod(a: u8, b: u8) -> u8 {
+        a & b
+    }
+}
+
+impl Number for Complex64 {
+    type Wide = Self;
+
+    const BYTES: usize = 8;
+
+    fn load(bytes: &[u8]) -> Self {
+        Self {
+            re: f32::load(&bytes[..4]),
+            im: f32::load(&bytes[4..]),
+        }
+    }
+    fn store(value: Self, bytes: &mut [u8]) {
+        f32::store(value.re, &mut bytes[..4]);
+        f32::store(value.im, &mut bytes[4..]);
+    }
+    fn sum(a: Self, b: Self) -> Self {
+        Self {
+            re: a.re + b.re,
+            im: a.im + b.im,
+        }
+    }
+    fn max(a: Self, b: Self) -> Self {
+        if a.is_nan() || !(b.is_nan() || b.follows(a)) {
+            a
+        } else {
+            b
+        }
+    }
+    fn min(a: Self, b: Self) -> Self {
+        if a.is_nan() || !(b.is_nan() || a.follows(b)) {
+            a
+        } else {
+            b
+        }
+    }
+    fn prod(a: Self, b: Self) -> Self {
+        Self {
+            re: a.re * b.re - a.im * b.im,
+            im: a.re * b.im + a.im * b.re,
         }
     }
 }
 
-fn bytes(first: &mut [u8], second: &[u8], op: impl Fn(u8, u8) -> u8) {
-    for (a, b) in first.iter_mut().zip(second) {
-        *a = op(*a, *b);
+impl Complex64 {
+    fn is_nan(self) -> bool {
+        self.re.is_nan() || self.im.is_nan()
+    }
+
+    fn follows(self, other: Self) -> bool {
+        self.re > other.re || (self.re == other.re && self.im > other.im)
     }
 }
 
-fn floats(first: &mut [u8], second: &[u8], op: impl Fn(f32, f32) -> f32) {
-    for (a, b) in first.as_chunks_mut().0.iter_mut().zip(second.as_chunks().0) {
-        *a = op(f32::from_ne_bytes(*a), f32::from_ne_bytes(*b)).to_ne_bytes();
+/// Calls `$function::<T>($arguments)` with the Rust type of a dtype.
+macro_rules! typed {
+    ($dtype:expr, $function:ident $arguments:tt) => {
+        match $dtype {
+            Dtype::Bool => $function::<bool> $arguments,
+            Dtype::I8 => $function::<i8> $arguments,
+            Dtype::I16 => $function::<i16> $arguments,
+            Dtype::I32 => $function::<i32> $arguments,
+            Dtype::I64 => $function::<i64> $arguments,
+            Dtype::U8 => $function::<u8> $arguments,
+            Dtype::U16 => $function::<u16> $arguments,
+            Dtype::U32 => $function::<u32> $arguments,
+            Dtype::U64 => $function::<u64> $arguments,
+            Dtype::F16 => $function::<f16> $arguments,
+            Dtype::Bf16 => $function::<bf16> $arguments,
+            Dtype::F32 => $function::<f32> $arguments,
+            Dtype::F64 => $function::<f64> $arguments,
+            Dtype::Complex64 => $function::<Complex64> $arguments,
+        }
+    };
+}
+
+/// Which of two operands is the one that the result replaces.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Side {
+    /// `into = into op from`.
+    First,
+    /// `into = from op into`.
+    Second,
+}
+
+/// `into = into op from` or the other way round. Both are arrays of `dtype` of equal length.
+pub(crate) fn fold(op: Reduce, dtype: Dtype, side: Side, into: &mut [u8], from: &[u8]) {
+    assert_eq!(into.len(), from.len(), "bytes on both sides of a reduction");
+    typed!(dtype, fold_typed(op, side, into, from));
+}
+
+fn fold_typed<T: Number>(op: Reduce, side: Side, into: &mut [u8], from: &[u8]) {
+    match op {
+        Reduce::Sum => fold_by::<T>(T::sum, side, into, from),
+        Reduce::Max => fold_by::<T>(T::max, side, into, from),
+        Reduce::Min => fold_by::<T>(T::min, side, into, from),
+        Reduce::Prod => fold_by::<T>(T::prod, side, into, from),
+    }
+}
+
+#[inline(always)]
+fn fold_by<T: Number>(
+    op: impl Fn(T::Wide, T::Wide) -> T::Wide,
+    side: Side,
+    into: &mut [u8],
+    from: &[u8],
+) {
+    let pairs = into
+        .chunks_exact_mut(T::BYTES)
+        .zip(from.chunks_exact(T::BYTES));
+    match side {
+        Side::First => pairs.for_each(|(a, b)| T::store(op(T::load(a), T::load(b)), a)),
+        Side::Second => pairs.for_each(|(a, b)| T::store(op(T::load(b), T::load(a)), a)),
+    }
+}
+
+/// Elements that [`reduce_parts`] handles at a time: their partial results stay in the first
+/// cache, and the loop over parts is amortised.
+const BLOCK: usize = 256;
+
+/// Reduces `size` arrays of `dtype` in rank order, keeping partial results wide:
+/// `into = ((p_0 op p_1) op p_2) op ...`, rounded once. `part(r)` is the array of rank r, and `None`
+/// is what is in `into`.
+pub(crate) fn reduce_parts<'a>(
+    op: Reduce,
+    dtype: Dtype,
+    into: &mut [u8],
+    size: usize,
+    part: impl Fn(usize) -> Option<&'a [u8]>,
+) {
+    typed!(dtype, reduce_typed(op, into, size, part));
+}
+
+fn reduce_typed<'a, T: Number>(
+    op: Reduce,
+    into: &mut [u8],
+    size: usize,
+    part: impl Fn(usize) -> Option<&'a [u8]>,
+) {
+    match op {
+        Reduce::Sum => reduce_by::<T>(T::sum, into, size, part),
+        Reduce::Max => reduce_by::<T>(T::max, into, size, part),
+        Reduce::Min => reduce_by::<T>(T::min, into, size, part),
+        Reduce::Prod => reduce_by::<T>(T::prod, into, size, part),
+    }
+}
+
+#[inline(always)]
+fn reduce_by<'a, T: Number>(
+    op: impl Fn(T::Wide, T::Wide) -> T::Wide,
+    into: &mut [u8],
+    size: usize,
+    part: impl Fn(usize) -> Option<&'a [u8]>,
+) {
+    let mut start = 0;
+    for block in into.chunks_mut(BLOCK * T::BYTES) {
+        let range = start..start + block.len();
+        start = range.end;
+        let of = |rank| part(rank).map(|part| &part[range.clone()]);
+        let mut partial = [T::Wide::default(); BLOCK];
+        let first = of(0).unwrap_or(block).chunks_exact(T::BYTES);
+        partial
+            .iter_mut()
+            .zip(first)
+            .for_each(|(p, x)| *p = T::load(x));
+        for rank in 1..size {
+            let next = of(rank).unwrap_or(block).chunks_exact(T::BYTES);
+            let pairs = partial.iter_mut().zip(next);
+            pairs.for_each(|(p, x)| *p = op(*p, T::load(x)));
+        }
+        let results = block.chunks_exact_mut(T::BYTES).zip(partial);
+        results.for_each(|(x, p)| T::store(p, x));
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Data, DataMut};
+    use crate::{Data, DataMut, Element};
 
-    fn check(op: Reduce, a: f32, b: f32, expected: f32) {
-        // Longer than a vector register, so that both the vector body and the rest run.
-        let (mut first, second) = ([a; 37], [b; 37]);
-        fold(
-            op,
-            Dtype::F32,
-            DataMut::new(&mut first).bytes_mut(),
-            Data::new(&second).bytes(),
-        );
-        for got in first {
-            let equal = got.to_bits() == expected.to_bits() || (got.is_nan() && expected.is_nan());
-            assert!(equal, "{a} {op} {b}: {got}, expected {expected}");
+    /// `a op b` by both ways to compute it, longer than a vector register.
+    fn both<T: Element + PartialEq + fmt::Debug>(op: Reduce, a: T, b: T) -> T {
+        let mut results = Vec::new();
+        for (side, (x, y)) in [(Side::First, (a, b)), (Side::Second, (b, a))] {
+            let (mut into, from) = ([x; 37], [y; 37]);
+            let bytes = Data::new(&from);
+            fold(
+                op,
+                T::DTYPE,
+                side,
+                DataMut::new(&mut into).bytes_mut(),
+                bytes.bytes(),
+            );
+            results.push(into[0]);
+            results.extend(into);
         }
+        let (first, second) = ([a; 300], [b; 300]);
+        let mut into = first;
+        let from = Data::new(&second).bytes();
+        reduce_parts(
+            op,
+            T::DTYPE,
+            DataMut::new(&mut into).bytes_mut(),
+            2,
+            |rank| (rank == 1).then_some(from),
+        );
+        results.extend(into);
+        let text = format!("{:?}", results[0]);
+        for result in &results {
+            assert_eq!(format!("{result:?}"), text, "{a:?} {op} {b:?}");
+        }
+        results[0]
     }
 
     #[test]
@@ -114,6 +386,7 @@ mod tests {
         for (op, a, b, expected) in [
             (Reduce::Sum, 1.5, -0.25, 1.25),
             (Reduce::Sum, f32::MAX, f32::MAX, f32::INFINITY),
+            (Reduce::Prod, 1.5, -0.25, -0.375),
             (Reduce::Max, 1.0, 2.0, 2.0),
             (Reduce::Max, 2.0, 1.0, 2.0),
             (Reduce::Max, -0.0, 0.0, -0.0),
@@ -126,16 +399,63 @@ mod tests {
             (Reduce::Min, f32::NAN, 1.0, f32::NAN),
             (Reduce::Min, 1.0, f32::NAN, f32::NAN),
         ] {
-            check(op, a, b, expected);
+            let got = both(op, a, b);
+            let equal = got.to_bits() == expected.to_bits() || (got.is_nan() && expected.is_nan());
+            assert!(equal, "{a} {op} {b}: {got}, expected {expected}");
+            let (got, expected) = (both(op, f64::from(a), f64::from(b)), f64::from(expected));
+            let huge = expected.is_infinite() && got > f64::from(f32::MAX);
+            let nan = expected.is_nan() && got.is_nan();
+            assert!(got == expected || huge || nan, "{a} {op} {b} as f64: {got}");
         }
     }
 
     #[test]
-    fn bytes_wrap() {
-        for (op, expected) in [(Reduce::Sum, 44), (Reduce::Max, 200), (Reduce::Min, 100)] {
-            let mut first = [200_u8; 37];
-            fold(op, Dtype::U8, &mut first, &[100; 37]);
-            assert_eq!(first, [expected; 37]);
+    fn integers_wrap_and_bools_are_logic() {
+        for (op, expected) in [
+            (Reduce::Sum, 44),
+            (Reduce::Max, 200),
+            (Reduce::Min, 100),
+            (Reduce::Prod, 32),
+        ] {
+            assert_eq!(both(op, 200_u8, 100), expected);
         }
+        assert_eq!(both(Reduce::Sum, 100_i8, 100), -56);
+        assert_eq!(both(Reduce::Prod, i64::MAX, 2), -2);
+        assert_eq!(both(Reduce::Min, -3_i16, 7), -3);
+        assert_eq!(both(Reduce::Max, u64::MAX, 0), u64::MAX);
+        for (op, expected) in [
+            (Reduce::Sum, true),
+            (Reduce::Min, false),
+            (Reduce::Prod, false),
+        ] {
+            assert_eq!(both(op, true, false), expected);
+        }
+    }
+
+    #[test]
+    fn complex_numbers_multiply_and_compare() {
+        let number = |re, im| Complex64 { re, im };
+        let (a, b) = (number(1.0, 2.0), number(1.0, -3.0));
+        assert_eq!(both(Reduce::Sum, a, b), number(2.0, -1.0));
+        assert_eq!(both(Reduce::Prod, a, b), number(7.0, -1.0));
+        assert_eq!(both(Reduce::Max, a, b), a);
+        assert_eq!(both(Reduce::Min, a, b), b);
+        assert!(both(Reduce::Max, number(0.0, f32::NAN), a).im.is_nan());
+        assert!(both(Reduce::Min, a, number(f32::NAN, 0.0)).re.is_nan());
+    }
+
+    #[test]
+    fn half_floats_are_rounded_once() {
+        // 2048 + 1 is 2048 in f16; eight ones after each other are lost unless sums are wide.
+        let parts: Vec<[f16; 3]> = std::iter::once(2048.0)
+            .chain([1.0; 8])
+            .map(|x| [f16::from_f32(x); 3])
+            .collect();
+        let mut into = parts[0];
+        let bytes: Vec<&[u8]> = parts.iter().map(|part| Data::new(part).bytes()).collect();
+        let part = |rank: usize| (rank > 0).then(|| bytes[rank]);
+        let data = &mut DataMut::new(&mut into);
+        reduce_parts(Reduce::Sum, Dtype::F16, data.bytes_mut(), 9, part);
+        assert_eq!(data.bytes(), Data::new(&[f16::from_f32(2056.0); 3]).bytes());
     }
 }

@@ -27,7 +27,7 @@ pub(crate) fn members(
     let mut all = vec![0_u8; 8 * group.size() as usize];
     group.run(
         crate::Collective::AllGather {
-            input: Data::new(&input),
+            input: Some(Data::new(&input)),
             output: DataMut::new(&mut all),
             counts: Counts::Even(8),
         },

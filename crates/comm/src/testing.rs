@@ -46,7 +46,20 @@ type Case = (&'static str, u32, fn(&Lab<'_>));
 /// # Panics
 /// If a case fails, with its name, size and seed.
 pub fn run_all(make: Make<'_>, seed: u64) {
-    for &(name, size_min, case) in results::CASES.iter().chain(failures::CASES) {
+    run_results(make, seed);
+    run_cases(failures::CASES, make, seed);
+}
+
+/// Runs the cases about what calls compute.
+///
+/// # Panics
+/// As [`run_all`].
+pub fn run_results(make: Make<'_>, seed: u64) {
+    run_cases(results::CASES, make, seed);
+}
+
+fn run_cases(cases: &[Case], make: Make<'_>, seed: u64) {
+    for &(name, size_min, case) in cases {
         for size in SIZES.into_iter().filter(|size| *size >= size_min) {
             let lab = Lab { make, size, seed };
             if let Err(panic) = catch_unwind(AssertUnwindSafe(|| case(&lab))) {

@@ -48,6 +48,10 @@ pub(crate) trait Transport: fmt::Debug + Send + Sync + 'static {
     /// Tells all peers, as far as that is possible without waiting.
     fn tell(&self, news: &News);
 
+    /// Asks whoever looks after the links in the background to send what waits; false if there is
+    /// nobody.
+    fn nudge(&self) -> bool;
+
     /// The time by which deadlines are measured.
     fn now(&self) -> Instant;
 

@@ -157,6 +157,8 @@ fn put_call(writer: &mut Writer<'_>, call: &Call) {
         Kind::Broadcast { root } => (4, 0, root.0, 0),
         Kind::Send { to, tag } => (5, 0, to.0, tag),
         Kind::Recv { from, tag } => (6, 0, from.0, tag),
+        Kind::ReduceScatter(op) => (7, op.code(), 0, 0),
+        Kind::AllToAll => (8, 0, 0, 0),
     };
     writer.put(&[kind, reduce, call.dtype.code(), 0]);
     writer.put_u32(peer);
@@ -176,6 +178,8 @@ fn take_call(reader: &mut Reader<'_>) -> Option<Call> {
         4 => Kind::Broadcast { root: peer },
         5 => Kind::Send { to: peer, tag },
         6 => Kind::Recv { from: peer, tag },
+        7 => Kind::ReduceScatter(Reduce::from_code(reduce)?),
+        8 => Kind::AllToAll,
         _ => return None,
     };
     Some(Call {
@@ -348,6 +352,8 @@ mod tests {
             (What::Call, Kind::AllGather),
             (What::Call, Kind::AllReduce(Reduce::Max)),
             (What::Call, Kind::Broadcast { root: Rank(9) }),
+            (What::Call, Kind::ReduceScatter(Reduce::Prod)),
+            (What::Call, Kind::AllToAll),
             (What::Message, CALL.kind),
             (What::Credit, CALL.kind),
             (What::Abort, Kind::Barrier),

@@ -1,7 +1,11 @@
 //! The buffers of one call, addressed as plans do.
 
-use crate::plan::{Act, Place, Span};
-use crate::reduce::fold;
+use std::ops::Range;
+
+use half::{bf16, f16};
+
+use crate::plan::{Act, Place, Plan, Span};
+use crate::reduce::{Side, fold, reduce_parts};
 use crate::{Collective, Dtype, Reduce};
 
 /// See [`Place`].
@@ -10,15 +14,20 @@ pub(super) struct Buffers<'a> {
     work: &'a mut [u8],
     scratch: &'a mut [u8],
     dtype: Dtype,
+    /// What folds are of: f32 if the plan widens.
+    folds: Dtype,
     op: Reduce,
+    rank: usize,
+    size: usize,
 }
 
 impl<'a> Buffers<'a> {
     /// The buffers of `collective`; what `rank` brings to a gather is put in its place.
     pub(super) fn new(
         collective: &'a mut Collective<'_>,
+        plan: &Plan,
         scratch: &'a mut [u8],
-        rank: usize,
+        (rank, size): (usize, usize),
     ) -> Self {
         let (input, work, dtype, op): (&[u8], &mut [u8], _, _) = match collective {
             Collective::Barrier => (&[], &mut [], Dtype::U8, Reduce::Sum),
@@ -28,15 +37,27 @@ impl<'a> Buffers<'a> {
                 counts,
             } => {
                 let dtype = output.dtype();
-                let start: usize = (0..rank).map(|r| counts.of(r) * dtype.bytes()).sum();
+                let start = counts.before(rank) * dtype.bytes();
                 let work = output.bytes_mut();
-                work[start..start + input.bytes().len()].copy_from_slice(input.bytes());
-                (input.bytes(), work, dtype, Reduce::Sum)
+                if let Some(input) = input {
+                    let own = start..start + input.bytes().len();
+                    work[own].copy_from_slice(input.bytes());
+                }
+                (&[], work, dtype, Reduce::Sum)
             }
             Collective::AllReduce { data, op } => {
                 let dtype = data.dtype();
                 (&[], data.bytes_mut(), dtype, *op)
             }
+            Collective::ReduceScatter {
+                input, output, op, ..
+            } => (input.bytes(), output.bytes_mut(), input.dtype(), *op),
+            Collective::AllToAll { input, output, .. } => (
+                input.bytes(),
+                output.bytes_mut(),
+                input.dtype(),
+                Reduce::Sum,
+            ),
             Collective::Broadcast { data, .. } => {
                 let dtype = data.dtype();
                 (&[], data.bytes_mut(), dtype, Reduce::Sum)
@@ -47,7 +68,10 @@ impl<'a> Buffers<'a> {
             work,
             scratch,
             dtype,
+            folds: if plan.wide { Dtype::F32 } else { dtype },
             op,
+            rank,
+            size,
         }
     }
 
@@ -70,22 +94,52 @@ impl<'a> Buffers<'a> {
         }
     }
 
+    /// Bytes of one element of a fold.
+    pub(super) const fn fold_width(&self) -> usize {
+        self.folds.bytes()
+    }
+
+    /// Reduces bytes that arrived into `span`, from `at` on.
+    pub(super) fn fold(&mut self, span: &Span, at: usize, side: Side, bytes: &[u8]) {
+        let (op, dtype) = (self.op, self.folds);
+        let into = &mut self.get_mut(span)[at..at + bytes.len()];
+        fold(op, dtype, side, into, bytes);
+    }
+
     /// Does what a step has to do after its transfers.
     pub(super) fn finish(&mut self, acts: &[Act]) {
         for act in acts {
             match act {
                 Act::Send { .. } | Act::Receive { .. } => {}
-                Act::Fold { into, from } => {
-                    let (dtype, op) = (self.dtype, self.op);
-                    let (into, from) = self.pair(into, from);
-                    fold(op, dtype, into, from);
-                }
                 Act::Copy { into, from } => {
                     let (into, from) = self.pair(into, from);
                     into.copy_from_slice(from);
                 }
+                Act::Fold { into, from, side } => {
+                    let (dtype, op) = (self.folds, self.op);
+                    let (into, from) = self.pair(into, from);
+                    fold(op, dtype, *side, into, from);
+                }
+                Act::Reduce { into } => self.reduce(into),
+                Act::Widen { into, from } => {
+                    let dtype = self.dtype;
+                    let (into, from) = self.pair(into, from);
+                    widen(dtype, into, from);
+                }
+                Act::Narrow { into, from } => {
+                    let dtype = self.dtype;
+                    let (into, from) = self.pair(into, from);
+                    narrow(dtype, into, from);
+                }
             }
         }
+    }
+
+    fn reduce(&mut self, into: &Span) {
+        let (rank, bytes, scratch) = (self.rank, into.len(), &*self.scratch);
+        let part = |r: usize| (r != rank).then(|| &scratch[r * bytes..(r + 1) * bytes]);
+        let into = &mut self.work[into.range.clone()];
+        reduce_parts(self.op, self.dtype, into, self.size, part);
     }
 
     /// Two different spans, the first to be written.
@@ -104,11 +158,7 @@ impl<'a> Buffers<'a> {
 }
 
 /// Two ranges of one buffer that do not overlap.
-fn disjoint(
-    bytes: &mut [u8],
-    into: std::ops::Range<usize>,
-    from: std::ops::Range<usize>,
-) -> (&mut [u8], &[u8]) {
+fn disjoint(bytes: &mut [u8], into: Range<usize>, from: Range<usize>) -> (&mut [u8], &[u8]) {
     if into.end <= from.start {
         let (low, high) = bytes.split_at_mut(from.start);
         (&mut low[into], &high[..from.end - from.start])
@@ -116,5 +166,27 @@ fn disjoint(
         assert!(from.end <= into.start, "a plan's spans overlap");
         let (low, high) = bytes.split_at_mut(into.start);
         (&mut high[..into.end - into.start], &low[from])
+    }
+}
+
+/// Half floats, `(n,)`, to f32, `(n,)`. Only f16 and bf16 are widened.
+fn widen(dtype: Dtype, into: &mut [u8], from: &[u8]) {
+    let wide = |bytes: [u8; 2]| match dtype {
+        Dtype::F16 => f16::from_ne_bytes(bytes).to_f32(),
+        _ => bf16::from_ne_bytes(bytes).to_f32(),
+    };
+    for (wide_bytes, bytes) in into.as_chunks_mut().0.iter_mut().zip(from.as_chunks().0) {
+        *wide_bytes = wide(*bytes).to_ne_bytes();
+    }
+}
+
+/// And back, rounded to nearest even.
+fn narrow(dtype: Dtype, into: &mut [u8], from: &[u8]) {
+    let half = |value: f32| match dtype {
+        Dtype::F16 => f16::from_f32(value).to_ne_bytes(),
+        _ => bf16::from_f32(value).to_ne_bytes(),
+    };
+    for (bytes, wide) in into.as_chunks_mut().0.iter_mut().zip(from.as_chunks().0) {
+        *bytes = half(f32::from_ne_bytes(*wide));
     }
 }

@@ -12,11 +12,11 @@ use super::buffers::Buffers;
 use super::inbuf::{INBUF_BYTES, Inbuf};
 use super::{Linked, lock, number};
 use crate::call::judge;
-use crate::plan::{Act, Place, Plan, Span};
+use crate::plan::{Act, Place, Plan, Span, Take};
 use crate::status::{Cause, News};
 use crate::transport::{Closed, Lane, Pause, Transport, Want};
 use crate::wire::{HEADER_BYTES, Header, What};
-use crate::{Call, Collective, Deadline, Error};
+use crate::{Call, Collective, Deadline, Error, Kind};
 
 /// How long ranks that disagree wait for the calls of the others, to find out who is odd.
 const VOTE_WAIT: Duration = Duration::from_secs(1);
@@ -54,6 +54,7 @@ struct Sending {
 struct Receiving {
     step: u16,
     span: Span,
+    take: Take,
     done: usize,
 }
 
@@ -62,6 +63,11 @@ enum Stop {
     Lost(usize),
     Garbled(usize),
     Disagree,
+    /// A peer sends another number of bytes than this rank expects of it.
+    Uneven {
+        expected: u64,
+        got: u64,
+    },
     /// The group is poisoned, or a peer gave this call up: the news are on their way.
     Poisoned(usize),
     Late(usize),
@@ -79,14 +85,31 @@ impl Calls {
 }
 
 impl<T: Transport> Linked<T> {
-    pub(crate) fn run(
-        &self,
-        mut collective: Collective<'_>,
-        deadline: Deadline,
-    ) -> Result<(), Error> {
+    pub(crate) fn run(&self, collective: Collective<'_>, deadline: Deadline) -> Result<(), Error> {
         let mut calls = lock(&self.calls);
         calls.sequence += 1;
         let sequence = calls.sequence;
+        self.run_numbered(&mut calls, collective, sequence, deadline)?;
+        self.completed.store(sequence, Ordering::Release);
+        Ok(())
+    }
+
+    /// A call before the group is handed out. All of them have the number 0.
+    pub(crate) fn rehearse(
+        &self,
+        collective: Collective<'_>,
+        deadline: Deadline,
+    ) -> Result<(), Error> {
+        self.run_numbered(&mut lock(&self.calls), collective, 0, deadline)
+    }
+
+    fn run_numbered(
+        &self,
+        calls: &mut Calls,
+        mut collective: Collective<'_>,
+        sequence: u64,
+        deadline: Deadline,
+    ) -> Result<(), Error> {
         let call = Call::of(&collective, sequence, self.rank(), self.size());
         let call = call.map_err(|error| self.fail(error.call(), error, sequence))?;
         if let Some(error) = self.cause_of(call) {
@@ -97,8 +120,8 @@ impl<T: Transport> Linked<T> {
             scratch,
             peers,
             ..
-        } = &mut *calls;
-        plan.make(&collective, self.rank, self.size);
+        } = calls;
+        plan.make(&collective, &self.tuning(), self.rank, self.size);
         if scratch.len() < plan.scratch {
             scratch.resize(plan.scratch, 0);
         }
@@ -106,15 +129,10 @@ impl<T: Transport> Linked<T> {
             group: self,
             call,
             deadline,
-            buffers: Buffers::new(&mut collective, scratch, self.rank),
+            algorithm: plan.algorithm.code(),
+            buffers: Buffers::new(&mut collective, plan, scratch, (self.rank, self.size)),
         };
-        match run.steps(plan, peers) {
-            Ok(()) => {
-                self.completed.store(sequence, Ordering::Release);
-                Ok(())
-            }
-            Err(stop) => Err(run.fail(stop, peers)),
-        }
+        run.steps(plan, peers).map_err(|stop| run.fail(stop, peers))
     }
 }
 
@@ -123,6 +141,7 @@ struct Run<'a, T> {
     group: &'a Linked<T>,
     call: Call,
     deadline: Deadline,
+    algorithm: u8,
     buffers: Buffers<'a>,
 }
 
@@ -153,11 +172,12 @@ impl<T: Transport> Run<'_, T> {
                 Act::Send { peer, span } if span.len() > 0 => {
                     peers[*peer].sending = Some(self.sending(step, span.clone()));
                 }
-                Act::Receive { peer, span } if span.len() > 0 => {
-                    let span = span.clone();
+                Act::Receive { peer, span, take } if span.len() > 0 => {
+                    let (span, take) = (span.clone(), *take);
                     peers[*peer].receiving = Some(Receiving {
                         step,
                         span,
+                        take,
                         done: 0,
                     });
                 }
@@ -169,7 +189,7 @@ impl<T: Transport> Run<'_, T> {
     fn sending(&self, step: u16, span: Span) -> Sending {
         let header = Header {
             what: What::Call,
-            algorithm: 0,
+            algorithm: self.algorithm,
             step,
             call: self.call,
             payload: span.len() as u64,
@@ -198,6 +218,7 @@ impl<T: Transport> Run<'_, T> {
                 peer.receiving = Some(Receiving {
                     step: 0,
                     span: Span::new(Place::Work, 0..0),
+                    take: Take::Copy,
                     done: 0,
                 });
             }
@@ -319,16 +340,29 @@ impl<T: Transport> Run<'_, T> {
         if header.call != self.call {
             return Err(Stop::Disagree);
         }
-        let (missing, step) = match &peer.receiving {
-            Some(receiving) => (receiving.span.len() - receiving.done, receiving.step),
-            None => (0, 0),
-        };
-        let expected = header.payload == missing as u64 && header.step == step;
-        if header.payload > 0 && !expected {
-            return Err(Stop::Garbled(rank));
-        }
+        self.expect(rank, peer.receiving.as_ref(), &header)?;
         peer.left = header.payload;
         Ok(true)
+    }
+
+    /// Whether a frame of this call is the one that is due.
+    fn expect(&self, peer: usize, due: Option<&Receiving>, header: &Header) -> Result<(), Stop> {
+        let missing = due.map_or(0, |due| due.span.len() - due.done) as u64;
+        let step = due.map_or(0, |due| due.step);
+        if header.algorithm != self.algorithm {
+            Err(Stop::Garbled(peer))
+        } else if header.payload == missing && header.step == step {
+            Ok(())
+        } else if self.call.kind == Kind::AllToAll {
+            // The only call in which a rank does not know what others bring.
+            let width = self.call.dtype.bytes() as u64;
+            let (expected, got) = (header.payload / width, missing / width);
+            Err(Stop::Uneven { expected, got })
+        } else if header.payload == 0 {
+            Ok(())
+        } else {
+            Err(Stop::Garbled(peer))
+        }
     }
 
     /// Takes up to `left` bytes of the payload of `rank`.
@@ -341,18 +375,32 @@ impl<T: Transport> Run<'_, T> {
     ) -> Result<usize, Stop> {
         let lost = |Closed| Stop::Lost(rank);
         let transport = &self.group.transport;
-        let rest = &mut self.buffers.get_mut(&into.span)[into.done..];
-        debug_assert_eq!(rest.len() as u64, left, "a frame fits what is expected");
-        let count = if !inbuf.bytes().is_empty() || rest.len() < INBUF_BYTES / 4 {
-            if inbuf.bytes().is_empty() {
+        let missing = into.span.len() - into.done;
+        debug_assert_eq!(missing as u64, left, "a frame fits what is expected");
+        let direct = into.take == Take::Copy && missing >= INBUF_BYTES / 4;
+        let count = if direct && inbuf.bytes().is_empty() {
+            let rest = &mut self.buffers.get_mut(&into.span)[into.done..];
+            transport.read(Lane::Calls, rank, rest).map_err(lost)?
+        } else {
+            let width = match into.take {
+                Take::Copy => 1,
+                Take::Fold(_) => self.buffers.fold_width(),
+            };
+            if inbuf.bytes().len() < width {
                 inbuf.fill(transport, Lane::Calls, rank).map_err(lost)?;
             }
-            let count = rest.len().min(inbuf.bytes().len());
-            rest[..count].copy_from_slice(&inbuf.bytes()[..count]);
+            let there = missing.min(inbuf.bytes().len());
+            let count = there - there % width;
+            let bytes = &inbuf.bytes()[..count];
+            match into.take {
+                Take::Copy => {
+                    let rest = &mut self.buffers.get_mut(&into.span)[into.done..];
+                    rest[..count].copy_from_slice(bytes);
+                }
+                Take::Fold(side) => self.buffers.fold(&into.span, into.done, side, bytes),
+            }
             inbuf.consume(count);
             count
-        } else {
-            transport.read(Lane::Calls, rank, rest).map_err(lost)?
         };
         self.count(count);
         Ok(count)
@@ -373,6 +421,17 @@ impl<T: Transport> Run<'_, T> {
                 self.group.poison(News { cause, at });
                 let error = cause.error(call);
                 self.group.cause_of(call).unwrap_or(error)
+            }
+            Stop::Uneven { expected, got } => {
+                let (rank, buffer) = (number(self.group.rank), "receives");
+                let error = Error::Length {
+                    call,
+                    rank,
+                    buffer,
+                    expected,
+                    got,
+                };
+                self.group.fail(call, error, at)
             }
             Stop::Late(open) => {
                 // Some may have greeted and not been listened to yet.

@@ -318,9 +318,34 @@ impl<T: Transport> Linked<T> {
         });
         match sent {
             None => Err(self.fail(call, Error::Timeout { call, rank: to }, self.next_call())),
-            Some(Ok(true)) => Ok(()),
+            Some(Ok(true)) => self.see_off(call, peer, deadline),
             Some(Ok(false)) => Err(self.lost(call, peer, self.next_call())),
             Some(Err(error)) => Err(error),
+        }
+    }
+
+    /// Sees to it that what the link did not take at once goes.
+    fn see_off(&self, call: Call, peer: usize, deadline: Deadline) -> Result<(), Error> {
+        let waits = |mail: &Mail| !mail.posts[peer].outbox.is_empty();
+        if !waits(&lock(&self.mail)) || self.transport.nudge() {
+            return Ok(());
+        }
+        let gone = self.look(peer, deadline, |mail| {
+            if mail.posts[peer].closed {
+                Look::Done(Err(None))
+            } else if !waits(mail) {
+                Look::Done(Ok(()))
+            } else {
+                self.cause_of(call)
+                    .map_or(Look::Wait, |error| Look::Done(Err(Some(error))))
+            }
+        });
+        let rank = super::number(peer);
+        match gone {
+            Some(Ok(())) => Ok(()),
+            Some(Err(Some(error))) => Err(error),
+            Some(Err(None)) => Err(self.lost(call, peer, self.next_call())),
+            None => Err(self.fail(call, Error::Timeout { call, rank }, self.next_call())),
         }
     }
 
@@ -503,6 +528,30 @@ impl<T: Transport> Linked<T> {
                 self.mail_changed.notify_all();
             }
         }
+    }
+
+    /// Waits a little for links to take what waits in the outboxes, unless another thread does;
+    /// true if something is left.
+    pub(crate) fn push(&self, wait: Duration) -> bool {
+        let mut mail = lock(&self.mail);
+        let waits = |mail: &Mail| {
+            let waits = |post: &Post| !post.closed && !post.outbox.is_empty();
+            mail.posts.iter().any(waits)
+        };
+        if mail.polling || !waits(&mail) {
+            return false;
+        }
+        let mut wants = Vec::new();
+        mail.wants(self.rank, &mut wants);
+        mail.polling = true;
+        drop(mail);
+        let until = self.transport.now() + wait;
+        self.transport.wait(Lane::Messages, &wants, until);
+        mail = lock(&self.mail);
+        mail.polling = false;
+        self.pump(&mut mail, None);
+        self.mail_changed.notify_all();
+        waits(&mail)
     }
 
     /// Sends what waits in the outboxes; true if something is left.

@@ -15,7 +15,7 @@ mod mail;
 
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
 use paceline_base::{Bytes, Rank};
@@ -24,7 +24,7 @@ use self::calls::Calls;
 use self::mail::Mail;
 use crate::status::{Cause, News, Status};
 use crate::transport::{Closed, Lane, Transport};
-use crate::{Call, Error, Traffic};
+use crate::{Call, Error, Traffic, Tuning};
 
 /// How long a rank that finds a link closed waits for the news why. They are sent before the
 /// link is closed, so this ends at once unless the other process was killed.
@@ -39,6 +39,7 @@ pub(crate) struct Linked<T> {
     size: usize,
     transport: T,
     status: Arc<Status>,
+    tuning: OnceLock<Tuning>,
     calls: Mutex<Calls>,
     /// Collectives that this rank has completed.
     completed: AtomicU64,
@@ -58,6 +59,7 @@ impl<T: Transport> Linked<T> {
             size,
             transport,
             status,
+            tuning: OnceLock::new(),
             calls: Mutex::new(Calls::new(size)),
             completed: AtomicU64::new(0),
             mail: Mutex::new(Mail::new(size)),
@@ -85,6 +87,22 @@ impl<T: Transport> Linked<T> {
             sent: Bytes(self.sent.load(Ordering::Relaxed)),
             received: Bytes(self.received.load(Ordering::Relaxed)),
         }
+    }
+
+    /// Starts counting anew.
+    pub(crate) fn reset_traffic(&self) {
+        self.sent.store(0, Ordering::Relaxed);
+        self.received.store(0, Ordering::Relaxed);
+    }
+
+    /// What choices rest on.
+    pub(crate) fn tuning(&self) -> Tuning {
+        self.tuning.get().copied().unwrap_or_default()
+    }
+
+    /// Settles what choices rest on, once; before that it is the default.
+    pub(crate) fn agree(&self, tuning: Tuning) {
+        let _ = self.tuning.set(tuning);
     }
 
     /// Poisons the group and tells everyone what they do not know yet. The caller holds no lock.

@@ -13,11 +13,11 @@ use std::time::{Duration, Instant};
 use paceline_base::Rank;
 use rustix::event::{PollFd, PollFlags};
 
-use super::sockets::{Sockets, Waker, outcome, poll_until};
+use super::sockets::{Waker, outcome, poll_until};
 use crate::deadline;
 use crate::linked::Linked;
 use crate::status::{Cause, News};
-use crate::transport::Closed;
+use crate::transport::{Closed, Transport};
 use crate::wire::{CONTROL_BYTES, Control};
 
 /// Heartbeats sent within the time after which a rank counts as silent: four may be late.
@@ -26,8 +26,22 @@ const BEATS_PER_SILENCE: u32 = 5;
 /// How often the keeper takes in messages while the rank computes.
 const TEND_EVERY: Duration = Duration::from_millis(100);
 
+/// Links that a keeper looks after.
+pub(crate) trait Kept: Transport {
+    fn controls(&self) -> &Arc<Controls>;
+
+    /// Takes note that the process of `peer` has ended.
+    fn lost(&self, peer: usize);
+
+    /// Ends the links in good order, after everybody was told.
+    fn close(&self);
+}
+
+/// How long the keeper waits for a link to take more of a message, before it listens again.
+const PUSH_WAIT: Duration = Duration::from_millis(5);
+
 /// The control connections of one rank.
-pub(super) struct Controls {
+pub(crate) struct Controls {
     /// By rank; none for the rank itself.
     streams: Vec<Option<TcpStream>>,
     /// Held while writing, so that frames stay whole.
@@ -48,7 +62,7 @@ impl Controls {
 
     /// Tells all peers what `news` says. Those that cannot be told have gone, or will be found
     /// silent: these connections are nearly empty.
-    pub(super) fn tell(&self, news: &News) {
+    pub(crate) fn tell(&self, news: &News) {
         self.write(&Control::News(*news));
     }
 
@@ -58,6 +72,11 @@ impl Controls {
         for mut stream in self.streams.iter().flatten() {
             let _ = stream.write(&bytes);
         }
+    }
+
+    /// Wakes the keeper.
+    pub(crate) fn wake(&self) {
+        self.waker.wake();
     }
 
     /// Ends the keeper.
@@ -76,14 +95,18 @@ struct Watch {
 }
 
 /// Runs until [`Controls::stop`]: beats, listens, and finds those who fell silent.
-pub(super) fn keep(group: &Arc<Linked<Sockets>>, silence: Duration) {
-    let controls = &group.transport().controls;
+pub(super) fn keep<T: Kept>(group: &Linked<T>, silence: Duration) {
+    let controls = group.transport().controls();
     let beat = silence / BEATS_PER_SILENCE;
     let start = deadline::now();
     let mut watches: Vec<Watch> = controls.streams.iter().map(|_| Watch::new(start)).collect();
     let (mut next_beat, mut next_look) = (start, start);
     while !controls.stop.load(Ordering::Acquire) {
-        wait(controls, &watches, next_beat.min(next_look));
+        let until = match group.push(PUSH_WAIT) {
+            true => deadline::now(),
+            false => next_beat.min(next_look),
+        };
+        wait(controls, &watches, until);
         for (peer, watch) in watches.iter_mut().enumerate() {
             if let Some(stream) = &controls.streams[peer] {
                 watch.listen(group, peer, stream);
@@ -126,12 +149,13 @@ impl Watch {
     }
 
     /// Reads all that is there.
-    fn listen(&mut self, group: &Linked<Sockets>, peer: usize, mut stream: &TcpStream) {
+    fn listen<T: Kept>(&mut self, group: &Linked<T>, peer: usize, mut stream: &TcpStream) {
         while !self.done {
             match outcome(stream.read(&mut self.bytes[self.filled..])) {
                 Ok(0) => return,
                 Ok(count) => self.filled += count,
                 Err(Closed) => {
+                    group.transport().lost(peer);
                     let (cause, at) = (Cause::Left(rank(peer)), u64::MAX);
                     self.end(group, News { cause, at });
                 }
@@ -151,14 +175,14 @@ impl Watch {
         }
     }
 
-    fn end(&mut self, group: &Linked<Sockets>, news: News) {
+    fn end<T: Kept>(&mut self, group: &Linked<T>, news: News) {
         self.done = true;
         group.poison(news);
     }
 
     /// Gives a peer up that was silent for too long. Everything that has arrived has been read
     /// before, so time in which this process itself was stopped does not count.
-    fn judge(&mut self, group: &Linked<Sockets>, peer: usize, now: Instant, silence: Duration) {
+    fn judge<T: Kept>(&mut self, group: &Linked<T>, peer: usize, now: Instant, silence: Duration) {
         let quiet = now.saturating_duration_since(self.heard);
         if !self.done && quiet > silence {
             let millis = u32::try_from(quiet.as_millis()).unwrap_or(u32::MAX);

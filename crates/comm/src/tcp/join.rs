@@ -144,6 +144,12 @@ pub enum JoinError {
         /// What is wrong with that process.
         why: Refusal,
     },
+    /// A rank cannot use another's memory, most likely because it is on another machine.
+    #[error("{rank} cannot map the memory of all others")]
+    Apart {
+        /// The first rank that cannot.
+        rank: Rank,
+    },
     /// A rank that had joined is gone again.
     #[error("{rank} left before the group was complete")]
     Lost {
@@ -159,9 +165,25 @@ fn refused(why: &Option<Refusal>) -> String {
 }
 
 impl JoinError {
+    /// The error of a call that belongs to the making of a group.
+    pub(crate) fn of_call(error: Error) -> Self {
+        match error {
+            Error::Timeout { rank, .. } => Self::Missing {
+                rank,
+                turned_away: None,
+            },
+            Error::PeerLost { rank, .. }
+            | Error::Silent { rank, .. }
+            | Error::Garbled { rank, .. }
+            | Error::Mismatch { rank, .. }
+            | Error::Length { rank, .. }
+            | Error::NoSuchRank { rank, .. } => Self::Lost { rank },
+        }
+    }
+
     /// This error, met while a group was split: `ranks` are the new group's members by their old
     /// ranks.
-    pub(super) fn of_split(&self, call: Call, ranks: &[Rank]) -> Error {
+    pub(crate) fn of_split(&self, call: Call, ranks: &[Rank]) -> Error {
         let old = |rank: &Rank| ranks.get(rank.0 as usize).copied().unwrap_or(*rank);
         match self {
             Self::Missing { rank, .. } => Error::Timeout {
@@ -174,7 +196,10 @@ impl JoinError {
                 call,
                 rank: old(rank),
             },
-            Self::NoSuchRank { .. } | Self::System { .. } | Self::Unfit { .. } => Error::PeerLost {
+            Self::NoSuchRank { .. }
+            | Self::System { .. }
+            | Self::Unfit { .. }
+            | Self::Apart { .. } => Error::PeerLost {
                 call,
                 rank: ranks.first().copied().unwrap_or_default(),
             },

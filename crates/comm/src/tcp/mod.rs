@@ -31,6 +31,7 @@
 
 mod control;
 mod join;
+mod kept;
 mod sockets;
 
 use std::collections::hash_map::RandomState;
@@ -38,23 +39,19 @@ use std::fmt;
 use std::hash::{BuildHasher, Hasher};
 use std::io;
 use std::net::{SocketAddr, TcpListener};
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
-use std::thread::JoinHandle;
+use std::sync::Arc;
 use std::time::Duration;
 
-#[cfg(test)]
-use paceline_base::Bytes;
 use paceline_base::Rank;
 
-use self::control::Controls;
+pub(crate) use self::control::{Controls, Kept};
 pub use self::join::{JoinError, Refusal};
+pub(crate) use self::kept::{Keeping, Origin, gather, keeping_group};
 use self::sockets::Sockets;
 use crate::linked::Linked;
 use crate::split::{Member, members};
-use crate::status::Status;
 use crate::transport::Patience;
-use crate::{Collective, Data, DataMut, Deadline, Error, Group, Traffic};
+use crate::{Algorithm, Collective, Data, DataMut, Deadline, Error, Group, Traffic, Tuning};
 
 /// How long a rank may give no sign of life, unless [`Config`] says otherwise. DESIGN.md asks for
 /// an error within 2 s; the rest is for a keeper that gets its core late.
@@ -83,7 +80,7 @@ impl GroupId {
 }
 
 /// 64 bits that differ between calls and processes: std's seed for hash maps.
-fn random() -> u64 {
+pub(crate) fn random() -> u64 {
     RandomState::new().build_hasher().finish()
 }
 
@@ -92,11 +89,16 @@ fn random() -> u64 {
 pub struct Config {
     /// A rank that gives no sign of life for so long is given up: [`Error::Silent`].
     pub silence: Duration,
+    /// Use this algorithm wherever an operation has it. What rank 0 says counts.
+    pub force: Option<Algorithm>,
 }
 
 impl Default for Config {
     fn default() -> Self {
-        Self { silence: SILENCE }
+        Self {
+            silence: SILENCE,
+            force: None,
+        }
     }
 }
 
@@ -126,16 +128,7 @@ impl Listener {
 }
 
 /// One rank of a group over TCP. Dropping it ends the group for the others.
-pub struct Tcp {
-    linked: Arc<Linked<Sockets>>,
-    keeper: Mutex<Option<JoinHandle<()>>>,
-    /// Kept for groups that are split off.
-    listener: Arc<Listener>,
-    addrs: Vec<SocketAddr>,
-    id: GroupId,
-    config: Config,
-    splits: AtomicU64,
-}
+pub struct Tcp(Keeping<Sockets>);
 
 /// [`join_with`] the default [`Config`].
 ///
@@ -167,18 +160,33 @@ pub fn join_with(
     config: Config,
     deadline: Deadline,
 ) -> Result<Tcp, JoinError> {
-    assemble(Arc::new(listener), rank, addrs, id, config, deadline)
+    let origin = Origin {
+        listener: Arc::new(listener),
+        addrs: addrs.to_vec(),
+        id,
+        config,
+    };
+    assemble(origin, rank, deadline)
 }
 
-fn assemble(
-    listener: Arc<Listener>,
+fn assemble(origin: Origin, rank: Rank, deadline: Deadline) -> Result<Tcp, JoinError> {
+    let linked = link(&origin, rank, deadline)?;
+    Keeping::start(linked, origin, deadline).map(Tcp)
+}
+
+/// Connects with all other ranks; nobody looks after the links yet.
+pub(crate) fn link(
+    origin: &Origin,
     rank: Rank,
-    addrs: &[SocketAddr],
-    id: GroupId,
-    config: Config,
     deadline: Deadline,
-) -> Result<Tcp, JoinError> {
-    let [calls, messages, control] = join::connect(&listener, rank, addrs, id, deadline)?;
+) -> Result<Linked<Sockets>, JoinError> {
+    let Origin {
+        listener,
+        addrs,
+        id,
+        ..
+    } = origin;
+    let [calls, messages, control] = join::connect(listener, rank, addrs, *id, deadline)?;
     let system = |source| JoinError::System {
         what: "set up the group",
         source,
@@ -187,26 +195,7 @@ fn assemble(
     let patience = patience(addrs, rank.0 as usize);
     let sockets = Sockets::new([calls, messages], controls, patience).map_err(system)?;
     let size = u32::try_from(addrs.len()).expect("join has checked the size");
-    let linked = Arc::new(Linked::new(
-        rank,
-        size,
-        sockets,
-        Arc::new(Status::default()),
-    ));
-    let kept = Arc::clone(&linked);
-    let keeper = std::thread::Builder::new()
-        .name(format!("keeper of {rank}"))
-        .spawn(move || control::keep(&kept, config.silence))
-        .map_err(system)?;
-    Ok(Tcp {
-        linked,
-        keeper: Mutex::new(Some(keeper)),
-        listener,
-        addrs: addrs.to_vec(),
-        id,
-        config,
-        splits: AtomicU64::new(0),
-    })
+    Ok(Linked::new(rank, size, sockets, Arc::default()))
 }
 
 /// With more ranks than cores on this machine, a rank that spins keeps the one it waits for from
@@ -221,61 +210,12 @@ fn patience(addrs: &[SocketAddr], rank: usize) -> Patience {
     }
 }
 
-impl Group for Tcp {
-    fn rank(&self) -> Rank {
-        self.linked.rank()
-    }
-
-    fn size(&self) -> u32 {
-        self.linked.size()
-    }
-
-    fn run(&self, collective: Collective<'_>, deadline: Deadline) -> Result<(), Error> {
-        self.linked.run(collective, deadline)
-    }
-
-    fn send_data(
-        &self,
-        message: Data<'_>,
-        to: Rank,
-        tag: u32,
-        deadline: Deadline,
-    ) -> Result<(), Error> {
-        self.linked.send(message, to, tag, deadline)
-    }
-
-    fn recv_data(
-        &self,
-        into: DataMut<'_>,
-        from: Rank,
-        tag: u32,
-        deadline: Deadline,
-    ) -> Result<(), Error> {
-        self.linked.recv(into, from, tag, deadline)
-    }
-
-    fn traffic(&self) -> Traffic {
-        self.linked.traffic()
-    }
-
-    fn split(&self, color: u32, key: u32, deadline: Deadline) -> Result<Box<dyn Group>, Error> {
-        let Member { call, rank, ranks } = members(self, color, key, deadline)?;
-        let number = self.splits.fetch_add(1, Ordering::Relaxed) + 1;
-        let addrs: Vec<_> = ranks.iter().map(|r| self.addrs[r.0 as usize]).collect();
-        let id = self.id.derive(number, color);
-        let listener = Arc::clone(&self.listener);
-        let group = assemble(listener, rank, &addrs, id, self.config, deadline);
-        match group {
-            Ok(group) => Ok(Box::new(group)),
-            Err(error) => Err(error.of_split(call, &ranks)),
-        }
-    }
-}
+keeping_group!(Tcp, assemble);
 
 impl GroupId {
     /// The id of a group that is split off this one: the same on all its ranks, another for every
     /// split and color. FNV-1a over all three, twice with different starts.
-    fn derive(self, number: u64, color: u32) -> Self {
+    pub(crate) fn derive(self, number: u64, color: u32) -> Self {
         let half = |start: u64| {
             let numbers = [number.to_le_bytes(), u64::from(color).to_le_bytes()].concat();
             let bytes = self.0.iter().chain(&numbers);
@@ -288,25 +228,6 @@ impl GroupId {
         id[..8].copy_from_slice(&halves[0].to_le_bytes());
         id[8..].copy_from_slice(&halves[1].to_le_bytes());
         Self(id)
-    }
-}
-
-impl fmt::Debug for Tcp {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{:?}", self.linked)
-    }
-}
-
-impl Drop for Tcp {
-    fn drop(&mut self) {
-        self.linked.leave();
-        self.linked.transport().controls.stop();
-        let mut keeper = self.keeper.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(keeper) = keeper.take() {
-            // A keeper that panicked has nothing left to say.
-            let _ = keeper.join();
-        }
-        self.linked.transport().shut_down();
     }
 }
 

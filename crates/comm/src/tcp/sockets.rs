@@ -9,17 +9,17 @@ use std::time::Instant;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use super::control::Controls;
+use super::control::{Controls, Kept};
 use crate::deadline;
 use crate::status::News;
 use crate::transport::{Closed, Lane, Patience, Transport, Want};
 
 /// The links of one rank.
-pub(super) struct Sockets {
+pub(crate) struct Sockets {
     /// By lane and rank; none for the rank itself.
     lanes: [Vec<Option<TcpStream>>; 2],
     wakers: [Waker; 2],
-    pub(super) controls: Arc<Controls>,
+    controls: Arc<Controls>,
     patience: Patience,
 }
 
@@ -100,7 +100,7 @@ impl Sockets {
 
     /// Says that nothing more will be sent, and reads what is there, so that closing the sockets
     /// does not make the system discard what peers have not read yet.
-    pub(super) fn shut_down(&self) {
+    fn shut_down(&self) {
         let mut bytes = [0; 4096];
         for stream in self.lanes.iter().flatten().flatten() {
             let _ = stream.shutdown(std::net::Shutdown::Write);
@@ -113,6 +113,18 @@ impl Sockets {
 impl std::fmt::Debug for Sockets {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str("tcp")
+    }
+}
+
+impl Kept for Sockets {
+    fn controls(&self) -> &Arc<Controls> {
+        &self.controls
+    }
+
+    fn lost(&self, _peer: usize) {}
+
+    fn close(&self) {
+        self.shut_down();
     }
 }
 
@@ -153,6 +165,11 @@ impl Transport for Sockets {
 
     fn tell(&self, news: &News) {
         self.controls.tell(news);
+    }
+
+    fn nudge(&self) -> bool {
+        self.controls.wake();
+        true
     }
 
     fn now(&self) -> Instant {

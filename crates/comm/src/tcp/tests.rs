@@ -7,6 +7,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use paceline_base::Bytes;
+
 use super::*;
 use crate::testing;
 

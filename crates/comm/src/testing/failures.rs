@@ -32,7 +32,7 @@ type Work = fn(&dyn Group, Deadline) -> Result<(), Error>;
 
 /// Short enough to wait for in tests. It is only ever to expire, so nothing depends on its length.
 fn soon() -> Deadline {
-    Deadline::at(Instant::now() + Duration::from_millis(20))
+    Deadline::at(Instant::now() + Duration::from_millis(100))
 }
 
 /// Runs `work` and checks that it took no longer than "at once", although it could wait long.

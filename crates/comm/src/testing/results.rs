@@ -15,6 +15,11 @@ pub(super) const CASES: &[Case] = &[
     ("gathers of any counts", 1, gathers_of_any_counts),
     ("reductions and broadcasts", 1, reductions_and_broadcasts),
     (
+        "scatters and exchanges of any counts",
+        1,
+        scatters_and_exchanges_of_any_counts,
+    ),
+    (
         "rough sums have the same bits everywhere",
         1,
         rough_sums_have_the_same_bits,
@@ -97,10 +102,34 @@ fn gathers_of_any_counts(lab: &Lab<'_>) {
 fn reductions_and_broadcasts(lab: &Lab<'_>) {
     let mut steps = Vec::new();
     for length in each_length(lab.size) {
-        for dtype in [Dtype::U8, Dtype::F32] {
-            let reduce = |op| Step::Reduce(dtype, length, op);
-            steps.extend([Reduce::Sum, Reduce::Max, Reduce::Min].map(reduce));
-            steps.extend((0..lab.size).map(|root| Step::Broadcast(dtype, length, Rank(root))));
+        // Every dtype and reduction at the short lengths; at the long ones two that differ most.
+        let dtypes = match length {
+            0..1000 => &Dtype::ALL[..],
+            _ => &[Dtype::U8, Dtype::Bf16],
+        };
+        for dtype in dtypes {
+            for op in Reduce::ALL {
+                steps.push(Step::Reduce(*dtype, length, op));
+                steps.push(Step::ScatterEven(*dtype, length / lab.size as usize, op));
+            }
+            let root = Rank(u32::from(dtype.code()) % lab.size);
+            steps.push(Step::Broadcast(*dtype, length, root));
+        }
+    }
+    run_steps(lab, steps);
+}
+
+fn scatters_and_exchanges_of_any_counts(lab: &Lab<'_>) {
+    let mut random = lab.random();
+    let mut steps = Vec::new();
+    for length in each_length(lab.size) {
+        let length = length.min(20_000);
+        let counts: Vec<usize> = (0..lab.size).map(|_| random.below(length + 1)).collect();
+        for dtype in [Dtype::F32, Dtype::F16] {
+            steps.push(Step::GatherInPlace(dtype, counts.clone()));
+            steps.push(Step::Scatter(dtype, counts.clone(), Reduce::Sum));
+            steps.push(Step::Exchange(dtype, length + 1));
+            steps.push(Step::ExchangeEven(dtype, length));
         }
     }
     run_steps(lab, steps);
@@ -192,7 +221,7 @@ fn pass(group: &dyn Group, from: u32, to: u32, length: usize) {
 
 fn tags_are_streams(lab: &Lab<'_>) {
     lab.on_each(|group| {
-        let sent = [(7, 1.0), (7, 2.0), (9, 3.0), (7, 4.0), (9, 5.0)];
+        let sent = [(7, 1.0_f32), (7, 2.0), (9, 3.0), (7, 4.0), (9, 5.0)];
         let received = [(9, 3.0), (7, 1.0), (9, 5.0), (7, 2.0), (7, 4.0_f32)];
         match group.rank() {
             Rank(0) => sent.iter().for_each(|(tag, value)| {
@@ -278,7 +307,7 @@ fn random_programs(lab: &Lab<'_>) {
     let mut random = lab.random();
     run_steps(
         lab,
-        (0..100).map(|_| Step::any(&mut random, lab.size)).collect(),
+        (0..60).map(|_| Step::any(&mut random, lab.size)).collect(),
     );
 }
 

@@ -1,0 +1,235 @@
+//! Ranks as processes of one machine that share memory.
+//!
+//! They meet over TCP as the ranks of [`crate::tcp`] do, hand each other their memory, and keep
+//! the control connections: those tell when a process ends or falls silent. On Linux the memory is
+//! an anonymous file (memfd) that peers open through `/proc`, elsewhere a POSIX shared memory
+//! object that loses its name as soon as all have it; nothing is left when the processes end.
+
+use std::fmt;
+use std::net::SocketAddr;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+
+use paceline_base::Rank;
+
+use crate::linked::Linked;
+use crate::shared::{Segment, Shared, Teller};
+use crate::split::{Member, members};
+use crate::sync::Ordering;
+use crate::tcp::{
+    Config, Controls, GroupId, JoinError, Keeping, Kept, Listener, Origin, gather, keeping_group,
+    link, random,
+};
+use crate::{Collective, Data, DataMut, Deadline, Error, Group, Traffic, Tuning, local};
+
+/// Bytes in which a rank says where its memory is: a check word, then a name padded with zeros.
+const NAME_BYTES: usize = 64;
+
+/// One rank of a group in shared memory. Dropping it ends the group for the others.
+pub struct Shm(Keeping<Shared>);
+
+/// [`join_with`] the default [`Config`].
+///
+/// # Errors
+/// Any [`JoinError`].
+pub fn join(
+    listener: Listener,
+    rank: Rank,
+    addrs: &[SocketAddr],
+    id: GroupId,
+    deadline: Deadline,
+) -> Result<Shm, JoinError> {
+    join_with(listener, rank, addrs, id, Config::default(), deadline)
+}
+
+/// As [`crate::tcp::join_with`], for ranks on one machine, of one user. Collective.
+///
+/// # Errors
+/// Any [`JoinError`]; [`JoinError::Apart`] on all ranks if one cannot use the memory of another.
+pub fn join_with(
+    listener: Listener,
+    rank: Rank,
+    addrs: &[SocketAddr],
+    id: GroupId,
+    config: Config,
+    deadline: Deadline,
+) -> Result<Shm, JoinError> {
+    let origin = Origin {
+        listener: Arc::new(listener),
+        addrs: addrs.to_vec(),
+        id,
+        config,
+    };
+    assemble(origin, rank, deadline)
+}
+
+fn assemble(origin: Origin, rank: Rank, deadline: Deadline) -> Result<Shm, JoinError> {
+    let linked = link(&origin, rank, deadline)?;
+    let segments = exchange(&linked, deadline)?;
+    let controls = Arc::clone(linked.transport().controls());
+    let size = linked.size();
+    drop(linked);
+    let gone = (0..size).map(|_| AtomicBool::new(false)).collect();
+    let patience = local::patience(size as usize);
+    let teller = Teller::Keeper(controls);
+    let shared = Shared::new(rank.0 as usize, segments, gone, teller, patience);
+    let linked = Linked::new(rank, size, shared, Arc::default());
+    Keeping::start(linked, origin, deadline).map(Shm)
+}
+
+/// The memory of all ranks, in rank order. Collective.
+fn exchange<T: Kept>(
+    linked: &Linked<T>,
+    deadline: Deadline,
+) -> Result<Vec<Arc<Segment>>, JoinError> {
+    let (rank, size) = (linked.rank().0 as usize, linked.size() as usize);
+    let system = |source| JoinError::System {
+        what: "make shared memory",
+        source,
+    };
+    let own = Memory::new(size).map_err(system)?;
+    let segment = Segment::new(size, Some(&own.file)).map_err(system)?;
+    let check = random();
+    segment.check().store(check, Ordering::SeqCst);
+    let segment = Arc::new(segment);
+
+    let mut said = [0_u8; NAME_BYTES];
+    said[..8].copy_from_slice(&check.to_le_bytes());
+    said[8..8 + own.name.len()].copy_from_slice(own.name.as_bytes());
+    let mut all = vec![0_u8; NAME_BYTES * size];
+    gather(linked, &said, &mut all, deadline).map_err(JoinError::of_call)?;
+    let open = |(peer, said): (usize, &[u8; NAME_BYTES])| {
+        if peer == rank {
+            Some(Arc::clone(&segment))
+        } else {
+            open(said, size).map(Arc::new)
+        }
+    };
+    let segments: Vec<_> = all.as_chunks().0.iter().enumerate().map(open).collect();
+
+    // All or none: ranks agree on whether it worked.
+    let able = segments.iter().all(Option::is_some);
+    let mut verdicts = vec![false; size];
+    gather(linked, &[able], &mut verdicts, deadline).map_err(JoinError::of_call)?;
+    match (0..).zip(verdicts).find(|(_, able)| !able) {
+        Some((rank, _)) => Err(JoinError::Apart { rank: Rank(rank) }),
+        None => Ok(segments.into_iter().flatten().collect()),
+    }
+}
+
+/// Maps the memory that a peer described; `None` if that does not work, or it is other memory.
+fn open(said: &[u8; NAME_BYTES], size: usize) -> Option<Segment> {
+    let check = u64::from_le_bytes(*said.first_chunk()?);
+    let name = said[8..].split(|byte| *byte == 0).next()?;
+    let file = Memory::open(std::str::from_utf8(name).ok()?)?;
+    let length = rustix::fs::fstat(&file).ok()?.st_size;
+    if u64::try_from(length).ok()? < Segment::file_bytes(size) {
+        return None;
+    }
+    let segment = Segment::new(size, Some(&file)).ok()?;
+    (segment.check().load(Ordering::SeqCst) == check).then_some(segment)
+}
+
+/// A file without a place in the file system.
+struct Memory {
+    file: OwnedFd,
+    /// How a peer opens it, while this value lives.
+    name: String,
+}
+
+#[cfg(target_os = "linux")]
+impl Memory {
+    fn new(size: usize) -> std::io::Result<Self> {
+        use std::os::fd::AsRawFd;
+        let flags = rustix::fs::MemfdFlags::CLOEXEC;
+        let file = rustix::fs::memfd_create("paceline", flags)?;
+        rustix::fs::ftruncate(&file, Segment::file_bytes(size))?;
+        let name = format!("/proc/{}/fd/{}", std::process::id(), file.as_raw_fd());
+        Ok(Self { file, name })
+    }
+
+    /// Opens what another process named. Nothing but a memfd has such a name.
+    fn open(name: &str) -> Option<OwnedFd> {
+        use rustix::fs::{Mode, OFlags};
+        let flags = OFlags::RDWR | OFlags::CLOEXEC;
+        let valid = name.starts_with("/proc/") && !name.contains("..");
+        let file = valid.then(|| rustix::fs::open(name, flags, Mode::empty()).ok());
+        file.flatten()
+    }
+}
+
+#[cfg(not(target_os = "linux"))]
+impl Memory {
+    fn new(size: usize) -> std::io::Result<Self> {
+        use rustix::fs::Mode;
+        use rustix::shm::OFlags;
+        let name = format!("/paceline-{:016x}", random());
+        let flags = OFlags::CREATE | OFlags::EXCL | OFlags::RDWR;
+        let file = rustix::shm::open(&name, flags, Mode::RUSR | Mode::WUSR)?;
+        rustix::fs::ftruncate(&file, Segment::file_bytes(size))?;
+        Ok(Self { file, name })
+    }
+
+    /// Opens what another process named.
+    fn open(name: &str) -> Option<OwnedFd> {
+        use rustix::fs::Mode;
+        let valid = name.starts_with("/paceline-");
+        let file = valid.then(|| rustix::shm::open(name, rustix::shm::OFlags::RDWR, Mode::empty()));
+        file?.ok()
+    }
+}
+
+#[cfg(not(target_os = "linux"))]
+impl Drop for Memory {
+    fn drop(&mut self) {
+        // The mappings stay; a name that is gone already is no loss.
+        let _ = rustix::shm::unlink(&self.name);
+    }
+}
+
+impl Kept for Shared {
+    fn controls(&self) -> &Arc<Controls> {
+        Self::controls(self).expect("a group of processes has a keeper")
+    }
+
+    fn lost(&self, peer: usize) {
+        self.mark_gone(peer);
+    }
+
+    fn close(&self) {}
+}
+
+keeping_group!(Shm, assemble);
+
+#[cfg(test)]
+mod tests {
+    use std::thread;
+    use std::time::{Duration, Instant};
+
+    use super::*;
+    use crate::testing;
+
+    fn make(size: u32) -> testing::Ranks {
+        let bind = |_| Listener::bind("127.0.0.1:0".parse().unwrap()).unwrap();
+        let listeners: Vec<Listener> = (0..size).map(bind).collect();
+        let addrs: Vec<_> = listeners.iter().map(Listener::addr).collect();
+        let id = GroupId::random();
+        let threads: Vec<_> = (0..)
+            .zip(listeners)
+            .map(|(rank, listener)| {
+                let addrs = addrs.clone();
+                let by = Deadline::at(Instant::now() + Duration::from_secs(30));
+                thread::spawn(move || join(listener, Rank(rank), &addrs, id, by).unwrap())
+            })
+            .collect();
+        let join =
+            |thread: thread::JoinHandle<Shm>| Box::new(thread.join().unwrap()) as Box<dyn Group>;
+        threads.into_iter().map(join).collect()
+    }
+
+    #[test]
+    fn conforms() {
+        testing::run_all(&make, 0x5eed_0004);
+    }
+}

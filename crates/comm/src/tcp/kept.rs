@@ -1,0 +1,235 @@
+//! A rank with links that a keeper looks after: what TCP and shared memory have in common.
+
+use std::fmt;
+use std::net::SocketAddr;
+use std::sync::atomic::AtomicU64;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
+
+use paceline_base::Rank;
+
+use super::control::{Kept, keep};
+use super::{Config, GroupId, JoinError, Listener};
+use crate::linked::Linked;
+use crate::{Algorithm, Collective, Counts, Data, DataMut, Deadline, Error, Tuning, deadline};
+
+/// Calls of each kind that measure the links: the fastest counts, so a few are enough.
+const SMALL_CALLS: usize = 10;
+const LARGE_CALLS: usize = 3;
+
+/// Bytes of a large call: long against [`SMALL_CALLS`], about 1 ms for 8 ranks on 2 cores.
+const LARGE_BYTES: usize = 128 << 10;
+
+/// How a rank came into its group, to split others off it.
+#[derive(Clone)]
+pub(crate) struct Origin {
+    pub(crate) listener: Arc<Listener>,
+    pub(crate) addrs: Vec<SocketAddr>,
+    pub(crate) id: GroupId,
+    pub(crate) config: Config,
+}
+
+/// One rank.
+pub(crate) struct Keeping<T: Kept> {
+    pub(crate) linked: Arc<Linked<T>>,
+    keeper: Mutex<Option<JoinHandle<()>>>,
+    pub(crate) origin: Origin,
+    pub(crate) splits: AtomicU64,
+}
+
+impl<T: Kept> Keeping<T> {
+    /// Starts the keeper and settles how algorithms are chosen. Collective.
+    pub(crate) fn start(
+        linked: Linked<T>,
+        origin: Origin,
+        deadline: Deadline,
+    ) -> Result<Self, JoinError> {
+        let linked = Arc::new(linked);
+        let (kept, silence) = (Arc::clone(&linked), origin.config.silence);
+        let keeper = std::thread::Builder::new()
+            .name(format!("keeper of {}", linked.rank()))
+            .spawn(move || keep(&kept, silence))
+            .map_err(|source| JoinError::System {
+                what: "start a thread",
+                source,
+            })?;
+        let force = origin.config.force;
+        let keeping = Self {
+            linked,
+            keeper: Mutex::new(Some(keeper)),
+            origin,
+            splits: AtomicU64::new(0),
+        };
+        let tuning = measure(&keeping.linked, force, deadline);
+        keeping.linked.agree(tuning.map_err(JoinError::of_call)?);
+        keeping.linked.reset_traffic();
+        Ok(keeping)
+    }
+}
+
+impl<T: Kept> fmt::Debug for Keeping<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:?}", self.linked)
+    }
+}
+
+impl<T: Kept> Drop for Keeping<T> {
+    fn drop(&mut self) {
+        self.linked.leave();
+        self.linked.transport().controls().stop();
+        let mut keeper = self.keeper.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(keeper) = keeper.take() {
+            // A keeper that panicked has nothing left to say.
+            let _ = keeper.join();
+        }
+        self.linked.transport().close();
+    }
+}
+
+/// α and β of the slowest rank, and what rank 0 forces: the same on all ranks.
+fn measure<T: Kept>(
+    linked: &Linked<T>,
+    force: Option<Algorithm>,
+    deadline: Deadline,
+) -> Result<Tuning, Error> {
+    let others = (linked.size() - 1) as usize;
+    if others == 0 {
+        return Ok(Tuning {
+            force,
+            ..Tuning::default()
+        });
+    }
+    let small = fastest(linked, 8, SMALL_CALLS, deadline)?;
+    let large = fastest(linked, LARGE_BYTES, LARGE_CALLS, deadline)?;
+    let beta_ns = (large - small).max(0.0) * 1e9 / (LARGE_BYTES * others) as f64;
+    let code = force.map_or(-1.0, |algorithm| f64::from(algorithm.code()));
+    let mut all = vec![0.0; 3 * (others + 1)];
+    gather(linked, &[small * 1e6, beta_ns, code], &mut all, deadline)?;
+    let most = |at: usize| all.iter().skip(at).step_by(3).copied().fold(0.0, f64::max);
+    let forced = Algorithm::ALL
+        .into_iter()
+        .find(|a| f64::from(a.code()) == all[2]);
+    Ok(Tuning {
+        alpha_us: most(0),
+        beta_ns: most(1),
+        force: forced,
+    })
+}
+
+/// Seconds of the fastest of `calls` gathers of `bytes` from each rank.
+fn fastest<T: Kept>(
+    linked: &Linked<T>,
+    bytes: usize,
+    calls: usize,
+    deadline: Deadline,
+) -> Result<f64, Error> {
+    let input = vec![0_u8; bytes];
+    let mut output = vec![0_u8; bytes * linked.size() as usize];
+    let mut fastest = f64::INFINITY;
+    for _ in 0..calls {
+        let start = deadline::now();
+        gather(linked, &input, &mut output, deadline)?;
+        let took = deadline::now().saturating_duration_since(start);
+        fastest = fastest.min(took.as_secs_f64());
+    }
+    Ok(fastest)
+}
+
+pub(crate) fn gather<T: Kept, E: crate::Element>(
+    linked: &Linked<T>,
+    input: &[E],
+    output: &mut [E],
+    deadline: Deadline,
+) -> Result<(), Error> {
+    let counts = Counts::Even(input.len());
+    linked.rehearse(
+        Collective::AllGather {
+            input: Some(Data::new(input)),
+            output: DataMut::new(output),
+            counts,
+        },
+        deadline,
+    )
+}
+
+/// The trait `Group` for a public type around [`Keeping`].
+macro_rules! keeping_group {
+    ($type:ident, $join:path) => {
+        impl Group for $type {
+            fn rank(&self) -> Rank {
+                self.0.linked.rank()
+            }
+
+            fn size(&self) -> u32 {
+                self.0.linked.size()
+            }
+
+            fn run(&self, collective: Collective<'_>, deadline: Deadline) -> Result<(), Error> {
+                self.0.linked.run(collective, deadline)
+            }
+
+            fn send_data(
+                &self,
+                message: Data<'_>,
+                to: Rank,
+                tag: u32,
+                deadline: Deadline,
+            ) -> Result<(), Error> {
+                self.0.linked.send(message, to, tag, deadline)
+            }
+
+            fn recv_data(
+                &self,
+                into: DataMut<'_>,
+                from: Rank,
+                tag: u32,
+                deadline: Deadline,
+            ) -> Result<(), Error> {
+                self.0.linked.recv(into, from, tag, deadline)
+            }
+
+            fn traffic(&self) -> Traffic {
+                self.0.linked.traffic()
+            }
+
+            fn tuning(&self) -> Tuning {
+                self.0.linked.tuning()
+            }
+
+            fn split(
+                &self,
+                color: u32,
+                key: u32,
+                deadline: Deadline,
+            ) -> Result<Box<dyn Group>, Error> {
+                let Member { call, rank, ranks } = members(self, color, key, deadline)?;
+                let origin = self.0.part(color, &ranks);
+                match $join(origin, rank, deadline) {
+                    Ok(group) => Ok(Box::new(group)),
+                    Err(error) => Err(error.of_split(call, &ranks)),
+                }
+            }
+        }
+
+        impl fmt::Debug for $type {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                write!(f, "{:?}", self.0)
+            }
+        }
+    };
+}
+pub(crate) use keeping_group;
+
+impl<T: Kept> Keeping<T> {
+    /// The origin of a group of `ranks` that is split off this one.
+    pub(crate) fn part(&self, color: u32, ranks: &[Rank]) -> Origin {
+        use std::sync::atomic::Ordering;
+        let number = self.splits.fetch_add(1, Ordering::Relaxed) + 1;
+        let addr = |rank: &Rank| self.origin.addrs[rank.0 as usize];
+        Origin {
+            addrs: ranks.iter().map(addr).collect(),
+            id: self.origin.id.derive(number, color),
+            ..self.origin.clone()
+        }
+    }
+}
