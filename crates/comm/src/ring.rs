@@ -193,9 +193,10 @@ impl Bell {
 
     /// Ends the current or next sleep on both lanes.
     pub(crate) fn call(&self) {
-        self.called
-            .iter()
-            .for_each(|called| called.store(1, Ordering::SeqCst));
+        for called in &self.called {
+            // A store would do, but loom lets it be undone by a swap that came before it.
+            called.swap(1, Ordering::SeqCst);
+        }
         self.wake();
     }
 

@@ -1,11 +1,55 @@
 //! Atomics, copies and the futex behind [`crate::ring`]. `tests/loom.rs` has another module of this
 //! name, made of the model checker's.
 
-pub(crate) use std::ptr::copy_nonoverlapping as copy_in;
 pub(crate) use std::ptr::copy_nonoverlapping as copy_out;
 pub(crate) use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 
 use std::time::Instant;
+
+/// Shortest copy into a ring that goes past the caches.
+///
+/// Two processes on the two cores of an EPYC VM, November 2026, all-reduce of f32, median of plain
+/// copies and of these: 4 KiB 3.3 and 2.0 us, 1 MiB 590 and 168 us, 16 MiB 9.8 and 2.8 ms. At other
+/// hours, when lines passed quickly between the cores (the host moves them): 1.3 and 1.5 us, 215
+/// and 190 us, 3.9 and 3.7 ms. At 1 KiB the two ways cost the same.
+#[cfg(target_arch = "x86_64")]
+const STREAM_BYTES: usize = 2 << 10;
+
+/// Copies into memory that another core has read and will read next.
+///
+/// A plain store would first have to take each line back from that core, one after the other;
+/// these stores do not ask for the line. They are complete when this returns, so that a release
+/// store after it orders them like others.
+///
+/// # Safety
+/// As for [`std::ptr::copy_nonoverlapping`].
+#[cfg(target_arch = "x86_64")]
+pub(crate) unsafe fn copy_in(from: *const u8, into: *mut u8, count: usize) {
+    use std::arch::x86_64::{__m128i, _mm_loadu_si128, _mm_sfence, _mm_stream_si128};
+    const LINE: usize = 64;
+    if count < STREAM_BYTES {
+        // SAFETY: the caller's promise.
+        return unsafe { from.copy_to_nonoverlapping(into, count) };
+    }
+    let head = into.align_offset(LINE).min(count);
+    let whole = (count - head) / LINE * LINE;
+    // SAFETY: all offsets are at most `count`, for which the caller vouches; `into + head` is a
+    // multiple of 64, as streaming stores demand of 16; SSE2 is part of x86_64.
+    unsafe {
+        from.copy_to_nonoverlapping(into, head);
+        for at in (head..head + whole).step_by(size_of::<__m128i>()) {
+            let value = _mm_loadu_si128(from.add(at).cast());
+            _mm_stream_si128(into.add(at).cast(), value);
+        }
+        _mm_sfence();
+        let done = head + whole;
+        from.add(done)
+            .copy_to_nonoverlapping(into.add(done), count - done);
+    }
+}
+
+#[cfg(not(target_arch = "x86_64"))]
+pub(crate) use std::ptr::copy_nonoverlapping as copy_in;
 
 /// Longest sleep where the system has no futex.
 #[cfg(not(target_os = "linux"))]
