@@ -1,5 +1,6 @@
 //! `paceline bench`: measurements as commands of the product.
 
+mod comm;
 mod model;
 mod peer;
 
@@ -10,12 +11,15 @@ use crate::interrupt::Signals;
 pub(crate) enum Command {
     /// Prefill and decode speed of a model, beside llama.cpp if asked
     Model(model::Args),
+    /// Latency and bandwidth of the collectives, beside MLX or Open MPI if asked
+    Comm(comm::Args),
 }
 
 /// Runs a measurement.
 pub(crate) fn run(command: &Command, signals: &Signals) -> anyhow::Result<()> {
     match command {
         Command::Model(args) => model::run(args, signals),
+        Command::Comm(args) => comm::run(args),
     }
 }
 

@@ -247,7 +247,7 @@ impl Engine {
             if promised + next.pages_missing() > self.pages.available() {
                 return self.pages.release(&mut next.pages);
             }
-            next.computed = reused;
+            (next.computed, next.reused) = (reused, reused);
             self.reused += reused as u64;
             self.running.extend(queue.pop_front());
         }

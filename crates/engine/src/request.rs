@@ -107,6 +107,8 @@ pub enum Event {
     PromptRead {
         /// The sequence.
         id: SequenceId,
+        /// Tokens of the prompt that another sequence had computed before.
+        reused: usize,
     },
     /// A token was generated. `text` holds what became certain: it may be empty while a character
     /// or a possible stop string is incomplete.

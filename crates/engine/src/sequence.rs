@@ -17,6 +17,8 @@ pub(crate) struct Sequence {
     prompt_len: usize,
     /// Positions whose keys and values are in the cache; below `tokens.len()` between steps.
     pub(crate) computed: usize,
+    /// Of these, positions that did not have to be computed when it was admitted.
+    pub(crate) reused: usize,
     /// Cover at least `computed` positions.
     pub(crate) pages: Owned,
     /// Tokens that may still be generated.
@@ -39,6 +41,7 @@ impl Sequence {
             tokens_left: request.max_tokens.min(context - prompt_len),
             tokens: request.prompt,
             computed: 0,
+            reused: 0,
             pages: Owned::default(),
             logprobs: request.logprobs,
             sampler: Sampler::new(request.sampling)?,
@@ -81,7 +84,8 @@ impl Sequence {
     ) {
         let id = self.id;
         if self.tokens.len() == self.prompt_len {
-            events.push(Event::PromptRead { id });
+            let reused = self.reused;
+            events.push(Event::PromptRead { id, reused });
         }
         let Some(Choice { token, logprobs }) = choice else {
             return events.push(self.finish(Finish::Length));
@@ -145,6 +149,7 @@ impl Sequence {
             tokens: snapshot.tokens,
             prompt_len: snapshot.prompt_len,
             computed: 0,
+            reused: 0,
             pages: Owned::default(),
             tokens_left: snapshot.tokens_left,
             logprobs: snapshot.logprobs,

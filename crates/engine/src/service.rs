@@ -36,7 +36,10 @@ pub trait Service: Send + Sync + std::fmt::Debug {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum Reply {
     /// The prompt is in the cache; comes before the first token.
-    PromptRead,
+    PromptRead {
+        /// Tokens of the prompt that did not have to be computed.
+        reused: usize,
+    },
     /// A token was generated. `text` holds what became certain, and may be empty.
     Token {
         /// The token.

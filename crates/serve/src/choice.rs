@@ -35,7 +35,7 @@ impl Choice {
     /// What `reply` adds; `None` if nothing.
     pub(crate) fn take(&mut self, reply: Reply) -> Option<Delta> {
         match reply {
-            Reply::PromptRead | Reply::Failed(_) => None,
+            Reply::PromptRead { .. } | Reply::Failed(_) => None,
             Reply::Token {
                 token,
                 text,
@@ -104,7 +104,7 @@ mod tests {
     fn entries_come_with_their_text_and_not_with_a_stop_text() {
         let some = |text: &str, tokens: &[u32], finish| (text.to_owned(), tokens.to_vec(), finish);
         let plain = vec![
-            Reply::PromptRead,
+            Reply::PromptRead { reused: 0 },
             token(1, "a"),
             token(2, ""),
             token(3, "bc"),
@@ -131,7 +131,10 @@ mod tests {
         );
         let ended = vec![token(1, ""), token(2, ""), finished("é", Finish::EndOfText)];
         assert_eq!(shown(ended), [some("é", &[1], Some("stop"))]);
-        let nothing = vec![Reply::PromptRead, finished("", Finish::Length)];
+        let nothing = vec![
+            Reply::PromptRead { reused: 0 },
+            finished("", Finish::Length),
+        ];
         assert_eq!(shown(nothing), [some("", &[], Some("length"))]);
     }
 }

@@ -164,7 +164,7 @@ pub(crate) struct Meter {
 impl Meter {
     pub(crate) fn reply(&mut self, reply: &Reply, now: Instant) {
         match reply {
-            Reply::PromptRead => drop(self.metrics.prompt_tokens.inc_by(self.prompt_tokens)),
+            Reply::PromptRead { .. } => drop(self.metrics.prompt_tokens.inc_by(self.prompt_tokens)),
             Reply::Token { .. } => self.token(now),
             Reply::Finished { .. } => self.finished(),
             Reply::Failed(_) => {}

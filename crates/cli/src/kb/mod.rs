@@ -205,7 +205,66 @@ fn topics_of_skill<'a>(kb: &'a KnowledgeBase, skill: &Skill) -> Vec<&'a Topic> {
 
 #[cfg(test)]
 mod tests {
+    use paceline_plan::{Calibration, Catalogue};
+
     use super::*;
+
+    /// What the planner is said to assume where `id` disagrees with others.
+    fn assumed(id: u32) -> String {
+        let kb = KnowledgeBase::built_in();
+        let all = kb.assumptions_on(id).into_iter();
+        all.map(|a| a.assumes.clone())
+            .collect::<Vec<_>>()
+            .join("\n")
+    }
+
+    #[test]
+    fn the_planner_does_assume_what_it_is_said_to() {
+        let catalogue = Catalogue::builtin().unwrap();
+        let link = |kind: &str| catalogue.link(kind).unwrap();
+        let machine = |kind: &str| catalogue.machine(kind).unwrap();
+        let calibration = Calibration::builtin().unwrap();
+        let constant = |name: &str| {
+            let mut all = calibration.parameters();
+            all.find(|p| p.name == name).map(|p| p.value).unwrap()
+        };
+        let large = machine("mac-studio-m3-ultra-512");
+        let [small_price, large_price] = ["mac-studio-m3-ultra-256", "mac-studio-m3-ultra-512"]
+            .map(|kind| machine(kind).price_usd.unwrap());
+        let dollars = |usd: f64| format!("${},{:03}", usd as u64 / 1000, usd as u64 % 1000);
+        let gbit = |kind: &str| {
+            let gbit = link(kind).bandwidth_gbit_s_theoretical.unwrap() as u64;
+            format!("{},{:03}", gbit / 1000, gbit % 1000)
+        };
+        let us = |seconds: f64| (seconds * 1e6).round();
+        for (id, figure) in [
+            (
+                306,
+                format!("{} µs a message over RDMA", us(link("tb5-rdma").alpha())),
+            ),
+            (306, format!("{} µs over TCP", us(link("tb5-tcp").alpha()))),
+            (
+                306,
+                format!("about {} µs with RDMA", us(constant("handover.gpu.rdma"))),
+            ),
+            (
+                306,
+                format!("{:.2} ms with sockets", constant("handover.gpu.tcp") * 1e3),
+            ),
+            (420, format!("{} W idle", large.idle_w.unwrap())),
+            (420, format!("{} W at full load", large.load_w.unwrap())),
+            (425, dollars(large_price)),
+            (425, dollars(small_price)),
+            (425, dollars(2.0 * (large_price + small_price))),
+            (
+                437,
+                format!("{} and {} Gbit/s", gbit("nvlink4"), gbit("nvlink5")),
+            ),
+        ] {
+            let text = assumed(id);
+            assert!(text.contains(&figure), "{figure:?} is not in {text:?}");
+        }
+    }
 
     #[test]
     fn ids_may_be_written_with_a_hash() {

@@ -18,6 +18,8 @@ pub(super) struct Figures {
     /// All that were generated, the one that ended the answer included.
     pub(super) tokens: Vec<u32>,
     pub(super) n_prompt: usize,
+    /// Of these, computed for an earlier turn of the chat.
+    pub(super) n_reused: usize,
     pub(super) end: End,
     /// Until the prompt was read, which the first token comes with.
     pub(super) prefill: Duration,
@@ -58,7 +60,7 @@ impl End {
 
 impl Figures {
     fn prefill_tok_s(&self) -> Option<f64> {
-        rate(self.n_prompt, self.prefill)
+        rate(self.n_prompt - self.n_reused, self.prefill)
     }
 
     /// `None` when no token was asked for.
@@ -73,7 +75,7 @@ impl Figures {
 
     /// Of prompt and answer alike.
     fn wire_bytes_per_token(&self) -> Option<u64> {
-        let computed = (self.n_prompt + self.tokens.len()).saturating_sub(1);
+        let computed = (self.n_prompt - self.n_reused + self.tokens.len()).saturating_sub(1);
         self.wire
             .and_then(|bytes| bytes.checked_div(computed as u64))
     }
@@ -148,6 +150,7 @@ mod tests {
             text: String::new(),
             tokens: vec![7; n_tokens],
             n_prompt: 50,
+            n_reused: 0,
             end,
             prefill: Duration::from_millis(100),
             decode: Duration::from_millis(200),

@@ -136,12 +136,13 @@ impl Session {
         mut show: impl FnMut(&str) -> anyhow::Result<()>,
     ) -> anyhow::Result<Figures> {
         let (mut prefill, mut first) = (Duration::ZERO, start);
-        let (mut text, mut tokens) = (String::new(), Vec::new());
+        let (mut text, mut tokens, mut n_reused) = (String::new(), Vec::new(), 0);
         let (end, last) = loop {
             let (at, reply) = answer.next()?;
             let (piece, end) = match reply {
-                Reply::PromptRead => {
+                Reply::PromptRead { reused } => {
                     (prefill, first) = (at - start, at);
+                    n_reused = reused;
                     continue;
                 }
                 Reply::Token { token, text, .. } => {
@@ -166,6 +167,7 @@ impl Session {
             text,
             tokens,
             n_prompt,
+            n_reused,
             end,
             prefill,
             decode: last - first,

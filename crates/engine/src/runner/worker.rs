@@ -187,7 +187,7 @@ impl<C: Core> Worker<C> {
 
 fn reply(event: Event) -> (SequenceId, Reply) {
     match event {
-        Event::PromptRead { id } => (id, Reply::PromptRead),
+        Event::PromptRead { id, reused } => (id, Reply::PromptRead { reused }),
         Event::Token {
             id,
             token,

@@ -139,20 +139,20 @@ impl Scripted {
         };
         match script {
             Script::Say(tokens, reason) => {
-                sink(Reply::PromptRead);
+                sink(Reply::PromptRead { reused: 0 });
                 tokens
                     .iter()
                     .for_each(|(token, said)| sink(text(*token, said)));
                 sink(finished(reason));
             }
             Script::Fail(n, failure) => {
-                sink(Reply::PromptRead);
+                sink(Reply::PromptRead { reused: 0 });
                 (0..n).for_each(|_| sink(text(97, "x")));
                 sink(Reply::Failed(failure));
             }
             Script::Silence => self.until_cancelled(ticket),
             Script::Endless => {
-                sink(Reply::PromptRead);
+                sink(Reply::PromptRead { reused: 0 });
                 while !self.is_cancelled(ticket) {
                     sink(text(97, "x"));
                     // About as fast as a small model.

@@ -38,9 +38,18 @@ fn alone(tiny: &Tiny, request: &Request) -> Vec<Reply> {
     replies
 }
 
+/// Without what differs when others came before: how much of a prompt was computed already.
+fn alike(replies: Vec<Reply>) -> Vec<Reply> {
+    let alike = |reply| match reply {
+        Reply::PromptRead { .. } => Reply::PromptRead { reused: 0 },
+        other => other,
+    };
+    replies.into_iter().map(alike).collect()
+}
+
 fn reply(event: Event) -> Reply {
     match event {
-        Event::PromptRead { .. } => Reply::PromptRead,
+        Event::PromptRead { .. } => Reply::PromptRead { reused: 0 },
         Event::Token {
             token,
             text,
@@ -68,7 +77,7 @@ fn answers_of_many_callers_are_those_of_the_engine_alone() {
                 for i in (0..requests.len()).map(|i| (i + 3 * caller) % requests.len()) {
                     let (sink, replies) = sink();
                     runner.submit(requests[i].clone(), sink).unwrap();
-                    assert_eq!(replies.rest(), expected[i]);
+                    assert_eq!(alike(replies.rest()), expected[i]);
                 }
             });
         }
@@ -135,7 +144,7 @@ impl Caller<'_> {
                 let (ticket, request, replies, mut got) = self.open.remove(i % n);
                 self.runner.cancel(ticket);
                 got.extend(replies.rest());
-                assert!(self.expected[request].starts_with(&got));
+                assert!(self.expected[request].starts_with(&alike(got)));
             }
             Call::Listen(i) if n > 0 => {
                 let (_, _, replies, got) = &mut self.open[i % n];
@@ -148,7 +157,7 @@ impl Caller<'_> {
     fn end(self) {
         for (_, request, replies, mut got) in self.open {
             got.extend(replies.rest());
-            assert_eq!(got, self.expected[request]);
+            assert_eq!(alike(got), self.expected[request]);
         }
     }
 }
