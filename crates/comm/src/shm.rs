@@ -141,22 +141,44 @@ struct Memory {
 #[cfg(target_os = "linux")]
 impl Memory {
     fn new(size: usize) -> std::io::Result<Self> {
+        use rustix::fs::{MemfdFlags, fcntl_add_seals};
         use std::os::fd::AsRawFd;
-        let flags = rustix::fs::MemfdFlags::CLOEXEC;
+        let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
         let file = rustix::fs::memfd_create("paceline", flags)?;
         rustix::fs::ftruncate(&file, Segment::file_bytes(size))?;
+        fcntl_add_seals(&file, SEALS)?;
         let name = format!("/proc/{}/fd/{}", std::process::id(), file.as_raw_fd());
         Ok(Self { file, name })
     }
 
-    /// Opens what another process named. Nothing but a memfd has such a name.
+    /// Opens what another process named, if it is memory whose size is settled. Were it not, a
+    /// process that cuts it short would end all that have it mapped.
     fn open(name: &str) -> Option<OwnedFd> {
-        use rustix::fs::{Mode, OFlags};
-        let flags = OFlags::RDWR | OFlags::CLOEXEC;
-        let valid = name.starts_with("/proc/") && !name.contains("..");
-        let file = valid.then(|| rustix::fs::open(name, flags, Mode::empty()).ok());
-        file.flatten()
+        use rustix::fs::{Mode, OFlags, fcntl_get_seals};
+        if !is_descriptor(name) {
+            return None;
+        }
+        let flags = OFlags::RDWR | OFlags::CLOEXEC | OFlags::NOCTTY | OFlags::NONBLOCK;
+        let file = rustix::fs::open(name, flags, Mode::empty()).ok()?;
+        let sealed = fcntl_get_seals(&file).is_ok_and(|seals| seals.contains(SEALS));
+        sealed.then_some(file)
     }
+}
+
+/// What nobody may do to a segment any more, its owner included.
+#[cfg(target_os = "linux")]
+const SEALS: rustix::fs::SealFlags = rustix::fs::SealFlags::SHRINK
+    .union(rustix::fs::SealFlags::GROW)
+    .union(rustix::fs::SealFlags::SEAL);
+
+/// Whether this is `/proc/NUMBER/fd/NUMBER`: a peer is not to make this process open other files.
+#[cfg(target_os = "linux")]
+fn is_descriptor(name: &str) -> bool {
+    let number = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
+    let numbers = name
+        .strip_prefix("/proc/")
+        .and_then(|rest| rest.split_once("/fd/"));
+    numbers.is_some_and(|(process, descriptor)| number(process) && number(descriptor))
 }
 
 #[cfg(not(target_os = "linux"))]
@@ -171,7 +193,7 @@ impl Memory {
         Ok(Self { file, name })
     }
 
-    /// Opens what another process named.
+    /// Opens what another process named. The size of such an object can be set only once.
     fn open(name: &str) -> Option<OwnedFd> {
         use rustix::fs::Mode;
         let valid = name.starts_with("/paceline-");
@@ -203,33 +225,4 @@ impl Kept for Shared {
 keeping_group!(Shm, assemble);
 
 #[cfg(test)]
-mod tests {
-    use std::thread;
-    use std::time::{Duration, Instant};
-
-    use super::*;
-    use crate::testing;
-
-    fn make(size: u32) -> testing::Ranks {
-        let bind = |_| Listener::bind("127.0.0.1:0".parse().unwrap()).unwrap();
-        let listeners: Vec<Listener> = (0..size).map(bind).collect();
-        let addrs: Vec<_> = listeners.iter().map(Listener::addr).collect();
-        let id = GroupId::random();
-        let threads: Vec<_> = (0..)
-            .zip(listeners)
-            .map(|(rank, listener)| {
-                let addrs = addrs.clone();
-                let by = Deadline::at(Instant::now() + Duration::from_secs(30));
-                thread::spawn(move || join(listener, Rank(rank), &addrs, id, by).unwrap())
-            })
-            .collect();
-        let join =
-            |thread: thread::JoinHandle<Shm>| Box::new(thread.join().unwrap()) as Box<dyn Group>;
-        threads.into_iter().map(join).collect()
-    }
-
-    #[test]
-    fn conforms() {
-        testing::run_all(&make, 0x5eed_0004);
-    }
-}
+mod tests;

@@ -18,7 +18,7 @@ use std::sync::{Arc, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use crate::{Deadline, Group};
+use crate::{Deadline, Error, Group};
 
 /// Handles to one new group, in rank order.
 pub type Ranks = Vec<Box<dyn Group>>;
@@ -56,6 +56,21 @@ pub fn run_all(make: Make<'_>, seed: u64) {
 /// As [`run_all`].
 pub fn run_results(make: Make<'_>, seed: u64) {
     run_cases(results::CASES, make, seed);
+}
+
+/// Makes `count` random calls as one rank and checks what they give. All ranks, wherever they run,
+/// pass the same `seed` and `count`. Collective.
+///
+/// # Errors
+/// That of a call, if the group fails.
+///
+/// # Panics
+/// If a call gives another result than it should.
+pub fn run_rank(group: &dyn Group, seed: u64, count: u64) -> Result<(), Error> {
+    let mut random = Random(seed);
+    (0..count).try_for_each(|salt| {
+        steps::Step::any(&mut random, group.size()).run(group, salt, patient())
+    })
 }
 
 fn run_cases(cases: &[Case], make: Make<'_>, seed: u64) {

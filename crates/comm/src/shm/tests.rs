@@ -1,0 +1,318 @@
+//! Groups of threads for the conformance suite, and of processes that are killed and stopped.
+//!
+//! For the latter the test binary runs itself: a child is one rank, told by its environment which,
+//! and prints a line for each thing that happens to it.
+
+use std::io::{BufRead, BufReader, Write};
+use std::process::{Child, ChildStdout, Command, Stdio};
+use std::thread;
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use super::*;
+use crate::{Reduce, testing};
+
+/// What DESIGN.md asks for.
+const DEATH_SECONDS: f64 = 2.0;
+
+fn soon(seconds: u64) -> Deadline {
+    Deadline::at(Instant::now() + Duration::from_secs(seconds))
+}
+
+fn listen() -> Listener {
+    Listener::bind("127.0.0.1:0".parse().unwrap()).unwrap()
+}
+
+fn make(size: u32) -> testing::Ranks {
+    let listeners: Vec<Listener> = (0..size).map(|_| listen()).collect();
+    let addrs: Vec<_> = listeners.iter().map(Listener::addr).collect();
+    let id = GroupId::random();
+    let threads: Vec<_> = (0..)
+        .zip(listeners)
+        .map(|(rank, listener)| {
+            let addrs = addrs.clone();
+            thread::spawn(move || join(listener, Rank(rank), &addrs, id, soon(30)).unwrap())
+        })
+        .collect();
+    let join = |thread: thread::JoinHandle<Shm>| Box::new(thread.join().unwrap()) as Box<dyn Group>;
+    threads.into_iter().map(join).collect()
+}
+
+#[test]
+fn conforms() {
+    testing::run_all(&make, 0x5eed_0004);
+}
+
+#[cfg(target_os = "linux")]
+#[test]
+fn memory_of_others_is_opened_only_if_it_cannot_be_cut_short() {
+    use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
+    use std::os::fd::AsRawFd;
+    let own = Memory::new(2).unwrap();
+    assert!(ftruncate(&own.file, 0).is_err(), "it is sealed");
+    let told = |name: &str, check: u64| {
+        let mut said = [0; NAME_BYTES];
+        said[..8].copy_from_slice(&check.to_le_bytes());
+        said[8..8 + name.len()].copy_from_slice(name.as_bytes());
+        said
+    };
+    assert!(open(&told(&own.name, 0), 2).is_some());
+    assert!(open(&told(&own.name, 7), 2).is_none(), "another check word");
+    assert!(open(&told(&own.name, 0), 3).is_none(), "it is too short");
+
+    let loose = memfd_create("loose", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).unwrap();
+    ftruncate(&loose, Segment::file_bytes(2)).unwrap();
+    let process = std::process::id();
+    let of_loose = format!("/proc/{process}/fd/{}", loose.as_raw_fd());
+    assert!(open(&told(&of_loose, 0), 2).is_none(), "it is not sealed");
+    for name in [
+        "",
+        "/proc/self/mem",
+        "/proc/self/fd/3",
+        "/proc/1/fd/../../self/mem",
+        "/proc//fd/3",
+        "/proc/1/fd/",
+        "/dev/zero",
+        "/proc/1/fd/3/4",
+    ] {
+        assert!(!is_descriptor(name), "{name}");
+        assert!(open(&told(name, 0), 2).is_none(), "{name}");
+    }
+    // Whatever bytes a peer sends.
+    assert!(open(&[0xff; NAME_BYTES], 2).is_none());
+    assert!(open(&[b'/'; NAME_BYTES], 2).is_none());
+}
+
+/// A rank in a process of its own.
+struct Worker {
+    child: Child,
+    lines: BufReader<ChildStdout>,
+}
+
+impl Worker {
+    fn start(rank: u32, role: &str) -> Self {
+        let mut child = Command::new(std::env::current_exe().unwrap())
+            .args(["shm::tests::worker", "--exact", "--nocapture"])
+            .env("COMM_SHM_RANK", rank.to_string())
+            .env("COMM_SHM_ROLE", role)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::null())
+            .spawn()
+            .unwrap();
+        let lines = BufReader::new(child.stdout.take().unwrap());
+        Self { child, lines }
+    }
+
+    /// The rest of the next line that says `word`.
+    fn expect(&mut self, word: &str) -> String {
+        loop {
+            let mut line = String::new();
+            let count = self.lines.read_line(&mut line).unwrap();
+            assert!(count > 0, "the worker ended without saying {word}");
+            // The test harness may have begun the line.
+            if let Some((_, rest)) = line.split_once(&format!("@{word} ")) {
+                return rest.trim().to_string();
+            }
+        }
+    }
+
+    fn tell(&mut self, text: &str) {
+        let mut stdin = self.child.stdin.as_ref().unwrap();
+        writeln!(stdin, "{text}").unwrap();
+    }
+
+    fn signal(&self, name: &str) {
+        let id = self.child.id().to_string();
+        let status = Command::new("kill").args([name, &id]).status().unwrap();
+        assert!(status.success());
+    }
+}
+
+impl Drop for Worker {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// Hands the addresses of all to all and waits until they are a group.
+fn introduce(workers: &mut [Worker]) {
+    let addrs: Vec<String> = workers.iter_mut().map(|w| w.expect("addr")).collect();
+    for (rank, worker) in workers.iter_mut().enumerate() {
+        worker.tell(&format!("{rank} {}", addrs.join(" ")));
+    }
+    for worker in workers {
+        worker.expect("joined");
+    }
+}
+
+/// Starts `size` ranks that have joined one group.
+fn start(size: u32, role: &str) -> Vec<Worker> {
+    let mut workers: Vec<Worker> = (0..size).map(|rank| Worker::start(rank, role)).collect();
+    introduce(&mut workers);
+    workers
+}
+
+/// Joins the group that the parent tells of.
+fn join_told() -> Shm {
+    let listener = listen();
+    println!("@addr {}", listener.addr());
+    let mut line = String::new();
+    std::io::stdin().read_line(&mut line).unwrap();
+    let mut words = line.split_whitespace();
+    let rank = Rank(words.next().unwrap().parse().unwrap());
+    let addrs: Vec<SocketAddr> = words.map(|addr| addr.parse().unwrap()).collect();
+    let group = join(listener, rank, &addrs, GroupId([7; 16]), soon(30)).unwrap();
+    println!("@joined -");
+    group
+}
+
+/// Not a test: what a child process does.
+#[test]
+fn worker() {
+    let Ok(role) = std::env::var("COMM_SHM_ROLE") else {
+        return;
+    };
+    let held = Held::count();
+    let group = join_told();
+    let error = match role.as_str() {
+        "steps" => {
+            testing::run_rank(&group, 0x5eed_0005, 250).unwrap();
+            (&group as &dyn Group).barrier(soon(30)).unwrap();
+            drop(group);
+            println!("@left {}", Held::count() == held);
+            return;
+        }
+        "reduce" | "rejoin" => reduce_forever(&group),
+        "idle" => {
+            thread::sleep(Duration::from_millis(1000));
+            reduce_forever(&group)
+        }
+        "receive" => {
+            let next = Rank((group.rank().0 + 1) % group.size());
+            (&group as &dyn Group)
+                .recv(&mut [0_u8], next, 3, soon(3600))
+                .unwrap_err()
+        }
+        role => panic!("no role {role}"),
+    };
+    let when = SystemTime::now().duration_since(UNIX_EPOCH).unwrap();
+    println!("@error {} {error:?}", when.as_secs_f64());
+    if role == "rejoin" {
+        drop(group);
+        let group = join_told();
+        testing::run_rank(&group, 0x5eed_0006, 20).unwrap();
+        (&group as &dyn Group).barrier(soon(30)).unwrap();
+        drop(group);
+        println!("@left {}", Held::count() == held);
+    }
+}
+
+/// Adds up small and large buffers in turn, with a deadline that is far away.
+fn reduce_forever(group: &dyn Group) -> Error {
+    let (mut small, mut large) = (vec![1.0_f32; 1000], vec![1.0_f32; 300_000]);
+    loop {
+        for data in [&mut small, &mut large] {
+            data.fill(1.0);
+            if let Err(error) = group.all_reduce(data, Reduce::Sum, soon(3600)) {
+                return error;
+            }
+            assert!(data.iter().all(|sum| *sum == group.size() as f32));
+        }
+    }
+}
+
+/// What a process has of the system.
+#[derive(Debug, PartialEq, Eq)]
+struct Held {
+    descriptors: usize,
+    segments: usize,
+}
+
+impl Held {
+    fn count() -> Self {
+        let maps = std::fs::read_to_string("/proc/self/maps").unwrap_or_default();
+        Self {
+            descriptors: std::fs::read_dir("/dev/fd").unwrap().count(),
+            segments: maps.matches("memfd:paceline").count(),
+        }
+    }
+}
+
+#[test]
+fn processes_compute_the_same_and_leave_nothing() {
+    for size in [2, 4] {
+        for mut worker in start(size, "steps") {
+            assert_eq!(worker.expect("left"), "true", "{size} ranks");
+        }
+    }
+}
+
+/// Does `harm` to one rank; all others must name it in time.
+fn check(workers: &mut [Worker], victim: usize, harm: &str, variant: &str) {
+    thread::sleep(Duration::from_millis(50));
+    let harmed = SystemTime::now().duration_since(UNIX_EPOCH).unwrap();
+    workers[victim].signal(harm);
+    for (rank, worker) in workers.iter_mut().enumerate() {
+        if rank != victim {
+            let report = worker.expect("error");
+            let (when, error) = report.split_once(' ').unwrap();
+            let took = when.parse::<f64>().unwrap() - harmed.as_secs_f64();
+            assert!(error.starts_with(variant), "rank {rank}: {error}");
+            assert!(
+                error.contains(&format!("rank: Rank({victim})")),
+                "rank {rank}: {error}"
+            );
+            assert!(took < DEATH_SECONDS, "rank {rank} knew after {took:.2} s");
+        }
+    }
+}
+
+/// POSIX shared memory of this crate that has a name.
+fn names_left() -> Vec<String> {
+    let names = std::fs::read_dir("/dev/shm").into_iter().flatten();
+    let name = |entry: std::io::Result<std::fs::DirEntry>| entry.unwrap().file_name();
+    names
+        .map(|entry| name(entry).to_string_lossy().into_owned())
+        .filter(|name| name.contains("paceline"))
+        .collect()
+}
+
+#[test]
+fn killed_ranks_are_named_by_all_at_once_and_leave_nothing() {
+    for (size, role, victim) in [
+        (2, "reduce", 0),
+        (4, "reduce", 0),
+        (4, "reduce", 2),
+        (3, "idle", 0),
+        (3, "receive", 1),
+    ] {
+        check(&mut start(size, role), victim, "-KILL", "PeerLost");
+    }
+    assert!(names_left().is_empty(), "{:?}", names_left());
+}
+
+#[test]
+fn stopped_ranks_are_named_by_all_in_time() {
+    for (size, role, victim) in [
+        (2, "reduce", 0),
+        (4, "reduce", 3),
+        (3, "idle", 0),
+        (3, "receive", 1),
+    ] {
+        check(&mut start(size, role), victim, "-STOP", "Silent");
+    }
+}
+
+#[test]
+fn survivors_make_a_smaller_group_in_the_same_processes() {
+    for (harm, variant) in [("-KILL", "PeerLost"), ("-STOP", "Silent")] {
+        let mut workers = start(3, "rejoin");
+        check(&mut workers, 0, harm, variant);
+        workers.remove(0);
+        introduce(&mut workers);
+        for worker in &mut workers {
+            assert_eq!(worker.expect("left"), "true", "after {harm}");
+        }
+    }
+}
