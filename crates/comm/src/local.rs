@@ -36,7 +36,7 @@ pub(crate) const TUNING: Tuning = Tuning {
 
 /// A group of `size` ranks: one handle each, in rank order, to be moved to its thread.
 ///
-/// Reads the number of cores once, to decide how long ranks spin. Memory: 192 KiB for each ordered
+/// Reads the number of cores once, to decide how long ranks spin. Memory: 320 KiB for each ordered
 /// pair, touched with use.
 ///
 /// # Panics

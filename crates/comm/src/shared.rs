@@ -21,8 +21,9 @@ use crate::status::{News, Status};
 use crate::sync::AtomicU64;
 use crate::transport::{Closed, Lane, Patience, Transport, Want};
 
-/// Size of a ring by lane. The one for calls should stay in the second cache with its user's data.
-const RING_BYTES: [usize; 2] = [128 << 10, 64 << 10];
+/// Size of a ring by lane. All-reduce of 16 MiB between two processes on the two cores of an EPYC
+/// VM, November 2026, rings for calls of 128, 256, 512, 1024 KiB: 2.68, 2.57, 2.49, 2.47 ms.
+const RING_BYTES: [usize; 2] = [256 << 10, 64 << 10];
 
 const CHECK_AT: usize = 128;
 const RINGS_AT: usize = 256;
@@ -262,3 +263,6 @@ impl Transport for Shared {
         self.patience
     }
 }
+
+#[cfg(test)]
+mod tests;
