@@ -16,6 +16,7 @@ use paceline_node::{Instance, InstanceSpec};
 
 use crate::load::{self, ComputeArgs, LoadBar};
 use crate::output::tell;
+use crate::plan::local::{Local, Setting};
 
 /// Options of every command that can compute over several nodes.
 #[derive(Clone, Debug, clap::Args)]
@@ -91,6 +92,26 @@ impl Opened {
             start,
             config,
         })
+    }
+
+    /// What this machine will do with it. An open `--split` becomes the one that is best by that.
+    /// `None` where nothing can be measured: nothing depends on a forecast.
+    pub(crate) fn forecast(&mut self) -> Option<Local> {
+        let setting = Setting {
+            source: &self.source,
+            config: &self.config,
+            class: self.compute.class,
+            threads: self.threads,
+        };
+        let (nodes, shares) = (self.cut.nodes, &self.cut.shares);
+        let local = Local::new(setting, nodes, || load::kernels(self.threads)).ok()?;
+        if nodes > 1 && self.cut.split == SplitKind::Auto {
+            let kind = local.choose(&self.config, nodes, shares);
+            if let Ok(split) = Split::plan(&self.config, kind, nodes, shares) {
+                (self.cut.split, self.split) = (kind, split);
+            }
+        }
+        Some(local)
     }
 
     /// Loads it: in this process when there is one node, else over workers.

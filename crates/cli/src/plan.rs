@@ -3,8 +3,10 @@
 mod compare;
 mod error;
 mod facts;
+mod here;
 mod json;
 mod layout;
+pub(crate) mod local;
 mod report;
 mod shape;
 mod svg;
@@ -25,7 +27,8 @@ pub(crate) struct Args {
     /// A model of the catalogue, a GGUF file, or a folder with config.json
     #[arg(required_unless_present_any = ["validate", "fit", "list"])]
     model: Option<String>,
-    /// A cluster: a TOML file, or `4 x KIND + KIND @ LINK`; several to compare
+    /// A cluster: a TOML file, or `4 x KIND + KIND @ LINK`; several to compare [default: local
+    /// nodes on this machine, which is measured]
     #[arg(long, value_name = "FILE|NODES", num_args = 1)]
     cluster: Vec<String>,
     /// Stored bits per weight on average [default: as in the file, else 4.5]
@@ -67,6 +70,10 @@ pub(crate) struct Args {
     /// List machines, links, models and engines of the catalogue
     #[arg(long)]
     list: bool,
+    /// Threads of each node on this machine, when there is no --cluster
+    #[arg(long, value_name = "N", default_value_t = 1, conflicts_with = "cluster",
+          value_parser = clap::value_parser!(u16).range(1..=1024))]
+    threads: u16,
     /// Print one JSON object
     #[arg(long)]
     json: bool,
@@ -117,6 +124,10 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     }
     if args.list {
         return facts::list(&Catalogue::builtin()?, &Calibration::builtin()?);
+    }
+    if args.cluster.is_empty() {
+        let model = args.model.as_deref().unwrap_or_default();
+        return here::run(model, args.threads.into(), args.json);
     }
     let question = question(args)?;
     if args.compare {

@@ -43,9 +43,14 @@ mod linked;
 pub mod local;
 mod plan;
 mod reduce;
+pub mod rendezvous;
 mod ring;
+#[cfg(test)]
+mod ring_tests;
 mod shared;
 pub mod shm;
+#[cfg(test)]
+mod simulated;
 mod split;
 mod status;
 mod sync;

@@ -9,6 +9,9 @@ pub(crate) enum Error {
     /// Several clusters without `--compare`.
     #[error("{0} clusters are given, a plan is for one")]
     Clusters(usize),
+    /// A model that is not on this machine cannot be measured.
+    #[error("{0} is neither a file nor in the store, so it cannot be measured here")]
+    NotHere(String),
     /// A model's files do not say a size that a plan needs.
     #[error("the model's files do not say {gguf} ({hf} in config.json)")]
     Field {
@@ -23,6 +26,9 @@ pub(crate) enum Error {
 pub(crate) fn hints(cause: &(dyn std::error::Error + 'static)) -> Vec<String> {
     if let Some(error) = cause.downcast_ref::<Error>() {
         return vec![match error {
+            Error::NotHere(_) => "name the machines with --cluster, or fetch the model with \
+                                  `paceline pull`"
+                .to_owned(),
             Error::Clusters(_) => "--compare puts them side by side".to_owned(),
             Error::Field { .. } => "take another conversion of the model".to_owned(),
         }];

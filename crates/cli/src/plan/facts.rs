@@ -10,7 +10,8 @@ use super::shape;
 use crate::home;
 use crate::output::print;
 
-/// Bits per weight where neither file nor catalogue nor command line says: 4-bit blocks with scales.
+/// Bits per weight where neither file nor catalogue nor command line says: 4-bit blocks with
+/// scales.
 const BITS: f64 = 4.5;
 
 /// Largest file that is read as TOML: a cluster of 512 nodes with every link named is below 20 MB.
@@ -40,6 +41,16 @@ pub(super) fn model(
             Some(path) => shape::from_files(&path, bits),
             None => Err(unknown.into()),
         },
+    }
+}
+
+/// The files of a model on this machine: a path, or what the store has under this name.
+pub(super) fn local_path(name: &str) -> Option<std::path::PathBuf> {
+    let path = Path::new(name);
+    if path.exists() {
+        Some(path.to_owned())
+    } else {
+        in_store(name)
     }
 }
 

@@ -1,7 +1,7 @@
 //! A plan as one JSON object.
 
 use paceline_plan::advice::Sensitivity;
-use paceline_plan::predict::NodeUse;
+use paceline_plan::predict::{LinkUse, NodeUse};
 use paceline_plan::solver::{Candidate, Outcome};
 use paceline_plan::{Costs, Member, Pipeline, Placement, Prediction, Split, Stage};
 use serde_json::{Value, json};
@@ -10,6 +10,7 @@ use super::layout;
 
 /// The plan, its alternatives and what would change it.
 pub(super) fn plan(costs: &Costs<'_>, outcome: &Outcome, changes: &[Sensitivity]) -> Value {
+    let others = outcome.alternatives.iter().map(|c| candidate(costs, c));
     json!({
         "model": costs.model.name,
         "cluster": costs.cluster.name,
@@ -20,7 +21,7 @@ pub(super) fn plan(costs: &Costs<'_>, outcome: &Outcome, changes: &[Sensitivity]
             "context": costs.workload.context,
         },
         "plan": candidate(costs, &outcome.best),
-        "alternatives": outcome.alternatives.iter().map(|c| candidate(costs, c)).collect::<Vec<_>>(),
+        "alternatives": others.collect::<Vec<_>>(),
         "changes": changes.iter().map(change).collect::<Vec<_>>(),
         "considered": outcome.considered,
         "exact": outcome.exact,
@@ -90,6 +91,8 @@ fn prediction(costs: &Costs<'_>, said: &Prediction) -> Value {
             "watts": node.watts,
         })
     };
+    let link =
+        |link: &LinkUse| json!({ "stages": [link.stages.0, link.stages.1], "kind": link.kind });
     json!({
         "ttft_s": said.ttft_s,
         "prefill_tok_s": said.prefill_tok_s,
@@ -102,6 +105,6 @@ fn prediction(costs: &Costs<'_>, said: &Prediction) -> Value {
         "price_usd": said.price_usd,
         "usd_per_tok_s": said.usd_per_tok_s(),
         "nodes": said.nodes.iter().map(node).collect::<Vec<_>>(),
-        "links": said.links.iter().map(|l| json!({ "stages": [l.stages.0, l.stages.1], "kind": l.kind })).collect::<Vec<_>>(),
+        "links": said.links.iter().map(link).collect::<Vec<_>>(),
     })
 }

@@ -86,7 +86,7 @@ impl Fields<'_> {
         let rope = self
             .get("rope.dimension_count", "qk_rope_head_dim")
             .unwrap_or(64);
-        // GGUF files of absorbed models state the latent sizes as key_length, those of a head apart.
+        // GGUF files of absorbed models state latent sizes as key_length, those of a head apart.
         let key = self.get("attention.key_length_mla", "").unwrap_or(head_dim);
         let value = self
             .get("attention.value_length_mla", "v_head_dim")

@@ -24,7 +24,7 @@ pub(super) fn bars(model: &str, rows: &[Row]) -> String {
         "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{WIDTH}\" height=\"{height}\" \
          font-family=\"sans-serif\" font-size=\"13\">\n\
          <rect width=\"100%\" height=\"100%\" fill=\"white\"/>\n\
-         <text x=\"16\" y=\"28\" font-size=\"16\">{}: tokens a second, light: over all requests</text>\n",
+         <text x=\"16\" y=\"28\" font-size=\"16\">{}: tokens a second, light: all</text>\n",
         escaped(model)
     );
     for (i, row) in rows.iter().enumerate() {

@@ -27,6 +27,8 @@ pub(super) struct Figures {
     pub(super) decode: Duration,
     /// Bytes that nodes sent to one another; `None` for one node.
     pub(super) wire: Option<u64>,
+    /// Decode tokens a second as they were expected; `None` when nothing was measured before.
+    pub(super) predicted: Option<f64>,
 }
 
 /// Why an answer ended.
@@ -69,7 +71,7 @@ impl Figures {
     }
 
     /// Of tokens after the first: that one comes with the prompt.
-    fn decode_tok_s(&self) -> Option<f64> {
+    pub(super) fn decode_tok_s(&self) -> Option<f64> {
         rate(self.tokens.len().saturating_sub(1), self.decode)
     }
 
@@ -96,6 +98,9 @@ impl Figures {
         }
         if let Some(speed) = self.decode_tok_s() {
             line += &format!(", decode {speed:.1} tokens/s");
+            if let Some(predicted) = self.predicted {
+                line += &format!(" ({predicted:.1} predicted)");
+            }
         }
         if let Some(bytes) = self.wire_bytes_per_token() {
             line += &format!("; {} per token on the wire", Bytes(bytes));
@@ -120,7 +125,7 @@ impl Figures {
             "ttft_ms": self.ttft_ms(),
             "prefill_tok_s": self.prefill_tok_s(),
             "decode_tok_s": self.decode_tok_s(),
-            "predicted_decode_tok_s": null,
+            "predicted_decode_tok_s": self.predicted,
             "peak_memory_bytes": peak_memory_bytes(),
             "nodes": loaded.nodes(),
             "split": loaded.split.to_string(),
@@ -155,6 +160,7 @@ mod tests {
             prefill: Duration::from_millis(100),
             decode: Duration::from_millis(200),
             wire: None,
+            predicted: None,
         }
     }
 

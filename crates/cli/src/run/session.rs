@@ -15,10 +15,14 @@ use super::figures::{End, Figures};
 use crate::error::Error;
 use crate::loaded::{Answer, Loaded, Opened};
 use crate::output::{printable, show, tell};
+use crate::plan::local::Local;
 
 /// Positions reserved unless asked for more: key/value memory of an 8B model at this context is
 /// 1 GiB.
 const DEFAULT_CONTEXT: usize = 8192;
+
+/// Tokens of an answer that can teach how fast this machine is: the first few are slower.
+const LESSON: usize = 16;
 
 /// One model, ready to answer.
 pub(super) struct Session {
@@ -27,6 +31,7 @@ pub(super) struct Session {
     sampling: SamplingParams,
     max_tokens: usize,
     stop: Vec<String>,
+    forecast: Option<Local>,
 }
 
 impl Session {
@@ -35,7 +40,9 @@ impl Session {
         let sizes = |config: &Config| {
             EngineConfig::single(args.model.clone(), context(args.context, config))
         };
-        let mut loaded = Opened::new(path, args.compute, &args.split, sizes)?.load()?;
+        let mut opened = Opened::new(path, args.compute, &args.split, sizes)?;
+        let forecast = opened.forecast();
+        let mut loaded = opened.load()?;
         let template = loaded.template.take().filter(|_| !args.raw).transpose();
         let bad = || format!("{}: cannot use its chat template", path.display());
         let template = template.with_context(bad)?;
@@ -48,6 +55,7 @@ impl Session {
             sampling,
             max_tokens: args.max_tokens.unwrap_or(usize::MAX),
             stop: args.stop.clone(),
+            forecast,
         })
     }
 
@@ -111,7 +119,22 @@ impl Session {
         let mut figures = figures.map_err(|error| self.explain(error, in_chat))?;
         let sent = self.loaded.sent().zip(before);
         figures.wire = sent.map(|(after, before)| after.0 - before.0);
+        figures.predicted = self.forecast(&figures);
         Ok(figures)
+    }
+
+    /// Decode tokens a second as they were expected; the next time with what these figures teach.
+    fn forecast(&mut self, figures: &Figures) -> Option<f64> {
+        let (config, split) = (&self.loaded.config, &self.loaded.split);
+        let forecast = self.forecast.as_mut()?;
+        let expected = forecast.predict(config, split).ok();
+        if let Some(measured) = figures
+            .decode_tok_s()
+            .filter(|_| figures.tokens.len() >= LESSON)
+        {
+            forecast.learn(config, split, measured);
+        }
+        expected
     }
 
     /// A prompt that is too long gets advice that fits.
@@ -172,6 +195,7 @@ impl Session {
             prefill,
             decode: last - first,
             wire: None,
+            predicted: None,
         })
     }
 }

@@ -103,8 +103,12 @@ fn json_is_one_object_with_all_fields() {
         ("seed", 7.into()),
         ("context", 512.into()),
         ("kernel_class", "cpu".into()),
-        ("predicted_decode_tok_s", Value::Null),
     ];
+    assert!(
+        json["predicted_decode_tok_s"]
+            .as_f64()
+            .is_some_and(|speed| speed > 0.0)
+    );
     for (key, value) in expected {
         assert_eq!(json[key], value, "{key}");
     }

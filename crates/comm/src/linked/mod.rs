@@ -89,6 +89,12 @@ impl<T: Transport> Linked<T> {
         }
     }
 
+    /// Why the group is poisoned, if it is.
+    #[cfg(test)]
+    pub(crate) fn status_cause(&self) -> Option<Cause> {
+        self.status.cause()
+    }
+
     /// Starts counting anew.
     pub(crate) fn reset_traffic(&self) {
         self.sent.store(0, Ordering::Relaxed);

@@ -13,8 +13,8 @@ use super::{Config, GroupId, JoinError, Listener};
 use crate::linked::Linked;
 use crate::{Algorithm, Collective, Counts, Data, DataMut, Deadline, Error, Tuning, deadline};
 
-/// Calls of each kind that measure the links: the fastest counts, so a few are enough.
-const SMALL_CALLS: usize = 10;
+/// Calls of each kind that measure the links: the middle one counts.
+const SMALL_CALLS: usize = 11;
 const LARGE_CALLS: usize = 3;
 
 /// Bytes of a large call: long against [`SMALL_CALLS`], about 1 ms for 8 ranks on 2 cores.
@@ -99,8 +99,8 @@ fn measure<T: Kept>(
             ..Tuning::default()
         });
     }
-    let small = fastest(linked, 8, SMALL_CALLS, deadline)?;
-    let large = fastest(linked, LARGE_BYTES, LARGE_CALLS, deadline)?;
+    let small = typical(linked, 8, SMALL_CALLS, deadline)?;
+    let large = typical(linked, LARGE_BYTES, LARGE_CALLS, deadline)?;
     let beta_ns = (large - small).max(0.0) * 1e9 / (LARGE_BYTES * others) as f64;
     let code = force.map_or(-1.0, |algorithm| f64::from(algorithm.code()));
     let mut all = vec![0.0; 3 * (others + 1)];
@@ -116,8 +116,8 @@ fn measure<T: Kept>(
     })
 }
 
-/// Seconds of the fastest of `calls` gathers of `bytes` from each rank.
-fn fastest<T: Kept>(
+/// Seconds of the median of `calls` gathers of `bytes` from each rank.
+fn typical<T: Kept>(
     linked: &Linked<T>,
     bytes: usize,
     calls: usize,
@@ -125,14 +125,15 @@ fn fastest<T: Kept>(
 ) -> Result<f64, Error> {
     let input = vec![0_u8; bytes];
     let mut output = vec![0_u8; bytes * linked.size() as usize];
-    let mut fastest = f64::INFINITY;
+    let mut times = Vec::with_capacity(calls);
     for _ in 0..calls {
         let start = deadline::now();
         gather(linked, &input, &mut output, deadline)?;
         let took = deadline::now().saturating_duration_since(start);
-        fastest = fastest.min(took.as_secs_f64());
+        times.push(took.as_secs_f64());
     }
-    Ok(fastest)
+    times.sort_by(f64::total_cmp);
+    Ok(times[calls / 2])
 }
 
 pub(crate) fn gather<T: Kept, E: crate::Element>(

@@ -2,8 +2,9 @@
 //!
 //! State: how many nodes of each class are used, the group used last, and the first layer not yet
 //! placed. `f[used][last][l]` is the least cost of layers `0..l`; the next group takes a
-//! range from `l` and adds its cost and the hop from `last`. Cost is a sum (one request) or a maximum (the
-//! slowest stage). The states are visited in order of nodes used, so every predecessor is final.
+//! range from `l` and adds its cost and the hop from `last`. Cost is a sum (one request) or a
+//! maximum (the slowest stage). The states are visited in order of nodes used, so every
+//! predecessor is final.
 //!
 //! Exact for the sum of stages and hops; what is not in the state is the way back of the token
 //! from the last stage to the first, which the caller adds when it compares whole placements.

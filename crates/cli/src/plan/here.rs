@@ -1,0 +1,117 @@
+//! `paceline plan MODEL` without a cluster: what this machine will do, beside what it did.
+
+use std::fmt::Write;
+use std::path::Path;
+
+use paceline_base::KernelClass;
+use paceline_model::{Config, Source, Split, SplitKind};
+use serde_json::{Value, json};
+
+use super::local::{Local, Setting};
+use super::{Error, facts};
+use crate::output::print;
+
+/// One way to run the model here.
+struct Row {
+    nodes: u32,
+    split: String,
+    /// From measured facts, then with what earlier runs taught, then as last measured.
+    facts: f64,
+    corrected: f64,
+    measured: Option<f64>,
+}
+
+/// Predicts 1 to 4 nodes of `threads` threads each, in every split.
+pub(super) fn run(model: &str, threads: usize, as_json: bool) -> anyhow::Result<()> {
+    let path = facts::local_path(model);
+    let path = path.ok_or_else(|| Error::NotHere(model.to_owned()))?;
+    let source = Source::open(Path::new(&path))?;
+    let config = Config::read(&source)?;
+    let setting = Setting {
+        source: &source,
+        config: &config,
+        class: KernelClass::Cpu,
+        threads,
+    };
+    let local = Local::new(setting, 4, || crate::load::kernels(threads))?;
+    let rows = rows(&local, &config);
+    if as_json {
+        let rows: Vec<Value> = rows.iter().map(row_json).collect();
+        return print(&json!({ "threads": threads, "runs": rows }).to_string());
+    }
+    print(table(threads, &rows).trim_end())
+}
+
+fn rows(local: &Local, config: &Config) -> Vec<Row> {
+    let kinds = [SplitKind::Tensor, SplitKind::Pipeline];
+    let grid = SplitKind::Grid {
+        tensor: 2,
+        pipeline: 2,
+    };
+    let all = (1..=4u32).flat_map(|n| {
+        let grid = (n == 4).then_some(grid);
+        kinds.into_iter().chain(grid).map(move |kind| (n, kind))
+    });
+    let mut rows: Vec<Row> = Vec::new();
+    for (nodes, kind) in all {
+        let Ok(split) = Split::plan(config, kind, nodes, &[]) else {
+            continue;
+        };
+        let said = (local.facts(config, &split), local.predict(config, &split));
+        let (Ok(facts), Ok(corrected)) = said else {
+            continue;
+        };
+        let split_name = split.to_string();
+        if rows
+            .iter()
+            .any(|row| row.nodes == nodes && row.split == split_name)
+        {
+            continue;
+        }
+        rows.push(Row {
+            nodes,
+            split: split_name,
+            facts,
+            corrected,
+            measured: local.last(&split),
+        });
+    }
+    rows
+}
+
+fn table(threads: usize, rows: &[Row]) -> String {
+    let mut text = format!("decode tok/s here, {threads} threads per node\n");
+    let _ = writeln!(
+        text,
+        "nodes  split    predicted  corrected  measured   error"
+    );
+    for row in rows {
+        let measured = row
+            .measured
+            .map_or_else(|| "-".to_owned(), |m| format!("{m:.1}"));
+        let error = row
+            .measured
+            .map(|m| format!("{:+.0} %", (row.facts / m - 1.0) * 100.0));
+        let _ = writeln!(
+            text,
+            "{:>5}  {:<8} {:>8.1} {:>10.1} {:>9} {:>7}",
+            row.nodes,
+            row.split,
+            row.facts,
+            row.corrected,
+            measured,
+            error.unwrap_or_default()
+        );
+    }
+    text
+}
+
+fn row_json(row: &Row) -> Value {
+    json!({
+        "nodes": row.nodes,
+        "split": row.split,
+        "predicted_decode_tok_s": row.facts,
+        "corrected_decode_tok_s": row.corrected,
+        "measured_decode_tok_s": row.measured,
+    })
+}

@@ -1,0 +1,281 @@
+//! What runs on this machine will do: measured facts, a prediction from them, and what was learned
+//! from earlier runs.
+//!
+//! ```text
+//! probe (kernels, wire)  ->  measured.json  ->  plan::predict  x  learned ratio  ->  tok/s
+//!                                                                    ^
+//! live decode timings of each run  ---------------------------------'
+//! ```
+//! The ratio of measured and predicted is kept per model, threads, nodes and split. `--split auto`
+//! takes the split whose corrected prediction is best, so one that disappoints loses its turn the
+//! next time: that is the roll-back.
+
+mod memory;
+mod probe;
+
+use paceline_base::{Bytes, Rank};
+use paceline_model::{Config, Role, Source, Split, SplitKind};
+use paceline_plan::{
+    Attention, Backend, Bits, Calibration, Cluster, Costs, Link, Member, ModelShape, Node,
+    Pipeline, Placement, Rates, Stage, Transport, Workload, predict,
+};
+use paceline_tensor::Kernels;
+
+use memory::Memory;
+use paceline_base::KernelClass;
+
+/// What a run is about.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Setting<'a> {
+    /// The model's files.
+    pub(crate) source: &'a Source,
+    /// Its shape.
+    pub(crate) config: &'a Config,
+    /// How numbers are computed.
+    pub(crate) class: KernelClass,
+    /// Threads of each node.
+    pub(crate) threads: usize,
+}
+
+/// Keys that a prediction assumes in the cache: a short question and answer.
+const KEYS: u32 = 128;
+
+/// A prediction for a split, with what it rests on.
+#[derive(Clone, Debug)]
+pub(crate) struct Local {
+    memory: Memory,
+    key: String,
+    measured: probe::Measured,
+    wire: Option<probe::Wire>,
+    shape: ModelShape,
+    threads: usize,
+}
+
+impl Local {
+    /// Looks up what was measured for this model and these threads, or measures it.
+    ///
+    /// # Errors
+    /// What is wrong with the file or the system. Nothing depends on a prediction, so callers may
+    /// go on without one.
+    pub(crate) fn new(
+        setting: Setting<'_>,
+        nodes: u32,
+        kernels: impl FnOnce() -> anyhow::Result<std::sync::Arc<Kernels>>,
+    ) -> anyhow::Result<Self> {
+        let mut memory = Memory::load(crate::home::home()?.root());
+        let key = memory::key(setting);
+        let measured = match memory.measured(&key) {
+            Some(known) => known,
+            None => {
+                let kernels = kernels()?;
+                let fresh = probe::probe(setting.source, setting.config, setting.class, &kernels)?;
+                memory.set_measured(&key, fresh);
+                fresh
+            }
+        };
+        let wire = match (nodes > 1, memory.wire()) {
+            (false, known) => known,
+            (true, Some(known)) => Some(known),
+            (true, None) => {
+                let fresh = probe::wire(setting.config.width)?;
+                memory.set_wire(fresh);
+                Some(fresh)
+            }
+        };
+        memory.save();
+        Ok(Self {
+            memory,
+            key,
+            measured,
+            wire,
+            shape: shape(setting.source, setting.config),
+            threads: setting.threads,
+        })
+    }
+
+    /// Decode tokens a second of `split`, with what earlier runs taught.
+    ///
+    /// # Errors
+    /// What the planner says about the split.
+    pub(crate) fn predict(&self, config: &Config, split: &Split) -> anyhow::Result<f64> {
+        let ratio = self.memory.ratio(&self.run_key(split)).unwrap_or(1.0);
+        Ok(self.facts(config, split)? * ratio)
+    }
+
+    /// Remembers what a run measured.
+    pub(crate) fn learn(&mut self, config: &Config, split: &Split, decode_tok_s: f64) {
+        let Ok(said) = self.facts(config, split) else {
+            return;
+        };
+        if decode_tok_s.is_finite() && decode_tok_s > 0.0 {
+            self.memory.learn(&self.run_key(split), decode_tok_s, said);
+            self.memory.save();
+        }
+    }
+
+    /// The best of the ways to cut a model over `nodes`, by corrected predictions; ties go to the
+    /// first, tensor.
+    pub(crate) fn choose(&self, config: &Config, nodes: u32, shares: &[u32]) -> SplitKind {
+        let grids = (2..nodes)
+            .filter(|tensor| nodes.is_multiple_of(*tensor))
+            .map(|tensor| SplitKind::Grid {
+                tensor,
+                pipeline: nodes / tensor,
+            });
+        let kinds = [SplitKind::Tensor, SplitKind::Pipeline]
+            .into_iter()
+            .chain(grids);
+        let mut best = (SplitKind::Auto, 0.0);
+        for kind in kinds {
+            let Ok(split) = Split::plan(config, kind, nodes, shares) else {
+                continue;
+            };
+            let Ok(tok_s) = self.predict(config, &split) else {
+                continue;
+            };
+            if tok_s > best.1 {
+                best = (kind, tok_s);
+            }
+        }
+        best.0
+    }
+
+    fn run_key(&self, split: &Split) -> String {
+        format!("{} {split}", self.key)
+    }
+
+    /// As last measured.
+    pub(crate) fn last(&self, split: &Split) -> Option<f64> {
+        self.memory.last(&self.run_key(split))
+    }
+
+    /// Decode tokens a second from measured facts alone.
+    ///
+    /// # Errors
+    /// What the planner says about the split.
+    pub(crate) fn facts(&self, config: &Config, split: &Split) -> anyhow::Result<f64> {
+        let (cluster, calibration) = self.cluster(split)?;
+        let workload = Workload {
+            prompt: KEYS,
+            output: 1,
+            concurrency: 1,
+            context: KEYS + 1,
+        };
+        let costs = Costs::new(&cluster, &self.shape, workload, &calibration)?;
+        let placement = Placement::single(pipeline(config, split));
+        Ok(predict(&costs, &placement)?.decode_tok_s)
+    }
+
+    /// This machine as nodes. Ranks of a tensor split compute at the same time: where they have
+    /// more threads than there are cores, they take turns.
+    fn cluster(&self, split: &Split) -> anyhow::Result<(Cluster, Calibration)> {
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        let crowd = (split.tensor_ranks() * self.threads) as f64 / cores as f64;
+        let crowd = crowd.max(1.0);
+        let m = &self.measured;
+        let layers = f64::from(self.shape.layers);
+        let bytes = layers * self.shape.layer_bytes(0) + self.shape.head_bytes();
+        let pair = self.shape.attention.decode_pair_flops();
+        let params = self.shape.common_params(0);
+        let node = |rank: u32| Node {
+            name: format!("rank {rank}"),
+            kind: "this machine".to_owned(),
+            memory: Bytes(1 << 44), // whether it fits is not the question here
+            usable: 1.0,
+            bandwidth: bytes / (layers * m.products + m.head) / crowd,
+            measured: true,
+            rates: Some(Rates {
+                matmul: 2.0 * params / m.prompt_row.max(1e-12) / crowd,
+                expert: 2.0 * params / m.prompt_row.max(1e-12) / crowd,
+                attention: pair / m.key.max(1e-12) / crowd,
+            }),
+            disk: None,
+            idle_w: None,
+            load_w: None,
+            price_usd: None,
+            backend: Backend::Cpu,
+            engine: "paceline-cpu".to_owned(),
+        };
+        let mut calibration = Calibration::builtin()?;
+        // The planner counts 18 operations in a dense layer.
+        calibration.set("op.paceline-cpu", (m.other / 18.0 * crowd).max(1e-9));
+        let (mut links, n) = (Vec::new(), split.ranks());
+        if let Some(wire) = self.wire {
+            calibration.set("handover.own.tcp", wire.exchange * crowd);
+            for a in 0..n as usize {
+                links.extend((a + 1..n as usize).map(|b| loopback(a, b, wire)));
+            }
+        }
+        let cluster = Cluster {
+            name: "this machine".to_owned(),
+            nodes: (0..n).map(node).collect(),
+            links,
+        };
+        Ok((cluster, calibration))
+    }
+}
+
+fn loopback(a: usize, b: usize, wire: probe::Wire) -> Link {
+    Link {
+        a,
+        b,
+        kind: "loopback-tcp".to_owned(),
+        transport: Transport::Tcp,
+        alpha: 0.0, // within the measured exchange
+        beta: wire.bytes_per_s,
+        shared: false,
+    }
+}
+
+/// The split as the planner writes it.
+fn pipeline(config: &Config, split: &Split) -> Pipeline {
+    let mut stages: Vec<Stage> = Vec::new();
+    for rank in 0..split.ranks() {
+        let shard = split.shard(config, Rank(rank));
+        let share = shard.ffn().len() as f64 / config.ffn as f64;
+        let member = Member {
+            node: rank as usize,
+            share,
+            streamed: 0,
+        };
+        match stages.get_mut(shard.stage) {
+            Some(stage) => stage.members.push(member),
+            None => stages.push(Stage {
+                layers: shard.layers.start as u32..shard.layers.end as u32,
+                split: paceline_plan::Split::Tensor,
+                members: vec![member],
+            }),
+        }
+    }
+    for stage in &mut stages {
+        if stage.members.len() == 1 {
+            stage.split = paceline_plan::Split::Whole;
+            stage.members[0].share = 1.0;
+        }
+    }
+    Pipeline { stages }
+}
+
+fn shape(source: &Source, config: &Config) -> ModelShape {
+    let number = |n: usize| u32::try_from(n).unwrap_or(u32::MAX);
+    let mut shape = ModelShape {
+        name: "local".to_owned(),
+        layers: number(config.layers.len()),
+        width: number(config.width),
+        vocab: number(config.vocab),
+        tied: config
+            .tied
+            .unwrap_or_else(|| matches!(source.opt_weight(config.family, Role::Output), Ok(None))),
+        attention: Attention::Gqa {
+            heads: number(config.heads),
+            kv_heads: number(config.kv_heads),
+            head_dim: number(config.head_dim),
+        },
+        ffn: number(config.ffn),
+        moe: None,
+        bits: Bits::uniform(8.0),
+    };
+    let bits = source.file_bytes().0 as f64 * 8.0 / shape.params();
+    shape.bits.rest = bits.clamp(1.0, 32.0);
+    shape
+}

@@ -1,0 +1,164 @@
+//! What was measured and learned, in `measured.json` of paceline's home.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+
+use super::Setting;
+use super::probe::{Measured, Wire};
+
+/// Raised when what is measured changes, so that older figures are measured anew.
+const VERSION: u32 = 1;
+
+/// Entries kept of each kind; more are a sign of something that should not be kept.
+const MOST: usize = 1024;
+
+/// How much of a new ratio goes into the kept one: half, so that one disturbed run does not decide.
+const WEIGHT: f64 = 0.5;
+
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+struct File {
+    version: u32,
+    wire: Option<Wire>,
+    measured: BTreeMap<String, Measured>,
+    /// Measured over predicted, by run.
+    ratio: BTreeMap<String, f64>,
+    /// Decode tokens a second as last measured, by run.
+    last: BTreeMap<String, f64>,
+}
+
+/// The file and where it lies.
+#[derive(Clone, Debug)]
+pub(super) struct Memory {
+    path: PathBuf,
+    file: File,
+    changed: bool,
+}
+
+/// Names a model and how it is computed.
+pub(super) fn key(setting: Setting<'_>) -> String {
+    format!(
+        "{} bytes, {} layers, {}, {} threads",
+        setting.source.file_bytes().0,
+        setting.config.layers.len(),
+        setting.class,
+        setting.threads
+    )
+}
+
+impl Memory {
+    /// What is kept under `home`; nothing when there is no such file, or one that does not read.
+    pub(super) fn load(home: &Path) -> Self {
+        let path = home.join("measured.json");
+        let text = std::fs::read(&path).unwrap_or_default();
+        let file = serde_json::from_slice(&text).ok();
+        let file = file.filter(|file: &File| file.version == VERSION && file.sound());
+        Self {
+            path,
+            file: file.unwrap_or(File {
+                version: VERSION,
+                ..File::default()
+            }),
+            changed: false,
+        }
+    }
+
+    pub(super) fn measured(&self, key: &str) -> Option<Measured> {
+        self.file.measured.get(key).copied()
+    }
+
+    pub(super) fn set_measured(&mut self, key: &str, measured: Measured) {
+        if self.file.measured.len() < MOST {
+            self.file.measured.insert(key.to_owned(), measured);
+            self.changed = true;
+        }
+    }
+
+    pub(super) const fn wire(&self) -> Option<Wire> {
+        self.file.wire
+    }
+
+    pub(super) fn set_wire(&mut self, wire: Wire) {
+        self.file.wire = Some(wire);
+        self.changed = true;
+    }
+
+    pub(super) fn ratio(&self, key: &str) -> Option<f64> {
+        self.file.ratio.get(key).copied()
+    }
+
+    /// As last measured.
+    pub(super) fn last(&self, key: &str) -> Option<f64> {
+        self.file.last.get(key).copied()
+    }
+
+    /// Keeps what was measured, and moves the ratio towards that of this run.
+    pub(super) fn learn(&mut self, key: &str, measured: f64, predicted: f64) {
+        let ratio = measured / predicted;
+        if self.file.ratio.len() < MOST || self.file.ratio.contains_key(key) {
+            let kept = self.ratio(key).unwrap_or(ratio);
+            let next = kept.powf(1.0 - WEIGHT) * ratio.powf(WEIGHT);
+            self.file
+                .ratio
+                .insert(key.to_owned(), next.clamp(0.01, 100.0));
+            self.changed = true;
+        }
+    }
+
+    /// Writes the file when something changed. A home that cannot be written is no reason to fail:
+    /// it is measured again the next time.
+    pub(super) fn save(&mut self) {
+        if !std::mem::take(&mut self.changed) {
+            return;
+        }
+        let Ok(text) = serde_json::to_vec_pretty(&self.file) else {
+            return;
+        };
+        let Some(folder) = self.path.parent() else {
+            return;
+        };
+        let part = self.path.with_extension("json.part");
+        let _ = std::fs::create_dir_all(folder)
+            .and_then(|()| std::fs::write(&part, text))
+            .and_then(|()| std::fs::rename(&part, &self.path));
+    }
+}
+
+impl File {
+    /// Whether all numbers are ones that a measurement can give.
+    fn sound(&self) -> bool {
+        let good = |x: f64| x.is_finite() && x >= 0.0;
+        let layers = self.measured.values();
+        let mut layers = layers.map(|m| [m.products, m.other, m.key, m.head, m.prompt_row]);
+        layers.all(|m| m.into_iter().all(good) && m[0] > 0.0)
+            && self.ratio.values().all(|&r| good(r) && r > 0.0)
+            && self
+                .wire
+                .is_none_or(|w| good(w.exchange) && good(w.bytes_per_s) && w.bytes_per_s > 0.0)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_learned_is_kept_and_damage_is_forgotten() {
+        let home = tempfile::tempdir().unwrap();
+        let mut memory = Memory::load(home.path());
+        memory.learn("a", 5.0, 10.0);
+        memory.learn("a", 5.0, 10.0);
+        memory.save();
+        let again = Memory::load(home.path());
+        assert!((again.ratio("a").unwrap() - 0.5).abs() < 1e-12);
+        for text in [
+            "",
+            "{",
+            r#"{"version":1,"wire":null,"measured":{},"ratio":{"a":-1},"last":{}}"#,
+        ] {
+            std::fs::write(home.path().join("measured.json"), text).unwrap();
+            assert_eq!(Memory::load(home.path()).ratio("a"), None, "{text}");
+        }
+    }
+}

@@ -1,0 +1,211 @@
+//! Ranks as processes that are killed or stopped while they work, and make a new group at once,
+//! smaller and then, with a fresh process, as large again: over TCP and shared memory.
+//!
+//! Each run is drawn from its number; the first rank is among the victims. `COMM_TEST_RUNS` sets how
+//! many there are (default 6; 100 take some minutes).
+
+#![cfg(unix)]
+#![allow(
+    clippy::unwrap_used,
+    reason = "a test, with helpers outside of test functions"
+)]
+
+use std::io::{BufRead, BufReader, Write};
+use std::net::SocketAddr;
+use std::path::Path;
+use std::process::{Child, ChildStdout, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use paceline_comm::rendezvous::{Meeting, Wanted, meet};
+use paceline_comm::{Deadline, Group, Reduce, shm, tcp};
+
+fn soon(seconds: u64) -> Deadline {
+    Deadline::at(Instant::now() + Duration::from_secs(seconds))
+}
+
+struct Worker {
+    child: Child,
+    lines: BufReader<ChildStdout>,
+}
+
+impl Worker {
+    fn start(folder: &Path, transport: &str, round: u64, size: u32) -> Self {
+        let mut child = Command::new(std::env::current_exe().unwrap())
+            .args(["worker", "--exact", "--nocapture", "--test-threads=1"])
+            .env("COMM_TEST_FOLDER", folder)
+            .env("COMM_TEST_TRANSPORT", transport)
+            .env("COMM_TEST_ROUND", format!("{round} {size}"))
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::null())
+            .spawn()
+            .unwrap();
+        let lines = BufReader::new(child.stdout.take().unwrap());
+        Self { child, lines }
+    }
+
+    fn expect(&mut self, word: &str) -> String {
+        loop {
+            let mut line = String::new();
+            let count = self.lines.read_line(&mut line).unwrap();
+            assert!(count > 0, "the worker ended without saying {word}");
+            if let Some((_, rest)) = line.split_once(&format!("@{word} ")) {
+                return rest.trim().to_string();
+            }
+        }
+    }
+
+    fn tell(&self, text: &str) {
+        writeln!(self.child.stdin.as_ref().unwrap(), "{text}").unwrap();
+    }
+
+    fn signal(&self, name: &str) {
+        let id = self.child.id().to_string();
+        assert!(
+            Command::new("kill")
+                .args([name, &id])
+                .status()
+                .unwrap()
+                .success()
+        );
+    }
+}
+
+impl Drop for Worker {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// Not a test: what a child process does. Joins, adds up until that fails, reports, and waits to be
+/// told with how many to try again.
+#[test]
+fn worker() {
+    let Some(folder) = std::env::var_os("COMM_TEST_FOLDER") else {
+        return;
+    };
+    let place = Meeting::Folder(folder.into());
+    let transport = std::env::var("COMM_TEST_TRANSPORT").unwrap();
+    let mut order = std::env::var("COMM_TEST_ROUND").unwrap();
+    loop {
+        let (round, size) = order.trim().split_once(' ').unwrap();
+        let wanted = Wanted::Exactly(size.parse().unwrap());
+        let listener = tcp::Listener::bind(SocketAddr::from(([127, 0, 0, 1], 0))).unwrap();
+        let by = soon(30);
+        let members = meet(&place, listener.addr(), round.parse().unwrap(), wanted, by).unwrap();
+        let (rank, addrs, id) = (members.rank, &members.addrs, members.id);
+        let group: Box<dyn Group> = match transport.as_str() {
+            "shm" => Box::new(shm::join(listener, rank, addrs, id, by).unwrap()),
+            _ => Box::new(tcp::join(listener, rank, addrs, id, by).unwrap()),
+        };
+        println!("@joined {}", rank.0);
+        let error = work(&*group);
+        drop(group);
+        println!("@error {} {} {error:?}", open_files(), blamed(&error));
+        order.clear();
+        std::io::stdin().read_line(&mut order).unwrap();
+        if order.trim().is_empty() {
+            return;
+        }
+    }
+}
+
+fn work(group: &dyn Group) -> paceline_comm::Error {
+    let (mut small, mut large) = (vec![1.0_f32; 1000], vec![1.0_f32; 100_000]);
+    loop {
+        for data in [&mut small, &mut large] {
+            data.fill(1.0);
+            if let Err(error) = group.all_reduce(data, Reduce::Sum, soon(3600)) {
+                return error;
+            }
+            assert!(
+                data.iter().all(|sum| *sum == group.size() as f32),
+                "a wrong result"
+            );
+        }
+    }
+}
+
+fn blamed(error: &paceline_comm::Error) -> i64 {
+    use paceline_comm::Error;
+    match error {
+        Error::PeerLost { rank, .. } | Error::Silent { rank, .. } => i64::from(rank.0),
+        _ => -1,
+    }
+}
+
+/// Files, sockets and mappings of this process, as far as the system tells.
+fn open_files() -> usize {
+    std::fs::read_dir("/proc/self/fd").map_or(0, Iterator::count)
+}
+
+/// Joins of `workers`: each by its rank.
+fn joined(workers: &mut Vec<Worker>) {
+    let ranks: Vec<usize> = workers
+        .iter_mut()
+        .map(|w| w.expect("joined").parse().unwrap())
+        .collect();
+    let mut order: Vec<(usize, Worker)> = ranks.into_iter().zip(workers.drain(..)).collect();
+    order.sort_by_key(|(rank, _)| *rank);
+    workers.extend(order.into_iter().map(|(_, worker)| worker));
+}
+
+/// Harms `victim` and checks that all others name it in time; returns their open files.
+fn harm(run: u64, workers: &mut Vec<Worker>, victim: usize, signal: &str) -> Vec<usize> {
+    // Any moment of the work, drawn from the run.
+    std::thread::sleep(Duration::from_micros(run * 7919 % 30_000));
+    let harmed = Instant::now();
+    workers[victim].signal(signal);
+    let gone = workers.remove(victim);
+    let mut files = Vec::new();
+    for worker in workers.iter_mut() {
+        let report = worker.expect("error");
+        let mut words = report.splitn(3, ' ');
+        files.push(words.next().unwrap().parse().unwrap());
+        let named = words.next().unwrap();
+        assert_eq!(named, victim.to_string(), "run {run}, {signal}: {report}");
+        let took = harmed.elapsed();
+        assert!(
+            took < Duration::from_secs(4),
+            "run {run}, {signal}: {took:?}"
+        );
+    }
+    drop(gone);
+    files
+}
+
+fn run(run: u64) {
+    let folder = tempfile::tempdir().unwrap();
+    let transport = ["tcp", "shm"][(run % 2) as usize];
+    let size = 3 + (run / 2 % 2) as u32;
+    let start = |round, size| Worker::start(folder.path(), transport, round, size);
+    let mut workers: Vec<Worker> = (0..size).map(|_| start(0, size)).collect();
+    joined(&mut workers);
+    let victim = [0, (run % u64::from(size)) as usize][(run / 4 % 2) as usize];
+    let signal = ["-KILL", "-STOP"][(run / 3 % 2) as usize];
+    let before = harm(run, &mut workers, victim, signal);
+
+    // The survivors at once, without the victim; then with a fresh process.
+    workers
+        .iter()
+        .for_each(|w| w.tell(&format!("1 {}", size - 1)));
+    joined(&mut workers);
+    let after = harm(run, &mut workers, 0, "-KILL");
+    assert!(
+        after.iter().max() <= before.iter().max(),
+        "files leak: {before:?}, {after:?}"
+    );
+    workers
+        .iter()
+        .for_each(|w| w.tell(&format!("2 {}", size - 1)));
+    workers.push(start(2, size - 1));
+    joined(&mut workers);
+    harm(run, &mut workers, 1, "-KILL");
+}
+
+#[test]
+fn survivors_go_on_whoever_dies() {
+    let runs = std::env::var("COMM_TEST_RUNS").map_or(6, |runs| runs.parse().unwrap());
+    (0..runs).for_each(run);
+}

@@ -1,0 +1,148 @@
+//! The ring and the bell of shared memory under loom, which tries every order of their steps.
+//!
+//! `src/ring.rs` is compiled a second time here, with a `sync` made of the model checker's parts: its
+//! atomics, cells that notice when both sides touch a byte at once, and a futex of its mutex and
+//! condition variable. A lost wake-up is a deadlock, which loom reports.
+
+#![allow(clippy::unwrap_used, reason = "a test")]
+
+#[path = "../src/ring.rs"]
+#[allow(dead_code, unreachable_pub, reason = "the model uses some of it")]
+mod ring;
+
+mod sync {
+    pub(crate) use loom::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
+
+    use loom::cell::UnsafeCell;
+    use loom::sync::{Condvar, Mutex};
+
+    /// Bytes of the ring in the model.
+    pub(crate) const BYTES: usize = 4;
+
+    loom::lazy_static! {
+        static ref TOUCHED: [UnsafeCell<()>; BYTES] = std::array::from_fn(|_| UnsafeCell::new(()));
+        static ref GATE: Mutex<()> = Mutex::new(());
+        static ref RUNG: Condvar = Condvar::new();
+    }
+
+    /// Copies into the ring, which is aligned to its size.
+    pub(crate) unsafe fn copy_in(from: *const u8, into: *mut u8, count: usize) {
+        (0..count).for_each(|i| TOUCHED[(into as usize + i) % BYTES].with_mut(|_| ()));
+        // SAFETY: as the caller promises.
+        unsafe { std::ptr::copy_nonoverlapping(from, into, count) };
+    }
+
+    /// Copies out of the ring.
+    pub(crate) unsafe fn copy_out(from: *const u8, into: *mut u8, count: usize) {
+        (0..count).for_each(|i| TOUCHED[(from as usize + i) % BYTES].with(|_| ()));
+        // SAFETY: as the caller promises.
+        unsafe { std::ptr::copy_nonoverlapping(from, into, count) };
+    }
+
+    /// Time plays no part: only a wake ends it.
+    pub(crate) fn futex_wait(word: &AtomicU32, value: u32, _until: std::time::Instant) {
+        let gate = GATE.lock().unwrap();
+        if word.load(Ordering::SeqCst) == value {
+            drop(RUNG.wait(gate).unwrap());
+        }
+    }
+
+    pub(crate) fn futex_wake(_word: &AtomicU32) {
+        drop(GATE.lock().unwrap());
+        RUNG.notify_all();
+    }
+}
+
+use loom::sync::Arc;
+use loom::thread;
+
+#[repr(align(4))]
+struct Data([u8; sync::BYTES]);
+
+struct Link {
+    ring: ring::Ring,
+    bells: [ring::Bell; 2],
+    // What the ring points to.
+    _counters: Box<ring::Counters>,
+    _data: Box<Data>,
+}
+
+fn link() -> Arc<Link> {
+    let counters = Box::new(ring::Counters::new());
+    let mut data = Box::new(Data([0; sync::BYTES]));
+    let (words, bytes) = (&raw const *counters, data.0.as_mut_ptr());
+    // SAFETY: both live as long as the ring, in the same struct.
+    let ring = unsafe { ring::Ring::new(words, bytes, sync::BYTES) };
+    Arc::new(Link {
+        ring,
+        bells: [ring::Bell::new(), ring::Bell::new()],
+        _counters: counters,
+        _data: data,
+    })
+}
+
+fn check(preemptions: usize, model: impl Fn() + Sync + Send + 'static) {
+    let mut builder = loom::model::Builder::new();
+    builder.preemption_bound = Some(preemptions);
+    builder.check(model);
+}
+
+/// More bytes than the ring holds, so that both sides have to wait: all arrive in order, no byte
+/// is touched by both sides at once, nobody sleeps for ever.
+#[test]
+fn bytes_arrive_and_nobody_sleeps_for_ever() {
+    const SENT: [u8; 6] = [1, 2, 3, 4, 5, 6];
+    let far = std::time::Instant::now();
+    check(3, move || {
+        let link = link();
+        let writer = {
+            let link = Arc::clone(&link);
+            thread::spawn(move || {
+                let mut gone = 0;
+                while gone < SENT.len() {
+                    let head = (gone + 1).min(SENT.len());
+                    let count = link.ring.write(&SENT[gone..head], &SENT[head..]);
+                    gone += count;
+                    match count {
+                        0 => link.bells[0].sleep(far, || link.ring.has_room()),
+                        _ => link.bells[1].ring(),
+                    }
+                }
+            })
+        };
+        let mut got: Vec<u8> = Vec::new();
+        while got.len() < SENT.len() {
+            let mut bytes = [0; 3];
+            let count = link.ring.read(&mut bytes);
+            got.extend(&bytes[..count]);
+            match count {
+                0 => link.bells[1].sleep(far, || link.ring.is_filled()),
+                _ => link.bells[0].ring(),
+            }
+        }
+        writer.join().unwrap();
+        assert_eq!(got, SENT);
+    });
+}
+
+/// A call that comes before, while or after its addressee falls asleep ends that sleep.
+#[test]
+fn calls_are_never_lost() {
+    let far = std::time::Instant::now();
+    check(3, move || {
+        let link = link();
+        let caller = {
+            let link = Arc::clone(&link);
+            thread::spawn(move || link.bells[0].call())
+        };
+        let called = std::cell::Cell::new(false);
+        while !called.get() {
+            link.bells[0].sleep(far, || {
+                called.set(called.get() || link.bells[0].was_called(0));
+                called.get()
+            });
+            called.set(called.get() || link.bells[0].was_called(0));
+        }
+        caller.join().unwrap();
+    });
+}
