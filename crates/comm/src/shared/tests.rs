@@ -1,0 +1,231 @@
+//! The ring against a queue, with counters at any value, and with a peer that writes anywhere.
+
+use std::collections::VecDeque;
+use std::sync::atomic::AtomicU8;
+use std::time::Duration;
+
+use paceline_base::Rank;
+use proptest::prelude::*;
+
+use super::*;
+use crate::linked::Linked;
+use crate::sync::{AtomicU64, copy_in};
+use crate::{Collective, DataMut, Deadline, Error, Reduce};
+
+/// Words before and after the data of a ring, to see whether they stay as they are.
+const MARGIN: usize = 16;
+const UNTOUCHED: u64 = 0xa5a5_a5a5_a5a5_a5a5;
+const COUNTER_WORDS: usize = Ring::COUNTER_BYTES / 8;
+
+#[repr(C, align(128))]
+#[derive(Clone, Copy)]
+struct Line([u64; 16]);
+
+/// A ring in memory that a test can look at and spoil: counters, margin, data, margin.
+struct Spoiled {
+    memory: Vec<Line>,
+    size: usize,
+}
+
+impl Spoiled {
+    fn new(size: usize) -> Self {
+        let words = COUNTER_WORDS + 2 * MARGIN + size.div_ceil(8);
+        let mut new = Self {
+            memory: vec![Line([UNTOUCHED; 16]); words.div_ceil(16)],
+            size,
+        };
+        new.put_counters([0, 0]);
+        new
+    }
+
+    fn words(&mut self) -> *mut u64 {
+        self.memory.as_mut_ptr().cast()
+    }
+
+    fn data(&mut self) -> *mut u8 {
+        // SAFETY: `new` made room for counters and a margin before the data.
+        unsafe { self.words().add(COUNTER_WORDS + MARGIN).cast() }
+    }
+
+    /// What was written, what was read.
+    fn put_counters(&mut self, values: [u64; 2]) {
+        for (line, value) in self.memory.iter_mut().zip(values) {
+            line.0[0] = value;
+        }
+    }
+
+    fn ring(&mut self) -> Ring {
+        let (counters, data) = (self.words().cast_const().cast(), self.data());
+        // SAFETY: both lie in `memory`, which outlives the ring in every test, and are aligned.
+        // The promise that they were zero is what these tests break.
+        unsafe { Ring::new(counters, data, self.size) }
+    }
+
+    fn assert_margins(&mut self) {
+        let (start, words) = (COUNTER_WORDS, self.size.div_ceil(8));
+        for at in (start..start + MARGIN).chain(start + MARGIN + words..start + 2 * MARGIN + words)
+        {
+            // SAFETY: `new` made room for two margins and the data.
+            let word = unsafe { self.words().add(at).read() };
+            assert_eq!(word, UNTOUCHED, "word {at} was overwritten");
+        }
+    }
+}
+
+/// What is done to a ring: bytes of head and body written, bytes read.
+fn traffic() -> impl Strategy<Value = Vec<(usize, usize, usize)>> {
+    prop::collection::vec((0..70_usize, 0..5000_usize, 0..6000_usize), 1..60)
+}
+
+proptest! {
+    #[test]
+    fn a_ring_is_a_queue(bits in 0..14_u32, start in any::<u64>(), traffic in traffic()) {
+        let size = 1 << bits;
+        let mut memory = Spoiled::new(size);
+        memory.put_counters([start, start]);
+        let (ring, mut queue, mut next) = (memory.ring(), VecDeque::new(), 0_u8);
+        for (head, body, read) in traffic {
+            let bytes: Vec<u8> = (0..head + body).map(|i| next.wrapping_add(i.to_le_bytes()[0])).collect();
+            let count = ring.write(&bytes[..head], &bytes[head..]);
+            prop_assert_eq!(count, bytes.len().min(size - queue.len()));
+            queue.extend(&bytes[..count]);
+            next = next.wrapping_add(count.to_le_bytes()[0]);
+            prop_assert_eq!(ring.has_room(), queue.len() < size);
+            prop_assert_eq!(ring.is_filled(), !queue.is_empty());
+            let mut into = vec![0; read];
+            let count = ring.read(&mut into);
+            prop_assert_eq!(count, read.min(queue.len()));
+            let expected: Vec<u8> = queue.drain(..count).collect();
+            prop_assert_eq!(&into[..count], &expected[..]);
+        }
+        memory.assert_margins();
+    }
+
+    #[test]
+    fn counters_of_a_liar_lead_nowhere(
+        bits in 0..13_u32,
+        lies in prop::collection::vec(any::<[u64; 2]>(), 1..40),
+        traffic in traffic(),
+    ) {
+        let size = 1 << bits;
+        let mut memory = Spoiled::new(size);
+        let ring = memory.ring();
+        for (lie, (head, body, read)) in lies.iter().cycle().zip(traffic) {
+            memory.put_counters(*lie);
+            prop_assert!(ring.write(&vec![1; head], &vec![2; body]) <= size.min(head + body));
+            memory.put_counters([lie[1], lie[0]]);
+            let mut into = vec![3; read + 8];
+            prop_assert!(ring.read(&mut into[..read]) <= size.min(read));
+            prop_assert_eq!(&into[read..], &[3; 8]);
+        }
+        memory.assert_margins();
+    }
+
+    #[test]
+    fn a_streaming_copy_is_a_copy(at in 0..130_usize, from in 0..9_usize, count in 0..5000_usize) {
+        let source: Vec<u8> = (0..from + count).map(|i| i.to_le_bytes()[0] | 1).collect();
+        let mut target = vec![0_u8; at + count + 64];
+        // SAFETY: both ranges lie within their vectors, which are apart.
+        unsafe { copy_in(source[from..].as_ptr(), target[at..].as_mut_ptr(), count) };
+        prop_assert!(target[..at].iter().chain(&target[at + count..]).all(|byte| *byte == 0));
+        prop_assert_eq!(&target[at..at + count], &source[from..]);
+    }
+}
+
+/// Two ranks on threads, and their memory.
+fn pair() -> ([Linked<Shared>; 2], Vec<Arc<Segment>>) {
+    let segments: Vec<_> = (0..2)
+        .map(|_| Arc::new(Segment::new(2, None).unwrap()))
+        .collect();
+    let gone: Arc<[AtomicBool]> = (0..2).map(|_| AtomicBool::new(false)).collect();
+    let ranks = [0, 1].map(|rank| {
+        // A status each: they are told of nothing, as if the other were another process.
+        let status = Arc::new(Status::default());
+        let teller = Teller::Threads(Arc::clone(&status));
+        let (gone, patience) = (Arc::clone(&gone), crate::local::patience(2));
+        let shared = Shared::new(rank, segments.clone(), gone, teller, patience);
+        let rank = Rank(u32::try_from(rank).unwrap());
+        Linked::new(rank, 2, shared, status)
+    });
+    (ranks, segments)
+}
+
+fn reduce(rank: &Linked<Shared>, length: usize, wait: Duration) -> Result<(), Error> {
+    let mut data = vec![1.0_f32; length];
+    let (data, op) = (DataMut::new(&mut data), Reduce::Sum);
+    let deadline = Deadline::at(deadline::now() + wait);
+    rank.run(Collective::AllReduce { data, op }, deadline)
+}
+
+#[test]
+fn bytes_that_are_no_frame_are_garbled() {
+    let ([rank, _], segments) = pair();
+    segments[0].ring(Lane::Calls, 1).write(&[0x5a; 4096], &[]);
+    let error = reduce(&rank, 10, Duration::from_secs(10)).unwrap_err();
+    assert!(
+        matches!(error, Error::Garbled { rank: Rank(1), .. }),
+        "{error}"
+    );
+}
+
+#[test]
+fn memory_that_is_spoiled_under_way_ends_in_a_result_in_time() {
+    let wait = Duration::from_millis(300);
+    for seed in 1..=12_u64 {
+        let (ranks, segments) = pair();
+        let stop = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            let spoiler = scope.spawn(|| spoil(&segments[0], seed, &stop));
+            let workers = ranks.each_ref().map(|rank| {
+                scope.spawn(move || {
+                    let started = deadline::now();
+                    while reduce(rank, 30_000, wait).is_ok() && started.elapsed() < wait {}
+                    started.elapsed()
+                })
+            });
+            for worker in workers {
+                let took = worker.join().expect("no rank panics");
+                assert!(took < Duration::from_secs(10), "seed {seed}: {took:?}");
+            }
+            stop.store(true, Ordering::Relaxed);
+            spoiler.join().unwrap();
+        });
+    }
+}
+
+/// Writes random bytes into a segment, most often where its bell and counters are.
+fn spoil(segment: &Segment, seed: u64, stop: &AtomicBool) {
+    let mut random = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    while !stop.load(Ordering::Relaxed) {
+        for shift in [12, 25, 27] {
+            random ^= random.rotate_left(shift).wrapping_mul(3);
+            let [value, choice, ..] = random.to_le_bytes();
+            let near = [0, ring_at(2, Lane::Calls, 1), ring_at(2, Lane::Messages, 1)];
+            let any = usize::try_from(random >> 20).unwrap();
+            let at = match choice % 8 {
+                0 => any % segment_bytes(2),
+                choice => near[usize::from(choice) % 3] + any % Ring::COUNTER_BYTES,
+            };
+            // SAFETY: `at` is within the segment; a byte is an atomic of its own.
+            unsafe { &*segment.base.add(at).cast::<AtomicU8>() }.store(value, Ordering::Relaxed);
+        }
+        std::thread::sleep(Duration::from_micros(200));
+    }
+}
+
+/// Counters and data do not share a cache line, and no ring reaches into another.
+#[test]
+fn rings_are_apart_and_fit() {
+    for size in [1, 2, 3, 8] {
+        let mut end = RINGS_AT;
+        for lane in [Lane::Calls, Lane::Messages] {
+            for peer in 0..size {
+                let at = ring_at(size, lane, peer);
+                assert_eq!((at, at % align_of::<Line>()), (end, 0), "{lane:?} {peer}");
+                end = at + Ring::COUNTER_BYTES + RING_BYTES[lane as usize];
+            }
+        }
+        assert_eq!(end, segment_bytes(size));
+    }
+    assert!(size_of::<Bell>() <= CHECK_AT && CHECK_AT + size_of::<AtomicU64>() <= RINGS_AT);
+}
