@@ -1,6 +1,6 @@
 //! Published measurements, and what the model says about the same setting.
 
-use serde::Deserialize;
+use serde::{Deserialize, Deserializer};
 
 use crate::catalogue::{Catalogue, HardwareEntry, LinkKind, ModelEntry, parse};
 use crate::cost::Costs;
@@ -26,6 +26,7 @@ pub struct Row {
     /// Unique.
     pub id: String,
     /// The catalogue's name of the model.
+    #[serde(default)]
     pub model: String,
     /// As published.
     #[serde(default)]
@@ -33,16 +34,22 @@ pub struct Row {
     /// Stored bits per weight on average.
     pub bits: Option<f64>,
     /// Machines.
+    #[serde(default)]
     pub hardware: Vec<Machines>,
     /// Machines altogether; 0 when not stated.
+    #[serde(default = "stated")]
     pub n_nodes: u32,
     /// The catalogue's name of the link.
+    #[serde(default = "unknown")]
     pub interconnect: String,
     /// `single`, `pipeline`, `tensor`, `expert`, `disaggregated` or `unknown`.
+    #[serde(default = "unknown")]
     pub strategy: String,
     /// As published.
+    #[serde(default = "unknown")]
     pub framework: String,
-    /// `1` or `multi`.
+    /// A number of requests, or `multi`.
+    #[serde(default = "one_request", deserialize_with = "number_or_word")]
     pub concurrency: String,
     /// `decode_tok_s`, `prefill`, `ttft_s`, `speedup` or `train_tok_s`.
     pub metric: String,
@@ -59,11 +66,44 @@ pub struct Row {
     /// Threads, for processors.
     pub threads: Option<u32>,
     /// Whether everything needed is known.
+    #[serde(default)]
     pub complete: bool,
     /// `fit` or `held_out`.
+    #[serde(default = "held_out")]
     pub split: String,
     /// `high`, `medium` or `low`.
+    #[serde(default = "unknown")]
     pub confidence: String,
+}
+
+fn unknown() -> String {
+    "unknown".to_owned()
+}
+
+fn held_out() -> String {
+    "held_out".to_owned()
+}
+
+fn one_request() -> String {
+    "1".to_owned()
+}
+
+const fn stated() -> u32 {
+    1
+}
+
+/// `concurrency = 8` and `concurrency = "8"` mean the same.
+fn number_or_word<'de, D: Deserializer<'de>>(from: D) -> Result<String, D::Error> {
+    #[derive(Deserialize)]
+    #[serde(untagged)]
+    enum Either {
+        Number(u32),
+        Word(String),
+    }
+    Ok(match Either::deserialize(from)? {
+        Either::Number(number) => number.to_string(),
+        Either::Word(word) => word,
+    })
 }
 
 /// A file of rows and what they refer to.
@@ -173,9 +213,9 @@ impl Row {
         let said = case.predict(calibration).map_err(Skip::Refused)?;
         let none = || Skip::Metric(self.metric.clone());
         let value = match self.metric.as_str() {
-            "decode_tok_s" if self.concurrency == "multi" => said.throughput_tok_s,
+            "decode_tok_s" if self.concurrency != "1" => said.throughput_tok_s,
             "decode_tok_s" => said.decode_tok_s,
-            "prefill" => said.prefill_tok_s.ok_or_else(none)?,
+            "prefill" | "prefill_tok_s" => said.prefill_tok_s.ok_or_else(none)?,
             "ttft_s" if self.prompt_tokens.is_some() => said.ttft_s.ok_or_else(none)?,
             "speedup" => case.speedup(&said, calibration).map_err(Skip::Refused)?,
             _ => return Err(none()),
@@ -299,15 +339,12 @@ impl Row {
     fn workload(&self, stages: usize) -> Workload {
         let prompt = self.prompt_tokens.unwrap_or(1).max(1);
         let output = self.output_tokens.unwrap_or(OUTPUT).max(1);
-        let multi = self.concurrency == "multi";
+        let many = u32::try_from(stages).unwrap_or(1).max(2);
+        let stated = self.concurrency.parse().ok().filter(|&n| n > 0);
         Workload {
             prompt,
             output,
-            concurrency: if multi {
-                u32::try_from(stages).unwrap_or(1).max(2)
-            } else {
-                1
-            },
+            concurrency: stated.unwrap_or(many),
             context: prompt.saturating_add(output),
         }
     }

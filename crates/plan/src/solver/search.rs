@@ -76,6 +76,9 @@ pub struct Outcome {
 /// Steps that the exact programme may take: half a second on one core of the test machine.
 const EXACT_WORK: f64 = 3e8;
 
+/// Sets of nodes that may be groups: as many as the work limit lets through for any model.
+const MOST_SETS: f64 = 4096.0;
+
 /// How many placements of each dynamic programme are predicted in full.
 const PREDICTED: usize = 48;
 
@@ -122,6 +125,7 @@ impl Search<'_, '_> {
     /// Pipelines within `limit` for one copy.
     fn pipelines(&mut self, limit: &[u8], weights: Weights) -> Vec<Pipeline> {
         let singles = self.kinds(limit, weights, Level::Single);
+        self.exact &= states(limit) <= MOST_SETS;
         let mut level = Level::All;
         let mut kinds = Vec::new();
         while level != Level::Single {
@@ -370,8 +374,7 @@ impl Level {
             all
         };
         match self {
-            // 4,096 sets are as many as the work limit lets through for any model.
-            Self::All if states(limit) <= 4096.0 => subsets(limit),
+            Self::All if states(limit) <= MOST_SETS => subsets(limit),
             Self::All | Self::Alike => {
                 let mut all = alike(&|_| true);
                 let total: u32 = limit.iter().map(|&n| u32::from(n)).sum();
