@@ -4,9 +4,6 @@
 //! the control connections: those tell when a process ends or falls silent. On Linux the memory is
 //! an anonymous file (memfd) that peers open through `/proc`, elsewhere a POSIX shared memory
 //! object that loses its name as soon as all have it; nothing is left when the processes end.
-//!
-//! Memory: 320 KiB for each ordered pair of ranks, the own one included, touched with use. What a
-//! peer writes there is not trusted: `ring` and `wire` check it.
 
 use std::fmt;
 use std::net::SocketAddr;
