@@ -1,8 +1,8 @@
 //! The ring and the bell of shared memory under loom, which tries every order of their steps.
 //!
-//! `src/ring.rs` is compiled a second time here, with a `sync` made of the model checker's parts: its
-//! atomics, cells that notice when both sides touch a byte at once, and a futex of its mutex and
-//! condition variable. A lost wake-up is a deadlock, which loom reports.
+//! `src/ring.rs` is compiled a second time here, with a `sync` made of the model checker's parts:
+//! its atomics, cells that notice when both sides touch a byte at once, and a futex of its mutex
+//! and condition variable. A lost wake-up is a deadlock, which loom reports.
 
 #![allow(clippy::unwrap_used, reason = "a test")]
 

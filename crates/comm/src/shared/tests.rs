@@ -85,7 +85,8 @@ proptest! {
         memory.put_counters([start, start]);
         let (ring, mut queue, mut next) = (memory.ring(), VecDeque::new(), 0_u8);
         for (head, body, read) in traffic {
-            let bytes: Vec<u8> = (0..head + body).map(|i| next.wrapping_add(i.to_le_bytes()[0])).collect();
+            let byte = |i: usize| next.wrapping_add(i.to_le_bytes()[0]);
+            let bytes: Vec<u8> = (0..head + body).map(byte).collect();
             let count = ring.write(&bytes[..head], &bytes[head..]);
             prop_assert_eq!(count, bytes.len().min(size - queue.len()));
             queue.extend(&bytes[..count]);
