@@ -1,8 +1,8 @@
 //! What a collective does, as data: per step who sends what to whom, then what is added up.
 //!
 //! A plan is made anew for every call, into memory that is used again; it depends on the call, the
-//! algorithm, the rank and the size only. `linked` runs it. `docs/algorithms.md` has steps and bytes
-//! of all algorithms; [`choose`] picks one.
+//! algorithm, the rank and the size only. `linked` runs it. `docs/algorithms.md` has steps and
+//! bytes of all algorithms; [`choose`] picks one.
 
 use std::fmt;
 use std::ops::Range;

@@ -288,8 +288,8 @@ fn fold_by<T: Number>(
 const BLOCK: usize = 256;
 
 /// Reduces `size` arrays of `dtype` in rank order, keeping partial results wide:
-/// `into = ((p_0 op p_1) op p_2) op ...`, rounded once. `part(r)` is the array of rank r, and `None`
-/// is what is in `into`.
+/// `into = ((p_0 op p_1) op p_2) op ...`, rounded once. `part(r)` is the array of rank r, and
+/// `None` is what is in `into`.
 pub(crate) fn reduce_parts<'a>(
     op: Reduce,
     dtype: Dtype,

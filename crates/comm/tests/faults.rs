@@ -1,8 +1,8 @@
 //! Ranks as processes that are killed or stopped while they work, and make a new group at once,
 //! smaller and then, with a fresh process, as large again: over TCP and shared memory.
 //!
-//! Each run is drawn from its number; the first rank is among the victims. `COMM_TEST_RUNS` sets how
-//! many there are (default 6; 100 take some minutes).
+//! Each run is drawn from its number; the first rank is among the victims. `COMM_TEST_RUNS` sets
+//! how many there are (default 6; 100 take some minutes).
 
 #![cfg(unix)]
 #![allow(

@@ -3,8 +3,8 @@
 //! ```text
 //! parent (run, up, bench)                      workers, one rank each
 //! Instance  -- Start, Join, Submit, Cancel -->  worker::run   rank 0   shard 0 --+
-//!     ^     <-- Listening, Ready, Reply ------                rank 1   shard 1 --+-- one group, TCP
-//!     |                                                       ...                |   between ranks
+//!     ^     <-- Listening, Ready, Reply ------                rank 1   shard 1 --+-- one group
+//!     |                                                       ...                |   over TCP
 //!  Service: submit, cancel, status                            leader: Engine   --+
 //! ```
 //!

@@ -140,7 +140,7 @@ impl Activations {
 
     /// A view whose column 0 is `first_col`, which starts a chunk where there are chunks.
     pub(crate) fn view(&self, first_col: usize) -> View<'_> {
-        let from = |n: usize, len: usize| n.min(len); // absent and empty buffers stay at their start
+        let from = |n: usize, len: usize| n.min(len); // absent buffers are empty
         View {
             cols: self.cols,
             values: self.values[from(first_col, self.values.len())..].as_ptr(),

@@ -285,8 +285,8 @@ fn reserve_huge(bytes: usize) -> Result<MmapMut, Error> {
     Ok(map)
 }
 
-/// Writes the `wanted` columns of a row of floats (types as stored and as packed) into lane `lane` of a
-/// group: element `(col, lane)`.
+/// Writes the `wanted` columns of a row of floats (types as stored and as packed) into lane `lane`
+/// of a group: element `(col, lane)`.
 fn pack_floats(
     (stored, packed): (BlockType, BlockType),
     row: &[u8],
