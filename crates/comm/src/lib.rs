@@ -27,18 +27,23 @@
 //! - [`Group`]: the trait and its contract; [`Collective`]: a call as data.
 //! - [`Data`], [`DataMut`], [`Counts`]: what a call moves, with the type erased.
 //! - [`Call`]: what a rank announces and the lockstep guard compares; [`Error`]; [`Deadline`].
-//! - [`local`]: ranks as threads of one process; [`tcp`]: ranks that reach each other by TCP.
+//! - [`local`]: ranks as threads of one process; [`shm`]: as processes of one machine; [`tcp`]: ranks
+//!   that reach each other by TCP; [`init`]: whichever works.
+//! - [`rendezvous`]: how ranks find each other, also again after a failure.
+//! - [`Ahead`]: several calls in flight; [`Window`]: memory that others read and write. [`Tuning`]: which algorithm is used.
 //! - `testing` (feature of that name): the conformance suite that every provider runs.
 //!
 //! The crate knows nothing about models. Steps and bytes of every algorithm: `docs/algorithms.md`.
 
 #![warn(clippy::cast_possible_truncation)]
 
+mod ahead;
 mod call;
 mod data;
 mod deadline;
 mod error;
 mod group;
+mod init;
 mod linked;
 pub mod local;
 mod plan;
@@ -59,12 +64,16 @@ pub mod tcp;
 pub mod testing;
 mod transport;
 mod tuning;
+mod window;
 mod wire;
 
+pub use ahead::{Ahead, Handle};
 pub use call::{Call, Kind};
 pub use data::{Complex64, Counts, Data, DataMut, Dtype, Element};
 pub use deadline::Deadline;
 pub use error::Error;
 pub use group::{Collective, Group, MESSAGES_HELD, Traffic};
+pub use init::{Backend, Strict, init};
 pub use reduce::Reduce;
 pub use tuning::{Algorithm, Tuning};
+pub use window::{Answers, Ticket, Window, WindowError};

@@ -21,7 +21,7 @@ use crate::tcp::{
     Config, Controls, GroupId, JoinError, Keeping, Kept, Listener, Origin, gather, keeping_group,
     link, random,
 };
-use crate::{Collective, Data, DataMut, Deadline, Error, Group, Traffic, Tuning, local};
+use crate::{Collective, Data, DataMut, Deadline, Error, Group, Traffic, Tuning, local, tcp};
 
 /// Bytes in which a rank says where its memory is: a check word, then a name padded with zeros.
 const NAME_BYTES: usize = 64;
@@ -64,9 +64,43 @@ pub fn join_with(
     assemble(origin, rank, deadline)
 }
 
+/// [`join_with`], or TCP over the same connections if a rank cannot use the memory of another.
+pub(crate) fn join_or_tcp(
+    listener: Listener,
+    rank: Rank,
+    addrs: &[SocketAddr],
+    id: GroupId,
+    config: Config,
+    deadline: Deadline,
+) -> Result<Box<dyn Group>, JoinError> {
+    let origin = Origin {
+        listener: Arc::new(listener),
+        addrs: addrs.to_vec(),
+        id,
+        config,
+    };
+    let linked = link(&origin, rank, deadline)?;
+    match exchange(&linked, deadline) {
+        Ok(segments) => Ok(Box::new(share(linked, segments, origin, deadline)?)),
+        Err(JoinError::Apart { .. }) => Ok(Box::new(tcp::start(linked, origin, deadline)?)),
+        Err(error) => Err(error),
+    }
+}
+
 fn assemble(origin: Origin, rank: Rank, deadline: Deadline) -> Result<Shm, JoinError> {
     let linked = link(&origin, rank, deadline)?;
     let segments = exchange(&linked, deadline)?;
+    share(linked, segments, origin, deadline)
+}
+
+/// Goes from sockets, of which the control connections stay, to shared memory.
+fn share<T: Kept>(
+    linked: Linked<T>,
+    segments: Vec<Arc<Segment>>,
+    origin: Origin,
+    deadline: Deadline,
+) -> Result<Shm, JoinError> {
+    let rank = linked.rank();
     let controls = Arc::clone(linked.transport().controls());
     let size = linked.size();
     drop(linked);

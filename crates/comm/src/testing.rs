@@ -165,3 +165,15 @@ impl Random {
         paceline_base::Rank(u32::try_from(self.below(size as usize)).expect("less than a u32"))
     }
 }
+
+/// Reads `bytes` as every frame there is, for fuzzing: whatever they are, this returns.
+pub fn parse_frames(bytes: &[u8]) {
+    if let Some(head) = bytes.first_chunk() {
+        let header = crate::wire::Header::decode(head);
+        assert!(header.is_none_or(|h| crate::wire::Header::decode(&h.encode()) == Some(h)));
+    }
+    if let Some(head) = bytes.first_chunk() {
+        let _ = crate::wire::Control::decode(head);
+    }
+    crate::tcp::parse_handshake(bytes);
+}

@@ -430,6 +430,8 @@ mod tests {
             let mut control: [u8; CONTROL_BYTES] = std::array::from_fn(|_| next() & 7);
             control[..4].copy_from_slice(&CONTROL_MAGIC);
             let _ = Control::decode(&control);
+            crate::testing::parse_frames(&header);
+            crate::testing::parse_frames(&control);
         }
     }
 }

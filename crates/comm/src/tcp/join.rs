@@ -308,6 +308,15 @@ fn decode_reply(bytes: &[u8; REPLY_BYTES]) -> Option<Reply> {
     bytes.starts_with(&MAGIC).then_some(reply)
 }
 
+/// Reads `bytes` as a hello and as a reply.
+#[cfg(any(test, feature = "testing"))]
+pub(crate) fn parse(bytes: &[u8]) {
+    if let Some(hello) = bytes.first_chunk().and_then(Hello::decode) {
+        assert_eq!(Hello::decode(&hello.encode()), Some(hello));
+    }
+    let _ = bytes.first_chunk().and_then(decode_reply);
+}
+
 /// Connections by rank, none for the rank itself.
 type Streams = Vec<Option<TcpStream>>;
 

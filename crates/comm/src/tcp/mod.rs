@@ -45,6 +45,8 @@ use std::time::Duration;
 use paceline_base::Rank;
 
 pub(crate) use self::control::{Controls, Kept};
+#[cfg(any(test, feature = "testing"))]
+pub(crate) use self::join::parse as parse_handshake;
 pub use self::join::{JoinError, Refusal};
 pub(crate) use self::kept::{Keeping, Origin, gather, keeping_group};
 use self::sockets::Sockets;
@@ -174,6 +176,15 @@ pub fn join_with(
 
 fn assemble(origin: Origin, rank: Rank, deadline: Deadline) -> Result<Tcp, JoinError> {
     let linked = link(&origin, rank, deadline)?;
+    start(linked, origin, deadline)
+}
+
+/// Makes a group of connected ranks.
+pub(crate) fn start(
+    linked: Linked<Sockets>,
+    origin: Origin,
+    deadline: Deadline,
+) -> Result<Tcp, JoinError> {
     Keeping::start(linked, origin, deadline).map(Tcp)
 }
 

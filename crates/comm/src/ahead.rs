@@ -1,0 +1,160 @@
+//! Calls that go on while their rank does something else.
+
+use std::sync::mpsc::{Receiver, Sender, TryRecvError, channel};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread;
+
+use crate::{Error, Group};
+
+type Job = Box<dyn FnOnce(&dyn Group) + Send>;
+
+/// A group whose calls are started now and waited for later.
+///
+/// Collectives run in the order in which they were started, on a thread of their own, so several
+/// can be in flight and all ranks still make them in the same order. Messages run beside them and
+/// beside each other, each on its own thread, so that a receive which waits holds nothing up.
+/// Calls own their buffers and hand them back.
+///
+/// ```
+/// use std::sync::Arc;
+/// use std::time::{Duration, Instant};
+/// use paceline_comm::{Ahead, Deadline, Reduce, local};
+///
+/// let by = Deadline::at(Instant::now() + Duration::from_secs(5));
+/// let threads: Vec<_> = local::ranks(2).into_iter().map(|group| std::thread::spawn(move || {
+///     let ahead = Ahead::new(Arc::new(group));
+///     let mut sums = Vec::new();
+///     for value in [1_i32, 10] {
+///         sums.push(ahead.start(move |group| {
+///             let mut data = [value; 3];
+///             group.all_reduce(&mut data, Reduce::Sum, by).map(|()| data)
+///         }));
+///     }
+///     sums.into_iter().map(|sum| sum.wait()).collect::<Vec<_>>()
+/// })).collect();
+/// for thread in threads {
+///     assert_eq!(thread.join().unwrap(), [Ok([2; 3]), Ok([20; 3])]);
+/// }
+/// ```
+#[derive(Debug)]
+pub struct Ahead {
+    group: Arc<dyn Group>,
+    jobs: Mutex<Sender<Job>>,
+}
+
+/// A call under way. Dropped, the call goes on and its result is lost.
+#[derive(Debug)]
+pub struct Handle<R> {
+    result: Receiver<R>,
+    early: Option<R>,
+}
+
+impl Ahead {
+    /// Starts the thread for collectives. It ends, after what was started, when this is dropped.
+    pub fn new(group: Arc<dyn Group>) -> Self {
+        let (jobs, queue) = channel::<Job>();
+        let own = Arc::clone(&group);
+        thread::spawn(move || queue.into_iter().for_each(|job| job(&*own)));
+        let jobs = Mutex::new(jobs);
+        Self { group, jobs }
+    }
+
+    /// The group, for calls that are waited for at once. Collectives among them must not be made
+    /// while others are in flight.
+    pub fn group(&self) -> &dyn Group {
+        &*self.group
+    }
+
+    /// Starts collectives; `work` has their deadlines. All ranks start the same in the same order.
+    pub fn start<R: Send + 'static>(
+        &self,
+        work: impl FnOnce(&dyn Group) -> Result<R, Error> + Send + 'static,
+    ) -> Handle<Result<R, Error>> {
+        let (result, handle) = handle();
+        let job: Job = Box::new(move |group| drop(result.send(work(group))));
+        let jobs = self.jobs.lock().unwrap_or_else(PoisonError::into_inner);
+        // The thread lives as long as this value, unless a job panicked: then `wait` says so.
+        let _ = jobs.send(job);
+        handle
+    }
+
+    /// Starts a send or a receive; `work` has its deadline.
+    pub fn start_message<R: Send + 'static>(
+        &self,
+        work: impl FnOnce(&dyn Group) -> Result<R, Error> + Send + 'static,
+    ) -> Handle<Result<R, Error>> {
+        let (result, handle) = handle();
+        let group = Arc::clone(&self.group);
+        thread::spawn(move || drop(result.send(work(&*group))));
+        handle
+    }
+}
+
+fn handle<R>() -> (Sender<R>, Handle<R>) {
+    let (sender, result) = channel();
+    let early = None;
+    (sender, Handle { result, early })
+}
+
+impl<R> Handle<R> {
+    /// Whether `wait` would return at once.
+    pub fn is_done(&mut self) -> bool {
+        if self.early.is_none() {
+            match self.result.try_recv() {
+                Ok(result) => self.early = Some(result),
+                Err(TryRecvError::Empty) => return false,
+                Err(TryRecvError::Disconnected) => {}
+            }
+        }
+        true
+    }
+
+    /// What the call gave. Blocks no longer than the call's own deadline.
+    ///
+    /// # Panics
+    /// If the call panicked.
+    pub fn wait(self) -> R {
+        let late = || self.result.recv().expect("a call ends with a result");
+        self.early.unwrap_or_else(late)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::{Duration, Instant};
+
+    use paceline_base::Rank;
+
+    use super::*;
+    use crate::{Deadline, local};
+
+    #[test]
+    fn receives_may_be_started_before_sends_in_any_order() {
+        let by = Deadline::at(Instant::now() + Duration::from_secs(20));
+        let threads = local::ranks(2).into_iter().map(|group| {
+            thread::spawn(move || {
+                let ahead = Ahead::new(Arc::new(group));
+                let peer = Rank(1 - ahead.group().rank().0);
+                let receives = [5, 4, 3].map(|tag| {
+                    ahead.start_message(move |group| group.recv_like(&[0_u32; 2], peer, tag, by))
+                });
+                let barrier = ahead.start(move |group| group.barrier(by));
+                let sends = [3, 4, 5].map(|tag| {
+                    ahead.start_message(move |group| group.send(&[tag, tag], peer, tag, by))
+                });
+                sends.into_iter().for_each(|send| send.wait().unwrap());
+                let got = receives.map(|receive| receive.wait().unwrap());
+                barrier.wait().unwrap();
+                let mut last = ahead.start(move |group| group.barrier(by));
+                while !last.is_done() {
+                    thread::yield_now();
+                }
+                last.wait().unwrap();
+                got
+            })
+        });
+        for thread in threads.collect::<Vec<_>>() {
+            assert_eq!(thread.join().unwrap(), [vec![5, 5], vec![4, 4], vec![3, 3]]);
+        }
+    }
+}

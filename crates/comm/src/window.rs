@@ -1,0 +1,274 @@
+//! Memory that other ranks read and write: one-sided access between fences.
+//!
+//! Every rank *exposes* a buffer. Between two fences a rank notes what it wants to `put` into others'
+//! buffers and to `get` from them; nothing moves. A fence, which all ranks call, moves it all:
+//! first every put is done, by rank, then every get is answered. So a get sees all puts of its
+//! epoch, of two puts to one place that of the higher rank stays, and between fences a rank has its
+//! own buffer for itself. No coherence beyond that is promised.
+//!
+//! Steps of a fence: four (lengths, then requests with the data of puts; lengths, then answers).
+//! Bytes: 24 for each request, 16 for each peer, and the data once.
+
+use paceline_base::Rank;
+
+use crate::{Deadline, Error, Group};
+
+/// A rank's exposed buffer and what it has noted for the next fence.
+#[derive(Debug)]
+pub struct Window<'a> {
+    group: &'a dyn Group,
+    memory: Vec<u8>,
+    /// Bytes that each rank exposes.
+    sizes: Vec<u64>,
+    /// What goes to each rank at the next fence.
+    requests: Vec<Vec<u8>>,
+    /// Where answers of each rank go: for each get its number and length.
+    gets: Vec<Vec<(usize, usize)>>,
+    count: usize,
+}
+
+/// A get that the next fence answers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Ticket(usize);
+
+/// What the gets before a fence gave.
+#[derive(Debug, Default)]
+pub struct Answers(Vec<Vec<u8>>);
+
+impl Answers {
+    /// The bytes of this get.
+    ///
+    /// # Panics
+    /// If the ticket is of another epoch with more gets.
+    pub fn of(&self, ticket: Ticket) -> &[u8] {
+        &self.0[ticket.0]
+    }
+}
+
+/// Why something cannot be noted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum WindowError {
+    /// Nobody exposes these bytes.
+    #[error("{rank} exposes {exposed} bytes, {length} at {offset} are not among them")]
+    Outside {
+        /// Whose memory.
+        rank: Rank,
+        /// First byte.
+        offset: u64,
+        /// Bytes.
+        length: u64,
+        /// Bytes that it exposes; 0 if there is no such rank.
+        exposed: u64,
+    },
+}
+
+/// Bytes of a request: what, offset, length.
+const REQUEST_BYTES: usize = 24;
+const PUT: u64 = 1;
+const GET: u64 = 2;
+
+impl<'a> Window<'a> {
+    /// Exposes `memory` to all ranks of `group`. Collective; lengths may differ.
+    ///
+    /// # Errors
+    /// Any [`Error`].
+    pub fn expose(
+        group: &'a dyn Group,
+        memory: Vec<u8>,
+        deadline: Deadline,
+    ) -> Result<Self, Error> {
+        let size = group.size() as usize;
+        let mut sizes = vec![0; size];
+        group.all_gather(&[memory.len() as u64], &mut sizes, deadline)?;
+        Ok(Self {
+            group,
+            memory,
+            sizes,
+            requests: vec![Vec::new(); size],
+            gets: vec![Vec::new(); size],
+            count: 0,
+        })
+    }
+
+    /// The own buffer, as the last fence left it.
+    pub fn memory(&mut self) -> &mut [u8] {
+        &mut self.memory
+    }
+
+    /// Notes that `bytes` are to be written to the buffer of `rank`, from `offset` on.
+    ///
+    /// # Errors
+    /// [`WindowError::Outside`]; nothing is noted.
+    pub fn put(&mut self, rank: Rank, offset: u64, bytes: &[u8]) -> Result<(), WindowError> {
+        self.note(PUT, rank, offset, bytes.len() as u64)?;
+        self.requests[rank.0 as usize].extend_from_slice(bytes);
+        Ok(())
+    }
+
+    /// Notes that `length` bytes of the buffer of `rank` are wanted, from `offset` on.
+    ///
+    /// # Errors
+    /// [`WindowError::Outside`]; nothing is noted.
+    pub fn get(&mut self, rank: Rank, offset: u64, length: usize) -> Result<Ticket, WindowError> {
+        self.note(GET, rank, offset, length as u64)?;
+        self.gets[rank.0 as usize].push((self.count, length));
+        self.count += 1;
+        Ok(Ticket(self.count - 1))
+    }
+
+    fn note(&mut self, what: u64, rank: Rank, offset: u64, length: u64) -> Result<(), WindowError> {
+        let exposed = self.sizes.get(rank.0 as usize).copied().unwrap_or(0);
+        let known = (rank.0 as usize) < self.sizes.len();
+        if !known || offset.checked_add(length).is_none_or(|end| end > exposed) {
+            return Err(WindowError::Outside {
+                rank,
+                offset,
+                length,
+                exposed,
+            });
+        }
+        let words = [what, offset, length].map(u64::to_le_bytes);
+        self.requests[rank.0 as usize].extend(words.concat());
+        Ok(())
+    }
+
+    /// Does all that was noted since the last fence, on all ranks. Collective.
+    ///
+    /// # Errors
+    /// Any [`Error`]; the exposed buffers are then unspecified.
+    pub fn fence(&mut self, deadline: Deadline) -> Result<Answers, Error> {
+        let requests: Vec<Vec<u8>> = self.requests.iter_mut().map(std::mem::take).collect();
+        let received = exchange(self.group, &requests, deadline)?;
+        for requests in &received {
+            self.apply(requests, PUT, &mut Vec::new());
+        }
+        let answers: Vec<Vec<u8>> = received
+            .iter()
+            .map(|requests| {
+                let mut answer = Vec::new();
+                self.apply(requests, GET, &mut answer);
+                answer
+            })
+            .collect();
+        let received = exchange(self.group, &answers, deadline)?;
+        let mut gets = vec![Vec::new(); std::mem::take(&mut self.count)];
+        for (wanted, bytes) in self.gets.iter_mut().map(std::mem::take).zip(&received) {
+            let mut rest = &bytes[..];
+            for (number, length) in wanted {
+                let (part, after) = rest.split_at(length.min(rest.len()));
+                gets[number] = part.to_vec();
+                rest = after;
+            }
+        }
+        Ok(Answers(gets))
+    }
+
+    /// Does the requests of one kind. What does not fit this buffer, which an honest peer has
+    /// checked, is left out.
+    fn apply(&mut self, mut requests: &[u8], kind: u64, answer: &mut Vec<u8>) {
+        while let Some((head, rest)) = requests.split_first_chunk::<REQUEST_BYTES>() {
+            let word = |at: usize| {
+                let bytes = head[at..].first_chunk().copied().unwrap_or_default();
+                usize::try_from(u64::from_le_bytes(bytes)).unwrap_or(usize::MAX)
+            };
+            let (what, offset, length) = (word(0) as u64, word(8), word(16));
+            let end = offset.saturating_add(length);
+            let data = if what == PUT {
+                length.min(rest.len())
+            } else {
+                0
+            };
+            let (data, after) = rest.split_at(data);
+            requests = after;
+            match self.memory.get_mut(offset..end) {
+                Some(place) if what == kind && what == PUT && data.len() == length => {
+                    place.copy_from_slice(data);
+                }
+                Some(place) if what == kind && what == GET => answer.extend_from_slice(place),
+                _ => {}
+            }
+        }
+    }
+}
+
+/// Sends each rank its bytes and returns what each sent: lengths, then bytes. Two steps.
+fn exchange(
+    group: &dyn Group,
+    outgoing: &[Vec<u8>],
+    deadline: Deadline,
+) -> Result<Vec<Vec<u8>>, Error> {
+    let sends: Vec<u64> = outgoing.iter().map(|bytes| bytes.len() as u64).collect();
+    let mut receives = vec![0; sends.len()];
+    group.all_to_all(&sends, &mut receives, deadline)?;
+    let index = |counts: Vec<u64>| -> Vec<usize> {
+        let count = |count| usize::try_from(count).unwrap_or(usize::MAX);
+        counts.into_iter().map(count).collect()
+    };
+    let (sends, receives) = (index(sends), index(receives));
+    let mut incoming = vec![0; receives.iter().sum()];
+    group.all_to_all_v(
+        &outgoing.concat(),
+        &sends,
+        &mut incoming,
+        &receives,
+        deadline,
+    )?;
+    let mut rest = &incoming[..];
+    let parts = receives.iter().map(|count| {
+        let (part, after) = rest.split_at(*count);
+        rest = after;
+        part.to_vec()
+    });
+    Ok(parts.collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::thread;
+    use std::time::{Duration, Instant};
+
+    use super::*;
+    use crate::local;
+
+    #[test]
+    fn puts_and_gets_happen_at_the_fence() {
+        let by = Deadline::at(Instant::now() + Duration::from_secs(20));
+        let threads = local::ranks(3).into_iter().map(|group| {
+            thread::spawn(move || {
+                let (group, rank): (&dyn Group, _) = (&group, group.rank().0);
+                let own = u8::try_from(rank).unwrap();
+                let mut window =
+                    Window::expose(group, vec![100 + own; 4 + rank as usize], by).unwrap();
+                let next = Rank((rank + 1) % 3);
+                window.put(next, 1, &[own, own]).unwrap();
+                window.put(Rank(0), 3, &[50 + own]).unwrap();
+                let (all, none) = (
+                    window.get(next, 0, 4).unwrap(),
+                    window.get(next, 2, 0).unwrap(),
+                );
+                assert_eq!(
+                    window.memory()[1],
+                    100 + own,
+                    "nothing moves before the fence"
+                );
+                let answers = window.fence(by).unwrap();
+                let last = if next == Rank(0) { 52 } else { 101 + own };
+                let first = if next == Rank(0) { 100 } else { 101 + own };
+                assert_eq!(answers.of(all), [first, own, own, last]);
+                assert_eq!(answers.of(none), []);
+                let outside = window.put(Rank(2), 5, &[0; 2]).unwrap_err();
+                assert_eq!(
+                    outside.to_string(),
+                    "rank 2 exposes 6 bytes, 2 at 5 are not among them"
+                );
+                assert!(window.get(Rank(3), 0, 0).is_err());
+                assert!(window.get(Rank(0), u64::MAX, 2).is_err());
+                window.fence(by).unwrap();
+            })
+        });
+        threads
+            .collect::<Vec<_>>()
+            .into_iter()
+            .for_each(|t| t.join().unwrap());
+    }
+}
