@@ -13,6 +13,7 @@ mod neon;
 mod process;
 mod repo;
 mod rust_target;
+mod sdk;
 mod steps;
 mod tally;
 mod tidy;
@@ -39,7 +40,7 @@ struct Args {
 enum Chore {
     /// Fetch the test models, then format check, lints, tidy and all tests, with one total.
     Test {
-        /// Steps to run instead of models,fmt,clippy,tidy,unit,doc.
+        /// Steps to run instead of models,fmt,clippy,tidy,unit,doc,sdk.
         #[arg(long, value_delimiter = ',', value_name = "STEPS")]
         only: Vec<Step>,
     },
@@ -54,6 +55,12 @@ enum Chore {
         /// Folder to use instead of ${PACELINE_TEST_MODELS:-~/.cache/paceline/test-models}.
         #[arg(long)]
         dir: Option<PathBuf>,
+    },
+    /// Run OpenAI's SDKs and schemathesis against a live server of real processes.
+    Sdk {
+        /// paceline to test instead of what is built here.
+        #[arg(long)]
+        binary: Option<PathBuf>,
     },
     /// Check that the workspace compiles for Apple silicon.
     Darwin,
@@ -87,6 +94,13 @@ fn run(chore: Chore) -> Result<bool> {
         Chore::Models { dir } => {
             let tally = models::run(dir)?;
             tally.print_names();
+            tally.failed == 0
+        }
+        Chore::Sdk { binary: None } => steps::run(&[Step::Sdk]),
+        Chore::Sdk { binary } => {
+            let tally = sdk::run(binary, &mut |line| println!("{line}"))?;
+            tally.print_names();
+            println!("{tally}");
             tally.failed == 0
         }
         Chore::Darwin => steps::run(&[Step::Darwin]),

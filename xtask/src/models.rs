@@ -54,6 +54,14 @@ pub(crate) fn run(into: Option<PathBuf>) -> Result<Tally> {
     Ok(tally)
 }
 
+/// The file of SmolLM2, fetched if need be.
+///
+/// # Errors
+/// When it cannot be fetched.
+pub(crate) fn smollm2() -> Result<PathBuf> {
+    fetch(&folder()?, "smollm2").context("fetch SmolLM2, which the tests need")
+}
+
 /// Passed, or a skip that carries the error.
 fn optional(name: &str, make: impl FnOnce() -> Result<()>) -> Tally {
     match make() {

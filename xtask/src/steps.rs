@@ -7,9 +7,9 @@ use clap::ValueEnum;
 
 use crate::cargo_test::TestLog;
 use crate::tally::Tally;
-use crate::{darwin, deny, models, neon, process, repo, tidy};
+use crate::{darwin, deny, models, neon, process, repo, sdk, tidy};
 
-/// One step. `cargo xtask test` runs the first six.
+/// One step. `cargo xtask test` runs the first seven.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Step {
     /// Fetch and make the models that tests read.
@@ -24,6 +24,8 @@ pub(crate) enum Step {
     Unit,
     /// Examples in the documentation.
     Doc,
+    /// Clients that others wrote, against a live server.
+    Sdk,
     /// `cargo check` for Apple silicon.
     Darwin,
     /// The kernel tests for AArch64 under QEMU.
@@ -34,13 +36,14 @@ pub(crate) enum Step {
 
 /// What `cargo xtask test` runs unless told otherwise: cheap steps before dear ones, but for the
 /// models, whose download a person wants to see fail first.
-pub(crate) const DEFAULT: [Step; 6] = [
+pub(crate) const DEFAULT: [Step; 7] = [
     Step::Models,
     Step::Fmt,
     Step::Clippy,
     Step::Tidy,
     Step::Unit,
     Step::Doc,
+    Step::Sdk,
 ];
 
 impl Step {
@@ -52,6 +55,7 @@ impl Step {
             Step::Tidy => "tidy",
             Step::Unit => "unit",
             Step::Doc => "doc",
+            Step::Sdk => "sdk",
             Step::Darwin => "darwin",
             Step::Neon => "neon",
             Step::Deny => "deny",
@@ -77,6 +81,7 @@ impl Step {
             Step::Tidy => tidy(),
             Step::Unit => cargo_test(self, "--tests"),
             Step::Doc => cargo_test(self, "--doc"),
+            Step::Sdk => sdk::run(None, &mut |line| println!("{line}")),
             Step::Darwin => darwin::run(&mut |line| println!("{line}")),
             Step::Neon => neon::run(&mut |line| println!("{line}")),
             Step::Deny => deny::run(&mut |line| println!("{line}")),
@@ -122,7 +127,8 @@ fn cargo_check(step: Step, arguments: &[&str]) -> Result<Tally> {
     Ok(Tally::check(step.name(), passed))
 }
 
-fn is_progress(line: &str) -> bool {
+/// Whether cargo says no more than what it is at.
+pub(crate) fn is_progress(line: &str) -> bool {
     const WORDS: [&str; 6] = [
         "Compiling ",
         "Checking ",

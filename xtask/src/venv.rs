@@ -1,6 +1,7 @@
-//! The project's own Python environment, `target/venv`, made when a chore first needs it.
+//! Python environments of the project: `target/venv` and others, made when a chore first needs
+//! them.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
@@ -12,24 +13,31 @@ use crate::{process, repo};
 /// slower than this is taken for absent.
 const INSTALL_LIMIT: Duration = Duration::from_secs(600);
 
-/// The environment's Python, with everything in `scripts/<requirements>` installed.
+/// The Python of the project's own environment, as [`python_in`].
+///
+/// # Errors
+/// As [`python_in`].
+pub(crate) fn python_with(requirements: &str) -> Result<PathBuf> {
+    python_in(&folder(), requirements)
+}
+
+/// The Python of the environment `folder`, with everything in `scripts/<requirements>` installed.
 ///
 /// A copy of the file is kept in the environment, so nothing is asked of the network again until
 /// the file changes.
 ///
 /// # Errors
 /// When there is no Python with `venv` and `pip`, or pip cannot install a line of the file.
-pub(crate) fn python_with(requirements: &str) -> Result<PathBuf> {
-    let folder = folder();
+pub(crate) fn python_in(folder: &Path, requirements: &str) -> Result<PathBuf> {
     let python = folder.join("bin/python");
     if !python.exists() {
         let mut command = Command::new("python3");
-        command.args(["-m", "venv"]).arg(&folder);
+        command.args(["-m", "venv"]).arg(folder);
         process::capture(command, INSTALL_LIMIT)?;
     }
     let file = repo::root().join("scripts").join(requirements);
     let wanted = std::fs::read(&file).with_context(|| format!("read scripts/{requirements}"))?;
-    let stamp = folder.join(format!("installed-{requirements}"));
+    let stamp = folder.join(format!("installed-{}", requirements.replace('/', "-")));
     if std::fs::read(&stamp).is_ok_and(|installed| installed == wanted) {
         return Ok(python);
     }
@@ -47,7 +55,7 @@ pub(crate) fn python_with(requirements: &str) -> Result<PathBuf> {
     Ok(python)
 }
 
-/// The environment's folder.
+/// The project's own environment.
 pub(crate) fn folder() -> PathBuf {
     repo::root().join("target/venv")
 }

@@ -1,0 +1,132 @@
+//! `cargo xtask sdk`: clients that others wrote, against the HTTP API of real processes.
+//!
+//! ```text
+//! xtask --stdin--> sh --starts--> paceline up --nodes 2 --starts--> two workers
+//!   |                                  ^
+//!   +--starts--> openai_python.py -----+  one after the other
+//!                openapi_fuzz.py
+//!                openai_js.mjs
+//! ```
+//!
+//! The shell ends the server when its standard input does: also when this program is killed.
+
+mod clients;
+mod server;
+
+use std::path::PathBuf;
+
+use anyhow::{Context, Result, ensure};
+use serde_json::Value;
+
+use crate::tally::Tally;
+use crate::{models, process, repo, steps};
+use clients::Client;
+use server::Server;
+
+/// Runs every client that can be had here against `binary`, or what is built here; the clients
+/// that cannot be had are skipped by name.
+///
+/// # Errors
+/// When SmolLM2 cannot be had, paceline not be built, or the server does not start.
+pub(crate) fn run(binary: Option<PathBuf>, see: &mut impl FnMut(&str)) -> Result<Tally> {
+    let model = models::smollm2()?;
+    let (clients, mut tally) = clients::install(&models::folder()?);
+    if clients.is_empty() {
+        return Ok(tally);
+    }
+    let binary = binary.map_or_else(|| build(see), Ok)?;
+    let server = Server::start(&binary, &model)?;
+    for client in &clients {
+        see(&format!("-- {}", client.name));
+        tally.add(drive(client, &server, see)?);
+    }
+    let ended = server.end();
+    ended.iter().for_each(|why| see(why));
+    tally.add(Tally::check(
+        "sdk: the server ends when told",
+        ended.is_none(),
+    ));
+    Ok(tally)
+}
+
+/// paceline as README's first command builds it.
+fn build(see: &mut impl FnMut(&str)) -> Result<PathBuf> {
+    let mut command = repo::cargo();
+    command.args(["build", "--release", "--bin", "paceline"]);
+    command.arg("--message-format=json-render-diagnostics");
+    let mut binary = None;
+    let log = process::log_path("sdk-build");
+    let built = process::stream(command, &log, |line| match executable(line) {
+        Some(path) => binary = Some(path),
+        None if line.starts_with('{') || steps::is_progress(line) => {}
+        None => see(line),
+    })?;
+    ensure!(built, "paceline does not build: see {}", log.display());
+    binary.context("cargo named no executable")
+}
+
+/// The path in one of cargo's messages, if it is about an executable.
+fn executable(line: &str) -> Option<PathBuf> {
+    let message: Value = serde_json::from_str(line).ok()?;
+    Some(message["executable"].as_str()?.into())
+}
+
+/// Runs one client to its end and counts its cases.
+fn drive(client: &Client, server: &Server, see: &mut impl FnMut(&str)) -> Result<Tally> {
+    let mut tally = Tally::default();
+    let log = process::log_path(&format!("sdk-{}", client.name));
+    let passed = process::stream(client.command(server), &log, |line| {
+        if let Some(case) = case(client.name, line) {
+            see(line);
+            tally.add(case);
+        }
+    })?;
+    if tally.failed == 0 && (!passed || tally.passed == 0) {
+        tally.add(Tally::failure(&format!("{}: ended early", client.name)));
+    }
+    if tally.failed > 0 {
+        see(&format!("see {}", log.display()));
+    }
+    Ok(tally)
+}
+
+/// The case that `line` is the outcome of: `ok NAME ...` or `FAILED NAME: why`.
+fn case(client: &str, line: &str) -> Option<Tally> {
+    if let Some(case) = line.strip_prefix("ok ") {
+        return Some(Tally::check(case, true));
+    }
+    let case = line.strip_prefix("FAILED ")?;
+    Some(Tally::failure(&format!("{client}: {case}")))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn outcomes_are_told_from_other_lines() {
+        let text = |line| case("js", line).map(|tally| tally.to_string());
+        assert_eq!(
+            text("ok models (0.1 s)").as_deref(),
+            Some("1 passed, 0 failed, 0 skipped")
+        );
+        let failed = case("js", "FAILED seeds: both are x").expect("an outcome");
+        assert_eq!(failed.failures, ["js: seeds: both are x"]);
+        for line in ["", "okay", "  ok x", "Error: FAILED", "FAILURE x"] {
+            assert_eq!(text(line), None, "{line}");
+        }
+    }
+
+    #[test]
+    fn cargo_names_the_executable() {
+        let line = r#"{"reason":"compiler-artifact","executable":"/t/release/paceline"}"#;
+        assert_eq!(executable(line), Some("/t/release/paceline".into()));
+        for line in [
+            r#"{"reason":"compiler-artifact","executable":null}"#,
+            r#"{"reason":"build-finished"}"#,
+            "   Compiling serde",
+        ] {
+            assert_eq!(executable(line), None, "{line}");
+        }
+    }
+}

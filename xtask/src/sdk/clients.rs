@@ -1,0 +1,142 @@
+//! The clients: what they are installed from, and how each is started.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+
+use super::server::Server;
+use crate::tally::Tally;
+use crate::{process, repo, venv};
+
+/// The package is 10 MB; a registry that is slower than this is taken for absent.
+const NPM_LIMIT: Duration = Duration::from_secs(180);
+
+/// Node's oldest release line that the JavaScript client was run with.
+const OLDEST_NODE: u32 = 20;
+
+/// A program that tests the server it is given.
+#[derive(Debug)]
+pub(super) struct Client {
+    /// For its cases and its log.
+    pub(super) name: &'static str,
+    /// What runs the script.
+    program: PathBuf,
+    /// In `scripts/sdk`.
+    script: &'static str,
+    /// Whether it is told the model's name.
+    wants_model: bool,
+    /// Where its packages are, if it is to be told.
+    packages: Option<PathBuf>,
+}
+
+impl Client {
+    /// How it is started against `server`.
+    pub(super) fn command(&self, server: &Server) -> Command {
+        let mut command = Command::new(&self.program);
+        command.arg(repo::root().join("scripts/sdk").join(self.script));
+        command.arg(&server.url);
+        command.args(self.wants_model.then_some(&server.model));
+        command.args(&self.packages);
+        command.env("OPENAI_API_KEY", &server.key);
+        command.env("PYTHONDONTWRITEBYTECODE", "1");
+        command
+    }
+}
+
+/// All clients that can be had, and the others skipped. Packages go into a folder beside `models`
+/// and stay there.
+pub(super) fn install(models: &Path) -> (Vec<Client>, Tally) {
+    let folder = models.with_file_name("test-clients");
+    let (mut clients, mut tally) = (Vec::new(), Tally::default());
+    match venv::python_in(&folder.join("venv"), "sdk/requirements.txt") {
+        Ok(python) => clients.extend([
+            Client {
+                name: "openai-python",
+                program: python.clone(),
+                script: "openai_python.py",
+                wants_model: true,
+                packages: None,
+            },
+            Client {
+                name: "schemathesis",
+                program: python,
+                script: "openapi_fuzz.py",
+                wants_model: false,
+                packages: None,
+            },
+        ]),
+        Err(error) => {
+            for name in ["openai-python", "schemathesis"] {
+                tally.add(Tally::skip(name, &format!("{error:#}")));
+            }
+        }
+    }
+    match npm_packages(&folder.join("npm")) {
+        Ok(packages) => clients.push(Client {
+            name: "openai-js",
+            program: "node".into(),
+            script: "openai_js.mjs",
+            wants_model: true,
+            packages: Some(packages),
+        }),
+        Err(error) => tally.add(Tally::skip("openai-js", &format!("{error:#}"))),
+    }
+    (clients, tally)
+}
+
+/// `folder` with what `scripts/sdk/package.json` wants in it. Nothing is asked of the network
+/// again until that file changes.
+fn npm_packages(folder: &Path) -> Result<PathBuf> {
+    let mut node = Command::new("node");
+    node.arg("--version");
+    let version = process::capture(node, NPM_LIMIT)?;
+    let is_known = major(&version).is_some_and(|major| major >= OLDEST_NODE);
+    ensure!(
+        is_known,
+        "node is {}, expected {OLDEST_NODE} or later",
+        version.trim()
+    );
+    let file = repo::root().join("scripts/sdk/package.json");
+    let wanted = fs::read(&file).with_context(|| format!("read {}", file.display()))?;
+    let stamp = folder.join("installed.json");
+    if fs::read(&stamp).is_ok_and(|installed| installed == wanted) {
+        return Ok(folder.to_path_buf());
+    }
+    fs::create_dir_all(folder).with_context(|| format!("create {}", folder.display()))?;
+    fs::write(folder.join("package.json"), &wanted)
+        .with_context(|| format!("write to {}", folder.display()))?;
+    let mut npm = Command::new("npm");
+    npm.args(["install", "--silent", "--no-audit", "--no-fund"]);
+    npm.args(["--no-package-lock", "--ignore-scripts"]);
+    npm.current_dir(folder);
+    process::capture(npm, NPM_LIMIT)?;
+    fs::write(&stamp, wanted).with_context(|| format!("write {}", stamp.display()))?;
+    Ok(folder.to_path_buf())
+}
+
+/// 20 of `v20.1.0`.
+fn major(version: &str) -> Option<u32> {
+    let (major, _) = version.trim().strip_prefix('v')?.split_once('.')?;
+    major.parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_release_line_of_node() {
+        for (version, expected) in [
+            ("v20.20.2\n", Some(20)),
+            ("v8.0.0", Some(8)),
+            ("20.1", None),
+            ("v20", None),
+            ("", None),
+        ] {
+            assert_eq!(major(version), expected, "{version}");
+        }
+    }
+}
