@@ -215,3 +215,67 @@ fn a_comparison_draws_a_picture() {
     let svg = std::fs::read_to_string(path).unwrap();
     assert!(svg.starts_with("<svg") && svg.trim_end().ends_with("</svg>"));
 }
+
+/// SmolLM2, or `None` with a line that says that `test` is skipped.
+fn smollm2(test: &str) -> Option<String> {
+    let folder = std::env::var_os("PACELINE_TEST_MODELS").map_or_else(
+        || {
+            let home = std::env::home_dir().unwrap_or_default();
+            home.join(".cache/paceline/test-models")
+        },
+        std::path::PathBuf::from,
+    );
+    let path = folder.join("SmolLM2-135M-Instruct.Q4_1.gguf");
+    if !path.exists() {
+        eprintln!("SKIPPED {test}: {} is not there", path.display());
+        return None;
+    }
+    Some(path.to_str().unwrap().to_owned())
+}
+
+#[test]
+fn this_machine_is_measured_once() {
+    let Some(model) = smollm2("this_machine_is_measured_once") else {
+        return;
+    };
+    let home = tempfile::tempdir().unwrap();
+    let table = || {
+        let out = Command::new(env!("CARGO_BIN_EXE_paceline"))
+            .env_clear()
+            .env("PACELINE_HOME", home.path())
+            .args(["plan", &model, "--json"])
+            .output()
+            .unwrap();
+        serde_json::from_slice::<serde_json::Value>(&out.stdout).unwrap()
+    };
+    let first = table();
+    let runs = first["runs"].as_array().unwrap();
+    assert!(
+        runs.iter()
+            .any(|run| run["nodes"] == 4 && run["split"] == "2x2")
+    );
+    for run in runs {
+        assert!(
+            run["predicted_decode_tok_s"].as_f64().unwrap() > 0.0,
+            "{run}"
+        );
+        assert!(run["measured_decode_tok_s"].is_null(), "{run}");
+    }
+    // Kept facts give the same numbers, but for the last digit that JSON may lose.
+    let again = table();
+    for (one, two) in runs.iter().zip(again["runs"].as_array().unwrap()) {
+        let speed = |run: &serde_json::Value| run["predicted_decode_tok_s"].as_f64().unwrap();
+        assert!((speed(one) / speed(two) - 1.0).abs() < 1e-9, "{one} {two}");
+    }
+}
+
+#[test]
+fn a_model_that_is_not_here_is_not_measured() {
+    let out = plan(&["Kimi-K2-1T-A32B"]);
+    let error = text(&out.stderr);
+    assert!(error.contains("neither a file nor in the store"), "{error}");
+    assert!(
+        error.contains("hint: name the machines with --cluster"),
+        "{error}"
+    );
+}

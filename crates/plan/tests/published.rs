@@ -67,19 +67,6 @@ fn published_orders_are_mostly_kept() {
     );
 }
 
-#[test]
-#[ignore = "prints the constants for data/calibration.toml"]
-fn print_fitted() {
-    let mut rows = published();
-    rows.rows.retain(|row| row.split == "fit");
-    for p in fit(&rows, &Calibration::builtin().unwrap())
-        .unwrap()
-        .parameters()
-    {
-        println!("{} {:.4e}", p.name, p.value);
-    }
-}
-
 /// Rows that are in no file here, from reports (docs/planner.md names them): nobody fitted them.
 #[test]
 fn rows_from_elsewhere_are_met() {

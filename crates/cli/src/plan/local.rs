@@ -141,7 +141,7 @@ impl Local {
     }
 
     fn run_key(&self, split: &Split) -> String {
-        format!("{} {split}", self.key)
+        format!("{}, {} nodes, {split}", self.key, split.ranks())
     }
 
     /// As last measured.

@@ -102,6 +102,7 @@ impl Memory {
             self.file
                 .ratio
                 .insert(key.to_owned(), next.clamp(0.01, 100.0));
+            self.file.last.insert(key.to_owned(), measured);
             self.changed = true;
         }
     }
@@ -152,6 +153,7 @@ mod tests {
         memory.save();
         let again = Memory::load(home.path());
         assert!((again.ratio("a").unwrap() - 0.5).abs() < 1e-12);
+        assert_eq!(again.last("a"), Some(5.0));
         for text in [
             "",
             "{",

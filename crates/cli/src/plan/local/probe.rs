@@ -30,8 +30,8 @@ const PROMPT_ROWS: usize = 64;
 /// Positions of the two attention probes; their difference is the price of a key.
 const POSITIONS: [usize; 2] = [64, 512];
 
-/// Passes of each measurement, of which the middle one counts.
-const PASSES: usize = 5;
+/// Passes of each measurement, of which the fastest counts: what else runs here only ever adds.
+const PASSES: usize = 7;
 
 /// What was measured, in seconds; for one kernel class and number of threads.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
@@ -78,9 +78,9 @@ pub(super) fn probe(
     let layers = layers(source, config, class, kernels)?;
     let mut step = Step::new(config, class, kernels)?;
     let per_layer = |seconds: f64| seconds / layers.len() as f64;
-    let products = per_layer(median(|| step.products(&layers, 1)));
-    let prompt = per_layer(median(|| step.products(&layers, PROMPT_ROWS)));
-    let [near, far] = POSITIONS.map(|n| per_layer(median(|| step.layers(&layers, n))));
+    let products = per_layer(fastest(|| step.products(&layers, 1)));
+    let prompt = per_layer(fastest(|| step.products(&layers, PROMPT_ROWS)));
+    let [near, far] = POSITIONS.map(|n| per_layer(fastest(|| step.layers(&layers, n))));
     let key = (far - near).max(0.0) / (POSITIONS[1] - POSITIONS[0]) as f64;
     Ok(Measured {
         products,
@@ -91,18 +91,16 @@ pub(super) fn probe(
     })
 }
 
-/// The middle of some passes of `f`, in seconds, after one to warm up.
-fn median(mut f: impl FnMut()) -> f64 {
+/// The fastest of some passes of `f`, in seconds, after one to warm up.
+fn fastest(mut f: impl FnMut()) -> f64 {
     f();
-    let mut all: Vec<f64> = (0..PASSES)
-        .map(|_| {
-            let start = Instant::now();
-            f();
-            start.elapsed().as_secs_f64()
-        })
-        .collect();
-    all.sort_by(f64::total_cmp);
-    all[PASSES / 2]
+    let mut best = f64::INFINITY;
+    for _ in 0..PASSES {
+        let start = Instant::now();
+        f();
+        best = best.min(start.elapsed().as_secs_f64());
+    }
+    best
 }
 
 fn pack(
@@ -179,7 +177,7 @@ fn head(
     let rows = tensor.rows().min((PROBED_BYTES as usize / row).max(16));
     let packed = pack(&tensor, class, rows, kernels)?;
     let mut out = vec![0.0; packed.rows()];
-    let seconds = median(|| {
+    let seconds = fastest(|| {
         step.normed.resize(1);
         kernels.fill_rows(&mut step.normed, |_, row| row.fill(0.5));
         product(kernels, &step.normed, [(&packed, &mut out[..])]);
@@ -380,18 +378,17 @@ fn listener() -> std::io::Result<tcp::Listener> {
     tcp::Listener::bind(SocketAddr::from((Ipv4Addr::LOCALHOST, 0)))
 }
 
-/// Seconds of one all-gather of `n` numbers of each of two ranks: the middle of five blocks.
+/// Seconds of one all-gather of `n` numbers of each of two ranks: the fastest of some blocks.
 fn exchange(group: &impl Group, n: usize, times: usize) -> anyhow::Result<f64> {
     let (own, mut all) = (vec![1.0f32; n], vec![0.0f32; 2 * n]);
-    let mut blocks = Vec::new();
+    let mut best = f64::INFINITY;
     for _ in 0..PASSES {
         let start = Instant::now();
         for _ in 0..times {
             let until = Deadline::at(Instant::now() + Duration::from_secs(10));
             (group as &dyn Group).all_gather(&own, &mut all, until)?;
         }
-        blocks.push(start.elapsed().as_secs_f64() / times as f64);
+        best = best.min(start.elapsed().as_secs_f64() / times as f64);
     }
-    blocks.sort_by(f64::total_cmp);
-    Ok(blocks[PASSES / 2])
+    Ok(best)
 }
