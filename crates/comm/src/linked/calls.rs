@@ -22,7 +22,7 @@ use crate::{Call, Collective, Deadline, Error, Kind};
 const VOTE_WAIT: Duration = Duration::from_secs(1);
 
 /// How long a rank that hears another call waits for news that explain it.
-const DISAGREE_WAIT: Duration = Duration::from_millis(50);
+const DISAGREE_WAIT: Duration = Duration::from_millis(200);
 
 /// Everything collectives use again.
 pub(super) struct Calls {

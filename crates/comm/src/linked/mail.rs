@@ -533,7 +533,11 @@ impl<T: Transport> Linked<T> {
     /// Waits a little for links to take what waits in the outboxes, unless another thread does;
     /// true if something is left.
     pub(crate) fn push(&self, wait: Duration) -> bool {
-        let mut mail = lock(&self.mail);
+        // Whoever holds the mail looks after it, and the keeper must not queue for it: its beats
+        // would stop.
+        let Ok(mut mail) = self.mail.try_lock() else {
+            return false;
+        };
         let waits = |mail: &Mail| {
             let waits = |post: &Post| !post.closed && !post.outbox.is_empty();
             mail.posts.iter().any(waits)
