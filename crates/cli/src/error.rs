@@ -59,6 +59,27 @@ pub(crate) enum Error {
         /// MODEL of the command line.
         model: String,
     },
+    /// `--split` says how many nodes there are, and `--nodes` says otherwise.
+    #[error("--split {tensor}x{pipeline} is for {} nodes, but --nodes is {nodes}", tensor * pipeline)]
+    Grid {
+        /// Nodes that share a layer.
+        tensor: u32,
+        /// Stages.
+        pipeline: u32,
+        /// Value of `--nodes`.
+        nodes: u32,
+    },
+    /// `--shares` has not one number for each node.
+    #[error("--shares has {got} numbers, but --nodes is {nodes}, expected one for each node")]
+    Shares {
+        /// How many it has.
+        got: usize,
+        /// Value of `--nodes`.
+        nodes: u32,
+    },
+    /// A person started what paceline starts.
+    #[error("`paceline worker` is a part of a model that other commands start, not a command")]
+    WorkerByHand,
     /// Nothing says where models are kept.
     #[error("neither PACELINE_HOME nor HOME is set")]
     NoHome,
@@ -85,7 +106,12 @@ impl Error {
     pub(crate) const fn is_usage(&self) -> bool {
         matches!(
             self,
-            Self::Param(_) | Self::NoPrompt | Self::NotInChat { .. }
+            Self::Param(_)
+                | Self::NoPrompt
+                | Self::NotInChat { .. }
+                | Self::Grid { .. }
+                | Self::Shares { .. }
+                | Self::WorkerByHand
         )
     }
 }

@@ -14,6 +14,7 @@ use paceline_formats::tokenizer::Tokenizer;
 use paceline_model::{Config, Shard, Source, Split, SplitKind};
 use paceline_node::{Instance, InstanceSpec};
 
+use crate::error::Error;
 use crate::load::{self, ComputeArgs, LoadBar};
 use crate::output::tell;
 use crate::plan::local::{Local, Setting};
@@ -36,6 +37,25 @@ pub(crate) struct SplitArgs {
 }
 
 impl SplitArgs {
+    /// Refuses what fits no model, before one is fetched for it.
+    ///
+    /// # Errors
+    /// [`Error::Grid`], [`Error::Shares`].
+    pub(crate) fn check(&self) -> Result<(), Error> {
+        let (nodes, got) = (self.nodes, self.shares.len());
+        match self.split {
+            SplitKind::Grid { tensor, pipeline } if tensor * pipeline != nodes => {
+                Err(Error::Grid {
+                    tensor,
+                    pipeline,
+                    nodes,
+                })
+            }
+            _ if got != 0 && got != nodes as usize => Err(Error::Shares { got, nodes }),
+            _ => Ok(()),
+        }
+    }
+
     /// No split.
     pub(crate) const fn one_node() -> Self {
         Self {

@@ -71,7 +71,9 @@ fn main() -> ExitCode {
     let command = Cli::parse().command;
     match execute(&command) {
         Ok(()) => ExitCode::SUCCESS,
-        Err(_) if matches!(command, Command::Worker) => ExitCode::FAILURE, // the parent was told
+        Err(error) if matches!(command, Command::Worker) && !error.is::<Error>() => {
+            ExitCode::FAILURE // the parent was told
+        }
         Err(error) => exit_code(&error),
     }
 }

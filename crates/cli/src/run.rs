@@ -86,6 +86,7 @@ pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
         None => Some(piped_prompt()?),
     };
     check_chat(args, prompt.as_deref())?;
+    args.split.check()?;
     let found = pull::ensure(&args.model, signals)?;
     let mut session = Session::open(args, &found.path, sampling)?;
     match prompt {
@@ -129,8 +130,22 @@ fn answer(args: &Args, session: &mut Session, prompt: String) -> anyhow::Result<
         let figures = session.generate(tokens, false, |_| Ok(()))?;
         return print(&figures.json(args, session).to_string());
     }
-    let figures = session.generate(tokens, false, show_answer)?;
+    let figures = shown(session, tokens, false)?;
     end_answer(&figures)
+}
+
+/// Generates an answer and shows it. One that breaks off ends its line, so that the error has one
+/// of its own.
+fn shown(session: &mut Session, tokens: Vec<u32>, in_chat: bool) -> anyhow::Result<Figures> {
+    let mut begun = false;
+    let figures = session.generate(tokens, in_chat, |text| {
+        begun = true;
+        show_answer(text)
+    });
+    if figures.is_err() && begun {
+        let _ = print(""); // the error before this one is the one to tell
+    }
+    figures
 }
 
 /// The prompt in the model's chat template, or as it is for a model without one.

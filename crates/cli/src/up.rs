@@ -87,6 +87,7 @@ pub(crate) struct Args {
 /// # Errors
 /// A model that cannot be had or loaded, an address that cannot be listened on.
 pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
+    args.split.check()?;
     let found = pull::ensure(&args.model, signals)?;
     let sizes = |config: &Config| args.engine(config);
     let mut opened = Opened::new(&found.path, args.compute, &args.split, sizes)?;

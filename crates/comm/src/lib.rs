@@ -27,10 +27,11 @@
 //! - [`Group`]: the trait and its contract; [`Collective`]: a call as data.
 //! - [`Data`], [`DataMut`], [`Counts`]: what a call moves, with the type erased.
 //! - [`Call`]: what a rank announces and the lockstep guard compares; [`Error`]; [`Deadline`].
-//! - [`local`]: ranks as threads of one process; [`shm`]: as processes of one machine; [`tcp`]: ranks
-//!   that reach each other by TCP; [`init`]: whichever works.
+//! - [`local`]: ranks as threads of one process; [`shm`]: as processes of one machine; [`tcp`]:
+//!   ranks that reach each other by TCP; [`init`]: whichever works.
 //! - [`rendezvous`]: how ranks find each other, also again after a failure.
-//! - [`Ahead`]: several calls in flight; [`Window`]: memory that others read and write. [`Tuning`]: which algorithm is used.
+//! - [`Ahead`]: several calls in flight; [`Window`]: memory that others read and write;
+//!   [`Tuning`]: which algorithm is used.
 //! - `testing` (feature of that name): the conformance suite that every provider runs.
 //!
 //! The crate knows nothing about models. Steps and bytes of every algorithm: `docs/algorithms.md`.

@@ -80,7 +80,7 @@ impl Sign {
             | Self::Garbled { .. } => 0,
             Self::Failed { blamed: None, .. } => 1,
             Self::Failed { .. } => 2,
-            Self::Exited { .. } => 3, // it said why before, or a worker would have been ended
+            Self::Exited { .. } => 3, // it said why before
         }
     }
 }
@@ -107,8 +107,19 @@ impl fmt::Display for Sign {
 
 /// The surest of `signs`, the first among equals; there is at least one.
 pub(crate) fn cause(signs: &[Sign]) -> &Sign {
-    let surest = signs.iter().min_by_key(|sign| sign.doubt());
-    surest.expect("a failure has a sign")
+    let said_why = |of: Rank| {
+        let says = |sign: &Sign| matches!(sign, Sign::Failed { rank, .. } if *rank == of);
+        signs.iter().any(says)
+    };
+    let doubt = |sign: &&Sign| match sign {
+        // Nobody told it to, or it would not be a sign: as sure as what a rank says of itself.
+        Sign::Exited { rank, .. } if !said_why(*rank) => sign.doubt().min(1),
+        _ => sign.doubt(),
+    };
+    signs
+        .iter()
+        .min_by_key(doubt)
+        .expect("a failure has a sign")
 }
 
 #[cfg(test)]
@@ -159,9 +170,18 @@ mod tests {
             ),
             (vec![failed(0, Some(1))], 1, "rank 0: it broke"),
             (
+                vec![
+                    failed(0, Some(2)),
+                    exited(0, Ending::Code(1)),
+                    exited(2, Ending::Code(1)),
+                ],
+                2,
+                "rank 2 exited with code 1",
+            ),
+            (
                 vec![exited(1, Ending::Code(3))],
                 1,
-                "rank 1 ended with code 3",
+                "rank 1 exited with code 3",
             ),
         ] {
             let cause = cause(&signs);

@@ -74,6 +74,14 @@ pub enum Error {
 }
 
 impl Error {
+    /// Whether a worker was started by somebody who does not speak with it, such as a person.
+    pub const fn is_by_hand(&self) -> bool {
+        matches!(
+            self,
+            Self::Cluster(paceline_cluster::Error::NoControl { .. })
+        )
+    }
+
     /// Of another rank, the one to blame; `None` when the failure is this rank's own.
     pub(crate) fn blamed(&self) -> Option<Rank> {
         match self {

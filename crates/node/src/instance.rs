@@ -267,6 +267,9 @@ impl Shared {
             };
             match Sign::of(event) {
                 Ok(sign) => return self.fail(sign),
+                // The leader sees only that it cannot go on, and ends next: the request stays open
+                // until the cause is known.
+                Err((_, FromWorker::Reply { reply, .. })) if is_consequence(&reply) => {}
                 Err((_, FromWorker::Reply { ticket, reply })) => self.reply(ticket, reply),
                 Err((_, FromWorker::Measured { sent })) => {
                     if let Some(sender) = &*lock(&self.measuring) {
@@ -310,9 +313,7 @@ impl Shared {
             match self.workers.recv(left).map(Sign::of) {
                 Some(Ok(sign)) => signs.push(sign),
                 // What was computed before is still true; what failed with it is not the cause.
-                Some(Err((_, FromWorker::Reply { ticket, reply })))
-                    if !matches!(reply, Reply::Failed(_)) =>
-                {
+                Some(Err((_, FromWorker::Reply { ticket, reply }))) if !is_consequence(&reply) => {
                     self.reply(ticket, reply);
                 }
                 _ => {}
@@ -332,6 +333,15 @@ impl Shared {
             (lock(&entry.sink))(Reply::Failed(Failure::Lost { reason }));
         }
     }
+}
+
+/// Whether a reply of the leader says that its engine failed, rather than something about the
+/// request.
+const fn is_consequence(reply: &Reply) -> bool {
+    matches!(
+        reply,
+        Reply::Failed(Failure::Lost { .. } | Failure::Unavailable { .. })
+    )
 }
 
 /// A poisoned lock is taken over: what it guards is changed in single steps.

@@ -63,6 +63,7 @@ struct Run {
 
 /// Measures and prints.
 pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
+    args.split.check()?;
     let found = pull::ensure(&args.model, signals)?;
     let open = |compute: ComputeArgs, split: &SplitArgs| {
         let sizes = |_: &Config| EngineConfig::single(args.model.clone(), args.context());
@@ -219,7 +220,7 @@ fn generate(loaded: &Loaded, prompt: &[u32], max_tokens: usize) -> anyhow::Resul
     let (mut prompt_read, mut tokens) = (Instant::now(), 0);
     loop {
         match answer.next()? {
-            (at, Reply::PromptRead) => prompt_read = at,
+            (at, Reply::PromptRead { .. }) => prompt_read = at,
             (_, Reply::Token { .. }) => tokens += 1,
             (last, Reply::Finished { .. }) => {
                 return Ok(Generated {

@@ -6,6 +6,7 @@ use std::path::Path;
 
 use paceline_formats::tensor::OpenError;
 use paceline_formats::{LooksLike, chat, gguf, hf, safetensors, tokenizer};
+use paceline_model::split;
 
 /// For a file whose end is missing.
 const INCOMPLETE: &str = "the file is incomplete: fetch it again (`paceline pull MODEL` checks a \
@@ -39,7 +40,19 @@ pub(super) fn hint(cause: &(dyn StdError + 'static)) -> Option<&'static str> {
     if let Some(error) = cause.downcast_ref() {
         return of_gguf(error);
     }
-    None
+    cause.downcast_ref().map(of_split)
+}
+
+const fn of_split(error: &split::Error) -> &'static str {
+    match error {
+        split::Error::Stages { .. } => {
+            "take fewer --nodes, or have them share layers with --split auto"
+        }
+        split::Error::NothingLeft { .. } => {
+            "take fewer --nodes, --shares that differ less, or --split pipeline"
+        }
+        _ => "--nodes, --split and --shares have to fit each other",
+    }
 }
 
 fn of_engine(error: &paceline_engine::Error) -> Option<&'static str> {

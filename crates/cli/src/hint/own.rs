@@ -23,11 +23,30 @@ pub(super) fn hint(error: &Error) -> Option<String> {
         } => more_context(*tokens, *context, *trained, *in_chat),
         Error::CannotChat { .. } => "give it a text to continue: paceline run MODEL TEXT".into(),
         Error::NoSystem { .. } => "leave out --system and put its text into the prompt".into(),
+        Error::Grid {
+            tensor, pipeline, ..
+        } => format!(
+            "add --nodes {}, or leave out --split to have it chosen",
+            tensor * pipeline
+        ),
+        Error::Shares { got, nodes } if *nodes == 1 => {
+            format!("add --nodes {got}: one node has no shares")
+        }
+        Error::Shares { nodes, .. } => {
+            format!("give {nodes} numbers, as in --shares {}", example(*nodes))
+        }
+        Error::WorkerByHand => "`paceline run MODEL --nodes 2` starts two of them".into(),
         Error::NoHome => "set PACELINE_HOME to a folder for models".into(),
         Error::UnknownCpu { .. } | Error::CpuLacks { .. } => {
             "unset PACELINE_CPU to have the fastest that this machine can".into()
         }
     })
+}
+
+/// Shares of `nodes` nodes, the first with the most.
+fn example(nodes: u32) -> String {
+    let ones = (1..nodes).map(|_| ",1");
+    std::iter::once("2").chain(ones).collect()
 }
 
 fn more_context(tokens: usize, context: usize, trained: usize, in_chat: bool) -> String {

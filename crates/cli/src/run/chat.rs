@@ -3,10 +3,11 @@
 use std::io::{BufRead, Write};
 
 use anyhow::Context;
+use paceline_engine::Failure;
 use paceline_formats::chat::Message;
 
-use super::session::{Session, show_answer};
-use super::{Args, end_answer, start_of_chat};
+use super::session::Session;
+use super::{Args, end_answer, shown, start_of_chat};
 use crate::error::Error;
 use crate::hint;
 use crate::output::tell;
@@ -38,8 +39,8 @@ impl<'a> Input<'a> {
 /// Reads lines and answers them until the input ends.
 ///
 /// # Errors
-/// [`Error::CannotChat`], and when input or output fail. What is wrong with one question is told,
-/// and the chat goes on.
+/// [`Error::CannotChat`], when input or output fail, and when a node is lost. What is wrong with
+/// one question is told, and the chat goes on.
 pub(super) fn chat(args: &Args, session: &mut Session) -> anyhow::Result<()> {
     if !session.has_template() {
         let model = args.model.clone();
@@ -66,19 +67,29 @@ pub(super) fn chat(args: &Args, session: &mut Session) -> anyhow::Result<()> {
 /// back, so that another one can be asked.
 fn answer(session: &mut Session, messages: &mut Vec<Message>) -> anyhow::Result<()> {
     let tokens = session.encode_chat(messages);
-    let outcome = tokens.and_then(|tokens| session.generate(tokens, true, show_answer));
+    let outcome = tokens.and_then(|tokens| shown(session, tokens, true));
     match outcome {
         Ok(figures) => {
             end_answer(&figures)?;
             messages.push(Message::new("assistant", figures.text));
         }
-        Err(error) if matches!(error.downcast_ref(), Some(Error::ReaderGone)) => return Err(error),
+        Err(error) if is_last(&error) => return Err(error),
         Err(error) => {
             messages.pop();
             hint::report(&error);
         }
     }
     Ok(())
+}
+
+/// Whether no other question can be answered either.
+fn is_last(error: &anyhow::Error) -> bool {
+    let failure = error.downcast_ref();
+    matches!(error.downcast_ref(), Some(Error::ReaderGone))
+        || matches!(
+            failure,
+            Some(Failure::Lost { .. } | Failure::Unavailable { .. })
+        )
 }
 
 /// The next line of standard input, `None` at its end. Bytes that are no text are replaced: a slip

@@ -1,0 +1,366 @@
+//! Processes that are killed, crash, are stopped or end: the rest ends or reports within 2 s, names
+//! the rank, and leaves nothing behind.
+
+use std::fs;
+use std::time::{Duration, Instant};
+
+use rustix::process::Signal;
+use serde_json::{Value, json};
+
+use crate::processes::{Running, assert_gone, children, signal, wait_gone};
+use crate::server::{Server, chat};
+use crate::tiny::{FAMILIES, Random};
+use crate::{REPORTED, World, alone, http, smollm2, until};
+
+/// Ways to fail, and what the error says of each.
+const KINDS: [(Signal, &str); 5] = [
+    (Signal::KILL, "was ended by SIGKILL"),
+    (Signal::SEGV, "was ended by SIGSEGV"),
+    (Signal::ABORT, "was ended by SIGABRT"),
+    (Signal::STOP, "has given no sign of life for 1."),
+    (Signal::TERM, "exited with code 1"),
+];
+
+/// Splits with the leader first, and last but one.
+const SPLITS: [(&str, usize); 2] = [("3x1", 3), ("2x2", 4)];
+
+/// The arguments of an answer that would take minutes.
+fn endless<'a>(model: &'a str, split: &'a str, nodes: &'a str) -> [&'a str; 13] {
+    [
+        "run",
+        model,
+        "Write a very long story about a dragon and a princess.",
+        "--temperature",
+        "0",
+        "--context",
+        "200000",
+        "--nodes",
+        nodes,
+        "--split",
+        split,
+        "--threads",
+        "1",
+    ]
+}
+
+/// Times from a signal to the end, told at the end of a test.
+#[derive(Default)]
+struct Times(Vec<(String, Duration)>);
+
+impl Times {
+    fn add(&mut self, kind: &str, time: Duration) {
+        assert!(time < REPORTED, "{kind}: {time:?}");
+        self.0.push((kind.to_owned(), time));
+    }
+
+    /// Median and worst of each kind, for people who look at a test's output.
+    fn tell(mut self, what: &str) {
+        self.0.sort();
+        for same in self.0.chunk_by(|a, b| a.0 == b.0) {
+            let ms = |i: usize| same[i].1.as_millis();
+            let (n, kind) = (same.len(), &same[0].0);
+            eprintln!(
+                "{what}, {kind}: median {} ms, worst {} ms of {n}",
+                ms(n / 2),
+                ms(n - 1)
+            );
+        }
+    }
+}
+
+/// Has a worker fail.
+fn fail(worker: u32, kind: Signal) {
+    signal(worker, kind);
+    crash(kind, || signal(worker, kind));
+}
+
+/// Sends SIGSEGV a second time: Rust's handler, which looks for stacks that are full, takes the
+/// first one from outside for a fault that will come again, and only steps aside.
+fn crash(kind: Signal, again: impl FnOnce()) {
+    if kind == Signal::SEGV {
+        std::thread::sleep(Duration::from_millis(50));
+        again();
+    }
+}
+
+fn name(signal: Signal) -> String {
+    format!("{signal:?}").trim_matches('"').to_owned()
+}
+
+/// One error, which names the rank, and no other complaint.
+fn check_error(said: &str, rank: usize, how: &str) {
+    let errors: Vec<&str> = said.lines().filter(|l| l.starts_with("error")).collect();
+    assert_eq!(errors.len(), 1, "{said}");
+    let named = format!("rank {rank} {how}");
+    assert!(errors[0].contains(named.trim_end()), "no {named:?}: {said}");
+    assert!(
+        !said.contains("panicked") && !said.contains("[rank"),
+        "{said}"
+    );
+}
+
+#[test]
+fn an_answer_ends_when_a_rank_fails() {
+    let _alone = alone();
+    let world = World::new();
+    let model = world.model(FAMILIES[0]);
+    let mut times = Times::default();
+    for (split, nodes) in SPLITS {
+        for (kind, how) in KINDS {
+            for victim in 0..nodes {
+                let count = nodes.to_string();
+                let args = endless(&model, split, &count);
+                let mut running = Running::start(&mut world.paceline(args));
+                running.wait_for_answer(50);
+                let workers = running.workers(nodes);
+                fail(workers[victim], kind);
+                times.add(&name(kind), running.wait());
+                assert_gone(&workers);
+                let ended = running.end();
+                assert_eq!(ended.status.code(), Some(1), "{}", ended.stderr);
+                check_error(&ended.stderr, victim, how);
+                assert!(ended.stdout.len() > 50 && ended.stdout.ends_with('\n'));
+                assert_eq!(ended.stdout.lines().count(), 1, "{}", ended.stdout);
+            }
+        }
+    }
+    times.tell("run ends");
+    world.assert_clean();
+}
+
+/// Nothing half is printed as JSON.
+#[test]
+fn an_object_is_whole_or_not_there() {
+    let world = World::new();
+    let model = world.model(FAMILIES[0]);
+    let args = endless(&model, "2x1", "2");
+    let mut running = Running::start(&mut world.paceline(args.iter().chain(&["--json"])));
+    let workers = running.workers(2);
+    std::thread::sleep(Duration::from_millis(800));
+    signal(workers[1], Signal::KILL);
+    running.wait();
+    let ended = running.end();
+    assert_eq!(ended.status.code(), Some(1));
+    assert_eq!(ended.stdout, "");
+    check_error(&ended.stderr, 1, "was ended by SIGKILL");
+    assert_gone(&workers);
+}
+
+/// A worker that is stopped shortly is waited for.
+#[test]
+fn a_short_pause_is_no_failure() {
+    let _alone = alone();
+    let world = World::new();
+    let model = world.model(FAMILIES[0]);
+    let mut running = Running::start(&mut world.paceline(endless(&model, "3x1", "3")));
+    running.wait_for_answer(50);
+    for worker in running.workers(3) {
+        signal(worker, Signal::STOP);
+        std::thread::sleep(Duration::from_millis(600));
+        signal(worker, Signal::CONT);
+        let before = running.answered().len();
+        running.wait_for_answer(before + 100);
+    }
+}
+
+/// Whoever the parent is to, none of its workers outlives it.
+#[test]
+fn workers_end_with_their_parent() {
+    let _alone = alone();
+    let world = World::new();
+    let model = world.model(FAMILIES[0]);
+    let mut times = Times::default();
+    for kind in [
+        Signal::KILL,
+        Signal::SEGV,
+        Signal::INT,
+        Signal::TERM,
+        Signal::HUP,
+    ] {
+        for stopped in [None, Some(1)] {
+            let mut running = Running::start(&mut world.paceline(endless(&model, "3x1", "3")));
+            running.wait_for_answer(50);
+            let workers = running.workers(3);
+            if let Some(rank) = stopped {
+                signal(workers[rank], Signal::STOP);
+            }
+            let start = Instant::now();
+            running.signal(kind);
+            crash(kind, || running.signal(kind));
+            let took = wait_gone(&workers, start, Duration::from_secs(1));
+            times.add(&name(kind), took);
+            let ended = running.end();
+            assert_eq!(
+                ended.stderr.lines().filter(|l| l.contains("rror")).count(),
+                0
+            );
+            let handled = !matches!(kind, Signal::KILL | Signal::SEGV);
+            assert_eq!(ended.status.code(), handled.then_some(1));
+        }
+    }
+    times.tell("workers end with their parent");
+}
+
+/// Seeded random moments from the first sign of a worker to deep in an answer; a real model has
+/// all of them: it takes a while to load.
+#[test]
+fn any_moment_will_do() {
+    let _alone = alone();
+    let world = World::new();
+    let tiny = world.model(FAMILIES[0]);
+    let real = smollm2("any_moment_will_do");
+    let mut random = Random(20);
+    let mut times = Times::default();
+    for round in 0..20 {
+        let model = real.as_ref().filter(|_| round % 2 == 0).unwrap_or(&tiny);
+        let (kind, _) = KINDS[random.below(5) as usize];
+        let victim = random.below(3) as usize;
+        let moment = Duration::from_millis(random.below(900));
+        let args = endless(model, ["3x1", "1x3"][round / 2 % 2], "3");
+        let running = Running::start(&mut world.paceline(args));
+        let workers = running.workers(3);
+        std::thread::sleep(moment);
+        let kind_name = name(kind);
+        let what = format!("round {round}: {kind_name} to rank {victim} after {moment:?}");
+        eprintln!("{what}");
+        fail(workers[victim], kind);
+        let start = Instant::now();
+        let ended = running.end();
+        times.add(&name(kind), start.elapsed());
+        assert_eq!(ended.status.code(), Some(1), "{what}: {}", ended.stderr);
+        check_error(&ended.stderr, victim, "");
+        assert_gone(&workers);
+    }
+    times.tell("any moment");
+    world.assert_clean();
+}
+
+/// The bar for servers: events and answers end with an error that names the rank, health says so,
+/// and the next request is answered by new workers.
+#[test]
+fn a_server_reports_and_goes_on() {
+    let _alone = alone();
+    let world = World::new();
+    let model = world.model(FAMILIES[0]);
+    let mut times = Times::default();
+    let args = [
+        "--nodes",
+        "4",
+        "--split",
+        "2x2",
+        "--context",
+        "200000",
+        "--threads",
+        "1",
+    ];
+    for (kind, how) in KINDS {
+        for victim in [0, 2] {
+            let server = Server::start(&world, &model, &args);
+            times.add(&name(kind), lose(&server, &model, victim, kind, how));
+            let ended = server.stop(4);
+            check_error(&ended.stderr, victim, how);
+            assert!(
+                ended.stderr.contains("the workers are ready again"),
+                "{}",
+                ended.stderr
+            );
+            assert!(ended.stderr.ends_with("stopping\n"), "{}", ended.stderr);
+        }
+    }
+    times.tell("up reports");
+    world.assert_clean();
+}
+
+/// Loses a worker of a server with two answers under way, and waits for others; how long it took
+/// to tell.
+fn lose(server: &Server, model: &str, victim: usize, kind: Signal, how: &str) -> Duration {
+    let (port, path) = (server.port, "/v1/chat/completions");
+    let before = server.running.workers(4);
+    let whole = chat(model, "go", &json!({}));
+    let waiting = std::thread::spawn(move || {
+        let answer = http::ask(port, path, Some(&whole));
+        (answer, Instant::now())
+    });
+    let mut stream = http::stream(port, path, &chat(model, "go", &json!({"stream": true})));
+    (0..20).for_each(|_| assert!(stream.event().is_some()));
+    until("both are under way", || {
+        http::ask(port, "/health", None).body["running"] == 2
+    });
+    let start = Instant::now();
+    fail(before[victim], kind);
+    let (error, told) = stream.error();
+    let (answer, answered) = waiting.join().unwrap();
+    let named = format!("rank {victim} {how}");
+    for error in [&error, &answer.body["error"]] {
+        let message = error["message"].as_str().unwrap();
+        assert!(message.contains(named.trim_end()), "no {named:?}: {error}");
+        assert_eq!(error["code"], "answer_lost", "{error}");
+    }
+    assert_eq!(answer.status, 500);
+    let health = http::ask(port, "/health", None);
+    assert_eq!(health.status, 503, "{}", health.body);
+    let refused = http::ask(
+        port,
+        path,
+        Some(&chat(model, "go", &json!({"max_tokens": 1}))),
+    );
+    assert_eq!(refused.status, 503, "{}", refused.body);
+    http::health(port, 200);
+    assert_gone(&before);
+    let after = server.running.workers(4);
+    assert!(after.iter().all(|id| !before.contains(id)));
+    let next = http::ask(
+        port,
+        path,
+        Some(&chat(model, "go", &json!({"max_tokens": 5}))),
+    );
+    assert_eq!(next.status, 200, "{}", next.body);
+    assert_eq!(next.body["usage"]["completion_tokens"], 5);
+    told.max(answered) - start
+}
+
+/// Workers that cannot start again are tried again until they can; a model file that is damaged
+/// or gone is named.
+#[test]
+fn a_server_waits_for_its_model() {
+    let _alone = alone();
+    let world = World::new();
+    let model = world.model(FAMILIES[0]);
+    let whole = fs::read(&model).unwrap();
+    let server = Server::start(&world, &model, &["--nodes", "2", "--context", "512"]);
+    for (content, says) in [
+        (None, "No such file"),
+        (Some(&whole[..whole.len() / 2]), ""),
+    ] {
+        let (old, new) = (world.path("models/old"), world.path("models/new"));
+        fs::rename(&model, &old).unwrap(); // what is mapped may not change
+        if let Some(content) = content {
+            fs::write(&new, content).unwrap();
+            fs::rename(&new, &model).unwrap();
+        }
+        signal(server.running.workers(2)[0], Signal::KILL);
+        let reason = || {
+            let health = http::ask(server.port, "/health", None);
+            health.body["reason"]
+                .as_str()
+                .unwrap_or_default()
+                .to_owned()
+        };
+        until("the failure to start again", || {
+            reason().contains("cannot start")
+        });
+        let reason = reason();
+        assert!(
+            reason.contains("rank ") && reason.contains(says),
+            "{reason}"
+        );
+        assert!(reason.contains("llama.gguf"), "{reason}");
+        assert_gone(&children(server.running.id()));
+        fs::rename(&old, &model).unwrap();
+        http::health(server.port, 200);
+    }
+    let body = chat(&model, "hi", &json!({"max_tokens": 3}));
+    let answer = http::ask(server.port, "/v1/chat/completions", Some(&body));
+    assert_eq!(answer.body["usage"]["completion_tokens"], Value::from(3));
+    server.stop(2);
+}

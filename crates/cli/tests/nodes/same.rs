@@ -1,0 +1,154 @@
+//! The same answer from any split: tokens, and log-probabilities to the last digit.
+
+use serde_json::{Value, json};
+
+use crate::server::{Server, chat};
+use crate::tiny::FAMILIES;
+use crate::{World, alone, http, smollm2};
+
+const PROMPTS: [&str; 5] = [
+    "Why is the sky blue?",
+    "Write a short poem about the sea.",
+    "Explain in two sentences how a bicycle stays upright.",
+    "List five animals that live in the forest, with a word about each.",
+    "def fibonacci(n):",
+];
+
+/// A number of nodes and what else to say about the split.
+type Cut = (&'static str, &'static [&'static str]);
+
+/// Those of the issue, and uneven ones.
+const CUTS: [Cut; 14] = [
+    ("2", &["--split", "tensor"]),
+    ("3", &["--split", "tensor"]),
+    ("4", &["--split", "tensor"]),
+    ("5", &["--split", "tensor"]),
+    ("2", &["--split", "pipeline"]),
+    ("3", &["--split", "pipeline"]),
+    ("5", &["--split", "pipeline"]),
+    ("8", &["--split", "pipeline"]),
+    ("4", &["--split", "2x2"]),
+    ("6", &["--split", "3x2"]),
+    ("2", &["--shares", "3,1"]),
+    ("4", &["--split", "2x2", "--shares", "1,2,5,1"]),
+    ("3", &["--split", "pipeline", "--shares", "1,6,2"]),
+    ("7", &[]),
+];
+
+fn args<'a>((nodes, more): &'a Cut, own: &[&'a str]) -> Vec<&'a str> {
+    [&["--nodes", nodes], *more, own].concat()
+}
+
+/// Answers to `requests`, which are under way at the same time: what they said, and of each token
+/// its bytes and its log-probability beside those of the likeliest.
+fn answers(port: u16, requests: &[Value]) -> Vec<Value> {
+    std::thread::scope(|scope| {
+        let ask = |body| scope.spawn(move || http::ask(port, "/v1/chat/completions", Some(body)));
+        let asked: Vec<_> = requests.iter().map(ask).collect();
+        let choice = |answer: std::thread::ScopedJoinHandle<'_, http::Answer>| {
+            let answer = answer.join().unwrap();
+            assert_eq!(answer.status, 200, "{}", answer.body);
+            answer.body["choices"][0].clone()
+        };
+        asked.into_iter().map(choice).collect()
+    })
+}
+
+/// The bar: five prompts, 64 tokens each, temperature 0, and one sampled beside them.
+#[test]
+fn smollm2_says_the_same_over_any_split() {
+    let Some(model) = smollm2("smollm2_says_the_same_over_any_split") else {
+        return;
+    };
+    let _alone = alone();
+    let world = World::new();
+    let more = json!({"max_tokens": 64, "logprobs": true, "top_logprobs": 5});
+    let mut requests: Vec<Value> = PROMPTS.iter().map(|p| chat(&model, p, &more)).collect();
+    let sampled = json!({"max_tokens": 64, "logprobs": true, "temperature": 1, "seed": 7,
+                         "top_p": 0.95, "frequency_penalty": 0.2});
+    requests.push(chat(&model, PROMPTS[0], &sampled));
+    let own = ["--context", "512", "--parallel", "6"];
+    let served = |cut: &Cut| {
+        let server = Server::start(&world, &model, &args(cut, &own));
+        let answers = answers(server.port, &requests);
+        server.stop(cut.0.parse().unwrap());
+        answers
+    };
+    let expected = served(&("1", &[]));
+    let long = expected.iter().filter(|a| a["finish_reason"] == "length");
+    assert!(long.count() >= 4, "{expected:?}");
+    for cut in &CUTS {
+        assert_eq!(served(cut), expected, "{cut:?}");
+    }
+    world.assert_clean();
+}
+
+/// `paceline run`, whose one node is no worker but the command itself.
+#[test]
+fn the_command_says_the_same_over_any_split() {
+    let Some(model) = smollm2("the_command_says_the_same_over_any_split") else {
+        return;
+    };
+    let _alone = alone();
+    let world = World::new();
+    let tokens = |cut: &Cut, own: &[&str]| {
+        let own = [&[PROMPTS[1], "--max-tokens", "64"], own].concat();
+        let json = world.json(&model, &args(cut, &own));
+        assert_eq!(json["nodes"].to_string(), cut.0);
+        json["tokens"].clone()
+    };
+    for own in [["--temperature", "0"], ["--seed", "11"]] {
+        let expected = tokens(&("1", &[]), &own);
+        assert!(expected.as_array().unwrap().len() > 16, "{expected}");
+        for cut in [CUTS[1], CUTS[4], CUTS[9], CUTS[10]] {
+            assert_eq!(tokens(&cut, &own), expected, "{cut:?} {own:?}");
+        }
+    }
+}
+
+/// More cuts of every family, up to a rank without heads or with one layer.
+#[test]
+fn every_family_says_the_same_over_any_split() {
+    let _alone = alone();
+    let cuts: [Cut; 9] = [
+        ("1", &[]),
+        ("2", &["--split", "tensor"]),
+        ("3", &["--split", "tensor"]),
+        ("4", &["--split", "tensor"]),
+        ("4", &["--split", "pipeline"]),
+        ("4", &["--split", "2x2"]),
+        ("6", &["--split", "3x2", "--shares", "1,2,1,1,3,1"]),
+        ("2", &["--split", "tensor", "--shares", "5,1"]),
+        ("3", &["--class", "cpu-q8"]),
+    ];
+    let world = World::new();
+    for tiny in FAMILIES {
+        let model = world.model(tiny);
+        let more = json!({"max_tokens": 48, "logprobs": true, "top_logprobs": 3});
+        let long = "Once upon a time, and a very good time it was. ".repeat(4);
+        let sampled = json!({"max_tokens": 48, "logprobs": true, "temperature": 1.3, "seed": 5});
+        let requests = [
+            chat(&model, &long, &more),
+            chat(&model, "hi", &more),
+            chat(&model, "hi", &sampled),
+        ];
+        let own = ["--context", "512", "--threads", "1"];
+        let served = |cut: &Cut| {
+            let server = Server::start(&world, &model, &args(cut, &own));
+            let answers = answers(server.port, &requests);
+            server.stop(cut.0.parse().unwrap());
+            answers
+        };
+        let expected = served(&("1", &[]));
+        let quick = served(&("1", &["--class", "cpu-q8"]));
+        assert_ne!(expected, quick, "{tiny:?}: the classes differ");
+        for cut in &cuts {
+            let expected = if cut.1.contains(&"cpu-q8") {
+                &quick
+            } else {
+                &expected
+            };
+            assert_eq!(&served(cut), expected, "{tiny:?} {cut:?}");
+        }
+    }
+}

@@ -1,0 +1,119 @@
+//! What a user is told about a split.
+
+use serde_json::Value;
+
+use crate::processes::Running;
+use crate::tiny::FAMILIES;
+use crate::{World, alone, smollm2, text};
+
+#[test]
+fn every_node_has_a_line_and_the_wire_a_figure() {
+    let world = World::new();
+    let model = world.model(FAMILIES[0]);
+    let output = world.run(
+        &model,
+        &["hi", "--nodes", "4", "--split", "2x2", "--max-tokens", "8"],
+    );
+    let said = text(&output.stderr);
+    assert!(output.status.success(), "{said}");
+    let lines: Vec<&str> = said.lines().collect();
+    assert_eq!(lines.len(), 6, "{said}");
+    assert!(
+        lines[0].starts_with("4 nodes, split 2x2, 1 thread each"),
+        "{said}"
+    );
+    for (rank, line) in lines[1..5].iter().enumerate() {
+        let layers = ["layers 0-1", "layers 2-3"][rank / 2];
+        let start = format!("  rank {rank}: {layers}, heads 4 of 8, feed-forward 50 %");
+        assert!(line.starts_with(&start), "{line:?}");
+        assert_eq!(line.contains("vocabulary"), rank >= 2, "{line:?}");
+        assert_eq!(line.ends_with(", leads"), rank == 2, "{line:?}");
+    }
+    assert!(lines[5].contains("per token on the wire"), "{said}");
+    assert_eq!(text(&output.stdout).trim_end().len(), 8);
+    world.assert_clean();
+}
+
+#[test]
+fn one_node_says_nothing_of_wires() {
+    let world = World::new();
+    let model = world.model(FAMILIES[0]);
+    let said = text(&world.run(&model, &["hi", "--max-tokens", "4"]).stderr);
+    assert!(!said.contains("wire") && !said.contains("rank"), "{said}");
+    let json = world.json(&model, &["hi", "--max-tokens", "4"]);
+    assert_eq!(json["nodes"], 1);
+    assert_eq!(json["wire_bytes_per_token"], Value::Null);
+}
+
+fn sum(json: &Value) -> u64 {
+    let list = json["weight_bytes"].as_array().unwrap();
+    list.iter().map(|n| n.as_u64().unwrap()).sum()
+}
+
+#[test]
+fn programs_are_told_the_split() {
+    let world = World::new();
+    let model = world.model(FAMILIES[0]);
+    let args = [
+        "hi",
+        "--max-tokens",
+        "8",
+        "--nodes",
+        "3",
+        "--split",
+        "pipeline",
+    ];
+    let json = world.json(&model, &args);
+    assert_eq!(json["nodes"], 3);
+    assert_eq!(json["split"], "pipeline");
+    assert_eq!(json["weight_bytes"].as_array().unwrap().len(), 3);
+    // A row of 256 values passes two borders, the token and what to do with it come on top.
+    let wire = json["wire_bytes_per_token"].as_u64().unwrap();
+    assert!((2 * 256 * 4..16 * 256 * 4).contains(&wire), "{wire}");
+}
+
+/// A rank holds its part, and its process little more.
+#[test]
+fn a_rank_reads_its_part_only() {
+    let Some(model) = smollm2("a_rank_reads_its_part_only") else {
+        return;
+    };
+    let _alone = alone();
+    let world = World::new();
+    let of = |args: &[&str]| {
+        let all = [&["hi", "--max-tokens", "1"], args].concat();
+        world.json(&model, &all)
+    };
+    let whole = sum(&of(&[])) as f64;
+    for split in ["tensor", "pipeline"] {
+        let json = of(&["--nodes", "3", "--split", split]);
+        // KV heads that are cut through are held twice; the table of the embedding is the head's.
+        let share = sum(&json) as f64 / whole;
+        assert!((0.99..1.1).contains(&share), "{split}: {share}");
+    }
+    let memory = |args: &[&str], workers: usize| -> Vec<u64> {
+        let start = ["run", &model, "Tell me a long story."];
+        let all = start.iter().chain(args).copied();
+        let mut running = Running::start(&mut world.paceline(all));
+        running.wait_for_answer(1);
+        let ids = match workers {
+            0 => vec![running.id()],
+            n => running.workers(n),
+        };
+        ids.into_iter().map(resident).collect()
+    };
+    let one = memory(&["--threads", "1"], 0)[0];
+    for kib in memory(&["--nodes", "3", "--split", "tensor"], 3) {
+        assert!(kib < one * 6 / 10, "{kib} KiB of {one} KiB");
+    }
+}
+
+/// Memory that a process has of its own, in KiB: pages of files are shared by all that map them.
+fn resident(id: u32) -> u64 {
+    let status = std::fs::read_to_string(format!("/proc/{id}/status")).unwrap();
+    let line = status
+        .lines()
+        .find_map(|line| line.strip_prefix("RssAnon:"));
+    let kib = line.unwrap().trim().trim_end_matches(" kB");
+    kib.parse().unwrap()
+}

@@ -1,0 +1,206 @@
+//! Random models of some hundred kilobytes, of every family, that can be cut in many ways.
+//!
+//! They never end, since no token means that, and say printable bytes for the most part: the rows
+//! of all other tokens in the head are zero, and among a hundred random logits one is above that.
+
+use std::path::Path;
+
+use paceline_formats::gguf::testing::Writer;
+
+/// Tokens before those of the 256 bytes: unknown, start and end of a message.
+const FIRST_BYTE: usize = 3;
+const VOCAB: usize = FIRST_BYTE + 256;
+const WIDTH: usize = 256;
+const FFN: usize = 512;
+/// Of Q8_0 in GGUF files.
+const Q8_0: u32 = 8;
+/// 2^-11 as f16: bytes up to 127 times this are up to 1 / sqrt(WIDTH).
+const SCALE: [u8; 2] = 0x1000u16.to_le_bytes();
+
+/// Which model to write.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Tiny {
+    pub(crate) family: &'static str,
+    pub(crate) heads: usize,
+    pub(crate) kv_heads: usize,
+    pub(crate) head_dim: usize,
+    pub(crate) layers: usize,
+}
+
+/// One of each family: grouped heads, heads that make up more than the width, windowed layers.
+pub(crate) const FAMILIES: [Tiny; 4] = [
+    Tiny::new("llama", 8, 2, 32, 4),
+    Tiny::new("qwen2", 4, 4, 64, 4),
+    Tiny::new("qwen3", 8, 4, 64, 4),
+    Tiny::new("gemma3", 4, 1, 128, 6),
+];
+
+/// SplitMix64 (Steele, Lea and Flood 2014).
+#[derive(Debug)]
+pub(crate) struct Random(pub(crate) u64);
+
+impl Random {
+    /// 64 random bits.
+    pub(crate) fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let z = (self.0 ^ self.0 >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let z = (z ^ z >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ z >> 31
+    }
+
+    /// Below `n`.
+    pub(crate) fn below(&mut self, n: u64) -> u64 {
+        self.next() % n
+    }
+}
+
+impl Tiny {
+    const fn new(
+        family: &'static str,
+        heads: usize,
+        kv_heads: usize,
+        head_dim: usize,
+        layers: usize,
+    ) -> Self {
+        Self {
+            family,
+            heads,
+            kv_heads,
+            head_dim,
+            layers,
+        }
+    }
+
+    /// Writes it to `path`; the same shape gives the same bytes.
+    pub(crate) fn write(&self, path: &Path) {
+        let mut file = File {
+            writer: self.metadata(),
+            random: Random(7),
+        };
+        file.matrix("token_embd", VOCAB, WIDTH, |_| true);
+        file.vector("output_norm.weight", WIDTH, 1.0);
+        let speaks = |token: usize| (FIRST_BYTE + 0x20..FIRST_BYTE + 0x7f).contains(&token);
+        file.matrix("output", VOCAB, WIDTH, speaks);
+        (0..self.layers).for_each(|i| self.layer(&mut file, i));
+        file.writer.write(path);
+    }
+
+    fn layer(&self, file: &mut File, i: usize) {
+        let (q, kv) = (self.heads * self.head_dim, self.kv_heads * self.head_dim);
+        let name = |part: &str| format!("blk.{i}.{part}");
+        file.vector(&name("attn_norm.weight"), WIDTH, 4.0); // scores spread
+        file.vector(&name("ffn_norm.weight"), WIDTH, 2.0);
+        for (part, rows, cols) in [
+            ("attn_q", q, WIDTH),
+            ("attn_k", kv, WIDTH),
+            ("attn_v", kv, WIDTH),
+            ("attn_output", WIDTH, q),
+            ("ffn_gate", FFN, WIDTH),
+            ("ffn_up", FFN, WIDTH),
+            ("ffn_down", WIDTH, FFN),
+        ] {
+            file.matrix(&name(part), rows, cols, |_| true);
+        }
+        let more: &[(&str, usize, f32)] = match self.family {
+            "qwen2" => &[
+                ("attn_q.bias", q, 0.0),
+                ("attn_k.bias", kv, 0.0),
+                ("attn_v.bias", kv, 0.0),
+            ],
+            "qwen3" => &[
+                ("attn_q_norm.weight", self.head_dim, 1.5),
+                ("attn_k_norm.weight", self.head_dim, 1.5),
+            ],
+            "gemma3" => &[
+                ("attn_q_norm.weight", self.head_dim, 1.5),
+                ("attn_k_norm.weight", self.head_dim, 1.5),
+                ("post_attention_norm.weight", WIDTH, 1.0),
+                ("post_ffw_norm.weight", WIDTH, 1.0),
+            ],
+            _ => &[],
+        };
+        for (part, n, centre) in more {
+            file.vector(&name(part), *n, *centre);
+        }
+    }
+
+    fn metadata(&self) -> Writer {
+        let name = self.family;
+        let mut file = Writer::new().meta("general.architecture", name);
+        for (key, value) in [
+            ("block_count", self.layers),
+            ("embedding_length", WIDTH),
+            ("feed_forward_length", FFN),
+            ("context_length", 1 << 20),
+            ("attention.head_count", self.heads),
+            ("attention.head_count_kv", self.kv_heads),
+            ("attention.key_length", self.head_dim),
+            ("attention.value_length", self.head_dim),
+        ] {
+            file = file.meta(&format!("{name}.{key}"), value as u32);
+        }
+        if name == "gemma3" {
+            file = file.meta("gemma3.attention.sliding_window", 70u32);
+        }
+        let mut tokens = ["<unk>", "<turn>", "</turn>"].map(String::from).to_vec();
+        tokens.extend((0..=255).map(byte_name));
+        let mut kinds = vec![1; VOCAB]; // ordinary
+        kinds[0] = 2;
+        kinds[1..FIRST_BYTE].fill(3); // control
+        file.meta(&format!("{name}.attention.layer_norm_rms_epsilon"), 1e-6f32)
+            .meta(&format!("{name}.rope.freq_base"), 1e4f32)
+            .meta("tokenizer.chat_template", TEMPLATE)
+            .meta("tokenizer.ggml.model", "gpt2")
+            .meta("tokenizer.ggml.pre", "default")
+            .meta("tokenizer.ggml.tokens", tokens)
+            .meta("tokenizer.ggml.token_type", kinds)
+            .meta("tokenizer.ggml.merges", Vec::<String>::new())
+    }
+}
+
+const TEMPLATE: &str = "{% for m in messages %}<turn>{{ m['role'] }}\n{{ m['content'] }}\
+                        </turn>\n{% endfor %}<turn>assistant\n";
+
+struct File {
+    writer: Writer,
+    random: Random,
+}
+
+impl File {
+    /// Random rows; those that `is_set` does not want are zero.
+    fn matrix(&mut self, stem: &str, rows: usize, cols: usize, is_set: impl Fn(usize) -> bool) {
+        let mut bytes = Vec::with_capacity(rows * cols / 32 * 34);
+        for row in 0..rows {
+            for _ in 0..cols / 32 {
+                bytes.extend(SCALE);
+                let random = (0..4).flat_map(|_| self.random.next().to_le_bytes());
+                bytes.extend(random.map(|byte| if is_set(row) { byte } else { 0 }));
+            }
+        }
+        let name = format!("{stem}.weight");
+        self.with(|writer| writer.raw_tensor(&name, Q8_0, &[rows, cols], bytes));
+    }
+
+    /// `n` values within half of `centre`.
+    fn vector(&mut self, name: &str, n: usize, centre: f32) {
+        let unit = |bits: u64| (bits >> 40) as f32 / (1 << 23) as f32 - 1.0;
+        let value = |_| centre + 0.5 * unit(self.random.next());
+        let values: Vec<f32> = (0..n).map(value).collect();
+        self.with(|writer| writer.f32s(name, &[n], &values));
+    }
+
+    fn with(&mut self, add: impl FnOnce(Writer) -> Writer) {
+        self.writer = add(std::mem::take(&mut self.writer));
+    }
+}
+
+/// How a byte is spelt in a vocabulary of the GPT-2 kind: bytes that print stand for themselves,
+/// the others for characters from U+0100 on (`bytes_to_unicode` of GPT-2's `encoder.py`).
+fn byte_name(byte: u8) -> String {
+    let prints = |b: &u8| matches!(b, b'!'..=b'~' | 0xa1..=0xac | 0xae..=0xff);
+    if prints(&byte) {
+        return char::from(byte).to_string();
+    }
+    let before = (0..byte).filter(|b| !prints(b)).count() as u32;
+    char::from_u32(0x100 + before).unwrap().to_string()
+}

@@ -1,0 +1,190 @@
+//! Splits that cannot be, and workers that nobody asked for.
+
+use std::process::Stdio;
+
+use crate::processes::assert_gone;
+use crate::terminal::Terminal;
+use crate::tiny::FAMILIES;
+use crate::{World, finish, text};
+
+// long: one table of wrong command lines.
+#[test]
+fn what_cannot_be_split_is_said_with_advice() {
+    let world = World::new();
+    let model = world.model(FAMILIES[0]);
+    let cases: &[(&[&str], i32, &[&str])] = &[
+        (&["--nodes", "0"], 2, &["'0'", "--nodes", "1..=64"]),
+        (&["--nodes", "65"], 2, &["'65'", "--nodes", "1..=64"]),
+        (&["--nodes", "-1"], 2, &["'-1'", "--nodes"]),
+        (&["--nodes", "two"], 2, &["'two'", "--nodes"]),
+        (
+            &["--nodes", "3", "--split", "2x2"],
+            2,
+            &[
+                "--split 2x2 is for",
+                "4 nodes",
+                "--nodes is 3",
+                "hint: ",
+                "--nodes 4",
+            ],
+        ),
+        (
+            &["--split", "2x2"],
+            2,
+            &["--nodes is 1", "hint: ", "--nodes 4"],
+        ),
+        (
+            &["--nodes", "2", "--split", "diagonal"],
+            2,
+            &["\"diagonal\"", "auto, tensor, pipeline"],
+        ),
+        (&["--nodes", "2", "--split", "0x2"], 2, &["\"0x2\""]),
+        (
+            &["--nodes", "3", "--shares", "1,2"],
+            2,
+            &["--shares has 2", "--nodes is 3", "hint: ", "--shares 2,1,1"],
+        ),
+        (
+            &["--shares", "3,1"],
+            2,
+            &["--shares has 2", "hint: ", "--nodes 2"],
+        ),
+        (
+            &["--nodes", "2", "--shares", "0,1"],
+            2,
+            &["'0'", "--shares"],
+        ),
+        (
+            &["--nodes", "5", "--split", "pipeline"],
+            1,
+            &["5 pipeline stages for 4 layers", "hint: ", "--nodes"],
+        ),
+        (
+            &["--nodes", "64", "--split", "tensor"],
+            1,
+            &["gets nothing", "hint: ", "--split pipeline"],
+        ),
+    ];
+    let commands: [&[&str]; 3] = [
+        &["run", &model, "hi"],
+        &["up", "--port", "0", "--model", &model],
+        &["bench", "model", &model],
+    ];
+    for (args, code, says) in cases {
+        for command in commands {
+            let output = finish(&mut world.paceline(command.iter().chain(*args)));
+            let said = text(&output.stderr);
+            assert_eq!(
+                output.status.code(),
+                Some(*code),
+                "{command:?} {args:?}: {said}"
+            );
+            assert_eq!(text(&output.stdout), "", "{args:?}");
+            let mut rest = &said[..];
+            for part in *says {
+                let at = rest.find(part);
+                let at = at.unwrap_or_else(|| panic!("{args:?}: no {part:?} in {said}"));
+                rest = &rest[at + part.len()..];
+            }
+        }
+    }
+    world.assert_clean();
+}
+
+/// What is wrong whatever the model is told before one is fetched.
+#[test]
+fn nothing_is_fetched_for_a_split_that_cannot_be() {
+    let world = World::new();
+    for args in [
+        ["--nodes=3", "--split=2x2"],
+        ["--nodes=2", "--shares=1,2,3"],
+    ] {
+        let output = world.run("smollm2", &["hi", args[0], args[1]]);
+        assert_eq!(output.status.code(), Some(2), "{}", text(&output.stderr));
+        world.assert_clean();
+    }
+}
+
+/// Memory that the system does not give is told by the worker that wanted it.
+#[test]
+fn workers_that_cannot_have_memory_say_so() {
+    let world = World::new();
+    let model = world.model(FAMILIES[0]);
+    let mut command = world.paceline([""; 0]);
+    let paceline = command.get_program().to_owned();
+    let mut shell = std::process::Command::new("/bin/sh");
+    shell
+        .args(["-c", "ulimit -v 4000000; exec \"$0\" \"$@\""])
+        .arg(paceline)
+        .args([
+            "run",
+            &model,
+            "hi",
+            "--context",
+            "1000000000",
+            "--nodes",
+            "2",
+        ])
+        .env_clear()
+        .env("PACELINE_HOME", world.path("home"))
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped());
+    command = shell;
+    let output = finish(&mut command);
+    let said = text(&output.stderr);
+    assert_eq!(output.status.code(), Some(1), "{said}");
+    assert_eq!(text(&output.stdout), "");
+    for part in ["cannot start", "rank ", "cannot reserve", "memory"] {
+        assert!(said.contains(part), "no {part:?} in {said}");
+    }
+}
+
+#[test]
+fn a_worker_started_by_hand_says_what_it_is() {
+    let world = World::new();
+    let fits = |said: &str| {
+        said.contains("error: `paceline worker` is a part of a model")
+            && said.contains("hint: `paceline run MODEL --nodes 2`")
+    };
+    for input in ["null", "pipe"] {
+        let mut command = world.paceline(["worker"]);
+        if input == "pipe" {
+            command.stdin(Stdio::piped());
+        }
+        let output = finish(&mut command);
+        let said = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{said}");
+        assert!(fits(&said), "{said}");
+    }
+    let mut terminal = Terminal::start(&mut world.paceline(["worker"]));
+    let status = terminal.child.wait().unwrap();
+    let said = terminal.rest();
+    assert_eq!(status.code(), Some(2), "{said}");
+    assert!(fits(&said), "{said}");
+    terminal.assert_usable();
+}
+
+/// A pipe that closes early is no failure of a split either, and leaves no worker.
+#[test]
+fn a_reader_that_leaves_ends_all() {
+    let world = World::new();
+    let model = world.model(FAMILIES[0]);
+    let args = ["run", &model, "go", "--context", "60000", "--nodes", "2"];
+    let mut child = world.paceline(args).spawn().unwrap();
+    drop(child.stdout.take());
+    let mut stderr = child.stderr.take().unwrap();
+    let mut workers = Vec::new();
+    crate::until("it ends", || {
+        let now = crate::processes::children(child.id());
+        if now.len() >= workers.len() {
+            workers = now;
+        }
+        child.try_wait().unwrap().is_some()
+    });
+    let mut said = String::new();
+    std::io::Read::read_to_string(&mut stderr, &mut said).unwrap();
+    assert_eq!(child.wait().unwrap().code(), Some(0), "{said}");
+    assert!(!said.contains("error"), "{said}");
+    assert_gone(&workers);
+}
