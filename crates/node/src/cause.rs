@@ -80,7 +80,7 @@ impl Sign {
             | Self::Garbled { .. } => 0,
             Self::Failed { blamed: None, .. } => 1,
             Self::Failed { .. } => 2,
-            Self::Exited { .. } => 3, // it said why before
+            Self::Exited { .. } => 4, // it said why before
         }
     }
 }
@@ -100,7 +100,16 @@ impl fmt::Display for Sign {
                 write!(f, "{rank} has given no sign of life for {seconds:.1} s")
             }
             Self::Garbled { rank, what } => write!(f, "{rank} speaks nonsense: {what}"),
-            Self::Failed { rank, reason, .. } => write!(f, "{rank}: {reason}"),
+            Self::Failed {
+                rank,
+                reason,
+                blamed: None,
+            } => write!(f, "{rank}: {reason}"),
+            Self::Failed {
+                rank,
+                reason,
+                blamed: Some(blamed),
+            } => write!(f, "{blamed} is lost, says {rank}: {reason}"),
         }
     }
 }
@@ -114,6 +123,10 @@ pub(crate) fn cause(signs: &[Sign]) -> &Sign {
     let doubt = |sign: &&Sign| match sign {
         // Nobody told it to, or it would not be a sign: as sure as what a rank says of itself.
         Sign::Exited { rank, .. } if !said_why(*rank) => sign.doubt().min(1),
+        // It left because of another.
+        Sign::Failed {
+            blamed: Some(rank), ..
+        } if said_why(*rank) => sign.doubt() + 1,
         _ => sign.doubt(),
     };
     signs
@@ -168,7 +181,16 @@ mod tests {
                 1,
                 "rank 1: it broke",
             ),
-            (vec![failed(0, Some(1))], 1, "rank 0: it broke"),
+            (
+                vec![failed(0, Some(1))],
+                1,
+                "rank 1 is lost, says rank 0: it broke",
+            ),
+            (
+                vec![failed(2, Some(0)), failed(0, Some(1))],
+                1,
+                "rank 1 is lost, says rank 0: it broke",
+            ),
             (
                 vec![
                     failed(0, Some(2)),

@@ -141,7 +141,7 @@ fn a_lost_rank_leaves_the_terminal_usable() {
     for (kind, prompt) in [
         (Signal::KILL, "go"),
         (Signal::STOP, "go"),
-        (Signal::SEGV, ""),
+        (Signal::ABORT, ""),
     ] {
         let (_, workers) = shell.answer(prompt);
         signal(workers[1], kind);
