@@ -1,8 +1,8 @@
 //! Memory that other ranks read and write: one-sided access between fences.
 //!
 //! Every rank *exposes* a buffer. Between two fences a rank notes what it wants to `put` into
-//! others' buffers and to `get` from them; nothing moves. A fence, which all ranks call, moves it all:
-//! first every put is done, by rank, then every get is answered. So a get sees all puts of its
+//! others' buffers and to `get` from them; nothing moves. A fence, which all ranks call, moves
+//! it all: first every put is done, by rank, then every get is answered. So a get sees all puts of its
 //! epoch, of two puts to one place that of the higher rank stays, and between fences a rank has its
 //! own buffer for itself. No coherence beyond that is promised.
 //!

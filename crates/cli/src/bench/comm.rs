@@ -16,6 +16,7 @@ use paceline_comm::{Algorithm, Deadline, Error, Group, Reduce, Tuning, local, sh
 use serde::{Deserialize, Serialize};
 
 use super::quantile;
+use crate::output;
 
 /// Bytes of a rank's buffer: 4 B to 64 MiB in steps of 16 and, in between, of 4.
 const SIZES: [usize; 13] = [
@@ -296,7 +297,7 @@ fn value_name(value: impl clap::ValueEnum) -> String {
 /// A child process: joins and measures.
 fn child(args: &Args, rank: Rank) -> anyhow::Result<()> {
     let listener = tcp::Listener::bind(SocketAddr::from(([127, 0, 0, 1], 0)))?;
-    println!("{}", listener.addr());
+    output::print(&listener.addr().to_string())?;
     let mut line = String::new();
     std::io::stdin().read_line(&mut line)?;
     let mut words = line.split_whitespace();
@@ -315,7 +316,7 @@ fn child(args: &Args, rank: Rank) -> anyhow::Result<()> {
     };
     let report = measure(args, &*group)?;
     if rank == Rank(0) {
-        println!("{}", serde_json::to_string(&report)?);
+        output::print(&serde_json::to_string(&report)?)?;
     }
     Ok(())
 }
@@ -525,20 +526,18 @@ fn mpi(args: &Args, sizes: &str) -> anyhow::Result<Vec<(usize, f64)>> {
 
 fn print(args: &Args, report: &Report) -> anyhow::Result<()> {
     if args.json {
-        println!("{}", serde_json::to_string(report)?);
-        return Ok(());
+        return output::print(&serde_json::to_string(report)?);
     }
-    print!("{} over {}", report.explain, report.transport);
-    println!();
+    output::print(&format!("{} over {}", report.explain, report.transport))?;
     if args.explain {
         return Ok(());
     }
-    println!(
+    output::print(&format!(
         "{:<15}{:>10} {:<10}{:>11}{:>11}{:>11}{:>10}",
         "operation", "bytes", "algorithm", "p10 us", "p50 us", "p99 us", "bus GB/s"
-    );
+    ))?;
     for row in &report.rows {
-        println!(
+        output::print(&format!(
             "{:<15}{:>10} {:<10}{:>11.1}{:>11.1}{:>11.1}{:>10.2}",
             row.op,
             Bytes(row.bytes as u64).to_string(),
@@ -547,10 +546,10 @@ fn print(args: &Args, report: &Report) -> anyhow::Result<()> {
             row.p50_us,
             row.p99_us,
             row.bus_gb_s
-        );
+        ))?;
     }
     for row in &report.peer {
-        println!(
+        output::print(&format!(
             "{:<15}{:>10} {:<10}{:>11}{:>11.1}   ours / theirs {:.2}",
             "all_reduce",
             Bytes(row.bytes as u64).to_string(),
@@ -558,7 +557,7 @@ fn print(args: &Args, report: &Report) -> anyhow::Result<()> {
             "",
             row.p50_us,
             row.ratio
-        );
+        ))?;
     }
     Ok(())
 }
