@@ -2,9 +2,9 @@
 //!
 //! Every rank *exposes* a buffer. Between two fences a rank notes what it wants to `put` into
 //! others' buffers and to `get` from them; nothing moves. A fence, which all ranks call, moves
-//! it all: first every put is done, by rank, then every get is answered. So a get sees all puts of its
-//! epoch, of two puts to one place that of the higher rank stays, and between fences a rank has its
-//! own buffer for itself. No coherence beyond that is promised.
+//! it all: first every put is done, by rank, then every get is answered. So a get sees all puts of
+//! its epoch, of two puts to one place that of the higher rank stays, and between fences a rank has
+//! its own buffer for itself. No coherence beyond that is promised.
 //!
 //! Steps of a fence: four (lengths, then requests with the data of puts; lengths, then answers).
 //! Bytes: 24 for each request, 16 for each peer, and the data once.

@@ -19,6 +19,14 @@ pub enum Error {
         /// What happened, with the rank's name.
         reason: String,
     },
+    /// The engine of this worker cannot go on.
+    #[error("{reason}")]
+    Stopped {
+        /// What it says.
+        reason: String,
+        /// Whose fault it is, if another rank's.
+        blamed: Option<Rank>,
+    },
     /// Workers did not get ready in time.
     #[error("{rank} did not {what} within {} s", limit.as_secs())]
     Slow {
@@ -88,6 +96,7 @@ impl Error {
             Self::Model(error) | Self::Engine(paceline_engine::Error::Model(error)) => {
                 error.blamed()
             }
+            Self::Stopped { blamed, .. } => *blamed,
             _ => None,
         }
     }

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use paceline_base::Rank;
 use paceline_cluster::Control;
 use paceline_comm::tcp::{self, GroupId};
-use paceline_comm::{Deadline, Group};
+use paceline_comm::{Deadline, Error as CommError, Group};
 use paceline_engine::{Engine, Follower, Reply, Runner, Service, Sink, State, Ticket};
 use paceline_formats::tokenizer::Tokenizer;
 use paceline_model::{Config, Links, LoadOptions, Model, Source, Split};
@@ -29,6 +29,9 @@ const LOOK_EVERY: Duration = Duration::from_millis(100);
 
 /// How long a worker that cannot go on waits to be ended, so that the parent reads why first.
 const LAST_WORDS: Duration = Duration::from_millis(200);
+
+/// How long a group may take to say again why it failed; it does so at once.
+const LOST_LIMIT: Duration = Duration::from_millis(10);
 
 /// Runs a worker on the control channel that is this process's standard input, until the parent
 /// ends it or is gone; returns only when something failed, which the parent has been told.
@@ -235,10 +238,26 @@ fn lead(
             None => {}
         }
         if let State::Failed(reason) = runner.status().state {
-            let rank = Rank(job.rank);
-            return Err(Error::Worker { rank, reason });
+            let blamed = lost(&model);
+            return Err(Error::Stopped { reason, blamed });
         }
     }
+}
+
+/// The rank that the groups of a model have lost. A group that failed says so again at once; one
+/// that did not has no time to do anything.
+fn lost(model: &Model) -> Option<Rank> {
+    let links = model.links()?;
+    let of = |group: &dyn Group| match group.barrier(Deadline::at(Instant::now() + LOST_LIMIT)) {
+        Err(
+            CommError::PeerLost { rank, .. }
+            | CommError::Silent { rank, .. }
+            | CommError::Garbled { rank, .. },
+        ) => Some(rank),
+        _ => None,
+    };
+    let first = links.world.rank().0 - links.stage.rank().0;
+    of(&*links.world).or_else(|| Some(Rank(first + of(&*links.stage)?.0)))
 }
 
 /// Open requests: the parent's name for each, and the engine's once it has one. A request may be

@@ -170,7 +170,8 @@ pub(crate) fn assert_gone(ids: &[u32]) {
 /// Waits until none of `ids` lives, which must come within `limit` of `start`; how long it took.
 pub(crate) fn wait_gone(ids: &[u32], start: Instant, limit: Duration) -> Duration {
     while ids.iter().any(|id| lives(*id)) {
-        let left: Vec<_> = ids.iter().map(|id| (id, stat(*id))).collect();
+        let parent = |id: &u32| stat(*id).and_then(|(parent, _)| stat(parent));
+        let left: Vec<_> = ids.iter().map(|id| (id, stat(*id), parent(id))).collect();
         assert!(start.elapsed() < limit, "still there: {left:?}");
         std::thread::sleep(Duration::from_millis(1));
     }
