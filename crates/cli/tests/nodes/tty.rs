@@ -103,8 +103,8 @@ fn ctrl_c_ends_an_answer_and_its_workers() {
     };
     for prompt in ["go", ""] {
         let (_, workers) = shell.answer(prompt);
-        shell.terminal.type_keys("\x03");
         let start = Instant::now();
+        shell.terminal.type_keys("\x03");
         let took = wait_gone(&workers, start, Duration::from_secs(1));
         eprintln!("Ctrl-C: workers gone after {took:?}");
         assert_eq!(shell.code(), "1");
