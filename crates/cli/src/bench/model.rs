@@ -163,7 +163,8 @@ fn measure(loaded: &Loaded, args: &Args, round: u32) -> anyhow::Result<Run> {
     let read = generate(loaded, &tokens[..prompt], 0)?;
     let prefill = prompt as f64 / (read.prompt_read - start).as_secs_f64();
     // Other tokens, so that nothing of the first prompt can be used again.
-    let tokens = self::tokens(loaded, args.depth(), round + 1_000_000);
+    // A prompt has at least one token.
+    let tokens = self::tokens(loaded, args.depth().max(1), round + 1_000_000);
     let before = loaded.sent();
     let generated = generate(loaded, &tokens, args.r#gen as usize + 1)?;
     let wire = loaded

@@ -216,12 +216,17 @@ impl<'k> Step<'k> {
                 KernelClass::Cpu | KernelClass::CpuQ8 => KvType::F16,
             },
         };
+        // Widths that are no whole runs of 32 have float weights, which read no integers.
+        let activations = |cols: usize| {
+            let precision = precision.filter(|_| cols.is_multiple_of(32));
+            Activations::new(rows, cols, precision)
+        };
         Ok(Self {
             kernels,
             config: config.clone(),
-            normed: Activations::new(rows, config.width, precision),
-            attended: Activations::new(rows, inner, precision),
-            hidden: Activations::new(rows, config.ffn, precision),
+            normed: activations(config.width),
+            attended: activations(inner),
+            hidden: activations(config.ffn),
             wide: std::array::from_fn(|_| vec![0.5; rows * widest]),
             cache: KvCache::new(shape, POSITIONS[1].div_ceil(PAGE))?,
             scratch: AttentionScratch::new(1, config.heads, config.head_dim, POSITIONS[1]),
