@@ -103,6 +103,9 @@ impl Session {
         show: impl FnMut(&str) -> anyhow::Result<()>,
     ) -> anyhow::Result<Figures> {
         let n_prompt = prompt.len();
+        if n_prompt == 0 {
+            return Err(paceline_engine::Error::EmptyPrompt.into());
+        }
         let request = Request {
             prompt,
             max_tokens: self.max_tokens,

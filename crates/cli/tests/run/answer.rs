@@ -38,7 +38,7 @@ fn an_answer_goes_to_stdout_and_its_figures_to_stderr() {
     // <|im_start|> user \n h i <|im_end|> \n <|im_start|> assistant \n, a token per byte.
     let start = "[prompt 21 tokens, answer 29 tokens; first token after ";
     assert!(
-        said.starts_with(start) && said.ends_with(" tokens/s]\n"),
+        said.starts_with(start) && said.ends_with(" predicted)]\n"),
         "{said}"
     );
     assert_eq!(said.lines().count(), 1, "{said}");
@@ -81,7 +81,9 @@ fn json_is_one_object_with_all_fields() {
             "text",
             "threads",
             "tokens",
-            "ttft_ms"
+            "ttft_ms",
+            "weight_bytes",
+            "wire_bytes_per_token"
         ]
     );
     let tokens = numbers(&json, "tokens");

@@ -23,7 +23,7 @@ fn ask(terminal: &mut Terminal, line: &str) -> usize {
     terminal.type_keys(&format!("{line}\n"));
     terminal.expect(&format!("{line}\n{ALPHABET}\n[prompt "));
     let n = terminal.expect(" tokens, answer 29 tokens; first token after ");
-    terminal.expect("tokens/s]\n> ");
+    terminal.expect(" predicted)]\n> ");
     n.split(' ').next().unwrap().parse().unwrap()
 }
 
