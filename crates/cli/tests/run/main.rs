@@ -23,7 +23,7 @@ use serde_json::Value;
 use tiny::Tiny;
 
 /// No run of these tests takes longer, unless it hangs.
-const PATIENCE: Duration = Duration::from_secs(30);
+const PATIENCE: Duration = Duration::from_secs(120);
 
 /// A world of its own for one paceline: an empty home, an empty folder for temporary files, and a
 /// folder for models.
