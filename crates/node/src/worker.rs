@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 use paceline_base::Rank;
 use paceline_cluster::Control;
 use paceline_comm::tcp::{self, GroupId};
+use paceline_comm::{Backend, Strict, init};
 use paceline_comm::{Deadline, Error as CommError, Group};
 use paceline_engine::{Engine, Follower, Reply, Runner, Service, Sink, State, Ticket};
 use paceline_formats::tokenizer::Tokenizer;
@@ -123,17 +124,20 @@ fn join(channel: &Channel, job: &Job, split: &Split, config: &Config) -> Result<
         other => return Err(unexpected(&other, "Join")),
     };
     let deadline = Deadline::at(Instant::now() + START_LIMIT);
-    let world = tcp::join(
+    let world = init(
+        Backend::Any,
+        Strict::Yes,
         listener,
         Rank(job.rank),
         &addrs,
         GroupId(job.group),
+        tcp::Config::default(),
         deadline,
     )?;
     let stage = split.shard(config, Rank(job.rank)).stage as u32;
     let stage = world.split(stage, job.rank, deadline)?;
     Ok(Links {
-        world: Box::new(world),
+        world,
         stage,
         patience: Duration::from_secs(job.patience_s),
     })

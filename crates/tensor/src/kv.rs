@@ -13,7 +13,8 @@ use memmap2::MmapMut;
 use paceline_base::Bytes;
 
 use crate::attention::{PAGE, PageView};
-use crate::packed::{Error, reserve};
+use crate::memory::reserve;
+use crate::packed::Error;
 
 /// How keys and values are kept.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

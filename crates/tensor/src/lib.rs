@@ -36,6 +36,7 @@ mod isa;
 pub mod kernels;
 pub mod kv;
 pub mod matmul;
+mod memory;
 pub mod naive;
 mod packed;
 pub mod pool;

@@ -6,12 +6,12 @@
 use std::ops::Range;
 
 use half::f16;
-use memmap2::MmapMut;
 use paceline_base::{BlockType, Bytes};
 
 use crate::ThreadPool;
 use crate::formats::{self, CRUMB_PLANE, Layout, NIBBLE_PLANE};
 use crate::isa::LANES;
+use crate::memory::HugeMap;
 use crate::stored::{self, CODEBOOK, Chunk};
 
 /// A matrix as it lies in a model file: `(rows, cols)`, row-major, whole blocks per row.
@@ -91,7 +91,7 @@ pub struct Packed {
     /// stored block, of which the kernels need the header.
     pub(crate) first_chunk: usize,
     pub(crate) group_bytes: usize,
-    pub(crate) data: MmapMut,
+    pub(crate) data: HugeMap,
 }
 
 impl Packed {
@@ -147,7 +147,7 @@ impl Packed {
             cut.cols
         };
         let group_bytes = group_bytes(block_type, held);
-        let data = reserve_huge(group_bytes * matrix.rows.div_ceil(LANES))?;
+        let data = HugeMap::zeroed(group_bytes * matrix.rows.div_ceil(LANES))?;
         let mut packed = Self {
             block_type,
             rows: matrix.rows,
@@ -266,23 +266,6 @@ fn group_bytes(block_type: BlockType, cols: usize) -> usize {
         Some(layout) => layout.group_bytes(cols / Chunk::LEN),
         None => cols * LANES * block_type.bytes(),
     }
-}
-
-/// Zeroed memory, taken from the system when it is first touched.
-pub(crate) fn reserve(bytes: usize) -> Result<MmapMut, Error> {
-    MmapMut::map_anon(bytes.max(1)).map_err(|reason| Error::Memory {
-        bytes: Bytes(bytes as u64),
-        reason: reason.to_string(),
-    })
-}
-
-/// [`reserve`] in huge pages where the system has them: a decode step streams all weights, and
-/// 4 KiB pages cost TLB misses.
-fn reserve_huge(bytes: usize) -> Result<MmapMut, Error> {
-    let map = reserve(bytes)?;
-    #[cfg(target_os = "linux")]
-    let _ = map.advise(memmap2::Advice::HugePage); // a refusal only costs speed
-    Ok(map)
 }
 
 /// Writes the `wanted` columns of a row of floats (types as stored and as packed) into lane `lane`
