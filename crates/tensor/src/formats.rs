@@ -20,11 +20,11 @@
 //! | Q8_0 | bytes | d f16 | | 1.00 |
 //! | IQ4_NL | nibbles (code) | d f16 | | 1.00 |
 //! | Q2_K | crumbs | scale + 16 min, u8 x 2 | d, dmin f16 | 1.00 |
-//! | Q3_K | crumbs, bits (q + 4) | scale i8 x 2 | d f16 | 1.04 |
+//! | Q3_K | crumbs, bits (q + 4) | scale i8 x 2 | d f16 | 1.05 |
 //! | Q4_K | nibbles | scale u8, min u8 | d, dmin f16 | 1.03 |
 //! | Q5_K | nibbles, bits | scale u8, min u8 | d, dmin f16 | 1.02 |
-//! | Q6_K | nibbles, crumbs (q + 32) | scale i8 x 2 | d f16 | 1.00 |
-//! | IQ4_XS | nibbles (code) | scale i8 | d f16 | 1.01 |
+//! | Q6_K | nibbles, crumbs (q + 32) | scale i8 x 2 | d f16 | 1.01 |
+//! | IQ4_XS | nibbles (code) | scale i8 | d f16 | 1.03 |
 //!
 //! [`Format`] says how a kernel reads one chunk; [`crate::packed`] writes it.
 
@@ -39,61 +39,84 @@ pub(crate) const NIBBLE_PLANE: usize = 256;
 pub(crate) const CRUMB_PLANE: usize = 128;
 pub(crate) const BIT_PLANE: usize = 64;
 pub(crate) const BYTE_PLANE: usize = 512;
+/// Bytes of a cache line, and of the widest load. Apple's lines have 128: two of these.
+const LINE: usize = 64;
 
-/// Where the parts of a chunk lie; the same for the packer and the kernels.
+/// Where the parts of a block of chunks lie; the same for the packer and the kernels:
+///
+/// ```text
+/// header | scales of chunk 0, 1, .. | padding to a cache line | planes of chunk 0, 1, ..
+/// ```
+///
+/// Planes begin at cache lines, so that no load touches two.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Layout {
-    /// Bytes before the first chunk of every `per_header` chunks.
+    /// Chunks of a block; the last block of a group may have fewer.
+    pub(crate) per_block: usize,
+    /// Bytes that all chunks of a block have in common.
     pub(crate) header: usize,
-    /// Chunks behind one header.
-    pub(crate) per_header: usize,
-    /// Bytes of the planes, which come first in a chunk.
-    pub(crate) planes: usize,
-    /// Bytes of the scales after them.
+    /// Bytes of a chunk's scales.
     pub(crate) scales: usize,
+    /// Bytes of a chunk's planes.
+    pub(crate) planes: usize,
+}
+
+/// Offsets within a group.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Place {
+    pub(crate) header: usize,
+    pub(crate) scales: usize,
+    pub(crate) planes: usize,
 }
 
 impl Layout {
+    /// As many chunks to a block as fill a cache line with their scales.
     const fn legacy(planes: usize, scales: usize) -> Self {
         Self {
+            per_block: LINE.div_ceil(scales),
             header: 0,
-            per_header: 1,
-            planes,
             scales,
+            planes,
         }
     }
 
+    /// A super-block of 256 columns.
     const fn k(planes: usize, scales: usize, header: usize) -> Self {
         Self {
+            per_block: 8,
             header,
-            per_header: 8,
-            planes,
             scales,
+            planes,
         }
     }
 
-    pub(crate) const fn chunk_bytes(self) -> usize {
-        self.planes + self.scales
+    /// Bytes before the planes of a block.
+    const fn front(self) -> usize {
+        (self.header + self.per_block * self.scales).next_multiple_of(LINE)
     }
 
-    /// Bytes from one header to the next.
-    pub(crate) const fn stride(self) -> usize {
-        self.header + self.per_header * self.chunk_bytes()
+    /// Bytes from one block to the next.
+    const fn stride(self) -> usize {
+        self.front() + self.per_block * self.planes
     }
 
-    /// Offsets of the header and of the chunk itself within a group, for chunk `c`.
+    /// Where chunk `c` of a group lies.
     #[inline(always)]
-    pub(crate) const fn offsets(self, c: usize) -> (usize, usize) {
-        let header = c / self.per_header * self.stride();
-        (
-            header,
-            header + self.header + c % self.per_header * self.chunk_bytes(),
-        )
+    pub(crate) const fn place(self, c: usize) -> Place {
+        let (block, within) = (c / self.per_block * self.stride(), c % self.per_block);
+        Place {
+            header: block,
+            scales: block + self.header + within * self.scales,
+            planes: block + self.front() + within * self.planes,
+        }
     }
 
     /// Bytes of a group of `chunks` chunks.
     pub(crate) const fn group_bytes(self, chunks: usize) -> usize {
-        chunks.div_ceil(self.per_header) * self.stride()
+        match chunks % self.per_block {
+            0 => chunks / self.per_block * self.stride(),
+            rest => chunks / self.per_block * self.stride() + self.front() + rest * self.planes,
+        }
     }
 }
 
@@ -285,11 +308,11 @@ impl Planes for EightBits {
     }
 }
 
-/// How the scales of a chunk are read. `scales` points behind the planes.
+/// How the scales of a chunk are read.
 pub(crate) trait Scales {
     /// Bytes of the scales in a chunk.
     const BYTES: usize;
-    /// Bytes of the header before every eight chunks, 0 for none.
+    /// Bytes of the header of every eight chunks, 0 for none.
     const HEADER: usize;
     /// Whether the two halves of 16 columns have integer scales of their own.
     const HALVES: bool;

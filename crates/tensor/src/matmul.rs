@@ -226,10 +226,12 @@ impl<F: Format, const TERMS: usize> Leaf for Quantised<F, TERMS> {
         unsafe {
             let mut acc = [S::splat(0.0); N];
             for c in cols.start / Chunk::LEN..cols.end / Chunk::LEN {
-                let (header, at) = layout.offsets(args.first_chunk + c);
-                let (header, chunk) = (args.weights.add(header), args.weights.add(at));
-                let scales = chunk.add(layout.planes);
-                let weights = ChunkWeights::<S>::load::<F>(header, chunk, scales);
+                let place = layout.place(args.first_chunk + c);
+                let weights = ChunkWeights::<S>::load::<F>(
+                    args.weights.add(place.header),
+                    args.weights.add(place.planes),
+                    args.weights.add(place.scales),
+                );
                 let mut i = 0;
                 while i < N {
                     let (q, meta) = args.x.chunk::<TERMS>(t + i, c);

@@ -91,6 +91,9 @@ mod tests {
 
     #[test]
     fn memory_that_nobody_has_is_an_error() {
-        assert!(matches!(HugeMap::zeroed(usize::MAX / 2), Err(Error::Memory { .. })));
+        assert!(matches!(
+            HugeMap::zeroed(usize::MAX / 2),
+            Err(Error::Memory { .. })
+        ));
     }
 }

@@ -302,21 +302,25 @@ fn pack_row(
     out: &mut [u8],
 ) {
     for c in 0..cols / Chunk::LEN {
-        let (header, start) = layout.offsets(c);
+        let place = layout.place(c);
         let chunk = stored::chunk(block_type, row, c);
-        let (planes, scales) = out[start..start + layout.chunk_bytes()].split_at_mut(layout.planes);
-        pack_planes(block_type, &chunk, lane, planes);
+        pack_planes(
+            block_type,
+            &chunk,
+            lane,
+            &mut out[place.planes..][..layout.planes],
+        );
         let raw = stored::raw_scales(block_type, row, c);
         for (i, byte) in raw.bytes.into_iter().flatten().enumerate() {
-            scales[i * LANES + lane] = byte;
+            out[place.scales + i * LANES + lane] = byte;
         }
         let halves = if layout.header == 0 {
-            scales
+            place.scales
         } else {
-            &mut out[header..]
+            place.header
         };
         for (i, half) in raw.header.into_iter().flatten().enumerate() {
-            put_half(halves, i, lane, half);
+            put_half(&mut out[halves..], i, lane, half);
         }
     }
 }
