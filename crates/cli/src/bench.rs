@@ -1,6 +1,7 @@
 //! `paceline bench`: measurements as commands of the product.
 
 mod comm;
+mod kernels;
 mod model;
 mod peer;
 
@@ -11,6 +12,8 @@ use crate::interrupt::Signals;
 pub(crate) enum Command {
     /// Prefill and decode speed of a model, beside llama.cpp if asked
     Model(model::Args),
+    /// Matrix products of every weight type, beside what this machine can do at best
+    Kernels(kernels::Args),
     /// Latency and bandwidth of the collectives, beside MLX or Open MPI if asked
     Comm(comm::Args),
 }
@@ -19,6 +22,7 @@ pub(crate) enum Command {
 pub(crate) fn run(command: &Command, signals: &Signals) -> anyhow::Result<()> {
     match command {
         Command::Model(args) => model::run(args, signals),
+        Command::Kernels(args) => kernels::run(args),
         Command::Comm(args) => comm::run(args),
     }
 }

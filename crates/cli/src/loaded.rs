@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use paceline_base::{Bytes, KernelClass, Rank};
+use paceline_comm::Backend;
 use paceline_engine::{Engine, EngineConfig, Failure, Reply, Request, Runner, Service, Ticket};
 use paceline_formats::chat::{ChatTemplate, Error as ChatError};
 use paceline_formats::tokenizer::Tokenizer;
@@ -34,6 +35,30 @@ pub(crate) struct SplitArgs {
     #[arg(long, value_name = "A,B,..", value_delimiter = ',', allow_negative_numbers = true,
           value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) shares: Vec<u32>,
+    /// How nodes reach each other
+    #[arg(long, value_enum, value_name = "HOW", default_value_t = Transport::Any)]
+    pub(crate) transport: Transport,
+}
+
+/// How the nodes of a model reach each other.
+#[derive(Clone, Copy, Debug, clap::ValueEnum)]
+pub(crate) enum Transport {
+    /// Shared memory where it can be had, else TCP
+    Any,
+    /// Shared memory
+    Shm,
+    /// TCP
+    Tcp,
+}
+
+impl Transport {
+    pub(crate) const fn backend(self) -> Backend {
+        match self {
+            Self::Any => Backend::Any,
+            Self::Shm => Backend::Shm,
+            Self::Tcp => Backend::Tcp,
+        }
+    }
 }
 
 impl SplitArgs {
@@ -62,6 +87,7 @@ impl SplitArgs {
             nodes: 1,
             split: SplitKind::Auto,
             shares: Vec::new(),
+            transport: Transport::Any,
         }
     }
 }
@@ -203,6 +229,7 @@ impl Opened {
             kind: self.cut.split,
             ranks: self.cut.nodes,
             shares: self.cut.shares.clone(),
+            backend: self.cut.transport.backend(),
             split: self.split.clone(),
             engine: self.engine.clone(),
             on_line: Some(Box::new(|rank, line| tell(format_args!("[{rank}] {line}")))),

@@ -20,6 +20,38 @@ pub enum Backend {
     Tcp,
 }
 
+impl Backend {
+    /// The name used in options.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Any => "any",
+            Self::Local => "local",
+            Self::Shm => "shm",
+            Self::Tcp => "tcp",
+        }
+    }
+}
+
+/// Not the name of a backend.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("no backend is called {got:?}")]
+pub struct UnknownBackend {
+    /// The name.
+    pub got: String,
+}
+
+impl std::str::FromStr for Backend {
+    type Err = UnknownBackend;
+
+    fn from_str(text: &str) -> Result<Self, UnknownBackend> {
+        let mut all = [Self::Any, Self::Local, Self::Shm, Self::Tcp].into_iter();
+        all.find(|backend| backend.name() == text)
+            .ok_or_else(|| UnknownBackend {
+                got: text.to_owned(),
+            })
+    }
+}
+
 /// What to do if the others do not come.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Strict {

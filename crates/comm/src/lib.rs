@@ -74,7 +74,7 @@ pub use data::{Complex64, Counts, Data, DataMut, Dtype, Element};
 pub use deadline::Deadline;
 pub use error::Error;
 pub use group::{Collective, Group, MESSAGES_HELD, Traffic};
-pub use init::{Backend, Strict, init};
+pub use init::{Backend, Strict, UnknownBackend, init};
 pub use reduce::Reduce;
 pub use tuning::{Algorithm, Tuning};
 pub use window::{Answers, Ticket, Window, WindowError};

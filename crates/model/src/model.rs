@@ -166,10 +166,7 @@ impl Model {
 
     /// How finely activations are rounded for quantised weights.
     pub(crate) const fn precision(&self) -> Precision {
-        match self.class {
-            KernelClass::CpuQ8 => Precision::Eight,
-            KernelClass::Cpu | KernelClass::CpuF32 => Precision::Fifteen,
-        }
+        Precision::of(self.class)
     }
 
     /// The kernels it was packed for.

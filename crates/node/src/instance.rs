@@ -13,6 +13,7 @@ use std::time::{Duration, Instant};
 
 use paceline_base::{Bytes, KernelClass, Rank};
 use paceline_cluster::workers::{Event, LineSink, Spec, Workers};
+use paceline_comm::Backend;
 use paceline_engine::{
     EngineConfig, Failure, Reply, Request, Service, Sink, State, Status, Ticket,
 };
@@ -61,6 +62,8 @@ pub struct InstanceSpec {
     pub ranks: u32,
     /// How much each gets, relative to the others; none for equal shares.
     pub shares: Vec<u32>,
+    /// How they reach each other.
+    pub backend: Backend,
     /// Who holds what by `kind` and `shares`; to know the leader.
     pub split: Split,
     /// Sizes of the engine.
@@ -392,6 +395,7 @@ fn job(spec: &InstanceSpec, rank: Rank, group: [u8; 16]) -> Job {
         model: spec.model.clone(),
         class: spec.class.to_string(),
         split: spec.kind.to_string(),
+        backend: spec.backend.name().to_owned(),
         shares: spec.shares.clone(),
         threads: spec.threads,
         engine: spec.engine.clone(),

@@ -50,9 +50,10 @@ pub(crate) struct Job {
     pub(crate) rank: u32,
     pub(crate) ranks: u32,
     pub(crate) model: PathBuf,
-    /// Names of a kernel class and of a split.
+    /// Names of a kernel class, of a split, and of a backend of the group.
     pub(crate) class: String,
     pub(crate) split: String,
+    pub(crate) backend: String,
     /// One for each rank, or none for equal shares.
     pub(crate) shares: Vec<u32>,
     pub(crate) threads: usize,

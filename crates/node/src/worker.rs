@@ -10,8 +10,7 @@ use std::time::{Duration, Instant};
 use paceline_base::Rank;
 use paceline_cluster::Control;
 use paceline_comm::tcp::{self, GroupId};
-use paceline_comm::{Backend, Strict, init};
-use paceline_comm::{Deadline, Error as CommError, Group};
+use paceline_comm::{Deadline, Error as CommError, Group, Strict, init};
 use paceline_engine::{Engine, Follower, Reply, Runner, Service, Sink, State, Ticket};
 use paceline_formats::tokenizer::Tokenizer;
 use paceline_model::{Config, Links, LoadOptions, Model, Source, Split};
@@ -125,7 +124,7 @@ fn join(channel: &Channel, job: &Job, split: &Split, config: &Config) -> Result<
     };
     let deadline = Deadline::at(Instant::now() + START_LIMIT);
     let world = init(
-        Backend::Any,
+        parse(&job.backend, "backend")?,
         Strict::Yes,
         listener,
         Rank(job.rank),

@@ -11,6 +11,8 @@
 //! products, and its rounding is too small to change an answer. [`Precision::Eight`] has n = 127
 //! and keeps one byte.
 
+use paceline_base::KernelClass;
+
 use crate::isa::{Isa, LANES};
 
 /// Columns that share a scale.
@@ -31,6 +33,14 @@ pub enum Precision {
 }
 
 impl Precision {
+    /// That of a kernel class. Where weights are floats, it does not matter.
+    pub const fn of(class: KernelClass) -> Self {
+        match class {
+            KernelClass::CpuQ8 => Self::Eight,
+            KernelClass::Cpu | KernelClass::CpuF32 => Self::Fifteen,
+        }
+    }
+
     /// Steps from zero to the largest magnitude of a chunk.
     pub(crate) const fn steps(self) -> f32 {
         match self {

@@ -10,6 +10,7 @@ use crate::activations::{Precision, Writer};
 use crate::attention::{self, PageView, Query};
 use crate::formats;
 use crate::isa::{self, Isa};
+use crate::limits;
 use crate::matmul::{self, GroupArgs};
 use crate::vector;
 
@@ -106,6 +107,8 @@ pub(crate) struct Table {
     pub(crate) merge: unsafe fn(&mut [f32], &[f32]),
     pub(crate) finish: unsafe fn(&[f32], &mut [f32]),
     pub(crate) exp: unsafe fn(&[f32; isa::LANES], &mut [f32; isa::LANES]),
+    pub(crate) read: unsafe fn(&[u8], usize) -> u64,
+    pub(crate) dots: unsafe fn(u64) -> u64,
 }
 
 impl Table {
@@ -128,11 +131,11 @@ unsafe fn exp_lanes<S: Isa>(x: &[f32; isa::LANES], out: &mut [f32; isa::LANES]) 
 
 /// One function with the given target features around an inlined generic one.
 macro_rules! kernel {
-    ([$($feature:literal)?] $name:ident($($arg:ident: $t:ty),*) = $body:expr) => {
+    ([$($feature:literal)?] $name:ident($($arg:ident: $t:ty),*) $(-> $out:ty)? = $body:expr) => {
         /// # Safety
         /// The CPU has the features; the contract of the inlined function.
         $(#[target_feature(enable = $feature)])?
-        unsafe fn $name($($arg: $t),*) {
+        unsafe fn $name($($arg: $t),*) $(-> $out)? {
             // SAFETY: passed on.
             unsafe { $body($($arg),*) }
         }
@@ -206,6 +209,8 @@ macro_rules! kernels {
                 = attention::finish::<$isa>);
             kernel!([$($feature)?] exp(x: &[f32; isa::LANES], out: &mut [f32; isa::LANES])
                 = exp_lanes::<$isa>);
+            kernel!([$($feature)?] read(bytes: &[u8], ahead: usize) -> u64 = limits::read::<$isa>);
+            kernel!([$($feature)?] dots(count: u64) -> u64 = limits::dots::<$isa>);
 
             pub(super) static TABLE: Table = Table {
                 set: $set,
@@ -220,6 +225,8 @@ macro_rules! kernels {
                 merge,
                 finish,
                 exp,
+                read,
+                dots,
             };
         }
     };

@@ -45,7 +45,7 @@ fn names(sets: &[InstructionSet]) -> String {
 /// Every method gives the same bits for every instruction set and number of threads.
 #[derive(Debug)]
 pub struct Kernels {
-    table: &'static Table,
+    pub(crate) table: &'static Table,
     pool: ThreadPool,
 }
 

@@ -35,6 +35,7 @@ mod formats;
 mod isa;
 pub mod kernels;
 pub mod kv;
+pub mod limits;
 pub mod matmul;
 mod memory;
 pub mod naive;

@@ -26,8 +26,7 @@
 
 mod k_quants;
 mod legacy;
-#[cfg(any(test, feature = "testing"))]
-pub mod testing;
+pub mod random;
 #[cfg(test)]
 mod tests;
 

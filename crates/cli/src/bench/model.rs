@@ -1,17 +1,20 @@
 //! `paceline bench model`: prefill and decode speed.
 
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::Instant;
 
 use paceline_base::Bytes;
 use paceline_engine::{EngineConfig, Reply, Request, SamplingParams};
 use paceline_model::Config;
+use paceline_tensor::Kernels;
+use paceline_tensor::limits::ReadLimit;
 use serde_json::json;
 
 use super::peer::LlamaCpp;
 use super::quantile;
 use crate::interrupt::Signals;
-use crate::load::ComputeArgs;
+use crate::load::{self, ComputeArgs};
 use crate::loaded::{Loaded, Opened, SplitArgs};
 use crate::output::print;
 use crate::pull;
@@ -47,6 +50,9 @@ pub(crate) struct Args {
     /// Alternate with one node that has the threads of one of the nodes
     #[arg(long, conflicts_with = "against")]
     against_one: bool,
+    /// Alternate with one node that has the threads of all nodes
+    #[arg(long, conflicts_with_all = ["against", "against_one"])]
+    against_process: bool,
     /// Print one JSON object
     #[arg(long)]
     json: bool,
@@ -59,6 +65,29 @@ struct Run {
     decode: f64,
     /// Bytes on the wire per token.
     wire: Option<u64>,
+    /// Plain reads of memory by as many threads just before, bytes per second.
+    limit: f64,
+}
+
+/// Memory that is read to know the limit, 512 MiB: several times the last cache of most machines.
+const LIMIT_BYTES: usize = 512 << 20;
+
+/// Measures how fast memory can be read at the moment.
+struct Limit {
+    memory: ReadLimit,
+    kernels: Arc<Kernels>,
+}
+
+impl Limit {
+    fn new(threads: usize) -> anyhow::Result<Self> {
+        let kernels = load::kernels(threads)?;
+        let memory = ReadLimit::new(LIMIT_BYTES, kernels.pool())?;
+        Ok(Self { memory, kernels })
+    }
+
+    fn measure(&self) -> f64 {
+        self.memory.measure(&self.kernels)
+    }
 }
 
 /// Measures and prints.
@@ -80,21 +109,25 @@ pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
             },
             &found.path,
         )),
-        None if args.against_one => {
-            // One node gets what each of the nodes has.
+        None if args.against_one || args.against_process => {
+            let nodes = if args.against_one {
+                1
+            } else {
+                loaded.nodes() as usize
+            };
             let mut compute = args.compute;
-            compute.threads = Some(u16::try_from(loaded.threads)?);
-            Some(Peer::OneNode(Box::new(open(
-                compute,
-                &SplitArgs::one_node(),
-            )?)))
+            compute.threads = Some(u16::try_from(loaded.threads * nodes)?);
+            let one = open(compute, &SplitArgs::one_node())?;
+            let limit = Limit::new(loaded.threads * nodes)?;
+            Some(Peer::OneNode(Box::new((one, limit))))
         }
         None => None,
     };
+    let limit = Limit::new(loaded.threads * loaded.nodes() as usize)?;
     let (mut ours, mut theirs) = (Vec::new(), Vec::new());
     for round in 0..=args.runs {
         // The first of each warms up.
-        let run = measure(&loaded, args, round)?;
+        let run = measure(&loaded, &limit, args, round)?;
         ours.extend((round > 0).then_some(run));
         if let Some(peer) = &peer {
             let run = peer.run(args, round)?;
@@ -118,7 +151,7 @@ pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
 /// What is measured in turn with the model.
 enum Peer<'a> {
     LlamaCpp(LlamaCpp, &'a Path),
-    OneNode(Box<Loaded>),
+    OneNode(Box<(Loaded, Limit)>),
 }
 
 impl Peer<'_> {
@@ -137,9 +170,10 @@ impl Peer<'_> {
                     prefill,
                     decode,
                     wire: None,
+                    limit: f64::NAN,
                 })
             }
-            Self::OneNode(loaded) => measure(loaded, args, round),
+            Self::OneNode(one) => measure(&one.0, &one.1, args, round),
         }
     }
 }
@@ -156,7 +190,8 @@ impl Args {
 }
 
 /// One run: the time to read a prompt, and to decode behind `--depth`.
-fn measure(loaded: &Loaded, args: &Args, round: u32) -> anyhow::Result<Run> {
+fn measure(loaded: &Loaded, limit: &Limit, args: &Args, round: u32) -> anyhow::Result<Run> {
+    let limit = limit.measure();
     let prompt = args.prompt as usize;
     let tokens = tokens(loaded, args.depth().max(prompt), round);
     let start = Instant::now();
@@ -181,6 +216,7 @@ fn measure(loaded: &Loaded, args: &Args, round: u32) -> anyhow::Result<Run> {
         prefill,
         decode: decoded as f64 / time,
         wire,
+        limit,
     })
 }
 
@@ -245,7 +281,7 @@ struct Report<'a> {
 }
 
 impl Report<'_> {
-    fn column(runs: &[Run], of: fn(&Run) -> f64) -> Vec<f64> {
+    fn column(runs: &[Run], of: impl Fn(&Run) -> f64) -> Vec<f64> {
         runs.iter().map(of).collect()
     }
 
@@ -282,6 +318,12 @@ impl Report<'_> {
         self.weight_bytes() as f64 * decode / 1e9
     }
 
+    /// Share of the read limit that decoding reaches; the median of the runs.
+    fn of_limit(&self) -> f64 {
+        let share = |run: &Run| 1e9 * self.weight_rate(run.decode) / run.limit;
+        quantile(&Self::column(&self.ours, share), 0.5)
+    }
+
     fn json(&self) -> serde_json::Value {
         let spread = |values: Vec<f64>| {
             json!({
@@ -296,6 +338,7 @@ impl Report<'_> {
                 json!({
                     "prefill_tok_s": spread(Self::column(runs, |r| r.prefill)),
                     "decode_tok_s": spread(Self::column(runs, |r| r.decode)),
+                    "read_limit_gb_s": spread(Self::column(runs, |r| r.limit / 1e9)),
                 })
             })
         };
@@ -314,6 +357,7 @@ impl Report<'_> {
             "weight_bytes": self.weight_bytes(),
             "load_s": self.loaded.load_time.as_secs_f64(),
             "weights_gb_s": self.weight_rate(decode),
+            "of_read_limit": self.of_limit(),
             "paceline": of(&self.ours),
             "peer": (!self.theirs.is_empty()).then_some(self.peer),
             "peer_result": of(&self.theirs),
@@ -364,8 +408,9 @@ impl Report<'_> {
         };
         let (prefill, decode) = columns(&self.ours);
         let rate = format!(
-            "  {:.1} GB/s of weights",
-            self.weight_rate(quantile(&decode, 0.5))
+            "  {:.1} GB/s of weights, {:.0} % of plain reads",
+            self.weight_rate(quantile(&decode, 0.5)),
+            100.0 * self.of_limit()
         );
         let mut text = head + &line("paceline", prefill, decode, &rate);
         if !self.theirs.is_empty() {
@@ -375,10 +420,29 @@ impl Report<'_> {
             text += &line("ratio", prefill, decode, "");
             text += &format!("  {:+.3} ms a token", self.extra_ms());
         }
+        text += &self.limits();
         if let Some(bytes) = self.wire() {
             text += &format!("\n{} per token on the wire", Bytes(bytes));
         }
         text
+    }
+}
+
+impl Report<'_> {
+    /// What plain reads reached just before each run.
+    fn limits(&self) -> String {
+        let of = |runs| spread(&Self::column(runs, |run| run.limit / 1e9));
+        let ours = format!("\nread limit  {} GB/s", of(&self.ours).trim_start());
+        match self.theirs.first() {
+            Some(run) if run.limit.is_finite() => {
+                format!(
+                    "{ours}, {} for {}",
+                    of(&self.theirs).trim_start(),
+                    self.peer
+                )
+            }
+            _ => ours,
+        }
     }
 }
 

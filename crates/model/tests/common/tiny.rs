@@ -6,7 +6,7 @@ use paceline_base::BlockType;
 use paceline_formats::gguf::Value;
 use paceline_formats::gguf::testing::Writer;
 use paceline_model::Family;
-use paceline_tensor::stored::testing::random_row;
+use paceline_tensor::stored::random::random_row;
 
 /// A generator of test data: SplitMix64 (Steele, Lea and Flood 2014).
 #[derive(Clone, Copy, Debug)]

@@ -10,7 +10,7 @@ use paceline_formats::tokenizer::Tokenizer;
 use paceline_model::{LoadOptions, Source};
 use paceline_serve::Model;
 use paceline_tensor::Kernels;
-use paceline_tensor::stored::testing::random_row;
+use paceline_tensor::stored::random::random_row;
 
 pub(crate) const CONTEXT: usize = 256;
 

@@ -62,12 +62,23 @@ impl Isa for Avx2 {
     const SIGNED_BIAS: i32 = 0;
 
     #[inline(always)]
+    unsafe fn prefetch(p: *const u8) {
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(p.cast()) }
+    }
+    #[inline(always)]
     unsafe fn load_w(p: *const u8) -> I {
         unsafe {
             [
                 _mm256_loadu_si256(p.cast()),
                 _mm256_loadu_si256(p.add(32).cast()),
             ]
+        }
+    }
+    #[inline(always)]
+    unsafe fn store_w(p: *mut u8, w: I) {
+        unsafe {
+            _mm256_storeu_si256(p.cast(), w[0]);
+            _mm256_storeu_si256(p.add(32).cast(), w[1]);
         }
     }
     #[inline(always)]

@@ -19,8 +19,16 @@ impl Isa for Avx512 {
     const SIGNED_BIAS: i32 = 128;
 
     #[inline(always)]
+    unsafe fn prefetch(p: *const u8) {
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(p.cast()) }
+    }
+    #[inline(always)]
     unsafe fn load_w(p: *const u8) -> __m512i {
         unsafe { _mm512_loadu_si512(p.cast()) }
+    }
+    #[inline(always)]
+    unsafe fn store_w(p: *mut u8, w: __m512i) {
+        unsafe { _mm512_storeu_si512(p.cast(), w) }
     }
     #[inline(always)]
     unsafe fn low_nibble(w: __m512i) -> __m512i {

@@ -43,8 +43,13 @@ pub(crate) trait Isa: Copy {
 
     // ---- weights ----
 
+    /// Asks for the cache line at `p`, which will be read soon: a hint, `p` need not be valid.
+    #[inline(always)]
+    unsafe fn prefetch(_p: *const u8) {}
     /// Loads 64 bytes.
     unsafe fn load_w(p: *const u8) -> Self::W;
+    /// Stores 64 bytes.
+    unsafe fn store_w(p: *mut u8, w: Self::W);
     /// The low four bits of each byte.
     unsafe fn low_nibble(w: Self::W) -> Self::W;
     /// The high four bits of each byte, shifted down.

@@ -78,6 +78,12 @@ impl Isa for Neon {
         }
     }
     #[inline(always)]
+    unsafe fn store_w(p: *mut u8, w: W) {
+        for (i, part) in w.into_iter().enumerate() {
+            unsafe { vst1q_u8(p.add(16 * i), part) }
+        }
+    }
+    #[inline(always)]
     unsafe fn low_nibble(w: W) -> W {
         let mask = unsafe { [vdupq_n_u8(15); 4] };
         each!(vandq_u8, w, mask)

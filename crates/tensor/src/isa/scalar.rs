@@ -43,6 +43,10 @@ impl Isa for Scalar {
         unsafe { p.cast::<W>().read_unaligned() }
     }
     #[inline(always)]
+    unsafe fn store_w(p: *mut u8, w: W) {
+        unsafe { p.cast::<W>().write_unaligned(w) }
+    }
+    #[inline(always)]
     unsafe fn low_nibble(w: W) -> W {
         w.map(|b| b & 15)
     }

@@ -48,7 +48,7 @@ fn types_for(cols: usize) -> impl Iterator<Item = BlockType> {
 }
 
 fn stored_rows(block_type: BlockType, rows: usize, cols: usize, seed: u64) -> Vec<u8> {
-    let row = |r| stored::testing::random_row(block_type, cols, seed * 1000 + r as u64);
+    let row = |r| stored::random::random_row(block_type, cols, seed * 1000 + r as u64);
     (0..rows).flat_map(row).collect()
 }
 

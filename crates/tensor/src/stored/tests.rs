@@ -5,7 +5,7 @@
 
 use paceline_base::BlockType;
 
-use super::testing::{SplitMix64, halves, random_bytes, random_row};
+use super::random::{SplitMix64, halves, random_bytes, random_row};
 use super::{Chunk, chunk, dequantise};
 
 const CODEBOOK: [i32; 16] = [

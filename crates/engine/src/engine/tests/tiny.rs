@@ -6,7 +6,7 @@ use paceline_base::BlockType;
 use paceline_formats::gguf::testing::Writer;
 use paceline_formats::tokenizer::{Specials, Tokenizer};
 use paceline_model::{LoadOptions, Model, Source};
-use paceline_tensor::stored::testing::random_row;
+use paceline_tensor::stored::random::random_row;
 use paceline_tensor::{InstructionSet, Kernels};
 
 use crate::{Engine, EngineConfig};

@@ -1,4 +1,4 @@
-//! Random stored blocks for the tests and benches of kernels and of other crates.
+//! Random stored blocks, to measure and to test kernels with.
 
 use half::{bf16, f16};
 use paceline_base::BlockType;

@@ -1,0 +1,159 @@
+//! What this machine can do at best: the figures that a kernel's speed is compared with.
+//!
+//! A limit is a lower bound that this program can show, not a data sheet's figure: the best of
+//! loops that do nothing else. On virtual machines it changes within seconds as the host moves
+//! cores, so it is measured beside what is compared with it.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Instant;
+
+use crate::isa::{Isa, LANES};
+use crate::memory::HugeMap;
+use crate::pool::ThreadPool;
+use crate::{Error, Kernels};
+
+/// Bytes that a thread reads at a time: whole pages, few enough that the threads end together.
+const PART: usize = 2 << 20;
+
+/// How far ahead a reading loop asks for lines; none, and one that helped where hardware
+/// prefetchers are shy. The best of both counts.
+const AHEAD: [usize; 2] = [0, 2048];
+
+/// Dot products of a timed loop for the peak of integer arithmetic: some ms.
+const DOTS: u64 = 1 << 21;
+
+/// Memory to be read, in huge pages where the system has them.
+#[derive(Debug)]
+pub struct ReadLimit {
+    memory: HugeMap,
+}
+
+impl ReadLimit {
+    /// Takes and touches `bytes` of memory, rounded up to 2 MiB. To measure memory and not a cache,
+    /// take several times the size of the last cache.
+    ///
+    /// # Errors
+    /// [`Error::Memory`].
+    pub fn new(bytes: usize, pool: &ThreadPool) -> Result<Self, Error> {
+        let mut memory = HugeMap::zeroed(bytes.next_multiple_of(PART))?;
+        let parts = crate::pool::DisjointMut::new(&mut memory, PART);
+        // SAFETY: each task has a part of its own.
+        pool.run(parts.len(), &|i| unsafe { parts.part(i) }.fill(i as u8));
+        Ok(Self { memory })
+    }
+
+    /// Bytes read per second by all threads of `kernels`, all memory once: the best loop.
+    pub fn measure(&self, kernels: &Kernels) -> f64 {
+        let rate = |ahead| self.pass(kernels, ahead);
+        AHEAD.map(rate).into_iter().fold(0.0, f64::max)
+    }
+
+    fn pass(&self, kernels: &Kernels, ahead: usize) -> f64 {
+        let (sum, start) = (AtomicU64::new(0), Instant::now());
+        let part = |i: usize| {
+            let bytes = &self.memory[i * PART..(i + 1) * PART];
+            // SAFETY: the table was detected; the part has whole runs of 256 bytes.
+            let read = unsafe { (kernels.table.read)(bytes, ahead) };
+            sum.fetch_add(read, Ordering::Relaxed); // so that the loads are not left out
+        };
+        kernels.pool().run(self.memory.len() / PART, &part);
+        self.memory.len() as f64 / start.elapsed().as_secs_f64()
+    }
+}
+
+/// Integer operations per second (a multiplication and an addition are two) that all threads of
+/// `kernels` do on registers, by the dot product of bytes that the kernels use.
+pub fn integer_peak(kernels: &Kernels) -> f64 {
+    let threads = kernels.pool().threads();
+    let sum = AtomicU64::new(0);
+    let work = |_| {
+        // SAFETY: the table was detected.
+        sum.fetch_add(unsafe { (kernels.table.dots)(DOTS) }, Ordering::Relaxed);
+    };
+    let start = Instant::now();
+    kernels.pool().run(threads, &work);
+    (threads as u64 * DOTS * OPS_PER_DOT) as f64 / start.elapsed().as_secs_f64()
+}
+
+/// Sixteen lanes of four multiplications and additions.
+const OPS_PER_DOT: u64 = 2 * 4 * LANES as u64;
+
+/// Loads all of `bytes`, runs of 256, asking for lines `ahead` of them.
+///
+/// # Safety
+/// The features of `S`.
+#[inline(always)]
+pub(crate) unsafe fn read<S: Isa>(bytes: &[u8], ahead: usize) -> u64 {
+    let mut all = [0u8; 64];
+    // SAFETY: loads lie within runs of 256 bytes; a prefetch may lie anywhere.
+    unsafe {
+        let mut any = [S::load_w(all.as_ptr()); 4];
+        for run in bytes.chunks_exact(256) {
+            let mut i = 0;
+            while i < any.len() {
+                let at = run.as_ptr().add(64 * i);
+                if ahead > 0 {
+                    S::prefetch(at.wrapping_add(ahead));
+                }
+                any[i] = S::or(any[i], S::load_w(at));
+                i += 1;
+            }
+        }
+        let any = S::or(S::or(any[0], any[1]), S::or(any[2], any[3]));
+        S::store_w(all.as_mut_ptr(), any);
+    }
+    all.into_iter().map(u64::from).sum()
+}
+
+/// Does `count` dot products, rounded up to eight, on registers.
+///
+/// # Safety
+/// The features of `S`.
+#[inline(always)]
+pub(crate) unsafe fn dots<S: Isa>(count: u64) -> u64 {
+    let (weights, x) = ([1u8; 64], [1i8; 4]);
+    // SAFETY: 64 bytes and 4 bytes are there.
+    unsafe {
+        let weights = S::load_w(std::hint::black_box(&weights).as_ptr());
+        let mut acc = [S::splat_i(0); 8];
+        for _ in 0..count.div_ceil(8) {
+            let x = std::hint::black_box(x.as_ptr());
+            let mut i = 0;
+            while i < acc.len() {
+                acc[i] = S::dot_unsigned(acc[i], weights, x);
+                i += 1;
+            }
+        }
+        let sum = acc
+            .into_iter()
+            .map(|a| i64::from(S::reduce_add_i(a)))
+            .sum::<i64>();
+        sum.unsigned_abs()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn limits_are_positive_and_finite_on_every_instruction_set() {
+        for set in crate::InstructionSet::available() {
+            let kernels = Kernels::with_set(set, 2).unwrap();
+            let read = ReadLimit::new(4 << 20, kernels.pool()).unwrap();
+            for rate in [read.measure(&kernels), integer_peak(&kernels)] {
+                assert!(rate > 1e6 && rate.is_finite(), "{set:?}: {rate}");
+            }
+        }
+    }
+
+    #[test]
+    fn dots_are_done_and_bytes_are_read() {
+        for set in crate::InstructionSet::available() {
+            let table = set.table().unwrap();
+            // SAFETY: the set is available.
+            let (dots, read) = unsafe { ((table.dots)(8), (table.read)(&[3; 512], 64)) };
+            assert_eq!((dots, read), (8 * 4 * 16, 3 * 64), "{set:?}");
+        }
+    }
+}
