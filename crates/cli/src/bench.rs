@@ -4,6 +4,7 @@ mod comm;
 mod kernels;
 mod model;
 mod peer;
+mod plan;
 
 use crate::interrupt::Signals;
 
@@ -12,6 +13,8 @@ use crate::interrupt::Signals;
 pub(crate) enum Command {
     /// Prefill and decode speed of a model, beside llama.cpp if asked
     Model(model::Args),
+    /// What the planner says of local nodes, beside what they do
+    Plan(plan::Args),
     /// Matrix products of every weight type, beside what this machine can do at best
     Kernels(kernels::Args),
     /// Latency and bandwidth of the collectives, beside MLX or Open MPI if asked
@@ -22,8 +25,29 @@ pub(crate) enum Command {
 pub(crate) fn run(command: &Command, signals: &Signals) -> anyhow::Result<()> {
     match command {
         Command::Model(args) => model::run(args, signals),
+        Command::Plan(args) => plan::run(args, signals),
         Command::Kernels(args) => kernels::run(args),
         Command::Comm(args) => comm::run(args),
+    }
+}
+
+/// Some values of one kind.
+#[derive(Clone, Copy, Debug, serde::Serialize)]
+struct Spread {
+    p10: f64,
+    median: f64,
+    p90: f64,
+}
+
+impl Spread {
+    /// Of values that are not empty.
+    fn of(values: &[f64]) -> Self {
+        let [p10, median, p90] = [0.1, 0.5, 0.9].map(|share| quantile(values, share));
+        Self { p10, median, p90 }
+    }
+
+    fn text(&self) -> String {
+        format!("{:.1} ({:.1} .. {:.1})", self.median, self.p10, self.p90)
     }
 }
 

@@ -140,17 +140,23 @@ impl Opened {
         })
     }
 
-    /// What this machine will do with it. An open `--split` becomes the one that is best by that.
-    /// `None` where nothing can be measured: nothing depends on a forecast.
-    pub(crate) fn forecast(&mut self) -> Option<Local> {
-        let setting = Setting {
+    /// What a forecast is about.
+    pub(crate) fn setting(&self, backend: Backend) -> Setting<'_> {
+        Setting {
             source: &self.source,
             config: &self.config,
             class: self.compute.class,
             threads: self.threads,
-        };
+            backend,
+        }
+    }
+
+    /// What this machine will do with it. An open `--split` becomes the one that is best by that.
+    /// `None` where nothing can be measured: nothing depends on a forecast.
+    pub(crate) fn forecast(&mut self) -> Option<Local> {
+        let setting = self.setting(self.cut.transport.backend());
         let (nodes, shares) = (self.cut.nodes, &self.cut.shares);
-        let local = Local::new(setting, nodes, || load::kernels(self.threads)).ok()?;
+        let local = Local::new(setting, nodes, load::kernels).ok()?;
         if nodes > 1 && self.cut.split == SplitKind::Auto {
             let kind = local.choose(&self.config, nodes, shares);
             if let Ok(split) = Split::plan(&self.config, kind, nodes, shares) {

@@ -3,7 +3,7 @@
 mod compare;
 mod error;
 mod facts;
-mod here;
+pub(crate) mod here;
 mod json;
 mod layout;
 pub(crate) mod local;

@@ -10,7 +10,7 @@ use paceline_tensor::{
 };
 use serde::Serialize;
 
-use super::quantile;
+use super::{Spread, quantile};
 use crate::load::{self, ComputeArgs};
 use crate::output::print;
 
@@ -74,20 +74,6 @@ struct Row {
     prompt_gop_s: Spread,
     /// Of the integer peak; nothing for floats.
     prompt_of_peak: Option<f64>,
-}
-
-#[derive(Clone, Copy, Debug, Serialize)]
-struct Spread {
-    p10: f64,
-    median: f64,
-    p90: f64,
-}
-
-impl Spread {
-    fn of(values: &[f64]) -> Self {
-        let [p10, median, p90] = [0.1, 0.5, 0.9].map(|share| quantile(values, share));
-        Self { p10, median, p90 }
-    }
 }
 
 #[derive(Debug, Serialize)]
@@ -289,12 +275,6 @@ impl Row {
             self.prompt_gop_s.text(),
             self.prompt_of_peak.map_or_else(String::new, percent),
         )
-    }
-}
-
-impl Spread {
-    fn text(&self) -> String {
-        format!("{:.1} ({:.1} .. {:.1})", self.median, self.p10, self.p90)
     }
 }
 

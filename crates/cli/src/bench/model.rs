@@ -222,7 +222,7 @@ fn measure(loaded: &Loaded, limit: &Limit, args: &Args, round: u32) -> anyhow::R
 
 /// `n` tokens spread over the vocabulary as those of scripts/peers/llama_bench.py, without the
 /// special tokens at its ends; others in each round. A toy vocabulary has no room for that.
-fn tokens(loaded: &Loaded, n: usize, round: u32) -> Vec<u32> {
+pub(super) fn tokens(loaded: &Loaded, n: usize, round: u32) -> Vec<u32> {
     let (vocab, round) = (loaded.config.vocab, round as usize);
     let spread = |i: usize| match vocab.checked_sub(100) {
         Some(inner @ 1..) => (i * 7919 + round * 104_729) % inner + 50,
@@ -232,15 +232,19 @@ fn tokens(loaded: &Loaded, n: usize, round: u32) -> Vec<u32> {
 }
 
 /// When a request's replies came.
-struct Generated {
-    prompt_read: Instant,
-    last: Instant,
-    tokens: usize,
+pub(super) struct Generated {
+    pub(super) prompt_read: Instant,
+    pub(super) last: Instant,
+    pub(super) tokens: usize,
 }
 
 /// Reads `prompt` and decodes `max_tokens`, and not less: tokens that would end the answer are
 /// made improbable.
-fn generate(loaded: &Loaded, prompt: &[u32], max_tokens: usize) -> anyhow::Result<Generated> {
+pub(super) fn generate(
+    loaded: &Loaded,
+    prompt: &[u32],
+    max_tokens: usize,
+) -> anyhow::Result<Generated> {
     let ends = (0..loaded.config.vocab as u32)
         .filter(|token| loaded.tokenizer.is_end_of_generation(*token))
         .map(|token| (token, -100.0));

@@ -4,12 +4,16 @@ use std::fmt::Write;
 use std::path::Path;
 
 use paceline_base::KernelClass;
+use paceline_comm::Backend;
 use paceline_model::{Config, Source, Split, SplitKind};
 use serde_json::{Value, json};
 
 use super::local::{Local, Setting};
 use super::{Error, facts};
 use crate::output::print;
+
+/// Nodes of the longest row: more are rarely started on one machine.
+const MOST: u32 = 4;
 
 /// One way to run the model here.
 struct Row {
@@ -32,8 +36,9 @@ pub(super) fn run(model: &str, threads: usize, as_json: bool) -> anyhow::Result<
         config: &config,
         class: KernelClass::Cpu,
         threads,
+        backend: Backend::Any,
     };
-    let local = Local::new(setting, 4, || crate::load::kernels(threads))?;
+    let local = Local::new(setting, MOST, crate::load::kernels)?;
     let rows = rows(&local, &config);
     if as_json {
         let rows: Vec<Value> = rows.iter().map(row_json).collect();
@@ -42,41 +47,41 @@ pub(super) fn run(model: &str, threads: usize, as_json: bool) -> anyhow::Result<
     print(table(threads, &rows).trim_end())
 }
 
-fn rows(local: &Local, config: &Config) -> Vec<Row> {
+/// The ways to cut a model over 1 to `most` local nodes, each once.
+pub(crate) fn ways(config: &Config, most: u32) -> Vec<(SplitKind, Split)> {
     let kinds = [SplitKind::Tensor, SplitKind::Pipeline];
     let grid = SplitKind::Grid {
         tensor: 2,
         pipeline: 2,
     };
-    let all = (1..=4u32).flat_map(|n| {
+    let all = (1..=most).flat_map(|n| {
         let grid = (n == 4).then_some(grid);
         kinds.into_iter().chain(grid).map(move |kind| (n, kind))
     });
-    let mut rows: Vec<Row> = Vec::new();
+    let mut ways: Vec<(SplitKind, Split)> = Vec::new();
     for (nodes, kind) in all {
         let Ok(split) = Split::plan(config, kind, nodes, &[]) else {
             continue;
         };
-        let said = (local.facts(config, &split), local.predict(config, &split));
-        let (Ok(facts), Ok(corrected)) = said else {
-            continue;
-        };
-        let split_name = split.to_string();
-        if rows
-            .iter()
-            .any(|row| row.nodes == nodes && row.split == split_name)
-        {
-            continue;
+        let same = |way: &Split| way.ranks() == nodes && way.to_string() == split.to_string();
+        if !ways.iter().any(|(_, way)| same(way)) {
+            ways.push((kind, split));
         }
-        rows.push(Row {
-            nodes,
-            split: split_name,
-            facts,
-            corrected,
-            measured: local.last(&split),
-        });
     }
-    rows
+    ways
+}
+
+fn rows(local: &Local, config: &Config) -> Vec<Row> {
+    let row = |(_, split): (SplitKind, Split)| {
+        Some(Row {
+            nodes: split.ranks(),
+            split: split.to_string(),
+            facts: local.facts(config, &split).ok()?,
+            corrected: local.predict(config, &split).ok()?,
+            measured: local.last(&split),
+        })
+    };
+    ways(config, MOST).into_iter().filter_map(row).collect()
 }
 
 fn table(threads: usize, rows: &[Row]) -> String {

@@ -13,11 +13,15 @@
 mod memory;
 mod probe;
 
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
 use paceline_base::{Bytes, Rank};
+use paceline_comm::Backend;
 use paceline_model::{Config, Role, Source, Split, SplitKind};
 use paceline_plan::{
-    Attention, Backend, Bits, Calibration, Cluster, Costs, Link, Member, ModelShape, Node,
-    Pipeline, Placement, Rates, Stage, Transport, Workload, predict,
+    Attention, Backend as Engine, Bits, Calibration, Cluster, Costs, Link, Member, ModelShape,
+    Node, Pipeline, Placement, Rates, Stage, Transport, Workload, predict,
 };
 use paceline_tensor::Kernels;
 
@@ -35,6 +39,8 @@ pub(crate) struct Setting<'a> {
     pub(crate) class: KernelClass,
     /// Threads of each node.
     pub(crate) threads: usize,
+    /// How nodes reach each other.
+    pub(crate) backend: Backend,
 }
 
 /// Keys that a prediction assumes in the cache: a short question and answer.
@@ -47,6 +53,9 @@ pub(crate) struct Local {
     key: String,
     measured: probe::Measured,
     wire: Option<probe::Wire>,
+    /// By how many ranks compute at the same time: how much longer a rank's products take than if
+    /// it were alone, since they share memory.
+    together: BTreeMap<u32, f64>,
     shape: ModelShape,
     threads: usize,
 }
@@ -60,27 +69,55 @@ impl Local {
     pub(crate) fn new(
         setting: Setting<'_>,
         nodes: u32,
-        kernels: impl FnOnce() -> anyhow::Result<std::sync::Arc<Kernels>>,
+        kernels: impl Fn(usize) -> anyhow::Result<Arc<Kernels>>,
     ) -> anyhow::Result<Self> {
-        let mut memory = Memory::load(crate::home::home()?.root());
+        let memory = Memory::load(crate::home::home()?.root());
+        Self::with(memory, setting, nodes, kernels)
+    }
+
+    /// As [`new`](Self::new), measured now and kept nowhere.
+    ///
+    /// # Errors
+    /// As there.
+    pub(crate) fn fresh(
+        setting: Setting<'_>,
+        nodes: u32,
+        kernels: impl Fn(usize) -> anyhow::Result<Arc<Kernels>>,
+    ) -> anyhow::Result<Self> {
+        Self::with(Memory::nowhere(), setting, nodes, kernels)
+    }
+
+    fn with(
+        mut memory: Memory,
+        setting: Setting<'_>,
+        nodes: u32,
+        kernels: impl Fn(usize) -> anyhow::Result<Arc<Kernels>>,
+    ) -> anyhow::Result<Self> {
         let key = memory::key(setting);
         let measured = match memory.measured(&key) {
             Some(known) => known,
             None => {
-                let kernels = kernels()?;
+                let kernels = kernels(setting.threads)?;
                 let fresh = probe::probe(setting.source, setting.config, setting.class, &kernels)?;
                 memory.set_measured(&key, fresh);
                 fresh
             }
         };
-        let wire = match (nodes > 1, memory.wire()) {
-            (false, known) => known,
-            (true, Some(known)) => Some(known),
+        let together = together(
+            &mut memory,
+            &key,
+            setting,
+            nodes,
+            measured.products,
+            &kernels,
+        )?;
+        let wire = match (nodes > 1, memory.wire(setting.backend)) {
             (true, None) => {
-                let fresh = probe::wire(setting.config.width)?;
-                memory.set_wire(fresh);
+                let fresh = probe::wire(setting.config.width, setting.backend)?;
+                memory.set_wire(setting.backend, fresh);
                 Some(fresh)
             }
+            (_, known) => known,
         };
         memory.save();
         Ok(Self {
@@ -88,6 +125,7 @@ impl Local {
             key,
             measured,
             wire,
+            together,
             shape: shape(setting.source, setting.config),
             threads: setting.threads,
         })
@@ -166,12 +204,13 @@ impl Local {
         Ok(predict(&costs, &placement)?.decode_tok_s)
     }
 
-    /// This machine as nodes. Ranks of a tensor split compute at the same time: where they have
-    /// more threads than there are cores, they take turns.
+    /// This machine as nodes. Ranks of a tensor split compute at the same time: they share memory,
+    /// and where they have more threads than there are cores, they take turns.
     fn cluster(&self, split: &Split) -> anyhow::Result<(Cluster, Calibration)> {
-        let cores = std::thread::available_parallelism().map_or(1, usize::from);
-        let crowd = (split.tensor_ranks() * self.threads) as f64 / cores as f64;
-        let crowd = crowd.max(1.0);
+        let ranks = split.tensor_ranks();
+        let crowd = ((ranks * self.threads) as f64 / cores() as f64).max(1.0);
+        let sharing = self.together.get(&(ranks as u32)).copied();
+        let sharing = sharing.unwrap_or(crowd).max(1.0);
         let m = &self.measured;
         let layers = f64::from(self.shape.layers);
         let bytes = layers * self.shape.layer_bytes(0) + self.shape.head_bytes();
@@ -182,7 +221,7 @@ impl Local {
             kind: "this machine".to_owned(),
             memory: Bytes(1 << 44), // whether it fits is not the question here
             usable: 1.0,
-            bandwidth: bytes / (layers * m.products + m.head) / crowd,
+            bandwidth: bytes / (layers * m.products + m.head) / sharing,
             measured: true,
             rates: Some(Rates {
                 matmul: 2.0 * params / m.prompt_row.max(1e-12) / crowd,
@@ -193,7 +232,7 @@ impl Local {
             idle_w: None,
             load_w: None,
             price_usd: None,
-            backend: Backend::Cpu,
+            backend: Engine::Cpu,
             engine: "paceline-cpu".to_owned(),
         };
         let mut calibration = Calibration::builtin()?;
@@ -215,11 +254,42 @@ impl Local {
     }
 }
 
+/// [`Local::together`] for all numbers of ranks up to `nodes` that the cores have room for; a rank
+/// alone takes `products` seconds for a layer.
+fn together(
+    memory: &mut Memory,
+    key: &str,
+    setting: Setting<'_>,
+    nodes: u32,
+    products: f64,
+    kernels: impl Fn(usize) -> anyhow::Result<Arc<Kernels>>,
+) -> anyhow::Result<BTreeMap<u32, f64>> {
+    let mut together = BTreeMap::new();
+    for ranks in (2..=nodes).take_while(|n| *n as usize * setting.threads <= cores()) {
+        let all = match memory.products(key, ranks) {
+            Some(known) => known,
+            None => {
+                let kernels = kernels(ranks as usize * setting.threads)?;
+                let Setting { source, config, .. } = setting;
+                let fresh = probe::products(source, config, setting.class, &kernels)?;
+                memory.set_products(key, ranks, fresh);
+                fresh
+            }
+        };
+        together.insert(ranks, f64::from(ranks) * all / products);
+    }
+    Ok(together)
+}
+
+fn cores() -> usize {
+    std::thread::available_parallelism().map_or(1, usize::from)
+}
+
 fn loopback(a: usize, b: usize, wire: probe::Wire) -> Link {
     Link {
         a,
         b,
-        kind: "loopback-tcp".to_owned(),
+        kind: "this machine".to_owned(),
         transport: Transport::Tcp,
         alpha: 0.0, // within the measured exchange
         beta: wire.bytes_per_s,

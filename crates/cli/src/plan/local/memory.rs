@@ -3,13 +3,14 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
+use paceline_comm::Backend;
 use serde::{Deserialize, Serialize};
 
 use super::Setting;
 use super::probe::{Measured, Wire};
 
 /// Raised when what is measured changes, so that older figures are measured anew.
-const VERSION: u32 = 1;
+const VERSION: u32 = 2;
 
 /// Entries kept of each kind; more are a sign of something that should not be kept.
 const MOST: usize = 1024;
@@ -20,7 +21,10 @@ const WEIGHT: f64 = 0.5;
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 struct File {
     version: u32,
-    wire: Option<Wire>,
+    /// By backend.
+    wire: BTreeMap<String, Wire>,
+    /// Seconds of a layer's products for one row on all threads of several ranks, by model and ranks.
+    products: BTreeMap<String, f64>,
     measured: BTreeMap<String, Measured>,
     /// Measured over predicted, by run.
     ratio: BTreeMap<String, f64>,
@@ -64,6 +68,15 @@ impl Memory {
         }
     }
 
+    /// Nothing, to be kept nowhere.
+    pub(super) fn nowhere() -> Self {
+        Self {
+            path: PathBuf::new(),
+            file: File::default(),
+            changed: false,
+        }
+    }
+
     pub(super) fn measured(&self, key: &str) -> Option<Measured> {
         self.file.measured.get(key).copied()
     }
@@ -75,13 +88,28 @@ impl Memory {
         }
     }
 
-    pub(super) const fn wire(&self) -> Option<Wire> {
-        self.file.wire
+    pub(super) fn wire(&self, backend: Backend) -> Option<Wire> {
+        self.file.wire.get(backend.name()).copied()
     }
 
-    pub(super) fn set_wire(&mut self, wire: Wire) {
-        self.file.wire = Some(wire);
+    pub(super) fn set_wire(&mut self, backend: Backend, wire: Wire) {
+        self.file.wire.insert(backend.name().to_owned(), wire);
         self.changed = true;
+    }
+
+    pub(super) fn products(&self, key: &str, ranks: u32) -> Option<f64> {
+        self.file
+            .products
+            .get(&format!("{key}, {ranks} ranks"))
+            .copied()
+    }
+
+    pub(super) fn set_products(&mut self, key: &str, ranks: u32, seconds: f64) {
+        if self.file.products.len() < MOST {
+            let key = format!("{key}, {ranks} ranks");
+            self.file.products.insert(key, seconds);
+            self.changed = true;
+        }
     }
 
     pub(super) fn ratio(&self, key: &str) -> Option<f64> {
@@ -110,7 +138,7 @@ impl Memory {
     /// Writes the file when something changed. A home that cannot be written is no reason to fail:
     /// it is measured again the next time.
     pub(super) fn save(&mut self) {
-        if !std::mem::take(&mut self.changed) {
+        if !std::mem::take(&mut self.changed) || self.path.as_os_str().is_empty() {
             return;
         }
         let Ok(text) = serde_json::to_vec_pretty(&self.file) else {
@@ -134,9 +162,11 @@ impl File {
         let mut layers = layers.map(|m| [m.products, m.other, m.key, m.head, m.prompt_row]);
         layers.all(|m| m.into_iter().all(good) && m[0] > 0.0)
             && self.ratio.values().all(|&r| good(r) && r > 0.0)
+            && self.products.values().all(|&s| good(s) && s > 0.0)
             && self
                 .wire
-                .is_none_or(|w| good(w.exchange) && good(w.bytes_per_s) && w.bytes_per_s > 0.0)
+                .values()
+                .all(|w| good(w.exchange) && good(w.bytes_per_s) && w.bytes_per_s > 0.0)
     }
 }
 
@@ -157,7 +187,7 @@ mod tests {
         for text in [
             "",
             "{",
-            r#"{"version":1,"wire":null,"measured":{},"ratio":{"a":-1},"last":{}}"#,
+            r#"{"version":2,"wire":{},"products":{},"measured":{},"ratio":{"a":-1},"last":{}}"#,
         ] {
             std::fs::write(home.path().join("measured.json"), text).unwrap();
             assert_eq!(Memory::load(home.path()).ratio("a"), None, "{text}");

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use anyhow::Context;
 use paceline_base::{KernelClass, Rank};
 use paceline_comm::tcp::{self, GroupId};
-use paceline_comm::{Deadline, Group};
+use paceline_comm::{Backend, Deadline, Group, Strict, init};
 use paceline_formats::tensor::Tensor;
 use paceline_model::{Config, Part, Role, Source};
 use paceline_tensor::{
@@ -20,9 +20,9 @@ use paceline_tensor::{
 };
 use serde::{Deserialize, Serialize};
 
-/// Bytes of weights that are packed for a probe: beyond the second-level cache of two cores (4 MiB
-/// here), so that they come from where the model's would.
-const PROBED_BYTES: u64 = 48 << 20;
+/// Bytes of weights that are packed for a probe, or all of a smaller model: several times the last
+/// cache of the machines at hand (32 MiB), so that they come from where the model's would.
+const PROBED_BYTES: u64 = 160 << 20;
 
 /// Rows of the step that stands for prefill.
 const PROMPT_ROWS: usize = 64;
@@ -30,8 +30,16 @@ const PROMPT_ROWS: usize = 64;
 /// Positions of the two attention probes; their difference is the price of a key.
 const POSITIONS: [usize; 2] = [64, 512];
 
-/// Passes of each measurement, of which the fastest counts: what else runs here only ever adds.
-const PASSES: usize = 7;
+/// Most passes of each measurement, of which the median counts: what runs beside this now will run
+/// beside the model too.
+const PASSES: usize = 15;
+
+/// Blocks of exchanges.
+const BLOCKS: usize = 7;
+
+/// A measurement ends after the pass in which this time is over: the portable kernels are a hundred
+/// times slower than others, and whoever uses them waits for an answer too.
+const ENOUGH: Duration = Duration::from_millis(200);
 
 /// What was measured, in seconds; for one kernel class and number of threads.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
@@ -78,29 +86,56 @@ pub(super) fn probe(
     let layers = layers(source, config, class, kernels)?;
     let mut step = Step::new(config, class, kernels)?;
     let per_layer = |seconds: f64| seconds / layers.len() as f64;
-    let products = per_layer(fastest(|| step.products(&layers, 1)));
-    let prompt = per_layer(fastest(|| step.products(&layers, PROMPT_ROWS)));
-    let [near, far] = POSITIONS.map(|n| per_layer(fastest(|| step.layers(&layers, n))));
+    let all = typical(|| step.products(&layers, 1));
+    let products = per_layer(all);
+    let rows = prompt_rows(all);
+    let prompt = per_layer(typical(|| step.products(&layers, rows)));
+    let [near, far] = POSITIONS.map(|n| per_layer(typical(|| step.layers(&layers, n))));
     let key = (far - near).max(0.0) / (POSITIONS[1] - POSITIONS[0]) as f64;
     Ok(Measured {
         products,
         other: (near - products - key * POSITIONS[0] as f64).max(0.0),
         key,
         head: head(source, config, class, kernels, &mut step)?,
-        prompt_row: prompt / PROMPT_ROWS as f64,
+        prompt_row: prompt / rows as f64,
     })
 }
 
-/// The fastest of some passes of `f`, in seconds, after one to warm up.
-fn fastest(mut f: impl FnMut()) -> f64 {
-    f();
-    let mut best = f64::INFINITY;
-    for _ in 0..PASSES {
+/// Seconds of a layer's products for one row, with `kernels`.
+///
+/// # Errors
+/// What is wrong with the file; what memory could not be had.
+pub(super) fn products(
+    source: &Source,
+    config: &Config,
+    class: KernelClass,
+    kernels: &Kernels,
+) -> anyhow::Result<f64> {
+    let layers = layers(source, config, class, kernels)?;
+    let mut step = Step::new(config, class, kernels)?;
+    Ok(typical(|| step.products(&layers, 1)) / layers.len() as f64)
+}
+
+/// Rows that stand for a prompt where one takes `seconds`: fewer on a slow machine.
+fn prompt_rows(seconds: f64) -> usize {
+    let rows = ENOUGH.as_secs_f64() / seconds.max(1e-9);
+    (rows as usize).clamp(1, PROMPT_ROWS)
+}
+
+/// Seconds of `f`: the median of as many passes as [`ENOUGH`] allows, after one to warm up.
+fn typical(mut f: impl FnMut()) -> f64 {
+    let began = Instant::now();
+    let mut timed = || {
         let start = Instant::now();
         f();
-        best = best.min(start.elapsed().as_secs_f64());
+        start.elapsed().as_secs_f64()
+    };
+    let (first, mut passes) = (timed(), Vec::new());
+    while passes.len() < PASSES && began.elapsed() < ENOUGH {
+        passes.push(timed());
     }
-    best
+    passes.sort_by(f64::total_cmp);
+    passes.get(passes.len() / 2).copied().unwrap_or(first)
 }
 
 fn pack(
@@ -177,7 +212,7 @@ fn head(
     let rows = tensor.rows().min((PROBED_BYTES as usize / row).max(16));
     let packed = pack(&tensor, class, rows, kernels)?;
     let mut out = vec![0.0; packed.rows()];
-    let seconds = fastest(|| {
+    let seconds = typical(|| {
         step.normed.resize(1);
         kernels.fill_rows(&mut step.normed, |_, row| row.fill(0.5));
         product(kernels, &step.normed, [(&packed, &mut out[..])]);
@@ -199,11 +234,7 @@ struct Step<'k> {
 
 impl<'k> Step<'k> {
     fn new(config: &Config, class: KernelClass, kernels: &'k Kernels) -> anyhow::Result<Self> {
-        let precision = match class {
-            KernelClass::Cpu => Some(Precision::Fifteen),
-            KernelClass::CpuQ8 => Some(Precision::Eight),
-            KernelClass::CpuF32 => None,
-        };
+        let precision = (class != KernelClass::CpuF32).then_some(Precision::of(class));
         let rows = PROMPT_ROWS;
         let inner = config.heads * config.head_dim;
         let widest = config.ffn.max(inner).max(config.width);
@@ -350,18 +381,23 @@ fn product_rows<'a, const N: usize>(
     product(kernels, x, cut);
 }
 
-/// Measures exchanges of `width` numbers between two ranks over TCP on this machine.
+/// Measures exchanges of `width` numbers between two ranks on this machine, joined by `backend`.
 ///
 /// # Errors
 /// What the system refuses.
-pub(super) fn wire(width: usize) -> anyhow::Result<Wire> {
+pub(super) fn wire(width: usize, backend: Backend) -> anyhow::Result<Wire> {
     let listeners = [listener()?, listener()?];
     let addrs = listeners.each_ref().map(tcp::Listener::addr);
     let id = GroupId::random();
     let run = |listener, rank| -> anyhow::Result<[f64; 2]> {
         let until = Instant::now() + Duration::from_secs(10);
-        let group = tcp::join(listener, Rank(rank), &addrs, id, Deadline::at(until))?;
-        Ok([exchange(&group, width, 200)?, exchange(&group, 1 << 18, 5)?])
+        let (config, until) = (tcp::Config::default(), Deadline::at(until));
+        let (rank, strict) = (Rank(rank), Strict::Yes);
+        let group = init(backend, strict, listener, rank, &addrs, id, config, until)?;
+        Ok([
+            exchange(&*group, width, 200)?,
+            exchange(&*group, 1 << 18, 5)?,
+        ])
     };
     let [first, second] = listeners;
     let [small, large] = thread::scope(|scope| {
@@ -383,15 +419,16 @@ fn listener() -> std::io::Result<tcp::Listener> {
     tcp::Listener::bind(SocketAddr::from((Ipv4Addr::LOCALHOST, 0)))
 }
 
-/// Seconds of one all-gather of `n` numbers of each of two ranks: the fastest of some blocks.
-fn exchange(group: &impl Group, n: usize, times: usize) -> anyhow::Result<f64> {
+/// Seconds of one all-gather of `n` numbers of each of two ranks: the fastest of some blocks, since
+/// waiting for the other rank is no part of it.
+fn exchange(group: &dyn Group, n: usize, times: usize) -> anyhow::Result<f64> {
     let (own, mut all) = (vec![1.0f32; n], vec![0.0f32; 2 * n]);
     let mut best = f64::INFINITY;
-    for _ in 0..PASSES {
+    for _ in 0..BLOCKS {
         let start = Instant::now();
         for _ in 0..times {
             let until = Deadline::at(Instant::now() + Duration::from_secs(10));
-            (group as &dyn Group).all_gather(&own, &mut all, until)?;
+            group.all_gather(&own, &mut all, until)?;
         }
         best = best.min(start.elapsed().as_secs_f64() / times as f64);
     }

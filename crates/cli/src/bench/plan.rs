@@ -1,0 +1,162 @@
+//! `paceline bench plan`: what the planner says of local nodes, beside what they do.
+
+use paceline_engine::EngineConfig;
+use paceline_model::{Config, SplitKind};
+use serde::Serialize;
+
+use super::model::{generate, tokens};
+use super::{Spread, quantile};
+use crate::interrupt::Signals;
+use crate::load::{self, ComputeArgs};
+use crate::loaded::{Loaded, Opened, SplitArgs, Transport};
+use crate::output::print;
+use crate::plan::here::ways;
+use crate::plan::local::Local;
+use crate::pull;
+
+/// Arguments of `paceline bench plan`.
+#[derive(Clone, Debug, clap::Args)]
+pub(crate) struct Args {
+    /// Alias, GGUF file, folder of safetensors, or hub id
+    model: String,
+    #[command(flatten)]
+    compute: ComputeArgs,
+    /// Most local nodes; all are loaded at once, in every split
+    #[arg(long, value_name = "N", default_value_t = 2,
+          value_parser = clap::value_parser!(u32).range(1..=4))]
+    nodes: u32,
+    /// How nodes reach each other
+    #[arg(long, value_enum, value_name = "HOW", default_value_t = Transport::Any)]
+    transport: Transport,
+    /// Tokens of a run
+    #[arg(long, value_name = "N", default_value_t = 96,
+          value_parser = clap::value_parser!(u32).range(2..=100_000))]
+    r#gen: u32,
+    /// Measured runs of each, in turns, after one to warm up
+    #[arg(long, value_name = "N", default_value_t = 9,
+          value_parser = clap::value_parser!(u32).range(1..=1000))]
+    runs: u32,
+    /// Print one JSON object
+    #[arg(long)]
+    json: bool,
+}
+
+/// One way to cut the model.
+#[derive(Debug, Serialize)]
+struct Row {
+    nodes: u32,
+    split: String,
+    /// Decode, tokens a second: from facts measured before the runs, without any of their figures.
+    predicted: f64,
+    measured: Spread,
+    /// Predicted over measured, less 1.
+    error: f64,
+    /// The planner's choice among those with as many nodes.
+    chosen: bool,
+    /// Measured over the best with as many nodes; the median of the rounds.
+    of_best: f64,
+}
+
+struct Way {
+    loaded: Loaded,
+    predicted: f64,
+    chosen: bool,
+    runs: Vec<f64>,
+}
+
+/// Predicts, measures and prints.
+///
+/// # Errors
+/// A model that cannot be had or loaded.
+pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
+    let found = pull::ensure(&args.model, signals)?;
+    let open = |nodes, split| {
+        let cut = SplitArgs {
+            nodes,
+            split,
+            transport: args.transport,
+            ..SplitArgs::one_node()
+        };
+        let sizes = |_: &Config| EngineConfig::single(args.model.clone(), args.r#gen as usize + 8);
+        let mut compute = args.compute;
+        let threads = load::threads(compute, args.nodes);
+        compute.threads = Some(u16::try_from(threads)?);
+        Opened::new(&found.path, compute, &cut, sizes)
+    };
+    let first = open(1, SplitKind::Auto)?;
+    let config = &first.config;
+    let setting = first.setting(args.transport.backend());
+    let local = Local::fresh(setting, args.nodes, load::kernels)?;
+    let mut all = Vec::new();
+    for (kind, split) in ways(config, args.nodes) {
+        all.push(Way {
+            predicted: local.facts(config, &split)?,
+            chosen: local.choose(config, split.ranks(), &[]) == kind || split.ranks() == 1,
+            loaded: open(split.ranks(), kind)?.load()?,
+            runs: Vec::new(),
+        });
+    }
+    for round in 0..=args.runs {
+        for way in &mut all {
+            let speed = way.decode(args, round)?;
+            way.runs.extend((round > 0).then_some(speed));
+        }
+    }
+    let rows: Vec<Row> = all.iter().map(|way| way.row(&all)).collect();
+    print(&if args.json {
+        serde_json::json!({ "model": args.model, "rows": rows }).to_string()
+    } else {
+        table(&rows)
+    })
+}
+
+impl Way {
+    fn nodes(&self) -> u32 {
+        self.loaded.split.ranks()
+    }
+
+    /// Tokens a second.
+    fn decode(&self, args: &Args, round: u32) -> anyhow::Result<f64> {
+        let prompt = tokens(&self.loaded, 4, round);
+        let answer = generate(&self.loaded, &prompt, args.r#gen as usize)?;
+        let time = (answer.last - answer.prompt_read).as_secs_f64();
+        Ok((answer.tokens - 1) as f64 / time)
+    }
+
+    fn row(&self, all: &[Self]) -> Row {
+        let rivals = || all.iter().filter(|way| way.nodes() == self.nodes());
+        let best = |round: usize| rivals().map(|way| way.runs[round]).fold(0.0, f64::max);
+        let shares: Vec<f64> = (0..self.runs.len())
+            .map(|round| self.runs[round] / best(round))
+            .collect();
+        let measured = Spread::of(&self.runs);
+        Row {
+            nodes: self.nodes(),
+            split: self.loaded.split.to_string(),
+            predicted: self.predicted,
+            error: self.predicted / measured.median - 1.0,
+            measured,
+            chosen: self.chosen,
+            of_best: quantile(&shares, 0.5),
+        }
+    }
+}
+
+fn table(rows: &[Row]) -> String {
+    let head = format!(
+        "decode, tokens a second: median (p10 .. p90)\n{:>5}  {:<10}{:>10}{:>28}{:>8}{:>9}",
+        "nodes", "split", "predicted", "measured", "error", "of best"
+    );
+    rows.iter().fold(head, |text, row| {
+        text + &format!(
+            "\n{:>5}  {:<10}{:>10.1}{:>28}{:>6.0} %{:>7.0} %{}",
+            row.nodes,
+            row.split,
+            row.predicted,
+            row.measured.text(),
+            100.0 * row.error,
+            100.0 * row.of_best,
+            if row.chosen { "  chosen" } else { "" },
+        )
+    })
+}
