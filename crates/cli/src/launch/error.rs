@@ -40,12 +40,17 @@ pub(crate) fn exit_code(error: &anyhow::Error) -> Option<u8> {
         error.exit_code()
     } else if let Some(Error::Mpirun { ending }) = error.downcast_ref() {
         ending.exit_code()
-    } else if error.is::<PlanError>() || error.is::<HostfileError>() {
+    } else if error.is::<PlanError>() || error.downcast_ref().is_some_and(is_wrong_file) {
         2
     } else {
         return None;
     };
     Some(u8::try_from(code).unwrap_or(1))
+}
+
+/// A hostfile that is named on the command line and is none counts as wrong usage.
+const fn is_wrong_file(error: &HostfileError) -> bool {
+    !matches!(error, HostfileError::Write { .. })
 }
 
 /// Advice for one error of a chain of causes.
