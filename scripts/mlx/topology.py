@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 
 from hosts import install, macs
 
@@ -119,21 +120,30 @@ def take(path):
     return text
 
 
+def compare_case(mlx, paceline, name, hosts, runs):
+    """A line for each run."""
+    world = World(hosts)
+    lines = []
+    for args in runs:
+        title = f"topology: {name}: {' '.join(args) or 'no flags'}"
+        theirs, _ = world.run([mlx], args)
+        ours, said = world.run([paceline, "topology"], args, ["--yes"] if "--auto-setup" in args else [])
+        theirs["code"], ours["code"] = bool(theirs["code"]), bool(ours["code"])
+        if theirs == ours:
+            lines.append(f"ok {title}")
+        else:
+            ours, theirs = json.dumps(ours), json.dumps(theirs)
+            lines.append(f"FAILED {title}: {ours}, MLX {theirs}; {said.strip()[-300:]!r}")
+    world.close()
+    return lines
+
+
 def compare(mlx, paceline):
     failed = 0
-    for name, hosts, runs in cases():
-        world = World(hosts)
-        for args in runs:
-            title = f"topology: {name}: {' '.join(args) or 'no flags'}"
-            theirs, _ = world.run([mlx], args)
-            ours, said = world.run([paceline, "topology"], args, ["--yes"] if "--auto-setup" in args else [])
-            theirs["code"], ours["code"] = bool(theirs["code"]), bool(ours["code"])
-            if theirs == ours:
-                print(f"ok {title}")
-            else:
-                failed += 1
-                print(f"FAILED {title}: {json.dumps(ours)}, MLX {json.dumps(theirs)}; {said.strip()[-300:]!r}")
-        world.close()
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for lines in pool.map(lambda case: compare_case(mlx, paceline, *case), cases()):
+            print("\n".join(lines), flush=True)
+            failed += sum(line.startswith("FAILED") for line in lines)
     return failed
 
 
@@ -156,7 +166,7 @@ def main():
     parser.add_argument("--mlx", required=True)
     parser.add_argument("--paceline")
     parser.add_argument("--write")
-    args = parser.parse_args()
+    args, _ = parser.parse_known_args()
     if args.write:
         record(args.mlx, args.write)
         return

@@ -157,21 +157,19 @@ pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
             tell(&notice);
         }
     };
-    let ended = signals.orderly(|cancel| {
+    signals.orderly(|cancel| {
         let cancelled = || cancel.is_cancelled();
-        Ok(launch::run(
-            &launch,
-            &reach,
-            streams,
-            &cancelled,
-            &mut notice,
-        ))
-    });
-    match ended {
-        Ok(Err(LaunchError::OutputGone)) => Err(CliError::ReaderGone.into()),
-        Ok(Err(error)) if backend == Backend::Mpi => Err(mpirun::error(error)),
-        Ok(result) => Ok(result?),
-        Err(error) => Err(error),
+        let ended = launch::run(&launch, &reach, streams, &cancelled, &mut notice);
+        ended.map_err(|error| told(error, backend))
+    })
+}
+
+/// The error as the user gets it.
+fn told(error: LaunchError, backend: Backend) -> anyhow::Error {
+    match error {
+        LaunchError::OutputGone => CliError::ReaderGone.into(),
+        error if backend == Backend::Mpi => mpirun::error(error),
+        error => error.into(),
     }
 }
 

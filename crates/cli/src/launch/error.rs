@@ -63,8 +63,6 @@ pub(crate) fn hints(cause: &(dyn StdError + 'static)) -> Vec<String> {
         of_hostfile(error)
     } else if let Some(error) = cause.downcast_ref() {
         own(error)
-    } else if let Some(RemoteError::Start { .. }) = cause.downcast_ref() {
-        Some("install an SSH client, such as OpenSSH's".to_owned())
     } else {
         None
     };
@@ -92,6 +90,9 @@ pub(crate) fn ssh_works(host: &str) -> String {
 fn of_launch(error: &LaunchError) -> Option<String> {
     Some(match error {
         LaunchError::HostUnreachable { host, .. } => ssh_works(host),
+        LaunchError::Here(RemoteError::Start { .. }) => {
+            "install an SSH client, such as OpenSSH's".to_owned()
+        }
         LaunchError::StartLate { .. } => "give them more time with --start SECONDS".to_owned(),
         LaunchError::Failed {
             ending: Ending::Code(126 | 127),

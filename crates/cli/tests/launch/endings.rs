@@ -90,6 +90,13 @@ fn codes_and_signals_are_passed_on() {
             assert!(ended.stderr.contains(words), "{ended:?}");
         }
     }
+    std::fs::write(world.path("here/p.py"), "print(1)").unwrap();
+    let ended = world.run(&["./p.py"]);
+    assert_eq!(ended.code, Some(126), "{ended:?}");
+    assert!(
+        ended.stderr.contains("run a script as `-- python3 SCRIPT`"),
+        "{ended:?}"
+    );
     let ended = world.run(&["no-such-program-anywhere"]);
     assert_eq!(ended.code, Some(127), "{ended:?}");
     for part in ["not found", "hint: the program must be on 127.0.0.1"] {

@@ -21,6 +21,21 @@ fn local_ranks_are_a_ring() {
     world.assert_clean();
 }
 
+/// MLX reaches it by ssh, and gives it no address.
+#[test]
+fn localhost_is_this_machine() {
+    let world = World::new();
+    let ended = world
+        .run(&["--hosts", "localhost", "-n", "2", "sh", "-c", SHOW])
+        .ok();
+    let ring = r#"[["127.0.0.1:32323"], ["127.0.0.1:32324"]]"#;
+    assert_eq!(
+        ended.lines(),
+        [format!("[0] 0 {ring} "), format!("[1] 1 {ring} ")]
+    );
+    assert!(world.calls().is_empty());
+}
+
 #[test]
 fn other_machines_are_reached_by_ssh() {
     let world = World::new();

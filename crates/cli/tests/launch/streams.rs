@@ -90,6 +90,24 @@ fn input_goes_where_it_should() {
     }
 }
 
+/// With MLX a rank that does not read breaks the launcher's pipe, or is fed for ever.
+#[test]
+fn ranks_need_not_read_their_input() {
+    let world = World::new();
+    let input = vec![b'x'; 1 << 20];
+    for script in ["exit 0", "head -c 1 >one.$MLX_RANK"] {
+        let args = ["-n", "2", "--stdin", "all", "sh", "-c", script];
+        let mut child = world.launch(&args).stdin(Stdio::piped()).spawn().unwrap();
+        let mut stdin = child.stdin.take().unwrap();
+        // More than the pipes hold: it is not all taken, and nobody waits for that.
+        let own = input.clone();
+        let writer = std::thread::spawn(move || drop(std::io::Write::write_all(&mut stdin, &own)));
+        let ended = finish(child).ok();
+        writer.join().unwrap();
+        assert_eq!((ended.stdout.as_str(), ended.stderr.as_str()), ("", ""));
+    }
+}
+
 /// Bytes come unchanged, the control characters of terminals included.
 #[test]
 fn input_is_not_touched() {

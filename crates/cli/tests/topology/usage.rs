@@ -93,7 +93,7 @@ fn what_cannot_be_is_said_with_advice() {
             1,
             &["linux says nothing about Thunderbolt", "--over ethernet"],
         ),
-        (&["--hosts", "h0,h0"], 1, &["no ring"]),
+        (&["--hosts", "h0,h0"], 1, &["the same machine"]),
         (
             &["--hosts", "h0,weak", "--backend", "jaccl"],
             1,
