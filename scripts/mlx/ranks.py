@@ -85,17 +85,13 @@ class World:
 
 
 def ip(*words):
-    return subprocess.run(["ip", *words], capture_output=True, text=True)
+    subprocess.run(["ip", *words], capture_output=True, text=True, check=True)
 
 
-def namespaces(world, name):
-    """Hosts n0 to n2 with addresses 10.78.0.1 and on; what went wrong, and what to delete."""
-    names = [f"pr{os.getpid()}x{number}" for number in range(4)]
+def namespaces(world, names):
+    """Hosts n0 to n2 with addresses 10.78.0.1 and on, and a bridge between them."""
     bridge = names[3]
-    made = ip("netns", "add", bridge)
-    if made.returncode:
-        print(f"SKIPPED {name}: no network namespaces: {made.stderr.strip()}", flush=True)
-        return []
+    ip("netns", "add", bridge)
     ip("-n", bridge, "link", "add", "br0", "type", "bridge")
     ip("-n", bridge, "link", "set", "br0", "up")
     for number, host in enumerate(names[:3]):
@@ -108,15 +104,21 @@ def namespaces(world, name):
         os.makedirs(world.path(f"hosts/n{number}/bin"))
         with open(world.path(f"hosts/n{number}/netns"), "w") as file:
             file.write(host)
-    return names
 
 
 def through_namespaces(world):
     name = "ranks: topology --over ethernet and a ring between namespaces"
-    names = namespaces(world, name)
-    if not names:
+    if not shutil.which("ip"):
+        print(f"SKIPPED {name}: there is no ip", flush=True)
         return
+    names = [f"pr{os.getpid()}x{number}" for number in range(4)]
     try:
+        try:
+            namespaces(world, names)
+        except (OSError, subprocess.CalledProcessError) as error:
+            why = getattr(error, "stderr", None) or str(error)
+            print(f"SKIPPED {name}: no network namespaces: {why.strip()}", flush=True)
+            return
         hosts = "n0,n1,n2"
         own, theirs = world.path("own.json"), world.path("theirs.json")
         found = world.tool(world.args.paceline, "topology", "--over", "ethernet", "--hosts", hosts, "--output", own)
@@ -133,7 +135,7 @@ def through_namespaces(world):
         world.note("topology: --over ethernet, live, as MLX", "" if same else f"{open(own).read()} {open(theirs).read()}")
     finally:
         for one in names:
-            ip("netns", "del", one)
+            subprocess.run(["ip", "netns", "del", one], capture_output=True)
 
 
 def main():

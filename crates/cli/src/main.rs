@@ -1,7 +1,7 @@
 //! The paceline binary: parses the command line and hands over to the subcommands.
 //!
-//! Exit codes: 0 ok, 1 failed or interrupted, 2 wrong usage; of `launch` that of the first rank that
-//! failed. Results go to stdout, everything else to stderr. This is the only crate that reads
+//! Exit codes: 0 ok, 1 failed or interrupted, 2 wrong usage; of `launch` that of the first rank
+//! that failed. Results go to stdout, everything else to stderr. This is the only crate that reads
 //! environment variables.
 
 #![warn(clippy::print_stderr)]

@@ -1,10 +1,11 @@
 //! Hostfiles in MLX's formats: which hosts, their addresses, their RDMA devices.
 //!
-//! | format | who reads it | looks like |
-//! |---|---|---|
-//! | launcher | `mlx.launch`, `paceline launch` | `{"backend": .., "envs": [..], "hosts": [{"ssh": .., "ips": [..], "rdma": [..]}]}`, or the bare list of hosts |
-//! | ring | a rank, by `MLX_HOSTFILE` | `[["10.0.0.1:5000"], ["10.0.0.2:5000"]]`: by rank, an address for each connection |
-//! | devices | a rank, by `MLX_IBV_DEVICES` | `[[null, "rdma_en5"], ["rdma_en4", null]]`: by rank, the devices towards each rank |
+//! - *Launcher*, for `mlx.launch` and `paceline launch`: `{"backend": .., "envs": [..], "hosts":
+//!   [{"ssh": .., "ips": [..], "rdma": [..]}]}`, or the list of hosts alone.
+//! - *Ring*, for a rank, which finds its path in `MLX_HOSTFILE`: `[["10.0.0.1:5000"],
+//!   ["10.0.0.2:5000"]]`, by rank, an address for each connection.
+//! - *Devices*, for a rank, by `MLX_IBV_DEVICES`: `[[null, "rdma_en5"], ["rdma_en4", null]]`, by
+//!   rank, the devices towards each rank.
 //!
 //! All are written byte for byte as MLX writes them. Both of the first two are read; a host of a
 //! ring hostfile is reached at its address. Keys that are not known are passed over, as MLX does.

@@ -204,27 +204,33 @@ fn a_launcher_that_is_killed_takes_all_with_it() {
     }
 }
 
-/// A connection that breaks ends the ranks on its host, and those on the others.
+/// A connection that breaks ends the ranks on its host, and those on the others; so does a session
+/// of a rank that breaks alone.
 #[test]
 fn a_connection_that_breaks_ends_all() {
-    let world = World::new();
-    let hosts = &kinds(&world, 2)[1];
-    let child = start(&world, &args(&world, hosts, &[], SLEEP));
-    wait_for_ranks(&world, &[0, 1]);
-    // The stand-in waits for the session of the host's keeper, its first child.
-    let keeper = children(child.id())
-        .into_iter()
-        .find(|id| has_word(*id, "/hosts/b"));
-    let keeper = Pid::from_raw(keeper.unwrap()).unwrap();
-    kill_process(keeper, Signal::KILL).unwrap();
-    let ended = finish(child);
-    assert_eq!(ended.code, Some(1), "{ended:?}");
-    assert!(
-        ended.stderr.contains("error: the connection to b is lost"),
-        "{ended:?}"
-    );
-    assert_gone(&ids(&world, &[0, 1]));
-    world.assert_clean();
+    for (which, words) in [
+        (0, "error: the connection to b is lost: "),
+        (
+            1,
+            "error: the session of rank 1 on b is lost: it was ended by SIGKILL\n",
+        ),
+    ] {
+        let world = World::new();
+        let hosts = &kinds(&world, 2)[1];
+        let child = start(&world, &args(&world, hosts, &[], SLEEP));
+        wait_for_ranks(&world, &[0, 1]);
+        // The stand-ins for ssh wait for their sessions; the keeper's is the first of a host.
+        let sessions = children(child.id()).into_iter();
+        let mut of_b = sessions.filter(|id| has_word(*id, "/hosts/b"));
+        let session = Pid::from_raw(of_b.nth(which).unwrap()).unwrap();
+        kill_process(session, Signal::KILL).unwrap();
+        let ended = finish(child);
+        assert_eq!(ended.code, Some(1), "{ended:?}");
+        assert!(ended.stderr.contains(words), "{ended:?}");
+        assert!(ended.took < SOON, "{ended:?}");
+        assert_gone(&ids(&world, &[0, 1]));
+        world.assert_clean();
+    }
 }
 
 /// Children of a process, oldest first.

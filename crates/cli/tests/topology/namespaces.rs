@@ -21,26 +21,31 @@ impl Network {
             .map(|number| format!("{name}{number}"))
             .collect();
         let network = Self { names };
-        let bridge = &network.names[count];
-        if let Err(why) = ip(&["netns", "add", bridge]) {
+        if let Err(why) = network.make(count) {
             eprintln!("SKIPPED {test}: no network namespaces: {why}");
             return None;
         }
-        let within = |args: &[&str]| ip(&[&["-n", bridge][..], args].concat()).unwrap();
-        within(&["link", "add", "br0", "type", "bridge"]);
-        within(&["link", "set", "br0", "up"]);
-        for (number, host) in network.names[..count].iter().enumerate() {
-            ip(&["netns", "add", host]).unwrap();
+        Some(network)
+    }
+
+    fn make(&self, count: usize) -> Result<(), String> {
+        let bridge = &self.names[count];
+        ip(&["netns", "add", bridge])?;
+        let within = |args: &[&str]| ip(&[&["-n", bridge][..], args].concat());
+        within(&["link", "add", "br0", "type", "bridge"])?;
+        within(&["link", "set", "br0", "up"])?;
+        for (number, host) in self.names[..count].iter().enumerate() {
+            ip(&["netns", "add", host])?;
             let (port, address) = (format!("p{number}"), format!("10.77.0.{}/24", number + 1));
             within(&[
                 "link", "add", &port, "type", "veth", "peer", "name", "eth0", "netns", host,
-            ]);
-            within(&["link", "set", &port, "master", "br0", "up"]);
-            ip(&["-n", host, "addr", "add", &address, "dev", "eth0"]).unwrap();
-            ip(&["-n", host, "link", "set", "eth0", "up"]).unwrap();
-            ip(&["-n", host, "link", "set", "lo", "up"]).unwrap();
+            ])?;
+            within(&["link", "set", &port, "master", "br0", "up"])?;
+            ip(&["-n", host, "addr", "add", &address, "dev", "eth0"])?;
+            ip(&["-n", host, "link", "set", "eth0", "up"])?;
+            ip(&["-n", host, "link", "set", "lo", "up"])?;
         }
-        Some(network)
+        Ok(())
     }
 }
 

@@ -1,10 +1,12 @@
 //! What each rank is given: the environment and files that MLX's backends read.
 //!
-//! | backend | variables beside `MLX_RANK` |
-//! |---|---|
-//! | ring | `MLX_HOSTFILE` (file; empty for one rank); `MLX_RING_VERBOSE=1` when verbose |
-//! | jaccl | `MLX_JACCL_COORDINATOR`, `MLX_IBV_DEVICES` (file); `MLX_JACCL_RING=1` for jaccl-ring |
-//! | nccl | `NCCL_HOST_IP`, `NCCL_PORT`, `MLX_WORLD_SIZE`, `CUDA_VISIBLE_DEVICES`; `NCCL_DEBUG=INFO` when verbose |
+//! | backend | variables beside `MLX_RANK` | when verbose |
+//! |---|---|---|
+//! | ring | `MLX_HOSTFILE` (file; empty for one rank) | `MLX_RING_VERBOSE=1` |
+//! | jaccl | `MLX_JACCL_COORDINATOR`, `MLX_IBV_DEVICES` (file) | |
+//! | jaccl-ring | those, and `MLX_JACCL_RING=1` | |
+//! | nccl | `NCCL_HOST_IP`, `NCCL_PORT`, `MLX_WORLD_SIZE` | `NCCL_DEBUG=INFO` |
+//! | | and `CUDA_VISIBLE_DEVICES` | |
 //!
 //! `mpi` is started by `mpirun`: see [`mpi`](super::mpi). Source: `launch.py` of MLX 0.32.4, whose
 //! results are the same for the same hosts, but for hosts that are refused here by a name for it.
