@@ -8,6 +8,7 @@
 mod cargo_test;
 mod darwin;
 mod deny;
+mod mlx_tools;
 mod models;
 mod neon;
 mod process;
@@ -40,7 +41,7 @@ struct Args {
 enum Chore {
     /// Fetch the test models, then format check, lints, tidy and all tests, with one total.
     Test {
-        /// Steps to run instead of models,fmt,clippy,tidy,unit,doc,sdk.
+        /// Steps to run instead of models,fmt,clippy,tidy,unit,doc,sdk,mlx-tools.
         #[arg(long, value_delimiter = ',', value_name = "STEPS")]
         only: Vec<Step>,
     },
@@ -61,6 +62,15 @@ enum Chore {
         /// paceline to test instead of what is built here.
         #[arg(long)]
         binary: Option<PathBuf>,
+    },
+    /// Compare `paceline launch` and `topology` with MLX's own tools, and start MLX programs.
+    MlxTools {
+        /// paceline to test instead of what is built here.
+        #[arg(long, conflicts_with = "golden")]
+        binary: Option<PathBuf>,
+        /// Record what MLX makes of the hosts in scripts/mlx/topology.py instead.
+        #[arg(long)]
+        golden: bool,
     },
     /// Check that the workspace compiles for Apple silicon.
     Darwin,
@@ -99,6 +109,17 @@ fn run(chore: Chore) -> Result<bool> {
         Chore::Sdk { binary: None } => steps::run(&[Step::Sdk]),
         Chore::Sdk { binary } => {
             let tally = sdk::run(binary, &mut |line| println!("{line}"))?;
+            tally.print_names();
+            println!("{tally}");
+            tally.failed == 0
+        }
+        Chore::MlxTools { golden: true, .. } => {
+            mlx_tools::golden()?;
+            true
+        }
+        Chore::MlxTools { binary: None, .. } => steps::run(&[Step::MlxTools]),
+        Chore::MlxTools { binary, .. } => {
+            let tally = mlx_tools::run(binary, &mut |line| println!("{line}"))?;
             tally.print_names();
             println!("{tally}");
             tally.failed == 0

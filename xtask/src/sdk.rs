@@ -50,7 +50,7 @@ pub(crate) fn run(binary: Option<PathBuf>, see: &mut impl FnMut(&str)) -> Result
 }
 
 /// paceline as README's first command builds it.
-fn build(see: &mut impl FnMut(&str)) -> Result<PathBuf> {
+pub(crate) fn build(see: &mut impl FnMut(&str)) -> Result<PathBuf> {
     let mut command = repo::cargo();
     command.args(["build", "--release", "--bin", "paceline"]);
     command.arg("--message-format=json-render-diagnostics");
@@ -91,7 +91,7 @@ fn drive(client: &Client, server: &Server, see: &mut impl FnMut(&str)) -> Result
 }
 
 /// The case that `line` is the outcome of: `ok NAME ...` or `FAILED NAME: why`.
-fn case(client: &str, line: &str) -> Option<Tally> {
+pub(crate) fn case(client: &str, line: &str) -> Option<Tally> {
     if let Some(case) = line.strip_prefix("ok ") {
         return Some(Tally::check(case, true));
     }

@@ -7,9 +7,9 @@ use clap::ValueEnum;
 
 use crate::cargo_test::TestLog;
 use crate::tally::Tally;
-use crate::{darwin, deny, models, neon, process, repo, sdk, tidy};
+use crate::{darwin, deny, mlx_tools, models, neon, process, repo, sdk, tidy};
 
-/// One step. `cargo xtask test` runs the first seven.
+/// One step. `cargo xtask test` runs the first eight.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Step {
     /// Fetch and make the models that tests read.
@@ -26,6 +26,8 @@ pub(crate) enum Step {
     Doc,
     /// Clients that others wrote, against a live server.
     Sdk,
+    /// MLX's own tools, and programs that use MLX.
+    MlxTools,
     /// `cargo check` for Apple silicon.
     Darwin,
     /// The kernel tests for AArch64 under QEMU.
@@ -36,7 +38,7 @@ pub(crate) enum Step {
 
 /// What `cargo xtask test` runs unless told otherwise: cheap steps before dear ones, but for the
 /// models, whose download a person wants to see fail first.
-pub(crate) const DEFAULT: [Step; 7] = [
+pub(crate) const DEFAULT: [Step; 8] = [
     Step::Models,
     Step::Fmt,
     Step::Clippy,
@@ -44,6 +46,7 @@ pub(crate) const DEFAULT: [Step; 7] = [
     Step::Unit,
     Step::Doc,
     Step::Sdk,
+    Step::MlxTools,
 ];
 
 impl Step {
@@ -56,6 +59,7 @@ impl Step {
             Step::Unit => "unit",
             Step::Doc => "doc",
             Step::Sdk => "sdk",
+            Step::MlxTools => "mlx-tools",
             Step::Darwin => "darwin",
             Step::Neon => "neon",
             Step::Deny => "deny",
@@ -82,6 +86,7 @@ impl Step {
             Step::Unit => cargo_test(self, "--tests"),
             Step::Doc => cargo_test(self, "--doc"),
             Step::Sdk => sdk::run(None, &mut |line| println!("{line}")),
+            Step::MlxTools => mlx_tools::run(None, &mut |line| println!("{line}")),
             Step::Darwin => darwin::run(&mut |line| println!("{line}")),
             Step::Neon => neon::run(&mut |line| println!("{line}")),
             Step::Deny => deny::run(&mut |line| println!("{line}")),

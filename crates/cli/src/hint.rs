@@ -51,6 +51,10 @@ fn hints(error: &anyhow::Error) -> Vec<String> {
         if !of_plan.is_empty() {
             return of_plan;
         }
+        let of_machines = [crate::launch::hints(cause), crate::topology::hints(cause)].concat();
+        if !of_machines.is_empty() {
+            return of_machines;
+        }
         if let Some(error) = cause.downcast_ref::<crate::kb::Error>() {
             return vec![error.hint()];
         }

@@ -1,7 +1,8 @@
 //! The paceline binary: parses the command line and hands over to the subcommands.
 //!
-//! Exit codes: 0 ok, 1 failed or interrupted, 2 wrong usage. Results go to stdout, everything else
-//! to stderr. This is the only crate that reads environment variables.
+//! Exit codes: 0 ok, 1 failed or interrupted, 2 wrong usage; of `launch` that of the first rank
+//! that failed. Results go to stdout, everything else to stderr. This is the only crate that reads
+//! environment variables.
 
 #![warn(clippy::print_stderr)]
 
@@ -12,6 +13,7 @@ mod home;
 mod interrupt;
 mod kb;
 mod key;
+mod launch;
 mod load;
 mod loaded;
 mod models;
@@ -21,6 +23,7 @@ mod process;
 mod progress;
 mod pull;
 mod run;
+mod topology;
 mod up;
 mod worker;
 
@@ -53,6 +56,10 @@ enum Command {
     Worker,
     /// Which machines, which split, how fast
     Plan(plan::Args),
+    /// Run a program on many machines, a rank each
+    Launch(launch::Args),
+    /// How machines are cabled, and a hostfile from that
+    Topology(topology::Args),
     /// Measure this machine
     #[command(subcommand)]
     Bench(bench::Command),
@@ -86,6 +93,8 @@ fn execute(command: &Command) -> anyhow::Result<()> {
         Command::Key(command) => key::run(command),
         Command::Worker => worker::run(),
         Command::Plan(args) => plan::run(args),
+        Command::Launch(args) => launch::run(args, &signals),
+        Command::Topology(args) => topology::run(args, &signals),
         Command::Bench(command) => bench::run(command, &signals),
         Command::Pull(args) => pull::run(args, &signals),
         Command::Models(args) => models::list(args),
@@ -101,9 +110,11 @@ fn exit_code(error: &anyhow::Error) -> ExitCode {
         return ExitCode::SUCCESS;
     }
     hint::report(error);
-    ExitCode::from(if own.is_some_and(Error::is_usage) {
-        2
-    } else {
-        1
-    })
+    if let Some(code) = launch::exit_code(error) {
+        return ExitCode::from(code);
+    }
+    let of_topology = error.downcast_ref::<topology::Error>();
+    let is_usage =
+        own.is_some_and(Error::is_usage) || of_topology.is_some_and(topology::Error::is_usage);
+    ExitCode::from(if is_usage { 2 } else { 1 })
 }

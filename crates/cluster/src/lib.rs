@@ -1,8 +1,9 @@
 //! Processes that work together: started, watched and ended as one.
 //!
-//! A parent starts one process per rank and holds a *control channel* to each: a Unix socket pair
-//! whose other end is the child's standard input. Messages are JSON, one a line, in both
-//! directions; the child also says every 200 ms that it lives.
+//! For ranks that are ours, on one machine: a parent starts one process per rank and holds a
+//! *control channel* to each: a Unix socket pair whose other end is the child's standard input.
+//! Messages are JSON, one a line, in both directions; the child also says every 200 ms that it
+//! lives. For programs that know nothing of us, on many machines: [`launch`].
 //!
 //! ```text
 //!  parent                                              child of rank r
@@ -51,6 +52,10 @@
 //! - [`workers`]: the parent's side, and which promises hold when something dies.
 //! - [`Control`]: the child's side.
 //! - [`processes`]: one process with its group, how processes ended, whole lines of many.
+//! - [`hostfile`]: which machines, in MLX's formats.
+//! - [`remote`]: shells on other machines.
+//! - [`launch`]: one program on many machines.
+//! - [`topology`]: how machines are cabled, and hostfiles from that.
 //! - [`Error`].
 //!
 //! The crate knows nothing about models or what the messages mean. It has no async runtime: a
@@ -59,8 +64,13 @@
 mod channel;
 mod control;
 mod error;
+pub mod hostfile;
+pub mod launch;
+mod marks;
 pub mod processes;
 mod queue;
+pub mod remote;
+pub mod topology;
 mod wire;
 pub mod workers;
 

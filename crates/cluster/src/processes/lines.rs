@@ -1,6 +1,7 @@
 //! Whole lines of text from processes.
 
 use std::collections::VecDeque;
+use std::fmt::Display;
 use std::io::{self, Write};
 use std::sync::{Mutex, PoisonError};
 
@@ -118,7 +119,15 @@ impl<W: Write> Prefixed<W> {
     /// # Errors
     /// What the output says.
     pub fn line(&self, rank: Rank, line: &str) -> io::Result<()> {
-        let whole = format!("[{}] {line}\n", rank.0);
+        self.labelled(rank.0, line)
+    }
+
+    /// Writes `[label] line` and a newline, and flushes: for lines that are no rank's.
+    ///
+    /// # Errors
+    /// What the output says.
+    pub fn labelled(&self, label: impl Display, line: &str) -> io::Result<()> {
+        let whole = format!("[{label}] {line}\n");
         let mut output = self.output.lock().unwrap_or_else(PoisonError::into_inner);
         output.write_all(whole.as_bytes())?;
         output.flush()

@@ -1,0 +1,291 @@
+//! `paceline launch`: a program on many machines, as `mlx.launch` starts it.
+
+mod error;
+mod mpirun;
+
+use std::env;
+use std::io::{self, IsTerminal};
+use std::path::PathBuf;
+use std::time::Duration;
+
+use anyhow::Context;
+use paceline_cluster::hostfile::Hostfile;
+use paceline_cluster::launch::{
+    self, Backend, Error as LaunchError, Launch, Limits, Notice, Options, Place, StdinTo, Streams,
+    Tags,
+};
+use paceline_cluster::remote::Reach;
+use rustix::process::getpgrp;
+use rustix::termios::{tcgetpgrp, tcgetwinsize};
+use tempfile::TempDir;
+
+pub(crate) use error::{Error, exit_code, hints, ssh_works};
+
+use crate::error::Error as CliError;
+use crate::interrupt::Signals;
+use crate::output::{print, tell};
+
+const EXAMPLES: &str = "\
+Examples:
+  paceline launch -n 2 -- python3 train.py            two ranks on this machine, a TCP ring
+  paceline launch --hosts 10.0.0.1,10.0.0.2 -- python3 train.py
+  paceline launch --hostfile hosts.json --env HF_HOME=/data -- ./program --its-own-flag
+  paceline topology --hosts a,b --output hosts.json   makes such a file
+
+Hosts are reached by `ssh`, which must not ask for a password. Each line has its rank before it.
+The first rank that fails ends the others, and its exit code is that of the launch.";
+
+/// Arguments of `paceline launch`.
+#[derive(Debug, clap::Args)]
+#[command(after_help = EXAMPLES)]
+pub(crate) struct Args {
+    /// The program and its arguments; `--` before it is only needed when it starts with a hyphen
+    #[arg(
+        trailing_var_arg = true,
+        allow_hyphen_values = true,
+        value_name = "PROGRAM",
+        required_unless_present = "print_python"
+    )]
+    command: Vec<String>,
+    /// Ranks on each of --hosts
+    #[arg(short = 'n', long, value_name = "N", default_value_t = 1,
+          value_parser = clap::value_parser!(u16).range(1..=4096))]
+    repeat_hosts: u16,
+    /// Names for `ssh`, with commas between; a literal address is used for data too
+    #[arg(long, value_name = "A,B", default_value = "127.0.0.1")]
+    hosts: String,
+    /// Hosts, addresses, devices, backend and environment from a file in one of MLX's formats
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["hosts", "repeat_hosts"])]
+    hostfile: Option<PathBuf>,
+    /// ring, rdma (jaccl), jaccl-ring, mpi, nccl or any [default: the hostfile's, else nccl where
+    /// there is an NVIDIA GPU, else ring]
+    #[arg(long, value_name = "NAME")]
+    backend: Option<String>,
+    /// Set a variable for all ranks; may be given several times
+    #[arg(long, value_name = "NAME=VALUE")]
+    env: Vec<String>,
+    /// Folder to start in [default: the current one on hosts that have it]
+    #[arg(long, value_name = "FOLDER")]
+    cwd: Option<String>,
+    /// Run the program with this Python
+    #[arg(long, value_name = "PROGRAM")]
+    python: Option<String>,
+    /// Who gets standard input
+    #[arg(long, value_enum, default_value_t)]
+    stdin: Stdin,
+    /// Backend ring: connections for each address
+    #[arg(long, value_name = "N", default_value_t = 1,
+          value_parser = clap::value_parser!(u16).range(1..=1024))]
+    connections_per_ip: u16,
+    /// First port of a ring, or that of rank 0 with rdma
+    #[arg(short = 'p', long, value_name = "PORT", default_value_t = 32323,
+          value_parser = clap::value_parser!(u16).range(1..))]
+    starting_port: u16,
+    /// Backend nccl: port of rank 0
+    #[arg(long, value_name = "PORT", default_value_t = 12345,
+          value_parser = clap::value_parser!(u16).range(1..))]
+    nccl_port: u16,
+    /// Backend mpi: arguments for `mpirun`, split at blanks; may be given several times
+    #[arg(long, value_name = "ARGS", allow_hyphen_values = true)]
+    mpi_arg: Vec<String>,
+    /// Seconds from SIGTERM to SIGKILL, once a rank has failed
+    #[arg(long, value_name = "SECONDS", default_value_t = 5,
+          value_parser = clap::value_parser!(u16).range(0..=3600))]
+    grace: u16,
+    /// Seconds that other ranks may go on after one has ended well, or `never` to end them
+    #[arg(long, value_name = "SECONDS", default_value = "600", value_parser = linger)]
+    linger: Linger,
+    /// Seconds until all hosts must be ready
+    #[arg(long, value_name = "SECONDS", default_value_t = 30,
+          value_parser = clap::value_parser!(u16).range(1..=3600))]
+    start: u16,
+    /// Print the path of the Python that --python or PATH names, and end
+    #[arg(long)]
+    print_python: bool,
+    /// Tell how ranks end, and have the backend tell what it does
+    #[arg(long)]
+    verbose: bool,
+}
+
+/// Who gets standard input.
+#[derive(Clone, Copy, Debug, Default, clap::ValueEnum)]
+enum Stdin {
+    /// The first rank
+    #[default]
+    Rank0,
+    /// Every rank
+    All,
+    /// None
+    None,
+}
+
+/// How long ranks may go on without one that has ended; `None` for ever.
+#[derive(Clone, Copy, Debug)]
+struct Linger(Option<Duration>);
+
+fn linger(text: &str) -> Result<Linger, String> {
+    if text == "never" {
+        return Ok(Linger(None));
+    }
+    let seconds: u32 = text
+        .parse()
+        .map_err(|_| "expected seconds or `never`".to_owned())?;
+    Ok(Linger(Some(Duration::from_secs(seconds.into()))))
+}
+
+/// Runs the program on all hosts.
+///
+/// # Errors
+/// Hosts that do not fit, and the first thing that goes wrong.
+pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
+    if args.print_python {
+        return print(&args.python()?);
+    }
+    let hosts = args.hostfile()?;
+    let backend = args.backend(&hosts)?;
+    let scratch = tempfile::Builder::new().prefix("paceline-").tempdir();
+    let scratch = scratch.context("cannot make a temporary folder")?;
+    let launch = args.launch(backend, &hosts, &scratch)?;
+    let streams = Streams {
+        input: Box::new(io::stdin()),
+        output: Box::new(io::stdout()),
+        errors: Box::new(io::stderr()),
+    };
+    let reach = Reach::new("ssh", Some(scratch.path()));
+    let mut notice = |notice: Notice| {
+        if args.verbose || matches!(notice, Notice::Killed(_)) {
+            tell(&notice);
+        }
+    };
+    signals.orderly(|cancel| {
+        let cancelled = || cancel.is_cancelled();
+        let ended = launch::run(&launch, &reach, streams, &cancelled, &mut notice);
+        ended.map_err(|error| told(error, backend))
+    })
+}
+
+/// The error as the user gets it.
+fn told(error: LaunchError, backend: Backend) -> anyhow::Error {
+    match error {
+        LaunchError::OutputGone => CliError::ReaderGone.into(),
+        error if backend == Backend::Mpi => mpirun::error(error),
+        error => error.into(),
+    }
+}
+
+impl Args {
+    fn hostfile(&self) -> anyhow::Result<Hostfile> {
+        Ok(match &self.hostfile {
+            Some(path) => Hostfile::read(path)?,
+            None => Hostfile::from_names(&self.hosts, self.repeat_hosts.into())?,
+        })
+    }
+
+    fn backend(&self, hosts: &Hostfile) -> anyhow::Result<Backend> {
+        let named = self.backend.as_deref().filter(|name| *name != "any");
+        let of_file = Some(&hosts.backend[..]).filter(|name| !name.is_empty() && *name != "any");
+        match named.or(of_file) {
+            Some(name) => Ok(name.parse()?),
+            // The kernel driver's own file, which is there on every Linux with a working GPU.
+            None if PathBuf::from("/dev/nvidiactl").exists() => Ok(Backend::Nccl),
+            None => Ok(Backend::Ring),
+        }
+    }
+
+    fn launch(
+        &self,
+        backend: Backend,
+        hosts: &Hostfile,
+        scratch: &TempDir,
+    ) -> anyhow::Result<Launch> {
+        let options = Options {
+            env: self.environment(hosts),
+            connections_per_ip: self.connections_per_ip,
+            starting_port: self.starting_port,
+            nccl_port: self.nccl_port,
+            repeats: self.repeat_hosts.into(),
+            verbose: self.verbose,
+        };
+        let ranks = launch::plan(backend, hosts, &options)?;
+        let mut command = self.command.clone();
+        if let Some(python) = &self.python {
+            command.insert(0, python.clone());
+        }
+        let place = self.place()?;
+        let limits = self.limits();
+        let stdin = self.stdin();
+        if backend == Backend::Mpi {
+            let mpirun = mpirun::find(&self.mpi_arg, &ranks, scratch.path())?;
+            return Ok(launch::mpi::launch(
+                &mpirun, &ranks, command, place, stdin, limits,
+            ));
+        }
+        Ok(Launch {
+            ranks,
+            command,
+            place,
+            stdin,
+            tags: Tags::Session,
+            limits,
+        })
+    }
+
+    /// Variables of the command line, and the size of the terminal.
+    fn environment(&self, hosts: &Hostfile) -> Vec<String> {
+        let mut env = self.env.clone();
+        let mut set = hosts.envs.iter().chain(&self.env);
+        if set.any(|text| text.starts_with("COLUMNS=")) {
+            return env;
+        }
+        let size = tcgetwinsize(io::stdout()).ok();
+        let or = |name, of_terminal: Option<u16>| {
+            let set = env::var(name).ok().and_then(|text| text.parse().ok());
+            set.filter(|size| *size > 0).or(of_terminal).unwrap_or(0)
+        };
+        let columns = or("COLUMNS", size.map(|size| size.ws_col));
+        if columns > 0 {
+            env.push(format!("COLUMNS={columns}"));
+            env.push(format!(
+                "LINES={}",
+                or("LINES", size.map(|size| size.ws_row))
+            ));
+        }
+        env
+    }
+
+    fn place(&self) -> anyhow::Result<Place> {
+        if let Some(folder) = &self.cwd {
+            return Ok(Place::Wanted(folder.clone()));
+        }
+        let here = env::current_dir().context("cannot find the current folder")?;
+        let here = here.into_os_string().into_string();
+        Ok(Place::IfThere(here.map_err(Error::FolderNotUtf8)?))
+    }
+
+    fn limits(&self) -> Limits {
+        Limits {
+            start: Duration::from_secs(self.start.into()),
+            grace: Duration::from_secs(self.grace.into()),
+            linger: self.linger.0,
+        }
+    }
+
+    fn stdin(&self) -> StdinTo {
+        // A launcher in the background that reads from the terminal would be stopped.
+        let stdin = io::stdin();
+        let in_foreground = || tcgetpgrp(&stdin).is_ok_and(|group| group == getpgrp());
+        match self.stdin {
+            _ if stdin.is_terminal() && !in_foreground() => StdinTo::None,
+            Stdin::Rank0 => StdinTo::Rank0,
+            Stdin::All => StdinTo::All,
+            Stdin::None => StdinTo::None,
+        }
+    }
+
+    fn python(&self) -> Result<String, Error> {
+        match &self.python {
+            Some(python) => Ok(python.clone()),
+            None => mpirun::in_path("python3").ok_or(Error::NoPython),
+        }
+    }
+}

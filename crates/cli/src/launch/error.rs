@@ -1,0 +1,145 @@
+//! What can go wrong with a launch, and what to do about it.
+
+use std::error::Error as StdError;
+use std::ffi::OsString;
+
+use paceline_cluster::hostfile::Error as HostfileError;
+use paceline_cluster::launch::{Error as LaunchError, PlanError};
+use paceline_cluster::processes::Ending;
+use paceline_cluster::remote::Error as RemoteError;
+
+/// Why nothing is launched, as far as this machine is concerned.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum Error {
+    /// No `mpirun`.
+    #[error("there is no mpirun in PATH")]
+    NoMpirun,
+    /// Another MPI, whose options are others.
+    #[error("mpirun is not Open MPI's: it says {said:?}")]
+    NotOpenMpi {
+        /// The first line of `mpirun --version`.
+        said: String,
+    },
+    /// `mpirun` ended with a code of its own or of a rank.
+    #[error("mpirun {ending}")]
+    Mpirun {
+        /// How.
+        ending: Ending,
+    },
+    /// No `python3`.
+    #[error("there is no python3 in PATH")]
+    NoPython,
+    /// A folder that cannot be named on another machine.
+    #[error("the current folder {0:?} is not UTF-8")]
+    FolderNotUtf8(OsString),
+}
+
+/// The exit code for an error of a launch; `None` for others.
+pub(crate) fn exit_code(error: &anyhow::Error) -> Option<u8> {
+    let code = if let Some(error) = error.downcast_ref::<LaunchError>() {
+        error.exit_code()
+    } else if let Some(Error::Mpirun { ending }) = error.downcast_ref() {
+        ending.exit_code()
+    } else if error.is::<PlanError>() || error.downcast_ref().is_some_and(is_wrong_file) {
+        2
+    } else {
+        return None;
+    };
+    Some(u8::try_from(code).unwrap_or(1))
+}
+
+/// A hostfile that is named on the command line and is none counts as wrong usage.
+const fn is_wrong_file(error: &HostfileError) -> bool {
+    !matches!(error, HostfileError::Write { .. })
+}
+
+/// Advice for one error of a chain of causes.
+pub(crate) fn hints(cause: &(dyn StdError + 'static)) -> Vec<String> {
+    let hint = if let Some(error) = cause.downcast_ref() {
+        of_launch(error)
+    } else if let Some(error) = cause.downcast_ref() {
+        of_plan(error)
+    } else if let Some(error) = cause.downcast_ref() {
+        of_hostfile(error)
+    } else if let Some(error) = cause.downcast_ref() {
+        own(error)
+    } else {
+        None
+    };
+    hint.into_iter().collect()
+}
+
+fn own(error: &Error) -> Option<String> {
+    Some(match error {
+        Error::NoMpirun | Error::NotOpenMpi { .. } => {
+            "install Open MPI (Debian: openmpi-bin; macOS: brew install open-mpi), or take \
+             --backend ring"
+                .to_owned()
+        }
+        Error::Mpirun { .. } => return None,
+        Error::NoPython => "name one with --python".to_owned(),
+        Error::FolderNotUtf8(_) => "name a folder with --cwd".to_owned(),
+    })
+}
+
+/// What `ssh` must be able to do.
+pub(crate) fn ssh_works(host: &str) -> String {
+    format!("`ssh {host} true` must work without a question; `ssh-copy-id {host}` installs a key")
+}
+
+fn of_launch(error: &LaunchError) -> Option<String> {
+    Some(match error {
+        LaunchError::HostUnreachable { host, .. } => ssh_works(host),
+        LaunchError::Here(RemoteError::Start { .. }) => {
+            "install an SSH client, such as OpenSSH's".to_owned()
+        }
+        LaunchError::StartLate { .. } => "give them more time with --start SECONDS".to_owned(),
+        LaunchError::Failed {
+            ending: Ending::Code(126 | 127),
+            host,
+            ..
+        } => format!(
+            "the program must be on {host}, in its PATH or with its path, and executable; run a \
+             script as `-- python3 SCRIPT`"
+        ),
+        LaunchError::NotStarted { .. } => "the lines above say why; --cwd names another \
+                                           folder"
+            .to_owned(),
+        LaunchError::Lingered { .. } => {
+            "--linger never lets them go on for as long as they like".to_owned()
+        }
+        LaunchError::SharedGroup { .. } => {
+            "its SSH server cannot be used: OpenSSH's can".to_owned()
+        }
+        _ => return None,
+    })
+}
+
+fn of_plan(error: &PlanError) -> Option<String> {
+    Some(match error {
+        PlanError::NoAddress { host } | PlanError::NoCoordinator { host, .. } => format!(
+            "name {host} by its address, or make a hostfile: paceline topology --over ethernet \
+             --hosts A,B --output hosts.json"
+        ),
+        PlanError::RdmaCount { .. }
+        | PlanError::RdmaSelf { .. }
+        | PlanError::RdmaMissing { .. } => {
+            "`paceline topology --hosts A,B --output hosts.json` finds the devices; \
+             --backend jaccl-ring needs fewer"
+                .to_owned()
+        }
+        PlanError::Ports { .. } => "take a lower --starting-port".to_owned(),
+        PlanError::Env { .. } => "write --env NAME=VALUE".to_owned(),
+        _ => return None,
+    })
+}
+
+fn of_hostfile(error: &HostfileError) -> Option<String> {
+    Some(match error {
+        HostfileError::NotJson { .. } | HostfileError::Shape { .. } => {
+            r#"a hostfile looks like [{"ssh": "a", "ips": ["10.0.0.1"]}, {"ssh": "b", "ips": ["10.0.0.2"]}]"#
+                .to_owned()
+        }
+        _ => return None,
+    })
+}

@@ -1,0 +1,103 @@
+//! Open MPI on this machine.
+
+use std::path::Path;
+use std::process::Command;
+use std::time::Duration;
+use std::{env, fs};
+
+use anyhow::Context;
+use paceline_cluster::launch::mpi::{Mpirun, hostfile};
+use paceline_cluster::launch::{Error as LaunchError, RankPlan};
+use paceline_cluster::remote::{Answer, Reach};
+
+use super::Error;
+
+/// For programs that print a version or a list of libraries.
+const LIMIT: Duration = Duration::from_secs(20);
+
+/// The `mpirun` of PATH, with its hostfile written into `scratch`.
+pub(super) fn find(args: &[String], ranks: &[RankPlan], scratch: &Path) -> anyhow::Result<Mpirun> {
+    let program = in_path("mpirun").ok_or(Error::NoMpirun)?;
+    let said = said(&program, "--version")?;
+    let major = major(&said).ok_or_else(|| Error::NotOpenMpi {
+        said: said.lines().next().unwrap_or("").to_owned(),
+    })?;
+    let path = scratch.join("mpi-hosts");
+    fs::write(&path, hostfile(ranks)).context("cannot write mpirun's hostfile")?;
+    Ok(Mpirun {
+        library: library(),
+        program,
+        major,
+        args: args
+            .iter()
+            .flat_map(|arg| arg.split_whitespace().map(str::to_owned))
+            .collect(),
+        hostfile: path.display().to_string(),
+    })
+}
+
+/// `mpirun` is not a rank: it passes on how one ended.
+pub(super) fn error(error: LaunchError) -> anyhow::Error {
+    match error {
+        LaunchError::Failed { ending, .. } => Error::Mpirun { ending }.into(),
+        other => other.into(),
+    }
+}
+
+/// The file of an executable that PATH has.
+pub(super) fn in_path(name: &str) -> Option<String> {
+    let folders = env::var_os("PATH")?;
+    let mut files = env::split_paths(&folders).map(|folder| folder.join(name));
+    let found = files.find(|file| is_executable(file))?;
+    found.into_os_string().into_string().ok()
+}
+
+fn is_executable(file: &Path) -> bool {
+    use std::os::unix::fs::PermissionsExt;
+    fs::metadata(file).is_ok_and(|facts| facts.is_file() && facts.permissions().mode() & 0o111 != 0)
+}
+
+/// What a program prints, waited for with a limit.
+fn said(program: &str, arg: &str) -> anyhow::Result<String> {
+    let words = format!("'{}' '{arg}' </dev/null", program.replace('\'', "'\\''"));
+    let Answer { stdout, .. } = Reach::new("ssh", None).ask("127.0.0.1", &words, LIMIT)?;
+    Ok(String::from_utf8_lossy(&stdout).into_owned())
+}
+
+/// 4 of `mpirun (Open MPI) 4.1.4`.
+fn major(version: &str) -> Option<u32> {
+    let (_, number) = version.split_once("(Open MPI) ")?;
+    number.split('.').next()?.parse().ok()
+}
+
+/// The file name of the library that `ompi_info` uses, so the one that belongs to `mpirun`. MLX
+/// looks for `libmpi.so`, which only development packages have.
+fn library() -> Option<String> {
+    let info = in_path("ompi_info")?;
+    let words = if cfg!(target_os = "macos") {
+        ["otool", "-L"].as_slice()
+    } else {
+        &["ldd"]
+    };
+    let list = Command::new(words[0])
+        .args(&words[1..])
+        .arg(info)
+        .output()
+        .ok()?;
+    let list = String::from_utf8_lossy(&list.stdout).into_owned();
+    let line = list.lines().find(|line| line.contains("libmpi"))?;
+    let name = line.split_whitespace().next()?;
+    Some(name.strip_prefix("@rpath/").unwrap_or(name).to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn versions_of_open_mpi() {
+        assert_eq!(major("mpirun (Open MPI) 4.1.4\n\nReport bugs\n"), Some(4));
+        assert_eq!(major("mpirun (Open MPI) 5.0.8"), Some(5));
+        assert_eq!(major("HYDRA build details:"), None);
+    }
+}

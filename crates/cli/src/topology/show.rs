@@ -1,0 +1,75 @@
+//! What was found, as JSON.
+
+use paceline_cluster::hostfile::Hostfile;
+use paceline_cluster::topology::{Cable, Choice, End, Error, Machine, best_ring, missing_for_ring};
+use serde_json::{Value, json};
+
+use super::setup::Setup;
+
+/// The hostfile as a value.
+fn hostfile(file: &Hostfile) -> Value {
+    serde_json::to_value(file).expect("a hostfile always has a JSON form")
+}
+
+/// An ordinary network.
+pub(super) fn ethernet(file: &Hostfile) -> Value {
+    json!({"over": "ethernet", "hostfile": hostfile(file)})
+}
+
+/// Cables, what they allow, and what was made of it.
+pub(super) fn thunderbolt(setup: &Setup<'_>, choice: &Choice) -> Result<Value, Error> {
+    let graph = setup.graph;
+    let names = |pairs: Vec<(usize, usize)>| -> Vec<Value> {
+        let each = pairs.into_iter().map(|pair| json!(graph.pair(pair)));
+        each.collect()
+    };
+    let ring = best_ring(graph)?.map(|ring| {
+        let order: Vec<&String> = ring.order.iter().map(|host| &graph.hosts[*host]).collect();
+        json!({"order": order, "cables": ring.cables})
+    });
+    let setups = graph.hosts.iter().zip(setup.commands());
+    let setups: serde_json::Map<String, Value> = setups
+        .map(|(host, commands)| (host.clone(), json!(commands)))
+        .collect();
+    let hosts = graph.hosts.iter().zip(setup.machines);
+    Ok(json!({
+        "over": "thunderbolt",
+        "backend": choice.backend.to_string(),
+        "hosts": hosts.map(|(name, machine)| host(name, machine)).collect::<Vec<_>>(),
+        "cables": cables(setup),
+        "missing_for_mesh": names(graph.missing_for_mesh()),
+        "ring": ring,
+        "missing_for_ring": names(missing_for_ring(graph)),
+        "setup": setups,
+        "hostfile": hostfile(&choice.hostfile),
+    }))
+}
+
+fn host(name: &str, machine: &Machine) -> Value {
+    let ports = machine
+        .ports
+        .iter()
+        .map(|port| json!({"interface": port.interface, "uuid": port.uuid, "peer": port.peer}));
+    json!({
+        "ssh": name,
+        "address": machine.address,
+        "rdma": machine.has_rdma,
+        "ports": ports.collect::<Vec<_>>(),
+    })
+}
+
+fn cables(setup: &Setup<'_>) -> Vec<Value> {
+    let graph = setup.graph;
+    let end = |end: End, address: Option<String>| {
+        let host = &graph.hosts[end.host];
+        json!({"host": host, "interface": graph.interface(end), "address": address})
+    };
+    let all = setup.addresses.cables.iter().map(|(Cable { from, to }, a, b)| {
+        json!({"from": end(*from, Some(a.to_string())), "to": end(*to, Some(b.to_string()))})
+    });
+    let loops = graph
+        .loops
+        .iter()
+        .map(|Cable { from, to }| json!({"from": end(*from, None), "to": end(*to, None)}));
+    all.chain(loops).collect()
+}

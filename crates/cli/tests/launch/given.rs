@@ -1,0 +1,284 @@
+//! What ranks are given: environment, files, arguments, folder.
+
+use std::fs;
+
+use crate::World;
+
+/// Prints what MLX reads.
+const SHOW: &str = r#"echo "$MLX_RANK $(cat "$MLX_HOSTFILE" 2>/dev/null) $V" "$@""#;
+
+#[test]
+fn local_ranks_are_a_ring() {
+    let world = World::new();
+    let ended = world
+        .run(&["-n", "2", "--env", "V=x y", "--", "sh", "-c", SHOW])
+        .ok();
+    let ring = r#"[["127.0.0.1:32323"], ["127.0.0.1:32324"]]"#;
+    let expected = [format!("[0] 0 {ring} x y"), format!("[1] 1 {ring} x y")];
+    assert_eq!(ended.lines(), expected);
+    assert_eq!(ended.stderr, "");
+    assert!(world.calls().is_empty(), "this machine needs no ssh");
+    world.assert_clean();
+}
+
+/// MLX reaches it by ssh, and gives it no address.
+#[test]
+fn localhost_is_this_machine() {
+    let world = World::new();
+    let ended = world
+        .run(&["--hosts", "localhost", "-n", "2", "sh", "-c", SHOW])
+        .ok();
+    let ring = r#"[["127.0.0.1:32323"], ["127.0.0.1:32324"]]"#;
+    assert_eq!(
+        ended.lines(),
+        [format!("[0] 0 {ring} "), format!("[1] 1 {ring} ")]
+    );
+    assert!(world.calls().is_empty());
+}
+
+#[test]
+fn other_machines_are_reached_by_ssh() {
+    let world = World::new();
+    let hostfile = world.hostfile(3);
+    let args = [
+        "--hostfile",
+        &hostfile,
+        "--connections-per-ip",
+        "2",
+        "-p",
+        "5000",
+        "--",
+    ];
+    let ended = world.run(&[&args[..], &["sh", "-c", SHOW]].concat()).ok();
+    let ring = r#"[["10.0.0.0:5000", "10.0.0.0:5001"], ["10.0.0.1:5002", "10.0.0.1:5003"], ["10.0.0.2:5004", "10.0.0.2:5005"]]"#;
+    let expected = [0, 1, 2].map(|rank| format!("[{rank}] {rank} {ring} "));
+    assert_eq!(ended.lines(), expected);
+    world.assert_clean();
+}
+
+/// One connection a host: the keeper's session makes it, those of the ranks join it.
+#[test]
+fn sessions_of_a_host_share_a_connection() {
+    let world = World::new();
+    let hostfile = world.hostfile(4);
+    world.run(&["--hostfile", &hostfile, "true"]).ok();
+    let calls = world.calls();
+    for host in ["a", "b"] {
+        let of = |role: &str| -> Vec<String> {
+            let words = calls
+                .iter()
+                .map(|call| call.split('\t').collect::<Vec<_>>());
+            let ours = words.filter(|words| words.contains(&host) && words.contains(&role));
+            let path = |word: &&&str| word.starts_with("ControlPath=");
+            ours.map(|words| words.iter().find(path).unwrap().to_string())
+                .collect()
+        };
+        let leads = of("ControlMaster=yes");
+        assert_eq!(leads.len(), 1, "{calls:?}");
+        assert_eq!(
+            of("ControlMaster=no"),
+            [&leads[..], &leads].concat(),
+            "{calls:?}"
+        );
+        assert!(!leads[0].contains("none"), "{leads:?}");
+    }
+    for call in &calls {
+        assert!(
+            call.contains("\tBatchMode=yes\t"),
+            "it must not ask: {call}"
+        );
+    }
+}
+
+/// Nothing of the launcher's environment reaches other machines, and no value can be read from
+/// the arguments of a process.
+#[test]
+fn values_are_not_in_sight() {
+    let world = World::new();
+    let hostfile = world.hostfile(1);
+    let args = [
+        "--hostfile",
+        &hostfile,
+        "--env",
+        "TOKEN=hunter2",
+        "--",
+        "sh",
+        "-c",
+    ];
+    let script = "echo \"$TOKEN $LEAK\"; cat /proc/[0-9]*/cmdline | tr '\\0' '\\n' | grep -c 'TOKEN=hunte[r]2'";
+    let mut command = world.launch(&[&args[..], &[script]].concat());
+    let ended = crate::finish(command.env("LEAK", "leaked").spawn().unwrap());
+    // The launcher's own command line has it, because this test put it there.
+    assert_eq!(ended.stdout, "[0] hunter2 \n[0] 1\n", "{ended:?}");
+    let log = world.calls().concat();
+    assert!(!log.contains("hunter2"), "{log}");
+}
+
+#[test]
+fn words_arrive_as_they_are() {
+    let world = World::new();
+    let hostfile = world.hostfile(1);
+    let words = [
+        "",
+        " a  b ",
+        "it's",
+        "\"q\"",
+        "$HOME `id` \\n",
+        "*",
+        "--hosts",
+        "\u{e9}\n2",
+        "!",
+    ];
+    let value = "it's \"$HOME\" \\ ;\n&";
+    let script = r#"printf '<%s>' "$V" "$@""#;
+    let env = format!("V={value}");
+    let mut args = vec![
+        "--hostfile",
+        &hostfile,
+        "--env",
+        &env,
+        "--",
+        "sh",
+        "-c",
+        script,
+        "sh",
+    ];
+    args.extend(words);
+    let ended = world.run(&args).ok();
+    let expected: String = [value]
+        .iter()
+        .chain(&words)
+        .map(|word| format!("<{word}>"))
+        .collect();
+    assert_eq!(ended.stdout.replace("[0] ", ""), format!("{expected}\n"));
+}
+
+/// MLX takes flags of the program for its own unless `--` comes first.
+#[test]
+fn the_programs_flags_are_its_own() {
+    let world = World::new();
+    let ended = world
+        .run(&["-n", "1", "echo", "--verbose", "-n", "7", "--", "--hosts"])
+        .ok();
+    assert_eq!(ended.stdout, "[0] --verbose -n 7 -- --hosts\n");
+}
+
+#[test]
+fn the_folder_is_the_launchers_where_it_exists() {
+    let world = World::new();
+    let here = world.path("here").canonicalize().unwrap();
+    let ended = world.run(&["pwd"]).ok();
+    assert_eq!(ended.stdout, format!("[0] {}\n", here.display()));
+    let wanted = world.path("it's there");
+    fs::create_dir(&wanted).unwrap();
+    let wanted = wanted.to_str().unwrap();
+    let ended = world.run(&["--cwd", wanted, "pwd"]).ok();
+    assert_eq!(ended.stdout, format!("[0] {wanted}\n"));
+    let ended = world.run(&["-n", "2", "--cwd", "/nonexistent", "echo", "ran"]);
+    assert_eq!(
+        (ended.code, ended.stdout.as_str()),
+        (Some(1), ""),
+        "{ended:?}"
+    );
+    for part in [
+        "[0] cannot change to /nonexistent\n",
+        "error: cannot start rank ",
+        "hint: ",
+    ] {
+        assert!(
+            ended.stderr.contains(part),
+            "no {part:?} in {}",
+            ended.stderr
+        );
+    }
+}
+
+#[test]
+fn the_hostfile_brings_backend_and_environment() {
+    let world = World::new();
+    let path = world.path("jaccl.json");
+    let text = r#"{"backend": "jaccl", "envs": ["V=file", "W=file"], "hosts": [
+        {"ssh": "a", "ips": ["10.0.0.1"], "rdma": [null, ["rdma_en5", "rdma_en6"]]},
+        {"ssh": "b", "rdma": ["rdma_en2", null]}]}"#;
+    fs::write(&path, text).unwrap();
+    let hostfile = path.to_str().unwrap();
+    let show =
+        r#"echo "$V $W $MLX_JACCL_COORDINATOR ${MLX_JACCL_RING-mesh} $(cat $MLX_IBV_DEVICES)""#;
+    let devices = r#"[[null, ["rdma_en5", "rdma_en6"]], ["rdma_en2", null]]"#;
+    for (backend, ring) in [(&[][..], "mesh"), (&["--backend", "jaccl-ring"], "1")] {
+        let args = [
+            &["--hostfile", hostfile, "--env", "V=own"],
+            backend,
+            &["--", "sh", "-c", show],
+        ];
+        let ended = world.run(&args.concat()).ok();
+        let expected = [0, 1].map(|r| format!("[{r}] own file 10.0.0.1:32323 {ring} {devices}"));
+        assert_eq!(ended.lines(), expected);
+    }
+    let show = "echo $NCCL_HOST_IP $NCCL_PORT $MLX_WORLD_SIZE $CUDA_VISIBLE_DEVICES $NCCL_DEBUG";
+    let args = [
+        "-n",
+        "2",
+        "--backend",
+        "nccl",
+        "--verbose",
+        "--nccl-port",
+        "7",
+        "sh",
+        "-c",
+        show,
+    ];
+    let ended = world.run(&args).ok();
+    assert_eq!(
+        ended.lines(),
+        ["[0] 127.0.0.1 7 2 0 INFO", "[1] 127.0.0.1 7 2 1 INFO"]
+    );
+}
+
+/// The format that ranks read names hosts by their addresses.
+#[test]
+fn a_ring_hostfile_is_taken_as_it_is() {
+    let world = World::new();
+    let path = world.path("ring.json");
+    let text = r#"[["127.0.0.1:7001", "127.0.0.1:7002"], ["127.0.0.1:7003", "127.0.0.1:7004"]]"#;
+    fs::write(&path, text).unwrap();
+    let ended = world
+        .run(&["--hostfile", path.to_str().unwrap(), "sh", "-c", SHOW])
+        .ok();
+    assert_eq!(
+        ended.lines(),
+        [format!("[0] 0 {text} "), format!("[1] 1 {text} ")]
+    );
+}
+
+#[test]
+fn python_runs_what_follows() {
+    let world = World::new();
+    fs::write(world.path("here/p.py"), "print('hi')").unwrap();
+    let ended = world.run(&["--python", "cat", "p.py"]).ok();
+    assert_eq!(ended.stdout, "[0] print('hi')\n");
+    let ended = world
+        .run(&["--print-python", "--python", "/opt/python"])
+        .ok();
+    assert_eq!(ended.stdout, "/opt/python\n");
+}
+
+/// A login shell may greet whoever comes; that is no output of the program.
+#[test]
+fn greetings_are_not_output() {
+    let world = World::new();
+    fs::create_dir(world.path("hosts/a/bin")).unwrap();
+    let hostfile = world.hostfile(1);
+    let fake = fs::read_to_string(world.path("bin/ssh")).unwrap();
+    fs::remove_file(world.path("bin/ssh")).unwrap();
+    let greeting = fake.replacen(
+        "exec setsid",
+        "echo 'Welcome!'; printf 'no newline '\nexec setsid",
+        1,
+    );
+    fs::write(world.path("bin/ssh"), greeting).unwrap();
+    let mode = std::os::unix::fs::PermissionsExt::from_mode(0o755);
+    fs::set_permissions(world.path("bin/ssh"), mode).unwrap();
+    let ended = world.run(&["--hostfile", &hostfile, "echo", "out"]).ok();
+    assert_eq!(ended.stdout, "[0] out\n");
+}

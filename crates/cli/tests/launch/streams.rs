@@ -1,0 +1,145 @@
+//! Lines come whole and with their rank; input goes where it should.
+
+use std::process::Stdio;
+
+use crate::{World, feed, finish};
+
+#[test]
+fn lines_are_whole_whoever_writes() {
+    let world = World::new();
+    let script = "for i in 1 2 3 4 5; do printf \"$MLX_RANK-\"; sleep 0.02; printf \"$i \"; \
+                  echo end; echo err$i >&2; done; printf last";
+    let ended = world.run(&["-n", "3", "sh", "-c", script]).ok();
+    for rank in 0..3 {
+        let of = |text: &str| -> Vec<String> {
+            let prefix = format!("[{rank}] ");
+            text.lines()
+                .filter_map(|l| l.strip_prefix(&prefix).map(str::to_owned))
+                .collect()
+        };
+        let mut expected: Vec<String> = (1..=5).map(|i| format!("{rank}-{i} end")).collect();
+        expected.push("last".to_owned());
+        assert_eq!(of(&ended.stdout), expected);
+        assert_eq!(
+            of(&ended.stderr),
+            (1..=5).map(|i| format!("err{i}")).collect::<Vec<_>>()
+        );
+    }
+    assert_eq!(ended.stdout.lines().count(), 18, "no other lines");
+}
+
+/// MLX loses what is in the pipe when a process ends.
+#[test]
+fn the_last_output_is_not_lost() {
+    let world = World::new();
+    let hostfile = world.hostfile(2);
+    let script =
+        "i=0; while [ $i -lt 5000 ]; do i=$((i+1)); echo line $i; done; echo bye >&2; exit 0";
+    let ended = world
+        .run(&["--hostfile", &hostfile, "sh", "-c", script])
+        .ok();
+    for rank in 0..2 {
+        let of_rank = ended
+            .stdout
+            .lines()
+            .filter(|line| line.starts_with(&format!("[{rank}] ")));
+        assert_eq!(of_rank.count(), 5000);
+    }
+    assert_eq!(ended.stderr.lines().count(), 2, "{}", ended.stderr);
+}
+
+#[test]
+fn input_goes_where_it_should() {
+    let world = World::new();
+    let bytes: Vec<u8> = (0..300_000_u32)
+        .flat_map(|i| (i as u16).to_le_bytes())
+        .collect();
+    for hosts in ["local", "remote"] {
+        let hostfile = world.hostfile(2);
+        let hosts = match hosts {
+            "local" => vec!["-n", "2"],
+            _ => vec!["--hostfile", &hostfile],
+        };
+        for (stdin, sizes) in [
+            (&[][..], [600_000, 0]),
+            (&["--stdin", "rank0"], [600_000, 0]),
+            (&["--stdin", "all"], [600_000, 600_000]),
+            (&["--stdin", "none"], [0, 0]),
+        ] {
+            let args = [&hosts, stdin, &["--", "sh", "-c", "cksum; echo end"]].concat();
+            let mut command = world.launch(&args);
+            let mut child = command.stdin(Stdio::piped()).spawn().unwrap();
+            let own = bytes.clone();
+            let writer = std::thread::spawn({
+                let mut stdin = child.stdin.take().unwrap();
+                // Where nobody reads, the pipe breaks.
+                move || drop(std::io::Write::write_all(&mut stdin, &own))
+            });
+            let ended = finish(child).ok();
+            writer.join().unwrap();
+            let size = |rank: usize| -> usize {
+                let prefix = format!("[{rank}] ");
+                let line = ended
+                    .stdout
+                    .lines()
+                    .find_map(|line| line.strip_prefix(&prefix));
+                line.unwrap().split(' ').nth(1).unwrap().parse().unwrap()
+            };
+            assert_eq!([size(0), size(1)], sizes, "{args:?}");
+        }
+    }
+}
+
+/// With MLX a rank that does not read breaks the launcher's pipe, or is fed for ever.
+#[test]
+fn ranks_need_not_read_their_input() {
+    let world = World::new();
+    let input = vec![b'x'; 1 << 20];
+    for script in ["exit 0", "head -c 1 >one.$MLX_RANK"] {
+        let args = ["-n", "2", "--stdin", "all", "sh", "-c", script];
+        let mut child = world.launch(&args).stdin(Stdio::piped()).spawn().unwrap();
+        let mut stdin = child.stdin.take().unwrap();
+        // More than the pipes hold: it is not all taken, and nobody waits for that.
+        let own = input.clone();
+        let writer = std::thread::spawn(move || drop(std::io::Write::write_all(&mut stdin, &own)));
+        let ended = finish(child).ok();
+        writer.join().unwrap();
+        assert_eq!((ended.stdout.as_str(), ended.stderr.as_str()), ("", ""));
+    }
+}
+
+/// Bytes come unchanged, the control characters of terminals included.
+#[test]
+fn input_is_not_touched() {
+    let world = World::new();
+    let hostfile = world.hostfile(1);
+    let mut command = world.launch(&["--hostfile", &hostfile, "od", "-An", "-tx1", "-v"]);
+    let mut child = command.stdin(Stdio::piped()).spawn().unwrap();
+    feed(&mut child, b"\x00\x03\x04\r\n\x1a\x7f\xff\\0'");
+    let ended = finish(child).ok();
+    assert_eq!(ended.stdout, "[0]  00 03 04 0d 0a 1a 7f ff 5c 30 27\n");
+}
+
+#[test]
+fn a_reader_that_leaves_ends_all() {
+    let world = World::new();
+    let mut command = world.launch(&[
+        "-n",
+        "2",
+        "--grace",
+        "1",
+        "sh",
+        "-c",
+        "echo $$ >id.$MLX_RANK; while :; do echo x; done",
+    ]);
+    let mut child = command.spawn().unwrap();
+    let mut byte = [0];
+    let mut stdout = child.stdout.take().unwrap();
+    std::io::Read::read_exact(&mut stdout, &mut byte).unwrap();
+    drop(stdout);
+    let ended = finish(child);
+    assert_eq!(ended.code, Some(0), "{ended:?}");
+    assert!(!ended.stderr.contains("error"), "{ended:?}");
+    crate::assert_gone(&[world.path("here/id.0"), world.path("here/id.1")]);
+    world.assert_clean();
+}

@@ -1,0 +1,156 @@
+//! One program on many machines, started and ended as one.
+//!
+//! ```text
+//!  hostfile ──plan──▶ environment of each rank
+//!                         │
+//!  run: a keeper on each host, a shell for each rank, all at once; then the programs
+//!                         │
+//!  their lines, prefixed ◀┴▶ how it went: nothing, or the first thing that went wrong
+//! ```
+//!
+//! What is promised:
+//! - Whole lines, each with its rank before it, standard output and error apart.
+//! - The first rank that fails ends all others, by SIGTERM and after [`Limits::grace`] by SIGKILL,
+//!   together with what they started, as long as it stays in their process group. Its exit code is
+//!   the launch's ([`Error::exit_code`]).
+//! - A rank that ends well while others run for longer than [`Limits::linger`] ends them too.
+//! - However the launcher ends, and when a connection breaks, the programs are ended, on all
+//!   machines, and their temporary files removed.
+//! - No wait without a limit, except for the programs themselves.
+//!
+//! A program that leaves its process group, as daemons do, is beyond this.
+//!
+//! In reading order: [`plan`], [`run`], `course.rs` (what happens when), `script.rs` (what runs on
+//! the machines), `session.rs` (processes and pipes), [`mpi`].
+
+mod course;
+mod error;
+pub mod mpi;
+mod output;
+mod plan;
+mod script;
+mod session;
+
+use std::fmt;
+use std::io::{Read, Write};
+use std::time::Duration;
+
+use paceline_base::Rank;
+
+use crate::processes::Ending;
+
+pub use error::Error;
+pub use plan::{Backend, Options, PlanError, RankPlan, plan};
+pub use session::run;
+
+/// What is to be started.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Launch {
+    /// By rank; at least one.
+    pub ranks: Vec<RankPlan>,
+    /// The program and its arguments, the same for all ranks.
+    pub command: Vec<String>,
+    /// The folder to start in.
+    pub place: Place,
+    /// Who gets standard input.
+    pub stdin: StdinTo,
+    /// How lines are told apart.
+    pub tags: Tags,
+    /// How long things may take.
+    pub limits: Limits,
+}
+
+/// The folder that programs start in.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Place {
+    /// This one; a rank fails where it does not exist.
+    Wanted(String),
+    /// This one where it exists, else where the login shell starts.
+    IfThere(String),
+}
+
+/// Who gets standard input.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum StdinTo {
+    /// The first rank.
+    Rank0,
+    /// Every rank, the same bytes. The slowest reader sets the pace.
+    All,
+    /// None.
+    None,
+}
+
+impl StdinTo {
+    fn reaches(self, rank: usize) -> bool {
+        match self {
+            Self::Rank0 => rank == 0,
+            Self::All => true,
+            Self::None => false,
+        }
+    }
+}
+
+/// Where the rank of a line comes from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Tags {
+    /// Each session is a rank.
+    Session,
+    /// The one session is `mpirun`, which marks lines itself.
+    Mpirun,
+}
+
+/// How long things may take.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Limits {
+    /// Until all ranks can start. Default 30 s: connections have 10, slow logins the rest.
+    pub start: Duration,
+    /// From SIGTERM to SIGKILL. Default 5 s, to write a last checkpoint of a small model.
+    pub grace: Duration,
+    /// How long the others may go on after the first rank has ended with code 0; `None` for ever.
+    /// Default 10 minutes, to write a large checkpoint.
+    pub linger: Option<Duration>,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self {
+            start: Duration::from_secs(30),
+            grace: Duration::from_secs(5),
+            linger: Some(Duration::from_secs(600)),
+        }
+    }
+}
+
+/// Where the programs' streams come from and go to.
+pub struct Streams {
+    /// Standard input, for those that [`StdinTo`] names. Read in a thread that may stay behind.
+    pub input: Box<dyn Read + Send>,
+    /// For lines of standard output.
+    pub output: Box<dyn Write + Send>,
+    /// For lines of standard error.
+    pub errors: Box<dyn Write + Send>,
+}
+
+impl fmt::Debug for Streams {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Streams").finish_non_exhaustive()
+    }
+}
+
+/// Something to be told while it goes on. Prints as a sentence.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Notice {
+    /// The program of a rank ended.
+    Ended(Rank, Ending),
+    /// The program of a rank did not end when asked to, and was killed.
+    Killed(Rank),
+}
+
+impl fmt::Display for Notice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Ended(rank, ending) => write!(f, "{rank} {ending}"),
+            Self::Killed(rank) => write!(f, "{rank} did not end by itself and was killed"),
+        }
+    }
+}

@@ -1,0 +1,337 @@
+//! What happens when, without a process in sight: events in, orders out.
+//!
+//! ```text
+//!  Starting ──all ranks ready and guarded──▶ Running ──all ended──▶ over
+//!      │                                        │
+//!      └── a host or rank is lost, a rank fails, Ctrl-C ──▶ Ending ──all gone──▶ over
+//! ```
+//!
+//! No program runs before all can, so a host that is switched off does not cost the others a
+//! half-started job. The first thing that goes wrong is the cause; what follows from it is not
+//! reported as another.
+
+use std::time::{Duration, Instant};
+
+use paceline_base::Rank;
+
+use super::{Error, Limits, Notice};
+use crate::processes::{Ending, Signal};
+
+/// How long a rank's session may stay after its program has ended: somebody that left the
+/// program's group may hold its output open.
+const CLOSE_LIMIT: Duration = Duration::from_secs(2);
+
+/// What happened.
+#[derive(Debug)]
+pub(super) enum Event {
+    /// The keeper of a host is there.
+    HostReady(usize),
+    /// The keeper of a host, or the connection to it, is gone.
+    HostLost(usize, String),
+    /// The shell of a rank is there.
+    Ready(usize),
+    /// The keeper knows the rank's group.
+    Guarded(usize),
+    /// The shell of a rank shares its group with others, so it cannot be ended by it.
+    Shared(usize),
+    /// The program of a rank ended with this code, as a shell gives it.
+    Exited(usize, i32),
+    /// The session of a rank ended.
+    Closed(usize, Ending),
+    /// Nobody reads the output any more.
+    OutputGone,
+    /// A person wants it to end.
+    Cancel,
+}
+
+/// What to do.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Order {
+    /// Start the sessions of this host's ranks.
+    Start(usize),
+    /// Have the keeper note the rank's group.
+    Guard(usize),
+    /// Let the program start.
+    Go(usize),
+    /// Have the keeper forget the rank's group.
+    Release(usize),
+    /// Have the keeper signal the rank's group.
+    Signal(usize, Signal),
+    /// End the session from here.
+    Abandon(usize),
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Stage {
+    Waiting,
+    Ready,
+    Guarded,
+    Running,
+    Exited(Instant),
+    Gone,
+}
+
+#[derive(Debug)]
+struct RankState {
+    host: usize,
+    stage: Stage,
+    killed: bool,
+}
+
+#[derive(Debug)]
+enum Phase {
+    Starting(Instant),
+    Running,
+    /// A rank has ended well; when, and which.
+    Lingering(Instant, usize),
+    /// What to send when, latest first; `None` abandons.
+    Ending(Vec<(Instant, Option<Signal>)>),
+}
+
+/// The course of a launch.
+#[derive(Debug)]
+pub(super) struct Course {
+    hosts: Vec<String>,
+    ranks: Vec<RankState>,
+    limits: Limits,
+    phase: Phase,
+    cause: Option<Error>,
+    notices: Vec<Notice>,
+}
+
+impl Course {
+    /// `host_of` has an index into `hosts` for each rank.
+    pub(super) fn new(hosts: Vec<String>, host_of: &[usize], limits: Limits, now: Instant) -> Self {
+        let rank = |host: &usize| RankState {
+            host: *host,
+            stage: Stage::Waiting,
+            killed: false,
+        };
+        Self {
+            hosts,
+            ranks: host_of.iter().map(rank).collect(),
+            limits,
+            phase: Phase::Starting(now + limits.start),
+            cause: None,
+            notices: Vec::new(),
+        }
+    }
+
+    /// Whether all is over.
+    pub(super) fn is_over(&self) -> bool {
+        let unborn = self.cause.is_some();
+        let gone = |rank: &RankState| match rank.stage {
+            Stage::Gone => true,
+            Stage::Waiting => unborn,
+            _ => false,
+        };
+        self.ranks.iter().all(gone)
+    }
+
+    /// How it went.
+    pub(super) fn outcome(self) -> Result<(), Error> {
+        self.cause.map_or(Ok(()), Err)
+    }
+
+    /// What is to be told, each once.
+    pub(super) fn take_notices(&mut self) -> Vec<Notice> {
+        std::mem::take(&mut self.notices)
+    }
+
+    /// Takes an event.
+    pub(super) fn step(&mut self, now: Instant, event: Event) -> Vec<Order> {
+        match event {
+            Event::HostReady(host) if self.cause.is_none() => vec![Order::Start(host)],
+            Event::HostReady(_) => Vec::new(),
+            Event::HostLost(host, why) => self.lost(now, host, why),
+            Event::Ready(rank) if self.cause.is_none() => {
+                self.ranks[rank].stage = Stage::Ready;
+                vec![Order::Guard(rank)]
+            }
+            Event::Ready(rank) => vec![Order::Abandon(rank)],
+            Event::Guarded(rank) => self.guarded(rank),
+            Event::Shared(rank) => {
+                let host = self.host(rank);
+                self.end(now, Error::SharedGroup { host }, Signal::TERM)
+            }
+            Event::Exited(rank, code) => self.exited(now, rank, code),
+            Event::Closed(rank, ending) => self.closed(now, rank, ending),
+            Event::OutputGone => self.end(now, Error::OutputGone, Signal::TERM),
+            Event::Cancel => self.end(now, Error::Cancelled, Signal::INT),
+        }
+    }
+
+    /// Does what time asks for.
+    pub(super) fn tick(&mut self, now: Instant) -> Vec<Order> {
+        let mut orders = Vec::new();
+        for (rank, state) in self.ranks.iter_mut().enumerate() {
+            if matches!(state.stage, Stage::Exited(at) if now >= at + CLOSE_LIMIT) {
+                state.stage = Stage::Exited(now); // again, should it not help
+                orders.push(Order::Abandon(rank));
+            }
+        }
+        orders.extend(match &self.phase {
+            Phase::Starting(until) if now >= *until => self.late(now),
+            Phase::Lingering(since, rank) => self.lingered(now, *since, *rank),
+            Phase::Ending(_) => self.escalate(now),
+            _ => Vec::new(),
+        });
+        orders
+    }
+
+    fn host(&self, rank: usize) -> String {
+        self.hosts[self.ranks[rank].host].clone()
+    }
+
+    fn guarded(&mut self, rank: usize) -> Vec<Order> {
+        if self.cause.is_some() || self.ranks[rank].stage != Stage::Ready {
+            return Vec::new();
+        }
+        self.ranks[rank].stage = Stage::Guarded;
+        if self.ranks.iter().any(|rank| rank.stage != Stage::Guarded) {
+            return Vec::new();
+        }
+        self.phase = Phase::Running;
+        self.ranks
+            .iter_mut()
+            .for_each(|rank| rank.stage = Stage::Running);
+        (0..self.ranks.len()).map(Order::Go).collect()
+    }
+
+    fn exited(&mut self, now: Instant, rank: usize, code: i32) -> Vec<Order> {
+        self.ranks[rank].stage = Stage::Exited(now);
+        let mut orders = vec![Order::Release(rank)];
+        // A shell has no other way to say that a signal ended its child.
+        let ending = match code {
+            129..=192 => Ending::Signal(code - 128),
+            code => Ending::Code(code),
+        };
+        self.notices.push(Notice::Ended(name(rank), ending));
+        if !ending.is_success() {
+            let (rank, host) = (name(rank), self.host(rank));
+            orders.extend(self.end(now, Error::Failed { rank, host, ending }, Signal::TERM));
+        } else if matches!(self.phase, Phase::Running) {
+            self.phase = Phase::Lingering(now, rank);
+        }
+        orders
+    }
+
+    fn closed(&mut self, now: Instant, rank: usize, ending: Ending) -> Vec<Order> {
+        let stage = std::mem::replace(&mut self.ranks[rank].stage, Stage::Gone);
+        if matches!(stage, Stage::Exited(_) | Stage::Gone) {
+            return Vec::new();
+        }
+        if self.ranks[rank].killed {
+            self.notices.push(Notice::Killed(name(rank)));
+            return Vec::new();
+        }
+        let (host, started) = (self.host(rank), stage == Stage::Running);
+        let rank = name(rank);
+        let error = if started {
+            Error::SessionLost { rank, host, ending }
+        } else {
+            Error::NotStarted { rank, host, ending }
+        };
+        self.end(now, error, Signal::TERM)
+    }
+
+    fn lost(&mut self, now: Instant, host: usize, why: String) -> Vec<Order> {
+        let host = self.hosts[host].clone();
+        let error = match self.phase {
+            Phase::Starting(_) => Error::HostUnreachable { host, why },
+            _ => Error::HostLost { host, why },
+        };
+        self.end(now, error, Signal::TERM)
+    }
+
+    fn late(&mut self, now: Instant) -> Vec<Order> {
+        let waits = |rank: &&RankState| rank.stage != Stage::Guarded;
+        let late = self.ranks.iter().filter(waits).map(|rank| rank.host);
+        let mut late: Vec<usize> = late.collect();
+        late.sort_unstable();
+        late.dedup();
+        let hosts = late
+            .into_iter()
+            .map(|host| self.hosts[host].clone())
+            .collect();
+        let limit = self.limits.start;
+        self.end(now, Error::StartLate { hosts, limit }, Signal::TERM)
+    }
+
+    /// The rank that ended well may have left the others to wait for it.
+    fn lingered(&mut self, now: Instant, since: Instant, ended: usize) -> Vec<Order> {
+        let runs = |(_, rank): &(usize, &RankState)| rank.stage == Stage::Running;
+        let running: Vec<Rank> = self
+            .ranks
+            .iter()
+            .enumerate()
+            .filter(runs)
+            .map(|(rank, _)| name(rank))
+            .collect();
+        match self.limits.linger {
+            Some(limit) if now >= since + limit && !running.is_empty() => {
+                let ended = name(ended);
+                let error = Error::Lingered {
+                    ended,
+                    running,
+                    limit,
+                };
+                self.end(now, error, Signal::TERM)
+            }
+            _ => Vec::new(),
+        }
+    }
+
+    /// Begins to end everything, unless that has begun.
+    fn end(&mut self, now: Instant, cause: Error, first: Signal) -> Vec<Order> {
+        if self.cause.is_some() {
+            return Vec::new();
+        }
+        self.cause = Some(cause);
+        let grace = self.limits.grace;
+        let mut steps = vec![
+            (now + grace + CLOSE_LIMIT, None),
+            (now + grace, Some(Signal::KILL)),
+        ];
+        if first != Signal::TERM {
+            steps.push((now + grace / 2, Some(Signal::TERM)));
+        }
+        steps.push((now, Some(first)));
+        self.phase = Phase::Ending(steps);
+        let unstarted = |(_, rank): &(usize, &RankState)| {
+            matches!(rank.stage, Stage::Waiting | Stage::Ready | Stage::Guarded)
+        };
+        let all = self.ranks.iter().enumerate().filter(unstarted);
+        let mut orders: Vec<Order> = all.map(|(rank, _)| Order::Abandon(rank)).collect();
+        orders.extend(self.escalate(now));
+        orders
+    }
+
+    fn escalate(&mut self, now: Instant) -> Vec<Order> {
+        let mut orders = Vec::new();
+        let Phase::Ending(steps) = &mut self.phase else {
+            return orders;
+        };
+        while let Some((_, signal)) = steps.pop_if(|(at, _)| now >= *at) {
+            for (rank, state) in self.ranks.iter_mut().enumerate() {
+                let is_gone = state.stage == Stage::Gone;
+                match signal {
+                    Some(signal) if state.stage == Stage::Running => {
+                        state.killed |= signal == Signal::KILL;
+                        orders.push(Order::Signal(rank, signal));
+                    }
+                    None if !is_gone => orders.push(Order::Abandon(rank)),
+                    _ => {}
+                }
+            }
+        }
+        orders
+    }
+}
+
+fn name(rank: usize) -> Rank {
+    Rank(u32::try_from(rank).expect("hostfiles have at most 4096 hosts"))
+}
+
+#[cfg(test)]
+mod tests;

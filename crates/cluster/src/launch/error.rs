@@ -1,0 +1,105 @@
+//! What a launch can fail of.
+
+use std::time::Duration;
+
+use paceline_base::Rank;
+
+use crate::processes::Ending;
+use crate::remote;
+
+/// The first thing that went wrong.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// The program of a rank did not end with code 0.
+    #[error("{rank} on {host} {ending}")]
+    Failed {
+        /// Which rank.
+        rank: Rank,
+        /// Where it ran.
+        host: String,
+        /// How it ended.
+        ending: Ending,
+    },
+    /// There is no session with a host; no program was started.
+    #[error("cannot reach {host}: {why}")]
+    HostUnreachable {
+        /// The host.
+        host: String,
+        /// The last that `ssh` said, or how it ended.
+        why: String,
+    },
+    /// The connection to a host broke.
+    #[error("the connection to {host} is lost: {why}")]
+    HostLost {
+        /// The host.
+        host: String,
+        /// The last that `ssh` said, or how it ended.
+        why: String,
+    },
+    /// The session of a rank ended without a word of its program.
+    #[error("the session of {rank} on {host} is lost: it {ending}")]
+    SessionLost {
+        /// Which rank.
+        rank: Rank,
+        /// Its host.
+        host: String,
+        /// How the session ended.
+        ending: Ending,
+    },
+    /// The shell of a rank did not come as far as the program; no program was started.
+    #[error("cannot start {rank} on {host}: its shell {ending}")]
+    NotStarted {
+        /// Which rank.
+        rank: Rank,
+        /// Its host.
+        host: String,
+        /// How the shell ended.
+        ending: Ending,
+    },
+    /// The SSH server of a host runs commands in its own process group; no program was started.
+    #[error("{host} does not give a session a process group of its own")]
+    SharedGroup {
+        /// The host.
+        host: String,
+    },
+    /// Some hosts were not ready in time; no program was started.
+    #[error("not ready within {limit:?}: {}", hosts.join(", "))]
+    StartLate {
+        /// Those that were not.
+        hosts: Vec<String>,
+        /// How long they were given.
+        limit: Duration,
+    },
+    /// A rank ended well, and others went on without it for too long.
+    #[error(
+        "{ended} ended with code 0, and {limit:?} later {} still ran",
+        running.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ")
+    )]
+    Lingered {
+        /// Who ended.
+        ended: Rank,
+        /// Who did not.
+        running: Vec<Rank>,
+        /// How long they were given.
+        limit: Duration,
+    },
+    /// Nobody reads the output any more.
+    #[error("nobody reads the output")]
+    OutputGone,
+    /// A person wanted it to end.
+    #[error("interrupted")]
+    Cancelled,
+    /// A shell or `ssh` cannot be started here.
+    #[error(transparent)]
+    Here(#[from] remote::Error),
+}
+
+impl Error {
+    /// The exit code for the launch: that of the rank that failed, else 1.
+    pub fn exit_code(&self) -> i32 {
+        match self {
+            Self::Failed { ending, .. } => ending.exit_code(),
+            _ => 1,
+        }
+    }
+}

@@ -1,0 +1,109 @@
+//! The two scripts that run on each machine.
+//!
+//! ```text
+//!  launcher ══ ssh, connection leader ══▶ keeper (one a host): lifeline, signals, scratch folder
+//!           ══ ssh, joined ═════════════▶ shell of rank r ──starts──▶ the program
+//! ```
+//!
+//! The *keeper*'s standard input is the lifeline. When it ends, or says nothing for
+//! [`SILENCE_S`], the launcher or the connection is gone, and the keeper ends all programs of its
+//! host: SIGTERM, then SIGKILL. It knows them by process group, which the rank's shell leads.
+//! A program starts only after the keeper has noted its group, so none is ever unguarded.
+//!
+//! The *rank's shell* says `ready GROUP`, waits for `go`, runs the program with its own streams,
+//! says `exit CODE`, and ends what the program left behind in its group, itself included.
+
+use super::plan::RankPlan;
+use super::{Launch, Place};
+use crate::remote::quote;
+
+/// Seconds without a word from the launcher after which a keeper takes it for gone. Long, because
+/// a launcher that is suspended (Ctrl-Z) is silent too; the case it is for is a cable pulled out.
+/// Only bash can wait with a limit; under another shell only the end of the connection counts.
+pub(super) const SILENCE_S: u32 = 120;
+
+/// Exit code of a rank's shell that could not come as far as the program, as of `env` and
+/// `timeout`.
+pub(super) const CODE_NO_START: i32 = 125;
+
+/// The keeper of a host.
+pub(super) fn keeper(token: &str) -> String {
+    format!(
+        r#"{{
+trap : HUP INT QUIT TERM
+d=$(mktemp -d "${{TMPDIR:-/tmp}}/paceline.XXXXXX") || exit {CODE_NO_START}
+all=
+each() {{ for g in $all; do kill -s "$1" -- "-$g" 2>/dev/null; done; }}
+live() {{ for g in $all; do kill -s 0 -- "-$g" 2>/dev/null && return 0; done; return 1; }}
+w=; if [ -n "$BASH_VERSION" ]; then w='-t {SILENCE_S}'; fi
+printf '\036{token} ready %s\n' "$d"
+while read -r $w verb g r; do
+case $verb in
+add) all="$all $g"; printf '\036{token} added %s\n' "$r" ;;
+del) rest=; for p in $all; do [ "$p" = "$g" ] || rest="$rest $p"; done; all=$rest ;;
+INT|TERM|KILL) kill -s "$verb" -- "-$g" 2>/dev/null ;;
+esac
+done
+each TERM
+n=0
+while [ $n -lt 20 ] && live; do n=$((n+1)); sleep 0.1; done
+each KILL
+rm -rf "$d"
+exit 0
+}}
+"#
+    )
+}
+
+/// The shell of a rank, with `folder` as its keeper's scratch folder.
+pub(super) fn rank(launch: &Launch, rank: usize, token: &str, folder: &str) -> String {
+    let plan = &launch.ranks[rank];
+    let mut text = String::from("{\ntrap : HUP INT QUIT TERM\n");
+    text += "if [ -r /proc/$$/stat ]; then read -r a b c e g h </proc/$$/stat\n";
+    text += "else g=$(ps -o pgid= -p $$ | tr -d ' '); fi\n";
+    text += &format!("if [ \"$g\" != \"$$\" ]; then printf '\\036{token} shared\\n'; ");
+    text += &format!("exit {CODE_NO_START}; fi\n");
+    text += &working_folder(&launch.place);
+    text += &environment(plan, rank, folder);
+    text += &format!("printf '\\036{token} ready %s\\n' $$\nread -r go || exit {CODE_NO_START}\n");
+    let words: Vec<String> = launch.command.iter().map(|word| quote(word)).collect();
+    let input = if launch.stdin.reaches(rank) {
+        ""
+    } else {
+        " </dev/null"
+    };
+    // The shell would tell of the program's death by a signal on its own standard error.
+    text += "exec 5>&2 2>/dev/null\n";
+    text += &format!("( exec {} ) 2>&5 5>&-{input}\n", words.join(" "));
+    text += &format!("printf '\\036{token} exit %s\\n' $?\nkill -s KILL 0\nexit 0\n}}\n");
+    text
+}
+
+fn working_folder(place: &Place) -> String {
+    match place {
+        Place::Wanted(folder) => {
+            let folder = quote(folder);
+            format!(
+                "cd -- {folder} 2>/dev/null || {{ printf 'cannot change to %s\\n' {folder} >&2; \
+                 exit {CODE_NO_START}; }}\n"
+            )
+        }
+        Place::IfThere(folder) => format!("cd -- {} 2>/dev/null\n", quote(folder)),
+    }
+}
+
+fn environment(plan: &RankPlan, rank: usize, folder: &str) -> String {
+    let mut text = String::new();
+    for (name, value) in &plan.env {
+        text += &format!("export {name}={}\n", quote(value));
+    }
+    for (name, content) in &plan.files {
+        let file = quote(&format!("{folder}/{name}.{rank}"));
+        text += &format!(
+            "printf '%s\\n' {} >{file} || exit {CODE_NO_START}\n",
+            quote(content)
+        );
+        text += &format!("export {name}={file}\n");
+    }
+    text + &format!("export MLX_RANK={rank}\n")
+}

@@ -1,0 +1,165 @@
+//! Words of our own scripts among the output of other programs.
+//!
+//! A mark is a line `RS TOKEN WORDS`: the record separator, a token that nobody can guess, words.
+//! It may follow text without a newline, so that a program's last, unfinished line stays what it
+//! was. Everything else passes through untouched.
+
+use std::hash::{BuildHasher, RandomState};
+
+/// Longest words of a mark; they hold a number or a path (4096 bytes on Linux).
+const WORDS_BYTES_MAX: usize = 5000;
+
+/// A token for the marks of one run.
+pub(crate) fn token() -> String {
+    // Keys of the standard library's hash maps are random; this is no secret, only never printed
+    // by accident.
+    let random = || RandomState::new().hash_one(0);
+    format!("{:016x}{:016x}", random(), random())
+}
+
+/// What a stream is made of.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) enum Piece<'a> {
+    /// Output of some program.
+    Text(&'a [u8]),
+    /// Our words.
+    Mark(&'a str),
+}
+
+/// Finds marks in a stream that comes in pieces.
+#[derive(Debug)]
+pub(crate) struct Marks {
+    start: Vec<u8>,
+    held: Vec<u8>,
+}
+
+impl Marks {
+    pub(crate) fn new(token: &str) -> Self {
+        Self {
+            start: format!("\x1e{token} ").into_bytes(),
+            held: Vec::new(),
+        }
+    }
+
+    /// Takes the next bytes. Only what may be the beginning of a mark is held back.
+    pub(crate) fn feed(&mut self, bytes: &[u8], mut each: impl FnMut(Piece<'_>)) {
+        self.held.extend_from_slice(bytes);
+        let mut from = 0;
+        while let Some(at) = find(&self.held[from..], &self.start).map(|at| from + at) {
+            give(&self.held[from..at], &mut each);
+            from = at;
+            let words = at + self.start.len();
+            let Some(length) = self.held[words..].iter().position(|byte| *byte == b'\n') else {
+                break;
+            };
+            each(Piece::Mark(&String::from_utf8_lossy(
+                &self.held[words..words + length],
+            )));
+            from = words + length + 1;
+        }
+        let rest = &self.held[from..];
+        let keep = if rest.starts_with(&self.start) && rest.len() <= WORDS_BYTES_MAX {
+            rest.len()
+        } else {
+            may_begin(rest, &self.start)
+        };
+        let until = self.held.len() - keep;
+        give(&self.held[from..until], &mut each);
+        self.held.drain(..until);
+    }
+
+    /// Gives what was held back, when nothing more comes.
+    pub(crate) fn finish(&mut self, mut each: impl FnMut(Piece<'_>)) {
+        give(&std::mem::take(&mut self.held), &mut each);
+    }
+}
+
+fn give(text: &[u8], each: &mut impl FnMut(Piece<'_>)) {
+    if !text.is_empty() {
+        each(Piece::Text(text));
+    }
+}
+
+fn find(bytes: &[u8], what: &[u8]) -> Option<usize> {
+    bytes.windows(what.len()).position(|part| part == what)
+}
+
+/// How many of the last bytes are the beginning of `what`, but not all of it.
+fn may_begin(bytes: &[u8], what: &[u8]) -> usize {
+    let longest = bytes.len().min(what.len() - 1);
+    let fits = |n: &usize| bytes.ends_with(&what[..*n]);
+    (1..=longest).rev().find(fits).unwrap_or(0)
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn pieces(parts: &[&[u8]]) -> (Vec<u8>, Vec<String>) {
+        let (mut text, mut marks) = (Vec::new(), Vec::new());
+        let mut stream = Marks::new("tok");
+        let mut note = |piece: Piece<'_>| match piece {
+            Piece::Text(bytes) => text.extend_from_slice(bytes),
+            Piece::Mark(words) => marks.push(words.to_owned()),
+        };
+        parts.iter().for_each(|part| stream.feed(part, &mut note));
+        stream.finish(note);
+        (text, marks)
+    }
+
+    #[test]
+    fn marks_are_told_from_text() {
+        let cases: [(&[u8], &str, &[&str]); 7] = [
+            (b"", "", &[]),
+            (b"plain\n", "plain\n", &[]),
+            (b"\x1etok ready 7\n", "", &["ready 7"]),
+            (b"a\x1etok x\nb\x1etok y\nc", "abc", &["x", "y"]),
+            (b"\x1etok \n", "", &[""]),
+            (b"\x1etox z\n", "\x1etox z\n", &[]),
+            (b"end \x1etok unfinished", "end \x1etok unfinished", &[]),
+        ];
+        for (input, text, marks) in cases {
+            let found = pieces(&[input]);
+            assert_eq!(
+                (found.0.as_slice(), &found.1[..]),
+                (
+                    text.as_bytes(),
+                    &marks.iter().map(|m| (*m).to_owned()).collect::<Vec<_>>()[..]
+                )
+            );
+            let bytes: Vec<&[u8]> = input.chunks(1).collect();
+            assert_eq!(pieces(&bytes), found, "byte by byte");
+        }
+    }
+
+    #[test]
+    fn text_is_not_held_back() {
+        let mut stream = Marks::new("tok");
+        let mut seen = Vec::new();
+        stream.feed(b"name? \x1e", |piece| seen.push(format!("{piece:?}")));
+        assert_eq!(seen, [format!("{:?}", Piece::Text(b"name? "))]);
+        let endless = [b"\x1etok ".as_slice(), &[b'x'; 2 * WORDS_BYTES_MAX]].concat();
+        let mut length = 0;
+        stream.feed(&endless, |piece| match piece {
+            Piece::Text(bytes) => length += bytes.len(),
+            Piece::Mark(words) => panic!("{words}"),
+        });
+        assert_eq!(length, endless.len() + 1);
+    }
+
+    #[test]
+    fn tokens_differ() {
+        assert_ne!(token(), token());
+        assert_eq!(token().len(), 32);
+    }
+
+    proptest! {
+        #[test]
+        fn cuts_do_not_matter(input in "[\u{1e}tok \na]{0,40}", size in 1_usize..9) {
+            let parts: Vec<&[u8]> = input.as_bytes().chunks(size).collect();
+            prop_assert_eq!(pieces(&parts), pieces(&[input.as_bytes()]));
+        }
+    }
+}

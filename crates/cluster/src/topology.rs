@@ -1,0 +1,33 @@
+//! How machines are cabled, and the hostfile that makes the best of it.
+//!
+//! ```text
+//!  probe: one ssh session a host, all at once ──▶ ports, devices, addresses
+//!      │
+//!  graph: cables from the ports' identifiers ──▶ mesh? ring? what is missing?
+//!      │
+//!  address: a network for each cable ──▶ setup: commands that make it so, and that undo it
+//!      │
+//!  choice: backend and hostfile
+//! ```
+//!
+//! On the same machines the hostfile is byte for byte that of `mlx.distributed_config` 0.32.4, but
+//! where that one goes wrong: see [`best_ring`] and [`Addresses::assign`].
+//!
+//! Nothing here changes a machine: [`setup`] only says how.
+
+mod address;
+mod choice;
+mod error;
+mod graph;
+mod probe;
+mod rings;
+pub mod setup;
+mod thunderbolt;
+
+pub use address::{Addresses, Network};
+pub use choice::{Choice, choose, ethernet};
+pub use error::Error;
+pub use graph::{Cable, End, Graph};
+pub use probe::{Machine, Wanted, probe};
+pub use rings::{HOSTS_EXACT, Ring, best_ring, missing_for_ring};
+pub use thunderbolt::{Port, ports};

@@ -1,0 +1,103 @@
+//! Why there is no topology, or none that serves.
+
+use std::time::Duration;
+
+/// What went wrong, and where.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Error {
+    /// A host cannot be reached.
+    #[error("cannot reach {host}: {why}")]
+    Unreachable {
+        /// The host.
+        host: String,
+        /// The last that `ssh` said, or how it ended.
+        why: String,
+    },
+    /// A host answers too slowly.
+    #[error("{host} does not say within {limit:?} how it is connected")]
+    Late {
+        /// The host.
+        host: String,
+        /// How long it was given.
+        limit: Duration,
+    },
+    /// A host has no Thunderbolt, or is no Mac.
+    #[error("{host} says nothing about Thunderbolt: {why}")]
+    NoThunderbolt {
+        /// The host.
+        host: String,
+        /// What `system_profiler` did instead.
+        why: String,
+    },
+    /// The description of a host's ports is not what it should be.
+    #[error("{host}: {what} is missing from what system_profiler says of {port}")]
+    Port {
+        /// The host.
+        host: String,
+        /// The port's identifier.
+        port: String,
+        /// What is missing.
+        what: &'static str,
+    },
+    /// A connected port has no network interface.
+    #[error("{host} has a cable in Thunderbolt {receptacle}, but no network service of that name")]
+    NoService {
+        /// The host.
+        host: String,
+        /// The number of the receptacle.
+        receptacle: String,
+    },
+    /// Two hosts are one machine.
+    #[error("{first} and {second} are the same machine")]
+    SameMachine {
+        /// One name.
+        first: String,
+        /// Another.
+        second: String,
+    },
+    /// A group has at least two.
+    #[error("one host has nobody to be connected to")]
+    OneHost,
+    /// Pairs without a cable between them.
+    #[error("no mesh: {}", not_connected(missing))]
+    NoMesh {
+        /// All pairs that lack one.
+        missing: Vec<(String, String)>,
+    },
+    /// There is no way round all hosts.
+    #[error("no ring through all hosts: {}", not_connected(missing))]
+    NoRing {
+        /// The fewest cables that would make one; empty when that was not searched.
+        missing: Vec<(String, String)>,
+    },
+    /// Too many hosts with too many cables to tell whether there is a ring.
+    #[error("no ring found among {count} hosts in {steps} steps")]
+    SearchTooLong {
+        /// How many hosts.
+        count: usize,
+        /// How far the search went.
+        steps: u64,
+    },
+    /// Hosts without RDMA.
+    #[error("no RDMA on {}", hosts.join(", "))]
+    NoRdma {
+        /// Which.
+        hosts: Vec<String>,
+    },
+    /// More cables than private networks.
+    #[error("{cables} cables, but 192.168.0.0/16 has no free network for all of them")]
+    NoNetworks {
+        /// How many cables.
+        cables: usize,
+    },
+}
+
+fn not_connected(pairs: &[(String, String)]) -> String {
+    if pairs.is_empty() {
+        return "more than one cable is missing".to_owned();
+    }
+    let each = pairs
+        .iter()
+        .map(|(a, b)| format!("{a} is not connected to {b}"));
+    each.collect::<Vec<_>>().join(", ")
+}
