@@ -29,6 +29,7 @@
 //! - [`Call`]: what a rank announces and the lockstep guard compares; [`Error`]; [`Deadline`].
 //! - [`local`]: ranks as threads of one process; [`shm`]: as processes of one machine; [`tcp`]:
 //!   ranks that reach each other by TCP; [`init`]: whichever works.
+//! - [`mlx_ring`]: rings with real MLX ranks in them.
 //! - [`rendezvous`]: how ranks find each other, also again after a failure.
 //! - [`Ahead`]: several calls in flight; [`Window`]: memory that others read and write;
 //!   [`Tuning`]: which algorithm is used.
@@ -47,6 +48,7 @@ mod group;
 mod init;
 mod linked;
 pub mod local;
+pub mod mlx_ring;
 mod plan;
 mod reduce;
 pub mod rendezvous;
