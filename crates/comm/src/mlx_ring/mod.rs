@@ -60,6 +60,7 @@ use std::fmt;
 use std::net::{SocketAddr, TcpListener};
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 
 use paceline_base::{Bytes, Rank};
 
@@ -85,6 +86,10 @@ pub enum Plaintext {
     /// Somebody asked for it by name.
     Allowed,
 }
+
+/// How long a rank that lost a neighbour keeps its other sockets open, so that the neighbours on
+/// the far side of the dead one see its end, and not this rank's, first. A wake-up takes some µs.
+const HEAD_START: Duration = Duration::from_millis(20);
 
 /// One rank of a ring that MLX's ranks may be members of. Dropping it ends the ring for the others.
 pub struct MlxRing {
@@ -208,6 +213,9 @@ impl MlxRing {
     /// Why later calls fail, if they do.
     fn fail(&self, error: Error) -> Error {
         let first = *self.cause.get_or_init(|| error);
+        if matches!(error, Error::PeerLost { .. }) {
+            std::thread::sleep(HEAD_START);
+        }
         if let Some(sides) = &self.sides {
             sides.cut();
         }
