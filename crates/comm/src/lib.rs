@@ -49,6 +49,7 @@ mod init;
 mod linked;
 pub mod local;
 pub mod mlx_ring;
+pub mod mpi;
 mod plan;
 mod reduce;
 pub mod rendezvous;
