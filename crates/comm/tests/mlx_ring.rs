@@ -1,17 +1,16 @@
 //! Rings of Rust and real MLX ranks.
 //!
-//! Needs a Python that has `mlx`: `cargo xtask mlx-ring` and `cargo xtask test` make one and pass its
-//! path in `PACELINE_MLX_PYTHON`; without it the tests say that they are skipped. Rust ranks are
-//! threads of this process, Python ranks are processes that run `mlx_ring/*.py`.
+//! Needs a Python that has `mlx`: `cargo xtask mlx-ring` and `cargo xtask test` make one and pass
+//! its path in `PACELINE_MLX_PYTHON`; without it the tests say that they are skipped. Rust ranks
+//! are threads of this process, Python ranks are processes that run `mlx_ring/*.py`.
 //!
 //! - `mixed`: every call, type, length and place in the ring;
 //! - `deaths`: what a Rust rank sees of an MLX rank that dies or stops;
 //! - `cases`: the cases of MLX's own suite, half of the ranks with MLX's ring and half with ours.
 //!
-//! | case of MLX's ring suite | here |
-//! |---|---|
-//! | all of the common suite and of the ring suite | `cases::mlxs_own_cases_pass_in_a_mixed_ring`, by the same names in `cases.py` |
-//! | dtypes and lengths that suite leaves out | `mixed::*` |
+//! All thirteen cases of MLX's ring suite (eight of them common to its suites) are in `cases.py` by
+//! their own names, and `cases::mlxs_own_cases_pass_in_a_mixed_ring` demands each. The types and
+//! lengths that MLX leaves out are in `mixed`.
 
 #![cfg(unix)]
 #![allow(

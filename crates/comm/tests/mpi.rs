@@ -3,14 +3,16 @@
 //! Without `mpirun` it is one rank alone, and passes as such. Every rank runs the same cases; the
 //! first prints a line for each.
 //!
-//! | case of MLX's MPI suite | here |
-//! |---|---|
-//! | test_groups, test_all_reduce, test_all_reduce_extra, test_all_gather, test_all_gather_extra, test_mixed, test_send_recv | the same name, at any number of ranks that it makes sense for |
-//! | test_average_gradients, test_donation, test_shard_linear, test_shard_predicate, test_clip_grad_norm_sharded, test_jaccl_all_gather_factory_validation | Python's, on top of `all_sum`: `tests/mlx_ring/cases.py` |
+//! The cases of MLX's MPI suite that say something about a group are here by their own names, at
+//! every number of ranks that they make sense for. The six that are Python's, on top of `all_sum`
+//! (test_average_gradients, test_donation, test_shard_linear, test_shard_predicate,
+//! test_clip_grad_norm_sharded, test_jaccl_all_gather_factory_validation), are in
+//! `mlx_ring/cases.py`.
 
 #![allow(
     clippy::unwrap_used,
-    reason = "a test, with helpers outside of test functions"
+    clippy::print_stdout,
+    reason = "a test without the usual harness: it has helpers and says itself what passed"
 )]
 
 use std::fmt::Debug;

@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use paceline_base::Rank;
 
-use super::run::Sides;
+use super::run::{Sides, is_closed};
 use crate::{Deadline, deadline};
 
 /// How long to wait between looks. MLX's ranks sleep for a second at least.
@@ -166,12 +166,4 @@ fn prepare(stream: TcpStream) -> Option<TcpStream> {
     stream.set_nodelay(true).ok()?;
     stream.set_nonblocking(true).ok()?;
     Some(stream)
-}
-
-/// Whether the other end is gone and sent nothing.
-fn is_closed(stream: &TcpStream) -> bool {
-    match stream.peek(&mut [0]) {
-        Ok(count) => count == 0,
-        Err(error) => error.kind() != io::ErrorKind::WouldBlock,
-    }
 }

@@ -39,10 +39,10 @@
 //! a rank wait for one another, and ranks that send to each other before they receive wait until
 //! their deadline unless the system holds the message (as in MLX, which hangs).
 //!
-//! **What it cannot have.** The wire is array bytes: no lockstep guard, so ranks that make different
-//! calls get garbage or a timeout. No news: the error of a rank that is not next to the dead one
-//! names the neighbour through which the end reached it. No authentication and no encryption:
-//! [`Plaintext`]. Sums follow the ring and its segments, as MLX's do; the rule that results do not
+//! **What it cannot have.** The wire is array bytes: no lockstep guard, so ranks that make
+//! different calls get garbage or a timeout. No news: the error of a rank that is not next to the
+//! dead one names the neighbour through which the end reached it. No authentication and no
+//! encryption: [`Plaintext`]. Sums follow the ring and its segments, as MLX's do; the rule that results do not
 //! depend on the number of ranks does not hold, though all ranks still hold the same bytes.
 //! MLX's own ranks lose a NaN that meets a number in max and min; these keep it.
 //!
@@ -88,8 +88,8 @@ pub enum Plaintext {
 }
 
 /// How long a rank that lost a neighbour keeps its other sockets open, so that the neighbours on
-/// the far side of the dead one see its end, and not this rank's, first. A wake-up takes some µs.
-const HEAD_START: Duration = Duration::from_millis(20);
+/// the far side of the dead one see its end, and not this rank's, first: see `first_gone`.
+const HEAD_START: Duration = Duration::from_millis(100);
 
 /// One rank of a ring that MLX's ranks may be members of. Dropping it ends the ring for the others.
 pub struct MlxRing {
@@ -247,7 +247,7 @@ impl MlxRing {
                 self.count(courses);
                 Ok(())
             }
-            Err(stop) => Err(self.fail(self.stopped(call, stop))),
+            Err(stop) => Err(self.fail(self.stopped(sides, call, stop))),
         }
     }
 
@@ -259,7 +259,7 @@ impl MlxRing {
         self.received.fetch_add(received as u64, Ordering::Relaxed);
     }
 
-    fn stopped(&self, call: Call, stop: Stop) -> Error {
+    fn stopped(&self, sides: &Sides, call: Call, stop: Stop) -> Error {
         let rank = |neighbour| {
             let index = match neighbour {
                 Neighbour::Right => self.seat.right(),
@@ -270,7 +270,7 @@ impl MlxRing {
         match stop {
             Stop::Gone(neighbour) => Error::PeerLost {
                 call,
-                rank: rank(neighbour),
+                rank: rank(sides.first_gone(neighbour)),
             },
             Stop::Late(neighbour) => Error::Timeout {
                 call,

@@ -1,7 +1,8 @@
 //! Which bytes go over which socket, in which order: all that two ends of MLX's ring must agree on.
 //!
-//! The wire carries array bytes and nothing else, so a rank that cuts or orders them otherwise gives
-//! garbage or a hang. A call becomes one or more [`Course`]s, each on sockets of its own direction.
+//! The wire carries array bytes and nothing else, so a rank that cuts or orders them otherwise
+//! gives garbage or a hang. A call becomes one or more [`Course`]s, each on sockets of its own
+//! direction.
 //!
 //! Worked example, 3 ranks, an all_reduce of 7 elements, one course leftwards (`Way::Left`: to the
 //! left, from the right). Segments have ceil(7 / 3) = 3 elements: `0..3`, `3..6`, `6..7`.
@@ -342,16 +343,24 @@ mod tests {
 
     #[test]
     fn messages_are_cut_as_mlx_cuts_them() {
-        let ranges = |bytes, connections| -> Vec<Range<usize>> {
+        for (bytes, connections, expected) in [
+            (0, 2, &[][..]),
+            (1, 2, &[(0, 1)]),
+            (1025, 2, &[(0, 1024), (1024, 1025)]),
+            (5001, 2, &[(0, 2501), (2501, 5001)]),
+            (5001, 1, &[(0, 5001)]),
+            (2500, 3, &[(0, 1024), (1024, 2048), (2048, 2500)]),
+        ] {
             let courses = seat(0, 2, connections).send(Way::Right, bytes);
-            courses.into_iter().map(|course| course.own).collect()
-        };
-        assert_eq!(ranges(0, 2), []);
-        assert_eq!(ranges(1, 2), [0..1]);
-        assert_eq!(ranges(1025, 2), [0..1024, 1024..1025]);
-        assert_eq!(ranges(5001, 2), [0..2501, 2501..5001]);
-        assert_eq!(ranges(5001, 1), [0..5001]);
-        assert_eq!(ranges(2500, 3), [0..1024, 1024..2048, 2048..2500]);
+            let ranges = courses
+                .iter()
+                .map(|course| (course.own.start, course.own.end));
+            assert_eq!(
+                ranges.collect::<Vec<_>>(),
+                expected,
+                "{bytes} over {connections}"
+            );
+        }
     }
 
     #[test]

@@ -3,7 +3,7 @@
 //! A course sends on what it took, so how far it may send follows from how far it has taken; no
 //! step waits for another, and how bytes are cut into system calls changes nothing.
 
-use std::io::{Read, Write};
+use std::io::{self, Read, Write};
 use std::net::{Shutdown, TcpStream};
 use std::os::fd::AsFd;
 
@@ -82,6 +82,21 @@ impl Sides {
         self.right.iter().chain(&self.left)
     }
 
+    /// Which neighbour went first, where `noticed` is the one whose end was noticed just now.
+    ///
+    /// A rank that loses one neighbour leaves the other alone for a while. So if both are gone at
+    /// the moment that a waiting rank notices one, the other has been gone for longer.
+    pub(super) fn first_gone(&self, noticed: Neighbour) -> Neighbour {
+        let (other, sockets) = match noticed {
+            Neighbour::Right => (Neighbour::Left, &self.left),
+            Neighbour::Left => (Neighbour::Right, &self.right),
+        };
+        match sockets.iter().any(is_closed) {
+            true => other,
+            false => noticed,
+        }
+    }
+
     /// Ends all connections at once: the neighbours notice.
     pub(super) fn cut(&self) {
         for socket in self.all() {
@@ -98,6 +113,14 @@ impl Sides {
             let mut reads = socket;
             while reads.read(&mut bytes).is_ok_and(|count| count > 0) {}
         }
+    }
+}
+
+/// Whether the other end is gone and all it sent was read.
+pub(super) fn is_closed(socket: &TcpStream) -> bool {
+    match socket.peek(&mut [0]) {
+        Ok(count) => count == 0,
+        Err(error) => error.kind() != io::ErrorKind::WouldBlock,
     }
 }
 

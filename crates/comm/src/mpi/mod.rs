@@ -5,8 +5,8 @@
 //! [`Session::start`] says [`StartError::Unavailable`].
 //!
 //! **Exempt.** MPI has no deadlines: a collective waits for as long as its ranks, and a dead rank
-//! ends the whole program by MPI's own rule (`mpirun` kills the others). Only a receive looks at its
-//! deadline. There is no lockstep guard, ranks that make different calls do what MPI does. The order
+//! ends the whole program by MPI's own rule (`mpirun` kills the others). Only messages look at
+//! theirs. There is no lockstep guard: ranks that make different calls do what MPI does. The order
 //! of sums is the library's. NaN is kept by max and min all the same, and `f16`, `bf16` and
 //! `complex64` reduce as everywhere, through operations of our own.
 //!

@@ -210,19 +210,19 @@ fn three_ranks_in_every_place() {
         .enumerate()
     {
         let mut steps = plan(&TYPES, &LENS);
-        steps.extend(plan(&TYPES[i..=i], &LONG));
+        steps.extend(plan(&TYPES[i..=i], &LONG[1..]));
         mixed("mlx-ring of three ranks", ranks, connections, &steps);
     }
 }
 
 #[test]
 fn four_ranks_of_both_kinds() {
-    for (i, (ranks, connections)) in [("rprp", 1), ("pprr", 2), ("prpp", 1), ("rrrp", 2)]
+    for (i, (ranks, connections)) in [("rprp", 1), ("pprr", 2), ("prpp", 1)]
         .into_iter()
         .enumerate()
     {
         let mut steps = plan(&TYPES, &LENS);
-        steps.extend(plan(&TYPES[i..=i], &LONG));
+        steps.extend(plan(&TYPES[i..=i], &LONG[1..]));
         mixed("mlx-ring of four ranks", ranks, connections, &steps);
     }
 }
