@@ -9,7 +9,9 @@ mod cargo_test;
 mod darwin;
 mod deny;
 mod mlx_tools;
+mod mlx;
 mod models;
+mod mpi;
 mod neon;
 mod process;
 mod repo;
@@ -41,7 +43,7 @@ struct Args {
 enum Chore {
     /// Fetch the test models, then format check, lints, tidy and all tests, with one total.
     Test {
-        /// Steps to run instead of models,fmt,clippy,tidy,unit,doc,sdk,mlx-tools.
+        /// Steps to run instead of models,fmt,clippy,tidy,unit,doc,sdk,mlx-tools,mpi.
         #[arg(long, value_delimiter = ',', value_name = "STEPS")]
         only: Vec<Step>,
     },
@@ -72,6 +74,10 @@ enum Chore {
         #[arg(long)]
         golden: bool,
     },
+    /// Run rings of Rust and real MLX ranks.
+    MlxRing,
+    /// Run groups over MPI by mpirun.
+    Mpi,
     /// Check that the workspace compiles for Apple silicon.
     Darwin,
     /// Run the kernel tests for AArch64 under QEMU.
@@ -124,6 +130,8 @@ fn run(chore: Chore) -> Result<bool> {
             println!("{tally}");
             tally.failed == 0
         }
+        Chore::MlxRing => steps::run(&[Step::MlxRing]),
+        Chore::Mpi => steps::run(&[Step::Mpi]),
         Chore::Darwin => steps::run(&[Step::Darwin]),
         Chore::Neon => steps::run(&[Step::Neon]),
         Chore::Deny => steps::run(&[Step::Deny]),

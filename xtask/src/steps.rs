@@ -7,9 +7,9 @@ use clap::ValueEnum;
 
 use crate::cargo_test::TestLog;
 use crate::tally::Tally;
-use crate::{darwin, deny, mlx_tools, models, neon, process, repo, sdk, tidy};
+use crate::{darwin, deny, mlx, mlx_tools, models, mpi, neon, process, repo, sdk, tidy};
 
-/// One step. `cargo xtask test` runs the first eight.
+/// One step. `cargo xtask test` runs the first nine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Step {
     /// Fetch and make the models that tests read.
@@ -28,6 +28,10 @@ pub(crate) enum Step {
     Sdk,
     /// MLX's own tools, and programs that use MLX.
     MlxTools,
+    /// Groups over MPI, by mpirun.
+    Mpi,
+    /// Rings of Rust and real MLX ranks; the unit tests have them too.
+    MlxRing,
     /// `cargo check` for Apple silicon.
     Darwin,
     /// The kernel tests for AArch64 under QEMU.
@@ -38,7 +42,7 @@ pub(crate) enum Step {
 
 /// What `cargo xtask test` runs unless told otherwise: cheap steps before dear ones, but for the
 /// models, whose download a person wants to see fail first.
-pub(crate) const DEFAULT: [Step; 8] = [
+pub(crate) const DEFAULT: [Step; 9] = [
     Step::Models,
     Step::Fmt,
     Step::Clippy,
@@ -47,6 +51,7 @@ pub(crate) const DEFAULT: [Step; 8] = [
     Step::Doc,
     Step::Sdk,
     Step::MlxTools,
+    Step::Mpi,
 ];
 
 impl Step {
@@ -60,6 +65,8 @@ impl Step {
             Step::Doc => "doc",
             Step::Sdk => "sdk",
             Step::MlxTools => "mlx-tools",
+            Step::Mpi => "mpi",
+            Step::MlxRing => "mlx-ring",
             Step::Darwin => "darwin",
             Step::Neon => "neon",
             Step::Deny => "deny",
@@ -87,6 +94,8 @@ impl Step {
             Step::Doc => cargo_test(self, "--doc"),
             Step::Sdk => sdk::run(None, &mut |line| println!("{line}")),
             Step::MlxTools => mlx_tools::run(None, &mut |line| println!("{line}")),
+            Step::Mpi => mpi::run(&mut |line| println!("{line}")),
+            Step::MlxRing => mlx::run(&mut |line| println!("{line}")),
             Step::Darwin => darwin::run(&mut |line| println!("{line}")),
             Step::Neon => neon::run(&mut |line| println!("{line}")),
             Step::Deny => deny::run(&mut |line| println!("{line}")),
@@ -162,7 +171,8 @@ pub(crate) fn tidy() -> Result<Tally> {
 }
 
 /// Tests of the whole workspace, of the kind that `kind` selects. The test models' folder is
-/// passed on, so that the tests read what the models step made.
+/// passed on, so that the tests read what the models step made, and a Python with MLX; tests that
+/// lack it say so by name.
 fn cargo_test(step: Step, kind: &str) -> Result<Tally> {
     let mut command = repo::cargo();
     command.args(["test", "--release", "--workspace", "--no-fail-fast", kind]);
@@ -171,6 +181,10 @@ fn cargo_test(step: Step, kind: &str) -> Result<Tally> {
         "PACELINE_TEST_MODELS",
         models::folder().context("find the test models")?,
     );
+    match mlx::python() {
+        Ok(python) => drop(command.env(mlx::PYTHON, python)),
+        Err(error) => println!("no Python with MLX: {error:#}"),
+    }
     let mut log = TestLog::new();
     let success = process::stream(command, &process::log_path(step.name()), |line| {
         if log.read(line) && !is_progress(line) {

@@ -4,7 +4,8 @@ use paceline_base::Rank;
 
 use crate::Call;
 
-/// Why a call failed. Whichever it is, the group is poisoned: see [`Group`](crate::Group).
+/// Why a call failed. Whichever it is, the group is poisoned (see [`Group`](crate::Group)), but for
+/// [`Error::Unsupported`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Error {
     /// A rank ended, was killed or dropped its handle.
@@ -77,6 +78,29 @@ pub enum Error {
         /// Who sent them.
         rank: Rank,
     },
+    /// The backend has no such call. Nothing was sent, and the group is *not* poisoned: every rank
+    /// that makes this call gets this.
+    #[error("{call}: {backend} does not have this between {rank} and its group")]
+    Unsupported {
+        /// The call.
+        call: Call,
+        /// Who made it.
+        rank: Rank,
+        /// Name of the backend.
+        backend: &'static str,
+    },
+    /// A library that a backend is made of failed.
+    #[error("{call}: {backend} failed on {rank} with code {code}")]
+    Library {
+        /// The call.
+        call: Call,
+        /// Who made it.
+        rank: Rank,
+        /// Name of the library.
+        backend: &'static str,
+        /// Its own number for what went wrong.
+        code: i32,
+    },
 }
 
 impl Error {
@@ -88,7 +112,9 @@ impl Error {
             | Self::Length { call, .. }
             | Self::NoSuchRank { call, .. }
             | Self::Silent { call, .. }
-            | Self::Garbled { call, .. } => *call,
+            | Self::Garbled { call, .. }
+            | Self::Unsupported { call, .. }
+            | Self::Library { call, .. } => *call,
             Self::Mismatch { expected, .. } => *expected,
         }
     }

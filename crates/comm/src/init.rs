@@ -93,7 +93,7 @@ pub fn init(
     }
 }
 
-fn alone() -> Box<dyn Group> {
+pub(crate) fn alone() -> Box<dyn Group> {
     Box::new(local::ranks(1).remove(0))
 }
 

@@ -29,6 +29,8 @@
 //! - [`Call`]: what a rank announces and the lockstep guard compares; [`Error`]; [`Deadline`].
 //! - [`local`]: ranks as threads of one process; [`shm`]: as processes of one machine; [`tcp`]:
 //!   ranks that reach each other by TCP; [`init`]: whichever works.
+//! - [`mlx_ring`]: rings with real MLX ranks in them; [`mpi`], [`nccl`]: groups by libraries of
+//!   others; [`init_mlx`]: the one of them that MLX's `init` would take.
 //! - [`rendezvous`]: how ranks find each other, also again after a failure.
 //! - [`Ahead`]: several calls in flight; [`Window`]: memory that others read and write;
 //!   [`Tuning`]: which algorithm is used.
@@ -47,6 +49,10 @@ mod group;
 mod init;
 mod linked;
 pub mod local;
+mod mlx_init;
+pub mod mlx_ring;
+pub mod mpi;
+pub mod nccl;
 mod plan;
 mod reduce;
 pub mod rendezvous;
@@ -75,6 +81,7 @@ pub use deadline::Deadline;
 pub use error::Error;
 pub use group::{Collective, Group, MESSAGES_HELD, Traffic};
 pub use init::{Backend, Strict, UnknownBackend, init};
+pub use mlx_init::{MlxBackend, MlxError, MlxPlace, init_mlx};
 pub use reduce::Reduce;
 pub use tuning::{Algorithm, Tuning};
 pub use window::{Answers, Ticket, Window, WindowError};

@@ -290,6 +290,13 @@ fn put_error(writer: &mut Writer<'_>, error: &Error) {
             writer.put_u32(*millis);
         }
         Error::Garbled { call, rank } => head(writer, 7, call, *rank),
+        Error::Unsupported { call, rank, .. } => head(writer, 8, call, *rank),
+        Error::Library {
+            call, rank, code, ..
+        } => {
+            head(writer, 9, call, *rank);
+            writer.put_u32(code.cast_unsigned());
+        }
     }
 }
 
@@ -326,6 +333,18 @@ fn take_error(reader: &mut Reader<'_>) -> Option<Error> {
             millis: reader.take_u32()?,
         },
         7 => Error::Garbled { call, rank },
+        // Backends with frames fail by neither of these; whoever names one is not known here.
+        8 => Error::Unsupported {
+            call,
+            rank,
+            backend: "its backend",
+        },
+        9 => Error::Library {
+            call,
+            rank,
+            backend: "a library",
+            code: reader.take_u32()?.cast_signed(),
+        },
         _ => return None,
     })
 }

@@ -121,6 +121,9 @@ const fn at_fault(error: &paceline_comm::Error) -> Option<Rank> {
         | Error::Mismatch { rank, .. }
         | Error::Silent { rank, .. }
         | Error::Garbled { rank, .. } => Some(*rank),
-        Error::Length { .. } | Error::NoSuchRank { .. } => None,
+        Error::Length { .. }
+        | Error::NoSuchRank { .. }
+        | Error::Unsupported { .. }
+        | Error::Library { .. } => None,
     }
 }

@@ -177,7 +177,9 @@ impl JoinError {
             | Error::Garbled { rank, .. }
             | Error::Mismatch { rank, .. }
             | Error::Length { rank, .. }
-            | Error::NoSuchRank { rank, .. } => Self::Lost { rank },
+            | Error::NoSuchRank { rank, .. }
+            | Error::Unsupported { rank, .. }
+            | Error::Library { rank, .. } => Self::Lost { rank },
         }
     }
 

@@ -50,6 +50,7 @@ pub(crate) use self::join::parse as parse_handshake;
 pub use self::join::{JoinError, Refusal};
 pub(crate) use self::kept::{Keeping, Origin, gather, keeping_group};
 use self::sockets::Sockets;
+pub(crate) use self::sockets::{outcome, poll_until};
 use crate::linked::Linked;
 use crate::split::{Member, members};
 use crate::transport::Patience;

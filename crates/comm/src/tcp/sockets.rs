@@ -57,7 +57,7 @@ impl Waker {
 }
 
 /// Waits for one of `fds` or `until`. May return early.
-pub(super) fn poll_until(fds: &mut [PollFd<'_>], until: Instant) {
+pub(crate) fn poll_until(fds: &mut [PollFd<'_>], until: Instant) {
     let left = until.saturating_duration_since(deadline::now());
     let timeout = Timespec {
         tv_sec: i64::try_from(left.as_secs()).unwrap_or(i64::MAX),
@@ -68,7 +68,7 @@ pub(super) fn poll_until(fds: &mut [PollFd<'_>], until: Instant) {
 }
 
 /// What a socket did: bytes moved, none at the moment, or the end.
-pub(super) fn outcome(result: io::Result<usize>) -> Result<usize, Closed> {
+pub(crate) fn outcome(result: io::Result<usize>) -> Result<usize, Closed> {
     match result {
         Ok(0) => Err(Closed),
         Ok(count) => Ok(count),

@@ -1,0 +1,256 @@
+//! MLX's way in: `init(strict, backend)` with MLX's names and settings, for programs that are
+//! started by its launcher or ours.
+//!
+//! Nothing is read from the environment here; whoever does passes on what MLX's variables say:
+//!
+//! | variable | field |
+//! |---|---|
+//! | `MLX_RANK` | [`MlxPlace::rank`] |
+//! | `MLX_HOSTFILE` | [`MlxPlace::hosts`], parsed |
+//! | `MLX_WORLD_SIZE`, `NCCL_HOST_IP` and `NCCL_PORT` | [`MlxPlace::nccl`] |
+
+use std::fmt;
+use std::net::SocketAddr;
+use std::str::FromStr;
+
+use paceline_base::Rank;
+
+use crate::init::alone;
+use crate::mlx_ring::{self, Plaintext};
+use crate::nccl::{self, Libraries};
+use crate::{Deadline, Group, Strict, mpi};
+
+/// MLX's backends, by its names.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum MlxBackend {
+    /// The first of nccl, ring, mpi and jaccl that is there and configured.
+    Any,
+    /// [`mlx_ring`].
+    Ring,
+    /// [`mpi`].
+    Mpi,
+    /// [`nccl`].
+    Nccl,
+    /// RDMA.
+    Jaccl,
+}
+
+/// The order in which MLX tries them.
+const ORDER: [MlxBackend; 4] = [
+    MlxBackend::Nccl,
+    MlxBackend::Ring,
+    MlxBackend::Mpi,
+    MlxBackend::Jaccl,
+];
+
+impl fmt::Display for MlxBackend {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Any => "any",
+            Self::Ring => "ring",
+            Self::Mpi => "mpi",
+            Self::Nccl => "nccl",
+            Self::Jaccl => "jaccl",
+        })
+    }
+}
+
+impl FromStr for MlxBackend {
+    type Err = MlxError;
+
+    fn from_str(name: &str) -> Result<Self, MlxError> {
+        let all = [Self::Any, Self::Ring, Self::Mpi, Self::Nccl, Self::Jaccl];
+        let found = all.into_iter().find(|backend| backend.to_string() == name);
+        found.ok_or_else(|| MlxError::Name { name: name.into() })
+    }
+}
+
+/// What MLX's environment says. MPI needs none of it.
+#[derive(Clone, Copy, Debug)]
+pub struct MlxPlace<'a> {
+    /// Which rank this is.
+    pub rank: Option<Rank>,
+    /// Every rank's addresses.
+    pub hosts: Option<&'a [Vec<SocketAddr>]>,
+    /// Ranks, and where rank 0 hands out NCCL's id.
+    pub nccl: Option<(u32, SocketAddr)>,
+    /// Where NCCL is.
+    pub libraries: &'a Libraries,
+    /// Whether bytes may leave this machine unencrypted.
+    pub plaintext: Plaintext,
+}
+
+/// Why there is no group.
+#[derive(Debug, thiserror::Error)]
+pub enum MlxError {
+    /// MLX has no backend of this name.
+    #[error("backend {name:?}, expected any, ring, mpi, nccl or jaccl")]
+    Name {
+        /// What was given.
+        name: String,
+    },
+    /// A setting is missing.
+    #[error("{backend}: {missing} not given")]
+    Missing {
+        /// Which was to be made.
+        backend: MlxBackend,
+        /// What it needs.
+        missing: &'static str,
+    },
+    /// The backend is not here.
+    #[error("{backend} is not in this build")]
+    Unavailable {
+        /// Which.
+        backend: MlxBackend,
+    },
+    /// None of the backends is there and configured.
+    #[error("no backend could be started")]
+    None,
+    /// The ring.
+    #[error(transparent)]
+    Ring(#[from] mlx_ring::JoinError),
+    /// MPI.
+    #[error(transparent)]
+    Mpi(#[from] mpi::StartError),
+    /// NCCL.
+    #[error(transparent)]
+    Nccl(#[from] nccl::JoinError),
+}
+
+/// Joins a group as MLX's `init` does. Collective.
+///
+/// Not strict, whoever fails goes on as a group of one. MPI with one rank counts as no group under
+/// [`MlxBackend::Any`], as with MLX.
+///
+/// # Errors
+/// Any [`MlxError`] if `strict`.
+pub fn init_mlx(
+    backend: MlxBackend,
+    strict: Strict,
+    place: &MlxPlace<'_>,
+    deadline: Deadline,
+) -> Result<Box<dyn Group>, MlxError> {
+    let joined = match backend {
+        MlxBackend::Any => ORDER
+            .into_iter()
+            .filter(|backend| *backend != MlxBackend::Nccl || place.nccl.is_some())
+            .filter_map(|backend| one(backend, place, deadline).ok())
+            .find(|group| group.size() > 1)
+            .ok_or(MlxError::None),
+        backend => one(backend, place, deadline),
+    };
+    match (joined, strict) {
+        (Err(_), Strict::No) => Ok(alone()),
+        (joined, _) => joined,
+    }
+}
+
+fn one(
+    backend: MlxBackend,
+    place: &MlxPlace<'_>,
+    deadline: Deadline,
+) -> Result<Box<dyn Group>, MlxError> {
+    let missing = |missing| MlxError::Missing { backend, missing };
+    let rank = || place.rank.ok_or(missing("a rank"));
+    match backend {
+        MlxBackend::Ring => {
+            let hosts = place.hosts.ok_or(missing("a list of hosts"))?;
+            let ring = mlx_ring::join(rank()?, hosts, place.plaintext, deadline)?;
+            Ok(Box::new(ring))
+        }
+        MlxBackend::Mpi => Ok(mpi::Session::start()?.world()),
+        MlxBackend::Nccl => {
+            let (size, addr) = place.nccl.ok_or(missing("a size and rank 0's address"))?;
+            let (libraries, plaintext) = (place.libraries, place.plaintext);
+            let seat = nccl::Seat {
+                rank: rank()?,
+                size,
+                addr,
+            };
+            Ok(Box::new(nccl::join_mlx(
+                seat, libraries, plaintext, deadline,
+            )?))
+        }
+        MlxBackend::Any | MlxBackend::Jaccl => Err(MlxError::Unavailable { backend }),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::{Ipv4Addr, TcpListener};
+    use std::thread;
+    use std::time::{Duration, Instant};
+
+    use super::*;
+    use crate::Reduce;
+
+    const NOTHING: MlxPlace<'static> = MlxPlace {
+        rank: None,
+        hosts: None,
+        nccl: None,
+        libraries: &Libraries {
+            nccl: None,
+            cuda: None,
+        },
+        plaintext: Plaintext::Refused,
+    };
+
+    fn soon() -> Deadline {
+        Deadline::at(Instant::now() + Duration::from_secs(20))
+    }
+
+    #[test]
+    fn names_are_mlxs() {
+        for name in ["any", "ring", "mpi", "nccl", "jaccl"] {
+            assert_eq!(name.parse::<MlxBackend>().unwrap().to_string(), name);
+        }
+        let error = "zzz".parse::<MlxBackend>().unwrap_err().to_string();
+        assert_eq!(
+            error,
+            "backend \"zzz\", expected any, ring, mpi, nccl or jaccl"
+        );
+    }
+
+    #[test]
+    fn what_is_missing_is_named_or_a_group_of_one() {
+        for (backend, expected) in [
+            (MlxBackend::Ring, "ring: a list of hosts not given"),
+            (
+                MlxBackend::Nccl,
+                "nccl: a size and rank 0's address not given",
+            ),
+            (MlxBackend::Jaccl, "jaccl is not in this build"),
+            #[cfg(not(feature = "mpi"))]
+            (MlxBackend::Any, "no backend could be started"),
+            #[cfg(not(feature = "mpi"))]
+            (MlxBackend::Mpi, "mpi is not in this build"),
+        ] {
+            let error = init_mlx(backend, Strict::Yes, &NOTHING, soon()).unwrap_err();
+            assert_eq!(error.to_string(), expected);
+            let alone = init_mlx(backend, Strict::No, &NOTHING, soon()).unwrap();
+            assert_eq!((alone.rank(), alone.size()), (Rank(0), 1));
+        }
+    }
+
+    #[test]
+    fn any_finds_the_ring_that_is_configured() {
+        let free = [0, 1].map(|_| TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap());
+        let hosts = free.map(|listener| vec![listener.local_addr().unwrap()]);
+        thread::scope(|scope| {
+            for rank in [0, 1] {
+                let hosts = &hosts;
+                scope.spawn(move || {
+                    let place = MlxPlace {
+                        rank: Some(Rank(rank)),
+                        hosts: Some(hosts),
+                        ..NOTHING
+                    };
+                    let group = init_mlx(MlxBackend::Any, Strict::Yes, &place, soon()).unwrap();
+                    let mut one = [1_i32; 3];
+                    group.all_reduce(&mut one, Reduce::Sum, soon()).unwrap();
+                    assert_eq!(one, [2; 3]);
+                });
+            }
+        });
+    }
+}

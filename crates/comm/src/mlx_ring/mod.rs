@@ -1,0 +1,477 @@
+//! Rings that real MLX ranks can be members of: MLX's `ring` backend, byte for byte.
+//!
+//! ```text
+//! hosts   [[127.0.0.1:5000, 127.0.0.1:5001], [...], [...]]    MLX_HOSTFILE, the same on all ranks
+//!
+//!            left[0] <---- rank ----> right[0]                one pair of sockets per address
+//!            left[1] <----      ----> right[1]
+//! ```
+//!
+//! ```
+//! use std::net::TcpListener;
+//! use std::time::{Duration, Instant};
+//! use paceline_base::Rank;
+//! use paceline_comm::{Deadline, Group, Reduce, mlx_ring};
+//!
+//! let deadline = Deadline::at(Instant::now() + Duration::from_secs(5));
+//! let listeners = [0, 1].map(|_| TcpListener::bind("127.0.0.1:0").unwrap());
+//! let hosts: Vec<_> = listeners.iter().map(|own| vec![own.local_addr().unwrap()]).collect();
+//! let threads: Vec<_> = (0..).map(Rank).zip(listeners).map(|(rank, own)| {
+//!     let hosts = hosts.clone();
+//!     std::thread::spawn(move || {
+//!         let plaintext = mlx_ring::Plaintext::Refused; // loopback needs no more
+//!         let ring = mlx_ring::join_with(vec![own], rank, &hosts, plaintext, deadline).unwrap();
+//!         let mut data = [1.0_f32, rank.0 as f32];
+//!         (&ring as &dyn Group).all_reduce(&mut data, Reduce::Sum, deadline).map(|()| data)
+//!     })
+//! }).collect();
+//! for thread in threads {
+//!     assert_eq!(thread.join().unwrap(), Ok([2.0, 1.0]));
+//! }
+//! ```
+//!
+//! - `plan`: what goes where, as data; `run`: moves it; `connect`: meets the neighbours.
+//!
+//! **What MLX's wire has, and no more.** All-reduce by sum, max and min, gathers of equal parts,
+//! messages to neighbours without tags, and a barrier, which is MLX users' own idiom: the sum of
+//! one `f32`. Everything else, `split` too, gives [`Error::Unsupported`] on every rank, before a
+//! byte is sent, and the ring goes on. Messages share the sockets with collectives, so all calls of
+//! a rank wait for one another, and ranks that send to each other before they receive wait until
+//! their deadline unless the system holds the message (as in MLX, which hangs).
+//!
+//! **What it cannot have.** The wire is array bytes: no lockstep guard, so ranks that make
+//! different calls get garbage or a timeout. No news: the error of a rank that is not next to the
+//! dead one names the neighbour through which the end reached it. No authentication and no
+//! encryption: [`Plaintext`]. Sums follow the ring and its segments, as MLX's do; the rule that results do not
+//! depend on the number of ranks does not hold, though all ranks still hold the same bytes.
+//! MLX's own ranks lose a NaN that meets a number in max and min; these keep it.
+//!
+//! **What MLX has not.** Every wait ends: a dead neighbour is an error at once and on every later
+//! call, silence is one at the deadline.
+
+mod connect;
+mod plan;
+mod run;
+#[cfg(test)]
+mod tests;
+mod turn;
+
+use std::fmt;
+use std::net::{SocketAddr, TcpListener};
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use paceline_base::{Bytes, Rank};
+
+pub use self::connect::JoinError;
+use self::connect::{Places, system};
+use self::plan::{Course, PADDED_BYTES_MAX, Seat};
+use self::run::{Folding, Neighbour, Sides, Stop};
+use self::turn::Turns;
+use crate::local::{self, Local};
+use crate::{
+    Algorithm, Call, Collective, Counts, Data, DataMut, Deadline, Dtype, Error, Group, Kind,
+    Reduce, Traffic, Tuning,
+};
+
+/// What errors call this backend.
+pub const NAME: &str = "mlx-ring";
+
+/// Whether bytes may leave this machine unencrypted, as MLX's wire is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Plaintext {
+    /// Only loopback addresses are used.
+    Refused,
+    /// Somebody asked for it by name.
+    Allowed,
+}
+
+/// How long a rank that lost a neighbour keeps its other sockets open, so that the neighbours on
+/// the far side of the dead one see its end, and not this rank's, first: see `first_gone`.
+const HEAD_START: Duration = Duration::from_millis(100);
+
+/// One rank of a ring that MLX's ranks may be members of. Dropping it ends the ring for the others.
+pub struct MlxRing {
+    seat: Seat,
+    /// None in a ring of one.
+    sides: Option<Sides>,
+    alone: Local,
+    turns: Turns,
+    cause: OnceLock<Error>,
+    collectives: AtomicU64,
+    messages: AtomicU64,
+    sent: AtomicU64,
+    received: AtomicU64,
+}
+
+/// Binds the addresses of `rank` and joins: see [`join_with`].
+///
+/// # Errors
+/// Any [`JoinError`].
+pub fn join(
+    rank: Rank,
+    hosts: &[Vec<SocketAddr>],
+    plaintext: Plaintext,
+    deadline: Deadline,
+) -> Result<MlxRing, JoinError> {
+    check(rank, hosts, plaintext)?;
+    let own = match hosts.len() {
+        1 => &[],
+        _ => &hosts[rank.0 as usize][..],
+    };
+    let bind = |addr: &SocketAddr| TcpListener::bind(addr).map_err(system("listen at", *addr));
+    let listeners = own.iter().map(bind).collect::<Result<_, _>>()?;
+    join_with(listeners, rank, hosts, plaintext, deadline)
+}
+
+/// Connects `rank` with both neighbours and returns when they are there. Collective.
+///
+/// `hosts` has the addresses of every rank in rank order, as MLX's hostfile: as many for each, and
+/// one connection between neighbours for each. `listeners` are what `hosts[rank]` leads to. A ring
+/// of one connects to nobody. Nothing is said on the wire: that all ranks have the same `hosts` is
+/// up to who starts them.
+///
+/// # Errors
+/// Any [`JoinError`]. The others notice at their own deadlines.
+pub fn join_with(
+    listeners: Vec<TcpListener>,
+    rank: Rank,
+    hosts: &[Vec<SocketAddr>],
+    plaintext: Plaintext,
+    deadline: Deadline,
+) -> Result<MlxRing, JoinError> {
+    let connections = check(rank, hosts, plaintext)?;
+    let seat = Seat {
+        rank: rank.0 as usize,
+        size: hosts.len(),
+        connections,
+    };
+    let as_rank = |index: usize| Rank(u32::try_from(index).unwrap_or(u32::MAX));
+    let places = Places {
+        listeners: &listeners,
+        own: &hosts[seat.rank],
+        left: as_rank(seat.left()),
+        right: as_rank(seat.right()),
+        theirs: &hosts[seat.right()],
+    };
+    let sides = match seat.size {
+        1 => None,
+        _ => Some(places.connect(deadline)?),
+    };
+    Ok(MlxRing::new(seat, sides))
+}
+
+/// The number of connections, if the arguments make sense.
+fn check(rank: Rank, hosts: &[Vec<SocketAddr>], plaintext: Plaintext) -> Result<usize, JoinError> {
+    let size = hosts.len();
+    if rank.0 as usize >= size {
+        return Err(JoinError::NoSuchRank { rank, size });
+    }
+    let expected = hosts[0].len();
+    let odd = (0..)
+        .zip(hosts)
+        .find(|(_, own)| own.is_empty() || own.len() != expected);
+    if let (Some((rank, own)), 2..) = (odd, size) {
+        let (rank, got) = (Rank(rank), own.len());
+        return Err(JoinError::Connections {
+            rank,
+            expected,
+            got,
+        });
+    }
+    let far = hosts.iter().flatten().find(|addr| !addr.ip().is_loopback());
+    match (far, plaintext) {
+        (Some(addr), Plaintext::Refused) if size > 1 => Err(JoinError::Plaintext { addr: *addr }),
+        _ => Ok(expected),
+    }
+}
+
+impl MlxRing {
+    fn new(seat: Seat, sides: Option<Sides>) -> Self {
+        Self {
+            seat,
+            sides,
+            alone: local::ranks(1).remove(0),
+            turns: Turns::default(),
+            cause: OnceLock::new(),
+            collectives: AtomicU64::new(0),
+            messages: AtomicU64::new(0),
+            sent: AtomicU64::new(0),
+            received: AtomicU64::new(0),
+        }
+    }
+
+    fn unsupported(&self, call: Call) -> Error {
+        Error::Unsupported {
+            call,
+            rank: self.rank(),
+            backend: NAME,
+        }
+    }
+
+    /// Why later calls fail, if they do.
+    fn fail(&self, error: Error) -> Error {
+        let first = *self.cause.get_or_init(|| error);
+        if matches!(error, Error::PeerLost { .. }) {
+            std::thread::sleep(HEAD_START);
+        }
+        if let Some(sides) = &self.sides {
+            sides.cut();
+        }
+        first
+    }
+
+    /// Runs `courses` in this rank's turn.
+    fn go(
+        &self,
+        sides: &Sides,
+        call: Call,
+        courses: &[Course],
+        data: &mut [u8],
+        folding: Folding,
+        deadline: Deadline,
+    ) -> Result<(), Error> {
+        let turn = self.turns.take(deadline);
+        // Looked at in the turn: the call before may have failed.
+        if let Some(cause) = self.cause.get() {
+            return Err(*cause);
+        }
+        let Some(mut turn) = turn else {
+            let rank = self.rank();
+            return Err(self.fail(Error::Timeout { call, rank }));
+        };
+        let scratch = turn.scratch(run::scratch_bytes());
+        match run::run(sides, courses, data, scratch, folding, deadline) {
+            Ok(()) => {
+                self.count(courses);
+                Ok(())
+            }
+            Err(stop) => Err(self.fail(self.stopped(sides, call, stop))),
+        }
+    }
+
+    fn count(&self, courses: &[Course]) {
+        let takes = |course: &Course| course.takes.iter().map(|t| t.range.len()).sum::<usize>();
+        let sent: usize = courses.iter().map(Course::sends).sum();
+        let received: usize = courses.iter().map(takes).sum();
+        self.sent.fetch_add(sent as u64, Ordering::Relaxed);
+        self.received.fetch_add(received as u64, Ordering::Relaxed);
+    }
+
+    fn stopped(&self, sides: &Sides, call: Call, stop: Stop) -> Error {
+        let rank = |neighbour| {
+            let index = match neighbour {
+                Neighbour::Right => self.seat.right(),
+                Neighbour::Left => self.seat.left(),
+            };
+            Rank(u32::try_from(index).unwrap_or(u32::MAX))
+        };
+        match stop {
+            Stop::Gone(neighbour) => Error::PeerLost {
+                call,
+                rank: rank(sides.first_gone(neighbour)),
+            },
+            Stop::Late(neighbour) => Error::Timeout {
+                call,
+                rank: rank(neighbour),
+            },
+        }
+    }
+
+    fn collective(
+        &self,
+        sides: &Sides,
+        call: Call,
+        collective: Collective<'_>,
+        deadline: Deadline,
+    ) -> Result<(), Error> {
+        match collective {
+            Collective::Barrier => {
+                let mut one = 1.0_f32.to_ne_bytes();
+                let op = Reduce::Sum;
+                self.all_reduce(sides, call, &mut one, op, Dtype::F32, deadline)
+            }
+            Collective::AllReduce { mut data, op } if op != Reduce::Prod => {
+                let dtype = data.dtype();
+                self.all_reduce(sides, call, data.bytes_mut(), op, dtype, deadline)
+            }
+            Collective::AllGather {
+                input,
+                mut output,
+                counts,
+            } if is_even(counts) => {
+                let bytes = counts.max() * output.dtype().bytes();
+                let output = output.bytes_mut();
+                if let Some(input) = input {
+                    output[self.seat.rank * bytes..][..bytes].copy_from_slice(input.bytes());
+                }
+                let courses = self.seat.all_gather(bytes);
+                self.go(sides, call, &courses, output, COPYING, deadline)
+            }
+            _ => Err(self.unsupported(call)),
+        }
+    }
+
+    fn all_reduce(
+        &self,
+        sides: &Sides,
+        call: Call,
+        data: &mut [u8],
+        op: Reduce,
+        dtype: Dtype,
+        deadline: Deadline,
+    ) -> Result<(), Error> {
+        let (len, size) = (data.len() / dtype.bytes(), self.seat.size);
+        let folding = Folding { op, dtype };
+        if len >= size {
+            let courses = self.seat.all_reduce(len, dtype);
+            return self.go(sides, call, &courses, data, folding, deadline);
+        }
+        if size * dtype.bytes() > PADDED_BYTES_MAX {
+            return Err(self.unsupported(call));
+        }
+        let mut padded = [0; PADDED_BYTES_MAX];
+        let padded = &mut padded[..size * dtype.bytes()];
+        padded[..data.len()].copy_from_slice(data);
+        let courses = self.seat.all_reduce_padded(dtype);
+        self.go(sides, call, &courses, padded, folding, deadline)?;
+        data.copy_from_slice(&padded[..data.len()]);
+        Ok(())
+    }
+
+    /// A message as a call, if the peer exists.
+    fn message(&self, kind: Kind, dtype: Dtype, len: usize) -> Result<Call, Error> {
+        let call = Call {
+            sequence: self.messages.fetch_add(1, Ordering::Relaxed) + 1,
+            kind,
+            dtype,
+            length: len as u64,
+            digest: 0,
+        };
+        let checked = call.with_peer(self.rank(), self.size());
+        checked.map_err(|error| self.fail(error))
+    }
+}
+
+/// Courses that reduce nothing.
+const COPYING: Folding = Folding {
+    op: Reduce::Sum,
+    dtype: Dtype::U8,
+};
+
+fn is_even(counts: Counts<'_>) -> bool {
+    match counts {
+        Counts::Even(_) => true,
+        Counts::Each(each) => each.iter().all(|count| *count == each[0]),
+    }
+}
+
+impl fmt::Debug for MlxRing {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Seat {
+            rank,
+            size,
+            connections,
+        } = self.seat;
+        write!(
+            f,
+            "{NAME} rank {rank} of {size} over {connections} connections"
+        )
+    }
+}
+
+impl Drop for MlxRing {
+    fn drop(&mut self) {
+        if let Some(sides) = &self.sides {
+            sides.leave();
+        }
+    }
+}
+
+impl Group for MlxRing {
+    fn rank(&self) -> Rank {
+        Rank(u32::try_from(self.seat.rank).expect("made of a u32"))
+    }
+
+    fn size(&self) -> u32 {
+        u32::try_from(self.seat.size).expect("more ranks than a u32 counts")
+    }
+
+    fn run(&self, collective: Collective<'_>, deadline: Deadline) -> Result<(), Error> {
+        let Some(sides) = &self.sides else {
+            return self.alone.run(collective, deadline);
+        };
+        let sequence = self.collectives.fetch_add(1, Ordering::Relaxed) + 1;
+        let call = Call::of(&collective, sequence, self.rank(), self.size());
+        let call = call.map_err(|error| self.fail(error))?;
+        self.collective(sides, call, collective, deadline)
+    }
+
+    fn send_data(
+        &self,
+        message: Data<'_>,
+        to: Rank,
+        tag: u32,
+        deadline: Deadline,
+    ) -> Result<(), Error> {
+        let Some(sides) = &self.sides else {
+            return self.alone.send_data(message, to, tag, deadline);
+        };
+        let call = self.message(Kind::Send { to, tag }, message.dtype(), message.len())?;
+        let Some(way) = self.seat.way_to(to.0 as usize).filter(|_| tag == 0) else {
+            return Err(self.unsupported(call));
+        };
+        let courses = self.seat.send(way, message.bytes().len());
+        // What is only sent is only read; the copy keeps one runner for all calls.
+        let mut bytes = message.bytes().to_vec();
+        self.go(sides, call, &courses, &mut bytes, COPYING, deadline)
+    }
+
+    fn recv_data(
+        &self,
+        mut into: DataMut<'_>,
+        from: Rank,
+        tag: u32,
+        deadline: Deadline,
+    ) -> Result<(), Error> {
+        let Some(sides) = &self.sides else {
+            return self.alone.recv_data(into, from, tag, deadline);
+        };
+        let call = self.message(Kind::Recv { from, tag }, into.dtype(), into.len())?;
+        let Some(way) = self.seat.way_from(from.0 as usize).filter(|_| tag == 0) else {
+            return Err(self.unsupported(call));
+        };
+        let bytes = into.bytes_mut();
+        let courses = self.seat.recv(way, bytes.len());
+        self.go(sides, call, &courses, bytes, COPYING, deadline)
+    }
+
+    fn traffic(&self) -> Traffic {
+        Traffic {
+            sent: Bytes(self.sent.load(Ordering::Relaxed)),
+            received: Bytes(self.received.load(Ordering::Relaxed)),
+        }
+    }
+
+    /// MLX's wire has one algorithm.
+    fn tuning(&self) -> Tuning {
+        Tuning {
+            force: Some(Algorithm::Ring),
+            ..Tuning::default()
+        }
+    }
+
+    fn split(&self, color: u32, key: u32, deadline: Deadline) -> Result<Box<dyn Group>, Error> {
+        if self.sides.is_none() {
+            return self.alone.split(color, key, deadline);
+        }
+        Err(self.unsupported(Call {
+            sequence: self.collectives.load(Ordering::Relaxed) + 1,
+            kind: Kind::AllGather,
+            dtype: Dtype::U8,
+            length: 0,
+            digest: 0,
+        }))
+    }
+}

@@ -1,0 +1,376 @@
+//! Which bytes go over which socket, in which order: all that two ends of MLX's ring must agree on.
+//!
+//! The wire carries array bytes and nothing else, so a rank that cuts or orders them otherwise
+//! gives garbage or a hang. A call becomes one or more [`Course`]s, each on sockets of its own
+//! direction.
+//!
+//! Worked example, 3 ranks, an all_reduce of 7 elements, one course leftwards (`Way::Left`: to the
+//! left, from the right). Segments have ceil(7 / 3) = 3 elements: `0..3`, `3..6`, `6..7`.
+//!
+//! ```text
+//! rank 1 sends     3..6, then what it took last: 6..7, 0..3 (now complete), 3..6
+//! rank 1 takes           6..7 and 0..3 reducing,        3..6 and 6..7 overwriting
+//! ```
+//!
+//! Source: `ring.cpp` of ml-explore/mlx at 846d1762; every rule is also in the live tests.
+
+use std::ops::Range;
+
+use crate::Dtype;
+
+/// Bytes that MLX wants each course to have before it opens another: `min_send_size` of `ring.cpp`.
+const COURSE_BYTES_MIN: usize = 262_144;
+
+/// Bytes that MLX has for an all_reduce of fewer elements than ranks: its `char buffer[1024]`.
+pub(super) const PADDED_BYTES_MAX: usize = 1024;
+
+/// Bytes of a message that MLX sends over one socket at least: the 1024 of its `send`.
+const PIECE_BYTES_MIN: usize = 1024;
+
+/// Which neighbour a course sends to; it takes from the other one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Way {
+    /// Sends to the next rank, takes from the one before: MLX's direction -1.
+    Right,
+    /// Sends to the rank before, takes from the next one: MLX's direction 1.
+    Left,
+}
+
+impl Way {
+    /// MLX alternates between courses, beginning with its direction 1.
+    const fn of(course: usize) -> Self {
+        if course.is_multiple_of(2) {
+            Self::Left
+        } else {
+            Self::Right
+        }
+    }
+
+    /// The segment after `segment` of `size`, going this way.
+    const fn next(self, segment: usize, size: usize) -> usize {
+        match self {
+            Self::Right => (segment + size - 1) % size,
+            Self::Left => (segment + 1) % size,
+        }
+    }
+}
+
+/// Bytes that come in, and what to do with them.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Take {
+    /// Where they belong in the buffer.
+    pub(super) range: Range<usize>,
+    /// Whether they are reduced with what is there, or replace it.
+    pub(super) reduces: bool,
+}
+
+/// One ordered stream out and one in, over the same numbered socket of the two sides.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Course {
+    /// Number of the connection, on either side.
+    pub(super) connection: usize,
+    /// Where to.
+    pub(super) way: Way,
+    /// What is sent first.
+    pub(super) own: Range<usize>,
+    /// What comes in. All but the last of them is sent on once it has been taken.
+    pub(super) takes: Vec<Take>,
+}
+
+impl Course {
+    /// Bytes that are sent altogether.
+    pub(super) fn sends(&self) -> usize {
+        let onward = self.takes.len().saturating_sub(1);
+        let takes = self.takes[..onward].iter().map(|take| take.range.len());
+        self.own.len() + takes.sum::<usize>()
+    }
+
+    /// Where in the buffer byte number `at` of what is sent lies, and what follows without a gap.
+    pub(super) fn sent_range(&self, at: usize) -> Range<usize> {
+        let mut start = 0;
+        let takes = self.takes.iter().map(|take| &take.range);
+        for range in std::iter::once(&self.own).chain(takes) {
+            if at < start + range.len() {
+                return range.start + (at - start)..range.end;
+            }
+            start += range.len();
+        }
+        0..0
+    }
+}
+
+/// Where a rank sits, and how many connections it has to either neighbour.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Seat {
+    pub(super) rank: usize,
+    pub(super) size: usize,
+    pub(super) connections: usize,
+}
+
+impl Seat {
+    pub(super) const fn right(self) -> usize {
+        (self.rank + 1) % self.size
+    }
+
+    pub(super) const fn left(self) -> usize {
+        (self.rank + self.size - 1) % self.size
+    }
+
+    /// How many courses a call of so many bytes is cut into.
+    fn courses(self, bytes: usize, bytes_min: usize) -> usize {
+        (2 * self.connections).min(bytes / bytes_min).max(1)
+    }
+
+    /// An all_reduce of `len >= size` elements.
+    pub(super) fn all_reduce(self, len: usize, dtype: Dtype) -> Vec<Course> {
+        let courses = self.courses(len * dtype.bytes(), self.size * COURSE_BYTES_MIN);
+        let step = len.div_ceil(courses);
+        let part = |i: usize| (i * step).min(len)..((i + 1) * step).min(len);
+        (0..courses)
+            .map(|i| self.reduce(i / 2, Way::of(i), part(i), dtype))
+            .collect()
+    }
+
+    /// An all_reduce of fewer elements than ranks, which are the first of `size` elements.
+    pub(super) fn all_reduce_padded(self, dtype: Dtype) -> Vec<Course> {
+        vec![self.reduce(0, Way::Right, 0..self.size, dtype)]
+    }
+
+    /// Twice round the ring: reducing, then overwriting.
+    fn reduce(self, connection: usize, way: Way, part: Range<usize>, dtype: Dtype) -> Course {
+        let segment_len = part.len().div_ceil(self.size);
+        let segment = |i: usize| {
+            let bound = |i: usize| (part.start + i * segment_len).min(part.end) * dtype.bytes();
+            bound(i)..bound(i + 1)
+        };
+        let passes = [true, false].into_iter();
+        let order = passes.flat_map(|reduces| (1..self.size).map(move |_| reduces));
+        let mut at = self.rank;
+        let takes = order.map(|reduces| {
+            at = way.next(at, self.size);
+            let range = segment(at);
+            Take { range, reduces }
+        });
+        Course {
+            connection,
+            way,
+            own: segment(self.rank),
+            takes: takes.collect(),
+        }
+    }
+
+    /// An all_gather of `bytes` from each rank, into one buffer of all blocks.
+    pub(super) fn all_gather(self, bytes: usize) -> Vec<Course> {
+        let courses = self.courses(bytes, COURSE_BYTES_MIN);
+        let step = bytes.div_ceil(courses);
+        let part = |i: usize| (i * step).min(bytes)..((i + 1) * step).min(bytes);
+        (0..courses)
+            .map(|i| self.gather(i / 2, Way::of(i), part(i), bytes))
+            .collect()
+    }
+
+    fn gather(self, connection: usize, way: Way, part: Range<usize>, bytes: usize) -> Course {
+        let block = |rank: usize| rank * bytes + part.start..rank * bytes + part.end;
+        let mut at = self.rank;
+        let takes = (1..self.size).map(|_| {
+            at = way.next(at, self.size);
+            let range = block(at);
+            Take {
+                range,
+                reduces: false,
+            }
+        });
+        Course {
+            connection,
+            way,
+            own: block(self.rank),
+            takes: takes.collect(),
+        }
+    }
+
+    /// Which way to send to `peer`, if it is a neighbour. Of two ranks each is both neighbours of
+    /// the other: what is sent to the right then comes from the left.
+    pub(super) fn way_to(self, peer: usize) -> Option<Way> {
+        match peer {
+            peer if peer == self.right() => Some(Way::Right),
+            peer if peer == self.left() => Some(Way::Left),
+            _ => None,
+        }
+    }
+
+    /// Which way what `peer` sends is going, if it is a neighbour.
+    pub(super) fn way_from(self, peer: usize) -> Option<Way> {
+        match peer {
+            peer if peer == self.left() => Some(Way::Right),
+            peer if peer == self.right() => Some(Way::Left),
+            _ => None,
+        }
+    }
+
+    /// A message of `bytes`, to be sent.
+    pub(super) fn send(self, way: Way, bytes: usize) -> Vec<Course> {
+        let course = |(connection, own)| Course {
+            connection,
+            way,
+            own,
+            takes: Vec::new(),
+        };
+        self.pieces(bytes).map(course).collect()
+    }
+
+    /// A message of `bytes`, to be received.
+    pub(super) fn recv(self, way: Way, bytes: usize) -> Vec<Course> {
+        let course = |(connection, range)| {
+            let reduces = false;
+            Course {
+                connection,
+                way,
+                own: 0..0,
+                takes: vec![Take { range, reduces }],
+            }
+        };
+        self.pieces(bytes).map(course).collect()
+    }
+
+    /// Which part of a message goes over which connection.
+    fn pieces(self, bytes: usize) -> impl Iterator<Item = (usize, Range<usize>)> {
+        let piece = bytes.div_ceil(self.connections).max(PIECE_BYTES_MIN);
+        let range = move |i: usize| i * piece..((i + 1) * piece).min(bytes);
+        (0..self.connections)
+            .map(move |i| (i, range(i)))
+            .take_while(|(_, range)| !range.is_empty())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn seat(rank: usize, size: usize, connections: usize) -> Seat {
+        Seat {
+            rank,
+            size,
+            connections,
+        }
+    }
+
+    #[test]
+    fn the_worked_example_is_true() {
+        let courses = seat(1, 3, 1).all_reduce(7, Dtype::U8);
+        let take = |range, reduces| Take { range, reduces };
+        let expected = Course {
+            connection: 0,
+            way: Way::Left,
+            own: 3..6,
+            takes: vec![
+                take(6..7, true),
+                take(0..3, true),
+                take(3..6, false),
+                take(6..7, false),
+            ],
+        };
+        assert_eq!(courses, [expected]);
+        assert_eq!(courses[0].sends(), 3 + 1 + 3 + 3);
+        let sent: Vec<_> = [0, 2, 3, 4, 7, 9]
+            .map(|at| courses[0].sent_range(at))
+            .into();
+        assert_eq!(sent, [3..6, 5..6, 6..7, 0..3, 3..6, 5..6]);
+    }
+
+    /// What one rank sends over a connection is what its neighbour takes from it.
+    #[test]
+    fn neighbours_agree_on_every_stream() {
+        let lens = [0, 1, 2, 3, 7, 10, 1024, 100_003, 1 << 20, (4 << 20) + 5];
+        for (size, connections, len) in (2..6)
+            .flat_map(|size| (1..4).map(move |c| (size, c)))
+            .flat_map(|(size, c)| lens.map(|len| (size, c, len)))
+        {
+            let plans = |make: &dyn Fn(Seat) -> Vec<Course>| -> Vec<Vec<Course>> {
+                (0..size)
+                    .map(|r| make(seat(r, size, connections)))
+                    .collect()
+            };
+            let mut all = vec![plans(&|s| s.all_gather(len))];
+            match len {
+                len if len < size => all.push(plans(&|s| s.all_reduce_padded(Dtype::F32))),
+                len => all.push(plans(&|s| s.all_reduce(len, Dtype::F32))),
+            }
+            for plan in all {
+                for (rank, courses) in plan.iter().enumerate() {
+                    for (i, course) in courses.iter().enumerate() {
+                        let place = seat(rank, size, connections);
+                        let to = match course.way {
+                            Way::Right => place.right(),
+                            Way::Left => place.left(),
+                        };
+                        let theirs = &plan[to][i];
+                        assert_eq!(
+                            (theirs.way, theirs.connection),
+                            (course.way, course.connection)
+                        );
+                        assert!(course.connection < connections);
+                        let takes: Vec<_> = theirs.takes.iter().map(|t| t.range.clone()).collect();
+                        let onward = course.takes.iter().map(|t| t.range.clone());
+                        let mut sends: Vec<_> =
+                            std::iter::once(course.own.clone()).chain(onward).collect();
+                        sends.pop();
+                        assert_eq!(sends, takes, "rank {rank} of {size}, {len} elements");
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn large_calls_use_more_courses_but_no_more_than_there_are_sockets() {
+        let courses = |len, connections| seat(0, 2, connections).all_reduce(len, Dtype::F32).len();
+        for (len, connections, expected) in [
+            (2, 1, 1),
+            (131_072, 1, 1),
+            (262_143, 1, 1),
+            (262_144, 1, 2),
+            (1 << 22, 1, 2),
+            (1 << 22, 2, 4),
+            (393_216, 2, 3),
+        ] {
+            assert_eq!(
+                courses(len, connections),
+                expected,
+                "{len} over {connections}"
+            );
+        }
+    }
+
+    #[test]
+    fn messages_are_cut_as_mlx_cuts_them() {
+        for (bytes, connections, expected) in [
+            (0, 2, &[][..]),
+            (1, 2, &[(0, 1)]),
+            (1025, 2, &[(0, 1024), (1024, 1025)]),
+            (5001, 2, &[(0, 2501), (2501, 5001)]),
+            (5001, 1, &[(0, 5001)]),
+            (2500, 3, &[(0, 1024), (1024, 2048), (2048, 2500)]),
+        ] {
+            let courses = seat(0, 2, connections).send(Way::Right, bytes);
+            let ranges = courses
+                .iter()
+                .map(|course| (course.own.start, course.own.end));
+            assert_eq!(
+                ranges.collect::<Vec<_>>(),
+                expected,
+                "{bytes} over {connections}"
+            );
+        }
+    }
+
+    #[test]
+    fn only_neighbours_have_a_way() {
+        assert_eq!(seat(1, 4, 1).way_to(3), None);
+        assert_eq!(seat(1, 4, 1).way_from(3), None);
+        assert_eq!(seat(1, 4, 1).way_to(2), Some(Way::Right));
+        assert_eq!(seat(1, 4, 1).way_from(2), Some(Way::Left));
+        // Of two, what goes out to the right comes in from the left.
+        let (zero, one) = (seat(0, 2, 1), seat(1, 2, 1));
+        assert_eq!(zero.way_to(1), one.way_from(0));
+    }
+}

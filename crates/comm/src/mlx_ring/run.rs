@@ -1,0 +1,339 @@
+//! Runs courses: one thread moves the bytes of all of them over sockets that do not block.
+//!
+//! A course sends on what it took, so how far it may send follows from how far it has taken; no
+//! step waits for another, and how bytes are cut into system calls changes nothing.
+
+use std::io::{self, Read, Write};
+use std::net::{Shutdown, TcpStream};
+use std::os::fd::AsFd;
+
+use rustix::event::{PollFd, PollFlags};
+
+use super::plan::{Course, Way};
+use crate::reduce::{Side, fold};
+use crate::tcp::{outcome, poll_until};
+use crate::transport::{Closed, Patience, Pause};
+use crate::{Deadline, Dtype, Reduce, deadline};
+
+/// Bytes that are read at once to be reduced, and written at once, so that the courses of a call
+/// take turns: half of a second cache of 512 KiB.
+const TURN_BYTES: usize = 256 << 10;
+
+/// As for `tcp`, with less yielding: MLX's ranks spin, and want the core.
+const PATIENCE: Patience = Patience {
+    spins: 4,
+    yields: 50,
+};
+
+/// The other end of a socket was closed for writing. Linux tells that apart from data.
+#[cfg(target_os = "linux")]
+const HANGUP: PollFlags = PollFlags::RDHUP;
+#[cfg(not(target_os = "linux"))]
+const HANGUP: PollFlags = PollFlags::HUP;
+
+/// The sockets to both neighbours, by connection.
+#[derive(Debug)]
+pub(super) struct Sides {
+    pub(super) right: Vec<TcpStream>,
+    pub(super) left: Vec<TcpStream>,
+}
+
+/// A neighbour, as seen from a course.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Neighbour {
+    Right,
+    Left,
+}
+
+/// Why a call stopped.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Stop {
+    /// This neighbour is gone and owes bytes, or will not take those it needs.
+    Gone(Neighbour),
+    /// The deadline passed while this neighbour was waited for.
+    Late(Neighbour),
+}
+
+impl Way {
+    const fn to(self) -> Neighbour {
+        match self {
+            Self::Right => Neighbour::Right,
+            Self::Left => Neighbour::Left,
+        }
+    }
+
+    const fn from(self) -> Neighbour {
+        match self {
+            Self::Right => Neighbour::Left,
+            Self::Left => Neighbour::Right,
+        }
+    }
+}
+
+impl Sides {
+    fn socket(&self, neighbour: Neighbour, connection: usize) -> &TcpStream {
+        match neighbour {
+            Neighbour::Right => &self.right[connection],
+            Neighbour::Left => &self.left[connection],
+        }
+    }
+
+    fn all(&self) -> impl Iterator<Item = &TcpStream> {
+        self.right.iter().chain(&self.left)
+    }
+
+    /// Which neighbour went first, where `noticed` is the one whose end was noticed just now.
+    ///
+    /// A rank that loses one neighbour leaves the other alone for a while. So if both are gone at
+    /// the moment that a waiting rank notices one, the other has been gone for longer.
+    pub(super) fn first_gone(&self, noticed: Neighbour) -> Neighbour {
+        let (other, sockets) = match noticed {
+            Neighbour::Right => (Neighbour::Left, &self.left),
+            Neighbour::Left => (Neighbour::Right, &self.right),
+        };
+        match sockets.iter().any(is_closed) {
+            true => other,
+            false => noticed,
+        }
+    }
+
+    /// Ends all connections at once: the neighbours notice.
+    pub(super) fn cut(&self) {
+        for socket in self.all() {
+            let _ = socket.shutdown(Shutdown::Both);
+        }
+    }
+
+    /// Says that nothing more will be sent, and reads what is there, so that closing the sockets
+    /// does not make the system discard what the neighbours have not read yet.
+    pub(super) fn leave(&self) {
+        let mut bytes = [0; 4096];
+        for socket in self.all() {
+            let _ = socket.shutdown(Shutdown::Write);
+            let mut reads = socket;
+            while reads.read(&mut bytes).is_ok_and(|count| count > 0) {}
+        }
+    }
+}
+
+/// Whether the other end is gone and all it sent was read.
+pub(super) fn is_closed(socket: &TcpStream) -> bool {
+    match socket.peek(&mut [0]) {
+        Ok(count) => count == 0,
+        Err(error) => error.kind() != io::ErrorKind::WouldBlock,
+    }
+}
+
+/// A course under way.
+struct Running<'a> {
+    course: &'a Course,
+    /// Bytes to send altogether, and sent.
+    sends: usize,
+    sent: usize,
+    /// Number of the take that is under way, and whole bytes of it that are done.
+    take: usize,
+    within: usize,
+    /// Bytes taken altogether.
+    taken: usize,
+    /// Bytes of an element that has not come in whole.
+    carry: [u8; 8],
+    carried: usize,
+}
+
+/// How bytes that come in are reduced.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Folding {
+    pub(super) op: Reduce,
+    pub(super) dtype: Dtype,
+}
+
+impl<'a> Running<'a> {
+    fn new(course: &'a Course) -> Self {
+        let mut new = Self {
+            course,
+            sends: course.sends(),
+            sent: 0,
+            take: 0,
+            within: 0,
+            taken: 0,
+            carry: [0; 8],
+            carried: 0,
+        };
+        new.skip_done();
+        new
+    }
+
+    /// Goes to the next take once this one is done; those of no bytes are done at once.
+    fn skip_done(&mut self) {
+        let done = |take: usize, within| {
+            let takes = self.course.takes.get(take);
+            takes.is_some_and(|take| take.range.len() == within)
+        };
+        while done(self.take, self.within) {
+            (self.take, self.within) = (self.take + 1, 0);
+        }
+    }
+
+    fn takes(&self) -> bool {
+        self.take < self.course.takes.len()
+    }
+
+    /// Bytes that may be sent now: what is sent on has to be taken first.
+    fn sendable(&self) -> usize {
+        self.sends.min(self.course.own.len() + self.taken) - self.sent
+    }
+
+    fn is_done(&self) -> bool {
+        self.sent == self.sends && !self.takes()
+    }
+
+    /// Sends a turn's worth of what may be sent; whether bytes moved.
+    fn push(&mut self, sides: &Sides, data: &[u8]) -> Result<bool, Stop> {
+        let sendable = self.sendable().min(TURN_BYTES);
+        if sendable == 0 {
+            return Ok(false);
+        }
+        let range = self.course.sent_range(self.sent);
+        let end = range.end.min(range.start + sendable);
+        let to = self.course.way.to();
+        let mut socket = sides.socket(to, self.course.connection);
+        let count = outcome(socket.write(&data[range.start..end]));
+        let count = count.map_err(|Closed| Stop::Gone(to))?;
+        self.sent += count;
+        Ok(count > 0)
+    }
+
+    /// Takes a turn's worth of what has come in; whether bytes moved.
+    fn pull(
+        &mut self,
+        sides: &Sides,
+        data: &mut [u8],
+        scratch: &mut [u8],
+        folding: Folding,
+    ) -> Result<bool, Stop> {
+        let Some(take) = self.course.takes.get(self.take) else {
+            return Ok(false);
+        };
+        let from = self.course.way.from();
+        let socket = sides.socket(from, self.course.connection);
+        let into = &mut data[take.range.start + self.within..take.range.end];
+        let count = match take.reduces {
+            true => self.reduce(socket, into, scratch, folding),
+            false => outcome((&*socket).read(into)).inspect(|count| {
+                self.within += count;
+                self.taken += count;
+            }),
+        };
+        let count = count.map_err(|Closed| Stop::Gone(from))?;
+        self.skip_done();
+        Ok(count > 0)
+    }
+
+    /// Reads some bytes and reduces the elements that are whole; how many bytes came.
+    fn reduce(
+        &mut self,
+        mut socket: &TcpStream,
+        into: &mut [u8],
+        scratch: &mut [u8],
+        folding: Folding,
+    ) -> Result<usize, Closed> {
+        let room = scratch.len().min(into.len());
+        let scratch = &mut scratch[..room];
+        scratch[..self.carried].copy_from_slice(&self.carry[..self.carried]);
+        let count = outcome(socket.read(&mut scratch[self.carried..]))?;
+        let have = self.carried + count;
+        let whole = have - have % folding.dtype.bytes();
+        let Folding { op, dtype } = folding;
+        fold(
+            op,
+            dtype,
+            Side::First,
+            &mut into[..whole],
+            &scratch[..whole],
+        );
+        self.carried = have - whole;
+        self.carry[..self.carried].copy_from_slice(&scratch[whole..have]);
+        self.within += whole;
+        self.taken += whole;
+        Ok(count)
+    }
+
+    /// Whom this course waits for.
+    fn waits_for(&self) -> Neighbour {
+        match self.takes() {
+            true => self.course.way.from(),
+            false => self.course.way.to(),
+        }
+    }
+}
+
+/// Runs `courses` over `data` to their end.
+///
+/// `scratch` is as long as [`scratch_bytes`]; `folding` says how those that reduce do it.
+pub(super) fn run(
+    sides: &Sides,
+    courses: &[Course],
+    data: &mut [u8],
+    scratch: &mut [u8],
+    folding: Folding,
+    deadline: Deadline,
+) -> Result<(), Stop> {
+    let mut all: Vec<Running<'_>> = courses.iter().map(Running::new).collect();
+    let mut looks = 0;
+    loop {
+        let mut moved = false;
+        for course in &mut all {
+            moved |= course.push(sides, data)?;
+            moved |= course.pull(sides, data, scratch, folding)?;
+        }
+        let Some(waiting) = all.iter().find(|course| !course.is_done()) else {
+            return Ok(());
+        };
+        let left = deadline.left(deadline::now());
+        if left.is_zero() && !moved {
+            return Err(Stop::Late(waiting.waits_for()));
+        }
+        looks = if moved { 0 } else { looks + 1 };
+        if !moved && PATIENCE.pause(looks) == Pause::Block {
+            wait(sides, &all, deadline)?;
+        }
+    }
+}
+
+/// Bytes of scratch memory for a call that reduces: whole elements of every type.
+pub(super) const fn scratch_bytes() -> usize {
+    TURN_BYTES
+}
+
+/// Blocks until one of the courses may make progress, or the deadline.
+fn wait(sides: &Sides, all: &[Running<'_>], deadline: Deadline) -> Result<(), Stop> {
+    let mut fds = Vec::with_capacity(2 * all.len());
+    let mut watched = Vec::with_capacity(2 * all.len());
+    for course in all {
+        let mut add = |neighbour, flags| {
+            let socket = sides.socket(neighbour, course.course.connection);
+            fds.push(PollFd::from_borrowed_fd(socket.as_fd(), flags));
+            watched.push((neighbour, flags));
+        };
+        let way = course.course.way;
+        if course.takes() {
+            add(way.from(), PollFlags::IN);
+        }
+        // A neighbour that left before it got all it needs is dead, also if nothing can be sent
+        // to it at the moment.
+        if course.sent < course.sends {
+            let out = match course.sendable() {
+                0 => PollFlags::empty(),
+                _ => PollFlags::OUT,
+            };
+            add(way.to(), out | HANGUP);
+        }
+    }
+    poll_until(&mut fds, deadline.instant());
+    for (fd, (neighbour, flags)) in fds.iter().zip(watched) {
+        if flags.contains(HANGUP) && fd.revents().contains(HANGUP) {
+            return Err(Stop::Gone(neighbour));
+        }
+    }
+    Ok(())
+}

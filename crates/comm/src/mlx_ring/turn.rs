@@ -1,0 +1,67 @@
+//! Calls of one rank, one after the other: they share the sockets.
+
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+
+use crate::{Deadline, deadline};
+
+/// Whose turn it is, and what goes with it: memory for a call.
+#[derive(Debug, Default)]
+pub(super) struct Turns {
+    state: Mutex<State>,
+    free: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    taken: bool,
+    scratch: Vec<u8>,
+}
+
+/// The right to use the sockets, until it is dropped.
+pub(super) struct Turn<'a> {
+    turns: &'a Turns,
+    scratch: Vec<u8>,
+}
+
+impl Turns {
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Waits for the turn; none if another call holds it until the deadline.
+    pub(super) fn take(&self, deadline: Deadline) -> Option<Turn<'_>> {
+        let left = deadline.left(deadline::now());
+        let waited = self
+            .free
+            .wait_timeout_while(self.state(), left, |state| state.taken);
+        let mut state = waited.unwrap_or_else(PoisonError::into_inner).0;
+        if state.taken {
+            return None;
+        }
+        state.taken = true;
+        let scratch = std::mem::take(&mut state.scratch);
+        drop(state);
+        Some(Turn {
+            turns: self,
+            scratch,
+        })
+    }
+}
+
+impl Turn<'_> {
+    /// Memory of so many bytes, with whatever is in it.
+    pub(super) fn scratch(&mut self, bytes: usize) -> &mut [u8] {
+        self.scratch.resize(bytes, 0);
+        &mut self.scratch
+    }
+}
+
+impl Drop for Turn<'_> {
+    fn drop(&mut self) {
+        let mut state = self.turns.state();
+        state.taken = false;
+        state.scratch = std::mem::take(&mut self.scratch);
+        drop(state);
+        self.turns.free.notify_one();
+    }
+}

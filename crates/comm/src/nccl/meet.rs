@@ -1,0 +1,67 @@
+//! How MLX's NCCL ranks meet: rank 0 listens and hands each caller the 128 bytes of the unique id.
+//!
+//! Nobody says who it is, so any caller counts as a rank. Source: `nccl.cpp` of ml-explore/mlx at
+//! 846d1762.
+
+use std::io::{self, Read, Write};
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::thread;
+use std::time::Duration;
+
+use super::JoinError;
+use crate::{Deadline, deadline};
+
+/// Between attempts to connect. MLX waits 500 ms; shorter does not disturb its rank 0.
+const RETRY: Duration = Duration::from_millis(50);
+
+fn left(by: Deadline) -> Result<Duration, JoinError> {
+    let left = by.left(deadline::now());
+    if left.is_zero() {
+        Err(JoinError::Late)
+    } else {
+        Ok(left)
+    }
+}
+
+/// Gives `id` to `others` callers at `addr`.
+pub(super) fn tell(
+    addr: SocketAddr,
+    others: u32,
+    id: &[u8; 128],
+    by: Deadline,
+) -> Result<(), JoinError> {
+    let system = |source| JoinError::Meet { addr, source };
+    let listener = TcpListener::bind(addr).map_err(system)?;
+    listener.set_nonblocking(true).map_err(system)?;
+    let mut told = 0;
+    while told < others {
+        match listener.accept() {
+            Ok((mut caller, _)) => {
+                caller.set_nonblocking(false).map_err(system)?;
+                caller.set_write_timeout(Some(left(by)?)).map_err(system)?;
+                // A caller that left was no rank.
+                told += u32::from(caller.write_all(id).is_ok());
+            }
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                thread::sleep(RETRY.min(left(by)?));
+            }
+            Err(error) => return Err(system(error)),
+        }
+    }
+    Ok(())
+}
+
+/// The id that rank 0 hands out at `addr`.
+pub(super) fn hear(addr: SocketAddr, by: Deadline) -> Result<[u8; 128], JoinError> {
+    let mut id = [0; 128];
+    loop {
+        let heard = TcpStream::connect_timeout(&addr, left(by)?).and_then(|mut stream| {
+            stream.set_read_timeout(Some(by.left(deadline::now()).max(RETRY)))?;
+            stream.read_exact(&mut id)
+        });
+        match heard {
+            Ok(()) => return Ok(id),
+            Err(_) => thread::sleep(RETRY.min(left(by)?)),
+        }
+    }
+}

@@ -1,0 +1,661 @@
+//! Groups of GPUs by NVIDIA's NCCL, opened at run time: the build needs neither NCCL nor CUDA.
+//!
+//! Ranks meet as a group of another kind, which hands NCCL's unique id round ([`join`]), or as
+//! MLX's ranks do ([`join_mlx`]). Buffers are the caller's and lie in host memory: each call copies
+//! to the GPU, runs there, and copies back.
+//!
+//! **What it has not.** Messages, as in MLX; reductions of `i16`, `u16` and `complex64`, which NCCL
+//! does not know. They give [`Error::Unsupported`] before anything is sent. There is no lockstep
+//! guard, the order of sums is NCCL's, and what NCCL sends is plaintext over whatever links it
+//! finds: [`join`] asks for that by name.
+//!
+//! **Deadlines.** The host never blocks in NCCL: it looks at the stream until the deadline, then
+//! aborts the communicator. NCCL does not say who was missing, so [`Error::Timeout`] names the rank
+//! that waited. Errors of the libraries are [`Error::Library`] with their own codes.
+
+mod device;
+mod meet;
+mod table;
+
+use std::ffi::c_int;
+use std::fmt;
+use std::io;
+use std::net::SocketAddr;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, mpsc};
+use std::thread;
+use std::time::Duration;
+
+use paceline_base::{Bytes, Rank};
+
+use self::device::{Buffer, Device, Stream};
+pub use self::table::{Libraries, OpenError};
+use self::table::{Opaque, UniqueId, done};
+use crate::mlx_ring::Plaintext;
+use crate::split::members;
+use crate::{
+    Call, Collective, Counts, Data, DataMut, Deadline, Dtype, Error, Group, Kind, Reduce, Traffic,
+    Tuning, deadline,
+};
+
+/// What errors call this backend.
+pub const NAME: &str = "nccl";
+
+/// Between looks at a stream, once yielding has not helped.
+const NAP: Duration = Duration::from_micros(50);
+
+/// Looks with the core yielded between them: about as long as a small call takes on a GPU.
+const YIELDS: u32 = 200;
+
+/// Why a rank could not join.
+#[derive(Debug, thiserror::Error)]
+pub enum JoinError {
+    /// Nobody said that bytes may travel unencrypted.
+    #[error("nccl is plaintext: not allowed")]
+    Plaintext,
+    /// The libraries or the GPU cannot be used.
+    #[error("nccl: {0}")]
+    Open(#[from] OpenError),
+    /// The group that was to hand the id round failed.
+    #[error("nccl: hand the id round: {0}")]
+    Meeting(#[from] Error),
+    /// Another rank of the group cannot use NCCL.
+    #[error("nccl: another rank cannot use it")]
+    Others,
+    /// The address where rank 0 hands out the id cannot be used.
+    #[error("nccl: meet at {addr}: {source}")]
+    Meet {
+        /// Where.
+        addr: SocketAddr,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// Not all ranks came before the deadline.
+    #[error("nccl: the ranks did not all come before the deadline")]
+    Late,
+}
+
+/// A rank that meets the others as MLX's do.
+#[derive(Clone, Copy, Debug)]
+pub struct Seat {
+    /// This rank.
+    pub rank: Rank,
+    /// All ranks: MLX's `MLX_WORLD_SIZE`.
+    pub size: u32,
+    /// Where rank 0 hands out the id: MLX's `NCCL_HOST_IP` and `NCCL_PORT`.
+    pub addr: SocketAddr,
+}
+
+/// One rank of a group of GPUs. Dropping it ends the group for the others.
+pub struct Nccl {
+    rank: Rank,
+    size: u32,
+    device: Arc<Device>,
+    state: Mutex<State>,
+    cause: OnceLock<Error>,
+    calls: AtomicU64,
+    sent: AtomicU64,
+    received: AtomicU64,
+}
+
+/// What a call needs, one call at a time.
+struct State {
+    /// None once it was aborted.
+    comm: Option<Comm>,
+    input: Buffer,
+    output: Buffer,
+    stream: Stream,
+}
+
+/// `ncclComm_t`.
+#[derive(Clone, Copy)]
+struct Comm(Opaque);
+
+// SAFETY: a handle that NCCL looks up; calls on it are one at a time, as `State` sees to.
+unsafe impl Send for Comm {}
+
+/// Makes a group of GPUs of the ranks of `meeting`, one for each. Collective.
+///
+/// # Errors
+/// Any [`JoinError`]. Ranks that cannot open NCCL say so before the others wait for them.
+pub fn join(
+    meeting: &dyn Group,
+    libraries: &Libraries,
+    plaintext: Plaintext,
+    deadline: Deadline,
+) -> Result<Nccl, JoinError> {
+    let opened = match plaintext {
+        Plaintext::Refused => Err(JoinError::Plaintext),
+        Plaintext::Allowed => Device::open(libraries, meeting.rank().0).map_err(JoinError::Open),
+    };
+    // One that cannot come has to be heard of: NCCL's own start waits for all.
+    let mut comes = [u8::from(opened.is_ok())];
+    meeting.all_reduce(&mut comes, Reduce::Min, deadline)?;
+    let device = Arc::new(opened?);
+    if comes == [0] {
+        return Err(JoinError::Others);
+    }
+    let mut id = [0_u8; 128];
+    if meeting.rank() == Rank(0) {
+        id = unique_id(&device)?.0;
+    }
+    meeting.broadcast(&mut id, Rank(0), deadline)?;
+    Nccl::start(
+        device,
+        meeting.rank(),
+        meeting.size(),
+        UniqueId(id),
+        deadline,
+    )
+}
+
+/// [`join`] for ranks that MLX's may be among: they meet by its bytes. Collective.
+///
+/// # Errors
+/// Any [`JoinError`] but [`JoinError::Meeting`] and [`JoinError::Others`].
+pub fn join_mlx(
+    seat: Seat,
+    libraries: &Libraries,
+    plaintext: Plaintext,
+    deadline: Deadline,
+) -> Result<Nccl, JoinError> {
+    if plaintext == Plaintext::Refused {
+        return Err(JoinError::Plaintext);
+    }
+    let Seat { rank, size, addr } = seat;
+    let device = Arc::new(Device::open(libraries, rank.0)?);
+    let id = match rank {
+        Rank(0) => {
+            let id = unique_id(&device)?;
+            meet::tell(addr, size.saturating_sub(1), &id.0, deadline)?;
+            id
+        }
+        _ => UniqueId(meet::hear(addr, deadline)?),
+    };
+    Nccl::start(device, rank, size, id, deadline)
+}
+
+fn unique_id(device: &Device) -> Result<UniqueId, OpenError> {
+    let mut id = UniqueId([0; 128]);
+    device.enter()?;
+    // SAFETY: the id is written.
+    done("ncclGetUniqueId", unsafe {
+        (device.nccl.get_unique_id)(&raw mut id)
+    })?;
+    Ok(id)
+}
+
+impl Nccl {
+    /// Starts NCCL on a thread of its own, since it waits for the others without end.
+    fn start(
+        device: Arc<Device>,
+        rank: Rank,
+        size: u32,
+        id: UniqueId,
+        deadline: Deadline,
+    ) -> Result<Self, JoinError> {
+        let (tell, hear) = mpsc::channel();
+        let starter = Arc::clone(&device);
+        thread::spawn(move || {
+            // Nobody listens any more if the deadline has passed.
+            let _ = tell.send(start_comm(&starter, rank, size, id));
+        });
+        let comm = hear.recv_timeout(deadline.left(deadline::now()));
+        let comm = comm.map_err(|_| JoinError::Late)??;
+        device.enter()?;
+        let state = State {
+            comm: Some(comm),
+            input: Buffer::new(&device),
+            output: Buffer::new(&device),
+            stream: Stream::new(&device)?,
+        };
+        Ok(Self {
+            rank,
+            size,
+            device,
+            state: Mutex::new(state),
+            cause: OnceLock::new(),
+            calls: AtomicU64::new(0),
+            sent: AtomicU64::new(0),
+            received: AtomicU64::new(0),
+        })
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn unsupported(&self, call: Call) -> Error {
+        Error::Unsupported {
+            call,
+            rank: self.rank,
+            backend: NAME,
+        }
+    }
+
+    /// The error of `call`; the communicator is aborted, so that nothing waits for it any more.
+    fn fail(&self, state: &mut State, error: Error) -> Error {
+        let first = *self.cause.get_or_init(|| error);
+        if let Some(comm) = state.comm.take() {
+            // SAFETY: a live communicator, used nowhere else from here on.
+            unsafe { (self.device.nccl.comm_abort)(comm.0) };
+        }
+        first
+    }
+
+    /// Copies `input` to the GPU, puts `work` on the stream, waits, and copies to `output` what
+    /// `work` says where to find.
+    fn go(
+        &self,
+        call: Call,
+        input: &[u8],
+        output: (&mut [u8], usize, usize),
+        work: impl FnOnce(&Work<'_>) -> Result<(), OpenError>,
+        deadline: Deadline,
+    ) -> Result<(), Error> {
+        let mut state = self.state();
+        if let Some(cause) = self.cause.get() {
+            return Err(*cause);
+        }
+        let result = self.try_go(&mut state, input, output, work, deadline);
+        match result {
+            Ok(true) => Ok(()),
+            Ok(false) => {
+                let rank = self.rank;
+                Err(self.fail(&mut state, Error::Timeout { call, rank }))
+            }
+            Err(error) => {
+                let code = match error {
+                    OpenError::Call { code, .. } => code,
+                    _ => -1,
+                };
+                let (rank, backend) = (self.rank, NAME);
+                let error = Error::Library {
+                    call,
+                    rank,
+                    backend,
+                    code,
+                };
+                Err(self.fail(&mut state, error))
+            }
+        }
+    }
+
+    /// Whether it was over before the deadline.
+    fn try_go(
+        &self,
+        state: &mut State,
+        input: &[u8],
+        (output, output_bytes, offset): (&mut [u8], usize, usize),
+        work: impl FnOnce(&Work<'_>) -> Result<(), OpenError>,
+        deadline: Deadline,
+    ) -> Result<bool, OpenError> {
+        self.device.enter()?;
+        state.input.hold(input.len().max(1))?;
+        state.output.hold(output_bytes.max(1))?;
+        self.device.upload(&state.input, input)?;
+        let comm = state.comm.expect("there is one until the first error");
+        work(&Work {
+            nccl: &self.device.nccl,
+            comm: comm.0,
+            stream: state.stream.handle,
+            input: state.input.start,
+            output: state.output.start,
+        })?;
+        if !self.wait(comm, &state.stream, deadline)? {
+            return Ok(false);
+        }
+        self.device.download(output, &state.output, offset)?;
+        self.sent.fetch_add(input.len() as u64, Ordering::Relaxed);
+        self.received
+            .fetch_add(output.len() as u64, Ordering::Relaxed);
+        Ok(true)
+    }
+
+    /// Whether the stream is done before the deadline.
+    fn wait(&self, comm: Comm, stream: &Stream, deadline: Deadline) -> Result<bool, OpenError> {
+        let mut looks = 0;
+        while !self.device.is_over(stream)? {
+            let mut code = 0;
+            // SAFETY: a live communicator; the code is written.
+            unsafe {
+                let asked = (self.device.nccl.async_error)(comm.0, &raw mut code);
+                done("ncclCommGetAsyncError", asked)?;
+            }
+            done("an operation of nccl", code)?;
+            if deadline.left(deadline::now()).is_zero() {
+                return Ok(false);
+            }
+            match looks {
+                0..YIELDS => thread::yield_now(),
+                _ => thread::sleep(NAP),
+            }
+            looks += 1;
+        }
+        Ok(true)
+    }
+
+    fn collective(
+        &self,
+        call: Call,
+        collective: Collective<'_>,
+        by: Deadline,
+    ) -> Result<(), Error> {
+        match collective {
+            Collective::Barrier => {
+                let one = [1];
+                self.go(call, &one, (&mut [0], 1, 0), |on| on.reduce(1, (1, 0)), by)
+            }
+            Collective::AllReduce { mut data, op } => {
+                let kind = self.reduction(call, data.dtype(), op)?;
+                let (input, len) = (data.bytes().to_vec(), data.len());
+                let to = (data.bytes_mut(), input.len(), 0);
+                self.go(call, &input, to, |on| on.reduce(len, kind), by)
+            }
+            Collective::ReduceScatter {
+                input,
+                output,
+                counts,
+                op,
+            } => self.reduce_scatter(call, input, output, counts, op, by),
+            Collective::Broadcast { mut data, root } => {
+                let input = data.bytes().to_vec();
+                let (bytes, root) = (input.len(), root.0.cast_signed());
+                let to = (data.bytes_mut(), bytes, 0);
+                self.go(call, &input, to, |on| on.broadcast(bytes, root), by)
+            }
+            Collective::AllGather {
+                input,
+                output,
+                counts,
+            } => self.all_gather(call, input, output, counts, by),
+            Collective::AllToAll {
+                input,
+                mut output,
+                sends,
+                receives,
+            } => {
+                let (bytes, size) = (output.bytes().len(), self.size as usize);
+                let each = input.dtype().bytes();
+                let work = |on: &Work<'_>| {
+                    on.exchange(
+                        size,
+                        |to| place(sends, to, each),
+                        |from| place(receives, from, each),
+                    )
+                };
+                let to = (output.bytes_mut(), bytes, 0);
+                self.go(call, input.bytes(), to, work, by)
+            }
+        }
+    }
+
+    /// NCCL scatters equal parts only; of others every rank reduces all.
+    fn reduce_scatter(
+        &self,
+        call: Call,
+        input: Data<'_>,
+        mut output: DataMut<'_>,
+        counts: Counts<'_>,
+        op: Reduce,
+        by: Deadline,
+    ) -> Result<(), Error> {
+        let kind = self.reduction(call, input.dtype(), op)?;
+        let (len, bytes) = (input.len(), input.bytes().len());
+        let (offset, own) = place(counts, self.rank.0 as usize, input.dtype().bytes());
+        let output = output.bytes_mut();
+        match counts {
+            Counts::Even(part) => {
+                let to = (output, own, 0);
+                self.go(call, input.bytes(), to, |on| on.scatter(part, kind), by)
+            }
+            Counts::Each(_) => {
+                let to = (output, bytes, offset);
+                self.go(call, input.bytes(), to, |on| on.reduce(len, kind), by)
+            }
+        }
+    }
+
+    /// NCCL gathers equal parts only; others are sent from each to each.
+    fn all_gather(
+        &self,
+        call: Call,
+        input: Option<Data<'_>>,
+        mut output: DataMut<'_>,
+        counts: Counts<'_>,
+        by: Deadline,
+    ) -> Result<(), Error> {
+        let (size, each) = (self.size as usize, output.dtype().bytes());
+        let (start, own) = place(counts, self.rank.0 as usize, each);
+        let input = match input {
+            Some(input) => input.bytes().to_vec(),
+            None => output.bytes()[start..start + own].to_vec(),
+        };
+        let work = |on: &Work<'_>| match counts {
+            Counts::Even(count) => on.gather(count * each),
+            Counts::Each(_) => on.exchange(size, |_| (0, own), |from| place(counts, from, each)),
+        };
+        let bytes = output.bytes().len();
+        self.go(call, &input, (output.bytes_mut(), bytes, 0), work, by)
+    }
+
+    /// NCCL's numbers for a type and a reduction of it: `ncclDataType_t` and `ncclRedOp_t`.
+    fn reduction(&self, call: Call, dtype: Dtype, op: Reduce) -> Result<(c_int, c_int), Error> {
+        let dtype = match dtype {
+            Dtype::I8 => 0,
+            Dtype::U8 => 1,
+            Dtype::I32 => 2,
+            Dtype::U32 => 3,
+            Dtype::I64 => 4,
+            Dtype::U64 => 5,
+            Dtype::F16 => 6,
+            Dtype::F32 => 7,
+            Dtype::F64 => 8,
+            Dtype::Bf16 => 9,
+            // "or" and "and" of bytes that are 0 or 1.
+            Dtype::Bool => {
+                let max = matches!(op, Reduce::Sum | Reduce::Max);
+                return Ok((1, if max { 2 } else { 3 }));
+            }
+            Dtype::I16 | Dtype::U16 | Dtype::Complex64 => return Err(self.unsupported(call)),
+        };
+        let op = match op {
+            Reduce::Sum => 0,
+            Reduce::Prod => 1,
+            Reduce::Max => 2,
+            Reduce::Min => 3,
+        };
+        Ok((dtype, op))
+    }
+
+    fn no_messages(&self, kind: Kind, dtype: Dtype, len: usize) -> Error {
+        self.unsupported(Call {
+            sequence: self.calls.load(Ordering::Relaxed),
+            kind,
+            dtype,
+            length: len as u64,
+            digest: 0,
+        })
+    }
+}
+
+/// Where the part of `rank` begins, and its length, in bytes.
+fn place(counts: Counts<'_>, rank: usize, each: usize) -> (usize, usize) {
+    (counts.before(rank) * each, counts.of(rank) * each)
+}
+
+fn start_comm(device: &Device, rank: Rank, size: u32, id: UniqueId) -> Result<Comm, OpenError> {
+    device.enter()?;
+    let mut comm = std::ptr::null_mut();
+    let (rank, size) = (rank.0.cast_signed(), size.cast_signed());
+    // SAFETY: the handle is written; the id is by value, as in the header.
+    let code = unsafe { (device.nccl.comm_init_rank)(&raw mut comm, size, id, rank) };
+    done("ncclCommInitRank", code).map(|()| Comm(comm))
+}
+
+/// Bytes: `ncclUint8`.
+const BYTES: c_int = 1;
+
+/// Where work is put.
+struct Work<'a> {
+    nccl: &'a table::Nccl,
+    comm: Opaque,
+    stream: Opaque,
+    input: u64,
+    output: u64,
+}
+
+// `go` made both buffers as long as these calls read and write, which is what makes them sound.
+impl Work<'_> {
+    fn reduce(&self, len: usize, (dtype, op): (c_int, c_int)) -> Result<(), OpenError> {
+        let (from, to, comm, stream) = (self.input, self.output, self.comm, self.stream);
+        // SAFETY: both buffers have `len` elements.
+        let code = unsafe { (self.nccl.all_reduce)(from, to, len, dtype, op, comm, stream) };
+        done("ncclAllReduce", code)
+    }
+
+    fn scatter(&self, len: usize, (dtype, op): (c_int, c_int)) -> Result<(), OpenError> {
+        let (from, to, comm, stream) = (self.input, self.output, self.comm, self.stream);
+        // SAFETY: the output has `len` elements, the input that for each rank.
+        let code = unsafe { (self.nccl.reduce_scatter)(from, to, len, dtype, op, comm, stream) };
+        done("ncclReduceScatter", code)
+    }
+
+    fn gather(&self, bytes: usize) -> Result<(), OpenError> {
+        let (from, to, comm, stream) = (self.input, self.output, self.comm, self.stream);
+        // SAFETY: the input has so many bytes, the output that for each rank.
+        let code = unsafe { (self.nccl.all_gather)(from, to, bytes, BYTES, comm, stream) };
+        done("ncclAllGather", code)
+    }
+
+    fn broadcast(&self, bytes: usize, root: c_int) -> Result<(), OpenError> {
+        let (from, to, comm, stream) = (self.input, self.output, self.comm, self.stream);
+        // SAFETY: both buffers have so many bytes.
+        let code = unsafe { (self.nccl.broadcast)(from, to, bytes, BYTES, root, comm, stream) };
+        done("ncclBroadcast", code)
+    }
+
+    /// Start and bytes of what goes to each rank, and of what comes from it.
+    fn exchange(
+        &self,
+        size: usize,
+        to: impl Fn(usize) -> (usize, usize),
+        from: impl Fn(usize) -> (usize, usize),
+    ) -> Result<(), OpenError> {
+        let (nccl, comm, stream) = (self.nccl, self.comm, self.stream);
+        // SAFETY: no arguments; ended below.
+        done("ncclGroupStart", unsafe { (nccl.group_start)() })?;
+        let mut posted = Ok(());
+        for (rank, peer) in (0..size).zip(0..) {
+            let ((start, sends), (place, receives)) = (to(rank), from(rank));
+            let (start, place) = (self.input + start as u64, self.output + place as u64);
+            // SAFETY: both ranges lie in the buffers, as the counts of the call say.
+            let codes = unsafe {
+                [
+                    (nccl.send)(start, sends, BYTES, peer, comm, stream),
+                    (nccl.recv)(place, receives, BYTES, peer, comm, stream),
+                ]
+            };
+            posted = posted
+                .and(done("ncclSend", codes[0]))
+                .and(done("ncclRecv", codes[1]));
+        }
+        // SAFETY: begun above.
+        let ended = done("ncclGroupEnd", unsafe { (nccl.group_end)() });
+        posted.and(ended)
+    }
+}
+
+impl fmt::Debug for Nccl {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{NAME} {} of {}", self.rank, self.size)
+    }
+}
+
+impl Drop for Nccl {
+    /// Aborts rather than destroys: destroying waits for the others.
+    fn drop(&mut self) {
+        let comm = self.state().comm.take();
+        let all_well = self.cause.get().is_none() && !thread::panicking();
+        if let (Some(comm), Ok(())) = (comm, self.device.enter()) {
+            // SAFETY: a live communicator, used nowhere else.
+            unsafe {
+                match all_well {
+                    true => (self.device.nccl.comm_destroy)(comm.0),
+                    false => (self.device.nccl.comm_abort)(comm.0),
+                };
+            }
+        }
+    }
+}
+
+impl Group for Nccl {
+    fn rank(&self) -> Rank {
+        self.rank
+    }
+
+    fn size(&self) -> u32 {
+        self.size
+    }
+
+    fn run(&self, collective: Collective<'_>, deadline: Deadline) -> Result<(), Error> {
+        let sequence = self.calls.fetch_add(1, Ordering::Relaxed) + 1;
+        let call = Call::of(&collective, sequence, self.rank, self.size);
+        let call = call.map_err(|error| self.fail(&mut self.state(), error))?;
+        self.collective(call, collective, deadline)
+    }
+
+    fn send_data(&self, data: Data<'_>, to: Rank, tag: u32, _: Deadline) -> Result<(), Error> {
+        Err(self.no_messages(Kind::Send { to, tag }, data.dtype(), data.len()))
+    }
+
+    fn recv_data(&self, into: DataMut<'_>, from: Rank, tag: u32, _: Deadline) -> Result<(), Error> {
+        Err(self.no_messages(Kind::Recv { from, tag }, into.dtype(), into.len()))
+    }
+
+    /// Bytes of the arrays that calls were given: what NCCL made of them is not known.
+    fn traffic(&self) -> Traffic {
+        Traffic {
+            sent: Bytes(self.sent.load(Ordering::Relaxed)),
+            received: Bytes(self.received.load(Ordering::Relaxed)),
+        }
+    }
+
+    /// NCCL chooses by itself.
+    fn tuning(&self) -> Tuning {
+        Tuning::default()
+    }
+
+    /// Every rank brings an id, and a part takes that of its first rank.
+    fn split(&self, color: u32, key: u32, deadline: Deadline) -> Result<Box<dyn Group>, Error> {
+        let member = members(self, color, key, deadline)?;
+        let (call, rank) = (member.call, self.rank);
+        let library = |code| Error::Library {
+            call,
+            rank,
+            backend: NAME,
+            code,
+        };
+        let of = |error: OpenError| match error {
+            OpenError::Call { code, .. } => library(code),
+            _ => library(-1),
+        };
+        let own = unique_id(&self.device).map_err(of)?.0;
+        let mut all = vec![0_u8; own.len() * self.size as usize];
+        (self as &dyn Group).all_gather(&own, &mut all, deadline)?;
+        let first = member.ranks.first().map_or(0, |rank| rank.0 as usize);
+        let id = all.as_chunks::<128>().0[first];
+        let size = u32::try_from(member.ranks.len()).unwrap_or(self.size);
+        let device = Arc::clone(&self.device);
+        let part = Self::start(device, member.rank, size, UniqueId(id), deadline);
+        part.map(|part| Box::new(part) as Box<dyn Group>)
+            .map_err(|error| match error {
+                JoinError::Open(error) => of(error),
+                JoinError::Meeting(error) => error,
+                JoinError::Plaintext
+                | JoinError::Others
+                | JoinError::Meet { .. }
+                | JoinError::Late => Error::Timeout { call, rank },
+            })
+    }
+}

@@ -1,0 +1,43 @@
+//! `cargo xtask mlx-ring`: rings of Rust and real MLX ranks, in a Python environment of their own.
+
+use std::path::PathBuf;
+
+use anyhow::Result;
+
+use crate::cargo_test::TestLog;
+use crate::tally::Tally;
+use crate::{models, process, repo, venv};
+
+/// What the tests read the environment's Python from.
+pub(crate) const PYTHON: &str = "PACELINE_MLX_PYTHON";
+
+/// The Python that has MLX. The environment lies beside the test models and stays there.
+///
+/// # Errors
+/// When there is no Python with `venv` and `pip`, or the packages cannot be had.
+pub(crate) fn python() -> Result<PathBuf> {
+    let folder = models::folder()?.with_file_name("test-clients/mlx");
+    venv::python_in(&folder, "mlx/requirements.txt")
+}
+
+/// Runs the tests of `crates/comm/tests/mlx_ring.rs`, each of them counted.
+///
+/// # Errors
+/// When cargo cannot be run. An environment that cannot be had is a skip.
+pub(crate) fn run(show: &mut dyn FnMut(&str)) -> Result<Tally> {
+    let python = match python() {
+        Ok(python) => python,
+        Err(error) => return Ok(Tally::skip("rings with MLX ranks", &format!("{error:#}"))),
+    };
+    let mut command = repo::cargo();
+    command.args(["test", "--release", "--package", "paceline-comm"]);
+    command.args(["--test", "mlx_ring", "--", "--show-output"]);
+    command.env(PYTHON, python);
+    let mut log = TestLog::new();
+    let success = process::stream(command, &process::log_path("mlx-ring"), |line| {
+        if log.read(line) {
+            show(line);
+        }
+    })?;
+    Ok(log.finish("mlx-ring", success))
+}

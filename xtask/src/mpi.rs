@@ -1,0 +1,130 @@
+//! `cargo xtask mpi`: groups over a real MPI, by `mpirun` with 2, 3, 4 and 8 ranks.
+//!
+//! Needs Open MPI with its headers and libclang (Debian: libopenmpi-dev, openmpi-bin,
+//! libclang-dev).
+
+use std::path::PathBuf;
+use std::process::Command;
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use serde_json::Value;
+
+use crate::tally::Tally;
+use crate::{process, repo, steps};
+
+const NAME: &str = "groups over MPI";
+
+/// The sizes of MLX's wire tests, and of its MPI suite.
+const RANKS: [u32; 4] = [2, 3, 4, 8];
+
+/// Eight ranks on two cores take some seconds.
+const LIMIT: Duration = Duration::from_secs(90);
+
+/// Builds the test program and runs it; every case of every size is counted.
+///
+/// # Errors
+/// When cargo cannot be run. Tools that cannot be had are a skip.
+pub(crate) fn run(show: &mut dyn FnMut(&str)) -> Result<Tally> {
+    if let Err(error) = prepare() {
+        return Ok(Tally::skip(NAME, &format!("{error:#}")));
+    }
+    let Some(program) = build(show)? else {
+        return Ok(Tally::failure("mpi: did not build"));
+    };
+    let mut tally = Tally::default();
+    for ranks in RANKS {
+        match mpirun(&program, ranks) {
+            Ok(output) => {
+                let cases = output.lines().filter(|line| line.starts_with("ok "));
+                let before = tally.passed;
+                cases.for_each(|line| {
+                    show(line);
+                    tally.passed += 1;
+                });
+                if tally.passed == before {
+                    tally.add(Tally::failure(&format!("mpi: {ranks} ranks ran no case")));
+                }
+            }
+            Err(error) => {
+                show(&format!("{error:#}"));
+                tally.add(Tally::failure(&format!("mpi: {ranks} ranks: {error:#}")));
+            }
+        }
+    }
+    Ok(tally)
+}
+
+fn prepare() -> Result<()> {
+    let headers = ["-E", "-x", "c", "-include", "mpi.h", "/dev/null"];
+    for (program, arguments) in [("mpirun", &["--version"][..]), ("mpicc", &headers)] {
+        let output = Command::new(program).args(arguments).output();
+        let output = output.with_context(|| format!("no {program}"))?;
+        ensure!(
+            output.status.success(),
+            "{program} {} ends with {}",
+            arguments.join(" "),
+            output.status
+        );
+    }
+    let found = ["/usr/lib", "/usr/local/lib", "/opt/homebrew/opt/llvm/lib"];
+    let mut places = found.into_iter().map(PathBuf::from).chain(
+        std::fs::read_dir("/usr/lib")
+            .into_iter()
+            .flatten()
+            .flatten()
+            .map(|entry| entry.path().join("lib")),
+    );
+    let has_libclang = |folder: PathBuf| {
+        let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
+        let mut names = entries.map(|entry| entry.file_name().to_string_lossy().into_owned());
+        names.any(|name| name.starts_with("libclang.") || name.starts_with("libclang-"))
+    };
+    let known = std::env::var_os("LIBCLANG_PATH").is_some();
+    ensure!(
+        known || places.any(has_libclang),
+        "no libclang (Debian: libclang-dev)"
+    );
+    Ok(())
+}
+
+/// The test program, if it builds.
+fn build(show: &mut dyn FnMut(&str)) -> Result<Option<PathBuf>> {
+    let mut command = repo::cargo();
+    command.args([
+        "test",
+        "--release",
+        "--package",
+        "paceline-comm",
+        "--no-run",
+    ]);
+    command.args(["--features", "mpi,testing", "--test", "mpi"]);
+    command.arg("--message-format=json-render-diagnostics");
+    let mut program = None;
+    let built = process::stream(
+        command,
+        &process::log_path("mpi-build"),
+        |line| match executable(line) {
+            Some(path) => program = Some(path),
+            None if line.starts_with('{') || steps::is_progress(line) => {}
+            None => show(line),
+        },
+    )?;
+    Ok(program.filter(|_| built))
+}
+
+/// The path in one of cargo's messages, if it is about an executable.
+fn executable(line: &str) -> Option<PathBuf> {
+    let message: Value = serde_json::from_str(line).ok()?;
+    Some(message["executable"].as_str()?.into())
+}
+
+/// What `ranks` ranks printed, if all ended well.
+fn mpirun(program: &PathBuf, ranks: u32) -> Result<String> {
+    let mut command = Command::new("mpirun");
+    command.args(["--allow-run-as-root", "--oversubscribe", "-n"]);
+    command.arg(ranks.to_string()).arg(program);
+    // Containers forbid the system call that Open MPI copies by between processes.
+    command.env("OMPI_MCA_btl_vader_single_copy_mechanism", "none");
+    process::capture(command, LIMIT)
+}
