@@ -175,5 +175,11 @@ pub fn parse_frames(bytes: &[u8]) {
     if let Some(head) = bytes.first_chunk() {
         let _ = crate::wire::Control::decode(head);
     }
-    crate::tcp::parse_handshake(bytes);
+    crate::tcp::parse_hello(bytes);
+}
+
+/// Reads `bytes` as messages of a handshake and as sealed records, and lets them decide what is
+/// sealed and altered on its way, for fuzzing.
+pub fn parse_sealed(bytes: &[u8]) {
+    crate::tcp::parse_sealed(bytes);
 }
