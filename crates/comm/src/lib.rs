@@ -57,6 +57,7 @@ mod shared;
 pub mod shm;
 #[cfg(test)]
 mod simulated;
+mod site;
 mod split;
 mod status;
 mod sync;
@@ -76,5 +77,6 @@ pub use error::Error;
 pub use group::{Collective, Group, MESSAGES_HELD, Traffic};
 pub use init::{Backend, Strict, init};
 pub use reduce::Reduce;
+pub use site::Site;
 pub use tuning::{Algorithm, Tuning};
 pub use window::{Answers, Ticket, Window, WindowError};

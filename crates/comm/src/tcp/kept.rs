@@ -182,8 +182,21 @@ macro_rules! keeping_group {
                 self.0.linked.size()
             }
 
+            fn run_at(
+                &self,
+                site: $crate::Site,
+                collective: Collective<'_>,
+                deadline: Deadline,
+            ) -> Result<(), Error> {
+                self.0.linked.run_at(site, collective, deadline)
+            }
+
             fn run(&self, collective: Collective<'_>, deadline: Deadline) -> Result<(), Error> {
                 self.0.linked.run(collective, deadline)
+            }
+
+            fn mark(&self, number: u64) {
+                self.0.linked.mark(number);
             }
 
             fn send_data(

@@ -1,6 +1,7 @@
 //! Ranks as threads with sockets between them; `tests/tcp.rs` has ranks as processes.
 
 use std::io::{Read, Write};
+use std::mem::discriminant;
 use std::net::{SocketAddr, TcpStream};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
@@ -97,13 +98,17 @@ fn check_misfit(odd: u32, change: fn(&mut Told), expected: Refusal) {
                 JoinError::Refused { why, .. } | JoinError::GaveUp { why, .. } => *why,
                 error => panic!("rank {rank} of {size}: {error}"),
             };
-            assert_eq!(told, expected, "rank {rank} of {size}: {error}");
+            assert_eq!(
+                discriminant(&told),
+                discriminant(&expected),
+                "rank {rank} of {size}: {error}"
+            );
             assert!(
                 *took < Duration::from_secs(2),
                 "rank {rank} of {size}: {took:?}"
             );
         }
-        // Of more, another may have been faster.
+        // Of more, another may have been faster, and says it from its side.
         let zero = &results[0].0;
         assert!(
             size > 2 || matches!(zero, Err(JoinError::Unfit { why, .. }) if *why == expected),
@@ -307,7 +312,7 @@ fn stripes_keep_order_whatever_is_sent() {
                 0,
                 1,
                 100_000,
-                131_072 - 52,
+                131_072 - 60,
                 131_072,
                 131_073,
                 777,
@@ -650,7 +655,7 @@ fn traffic_counts_payload_and_frames() {
     });
     for thread in threads.collect::<Vec<_>>() {
         let traffic = thread.join().unwrap();
-        assert_eq!(traffic.sent, Bytes(1052));
-        assert_eq!(traffic.received, Bytes(1052));
+        assert_eq!(traffic.sent, Bytes(1060));
+        assert_eq!(traffic.received, Bytes(1060));
     }
 }
