@@ -146,7 +146,8 @@ pub trait Group: fmt::Debug + Send + Sync {
     ///
     /// For loops, in which every turn calls from the same line (mark the turn), and for programs
     /// whose ranks make one call from different lines. Ranks with different marks are a
-    /// [`Error::Mismatch`]. Not collective; costs nothing.
+    /// [`Error::Mismatch`]. Not collective; costs nothing. It counts when a call runs: what is
+    /// started with [`Ahead`](crate::Ahead) marks in its work.
     fn mark(&self, number: u64) {
         let _ = number;
     }
