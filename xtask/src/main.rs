@@ -8,8 +8,8 @@
 mod cargo_test;
 mod darwin;
 mod deny;
-mod mlx_tools;
 mod mlx;
+mod mlx_tools;
 mod models;
 mod mpi;
 mod neon;

@@ -4,7 +4,7 @@ use std::fmt;
 
 use paceline_base::Rank;
 
-use crate::{Collective, Counts, Dtype, Error, Reduce};
+use crate::{Collective, Counts, Dtype, Error, Reduce, Site};
 
 /// The operation of a [`Call`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -69,6 +69,8 @@ pub struct Call {
     pub length: u64,
     /// FNV-1a of the counts of a gather or scatter, else 0.
     pub digest: u64,
+    /// Where in the program a collective is called; none for messages.
+    pub site: Site,
 }
 
 impl fmt::Display for Call {
@@ -88,7 +90,10 @@ impl fmt::Display for Call {
             }
             _ => write!(f, "{} of {} {}", self.kind, self.length, self.dtype)?,
         }
-        write!(f, " (call {})", self.sequence)
+        match self.site {
+            Site::NONE => write!(f, " (call {})", self.sequence),
+            site => write!(f, " (call {} at {site})", self.sequence),
+        }
     }
 }
 
@@ -139,6 +144,7 @@ impl Call {
             dtype,
             length: length as u64,
             digest,
+            site: Site::NONE,
         };
         check(collective, call, rank, size).map(|()| call)
     }
@@ -347,6 +353,7 @@ mod tests {
             dtype: Dtype::F32,
             length: 4,
             digest: 0,
+            site: Site::NONE,
         };
         let send = |to| {
             text(

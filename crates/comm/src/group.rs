@@ -4,7 +4,7 @@ use std::fmt;
 
 use paceline_base::{Bytes, Rank};
 
-use crate::{Counts, Data, DataMut, Deadline, Element, Error, Reduce, Tuning};
+use crate::{Counts, Data, DataMut, Deadline, Element, Error, Reduce, Site, Tuning};
 
 /// Messages from one rank that may wait at one receiver before [`Group::send_data`] blocks.
 ///
@@ -88,8 +88,11 @@ pub struct Traffic {
 /// Messages are apart from collectives: they may overlap them, and each other.
 ///
 /// **Lockstep guard.** Each rank announces its [`Call`](crate::Call) (sequence number, operation,
-/// type, length, counts). If they differ, every rank that took part gets [`Error::Mismatch`] and
-/// no data is used.
+/// type, length, counts, place). If they differ, every rank that took part gets
+/// [`Error::Mismatch`] and no data is used. The place is the line that calls, or what
+/// [`mark`](Self::mark) says: a rank that leaves a call out is named even if the next is alike,
+/// unless that comes from the same line and nothing was marked; then at the first call that
+/// differs. A rank that calls nothing cannot be told from a slow one before the deadline.
 ///
 /// **Deadlines.** Every call has one, and no call waits longer than that and the time it takes to
 /// copy its own data.
@@ -121,6 +124,33 @@ pub trait Group: fmt::Debug + Send + Sync {
     /// # Errors
     /// Any [`Error`].
     fn run(&self, collective: Collective<'_>, deadline: Deadline) -> Result<(), Error>;
+
+    /// As [`run`](Self::run), called from `site`, which the lockstep guard compares too where the
+    /// provider has one of this crate's transports. The typed methods pass the line of their
+    /// caller, but for `broadcast`, which root and receivers often call from different lines.
+    ///
+    /// # Errors
+    /// Any [`Error`].
+    fn run_at(
+        &self,
+        site: Site,
+        collective: Collective<'_>,
+        deadline: Deadline,
+    ) -> Result<(), Error> {
+        let _ = site;
+        self.run(collective, deadline)
+    }
+
+    /// From now on this rank's collectives carry `number` in place of the line they are called
+    /// from; 0 brings the lines back.
+    ///
+    /// For loops, in which every turn calls from the same line (mark the turn), and for programs
+    /// whose ranks make one call from different lines. Ranks with different marks are a
+    /// [`Error::Mismatch`]. Not collective; costs nothing. It counts when a call runs: what is
+    /// started with [`Ahead`](crate::Ahead) marks in its work.
+    fn mark(&self, number: u64) {
+        let _ = number;
+    }
 
     /// Sends a message. Typed, and described at: `send`.
     ///
@@ -171,8 +201,9 @@ impl dyn Group + '_ {
     ///
     /// # Errors
     /// Any [`Error`] but [`Error::Length`] and [`Error::NoSuchRank`].
+    #[track_caller]
     pub fn barrier(&self, deadline: Deadline) -> Result<(), Error> {
-        self.run(Collective::Barrier, deadline)
+        self.run_at(Site::here(), Collective::Barrier, deadline)
     }
 
     /// Gives every rank the parts of all ranks, in rank order. Collective.
@@ -182,6 +213,7 @@ impl dyn Group + '_ {
     ///
     /// # Errors
     /// Any [`Error`] but [`Error::NoSuchRank`].
+    #[track_caller]
     pub fn all_gather_v<T: Element>(
         &self,
         input: &[T],
@@ -191,7 +223,8 @@ impl dyn Group + '_ {
     ) -> Result<(), Error> {
         let (input, output) = (Some(Data::new(input)), DataMut::new(output));
         let counts = Counts::Each(counts);
-        self.run(
+        self.run_at(
+            Site::here(),
             Collective::AllGather {
                 input,
                 output,
@@ -206,6 +239,7 @@ impl dyn Group + '_ {
     ///
     /// # Errors
     /// Any [`Error`] but [`Error::NoSuchRank`].
+    #[track_caller]
     pub fn all_gather<T: Element>(
         &self,
         input: &[T],
@@ -214,7 +248,8 @@ impl dyn Group + '_ {
     ) -> Result<(), Error> {
         let counts = Counts::Even(input.len());
         let (input, output) = (Some(Data::new(input)), DataMut::new(output));
-        self.run(
+        self.run_at(
+            Site::here(),
             Collective::AllGather {
                 input,
                 output,
@@ -229,13 +264,15 @@ impl dyn Group + '_ {
     ///
     /// # Errors
     /// Any [`Error`] but [`Error::NoSuchRank`].
+    #[track_caller]
     pub fn all_gather_in_place<T: Element>(
         &self,
         data: &mut [T],
         counts: &[usize],
         deadline: Deadline,
     ) -> Result<(), Error> {
-        self.run(
+        self.run_at(
+            Site::here(),
             Collective::AllGather {
                 input: None,
                 output: DataMut::new(data),
@@ -253,6 +290,7 @@ impl dyn Group + '_ {
     ///
     /// # Errors
     /// Any [`Error`] but [`Error::NoSuchRank`].
+    #[track_caller]
     pub fn reduce_scatter_v<T: Element>(
         &self,
         input: &[T],
@@ -261,7 +299,8 @@ impl dyn Group + '_ {
         op: Reduce,
         deadline: Deadline,
     ) -> Result<(), Error> {
-        self.run(
+        self.run_at(
+            Site::here(),
             Collective::ReduceScatter {
                 input: Data::new(input),
                 output: DataMut::new(output),
@@ -277,6 +316,7 @@ impl dyn Group + '_ {
     ///
     /// # Errors
     /// Any [`Error`] but [`Error::NoSuchRank`].
+    #[track_caller]
     pub fn reduce_scatter<T: Element>(
         &self,
         input: &[T],
@@ -286,7 +326,8 @@ impl dyn Group + '_ {
     ) -> Result<(), Error> {
         let counts = Counts::Even(output.len());
         let (input, output) = (Data::new(input), DataMut::new(output));
-        self.run(
+        self.run_at(
+            Site::here(),
             Collective::ReduceScatter {
                 input,
                 output,
@@ -305,6 +346,7 @@ impl dyn Group + '_ {
     /// # Errors
     /// Any [`Error`] but [`Error::NoSuchRank`]; [`Error::Length`] of `receives` if a rank sends
     /// another number of elements.
+    #[track_caller]
     pub fn all_to_all_v<T: Element>(
         &self,
         input: &[T],
@@ -313,7 +355,8 @@ impl dyn Group + '_ {
         receives: &[usize],
         deadline: Deadline,
     ) -> Result<(), Error> {
-        self.run(
+        self.run_at(
+            Site::here(),
             Collective::AllToAll {
                 input: Data::new(input),
                 output: DataMut::new(output),
@@ -329,6 +372,7 @@ impl dyn Group + '_ {
     ///
     /// # Errors
     /// Any [`Error`] but [`Error::NoSuchRank`].
+    #[track_caller]
     pub fn all_to_all<T: Element>(
         &self,
         input: &[T],
@@ -337,7 +381,8 @@ impl dyn Group + '_ {
     ) -> Result<(), Error> {
         let each = Counts::Even(input.len() / self.size() as usize);
         let (input, output) = (Data::new(input), DataMut::new(output));
-        self.run(
+        self.run_at(
+            Site::here(),
             Collective::AllToAll {
                 input,
                 output,
@@ -355,13 +400,15 @@ impl dyn Group + '_ {
     ///
     /// # Errors
     /// Any [`Error`] but [`Error::Length`] and [`Error::NoSuchRank`].
+    #[track_caller]
     pub fn all_reduce<T: Element>(
         &self,
         data: &mut [T],
         op: Reduce,
         deadline: Deadline,
     ) -> Result<(), Error> {
-        self.run(
+        self.run_at(
+            Site::here(),
             Collective::AllReduce {
                 data: DataMut::new(data),
                 op,
@@ -377,6 +424,7 @@ impl dyn Group + '_ {
     ///
     /// # Panics
     /// If the lengths differ.
+    #[track_caller]
     pub fn all_reduce_into<T: Element>(
         &self,
         input: &[T],
@@ -398,7 +446,8 @@ impl dyn Group + '_ {
         root: Rank,
         deadline: Deadline,
     ) -> Result<(), Error> {
-        self.run(
+        self.run_at(
+            Site::NONE,
             Collective::Broadcast {
                 data: DataMut::new(data),
                 root,

@@ -1,10 +1,8 @@
 //! One way in for every backend, as MLX's `init`.
 
-use std::net::SocketAddr;
-
 use paceline_base::Rank;
 
-use crate::tcp::{self, Config, GroupId, JoinError, Listener};
+use crate::tcp::{self, Addrs, Config, GroupId, JoinError, Listener};
 use crate::{Deadline, Group, local, shm};
 
 /// How the ranks of a group reach each other.
@@ -69,12 +67,12 @@ pub enum Strict {
     clippy::too_many_arguments,
     reason = "those of join, and two words about how"
 )]
-pub fn init(
+pub fn init<A: Clone + Into<Addrs>>(
     backend: Backend,
     strict: Strict,
     listener: Listener,
     rank: Rank,
-    addrs: &[SocketAddr],
+    addrs: &[A],
     id: GroupId,
     config: Config,
     deadline: Deadline,

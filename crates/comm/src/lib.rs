@@ -63,6 +63,7 @@ mod shared;
 pub mod shm;
 #[cfg(test)]
 mod simulated;
+mod site;
 mod split;
 mod status;
 mod sync;
@@ -83,5 +84,6 @@ pub use group::{Collective, Group, MESSAGES_HELD, Traffic};
 pub use init::{Backend, Strict, UnknownBackend, init};
 pub use mlx_init::{MlxBackend, MlxError, MlxPlace, init_mlx};
 pub use reduce::Reduce;
+pub use site::Site;
 pub use tuning::{Algorithm, Tuning};
 pub use window::{Answers, Ticket, Window, WindowError};

@@ -14,7 +14,7 @@ use crate::shared::{Segment, Shared, Teller};
 use crate::split::{Member, members};
 use crate::status::Status;
 use crate::transport::Patience;
-use crate::{Collective, Data, DataMut, Deadline, Error, Group, Traffic, Tuning};
+use crate::{Collective, Data, DataMut, Deadline, Error, Group, Site, Traffic, Tuning};
 
 /// Looks at the rings, with a pause between them, before a rank yields its core: some µs.
 ///
@@ -167,8 +167,21 @@ impl Group for Local {
         self.linked.size()
     }
 
+    fn run_at(
+        &self,
+        site: Site,
+        collective: Collective<'_>,
+        deadline: Deadline,
+    ) -> Result<(), Error> {
+        self.linked.run_at(site, collective, deadline)
+    }
+
     fn run(&self, collective: Collective<'_>, deadline: Deadline) -> Result<(), Error> {
         self.linked.run(collective, deadline)
+    }
+
+    fn mark(&self, number: u64) {
+        self.linked.mark(number);
     }
 
     fn send_data(
@@ -238,7 +251,7 @@ mod tests {
                 let ranks = ranks_with(size, tuning).into_iter();
                 ranks.map(|rank| Box::new(rank) as Box<dyn Group>).collect()
             };
-            testing::run_results(&make, 0x5eed_0003);
+            testing::run_collectives(&make, 0x5eed_0003);
         }
     }
 

@@ -6,7 +6,6 @@
 //! object that loses its name as soon as all have it; nothing is left when the processes end.
 
 use std::fmt;
-use std::net::SocketAddr;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -18,8 +17,8 @@ use crate::shared::{Segment, Shared, Teller};
 use crate::split::{Member, members};
 use crate::sync::Ordering;
 use crate::tcp::{
-    Config, Controls, GroupId, JoinError, Keeping, Kept, Listener, Origin, gather, keeping_group,
-    link, random,
+    Addrs, Config, Controls, GroupId, JoinError, Keeping, Kept, Listener, Origin, gather,
+    keeping_group, link, random,
 };
 use crate::{Collective, Data, DataMut, Deadline, Error, Group, Traffic, Tuning, local, tcp};
 
@@ -33,10 +32,10 @@ pub struct Shm(Keeping<Shared>);
 ///
 /// # Errors
 /// Any [`JoinError`].
-pub fn join(
+pub fn join<A: Clone + Into<Addrs>>(
     listener: Listener,
     rank: Rank,
-    addrs: &[SocketAddr],
+    addrs: &[A],
     id: GroupId,
     deadline: Deadline,
 ) -> Result<Shm, JoinError> {
@@ -47,38 +46,27 @@ pub fn join(
 ///
 /// # Errors
 /// Any [`JoinError`]; [`JoinError::Apart`] on all ranks if one cannot use the memory of another.
-pub fn join_with(
+pub fn join_with<A: Clone + Into<Addrs>>(
     listener: Listener,
     rank: Rank,
-    addrs: &[SocketAddr],
+    addrs: &[A],
     id: GroupId,
     config: Config,
     deadline: Deadline,
 ) -> Result<Shm, JoinError> {
-    let origin = Origin {
-        listener: Arc::new(listener),
-        addrs: addrs.to_vec(),
-        id,
-        config,
-    };
-    assemble(origin, rank, deadline)
+    assemble(Origin::new(listener, addrs, id, config), rank, deadline)
 }
 
 /// [`join_with`], or TCP over the same connections if a rank cannot use the memory of another.
-pub(crate) fn join_or_tcp(
+pub(crate) fn join_or_tcp<A: Clone + Into<Addrs>>(
     listener: Listener,
     rank: Rank,
-    addrs: &[SocketAddr],
+    addrs: &[A],
     id: GroupId,
     config: Config,
     deadline: Deadline,
 ) -> Result<Box<dyn Group>, JoinError> {
-    let origin = Origin {
-        listener: Arc::new(listener),
-        addrs: addrs.to_vec(),
-        id,
-        config,
-    };
+    let origin = Origin::new(listener, addrs, id, config);
     let linked = link(&origin, rank, deadline)?;
     match exchange(&linked, deadline) {
         Ok(segments) => Ok(Box::new(share(linked, segments, origin, deadline)?)),

@@ -2,7 +2,7 @@
 
 use paceline_base::Rank;
 
-use crate::{Call, Counts, Data, DataMut, Deadline, Dtype, Error, Group, Kind};
+use crate::{Call, Counts, Data, DataMut, Deadline, Dtype, Error, Group, Kind, Site};
 
 /// What this rank will be.
 pub(crate) struct Member {
@@ -52,6 +52,7 @@ pub(crate) fn members(
         dtype: Dtype::U8,
         length: all.len() as u64,
         digest: 0,
+        site: Site::NONE,
     };
     Ok(Member {
         call,

@@ -14,7 +14,7 @@ mod steps;
 
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
-use std::sync::{Arc, mpsc};
+use std::sync::{Arc, Mutex, PoisonError, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -24,7 +24,7 @@ use crate::{Deadline, Error, Group};
 pub type Ranks = Vec<Box<dyn Group>>;
 
 /// Makes a new group of this size.
-pub type Make<'a> = &'a dyn Fn(u32) -> Ranks;
+pub type Make<'a> = &'a (dyn Fn(u32) -> Ranks + Sync);
 
 /// Group sizes that are tested: one, powers of two and their neighbours, two other primes.
 pub const SIZES: [u32; 7] = [1, 2, 3, 4, 5, 7, 8];
@@ -47,7 +47,7 @@ type Case = (&'static str, u32, fn(&Lab<'_>));
 /// If a case fails, with its name, size and seed.
 pub fn run_all(make: Make<'_>, seed: u64) {
     run_results(make, seed);
-    run_cases(failures::CASES, make, seed);
+    run_cases(failures::CASES, FAILURES_AT_ONCE, make, seed);
 }
 
 /// Runs the cases about what calls compute.
@@ -55,7 +55,13 @@ pub fn run_all(make: Make<'_>, seed: u64) {
 /// # Panics
 /// As [`run_all`].
 pub fn run_results(make: Make<'_>, seed: u64) {
-    run_cases(results::CASES, make, seed);
+    run_cases(results::CASES, 1, make, seed);
+}
+
+/// Runs those of them that depend on which algorithm is used.
+#[cfg(test)]
+pub(crate) fn run_collectives(make: Make<'_>, seed: u64) {
+    run_cases(results::COLLECTIVES, 1, make, seed);
 }
 
 /// Makes `count` random calls as one rank and checks what they give. All ranks, wherever they run,
@@ -73,16 +79,32 @@ pub fn run_rank(group: &dyn Group, seed: u64, count: u64) -> Result<(), Error> {
     })
 }
 
-fn run_cases(cases: &[Case], make: Make<'_>, seed: u64) {
-    for &(name, size_min, case) in cases {
-        for size in SIZES.into_iter().filter(|size| *size >= size_min) {
+/// Cases about failures that run side by side: most of their time is waiting for what is to fail.
+const FAILURES_AT_ONCE: usize = 6;
+
+/// Runs `cases` for all sizes, so many of them side by side.
+fn run_cases(cases: &[Case], at_once: usize, make: Make<'_>, seed: u64) {
+    let sizes = |size_min| SIZES.into_iter().filter(move |size| *size >= size_min);
+    let jobs = cases
+        .iter()
+        .flat_map(|(name, size_min, case)| sizes(*size_min).map(move |size| (name, size, case)));
+    let jobs = Mutex::new(jobs);
+    let next = || jobs.lock().unwrap_or_else(PoisonError::into_inner).next();
+    let work = || {
+        while let Some((name, size, case)) = next() {
             let lab = Lab { make, size, seed };
             if let Err(panic) = catch_unwind(AssertUnwindSafe(|| case(&lab))) {
                 let text = message(panic.as_ref());
                 panic!("case `{name}` with {size} ranks and seed {seed:#x}: {text}");
             }
         }
-    }
+    };
+    thread::scope(|scope| {
+        let workers: Vec<_> = (0..at_once).map(|_| scope.spawn(work)).collect();
+        for worker in workers {
+            worker.join().unwrap_or_else(|panic| resume_unwind(panic));
+        }
+    });
 }
 
 fn message(panic: &(dyn Any + Send)) -> &str {
@@ -175,5 +197,11 @@ pub fn parse_frames(bytes: &[u8]) {
     if let Some(head) = bytes.first_chunk() {
         let _ = crate::wire::Control::decode(head);
     }
-    crate::tcp::parse_handshake(bytes);
+    crate::tcp::parse_hello(bytes);
+}
+
+/// Reads `bytes` as messages of a handshake and as sealed records, and lets them decide what is
+/// sealed and altered on its way, for fuzzing.
+pub fn parse_sealed(bytes: &[u8]) {
+    crate::tcp::parse_sealed(bytes);
 }

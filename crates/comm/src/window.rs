@@ -72,6 +72,7 @@ impl<'a> Window<'a> {
     ///
     /// # Errors
     /// Any [`Error`].
+    #[track_caller]
     pub fn expose(
         group: &'a dyn Group,
         memory: Vec<u8>,
@@ -136,6 +137,7 @@ impl<'a> Window<'a> {
     ///
     /// # Errors
     /// Any [`Error`]; the exposed buffers are then unspecified.
+    #[track_caller]
     pub fn fence(&mut self, deadline: Deadline) -> Result<Answers, Error> {
         let requests: Vec<Vec<u8>> = self.requests.iter_mut().map(std::mem::take).collect();
         let received = exchange(self.group, &requests, deadline)?;
@@ -192,6 +194,7 @@ impl<'a> Window<'a> {
 }
 
 /// Sends each rank its bytes and returns what each sent: lengths, then bytes. Two steps.
+#[track_caller]
 fn exchange(
     group: &dyn Group,
     outgoing: &[Vec<u8>],

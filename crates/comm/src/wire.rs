@@ -1,12 +1,12 @@
 //! Frames, byte by byte, little-endian. Nothing here trusts a byte: what is no frame is `None`.
 //!
 //! ```text
-//! frame on the lanes for calls and messages: 52 bytes, then `payload` bytes
+//! frame on the lanes for calls and messages: 60 bytes, then `payload` bytes
 //!   0  "PLc1"      4  what: 1 call, 2 message, 3 credit, 4 abort
-//!   5  algorithm   6  step (u16)        8  call (36)        44  payload (u64)
+//!   5  algorithm   6  step (u16)        8  call (44)        52  payload (u64)
 //! call
 //!   0  kind   1  reduction   2  dtype   3  0   4  root, to or from (u32)   8  tag (u32)
-//!  12  sequence (u64)   20  length (u64)   28  digest (u64)
+//!  12  sequence (u64)   20  length (u64)   28  digest (u64)   36  site (u64)
 //! control frame: 128 bytes
 //!   0  "PLk1"      4  what: 1 beat, 2 left, 3 silent, 4 garbled, 5 failed   8  at (u64)
 //!  16  rank (u32) 20  milliseconds (u32)   24  error, if failed
@@ -15,10 +15,10 @@
 use paceline_base::Rank;
 
 use crate::status::{Cause, News};
-use crate::{Call, Dtype, Error, Kind, Reduce};
+use crate::{Call, Dtype, Error, Kind, Reduce, Site};
 
 /// Bytes of a frame before its payload.
-pub(crate) const HEADER_BYTES: usize = 52;
+pub(crate) const HEADER_BYTES: usize = 60;
 const HEADER_MAGIC: [u8; 4] = *b"PLc1";
 
 /// Bytes of a control frame.
@@ -166,6 +166,7 @@ fn put_call(writer: &mut Writer<'_>, call: &Call) {
     writer.put_u64(call.sequence);
     writer.put_u64(call.length);
     writer.put_u64(call.digest);
+    writer.put_u64(call.site.code());
 }
 
 fn take_call(reader: &mut Reader<'_>) -> Option<Call> {
@@ -188,6 +189,7 @@ fn take_call(reader: &mut Reader<'_>) -> Option<Call> {
         sequence: reader.take_u64()?,
         length: reader.take_u64()?,
         digest: reader.take_u64()?,
+        site: Site::from_code(reader.take_u64()?),
     })
 }
 
@@ -362,6 +364,7 @@ mod tests {
         dtype: Dtype::F32,
         length: 1 << 40,
         digest: 0x0123_4567_89ab_cdef,
+        site: Site::mark(77),
     };
 
     #[test]

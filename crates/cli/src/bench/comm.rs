@@ -2,19 +2,24 @@
 //!
 //! The ranks of `shm` and `tcp` are processes: this binary again, with the hidden `--as-rank`. A
 //! child prints its address, reads the addresses of all, measures, and rank 0 prints the rows as
-//! JSON. Peers (MLX, Open MPI) measure the same sizes in Python scripts that are part of this file.
+//! JSON. Then each line `bytes calls` on its input is a turn against a rival (`rivals`): MLX, Open
+//! MPI, or ranks of its own kind without encryption or with one stream.
+
+mod rivals;
 
 use std::io::{BufRead, BufReader, Write};
 use std::net::SocketAddr;
+use std::num::NonZeroU8;
 use std::path::PathBuf;
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, ChildStdout, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, bail, ensure};
+use anyhow::{Context, ensure};
 use paceline_base::{Bytes, Rank};
 use paceline_comm::{Algorithm, Deadline, Error, Group, Reduce, Tuning, local, shm, tcp};
 use serde::{Deserialize, Serialize};
 
+use self::rivals::{Others, Turns, compare};
 use super::quantile;
 use crate::output;
 
@@ -42,40 +47,6 @@ const CALLS: std::ops::RangeInclusive<usize> = 5..=1000;
 
 /// The whole measurement gives up after this long.
 const PATIENCE: Duration = Duration::from_secs(600);
-
-/// Sums with MLX's ring or, over ctypes, with Open MPI; prints `[[bytes, median us], ...]`.
-const PEER: &str = r#"
-import sys, time, json
-which, sizes = sys.argv[1], json.loads(sys.argv[2])
-if which == "mlx":
-    import mlx.core as mx
-    group = mx.distributed.init(strict=True, backend="ring")
-    rank = group.rank()
-    def make(n):
-        x = mx.ones((max(n // 4, 1),)); mx.eval(x)
-        return lambda: mx.eval(mx.distributed.all_sum(x, stream=mx.cpu))
-else:
-    import ctypes
-    lib = ctypes.CDLL("libmpi.so.40", mode=ctypes.RTLD_GLOBAL)
-    lib.MPI_Init(None, None)
-    sym = lambda name: ctypes.c_void_p(ctypes.addressof(ctypes.c_char.in_dll(lib, name)))
-    world, f32, add = sym("ompi_mpi_comm_world"), sym("ompi_mpi_float"), sym("ompi_mpi_op_sum")
-    number = ctypes.c_int(); lib.MPI_Comm_rank(world, ctypes.byref(number)); rank = number.value
-    def make(n):
-        count = max(n // 4, 1)
-        a, b = (ctypes.c_float * count)(), (ctypes.c_float * count)()
-        return lambda: lib.MPI_Allreduce(a, b, count, f32, add, world)
-rows = []
-for n, calls in sizes:
-    call = make(n)
-    for _ in range(3): call()
-    times = []
-    for _ in range(calls):
-        start = time.perf_counter(); call(); times.append((time.perf_counter() - start) * 1e6)
-    rows.append([n, sorted(times)[len(times) // 2]])
-if rank == 0: print(json.dumps(rows), flush=True)
-if which != "mlx": lib.MPI_Finalize()
-"#;
 
 /// How ranks reach each other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
@@ -135,10 +106,16 @@ pub(crate) struct Args {
     /// Largest buffer of a rank, in bytes
     #[arg(long, default_value_t = 64 << 20)]
     max_bytes: usize,
+    /// Encrypt, and compare with ranks that do not
+    #[arg(long)]
+    encrypt: bool,
+    /// TCP connections of a pair for collectives; with more than one, compare with one
+    #[arg(long, default_value = "1")]
+    streams: NonZeroU8,
     /// Only print which algorithm is used from which size on, and why
     #[arg(long)]
     explain: bool,
-    /// Also measure another library on the same ranks and sizes
+    /// Also measure another library on the same ranks and sizes, in turns
     #[arg(long, value_enum)]
     against: Option<Peer>,
     /// Python that has the other library
@@ -175,15 +152,18 @@ struct Report {
     explain: String,
     rows: Vec<Row>,
     #[serde(default)]
-    peer: Vec<PeerRow>,
+    peer: Vec<Rival>,
 }
 
+/// An all_reduce of somebody else, measured in turns with ours.
 #[derive(Debug, Serialize, Deserialize)]
-struct PeerRow {
+struct Rival {
     peer: String,
     bytes: usize,
+    /// Medians of all turns.
+    ours_us: f64,
     p50_us: f64,
-    /// Ours over theirs, for all_reduce.
+    /// Median of ours over theirs, turn by turn.
     ratio: f64,
 }
 
@@ -192,14 +172,70 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     if let Some(rank) = args.as_rank {
         return child(args, Rank(rank));
     }
-    let mut report = match args.transport {
-        Transport::Local => threads(args)?,
+    let report = match args.transport {
+        Transport::Local => {
+            let alone = args.against.is_none() && !args.encrypt && args.streams.get() == 1;
+            ensure!(
+                alone,
+                "threads have no rivals: choose --transport shm or tcp"
+            );
+            threads(args)?
+        }
         Transport::Shm | Transport::Tcp => processes(args)?,
     };
-    if let (Some(peer), false) = (args.against, args.explain) {
-        compare(args, peer, &mut report)?;
-    }
     print(args, &report)
+}
+
+/// Ranks in processes, and all they are compared with.
+fn processes(args: &Args) -> anyhow::Result<Report> {
+    let wanted = Kind {
+        encrypt: args.encrypt,
+        streams: args.streams,
+    };
+    let (mut ranks, mut report) = Ranks::start(args, wanted)?;
+    if args.explain {
+        return Ok(report);
+    }
+    if args.encrypt {
+        let plain = Kind {
+            encrypt: false,
+            ..wanted
+        };
+        let (mut plain, _) = Ranks::start(&args.quick(), plain)?;
+        report
+            .peer
+            .extend(compare(args, "plain", &mut ranks, &mut plain)?);
+    }
+    if args.streams.get() > 1 {
+        let one = Kind {
+            streams: NonZeroU8::MIN,
+            ..wanted
+        };
+        let (mut one, _) = Ranks::start(&args.quick(), one)?;
+        report
+            .peer
+            .extend(compare(args, "1 stream", &mut ranks, &mut one)?);
+    }
+    if let Some(peer) = args.against {
+        let mut others = Others::start(args, peer)?;
+        let name = value_name(peer);
+        report
+            .peer
+            .extend(compare(args, &name, &mut ranks, &mut others)?);
+    }
+    ranks.end()?;
+    Ok(report)
+}
+
+impl Args {
+    /// For ranks that only take turns.
+    fn quick(&self) -> Self {
+        Self {
+            max_bytes: 0,
+            python: self.python.clone(),
+            ..*self
+        }
+    }
 }
 
 fn deadline() -> Deadline {
@@ -236,46 +272,92 @@ impl Drop for Children {
     }
 }
 
-fn processes(args: &Args) -> anyhow::Result<Report> {
-    let mut children = Children(Vec::new());
-    let mut outputs = Vec::new();
-    for rank in 0..args.ranks {
-        let mut child = rank_command(args, rank)?
-            .spawn()
-            .context("cannot start a rank")?;
-        outputs.push(BufReader::new(child.stdout.take().expect("piped")));
-        children.0.push(child);
-    }
-    let mut addrs = Vec::new();
-    for output in &mut outputs {
-        let mut line = String::new();
-        output.read_line(&mut line)?;
-        ensure!(!line.is_empty(), "a rank ended before it had an address");
-        addrs.push(line.trim().to_owned());
-    }
-    let id = tcp::GroupId::random()
-        .0
-        .map(|byte| format!("{byte:02x}"))
-        .concat();
-    for child in &mut children.0 {
-        let mut stdin = child.stdin.take().expect("piped");
-        writeln!(stdin, "{id} {}", addrs.join(" "))?;
-    }
-    let report = serde_json::from_reader(&mut outputs[0]);
-    for child in &mut children.0 {
-        ensure!(
-            child.wait()?.success(),
-            "a rank failed, its message is above"
-        );
-    }
-    report.context("rank 0 reported no figures")
+/// What ranks of this program differ in, when compared with themselves.
+#[derive(Clone, Copy)]
+struct Kind {
+    encrypt: bool,
+    streams: NonZeroU8,
 }
 
-fn rank_command(args: &Args, rank: u32) -> anyhow::Result<Command> {
+/// The ranks of one group, as processes that have measured and wait for turns.
+struct Ranks {
+    children: Children,
+    outputs: Vec<BufReader<ChildStdout>>,
+}
+
+impl Ranks {
+    fn start(args: &Args, kind: Kind) -> anyhow::Result<(Self, Report)> {
+        let (mut children, mut outputs) = (Children(Vec::new()), Vec::new());
+        for rank in 0..args.ranks {
+            let mut child = rank_command(args, kind, rank)?
+                .spawn()
+                .context("cannot start a rank")?;
+            outputs.push(BufReader::new(child.stdout.take().expect("piped")));
+            children.0.push(child);
+        }
+        let mut addrs = Vec::new();
+        for output in &mut outputs {
+            let mut line = String::new();
+            output.read_line(&mut line)?;
+            ensure!(!line.is_empty(), "a rank ended before it had an address");
+            addrs.push(line.trim().to_owned());
+        }
+        let key = match kind.encrypt {
+            true => hex(tcp::GroupKey::random()?.bytes()),
+            false => "-".to_owned(),
+        };
+        let mut ranks = Self { children, outputs };
+        let id = hex(&tcp::GroupId::random().0);
+        ranks.tell(&format!("{id} {key} {}", addrs.join(" ")))?;
+        let line = ranks.hear().context("rank 0 reported no figures")?;
+        Ok((ranks, serde_json::from_str(&line)?))
+    }
+
+    fn tell(&mut self, line: &str) -> anyhow::Result<()> {
+        for child in &mut self.children.0 {
+            writeln!(child.stdin.as_mut().expect("piped"), "{line}")?;
+        }
+        Ok(())
+    }
+
+    /// The next line of rank 0.
+    fn hear(&mut self) -> anyhow::Result<String> {
+        let mut line = String::new();
+        self.outputs[0].read_line(&mut line)?;
+        ensure!(!line.is_empty(), "a rank failed, its message is above");
+        Ok(line)
+    }
+
+    /// Lets them end.
+    fn end(mut self) -> anyhow::Result<()> {
+        for child in &mut self.children.0 {
+            drop(child.stdin.take());
+        }
+        for child in &mut self.children.0 {
+            let status = child.wait()?;
+            ensure!(status.success(), "a rank failed, its message is above");
+        }
+        Ok(())
+    }
+}
+
+impl Turns for Ranks {
+    fn turn(&mut self, bytes: usize, calls: usize) -> anyhow::Result<f64> {
+        self.tell(&format!("{bytes} {calls}"))?;
+        Ok(self.hear()?.trim().parse()?)
+    }
+}
+
+fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+fn rank_command(args: &Args, kind: Kind, rank: u32) -> anyhow::Result<Command> {
     let mut command = Command::new(std::env::current_exe()?);
     command
         .args(["bench", "comm", "--as-rank", &rank.to_string()])
         .args(["--max-bytes", &args.max_bytes.to_string()])
+        .args(["--streams", &kind.streams.to_string()])
         .arg("--transport")
         .arg(value_name(args.transport))
         .stdin(Stdio::piped())
@@ -301,12 +383,18 @@ fn child(args: &Args, rank: Rank) -> anyhow::Result<()> {
     let mut line = String::new();
     std::io::stdin().read_line(&mut line)?;
     let mut words = line.split_whitespace();
-    let id = group_id(words.next().unwrap_or_default())?;
+    let id = tcp::GroupId(unhex(words.next().unwrap_or_default())?);
+    let protection = match words.next().unwrap_or_default() {
+        "-" => tcp::Protection::Loopback,
+        key => tcp::Protection::Key(tcp::GroupKey::new(unhex(key)?)),
+    };
     let addrs = words
         .map(str::parse)
         .collect::<Result<Vec<SocketAddr>, _>>()?;
     let config = tcp::Config {
         force: args.algorithm.map(Force::algorithm),
+        streams: args.streams,
+        protection,
         ..tcp::Config::default()
     };
     let by = deadline();
@@ -318,19 +406,45 @@ fn child(args: &Args, rank: Rank) -> anyhow::Result<()> {
     if rank == Rank(0) {
         output::print(&serde_json::to_string(&report)?)?;
     }
+    turns(&*group)?;
+    Ok(group.barrier(deadline())?)
+}
+
+/// Sums as often as each line of the input says, until it ends.
+fn turns(group: &dyn Group) -> anyhow::Result<()> {
+    for line in std::io::stdin().lines() {
+        let line = line?;
+        let (bytes, calls) = line.split_once(' ').context("a turn is two numbers")?;
+        let (bytes, calls): (usize, usize) = (bytes.parse()?, calls.parse()?);
+        let mut data = vec![0.0_f32; bytes / 4];
+        let mut times = Vec::new();
+        for turn in 0..calls + 3 {
+            let start = Instant::now();
+            group.all_reduce(&mut data, Reduce::Sum, deadline())?;
+            if turn >= 3 {
+                times.push(start.elapsed().as_secs_f64() * 1e6);
+            }
+        }
+        if group.rank() == Rank(0) {
+            output::print(&quantile(&times, 0.5).to_string())?;
+        }
+    }
     Ok(())
 }
 
-fn group_id(text: &str) -> anyhow::Result<tcp::GroupId> {
-    let mut id = [0; 16];
+fn unhex<const N: usize>(text: &str) -> anyhow::Result<[u8; N]> {
+    let mut bytes = [0; N];
+    let right = text.len() == 2 * N && text.is_ascii();
     ensure!(
-        text.len() == 32 && text.is_ascii(),
-        "group id {text:?} is not 32 digits"
+        right,
+        "expected {} hexadecimal digits, got {}",
+        2 * N,
+        text.len()
     );
-    for (byte, digits) in id.iter_mut().zip(text.as_bytes().chunks(2)) {
+    for (byte, digits) in bytes.iter_mut().zip(text.as_bytes().chunks(2)) {
         *byte = u8::from_str_radix(std::str::from_utf8(digits)?, 16)?;
     }
-    Ok(tcp::GroupId(id))
+    Ok(bytes)
 }
 
 /// Buffers of one rank: `own` has one part, `all` one for each rank.
@@ -455,75 +569,6 @@ fn row(
     })
 }
 
-/// Measures the peer's all-reduce on the same sizes and adds the ratios.
-fn compare(args: &Args, peer: Peer, report: &mut Report) -> anyhow::Result<()> {
-    let ours: Vec<(usize, f64)> = report
-        .rows
-        .iter()
-        .filter(|row| row.op == "all_reduce")
-        .map(|row| (row.bytes, row.p50_us))
-        .collect();
-    let sizes: Vec<(usize, usize)> = ours.iter().map(|(b, _)| (*b, calls(*b).min(200))).collect();
-    let sizes = serde_json::to_string(&sizes)?;
-    let theirs = match peer {
-        Peer::Mlx => mlx(args, &sizes)?,
-        Peer::Mpi => mpi(args, &sizes)?,
-    };
-    let pairs = ours.into_iter().zip(theirs);
-    report.peer = pairs
-        .map(|((bytes, ours), (_, p50_us))| PeerRow {
-            peer: value_name(peer),
-            bytes,
-            p50_us,
-            ratio: ours / p50_us,
-        })
-        .collect();
-    Ok(())
-}
-
-fn mlx(args: &Args, sizes: &str) -> anyhow::Result<Vec<(usize, f64)>> {
-    let addrs = (0..args.ranks).map(|_| {
-        let free = std::net::TcpListener::bind(("127.0.0.1", 0))?;
-        Ok(vec![free.local_addr()?.to_string()])
-    });
-    let addrs = addrs.collect::<std::io::Result<Vec<_>>>()?;
-    let hosts = tempfile::NamedTempFile::new()?;
-    serde_json::to_writer(&hosts, &addrs)?;
-    let mut children = Children(Vec::new());
-    for rank in 0..args.ranks {
-        let child = Command::new(&args.python)
-            .args(["-c", PEER, "mlx", sizes])
-            .env("MLX_RANK", rank.to_string())
-            .env("MLX_HOSTFILE", hosts.path())
-            .stdout(Stdio::piped())
-            .spawn()
-            .with_context(|| format!("cannot run {}", args.python.display()))?;
-        children.0.push(child);
-    }
-    let output = children.0[0].stdout.take().expect("piped");
-    serde_json::from_reader(output).context("MLX gave no figures, its message is above")
-}
-
-fn mpi(args: &Args, sizes: &str) -> anyhow::Result<Vec<(usize, f64)>> {
-    let output = Command::new("mpirun")
-        .args([
-            "--allow-run-as-root",
-            "--oversubscribe",
-            "--bind-to",
-            "none",
-        ])
-        .args(["-n", &args.ranks.to_string()])
-        .arg(&args.python)
-        .args(["-c", PEER, "mpi", sizes])
-        .stderr(Stdio::inherit())
-        .output()
-        .context("cannot run mpirun")?;
-    if !output.status.success() {
-        bail!("Open MPI did not run ({})", output.status);
-    }
-    serde_json::from_slice(&output.stdout).context("Open MPI gave no figures")
-}
-
 fn print(args: &Args, report: &Report) -> anyhow::Result<()> {
     if args.json {
         return output::print(&serde_json::to_string(report)?);
@@ -550,11 +595,10 @@ fn print(args: &Args, report: &Report) -> anyhow::Result<()> {
     }
     for row in &report.peer {
         output::print(&format!(
-            "{:<15}{:>10} {:<10}{:>11}{:>11.1}   ours / theirs {:.2}",
-            "all_reduce",
+            "all_reduce in turns {:>10}: ours {:>9.1} us, {} {:>9.1} us, ours / theirs {:.2}",
             Bytes(row.bytes as u64).to_string(),
+            row.ours_us,
             row.peer,
-            "",
             row.p50_us,
             row.ratio
         ))?;

@@ -16,7 +16,7 @@ use crate::plan::{Act, Place, Plan, Span, Take};
 use crate::status::{Cause, News};
 use crate::transport::{Closed, Lane, Pause, Transport, Want};
 use crate::wire::{HEADER_BYTES, Header, What};
-use crate::{Call, Collective, Deadline, Error, Kind};
+use crate::{Call, Collective, Deadline, Error, Kind, Site};
 
 /// How long ranks that disagree wait for the calls of the others, to find out who is odd.
 const VOTE_WAIT: Duration = Duration::from_secs(1);
@@ -86,10 +86,23 @@ impl Calls {
 
 impl<T: Transport> Linked<T> {
     pub(crate) fn run(&self, collective: Collective<'_>, deadline: Deadline) -> Result<(), Error> {
+        self.run_at(Site::NONE, collective, deadline)
+    }
+
+    pub(crate) fn run_at(
+        &self,
+        site: Site,
+        collective: Collective<'_>,
+        deadline: Deadline,
+    ) -> Result<(), Error> {
+        let site = match self.mark.load(Ordering::Relaxed) {
+            0 => site,
+            mark => Site::mark(mark),
+        };
         let mut calls = lock(&self.calls);
         calls.sequence += 1;
         let sequence = calls.sequence;
-        self.run_numbered(&mut calls, collective, sequence, deadline)?;
+        self.run_numbered(&mut calls, collective, (sequence, site), deadline)?;
         self.completed.store(sequence, Ordering::Release);
         Ok(())
     }
@@ -100,18 +113,24 @@ impl<T: Transport> Linked<T> {
         collective: Collective<'_>,
         deadline: Deadline,
     ) -> Result<(), Error> {
-        self.run_numbered(&mut lock(&self.calls), collective, 0, deadline)
+        self.run_numbered(
+            &mut lock(&self.calls),
+            collective,
+            (0, Site::NONE),
+            deadline,
+        )
     }
 
     fn run_numbered(
         &self,
         calls: &mut Calls,
         mut collective: Collective<'_>,
-        sequence: u64,
+        (sequence, site): (u64, Site),
         deadline: Deadline,
     ) -> Result<(), Error> {
         let call = Call::of(&collective, sequence, self.rank(), self.size());
         let call = call.map_err(|error| self.fail(error.call(), error, sequence))?;
+        let call = Call { site, ..call };
         if let Some(error) = self.cause_of(call) {
             return Err(error);
         }

@@ -20,7 +20,7 @@ use super::{Linked, lock};
 use crate::status::Cause;
 use crate::transport::{Closed, Lane, Pause, Transport, Want};
 use crate::wire::{HEADER_BYTES, Header, What};
-use crate::{Call, Data, DataMut, Deadline, Dtype, Error, Kind, MESSAGES_HELD};
+use crate::{Call, Data, DataMut, Deadline, Dtype, Error, Kind, MESSAGES_HELD, Site};
 
 /// A receiver gives credits back at once when it owes this many, else when it next waits: half of
 /// what the sender has, so that a steady stream neither stalls nor costs a frame per message.
@@ -145,6 +145,7 @@ impl Post {
                 dtype: Dtype::U8,
                 length: std::mem::take(&mut self.owed) as u64,
                 digest: 0,
+                site: Site::NONE,
             };
             let header = header(What::Credit, call, 0);
             self.put(group, peer, &header, &[]);
@@ -280,6 +281,7 @@ impl<T: Transport> Linked<T> {
             dtype,
             length: length as u64,
             digest: 0,
+            site: Site::NONE,
         };
         call.with_peer(self.rank(), self.size())
             .map_err(|error| self.fail(call, error, self.next_call()))

@@ -41,6 +41,8 @@ pub(crate) struct Linked<T> {
     status: Arc<Status>,
     tuning: OnceLock<Tuning>,
     calls: Mutex<Calls>,
+    /// See `Group::mark`.
+    mark: AtomicU64,
     /// Collectives that this rank has completed.
     completed: AtomicU64,
     mail: Mutex<Mail>,
@@ -61,6 +63,7 @@ impl<T: Transport> Linked<T> {
             status,
             tuning: OnceLock::new(),
             calls: Mutex::new(Calls::new(size)),
+            mark: AtomicU64::new(0),
             completed: AtomicU64::new(0),
             mail: Mutex::new(Mail::new(size)),
             mail_changed: Condvar::new(),
@@ -99,6 +102,11 @@ impl<T: Transport> Linked<T> {
     pub(crate) fn reset_traffic(&self) {
         self.sent.store(0, Ordering::Relaxed);
         self.received.store(0, Ordering::Relaxed);
+    }
+
+    /// Names the part of the program that this rank is in.
+    pub(crate) fn mark(&self, number: u64) {
+        self.mark.store(number, Ordering::Relaxed);
     }
 
     /// What choices rest on.

@@ -348,6 +348,7 @@ impl MlxRing {
             dtype,
             length: len as u64,
             digest: 0,
+            site: crate::Site::NONE,
         };
         let checked = call.with_peer(self.rank(), self.size());
         checked.map_err(|error| self.fail(error))
@@ -472,6 +473,7 @@ impl Group for MlxRing {
             dtype: Dtype::U8,
             length: 0,
             digest: 0,
+            site: crate::Site::NONE,
         }))
     }
 }

@@ -343,6 +343,7 @@ impl Mpi {
             dtype,
             length: len as u64,
             digest: 0,
+            site: crate::Site::NONE,
         };
         let call = call.with_peer(self.rank, self.size);
         let call = call.map_err(|error| self.fail(error))?;

@@ -475,6 +475,7 @@ impl Nccl {
             dtype,
             length: len as u64,
             digest: 0,
+            site: crate::Site::NONE,
         })
     }
 }

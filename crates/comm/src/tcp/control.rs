@@ -4,8 +4,6 @@
 //! A thread of the group, the *keeper*, reads it. It is also there while the rank computes, so a
 //! peer that is stopped or cut off is known whether or not a call is under way.
 
-use std::io::{Read, Write};
-use std::net::TcpStream;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -13,7 +11,8 @@ use std::time::{Duration, Instant};
 use paceline_base::Rank;
 use rustix::event::{PollFd, PollFlags};
 
-use super::sockets::{Waker, outcome, poll_until};
+use super::link::Stream;
+use super::sockets::{Waker, poll_until};
 use crate::deadline;
 use crate::linked::Linked;
 use crate::status::{Cause, News};
@@ -43,18 +42,24 @@ const PUSH_WAIT: Duration = Duration::from_millis(5);
 /// The control connections of one rank.
 pub(crate) struct Controls {
     /// By rank; none for the rank itself.
-    streams: Vec<Option<TcpStream>>,
-    /// Held while writing, so that frames stay whole.
-    writing: Mutex<()>,
+    streams: Vec<Option<Stream>>,
+    /// What the system has not taken yet, by rank.
+    unsent: Mutex<Vec<Vec<u8>>>,
+    /// Whose bytes on another lane are no records.
+    suspects: Vec<AtomicBool>,
     waker: Waker,
     stop: AtomicBool,
 }
 
+/// Most bytes that wait for a peer who does not read: some frames. Further ones are left out.
+const UNSENT_BYTES: usize = 16 * CONTROL_BYTES;
+
 impl Controls {
-    pub(super) fn new(streams: Vec<Option<TcpStream>>) -> std::io::Result<Self> {
+    pub(super) fn new(streams: Vec<Option<Stream>>) -> std::io::Result<Self> {
         Ok(Self {
+            unsent: Mutex::new(vec![Vec::new(); streams.len()]),
+            suspects: streams.iter().map(|_| AtomicBool::new(false)).collect(),
             streams,
-            writing: Mutex::new(()),
             waker: Waker::new()?,
             stop: AtomicBool::new(false),
         })
@@ -67,11 +72,23 @@ impl Controls {
     }
 
     fn write(&self, control: &Control) {
-        let _guard = self.writing.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut unsent = self.unsent.lock().unwrap_or_else(PoisonError::into_inner);
         let bytes = control.encode();
-        for mut stream in self.streams.iter().flatten() {
-            let _ = stream.write(&bytes);
+        for (stream, unsent) in self.streams.iter().zip(&mut *unsent) {
+            let Some(stream) = stream else { continue };
+            if unsent.len() < UNSENT_BYTES {
+                unsent.extend_from_slice(&bytes);
+            }
+            // A peer that has gone is noticed by whoever reads.
+            let count = stream.write(unsent, &[]).unwrap_or(unsent.len());
+            unsent.drain(..count);
         }
+    }
+
+    /// Lets the keeper give up `peer`, which sent what is no record.
+    pub(super) fn suspect(&self, peer: usize) {
+        self.suspects[peer].store(true, Ordering::Release);
+        self.waker.wake();
     }
 
     /// Wakes the keeper.
@@ -119,6 +136,9 @@ pub(super) fn keep<T: Kept>(group: &Linked<T>, silence: Duration) {
         }
         for (peer, watch) in watches.iter_mut().enumerate() {
             if controls.streams[peer].is_some() {
+                if controls.suspects[peer].load(Ordering::Acquire) {
+                    watch.garbled(group, peer);
+                }
                 watch.judge(group, peer, now, silence);
             }
         }
@@ -149,11 +169,12 @@ impl Watch {
     }
 
     /// Reads all that is there.
-    fn listen<T: Kept>(&mut self, group: &Linked<T>, peer: usize, mut stream: &TcpStream) {
+    fn listen<T: Kept>(&mut self, group: &Linked<T>, peer: usize, stream: &Stream) {
         while !self.done {
-            match outcome(stream.read(&mut self.bytes[self.filled..])) {
+            match stream.read(&mut self.bytes[self.filled..]) {
                 Ok(0) => return,
                 Ok(count) => self.filled += count,
+                Err(Closed) if stream.is_garbled() => self.garbled(group, peer),
                 Err(Closed) => {
                     group.transport().lost(peer);
                     let (cause, at) = (Cause::Left(rank(peer)), u64::MAX);
@@ -166,12 +187,16 @@ impl Watch {
                 match Control::decode(&self.bytes) {
                     Some(Control::Beat) => {}
                     Some(Control::News(news)) => group.poison(news),
-                    None => {
-                        let (cause, at) = (Cause::Garbled(rank(peer)), 0);
-                        self.end(group, News { cause, at });
-                    }
+                    None => self.garbled(group, peer),
                 }
             }
+        }
+    }
+
+    fn garbled<T: Kept>(&mut self, group: &Linked<T>, peer: usize) {
+        if !self.done {
+            let (cause, at) = (Cause::Garbled(rank(peer)), 0);
+            self.end(group, News { cause, at });
         }
     }
 

@@ -1,44 +1,35 @@
 //! How ranks become a group: every pair connects, says who it is, and learns why not.
 //!
-//! ```text
-//! hello, from the higher rank, which dials          reply, from the lower one
-//!   0  "paceline"   8  version (u16)                  0  "paceline"   8  version (u16)
-//!  10  lane         11 0                              10  verdict     11 1: about another rank
-//!  12  size (u32)   16 own rank   20 rank dialled     12  size (u32)  16 rank (u32)
-//!  24  group id (16)              40 instance (u64)   20  0
-//! ```
-//!
-//! When a rank has all its links it sends one beat on each control connection, and it is done when
-//! it has one from everybody. Who gives up says why on the control connections it has.
+//! The higher rank of a pair dials the lower, once for each slot (`hello`). When a rank has all its
+//! links it sends one beat on each control connection, and it is done when it has one from
+//! everybody. Who gives up says why on the control connections it has.
 //!
 //! A stranger costs a slot among [`STRANGERS`] until its first bytes are wrong or
 //! [`STRANGER_WAIT`] is over; the oldest makes room for a new one. Whoever is a member says hello
 //! at once, so it is not the oldest for long, and it dials again when it was turned out.
+//!
+//! With a group key, only who has proved to have it can end the join by what it says, and those who
+//! come from an address of the group: strangers elsewhere who know the group's id cannot.
 
 use std::collections::VecDeque;
-use std::fmt;
-use std::io::{self, Read, Write};
-use std::net::{SocketAddr, TcpStream};
+use std::io::{Read, Write};
+use std::net::{IpAddr, SocketAddr, TcpStream};
 use std::time::{Duration, Instant};
 
 use paceline_base::Rank;
 use rustix::event::{PollFd, PollFlags};
 
+use super::hello::{
+    GREETING_BYTES, HELLO_BYTES, HELLO_BYTES_MIN, Hello, MAGIC, REPLY_BYTES, Reply, VERSION,
+};
+use super::link::Stream;
+use super::refusal::{JoinError, Refusal};
+use super::seal::{self, SHAKE_BYTES, Session, Shaking, WrongKey};
 use super::sockets::{outcome, poll_until};
-use super::{GroupId, Listener, random};
+use super::{Origin, random};
 use crate::transport::Closed;
 use crate::wire::{CONTROL_BYTES, Control};
-use crate::{Call, Deadline, Error, deadline};
-
-/// Changes with every change of a frame.
-const VERSION: u16 = 1;
-const MAGIC: [u8; 8] = *b"paceline";
-const HELLO_BYTES: usize = 48;
-const REPLY_BYTES: usize = 24;
-
-/// Connections for each pair: calls, messages, control.
-const LANES: usize = 3;
-const CONTROL: usize = 2;
+use crate::{Deadline, deadline};
 
 /// Connections that may wait for their first bytes at once: several for each of 64 ranks.
 const STRANGERS: usize = 256;
@@ -50,300 +41,91 @@ const STRANGER_WAIT: Duration = Duration::from_secs(2);
 const DIAL_WAIT: Duration = Duration::from_millis(500);
 const DIAL_AGAIN: Duration = Duration::from_millis(20);
 
+/// How long a rank waits before it calls the address that should be its own: most groups are
+/// complete by then, and behind some gateways it leads nowhere.
+const SELF_AGAIN: Duration = Duration::from_millis(300);
+
+/// How long an address of a rank that is reached by another may refuse, before the next of its
+/// addresses is taken.
+const ADDRESS_WAIT: Duration = Duration::from_secs(1);
+
+/// How long the place of a rank that came with another group id is kept for it to come again:
+/// it may be about to give up a group that has failed.
+const STRAY_WAIT: Duration = Duration::from_secs(1);
+
 /// How long a rank that gives up still answers those who come.
 const FAREWELL: Duration = Duration::from_millis(300);
 
 /// Longest sleep between two looks at everything.
 const LOOK_EVERY: Duration = Duration::from_millis(10);
 
-/// Why a rank may not become a member. `ours` is what the rank that says so has.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Refusal {
-    /// Another version of the protocol.
-    Version {
-        /// Of the rank that refuses.
-        ours: u16,
-        /// Of the one refused.
-        theirs: u16,
-    },
-    /// Another number of ranks.
-    Size {
-        /// Of the rank that refuses.
-        ours: u32,
-        /// Of the one refused.
-        theirs: u32,
-    },
-    /// Another group id: a member of another group, or of none.
-    Group,
-    /// It cannot be that rank, or dialled the wrong one.
-    Rank(Rank),
-    /// Another process has that rank already.
-    Duplicate(Rank),
-}
-
-impl fmt::Display for Refusal {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Version { ours, theirs } => {
-                write!(f, "protocol version is {theirs}, expected {ours}")
-            }
-            Self::Size { ours, theirs } => write!(f, "group size is {theirs}, expected {ours}"),
-            Self::Group => write!(f, "it has another group id"),
-            Self::Rank(rank) => write!(f, "{rank} does not fit the list of addresses"),
-            Self::Duplicate(rank) => write!(f, "{rank} is taken by another process"),
-        }
-    }
-}
-
-/// Why a group did not come about.
-#[derive(Debug, thiserror::Error)]
-pub enum JoinError {
-    /// The own rank is not in the list of addresses.
-    #[error("{rank} cannot join a group of {size}")]
-    NoSuchRank {
-        /// The own rank.
-        rank: Rank,
-        /// Addresses given.
-        size: usize,
-    },
-    /// The system refused something.
-    #[error("{what}: {source}")]
-    System {
-        /// What was tried.
-        what: &'static str,
-        /// What the system said.
-        source: io::Error,
-    },
-    /// The deadline passed.
-    #[error("{rank} did not join before the deadline{}", refused(.turned_away))]
-    Missing {
-        /// The first rank that was missing.
-        rank: Rank,
-        /// Why somebody who wanted to join was turned away, if that happened.
-        turned_away: Option<Refusal>,
-    },
-    /// Another rank does not want this one.
-    #[error("{by} refuses this rank: {why}")]
-    Refused {
-        /// Who.
-        by: Rank,
-        /// What is wrong with this rank.
-        why: Refusal,
-    },
-    /// A process with this group's id does not fit.
-    #[error("a process that wants to join does not fit: {why}")]
-    Unfit {
-        /// What is wrong with it.
-        why: Refusal,
-    },
-    /// Another rank found a process that does not fit.
-    #[error("{by} gave up: {why}")]
-    GaveUp {
-        /// Who.
-        by: Rank,
-        /// What is wrong with that process.
-        why: Refusal,
-    },
-    /// A rank cannot use another's memory, most likely because it is on another machine.
-    #[error("{rank} cannot map the memory of all others")]
-    Apart {
-        /// The first rank that cannot.
-        rank: Rank,
-    },
-    /// A rank that had joined is gone again.
-    #[error("{rank} left before the group was complete")]
-    Lost {
-        /// Who.
-        rank: Rank,
-    },
-}
-
-fn refused(why: &Option<Refusal>) -> String {
-    why.map_or(String::new(), |why| {
-        format!("; a process was turned away: {why}")
-    })
-}
-
-impl JoinError {
-    /// The error of a call that belongs to the making of a group.
-    pub(crate) fn of_call(error: Error) -> Self {
-        match error {
-            Error::Timeout { rank, .. } => Self::Missing {
-                rank,
-                turned_away: None,
-            },
-            Error::PeerLost { rank, .. }
-            | Error::Silent { rank, .. }
-            | Error::Garbled { rank, .. }
-            | Error::Mismatch { rank, .. }
-            | Error::Length { rank, .. }
-            | Error::NoSuchRank { rank, .. }
-            | Error::Unsupported { rank, .. }
-            | Error::Library { rank, .. } => Self::Lost { rank },
-        }
-    }
-
-    /// This error, met while a group was split: `ranks` are the new group's members by their old
-    /// ranks.
-    pub(crate) fn of_split(&self, call: Call, ranks: &[Rank]) -> Error {
-        let old = |rank: &Rank| ranks.get(rank.0 as usize).copied().unwrap_or(*rank);
-        match self {
-            Self::Missing { rank, .. } => Error::Timeout {
-                call,
-                rank: old(rank),
-            },
-            Self::Lost { rank }
-            | Self::Refused { by: rank, .. }
-            | Self::GaveUp { by: rank, .. } => Error::PeerLost {
-                call,
-                rank: old(rank),
-            },
-            Self::NoSuchRank { .. }
-            | Self::System { .. }
-            | Self::Unfit { .. }
-            | Self::Apart { .. } => Error::PeerLost {
-                call,
-                rank: ranks.first().copied().unwrap_or_default(),
-            },
-        }
-    }
-}
-
-/// What a rank says first.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Hello {
-    version: u16,
-    lane: u8,
-    size: u32,
-    rank: u32,
-    to: u32,
-    group: GroupId,
-    instance: u64,
-}
-
-impl Hello {
-    fn encode(&self) -> [u8; HELLO_BYTES] {
-        let mut bytes = [0; HELLO_BYTES];
-        bytes[..8].copy_from_slice(&MAGIC);
-        bytes[8..10].copy_from_slice(&self.version.to_le_bytes());
-        bytes[10] = self.lane;
-        bytes[12..16].copy_from_slice(&self.size.to_le_bytes());
-        bytes[16..20].copy_from_slice(&self.rank.to_le_bytes());
-        bytes[20..24].copy_from_slice(&self.to.to_le_bytes());
-        bytes[24..40].copy_from_slice(&self.group.0);
-        bytes[40..].copy_from_slice(&self.instance.to_le_bytes());
-        bytes
-    }
-
-    fn decode(bytes: &[u8; HELLO_BYTES]) -> Option<Self> {
-        let mut group = [0; 16];
-        group.copy_from_slice(&bytes[24..40]);
-        bytes.starts_with(&MAGIC).then(|| Self {
-            version: u16::from_le_bytes([bytes[8], bytes[9]]),
-            lane: bytes[10],
-            size: word(bytes, 12),
-            rank: word(bytes, 16),
-            to: word(bytes, 20),
-            group: GroupId(group),
-            instance: u64::from(word(bytes, 40)) | u64::from(word(bytes, 44)) << 32,
-        })
-    }
-}
-
-fn word(bytes: &[u8], at: usize) -> u32 {
-    bytes[at..]
-        .first_chunk()
-        .map_or(0, |word| u32::from_le_bytes(*word))
-}
-
-/// What a rank answers to a hello, or says when it gives up.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Reply {
-    Welcome,
-    /// The one who said hello does not fit.
-    Refused(Refusal),
-    /// Another one did not fit.
-    GaveUp(Refusal),
-}
-
-fn encode_reply(reply: Reply, size: u32) -> [u8; REPLY_BYTES] {
-    let mut bytes = [0; REPLY_BYTES];
-    bytes[..8].copy_from_slice(&MAGIC);
-    bytes[8..10].copy_from_slice(&VERSION.to_le_bytes());
-    let (verdict, theirs) = match reply {
-        Reply::Welcome => (0, 0),
-        Reply::Refused(why) | Reply::GaveUp(why) => match why {
-            Refusal::Version { theirs, .. } => (1, theirs.into()),
-            Refusal::Size { theirs, .. } => (2, theirs),
-            Refusal::Group => (3, 0),
-            Refusal::Rank(rank) => (4, rank.0),
-            Refusal::Duplicate(rank) => (5, rank.0),
-        },
-    };
-    bytes[10] = verdict;
-    bytes[11] = u8::from(matches!(reply, Reply::GaveUp(_)));
-    bytes[12..16].copy_from_slice(&size.to_le_bytes());
-    bytes[16..20].copy_from_slice(&theirs.to_le_bytes());
-    bytes
-}
-
-/// `None` if these bytes are no reply.
-fn decode_reply(bytes: &[u8; REPLY_BYTES]) -> Option<Reply> {
-    let ours = u16::from_le_bytes([bytes[8], bytes[9]]);
-    let (size, theirs) = (word(bytes, 12), word(bytes, 16));
-    let why = match bytes[10] {
-        0 => return bytes.starts_with(&MAGIC).then_some(Reply::Welcome),
-        1 => Refusal::Version {
-            ours,
-            theirs: u16::try_from(theirs).ok()?,
-        },
-        2 => Refusal::Size { ours: size, theirs },
-        3 => Refusal::Group,
-        4 => Refusal::Rank(Rank(theirs)),
-        5 => Refusal::Duplicate(Rank(theirs)),
-        _ => return None,
-    };
-    let reply = match bytes[11] {
-        0 => Reply::Refused(why),
-        _ => Reply::GaveUp(why),
-    };
-    bytes.starts_with(&MAGIC).then_some(reply)
-}
-
-/// Reads `bytes` as a hello and as a reply.
-#[cfg(any(test, feature = "testing"))]
-pub(crate) fn parse(bytes: &[u8]) {
-    if let Some(hello) = bytes.first_chunk().and_then(Hello::decode) {
-        assert_eq!(Hello::decode(&hello.encode()), Some(hello));
-    }
-    let _ = bytes.first_chunk().and_then(decode_reply);
-}
+/// What a dialler says first over a sealed connection, to show that its hello is no recording.
+const PROOF: [u8; 1] = [1];
 
 /// Connections by rank, none for the rank itself.
-type Streams = Vec<Option<TcpStream>>;
+pub(super) type Streams = Vec<Option<Stream>>;
 
 /// A connection whose first bytes have not all come.
-struct Pending<const N: usize> {
+struct Pending {
     stream: TcpStream,
-    bytes: [u8; N],
+    bytes: [u8; GREETING_BYTES],
     filled: usize,
     since: Instant,
 }
 
-impl<const N: usize> Pending<N> {
+impl Pending {
     fn new(stream: TcpStream) -> Self {
         Self {
             stream,
-            bytes: [0; N],
+            bytes: [0; GREETING_BYTES],
             filled: 0,
             since: deadline::now(),
         }
     }
 
-    /// All bytes, once they are there.
-    fn read(&mut self) -> Result<Option<[u8; N]>, Closed> {
-        self.filled += outcome((&self.stream).read(&mut self.bytes[self.filled..]))?;
-        Ok((self.filled == N).then_some(self.bytes))
+    /// Whether the first `count` bytes are there.
+    fn read(&mut self, count: usize) -> Result<bool, Closed> {
+        if self.filled < count {
+            self.filled += outcome((&self.stream).read(&mut self.bytes[self.filled..count]))?;
+        }
+        Ok(self.filled >= count)
+    }
+
+    /// The hello, once all of it is there: of another version, as much as is needed to say so.
+    fn hello(&mut self) -> Result<Option<Hello>, Closed> {
+        let whole = self.read(HELLO_BYTES)?;
+        let head = self.bytes.first_chunk().expect("a greeting is longer");
+        let Some(hello) = Hello::decode(head) else {
+            return Ok(None);
+        };
+        if self.filled >= HELLO_BYTES_MIN && hello.version != VERSION {
+            return Ok(Some(hello));
+        }
+        let all = if hello.sealed {
+            GREETING_BYTES
+        } else {
+            HELLO_BYTES
+        };
+        Ok((whole && self.read(all)?).then_some(hello))
+    }
+
+    /// The reply, once all of it is there: with a handshake, if it welcomes and `sealed`.
+    fn reply(&mut self, sealed: bool) -> Result<Option<Option<Reply>>, Closed> {
+        if !self.read(REPLY_BYTES)? {
+            return Ok(None);
+        }
+        let reply = Reply::decode(self.bytes.first_chunk().expect("a greeting is longer"));
+        let all = match reply {
+            Some(Reply::Welcome) if sealed => REPLY_BYTES + SHAKE_BYTES,
+            _ => REPLY_BYTES,
+        };
+        Ok(self.read(all)?.then_some(reply))
+    }
+
+    /// The message of the handshake behind `head` bytes.
+    fn shake(&self, head: usize) -> &[u8; SHAKE_BYTES] {
+        let bytes = self.bytes[head..].first_chunk();
+        bytes.expect("a greeting has room for it")
     }
 
     /// Whether it may still become something.
@@ -353,46 +135,80 @@ impl<const N: usize> Pending<N> {
     }
 }
 
-/// One connection that this rank has to make.
+/// One who knocked.
+enum Stranger {
+    /// It has not said all of its hello.
+    Greeting(Pending),
+    /// It was welcomed and has to prove that it can go on with the handshake.
+    Proving(Box<Stream>, Hello, Instant),
+}
+
+impl Stranger {
+    fn poll_fd(&self) -> PollFd<'_> {
+        match self {
+            Self::Greeting(pending) => PollFd::new(&pending.stream, PollFlags::IN),
+            Self::Proving(stream, ..) => PollFd::new(&**stream, PollFlags::IN),
+        }
+    }
+}
+
+/// One connection that this rank has to make. To the rank itself: to see whether it is the one
+/// whom its address leads to.
 struct Dial {
     peer: usize,
-    lane: usize,
-    pending: Option<Pending<REPLY_BYTES>>,
+    slot: usize,
+    /// Which of the peer's addresses.
+    address: usize,
+    pending: Option<(Pending, Option<Shaking>)>,
     not_before: Instant,
+    /// Since when this address does not answer, although the peer is there.
+    failing: Option<Instant>,
 }
 
-struct Joining<'a> {
-    listener: &'a Listener,
+pub(super) struct Joining<'a> {
+    origin: &'a Origin,
     rank: usize,
-    addrs: &'a [SocketAddr],
-    id: GroupId,
     instance: u64,
-    links: [Streams; LANES],
+    /// By slot.
+    links: Vec<Streams>,
     /// Which process a rank is.
     instances: Vec<Option<u64>>,
-    strangers: VecDeque<Pending<HELLO_BYTES>>,
+    strangers: VecDeque<Stranger>,
     dials: Vec<Dial>,
     turned_away: Option<Refusal>,
+    /// When and from where a rank came with another group id.
+    strays: Vec<Option<(Instant, IpAddr)>>,
 }
 
-/// All connections of `rank`: for calls, for messages, for control.
+/// All connections of `rank`, by slot.
 pub(super) fn connect(
-    listener: &Listener,
+    origin: &Origin,
     rank: Rank,
-    addrs: &[SocketAddr],
-    id: GroupId,
     deadline: Deadline,
-) -> Result<[Streams; LANES], JoinError> {
-    let size = addrs.len();
+) -> Result<Vec<Streams>, JoinError> {
+    let size = origin.addrs.len();
     if rank.0 as usize >= size || u32::try_from(size).is_err() {
         return Err(JoinError::NoSuchRank { rank, size });
     }
-    let mut joining = Joining::new(listener, rank.0 as usize, addrs, id);
+    if let Some(empty) = origin.addrs.iter().position(Vec::is_empty) {
+        let rank = number(empty);
+        return Err(JoinError::NoAddress { rank });
+    }
+    let listened = origin.listener.addrs().iter();
+    let addrs = origin.addrs.iter().flatten().chain(listened).copied();
+    if let Some(addr) = origin.config.protection.bars(addrs) {
+        return Err(JoinError::Unprotected { addr });
+    }
+    let mut joining = Joining::new(origin, rank.0 as usize);
     let result = joining
         .links(deadline)
         .and_then(|()| joining.ready(deadline));
     match result {
-        Ok(()) => Ok(joining.links),
+        Ok(()) => {
+            let own = |slot: &mut Streams| slot[joining.rank] = None;
+            joining.links.iter_mut().for_each(own);
+            Ok(joining.links)
+        }
         Err(error) => {
             joining.give_up(&error, deadline);
             Err(error)
@@ -401,31 +217,39 @@ pub(super) fn connect(
 }
 
 impl<'a> Joining<'a> {
-    fn new(listener: &'a Listener, rank: usize, addrs: &'a [SocketAddr], id: GroupId) -> Self {
-        let now = deadline::now();
-        let dial = |(peer, lane)| Dial {
+    fn new(origin: &'a Origin, rank: usize) -> Self {
+        let (now, size) = (deadline::now(), origin.addrs.len());
+        let slots = origin.config.slots();
+        let streams = usize::from(origin.config.streams.get());
+        let dial = |(peer, slot): (usize, usize)| Dial {
             peer,
-            lane,
+            slot,
+            address: slot % streams % origin.addrs[peer].len(),
             pending: None,
-            not_before: now,
+            not_before: if peer == rank { now + SELF_AGAIN } else { now },
+            failing: None,
         };
-        let pairs = (0..rank).flat_map(|peer| (0..LANES).map(move |lane| (peer, lane)));
+        let pairs = (0..rank).flat_map(|peer| (0..slots).map(move |slot| (peer, slot)));
+        let listened = origin.listener.addrs();
+        let reached = |addr: &SocketAddr| listened.contains(addr);
+        let itself = (!origin.addrs[rank].iter().all(reached)).then_some((rank, slots - 1));
         Self {
-            listener,
+            origin,
             rank,
-            addrs,
-            id,
             instance: random(),
-            links: std::array::from_fn(|_| addrs.iter().map(|_| None).collect()),
-            instances: vec![None; addrs.len()],
+            links: (0..slots)
+                .map(|_| (0..size).map(|_| None).collect())
+                .collect(),
+            instances: vec![None; size],
             strangers: VecDeque::new(),
-            dials: pairs.map(dial).collect(),
+            dials: pairs.chain(itself).map(dial).collect(),
             turned_away: None,
+            strays: vec![None; size],
         }
     }
 
     fn size(&self) -> u32 {
-        u32::try_from(self.addrs.len()).expect("checked before")
+        u32::try_from(self.origin.addrs.len()).expect("checked before")
     }
 
     /// Makes all links.
@@ -438,6 +262,7 @@ impl<'a> Joining<'a> {
                 return Ok(());
             };
             self.look_at_members()?;
+            self.look_at_strays()?;
             if deadline.left(deadline::now()).is_zero() {
                 return Err(JoinError::Missing {
                     rank: missing,
@@ -448,92 +273,222 @@ impl<'a> Joining<'a> {
         }
     }
 
+    fn is_linked(&self, rank: usize) -> bool {
+        self.links.iter().all(|slot| slot[rank].is_some())
+    }
+
     fn missing(&self) -> Option<Rank> {
-        let linked = |rank: &usize| self.links.iter().all(|lane| lane[*rank].is_some());
-        let mut others = (0..self.addrs.len()).filter(|rank| *rank != self.rank);
-        others.find(|rank| !linked(rank)).map(number)
+        let mut others = (0..self.instances.len()).filter(|rank| *rank != self.rank);
+        others.find(|rank| !self.is_linked(*rank)).map(number)
+    }
+
+    fn control(&self) -> &Streams {
+        self.links.last().expect("there is a slot for control")
     }
 
     /// Takes in whoever knocks, up to a bound for each look.
     fn accept(&mut self) {
-        for _ in 0..STRANGERS {
-            let Ok((stream, _)) = self.listener.socket.accept() else {
-                return;
-            };
-            let ready = stream
-                .set_nonblocking(true)
-                .and_then(|()| stream.set_nodelay(true));
-            if ready.is_ok() {
-                self.strangers.push_back(Pending::new(stream));
-            }
-            if self.strangers.len() > STRANGERS {
-                self.strangers.pop_front();
+        for socket in self.origin.listener.sockets() {
+            for _ in 0..STRANGERS {
+                let Ok((stream, _)) = socket.accept() else {
+                    break;
+                };
+                let ready = stream
+                    .set_nonblocking(true)
+                    .and_then(|()| stream.set_nodelay(true));
+                if ready.is_ok() {
+                    let stranger = Stranger::Greeting(Pending::new(stream));
+                    self.strangers.push_back(stranger);
+                }
+                if self.strangers.len() > STRANGERS {
+                    self.strangers.pop_front();
+                }
             }
         }
     }
 
     fn hear_strangers(&mut self) -> Result<(), JoinError> {
         for _ in 0..self.strangers.len() {
-            let Some(mut stranger) = self.strangers.pop_front() else {
-                break;
-            };
-            match stranger.read() {
-                Ok(Some(bytes)) => self.admit(stranger.stream, &bytes)?,
-                Ok(None) if stranger.plausible() => self.strangers.push_back(stranger),
-                Ok(None) | Err(Closed) => {}
+            match self.strangers.pop_front() {
+                Some(Stranger::Greeting(mut pending)) => match pending.hello() {
+                    Ok(Some(hello)) => self.admit(pending, &hello)?,
+                    Ok(None) if pending.plausible() => {
+                        self.strangers.push_back(Stranger::Greeting(pending));
+                    }
+                    Ok(None) | Err(Closed) => {}
+                },
+                Some(Stranger::Proving(stream, hello, since)) => {
+                    self.hear_proof(stream, hello, since)?;
+                }
+                None => break,
             }
         }
         Ok(())
     }
 
     /// Judges a hello, answers, and keeps the connection of a member.
-    fn admit(&mut self, stream: TcpStream, bytes: &[u8; HELLO_BYTES]) -> Result<(), JoinError> {
-        let Some(hello) = Hello::decode(bytes) else {
-            return Ok(());
-        };
-        let why = self.judge(&hello);
-        let reply = why.map_or(Reply::Welcome, Reply::Refused);
-        let answer = (&stream).write(&encode_reply(reply, self.size()));
-        match why {
-            None if answer.is_ok() => {
-                let peer = hello.rank as usize;
-                self.instances[peer] = Some(hello.instance);
-                self.links[usize::from(hello.lane)][peer] = Some(stream);
-            }
-            None => {}
-            Some(why) => {
-                self.turned_away = Some(why);
-                // A member of another group has lost its way; one of this group is misconfigured,
-                // and the group will never be complete.
-                if hello.group == self.id {
-                    return Err(JoinError::Unfit { why });
+    fn admit(&mut self, pending: Pending, hello: &Hello) -> Result<(), JoinError> {
+        let from = pending.stream.peer_addr().ok().map(|addr| addr.ip());
+        match self.welcome(&pending, hello) {
+            Ok(None) => {
+                let sent = (&pending.stream).write(&Reply::Welcome.encode());
+                if sent.is_ok() {
+                    self.take(Stream::new(pending.stream, None), hello);
                 }
+                Ok(())
             }
+            Ok(Some((session, shake))) => {
+                let reply = [&Reply::Welcome.encode()[..], &shake].concat();
+                if (&pending.stream).write(&reply).is_ok() {
+                    let stream = Box::new(Stream::new(pending.stream, Some(session)));
+                    let stranger = Stranger::Proving(stream, *hello, deadline::now());
+                    self.strangers.push_back(stranger);
+                }
+                Ok(())
+            }
+            Err(why) => {
+                refuse(&pending.stream, Reply::Refused(why));
+                self.offence(why, hello, from, false)
+            }
+        }
+    }
+
+    /// Links a stranger whose handshake is complete.
+    fn hear_proof(
+        &mut self,
+        stream: Box<Stream>,
+        hello: Hello,
+        since: Instant,
+    ) -> Result<(), JoinError> {
+        let mut proof = [0; PROOF.len()];
+        match stream.read(&mut proof) {
+            Ok(0) if since.elapsed() < STRANGER_WAIT => {
+                let stranger = Stranger::Proving(stream, hello, since);
+                self.strangers.push_back(stranger);
+            }
+            // Whether the rank is taken only counts now: before, a recording could have taken it.
+            Ok(1..) if proof == PROOF => match self.judge(&hello) {
+                None => self.take(*stream, &hello),
+                Some(why) => {
+                    let _ = stream.write(&farewell(Reply::Refused(why)), &[]);
+                    return self.offence(why, &hello, stream.peer(), true);
+                }
+            },
+            _ => {}
         }
         Ok(())
     }
 
-    fn judge(&self, hello: &Hello) -> Option<Refusal> {
-        let (rank, lane) = (hello.rank as usize, usize::from(hello.lane));
-        let (ours, theirs) = (self.size(), hello.size);
+    fn take(&mut self, stream: Stream, hello: &Hello) {
+        let peer = hello.rank as usize;
+        if peer != self.rank {
+            self.instances[peer] = Some(hello.instance);
+            self.links[usize::from(hello.slot)][peer] = Some(stream);
+        }
+    }
+
+    /// Whether whoever said `hello` may go on: with a session, if there is a group key.
+    fn welcome(
+        &self,
+        pending: &Pending,
+        hello: &Hello,
+    ) -> Result<Option<(Session, [u8; SHAKE_BYTES])>, Refusal> {
         if hello.version != VERSION {
             let (ours, theirs) = (VERSION, hello.version);
-            Some(Refusal::Version { ours, theirs })
-        } else if hello.group != self.id {
-            Some(Refusal::Group)
-        } else if theirs != ours {
+            return Err(Refusal::Version { ours, theirs });
+        }
+        if hello.group != self.origin.id {
+            return Err(Refusal::Group);
+        }
+        let session = match (self.origin.config.protection.key(), hello.sealed) {
+            (None, false) => None,
+            (Some(_), false) => return Err(Refusal::NoKey),
+            (None, true) => return Err(Refusal::UnknownKey),
+            (Some(key), true) => {
+                let prologue = &pending.bytes[..HELLO_BYTES];
+                let answer = seal::answer(key, prologue, pending.shake(HELLO_BYTES));
+                Some(answer.map_err(|WrongKey| Refusal::Key)?)
+            }
+        };
+        match self.judge(hello) {
+            // See `hear_proof`.
+            Some(Refusal::Duplicate(_)) if session.is_some() => Ok(session),
+            Some(why) => Err(why),
+            None => Ok(session),
+        }
+    }
+
+    /// What is wrong with a rank of this group, if its hello is true.
+    fn judge(&self, hello: &Hello) -> Option<Refusal> {
+        let (rank, slot) = (hello.rank as usize, usize::from(hello.slot));
+        let (ours, theirs) = (self.size(), hello.size);
+        let streams = u16::from(self.origin.config.streams.get());
+        let known = match self.instances.get(rank) {
+            _ if rank == self.rank => Some(self.instance),
+            known => known.copied().flatten(),
+        };
+        if theirs != ours {
             Some(Refusal::Size { ours, theirs })
-        } else if rank <= self.rank
-            || rank >= self.addrs.len()
+        } else if hello.streams != streams {
+            let (ours, theirs) = (streams, hello.streams);
+            Some(Refusal::Streams { ours, theirs })
+        } else if rank < self.rank
+            || rank >= self.instances.len()
             || hello.to as usize != self.rank
-            || lane >= LANES
+            || slot >= self.links.len()
         {
             Some(Refusal::Rank(Rank(hello.rank)))
-        } else if self.instances[rank].is_some_and(|known| known != hello.instance) {
+        } else if known.is_some_and(|known| known != hello.instance) {
             Some(Refusal::Duplicate(Rank(hello.rank)))
         } else {
             None
         }
+    }
+
+    /// Takes note of one who was turned away; an error if the group can then never be complete.
+    /// `proven` says whether it has the group key.
+    fn offence(
+        &mut self,
+        why: Refusal,
+        hello: &Hello,
+        from: Option<IpAddr>,
+        proven: bool,
+    ) -> Result<(), JoinError> {
+        self.turned_away = Some(why);
+        let listed = |ip: &IpAddr| {
+            let addrs = self.origin.addrs.iter().flatten();
+            addrs.map(|addr| addr.ip()).any(|addr| addr == *ip)
+        };
+        let listed = from.filter(listed);
+        if hello.group != self.origin.id {
+            // A member of another group has lost its way. But if the rank that it says it is does
+            // not come, it was that rank.
+            let (rank, to) = (hello.rank as usize, hello.to as usize);
+            let meant = (hello.size, to) == (self.size(), self.rank);
+            if let (true, Some(from), Some(stray)) = (meant, listed, self.strays.get_mut(rank)) {
+                stray.get_or_insert((deadline::now(), from));
+            }
+            return Ok(());
+        }
+        let open = self.origin.config.protection.key().is_none();
+        match from {
+            Some(from) if proven || open || listed.is_some() => Err(JoinError::Unfit { why, from }),
+            _ => Ok(()),
+        }
+    }
+
+    /// Gives up if a rank came with another group id and did not come back with the right one.
+    fn look_at_strays(&self) -> Result<(), JoinError> {
+        for (rank, stray) in self.strays.iter().enumerate() {
+            if let Some((since, from)) = *stray
+                && !self.is_linked(rank)
+                && since.elapsed() > STRAY_WAIT
+            {
+                let why = Refusal::Group;
+                return Err(JoinError::Unfit { why, from });
+            }
+        }
+        Ok(())
     }
 
     /// Goes on with all connections that this rank has to make.
@@ -554,37 +509,25 @@ impl<'a> Joining<'a> {
     /// True when the connection is made.
     fn dial_one(&mut self, dial: &mut Dial, deadline: Deadline) -> Result<bool, JoinError> {
         let now = deadline::now();
-        let Some(pending) = &mut dial.pending else {
+        let Some((pending, shaking)) = &mut dial.pending else {
             if now >= dial.not_before {
-                let wait = deadline
-                    .left(now)
-                    .min(DIAL_WAIT)
-                    .max(Duration::from_millis(1));
-                let stream = TcpStream::connect_timeout(&self.addrs[dial.peer], wait);
-                dial.pending = stream.and_then(|s| self.greet(dial, s)).ok();
-                dial.not_before = deadline::now() + DIAL_AGAIN;
+                self.call(dial, deadline);
             }
             return Ok(false);
         };
-        match pending.read() {
+        let by = number(dial.peer);
+        match pending.reply(shaking.is_some()) {
             Ok(None) => Ok(false),
-            Ok(Some(bytes)) => {
-                let by = number(dial.peer);
-                let Some(pending) = dial.pending.take() else {
+            Ok(Some(Some(Reply::Welcome))) => {
+                let Some((pending, shaking)) = dial.pending.take() else {
                     return Ok(false);
                 };
-                match decode_reply(&bytes) {
-                    Some(Reply::Welcome) => {
-                        self.links[dial.lane][dial.peer] = Some(pending.stream);
-                        Ok(true)
-                    }
-                    Some(Reply::Refused(why)) => Err(JoinError::Refused { by, why }),
-                    Some(Reply::GaveUp(why)) => Err(JoinError::GaveUp { by, why }),
-                    // Whoever is there is not a rank; perhaps one will come.
-                    None => Ok(false),
-                }
+                Ok(self.linked(dial, pending, shaking))
             }
-            Err(Closed) => {
+            Ok(Some(Some(Reply::Refused(why)))) => Err(JoinError::Refused { by, why }),
+            Ok(Some(Some(Reply::GaveUp(why)))) => Err(JoinError::GaveUp { by, why }),
+            // Whoever is there is not a rank, or gone; perhaps one will come.
+            Ok(Some(None)) | Err(Closed) => {
                 dial.pending = None;
                 dial.not_before = now + DIAL_AGAIN;
                 Ok(false)
@@ -592,76 +535,155 @@ impl<'a> Joining<'a> {
         }
     }
 
-    fn greet(&self, dial: &Dial, mut stream: TcpStream) -> io::Result<Pending<REPLY_BYTES>> {
+    /// Dials and says hello.
+    fn call(&self, dial: &mut Dial, deadline: Deadline) {
+        let addrs = &self.origin.addrs[dial.peer];
+        let wait = deadline.left(deadline::now()).min(DIAL_WAIT);
+        let wait = wait.max(Duration::from_millis(1));
+        let stream = TcpStream::connect_timeout(&addrs[dial.address], wait);
+        dial.pending = stream.and_then(|stream| self.greet(dial, stream)).ok();
+        let now = deadline::now();
+        dial.not_before = now
+            + if dial.peer == self.rank {
+                SELF_AGAIN
+            } else {
+                DIAL_AGAIN
+            };
+        let reached = self.links.iter().any(|slot| slot[dial.peer].is_some());
+        if dial.pending.is_none() && reached {
+            let since = *dial.failing.get_or_insert(now);
+            if now.saturating_duration_since(since) > ADDRESS_WAIT {
+                dial.address = (dial.address + 1) % addrs.len();
+                dial.failing = None;
+            }
+        }
+    }
+
+    /// Keeps a connection whose acceptor welcomes this rank; false if it has to be made again.
+    fn linked(&mut self, dial: &mut Dial, pending: Pending, shaking: Option<Shaking>) -> bool {
+        let session = shaking.map(|shaking| shaking.end(pending.shake(REPLY_BYTES)));
+        let Ok(session) = session.transpose() else {
+            dial.not_before = deadline::now() + DIAL_AGAIN;
+            return false;
+        };
+        let sealed = session.is_some();
+        let stream = Stream::new(pending.stream, session);
+        if sealed && stream.write(&PROOF, &[]) != Ok(PROOF.len()) {
+            dial.not_before = deadline::now() + DIAL_AGAIN;
+            return false;
+        }
+        self.links[dial.slot][dial.peer] = Some(stream);
+        true
+    }
+
+    fn greet(
+        &self,
+        dial: &Dial,
+        mut stream: TcpStream,
+    ) -> std::io::Result<(Pending, Option<Shaking>)> {
+        let key = self.origin.config.protection.key();
         let hello = Hello {
             version: VERSION,
-            lane: u8::try_from(dial.lane).expect("three lanes"),
+            slot: u16::try_from(dial.slot).expect("less than 2 * 255 + 1 slots"),
             size: self.size(),
             rank: number(self.rank).0,
             to: number(dial.peer).0,
-            group: self.id,
+            group: self.origin.id,
             instance: self.instance,
+            streams: self.origin.config.streams.get().into(),
+            sealed: key.is_some(),
+        };
+        let hello = hello.encode();
+        let (shaking, message) = match key.map(|key| seal::begin(key, &hello)).transpose()? {
+            Some((shaking, message)) => (Some(shaking), message.to_vec()),
+            None => (None, Vec::new()),
         };
         stream.set_nodelay(true)?;
-        stream.write_all(&hello.encode())?;
+        stream.write_all(&[&hello[..], &message].concat())?;
         stream.set_nonblocking(true)?;
-        Ok(Pending::new(stream))
+        Ok((Pending::new(stream), shaking))
     }
 
-    /// Whether a member has given up meanwhile.
+    /// Whether a member has given up meanwhile, or turned this rank away after all.
     fn look_at_members(&self) -> Result<(), JoinError> {
-        for (rank, stream) in self.links[CONTROL].iter().enumerate() {
+        let mut lost = None;
+        for (rank, stream) in self
+            .links
+            .iter()
+            .rev()
+            .flat_map(|slot| slot.iter().enumerate())
+        {
             let Some(stream) = stream else { continue };
             let mut bytes = [0; REPLY_BYTES];
             let by = number(rank);
-            match outcome(stream.peek(&mut bytes)) {
-                Ok(REPLY_BYTES) => {
-                    if let Some(Reply::GaveUp(why)) = decode_reply(&bytes) {
-                        return Err(JoinError::GaveUp { by, why });
-                    }
-                }
+            match stream.peek(&mut bytes) {
+                Ok(REPLY_BYTES) => match Reply::decode(&bytes) {
+                    Some(Reply::GaveUp(why)) => return Err(JoinError::GaveUp { by, why }),
+                    Some(Reply::Refused(why)) => return Err(JoinError::Refused { by, why }),
+                    Some(Reply::Welcome) | None => {}
+                },
+                // The own end of a call to itself.
+                Err(Closed) if rank == self.rank => {}
+                Err(Closed) => lost = lost.or(Some(by)),
                 Ok(_) => {}
-                Err(Closed) => return Err(JoinError::Lost { rank: by }),
             }
         }
-        Ok(())
+        lost.map_or(Ok(()), |rank| Err(JoinError::Lost { rank }))
     }
 
     /// Tells the members that there will be no group, and for a moment those who still come.
     fn give_up(&mut self, error: &JoinError, deadline: Deadline) {
-        let (JoinError::Unfit { why } | JoinError::GaveUp { why, .. }) = error else {
+        let (JoinError::Unfit { why, .. }
+        | JoinError::GaveUp { why, .. }
+        | JoinError::Refused { why, .. }) = error
+        else {
             return;
         };
-        let reply = encode_reply(Reply::GaveUp(*why), self.size());
-        for mut stream in self.links[CONTROL].iter().flatten() {
-            let _ = stream.write(&reply);
+        let reply = Reply::GaveUp(*why);
+        for stream in self.control().iter().flatten() {
+            let _ = stream.write(&farewell(reply), &[]);
+        }
+        if let JoinError::Refused { .. } = error {
+            return;
         }
         self.dials.clear();
         let until = Deadline::at(deadline::now() + FAREWELL).min(deadline);
         while !until.left(deadline::now()).is_zero() {
             self.accept();
-            for mut stranger in std::mem::take(&mut self.strangers) {
-                match stranger.read() {
-                    Ok(Some(bytes)) => {
-                        let hello = Hello::decode(&bytes);
-                        let own = hello.and_then(|hello| self.judge(&hello));
-                        let own = own.map(|why| encode_reply(Reply::Refused(why), self.size()));
-                        let _ = (&stranger.stream).write(&own.unwrap_or(reply));
-                    }
-                    Ok(None) if stranger.plausible() => self.strangers.push_back(stranger),
-                    Ok(None) | Err(Closed) => {}
-                }
+            for stranger in std::mem::take(&mut self.strangers) {
+                self.turn_away(stranger, reply);
             }
             self.wait(until);
         }
     }
 
+    /// Tells one who comes too late.
+    fn turn_away(&mut self, stranger: Stranger, reply: Reply) {
+        match stranger {
+            Stranger::Greeting(mut pending) => match pending.hello() {
+                Ok(Some(hello)) => {
+                    let own = self.welcome(&pending, &hello).err();
+                    refuse(&pending.stream, own.map_or(reply, Reply::Refused));
+                }
+                Ok(None) if pending.plausible() => {
+                    self.strangers.push_back(Stranger::Greeting(pending));
+                }
+                Ok(None) | Err(Closed) => {}
+            },
+            Stranger::Proving(stream, hello, _) => {
+                let own = self.judge(&hello).map_or(reply, Reply::Refused);
+                let _ = stream.write(&farewell(own), &[]);
+            }
+        }
+    }
+
     /// Waits until all ranks have all their links.
     fn ready(&mut self, deadline: Deadline) -> Result<(), JoinError> {
-        for mut stream in self.links[CONTROL].iter().flatten() {
-            let _ = stream.write(&Control::Beat.encode());
+        for stream in self.control().iter().flatten() {
+            // The connection is new: it takes this.
+            let _ = stream.write(&Control::Beat.encode(), &[]);
         }
-        let mut missing: Vec<usize> = (0..self.addrs.len()).collect();
+        let mut missing: Vec<usize> = (0..self.instances.len()).collect();
         missing.retain(|rank| *rank != self.rank);
         loop {
             let mut lost = None;
@@ -688,33 +710,49 @@ impl<'a> Joining<'a> {
             }
             self.accept();
             self.hear_strangers()?;
+            self.dial(deadline)?;
             self.wait(deadline);
         }
     }
 
     /// Whether the beat of `rank` is there; it is taken off the connection.
     fn is_ready(&self, rank: usize) -> Result<bool, Closed> {
-        let Some(mut stream) = self.links[CONTROL][rank].as_ref() else {
+        let Some(stream) = &self.control()[rank] else {
             return Err(Closed);
         };
         let mut bytes = [0; CONTROL_BYTES];
-        let whole = outcome(stream.peek(&mut bytes))? == CONTROL_BYTES;
+        let whole = stream.peek(&mut bytes)? == CONTROL_BYTES;
         if !whole || Control::decode(&bytes).is_none() {
             return Ok(false);
         }
-        outcome(stream.read(&mut bytes)).map(|_| true)
+        stream.read(&mut bytes).map(|_| true)
     }
 
     /// Sleeps until something may have changed.
     fn wait(&self, deadline: Deadline) {
-        let mut fds = vec![PollFd::new(&self.listener.socket, PollFlags::IN)];
+        let listening = self.origin.listener.sockets().iter();
+        let mut fds: Vec<_> = listening
+            .map(|socket| PollFd::new(socket, PollFlags::IN))
+            .collect();
         let dials = self.dials.iter().filter_map(|dial| dial.pending.as_ref());
-        let strangers = self.strangers.iter().map(|stranger| &stranger.stream);
-        let streams = strangers.chain(dials.map(|pending| &pending.stream));
-        fds.extend(streams.map(|stream| PollFd::new(stream, PollFlags::IN)));
+        let dials = dials.map(|(pending, _)| PollFd::new(&pending.stream, PollFlags::IN));
+        fds.extend(self.strangers.iter().map(Stranger::poll_fd).chain(dials));
         let until = deadline::now() + LOOK_EVERY;
         poll_until(&mut fds, until.min(deadline.instant()));
     }
+}
+
+/// Says why not. What was not read would make the system take the answer back.
+fn refuse(mut stream: &TcpStream, reply: Reply) {
+    let _ = stream.read(&mut [0; 4096]);
+    let _ = stream.write(&reply.encode());
+}
+
+/// A reply that is as long as what else comes over a control connection.
+fn farewell(reply: Reply) -> [u8; CONTROL_BYTES] {
+    let mut bytes = [0; CONTROL_BYTES];
+    bytes[..REPLY_BYTES].copy_from_slice(&reply.encode());
+    bytes
 }
 
 fn number(rank: usize) -> Rank {

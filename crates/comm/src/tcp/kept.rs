@@ -9,7 +9,7 @@ use std::thread::JoinHandle;
 use paceline_base::Rank;
 
 use super::control::{Kept, keep};
-use super::{Config, GroupId, JoinError, Listener};
+use super::{Addrs, Config, GroupId, JoinError, Listener};
 use crate::linked::Linked;
 use crate::{Algorithm, Collective, Counts, Data, DataMut, Deadline, Error, Tuning, deadline};
 
@@ -24,9 +24,26 @@ const LARGE_BYTES: usize = 128 << 10;
 #[derive(Clone)]
 pub(crate) struct Origin {
     pub(crate) listener: Arc<Listener>,
-    pub(crate) addrs: Vec<SocketAddr>,
+    /// By rank, at least one each.
+    pub(crate) addrs: Vec<Vec<SocketAddr>>,
     pub(crate) id: GroupId,
     pub(crate) config: Config,
+}
+
+impl Origin {
+    pub(crate) fn new<A: Clone + Into<Addrs>>(
+        listener: Listener,
+        addrs: &[A],
+        id: GroupId,
+        config: Config,
+    ) -> Self {
+        Self {
+            listener: Arc::new(listener),
+            addrs: addrs.iter().map(|addrs| addrs.clone().into().0).collect(),
+            id,
+            config,
+        }
+    }
 }
 
 /// One rank.
@@ -165,8 +182,21 @@ macro_rules! keeping_group {
                 self.0.linked.size()
             }
 
+            fn run_at(
+                &self,
+                site: $crate::Site,
+                collective: Collective<'_>,
+                deadline: Deadline,
+            ) -> Result<(), Error> {
+                self.0.linked.run_at(site, collective, deadline)
+            }
+
             fn run(&self, collective: Collective<'_>, deadline: Deadline) -> Result<(), Error> {
                 self.0.linked.run(collective, deadline)
+            }
+
+            fn mark(&self, number: u64) {
+                self.0.linked.mark(number);
             }
 
             fn send_data(
@@ -226,7 +256,7 @@ impl<T: Kept> Keeping<T> {
     pub(crate) fn part(&self, color: u32, ranks: &[Rank]) -> Origin {
         use std::sync::atomic::Ordering;
         let number = self.splits.fetch_add(1, Ordering::Relaxed) + 1;
-        let addr = |rank: &Rank| self.origin.addrs[rank.0 as usize];
+        let addr = |rank: &Rank| self.origin.addrs[rank.0 as usize].clone();
         Origin {
             addrs: ranks.iter().map(addr).collect(),
             id: self.origin.id.derive(number, color),

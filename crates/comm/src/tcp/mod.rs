@@ -1,8 +1,8 @@
 //! Ranks as processes that reach each other by TCP.
 //!
 //! Every rank binds a [`Listener`], somebody hands the list of all addresses to all ranks, and
-//! every rank calls [`join`]: each pair is then connected by three sockets, for collectives,
-//! messages and control.
+//! every rank calls [`join`]: each pair is then connected by sockets for collectives, messages and
+//! control.
 //!
 //! ```
 //! use std::time::{Duration, Instant};
@@ -25,13 +25,20 @@
 //! }
 //! ```
 //!
-//! - `join`: who may become a member, and how the others learn why not;
+//! - `join`: who may become a member, and how the others learn why not, in the words of `hello`
+//!   and `refusal`;
+//! - `key`, `seal`: who may read and write the links;
 //! - `control`: heartbeats, news, silence;
-//! - `sockets`: the links, to [`crate::linked`].
+//! - `link`, `sockets`: the links, to [`crate::linked`].
 
 mod control;
+mod hello;
 mod join;
 mod kept;
+mod key;
+mod link;
+mod refusal;
+mod seal;
 mod sockets;
 
 use std::collections::hash_map::RandomState;
@@ -39,6 +46,7 @@ use std::fmt;
 use std::hash::{BuildHasher, Hasher};
 use std::io;
 use std::net::{SocketAddr, TcpListener};
+use std::num::NonZeroU8;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -46,9 +54,14 @@ use paceline_base::Rank;
 
 pub(crate) use self::control::{Controls, Kept};
 #[cfg(any(test, feature = "testing"))]
-pub(crate) use self::join::parse as parse_handshake;
-pub use self::join::{JoinError, Refusal};
+pub(crate) use self::hello::parse as parse_hello;
+use self::join::Streams;
 pub(crate) use self::kept::{Keeping, Origin, gather, keeping_group};
+pub use self::key::{GroupKey, KEY_BYTES, Protection};
+use self::link::Link;
+pub use self::refusal::{JoinError, Refusal};
+#[cfg(any(test, feature = "testing"))]
+pub(crate) use self::seal::parse as parse_sealed;
 use self::sockets::Sockets;
 pub(crate) use self::sockets::{outcome, poll_until};
 use crate::linked::Linked;
@@ -90,13 +103,26 @@ pub(crate) fn random() -> u64 {
     RandomState::new().build_hasher().finish()
 }
 
-/// How a group behaves. The same on all ranks, though nothing depends on it.
-#[derive(Clone, Copy, Debug)]
+/// How a group behaves. The same on all ranks.
+#[derive(Clone, Debug)]
 pub struct Config {
     /// A rank that gives no sign of life for so long is given up: [`Error::Silent`].
     pub silence: Duration,
     /// Use this algorithm wherever an operation has it. What rank 0 says counts.
     pub force: Option<Algorithm>,
+    /// TCP connections of each pair for collectives, and as many for messages, which take turns.
+    /// More than one is for ranks with several addresses, each on a network of its own, and for
+    /// networks that give one connection less than they have.
+    pub streams: NonZeroU8,
+    /// Who may read and write what ranks send.
+    pub protection: Protection,
+}
+
+impl Config {
+    /// Connections of a pair: for calls, for messages, and one for control, which is the last.
+    pub(crate) fn slots(&self) -> usize {
+        2 * usize::from(self.streams.get()) + 1
+    }
 }
 
 impl Default for Config {
@@ -104,15 +130,38 @@ impl Default for Config {
         Self {
             silence: SILENCE,
             force: None,
+            streams: NonZeroU8::MIN,
+            protection: Protection::default(),
         }
+    }
+}
+
+/// Where a rank is reached: one address, or several, each on another network that leads to it.
+///
+/// Connection `s` of a pair goes to address `s` modulo their number, so every network carries an
+/// equal share; the system's routes decide over which own interface. An address that does not
+/// answer while another does is left out after a second.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Addrs(Vec<SocketAddr>);
+
+impl From<SocketAddr> for Addrs {
+    fn from(addr: SocketAddr) -> Self {
+        Self(vec![addr])
+    }
+}
+
+impl From<Vec<SocketAddr>> for Addrs {
+    fn from(addrs: Vec<SocketAddr>) -> Self {
+        Self(addrs)
     }
 }
 
 /// Where the other ranks of a group reach this one.
 #[derive(Debug)]
 pub struct Listener {
-    socket: TcpListener,
-    addr: SocketAddr,
+    /// At least one.
+    sockets: Vec<TcpListener>,
+    addrs: Vec<SocketAddr>,
 }
 
 impl Listener {
@@ -121,15 +170,39 @@ impl Listener {
     /// # Errors
     /// If the system refuses.
     pub fn bind(addr: SocketAddr) -> io::Result<Self> {
-        let socket = TcpListener::bind(addr)?;
-        socket.set_nonblocking(true)?;
-        let addr = socket.local_addr()?;
-        Ok(Self { socket, addr })
+        Self::bind_all(&[addr])
     }
 
-    /// Where it listens, with the port that was chosen.
-    pub const fn addr(&self) -> SocketAddr {
-        self.addr
+    /// Listens at all of `addrs`, for a rank that is reached over several networks.
+    ///
+    /// # Errors
+    /// If the system refuses one of them, or there is none.
+    pub fn bind_all(addrs: &[SocketAddr]) -> io::Result<Self> {
+        let bind = |addr: &SocketAddr| {
+            let socket = TcpListener::bind(addr)?;
+            socket.set_nonblocking(true)?;
+            Ok((socket.local_addr()?, socket))
+        };
+        let bound: Vec<_> = addrs.iter().map(bind).collect::<io::Result<_>>()?;
+        let (addrs, sockets) = bound.into_iter().unzip::<_, _, Vec<_>, Vec<_>>();
+        if addrs.is_empty() {
+            return Err(io::ErrorKind::AddrNotAvailable.into());
+        }
+        Ok(Self { sockets, addrs })
+    }
+
+    /// Where it listens, with the port that was chosen; the first of several.
+    pub fn addr(&self) -> SocketAddr {
+        self.addrs[0]
+    }
+
+    /// All addresses where it listens.
+    pub fn addrs(&self) -> &[SocketAddr] {
+        &self.addrs
+    }
+
+    fn sockets(&self) -> &[TcpListener] {
+        &self.sockets
     }
 }
 
@@ -140,10 +213,10 @@ pub struct Tcp(Keeping<Sockets>);
 ///
 /// # Errors
 /// Any [`JoinError`].
-pub fn join(
+pub fn join<A: Clone + Into<Addrs>>(
     listener: Listener,
     rank: Rank,
-    addrs: &[SocketAddr],
+    addrs: &[A],
     id: GroupId,
     deadline: Deadline,
 ) -> Result<Tcp, JoinError> {
@@ -152,27 +225,22 @@ pub fn join(
 
 /// Connects `rank` with all others and returns when all ranks are connected. Collective.
 ///
-/// `addrs` has the address of every rank in rank order, `id` is the same on all ranks. `listener`
-/// is what `addrs[rank]` leads to. Strangers who connect are turned away and cannot end the join.
+/// `addrs` has the address of every rank in rank order (or a list of [`Addrs`]), `id` is the same
+/// on all ranks. `listener` is what `addrs[rank]` leads to. Strangers who connect are turned away
+/// and cannot end the join. Off loopback [`Config::protection`] has to say how.
 /// Blocks until all ranks have come, one of them failed, or the deadline passed.
 ///
 /// # Errors
 /// Any [`JoinError`]; the others get one that names this rank.
-pub fn join_with(
+pub fn join_with<A: Clone + Into<Addrs>>(
     listener: Listener,
     rank: Rank,
-    addrs: &[SocketAddr],
+    addrs: &[A],
     id: GroupId,
     config: Config,
     deadline: Deadline,
 ) -> Result<Tcp, JoinError> {
-    let origin = Origin {
-        listener: Arc::new(listener),
-        addrs: addrs.to_vec(),
-        id,
-        config,
-    };
-    assemble(origin, rank, deadline)
+    assemble(Origin::new(listener, addrs, id, config), rank, deadline)
 }
 
 fn assemble(origin: Origin, rank: Rank, deadline: Deadline) -> Result<Tcp, JoinError> {
@@ -195,28 +263,45 @@ pub(crate) fn link(
     rank: Rank,
     deadline: Deadline,
 ) -> Result<Linked<Sockets>, JoinError> {
-    let Origin {
-        listener,
-        addrs,
-        id,
-        ..
-    } = origin;
-    let [calls, messages, control] = join::connect(listener, rank, addrs, *id, deadline)?;
+    let slots = join::connect(origin, rank, deadline)?;
     let system = |source| JoinError::System {
         what: "set up the group",
         source,
     };
+    let (lanes, control) = sort(slots, origin.addrs.len()).map_err(system)?;
     let controls = Arc::new(Controls::new(control).map_err(system)?);
-    let patience = patience(addrs, rank.0 as usize);
-    let sockets = Sockets::new([calls, messages], controls, patience).map_err(system)?;
-    let size = u32::try_from(addrs.len()).expect("join has checked the size");
+    let patience = patience(&origin.addrs, rank.0 as usize);
+    let sockets = Sockets::new(lanes, controls, patience).map_err(system)?;
+    let size = u32::try_from(origin.addrs.len()).expect("join has checked the size");
     Ok(Linked::new(rank, size, sockets, Arc::default()))
+}
+
+/// The links of both lanes, by rank.
+type Lanes = [Vec<Option<Link>>; 2];
+
+/// Makes links of the connections of every slot.
+fn sort(mut slots: Vec<Streams>, size: usize) -> io::Result<(Lanes, Streams)> {
+    let control = slots.pop().unwrap_or_default();
+    let messages = slots.split_off(slots.len() / 2);
+    let lane = |mut slots: Vec<Streams>| {
+        let link = |rank: usize| {
+            let streams: Vec<_> = slots
+                .iter_mut()
+                .filter_map(|slot| slot[rank].take())
+                .collect();
+            let link = (!streams.is_empty()).then(|| Link::new(streams));
+            link.transpose()
+        };
+        (0..size).map(link).collect::<io::Result<Vec<_>>>()
+    };
+    Ok(([lane(slots)?, lane(messages)?], control))
 }
 
 /// With more ranks than cores on this machine, a rank that spins keeps the one it waits for from
 /// running.
-fn patience(addrs: &[SocketAddr], rank: usize) -> Patience {
-    let here = addrs.iter().filter(|addr| addr.ip() == addrs[rank].ip());
+fn patience(addrs: &[Vec<SocketAddr>], rank: usize) -> Patience {
+    let ip = |addrs: &Vec<SocketAddr>| addrs.first().map(SocketAddr::ip);
+    let here = addrs.iter().filter(|other| ip(other) == ip(&addrs[rank]));
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let spins = if here.count() > cores { 0 } else { SPINS };
     Patience {

@@ -1,7 +1,6 @@
-//! Sockets as a [`Transport`]: three TCP connections for each pair of ranks, none of which blocks.
+//! Sockets as a [`Transport`]: several TCP connections for each pair of ranks, none of which blocks.
 
-use std::io::{self, IoSlice, Read, Write};
-use std::net::TcpStream;
+use std::io::{self, Read, Write};
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
@@ -10,6 +9,7 @@ use std::time::Instant;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::control::{Controls, Kept};
+use super::link::{Link, Stream};
 use crate::deadline;
 use crate::status::News;
 use crate::transport::{Closed, Lane, Patience, Transport, Want};
@@ -17,7 +17,7 @@ use crate::transport::{Closed, Lane, Patience, Transport, Want};
 /// The links of one rank.
 pub(crate) struct Sockets {
     /// By lane and rank; none for the rank itself.
-    lanes: [Vec<Option<TcpStream>>; 2],
+    lanes: [Vec<Option<Link>>; 2],
     wakers: [Waker; 2],
     controls: Arc<Controls>,
     patience: Patience,
@@ -81,7 +81,7 @@ pub(crate) fn outcome(result: io::Result<usize>) -> Result<usize, Closed> {
 
 impl Sockets {
     pub(super) fn new(
-        lanes: [Vec<Option<TcpStream>>; 2],
+        lanes: [Vec<Option<Link>>; 2],
         controls: Arc<Controls>,
         patience: Patience,
     ) -> io::Result<Self> {
@@ -94,19 +94,23 @@ impl Sockets {
         })
     }
 
-    fn stream(&self, lane: Lane, peer: usize) -> Result<&TcpStream, Closed> {
+    fn link(&self, lane: Lane, peer: usize) -> Result<&Link, Closed> {
         self.lanes[lane as usize][peer].as_ref().ok_or(Closed)
     }
 
-    /// Says that nothing more will be sent, and reads what is there, so that closing the sockets
-    /// does not make the system discard what peers have not read yet.
+    /// The connections of both lanes to `peer`.
+    #[cfg(test)]
+    pub(super) fn streams(&self, peer: usize) -> [&[Stream]; 2] {
+        [0, 1].map(|lane| {
+            self.lanes[lane][peer]
+                .as_ref()
+                .map_or(&[][..], Link::streams)
+        })
+    }
+
     fn shut_down(&self) {
-        let mut bytes = [0; 4096];
-        for stream in self.lanes.iter().flatten().flatten() {
-            let _ = stream.shutdown(std::net::Shutdown::Write);
-            let mut reads = stream;
-            while reads.read(&mut bytes).is_ok_and(|count| count > 0) {}
-        }
+        let links = self.lanes.iter().flatten().flatten();
+        links.flat_map(Link::streams).for_each(Stream::shut_down);
     }
 }
 
@@ -130,27 +134,42 @@ impl Kept for Sockets {
 
 impl Transport for Sockets {
     fn write(&self, lane: Lane, peer: usize, head: &[u8], body: &[u8]) -> Result<usize, Closed> {
-        let mut stream = self.stream(lane, peer)?;
-        outcome(match (head, body) {
-            (head, []) => stream.write(head),
-            ([], body) => stream.write(body),
-            _ => stream.write_vectored(&[IoSlice::new(head), IoSlice::new(body)]),
-        })
+        self.link(lane, peer)?.write(head, body)
     }
 
     fn read(&self, lane: Lane, peer: usize, into: &mut [u8]) -> Result<usize, Closed> {
-        outcome(self.stream(lane, peer)?.read(into))
+        let link = self.link(lane, peer)?;
+        let count = link.read(into);
+        if count.is_err() && link.streams().iter().any(Stream::is_garbled) {
+            self.controls.suspect(peer);
+        }
+        count
     }
 
     fn wait(&self, lane: Lane, wants: &[Want], until: Instant) {
         let waker = &self.wakers[lane as usize];
-        let mut fds = Vec::with_capacity(wants.len() + 1);
+        let mut fds = Vec::with_capacity(2 * wants.len() + 1);
         fds.push(waker.poll_fd());
         for want in wants {
-            if let Ok(stream) = self.stream(want.lane, want.peer) {
-                let flags = [(want.read, PollFlags::IN), (want.write, PollFlags::OUT)];
-                let flags = flags.iter().filter(|(set, _)| *set).map(|(_, flag)| *flag);
-                fds.push(PollFd::from_borrowed_fd(stream.as_fd(), flags.collect()));
+            let Ok(link) = self.link(want.lane, want.peer) else {
+                continue;
+            };
+            let [reads, writes] = link.next();
+            if want.read && reads.is_filled() {
+                return;
+            }
+            let both = want.read && want.write && std::ptr::eq(reads, writes);
+            let flags = [
+                (want.read, reads, PollFlags::IN),
+                (want.write && !both, writes, PollFlags::OUT),
+            ];
+            for (_, stream, flag) in flags.into_iter().filter(|(wanted, ..)| *wanted) {
+                let more = if both {
+                    PollFlags::OUT
+                } else {
+                    PollFlags::empty()
+                };
+                fds.push(PollFd::from_borrowed_fd(stream.as_fd(), flag | more));
             }
         }
         poll_until(&mut fds, until);

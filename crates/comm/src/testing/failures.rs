@@ -9,7 +9,7 @@ use paceline_base::Rank;
 
 use super::steps::{LONG, Step};
 use super::{AT_ONCE, Case, Lab, patient};
-use crate::{Call, Deadline, Error, Group, Kind, MESSAGES_HELD, Reduce};
+use crate::{Call, Deadline, Error, Group, Kind, MESSAGES_HELD, Reduce, Window};
 
 pub(super) const CASES: &[Case] = &[
     ("a rank leaves before each call", 2, rank_leaves),
@@ -21,6 +21,8 @@ pub(super) const CASES: &[Case] = &[
     ),
     ("one rank makes another call", 2, another_call),
     ("one rank swaps two calls", 2, swapped_calls),
+    ("one rank skips a call before one alike", 2, skipped_call),
+    ("one rank skips a turn of a loop", 2, skipped_turn),
     ("a message of another length or type", 2, another_message),
     ("one rank never calls", 2, one_rank_is_silent),
     ("nobody sends, nobody receives", 2, message_deadlines),
@@ -250,6 +252,74 @@ fn swapped_calls(lab: &Lab<'_>) {
         first.expect_err("the ranks disagree")
     });
     check_mismatch(*all_equal(&errors), odd_one, lab.size);
+}
+
+/// One rank leaves out a call that is followed by one of the same kind, type and length.
+fn skipped_call(lab: &Lab<'_>) {
+    type Skip = fn(&dyn Group, bool) -> Result<(), Error>;
+    let skips: [Skip; 3] = [
+        |group, skips| {
+            if !skips {
+                group.all_reduce(&mut [1.0_f32; 3], Reduce::Sum, patient())?;
+            }
+            group.all_reduce(&mut [2.0_f32; 3], Reduce::Sum, patient())
+        },
+        |group, skips| {
+            if !skips {
+                gather_here(group)?;
+            }
+            gather_here(group)
+        },
+        // Made of other calls: their place is the caller's.
+        |group, skips| {
+            if !skips {
+                Window::expose(group, vec![1], patient())?;
+            }
+            Window::expose(group, vec![2], patient()).map(drop)
+        },
+    ];
+    for skip in skips {
+        let odd_one = lab.random().rank(lab.size);
+        let errors = lab.on_each(move |group| {
+            group.barrier(patient()).expect("all ranks agree so far");
+            let error = at_once(|_| skip(&*group, group.rank() == odd_one));
+            error.expect_err("a rank skipped a call")
+        });
+        check_mismatch(*all_equal(&errors), odd_one, lab.size);
+    }
+}
+
+#[track_caller]
+fn gather_here(group: &dyn Group) -> Result<(), Error> {
+    let mut all = vec![0_u8; 4 * group.size() as usize];
+    group.all_gather(&[1_u8; 4], &mut all, patient())
+}
+
+/// One rank leaves out a turn of a loop: it is named in that turn where turns are marked, else at
+/// the first call that differs.
+fn skipped_turn(lab: &Lab<'_>) {
+    for marks in [false, true] {
+        let odd_one = lab.random().rank(lab.size);
+        let errors = lab.on_each(move |group| {
+            let turns = |turn: u64| {
+                group.mark(if marks { turn } else { 0 });
+                match (group.rank() == odd_one, turn) {
+                    (true, 3) => Ok(()),
+                    _ => group.all_reduce(&mut [1_u32; 5], Reduce::Sum, patient()),
+                }
+            };
+            at_once(|_| {
+                (1..=6)
+                    .try_for_each(turns)
+                    .and_then(|()| group.barrier(patient()))
+            })
+            .expect_err("a rank skipped a turn")
+        });
+        let error = *all_equal(&errors);
+        assert!(matches!(error, Error::Mismatch { .. }), "{error}");
+        let expected = if marks { 3 } else { 6 };
+        assert_eq!(error.call().sequence, expected, "{error}");
+    }
 }
 
 fn another_message(lab: &Lab<'_>) {

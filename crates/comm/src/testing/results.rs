@@ -40,6 +40,26 @@ pub(super) const CASES: &[Case] = &[
     ("two groups at once", 1, two_groups_at_once),
 ];
 
+/// Those that depend on how collectives are done.
+#[cfg(test)]
+pub(super) const COLLECTIVES: &[Case] = &[
+    ("a barrier waits for all", 1, barrier_waits_for_all),
+    ("gathers of any counts", 1, gathers_of_any_counts),
+    ("reductions and broadcasts", 1, reductions_and_broadcasts),
+    (
+        "scatters and exchanges of any counts",
+        1,
+        scatters_and_exchanges_of_any_counts,
+    ),
+    (
+        "rough sums have the same bits everywhere",
+        1,
+        rough_sums_have_the_same_bits,
+    ),
+    ("nan is kept by max and min", 1, nan_is_kept),
+    ("random programs", 1, random_programs),
+];
+
 fn run_steps(lab: &Lab<'_>, steps: Vec<Step>) {
     lab.on_each(move |group| {
         for (salt, step) in (0..).zip(&steps) {

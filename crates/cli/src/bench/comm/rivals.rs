@@ -1,0 +1,168 @@
+//! Who is measured beside the ranks of `bench comm`: turn by turn, so that what else the machine
+//! does hits both alike.
+
+use std::io::{BufRead, BufReader, Write};
+use std::net::{TcpListener, TcpStream};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, bail};
+
+use super::{Args, Children, Peer, Ranks, Rival, SIZES, calls, value_name};
+use crate::bench::quantile;
+
+/// One rank of MLX or Open MPI.
+const SCRIPT: &str = include_str!("../../../../../scripts/peers/collectives.py");
+
+/// Turns of each side at each size; the middle one of their ratios counts.
+const TURNS: usize = 5;
+
+/// How long the ranks of another library may take to start.
+const START: Duration = Duration::from_secs(60);
+
+/// Something that sums when it is told to.
+pub(super) trait Turns {
+    /// Median time of `calls` sums of `bytes`, in microseconds.
+    fn turn(&mut self, bytes: usize, calls: usize) -> anyhow::Result<f64>;
+}
+
+/// Measures `ours` and `theirs` in turns, at every size up to the largest asked for.
+pub(super) fn compare(
+    args: &Args,
+    name: &str,
+    ours: &mut Ranks,
+    theirs: &mut dyn Turns,
+) -> anyhow::Result<Vec<Rival>> {
+    let sizes = SIZES.into_iter().filter(|bytes| *bytes <= args.max_bytes);
+    let row = |bytes: usize| {
+        let calls = (calls(bytes) / TURNS).max(3);
+        let pairs = (0..TURNS).map(|_| {
+            let theirs = theirs.turn(bytes, calls)?;
+            Ok((ours.turn(bytes, calls)?, theirs))
+        });
+        let pairs: Vec<(f64, f64)> = pairs.collect::<anyhow::Result<_>>()?;
+        let median = |of: fn(&(f64, f64)) -> f64| {
+            let values: Vec<f64> = pairs.iter().map(of).collect();
+            quantile(&values, 0.5)
+        };
+        Ok(Rival {
+            peer: name.to_owned(),
+            bytes,
+            ours_us: median(|pair| pair.0),
+            p50_us: median(|pair| pair.1),
+            ratio: median(|pair| pair.0 / pair.1),
+        })
+    };
+    sizes.map(row).collect()
+}
+
+/// Ranks of another library.
+pub(super) struct Others {
+    _children: Children,
+    /// By rank.
+    streams: Vec<BufReader<TcpStream>>,
+}
+
+impl Others {
+    /// Starts them and waits until all are there.
+    pub(super) fn start(args: &Args, peer: Peer) -> anyhow::Result<Self> {
+        let listener = TcpListener::bind(("127.0.0.1", 0))?;
+        let port = listener.local_addr()?.port().to_string();
+        let mut children = match peer {
+            Peer::Mlx => mlx(args, &port)?,
+            Peer::Mpi => Children(vec![mpi(args, &port)?]),
+        };
+        let mut streams = Vec::new();
+        listener.set_nonblocking(true)?;
+        let until = Instant::now() + START;
+        while streams.len() < args.ranks as usize {
+            match listener.accept() {
+                Ok((stream, _)) => streams.push(greeted(stream)?),
+                Err(_) if Instant::now() < until => std::thread::sleep(Duration::from_millis(5)),
+                Err(error) => return Err(error).context("another library does not start"),
+            }
+            for child in &mut children.0 {
+                if let Some(status) = child.try_wait()? {
+                    bail!(
+                        "{} did not run ({status}), its message is above",
+                        value_name(peer)
+                    );
+                }
+            }
+        }
+        streams.sort_by_key(|(rank, _)| *rank);
+        Ok(Self {
+            _children: children,
+            streams: streams.into_iter().map(|(_, stream)| stream).collect(),
+        })
+    }
+}
+
+/// A rank that has connected, and which it is.
+fn greeted(stream: TcpStream) -> anyhow::Result<(u32, BufReader<TcpStream>)> {
+    stream.set_nonblocking(false)?;
+    stream.set_nodelay(true)?;
+    stream.set_read_timeout(Some(START))?;
+    let mut stream = BufReader::new(stream);
+    let mut line = String::new();
+    stream.read_line(&mut line)?;
+    let rank = line
+        .trim()
+        .parse()
+        .context("a rank did not say which it is")?;
+    Ok((rank, stream))
+}
+
+impl Turns for Others {
+    fn turn(&mut self, bytes: usize, calls: usize) -> anyhow::Result<f64> {
+        for stream in &mut self.streams {
+            writeln!(stream.get_mut(), "[{bytes}, {calls}]")?;
+        }
+        let mut line = String::new();
+        self.streams[0].read_line(&mut line)?;
+        line.trim()
+            .parse()
+            .context("another library gave no figures, its message is above")
+    }
+}
+
+fn mlx(args: &Args, port: &str) -> anyhow::Result<Children> {
+    let addrs = (0..args.ranks).map(|_| {
+        let free = TcpListener::bind(("127.0.0.1", 0))?;
+        Ok(vec![free.local_addr()?.to_string()])
+    });
+    let addrs = addrs.collect::<std::io::Result<Vec<_>>>()?;
+    let hosts = tempfile::NamedTempFile::new()?.into_temp_path();
+    std::fs::write(&hosts, serde_json::to_string(&addrs)?)?;
+    let mut children = Children(Vec::new());
+    for rank in 0..args.ranks {
+        let child = Command::new(&args.python)
+            .args(["-c", SCRIPT, "mlx", port])
+            .env("MLX_RANK", rank.to_string())
+            .env("MLX_HOSTFILE", &*hosts)
+            .stdin(Stdio::null())
+            .spawn()
+            .with_context(|| format!("cannot run {}", args.python.display()))?;
+        children.0.push(child);
+    }
+    // The ranks read it when they start; a temporary file of some bytes may stay.
+    let _ = hosts.keep();
+    Ok(children)
+}
+
+fn mpi(args: &Args, port: &str) -> anyhow::Result<Child> {
+    let options = [
+        "--allow-run-as-root",
+        "--oversubscribe",
+        "--bind-to",
+        "none",
+    ];
+    Command::new("mpirun")
+        .args(options)
+        .args(["-n", &args.ranks.to_string()])
+        .arg(&args.python)
+        .args(["-c", SCRIPT, "mpi", port])
+        .stdin(Stdio::null())
+        .spawn()
+        .context("cannot run mpirun")
+}
