@@ -2,6 +2,7 @@
 
 mod comm;
 mod kernels;
+mod limits;
 mod model;
 mod peer;
 mod plan;

@@ -1,7 +1,8 @@
 //! The packed weight formats: how sixteen rows of a stored type lie in memory for the kernels.
 //!
 //! A *group* is 16 rows. Its chunks (32 columns each) follow one another in blocks ([`Layout`]), so
-//! a kernel reads one stream. Within a chunk, *quad* `g` (of 8) is 64 bytes: byte `4 * row + j` is column `4 g + j`.
+//! a kernel reads one stream. Within a chunk, *quad* `g` (of 8) is 64 bytes: byte `4 * row + j` is
+//! column `4 g + j`.
 //! Values below 8 bits are cut into planes:
 //!
 //! ```text

@@ -3,13 +3,14 @@
 use std::time::Instant;
 
 use paceline_base::{BlockType, Bytes};
-use paceline_tensor::limits::{ReadLimit, integer_peak};
+use paceline_tensor::limits::ReadLimit;
 use paceline_tensor::stored::random::random_row;
 use paceline_tensor::{
     Activations, Kernels, PackOptions, Packed, Precision, Product, StoredMatrix,
 };
 use serde::Serialize;
 
+use super::limits::{integer_peak, read_limit};
 use super::{Spread, quantile};
 use crate::load::{self, ComputeArgs};
 use crate::output::print;
@@ -103,7 +104,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         some => some,
     };
     let (mut rows, mut limits) = (Vec::new(), Vec::new());
-    let peak = (0..3).map(|_| integer_peak(&kernels)).fold(0.0, f64::max);
+    let peak = integer_peak(&kernels);
     for block_type in types {
         let mut bench = Bench::new(args, *block_type, &kernels)?;
         rows.push(bench.row(args, &read, peak, &mut limits));
@@ -177,7 +178,7 @@ impl<'a> Bench<'a> {
     fn row(&mut self, args: &Args, read: &ReadLimit, peak: f64, limits: &mut Vec<f64>) -> Row {
         let (mut rates, mut shares, mut ops) = (Vec::new(), Vec::new(), Vec::new());
         for round in 0..=args.runs {
-            let (limit, rate, op) = (read.measure(self.kernels), self.decode(), self.prompt());
+            let (limit, rate, op) = (read_limit(read, self.kernels), self.decode(), self.prompt());
             if round > 0 {
                 limits.push(limit / 1e9);
                 rates.push(rate / 1e9);
@@ -254,7 +255,7 @@ impl Report {
             "packed",
             "decode GB/s",
             "of limit",
-            format_args!("{} rows Gop/s", self.prompt),
+            format!("{} rows Gop/s", self.prompt),
             "of peak",
         );
         self.rows

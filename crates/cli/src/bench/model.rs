@@ -11,6 +11,7 @@ use paceline_tensor::Kernels;
 use paceline_tensor::limits::ReadLimit;
 use serde_json::json;
 
+use super::limits::read_limit;
 use super::peer::LlamaCpp;
 use super::quantile;
 use crate::interrupt::Signals;
@@ -86,7 +87,7 @@ impl Limit {
     }
 
     fn measure(&self) -> f64 {
-        self.memory.measure(&self.kernels)
+        read_limit(&self.memory, &self.kernels)
     }
 }
 

@@ -23,7 +23,7 @@ struct File {
     version: u32,
     /// By backend.
     wire: BTreeMap<String, Wire>,
-    /// Seconds of a layer's products for one row on all threads of several ranks, by model and ranks.
+    /// Seconds of a layer's products for one row on all threads of several ranks, by both.
     products: BTreeMap<String, f64>,
     measured: BTreeMap<String, Measured>,
     /// Measured over predicted, by run.
