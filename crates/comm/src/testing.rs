@@ -58,6 +58,12 @@ pub fn run_results(make: Make<'_>, seed: u64) {
     run_cases(results::CASES, 1, make, seed);
 }
 
+/// Runs them for these sizes only.
+#[cfg(test)]
+pub(crate) fn run_results_of(sizes: &[u32], make: Make<'_>, seed: u64) {
+    run_some(results::CASES, sizes, 1, make, seed);
+}
+
 /// Runs those of them that depend on which algorithm is used.
 #[cfg(test)]
 pub(crate) fn run_collectives(make: Make<'_>, seed: u64) {
@@ -80,11 +86,16 @@ pub fn run_rank(group: &dyn Group, seed: u64, count: u64) -> Result<(), Error> {
 }
 
 /// Cases about failures that run side by side: most of their time is waiting for what is to fail.
-const FAILURES_AT_ONCE: usize = 6;
+const FAILURES_AT_ONCE: usize = 10;
 
 /// Runs `cases` for all sizes, so many of them side by side.
 fn run_cases(cases: &[Case], at_once: usize, make: Make<'_>, seed: u64) {
-    let sizes = |size_min| SIZES.into_iter().filter(move |size| *size >= size_min);
+    run_some(cases, &SIZES, at_once, make, seed);
+}
+
+fn run_some(cases: &[Case], sizes: &[u32], at_once: usize, make: Make<'_>, seed: u64) {
+    let all = sizes.iter().copied();
+    let sizes = |size_min| all.clone().filter(move |size| *size >= size_min);
     let jobs = cases
         .iter()
         .flat_map(|(name, size_min, case)| sizes(*size_min).map(move |size| (name, size, case)));

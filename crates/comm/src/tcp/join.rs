@@ -2,7 +2,7 @@
 //!
 //! The higher rank of a pair dials the lower, once for each slot (`hello`). When a rank has all its
 //! links it sends one beat on each control connection, and it is done when it has one from
-//! everybody. Who gives up says why on the control connections it has.
+//! everybody. Who gives up says why on all connections it has.
 //!
 //! A stranger costs a slot among [`STRANGERS`] until its first bytes are wrong or
 //! [`STRANGER_WAIT`] is over; the oldest makes room for a new one. Whoever is a member says hello
@@ -640,8 +640,15 @@ impl<'a> Joining<'a> {
             return;
         };
         let reply = Reply::GaveUp(*why);
-        for stream in self.control().iter().flatten() {
+        for stream in self.links.iter().flatten().flatten() {
             let _ = stream.write(&farewell(reply), &[]);
+        }
+        // Who has said welcome, and was not heard yet, counts on this rank too. A sealed connection
+        // has no session yet, and without a proof the other does not count on it.
+        for (pending, shaking) in self.dials.iter().filter_map(|dial| dial.pending.as_ref()) {
+            if shaking.is_none() {
+                let _ = (&pending.stream).write(&farewell(reply));
+            }
         }
         if let JoinError::Refused { .. } = error {
             return;

@@ -288,14 +288,14 @@ fn with_a_key_nothing_is_in_the_clear() {
 #[test]
 fn conforms_with_a_key_and_several_streams() {
     let make = |size: u32| {
-        let streams = NonZeroU8::new(1 + u8::try_from(size % 3).unwrap()).unwrap();
+        let streams = NonZeroU8::new(1 + u8::try_from(size / 2).unwrap()).unwrap();
         let results = join_each(size, |_, told| {
             (told.config.protection, told.config.streams) = (key(9), streams);
         });
         let ranks = results.into_iter().map(|(result, _)| result.unwrap());
         ranks.map(|rank| Box::new(rank) as Box<dyn Group>).collect()
     };
-    testing::run_results(&make, 0x5eed_0005);
+    testing::run_results_of(&[2, 5], &make, 0x5eed_0005);
 }
 
 #[test]
