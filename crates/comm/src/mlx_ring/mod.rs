@@ -44,8 +44,7 @@
 //! dead one names the neighbour through which the end reached it. No authentication and no
 //! encryption: [`Plaintext`]. Sums follow the ring and its segments, as MLX's do; the rule that
 //! results do not depend on the number of ranks does not hold, though all ranks still hold the same
-//! bytes.
-//! MLX's own ranks lose a NaN that meets a number in max and min; these keep it.
+//! bytes. MLX's own ranks lose a NaN that meets a number in max and min; these keep it.
 //!
 //! **What MLX has not.** Every wait ends: a dead neighbour is an error at once and on every later
 //! call, silence is one at the deadline.
