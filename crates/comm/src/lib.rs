@@ -28,7 +28,7 @@
 //! - [`Data`], [`DataMut`], [`Counts`]: what a call moves, with the type erased.
 //! - [`Call`]: what a rank announces and the lockstep guard compares; [`Error`]; [`Deadline`].
 //! - [`local`]: ranks as threads of one process; [`shm`]: as processes of one machine; [`tcp`]:
-//!   ranks that reach each other by TCP; [`init`]: whichever works.
+//!   ranks that reach each other by TCP; [`rdma`]: over RDMA devices; [`init`]: whichever works.
 //! - [`rendezvous`]: how ranks find each other, also again after a failure.
 //! - [`Ahead`]: several calls in flight; [`Window`]: memory that others read and write;
 //!   [`Tuning`]: which algorithm is used.
@@ -48,6 +48,7 @@ mod init;
 mod linked;
 pub mod local;
 mod plan;
+pub mod rdma;
 mod reduce;
 pub mod rendezvous;
 mod ring;

@@ -132,7 +132,11 @@ impl<T: Transport> Linked<T> {
             algorithm: plan.algorithm.code(),
             buffers: Buffers::new(&mut collective, plan, scratch, (self.rank, self.size)),
         };
-        run.steps(plan, peers).map_err(|stop| run.fail(stop, peers))
+        run.steps(plan, peers).map_err(|stop| {
+            let error = run.fail(stop, peers);
+            self.transport.let_go(Lane::Calls);
+            error
+        })
     }
 }
 
@@ -293,7 +297,8 @@ impl<T: Transport> Run<'_, T> {
         let count = self.group.write(Lane::Calls, rank, head, body);
         let count = count.map_err(|Closed| Stop::Lost(rank))?;
         sending.done += count;
-        if sending.done == HEADER_BYTES + sending.span.len() {
+        let gone = sending.done == HEADER_BYTES + sending.span.len();
+        if gone && !self.group.transport.holds(Lane::Calls, rank) {
             peer.sending = None;
         }
         Ok(count > 0)

@@ -82,6 +82,11 @@ impl<T: Transport> Linked<T> {
         &self.transport
     }
 
+    /// The links alone, for another group over them.
+    pub(crate) fn into_transport(self) -> T {
+        self.transport
+    }
+
     pub(crate) fn traffic(&self) -> Traffic {
         Traffic {
             sent: Bytes(self.sent.load(Ordering::Relaxed)),
