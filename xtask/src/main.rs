@@ -11,6 +11,7 @@ mod deny;
 mod models;
 mod neon;
 mod process;
+mod rdma;
 mod repo;
 mod rust_target;
 mod sdk;
@@ -66,6 +67,8 @@ enum Chore {
     Darwin,
     /// Run the kernel tests for AArch64 under QEMU.
     Neon,
+    /// Run ranks over real verbs in a virtual machine with a software RDMA device.
+    Rdma,
     /// Check licences, bans and sources of all dependencies with cargo-deny.
     Deny,
 }
@@ -105,6 +108,7 @@ fn run(chore: Chore) -> Result<bool> {
         }
         Chore::Darwin => steps::run(&[Step::Darwin]),
         Chore::Neon => steps::run(&[Step::Neon]),
+        Chore::Rdma => steps::run(&[Step::Rdma]),
         Chore::Deny => steps::run(&[Step::Deny]),
     })
 }

@@ -7,7 +7,7 @@ use clap::ValueEnum;
 
 use crate::cargo_test::TestLog;
 use crate::tally::Tally;
-use crate::{darwin, deny, models, neon, process, repo, sdk, tidy};
+use crate::{darwin, deny, models, neon, process, rdma, repo, sdk, tidy};
 
 /// One step. `cargo xtask test` runs the first seven.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -30,6 +30,8 @@ pub(crate) enum Step {
     Darwin,
     /// The kernel tests for AArch64 under QEMU.
     Neon,
+    /// Ranks over real verbs in a virtual machine.
+    Rdma,
     /// Licences and sources of dependencies.
     Deny,
 }
@@ -58,6 +60,7 @@ impl Step {
             Step::Sdk => "sdk",
             Step::Darwin => "darwin",
             Step::Neon => "neon",
+            Step::Rdma => "rdma",
             Step::Deny => "deny",
         }
     }
@@ -84,6 +87,7 @@ impl Step {
             Step::Sdk => sdk::run(None, &mut |line| println!("{line}")),
             Step::Darwin => darwin::run(&mut |line| println!("{line}")),
             Step::Neon => neon::run(&mut |line| println!("{line}")),
+            Step::Rdma => rdma::run(&mut |line| println!("{line}")),
             Step::Deny => deny::run(&mut |line| println!("{line}")),
         }
     }

@@ -46,8 +46,7 @@ type Case = (&'static str, u32, fn(&Lab<'_>));
 /// # Panics
 /// If a case fails, with its name, size and seed.
 pub fn run_all(make: Make<'_>, seed: u64) {
-    run_results(make, seed);
-    run_cases(failures::CASES, make, seed);
+    run_sizes(make, seed, &SIZES);
 }
 
 /// Runs the cases about what calls compute.
@@ -55,7 +54,24 @@ pub fn run_all(make: Make<'_>, seed: u64) {
 /// # Panics
 /// As [`run_all`].
 pub fn run_results(make: Make<'_>, seed: u64) {
-    run_cases(results::CASES, make, seed);
+    run_results_of(make, seed, &SIZES);
+}
+
+/// [`run_all`] for some sizes.
+///
+/// # Panics
+/// As [`run_all`].
+pub fn run_sizes(make: Make<'_>, seed: u64, sizes: &[u32]) {
+    run_results_of(make, seed, sizes);
+    run_cases(failures::CASES, make, seed, sizes);
+}
+
+/// [`run_results`] for some sizes.
+///
+/// # Panics
+/// As [`run_all`].
+pub fn run_results_of(make: Make<'_>, seed: u64, sizes: &[u32]) {
+    run_cases(results::CASES, make, seed, sizes);
 }
 
 /// Makes `count` random calls as one rank and checks what they give. All ranks, wherever they run,
@@ -73,9 +89,9 @@ pub fn run_rank(group: &dyn Group, seed: u64, count: u64) -> Result<(), Error> {
     })
 }
 
-fn run_cases(cases: &[Case], make: Make<'_>, seed: u64) {
+fn run_cases(cases: &[Case], make: Make<'_>, seed: u64, sizes: &[u32]) {
     for &(name, size_min, case) in cases {
-        for size in SIZES.into_iter().filter(|size| *size >= size_min) {
+        for size in sizes.iter().copied().filter(|size| *size >= size_min) {
             let lab = Lab { make, size, seed };
             if let Err(panic) = catch_unwind(AssertUnwindSafe(|| case(&lab))) {
                 let text = message(panic.as_ref());

@@ -12,7 +12,7 @@ use super::buffers::Buffers;
 use super::inbuf::{INBUF_BYTES, Inbuf};
 use super::{Linked, lock, number};
 use crate::call::judge;
-use crate::plan::{Act, Place, Plan, Span, Take};
+use crate::plan::{Act, Place, Plan, Route, Span, Take};
 use crate::status::{Cause, News};
 use crate::transport::{Closed, Lane, Pause, Transport, Want};
 use crate::wire::{HEADER_BYTES, Header, What};
@@ -81,6 +81,10 @@ impl Calls {
             scratch: Vec::new(),
             peers: (0..size).map(|_| Peer::default()).collect(),
         }
+    }
+
+    pub(super) fn go_round(&mut self, route: Route) {
+        self.plan.route = route;
     }
 }
 

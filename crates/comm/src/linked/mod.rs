@@ -22,6 +22,7 @@ use paceline_base::{Bytes, Rank};
 
 use self::calls::Calls;
 use self::mail::Mail;
+use crate::plan::Route;
 use crate::status::{Cause, News, Status};
 use crate::transport::{Closed, Lane, Transport};
 use crate::{Call, Error, Traffic, Tuning};
@@ -80,6 +81,11 @@ impl<T: Transport> Linked<T> {
 
     pub(crate) const fn transport(&self) -> &T {
         &self.transport
+    }
+
+    /// Lets rings go this way. The same on all ranks, before the first call.
+    pub(crate) fn go_round(&self, route: Route) {
+        lock(&self.calls).go_round(route);
     }
 
     /// The links alone, for another group over them.

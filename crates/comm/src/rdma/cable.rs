@@ -189,9 +189,7 @@ impl Cable {
             assert!(at + part.len() <= self.slot_bytes);
             // SAFETY: within the slot, as asserted, which the device does not read now.
             unsafe {
-                let first = self
-                    .start
-                    .add((REQUESTS + slot) * self.slot_bytes + at);
+                let first = self.start.add((REQUESTS + slot) * self.slot_bytes + at);
                 part.as_ptr().copy_to_nonoverlapping(first, part.len());
             }
             at += part.len();

@@ -168,6 +168,22 @@ pub enum RdmaError {
         /// The first such rank.
         rank: Rank,
     },
+    /// A connection of JACCL's side channel failed.
+    #[error("side channel: {what} {peer}: {source}")]
+    Side {
+        /// The other end.
+        peer: Rank,
+        /// What was tried.
+        what: &'static str,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// What a rank said over the side channel makes no sense.
+    #[error("side channel: {rank} sent no address")]
+    NoMeeting {
+        /// The first such rank.
+        rank: Rank,
+    },
     /// The ranks did not meet.
     #[error(transparent)]
     Join(#[from] JoinError),

@@ -99,7 +99,10 @@ impl Joining<'_> {
     /// Opens the devices of this rank; each once, whatever groups there are.
     fn open(&self) -> Result<Vec<Arc<Adapter>>, RdmaError> {
         let names = self.matrix.of(self.rank);
-        names.into_iter().map(|name| self.cabling.host.adapter(name)).collect()
+        names
+            .into_iter()
+            .map(|name| self.cabling.host.adapter(name))
+            .collect()
     }
 
     fn facts(&self, adapters: Option<&Vec<Arc<Adapter>>>) -> Vec<u8> {
@@ -178,7 +181,10 @@ impl Joining<'_> {
             .map(|peer| {
                 let names = self.matrix.devices(self.rank, peer);
                 let order = self.order(peer, facts);
-                order.into_iter().map(|cable| names[cable].as_str()).collect()
+                order
+                    .into_iter()
+                    .map(|cable| names[cable].as_str())
+                    .collect()
             })
             .collect();
         let mut wired = Wired {
@@ -188,12 +194,19 @@ impl Joining<'_> {
             registry,
         };
         for adapter in adapters {
-            let own = cables.iter().flatten().filter(|name| **name == adapter.name());
+            let own = cables
+                .iter()
+                .flatten()
+                .filter(|name| **name == adapter.name());
             let slab = Slab::new(adapter, own.count(), Cable::bytes(slot_bytes))?;
             wired.slabs.push(slab);
         }
         let mut parts = vec![0; adapters.len()];
-        for (peer, names) in cables.iter().enumerate().filter(|(_, names)| !names.is_empty()) {
+        for (peer, names) in cables
+            .iter()
+            .enumerate()
+            .filter(|(_, names)| !names.is_empty())
+        {
             let mut made = Vec::new();
             for name in names {
                 let find = adapters.iter().position(|adapter| adapter.name() == *name);
@@ -245,7 +258,11 @@ impl Joining<'_> {
             let late = until.left(deadline::now()).is_zero();
             let mut said = silent.map_or([u32::MAX; 2], |(peer, cable)| [peer, cable]);
             let broken = broken(wired);
-            let verdict = if broken.is_some() { BROKEN } else { u32::from(late) };
+            let verdict = if broken.is_some() {
+                BROKEN
+            } else {
+                u32::from(late)
+            };
             let all = gather(&words([said[0], said[1], verdict]))?;
             let (all, _) = all.as_chunks::<12>();
             if let Some(error) = broken {

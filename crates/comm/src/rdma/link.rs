@@ -249,7 +249,11 @@ impl Link {
     fn completed(&mut self, cable: usize, wc: &Wc) -> Result<(), RdmaError> {
         let peer = self.peer;
         if wc.status != WC_SUCCESS {
-            let what = if wc.wr_id >> 16 == 1 { "send" } else { "receive" };
+            let what = if wc.wr_id >> 16 == 1 {
+                "send"
+            } else {
+                "receive"
+            };
             return Err(RdmaError::Completion {
                 peer,
                 cable,
@@ -317,7 +321,8 @@ impl Link {
         slot: usize,
         head: &Head,
     ) -> Result<bool, RdmaError> {
-        let fits = head.sequence < self.incoming[lane as usize].consumed + self.window(lane as usize)
+        let fits = head.sequence
+            < self.incoming[lane as usize].consumed + self.window(lane as usize)
             && self.cable_of(head.sequence) == cable
             && head.bytes > 0;
         let incoming = &mut self.incoming[lane as usize];
@@ -381,7 +386,10 @@ impl Link {
             return Ok(());
         }
         let now = deadline::now();
-        if self.owed.is_some_and(|since| now.saturating_duration_since(since) > STATE_AFTER) {
+        if self
+            .owed
+            .is_some_and(|since| now.saturating_duration_since(since) > STATE_AFTER)
+        {
             self.tell()?;
         }
         (0..LANES.len()).try_for_each(|lane| self.repeat(lane, now))
@@ -553,12 +561,7 @@ impl Link {
     }
 
     /// Sends what fits of `head` followed by `body`; how many bytes that is.
-    pub(super) fn write(
-        &mut self,
-        lane: Lane,
-        head: &[u8],
-        body: &[u8],
-    ) -> Result<usize, Closed> {
+    pub(super) fn write(&mut self, lane: Lane, head: &[u8], body: &[u8]) -> Result<usize, Closed> {
         let (mut head, mut body) = (head, body);
         let total = head.len() + body.len();
         let mut looked = false;
@@ -571,7 +574,10 @@ impl Link {
                 continue;
             }
             let room = self.slot_bytes - HEAD_BYTES;
-            let (first, second) = (head.len().min(room), body.len().min(room - head.len().min(room)));
+            let (first, second) = (
+                head.len().min(room),
+                body.len().min(room - head.len().min(room)),
+            );
             self.launch(lane, &head[..first], &body[..second]);
             (head, body) = (&head[first..], &body[second..]);
         }

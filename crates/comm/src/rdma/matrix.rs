@@ -42,9 +42,7 @@ pub enum MatrixError {
         rank: usize,
     },
     /// A cable has one end.
-    #[error(
-        "device matrix: rank {from} has {there} cables to rank {to}, which has {back} back"
-    )]
+    #[error("device matrix: rank {from} has {there} cables to rank {to}, which has {back} back")]
     OneEnd {
         /// Row.
         from: usize,
@@ -98,7 +96,13 @@ impl Matrix {
             let entries = row.as_array().filter(|entries| entries.len() == size);
             let entries = entries.ok_or(MatrixError::Row { row: from, size })?;
             let names = |(to, entry)| names(entry).ok_or(MatrixError::Entry { from, to });
-            read.push(entries.iter().enumerate().map(names).collect::<Result<_, _>>()?);
+            read.push(
+                entries
+                    .iter()
+                    .enumerate()
+                    .map(names)
+                    .collect::<Result<_, _>>()?,
+            );
         }
         Self::new(read)
     }
@@ -159,7 +163,11 @@ impl Matrix {
 
     /// All devices of a rank, each once, sorted.
     pub fn of(&self, rank: usize) -> Vec<&str> {
-        let mut names: Vec<&str> = self.rows[rank].iter().flatten().map(String::as_str).collect();
+        let mut names: Vec<&str> = self.rows[rank]
+            .iter()
+            .flatten()
+            .map(String::as_str)
+            .collect();
         names.sort_unstable();
         names.dedup();
         names
@@ -179,12 +187,21 @@ impl Matrix {
         let cables = if size > 1 { self.rows[0][1].len() } else { 0 };
         let both = |rank: usize| [(rank + 1) % size, (rank + size - 1) % size];
         cables > 0
-            && (0..size).all(|r| both(r).iter().all(|peer| self.rows[r][*peer].len() == cables))
+            && (0..size).all(|r| {
+                both(r)
+                    .iter()
+                    .all(|peer| self.rows[r][*peer].len() == cables)
+            })
     }
 
     /// The table of some of the ranks, in this order.
     pub fn part(&self, ranks: &[usize]) -> Self {
-        let row = |from: &usize| ranks.iter().map(|to| self.rows[*from][*to].clone()).collect();
+        let row = |from: &usize| {
+            ranks
+                .iter()
+                .map(|to| self.rows[*from][*to].clone())
+                .collect()
+        };
         Self {
             rows: ranks.iter().map(row).collect(),
         }
@@ -233,7 +250,10 @@ mod tests {
             (r#"[[null,3],["a",null]]"#, "device matrix: entry 0, 1"),
             (r#"[[null,[3]],["a",null]]"#, "device matrix: entry 0, 1"),
             (r#"[["a"]]"#, "device matrix: rank 0 has a cable to itself"),
-            (r#"[[null,"a"],[null,null]]"#, "rank 0 has 1 cables to rank 1, which has 0"),
+            (
+                r#"[[null,"a"],[null,null]]"#,
+                "rank 0 has 1 cables to rank 1, which has 0",
+            ),
             (
                 r#"[[null,["a","b","c","d","e"]],[["a","b","c","d","e"],null]]"#,
                 "5 cables to rank 1, at most 4",
@@ -246,13 +266,17 @@ mod tests {
 
     #[test]
     fn meshes_and_rings_are_told_apart() {
-        let ring = r#"[[null,"a",null,"b"],["a",null,"b",null],[null,"a",null,"b"],["a",null,"b",null]]"#;
+        let ring =
+            r#"[[null,"a",null,"b"],["a",null,"b",null],[null,"a",null,"b"],["a",null,"b",null]]"#;
         let ring = Matrix::parse(ring).unwrap();
         assert!(ring.is_ring() && !ring.is_mesh());
         let names: Vec<String> = ["x", "y", "z"].map(String::from).to_vec();
         let mesh = Matrix::switched(&names);
         assert!(mesh.is_ring() && mesh.is_mesh(), "three ranks are both");
-        assert_eq!(mesh.to_json(), r#"[[null,"x","x"],["y",null,"y"],["z","z",null]]"#);
+        assert_eq!(
+            mesh.to_json(),
+            r#"[[null,"x","x"],["y",null,"y"],["z","z",null]]"#
+        );
         assert!(!Matrix::parse("[[null]]").unwrap().is_ring());
     }
 }

@@ -30,7 +30,7 @@
 //! - `message`, `cable`, `link`, `links`: from work requests to a transport;
 //! - `slab`, `memory`: registered memory, of the group and of callers;
 //! - `matrix`, `settings`, `side`: JACCL's configuration;
-//! - `join`: how it all comes together;
+//! - `join`: how it all comes together; `route`: rings where not everybody has a cable to everybody;
 //! - `soft`: a library in software, for tests.
 //!
 //! Peers' deaths are known from the control connections, as for shared memory: UC says nothing.
@@ -46,6 +46,9 @@ mod links;
 mod matrix;
 mod memory;
 mod message;
+mod route;
+pub mod settings;
+mod side;
 mod slab;
 #[cfg(test)]
 mod soft;
@@ -68,13 +71,16 @@ use self::links::Links;
 pub use self::matrix::{Matrix, MatrixError};
 use self::memory::Registry;
 pub use self::memory::{Buffer, Registration};
+pub use self::settings::{Settings, SettingsError};
+pub use self::side::Side;
 use self::slab::Slab;
 use self::verbs::Adapter;
 pub use self::verbs::{LIBRARY, Verbs};
 use crate::linked::Linked;
+use crate::plan::Route;
 use crate::split::{Member, members};
 use crate::tcp::{GroupId, JoinError, Keeping, Listener, Origin, gather, link};
-use crate::{Collective, Data, DataMut, Deadline, Error, Group, Traffic, Tuning, tcp};
+use crate::{Algorithm, Collective, Data, DataMut, Deadline, Error, Group, Traffic, Tuning, tcp};
 
 /// Longest message, unless [`Config`] says otherwise: long enough that heads and completions cost
 /// little (32 KiB at 7 GB/s: 5 us), and 64 of them are 2 MiB for each cable.
@@ -128,6 +134,8 @@ pub struct Cabling {
     host: Arc<Host>,
     matrix: Arc<Matrix>,
     config: Config,
+    /// Go round even where everybody has a cable to everybody.
+    ring: bool,
 }
 
 impl Cabling {
@@ -148,6 +156,7 @@ impl Cabling {
             host,
             matrix: Arc::new(matrix),
             config,
+            ring: false,
         }
     }
 }
@@ -166,6 +175,8 @@ pub struct Rdma {
     adapters: Vec<Arc<Adapter>>,
     registry: Arc<Registry>,
     cabling: Cabling,
+    /// Stays open, unused, as JACCL's does.
+    _side: Option<Side>,
 }
 
 /// Connects `rank` with all others and returns when all ranks are connected. Collective.
@@ -189,13 +200,62 @@ pub fn join(
         id,
         config: cabling.config.tcp,
     };
-    assemble(cabling.clone(), origin, rank, deadline)
+    assemble(cabling.clone(), origin, rank, None, deadline)
+}
+
+/// Connects the rank that JACCL's environment names with all others. Collective.
+///
+/// Ranks find each other through JACCL's side channel, which also carries what JACCL sends over
+/// it, in its bytes: where each queue pair is. The members are paceline ranks: what they say over
+/// the cables is not JACCL's.
+///
+/// # Errors
+/// As [`join`], and [`RdmaError::Side`].
+pub fn join_settings(
+    verbs: Verbs,
+    settings: &Settings,
+    config: Config,
+    deadline: Deadline,
+) -> Result<Rdma, RdmaError> {
+    let Settings {
+        rank,
+        coordinator,
+        ref matrix,
+        ring,
+    } = *settings;
+    let mut cabling = Cabling::with(verbs, matrix.clone(), config);
+    cabling.ring = ring;
+    let mut side = Side::open(coordinator, rank, matrix.size(), deadline)?;
+    let listener = Listener::bind(SocketAddr::new(side.here(), 0));
+    let listener = listener.map_err(|source| JoinError::System {
+        what: "listen",
+        source,
+    })?;
+    // Every rank's address, behind a group id: that of rank 0 counts.
+    let mut own = GroupId::random().0.to_vec();
+    own.extend(listener.addr().to_string().into_bytes());
+    let all = side.gather_containers(&own, deadline)?;
+    let addr = |said: &Vec<u8>| std::str::from_utf8(said.get(16..)?).ok()?.parse().ok();
+    let known: Vec<Option<SocketAddr>> = all.iter().map(addr).collect();
+    if let Some((rank, _)) = (0..).zip(&known).find(|(_, addr)| addr.is_none()) {
+        return Err(RdmaError::NoMeeting { rank: Rank(rank) });
+    }
+    let mut id = [0; 16];
+    id.copy_from_slice(&all[0][..16]);
+    let origin = Origin {
+        listener: Arc::new(listener),
+        addrs: known.into_iter().flatten().collect(),
+        id: GroupId(id),
+        config: cabling.config.tcp,
+    };
+    assemble(cabling, origin, rank, Some(side), deadline)
 }
 
 fn assemble(
     cabling: Cabling,
-    origin: Origin,
+    mut origin: Origin,
     rank: Rank,
+    mut side: Option<Side>,
     deadline: Deadline,
 ) -> Result<Rdma, RdmaError> {
     fits(&cabling.matrix, &origin.addrs, rank)?;
@@ -207,14 +267,24 @@ fn assemble(
         matrix: &cabling.matrix,
         deadline,
     };
-    let mut wired = joining.wire(&mut |own| {
-        let mut all = vec![0_u8; own.len() * size as usize];
-        gather(&linked, own, &mut all, deadline).map_err(JoinError::of_call)?;
-        Ok(all)
+    let mut wired = joining.wire(&mut |own| match &mut side {
+        Some(side) => side.all_gather(own, deadline),
+        None => {
+            let mut all = vec![0_u8; own.len() * size as usize];
+            gather(&linked, own, &mut all, deadline).map_err(JoinError::of_call)?;
+            Ok(all)
+        }
     })?;
+    if let Some(side) = &mut side {
+        side.barrier(deadline)?;
+    }
     let sockets = Box::new(linked.into_transport());
     let links = wired.links(sockets, &origin.addrs, index);
     let linked = Linked::new(rank, size, links, Arc::default());
+    if cabling.ring || !cabling.matrix.is_mesh() {
+        linked.go_round(Route::new(route::ring(&cabling.matrix)));
+        origin.config.force = origin.config.force.or(Some(Algorithm::Ring));
+    }
     let keeping = Keeping::start(linked, origin, deadline)?;
     Ok(Rdma {
         keeping,
@@ -222,6 +292,7 @@ fn assemble(
         adapters: wired.adapters,
         registry: wired.registry,
         cabling,
+        _side: side,
     })
 }
 
@@ -244,11 +315,7 @@ impl Rdma {
     ///
     /// # Safety
     /// The `bytes` bytes at `start` stay mapped while the result lives.
-    pub unsafe fn register(
-        &self,
-        start: *mut u8,
-        bytes: usize,
-    ) -> Result<Registration, RdmaError> {
+    pub unsafe fn register(&self, start: *mut u8, bytes: usize) -> Result<Registration, RdmaError> {
         // SAFETY: the caller's promise.
         unsafe { Registration::new(&self.registry, &self.adapters, start, bytes) }
     }
@@ -310,13 +377,14 @@ impl Group for Rdma {
 
     fn split(&self, color: u32, key: u32, deadline: Deadline) -> Result<Box<dyn Group>, Error> {
         let Member { call, rank, ranks } = members(self, color, key, deadline)?;
-        let origin = self.keeping.part(color, &ranks);
+        let mut origin = self.keeping.part(color, &ranks);
+        origin.config = self.cabling.config.tcp;
         let indices: Vec<usize> = ranks.iter().map(|rank| rank.0 as usize).collect();
         let cabling = Cabling {
             matrix: Arc::new(self.cabling.matrix.part(&indices)),
             ..self.cabling.clone()
         };
-        match assemble(cabling, origin, rank, deadline) {
+        match assemble(cabling, origin, rank, None, deadline) {
             Ok(group) => Ok(Box::new(group)),
             Err(RdmaError::Join(error)) => Err(error.of_split(call, &ranks)),
             Err(RdmaError::Elsewhere { rank } | RdmaError::Unwired { rank, .. }) => {

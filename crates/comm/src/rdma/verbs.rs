@@ -27,8 +27,7 @@ const PORT: u8 = 1;
 
 /// What a peer must be able to do with memory. JACCL registers with all three; sends and receives
 /// need the first.
-const ACCESS: c_int =
-    abi::ACCESS_LOCAL_WRITE | abi::ACCESS_REMOTE_READ | abi::ACCESS_REMOTE_WRITE;
+const ACCESS: c_int = abi::ACCESS_LOCAL_WRITE | abi::ACCESS_REMOTE_READ | abi::ACCESS_REMOTE_WRITE;
 
 /// Number of the first packet in either direction. It only has to be the same on both sides; JACCL
 /// uses 7.
@@ -319,7 +318,12 @@ impl Opened {
         let code = unsafe { (self.table.query_port)(self.context.as_ptr(), PORT, &mut port) };
         if code != 0 {
             let operands = format!("port {PORT}");
-            return Err(RdmaError::code(&self.name, "ibv_query_port", operands, code));
+            return Err(RdmaError::code(
+                &self.name,
+                "ibv_query_port",
+                operands,
+                code,
+            ));
         }
         match port.state {
             abi::PORT_ACTIVE => Ok(port),
@@ -336,9 +340,8 @@ impl Opened {
         for index in 0..port.gid_tbl_len.min(u8::MAX.into()) {
             let mut gid = Gid::default();
             // SAFETY: as in `port`.
-            let code = unsafe {
-                (self.table.query_gid)(self.context.as_ptr(), PORT, index, &mut gid)
-            };
+            let code =
+                unsafe { (self.table.query_gid)(self.context.as_ptr(), PORT, index, &mut gid) };
             if code != 0 {
                 let operands = format!("port {PORT}, index {index}");
                 return Err(RdmaError::code(&self.name, "ibv_query_gid", operands, code));
@@ -528,11 +531,7 @@ impl Pair {
         }
         let length = c_int::try_from(2 * requests).unwrap_or(c_int::MAX);
         let queue = Queue::new(adapter, length)?;
-        adapter.count(
-            &adapter.pairs,
-            "queue pairs",
-            adapter.limits.queue_pairs.0,
-        )?;
+        adapter.count(&adapter.pairs, "queue pairs", adapter.limits.queue_pairs.0)?;
         let mut wanted = abi::QpInitAttr {
             qp_context: ptr::null_mut(),
             send_cq: queue.cq.as_ptr(),
@@ -608,8 +607,7 @@ impl Pair {
             qp_access_flags: ACCESS.unsigned_abs(),
             ..Default::default()
         };
-        let mask =
-            abi::QP_STATE | abi::QP_PKEY_INDEX | abi::QP_PORT | abi::QP_ACCESS_FLAGS;
+        let mask = abi::QP_STATE | abi::QP_PKEY_INDEX | abi::QP_PORT | abi::QP_ACCESS_FLAGS;
         self.modify(to, mask, format!("INIT, port {PORT}"))
     }
 
@@ -630,11 +628,8 @@ impl Pair {
             to.ah_attr.grh.hop_limit = HOPS;
             to.ah_attr.grh.sgid_index = self.adapter().gid_index;
         }
-        let mask = abi::QP_STATE
-            | abi::QP_AV
-            | abi::QP_PATH_MTU
-            | abi::QP_DEST_QPN
-            | abi::QP_RQ_PSN;
+        let mask =
+            abi::QP_STATE | abi::QP_AV | abi::QP_PATH_MTU | abi::QP_DEST_QPN | abi::QP_RQ_PSN;
         let gid = std::net::Ipv6Addr::from(peer.gid.0);
         self.modify(to, mask, format!("RTR, pair {} of {gid}", peer.pair))?;
         let to = abi::QpAttr {

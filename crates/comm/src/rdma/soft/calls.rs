@@ -3,6 +3,7 @@
 //! Every object is a box that begins with what the header shows of it. Callers keep the rules of
 //! verbs: an object is used while it lives, and given back once, after all that was made with it.
 
+use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::ffi::{c_char, c_int, c_void};
 use std::ptr;
@@ -65,6 +66,13 @@ struct Qp {
 type Lists = BTreeMap<usize, (Vec<usize>, Vec<Arc<DeviceCore>>)>;
 static LISTS: Mutex<Lists> = Mutex::new(BTreeMap::new());
 
+thread_local! {
+    /// For this thread there is no list, as where the kernel has no InfiniBand.
+    pub(crate) static NO_LIST: Cell<bool> = const { Cell::new(false) };
+}
+
+const ENOSYS: i32 = 38;
+
 /// Boxes an object and counts it.
 fn hand_out<T>(device: &DeviceCore, object: T) -> *mut T {
     device.fabric.live.fetch_add(1, Ordering::AcqRel);
@@ -92,8 +100,8 @@ unsafe fn object<'a, T>(shown: *mut impl Sized) -> &'a T {
 
 pub(crate) unsafe extern "C" fn get_device_list(count: *mut c_int) -> *mut *mut abi::Device {
     let devices = devices();
-    if devices.iter().any(|device| device.fabric.refuses()) {
-        return null(EIO);
+    if NO_LIST.get() {
+        return null(ENOSYS);
     }
     let mut list: Vec<usize> = devices.iter().map(|d| Arc::as_ptr(d) as usize).collect();
     if !count.is_null() {
@@ -224,7 +232,10 @@ pub(crate) unsafe extern "C" fn reg_mr(
 ) -> *mut abi::Mr {
     // SAFETY: the rules of verbs.
     let (device, context) = unsafe { (object::<Pd>(pd).device.clone(), (*pd).context) };
-    let mut regions = device.regions.write().unwrap_or_else(PoisonError::into_inner);
+    let mut regions = device
+        .regions
+        .write()
+        .unwrap_or_else(PoisonError::into_inner);
     if device.fabric.refuses() || regions.len() >= device.fabric.caps.regions {
         return null(ENOMEM);
     }
@@ -253,7 +264,10 @@ pub(crate) unsafe extern "C" fn reg_mr(
 pub(crate) unsafe extern "C" fn dereg_mr(mr: *mut abi::Mr) -> c_int {
     // SAFETY: the rules of verbs.
     let (device, key) = unsafe { (object::<Mr>(mr).device.clone(), (*mr).lkey) };
-    let mut regions = device.regions.write().unwrap_or_else(PoisonError::into_inner);
+    let mut regions = device
+        .regions
+        .write()
+        .unwrap_or_else(PoisonError::into_inner);
     regions.remove(&key);
     drop(regions);
     // SAFETY: the rules of verbs.
@@ -329,8 +343,8 @@ pub(crate) unsafe extern "C" fn create_qp(
         return null(EBUSY);
     }
     // SAFETY: the rules of verbs.
-    let queues = [wanted.send_cq, wanted.recv_cq]
-        .map(|cq| unsafe { object::<Cq>(cq) }.core.clone());
+    let queues =
+        [wanted.send_cq, wanted.recv_cq].map(|cq| unsafe { object::<Cq>(cq) }.core.clone());
     let [send_queue, recv_queue] = queues;
     let requests = [cap.max_send_wr, cap.max_recv_wr];
     let core = Arc::new(PairCore::new(&device, send_queue, recv_queue, requests));
@@ -375,10 +389,7 @@ pub(crate) unsafe extern "C" fn modify_qp(
     }
     // What each change of state has to come with, from the table in ibv_modify_qp(3).
     let (from, needed) = match to.qp_state {
-        abi::QPS_INIT => (
-            0,
-            abi::QP_PKEY_INDEX | abi::QP_PORT | abi::QP_ACCESS_FLAGS,
-        ),
+        abi::QPS_INIT => (0, abi::QP_PKEY_INDEX | abi::QP_PORT | abi::QP_ACCESS_FLAGS),
         abi::QPS_RTR => (
             abi::QPS_INIT,
             abi::QP_AV | abi::QP_PATH_MTU | abi::QP_DEST_QPN | abi::QP_RQ_PSN,
@@ -410,7 +421,10 @@ pub(crate) unsafe extern "C" fn modify_qp(
 
 /// The memory of a piece, if it is registered.
 fn registered(device: &DeviceCore, piece: &Sge) -> Option<Piece> {
-    let regions = device.regions.read().unwrap_or_else(PoisonError::into_inner);
+    let regions = device
+        .regions
+        .read()
+        .unwrap_or_else(PoisonError::into_inner);
     let (start, bytes) = *regions.get(&piece.lkey)?;
     let end = piece.addr.checked_add(piece.length.into())?;
     let within = piece.addr >= start && end <= start + bytes;
@@ -478,9 +492,9 @@ unsafe extern "C" fn post_recv(
         [piece] if wr.next.is_null() => registered(&core.device, piece),
         _ => None,
     };
-    let posted = memory.ok_or(EINVAL).and_then(|memory| {
-        core.post_receive(wr.wr_id, memory.start.cast_mut(), memory.bytes)
-    });
+    let posted = memory
+        .ok_or(EINVAL)
+        .and_then(|memory| core.post_receive(wr.wr_id, memory.start.cast_mut(), memory.bytes));
     posted.map_or_else(
         |code| {
             // SAFETY: the caller's variable.

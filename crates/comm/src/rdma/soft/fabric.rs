@@ -84,6 +84,8 @@ pub(crate) struct Core {
     pub(crate) live: AtomicUsize,
     /// Messages that met no posted receive.
     pub(crate) dropped: AtomicU64,
+    /// Messages that were sent in more than one piece.
+    pub(crate) gathered: AtomicU64,
 }
 
 /// All devices of all fabrics, for the list that the library hands out.
@@ -129,6 +131,7 @@ impl Fabric {
             refuse_in: AtomicI64::new(-1),
             live: AtomicUsize::new(0),
             dropped: AtomicU64::new(0),
+            gathered: AtomicU64::new(0),
         };
         let core = Arc::new(core);
         Self { core }
@@ -259,7 +262,11 @@ impl QueueCore {
     /// How many completions were put into `into`; negative if the queue is broken.
     pub(crate) fn poll(&self, into: &mut [Wc]) -> i32 {
         if self.waiting.load(Ordering::Acquire) == 0 {
-            return if self.broken.load(Ordering::Acquire) { -1 } else { 0 };
+            return if self.broken.load(Ordering::Acquire) {
+                -1
+            } else {
+                0
+            };
         }
         let mut entries = lock(&self.entries);
         let count = entries.len().min(into.len());
@@ -394,6 +401,9 @@ impl PairCore {
             return Err(ENOMEM);
         }
         let bytes = pieces.iter().map(|piece| piece.bytes).sum();
+        if pieces.len() > 1 {
+            self.device.fabric.gathered.fetch_add(1, Ordering::Relaxed);
+        }
         let status = match flushed {
             true => abi::WC_WR_FLUSH_ERR,
             false => self.transmit(pieces),

@@ -13,11 +13,13 @@
 mod calls;
 mod fabric;
 
+#[cfg(test)]
+pub(crate) use self::calls::NO_LIST;
 pub(crate) use self::calls::{
     alloc_pd, close_device, create_cq, create_qp, dealloc_pd, dereg_mr, destroy_cq, destroy_qp,
     free_device_list, get_device_list, get_device_name, modify_qp, open_device, query_gid,
     query_port, reg_mr,
 };
-pub(crate) use self::fabric::{Caps, Fabric, Faults};
 #[cfg(test)]
-pub(crate) use self::fabric::number;
+pub(crate) use self::fabric::{Break, Failure, number};
+pub(crate) use self::fabric::{Caps, Fabric, Faults};
