@@ -37,7 +37,14 @@ pub(crate) fn run(show: &mut dyn FnMut(&str)) -> Result<Tally> {
 /// The test program's path.
 fn build() -> Result<PathBuf> {
     let mut command = repo::cargo();
-    command.args(["test", "--release", "--package", "paceline-comm", "--test", "rdma"]);
+    command.args([
+        "test",
+        "--release",
+        "--package",
+        "paceline-comm",
+        "--test",
+        "rdma",
+    ]);
     command.args(["--no-run", "--message-format", "json"]);
     let output = command.output().context("run cargo test --no-run")?;
     let text = String::from_utf8_lossy(&output.stdout);
@@ -66,7 +73,9 @@ fn guest(folder: &Path, tests: &Path, show: &mut dyn FnMut(&str)) -> Result<Tall
     let mut lacking = None;
     let passed = process::stream(command, &process::log_path("rdma"), |line| {
         show(line);
-        lacking = lacking.take().or_else(|| line.strip_prefix("guest: ").map(String::from));
+        lacking = lacking
+            .take()
+            .or_else(|| line.strip_prefix("guest: ").map(String::from));
     })?;
     Ok(match lacking {
         Some(reason) if !passed && is_lack(&reason) => Tally::skip(NAME, &reason),

@@ -83,6 +83,11 @@ impl Calls {
         }
     }
 
+    pub(super) fn unused(&self) -> Vec<Vec<u8>> {
+        let unused = |peer: &Peer| peer.inbuf.bytes().to_vec();
+        self.peers.iter().map(unused).collect()
+    }
+
     pub(super) fn go_round(&mut self, route: Route) {
         self.plan.route = route;
     }

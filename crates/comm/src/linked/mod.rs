@@ -88,9 +88,12 @@ impl<T: Transport> Linked<T> {
         lock(&self.calls).go_round(route);
     }
 
-    /// The links alone, for another group over them.
-    pub(crate) fn into_transport(self) -> T {
-        self.transport
+    /// The links, for another group over them; and by rank what has been read of the lane for
+    /// calls and not been used: a peer may be ahead.
+    pub(crate) fn into_transport(self) -> (T, Vec<Vec<u8>>) {
+        let calls = self.calls.into_inner();
+        let calls = calls.unwrap_or_else(PoisonError::into_inner);
+        (self.transport, calls.unused())
     }
 
     pub(crate) fn traffic(&self) -> Traffic {

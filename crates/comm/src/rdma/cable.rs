@@ -161,9 +161,9 @@ impl Cable {
     }
 
     /// The send slot of message `number` of a lane on this cable.
-    pub(super) const fn send_slot(lane: usize, number: u64) -> usize {
-        // The remainder is below the window.
-        SENDS_AT[lane] + (number % WINDOW[lane] as u64) as usize
+    pub(super) fn send_slot(lane: usize, number: u64) -> usize {
+        let place = number % WINDOW[lane] as u64;
+        SENDS_AT[lane] + usize::try_from(place).expect("windows are small")
     }
 
     /// A send slot for a state, if one is free.

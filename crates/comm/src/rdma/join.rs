@@ -414,7 +414,7 @@ impl Wired {
     /// The links, with sockets where no cable leads.
     pub(super) fn links(
         &mut self,
-        sockets: Box<dyn Kept>,
+        sockets: (Box<dyn Kept>, Vec<Vec<u8>>),
         addrs: &[SocketAddr],
         rank: usize,
     ) -> Links {

@@ -186,8 +186,7 @@ impl Link {
     }
 
     fn cable_of(&self, sequence: u64) -> usize {
-        // The remainder is below `CABLES_MAX`.
-        (sequence % self.cables.len() as u64) as usize
+        small(sequence % self.cables.len() as u64)
     }
 
     fn slot_of(&self, lane: usize, sequence: u64) -> usize {
@@ -468,7 +467,7 @@ impl Link {
         if !self.cables[cable].is_free(slot) {
             return Ok(());
         }
-        let index = (sequence - self.outgoing[lane].received) as usize;
+        let index = small(sequence - self.outgoing[lane].received);
         let flight = &mut self.outgoing[lane].flights[index];
         (flight.last, flight.tries) = (now, flight.tries + 1);
         let (bytes, body) = (flight.bytes, flight.body);
@@ -627,7 +626,7 @@ impl Link {
             && let Some(Some(held)) = self.incoming[lane as usize].held.front().copied()
         {
             let incoming = &mut self.incoming[lane as usize];
-            let cable = (incoming.consumed % self.cables.len() as u64) as usize;
+            let cable = small(incoming.consumed % self.cables.len() as u64);
             let part = (held.bytes - incoming.at).min(into.len() - count);
             let from = HEAD_BYTES + incoming.at;
             let bytes = self.cables[cable].received(held.slot, from, from + part);
@@ -665,6 +664,11 @@ impl Link {
     }
 }
 
+/// A number that is below a window, or below the number of cables, as an index.
+fn small(number: u64) -> usize {
+    usize::try_from(number).expect("windows are small")
+}
+
 impl Outgoing {
     /// Takes note of what the peer has; false if it cannot have it.
     fn acknowledged(&mut self, lane: Lane, head: &Head) -> bool {
@@ -688,7 +692,7 @@ impl Incoming {
         if sequence < self.received {
             return false;
         }
-        let index = (sequence - self.consumed) as usize;
+        let index = small(sequence - self.consumed);
         if self.held.len() <= index {
             self.held.resize(index + 1, None);
         }
@@ -697,7 +701,7 @@ impl Incoming {
         }
         self.held[index] = Some(held);
         let there = |sequence: u64| {
-            let index = (sequence - self.consumed) as usize;
+            let index = small(sequence - self.consumed);
             matches!(self.held.get(index), Some(Some(_)))
         };
         let mut received = self.received;
@@ -710,7 +714,7 @@ impl Incoming {
 
     /// Which messages behind the first missing one are there.
     fn bits(&self) -> u64 {
-        let first = (self.received - self.consumed) as usize + 1;
+        let first = small(self.received - self.consumed) + 1;
         let later = self.held.iter().skip(first).take(64);
         let bit = |(index, held): (usize, &Option<Held>)| u64::from(held.is_some()) << index;
         later.enumerate().map(bit).fold(0, |bits, bit| bits | bit)

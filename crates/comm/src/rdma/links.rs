@@ -27,21 +27,38 @@ pub(super) struct Links {
     /// By rank; none for the rank itself, and where no cable leads.
     links: Vec<Option<Mutex<Link>>>,
     sockets: Box<dyn Kept>,
+    /// By rank: what was read from the sockets for calls while ranks joined, and is of this group.
+    early: Vec<Mutex<Vec<u8>>>,
     patience: Patience,
 }
 
 impl Links {
     pub(super) fn new(
         links: Vec<Option<Link>>,
-        sockets: Box<dyn Kept>,
+        (sockets, early): (Box<dyn Kept>, Vec<Vec<u8>>),
         patience: Patience,
     ) -> Self {
-        let links = links.into_iter().map(|link| link.map(Mutex::new)).collect();
         Self {
-            links,
+            links: links.into_iter().map(|link| link.map(Mutex::new)).collect(),
             sockets,
+            early: early.into_iter().map(Mutex::new).collect(),
             patience,
         }
+    }
+
+    /// Takes of what was read before.
+    fn read_early(&self, lane: Lane, peer: usize, into: &mut [u8]) -> usize {
+        if lane == Lane::Messages {
+            return 0;
+        }
+        let mut early = self.early[peer]
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        let count = early.len().min(into.len());
+        for (slot, byte) in into.iter_mut().zip(early.drain(..count)) {
+            *slot = byte;
+        }
+        count
     }
 
     fn link(&self, peer: usize) -> Option<MutexGuard<'_, Link>> {
@@ -85,7 +102,10 @@ impl Transport for Links {
     fn read(&self, lane: Lane, peer: usize, into: &mut [u8]) -> Result<usize, Closed> {
         match self.link(peer) {
             Some(mut link) => link.read(lane, into),
-            None => self.sockets.read(lane, peer, into),
+            None => match self.read_early(lane, peer, into) {
+                0 => self.sockets.read(lane, peer, into),
+                count => Ok(count),
+            },
         }
     }
 

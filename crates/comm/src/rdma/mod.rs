@@ -278,8 +278,8 @@ fn assemble(
     if let Some(side) = &mut side {
         side.barrier(deadline)?;
     }
-    let sockets = Box::new(linked.into_transport());
-    let links = wired.links(sockets, &origin.addrs, index);
+    let (sockets, early) = linked.into_transport();
+    let links = wired.links((Box::new(sockets), early), &origin.addrs, index);
     let linked = Linked::new(rank, size, links, Arc::default());
     if cabling.ring || !cabling.matrix.is_mesh() {
         linked.go_round(Route::new(route::ring(&cabling.matrix)));
