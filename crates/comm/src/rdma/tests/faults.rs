@@ -55,19 +55,17 @@ impl Run {
             delay: [0, 20, 100][below(3) as usize],
             failure: None,
         };
-        let (device, range) = (below(devices) as usize, [60, 1000][below(2) as usize]);
-        let after = 10 + below(range);
+        // A device sends some 30 messages while ranks join and measure, and as many after that;
+        // several cables share them.
+        let (device, after) = (below(devices) as usize, below(60) / cables as u64);
         let what = [Break::Send, Break::Receive, Break::Poll, Break::Mute];
         let mut dies = None;
         match below(8) {
             kind @ 0..4 => {
                 let what = what[kind as usize];
                 // While ranks join it takes seconds until a silent device is given up.
-                let after = if what == Break::Mute {
-                    after + 150
-                } else {
-                    after
-                };
+                let late = if what == Break::Mute { 30 / cables as u64 } else { 0 };
+                let after = after / (1 + late.min(1)) + late;
                 faults.failure = Some(Failure {
                     device,
                     after,
