@@ -8,6 +8,7 @@
 #![cfg(unix)]
 #![allow(
     clippy::unwrap_used,
+    clippy::print_stdout,
     reason = "a test, with helpers outside of test functions"
 )]
 

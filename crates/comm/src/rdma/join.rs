@@ -90,7 +90,7 @@ impl Joining<'_> {
         let connected = self.connect(&wired, &all);
         let word = u64::from(connected.is_ok()).to_le_bytes();
         let all = gather(&word)?;
-        self.verdicts(&all, word.len(), connected.as_ref().map(|()| ()))?;
+        self.verdicts(&all, word.len(), connected.as_ref().copied())?;
         connected?;
         self.hellos(&mut wired, gather)?;
         Ok(wired)

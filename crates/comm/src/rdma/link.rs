@@ -564,7 +564,7 @@ impl Link {
         let (mut head, mut body) = (head, body);
         let total = head.len() + body.len();
         let mut looked = false;
-        while !(head.is_empty() && body.is_empty()) && !self.is_closed() {
+        while !(self.is_closed() || head.is_empty() && body.is_empty()) {
             if !self.has_room(lane) {
                 if std::mem::replace(&mut looked, true) {
                     break;

@@ -30,7 +30,8 @@
 //! - `message`, `cable`, `link`, `links`: from work requests to a transport;
 //! - `slab`, `memory`: registered memory, of the group and of callers;
 //! - `matrix`, `settings`, `side`: JACCL's configuration;
-//! - `join`: how it all comes together; `route`: rings where not everybody has a cable to everybody;
+//! - `join`: how it all comes together;
+//! - `route`: rings where not everybody has a cable to everybody;
 //! - `soft`: a library in software, for tests.
 //!
 //! Peers' deaths are known from the control connections, as for shared memory: UC says nothing.

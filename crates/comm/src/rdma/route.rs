@@ -100,7 +100,8 @@ mod tests {
 
     #[test]
     fn a_ring_follows_the_cables() {
-        let cases: [(usize, &[(usize, usize)], &[usize], usize); 7] = [
+        type Case<'a> = (usize, &'a [(usize, usize)], &'a [usize], usize);
+        let cases: [Case<'_>; 7] = [
             (1, &[], &[0], 0),
             (2, &[(0, 1)], &[0, 1], 0),
             (4, &[(0, 1), (1, 2), (2, 3), (3, 0)], &[0, 1, 2, 3], 0),

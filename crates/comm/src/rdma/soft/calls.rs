@@ -126,7 +126,7 @@ pub(crate) unsafe extern "C" fn get_device_name(device: *mut abi::Device) -> *co
 pub(crate) unsafe extern "C" fn open_device(device: *mut abi::Device) -> *mut abi::Context {
     let core = devices()
         .into_iter()
-        .find(|core| Arc::as_ptr(core) as usize == device as usize);
+        .find(|core| std::ptr::eq(Arc::as_ptr(core), device.cast()));
     let Some(core) = core else {
         return null(EINVAL);
     };

@@ -3,13 +3,15 @@
 //! A seed decides size, cables, how many messages are lost or delayed, and what breaks when. All
 //! of it is real but the devices. `COMM_TEST_RUNS=500` runs that many seeds.
 
+#![allow(clippy::cast_possible_truncation, reason = "small numbers of a test")]
+
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::super::soft::{Break, Failure};
 use super::*;
 use crate::Error;
 
-const RUNS: u64 = 120;
+const RUNS: u64 = 100;
 
 /// Deadline of a call where only a deadline ends it: a device that went silent.
 const PATIENCE: Duration = Duration::from_millis(500);
@@ -64,7 +66,11 @@ impl Run {
             kind @ 0..4 => {
                 let what = what[kind as usize];
                 // While ranks join it takes seconds until a silent device is given up.
-                let late = if what == Break::Mute { 30 / cables as u64 } else { 0 };
+                let late = if what == Break::Mute {
+                    30 / cables as u64
+                } else {
+                    0
+                };
                 let after = after / (1 + late.min(1)) + late;
                 faults.failure = Some(Failure {
                     device,
@@ -279,7 +285,7 @@ fn no_fault_makes_a_rank_hang_or_answer_wrongly() {
     // A few at a time: most of a run is waiting.
     let (next, hits) = (AtomicU64::new(0), AtomicU64::new(0));
     thread::scope(|scope| {
-        for _ in 0..6 {
+        for _ in 0..12 {
             scope.spawn(|| {
                 loop {
                     let seed = next.fetch_add(1, Ordering::Relaxed);
