@@ -14,6 +14,7 @@ mod models;
 mod mpi;
 mod neon;
 mod process;
+mod rdma;
 mod repo;
 mod rust_target;
 mod sdk;
@@ -82,6 +83,8 @@ enum Chore {
     Darwin,
     /// Run the kernel tests for AArch64 under QEMU.
     Neon,
+    /// Run ranks over real verbs in a virtual machine with a software RDMA device.
+    Rdma,
     /// Check licences, bans and sources of all dependencies with cargo-deny.
     Deny,
 }
@@ -134,6 +137,7 @@ fn run(chore: Chore) -> Result<bool> {
         Chore::Mpi => steps::run(&[Step::Mpi]),
         Chore::Darwin => steps::run(&[Step::Darwin]),
         Chore::Neon => steps::run(&[Step::Neon]),
+        Chore::Rdma => steps::run(&[Step::Rdma]),
         Chore::Deny => steps::run(&[Step::Deny]),
     })
 }

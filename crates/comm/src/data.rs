@@ -276,7 +276,7 @@ mod tests {
         );
         DataMut::new(&mut values).bytes_mut()[4..].copy_from_slice(&7.5_f32.to_ne_bytes());
         assert_eq!(values, [1.0, 7.5]);
-        assert_eq!(Data::new::<f32>(&[]).bytes(), []);
+        assert_eq!(Data::new::<f32>(&[]).bytes(), [0_u8; 0]);
     }
 
     #[test]

@@ -28,7 +28,8 @@
 //! - [`Data`], [`DataMut`], [`Counts`]: what a call moves, with the type erased.
 //! - [`Call`]: what a rank announces and the lockstep guard compares; [`Error`]; [`Deadline`].
 //! - [`local`]: ranks as threads of one process; [`shm`]: as processes of one machine; [`tcp`]:
-//!   ranks that reach each other by TCP; [`init`]: whichever works.
+//!   ranks that reach each other by TCP; [`rdma`]: over RDMA devices; [`init`]: whichever
+//!   works.
 //! - [`mlx_ring`]: rings with real MLX ranks in them; [`mpi`], [`nccl`]: groups by libraries of
 //!   others; [`init_mlx`]: the one of them that MLX's `init` would take.
 //! - [`rendezvous`]: how ranks find each other, also again after a failure.
@@ -54,6 +55,7 @@ pub mod mlx_ring;
 pub mod mpi;
 pub mod nccl;
 mod plan;
+pub mod rdma;
 mod reduce;
 pub mod rendezvous;
 mod ring;

@@ -86,6 +86,72 @@ pub(crate) struct Plan {
     pub(crate) wide: bool,
     rank: usize,
     size: usize,
+    /// Which way rings go.
+    pub(crate) route: Route,
+}
+
+/// The order in which a ring passes the ranks, and whether data goes round both ways at once.
+///
+/// Where every rank reaches every other alike, that is rank order and one way. Where links are
+/// cables, a ring follows them, and a cable carries as much back as forth.
+#[derive(Debug, Default)]
+pub(crate) struct Route {
+    /// Ranks by place; empty for rank order.
+    order: Vec<usize>,
+    /// The other way round: places by rank.
+    places: Vec<usize>,
+    both: bool,
+}
+
+impl Route {
+    /// A ring over `order`, in both directions.
+    pub(crate) fn new(order: Vec<usize>) -> Self {
+        let mut places = vec![0; order.len()];
+        for (place, rank) in order.iter().enumerate() {
+            places[*rank] = place;
+        }
+        let both = true;
+        Self {
+            order,
+            places,
+            both,
+        }
+    }
+
+    /// The rank `steps` places further on from `rank`, of `size`.
+    fn after(&self, rank: usize, steps: usize, size: usize) -> usize {
+        let place = self.places.get(rank).copied().unwrap_or(rank);
+        let place = (place + steps) % size;
+        self.order.get(place).copied().unwrap_or(place)
+    }
+}
+
+/// Shortest vector that goes round both ways: below, steps cost more than bytes. JACCL's figure.
+const BOTH_WAYS_BYTES: usize = 32 << 10;
+
+/// A direction of a ring, and the part of every chunk that takes it.
+#[derive(Clone, Copy)]
+enum Way {
+    /// Forth, the whole.
+    Only,
+    /// Forth, the first half.
+    Forth,
+    /// Back, the second half.
+    Back,
+}
+
+impl Way {
+    /// The part of a chunk of elements of `width` bytes.
+    fn part(self, chunk: Span, width: usize) -> Span {
+        let Range { start, end } = chunk.range;
+        let middle = start + (end - start) / width / 2 * width;
+        let range = match self {
+            Self::Only => start..end,
+            Self::Forth => start..middle,
+            Self::Back => middle..end,
+        };
+        Span { range, ..chunk }
+    }
 }
 
 /// A vector that is cut into one chunk per rank: where it is, and how long its elements are.
@@ -130,6 +196,7 @@ impl Default for Plan {
             wide: false,
             rank: 0,
             size: 1,
+            route: Route::default(),
         }
     }
 }
@@ -162,7 +229,10 @@ impl Plan {
                 let width = output.dtype().bytes();
                 let part = |peer| part(counts, width, peer);
                 match ring {
-                    true => self.ring_gather(|peer| Span::new(Place::Work, part(peer))),
+                    true => {
+                        let chunk = |peer| Span::new(Place::Work, part(peer));
+                        self.ring_gather(chunk, width, output.bytes().len());
+                    }
                     false => self.one_shot_gather(part),
                 }
             }
@@ -256,21 +326,36 @@ impl Plan {
         self.end_step();
     }
 
-    /// In every step each rank hands on to the next what it got from the one before.
-    fn ring_gather(&mut self, part: impl Fn(usize) -> Span) {
-        let (next, before) = self.neighbours();
+    /// In every step each rank hands on to the next what it got from the one before. Chunks are
+    /// of elements of `width` bytes, and `bytes` all together.
+    fn ring_gather(&mut self, chunk: impl Fn(usize) -> Span, width: usize, bytes: usize) {
         for step in 0..self.size - 1 {
-            let behind = |steps: usize| (self.rank + self.size - steps) % self.size;
-            let (sent, received) = (part(behind(step)), part(behind(step + 1)));
-            self.send(next, sent);
-            self.receive(before, received);
+            for way in self.ways(bytes) {
+                let sent = way.part(chunk(self.behind(*way, step)), width);
+                let received = way.part(chunk(self.behind(*way, step + 1)), width);
+                let (next, before) = (self.behind(*way, self.size - 1), self.behind(*way, 1));
+                self.send(next, sent);
+                self.receive(before, received);
+            }
             self.end_step();
         }
     }
 
-    fn neighbours(&self) -> (usize, usize) {
-        let (rank, size) = (self.rank, self.size);
-        ((rank + 1) % size, (rank + size - 1) % size)
+    /// The directions in which this many bytes go round. With two ranks both lead to the same.
+    fn ways(&self, bytes: usize) -> &'static [Way] {
+        match self.route.both && self.size > 2 && bytes > BOTH_WAYS_BYTES {
+            true => &[Way::Forth, Way::Back],
+            false => &[Way::Only],
+        }
+    }
+
+    /// The rank that is `steps` before this one, as data goes this way.
+    fn behind(&self, way: Way, steps: usize) -> usize {
+        let (size, steps) = (self.size, steps % self.size);
+        match way {
+            Way::Only | Way::Forth => self.route.after(self.rank, size - steps, size),
+            Way::Back => self.route.after(self.rank, steps, size),
+        }
     }
 
     /// A step for each segment.
@@ -360,22 +445,26 @@ impl Plan {
         }
     }
 
-    /// Chunk c is added in the order c + 1, c + 2, ..., c around the ring and ends on rank c.
+    /// Chunk c is added in the order c + 1, c + 2, ..., c around the ring and ends on rank c. If
+    /// data goes round both ways, that holds for its first half, and c - 1, c - 2, ..., c for the
+    /// second.
     fn ring_reduce(&mut self, wide: Vector, vector: Vector) {
-        let (rank, size) = (self.rank, self.size);
-        self.ring_fold(|peer| wide.chunk(peer, size));
+        let (rank, size, bytes) = (self.rank, self.size, vector.all().len());
+        self.ring_fold(|peer| wide.chunk(peer, size), wide.width, bytes);
         self.narrow(vector.chunk(rank, size), wide.chunk(rank, size));
         self.end_step();
-        self.ring_gather(|peer| vector.chunk(peer, size));
+        self.ring_gather(|peer| vector.chunk(peer, size), vector.width, bytes);
     }
 
-    fn ring_fold(&mut self, chunk: impl Fn(usize) -> Span) {
-        let (next, before) = self.neighbours();
+    fn ring_fold(&mut self, chunk: impl Fn(usize) -> Span, width: usize, bytes: usize) {
         for step in 0..self.size - 1 {
-            let behind = |steps: usize| (self.rank + 2 * self.size - steps) % self.size;
-            let (sent, received) = (chunk(behind(step + 1)), chunk(behind(step + 2)));
-            self.send(next, sent);
-            self.receive_fold(before, received, Side::Second);
+            for way in self.ways(bytes) {
+                let sent = way.part(chunk(self.behind(*way, step + 1)), width);
+                let received = way.part(chunk(self.behind(*way, step + 2)), width);
+                let (next, before) = (self.behind(*way, self.size - 1), self.behind(*way, 1));
+                self.send(next, sent);
+                self.receive_fold(before, received, Side::Second);
+            }
             self.end_step();
         }
     }
@@ -397,7 +486,7 @@ impl Plan {
             self.end_step();
         }
         let own = |peer| Span::new(Place::Scratch, part(counts, wide.width, peer));
-        self.ring_fold(own);
+        self.ring_fold(own, wide.width, vector.all().len());
         let (from, bytes) = (own(rank), counts.of(rank) * dtype.bytes());
         let into = Span::new(Place::Work, 0..bytes);
         match self.wide {

@@ -46,8 +46,16 @@ type Case = (&'static str, u32, fn(&Lab<'_>));
 /// # Panics
 /// If a case fails, with its name, size and seed.
 pub fn run_all(make: Make<'_>, seed: u64) {
-    run_results(make, seed);
-    run_cases(failures::CASES, FAILURES_AT_ONCE, make, seed);
+    run_sizes(make, seed, &SIZES);
+}
+
+/// [`run_all`] for some sizes.
+///
+/// # Panics
+/// As [`run_all`].
+pub fn run_sizes(make: Make<'_>, seed: u64, sizes: &[u32]) {
+    run_results_of(make, seed, sizes);
+    run_some(failures::CASES, sizes, FAILURES_AT_ONCE, make, seed);
 }
 
 /// Runs the cases about what calls compute.
@@ -55,19 +63,21 @@ pub fn run_all(make: Make<'_>, seed: u64) {
 /// # Panics
 /// As [`run_all`].
 pub fn run_results(make: Make<'_>, seed: u64) {
-    run_cases(results::CASES, 1, make, seed);
+    run_results_of(make, seed, &SIZES);
 }
 
-/// Runs them for these sizes only.
-#[cfg(test)]
-pub(crate) fn run_results_of(sizes: &[u32], make: Make<'_>, seed: u64) {
+/// [`run_results`] for some sizes.
+///
+/// # Panics
+/// As [`run_all`].
+pub fn run_results_of(make: Make<'_>, seed: u64, sizes: &[u32]) {
     run_some(results::CASES, sizes, 1, make, seed);
 }
 
 /// Runs those of them that depend on which algorithm is used.
 #[cfg(test)]
 pub(crate) fn run_collectives(make: Make<'_>, seed: u64) {
-    run_cases(results::COLLECTIVES, 1, make, seed);
+    run_some(results::COLLECTIVES, &SIZES, 1, make, seed);
 }
 
 /// Makes `count` random calls as one rank and checks what they give. All ranks, wherever they run,
@@ -88,11 +98,7 @@ pub fn run_rank(group: &dyn Group, seed: u64, count: u64) -> Result<(), Error> {
 /// Cases about failures that run side by side: most of their time is waiting for what is to fail.
 const FAILURES_AT_ONCE: usize = 10;
 
-/// Runs `cases` for all sizes, so many of them side by side.
-fn run_cases(cases: &[Case], at_once: usize, make: Make<'_>, seed: u64) {
-    run_some(cases, &SIZES, at_once, make, seed);
-}
-
+/// Runs `cases` for some sizes, so many of them side by side.
 fn run_some(cases: &[Case], sizes: &[u32], at_once: usize, make: Make<'_>, seed: u64) {
     let all = sizes.iter().copied();
     let sizes = |size_min| all.clone().filter(move |size| *size >= size_min);

@@ -57,6 +57,15 @@ pub(crate) trait Transport: fmt::Debug + Send + Sync + 'static {
 
     /// How to look for progress before waiting.
     fn patience(&self) -> Patience;
+
+    /// Whether bytes that were handed to `write` are still read from where they were: they have to
+    /// stay as they are. A transport that copies never does so.
+    fn holds(&self, _lane: Lane, _peer: usize) -> bool {
+        false
+    }
+
+    /// Ends that: bytes are copied, or given up. Called when a call fails.
+    fn let_go(&self, _lane: Lane) {}
 }
 
 /// How often to look for progress before blocking.

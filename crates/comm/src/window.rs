@@ -258,7 +258,7 @@ mod tests {
                 let last = if next == Rank(0) { 52 } else { 101 + own };
                 let first = if next == Rank(0) { 100 } else { 101 + own };
                 assert_eq!(answers.of(all), [first, own, own, last]);
-                assert_eq!(answers.of(none), []);
+                assert_eq!(answers.of(none), [0_u8; 0]);
                 let outside = window.put(Rank(2), 5, &[0; 2]).unwrap_err();
                 assert_eq!(
                     outside.to_string(),

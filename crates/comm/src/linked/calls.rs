@@ -12,7 +12,7 @@ use super::buffers::Buffers;
 use super::inbuf::{INBUF_BYTES, Inbuf};
 use super::{Linked, lock, number};
 use crate::call::judge;
-use crate::plan::{Act, Place, Plan, Span, Take};
+use crate::plan::{Act, Place, Plan, Route, Span, Take};
 use crate::status::{Cause, News};
 use crate::transport::{Closed, Lane, Pause, Transport, Want};
 use crate::wire::{HEADER_BYTES, Header, What};
@@ -81,6 +81,15 @@ impl Calls {
             scratch: Vec::new(),
             peers: (0..size).map(|_| Peer::default()).collect(),
         }
+    }
+
+    pub(super) fn unused(&self) -> Vec<Vec<u8>> {
+        let unused = |peer: &Peer| peer.inbuf.bytes().to_vec();
+        self.peers.iter().map(unused).collect()
+    }
+
+    pub(super) fn go_round(&mut self, route: Route) {
+        self.plan.route = route;
     }
 }
 
@@ -151,7 +160,11 @@ impl<T: Transport> Linked<T> {
             algorithm: plan.algorithm.code(),
             buffers: Buffers::new(&mut collective, plan, scratch, (self.rank, self.size)),
         };
-        run.steps(plan, peers).map_err(|stop| run.fail(stop, peers))
+        run.steps(plan, peers).map_err(|stop| {
+            let error = run.fail(stop, peers);
+            self.transport.let_go(Lane::Calls);
+            error
+        })
     }
 }
 
@@ -312,7 +325,8 @@ impl<T: Transport> Run<'_, T> {
         let count = self.group.write(Lane::Calls, rank, head, body);
         let count = count.map_err(|Closed| Stop::Lost(rank))?;
         sending.done += count;
-        if sending.done == HEADER_BYTES + sending.span.len() {
+        let gone = sending.done == HEADER_BYTES + sending.span.len();
+        if gone && !self.group.transport.holds(Lane::Calls, rank) {
             peer.sending = None;
         }
         Ok(count > 0)

@@ -22,6 +22,7 @@ use paceline_base::{Bytes, Rank};
 
 use self::calls::Calls;
 use self::mail::Mail;
+use crate::plan::Route;
 use crate::status::{Cause, News, Status};
 use crate::transport::{Closed, Lane, Transport};
 use crate::{Call, Error, Traffic, Tuning};
@@ -83,6 +84,19 @@ impl<T: Transport> Linked<T> {
 
     pub(crate) const fn transport(&self) -> &T {
         &self.transport
+    }
+
+    /// Lets rings go this way. The same on all ranks, before the first call.
+    pub(crate) fn go_round(&self, route: Route) {
+        lock(&self.calls).go_round(route);
+    }
+
+    /// The links, for another group over them; and by rank what has been read of the lane for
+    /// calls and not been used: a peer may be ahead.
+    pub(crate) fn into_transport(self) -> (T, Vec<Vec<u8>>) {
+        let calls = self.calls.into_inner();
+        let calls = calls.unwrap_or_else(PoisonError::into_inner);
+        (self.transport, calls.unused())
     }
 
     pub(crate) fn traffic(&self) -> Traffic {

@@ -295,7 +295,7 @@ fn conforms_with_a_key_and_several_streams() {
         let ranks = results.into_iter().map(|(result, _)| result.unwrap());
         ranks.map(|rank| Box::new(rank) as Box<dyn Group>).collect()
     };
-    testing::run_results_of(&[2, 5], &make, 0x5eed_0005);
+    testing::run_results_of(&make, 0x5eed_0005, &[2, 5]);
 }
 
 #[test]

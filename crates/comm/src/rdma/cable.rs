@@ -1,0 +1,235 @@
+//! One cable: a queue pair with its slots.
+//!
+//! ```text
+//! slots of a cable, each as long as the longest message
+//!  0  receives: all of them are posted, but for those whose bytes wait to be read
+//! 32  sends: 14 of calls, 10 of messages, 8 of states
+//! ```
+//!
+//! A lane never has more messages under way than the peer has receives set aside for it, so the
+//! peer runs out of receives only by states, of which there are few; and then a message is lost
+//! and sent again.
+
+use super::abi::{Sge, Wc};
+use super::error::RdmaError;
+use super::message::HEAD_BYTES;
+use super::slab::Slab;
+use super::verbs::{Destination, Pair};
+
+/// Receives of a cable, and sends: what is safe on Apple's devices, see `limits`.
+pub(super) const REQUESTS: usize = 32;
+
+/// Messages of a lane that may be under way on one cable: by lane.
+///
+/// Calls have more, as they move more. Those of both lanes and the states fill the sends; what
+/// the lanes leave of the receives is for states and for what is sent twice.
+pub(super) const WINDOW: [usize; 2] = [14, 10];
+
+/// Where the sends of each lane, then of states, begin.
+const SENDS_AT: [usize; 3] = [0, WINDOW[0], WINDOW[0] + WINDOW[1]];
+
+/// Sends for states.
+const STATES: usize = REQUESTS - WINDOW[0] - WINDOW[1];
+
+const SEND: u64 = 1 << 16;
+const RECEIVE: u64 = 2 << 16;
+
+/// What a completion says.
+pub(super) enum Done {
+    /// A send slot is free again.
+    Sent { in_place: bool },
+    /// A message of so many bytes is in a slot.
+    Received { slot: usize, bytes: usize },
+    /// It says nothing that makes sense.
+    Stray,
+}
+
+/// Memory of a caller that is sent from where it is.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Body {
+    pub(super) start: *const u8,
+    pub(super) bytes: usize,
+    pub(super) key: u32,
+}
+
+// SAFETY: only its address is used here, by a device; the caller keeps the memory as it is.
+unsafe impl Send for Body {}
+
+pub(super) struct Cable {
+    pair: Pair,
+    /// First byte of its slots, and the key of their memory.
+    start: *mut u8,
+    key: u32,
+    slot_bytes: usize,
+    posted: [Posted; REQUESTS],
+    next_state: usize,
+    /// A valid message has come over it.
+    pub(super) heard: bool,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Posted {
+    No,
+    Copied,
+    InPlace,
+}
+
+// SAFETY: the slots belong to this cable alone, and `Link` is behind a lock.
+unsafe impl Send for Cable {}
+
+/// Pieces of a send: the head and what comes from elsewhere.
+const GATHERS: u32 = 2;
+
+impl Cable {
+    /// Bytes of all slots.
+    pub(super) const fn bytes(slot_bytes: usize) -> usize {
+        2 * REQUESTS * slot_bytes
+    }
+
+    /// The cable whose slots are part `part` of `slab`, which outlives it.
+    pub(super) fn new(slab: &Slab, part: usize, slot_bytes: usize) -> Result<Self, RdmaError> {
+        let requests = u32::try_from(REQUESTS).expect("a small number");
+        let pair = Pair::new(slab.adapter(), requests, GATHERS)?;
+        let at = part * Self::bytes(slot_bytes);
+        let mut cable = Self {
+            pair,
+            // SAFETY: the slab has this part.
+            start: unsafe { slab.start().add(at) },
+            key: slab.key(),
+            slot_bytes,
+            posted: [Posted::No; REQUESTS],
+            next_state: 0,
+            heard: false,
+        };
+        for slot in 0..REQUESTS {
+            cable.post_receive(slot)?;
+        }
+        Ok(cable)
+    }
+
+    pub(super) const fn pair(&self) -> &Pair {
+        &self.pair
+    }
+
+    pub(super) fn connect(&self, peer: &Destination) -> Result<(), RdmaError> {
+        self.pair.connect(peer)
+    }
+
+    pub(super) fn poll(&self, into: &mut [Wc]) -> Result<usize, RdmaError> {
+        self.pair.queue().poll(into)
+    }
+
+    /// Takes note of a completion that went well.
+    pub(super) fn completed(&mut self, wc: &Wc) -> Done {
+        let slot = (wc.wr_id & 0xffff) as usize;
+        if slot >= REQUESTS {
+            return Done::Stray;
+        }
+        match wc.wr_id & !0xffff {
+            SEND if self.posted[slot] != Posted::No => {
+                let in_place = self.posted[slot] == Posted::InPlace;
+                self.posted[slot] = Posted::No;
+                Done::Sent { in_place }
+            }
+            RECEIVE if (HEAD_BYTES..=self.slot_bytes).contains(&(wc.byte_len as usize)) => {
+                Done::Received {
+                    slot,
+                    bytes: wc.byte_len as usize,
+                }
+            }
+            _ => Done::Stray,
+        }
+    }
+
+    /// Hands a receive slot to the device.
+    pub(super) fn post_receive(&mut self, slot: usize) -> Result<(), RdmaError> {
+        let piece = self.piece(slot, self.slot_bytes);
+        // SAFETY: the slot is registered, and nobody reads it before the request completes: it
+        // was never used, or its message has been read.
+        unsafe { self.pair.receive(RECEIVE | slot as u64, piece) }
+    }
+
+    /// Bytes `from..to` of what is in a receive slot.
+    pub(super) fn received(&self, slot: usize, from: usize, to: usize) -> &[u8] {
+        assert!(slot < REQUESTS && from <= to && to <= self.slot_bytes);
+        // SAFETY: within the slot, as asserted; its request has completed, so the device is done
+        // with it until `post_receive`, which needs this cable exclusively.
+        unsafe {
+            let first = self.start.add(slot * self.slot_bytes + from);
+            std::slice::from_raw_parts(first, to - from)
+        }
+    }
+
+    /// The send slot of message `number` of a lane on this cable.
+    pub(super) fn send_slot(lane: usize, number: u64) -> usize {
+        let place = number % WINDOW[lane] as u64;
+        SENDS_AT[lane] + usize::try_from(place).expect("windows are small")
+    }
+
+    /// A send slot for a state, if one is free.
+    pub(super) fn state_slot(&mut self) -> Option<usize> {
+        let slot = SENDS_AT[2] + self.next_state;
+        let free = self.posted[slot] == Posted::No;
+        free.then(|| {
+            self.next_state = (self.next_state + 1) % STATES;
+            slot
+        })
+    }
+
+    /// Whether the device is done with a send slot.
+    pub(super) fn is_free(&self, slot: usize) -> bool {
+        self.posted[slot] == Posted::No
+    }
+
+    /// Puts `parts` one behind the other into a free send slot, from byte `at` on.
+    pub(super) fn fill(&mut self, slot: usize, at: usize, parts: &[&[u8]]) {
+        assert!(slot < REQUESTS && self.is_free(slot));
+        let mut at = at;
+        for part in parts {
+            assert!(at + part.len() <= self.slot_bytes);
+            // SAFETY: within the slot, as asserted, which the device does not read now.
+            unsafe {
+                let first = self.start.add((REQUESTS + slot) * self.slot_bytes + at);
+                part.as_ptr().copy_to_nonoverlapping(first, part.len());
+            }
+            at += part.len();
+        }
+    }
+
+    /// Sends the first `bytes` of a slot, then `body` if there is one.
+    ///
+    /// # Safety
+    /// Nobody writes to `body` until the request completes.
+    pub(super) unsafe fn send(
+        &mut self,
+        slot: usize,
+        bytes: usize,
+        body: Option<Body>,
+    ) -> Result<(), RdmaError> {
+        let head = self.piece(REQUESTS + slot, bytes);
+        let second = body.map_or(head, |body| Sge {
+            addr: body.start as u64,
+            length: u32::try_from(body.bytes).expect("less than a slot"),
+            lkey: body.key,
+        });
+        let mut pieces = [head, second];
+        let count = 1 + usize::from(body.is_some());
+        // SAFETY: the slot is registered and not written while it is posted; the body is the
+        // caller's promise.
+        unsafe { self.pair.send(SEND | slot as u64, &mut pieces[..count]) }?;
+        self.posted[slot] = match body {
+            Some(_) => Posted::InPlace,
+            None => Posted::Copied,
+        };
+        Ok(())
+    }
+
+    /// The first `bytes` of slot `index` of all.
+    fn piece(&self, index: usize, bytes: usize) -> Sge {
+        Sge {
+            addr: self.start.wrapping_add(index * self.slot_bytes) as u64,
+            length: u32::try_from(bytes).expect("slots are below 4 GiB"),
+            lkey: self.key,
+        }
+    }
+}

@@ -1,0 +1,53 @@
+//! What a device can hold. Known for Apple's; elsewhere the device says no by itself.
+
+/// Memory regions of a device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct MemoryRegions(pub usize);
+
+/// Queue pairs of a device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct QueuePairs(pub usize);
+
+/// Work requests that a queue pair may have under way, in each direction.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct WorkRequests(pub u32);
+
+/// How many of each.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Limits {
+    /// See [`MemoryRegions`].
+    pub memory_regions: MemoryRegions,
+    /// See [`QueuePairs`].
+    pub queue_pairs: QueuePairs,
+    /// See [`WorkRequests`].
+    pub work_requests: WorkRequests,
+}
+
+impl Limits {
+    /// RDMA over Thunderbolt on macOS 26. Regions: ml-explore/mlx #3162, "about 100". Pairs: mlx
+    /// #4209, the eleventh is refused with EBUSY. Requests: the 64th post failed with ENOMEM, 32
+    /// are safe (hellas-ai/thunderbolt-ibverbs #35, #41), and JACCL asks for 32.
+    pub const APPLE: Self = Self {
+        memory_regions: MemoryRegions(100),
+        queue_pairs: QueuePairs(10),
+        work_requests: WorkRequests(32),
+    };
+
+    /// Elsewhere: what any device of a data centre exceeds, rdma_rxe as well (its defaults, Linux
+    /// 6.1: 524287 regions, 1 Mi pairs of 16 Ki requests). The number of requests is Apple's, so
+    /// that both ends of a link work alike.
+    pub const LINUX: Self = Self {
+        memory_regions: MemoryRegions(4096),
+        queue_pairs: QueuePairs(4096),
+        work_requests: WorkRequests(32),
+    };
+
+    /// Those of the system this was compiled for.
+    pub const fn of_this_system() -> Self {
+        if cfg!(target_os = "macos") {
+            Self::APPLE
+        } else {
+            Self::LINUX
+        }
+    }
+}

@@ -1,0 +1,190 @@
+//! The links of one rank as a [`Transport`]: cables where there are some, else TCP.
+//!
+//! Verbs have no descriptor to wait for without a completion channel (which JACCL does not use
+//! either), so whoever waits looks, naps in `poll` on the sockets, and looks again.
+
+use std::fmt;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use super::error::RdmaError;
+use super::link::Link;
+use crate::deadline;
+use crate::status::News;
+use crate::tcp::{Controls, Kept};
+use crate::transport::{Closed, Lane, Patience, Transport, Want};
+
+/// First nap of a rank that waits, doubled up to the last: what a message takes, and what is lost
+/// in the noise of a call that has waited that long. A look costs about 0.1 us for each peer, so
+/// even the first naps leave the core to others.
+const NAP_FIRST: Duration = Duration::from_micros(20);
+const NAP_LAST: Duration = Duration::from_millis(1);
+
+/// How long a rank that leaves waits for peers to acknowledge what it sent.
+const LINGER: Duration = Duration::from_secs(1);
+
+pub(super) struct Links {
+    /// By rank; none for the rank itself, and where no cable leads.
+    links: Vec<Option<Mutex<Link>>>,
+    sockets: Box<dyn Kept>,
+    /// By rank: what was read from the sockets for calls while ranks joined, and is of this group.
+    early: Vec<Mutex<Vec<u8>>>,
+    patience: Patience,
+}
+
+impl Links {
+    pub(super) fn new(
+        links: Vec<Option<Link>>,
+        (sockets, early): (Box<dyn Kept>, Vec<Vec<u8>>),
+        patience: Patience,
+    ) -> Self {
+        Self {
+            links: links.into_iter().map(|link| link.map(Mutex::new)).collect(),
+            sockets,
+            early: early.into_iter().map(Mutex::new).collect(),
+            patience,
+        }
+    }
+
+    /// Takes of what was read before.
+    fn read_early(&self, lane: Lane, peer: usize, into: &mut [u8]) -> usize {
+        if lane == Lane::Messages {
+            return 0;
+        }
+        let mut early = self.early[peer]
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        let count = early.len().min(into.len());
+        for (slot, byte) in into.iter_mut().zip(early.drain(..count)) {
+            *slot = byte;
+        }
+        count
+    }
+
+    fn link(&self, peer: usize) -> Option<MutexGuard<'_, Link>> {
+        // A lock whose holder panicked is taken over, as everywhere in this crate.
+        let link = self.links[peer].as_ref()?;
+        Some(link.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    fn each(&self) -> impl Iterator<Item = MutexGuard<'_, Link>> {
+        (0..self.links.len()).filter_map(|peer| self.link(peer))
+    }
+
+    /// Why the link to `peer` carries nothing any more.
+    pub(super) fn broken(&self, peer: usize) -> Option<Arc<RdmaError>> {
+        self.link(peer)?.broken().cloned()
+    }
+
+    fn is_ready(&self, want: &Want) -> bool {
+        self.link(want.peer).is_some_and(|link| {
+            link.is_closed()
+                || (want.read && link.has_bytes(want.lane))
+                || (want.write && link.is_writable(want.lane))
+        })
+    }
+}
+
+impl fmt::Debug for Links {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("rdma")
+    }
+}
+
+impl Transport for Links {
+    fn write(&self, lane: Lane, peer: usize, head: &[u8], body: &[u8]) -> Result<usize, Closed> {
+        match self.link(peer) {
+            Some(mut link) => link.write(lane, head, body),
+            None => self.sockets.write(lane, peer, head, body),
+        }
+    }
+
+    fn read(&self, lane: Lane, peer: usize, into: &mut [u8]) -> Result<usize, Closed> {
+        match self.link(peer) {
+            Some(mut link) => link.read(lane, into),
+            None => match self.read_early(lane, peer, into) {
+                0 => self.sockets.read(lane, peer, into),
+                count => Ok(count),
+            },
+        }
+    }
+
+    fn wait(&self, lane: Lane, wants: &[Want], until: Instant) {
+        let on_sockets = |want: &&Want| self.links[want.peer].is_none();
+        let sockets: Vec<Want> = wants.iter().filter(on_sockets).copied().collect();
+        let mut nap = NAP_FIRST;
+        loop {
+            self.each().for_each(|mut link| link.look());
+            let now = deadline::now();
+            if now >= until || wants.iter().any(|want| self.is_ready(want)) {
+                return;
+            }
+            let soon = until.min(now + nap);
+            self.sockets.wait(lane, &sockets, soon);
+            if deadline::now() < soon {
+                // A socket is ready, or somebody calls.
+                return;
+            }
+            nap = NAP_LAST.min(2 * nap);
+        }
+    }
+
+    fn wake(&self) {
+        self.sockets.wake();
+    }
+
+    fn tell(&self, news: &News) {
+        self.sockets.tell(news);
+    }
+
+    fn nudge(&self) -> bool {
+        self.sockets.nudge()
+    }
+
+    fn now(&self) -> Instant {
+        deadline::now()
+    }
+
+    fn patience(&self) -> Patience {
+        self.patience
+    }
+
+    fn holds(&self, lane: Lane, peer: usize) -> bool {
+        self.link(peer).is_some_and(|link| link.holds(lane))
+    }
+
+    fn let_go(&self, lane: Lane) {
+        let holding = self.each().filter(|link| link.holds(lane));
+        holding.for_each(|mut link| link.let_go());
+    }
+}
+
+impl Kept for Links {
+    fn controls(&self) -> &Arc<Controls> {
+        self.sockets.controls()
+    }
+
+    fn lost(&self, peer: usize) {
+        if let Some(mut link) = self.link(peer) {
+            link.end();
+        }
+        self.sockets.lost(peer);
+        self.wake();
+    }
+
+    /// Sees to it that peers have what was sent: nobody repeats it afterwards.
+    fn close(&self) {
+        let until = deadline::now() + LINGER;
+        let mut nap = NAP_FIRST;
+        loop {
+            self.each().for_each(|mut link| link.settle());
+            if self.each().all(|link| link.is_settled()) || deadline::now() >= until {
+                break;
+            }
+            let soon = deadline::now() + nap;
+            self.sockets.wait(Lane::Messages, &[], soon);
+            nap = NAP_LAST.min(2 * nap);
+        }
+        self.sockets.close();
+    }
+}

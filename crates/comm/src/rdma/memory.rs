@@ -1,0 +1,159 @@
+//! Memory of callers that devices read in place.
+//!
+//! A send whose bytes lie in registered memory is posted from there: the head goes from a slot,
+//! the rest from where it is. The call that sends them does not end before the peer has them, so
+//! they can be used again as soon as it does.
+
+use std::fmt;
+use std::ops::{Deref, DerefMut};
+use std::slice;
+use std::sync::{Arc, PoisonError, RwLock};
+
+use super::error::RdmaError;
+use super::slab::Mapping;
+use super::verbs::{Adapter, Region};
+
+/// What is registered, by all who send.
+#[derive(Default)]
+pub(super) struct Registry(RwLock<Vec<Arc<Registered>>>);
+
+/// One piece of memory, registered with every device of a rank.
+struct Registered {
+    start: usize,
+    bytes: usize,
+    regions: Vec<Region>,
+}
+
+impl Registry {
+    /// The key by which `adapter` knows these bytes, if it does.
+    pub(super) fn key(&self, adapter: &Arc<Adapter>, bytes: &[u8]) -> Option<u32> {
+        let start = bytes.as_ptr() as usize;
+        let known = self.0.read().unwrap_or_else(PoisonError::into_inner);
+        let all = known.iter().flat_map(|registered| &registered.regions);
+        let mut own = all.filter(|region| Arc::ptr_eq(region.adapter(), adapter));
+        own.find(|region| region.holds(start, bytes.len()))
+            .map(Region::key)
+    }
+
+    /// # Safety
+    /// The memory stays mapped until the result is taken out again.
+    unsafe fn add(
+        &self,
+        adapters: &[Arc<Adapter>],
+        start: *mut u8,
+        bytes: usize,
+    ) -> Result<Arc<Registered>, RdmaError> {
+        // SAFETY: the caller's promise.
+        let region = |adapter| unsafe { Region::new(adapter, start, bytes) };
+        let registered = Arc::new(Registered {
+            start: start as usize,
+            bytes,
+            regions: adapters.iter().map(region).collect::<Result<_, _>>()?,
+        });
+        let mut known = self.0.write().unwrap_or_else(PoisonError::into_inner);
+        known.push(Arc::clone(&registered));
+        Ok(registered)
+    }
+
+    fn remove(&self, registered: &Arc<Registered>) {
+        let mut known = self.0.write().unwrap_or_else(PoisonError::into_inner);
+        known.retain(|one| !Arc::ptr_eq(one, registered));
+    }
+}
+
+/// Memory of the caller's that devices may read while this lives.
+pub struct Registration {
+    registered: Arc<Registered>,
+    registry: Arc<Registry>,
+}
+
+impl Registration {
+    /// # Safety
+    /// As [`Rdma::register`](super::Rdma::register).
+    pub(super) unsafe fn new(
+        registry: &Arc<Registry>,
+        adapters: &[Arc<Adapter>],
+        start: *mut u8,
+        bytes: usize,
+    ) -> Result<Self, RdmaError> {
+        // SAFETY: the caller's promise; it is taken out below.
+        let registered = unsafe { registry.add(adapters, start, bytes) }?;
+        let registry = Arc::clone(registry);
+        Ok(Self {
+            registered,
+            registry,
+        })
+    }
+}
+
+impl fmt::Debug for Registration {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Registered { start, bytes, .. } = &*self.registered;
+        write!(f, "{bytes} registered bytes at {start:#x}")
+    }
+}
+
+impl Drop for Registration {
+    fn drop(&mut self) {
+        self.registry.remove(&self.registered);
+    }
+}
+
+/// Registered memory that belongs to its holder: `(n,)` bytes, zeroed at first, on whole pages.
+#[derive(Debug)]
+pub struct Buffer {
+    // Dropped in this order: no memory is unmapped while it is registered.
+    _registration: Registration,
+    mapping: MappingBox,
+    bytes: usize,
+}
+
+struct MappingBox(Mapping);
+
+impl fmt::Debug for MappingBox {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} mapped bytes", self.0.bytes())
+    }
+}
+
+impl Buffer {
+    pub(super) fn new(
+        registry: &Arc<Registry>,
+        adapters: &[Arc<Adapter>],
+        bytes: usize,
+    ) -> Result<Self, RdmaError> {
+        let mapping = Mapping::new(bytes).map_err(|source| RdmaError::Verb {
+            device: adapters
+                .first()
+                .map_or(String::new(), |a| a.name().to_string()),
+            call: "mmap",
+            operands: format!("{bytes} bytes"),
+            source,
+        })?;
+        // SAFETY: the mapping goes after the registration, which goes after every call that
+        // borrows the buffer.
+        let registration =
+            unsafe { Registration::new(registry, adapters, mapping.start(), mapping.bytes()) }?;
+        Ok(Self {
+            _registration: registration,
+            mapping: MappingBox(mapping),
+            bytes,
+        })
+    }
+}
+
+impl Deref for Buffer {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        // SAFETY: mapped, zeroed or written since, and borrowed as `self` is; devices only read.
+        unsafe { slice::from_raw_parts(self.mapping.0.start(), self.bytes) }
+    }
+}
+
+impl DerefMut for Buffer {
+    fn deref_mut(&mut self) -> &mut [u8] {
+        // SAFETY: as above; a call that lets a device read borrows it until that has ended.
+        unsafe { slice::from_raw_parts_mut(self.mapping.0.start(), self.bytes) }
+    }
+}

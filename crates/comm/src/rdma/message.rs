@@ -1,0 +1,117 @@
+//! What is sent over a cable: one message per work request, with a head of 64 bytes.
+//!
+//! ```text
+//!  0  "PLr1"     4  kind: 0 calls, 1 messages, 2 state, 3 hello      5  0
+//!  8  session (u64)             16  sequence (u64), of the lane
+//! 24  received: calls, messages (2 u64)      40  consumed: likewise
+//! 56  bytes that follow (u32)   60  0
+//! state: then 16 bytes: which messages behind `received` are there, a bit each (2 u64)
+//! ```
+//!
+//! `received` and `consumed` count the sender's view of the other direction: all messages below
+//! `received` are there, and all below `consumed` have been read, so that their memory is free.
+//! Every message carries both; a *state* carries nothing else. A message of another session (of an
+//! earlier group, or over a cable that leads elsewhere) is dropped.
+
+use crate::transport::Lane;
+
+/// Bytes before the payload.
+pub(super) const HEAD_BYTES: usize = 64;
+const MAGIC: [u8; 4] = *b"PLr1";
+
+/// Bytes of a state's payload.
+pub(super) const STATE_BYTES: usize = 16;
+
+/// What a message is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Kind {
+    Data(Lane),
+    State,
+    Hello,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Head {
+    pub(super) kind: Kind,
+    pub(super) session: u64,
+    pub(super) sequence: u64,
+    pub(super) received: [u64; 2],
+    pub(super) consumed: [u64; 2],
+    pub(super) bytes: u32,
+}
+
+impl Head {
+    pub(super) fn encode(&self) -> [u8; HEAD_BYTES] {
+        let mut bytes = [0; HEAD_BYTES];
+        bytes[..4].copy_from_slice(&MAGIC);
+        bytes[4] = match self.kind {
+            Kind::Data(Lane::Calls) => 0,
+            Kind::Data(Lane::Messages) => 1,
+            Kind::State => 2,
+            Kind::Hello => 3,
+        };
+        let [r, c] = [self.received, self.consumed];
+        let words = [self.session, self.sequence, r[0], r[1], c[0], c[1]];
+        let (room, _) = bytes[8..56].as_chunks_mut();
+        for (slot, word) in room.iter_mut().zip(words) {
+            *slot = word.to_le_bytes();
+        }
+        bytes[56..60].copy_from_slice(&self.bytes.to_le_bytes());
+        bytes
+    }
+
+    /// `None` if these bytes are no head.
+    pub(super) fn decode(bytes: &[u8; HEAD_BYTES]) -> Option<Self> {
+        let kind = match bytes[4] {
+            0 => Kind::Data(Lane::Calls),
+            1 => Kind::Data(Lane::Messages),
+            2 => Kind::State,
+            3 => Kind::Hello,
+            _ => return None,
+        };
+        let word = |at: usize| {
+            let word = bytes[at..].first_chunk();
+            word.map_or(0, |word| u64::from_le_bytes(*word))
+        };
+        let length = bytes[56..].first_chunk();
+        bytes.starts_with(&MAGIC).then(|| Self {
+            kind,
+            session: word(8),
+            sequence: word(16),
+            received: [word(24), word(32)],
+            consumed: [word(40), word(48)],
+            bytes: length.map_or(0, |word| u32::from_le_bytes(*word)),
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn heads_come_back_and_other_bytes_do_not() {
+        for kind in [
+            Kind::Data(Lane::Calls),
+            Kind::Data(Lane::Messages),
+            Kind::State,
+            Kind::Hello,
+        ] {
+            let head = Head {
+                kind,
+                session: 0x0123_4567_89ab_cdef,
+                sequence: u64::MAX,
+                received: [1, 2],
+                consumed: [3, 4],
+                bytes: 32704,
+            };
+            let mut bytes = head.encode();
+            assert_eq!(Head::decode(&bytes), Some(head));
+            bytes[4] = 4;
+            assert_eq!(Head::decode(&bytes), None);
+            bytes[4] = 0;
+            bytes[0] = b'X';
+            assert_eq!(Head::decode(&bytes), None);
+        }
+    }
+}

@@ -1,0 +1,506 @@
+//! The functions of the library, with their C types.
+//!
+//! Every object is a box that begins with what the header shows of it. Callers keep the rules of
+//! verbs: an object is used while it lives, and given back once, after all that was made with it.
+
+use std::cell::Cell;
+use std::collections::BTreeMap;
+use std::ffi::{c_char, c_int, c_void};
+use std::ptr;
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use super::super::abi::{self, Gid, Sge, Wc};
+use super::fabric::{
+    DeviceCore, EBUSY, EINVAL, EIO, ENOMEM, EOPNOTSUPP, PairCore, Piece, QueueCore, devices, lock,
+    number,
+};
+
+unsafe extern "C" {
+    #[cfg_attr(target_os = "macos", link_name = "__error")]
+    fn __errno_location() -> *mut c_int;
+}
+
+fn set_errno(code: c_int) {
+    // SAFETY: the C library hands out this thread's own variable.
+    unsafe { *__errno_location() = code };
+}
+
+fn null<T>(code: c_int) -> *mut T {
+    set_errno(code);
+    ptr::null_mut()
+}
+
+#[repr(C)]
+struct Context {
+    shown: abi::Context,
+    device: Arc<DeviceCore>,
+}
+
+#[repr(C)]
+struct Pd {
+    shown: abi::Pd,
+    device: Arc<DeviceCore>,
+}
+
+#[repr(C)]
+struct Mr {
+    shown: abi::Mr,
+    device: Arc<DeviceCore>,
+}
+
+#[repr(C)]
+struct Cq {
+    shown: abi::Cq,
+    core: Arc<QueueCore>,
+    device: Arc<DeviceCore>,
+}
+
+#[repr(C)]
+struct Qp {
+    shown: abi::Qp,
+    core: Arc<PairCore>,
+}
+
+/// Lists that were handed out, by address: the array, and what keeps its devices.
+type Lists = BTreeMap<usize, (Vec<usize>, Vec<Arc<DeviceCore>>)>;
+static LISTS: Mutex<Lists> = Mutex::new(BTreeMap::new());
+
+thread_local! {
+    /// For this thread there is no list, as where the kernel has no InfiniBand.
+    pub(crate) static NO_LIST: Cell<bool> = const { Cell::new(false) };
+}
+
+const ENOSYS: i32 = 38;
+
+/// Boxes an object and counts it.
+fn hand_out<T>(device: &DeviceCore, object: T) -> *mut T {
+    device.fabric.live.fetch_add(1, Ordering::AcqRel);
+    Box::into_raw(Box::new(object))
+}
+
+/// Takes an object back.
+///
+/// # Safety
+/// It was handed out as `T` and is used no more.
+unsafe fn take_back<T>(device: &DeviceCore, object: *mut T) {
+    device.fabric.live.fetch_sub(1, Ordering::AcqRel);
+    // SAFETY: the caller's promise.
+    drop(unsafe { Box::from_raw(object) });
+}
+
+/// An object by the pointer that the caller has.
+///
+/// # Safety
+/// It was handed out as `T` and lives.
+unsafe fn object<'a, T>(shown: *mut impl Sized) -> &'a T {
+    // SAFETY: the caller's promise.
+    unsafe { &*shown.cast::<T>() }
+}
+
+pub(crate) unsafe extern "C" fn get_device_list(count: *mut c_int) -> *mut *mut abi::Device {
+    let devices = devices();
+    if NO_LIST.get() {
+        return null(ENOSYS);
+    }
+    let mut list: Vec<usize> = devices.iter().map(|d| Arc::as_ptr(d) as usize).collect();
+    if !count.is_null() {
+        // SAFETY: not null, so it is the caller's variable.
+        unsafe { *count = c_int::try_from(list.len()).unwrap_or(c_int::MAX) };
+    }
+    list.push(0);
+    let first = list.as_mut_ptr();
+    lock(&LISTS).insert(first as usize, (list, devices));
+    first.cast()
+}
+
+pub(crate) unsafe extern "C" fn free_device_list(list: *mut *mut abi::Device) {
+    lock(&LISTS).remove(&(list as usize));
+}
+
+pub(crate) unsafe extern "C" fn get_device_name(device: *mut abi::Device) -> *const c_char {
+    // SAFETY: devices in a list are the cores, which the list keeps.
+    unsafe { &*device.cast::<DeviceCore>() }.name.as_ptr()
+}
+
+pub(crate) unsafe extern "C" fn open_device(device: *mut abi::Device) -> *mut abi::Context {
+    let core = devices()
+        .into_iter()
+        .find(|core| std::ptr::eq(Arc::as_ptr(core), device.cast()));
+    let Some(core) = core else {
+        return null(EINVAL);
+    };
+    if core.fabric.refuses() {
+        return null(EIO);
+    }
+    let ops = abi::ContextOps {
+        before_poll: [None; 11],
+        poll_cq: Some(poll_cq),
+        before_post: [None; 13],
+        post_send: Some(post_send),
+        post_recv: Some(post_recv),
+        after_post: [None; 5],
+    };
+    let shown = abi::Context { device, ops };
+    let context = Context {
+        shown,
+        device: Arc::clone(&core),
+    };
+    hand_out(&core, context).cast()
+}
+
+pub(crate) unsafe extern "C" fn close_device(context: *mut abi::Context) -> c_int {
+    // SAFETY: the rules of verbs, as in all that follow.
+    let device = unsafe { object::<Context>(context) }.device.clone();
+    // SAFETY: likewise.
+    unsafe { take_back(&device, context.cast::<Context>()) };
+    0
+}
+
+pub(crate) unsafe extern "C" fn query_port(
+    context: *mut abi::Context,
+    port: u8,
+    into: *mut abi::PortAttr,
+) -> c_int {
+    // SAFETY: the rules of verbs.
+    let device = &unsafe { object::<Context>(context) }.device;
+    if port != 1 || device.fabric.refuses() {
+        return EINVAL;
+    }
+    // SAFETY: the caller's structure.
+    let into = unsafe { &mut *into };
+    (into.state, into.active_mtu) = (abi::PORT_ACTIVE, abi::MTU_1024);
+    into.gid_tbl_len = 2;
+    into.link_layer = abi::LINK_LAYER_ETHERNET;
+    0
+}
+
+pub(crate) unsafe extern "C" fn query_gid(
+    context: *mut abi::Context,
+    port: u8,
+    index: c_int,
+    into: *mut Gid,
+) -> c_int {
+    // SAFETY: the rules of verbs.
+    let device = &unsafe { object::<Context>(context) }.device;
+    let gid = usize::try_from(index)
+        .ok()
+        .and_then(|index| device.gids.get(index));
+    match gid {
+        Some(gid) if port == 1 && !device.fabric.refuses() => {
+            // SAFETY: the caller's variable.
+            unsafe { *into = *gid };
+            0
+        }
+        _ => {
+            set_errno(EINVAL);
+            -1
+        }
+    }
+}
+
+pub(crate) unsafe extern "C" fn alloc_pd(context: *mut abi::Context) -> *mut abi::Pd {
+    // SAFETY: the rules of verbs.
+    let device = unsafe { object::<Context>(context) }.device.clone();
+    if device.fabric.refuses() {
+        return null(ENOMEM);
+    }
+    let shown = abi::Pd {
+        context,
+        handle: number(),
+    };
+    let pd = Pd {
+        shown,
+        device: device.clone(),
+    };
+    hand_out(&device, pd).cast()
+}
+
+pub(crate) unsafe extern "C" fn dealloc_pd(pd: *mut abi::Pd) -> c_int {
+    // SAFETY: the rules of verbs.
+    let device = unsafe { object::<Pd>(pd) }.device.clone();
+    // SAFETY: likewise.
+    unsafe { take_back(&device, pd.cast::<Pd>()) };
+    0
+}
+
+pub(crate) unsafe extern "C" fn reg_mr(
+    pd: *mut abi::Pd,
+    start: *mut c_void,
+    bytes: usize,
+    access: c_int,
+) -> *mut abi::Mr {
+    // SAFETY: the rules of verbs.
+    let (device, context) = unsafe { (object::<Pd>(pd).device.clone(), (*pd).context) };
+    let mut regions = device
+        .regions
+        .write()
+        .unwrap_or_else(PoisonError::into_inner);
+    if device.fabric.refuses() || regions.len() >= device.fabric.caps.regions {
+        return null(ENOMEM);
+    }
+    if bytes == 0 || access & abi::ACCESS_LOCAL_WRITE == 0 {
+        return null(EINVAL);
+    }
+    let key = number();
+    regions.insert(key, (start as u64, bytes as u64));
+    drop(regions);
+    let shown = abi::Mr {
+        context,
+        pd,
+        addr: start,
+        length: bytes,
+        handle: key,
+        lkey: key,
+        rkey: key,
+    };
+    let mr = Mr {
+        shown,
+        device: device.clone(),
+    };
+    hand_out(&device, mr).cast()
+}
+
+pub(crate) unsafe extern "C" fn dereg_mr(mr: *mut abi::Mr) -> c_int {
+    // SAFETY: the rules of verbs.
+    let (device, key) = unsafe { (object::<Mr>(mr).device.clone(), (*mr).lkey) };
+    let mut regions = device
+        .regions
+        .write()
+        .unwrap_or_else(PoisonError::into_inner);
+    regions.remove(&key);
+    drop(regions);
+    // SAFETY: the rules of verbs.
+    unsafe { take_back(&device, mr.cast::<Mr>()) };
+    0
+}
+
+pub(crate) unsafe extern "C" fn create_cq(
+    context: *mut abi::Context,
+    length: c_int,
+    cq_context: *mut c_void,
+    channel: *mut c_void,
+    _vector: c_int,
+) -> *mut abi::Cq {
+    // SAFETY: the rules of verbs.
+    let device = unsafe { object::<Context>(context) }.device.clone();
+    let room = usize::try_from(length).unwrap_or(0);
+    if device.fabric.refuses() || room == 0 || !channel.is_null() {
+        return null(EINVAL);
+    }
+    let shown = abi::Cq {
+        context,
+        channel,
+        cq_context,
+        handle: number(),
+        cqe: length,
+    };
+    let core = Arc::new(QueueCore::new(room));
+    let cq = Cq {
+        shown,
+        core,
+        device: device.clone(),
+    };
+    hand_out(&device, cq).cast()
+}
+
+pub(crate) unsafe extern "C" fn destroy_cq(cq: *mut abi::Cq) -> c_int {
+    // SAFETY: the rules of verbs.
+    let device = unsafe { object::<Cq>(cq) }.device.clone();
+    // SAFETY: likewise.
+    unsafe { take_back(&device, cq.cast::<Cq>()) };
+    0
+}
+
+unsafe extern "C" fn poll_cq(cq: *mut abi::Cq, count: c_int, into: *mut Wc) -> c_int {
+    // SAFETY: the rules of verbs.
+    let core = &unsafe { object::<Cq>(cq) }.core;
+    let Ok(count) = usize::try_from(count) else {
+        return -1;
+    };
+    // SAFETY: the caller's array has room for so many.
+    core.poll(unsafe { std::slice::from_raw_parts_mut(into, count) })
+}
+
+pub(crate) unsafe extern "C" fn create_qp(
+    pd: *mut abi::Pd,
+    wanted: *mut abi::QpInitAttr,
+) -> *mut abi::Qp {
+    // SAFETY: the rules of verbs; the structure is the caller's.
+    let (device, wanted) = unsafe { (object::<Pd>(pd).device.clone(), &mut *wanted) };
+    let (caps, cap) = (device.fabric.caps, wanted.cap);
+    if device.fabric.refuses() {
+        return null(ENOMEM);
+    }
+    if wanted.qp_type != abi::QPT_UC {
+        return null(EOPNOTSUPP);
+    }
+    let most = cap.max_send_wr.max(cap.max_recv_wr);
+    if most > caps.requests || cap.max_send_sge > caps.gathers || cap.max_recv_sge > 1 {
+        return null(EINVAL);
+    }
+    if device.pairs.load(Ordering::Acquire) >= caps.pairs {
+        return null(EBUSY);
+    }
+    // SAFETY: the rules of verbs.
+    let queues =
+        [wanted.send_cq, wanted.recv_cq].map(|cq| unsafe { object::<Cq>(cq) }.core.clone());
+    let [send_queue, recv_queue] = queues;
+    let requests = [cap.max_send_wr, cap.max_recv_wr];
+    let core = Arc::new(PairCore::new(&device, send_queue, recv_queue, requests));
+    device.pairs.fetch_add(1, Ordering::AcqRel);
+    device.fabric.add(&core);
+    let shown = abi::Qp {
+        // SAFETY: the domain lives.
+        context: unsafe { (*pd).context },
+        qp_context: wanted.qp_context,
+        pd,
+        send_cq: wanted.send_cq,
+        recv_cq: wanted.recv_cq,
+        srq: ptr::null_mut(),
+        handle: core.number,
+        qp_num: core.number,
+        state: 0,
+        qp_type: wanted.qp_type,
+    };
+    hand_out(&device, Qp { shown, core }).cast()
+}
+
+pub(crate) unsafe extern "C" fn destroy_qp(qp: *mut abi::Qp) -> c_int {
+    // SAFETY: the rules of verbs.
+    let core = unsafe { object::<Qp>(qp) }.core.clone();
+    core.device.fabric.remove(core.number);
+    core.device.pairs.fetch_sub(1, Ordering::AcqRel);
+    core.end();
+    // SAFETY: the rules of verbs.
+    unsafe { take_back(&core.device, qp.cast::<Qp>()) };
+    0
+}
+
+pub(crate) unsafe extern "C" fn modify_qp(
+    qp: *mut abi::Qp,
+    to: *mut abi::QpAttr,
+    mask: c_int,
+) -> c_int {
+    // SAFETY: the rules of verbs; the structure is the caller's.
+    let (core, to) = unsafe { (&object::<Qp>(qp).core, &*to) };
+    if core.device.fabric.refuses() || mask & abi::QP_STATE == 0 {
+        return EINVAL;
+    }
+    // What each change of state has to come with, from the table in ibv_modify_qp(3).
+    let (from, needed) = match to.qp_state {
+        abi::QPS_INIT => (0, abi::QP_PKEY_INDEX | abi::QP_PORT | abi::QP_ACCESS_FLAGS),
+        abi::QPS_RTR => (
+            abi::QPS_INIT,
+            abi::QP_AV | abi::QP_PATH_MTU | abi::QP_DEST_QPN | abi::QP_RQ_PSN,
+        ),
+        abi::QPS_RTS => (abi::QPS_RTR, abi::QP_SQ_PSN),
+        abi::QPS_ERR => {
+            core.fail();
+            return 0;
+        }
+        _ => return EINVAL,
+    };
+    let grh = &to.ah_attr.grh;
+    let route = to.ah_attr.is_global == 1 && grh.sgid_index == 1 && grh.hop_limit > 0;
+    let fits = match to.qp_state {
+        abi::QPS_INIT => to.port_num == 1,
+        abi::QPS_RTR => route && to.path_mtu == abi::MTU_1024 && to.ah_attr.port_num == 1,
+        _ => true,
+    };
+    let known = core.state.load(Ordering::Acquire);
+    if mask != needed | abi::QP_STATE || known != from || !fits {
+        return EINVAL;
+    }
+    if to.qp_state == abi::QPS_RTR {
+        core.connect(grh.dgid, to.dest_qp_num);
+    }
+    core.state.store(to.qp_state, Ordering::Release);
+    0
+}
+
+/// The memory of a piece, if it is registered.
+fn registered(device: &DeviceCore, piece: &Sge) -> Option<Piece> {
+    let regions = device
+        .regions
+        .read()
+        .unwrap_or_else(PoisonError::into_inner);
+    let (start, bytes) = *regions.get(&piece.lkey)?;
+    let end = piece.addr.checked_add(piece.length.into())?;
+    let within = piece.addr >= start && end <= start + bytes;
+    within.then(|| Piece {
+        start: ptr::with_exposed_provenance(usize::try_from(piece.addr).unwrap_or(0)),
+        bytes: piece.length as usize,
+    })
+}
+
+/// The pieces of a request.
+///
+/// # Safety
+/// There are as many as it says.
+unsafe fn pieces<'a>(first: *mut Sge, count: c_int) -> &'a [Sge] {
+    let count = usize::try_from(count).unwrap_or(0);
+    // SAFETY: the caller's promise.
+    unsafe { std::slice::from_raw_parts(first, count) }
+}
+
+unsafe extern "C" fn post_send(
+    qp: *mut abi::Qp,
+    request: *mut abi::SendWr,
+    bad: *mut *mut abi::SendWr,
+) -> c_int {
+    // SAFETY: the rules of verbs; the request is the caller's.
+    let (core, wr) = unsafe { (&object::<Qp>(qp).core, &*request) };
+    // SAFETY: the rules of verbs.
+    let list = unsafe { pieces(wr.sg_list, wr.num_sge) };
+    let mut memory = [Piece {
+        start: ptr::null(),
+        bytes: 0,
+    }; 2];
+    let usable = wr.opcode == abi::WR_SEND
+        && wr.next.is_null()
+        && wr.send_flags & abi::SEND_SIGNALED != 0
+        && (1..=memory.len()).contains(&list.len());
+    let mut result = if usable { Ok(()) } else { Err(EINVAL) };
+    for (piece, slot) in list.iter().zip(&mut memory) {
+        match registered(&core.device, piece) {
+            Some(piece) => *slot = piece,
+            None => result = Err(EINVAL),
+        }
+    }
+    let result = result.and_then(|()| core.post_send(wr.wr_id, &memory[..list.len()]));
+    result.map_or_else(
+        |code| {
+            // SAFETY: the caller's variable.
+            unsafe { *bad = request };
+            code
+        },
+        |()| 0,
+    )
+}
+
+unsafe extern "C" fn post_recv(
+    qp: *mut abi::Qp,
+    request: *mut abi::RecvWr,
+    bad: *mut *mut abi::RecvWr,
+) -> c_int {
+    // SAFETY: the rules of verbs; the request is the caller's.
+    let (core, wr) = unsafe { (&object::<Qp>(qp).core, &*request) };
+    // SAFETY: the rules of verbs.
+    let list = unsafe { pieces(wr.sg_list, wr.num_sge) };
+    let memory = match list {
+        [piece] if wr.next.is_null() => registered(&core.device, piece),
+        _ => None,
+    };
+    let posted = memory
+        .ok_or(EINVAL)
+        .and_then(|memory| core.post_receive(wr.wr_id, memory.start.cast_mut(), memory.bytes));
+    posted.map_or_else(
+        |code| {
+            // SAFETY: the caller's variable.
+            unsafe { *bad = request };
+            code
+        },
+        |()| 0,
+    )
+}

@@ -1,0 +1,549 @@
+//! Devices and what happens between them.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::ffi::{CString, c_uint};
+use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU32, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, Weak};
+
+use super::super::abi::{self, Gid, Wc};
+
+/// Chances are given out of so many.
+pub(crate) const OUT_OF: u64 = 1000;
+
+/// `errno` of Linux; macOS has other numbers above 34, and only the software knows these.
+pub(crate) const EINVAL: i32 = 22;
+pub(crate) const ENOMEM: i32 = 12;
+pub(crate) const EBUSY: i32 = 16;
+pub(crate) const EIO: i32 = 5;
+pub(crate) const EOPNOTSUPP: i32 = 95;
+
+/// What goes wrong, decided by a seed per pair and message.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Faults {
+    pub(crate) seed: u64,
+    /// Messages that vanish, of [`OUT_OF`].
+    pub(crate) lose: u64,
+    /// Messages that arrive behind some later ones, of [`OUT_OF`].
+    pub(crate) delay: u64,
+    /// A pair that fails for good.
+    pub(crate) failure: Option<Failure>,
+}
+
+/// What fails, on which device of the fabric, with which of its messages.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Failure {
+    pub(crate) device: usize,
+    pub(crate) after: u64,
+    pub(crate) what: Break,
+}
+
+/// How a pair fails.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Break {
+    /// A send completes with an error.
+    Send,
+    /// So does a receive.
+    Receive,
+    /// Polling hands back a negative number.
+    Poll,
+    /// Nothing leaves or reaches the device any more, and nobody says so.
+    Mute,
+}
+
+/// What a device can hold.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Caps {
+    pub(crate) regions: usize,
+    pub(crate) pairs: usize,
+    pub(crate) requests: u32,
+    pub(crate) gathers: u32,
+}
+
+impl Caps {
+    /// As Apple's devices are said to be.
+    pub(crate) const APPLE: Self = Self {
+        regions: 100,
+        pairs: 10,
+        requests: 63,
+        gathers: 2,
+    };
+}
+
+/// Devices that can reach each other.
+pub(crate) struct Fabric {
+    pub(crate) core: Arc<Core>,
+}
+
+pub(crate) struct Core {
+    pub(crate) faults: Faults,
+    pub(crate) caps: Caps,
+    pairs: RwLock<BTreeMap<u32, Arc<PairCore>>>,
+    /// Calls that still succeed before one fails; negative: none fails.
+    pub(crate) refuse_in: AtomicI64,
+    /// Objects that were made and not given back.
+    pub(crate) live: AtomicUsize,
+    /// Messages that met no posted receive.
+    pub(crate) dropped: AtomicU64,
+    /// Messages that were sent in more than one piece.
+    pub(crate) gathered: AtomicU64,
+}
+
+/// All devices of all fabrics, for the list that the library hands out.
+static DEVICES: Mutex<Vec<Arc<DeviceCore>>> = Mutex::new(Vec::new());
+
+/// Numbers of pairs, keys and devices, unique in this process.
+static NUMBERS: AtomicU32 = AtomicU32::new(1);
+
+pub(crate) fn number() -> u32 {
+    NUMBERS.fetch_add(1, Ordering::Relaxed)
+}
+
+/// A device.
+pub(crate) struct DeviceCore {
+    pub(crate) name: CString,
+    pub(crate) gids: [Gid; 2],
+    pub(crate) fabric: Arc<Core>,
+    index: usize,
+    /// The only device that this one is cabled to, if it is.
+    reaches: Mutex<Option<Gid>>,
+    mute: AtomicBool,
+    sent: AtomicU64,
+    /// Registered memory by key: first byte, bytes.
+    pub(crate) regions: RwLock<BTreeMap<u32, (u64, u64)>>,
+    pub(crate) pairs: AtomicUsize,
+}
+
+// A lock whose holder panicked is taken over: tests that fail should fail once.
+pub(crate) fn lock<V>(mutex: &Mutex<V>) -> MutexGuard<'_, V> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+pub(crate) fn devices() -> Vec<Arc<DeviceCore>> {
+    lock(&DEVICES).clone()
+}
+
+impl Fabric {
+    pub(crate) fn new(faults: Faults, caps: Caps) -> Self {
+        let core = Core {
+            faults,
+            caps,
+            pairs: RwLock::default(),
+            refuse_in: AtomicI64::new(-1),
+            live: AtomicUsize::new(0),
+            dropped: AtomicU64::new(0),
+            gathered: AtomicU64::new(0),
+        };
+        let core = Arc::new(core);
+        Self { core }
+    }
+
+    /// Objects that were made and not given back.
+    #[allow(dead_code, reason = "the library does not ask")]
+    pub(crate) fn live(&self) -> usize {
+        self.core.live.load(Ordering::Acquire)
+    }
+
+    /// Adds a device. Names are unique among all fabrics, or the first is found.
+    pub(crate) fn device(&self, name: &str) {
+        let [_, b, c, d] = number().to_be_bytes();
+        self.device_at(name, [10, b, c, d]);
+    }
+
+    /// Adds a device with this IPv4 address.
+    pub(crate) fn device_at(&self, name: &str, address: [u8; 4]) {
+        let mut local = Gid([0; 16]);
+        local.0[..2].copy_from_slice(&[0xfe, 0x80]);
+        local.0[12..].copy_from_slice(&address);
+        let mut mapped = Gid([0; 16]);
+        mapped.0[10..12].copy_from_slice(&[0xff; 2]);
+        mapped.0[12..].copy_from_slice(&address);
+        let mut devices = lock(&DEVICES);
+        let own = |device: &&Arc<DeviceCore>| Arc::ptr_eq(&device.fabric, &self.core);
+        let index = devices.iter().filter(own).count();
+        devices.push(Arc::new(DeviceCore {
+            name: CString::new(name).expect("a name has no zero byte"),
+            gids: [local, mapped],
+            fabric: Arc::clone(&self.core),
+            index,
+            reaches: Mutex::new(None),
+            mute: AtomicBool::new(false),
+            sent: AtomicU64::new(0),
+            regions: RwLock::default(),
+            pairs: AtomicUsize::new(0),
+        }));
+    }
+
+    /// Puts a cable between two devices: neither reaches any other from then on.
+    #[allow(dead_code, reason = "the library has no cables")]
+    pub(crate) fn cable(&self, a: &str, b: &str) {
+        let find = |name: &str| {
+            let named = |device: &Arc<DeviceCore>| device.name.to_bytes() == name.as_bytes();
+            devices().into_iter().find(named).expect("it was added")
+        };
+        let (a, b) = (find(a), find(b));
+        *lock(&a.reaches) = Some(b.gids[1]);
+        *lock(&b.reaches) = Some(a.gids[1]);
+    }
+}
+
+impl Drop for Fabric {
+    fn drop(&mut self) {
+        lock(&DEVICES).retain(|device| !Arc::ptr_eq(&device.fabric, &self.core));
+    }
+}
+
+impl Core {
+    /// Whether this call is the one that fails.
+    pub(crate) fn refuses(&self) -> bool {
+        let left = self.refuse_in.load(Ordering::Relaxed);
+        left >= 0 && self.refuse_in.fetch_sub(1, Ordering::AcqRel) == 0
+    }
+
+    fn pair(&self, number: u32) -> Option<Arc<PairCore>> {
+        let pairs = self.pairs.read().unwrap_or_else(PoisonError::into_inner);
+        pairs.get(&number).cloned()
+    }
+
+    pub(crate) fn add(&self, pair: &Arc<PairCore>) {
+        let mut pairs = self.pairs.write().unwrap_or_else(PoisonError::into_inner);
+        pairs.insert(pair.number, Arc::clone(pair));
+    }
+
+    pub(crate) fn remove(&self, number: u32) {
+        let mut pairs = self.pairs.write().unwrap_or_else(PoisonError::into_inner);
+        pairs.remove(&number);
+    }
+}
+
+/// splitmix64 (Steele, Lea, Flood, 2014).
+fn mix(state: &mut u64) -> u64 {
+    *state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    let z = (*state ^ (*state >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    z ^ (z >> 31)
+}
+
+/// A completion queue.
+pub(crate) struct QueueCore {
+    room: usize,
+    waiting: AtomicUsize,
+    entries: Mutex<VecDeque<Entry>>,
+    broken: AtomicBool,
+}
+
+struct Entry {
+    wc: Wc,
+    /// The pair's count of requests of this kind under way.
+    open: Arc<AtomicU32>,
+}
+
+impl QueueCore {
+    pub(crate) fn new(room: usize) -> Self {
+        Self {
+            room,
+            waiting: AtomicUsize::new(0),
+            entries: Mutex::default(),
+            broken: AtomicBool::new(false),
+        }
+    }
+
+    /// A queue that overflows breaks, as the specification has it.
+    fn push(&self, wc: Wc, open: &Arc<AtomicU32>) {
+        let mut entries = lock(&self.entries);
+        if entries.len() == self.room {
+            self.broken.store(true, Ordering::Release);
+            return;
+        }
+        let open = Arc::clone(open);
+        entries.push_back(Entry { wc, open });
+        self.waiting.store(entries.len(), Ordering::Release);
+    }
+
+    /// How many completions were put into `into`; negative if the queue is broken.
+    pub(crate) fn poll(&self, into: &mut [Wc]) -> i32 {
+        if self.waiting.load(Ordering::Acquire) == 0 {
+            return if self.broken.load(Ordering::Acquire) {
+                -1
+            } else {
+                0
+            };
+        }
+        let mut entries = lock(&self.entries);
+        let count = entries.len().min(into.len());
+        for (slot, entry) in into.iter_mut().zip(entries.drain(..count)) {
+            *slot = entry.wc;
+            entry.open.fetch_sub(1, Ordering::AcqRel);
+        }
+        self.waiting.store(entries.len(), Ordering::Release);
+        i32::try_from(count).unwrap_or(i32::MAX)
+    }
+}
+
+/// A queue pair.
+pub(crate) struct PairCore {
+    pub(crate) number: u32,
+    pub(crate) device: Arc<DeviceCore>,
+    pub(crate) state: AtomicU32,
+    pub(crate) send_queue: Arc<QueueCore>,
+    pub(crate) recv_queue: Arc<QueueCore>,
+    pub(crate) requests: [u32; 2],
+    /// Held by whoever posts a send; taken before `receiving` of the other end, never after.
+    sending: Mutex<Sending>,
+    receiving: Mutex<VecDeque<Receive>>,
+    open: [Arc<AtomicU32>; 2],
+}
+
+#[derive(Default)]
+struct Sending {
+    random: u64,
+    /// Where messages go.
+    to: Gid,
+    pair: u32,
+    peer: Weak<PairCore>,
+    late: Vec<(u64, Vec<u8>)>,
+}
+
+/// Memory for the next message.
+struct Receive {
+    id: u64,
+    start: *mut u8,
+    bytes: usize,
+}
+
+// SAFETY: the memory is the device's until the request completes, by the rules of verbs.
+unsafe impl Send for Receive {}
+
+/// Part of a message that is sent.
+#[derive(Clone, Copy)]
+pub(crate) struct Piece {
+    pub(crate) start: *const u8,
+    pub(crate) bytes: usize,
+}
+
+/// The directions, as an index into what there is of each.
+const SENDS: usize = 0;
+const RECEIVES: usize = 1;
+
+impl PairCore {
+    pub(crate) fn new(
+        device: &Arc<DeviceCore>,
+        send_queue: Arc<QueueCore>,
+        recv_queue: Arc<QueueCore>,
+        requests: [u32; 2],
+    ) -> Self {
+        let number = number();
+        // What is random must not depend on how many pairs other tests have made.
+        let seed = device.fabric.faults.seed ^ (device.index as u64) << 32;
+        let nth = device.pairs.load(Ordering::Relaxed) as u64;
+        let sending = Sending {
+            random: seed ^ nth.wrapping_mul(0xa076_1d64_78bd_642f),
+            ..Sending::default()
+        };
+        Self {
+            number,
+            device: Arc::clone(device),
+            state: AtomicU32::new(0),
+            send_queue,
+            recv_queue,
+            requests,
+            sending: Mutex::new(sending),
+            receiving: Mutex::default(),
+            open: Default::default(),
+        }
+    }
+
+    pub(crate) fn connect(&self, to: Gid, pair: u32) {
+        let mut sending = lock(&self.sending);
+        (sending.to, sending.pair, sending.peer) = (to, pair, Weak::new());
+    }
+
+    fn state(&self) -> c_uint {
+        self.state.load(Ordering::Acquire)
+    }
+
+    fn completion(&self, id: u64, opcode: c_uint, status: c_uint, bytes: usize) -> Wc {
+        Wc {
+            wr_id: id,
+            status,
+            opcode,
+            byte_len: u32::try_from(bytes).unwrap_or(u32::MAX),
+            qp_num: self.number,
+            ..Wc::default()
+        }
+    }
+
+    /// Posts memory for a message.
+    pub(crate) fn post_receive(&self, id: u64, start: *mut u8, bytes: usize) -> Result<(), i32> {
+        if self.state() == 0 {
+            return Err(EINVAL);
+        }
+        if self.open[RECEIVES].fetch_add(1, Ordering::AcqRel) >= self.requests[RECEIVES] {
+            self.open[RECEIVES].fetch_sub(1, Ordering::AcqRel);
+            return Err(ENOMEM);
+        }
+        let mut receiving = lock(&self.receiving);
+        receiving.push_back(Receive { id, start, bytes });
+        drop(receiving);
+        if self.state() == abi::QPS_ERR {
+            self.fail();
+        }
+        Ok(())
+    }
+
+    /// Sends a message, or does to it what the faults say.
+    pub(crate) fn post_send(&self, id: u64, pieces: &[Piece]) -> Result<(), i32> {
+        let flushed = self.state() == abi::QPS_ERR;
+        if !flushed && self.state() != abi::QPS_RTS {
+            return Err(EINVAL);
+        }
+        if self.open[SENDS].fetch_add(1, Ordering::AcqRel) >= self.requests[SENDS] {
+            self.open[SENDS].fetch_sub(1, Ordering::AcqRel);
+            return Err(ENOMEM);
+        }
+        let bytes = pieces.iter().map(|piece| piece.bytes).sum();
+        if pieces.len() > 1 {
+            self.device.fabric.gathered.fetch_add(1, Ordering::Relaxed);
+        }
+        let status = match flushed {
+            true => abi::WC_WR_FLUSH_ERR,
+            false => self.transmit(pieces),
+        };
+        let wc = self.completion(id, abi::WC_SEND, status, bytes);
+        self.send_queue.push(wc, &self.open[SENDS]);
+        if status != abi::WC_SUCCESS {
+            self.fail();
+        }
+        Ok(())
+    }
+
+    fn transmit(&self, pieces: &[Piece]) -> c_uint {
+        let faults = &self.device.fabric.faults;
+        let count = self.device.sent.fetch_add(1, Ordering::Relaxed);
+        let hit = |what| {
+            faults.failure.is_some_and(|failure| {
+                failure.device == self.device.index
+                    && failure.what == what
+                    && count >= failure.after
+            })
+        };
+        if hit(Break::Send) {
+            return abi::WC_GENERAL_ERR;
+        }
+        if hit(Break::Poll) {
+            self.send_queue.broken.store(true, Ordering::Release);
+        }
+        if hit(Break::Mute) {
+            self.device.mute.store(true, Ordering::Release);
+        }
+        let mut sending = lock(&self.sending);
+        let Some(peer) = self.peer(&mut sending) else {
+            return abi::WC_SUCCESS;
+        };
+        if hit(Break::Receive) {
+            peer.break_receive();
+        }
+        let chance = mix(&mut sending.random) % OUT_OF;
+        if chance < faults.lose {
+            // Nobody hears of it.
+        } else if chance < faults.lose + faults.delay {
+            let behind = 1 + mix(&mut sending.random) % 4;
+            sending.late.push((behind, gather(pieces)));
+        } else {
+            self.deliver(&peer, pieces);
+        }
+        for (behind, _) in &mut sending.late {
+            *behind = behind.saturating_sub(1);
+        }
+        while let Some(due) = sending.late.iter().position(|(behind, _)| *behind == 0) {
+            let (_, bytes) = sending.late.swap_remove(due);
+            let piece = Piece {
+                start: bytes.as_ptr(),
+                bytes: bytes.len(),
+            };
+            self.deliver(&peer, &[piece]);
+        }
+        abi::WC_SUCCESS
+    }
+
+    /// The other end, if a cable leads there.
+    fn peer(&self, sending: &mut Sending) -> Option<Arc<Self>> {
+        let known = sending.peer.upgrade();
+        let peer = known.or_else(|| self.device.fabric.pair(sending.pair))?;
+        sending.peer = Arc::downgrade(&peer);
+        let there = peer.device.gids.contains(&sending.to);
+        let cabled = lock(&self.device.reaches).is_none_or(|only| only == sending.to);
+        let alive = |device: &DeviceCore| !device.mute.load(Ordering::Acquire);
+        (there && cabled && alive(&self.device) && alive(&peer.device)).then_some(peer)
+    }
+
+    /// Puts a message into the memory that `peer` has posted.
+    fn deliver(&self, peer: &Self, pieces: &[Piece]) {
+        let bytes: usize = pieces.iter().map(|piece| piece.bytes).sum();
+        let mut receiving = lock(&peer.receiving);
+        // RTR or RTS: a pair in error has no receives left.
+        if peer.state() < abi::QPS_RTR {
+            return;
+        }
+        let Some(receive) = receiving.pop_front() else {
+            self.device.fabric.dropped.fetch_add(1, Ordering::Relaxed);
+            return;
+        };
+        let status = match bytes > receive.bytes {
+            true => abi::WC_LOC_LEN_ERR,
+            false => abi::WC_SUCCESS,
+        };
+        if status == abi::WC_SUCCESS {
+            let mut at = receive.start;
+            for piece in pieces {
+                // SAFETY: both lie in registered memory: the sender's until its request completes,
+                // the receiver's because this request has not; together they fit, as checked.
+                unsafe {
+                    piece.start.copy_to_nonoverlapping(at, piece.bytes);
+                    at = at.add(piece.bytes);
+                }
+            }
+        }
+        // Pushed under the lock, so that completions come in the order of the memory.
+        let wc = peer.completion(receive.id, abi::WC_RECV, status, bytes);
+        peer.recv_queue.push(wc, &peer.open[RECEIVES]);
+        drop(receiving);
+        if status != abi::WC_SUCCESS {
+            peer.fail();
+        }
+    }
+
+    fn break_receive(&self) {
+        let first = lock(&self.receiving).pop_front();
+        if let Some(receive) = first {
+            let wc = self.completion(receive.id, abi::WC_RECV, abi::WC_LOC_PROT_ERR, 0);
+            self.recv_queue.push(wc, &self.open[RECEIVES]);
+        }
+        self.fail();
+    }
+
+    /// Goes to the error state; all receives complete with an error.
+    pub(crate) fn fail(&self) {
+        self.state.store(abi::QPS_ERR, Ordering::Release);
+        let mut receiving = lock(&self.receiving);
+        for receive in receiving.drain(..) {
+            let wc = self.completion(receive.id, abi::WC_RECV, abi::WC_WR_FLUSH_ERR, 0);
+            self.recv_queue.push(wc, &self.open[RECEIVES]);
+        }
+    }
+
+    /// Touches no memory from now on.
+    pub(crate) fn end(&self) {
+        self.state.store(0, Ordering::Release);
+        lock(&self.receiving).clear();
+        lock(&self.sending).late.clear();
+    }
+}
+
+fn gather(pieces: &[Piece]) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    for piece in pieces {
+        // SAFETY: the sender's memory is readable until its request completes.
+        bytes.extend_from_slice(unsafe { std::slice::from_raw_parts(piece.start, piece.bytes) });
+    }
+    bytes
+}

@@ -1,0 +1,303 @@
+//! Whatever a fabric does to messages and pairs, no rank hangs and no byte is wrong.
+//!
+//! A seed decides size, cables, how many messages are lost or delayed, and what breaks when. All
+//! of it is real but the devices. `COMM_TEST_RUNS=500` runs that many seeds.
+
+#![allow(clippy::cast_possible_truncation, reason = "small numbers of a test")]
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use super::super::soft::{Break, Failure};
+use super::*;
+use crate::Error;
+
+const RUNS: u64 = 100;
+
+/// Deadline of a call where only a deadline ends it: a device that went silent.
+const PATIENCE: Duration = Duration::from_millis(500);
+
+/// Elsewhere every call has to succeed, however late, or to learn why not.
+const LONG: Duration = Duration::from_secs(30);
+
+/// Nobody may take longer for all calls.
+const HANG: Duration = Duration::from_secs(60);
+
+const CALLS: usize = 12;
+
+/// splitmix64 (Steele, Lea, Flood, 2014).
+fn mix(state: &mut u64) -> u64 {
+    *state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    let z = (*state ^ (*state >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    z ^ (z >> 31)
+}
+
+/// What a seed stands for.
+#[derive(Clone, Copy, Debug)]
+struct Run {
+    size: usize,
+    cables: usize,
+    ring: bool,
+    faults: Faults,
+    /// A rank that drops its handle before this call.
+    dies: Option<(usize, usize)>,
+}
+
+impl Run {
+    fn of(seed: u64) -> Self {
+        let mut state = seed;
+        let mut below = |bound: u64| mix(&mut state) % bound;
+        let (size, cables) = (2 + below(3) as usize, 1 + below(3) as usize);
+        let ring = below(4) == 0;
+        let ends = if ring { 2 } else { size as u64 - 1 };
+        let devices = size as u64 * ends * cables as u64;
+        let mut faults = Faults {
+            seed,
+            lose: [0, 10, 50][below(3) as usize],
+            delay: [0, 20, 100][below(3) as usize],
+            failure: None,
+        };
+        // A device sends some 30 messages while ranks join and measure, and as many after that;
+        // several cables share them.
+        let (device, after) = (below(devices) as usize, below(60) / cables as u64);
+        let what = [Break::Send, Break::Receive, Break::Poll, Break::Mute];
+        let mut dies = None;
+        match below(8) {
+            kind @ 0..4 => {
+                let what = what[kind as usize];
+                // While ranks join it takes seconds until a silent device is given up.
+                let late = if what == Break::Mute {
+                    30 / cables as u64
+                } else {
+                    0
+                };
+                let after = after / (1 + late.min(1)) + late;
+                faults.failure = Some(Failure {
+                    device,
+                    after,
+                    what,
+                });
+            }
+            4 => dies = Some((below(size as u64) as usize, below(CALLS as u64) as usize)),
+            _ => {}
+        }
+        Self {
+            size,
+            cables,
+            ring,
+            faults,
+            dies,
+        }
+    }
+
+    fn lab(&self) -> Lab {
+        let &Self {
+            size, cables, ring, ..
+        } = self;
+        let near = move |a: usize, b: usize| !ring || b - a == 1 || b - a == size - 1;
+        cabled(
+            size,
+            |a, b| if near(a, b) { cables } else { 0 },
+            self.faults,
+        )
+    }
+}
+
+/// Makes call number `call` of a fixed program and checks its result if it has one.
+fn step(group: &Rdma, own: &mut Buffer, call: usize, patience: Duration) -> Result<(), Error> {
+    let by = Deadline::at(Instant::now() + patience);
+    let (rank, size) = (group.rank().0 as usize, group.size() as usize);
+    let group: &dyn Group = group;
+    let value = |rank: usize, i: usize| (rank * 31 + i * 7 + call * 3) as u8;
+    let length = [3, 70_000, 0, 5000, 150_000, 64][call % 6];
+    match call % 4 {
+        0 => {
+            let part: Vec<u8> = (0..length).map(|i| value(rank, i)).collect();
+            let mut all = vec![0; length * size];
+            group.all_gather(&part, &mut all, by)?;
+            for (at, got) in all.iter().enumerate() {
+                assert_eq!(*got, value(at / length, at % length), "gather {call}");
+            }
+        }
+        1 => {
+            // In place, and changed as soon as the call returns.
+            let sum = &mut own[..length];
+            sum.iter_mut()
+                .enumerate()
+                .for_each(|(i, byte)| *byte = value(rank, i));
+            group.all_reduce(sum, Reduce::Sum, by)?;
+            for (i, got) in sum.iter().enumerate() {
+                let expected = (0..size).fold(0_u8, |sum, r| sum.wrapping_add(value(r, i)));
+                assert_eq!(*got, expected, "sum {call}");
+            }
+            sum.fill(0xee);
+        }
+        2 => {
+            let part: Vec<u8> = (0..length).map(|i| value(rank, i)).collect();
+            let number = |rank: usize| Rank(u32::try_from(rank).unwrap());
+            let (next, before) = ((rank + 1) % size, (rank + size - 1) % size);
+            let tag = u32::try_from(call).unwrap();
+            group.send(&part, number(next), tag, by)?;
+            let mut got = vec![0; length];
+            group.recv(&mut got, number(before), tag, by)?;
+            for (i, got) in got.iter().enumerate() {
+                assert_eq!(*got, value(before, i), "message {call}");
+            }
+        }
+        _ => group.barrier(by)?,
+    }
+    Ok(())
+}
+
+/// What became of a rank.
+#[derive(Debug)]
+enum End {
+    /// It did not join.
+    Outside(RdmaError),
+    /// All calls succeeded, or those before it died.
+    Well,
+    /// This call failed; and why a link of this rank is broken, if one is.
+    Failed(usize, Error, Option<Arc<RdmaError>>),
+}
+
+fn live(joined: Result<Rdma, RdmaError>, run: Run) -> End {
+    let group = match joined {
+        Ok(group) => group,
+        Err(error) => return End::Outside(error),
+    };
+    let rank = group.rank().0 as usize;
+    let patience = match run.faults.failure {
+        Some(failure) if failure.what == Break::Mute => PATIENCE,
+        _ => LONG,
+    };
+    let mut own = group.allocate(150_000).unwrap();
+    for call in 0..CALLS {
+        if run.dies == Some((rank, call)) {
+            return End::Well;
+        }
+        let started = Instant::now();
+        if let Err(error) = step(&group, &mut own, call, patience) {
+            let took = started.elapsed();
+            assert!(
+                took < patience + Duration::from_secs(3),
+                "{took:?} for {error}"
+            );
+            let again = step(&group, &mut own, 3, patience);
+            assert!(again.is_err(), "a poisoned group works again");
+            let broken = (0..group.size()).find_map(|peer| group.broken(Rank(peer)));
+            return End::Failed(call, error, broken);
+        }
+    }
+    End::Well
+}
+
+/// Whether the fault hit somebody.
+fn run(seed: u64) -> bool {
+    let run = Run::of(seed);
+    let lab = run.lab();
+    let started = Instant::now();
+    let threads = join_all(&lab)
+        .into_iter()
+        .map(|joined| thread::spawn(move || live(joined, run)));
+    let threads: Vec<_> = threads.collect();
+    while threads.iter().any(|thread| !thread.is_finished()) {
+        assert!(
+            started.elapsed() < HANG,
+            "seed {seed}, {run:?}: a rank hangs"
+        );
+        thread::sleep(Duration::from_micros(500));
+    }
+    let end = |thread: thread::JoinHandle<End>| {
+        thread
+            .join()
+            .unwrap_or_else(|_| panic!("seed {seed}, {run:?}"))
+    };
+    let ends: Vec<End> = threads.into_iter().map(end).collect();
+    check(&run, &ends, &format!("seed {seed}, {run:?}: {ends:?}"));
+    assert_eq!(
+        lab.fabric.live(),
+        0,
+        "seed {seed}: something was not given back"
+    );
+    ends.iter().any(|end| !matches!(end, End::Well))
+}
+
+fn check(run: &Run, ends: &[End], text: &str) {
+    let outside = ends
+        .iter()
+        .filter(|end| matches!(end, End::Outside(_)))
+        .count();
+    let failed: Vec<usize> = ends
+        .iter()
+        .filter_map(|end| match end {
+            End::Failed(call, ..) => Some(*call),
+            _ => None,
+        })
+        .collect();
+    match (run.faults.failure, run.dies) {
+        (None, None) => assert_eq!(outside + failed.len(), 0, "{text}"),
+        (None, Some((rank, call))) => {
+            let others = ends.iter().enumerate().filter(|(other, _)| *other != rank);
+            for (_, end) in others {
+                let End::Failed(at, error, _) = end else {
+                    panic!("{text}")
+                };
+                // A message may be refused one call early: its receiver is gone by then.
+                assert!(*at + 1 >= call, "{text}");
+                assert!(
+                    blamed(error) == Some(Rank(u32::try_from(rank).unwrap())),
+                    "{text}"
+                );
+            }
+        }
+        (Some(failure), _) => {
+            // Whoever got through had nothing more to hear from those who failed.
+            let all = outside + failed.len() == ends.len();
+            let last = failed.iter().all(|call| *call + 2 >= CALLS);
+            assert!(
+                all || outside + failed.len() == 0 || (outside == 0 && last),
+                "{text}"
+            );
+            let mute = failure.what == Break::Mute;
+            let named = ends.iter().any(|end| match end {
+                End::Failed(_, _, broken) => broken.is_some(),
+                End::Outside(error) => !matches!(error, RdmaError::Elsewhere { .. }),
+                End::Well => false,
+            });
+            assert!(mute || failed.is_empty() || named, "{text}");
+        }
+    }
+}
+
+fn blamed(error: &Error) -> Option<Rank> {
+    match error {
+        Error::PeerLost { rank, .. }
+        | Error::Timeout { rank, .. }
+        | Error::Silent { rank, .. }
+        | Error::Garbled { rank, .. } => Some(*rank),
+        _ => None,
+    }
+}
+
+#[test]
+fn no_fault_makes_a_rank_hang_or_answer_wrongly() {
+    let runs = std::env::var("COMM_TEST_RUNS").map_or(RUNS, |runs| runs.parse().unwrap());
+    // A few at a time: most of a run is waiting.
+    let (next, hits) = (AtomicU64::new(0), AtomicU64::new(0));
+    thread::scope(|scope| {
+        for _ in 0..12 {
+            scope.spawn(|| {
+                loop {
+                    let seed = next.fetch_add(1, Ordering::Relaxed);
+                    if seed >= runs {
+                        break;
+                    }
+                    hits.fetch_add(u64::from(run(seed)), Ordering::Relaxed);
+                }
+            });
+        }
+    });
+    // Five of eight have something that breaks, and some break behind the last message.
+    let hits = hits.load(Ordering::Relaxed);
+    assert!(hits > runs / 4, "only {hits} of {runs} faults hit");
+}

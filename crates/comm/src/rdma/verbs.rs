@@ -1,0 +1,708 @@
+//! The verbs library, opened at run time, and what it hands out: each with an owner that gives it
+//! back.
+//!
+//! [`Adapter`] is an open device with its one protection domain; [`Region`] registered memory;
+//! [`Queue`] a completion queue; [`Pair`] an unreliable connection (UC) that sends and receives.
+//! Nothing here waits.
+
+use std::ffi::{CStr, c_int, c_void};
+use std::fmt;
+use std::ptr::{self, NonNull};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use super::abi::{self, Gid, Sge, Table, Wc};
+use super::error::RdmaError;
+use super::limits::Limits;
+
+/// File name of the library that the system looks for.
+pub const LIBRARY: &str = if cfg!(target_os = "macos") {
+    "librdma.dylib"
+} else {
+    "libibverbs.so.1"
+};
+
+/// The only port that is used, as JACCL does: Apple's devices have no other.
+const PORT: u8 = 1;
+
+/// What a peer must be able to do with memory. JACCL registers with all three; sends and receives
+/// need the first.
+const ACCESS: c_int = abi::ACCESS_LOCAL_WRITE | abi::ACCESS_REMOTE_READ | abi::ACCESS_REMOTE_WRITE;
+
+/// Number of the first packet in either direction. It only has to be the same on both sides; JACCL
+/// uses 7.
+const FIRST_PACKET: u32 = 7;
+
+/// Hops that a packet may take. JACCL: 1, a cable. Routed networks are not the point.
+const HOPS: u8 = 1;
+
+/// A verbs library.
+#[derive(Clone)]
+pub struct Verbs {
+    pub(super) table: Table,
+    pub(super) name: String,
+    /// Queue pairs, regions and requests that may be used.
+    pub limits: Limits,
+}
+
+impl fmt::Debug for Verbs {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "verbs of {}", self.name)
+    }
+}
+
+impl Verbs {
+    /// Opens the system's library.
+    ///
+    /// # Errors
+    /// [`RdmaError::Library`] or [`RdmaError::Symbol`].
+    pub fn load() -> Result<Self, RdmaError> {
+        Self::load_from(LIBRARY)
+    }
+
+    /// Opens the library of this name or path. It stays open until the process ends: drivers do
+    /// not like to be unloaded.
+    ///
+    /// # Errors
+    /// As [`load`](Self::load).
+    pub fn load_from(name: &str) -> Result<Self, RdmaError> {
+        // SAFETY: runs the initialisers of a library that the caller names, the system's own
+        // unless told otherwise; nothing else of this process depends on what they do.
+        let library = unsafe { libloading::Library::new(name) }.map_err(|source| {
+            let name = name.to_string();
+            RdmaError::Library { name, source }
+        })?;
+        let table = table_of(&library, name)?;
+        std::mem::forget(library);
+        Ok(Self {
+            table,
+            name: name.to_string(),
+            limits: Limits::of_this_system(),
+        })
+    }
+
+    /// Names of all devices.
+    ///
+    /// # Errors
+    /// [`RdmaError::NoList`].
+    pub fn devices(&self) -> Result<Vec<String>, RdmaError> {
+        List::get(self).map(|list| list.names())
+    }
+}
+
+/// All functions, by their names without the prefix.
+fn table_of(library: &libloading::Library, name: &str) -> Result<Table, RdmaError> {
+    macro_rules! table {
+        ($($field:ident: $symbol:literal),* $(,)?) => {
+            Table { $($field: {
+                let missing = |_| RdmaError::Symbol { library: name.to_string(), symbol: $symbol };
+                // SAFETY: a function of this name has this signature in every verbs library; the
+                // library is never closed, so the pointer stays valid.
+                *unsafe { library.get(concat!($symbol, "\0").as_bytes()) }.map_err(missing)?
+            }),* }
+        };
+    }
+    Ok(table! {
+        get_device_list: "ibv_get_device_list",
+        free_device_list: "ibv_free_device_list",
+        get_device_name: "ibv_get_device_name",
+        open_device: "ibv_open_device",
+        close_device: "ibv_close_device",
+        alloc_pd: "ibv_alloc_pd",
+        dealloc_pd: "ibv_dealloc_pd",
+        create_cq: "ibv_create_cq",
+        destroy_cq: "ibv_destroy_cq",
+        create_qp: "ibv_create_qp",
+        destroy_qp: "ibv_destroy_qp",
+        query_port: "ibv_query_port",
+        query_gid: "ibv_query_gid",
+        modify_qp: "ibv_modify_qp",
+        reg_mr: "ibv_reg_mr",
+        dereg_mr: "ibv_dereg_mr",
+    })
+}
+
+/// The list of devices, which has to be given back.
+struct List<'a> {
+    verbs: &'a Verbs,
+    first: NonNull<*mut abi::Device>,
+}
+
+impl<'a> List<'a> {
+    fn get(verbs: &'a Verbs) -> Result<Self, RdmaError> {
+        // SAFETY: a null count is allowed: the list ends with a null pointer.
+        let first = unsafe { (verbs.table.get_device_list)(ptr::null_mut()) };
+        let none = || RdmaError::NoList {
+            source: std::io::Error::last_os_error(),
+        };
+        let first = NonNull::new(first).ok_or_else(none)?;
+        Ok(Self { verbs, first })
+    }
+
+    fn iter(&self) -> impl Iterator<Item = (*mut abi::Device, String)> {
+        let entry = |index| {
+            // SAFETY: the list goes on until its null entry, and reading ends there.
+            let device = unsafe { *self.first.as_ptr().add(index) };
+            (!device.is_null()).then_some(device)
+        };
+        (0..).map_while(entry).map(|device| {
+            // SAFETY: the device is of this list; the name belongs to it and is copied at once.
+            let name = unsafe { (self.verbs.table.get_device_name)(device) };
+            let name = match name.is_null() {
+                true => String::new(),
+                // SAFETY: not null, and a C string by the library's contract.
+                false => unsafe { CStr::from_ptr(name) }
+                    .to_string_lossy()
+                    .into_owned(),
+            };
+            (device, name)
+        })
+    }
+
+    fn names(&self) -> Vec<String> {
+        self.iter().map(|(_, name)| name).collect()
+    }
+}
+
+impl Drop for List<'_> {
+    fn drop(&mut self) {
+        // SAFETY: the list came from this library and is given back once.
+        unsafe { (self.verbs.table.free_device_list)(self.first.as_ptr()) };
+    }
+}
+
+/// An open device and its address.
+pub(crate) struct Adapter {
+    opened: Opened,
+    domain: NonNull<abi::Pd>,
+    gid_index: u8,
+    gid: Gid,
+    lid: u16,
+    limits: Limits,
+    regions: AtomicUsize,
+    pairs: AtomicUsize,
+}
+
+/// A context that is closed when it goes.
+struct Opened {
+    table: Table,
+    name: String,
+    context: NonNull<abi::Context>,
+}
+
+// SAFETY: verbs objects may be used from any thread, and by several at once; the library locks.
+unsafe impl Send for Opened {}
+// SAFETY: as for `Send`.
+unsafe impl Sync for Opened {}
+// SAFETY: the domain is as free as its context.
+unsafe impl Send for Adapter {}
+// SAFETY: as for `Send`.
+unsafe impl Sync for Adapter {}
+
+impl Drop for Opened {
+    fn drop(&mut self) {
+        // SAFETY: opened by this library, closed once, and everything made with it is gone. A
+        // failure leaves a descriptor open, which nothing can be done about.
+        let _ = unsafe { (self.table.close_device)(self.context.as_ptr()) };
+    }
+}
+
+impl Drop for Adapter {
+    fn drop(&mut self) {
+        // SAFETY: as for the context; regions and pairs hold the adapter, so all are gone.
+        let _ = unsafe { (self.opened.table.dealloc_pd)(self.domain.as_ptr()) };
+    }
+}
+
+impl fmt::Debug for Adapter {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "device {}", self.name())
+    }
+}
+
+impl Adapter {
+    /// Opens the device of this name and finds its address.
+    pub(crate) fn open(verbs: &Verbs, name: &str) -> Result<Arc<Self>, RdmaError> {
+        let opened = Opened::open(verbs, name)?;
+        let port = opened.port()?;
+        let (gid_index, gid) = opened.address(&port)?;
+        // SAFETY: the context is open.
+        let domain = unsafe { (opened.table.alloc_pd)(opened.context.as_ptr()) };
+        let domain = NonNull::new(domain)
+            .ok_or_else(|| RdmaError::verb(name, "ibv_alloc_pd", String::new()))?;
+        Ok(Arc::new(Self {
+            opened,
+            domain,
+            gid_index,
+            gid,
+            lid: port.lid,
+            limits: verbs.limits,
+            regions: AtomicUsize::new(0),
+            pairs: AtomicUsize::new(0),
+        }))
+    }
+
+    pub(crate) fn name(&self) -> &str {
+        &self.opened.name
+    }
+
+    pub(crate) const fn gid(&self) -> Gid {
+        self.gid
+    }
+
+    fn table(&self) -> &Table {
+        &self.opened.table
+    }
+
+    /// Takes one of `limit` places.
+    fn count(
+        &self,
+        places: &AtomicUsize,
+        what: &'static str,
+        limit: usize,
+    ) -> Result<(), RdmaError> {
+        let taken = places.fetch_add(1, Ordering::AcqRel);
+        if taken < limit {
+            return Ok(());
+        }
+        places.fetch_sub(1, Ordering::AcqRel);
+        let (device, wanted) = (self.name().to_string(), taken + 1);
+        Err(RdmaError::Limit {
+            device,
+            what,
+            wanted,
+            limit,
+        })
+    }
+}
+
+impl Opened {
+    fn open(verbs: &Verbs, name: &str) -> Result<Self, RdmaError> {
+        let list = List::get(verbs)?;
+        let Some((device, _)) = list.iter().find(|(_, n)| n == name) else {
+            let (wanted, there) = (name.to_string(), list.names());
+            return Err(RdmaError::NoSuchDevice { wanted, there });
+        };
+        // SAFETY: the device is of a list that is not given back yet.
+        let context = unsafe { (verbs.table.open_device)(device) };
+        let context = NonNull::new(context)
+            .ok_or_else(|| RdmaError::verb(name, "ibv_open_device", String::new()))?;
+        let opened = Self {
+            table: verbs.table,
+            name: name.to_string(),
+            context,
+        };
+        opened.operations()?;
+        Ok(opened)
+    }
+
+    /// That the inline functions of the header would find what they call.
+    fn operations(&self) -> Result<(), RdmaError> {
+        // SAFETY: the context is open; its table is set before it is handed out.
+        let ops = unsafe { &(*self.context.as_ptr()).ops };
+        let there = [
+            (ops.post_send.is_some(), "post_send"),
+            (ops.post_recv.is_some(), "post_recv"),
+            (ops.poll_cq.is_some(), "poll_cq"),
+        ];
+        let missing = there.iter().find(|(there, _)| !there);
+        missing.map_or(Ok(()), |(_, symbol)| {
+            let device = self.name.clone();
+            Err(RdmaError::Operation { device, symbol })
+        })
+    }
+
+    fn port(&self) -> Result<abi::PortAttr, RdmaError> {
+        let mut port = abi::PortAttr::default();
+        // SAFETY: the context is open and the structure at least as long as what is written.
+        let code = unsafe { (self.table.query_port)(self.context.as_ptr(), PORT, &mut port) };
+        if code != 0 {
+            let operands = format!("port {PORT}");
+            return Err(RdmaError::code(
+                &self.name,
+                "ibv_query_port",
+                operands,
+                code,
+            ));
+        }
+        match port.state {
+            abi::PORT_ACTIVE => Ok(port),
+            state => Err(RdmaError::PortDown {
+                device: self.name.clone(),
+                state,
+            }),
+        }
+    }
+
+    /// The first IPv4 address among the GIDs, with its index. A port without Ethernet underneath
+    /// is addressed by LID and needs none.
+    fn address(&self, port: &abi::PortAttr) -> Result<(u8, Gid), RdmaError> {
+        for index in 0..port.gid_tbl_len.min(u8::MAX.into()) {
+            let mut gid = Gid::default();
+            // SAFETY: as in `port`.
+            let code =
+                unsafe { (self.table.query_gid)(self.context.as_ptr(), PORT, index, &mut gid) };
+            if code != 0 {
+                let operands = format!("port {PORT}, index {index}");
+                return Err(RdmaError::code(&self.name, "ibv_query_gid", operands, code));
+            }
+            if is_ipv4(gid) {
+                return Ok((u8::try_from(index).unwrap_or(u8::MAX), gid));
+            }
+        }
+        if port.link_layer != abi::LINK_LAYER_ETHERNET && port.lid != 0 {
+            return Ok((0, Gid::default()));
+        }
+        Err(RdmaError::NoAddress {
+            device: self.name.clone(),
+            entries: port.gid_tbl_len,
+        })
+    }
+}
+
+/// `::ffff:a.b.c.d`
+pub(crate) fn is_ipv4(gid: Gid) -> bool {
+    gid.0[..10] == [0; 10] && gid.0[10..12] == [0xff; 2]
+}
+
+/// Memory that devices may read and write.
+pub(crate) struct Region {
+    adapter: Arc<Adapter>,
+    mr: NonNull<abi::Mr>,
+    start: usize,
+    bytes: usize,
+}
+
+// SAFETY: as for `Opened`.
+unsafe impl Send for Region {}
+// SAFETY: as for `Opened`.
+unsafe impl Sync for Region {}
+
+impl Region {
+    /// Registers `bytes` bytes from `start` on.
+    ///
+    /// # Safety
+    /// The memory stays mapped while the region lives.
+    pub(crate) unsafe fn new(
+        adapter: &Arc<Adapter>,
+        start: *mut u8,
+        bytes: usize,
+    ) -> Result<Self, RdmaError> {
+        adapter.count(
+            &adapter.regions,
+            "memory regions",
+            adapter.limits.memory_regions.0,
+        )?;
+        // SAFETY: the domain lives; the caller vouches for the memory.
+        let mr = unsafe {
+            (adapter.table().reg_mr)(adapter.domain.as_ptr(), start.cast(), bytes, ACCESS)
+        };
+        let Some(mr) = NonNull::new(mr) else {
+            let operands = format!("{bytes} bytes at {start:p}");
+            let error = RdmaError::verb(adapter.name(), "ibv_reg_mr", operands);
+            adapter.regions.fetch_sub(1, Ordering::AcqRel);
+            return Err(error);
+        };
+        Ok(Self {
+            adapter: Arc::clone(adapter),
+            mr,
+            start: start as usize,
+            bytes,
+        })
+    }
+
+    pub(crate) fn adapter(&self) -> &Arc<Adapter> {
+        &self.adapter
+    }
+
+    /// The key that work requests name it by.
+    pub(crate) fn key(&self) -> u32 {
+        // SAFETY: the region is registered.
+        unsafe { (*self.mr.as_ptr()).lkey }
+    }
+
+    /// Whether these bytes are of it.
+    pub(crate) fn holds(&self, start: usize, bytes: usize) -> bool {
+        start >= self.start && start + bytes <= self.start + self.bytes
+    }
+}
+
+impl fmt::Debug for Region {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} bytes on {:?}", self.bytes, self.adapter)
+    }
+}
+
+impl Drop for Region {
+    fn drop(&mut self) {
+        // SAFETY: registered with this library, given back once.
+        let _ = unsafe { (self.adapter.table().dereg_mr)(self.mr.as_ptr()) };
+        self.adapter.regions.fetch_sub(1, Ordering::AcqRel);
+    }
+}
+
+/// A completion queue.
+pub(crate) struct Queue {
+    adapter: Arc<Adapter>,
+    cq: NonNull<abi::Cq>,
+    poll: unsafe extern "C" fn(*mut abi::Cq, c_int, *mut Wc) -> c_int,
+}
+
+// SAFETY: as for `Opened`.
+unsafe impl Send for Queue {}
+
+impl Queue {
+    /// A queue for this many completions.
+    pub(crate) fn new(adapter: &Arc<Adapter>, length: c_int) -> Result<Self, RdmaError> {
+        let context = adapter.opened.context.as_ptr();
+        let (none, vector) = (ptr::null_mut::<c_void>(), 0);
+        // SAFETY: the context is open; a queue needs neither a value of ours nor a channel.
+        let cq = unsafe { (adapter.table().create_cq)(context, length, none, none, vector) };
+        let operands = || format!("{length} entries");
+        let cq = NonNull::new(cq)
+            .ok_or_else(|| RdmaError::verb(adapter.name(), "ibv_create_cq", operands()))?;
+        // SAFETY: the context is open.
+        let poll = unsafe { (*context).ops.poll_cq };
+        Ok(Self {
+            adapter: Arc::clone(adapter),
+            cq,
+            poll: poll.expect("looked at when the device was opened"),
+        })
+    }
+
+    /// Takes completions off the queue; how many were there.
+    pub(crate) fn poll(&self, into: &mut [Wc]) -> Result<usize, RdmaError> {
+        let most = c_int::try_from(into.len()).unwrap_or(c_int::MAX);
+        // SAFETY: the queue lives and the array has room for that many.
+        let count = unsafe { (self.poll)(self.cq.as_ptr(), most, into.as_mut_ptr()) };
+        match usize::try_from(count) {
+            Ok(count) if count <= into.len() => Ok(count),
+            _ => {
+                let (name, operands) = (self.adapter.name(), format!("{most} entries"));
+                Err(RdmaError::code(name, "ibv_poll_cq", operands, count))
+            }
+        }
+    }
+}
+
+impl Drop for Queue {
+    fn drop(&mut self) {
+        // SAFETY: made by this library, given back once; its pair went before.
+        let _ = unsafe { (self.adapter.table().destroy_cq)(self.cq.as_ptr()) };
+    }
+}
+
+/// Where a pair can be reached: what JACCL exchanges.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Destination {
+    pub(crate) lid: u16,
+    pub(crate) pair: u32,
+    pub(crate) packet: u32,
+    pub(crate) gid: Gid,
+}
+
+/// A queue pair of kind UC, with its completion queue.
+pub(crate) struct Pair {
+    qp: NonNull<abi::Qp>,
+    post_send: unsafe extern "C" fn(*mut abi::Qp, *mut abi::SendWr, *mut *mut abi::SendWr) -> c_int,
+    post_recv: unsafe extern "C" fn(*mut abi::Qp, *mut abi::RecvWr, *mut *mut abi::RecvWr) -> c_int,
+    queue: Queue,
+}
+
+// SAFETY: as for `Opened`.
+unsafe impl Send for Pair {}
+
+impl Pair {
+    /// A pair that may have `requests` sends and as many receives under way, sends of up to
+    /// `gathers` pieces. It can do nothing before [`connect`](Self::connect).
+    pub(crate) fn new(
+        adapter: &Arc<Adapter>,
+        requests: u32,
+        gathers: u32,
+    ) -> Result<Self, RdmaError> {
+        let most = adapter.limits.work_requests.0;
+        if requests > most {
+            return Err(RdmaError::Limit {
+                device: adapter.name().to_string(),
+                what: "work requests",
+                wanted: requests as usize,
+                limit: most as usize,
+            });
+        }
+        let length = c_int::try_from(2 * requests).unwrap_or(c_int::MAX);
+        let queue = Queue::new(adapter, length)?;
+        adapter.count(&adapter.pairs, "queue pairs", adapter.limits.queue_pairs.0)?;
+        let mut wanted = abi::QpInitAttr {
+            qp_context: ptr::null_mut(),
+            send_cq: queue.cq.as_ptr(),
+            recv_cq: queue.cq.as_ptr(),
+            srq: ptr::null_mut(),
+            cap: abi::QpCap {
+                max_send_wr: requests,
+                max_recv_wr: requests,
+                max_send_sge: gathers,
+                max_recv_sge: 1,
+                max_inline_data: 0,
+            },
+            qp_type: abi::QPT_UC,
+            sq_sig_all: 0,
+        };
+        // SAFETY: domain and queue live, and the structure is as the header has it.
+        let qp = unsafe { (adapter.table().create_qp)(adapter.domain.as_ptr(), &mut wanted) };
+        let Some(qp) = NonNull::new(qp) else {
+            let operands = format!("UC, {requests} requests of {gathers} pieces");
+            let error = RdmaError::verb(adapter.name(), "ibv_create_qp", operands);
+            adapter.pairs.fetch_sub(1, Ordering::AcqRel);
+            return Err(error);
+        };
+        // SAFETY: the context is open.
+        let ops = unsafe { &(*adapter.opened.context.as_ptr()).ops };
+        let known = "looked at when the device was opened";
+        let pair = Self {
+            qp,
+            post_send: ops.post_send.expect(known),
+            post_recv: ops.post_recv.expect(known),
+            queue,
+        };
+        pair.initialise()?;
+        Ok(pair)
+    }
+
+    pub(crate) fn adapter(&self) -> &Arc<Adapter> {
+        &self.queue.adapter
+    }
+
+    pub(crate) const fn queue(&self) -> &Queue {
+        &self.queue
+    }
+
+    /// Where a peer reaches it.
+    pub(crate) fn destination(&self) -> Destination {
+        // SAFETY: the pair lives.
+        let pair = unsafe { (*self.qp.as_ptr()).qp_num };
+        Destination {
+            lid: self.adapter().lid,
+            pair,
+            packet: FIRST_PACKET,
+            gid: self.adapter().gid,
+        }
+    }
+
+    fn modify(&self, mut to: abi::QpAttr, mask: c_int, operands: String) -> Result<(), RdmaError> {
+        // SAFETY: the pair lives, and the structure is as the header has it.
+        let code = unsafe { (self.adapter().table().modify_qp)(self.qp.as_ptr(), &mut to, mask) };
+        match code {
+            0 => Ok(()),
+            code => {
+                let name = self.adapter().name();
+                Err(RdmaError::code(name, "ibv_modify_qp", operands, code))
+            }
+        }
+    }
+
+    fn initialise(&self) -> Result<(), RdmaError> {
+        let to = abi::QpAttr {
+            qp_state: abi::QPS_INIT,
+            port_num: PORT,
+            qp_access_flags: ACCESS.unsigned_abs(),
+            ..Default::default()
+        };
+        let mask = abi::QP_STATE | abi::QP_PKEY_INDEX | abi::QP_PORT | abi::QP_ACCESS_FLAGS;
+        self.modify(to, mask, format!("INIT, port {PORT}"))
+    }
+
+    /// Ready to receive from `peer`, then to send to it.
+    pub(crate) fn connect(&self, peer: &Destination) -> Result<(), RdmaError> {
+        let mut to = abi::QpAttr {
+            qp_state: abi::QPS_RTR,
+            path_mtu: abi::MTU_1024,
+            rq_psn: peer.packet,
+            dest_qp_num: peer.pair,
+            ..Default::default()
+        };
+        to.ah_attr.dlid = peer.lid;
+        to.ah_attr.port_num = PORT;
+        if peer.gid != Gid::default() {
+            to.ah_attr.is_global = 1;
+            to.ah_attr.grh.dgid = peer.gid;
+            to.ah_attr.grh.hop_limit = HOPS;
+            to.ah_attr.grh.sgid_index = self.adapter().gid_index;
+        }
+        let mask =
+            abi::QP_STATE | abi::QP_AV | abi::QP_PATH_MTU | abi::QP_DEST_QPN | abi::QP_RQ_PSN;
+        let gid = std::net::Ipv6Addr::from(peer.gid.0);
+        self.modify(to, mask, format!("RTR, pair {} of {gid}", peer.pair))?;
+        let to = abi::QpAttr {
+            qp_state: abi::QPS_RTS,
+            sq_psn: FIRST_PACKET,
+            ..Default::default()
+        };
+        self.modify(to, abi::QP_STATE | abi::QP_SQ_PSN, "RTS".to_string())
+    }
+
+    /// Gives up all requests, which complete with an error.
+    pub(crate) fn fail(&self) -> Result<(), RdmaError> {
+        let to = abi::QpAttr {
+            qp_state: abi::QPS_ERR,
+            ..Default::default()
+        };
+        self.modify(to, abi::QP_STATE, "ERR".to_string())
+    }
+
+    /// Sends `pieces` as one message. They are read until the request completes.
+    ///
+    /// # Safety
+    /// Until then the memory stays registered and nobody writes to it.
+    pub(crate) unsafe fn send(&self, id: u64, pieces: &mut [Sge]) -> Result<(), RdmaError> {
+        let mut request = abi::SendWr {
+            wr_id: id,
+            next: ptr::null_mut(),
+            sg_list: pieces.as_mut_ptr(),
+            num_sge: c_int::try_from(pieces.len()).unwrap_or(c_int::MAX),
+            opcode: abi::WR_SEND,
+            send_flags: abi::SEND_SIGNALED,
+            imm_data: 0,
+            rest: [0; 11],
+        };
+        let mut bad = ptr::null_mut();
+        // SAFETY: pair and request live; what the pieces point to is the caller's promise.
+        let code = unsafe { (self.post_send)(self.qp.as_ptr(), &mut request, &mut bad) };
+        self.posted(code, "ibv_post_send", id)
+    }
+
+    /// Receives the next message into `piece`.
+    ///
+    /// # Safety
+    /// Until the request completes the memory stays registered and nobody else uses it.
+    pub(crate) unsafe fn receive(&self, id: u64, mut piece: Sge) -> Result<(), RdmaError> {
+        let mut request = abi::RecvWr {
+            wr_id: id,
+            next: ptr::null_mut(),
+            sg_list: &mut piece,
+            num_sge: 1,
+        };
+        let mut bad = ptr::null_mut();
+        // SAFETY: as in `send`.
+        let code = unsafe { (self.post_recv)(self.qp.as_ptr(), &mut request, &mut bad) };
+        self.posted(code, "ibv_post_recv", id)
+    }
+
+    fn posted(&self, code: c_int, call: &'static str, id: u64) -> Result<(), RdmaError> {
+        match code {
+            0 => Ok(()),
+            code => {
+                let operands = format!("work request {id:#x}");
+                Err(RdmaError::code(self.adapter().name(), call, operands, code))
+            }
+        }
+    }
+}
+
+impl Drop for Pair {
+    fn drop(&mut self) {
+        // SAFETY: made by this library, given back once. When it is gone no memory is touched any
+        // more on its behalf.
+        let _ = unsafe { (self.adapter().table().destroy_qp)(self.qp.as_ptr()) };
+        self.adapter().pairs.fetch_sub(1, Ordering::AcqRel);
+    }
+}

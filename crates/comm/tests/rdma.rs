@@ -1,0 +1,224 @@
+//! RDMA through a library that is really opened: the software as `libibverbs.so.1`, and, where one
+//! is named, a real device.
+//!
+//! `cargo xtask rdma` runs this in a virtual machine that has a device; the variables it sets:
+//! `COMM_TEST_RDMA_DEVICE` names the device, `COMM_TEST_RDMA_GROUP` (with rank, and the addresses
+//! of both) makes this process one of two ranks.
+
+#![cfg(unix)]
+#![allow(
+    clippy::unwrap_used,
+    clippy::print_stdout,
+    reason = "a test, with helpers outside of test functions"
+)]
+
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use paceline_base::Rank;
+use paceline_comm::rdma::{self, Cabling, LIBRARY, Matrix, Rdma, RdmaError, Verbs};
+use paceline_comm::{Deadline, Group, Reduce, tcp, testing};
+
+fn soon(seconds: u64) -> Deadline {
+    Deadline::at(Instant::now() + Duration::from_secs(seconds))
+}
+
+fn listen() -> tcp::Listener {
+    tcp::Listener::bind("127.0.0.1:0".parse().unwrap()).unwrap()
+}
+
+/// A group of threads, rank r on device r of `devices`.
+fn groups(verbs: &Verbs, devices: &[String]) -> Vec<Rdma> {
+    let matrix = Matrix::switched(devices);
+    let listeners: Vec<_> = devices.iter().map(|_| listen()).collect();
+    let addrs: Vec<_> = listeners.iter().map(tcp::Listener::addr).collect();
+    let id = tcp::GroupId::random();
+    // One cabling for the process, as a device is opened once.
+    let cabling = Cabling::new(verbs.clone(), matrix);
+    let threads = (0..).zip(listeners).map(|(rank, listener)| {
+        let (cabling, addrs) = (cabling.clone(), addrs.clone());
+        thread::spawn(move || rdma::join(&cabling, listener, Rank(rank), &addrs, id, soon(60)))
+    });
+    let threads: Vec<_> = threads.collect();
+    let joined = threads.into_iter().map(|thread| thread.join().unwrap());
+    joined.map(|group| group.unwrap()).collect()
+}
+
+/// Some calls of every kind, checked, by all ranks.
+fn exercise(groups: Vec<Rdma>, calls: u64) {
+    let threads = groups.into_iter().map(|group| {
+        thread::spawn(move || {
+            testing::run_rank(&group, 0x5eed_000b, calls).unwrap();
+            let mut own = group.allocate(1 << 20).unwrap();
+            own.fill(1);
+            let size = u8::try_from(group.size()).unwrap();
+            let group: &dyn Group = &group;
+            group
+                .all_reduce(&mut own[..], Reduce::Sum, soon(60))
+                .unwrap();
+            assert!(own.iter().all(|sum| *sum == size));
+            group.barrier(soon(60)).unwrap();
+        })
+    });
+    let threads: Vec<_> = threads.collect();
+    threads
+        .into_iter()
+        .for_each(|thread| thread.join().unwrap());
+}
+
+/// Compiles the software library under the system's name; `None` if there is no compiler.
+fn build(folder: &Path) -> Option<PathBuf> {
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("examples/ibverbs.rs");
+    let library = folder.join(LIBRARY);
+    let compiler = std::env::var("RUSTC").unwrap_or("rustc".to_string());
+    let status = Command::new(compiler)
+        .args([
+            "--edition",
+            "2024",
+            "--crate-type",
+            "cdylib",
+            "--crate-name",
+            "ibverbs",
+        ])
+        .args(["-C", "opt-level=1", "--cap-lints", "allow", "-o"])
+        .args([&library, &source])
+        .status();
+    status
+        .is_ok_and(|status| status.success())
+        .then_some(library)
+}
+
+#[test]
+fn a_library_is_loaded_by_path_and_by_name() {
+    let folder = tempfile::tempdir().unwrap();
+    let Some(library) = build(folder.path()) else {
+        println!("SKIPPED a_library_is_loaded_by_path_and_by_name: no rustc");
+        return;
+    };
+    let verbs = Verbs::load_from(library.to_str().unwrap()).unwrap();
+    let devices = verbs.devices().unwrap();
+    assert_eq!(devices.len(), 8);
+    assert_eq!(devices[7], "soft7");
+    exercise(groups(&verbs, &devices[..3]), 60);
+
+    // By its own name, as a program finds it.
+    let output = Command::new(std::env::current_exe().unwrap())
+        .args(["worker", "--exact", "--nocapture"])
+        .env("COMM_TEST_RDMA_ROLE", "load")
+        .env("LD_LIBRARY_PATH", folder.path())
+        .env("DYLD_LIBRARY_PATH", folder.path())
+        .output()
+        .unwrap();
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert!(
+        output.status.success() && text.contains("@exercised 8"),
+        "{text}"
+    );
+}
+
+#[test]
+fn other_libraries_are_refused() {
+    let error = Verbs::load_from("no-such-library.so.1").unwrap_err();
+    assert!(matches!(error, RdmaError::Library { .. }), "{error}");
+    if cfg!(target_os = "linux") {
+        let error = Verbs::load_from("libc.so.6").unwrap_err();
+        assert_eq!(
+            error.to_string(),
+            "libc.so.6 has no function ibv_get_device_list"
+        );
+    }
+}
+
+/// Not a test: what a child process does.
+#[test]
+fn worker() {
+    match std::env::var("COMM_TEST_RDMA_ROLE").as_deref() {
+        Ok("load") => {
+            let verbs = Verbs::load().unwrap();
+            let devices = verbs.devices().unwrap();
+            exercise(groups(&verbs, &devices[..2]), 20);
+            println!("@exercised {}", devices.len());
+        }
+        Ok(role) => panic!("no role {role}"),
+        Err(_) => {}
+    }
+}
+
+/// The device to be used; says that there is none.
+fn device(test: &str) -> Option<String> {
+    let device = std::env::var("COMM_TEST_RDMA_DEVICE").ok();
+    if device.is_none() {
+        println!("SKIPPED {test}: no RDMA device is named; `cargo xtask rdma` makes one");
+    }
+    device
+}
+
+/// The conformance suite, for groups of one and two threads on one device.
+#[test]
+fn a_device_conforms() {
+    let Some(device) = device("a_device_conforms") else {
+        return;
+    };
+    let verbs = Verbs::load().unwrap();
+    let make = |size: u32| -> testing::Ranks {
+        let devices = vec![device.clone(); size as usize];
+        let boxed = |group| Box::new(group) as Box<dyn Group>;
+        groups(&verbs, &devices).into_iter().map(boxed).collect()
+    };
+    testing::run_sizes(&make, 0x5eed_000c, &[1, 2]);
+}
+
+/// One of two ranks, each a process: what it computes for every size, and how long that takes.
+#[test]
+fn a_device_carries_every_size() {
+    let Some(device) = device("a_device_carries_every_size") else {
+        return;
+    };
+    let Ok(group) = std::env::var("COMM_TEST_RDMA_GROUP") else {
+        println!("SKIPPED a_device_carries_every_size: this process is no rank");
+        return;
+    };
+    let words: Vec<&str> = group.split(' ').collect();
+    let rank: u32 = words[0].parse().unwrap();
+    let addrs: Vec<SocketAddr> = words[1..]
+        .iter()
+        .map(|addr| addr.parse().unwrap())
+        .collect();
+    let listener = tcp::Listener::bind(addrs[rank as usize]).unwrap();
+    let matrix = Matrix::switched(&vec![device; addrs.len()]);
+    let cabling = Cabling::new(Verbs::load().unwrap(), matrix);
+    let id = tcp::GroupId([9; 16]);
+    let group = rdma::join(&cabling, listener, Rank(rank), &addrs, id, soon(60)).unwrap();
+    testing::run_rank(&group, 0x5eed_000d, 100).unwrap();
+    for bytes in (2..=20).step_by(2).map(|bit| 1_usize << bit) {
+        time(&group, bytes);
+    }
+    (&group as &dyn Group).barrier(soon(60)).unwrap();
+}
+
+/// Sums of `bytes` bytes, each checked; rank 0 prints the median.
+fn time(group: &Rdma, bytes: usize) {
+    let (length, rounds) = (bytes / 4, 15);
+    let value = |rank: u32, i: usize| (i % 1000) as f32 + rank as f32;
+    let mut times = Vec::new();
+    let own = group.rank().0;
+    for _ in 0..rounds {
+        let mut data: Vec<f32> = (0..length).map(|i| value(own, i)).collect();
+        let start = Instant::now();
+        (group as &dyn Group)
+            .all_reduce(&mut data, Reduce::Sum, soon(60))
+            .unwrap();
+        times.push(start.elapsed());
+        for (i, sum) in data.iter().enumerate() {
+            assert_eq!(*sum, value(0, i) + value(1, i));
+        }
+    }
+    times.sort_unstable();
+    if own == 0 {
+        let us = times[rounds / 2].as_secs_f64() * 1e6;
+        println!("@all_sum {bytes} bytes {us:.0} us");
+    }
+}

@@ -1,0 +1,89 @@
+//! `cargo xtask rdma`: does RDMA work over real verbs?
+//!
+//! Boots a virtual machine with a software device (`scripts/rdma/guest.sh`) and runs the tests of
+//! `crates/comm/tests/rdma.rs` in it that need a device: the conformance suite for two ranks, then
+//! two ranks as processes that sum 4 B to 1 MB. Opt-in: it takes minutes and Debian.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context, Result, bail};
+
+use crate::tally::Tally;
+use crate::{process, repo};
+
+/// What the guest does: `tests` is the test program. Both ranks are processes of the guest.
+const COMMAND: &str = "\
+export COMM_TEST_RDMA_DEVICE=$RXE_DEV
+./tests a_device_conforms --exact --nocapture || exit 1
+ranks='127.0.0.1:4001 127.0.0.1:4002'
+COMM_TEST_RDMA_GROUP=\"1 $ranks\" ./tests a_device_carries_every_size --exact --nocapture &
+COMM_TEST_RDMA_GROUP=\"0 $ranks\" ./tests a_device_carries_every_size --exact --nocapture || exit 1
+wait $!";
+
+/// Builds the tests and runs them in the guest.
+///
+/// # Errors
+/// When cargo or the script cannot be run. What the machine lacks is a skip.
+pub(crate) fn run(show: &mut dyn FnMut(&str)) -> Result<Tally> {
+    let tests = build()?;
+    let folder = repo::root().join("target/rdma");
+    std::fs::create_dir_all(&folder).with_context(|| format!("make {}", folder.display()))?;
+    let copy = folder.join("tests");
+    std::fs::copy(&tests, &copy).with_context(|| format!("copy {}", tests.display()))?;
+    guest(&folder, &copy, show)
+}
+
+/// The test program's path.
+fn build() -> Result<PathBuf> {
+    let mut command = repo::cargo();
+    command.args([
+        "test",
+        "--release",
+        "--package",
+        "paceline-comm",
+        "--test",
+        "rdma",
+    ]);
+    command.args(["--no-run", "--message-format", "json"]);
+    let output = command.output().context("run cargo test --no-run")?;
+    let text = String::from_utf8_lossy(&output.stdout);
+    let program = |line: &str| -> Option<PathBuf> {
+        let value: serde_json::Value = serde_json::from_str(line).ok()?;
+        let named = value["target"]["name"] == "rdma";
+        let path = value["executable"].as_str().filter(|_| named)?;
+        Some(PathBuf::from(path))
+    };
+    match text.lines().find_map(program) {
+        Some(path) if output.status.success() => Ok(path),
+        _ => bail!(
+            "cargo test --no-run: {}: {}",
+            output.status,
+            String::from_utf8_lossy(&output.stderr).trim_end()
+        ),
+    }
+}
+
+fn guest(folder: &Path, tests: &Path, show: &mut dyn FnMut(&str)) -> Result<Tally> {
+    const NAME: &str = "RDMA in QEMU";
+    let mut command = Command::new(repo::root().join("scripts/rdma/guest.sh"));
+    command.arg(folder.join("kernel")).arg(COMMAND);
+    command.env("FILES", tests);
+    // The stream tells success only; what is missing is said in a line.
+    let mut lacking = None;
+    let passed = process::stream(command, &process::log_path("rdma"), |line| {
+        show(line);
+        lacking = lacking
+            .take()
+            .or_else(|| line.strip_prefix("guest: ").map(String::from));
+    })?;
+    Ok(match lacking {
+        Some(reason) if !passed && is_lack(&reason) => Tally::skip(NAME, &reason),
+        _ => Tally::check(&format!("{NAME}: see target/xtask/rdma.log"), passed),
+    })
+}
+
+/// Whether the guest's complaint is about this machine, not about what ran in it.
+fn is_lack(reason: &str) -> bool {
+    !reason.starts_with("no end") && !reason.starts_with("it did not come up")
+}
