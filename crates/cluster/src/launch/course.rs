@@ -223,7 +223,7 @@ impl Course {
         }
         if self.ranks[rank].killed {
             self.notices.push(Notice::Killed(name(rank)));
-            return Vec::new();
+            return vec![Order::Release(rank)];
         }
         let (host, started) = (self.host(rank), stage == Stage::Running);
         let rank = name(rank);

@@ -369,6 +369,9 @@ impl<'a> Sessions<'a> {
         self.keepers
             .iter_mut()
             .for_each(|keeper| keeper.lifeline = None);
+        // One that never was ready has nothing to clean up, and may never end by itself.
+        self.keepers
+            .retain(|keeper| !lock(&keeper.folder).is_empty());
         let start = Instant::now();
         let ended = |keeper: &mut Keeper| keeper.process.has_ended();
         while !self.keepers.iter_mut().all(ended) && start.elapsed() < KEEPER_LIMIT {
