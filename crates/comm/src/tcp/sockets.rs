@@ -1,4 +1,4 @@
-//! Sockets as a [`Transport`]: several TCP connections for each pair of ranks, none of which blocks.
+//! Sockets as a [`Transport`]: several TCP connections for each pair of ranks; none of them blocks.
 
 use std::io::{self, Read, Write};
 use std::os::fd::AsFd;
