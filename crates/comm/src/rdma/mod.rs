@@ -335,8 +335,21 @@ impl Group for Rdma {
         self.keeping.linked.size()
     }
 
+    fn run_at(
+        &self,
+        site: crate::Site,
+        collective: Collective<'_>,
+        deadline: Deadline,
+    ) -> Result<(), Error> {
+        self.keeping.linked.run_at(site, collective, deadline)
+    }
+
     fn run(&self, collective: Collective<'_>, deadline: Deadline) -> Result<(), Error> {
         self.keeping.linked.run(collective, deadline)
+    }
+
+    fn mark(&self, number: u64) {
+        self.keeping.linked.mark(number);
     }
 
     fn send_data(
