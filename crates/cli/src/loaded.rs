@@ -35,8 +35,9 @@ pub(crate) struct SplitArgs {
     #[arg(long, value_name = "A,B,..", value_delimiter = ',', allow_negative_numbers = true,
           value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) shares: Vec<u32>,
-    /// How nodes reach each other
-    #[arg(long, value_enum, value_name = "HOW", default_value_t = Transport::Any)]
+    /// How nodes reach each other: any (shared memory where it can be had, else TCP), shm, tcp
+    #[arg(long, value_enum, value_name = "HOW", default_value_t = Transport::Any,
+          hide_possible_values = true)]
     pub(crate) transport: Transport,
 }
 

@@ -25,8 +25,9 @@ pub(crate) struct Args {
     #[arg(long, value_name = "N", default_value_t = 2,
           value_parser = clap::value_parser!(u32).range(1..=4))]
     nodes: u32,
-    /// How nodes reach each other
-    #[arg(long, value_enum, value_name = "HOW", default_value_t = Transport::Any)]
+    /// How nodes reach each other: any (shared memory where it can be had, else TCP), shm, tcp
+    #[arg(long, value_enum, value_name = "HOW", default_value_t = Transport::Any,
+          hide_possible_values = true)]
     transport: Transport,
     /// Tokens of a run
     #[arg(long, value_name = "N", default_value_t = 96,

@@ -4,7 +4,7 @@ use serde_json::Value;
 
 use crate::processes::Running;
 use crate::tiny::FAMILIES;
-use crate::{World, alone, smollm2, text};
+use crate::{World, alone, finish, smollm2, text};
 
 #[test]
 fn every_node_has_a_line_and_the_wire_a_figure() {
@@ -116,4 +116,58 @@ fn resident(id: u32) -> u64 {
         .find_map(|line| line.strip_prefix("RssAnon:"));
     let kib = line.unwrap().trim().trim_end_matches(" kB");
     kib.parse().unwrap()
+}
+
+#[test]
+fn predictions_stand_beside_runs_of_every_split() {
+    let world = World::new();
+    let model = world.model(FAMILIES[0]);
+    let args = [
+        "bench",
+        "plan",
+        &model,
+        "--threads",
+        "1",
+        "--gen",
+        "4",
+        "--runs",
+        "2",
+        "--json",
+    ];
+    let output = finish(&mut world.paceline(args));
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    let json: Value = serde_json::from_slice(&output.stdout).unwrap();
+    let rows = json["rows"].as_array().unwrap();
+    let names: Vec<_> = rows
+        .iter()
+        .map(|row| row["split"].as_str().unwrap())
+        .collect();
+    assert_eq!(names, ["none", "tensor", "pipeline"]);
+    assert_eq!(rows.iter().filter(|row| row["chosen"] == true).count(), 2);
+    for row in rows {
+        for speed in [&row["predicted"], &row["measured"]["median"]] {
+            assert!(speed.as_f64().is_some_and(|n| n > 0.0), "{row}");
+        }
+    }
+    world.assert_clean();
+}
+
+/// Numbers do not depend on how bytes travel; what runs over several machines is TCP.
+#[test]
+fn nodes_reach_each_other_as_told() {
+    let world = World::new();
+    let model = world.model(FAMILIES[0]);
+    let answer = |how: &[&str]| {
+        let args = ["hi", "--max-tokens", "12", "--temperature", "0"];
+        world.json(&model, &[&args, how].concat())["tokens"].clone()
+    };
+    let one = answer(&[]);
+    for transport in ["any", "shm", "tcp"] {
+        assert_eq!(
+            answer(&["--nodes", "3", "--transport", transport]),
+            one,
+            "{transport}"
+        );
+    }
+    world.assert_clean();
 }

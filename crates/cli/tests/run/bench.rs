@@ -51,7 +51,7 @@ fn bench_model_reports_speeds() {
             );
         }
     }
-    for key in ["load_s", "weight_bytes", "weights_gb_s"] {
+    for key in ["load_s", "weight_bytes", "weights_gb_s", "of_read_limit"] {
         assert!(
             json[key].as_f64().is_some_and(|n| n > 0.0),
             "{key} in {json}"
@@ -62,12 +62,36 @@ fn bench_model_reports_speeds() {
         table.contains("decode 3 from position 0, 2 runs"),
         "{table}"
     );
-    assert!(
-        table
-            .lines()
-            .last()
-            .unwrap()
-            .starts_with("paceline    prefill "),
-        "{table}"
-    );
+    for (line, start) in table
+        .lines()
+        .skip(2)
+        .zip(["paceline    prefill ", "read limit  "])
+    {
+        assert!(line.starts_with(start), "{table}");
+    }
+    assert_eq!(table.lines().count(), 4, "{table}");
+}
+
+#[test]
+fn bench_kernels_stands_beside_the_limits() {
+    let world = World::new();
+    let run = |more: &[&str]| {
+        let args = ["bench", "kernels", "--types", "q8_0,F16", "--mib", "4"];
+        let small = ["--prompt", "8", "--runs", "2", "--threads", "1"];
+        let args = args.into_iter().chain(small).chain(more.iter().copied());
+        let mut command = world.paceline(args);
+        finish(command.stdout(Stdio::piped()).stderr(Stdio::piped()))
+    };
+    let json = object(&run(&["--json"]));
+    for limit in [
+        &json["read_limit_gb_s"]["median"],
+        &json["integer_peak_gop_s"],
+    ] {
+        assert!(limit.as_f64().is_some_and(|n| n > 0.0), "{json}");
+    }
+    let types: Vec<_> = json["rows"].as_array().unwrap().iter().collect();
+    assert_eq!([&types[0]["type"], &types[1]["type"]], ["Q8_0", "F16"]);
+    assert!(types[0]["prompt_of_peak"].as_f64().is_some_and(|n| n > 0.0));
+    assert!(types[1]["prompt_of_peak"].is_null());
+    assert!(text(&run(&[]).stdout).contains("of limit"));
 }
