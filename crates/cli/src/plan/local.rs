@@ -209,8 +209,9 @@ impl Local {
     fn cluster(&self, split: &Split) -> anyhow::Result<(Cluster, Calibration)> {
         let ranks = split.tensor_ranks();
         let crowd = ((ranks * self.threads) as f64 / cores() as f64).max(1.0);
-        let sharing = self.together.get(&(ranks as u32)).copied();
-        let sharing = sharing.unwrap_or(crowd).max(1.0);
+        let sharing = sharing(&self.together, ranks as u32)
+            .unwrap_or(crowd)
+            .max(1.0);
         let m = &self.measured;
         let layers = f64::from(self.shape.layers);
         let bytes = layers * self.shape.layer_bytes(0) + self.shape.head_bytes();
@@ -281,6 +282,12 @@ fn together(
     Ok(together)
 }
 
+/// What was measured for `ranks`, or for the most ranks that were; more do no more work together.
+fn sharing(together: &BTreeMap<u32, f64>, ranks: u32) -> Option<f64> {
+    let (measured, longer) = together.range(..=ranks).next_back()?;
+    (ranks > 1).then(|| longer * f64::from(ranks) / f64::from(*measured))
+}
+
 fn cores() -> usize {
     std::thread::available_parallelism().map_or(1, usize::from)
 }
@@ -348,4 +355,17 @@ fn shape(source: &Source, config: &Config) -> ModelShape {
     let bits = source.file_bytes().0 as f64 * 8.0 / shape.params();
     shape.bits.rest = bits.clamp(1.0, 32.0);
     shape
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ranks_that_were_not_measured_share_what_fewer_have() {
+        let together = BTreeMap::from([(2, 1.5)]);
+        let shares = [1, 2, 4].map(|ranks| sharing(&together, ranks));
+        assert_eq!(shares, [None, Some(1.5), Some(3.0)]);
+        assert_eq!(sharing(&BTreeMap::new(), 3), None);
+    }
 }
