@@ -6,6 +6,8 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use paceline_base::Bytes;
+
 use crate::isa::{Isa, LANES};
 use crate::memory::HugeMap;
 use crate::pool::ThreadPool;
@@ -37,14 +39,9 @@ impl ReadLimit {
         Ok(Self { memory })
     }
 
-    /// Bytes of memory.
-    pub fn len(&self) -> usize {
-        self.memory.len()
-    }
-
-    /// Never true.
-    pub fn is_empty(&self) -> bool {
-        self.len() == 0
+    /// Memory that a pass reads.
+    pub fn bytes(&self) -> Bytes {
+        Bytes(self.memory.len() as u64)
     }
 
     /// Reads all memory once, on all threads of `kernels`, asking for lines `ahead` bytes before
@@ -145,7 +142,7 @@ mod tests {
                 .into_iter()
                 .for_each(|ahead| read.read(&kernels, ahead));
             assert_eq!(
-                (read.len(), integer_work(&kernels)),
+                (read.bytes().0, integer_work(&kernels)),
                 (4 << 20, (2 * 128) << 21),
                 "{set:?}"
             );

@@ -14,7 +14,7 @@ pub(super) fn read_limit(memory: &ReadLimit, kernels: &Kernels) -> f64 {
     let rate = |ahead| {
         let start = Instant::now();
         memory.read(kernels, ahead);
-        memory.len() as f64 / start.elapsed().as_secs_f64()
+        memory.bytes().0 as f64 / start.elapsed().as_secs_f64()
     };
     AHEAD.map(rate).into_iter().fold(0.0, f64::max)
 }
