@@ -90,6 +90,16 @@ impl Ring {
         (self.size - filled.min(self.size), written)
     }
 
+    /// Bytes ever written, for the side that writes.
+    pub(crate) fn written(&self) -> u64 {
+        self.counters().written.0.load(Ordering::Relaxed)
+    }
+
+    /// Bytes ever read, for the side that reads.
+    pub(crate) fn taken(&self) -> u64 {
+        self.counters().read.0.load(Ordering::Relaxed)
+    }
+
     /// Whether a read would find something.
     pub(crate) fn is_filled(&self) -> bool {
         self.filled().0 > 0

@@ -3,19 +3,25 @@
 //! Each rank has a *segment*: its bell, and a ring for what each peer sends it on each lane.
 //!
 //! ```text
-//! 0  bell   128  check word   256  rings: lane by lane, peer by peer: counters, then data
+//! 0  bell   128  check word   256  a slot for loans per peer, then rings: lane by lane, peer by
+//! peer: counters, then data
 //! ```
+//!
+//! Between processes, long payloads of collectives are lent (`loan`) where the reader may read the
+//! writer's memory; all else goes by ring.
 
 use std::fmt;
 use std::os::fd::{AsFd, OwnedFd};
 use std::ptr;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Instant;
 
 use rustix::mm::{MapFlags, ProtFlags, mmap, mmap_anonymous, munmap};
 
 use crate::deadline;
+use crate::loan::{LOAN_BYTES, Loan, Slot};
+use crate::process;
 use crate::ring::{Bell, Ring};
 use crate::status::{News, Status};
 use crate::sync::AtomicU64;
@@ -26,20 +32,29 @@ use crate::transport::{Closed, Lane, Patience, Transport, Want};
 const RING_BYTES: [usize; 2] = [256 << 10, 64 << 10];
 
 const CHECK_AT: usize = 128;
-const RINGS_AT: usize = 256;
+const SLOTS_AT: usize = 256;
+
+/// Longest part of a loan that is read in one go, so that a call hears within a millisecond or two
+/// that it failed.
+const GULP_BYTES: usize = 8 << 20;
+
+/// Where the rings begin, in a group of this size.
+const fn rings_at(size: usize) -> usize {
+    SLOTS_AT + size * size_of::<Slot>()
+}
 
 /// Bytes of a segment of a group of this size.
 const fn segment_bytes(size: usize) -> usize {
-    RINGS_AT + size * (2 * Ring::COUNTER_BYTES + RING_BYTES[0] + RING_BYTES[1])
+    rings_at(size) + size * (2 * Ring::COUNTER_BYTES + RING_BYTES[0] + RING_BYTES[1])
 }
 
 /// Where the ring for `lane` from `peer` lies.
 const fn ring_at(size: usize, lane: Lane, peer: usize) -> usize {
     match lane {
-        Lane::Calls => RINGS_AT + peer * (Ring::COUNTER_BYTES + RING_BYTES[0]),
+        Lane::Calls => rings_at(size) + peer * (Ring::COUNTER_BYTES + RING_BYTES[0]),
         Lane::Messages => {
             let before = size * (Ring::COUNTER_BYTES + RING_BYTES[0]);
-            RINGS_AT + before + peer * (Ring::COUNTER_BYTES + RING_BYTES[1])
+            rings_at(size) + before + peer * (Ring::COUNTER_BYTES + RING_BYTES[1])
         }
     }
 }
@@ -95,6 +110,18 @@ impl Segment {
         unsafe { &*self.base.add(CHECK_AT).cast() }
     }
 
+    /// Where this word lies in this process.
+    pub(crate) fn check_address(&self) -> u64 {
+        std::ptr::from_ref(self.check()) as u64
+    }
+
+    /// The slot for loans from `peer`.
+    fn slot(&self, peer: usize) -> &Slot {
+        // SAFETY: as in `bell`; the slots are aligned to 128 and within the mapping for peers of
+        // this group.
+        unsafe { &*self.base.add(SLOTS_AT + peer * size_of::<Slot>()).cast() }
+    }
+
     fn ring(&self, lane: Lane, peer: usize) -> Ring {
         let at = ring_at(self.size, lane, peer);
         // SAFETY: `segment_bytes` has room for the counters and data at `at`, which is a multiple
@@ -123,12 +150,23 @@ pub(crate) enum Teller {
     Keeper(Arc<crate::tcp::Controls>),
 }
 
+/// What this rank needs for loans of one peer.
+#[derive(Default)]
+struct Borrowing {
+    /// The peer's process, if this rank can read its memory.
+    process: Option<u32>,
+    /// Bytes of the current loan that were read. Only the thread that runs calls uses it.
+    done: AtomicUsize,
+}
+
 /// The links of one rank.
 pub(crate) struct Shared {
     rank: usize,
     segments: Vec<Arc<Segment>>,
     inbound: [Vec<Ring>; 2],
     outbound: [Vec<Ring>; 2],
+    /// By peer.
+    borrowing: Vec<Borrowing>,
     /// Ranks that will write no more.
     gone: Arc<[AtomicBool]>,
     teller: Teller,
@@ -153,10 +191,17 @@ impl Shared {
             segments,
             inbound,
             outbound,
+            borrowing: (0..size).map(|_| Borrowing::default()).collect(),
             gone,
             teller,
             patience,
         }
+    }
+
+    /// Lets the peer lend to this rank, which can read the memory of its process.
+    pub(crate) fn borrow_from(&mut self, peer: usize, process: u32) {
+        self.borrowing[peer].process = Some(process);
+        self.segments[self.rank].slot(peer).enable();
     }
 
     /// Takes note that a rank will write no more; what it wrote can still be read.
@@ -187,8 +232,56 @@ impl Shared {
     fn is_ready(&self, want: &Want) -> bool {
         let (lane, peer) = (want.lane as usize, want.peer);
         let gone = self.gone[peer].load(Ordering::Acquire);
-        (want.read && (gone || self.inbound[lane][peer].is_filled()))
-            || (want.write && (gone || self.outbound[lane][peer].has_room()))
+        let readable =
+            || self.inbound[lane][peer].is_filled() || self.due(want.lane, peer).is_some();
+        let writable = || self.outbound[lane][peer].has_room() && !self.holds(want.lane, peer);
+        (want.read && (gone || readable())) || (want.write && (gone || writable()))
+    }
+
+    /// The loan of `peer` that comes next in the stream.
+    fn due(&self, lane: Lane, peer: usize) -> Option<Loan> {
+        if lane == Lane::Messages || self.borrowing[peer].process.is_none() {
+            return None;
+        }
+        let loan = self.segments[self.rank].slot(peer).loan()?;
+        (loan.at == self.inbound[lane as usize][peer].taken()).then_some(loan)
+    }
+
+    /// Reads what comes next of the loan that is due.
+    fn collect(&self, peer: usize, loan: &Loan, into: &mut [u8]) -> Result<usize, Closed> {
+        let slot = self.segments[self.rank].slot(peer);
+        let Borrowing { process, done } = &self.borrowing[peer];
+        let read = done.load(Ordering::Relaxed);
+        let all = usize::try_from(loan.bytes).unwrap_or(usize::MAX);
+        let count = into.len().min(all.saturating_sub(read)).min(GULP_BYTES);
+        let (process, address) = (
+            process.ok_or(Closed)?,
+            loan.address.wrapping_add(read as u64),
+        );
+        if !process::read(process, address, &mut into[..count]) || !slot.stands(loan) {
+            return Err(Closed);
+        }
+        let read = if read + count == all { 0 } else { read + count };
+        done.store(read, Ordering::Relaxed);
+        if read == 0 {
+            slot.take(loan);
+            self.segments[peer].bell().ring();
+        }
+        Ok(count)
+    }
+
+    /// Whether the payload that begins here is to be lent.
+    fn lends(&self, lane: Lane, peer: usize, head: &[u8], body: &[u8]) -> bool {
+        let long = lane == Lane::Calls && !head.is_empty() && body.len() >= LOAN_BYTES;
+        long && self.segments[peer].slot(self.rank).is_able()
+    }
+
+    /// Lends `body`, which comes next in the stream of calls.
+    fn lend(&self, peer: usize, body: &[u8]) -> usize {
+        let at = self.outbound[Lane::Calls as usize][peer].written();
+        let slot = self.segments[peer].slot(self.rank);
+        slot.lend(at, body.as_ptr() as u64, body.len() as u64);
+        body.len()
     }
 }
 
@@ -206,7 +299,18 @@ impl Transport for Shared {
         if self.gone[peer].load(Ordering::Acquire) {
             return Err(Closed);
         }
-        let count = self.outbound[lane as usize][peer].write(head, body);
+        let ring = &self.outbound[lane as usize][peer];
+        let count = if self.lends(lane, peer, head, body) {
+            let written = ring.write(head, &[]);
+            written
+                + if written == head.len() {
+                    self.lend(peer, body)
+                } else {
+                    0
+                }
+        } else {
+            ring.write(head, body)
+        };
         if count > 0 {
             self.segments[peer].bell().ring();
         }
@@ -215,6 +319,9 @@ impl Transport for Shared {
 
     fn read(&self, lane: Lane, peer: usize, into: &mut [u8]) -> Result<usize, Closed> {
         let gone = self.gone[peer].load(Ordering::Acquire);
+        if let Some(loan) = self.due(lane, peer).filter(|_| !gone) {
+            return self.collect(peer, &loan, into);
+        }
         let count = self.inbound[lane as usize][peer].read(into);
         if count > 0 {
             self.segments[peer].bell().ring();
@@ -261,6 +368,18 @@ impl Transport for Shared {
 
     fn patience(&self) -> Patience {
         self.patience
+    }
+
+    fn holds(&self, lane: Lane, peer: usize) -> bool {
+        lane == Lane::Calls && self.segments[peer].slot(self.rank).is_out()
+    }
+
+    fn let_go(&self, lane: Lane) {
+        if lane == Lane::Calls {
+            self.segments
+                .iter()
+                .for_each(|segment| segment.slot(self.rank).revoke());
+        }
     }
 }
 

@@ -20,9 +20,12 @@ use crate::tcp::{
     Addrs, Config, Controls, GroupId, JoinError, Keeping, Kept, Listener, Origin, gather,
     keeping_group, link, random,
 };
-use crate::{Collective, Data, DataMut, Deadline, Error, Group, Traffic, Tuning, local, tcp};
+use crate::{
+    Collective, Data, DataMut, Deadline, Error, Group, Traffic, Tuning, local, process, tcp,
+};
 
-/// Bytes in which a rank says where its memory is: a check word, then a name padded with zeros.
+/// Bytes in which a rank says where its memory is: a check word, where that is in its process, then
+/// a name padded with zeros.
 const NAME_BYTES: usize = 64;
 
 /// One rank of a group in shared memory. Dropping it ends the group for the others.
@@ -69,7 +72,7 @@ pub(crate) fn join_or_tcp<A: Clone + Into<Addrs>>(
     let origin = Origin::new(listener, addrs, id, config);
     let linked = link(&origin, rank, deadline)?;
     match exchange(&linked, deadline) {
-        Ok(segments) => Ok(Box::new(share(linked, segments, origin, deadline)?)),
+        Ok(met) => Ok(Box::new(share(linked, met, origin, deadline)?)),
         Err(JoinError::Apart { .. }) => Ok(Box::new(tcp::start(linked, origin, deadline)?)),
         Err(error) => Err(error),
     }
@@ -77,14 +80,14 @@ pub(crate) fn join_or_tcp<A: Clone + Into<Addrs>>(
 
 fn assemble(origin: Origin, rank: Rank, deadline: Deadline) -> Result<Shm, JoinError> {
     let linked = link(&origin, rank, deadline)?;
-    let segments = exchange(&linked, deadline)?;
-    share(linked, segments, origin, deadline)
+    let met = exchange(&linked, deadline)?;
+    share(linked, met, origin, deadline)
 }
 
 /// Goes from sockets, of which the control connections stay, to shared memory.
 fn share<T: Kept>(
     linked: Linked<T>,
-    segments: Vec<Arc<Segment>>,
+    met: Met,
     origin: Origin,
     deadline: Deadline,
 ) -> Result<Shm, JoinError> {
@@ -95,16 +98,25 @@ fn share<T: Kept>(
     let gone = (0..size).map(|_| AtomicBool::new(false)).collect();
     let patience = local::patience(size as usize);
     let teller = Teller::Keeper(controls);
-    let shared = Shared::new(rank.0 as usize, segments, gone, teller, patience);
+    let mut shared = Shared::new(rank.0 as usize, met.segments, gone, teller, patience);
+    for (peer, process) in (0..).zip(met.processes) {
+        process
+            .into_iter()
+            .for_each(|process| shared.borrow_from(peer, process));
+    }
     let linked = Linked::new(rank, size, shared, Arc::default());
     Keeping::start(linked, origin, deadline).map(Shm)
 }
 
-/// The memory of all ranks, in rank order. Collective.
-fn exchange<T: Kept>(
-    linked: &Linked<T>,
-    deadline: Deadline,
-) -> Result<Vec<Arc<Segment>>, JoinError> {
+/// The other ranks, as far as they share memory with this one; in rank order.
+struct Met {
+    segments: Vec<Arc<Segment>>,
+    /// Those whose own memory this rank can read too.
+    processes: Vec<Option<u32>>,
+}
+
+/// Maps the memory of all ranks. Collective.
+fn exchange<T: Kept>(linked: &Linked<T>, deadline: Deadline) -> Result<Met, JoinError> {
     let (rank, size) = (linked.rank().0 as usize, linked.size() as usize);
     let system = |source| JoinError::System {
         what: "make shared memory",
@@ -118,7 +130,8 @@ fn exchange<T: Kept>(
 
     let mut said = [0_u8; NAME_BYTES];
     said[..8].copy_from_slice(&check.to_le_bytes());
-    said[8..8 + own.name.len()].copy_from_slice(own.name.as_bytes());
+    said[8..16].copy_from_slice(&segment.check_address().to_le_bytes());
+    said[16..16 + own.name.len()].copy_from_slice(own.name.as_bytes());
     let mut all = vec![0_u8; NAME_BYTES * size];
     gather(linked, &said, &mut all, deadline).map_err(JoinError::of_call)?;
     let open = |(peer, said): (usize, &[u8; NAME_BYTES])| {
@@ -128,7 +141,13 @@ fn exchange<T: Kept>(
             open(said, size).map(Arc::new)
         }
     };
-    let segments: Vec<_> = all.as_chunks().0.iter().enumerate().map(open).collect();
+    let all = all.as_chunks().0;
+    let segments: Vec<_> = all.iter().enumerate().map(open).collect();
+    if let [first, second] = all {
+        // The system lets a process name one reader only.
+        let peer = if rank == 0 { second } else { first };
+        process_of(peer).into_iter().for_each(process::allow);
+    }
 
     // All or none: ranks agree on whether it worked.
     let able = segments.iter().all(Option::is_some);
@@ -136,15 +155,40 @@ fn exchange<T: Kept>(
     gather(linked, &[able], &mut verdicts, deadline).map_err(JoinError::of_call)?;
     match (0..).zip(verdicts).find(|(_, able)| !able) {
         Some((rank, _)) => Err(JoinError::Apart { rank: Rank(rank) }),
-        None => Ok(segments.into_iter().flatten().collect()),
+        None => Ok(Met {
+            segments: segments.into_iter().flatten().collect(),
+            processes: (0..)
+                .zip(all)
+                .map(|(peer, said)| (peer != rank).then(|| readable(said))?)
+                .collect(),
+        }),
     }
+}
+
+/// The process that said this, if its memory can be read.
+fn readable(said: &[u8; NAME_BYTES]) -> Option<u32> {
+    let (check, rest) = said.split_first_chunk::<8>()?;
+    let (address, process) = (u64::from_le_bytes(*rest.first_chunk()?), process_of(said)?);
+    let mut found = [0; 8];
+    (process::read(process, address, &mut found) && found == *check).then_some(process)
+}
+
+/// The name of its memory, as a rank said it.
+fn name_of(said: &[u8; NAME_BYTES]) -> Option<&str> {
+    let name = said[16..].split(|byte| *byte == 0).next()?;
+    std::str::from_utf8(name).ok()
+}
+
+/// The process that said this.
+fn process_of(said: &[u8; NAME_BYTES]) -> Option<u32> {
+    let rest = name_of(said)?.strip_prefix("/proc/")?;
+    rest.split('/').next()?.parse().ok()
 }
 
 /// Maps the memory that a peer described; `None` if that does not work, or it is other memory.
 fn open(said: &[u8; NAME_BYTES], size: usize) -> Option<Segment> {
     let check = u64::from_le_bytes(*said.first_chunk()?);
-    let name = said[8..].split(|byte| *byte == 0).next()?;
-    let file = Memory::open(std::str::from_utf8(name).ok()?)?;
+    let file = Memory::open(name_of(said)?)?;
     let length = rustix::fs::fstat(&file).ok()?.st_size;
     if u64::try_from(length).ok()? < Segment::file_bytes(size) {
         return None;

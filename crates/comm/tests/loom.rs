@@ -1,14 +1,18 @@
-//! The ring and the bell of shared memory under loom, which tries every order of their steps.
+//! Rings, bells and loans of shared memory under loom, which tries every order of their steps.
 //!
-//! `src/ring.rs` is compiled a second time here, with a `sync` made of the model checker's parts:
-//! its atomics, cells that notice when both sides touch a byte at once, and a futex of its mutex
-//! and condition variable. A lost wake-up is a deadlock, which loom reports.
+//! `src/ring.rs` and `src/loan.rs` are compiled a second time here, with a `sync` made of the
+//! model checker's parts: its atomics, cells that notice when both sides touch a byte at once, and
+//! a futex of its mutex and condition variable. A lost wake-up is a deadlock, which loom reports.
 
 #![allow(clippy::unwrap_used, reason = "a test")]
 
 #[path = "../src/ring.rs"]
 #[allow(dead_code, unreachable_pub, reason = "the model uses some of it")]
 mod ring;
+
+#[path = "../src/loan.rs"]
+#[allow(dead_code, unreachable_pub, reason = "the model uses some of it")]
+mod loan;
 
 mod sync {
     pub(crate) use loom::sync::atomic::{AtomicU32, AtomicU64, Ordering};
@@ -67,6 +71,7 @@ mod sync {
 // Not loom's: its check for leaks would panic again while a failed model unwinds.
 use std::sync::Arc;
 
+use loom::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use loom::thread;
 
 #[repr(align(4))]
@@ -171,4 +176,59 @@ fn calls_are_never_lost() {
         }
         caller.join().unwrap();
     });
+}
+
+/// A writer lends `loans` times; the last time it loses patience at some moment and writes over
+/// what it lent. The reader takes what was lent or nothing.
+fn lend_and_take_back(loans: u64, looks: bool) {
+    let shared = Arc::new((loan::Slot::new(), AtomicU64::new(0)));
+    let writer = {
+        let shared = Arc::clone(&shared);
+        thread::spawn(move || {
+            let (slot, bytes) = &*shared;
+            for number in 1..=loans {
+                bytes.store(number, Relaxed);
+                slot.lend(number, 0, 8);
+                while number < loans && slot.is_out() {
+                    thread::yield_now();
+                }
+            }
+            slot.revoke();
+            bytes.store(9, Relaxed);
+        })
+    };
+    let (slot, bytes) = &*shared;
+    for number in 1..=loans {
+        while !take(slot, bytes, number, looks) {
+            thread::yield_now();
+        }
+    }
+    writer.join().unwrap();
+}
+
+/// Whether there was a loan; it is taken if it stands, or without looking whether it does.
+fn take(slot: &loan::Slot, bytes: &AtomicU64, number: u64, looks: bool) -> bool {
+    let Some(loan) = slot.loan() else {
+        return false;
+    };
+    assert_eq!(loan.at, number);
+    let copy = bytes.load(Relaxed);
+    if !looks || slot.stands(&loan) {
+        slot.take(&loan);
+        assert_eq!(copy, number);
+    }
+    true
+}
+
+#[test]
+fn what_is_taken_was_lent() {
+    check(3, || lend_and_take_back(1, true));
+    check(3, || lend_and_take_back(2, true));
+}
+
+/// The model finds what `stands` is for.
+#[test]
+#[should_panic = "left: 9"]
+fn whoever_does_not_look_takes_what_was_not_lent() {
+    check(3, || lend_and_take_back(1, false));
 }

@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, ensure};
 use paceline_base::{Bytes, Rank};
-use paceline_comm::{Algorithm, Deadline, Error, Group, Reduce, Tuning, local, shm, tcp};
+use paceline_comm::{Algorithm, Deadline, Error, Group, Reduce, Tuning, huge, local, shm, tcp};
 use serde::{Deserialize, Serialize};
 
 use self::rivals::{Others, Turns, compare};
@@ -437,7 +437,7 @@ fn turns(group: &dyn Group) -> anyhow::Result<()> {
         let line = line?;
         let (bytes, calls) = line.split_once(' ').context("a turn is two numbers")?;
         let (bytes, calls): (usize, usize) = (bytes.parse()?, calls.parse()?);
-        let mut data = vec![0.0_f32; bytes / 4];
+        let mut data = huge::zeros::<f32>(bytes / 4);
         let mut times = Vec::new();
         for turn in 0..calls + 3 {
             let start = Instant::now();
@@ -480,8 +480,12 @@ type Call = fn(&dyn Group, &mut Buffers, Deadline) -> Result<(), Error>;
 /// An operation: its name, the call, and how many times a rank's buffer crosses each link.
 type Op = (&'static str, Call, fn(f64) -> f64);
 
-const OPS: [Op; 7] = [
+/// What all-reduce is held against: rank 0 copies a buffer there and back, the others wait.
+const COPIES: &str = "two copies";
+
+const OPS: [Op; 8] = [
     ("barrier", |g, _, by| g.barrier(by), |_| 0.0),
+    (COPIES, two_copies, |_| 2.0),
     (
         "all_reduce",
         |g, b, by| g.all_reduce(&mut b.own, Reduce::Sum, by),
@@ -509,6 +513,14 @@ const OPS: [Op; 7] = [
     ),
     ("send_recv", shift, |_| 1.0),
 ];
+
+fn two_copies(group: &dyn Group, b: &mut Buffers, by: Deadline) -> Result<(), Error> {
+    if group.rank() == Rank(0) {
+        b.again.copy_from_slice(&b.own);
+        b.own.copy_from_slice(&b.again);
+    }
+    group.barrier(by)
+}
 
 /// Every rank sends to the next and receives from the one before.
 fn shift(group: &dyn Group, b: &mut Buffers, by: Deadline) -> Result<(), Error> {
@@ -562,9 +574,9 @@ fn row(
     let many = matches!(name, "all_gather" | "reduce_scatter" | "all_to_all");
     let all = if many { length * size } else { 0 };
     let mut buffers = Buffers {
-        own: vec![0.0; length],
-        all: vec![0.0; all],
-        again: vec![0.0; all],
+        own: huge::zeros(length),
+        all: huge::zeros(all),
+        again: huge::zeros(if name == COPIES { length } else { all }),
     };
     (0..3).try_for_each(|_| call(group, &mut buffers, by))?;
     let mut times = Vec::new();

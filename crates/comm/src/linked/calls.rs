@@ -9,7 +9,7 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use super::buffers::Buffers;
-use super::inbuf::{INBUF_BYTES, Inbuf};
+use super::inbuf::{DIRECT_BYTES, Inbuf};
 use super::{Linked, lock, number};
 use crate::call::judge;
 use crate::plan::{Act, Place, Plan, Route, Span, Take};
@@ -410,7 +410,7 @@ impl<T: Transport> Run<'_, T> {
         let transport = &self.group.transport;
         let missing = into.span.len() - into.done;
         debug_assert_eq!(missing as u64, left, "a frame fits what is expected");
-        let direct = into.take == Take::Copy && missing >= INBUF_BYTES / 4;
+        let direct = into.take == Take::Copy && missing >= DIRECT_BYTES;
         let count = if direct && inbuf.bytes().is_empty() {
             let rest = &mut self.buffers.get_mut(&into.span)[into.done..];
             transport.read(Lane::Calls, rank, rest).map_err(lost)?

@@ -2,9 +2,14 @@
 
 use crate::transport::{Closed, Lane, Transport};
 
-/// Size of the buffer. A header with a payload of 32 KiB, more than decoding exchanges, is read in
-/// one go; longer payloads are read to where they belong.
-pub(super) const INBUF_BYTES: usize = 64 << 10;
+/// Size of the buffer, which stays in the second-level cache with what is reduced into.
+///
+/// Memory that a peer lends is read this much at a time: 16 MiB between two processes on an EPYC
+/// VM, November 2026, in pieces of 64 KiB, 256 KiB and 1 MiB: 2.79, 2.36, 1.94 ms.
+const INBUF_BYTES: usize = 256 << 10;
+
+/// Shortest payload that is read to where it belongs. A header with a shorter one is read in one go.
+pub(super) const DIRECT_BYTES: usize = 16 << 10;
 
 /// A buffer for one link.
 pub(super) struct Inbuf {

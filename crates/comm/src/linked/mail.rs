@@ -15,7 +15,7 @@ use std::time::Duration;
 
 use paceline_base::Rank;
 
-use super::inbuf::{INBUF_BYTES, Inbuf};
+use super::inbuf::{DIRECT_BYTES, Inbuf};
 use super::{Linked, lock};
 use crate::status::Cause;
 use crate::transport::{Closed, Lane, Pause, Transport, Want};
@@ -240,7 +240,7 @@ fn fill<T: Transport>(
 ) -> Result<usize, Closed> {
     let have = message.bytes.len();
     let missing = length - have;
-    if inbuf.bytes().is_empty() && missing >= INBUF_BYTES / 4 {
+    if inbuf.bytes().is_empty() && missing >= DIRECT_BYTES {
         message.bytes.resize(have + missing.min(AHEAD_BYTES), 0);
         let count = transport.read(Lane::Messages, peer, &mut message.bytes[have..]);
         message.bytes.truncate(have + count.unwrap_or(0));

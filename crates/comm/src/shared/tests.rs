@@ -218,7 +218,7 @@ fn spoil(segment: &Segment, seed: u64, stop: &AtomicBool) {
 #[test]
 fn rings_are_apart_and_fit() {
     for size in [1, 2, 3, 8] {
-        let mut end = RINGS_AT;
+        let mut end = rings_at(size);
         for lane in [Lane::Calls, Lane::Messages] {
             for peer in 0..size {
                 let at = ring_at(size, lane, peer);
@@ -228,5 +228,6 @@ fn rings_are_apart_and_fit() {
         }
         assert_eq!(end, segment_bytes(size));
     }
-    assert!(size_of::<Bell>() <= CHECK_AT && CHECK_AT + size_of::<AtomicU64>() <= RINGS_AT);
+    assert!(size_of::<Bell>() <= CHECK_AT && CHECK_AT + size_of::<AtomicU64>() <= SLOTS_AT);
+    assert_eq!(SLOTS_AT % align_of::<Slot>(), 0);
 }

@@ -53,7 +53,7 @@ fn memory_of_others_is_opened_only_if_it_cannot_be_cut_short() {
     let told = |name: &str, check: u64| {
         let mut said = [0; NAME_BYTES];
         said[..8].copy_from_slice(&check.to_le_bytes());
-        said[8..8 + name.len()].copy_from_slice(name.as_bytes());
+        said[16..16 + name.len()].copy_from_slice(name.as_bytes());
         said
     };
     assert!(open(&told(&own.name, 0), 2).is_some());
@@ -81,6 +81,47 @@ fn memory_of_others_is_opened_only_if_it_cannot_be_cut_short() {
     // Whatever bytes a peer sends.
     assert!(open(&[0xff; NAME_BYTES], 2).is_none());
     assert!(open(&[b'/'; NAME_BYTES], 2).is_none());
+}
+
+/// Whether ranks of one process may read each other's memory here, as the system sees it.
+fn can_lend() -> bool {
+    let word = 0x5eed_u64;
+    let mut found = [0; 8];
+    let address = std::ptr::from_ref(&word) as u64;
+    process::read(std::process::id(), address, &mut found) && found == word.to_ne_bytes()
+}
+
+#[cfg(target_os = "linux")]
+#[test]
+fn memory_of_a_process_is_read_or_refused() {
+    assert!(
+        can_lend(),
+        "this machine lets no process read its own memory"
+    );
+    let mut found = [0; 8];
+    assert!(
+        !process::read(std::process::id(), 8, &mut found),
+        "nothing is mapped there"
+    );
+    assert!(!process::read(0, 8, &mut found), "no such process");
+    assert!(!process::read(u32::MAX, 8, &mut found), "no such process");
+}
+
+/// Long payloads at odd places go by loan, and a rank that gives up takes its loan back.
+#[cfg(target_os = "linux")]
+#[test]
+fn a_loan_that_was_taken_back_is_an_error_for_both() {
+    let mut ranks = make(2).into_iter();
+    let (first, second) = (ranks.next().unwrap(), ranks.next().unwrap());
+    let bytes = 3 * crate::loan::LOAN_BYTES + 5;
+    let hasty = thread::spawn(move || {
+        let soon = Deadline::at(Instant::now() + Duration::from_millis(200));
+        first.broadcast(&mut vec![7_u8; bytes], Rank(0), soon)
+    });
+    thread::sleep(Duration::from_millis(10));
+    assert!(hasty.join().unwrap().is_err());
+    let mut data = vec![0_u8; bytes];
+    assert!(second.broadcast(&mut data, Rank(0), soon(5)).is_err());
 }
 
 /// A rank in a process of its own.
