@@ -14,7 +14,8 @@
 //! use paceline_comm::{Deadline, Group, Reduce, tcp};
 //!
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
-//! # let (rank, addrs, id, listener) = (Rank(0), vec![], tcp::GroupId::random(), todo());
+//! # let (rank, addrs) = (Rank(0), Vec::<std::net::SocketAddr>::new());
+//! # let (id, listener) = (tcp::GroupId::random(), todo());
 //! # fn todo() -> tcp::Listener { tcp::Listener::bind("127.0.0.1:0".parse().unwrap()).unwrap() }
 //! let deadline = Deadline::at(Instant::now() + Duration::from_secs(30));
 //! let matrix = Matrix::parse(r#"[[null, "rdma_en5"], ["rdma_en5", null]]"#)?;
@@ -80,7 +81,7 @@ pub use self::verbs::{LIBRARY, Verbs};
 use crate::linked::Linked;
 use crate::plan::Route;
 use crate::split::{Member, members};
-use crate::tcp::{GroupId, JoinError, Keeping, Listener, Origin, gather, link};
+use crate::tcp::{Addrs, GroupId, JoinError, Keeping, Listener, Origin, gather, link};
 use crate::{Algorithm, Collective, Data, DataMut, Deadline, Error, Group, Traffic, Tuning, tcp};
 
 /// Longest message, unless [`Config`] says otherwise: long enough that heads and completions cost
@@ -145,6 +146,13 @@ impl Cabling {
         Self::with(verbs, matrix, Config::default())
     }
 
+    /// The same, for a group that meets as `tcp` says.
+    pub(crate) fn with_tcp(&self, tcp: tcp::Config) -> Self {
+        let mut own = self.clone();
+        own.config.tcp = tcp;
+        own
+    }
+
     /// Message lengths outside of their bounds are set to the nearer one.
     pub fn with(verbs: Verbs, matrix: Matrix, mut config: Config) -> Self {
         let bytes = config.message_bytes;
@@ -187,11 +195,11 @@ pub struct Rdma {
 ///
 /// # Errors
 /// Any [`RdmaError`]; if it is one rank's alone, the others get [`RdmaError::Elsewhere`].
-pub fn join(
+pub fn join<A: Clone + Into<Addrs>>(
     cabling: &Cabling,
     listener: Listener,
     rank: Rank,
-    addrs: &[SocketAddr],
+    addrs: &[A],
     id: GroupId,
     deadline: Deadline,
 ) -> Result<Rdma, RdmaError> {
@@ -402,3 +410,5 @@ impl Group for Rdma {
 
 #[cfg(test)]
 mod tests;
+#[cfg(test)]
+pub(crate) use self::tests::switched_cabling;

@@ -44,6 +44,12 @@ fn switched(size: u32, faults: Faults) -> Lab {
     Lab::new(fabric, &Matrix::switched(&names), Config::default())
 }
 
+/// As [`switched`], for threads that share what they are told.
+pub(crate) fn switched_cabling(size: u32) -> (Fabric, Cabling) {
+    let mut lab = switched(size, Faults::default());
+    (lab.fabric, lab.cablings.remove(0))
+}
+
 /// A device for each end of each cable, of which there are so many between two ranks.
 fn cabled(size: usize, cables: impl Fn(usize, usize) -> usize, faults: Faults) -> Lab {
     let (fabric, number) = (Fabric::new(faults, Caps::APPLE), soft::number());

@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU32, AtomicU64, AtomicUsize
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, Weak};
 
 use super::super::abi::{self, Gid, Wc};
+use super::outside::{Inbox, Outside};
 
 /// Chances are given out of so many.
 pub(crate) const OUT_OF: u64 = 1000;
@@ -86,6 +87,8 @@ pub(crate) struct Core {
     pub(crate) dropped: AtomicU64,
     /// Messages that were sent in more than one piece.
     pub(crate) gathered: AtomicU64,
+    /// Where pairs are that this process does not have.
+    outside: Option<Outside>,
 }
 
 /// All devices of all fabrics, for the list that the library hands out.
@@ -123,7 +126,13 @@ pub(crate) fn devices() -> Vec<Arc<DeviceCore>> {
 }
 
 impl Fabric {
+    #[allow(dead_code, reason = "the library goes on in other processes")]
     pub(crate) fn new(faults: Faults, caps: Caps) -> Self {
+        Self::with(faults, caps, None)
+    }
+
+    /// One that goes on in other processes.
+    pub(crate) fn with(faults: Faults, caps: Caps, outside: Option<Outside>) -> Self {
         let core = Core {
             faults,
             caps,
@@ -132,6 +141,7 @@ impl Fabric {
             live: AtomicUsize::new(0),
             dropped: AtomicU64::new(0),
             gathered: AtomicU64::new(0),
+            outside,
         };
         let core = Arc::new(core);
         Self { core }
@@ -205,6 +215,9 @@ impl Core {
     }
 
     pub(crate) fn add(&self, pair: &Arc<PairCore>) {
+        if pair.inbox.is_some() {
+            lock(&pair.recv_queue.outside).push(Arc::downgrade(pair));
+        }
         let mut pairs = self.pairs.write().unwrap_or_else(PoisonError::into_inner);
         pairs.insert(pair.number, Arc::clone(pair));
     }
@@ -229,6 +242,8 @@ pub(crate) struct QueueCore {
     waiting: AtomicUsize,
     entries: Mutex<VecDeque<Entry>>,
     broken: AtomicBool,
+    /// Pairs that hear from other processes.
+    outside: Mutex<Vec<Weak<PairCore>>>,
 }
 
 struct Entry {
@@ -244,6 +259,7 @@ impl QueueCore {
             waiting: AtomicUsize::new(0),
             entries: Mutex::default(),
             broken: AtomicBool::new(false),
+            outside: Mutex::default(),
         }
     }
 
@@ -261,6 +277,9 @@ impl QueueCore {
 
     /// How many completions were put into `into`; negative if the queue is broken.
     pub(crate) fn poll(&self, into: &mut [Wc]) -> i32 {
+        for pair in &*lock(&self.outside) {
+            pair.upgrade().iter().for_each(|pair| pair.hear());
+        }
         if self.waiting.load(Ordering::Acquire) == 0 {
             return if self.broken.load(Ordering::Acquire) {
                 -1
@@ -291,6 +310,7 @@ pub(crate) struct PairCore {
     sending: Mutex<Sending>,
     receiving: Mutex<VecDeque<Receive>>,
     open: [Arc<AtomicU32>; 2],
+    inbox: Option<Inbox>,
 }
 
 #[derive(Default)]
@@ -331,7 +351,7 @@ impl PairCore {
         recv_queue: Arc<QueueCore>,
         requests: [u32; 2],
     ) -> Self {
-        let number = number();
+        let (number, inbox) = named(device.fabric.outside.as_ref());
         // What is random must not depend on how many pairs other tests have made.
         let seed = device.fabric.faults.seed ^ (device.index as u64) << 32;
         let nth = device.pairs.load(Ordering::Relaxed) as u64;
@@ -349,6 +369,20 @@ impl PairCore {
             sending: Mutex::new(sending),
             receiving: Mutex::default(),
             open: Default::default(),
+            inbox,
+        }
+    }
+
+    /// Takes in what other processes have sent.
+    fn hear(&self) {
+        let mut bytes = lock(&HEARD);
+        bytes.resize(MESSAGE_BYTES_MAX, 0);
+        while let Some(count) = self.inbox.as_ref().and_then(|inbox| inbox.next(&mut bytes)) {
+            let piece = Piece {
+                start: bytes.as_ptr(),
+                bytes: count,
+            };
+            self.deliver(self, &[piece]);
         }
     }
 
@@ -437,6 +471,9 @@ impl PairCore {
         }
         let mut sending = lock(&self.sending);
         let Some(peer) = self.peer(&mut sending) else {
+            if let (Some(outside), Some(inbox)) = (&self.device.fabric.outside, &self.inbox) {
+                outside.send(inbox, sending.pair, &gather(pieces));
+            }
             return abi::WC_SUCCESS;
         };
         if hit(Break::Receive) {
@@ -537,6 +574,23 @@ impl PairCore {
         lock(&self.receiving).clear();
         lock(&self.sending).late.clear();
     }
+}
+
+/// Where datagrams are put first, one pair at a time.
+static HEARD: Mutex<Vec<u8>> = Mutex::new(Vec::new());
+
+/// Longest message that is taken from another process: more than any link sends.
+const MESSAGE_BYTES_MAX: usize = 128 << 10;
+
+/// A number for a pair, which no pair of another process has.
+fn named(outside: Option<&Outside>) -> (u32, Option<Inbox>) {
+    let Some(outside) = outside else {
+        return (number(), None);
+    };
+    // Numbers of this process collide with few others; a folder that is gone has none at all.
+    let mut numbers = std::iter::repeat_with(number).take(1000);
+    let named = numbers.find_map(|number| Some((number, outside.inbox(number).ok()?)));
+    named.map_or_else(|| (number(), None), |(number, inbox)| (number, Some(inbox)))
 }
 
 fn gather(pieces: &[Piece]) -> Vec<u8> {
