@@ -5,8 +5,9 @@
 //! JSON. Then each line `bytes calls` on its input is a turn against a rival (`rivals`): MLX, Open
 //! MPI, or ranks of its own kind without encryption or with one stream.
 //!
-//! Wires of other kinds work the same way where this program can start the ranks itself. Started by
-//! a launcher (`paceline launch`, `mlx.launch`, `mpirun`), each process is a rank, and rank 0 reports.
+//! Wires of other kinds work the same way where this program can start the ranks itself. Started
+//! by a launcher (`paceline launch`, `mlx.launch`, `mpirun`), each process is a rank of its group,
+//! and rank 0 reports.
 
 mod rivals;
 
