@@ -29,6 +29,7 @@
 //!
 //! - `abi`, `verbs`: the library and its objects; `limits`: what Apple's devices can hold;
 //! - `message`, `cable`, `link`, `links`: from work requests to a transport;
+//! - `track`, `bulk`: large bodies, from memory of callers to memory of callers;
 //! - `slab`, `memory`: registered memory, of the group and of callers;
 //! - `matrix`, `settings`, `side`: JACCL's configuration;
 //! - `join`: how it all comes together;
@@ -39,6 +40,7 @@
 //! Nothing is encrypted.
 
 mod abi;
+mod bulk;
 mod cable;
 mod error;
 mod join;
@@ -56,6 +58,7 @@ mod slab;
 mod soft;
 #[cfg(test)]
 mod software;
+mod track;
 mod verbs;
 
 use std::collections::BTreeMap;
@@ -320,6 +323,17 @@ impl Rdma {
         unsafe { Registration::new(&self.registry, &self.adapters, start, bytes) }
     }
 
+    /// How many cables to `peer` carry something, 0 where there are none; and why the first of
+    /// those that do not any more is dead, whose share the others have taken.
+    pub fn cables(&self, peer: Rank) -> (usize, Option<Arc<RdmaError>>) {
+        let known = peer.0 < self.size() && peer != self.rank();
+        let links = self.keeping.linked.transport();
+        match known {
+            true => links.cables(peer.0 as usize),
+            false => (0, None),
+        }
+    }
+
     /// Why the link to `peer` broke, if it did: calls say only that `peer` is lost.
     pub fn broken(&self, peer: Rank) -> Option<Arc<RdmaError>> {
         let known = peer.0 < self.size() && peer != self.rank();
@@ -410,5 +424,7 @@ impl Group for Rdma {
 
 #[cfg(test)]
 mod tests;
+#[cfg(test)]
+pub(crate) use self::soft::mix;
 #[cfg(test)]
 pub(crate) use self::tests::switched_cabling;

@@ -87,8 +87,12 @@ pub(crate) struct Core {
     pub(crate) dropped: AtomicU64,
     /// Messages that were sent in more than one piece.
     pub(crate) gathered: AtomicU64,
+    /// Those of them that were put into more than one.
+    pub(crate) scattered: AtomicU64,
     /// Where pairs are that this process does not have.
     outside: Option<Outside>,
+    /// Whether the failure may come.
+    armed: AtomicBool,
 }
 
 /// All devices of all fabrics, for the list that the library hands out.
@@ -141,7 +145,9 @@ impl Fabric {
             live: AtomicUsize::new(0),
             dropped: AtomicU64::new(0),
             gathered: AtomicU64::new(0),
+            scattered: AtomicU64::new(0),
             outside,
+            armed: AtomicBool::new(true),
         };
         let core = Arc::new(core);
         Self { core }
@@ -151,6 +157,15 @@ impl Fabric {
     #[allow(dead_code, reason = "the library does not ask")]
     pub(crate) fn live(&self) -> usize {
         self.core.live.load(Ordering::Acquire)
+    }
+
+    /// Lets the failure come, or not yet: messages are counted from here.
+    #[allow(dead_code, reason = "the library has no faults")]
+    pub(crate) fn arm(&self, armed: bool) {
+        let own = |device: &Arc<DeviceCore>| Arc::ptr_eq(&device.fabric, &self.core);
+        let devices = devices().into_iter().filter(own);
+        devices.for_each(|device| device.sent.store(0, Ordering::Relaxed));
+        self.core.armed.store(armed, Ordering::Release);
     }
 
     /// Adds a device. Names are unique among all fabrics, or the first is found.
@@ -229,7 +244,7 @@ impl Core {
 }
 
 /// splitmix64 (Steele, Lea, Flood, 2014).
-fn mix(state: &mut u64) -> u64 {
+pub(crate) fn mix(state: &mut u64) -> u64 {
     *state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
     let z = (*state ^ (*state >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
@@ -326,8 +341,7 @@ struct Sending {
 /// Memory for the next message.
 struct Receive {
     id: u64,
-    start: *mut u8,
-    bytes: usize,
+    pieces: Vec<Piece>,
 }
 
 // SAFETY: the memory is the device's until the request completes, by the rules of verbs.
@@ -338,6 +352,22 @@ unsafe impl Send for Receive {}
 pub(crate) struct Piece {
     pub(crate) start: *const u8,
     pub(crate) bytes: usize,
+}
+
+impl Default for Piece {
+    fn default() -> Self {
+        let (start, bytes) = (std::ptr::null(), 0);
+        Self { start, bytes }
+    }
+}
+
+impl Piece {
+    fn after(self, count: usize) -> Self {
+        Self {
+            start: self.start.wrapping_add(count),
+            bytes: self.bytes - count,
+        }
+    }
 }
 
 /// The directions, as an index into what there is of each.
@@ -407,7 +437,7 @@ impl PairCore {
     }
 
     /// Posts memory for a message.
-    pub(crate) fn post_receive(&self, id: u64, start: *mut u8, bytes: usize) -> Result<(), i32> {
+    pub(crate) fn post_receive(&self, id: u64, pieces: Vec<Piece>) -> Result<(), i32> {
         if self.state() == 0 {
             return Err(EINVAL);
         }
@@ -416,7 +446,7 @@ impl PairCore {
             return Err(ENOMEM);
         }
         let mut receiving = lock(&self.receiving);
-        receiving.push_back(Receive { id, start, bytes });
+        receiving.push_back(Receive { id, pieces });
         drop(receiving);
         if self.state() == abi::QPS_ERR {
             self.fail();
@@ -455,7 +485,8 @@ impl PairCore {
         let count = self.device.sent.fetch_add(1, Ordering::Relaxed);
         let hit = |what| {
             faults.failure.is_some_and(|failure| {
-                failure.device == self.device.index
+                self.device.fabric.armed.load(Ordering::Acquire)
+                    && failure.device == self.device.index
                     && failure.what == what
                     && count >= failure.after
             })
@@ -525,20 +556,16 @@ impl PairCore {
             self.device.fabric.dropped.fetch_add(1, Ordering::Relaxed);
             return;
         };
-        let status = match bytes > receive.bytes {
+        let room: usize = receive.pieces.iter().map(|piece| piece.bytes).sum();
+        if receive.pieces.len() > 1 && pieces.len() > 1 {
+            self.device.fabric.scattered.fetch_add(1, Ordering::Relaxed);
+        }
+        let status = match bytes > room {
             true => abi::WC_LOC_LEN_ERR,
             false => abi::WC_SUCCESS,
         };
         if status == abi::WC_SUCCESS {
-            let mut at = receive.start;
-            for piece in pieces {
-                // SAFETY: both lie in registered memory: the sender's until its request completes,
-                // the receiver's because this request has not; together they fit, as checked.
-                unsafe {
-                    piece.start.copy_to_nonoverlapping(at, piece.bytes);
-                    at = at.add(piece.bytes);
-                }
-            }
+            scatter(pieces, &receive.pieces);
         }
         // Pushed under the lock, so that completions come in the order of the memory.
         let wc = peer.completion(receive.id, abi::WC_RECV, status, bytes);
@@ -591,6 +618,28 @@ fn named(outside: Option<&Outside>) -> (u32, Option<Inbox>) {
     let mut numbers = std::iter::repeat_with(number).take(1000);
     let named = numbers.find_map(|number| Some((number, outside.inbox(number).ok()?)));
     named.map_or_else(|| (number(), None), |(number, inbox)| (number, Some(inbox)))
+}
+
+/// Copies `from` to `to`, one piece after the other.
+fn scatter(from: &[Piece], to: &[Piece]) {
+    let (mut to, mut at) = (to.iter(), Piece::default());
+    for piece in from {
+        let mut rest = *piece;
+        while rest.bytes > 0 {
+            if at.bytes == 0 {
+                let Some(next) = to.next() else { return };
+                at = *next;
+            }
+            let count = rest.bytes.min(at.bytes);
+            // SAFETY: both lie in registered memory: the sender's until its request completes, the
+            // receiver's because this request has not.
+            unsafe {
+                rest.start
+                    .copy_to_nonoverlapping(at.start.cast_mut(), count)
+            };
+            (rest, at) = (rest.after(count), at.after(count));
+        }
+    }
 }
 
 fn gather(pieces: &[Piece]) -> Vec<u8> {
