@@ -77,6 +77,12 @@ pub(crate) enum Error {
         /// Value of `--nodes`.
         nodes: u32,
     },
+    /// A wire that cannot encrypt, and nobody said that this is meant.
+    #[error("{backend} is plaintext: what ranks say to each other can be read by others")]
+    Plaintext {
+        /// The wire.
+        backend: paceline_comm::Backend,
+    },
     /// A person started what paceline starts.
     #[error("`paceline worker` is a part of a model that other commands start, not a command")]
     WorkerByHand,
@@ -111,6 +117,7 @@ impl Error {
                 | Self::NotInChat { .. }
                 | Self::Grid { .. }
                 | Self::Shares { .. }
+                | Self::Plaintext { .. }
                 | Self::WorkerByHand
         )
     }

@@ -47,6 +47,9 @@ fn hints(error: &anyhow::Error) -> Vec<String> {
         if let Some(error) = cause.downcast_ref() {
             return own::hint(error).into_iter().collect();
         }
+        if let Some(hint) = crate::wires::hint(cause) {
+            return vec![hint];
+        }
         let of_plan = crate::plan::hints(cause);
         if !of_plan.is_empty() {
             return of_plan;

@@ -35,10 +35,14 @@ pub(crate) struct SplitArgs {
     #[arg(long, value_name = "A,B,..", value_delimiter = ',', allow_negative_numbers = true,
           value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) shares: Vec<u32>,
-    /// How nodes reach each other: any (shared memory where it can be had, else TCP), shm, tcp
+    /// How nodes reach each other: any (shared memory where it can be had, else TCP), shm, tcp,
+    /// rdma (by the device file that MLX_IBV_DEVICES names, with --plaintext)
     #[arg(long, value_enum, value_name = "HOW", default_value_t = Transport::Any,
           hide_possible_values = true)]
     pub(crate) transport: Transport,
+    /// Allow a transport that cannot encrypt
+    #[arg(long)]
+    pub(crate) plaintext: bool,
 }
 
 /// How the nodes of a model reach each other.
@@ -50,6 +54,8 @@ pub(crate) enum Transport {
     Shm,
     /// TCP
     Tcp,
+    /// RDMA
+    Rdma,
 }
 
 impl Transport {
@@ -58,6 +64,18 @@ impl Transport {
             Self::Any => Backend::Any,
             Self::Shm => Backend::Shm,
             Self::Tcp => Backend::Tcp,
+            Self::Rdma => Backend::Rdma,
+        }
+    }
+}
+
+impl Transport {
+    /// Whose cost is measured for predictions. Devices are for ranks in processes of their own, so
+    /// two threads that are measured here take shared memory instead.
+    pub(crate) const fn probed(self) -> Backend {
+        match self {
+            Self::Rdma => Backend::Any,
+            other => other.backend(),
         }
     }
 }
@@ -68,6 +86,7 @@ impl SplitArgs {
     /// # Errors
     /// [`Error::Grid`], [`Error::Shares`].
     pub(crate) fn check(&self) -> Result<(), Error> {
+        crate::wires::asked_for(self.transport.backend(), self.plaintext)?;
         let (nodes, got) = (self.nodes, self.shares.len());
         match self.split {
             SplitKind::Grid { tensor, pipeline } if tensor * pipeline != nodes => {
@@ -89,6 +108,7 @@ impl SplitArgs {
             split: SplitKind::Auto,
             shares: Vec::new(),
             transport: Transport::Any,
+            plaintext: false,
         }
     }
 }
@@ -155,7 +175,7 @@ impl Opened {
     /// What this machine will do with it. An open `--split` becomes the one that is best by that.
     /// `None` where nothing can be measured: nothing depends on a forecast.
     pub(crate) fn forecast(&mut self) -> Option<Local> {
-        let setting = self.setting(self.cut.transport.backend());
+        let setting = self.setting(self.cut.transport.probed());
         let (nodes, shares) = (self.cut.nodes, &self.cut.shares);
         let local = Local::new(setting, nodes, load::kernels).ok()?;
         if nodes > 1 && self.cut.split == SplitKind::Auto {

@@ -25,6 +25,7 @@ mod pull;
 mod run;
 mod topology;
 mod up;
+mod wires;
 mod worker;
 
 use std::process::ExitCode;

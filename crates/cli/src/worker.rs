@@ -1,7 +1,9 @@
 //! `paceline worker`: one rank of an instance. Started by `run`, `up` and `bench`, not by people.
 
+use paceline_comm::mlx_ring::Plaintext;
+
 use crate::error::Error;
-use crate::load;
+use crate::{load, wires};
 use std::io::Error as IoError;
 
 /// Runs the worker; the parent is told what fails, so nothing is printed.
@@ -10,7 +12,9 @@ use std::io::Error as IoError;
 /// What failed; [`Error::WorkerByHand`] when there is no parent to tell.
 pub(crate) fn run() -> anyhow::Result<()> {
     let kernels = |threads| load::kernels(threads).map_err(IoError::other);
-    match paceline_node::worker::run(kernels) {
+    // Whoever started this has asked for plaintext, or not been given such a wire.
+    let wires = |backend| wires::of(backend, Plaintext::Allowed).map_err(IoError::other);
+    match paceline_node::worker::run(kernels, wires) {
         Ok(never) => match never {},
         Err(error) if error.is_by_hand() => Err(Error::WorkerByHand.into()),
         Err(error) => Err(error.into()),

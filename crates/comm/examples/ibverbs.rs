@@ -1,7 +1,8 @@
 //! A verbs library in software, as a shared library with the functions and names of the real one.
 //!
 //! It is for the tests of loading, `tests/rdma.rs`, which build it under the name that the system
-//! looks for. Its devices `soft0` to `soft7` reach each other within a process.
+//! looks for. Its devices `soft0` to `soft7` reach each other within a process, and from process
+//! to process where `SOFT_VERBS_FOLDER` names a folder that they share.
 
 #![allow(
     clippy::missing_safety_doc,
@@ -22,7 +23,10 @@ use abi::{Context, Cq, Device, Gid, Mr, Pd, PortAttr, Qp, QpAttr, QpInitAttr};
 fn prepare() {
     static PREPARED: Once = Once::new();
     PREPARED.call_once(|| {
-        let fabric = soft::Fabric::new(soft::Faults::default(), soft::Caps::APPLE);
+        let outside =
+            std::env::var_os("SOFT_VERBS_FOLDER").map(|folder| soft::Outside(folder.into()));
+        let (faults, caps) = (soft::Faults::default(), soft::Caps::APPLE);
+        let fabric = soft::Fabric::with(faults, caps, outside);
         (0..8).for_each(|index| fabric.device(&format!("soft{index}")));
         std::mem::forget(fabric);
     });

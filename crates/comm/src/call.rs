@@ -139,14 +139,22 @@ impl Call {
             }
         };
         let call = Self {
+            digest,
+            ..Self::plain(sequence, kind, dtype, length)
+        };
+        check(collective, call, rank, size).map(|()| call)
+    }
+
+    /// A call that is known by no more than this: a message, or what a backend has no more of.
+    pub(crate) const fn plain(sequence: u64, kind: Kind, dtype: Dtype, length: usize) -> Self {
+        Self {
             sequence,
             kind,
             dtype,
             length: length as u64,
-            digest,
+            digest: 0,
             site: Site::NONE,
-        };
-        check(collective, call, rank, size).map(|()| call)
+        }
     }
 
     /// This call, made by `rank` of `size`, if the peer it sends to or receives from exists.

@@ -86,7 +86,7 @@ pub use data::{Complex64, Counts, Data, DataMut, Dtype, Element};
 pub use deadline::Deadline;
 pub use error::Error;
 pub use group::{Collective, Group, MESSAGES_HELD, Traffic};
-pub use init::{Backend, Strict, UnknownBackend, init};
+pub use init::{Backend, InitError, Seat, Strict, UnknownBackend, Wires, init};
 pub use mlx_init::{MlxBackend, MlxError, MlxPlace, init_mlx};
 pub use reduce::Reduce;
 pub use site::Site;

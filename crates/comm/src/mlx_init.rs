@@ -8,6 +8,7 @@
 //! | `MLX_RANK` | [`MlxPlace::rank`] |
 //! | `MLX_HOSTFILE` | [`MlxPlace::hosts`], parsed |
 //! | `MLX_WORLD_SIZE`, `NCCL_HOST_IP` and `NCCL_PORT` | [`MlxPlace::nccl`] |
+//! | `MLX_IBV_DEVICES`, `MLX_JACCL_COORDINATOR`, `MLX_JACCL_RING` | [`MlxPlace::jaccl`], parsed |
 
 use std::fmt;
 use std::net::SocketAddr;
@@ -15,9 +16,10 @@ use std::str::FromStr;
 
 use paceline_base::Rank;
 
-use crate::init::alone;
+use crate::init::{allowed, alone};
 use crate::mlx_ring::{self, Plaintext};
 use crate::nccl::{self, Libraries};
+use crate::rdma::{self, RdmaError, Settings, Verbs};
 use crate::{Deadline, Group, Strict, mpi};
 
 /// MLX's backends, by its names.
@@ -31,7 +33,7 @@ pub enum MlxBackend {
     Mpi,
     /// [`nccl`].
     Nccl,
-    /// RDMA.
+    /// [`rdma`], configured as JACCL is.
     Jaccl,
 }
 
@@ -74,6 +76,8 @@ pub struct MlxPlace<'a> {
     pub hosts: Option<&'a [Vec<SocketAddr>]>,
     /// Ranks, and where rank 0 hands out NCCL's id.
     pub nccl: Option<(u32, SocketAddr)>,
+    /// What JACCL's variables say.
+    pub jaccl: Option<&'a Settings>,
     /// Where NCCL is.
     pub libraries: &'a Libraries,
     /// Whether bytes may leave this machine unencrypted.
@@ -97,9 +101,9 @@ pub enum MlxError {
         /// What it needs.
         missing: &'static str,
     },
-    /// The backend is not here.
-    #[error("{backend} is not in this build")]
-    Unavailable {
+    /// A wire that nobody has allowed.
+    #[error("{backend} is plaintext: not allowed")]
+    Plaintext {
         /// Which.
         backend: MlxBackend,
     },
@@ -115,6 +119,9 @@ pub enum MlxError {
     /// NCCL.
     #[error(transparent)]
     Nccl(#[from] nccl::JoinError),
+    /// RDMA.
+    #[error(transparent)]
+    Rdma(#[from] RdmaError),
 }
 
 /// Joins a group as MLX's `init` does. Collective.
@@ -130,19 +137,24 @@ pub fn init_mlx(
     place: &MlxPlace<'_>,
     deadline: Deadline,
 ) -> Result<Box<dyn Group>, MlxError> {
-    let joined = match backend {
-        MlxBackend::Any => ORDER
-            .into_iter()
-            .filter(|backend| *backend != MlxBackend::Nccl || place.nccl.is_some())
-            .filter_map(|backend| one(backend, place, deadline).ok())
-            .find(|group| group.size() > 1)
-            .ok_or(MlxError::None),
-        backend => one(backend, place, deadline),
-    };
-    match (joined, strict) {
+    match (one(backend, place, deadline), strict) {
         (Err(_), Strict::No) => Ok(alone()),
         (joined, _) => joined,
     }
+}
+
+/// The first that is configured and not a group of one.
+fn any(place: &MlxPlace<'_>, deadline: Deadline) -> Result<Box<dyn Group>, MlxError> {
+    let is_configured = |backend: &MlxBackend| match backend {
+        MlxBackend::Nccl => place.nccl.is_some(),
+        MlxBackend::Jaccl => place.jaccl.is_some(),
+        _ => true,
+    };
+    let mut groups = ORDER
+        .into_iter()
+        .filter(is_configured)
+        .filter_map(|backend| one(backend, place, deadline).ok());
+    groups.find(|group| group.size() > 1).ok_or(MlxError::None)
 }
 
 fn one(
@@ -158,7 +170,10 @@ fn one(
             let ring = mlx_ring::join(rank()?, hosts, place.plaintext, deadline)?;
             Ok(Box::new(ring))
         }
-        MlxBackend::Mpi => Ok(mpi::Session::start()?.world()),
+        MlxBackend::Mpi => {
+            allowed(place.plaintext).ok_or(MlxError::Plaintext { backend })?;
+            Ok(mpi::Session::start()?.world())
+        }
         MlxBackend::Nccl => {
             let (size, addr) = place.nccl.ok_or(missing("a size and rank 0's address"))?;
             let (libraries, plaintext) = (place.libraries, place.plaintext);
@@ -171,7 +186,14 @@ fn one(
                 seat, libraries, plaintext, deadline,
             )?))
         }
-        MlxBackend::Any | MlxBackend::Jaccl => Err(MlxError::Unavailable { backend }),
+        MlxBackend::Jaccl => {
+            let settings = place.jaccl.ok_or(missing("devices and a coordinator"))?;
+            allowed(place.plaintext).ok_or(MlxError::Plaintext { backend })?;
+            let config = rdma::Config::default();
+            let group = rdma::join_settings(Verbs::load()?, settings, config, deadline)?;
+            Ok(Box::new(group))
+        }
+        MlxBackend::Any => any(place, deadline),
     }
 }
 
@@ -188,6 +210,7 @@ mod tests {
         rank: None,
         hosts: None,
         nccl: None,
+        jaccl: None,
         libraries: &Libraries {
             nccl: None,
             cuda: None,
@@ -219,11 +242,12 @@ mod tests {
                 MlxBackend::Nccl,
                 "nccl: a size and rank 0's address not given",
             ),
-            (MlxBackend::Jaccl, "jaccl is not in this build"),
-            #[cfg(not(feature = "mpi"))]
+            (
+                MlxBackend::Jaccl,
+                "jaccl: devices and a coordinator not given",
+            ),
             (MlxBackend::Any, "no backend could be started"),
-            #[cfg(not(feature = "mpi"))]
-            (MlxBackend::Mpi, "mpi is not in this build"),
+            (MlxBackend::Mpi, "mpi is plaintext: not allowed"),
         ] {
             let error = init_mlx(backend, Strict::Yes, &NOTHING, soon()).unwrap_err();
             assert_eq!(error.to_string(), expected);

@@ -21,6 +21,7 @@ use std::time::{Duration, Instant};
 use paceline_base::Rank;
 
 use crate::linked::Linked;
+use crate::rdma::mix;
 use crate::status::{News, Status};
 use crate::transport::{Closed, Lane, Patience, Transport, Want};
 use crate::{Collective, Counts, Data, DataMut, Deadline, Error, Reduce, Tuning};
@@ -44,14 +45,6 @@ const NAP: Duration = Duration::from_millis(2);
 
 /// A rank hands the turn on after one in so many reads and writes.
 const PREEMPT: u64 = 8;
-
-/// splitmix64 (Steele, Lea, Flood, 2014).
-fn mix(state: &mut u64) -> u64 {
-    *state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
-    let z = (*state ^ (*state >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    z ^ (z >> 31)
-}
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Fault {

@@ -2,7 +2,7 @@
 
 use paceline_base::Rank;
 
-use crate::{Call, Counts, Data, DataMut, Deadline, Dtype, Error, Group, Kind, Site};
+use crate::{Call, Counts, Data, DataMut, Deadline, Dtype, Error, Group, Kind};
 
 /// What this rank will be.
 pub(crate) struct Member {
@@ -46,14 +46,7 @@ pub(crate) fn members(
     order.sort_unstable();
     let ranks: Vec<Rank> = order.into_iter().map(|(_, rank)| rank).collect();
     let own = (0..).zip(&ranks).find(|(_, rank)| **rank == group.rank());
-    let call = Call {
-        sequence: 0,
-        kind: Kind::AllGather,
-        dtype: Dtype::U8,
-        length: all.len() as u64,
-        digest: 0,
-        site: Site::NONE,
-    };
+    let call = Call::plain(0, Kind::AllGather, Dtype::U8, all.len());
     Ok(Member {
         call,
         rank: Rank(own.map_or(0, |(new, _)| new)),

@@ -35,7 +35,14 @@ pub(crate) trait Transport: fmt::Debug + Send + Sync + 'static {
     /// Writes what fits of `head` followed by `body` and returns how many bytes that were.
     fn write(&self, lane: Lane, peer: usize, head: &[u8], body: &[u8]) -> Result<usize, Closed>;
 
-    /// Reads what is there, 0 bytes if nothing is.
+    /// As `write` on [`Lane::Calls`], of a body that the peer puts where it belongs as it is, and
+    /// does not reduce: a transport may move it there by itself.
+    fn write_whole(&self, peer: usize, head: &[u8], body: &[u8]) -> Result<usize, Closed> {
+        self.write(Lane::Calls, peer, head, body)
+    }
+
+    /// Reads what is there, 0 bytes if nothing is. On [`Lane::Calls`] `into` may be written to from
+    /// then on: who reads on passes the same memory, until `let_go`, or bytes have come.
     fn read(&self, lane: Lane, peer: usize, into: &mut [u8]) -> Result<usize, Closed>;
 
     /// Blocks until one of `wants` may make progress, `wake` was called for `lane`, or it is

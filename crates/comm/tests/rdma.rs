@@ -12,14 +12,16 @@
     reason = "a test, with helpers outside of test functions"
 )]
 
+#[path = "rdma/library.rs"]
+mod library;
+
 use std::net::SocketAddr;
-use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::thread;
 use std::time::{Duration, Instant};
 
 use paceline_base::Rank;
-use paceline_comm::rdma::{self, Cabling, LIBRARY, Matrix, Rdma, RdmaError, Verbs};
+use paceline_comm::rdma::{self, Cabling, Matrix, Rdma, RdmaError, Verbs};
 use paceline_comm::{Deadline, Group, Reduce, tcp, testing};
 
 fn soon(seconds: u64) -> Deadline {
@@ -69,32 +71,10 @@ fn exercise(groups: Vec<Rdma>, calls: u64) {
         .for_each(|thread| thread.join().unwrap());
 }
 
-/// Compiles the software library under the system's name; `None` if there is no compiler.
-fn build(folder: &Path) -> Option<PathBuf> {
-    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("examples/ibverbs.rs");
-    let library = folder.join(LIBRARY);
-    let compiler = std::env::var("RUSTC").unwrap_or("rustc".to_string());
-    let status = Command::new(compiler)
-        .args([
-            "--edition",
-            "2024",
-            "--crate-type",
-            "cdylib",
-            "--crate-name",
-            "ibverbs",
-        ])
-        .args(["-C", "opt-level=1", "--cap-lints", "allow", "-o"])
-        .args([&library, &source])
-        .status();
-    status
-        .is_ok_and(|status| status.success())
-        .then_some(library)
-}
-
 #[test]
 fn a_library_is_loaded_by_path_and_by_name() {
     let folder = tempfile::tempdir().unwrap();
-    let Some(library) = build(folder.path()) else {
+    let Some(library) = library::build(folder.path()) else {
         println!("SKIPPED a_library_is_loaded_by_path_and_by_name: no rustc");
         return;
     };

@@ -55,6 +55,12 @@ impl Links {
         }
     }
 
+    /// What the stage exchanges from now on belongs to layer `index` of the model, counted from 0.
+    /// Ranks that are in different layers are told so: mark n is the n-th layer, counted from 1.
+    pub(crate) fn enter(&self, index: usize) {
+        self.stage.mark(index as u64 + 1);
+    }
+
     fn deadline(&self) -> Deadline {
         Deadline::at(Instant::now() + self.patience)
     }
@@ -166,5 +172,38 @@ fn place(part: &[f32], rows: usize, first: usize, all: &mut [f32]) {
     let (n, vocab) = (part.len() / rows, all.len() / rows);
     for row in 0..rows {
         all[row * vocab + first..][..n].copy_from_slice(&part[row * n..(row + 1) * n]);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use paceline_comm::local;
+
+    use super::*;
+
+    #[test]
+    fn ranks_in_different_layers_are_told_which() {
+        let worlds = local::ranks(2).into_iter().zip(local::ranks(2));
+        let threads = worlds.map(|(world, stage)| {
+            std::thread::spawn(move || {
+                let links = Links {
+                    world: Box::new(world),
+                    stage: Box::new(stage),
+                    patience: Duration::from_secs(10),
+                };
+                links.enter(3 + links.stage.rank().0 as usize);
+                let gathered = links
+                    .stage
+                    .all_gather(&[1.0_f32], &mut [0.0; 2], links.deadline());
+                links.stage_error(gathered.unwrap_err()).to_string()
+            })
+        });
+        for thread in threads.collect::<Vec<_>>() {
+            let error = thread.join().unwrap();
+            assert!(
+                error.contains("mark 4") && error.contains("mark 5"),
+                "{error}"
+            );
+        }
     }
 }

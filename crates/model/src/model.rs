@@ -319,6 +319,9 @@ impl Model {
     ) -> Result<usize, Error> {
         let mut step = Step::new(self, batch, ws, cache)?;
         for (index, layer) in self.shard.layers.clone().zip(&self.layers) {
+            if let Some(links) = &self.links {
+                links.enter(index);
+            }
             self.config.family.layer(&mut step, layer, index)?;
         }
         step.finish()

@@ -64,7 +64,7 @@ pub enum Error {
     Engine(#[from] paceline_engine::Error),
     /// The ranks cannot reach one another.
     #[error(transparent)]
-    Join(#[from] paceline_comm::tcp::JoinError),
+    Join(#[from] paceline_comm::InitError),
     /// A rank failed while the ranks met.
     #[error(transparent)]
     Comm(#[from] paceline_comm::Error),

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use paceline_base::Rank;
 use paceline_cluster::Control;
 use paceline_comm::tcp::{self, GroupId};
-use paceline_comm::{Deadline, Error as CommError, Group, Strict, init};
+use paceline_comm::{Backend, Deadline, Error as CommError, Group, Seat, Strict, Wires, init};
 use paceline_engine::{Engine, Follower, Reply, Runner, Service, Sink, State, Ticket};
 use paceline_formats::tokenizer::Tokenizer;
 use paceline_model::{Config, Links, LoadOptions, Model, Source, Split};
@@ -36,15 +36,17 @@ const LOST_LIMIT: Duration = Duration::from_millis(10);
 /// Runs a worker on the control channel that is this process's standard input, until the parent
 /// ends it or is gone; returns only when something failed, which the parent has been told.
 ///
-/// `kernels` makes the kernels for a number of threads.
+/// `kernels` makes the kernels for a number of threads, `wires` finds what a wire needs that is
+/// neither memory nor sockets, by the name of its backend.
 ///
 /// # Errors
 /// What failed.
 pub fn run(
     kernels: impl FnOnce(usize) -> std::io::Result<Arc<Kernels>>,
+    wires: impl FnOnce(Backend) -> std::io::Result<Wires>,
 ) -> Result<std::convert::Infallible, Error> {
     let channel: Channel = Arc::new(Control::from_stdin()?);
-    let error = match work(&channel, kernels) {
+    let error = match work(&channel, kernels, wires) {
         Ok(never) => match never {},
         Err(error) => error,
     };
@@ -66,6 +68,7 @@ fn tell(channel: &Channel, error: &Error) {
 fn work(
     channel: &Channel,
     kernels: impl FnOnce(usize) -> std::io::Result<Arc<Kernels>>,
+    wires: impl FnOnce(Backend) -> std::io::Result<Wires>,
 ) -> Result<std::convert::Infallible, Error> {
     let job = match next(channel, "Start")? {
         ToWorker::Start(job) => job,
@@ -78,7 +81,7 @@ fn work(
     let source = Source::open(&job.model)?;
     let config = Config::read(&source)?;
     let split = Split::plan(&config, parse(&job.split, "split")?, job.ranks, &job.shares)?;
-    let links = join(channel, &job, &split, &config)?;
+    let links = join(channel, &job, (&split, &config), wires)?;
     let model = load(channel, &job, &source, &split, kernels)?.link(links);
     let model = Arc::new(model);
     if model.shard().leads() {
@@ -111,7 +114,12 @@ const fn unexpected(message: &ToWorker, expected: &'static str) -> Error {
 }
 
 /// Meets the other ranks: listens, tells where, hears where they are.
-fn join(channel: &Channel, job: &Job, split: &Split, config: &Config) -> Result<Links, Error> {
+fn join(
+    channel: &Channel,
+    job: &Job,
+    (split, config): (&Split, &Config),
+    wires: impl FnOnce(Backend) -> std::io::Result<Wires>,
+) -> Result<Links, Error> {
     let listener = tcp::Listener::bind(job.listen).map_err(|source| Error::System {
         what: "listen for the other ranks",
         source,
@@ -123,16 +131,19 @@ fn join(channel: &Channel, job: &Job, split: &Split, config: &Config) -> Result<
         other => return Err(unexpected(&other, "Join")),
     };
     let deadline = Deadline::at(Instant::now() + START_LIMIT);
-    let world = init(
-        parse(&job.backend, "backend")?,
-        Strict::Yes,
+    let seat = Seat {
         listener,
-        Rank(job.rank),
-        &addrs,
-        GroupId(job.group),
-        tcp::Config::default(),
-        deadline,
-    )?;
+        rank: Rank(job.rank),
+        addrs: &addrs,
+        id: GroupId(job.group),
+        config: tcp::Config::default(),
+    };
+    let backend = parse(&job.backend, "backend")?;
+    let wires = wires(backend).map_err(|source| Error::System {
+        what: "find the wires between ranks",
+        source,
+    })?;
+    let world = init(backend, Strict::Yes, seat, &wires, deadline)?;
     let stage = split.shard(config, Rank(job.rank)).stage as u32;
     let stage = world.split(stage, job.rank, deadline)?;
     Ok(Links {

@@ -4,6 +4,10 @@
 //! child prints its address, reads the addresses of all, measures, and rank 0 prints the rows as
 //! JSON. Then each line `bytes calls` on its input is a turn against a rival (`rivals`): MLX, Open
 //! MPI, or ranks of its own kind without encryption or with one stream.
+//!
+//! Wires of other kinds work the same way where this program can start the ranks itself. Started
+//! by a launcher (`paceline launch`, `mlx.launch`, `mpirun`), each process is a rank of its group,
+//! and rank 0 reports.
 
 mod rivals;
 
@@ -16,12 +20,15 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, ensure};
 use paceline_base::{Bytes, Rank};
-use paceline_comm::{Algorithm, Deadline, Error, Group, Reduce, Tuning, huge, local, shm, tcp};
+use paceline_comm::{
+    Algorithm, Backend, Deadline, Error, Group, Reduce, Seat, Strict, Tuning, huge, init, local,
+    tcp,
+};
 use serde::{Deserialize, Serialize};
 
 use self::rivals::{Others, Turns, compare};
 use super::quantile;
-use crate::output;
+use crate::{output, wires};
 
 /// Bytes of a rank's buffer: 4 B to 64 MiB in steps of 16 and, in between, of 4.
 const SIZES: [usize; 13] = [
@@ -57,6 +64,28 @@ enum Transport {
     Shm,
     /// Processes, by TCP over loopback
     Tcp,
+    /// RDMA: ranks of a launcher, or the devices in MLX_IBV_DEVICES; wants --plaintext
+    Rdma,
+    /// MLX's ring: ranks of a launcher, or processes over loopback; wants --plaintext
+    MlxRing,
+    /// MPI: ranks of mpirun; wants --plaintext
+    Mpi,
+    /// NCCL: ranks of a launcher, or processes on this machine's GPUs; wants --plaintext
+    Nccl,
+}
+
+impl Transport {
+    const fn backend(self) -> Backend {
+        match self {
+            Self::Local => Backend::Local,
+            Self::Shm => Backend::Shm,
+            Self::Tcp => Backend::Tcp,
+            Self::Rdma => Backend::Rdma,
+            Self::MlxRing => Backend::MlxRing,
+            Self::Mpi => Backend::Mpi,
+            Self::Nccl => Backend::Nccl,
+        }
+    }
 }
 
 /// Whom to compare with.
@@ -106,6 +135,9 @@ pub(crate) struct Args {
     /// Largest buffer of a rank, in bytes
     #[arg(long, default_value_t = 64 << 20)]
     max_bytes: usize,
+    /// Allow a transport that cannot encrypt
+    #[arg(long)]
+    plaintext: bool,
     /// Encrypt, and compare with ranks that do not
     #[arg(long)]
     encrypt: bool,
@@ -172,6 +204,18 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     if let Some(rank) = args.as_rank {
         return child(args, Rank(rank));
     }
+    let backend = args.transport.backend();
+    let plaintext = wires::asked_for(backend, args.plaintext)?;
+    if wires::is_launched(backend) {
+        let alone = args.against.is_none() && !args.encrypt;
+        ensure!(alone, "ranks of a launcher have no rivals");
+        let group = wires::join(backend, plaintext, deadline())?;
+        let report = measure(args, &*group)?;
+        return match group.rank() {
+            Rank(0) => print(args, &report),
+            _ => Ok(()),
+        };
+    }
     let report = match args.transport {
         Transport::Local => {
             let alone = args.against.is_none() && !args.encrypt && args.streams.get() == 1;
@@ -181,7 +225,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
             );
             threads(args)?
         }
-        Transport::Shm | Transport::Tcp => processes(args)?,
+        _ => processes(args)?,
     };
     print(args, &report)
 }
@@ -368,6 +412,9 @@ fn rank_command(args: &Args, kind: Kind, rank: u32) -> anyhow::Result<Command> {
     if args.explain {
         command.arg("--explain");
     }
+    if args.plaintext {
+        command.arg("--plaintext");
+    }
     Ok(command)
 }
 
@@ -419,10 +466,16 @@ fn child(args: &Args, rank: Rank) -> anyhow::Result<()> {
         ..tcp::Config::default()
     };
     let by = deadline();
-    let group: Box<dyn Group> = match args.transport {
-        Transport::Shm => Box::new(shm::join_with(listener, rank, &addrs, id, config, by)?),
-        _ => Box::new(tcp::join_with(listener, rank, &addrs, id, config, by)?),
+    let backend = args.transport.backend();
+    let wires = wires::of(backend, wires::asked_for(backend, args.plaintext)?)?;
+    let seat = Seat {
+        listener,
+        rank,
+        addrs: &addrs,
+        id,
+        config,
     };
+    let group = init(backend, Strict::Yes, seat, &wires, by)?;
     let report = measure(args, &*group)?;
     if rank == Rank(0) {
         output::print(&serde_json::to_string(&report)?)?;
@@ -524,12 +577,30 @@ fn two_copies(group: &dyn Group, b: &mut Buffers, by: Deadline) -> Result<(), Er
 
 /// Every rank sends to the next and receives from the one before.
 fn shift(group: &dyn Group, b: &mut Buffers, by: Deadline) -> Result<(), Error> {
-    let (rank, size) = (group.rank().0, group.size());
-    if size > 1 {
-        group.send(&b.own, Rank((rank + 1) % size), 0, by)?;
-        group.recv(&mut b.own, Rank((rank + size - 1) % size), 0, by)?;
+    if group.size() > 1 {
+        send(group, b, by)?;
+        recv(group, b, by)?;
     }
     Ok(())
+}
+
+/// The same where nobody holds a message until it is wanted: then one rank has to listen first.
+fn shift_in_turns(group: &dyn Group, b: &mut Buffers, by: Deadline) -> Result<(), Error> {
+    match group.rank() {
+        _ if group.size() == 1 => Ok(()),
+        Rank(0) => recv(group, b, by).and_then(|()| send(group, b, by)),
+        _ => shift(group, b, by),
+    }
+}
+
+fn send(group: &dyn Group, b: &Buffers, by: Deadline) -> Result<(), Error> {
+    let next = (group.rank().0 + 1) % group.size();
+    group.send(&b.own, Rank(next), 0, by)
+}
+
+fn recv(group: &dyn Group, b: &mut Buffers, by: Deadline) -> Result<(), Error> {
+    let before = (group.rank().0 + group.size() - 1) % group.size();
+    group.recv(&mut b.own, Rank(before), 0, by)
 }
 
 fn calls(bytes: usize) -> usize {
@@ -547,7 +618,11 @@ fn measure(args: &Args, group: &dyn Group) -> Result<Report, Error> {
             // Parts for all ranks of the largest sizes would not fit small machines.
             let many = matches!(op.0, "all_gather" | "reduce_scatter" | "all_to_all");
             if (op.0 == "barrier") <= (bytes == 4) && !(many && bytes > 16 << 20) {
-                rows.push(row(group, &tuning, op, bytes, by)?);
+                match row(group, &tuning, held(args.transport, op), bytes, by) {
+                    // All ranks get this, and nothing was sent.
+                    Err(Error::Unsupported { .. }) => {}
+                    row => rows.push(row?),
+                }
             }
         }
     }
@@ -561,6 +636,14 @@ fn measure(args: &Args, group: &dyn Group) -> Result<Report, Error> {
         rows,
         peer: Vec::new(),
     })
+}
+
+/// An operation, as this wire can do it.
+fn held(transport: Transport, (name, call, copies): Op) -> Op {
+    match (transport, name) {
+        (Transport::MlxRing, "send_recv") => (name, shift_in_turns, copies),
+        _ => (name, call, copies),
+    }
 }
 
 fn row(

@@ -29,6 +29,9 @@ pub(crate) struct Args {
     #[arg(long, value_enum, value_name = "HOW", default_value_t = Transport::Any,
           hide_possible_values = true)]
     transport: Transport,
+    /// Allow a transport that cannot encrypt
+    #[arg(long)]
+    plaintext: bool,
     /// Tokens of a run
     #[arg(long, value_name = "N", default_value_t = 96,
           value_parser = clap::value_parser!(u32).range(2..=100_000))]
@@ -70,6 +73,7 @@ struct Way {
 /// # Errors
 /// A model that cannot be had or loaded.
 pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
+    crate::wires::asked_for(args.transport.backend(), args.plaintext)?;
     let found = pull::ensure(&args.model, signals)?;
     let open = |nodes, split| {
         let cut = SplitArgs {
@@ -86,7 +90,7 @@ pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
     };
     let first = open(1, SplitKind::Auto)?;
     let config = &first.config;
-    let setting = first.setting(args.transport.backend());
+    let setting = first.setting(args.transport.probed());
     let local = Local::fresh(setting, args.nodes, load::kernels)?;
     let mut all = Vec::new();
     for (kind, split) in ways(config, args.nodes) {

@@ -35,6 +35,9 @@ pub(super) fn hint(error: &Error) -> Option<String> {
         Error::Shares { nodes, .. } => {
             format!("give {nodes} numbers, as in --shares {}", example(*nodes))
         }
+        Error::Plaintext { .. } => {
+            "--plaintext allows it, for cables and networks that you trust".into()
+        }
         Error::WorkerByHand => "`paceline run MODEL --nodes 2` starts two of them".into(),
         Error::NoHome => "set PACELINE_HOME to a folder for models".into(),
         Error::UnknownCpu { .. } | Error::CpuLacks { .. } => {

@@ -11,10 +11,13 @@
 
 mod endings;
 mod given;
+#[path = "../../../comm/tests/rdma/library.rs"]
+mod library;
 mod mpi;
 mod sshd;
 mod streams;
 mod usage;
+mod wires;
 
 use std::fs;
 use std::io::Write;

@@ -9,6 +9,8 @@
 #![allow(clippy::unwrap_used, reason = "test code outside of test functions")]
 
 mod http;
+#[path = "../../../comm/tests/rdma/library.rs"]
+mod library;
 mod lost;
 mod processes;
 mod same;

@@ -1,10 +1,12 @@
 //! The same answer from any split: tokens, and log-probabilities to the last digit.
 
+use std::process::Stdio;
+
 use serde_json::{Value, json};
 
 use crate::server::{Server, chat};
 use crate::tiny::FAMILIES;
-use crate::{World, alone, http, smollm2};
+use crate::{World, alone, http, library, smollm2};
 
 const PROMPTS: [&str; 5] = [
     "Why is the sky blue?",
@@ -150,5 +152,56 @@ fn every_family_says_the_same_over_any_split() {
             };
             assert_eq!(&served(cut), expected, "{tiny:?} {cut:?}");
         }
+    }
+}
+
+/// A model over RDMA: the library is opened by its name, the devices come from JACCL's device file.
+#[test]
+fn nodes_over_rdma_say_the_same() {
+    let _alone = alone();
+    let world = World::new();
+    let folder = world.path("home");
+    if library::build(&folder).is_none() {
+        eprintln!("SKIPPED nodes_over_rdma_say_the_same: no rustc");
+        return;
+    }
+    let model = world.model(FAMILIES[0]);
+    let devices = world.path("devices.json");
+    std::fs::write(&devices, r#"[[null, "soft0"], ["soft1", null]]"#).unwrap();
+    let run = |more: &[&str]| {
+        let own = [
+            "run",
+            &model,
+            "Once upon a time",
+            "--max-tokens",
+            "12",
+            "--temperature",
+            "0",
+        ];
+        let mut command = world.paceline(
+            own.into_iter()
+                .chain(["--json"])
+                .chain(more.iter().copied()),
+        );
+        command
+            .env("LD_LIBRARY_PATH", &folder)
+            .env("SOFT_VERBS_FOLDER", &folder);
+        command.env("MLX_IBV_DEVICES", &devices);
+        crate::finish(command.stdout(Stdio::piped()).stderr(Stdio::piped()))
+    };
+    let tokens = |more: &[&str]| {
+        let output = run(more);
+        assert!(output.status.success(), "{output:?}");
+        let answer: Value = serde_json::from_slice(&output.stdout).unwrap();
+        answer["tokens"].clone()
+    };
+    let expected = tokens(&[]);
+    assert!(expected.as_array().is_some_and(|tokens| !tokens.is_empty()));
+    for split in ["tensor", "pipeline"] {
+        let over = ["--nodes", "2", "--split", split, "--transport", "rdma"];
+        let refused = run(&over);
+        assert_eq!(refused.status.code(), Some(2), "{refused:?}");
+        let over = [&over[..], &["--plaintext"]].concat();
+        assert_eq!(tokens(&over), expected, "{split}");
     }
 }

@@ -49,6 +49,8 @@ struct Sending {
     span: Span,
     /// Bytes of head and span that are gone.
     done: usize,
+    /// Peers keep it as it is, most likely.
+    whole: bool,
 }
 
 struct Receiving {
@@ -56,6 +58,14 @@ struct Receiving {
     span: Span,
     take: Take,
     done: usize,
+}
+
+/// Whether what comes is no end in itself.
+fn is_reduced(act: &Act) -> bool {
+    match act {
+        Act::Receive { span, take, .. } => *take != Take::Copy || span.place == Place::Scratch,
+        _ => false,
+    }
 }
 
 /// Why a call does not go on.
@@ -199,10 +209,13 @@ impl<T: Transport> Run<'_, T> {
 
     /// Puts the transfers of a step into the peers' entries.
     fn begin(&self, step: u16, acts: &[Act], peers: &mut [Peer]) {
+        // Ranks do in a step what others do to them, but for trees.
+        let whole = !acts.iter().any(is_reduced);
         for act in acts {
             match act {
                 Act::Send { peer, span } if span.len() > 0 => {
-                    peers[*peer].sending = Some(self.sending(step, span.clone()));
+                    let sending = self.sending(step, span.clone());
+                    peers[*peer].sending = Some(Sending { whole, ..sending });
                 }
                 Act::Receive { peer, span, take } if span.len() > 0 => {
                     let (span, take) = (span.clone(), *take);
@@ -231,6 +244,7 @@ impl<T: Transport> Run<'_, T> {
             head,
             span,
             done: 0,
+            whole: false,
         }
     }
 
@@ -322,7 +336,10 @@ impl<T: Transport> Run<'_, T> {
         let head = &sending.head[sending.done.min(HEADER_BYTES)..];
         let body = self.buffers.get(&sending.span);
         let body = &body[sending.done.saturating_sub(HEADER_BYTES)..];
-        let count = self.group.write(Lane::Calls, rank, head, body);
+        let count = match sending.whole {
+            true => self.group.write_whole(rank, head, body),
+            false => self.group.write(Lane::Calls, rank, head, body),
+        };
         let count = count.map_err(|Closed| Stop::Lost(rank))?;
         sending.done += count;
         let gone = sending.done == HEADER_BYTES + sending.span.len();

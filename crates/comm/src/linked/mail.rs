@@ -20,7 +20,7 @@ use super::{Linked, lock};
 use crate::status::Cause;
 use crate::transport::{Closed, Lane, Pause, Transport, Want};
 use crate::wire::{HEADER_BYTES, Header, What};
-use crate::{Call, Data, DataMut, Deadline, Dtype, Error, Kind, MESSAGES_HELD, Site};
+use crate::{Call, Data, DataMut, Deadline, Dtype, Error, Kind, MESSAGES_HELD};
 
 /// A receiver gives credits back at once when it owes this many, else when it next waits: half of
 /// what the sender has, so that a steady stream neither stalls nor costs a frame per message.
@@ -139,14 +139,8 @@ impl Post {
     /// Gives back what is owed.
     fn pay<T: Transport>(&mut self, group: &Linked<T>, peer: usize) {
         if self.owed > 0 {
-            let call = Call {
-                sequence: 0,
-                kind: Kind::Barrier,
-                dtype: Dtype::U8,
-                length: std::mem::take(&mut self.owed) as u64,
-                digest: 0,
-                site: Site::NONE,
-            };
+            let owed = std::mem::take(&mut self.owed);
+            let call = Call::plain(0, Kind::Barrier, Dtype::U8, owed);
             let header = header(What::Credit, call, 0);
             self.put(group, peer, &header, &[]);
         }
@@ -275,14 +269,8 @@ enum Look<R> {
 impl<T: Transport> Linked<T> {
     /// The next message of this rank, checked.
     fn message(&self, kind: Kind, dtype: Dtype, length: usize) -> Result<Call, Error> {
-        let call = Call {
-            sequence: self.messages.fetch_add(1, Ordering::Relaxed) + 1,
-            kind,
-            dtype,
-            length: length as u64,
-            digest: 0,
-            site: Site::NONE,
-        };
+        let sequence = self.messages.fetch_add(1, Ordering::Relaxed) + 1;
+        let call = Call::plain(sequence, kind, dtype, length);
         call.with_peer(self.rank(), self.size())
             .map_err(|error| self.fail(call, error, self.next_call()))
     }

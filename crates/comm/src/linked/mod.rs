@@ -188,6 +188,13 @@ impl<T: Transport> Linked<T> {
         self.transport.tell(&News { cause, at });
     }
 
+    /// As `write` for calls, of a body that the peer does not reduce.
+    fn write_whole(&self, peer: usize, head: &[u8], body: &[u8]) -> Result<usize, Closed> {
+        let count = self.transport.write_whole(peer, head, body)?;
+        self.sent.fetch_add(count as u64, Ordering::Relaxed);
+        Ok(count)
+    }
+
     fn write(&self, lane: Lane, peer: usize, head: &[u8], body: &[u8]) -> Result<usize, Closed> {
         let count = self.transport.write(lane, peer, head, body)?;
         self.sent.fetch_add(count as u64, Ordering::Relaxed);

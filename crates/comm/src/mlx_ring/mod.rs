@@ -342,14 +342,8 @@ impl MlxRing {
 
     /// A message as a call, if the peer exists.
     fn message(&self, kind: Kind, dtype: Dtype, len: usize) -> Result<Call, Error> {
-        let call = Call {
-            sequence: self.messages.fetch_add(1, Ordering::Relaxed) + 1,
-            kind,
-            dtype,
-            length: len as u64,
-            digest: 0,
-            site: crate::Site::NONE,
-        };
+        let sequence = self.messages.fetch_add(1, Ordering::Relaxed) + 1;
+        let call = Call::plain(sequence, kind, dtype, len);
         let checked = call.with_peer(self.rank(), self.size());
         checked.map_err(|error| self.fail(error))
     }
@@ -467,13 +461,8 @@ impl Group for MlxRing {
         if self.sides.is_none() {
             return self.alone.split(color, key, deadline);
         }
-        Err(self.unsupported(Call {
-            sequence: self.collectives.load(Ordering::Relaxed) + 1,
-            kind: Kind::AllGather,
-            dtype: Dtype::U8,
-            length: 0,
-            digest: 0,
-            site: crate::Site::NONE,
-        }))
+        let sequence = self.collectives.load(Ordering::Relaxed) + 1;
+        let call = Call::plain(sequence, Kind::AllGather, Dtype::U8, 0);
+        Err(self.unsupported(call))
     }
 }

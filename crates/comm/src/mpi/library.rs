@@ -337,14 +337,8 @@ impl Mpi {
 
     /// A message as a call, if the peer exists and the group is whole.
     fn message(&self, kind: Kind, dtype: Dtype, len: usize) -> Result<Call, Error> {
-        let call = Call {
-            sequence: self.messages.fetch_add(1, Ordering::Relaxed) + 1,
-            kind,
-            dtype,
-            length: len as u64,
-            digest: 0,
-            site: crate::Site::NONE,
-        };
+        let sequence = self.messages.fetch_add(1, Ordering::Relaxed) + 1;
+        let call = Call::plain(sequence, kind, dtype, len);
         let call = call.with_peer(self.rank, self.size);
         let call = call.map_err(|error| self.fail(error))?;
         self.cause.get().map_or(Ok(call), |cause| Err(*cause))

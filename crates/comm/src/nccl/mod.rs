@@ -469,14 +469,8 @@ impl Nccl {
     }
 
     fn no_messages(&self, kind: Kind, dtype: Dtype, len: usize) -> Error {
-        self.unsupported(Call {
-            sequence: self.calls.load(Ordering::Relaxed),
-            kind,
-            dtype,
-            length: len as u64,
-            digest: 0,
-            site: crate::Site::NONE,
-        })
+        let sequence = self.calls.load(Ordering::Relaxed);
+        self.unsupported(Call::plain(sequence, kind, dtype, len))
     }
 }
 

@@ -52,6 +52,16 @@ pub(super) struct Body {
     pub(super) key: u32,
 }
 
+impl Body {
+    pub(super) fn piece(&self) -> Sge {
+        Sge {
+            addr: self.start as u64,
+            length: u32::try_from(self.bytes).expect("less than a slot"),
+            lkey: self.key,
+        }
+    }
+}
+
 // SAFETY: only its address is used here, by a device; the caller keeps the memory as it is.
 unsafe impl Send for Body {}
 
@@ -62,9 +72,15 @@ pub(super) struct Cable {
     key: u32,
     slot_bytes: usize,
     posted: [Posted; REQUESTS],
+    /// Sends whose message may have to be sent again.
+    owned: [bool; REQUESTS],
     next_state: usize,
     /// A valid message has come over it.
     pub(super) heard: bool,
+    /// It carries nothing any more.
+    pub(super) dead: bool,
+    /// Messages in a row that were lost on it.
+    pub(super) lost: u32,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -86,20 +102,22 @@ impl Cable {
         2 * REQUESTS * slot_bytes
     }
 
-    /// The cable whose slots are part `part` of `slab`, which outlives it.
-    pub(super) fn new(slab: &Slab, part: usize, slot_bytes: usize) -> Result<Self, RdmaError> {
+    /// The cable whose slots begin `at` bytes into `slab`, which outlives it.
+    pub(super) fn new(slab: &Slab, at: usize, slot_bytes: usize) -> Result<Self, RdmaError> {
         let requests = u32::try_from(REQUESTS).expect("a small number");
-        let pair = Pair::new(slab.adapter(), requests, GATHERS)?;
-        let at = part * Self::bytes(slot_bytes);
+        let pair = Pair::new(slab.adapter(), requests, [GATHERS, 1])?;
         let mut cable = Self {
             pair,
-            // SAFETY: the slab has this part.
+            // SAFETY: the slab has these bytes.
             start: unsafe { slab.start().add(at) },
             key: slab.key(),
             slot_bytes,
             posted: [Posted::No; REQUESTS],
+            owned: [false; REQUESTS],
             next_state: 0,
             heard: false,
+            dead: false,
+            lost: 0,
         };
         for slot in 0..REQUESTS {
             cable.post_receive(slot)?;
@@ -141,12 +159,15 @@ impl Cable {
         }
     }
 
-    /// Hands a receive slot to the device.
+    /// Hands a receive slot to the device, if that is of any use.
     pub(super) fn post_receive(&mut self, slot: usize) -> Result<(), RdmaError> {
+        if self.dead {
+            return Ok(());
+        }
         let piece = self.piece(slot, self.slot_bytes);
         // SAFETY: the slot is registered, and nobody reads it before the request completes: it
         // was never used, or its message has been read.
-        unsafe { self.pair.receive(RECEIVE | slot as u64, piece) }
+        unsafe { self.pair.receive(RECEIVE | slot as u64, &mut [piece]) }
     }
 
     /// Bytes `from..to` of what is in a receive slot.
@@ -160,16 +181,47 @@ impl Cable {
         }
     }
 
-    /// The send slot of message `number` of a lane on this cable.
-    pub(super) fn send_slot(lane: usize, number: u64) -> usize {
-        let place = number % WINDOW[lane] as u64;
-        SENDS_AT[lane] + usize::try_from(place).expect("windows are small")
+    /// A send slot for a message of a lane: the first, so that few are in use and in the cache.
+    pub(super) fn free_slot(&self, lane: usize) -> Option<usize> {
+        let mut slots = SENDS_AT[lane]..SENDS_AT[lane] + WINDOW[lane];
+        let free = |slot: &usize| !self.owned[*slot] && self.is_free(*slot);
+        slots.find(free).filter(|_| !self.dead)
+    }
+
+    /// Keeps a slot for a message until it is known to have arrived.
+    pub(super) fn own(&mut self, slot: usize, owned: bool) {
+        self.owned[slot] = owned;
+    }
+
+    /// What is in a send slot behind its head, up to byte `end`.
+    pub(super) fn payload(&self, slot: usize, end: usize) -> Vec<u8> {
+        assert!(slot < REQUESTS && (HEAD_BYTES..=self.slot_bytes).contains(&end));
+        let mut bytes = vec![0; end - HEAD_BYTES];
+        // SAFETY: within the slot, as asserted; a device only reads it.
+        unsafe {
+            let first = self
+                .start
+                .add((REQUESTS + slot) * self.slot_bytes + HEAD_BYTES);
+            first.copy_to_nonoverlapping(bytes.as_mut_ptr(), bytes.len());
+        }
+        bytes
+    }
+
+    /// All sends are over, as far as can be known; how many were in place.
+    pub(super) fn forget(&mut self) -> usize {
+        let in_place = self
+            .posted
+            .iter()
+            .filter(|posted| **posted == Posted::InPlace)
+            .count();
+        self.posted = [Posted::No; REQUESTS];
+        in_place
     }
 
     /// A send slot for a state, if one is free.
     pub(super) fn state_slot(&mut self) -> Option<usize> {
         let slot = SENDS_AT[2] + self.next_state;
-        let free = self.posted[slot] == Posted::No;
+        let free = self.posted[slot] == Posted::No && !self.dead;
         free.then(|| {
             self.next_state = (self.next_state + 1) % STATES;
             slot
@@ -207,11 +259,7 @@ impl Cable {
         body: Option<Body>,
     ) -> Result<(), RdmaError> {
         let head = self.piece(REQUESTS + slot, bytes);
-        let second = body.map_or(head, |body| Sge {
-            addr: body.start as u64,
-            length: u32::try_from(body.bytes).expect("less than a slot"),
-            lkey: body.key,
-        });
+        let second = body.map_or(head, |body| body.piece());
         let mut pieces = [head, second];
         let count = 1 + usize::from(body.is_some());
         // SAFETY: the slot is registered and not written while it is posted; the body is the

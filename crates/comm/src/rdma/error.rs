@@ -138,6 +138,22 @@ pub enum RdmaError {
         /// Since when.
         millis: u128,
     },
+    /// One of several cables loses whatever is sent over it.
+    #[error("cable {cable} to {peer} loses whatever is sent over it")]
+    Silent {
+        /// The other end.
+        peer: Rank,
+        /// Which of the cables to it.
+        cable: usize,
+    },
+    /// One of several cables carries nothing any more, says the other end.
+    #[error("cable {cable} to {peer} was given up at the other end")]
+    GivenUp {
+        /// The other end.
+        peer: Rank,
+        /// Which of the cables to it.
+        cable: usize,
+    },
     /// Nothing comes over a cable: it leads elsewhere, or nowhere.
     #[error(
         "nothing from {peer} reaches {rank} over cable {cable} (device {device}): \

@@ -19,12 +19,14 @@ use std::time::Duration;
 use paceline_base::Rank;
 
 use super::abi::Gid;
+use super::bulk::Bulk;
 use super::cable::Cable;
 use super::error::RdmaError;
 use super::link::{CABLES_MAX, Link};
 use super::matrix::{Matrix, MatrixError};
 use super::memory::Registry;
 use super::slab::Slab;
+use super::track::Track;
 use super::verbs::{Adapter, Destination};
 use super::{Cabling, links::Links};
 use crate::tcp::{JoinError, Kept, random};
@@ -33,7 +35,10 @@ use crate::{Deadline, deadline, local};
 
 /// Bytes of a destination: lid, number of the pair, number of the first packet (4 each), padding,
 /// GID. What JACCL sends, a struct of C on a little-endian machine.
-const DESTINATION_BYTES: usize = 32;
+pub(super) const DESTINATION_BYTES: usize = 32;
+
+/// Destinations for each peer: of cables, then of their tracks.
+const DESTINATIONS: usize = 2 * CABLES_MAX;
 
 /// Bytes of facts before the addresses: whether this rank can go on, check word, random number.
 const FACT_BYTES: usize = 24;
@@ -83,11 +88,11 @@ impl Joining<'_> {
 
         let made = self.make(&adapters, &facts);
         let all = gather(&self.destinations(made.as_ref().ok()))?;
-        let bytes = 8 + self.size() * CABLES_MAX * DESTINATION_BYTES;
+        let bytes = self.destination_bytes();
         self.verdicts(&all, bytes, made.as_ref().map(|_| ()))?;
         let mut wired = made?;
 
-        let connected = self.connect(&wired, &all);
+        let connected = self.connect(&mut wired, &all);
         let word = u64::from(connected.is_ok()).to_le_bytes();
         let all = gather(&word)?;
         self.verdicts(&all, word.len(), connected.as_ref().copied())?;
@@ -198,52 +203,83 @@ impl Joining<'_> {
                 .iter()
                 .flatten()
                 .filter(|name| **name == adapter.name());
-            let slab = Slab::new(adapter, own.count(), Cable::bytes(slot_bytes))?;
-            wired.slabs.push(slab);
+            let own = own.count();
+            wired.slabs.push(Slab::new(
+                adapter,
+                own,
+                Cable::bytes(slot_bytes) + Track::BYTES,
+            )?);
         }
         let mut parts = vec![0; adapters.len()];
+        let mut places = Vec::new();
         for (peer, names) in cables
             .iter()
             .enumerate()
             .filter(|(_, names)| !names.is_empty())
         {
-            let mut made = Vec::new();
+            let (mut made, mut tracks) = (Vec::new(), Vec::new());
             for name in names {
                 let find = adapters.iter().position(|adapter| adapter.name() == *name);
                 let index = find.expect("all devices of the rank are open");
-                made.push(Cable::new(&wired.slabs[index], parts[index], slot_bytes)?);
-                parts[index] += 1;
+                let (slab, at) = (&wired.slabs[index], parts[index]);
+                made.push(Cable::new(slab, at, slot_bytes)?);
+                tracks.push((index, at + Cable::bytes(slot_bytes)));
+                parts[index] = at + Cable::bytes(slot_bytes) + Track::BYTES;
             }
+            places.push((peer, made, tracks));
+        }
+        // When all cables have their pairs, those that are left over go to tracks.
+        for (peer, made, tracks) in places {
+            let track = |(index, at): (usize, usize)| self.track(&wired.slabs[index], at);
+            let tracks: Option<Vec<Track>> = tracks.into_iter().map(track).collect();
+            let bulk = Bulk::new(tracks.unwrap_or_default());
             let (low, high) = (self.rank.min(peer), self.rank.max(peer));
             let session = facts.word(low, 2) ^ facts.word(high, 2).rotate_left(32);
             let registry = Arc::clone(&wired.registry);
             let number = u32::try_from(peer).map_or(Rank(u32::MAX), Rank);
-            wired.links[peer] = Some(Link::new(number, session, slot_bytes, made, registry));
+            wired.links[peer] = Some(Link::new(number, session, slot_bytes, made, bulk, registry));
         }
         Ok(wired)
+    }
+
+    /// A track, if its device has pairs to spare: half of them stay for groups made of this
+    /// one.
+    fn track(&self, slab: &Slab, at: usize) -> Option<Track> {
+        let adapter = slab.adapter();
+        let spare = adapter.pairs_made() < adapter.pairs_most() / 2;
+        spare.then(|| Track::new(slab, at).ok()).flatten()
+    }
+
+    /// Bytes of what a rank says of its destinations.
+    fn destination_bytes(&self) -> usize {
+        8 + self.size() * DESTINATIONS * DESTINATION_BYTES
     }
 
     fn destinations(&self, wired: Option<&Wired>) -> Vec<u8> {
         let mut bytes = u64::from(wired.is_some()).to_le_bytes().to_vec();
         for peer in 0..self.size() {
             let link = wired.and_then(|wired| wired.links[peer].as_ref());
-            for cable in 0..CABLES_MAX {
-                let cable = link.and_then(|link| link.cables().get(cable));
-                let entry = cable.map(|cable| encode(&cable.pair().destination()));
+            let cables = (0..CABLES_MAX).map(|index| Some(link?.cables().get(index)?.pair()));
+            let tracks = (0..CABLES_MAX).map(|index| Some(link?.tracks().get(index)?.pair()));
+            for pair in cables.chain(tracks) {
+                let entry = pair.map(|pair| encode(&pair.destination()));
                 bytes.extend(entry.unwrap_or([0; DESTINATION_BYTES]));
             }
         }
         bytes
     }
 
-    fn connect(&self, wired: &Wired, all: &[u8]) -> Result<(), RdmaError> {
-        let own = 8 + self.size() * CABLES_MAX * DESTINATION_BYTES;
-        for (peer, link) in wired.links.iter().enumerate() {
+    fn connect(&self, wired: &mut Wired, all: &[u8]) -> Result<(), RdmaError> {
+        let own = self.destination_bytes();
+        for (peer, link) in wired.links.iter_mut().enumerate() {
             let entries = &all[peer * own + 8..(peer + 1) * own];
             let (entries, _) = entries.as_chunks::<DESTINATION_BYTES>();
-            for (index, cable) in link.iter().flat_map(Link::cables).enumerate() {
-                cable.connect(&decode(&entries[self.rank * CABLES_MAX + index]))?;
+            let entries = &entries[self.rank * DESTINATIONS..][..DESTINATIONS];
+            let Some(link) = link else { continue };
+            for (cable, entry) in link.cables().iter().zip(entries) {
+                cable.connect(&decode(entry))?;
             }
+            link.connect_tracks(&entries[CABLES_MAX..])?;
         }
         Ok(())
     }
@@ -389,7 +425,7 @@ fn encode(destination: &Destination) -> [u8; DESTINATION_BYTES] {
     bytes
 }
 
-fn decode(bytes: &[u8; DESTINATION_BYTES]) -> Destination {
+pub(super) fn decode(bytes: &[u8; DESTINATION_BYTES]) -> Destination {
     let word = |at: usize| {
         let word = bytes[at..].first_chunk();
         word.map_or(0, |word| u32::from_le_bytes(*word))

@@ -1,13 +1,16 @@
 //! All cables between two ranks, as two lanes of ordered bytes.
 //!
 //! UC drops a message that is damaged, or meets no posted receive, and tells nobody. So messages
-//! of a lane are numbered; message n goes over cable n mod (cables), and whatever order they come
-//! in, they are handed on in the order of their numbers, each once. The receiver says in every
+//! of a lane are numbered; cables take turns, and whatever order messages come in, they are handed
+//! on in the order of their numbers, each once. The receiver says in every
 //! message of its own what it has (`received`) and what it has read (`consumed`, which is the
 //! sender's credit); if it has nothing to say it sends a *state*: at once when a message is missing
 //! or came twice or much has been read, else a little later. The sender repeats what a state says
 //! is missing, and the oldest message when nothing is heard for [`REPEAT_FIRST`], then twice as
 //! long, and so on.
+//!
+//! A cable that fails, or loses message after message, is given up at both ends, and what was under
+//! way on it goes over the others. Only with the last one the link breaks.
 //!
 //! This is a state machine without threads: whoever looks at a link moves it.
 
@@ -18,10 +21,13 @@ use std::time::{Duration, Instant};
 use paceline_base::Rank;
 
 use super::abi::{WC_SUCCESS, Wc};
+use super::bulk::{Bulk, NUMBER_BYTES, WORDS};
 use super::cable::{Body, Cable, Done, WINDOW};
 use super::error::RdmaError;
+use super::join::{DESTINATION_BYTES, decode};
 use super::memory::Registry;
 use super::message::{HEAD_BYTES, Head, Kind, STATE_BYTES};
+use super::track::Track;
 use crate::deadline;
 use crate::transport::{Closed, Lane};
 
@@ -31,14 +37,24 @@ pub const CABLES_MAX: usize = 4;
 
 /// How long the sender waits before it repeats: against some 10 us that an answer takes, and some
 /// ms that a rank without a core may be away.
-const REPEAT_FIRST: Duration = Duration::from_millis(3);
+pub(super) const REPEAT_FIRST: Duration = Duration::from_millis(3);
 
 /// And at most. A peer that computes looks every 100 ms (`tcp::control`).
-const REPEAT_LAST: Duration = Duration::from_millis(200);
+pub(super) const REPEAT_LAST: Duration = Duration::from_millis(200);
 
 /// A living peer that acknowledges nothing for so long has lost its cable: many times
 /// `REPEAT_LAST`, and what a person would wait.
-const GIVE_UP: Duration = Duration::from_secs(5);
+pub(super) const GIVE_UP: Duration = Duration::from_secs(5);
+
+/// A message that was sent so often and is missing goes over another cable.
+const MOVED_AFTER: u32 = 1;
+
+/// Messages in a row that are lost on a cable and arrive over another: then it is dead. A peer
+/// without a core may look like it for some messages; so many take 50 ms.
+const LOST_MOST: u32 = 16;
+
+/// In what a state says, the bits of cables that are dead.
+const DEAD_AT: u32 = 8;
 
 /// How long an acknowledgement may wait for a message to travel with.
 const STATE_AFTER: Duration = Duration::from_micros(200);
@@ -57,25 +73,30 @@ const LANES: [Lane; 2] = [Lane::Calls, Lane::Messages];
 
 /// The end of a link.
 pub(super) struct Link {
-    peer: Rank,
-    session: u64,
-    slot_bytes: usize,
-    cables: Vec<Cable>,
+    pub(super) peer: Rank,
+    pub(super) session: u64,
+    pub(super) slot_bytes: usize,
+    pub(super) cables: Vec<Cable>,
     outgoing: [Outgoing; 2],
     incoming: [Incoming; 2],
-    registry: Arc<Registry>,
+    pub(super) bulk: Bulk,
+    pub(super) registry: Arc<Registry>,
     polled: [Wc; POLLED],
     /// A state is due now.
-    urgent: bool,
+    pub(super) urgent: bool,
     /// Something came that is not the next: unless the rest follows at once, it is missing.
     suspect: bool,
     /// Something was received that no message has acknowledged yet, since then.
     owed: Option<Instant>,
     next_state: usize,
+    /// When a state was asked for last, for want of credit.
+    asked: Instant,
     /// Sends in place that the device may still read.
-    reading: usize,
+    pub(super) reading: usize,
     gone: bool,
     broken: Option<Arc<RdmaError>>,
+    /// Why the first of several cables is dead.
+    lost: Option<Arc<RdmaError>>,
 }
 
 /// What is sent on a lane.
@@ -96,7 +117,14 @@ struct Outgoing {
 }
 
 /// A message under way.
-struct Flight {
+pub(super) struct Flight {
+    kind: Kind,
+    /// The sender waits for its memory behind it.
+    asks: bool,
+    cable: usize,
+    slot: usize,
+    /// Over which cable it was sent first.
+    first_cable: usize,
     /// Bytes in the slot.
     bytes: usize,
     body: Option<Body>,
@@ -122,10 +150,31 @@ struct Incoming {
     told_received: u64,
 }
 
+/// A message that waits to be read.
 #[derive(Clone, Copy)]
-struct Held {
-    slot: usize,
-    bytes: usize,
+pub(super) struct Held {
+    kind: Kind,
+    pub(super) cable: usize,
+    pub(super) slot: usize,
+    pub(super) bytes: usize,
+}
+
+impl Flight {
+    pub(super) const fn new(kind: Kind, bytes: usize, body: Option<Body>, now: Instant) -> Self {
+        Self {
+            kind,
+            asks: false,
+            cable: 0,
+            slot: 0,
+            first_cable: 0,
+            bytes,
+            body,
+            first: now,
+            last: now,
+            tries: 0,
+            held: false,
+        }
+    }
 }
 
 impl Link {
@@ -134,6 +183,7 @@ impl Link {
         session: u64,
         slot_bytes: usize,
         cables: Vec<Cable>,
+        bulk: Bulk,
         registry: Arc<Registry>,
     ) -> Self {
         assert!((1..=CABLES_MAX).contains(&cables.len()));
@@ -144,15 +194,18 @@ impl Link {
             cables,
             outgoing: Default::default(),
             incoming: Default::default(),
+            bulk,
             registry,
             polled: [Wc::default(); POLLED],
             urgent: false,
             suspect: false,
             owed: None,
             next_state: 0,
+            asked: deadline::now(),
             reading: 0,
             gone: false,
             broken: None,
+            lost: None,
         }
     }
 
@@ -160,14 +213,40 @@ impl Link {
         &self.cables
     }
 
+    pub(super) fn tracks(&self) -> &[Track] {
+        &self.bulk.tracks
+    }
+
+    /// Connects the tracks, if the peer has some as well.
+    pub(super) fn connect_tracks(
+        &mut self,
+        entries: &[[u8; DESTINATION_BYTES]],
+    ) -> Result<(), RdmaError> {
+        let tracks = &mut self.bulk.tracks;
+        if entries
+            .iter()
+            .take(tracks.len())
+            .any(|entry| *entry == [0; DESTINATION_BYTES])
+        {
+            tracks.clear();
+        }
+        let mut pairs = tracks.iter().zip(entries);
+        pairs.try_for_each(|(track, entry)| track.connect(&decode(entry)))
+    }
+
     /// Why it carries nothing any more.
     pub(super) fn broken(&self) -> Option<&Arc<RdmaError>> {
         self.broken.as_ref()
     }
 
-    /// As [`broken`](Self::broken), for a link that is thrown away.
+    /// Why a cable carries nothing any more, although others do.
+    pub(super) fn lost(&self) -> Option<&Arc<RdmaError>> {
+        self.lost.as_ref()
+    }
+
+    /// Why it, or one of its cables, is broken; for a link that is thrown away.
     pub(super) fn take_broken(&mut self) -> Option<RdmaError> {
-        Arc::into_inner(self.broken.take()?)
+        Arc::into_inner(self.broken.take().or(self.lost.take())?)
     }
 
     /// The other process has ended: nothing more will come, and nothing has to be repeated.
@@ -178,22 +257,82 @@ impl Link {
             outgoing.in_place = 0;
             outgoing.received = outgoing.next;
         }
+        self.bulk.out = None;
     }
 
     /// Messages of a lane that may be under way.
     fn window(&self, lane: usize) -> u64 {
-        (WINDOW[lane] * self.cables.len()) as u64
+        (WINDOW[lane] * self.live()) as u64
     }
 
-    fn cable_of(&self, sequence: u64) -> usize {
-        small(sequence % self.cables.len() as u64)
+    /// Cables that carry something.
+    pub(super) fn live(&self) -> usize {
+        self.cables.iter().filter(|cable| !cable.dead).count()
     }
 
-    fn slot_of(&self, lane: usize, sequence: u64) -> usize {
-        Cable::send_slot(lane, sequence / self.cables.len() as u64)
+    /// A cable and a slot for a message, on the cables from `first` on.
+    fn place(&self, lane: usize, first: usize) -> Option<(usize, usize)> {
+        let all = self.cables.len();
+        let mut cables = (first..first + all).map(|cable| cable % all);
+        cables.find_map(|cable| Some((cable, self.cables[cable].free_slot(lane)?)))
     }
 
-    fn result(&mut self, result: Result<(), RdmaError>) {
+    /// Goes on without a cable, if there is another: what was under way there goes elsewhere.
+    fn lose(&mut self, cable: usize, error: RdmaError) -> Result<(), RdmaError> {
+        if self.cables[cable].dead {
+            self.reading -= self.cables[cable].forget();
+            return Ok(());
+        }
+        if self.live() == 1 {
+            return Err(error);
+        }
+        let _ = self.cables[cable].pair().fail();
+        self.cables[cable].dead = true;
+        self.lost.get_or_insert(Arc::new(error));
+        self.urgent = true;
+        self.abandon();
+        let now = deadline::now();
+        for lane in 0..LANES.len() {
+            for index in 0..self.outgoing[lane].flights.len() {
+                let flight = &self.outgoing[lane].flights[index];
+                if flight.cable == cable && !flight.held {
+                    self.transmit(lane, self.outgoing[lane].received + index as u64, now)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Gives up cables that lose message after message.
+    fn judge(&mut self) -> Result<(), RdmaError> {
+        let peer = self.peer;
+        for cable in 0..self.cables.len() {
+            let suspect = &self.cables[cable];
+            if !suspect.dead && suspect.lost >= LOST_MOST && self.live() > 1 {
+                self.lose(cable, RdmaError::Silent { peer, cable })?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Cables that are lost, a bit each.
+    fn dead(&self) -> u64 {
+        let bit = |(index, cable): (usize, &Cable)| u64::from(cable.dead) << index;
+        self.cables.iter().enumerate().map(bit).sum()
+    }
+
+    /// Gives up the cables that the peer has given up.
+    fn lose_all(&mut self, dead: u64) -> Result<(), RdmaError> {
+        let peer = self.peer;
+        for cable in 0..self.cables.len() {
+            if dead & (1 << cable) != 0 && !self.cables[cable].dead {
+                self.lose(cable, RdmaError::GivenUp { peer, cable })?;
+            }
+        }
+        Ok(())
+    }
+
+    pub(super) fn result(&mut self, result: Result<(), RdmaError>) {
         if let Err(error) = result {
             self.break_with(error);
         }
@@ -221,17 +360,26 @@ impl Link {
     /// Takes in what has come, repeats what was lost, says what is owed.
     pub(super) fn look(&mut self) {
         if self.broken.is_none() {
-            let moved = self.poll().and_then(|moved| self.tend(moved));
+            let moved = self.poll().and_then(|moved| {
+                self.pump()?;
+                self.tend(moved)
+            });
             self.result(moved);
         }
     }
 
     /// True if something came.
     fn poll(&mut self) -> Result<bool, RdmaError> {
-        let mut moved = false;
+        let mut moved = self.poll_tracks()?;
         for cable in 0..self.cables.len() {
             loop {
-                let count = self.cables[cable].poll(&mut self.polled)?;
+                let count = match self.cables[cable].poll(&mut self.polled) {
+                    Ok(count) => count,
+                    Err(error) => {
+                        self.lose(cable, error)?;
+                        break;
+                    }
+                };
                 for index in 0..count {
                     let wc = self.polled[index];
                     self.completed(cable, &wc)?;
@@ -248,18 +396,21 @@ impl Link {
     fn completed(&mut self, cable: usize, wc: &Wc) -> Result<(), RdmaError> {
         let peer = self.peer;
         if wc.status != WC_SUCCESS {
-            let what = if wc.wr_id >> 16 == 1 {
-                "send"
-            } else {
-                "receive"
-            };
-            return Err(RdmaError::Completion {
+            let is_send = wc.wr_id >> 16 == 1;
+            if is_send && let Done::Sent { in_place } = self.cables[cable].completed(wc) {
+                self.reading -= usize::from(in_place);
+            }
+            let error = RdmaError::Completion {
                 peer,
                 cable,
-                what,
+                what: if is_send { "send" } else { "receive" },
                 status: wc.status,
                 vendor: wc.vendor_err,
-            });
+            };
+            return match self.cables[cable].dead {
+                true => Ok(()),
+                false => self.lose(cable, error),
+            };
         }
         match self.cables[cable].completed(wc) {
             Done::Sent { in_place } => {
@@ -300,15 +451,22 @@ impl Link {
         }
         let states = message[HEAD_BYTES..].first_chunk::<STATE_BYTES>().copied();
         for lane in LANES {
-            if !self.outgoing[lane as usize].acknowledged(lane, &head) {
+            if !self.outgoing[lane as usize].acknowledged(lane, &head, &mut self.cables) {
                 return Err(garbled(lane));
             }
         }
         self.cables[cable].heard = true;
+        self.judge()?;
+        self.bulk_done(head.done);
+        self.urgent |= head.asks;
         match (head.kind, states) {
             (Kind::Data(lane), _) => self.data(lane, cable, slot, &head),
-            (Kind::State, Some(states)) => self.states(&head, &states).map(|()| false),
-            (Kind::State | Kind::Hello, _) => Ok(false),
+            (Kind::Offer | Kind::Patch, _) => self.data(Lane::Calls, cable, slot, &head),
+            (Kind::State | Kind::Ask, Some(states)) => {
+                self.urgent |= head.kind == Kind::Ask;
+                self.states(&head, &states).map(|()| false)
+            }
+            _ => Ok(false),
         }
     }
 
@@ -321,9 +479,14 @@ impl Link {
         head: &Head,
     ) -> Result<bool, RdmaError> {
         let fits = head.sequence
-            < self.incoming[lane as usize].consumed + self.window(lane as usize)
-            && self.cable_of(head.sequence) == cable
-            && head.bytes > 0;
+            < self.incoming[lane as usize].consumed
+                + (WINDOW[lane as usize] * self.cables.len()) as u64
+            && head.bytes as usize
+                > if matches!(head.kind, Kind::Data(_)) {
+                    0
+                } else {
+                    NUMBER_BYTES - 1
+                };
         let incoming = &mut self.incoming[lane as usize];
         if !fits {
             return Err(RdmaError::Garbled {
@@ -334,6 +497,8 @@ impl Link {
             });
         }
         let held = Held {
+            kind: head.kind,
+            cable,
             slot,
             bytes: head.bytes as usize,
         };
@@ -350,7 +515,13 @@ impl Link {
     /// Repeats what the peer has not got, although it has got what was sent later.
     fn states(&mut self, head: &Head, bytes: &[u8; STATE_BYTES]) -> Result<(), RdmaError> {
         let (words, _) = bytes.as_chunks::<8>();
-        for (lane, word) in words.iter().enumerate() {
+        let mut of_bulk = [0; WORDS];
+        for (slot, word) in of_bulk.iter_mut().zip(&words[LANES.len()..]) {
+            *slot = u64::from_le_bytes(*word);
+        }
+        self.bulk_states(of_bulk);
+        self.lose_all(of_bulk[0] >> DEAD_AT)?;
+        for (lane, word) in words[..LANES.len()].iter().enumerate() {
             let there = u64::from_le_bytes(*word);
             let first = self.outgoing[lane].received;
             // A state that was overtaken by another one is out of date.
@@ -377,11 +548,14 @@ impl Link {
     fn tend(&mut self, moved: bool) -> Result<(), RdmaError> {
         let missing = std::mem::take(&mut self.suspect)
             && self.incoming.iter().any(|incoming| incoming.bits() != 0);
-        if self.urgent || missing || LANES.into_iter().any(|lane| self.owes_credit(lane)) {
+        let owes = LANES.into_iter().any(|lane| self.owes_credit(lane)) || self.bulk.owes();
+        if self.urgent || missing || owes {
             return self.tell();
         }
         let under_way = |outgoing: &Outgoing| !outgoing.flights.is_empty();
-        if moved || (self.owed.is_none() && !self.outgoing.iter().any(under_way)) {
+        let starves = self.starves();
+        let quiet = self.owed.is_none() && !self.outgoing.iter().any(under_way);
+        if moved || (quiet && !starves) {
             return Ok(());
         }
         let now = deadline::now();
@@ -391,7 +565,22 @@ impl Link {
         {
             self.tell()?;
         }
+        // Credit that was given and lost is not given again by itself.
+        if starves && now.saturating_duration_since(self.asked) > REPEAT_FIRST {
+            self.asked = now;
+            self.ask()?;
+        }
         (0..LANES.len()).try_for_each(|lane| self.repeat(lane, now))
+    }
+
+    /// Whether somebody wants to send and has no credit.
+    fn starves(&self) -> bool {
+        let starves = |lane: Lane| {
+            let outgoing = &self.outgoing[lane as usize];
+            let wants = outgoing.starved || (lane == Lane::Calls && self.bulk.copies());
+            wants && outgoing.next - outgoing.consumed >= self.window(lane as usize)
+        };
+        LANES.into_iter().any(starves)
     }
 
     /// Sends the oldest message again if nothing was heard of it for long.
@@ -431,15 +620,26 @@ impl Link {
             received: [a.received, b.received],
             consumed: [a.consumed, b.consumed],
             bytes: u32::try_from(bytes).expect("less than a slot"),
+            asks: false,
+            done: self.bulk.done,
         }
+    }
+
+    /// Asks for a state.
+    pub(super) fn ask(&mut self) -> Result<(), RdmaError> {
+        self.say(Kind::Ask)
     }
 
     /// Sends a state over the next cable that has room for one.
     fn tell(&mut self) -> Result<(), RdmaError> {
+        self.say(Kind::State)
+    }
+
+    fn say(&mut self, kind: Kind) -> Result<(), RdmaError> {
         for _ in 0..self.cables.len() {
             let cable = self.next_state;
             self.next_state = (cable + 1) % self.cables.len();
-            if self.send_state(cable, Kind::State)? {
+            if !self.cables[cable].dead && self.send_state(cable, kind)? {
                 self.urgent = false;
                 break;
             }
@@ -453,45 +653,89 @@ impl Link {
             return Ok(false);
         };
         let head = self.head(kind, 0, STATE_BYTES).encode();
-        let [a, b] = self.incoming.each_ref().map(Incoming::bits);
+        let bits = self.incoming.each_ref().map(Incoming::bits);
+        let mut of_bulk = self.bulk.words();
+        of_bulk[0] |= self.dead() << DEAD_AT;
+        let words = bits.into_iter().chain(of_bulk);
+        let words: Vec<u8> = words.flat_map(u64::to_le_bytes).collect();
         let cable = &mut self.cables[cable];
-        cable.fill(slot, 0, &[&head, &a.to_le_bytes(), &b.to_le_bytes()]);
+        cable.fill(slot, 0, &[&head, &words]);
         // SAFETY: nothing is sent in place.
         unsafe { cable.send(slot, HEAD_BYTES + STATE_BYTES, None) }?;
         Ok(true)
     }
 
-    /// Sends message `sequence`, which is under way, unless the device still sends it.
+    /// Sends message `sequence`, which is under way, unless the device still sends it. What was
+    /// lost twice, or on a cable that is dead, goes over another.
     fn transmit(&mut self, lane: usize, sequence: u64, now: Instant) -> Result<(), RdmaError> {
-        let (cable, slot) = (self.cable_of(sequence), self.slot_of(lane, sequence));
-        if !self.cables[cable].is_free(slot) {
+        let index = small(sequence - self.outgoing[lane].received);
+        let flight = &self.outgoing[lane].flights[index];
+        let (from, tries) = (flight.cable, flight.tries);
+        if self.cables[from].dead || (tries >= MOVED_AFTER && self.live() > 1) {
+            self.shift(lane, index);
+        }
+        let flight = &mut self.outgoing[lane].flights[index];
+        let (cable, slot) = (flight.cable, flight.slot);
+        if self.cables[cable].dead || !self.cables[cable].is_free(slot) {
             return Ok(());
         }
-        let index = small(sequence - self.outgoing[lane].received);
-        let flight = &mut self.outgoing[lane].flights[index];
         (flight.last, flight.tries) = (now, flight.tries + 1);
-        let (bytes, body) = (flight.bytes, flight.body);
+        let (bytes, body, kind, asks) = (flight.bytes, flight.body, flight.kind, flight.asks);
         let payload = bytes - HEAD_BYTES + body.map_or(0, |body| body.bytes);
-        let head = self.head(Kind::Data(LANES[lane]), sequence, payload);
-        let cable = &mut self.cables[cable];
-        cable.fill(slot, 0, &[&head.encode()]);
+        let head = Head {
+            asks,
+            ..self.head(kind, sequence, payload)
+        };
+        self.cables[cable].fill(slot, 0, &[&head.encode()]);
         // SAFETY: who writes to a link keeps the body as it is while the link `holds` it.
-        unsafe { cable.send(slot, bytes, body) }?;
-        self.reading += usize::from(body.is_some());
-        Ok(())
+        match unsafe { self.cables[cable].send(slot, bytes, body) } {
+            Ok(()) => {
+                self.reading += usize::from(body.is_some());
+                Ok(())
+            }
+            Err(error) => self.lose(cable, error),
+        }
     }
 
-    /// Whether a new message of this lane may be sent.
+    /// Puts a message into a slot of another cable, if one is free. It is copied there.
+    fn shift(&mut self, lane: usize, index: usize) {
+        let flight = &self.outgoing[lane].flights[index];
+        let (from, old, end, body) = (flight.cable, flight.slot, flight.bytes, flight.body);
+        let room = self
+            .place(lane, from + 1)
+            .filter(|(cable, _)| *cable != from);
+        let Some((cable, slot)) = room else { return };
+        let mut payload = self.cables[from].payload(old, end);
+        if let Some(body) = body {
+            // SAFETY: who writes to a link keeps the body as it is while the link `holds` it.
+            payload.extend(unsafe { std::slice::from_raw_parts(body.start, body.bytes) });
+            self.outgoing[lane].in_place -= 1;
+        }
+        self.cables[from].own(old, false);
+        self.cables[cable].own(slot, true);
+        self.cables[cable].fill(slot, HEAD_BYTES, &[&payload]);
+        let flight = &mut self.outgoing[lane].flights[index];
+        (flight.cable, flight.slot) = (cable, slot);
+        (flight.bytes, flight.body) = (HEAD_BYTES + payload.len(), None);
+    }
+
+    /// Whether a new message of this lane may be sent: none overtakes a body that was offered.
     pub(super) fn has_room(&self, lane: Lane) -> bool {
+        let behind = lane == Lane::Calls && self.bulk.out.is_some();
+        !behind && self.has_slot(lane)
+    }
+
+    /// Whether there is a place for a message of this lane.
+    pub(super) fn has_slot(&self, lane: Lane) -> bool {
         let outgoing = &self.outgoing[lane as usize];
-        let slot = self.slot_of(lane as usize, outgoing.next);
         outgoing.next - outgoing.consumed < self.window(lane as usize)
-            && self.cables[self.cable_of(outgoing.next)].is_free(slot)
+            && self.place(lane as usize, 0).is_some()
     }
 
     /// Whether bytes wait to be read.
     pub(super) fn has_bytes(&self, lane: Lane) -> bool {
         matches!(self.incoming[lane as usize].held.front(), Some(Some(_)))
+            || (lane == Lane::Calls && self.bulk.has_news())
     }
 
     /// Whether nothing more will come, or go.
@@ -510,7 +754,13 @@ impl Link {
 
     /// Whether memory that was sent in place must stay as it is.
     pub(super) fn holds(&self, lane: Lane) -> bool {
-        lane == Lane::Calls && (self.reading > 0 || self.outgoing[0].in_place > 0)
+        let of_calls = self.reading > 0 || self.outgoing[0].in_place > 0;
+        lane == Lane::Calls && (of_calls || self.bulk.out.is_some())
+    }
+
+    /// Whether a device may read or write memory of callers.
+    pub(super) fn uses_memory(&self, lane: Lane) -> bool {
+        self.holds(lane) || (lane == Lane::Calls && self.bulk.into.is_some())
     }
 
     /// Whether everything that was sent has been received.
@@ -531,10 +781,11 @@ impl Link {
     /// a moment to be done with it, then the link is broken.
     pub(super) fn let_go(&mut self) {
         let until = deadline::now() + Duration::from_millis(100);
+        let let_go = self.let_tracks_go(until);
         while self.reading > 0 && self.broken.is_none() && deadline::now() < until {
             self.look();
         }
-        if self.reading > 0 {
+        if self.reading > 0 || !let_go {
             let (peer, what) = (self.peer, "send");
             self.break_with(RdmaError::Completion {
                 peer,
@@ -544,15 +795,11 @@ impl Link {
                 vendor: 0,
             });
         }
-        let first = self.outgoing[0].received;
-        for index in 0..self.outgoing[0].flights.len() {
-            let sequence = first + index as u64;
-            let (cable, slot) = (self.cable_of(sequence), self.slot_of(0, sequence));
-            let flight = &mut self.outgoing[0].flights[index];
+        for flight in &mut self.outgoing[0].flights {
             if let Some(body) = flight.body.take() {
                 // SAFETY: the caller has not had it back yet.
                 let bytes = unsafe { std::slice::from_raw_parts(body.start, body.bytes) };
-                self.cables[cable].fill(slot, flight.bytes, &[bytes]);
+                self.cables[flight.cable].fill(flight.slot, flight.bytes, &[bytes]);
                 flight.bytes += body.bytes;
             }
         }
@@ -577,7 +824,7 @@ impl Link {
                 head.len().min(room),
                 body.len().min(room - head.len().min(room)),
             );
-            self.launch(lane, &head[..first], &body[..second]);
+            self.put(lane, &head[..first], &body[..second], second == body.len());
             (head, body) = (&head[first..], &body[second..]);
         }
         let left = head.len() + body.len();
@@ -590,33 +837,78 @@ impl Link {
         }
     }
 
-    /// Sends a new message.
-    fn launch(&mut self, lane: Lane, head: &[u8], body: &[u8]) {
-        let (index, now) = (lane as usize, deadline::now());
-        let sequence = self.outgoing[index].next;
-        let (cable, slot) = (self.cable_of(sequence), self.slot_of(index, sequence));
+    /// As [`write`](Self::write) for calls; the peer has a place for the body, which may then go
+    /// there without a copy.
+    pub(super) fn write_whole(&mut self, head: &[u8], body: &[u8]) -> Result<usize, Closed> {
+        if head.is_empty() && body.is_empty() {
+            // Its memory is what the caller waits for.
+            self.look();
+        }
+        let offered = match self.has_room(Lane::Calls) && !self.is_closed() {
+            true => self.offer(head, body),
+            false => 0,
+        };
+        match offered {
+            0 => self.write(Lane::Calls, head, body),
+            offered => {
+                self.outgoing[0].starved = offered < head.len() + body.len();
+                Ok(offered)
+            }
+        }
+    }
+
+    /// Sends a new message, the last of a body or not.
+    pub(super) fn put(&mut self, lane: Lane, head: &[u8], body: &[u8], last: bool) {
+        let now = deadline::now();
+        let Some((cable, slot)) = self.next_place(lane) else {
+            return;
+        };
         let key = (lane == Lane::Calls && body.len() >= IN_PLACE_BYTES)
             .then(|| self.registry.key(self.cables[cable].pair().adapter(), body))
             .flatten();
         let copied = if key.is_some() { &[] } else { body };
-        self.cables[cable].fill(slot, HEAD_BYTES, &[head, copied]);
+        let body = key.map(|key| Body {
+            start: body.as_ptr(),
+            bytes: body.len(),
+            key,
+        });
+        let bytes = HEAD_BYTES + head.len() + copied.len();
+        let flight = Flight {
+            asks: last && (body.is_some() || self.outgoing[lane as usize].in_place > 0),
+            ..Flight::new(Kind::Data(lane), bytes, body, now)
+        };
+        let sent = self.fly(lane, (cable, slot), &[head, copied], flight);
+        self.result(sent);
+    }
+
+    /// Sends a new message, of which `parts` are copied.
+    pub(super) fn fly(
+        &mut self,
+        lane: Lane,
+        (cable, slot): (usize, usize),
+        parts: &[&[u8]],
+        flight: Flight,
+    ) -> Result<(), RdmaError> {
+        let (index, now) = (lane as usize, flight.first);
+        let sequence = self.outgoing[index].next;
+        self.cables[cable].fill(slot, HEAD_BYTES, parts);
+        self.cables[cable].own(slot, true);
         let outgoing = &mut self.outgoing[index];
         outgoing.next += 1;
-        outgoing.in_place += usize::from(key.is_some());
+        outgoing.in_place += usize::from(flight.body.is_some());
         outgoing.flights.push_back(Flight {
-            bytes: HEAD_BYTES + head.len() + copied.len(),
-            body: key.map(|key| Body {
-                start: body.as_ptr(),
-                bytes: body.len(),
-                key,
-            }),
-            first: now,
-            last: now,
-            tries: 0,
-            held: false,
+            cable,
+            slot,
+            first_cable: cable,
+            ..flight
         });
-        let sent = self.transmit(index, sequence, now);
-        self.result(sent);
+        self.transmit(index, sequence, now)
+    }
+
+    /// Where the next message of a lane goes: cables take turns.
+    pub(super) fn next_place(&self, lane: Lane) -> Option<(usize, usize)> {
+        let next = self.outgoing[lane as usize].next;
+        self.place(lane as usize, small(next % self.cables.len() as u64))
     }
 
     /// Reads what is there of a lane.
@@ -624,24 +916,15 @@ impl Link {
         // Also if bytes wait: what a peer sent before it told somebody else has to be seen.
         self.look();
         let mut count = 0;
-        while count < into.len()
-            && let Some(Some(held)) = self.incoming[lane as usize].held.front().copied()
-        {
-            let incoming = &mut self.incoming[lane as usize];
-            let cable = small(incoming.consumed % self.cables.len() as u64);
-            let part = (held.bytes - incoming.at).min(into.len() - count);
-            let from = HEAD_BYTES + incoming.at;
-            let bytes = self.cables[cable].received(held.slot, from, from + part);
-            into[count..count + part].copy_from_slice(bytes);
-            (count, incoming.at) = (count + part, incoming.at + part);
-            if incoming.at == held.bytes {
-                incoming.held.pop_front();
-                (incoming.consumed, incoming.at) = (incoming.consumed + 1, 0);
-                if self.broken.is_none() {
-                    let posted = self.cables[cable].post_receive(held.slot);
-                    self.result(posted);
-                }
+        while count < into.len() {
+            if lane == Lane::Calls && self.in_transfer() {
+                count += self.read_transfer(count, into);
+                break;
             }
+            let Some(Some(held)) = self.incoming[lane as usize].held.front().copied() else {
+                break;
+            };
+            count += self.read_held(lane, held, &mut into[count..]);
         }
         if count == 0 && self.is_closed() && !into.is_empty() {
             return Err(Closed);
@@ -650,9 +933,67 @@ impl Link {
         Ok(count)
     }
 
+    /// Whether what comes next is no ordinary message.
+    fn in_transfer(&self) -> bool {
+        self.bulk.offer.is_some() || self.bulk.into.is_some()
+    }
+
+    /// Goes on with a transfer into `into`, if nothing of that has been `read`; how many bytes it
+    /// has brought.
+    fn read_transfer(&mut self, read: usize, into: &mut [u8]) -> usize {
+        if let Some(bytes) = self
+            .bulk
+            .offer
+            .filter(|_| read == 0 && self.broken.is_none())
+        {
+            self.answer(bytes, into);
+        }
+        while self.bulk.into.is_some()
+            && let Some(Some(held)) = self.incoming[0].held.front().copied()
+        {
+            self.patch(held);
+            self.release(Lane::Calls, held);
+        }
+        self.finish().unwrap_or(0)
+    }
+
+    /// Reads of the first message of a lane.
+    fn read_held(&mut self, lane: Lane, held: Held, into: &mut [u8]) -> usize {
+        let at = match (held.kind, self.incoming[lane as usize].at) {
+            (Kind::Offer, 0) => NUMBER_BYTES,
+            (_, at) => at,
+        };
+        let count = (held.bytes - at).min(into.len());
+        let from = HEAD_BYTES + at;
+        let bytes = self.cables[held.cable].received(held.slot, from, from + count);
+        into[..count].copy_from_slice(bytes);
+        self.incoming[lane as usize].at = at + count;
+        if at + count == held.bytes {
+            if held.kind == Kind::Offer {
+                let number =
+                    self.cables[held.cable].received(held.slot, HEAD_BYTES, HEAD_BYTES + 8);
+                let bytes = number.first_chunk().map_or(0, |n| u64::from_le_bytes(*n));
+                self.bulk.offer = Some(usize::try_from(bytes).unwrap_or(usize::MAX));
+            }
+            self.release(lane, held);
+        }
+        count
+    }
+
+    /// The first message of a lane has been read: its memory is for another.
+    fn release(&mut self, lane: Lane, held: Held) {
+        let incoming = &mut self.incoming[lane as usize];
+        incoming.held.pop_front();
+        (incoming.consumed, incoming.at) = (incoming.consumed + 1, 0);
+        if self.broken.is_none() {
+            let posted = self.cables[held.cable].post_receive(held.slot);
+            self.result(posted);
+        }
+    }
+
     /// Gives credit back once much has been read.
     fn look_after_reading(&mut self, lane: Lane) {
-        if self.owes_credit(lane) && !self.is_closed() {
+        if (self.urgent || self.owes_credit(lane)) && !self.is_closed() {
             let told = self.tell();
             self.result(told);
         }
@@ -667,13 +1008,13 @@ impl Link {
 }
 
 /// A number that is below a window, or below the number of cables, as an index.
-fn small(number: u64) -> usize {
+pub(super) fn small(number: u64) -> usize {
     usize::try_from(number).expect("windows are small")
 }
 
 impl Outgoing {
     /// Takes note of what the peer has; false if it cannot have it.
-    fn acknowledged(&mut self, lane: Lane, head: &Head) -> bool {
+    fn acknowledged(&mut self, lane: Lane, head: &Head, cables: &mut [Cable]) -> bool {
         let (received, consumed) = (head.received[lane as usize], head.consumed[lane as usize]);
         if received > self.next || consumed > received {
             return false;
@@ -681,6 +1022,12 @@ impl Outgoing {
         while self.received < received {
             let flight = self.flights.pop_front().expect("all of received..next");
             self.in_place -= usize::from(flight.body.is_some());
+            cables[flight.cable].own(flight.slot, false);
+            // Whichever cable it came over in the end works; the one that lost it may not.
+            if flight.first_cable != flight.cable {
+                cables[flight.first_cable].lost += 1;
+            }
+            cables[flight.cable].lost = 0;
             self.received += 1;
         }
         self.consumed = self.consumed.max(consumed);

@@ -76,6 +76,12 @@ impl Links {
         self.link(peer)?.broken().cloned()
     }
 
+    /// Cables to `peer` that carry something; and why the first of those that do not is dead.
+    pub(super) fn cables(&self, peer: usize) -> (usize, Option<Arc<RdmaError>>) {
+        let link = self.link(peer);
+        link.map_or((0, None), |link| (link.live(), link.lost().cloned()))
+    }
+
     fn is_ready(&self, want: &Want) -> bool {
         self.link(want.peer).is_some_and(|link| {
             link.is_closed()
@@ -96,6 +102,13 @@ impl Transport for Links {
         match self.link(peer) {
             Some(mut link) => link.write(lane, head, body),
             None => self.sockets.write(lane, peer, head, body),
+        }
+    }
+
+    fn write_whole(&self, peer: usize, head: &[u8], body: &[u8]) -> Result<usize, Closed> {
+        match self.link(peer) {
+            Some(mut link) => link.write_whole(head, body),
+            None => self.sockets.write(Lane::Calls, peer, head, body),
         }
     }
 
@@ -154,7 +167,7 @@ impl Transport for Links {
     }
 
     fn let_go(&self, lane: Lane) {
-        let holding = self.each().filter(|link| link.holds(lane));
+        let holding = self.each().filter(|link| link.uses_memory(lane));
         holding.for_each(|mut link| link.let_go());
     }
 }

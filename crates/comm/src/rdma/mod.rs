@@ -14,7 +14,8 @@
 //! use paceline_comm::{Deadline, Group, Reduce, tcp};
 //!
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
-//! # let (rank, addrs, id, listener) = (Rank(0), vec![], tcp::GroupId::random(), todo());
+//! # let (rank, addrs) = (Rank(0), Vec::<std::net::SocketAddr>::new());
+//! # let (id, listener) = (tcp::GroupId::random(), todo());
 //! # fn todo() -> tcp::Listener { tcp::Listener::bind("127.0.0.1:0".parse().unwrap()).unwrap() }
 //! let deadline = Deadline::at(Instant::now() + Duration::from_secs(30));
 //! let matrix = Matrix::parse(r#"[[null, "rdma_en5"], ["rdma_en5", null]]"#)?;
@@ -28,6 +29,7 @@
 //!
 //! - `abi`, `verbs`: the library and its objects; `limits`: what Apple's devices can hold;
 //! - `message`, `cable`, `link`, `links`: from work requests to a transport;
+//! - `track`, `bulk`: large bodies, from memory of callers to memory of callers;
 //! - `slab`, `memory`: registered memory, of the group and of callers;
 //! - `matrix`, `settings`, `side`: JACCL's configuration;
 //! - `join`: how it all comes together;
@@ -38,6 +40,7 @@
 //! Nothing is encrypted.
 
 mod abi;
+mod bulk;
 mod cable;
 mod error;
 mod join;
@@ -55,6 +58,7 @@ mod slab;
 mod soft;
 #[cfg(test)]
 mod software;
+mod track;
 mod verbs;
 
 use std::collections::BTreeMap;
@@ -80,7 +84,7 @@ pub use self::verbs::{LIBRARY, Verbs};
 use crate::linked::Linked;
 use crate::plan::Route;
 use crate::split::{Member, members};
-use crate::tcp::{GroupId, JoinError, Keeping, Listener, Origin, gather, link};
+use crate::tcp::{Addrs, GroupId, JoinError, Keeping, Listener, Origin, gather, link};
 use crate::{Algorithm, Collective, Data, DataMut, Deadline, Error, Group, Traffic, Tuning, tcp};
 
 /// Longest message, unless [`Config`] says otherwise: long enough that heads and completions cost
@@ -145,6 +149,13 @@ impl Cabling {
         Self::with(verbs, matrix, Config::default())
     }
 
+    /// The same, for a group that meets as `tcp` says.
+    pub(crate) fn with_tcp(&self, tcp: tcp::Config) -> Self {
+        let mut own = self.clone();
+        own.config.tcp = tcp;
+        own
+    }
+
     /// Message lengths outside of their bounds are set to the nearer one.
     pub fn with(verbs: Verbs, matrix: Matrix, mut config: Config) -> Self {
         let bytes = config.message_bytes;
@@ -187,11 +198,11 @@ pub struct Rdma {
 ///
 /// # Errors
 /// Any [`RdmaError`]; if it is one rank's alone, the others get [`RdmaError::Elsewhere`].
-pub fn join(
+pub fn join<A: Clone + Into<Addrs>>(
     cabling: &Cabling,
     listener: Listener,
     rank: Rank,
-    addrs: &[SocketAddr],
+    addrs: &[A],
     id: GroupId,
     deadline: Deadline,
 ) -> Result<Rdma, RdmaError> {
@@ -312,6 +323,17 @@ impl Rdma {
         unsafe { Registration::new(&self.registry, &self.adapters, start, bytes) }
     }
 
+    /// How many cables to `peer` carry something, 0 where there are none; and why the first of
+    /// those that do not any more is dead, whose share the others have taken.
+    pub fn cables(&self, peer: Rank) -> (usize, Option<Arc<RdmaError>>) {
+        let known = peer.0 < self.size() && peer != self.rank();
+        let links = self.keeping.linked.transport();
+        match known {
+            true => links.cables(peer.0 as usize),
+            false => (0, None),
+        }
+    }
+
     /// Why the link to `peer` broke, if it did: calls say only that `peer` is lost.
     pub fn broken(&self, peer: Rank) -> Option<Arc<RdmaError>> {
         let known = peer.0 < self.size() && peer != self.rank();
@@ -402,3 +424,7 @@ impl Group for Rdma {
 
 #[cfg(test)]
 mod tests;
+#[cfg(test)]
+pub(crate) use self::soft::mix;
+#[cfg(test)]
+pub(crate) use self::tests::switched_cabling;

@@ -44,6 +44,12 @@ fn switched(size: u32, faults: Faults) -> Lab {
     Lab::new(fabric, &Matrix::switched(&names), Config::default())
 }
 
+/// As [`switched`], for threads that share what they are told.
+pub(crate) fn switched_cabling(size: u32) -> (Fabric, Cabling) {
+    let mut lab = switched(size, Faults::default());
+    (lab.fabric, lab.cablings.remove(0))
+}
+
 /// A device for each end of each cable, of which there are so many between two ranks.
 fn cabled(size: usize, cables: impl Fn(usize, usize) -> usize, faults: Faults) -> Lab {
     let (fabric, number) = (Fabric::new(faults, Caps::APPLE), soft::number());
@@ -217,6 +223,64 @@ fn registered_memory_is_sent_from_where_it_is() {
         group_ref.barrier(soon(10)).unwrap();
     });
     assert_eq!(lab.fabric.live(), 0, "something was not given back");
+}
+
+/// Parts that are gathered go from memory to memory, whatever is lost on the way; what is left
+/// over of whole chunks, and what is not registered, is copied.
+#[test]
+#[allow(clippy::cast_possible_truncation, reason = "small numbers")]
+fn registered_memory_is_received_where_it_is() {
+    use std::sync::atomic::Ordering;
+    let loss = |lose, delay| Faults {
+        seed: 7,
+        lose,
+        delay,
+        failure: None,
+    };
+    for (cables, faults) in [
+        (1, loss(0, 0)),
+        (3, loss(0, 0)),
+        (1, loss(50, 0)),
+        (2, loss(20, 200)),
+    ] {
+        let lab = cabled(2, |_, _| cables, faults);
+        let core = Arc::clone(&lab.fabric.core);
+        let chunks = |bytes: usize| (bytes / (MESSAGE_BYTES as usize / 2)) as u64;
+        // More than there are receives.
+        let lengths = [3 << 20, 200_001, 128 << 10];
+        on_each(&lab, move |group| {
+            let mut all = group.allocate(2 * lengths[0]).unwrap();
+            let mut plain = vec![0; 2 * lengths[0]];
+            for round in 0..3 {
+                for length in lengths {
+                    let value =
+                        |rank: u32, i: usize| (i * 7 % 251) as u8 ^ (rank * 31 + round) as u8;
+                    let own: Vec<u8> = (0..length).map(|i| value(group.rank().0, i)).collect();
+                    // In the last round only one has registered what it receives into.
+                    let bare = round == 2 && group.rank().0 == 0;
+                    let all = if bare { &mut plain[..] } else { &mut all[..] };
+                    let all = &mut all[..2 * length];
+                    all.fill(0);
+                    (&group as &dyn Group)
+                        .all_gather(&own, all, soon(30))
+                        .unwrap();
+                    for (rank, part) in (0..).zip(all.chunks(length)) {
+                        let wrong = part
+                            .iter()
+                            .enumerate()
+                            .position(|(i, got)| *got != value(rank, i));
+                        assert_eq!(wrong, None, "{length} bytes of {rank}, round {round}");
+                    }
+                }
+            }
+            (&group as &dyn Group).barrier(soon(30)).unwrap();
+        });
+        assert_eq!(lab.fabric.live(), 0, "something was not given back");
+        let direct = core.scattered.load(Ordering::Relaxed);
+        let all: u64 = lengths.into_iter().map(chunks).sum();
+        // In two of three rounds by both. A rank without a core may have to ask again for some.
+        assert!(direct > all, "{direct} chunks of {all}, {cables} cables");
+    }
 }
 
 #[test]

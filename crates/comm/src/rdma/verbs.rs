@@ -254,6 +254,16 @@ impl Adapter {
         &self.opened.table
     }
 
+    /// Queue pairs that there are now, of all groups.
+    pub(crate) fn pairs_made(&self) -> usize {
+        self.pairs.load(Ordering::Acquire)
+    }
+
+    /// And at most.
+    pub(crate) const fn pairs_most(&self) -> usize {
+        self.limits.queue_pairs.0
+    }
+
     /// Takes one of `limit` places.
     fn count(
         &self,
@@ -513,12 +523,12 @@ pub(crate) struct Pair {
 unsafe impl Send for Pair {}
 
 impl Pair {
-    /// A pair that may have `requests` sends and as many receives under way, sends of up to
-    /// `gathers` pieces. It can do nothing before [`connect`](Self::connect).
+    /// A pair that may have `requests` sends and as many receives under way, of up to so many
+    /// `pieces`. It can do nothing before [`connect`](Self::connect).
     pub(crate) fn new(
         adapter: &Arc<Adapter>,
         requests: u32,
-        gathers: u32,
+        [gathers, scatters]: [u32; 2],
     ) -> Result<Self, RdmaError> {
         let most = adapter.limits.work_requests.0;
         if requests > most {
@@ -541,7 +551,7 @@ impl Pair {
                 max_send_wr: requests,
                 max_recv_wr: requests,
                 max_send_sge: gathers,
-                max_recv_sge: 1,
+                max_recv_sge: scatters,
                 max_inline_data: 0,
             },
             qp_type: abi::QPT_UC,
@@ -670,16 +680,16 @@ impl Pair {
         self.posted(code, "ibv_post_send", id)
     }
 
-    /// Receives the next message into `piece`.
+    /// Receives the next message into `pieces`, one after the other.
     ///
     /// # Safety
     /// Until the request completes the memory stays registered and nobody else uses it.
-    pub(crate) unsafe fn receive(&self, id: u64, mut piece: Sge) -> Result<(), RdmaError> {
+    pub(crate) unsafe fn receive(&self, id: u64, pieces: &mut [Sge]) -> Result<(), RdmaError> {
         let mut request = abi::RecvWr {
             wr_id: id,
             next: ptr::null_mut(),
-            sg_list: &mut piece,
-            num_sge: 1,
+            sg_list: pieces.as_mut_ptr(),
+            num_sge: c_int::try_from(pieces.len()).unwrap_or(c_int::MAX),
         };
         let mut bad = ptr::null_mut();
         // SAFETY: as in `send`.

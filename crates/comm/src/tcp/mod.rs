@@ -142,7 +142,7 @@ impl Default for Config {
 /// equal share; the system's routes decide over which own interface. An address that does not
 /// answer while another does is left out after a second.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Addrs(Vec<SocketAddr>);
+pub struct Addrs(pub(crate) Vec<SocketAddr>);
 
 impl From<SocketAddr> for Addrs {
     fn from(addr: SocketAddr) -> Self {
@@ -199,6 +199,11 @@ impl Listener {
     /// All addresses where it listens.
     pub fn addrs(&self) -> &[SocketAddr] {
         &self.addrs
+    }
+
+    /// The sockets, for a wire of its own.
+    pub(crate) fn into_sockets(self) -> Vec<TcpListener> {
+        self.sockets
     }
 
     fn sockets(&self) -> &[TcpListener] {

@@ -203,28 +203,33 @@ fn two_ranks_in_both_places() {
     }
 }
 
-#[test]
-fn three_ranks_in_every_place() {
-    for (i, (ranks, connections)) in [("rpp", 1), ("prp", 2), ("ppr", 1), ("rpr", 2)]
-        .into_iter()
-        .enumerate()
-    {
+/// Rings of more ranks: all types, and the longest calls on one of them each. With
+/// `COMM_TEST_MLX=all` on all of them, and every ring with one connection and with two.
+fn rings(test: &str, rings: &[(&str, usize)]) {
+    let all = std::env::var("COMM_TEST_MLX").is_ok_and(|what| what == "all");
+    for (i, (ranks, connections)) in rings.iter().enumerate() {
+        let (long, connections) = match all {
+            true => (&TYPES[..], vec![1, 2]),
+            false => (&TYPES[i..=i], vec![*connections]),
+        };
         let mut steps = plan(&TYPES, &LENS);
-        steps.extend(plan(&TYPES[i..=i], &LONG[1..]));
-        mixed("mlx-ring of three ranks", ranks, connections, &steps);
+        steps.extend(plan(long, &LONG[1..]));
+        for connections in connections {
+            mixed(test, ranks, connections, &steps);
+        }
     }
 }
 
 #[test]
+fn three_ranks_in_every_place() {
+    let places = [("rpp", 1), ("prp", 2), ("ppr", 1), ("rpr", 2)];
+    rings("mlx-ring of three ranks", &places);
+}
+
+#[test]
 fn four_ranks_of_both_kinds() {
-    for (i, (ranks, connections)) in [("rprp", 1), ("pprr", 2), ("prpp", 1)]
-        .into_iter()
-        .enumerate()
-    {
-        let mut steps = plan(&TYPES, &LENS);
-        steps.extend(plan(&TYPES[i..=i], &LONG[1..]));
-        mixed("mlx-ring of four ranks", ranks, connections, &steps);
-    }
+    let places = [("rprp", 1), ("pprr", 2), ("prpp", 1)];
+    rings("mlx-ring of four ranks", &places);
 }
 
 #[test]

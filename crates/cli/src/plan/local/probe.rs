@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use anyhow::Context;
 use paceline_base::{KernelClass, Rank};
 use paceline_comm::tcp::{self, GroupId};
-use paceline_comm::{Backend, Deadline, Group, Strict, init};
+use paceline_comm::{Backend, Deadline, Group, Seat, Strict, Wires, init};
 use paceline_formats::tensor::Tensor;
 use paceline_model::{Config, Part, Role, Source};
 use paceline_tensor::{
@@ -393,7 +393,14 @@ pub(super) fn wire(width: usize, backend: Backend) -> anyhow::Result<Wire> {
         let until = Instant::now() + Duration::from_secs(10);
         let (config, until) = (tcp::Config::default(), Deadline::at(until));
         let (rank, strict) = (Rank(rank), Strict::Yes);
-        let group = init(backend, strict, listener, rank, &addrs, id, config, until)?;
+        let seat = Seat {
+            listener,
+            rank,
+            addrs: &addrs,
+            id,
+            config,
+        };
+        let group = init(backend, strict, seat, &Wires::default(), until)?;
         Ok([
             exchange(&*group, width, 200)?,
             exchange(&*group, 1 << 18, 5)?,

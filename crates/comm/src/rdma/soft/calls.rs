@@ -336,7 +336,7 @@ pub(crate) unsafe extern "C" fn create_qp(
         return null(EOPNOTSUPP);
     }
     let most = cap.max_send_wr.max(cap.max_recv_wr);
-    if most > caps.requests || cap.max_send_sge > caps.gathers || cap.max_recv_sge > 1 {
+    if most > caps.requests || cap.max_send_sge.max(cap.max_recv_sge) > caps.gathers {
         return null(EINVAL);
     }
     if device.pairs.load(Ordering::Acquire) >= caps.pairs {
@@ -489,12 +489,15 @@ unsafe extern "C" fn post_recv(
     // SAFETY: the rules of verbs.
     let list = unsafe { pieces(wr.sg_list, wr.num_sge) };
     let memory = match list {
-        [piece] if wr.next.is_null() => registered(&core.device, piece),
+        [_] | [_, _] if wr.next.is_null() => list
+            .iter()
+            .map(|piece| registered(&core.device, piece))
+            .collect(),
         _ => None,
     };
     let posted = memory
         .ok_or(EINVAL)
-        .and_then(|memory| core.post_receive(wr.wr_id, memory.start.cast_mut(), memory.bytes));
+        .and_then(|memory| core.post_receive(wr.wr_id, memory));
     posted.map_or_else(
         |code| {
             // SAFETY: the caller's variable.

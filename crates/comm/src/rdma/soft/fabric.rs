@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU32, AtomicU64, AtomicUsize
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, Weak};
 
 use super::super::abi::{self, Gid, Wc};
+use super::outside::{Inbox, Outside};
 
 /// Chances are given out of so many.
 pub(crate) const OUT_OF: u64 = 1000;
@@ -86,6 +87,12 @@ pub(crate) struct Core {
     pub(crate) dropped: AtomicU64,
     /// Messages that were sent in more than one piece.
     pub(crate) gathered: AtomicU64,
+    /// Those of them that were put into more than one.
+    pub(crate) scattered: AtomicU64,
+    /// Where pairs are that this process does not have.
+    outside: Option<Outside>,
+    /// Whether the failure may come.
+    armed: AtomicBool,
 }
 
 /// All devices of all fabrics, for the list that the library hands out.
@@ -123,7 +130,13 @@ pub(crate) fn devices() -> Vec<Arc<DeviceCore>> {
 }
 
 impl Fabric {
+    #[allow(dead_code, reason = "the library goes on in other processes")]
     pub(crate) fn new(faults: Faults, caps: Caps) -> Self {
+        Self::with(faults, caps, None)
+    }
+
+    /// One that goes on in other processes.
+    pub(crate) fn with(faults: Faults, caps: Caps, outside: Option<Outside>) -> Self {
         let core = Core {
             faults,
             caps,
@@ -132,6 +145,9 @@ impl Fabric {
             live: AtomicUsize::new(0),
             dropped: AtomicU64::new(0),
             gathered: AtomicU64::new(0),
+            scattered: AtomicU64::new(0),
+            outside,
+            armed: AtomicBool::new(true),
         };
         let core = Arc::new(core);
         Self { core }
@@ -141,6 +157,15 @@ impl Fabric {
     #[allow(dead_code, reason = "the library does not ask")]
     pub(crate) fn live(&self) -> usize {
         self.core.live.load(Ordering::Acquire)
+    }
+
+    /// Lets the failure come, or not yet: messages are counted from here.
+    #[allow(dead_code, reason = "the library has no faults")]
+    pub(crate) fn arm(&self, armed: bool) {
+        let own = |device: &Arc<DeviceCore>| Arc::ptr_eq(&device.fabric, &self.core);
+        let devices = devices().into_iter().filter(own);
+        devices.for_each(|device| device.sent.store(0, Ordering::Relaxed));
+        self.core.armed.store(armed, Ordering::Release);
     }
 
     /// Adds a device. Names are unique among all fabrics, or the first is found.
@@ -205,6 +230,9 @@ impl Core {
     }
 
     pub(crate) fn add(&self, pair: &Arc<PairCore>) {
+        if pair.inbox.is_some() {
+            lock(&pair.recv_queue.outside).push(Arc::downgrade(pair));
+        }
         let mut pairs = self.pairs.write().unwrap_or_else(PoisonError::into_inner);
         pairs.insert(pair.number, Arc::clone(pair));
     }
@@ -216,7 +244,7 @@ impl Core {
 }
 
 /// splitmix64 (Steele, Lea, Flood, 2014).
-fn mix(state: &mut u64) -> u64 {
+pub(crate) fn mix(state: &mut u64) -> u64 {
     *state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
     let z = (*state ^ (*state >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
@@ -229,6 +257,8 @@ pub(crate) struct QueueCore {
     waiting: AtomicUsize,
     entries: Mutex<VecDeque<Entry>>,
     broken: AtomicBool,
+    /// Pairs that hear from other processes.
+    outside: Mutex<Vec<Weak<PairCore>>>,
 }
 
 struct Entry {
@@ -244,6 +274,7 @@ impl QueueCore {
             waiting: AtomicUsize::new(0),
             entries: Mutex::default(),
             broken: AtomicBool::new(false),
+            outside: Mutex::default(),
         }
     }
 
@@ -261,6 +292,9 @@ impl QueueCore {
 
     /// How many completions were put into `into`; negative if the queue is broken.
     pub(crate) fn poll(&self, into: &mut [Wc]) -> i32 {
+        for pair in &*lock(&self.outside) {
+            pair.upgrade().iter().for_each(|pair| pair.hear());
+        }
         if self.waiting.load(Ordering::Acquire) == 0 {
             return if self.broken.load(Ordering::Acquire) {
                 -1
@@ -291,6 +325,7 @@ pub(crate) struct PairCore {
     sending: Mutex<Sending>,
     receiving: Mutex<VecDeque<Receive>>,
     open: [Arc<AtomicU32>; 2],
+    inbox: Option<Inbox>,
 }
 
 #[derive(Default)]
@@ -306,8 +341,7 @@ struct Sending {
 /// Memory for the next message.
 struct Receive {
     id: u64,
-    start: *mut u8,
-    bytes: usize,
+    pieces: Vec<Piece>,
 }
 
 // SAFETY: the memory is the device's until the request completes, by the rules of verbs.
@@ -318,6 +352,22 @@ unsafe impl Send for Receive {}
 pub(crate) struct Piece {
     pub(crate) start: *const u8,
     pub(crate) bytes: usize,
+}
+
+impl Default for Piece {
+    fn default() -> Self {
+        let (start, bytes) = (std::ptr::null(), 0);
+        Self { start, bytes }
+    }
+}
+
+impl Piece {
+    fn after(self, count: usize) -> Self {
+        Self {
+            start: self.start.wrapping_add(count),
+            bytes: self.bytes - count,
+        }
+    }
 }
 
 /// The directions, as an index into what there is of each.
@@ -331,7 +381,7 @@ impl PairCore {
         recv_queue: Arc<QueueCore>,
         requests: [u32; 2],
     ) -> Self {
-        let number = number();
+        let (number, inbox) = named(device.fabric.outside.as_ref());
         // What is random must not depend on how many pairs other tests have made.
         let seed = device.fabric.faults.seed ^ (device.index as u64) << 32;
         let nth = device.pairs.load(Ordering::Relaxed) as u64;
@@ -349,6 +399,20 @@ impl PairCore {
             sending: Mutex::new(sending),
             receiving: Mutex::default(),
             open: Default::default(),
+            inbox,
+        }
+    }
+
+    /// Takes in what other processes have sent.
+    fn hear(&self) {
+        let mut bytes = lock(&HEARD);
+        bytes.resize(MESSAGE_BYTES_MAX, 0);
+        while let Some(count) = self.inbox.as_ref().and_then(|inbox| inbox.next(&mut bytes)) {
+            let piece = Piece {
+                start: bytes.as_ptr(),
+                bytes: count,
+            };
+            self.deliver(self, &[piece]);
         }
     }
 
@@ -373,7 +437,7 @@ impl PairCore {
     }
 
     /// Posts memory for a message.
-    pub(crate) fn post_receive(&self, id: u64, start: *mut u8, bytes: usize) -> Result<(), i32> {
+    pub(crate) fn post_receive(&self, id: u64, pieces: Vec<Piece>) -> Result<(), i32> {
         if self.state() == 0 {
             return Err(EINVAL);
         }
@@ -382,7 +446,7 @@ impl PairCore {
             return Err(ENOMEM);
         }
         let mut receiving = lock(&self.receiving);
-        receiving.push_back(Receive { id, start, bytes });
+        receiving.push_back(Receive { id, pieces });
         drop(receiving);
         if self.state() == abi::QPS_ERR {
             self.fail();
@@ -421,7 +485,8 @@ impl PairCore {
         let count = self.device.sent.fetch_add(1, Ordering::Relaxed);
         let hit = |what| {
             faults.failure.is_some_and(|failure| {
-                failure.device == self.device.index
+                self.device.fabric.armed.load(Ordering::Acquire)
+                    && failure.device == self.device.index
                     && failure.what == what
                     && count >= failure.after
             })
@@ -437,6 +502,9 @@ impl PairCore {
         }
         let mut sending = lock(&self.sending);
         let Some(peer) = self.peer(&mut sending) else {
+            if let (Some(outside), Some(inbox)) = (&self.device.fabric.outside, &self.inbox) {
+                outside.send(inbox, sending.pair, &gather(pieces));
+            }
             return abi::WC_SUCCESS;
         };
         if hit(Break::Receive) {
@@ -488,20 +556,16 @@ impl PairCore {
             self.device.fabric.dropped.fetch_add(1, Ordering::Relaxed);
             return;
         };
-        let status = match bytes > receive.bytes {
+        let room: usize = receive.pieces.iter().map(|piece| piece.bytes).sum();
+        if receive.pieces.len() > 1 && pieces.len() > 1 {
+            self.device.fabric.scattered.fetch_add(1, Ordering::Relaxed);
+        }
+        let status = match bytes > room {
             true => abi::WC_LOC_LEN_ERR,
             false => abi::WC_SUCCESS,
         };
         if status == abi::WC_SUCCESS {
-            let mut at = receive.start;
-            for piece in pieces {
-                // SAFETY: both lie in registered memory: the sender's until its request completes,
-                // the receiver's because this request has not; together they fit, as checked.
-                unsafe {
-                    piece.start.copy_to_nonoverlapping(at, piece.bytes);
-                    at = at.add(piece.bytes);
-                }
-            }
+            scatter(pieces, &receive.pieces);
         }
         // Pushed under the lock, so that completions come in the order of the memory.
         let wc = peer.completion(receive.id, abi::WC_RECV, status, bytes);
@@ -536,6 +600,45 @@ impl PairCore {
         self.state.store(0, Ordering::Release);
         lock(&self.receiving).clear();
         lock(&self.sending).late.clear();
+    }
+}
+
+/// Where datagrams are put first, one pair at a time.
+static HEARD: Mutex<Vec<u8>> = Mutex::new(Vec::new());
+
+/// Longest message that is taken from another process: more than any link sends.
+const MESSAGE_BYTES_MAX: usize = 128 << 10;
+
+/// A number for a pair, which no pair of another process has.
+fn named(outside: Option<&Outside>) -> (u32, Option<Inbox>) {
+    let Some(outside) = outside else {
+        return (number(), None);
+    };
+    // Numbers of this process collide with few others; a folder that is gone has none at all.
+    let mut numbers = std::iter::repeat_with(number).take(1000);
+    let named = numbers.find_map(|number| Some((number, outside.inbox(number).ok()?)));
+    named.map_or_else(|| (number(), None), |(number, inbox)| (number, Some(inbox)))
+}
+
+/// Copies `from` to `to`, one piece after the other.
+fn scatter(from: &[Piece], to: &[Piece]) {
+    let (mut to, mut at) = (to.iter(), Piece::default());
+    for piece in from {
+        let mut rest = *piece;
+        while rest.bytes > 0 {
+            if at.bytes == 0 {
+                let Some(next) = to.next() else { return };
+                at = *next;
+            }
+            let count = rest.bytes.min(at.bytes);
+            // SAFETY: both lie in registered memory: the sender's until its request completes, the
+            // receiver's because this request has not.
+            unsafe {
+                rest.start
+                    .copy_to_nonoverlapping(at.start.cast_mut(), count)
+            };
+            (rest, at) = (rest.after(count), at.after(count));
+        }
     }
 }
 

@@ -8,10 +8,12 @@
 //! `examples/ibverbs.rs` can make a library of these files that is loaded as the real one.
 //!
 //! - `fabric`: devices, pairs, and what happens to a message;
+//! - `outside`: pairs in other processes, for the library;
 //! - `calls`: the C functions, with all that is about pointers.
 
 mod calls;
 mod fabric;
+mod outside;
 
 #[cfg(test)]
 pub(crate) use self::calls::NO_LIST;
@@ -21,5 +23,7 @@ pub(crate) use self::calls::{
     query_port, reg_mr,
 };
 #[cfg(test)]
-pub(crate) use self::fabric::{Break, Failure, number};
+pub(crate) use self::fabric::{Break, Failure, mix, number};
 pub(crate) use self::fabric::{Caps, Fabric, Faults};
+#[allow(unused_imports, reason = "the library's")]
+pub(crate) use self::outside::Outside;

@@ -7,7 +7,7 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use super::super::soft::{Break, Failure};
+use super::super::soft::{Break, Failure, mix};
 use super::*;
 use crate::Error;
 
@@ -24,13 +24,8 @@ const HANG: Duration = Duration::from_secs(60);
 
 const CALLS: usize = 12;
 
-/// splitmix64 (Steele, Lea, Flood, 2014).
-fn mix(state: &mut u64) -> u64 {
-    *state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
-    let z = (*state ^ (*state >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    z ^ (z >> 31)
-}
+/// Bytes of the longest part.
+const OWN: usize = 150_000;
 
 /// What a seed stands for.
 #[derive(Clone, Copy, Debug)]
@@ -109,12 +104,14 @@ fn step(group: &Rdma, own: &mut Buffer, call: usize, patience: Duration) -> Resu
     let (rank, size) = (group.rank().0 as usize, group.size() as usize);
     let group: &dyn Group = group;
     let value = |rank: usize, i: usize| (rank * 31 + i * 7 + call * 3) as u8;
-    let length = [3, 70_000, 0, 5000, 150_000, 64][call % 6];
+    let length = [100_000, 70_000, 0, 5000, OWN, 64][call % 6];
     match call % 4 {
         0 => {
             let part: Vec<u8> = (0..length).map(|i| value(rank, i)).collect();
-            let mut all = vec![0; length * size];
-            group.all_gather(&part, &mut all, by)?;
+            // Long enough to go from memory to memory.
+            let all = &mut own[..length * size];
+            all.fill(0);
+            group.all_gather(&part, all, by)?;
             for (at, got) in all.iter().enumerate() {
                 assert_eq!(*got, value(at / length, at % length), "gather {call}");
             }
@@ -154,8 +151,8 @@ fn step(group: &Rdma, own: &mut Buffer, call: usize, patience: Duration) -> Resu
 enum End {
     /// It did not join.
     Outside(RdmaError),
-    /// All calls succeeded, or those before it died.
-    Well,
+    /// All calls succeeded, or those before it died; cables that were lost on the way.
+    Well(usize),
     /// This call failed; and why a link of this rank is broken, if one is.
     Failed(usize, Error, Option<Arc<RdmaError>>),
 }
@@ -170,10 +167,10 @@ fn live(joined: Result<Rdma, RdmaError>, run: Run) -> End {
         Some(failure) if failure.what == Break::Mute => PATIENCE,
         _ => LONG,
     };
-    let mut own = group.allocate(150_000).unwrap();
+    let mut own = group.allocate(OWN * group.size() as usize).unwrap();
     for call in 0..CALLS {
         if run.dies == Some((rank, call)) {
-            return End::Well;
+            return End::Well(0);
         }
         let started = Instant::now();
         if let Err(error) = step(&group, &mut own, call, patience) {
@@ -188,7 +185,9 @@ fn live(joined: Result<Rdma, RdmaError>, run: Run) -> End {
             return End::Failed(call, error, broken);
         }
     }
-    End::Well
+    let peers = (0..group.size()).map(Rank);
+    let lost = peers.filter(|peer| group.cables(*peer).1.is_some());
+    End::Well(lost.count())
 }
 
 /// Whether the fault hit somebody.
@@ -219,7 +218,7 @@ fn run(seed: u64) -> bool {
         0,
         "seed {seed}: something was not given back"
     );
-    ends.iter().any(|end| !matches!(end, End::Well))
+    ends.iter().any(|end| !matches!(end, End::Well(0)))
 }
 
 fn check(run: &Run, ends: &[End], text: &str) {
@@ -262,7 +261,7 @@ fn check(run: &Run, ends: &[End], text: &str) {
             let named = ends.iter().any(|end| match end {
                 End::Failed(_, _, broken) => broken.is_some(),
                 End::Outside(error) => !matches!(error, RdmaError::Elsewhere { .. }),
-                End::Well => false,
+                End::Well(_) => false,
             });
             assert!(mute || failed.is_empty() || named, "{text}");
         }
@@ -300,4 +299,68 @@ fn no_fault_makes_a_rank_hang_or_answer_wrongly() {
     // Five of eight have something that breaks, and some break behind the last message.
     let hits = hits.load(Ordering::Relaxed);
     assert!(hits > runs / 4, "only {hits} of {runs} faults hit");
+}
+
+/// One of several cables of a pair dies, in whatever way: all calls succeed over the others.
+#[test]
+fn traffic_moves_to_the_other_cables() {
+    let mut lost = 0;
+    thread::scope(|scope| {
+        let mut threads = Vec::new();
+        for seed in 0..24 {
+            threads.push(scope.spawn(move || over_the_others(seed)));
+        }
+        for thread in threads {
+            lost += thread.join().unwrap();
+        }
+    });
+    assert!(lost > 12, "{lost} ends of cables were lost in 24 runs");
+}
+
+/// How many ends noticed.
+fn over_the_others(seed: u64) -> usize {
+    let mut state = seed;
+    let mut below = |bound: u64| mix(&mut state) % bound;
+    let cables = 2 + below(3) as usize;
+    let what = [Break::Send, Break::Receive, Break::Poll, Break::Mute][seed as usize % 4];
+    let failure = Failure {
+        device: below(2 * cables as u64) as usize,
+        after: below(20) / cables as u64,
+        what,
+    };
+    let run = Run {
+        size: 2,
+        cables,
+        ring: false,
+        faults: Faults {
+            seed,
+            lose: 10 * below(2),
+            delay: 20 * below(2),
+            failure: Some(failure),
+        },
+        dies: None,
+    };
+    let lab = run.lab();
+    let patient = Run {
+        faults: Faults {
+            failure: None,
+            ..run.faults
+        },
+        ..run
+    };
+    // A cable that is dead from the start is an error.
+    lab.fabric.arm(false);
+    let joined = join_all(&lab).into_iter();
+    lab.fabric.arm(true);
+    let threads = joined.map(|joined| thread::spawn(move || live(joined, patient)));
+    let ends: Vec<End> = threads
+        .collect::<Vec<_>>()
+        .into_iter()
+        .map(|t| t.join().unwrap())
+        .collect();
+    let lost = ends.iter().map(|end| match end {
+        End::Well(lost) => *lost,
+        end => panic!("seed {seed}, {run:?}: {end:?}"),
+    });
+    lost.sum()
 }

@@ -69,3 +69,38 @@ fn a_sum_of_4_kib_costs_at_most_twice_what_it_does_in_shared_memory() {
         );
     }
 }
+
+/// With `COMM_TEST_SPEED` set: what it costs to gather parts that lie in registered memory.
+#[test]
+fn a_gather_of_registered_memory() {
+    if std::env::var_os("COMM_TEST_SPEED").is_none() {
+        println!("SKIPPED a_gather_of_registered_memory: COMM_TEST_SPEED is not set");
+        return;
+    }
+    for bytes in [64 << 10, 256 << 10, 1 << 20, 4 << 20] {
+        let threads = groups(&switched(2, Faults::default()))
+            .into_iter()
+            .map(|group| {
+                thread::spawn(move || {
+                    let own = group.allocate(bytes).unwrap();
+                    let mut all = group.allocate(2 * bytes).unwrap();
+                    let group: &dyn Group = &group;
+                    let mut once = || {
+                        let start = Instant::now();
+                        group.all_gather(&own[..], &mut all[..], soon(60)).unwrap();
+                        start.elapsed().as_secs_f64() * 1e6
+                    };
+                    let mut times: Vec<f64> = (0..300).map(|_| once()).collect();
+                    group.barrier(soon(60)).unwrap();
+                    times.sort_unstable_by(f64::total_cmp);
+                    times[150]
+                })
+            });
+        let threads: Vec<_> = threads.collect();
+        let times = threads.into_iter().map(|thread| thread.join().unwrap());
+        println!(
+            "gather of {bytes} bytes: {:.1} us",
+            times.fold(0.0, f64::max)
+        );
+    }
+}

@@ -1,0 +1,61 @@
+//! Pairs in other processes: each pair is a datagram socket, named by its number, in a folder that
+//! the processes share. The system keeps some datagrams for a receiver that does not look; what it
+//! has no room for is lost, as on any cable.
+
+use std::io;
+use std::os::unix::net::UnixDatagram;
+use std::path::PathBuf;
+use std::time::Duration;
+
+/// How long a send waits for room: the receiver looks every few microseconds unless it has no core.
+const ROOM: Duration = Duration::from_millis(2);
+
+/// Where the sockets are.
+#[derive(Clone, Debug)]
+pub(crate) struct Outside(pub(crate) PathBuf);
+
+impl Outside {
+    /// The socket of pair `number`; an error if another process has a pair of this number.
+    pub(crate) fn inbox(&self, number: u32) -> io::Result<Inbox> {
+        let path = self.path(number);
+        let socket = UnixDatagram::bind(&path)?;
+        socket.set_nonblocking(true)?;
+        let outbox = UnixDatagram::unbound()?;
+        outbox.set_write_timeout(Some(ROOM))?;
+        Ok(Inbox {
+            path,
+            socket,
+            outbox,
+        })
+    }
+
+    fn path(&self, number: u32) -> PathBuf {
+        self.0.join(number.to_string())
+    }
+
+    /// Sends a message to pair `to`, or loses it.
+    pub(crate) fn send(&self, from: &Inbox, to: u32, bytes: &[u8]) {
+        let _ = from.outbox.send_to(bytes, self.path(to));
+    }
+}
+
+/// What reaches a pair from other processes.
+#[derive(Debug)]
+pub(crate) struct Inbox {
+    path: PathBuf,
+    socket: UnixDatagram,
+    outbox: UnixDatagram,
+}
+
+impl Inbox {
+    /// The next message, if one is there; how many bytes of `into` it has.
+    pub(crate) fn next(&self, into: &mut [u8]) -> Option<usize> {
+        self.socket.recv(into).ok()
+    }
+}
+
+impl Drop for Inbox {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_file(&self.path);
+    }
+}

@@ -1,0 +1,28 @@
+//! The software verbs library, compiled; for the tests of this crate and of the binary.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use paceline_comm::rdma::LIBRARY;
+
+/// Compiles the software library under the system's name; `None` if there is no compiler.
+pub(crate) fn build(folder: &Path) -> Option<PathBuf> {
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("../comm/examples/ibverbs.rs");
+    let library = folder.join(LIBRARY);
+    let compiler = std::env::var("RUSTC").unwrap_or("rustc".to_string());
+    let status = Command::new(compiler)
+        .args([
+            "--edition",
+            "2024",
+            "--crate-type",
+            "cdylib",
+            "--crate-name",
+            "ibverbs",
+        ])
+        .args(["-C", "opt-level=1", "--cap-lints", "allow", "-o"])
+        .args([&library, &source])
+        .status();
+    status
+        .is_ok_and(|status| status.success())
+        .then_some(library)
+}
