@@ -7,55 +7,22 @@ mod common;
 
 use std::path::Path;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
+use common::places::{PATIENCE, Place, places};
 use common::schedule::bits;
 use common::test_model;
 use common::tiny::{Random, Tiny};
 use paceline_base::{BlockType, KernelClass, Rank};
-use paceline_comm::{Deadline, Group, local};
+use paceline_comm::Deadline;
 use paceline_model::{
-    Batch, BatchSequence, BatchSize, Config, Error, Family, Followed, Links, LoadOptions, Logits,
-    Model, Source, Split, Workspace,
+    Batch, BatchSequence, BatchSize, Config, Error, Family, Followed, LoadOptions, Logits, Model,
+    Source, Split, Workspace,
 };
 use paceline_tensor::{Kernels, PAGE};
 
-/// Longest wait of a test for another rank.
-const PATIENCE: Duration = Duration::from_secs(60);
-
 /// Steps of two sequences: a long prompt in two chunks, then rows of both.
 const STEPS: [[usize; 2]; 5] = [[70, 3], [30, 0], [1, 1], [1, 90], [1, 1]];
-
-/// What one rank of a thread holds.
-struct Place {
-    split: Split,
-    rank: Rank,
-    links: Option<Links>,
-}
-
-/// The places of all ranks, in rank order.
-fn places(config: &Config, split: &Split) -> Vec<Place> {
-    let worlds = local::ranks(split.ranks());
-    let ranks = || (0..split.ranks()).map(Rank);
-    let mut stages = Vec::new();
-    for rank in ranks() {
-        let members = split.shard(config, rank).stage_ranks();
-        if members.start == rank.0 {
-            stages.extend(local::ranks(members.len() as u32));
-        }
-    }
-    let links = worlds.into_iter().zip(stages).map(|(world, stage)| Links {
-        world: Box::new(world) as Box<dyn Group>,
-        stage: Box::new(stage),
-        patience: PATIENCE,
-    });
-    let place = |(rank, links)| Place {
-        split: split.clone(),
-        rank,
-        links: Some(links),
-    };
-    ranks().zip(links).map(place).collect()
-}
 
 /// What every rank of a test is told.
 #[derive(Clone, Copy)]

@@ -13,7 +13,7 @@ use paceline_comm::tcp::{self, GroupId};
 use paceline_comm::{Deadline, Error as CommError, Group, Strict, init};
 use paceline_engine::{Engine, Follower, Reply, Runner, Service, Sink, State, Ticket};
 use paceline_formats::tokenizer::Tokenizer;
-use paceline_model::{Config, Links, LoadOptions, Model, Source, Split};
+use paceline_model::{Config, Links, LoadOptions, Model, Source, Split, Weights};
 use paceline_tensor::Kernels;
 
 use crate::Error;
@@ -80,7 +80,7 @@ fn work(
     let split = Split::plan(&config, parse(&job.split, "split")?, job.ranks, &job.shares)?;
     let links = join(channel, &job, &split, &config)?;
     let model = load(channel, &job, &source, &split, kernels)?.link(links);
-    let model = Arc::new(model);
+    let model: Arc<dyn Weights> = Arc::new(model);
     if model.shard().leads() {
         lead(channel, &job, &source, model)
     } else {
@@ -166,16 +166,16 @@ fn load(
     )?)
 }
 
-fn ready(channel: &Channel, model: &Model) -> Result<(), Error> {
+fn ready(channel: &Channel, model: &dyn Weights) -> Result<(), Error> {
     let kernels = model.kernels();
     Ok(channel.send(&FromWorker::Ready(RankReady {
         weight_bytes: model.weight_bytes().0,
         threads: kernels.pool().threads(),
-        instruction_set: kernels.instruction_set().name().to_owned(),
+        instruction_set: model.device(),
     }))?)
 }
 
-fn measured(channel: &Channel, model: &Model) -> Result<(), Error> {
+fn measured(channel: &Channel, model: &dyn Weights) -> Result<(), Error> {
     let sent = model.links().map_or(0, |links| links.sent().0);
     Ok(channel.send(&FromWorker::Measured { sent })?)
 }
@@ -184,7 +184,7 @@ fn measured(channel: &Channel, model: &Model) -> Result<(), Error> {
 fn follow(
     channel: &Channel,
     job: &Job,
-    model: Arc<Model>,
+    model: Arc<dyn Weights>,
 ) -> Result<std::convert::Infallible, Error> {
     let mut follower = Follower::new(Arc::clone(&model), &job.engine)?;
     let own = Arc::clone(channel);
@@ -196,10 +196,10 @@ fn follow(
             }
         }
     })?;
-    ready(channel, &model)?;
+    ready(channel, &*model)?;
     loop {
         match channel.recv(Duration::MAX)? {
-            Some(ToWorker::Measure) => measured(channel, &model)?,
+            Some(ToWorker::Measure) => measured(channel, &*model)?,
             Some(other) => return Err(unexpected(&other, "Measure")),
             None => {}
         }
@@ -211,13 +211,13 @@ fn lead(
     channel: &Channel,
     job: &Job,
     source: &Source,
-    model: Arc<Model>,
+    model: Arc<dyn Weights>,
 ) -> Result<std::convert::Infallible, Error> {
     let tokenizer = Arc::new(tokenizer(source)?);
     let engine = Engine::new(Arc::clone(&model), tokenizer, job.engine.clone())?;
     let runner = Runner::start(engine);
     let tickets = Tickets::default();
-    ready(channel, &model)?;
+    ready(channel, &*model)?;
     loop {
         match channel.recv(LOOK_EVERY)? {
             Some(ToWorker::Submit { ticket, request }) => {
@@ -236,12 +236,12 @@ fn lead(
                     runner.cancel(own);
                 }
             }
-            Some(ToWorker::Measure) => measured(channel, &model)?,
+            Some(ToWorker::Measure) => measured(channel, &*model)?,
             Some(other) => return Err(unexpected(&other, "Submit")),
             None => {}
         }
         if let State::Failed(reason) = runner.status().state {
-            let blamed = lost(&model);
+            let blamed = lost(&*model);
             return Err(Error::Stopped { reason, blamed });
         }
     }
@@ -249,7 +249,7 @@ fn lead(
 
 /// The rank that the groups of a model have lost. A group that failed says so again at once; one
 /// that did not has no time to do anything.
-fn lost(model: &Model) -> Option<Rank> {
+fn lost(model: &dyn Weights) -> Option<Rank> {
     let links = model.links()?;
     let of = |group: &dyn Group| match group.barrier(Deadline::at(Instant::now() + LOST_LIMIT)) {
         Err(

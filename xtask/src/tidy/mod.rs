@@ -82,6 +82,10 @@ const EXEMPT: [Exemption; 4] = [
         "a rank that waits for another gives it a deadline",
     ),
     clock(
+        "crates/model/src/mlx/host.rs",
+        "a device that hangs is given up after a deadline",
+    ),
+    clock(
         "crates/store/src/download.rs",
         "waits between attempts, and stops when cancelled",
     ),

@@ -5,6 +5,8 @@
 #![allow(clippy::unwrap_used, reason = "a helper of a test may fail the test")]
 
 pub(crate) mod compare;
+pub(crate) mod hf;
+pub(crate) mod places;
 pub(crate) mod runner;
 pub(crate) mod schedule;
 pub(crate) mod tiny;
