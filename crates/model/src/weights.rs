@@ -4,6 +4,7 @@ use std::borrow::Cow;
 use std::ops::Range;
 
 use paceline_base::{Bytes, KernelClass};
+use paceline_formats::mlx::{BLOCK_BYTES_MAX, Quantised};
 use paceline_formats::tensor::Tensor;
 use paceline_tensor::{PackOptions, Packed, StoredMatrix, ThreadPool, stored};
 
@@ -53,24 +54,33 @@ pub(crate) struct Layer {
 
 /// Token embeddings, read row by row from the mapped file.
 #[derive(Debug)]
-pub(crate) struct Embedding {
-    tensor: Tensor,
+pub(crate) enum Embedding {
+    /// Rows in one piece.
+    Stored(Tensor),
+    /// Integers, scales and biases apart, as MLX has them.
+    Mlx(Quantised),
 }
 
 impl Embedding {
     /// Writes the embedding of `token`, `(width,)`, as stored.
     pub(crate) fn row(&self, token: u32, out: &mut [f32]) {
-        let bytes = self
-            .tensor
-            .block_type
-            .row_bytes(out.len())
-            .expect("checked at load");
-        let start = token as usize * bytes;
-        stored::dequantise(
-            self.tensor.block_type,
-            &self.tensor.bytes[start..start + bytes],
-            out,
-        );
+        match self {
+            Self::Stored(tensor) => {
+                let bytes = tensor.block_type.row_bytes(out.len());
+                let bytes = bytes.expect("checked at load");
+                let row = &tensor.bytes[token as usize * bytes..][..bytes];
+                stored::dequantise(tensor.block_type, row, out);
+            }
+            Self::Mlx(matrix) => {
+                let mut block = [0; BLOCK_BYTES_MAX];
+                let block = &mut block[..matrix.block_type.bytes()];
+                let len = matrix.block_type.len();
+                for (i, values) in out.chunks_exact_mut(len).enumerate() {
+                    matrix.block(token as usize, i, block);
+                    stored::dequantise(matrix.block_type, block, values);
+                }
+            }
+        }
     }
 }
 
@@ -90,9 +100,15 @@ impl Loader<'_> {
     }
 
     pub(crate) fn embedding(&self) -> Result<Embedding, Error> {
-        let tensor = self.source.weight(self.family(), Role::TokenEmbedding)?;
-        check_shape(&tensor, &[self.config.vocab, self.config.width])?;
-        Ok(Embedding { tensor })
+        let (role, expected) = (Role::TokenEmbedding, [self.config.vocab, self.config.width]);
+        if let Some(matrix) = self.source.quantised(self.family(), role)? {
+            let got = [matrix.rows, matrix.cols];
+            check_sizes(&matrix.name, &got, &expected)?;
+            return Ok(Embedding::Mlx(matrix));
+        }
+        let tensor = self.source.weight(self.family(), role)?;
+        check_shape(&tensor, &expected)?;
+        Ok(Embedding::Stored(tensor))
     }
 
     /// Whether the output head is the embedding.
@@ -245,12 +261,16 @@ pub(crate) fn rope_factors(source: &Source, config: &Config) -> Result<Option<Ve
 }
 
 fn check_shape(tensor: &Tensor, expected: &[usize]) -> Result<(), Error> {
-    if tensor.shape == expected {
+    check_sizes(&tensor.name, &tensor.shape, expected)
+}
+
+fn check_sizes(name: &str, got: &[usize], expected: &[usize]) -> Result<(), Error> {
+    if got == expected {
         return Ok(());
     }
     Err(Error::Shape {
-        name: tensor.name.clone(),
-        got: tensor.shape.clone(),
+        name: name.to_owned(),
+        got: got.to_vec(),
         expected: expected.to_vec(),
     })
 }
