@@ -121,7 +121,7 @@ fn is_whole(path: &Path, model: &Model) -> Result<bool> {
 }
 
 /// Says what is fetched, a line each: a test run's log has no use for a progress bar.
-struct Lines;
+pub(crate) struct Lines;
 
 impl Progress for Lines {
     fn start(&mut self, label: &str, total: Option<u64>, done: u64) {

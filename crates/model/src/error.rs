@@ -6,7 +6,7 @@ use std::time::Duration;
 use paceline_base::{KernelClass, Rank};
 use paceline_formats::{gguf, hf};
 
-use crate::split;
+use crate::{Role, split};
 
 /// Why a model cannot be loaded.
 #[derive(Debug, thiserror::Error)]
@@ -88,12 +88,12 @@ pub enum Error {
     },
     /// A rank's columns of a matrix begin or end within a group of quantised values.
     #[error(
-        "tensor {name}: a cut at column {column} is within a group of {group}, which mlx cannot \
-         cut; use fewer ranks or a pipeline"
+        "{role:?}: a cut at column {column} is within a group of {group} quantised values, which \
+         mlx does not cut"
     )]
     CutGroup {
-        /// Name in the file.
-        name: String,
+        /// Which matrix.
+        role: Role,
         /// Where the cut is.
         column: usize,
         /// Columns of a group.

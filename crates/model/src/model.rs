@@ -9,7 +9,7 @@ use crate::links::Links;
 use crate::plan::Plan;
 use crate::split::{Shard, Split};
 use crate::step::{Batch, BatchSequence, Limits, Step, Workspace};
-use crate::weights::{self, Embedding, IntegerInputs, Layer, Linear, Loader, Names};
+use crate::weights::{self, AsStored, IntegerInputs, Layer, Linear, Loader, Names};
 use crate::{Config, Error, Source};
 
 /// How a model is loaded.
@@ -29,7 +29,7 @@ pub struct Model {
     class: KernelClass,
     kernels: Arc<Kernels>,
     /// In the first stage.
-    embedding: Option<Embedding>,
+    embedding: Option<AsStored>,
     layers: Vec<Layer>,
     /// Norm and output head, in the last stage.
     head: Option<(Vec<f32>, Linear)>,
@@ -191,7 +191,7 @@ impl Model {
 
     /// # Panics
     /// But in the first stage.
-    pub(crate) const fn embedding(&self) -> &Embedding {
+    pub(crate) const fn embedding(&self) -> &AsStored {
         self.embedding.as_ref().expect("the first stage embeds")
     }
 

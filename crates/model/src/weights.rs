@@ -4,6 +4,7 @@ use std::borrow::Cow;
 use std::ops::Range;
 
 use paceline_base::{Bytes, KernelClass};
+use paceline_formats::mlx::{BLOCK_BYTES_MAX, Quantised};
 use paceline_formats::tensor::Tensor;
 use paceline_tensor::{PackOptions, Packed, StoredMatrix, ThreadPool, stored};
 
@@ -51,26 +52,35 @@ pub(crate) struct Layer {
     pub(crate) post_ffn_norm: Option<Vec<f32>>,
 }
 
-/// Token embeddings, read row by row from the mapped file.
+/// A matrix as it lies in the mapped files. Of embeddings, rows are read from it one by one.
 #[derive(Debug)]
-pub(crate) struct Embedding {
-    tensor: Tensor,
+pub(crate) enum AsStored {
+    /// Rows in one piece.
+    Whole(Tensor),
+    /// Integers, scales and biases apart, as MLX has them.
+    Mlx(Quantised),
 }
 
-impl Embedding {
+impl AsStored {
     /// Writes the embedding of `token`, `(width,)`, as stored.
     pub(crate) fn row(&self, token: u32, out: &mut [f32]) {
-        let bytes = self
-            .tensor
-            .block_type
-            .row_bytes(out.len())
-            .expect("checked at load");
-        let start = token as usize * bytes;
-        stored::dequantise(
-            self.tensor.block_type,
-            &self.tensor.bytes[start..start + bytes],
-            out,
-        );
+        match self {
+            Self::Whole(tensor) => {
+                let bytes = tensor.block_type.row_bytes(out.len());
+                let bytes = bytes.expect("checked at load");
+                let row = &tensor.bytes[token as usize * bytes..][..bytes];
+                stored::dequantise(tensor.block_type, row, out);
+            }
+            Self::Mlx(matrix) => {
+                let mut block = [0; BLOCK_BYTES_MAX];
+                let block = &mut block[..matrix.block_type.bytes()];
+                let len = matrix.block_type.len();
+                for (i, values) in out.chunks_exact_mut(len).enumerate() {
+                    matrix.block(token as usize, i, block);
+                    stored::dequantise(matrix.block_type, block, values);
+                }
+            }
+        }
     }
 }
 
@@ -86,7 +96,17 @@ impl Names<'_> {
         self.config.family
     }
 
-    /// A matrix `(out, in)`.
+    /// A matrix `(out, in)`, nothing of it copied.
+    pub(crate) fn as_stored(&self, role: Role, shape: [usize; 2]) -> Result<AsStored, Error> {
+        if let Some(matrix) = self.source.quantised(self.family(), role)? {
+            let got = [matrix.rows, matrix.cols];
+            check_sizes(&matrix.name, &got, &shape)?;
+            return Ok(AsStored::Mlx(matrix));
+        }
+        self.matrix(role, shape).map(AsStored::Whole)
+    }
+
+    /// A matrix `(out, in)` in one piece: MLX's are joined, in memory.
     pub(crate) fn matrix(&self, role: Role, shape: [usize; 2]) -> Result<Tensor, Error> {
         let tensor = self.source.weight(self.family(), role)?;
         check_shape(&tensor, &shape)?;
@@ -139,10 +159,9 @@ pub(crate) struct Loader<'a> {
 }
 
 impl Loader<'_> {
-    pub(crate) fn embedding(&self) -> Result<Embedding, Error> {
+    pub(crate) fn embedding(&self) -> Result<AsStored, Error> {
         let shape = [self.config.vocab, self.config.width];
-        let tensor = self.names.matrix(Role::TokenEmbedding, shape)?;
-        Ok(Embedding { tensor })
+        self.names.as_stored(Role::TokenEmbedding, shape)
     }
 
     pub(crate) fn output(&self, tied: bool) -> Result<Linear, Error> {
@@ -258,12 +277,16 @@ pub(crate) fn rope_factors(source: &Source, config: &Config) -> Result<Option<Ve
 }
 
 fn check_shape(tensor: &Tensor, expected: &[usize]) -> Result<(), Error> {
-    if tensor.shape == expected {
+    check_sizes(&tensor.name, &tensor.shape, expected)
+}
+
+fn check_sizes(name: &str, got: &[usize], expected: &[usize]) -> Result<(), Error> {
+    if got == expected {
         return Ok(());
     }
     Err(Error::Shape {
-        name: tensor.name.clone(),
-        got: tensor.shape.clone(),
+        name: name.to_owned(),
+        got: got.to_vec(),
         expected: expected.to_vec(),
     })
 }

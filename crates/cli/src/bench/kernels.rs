@@ -100,7 +100,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let kernels = load::kernels(load::threads(args.compute, 1))?;
     let read = ReadLimit::new((args.mib as usize) << 20, kernels.pool())?;
     let types = match args.types.as_slice() {
-        [] => &BlockType::ALL,
+        [] => &BlockType::GGUF,
         some => some,
     };
     let (mut rows, mut limits) = (Vec::new(), Vec::new());

@@ -7,19 +7,22 @@
 //! | Q4_1 | 4 bits in groups of 32, scale `d`, bias `m` |
 //! | Q8_0 | 8 bits in groups of 32, scale `d`, bias `-128 d` |
 //! | all other blocks | 8 bits in groups of 32: off by up to 1/510 of a group's range |
+//! | MLX's own groups | as stored, in place |
 //!
-//! The first four keep every weight; scales and biases are halves, as in the file, but where `8 d`
+//! All but the fifth keep every weight; scales and biases are halves, as in the file, but where `8 d`
 //! or `128 d` is beyond them, which no quantiser writes.
 
 use std::ops::Range;
 
 use half::f16;
 use paceline_base::BlockType;
+use paceline_formats::mlx;
 use paceline_formats::tensor::{MappedBytes, Tensor};
 use paceline_mlx::{Array, Dtype, QuantisedMode, Stream};
 use paceline_tensor::stored;
 
 use crate::Error;
+use crate::weights::AsStored;
 
 /// Values of a group of blocks that were packed here.
 const GROUP: usize = 32;
@@ -99,6 +102,32 @@ pub(super) enum Stored {
     },
 }
 
+/// The type of the floats of a matrix, its scales where it has them; `None` for GGUF's blocks and
+/// for scales that are powers of two.
+pub(super) const fn floats(matrix: &AsStored) -> Option<Dtype> {
+    match matrix {
+        AsStored::Whole(tensor) => float(tensor.block_type),
+        AsStored::Mlx(matrix) => match scales(matrix.block_type) {
+            Dtype::U8 => None,
+            dtype => Some(dtype),
+        },
+    }
+}
+
+/// The type of the scales of MLX's groups.
+const fn scales(block_type: BlockType) -> Dtype {
+    match block_type {
+        BlockType::MXFP4 => Dtype::U8,
+        BlockType::AFFINE2_F16
+        | BlockType::AFFINE3_F16
+        | BlockType::AFFINE4_F16
+        | BlockType::AFFINE5_F16
+        | BlockType::AFFINE6_F16
+        | BlockType::AFFINE8_F16 => Dtype::F16,
+        _ => Dtype::BF16,
+    }
+}
+
 /// The type of values of a float block.
 pub(super) const fn float(block_type: BlockType) -> Option<Dtype> {
     match block_type {
@@ -110,9 +139,41 @@ pub(super) const fn float(block_type: BlockType) -> Option<Dtype> {
 }
 
 impl Stored {
-    /// Of a tensor of a file, the rows `rows` of it: those packed here start at 0 then, so callers
-    /// cut the rest of what they are told in the second value.
-    pub(super) fn new(tensor: &Tensor, rows: Range<usize>) -> (Self, Range<usize>) {
+    /// The rows `rows` of a matrix, and which of the result they are: those packed here start at 0.
+    pub(super) fn new(matrix: &AsStored, rows: Range<usize>) -> (Self, Range<usize>) {
+        match matrix {
+            AsStored::Whole(tensor) => Self::of_tensor(tensor, rows),
+            AsStored::Mlx(matrix) => (Self::of_mlx(matrix), rows),
+        }
+    }
+
+    fn of_mlx(matrix: &mlx::Quantised) -> Self {
+        let mlx::Scheme {
+            mode,
+            bits,
+            group_size,
+        } = matrix.scheme;
+        let bits = bits as usize;
+        let plane = |bytes: &MappedBytes, cols, dtype| Plane {
+            bytes: Held::Mapped(bytes.clone()),
+            cols,
+            dtype,
+        };
+        let factors = |bytes| plane(bytes, matrix.cols / group_size, scales(matrix.block_type));
+        Self::Groups {
+            packed: plane(&matrix.weight, matrix.cols * bits / 32, Dtype::U32),
+            scales: factors(&matrix.scales),
+            biases: matrix.biases.as_ref().map(factors),
+            group: group_size,
+            bits,
+            mode: match mode {
+                mlx::Mode::Affine => QuantisedMode::Affine,
+                mlx::Mode::Mxfp4 => QuantisedMode::Mxfp4,
+            },
+        }
+    }
+
+    fn of_tensor(tensor: &Tensor, rows: Range<usize>) -> (Self, Range<usize>) {
         let cols = tensor.cols();
         let plane = |bytes, cols, dtype| Plane { bytes, cols, dtype };
         if let Some(dtype) = float(tensor.block_type) {
@@ -138,13 +199,20 @@ impl Stored {
         (stored, 0..n)
     }
 
-    /// Bytes that a matrix of `values` values takes when a tensor's blocks are read as above.
-    pub(super) const fn bytes_of(block_type: BlockType, values: u64) -> u64 {
-        match block_type {
-            BlockType::F32 => 4 * values,
-            BlockType::F16 | BlockType::BF16 => 2 * values,
-            BlockType::Q4_0 | BlockType::Q4_1 => values / 32 * 20,
-            _ => values / 32 * 36,
+    /// Bytes that `values` values of a matrix take when activations are of type `floats`.
+    pub(super) fn bytes_of(matrix: &AsStored, values: u64, floats: Dtype) -> u64 {
+        let groups = |group: usize, bits: u64, factors: usize| {
+            let factors = factors * floats.bytes();
+            values / group as u64 * (group as u64 * bits / 8 + factors as u64)
+        };
+        match matrix {
+            AsStored::Mlx(m) if m.scheme.mode == mlx::Mode::Mxfp4 => values / 32 * 17,
+            AsStored::Mlx(m) => groups(m.scheme.group_size, m.scheme.bits.into(), 2),
+            AsStored::Whole(tensor) => match tensor.block_type {
+                BlockType::F32 | BlockType::F16 | BlockType::BF16 => floats.bytes() as u64 * values,
+                BlockType::Q4_0 | BlockType::Q4_1 => groups(GROUP, 4, 2),
+                _ => groups(GROUP, 8, 2),
+            },
         }
     }
 }

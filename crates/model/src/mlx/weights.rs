@@ -6,7 +6,7 @@ use std::ops::Range;
 use paceline_base::{Bytes, KernelClass};
 use paceline_mlx::{Array, Dtype, Quantised, Stream};
 
-use super::stored::{Stored, float};
+use super::stored::{Stored, float, floats};
 use crate::split::{LeafCut, Shard};
 use crate::weights::Names;
 use crate::{Config, Error, Family, Part, Role, Source};
@@ -154,7 +154,8 @@ impl Weights {
 }
 
 /// The type of activations: that of the weights, where they are floats; of the scales, where these
-/// are. GGUF's blocks have halves, which are too narrow for the activations of gemma.
+/// are; else of the norms of a folder. GGUF's blocks have halves, which are too narrow for the
+/// activations of gemma.
 pub(super) fn activations(
     names: &Names<'_>,
     family: Family,
@@ -163,8 +164,17 @@ pub(super) fn activations(
     if class == KernelClass::MlxF32 {
         return Ok(Dtype::F32);
     }
-    let stored = names.source.weight(family, Role::Layer(0, Part::Query))?;
-    let dtype = float(stored.block_type).unwrap_or(Dtype::F16);
+    let c = names.config;
+    let query = names.as_stored(Role::Layer(0, Part::Query), [c.heads * c.head_dim, c.width])?;
+    let dtype = match floats(&query) {
+        Some(dtype) => dtype,
+        None => {
+            let norm = names.source.weight(family, Role::OutputNorm)?;
+            float(norm.block_type)
+                .filter(|_| matches!(names.source, Source::Hf(_)))
+                .unwrap_or(Dtype::F16)
+        }
+    };
     let narrow = dtype == Dtype::F16 && matches!(names.source, Source::Gguf(_));
     Ok(if narrow && family == Family::Gemma3 {
         Dtype::F32
@@ -317,8 +327,7 @@ impl Loader<'_> {
         rows: Range<usize>,
         cols: Range<usize>,
     ) -> Result<Matrix, Error> {
-        let tensor = self.names.matrix(role, shape)?;
-        let (stored, rows) = Stored::new(&tensor, rows);
+        let (stored, rows) = Stored::new(&self.names.as_stored(role, shape)?, rows);
         let stream = self.stream;
         match &stored {
             Stored::Floats(plane) => {
@@ -337,7 +346,7 @@ impl Loader<'_> {
                 let in_groups = |n: usize| match n.is_multiple_of(*group) {
                     true => Ok(n / group),
                     false => Err(Error::CutGroup {
-                        name: tensor.name.clone(),
+                        role,
                         column: n,
                         group: *group,
                     }),
@@ -384,12 +393,9 @@ pub(super) fn planned(
 ) -> Result<Bytes, Error> {
     let c = names.config;
     let of = |role: Role, shape: [usize; 2], share: usize| {
-        let block_type = names.matrix(role, shape)?.block_type;
-        let values = (shape[0] * shape[1] / shape[usize::from(share_of_cols(role))] * share) as u64;
-        Ok::<_, Error>(match float(block_type) {
-            Some(_) => values * dtype.bytes() as u64,
-            None => Stored::bytes_of(block_type, values),
-        })
+        let matrix = names.as_stored(role, shape)?;
+        let values = shape[0] * shape[1] / shape[usize::from(share_of_cols(role))] * share;
+        Ok::<_, Error>(Stored::bytes_of(&matrix, values as u64, dtype))
     };
     let (q, kv, d) = (c.heads * c.head_dim, c.kv_heads * c.head_dim, c.head_dim);
     let (heads, kv_heads, ffn) = (
