@@ -10,7 +10,7 @@ mod common;
 
 use common::compare::{argmax, gap, max_abs_diff};
 use common::runner::Runner;
-use common::{golden, golden_json, ids, kernels, load, number};
+use common::{golden, golden_json, ids, kernels, load, number, rows_of};
 use paceline_base::KernelClass;
 use paceline_formats::safetensors::Safetensors;
 
@@ -27,18 +27,7 @@ const FOLDERS: [&str; 7] = [
 /// Logits at all positions of the prompt, `(positions, vocabulary)`.
 fn golden_logits(name: &str) -> Vec<Vec<f32>> {
     let file = Safetensors::open(golden(&format!("hf/{name}.golden.safetensors"))).unwrap();
-    let tensor = file.tensor("logits").unwrap();
-    let values = tensor
-        .bytes
-        .as_chunks()
-        .0
-        .iter()
-        .map(|b| f32::from_le_bytes(*b));
-    let values: Vec<f32> = values.collect();
-    values
-        .chunks_exact(tensor.cols())
-        .map(<[f32]>::to_vec)
-        .collect()
+    rows_of(&file.tensor("logits").unwrap())
 }
 
 /// Compares logits at every position and the greedy continuation. `tolerance` bounds the distance
