@@ -1,5 +1,6 @@
 //! What can go wrong in the commands themselves.
 
+use paceline_base::KernelClass;
 use paceline_engine::ParamError;
 
 /// Largest prompt that is read from standard input: far above any context, so that a larger input
@@ -77,6 +78,28 @@ pub(crate) enum Error {
         /// Value of `--nodes`.
         nodes: u32,
     },
+    /// `--engine` has not one engine for each node.
+    #[error("--engine has {got} engines, but --nodes is {nodes}, expected one, or one for each")]
+    Engines {
+        /// How many it has.
+        got: u32,
+        /// Value of `--nodes`.
+        nodes: u32,
+    },
+    /// `--class` is of an engine that no node has.
+    #[error("--class {class} is not one of the engine that --engine names")]
+    ClassOfOther {
+        /// Value of `--class`.
+        class: KernelClass,
+    },
+    /// Nodes that share layers would compute them by different rules.
+    #[error("nodes that share layers compute as {a} and as {b}, expected one class in a stage")]
+    MixedStage {
+        /// One class of a stage.
+        a: KernelClass,
+        /// Another.
+        b: KernelClass,
+    },
     /// A person started what paceline starts.
     #[error("`paceline worker` is a part of a model that other commands start, not a command")]
     WorkerByHand,
@@ -111,6 +134,9 @@ impl Error {
                 | Self::NotInChat { .. }
                 | Self::Grid { .. }
                 | Self::Shares { .. }
+                | Self::Engines { .. }
+                | Self::ClassOfOther { .. }
+                | Self::MixedStage { .. }
                 | Self::WorkerByHand
         )
     }

@@ -7,6 +7,7 @@
 #![warn(clippy::print_stderr)]
 
 mod bench;
+mod compute;
 mod error;
 mod hint;
 mod home;

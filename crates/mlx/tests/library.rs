@@ -6,12 +6,12 @@ use std::path::{Path, PathBuf};
 
 use paceline_mlx::{Array, Device, Dtype, Error, LIBRARY_NAME, Library, Mask, Places, Stream};
 
-/// A stream of the library that `PACELINE_MLX_LIBRARY` names, or a line that says why a test is
+/// A stream of the library that `PACELINE_MLXC` names, or a line that says why a test is
 /// skipped.
 fn path(test: &str) -> Option<PathBuf> {
-    let found = std::env::var_os("PACELINE_MLX_LIBRARY").map(PathBuf::from);
+    let found = std::env::var_os("PACELINE_MLXC").map(PathBuf::from);
     if found.is_none() {
-        eprintln!("SKIPPED {test}: PACELINE_MLX_LIBRARY names no libmlxc (cargo xtask mlx)");
+        eprintln!("SKIPPED {test}: PACELINE_MLXC names no libmlxc (cargo xtask mlx)");
     }
     found
 }

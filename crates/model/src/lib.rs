@@ -36,6 +36,7 @@ pub use families::Family;
 pub use links::Links;
 pub use mlx::{MlxModel, MlxOptions};
 pub use model::{Followed, LoadOptions, Model};
+pub use paceline_mlx::Places as MlxPlaces;
 pub use rope::Rope;
 pub use source::{Part, Role, Source};
 pub use split::{Shard, Split, SplitKind};

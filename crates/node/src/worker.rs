@@ -7,16 +7,17 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use paceline_base::Rank;
+use paceline_base::{KernelClass, Rank};
 use paceline_cluster::Control;
 use paceline_comm::tcp::{self, GroupId};
 use paceline_comm::{Deadline, Error as CommError, Group, Strict, init};
 use paceline_engine::{Engine, Follower, Reply, Runner, Service, Sink, State, Ticket};
 use paceline_formats::tokenizer::Tokenizer;
-use paceline_model::{Config, Links, LoadOptions, Model, Source, Split, Weights};
+use paceline_model::{Config, Links, MlxPlaces, Source, Split, Weights};
 use paceline_tensor::Kernels;
 
 use crate::Error;
+use crate::load::Wanted;
 use crate::messages::{FromWorker, Job, RankReady, ToWorker};
 
 type Channel = Arc<Control<ToWorker, FromWorker>>;
@@ -36,15 +37,16 @@ const LOST_LIMIT: Duration = Duration::from_millis(10);
 /// Runs a worker on the control channel that is this process's standard input, until the parent
 /// ends it or is gone; returns only when something failed, which the parent has been told.
 ///
-/// `kernels` makes the kernels for a number of threads.
+/// `kernels` makes the kernels for a number of threads; `mlx` is where that is looked for.
 ///
 /// # Errors
 /// What failed.
 pub fn run(
     kernels: impl FnOnce(usize) -> std::io::Result<Arc<Kernels>>,
+    mlx: MlxPlaces,
 ) -> Result<std::convert::Infallible, Error> {
     let channel: Channel = Arc::new(Control::from_stdin()?);
-    let error = match work(&channel, kernels) {
+    let error = match work(&channel, kernels, &mlx) {
         Ok(never) => match never {},
         Err(error) => error,
     };
@@ -66,21 +68,36 @@ fn tell(channel: &Channel, error: &Error) {
 fn work(
     channel: &Channel,
     kernels: impl FnOnce(usize) -> std::io::Result<Arc<Kernels>>,
+    mlx: &MlxPlaces,
 ) -> Result<std::convert::Infallible, Error> {
     let job = match next(channel, "Start")? {
         ToWorker::Start(job) => job,
         other => return Err(unexpected(&other, "Start")),
     };
-    let kernels = kernels(job.threads).map_err(|source| Error::System {
+    let class: KernelClass = parse(&job.class, "kernel class")?;
+    // Where MLX computes, kernels only choose tokens.
+    let threads = if class.is_mlx() { 1 } else { job.threads };
+    let kernels = kernels(threads).map_err(|source| Error::System {
         what: "start threads",
         source,
     })?;
-    let source = Source::open(&job.model)?;
+    let source = Arc::new(Source::open(&job.model)?);
     let config = Config::read(&source)?;
     let split = Split::plan(&config, parse(&job.split, "split")?, job.ranks, &job.shares)?;
     let links = join(channel, &job, &split, &config)?;
-    let model = load(channel, &job, &source, &split, kernels)?.link(links);
-    let model: Arc<dyn Weights> = Arc::new(model);
+    let progress = |done, of| {
+        // Should the parent be gone, the reader of the channel ends this process.
+        let _ = channel.send(&FromWorker::Loading { done, of });
+    };
+    let wanted = Wanted {
+        source: &source,
+        split: &split,
+        rank: Rank(job.rank),
+        class,
+        engine: &job.engine,
+        mlx,
+    };
+    let model = wanted.load(Some(links), kernels, progress)?;
     if model.shard().leads() {
         lead(channel, &job, &source, model)
     } else {
@@ -140,30 +157,6 @@ fn join(channel: &Channel, job: &Job, split: &Split, config: &Config) -> Result<
         stage,
         patience: Duration::from_secs(job.patience_s),
     })
-}
-
-fn load(
-    channel: &Channel,
-    job: &Job,
-    source: &Source,
-    split: &Split,
-    kernels: Arc<Kernels>,
-) -> Result<Model, Error> {
-    let options = LoadOptions {
-        class: parse(&job.class, "kernel class")?,
-    };
-    let progress = |done, of| {
-        // Should the parent be gone, the reader of the channel ends this process.
-        let _ = channel.send(&FromWorker::Loading { done, of });
-    };
-    Ok(Model::load_shard(
-        source,
-        split,
-        Rank(job.rank),
-        options,
-        kernels,
-        progress,
-    )?)
 }
 
 fn ready(channel: &Channel, model: &dyn Weights) -> Result<(), Error> {

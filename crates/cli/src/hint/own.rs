@@ -29,6 +29,9 @@ pub(super) fn hint(error: &Error) -> Option<String> {
             "add --nodes {}, or leave out --split to have it chosen",
             tensor * pipeline
         ),
+        Error::Engines { .. } | Error::ClassOfOther { .. } | Error::MixedStage { .. } => {
+            "--engine, --class, --nodes and --split have to fit each other".into()
+        }
         Error::Shares { got, nodes } if *nodes == 1 => {
             format!("add --nodes {got}: one node has no shares")
         }

@@ -2,7 +2,7 @@
 
 use paceline_formats::safetensors::Safetensors;
 
-use super::golden;
+use super::{golden, rows_of};
 
 /// All of them.
 pub(crate) const FOLDERS: [&str; 7] = [
@@ -15,19 +15,18 @@ pub(crate) const FOLDERS: [&str; 7] = [
     "gemma3-linear-bf16",
 ];
 
+/// Those of `tests-data/golden/mlx`, with logits of MLX.
+pub(crate) const MLX_FOLDERS: [&str; 6] = [
+    "llama-4bit",
+    "llama-tied-mixed",
+    "llama-2bit-sharded",
+    "qwen2-8bit",
+    "qwen3-mxfp4",
+    "gemma3-5bit",
+];
+
 /// Logits at all positions of the prompt, `(positions, vocabulary)`.
 pub(crate) fn golden_logits(name: &str) -> Vec<Vec<f32>> {
     let file = Safetensors::open(golden(&format!("hf/{name}.golden.safetensors"))).unwrap();
-    let tensor = file.tensor("logits").unwrap();
-    let values = tensor
-        .bytes
-        .as_chunks()
-        .0
-        .iter()
-        .map(|b| f32::from_le_bytes(*b));
-    let values: Vec<f32> = values.collect();
-    values
-        .chunks_exact(tensor.cols())
-        .map(<[f32]>::to_vec)
-        .collect()
+    rows_of(&file.tensor("logits").unwrap())
 }
