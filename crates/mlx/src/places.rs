@@ -17,14 +17,14 @@ const HOMEBREW: [&str; 3] = [
 ];
 
 /// Places to look in, in this order: [`explicit`](Self::explicit) and then no other, beside the
-/// program, Homebrew's, the folder of installed engines.
+/// program, Homebrew's, the installed one.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Places {
     /// The library itself, or the folder it is in.
     pub explicit: Option<PathBuf>,
     /// The folder of the program.
     pub beside: Option<PathBuf>,
-    /// The folder that an installed MLX is in: the library is in its `lib`.
+    /// The library of an MLX that was installed for this program.
     pub installed: Option<PathBuf>,
 }
 
@@ -40,9 +40,9 @@ impl Places {
         }
         let beside = self.beside.iter().map(PathBuf::clone);
         let homebrew = HOMEBREW.iter().map(PathBuf::from);
-        let installed = self.installed.iter().map(|root| root.join("lib"));
-        let folders = beside.chain(homebrew).chain(installed);
-        folders.map(|folder| folder.join(LIBRARY_NAME)).collect()
+        let folders = beside.chain(homebrew);
+        let files = folders.map(|folder| folder.join(LIBRARY_NAME));
+        files.chain(self.installed.clone()).collect()
     }
 
     /// The first candidate that is there.
@@ -79,7 +79,7 @@ mod tests {
         let places = Places {
             explicit: None,
             beside: Some("/opt/paceline".into()),
-            installed: Some("/home/mlx".into()),
+            installed: Some("/home/mlx/libmlxc".into()),
         };
         let candidates = places.candidates();
         assert_eq!(candidates[0], Path::new("/opt/paceline").join(LIBRARY_NAME));
@@ -87,10 +87,7 @@ mod tests {
             candidates[1],
             Path::new("/opt/homebrew/lib").join(LIBRARY_NAME)
         );
-        assert_eq!(
-            candidates.last(),
-            Some(&Path::new("/home/mlx/lib").join(LIBRARY_NAME))
-        );
+        assert_eq!(candidates.last(), Some(&PathBuf::from("/home/mlx/libmlxc")));
     }
 
     #[test]
