@@ -2,8 +2,8 @@
 //!
 //! Two are real: SmolLM2, without which most tests have nothing to run and the step fails, and
 //! Gemma 3, whose tests are skipped by name when it cannot be had. SmolLM2 is also there in MLX's
-//! form (`scripts/models/mlx_folder.py`). The rest are small synthetic models, one for every storage
-//! type, made by `scripts/models/quant_models.py`.
+//! form (`scripts/models/mlx_folder.py`). The rest are small synthetic models, one for every
+//! storage type of GGUF, made by `scripts/models/quant_models.py`.
 
 use std::fs::{self, File};
 use std::io;

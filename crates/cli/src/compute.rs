@@ -1,14 +1,12 @@
 //! What computes, and how: `--engine`, `--class`, `--threads`.
 
 use std::fmt;
-use std::path::PathBuf;
 use std::str::FromStr;
 
 use paceline_base::KernelClass;
-use paceline_model::{MlxPlaces, Split};
+use paceline_model::Split;
 
 use crate::error::Error;
-use crate::home;
 
 /// Options of every command that computes.
 #[derive(Clone, Copy, Debug, clap::Args)]
@@ -155,22 +153,6 @@ impl fmt::Display for Classes {
             }
         }
         f.write_str(&names.join("+"))
-    }
-}
-
-/// Where MLX is looked for: what `PACELINE_MLXC` names, else beside this program, where
-/// Homebrew has it, and in the folder of installed engines.
-pub(crate) fn mlx_places() -> MlxPlaces {
-    let explicit = std::env::var_os("PACELINE_MLXC").filter(|value| !value.is_empty());
-    let program = std::env::current_exe().ok();
-    let beside = program.and_then(|program| Some(program.parent()?.to_path_buf()));
-    let installed = home::folder()
-        .ok()
-        .and_then(|folder| paceline_store::find_mlx(&folder.join("engines/mlx")));
-    MlxPlaces {
-        explicit: explicit.map(PathBuf::from),
-        beside,
-        installed: installed.map(|mlx| mlx.library),
     }
 }
 

@@ -103,6 +103,16 @@ pub(crate) enum Error {
     /// A person started what paceline starts.
     #[error("`paceline worker` is a part of a model that other commands start, not a command")]
     WorkerByHand,
+    /// MLX is not published for a system.
+    #[error("{build} is not published for {os} on {arch}")]
+    NoMlx {
+        /// The wheel, or MLX as a whole.
+        build: String,
+        /// Operating system.
+        os: String,
+        /// Processor.
+        arch: String,
+    },
     /// Nothing says where models are kept.
     #[error("neither PACELINE_HOME nor HOME is set")]
     NoHome,

@@ -11,8 +11,9 @@ use paceline_engine::EngineConfig;
 use paceline_model::{Source, Weights};
 use paceline_tensor::{InstructionSet, Kernels};
 
-use crate::compute::{ComputeArgs, mlx_places};
+use crate::compute::ComputeArgs;
 use crate::error::Error;
+use crate::home;
 use crate::output::tell;
 
 /// Loading that takes longer gets a bar: small models are ready before one is worth looking at.
@@ -97,10 +98,10 @@ pub(crate) fn model(
     engine: &EngineConfig,
     threads: usize,
 ) -> anyhow::Result<Arc<dyn Weights>> {
-    let mut bar = LoadBar::new();
+    let (mut bar, places) = (LoadBar::new(), home::mlx_places()?);
     let kernels = kernels(if class.is_mlx() { 1 } else { threads })?;
     let progress = |done, of| bar.show(done, of);
-    let model = paceline_node::load_whole(source, class, engine, &mlx_places(), kernels, progress);
+    let model = paceline_node::load_whole(source, class, engine, &places, kernels, progress);
     bar.clear();
     model.map_err(|error| in_model(path, error))
 }

@@ -21,7 +21,7 @@ use std::path::{Component, Path, PathBuf};
 use paceline_base::Bytes;
 use serde_json::Value;
 
-use crate::mlx::{Part, Quantised, Scheme};
+use crate::mlx::{self, Part, Quantised, Scheme};
 use crate::name_index::NameIndex;
 use crate::safetensors::{self, Safetensors};
 use crate::tensor::Tensor;
@@ -152,27 +152,8 @@ pub enum Error {
         expected: &'static str,
     },
     /// The parts of a quantised matrix do not fit each other.
-    #[error(
-        "{}: tensor {tensor}.{part}: shape {got:?} does not fit scales {scales:?} at {bits} bits \
-         in groups of {group_size}",
-        path.display()
-    )]
-    QuantisedShape {
-        /// The folder.
-        path: PathBuf,
-        /// The matrix.
-        tensor: String,
-        /// The part that does not fit.
-        part: &'static str,
-        /// Its shape.
-        got: Vec<usize>,
-        /// Shape of the scales.
-        scales: Vec<usize>,
-        /// Bits of an integer.
-        bits: u32,
-        /// Columns that share a scale.
-        group_size: usize,
-    },
+    #[error(transparent)]
+    Misfit(Box<mlx::Misfit>),
     /// Memory for a quantised matrix could not be had.
     #[error("tensor {tensor}: cannot reserve memory: {error}")]
     Memory {
@@ -320,7 +301,7 @@ impl HfFolder {
     /// weights.
     ///
     /// # Errors
-    /// [`Error::Quantization`], [`Error::QuantisedDtype`], [`Error::QuantisedShape`], and
+    /// [`Error::Quantization`], [`Error::QuantisedDtype`], [`Error::Misfit`], and
     /// [`Error::MissingTensor`] for what belongs to the scales.
     pub fn quantised(&self, module: &str) -> Result<Option<Quantised>, Error> {
         let part = |suffix: &str| self.part(&format!("{module}.{suffix}"));

@@ -67,6 +67,28 @@ pub struct Quantised {
     pub biases: Option<MappedBytes>,
 }
 
+/// A part of a quantised matrix that does not fit its scales.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "{}: tensor {tensor}.{part}: shape {got:?} does not fit scales {scales:?} at {} bits in groups \
+     of {}",
+    path.display(), scheme.bits, scheme.group_size
+)]
+pub struct Misfit {
+    /// The folder.
+    pub path: PathBuf,
+    /// The matrix.
+    pub tensor: String,
+    /// The part.
+    pub part: &'static str,
+    /// Its shape.
+    pub got: Vec<usize>,
+    /// Shape of the scales.
+    pub scales: Vec<usize>,
+    /// How the matrix is quantised.
+    pub scheme: Scheme,
+}
+
 /// One of a matrix's tensors, before it is checked.
 #[derive(Clone, Debug)]
 pub(crate) struct Part {
@@ -157,6 +179,86 @@ fn shortened(value: &Value) -> String {
     text
 }
 
+/// What the parts of a matrix are held against.
+struct Checks<'a> {
+    name: &'a str,
+    scheme: Scheme,
+    scales: &'a Part,
+    path: &'a dyn Fn() -> PathBuf,
+}
+
+impl Checks<'_> {
+    fn dtype(&self, part: &Part, suffix: &str, expected: &'static str) -> Error {
+        Error::QuantisedDtype {
+            path: (self.path)(),
+            tensor: format!("{}.{suffix}", self.name),
+            dtype: part.dtype.clone(),
+            expected,
+        }
+    }
+
+    fn misfit(&self, part: &'static str, got: &[usize]) -> Error {
+        Error::Misfit(Box::new(Misfit {
+            path: (self.path)(),
+            tensor: self.name.to_owned(),
+            part,
+            got: got.to_vec(),
+            scales: self.scales.shape.clone(),
+            scheme: self.scheme,
+        }))
+    }
+
+    /// The type of a joined block.
+    fn block_type(&self, weight: &Part) -> Result<BlockType, Error> {
+        if weight.dtype != "U32" {
+            return Err(self.dtype(weight, "weight", "U32"));
+        }
+        let bits = self.scheme.bits;
+        let found = match (self.scheme.mode, self.scales.dtype.as_str()) {
+            (Mode::Mxfp4, "U8") => Some(BlockType::MXFP4),
+            (Mode::Affine, "F16") => BlockType::affine(bits, BlockType::F16),
+            (Mode::Affine, "BF16") => BlockType::affine(bits, BlockType::BF16),
+            (Mode::Mxfp4, _) => return Err(self.dtype(self.scales, "scales", "U8")),
+            (Mode::Affine, _) => return Err(self.dtype(self.scales, "scales", "F16 or BF16")),
+        };
+        Ok(found.expect("a scheme has the bits of a type"))
+    }
+
+    /// Rows and columns.
+    fn sizes(&self, weight: &Part) -> Result<[usize; 2], Error> {
+        let shape = &self.scales.shape;
+        let [rows, groups] = shape[..] else {
+            return Err(self.misfit("scales", shape));
+        };
+        let cols = groups.checked_mul(self.scheme.group_size);
+        let bits = cols.and_then(|cols| cols.checked_mul(self.scheme.bits as usize));
+        let (Some(cols), Some(bits), 1..) = (cols, bits, rows.min(groups)) else {
+            return Err(self.misfit("scales", shape));
+        };
+        if weight.shape != [rows, bits / 32] {
+            return Err(self.misfit("weight", &weight.shape));
+        }
+        Ok([rows, cols])
+    }
+
+    fn biases(&self, biases: Option<Part>) -> Result<Option<MappedBytes>, Error> {
+        if self.scheme.mode == Mode::Mxfp4 {
+            return Ok(None);
+        }
+        let part = biases.ok_or_else(|| Error::MissingTensor {
+            path: (self.path)(),
+            tensor: format!("{}.biases", self.name),
+        })?;
+        if part.shape != self.scales.shape {
+            return Err(self.misfit("biases", &part.shape));
+        }
+        if part.dtype != self.scales.dtype {
+            return Err(self.dtype(&part, "biases", "that of the scales"));
+        }
+        Ok(Some(part.bytes))
+    }
+}
+
 impl Quantised {
     /// Checks the parts of the matrix `name` against `scheme` and each other.
     pub(crate) fn new(
@@ -166,59 +268,15 @@ impl Quantised {
         biases: Option<Part>,
         path: impl Fn() -> PathBuf,
     ) -> Result<Self, Error> {
-        let dtype = |part: &Part, suffix, expected| Error::QuantisedDtype {
-            path: path(),
-            tensor: format!("{name}.{suffix}"),
-            dtype: part.dtype.clone(),
-            expected,
+        let checks = Checks {
+            name,
+            scheme,
+            scales: &scales,
+            path: &path,
         };
-        if weight.dtype != "U32" {
-            return Err(dtype(&weight, "weight", "U32"));
-        }
-        let block_type = match (scheme.mode, scales.dtype.as_str()) {
-            (Mode::Mxfp4, "U8") => Some(BlockType::MXFP4),
-            (Mode::Affine, "F16") => BlockType::affine(scheme.bits, BlockType::F16),
-            (Mode::Affine, "BF16") => BlockType::affine(scheme.bits, BlockType::BF16),
-            (Mode::Mxfp4, _) => return Err(dtype(&scales, "scales", "U8")),
-            (Mode::Affine, _) => return Err(dtype(&scales, "scales", "F16 or BF16")),
-        };
-        let block_type = block_type.expect("a scheme has the bits of a type");
-        let shapes = |part: &'static str, got: &[usize]| Error::QuantisedShape {
-            path: path(),
-            tensor: name.to_owned(),
-            part,
-            got: got.to_vec(),
-            scales: scales.shape.clone(),
-            bits: scheme.bits,
-            group_size: scheme.group_size,
-        };
-        let [rows, groups] = scales.shape[..] else {
-            return Err(shapes("scales", &scales.shape));
-        };
-        let cols = groups.checked_mul(scheme.group_size);
-        let words = cols.and_then(|cols| cols.checked_mul(scheme.bits as usize));
-        let (Some(cols), Some(words)) = (cols.filter(|&cols| cols * rows > 0), words) else {
-            return Err(shapes("scales", &scales.shape));
-        };
-        if weight.shape != [rows, words / 32] {
-            return Err(shapes("weight", &weight.shape));
-        }
-        let biases = match (scheme.mode, biases) {
-            (Mode::Mxfp4, _) => None,
-            (Mode::Affine, Some(part)) if part.shape != scales.shape => {
-                return Err(shapes("biases", &part.shape));
-            }
-            (Mode::Affine, Some(part)) if part.dtype != scales.dtype => {
-                return Err(dtype(&part, "biases", "that of the scales"));
-            }
-            (Mode::Affine, Some(part)) => Some(part.bytes),
-            (Mode::Affine, None) => {
-                return Err(Error::MissingTensor {
-                    path: path(),
-                    tensor: format!("{name}.biases"),
-                });
-            }
-        };
+        let block_type = checks.block_type(&weight)?;
+        let [rows, cols] = checks.sizes(&weight)?;
+        let biases = checks.biases(biases)?;
         Ok(Self {
             name: name.to_owned(),
             rows,

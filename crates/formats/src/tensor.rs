@@ -117,8 +117,8 @@ impl MappedBytes {
     /// Tells the system that these bytes are not needed soon, for weights that were repacked.
     ///
     /// Resident memory of the pages that lie wholly inside goes away; reading them again is
-    /// allowed and fetches them from the file. Memory of our own stays. Only a hint: a failure or a system without it
-    /// changes nothing but memory use.
+    /// allowed and fetches them from the file. Memory of our own stays. Only a hint: a failure or
+    /// a system without it changes nothing but memory use.
     pub fn discard(&self) {
         let pages = whole_pages(&self.range);
         if pages.is_empty() || !self.of_file {

@@ -26,7 +26,7 @@
 //! | Q5_K | nibbles, bits | scale u8, min u8 | d, dmin f16 | 1.02 |
 //! | Q6_K | nibbles, crumbs (q + 32) | scale i8 x 2 | d f16 | 1.01 |
 //! | IQ4_XS | nibbles (code) | scale i8 | d f16 | 1.03 |
-//! | AFFINE2..8 | crumbs, crumbs and bits, nibbles .. bytes (q - 4, 32, 128 of 3, 6, 8 bits) | scale, bias f16 or bf16 | | 1.00 |
+//! | AFFINE2..8 | of as many bits (8 bits: q - 128) | scale, bias f16 or bf16 | | 1.00 |
 //! | MXFP4 | nibbles (code) | scale bf16 | | 1.06 |
 //!
 //! [`Format`] says how a kernel reads one chunk; [`crate::packed`] writes it.

@@ -64,8 +64,9 @@ use mlx::is_brain;
 /// | AFFINE3, 6, 8 | -4..=3, -32..=31, -128..=127 | 1 | s | b + 4 s, 32 s, 128 s | 1 |
 /// | MXFP4 | twice e2m1, -12..=12 | 1 | 2^(s - 128) | none | 0 |
 ///
-/// d, m and dmin are the block's halves, s and b the scale and bias of MLX's types. "None" is -0.0, the float that changes no sum. Kernels
-/// that treat types with and without a min differently should ask the type, not this number.
+/// d, m and dmin are the block's halves, s and b the scale and bias of MLX's types. "None" is -0.0,
+/// the float that changes no sum. Kernels that treat types with and without a min differently
+/// should ask the type, not this number.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Chunk {
     /// The integers, with the type's fixed zero offset (where it has one) already subtracted.

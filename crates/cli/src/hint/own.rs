@@ -39,6 +39,10 @@ pub(super) fn hint(error: &Error) -> Option<String> {
             format!("give {nodes} numbers, as in --shares {}", example(*nodes))
         }
         Error::WorkerByHand => "`paceline run MODEL --nodes 2` starts two of them".into(),
+        Error::NoMlx { build, .. } if build != "MLX" => {
+            "leave out --build for the one that fits this machine".into()
+        }
+        Error::NoMlx { .. } => "the cpu engine needs nothing and is always there".into(),
         Error::NoHome => "set PACELINE_HOME to a folder for models".into(),
         Error::UnknownCpu { .. } | Error::CpuLacks { .. } => {
             "unset PACELINE_CPU to have the fastest that this machine can".into()

@@ -139,3 +139,116 @@ fn one(
     }
     Ok(())
 }
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+    use std::path::PathBuf;
+
+    use zip::ZipWriter;
+    use zip::write::SimpleFileOptions;
+
+    use super::*;
+    use crate::options::PullOptions;
+    use crate::progress::{Cancel, Quiet};
+
+    fn archive(dir: &Path, files: &[(&str, &[u8])]) -> PathBuf {
+        let path = dir.join("x.whl");
+        let mut zip = ZipWriter::new(File::create(&path).unwrap());
+        for (name, body) in files {
+            zip.start_file(*name, SimpleFileOptions::default()).unwrap();
+            zip.write_all(body).unwrap();
+        }
+        zip.finish().unwrap();
+        path
+    }
+
+    /// Unpacks `files` into a folder below the temporary one that is given back.
+    fn unpacked(files: &[(&str, &[u8])]) -> (tempfile::TempDir, Result<(), Error>) {
+        let dir = tempfile::tempdir().unwrap();
+        let path = archive(dir.path(), files);
+        let options = PullOptions::default();
+        let mut ctx = Context {
+            options: &options,
+            cancel: &Cancel::default(),
+            progress: &mut Quiet,
+        };
+        let folder = dir.path().join("a/b");
+        disk::create_dir(&folder).unwrap();
+        let done = wheel("x==1", &path, &folder, &mut ctx);
+        (dir, done)
+    }
+
+    #[test]
+    fn a_wheel_becomes_a_folder() {
+        let large = vec![7; 3 * CHUNK_BYTES + 1];
+        let (dir, done) = unpacked(&[
+            ("m/lib/l.so", &large),
+            ("m/h.h", b"h"),
+            ("n/__init__.py", b""),
+        ]);
+        done.unwrap();
+        let folder = dir.path().join("a/b");
+        assert_eq!(fs::read(folder.join("m/lib/l.so")).unwrap(), large);
+        assert_eq!(fs::read(folder.join("m/h.h")).unwrap(), b"h");
+        assert!(
+            !folder.join("n/__init__.py").exists(),
+            "empty files of several wheels collide"
+        );
+    }
+
+    #[test]
+    fn paths_that_lead_out_are_refused() {
+        for name in ["../evil", "m/../../evil", "m/../../../evil"] {
+            let (dir, done) = unpacked(&[("ok", b"x"), (name, b"evil")]);
+            assert!(
+                matches!(done, Err(Error::BadWheel { .. })),
+                "{name}: {done:?}"
+            );
+            for place in ["evil", "a/evil"] {
+                assert!(!dir.path().join(place).exists(), "{name}");
+            }
+        }
+        let (dir, done) = unpacked(&[("/not-absolute", b"x")]);
+        done.unwrap();
+        assert!(
+            dir.path().join("a/b/not-absolute").exists() && !Path::new("/not-absolute").exists()
+        );
+    }
+
+    #[test]
+    fn a_file_is_not_written_twice() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = archive(dir.path(), &[("m/a", b"1")]);
+        let options = PullOptions::default();
+        let mut ctx = Context {
+            options: &options,
+            cancel: &Cancel::default(),
+            progress: &mut Quiet,
+        };
+        wheel("x==1", &path, dir.path(), &mut ctx).unwrap();
+        let again = wheel("x==1", &path, dir.path(), &mut ctx);
+        assert!(matches!(again, Err(Error::Io { .. })), "{again:?}");
+    }
+
+    #[test]
+    fn a_cut_wheel_is_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = archive(dir.path(), &[("m/a", &[1; 1000]), ("m/b", b"2")]);
+        let whole = fs::read(&path).unwrap();
+        let options = PullOptions::default();
+        for cut in (0..whole.len()).step_by(7) {
+            fs::write(&path, &whole[..cut]).unwrap();
+            let into = tempfile::tempdir().unwrap();
+            let mut ctx = Context {
+                options: &options,
+                cancel: &Cancel::default(),
+                progress: &mut Quiet,
+            };
+            assert!(
+                wheel("x==1", &path, into.path(), &mut ctx).is_err(),
+                "cut at {cut}"
+            );
+        }
+    }
+}
