@@ -164,7 +164,7 @@ fn folders_that_mlx_quantised_give_its_logits() {
 #[test]
 fn smollm2_goes_on_as_mlx_lm_does() {
     const NAME: &str = "SmolLM2-135M-Instruct-mlx-4bit";
-    /// Ids unless `PACELINE_MLX_TOKENS` says how many: MLX's CPU build computes a few rows a second.
+    /// Ids unless `PACELINE_MLX_TOKENS` says how many: MLX's CPU build does a few rows a second.
     const TOKENS: usize = 4;
     let Some(library) = library("smollm2 goes on as mlx-lm does") else {
         return;

@@ -9,8 +9,8 @@
 //! | all other blocks | 8 bits in groups of 32: off by up to 1/510 of a group's range |
 //! | MLX's own groups | as stored, in place |
 //!
-//! All but the fifth keep every weight; scales and biases are halves, as in the file, but where `8 d`
-//! or `128 d` is beyond them, which no quantiser writes.
+//! All but the fifth keep every weight; scales and biases are halves, as in the file, but where
+//! `8 d` or `128 d` is beyond them, which no quantiser writes.
 
 use std::ops::Range;
 
