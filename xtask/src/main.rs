@@ -9,6 +9,7 @@ mod cargo_test;
 mod darwin;
 mod deny;
 mod mlx;
+mod mlx_engine;
 mod mlx_tools;
 mod models;
 mod mpi;
@@ -44,7 +45,7 @@ struct Args {
 enum Chore {
     /// Fetch the test models, then format check, lints, tidy and all tests, with one total.
     Test {
-        /// Steps to run instead of models,fmt,clippy,tidy,unit,doc,sdk,mlx-tools,mpi.
+        /// Steps to run instead of models,mlx,fmt,clippy,tidy,unit,doc,sdk,mlx-tools,mpi.
         #[arg(long, value_delimiter = ',', value_name = "STEPS")]
         only: Vec<Step>,
     },
@@ -75,6 +76,8 @@ enum Chore {
         #[arg(long)]
         golden: bool,
     },
+    /// Fetch MLX and build its C layer, for the tests of the MLX engine.
+    Mlx,
     /// Run rings of Rust and real MLX ranks.
     MlxRing,
     /// Run groups over MPI by mpirun.
@@ -133,6 +136,7 @@ fn run(chore: Chore) -> Result<bool> {
             println!("{tally}");
             tally.failed == 0
         }
+        Chore::Mlx => steps::run(&[Step::Mlx]),
         Chore::MlxRing => steps::run(&[Step::MlxRing]),
         Chore::Mpi => steps::run(&[Step::Mpi]),
         Chore::Darwin => steps::run(&[Step::Darwin]),

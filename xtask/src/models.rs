@@ -1,8 +1,9 @@
 //! `cargo xtask models`: the models that tests read, fetched and made once.
 //!
 //! Two are real: SmolLM2, without which most tests have nothing to run and the step fails, and
-//! Gemma 3, whose tests are skipped by name when it cannot be had. The rest are small synthetic
-//! models, one for every storage type, made by `scripts/models/quant_models.py`.
+//! Gemma 3, whose tests are skipped by name when it cannot be had. SmolLM2 is also there in MLX's
+//! form (`scripts/models/mlx_folder.py`). The rest are small synthetic models, one for every
+//! storage type of GGUF, made by `scripts/models/quant_models.py`.
 
 use std::fs::{self, File};
 use std::io;
@@ -47,6 +48,9 @@ pub(crate) fn run(into: Option<PathBuf>) -> Result<Tally> {
     }));
     tally.add(optional("storage type tests", || {
         synthesise(&smollm2, &folder)
+    }));
+    tally.add(optional("tests of SmolLM2 in MLX's form", || {
+        in_mlx_form(&smollm2, &folder)
     }));
     tally.add(optional("tests of large vocabularies", || {
         tokenizers::fetch(&folder)
@@ -121,7 +125,7 @@ fn is_whole(path: &Path, model: &Model) -> Result<bool> {
 }
 
 /// Says what is fetched, a line each: a test run's log has no use for a progress bar.
-struct Lines;
+pub(crate) struct Lines;
 
 impl Progress for Lines {
     fn start(&mut self, label: &str, total: Option<u64>, done: u64) {
@@ -150,6 +154,23 @@ fn synthesise(base: &Path, folder: &Path) -> Result<()> {
     let output = process::capture(command, SYNTHESIS_LIMIT)?;
     ensure!(!output.trim().is_empty(), "quant_models.py named no model");
     output.lines().for_each(|line| println!("{line}"));
+    Ok(())
+}
+
+/// SmolLM2 as `mlx_lm.convert` writes it, from the GGUF file at `base`.
+fn in_mlx_form(base: &Path, folder: &Path) -> Result<()> {
+    let environment = folder.with_file_name("test-clients/mlx-lm");
+    let mut command = Command::new(venv::python_in(&environment, "mlx/requirements-lm.txt")?);
+    command
+        .arg(repo::root().join("scripts/models/mlx_folder.py"))
+        .args([base, folder])
+        .env("HF_HUB_OFFLINE", "1");
+    let output = process::capture(command, SYNTHESIS_LIMIT)?;
+    let made = output
+        .lines()
+        .last()
+        .context("mlx_folder.py named no model")?;
+    println!("{made}");
     Ok(())
 }
 

@@ -7,13 +7,17 @@ use clap::ValueEnum;
 
 use crate::cargo_test::TestLog;
 use crate::tally::Tally;
-use crate::{darwin, deny, mlx, mlx_tools, models, mpi, neon, process, rdma, repo, sdk, tidy};
+use crate::{
+    darwin, deny, mlx, mlx_engine, mlx_tools, models, mpi, neon, process, rdma, repo, sdk, tidy,
+};
 
-/// One step. `cargo xtask test` runs the first nine.
+/// One step. `cargo xtask test` runs the first ten.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Step {
     /// Fetch and make the models that tests read.
     Models,
+    /// MLX's libraries, which the engine's tests open.
+    Mlx,
     /// rustfmt, check only.
     Fmt,
     /// clippy over all targets, warnings denied.
@@ -43,9 +47,10 @@ pub(crate) enum Step {
 }
 
 /// What `cargo xtask test` runs unless told otherwise: cheap steps before dear ones, but for the
-/// models, whose download a person wants to see fail first.
-pub(crate) const DEFAULT: [Step; 9] = [
+/// models and MLX, whose downloads a person wants to see fail first.
+pub(crate) const DEFAULT: [Step; 10] = [
     Step::Models,
+    Step::Mlx,
     Step::Fmt,
     Step::Clippy,
     Step::Tidy,
@@ -60,6 +65,7 @@ impl Step {
     fn name(self) -> &'static str {
         match self {
             Step::Models => "models",
+            Step::Mlx => "mlx",
             Step::Fmt => "fmt",
             Step::Clippy => "clippy",
             Step::Tidy => "tidy",
@@ -79,6 +85,7 @@ impl Step {
     fn run(self) -> Result<Tally> {
         match self {
             Step::Models => models::run(None),
+            Step::Mlx => Ok(mlx_engine::run(&mut |line| println!("{line}"))),
             Step::Fmt => cargo_check(self, &["fmt", "--all", "--check", "--", "--color", "never"]),
             Step::Clippy => cargo_check(
                 self,
@@ -175,8 +182,8 @@ pub(crate) fn tidy() -> Result<Tally> {
 }
 
 /// Tests of the whole workspace, of the kind that `kind` selects. The test models' folder is
-/// passed on, so that the tests read what the models step made, and a Python with MLX; tests that
-/// lack it say so by name.
+/// passed on, so that the tests read what the models step made, a Python with MLX, and MLX's C
+/// layer; tests that lack one say so by name.
 fn cargo_test(step: Step, kind: &str) -> Result<Tally> {
     let mut command = repo::cargo();
     command.args(["test", "--release", "--workspace", "--no-fail-fast", kind]);
@@ -188,6 +195,10 @@ fn cargo_test(step: Step, kind: &str) -> Result<Tally> {
     match mlx::python() {
         Ok(python) => drop(command.env(mlx::PYTHON, python)),
         Err(error) => println!("no Python with MLX: {error:#}"),
+    }
+    match mlx_engine::library() {
+        Ok(library) => drop(command.env(mlx_engine::LIBRARY, library)),
+        Err(error) => println!("no MLX to open: {error:#}"),
     }
     let mut log = TestLog::new();
     let success = process::stream(command, &process::log_path(step.name()), |line| {

@@ -2,11 +2,15 @@
 
 use std::fmt;
 
-/// Storage type of a tensor, as the GGUF format names them.
+/// Storage type of a tensor, as the GGUF format and MLX name them.
 ///
 /// A *block* is the smallest run of values along a row that can be decoded alone:
 /// [`len`](Self::len) values in [`bytes`](Self::bytes) bytes. Floats are blocks of one value.
 /// Byte layouts: `ggml/src/ggml-common.h` of llama.cpp; decoded in `paceline-tensor::stored`.
+///
+/// The types from `AFFINE2_F16` on are those of MLX's folders, where integers, scales and biases
+/// are tensors of their own: a block here is 32 columns of all three, joined when the model is
+/// opened (`paceline-formats::mlx`). `MXFP4` has MLX's order of nibbles, not llama.cpp's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[allow(
     missing_docs,
@@ -29,6 +33,19 @@ pub enum BlockType {
     Q6_K,
     IQ4_NL,
     IQ4_XS,
+    AFFINE2_F16,
+    AFFINE2_BF16,
+    AFFINE3_F16,
+    AFFINE3_BF16,
+    AFFINE4_F16,
+    AFFINE4_BF16,
+    AFFINE5_F16,
+    AFFINE5_BF16,
+    AFFINE6_F16,
+    AFFINE6_BF16,
+    AFFINE8_F16,
+    AFFINE8_BF16,
+    MXFP4,
 }
 
 /// A GGUF type number that paceline does not read.
@@ -43,7 +60,7 @@ pub struct UnknownBlockType {
 
 impl BlockType {
     /// Every supported type.
-    pub const ALL: [Self; 15] = [
+    pub const ALL: [Self; 28] = [
         Self::F32,
         Self::F16,
         Self::BF16,
@@ -59,7 +76,23 @@ impl BlockType {
         Self::Q6_K,
         Self::IQ4_NL,
         Self::IQ4_XS,
+        Self::AFFINE2_F16,
+        Self::AFFINE2_BF16,
+        Self::AFFINE3_F16,
+        Self::AFFINE3_BF16,
+        Self::AFFINE4_F16,
+        Self::AFFINE4_BF16,
+        Self::AFFINE5_F16,
+        Self::AFFINE5_BF16,
+        Self::AFFINE6_F16,
+        Self::AFFINE6_BF16,
+        Self::AFFINE8_F16,
+        Self::AFFINE8_BF16,
+        Self::MXFP4,
     ];
+
+    /// Those that GGUF files have: the first of [`ALL`](Self::ALL).
+    pub const GGUF: [Self; 15] = *Self::ALL.first_chunk().expect("more than 15");
 
     /// The name used by GGUF tools, for example `Q4_K`.
     pub const fn name(self) -> &'static str {
@@ -79,6 +112,19 @@ impl BlockType {
             Self::Q6_K => "Q6_K",
             Self::IQ4_NL => "IQ4_NL",
             Self::IQ4_XS => "IQ4_XS",
+            Self::AFFINE2_F16 => "AFFINE2_F16",
+            Self::AFFINE2_BF16 => "AFFINE2_BF16",
+            Self::AFFINE3_F16 => "AFFINE3_F16",
+            Self::AFFINE3_BF16 => "AFFINE3_BF16",
+            Self::AFFINE4_F16 => "AFFINE4_F16",
+            Self::AFFINE4_BF16 => "AFFINE4_BF16",
+            Self::AFFINE5_F16 => "AFFINE5_F16",
+            Self::AFFINE5_BF16 => "AFFINE5_BF16",
+            Self::AFFINE6_F16 => "AFFINE6_F16",
+            Self::AFFINE6_BF16 => "AFFINE6_BF16",
+            Self::AFFINE8_F16 => "AFFINE8_F16",
+            Self::AFFINE8_BF16 => "AFFINE8_BF16",
+            Self::MXFP4 => "MXFP4",
         }
     }
 
@@ -87,8 +133,8 @@ impl BlockType {
     pub const fn len(self) -> usize {
         match self {
             Self::F32 | Self::F16 | Self::BF16 => 1,
-            Self::Q4_0 | Self::Q4_1 | Self::Q5_0 | Self::Q5_1 | Self::Q8_0 | Self::IQ4_NL => 32,
             Self::Q2_K | Self::Q3_K | Self::Q4_K | Self::Q5_K | Self::Q6_K | Self::IQ4_XS => 256,
+            _ => 32,
         }
     }
 
@@ -108,6 +154,13 @@ impl BlockType {
             Self::Q5_K => 176,
             Self::Q6_K => 210,
             Self::IQ4_XS => 136,
+            Self::AFFINE2_F16 | Self::AFFINE2_BF16 => 12,
+            Self::AFFINE3_F16 | Self::AFFINE3_BF16 => 16,
+            Self::AFFINE4_F16 | Self::AFFINE4_BF16 => 20,
+            Self::AFFINE5_F16 | Self::AFFINE5_BF16 => 24,
+            Self::AFFINE6_F16 | Self::AFFINE6_BF16 => 28,
+            Self::AFFINE8_F16 | Self::AFFINE8_BF16 => 36,
+            Self::MXFP4 => 17,
         }
     }
 
@@ -155,9 +208,9 @@ impl BlockType {
         })
     }
 
-    /// The number of this type in a GGUF tensor table.
-    pub const fn to_gguf(self) -> u32 {
-        match self {
+    /// The number of this type in a GGUF tensor table; `None` for the types of MLX's folders.
+    pub const fn to_gguf(self) -> Option<u32> {
+        Some(match self {
             Self::F32 => 0,
             Self::F16 => 1,
             Self::Q4_0 => 2,
@@ -173,7 +226,41 @@ impl BlockType {
             Self::IQ4_NL => 20,
             Self::IQ4_XS => 23,
             Self::BF16 => 30,
-        }
+            _ => return None,
+        })
+    }
+
+    /// Affine integers of `bits` bits, as MLX has them, with scales and biases of type `scales`;
+    /// `None` where there is no such type.
+    pub const fn affine(bits: u32, scales: Self) -> Option<Self> {
+        Some(match (bits, scales) {
+            (2, Self::F16) => Self::AFFINE2_F16,
+            (2, Self::BF16) => Self::AFFINE2_BF16,
+            (3, Self::F16) => Self::AFFINE3_F16,
+            (3, Self::BF16) => Self::AFFINE3_BF16,
+            (4, Self::F16) => Self::AFFINE4_F16,
+            (4, Self::BF16) => Self::AFFINE4_BF16,
+            (5, Self::F16) => Self::AFFINE5_F16,
+            (5, Self::BF16) => Self::AFFINE5_BF16,
+            (6, Self::F16) => Self::AFFINE6_F16,
+            (6, Self::BF16) => Self::AFFINE6_BF16,
+            (8, Self::F16) => Self::AFFINE8_F16,
+            (8, Self::BF16) => Self::AFFINE8_BF16,
+            _ => return None,
+        })
+    }
+
+    /// Bits of an affine integer; `None` for all other types.
+    pub const fn affine_bits(self) -> Option<u32> {
+        Some(match self {
+            Self::AFFINE2_F16 | Self::AFFINE2_BF16 => 2,
+            Self::AFFINE3_F16 | Self::AFFINE3_BF16 => 3,
+            Self::AFFINE4_F16 | Self::AFFINE4_BF16 => 4,
+            Self::AFFINE5_F16 | Self::AFFINE5_BF16 => 5,
+            Self::AFFINE6_F16 | Self::AFFINE6_BF16 => 6,
+            Self::AFFINE8_F16 | Self::AFFINE8_BF16 => 8,
+            _ => return None,
+        })
     }
 }
 
@@ -214,9 +301,34 @@ mod tests {
 
     #[test]
     fn gguf_numbers_round_trip() {
-        for t in BlockType::ALL {
-            assert_eq!(BlockType::from_gguf(t.to_gguf()), Ok(t));
+        for t in BlockType::GGUF {
+            let number = t.to_gguf().expect("a number");
+            assert_eq!(BlockType::from_gguf(number), Ok(t));
         }
+        let others = &BlockType::ALL[BlockType::GGUF.len()..];
+        assert!(others.iter().all(|t| t.to_gguf().is_none()));
+    }
+
+    #[test]
+    fn types_are_in_the_order_of_their_numbers() {
+        for (i, t) in BlockType::ALL.into_iter().enumerate() {
+            assert_eq!(t as usize, i, "{t}"); // tables of kernels are indexed so
+        }
+    }
+
+    #[test]
+    fn affine_types_are_found_by_bits_and_scales() {
+        for bits in [2, 3, 4, 5, 6, 8] {
+            for scales in [BlockType::F16, BlockType::BF16] {
+                let t = BlockType::affine(bits, scales).expect("a type");
+                assert_eq!(t.name(), format!("AFFINE{bits}_{scales}"));
+                assert_eq!(t.affine_bits(), Some(bits));
+                assert_eq!((t.len(), t.bytes()), (32, 4 + 4 * bits as usize));
+            }
+        }
+        assert_eq!(BlockType::affine(7, BlockType::F16), None);
+        assert_eq!(BlockType::affine(4, BlockType::F32), None);
+        assert_eq!(BlockType::MXFP4.affine_bits(), None);
     }
 
     #[test]

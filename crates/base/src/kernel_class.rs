@@ -17,11 +17,16 @@ pub enum KernelClass {
     /// Weights decoded to f32, activations and cache in f32: four to eight times the memory; the
     /// reference that `Cpu` is measured against.
     CpuF32,
+    /// MLX, with activations and cache in the type of the model's floats: the same bits run after
+    /// run and for pipeline splits, not for other batches or tensor splits (docs/numerics.md).
+    Mlx,
+    /// MLX with activations, scales and cache in f32: slower and nearer to `CpuF32`.
+    MlxF32,
 }
 
 /// Not the name of a kernel class.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("unknown kernel class {0:?}, expected cpu, cpu-q8 or cpu-f32")]
+#[error("unknown kernel class {0:?}, expected cpu, cpu-q8, cpu-f32, mlx or mlx-f32")]
 pub struct UnknownKernelClass(pub String);
 
 impl KernelClass {
@@ -31,7 +36,14 @@ impl KernelClass {
             Self::Cpu => "cpu",
             Self::CpuQ8 => "cpu-q8",
             Self::CpuF32 => "cpu-f32",
+            Self::Mlx => "mlx",
+            Self::MlxF32 => "mlx-f32",
         }
+    }
+
+    /// Whether MLX computes it, else our own kernels.
+    pub const fn is_mlx(self) -> bool {
+        matches!(self, Self::Mlx | Self::MlxF32)
     }
 }
 
@@ -45,8 +57,14 @@ impl FromStr for KernelClass {
     type Err = UnknownKernelClass;
 
     fn from_str(name: &str) -> Result<Self, UnknownKernelClass> {
-        [Self::Cpu, Self::CpuQ8, Self::CpuF32]
-            .into_iter()
+        let all = [
+            Self::Cpu,
+            Self::CpuQ8,
+            Self::CpuF32,
+            Self::Mlx,
+            Self::MlxF32,
+        ];
+        all.into_iter()
             .find(|class| class.name() == name)
             .ok_or_else(|| UnknownKernelClass(name.to_owned()))
     }

@@ -1,5 +1,6 @@
 //! What can go wrong in the commands themselves.
 
+use paceline_base::KernelClass;
 use paceline_engine::ParamError;
 
 /// Largest prompt that is read from standard input: far above any context, so that a larger input
@@ -83,9 +84,41 @@ pub(crate) enum Error {
         /// The wire.
         backend: paceline_comm::Backend,
     },
+    /// `--engine` has not one engine for each node.
+    #[error("--engine has {got} engines, but --nodes is {nodes}, expected one, or one for each")]
+    Engines {
+        /// How many it has.
+        got: u32,
+        /// Value of `--nodes`.
+        nodes: u32,
+    },
+    /// `--class` is of an engine that no node has.
+    #[error("--class {class} is not one of the engine that --engine names")]
+    ClassOfOther {
+        /// Value of `--class`.
+        class: KernelClass,
+    },
+    /// Nodes that share layers would compute them by different rules.
+    #[error("nodes that share layers compute as {a} and as {b}, expected one class in a stage")]
+    MixedStage {
+        /// One class of a stage.
+        a: KernelClass,
+        /// Another.
+        b: KernelClass,
+    },
     /// A person started what paceline starts.
     #[error("`paceline worker` is a part of a model that other commands start, not a command")]
     WorkerByHand,
+    /// MLX is not published for a system.
+    #[error("{build} is not published for {os} on {arch}")]
+    NoMlx {
+        /// The wheel, or MLX as a whole.
+        build: String,
+        /// Operating system.
+        os: String,
+        /// Processor.
+        arch: String,
+    },
     /// Nothing says where models are kept.
     #[error("neither PACELINE_HOME nor HOME is set")]
     NoHome,
@@ -118,6 +151,9 @@ impl Error {
                 | Self::Grid { .. }
                 | Self::Shares { .. }
                 | Self::Plaintext { .. }
+                | Self::Engines { .. }
+                | Self::ClassOfOther { .. }
+                | Self::MixedStage { .. }
                 | Self::WorkerByHand
         )
     }

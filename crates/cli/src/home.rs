@@ -3,16 +3,18 @@
 //! | variable | meaning |
 //! |---|---|
 //! | `PACELINE_HOME` | where paceline keeps its files, default `~/.paceline` |
+//! | `PACELINE_MLXC` | MLX's C layer, or its folder; no other is looked for then |
 //! | `HF_ENDPOINT` | another hub than the public one |
 //! | `HF_TOKEN` | login at the hub |
 //! | `HTTPS_PROXY`, `HTTP_PROXY`, `ALL_PROXY`, `NO_PROXY` | proxies, in lower case too |
 //! | `SSL_CERT_FILE` | certificates to trust instead of the built-in ones |
 
 use std::env;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use anyhow::Context;
-use paceline_store::{Home, Hub, ProxySetting, PullOptions, Token};
+use paceline_mlx::Places;
+use paceline_store::{Home, Hub, ProxySetting, PullOptions, Token, find_mlx};
 
 use crate::error::Error;
 use crate::output::tell;
@@ -60,6 +62,27 @@ pub(crate) fn home() -> anyhow::Result<Home> {
 /// As [`folder`].
 pub(crate) fn api_keys() -> anyhow::Result<PathBuf> {
     Ok(folder()?.join("api-keys.json"))
+}
+
+/// The folder that MLX is installed into, a folder below it for each version.
+///
+/// # Errors
+/// As [`folder`].
+pub(crate) fn mlx_folder() -> anyhow::Result<PathBuf> {
+    Ok(folder()?.join("engines/mlx"))
+}
+
+/// Where MLX is looked for.
+///
+/// # Errors
+/// As [`folder`].
+pub(crate) fn mlx_places() -> anyhow::Result<Places> {
+    let program = env::current_exe().ok();
+    Ok(Places {
+        explicit: text("PACELINE_MLXC").map(PathBuf::from),
+        beside: program.and_then(|path| path.parent().map(Path::to_path_buf)),
+        installed: find_mlx(&mlx_folder()?).map(|mlx| mlx.library),
+    })
 }
 
 /// `$PACELINE_HOME`, else `~/.paceline`.

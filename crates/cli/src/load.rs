@@ -7,27 +7,17 @@ use std::time::{Duration, Instant};
 use anyhow::Context;
 use indicatif::{ProgressBar, ProgressStyle};
 use paceline_base::KernelClass;
-use paceline_model::{LoadOptions, Model, Source};
+use paceline_engine::EngineConfig;
+use paceline_model::{Source, Weights};
 use paceline_tensor::{InstructionSet, Kernels};
 
+use crate::compute::ComputeArgs;
 use crate::error::Error;
+use crate::home;
 use crate::output::tell;
 
 /// Loading that takes longer gets a bar: small models are ready before one is worth looking at.
 const BAR_AFTER: Duration = Duration::from_millis(500);
-
-/// Options of every command that computes.
-#[derive(Clone, Copy, Debug, clap::Args)]
-pub(crate) struct ComputeArgs {
-    /// Threads to compute with [default: all cores]
-    #[arg(long, value_name = "N", allow_negative_numbers = true,
-          value_parser = clap::value_parser!(u16).range(1..=1024))]
-    pub(crate) threads: Option<u16>,
-    /// How numbers are computed: cpu, cpu-q8 (reads prompts faster, less exact) or cpu-f32 (slow,
-    /// four to eight times the memory)
-    #[arg(long, value_name = "CLASS", default_value_t)]
-    pub(crate) class: KernelClass,
-}
 
 /// Threads of each of `nodes` nodes on this machine. More than it has cores are warned about.
 pub(crate) fn threads(args: ComputeArgs, nodes: u32) -> usize {
@@ -96,19 +86,22 @@ pub(crate) fn open(path: &Path) -> anyhow::Result<Source> {
     Source::open(path).map_err(|error| in_model(path, error))
 }
 
-/// Packs the weights of `source`, with a progress bar on stderr when that takes a while.
+/// Loads the weights of `source` on the engine of `class`, with a progress bar on stderr when that
+/// takes a while. `engine` is what the model will be asked for.
 ///
 /// # Errors
-/// What is wrong with the model, and its path.
+/// What is wrong with the model, and its path; with MLX, where it is to compute.
 pub(crate) fn model(
     path: &Path,
-    source: &Source,
+    source: &Arc<Source>,
     class: KernelClass,
-    kernels: Arc<Kernels>,
-) -> anyhow::Result<Model> {
-    let mut bar = LoadBar::new();
+    engine: &EngineConfig,
+    threads: usize,
+) -> anyhow::Result<Arc<dyn Weights>> {
+    let (mut bar, places) = (LoadBar::new(), home::mlx_places()?);
+    let kernels = kernels(if class.is_mlx() { 1 } else { threads })?;
     let progress = |done, of| bar.show(done, of);
-    let model = Model::load(source, LoadOptions { class }, kernels, progress);
+    let model = paceline_node::load_whole(source, class, engine, &places, kernels, progress);
     bar.clear();
     model.map_err(|error| in_model(path, error))
 }

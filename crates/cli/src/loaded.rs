@@ -7,7 +7,7 @@ use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
-use paceline_base::{Bytes, KernelClass, Rank};
+use paceline_base::{Bytes, Rank};
 use paceline_comm::Backend;
 use paceline_engine::{Engine, EngineConfig, Failure, Reply, Request, Runner, Service, Ticket};
 use paceline_formats::chat::{ChatTemplate, Error as ChatError};
@@ -15,8 +15,9 @@ use paceline_formats::tokenizer::Tokenizer;
 use paceline_model::{Config, Shard, Source, Split, SplitKind};
 use paceline_node::{Instance, InstanceSpec};
 
+use crate::compute::{Classes, ComputeArgs, EngineArgs};
 use crate::error::Error;
-use crate::load::{self, ComputeArgs, LoadBar};
+use crate::load::{self, LoadBar};
 use crate::output::tell;
 use crate::plan::local::{Local, Setting};
 
@@ -115,9 +116,9 @@ impl SplitArgs {
 
 /// A model that was opened and cut, and is not loaded yet: what can be wrong with it is known.
 pub(crate) struct Opened {
-    source: Source,
+    source: Arc<Source>,
     path: PathBuf,
-    compute: ComputeArgs,
+    classes: Classes,
     cut: SplitArgs,
     start: Instant,
     pub(crate) tokenizer: Arc<Tokenizer>,
@@ -137,7 +138,7 @@ impl Opened {
     /// What is wrong with the model, and its path; why it cannot be cut like that.
     pub(crate) fn new(
         path: &Path,
-        compute: ComputeArgs,
+        (compute, engine): (ComputeArgs, EngineArgs),
         cut: &SplitArgs,
         sizes: impl FnOnce(&Config) -> EngineConfig,
     ) -> anyhow::Result<Self> {
@@ -146,6 +147,7 @@ impl Opened {
         let config = Config::read(&source).map_err(|error| load::in_model(path, error))?;
         let bad = |what| format!("{}: cannot use its {what}", path.display());
         load::check_cpu()?;
+        let classes = Classes::new(engine.engine, compute.class, cut.nodes)?;
         Ok(Self {
             split: Split::plan(&config, cut.split, cut.nodes, &cut.shares)?,
             tokenizer: Arc::new(tokenizer(&source).with_context(|| bad("tokenizer"))?),
@@ -153,8 +155,8 @@ impl Opened {
             threads: load::threads(compute, cut.nodes),
             engine: sizes(&config),
             path: std::path::absolute(path).with_context(|| path.display().to_string())?,
-            source,
-            compute,
+            source: Arc::new(source),
+            classes,
             cut: cut.clone(),
             start,
             config,
@@ -166,15 +168,19 @@ impl Opened {
         Setting {
             source: &self.source,
             config: &self.config,
-            class: self.compute.class,
+            class: self.classes.first(),
             threads: self.threads,
             backend,
         }
     }
 
     /// What this machine will do with it. An open `--split` becomes the one that is best by that.
-    /// `None` where nothing can be measured: nothing depends on a forecast.
+    /// `None` where nothing can be measured: nothing depends on a forecast. Engines other than our
+    /// own are not measured.
     pub(crate) fn forecast(&mut self) -> Option<Local> {
+        if !self.classes.on_cpu() {
+            return None;
+        }
         let setting = self.setting(self.cut.transport.probed());
         let (nodes, shares) = (self.cut.nodes, &self.cut.shares);
         let local = Local::new(setting, nodes, load::kernels).ok()?;
@@ -203,7 +209,7 @@ impl Opened {
             template: self.template,
             config: self.config,
             split: self.split,
-            class: self.compute.class,
+            classes: self.classes,
             engine: self.engine,
             threads: self.threads,
             instruction_set,
@@ -213,12 +219,11 @@ impl Opened {
     }
 
     fn here(&self) -> anyhow::Result<(Computing, String, Vec<Bytes>)> {
-        let kernels = load::kernels(self.threads)?;
-        let set = kernels.instruction_set().name().to_owned();
-        let model = load::model(&self.path, &self.source, self.compute.class, kernels)?;
-        let weights = vec![model.weight_bytes()];
+        let (class, threads) = (self.classes.first(), self.threads);
+        let model = load::model(&self.path, &self.source, class, &self.engine, threads)?;
+        let (set, weights) = (model.device(), vec![model.weight_bytes()]);
         let tokenizer = Arc::clone(&self.tokenizer);
-        let engine = Engine::new(Arc::new(model), tokenizer, self.engine.clone())?;
+        let engine = Engine::new(model, tokenizer, self.engine.clone())?;
         Ok((Computing::Here(Runner::start(engine)), set, weights))
     }
 
@@ -247,11 +252,12 @@ impl Opened {
     }
 
     fn spec(&self) -> anyhow::Result<InstanceSpec> {
+        self.classes.check(&self.config, &self.split)?;
         Ok(InstanceSpec {
             program: std::env::current_exe().context("cannot find this program's own file")?,
             args: vec![OsString::from("worker")],
             model: self.path.clone(),
-            class: self.compute.class,
+            classes: self.classes.each().to_vec(),
             threads: self.threads,
             kind: self.cut.split,
             ranks: self.cut.nodes,
@@ -269,8 +275,8 @@ impl Opened {
     }
 
     /// How numbers are computed.
-    pub(crate) const fn class(&self) -> KernelClass {
-        self.compute.class
+    pub(crate) const fn classes(&self) -> &Classes {
+        &self.classes
     }
 }
 
@@ -282,7 +288,7 @@ pub(crate) struct Loaded {
     pub(crate) template: Option<Result<ChatTemplate, ChatError>>,
     pub(crate) config: Config,
     pub(crate) split: Split,
-    pub(crate) class: KernelClass,
+    pub(crate) classes: Classes,
     pub(crate) engine: EngineConfig,
     /// Of each node.
     pub(crate) threads: usize,

@@ -7,6 +7,9 @@
 #![warn(clippy::print_stderr)]
 
 mod bench;
+mod compute;
+mod doctor;
+mod engines;
 mod error;
 mod hint;
 mod home;
@@ -16,6 +19,7 @@ mod key;
 mod launch;
 mod load;
 mod loaded;
+mod machine;
 mod models;
 mod output;
 mod plan;
@@ -70,6 +74,10 @@ enum Command {
     Models(models::ListArgs),
     /// Remove a model from the store
     Rm(models::RmArgs),
+    /// List what computes here, and install engines
+    Engines(engines::Args),
+    /// What this machine can do, what is missing, and what mends it
+    Doctor(doctor::Args),
     /// What is known about distributed GPU computing: search, ask, add
     Kb(kb::Args),
 }
@@ -100,6 +108,8 @@ fn execute(command: &Command) -> anyhow::Result<()> {
         Command::Pull(args) => pull::run(args, &signals),
         Command::Models(args) => models::list(args),
         Command::Rm(args) => models::remove(args),
+        Command::Engines(args) => engines::run(args, &signals),
+        Command::Doctor(args) => doctor::run(args),
         Command::Kb(args) => kb::run(args),
     }
 }

@@ -11,9 +11,9 @@ use anyhow::Context;
 use clap::builder::NonEmptyStringValueParser;
 use paceline_formats::chat::Message;
 
+use crate::compute::{ComputeArgs, EngineArgs};
 use crate::error::{Error, PROMPT_BYTES_MAX};
 use crate::interrupt::Signals;
-use crate::load::ComputeArgs;
 use crate::loaded::SplitArgs;
 use crate::output::{print, tell};
 use crate::pull;
@@ -68,6 +68,8 @@ pub(crate) struct Args {
     json: bool,
     #[command(flatten)]
     compute: ComputeArgs,
+    #[command(flatten)]
+    engine: EngineArgs,
     #[command(flatten)]
     split: SplitArgs,
     #[command(flatten)]

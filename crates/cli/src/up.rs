@@ -13,9 +13,9 @@ use paceline_model::Config;
 use paceline_serve::{Access, Clock, DEFAULT_PORT, Fact, Facts, Handle, Model, Server};
 use paceline_store::{Cancel, Error as StoreError};
 
+use crate::compute::{ComputeArgs, EngineArgs};
 use crate::home;
 use crate::interrupt::Signals;
-use crate::load::ComputeArgs;
 use crate::loaded::{Opened, SplitArgs};
 use crate::output::tell;
 use crate::process::peak_memory_bytes;
@@ -52,6 +52,8 @@ pub(crate) struct Args {
     split: SplitArgs,
     #[command(flatten)]
     compute: ComputeArgs,
+    #[command(flatten)]
+    engine: EngineArgs,
     /// Answers that are computed at the same time; more wait
     #[arg(long, value_name = "N", default_value_t = 4, allow_negative_numbers = true,
           value_parser = clap::value_parser!(u16).range(1..=1024))]
@@ -90,7 +92,7 @@ pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
     args.split.check()?;
     let found = pull::ensure(&args.model, signals)?;
     let sizes = |config: &Config| args.engine(config);
-    let mut opened = Opened::new(&found.path, args.compute, &args.split, sizes)?;
+    let mut opened = Opened::new(&found.path, (args.compute, args.engine), &args.split, sizes)?;
     let model = args.served(&mut opened, &found.path);
     let served = signals.orderly(|cancel| serve(args, opened, model, cancel));
     match served {
@@ -178,7 +180,7 @@ impl Args {
             id: short.clone().unwrap_or_else(|| self.model.clone()),
             aliases: short.map(|_| self.model.clone()).into_iter().collect(),
             created_unix_s: since.map_or(0, |since| since.as_secs()),
-            fingerprint: format!("{}-{}", opened.class(), env!("CARGO_PKG_VERSION")),
+            fingerprint: format!("{}-{}", opened.classes(), env!("CARGO_PKG_VERSION")),
             tokenizer: Arc::clone(&opened.tokenizer),
             template,
             context: opened.engine.context,

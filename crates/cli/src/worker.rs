@@ -3,7 +3,7 @@
 use paceline_comm::mlx_ring::Plaintext;
 
 use crate::error::Error;
-use crate::{load, wires};
+use crate::{home, load, wires};
 use std::io::Error as IoError;
 
 /// Runs the worker; the parent is told what fails, so nothing is printed.
@@ -14,7 +14,7 @@ pub(crate) fn run() -> anyhow::Result<()> {
     let kernels = |threads| load::kernels(threads).map_err(IoError::other);
     // Whoever started this has asked for plaintext, or not been given such a wire.
     let wires = |backend| wires::of(backend, Plaintext::Allowed).map_err(IoError::other);
-    match paceline_node::worker::run(kernels, wires) {
+    match paceline_node::worker::run(kernels, wires, home::mlx_places()?) {
         Ok(never) => match never {},
         Err(error) if error.is_by_hand() => Err(Error::WorkerByHand.into()),
         Err(error) => Err(error.into()),

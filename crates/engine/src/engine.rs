@@ -4,8 +4,8 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 
 use paceline_formats::tokenizer::Tokenizer;
-use paceline_model::{Batch, BatchSequence, Logits, Model, Workspace};
-use paceline_tensor::{KvCache, PAGE};
+use paceline_model::{Batch, BatchSequence, Compute, Logits, Weights};
+use paceline_tensor::PAGE;
 
 use crate::pages::Pages;
 use crate::sampling::Scratch;
@@ -18,13 +18,12 @@ use crate::{EngineConfig, Error, Event, Request, SequenceId, Snapshot};
 /// batch.
 #[derive(Debug)]
 pub struct Engine {
-    model: Arc<Model>,
+    model: Arc<dyn Weights>,
     tokenizer: Arc<Tokenizer>,
     config: EngineConfig,
     /// Model and kernel class, as snapshots carry it.
     identity: String,
-    cache: KvCache,
-    workspace: Workspace,
+    compute: Box<dyn Compute>,
     scratch: Scratch,
     pages: Pages,
     /// Tokens that were in the cache already when their sequence was admitted.
@@ -44,23 +43,21 @@ impl Engine {
     /// # Errors
     /// [`Error::Config`] for sizes that cannot work, [`Error::Model`] when memory cannot be had.
     pub fn new(
-        model: Arc<Model>,
+        model: Arc<dyn Weights>,
         tokenizer: Arc<Tokenizer>,
         config: EngineConfig,
     ) -> Result<Self, Error> {
         config.check()?;
-        let cache = model.new_cache(config.cache_positions)?;
-        let workspace = Workspace::new(&model, config.batch_size());
+        let compute = Arc::clone(&model).reserve(config.batch_size(), config.cache_positions)?;
         Ok(Self {
             scratch: Scratch::new(model.config().vocab),
-            pages: Pages::new(cache.pages()),
+            pages: Pages::new(compute.pages()),
             reused: 0,
             identity: format!("{} ({})", config.model, model.class()),
             model,
             tokenizer,
             config,
-            cache,
-            workspace,
+            compute,
             running: Vec::new(),
             resuming: VecDeque::new(),
             waiting: VecDeque::new(),
@@ -69,8 +66,8 @@ impl Engine {
     }
 
     /// The model.
-    pub fn model(&self) -> &Model {
-        &self.model
+    pub fn model(&self) -> &dyn Weights {
+        &*self.model
     }
 
     /// The sizes.
@@ -226,7 +223,7 @@ impl Engine {
     /// # Errors
     /// As [`step`](Self::step).
     pub fn idle(&mut self) -> Result<(), Error> {
-        Ok(self.model.idle()?)
+        Ok(self.compute.idle()?)
     }
 
     /// Moves sequences to the running ones, in order, while all their tokens fit in the pages that
@@ -306,15 +303,13 @@ impl Engine {
             sequences: &sequences,
         };
         if !sequences.is_empty() {
-            self.model
-                .forward(&batch, &mut self.workspace, &mut self.cache)?;
+            self.compute.forward(&batch)?;
         }
         Ok(())
     }
 
     /// Chooses a token for every sequence of which all tokens are in the cache now.
     fn take_results(&mut self, plan: &[PlannedRows]) -> Vec<Event> {
-        let vocab = self.model.config().vocab;
         let (mut events, mut finished, mut logits_row) = (Vec::new(), Vec::new(), 0);
         for part in plan {
             let sequence = &mut self.running[part.index];
@@ -324,7 +319,7 @@ impl Engine {
             if !sequence.pending().is_empty() {
                 continue;
             }
-            let logits = self.workspace.logits_mut(logits_row, vocab);
+            let logits = self.compute.logits_mut(logits_row);
             logits_row += 1;
             let choice = sequence.next_token(self.model.kernels(), logits, &mut self.scratch);
             sequence.accept(choice, &self.tokenizer, &mut events);

@@ -2,8 +2,7 @@
 
 use std::sync::Arc;
 
-use paceline_model::{Followed, Model, Workspace};
-use paceline_tensor::KvCache;
+use paceline_model::{Compute, Followed, Weights};
 
 use crate::{EngineConfig, Error};
 
@@ -12,24 +11,17 @@ use crate::{EngineConfig, Error};
 /// It knows no sequences: which pages a step reads and writes comes with the step, and all ranks
 /// number them alike.
 #[derive(Debug)]
-pub struct Follower {
-    model: Arc<Model>,
-    cache: KvCache,
-    workspace: Workspace,
-}
+pub struct Follower(Box<dyn Compute>);
 
 impl Follower {
     /// Reserves memory for the steps of an engine of the same `config`.
     ///
     /// # Errors
     /// As [`Engine::new`](crate::Engine::new).
-    pub fn new(model: Arc<Model>, config: &EngineConfig) -> Result<Self, Error> {
+    pub fn new(model: Arc<dyn Weights>, config: &EngineConfig) -> Result<Self, Error> {
         config.check()?;
-        Ok(Self {
-            cache: model.new_cache(config.cache_positions)?,
-            workspace: Workspace::new(&model, config.batch_size()),
-            model,
-        })
+        let compute = model.reserve(config.batch_size(), config.cache_positions)?;
+        Ok(Self(compute))
     }
 
     /// Waits for a step and computes it, or hears that there is none.
@@ -38,6 +30,6 @@ impl Follower {
     /// [`Error::Model`] when another rank fails or the leader asks for a step that does not fit.
     /// This rank cannot go on then.
     pub fn step(&mut self) -> Result<Followed, Error> {
-        Ok(self.model.follow(&mut self.workspace, &mut self.cache)?)
+        Ok(self.0.follow()?)
     }
 }

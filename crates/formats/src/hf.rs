@@ -21,6 +21,7 @@ use std::path::{Component, Path, PathBuf};
 use paceline_base::Bytes;
 use serde_json::Value;
 
+use crate::mlx::{self, Part, Quantised, Scheme};
 use crate::name_index::NameIndex;
 use crate::safetensors::{self, Safetensors};
 use crate::tensor::Tensor;
@@ -123,6 +124,43 @@ pub enum Error {
         path: PathBuf,
         /// The tensor.
         tensor: String,
+    },
+    /// A matrix is quantised in a way that paceline does not read, or nothing says in which.
+    #[error("{}: {tensor}: {field} is {got}, expected {expected}", path.display())]
+    Quantization {
+        /// The configuration.
+        path: PathBuf,
+        /// The matrix.
+        tensor: String,
+        /// The field.
+        field: &'static str,
+        /// What is there.
+        got: String,
+        /// What may be.
+        expected: &'static str,
+    },
+    /// A part of a quantised matrix has another type than its scheme wants.
+    #[error("{}: tensor {tensor}: dtype {dtype}, expected {expected}", path.display())]
+    QuantisedDtype {
+        /// The folder.
+        path: PathBuf,
+        /// The part.
+        tensor: String,
+        /// Its type.
+        dtype: String,
+        /// The type wanted.
+        expected: &'static str,
+    },
+    /// The parts of a quantised matrix do not fit each other.
+    #[error(transparent)]
+    Misfit(Box<mlx::Misfit>),
+    /// Memory for a quantised matrix could not be had.
+    #[error("tensor {tensor}: cannot reserve memory: {error}")]
+    Memory {
+        /// The matrix.
+        tensor: String,
+        /// What the system said.
+        error: io::Error,
     },
     /// A file of weights is broken, or lacks a tensor that the index puts into it.
     #[error(transparent)]
@@ -241,17 +279,53 @@ impl HfFolder {
         self.shards[self.place(name)?.shard].info(name)
     }
 
-    /// The tensor called `name`. Copies no weights.
+    /// The tensor called `name`. Copies no weights but those of a quantised matrix.
     ///
     /// # Errors
     /// [`Error::MissingTensor`]; [`Error::Weights`] when it is of a dtype that paceline does not
-    /// read, or empty.
+    /// read, or empty; as [`quantised`](Self::quantised), and [`Error::Memory`].
     pub fn tensor(&self, name: &str) -> Result<Tensor, Error> {
+        if let Some(module) = name.strip_suffix(".weight")
+            && let Some(quantised) = self.quantised(module)?
+        {
+            return quantised.joined();
+        }
         let place = self.place(name).ok_or_else(|| Error::MissingTensor {
             path: self.path.clone(),
             tensor: name.to_owned(),
         })?;
         Ok(self.shards[place.shard].tensor(name)?)
+    }
+
+    /// The quantised matrix of the module `module`; `None` when that has no scales. Copies no
+    /// weights.
+    ///
+    /// # Errors
+    /// [`Error::Quantization`], [`Error::QuantisedDtype`], [`Error::Misfit`], and
+    /// [`Error::MissingTensor`] for what belongs to the scales.
+    pub fn quantised(&self, module: &str) -> Result<Option<Quantised>, Error> {
+        let part = |suffix: &str| self.part(&format!("{module}.{suffix}"));
+        let Some(scales) = part("scales") else {
+            return Ok(None);
+        };
+        let path = || self.path.clone();
+        let scheme = Scheme::of(&self.config, module, || self.path.join("config.json"))?;
+        let weight = part("weight").ok_or_else(|| Error::MissingTensor {
+            path: path(),
+            tensor: format!("{module}.weight"),
+        })?;
+        Quantised::new(module, scheme, [weight, scales], part("biases"), path).map(Some)
+    }
+
+    /// A tensor of whatever dtype.
+    fn part(&self, name: &str) -> Option<Part> {
+        let shard = &self.shards[self.place(name)?.shard];
+        let info = shard.info(name)?;
+        Some(Part {
+            dtype: info.dtype().to_owned(),
+            shape: info.shape().to_vec(),
+            bytes: shard.bytes_of(info),
+        })
     }
 
     /// Size of all weight files.

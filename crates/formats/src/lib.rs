@@ -5,7 +5,7 @@
 //! - a GGUF file ([`gguf::Gguf`]), possibly in several parts: metadata, vocabulary and weights in
 //!   one;
 //! - a Hugging Face folder ([`hf::HfFolder`]): `config.json`, `tokenizer.json` and weights as
-//!   [`safetensors`].
+//!   [`safetensors`]; its matrices may be quantised as MLX does it ([`mlx`]).
 //!
 //! Both give weights as a [`tensor::Tensor`]: name, storage type, shape and the mapped bytes. From
 //! either, [`tokenizer`] turns text into ids, [`chat`] turns a conversation into a prompt, and
@@ -27,6 +27,7 @@
 pub mod chat;
 pub mod gguf;
 pub mod hf;
+pub mod mlx;
 pub mod safetensors;
 pub mod tensor;
 pub mod text;

@@ -259,16 +259,20 @@ impl Safetensors {
             return Err(Error::Shape { tensor, shape });
         }
         let block_type = info.block_type()?;
-        let bytes = self
-            .bytes
-            .slice(info.range())
-            .expect("ranges were checked against the file");
+        let bytes = self.bytes_of(info);
         Ok(Tensor {
             name: tensor,
             block_type,
             shape: info.shape.clone(),
             bytes,
         })
+    }
+
+    /// The bytes of a tensor of this file, of whatever dtype and none for an empty one.
+    pub fn bytes_of(&self, info: &TensorInfo) -> MappedBytes {
+        self.bytes
+            .slice(info.range())
+            .expect("ranges were checked against the file")
     }
 
     /// Checks that a tensor of that name is there, of whatever dtype.

@@ -10,7 +10,7 @@ use std::ops::{Deref, Range};
 use std::path::Path;
 use std::sync::Arc;
 
-use memmap2::Mmap;
+use memmap2::{Mmap, MmapMut};
 use paceline_base::BlockType;
 
 /// Why a file cannot be mapped.
@@ -24,13 +24,16 @@ pub enum OpenError {
     NotAFile,
 }
 
-/// A run of bytes of a mapped file; clones share the mapping, which lives as long as the last.
+/// A run of bytes of a mapped file, or of memory of our own that was filled once; clones share
+/// the mapping, which lives as long as the last.
 ///
 /// The start has no particular alignment: GGUF files choose their own and safetensors has none.
 #[derive(Clone, Debug)]
 pub struct MappedBytes {
     map: Arc<Mmap>,
     range: Range<usize>,
+    /// Whether pages that were let go come back.
+    of_file: bool,
 }
 
 /// A weight tensor: what it is called, how it is stored, and its bytes.
@@ -80,6 +83,21 @@ impl MappedBytes {
         Ok(Self {
             map: Arc::new(map),
             range,
+            of_file: true,
+        })
+    }
+
+    /// `len` bytes of memory as `fill` leaves them; they are zero before.
+    ///
+    /// # Errors
+    /// What the system says when it refuses the memory.
+    pub fn filled(len: usize, fill: impl FnOnce(&mut [u8])) -> std::io::Result<Self> {
+        let mut map = MmapMut::map_anon(len)?;
+        fill(&mut map);
+        Ok(Self {
+            map: Arc::new(map.make_read_only()?),
+            range: 0..len,
+            of_file: false,
         })
     }
 
@@ -92,17 +110,18 @@ impl MappedBytes {
         Some(Self {
             map: Arc::clone(&self.map),
             range: start..self.range.start + range.end,
+            of_file: self.of_file,
         })
     }
 
     /// Tells the system that these bytes are not needed soon, for weights that were repacked.
     ///
     /// Resident memory of the pages that lie wholly inside goes away; reading them again is
-    /// allowed and fetches them from the file. Only a hint: a failure or a system without it
-    /// changes nothing but memory use.
+    /// allowed and fetches them from the file. Memory of our own stays. Only a hint: a failure or
+    /// a system without it changes nothing but memory use.
     pub fn discard(&self) {
         let pages = whole_pages(&self.range);
-        if pages.is_empty() {
+        if pages.is_empty() || !self.of_file {
             return;
         }
         #[cfg(unix)]
@@ -174,6 +193,15 @@ mod tests {
         let (_dir, bytes) = mapped(b"");
         assert!(bytes.is_empty());
         bytes.discard();
+    }
+
+    #[test]
+    fn memory_of_our_own_is_kept() {
+        let bytes = MappedBytes::filled(1 << 20, |out| out.fill(7)).unwrap();
+        let part = bytes.slice(1..1 << 20).unwrap();
+        part.discard();
+        assert!(part.iter().all(|&byte| byte == 7));
+        assert!(MappedBytes::filled(0, |_| {}).unwrap().is_empty());
     }
 
     #[test]

@@ -110,7 +110,7 @@ fn unsupported_tensors_are_refused_when_asked_for() {
 
 #[test]
 fn every_supported_type_has_its_size() {
-    for t in BlockType::ALL {
+    for t in BlockType::GGUF {
         let bytes: Vec<u8> = (0..3 * t.bytes()).map(|i| i as u8).collect();
         let file = Writer::new()
             .tensor("t", t, &[3, t.len()], bytes.clone())

@@ -208,8 +208,8 @@ const fn ffn_leaf(ffn: usize, block_len: usize) -> usize {
 /// loaded.
 fn longest_down_block(source: &Source, config: &Config) -> usize {
     let len = |layer| {
-        let down = source.weight(config.family, Role::Layer(layer, Part::Down));
-        down.map_or(1, |tensor| tensor.block_type.len())
+        let down = source.block_len(config.family, Role::Layer(layer, Part::Down));
+        down.unwrap_or(1)
     };
     (0..config.layers.len()).map(len).max().unwrap_or(1)
 }

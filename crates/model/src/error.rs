@@ -1,11 +1,12 @@
 //! What can go wrong when a model is loaded.
 
 use std::borrow::Cow;
+use std::time::Duration;
 
-use paceline_base::Rank;
+use paceline_base::{KernelClass, Rank};
 use paceline_formats::{gguf, hf};
 
-use crate::split;
+use crate::{Role, split};
 
 /// Why a model cannot be loaded.
 #[derive(Debug, thiserror::Error)]
@@ -74,6 +75,42 @@ pub enum Error {
     /// The model cannot be cut as asked.
     #[error(transparent)]
     Split(#[from] split::Error),
+    /// MLX cannot be used, or a call of it failed.
+    #[error(transparent)]
+    Mlx(#[from] paceline_mlx::Error),
+    /// A kernel class of another engine.
+    #[error("kernel class {class} is not one of engine {engine}")]
+    Class {
+        /// What was asked for.
+        class: KernelClass,
+        /// Who was asked.
+        engine: &'static str,
+    },
+    /// A rank's columns of a matrix begin or end within a group of quantised values.
+    #[error(
+        "{role:?}: a cut at column {column} is within a group of {group} quantised values, which \
+         mlx does not cut"
+    )]
+    CutGroup {
+        /// Which matrix.
+        role: Role,
+        /// Where the cut is.
+        column: usize,
+        /// Columns of a group.
+        group: usize,
+    },
+    /// The system refuses the thread that MLX computes on.
+    #[error("start a thread for mlx: {0}")]
+    Thread(std::io::Error),
+    /// An evaluation does not end.
+    #[error("mlx hangs: an evaluation has taken more than {} s", limit.as_secs())]
+    Hung {
+        /// The longest that is waited for.
+        limit: Duration,
+    },
+    /// The thread that MLX computes on has panicked.
+    #[error("the thread of mlx is gone")]
+    Gone,
     /// Another rank failed, or the way to it.
     #[error(transparent)]
     Comm(#[from] paceline_comm::Error),

@@ -3,6 +3,7 @@
 //! - [`Source`] opens a GGUF file or a Hugging Face folder and finds weights by their role.
 //! - [`Config`] is what a model file says about its shape, checked.
 //! - [`Model`] holds packed weights; [`Model::forward`] runs one step over a batch of sequences.
+//! - [`Weights`] and [`Compute`] are what an engine needs of it, and what MLX gives as well.
 //! - [`families`] has one file per family, each a configuration reader and one layer.
 //!
 //! A model knows nothing of requests, sampling or text. Which pages of the cache belong to which
@@ -14,10 +15,12 @@
 //! over the feed-forward width are canonical trees ([`Config::attention_leaf`],
 //! [`Config::ffn_leaf`]), so that a tensor split can give them too.
 
+mod compute;
 mod config;
 mod error;
 pub mod families;
 mod links;
+mod mlx;
 mod model;
 mod plan;
 mod rope;
@@ -26,11 +29,14 @@ pub mod split;
 mod step;
 mod weights;
 
+pub use compute::{Compute, Weights};
 pub use config::{Activation, Config, LayerKind};
 pub use error::Error;
 pub use families::Family;
 pub use links::Links;
+pub use mlx::{MlxModel, MlxOptions};
 pub use model::{Followed, LoadOptions, Model};
+pub use paceline_mlx::Places as MlxPlaces;
 pub use rope::Rope;
 pub use source::{Part, Role, Source};
 pub use split::{Shard, Split, SplitKind};

@@ -65,6 +65,29 @@ impl Links {
         Deadline::at(Instant::now() + self.patience)
     }
 
+    /// # Panics
+    /// If the groups are not those of the rank and stage of `shard`.
+    pub(crate) fn check(&self, shard: &Shard) {
+        let ranks = shard.stage_ranks();
+        assert_eq!(self.world.rank(), shard.rank, "rank in the world");
+        assert_eq!(self.stage.size(), ranks.len() as u32, "ranks of the stage");
+        let rank = ranks.start + self.stage.rank().0;
+        assert_eq!(Rank(rank), shard.rank, "rank in the stage");
+    }
+
+    /// Tells every other rank that the leader is alive and has nothing to do.
+    pub(crate) fn announce_idle(&self) -> Result<(), Error> {
+        let mut words = Vec::new();
+        Plan::write_idle(&mut words);
+        self.announce(&words)
+    }
+
+    /// Gathers one part of every rank of the stage, all of one length, in rank order.
+    pub(crate) fn gather_parts(&self, mine: &[f32], all: &mut [f32]) -> Result<(), Error> {
+        let gathered = self.stage.all_gather(mine, all, self.deadline());
+        gathered.map_err(|error| self.stage_error(error))
+    }
+
     /// Tells every other rank what the next step computes. The leader calls it.
     pub(crate) fn announce(&self, words: &[u32]) -> Result<(), Error> {
         let deadline = self.deadline();

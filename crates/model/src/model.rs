@@ -9,7 +9,7 @@ use crate::links::Links;
 use crate::plan::Plan;
 use crate::split::{Shard, Split};
 use crate::step::{Batch, BatchSequence, Limits, Step, Workspace};
-use crate::weights::{self, Embedding, IntegerInputs, Layer, Linear, Loader};
+use crate::weights::{self, AsStored, IntegerInputs, Layer, Linear, Loader, Names};
 use crate::{Config, Error, Source};
 
 /// How a model is loaded.
@@ -25,11 +25,11 @@ pub struct Model {
     config: Config,
     shard: Shard,
     leader: Rank,
-    links: Option<Links>,
+    links: Option<Arc<Links>>,
     class: KernelClass,
     kernels: Arc<Kernels>,
     /// In the first stage.
-    embedding: Option<Embedding>,
+    embedding: Option<AsStored>,
     layers: Vec<Layer>,
     /// Norm and output head, in the last stage.
     head: Option<(Vec<f32>, Linear)>,
@@ -92,12 +92,19 @@ impl Model {
         kernels: Arc<Kernels>,
         mut progress: impl FnMut(usize, usize),
     ) -> Result<Self, Error> {
+        if options.class.is_mlx() {
+            let (class, engine) = (options.class, "cpu");
+            return Err(Error::Class { class, engine });
+        }
         if let Some(factors) = weights::rope_factors(source, &config)? {
             config.ropes[0] = config.ropes[0].clone().with_factors(&factors);
         }
         let shard = split.shard(&config, rank);
         let loader = Loader {
-            source,
+            names: Names {
+                source,
+                config: &config,
+            },
             config: &config,
             shard: &shard,
             class: options.class,
@@ -110,7 +117,7 @@ impl Model {
             layers.push(loader.layer(i)?);
             progress(layers.len(), n + 1);
         }
-        let tied = loader.is_tied()?;
+        let tied = loader.names.is_tied()?;
         let head = || Ok::<_, Error>((loader.output_norm()?, loader.output(tied)?));
         let head = shard.has_head().then(head).transpose()?;
         progress(n + 1, n + 1);
@@ -135,17 +142,13 @@ impl Model {
     /// If the groups are not those of its rank and stage.
     #[must_use]
     pub fn link(mut self, links: Links) -> Self {
-        let ranks = self.shard.stage_ranks();
-        assert_eq!(links.world.rank(), self.shard.rank, "rank in the world");
-        assert_eq!(links.stage.size(), ranks.len() as u32, "ranks of the stage");
-        let rank = ranks.start + links.stage.rank().0;
-        assert_eq!(Rank(rank), self.shard.rank, "rank in the stage");
-        self.links = Some(links);
+        links.check(&self.shard);
+        self.links = Some(Arc::new(links));
         self
     }
 
     /// The groups it was linked with.
-    pub const fn links(&self) -> Option<&Links> {
+    pub const fn links(&self) -> Option<&Arc<Links>> {
         self.links.as_ref()
     }
 
@@ -188,7 +191,7 @@ impl Model {
 
     /// # Panics
     /// But in the first stage.
-    pub(crate) const fn embedding(&self) -> &Embedding {
+    pub(crate) const fn embedding(&self) -> &AsStored {
         self.embedding.as_ref().expect("the first stage embeds")
     }
 
@@ -213,8 +216,8 @@ impl Model {
     /// [`Error::Cache`] when the memory cannot be reserved.
     pub fn new_cache(&self, positions: usize) -> Result<KvCache, Error> {
         let kv_type = match self.class {
-            KernelClass::Cpu | KernelClass::CpuQ8 => KvType::F16,
             KernelClass::CpuF32 => KvType::F32,
+            _ => KvType::F16,
         };
         let shape = KvShape {
             layers: self.layers.len(),
@@ -260,12 +263,10 @@ impl Model {
     /// # Errors
     /// [`Error::Comm`] when a rank is gone.
     pub fn idle(&self) -> Result<(), Error> {
-        let Some(links) = &self.links else {
-            return Ok(());
-        };
-        let mut words = Vec::new();
-        Plan::write_idle(&mut words);
-        links.announce(&words)
+        match &self.links {
+            Some(links) => links.announce_idle(),
+            None => Ok(()),
+        }
     }
 
     /// Waits for the leader's next step and computes this rank's part of it.
@@ -292,15 +293,7 @@ impl Model {
         cache: &mut KvCache,
     ) -> Result<Followed, Error> {
         links.next_plan(self.leader, words)?;
-        let size = ws.size();
-        let limits = Limits {
-            rows: size.rows,
-            logit_rows: size.logit_rows,
-            sequences: size.sequences,
-            context: size.context,
-            pages: cache.pages(),
-            vocab: self.config.vocab,
-        };
+        let limits = Limits::new(ws.size(), cache.pages(), self.config.vocab);
         let Some(plan) = Plan::read(words, &limits)? else {
             return Ok(Followed::Idle);
         };

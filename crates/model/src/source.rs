@@ -5,6 +5,7 @@ use std::path::Path;
 use paceline_base::Bytes;
 use paceline_formats::gguf::Gguf;
 use paceline_formats::hf::HfFolder;
+use paceline_formats::mlx::Quantised;
 use paceline_formats::tensor::Tensor;
 
 use crate::Error;
@@ -110,6 +111,29 @@ impl Source {
     /// As [`weight`](Self::weight).
     pub fn opt_weight(&self, family: Family, role: Role) -> Result<Option<Tensor>, Error> {
         self.opt_tensor(&format!("{}.weight", self.stem(family, role)))
+    }
+
+    /// The weight of `role` as it lies in a folder that MLX quantised; `None` when it is in one
+    /// piece, or absent. Copies nothing, where [`weight`](Self::weight) joins the pieces.
+    ///
+    /// # Errors
+    /// When the pieces do not fit each other or the configuration.
+    pub fn quantised(&self, family: Family, role: Role) -> Result<Option<Quantised>, Error> {
+        match self {
+            Self::Gguf(_) => Ok(None),
+            Self::Hf(folder) => Ok(folder.quantised(&self.stem(family, role))?),
+        }
+    }
+
+    /// Columns of `role`'s weight that share a scale, 1 for floats. Copies nothing.
+    ///
+    /// # Errors
+    /// As [`weight`](Self::weight).
+    pub fn block_len(&self, family: Family, role: Role) -> Result<usize, Error> {
+        match self.quantised(family, role)? {
+            Some(matrix) => Ok(matrix.scheme.group_size),
+            None => Ok(self.weight(family, role)?.block_type.len()),
+        }
     }
 
     /// The bias of `role`.

@@ -6,6 +6,7 @@ use paceline_tensor::{
 
 use crate::Error;
 use crate::config::Activation;
+use crate::families::{Half, LayerStep};
 use crate::model::Model;
 use crate::split::LeafCut;
 use crate::weights::{Layer, Linear, Summed};
@@ -55,7 +56,7 @@ impl Batch<'_> {
     }
 
     /// Rows whose logits are wanted, in order.
-    fn wanted(&self, out: &mut Vec<usize>) {
+    pub(crate) fn wanted(&self, out: &mut Vec<usize>) {
         out.clear();
         let mut first = 0;
         for sequence in self.sequences {
@@ -114,6 +115,19 @@ pub(crate) struct Limits {
     pub(crate) context: usize,
     pub(crate) pages: usize,
     pub(crate) vocab: usize,
+}
+
+impl Limits {
+    pub(crate) const fn new(size: BatchSize, pages: usize, vocab: usize) -> Self {
+        Self {
+            rows: size.rows,
+            logit_rows: size.logit_rows,
+            sequences: size.sequences,
+            context: size.context,
+            pages,
+            vocab,
+        }
+    }
 }
 
 /// Working memory of [`Model::forward`], for batches up to a size; allocated once.
@@ -293,98 +307,6 @@ impl<'m, 'b> Step<'m, 'b> {
         }
     }
 
-    /// residual (T, C) -> x (T, C)
-    pub(crate) fn norm(&mut self, weight: &[f32]) {
-        let (kernels, eps) = (self.model.kernels(), self.model.config().norm_eps);
-        let (width, residual) = (weight.len(), &self.ws.residual);
-        kernels.fill_rows(&mut self.ws.x, |t, out| {
-            kernels.rms_norm(&residual[t * width..(t + 1) * width], weight, eps, out);
-        });
-    }
-
-    /// x (T, C) -> q (T, H D), k, v (T, K D)
-    pub(crate) fn project_qkv(&mut self, w: &Layer) {
-        let rows = self.rows;
-        let ws = &mut *self.ws;
-        let [q, k, v] = [
-            (&mut ws.q, &w.query),
-            (&mut ws.k, &w.key),
-            (&mut ws.v, &w.value),
-        ]
-        .map(|(out, linear)| product(out, linear, rows));
-        self.model.kernels().products(&ws.x, [q, k, v]);
-        add_bias(&mut ws.q, w.query.bias.as_deref(), rows);
-        add_bias(&mut ws.k, w.key.bias.as_deref(), rows);
-        add_bias(&mut ws.v, w.value.bias.as_deref(), rows);
-    }
-
-    /// Norms every head of q (T, H, D) and k (T, K, D) in place.
-    pub(crate) fn norm_heads(&mut self, w: &Layer) {
-        let (shard, dim) = (self.model.shard(), self.model.config().head_dim);
-        let pairs = [
-            (&mut self.ws.q, &w.query_norm, shard.heads.len()),
-            (&mut self.ws.k, &w.key_norm, shard.kv_heads.len()),
-        ];
-        for (x, weight, heads) in pairs {
-            let weight = weight.as_deref().expect("loaded for this family");
-            let x = &mut x[..self.rows * heads * dim];
-            norm_in_place(self.model, x, weight);
-        }
-    }
-
-    /// Rotates and scales q, rotates k, by the positions of the rows.
-    pub(crate) fn rotate(&mut self, layer: usize) {
-        let c = self.model.config();
-        let rope = &c.ropes[c.layers[layer].rope];
-        let (angles, pairs) = (
-            &self.ws.angles[c.layers[layer].rope],
-            rope.frequencies.len(),
-        );
-        let shard = self.model.shard();
-        let (q_len, k_len) = (
-            shard.heads.len() * c.head_dim,
-            shard.kv_heads.len() * c.head_dim,
-        );
-        for t in 0..self.rows {
-            let angles = &angles[t * pairs..(t + 1) * pairs];
-            let q = &mut self.ws.q[t * q_len..(t + 1) * q_len];
-            vector::rope(q, c.head_dim, angles, rope.pairs);
-            q.iter_mut().for_each(|x| *x *= c.query_scale);
-            let k = &mut self.ws.k[t * k_len..(t + 1) * k_len];
-            vector::rope(k, c.head_dim, angles, rope.pairs);
-        }
-    }
-
-    /// Writes k and v to the cache, then q (T, H D) -> attended (T, H D).
-    pub(crate) fn attend(&mut self, layer: usize) {
-        let (c, shard) = (self.model.config(), self.model.shard());
-        if shard.heads.is_empty() {
-            return;
-        }
-        let held = layer - shard.layers.start;
-        self.write_cache(held);
-        let group = c.heads / c.kv_heads;
-        let rows_of = |s: &BatchSequence<'b>| AttentionRows {
-            rows: s.tokens.len(),
-            position: s.position,
-            pages: s.pages,
-        };
-        let sequences: Vec<_> = self.batch.sequences.iter().map(rows_of).collect();
-        let step = Attention {
-            cache: self.cache,
-            layer: held,
-            heads: shard.heads.len(),
-            group,
-            skipped: shard.heads.start % group,
-            window: c.layers[layer].window,
-            queries: &self.ws.q,
-            sequences: &sequences,
-        };
-        self.model
-            .kernels()
-            .attention(&step, &mut self.ws.scratch, &mut self.ws.attended);
-    }
-
     fn write_cache(&mut self, layer: usize) {
         let len = self.model.shard().kv_heads.len() * self.model.config().head_dim;
         let mut t = 0;
@@ -397,67 +319,6 @@ impl<'m, 'b> Step<'m, 'b> {
                 t += 1;
             }
         }
-    }
-
-    /// attended (T, H D) -> delta (T, C), summed over the ranks of the stage
-    pub(crate) fn project_attention(&mut self, w: &Layer) -> Result<(), Error> {
-        let ws = &mut *self.ws;
-        let attended = &ws.attended;
-        let len = ws.attended_x.cols();
-        self.model
-            .kernels()
-            .fill_rows(&mut ws.attended_x, |t, out| {
-                out.copy_from_slice(&attended[t * len..(t + 1) * len]);
-            });
-        let cut = &self.model.shard().attention;
-        ws.sums
-            .compute(self.model, &w.attention_output, cut, &ws.attended_x)
-    }
-
-    /// Norms delta (T, C) in place.
-    pub(crate) fn norm_delta(&mut self, weight: Option<&[f32]>) {
-        let weight = weight.expect("loaded for this family");
-        let delta = &mut self.ws.sums.delta[..self.rows * weight.len()];
-        norm_in_place(self.model, delta, weight);
-    }
-
-    /// residual (T, C) += delta (T, C)
-    pub(crate) fn add_delta(&mut self) {
-        let n = self.rows * self.model.config().width;
-        vector::add_assign(&mut self.ws.residual[..n], &self.ws.sums.delta[..n]);
-    }
-
-    /// x (T, C) -> gate, up (T, F)
-    pub(crate) fn project_gate_up(&mut self, w: &Layer) {
-        let (ws, rows) = (&mut *self.ws, self.rows);
-        let outs = [
-            product(&mut ws.gate, &w.gate, rows),
-            product(&mut ws.up, &w.up, rows),
-        ];
-        self.model.kernels().products(&ws.x, outs);
-        add_bias(&mut ws.gate, w.gate.bias.as_deref(), rows);
-        add_bias(&mut ws.up, w.up.bias.as_deref(), rows);
-    }
-
-    /// activation(gate) * up -> hidden (T, F)
-    pub(crate) fn activate(&mut self) {
-        let kernels = self.model.kernels();
-        let ws = &mut *self.ws;
-        let ffn = ws.hidden.cols();
-        let (gate, up, activation) = (&ws.gate, &ws.up, self.model.config().activation);
-        kernels.fill_rows(&mut ws.hidden, |t, out| {
-            let part = t * ffn..(t + 1) * ffn;
-            match activation {
-                Activation::Silu => kernels.silu_mul(&gate[part.clone()], &up[part], out),
-                Activation::GeluTanh => kernels.gelu_mul(&gate[part.clone()], &up[part], out),
-            }
-        });
-    }
-
-    /// hidden (T, F) -> delta (T, C), summed over the ranks of the stage
-    pub(crate) fn project_down(&mut self, w: &Layer) -> Result<(), Error> {
-        let (ws, cut) = (&mut *self.ws, &self.model.shard().feed_forward);
-        ws.sums.compute(self.model, &w.down, cut, &ws.hidden)
     }
 
     /// Sends the residual stream (T, C) to the next stage, or turns its wanted rows into logits
@@ -511,6 +372,169 @@ impl<'m, 'b> Step<'m, 'b> {
     #[cfg(test)]
     pub(crate) fn residual(&self) -> &[f32] {
         &self.ws.residual[..self.rows * self.model.config().width]
+    }
+}
+
+impl<'b> LayerStep for Step<'_, 'b> {
+    type Layer = Layer;
+
+    fn norm(&mut self, w: &Layer, half: Half) -> Result<(), Error> {
+        let weight = match half {
+            Half::Attention => &w.attention_norm,
+            Half::FeedForward => &w.ffn_norm,
+        };
+        let (kernels, eps) = (self.model.kernels(), self.model.config().norm_eps);
+        let (width, residual) = (weight.len(), &self.ws.residual);
+        kernels.fill_rows(&mut self.ws.x, |t, out| {
+            kernels.rms_norm(&residual[t * width..(t + 1) * width], weight, eps, out);
+        });
+        Ok(())
+    }
+
+    fn project_qkv(&mut self, w: &Layer) -> Result<(), Error> {
+        let rows = self.rows;
+        let ws = &mut *self.ws;
+        let [q, k, v] = [
+            (&mut ws.q, &w.query),
+            (&mut ws.k, &w.key),
+            (&mut ws.v, &w.value),
+        ]
+        .map(|(out, linear)| product(out, linear, rows));
+        self.model.kernels().products(&ws.x, [q, k, v]);
+        add_bias(&mut ws.q, w.query.bias.as_deref(), rows);
+        add_bias(&mut ws.k, w.key.bias.as_deref(), rows);
+        add_bias(&mut ws.v, w.value.bias.as_deref(), rows);
+        Ok(())
+    }
+
+    fn norm_heads(&mut self, w: &Layer) -> Result<(), Error> {
+        let (shard, dim) = (self.model.shard(), self.model.config().head_dim);
+        let pairs = [
+            (&mut self.ws.q, &w.query_norm, shard.heads.len()),
+            (&mut self.ws.k, &w.key_norm, shard.kv_heads.len()),
+        ];
+        for (x, weight, heads) in pairs {
+            let weight = weight.as_deref().expect("loaded for this family");
+            let x = &mut x[..self.rows * heads * dim];
+            norm_in_place(self.model, x, weight);
+        }
+        Ok(())
+    }
+
+    fn rotate(&mut self, layer: usize) -> Result<(), Error> {
+        let c = self.model.config();
+        let rope = &c.ropes[c.layers[layer].rope];
+        let (angles, pairs) = (
+            &self.ws.angles[c.layers[layer].rope],
+            rope.frequencies.len(),
+        );
+        let shard = self.model.shard();
+        let (q_len, k_len) = (
+            shard.heads.len() * c.head_dim,
+            shard.kv_heads.len() * c.head_dim,
+        );
+        for t in 0..self.rows {
+            let angles = &angles[t * pairs..(t + 1) * pairs];
+            let q = &mut self.ws.q[t * q_len..(t + 1) * q_len];
+            vector::rope(q, c.head_dim, angles, rope.pairs);
+            q.iter_mut().for_each(|x| *x *= c.query_scale);
+            let k = &mut self.ws.k[t * k_len..(t + 1) * k_len];
+            vector::rope(k, c.head_dim, angles, rope.pairs);
+        }
+        Ok(())
+    }
+
+    fn attend(&mut self, layer: usize) -> Result<(), Error> {
+        let (c, shard) = (self.model.config(), self.model.shard());
+        if shard.heads.is_empty() {
+            return Ok(());
+        }
+        let held = layer - shard.layers.start;
+        self.write_cache(held);
+        let group = c.heads / c.kv_heads;
+        let rows_of = |s: &BatchSequence<'b>| AttentionRows {
+            rows: s.tokens.len(),
+            position: s.position,
+            pages: s.pages,
+        };
+        let sequences: Vec<_> = self.batch.sequences.iter().map(rows_of).collect();
+        let step = Attention {
+            cache: self.cache,
+            layer: held,
+            heads: shard.heads.len(),
+            group,
+            skipped: shard.heads.start % group,
+            window: c.layers[layer].window,
+            queries: &self.ws.q,
+            sequences: &sequences,
+        };
+        self.model
+            .kernels()
+            .attention(&step, &mut self.ws.scratch, &mut self.ws.attended);
+        Ok(())
+    }
+
+    fn project_attention(&mut self, w: &Layer) -> Result<(), Error> {
+        let ws = &mut *self.ws;
+        let attended = &ws.attended;
+        let len = ws.attended_x.cols();
+        self.model
+            .kernels()
+            .fill_rows(&mut ws.attended_x, |t, out| {
+                out.copy_from_slice(&attended[t * len..(t + 1) * len]);
+            });
+        let cut = &self.model.shard().attention;
+        ws.sums
+            .compute(self.model, &w.attention_output, cut, &ws.attended_x)
+    }
+
+    fn norm_delta(&mut self, w: &Layer, half: Half) -> Result<(), Error> {
+        let weight = match half {
+            Half::Attention => w.post_attention_norm.as_deref(),
+            Half::FeedForward => w.post_ffn_norm.as_deref(),
+        };
+        let weight = weight.expect("loaded for this family");
+        let delta = &mut self.ws.sums.delta[..self.rows * weight.len()];
+        norm_in_place(self.model, delta, weight);
+        Ok(())
+    }
+
+    fn add_delta(&mut self) -> Result<(), Error> {
+        let n = self.rows * self.model.config().width;
+        vector::add_assign(&mut self.ws.residual[..n], &self.ws.sums.delta[..n]);
+        Ok(())
+    }
+
+    fn project_gate_up(&mut self, w: &Layer) -> Result<(), Error> {
+        let (ws, rows) = (&mut *self.ws, self.rows);
+        let outs = [
+            product(&mut ws.gate, &w.gate, rows),
+            product(&mut ws.up, &w.up, rows),
+        ];
+        self.model.kernels().products(&ws.x, outs);
+        add_bias(&mut ws.gate, w.gate.bias.as_deref(), rows);
+        add_bias(&mut ws.up, w.up.bias.as_deref(), rows);
+        Ok(())
+    }
+
+    fn activate(&mut self) -> Result<(), Error> {
+        let kernels = self.model.kernels();
+        let ws = &mut *self.ws;
+        let ffn = ws.hidden.cols();
+        let (gate, up, activation) = (&ws.gate, &ws.up, self.model.config().activation);
+        kernels.fill_rows(&mut ws.hidden, |t, out| {
+            let part = t * ffn..(t + 1) * ffn;
+            match activation {
+                Activation::Silu => kernels.silu_mul(&gate[part.clone()], &up[part], out),
+                Activation::GeluTanh => kernels.gelu_mul(&gate[part.clone()], &up[part], out),
+            }
+        });
+        Ok(())
+    }
+
+    fn project_down(&mut self, w: &Layer) -> Result<(), Error> {
+        let (ws, cut) = (&mut *self.ws, &self.model.shard().feed_forward);
+        ws.sums.compute(self.model, &w.down, cut, &ws.hidden)
     }
 }
 

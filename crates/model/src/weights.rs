@@ -4,6 +4,7 @@ use std::borrow::Cow;
 use std::ops::Range;
 
 use paceline_base::{Bytes, KernelClass};
+use paceline_formats::mlx::{BLOCK_BYTES_MAX, Quantised};
 use paceline_formats::tensor::Tensor;
 use paceline_tensor::{PackOptions, Packed, StoredMatrix, ThreadPool, stored};
 
@@ -51,48 +52,88 @@ pub(crate) struct Layer {
     pub(crate) post_ffn_norm: Option<Vec<f32>>,
 }
 
-/// Token embeddings, read row by row from the mapped file.
+/// A matrix as it lies in the mapped files. Of embeddings, rows are read from it one by one.
 #[derive(Debug)]
-pub(crate) struct Embedding {
-    tensor: Tensor,
+pub(crate) enum AsStored {
+    /// Rows in one piece.
+    Whole(Tensor),
+    /// Integers, scales and biases apart, as MLX has them.
+    Mlx(Quantised),
 }
 
-impl Embedding {
+impl AsStored {
     /// Writes the embedding of `token`, `(width,)`, as stored.
     pub(crate) fn row(&self, token: u32, out: &mut [f32]) {
-        let bytes = self
-            .tensor
-            .block_type
-            .row_bytes(out.len())
-            .expect("checked at load");
-        let start = token as usize * bytes;
-        stored::dequantise(
-            self.tensor.block_type,
-            &self.tensor.bytes[start..start + bytes],
-            out,
-        );
+        match self {
+            Self::Whole(tensor) => {
+                let bytes = tensor.block_type.row_bytes(out.len());
+                let bytes = bytes.expect("checked at load");
+                let row = &tensor.bytes[token as usize * bytes..][..bytes];
+                stored::dequantise(tensor.block_type, row, out);
+            }
+            Self::Mlx(matrix) => {
+                let mut block = [0; BLOCK_BYTES_MAX];
+                let block = &mut block[..matrix.block_type.bytes()];
+                let len = matrix.block_type.len();
+                for (i, values) in out.chunks_exact_mut(len).enumerate() {
+                    matrix.block(token as usize, i, block);
+                    stored::dequantise(matrix.block_type, block, values);
+                }
+            }
+        }
     }
 }
 
-/// Loads weights of one model.
+/// A model's weights by what they do, checked against its configuration.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Loader<'a> {
+pub(crate) struct Names<'a> {
     pub(crate) source: &'a Source,
     pub(crate) config: &'a Config,
-    pub(crate) shard: &'a Shard,
-    pub(crate) class: KernelClass,
-    pub(crate) pool: &'a ThreadPool,
 }
 
-impl Loader<'_> {
+impl Names<'_> {
     fn family(&self) -> Family {
         self.config.family
     }
 
-    pub(crate) fn embedding(&self) -> Result<Embedding, Error> {
-        let tensor = self.source.weight(self.family(), Role::TokenEmbedding)?;
-        check_shape(&tensor, &[self.config.vocab, self.config.width])?;
-        Ok(Embedding { tensor })
+    /// A matrix `(out, in)`, nothing of it copied.
+    pub(crate) fn as_stored(&self, role: Role, shape: [usize; 2]) -> Result<AsStored, Error> {
+        if let Some(matrix) = self.source.quantised(self.family(), role)? {
+            let got = [matrix.rows, matrix.cols];
+            check_sizes(&matrix.name, &got, &shape)?;
+            return Ok(AsStored::Mlx(matrix));
+        }
+        self.matrix(role, shape).map(AsStored::Whole)
+    }
+
+    /// A matrix `(out, in)` in one piece: MLX's are joined, in memory.
+    pub(crate) fn matrix(&self, role: Role, shape: [usize; 2]) -> Result<Tensor, Error> {
+        let tensor = self.source.weight(self.family(), role)?;
+        check_shape(&tensor, &shape)?;
+        Ok(tensor)
+    }
+
+    /// The bias `(n,)` of a matrix: qwen2 has one on queries, keys and values, other files may.
+    pub(crate) fn bias(&self, role: Role, n: usize) -> Result<Option<Vec<f32>>, Error> {
+        let needed = matches!(role, Role::Layer(_, Part::Query | Part::Key | Part::Value));
+        let bias = if self.family() == Family::Qwen2 && needed {
+            Some(self.source.bias(self.family(), role)?)
+        } else {
+            self.source.opt_bias(self.family(), role)?
+        };
+        bias.map(|bias| vector(&bias, n)).transpose()
+    }
+
+    /// The weights `(n,)` of a norm.
+    pub(crate) fn norm(&self, role: Role, n: usize) -> Result<Vec<f32>, Error> {
+        let tensor = self.source.weight(self.family(), role)?;
+        let mut weights = vector(&tensor, n)?;
+        if self.config.norm_offset != 0.0 {
+            weights
+                .iter_mut()
+                .for_each(|w| *w += self.config.norm_offset);
+        }
+        Ok(weights)
     }
 
     /// Whether the output head is the embedding.
@@ -104,6 +145,23 @@ impl Loader<'_> {
                 Ok(own.is_none())
             }
         }
+    }
+}
+
+/// Loads weights of one model.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Loader<'a> {
+    pub(crate) names: Names<'a>,
+    pub(crate) config: &'a Config,
+    pub(crate) shard: &'a Shard,
+    pub(crate) class: KernelClass,
+    pub(crate) pool: &'a ThreadPool,
+}
+
+impl Loader<'_> {
+    pub(crate) fn embedding(&self) -> Result<AsStored, Error> {
+        let shape = [self.config.vocab, self.config.width];
+        self.names.as_stored(Role::TokenEmbedding, shape)
     }
 
     pub(crate) fn output(&self, tied: bool) -> Result<Linear, Error> {
@@ -117,7 +175,7 @@ impl Loader<'_> {
     }
 
     pub(crate) fn output_norm(&self) -> Result<Vec<f32>, Error> {
-        self.norm(Role::OutputNorm, self.config.width)
+        self.names.norm(Role::OutputNorm, self.config.width)
     }
 
     pub(crate) fn layer(&self, i: usize) -> Result<Layer, Error> {
@@ -126,11 +184,11 @@ impl Loader<'_> {
         let role = |part| Role::Layer(i, part);
         let rows = |part, all, mine| self.rows(role(part), [all, c.width], mine);
         let of_heads = |heads: &Range<usize>| heads.start * c.head_dim..heads.end * c.head_dim;
-        let norms = self.family() == Family::Gemma3;
-        let opt_norm = |there: bool, part, n| there.then(|| self.norm(role(part), n)).transpose();
-        let head_norms = matches!(self.family(), Family::Qwen3 | Family::Gemma3);
+        let norm = |part, n| self.names.norm(role(part), n);
+        let opt_norm = |there: bool, part, n| there.then(|| norm(part, n)).transpose();
+        let (norms, head_norms) = (c.family.norms_after_halves(), c.family.norms_heads());
         Ok(Layer {
-            attention_norm: self.norm(role(Part::AttentionNorm), c.width)?,
+            attention_norm: norm(Part::AttentionNorm, c.width)?,
             query: rows(Part::Query, q, of_heads(&shard.heads))?,
             key: rows(Part::Key, kv, of_heads(&shard.kv_heads))?,
             value: rows(Part::Value, kv, of_heads(&shard.kv_heads))?,
@@ -138,7 +196,7 @@ impl Loader<'_> {
             query_norm: opt_norm(head_norms, Part::QueryNorm, c.head_dim)?,
             key_norm: opt_norm(head_norms, Part::KeyNorm, c.head_dim)?,
             post_attention_norm: opt_norm(norms, Part::PostAttentionNorm, c.width)?,
-            ffn_norm: self.norm(role(Part::FfnNorm), c.width)?,
+            ffn_norm: norm(Part::FfnNorm, c.width)?,
             gate: rows(Part::Gate, c.ffn, shard.ffn())?,
             up: rows(Part::Up, c.ffn, shard.ffn())?,
             down: self.summed(role(Part::Down), c.ffn, &shard.feed_forward)?,
@@ -148,10 +206,8 @@ impl Loader<'_> {
 
     /// Packs the rows `mine` of a matrix and lets go of its file pages.
     fn rows(&self, role: Role, shape: [usize; 2], mine: Range<usize>) -> Result<Linear, Error> {
-        let bias = match self.bias(role)? {
-            Some(bias) => Some(vector(&bias, shape[0])?[mine.clone()].to_vec()),
-            None => None,
-        };
+        let bias = self.names.bias(role, shape[0])?;
+        let bias = bias.map(|bias| bias[mine.clone()].to_vec());
         let matrix = self.packed(role, shape, |stored, options| {
             Packed::new(stored.row_range(mine), options, self.pool)
         })?;
@@ -161,10 +217,7 @@ impl Loader<'_> {
     /// Packs this rank's columns of a matrix, each root of its leaves apart.
     fn summed(&self, role: Role, cols: usize, cut: &LeafCut) -> Result<Summed, Error> {
         let width = self.config.width;
-        let bias = match self.bias(role)? {
-            Some(bias) => Some(vector(&bias, width)?),
-            None => None,
-        };
+        let bias = self.names.bias(role, width)?;
         let first = cut.columns().start;
         let roots = self.packed(role, [width, cols], |stored, mut options| {
             options.leaf_cols = cut.leaf_cols;
@@ -185,8 +238,7 @@ impl Loader<'_> {
         shape: [usize; 2],
         pack: impl FnOnce(StoredMatrix<'_>, PackOptions) -> Result<T, paceline_tensor::Error>,
     ) -> Result<T, Error> {
-        let tensor = self.source.weight(self.family(), role)?;
-        check_shape(&tensor, &shape)?;
+        let tensor = self.names.matrix(role, shape)?;
         let stored = StoredMatrix {
             block_type: tensor.block_type,
             rows: shape[0],
@@ -203,26 +255,6 @@ impl Loader<'_> {
         })?;
         tensor.bytes.discard();
         Ok(packed)
-    }
-
-    /// The bias of a matrix: qwen2 has one on queries, keys and values, other files may.
-    fn bias(&self, role: Role) -> Result<Option<Tensor>, Error> {
-        let needed = matches!(role, Role::Layer(_, Part::Query | Part::Key | Part::Value));
-        if self.family() == Family::Qwen2 && needed {
-            return self.source.bias(self.family(), role).map(Some);
-        }
-        self.source.opt_bias(self.family(), role)
-    }
-
-    fn norm(&self, role: Role, n: usize) -> Result<Vec<f32>, Error> {
-        let tensor = self.source.weight(self.family(), role)?;
-        let mut weights = vector(&tensor, n)?;
-        if self.config.norm_offset != 0.0 {
-            weights
-                .iter_mut()
-                .for_each(|w| *w += self.config.norm_offset);
-        }
-        Ok(weights)
     }
 }
 
@@ -245,12 +277,16 @@ pub(crate) fn rope_factors(source: &Source, config: &Config) -> Result<Option<Ve
 }
 
 fn check_shape(tensor: &Tensor, expected: &[usize]) -> Result<(), Error> {
-    if tensor.shape == expected {
+    check_sizes(&tensor.name, &tensor.shape, expected)
+}
+
+fn check_sizes(name: &str, got: &[usize], expected: &[usize]) -> Result<(), Error> {
+    if got == expected {
         return Ok(());
     }
     Err(Error::Shape {
-        name: tensor.name.clone(),
-        got: tensor.shape.clone(),
+        name: name.to_owned(),
+        got: got.to_vec(),
         expected: expected.to_vec(),
     })
 }

@@ -9,37 +9,10 @@
 mod common;
 
 use common::compare::{argmax, gap, max_abs_diff};
+use common::hf::{FOLDERS, golden_logits};
 use common::runner::Runner;
 use common::{golden, golden_json, ids, kernels, load, number};
 use paceline_base::KernelClass;
-use paceline_formats::safetensors::Safetensors;
-
-const FOLDERS: [&str; 7] = [
-    "llama-tied",
-    "llama-untied-bf16",
-    "llama-rope3-sharded",
-    "qwen2-f16",
-    "qwen3-bf16",
-    "gemma3-bf16",
-    "gemma3-linear-bf16",
-];
-
-/// Logits at all positions of the prompt, `(positions, vocabulary)`.
-fn golden_logits(name: &str) -> Vec<Vec<f32>> {
-    let file = Safetensors::open(golden(&format!("hf/{name}.golden.safetensors"))).unwrap();
-    let tensor = file.tensor("logits").unwrap();
-    let values = tensor
-        .bytes
-        .as_chunks()
-        .0
-        .iter()
-        .map(|b| f32::from_le_bytes(*b));
-    let values: Vec<f32> = values.collect();
-    values
-        .chunks_exact(tensor.cols())
-        .map(<[f32]>::to_vec)
-        .collect()
-}
 
 /// Compares logits at every position and the greedy continuation. `tolerance` bounds the distance
 /// of a logit; where first and second are further apart than twice that, the first must agree.

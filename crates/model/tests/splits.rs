@@ -7,55 +7,22 @@ mod common;
 
 use std::path::Path;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
+use common::places::{PATIENCE, Place, places};
 use common::schedule::bits;
-use common::test_model;
 use common::tiny::{Random, Tiny};
+use common::{golden, test_model};
 use paceline_base::{BlockType, KernelClass, Rank};
-use paceline_comm::{Deadline, Group, local};
+use paceline_comm::Deadline;
 use paceline_model::{
-    Batch, BatchSequence, BatchSize, Config, Error, Family, Followed, Links, LoadOptions, Logits,
-    Model, Source, Split, Workspace,
+    Batch, BatchSequence, BatchSize, Config, Error, Family, Followed, LoadOptions, Logits, Model,
+    Source, Split, Workspace,
 };
 use paceline_tensor::{Kernels, PAGE};
 
-/// Longest wait of a test for another rank.
-const PATIENCE: Duration = Duration::from_secs(60);
-
 /// Steps of two sequences: a long prompt in two chunks, then rows of both.
 const STEPS: [[usize; 2]; 5] = [[70, 3], [30, 0], [1, 1], [1, 90], [1, 1]];
-
-/// What one rank of a thread holds.
-struct Place {
-    split: Split,
-    rank: Rank,
-    links: Option<Links>,
-}
-
-/// The places of all ranks, in rank order.
-fn places(config: &Config, split: &Split) -> Vec<Place> {
-    let worlds = local::ranks(split.ranks());
-    let ranks = || (0..split.ranks()).map(Rank);
-    let mut stages = Vec::new();
-    for rank in ranks() {
-        let members = split.shard(config, rank).stage_ranks();
-        if members.start == rank.0 {
-            stages.extend(local::ranks(members.len() as u32));
-        }
-    }
-    let links = worlds.into_iter().zip(stages).map(|(world, stage)| Links {
-        world: Box::new(world) as Box<dyn Group>,
-        stage: Box::new(stage),
-        patience: PATIENCE,
-    });
-    let place = |(rank, links)| Place {
-        split: split.clone(),
-        rank,
-        links: Some(links),
-    };
-    ranks().zip(links).map(place).collect()
-}
 
 /// What every rank of a test is told.
 #[derive(Clone, Copy)]
@@ -239,7 +206,7 @@ fn every_family_gives_the_bits_of_one_rank() {
 fn every_storage_type_can_be_cut() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("tiny.gguf");
-    for block_type in BlockType::ALL {
+    for block_type in BlockType::GGUF {
         let tiny = Tiny::new(Family::Llama, block_type);
         tiny.write(&path);
         let case = Case {
@@ -249,6 +216,27 @@ fn every_storage_type_can_be_cut() {
             steps: &STEPS[..3],
         };
         case.check(&[("tensor", 3, &[]), ("2x2", 4, &[])]);
+    }
+}
+
+/// Folders of MLX: groups of 32 and 64, which the leaves of a sum do not cut.
+#[test]
+fn folders_of_mlx_can_be_cut() {
+    for (name, class) in [
+        ("llama-4bit", KernelClass::Cpu),
+        ("llama-tied-mixed", KernelClass::CpuQ8),
+        ("llama-2bit-sharded", KernelClass::Cpu),
+        ("qwen2-8bit", KernelClass::Cpu),
+        ("qwen3-mxfp4", KernelClass::Cpu),
+        ("gemma3-5bit", KernelClass::CpuF32),
+    ] {
+        let case = Case {
+            path: &golden(&format!("mlx/{name}")),
+            class,
+            tokens: &tokens(300),
+            steps: &STEPS,
+        };
+        case.check(&[("tensor", 2, &[]), ("pipeline", 3, &[]), ("2x2", 4, &[])]);
     }
 }
 

@@ -52,8 +52,8 @@ pub struct InstanceSpec {
     pub args: Vec<OsString>,
     /// GGUF file or Hugging Face folder.
     pub model: PathBuf,
-    /// How numbers are computed.
-    pub class: KernelClass,
+    /// How numbers are computed, by rank: the same within a stage.
+    pub classes: Vec<KernelClass>,
     /// Threads of each worker.
     pub threads: usize,
     /// In which directions the model is cut.
@@ -393,7 +393,7 @@ fn job(spec: &InstanceSpec, rank: Rank, group: [u8; 16]) -> Job {
         rank: rank.0,
         ranks: spec.ranks,
         model: spec.model.clone(),
-        class: spec.class.to_string(),
+        class: spec.classes[rank.0 as usize].to_string(),
         split: spec.kind.to_string(),
         backend: spec.backend.name().to_owned(),
         shares: spec.shares.clone(),

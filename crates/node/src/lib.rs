@@ -18,13 +18,16 @@
 //!
 //! - [`Instance`], [`InstanceSpec`]: the parent's side.
 //! - [`worker`]: what a worker process runs.
+//! - [`load_whole`]: a model in this process, on whichever engine.
 //! - [`Error`].
 
 mod cause;
 mod error;
 mod instance;
+mod load;
 mod messages;
 pub mod worker;
 
 pub use error::Error;
 pub use instance::{Instance, InstanceSpec, RankFacts};
+pub use load::load_whole;

@@ -7,16 +7,17 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use paceline_base::Rank;
+use paceline_base::{KernelClass, Rank};
 use paceline_cluster::Control;
 use paceline_comm::tcp::{self, GroupId};
 use paceline_comm::{Backend, Deadline, Error as CommError, Group, Seat, Strict, Wires, init};
 use paceline_engine::{Engine, Follower, Reply, Runner, Service, Sink, State, Ticket};
 use paceline_formats::tokenizer::Tokenizer;
-use paceline_model::{Config, Links, LoadOptions, Model, Source, Split};
+use paceline_model::{Config, Links, MlxPlaces, Source, Split, Weights};
 use paceline_tensor::Kernels;
 
 use crate::Error;
+use crate::load::Wanted;
 use crate::messages::{FromWorker, Job, RankReady, ToWorker};
 
 type Channel = Arc<Control<ToWorker, FromWorker>>;
@@ -37,16 +38,18 @@ const LOST_LIMIT: Duration = Duration::from_millis(10);
 /// ends it or is gone; returns only when something failed, which the parent has been told.
 ///
 /// `kernels` makes the kernels for a number of threads, `wires` finds what a wire needs that is
-/// neither memory nor sockets, by the name of its backend.
+/// neither memory nor sockets, by the name of its backend; `mlx` is where that library is looked
+/// for.
 ///
 /// # Errors
 /// What failed.
 pub fn run(
     kernels: impl FnOnce(usize) -> std::io::Result<Arc<Kernels>>,
     wires: impl FnOnce(Backend) -> std::io::Result<Wires>,
+    mlx: MlxPlaces,
 ) -> Result<std::convert::Infallible, Error> {
     let channel: Channel = Arc::new(Control::from_stdin()?);
-    let error = match work(&channel, kernels, wires) {
+    let error = match work(&channel, kernels, wires, &mlx) {
         Ok(never) => match never {},
         Err(error) => error,
     };
@@ -69,21 +72,36 @@ fn work(
     channel: &Channel,
     kernels: impl FnOnce(usize) -> std::io::Result<Arc<Kernels>>,
     wires: impl FnOnce(Backend) -> std::io::Result<Wires>,
+    mlx: &MlxPlaces,
 ) -> Result<std::convert::Infallible, Error> {
     let job = match next(channel, "Start")? {
         ToWorker::Start(job) => job,
         other => return Err(unexpected(&other, "Start")),
     };
-    let kernels = kernels(job.threads).map_err(|source| Error::System {
+    let class: KernelClass = parse(&job.class, "kernel class")?;
+    // Where MLX computes, kernels only choose tokens.
+    let threads = if class.is_mlx() { 1 } else { job.threads };
+    let kernels = kernels(threads).map_err(|source| Error::System {
         what: "start threads",
         source,
     })?;
-    let source = Source::open(&job.model)?;
+    let source = Arc::new(Source::open(&job.model)?);
     let config = Config::read(&source)?;
     let split = Split::plan(&config, parse(&job.split, "split")?, job.ranks, &job.shares)?;
     let links = join(channel, &job, (&split, &config), wires)?;
-    let model = load(channel, &job, &source, &split, kernels)?.link(links);
-    let model = Arc::new(model);
+    let progress = |done, of| {
+        // Should the parent be gone, the reader of the channel ends this process.
+        let _ = channel.send(&FromWorker::Loading { done, of });
+    };
+    let wanted = Wanted {
+        source: &source,
+        split: &split,
+        rank: Rank(job.rank),
+        class,
+        engine: &job.engine,
+        mlx,
+    };
+    let model = wanted.load(Some(links), kernels, progress)?;
     if model.shard().leads() {
         lead(channel, &job, &source, model)
     } else {
@@ -153,40 +171,16 @@ fn join(
     })
 }
 
-fn load(
-    channel: &Channel,
-    job: &Job,
-    source: &Source,
-    split: &Split,
-    kernels: Arc<Kernels>,
-) -> Result<Model, Error> {
-    let options = LoadOptions {
-        class: parse(&job.class, "kernel class")?,
-    };
-    let progress = |done, of| {
-        // Should the parent be gone, the reader of the channel ends this process.
-        let _ = channel.send(&FromWorker::Loading { done, of });
-    };
-    Ok(Model::load_shard(
-        source,
-        split,
-        Rank(job.rank),
-        options,
-        kernels,
-        progress,
-    )?)
-}
-
-fn ready(channel: &Channel, model: &Model) -> Result<(), Error> {
+fn ready(channel: &Channel, model: &dyn Weights) -> Result<(), Error> {
     let kernels = model.kernels();
     Ok(channel.send(&FromWorker::Ready(RankReady {
         weight_bytes: model.weight_bytes().0,
         threads: kernels.pool().threads(),
-        instruction_set: kernels.instruction_set().name().to_owned(),
+        instruction_set: model.device(),
     }))?)
 }
 
-fn measured(channel: &Channel, model: &Model) -> Result<(), Error> {
+fn measured(channel: &Channel, model: &dyn Weights) -> Result<(), Error> {
     let sent = model.links().map_or(0, |links| links.sent().0);
     Ok(channel.send(&FromWorker::Measured { sent })?)
 }
@@ -195,7 +189,7 @@ fn measured(channel: &Channel, model: &Model) -> Result<(), Error> {
 fn follow(
     channel: &Channel,
     job: &Job,
-    model: Arc<Model>,
+    model: Arc<dyn Weights>,
 ) -> Result<std::convert::Infallible, Error> {
     let mut follower = Follower::new(Arc::clone(&model), &job.engine)?;
     let own = Arc::clone(channel);
@@ -207,10 +201,10 @@ fn follow(
             }
         }
     })?;
-    ready(channel, &model)?;
+    ready(channel, &*model)?;
     loop {
         match channel.recv(Duration::MAX)? {
-            Some(ToWorker::Measure) => measured(channel, &model)?,
+            Some(ToWorker::Measure) => measured(channel, &*model)?,
             Some(other) => return Err(unexpected(&other, "Measure")),
             None => {}
         }
@@ -222,13 +216,13 @@ fn lead(
     channel: &Channel,
     job: &Job,
     source: &Source,
-    model: Arc<Model>,
+    model: Arc<dyn Weights>,
 ) -> Result<std::convert::Infallible, Error> {
     let tokenizer = Arc::new(tokenizer(source)?);
     let engine = Engine::new(Arc::clone(&model), tokenizer, job.engine.clone())?;
     let runner = Runner::start(engine);
     let tickets = Tickets::default();
-    ready(channel, &model)?;
+    ready(channel, &*model)?;
     loop {
         match channel.recv(LOOK_EVERY)? {
             Some(ToWorker::Submit { ticket, request }) => {
@@ -247,12 +241,12 @@ fn lead(
                     runner.cancel(own);
                 }
             }
-            Some(ToWorker::Measure) => measured(channel, &model)?,
+            Some(ToWorker::Measure) => measured(channel, &*model)?,
             Some(other) => return Err(unexpected(&other, "Submit")),
             None => {}
         }
         if let State::Failed(reason) = runner.status().state {
-            let blamed = lost(&model);
+            let blamed = lost(&*model);
             return Err(Error::Stopped { reason, blamed });
         }
     }
@@ -260,7 +254,7 @@ fn lead(
 
 /// The rank that the groups of a model have lost. A group that failed says so again at once; one
 /// that did not has no time to do anything.
-fn lost(model: &Model) -> Option<Rank> {
+fn lost(model: &dyn Weights) -> Option<Rank> {
     let links = model.links()?;
     let of = |group: &dyn Group| match group.barrier(Deadline::at(Instant::now() + LOST_LIMIT)) {
         Err(

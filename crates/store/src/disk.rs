@@ -81,6 +81,17 @@ pub(crate) fn create_dir(path: &Path) -> Result<(), Error> {
     fs::create_dir_all(path).map_err(|error| Error::io("create the folder", path, error))
 }
 
+/// A folder in `dir`, which is made too, that goes when dropped. Its prefix is what
+/// [`crate::wheel::sweep`] looks for.
+pub(crate) fn temp_dir(dir: &Path) -> Result<tempfile::TempDir, Error> {
+    create_dir(dir)?;
+    let made = tempfile::Builder::new().prefix(TEMP_PREFIX).tempdir_in(dir);
+    made.map_err(|error| Error::io("create a folder in", dir, error))
+}
+
+/// Begins the names of temporary folders.
+pub(crate) const TEMP_PREFIX: &str = ".tmp-";
+
 /// Removes a file; one that is not there is fine.
 pub(crate) fn remove_file(path: &Path) -> Result<(), Error> {
     match fs::remove_file(path) {

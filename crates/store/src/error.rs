@@ -216,6 +216,36 @@ pub enum Error {
         /// What the archive reader said.
         cause: zip::result::ZipError,
     },
+    /// A program that is needed could not be started.
+    #[error("cannot start {program}: no such program")]
+    ToolMissing {
+        /// The program.
+        program: String,
+    },
+    /// A program ended with an error.
+    #[error("{program} failed (status {status}): {log}")]
+    ToolFailed {
+        /// The program.
+        program: String,
+        /// Exit status, as the system words it.
+        status: String,
+        /// The last lines it wrote.
+        log: String,
+    },
+    /// A program took too long and was stopped.
+    #[error("{program} did not end within {} s", after.as_secs())]
+    ToolStalled {
+        /// The program.
+        program: String,
+        /// The time waited.
+        after: Duration,
+    },
+    /// A folder has no sources of MLX's C layer.
+    #[error("{path} has no sources of mlx-c", path = path.display())]
+    NotSources {
+        /// The folder.
+        path: PathBuf,
+    },
     /// No source could deliver the model.
     #[error("no source could deliver {name}{}", list_failures(failures))]
     AllSourcesFailed {

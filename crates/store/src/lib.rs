@@ -33,11 +33,14 @@
 //!
 //! Modules in reading order: `spec` (what MODEL means), `catalogue`, `name` and `home` (folders),
 //! `index` (records), `pull` (the order of things), `http`, `download`, `hub` and `select`, `pip`
-//! and `wheel`, `disk`, `lock`, `hash`.
+//! and `wheel`, `disk`, `lock`, `hash`. Beside them `engine`, which does the same for MLX's
+//! libraries, and `child`, other programs.
 
 mod catalogue;
+mod child;
 mod disk;
 mod download;
+mod engine;
 mod error;
 mod hash;
 mod home;
@@ -56,11 +59,12 @@ mod wheel;
 
 pub use catalogue::{Catalogue, HubFile, Model, Wheel};
 pub use disk::free_space;
+pub use engine::{MLX_LAYER, MLX_VERSION, Mlx, MlxBuild, find_mlx, install_mlx, mlx_bytes};
 pub use error::Error;
 pub use home::Home;
 pub use index::{Entry, FileRecord, Found, Kind, Removed, State, list, remove, touch_used, verify};
 pub use name::{EntryName, HubId};
-pub use options::{Deadlines, Hub, Pip, ProxySetting, PullOptions, RetryPolicy, Token};
+pub use options::{Deadlines, Hub, Pip, ProxySetting, PullOptions, RetryPolicy, Token, Toolchain};
 pub use progress::{Cancel, Progress, Quiet};
 pub use pull::{Pulled, pull};
 pub use select::quant_of_name;

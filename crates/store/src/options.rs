@@ -3,7 +3,7 @@
 use std::ffi::OsString;
 use std::fmt;
 use std::io;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use crate::disk;
@@ -89,6 +89,27 @@ impl Default for Pip {
         Self {
             program: "python3".into(),
             args: vec!["-m".into(), "pip".into()],
+        }
+    }
+}
+
+/// The programs that build MLX's C layer.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Toolchain {
+    /// Cargo, which fetches the sources.
+    pub cargo: OsString,
+    /// A C++20 compiler.
+    pub compiler: OsString,
+    /// A folder with the sources of `mlx-c`, instead of what cargo fetches.
+    pub sources: Option<PathBuf>,
+}
+
+impl Default for Toolchain {
+    fn default() -> Self {
+        Self {
+            cargo: "cargo".into(),
+            compiler: "c++".into(),
+            sources: None,
         }
     }
 }

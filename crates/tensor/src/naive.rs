@@ -91,7 +91,7 @@ const fn has_min(block_type: BlockType) -> bool {
     matches!(
         block_type,
         BlockType::Q4_1 | BlockType::Q5_1 | BlockType::Q2_K | BlockType::Q4_K | BlockType::Q5_K
-    )
+    ) || block_type.affine_bits().is_some()
 }
 
 fn float_leaf(block_type: BlockType, row: &[u8], x: &[f32], columns: Range<usize>) -> f32 {

@@ -12,7 +12,7 @@ use crate::ThreadPool;
 use crate::formats::{self, CRUMB_PLANE, Layout, NIBBLE_PLANE};
 use crate::isa::LANES;
 use crate::memory::HugeMap;
-use crate::stored::{self, CODEBOOK, Chunk};
+use crate::stored::{self, CODEBOOK, Chunk, e2m1_code};
 
 /// A matrix as it lies in a model file: `(rows, cols)`, row-major, whole blocks per row.
 #[derive(Clone, Copy, Debug)]
@@ -340,20 +340,39 @@ fn pack_planes(block_type: BlockType, chunk: &Chunk, lane: usize, out: &mut [u8]
         BlockType::Q4_1 | BlockType::Q4_K => put_nibbles(out, lane, &shifted(0)),
         BlockType::Q5_0 => put_five_bits(out, lane, &shifted(16)),
         BlockType::Q5_1 | BlockType::Q5_K => put_five_bits(out, lane, &shifted(0)),
-        BlockType::Q6_K => {
-            let values = shifted(32);
-            put_nibbles(out, lane, &values);
-            put_crumbs(&mut out[NIBBLE_PLANE..], lane, &values.map(|v| v >> 4));
-        }
+        BlockType::Q6_K => put_six_bits(out, lane, &shifted(32)),
         BlockType::Q2_K => put_crumbs(out, lane, &shifted(0)),
         BlockType::Q3_K => {
             let values = shifted(4);
             put_crumbs(out, lane, &values);
             put_bits(&mut out[CRUMB_PLANE..], lane, &values.map(|v| v >> 2));
         }
+        BlockType::MXFP4 => put_nibbles(out, lane, &chunk.q.map(e2m1_code)),
         BlockType::F32 | BlockType::F16 | BlockType::BF16 => {
             unreachable!("floats have no planes")
         }
+        affine => {
+            let bits = affine
+                .affine_bits()
+                .expect("no type is left but the affine");
+            pack_affine(bits, chunk, lane, out);
+        }
+    }
+}
+
+/// As [`pack_planes`] for affine integers of `bits` bits.
+fn pack_affine(bits: u32, chunk: &Chunk, lane: usize, out: &mut [u8]) {
+    let values = chunk.q.map(|q| (i32::from(q) + stored::offset(bits)) as u8);
+    match bits {
+        2 => put_crumbs(out, lane, &values),
+        3 => {
+            put_crumbs(out, lane, &values);
+            put_bits(&mut out[CRUMB_PLANE..], lane, &values.map(|v| v >> 2));
+        }
+        4 => put_nibbles(out, lane, &values),
+        5 => put_five_bits(out, lane, &values),
+        6 => put_six_bits(out, lane, &values),
+        _ => put_bytes(out, lane, &chunk.q.map(|q| q as u8)),
     }
 }
 
@@ -390,6 +409,11 @@ fn put_bits(plane: &mut [u8], lane: usize, values: &[u8; 32]) {
         let bits = four.iter().rev().fold(0, |bits, v| bits << 1 | v & 1);
         plane[8 * quad + lane / 2] |= bits << (4 * (lane % 2));
     }
+}
+
+fn put_six_bits(out: &mut [u8], lane: usize, values: &[u8; 32]) {
+    put_nibbles(out, lane, values);
+    put_crumbs(&mut out[NIBBLE_PLANE..], lane, &values.map(|v| v >> 4));
 }
 
 fn put_five_bits(out: &mut [u8], lane: usize, values: &[u8; 32]) {

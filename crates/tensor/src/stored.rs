@@ -8,11 +8,13 @@
 //!
 //! ```text
 //! legacy block (Q4_0 .. Q8_0, IQ4_NL)   32 columns = 1 chunk
+//! MLX block    (AFFINEb_T, MXFP4)        32 columns = 1 chunk
 //! super-block  (Q2_K .. Q6_K, IQ4_XS)  256 columns = chunks 0 1 2 3 4 5 6 7
 //!                                                    each with a sub-scale per 32 or 2 x 16
 //! ```
 //!
-//! Each layout is documented on the function that reads it, in `legacy.rs` and `k_quants.rs`.
+//! Each layout is documented on the function that reads it, in `legacy.rs` and `k_quants.rs`, or in
+//! `mlx.rs`.
 //! They are facts about the format (`ggml/src/ggml-common.h`, decoded by `dequantize_row_*` in
 //! `ggml/src/ggml-quants.c` of llama.cpp); numbers are little-endian.
 //!
@@ -26,6 +28,7 @@
 
 mod k_quants;
 mod legacy;
+mod mlx;
 pub mod random;
 #[cfg(test)]
 mod tests;
@@ -34,6 +37,9 @@ use half::f16;
 use paceline_base::BlockType;
 
 pub(crate) use legacy::CODEBOOK;
+pub(crate) use mlx::{E2M1_DOUBLED, e2m1_code, offset};
+
+use mlx::is_brain;
 
 /// 32 consecutive weights of a row as integers, in the form that the kernel class `cpu` computes
 /// with:
@@ -54,9 +60,13 @@ pub(crate) use legacy::CODEBOOK;
 /// | Q5_K | 0..=31 | 1 | d * (0..=63) | -(dmin * (0..=63)) | 1 |
 /// | Q6_K | -32..=31 | -128..=127 | d | none | 0 |
 /// | IQ4_XS | codebook, -127..=113 | 1 | d * (-32..=31) | none | 0 |
+/// | AFFINE2, 4, 5 | 0..=3, 15, 31 | 1 | s | b | 1 |
+/// | AFFINE3, 6, 8 | -4..=3, -32..=31, -128..=127 | 1 | s | b + 4 s, 32 s, 128 s | 1 |
+/// | MXFP4 | twice e2m1, -12..=12 | 1 | 2^(s - 128) | none | 0 |
 ///
-/// d, m and dmin are the block's halves. "None" is -0.0, the float that changes no sum. Kernels
-/// that treat types with and without a min differently should ask the type, not this number.
+/// d, m and dmin are the block's halves, s and b the scale and bias of MLX's types. "None" is -0.0,
+/// the float that changes no sum. Kernels that treat types with and without a min differently
+/// should ask the type, not this number.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Chunk {
     /// The integers, with the type's fixed zero offset (where it has one) already subtracted.
@@ -156,6 +166,7 @@ pub(crate) fn raw_scales(block_type: BlockType, row: &[u8], index: usize) -> Raw
             ([Some(half(0)), None], [Some(scale as i8 as u8), None])
         }
         BlockType::F32 | BlockType::F16 | BlockType::BF16 => ([None; 2], [None; 2]),
+        mlx => return mlx::raw_scales(mlx, block),
     };
     RawScales { header, bytes }
 }
@@ -183,6 +194,12 @@ pub fn chunk(block_type: BlockType, row: &[u8], index: usize) -> Chunk {
         BlockType::Q5_K => k_quants::q5_k(block(row, super_block), part),
         BlockType::Q6_K => k_quants::q6_k(block(row, super_block), part),
         BlockType::IQ4_XS => k_quants::iq4_xs(block(row, super_block), part),
+        BlockType::MXFP4 => mlx::mxfp4(block(row, index)),
+        other => {
+            let bits = other.affine_bits().expect("no type is left but the affine");
+            let bytes = other.bytes();
+            mlx::affine(other, bits, &row[index * bytes..][..bytes])
+        }
     }
 }
 

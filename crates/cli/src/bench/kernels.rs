@@ -12,7 +12,8 @@ use serde::Serialize;
 
 use super::limits::{integer_peak, read_limit};
 use super::{Spread, quantile};
-use crate::load::{self, ComputeArgs};
+use crate::compute::ComputeArgs;
+use crate::load;
 use crate::output::print;
 
 /// Different rows of a matrix; the others repeat them. A kernel does not notice.
@@ -100,7 +101,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let kernels = load::kernels(load::threads(args.compute, 1))?;
     let read = ReadLimit::new((args.mib as usize) << 20, kernels.pool())?;
     let types = match args.types.as_slice() {
-        [] => &BlockType::ALL,
+        [] => &BlockType::GGUF,
         some => some,
     };
     let (mut rows, mut limits) = (Vec::new(), Vec::new());
@@ -111,7 +112,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     }
     let report = Report {
         instruction_set: kernels.instruction_set().name(),
-        class: args.compute.class.name(),
+        class: args.compute.class.unwrap_or_default().name(),
         threads: kernels.pool().threads(),
         cols: args.cols(),
         prompt: args.prompt,
@@ -161,7 +162,7 @@ impl<'a> Bench<'a> {
             Packed::new(stored, PackOptions::default(), kernels.pool())
         };
         let (large, small) = (pack(repeats)?, pack(PROMPT_ROWS / ROWS)?);
-        let precision = Precision::of(args.compute.class);
+        let precision = Precision::of(args.compute.class.unwrap_or_default());
         let precision = large.reads_integers().then_some(precision);
         let many = args.prompt as usize;
         Ok(Self {

@@ -12,10 +12,11 @@ use paceline_tensor::limits::ReadLimit;
 use serde_json::json;
 
 use super::limits::read_limit;
-use super::peer::LlamaCpp;
+use super::peer::{LlamaCpp, MlxLm};
 use super::quantile;
+use crate::compute::{ComputeArgs, EngineArgs};
 use crate::interrupt::Signals;
-use crate::load::{self, ComputeArgs};
+use crate::load;
 use crate::loaded::{Loaded, Opened, SplitArgs};
 use crate::output::print;
 use crate::pull;
@@ -27,6 +28,8 @@ pub(crate) struct Args {
     model: String,
     #[command(flatten)]
     compute: ComputeArgs,
+    #[command(flatten)]
+    engine: EngineArgs,
     #[command(flatten)]
     split: SplitArgs,
     /// Tokens of the prompt
@@ -45,8 +48,9 @@ pub(crate) struct Args {
           value_parser = clap::value_parser!(u32).range(1..))]
     runs: u32,
     /// Alternate with llama.cpp: a folder with the npm package node-llama-cpp 3.22.1
-    /// (npm install --ignore-scripts --prefix DIR --no-save node-llama-cpp@3.22.1)
-    #[arg(long, value_name = "DIR")]
+    /// (npm install --ignore-scripts --prefix DIR --no-save node-llama-cpp@3.22.1); or with
+    /// `mlx-lm`, of the Python that PACELINE_MLX_PYTHON names, else of python3
+    #[arg(long, value_name = "DIR|mlx-lm")]
     against: Option<PathBuf>,
     /// Alternate with one node that has the threads of one of the nodes
     #[arg(long, conflicts_with = "against")]
@@ -97,10 +101,14 @@ pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
     let found = pull::ensure(&args.model, signals)?;
     let open = |compute: ComputeArgs, split: &SplitArgs| {
         let sizes = |_: &Config| EngineConfig::single(args.model.clone(), args.context());
-        Opened::new(&found.path, compute, split, sizes)?.load()
+        Opened::new(&found.path, (compute, args.engine), split, sizes)?.load()
     };
     let loaded = open(args.compute, &args.split)?;
     let peer = match &args.against {
+        Some(name) if name == Path::new("mlx-lm") => Some(Peer::MlxLm(
+            MlxLm::new(args.prompt as usize, args.r#gen as usize),
+            &found.path,
+        )),
         Some(folder) => Some(Peer::LlamaCpp(
             LlamaCpp {
                 folder: folder.clone(),
@@ -152,6 +160,7 @@ pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
 /// What is measured in turn with the model.
 enum Peer<'a> {
     LlamaCpp(LlamaCpp, &'a Path),
+    MlxLm(MlxLm, &'a Path),
     OneNode(Box<(Loaded, Limit)>),
 }
 
@@ -159,23 +168,23 @@ impl Peer<'_> {
     const fn name(&self) -> &'static str {
         match self {
             Self::LlamaCpp(..) => "llama.cpp",
+            Self::MlxLm(..) => "mlx-lm",
             Self::OneNode(_) => "one node",
         }
     }
 
     fn run(&self, args: &Args, round: u32) -> anyhow::Result<Run> {
-        match self {
-            Self::LlamaCpp(peer, path) => {
-                let (prefill, decode) = peer.run(path)?;
-                Ok(Run {
-                    prefill,
-                    decode,
-                    wire: None,
-                    limit: f64::NAN,
-                })
-            }
-            Self::OneNode(one) => measure(&one.0, &one.1, args, round),
-        }
+        let (prefill, decode) = match self {
+            Self::LlamaCpp(peer, path) => peer.run(path)?,
+            Self::MlxLm(peer, path) => peer.run(path)?,
+            Self::OneNode(one) => return measure(&one.0, &one.1, args, round),
+        };
+        Ok(Run {
+            prefill,
+            decode,
+            wire: None,
+            limit: f64::NAN,
+        })
     }
 }
 
@@ -350,7 +359,7 @@ impl Report<'_> {
         let decode = quantile(&Self::column(&self.ours, |r| r.decode), 0.5);
         json!({
             "model": self.args.model,
-            "class": self.loaded.class.name(),
+            "class": self.loaded.classes.to_string(),
             "instruction_set": self.loaded.instruction_set,
             "nodes": self.loaded.nodes(),
             "split": self.loaded.split.to_string(),
@@ -388,7 +397,7 @@ impl Report<'_> {
             "{}, {} on {} with {}, weights {}, loaded in {:.2} s\n\
              prompt {}, decode {} from position {}, {} runs: median (p10 .. p90) tokens/s",
             self.args.model,
-            self.loaded.class,
+            self.loaded.classes,
             self.loaded.instruction_set,
             self.nodes(),
             Bytes(self.weight_bytes()),

@@ -1,5 +1,6 @@
-//! llama.cpp as its maintainers build it, driven by the script in the tree.
+//! llama.cpp and mlx-lm as their maintainers build them, driven by the scripts in the tree.
 
+use std::ffi::OsStr;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -9,6 +10,9 @@ use serde_json::Value;
 
 /// Drives the prebuilt library of the npm package `node-llama-cpp` through Python's ctypes.
 const SCRIPT: &str = include_str!("../../../../scripts/peers/llama_bench.py");
+
+/// Drives the Python package `mlx-lm`.
+const MLX_LM: &str = include_str!("../../../../scripts/peers/mlx_lm_bench.py");
 
 /// Where llama.cpp is and what to run.
 #[derive(Debug)]
@@ -23,36 +27,71 @@ pub(crate) struct LlamaCpp {
 impl LlamaCpp {
     /// One run after one to warm up: prefill and decode in tokens per second.
     pub(crate) fn run(&self, model: &Path) -> anyhow::Result<(f64, f64)> {
-        let mut child = Command::new("python3")
-            .arg("-")
-            .arg(&self.folder)
-            .arg(model)
-            .args(["--threads", &self.threads.to_string()])
-            .args(["--prompt", &self.prompt.to_string()])
-            .args(["--gen", &self.generate.to_string(), "--runs", "1"])
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .spawn()
-            .context("cannot run python3, which drives llama.cpp")?;
-        let mut stdin = child.stdin.take().expect("piped");
-        stdin
-            .write_all(SCRIPT.as_bytes())
-            .context("python3 ended early")?;
-        drop(stdin);
-        let output = child.wait_with_output()?;
-        if !output.status.success() {
-            bail!(
-                "llama.cpp did not run ({}), its message is above",
-                output.status
-            );
-        }
-        let result: Value = serde_json::from_slice(&output.stdout)
-            .context("the answer of scripts/peers/llama_bench.py is no JSON")?;
-        let speed = |key: &str| {
-            result[key]
-                .as_f64()
-                .with_context(|| format!("llama.cpp's answer has no {key}"))
-        };
-        Ok((speed("prefill_tok_s")?, speed("decode_tok_s")?))
+        let mut python = Command::new("python3");
+        python.arg("-").arg(&self.folder).arg(model);
+        python.args(["--threads", &self.threads.to_string()]);
+        python.args(["--prompt", &self.prompt.to_string()]);
+        python.args(["--gen", &self.generate.to_string(), "--runs", "1"]);
+        speeds("llama.cpp", python, SCRIPT)
     }
+}
+
+/// Where mlx-lm is and what to run.
+#[derive(Debug)]
+pub(crate) struct MlxLm {
+    /// A Python that has it.
+    pub(crate) python: PathBuf,
+    pub(crate) prompt: usize,
+    pub(crate) generate: usize,
+}
+
+impl MlxLm {
+    /// The Python that `PACELINE_MLX_PYTHON` names, else the system's.
+    pub(crate) fn new(prompt: usize, generate: usize) -> Self {
+        let given = std::env::var_os("PACELINE_MLX_PYTHON").filter(|value| !value.is_empty());
+        let python = given.unwrap_or_else(|| OsStr::new("python3").to_owned());
+        Self {
+            python: python.into(),
+            prompt,
+            generate,
+        }
+    }
+
+    /// One run after one to warm up: prefill and decode in tokens per second.
+    pub(crate) fn run(&self, model: &Path) -> anyhow::Result<(f64, f64)> {
+        let mut python = Command::new(&self.python);
+        python.arg("-").arg(model);
+        python.args(["--prompt", &self.prompt.to_string()]);
+        python.args(["--gen", &self.generate.to_string()]);
+        speeds("mlx-lm", python, MLX_LM)
+    }
+}
+
+/// Has Python run `script`, which prints speeds.
+fn speeds(name: &str, mut python: Command, script: &str) -> anyhow::Result<(f64, f64)> {
+    let mut child = python
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .with_context(|| format!("cannot run Python, which drives {name}"))?;
+    let mut stdin = child.stdin.take().expect("piped");
+    stdin
+        .write_all(script.as_bytes())
+        .context("python3 ended early")?;
+    drop(stdin);
+    let output = child.wait_with_output()?;
+    if !output.status.success() {
+        bail!(
+            "{name} did not run ({}), its message is above",
+            output.status
+        );
+    }
+    let result: Value = serde_json::from_slice(&output.stdout)
+        .with_context(|| format!("the answer of {name}'s script is no JSON"))?;
+    let speed = |key: &str| {
+        result[key]
+            .as_f64()
+            .with_context(|| format!("{name}'s answer has no {key}"))
+    };
+    Ok((speed("prefill_tok_s")?, speed("decode_tok_s")?))
 }

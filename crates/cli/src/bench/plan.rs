@@ -6,8 +6,9 @@ use serde::Serialize;
 
 use super::model::{generate, tokens};
 use super::{Spread, quantile};
+use crate::compute::{ComputeArgs, EngineArgs};
 use crate::interrupt::Signals;
-use crate::load::{self, ComputeArgs};
+use crate::load;
 use crate::loaded::{Loaded, Opened, SplitArgs, Transport};
 use crate::output::print;
 use crate::plan::here::ways;
@@ -86,7 +87,12 @@ pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
         let mut compute = args.compute;
         let threads = load::threads(compute, args.nodes);
         compute.threads = Some(u16::try_from(threads)?);
-        Opened::new(&found.path, compute, &cut, sizes)
+        Opened::new(
+            &found.path,
+            (compute, EngineArgs { engine: None }),
+            &cut,
+            sizes,
+        )
     };
     let first = open(1, SplitKind::Auto)?;
     let config = &first.config;

@@ -72,9 +72,31 @@ fn of_model(error: &paceline_model::Error) -> Option<&'static str> {
         Error::Architecture { .. } => Some("take a model of one of these families"),
         Error::Value { .. } => Some(UNUSUAL),
         Error::Pack { source, .. } | Error::Cache(source) => Some(of_memory(source)),
+        Error::Mlx(error) => of_mlx(error),
+        Error::Class { .. } => Some("--engine and --class have to fit each other"),
+        Error::CutGroup { .. } => Some("take fewer --nodes, or --split pipeline"),
+        Error::Hung { .. } => Some("the device or its driver hangs: end other users of it"),
+        Error::Thread(_) | Error::Gone => None,
         // The rest are contradictions in the file.
         _ => Some(STRANGE),
     }
+}
+
+const fn of_mlx(error: &paceline_mlx::Error) -> Option<&'static str> {
+    use paceline_mlx::Error;
+    Some(match error {
+        Error::NotFound { .. } => "install it with `paceline engines install mlx`",
+        Error::Read { .. }
+        | Error::Truncated { .. }
+        | Error::NotALibrary { .. }
+        | Error::Load { .. }
+        | Error::Symbol { .. }
+        | Error::Version { .. } => {
+            "`paceline engines install mlx` installs one that fits; PACELINE_MLXC names another"
+        }
+        Error::OutOfMemory { .. } => LESS_MEMORY,
+        _ => return None,
+    })
 }
 
 const fn of_memory(error: &paceline_tensor::Error) -> &'static str {

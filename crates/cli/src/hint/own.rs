@@ -29,6 +29,9 @@ pub(super) fn hint(error: &Error) -> Option<String> {
             "add --nodes {}, or leave out --split to have it chosen",
             tensor * pipeline
         ),
+        Error::Engines { .. } | Error::ClassOfOther { .. } | Error::MixedStage { .. } => {
+            "--engine, --class, --nodes and --split have to fit each other".into()
+        }
         Error::Shares { got, nodes } if *nodes == 1 => {
             format!("add --nodes {got}: one node has no shares")
         }
@@ -39,6 +42,10 @@ pub(super) fn hint(error: &Error) -> Option<String> {
             "--plaintext allows it, for cables and networks that you trust".into()
         }
         Error::WorkerByHand => "`paceline run MODEL --nodes 2` starts two of them".into(),
+        Error::NoMlx { build, .. } if build != "MLX" => {
+            "leave out --build for the one that fits this machine".into()
+        }
+        Error::NoMlx { .. } => "the cpu engine needs nothing and is always there".into(),
         Error::NoHome => "set PACELINE_HOME to a folder for models".into(),
         Error::UnknownCpu { .. } | Error::CpuLacks { .. } => {
             "unset PACELINE_CPU to have the fastest that this machine can".into()

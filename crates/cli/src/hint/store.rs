@@ -128,6 +128,27 @@ fn system_hint(error: &Error) -> Option<String> {
         Error::PipFailed { .. } | Error::PipStalled { .. } | Error::WheelCount { .. } => {
             "check the network and pip's own settings (`python3 -m pip config list`)".into()
         }
+        Error::ToolMissing { program } if program == "cargo" => {
+            "install Rust, whose cargo fetches the sources, or name their folder with --sources"
+                .into()
+        }
+        Error::ToolMissing { .. } => {
+            "install a C++ compiler (Debian: apt install g++; macOS: xcode-select --install)".into()
+        }
+        Error::ToolFailed { program, .. } if program.starts_with("cargo") => {
+            "check the network and cargo's own settings, or name a folder of mlx-c's sources with \
+             --sources"
+                .into()
+        }
+        Error::ToolFailed { .. } => {
+            "a compiler for C++20 is needed, GCC 12 or clang 15 or later; on a Mac `brew install \
+             mlx-c` brings the same library built"
+                .into()
+        }
+        Error::ToolStalled { .. } => "try again when the machine has less to do".into(),
+        Error::NotSources { .. } => {
+            "--sources is the folder that holds mlx/c/mlx.h of mlx-c".into()
+        }
         Error::DiskFull { needed, free, .. } => {
             let more = Bytes(needed.0.saturating_sub(free.0).max(1 << 20));
             format!(

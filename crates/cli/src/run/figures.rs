@@ -134,7 +134,7 @@ impl Figures {
             "weight_bytes": loaded.weights.iter().map(|bytes| bytes.0).collect::<Vec<_>>(),
             "model": args.model,
             "context": loaded.engine.context,
-            "kernel_class": loaded.class.name(),
+            "kernel_class": loaded.classes.to_string(),
             "instruction_set": loaded.instruction_set,
             "seed": session.seed(),
         })

@@ -40,7 +40,7 @@ impl Session {
         let sizes = |config: &Config| {
             EngineConfig::single(args.model.clone(), context(args.context, config))
         };
-        let mut opened = Opened::new(path, args.compute, &args.split, sizes)?;
+        let mut opened = Opened::new(path, (args.compute, args.engine), &args.split, sizes)?;
         let forecast = opened.forecast();
         let mut loaded = opened.load()?;
         let template = loaded.template.take().filter(|_| !args.raw).transpose();

@@ -114,6 +114,15 @@ struct Comm(Opaque);
 // SAFETY: a handle that NCCL looks up; calls on it are one at a time, as `State` sees to.
 unsafe impl Send for Comm {}
 
+/// Whether NCCL and the driver can be opened here, in a version that is known to work. Makes no
+/// group and touches no GPU.
+///
+/// # Errors
+/// [`OpenError`].
+pub fn check(libraries: &Libraries) -> Result<(), OpenError> {
+    table::open_all(libraries).map(drop)
+}
+
 /// Makes a group of GPUs of the ranks of `meeting`, one for each. Collective.
 ///
 /// # Errors

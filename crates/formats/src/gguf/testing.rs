@@ -74,7 +74,8 @@ impl Writer {
         shape: &[usize],
         bytes: impl Into<Vec<u8>>,
     ) -> Self {
-        self.raw_tensor(name, block_type.to_gguf(), shape, bytes)
+        let number = block_type.to_gguf().expect("a GGUF type");
+        self.raw_tensor(name, number, shape, bytes)
     }
 
     /// Adds a tensor of any storage type number.

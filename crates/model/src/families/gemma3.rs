@@ -5,10 +5,8 @@
 
 use paceline_tensor::RopePairs;
 
-use super::{Family, Fields, RopeKind};
+use super::{Family, Fields, Half, LayerStep, RopeKind};
 use crate::config::LayerKind;
-use crate::step::Step;
-use crate::weights::Layer;
 use crate::{Config, Error};
 
 /// Rotary sets in [`Config::ropes`].
@@ -50,20 +48,20 @@ pub(super) fn config(fields: &Fields<'_>) -> Result<Config, Error> {
 }
 
 /// One layer; shapes of one batch of T rows.
-pub(super) fn layer(step: &mut Step<'_, '_>, w: &Layer, index: usize) -> Result<(), Error> {
-    step.norm(&w.attention_norm); //          residual (T, C) -> x (T, C)
-    step.project_qkv(w); //                   x (T, C) -> q (T, H D), k, v (T, K D)
-    step.norm_heads(w); //                    q (T, H, D), k (T, K, D) in place, over D
-    step.rotate(index); //                    q, k in place, by the layer's own base
-    step.attend(index); //                    q, cache -> attended (T, H D), window or all
-    step.project_attention(w)?; //            attended (T, H D) -> delta (T, C)
-    step.norm_delta(w.post_attention_norm.as_deref()); // delta (T, C) in place
-    step.add_delta(); //                      residual += delta
-    step.norm(&w.ffn_norm); //                residual (T, C) -> x (T, C)
-    step.project_gate_up(w); //               x (T, C) -> gate, up (T, F)
-    step.activate(); //                       gelu(gate) * up -> hidden (T, F)
-    step.project_down(w)?; //                 hidden (T, F) -> delta (T, C)
-    step.norm_delta(w.post_ffn_norm.as_deref()); // delta (T, C) in place
-    step.add_delta(); //                      residual += delta
+pub(super) fn layer<S: LayerStep>(step: &mut S, w: &S::Layer, index: usize) -> Result<(), Error> {
+    step.norm(w, Half::Attention)?; //         residual (T, C) -> x (T, C)
+    step.project_qkv(w)?; //                   x (T, C) -> q (T, H D), k, v (T, K D)
+    step.norm_heads(w)?; //                    q (T, H, D), k (T, K, D) in place, over D
+    step.rotate(index)?; //                    q, k in place, by the layer's own base
+    step.attend(index)?; //                    q, cache -> attended (T, H D), window or all
+    step.project_attention(w)?; //             attended (T, H D) -> delta (T, C)
+    step.norm_delta(w, Half::Attention)?; //   delta (T, C) in place
+    step.add_delta()?; //                      residual += delta
+    step.norm(w, Half::FeedForward)?; //       residual (T, C) -> x (T, C)
+    step.project_gate_up(w)?; //               x (T, C) -> gate, up (T, F)
+    step.activate()?; //                       gelu(gate) * up -> hidden (T, F)
+    step.project_down(w)?; //                  hidden (T, F) -> delta (T, C)
+    step.norm_delta(w, Half::FeedForward)?; // delta (T, C) in place
+    step.add_delta()?; //                      residual += delta
     Ok(())
 }

@@ -1,9 +1,7 @@
 //! Llama: grouped-query attention with rotary positions, SwiGLU feed-forward, RMS norms before
 //! each half. Source: Touvron et al. 2023; `src/models/llama.cpp` of llama.cpp.
 
-use super::{Family, Fields, RopeKind};
-use crate::step::Step;
-use crate::weights::Layer;
+use super::{Family, Fields, Half, LayerStep, RopeKind};
 use crate::{Config, Error};
 
 /// GGUF files hold query and key rows permuted for rotation of adjacent pairs; the Hugging Face
@@ -19,17 +17,17 @@ pub(super) fn config(fields: &Fields<'_>) -> Result<Config, Error> {
 }
 
 /// One layer; shapes of one batch of T rows.
-pub(super) fn layer(step: &mut Step<'_, '_>, w: &Layer, index: usize) -> Result<(), Error> {
-    step.norm(&w.attention_norm); //          residual (T, C) -> x (T, C)
-    step.project_qkv(w); //                   x (T, C) -> q (T, H D), k, v (T, K D)
-    step.rotate(index); //                    q, k in place
-    step.attend(index); //                    q, cache -> attended (T, H D)
-    step.project_attention(w)?; //            attended (T, H D) -> delta (T, C)
-    step.add_delta(); //                      residual += delta
-    step.norm(&w.ffn_norm); //                residual (T, C) -> x (T, C)
-    step.project_gate_up(w); //               x (T, C) -> gate, up (T, F)
-    step.activate(); //                       silu(gate) * up -> hidden (T, F)
-    step.project_down(w)?; //                 hidden (T, F) -> delta (T, C)
-    step.add_delta(); //                      residual += delta
+pub(super) fn layer<S: LayerStep>(step: &mut S, w: &S::Layer, index: usize) -> Result<(), Error> {
+    step.norm(w, Half::Attention)?; //         residual (T, C) -> x (T, C)
+    step.project_qkv(w)?; //                   x (T, C) -> q (T, H D), k, v (T, K D)
+    step.rotate(index)?; //                    q, k in place
+    step.attend(index)?; //                    q, cache -> attended (T, H D)
+    step.project_attention(w)?; //             attended (T, H D) -> delta (T, C)
+    step.add_delta()?; //                      residual += delta
+    step.norm(w, Half::FeedForward)?; //       residual (T, C) -> x (T, C)
+    step.project_gate_up(w)?; //               x (T, C) -> gate, up (T, F)
+    step.activate()?; //                       silu(gate) * up -> hidden (T, F)
+    step.project_down(w)?; //                  hidden (T, F) -> delta (T, C)
+    step.add_delta()?; //                      residual += delta
     Ok(())
 }

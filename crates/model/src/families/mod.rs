@@ -12,9 +12,58 @@ mod qwen3;
 pub(crate) use fields::{Fields, RopeKind};
 
 use crate::config::Activation;
-use crate::step::Step;
-use crate::weights::Layer;
 use crate::{Config, Error};
+
+/// A half of a layer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Half {
+    /// Queries, keys, values and their projection.
+    Attention,
+    /// Gate, up and down.
+    FeedForward,
+}
+
+/// What layers are made of, on whatever computes them: a step in progress, whose rows are this
+/// rank's. A family says the order.
+///
+/// Each operation fails only for its engine's reasons: the CPU's never but where ranks exchange.
+pub(crate) trait LayerStep {
+    /// A rank's weights of one layer.
+    type Layer;
+
+    /// residual (T, C) -> x (T, C), by the norm before a half
+    fn norm(&mut self, w: &Self::Layer, half: Half) -> Result<(), Error>;
+
+    /// x (T, C) -> q (T, H D), k, v (T, K D)
+    fn project_qkv(&mut self, w: &Self::Layer) -> Result<(), Error>;
+
+    /// Norms every head of q (T, H, D) and k (T, K, D) in place.
+    fn norm_heads(&mut self, w: &Self::Layer) -> Result<(), Error>;
+
+    /// Rotates and scales q, rotates k, by the positions of the rows.
+    fn rotate(&mut self, index: usize) -> Result<(), Error>;
+
+    /// Writes k and v to the cache, then q (T, H D) -> attended (T, H D).
+    fn attend(&mut self, index: usize) -> Result<(), Error>;
+
+    /// attended (T, H D) -> delta (T, C), summed over the ranks of the stage
+    fn project_attention(&mut self, w: &Self::Layer) -> Result<(), Error>;
+
+    /// Norms delta (T, C) in place, by the norm after a half.
+    fn norm_delta(&mut self, w: &Self::Layer, half: Half) -> Result<(), Error>;
+
+    /// residual (T, C) += delta (T, C)
+    fn add_delta(&mut self) -> Result<(), Error>;
+
+    /// x (T, C) -> gate, up (T, F)
+    fn project_gate_up(&mut self, w: &Self::Layer) -> Result<(), Error>;
+
+    /// activation(gate) * up -> hidden (T, F)
+    fn activate(&mut self) -> Result<(), Error>;
+
+    /// hidden (T, F) -> delta (T, C), summed over the ranks of the stage
+    fn project_down(&mut self, w: &Self::Layer) -> Result<(), Error>;
+}
 
 /// A model family.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -59,6 +108,16 @@ impl Family {
         }
     }
 
+    /// Whether every query and key head has a norm.
+    pub(crate) const fn norms_heads(self) -> bool {
+        matches!(self, Self::Qwen3 | Self::Gemma3)
+    }
+
+    /// Whether the results of both halves of a layer have norms.
+    pub(crate) const fn norms_after_halves(self) -> bool {
+        matches!(self, Self::Gemma3)
+    }
+
     pub(crate) fn config(self, fields: &Fields<'_>) -> Result<Config, Error> {
         match self {
             Self::Llama => llama::config(fields),
@@ -71,11 +130,11 @@ impl Family {
     /// Runs one layer on the residual stream of `step`.
     ///
     /// # Errors
-    /// When another rank of the stage fails.
-    pub(crate) fn layer(
+    /// When another rank of the stage fails, or what computes.
+    pub(crate) fn layer<S: LayerStep>(
         self,
-        step: &mut Step<'_, '_>,
-        weights: &Layer,
+        step: &mut S,
+        weights: &S::Layer,
         index: usize,
     ) -> Result<(), Error> {
         match self {

@@ -5,6 +5,8 @@
 #![allow(clippy::unwrap_used, reason = "a helper of a test may fail the test")]
 
 pub(crate) mod compare;
+pub(crate) mod hf;
+pub(crate) mod places;
 pub(crate) mod runner;
 pub(crate) mod schedule;
 pub(crate) mod tiny;
@@ -13,6 +15,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use paceline_base::KernelClass;
+use paceline_formats::tensor::Tensor;
 use paceline_model::{Error, LoadOptions, Model, Source};
 use paceline_tensor::Kernels;
 use serde_json::Value;
@@ -47,6 +50,14 @@ pub(crate) fn numbers(json: &Value, key: &str) -> Vec<f64> {
         .as_array()
         .unwrap_or_else(|| panic!("no list {key}"));
     list.iter().map(|x| x.as_f64().unwrap()).collect()
+}
+
+/// The rows of a tensor of f32.
+pub(crate) fn rows_of(tensor: &Tensor) -> Vec<Vec<f32>> {
+    let values = tensor.bytes.as_chunks().0.iter();
+    let values: Vec<f32> = values.map(|b| f32::from_le_bytes(*b)).collect();
+    let rows = values.chunks_exact(tensor.cols());
+    rows.map(<[f32]>::to_vec).collect()
 }
 
 /// The list of token ids called `key`.

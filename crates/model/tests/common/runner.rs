@@ -1,7 +1,9 @@
 //! Feeds sequences to a model.
 
-use paceline_model::{Batch, BatchSequence, BatchSize, Logits, Model, Workspace};
-use paceline_tensor::{KvCache, PAGE};
+use std::sync::Arc;
+
+use paceline_model::{Batch, BatchSequence, BatchSize, Compute, Logits, Model, Weights};
+use paceline_tensor::PAGE;
 
 use super::compare::argmax;
 
@@ -11,32 +13,33 @@ const CHUNK: usize = 64;
 /// A model with a cache for one sequence.
 #[derive(Debug)]
 pub(crate) struct Runner {
-    model: Model,
-    ws: Workspace,
-    cache: KvCache,
+    compute: Box<dyn Compute>,
     pages: Vec<u32>,
 }
 
 impl Runner {
     /// For sequences of up to `positions` tokens.
     pub(crate) fn new(model: Model, positions: usize) -> Self {
-        let cache = model.new_cache(positions).unwrap();
+        Self::of(Arc::new(model), positions)
+    }
+
+    /// As [`new`](Self::new), of whatever computes.
+    pub(crate) fn of(model: Arc<dyn Weights>, positions: usize) -> Self {
         let pages = (0..positions.div_ceil(PAGE) as u32).collect();
-        let ws = Workspace::new(
-            &model,
-            BatchSize {
-                rows: positions,
-                logit_rows: positions,
-                sequences: 1,
-                context: positions,
-            },
-        );
-        Self {
-            model,
-            ws,
-            cache,
-            pages,
-        }
+        Self::on_pages(model, positions, pages)
+    }
+
+    /// As [`of`](Self::of), the sequence's pages in this order.
+    pub(crate) fn on_pages(model: Arc<dyn Weights>, positions: usize, pages: Vec<u32>) -> Self {
+        let size = BatchSize {
+            rows: positions,
+            logit_rows: positions,
+            sequences: 1,
+            context: positions,
+        };
+        let all = pages.iter().map(|page| *page as usize + 1).max();
+        let compute = model.reserve(size, all.unwrap_or(1) * PAGE).unwrap();
+        Self { compute, pages }
     }
 
     /// Logits after each of `tokens`, which start at position 0.
@@ -81,13 +84,9 @@ impl Runner {
         let batch = Batch {
             sequences: &[sequence],
         };
-        let rows = self
-            .model
-            .forward(&batch, &mut self.ws, &mut self.cache)
-            .unwrap();
-        let vocab = self.model.config().vocab;
+        let rows = self.compute.forward(&batch).unwrap();
         (0..rows)
-            .map(|i| self.ws.logits_mut(i, vocab).to_vec())
+            .map(|i| self.compute.logits_mut(i).to_vec())
             .collect()
     }
 }

@@ -199,7 +199,7 @@ impl TinyFile {
         let row = |_| random_row(block_type, *cols, self.random.next());
         let tensor = TinyTensor {
             name: name.to_owned(),
-            type_id: block_type.to_gguf(),
+            type_id: block_type.to_gguf().expect("a GGUF type"),
             shape: shape.to_vec(),
             bytes: (0..rows.iter().product()).flat_map(row).collect(),
         };
@@ -234,7 +234,7 @@ impl TinyFile {
     pub(crate) fn put_f32(&mut self, name: &str, values: &[f32]) {
         self.tensors.push(TinyTensor {
             name: name.to_owned(),
-            type_id: BlockType::F32.to_gguf(),
+            type_id: BlockType::F32.to_gguf().expect("a GGUF type"),
             shape: vec![values.len()],
             bytes: values.iter().flat_map(|x| x.to_le_bytes()).collect(),
         });

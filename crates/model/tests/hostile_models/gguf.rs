@@ -329,7 +329,7 @@ fn rope_factors_that_lie_are_refused() {
 fn weights_of_random_bits_compute() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("bits.gguf");
-    for block_type in BlockType::ALL {
+    for block_type in BlockType::GGUF {
         let tiny = Tiny {
             layers: 1,
             ..Tiny::new(Family::Qwen3, block_type)

@@ -3,6 +3,8 @@
 use half::{bf16, f16};
 use paceline_base::BlockType;
 
+use super::is_brain;
+
 /// A row of `cols` random weights of any storage type, as a file would hold it.
 ///
 /// Decoded values have a mean near 0 and a standard deviation near 0.02, as trained weights do.
@@ -28,8 +30,15 @@ pub fn random_row(block_type: BlockType, cols: usize, seed: u64) -> Vec<u8> {
             quantised => {
                 let step = unit(quantised) * (0.5 + rng.unit());
                 for &(at, factor) in halves(quantised) {
-                    let half = f16::from_f32(step * factor);
-                    block[at..at + 2].copy_from_slice(&half.to_le_bytes());
+                    let bytes = if is_brain(quantised) {
+                        bf16::from_f32(step * factor).to_le_bytes()
+                    } else {
+                        f16::from_f32(step * factor).to_le_bytes()
+                    };
+                    block[at..at + 2].copy_from_slice(&bytes);
+                }
+                if quantised == BlockType::MXFP4 {
+                    block[0] = 119 + (rng.next() % 2) as u8; // 2^-8 or 2^-7
                 }
             }
         }
@@ -54,6 +63,13 @@ pub(super) const fn halves(block_type: BlockType) -> &'static [(usize, f32)] {
         BlockType::Q4_K => &[(0, 1.0), (2, 7.5)],
         BlockType::Q5_K => &[(0, 1.0), (2, 15.5)],
         BlockType::Q6_K => &[(208, 1.0)],
+        BlockType::MXFP4 => &[],
+        BlockType::AFFINE2_F16 | BlockType::AFFINE2_BF16 => &[(0, 1.0), (2, -1.5)],
+        BlockType::AFFINE3_F16 | BlockType::AFFINE3_BF16 => &[(0, 1.0), (2, -3.5)],
+        BlockType::AFFINE4_F16 | BlockType::AFFINE4_BF16 => &[(0, 1.0), (2, -7.5)],
+        BlockType::AFFINE5_F16 | BlockType::AFFINE5_BF16 => &[(0, 1.0), (2, -15.5)],
+        BlockType::AFFINE6_F16 | BlockType::AFFINE6_BF16 => &[(0, 1.0), (2, -31.5)],
+        BlockType::AFFINE8_F16 | BlockType::AFFINE8_BF16 => &[(0, 1.0), (2, -127.5)],
     }
 }
 
@@ -73,6 +89,13 @@ const fn unit(block_type: BlockType) -> f32 {
         BlockType::Q6_K => 0.000_015,
         BlockType::IQ4_NL => 0.000_28,
         BlockType::IQ4_XS => 0.000_015,
+        BlockType::MXFP4 => 1.0, // a power of two: see `random_row`
+        BlockType::AFFINE2_F16 | BlockType::AFFINE2_BF16 => 0.0173,
+        BlockType::AFFINE3_F16 | BlockType::AFFINE3_BF16 => 0.0085,
+        BlockType::AFFINE4_F16 | BlockType::AFFINE4_BF16 => 0.0042,
+        BlockType::AFFINE5_F16 | BlockType::AFFINE5_BF16 => 0.0021,
+        BlockType::AFFINE6_F16 | BlockType::AFFINE6_BF16 => 0.00105,
+        BlockType::AFFINE8_F16 | BlockType::AFFINE8_BF16 => 0.000_262,
     }
 }
 

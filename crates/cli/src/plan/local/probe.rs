@@ -244,7 +244,7 @@ impl<'k> Step<'k> {
             head_dim: config.head_dim,
             kv_type: match class {
                 KernelClass::CpuF32 => KvType::F32,
-                KernelClass::Cpu | KernelClass::CpuQ8 => KvType::F16,
+                _ => KvType::F16,
             },
         };
         // Widths that are no whole runs of 32 have float weights, which read no integers.

@@ -192,7 +192,7 @@ impl Rig {
         }
         assert_eq!(
             self.engine.pages.available(),
-            self.engine.cache.pages(),
+            self.engine.compute.pages(),
             "pages are lost"
         );
         assert_eq!(self.engine.step().unwrap(), []);

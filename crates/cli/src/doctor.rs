@@ -1,0 +1,316 @@
+//! `paceline doctor`: what this machine can do, what is missing, and the command that mends it.
+
+use paceline_comm::nccl::{self, Libraries};
+use paceline_comm::rdma::{RdmaError, Verbs};
+use paceline_store::{MlxBuild, free_space};
+use paceline_tensor::InstructionSet;
+use serde::Serialize;
+use serde_json::json;
+
+use crate::engines::{self, Engine};
+use crate::output::print;
+use crate::{home, machine};
+
+/// Arguments of `paceline doctor`.
+#[derive(Debug, clap::Args)]
+pub(crate) struct Args {
+    /// Print one JSON object
+    #[arg(long)]
+    json: bool,
+}
+
+/// How something stands.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+enum State {
+    /// It works.
+    Ok,
+    /// It could be had: `mend` says how.
+    Missing,
+    /// This machine has no such hardware.
+    Absent,
+}
+
+impl State {
+    const fn mark(self) -> &'static str {
+        match self {
+            Self::Ok => "ok",
+            Self::Missing => "missing",
+            Self::Absent => "-",
+        }
+    }
+}
+
+/// One thing that was looked at.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+struct Check {
+    name: &'static str,
+    state: State,
+    /// What is there, or why it is not.
+    found: String,
+    /// The command or step that mends it.
+    mend: Option<String>,
+}
+
+impl Check {
+    fn ok(name: &'static str, found: impl Into<String>) -> Self {
+        Self {
+            name,
+            state: State::Ok,
+            found: found.into(),
+            mend: None,
+        }
+    }
+
+    fn absent(name: &'static str, found: impl Into<String>) -> Self {
+        Self {
+            state: State::Absent,
+            ..Self::ok(name, found)
+        }
+    }
+
+    fn missing(name: &'static str, found: impl Into<String>, mend: impl Into<String>) -> Self {
+        Self {
+            state: State::Missing,
+            mend: Some(mend.into()),
+            ..Self::ok(name, found)
+        }
+    }
+}
+
+/// Looks at everything and prints it. What is missing is no failure.
+pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
+    let gpus = machine::nvidia();
+    let checks = vec![
+        cpu(),
+        memory(),
+        disk()?,
+        gpu(&gpus),
+        mlx(&engines::mlx()?),
+        python(),
+        compiler(),
+        cargo(),
+        rdma(Verbs::load().and_then(|verbs| verbs.devices())),
+        nccl(gpus.is_empty()),
+        mpi(),
+        thunderbolt(machine::thunderbolt()),
+        ssh(),
+    ];
+    if args.json {
+        return print(&json!({ "checks": checks }).to_string());
+    }
+    print(&text(&checks))
+}
+
+fn text(checks: &[Check]) -> String {
+    let mut lines = Vec::new();
+    for check in checks {
+        let Check { name, found, .. } = check;
+        lines.push(format!("{name:12} {:8} {found}", check.state.mark()));
+        let mend = check.mend.as_ref();
+        lines.extend(mend.map(|mend| format!("{:21} mend: {mend}", "")));
+    }
+    lines.join("\n")
+}
+
+fn cpu() -> Check {
+    let sets: Vec<&str> = InstructionSet::available()
+        .into_iter()
+        .map(InstructionSet::name)
+        .collect();
+    let threads = std::thread::available_parallelism().map_or(1, usize::from);
+    let found = format!("{}, {threads} threads", sets.join(", "));
+    if sets.len() > 1 {
+        return Check::ok("cpu", found);
+    }
+    Check::absent(
+        "cpu",
+        format!("{found}: only portable kernels run here, slowly"),
+    )
+}
+
+fn memory() -> Check {
+    match machine::memory() {
+        Some(memory) => {
+            let free = memory.available.map(|free| format!(", {free} available"));
+            let found = format!("{}{}", memory.total, free.unwrap_or_default());
+            Check::ok("memory", found)
+        }
+        None => Check::absent("memory", "the system does not say"),
+    }
+}
+
+fn disk() -> anyhow::Result<Check> {
+    let folder = home::folder()?;
+    // The folder may not be there yet: its file system is that of the first parent that is.
+    let there = folder.ancestors().find(|parent| parent.exists());
+    let free = there.and_then(|parent| free_space(parent).ok());
+    let found = match free {
+        Some(bytes) => format!(
+            "{} free in {}",
+            paceline_base::Bytes(bytes),
+            folder.display()
+        ),
+        None => format!("unknown in {}", folder.display()),
+    };
+    Ok(Check::ok("disk", found))
+}
+
+fn gpu(nvidia: &[machine::Gpu]) -> Check {
+    if cfg!(all(target_os = "macos", target_arch = "aarch64")) {
+        return Check::ok("gpu", "Apple silicon, Metal");
+    }
+    let names = nvidia
+        .iter()
+        .map(|gpu| format!("{} with {}", gpu.name, gpu.memory));
+    let names: Vec<String> = names.collect();
+    if names.is_empty() {
+        return Check::absent(
+            "gpu",
+            "none that an engine could use (NVIDIA's driver lists none)",
+        );
+    }
+    Check::ok("gpu", names.join(", "))
+}
+
+fn mlx(engine: &Engine) -> Check {
+    let (os, arch) = (std::env::consts::OS, std::env::consts::ARCH);
+    match &engine.problem {
+        None => {
+            let backends: Vec<&str> = engine.devices.iter().map(|d| d.backend.as_str()).collect();
+            Check::ok("mlx", format!("devices: {}", backends.join(", ")))
+        }
+        Some(problem) if MlxBuild::ALL.iter().any(|build| build.exists_for(os, arch)) => {
+            Check::missing("mlx", problem, engines::mend_mlx())
+        }
+        Some(_) => Check::absent("mlx", format!("none is published for {os} on {arch}")),
+    }
+}
+
+/// A program that others need: `use_of` says for what.
+fn program(
+    name: &'static str,
+    command: &str,
+    arguments: &[&str],
+    use_of: &str,
+    mend: &str,
+) -> Check {
+    match machine::first_line(command, arguments) {
+        Some(line) => Check::ok(name, line),
+        None => Check::missing(name, format!("no {command}, which {use_of}"), mend),
+    }
+}
+
+fn python() -> Check {
+    let use_of = "fetches models and engines where the hub cannot be reached";
+    let mend = "apt install python3-pip, or brew install python";
+    program("pip", "python3", &["-m", "pip", "--version"], use_of, mend)
+}
+
+fn compiler() -> Check {
+    let mend = "apt install g++, or xcode-select --install";
+    program("c++", "c++", &["--version"], "builds MLX's C layer", mend)
+}
+
+fn cargo() -> Check {
+    let mend = "install Rust with rustup, or give `paceline engines install mlx` --sources";
+    let use_of = "fetches the sources of MLX's C layer";
+    program("cargo", "cargo", &["--version"], use_of, mend)
+}
+
+fn ssh() -> Check {
+    // `ssh -V` writes to stderr, and a client without options ends with 255.
+    let there = std::env::var_os("PATH")
+        .is_some_and(|path| std::env::split_paths(&path).any(|dir| dir.join("ssh").is_file()));
+    if there {
+        return Check::ok("ssh", "there, for `paceline launch` and `topology`");
+    }
+    let mend = "apt install openssh-client";
+    Check::missing(
+        "ssh",
+        "no ssh, which starts programs on other machines",
+        mend,
+    )
+}
+
+fn rdma(devices: Result<Vec<String>, RdmaError>) -> Check {
+    let mend = if cfg!(target_os = "macos") {
+        "start into recovery and run rdma_ctl enable (macOS 26.2 or later, Thunderbolt 5)"
+    } else {
+        "apt install libibverbs1 ibverbs-providers"
+    };
+    match devices {
+        Ok(names) if names.is_empty() => Check::absent("rdma", "no device"),
+        Ok(names) => Check::ok("rdma", names.join(", ")),
+        Err(error) => Check::missing("rdma", error.to_string(), mend),
+    }
+}
+
+fn nccl(no_gpu: bool) -> Check {
+    if no_gpu {
+        return Check::absent("nccl", "no NVIDIA GPU");
+    }
+    match nccl::check(&Libraries::default()) {
+        Ok(()) => Check::ok("nccl", "there"),
+        Err(error) => Check::missing("nccl", error.to_string(), "apt install libnccl2"),
+    }
+}
+
+fn mpi() -> Check {
+    // Starting MPI outside of mpirun may print, and ends badly in containers: mpirun is asked.
+    match machine::first_line("mpirun", &["--version"]) {
+        Some(line) => Check::ok(
+            "mpi",
+            format!("{line}, for `paceline launch --backend mpi`"),
+        ),
+        None => Check::missing(
+            "mpi",
+            "no mpirun",
+            "apt install openmpi-bin, or brew install open-mpi",
+        ),
+    }
+}
+
+fn thunderbolt(ports: usize) -> Check {
+    if ports == 0 {
+        return Check::absent("thunderbolt", "no port");
+    }
+    Check::ok(
+        "thunderbolt",
+        format!("{ports} ports; `paceline topology` shows the cables"),
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_missing_comes_with_what_mends_it() {
+        let checks = [
+            Check::ok("cpu", "avx2"),
+            Check::absent("gpu", "none"),
+            Check::missing("mpi", "no mpirun", "apt install openmpi-bin"),
+        ];
+        assert_eq!(
+            text(&checks),
+            "cpu          ok       avx2\n\
+             gpu          -        none\n\
+             mpi          missing  no mpirun\n                      mend: apt install openmpi-bin"
+        );
+    }
+
+    #[test]
+    fn devices_make_the_difference() {
+        assert_eq!(rdma(Ok(vec![])).state, State::Absent);
+        assert_eq!(rdma(Ok(vec!["mlx5_0".into()])).found, "mlx5_0");
+        assert_eq!(thunderbolt(0).state, State::Absent);
+        assert_eq!(thunderbolt(2).state, State::Ok);
+        assert_eq!(nccl(true).state, State::Absent);
+        let none = program("x", "/nonexistent/x", &[], "does it", "get it");
+        assert_eq!(
+            (none.state, none.mend.as_deref()),
+            (State::Missing, Some("get it"))
+        );
+    }
+}

@@ -1,0 +1,132 @@
+//! `paceline engines` and `paceline doctor` as a user or a script calls them.
+#![allow(clippy::unwrap_used, reason = "test code outside of test functions")]
+
+use std::path::Path;
+use std::process::{Command, Output, Stdio};
+
+use serde_json::Value;
+
+/// paceline in a world of its own; no program is in its PATH.
+fn paceline(home: &Path, args: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_paceline"));
+    command
+        .env_clear()
+        .env("PACELINE_HOME", home)
+        .env("PATH", home);
+    command.args(args).stdin(Stdio::null());
+    command
+}
+
+fn run(command: &mut Command) -> (Output, String) {
+    let output = command.output().unwrap();
+    let said = String::from_utf8(output.stderr.clone()).unwrap();
+    (output, said)
+}
+
+fn object(command: &mut Command) -> Value {
+    let (output, said) = run(command);
+    assert!(output.status.success(), "{said}");
+    serde_json::from_slice(&output.stdout).unwrap()
+}
+
+#[test]
+fn the_cpu_engine_is_always_ready() {
+    let home = tempfile::tempdir().unwrap();
+    let mut command = paceline(home.path(), &["engines", "--json"]);
+    command.env("PACELINE_MLXC", home.path().join("none"));
+    let listed = object(&mut command);
+    let cpu = &listed["engines"][0];
+    assert_eq!((&cpu["name"], &cpu["ready"]), (&"cpu".into(), &true.into()));
+    assert_eq!(cpu["devices"][0]["kind"], "cpu");
+    let mlx = &listed["engines"][1];
+    assert_eq!(
+        (&mlx["name"], &mlx["ready"]),
+        (&"mlx".into(), &false.into())
+    );
+    assert!(mlx["problem"].as_str().unwrap().contains("none"), "{mlx}");
+    assert_eq!(std::fs::read_dir(home.path()).unwrap().count(), 0);
+}
+
+#[test]
+fn an_mlx_that_is_not_there_comes_with_advice() {
+    let home = tempfile::tempdir().unwrap();
+    let mut command = paceline(home.path(), &["engines"]);
+    command.env("PACELINE_MLXC", home.path().join("none"));
+    let (output, said) = run(&mut command);
+    assert!(output.status.success(), "{said}");
+    assert!(
+        said.contains("hint: `paceline engines install mlx`"),
+        "{said}"
+    );
+}
+
+#[test]
+fn an_installation_without_tools_says_which_one() {
+    let home = tempfile::tempdir().unwrap();
+    let args = ["engines", "install", "mlx", "--build", "cpu"];
+    let (output, said) = run(&mut paceline(home.path(), &args));
+    assert_eq!(output.status.code(), Some(1), "{said}");
+    if cfg!(target_os = "linux") {
+        assert!(
+            said.starts_with("error: cannot start c++: no such program\nhint: "),
+            "{said}"
+        );
+    } else {
+        assert!(said.contains("not published for macos"), "{said}");
+    }
+    let (output, _) = run(&mut paceline(home.path(), &["engines", "install", "other"]));
+    assert_eq!(output.status.code(), Some(2));
+}
+
+#[test]
+fn the_doctor_names_what_mends_what_is_missing() {
+    let home = tempfile::tempdir().unwrap();
+    let mut command = paceline(home.path(), &["doctor", "--json"]);
+    command.env("PACELINE_MLXC", home.path().join("none"));
+    let seen = object(&mut command);
+    let checks = seen["checks"].as_array().unwrap();
+    let names: Vec<&str> = checks.iter().map(|c| c["name"].as_str().unwrap()).collect();
+    for name in [
+        "cpu",
+        "memory",
+        "disk",
+        "gpu",
+        "mlx",
+        "rdma",
+        "nccl",
+        "mpi",
+        "thunderbolt",
+    ] {
+        assert!(names.contains(&name), "{name} is not in {names:?}");
+    }
+    for check in checks {
+        let missing = check["state"] == "missing";
+        assert_eq!(check["mend"].is_string(), missing, "{check}");
+        assert!(!check["found"].as_str().unwrap().is_empty(), "{check}");
+    }
+    let mpi = checks.iter().find(|check| check["name"] == "mpi").unwrap();
+    assert_eq!(mpi["state"], "missing", "nothing is in PATH");
+    let (output, said) = run(&mut paceline(home.path(), &["doctor"]));
+    assert!(output.status.success() && said.is_empty(), "{said}");
+    assert!(String::from_utf8(output.stdout).unwrap().contains("mend: "));
+}
+
+/// Where `cargo xtask mlx` built the library, which `cargo xtask test` names.
+#[test]
+fn a_library_that_is_named_is_ready() {
+    let name = "a_library_that_is_named_is_ready";
+    let Some(library) = std::env::var_os("PACELINE_MLXC") else {
+        eprintln!("SKIPPED {name}: PACELINE_MLXC is not set (`cargo xtask mlx` names it)");
+        return;
+    };
+    let home = tempfile::tempdir().unwrap();
+    let mut command = paceline(home.path(), &["engines", "--json"]);
+    let listed = object(command.env("PACELINE_MLXC", &library));
+    let mlx = &listed["engines"][1];
+    assert_eq!(mlx["ready"], true, "{mlx}");
+    assert_eq!(mlx["library"], library.to_str().unwrap());
+    assert!(
+        mlx["devices"][0]["memory_bytes"].as_u64().unwrap() > 1 << 20,
+        "{mlx}"
+    );
+}

@@ -1,0 +1,337 @@
+//! Matrices in MLX's quantised form, as `mlx_lm.convert` writes them into folders.
+//!
+//! ```text
+//! config.json   "quantization": {"group_size": 64, "bits": 4, "mode": "affine",
+//!                                "model.layers.0.mlp.down_proj": {"group_size": 64, "bits": 6}}
+//! X.weight      U32 (rows, cols * bits / 32)   integers, least significant bits first
+//! X.scales      F16 or BF16 (rows, cols / group_size), for mxfp4 U8
+//! X.biases      as scales; not for mxfp4
+//! ```
+//!
+//! A matrix is quantised when it has scales, whatever its configuration says about others
+//! (`mlx_lm/utils.py`, `load_model`); how is said for all or for its name. `quantization_config`
+//! means the same and is read where the first is absent.
+//!
+//! The kernels want a row in one piece. [`Quantised`] joins 32 columns of the three tensors to a
+//! block of [`BlockType`], the scale of a longer group once for each. A joined matrix takes up to
+//! a third more than its parts (12 bytes for 9, at 2 bits in groups of 128; at 4 bits in groups of
+//! 64 it is a ninth), and is a copy: it goes when the kernels have packed it. Embeddings, which
+//! are read row by row, are never joined as a whole.
+
+use std::path::PathBuf;
+
+use paceline_base::BlockType;
+use serde_json::Value;
+
+use crate::hf::Error;
+use crate::tensor::{MappedBytes, Tensor};
+
+/// How numbers of a matrix become integers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Mode {
+    /// A scale and a bias for each group.
+    Affine,
+    /// 4-bit floats with a power of two for each group of 32.
+    Mxfp4,
+}
+
+/// How a matrix is quantised.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Scheme {
+    /// Kind of integers.
+    pub mode: Mode,
+    /// Bits of one: 2, 3, 4, 5, 6 or 8.
+    pub bits: u32,
+    /// Columns that share a scale: 32, 64 or 128.
+    pub group_size: usize,
+}
+
+/// A quantised matrix, `(rows, cols)`, as it lies in the mapped files.
+#[derive(Clone, Debug)]
+pub struct Quantised {
+    /// Name of the module: that of its tensors without the last part.
+    pub name: String,
+    /// Output features, at least 1.
+    pub rows: usize,
+    /// Input features, whole groups, at least one.
+    pub cols: usize,
+    /// How it is quantised.
+    pub scheme: Scheme,
+    /// Type of a joined block.
+    pub block_type: BlockType,
+    /// `rows * cols * bits / 8` bytes.
+    pub weight: MappedBytes,
+    /// `rows * cols / group_size` values of 2 bytes, or 1 for mxfp4.
+    pub scales: MappedBytes,
+    /// As many; for affine integers.
+    pub biases: Option<MappedBytes>,
+}
+
+/// A part of a quantised matrix that does not fit its scales.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "{}: tensor {tensor}.{part}: shape {got:?} does not fit scales {scales:?} at {} bits in groups \
+     of {}",
+    path.display(), scheme.bits, scheme.group_size
+)]
+pub struct Misfit {
+    /// The folder.
+    pub path: PathBuf,
+    /// The matrix.
+    pub tensor: String,
+    /// The part.
+    pub part: &'static str,
+    /// Its shape.
+    pub got: Vec<usize>,
+    /// Shape of the scales.
+    pub scales: Vec<usize>,
+    /// How the matrix is quantised.
+    pub scheme: Scheme,
+}
+
+/// One of a matrix's tensors, before it is checked.
+#[derive(Clone, Debug)]
+pub(crate) struct Part {
+    pub(crate) dtype: String,
+    pub(crate) shape: Vec<usize>,
+    pub(crate) bytes: MappedBytes,
+}
+
+/// Columns of a joined block.
+const BLOCK: usize = 32;
+
+/// Bytes of the longest block: 8-bit integers, a scale and a bias.
+pub const BLOCK_BYTES_MAX: usize = BlockType::AFFINE8_F16.bytes();
+
+impl Scheme {
+    /// What `config` says of the module `name`.
+    pub(crate) fn of(
+        config: &Value,
+        name: &str,
+        path: impl Fn() -> PathBuf,
+    ) -> Result<Self, Error> {
+        let wrong = |field, got: &Value, expected| Error::Quantization {
+            path: path(),
+            tensor: name.to_owned(),
+            field,
+            got: shortened(got),
+            expected,
+        };
+        let table = ["quantization", "quantization_config"]
+            .into_iter()
+            .find_map(|key| config.get(key).filter(|table| !table.is_null()))
+            .ok_or_else(|| wrong("quantization", &Value::Null, "how the matrix is quantised"))?;
+        let own = match table.get(name) {
+            None | Some(Value::Bool(true)) => table,
+            Some(own) if own.is_object() => own,
+            Some(other) => return Err(wrong("quantization", other, "bits and group_size")),
+        };
+        let field = |key: &str| own.get(key).unwrap_or(&Value::Null);
+        let number = |key, default| match field(key) {
+            Value::Null => Some(default),
+            value => value.as_u64(),
+        };
+        let (mode, sizes, group) = match field("mode") {
+            Value::Null => (Mode::Affine, &[2, 3, 4, 5, 6, 8][..], 64),
+            Value::String(mode) if mode == "affine" => (Mode::Affine, &[2, 3, 4, 5, 6, 8][..], 64),
+            Value::String(mode) if mode == "mxfp4" => (Mode::Mxfp4, &[4][..], 32),
+            other => return Err(wrong("mode", other, "affine or mxfp4")),
+        };
+        let bits = number("bits", 4).filter(|bits| sizes.contains(bits));
+        let bits = bits.ok_or_else(|| wrong("bits", field("bits"), bits_of(mode)))?;
+        let groups = if mode == Mode::Affine {
+            &[32, 64, 128][..]
+        } else {
+            &[32]
+        };
+        let group_size = number("group_size", group).filter(|size| groups.contains(size));
+        let group_size =
+            group_size.ok_or_else(|| wrong("group_size", field("group_size"), groups_of(mode)))?;
+        Ok(Self {
+            mode,
+            bits: bits as u32,
+            group_size: group_size as usize,
+        })
+    }
+}
+
+const fn bits_of(mode: Mode) -> &'static str {
+    match mode {
+        Mode::Affine => "2, 3, 4, 5, 6 or 8",
+        Mode::Mxfp4 => "4",
+    }
+}
+
+const fn groups_of(mode: Mode) -> &'static str {
+    match mode {
+        Mode::Affine => "32, 64 or 128",
+        Mode::Mxfp4 => "32",
+    }
+}
+
+/// A value as text, cut where it gets long.
+fn shortened(value: &Value) -> String {
+    let mut text = value.to_string();
+    if let Some((at, _)) = text.char_indices().nth(60) {
+        text.truncate(at);
+        text.push_str("...");
+    }
+    text
+}
+
+/// What the parts of a matrix are held against.
+struct Checks<'a> {
+    name: &'a str,
+    scheme: Scheme,
+    scales: &'a Part,
+    path: &'a dyn Fn() -> PathBuf,
+}
+
+impl Checks<'_> {
+    fn dtype(&self, part: &Part, suffix: &str, expected: &'static str) -> Error {
+        Error::QuantisedDtype {
+            path: (self.path)(),
+            tensor: format!("{}.{suffix}", self.name),
+            dtype: part.dtype.clone(),
+            expected,
+        }
+    }
+
+    fn misfit(&self, part: &'static str, got: &[usize]) -> Error {
+        Error::Misfit(Box::new(Misfit {
+            path: (self.path)(),
+            tensor: self.name.to_owned(),
+            part,
+            got: got.to_vec(),
+            scales: self.scales.shape.clone(),
+            scheme: self.scheme,
+        }))
+    }
+
+    /// The type of a joined block.
+    fn block_type(&self, weight: &Part) -> Result<BlockType, Error> {
+        if weight.dtype != "U32" {
+            return Err(self.dtype(weight, "weight", "U32"));
+        }
+        let bits = self.scheme.bits;
+        let found = match (self.scheme.mode, self.scales.dtype.as_str()) {
+            (Mode::Mxfp4, "U8") => Some(BlockType::MXFP4),
+            (Mode::Affine, "F16") => BlockType::affine(bits, BlockType::F16),
+            (Mode::Affine, "BF16") => BlockType::affine(bits, BlockType::BF16),
+            (Mode::Mxfp4, _) => return Err(self.dtype(self.scales, "scales", "U8")),
+            (Mode::Affine, _) => return Err(self.dtype(self.scales, "scales", "F16 or BF16")),
+        };
+        Ok(found.expect("a scheme has the bits of a type"))
+    }
+
+    /// Rows and columns.
+    fn sizes(&self, weight: &Part) -> Result<[usize; 2], Error> {
+        let shape = &self.scales.shape;
+        let [rows, groups] = shape[..] else {
+            return Err(self.misfit("scales", shape));
+        };
+        let cols = groups.checked_mul(self.scheme.group_size);
+        let bits = cols.and_then(|cols| cols.checked_mul(self.scheme.bits as usize));
+        let (Some(cols), Some(bits), 1..) = (cols, bits, rows.min(groups)) else {
+            return Err(self.misfit("scales", shape));
+        };
+        if weight.shape != [rows, bits / 32] {
+            return Err(self.misfit("weight", &weight.shape));
+        }
+        Ok([rows, cols])
+    }
+
+    fn biases(&self, biases: Option<Part>) -> Result<Option<MappedBytes>, Error> {
+        if self.scheme.mode == Mode::Mxfp4 {
+            return Ok(None);
+        }
+        let part = biases.ok_or_else(|| Error::MissingTensor {
+            path: (self.path)(),
+            tensor: format!("{}.biases", self.name),
+        })?;
+        if part.shape != self.scales.shape {
+            return Err(self.misfit("biases", &part.shape));
+        }
+        if part.dtype != self.scales.dtype {
+            return Err(self.dtype(&part, "biases", "that of the scales"));
+        }
+        Ok(Some(part.bytes))
+    }
+}
+
+impl Quantised {
+    /// Checks the parts of the matrix `name` against `scheme` and each other.
+    pub(crate) fn new(
+        name: &str,
+        scheme: Scheme,
+        [weight, scales]: [Part; 2],
+        biases: Option<Part>,
+        path: impl Fn() -> PathBuf,
+    ) -> Result<Self, Error> {
+        let checks = Checks {
+            name,
+            scheme,
+            scales: &scales,
+            path: &path,
+        };
+        let block_type = checks.block_type(&weight)?;
+        let [rows, cols] = checks.sizes(&weight)?;
+        let biases = checks.biases(biases)?;
+        Ok(Self {
+            name: name.to_owned(),
+            rows,
+            cols,
+            scheme,
+            block_type,
+            weight: weight.bytes,
+            scales: scales.bytes,
+            biases,
+        })
+    }
+
+    /// Writes block `index` of row `row`, `block_type.bytes()` bytes.
+    ///
+    /// # Panics
+    /// If there is no such block, or `out` has another length.
+    pub fn block(&self, row: usize, index: usize, out: &mut [u8]) {
+        let integers = 4 * self.scheme.bits as usize;
+        let group =
+            row * (self.cols / self.scheme.group_size) + index * BLOCK / self.scheme.group_size;
+        let size = if self.biases.is_some() { 2 } else { 1 };
+        let mut at = 0;
+        for part in std::iter::once(&self.scales).chain(&self.biases) {
+            out[at..at + size].copy_from_slice(&part[group * size..][..size]);
+            at += size;
+        }
+        let start = (row * (self.cols / BLOCK) + index) * integers;
+        out[at..].copy_from_slice(&self.weight[start..start + integers]);
+    }
+
+    /// The whole matrix, joined in memory; tells the system that the files' pages are not needed
+    /// soon.
+    ///
+    /// # Errors
+    /// [`Error::Memory`].
+    pub fn joined(&self) -> Result<Tensor, Error> {
+        let size = self.block_type.bytes();
+        let row_blocks = self.cols / BLOCK;
+        let bytes = MappedBytes::filled(self.rows * row_blocks * size, |out| {
+            for (i, block) in out.chunks_exact_mut(size).enumerate() {
+                self.block(i / row_blocks, i % row_blocks, block);
+            }
+        });
+        [Some(&self.weight), Some(&self.scales), self.biases.as_ref()]
+            .into_iter()
+            .flatten()
+            .for_each(MappedBytes::discard);
+        Ok(Tensor {
+            name: format!("{}.weight", self.name),
+            block_type: self.block_type,
+            shape: vec![self.rows, self.cols],
+            bytes: bytes.map_err(|error| Error::Memory {
+                tensor: self.name.clone(),
+                error,
+            })?,
+        })
+    }
+}

@@ -1,0 +1,322 @@
+//! Owners of MLX's arrays.
+
+use std::any::Any;
+use std::ffi::{c_int, c_void};
+use std::fmt;
+
+use crate::library::{done, failed};
+use crate::table::Handle;
+use crate::{Error, Library, Stream};
+
+/// The type of an array's values: those that are used.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Dtype {
+    /// Truth values, a byte each.
+    Bool,
+    /// Bytes.
+    U8,
+    /// What quantised weights are packed into.
+    U32,
+    /// IEEE half.
+    F16,
+    /// IEEE single.
+    F32,
+    /// The upper half of a single.
+    BF16,
+    /// One that is not used here.
+    Other(c_int),
+}
+
+impl Dtype {
+    /// `mlx_dtype`
+    pub(crate) const fn number(self) -> c_int {
+        match self {
+            Self::Bool => 0,
+            Self::U8 => 1,
+            Self::U32 => 3,
+            Self::F16 => 9,
+            Self::F32 => 10,
+            Self::BF16 => 12,
+            Self::Other(number) => number,
+        }
+    }
+
+    const fn from_number(number: c_int) -> Self {
+        match number {
+            0 => Self::Bool,
+            1 => Self::U8,
+            3 => Self::U32,
+            9 => Self::F16,
+            10 => Self::F32,
+            12 => Self::BF16,
+            other => Self::Other(other),
+        }
+    }
+
+    /// Bytes of a value; 0 for one that is not used here.
+    pub const fn bytes(self) -> usize {
+        match self {
+            Self::Bool | Self::U8 => 1,
+            Self::F16 | Self::BF16 => 2,
+            Self::U32 | Self::F32 => 4,
+            Self::Other(_) => 0,
+        }
+    }
+}
+
+impl fmt::Display for Dtype {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Bool => f.write_str("bool"),
+            Self::U8 => f.write_str("uint8"),
+            Self::U32 => f.write_str("uint32"),
+            Self::F16 => f.write_str("float16"),
+            Self::F32 => f.write_str("float32"),
+            Self::BF16 => f.write_str("bfloat16"),
+            Self::Other(number) => write!(f, "type number {number}"),
+        }
+    }
+}
+
+/// One of MLX's arrays: values, or how to compute them. Clones are the same array.
+pub struct Array {
+    library: Library,
+    pub(crate) handle: Handle,
+}
+
+impl fmt::Debug for Array {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} {:?}", self.dtype(), self.shape())
+    }
+}
+
+impl Clone for Array {
+    fn clone(&self) -> Self {
+        let mut copy = Self::empty(&self.library);
+        // SAFETY: live handles. It fails for want of memory alone, and then `copy` is empty:
+        // whoever uses it gets an error from MLX.
+        unsafe { (self.library.table().array_set)(&raw mut copy.handle, self.handle) };
+        copy
+    }
+}
+
+impl Drop for Array {
+    fn drop(&mut self) {
+        // SAFETY: a live handle, used nowhere else.
+        unsafe { (self.library.table().array_free)(self.handle) };
+    }
+}
+
+/// Drops what an array was made of.
+extern "C" fn drop_owner(payload: *mut c_void) {
+    // SAFETY: `Stream::array_owned` made it of such a box, and MLX calls this once.
+    drop(unsafe { Box::from_raw(payload.cast::<Box<dyn Any + Send>>()) });
+}
+
+impl Array {
+    /// A handle of nothing, for a call to write to.
+    fn empty(library: &Library) -> Self {
+        // SAFETY: makes a null handle.
+        let handle = unsafe { (library.table().array_new)() };
+        Self {
+            library: library.clone(),
+            handle,
+        }
+    }
+
+    /// What `call` writes.
+    pub(crate) fn made_by(
+        library: &Library,
+        name: &'static str,
+        call: impl FnOnce(*mut Handle) -> c_int,
+    ) -> Result<Self, Error> {
+        let mut array = Self::empty(library);
+        done(name, call(&raw mut array.handle))?;
+        Ok(array)
+    }
+
+    fn of(library: &Library, name: &'static str, handle: Handle) -> Result<Self, Error> {
+        if handle.0.is_null() {
+            return Err(failed(name));
+        }
+        Ok(Self {
+            library: library.clone(),
+            handle,
+        })
+    }
+
+    /// Sizes, outermost first.
+    pub fn shape(&self) -> Vec<i32> {
+        let table = self.library.table();
+        // SAFETY: a live handle; the sizes are as many as it says, and are copied.
+        unsafe {
+            let n = (table.array_ndim)(self.handle);
+            let shape = (table.array_shape)(self.handle);
+            (0..n).map(|i| *shape.add(i)).collect()
+        }
+    }
+
+    /// The type of its values.
+    pub fn dtype(&self) -> Dtype {
+        // SAFETY: a live handle.
+        Dtype::from_number(unsafe { (self.library.table().array_dtype)(self.handle) })
+    }
+
+    /// Bytes of all values.
+    pub fn n_bytes(&self) -> u64 {
+        // SAFETY: a live handle.
+        unsafe { (self.library.table().array_nbytes)(self.handle) as u64 }
+    }
+
+    /// Whether its rows lie one after the other; known when it was computed.
+    fn is_rows(&self) -> bool {
+        let (table, shape) = (self.library.table(), self.shape());
+        let mut expected = 1;
+        // SAFETY: as many strides as sizes.
+        (0..shape.len()).rev().all(|i| unsafe {
+            let stride = *(table.array_strides)(self.handle).add(i);
+            let fits = shape[i] == 1 || stride == expected;
+            expected *= shape[i].max(1) as usize;
+            fits
+        })
+    }
+
+    /// The memory of a computed array of `f32`, in its own place: nothing is copied where the
+    /// device shares the machine's memory.
+    ///
+    /// # Errors
+    /// [`Error::Memory`] for another type or layout: see [`Stream::rows_f32`].
+    pub fn as_f32(&self) -> Result<&[f32], Error> {
+        let (dtype, rows) = (self.dtype(), self.is_rows());
+        if dtype != Dtype::F32 || !rows {
+            let asked = Dtype::F32;
+            return Err(Error::Memory { asked, dtype, rows });
+        }
+        let n = self.n_bytes() as usize / 4;
+        if n == 0 {
+            return Ok(&[]);
+        }
+        // SAFETY: `n` values of this type lie there, as just checked; MLX aligns them. The array
+        // lives as long as the slice.
+        unsafe {
+            let start = (self.library.table().array_data_float32)(self.handle);
+            if start.is_null() {
+                return Err(failed("mlx_array_data_float32"));
+            }
+            Ok(std::slice::from_raw_parts(start, n))
+        }
+    }
+
+    /// As [`as_f32`](Self::as_f32), to write to.
+    ///
+    /// # Errors
+    /// As [`as_f32`](Self::as_f32).
+    ///
+    /// # Safety
+    /// The array was computed, and so was everything that reads it: nothing that is still to be
+    /// computed, and no other array, looks at its memory.
+    pub unsafe fn as_f32_mut(&mut self) -> Result<&mut [f32], Error> {
+        let values = self.as_f32()?;
+        let (start, n) = (values.as_ptr().cast_mut(), values.len());
+        // SAFETY: the memory is the array's own, and the caller promises that nobody reads it.
+        Ok(unsafe { std::slice::from_raw_parts_mut(start, n) })
+    }
+}
+
+impl Stream {
+    fn check(shape: &[i32], dtype: Dtype, got: usize) -> Result<(), Error> {
+        let sizes = shape.iter().map(|size| u64::try_from(*size).ok());
+        let mut all = sizes.chain([Some(dtype.bytes() as u64)]);
+        let expected = all.try_fold(1u64, |a, b| a.checked_mul(b?));
+        if expected == Some(got as u64) {
+            return Ok(());
+        }
+        Err(Error::Length {
+            shape: shape.to_vec(),
+            dtype,
+            expected: expected.unwrap_or(u64::MAX),
+            got: got as u64,
+        })
+    }
+
+    /// An array of a copy of `bytes`.
+    ///
+    /// # Errors
+    /// [`Error::Length`], [`Error::Call`].
+    pub fn array(&self, bytes: &[u8], shape: &[i32], dtype: Dtype) -> Result<Array, Error> {
+        Self::check(shape, dtype, bytes.len())?;
+        let (table, n) = (self.library.table(), shape.len() as c_int);
+        // SAFETY: as many bytes as the shape says, as just checked; they are copied.
+        let handle = unsafe {
+            let (data, shape) = (bytes.as_ptr().cast(), shape.as_ptr());
+            (table.array_new_data)(data, shape, n, dtype.number())
+        };
+        Array::of(&self.library, "mlx_array_new_data", handle)
+    }
+
+    /// An array of a copy of `values`.
+    ///
+    /// # Errors
+    /// As [`array`](Self::array).
+    pub fn array_f32(&self, values: &[f32], shape: &[i32]) -> Result<Array, Error> {
+        // SAFETY: every value is four bytes, each of which may have any value.
+        let bytes =
+            unsafe { std::slice::from_raw_parts(values.as_ptr().cast(), size_of_val(values)) };
+        self.array(bytes, shape, Dtype::F32)
+    }
+
+    /// An array of a copy of `values`.
+    ///
+    /// # Errors
+    /// As [`array`](Self::array).
+    pub fn array_u32(&self, values: &[u32], shape: &[i32]) -> Result<Array, Error> {
+        // SAFETY: as for `array_f32`.
+        let bytes =
+            unsafe { std::slice::from_raw_parts(values.as_ptr().cast(), size_of_val(values)) };
+        self.array(bytes, shape, Dtype::U32)
+    }
+
+    /// An array in the memory of `owner`, which is dropped with the last use of it. Where the
+    /// device cannot use that memory (a CUDA card; MLX's own CPU build), MLX copies it and drops
+    /// `owner` at once.
+    ///
+    /// # Errors
+    /// As [`array`](Self::array).
+    pub fn array_owned<T>(&self, owner: T, shape: &[i32], dtype: Dtype) -> Result<Array, Error>
+    where
+        T: AsRef<[u8]> + Send + 'static,
+    {
+        // Boxed first, so that bytes that lie in the owner itself do not move any more.
+        let owner = Box::new(owner);
+        let bytes = (*owner).as_ref();
+        Self::check(shape, dtype, bytes.len())?;
+        let data = bytes.as_ptr().cast_mut().cast();
+        let payload: Box<Box<dyn Any + Send>> = Box::new(owner);
+        let payload = Box::into_raw(payload).cast();
+        let (table, n) = (self.library.table(), shape.len() as c_int);
+        // SAFETY: as many bytes as the shape says; they stay until `drop_owner` is called. MLX
+        // does not write to them: it writes in place only to arrays of its own operations.
+        let handle = unsafe {
+            (table.array_new_data_managed_payload)(
+                data,
+                shape.as_ptr(),
+                n,
+                dtype.number(),
+                payload,
+                drop_owner,
+            )
+        };
+        Array::of(&self.library, "mlx_array_new_data_managed_payload", handle)
+    }
+
+    /// A single value of type `dtype`.
+    ///
+    /// # Errors
+    /// [`Error::Call`].
+    pub fn scalar(&self, value: f32, dtype: Dtype) -> Result<Array, Error> {
+        // SAFETY: takes any number.
+        let handle = unsafe { (self.library.table().array_new_float32)(value) };
+        let value = Array::of(&self.library, "mlx_array_new_float32", handle)?;
+        self.astype(&value, dtype)
+    }
+}

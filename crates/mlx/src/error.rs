@@ -1,0 +1,127 @@
+//! Why MLX cannot be used.
+
+use std::path::PathBuf;
+
+use paceline_base::Bytes;
+
+use crate::Dtype;
+
+/// Why MLX cannot be opened, or a call of it failed.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// The library is in none of the places.
+    #[error("mlx: no {name} in {}", list(looked))]
+    NotFound {
+        /// File name of the library.
+        name: &'static str,
+        /// Files that were looked for.
+        looked: Vec<PathBuf>,
+    },
+    /// The library's file cannot be read.
+    #[error("mlx: read {}: {source}", path.display())]
+    Read {
+        /// The library.
+        path: PathBuf,
+        /// What the system said.
+        source: std::io::Error,
+    },
+    /// The library's file ends before what its headers describe.
+    #[error(
+        "mlx: {} is truncated: its headers describe {expected} bytes, the file has {got}",
+        path.display()
+    )]
+    Truncated {
+        /// The library.
+        path: PathBuf,
+        /// Bytes that there should be.
+        expected: u64,
+        /// Bytes that there are.
+        got: u64,
+    },
+    /// The file is not a shared library of this system.
+    #[error("mlx: {} is not a shared library of this system", path.display())]
+    NotALibrary {
+        /// The file.
+        path: PathBuf,
+    },
+    /// The system cannot load the library, or one that it needs.
+    #[error("mlx: load {}: {source}", path.display())]
+    Load {
+        /// The library.
+        path: PathBuf,
+        /// What the system said.
+        source: libloading::Error,
+    },
+    /// The library lacks a function.
+    #[error("mlx: {} has no function {symbol}", path.display())]
+    Symbol {
+        /// The library.
+        path: PathBuf,
+        /// The function.
+        symbol: &'static str,
+    },
+    /// The library is of another version than the table of functions.
+    #[error("mlx: {} is of version {got}, expected {expected}.x", path.display())]
+    Version {
+        /// The library.
+        path: PathBuf,
+        /// What it says.
+        got: String,
+        /// Major and minor version that the table is for.
+        expected: &'static str,
+    },
+    /// There is no such device.
+    #[error("mlx: no {device} device in this build of MLX")]
+    NoDevice {
+        /// The device.
+        device: &'static str,
+    },
+    /// A call failed.
+    #[error("mlx: {call}: {message}")]
+    Call {
+        /// The function.
+        call: &'static str,
+        /// What MLX said.
+        message: String,
+    },
+    /// The bytes of an array are not as many as its shape says.
+    #[error("mlx: array of shape {shape:?} and type {dtype}: {got} bytes, expected {expected}")]
+    Length {
+        /// Sizes.
+        shape: Vec<i32>,
+        /// Type.
+        dtype: Dtype,
+        /// Bytes that it takes.
+        expected: u64,
+        /// Bytes given.
+        got: u64,
+    },
+    /// An array's memory was asked for as another type, or is not one run of rows.
+    #[error("mlx: memory of an array as {asked}: it is {dtype}, rows one after the other: {rows}")]
+    Memory {
+        /// What was asked for.
+        asked: Dtype,
+        /// What it is.
+        dtype: Dtype,
+        /// Whether its rows follow one another.
+        rows: bool,
+    },
+    /// What is to be computed needs more memory than there is.
+    #[error("mlx: {needed} are needed ({what}), the device has {available}")]
+    OutOfMemory {
+        /// What takes it, with figures.
+        what: String,
+        /// All of it.
+        needed: Bytes,
+        /// What the device has.
+        available: Bytes,
+    },
+}
+
+fn list(paths: &[PathBuf]) -> String {
+    if paths.is_empty() {
+        return "no place at all".to_owned();
+    }
+    let paths: Vec<String> = paths.iter().map(|p| p.display().to_string()).collect();
+    paths.join(", ")
+}

@@ -1,0 +1,49 @@
+//! MLX, Apple's array library, through its C API (`libmlxc`), opened at run time.
+//!
+//! ```text
+//! Places --candidates--> Library::open --checked: whole file, version, functions--> Library
+//! Library --device--> Stream --operations--> Array (lazy) --eval--> Array (its own memory)
+//! ```
+//!
+//! - [`Library`]: the table of functions, checked when it is opened. The default build needs no
+//!   MLX, and one binary serves machines with and without it.
+//! - [`Stream`]: a queue of work on a device; operations are its methods.
+//! - [`Array`]: an owner of one of MLX's arrays. Nothing is computed before [`Stream::eval`].
+//!
+//! **Threads.** MLX's streams belong to the thread that made them, and nothing here is `Send` but
+//! [`Library`]: whoever computes with MLX does so on one thread.
+//!
+//! **Errors.** The C API's default on an error is to end the process. [`Library::open`] replaces
+//! that by one that keeps the message for the thread that failed; calls return [`Error::Call`].
+//!
+//! Signatures are those of mlx-c 0.7.0's headers, which is made for MLX 0.32: see [`table`].
+//!
+//! ```no_run
+//! use paceline_mlx::{Device, Dtype, Library, Places};
+//!
+//! let library = Library::open(&Places::default())?;
+//! let stream = library.stream(Device::Cpu)?;
+//! let x = stream.array_f32(&[1.0, 2.0, 3.0], &[3])?;
+//! let sum = stream.add(&x, &x)?;
+//! stream.eval([&sum])?;
+//! assert_eq!(sum.as_f32()?, [2.0, 4.0, 6.0]);
+//! # Ok::<(), paceline_mlx::Error>(())
+//! ```
+
+mod array;
+mod error;
+mod library;
+mod memory;
+mod ops;
+mod places;
+mod stream;
+pub mod table;
+mod whole;
+
+pub use array::{Array, Dtype};
+pub use error::Error;
+pub use library::Library;
+pub use memory::{Limits, MemoryUse};
+pub use ops::{Mask, Quantised, QuantisedMode};
+pub use places::{LIBRARY_NAME, Places};
+pub use stream::{Device, Stream};

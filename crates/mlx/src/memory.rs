@@ -1,0 +1,111 @@
+//! What MLX may use of the device's memory, and uses.
+
+use std::ffi::c_int;
+
+use paceline_base::Bytes;
+
+use crate::library::done;
+use crate::{Device, Error, Library, Stream};
+
+/// What MLX may use.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Limits {
+    /// All arrays together; MLX frees what it keeps, then waits, before it takes more.
+    pub memory: Bytes,
+    /// Memory that is kept for reuse after arrays were freed.
+    pub cache: Bytes,
+    /// What stays resident: Metal only, no effect elsewhere.
+    pub wired: Bytes,
+}
+
+/// What MLX uses.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct MemoryUse {
+    /// By arrays.
+    pub active: Bytes,
+    /// Kept for reuse.
+    pub cache: Bytes,
+    /// By arrays, the most there was.
+    pub peak: Bytes,
+}
+
+/// Names of a device's memory that a model may fill, best first: what Metal recommends, what is
+/// free on a CUDA card, all there is.
+const KEYS: [&str; 4] = [
+    "max_recommended_working_set_size",
+    "free_memory",
+    "total_memory",
+    "memory_size",
+];
+
+impl Stream {
+    /// Memory that a model may fill. On the processor, MLX's own limit at its start, which is
+    /// a share of the machine's memory.
+    ///
+    /// # Errors
+    /// [`Error::Call`].
+    pub fn available(&self) -> Result<Bytes, Error> {
+        let known = match self.device() {
+            Device::Gpu => self.fact(&KEYS),
+            Device::Cpu => None,
+        };
+        match known {
+            Some(bytes) => Ok(Bytes(bytes)),
+            None => self
+                .library
+                .number("mlx_get_memory_limit", |table| table.get_memory_limit),
+        }
+    }
+}
+
+impl Library {
+    fn number(
+        &self,
+        name: &'static str,
+        get: impl FnOnce(&crate::table::Table) -> unsafe extern "C" fn(*mut usize) -> c_int,
+    ) -> Result<Bytes, Error> {
+        let mut bytes = 0;
+        // SAFETY: the number is written.
+        done(name, unsafe { get(self.table())(&raw mut bytes) })?;
+        Ok(Bytes(bytes as u64))
+    }
+
+    /// What is in use.
+    ///
+    /// # Errors
+    /// [`Error::Call`].
+    pub fn memory_use(&self) -> Result<MemoryUse, Error> {
+        Ok(MemoryUse {
+            active: self.number("mlx_get_active_memory", |table| table.get_active_memory)?,
+            cache: self.number("mlx_get_cache_memory", |table| table.get_cache_memory)?,
+            peak: self.number("mlx_get_peak_memory", |table| table.get_peak_memory)?,
+        })
+    }
+
+    /// Sets the limits, of the whole process.
+    ///
+    /// # Errors
+    /// [`Error::Call`], when more is to be wired than Metal allows.
+    pub fn limit(&self, limits: Limits) -> Result<(), Error> {
+        let (table, mut before) = (self.table(), 0);
+        let size = |bytes: Bytes| usize::try_from(bytes.0).unwrap_or(usize::MAX);
+        // SAFETY: the number before is written.
+        unsafe {
+            let code = (table.set_memory_limit)(&raw mut before, size(limits.memory));
+            done("mlx_set_memory_limit", code)?;
+            let code = (table.set_cache_limit)(&raw mut before, size(limits.cache));
+            done("mlx_set_cache_limit", code)?;
+            let code = (table.set_wired_limit)(&raw mut before, size(limits.wired));
+            done("mlx_set_wired_limit", code)
+        }
+    }
+
+    /// Gives back what is kept for reuse.
+    ///
+    /// # Errors
+    /// [`Error::Call`].
+    pub fn clear_cache(&self) -> Result<(), Error> {
+        // SAFETY: takes nothing.
+        done("mlx_clear_cache", unsafe { (self.table().clear_cache)() })
+    }
+}

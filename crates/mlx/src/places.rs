@@ -1,0 +1,105 @@
+//! Where the library is looked for.
+
+use std::path::{Path, PathBuf};
+
+/// File name of the C layer.
+pub const LIBRARY_NAME: &str = if cfg!(target_os = "macos") {
+    "libmlxc.dylib"
+} else {
+    "libmlxc.so"
+};
+
+/// Where Homebrew links libraries: Apple silicon, Intel, Linux.
+const HOMEBREW: [&str; 3] = [
+    "/opt/homebrew/lib",
+    "/usr/local/lib",
+    "/home/linuxbrew/.linuxbrew/lib",
+];
+
+/// Places to look in, in this order: [`explicit`](Self::explicit) and then no other, beside the
+/// program, Homebrew's, the installed one.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Places {
+    /// The library itself, or the folder it is in.
+    pub explicit: Option<PathBuf>,
+    /// The folder of the program.
+    pub beside: Option<PathBuf>,
+    /// The library of an MLX that was installed for this program.
+    pub installed: Option<PathBuf>,
+}
+
+impl Places {
+    /// Files to look for, best first.
+    pub fn candidates(&self) -> Vec<PathBuf> {
+        if let Some(path) = &self.explicit {
+            return vec![if path.is_dir() {
+                path.join(LIBRARY_NAME)
+            } else {
+                path.clone()
+            }];
+        }
+        let beside = self.beside.iter().map(PathBuf::clone);
+        let homebrew = HOMEBREW.iter().map(PathBuf::from);
+        let folders = beside.chain(homebrew);
+        let files = folders.map(|folder| folder.join(LIBRARY_NAME));
+        files.chain(self.installed.clone()).collect()
+    }
+
+    /// The first candidate that is there.
+    pub fn find(&self) -> Option<PathBuf> {
+        self.candidates().into_iter().find(|path| is_there(path))
+    }
+}
+
+/// Whether something is at `path`, be it a link that leads nowhere: that is an error to be told,
+/// not a place to pass over.
+fn is_there(path: &Path) -> bool {
+    path.symlink_metadata().is_ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_explicit_path_is_the_only_one() {
+        let places = Places {
+            explicit: Some("/some/where/libmlxc.so".into()),
+            beside: Some("/bin".into()),
+            installed: Some("/home".into()),
+        };
+        assert_eq!(
+            places.candidates(),
+            [PathBuf::from("/some/where/libmlxc.so")]
+        );
+    }
+
+    #[test]
+    fn beside_comes_before_homebrew_before_installed() {
+        let places = Places {
+            explicit: None,
+            beside: Some("/opt/paceline".into()),
+            installed: Some("/home/mlx/libmlxc".into()),
+        };
+        let candidates = places.candidates();
+        assert_eq!(candidates[0], Path::new("/opt/paceline").join(LIBRARY_NAME));
+        assert_eq!(
+            candidates[1],
+            Path::new("/opt/homebrew/lib").join(LIBRARY_NAME)
+        );
+        assert_eq!(candidates.last(), Some(&PathBuf::from("/home/mlx/libmlxc")));
+    }
+
+    #[test]
+    fn an_explicit_folder_holds_the_library() {
+        let folder = tempfile::tempdir().unwrap();
+        let places = Places {
+            explicit: Some(folder.path().into()),
+            ..Places::default()
+        };
+        assert_eq!(places.candidates(), [folder.path().join(LIBRARY_NAME)]);
+        assert_eq!(places.find(), None);
+        std::fs::write(folder.path().join(LIBRARY_NAME), "").unwrap();
+        assert!(places.find().is_some());
+    }
+}

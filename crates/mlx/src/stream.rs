@@ -1,0 +1,195 @@
+//! Devices, and the queues of work on them.
+
+use std::ffi::{CString, c_int};
+use std::fmt;
+
+use crate::library::{done, failed};
+use crate::table::Handle;
+use crate::{Array, Error, Library};
+
+/// Where MLX computes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Device {
+    /// The processor.
+    Cpu,
+    /// The GPU: Metal or CUDA.
+    Gpu,
+}
+
+impl Device {
+    /// `mlx_device_type`
+    pub(crate) const fn number(self) -> c_int {
+        match self {
+            Self::Cpu => 0,
+            Self::Gpu => 1,
+        }
+    }
+
+    /// Its name.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Cpu => "cpu",
+            Self::Gpu => "gpu",
+        }
+    }
+}
+
+impl fmt::Display for Device {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// A queue of work on a device, of the thread that made it. Operations on arrays are its methods;
+/// they only note what is to be computed, until [`eval`](Self::eval).
+pub struct Stream {
+    pub(crate) library: Library,
+    pub(crate) handle: Handle,
+    device: Device,
+}
+
+impl fmt::Debug for Stream {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "stream on {} of {:?}", self.device, self.library)
+    }
+}
+
+/// A device's handle, given back at the end.
+struct DeviceHandle<'a>(Handle, &'a Library);
+
+impl<'a> DeviceHandle<'a> {
+    fn new(library: &'a Library, device: Device) -> Self {
+        // SAFETY: any number of device is taken.
+        let handle = unsafe { (library.table().device_new_type)(device.number(), 0) };
+        Self(handle, library)
+    }
+}
+
+impl Drop for DeviceHandle<'_> {
+    fn drop(&mut self) {
+        // SAFETY: a live handle, used nowhere else.
+        unsafe { (self.1.table().device_free)(self.0) };
+    }
+}
+
+impl Stream {
+    pub(crate) fn new(library: &Library, device: Device) -> Result<Self, Error> {
+        if !library.has(device)? {
+            let device = device.name();
+            return Err(Error::NoDevice { device });
+        }
+        let (table, on) = (library.table(), DeviceHandle::new(library, device));
+        // SAFETY: live handles. The default stream of the thread is set too, for what MLX
+        // computes by itself.
+        unsafe {
+            done("mlx_set_default_device", (table.set_default_device)(on.0))?;
+            let handle = (table.stream_new_device)(on.0);
+            if handle.0.is_null() {
+                return Err(failed("mlx_stream_new_device"));
+            }
+            let stream = Self {
+                library: library.clone(),
+                handle,
+                device,
+            };
+            done("mlx_set_default_stream", (table.set_default_stream)(handle))?;
+            Ok(stream)
+        }
+    }
+
+    /// The library.
+    pub const fn library(&self) -> &Library {
+        &self.library
+    }
+
+    /// The device.
+    pub const fn device(&self) -> Device {
+        self.device
+    }
+
+    /// What the device says of itself under one of `keys`, the first that it knows: a number.
+    pub(crate) fn fact(&self, keys: &[&str]) -> Option<u64> {
+        let table = self.library.table();
+        let on = DeviceHandle::new(&self.library, self.device);
+        // SAFETY: live handles; numbers are written before they are read.
+        unsafe {
+            let mut info = (table.device_info_new)();
+            let mut found = None;
+            if (table.device_info_get)(&raw mut info, on.0) == 0 {
+                found = keys.iter().find_map(|key| {
+                    let key = CString::new(*key).ok()?;
+                    let (mut there, mut text, mut size) = (false, false, 0);
+                    let asked = (table.device_info_has_key)(&raw mut there, info, key.as_ptr());
+                    if asked != 0 || !there {
+                        return None;
+                    }
+                    (table.device_info_is_string)(&raw mut text, info, key.as_ptr());
+                    let got = (table.device_info_get_size)(&raw mut size, info, key.as_ptr());
+                    (!text && got == 0).then_some(size as u64)
+                });
+            }
+            (table.device_info_free)(info);
+            found
+        }
+    }
+
+    /// The device's name for people, such as `Apple M4 Max`.
+    pub fn device_name(&self) -> Option<String> {
+        let table = self.library.table();
+        let on = DeviceHandle::new(&self.library, self.device);
+        // SAFETY: live handles; the string is copied before the handle is given back.
+        unsafe {
+            let mut info = (table.device_info_new)();
+            let mut text = std::ptr::null();
+            let (mut there, key) = (false, c"device_name");
+            let known = (table.device_info_get)(&raw mut info, on.0) == 0
+                && (table.device_info_has_key)(&raw mut there, info, key.as_ptr()) == 0
+                && there
+                && (table.device_info_get_string)(&raw mut text, info, key.as_ptr()) == 0
+                && !text.is_null();
+            let name = known.then(|| {
+                std::ffi::CStr::from_ptr(text)
+                    .to_string_lossy()
+                    .into_owned()
+            });
+            (table.device_info_free)(info);
+            name
+        }
+    }
+
+    /// Computes `arrays` and what they depend on, and waits for it. Blocks as long as that takes:
+    /// a device that hangs never returns, so callers have somebody watch them.
+    ///
+    /// # Errors
+    /// [`Error::Call`], for what MLX finds out only now, such as memory that cannot be had.
+    pub fn eval<'a>(&self, arrays: impl IntoIterator<Item = &'a Array>) -> Result<(), Error> {
+        let handles: Vec<Handle> = arrays.into_iter().map(|array| array.handle).collect();
+        let table = self.library.table();
+        // SAFETY: live handles; the vector copies them.
+        let code = unsafe {
+            let vector = (table.vector_array_new_data)(handles.as_ptr(), handles.len());
+            let code = (table.eval)(vector);
+            (table.vector_array_free)(vector);
+            code
+        };
+        done("mlx_eval", code)
+    }
+
+    /// Waits until all of this queue's work is over.
+    ///
+    /// # Errors
+    /// [`Error::Call`].
+    pub fn synchronize(&self) -> Result<(), Error> {
+        // SAFETY: a live handle.
+        done("mlx_synchronize", unsafe {
+            (self.library.table().synchronize)(self.handle)
+        })
+    }
+}
+
+impl Drop for Stream {
+    fn drop(&mut self) {
+        // SAFETY: a live handle, used nowhere else.
+        unsafe { (self.library.table().stream_free)(self.handle) };
+    }
+}

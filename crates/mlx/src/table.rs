@@ -1,0 +1,175 @@
+//! The C functions that are used, with their types.
+//!
+//! Version 1 of the table: mlx-c 0.7.0, which is made for MLX 0.32 ([`VERSION`]). mlx-c has no
+//! version of its own to ask for, so what is checked at load is MLX's. All of mlx-c's handles are
+//! structures of one pointer, passed by value; functions return 0, or another number after the
+//! error handler was called.
+
+use std::ffi::{c_char, c_int, c_void};
+use std::path::Path;
+
+use libloading::Library;
+
+use crate::Error;
+
+/// Major and minor version of MLX that the table is for.
+pub const VERSION: &str = "0.32";
+
+/// A handle: `mlx_array`, `mlx_stream`, `mlx_device`, `mlx_string`, `mlx_vector_array`,
+/// `mlx_device_info` alike. Null is a handle of nothing.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Handle(pub(crate) *mut c_void);
+
+impl Handle {
+    pub(crate) const NONE: Self = Self(std::ptr::null_mut());
+}
+
+/// `mlx_optional_int`
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct OptionalInt {
+    pub(crate) value: c_int,
+    pub(crate) has_value: bool,
+}
+
+/// `mlx_optional_float`
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct OptionalFloat {
+    pub(crate) value: f32,
+    pub(crate) has_value: bool,
+}
+
+/// `mlx_optional_dtype`
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct OptionalDtype {
+    pub(crate) value: c_int,
+    pub(crate) has_value: bool,
+}
+
+/// `mlx_error_handler_func`
+pub(crate) type ErrorHandler = extern "C" fn(*const c_char, *mut c_void);
+
+/// What gives memory back that an array was made of.
+pub(crate) type Destructor = extern "C" fn(*mut c_void);
+
+type Out = *mut Handle;
+type Ints = *const c_int;
+
+/// Declares the table: every function with its types, all looked up by `look_up`.
+macro_rules! table {
+    ($($field:ident: fn($($arg:ty),*) $(-> $ret:ty)?;)*) => {
+        /// The functions, by their names without the prefix `mlx_`.
+        #[derive(Debug)]
+        pub(crate) struct Table {
+            $(pub(crate) $field: unsafe extern "C" fn($($arg),*) $(-> $ret)?,)*
+        }
+
+        impl Table {
+            /// Looks all functions up.
+            pub(crate) fn look_up(library: &Library, path: &Path) -> Result<Self, Error> {
+                $(
+                    // SAFETY: the type is that of the header of mlx-c, whose version is checked.
+                    let found = unsafe {
+                        library.get::<unsafe extern "C" fn($($arg),*) $(-> $ret)?>(
+                            concat!("mlx_", stringify!($field), "\0").as_bytes(),
+                        )
+                    };
+                    let $field = *found.map_err(|_| Error::Symbol {
+                        path: path.to_path_buf(),
+                        symbol: concat!("mlx_", stringify!($field)),
+                    })?;
+                )*
+                Ok(Self { $($field),* })
+            }
+        }
+    };
+}
+
+table! {
+    // error.h; version.h and string.h are looked up before: see `library::version`
+    set_error_handler: fn(ErrorHandler, *mut c_void, Option<Destructor>);
+
+    // device.h, metal.h
+    device_new_type: fn(c_int, c_int) -> Handle;
+    device_free: fn(Handle) -> c_int;
+    set_default_device: fn(Handle) -> c_int;
+    device_count: fn(*mut c_int, c_int) -> c_int;
+    device_info_new: fn() -> Handle;
+    device_info_get: fn(Out, Handle) -> c_int;
+    device_info_free: fn(Handle) -> c_int;
+    device_info_has_key: fn(*mut bool, Handle, *const c_char) -> c_int;
+    device_info_is_string: fn(*mut bool, Handle, *const c_char) -> c_int;
+    device_info_get_string: fn(*mut *const c_char, Handle, *const c_char) -> c_int;
+    device_info_get_size: fn(*mut usize, Handle, *const c_char) -> c_int;
+    metal_is_available: fn(*mut bool) -> c_int;
+
+    // stream.h
+    stream_new_device: fn(Handle) -> Handle;
+    stream_free: fn(Handle) -> c_int;
+    set_default_stream: fn(Handle) -> c_int;
+    synchronize: fn(Handle) -> c_int;
+
+    // memory.h
+    clear_cache: fn() -> c_int;
+    get_active_memory: fn(*mut usize) -> c_int;
+    get_cache_memory: fn(*mut usize) -> c_int;
+    get_peak_memory: fn(*mut usize) -> c_int;
+    get_memory_limit: fn(*mut usize) -> c_int;
+    set_memory_limit: fn(*mut usize, usize) -> c_int;
+    set_cache_limit: fn(*mut usize, usize) -> c_int;
+    set_wired_limit: fn(*mut usize, usize) -> c_int;
+
+    // array.h, vector.h, transforms.h
+    array_new: fn() -> Handle;
+    array_free: fn(Handle) -> c_int;
+    array_set: fn(Out, Handle) -> c_int;
+    array_new_float32: fn(f32) -> Handle;
+    array_new_data: fn(*const c_void, Ints, c_int, c_int) -> Handle;
+    array_new_data_managed_payload:
+        fn(*mut c_void, Ints, c_int, c_int, *mut c_void, Destructor) -> Handle;
+    array_ndim: fn(Handle) -> usize;
+    array_shape: fn(Handle) -> Ints;
+    array_strides: fn(Handle) -> *const usize;
+    array_dtype: fn(Handle) -> c_int;
+    array_nbytes: fn(Handle) -> usize;
+    array_data_float32: fn(Handle) -> *const f32;
+    vector_array_new_data: fn(*const Handle, usize) -> Handle;
+    vector_array_free: fn(Handle) -> c_int;
+    eval: fn(Handle) -> c_int;
+
+    // ops.h
+    add: fn(Out, Handle, Handle, Handle) -> c_int;
+    astype: fn(Out, Handle, c_int, Handle) -> c_int;
+    concatenate_axis: fn(Out, Handle, c_int, Handle) -> c_int;
+    contiguous: fn(Out, Handle, bool, Handle) -> c_int;
+    dequantize: fn(
+        Out, Handle, Handle, Handle, OptionalInt, OptionalInt, *const c_char, Handle,
+        OptionalDtype, Handle
+    ) -> c_int;
+    matmul: fn(Out, Handle, Handle, Handle) -> c_int;
+    multiply: fn(Out, Handle, Handle, Handle) -> c_int;
+    power: fn(Out, Handle, Handle, Handle) -> c_int;
+    quantized_matmul: fn(
+        Out, Handle, Handle, Handle, Handle, bool, OptionalInt, OptionalInt, *const c_char, Handle
+    ) -> c_int;
+    reshape: fn(Out, Handle, Ints, usize, Handle) -> c_int;
+    sigmoid: fn(Out, Handle, Handle) -> c_int;
+    slice: fn(Out, Handle, Ints, usize, Ints, usize, Ints, usize, Handle) -> c_int;
+    slice_update:
+        fn(Out, Handle, Handle, Ints, usize, Ints, usize, Ints, usize, Handle) -> c_int;
+    take_axis: fn(Out, Handle, Handle, c_int, Handle) -> c_int;
+    tanh: fn(Out, Handle, Handle) -> c_int;
+    transpose_axes: fn(Out, Handle, Ints, usize, Handle) -> c_int;
+    zeros: fn(Out, Ints, usize, c_int, Handle) -> c_int;
+
+    // fast.h
+    fast_rms_norm: fn(Out, Handle, Handle, f32, Handle) -> c_int;
+    fast_rope:
+        fn(Out, Handle, c_int, bool, OptionalFloat, f32, c_int, Handle, Handle) -> c_int;
+    fast_scaled_dot_product_attention: fn(
+        Out, Handle, Handle, Handle, f32, *const c_char, Handle, Handle, bool, Handle
+    ) -> c_int;
+}

@@ -1,0 +1,281 @@
+//! MLX as it is here, and libraries that are not it.
+
+#![allow(clippy::unwrap_used, reason = "tests")]
+
+use std::path::{Path, PathBuf};
+
+use paceline_mlx::{Array, Device, Dtype, Error, LIBRARY_NAME, Library, Mask, Places, Stream};
+
+/// A stream of the library that `PACELINE_MLXC` names, or a line that says why a test is
+/// skipped.
+fn path(test: &str) -> Option<PathBuf> {
+    let found = std::env::var_os("PACELINE_MLXC").map(PathBuf::from);
+    if found.is_none() {
+        eprintln!("SKIPPED {test}: PACELINE_MLXC names no libmlxc (cargo xtask mlx)");
+    }
+    found
+}
+
+fn stream(test: &str) -> Option<Stream> {
+    let library = Library::load(&path(test)?).unwrap();
+    Some(library.stream(Device::Cpu).unwrap())
+}
+
+fn values(stream: &Stream, array: &Array) -> Vec<f32> {
+    let rows = stream.rows_f32(array).unwrap();
+    stream.eval([&rows]).unwrap();
+    rows.as_f32().unwrap().to_vec()
+}
+
+#[test]
+fn a_library_that_is_nowhere_is_named_with_all_places() {
+    let folder = tempfile::tempdir().unwrap();
+    let places = Places {
+        explicit: Some(folder.path().join("none.so")),
+        ..Places::default()
+    };
+    let error = Library::open(&places).unwrap_err();
+    assert!(matches!(&error, Error::NotFound { looked, .. } if looked.len() == 1));
+    assert!(error.to_string().contains("none.so"), "{error}");
+}
+
+#[test]
+fn what_is_no_library_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join(LIBRARY_NAME);
+    for content in ["", "no library", "\x7fELF"] {
+        std::fs::write(&path, content).unwrap();
+        let error = Library::load(&path).unwrap_err();
+        assert!(
+            matches!(error, Error::NotALibrary { .. } | Error::Truncated { .. }),
+            "{content:?}: {error}"
+        );
+    }
+    let error = Library::load(folder.path()).unwrap_err();
+    assert!(
+        matches!(error, Error::NotALibrary { .. } | Error::Read { .. }),
+        "{error}"
+    );
+}
+
+/// A library of this system that is not MLX has none of its functions.
+#[test]
+#[cfg(target_os = "linux")]
+fn another_library_lacks_the_functions() {
+    let known = [
+        "/lib/x86_64-linux-gnu/libm.so.6",
+        "/lib/aarch64-linux-gnu/libm.so.6",
+    ];
+    let Some(other) = known.iter().map(Path::new).find(|path| path.exists()) else {
+        return eprintln!("SKIPPED another library lacks the functions: no libm.so.6");
+    };
+    let error = Library::load(other).unwrap_err();
+    assert!(
+        matches!(error, Error::Symbol { symbol, .. } if symbol.starts_with("mlx_")),
+        "{error}"
+    );
+}
+
+/// Compiles a library that says it is of another version, or of the right one but lacks the
+/// functions; `None` if there is no compiler.
+fn fake(folder: &Path, cfg: &str) -> Option<PathBuf> {
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fake/other.rs");
+    let library = folder.join(LIBRARY_NAME);
+    let compiler = std::env::var("RUSTC").unwrap_or("rustc".to_string());
+    let status = std::process::Command::new(compiler)
+        .args([
+            "--edition",
+            "2024",
+            "--crate-type",
+            "cdylib",
+            "--cap-lints",
+            "allow",
+        ])
+        .args(["--cfg", cfg, "-o"])
+        .args([&library, &source])
+        .status();
+    status
+        .is_ok_and(|status| status.success())
+        .then_some(library)
+}
+
+#[test]
+fn another_version_is_refused_by_name() {
+    let folder = tempfile::tempdir().unwrap();
+    let Some(other) = fake(folder.path(), "wrong_version") else {
+        return eprintln!("SKIPPED mlx of another version is refused: no rustc");
+    };
+    let error = Library::load(&other).unwrap_err();
+    assert!(
+        error
+            .to_string()
+            .ends_with("is of version 0.31.1, expected 0.32.x"),
+        "{error}"
+    );
+    let folder = tempfile::tempdir().unwrap();
+    let hollow = fake(folder.path(), "right_version").unwrap();
+    let error = Library::load(&hollow).unwrap_err();
+    assert!(
+        matches!(
+            error,
+            Error::Symbol {
+                symbol: "mlx_set_error_handler",
+                ..
+            }
+        ),
+        "{error}"
+    );
+}
+
+#[test]
+fn a_cut_library_is_refused_before_it_is_loaded() {
+    let Some(whole) = path("a cut library is refused") else {
+        return;
+    };
+    let bytes = std::fs::read(whole).unwrap();
+    let folder = tempfile::tempdir().unwrap();
+    let cut = folder.path().join(LIBRARY_NAME);
+    for part in [1, 2, 3] {
+        std::fs::write(&cut, &bytes[..bytes.len() * part / 4]).unwrap();
+        let error = Library::load(&cut).unwrap_err();
+        assert!(
+            matches!(error, Error::Truncated { .. }),
+            "{part}/4: {error}"
+        );
+    }
+}
+
+#[test]
+fn numbers_come_back() {
+    let Some(stream) = stream("mlx numbers come back") else {
+        return;
+    };
+    let x = stream
+        .array_f32(&[1.0, 2.0, 3.0, 4.0, 5.0, 6.0], &[2, 3])
+        .unwrap();
+    assert_eq!((x.shape(), x.dtype()), (vec![2, 3], Dtype::F32));
+    let sum = stream.add(&x, &x).unwrap();
+    assert_eq!(values(&stream, &sum), [2.0, 4.0, 6.0, 8.0, 10.0, 12.0]);
+    let across = stream.transpose(&x, &[1, 0]).unwrap();
+    assert_eq!(values(&stream, &across), [1.0, 4.0, 2.0, 5.0, 3.0, 6.0]);
+    let product = stream.matmul(&x, &across).unwrap();
+    assert_eq!(values(&stream, &product), [14.0, 32.0, 32.0, 77.0]);
+    let part = stream.slice(&x, &[0, 1], &[2, 3]).unwrap();
+    assert_eq!(values(&stream, &part), [2.0, 3.0, 5.0, 6.0]);
+    let both = stream.concatenate(&[&part, &part], 1).unwrap();
+    assert_eq!(both.shape(), [2, 4]);
+    let half = stream.astype(&x, Dtype::BF16).unwrap();
+    assert_eq!((half.dtype(), half.n_bytes()), (Dtype::BF16, 12));
+}
+
+#[test]
+fn what_is_not_computed_or_of_another_type_is_not_read() {
+    let Some(stream) = stream("mlx memory is checked") else {
+        return;
+    };
+    let x = stream.array_f32(&[1.0, 2.0], &[2]).unwrap();
+    let half = stream.astype(&x, Dtype::F16).unwrap();
+    assert!(matches!(half.as_f32(), Err(Error::Memory { .. })));
+    let wide = stream.array_f32(&[1.0, 2.0, 3.0, 4.0], &[2, 2]).unwrap();
+    let across = stream.transpose(&wide, &[1, 0]).unwrap();
+    stream.eval([&across]).unwrap();
+    assert!(matches!(
+        across.as_f32(),
+        Err(Error::Memory { rows: false, .. })
+    ));
+    let error = stream.array_f32(&[1.0], &[2]).unwrap_err();
+    assert_eq!(
+        error.to_string(),
+        "mlx: array of shape [2] and type float32: 4 bytes, expected 8"
+    );
+}
+
+#[test]
+fn errors_are_returned_and_do_not_end_the_process() {
+    let Some(stream) = stream("mlx errors are returned") else {
+        return;
+    };
+    let x = stream.array_f32(&[1.0, 2.0], &[2]).unwrap();
+    let error = stream.reshape(&x, &[3]).unwrap_err();
+    assert!(
+        matches!(
+            &error,
+            Error::Call {
+                call: "mlx_reshape",
+                ..
+            }
+        ),
+        "{error}"
+    );
+    assert!(error.to_string().contains("reshape"), "{error}");
+    let error = stream.refused();
+    assert!(
+        matches!(
+            &error,
+            Error::Call {
+                call: "mlx_sigmoid",
+                ..
+            }
+        ),
+        "{error}"
+    );
+    assert_eq!(values(&stream, &x), [1.0, 2.0], "it still computes");
+}
+
+#[test]
+fn memory_that_was_given_is_dropped_once() {
+    let Some(stream) = stream("mlx memory is dropped once") else {
+        return;
+    };
+    struct Owner(Vec<u8>, std::sync::mpsc::Sender<()>);
+    impl AsRef<[u8]> for Owner {
+        fn as_ref(&self) -> &[u8] {
+            &self.0
+        }
+    }
+    impl Drop for Owner {
+        fn drop(&mut self) {
+            self.1.send(()).unwrap();
+        }
+    }
+    let (sender, receiver) = std::sync::mpsc::channel();
+    let bytes = [1.5f32, -2.0]
+        .iter()
+        .flat_map(|x| x.to_le_bytes())
+        .collect();
+    let x = stream
+        .array_owned(Owner(bytes, sender), &[2], Dtype::F32)
+        .unwrap();
+    let copy = x.clone();
+    assert_eq!(values(&stream, &copy), [1.5, -2.0]);
+    drop((x, copy));
+    assert!(receiver.try_recv().is_ok());
+    assert!(receiver.try_recv().is_err());
+}
+
+#[test]
+fn attention_of_one_key_is_its_value() {
+    let Some(stream) = stream("mlx attention") else {
+        return;
+    };
+    let q = stream.array_f32(&[1.0; 16], &[1, 2, 1, 8]).unwrap();
+    let v: Vec<f32> = (0..8).map(|i| i as f32).collect();
+    let v = stream.array_f32(&v, &[1, 1, 1, 8]).unwrap();
+    let out = stream.attention([&q, &v, &v], 0.5, Mask::Causal).unwrap();
+    assert_eq!(out.shape(), [1, 2, 1, 8]);
+    assert_eq!(
+        values(&stream, &out)[8..],
+        [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]
+    );
+}
+
+#[test]
+fn the_device_has_memory() {
+    let Some(stream) = stream("mlx memory") else {
+        return;
+    };
+    assert!(stream.available().unwrap().0 > 1 << 28);
+    let zeros = stream.zeros(&[1 << 20], Dtype::F32).unwrap();
+    stream.eval([&zeros]).unwrap();
+    assert!(stream.library().memory_use().unwrap().active.0 >= 4 << 20);
+}

@@ -1,0 +1,164 @@
+//! What an engine needs of a model, whatever computes it: the CPU's kernels or MLX.
+//!
+//! ```text
+//! dyn Weights  --reserve(sizes)-->  dyn Compute  --forward(batch)-->  rows of logits
+//! loaded once, shared               weights, cache, working memory: owned by one engine
+//! ```
+
+use std::fmt;
+use std::sync::Arc;
+
+use paceline_base::{Bytes, KernelClass};
+use paceline_tensor::{Kernels, KvCache};
+
+use crate::step::{Batch, BatchSize, Workspace};
+use crate::{Config, Error, Followed, Links, Model, Shard};
+
+/// A loaded model, or one rank's shard of it.
+pub trait Weights: fmt::Debug + Send + Sync {
+    /// The shape.
+    fn config(&self) -> &Config;
+
+    /// What it holds.
+    fn shard(&self) -> &Shard;
+
+    /// The definition of the numbers.
+    fn class(&self) -> KernelClass;
+
+    /// Bytes of weights that this rank holds, as they lie in memory.
+    fn weight_bytes(&self) -> Bytes;
+
+    /// The CPU's kernels, with which tokens are chosen, whatever computes logits.
+    fn kernels(&self) -> &Kernels;
+
+    /// What computes: an instruction set, or a device.
+    fn device(&self) -> String;
+
+    /// The groups it was linked with.
+    fn links(&self) -> Option<&Arc<Links>>;
+
+    /// Reserves a cache of `positions` positions and memory for steps of up to `size`.
+    ///
+    /// # Errors
+    /// When the memory cannot be had.
+    fn reserve(
+        self: Arc<Self>,
+        size: BatchSize,
+        positions: usize,
+    ) -> Result<Box<dyn Compute>, Error>;
+}
+
+/// A model with the memory to compute steps.
+///
+/// Pages of the cache are numbered from 0 and hold [`PAGE`](paceline_tensor::PAGE) positions each.
+/// What a sequence has in a page is found again by whoever names that page: full pages may be
+/// shared, moved between sequences and overwritten, as the caller says with each batch.
+pub trait Compute: fmt::Debug + Send {
+    /// Pages of the cache.
+    fn pages(&self) -> usize;
+
+    /// Runs one step: writes keys and values of all rows to the cache and keeps the wanted logits
+    /// for [`logits_mut`](Self::logits_mut). Returns the number of rows of logits. Of a split
+    /// model, the leader calls it; the other ranks [`follow`](Self::follow).
+    ///
+    /// # Errors
+    /// When another rank fails, or what computes; the model cannot go on then.
+    ///
+    /// # Panics
+    /// If the batch exceeds the reserved sizes or a token the vocabulary, or a sequence has fewer
+    /// pages than positions: the caller's duty. On a rank that does not lead.
+    fn forward(&mut self, batch: &Batch<'_>) -> Result<usize, Error>;
+
+    /// Row `i` of the logits that the last step gave, `(vocabulary,)`, in the order of the batch.
+    fn logits_mut(&mut self, i: usize) -> &mut [f32];
+
+    /// Tells the other ranks that the leader is alive and has nothing to do. To be called more
+    /// often than [`Links::patience`].
+    ///
+    /// # Errors
+    /// [`Error::Comm`] when a rank is gone.
+    fn idle(&mut self) -> Result<(), Error>;
+
+    /// Waits for the leader's next step and computes this rank's part of it.
+    ///
+    /// # Errors
+    /// As [`forward`](Self::forward); [`Error::Plan`] for a step that does not fit.
+    ///
+    /// # Panics
+    /// If the model is not linked.
+    fn follow(&mut self) -> Result<Followed, Error>;
+}
+
+impl Weights for Model {
+    fn config(&self) -> &Config {
+        self.config()
+    }
+
+    fn shard(&self) -> &Shard {
+        self.shard()
+    }
+
+    fn class(&self) -> KernelClass {
+        self.class()
+    }
+
+    fn weight_bytes(&self) -> Bytes {
+        self.weight_bytes()
+    }
+
+    fn kernels(&self) -> &Kernels {
+        self.kernels()
+    }
+
+    fn device(&self) -> String {
+        self.kernels().instruction_set().name().to_owned()
+    }
+
+    fn links(&self) -> Option<&Arc<Links>> {
+        self.links()
+    }
+
+    fn reserve(
+        self: Arc<Self>,
+        size: BatchSize,
+        positions: usize,
+    ) -> Result<Box<dyn Compute>, Error> {
+        Ok(Box::new(OnCpu {
+            cache: self.new_cache(positions)?,
+            workspace: Workspace::new(&self, size),
+            model: self,
+        }))
+    }
+}
+
+/// A model on the CPU's kernels.
+#[derive(Debug)]
+struct OnCpu {
+    model: Arc<Model>,
+    cache: KvCache,
+    workspace: Workspace,
+}
+
+impl Compute for OnCpu {
+    fn pages(&self) -> usize {
+        self.cache.pages()
+    }
+
+    fn forward(&mut self, batch: &Batch<'_>) -> Result<usize, Error> {
+        self.model
+            .forward(batch, &mut self.workspace, &mut self.cache)
+    }
+
+    fn logits_mut(&mut self, i: usize) -> &mut [f32] {
+        let vocab = self.model.config().vocab;
+        self.workspace.logits_mut(i, vocab)
+    }
+
+    fn idle(&mut self) -> Result<(), Error> {
+        self.model.idle()
+    }
+
+    fn follow(&mut self) -> Result<Followed, Error> {
+        self.model.follow(&mut self.workspace, &mut self.cache)
+    }
+}

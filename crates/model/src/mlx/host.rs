@@ -1,0 +1,227 @@
+//! The thread that MLX computes on, and who watches it.
+//!
+//! MLX's arrays and queues belong to one thread, and a GPU that hangs never lets that thread go.
+//! So everything of MLX lives on a thread of its own, which does what it is handed; whoever waits
+//! for it looks now and then how long the evaluation that is under way has taken, and gives up by
+//! name. What hangs is left behind: the process is to end then.
+
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::time::{Duration, Instant};
+
+use crate::Error;
+
+/// How often somebody who waits looks at the watch.
+const LOOK_EVERY: Duration = Duration::from_millis(50);
+
+/// Longest wait for a thread that was told to end: it frees arrays.
+const END_LIMIT: Duration = Duration::from_secs(5);
+
+/// Tells how long an evaluation has been under way.
+#[derive(Clone, Debug)]
+pub(super) struct Watch {
+    start: Instant,
+    /// Microseconds from `start` to the beginning of the evaluation, and one; 0 for none.
+    since: Arc<AtomicU64>,
+    limit: Duration,
+}
+
+impl Watch {
+    fn new(limit: Duration) -> Self {
+        Self {
+            start: Instant::now(),
+            since: Arc::default(),
+            limit,
+        }
+    }
+
+    fn now(&self) -> u64 {
+        u64::try_from(self.start.elapsed().as_micros()).unwrap_or(u64::MAX)
+    }
+
+    /// Runs `evaluate`, watched.
+    pub(super) fn during<T>(&self, evaluate: impl FnOnce() -> T) -> T {
+        self.since.store(self.now() + 1, Ordering::Release);
+        let value = evaluate();
+        self.since.store(0, Ordering::Release);
+        value
+    }
+
+    /// # Errors
+    /// [`Error::Hung`] when an evaluation takes too long.
+    fn check(&self) -> Result<(), Error> {
+        let since = self.since.load(Ordering::Acquire);
+        let limit = u64::try_from(self.limit.as_micros()).unwrap_or(u64::MAX);
+        if since == 0 || self.now().saturating_sub(since) <= limit {
+            return Ok(());
+        }
+        let limit = self.limit;
+        Err(Error::Hung { limit })
+    }
+}
+
+type Work<S> = Box<dyn FnOnce(&mut S) + Send>;
+
+/// A thread with a state of its own. Dropping it ends the thread once it has done its work.
+pub(super) struct Host<S> {
+    /// `None` while it is dropped.
+    work: Option<Sender<Work<S>>>,
+    /// Hears when the thread has ended.
+    ended: std::sync::Mutex<Receiver<()>>,
+    watch: Watch,
+}
+
+impl<S> fmt::Debug for Host<S> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "host, {:?}", self.watch)
+    }
+}
+
+impl<S: 'static> Host<S> {
+    /// Starts a thread whose state `make` makes, on it. An evaluation that takes longer than
+    /// `limit` counts as hung.
+    ///
+    /// # Errors
+    /// What `make` says; [`Error::Thread`].
+    pub(super) fn start<M>(limit: Duration, make: M) -> Result<Self, Error>
+    where
+        M: FnOnce(Watch) -> Result<S, Error> + Send + 'static,
+    {
+        let watch = Watch::new(limit);
+        let (work, jobs) = channel::<Work<S>>();
+        let (made, hear) = channel();
+        let (end, ended) = channel();
+        let own = watch.clone();
+        let thread = std::thread::Builder::new().name("mlx".to_owned());
+        let run = move || {
+            match make(own) {
+                Ok(mut state) => {
+                    let _ = made.send(Ok(())); // nobody waits only if the caller is gone
+                    jobs.into_iter().for_each(|job| job(&mut state));
+                }
+                Err(error) => drop(made.send(Err(error))),
+            }
+            let _ = end.send(());
+        };
+        thread.spawn(run).map_err(Error::Thread)?;
+        let host = Self {
+            work: Some(work),
+            ended: std::sync::Mutex::new(ended),
+            watch,
+        };
+        host.wait(&hear, || ())??;
+        Ok(host)
+    }
+
+    /// Has `work` done on the thread and waits for it; `meanwhile` is called now and then.
+    ///
+    /// # Errors
+    /// [`Error::Hung`]; [`Error::Gone`] when the thread panicked.
+    pub(super) fn call<T: Send + 'static>(
+        &self,
+        work: impl FnOnce(&mut S) -> T + Send + 'static,
+        meanwhile: impl FnMut(),
+    ) -> Result<T, Error> {
+        let (sender, receiver) = channel();
+        let job: Work<S> = Box::new(move |state| {
+            let _ = sender.send(work(state)); // nobody waits after a hang
+        });
+        let work = self.work.as_ref().ok_or(Error::Gone)?;
+        work.send(job).map_err(|_| Error::Gone)?;
+        self.wait(&receiver, meanwhile)
+    }
+
+    fn wait<T>(&self, receiver: &Receiver<T>, mut meanwhile: impl FnMut()) -> Result<T, Error> {
+        loop {
+            match receiver.recv_timeout(LOOK_EVERY) {
+                Ok(value) => {
+                    meanwhile();
+                    return Ok(value);
+                }
+                Err(RecvTimeoutError::Disconnected) => return Err(Error::Gone),
+                Err(RecvTimeoutError::Timeout) => {
+                    meanwhile();
+                    self.watch.check()?;
+                }
+            }
+        }
+    }
+}
+
+impl<S> Drop for Host<S> {
+    fn drop(&mut self) {
+        self.work = None;
+        let ended = self.ended.get_mut();
+        let ended = ended.unwrap_or_else(std::sync::PoisonError::into_inner);
+        // The library's own threads must not be asked to compute while the process ends. A thread
+        // that hangs is not waited for.
+        let start = Instant::now();
+        while start.elapsed() < END_LIMIT && self.watch.check().is_ok() {
+            if !matches!(
+                ended.recv_timeout(LOOK_EVERY),
+                Err(RecvTimeoutError::Timeout)
+            ) {
+                return;
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const LONG: Duration = Duration::from_secs(3600);
+
+    fn host(limit: Duration) -> Host<Vec<u32>> {
+        Host::start(limit, |_| Ok(Vec::new())).unwrap()
+    }
+
+    #[test]
+    fn work_is_done_in_order_on_one_thread() {
+        let host = host(LONG);
+        for i in 0..10 {
+            host.call(move |list| list.push(i), || ()).unwrap();
+        }
+        let list = host.call(|list| list.clone(), || ()).unwrap();
+        assert_eq!(list, (0..10).collect::<Vec<_>>());
+        let name = |_: &mut _| std::thread::current().name().map(str::to_owned);
+        assert_eq!(host.call(name, || ()).unwrap().as_deref(), Some("mlx"));
+    }
+
+    #[test]
+    fn an_evaluation_that_hangs_is_told_by_name() {
+        let host = host(Duration::ZERO);
+        let (hold, held) = channel::<()>();
+        let watch = host.watch.clone();
+        let hang = move |_: &mut _| watch.during(|| held.recv().is_ok());
+        let error = host.call(hang, || ()).unwrap_err();
+        assert!(matches!(error, Error::Hung { .. }), "{error}");
+        assert!(error.to_string().contains("evaluation"), "{error}");
+        drop(host);
+        drop(hold);
+    }
+
+    #[test]
+    fn what_is_not_evaluated_may_take_its_time() {
+        let host = host(Duration::ZERO);
+        let wait = |_: &mut _| std::thread::sleep(3 * LOOK_EVERY);
+        host.call(wait, || ()).unwrap();
+    }
+
+    #[test]
+    fn a_panic_does_not_hang_those_who_wait() {
+        let host = host(LONG);
+        let error = host.call(|_| panic!("on purpose"), || ()).unwrap_err();
+        assert!(matches!(error, Error::Gone), "{error}");
+        assert!(matches!(host.call(|_| (), || ()), Err(Error::Gone)));
+    }
+
+    #[test]
+    fn a_state_that_cannot_be_made_is_an_error() {
+        let error = Host::<()>::start(LONG, |_| Err(Error::Gone)).unwrap_err();
+        assert!(matches!(error, Error::Gone));
+    }
+}

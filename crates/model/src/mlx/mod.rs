@@ -1,0 +1,500 @@
+//! Models on MLX: the same families, sources and splits as on the CPU, other arithmetic.
+//!
+//! ```text
+//! caller's thread                        thread `mlx` (host.rs)
+//! MlxModel::load  -- places, source -->  library, stream, weights (weights.rs, stored.rs)
+//! Compute         -- plan of a step -->  graph (step.rs), cache (cache.rs), evaluation
+//!                 <-- rows of logits --  exchanges with other ranks, through our groups
+//! ```
+//!
+//! **Numbers.** Kernel class `mlx` computes in the type of the model's floats, as `mlx-lm` does:
+//! the same bits run after run and for pipeline splits of it, since activations travel between
+//! stages without loss; not promised over batch shapes (MLX has kernels for one row, few and many)
+//! nor over tensor splits (ranks' parts are rounded before they are added). Class `mlx-f32` has
+//! activations, scales and cache in f32, and differs from naive kernels by their rounding alone.
+//!
+//! **Memory.** What weights and cache will take is known from the file's header and compared with
+//! the device before anything is loaded. Floats and MLX's own groups stay in the mapped file where
+//! the device shares the machine's memory; else MLX's copy is the only one.
+
+mod cache;
+mod host;
+mod step;
+mod stored;
+mod weights;
+
+use std::cell::RefCell;
+use std::collections::HashMap;
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc::channel;
+use std::time::Duration;
+
+use paceline_base::{Bytes, KernelClass, Rank};
+use paceline_mlx::{Array, Dtype, Library, Limits as MemoryLimits, Places, Stream};
+use paceline_tensor::{Kernels, PAGE};
+
+use crate::compute::{Compute, Weights as Loaded};
+use crate::plan::Plan;
+use crate::step::{Batch, BatchSequence, BatchSize, Limits};
+use crate::weights::Names;
+use crate::{Config, Error, Followed, Links, Shard, Source, Split};
+use cache::Cache;
+use host::{Host, Watch};
+use step::{Gelu, Parts, Step};
+use weights::{Loader, Weights};
+
+/// Memory that MLX keeps for reuse: as much as a step takes, and not less than this, below which
+/// every step would ask the system again (64 MiB, a few layers' rows).
+const CACHE_MIN: u64 = 64 << 20;
+
+/// How a model is loaded.
+#[derive(Clone, Debug)]
+pub struct MlxOptions {
+    /// Where the library is.
+    pub places: Places,
+    /// [`KernelClass::Mlx`] or [`KernelClass::MlxF32`].
+    pub class: KernelClass,
+    /// Positions of the caches that will be reserved, to know before loading whether all fits.
+    pub positions: usize,
+    /// Rows of the largest step.
+    pub rows: usize,
+    /// An evaluation that takes longer counts as a device that hangs.
+    pub patience: Duration,
+}
+
+impl MlxOptions {
+    /// Longest evaluation unless told otherwise. The longest there should be, 512 rows of a 70B
+    /// model on a small GPU, is half a minute; a first one also compiles kernels.
+    pub const PATIENCE: Duration = Duration::from_secs(300);
+}
+
+/// A model, or one rank's shard of it, on MLX.
+#[derive(Debug)]
+pub struct MlxModel {
+    config: Config,
+    shard: Shard,
+    leader: Rank,
+    links: Option<Arc<Links>>,
+    class: KernelClass,
+    dtype: Dtype,
+    kernels: Arc<Kernels>,
+    weight_bytes: Bytes,
+    device: String,
+    host: Host<Device>,
+    /// Numbers caches.
+    last_cache: AtomicU64,
+}
+
+/// What the thread `mlx` has.
+struct Device {
+    stream: Stream,
+    watch: Watch,
+    loaded: Option<(Weights, Constants)>,
+    caches: HashMap<u64, Reserved>,
+}
+
+/// A cache and what steps on it need.
+struct Reserved {
+    cache: Cache,
+    receive: Receive,
+    limits: Limits,
+}
+
+/// Memory that other ranks' values are received in, as an array.
+#[derive(Debug, Default)]
+struct Receive(Vec<Array>);
+
+impl Receive {
+    /// The array of this shape; the last two shapes are kept.
+    fn array(&mut self, stream: &Stream, shape: &[i32]) -> Result<&mut Array, Error> {
+        if let Some(at) = self.0.iter().position(|array| array.shape() == shape) {
+            return Ok(&mut self.0[at]);
+        }
+        let n = shape.iter().product::<i32>();
+        let array = stream.array_f32(&vec![0.0; n as usize], shape)?;
+        self.0.truncate(1);
+        self.0.insert(0, array);
+        Ok(&mut self.0[0])
+    }
+}
+
+/// Arrays and tables that follow from the configuration.
+#[derive(Debug)]
+struct Constants {
+    gelu: Gelu,
+    embedding_scale: Array,
+    /// Different windows of the layers.
+    windows: Vec<Option<usize>>,
+    /// Which of them a layer of the whole model has.
+    window_of: Vec<usize>,
+    /// Query heads of each KV head that this rank holds; empty when all have as many.
+    groups: Vec<Range<i32>>,
+}
+
+impl Constants {
+    fn new(stream: &Stream, config: &Config, shard: &Shard, dtype: Dtype) -> Result<Self, Error> {
+        let mut windows = Vec::new();
+        let window_of = config.layers.iter().map(|layer| {
+            let known = windows.iter().position(|window| *window == layer.window);
+            known.unwrap_or_else(|| {
+                windows.push(layer.window);
+                windows.len() - 1
+            })
+        });
+        Ok(Self {
+            gelu: Gelu::new(stream, dtype)?,
+            embedding_scale: stream.scalar(config.embedding_scale, dtype)?,
+            window_of: window_of.collect(),
+            windows,
+            groups: groups(config, shard),
+        })
+    }
+}
+
+/// See [`Constants::groups`].
+fn groups(config: &Config, shard: &Shard) -> Vec<Range<i32>> {
+    let (group, heads) = (config.heads / config.kv_heads, &shard.heads);
+    let of = |kv: usize| {
+        let start = (kv * group).max(heads.start) - heads.start;
+        let end = ((kv + 1) * group).min(heads.end) - heads.start;
+        start as i32..end as i32
+    };
+    let groups: Vec<Range<i32>> = shard.kv_heads.clone().map(of).collect();
+    let even = groups.iter().all(|g| g.len() == groups[0].len());
+    if even { Vec::new() } else { groups }
+}
+
+impl MlxModel {
+    /// Loads what `rank` holds in `split`: opens MLX, asks whether it fits, reads the weights.
+    /// `progress(done, of)` is called now and then with numbers of layers. `kernels` choose tokens.
+    ///
+    /// # Errors
+    /// [`Error::Mlx`] when MLX cannot be used, or all is more than the device's memory; otherwise
+    /// as [`Model::load_shard`](crate::Model::load_shard).
+    ///
+    /// # Panics
+    /// If there is no such rank, or the split is of another model.
+    pub fn load(
+        source: Arc<Source>,
+        split: &Split,
+        rank: Rank,
+        options: MlxOptions,
+        kernels: Arc<Kernels>,
+        mut progress: impl FnMut(usize, usize),
+    ) -> Result<Self, Error> {
+        if !options.class.is_mlx() {
+            let (class, engine) = (options.class, "mlx");
+            return Err(Error::Class { class, engine });
+        }
+        let mut config = Config::read(&source)?;
+        if let Some(factors) = crate::weights::rope_factors(&source, &config)? {
+            config.ropes[0] = config.ropes[0].clone().with_factors(&factors);
+        }
+        let shard = split.shard(&config, rank);
+        let (places, class) = (options.places.clone(), options.class);
+        let host = Host::start(options.patience, move |watch| Device::open(&places, watch))?;
+        let (told, tell) = channel();
+        let job = (config.clone(), shard.clone());
+        let load = move |device: &mut Device| {
+            let (config, shard) = job;
+            let tell = |done, of| {
+                let _ = told.send((done, of)); // nobody listens after a hang
+            };
+            device.load(&source, &config, &shard, &options, tell)
+        };
+        let hear = || tell.try_iter().for_each(|(done, of)| progress(done, of));
+        let Facts {
+            dtype,
+            weight_bytes,
+            device,
+        } = host.call(load, hear)??;
+        Ok(Self {
+            leader: split.leader(),
+            links: None,
+            last_cache: AtomicU64::new(0),
+            config,
+            shard,
+            class,
+            dtype,
+            kernels,
+            weight_bytes,
+            device,
+            host,
+        })
+    }
+
+    /// Joins this shard with those of the other ranks.
+    ///
+    /// # Panics
+    /// If the groups are not those of its rank and stage.
+    #[must_use]
+    pub fn link(mut self, links: Links) -> Self {
+        links.check(&self.shard);
+        self.links = Some(Arc::new(links));
+        self
+    }
+}
+
+/// What is known of a model once it is loaded.
+struct Facts {
+    dtype: Dtype,
+    weight_bytes: Bytes,
+    device: String,
+}
+
+impl Device {
+    fn open(places: &Places, watch: Watch) -> Result<Self, Error> {
+        let library = Library::open(places)?;
+        let stream = library.stream(library.best_device()?)?;
+        Ok(Self {
+            stream,
+            watch,
+            loaded: None,
+            caches: HashMap::new(),
+        })
+    }
+
+    fn load(
+        &mut self,
+        source: &Source,
+        config: &Config,
+        shard: &Shard,
+        options: &MlxOptions,
+        progress: impl FnMut(usize, usize),
+    ) -> Result<Facts, Error> {
+        let names = Names { source, config };
+        let tied = names.is_tied()?;
+        let dtype = weights::activations(&names, config.family, options.class)?;
+        self.admit(&names, shard, options, (tied, dtype))?;
+        let loader = Loader {
+            stream: &self.stream,
+            names,
+            config,
+            shard,
+            dtype,
+            kept: RefCell::default(),
+        };
+        let (weights, weight_bytes) = loader.load(tied, progress)?;
+        let constants = Constants::new(&self.stream, config, shard, dtype)?;
+        self.loaded = Some((weights, constants));
+        let (library, device) = (self.stream.library(), self.stream.device());
+        let name = self.stream.device_name().unwrap_or_default();
+        let backend = library.backend(device)?;
+        let device = format!("mlx {} {backend} {name}", library.version());
+        Ok(Facts {
+            dtype,
+            weight_bytes,
+            device: device.trim_end().to_owned(),
+        })
+    }
+
+    /// Refuses what does not fit, and sets MLX's limits by what does.
+    fn admit(
+        &self,
+        names: &Names<'_>,
+        shard: &Shard,
+        options: &MlxOptions,
+        (tied, dtype): (bool, Dtype),
+    ) -> Result<(), Error> {
+        let c = names.config;
+        let weights = weights::planned(names, shard, tied, dtype)?;
+        let shape = cache_shape(c, shard, options.positions, dtype);
+        let cache = Bytes(shape.bytes());
+        // The residual, its norm and sum; queries, keys, values and scores in passing; gate, up
+        // and what comes of them; logits of one row for each sequence are little beside.
+        let wide = 4 * c.width + 4 * shard.heads.len() * c.head_dim + 4 * shard.ffn().len();
+        let step = Bytes(4 * (options.rows * wide + shard.vocab().len()) as u64);
+        let needed = Bytes(weights.0 + cache.0 + step.0);
+        let available = self.stream.available()?;
+        if needed > available {
+            let what = format!("weights {weights}, cache {cache}, a step {step}");
+            return Err(paceline_mlx::Error::OutOfMemory {
+                what,
+                needed,
+                available,
+            }
+            .into());
+        }
+        Ok(self.stream.library().limit(MemoryLimits {
+            memory: available,
+            cache: Bytes(step.0.max(CACHE_MIN)),
+            wired: needed,
+        })?)
+    }
+
+    /// Computes this rank's part of a step; the number of rows of logits.
+    fn step(
+        &mut self,
+        model: &MlxModel,
+        cache: u64,
+        words: &[u32],
+        logits: &mut Vec<f32>,
+    ) -> Result<Option<usize>, Error> {
+        let reserved = self.caches.get_mut(&cache).ok_or(Error::Gone)?;
+        let (weights, constants) = self.loaded.as_ref().ok_or(Error::Gone)?;
+        let Some(plan) = Plan::read(words, &reserved.limits)? else {
+            return Ok(None);
+        };
+        let sequences: Vec<BatchSequence<'_>> = plan.batch(words).collect();
+        let batch = Batch {
+            sequences: &sequences,
+        };
+        let parts = Parts {
+            model,
+            weights,
+            constants,
+            stream: &self.stream,
+            cache: &mut reserved.cache,
+            receive: &mut reserved.receive,
+            watch: &self.watch,
+        };
+        let mut step = Step::new(parts, &batch)?;
+        step.layers()?;
+        step.finish(logits).map(Some)
+    }
+}
+
+fn cache_shape(c: &Config, shard: &Shard, positions: usize, dtype: Dtype) -> cache::Shape {
+    cache::Shape {
+        layers: shard.layers.len(),
+        heads: shard.kv_heads.len(),
+        head_dim: c.head_dim,
+        pages: positions.div_ceil(PAGE),
+        dtype,
+    }
+}
+
+impl Loaded for MlxModel {
+    fn config(&self) -> &Config {
+        &self.config
+    }
+
+    fn shard(&self) -> &Shard {
+        &self.shard
+    }
+
+    fn class(&self) -> KernelClass {
+        self.class
+    }
+
+    fn weight_bytes(&self) -> Bytes {
+        self.weight_bytes
+    }
+
+    fn kernels(&self) -> &Kernels {
+        &self.kernels
+    }
+
+    fn device(&self) -> String {
+        self.device.clone()
+    }
+
+    fn links(&self) -> Option<&Arc<Links>> {
+        self.links.as_ref()
+    }
+
+    fn reserve(
+        self: Arc<Self>,
+        size: BatchSize,
+        positions: usize,
+    ) -> Result<Box<dyn Compute>, Error> {
+        let id = self.last_cache.fetch_add(1, Ordering::Relaxed);
+        let shape = cache_shape(&self.config, &self.shard, positions, self.dtype);
+        let limits = Limits::new(size, shape.pages, self.config.vocab);
+        let reserve = move |device: &mut Device| {
+            let reserved = Reserved {
+                cache: Cache::new(&device.stream, shape)?,
+                receive: Receive::default(),
+                limits,
+            };
+            device.caches.insert(id, reserved);
+            Ok::<_, Error>(())
+        };
+        self.host.call(reserve, || ())??;
+        Ok(Box::new(OnMlx {
+            pages: shape.pages,
+            words: Vec::new(),
+            logits: Vec::new(),
+            model: self,
+            id,
+        }))
+    }
+}
+
+/// A model on MLX with a cache.
+#[derive(Debug)]
+struct OnMlx {
+    model: Arc<MlxModel>,
+    id: u64,
+    pages: usize,
+    /// The plan of the step.
+    words: Vec<u32>,
+    /// `(R, vocabulary)`; at the leader.
+    logits: Vec<f32>,
+}
+
+impl OnMlx {
+    /// Has the plan in `words` computed.
+    fn step(&mut self) -> Result<Option<usize>, Error> {
+        let (model, id) = (Arc::clone(&self.model), self.id);
+        let words = std::mem::take(&mut self.words);
+        let mut logits = std::mem::take(&mut self.logits);
+        let step = move |device: &mut Device| {
+            let done = device.step(&model, id, &words, &mut logits);
+            (done, words, logits)
+        };
+        let (done, words, logits) = self.model.host.call(step, || ())?;
+        (self.words, self.logits) = (words, logits);
+        done
+    }
+}
+
+impl Compute for OnMlx {
+    fn pages(&self) -> usize {
+        self.pages
+    }
+
+    fn forward(&mut self, batch: &Batch<'_>) -> Result<usize, Error> {
+        let shard = &self.model.shard;
+        assert!(shard.leads(), "{} does not lead", shard.rank);
+        Plan::write(batch, &mut self.words);
+        if let Some(links) = &self.model.links {
+            links.announce(&self.words)?;
+        }
+        Ok(self.step()?.unwrap_or(0))
+    }
+
+    fn logits_mut(&mut self, i: usize) -> &mut [f32] {
+        let vocab = self.model.config.vocab;
+        &mut self.logits[i * vocab..(i + 1) * vocab]
+    }
+
+    fn idle(&mut self) -> Result<(), Error> {
+        match &self.model.links {
+            Some(links) => links.announce_idle(),
+            None => Ok(()),
+        }
+    }
+
+    fn follow(&mut self) -> Result<Followed, Error> {
+        let links = self.model.links.as_ref().expect("a follower is linked");
+        links.next_plan(self.model.leader, &mut self.words)?;
+        Ok(match self.step()? {
+            Some(_) => Followed::Step,
+            None => Followed::Idle,
+        })
+    }
+}
+
+impl Drop for OnMlx {
+    fn drop(&mut self) {
+        let id = self.id;
+        // A thread that is gone has dropped it.
+        let _ = self
+            .model
+            .host
+            .call(move |device| drop(device.caches.remove(&id)), || ());
+    }
+}

@@ -1,0 +1,446 @@
+//! One step on MLX: the operations of the families' layers, as a graph.
+//!
+//! Nothing is computed while the graph is made. It is cut where this rank must wait for others or
+//! they for it: before each exchange of a tensor split, at the borders of stages, and at the end,
+//! where the logits and the cache are evaluated together. Rows of all sequences go through the
+//! products together; attention is by sequence.
+
+use paceline_mlx::{Array, Dtype, Stream};
+use paceline_tensor::RopePairs;
+
+use super::cache::{Cache, Span};
+use super::host::Watch;
+use super::weights::{Layer, Summed, Weights};
+use super::{Constants, MlxModel, Receive};
+use crate::config::Activation;
+use crate::families::{Half, LayerStep};
+use crate::step::Batch;
+use crate::{Error, Links};
+
+/// Queries, keys and values of one sequence: `(1, heads, rows, D)` each.
+type Turned = [Array; 3];
+
+/// A step in progress.
+pub(super) struct Step<'a> {
+    pub(super) model: &'a MlxModel,
+    pub(super) stream: &'a Stream,
+    pub(super) weights: &'a Weights,
+    pub(super) constants: &'a Constants,
+    pub(super) cache: &'a mut Cache,
+    pub(super) receive: &'a mut Receive,
+    pub(super) watch: &'a Watch,
+    batch: &'a Batch<'a>,
+    spans: Vec<Span>,
+    /// `(T, C)`
+    residual: Array,
+    /// `(T, C)`
+    x: Array,
+    /// `(T, H, D)`, `(T, K, D)`, `(T, K, D)`; none for a rank without heads.
+    qkv: Option<[Array; 3]>,
+    /// Of each sequence.
+    turned: Vec<Turned>,
+    /// `(T, H D)`
+    attended: Option<Array>,
+    /// `(T, F)` each
+    gate_up: Option<[Array; 2]>,
+    /// `(T, F)`
+    hidden: Option<Array>,
+    /// `(T, C)`
+    delta: Array,
+}
+
+/// What a step works with.
+pub(super) struct Parts<'a> {
+    pub(super) model: &'a MlxModel,
+    pub(super) stream: &'a Stream,
+    pub(super) weights: &'a Weights,
+    pub(super) constants: &'a Constants,
+    pub(super) cache: &'a mut Cache,
+    pub(super) receive: &'a mut Receive,
+    pub(super) watch: &'a Watch,
+}
+
+impl<'a> Step<'a> {
+    /// Starts a step: embeds the tokens or takes the residual from the stage before.
+    pub(super) fn new(parts: Parts<'a>, batch: &'a Batch<'a>) -> Result<Self, Error> {
+        let Parts {
+            model,
+            stream,
+            weights,
+            constants,
+            cache,
+            receive,
+            watch,
+        } = parts;
+        let span = |s: &crate::BatchSequence<'_>| {
+            let new = s.position..s.position + s.tokens.len();
+            Span::new(stream, s.pages, new, &constants.windows)
+        };
+        let spans = batch.sequences.iter().map(span).collect::<Result<_, _>>()?;
+        let residual = match &model.links {
+            Some(links) if !model.shard.embeds() => {
+                let shape = [batch.rows() as i32, model.config.width as i32];
+                let rows = receive.array(stream, &shape)?;
+                // SAFETY: what read it was evaluated at the end of the step before.
+                links.receive_residual(&model.shard, unsafe { rows.as_f32_mut()? })?;
+                stream.astype(rows, model.dtype)?
+            }
+            _ => embed(model, stream, weights, constants, batch)?,
+        };
+        Ok(Self {
+            x: residual.clone(),
+            delta: residual.clone(),
+            residual,
+            qkv: None,
+            turned: Vec::new(),
+            attended: None,
+            gate_up: None,
+            hidden: None,
+            model,
+            stream,
+            weights,
+            constants,
+            cache,
+            receive,
+            watch,
+            batch,
+            spans,
+        })
+    }
+
+    /// Runs all layers.
+    pub(super) fn layers(&mut self) -> Result<(), Error> {
+        let (weights, shard) = (self.weights, &self.model.shard);
+        for (index, layer) in shard.layers.clone().zip(&weights.layers) {
+            self.model.config.family.layer(self, layer, index)?;
+        }
+        Ok(())
+    }
+
+    /// Evaluates `arrays` and the cache, watched.
+    fn eval(&self, arrays: &[&Array]) -> Result<(), Error> {
+        let all = arrays.iter().copied().chain(self.cache.arrays());
+        Ok(self.watch.during(|| self.stream.eval(all))?)
+    }
+
+    /// Sends the residual stream (T, C) to the next stage, or turns its wanted rows into logits
+    /// (R, V) in `logits` at the leader; returns R there.
+    pub(super) fn finish(self, logits: &mut Vec<f32>) -> Result<usize, Error> {
+        let Some((norm, head)) = &self.weights.head else {
+            let rows = self.stream.rows_f32(&self.residual)?;
+            self.eval(&[&rows])?;
+            let links = self.model.links.as_ref();
+            let links = links.expect("an earlier stage has links");
+            links.send_residual(&self.model.shard, rows.as_f32()?)?;
+            return Ok(0);
+        };
+        let mut wanted = Vec::new();
+        self.batch.wanted(&mut wanted);
+        let (n, all) = (wanted.len(), self.batch.rows());
+        if n == 0 {
+            self.eval(&[&self.residual])?;
+            return Ok(0);
+        }
+        let rows = if n == all {
+            self.residual.clone()
+        } else {
+            let wanted: Vec<u32> = wanted.iter().map(|row| *row as u32).collect();
+            let wanted = self.stream.array_u32(&wanted, &[n as i32])?;
+            self.stream.take(&self.residual, &wanted, 0)?
+        };
+        let normed = self
+            .stream
+            .rms_norm(&rows, norm, self.model.config.norm_eps)?;
+        let own = self.stream.rows_f32(&head.apply(self.stream, &normed)?)?;
+        // The residual too: others may still read what ranks exchanged.
+        self.eval(&[&own, &self.residual])?;
+        self.gather(n, own.as_f32()?, logits)
+    }
+
+    /// Brings the ranks' logits together at the leader.
+    fn gather(&self, rows: usize, own: &[f32], logits: &mut Vec<f32>) -> Result<usize, Error> {
+        let (shard, vocab) = (&self.model.shard, self.model.config.vocab);
+        let Some(links) = self
+            .model
+            .links
+            .as_ref()
+            .filter(|_| shard.vocab().len() < vocab)
+        else {
+            logits.clear();
+            logits.extend_from_slice(own);
+            return Ok(rows);
+        };
+        logits.resize(if shard.leads() { rows * vocab } else { 0 }, 0.0);
+        links.gather_logits(shard, rows, own, logits, &mut Vec::new())?;
+        Ok(if shard.leads() { rows } else { 0 })
+    }
+
+    /// x (T, in) -> delta (T, C), summed over the ranks of the stage, in the order of the ranks.
+    fn sum(&mut self, x: Option<&Array>, w: &Summed) -> Result<(), Error> {
+        let stream = self.stream;
+        let mine = match (x, &w.mine) {
+            (Some(x), Some(mine)) => mine.apply(stream, x)?,
+            _ => stream.zeros(&self.residual.shape(), self.model.dtype)?,
+        };
+        let links = self.model.links.as_ref();
+        let sum = match links.filter(|links| links.stage.size() > 1) {
+            Some(links) => self.exchange(links, &mine)?,
+            None => mine,
+        };
+        self.delta = match &w.bias {
+            Some(bias) => stream.add(&sum, bias)?,
+            None => sum,
+        };
+        Ok(())
+    }
+
+    /// Gathers the parts of all ranks of the stage, each read from and written to the memory of
+    /// MLX's arrays, and adds them.
+    fn exchange(&mut self, links: &Links, mine: &Array) -> Result<Array, Error> {
+        let (stream, ranks) = (self.stream, links.stage.size() as i32);
+        let mine = stream.rows_f32(mine)?;
+        // The residual reads what the exchange before received.
+        self.watch.during(|| stream.eval([&mine, &self.residual]))?;
+        let shape = self.residual.shape();
+        let (rows, width) = (shape[0], shape[1]);
+        let all = self.receive.array(stream, &[ranks * rows, width])?;
+        // SAFETY: it is read by sums that the residual holds, which was just evaluated.
+        links.gather_parts(mine.as_f32()?, unsafe { all.as_f32_mut()? })?;
+        let part = |rank: i32| {
+            let (start, stop) = ([rank * rows, 0], [(rank + 1) * rows, width]);
+            stream.slice(all, &start, &stop)
+        };
+        let mut sum = part(0)?;
+        for rank in 1..ranks {
+            sum = stream.add(&sum, &part(rank)?)?;
+        }
+        Ok(stream.astype(&sum, self.model.dtype)?)
+    }
+
+    /// Rows `first..first + n` of `(T, heads, D)` as `(1, heads, n, D)`.
+    fn turned(&self, x: &Array, first: i32, n: i32) -> Result<Array, Error> {
+        let shape = x.shape();
+        let part = if n == shape[0] {
+            x.clone()
+        } else {
+            let (start, stop) = ([first, 0, 0], [first + n, shape[1], shape[2]]);
+            self.stream.slice(x, &start, &stop)?
+        };
+        let rows = self.stream.reshape(&part, &[1, n, shape[1], shape[2]])?;
+        Ok(self.stream.transpose(&rows, &[0, 2, 1, 3])?)
+    }
+
+    /// Attention of one sequence: `(1, H, n, D)`.
+    fn attention(&self, sequence: usize, layer: usize, q: &Array) -> Result<Array, Error> {
+        let shard = &self.model.shard;
+        let window = self.constants.window_of[layer];
+        let view = &self.spans[sequence].views[window];
+        let [k, v] = self
+            .cache
+            .read(self.stream, layer - shard.layers.start, view)?;
+        let scale = self.model.config.query_scale;
+        if self.constants.groups.is_empty() {
+            return Ok(self.stream.attention([q, &k, &v], scale, view.mask())?);
+        }
+        // Cut within the query heads of a KV head: each KV head apart.
+        let heads = |x: &Array, heads: std::ops::Range<i32>| {
+            let shape = x.shape();
+            let stop = [1, heads.end, shape[2], shape[3]];
+            self.stream.slice(x, &[0, heads.start, 0, 0], &stop)
+        };
+        let group = |(kv, queries): (usize, &std::ops::Range<i32>)| {
+            let kv = kv as i32..kv as i32 + 1;
+            let (k, v) = (heads(&k, kv.clone())?, heads(&v, kv)?);
+            let q = heads(q, queries.clone())?;
+            Ok(self.stream.attention([&q, &k, &v], scale, view.mask())?)
+        };
+        let groups = self.constants.groups.iter().enumerate();
+        let parts = groups.map(group).collect::<Result<Vec<_>, Error>>()?;
+        let parts: Vec<&Array> = parts.iter().collect();
+        Ok(self.stream.concatenate(&parts, 1)?)
+    }
+}
+
+/// tokens -> residual (T, C)
+fn embed(
+    model: &MlxModel,
+    stream: &Stream,
+    weights: &Weights,
+    constants: &Constants,
+    batch: &Batch<'_>,
+) -> Result<Array, Error> {
+    let tokens = batch.sequences.iter().flat_map(|s| s.tokens).copied();
+    let tokens: Vec<u32> = tokens.collect();
+    let tokens = stream.array_u32(&tokens, &[tokens.len() as i32])?;
+    let table = weights.embedding.as_ref();
+    let table = table.expect("the first stage embeds");
+    let rows = table.rows(stream, &tokens, model.dtype)?;
+    if model.config.embedding_scale == 1.0 {
+        return Ok(rows);
+    }
+    Ok(stream.multiply(&rows, &constants.embedding_scale)?)
+}
+
+impl LayerStep for Step<'_> {
+    type Layer = Layer;
+
+    fn norm(&mut self, w: &Layer, half: Half) -> Result<(), Error> {
+        let weight = match half {
+            Half::Attention => &w.attention_norm,
+            Half::FeedForward => &w.ffn_norm,
+        };
+        let eps = self.model.config.norm_eps;
+        self.x = self.stream.rms_norm(&self.residual, weight, eps)?;
+        Ok(())
+    }
+
+    fn project_qkv(&mut self, w: &Layer) -> Result<(), Error> {
+        let (rows, dim) = (self.batch.rows() as i32, self.model.config.head_dim as i32);
+        let project = |linear| {
+            let product = super::weights::Linear::apply(linear, self.stream, &self.x)?;
+            Ok::<_, Error>(self.stream.reshape(&product, &[rows, -1, dim])?)
+        };
+        self.qkv = match &w.qkv {
+            Some([q, k, v]) => Some([project(q)?, project(k)?, project(v)?]),
+            None => None,
+        };
+        Ok(())
+    }
+
+    fn norm_heads(&mut self, w: &Layer) -> Result<(), Error> {
+        let eps = self.model.config.norm_eps;
+        if let Some([q, k, _]) = &mut self.qkv {
+            for (x, weight) in [(q, &w.query_norm), (k, &w.key_norm)] {
+                let weight = weight.as_ref().expect("loaded for this family");
+                *x = self.stream.rms_norm(x, weight, eps)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn rotate(&mut self, index: usize) -> Result<(), Error> {
+        self.turned.clear();
+        let Some([q, k, v]) = self.qkv.take() else {
+            return Ok(());
+        };
+        let rope = self.model.config.layers[index].rope;
+        let neighbours = self.model.config.ropes[rope].pairs == RopePairs::Adjacent;
+        let periods = &self.weights.periods[rope];
+        let mut first = 0;
+        for s in self.batch.sequences {
+            let (n, at) = (s.tokens.len() as i32, s.position as i32);
+            let [q, k, v] = [&q, &k, &v].map(|x| self.turned(x, first, n));
+            self.turned.push([
+                self.stream.rope(&q?, periods, neighbours, at)?,
+                self.stream.rope(&k?, periods, neighbours, at)?,
+                v?,
+            ]);
+            first += n;
+        }
+        Ok(())
+    }
+
+    fn attend(&mut self, index: usize) -> Result<(), Error> {
+        let turned = std::mem::take(&mut self.turned);
+        let held = index - self.model.shard.layers.start;
+        for ([_, k, v], span) in turned.iter().zip(&self.spans) {
+            self.cache.write(self.stream, held, span, [k, v])?;
+        }
+        let mut parts = Vec::with_capacity(turned.len());
+        for (i, [q, ..]) in turned.iter().enumerate() {
+            let attended = self.attention(i, index, q)?;
+            let n = attended.shape()[2];
+            let rows = self.stream.transpose(&attended, &[0, 2, 1, 3])?;
+            parts.push(self.stream.reshape(&rows, &[n, -1])?);
+        }
+        let parts: Vec<&Array> = parts.iter().collect();
+        self.attended = match &parts[..] {
+            [] => None,
+            [one] => Some((*one).clone()),
+            more => Some(self.stream.concatenate(more, 0)?),
+        };
+        Ok(())
+    }
+
+    fn project_attention(&mut self, w: &Layer) -> Result<(), Error> {
+        let attended = self.attended.take();
+        self.sum(attended.as_ref(), &w.attention_output)
+    }
+
+    fn norm_delta(&mut self, w: &Layer, half: Half) -> Result<(), Error> {
+        let weight = match half {
+            Half::Attention => w.post_attention_norm.as_ref(),
+            Half::FeedForward => w.post_ffn_norm.as_ref(),
+        };
+        let weight = weight.expect("loaded for this family");
+        self.delta = self
+            .stream
+            .rms_norm(&self.delta, weight, self.model.config.norm_eps)?;
+        Ok(())
+    }
+
+    fn add_delta(&mut self) -> Result<(), Error> {
+        self.residual = self.stream.add(&self.residual, &self.delta)?;
+        Ok(())
+    }
+
+    fn project_gate_up(&mut self, w: &Layer) -> Result<(), Error> {
+        self.gate_up = match &w.gate_up {
+            Some([gate, up]) => Some([
+                gate.apply(self.stream, &self.x)?,
+                up.apply(self.stream, &self.x)?,
+            ]),
+            None => None,
+        };
+        Ok(())
+    }
+
+    fn activate(&mut self) -> Result<(), Error> {
+        let stream = self.stream;
+        let Some([gate, up]) = self.gate_up.take() else {
+            return Ok(());
+        };
+        let gate = match self.model.config.activation {
+            Activation::Silu => stream.multiply(&gate, &stream.sigmoid(&gate)?)?,
+            Activation::GeluTanh => self.constants.gelu.apply(stream, &gate)?,
+        };
+        self.hidden = Some(stream.multiply(&gate, &up)?);
+        Ok(())
+    }
+
+    fn project_down(&mut self, w: &Layer) -> Result<(), Error> {
+        let hidden = self.hidden.take();
+        self.sum(hidden.as_ref(), &w.down)
+    }
+}
+
+/// The tanh form of GELU, in the order of operations of MLX's `nn.gelu_approx`.
+#[derive(Debug)]
+pub(super) struct Gelu {
+    cubed: Array,
+    half: Array,
+    one: Array,
+    three: Array,
+    root: Array,
+}
+
+impl Gelu {
+    pub(super) fn new(stream: &Stream, dtype: Dtype) -> Result<Self, Error> {
+        let scalar = |value: f64| stream.scalar(value as f32, dtype);
+        Ok(Self {
+            cubed: scalar(0.044_715)?,
+            half: scalar(0.5)?,
+            one: scalar(1.0)?,
+            three: scalar(3.0)?,
+            root: scalar(std::f64::consts::FRAC_2_PI.sqrt())?,
+        })
+    }
+
+    fn apply(&self, stream: &Stream, x: &Array) -> Result<Array, Error> {
+        let cubed = stream.multiply(&self.cubed, &stream.power(x, &self.three)?)?;
+        let inner = stream.multiply(&self.root, &stream.add(x, &cubed)?)?;
+        let outer = stream.add(&self.one, &stream.tanh(&inner)?)?;
+        let half = stream.multiply(&self.half, x)?;
+        Ok(stream.multiply(&half, &outer)?)
+    }
+}

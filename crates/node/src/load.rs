@@ -1,0 +1,81 @@
+//! A rank's weights on the engine of its kernel class.
+
+use std::sync::Arc;
+
+use paceline_base::{KernelClass, Rank};
+use paceline_engine::EngineConfig;
+use paceline_model::{
+    Config, Error, Links, LoadOptions, MlxModel, MlxOptions, MlxPlaces, Model, Source, Split,
+    Weights,
+};
+use paceline_tensor::Kernels;
+
+/// What is to be loaded, and how.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Wanted<'a> {
+    pub(crate) source: &'a Arc<Source>,
+    pub(crate) split: &'a Split,
+    pub(crate) rank: Rank,
+    pub(crate) class: KernelClass,
+    /// Sizes of the engine, to know before loading whether all fits.
+    pub(crate) engine: &'a EngineConfig,
+    /// Where MLX is looked for.
+    pub(crate) mlx: &'a MlxPlaces,
+}
+
+impl Wanted<'_> {
+    /// Loads it, linked with the other ranks where there are some.
+    pub(crate) fn load(
+        self,
+        links: Option<Links>,
+        kernels: Arc<Kernels>,
+        progress: impl FnMut(usize, usize),
+    ) -> Result<Arc<dyn Weights>, Error> {
+        let (split, rank, class) = (self.split, self.rank, self.class);
+        if class.is_mlx() {
+            let options = MlxOptions {
+                places: self.mlx.clone(),
+                class,
+                positions: self.engine.cache_positions,
+                rows: self.engine.max_rows,
+                patience: MlxOptions::PATIENCE,
+            };
+            let source = Arc::clone(self.source);
+            let model = MlxModel::load(source, split, rank, options, kernels, progress)?;
+            return Ok(match links {
+                Some(links) => Arc::new(model.link(links)),
+                None => Arc::new(model),
+            });
+        }
+        let options = LoadOptions { class };
+        let model = Model::load_shard(self.source, split, rank, options, kernels, progress)?;
+        Ok(match links {
+            Some(links) => Arc::new(model.link(links)),
+            None => Arc::new(model),
+        })
+    }
+}
+
+/// Loads a whole model on the engine of `class`; `engine` is what it will be asked for.
+///
+/// # Errors
+/// What is wrong with the model, or with MLX where it is to compute.
+pub fn load_whole(
+    source: &Arc<Source>,
+    class: KernelClass,
+    engine: &EngineConfig,
+    mlx: &MlxPlaces,
+    kernels: Arc<Kernels>,
+    progress: impl FnMut(usize, usize),
+) -> Result<Arc<dyn Weights>, Error> {
+    let split = Split::whole(&Config::read(source)?);
+    let wanted = Wanted {
+        source,
+        split: &split,
+        rank: Rank(0),
+        class,
+        engine,
+        mlx,
+    };
+    wanted.load(None, kernels, progress)
+}

@@ -1,0 +1,147 @@
+//! Other programs: started, watched, ended, and what they said last.
+//!
+//! Each has a process group of its own, so that Ctrl-C reaches it through us, once, and so that it
+//! goes with all its children.
+
+use std::fs::File;
+use std::io::{Read, Seek, SeekFrom};
+use std::os::unix::process::CommandExt;
+use std::path::Path;
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::time::{Duration, Instant};
+
+use crate::Error;
+use crate::progress::Cancel;
+
+/// How often a program is looked at.
+const POLL: Duration = Duration::from_millis(50);
+/// How much of a program's last words is kept.
+const LOG_BYTES: u64 = 4 << 10;
+/// How many of its last lines are shown.
+const LOG_LINES: usize = 4;
+
+/// A child that does not outlive its guard.
+#[derive(Debug)]
+pub(crate) struct Running(Child);
+
+impl Running {
+    /// Starts `command` in a process group of its own.
+    pub(crate) fn start(mut command: Command) -> std::io::Result<Self> {
+        command.process_group(0).spawn().map(Self)
+    }
+
+    /// How it ended, if it has.
+    pub(crate) fn try_wait(&mut self) -> std::io::Result<Option<ExitStatus>> {
+        self.0.try_wait()
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        if !matches!(self.0.try_wait(), Ok(None)) {
+            return;
+        }
+        // The whole group: it may have children of its own, and wrappers such as pyenv's are
+        // shells. The group exists as long as its unreaped leader does.
+        let group = rustix::process::Pid::from_child(&self.0);
+        let _ = rustix::process::kill_process_group(group, rustix::process::Signal::KILL);
+        let _ = self.0.wait();
+    }
+}
+
+/// Runs `command` to its end, stdout into the file `out`, stderr into the file `log`.
+///
+/// # Errors
+/// [`Error::ToolMissing`], [`Error::ToolFailed`] with its last words, [`Error::ToolStalled`] after
+/// `limit`, and what the cancel flag says.
+pub(crate) fn run(
+    mut command: Command,
+    (out, log): (&Path, &Path),
+    limit: Duration,
+    cancel: &Cancel,
+) -> Result<(), Error> {
+    let program = command.get_program().to_string_lossy().into_owned();
+    let create = |path: &Path| File::create(path).map_err(|error| Error::io("write", path, error));
+    command
+        .stdin(Stdio::null())
+        .stdout(create(out)?)
+        .stderr(create(log)?);
+    let mut child = Running::start(command).map_err(|error| match error.kind() {
+        std::io::ErrorKind::NotFound => Error::ToolMissing {
+            program: program.clone(),
+        },
+        _ => Error::io("start", Path::new(&program), error),
+    })?;
+    let status = wait(&mut child, &program, limit, cancel)?;
+    if status.success() {
+        return Ok(());
+    }
+    Err(Error::ToolFailed {
+        program,
+        status: code(status),
+        log: last_words(&tail(log).unwrap_or_default()),
+    })
+}
+
+fn wait(
+    child: &mut Running,
+    program: &str,
+    limit: Duration,
+    cancel: &Cancel,
+) -> Result<ExitStatus, Error> {
+    let start = Instant::now();
+    loop {
+        let ended = child.try_wait();
+        let ended = ended.map_err(|error| Error::io("wait for", Path::new(program), error))?;
+        if let Some(status) = ended {
+            return Ok(status);
+        }
+        if start.elapsed() >= limit {
+            return Err(Error::ToolStalled {
+                program: program.to_owned(),
+                after: limit,
+            });
+        }
+        cancel.check()?;
+        std::thread::sleep(POLL);
+    }
+}
+
+/// An exit status as a number, or in the system's words.
+pub(crate) fn code(status: ExitStatus) -> String {
+    status
+        .code()
+        .map_or_else(|| status.to_string(), |code| code.to_string())
+}
+
+/// The last lines of what a program wrote, as one.
+pub(crate) fn last_words(text: &str) -> String {
+    let lines: Vec<&str> = text
+        .lines()
+        .map(str::trim)
+        .filter(|line| !line.is_empty())
+        .collect();
+    let last = &lines[lines.len().saturating_sub(LOG_LINES)..];
+    if last.is_empty() {
+        "it said nothing".into()
+    } else {
+        last.join(" | ")
+    }
+}
+
+/// The last part of a log, safe to print.
+pub(crate) fn tail(log: &Path) -> Option<String> {
+    let mut file = File::open(log).ok()?;
+    let length = file.metadata().ok()?.len();
+    file.seek(SeekFrom::Start(length.saturating_sub(LOG_BYTES)))
+        .ok()?;
+    let mut bytes = Vec::new();
+    file.take(LOG_BYTES).read_to_end(&mut bytes).ok()?;
+    let printable = |c: char| if c.is_control() && c != '\n' { ' ' } else { c };
+    Some(
+        String::from_utf8_lossy(&bytes)
+            .chars()
+            .map(printable)
+            .collect(),
+    )
+}

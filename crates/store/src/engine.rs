@@ -1,0 +1,242 @@
+//! The MLX engine's libraries: fetched, checked, and put where paceline looks for them.
+//!
+//! ```text
+//! ROOT/<version>/mlx/lib/libmlx.so       the wheel, unpacked as it is: its libraries find each
+//! ROOT/<version>/mlx_cpu.libs/...        other by relative paths
+//! ROOT/<version>/mlx/lib/libmlxc.so      the C layer, built here
+//! ROOT/<version>/lib -> mlx/lib
+//! ROOT/<version>/paceline.json           the record; present when all of it is complete
+//! ```
+//!
+//! MLX itself comes as the published Python wheel, by pip, checked by SHA-256 before it is opened.
+//! The C layer (`mlx-c`) is in no package as a library; its sources come with the crate `mlx-sys`,
+//! by cargo, and are compiled here by the system's C++ compiler. Nothing is run that came with
+//! either, and nothing is installed outside of `ROOT`.
+
+mod layer;
+mod pins;
+mod unpack;
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use paceline_base::Bytes;
+use serde::{Deserialize, Serialize};
+
+use crate::download::Context;
+use crate::hash::{hash_file, is_sha256};
+use crate::lock::Lock;
+use crate::options::{PullOptions, Toolchain};
+use crate::progress::{Cancel, Progress};
+use crate::{Error, disk, pip};
+use pins::Pin;
+
+/// The record's name. It is written last.
+const RECORD: &str = "paceline.json";
+/// A record has a few hundred bytes; a larger one is not ours.
+const RECORD_BYTES_MAX: u64 = 64 << 10;
+
+/// Which build of MLX.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum MlxBuild {
+    /// Linux without a GPU; slow, for tests.
+    Cpu,
+    /// Apple silicon.
+    Metal,
+    /// NVIDIA, CUDA 12.
+    #[serde(rename = "cuda-12")]
+    Cuda12,
+    /// NVIDIA, CUDA 13.
+    #[serde(rename = "cuda-13")]
+    Cuda13,
+}
+
+impl MlxBuild {
+    /// All of them.
+    pub const ALL: [Self; 4] = [Self::Cpu, Self::Metal, Self::Cuda12, Self::Cuda13];
+
+    /// Its name, the wheel's without `mlx-`.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Cpu => "cpu",
+            Self::Metal => "metal",
+            Self::Cuda12 => "cuda-12",
+            Self::Cuda13 => "cuda-13",
+        }
+    }
+
+    /// Whether wheels exist for an operating system and processor, in the words of
+    /// [`std::env::consts`].
+    pub fn exists_for(self, os: &str, arch: &str) -> bool {
+        match self {
+            Self::Metal => os == "macos" && arch == "aarch64",
+            _ => os == "linux" && matches!(arch, "x86_64" | "aarch64"),
+        }
+    }
+
+    const fn pins(self) -> &'static [Pin] {
+        match self {
+            Self::Cpu => pins::CPU,
+            Self::Metal => pins::METAL,
+            Self::Cuda12 => pins::CUDA_12,
+            Self::Cuda13 => pins::CUDA_13,
+        }
+    }
+}
+
+/// An installed MLX.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Mlx {
+    /// Which build it is.
+    pub build: MlxBuild,
+    /// Version of MLX.
+    pub version: String,
+    /// Version of the C layer.
+    pub layer: String,
+    /// Its folder.
+    pub folder: PathBuf,
+    /// The C layer's library, to be opened; it finds MLX's beside it.
+    pub library: PathBuf,
+}
+
+/// What [`RECORD`] holds.
+#[derive(Debug, Serialize, Deserialize)]
+struct Record {
+    build: MlxBuild,
+    mlx: String,
+    mlx_c: String,
+    /// `NAME==VERSION` and SHA-256 of what was unpacked.
+    wheels: Vec<(String, String)>,
+}
+
+/// Version of MLX that [`install_mlx`] installs.
+pub const MLX_VERSION: &str = pins::MLX_VERSION;
+
+/// File name of the C layer.
+pub const MLX_LAYER: &str = if cfg!(target_os = "macos") {
+    "libmlxc.dylib"
+} else {
+    "libmlxc.so"
+};
+
+/// What is installed below `root`, in the version that this program wants.
+pub fn find_mlx(root: &Path) -> Option<Mlx> {
+    let folder = root.join(MLX_VERSION);
+    let path = folder.join(RECORD);
+    if fs::metadata(&path).ok()?.len() > RECORD_BYTES_MAX {
+        return None;
+    }
+    let record: Record = serde_json::from_slice(&fs::read(path).ok()?).ok()?;
+    let library = layer_path(&folder);
+    library.is_file().then_some(Mlx {
+        build: record.build,
+        version: record.mlx,
+        layer: record.mlx_c,
+        folder,
+        library,
+    })
+}
+
+/// The C layer beside MLX itself. Not by way of the link `lib`: MLX's CUDA build looks for headers
+/// beside its library by cutting the path's end off.
+fn layer_path(folder: &Path) -> PathBuf {
+    folder.join("mlx/lib").join(MLX_LAYER)
+}
+
+/// Installs `build` below `root`; what is there and complete is kept. Blocks; one process at a
+/// time. Fetches 10 MB (cpu) to some GB (cuda, with NVIDIA's libraries), and compiles for about
+/// 10 s.
+///
+/// # Errors
+/// See [`Error`]. What was there before stays then.
+pub fn install_mlx(
+    root: &Path,
+    build: MlxBuild,
+    tools: &Toolchain,
+    options: &PullOptions,
+    cancel: &Cancel,
+    progress: &mut dyn Progress,
+) -> Result<Mlx, Error> {
+    let lock = root.join(".lock");
+    let _lock = Lock::acquire(&lock, cancel, || {
+        progress.message("waiting for another process that installs MLX");
+    })?;
+    if let Some(present) = find_mlx(root).filter(|mlx| mlx.build == build) {
+        return Ok(present);
+    }
+    layer::check_tools(tools, root, cancel)?;
+    let mut ctx = Context {
+        options,
+        cancel,
+        progress,
+    };
+    let work = disk::temp_dir(root)?;
+    let fresh = work.path().join("new");
+    disk::create_dir(&fresh)?;
+    let mut wheels = Vec::new();
+    for pin in build.pins() {
+        wheels.push(add_wheel(pin, &fresh, work.path(), &mut ctx)?);
+    }
+    ctx.progress
+        .message("building the C layer from the sources in mlx-sys");
+    layer::build(&fresh, &layer_path(&fresh), tools, work.path(), cancel)?;
+    let link = fresh.join("lib");
+    std::os::unix::fs::symlink("mlx/lib", &link)
+        .map_err(|error| Error::io("create the link", &link, error))?;
+    let record = Record {
+        build,
+        mlx: MLX_VERSION.into(),
+        mlx_c: pins::MLX_C_VERSION.into(),
+        wheels,
+    };
+    let text = serde_json::to_vec_pretty(&record).expect("a record is plain data");
+    disk::write_atomic(&fresh.join(RECORD), &text)?;
+    put_in_place(&fresh, root, work.path())
+}
+
+/// Moves a complete folder to its name; what was there goes when `work` does.
+fn put_in_place(fresh: &Path, root: &Path, work: &Path) -> Result<Mlx, Error> {
+    let target = root.join(MLX_VERSION);
+    if target.exists() {
+        disk::rename(&target, &work.join("old"))?;
+    }
+    disk::rename(fresh, &target)?;
+    find_mlx(root).ok_or_else(|| Error::Damaged {
+        name: "mlx".into(),
+        reason: format!("{} is not complete", target.display()),
+    })
+}
+
+/// Fetches a wheel and unpacks it into `folder`; gives its name and hash.
+fn add_wheel(
+    pin: &Pin,
+    folder: &Path,
+    work: &Path,
+    ctx: &mut Context<'_>,
+) -> Result<(String, String), Error> {
+    let here = disk::temp_dir(work)?;
+    let request = pip::Request {
+        requirement: pin.requirement,
+        bytes: None,
+    };
+    let path = pip::download(request, here.path(), ctx)?;
+    let (_, hasher) = hash_file(&path, ctx.cancel, |_| {})?;
+    let sha256 = hasher.hex();
+    debug_assert!(is_sha256(&sha256));
+    if !pin.sha256.contains(&sha256.as_str()) {
+        return Err(Error::HashMismatch {
+            what: pin.requirement.into(),
+            expected: pin.sha256.join(" or "),
+            got: sha256,
+        });
+    }
+    unpack::wheel(pin.requirement, &path, folder, ctx)?;
+    Ok((pin.requirement.into(), sha256))
+}
+
+/// Bytes that `mlx` takes on disk.
+pub fn mlx_bytes(mlx: &Mlx) -> Bytes {
+    // The deepest path in a wheel is a header of cutlass, 9 folders down.
+    Bytes(disk::tree_bytes(&mlx.folder, 16))
+}

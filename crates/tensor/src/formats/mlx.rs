@@ -1,0 +1,94 @@
+//! The packed forms of MLX's types: the planes of the others, scales of their own.
+
+use super::{HALVES, NIBBLE_PLANE, Planes, Scales, nibbles};
+use crate::isa::Isa;
+use crate::stored::E2M1_DOUBLED;
+
+/// Nibbles that are e2m1 codes, as twice their values.
+#[derive(Debug)]
+pub(crate) struct Floats4;
+
+/// Scale and bias, as bfloat16 or as halves. `OFFSET` is what was taken off the integers, see
+/// [`crate::stored`].
+#[derive(Debug)]
+pub(crate) struct Affine<const OFFSET: i32, const BRAIN: bool>;
+
+/// A scale in bfloat16.
+#[derive(Debug)]
+pub(crate) struct Brain;
+
+impl Planes for Floats4 {
+    const BYTES: usize = NIBBLE_PLANE;
+    const OFFSET: i32 = 0;
+    const SIGNED: bool = true;
+    #[inline(always)]
+    unsafe fn quads<S: Isa>(chunk: *const u8) -> [S::W; 8] {
+        // SAFETY: passed on.
+        unsafe {
+            let mut quads = nibbles::<S>(chunk);
+            let mut g = 0;
+            while g < 8 {
+                quads[g] = S::lookup(&E2M1_DOUBLED, quads[g]);
+                g += 1;
+            }
+            quads
+        }
+    }
+}
+
+/// Sixteen scales of two bytes.
+#[inline(always)]
+unsafe fn load<S: Isa, const BRAIN: bool>(p: *const u8) -> S::F {
+    // SAFETY: 32 bytes at `p`.
+    unsafe {
+        if BRAIN {
+            S::load_bf16(p.cast())
+        } else {
+            S::load_f16(p.cast())
+        }
+    }
+}
+
+impl<const OFFSET: i32, const BRAIN: bool> Scales for Affine<OFFSET, BRAIN> {
+    const BYTES: usize = 2 * HALVES;
+    const HEADER: usize = 0;
+    const HALVES: bool = false;
+    const HAS_MIN: bool = true;
+    #[inline(always)]
+    unsafe fn scale<S: Isa>(_header: *const u8, scales: *const u8) -> S::F {
+        // SAFETY: 16 scales at `scales`.
+        unsafe { load::<S, BRAIN>(scales) }
+    }
+    #[inline(always)]
+    unsafe fn min<S: Isa>(_header: *const u8, scales: *const u8) -> S::F {
+        // SAFETY: 16 biases behind them.
+        unsafe {
+            let bias = load::<S, BRAIN>(scales.add(HALVES));
+            if OFFSET == 0 {
+                return bias;
+            }
+            S::fma(S::splat(OFFSET as f32), load::<S, BRAIN>(scales), bias)
+        }
+    }
+    unused_scale! {
+        sub(_a) -> [S::I; 2], [S::splat_i(1); 2];
+        min_sub(_a) -> [S::I; 2], [S::splat_i(1); 2];
+    }
+}
+
+impl Scales for Brain {
+    const BYTES: usize = HALVES;
+    const HEADER: usize = 0;
+    const HALVES: bool = false;
+    const HAS_MIN: bool = false;
+    #[inline(always)]
+    unsafe fn scale<S: Isa>(_header: *const u8, scales: *const u8) -> S::F {
+        // SAFETY: 16 scales at `scales`.
+        unsafe { S::load_bf16(scales.cast()) }
+    }
+    unused_scale! {
+        min(_a, _b) -> S::F, S::splat(0.0);
+        sub(_a) -> [S::I; 2], [S::splat_i(1); 2];
+        min_sub(_a) -> [S::I; 2], [S::splat_i(0); 2];
+    }
+}
