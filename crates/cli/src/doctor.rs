@@ -234,15 +234,22 @@ fn ssh() -> Check {
 }
 
 fn rdma(devices: Result<Vec<String>, RdmaError>) -> Check {
-    let mend = if cfg!(target_os = "macos") {
-        "start into recovery and run rdma_ctl enable (macOS 26.2 or later, Thunderbolt 5)"
-    } else {
-        "apt install libibverbs1 ibverbs-providers"
-    };
+    const MAC: bool = cfg!(target_os = "macos");
     match devices {
         Ok(names) if names.is_empty() => Check::absent("rdma", "no device"),
         Ok(names) => Check::ok("rdma", names.join(", ")),
-        Err(error) => Check::missing("rdma", error.to_string(), mend),
+        Err(error) if MAC => Check::missing(
+            "rdma",
+            error.to_string(),
+            "start into recovery and run rdma_ctl enable (macOS 26.2 or later, Thunderbolt 5)",
+        ),
+        // The library is there, and the kernel has no devices for it.
+        Err(error @ RdmaError::NoList { .. }) => Check::absent("rdma", error.to_string()),
+        Err(error) => Check::missing(
+            "rdma",
+            error.to_string(),
+            "apt install libibverbs1 ibverbs-providers",
+        ),
     }
 }
 

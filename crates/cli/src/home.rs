@@ -3,7 +3,7 @@
 //! | variable | meaning |
 //! |---|---|
 //! | `PACELINE_HOME` | where paceline keeps its files, default `~/.paceline` |
-//! | `PACELINE_MLXC` | MLX's C layer, or its folder; no other is looked for then |
+//! | `PACELINE_MLXC` | the C layer of MLX, or its folder: no other is looked for |
 //! | `HF_ENDPOINT` | another hub than the public one |
 //! | `HF_TOKEN` | login at the hub |
 //! | `HTTPS_PROXY`, `HTTP_PROXY`, `ALL_PROXY`, `NO_PROXY` | proxies, in lower case too |

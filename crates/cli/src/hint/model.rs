@@ -134,6 +134,8 @@ fn of_folder(error: &hf::Error) -> Option<&'static str> {
             "paceline reads .safetensors; a repository with .bin files only cannot be used"
         }
         Error::Weights(error) => return of_safetensors(error),
+        Error::Quantization { .. } | Error::QuantisedDtype { .. } => UNUSUAL,
+        Error::Memory { .. } => LESS_MEMORY,
         _ => STRANGE,
     })
 }
