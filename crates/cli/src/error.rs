@@ -77,6 +77,14 @@ pub(crate) enum Error {
         /// Value of `--nodes`.
         nodes: u32,
     },
+    /// An option that workers do not know yet.
+    #[error("{option} is for one node so far, but --nodes is {nodes}")]
+    OneNodeOnly {
+        /// The option.
+        option: &'static str,
+        /// Value of `--nodes`.
+        nodes: u32,
+    },
     /// A person started what paceline starts.
     #[error("`paceline worker` is a part of a model that other commands start, not a command")]
     WorkerByHand,
@@ -111,6 +119,7 @@ impl Error {
                 | Self::NotInChat { .. }
                 | Self::Grid { .. }
                 | Self::Shares { .. }
+                | Self::OneNodeOnly { .. }
                 | Self::WorkerByHand
         )
     }

@@ -8,7 +8,7 @@ use anyhow::Context;
 use indicatif::{ProgressBar, ProgressStyle};
 use paceline_base::KernelClass;
 use paceline_model::{LoadOptions, Model, Source};
-use paceline_tensor::{InstructionSet, Kernels};
+use paceline_tensor::{InstructionSet, Kernels, KvType};
 
 use crate::error::Error;
 use crate::output::tell;
@@ -27,6 +27,13 @@ pub(crate) struct ComputeArgs {
     /// four to eight times the memory)
     #[arg(long, value_name = "CLASS", default_value_t)]
     pub(crate) class: KernelClass,
+    /// How keys and values are kept: f16, f32 or q8_0 (about half of f16's memory, less exact)
+    /// [default: f16, with class cpu-f32 f32]
+    #[arg(long, value_name = "TYPE")]
+    pub(crate) kv: Option<KvType>,
+    /// Keep each thread on a core of its own: for a machine that does nothing else
+    #[arg(long)]
+    pub(crate) pin: bool,
 }
 
 /// Threads of each of `nodes` nodes on this machine. More than it has cores are warned about.
@@ -50,11 +57,23 @@ pub(crate) fn threads(args: ComputeArgs, nodes: u32) -> usize {
 /// # Errors
 /// As [`check_cpu`], and what the system says when it refuses a thread.
 pub(crate) fn kernels(threads: usize) -> anyhow::Result<Arc<Kernels>> {
+    free_kernels(threads).map(Arc::new)
+}
+
+/// As [`kernels`], on threads that stay on their cores.
+///
+/// # Errors
+/// As [`kernels`].
+pub(crate) fn pinned_kernels(threads: usize) -> anyhow::Result<Arc<Kernels>> {
+    Ok(Arc::new(free_kernels(threads)?.pinned()?))
+}
+
+fn free_kernels(threads: usize) -> anyhow::Result<Kernels> {
     let refused = || format!("cannot start {threads} threads");
-    Ok(Arc::new(match check_cpu()? {
-        Some(set) => Kernels::with_set(set, threads).with_context(refused)?,
-        None => Kernels::new(threads).with_context(refused)?,
-    }))
+    match check_cpu()? {
+        Some(set) => Kernels::with_set(set, threads).with_context(refused),
+        None => Kernels::new(threads).with_context(refused),
+    }
 }
 
 /// The instruction set that `PACELINE_CPU` forces, if any.

@@ -126,6 +126,11 @@ impl Opened {
         let config = Config::read(&source).map_err(|error| load::in_model(path, error))?;
         let bad = |what| format!("{}: cannot use its {what}", path.display());
         load::check_cpu()?;
+        let alone = [("--kv", compute.kv.is_some()), ("--pin", compute.pin)];
+        if let Some((option, _)) = alone.into_iter().find(|(_, given)| *given && cut.nodes > 1) {
+            let nodes = cut.nodes;
+            return Err(Error::OneNodeOnly { option, nodes }.into());
+        }
         Ok(Self {
             split: Split::plan(&config, cut.split, cut.nodes, &cut.shares)?,
             tokenizer: Arc::new(tokenizer(&source).with_context(|| bad("tokenizer"))?),
@@ -193,9 +198,17 @@ impl Opened {
     }
 
     fn here(&self) -> anyhow::Result<(Computing, String, Vec<Bytes>)> {
-        let kernels = load::kernels(self.threads)?;
+        let kernels = if self.compute.pin {
+            load::pinned_kernels(self.threads)?
+        } else {
+            load::kernels(self.threads)?
+        };
         let set = kernels.instruction_set().name().to_owned();
         let model = load::model(&self.path, &self.source, self.compute.class, kernels)?;
+        let model = match self.compute.kv {
+            Some(kv_type) => model.with_kv(kv_type),
+            None => model,
+        };
         let weights = vec![model.weight_bytes()];
         let tokenizer = Arc::clone(&self.tokenizer);
         let engine = Engine::new(Arc::new(model), tokenizer, self.engine.clone())?;

@@ -55,7 +55,7 @@ impl Engine {
             scratch: Scratch::new(model.config().vocab),
             pages: Pages::new(cache.pages()),
             reused: 0,
-            identity: format!("{} ({})", config.model, model.class()),
+            identity: format!("{} ({})", config.model, model.numbers()),
             model,
             tokenizer,
             config,

@@ -5,7 +5,7 @@ use crate::dispatch::{InstructionSet, Table};
 use crate::isa::LANES;
 use crate::matmul::GroupArgs;
 use crate::packed::Packed;
-use crate::pool::ThreadPool;
+use crate::pool::{Pinning, ThreadPool};
 
 mod attention;
 
@@ -92,6 +92,17 @@ impl Kernels {
         Ok(Self {
             table,
             pool: ThreadPool::new(threads)?,
+        })
+    }
+
+    /// The same with threads that stay on cores of their own, see [`Pinning`].
+    ///
+    /// # Errors
+    /// What the system says when it refuses a thread.
+    pub fn pinned(self) -> std::io::Result<Self> {
+        Ok(Self {
+            pool: ThreadPool::with_pinning(self.pool.threads(), Pinning::Cores)?,
+            table: self.table,
         })
     }
 

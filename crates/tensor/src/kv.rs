@@ -15,6 +15,8 @@
 //! their scales, `(ceil(head_dim / 32), 64)`. What attention computes with is `scale * q`, rounded
 //! once to f32.
 
+use std::str::FromStr;
+
 use half::f16;
 use half::slice::HalfFloatSliceExt;
 use paceline_base::Bytes;
@@ -57,6 +59,22 @@ impl KvType {
             Self::F32 => 4,
             Self::Q8_0 => 1,
         }
+    }
+}
+
+/// Not the name of a way to keep keys and values.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("unknown type of keys and values {0:?}, expected f16, f32 or q8_0")]
+pub struct UnknownKvType(pub String);
+
+impl FromStr for KvType {
+    type Err = UnknownKvType;
+
+    fn from_str(name: &str) -> Result<Self, UnknownKvType> {
+        Self::ALL
+            .into_iter()
+            .find(|kv_type| kv_type.name() == name)
+            .ok_or_else(|| UnknownKvType(name.to_owned()))
     }
 }
 

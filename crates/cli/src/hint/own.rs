@@ -35,6 +35,7 @@ pub(super) fn hint(error: &Error) -> Option<String> {
         Error::Shares { nodes, .. } => {
             format!("give {nodes} numbers, as in --shares {}", example(*nodes))
         }
+        Error::OneNodeOnly { option, .. } => format!("leave out {option} or --nodes"),
         Error::WorkerByHand => "`paceline run MODEL --nodes 2` starts two of them".into(),
         Error::NoHome => "set PACELINE_HOME to a folder for models".into(),
         Error::UnknownCpu { .. } | Error::CpuLacks { .. } => {
