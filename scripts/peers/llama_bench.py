@@ -2,13 +2,17 @@
 """Speed and answers of llama.cpp as its maintainers build it, for side-by-side runs.
 
     npm install --prefix DIR --no-save --ignore-scripts node-llama-cpp@3.22.1        # once
-    llama_bench.py DIR MODEL.gguf [--threads 2] [--prompt 512] [--gen 128] [--runs 5]
-                   [--tokens FILE.json | --text FILE.txt [--limit N]]
+    llama_bench.py DIR MODEL.gguf [--threads 2] [--prompt 512] [--gen 128] [--depth N] [--runs 5]
+                   [--tokens FILE.json | --text FILE.txt [--limit N]] [--serve]
 
 Drives the prebuilt libllama of the npm package `node-llama-cpp` through ctypes. That package ships
 one CPU library per instruction set and picks the best for this machine (AMX and VNNI included),
 which the wheel `xllamacpp` does not (AVX2 only: about four times slower on a Sapphire Rapids
 machine, so no fair peer there).
+
+Decodes behind the prompt, or behind --depth ids, which are read once and kept. With --serve it runs
+once for each line on standard input, after one run to warm up, and prints `[prefill, decode]`: so
+whoever takes turns with it need not wait for a model to be loaded.
 
 Prints one JSON object: medians and all runs, tokens per second, and the load average at the start
 (time on an idle machine only). --runs 0 leaves the timing out. With --tokens (a JSON list of ids)
@@ -43,7 +47,9 @@ def arguments():
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--gen", type=int, default=128)
+    parser.add_argument("--depth", type=int)
     parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--serve", action="store_true")
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--tokens")
     source.add_argument("--text")
@@ -77,7 +83,7 @@ SIGNATURES = [
     ("llama_init_from_model", C.c_void_p, [C.c_void_p, Opaque]),
     ("llama_set_n_threads", None, [C.c_void_p, C.c_int32, C.c_int32]),
     ("llama_get_memory", C.c_void_p, [C.c_void_p]),
-    ("llama_memory_clear", None, [C.c_void_p, C.c_bool]),
+    ("llama_memory_seq_rm", C.c_bool, [C.c_void_p, C.c_int32, C.c_int32, C.c_int32]),
     ("llama_batch_init", Batch, [C.c_int32, C.c_int32, C.c_int32]),
     ("llama_decode", C.c_int32, [C.c_void_p, Batch]),
     ("llama_synchronize", None, [C.c_void_p]),
@@ -158,8 +164,11 @@ class Session:
         self.context = self.llama.llama_init_from_model(self.model, params)
         self.llama.llama_set_n_threads(self.context, threads, threads)
 
-    def clear(self):
-        self.llama.llama_memory_clear(self.llama.llama_get_memory(self.context), True)
+    def forget(self, start):
+        """Drops what the context holds from position `start` on."""
+        memory = self.llama.llama_get_memory(self.context)
+        if not self.llama.llama_memory_seq_rm(memory, 0, start, -1):
+            sys.exit("llama_memory_seq_rm failed")
 
     def decode(self, ids, start, all_logits=False):
         batch = self.batch
@@ -200,16 +209,40 @@ def score(session, tokens):
             "gaps": gaps}
 
 
-def speed(session, prompt, gen):
-    """(prefill, decode) in tokens per second, on ids spread over the vocabulary."""
-    session.clear()
-    ids = [(i * 7919) % (session.n_vocab - 100) + 50 for i in range(prompt + gen)]
-    start = time.perf_counter()
-    session.decode(ids[:prompt], 0)
-    middle = time.perf_counter()
-    for i in range(prompt, prompt + gen):
-        session.decode(ids[i : i + 1], i)
-    return prompt / (middle - start), gen / (time.perf_counter() - middle)
+def ids_from(session, first, count):
+    """Ids spread over the vocabulary."""
+    return [(i * 7919) % (session.n_vocab - 100) + 50 for i in range(first, first + count)]
+
+
+def timed(session, ids, start, step):
+    """Ids per second when `ids` are computed `step` at a time from position `start`."""
+    begin = time.perf_counter()
+    for i in range(0, len(ids), step):
+        session.decode(ids[i : i + step], start + i)
+    return len(ids) / (time.perf_counter() - begin)
+
+
+class Speed:
+    """(prefill, decode) in tokens per second, once for each call."""
+
+    def __init__(self, session, args):
+        self.session, self.prompt, self.gen = session, args.prompt, args.gen
+        self.first = args.prompt if args.depth is None else args.depth
+        self.shallow = self.deep = session.context
+        if self.first != self.prompt:  # a context of its own, which keeps what was read
+            session.open(self.first + self.gen + 64, args.threads)
+            self.deep = session.context
+            timed(session, ids_from(session, 0, self.first), 0, BATCH)
+
+    def __call__(self):
+        session = self.session
+        session.context = self.shallow
+        session.forget(0)
+        prefill = timed(session, ids_from(session, 0, self.prompt), 0, BATCH)
+        session.context = self.deep
+        decode = timed(session, ids_from(session, self.first, self.gen), self.first, 1)
+        session.forget(self.first)
+        return prefill, decode
 
 
 def main():
@@ -229,10 +262,17 @@ def main():
            "model": os.path.basename(args.model), "threads": args.threads, "load": load}
     if tokens:
         out |= {"tokens": tokens} | score(session, tokens)
+    if args.serve:
+        run = Speed(session, args)
+        run()  # warm-up
+        for _ in sys.stdin:
+            print(json.dumps(run()), flush=True)
+        return
     if args.runs:
-        speed(session, args.prompt, args.gen)  # warm-up
-        runs = [speed(session, args.prompt, args.gen) for _ in range(args.runs)]
-        out |= {"prompt": args.prompt, "gen": args.gen,
+        run = Speed(session, args)
+        run()  # warm-up
+        runs = [run() for _ in range(args.runs)]
+        out |= {"prompt": args.prompt, "gen": args.gen, "depth": run.first,
                 "prefill_tok_s": round(statistics.median(r[0] for r in runs), 2),
                 "decode_tok_s": round(statistics.median(r[1] for r in runs), 2),
                 "runs": [[round(x, 2) for x in r] for r in runs]}

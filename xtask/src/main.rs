@@ -8,6 +8,7 @@
 mod cargo_test;
 mod darwin;
 mod deny;
+mod instructions;
 mod mlx;
 mod mlx_engine;
 mod mlx_tools;
@@ -86,6 +87,12 @@ enum Chore {
     Darwin,
     /// Run the kernel tests for AArch64 under QEMU.
     Neon,
+    /// Count the instructions of the AVX2 kernels and compare with the recorded counts.
+    Instructions {
+        /// Record the counts instead.
+        #[arg(long)]
+        record: bool,
+    },
     /// Run ranks over real verbs in a virtual machine with a software RDMA device.
     Rdma,
     /// Check licences, bans and sources of all dependencies with cargo-deny.
@@ -141,6 +148,10 @@ fn run(chore: Chore) -> Result<bool> {
         Chore::Mpi => steps::run(&[Step::Mpi]),
         Chore::Darwin => steps::run(&[Step::Darwin]),
         Chore::Neon => steps::run(&[Step::Neon]),
+        Chore::Instructions { record: true } => {
+            instructions::run(true, &mut |line| println!("{line}"))?.failed == 0
+        }
+        Chore::Instructions { record: false } => steps::run(&[Step::Instructions]),
         Chore::Rdma => steps::run(&[Step::Rdma]),
         Chore::Deny => steps::run(&[Step::Deny]),
     })

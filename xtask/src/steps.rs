@@ -8,7 +8,8 @@ use clap::ValueEnum;
 use crate::cargo_test::TestLog;
 use crate::tally::Tally;
 use crate::{
-    darwin, deny, mlx, mlx_engine, mlx_tools, models, mpi, neon, process, rdma, repo, sdk, tidy,
+    darwin, deny, instructions, mlx, mlx_engine, mlx_tools, models, mpi, neon, process, rdma, repo,
+    sdk, tidy,
 };
 
 /// One step. `cargo xtask test` runs the first ten.
@@ -40,6 +41,8 @@ pub(crate) enum Step {
     Darwin,
     /// The kernel tests for AArch64 under QEMU.
     Neon,
+    /// Instructions of the AVX2 kernels, counted by callgrind.
+    Instructions,
     /// Ranks over real verbs in a virtual machine.
     Rdma,
     /// Licences and sources of dependencies.
@@ -77,6 +80,7 @@ impl Step {
             Step::MlxRing => "mlx-ring",
             Step::Darwin => "darwin",
             Step::Neon => "neon",
+            Step::Instructions => "instructions",
             Step::Rdma => "rdma",
             Step::Deny => "deny",
         }
@@ -108,6 +112,7 @@ impl Step {
             Step::MlxRing => mlx::run(&mut |line| println!("{line}")),
             Step::Darwin => darwin::run(&mut |line| println!("{line}")),
             Step::Neon => neon::run(&mut |line| println!("{line}")),
+            Step::Instructions => instructions::run(false, &mut |line| println!("{line}")),
             Step::Rdma => rdma::run(&mut |line| println!("{line}")),
             Step::Deny => deny::run(&mut |line| println!("{line}")),
         }

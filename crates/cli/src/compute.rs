@@ -1,10 +1,11 @@
-//! What computes, and how: `--engine`, `--class`, `--threads`.
+//! What computes, and how: `--engine`, `--class`, `--threads`, `--kv`, `--pin`.
 
 use std::fmt;
 use std::str::FromStr;
 
 use paceline_base::KernelClass;
 use paceline_model::Split;
+use paceline_tensor::KvType;
 
 use crate::error::Error;
 
@@ -19,6 +20,28 @@ pub(crate) struct ComputeArgs {
     /// exact) or cpu-f32 (slow, four to eight times the memory); on MLX: mlx [default] or mlx-f32
     #[arg(long, value_name = "CLASS")]
     pub(crate) class: Option<KernelClass>,
+    /// How keys and values are kept: f16, f32 or q8_0 (about half of f16's memory, less exact)
+    /// [default: f16, with class cpu-f32 f32]
+    #[arg(long, value_name = "TYPE")]
+    pub(crate) kv: Option<KvType>,
+    /// Keep each thread on a core of its own: for a machine that does nothing else
+    #[arg(long)]
+    pub(crate) pin: bool,
+}
+
+impl ComputeArgs {
+    /// Whether `nodes` nodes that compute as `classes` can do all that was asked for.
+    ///
+    /// # Errors
+    /// [`Error::CpuOnly`], [`Error::OneNodeOnly`].
+    pub(crate) fn check(self, classes: &Classes, nodes: u32) -> Result<(), Error> {
+        let given = [("--kv", self.kv.is_some()), ("--pin", self.pin)];
+        match given.into_iter().find(|(_, given)| *given) {
+            Some((option, _)) if nodes > 1 => Err(Error::OneNodeOnly { option, nodes }),
+            Some((option, _)) if !classes.on_cpu() => Err(Error::CpuOnly { option }),
+            _ => Ok(()),
+        }
+    }
 }
 
 /// Options of commands that compute with a model.

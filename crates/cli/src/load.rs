@@ -9,7 +9,7 @@ use indicatif::{ProgressBar, ProgressStyle};
 use paceline_base::KernelClass;
 use paceline_engine::EngineConfig;
 use paceline_model::{Source, Weights};
-use paceline_tensor::{InstructionSet, Kernels};
+use paceline_tensor::{InstructionSet, Kernels, KvType};
 
 use crate::compute::ComputeArgs;
 use crate::error::Error;
@@ -40,11 +40,23 @@ pub(crate) fn threads(args: ComputeArgs, nodes: u32) -> usize {
 /// # Errors
 /// As [`check_cpu`], and what the system says when it refuses a thread.
 pub(crate) fn kernels(threads: usize) -> anyhow::Result<Arc<Kernels>> {
+    free_kernels(threads).map(Arc::new)
+}
+
+/// As [`kernels`], on threads that stay on their cores.
+///
+/// # Errors
+/// As [`kernels`].
+pub(crate) fn pinned_kernels(threads: usize) -> anyhow::Result<Arc<Kernels>> {
+    Ok(Arc::new(free_kernels(threads)?.pinned()?))
+}
+
+fn free_kernels(threads: usize) -> anyhow::Result<Kernels> {
     let refused = || format!("cannot start {threads} threads");
-    Ok(Arc::new(match check_cpu()? {
-        Some(set) => Kernels::with_set(set, threads).with_context(refused)?,
-        None => Kernels::new(threads).with_context(refused)?,
-    }))
+    match check_cpu()? {
+        Some(set) => Kernels::with_set(set, threads).with_context(refused),
+        None => Kernels::new(threads).with_context(refused),
+    }
 }
 
 /// The instruction set that `PACELINE_CPU` forces, if any.
@@ -87,21 +99,22 @@ pub(crate) fn open(path: &Path) -> anyhow::Result<Source> {
 }
 
 /// Loads the weights of `source` on the engine of `class`, with a progress bar on stderr when that
-/// takes a while. `engine` is what the model will be asked for.
+/// takes a while. `engine` is what the model will be asked for, `kv` how it keeps keys and values
+/// if not as its class does.
 ///
 /// # Errors
 /// What is wrong with the model, and its path; with MLX, where it is to compute.
 pub(crate) fn model(
     path: &Path,
     source: &Arc<Source>,
-    class: KernelClass,
+    (class, kv): (KernelClass, Option<KvType>),
     engine: &EngineConfig,
-    threads: usize,
+    kernels: Arc<Kernels>,
 ) -> anyhow::Result<Arc<dyn Weights>> {
     let (mut bar, places) = (LoadBar::new(), home::mlx_places()?);
-    let kernels = kernels(if class.is_mlx() { 1 } else { threads })?;
     let progress = |done, of| bar.show(done, of);
-    let model = paceline_node::load_whole(source, class, engine, &places, kernels, progress);
+    let numbers = (class, kv);
+    let model = paceline_node::load_whole(source, numbers, engine, &places, kernels, progress);
     bar.clear();
     model.map_err(|error| in_model(path, error))
 }

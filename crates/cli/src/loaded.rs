@@ -118,6 +118,7 @@ impl SplitArgs {
 pub(crate) struct Opened {
     source: Arc<Source>,
     path: PathBuf,
+    compute: ComputeArgs,
     classes: Classes,
     cut: SplitArgs,
     start: Instant,
@@ -148,6 +149,7 @@ impl Opened {
         let bad = |what| format!("{}: cannot use its {what}", path.display());
         load::check_cpu()?;
         let classes = Classes::new(engine.engine, compute.class, cut.nodes)?;
+        compute.check(&classes, cut.nodes)?;
         Ok(Self {
             split: Split::plan(&config, cut.split, cut.nodes, &cut.shares)?,
             tokenizer: Arc::new(tokenizer(&source).with_context(|| bad("tokenizer"))?),
@@ -156,6 +158,7 @@ impl Opened {
             engine: sizes(&config),
             path: std::path::absolute(path).with_context(|| path.display().to_string())?,
             source: Arc::new(source),
+            compute,
             classes,
             cut: cut.clone(),
             start,
@@ -219,8 +222,16 @@ impl Opened {
     }
 
     fn here(&self) -> anyhow::Result<(Computing, String, Vec<Bytes>)> {
-        let (class, threads) = (self.classes.first(), self.threads);
-        let model = load::model(&self.path, &self.source, class, &self.engine, threads)?;
+        let (class, compute) = (self.classes.first(), self.compute);
+        // Where MLX computes, kernels only choose tokens.
+        let threads = if class.is_mlx() { 1 } else { self.threads };
+        let kernels = if compute.pin {
+            load::pinned_kernels(threads)?
+        } else {
+            load::kernels(threads)?
+        };
+        let numbers = (class, compute.kv);
+        let model = load::model(&self.path, &self.source, numbers, &self.engine, kernels)?;
         let (set, weights) = (model.device(), vec![model.weight_bytes()]);
         let tokenizer = Arc::clone(&self.tokenizer);
         let engine = Engine::new(model, tokenizer, self.engine.clone())?;

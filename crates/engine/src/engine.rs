@@ -53,7 +53,7 @@ impl Engine {
             scratch: Scratch::new(model.config().vocab),
             pages: Pages::new(compute.pages()),
             reused: 0,
-            identity: format!("{} ({})", config.model, model.class()),
+            identity: format!("{} ({})", config.model, model.numbers()),
             model,
             tokenizer,
             config,

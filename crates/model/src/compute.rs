@@ -25,6 +25,12 @@ pub trait Weights: fmt::Debug + Send + Sync {
     /// The definition of the numbers.
     fn class(&self) -> KernelClass;
 
+    /// The class, and what else decides the numbers where it is not that of the class: results
+    /// and snapshots of others differ.
+    fn numbers(&self) -> String {
+        self.class().to_string()
+    }
+
     /// Bytes of weights that this rank holds, as they lie in memory.
     fn weight_bytes(&self) -> Bytes;
 
@@ -100,6 +106,10 @@ impl Weights for Model {
 
     fn class(&self) -> KernelClass {
         self.class()
+    }
+
+    fn numbers(&self) -> String {
+        self.numbers()
     }
 
     fn weight_bytes(&self) -> Bytes {

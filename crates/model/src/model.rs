@@ -27,6 +27,7 @@ pub struct Model {
     leader: Rank,
     links: Option<Arc<Links>>,
     class: KernelClass,
+    kv_type: KvType,
     kernels: Arc<Kernels>,
     /// In the first stage.
     embedding: Option<AsStored>,
@@ -35,6 +36,14 @@ pub struct Model {
     head: Option<(Vec<f32>, Linear)>,
     tied: bool,
     integer_inputs: IntegerInputs,
+}
+
+/// How a class keeps keys and values.
+const fn own_kv_type(class: KernelClass) -> KvType {
+    match class {
+        KernelClass::CpuF32 => KvType::F32,
+        _ => KvType::F16,
+    }
 }
 
 /// What [`Model::follow`] did.
@@ -126,6 +135,7 @@ impl Model {
             leader: split.leader(),
             links: None,
             class: options.class,
+            kv_type: own_kv_type(options.class),
             embedding,
             kernels,
             layers,
@@ -165,6 +175,23 @@ impl Model {
     /// The definition of the numbers.
     pub const fn class(&self) -> KernelClass {
         self.class
+    }
+
+    /// Keeps keys and values in another type than the class does. Results with another type carry
+    /// no promise of equal bits, as those of another class.
+    #[must_use]
+    pub const fn with_kv(mut self, kv_type: KvType) -> Self {
+        self.kv_type = kv_type;
+        self
+    }
+
+    /// Class of the numbers, and the type of keys and values where it is not that of the class.
+    pub fn numbers(&self) -> String {
+        if self.kv_type == own_kv_type(self.class) {
+            self.class.to_string()
+        } else {
+            format!("{}, kv {}", self.class, self.kv_type.name())
+        }
     }
 
     /// How finely activations are rounded for quantised weights.
@@ -215,15 +242,11 @@ impl Model {
     /// # Errors
     /// [`Error::Cache`] when the memory cannot be reserved.
     pub fn new_cache(&self, positions: usize) -> Result<KvCache, Error> {
-        let kv_type = match self.class {
-            KernelClass::CpuF32 => KvType::F32,
-            _ => KvType::F16,
-        };
         let shape = KvShape {
             layers: self.layers.len(),
             heads: self.shard.kv_heads.len(),
             head_dim: self.config.head_dim,
-            kv_type,
+            kv_type: self.kv_type,
         };
         KvCache::new(shape, positions.div_ceil(PAGE)).map_err(Error::Cache)
     }

@@ -1,5 +1,6 @@
 //! One step: a batch of rows through all layers, in buffers that were allocated once.
 
+use paceline_tensor::pool::DisjointMut;
 use paceline_tensor::{
     Activations, Attention, AttentionRows, AttentionScratch, KvCache, PAGE, Packed, Product, vector,
 };
@@ -168,6 +169,8 @@ pub struct Workspace {
     wanted: Vec<usize>,
     /// The plan of the step, for the other ranks or from the leader.
     words: Vec<u32>,
+    /// Empty: memory that each step describes its sequences in.
+    sequences: Vec<AttentionRows<'static>>,
     scratch: AttentionScratch,
 }
 
@@ -204,7 +207,8 @@ impl Workspace {
             received: Vec::new(),
             wanted: Vec::with_capacity(size.logit_rows),
             words: Vec::new(),
-            scratch: AttentionScratch::new(
+            sequences: Vec::with_capacity(size.sequences),
+            scratch: model.kernels().attention_scratch(
                 size.sequences,
                 shard.heads.len(),
                 c.head_dim,
@@ -233,6 +237,29 @@ fn angle_buffers(model: &Model, max_rows: usize) -> Vec<Vec<(f32, f32)>> {
     model.config().ropes.iter().map(room).collect()
 }
 
+/// The sequences of a batch, in the memory of `empty`.
+fn attention_rows<'b>(
+    batch: &Batch<'b>,
+    empty: &mut Vec<AttentionRows<'static>>,
+) -> Vec<AttentionRows<'b>> {
+    let mut sequences = without_rows(std::mem::take(empty));
+    sequences.extend(batch.sequences.iter().map(|s| AttentionRows {
+        rows: s.tokens.len(),
+        position: s.position,
+        pages: s.pages,
+    }));
+    sequences
+}
+
+/// Empties a vector and keeps its memory for elements of another lifetime: collecting in place
+/// does not allocate.
+fn without_rows<'b>(mut rows: Vec<AttentionRows<'_>>) -> Vec<AttentionRows<'b>> {
+    rows.clear();
+    rows.into_iter()
+        .map(|_| -> AttentionRows<'b> { unreachable!("it was emptied") })
+        .collect()
+}
+
 /// A step in progress: what the layers of a family work on.
 #[derive(Debug)]
 pub(crate) struct Step<'m, 'b> {
@@ -240,6 +267,7 @@ pub(crate) struct Step<'m, 'b> {
     batch: &'b Batch<'b>,
     ws: &'b mut Workspace,
     cache: &'b mut KvCache,
+    sequences: Vec<AttentionRows<'b>>,
     rows: usize,
 }
 
@@ -267,6 +295,7 @@ impl<'m, 'b> Step<'m, 'b> {
         let mut step = Self {
             model,
             batch,
+            sequences: attention_rows(batch, &mut ws.sequences),
             ws,
             cache,
             rows,
@@ -307,23 +336,10 @@ impl<'m, 'b> Step<'m, 'b> {
         }
     }
 
-    fn write_cache(&mut self, layer: usize) {
-        let len = self.model.shard().kv_heads.len() * self.model.config().head_dim;
-        let mut t = 0;
-        for s in self.batch.sequences {
-            for position in s.position..s.position + s.tokens.len() {
-                let part = t * len..(t + 1) * len;
-                let (k, v) = (&self.ws.k[part.clone()], &self.ws.v[part]);
-                self.cache
-                    .write(layer, s.pages[position / PAGE], position % PAGE, k, v);
-                t += 1;
-            }
-        }
-    }
-
     /// Sends the residual stream (T, C) to the next stage, or turns its wanted rows into logits
     /// (R, V) at the leader; returns R there.
-    pub(crate) fn finish(self) -> Result<usize, Error> {
+    pub(crate) fn finish(mut self) -> Result<usize, Error> {
+        self.ws.sequences = without_rows(std::mem::take(&mut self.sequences));
         let (model, shard) = (self.model, self.model.shard());
         match model.head() {
             Some((norm, output)) => self.logits(norm, output),
@@ -433,14 +449,16 @@ impl<'b> LayerStep for Step<'_, 'b> {
             shard.heads.len() * c.head_dim,
             shard.kv_heads.len() * c.head_dim,
         );
-        for t in 0..self.rows {
+        let q = DisjointMut::new(&mut self.ws.q, q_len.max(1));
+        let k = DisjointMut::new(&mut self.ws.k, k_len.max(1));
+        self.model.kernels().for_rows(self.rows, |t| {
             let angles = &angles[t * pairs..(t + 1) * pairs];
-            let q = &mut self.ws.q[t * q_len..(t + 1) * q_len];
+            // SAFETY: each row is visited once.
+            let (q, k) = unsafe { (q.part(t), k.part(t)) };
             vector::rope(q, c.head_dim, angles, rope.pairs);
             q.iter_mut().for_each(|x| *x *= c.query_scale);
-            let k = &mut self.ws.k[t * k_len..(t + 1) * k_len];
             vector::rope(k, c.head_dim, angles, rope.pairs);
-        }
+        });
         Ok(())
     }
 
@@ -450,14 +468,10 @@ impl<'b> LayerStep for Step<'_, 'b> {
             return Ok(());
         }
         let held = layer - shard.layers.start;
-        self.write_cache(held);
+        let kernels = self.model.kernels();
+        let (k, v) = (&self.ws.k, &self.ws.v);
+        kernels.write_kv(self.cache, held, &self.sequences, k, v);
         let group = c.heads / c.kv_heads;
-        let rows_of = |s: &BatchSequence<'b>| AttentionRows {
-            rows: s.tokens.len(),
-            position: s.position,
-            pages: s.pages,
-        };
-        let sequences: Vec<_> = self.batch.sequences.iter().map(rows_of).collect();
         let step = Attention {
             cache: self.cache,
             layer: held,
@@ -466,11 +480,9 @@ impl<'b> LayerStep for Step<'_, 'b> {
             skipped: shard.heads.start % group,
             window: c.layers[layer].window,
             queries: &self.ws.q,
-            sequences: &sequences,
+            sequences: &self.sequences,
         };
-        self.model
-            .kernels()
-            .attention(&step, &mut self.ws.scratch, &mut self.ws.attended);
+        kernels.attention(&step, &mut self.ws.scratch, &mut self.ws.attended);
         Ok(())
     }
 
@@ -622,7 +634,7 @@ fn add_bias(out: &mut [f32], bias: Option<&[f32]>, rows: usize) {
 /// RMS norm of every run of `weight.len()` values.
 fn norm_in_place(model: &Model, x: &mut [f32], weight: &[f32]) {
     let (kernels, eps) = (model.kernels(), model.config().norm_eps);
-    let parts = paceline_tensor::pool::DisjointMut::new(x, weight.len());
+    let parts = DisjointMut::new(x, weight.len());
     let runs = parts.len();
     kernels.for_rows(runs, |i| {
         // SAFETY: each run is visited once.

@@ -21,6 +21,8 @@ use common::compare::{argmax, gap, largest, log_probability};
 use common::runner::Runner;
 use common::{golden_json, ids, kernels, load, number, numbers, test_model};
 use paceline_base::KernelClass;
+use paceline_model::Model;
+use paceline_tensor::KvType;
 use serde_json::Value;
 
 /// Part of the positions whose winners agree, at least.
@@ -58,7 +60,11 @@ impl Reading {
     }
 
     fn ours(path: &Path, class: KernelClass, tokens: &[u32]) -> Self {
-        let mut runner = Runner::new(load(path, class, &kernels()), tokens.len());
+        Self::of(load(path, class, &kernels()), tokens)
+    }
+
+    fn of(model: Model, tokens: &[u32]) -> Self {
+        let mut runner = Runner::new(model, tokens.len());
         let (mut nlls, mut argmaxes, mut gaps) = (Vec::new(), Vec::new(), Vec::new());
         runner.each(tokens, |t, logits| {
             argmaxes.push(argmax(logits));
@@ -183,6 +189,17 @@ fn check_cpu(path: &Path, name: &str, golden: &Golden, all: bool) {
     check_stored(name, KernelClass::Cpu, golden, &ours, all);
 }
 
+/// Keys and values in bytes: what that costs beside those of the class, in f16.
+fn check_kv_bytes(path: &Path, name: &str, golden: &Golden) {
+    let model = load(path, KernelClass::Cpu, &kernels()).with_kv(KvType::Q8_0);
+    let ours = Reading::of(model, &golden.tokens);
+    let title = format!("{name} cpu with kv q8_0, llama.cpp widened");
+    let widened = Difference::print(&title, &ours, &golden.widened);
+    let decided = |t: usize| golden.widened.gaps[t] > NEAR_TIE;
+    assert!(widened.agreement(decided) >= TOP1_BAR, "{widened:?}");
+    assert!(widened.nll.abs() <= NLL_BAR, "{widened:?}");
+}
+
 /// Class `cpu-q8` rounds as llama.cpp as stored does, but other runs of values: both turn near ties
 /// over, each its own.
 fn check_q8(path: &Path, name: &str, golden: &Golden, all: bool) {
@@ -227,6 +244,7 @@ fn smollm2() {
     let golden = Golden::read("smollm2");
     check_cpu(&path, "smollm2", &golden, true);
     check_q8(&path, "smollm2", &golden, true);
+    check_kv_bytes(&path, "smollm2", &golden);
     check_f32(&path, "smollm2", &golden);
 }
 
@@ -238,5 +256,6 @@ fn gemma3() {
     let golden = Golden::read("gemma3");
     check_cpu(&path, "gemma3", &golden, false);
     check_q8(&path, "gemma3", &golden, false);
+    check_kv_bytes(&path, "gemma3", &golden);
     check_f32(&path, "gemma3", &golden);
 }

@@ -8,7 +8,7 @@ use paceline_model::{
     Config, Error, Links, LoadOptions, MlxModel, MlxOptions, MlxPlaces, Model, Source, Split,
     Weights,
 };
-use paceline_tensor::Kernels;
+use paceline_tensor::{Kernels, KvType};
 
 /// What is to be loaded, and how.
 #[derive(Clone, Copy, Debug)]
@@ -17,6 +17,8 @@ pub(crate) struct Wanted<'a> {
     pub(crate) split: &'a Split,
     pub(crate) rank: Rank,
     pub(crate) class: KernelClass,
+    /// How keys and values are kept if not as the class does; not on MLX.
+    pub(crate) kv: Option<KvType>,
     /// Sizes of the engine, to know before loading whether all fits.
     pub(crate) engine: &'a EngineConfig,
     /// Where MLX is looked for.
@@ -49,6 +51,10 @@ impl Wanted<'_> {
         }
         let options = LoadOptions { class };
         let model = Model::load_shard(self.source, split, rank, options, kernels, progress)?;
+        let model = match self.kv {
+            Some(kv) => model.with_kv(kv),
+            None => model,
+        };
         Ok(match links {
             Some(links) => Arc::new(model.link(links)),
             None => Arc::new(model),
@@ -56,13 +62,14 @@ impl Wanted<'_> {
     }
 }
 
-/// Loads a whole model on the engine of `class`; `engine` is what it will be asked for.
+/// Loads a whole model on the engine of `class`; `engine` is what it will be asked for, `kv` how it
+/// keeps keys and values if not as its class does.
 ///
 /// # Errors
 /// What is wrong with the model, or with MLX where it is to compute.
 pub fn load_whole(
     source: &Arc<Source>,
-    class: KernelClass,
+    (class, kv): (KernelClass, Option<KvType>),
     engine: &EngineConfig,
     mlx: &MlxPlaces,
     kernels: Arc<Kernels>,
@@ -74,6 +81,7 @@ pub fn load_whole(
         split: &split,
         rank: Rank(0),
         class,
+        kv,
         engine,
         mlx,
     };

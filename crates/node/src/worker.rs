@@ -98,6 +98,7 @@ fn work(
         split: &split,
         rank: Rank(job.rank),
         class,
+        kv: None,
         engine: &job.engine,
         mlx,
     };

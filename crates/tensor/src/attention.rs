@@ -18,6 +18,7 @@
 use half::f16;
 
 use crate::isa::{self, Isa, LANES};
+use crate::kv::SCALED;
 
 /// Positions in a page. Sixty-four keys are four registers of 16 scores; with 32 the merges cost
 /// twice as much, with 128 a short sequence wastes memory.
@@ -25,12 +26,26 @@ pub const PAGE: usize = 64;
 
 const RUNS: usize = PAGE / LANES;
 
-/// Queries that share one pass over a page.
-const TILE: usize = 4;
+/// Queries that share one pass over a page, where registers are many and where they are few.
+const TILES: [usize; 2] = [6, 4];
+
+/// Bytes that one prefetch asks for.
+const LINE: usize = 64;
 
 /// An element of the key/value cache.
 pub(crate) trait KvElement: Copy {
+    /// Whether a scale goes with every [`SCALED`] elements of a position.
+    const HAS_SCALES: bool = false;
     unsafe fn load<S: Isa>(p: *const Self) -> S::F;
+}
+
+impl KvElement for i8 {
+    const HAS_SCALES: bool = true;
+    #[inline(always)]
+    unsafe fn load<S: Isa>(p: *const Self) -> S::F {
+        // SAFETY: passed on.
+        unsafe { S::to_f(S::load_i8(p.cast())) }
+    }
 }
 
 impl KvElement for f16 {
@@ -72,10 +87,31 @@ pub(crate) const fn partial_len(head_dim: usize) -> usize {
 pub(crate) struct PageView {
     /// `(head_dim, 64)`: transposed, so that a register holds 16 positions.
     pub(crate) keys: *const u8,
+    /// `(ceil(head_dim / 32), 64)` f16, where there are scales.
+    pub(crate) key_scales: *const u16,
     /// `(64, head_dim)`.
     pub(crate) values: *const u8,
+    /// As those of the keys.
+    pub(crate) value_scales: *const u16,
     /// A multiple of 16.
     pub(crate) head_dim: usize,
+    /// Bytes from `keys` to the keys of the page that is read next, whose lines are asked for
+    /// while this one is computed: a page ends before the processor has noticed that it is read
+    /// in order. 0 when none follows.
+    pub(crate) to_next: isize,
+}
+
+impl PageView {
+    /// Asks for the `bytes` of the next page that lie where `p` lies in this one.
+    #[inline(always)]
+    unsafe fn prefetch<S: Isa>(&self, p: *const u8, bytes: usize) {
+        let mut at = 0;
+        while at < bytes {
+            // SAFETY: a hint; any address will do.
+            unsafe { S::prefetch(p.wrapping_offset(self.to_next).wrapping_add(at)) };
+            at += LINE;
+        }
+    }
 }
 
 /// Attends `queries` to one page.
@@ -84,14 +120,32 @@ pub(crate) struct PageView {
 /// Features of `S`; pointers as documented; pages hold elements `E`.
 #[inline(always)]
 pub(crate) unsafe fn attend<S: Isa, E: KvElement>(page: PageView, queries: &[Query]) {
+    // SAFETY: passed on.
+    unsafe {
+        if S::REGISTERS >= 32 {
+            attend_tiles::<S, E, { TILES[0] }>(page, queries);
+        } else {
+            attend_tiles::<S, E, { TILES[1] }>(page, queries);
+        }
+    }
+}
+
+#[inline(always)]
+unsafe fn attend_tiles<S: Isa, E: KvElement, const TILE: usize>(
+    mut page: PageView,
+    queries: &[Query],
+) {
     let mut rest = queries;
     // SAFETY: passed on; each call gets exactly its number of queries.
     unsafe {
         while rest.len() >= TILE {
             attend_some::<S, E, TILE>(page, rest);
             rest = &rest[TILE..];
+            page.to_next = 0; // asked for once
         }
         match rest.len() {
+            5 => attend_some::<S, E, 5>(page, rest),
+            4 => attend_some::<S, E, 4>(page, rest),
             3 => attend_some::<S, E, 3>(page, rest),
             2 => attend_some::<S, E, 2>(page, rest),
             1 => attend_some::<S, E, 1>(page, rest),
@@ -104,71 +158,113 @@ pub(crate) unsafe fn attend<S: Isa, E: KvElement>(page: PageView, queries: &[Que
 unsafe fn attend_some<S: Isa, E: KvElement, const N: usize>(page: PageView, queries: &[Query]) {
     // SAFETY: at least N queries.
     unsafe {
-        let scores = scores::<S, E, N>(page, queries);
         let mut p = [[0.0f32; PAGE]; N];
+        // N accumulators and a register of keys for each run that is computed at once.
+        if (N + 1) * 4 < S::REGISTERS {
+            scores::<S, E, N, 4>(page, queries, &mut p);
+        } else if (N + 1) * 2 < S::REGISTERS {
+            scores::<S, E, N, 2>(page, queries, &mut p);
+        } else {
+            scores::<S, E, N, 1>(page, queries, &mut p);
+        }
         let mut i = 0;
         while i < N {
-            softmax::<S>(scores[i], &queries[i], &mut p[i]);
+            softmax::<S>(queries.get_unchecked(i), &mut p[i]);
             i += 1;
         }
-        let mut d = 0;
-        while d < page.head_dim {
-            // Four registers at a time keep the fused multiply-adds independent.
-            if d + 4 * LANES <= page.head_dim {
-                weigh::<S, E, N, 4>(page, queries, &p, d);
-                d += 4 * LANES;
-            } else {
-                weigh::<S, E, N, 1>(page, queries, &p, d);
-                d += LANES;
-            }
-        }
+        weigh_all::<S, E, N>(page, queries, &p);
     }
 }
 
-/// `s[i]` of all 64 positions for each query.
+/// `R` registers of elements.
 #[inline(always)]
-unsafe fn scores<S: Isa, E: KvElement, const N: usize>(
+unsafe fn load_run<S: Isa, E: KvElement, const R: usize>(p: *const E) -> [S::F; R] {
+    // SAFETY: 16 R elements at `p`.
+    unsafe {
+        let mut x = [S::splat(0.0); R];
+        let mut r = 0;
+        while r < R {
+            x[r] = E::load::<S>(p.add(r * LANES));
+            r += 1;
+        }
+        x
+    }
+}
+
+/// `x * scale`, where there are scales.
+#[inline(always)]
+unsafe fn scaled<S: Isa, E: KvElement, const R: usize>(
+    mut x: [S::F; R],
+    scales: [S::F; R],
+) -> [S::F; R] {
+    let mut r = 0;
+    while E::HAS_SCALES && r < R {
+        // SAFETY: register arithmetic.
+        x[r] = unsafe { S::mul(x[r], scales[r]) };
+        r += 1;
+    }
+    x
+}
+
+/// `s[i]` of all 64 positions for each query, `R` runs of 16 at a time.
+#[inline(always)]
+unsafe fn scores<S: Isa, E: KvElement, const N: usize, const R: usize>(
     page: PageView,
     queries: &[Query],
-) -> [[S::F; RUNS]; N] {
-    // SAFETY: the keys are (head_dim, 64) elements, each query head_dim floats.
+    out: &mut [[f32; PAGE]; N],
+) {
+    // SAFETY: the keys are (head_dim, 64) elements, each query head_dim floats; `first` stays
+    // below four runs.
     unsafe {
         let keys = page.keys.cast::<E>();
-        let mut s = [[S::splat(0.0); RUNS]; N];
-        for d in 0..page.head_dim {
-            let mut k = [S::splat(0.0); RUNS];
-            let mut r = 0;
-            while r < RUNS {
-                k[r] = E::load::<S>(keys.add(d * PAGE + r * LANES));
-                r += 1;
+        let mut first = 0;
+        while first < PAGE {
+            let mut s = [[S::splat(0.0); R]; N];
+            let mut scales = [S::splat(1.0); R];
+            for d in 0..page.head_dim {
+                if E::HAS_SCALES && d % SCALED == 0 {
+                    let row = page.key_scales.add(d / SCALED * PAGE + first);
+                    scales = load_run::<S, f16, R>(row.cast());
+                }
+                let row = keys.add(d * PAGE + first);
+                page.prefetch::<S>(row.cast(), R * LANES * size_of::<E>());
+                let k = scaled::<S, E, R>(load_run::<S, E, R>(row), scales);
+                let mut i = 0;
+                while i < N {
+                    let q = S::splat(*queries.get_unchecked(i).q.add(d));
+                    let mut r = 0;
+                    while r < R {
+                        s[i][r] = S::fma(q, k[r], s[i][r]);
+                        r += 1;
+                    }
+                    i += 1;
+                }
             }
             let mut i = 0;
             while i < N {
-                let q = S::splat(*queries.get_unchecked(i).q.add(d));
                 let mut r = 0;
-                while r < RUNS {
-                    s[i][r] = S::fma(q, k[r], s[i][r]);
+                while r < R {
+                    S::store(out[i].as_mut_ptr().add(first + r * LANES), s[i][r]);
                     r += 1;
                 }
                 i += 1;
             }
+            first += R * LANES;
         }
-        s
     }
 }
 
-/// Turns scores into weights `p` and writes `m` and `l`.
+/// Turns the scores in `p` into weights and writes `m` and `l`.
 #[inline(always)]
-unsafe fn softmax<S: Isa>(s: [S::F; RUNS], query: &Query, p: &mut [f32; PAGE]) {
+unsafe fn softmax<S: Isa>(query: &Query, p: &mut [f32; PAGE]) {
     // SAFETY: `p` holds four runs; `out` holds at least two floats.
     unsafe {
-        let mut r = 0;
-        while r < RUNS {
-            S::store(p.as_mut_ptr().add(r * LANES), s[r]);
-            r += 1;
+        if query.lo > 0 {
+            p[..query.lo].fill(f32::NEG_INFINITY);
         }
-        p[..query.lo].fill(f32::NEG_INFINITY);
-        p[query.hi..].fill(f32::NEG_INFINITY);
+        if query.hi < PAGE {
+            p[query.hi..].fill(f32::NEG_INFINITY);
+        }
         let m = largest::<S>(p);
         let mut e = [S::splat(0.0); RUNS];
         let mut r = 0;
@@ -194,6 +290,55 @@ unsafe fn largest<S: Isa>(p: &[f32; PAGE]) -> f32 {
     }
 }
 
+/// `o` of each query.
+#[inline(always)]
+unsafe fn weigh_all<S: Isa, E: KvElement, const N: usize>(
+    page: PageView,
+    queries: &[Query],
+    p: &[[f32; PAGE]; N],
+) {
+    let range = Ranges::of(&queries[..N]);
+    // SAFETY: at least N queries; d + 16 R <= head_dim.
+    unsafe {
+        let mut d = 0;
+        while d < page.head_dim {
+            // As many registers at a time as keep the fused multiply-adds independent and fit.
+            if (N + 1) * 4 < S::REGISTERS && d + 4 * LANES <= page.head_dim {
+                weigh::<S, E, N, 4>(page, queries, p, d, range);
+                d += 4 * LANES;
+            } else if (N + 1) * 2 < S::REGISTERS && d + 2 * LANES <= page.head_dim {
+                weigh::<S, E, N, 2>(page, queries, p, d, range);
+                d += 2 * LANES;
+            } else {
+                weigh::<S, E, N, 1>(page, queries, p, d, range);
+                d += LANES;
+            }
+        }
+    }
+}
+
+/// Positions that some of the queries see, and those that all see.
+#[derive(Clone, Copy)]
+struct Ranges {
+    some: (usize, usize),
+    all: (usize, usize),
+}
+
+impl Ranges {
+    #[inline(always)]
+    fn of(queries: &[Query]) -> Self {
+        let (mut some, mut all) = ((PAGE, 0), (0, PAGE));
+        for query in queries {
+            some = (some.0.min(query.lo), some.1.max(query.hi));
+            all = (all.0.max(query.lo), all.1.min(query.hi));
+        }
+        if all.0 >= all.1 {
+            all = (some.1, some.1); // none
+        }
+        Self { some, all }
+    }
+}
+
 /// `o[d..d + 16 R]` of each query.
 #[inline(always)]
 unsafe fn weigh<S: Isa, E: KvElement, const N: usize, const R: usize>(
@@ -201,39 +346,14 @@ unsafe fn weigh<S: Isa, E: KvElement, const N: usize, const R: usize>(
     queries: &[Query],
     p: &[[f32; PAGE]; N],
     d: usize,
+    range: Ranges,
 ) {
-    // SAFETY: the values are (64, head_dim) elements; d + 16 R <= head_dim.
+    // SAFETY: ranges lie within the page; d + 16 R <= head_dim.
     unsafe {
-        let values = page.values.cast::<E>();
-        let (mut lo, mut hi) = (PAGE, 0);
-        let mut i = 0;
-        while i < N {
-            lo = lo.min(queries.get_unchecked(i).lo);
-            hi = hi.max(queries.get_unchecked(i).hi);
-            i += 1;
-        }
         let mut o = [[S::splat(0.0); R]; N];
-        for pos in lo..hi {
-            let mut v = [S::splat(0.0); R];
-            let mut r = 0;
-            while r < R {
-                v[r] = E::load::<S>(values.add(pos * page.head_dim + d + r * LANES));
-                r += 1;
-            }
-            let mut i = 0;
-            while i < N {
-                let query = queries.get_unchecked(i);
-                if pos >= query.lo && pos < query.hi {
-                    let weight = S::splat(*p[i].get_unchecked(pos));
-                    let mut r = 0;
-                    while r < R {
-                        o[i][r] = S::fma(weight, v[r], o[i][r]);
-                        r += 1;
-                    }
-                }
-                i += 1;
-            }
-        }
+        weigh_some::<S, E, N, R, false>(page, queries, p, d, (range.some.0, range.all.0), &mut o);
+        weigh_some::<S, E, N, R, true>(page, queries, p, d, range.all, &mut o);
+        weigh_some::<S, E, N, R, false>(page, queries, p, d, (range.all.1, range.some.1), &mut o);
         let mut i = 0;
         while i < N {
             let out = queries.get_unchecked(i).out.add(2 + d);
@@ -244,6 +364,61 @@ unsafe fn weigh<S: Isa, E: KvElement, const N: usize, const R: usize>(
             }
             i += 1;
         }
+    }
+}
+
+/// Adds the positions `lo..hi` to `o`; with `ALL`, every query sees them.
+#[inline(always)]
+unsafe fn weigh_some<S: Isa, E: KvElement, const N: usize, const R: usize, const ALL: bool>(
+    page: PageView,
+    queries: &[Query],
+    p: &[[f32; PAGE]; N],
+    d: usize,
+    (lo, hi): (usize, usize),
+    o: &mut [[S::F; R]; N],
+) {
+    // SAFETY: the values are (64, head_dim) elements; d + 16 R <= head_dim.
+    unsafe {
+        let values = page.values.cast::<E>();
+        for pos in lo..hi {
+            let row = values.add(pos * page.head_dim + d);
+            page.prefetch::<S>(row.cast(), R * LANES * size_of::<E>());
+            let scales = if E::HAS_SCALES {
+                value_scales::<S, R>(page.value_scales.add(pos), d)
+            } else {
+                [S::splat(1.0); R]
+            };
+            let v = scaled::<S, E, R>(load_run::<S, E, R>(row), scales);
+            let mut i = 0;
+            while i < N {
+                let query = queries.get_unchecked(i);
+                if ALL || (pos >= query.lo && pos < query.hi) {
+                    let weight = S::splat(*p[i].get_unchecked(pos));
+                    let mut r = 0;
+                    while r < R {
+                        o[i][r] = S::fma(weight, v[r], o[i][r]);
+                        r += 1;
+                    }
+                }
+                i += 1;
+            }
+        }
+    }
+}
+
+/// The scales of elements `d..d + 16 R` of the position that `p` stands at.
+#[inline(always)]
+unsafe fn value_scales<S: Isa, const R: usize>(p: *const u16, d: usize) -> [S::F; R] {
+    // SAFETY: scales lie in rows of 64 positions.
+    unsafe {
+        let mut scales = [S::splat(1.0); R];
+        let mut r = 0;
+        while r < R {
+            let at = p.add((d + r * LANES) / SCALED * PAGE);
+            scales[r] = S::splat_f16(at);
+            r += 1;
+        }
+        scales
     }
 }
 
@@ -259,8 +434,7 @@ pub(crate) unsafe fn merge<S: Isa>(into: &mut [f32], next: &[f32]) {
     // SAFETY: lengths by the contract.
     unsafe {
         let m = if into[0] > next[0] { into[0] } else { next[0] };
-        let a = isa::exp::<S>(S::splat(into[0] - m));
-        let b = isa::exp::<S>(S::splat(next[0] - m));
+        let (a, b) = (weight::<S>(into[0] - m), weight::<S>(next[0] - m));
         let l = S::fma(S::splat(into[1]), a, S::mul(S::splat(next[1]), b));
         into[0] = m;
         into[1] = first_lane::<S>(l);
@@ -270,6 +444,19 @@ pub(crate) unsafe fn merge<S: Isa>(into: &mut [f32], next: &[f32]) {
             let p = into.as_mut_ptr().add(at);
             S::store(p, S::fma(S::load(p), a, o));
             at += LANES;
+        }
+    }
+}
+
+/// `exp(x)` in every lane; of the two pages that are merged, one has x = 0 and the weight 1.
+#[inline(always)]
+unsafe fn weight<S: Isa>(x: f32) -> S::F {
+    // SAFETY: register arithmetic.
+    unsafe {
+        if x == 0.0 {
+            S::splat(1.0)
+        } else {
+            isa::exp::<S>(S::splat(x))
         }
     }
 }

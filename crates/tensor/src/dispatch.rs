@@ -104,6 +104,7 @@ pub(crate) struct Table {
     pub(crate) exp_scaled: unsafe fn(&[f32], f32, f32, &mut [f32]),
     pub(crate) attend_f16: unsafe fn(PageView, &[Query]),
     pub(crate) attend_f32: unsafe fn(PageView, &[Query]),
+    pub(crate) attend_q8: unsafe fn(PageView, &[Query]),
     pub(crate) merge: unsafe fn(&mut [f32], &[f32]),
     pub(crate) finish: unsafe fn(&[f32], &mut [f32]),
     pub(crate) exp: unsafe fn(&[f32; isa::LANES], &mut [f32; isa::LANES]),
@@ -208,6 +209,8 @@ macro_rules! kernels {
                 = attention::attend::<$isa, f16>);
             kernel!([$($feature)?] attend_f32(page: PageView, queries: &[Query])
                 = attention::attend::<$isa, f32>);
+            kernel!([$($feature)?] attend_q8(page: PageView, queries: &[Query])
+                = attention::attend::<$isa, i8>);
             kernel!([$($feature)?] merge(into: &mut [f32], next: &[f32])
                 = attention::merge::<$isa>);
             kernel!([$($feature)?] finish(partial: &[f32], out: &mut [f32])
@@ -227,6 +230,7 @@ macro_rules! kernels {
                 exp_scaled,
                 attend_f16,
                 attend_f32,
+                attend_q8,
                 merge,
                 finish,
                 exp,

@@ -50,7 +50,7 @@ pub use dispatch::InstructionSet;
 pub use kernels::{
     Attention, AttentionRows, AttentionScratch, Kernels, MAX_PRODUCTS, Product, Unavailable,
 };
-pub use kv::{KvCache, KvShape, KvType};
+pub use kv::{KvCache, KvShape, KvType, UnknownKvType};
 pub use packed::{Error, PackOptions, Packed, StoredMatrix};
-pub use pool::ThreadPool;
+pub use pool::{Pinning, ThreadPool};
 pub use vector::RopePairs;

@@ -4,6 +4,7 @@
 
 use std::ops::Range;
 
+use half::f16;
 use paceline_base::{BlockType, tree};
 
 use crate::attention::PAGE;
@@ -120,6 +121,20 @@ pub fn attention(query: &[f32], keys: &[&[f32]], values: &[&[f32]], window: usiz
     }
     let Partial { l, o, .. } = merged.expect("a query sees itself");
     o.iter().map(|o| o / l).collect()
+}
+
+/// One head of keys or values as a cache of [`KvType::Q8_0`](crate::KvType) gives it back.
+pub fn q8_0(head: &[f32]) -> Vec<f32> {
+    let run = |x: &[f32]| -> Vec<f32> {
+        let largest = x.iter().fold(0.0f32, |m, x| m.max(x.abs()));
+        let scale = f16::from_f32(largest / 127.0).to_f32();
+        let one = |x: &f32| match scale {
+            0.0 => 0.0,
+            _ => (x / scale).clamp(-127.0, 127.0).round_ties_even() as i32 as f32 * scale,
+        };
+        x.iter().map(one).collect()
+    };
+    head.chunks(32).flat_map(run).collect()
 }
 
 /// What one page contributes.

@@ -6,6 +6,7 @@
 //! [`SPINS`] rounds between jobs, then sleep. Which thread runs a task never changes a result:
 //! tasks write disjoint outputs.
 
+use std::cell::Cell;
 use std::fmt;
 use std::marker::PhantomData;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -49,6 +50,65 @@ impl Claim {
     }
 }
 
+/// Whether the threads of a pool stay where they are.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Pinning {
+    /// The system moves them as it likes.
+    #[default]
+    Free,
+    /// Each on a core of its own, in the order of the cores that this process may use: the caller
+    /// of [`ThreadPool::run`] on the first, from its first job on. Two processes that both pin
+    /// share the first cores, so this is for one that has the machine. More threads than cores
+    /// start again at the first. Where the system has no such call (all but Linux) or refuses,
+    /// as `Free`.
+    Cores,
+}
+
+/// The cores that this process may use.
+#[cfg(target_os = "linux")]
+fn cores() -> Vec<usize> {
+    use rustix::thread::{CpuSet, sched_getaffinity};
+    let Ok(all) = sched_getaffinity(None) else {
+        return Vec::new();
+    };
+    (0..CpuSet::MAX_CPU)
+        .filter(|core| all.is_set(*core))
+        .collect()
+}
+
+/// Keeps this thread on `core`.
+#[cfg(target_os = "linux")]
+fn stay_on(core: usize) {
+    use rustix::thread::{CpuSet, sched_setaffinity};
+    let mut own = CpuSet::new();
+    own.set(core);
+    let _ = sched_setaffinity(None, &own); // refused: as it was
+}
+
+#[cfg(not(target_os = "linux"))]
+const fn cores() -> Vec<usize> {
+    Vec::new()
+}
+
+#[cfg(not(target_os = "linux"))]
+const fn stay_on(_core: usize) {}
+
+thread_local! {
+    /// The core that this thread was told to stay on, plus one.
+    static CORE: Cell<usize> = const { Cell::new(0) };
+}
+
+/// Tells this thread to stay on its core, once.
+fn stay(core: Option<usize>) {
+    let Some(core) = core else { return };
+    CORE.with(|own| {
+        if own.get() != core + 1 {
+            stay_on(core);
+            own.set(core + 1);
+        }
+    });
+}
+
 /// What the threads share. A job is published by its pointer and then `claim`.
 #[derive(Debug)]
 struct Shared {
@@ -69,6 +129,8 @@ struct Shared {
 pub struct ThreadPool {
     shared: Arc<Shared>,
     workers: Vec<JoinHandle<()>>,
+    /// Where the caller of `run` stays.
+    core: Option<usize>,
     /// Held while a job runs: `run` from two threads takes turns.
     turn: Mutex<u32>,
 }
@@ -88,6 +150,19 @@ impl ThreadPool {
     /// # Errors
     /// What the system says when it refuses a thread.
     pub fn new(threads: usize) -> std::io::Result<Self> {
+        Self::with_pinning(threads, Pinning::Free)
+    }
+
+    /// As [`new`](Self::new), with threads that stay on their cores if asked to.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new).
+    pub fn with_pinning(threads: usize, pinning: Pinning) -> std::io::Result<Self> {
+        let cores = match pinning {
+            Pinning::Free => Vec::new(),
+            Pinning::Cores => cores(),
+        };
+        let core_of = |i: usize| cores.get(i % cores.len().max(1)).copied();
         let shared = Arc::new(Shared {
             claim: AtomicU64::new(0),
             ended: AtomicUsize::new(0),
@@ -102,12 +177,17 @@ impl ThreadPool {
         let mut pool = Self {
             shared,
             workers: Vec::new(),
+            core: core_of(0),
             turn: Mutex::new(0),
         };
         for i in 1..threads {
             let shared = Arc::clone(&pool.shared);
             let name = format!("paceline-{i}");
-            let body = move || shared.work();
+            let core = core_of(i);
+            let body = move || {
+                stay(core);
+                shared.work();
+            };
             pool.workers
                 .push(std::thread::Builder::new().name(name).spawn(body)?);
         }
@@ -126,6 +206,7 @@ impl ThreadPool {
     /// # Panics
     /// If a task panicked, after all have ended; if there are 2^20 tasks or more.
     pub fn run(&self, tasks: usize, task: Task<'_>) {
+        stay(self.core);
         if self.workers.is_empty() || tasks <= 1 {
             (0..tasks).for_each(task);
             return;
@@ -358,6 +439,54 @@ mod tests {
                 "only one thread worked"
             );
         }
+    }
+
+    #[test]
+    fn a_thread_that_is_held_up_keeps_nothing_but_its_task() {
+        // Whoever gets task 0 does not end before all others have: on two threads that is only
+        // possible when the other takes over whatever share the held one had.
+        let pool = ThreadPool::new(2).unwrap();
+        for _ in 0..20 {
+            let others = AtomicUsize::new(0);
+            pool.run(64, &|i| {
+                if i > 0 {
+                    others.fetch_add(1, Ordering::Relaxed);
+                }
+                while i == 0 && others.load(Ordering::Relaxed) < 63 {
+                    std::thread::yield_now();
+                }
+            });
+            assert_eq!(others.into_inner(), 63);
+        }
+    }
+
+    #[test]
+    #[cfg(target_os = "linux")]
+    fn pinned_threads_stay_on_cores_of_their_own() {
+        use rustix::thread::{sched_getaffinity, sched_getcpu};
+        let all = sched_getaffinity(None).unwrap();
+        let cores = cores();
+        assert_eq!(cores.len() as u32, all.count());
+        let body = || {
+            let pool = ThreadPool::with_pinning(2, Pinning::Cores).unwrap();
+            let seen = Mutex::new(std::collections::HashSet::new());
+            for _ in 0..50 {
+                pool.run(16, &|_| {
+                    let own = sched_getaffinity(None).unwrap();
+                    assert_eq!(own.count(), 1, "not pinned");
+                    assert!(own.is_set(sched_getcpu()), "not where it should be");
+                    seen.lock().unwrap().insert(sched_getcpu());
+                });
+            }
+            let seen = seen.into_inner().unwrap();
+            assert!(
+                seen.iter()
+                    .all(|core| cores[..2.min(cores.len())].contains(core))
+            );
+        };
+        // In a thread of its own, which the test's caller does not get back.
+        std::thread::scope(|scope| scope.spawn(body).join().unwrap());
+        assert_eq!(sched_getaffinity(None).unwrap(), all);
     }
 
     #[test]

@@ -7,12 +7,12 @@ use std::time::Instant;
 use paceline_base::Bytes;
 use paceline_engine::{EngineConfig, Reply, Request, SamplingParams};
 use paceline_model::Config;
-use paceline_tensor::Kernels;
 use paceline_tensor::limits::ReadLimit;
+use paceline_tensor::{Kernels, PAGE};
 use serde_json::json;
 
 use super::limits::read_limit;
-use super::peer::{LlamaCpp, MlxLm};
+use super::peer::{LlamaCpp, MlxLm, Task};
 use super::quantile;
 use crate::compute::{ComputeArgs, EngineArgs};
 use crate::interrupt::Signals;
@@ -44,7 +44,7 @@ pub(crate) struct Args {
     #[arg(long, value_name = "N")]
     depth: Option<u32>,
     /// Measured runs, after one to warm up
-    #[arg(long, value_name = "N", default_value_t = 5,
+    #[arg(long, value_name = "N", default_value_t = 9,
           value_parser = clap::value_parser!(u32).range(1..))]
     runs: u32,
     /// Alternate with llama.cpp: a folder with the npm package node-llama-cpp 3.22.1
@@ -100,24 +100,24 @@ pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
     args.split.check()?;
     let found = pull::ensure(&args.model, signals)?;
     let open = |compute: ComputeArgs, split: &SplitArgs| {
-        let sizes = |_: &Config| EngineConfig::single(args.model.clone(), args.context());
+        let sizes = |_: &Config| args.sizes();
         Opened::new(&found.path, (compute, args.engine), split, sizes)?.load()
     };
     let loaded = open(args.compute, &args.split)?;
-    let peer = match &args.against {
+    let mut peer = match &args.against {
         Some(name) if name == Path::new("mlx-lm") => Some(Peer::MlxLm(
             MlxLm::new(args.prompt as usize, args.r#gen as usize),
-            &found.path,
+            found.path.clone(),
         )),
-        Some(folder) => Some(Peer::LlamaCpp(
-            LlamaCpp {
-                folder: folder.clone(),
+        Some(folder) => {
+            let task = Task {
                 threads: loaded.threads,
                 prompt: args.prompt as usize,
                 generate: args.r#gen as usize,
-            },
-            &found.path,
-        )),
+                depth: args.depth(),
+            };
+            Some(Peer::LlamaCpp(LlamaCpp::start(folder, &found.path, task)?))
+        }
         None if args.against_one || args.against_process => {
             let nodes = if args.against_one {
                 1
@@ -138,7 +138,7 @@ pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
         // The first of each warms up.
         let run = measure(&loaded, &limit, args, round)?;
         ours.extend((round > 0).then_some(run));
-        if let Some(peer) = &peer {
+        if let Some(peer) = &mut peer {
             let run = peer.run(args, round)?;
             theirs.extend((round > 0).then_some(run));
         }
@@ -158,24 +158,24 @@ pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
 }
 
 /// What is measured in turn with the model.
-enum Peer<'a> {
-    LlamaCpp(LlamaCpp, &'a Path),
-    MlxLm(MlxLm, &'a Path),
+enum Peer {
+    LlamaCpp(LlamaCpp),
+    MlxLm(MlxLm, PathBuf),
     OneNode(Box<(Loaded, Limit)>),
 }
 
-impl Peer<'_> {
+impl Peer {
     const fn name(&self) -> &'static str {
         match self {
-            Self::LlamaCpp(..) => "llama.cpp",
+            Self::LlamaCpp(_) => "llama.cpp",
             Self::MlxLm(..) => "mlx-lm",
             Self::OneNode(_) => "one node",
         }
     }
 
-    fn run(&self, args: &Args, round: u32) -> anyhow::Result<Run> {
+    fn run(&mut self, args: &Args, round: u32) -> anyhow::Result<Run> {
         let (prefill, decode) = match self {
-            Self::LlamaCpp(peer, path) => peer.run(path)?,
+            Self::LlamaCpp(peer) => peer.run()?,
             Self::MlxLm(peer, path) => peer.run(path)?,
             Self::OneNode(one) => return measure(&one.0, &one.1, args, round),
         };
@@ -197,6 +197,16 @@ impl Args {
     fn context(&self) -> usize {
         self.depth().max(self.prompt as usize) + self.r#gen as usize + 2
     }
+
+    /// Sizes of the engine: room for a prompt beside the tokens before `--depth`, whose pages are
+    /// kept from run to run.
+    fn sizes(&self) -> EngineConfig {
+        let context = self.context();
+        EngineConfig {
+            cache_positions: context + self.prompt as usize + 2 * PAGE,
+            ..EngineConfig::single(self.model.clone(), context)
+        }
+    }
 }
 
 /// One run: the time to read a prompt, and to decode behind `--depth`.
@@ -209,6 +219,8 @@ fn measure(loaded: &Loaded, limit: &Limit, args: &Args, round: u32) -> anyhow::R
     let prefill = prompt as f64 / (read.prompt_read - start).as_secs_f64();
     // Other tokens, so that nothing of the first prompt can be used again.
     // A prompt has at least one token.
+    let again = args.depth() != prompt; // long to read, and read once
+    let round = if again { 0 } else { round };
     let tokens = self::tokens(loaded, args.depth().max(1), round + 1_000_000);
     let before = loaded.sent();
     let generated = generate(loaded, &tokens, args.r#gen as usize + 1)?;

@@ -1,9 +1,9 @@
 //! llama.cpp and mlx-lm as their maintainers build them, driven by the scripts in the tree.
 
 use std::ffi::OsStr;
-use std::io::Write;
+use std::io::{BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 
 use anyhow::{Context, bail};
 use serde_json::Value;
@@ -14,25 +14,66 @@ const SCRIPT: &str = include_str!("../../../../scripts/peers/llama_bench.py");
 /// Drives the Python package `mlx-lm`.
 const MLX_LM: &str = include_str!("../../../../scripts/peers/mlx_lm_bench.py");
 
-/// Where llama.cpp is and what to run.
-#[derive(Debug)]
-pub(crate) struct LlamaCpp {
-    /// Folder that `npm install --prefix` filled.
-    pub(crate) folder: PathBuf,
+/// What llama.cpp runs.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Task {
     pub(crate) threads: usize,
     pub(crate) prompt: usize,
     pub(crate) generate: usize,
+    /// Position that decoding starts from.
+    pub(crate) depth: usize,
+}
+
+/// llama.cpp in a process of its own, with a model loaded; idle between runs.
+#[derive(Debug)]
+pub(crate) struct LlamaCpp {
+    child: Child,
+    requests: ChildStdin,
+    answers: BufReader<ChildStdout>,
 }
 
 impl LlamaCpp {
-    /// One run after one to warm up: prefill and decode in tokens per second.
-    pub(crate) fn run(&self, model: &Path) -> anyhow::Result<(f64, f64)> {
-        let mut python = Command::new("python3");
-        python.arg("-").arg(&self.folder).arg(model);
-        python.args(["--threads", &self.threads.to_string()]);
-        python.args(["--prompt", &self.prompt.to_string()]);
-        python.args(["--gen", &self.generate.to_string(), "--runs", "1"]);
-        speeds("llama.cpp", python, SCRIPT)
+    /// Starts it; `folder` is the one that `npm install --prefix` filled. The model is loaded and
+    /// warmed up while the caller goes on, until the first [`run`](Self::run) waits for that.
+    pub(crate) fn start(folder: &Path, model: &Path, task: Task) -> anyhow::Result<Self> {
+        let mut child = Command::new("python3")
+            .args(["-c", SCRIPT])
+            .arg(folder)
+            .arg(model)
+            .args(["--threads", &task.threads.to_string()])
+            .args(["--prompt", &task.prompt.to_string()])
+            .args(["--gen", &task.generate.to_string()])
+            .args(["--depth", &task.depth.to_string(), "--serve"])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .context("cannot run python3, which drives llama.cpp")?;
+        let (stdin, stdout) = (child.stdin.take(), child.stdout.take());
+        Ok(Self {
+            requests: stdin.expect("piped"),
+            answers: BufReader::new(stdout.expect("piped")),
+            child,
+        })
+    }
+
+    /// One run: prefill and decode in tokens per second.
+    pub(crate) fn run(&mut self) -> anyhow::Result<(f64, f64)> {
+        let mut line = String::new();
+        let sent = writeln!(self.requests).and_then(|()| self.requests.flush());
+        if sent.is_err() || self.answers.read_line(&mut line)? == 0 {
+            let status = self.child.wait()?;
+            bail!("llama.cpp did not run ({status}), its message is above");
+        }
+        serde_json::from_str(&line)
+            .context("the answer of scripts/peers/llama_bench.py is not two numbers")
+    }
+}
+
+impl Drop for LlamaCpp {
+    fn drop(&mut self) {
+        // The process would end with its standard input, but may be loading a model.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
     }
 }
 

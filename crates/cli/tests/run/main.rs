@@ -166,6 +166,12 @@ fn numbers(json: &Value, key: &str) -> Vec<u64> {
 
 /// SmolLM2, or `None` with a line that says that `test` is skipped.
 fn smollm2(test: &str) -> Option<String> {
+    test_model(test, "SmolLM2-135M-Instruct.Q4_1.gguf")
+}
+
+/// A file that `cargo xtask models` fetched, or `None` with a line that says that `test` is
+/// skipped.
+fn test_model(test: &str, file: &str) -> Option<String> {
     let folder = std::env::var_os("PACELINE_TEST_MODELS").map_or_else(
         || {
             std::env::home_dir()
@@ -174,7 +180,7 @@ fn smollm2(test: &str) -> Option<String> {
         },
         PathBuf::from,
     );
-    let path = folder.join("SmolLM2-135M-Instruct.Q4_1.gguf");
+    let path = folder.join(file);
     if !Path::exists(&path) {
         eprintln!("SKIPPED {test}: {} is not there", path.display());
         return None;

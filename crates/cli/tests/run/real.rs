@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::Value;
 
-use crate::{World, finish, numbers, object, smollm2, text};
+use crate::{World, finish, numbers, object, smollm2, test_model, text};
 
 const QUESTION: &str = "Why is the sky blue?";
 
@@ -25,6 +25,49 @@ fn a_real_answer_depends_on_the_seed_only() {
     let sampled = tokens(&["--seed", "3", "--threads", "2"]);
     assert_eq!(sampled, tokens(&["--seed", "3", "--threads", "1"]));
     assert_ne!(sampled, tokens(&["--seed", "4"]));
+}
+
+/// Resident memory at its largest, which is never less than the proportional share of it: file,
+/// keys and values, 15 % and 128 MiB (256 MiB for a vocabulary of 262k).
+#[test]
+#[cfg(target_os = "linux")]
+fn memory_stays_near_the_file() {
+    const TEST: &str = "memory_stays_near_the_file";
+    // Bytes of a position: layers * KV heads * head size, keys and values, f16.
+    for (file, position_bytes, spare_mib) in [
+        ("SmolLM2-135M-Instruct.Q4_1.gguf", 30 * 3 * 64 * 4, 128),
+        ("gemma-3-270m-q4_k_m.gguf", 18 * 256 * 4, 256),
+    ] {
+        let Some(model) = test_model(TEST, file) else {
+            continue;
+        };
+        let prompt = "one two three four five six seven ".repeat(24);
+        let args = ["--raw", &prompt, "--max-tokens", "8", "--context", "1024"];
+        let json = World::new().json(&model, &args);
+        let peak = json["peak_memory_bytes"].as_u64().unwrap();
+        let bytes = std::fs::metadata(&model).unwrap().len();
+        let cache = 1024 * position_bytes;
+        let limit = bytes + cache + bytes * 15 / 100 + (spare_mib << 20);
+        assert!(peak <= limit, "{file}: {peak} bytes at most, limit {limit}");
+    }
+}
+
+#[test]
+fn keys_and_values_of_bytes_give_an_answer() {
+    let Some(model) = smollm2("keys_and_values_of_bytes_give_an_answer") else {
+        return;
+    };
+    let world = World::new();
+    let args = [QUESTION, "--max-tokens", "12", "--temperature", "0"];
+    let tokens = |more: &[&str]| numbers(&world.json(&model, &[&args, more].concat()), "tokens");
+    let own = tokens(&[]);
+    assert_eq!(own, tokens(&["--kv", "f16", "--pin"]));
+    assert_eq!(tokens(&["--kv", "q8_0"]).len(), own.len()); // how near: model/tests/llama_cpp.rs
+    for option in [&["--kv", "q8_0"][..], &["--pin"]] {
+        let refused = world.run(&model, &[&args, option, &["--nodes", "2"]].concat());
+        assert_eq!(refused.status.code(), Some(2));
+        assert!(text(&refused.stderr).contains("for one node so far"));
+    }
 }
 
 #[test]

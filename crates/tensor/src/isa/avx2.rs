@@ -59,6 +59,7 @@ impl Isa for Avx2 {
     type F = F;
     type I = I;
     type W = I;
+    const REGISTERS: usize = 8;
     const SIGNED_BIAS: i32 = 0;
 
     #[inline(always)]

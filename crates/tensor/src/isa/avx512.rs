@@ -16,6 +16,7 @@ impl Isa for Avx512 {
     type F = __m512;
     type I = __m512i;
     type W = __m512i;
+    const REGISTERS: usize = 32;
     const SIGNED_BIAS: i32 = 128;
 
     #[inline(always)]

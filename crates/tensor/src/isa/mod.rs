@@ -40,6 +40,8 @@ pub(crate) trait Isa: Copy {
     type I: Copy;
     /// Sixty-four bytes: byte `4 * lane + j` belongs to lane `lane`.
     type W: Copy;
+    /// How many [`F`](Self::F) the registers of the machine hold: loops keep so many at once.
+    const REGISTERS: usize;
 
     // ---- weights ----
 
@@ -108,6 +110,12 @@ pub(crate) trait Isa: Copy {
     unsafe fn store(p: *mut f32, x: Self::F);
     /// Loads 16 f16, exactly.
     unsafe fn load_f16(p: *const u16) -> Self::F;
+    /// The f16 at `p` in every lane, exactly.
+    #[inline(always)]
+    unsafe fn splat_f16(p: *const u16) -> Self::F {
+        // SAFETY: sixteen f16; the features by the caller.
+        unsafe { Self::load_f16([*p; LANES].as_ptr()) }
+    }
     /// Loads 16 bf16, exactly.
     unsafe fn load_bf16(p: *const u16) -> Self::F;
     /// `a + b`.

@@ -64,6 +64,7 @@ impl Isa for Neon {
     type F = F;
     type I = I;
     type W = W;
+    const REGISTERS: usize = 8;
     const SIGNED_BIAS: i32 = 0;
 
     #[inline(always)]

@@ -1,8 +1,11 @@
 //! Fast against naive, bit for bit, for every instruction set this machine has.
 
+use std::ops::Range;
+
 use super::*;
 use crate::activations::Precision;
-use crate::kv::KvShape;
+use crate::attention::PAGE;
+use crate::kv::{KvCache, KvShape, KvType};
 use crate::packed::{PackOptions, StoredMatrix};
 use crate::{naive, stored};
 use half::f16;
@@ -377,15 +380,14 @@ struct Case {
 fn history(case: &Case, n: usize, seed: u64) -> [Vec<Vec<f32>>; 2] {
     let mut random = Random(seed);
     let len = case.kv_heads * case.head_dim;
-    let round = |x: f32| match case.kv_type {
-        KvType::F16 => f16::from_f32(x).to_f32(),
-        KvType::F32 => x,
+    let round = |x: Vec<f32>| -> Vec<f32> {
+        match case.kv_type {
+            KvType::F16 => x.iter().map(|x| f16::from_f32(*x).to_f32()).collect(),
+            KvType::F32 => x,
+            KvType::Q8_0 => x.chunks(case.head_dim).flat_map(naive::q8_0).collect(),
+        }
     };
-    [(); 2].map(|()| {
-        (0..n)
-            .map(|_| random.floats(len, 2.0).into_iter().map(round).collect())
-            .collect()
-    })
+    [(); 2].map(|()| (0..n).map(|_| round(random.floats(len, 2.0))).collect())
 }
 
 fn naive_row(
@@ -459,7 +461,7 @@ fn check_attention(case: &Case, lengths: [usize; 2], rows: [usize; 2], kernels: 
         queries: &queries,
         sequences: &sequences,
     };
-    let mut scratch = AttentionScratch::new(2, case.heads, case.head_dim, 512);
+    let mut scratch = kernels.attention_scratch(2, case.heads, case.head_dim, 512);
     let mut out = vec![f32::NAN; queries.len()];
     kernels.attention(&step, &mut scratch, &mut out);
     let mut row = 0;
@@ -481,10 +483,17 @@ fn check_attention(case: &Case, lengths: [usize; 2], rows: [usize; 2], kernels: 
 
 #[test]
 fn attention_equals_naive() {
-    let shapes = [(3, 1, 64), (9, 3, 16), (4, 4, 80), (10, 2, 32), (4, 1, 256)];
+    let shapes = [
+        (3, 1, 64),
+        (9, 3, 16),
+        (4, 4, 80),
+        (10, 2, 32),
+        (4, 1, 256),
+        (26, 1, 48),
+    ];
     for (i, (heads, kv_heads, head_dim)) in shapes.into_iter().enumerate() {
         for window in [None, Some(1), Some(40), Some(70)] {
-            let kv_type = if i % 2 == 0 { KvType::F16 } else { KvType::F32 };
+            let kv_type = KvType::ALL[i % 3];
             let case = Case {
                 heads,
                 kv_heads,
@@ -496,6 +505,7 @@ fn attention_equals_naive() {
                 check_attention(&case, [1, 64], [1, 1], &kernels);
                 check_attention(&case, [65, 200], [1, 1], &kernels);
                 check_attention(&case, [130, 20], [70, 20], &kernels);
+                check_attention(&case, [150, 3], [33, 3], &kernels);
             }
         }
     }
@@ -536,7 +546,7 @@ fn attention_of(case: &Case, heads: Range<usize>, rows: usize, kernels: &Kernels
         queries: &queries,
         sequences: &[sequence],
     };
-    let mut scratch = AttentionScratch::new(1, heads.len(), d, 256);
+    let mut scratch = kernels.attention_scratch(1, heads.len(), d, 256);
     let mut out = vec![f32::NAN; queries.len()];
     kernels.attention(&step, &mut scratch, &mut out);
     out

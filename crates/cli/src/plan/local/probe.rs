@@ -260,7 +260,7 @@ impl<'k> Step<'k> {
             hidden: activations(config.ffn),
             wide: std::array::from_fn(|_| vec![0.5; rows * widest]),
             cache: KvCache::new(shape, POSITIONS[1].div_ceil(PAGE))?,
-            scratch: AttentionScratch::new(1, config.heads, config.head_dim, POSITIONS[1]),
+            scratch: kernels.attention_scratch(1, config.heads, config.head_dim, POSITIONS[1]),
         })
     }
 

@@ -1,0 +1,517 @@
+//! Attention as the model calls it: a batch of rows over the pages of their sequences.
+//!
+//! A step is cut into tasks of some rows and one KV head, whose queries go through the pages
+//! together, so that a page is read once for all of them:
+//!
+//! ```text
+//! rows t, t+1, ..  x  heads of the KV head      page 0, 1, 2, ..        running m, l, o of each
+//!          up to QUERIES queries          x     in order           ->   query, 2 + head_dim floats
+//! ```
+//!
+//! A decode row has too few such tasks for several threads. Then a task is a run of pages for one
+//! row and KV head, partial results are stored, and a second job merges them in order of position.
+//! Both ways do the same operations in the same order ([`crate::attention`]). Memory grows with
+//! rows x heads, and with pages only when a step is cut by page; never with positions squared.
+
+use std::ops::Range;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use super::{Kernels, TASKS_PER_THREAD};
+use crate::attention::{self, PAGE, Query};
+use crate::dispatch::Table;
+use crate::kv::{KvCache, KvType};
+use crate::pool::DisjointMut;
+
+/// Queries that go through a page together: a multiple of the kernels' tiles (6 and 4), few enough
+/// that their running results (264 bytes each at 64 elements) stay in a first-level cache.
+const QUERIES: usize = 24;
+
+/// One sequence's share of an attention step: rows of the batch, behind those of the sequence
+/// before it.
+#[derive(Clone, Copy, Debug)]
+pub struct AttentionRows<'a> {
+    /// Number of rows.
+    pub rows: usize,
+    /// Position of the first row.
+    pub position: usize,
+    /// The sequence's pages in order of position.
+    pub pages: &'a [u32],
+}
+
+/// An attention step over one layer.
+#[derive(Debug)]
+pub struct Attention<'a> {
+    /// The cache, with the keys and values of this step already written.
+    pub cache: &'a KvCache,
+    /// Layer in the cache.
+    pub layer: usize,
+    /// Query heads, which share the cache's KV heads in order.
+    pub heads: usize,
+    /// Query heads to a KV head.
+    pub group: usize,
+    /// Query heads of the first KV head that come before those of this step: a rank of a tensor
+    /// split may start and end within a group.
+    pub skipped: usize,
+    /// How many positions a query sees, itself included; `None` for all.
+    pub window: Option<usize>,
+    /// `(rows, heads * head_dim)`, scaled by `1 / sqrt(head_dim)` or what the model says.
+    pub queries: &'a [f32],
+    /// The sequences of the batch.
+    pub sequences: &'a [AttentionRows<'a>],
+}
+
+/// Working memory for [`Kernels::attention`].
+#[derive(Debug)]
+pub struct AttentionScratch {
+    /// Of a step that is cut by page, for each (row, head, page).
+    partials: Vec<f32>,
+    /// For each thread, two partial results for each of [`QUERIES`].
+    running: Vec<Mutex<Vec<f32>>>,
+}
+
+impl AttentionScratch {
+    /// Memory that no other task uses: no more tasks run at a time than there are threads.
+    fn running(&self) -> MutexGuard<'_, Vec<f32>> {
+        loop {
+            for memory in &self.running {
+                if let Ok(guard) = memory.try_lock() {
+                    return guard;
+                }
+            }
+            // Only when one scratch is used with a larger pool than it was made for.
+            drop(
+                self.running[0]
+                    .lock()
+                    .unwrap_or_else(PoisonError::into_inner),
+            );
+        }
+    }
+}
+
+impl Kernels {
+    /// Working memory for up to `rows` rows of `heads` heads and sequences of up to `positions`
+    /// positions. A step of few rows over many pages is cut by page when its partial results fit
+    /// here, so room for at least one row at full length is kept.
+    pub fn attention_scratch(
+        &self,
+        rows: usize,
+        heads: usize,
+        head_dim: usize,
+        positions: usize,
+    ) -> AttentionScratch {
+        let partial = attention::partial_len(head_dim);
+        let pages = positions.div_ceil(PAGE).max(1);
+        let running = || Mutex::new(vec![0.0; 2 * QUERIES * partial]);
+        AttentionScratch {
+            partials: vec![0.0; heads * partial * (rows + pages)],
+            running: (0..self.pool().threads()).map(|_| running()).collect(),
+        }
+    }
+
+    /// Writes keys and values of a batch, `(rows, KV heads * head_dim)` each, to a layer of the
+    /// cache; rows in parallel.
+    ///
+    /// # Panics
+    /// On lengths that do not fit, or pages that a sequence lacks.
+    pub fn write_kv(
+        &self,
+        cache: &mut KvCache,
+        layer: usize,
+        sequences: &[AttentionRows<'_>],
+        keys: &[f32],
+        values: &[f32],
+    ) {
+        let rows = sequences.iter().map(|s| s.rows).sum();
+        let len = cache.shape().heads * cache.shape().head_dim;
+        let writer = cache.writer();
+        self.for_rows(rows, |t| {
+            let (sequence, offset) = locate(sequences, t);
+            let position = sequence.position + offset;
+            let (page, slot) = (sequence.pages[position / PAGE], position % PAGE);
+            let part = t * len..(t + 1) * len;
+            // SAFETY: rows are positions of their own.
+            unsafe { writer.write(layer, page, slot, &keys[part.clone()], &values[part]) }
+        });
+    }
+
+    /// Causal attention of a batch; `out` is `(rows, heads * head_dim)`, see [`crate::attention`].
+    /// Allocates nothing.
+    ///
+    /// # Panics
+    /// On lengths that do not fit, or pages that a sequence lacks.
+    pub fn attention(&self, step: &Attention<'_>, scratch: &mut AttentionScratch, out: &mut [f32]) {
+        let plan = Plan::new(step, self.pool().threads(), scratch.partials.len());
+        assert!(out.len() >= plan.rows * plan.row_len(), "attention output");
+        let out = DisjointMut::new(out, plan.head_dim);
+        let mut partials = std::mem::take(&mut scratch.partials);
+        let stored = DisjointMut::new(&mut partials, plan.partial);
+        let task = Task {
+            step,
+            plan: &plan,
+            table: self.table,
+            out: &out,
+            stored: &stored,
+        };
+        if plan.by_page() {
+            self.pool().run(plan.page_tasks(), &|i| task.pages(i));
+            self.pool()
+                .run(plan.rows * plan.kv_heads, &|i| task.merge_pages(i));
+        } else {
+            self.pool()
+                .run(plan.row_tasks(), &|i| task.rows(i, &mut scratch.running()));
+        }
+        scratch.partials = partials;
+    }
+}
+
+/// What the tasks of a step share.
+struct Task<'a> {
+    step: &'a Attention<'a>,
+    plan: &'a Plan,
+    table: &'static Table,
+    /// `(rows, heads)` parts of `head_dim`.
+    out: &'a DisjointMut<'a, f32>,
+    /// `(rows, heads, pages)` partial results.
+    stored: &'a DisjointMut<'a, f32>,
+}
+
+impl Task<'_> {
+    /// Computes the partial results of a run of pages for one KV head and one row.
+    fn pages(&self, task: usize) {
+        let plan = self.plan;
+        let (task, run) = (task / plan.runs(), task % plan.runs());
+        let (row, kv_head) = (task / plan.kv_heads, task % plan.kv_heads);
+        let (sequence, offset) = locate(self.step.sequences, row);
+        let position = sequence.position + offset;
+        let seen = first_page(position, self.step.window)..position / PAGE + 1;
+        let run = run * plan.run_pages..(run + 1) * plan.run_pages;
+        let run = run.start.max(seen.start)..run.end.min(seen.end);
+        for index in run.clone() {
+            let (lo, hi) = visible(position, self.step.window, index).expect("a visible page");
+            let next = (index + 1 < run.end).then(|| sequence.pages[index + 1]);
+            let mut queries = Queries::new();
+            for head in plan.heads_of(kv_head) {
+                if queries.is_full() {
+                    self.attend(sequence.pages[index], next, kv_head, &mut queries);
+                }
+                // SAFETY: each (row, head, page) has a slot of its own.
+                let out = unsafe { self.stored.part(plan.slot(row, head, index)) };
+                queries.push(Query {
+                    q: plan.query(self.step, row, head),
+                    lo,
+                    hi,
+                    out: out.as_mut_ptr(),
+                });
+            }
+            self.attend(sequence.pages[index], next, kv_head, &mut queries);
+        }
+    }
+
+    /// Merges the stored partial results of all pages for one row and KV head.
+    fn merge_pages(&self, task: usize) {
+        let plan = self.plan;
+        let (row, kv_head) = (task / plan.kv_heads, task % plan.kv_heads);
+        let (sequence, offset) = locate(self.step.sequences, row);
+        let position = sequence.position + offset;
+        let first = first_page(position, self.step.window);
+        for head in plan.heads_of(kv_head) {
+            // SAFETY: slots and outputs belong to this (row, head); features were detected,
+            // partials have the right length.
+            unsafe {
+                let into = self.stored.part(plan.slot(row, head, first));
+                for index in first + 1..=position / PAGE {
+                    (self.table.merge)(into, self.stored.part(plan.slot(row, head, index)));
+                }
+                (self.table.finish)(into, self.out.part(row * plan.heads + head));
+            }
+        }
+    }
+
+    /// Finishes a block of rows for one KV head.
+    fn rows(&self, task: usize, running: &mut [f32]) {
+        let plan = self.plan;
+        let (block, kv_head) = (task / plan.kv_heads, task % plan.kv_heads);
+        let end = plan.rows.min((block + 1) * plan.row_block);
+        let heads = plan.heads_of(kv_head);
+        let mut row = block * plan.row_block;
+        while row < end {
+            let (sequence, offset) = locate(self.step.sequences, row);
+            let together = (QUERIES / heads.len()).max(1);
+            let rows = together.min(end - row).min(sequence.rows - offset);
+            for first in heads.clone().step_by(QUERIES) {
+                let tile = Tile {
+                    sequence,
+                    position: sequence.position + offset,
+                    rows: row..row + rows,
+                    heads: first..heads.end.min(first + QUERIES),
+                    kv_head,
+                };
+                self.tile(&tile, running);
+            }
+            row += rows;
+        }
+    }
+
+    /// Takes some queries through all pages that they see.
+    fn tile(&self, tile: &Tile<'_>, running: &mut [f32]) {
+        let (plan, window) = (self.plan, self.step.window);
+        let (total, next) = running.split_at_mut(QUERIES * plan.partial);
+        let (mut totals, mut nexts) = (parts(total, plan.partial), parts(next, plan.partial));
+        let last = (tile.position + tile.rows.len() - 1) / PAGE;
+        for index in first_page(tile.position, window)..=last {
+            let mut queries = Queries::new();
+            tile.each(|slot, row, position, head| {
+                let Some((lo, hi)) = visible(position, window, index) else {
+                    return;
+                };
+                let first = index == first_page(position, window);
+                let into = if first { &mut totals } else { &mut nexts };
+                queries.push(Query {
+                    q: plan.query(self.step, row, head),
+                    lo,
+                    hi,
+                    out: into.part(slot).as_mut_ptr(),
+                });
+            });
+            let after = (index < last).then(|| tile.sequence.pages[index + 1]);
+            self.attend(
+                tile.sequence.pages[index],
+                after,
+                tile.kv_head,
+                &mut queries,
+            );
+            tile.each(|slot, _, position, _| {
+                let seen = first_page(position, window)..position / PAGE + 1;
+                if index > seen.start && index < seen.end {
+                    // SAFETY: both are partial results; features were detected.
+                    unsafe { (self.table.merge)(totals.part(slot), nexts.part(slot)) }
+                }
+            });
+        }
+        tile.each(|slot, row, _, head| {
+            // SAFETY: this task alone writes this (row, head); features were detected.
+            unsafe {
+                let out = self.out.part(row * plan.heads + head);
+                (self.table.finish)(totals.part(slot), out);
+            }
+        });
+    }
+
+    /// Attends the collected queries to one page, and forgets them.
+    fn attend(&self, page: u32, next: Option<u32>, kv_head: usize, queries: &mut Queries) {
+        let cache = self.step.cache;
+        let view = cache.page(self.step.layer, page, kv_head, next);
+        let kernel = match cache.shape().kv_type {
+            KvType::F16 => self.table.attend_f16,
+            KvType::F32 => self.table.attend_f32,
+            KvType::Q8_0 => self.table.attend_q8,
+        };
+        // SAFETY: the view covers a page of this element type, queries point to head_dim floats
+        // and to partials of the right length; features were detected.
+        unsafe { kernel(view, &queries.all[..queries.len]) }
+        queries.len = 0;
+    }
+}
+
+/// Parts of equal length of a slice.
+struct Parts<'a> {
+    all: &'a mut [f32],
+    len: usize,
+}
+
+const fn parts(all: &mut [f32], len: usize) -> Parts<'_> {
+    Parts { all, len }
+}
+
+impl Parts<'_> {
+    fn part(&mut self, index: usize) -> &mut [f32] {
+        &mut self.all[index * self.len..(index + 1) * self.len]
+    }
+}
+
+/// Up to [`QUERIES`] queries of one sequence and KV head.
+struct Tile<'a> {
+    sequence: AttentionRows<'a>,
+    /// Of the first row.
+    position: usize,
+    /// In the batch.
+    rows: Range<usize>,
+    heads: Range<usize>,
+    kv_head: usize,
+}
+
+impl Tile<'_> {
+    /// Calls `f(number, row, position, head)` for each query.
+    fn each(&self, mut f: impl FnMut(usize, usize, usize, usize)) {
+        let mut slot = 0;
+        for row in self.rows.clone() {
+            for head in self.heads.clone() {
+                f(slot, row, self.position + row - self.rows.start, head);
+                slot += 1;
+            }
+        }
+    }
+}
+
+/// Queries collected for a page.
+struct Queries {
+    all: [Query; QUERIES],
+    len: usize,
+}
+
+impl Queries {
+    const fn new() -> Self {
+        let none = Query {
+            q: std::ptr::null(),
+            lo: 0,
+            hi: 0,
+            out: std::ptr::null_mut(),
+        };
+        Self {
+            all: [none; QUERIES],
+            len: 0,
+        }
+    }
+
+    const fn is_full(&self) -> bool {
+        self.len == QUERIES
+    }
+
+    fn push(&mut self, query: Query) {
+        self.all[self.len] = query;
+        self.len += 1;
+    }
+}
+
+/// How an attention step is cut into tasks.
+#[derive(Debug)]
+struct Plan {
+    rows: usize,
+    heads: usize,
+    kv_heads: usize,
+    /// Query heads per KV head, and those of the first that are not in this step.
+    group: usize,
+    skipped: usize,
+    head_dim: usize,
+    /// Floats of a partial result.
+    partial: usize,
+    /// Most pages that a row of this step sees, counted from position 0.
+    max_pages: usize,
+    /// Rows of a task.
+    row_block: usize,
+    /// Pages of a task when the step is cut by page, else 0.
+    run_pages: usize,
+}
+
+impl Plan {
+    fn new(step: &Attention<'_>, threads: usize, scratch: usize) -> Self {
+        let shape = step.cache.shape();
+        let rows: usize = step.sequences.iter().map(|s| s.rows).sum();
+        let groups = (step.skipped + step.heads).div_ceil(step.group);
+        assert!(
+            step.heads > 0 && step.skipped < step.group && groups == shape.heads,
+            "{} heads after {} in {} groups of {}",
+            step.heads,
+            step.skipped,
+            shape.heads,
+            step.group
+        );
+        assert!(
+            step.queries.len() >= rows * step.heads * shape.head_dim,
+            "queries"
+        );
+        let max_pages = most_pages(step.sequences);
+        let partial = attention::partial_len(shape.head_dim);
+        let fits = rows * step.heads * max_pages * partial <= scratch;
+        let wanted = TASKS_PER_THREAD * threads;
+        let by_page = fits && threads > 1 && rows * shape.heads < wanted && max_pages > 1;
+        // Pages in a row follow each other in a task, which asks for the next ahead.
+        let runs = wanted.div_ceil(rows * shape.heads);
+        Self {
+            rows,
+            heads: step.heads,
+            kv_heads: shape.heads,
+            group: step.group,
+            skipped: step.skipped,
+            head_dim: shape.head_dim,
+            partial,
+            max_pages,
+            row_block: rows.div_ceil(wanted).max(1),
+            run_pages: if by_page { max_pages.div_ceil(runs) } else { 0 },
+        }
+    }
+
+    const fn by_page(&self) -> bool {
+        self.run_pages > 0
+    }
+
+    const fn row_len(&self) -> usize {
+        self.heads * self.head_dim
+    }
+
+    /// The query heads of a KV head.
+    fn heads_of(&self, kv_head: usize) -> Range<usize> {
+        let first = kv_head * self.group;
+        first.saturating_sub(self.skipped)..(first + self.group - self.skipped).min(self.heads)
+    }
+
+    /// Runs of pages for one row and KV head.
+    const fn runs(&self) -> usize {
+        self.max_pages.div_ceil(self.run_pages)
+    }
+
+    const fn page_tasks(&self) -> usize {
+        self.rows * self.kv_heads * self.runs()
+    }
+
+    const fn row_tasks(&self) -> usize {
+        self.rows.div_ceil(self.row_block) * self.kv_heads
+    }
+
+    const fn slot(&self, row: usize, head: usize, page: usize) -> usize {
+        (row * self.heads + head) * self.max_pages + page
+    }
+
+    fn query(&self, step: &Attention<'_>, row: usize, head: usize) -> *const f32 {
+        step.queries[(row * self.heads + head) * self.head_dim..][..self.head_dim].as_ptr()
+    }
+}
+
+/// Most pages of a sequence.
+fn most_pages(sequences: &[AttentionRows<'_>]) -> usize {
+    let pages_of = |s: &AttentionRows<'_>| {
+        let pages = (s.position + s.rows).div_ceil(PAGE);
+        assert!(
+            pages <= s.pages.len(),
+            "{pages} pages needed, {} given",
+            s.pages.len()
+        );
+        pages
+    };
+    sequences.iter().map(pages_of).max().unwrap_or(0).max(1)
+}
+
+/// The sequence of a row, and the row's place in it.
+fn locate<'a>(sequences: &[AttentionRows<'a>], row: usize) -> (AttentionRows<'a>, usize) {
+    let mut offset = row;
+    for sequence in sequences {
+        if offset < sequence.rows {
+            return (*sequence, offset);
+        }
+        offset -= sequence.rows;
+    }
+    unreachable!("row {row} of {} sequences", sequences.len())
+}
+
+/// The first page that the query at `position` sees.
+fn first_page(position: usize, window: Option<usize>) -> usize {
+    window.map_or(0, |w| (position + 1).saturating_sub(w) / PAGE)
+}
+
+/// The positions `lo..hi` within page `index` that the query at `position` sees, if any.
+fn visible(position: usize, window: Option<usize>, index: usize) -> Option<(usize, usize)> {
+    let start = window.map_or(0, |w| (position + 1).saturating_sub(w));
+    let lo = start.saturating_sub(index * PAGE);
+    let hi = (position + 1).saturating_sub(index * PAGE).min(PAGE);
+    (lo < hi).then_some((lo, hi))
+}
