@@ -526,6 +526,8 @@ struct Buffers {
     own: Vec<f32>,
     all: Vec<f32>,
     again: Vec<f32>,
+    /// Calls so far that count them.
+    turn: usize,
 }
 
 type Call = fn(&dyn Group, &mut Buffers, Deadline) -> Result<(), Error>;
@@ -535,6 +537,10 @@ type Op = (&'static str, Call, fn(f64) -> f64);
 
 /// What all-reduce is held against: rank 0 copies a buffer there and back, the others wait.
 const COPIES: &str = "two copies";
+
+/// Memory that the copies walk through, so that they are not of what a cache holds: four times the
+/// last one of the machines that this was measured on.
+const COPIED_BYTES: usize = 128 << 20;
 
 const OPS: [Op; 8] = [
     ("barrier", |g, _, by| g.barrier(by), |_| 0.0),
@@ -569,8 +575,13 @@ const OPS: [Op; 8] = [
 
 fn two_copies(group: &dyn Group, b: &mut Buffers, by: Deadline) -> Result<(), Error> {
     if group.rank() == Rank(0) {
-        b.again.copy_from_slice(&b.own);
-        b.own.copy_from_slice(&b.again);
+        let length = b.own.len();
+        let pairs = b.all.len() / (2 * length);
+        let pair = &mut b.all[2 * length * (b.turn % pairs)..][..2 * length];
+        let (one, other) = pair.split_at_mut(length);
+        other.copy_from_slice(one);
+        one.copy_from_slice(other);
+        b.turn += 1;
     }
     group.barrier(by)
 }
@@ -655,11 +666,16 @@ fn row(
 ) -> Result<Row, Error> {
     let (size, length) = (group.size() as usize, bytes / 4);
     let many = matches!(name, "all_gather" | "reduce_scatter" | "all_to_all");
-    let all = if many { length * size } else { 0 };
+    let all = match name {
+        COPIES => 2 * length * (COPIED_BYTES / (2 * bytes)).max(1),
+        _ if many => length * size,
+        _ => 0,
+    };
     let mut buffers = Buffers {
         own: huge::zeros(length),
         all: huge::zeros(all),
-        again: huge::zeros(if name == COPIES { length } else { all }),
+        again: huge::zeros(if many { all } else { 0 }),
+        turn: 0,
     };
     (0..3).try_for_each(|_| call(group, &mut buffers, by))?;
     let mut times = Vec::new();
