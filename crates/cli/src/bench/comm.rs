@@ -536,7 +536,7 @@ type Call = fn(&dyn Group, &mut Buffers, Deadline) -> Result<(), Error>;
 type Op = (&'static str, Call, fn(f64) -> f64);
 
 /// What all-reduce is held against: rank 0 copies a buffer there and back, the others wait.
-const COPIES: &str = "two copies";
+const COPIES: &str = "two_copies";
 
 /// Memory that the copies walk through, so that they are not of what a cache holds: four times the
 /// last one of the machines that this was measured on.

@@ -94,7 +94,7 @@ fn ranks_over_rdma_are_found_by_jaccls_environment() {
         (&report["transport"], &report["ranks"]),
         (&"rdma".into(), &2.into())
     );
-    assert_eq!(operations(&report).len(), 7, "{report}");
+    assert_eq!(operations(&report).len(), 8, "{report}");
     world.assert_clean();
 }
 
@@ -105,8 +105,14 @@ fn ranks_of_mlxs_ring_are_found_by_its_hostfile() {
     let args = ["-n", "2", "-p", &port, "--", PROGRAM];
     let more = ["--transport", "mlx-ring", "--plaintext", "--json"];
     let report = report(world.run(&[&args[..], &SHORT, &more].concat()));
-    // What MLX's wire has.
-    let expected = ["all_gather", "all_reduce", "barrier", "send_recv"];
+    // What MLX's wire has, and what its sums are held against.
+    let expected = [
+        "all_gather",
+        "all_reduce",
+        "barrier",
+        "send_recv",
+        "two_copies",
+    ];
     assert_eq!(operations(&report), expected);
 }
 

@@ -241,7 +241,23 @@ impl Course {
             Phase::Starting(_) => Error::HostUnreachable { host, why },
             _ => Error::HostLost { host, why },
         };
+        if self.ended_by_keeper(&error) {
+            self.cause = Some(error);
+            return Vec::new();
+        }
         self.end(now, error, Signal::TERM)
+    }
+
+    /// Whether the failure that was heard of first was only the work of the keeper of the host that
+    /// was lost: without a connection, it ends its programs.
+    fn ended_by_keeper(&self, lost: &Error) -> bool {
+        let (Some(Error::Failed { host, ending, .. }), Error::HostLost { host: lost, .. }) =
+            (&self.cause, lost)
+        else {
+            return false;
+        };
+        let by_keeper = [Signal::TERM, Signal::KILL].map(|signal| Ending::Signal(signal.as_raw()));
+        host == lost && by_keeper.contains(ending)
     }
 
     fn late(&mut self, now: Instant) -> Vec<Order> {

@@ -191,6 +191,21 @@ fn a_broken_connection_ends_the_rest() {
     told.on(Event::Exited(0, 143))
         .on(Event::Closed(0, Ending::Signal(9)));
     assert_eq!(told.failed(), "the connection to b is lost: Timeout");
+
+    // The host's keeper ends its programs, which may be heard of first.
+    for (signal, cause) in [
+        (15, "the connection to b is lost: Timeout"),
+        (11, "rank 1 on b was ended by SIGSEGV"),
+    ] {
+        let mut told = Told::running(2);
+        told.on(Event::Exited(1, 128 + signal));
+        told.on(Event::HostLost(1, "Timeout".to_owned()));
+        told.on(Event::Closed(1, Ending::Signal(9))).ordered();
+        told.on(Event::Exited(0, 143));
+        told.on(Event::Closed(0, Ending::Signal(9)));
+        assert_eq!(told.failed(), cause);
+    }
+
     let mut told = Told::running(1);
     told.on(Event::Closed(0, Ending::Code(255)));
     let expected = "the session of rank 0 on a is lost: it exited with code 255";
