@@ -124,6 +124,27 @@ fn a_loan_that_was_taken_back_is_an_error_for_both() {
     assert!(second.broadcast(&mut data, Rank(0), soon(5)).is_err());
 }
 
+#[test]
+fn a_rank_that_leaves_when_it_has_all_is_not_missed() {
+    for round in 0..60 {
+        let ranks: Vec<_> = make(3)
+            .into_iter()
+            .map(|group| {
+                thread::spawn(move || {
+                    let mut data = vec![1_u8; 3 * crate::loan::LOAN_BYTES];
+                    let done = group.all_reduce(&mut data, Reduce::Sum, soon(30));
+                    drop(group);
+                    done.map(|()| data)
+                })
+            })
+            .collect();
+        for rank in ranks {
+            let data = rank.join().unwrap();
+            assert!(data.unwrap().iter().all(|sum| *sum == 3), "round {round}");
+        }
+    }
+}
+
 /// A rank in a process of its own.
 struct Worker {
     child: Child,
