@@ -178,12 +178,23 @@ fn exact() -> impl Iterator<Item = BlockType> {
     quantised().filter(|t| t.affine_bits().is_none_or(|bits| super::offset(bits) == 0))
 }
 
+/// Whether a finite bf16 times the largest integer of a type is beyond f32: infinite then, even if
+/// a bias would bring it back. A half is never that large.
+fn overflows(block_type: BlockType, bits: u16) -> bool {
+    let scale = half::bf16::from_bits(bits).to_f32();
+    let wide = matches!(
+        block_type,
+        BlockType::AFFINE2_BF16 | BlockType::AFFINE4_BF16 | BlockType::AFFINE5_BF16
+    );
+    wide && scale.is_finite() && (scale * 32.0).is_infinite()
+}
+
 /// Scales of every bit pattern: zeros, subnormals, negatives, infinities and NaN.
 #[test]
 fn every_half_as_a_scale_decodes_as_described() {
     for block_type in exact() {
         let mut rng = SplitMix64(2);
-        for bits in 0..=u16::MAX {
+        for bits in (0..=u16::MAX).filter(|bits| !overflows(block_type, *bits)) {
             let mut block = random_bytes(block_type.bytes(), &mut rng);
             for (i, &(at, _)) in halves(block_type).iter().enumerate() {
                 // The second half, where there is one, takes every value too, in another order.
