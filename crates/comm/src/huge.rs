@@ -1,10 +1,12 @@
 //! Buffers in huge pages.
 
 /// Smallest size of a page; advice is for whole ones.
+#[cfg(any(target_os = "linux", test))]
 const PAGE: usize = 4 << 10;
 
 /// Shortest buffer that can have a huge page in it, on x86-64 and on AArch64 with small pages of
 /// 4 KiB.
+#[cfg(any(target_os = "linux", test))]
 const LEAST: usize = 2 << 20;
 
 /// `count` zeros, in huge pages where the system has them (Linux, `transparent_hugepage` not
