@@ -667,7 +667,7 @@ fn row(
     let (size, length) = (group.size() as usize, bytes / 4);
     let many = matches!(name, "all_gather" | "reduce_scatter" | "all_to_all");
     let all = match name {
-        COPIES => 2 * length * (COPIED_BYTES / (2 * bytes)).max(1),
+        COPIES if group.rank() == Rank(0) => 2 * length * (COPIED_BYTES / (2 * bytes)).max(1),
         _ if many => length * size,
         _ => 0,
     };
