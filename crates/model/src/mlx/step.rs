@@ -22,13 +22,7 @@ type Turned = [Array; 3];
 
 /// A step in progress.
 pub(super) struct Step<'a> {
-    pub(super) model: &'a MlxModel,
-    pub(super) stream: &'a Stream,
-    pub(super) weights: &'a Weights,
-    pub(super) constants: &'a Constants,
-    pub(super) cache: &'a mut Cache,
-    pub(super) receive: &'a mut Receive,
-    pub(super) watch: &'a Watch,
+    parts: Parts<'a>,
     batch: &'a Batch<'a>,
     spans: Vec<Span>,
     /// `(T, C)`
@@ -68,9 +62,7 @@ impl<'a> Step<'a> {
             stream,
             weights,
             constants,
-            cache,
-            receive,
-            watch,
+            ..
         } = parts;
         let span = |s: &crate::BatchSequence<'_>| {
             let new = s.position..s.position + s.tokens.len();
@@ -80,7 +72,7 @@ impl<'a> Step<'a> {
         let residual = match &model.links {
             Some(links) if !model.shard.embeds() => {
                 let shape = [batch.rows() as i32, model.config.width as i32];
-                let rows = receive.array(stream, &shape)?;
+                let rows = parts.receive.array(stream, &shape)?;
                 // SAFETY: what read it was evaluated at the end of the step before.
                 links.receive_residual(&model.shard, unsafe { rows.as_f32_mut()? })?;
                 stream.astype(rows, model.dtype)?
@@ -96,13 +88,7 @@ impl<'a> Step<'a> {
             attended: None,
             gate_up: None,
             hidden: None,
-            model,
-            stream,
-            weights,
-            constants,
-            cache,
-            receive,
-            watch,
+            parts,
             batch,
             spans,
         })
@@ -110,28 +96,28 @@ impl<'a> Step<'a> {
 
     /// Runs all layers.
     pub(super) fn layers(&mut self) -> Result<(), Error> {
-        let (weights, shard) = (self.weights, &self.model.shard);
+        let (weights, shard) = (self.parts.weights, &self.parts.model.shard);
         for (index, layer) in shard.layers.clone().zip(&weights.layers) {
-            self.model.config.family.layer(self, layer, index)?;
+            self.parts.model.config.family.layer(self, layer, index)?;
         }
         Ok(())
     }
 
     /// Evaluates `arrays` and the cache, watched.
     fn eval(&self, arrays: &[&Array]) -> Result<(), Error> {
-        let all = arrays.iter().copied().chain(self.cache.arrays());
-        Ok(self.watch.during(|| self.stream.eval(all))?)
+        let all = arrays.iter().copied().chain(self.parts.cache.arrays());
+        Ok(self.parts.watch.during(|| self.parts.stream.eval(all))?)
     }
 
     /// Sends the residual stream (T, C) to the next stage, or turns its wanted rows into logits
     /// (R, V) in `logits` at the leader; returns R there.
     pub(super) fn finish(self, logits: &mut Vec<f32>) -> Result<usize, Error> {
-        let Some((norm, head)) = &self.weights.head else {
-            let rows = self.stream.rows_f32(&self.residual)?;
+        let Some((norm, head)) = &self.parts.weights.head else {
+            let rows = self.parts.stream.rows_f32(&self.residual)?;
             self.eval(&[&rows])?;
-            let links = self.model.links.as_ref();
+            let links = self.parts.model.links.as_ref();
             let links = links.expect("an earlier stage has links");
-            links.send_residual(&self.model.shard, rows.as_f32()?)?;
+            links.send_residual(&self.parts.model.shard, rows.as_f32()?)?;
             return Ok(0);
         };
         let mut wanted = Vec::new();
@@ -145,13 +131,17 @@ impl<'a> Step<'a> {
             self.residual.clone()
         } else {
             let wanted: Vec<u32> = wanted.iter().map(|row| *row as u32).collect();
-            let wanted = self.stream.array_u32(&wanted, &[n as i32])?;
-            self.stream.take(&self.residual, &wanted, 0)?
+            let wanted = self.parts.stream.array_u32(&wanted, &[n as i32])?;
+            self.parts.stream.take(&self.residual, &wanted, 0)?
         };
         let normed = self
+            .parts
             .stream
-            .rms_norm(&rows, norm, self.model.config.norm_eps)?;
-        let own = self.stream.rows_f32(&head.apply(self.stream, &normed)?)?;
+            .rms_norm(&rows, norm, self.parts.model.config.norm_eps)?;
+        let own = self
+            .parts
+            .stream
+            .rows_f32(&head.apply(self.parts.stream, &normed)?)?;
         // The residual too: others may still read what ranks exchanged.
         self.eval(&[&own, &self.residual])?;
         self.gather(n, own.as_f32()?, logits)
@@ -159,8 +149,9 @@ impl<'a> Step<'a> {
 
     /// Brings the ranks' logits together at the leader.
     fn gather(&self, rows: usize, own: &[f32], logits: &mut Vec<f32>) -> Result<usize, Error> {
-        let (shard, vocab) = (&self.model.shard, self.model.config.vocab);
+        let (shard, vocab) = (&self.parts.model.shard, self.parts.model.config.vocab);
         let Some(links) = self
+            .parts
             .model
             .links
             .as_ref()
@@ -177,12 +168,12 @@ impl<'a> Step<'a> {
 
     /// x (T, in) -> delta (T, C), summed over the ranks of the stage, in the order of the ranks.
     fn sum(&mut self, x: Option<&Array>, w: &Summed) -> Result<(), Error> {
-        let stream = self.stream;
+        let stream = self.parts.stream;
         let mine = match (x, &w.mine) {
             (Some(x), Some(mine)) => mine.apply(stream, x)?,
-            _ => stream.zeros(&self.residual.shape(), self.model.dtype)?,
+            _ => stream.zeros(&self.residual.shape(), self.parts.model.dtype)?,
         };
-        let links = self.model.links.as_ref();
+        let links = self.parts.model.links.as_ref();
         let sum = match links.filter(|links| links.stage.size() > 1) {
             Some(links) => self.exchange(links, &mine)?,
             None => mine,
@@ -197,13 +188,15 @@ impl<'a> Step<'a> {
     /// Gathers the parts of all ranks of the stage, each read from and written to the memory of
     /// MLX's arrays, and adds them.
     fn exchange(&mut self, links: &Links, mine: &Array) -> Result<Array, Error> {
-        let (stream, ranks) = (self.stream, links.stage.size() as i32);
+        let (stream, ranks) = (self.parts.stream, links.stage.size() as i32);
         let mine = stream.rows_f32(mine)?;
         // The residual reads what the exchange before received.
-        self.watch.during(|| stream.eval([&mine, &self.residual]))?;
+        self.parts
+            .watch
+            .during(|| stream.eval([&mine, &self.residual]))?;
         let shape = self.residual.shape();
         let (rows, width) = (shape[0], shape[1]);
-        let all = self.receive.array(stream, &[ranks * rows, width])?;
+        let all = self.parts.receive.array(stream, &[ranks * rows, width])?;
         // SAFETY: it is read by sums that the residual holds, which was just evaluated.
         links.gather_parts(mine.as_f32()?, unsafe { all.as_f32_mut()? })?;
         let part = |rank: i32| {
@@ -214,7 +207,7 @@ impl<'a> Step<'a> {
         for rank in 1..ranks {
             sum = stream.add(&sum, &part(rank)?)?;
         }
-        Ok(stream.astype(&sum, self.model.dtype)?)
+        Ok(stream.astype(&sum, self.parts.model.dtype)?)
     }
 
     /// Rows `first..first + n` of `(T, heads, D)` as `(1, heads, n, D)`.
@@ -224,40 +217,50 @@ impl<'a> Step<'a> {
             x.clone()
         } else {
             let (start, stop) = ([first, 0, 0], [first + n, shape[1], shape[2]]);
-            self.stream.slice(x, &start, &stop)?
+            self.parts.stream.slice(x, &start, &stop)?
         };
-        let rows = self.stream.reshape(&part, &[1, n, shape[1], shape[2]])?;
-        Ok(self.stream.transpose(&rows, &[0, 2, 1, 3])?)
+        let rows = self
+            .parts
+            .stream
+            .reshape(&part, &[1, n, shape[1], shape[2]])?;
+        Ok(self.parts.stream.transpose(&rows, &[0, 2, 1, 3])?)
     }
 
     /// Attention of one sequence: `(1, H, n, D)`.
     fn attention(&self, sequence: usize, layer: usize, q: &Array) -> Result<Array, Error> {
-        let shard = &self.model.shard;
-        let window = self.constants.window_of[layer];
+        let shard = &self.parts.model.shard;
+        let window = self.parts.constants.window_of[layer];
         let view = &self.spans[sequence].views[window];
         let [k, v] = self
+            .parts
             .cache
-            .read(self.stream, layer - shard.layers.start, view)?;
-        let scale = self.model.config.query_scale;
-        if self.constants.groups.is_empty() {
-            return Ok(self.stream.attention([q, &k, &v], scale, view.mask())?);
+            .read(self.parts.stream, layer - shard.layers.start, view)?;
+        let scale = self.parts.model.config.query_scale;
+        if self.parts.constants.groups.is_empty() {
+            return Ok(self
+                .parts
+                .stream
+                .attention([q, &k, &v], scale, view.mask())?);
         }
         // Cut within the query heads of a KV head: each KV head apart.
         let heads = |x: &Array, heads: std::ops::Range<i32>| {
             let shape = x.shape();
             let stop = [1, heads.end, shape[2], shape[3]];
-            self.stream.slice(x, &[0, heads.start, 0, 0], &stop)
+            self.parts.stream.slice(x, &[0, heads.start, 0, 0], &stop)
         };
         let group = |(kv, queries): (usize, &std::ops::Range<i32>)| {
             let kv = kv as i32..kv as i32 + 1;
             let (k, v) = (heads(&k, kv.clone())?, heads(&v, kv)?);
             let q = heads(q, queries.clone())?;
-            Ok(self.stream.attention([&q, &k, &v], scale, view.mask())?)
+            Ok(self
+                .parts
+                .stream
+                .attention([&q, &k, &v], scale, view.mask())?)
         };
-        let groups = self.constants.groups.iter().enumerate();
+        let groups = self.parts.constants.groups.iter().enumerate();
         let parts = groups.map(group).collect::<Result<Vec<_>, Error>>()?;
         let parts: Vec<&Array> = parts.iter().collect();
-        Ok(self.stream.concatenate(&parts, 1)?)
+        Ok(self.parts.stream.concatenate(&parts, 1)?)
     }
 }
 
@@ -289,16 +292,19 @@ impl LayerStep for Step<'_> {
             Half::Attention => &w.attention_norm,
             Half::FeedForward => &w.ffn_norm,
         };
-        let eps = self.model.config.norm_eps;
-        self.x = self.stream.rms_norm(&self.residual, weight, eps)?;
+        let eps = self.parts.model.config.norm_eps;
+        self.x = self.parts.stream.rms_norm(&self.residual, weight, eps)?;
         Ok(())
     }
 
     fn project_qkv(&mut self, w: &Layer) -> Result<(), Error> {
-        let (rows, dim) = (self.batch.rows() as i32, self.model.config.head_dim as i32);
+        let (rows, dim) = (
+            self.batch.rows() as i32,
+            self.parts.model.config.head_dim as i32,
+        );
         let project = |linear| {
-            let product = super::weights::Linear::apply(linear, self.stream, &self.x)?;
-            Ok::<_, Error>(self.stream.reshape(&product, &[rows, -1, dim])?)
+            let product = super::weights::Linear::apply(linear, self.parts.stream, &self.x)?;
+            Ok::<_, Error>(self.parts.stream.reshape(&product, &[rows, -1, dim])?)
         };
         self.qkv = match &w.qkv {
             Some([q, k, v]) => Some([project(q)?, project(k)?, project(v)?]),
@@ -308,11 +314,11 @@ impl LayerStep for Step<'_> {
     }
 
     fn norm_heads(&mut self, w: &Layer) -> Result<(), Error> {
-        let eps = self.model.config.norm_eps;
+        let eps = self.parts.model.config.norm_eps;
         if let Some([q, k, _]) = &mut self.qkv {
             for (x, weight) in [(q, &w.query_norm), (k, &w.key_norm)] {
                 let weight = weight.as_ref().expect("loaded for this family");
-                *x = self.stream.rms_norm(x, weight, eps)?;
+                *x = self.parts.stream.rms_norm(x, weight, eps)?;
             }
         }
         Ok(())
@@ -323,16 +329,16 @@ impl LayerStep for Step<'_> {
         let Some([q, k, v]) = self.qkv.take() else {
             return Ok(());
         };
-        let rope = self.model.config.layers[index].rope;
-        let neighbours = self.model.config.ropes[rope].pairs == RopePairs::Adjacent;
-        let periods = &self.weights.periods[rope];
+        let rope = self.parts.model.config.layers[index].rope;
+        let neighbours = self.parts.model.config.ropes[rope].pairs == RopePairs::Adjacent;
+        let periods = &self.parts.weights.periods[rope];
         let mut first = 0;
         for s in self.batch.sequences {
             let (n, at) = (s.tokens.len() as i32, s.position as i32);
             let [q, k, v] = [&q, &k, &v].map(|x| self.turned(x, first, n));
             self.turned.push([
-                self.stream.rope(&q?, periods, neighbours, at)?,
-                self.stream.rope(&k?, periods, neighbours, at)?,
+                self.parts.stream.rope(&q?, periods, neighbours, at)?,
+                self.parts.stream.rope(&k?, periods, neighbours, at)?,
                 v?,
             ]);
             first += n;
@@ -342,22 +348,24 @@ impl LayerStep for Step<'_> {
 
     fn attend(&mut self, index: usize) -> Result<(), Error> {
         let turned = std::mem::take(&mut self.turned);
-        let held = index - self.model.shard.layers.start;
+        let held = index - self.parts.model.shard.layers.start;
         for ([_, k, v], span) in turned.iter().zip(&self.spans) {
-            self.cache.write(self.stream, held, span, [k, v])?;
+            self.parts
+                .cache
+                .write(self.parts.stream, held, span, [k, v])?;
         }
         let mut parts = Vec::with_capacity(turned.len());
         for (i, [q, ..]) in turned.iter().enumerate() {
             let attended = self.attention(i, index, q)?;
             let n = attended.shape()[2];
-            let rows = self.stream.transpose(&attended, &[0, 2, 1, 3])?;
-            parts.push(self.stream.reshape(&rows, &[n, -1])?);
+            let rows = self.parts.stream.transpose(&attended, &[0, 2, 1, 3])?;
+            parts.push(self.parts.stream.reshape(&rows, &[n, -1])?);
         }
         let parts: Vec<&Array> = parts.iter().collect();
         self.attended = match &parts[..] {
             [] => None,
             [one] => Some((*one).clone()),
-            more => Some(self.stream.concatenate(more, 0)?),
+            more => Some(self.parts.stream.concatenate(more, 0)?),
         };
         Ok(())
     }
@@ -373,22 +381,23 @@ impl LayerStep for Step<'_> {
             Half::FeedForward => w.post_ffn_norm.as_ref(),
         };
         let weight = weight.expect("loaded for this family");
-        self.delta = self
-            .stream
-            .rms_norm(&self.delta, weight, self.model.config.norm_eps)?;
+        self.delta =
+            self.parts
+                .stream
+                .rms_norm(&self.delta, weight, self.parts.model.config.norm_eps)?;
         Ok(())
     }
 
     fn add_delta(&mut self) -> Result<(), Error> {
-        self.residual = self.stream.add(&self.residual, &self.delta)?;
+        self.residual = self.parts.stream.add(&self.residual, &self.delta)?;
         Ok(())
     }
 
     fn project_gate_up(&mut self, w: &Layer) -> Result<(), Error> {
         self.gate_up = match &w.gate_up {
             Some([gate, up]) => Some([
-                gate.apply(self.stream, &self.x)?,
-                up.apply(self.stream, &self.x)?,
+                gate.apply(self.parts.stream, &self.x)?,
+                up.apply(self.parts.stream, &self.x)?,
             ]),
             None => None,
         };
@@ -396,13 +405,13 @@ impl LayerStep for Step<'_> {
     }
 
     fn activate(&mut self) -> Result<(), Error> {
-        let stream = self.stream;
+        let stream = self.parts.stream;
         let Some([gate, up]) = self.gate_up.take() else {
             return Ok(());
         };
-        let gate = match self.model.config.activation {
+        let gate = match self.parts.model.config.activation {
             Activation::Silu => stream.multiply(&gate, &stream.sigmoid(&gate)?)?,
-            Activation::GeluTanh => self.constants.gelu.apply(stream, &gate)?,
+            Activation::GeluTanh => self.parts.constants.gelu.apply(stream, &gate)?,
         };
         self.hidden = Some(stream.multiply(&gate, &up)?);
         Ok(())
