@@ -68,9 +68,7 @@ impl Transport {
             Self::Rdma => Backend::Rdma,
         }
     }
-}
 
-impl Transport {
     /// Whose cost is measured for predictions. Devices are for ranks in processes of their own, so
     /// two threads that are measured here take shared memory instead.
     pub(crate) const fn probed(self) -> Backend {

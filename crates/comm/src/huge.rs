@@ -13,8 +13,8 @@ const LEAST: usize = 2 << 20;
 /// `never`) and as far as whole ones fit.
 ///
 /// For buffers of several MiB that ranks of one machine reduce or gather: these read each other's
-/// memory, and the system looks up every page of it. All-reduce of 16 MiB takes about half the
-/// time. Any other memory works as well.
+/// memory, and the system looks up every page of it (figures: docs/measurements.md). Any other
+/// memory works as well.
 pub fn zeros<T: Clone + Default>(count: usize) -> Vec<T> {
     let mut zeros = Vec::with_capacity(count);
     advise(zeros.spare_capacity_mut());

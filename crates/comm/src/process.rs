@@ -2,8 +2,7 @@
 
 /// Copies `into.len()` bytes at `address` of a process of this user; false if they could not all
 /// be had. Such as: the process is gone, the address is not its own, or the system does not let
-/// processes read each other (`kernel.yama.ptrace_scope`, containers). Two system calls at most
-/// per 2 GiB; blocks for the copy only.
+/// processes read each other (`kernel.yama.ptrace_scope`, containers). Blocks for the copy only.
 #[cfg(target_os = "linux")]
 pub(crate) fn read(process: u32, address: u64, into: &mut [u8]) -> bool {
     let Ok(process) = libc::pid_t::try_from(process) else {
