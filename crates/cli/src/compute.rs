@@ -5,7 +5,7 @@ use std::str::FromStr;
 
 use paceline_base::KernelClass;
 use paceline_model::Split;
-use paceline_tensor::KvType;
+use paceline_tensor::{KvType, Pinning};
 
 use crate::error::Error;
 
@@ -30,17 +30,30 @@ pub(crate) struct ComputeArgs {
 }
 
 impl ComputeArgs {
-    /// Whether `nodes` nodes that compute as `classes` can do all that was asked for.
+    /// Whether nodes that compute as `classes` can do all that was asked for.
     ///
     /// # Errors
-    /// [`Error::CpuOnly`], [`Error::OneNodeOnly`].
-    pub(crate) fn check(self, classes: &Classes, nodes: u32) -> Result<(), Error> {
+    /// [`Error::CpuOnly`].
+    pub(crate) fn check(self, classes: &Classes) -> Result<(), Error> {
         let given = [("--kv", self.kv.is_some()), ("--pin", self.pin)];
         match given.into_iter().find(|(_, given)| *given) {
-            Some((option, _)) if nodes > 1 => Err(Error::OneNodeOnly { option, nodes }),
             Some((option, _)) if !classes.on_cpu() => Err(Error::CpuOnly { option }),
             _ => Ok(()),
         }
+    }
+
+    /// Where the threads of a single node stay.
+    pub(crate) const fn pinning(self) -> Pinning {
+        match self.pin {
+            true => Pinning::Cores { first: 0 },
+            false => Pinning::Free,
+        }
+    }
+
+    /// How nodes on the CPU keep keys and values; `None` where there is none.
+    pub(crate) fn kv_type(self, classes: &Classes) -> Option<KvType> {
+        let class = classes.each().iter().find(|class| !class.is_mlx())?;
+        Some(self.kv.unwrap_or(KvType::of(*class)))
     }
 }
 

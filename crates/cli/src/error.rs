@@ -112,14 +112,6 @@ pub(crate) enum Error {
         /// The option.
         option: &'static str,
     },
-    /// An option that workers do not know yet.
-    #[error("{option} is for one node so far, but --nodes is {nodes}")]
-    OneNodeOnly {
-        /// The option.
-        option: &'static str,
-        /// Value of `--nodes`.
-        nodes: u32,
-    },
     /// A person started what paceline starts.
     #[error("`paceline worker` is a part of a model that other commands start, not a command")]
     WorkerByHand,
@@ -168,7 +160,6 @@ impl Error {
                 | Self::Engines { .. }
                 | Self::ClassOfOther { .. }
                 | Self::MixedStage { .. }
-                | Self::OneNodeOnly { .. }
                 | Self::CpuOnly { .. }
                 | Self::WorkerByHand
         )

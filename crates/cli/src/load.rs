@@ -9,7 +9,7 @@ use indicatif::{ProgressBar, ProgressStyle};
 use paceline_base::KernelClass;
 use paceline_engine::EngineConfig;
 use paceline_model::{Source, Weights};
-use paceline_tensor::{InstructionSet, Kernels, KvType};
+use paceline_tensor::{InstructionSet, Kernels, KvType, Pinning};
 
 use crate::compute::ComputeArgs;
 use crate::error::Error;
@@ -43,12 +43,15 @@ pub(crate) fn kernels(threads: usize) -> anyhow::Result<Arc<Kernels>> {
     free_kernels(threads).map(Arc::new)
 }
 
-/// As [`kernels`], on threads that stay on their cores.
+/// As [`kernels`], on threads that stay where `pinning` says.
 ///
 /// # Errors
 /// As [`kernels`].
-pub(crate) fn pinned_kernels(threads: usize) -> anyhow::Result<Arc<Kernels>> {
-    Ok(Arc::new(free_kernels(threads)?.pinned()?))
+pub(crate) fn kernels_at(threads: usize, pinning: Pinning) -> anyhow::Result<Arc<Kernels>> {
+    match pinning {
+        Pinning::Free => kernels(threads),
+        pinning => Ok(Arc::new(free_kernels(threads)?.pinned(pinning)?)),
+    }
 }
 
 fn free_kernels(threads: usize) -> anyhow::Result<Kernels> {

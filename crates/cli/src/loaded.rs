@@ -14,6 +14,7 @@ use paceline_formats::chat::{ChatTemplate, Error as ChatError};
 use paceline_formats::tokenizer::Tokenizer;
 use paceline_model::{Config, Shard, Source, Split, SplitKind};
 use paceline_node::{Instance, InstanceSpec};
+use paceline_tensor::KvType;
 
 use crate::compute::{Classes, ComputeArgs, EngineArgs};
 use crate::error::Error;
@@ -147,7 +148,7 @@ impl Opened {
         let bad = |what| format!("{}: cannot use its {what}", path.display());
         load::check_cpu()?;
         let classes = Classes::new(engine.engine, compute.class, cut.nodes)?;
-        compute.check(&classes, cut.nodes)?;
+        compute.check(&classes)?;
         Ok(Self {
             split: Split::plan(&config, cut.split, cut.nodes, &cut.shares)?,
             tokenizer: Arc::new(tokenizer(&source).with_context(|| bad("tokenizer"))?),
@@ -210,6 +211,7 @@ impl Opened {
             template: self.template,
             config: self.config,
             split: self.split,
+            kv: self.compute.kv_type(&self.classes),
             classes: self.classes,
             engine: self.engine,
             threads: self.threads,
@@ -223,11 +225,7 @@ impl Opened {
         let (class, compute) = (self.classes.first(), self.compute);
         // Where MLX computes, kernels only choose tokens.
         let threads = if class.is_mlx() { 1 } else { self.threads };
-        let kernels = if compute.pin {
-            load::pinned_kernels(threads)?
-        } else {
-            load::kernels(threads)?
-        };
+        let kernels = load::kernels_at(threads, compute.pinning())?;
         let numbers = (class, compute.kv);
         let model = load::model(&self.path, &self.source, numbers, &self.engine, kernels)?;
         let (set, weights) = (model.device(), vec![model.weight_bytes()]);
@@ -268,6 +266,8 @@ impl Opened {
             model: self.path.clone(),
             classes: self.classes.each().to_vec(),
             threads: self.threads,
+            pin: self.compute.pin,
+            kv: self.compute.kv,
             kind: self.cut.split,
             ranks: self.cut.nodes,
             shares: self.cut.shares.clone(),
@@ -301,6 +301,8 @@ pub(crate) struct Loaded {
     pub(crate) engine: EngineConfig,
     /// Of each node.
     pub(crate) threads: usize,
+    /// How the CPU's nodes keep keys and values; `None` where all are on MLX.
+    pub(crate) kv: Option<KvType>,
     pub(crate) instruction_set: String,
     /// Packed weights of each rank.
     pub(crate) weights: Vec<Bytes>,

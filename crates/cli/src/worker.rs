@@ -11,7 +11,7 @@ use std::io::Error as IoError;
 /// # Errors
 /// What failed; [`Error::WorkerByHand`] when there is no parent to tell.
 pub(crate) fn run() -> anyhow::Result<()> {
-    let kernels = |threads| load::kernels(threads).map_err(IoError::other);
+    let kernels = |threads, pinning| load::kernels_at(threads, pinning).map_err(IoError::other);
     // Whoever started this has asked for plaintext, or not been given such a wire.
     let wires = |backend| wires::of(backend, Plaintext::Allowed).map_err(IoError::other);
     match paceline_node::worker::run(kernels, wires, home::mlx_places()?) {

@@ -38,14 +38,6 @@ pub struct Model {
     integer_inputs: IntegerInputs,
 }
 
-/// How a class keeps keys and values.
-const fn own_kv_type(class: KernelClass) -> KvType {
-    match class {
-        KernelClass::CpuF32 => KvType::F32,
-        _ => KvType::F16,
-    }
-}
-
 /// What [`Model::follow`] did.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Followed {
@@ -135,7 +127,7 @@ impl Model {
             leader: split.leader(),
             links: None,
             class: options.class,
-            kv_type: own_kv_type(options.class),
+            kv_type: KvType::of(options.class),
             embedding,
             kernels,
             layers,
@@ -187,7 +179,7 @@ impl Model {
 
     /// Class of the numbers, and the type of keys and values where it is not that of the class.
     pub fn numbers(&self) -> String {
-        if self.kv_type == own_kv_type(self.class) {
+        if self.kv_type == KvType::of(self.class) {
             self.class.to_string()
         } else {
             format!("{}, kv {}", self.class, self.kv_type.name())

@@ -18,6 +18,7 @@ use paceline_engine::{
     EngineConfig, Failure, Reply, Request, Service, Sink, State, Status, Ticket,
 };
 use paceline_model::{Split, SplitKind};
+use paceline_tensor::KvType;
 
 use crate::Error;
 use crate::cause::{Sign, cause};
@@ -56,6 +57,10 @@ pub struct InstanceSpec {
     pub classes: Vec<KernelClass>,
     /// Threads of each worker.
     pub threads: usize,
+    /// Whether they stay on cores of their own, those of rank 0 first.
+    pub pin: bool,
+    /// How keys and values are kept if not as the class does; not on MLX.
+    pub kv: Option<KvType>,
     /// In which directions the model is cut.
     pub kind: SplitKind,
     /// Workers.
@@ -398,6 +403,8 @@ fn job(spec: &InstanceSpec, rank: Rank, group: [u8; 16]) -> Job {
         backend: spec.backend.name().to_owned(),
         shares: spec.shares.clone(),
         threads: spec.threads,
+        pin: spec.pin,
+        kv: spec.kv.map(|kv| kv.name().to_owned()),
         engine: spec.engine.clone(),
         group,
         listen: SocketAddr::from((Ipv4Addr::LOCALHOST, 0)),

@@ -57,6 +57,10 @@ pub(crate) struct Job {
     /// One for each rank, or none for equal shares.
     pub(crate) shares: Vec<u32>,
     pub(crate) threads: usize,
+    /// Whether they stay on cores of their own, those of rank 0 first.
+    pub(crate) pin: bool,
+    /// Name of the type of keys and values, if not that of the class.
+    pub(crate) kv: Option<String>,
     pub(crate) engine: EngineConfig,
     /// Names the group, so that no stray connection joins it.
     pub(crate) group: [u8; 16],

@@ -14,7 +14,7 @@ use paceline_comm::{Backend, Deadline, Error as CommError, Group, Seat, Strict, 
 use paceline_engine::{Engine, Follower, Reply, Runner, Service, Sink, State, Ticket};
 use paceline_formats::tokenizer::Tokenizer;
 use paceline_model::{Config, Links, MlxPlaces, Source, Split, Weights};
-use paceline_tensor::Kernels;
+use paceline_tensor::{Kernels, Pinning};
 
 use crate::Error;
 use crate::load::Wanted;
@@ -37,14 +37,14 @@ const LOST_LIMIT: Duration = Duration::from_millis(10);
 /// Runs a worker on the control channel that is this process's standard input, until the parent
 /// ends it or is gone; returns only when something failed, which the parent has been told.
 ///
-/// `kernels` makes the kernels for a number of threads, `wires` finds what a wire needs that is
+/// `kernels` makes the kernels for a number of threads and their place, `wires` finds what a wire needs that is
 /// neither memory nor sockets, by the name of its backend; `mlx` is where that library is looked
 /// for.
 ///
 /// # Errors
 /// What failed.
 pub fn run(
-    kernels: impl FnOnce(usize) -> std::io::Result<Arc<Kernels>>,
+    kernels: impl FnOnce(usize, Pinning) -> std::io::Result<Arc<Kernels>>,
     wires: impl FnOnce(Backend) -> std::io::Result<Wires>,
     mlx: MlxPlaces,
 ) -> Result<std::convert::Infallible, Error> {
@@ -70,7 +70,7 @@ fn tell(channel: &Channel, error: &Error) {
 
 fn work(
     channel: &Channel,
-    kernels: impl FnOnce(usize) -> std::io::Result<Arc<Kernels>>,
+    kernels: impl FnOnce(usize, Pinning) -> std::io::Result<Arc<Kernels>>,
     wires: impl FnOnce(Backend) -> std::io::Result<Wires>,
     mlx: &MlxPlaces,
 ) -> Result<std::convert::Infallible, Error> {
@@ -81,7 +81,13 @@ fn work(
     let class: KernelClass = parse(&job.class, "kernel class")?;
     // Where MLX computes, kernels only choose tokens.
     let threads = if class.is_mlx() { 1 } else { job.threads };
-    let kernels = kernels(threads).map_err(|source| Error::System {
+    let pinning = match job.pin {
+        true => Pinning::Cores {
+            first: job.rank as usize * threads,
+        },
+        false => Pinning::Free,
+    };
+    let kernels = kernels(threads, pinning).map_err(|source| Error::System {
         what: "start threads",
         source,
     })?;
@@ -98,7 +104,7 @@ fn work(
         split: &split,
         rank: Rank(job.rank),
         class,
-        kv: None,
+        kv: job.kv.as_deref().map(|kv| parse(kv, "kv")).transpose()?,
         engine: &job.engine,
         mlx,
     };

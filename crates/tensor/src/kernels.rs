@@ -95,13 +95,13 @@ impl Kernels {
         })
     }
 
-    /// The same with threads that stay on cores of their own, see [`Pinning`].
+    /// The same with threads that stay where `pinning` says.
     ///
     /// # Errors
     /// What the system says when it refuses a thread.
-    pub fn pinned(self) -> std::io::Result<Self> {
+    pub fn pinned(self, pinning: Pinning) -> std::io::Result<Self> {
         Ok(Self {
-            pool: ThreadPool::with_pinning(self.pool.threads(), Pinning::Cores)?,
+            pool: ThreadPool::with_pinning(self.pool.threads(), pinning)?,
             table: self.table,
         })
     }

@@ -19,7 +19,7 @@ use std::str::FromStr;
 
 use half::f16;
 use half::slice::HalfFloatSliceExt;
-use paceline_base::Bytes;
+use paceline_base::{Bytes, KernelClass};
 
 use crate::attention::{PAGE, PageView};
 use crate::memory::HugeMap;
@@ -49,6 +49,14 @@ impl KvType {
             Self::F16 => "f16",
             Self::F32 => "f32",
             Self::Q8_0 => "q8_0",
+        }
+    }
+
+    /// The one that a class keeps unless told otherwise.
+    pub const fn of(class: KernelClass) -> Self {
+        match class {
+            KernelClass::CpuF32 => Self::F32,
+            _ => Self::F16,
         }
     }
 

@@ -57,11 +57,13 @@ pub enum Pinning {
     #[default]
     Free,
     /// Each on a core of its own, in the order of the cores that this process may use: the caller
-    /// of [`ThreadPool::run`] on the first, from its first job on. Two processes that both pin
-    /// share the first cores, so this is for one that has the machine. More threads than cores
-    /// start again at the first. Where the system has no such call (all but Linux) or refuses,
-    /// as `Free`.
-    Cores,
+    /// of [`ThreadPool::run`] on number `first`, counted from 0, from its first job on. Several
+    /// processes keep apart by different firsts. After the last core comes the first again. Where
+    /// the system has no such call (all but Linux) or refuses, as `Free`.
+    Cores {
+        /// Where the cores of this pool begin.
+        first: usize,
+    },
 }
 
 /// The cores that this process may use.
@@ -158,11 +160,11 @@ impl ThreadPool {
     /// # Errors
     /// As [`new`](Self::new).
     pub fn with_pinning(threads: usize, pinning: Pinning) -> std::io::Result<Self> {
-        let cores = match pinning {
-            Pinning::Free => Vec::new(),
-            Pinning::Cores => cores(),
+        let (cores, first) = match pinning {
+            Pinning::Free => (Vec::new(), 0),
+            Pinning::Cores { first } => (cores(), first),
         };
-        let core_of = |i: usize| cores.get(i % cores.len().max(1)).copied();
+        let core_of = |i: usize| cores.get((first + i) % cores.len().max(1)).copied();
         let shared = Arc::new(Shared {
             claim: AtomicU64::new(0),
             ended: AtomicUsize::new(0),
@@ -467,8 +469,8 @@ mod tests {
         let all = sched_getaffinity(None).unwrap();
         let cores = cores();
         assert_eq!(cores.len() as u32, all.count());
-        let body = || {
-            let pool = ThreadPool::with_pinning(2, Pinning::Cores).unwrap();
+        let body = |threads, first: usize| {
+            let pool = ThreadPool::with_pinning(threads, Pinning::Cores { first }).unwrap();
             let seen = Mutex::new(std::collections::HashSet::new());
             for _ in 0..50 {
                 pool.run(16, &|_| {
@@ -478,14 +480,14 @@ mod tests {
                     seen.lock().unwrap().insert(sched_getcpu());
                 });
             }
-            let seen = seen.into_inner().unwrap();
-            assert!(
-                seen.iter()
-                    .all(|core| cores[..2.min(cores.len())].contains(core))
-            );
+            let own = |i| cores[(first + i) % cores.len()];
+            let own: std::collections::HashSet<usize> = (0..threads).map(own).collect();
+            assert!(seen.into_inner().unwrap().is_subset(&own));
         };
         // In a thread of its own, which the test's caller does not get back.
-        std::thread::scope(|scope| scope.spawn(body).join().unwrap());
+        for (threads, first) in [(2, 0), (1, 1), (2, cores.len() - 1), (1, cores.len())] {
+            std::thread::scope(|scope| scope.spawn(|| body(threads, first)).join().unwrap());
+        }
         assert_eq!(sched_getaffinity(None).unwrap(), all);
     }
 

@@ -8,7 +8,7 @@ use paceline_base::Bytes;
 use paceline_engine::{EngineConfig, Reply, Request, SamplingParams};
 use paceline_model::Config;
 use paceline_tensor::limits::ReadLimit;
-use paceline_tensor::{Kernels, PAGE};
+use paceline_tensor::{Kernels, KvType, PAGE};
 use serde_json::json;
 
 use super::limits::read_limit;
@@ -372,6 +372,7 @@ impl Report<'_> {
         json!({
             "model": self.args.model,
             "class": self.loaded.classes.to_string(),
+            "kv_type": self.loaded.kv.map(KvType::name),
             "instruction_set": self.loaded.instruction_set,
             "nodes": self.loaded.nodes(),
             "split": self.loaded.split.to_string(),

@@ -41,7 +41,6 @@ pub(super) fn hint(error: &Error) -> Option<String> {
         Error::Plaintext { .. } => {
             "--plaintext allows it, for cables and networks that you trust".into()
         }
-        Error::OneNodeOnly { option, .. } => format!("leave out {option} or --nodes"),
         Error::CpuOnly { option } => format!("leave out {option} or --engine"),
         Error::WorkerByHand => "`paceline run MODEL --nodes 2` starts two of them".into(),
         Error::NoMlx { build, .. } if build != "MLX" => {

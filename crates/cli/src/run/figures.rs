@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use paceline_base::Bytes;
 use paceline_engine::Finish;
+use paceline_tensor::KvType;
 use serde_json::json;
 
 use super::Args;
@@ -135,6 +136,7 @@ impl Figures {
             "model": args.model,
             "context": loaded.engine.context,
             "kernel_class": loaded.classes.to_string(),
+            "kv_type": loaded.kv.map(KvType::name),
             "instruction_set": loaded.instruction_set,
             "seed": session.seed(),
         })

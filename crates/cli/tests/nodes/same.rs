@@ -97,13 +97,16 @@ fn the_command_says_the_same_over_any_split() {
         let own = [&[PROMPTS[1], "--max-tokens", "64"], own].concat();
         let json = world.json(&model, &args(cut, &own));
         assert_eq!(json["nodes"].to_string(), cut.0);
+        let kv = if own.contains(&"q8_0") { "q8_0" } else { "f16" };
+        assert_eq!(json["kv_type"], kv);
         json["tokens"].clone()
     };
-    for own in [["--temperature", "0"], ["--seed", "11"]] {
-        let expected = tokens(&("1", &[]), &own);
+    let bytes = ["--temperature", "0", "--kv", "q8_0", "--pin"];
+    for own in [&["--temperature", "0"][..], &["--seed", "11"], &bytes] {
+        let expected = tokens(&("1", &[]), own);
         assert!(expected.as_array().unwrap().len() > 16, "{expected}");
         for cut in [CUTS[1], CUTS[4], CUTS[9], CUTS[10]] {
-            assert_eq!(tokens(&cut, &own), expected, "{cut:?} {own:?}");
+            assert_eq!(tokens(&cut, own), expected, "{cut:?} {own:?}");
         }
     }
 }

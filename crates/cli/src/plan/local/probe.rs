@@ -242,10 +242,7 @@ impl<'k> Step<'k> {
             layers: 1,
             heads: config.kv_heads,
             head_dim: config.head_dim,
-            kv_type: match class {
-                KernelClass::CpuF32 => KvType::F32,
-                _ => KvType::F16,
-            },
+            kv_type: KvType::of(class),
         };
         // Widths that are no whole runs of 32 have float weights, which read no integers.
         let activations = |cols: usize| {
