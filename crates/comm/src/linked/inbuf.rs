@@ -63,14 +63,14 @@ impl Inbuf {
         lane: Lane,
         peer: usize,
     ) -> Result<usize, Closed> {
+        let most = transport.gulp().min(self.bytes.len());
         if self.start == self.end {
             (self.start, self.end) = (0, 0);
-        } else if self.end + transport.gulp() > self.bytes.len() {
+        } else if self.end >= most {
             self.bytes.copy_within(self.start..self.end, 0);
             (self.start, self.end) = (0, self.end - self.start);
         }
-        let end = self.bytes.len().min(self.end + transport.gulp());
-        let count = transport.read(lane, peer, &mut self.bytes[self.end..end])?;
+        let count = transport.read(lane, peer, &mut self.bytes[self.end..most])?;
         self.end += count;
         Ok(count)
     }
