@@ -9,15 +9,23 @@
 //! - [`Meeting::Folder`]: a folder that all see; each comer leaves a file.
 //! - [`Meeting::Address`]: an address that the first comer who can binds, whoever that is: it
 //!   listens for the others until the round is over. If it dies, another takes its place.
+//!
+//! With a group key all that is said or left in a file is encrypted and authenticated with it: a
+//! stranger at the address or in the folder can neither come, nor learn who comes, nor make up who
+//! did. It can keep ranks from meeting, by taking the address or removing files.
 
-use std::io::{self, BufRead, BufReader, Read, Write};
-use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::fs::File;
+use std::io::{self, Read};
+use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use paceline_base::Rank;
 
-use crate::tcp::GroupId;
+use crate::tcp::{
+    GroupId, GroupKey, Hall, LIST_BYTES, Listener, Refusal, Unmet, open_note, parse_list,
+    print_list, random, seal_note, visit,
+};
 use crate::{Deadline, deadline};
 
 /// Where ranks meet.
@@ -25,7 +33,8 @@ use crate::{Deadline, deadline};
 pub enum Meeting {
     /// Everybody's address, by name; those who do not come are left out by [`Wanted`].
     List(Vec<SocketAddr>),
-    /// A folder, empty at first, that all ranks can write to.
+    /// A folder, empty at first, that all ranks can write to. With a group key, what is left there
+    /// counts only with the same key in the same round.
     Folder(PathBuf),
     /// An address of one of the machines, free until somebody listens there.
     Address(SocketAddr),
@@ -60,7 +69,10 @@ pub struct Members {
 #[derive(Debug, thiserror::Error)]
 pub enum MeetingError {
     /// Too few came before the deadline.
-    #[error("round {round}: {came} ranks came before the deadline, expected {wanted}")]
+    #[error(
+        "round {round}: {came} ranks came before the deadline, expected {wanted}{}",
+        because(.turned_away)
+    )]
     TooFew {
         /// The round.
         round: u64,
@@ -68,6 +80,16 @@ pub enum MeetingError {
         came: u32,
         /// Ranks wanted.
         wanted: u32,
+        /// Why somebody else was turned away, if that happened.
+        turned_away: Option<Refusal>,
+    },
+    /// Whoever listens at the address does not want this rank.
+    #[error("the meeting at {at} refuses this rank: {why}")]
+    Refused {
+        /// The address.
+        at: SocketAddr,
+        /// What is wrong with this rank.
+        why: Refusal,
     },
     /// The own address is not in the list.
     #[error("{addr} is not in the list of {size} ranks")]
@@ -90,14 +112,9 @@ pub enum MeetingError {
 /// How often a comer looks whether something has changed.
 const LOOK_EVERY: Duration = Duration::from_millis(5);
 
-/// Comers that an address takes in at most.
-const COMERS: usize = 1024;
-
-/// How long a comer waits for one answer of the one that listens.
-const ANSWER_WAIT: Duration = Duration::from_millis(500);
-
 /// Meets for round `round`, which all who are to meet count alike: 0 for the first group, one more
-/// for each group after a failure. `addr` is where this rank listens.
+/// for each group after a failure. `addr` is where this rank listens, `key` that of the group, if
+/// it has one: all ranks or none.
 ///
 /// Blocks until the group is complete. Then [`crate::tcp::join`] with what it returns.
 ///
@@ -108,12 +125,14 @@ pub fn meet(
     addr: SocketAddr,
     round: u64,
     wanted: Wanted,
+    key: Option<&GroupKey>,
     deadline: Deadline,
 ) -> Result<Members, MeetingError> {
+    let order = Order { round, wanted, key };
     let mut addrs = match place {
         Meeting::List(list) => list.clone(),
-        Meeting::Folder(folder) => folder_round(folder, addr, round, wanted, deadline)?,
-        Meeting::Address(at) => address_round(*at, addr, round, wanted, deadline)?,
+        Meeting::Folder(folder) => folder_round(folder, addr, &order, deadline)?,
+        Meeting::Address(at) => address_round(*at, addr, &order, deadline)?,
     };
     addrs.sort_unstable();
     addrs.dedup();
@@ -138,23 +157,40 @@ fn id_of(addrs: &[SocketAddr], round: u64) -> GroupId {
     id
 }
 
-/// Whether those who came are the group: `changed` is when the last of them came.
-fn settled(wanted: Wanted, came: usize, changed: Instant) -> bool {
-    match wanted {
-        Wanted::Exactly(ranks) => came == ranks as usize,
-        Wanted::AtLeast { ranks, settled } => {
-            came >= ranks as usize && deadline::now().saturating_duration_since(changed) >= settled
+/// What is to be met for.
+struct Order<'a> {
+    round: u64,
+    wanted: Wanted,
+    key: Option<&'a GroupKey>,
+}
+
+impl Order<'_> {
+    /// Whether those who came are the group: `changed` is when the last of them came.
+    fn is_settled(&self, came: usize, changed: Instant) -> bool {
+        match self.wanted {
+            Wanted::Exactly(ranks) => came == ranks as usize,
+            Wanted::AtLeast { ranks, settled } => {
+                let quiet = deadline::now().saturating_duration_since(changed);
+                came >= ranks as usize && quiet >= settled
+            }
+        }
+    }
+
+    fn too_few(&self, came: usize, turned_away: Option<Refusal>) -> MeetingError {
+        let (Wanted::Exactly(wanted) | Wanted::AtLeast { ranks: wanted, .. }) = self.wanted;
+        MeetingError::TooFew {
+            round: self.round,
+            came: u32::try_from(came).unwrap_or(u32::MAX),
+            wanted,
+            turned_away,
         }
     }
 }
 
-fn too_few(round: u64, came: usize, wanted: Wanted) -> MeetingError {
-    let (Wanted::Exactly(ranks) | Wanted::AtLeast { ranks, .. }) = wanted;
-    MeetingError::TooFew {
-        round,
-        came: u32::try_from(came).unwrap_or(u32::MAX),
-        wanted: ranks,
-    }
+fn because(turned_away: &Option<Refusal>) -> String {
+    turned_away.map_or(String::new(), |why| {
+        format!("; another was turned away: {why}")
+    })
 }
 
 /// Every comer leaves a file; the first who finds the round settled writes the list, and that
@@ -162,67 +198,124 @@ fn too_few(round: u64, came: usize, wanted: Wanted) -> MeetingError {
 fn folder_round(
     folder: &Path,
     addr: SocketAddr,
-    round: u64,
-    wanted: Wanted,
+    order: &Order<'_>,
     deadline: Deadline,
 ) -> Result<Vec<SocketAddr>, MeetingError> {
     let system = |what| move |source| MeetingError::System { what, source };
-    let folder = folder.join(format!("round-{round}"));
+    let folder = folder.join(format!("round-{}", order.round));
     std::fs::create_dir_all(&folder).map_err(system("make the round's folder"))?;
-    let name = addr.to_string().replace([':', '[', ']'], "_");
-    std::fs::write(folder.join(format!("{name}.rank")), addr.to_string())
+    let notes = Notes { folder, order };
+    // A name tells nobody where a rank is, if nobody is to know.
+    let name = match order.key {
+        Some(_) => format!("{:016x}", random()),
+        None => addr.to_string().replace([':', '[', ']'], "_"),
+    };
+    let own = notes.pack(RANK, &addr.to_string());
+    own.and_then(|own| std::fs::write(notes.folder.join(format!("{name}.{RANK}")), own))
         .map_err(system("leave a file"))?;
-    let list = folder.join("members");
     let (mut came, mut changed) = (Vec::new(), deadline::now());
     loop {
-        if let Some(members) = read_list(&list) {
+        if let Some(members) = notes.list() {
             return Ok(members);
         }
-        let now = read_comers(&folder).map_err(system("read the round's folder"))?;
+        let (now, odd) = notes.comers().map_err(system("read the round's folder"))?;
         if now != came {
             (came, changed) = (now, deadline::now());
         }
-        if settled(wanted, came.len(), changed) {
-            publish(&folder, &list, &name, &came).map_err(system("write the list of members"))?;
-        } else if deadline.left(deadline::now()).is_zero() {
-            return Err(too_few(round, came.len(), wanted));
+        if deadline.left(deadline::now()).is_zero() {
+            return Err(order.too_few(came.len(), odd));
+        }
+        if order.is_settled(came.len(), changed) {
+            notes
+                .publish(&name, &came)
+                .map_err(system("write the list of members"))?;
         } else {
             std::thread::sleep(LOOK_EVERY);
         }
     }
 }
 
-fn read_comers(folder: &Path) -> io::Result<Vec<SocketAddr>> {
-    let mut comers = Vec::new();
-    for entry in std::fs::read_dir(folder)? {
-        let path = entry?.path();
-        if path
-            .extension()
-            .is_some_and(|extension| extension == "rank")
-        {
-            // A file that is being written is read again at the next look.
-            let addr = std::fs::read_to_string(&path).ok();
-            comers.extend(addr.and_then(|addr| addr.parse::<SocketAddr>().ok()));
+/// What notes are: of a comer, and the list.
+const RANK: &str = "rank";
+const MEMBERS: &str = "members";
+
+/// The files of a round.
+struct Notes<'a> {
+    folder: PathBuf,
+    order: &'a Order<'a>,
+}
+
+impl Notes<'_> {
+    /// What a note is sealed for: it counts nowhere else.
+    fn context(&self, kind: &str) -> String {
+        format!("paceline meeting {} {kind}", self.order.round)
+    }
+
+    fn pack(&self, kind: &str, text: &str) -> io::Result<Vec<u8>> {
+        match self.order.key {
+            None => Ok(text.into()),
+            Some(key) => seal_note(key, self.context(kind).as_bytes(), text.as_bytes()),
         }
     }
-    comers.sort_unstable();
-    Ok(comers)
-}
 
-/// The members, once the list is there. It appears whole: see `publish`.
-fn read_list(list: &Path) -> Option<Vec<SocketAddr>> {
-    let text = std::fs::read_to_string(list).ok()?;
-    text.lines().map(|line| line.parse().ok()).collect()
-}
+    /// The addresses in a note; why not, if it is none of this group. One that is being written is
+    /// read again at the next look.
+    fn read(&self, kind: &str, path: &Path) -> Result<Vec<SocketAddr>, Refusal> {
+        let (mut bytes, why) = (
+            Vec::new(),
+            self.order.key.map_or(Refusal::UnknownKey, |_| Refusal::Key),
+        );
+        let file = File::open(path).map_err(|_| why)?;
+        let most = LIST_BYTES as u64;
+        file.take(most).read_to_end(&mut bytes).map_err(|_| why)?;
+        let Some(key) = self.order.key else {
+            return parse_list(&bytes).ok_or(why);
+        };
+        match open_note(key, self.context(kind).as_bytes(), &bytes) {
+            Some(text) => parse_list(&text).ok_or(why),
+            None if parse_list(&bytes).is_some() => Err(Refusal::NoKey),
+            None => Err(why),
+        }
+    }
 
-/// Makes the list appear whole, unless another has been faster.
-fn publish(folder: &Path, list: &Path, name: &str, members: &[SocketAddr]) -> io::Result<()> {
-    let draft = folder.join(format!("{name}.draft"));
-    let lines: Vec<String> = members.iter().map(SocketAddr::to_string).collect();
-    std::fs::write(&draft, lines.join("\n"))?;
-    match std::fs::hard_link(&draft, list) {
-        Err(error) if error.kind() != io::ErrorKind::AlreadyExists => Err(error),
-        _ => std::fs::remove_file(&draft),
+    /// Who came, in order, and what is wrong with another who did.
+    fn comers(&self) -> io::Result<(Vec<SocketAddr>, Option<Refusal>)> {
+        let (mut comers, mut odd) = (Vec::new(), None);
+        for entry in std::fs::read_dir(&self.folder)? {
+            let path = entry?.path();
+            if path.extension().is_some_and(|extension| extension == RANK) {
+                match self.read(RANK, &path) {
+                    Ok(addrs) => comers.extend(addrs.first()),
+                    Err(why) => odd = Some(why),
+                }
+            }
+        }
+        comers.sort_unstable();
+        comers.dedup();
+        Ok((comers, odd))
+    }
+
+    /// The members, once the list is there. It appears whole: see `publish`.
+    fn list(&self) -> Option<Vec<SocketAddr>> {
+        self.read(MEMBERS, &self.folder.join(MEMBERS)).ok()
+    }
+
+    /// Makes the list appear whole, unless another has been faster. What is there and no list of
+    /// this group goes.
+    fn publish(&self, name: &str, members: &[SocketAddr]) -> io::Result<()> {
+        let (list, draft) = (
+            self.folder.join(MEMBERS),
+            self.folder.join(format!("{name}.draft")),
+        );
+        std::fs::write(&draft, self.pack(MEMBERS, &print_list(members))?)?;
+        match std::fs::hard_link(&draft, &list) {
+            Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error),
+            Err(_) if self.list().is_none() => {
+                let _ = std::fs::remove_file(&list); // another may have been faster
+            }
+            _ => {}
+        }
+        std::fs::remove_file(&draft)
     }
 }
 
@@ -230,19 +323,26 @@ fn publish(folder: &Path, list: &Path, name: &str, members: &[SocketAddr]) -> io
 fn address_round(
     at: SocketAddr,
     addr: SocketAddr,
-    round: u64,
-    wanted: Wanted,
+    order: &Order<'_>,
     deadline: Deadline,
 ) -> Result<Vec<SocketAddr>, MeetingError> {
+    let round = GroupId(*b"paceline meeting").derive(order.round, 0);
     loop {
-        if let Ok(listener) = TcpListener::bind(at) {
-            return host(&listener, addr, round, wanted, deadline);
+        if let Ok(listener) = Listener::bind(at) {
+            return host(
+                Hall::new(&listener, round, order.key),
+                addr,
+                order,
+                deadline,
+            );
         }
-        if let Some(members) = ask(at, addr, round, deadline) {
-            return Ok(members);
+        match visit(at, round, order.key, addr, deadline) {
+            Ok(members) => return Ok(members),
+            Err(Unmet::Refused(why)) => return Err(MeetingError::Refused { at, why }),
+            Err(Unmet::Gone) => {}
         }
         if deadline.left(deadline::now()).is_zero() {
-            return Err(too_few(round, 1, wanted));
+            return Err(order.too_few(1, None));
         }
         std::thread::sleep(LOOK_EVERY);
     }
@@ -250,94 +350,35 @@ fn address_round(
 
 /// Takes in comers until the round is settled, then tells them all.
 fn host(
-    listener: &TcpListener,
+    mut hall: Hall<'_>,
     addr: SocketAddr,
-    round: u64,
-    wanted: Wanted,
+    order: &Order<'_>,
     deadline: Deadline,
 ) -> Result<Vec<SocketAddr>, MeetingError> {
-    let _ = listener.set_nonblocking(true);
-    let mut came = vec![addr];
-    let mut open: Vec<(SocketAddr, TcpStream)> = Vec::new();
-    let mut changed = deadline::now();
+    let (mut came, mut changed) = (Vec::new(), deadline::now());
     loop {
-        while let Ok((stream, _)) = listener.accept() {
-            if let Some(comer) = hear(&stream, round).filter(|_| came.len() < COMERS) {
-                open.push((comer, stream));
-                if !came.contains(&comer) {
-                    came.push(comer);
-                    changed = deadline::now();
-                }
-            }
+        hall.look();
+        let mut now: Vec<SocketAddr> = hall.comers().chain([addr]).collect();
+        now.sort_unstable();
+        now.dedup();
+        if now != came {
+            (came, changed) = (now, deadline::now());
         }
-        // Who has gone again, perhaps to come back, does not count.
-        open.retain(|(_, stream)| is_open(stream));
-        let before = came.len();
-        came.retain(|comer| *comer == addr || open.iter().any(|(other, _)| other == comer));
-        if came.len() < before {
-            changed = deadline::now();
-        }
-        if settled(wanted, came.len(), changed) {
-            let lines: Vec<String> = came.iter().map(SocketAddr::to_string).collect();
-            for (_, mut stream) in open {
-                let _ = stream.write_all(format!("{}\n\n", lines.join("\n")).as_bytes());
-            }
+        if order.is_settled(came.len(), changed) {
+            hall.tell(&came);
             return Ok(came);
         }
         if deadline.left(deadline::now()).is_zero() {
-            return Err(too_few(round, came.len(), wanted));
+            return Err(order.too_few(came.len(), hall.turned_away()));
         }
         std::thread::sleep(LOOK_EVERY);
     }
 }
 
-/// What a comer says: `round address`. Strangers get a moment and a line.
-fn hear(stream: &TcpStream, round: u64) -> Option<SocketAddr> {
-    stream.set_nonblocking(false).ok()?;
-    stream
-        .set_read_timeout(Some(Duration::from_millis(50)))
-        .ok()?;
-    let mut line = String::new();
-    BufReader::new(stream.take(100)).read_line(&mut line).ok()?;
-    let (said, addr) = line.trim().split_once(' ')?;
-    (said.parse() == Ok(round)).then(|| addr.parse().ok())?
-}
-
-fn is_open(stream: &TcpStream) -> bool {
-    let _ = stream.set_nonblocking(true);
-    let open = match stream.peek(&mut [0]) {
-        Ok(count) => count > 0,
-        Err(error) => error.kind() == io::ErrorKind::WouldBlock,
-    };
-    let _ = stream.set_nonblocking(false);
-    open
-}
-
-/// Says hello and waits for the list; `None` if whoever listens goes away.
-fn ask(
-    at: SocketAddr,
-    addr: SocketAddr,
-    round: u64,
-    deadline: Deadline,
-) -> Option<Vec<SocketAddr>> {
-    let mut stream = TcpStream::connect_timeout(&at, ANSWER_WAIT).ok()?;
-    stream
-        .write_all(format!("{round} {addr}\n").as_bytes())
-        .ok()?;
-    let left = deadline.left(deadline::now()).max(Duration::from_millis(1));
-    stream.set_read_timeout(Some(left)).ok()?;
-    let mut members = Vec::new();
-    for line in BufReader::new(stream).take(64 << 10).lines() {
-        match line.ok()?.as_str() {
-            "" => return Some(members),
-            line => members.push(line.parse().ok()?),
-        }
-    }
-    None
-}
-
 #[cfg(test)]
 mod tests {
+    use std::io::Write;
+    use std::net::{TcpListener, TcpStream};
     use std::thread;
 
     use super::*;
@@ -350,11 +391,34 @@ mod tests {
         SocketAddr::from(([127, 0, 0, 1], port))
     }
 
+    fn key(byte: u8) -> GroupKey {
+        GroupKey::new([byte; crate::tcp::KEY_BYTES])
+    }
+
+    /// A folder and an address, twice; each with what has to live as long.
+    fn places() -> [(Meeting, Option<tempfile::TempDir>); 4] {
+        let folder = || {
+            let folder = tempfile::tempdir().unwrap();
+            (Meeting::Folder(folder.path().into()), Some(folder))
+        };
+        let address = || {
+            let free = TcpListener::bind("127.0.0.1:0").unwrap();
+            (Meeting::Address(free.local_addr().unwrap()), None)
+        };
+        [folder(), address(), folder(), address()]
+    }
+
     /// Lets ranks with these ports meet and checks that all see the same.
-    fn meet_all(place: &Meeting, ports: &[u16], round: u64, wanted: Wanted) -> GroupId {
+    fn meet_all(
+        place: &Meeting,
+        ports: &[u16],
+        round: u64,
+        wanted: Wanted,
+        key: Option<&GroupKey>,
+    ) -> GroupId {
         let comers = ports.iter().map(|port| {
-            let (place, own) = (place.clone(), addr(*port));
-            thread::spawn(move || meet(&place, own, round, wanted, soon()).unwrap())
+            let (place, own, key) = (place.clone(), addr(*port), key.cloned());
+            thread::spawn(move || meet(&place, own, round, wanted, key.as_ref(), soon()).unwrap())
         });
         let members: Vec<_> = comers
             .collect::<Vec<_>>()
@@ -373,25 +437,22 @@ mod tests {
 
     #[test]
     fn ranks_meet_in_every_place_and_meet_again() {
-        let folder = tempfile::tempdir().unwrap();
-        let free = TcpListener::bind("127.0.0.1:0")
-            .unwrap()
-            .local_addr()
-            .unwrap();
         let settled = Duration::from_millis(300);
-        for place in [
-            Meeting::Folder(folder.path().into()),
-            Meeting::Address(free),
-        ] {
-            let first = meet_all(&place, &[7, 3, 5], 0, Wanted::Exactly(3));
+        for (place, key) in places()
+            .iter()
+            .zip([None, None, Some(key(1)), Some(key(1))])
+        {
+            let key = key.as_ref();
+            let place = &place.0;
+            let first = meet_all(place, &[7, 3, 5], 0, Wanted::Exactly(3), key);
             // The one with the lowest name, which was rank 0, does not come back.
             let wanted = Wanted::AtLeast { ranks: 2, settled };
-            let second = meet_all(&place, &[5, 7], 1, wanted);
+            let second = meet_all(place, &[5, 7], 1, wanted, key);
             assert_ne!(first, second);
-            meet_all(&place, &[9, 7, 5, 1], 2, Wanted::Exactly(4));
+            meet_all(place, &[9, 7, 5, 1], 2, Wanted::Exactly(4), key);
         }
         let list = Meeting::List(vec![addr(1), addr(2)]);
-        meet_all(&list, &[2, 1], 0, Wanted::Exactly(2));
+        meet_all(&list, &[2, 1], 0, Wanted::Exactly(2), None);
     }
 
     #[test]
@@ -399,16 +460,88 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let past = Deadline::at(Instant::now());
         let place = Meeting::Folder(folder.path().into());
-        let error = meet(&place, addr(1), 0, Wanted::Exactly(2), past).unwrap_err();
+        let error = meet(&place, addr(1), 0, Wanted::Exactly(2), None, past).unwrap_err();
         assert_eq!(
             error.to_string(),
             "round 0: 1 ranks came before the deadline, expected 2"
         );
         let list = Meeting::List(vec![addr(1)]);
-        let error = meet(&list, addr(2), 0, Wanted::Exactly(1), past).unwrap_err();
+        let error = meet(&list, addr(2), 0, Wanted::Exactly(1), None, past).unwrap_err();
         assert!(
             error.to_string().contains("not in the list of 1"),
             "{error}"
         );
+    }
+
+    /// Who is turned away learns why, as do those who turn it away.
+    #[test]
+    fn keys_that_differ_are_named_on_both_sides() {
+        type Keys = [Option<u8>; 2];
+        let cases: [(Keys, [Refusal; 2]); 2] = [
+            ([Some(1), Some(2)], [Refusal::Key, Refusal::Key]),
+            ([Some(1), None], [Refusal::NoKey, Refusal::UnknownKey]),
+        ];
+        for (keys, whys) in cases {
+            for (place, _folder) in &places()[..2] {
+                let by = Deadline::at(Instant::now() + Duration::from_millis(700));
+                let ranks = keys.iter().zip(1..).map(|(byte, port)| {
+                    let (place, key) = (place.clone(), byte.map(key));
+                    thread::spawn(move || {
+                        let wanted = Wanted::Exactly(2);
+                        meet(&place, addr(port), 0, wanted, key.as_ref(), by).unwrap_err()
+                    })
+                });
+                for thread in ranks.collect::<Vec<_>>() {
+                    let error = thread.join().unwrap();
+                    let why = match &error {
+                        MeetingError::TooFew { turned_away, .. } => *turned_away,
+                        MeetingError::Refused { why, .. } => Some(*why),
+                        _ => None,
+                    };
+                    // Which of them listens at an address is open, and is told from its side.
+                    let why = why.unwrap_or_else(|| panic!("{place:?}, {keys:?}: {error}"));
+                    assert!(whys.contains(&why), "{place:?}, {keys:?}: {error}");
+                }
+            }
+        }
+    }
+
+    /// Notes and connections of one who has no key change nothing.
+    #[test]
+    fn strangers_neither_come_nor_learn_who_comes() {
+        let key = key(3);
+        let [(place, folder), (address, _), ..] = places();
+        let round = folder.as_ref().unwrap().path().join("round-0");
+        std::fs::create_dir_all(&round).unwrap();
+        std::fs::write(round.join("x.rank"), "127.0.0.1:99").unwrap();
+        std::fs::write(round.join("y.rank"), [7; 100]).unwrap();
+        std::fs::write(round.join(MEMBERS), "127.0.0.1:99\n").unwrap();
+        meet_all(&place, &[7, 5], 0, Wanted::Exactly(2), Some(&key));
+        for entry in std::fs::read_dir(&round).unwrap() {
+            let path = entry.unwrap().path();
+            let (name, bytes) = (path.to_string_lossy(), std::fs::read(&path).unwrap());
+            let tells = |text: &[u8]| text.windows(9).any(|part| part == b"127.0.0.1");
+            assert!(
+                name.ends_with("x.rank") || !tells(&bytes),
+                "{name} tells an address"
+            );
+            assert!(!tells(name.as_bytes()), "{name} tells an address");
+        }
+
+        let Meeting::Address(at) = address else {
+            unreachable!("the second is one")
+        };
+        let flood = thread::spawn(move || {
+            for turn in 0..100_usize {
+                if let Ok(mut stream) = TcpStream::connect(at) {
+                    let plain: &[u8] =
+                        [&b"0 127.0.0.1:99\n"[..], b"paceline", &[0x5a; 90]][turn % 3];
+                    let _ = stream.write_all(plain);
+                }
+                thread::sleep(Duration::from_millis(2));
+            }
+        });
+        meet_all(&address, &[7, 5, 9], 0, Wanted::Exactly(3), Some(&key));
+        flood.join().unwrap();
     }
 }

@@ -369,6 +369,13 @@ impl Transport for Shared {
         self.patience
     }
 
+    /// A ring holds less. Of loans, each of which the system has to be asked for, more at a time
+    /// pays though it leaves the cache: all-reduce of 16 MiB between two processes on an EPYC VM,
+    /// November 2026, in pieces of 256 KiB, 512 KiB and 1 MiB: 1.74, 1.54, 1.46 ms.
+    fn gulp(&self) -> usize {
+        1 << 20
+    }
+
     fn holds(&self, lane: Lane, peer: usize) -> bool {
         lane == Lane::Calls && self.segments[peer].slot(self.rank).is_out()
     }

@@ -185,6 +185,22 @@ fn process_of(said: &[u8; NAME_BYTES]) -> Option<u32> {
     rest.split('/').next()?.parse().ok()
 }
 
+/// Reads `bytes` as what a peer says of its memory; nothing is opened.
+#[cfg(any(test, feature = "testing"))]
+pub(crate) fn parse(bytes: &[u8]) {
+    let Some(said) = bytes.first_chunk() else {
+        return;
+    };
+    let process = process_of(said);
+    let name = name_of(said).unwrap_or_default();
+    assert!(process.is_none() || name.starts_with("/proc/"));
+    #[cfg(target_os = "linux")]
+    assert!(
+        !is_descriptor(name) || !name.contains(".."),
+        "a way out of /proc"
+    );
+}
+
 /// Maps the memory that a peer described; `None` if that does not work, or it is other memory.
 fn open(said: &[u8; NAME_BYTES], size: usize) -> Option<Segment> {
     let check = u64::from_le_bytes(*said.first_chunk()?);
@@ -286,6 +302,13 @@ impl Kept for Shared {
     }
 
     fn close(&self) {}
+}
+
+impl Shm {
+    /// As [`tcp::Tcp::turned_away`].
+    pub fn turned_away(&self) -> Option<tcp::Refusal> {
+        Kept::controls(self.0.linked.transport()).turned_away()
+    }
 }
 
 keeping_group!(Shm, assemble);

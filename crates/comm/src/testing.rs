@@ -215,6 +215,9 @@ pub fn parse_frames(bytes: &[u8]) {
         let _ = crate::wire::Control::decode(head);
     }
     crate::tcp::parse_hello(bytes);
+    crate::tcp::parse_meeting(bytes);
+    crate::window::parse(bytes);
+    crate::shm::parse(bytes);
 }
 
 /// Reads `bytes` as messages of a handshake and as sealed records, and lets them decide what is

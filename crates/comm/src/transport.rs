@@ -65,6 +65,12 @@ pub(crate) trait Transport: fmt::Debug + Send + Sync + 'static {
     /// How to look for progress before waiting.
     fn patience(&self) -> Patience;
 
+    /// Most bytes that are worth reading at a time if they are reduced on arrival: they stay in the
+    /// second-level cache with what they are reduced into.
+    fn gulp(&self) -> usize {
+        256 << 10
+    }
+
     /// Whether bytes that were handed to `write` are still read from where they were: they have to
     /// stay as they are. A transport that copies never does so.
     fn holds(&self, _lane: Lane, _peer: usize) -> bool {

@@ -225,6 +225,27 @@ fn exchange(
     Ok(parts.collect())
 }
 
+/// Reads `bytes` as the requests of a peer to a small window.
+#[cfg(any(test, feature = "testing"))]
+pub(crate) fn parse(bytes: &[u8]) {
+    const EXPOSED: usize = 64;
+    let group = crate::local::ranks(1).remove(0);
+    let mut window = Window {
+        group: &group,
+        memory: vec![0; EXPOSED],
+        sizes: vec![EXPOSED as u64],
+        requests: vec![Vec::new()],
+        gets: vec![Vec::new()],
+        count: 0,
+    };
+    for kind in [PUT, GET] {
+        let mut answer = Vec::new();
+        window.apply(bytes, kind, &mut answer);
+        let most = bytes.len() / REQUEST_BYTES * EXPOSED;
+        assert!(answer.len() <= most, "more than was asked for");
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use std::thread;

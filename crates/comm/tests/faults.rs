@@ -93,7 +93,10 @@ fn worker() {
         let wanted = Wanted::Exactly(size.parse().unwrap());
         let listener = tcp::Listener::bind(SocketAddr::from(([127, 0, 0, 1], 0))).unwrap();
         let by = soon(30);
-        let members = meet(&place, listener.addr(), round.parse().unwrap(), wanted, by).unwrap();
+        let members = {
+            let round = round.parse().unwrap();
+            meet(&place, listener.addr(), round, wanted, None, by).unwrap()
+        };
         let (rank, addrs, id) = (members.rank, &members.addrs, members.id);
         let group: Box<dyn Group> = match transport.as_str() {
             "shm" => Box::new(shm::join(listener, rank, addrs, id, by).unwrap()),

@@ -542,9 +542,10 @@ const COPIES: &str = "two_copies";
 /// last one of the machines that this was measured on.
 const COPIED_BYTES: usize = 128 << 20;
 
-const OPS: [Op; 8] = [
+const OPS: [Op; 9] = [
     ("barrier", |g, _, by| g.barrier(by), |_| 0.0),
     (COPIES, two_copies, |_| 2.0),
+    ("two_handovers", two_handovers, |_| 2.0),
     (
         "all_reduce",
         |g, b, by| g.all_reduce(&mut b.own, Reduce::Sum, by),
@@ -584,6 +585,13 @@ fn two_copies(group: &dyn Group, b: &mut Buffers, by: Deadline) -> Result<(), Er
         b.turn += 1;
     }
     group.barrier(by)
+}
+
+/// Copies of what another core has just written, beside [`COPIES`] of what was written long ago: in
+/// turns, rank 0 has what the last rank wrote, and the last rank what rank 0 then has written.
+fn two_handovers(group: &dyn Group, b: &mut Buffers, by: Deadline) -> Result<(), Error> {
+    group.broadcast(&mut b.own, Rank(group.size() - 1), by)?;
+    group.broadcast(&mut b.own, Rank(0), by)
 }
 
 /// Every rank sends to the next and receives from the one before.

@@ -94,7 +94,7 @@ fn ranks_over_rdma_are_found_by_jaccls_environment() {
         (&report["transport"], &report["ranks"]),
         (&"rdma".into(), &2.into())
     );
-    assert_eq!(operations(&report).len(), 8, "{report}");
+    assert_eq!(operations(&report).len(), 9, "{report}");
     world.assert_clean();
 }
 

@@ -107,7 +107,6 @@ impl<T: Transport> Linked<T> {
     }
 
     /// Why the group is poisoned, if it is.
-    #[cfg(test)]
     pub(crate) fn status_cause(&self) -> Option<Cause> {
         self.status.cause()
     }

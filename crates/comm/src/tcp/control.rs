@@ -11,7 +11,9 @@ use std::time::{Duration, Instant};
 use paceline_base::Rank;
 use rustix::event::{PollFd, PollFlags};
 
+use super::door::Door;
 use super::link::Stream;
+use super::refusal::Refusal;
 use super::sockets::{Waker, poll_until};
 use crate::deadline;
 use crate::linked::Linked;
@@ -22,7 +24,7 @@ use crate::wire::{CONTROL_BYTES, Control};
 /// Heartbeats sent within the time after which a rank counts as silent: four may be late.
 const BEATS_PER_SILENCE: u32 = 5;
 
-/// How often the keeper takes in messages while the rank computes.
+/// How often the keeper takes in messages while the rank computes, and looks at the door.
 const TEND_EVERY: Duration = Duration::from_millis(100);
 
 /// Links that a keeper looks after.
@@ -49,19 +51,21 @@ pub(crate) struct Controls {
     suspects: Vec<AtomicBool>,
     waker: Waker,
     stop: AtomicBool,
+    door: Door,
 }
 
 /// Most bytes that wait for a peer who does not read: some frames. Further ones are left out.
 const UNSENT_BYTES: usize = 16 * CONTROL_BYTES;
 
 impl Controls {
-    pub(super) fn new(streams: Vec<Option<Stream>>) -> std::io::Result<Self> {
+    pub(super) fn new(streams: Vec<Option<Stream>>, door: Door) -> std::io::Result<Self> {
         Ok(Self {
             unsent: Mutex::new(vec![Vec::new(); streams.len()]),
             suspects: streams.iter().map(|_| AtomicBool::new(false)).collect(),
             streams,
             waker: Waker::new()?,
             stop: AtomicBool::new(false),
+            door,
         })
     }
 
@@ -94,6 +98,11 @@ impl Controls {
     /// Wakes the keeper.
     pub(crate) fn wake(&self) {
         self.waker.wake();
+    }
+
+    /// See [`Tcp::turned_away`](super::Tcp::turned_away).
+    pub(crate) fn turned_away(&self) -> Option<Refusal> {
+        self.door.turned_away()
     }
 
     /// Ends the keeper.
@@ -144,6 +153,10 @@ pub(super) fn keep<T: Kept>(group: &Linked<T>, silence: Duration) {
         }
         if now >= next_look {
             group.tend();
+            // A group that failed has no door: who comes most likely means the next one.
+            if group.status_cause().is_none() {
+                controls.door.answer();
+            }
             next_look = now + TEND_EVERY;
         }
     }

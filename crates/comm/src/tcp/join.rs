@@ -12,30 +12,24 @@
 //! come from an address of the group: strangers elsewhere who know the group's id cannot.
 
 use std::collections::VecDeque;
-use std::io::{Read, Write};
+use std::io::Write;
 use std::net::{IpAddr, SocketAddr, TcpStream};
 use std::time::{Duration, Instant};
 
 use paceline_base::Rank;
 use rustix::event::{PollFd, PollFlags};
 
-use super::hello::{
-    GREETING_BYTES, HELLO_BYTES, HELLO_BYTES_MIN, Hello, MAGIC, REPLY_BYTES, Reply, VERSION,
-};
+use super::Origin;
+use super::door::Roster;
+use super::greeting::{self, Answer, Pending, STRANGER_WAIT, STRANGERS, refuse};
+use super::hello::{Hello, REPLY_BYTES, Reply, VERSION};
 use super::link::Stream;
 use super::refusal::{JoinError, Refusal};
-use super::seal::{self, SHAKE_BYTES, Session, Shaking, WrongKey};
-use super::sockets::{outcome, poll_until};
-use super::{Origin, random};
+use super::seal::Shaking;
+use super::sockets::poll_until;
 use crate::transport::Closed;
 use crate::wire::{CONTROL_BYTES, Control};
 use crate::{Deadline, deadline};
-
-/// Connections that may wait for their first bytes at once: several for each of 64 ranks.
-const STRANGERS: usize = 256;
-
-/// How long a connection may take to say hello.
-const STRANGER_WAIT: Duration = Duration::from_secs(2);
 
 /// How long one attempt to connect may take, and how long to wait before the next.
 const DIAL_WAIT: Duration = Duration::from_millis(500);
@@ -64,76 +58,6 @@ const PROOF: [u8; 1] = [1];
 
 /// Connections by rank, none for the rank itself.
 pub(super) type Streams = Vec<Option<Stream>>;
-
-/// A connection whose first bytes have not all come.
-struct Pending {
-    stream: TcpStream,
-    bytes: [u8; GREETING_BYTES],
-    filled: usize,
-    since: Instant,
-}
-
-impl Pending {
-    fn new(stream: TcpStream) -> Self {
-        Self {
-            stream,
-            bytes: [0; GREETING_BYTES],
-            filled: 0,
-            since: deadline::now(),
-        }
-    }
-
-    /// Whether the first `count` bytes are there.
-    fn read(&mut self, count: usize) -> Result<bool, Closed> {
-        if self.filled < count {
-            self.filled += outcome((&self.stream).read(&mut self.bytes[self.filled..count]))?;
-        }
-        Ok(self.filled >= count)
-    }
-
-    /// The hello, once all of it is there: of another version, as much as is needed to say so.
-    fn hello(&mut self) -> Result<Option<Hello>, Closed> {
-        let whole = self.read(HELLO_BYTES)?;
-        let head = self.bytes.first_chunk().expect("a greeting is longer");
-        let Some(hello) = Hello::decode(head) else {
-            return Ok(None);
-        };
-        if self.filled >= HELLO_BYTES_MIN && hello.version != VERSION {
-            return Ok(Some(hello));
-        }
-        let all = if hello.sealed {
-            GREETING_BYTES
-        } else {
-            HELLO_BYTES
-        };
-        Ok((whole && self.read(all)?).then_some(hello))
-    }
-
-    /// The reply, once all of it is there: with a handshake, if it welcomes and `sealed`.
-    fn reply(&mut self, sealed: bool) -> Result<Option<Option<Reply>>, Closed> {
-        if !self.read(REPLY_BYTES)? {
-            return Ok(None);
-        }
-        let reply = Reply::decode(self.bytes.first_chunk().expect("a greeting is longer"));
-        let all = match reply {
-            Some(Reply::Welcome) if sealed => REPLY_BYTES + SHAKE_BYTES,
-            _ => REPLY_BYTES,
-        };
-        Ok(self.read(all)?.then_some(reply))
-    }
-
-    /// The message of the handshake behind `head` bytes.
-    fn shake(&self, head: usize) -> &[u8; SHAKE_BYTES] {
-        let bytes = self.bytes[head..].first_chunk();
-        bytes.expect("a greeting has room for it")
-    }
-
-    /// Whether it may still become something.
-    fn plausible(&self) -> bool {
-        let head = self.filled.min(MAGIC.len());
-        self.bytes[..head] == MAGIC[..head] && self.since.elapsed() < STRANGER_WAIT
-    }
-}
 
 /// One who knocked.
 enum Stranger {
@@ -168,11 +92,9 @@ struct Dial {
 pub(super) struct Joining<'a> {
     origin: &'a Origin,
     rank: usize,
-    instance: u64,
+    roster: Roster,
     /// By slot.
     links: Vec<Streams>,
-    /// Which process a rank is.
-    instances: Vec<Option<u64>>,
     strangers: VecDeque<Stranger>,
     dials: Vec<Dial>,
     turned_away: Option<Refusal>,
@@ -180,12 +102,12 @@ pub(super) struct Joining<'a> {
     strays: Vec<Option<(Instant, IpAddr)>>,
 }
 
-/// All connections of `rank`, by slot.
+/// All connections of `rank`, by slot, and who is at their other ends.
 pub(super) fn connect(
     origin: &Origin,
     rank: Rank,
     deadline: Deadline,
-) -> Result<Vec<Streams>, JoinError> {
+) -> Result<(Vec<Streams>, Roster), JoinError> {
     let size = origin.addrs.len();
     if rank.0 as usize >= size || u32::try_from(size).is_err() {
         return Err(JoinError::NoSuchRank { rank, size });
@@ -207,7 +129,7 @@ pub(super) fn connect(
         Ok(()) => {
             let own = |slot: &mut Streams| slot[joining.rank] = None;
             joining.links.iter_mut().for_each(own);
-            Ok(joining.links)
+            Ok((joining.links, joining.roster))
         }
         Err(error) => {
             joining.give_up(&error, deadline);
@@ -236,11 +158,10 @@ impl<'a> Joining<'a> {
         Self {
             origin,
             rank,
-            instance: random(),
+            roster: Roster::new(rank, size, &origin.config),
             links: (0..slots)
                 .map(|_| (0..size).map(|_| None).collect())
                 .collect(),
-            instances: vec![None; size],
             strangers: VecDeque::new(),
             dials: pairs.chain(itself).map(dial).collect(),
             turned_away: None,
@@ -278,7 +199,7 @@ impl<'a> Joining<'a> {
     }
 
     fn missing(&self) -> Option<Rank> {
-        let mut others = (0..self.instances.len()).filter(|rank| *rank != self.rank);
+        let mut others = (0..self.roster.instances.len()).filter(|rank| *rank != self.rank);
         others.find(|rank| !self.is_linked(*rank)).map(number)
     }
 
@@ -286,25 +207,12 @@ impl<'a> Joining<'a> {
         self.links.last().expect("there is a slot for control")
     }
 
-    /// Takes in whoever knocks, up to a bound for each look.
+    /// Takes in whoever knocks.
     fn accept(&mut self) {
-        for socket in self.origin.listener.sockets() {
-            for _ in 0..STRANGERS {
-                let Ok((stream, _)) = socket.accept() else {
-                    break;
-                };
-                let ready = stream
-                    .set_nonblocking(true)
-                    .and_then(|()| stream.set_nodelay(true));
-                if ready.is_ok() {
-                    let stranger = Stranger::Greeting(Pending::new(stream));
-                    self.strangers.push_back(stranger);
-                }
-                if self.strangers.len() > STRANGERS {
-                    self.strangers.pop_front();
-                }
-            }
-        }
+        let come = self.origin.listener.lobby().take();
+        self.strangers.extend(come.map(Stranger::Greeting));
+        let surplus = self.strangers.len().saturating_sub(STRANGERS);
+        self.strangers.drain(..surplus);
     }
 
     fn hear_strangers(&mut self) -> Result<(), JoinError> {
@@ -330,19 +238,15 @@ impl<'a> Joining<'a> {
     fn admit(&mut self, pending: Pending, hello: &Hello) -> Result<(), JoinError> {
         let from = pending.stream.peer_addr().ok().map(|addr| addr.ip());
         match self.welcome(&pending, hello) {
-            Ok(None) => {
-                let sent = (&pending.stream).write(&Reply::Welcome.encode());
-                if sent.is_ok() {
-                    self.take(Stream::new(pending.stream, None), hello);
-                }
-                Ok(())
-            }
-            Ok(Some((session, shake))) => {
-                let reply = [&Reply::Welcome.encode()[..], &shake].concat();
-                if (&pending.stream).write(&reply).is_ok() {
-                    let stream = Box::new(Stream::new(pending.stream, Some(session)));
-                    let stranger = Stranger::Proving(stream, *hello, deadline::now());
-                    self.strangers.push_back(stranger);
+            Ok(answer) => {
+                let sealed = answer.is_some();
+                match greeting::welcome(pending, answer) {
+                    Ok(stream) if sealed => {
+                        let stranger = Stranger::Proving(Box::new(stream), *hello, deadline::now());
+                        self.strangers.push_back(stranger);
+                    }
+                    Ok(stream) => self.take(stream, hello),
+                    Err(_) => {}
                 }
                 Ok(())
             }
@@ -367,7 +271,7 @@ impl<'a> Joining<'a> {
                 self.strangers.push_back(stranger);
             }
             // Whether the rank is taken only counts now: before, a recording could have taken it.
-            Ok(1..) if proof == PROOF => match self.judge(&hello) {
+            Ok(1..) if proof == PROOF => match self.roster.judge(&hello) {
                 None => self.take(*stream, &hello),
                 Some(why) => {
                     let _ = stream.write(&farewell(Reply::Refused(why)), &[]);
@@ -382,66 +286,21 @@ impl<'a> Joining<'a> {
     fn take(&mut self, stream: Stream, hello: &Hello) {
         let peer = hello.rank as usize;
         if peer != self.rank {
-            self.instances[peer] = Some(hello.instance);
+            self.roster.instances[peer] = Some(hello.instance);
             self.links[usize::from(hello.slot)][peer] = Some(stream);
         }
     }
 
     /// Whether whoever said `hello` may go on: with a session, if there is a group key.
-    fn welcome(
-        &self,
-        pending: &Pending,
-        hello: &Hello,
-    ) -> Result<Option<(Session, [u8; SHAKE_BYTES])>, Refusal> {
-        if hello.version != VERSION {
-            let (ours, theirs) = (VERSION, hello.version);
-            return Err(Refusal::Version { ours, theirs });
-        }
-        if hello.group != self.origin.id {
-            return Err(Refusal::Group);
-        }
-        let session = match (self.origin.config.protection.key(), hello.sealed) {
-            (None, false) => None,
-            (Some(_), false) => return Err(Refusal::NoKey),
-            (None, true) => return Err(Refusal::UnknownKey),
-            (Some(key), true) => {
-                let prologue = &pending.bytes[..HELLO_BYTES];
-                let answer = seal::answer(key, prologue, pending.shake(HELLO_BYTES));
-                Some(answer.map_err(|WrongKey| Refusal::Key)?)
-            }
-        };
-        match self.judge(hello) {
+    fn welcome(&self, pending: &Pending, hello: &Hello) -> Result<Option<Answer>, Refusal> {
+        let origin = self.origin;
+        let key = origin.config.protection.key();
+        let session = greeting::check(pending, hello, origin.id, key)?;
+        match self.roster.judge(hello) {
             // See `hear_proof`.
             Some(Refusal::Duplicate(_)) if session.is_some() => Ok(session),
             Some(why) => Err(why),
             None => Ok(session),
-        }
-    }
-
-    /// What is wrong with a rank of this group, if its hello is true.
-    fn judge(&self, hello: &Hello) -> Option<Refusal> {
-        let (rank, slot) = (hello.rank as usize, usize::from(hello.slot));
-        let (ours, theirs) = (self.size(), hello.size);
-        let streams = u16::from(self.origin.config.streams.get());
-        let known = match self.instances.get(rank) {
-            _ if rank == self.rank => Some(self.instance),
-            known => known.copied().flatten(),
-        };
-        if theirs != ours {
-            Some(Refusal::Size { ours, theirs })
-        } else if hello.streams != streams {
-            let (ours, theirs) = (streams, hello.streams);
-            Some(Refusal::Streams { ours, theirs })
-        } else if rank < self.rank
-            || rank >= self.instances.len()
-            || hello.to as usize != self.rank
-            || slot >= self.links.len()
-        {
-            Some(Refusal::Rank(Rank(hello.rank)))
-        } else if known.is_some_and(|known| known != hello.instance) {
-            Some(Refusal::Duplicate(Rank(hello.rank)))
-        } else {
-            None
         }
     }
 
@@ -576,11 +435,7 @@ impl<'a> Joining<'a> {
         true
     }
 
-    fn greet(
-        &self,
-        dial: &Dial,
-        mut stream: TcpStream,
-    ) -> std::io::Result<(Pending, Option<Shaking>)> {
+    fn greet(&self, dial: &Dial, stream: TcpStream) -> std::io::Result<(Pending, Option<Shaking>)> {
         let key = self.origin.config.protection.key();
         let hello = Hello {
             version: VERSION,
@@ -589,19 +444,11 @@ impl<'a> Joining<'a> {
             rank: number(self.rank).0,
             to: number(dial.peer).0,
             group: self.origin.id,
-            instance: self.instance,
+            instance: self.roster.instance,
             streams: self.origin.config.streams.get().into(),
             sealed: key.is_some(),
         };
-        let hello = hello.encode();
-        let (shaking, message) = match key.map(|key| seal::begin(key, &hello)).transpose()? {
-            Some((shaking, message)) => (Some(shaking), message.to_vec()),
-            None => (None, Vec::new()),
-        };
-        stream.set_nodelay(true)?;
-        stream.write_all(&[&hello[..], &message].concat())?;
-        stream.set_nonblocking(true)?;
-        Ok((Pending::new(stream), shaking))
+        greeting::greet(stream, &hello, key)
     }
 
     /// Whether a member has given up meanwhile, or turned this rank away after all.
@@ -678,7 +525,7 @@ impl<'a> Joining<'a> {
                 Ok(None) | Err(Closed) => {}
             },
             Stranger::Proving(stream, hello, _) => {
-                let own = self.judge(&hello).map_or(reply, Reply::Refused);
+                let own = self.roster.judge(&hello).map_or(reply, Reply::Refused);
                 let _ = stream.write(&farewell(own), &[]);
             }
         }
@@ -690,7 +537,7 @@ impl<'a> Joining<'a> {
             // The connection is new: it takes this.
             let _ = stream.write(&Control::Beat.encode(), &[]);
         }
-        let mut missing: Vec<usize> = (0..self.instances.len()).collect();
+        let mut missing: Vec<usize> = (0..self.roster.instances.len()).collect();
         missing.retain(|rank| *rank != self.rank);
         loop {
             let mut lost = None;
@@ -747,12 +594,6 @@ impl<'a> Joining<'a> {
         let until = deadline::now() + LOOK_EVERY;
         poll_until(&mut fds, until.min(deadline.instant()));
     }
-}
-
-/// Says why not. What was not read would make the system take the answer back.
-fn refuse(mut stream: &TcpStream, reply: Reply) {
-    let _ = stream.read(&mut [0; 4096]);
-    let _ = stream.write(&reply.encode());
 }
 
 /// A reply that is as long as what else comes over a control connection.

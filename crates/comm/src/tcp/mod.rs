@@ -26,42 +26,53 @@
 //! ```
 //!
 //! - `join`: who may become a member, and how the others learn why not, in the words of `hello`
-//!   and `refusal`;
+//!   and `refusal`; `greeting`: how those come; `door`: who comes, also too late;
+//! - `meeting`: how ranks find each other at an address, for [`crate::rendezvous`];
 //! - `key`, `seal`: who may read and write the links;
 //! - `control`: heartbeats, news, silence;
 //! - `link`, `sockets`: the links, to [`crate::linked`].
 
 mod control;
+mod door;
+mod greeting;
 mod hello;
 mod join;
 mod kept;
 mod key;
 mod link;
+mod meeting;
 mod refusal;
 mod seal;
 mod sockets;
 
+use std::collections::VecDeque;
 use std::collections::hash_map::RandomState;
 use std::fmt;
 use std::hash::{BuildHasher, Hasher};
 use std::io;
 use std::net::{SocketAddr, TcpListener};
 use std::num::NonZeroU8;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use paceline_base::Rank;
 
 pub(crate) use self::control::{Controls, Kept};
+use self::door::{Door, Lobby};
+use self::greeting::Pending;
 #[cfg(any(test, feature = "testing"))]
 pub(crate) use self::hello::parse as parse_hello;
 use self::join::Streams;
 pub(crate) use self::kept::{Keeping, Origin, gather, keeping_group};
 pub use self::key::{GroupKey, KEY_BYTES, Protection};
 use self::link::Link;
+#[cfg(any(test, feature = "testing"))]
+pub(crate) use self::meeting::parse as parse_meeting;
+pub(crate) use self::meeting::{Hall, LIST_BYTES, Unmet, parse_list, print_list, visit};
 pub use self::refusal::{JoinError, Refusal};
 #[cfg(any(test, feature = "testing"))]
 pub(crate) use self::seal::parse as parse_sealed;
+pub(crate) use self::seal::{open_note, seal_note};
 use self::sockets::Sockets;
 pub(crate) use self::sockets::{outcome, poll_until};
 use crate::linked::Linked;
@@ -162,6 +173,8 @@ pub struct Listener {
     /// At least one.
     sockets: Vec<TcpListener>,
     addrs: Vec<SocketAddr>,
+    /// Who has knocked and not been answered.
+    waiting: Mutex<VecDeque<Pending>>,
 }
 
 impl Listener {
@@ -188,7 +201,12 @@ impl Listener {
         if addrs.is_empty() {
             return Err(io::ErrorKind::AddrNotAvailable.into());
         }
-        Ok(Self { sockets, addrs })
+        let waiting = Mutex::default();
+        Ok(Self {
+            sockets,
+            addrs,
+            waiting,
+        })
     }
 
     /// Where it listens, with the port that was chosen; the first of several.
@@ -208,6 +226,10 @@ impl Listener {
 
     fn sockets(&self) -> &[TcpListener] {
         &self.sockets
+    }
+
+    fn lobby(&self) -> Lobby<'_> {
+        Lobby::new(&self.sockets, &self.waiting)
     }
 }
 
@@ -268,13 +290,13 @@ pub(crate) fn link(
     rank: Rank,
     deadline: Deadline,
 ) -> Result<Linked<Sockets>, JoinError> {
-    let slots = join::connect(origin, rank, deadline)?;
+    let (slots, roster) = join::connect(origin, rank, deadline)?;
     let system = |source| JoinError::System {
         what: "set up the group",
         source,
     };
     let (lanes, control) = sort(slots, origin.addrs.len()).map_err(system)?;
-    let controls = Arc::new(Controls::new(control).map_err(system)?);
+    let controls = Arc::new(Controls::new(control, Door::new(origin, roster)).map_err(system)?);
     let patience = patience(&origin.addrs, rank.0 as usize);
     let sockets = Sockets::new(lanes, controls, patience).map_err(system)?;
     let size = u32::try_from(origin.addrs.len()).expect("join has checked the size");
@@ -312,6 +334,14 @@ fn patience(addrs: &[Vec<SocketAddr>], rank: usize) -> Patience {
     Patience {
         spins,
         yields: YIELDS,
+    }
+}
+
+impl Tcp {
+    /// Why somebody was last turned away at this rank's door since the group was complete: such as
+    /// a second process of a rank, which is told the same. The group goes on.
+    pub fn turned_away(&self) -> Option<Refusal> {
+        self.0.linked.transport().controls().turned_away()
     }
 }
 

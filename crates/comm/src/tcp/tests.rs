@@ -558,6 +558,94 @@ fn a_second_process_of_a_rank_is_refused_and_all_are_told() {
     );
 }
 
+/// What `look` finds in the end.
+fn wait_for<T>(look: impl Fn() -> Option<T>) -> T {
+    let until = Instant::now() + Duration::from_secs(20);
+    loop {
+        match look() {
+            Some(found) => return found,
+            None => assert!(Instant::now() < until, "nothing was found"),
+        }
+        thread::sleep(Duration::from_millis(5));
+    }
+}
+
+/// Who comes when the group is complete is told why not, as are those who turn it away; and they
+/// go on.
+#[test]
+fn who_comes_too_late_is_told_why_and_the_group_goes_on() {
+    let (same, none): (fn(&mut Told), _) = (
+        |_| (),
+        |told: &mut Told| {
+            told.config.protection = Protection::Loopback;
+        },
+    );
+    let stranger: fn(&mut Told) = |told| told.config.protection = key(9);
+    let cases = [
+        (Protection::Loopback, 1, same, Refusal::Duplicate(Rank(1))),
+        // Nobody dials rank 0: it calls itself.
+        (Protection::Loopback, 0, same, Refusal::Duplicate(Rank(0))),
+        (Protection::Loopback, 1, stranger, Refusal::UnknownKey),
+        (key(1), 1, same, Refusal::Duplicate(Rank(1))),
+        (key(1), 1, none, Refusal::NoKey),
+        (key(1), 1, stranger, Refusal::Key),
+    ];
+    for (protection, late, change, expected) in cases {
+        let (listeners, addrs) = listeners(2);
+        let id = GroupId::random();
+        let config = Config {
+            protection,
+            ..Config::default()
+        };
+        let ranks = (0..).zip(listeners).map(|(rank, listener)| {
+            let (addrs, config) = (addrs.clone(), config.clone());
+            thread::spawn(move || join_with(listener, Rank(rank), &addrs, id, config, soon(30)))
+        });
+        let ranks: Vec<_> = ranks.collect();
+        let ranks: Vec<Tcp> = ranks
+            .into_iter()
+            .map(|t| t.join().unwrap().unwrap())
+            .collect();
+        assert_eq!(ranks[0].turned_away(), None);
+
+        let mut told = Told { addrs, id, config };
+        change(&mut told);
+        let Told { addrs, id, config } = told;
+        let twin = Listener::bind("127.0.0.1:0".parse().unwrap()).unwrap();
+        let error = join_with(twin, Rank(late), &addrs, id, config, soon(30)).unwrap_err();
+        assert!(
+            matches!(error, JoinError::Refused { why, .. } if why == expected),
+            "{expected}: {error}"
+        );
+        assert_eq!(wait_for(|| ranks[0].turned_away()), expected);
+        let calls = ranks
+            .into_iter()
+            .map(|rank| thread::spawn(move || (&rank as &dyn Group).barrier(soon(20))));
+        for call in calls.collect::<Vec<_>>() {
+            assert_eq!(call.join().unwrap(), Ok(()), "{expected}");
+        }
+    }
+}
+
+/// Connections for a group that is split off wait while the keeper of the first looks at the door.
+#[test]
+fn a_door_lets_through_who_means_another_group() {
+    let late = join_all(2).into_iter().map(|group| {
+        thread::spawn(move || {
+            let group: &dyn Group = &group;
+            if group.rank() == Rank(0) {
+                // The keeper has looked several times when this rank joins.
+                thread::sleep(Duration::from_millis(400));
+            }
+            let part = group.split(0, 0, soon(20)).unwrap();
+            part.barrier(soon(20)).unwrap();
+        })
+    });
+    late.collect::<Vec<_>>()
+        .into_iter()
+        .for_each(|t| t.join().unwrap());
+}
+
 #[test]
 fn another_version_is_refused_by_name() {
     let (mut listeners, addrs) = listeners(2);

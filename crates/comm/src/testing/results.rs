@@ -7,7 +7,7 @@ use paceline_base::Rank;
 
 use super::steps::{Step, each_length};
 use super::{Case, Lab, on_threads, patient};
-use crate::{Dtype, Error, Group, MESSAGES_HELD, Reduce};
+use crate::{Ahead, Dtype, Error, Group, MESSAGES_HELD, Reduce, Window};
 
 pub(super) const CASES: &[Case] = &[
     ("ranks are numbered", 1, ranks_are_numbered),
@@ -33,6 +33,8 @@ pub(super) const CASES: &[Case] = &[
         2,
         sent_before_leaving,
     ),
+    ("windows move bytes at fences", 1, windows_move_bytes),
+    ("several calls are in flight", 2, several_in_flight),
     ("random programs", 1, random_programs),
     ("splits by color and key", 1, splits_by_color_and_key),
     ("traffic is counted", 2, traffic_is_counted),
@@ -92,6 +94,14 @@ fn barrier_waits_for_all(lab: &Lab<'_>) {
     });
 }
 
+/// Every dtype at the short lengths; at the long ones those of `few`, which differ most.
+const fn dtypes(length: usize, few: &[Dtype]) -> &[Dtype] {
+    match length {
+        0..1000 => &Dtype::ALL,
+        _ => few,
+    }
+}
+
 fn gathers_of_any_counts(lab: &Lab<'_>) {
     let mut random = lab.random();
     let ranks = 0..lab.size as usize;
@@ -107,12 +117,12 @@ fn gathers_of_any_counts(lab: &Lab<'_>) {
             ranks.clone().map(|rank| length / (rank + 1)).collect(),
             ranks.clone().map(|_| random.below(length + 1)).collect(),
         ];
-        for dtype in [Dtype::U8, Dtype::F32] {
-            steps.push(Step::GatherEven(dtype, length));
+        for dtype in dtypes(length, &[Dtype::U8, Dtype::F32]) {
+            steps.push(Step::GatherEven(*dtype, length));
             steps.extend(
                 patterns
                     .iter()
-                    .map(|counts| Step::Gather(dtype, counts.clone())),
+                    .map(|counts| Step::Gather(*dtype, counts.clone())),
             );
         }
     }
@@ -122,12 +132,7 @@ fn gathers_of_any_counts(lab: &Lab<'_>) {
 fn reductions_and_broadcasts(lab: &Lab<'_>) {
     let mut steps = Vec::new();
     for length in each_length(lab.size) {
-        // Every dtype and reduction at the short lengths; at the long ones two that differ most.
-        let dtypes = match length {
-            0..1000 => &Dtype::ALL[..],
-            _ => &[Dtype::U8, Dtype::Bf16],
-        };
-        for dtype in dtypes {
+        for dtype in dtypes(length, &[Dtype::U8, Dtype::Bf16]) {
             for op in Reduce::ALL {
                 steps.push(Step::Reduce(*dtype, length, op));
                 steps.push(Step::ScatterEven(*dtype, length / lab.size as usize, op));
@@ -145,11 +150,11 @@ fn scatters_and_exchanges_of_any_counts(lab: &Lab<'_>) {
     for length in each_length(lab.size) {
         let length = length.min(20_000);
         let counts: Vec<usize> = (0..lab.size).map(|_| random.below(length + 1)).collect();
-        for dtype in [Dtype::F32, Dtype::F16] {
-            steps.push(Step::GatherInPlace(dtype, counts.clone()));
-            steps.push(Step::Scatter(dtype, counts.clone(), Reduce::Sum));
-            steps.push(Step::Exchange(dtype, length + 1));
-            steps.push(Step::ExchangeEven(dtype, length));
+        for dtype in dtypes(length, &[Dtype::F32, Dtype::F16]) {
+            steps.push(Step::GatherInPlace(*dtype, counts.clone()));
+            steps.push(Step::Scatter(*dtype, counts.clone(), Reduce::Sum));
+            steps.push(Step::Exchange(*dtype, length + 1));
+            steps.push(Step::ExchangeEven(*dtype, length));
         }
     }
     run_steps(lab, steps);
@@ -384,6 +389,73 @@ fn traffic_is_counted(lab: &Lab<'_>) {
             "{received}"
         );
     }
+}
+
+/// In each epoch every rank puts its number into everybody's memory and gets what all have then.
+fn windows_move_bytes(lab: &Lab<'_>) {
+    let size = u8::try_from(lab.size).expect("sizes that are tested are small");
+    lab.on_each(move |group| {
+        let own = u8::try_from(group.rank().0).expect("less than the size");
+        let bytes = 3 * usize::from(size);
+        let memory = vec![own; bytes + usize::from(own)];
+        let window = Window::expose(&*group, memory, patient());
+        let mut window = window.expect("all ranks expose");
+        for epoch in [16, 32, 48] {
+            let told = [epoch + own; 2];
+            let note = |rank: u8| {
+                let rank = Rank(rank.into());
+                let put = window.put(rank, 3 * u64::from(own), &told);
+                put.and_then(|()| window.get(rank, 0, bytes))
+            };
+            let gets: Result<Vec<_>, _> = (0..size).map(note).collect();
+            let answers = window.fence(patient()).expect("all ranks come");
+            for (rank, get) in (0..size).zip(gets.expect("all of it is exposed")) {
+                let all = (0..size).flat_map(|from| [epoch + from, epoch + from, rank]);
+                assert_eq!(answers.of(get), all.collect::<Vec<u8>>());
+            }
+        }
+        let outside = window.put(Rank(0), bytes as u64, &[0]);
+        assert!(outside.is_err(), "rank 0 exposes no more");
+    });
+}
+
+/// Sums are started before any is waited for, receives before and beside what they wait for.
+fn several_in_flight(lab: &Lab<'_>) {
+    let size = lab.size;
+    lab.on_each(move |group| {
+        let rank = group.rank().0;
+        let (next, before) = (Rank((rank + 1) % size), Rank((rank + size - 1) % size));
+        let ahead = Ahead::new(Arc::from(group));
+        let receive = |tag: u32| {
+            ahead.start_message(move |g| g.recv_like(&[0_u32; 3], before, tag, patient()))
+        };
+        let sum = |turn: u32| {
+            ahead.start(move |group| {
+                let mut data = vec![turn + group.rank().0; 1 + 100 * turn as usize];
+                let done = group.all_reduce(&mut data, Reduce::Sum, patient());
+                done.map(|()| data)
+            })
+        };
+        let send = |tag: u32| {
+            ahead.start_message(move |group| group.send(&[tag; 3], next, tag, patient()))
+        };
+        let receives: Vec<_> = (0..4).rev().map(receive).collect();
+        let sums: Vec<_> = (0..20).map(sum).collect();
+        let sends: Vec<_> = (0..4).map(send).collect();
+        for (turn, sum) in (0..).zip(sums) {
+            let expected = size * turn + size * (size - 1) / 2;
+            let sum = sum.wait().expect("all ranks add up");
+            assert!(sum.iter().all(|x| *x == expected), "turn {turn}");
+        }
+        for (tag, receive) in (0..4).rev().zip(receives) {
+            assert_eq!(receive.wait(), Ok(vec![tag; 3]));
+        }
+        sends
+            .into_iter()
+            .for_each(|send| send.wait().expect("it is received"));
+        let last = ahead.start(|group| group.barrier(patient()));
+        last.wait().expect("ranks leave after a barrier");
+    });
 }
 
 fn two_groups_in_turn(lab: &Lab<'_>) {
