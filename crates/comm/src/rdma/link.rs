@@ -68,16 +68,28 @@ const POLLED: usize = 16;
 
 const LANES: [Lane; 2] = [Lane::Calls, Lane::Messages];
 
+/// Bytes of callers' that were sent from where they are, and that came to where they belong or
+/// were reduced where they came to.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Placed {
+    pub(super) sent: u64,
+    pub(super) received: u64,
+}
+
 /// The end of a link.
 pub(super) struct Link {
     pub(super) peer: Rank,
     pub(super) session: u64,
     pub(super) slot_bytes: usize,
+    /// Shortest body that is offered.
+    pub(super) in_place_bytes: usize,
     pub(super) cables: Vec<Cable>,
     outgoing: [Outgoing; 2],
     incoming: [Incoming; 2],
     pub(super) bulk: Bulk,
     pub(super) registry: Arc<Registry>,
+    /// Bytes of callers' that were not copied.
+    pub(super) placed: Placed,
     polled: [Wc; POLLED],
     /// A state is due now.
     pub(super) urgent: bool,
@@ -90,6 +102,12 @@ pub(super) struct Link {
     asked: Instant,
     /// Sends in place that the device may still read.
     pub(super) reading: usize,
+    /// A long message was sent in place, and its memory may still be read.
+    mailed: bool,
+    /// Whoever waits for a message has read all that came, and has a place for a long one.
+    waiting: bool,
+    /// The same at the other end, once it had read so many messages of the lane.
+    hungry: Option<u64>,
     gone: bool,
     broken: Option<Arc<RdmaError>>,
     /// Why the first of several cables is dead.
@@ -100,7 +118,7 @@ impl Link {
     pub(super) fn new(
         peer: Rank,
         session: u64,
-        slot_bytes: usize,
+        (slot_bytes, in_place_bytes): (usize, usize),
         cables: Vec<Cable>,
         bulk: Bulk,
         registry: Arc<Registry>,
@@ -110,11 +128,13 @@ impl Link {
             peer,
             session,
             slot_bytes,
+            in_place_bytes,
             cables,
             outgoing: Default::default(),
             incoming: Default::default(),
             bulk,
             registry,
+            placed: Placed::default(),
             polled: [Wc::default(); POLLED],
             urgent: false,
             suspect: false,
@@ -122,6 +142,9 @@ impl Link {
             next_state: 0,
             asked: deadline::now(),
             reading: 0,
+            mailed: false,
+            waiting: false,
+            hungry: None,
             gone: false,
             broken: None,
             lost: None,
@@ -177,6 +200,7 @@ impl Link {
             outgoing.received = outgoing.next;
         }
         self.bulk.out = None;
+        self.mailed = false;
     }
 
     /// Messages of a lane that may be under way.
@@ -229,6 +253,7 @@ impl Link {
                 self.tend(moved)
             });
             self.result(moved);
+            self.mailed &= self.bulk.sends(Lane::Messages) || self.reading > 0;
         }
     }
 
@@ -321,11 +346,16 @@ impl Link {
         }
         self.cables[cable].heard = true;
         self.judge()?;
+        if head.waits {
+            self.hungry = self
+                .hungry
+                .max(Some(head.consumed[Lane::Messages as usize]));
+        }
         self.bulk_done(head.done);
         self.urgent |= head.asks;
         match (head.kind, states) {
             (Kind::Data(lane), _) => self.data(lane, cable, slot, &head),
-            (Kind::Offer | Kind::Patch, _) => self.data(Lane::Calls, cable, slot, &head),
+            (Kind::Offer(lane) | Kind::Patch(lane), _) => self.data(lane, cable, slot, &head),
             (Kind::State | Kind::Ask, Some(states)) => {
                 self.urgent |= head.kind == Kind::Ask;
                 self.states(&head, &states).map(|()| false)
@@ -441,7 +471,7 @@ impl Link {
     fn starves(&self) -> bool {
         let starves = |lane: Lane| {
             let outgoing = &self.outgoing[lane as usize];
-            let wants = outgoing.starved || (lane == Lane::Calls && self.bulk.copies());
+            let wants = outgoing.starved || self.bulk.copies(lane);
             wants && outgoing.next - outgoing.consumed >= self.window(lane as usize)
         };
         LANES.into_iter().any(starves)
@@ -485,6 +515,7 @@ impl Link {
             consumed: [a.consumed, b.consumed],
             bytes: u32::try_from(bytes).expect("less than a slot"),
             asks: false,
+            waits: self.waiting,
             done: self.bulk.done,
         }
     }
@@ -577,9 +608,9 @@ impl Link {
 
     /// Stops using memory of callers: what is under way from there is copied. The device is given
     /// a moment to be done with it, then the link is broken.
-    pub(super) fn let_go(&mut self) {
+    pub(super) fn let_go(&mut self, lane: Lane) {
         let until = deadline::now() + Duration::from_millis(100);
-        let let_go = self.let_tracks_go(until);
+        let let_go = self.let_tracks_go(lane, until);
         while self.reading > 0 && self.broken.is_none() && deadline::now() < until {
             self.look();
         }
@@ -593,10 +624,15 @@ impl Link {
                 vendor: 0,
             });
         }
+        if lane == Lane::Messages {
+            self.mailed = false;
+            return;
+        }
         for flight in &mut self.outgoing[0].flights {
             if let Some(body) = flight.body.take() {
                 // SAFETY: the caller has not had it back yet.
                 let bytes = unsafe { std::slice::from_raw_parts(body.start, body.bytes) };
+                self.placed.sent -= body.bytes as u64;
                 self.cables[flight.cable].fill(flight.slot, flight.bytes, &[bytes]);
                 flight.bytes += body.bytes;
             }

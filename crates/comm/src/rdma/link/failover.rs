@@ -85,6 +85,7 @@ impl Link {
             // SAFETY: who writes to a link keeps the body as it is while the link `holds` it.
             payload.extend(unsafe { std::slice::from_raw_parts(body.start, body.bytes) });
             self.outgoing[lane].in_place -= 1;
+            self.placed.sent -= body.bytes as u64;
         }
         self.cables[from].own(old, false);
         self.cables[cable].own(slot, true);

@@ -10,13 +10,25 @@ use crate::transport::{Closed, Lane};
 
 /// Shortest part of a caller's memory that is sent in place: below, copying costs less than the
 /// device's second read (4 KiB at 10 GB/s: 0.4 us).
-const IN_PLACE_BYTES: usize = 4 << 10;
+const GATHER_BYTES: usize = 4 << 10;
+
+/// Messages end between elements, of which the longest have 16 bytes or divide this: whoever
+/// reduces them does so where they lie.
+const ELEMENT_BYTES: usize = 16;
+
+/// How much of a body of `bytes` goes into a message that has `room` for so much.
+const fn whole_elements(bytes: usize, room: usize) -> usize {
+    if bytes <= room {
+        bytes
+    } else {
+        room - room % ELEMENT_BYTES
+    }
+}
 
 impl Link {
     /// Whether a new message of this lane may be sent: none overtakes a body that was offered.
     pub(in crate::rdma) fn has_room(&self, lane: Lane) -> bool {
-        let behind = lane == Lane::Calls && self.bulk.out.is_some();
-        !behind && self.has_slot(lane)
+        !self.bulk.sends(lane) && self.has_slot(lane)
     }
 
     /// Whether there is a place for a message of this lane.
@@ -29,7 +41,7 @@ impl Link {
     /// Whether bytes wait to be read.
     pub(in crate::rdma) fn has_bytes(&self, lane: Lane) -> bool {
         matches!(self.incoming[lane as usize].held.front(), Some(Some(_)))
-            || (lane == Lane::Calls && self.bulk.has_news())
+            || self.bulk.has_news(lane)
     }
 
     /// Whether nothing more will come, or go.
@@ -49,12 +61,15 @@ impl Link {
     /// Whether memory that was sent in place must stay as it is.
     pub(in crate::rdma) fn holds(&self, lane: Lane) -> bool {
         let of_calls = self.reading > 0 || self.outgoing[0].in_place > 0;
-        lane == Lane::Calls && (of_calls || self.bulk.out.is_some())
+        match lane {
+            Lane::Calls => of_calls || self.bulk.sends(lane),
+            Lane::Messages => self.mailed,
+        }
     }
 
     /// Whether a device may read or write memory of callers.
     pub(in crate::rdma) fn uses_memory(&self, lane: Lane) -> bool {
-        self.holds(lane) || (lane == Lane::Calls && self.bulk.into.is_some())
+        self.holds(lane) || self.bulk.receives(lane)
     }
 
     /// Sends what fits of `head` followed by `body`; how many bytes that is.
@@ -76,10 +91,8 @@ impl Link {
                 continue;
             }
             let room = self.slot_bytes - HEAD_BYTES;
-            let (first, second) = (
-                head.len().min(room),
-                body.len().min(room - head.len().min(room)),
-            );
+            let first = head.len().min(room);
+            let second = whole_elements(body.len(), room - first);
             self.put(lane, &head[..first], &body[..second], second == body.len());
             (head, body) = (&head[first..], &body[second..]);
         }
@@ -93,27 +106,40 @@ impl Link {
         }
     }
 
-    /// As [`write`](Self::write) for calls; the peer has a place for the body, which may then go
-    /// there without a copy.
+    /// As [`write`](Self::write); the peer has a place for the body, which may then go there
+    /// without a copy. Of messages it is known to have one if it waits.
     pub(in crate::rdma) fn write_whole(
         &mut self,
+        lane: Lane,
         head: &[u8],
         body: &[u8],
     ) -> Result<usize, Closed> {
-        if head.is_empty() && body.is_empty() {
-            // Its memory is what the caller waits for.
+        let is_empty = head.is_empty() && body.is_empty();
+        if is_empty || !self.has_room(lane) {
+            // Its memory is what the caller waits for, or room.
             self.look();
         }
-        let offered = match self.has_room(Lane::Calls) && !self.is_closed() {
-            true => self.offer(head, body),
-            false => 0,
-        };
-        match offered {
-            0 => self.write(Lane::Calls, head, body),
-            offered => {
-                self.outgoing[0].starved = offered < head.len() + body.len();
-                Ok(offered)
-            }
+        if !is_empty && !self.is_closed() && !self.has_room(lane) {
+            // Not in part: a body is offered as a whole.
+            self.outgoing[lane as usize].starved = true;
+            return Ok(0);
+        }
+        let next = self.outgoing[lane as usize].next;
+        let awaited = lane == Lane::Calls || self.hungry == Some(next);
+        let is_free = awaited && self.has_room(lane) && !self.is_closed();
+        if is_free && self.offer(lane, head, body) {
+            self.outgoing[lane as usize].starved = false;
+            self.mailed |= lane == Lane::Messages;
+            return Ok(head.len() + body.len());
+        }
+        self.write(lane, head, body)
+    }
+
+    /// Lets the peer know that whoever waits for its next message wants that in `memory`, if that
+    /// can be done without a copy.
+    pub(in crate::rdma) fn expect(&mut self, memory: &[u8]) {
+        if !self.waiting && self.can_place(memory) {
+            (self.waiting, self.urgent) = (true, true);
         }
     }
 
@@ -123,7 +149,7 @@ impl Link {
         let Some((cable, slot)) = self.next_place(lane) else {
             return;
         };
-        let key = (lane == Lane::Calls && body.len() >= IN_PLACE_BYTES)
+        let key = (lane == Lane::Calls && body.len() >= self.in_place_bytes.min(GATHER_BYTES))
             .then(|| self.registry.key(self.cables[cable].pair().adapter(), body))
             .flatten();
         let copied = if key.is_some() { &[] } else { body };
@@ -137,6 +163,7 @@ impl Link {
             asks: last && (body.is_some() || self.outgoing[lane as usize].in_place > 0),
             ..Flight::new(Kind::Data(lane), bytes, body, now)
         };
+        self.placed.sent += body.map_or(0, |body| body.bytes as u64);
         let sent = self.fly(lane, (cable, slot), &[head, copied], flight);
         self.result(sent);
     }
@@ -177,8 +204,8 @@ impl Link {
         self.look();
         let mut count = 0;
         while count < into.len() {
-            if lane == Lane::Calls && self.in_transfer() {
-                count += self.read_transfer(count, into);
+            if self.in_transfer(lane) {
+                count += self.read_transfer(lane, count, into);
                 break;
             }
             let Some(Some(held)) = self.incoming[lane as usize].held.front().copied() else {
@@ -189,55 +216,98 @@ impl Link {
         if count == 0 && self.is_closed() && !into.is_empty() {
             return Err(Closed);
         }
+        // Something has come, so it has to be said anew.
+        self.waiting &= lane == Lane::Calls || count == 0;
         self.look_after_reading(lane);
         Ok(count)
     }
 
+    /// Has `take` use what is there of the lane for calls where it lies, up to the end of a
+    /// message at a time; it says how much of that it has used. How many bytes that were.
+    pub(in crate::rdma) fn lend(
+        &mut self,
+        take: &mut dyn FnMut(&[u8]) -> usize,
+    ) -> Result<usize, Closed> {
+        if !self.has_bytes(Lane::Calls) {
+            self.look();
+        }
+        // What is reduced is no whole that could be put somewhere.
+        self.answer(Lane::Calls, &mut []);
+        let mut count = 0;
+        while let Some(Some(held)) = self.incoming[0].held.front().copied()
+            && !self.in_transfer(Lane::Calls)
+        {
+            let at = self.incoming[0].at;
+            let message = self.cables[held.cable].received(
+                held.slot,
+                HEAD_BYTES + at,
+                HEAD_BYTES + held.bytes,
+            );
+            let (there, taken) = (message.len(), take(message).min(message.len()));
+            self.taken(Lane::Calls, held, at + taken);
+            count += taken;
+            if taken < there {
+                break;
+            }
+        }
+        if count == 0 && self.is_closed() {
+            return Err(Closed);
+        }
+        self.placed.received += count as u64;
+        self.look_after_reading(Lane::Calls);
+        Ok(count)
+    }
+
     /// Whether what comes next is no ordinary message.
-    fn in_transfer(&self) -> bool {
-        self.bulk.offer.is_some() || self.bulk.into.is_some()
+    fn in_transfer(&self, lane: Lane) -> bool {
+        let offered = self.bulk.offer.is_some_and(|(offered, _)| offered == lane);
+        offered || self.bulk.receives(lane)
     }
 
     /// Goes on with a transfer into `into`, if nothing of that has been `read`; how many bytes it
     /// has brought.
-    fn read_transfer(&mut self, read: usize, into: &mut [u8]) -> usize {
-        if let Some(bytes) = self
-            .bulk
-            .offer
-            .filter(|_| read == 0 && self.broken.is_none())
-        {
-            self.answer(bytes, into);
+    fn read_transfer(&mut self, lane: Lane, read: usize, into: &mut [u8]) -> usize {
+        if read == 0 && self.broken.is_none() {
+            self.answer(lane, into);
         }
-        while self.bulk.into.is_some()
-            && let Some(Some(held)) = self.incoming[0].held.front().copied()
+        while self.bulk.receives(lane)
+            && let Some(Some(held)) = self.incoming[lane as usize].held.front().copied()
         {
             self.patch(held);
-            self.release(Lane::Calls, held);
+            self.release(lane, held);
         }
-        self.finish().unwrap_or(0)
+        match self.bulk.receives(lane) {
+            true => self.finish().unwrap_or(0),
+            false => 0,
+        }
     }
 
     /// Reads of the first message of a lane.
     fn read_held(&mut self, lane: Lane, held: Held, into: &mut [u8]) -> usize {
         let at = match (held.kind, self.incoming[lane as usize].at) {
-            (Kind::Offer, 0) => NUMBER_BYTES,
+            (Kind::Offer(_), 0) => NUMBER_BYTES,
             (_, at) => at,
         };
         let count = (held.bytes - at).min(into.len());
         let from = HEAD_BYTES + at;
         let bytes = self.cables[held.cable].received(held.slot, from, from + count);
         into[..count].copy_from_slice(bytes);
-        self.incoming[lane as usize].at = at + count;
-        if at + count == held.bytes {
-            if held.kind == Kind::Offer {
+        self.taken(lane, held, at + count);
+        count
+    }
+
+    /// The first message of a lane has been read up to byte `at`.
+    fn taken(&mut self, lane: Lane, held: Held, at: usize) {
+        self.incoming[lane as usize].at = at;
+        if at == held.bytes {
+            if held.kind == Kind::Offer(lane) {
                 let number =
                     self.cables[held.cable].received(held.slot, HEAD_BYTES, HEAD_BYTES + 8);
                 let bytes = number.first_chunk().map_or(0, |n| u64::from_le_bytes(*n));
-                self.bulk.offer = Some(usize::try_from(bytes).unwrap_or(usize::MAX));
+                self.bulk.offer = Some((lane, usize::try_from(bytes).unwrap_or(usize::MAX)));
             }
             self.release(lane, held);
         }
-        count
     }
 
     /// The first message of a lane has been read: its memory is for another.
