@@ -1,10 +1,13 @@
 //! The trait that every set of ranks implements, and its typed methods.
 
 use std::fmt;
+use std::sync::Arc;
 
 use paceline_base::{Bytes, Rank};
 
-use crate::{Counts, Data, DataMut, Deadline, Element, Error, Reduce, Site, Tuning};
+use crate::{
+    Counts, Data, DataMut, Deadline, Element, Error, Pages, Reduce, Registered, Site, Tuning,
+};
 
 /// Messages from one rank that may wait at one receiver before [`Group::send_data`] blocks.
 ///
@@ -75,6 +78,16 @@ pub struct Traffic {
     pub sent: Bytes,
     /// From others to this rank.
     pub received: Bytes,
+}
+
+/// How the bytes that a rank's calls exchanged with others got on the links and off them, since the
+/// group was made. Frames are not counted, nor what a rank copies within its own memory.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Copies {
+    /// Sent from where they were, put where they belong by a device, or reduced where they came to.
+    pub in_place: Bytes,
+    /// Copied on the way, in either direction.
+    pub staged: Bytes,
 }
 
 /// One rank's handle to a fixed set of ranks that compute together.
@@ -178,6 +191,20 @@ pub trait Group: fmt::Debug + Send + Sync {
 
     /// What this rank has sent and received so far, without groups split off this one.
     fn traffic(&self) -> Traffic;
+
+    /// What of this rank's traffic was copied on the way. All of it where a provider does not say
+    /// otherwise, and then it is not counted.
+    fn copies(&self) -> Copies {
+        Copies::default()
+    }
+
+    /// Lets this group, and those split off it, use `pages` in place while the result lives;
+    /// `None` where that is of no use, or not possible. Not collective. Called by
+    /// [`Memory::new`](crate::Memory::new).
+    fn register_pages(&self, pages: &Arc<Pages>) -> Option<Registered> {
+        let _ = pages;
+        None
+    }
 
     /// What the choice of algorithms rests on; [`Tuning::explain`] prints the choices.
     fn tuning(&self) -> Tuning;

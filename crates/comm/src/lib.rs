@@ -33,8 +33,8 @@
 //! - [`mlx_ring`]: rings with real MLX ranks in them; [`mpi`], [`nccl`]: groups by libraries of
 //!   others; [`init_mlx`]: the one of them that MLX's `init` would take.
 //! - [`rendezvous`]: how ranks find each other, also again after a failure.
-//! - [`Ahead`]: several calls in flight; [`Window`]: memory that others read and write;
-//!   [`Tuning`]: which algorithm is used.
+//! - [`Memory`]: what devices use in place; [`Ahead`]: several calls in flight; [`Window`]: memory
+//!   that others read and write; [`Tuning`]: which algorithm is used.
 //! - `testing` (feature of that name): the conformance suite that every provider runs.
 //!
 //! The crate knows nothing about models. Steps and bytes of every algorithm: `docs/algorithms.md`.
@@ -52,6 +52,7 @@ mod init;
 mod linked;
 mod loan;
 pub mod local;
+mod memory;
 mod mlx_init;
 pub mod mlx_ring;
 pub mod mpi;
@@ -85,8 +86,9 @@ pub use call::{Call, Kind};
 pub use data::{Complex64, Counts, Data, DataMut, Dtype, Element};
 pub use deadline::Deadline;
 pub use error::Error;
-pub use group::{Collective, Group, MESSAGES_HELD, Traffic};
+pub use group::{Collective, Copies, Group, MESSAGES_HELD, Traffic};
 pub use init::{Backend, InitError, Seat, Strict, UnknownBackend, Wires, init};
+pub use memory::{Memory, Pages, Registered};
 pub use mlx_init::{MlxBackend, MlxError, MlxPlace, init_mlx};
 pub use reduce::Reduce;
 pub use site::Site;

@@ -1,9 +1,11 @@
 //! What a provider of links has to offer: ordered bytes between two ranks, and a way to wait.
 
 use std::fmt;
+use std::sync::Arc;
 use std::time::Instant;
 
 use crate::status::News;
+use crate::{Pages, Registered};
 
 /// Two independent streams of bytes connect each pair of ranks, so that messages and collectives
 /// cannot block each other.
@@ -35,15 +37,48 @@ pub(crate) trait Transport: fmt::Debug + Send + Sync + 'static {
     /// Writes what fits of `head` followed by `body` and returns how many bytes that were.
     fn write(&self, lane: Lane, peer: usize, head: &[u8], body: &[u8]) -> Result<usize, Closed>;
 
-    /// As `write` on [`Lane::Calls`], of a body that the peer puts where it belongs as it is, and
-    /// does not reduce: a transport may move it there by itself.
-    fn write_whole(&self, peer: usize, head: &[u8], body: &[u8]) -> Result<usize, Closed> {
-        self.write(Lane::Calls, peer, head, body)
+    /// As `write`, of a body that the peer puts where it belongs as it is, and does not reduce: a
+    /// transport may move it there by itself, and then takes all of it at once.
+    fn write_whole(
+        &self,
+        lane: Lane,
+        peer: usize,
+        head: &[u8],
+        body: &[u8],
+    ) -> Result<usize, Closed> {
+        self.write(lane, peer, head, body)
     }
 
-    /// Reads what is there, 0 bytes if nothing is. On [`Lane::Calls`] `into` may be written to from
-    /// then on: who reads on passes the same memory, until `let_go`, or bytes have come.
+    /// Whoever calls waits for a message of `peer`, and goes on waiting until one comes; its place
+    /// is `memory`.
+    fn expect(&self, _peer: usize, _memory: &[u8]) {}
+
+    /// Reads what is there, 0 bytes if nothing is. `into` may be written to from then on, if the
+    /// transport `lends`: who reads on passes the same memory, until `let_go`, or bytes have come.
     fn read(&self, lane: Lane, peer: usize, into: &mut [u8]) -> Result<usize, Closed>;
+
+    /// Whether what comes from `peer` can be used where it lies: see [`lend`](Self::lend). Then no
+    /// more is read than is asked for.
+    fn lends(&self, _peer: usize) -> bool {
+        false
+    }
+
+    /// Has `take` use what is there on [`Lane::Calls`] where it lies, piece by piece, until it says
+    /// that it has used less than a piece; how many bytes were used. Only if it `lends`.
+    fn lend(&self, _peer: usize, _take: &mut dyn FnMut(&[u8]) -> usize) -> Result<usize, Closed> {
+        Ok(0)
+    }
+
+    /// Bytes of bodies that were not copied, neither to the link nor from it: sent from where they
+    /// were, put where they belong, or reduced where they lay.
+    fn placed(&self) -> u64 {
+        0
+    }
+
+    /// See [`Group::register_pages`](crate::Group::register_pages).
+    fn register_pages(&self, _pages: &Arc<Pages>) -> Option<Registered> {
+        None
+    }
 
     /// Blocks until one of `wants` may make progress, `wake` was called for `lane`, or it is
     /// `until`. May return early. At most one thread waits per lane.
@@ -79,6 +114,9 @@ pub(crate) trait Transport: fmt::Debug + Send + Sync + 'static {
 
     /// Ends that: bytes are copied, or given up. Called when a call fails.
     fn let_go(&self, _lane: Lane) {}
+
+    /// The same for what goes to `peer` or comes from it.
+    fn let_go_of(&self, _lane: Lane, _peer: usize) {}
 }
 
 /// How often to look for progress before blocking.

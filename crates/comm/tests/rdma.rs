@@ -9,6 +9,7 @@
 #![allow(
     clippy::unwrap_used,
     clippy::print_stdout,
+    clippy::cast_possible_truncation,
     reason = "a test, with helpers outside of test functions"
 )]
 
@@ -22,7 +23,7 @@ use std::time::{Duration, Instant};
 
 use paceline_base::Rank;
 use paceline_comm::rdma::{self, Cabling, Matrix, Rdma, RdmaError, Verbs};
-use paceline_comm::{Deadline, Group, Reduce, tcp, testing};
+use paceline_comm::{Deadline, Group, Memory, Reduce, tcp, testing};
 
 fn soon(seconds: u64) -> Deadline {
     Deadline::at(Instant::now() + Duration::from_secs(seconds))
@@ -62,6 +63,7 @@ fn exercise(groups: Vec<Rdma>, calls: u64) {
                 .all_reduce(&mut own[..], Reduce::Sum, soon(60))
                 .unwrap();
             assert!(own.iter().all(|sum| *sum == size));
+            in_place(group);
             group.barrier(soon(60)).unwrap();
         })
     });
@@ -69,6 +71,45 @@ fn exercise(groups: Vec<Rdma>, calls: u64) {
     threads
         .into_iter()
         .for_each(|thread| thread.join().unwrap());
+}
+
+/// Gathers and messages of registered memory, checked; what of them was copied is printed.
+fn in_place(group: &dyn Group) {
+    const PART: usize = 300_001;
+    let (rank, size) = (group.rank().0 as usize, group.size() as usize);
+    let value = |rank: usize, i: usize| (i * 7 + rank * 31) as u8;
+    let mut memory = Memory::<u8>::new(Some(group), size * PART);
+    let counts = vec![PART; size];
+    let next = Rank(((rank + 1) % size) as u32);
+    let before = Rank(((rank + size - 1) % size) as u32);
+    let old = group.copies();
+    for round in 0..10 {
+        let own = memory[rank * PART..(rank + 1) * PART].iter_mut();
+        own.enumerate()
+            .for_each(|(i, byte)| *byte = value(rank + round, i));
+        group
+            .all_gather_in_place(&mut memory, &counts, soon(60))
+            .unwrap();
+        for (rank, part) in memory.chunks(PART).enumerate() {
+            let wrong = part
+                .iter()
+                .enumerate()
+                .find(|(i, b)| **b != value(rank + round, *i));
+            assert_eq!(wrong, None, "round {round}, part {rank}");
+        }
+        if size > 1 {
+            let part = &memory[rank * PART..(rank + 1) * PART];
+            group.send(part, next, 3, soon(60)).unwrap();
+            let into = &mut memory[..PART];
+            group.recv(into, before, 3, soon(60)).unwrap();
+            let from = before.0 as usize + round;
+            assert!(into.iter().enumerate().all(|(i, b)| *b == value(from, i)));
+        }
+    }
+    let new = group.copies();
+    let (in_place, staged) = (new.in_place.0 - old.in_place.0, new.staged.0 - old.staged.0);
+    println!("@in_place rank {rank}: {in_place} bytes in place, {staged} staged");
+    assert!(in_place > 0 || size == 1);
 }
 
 #[test]
@@ -176,6 +217,7 @@ fn a_device_carries_every_size() {
     for bytes in (2..=20).step_by(2).map(|bit| 1_usize << bit) {
         time(&group, bytes);
     }
+    in_place(&group);
     (&group as &dyn Group).barrier(soon(60)).unwrap();
 }
 

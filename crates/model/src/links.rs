@@ -124,19 +124,18 @@ impl Links {
         Ok(())
     }
 
-    /// Completes a sum over the stage: `mine` is `(roots, n)`, `sum` has room for the roots of all
-    /// ranks; the sum over all, `(n,)`, is left at its start.
+    /// Completes a sum over the stage: `sum` has room for the roots of all ranks, `(n,)` each, of
+    /// which this rank's are in their place; the sum over all is left at its start.
     pub(crate) fn sum(
         &self,
         cut: &LeafCut,
-        mine: &[f32],
         sum: &mut [f32],
         counts: &mut Vec<usize>,
     ) -> Result<(), Error> {
         let n = sum.len() / cut.nodes.len();
         counts.clear();
         counts.extend(cut.roots.iter().map(|roots| roots * n));
-        let gathered = self.stage.all_gather_v(mine, sum, counts, self.deadline());
+        let gathered = self.stage.all_gather_in_place(sum, counts, self.deadline());
         gathered.map_err(|error| self.stage_error(error))?;
         tree::combine(cut.leaves, &cut.nodes, sum);
         Ok(())
@@ -158,15 +157,23 @@ impl Links {
         Ok(())
     }
 
+    /// Values that [`gather_logits`](Self::gather_logits) receives at once, for `rows` rows.
+    pub(crate) fn logits_room(shard: &Shard, rows: usize) -> usize {
+        let others = shard.vocab.iter().skip(1).map(std::ops::Range::len);
+        let most = others.max().filter(|_| shard.leads());
+        rows * most.unwrap_or(0)
+    }
+
     /// Brings the logits of all ranks of the last stage together at the leader: `mine` is
-    /// `(rows, vocabulary of this rank)`, `all` is `(rows, vocabulary)`, used by the leader only.
+    /// `(rows, vocabulary of this rank)`, `all` is `(rows, vocabulary)` and `scratch` has the room
+    /// it [needs](Self::logits_room); both are used by the leader only.
     pub(crate) fn gather_logits(
         &self,
         shard: &Shard,
         rows: usize,
         mine: &[f32],
         all: &mut [f32],
-        scratch: &mut Vec<f32>,
+        scratch: &mut [f32],
     ) -> Result<(), Error> {
         let leader = Rank(shard.stage_ranks.start);
         if !shard.leads() {
@@ -177,14 +184,12 @@ impl Links {
         }
         place(mine, rows, shard.vocab().start, all);
         for (rank, columns) in shard.stage_ranks().zip(&shard.vocab).skip(1) {
-            scratch.clear();
-            scratch.resize(rows * columns.len(), 0.0);
-            if scratch.is_empty() {
+            let part = &mut scratch[..rows * columns.len()];
+            if part.is_empty() {
                 continue;
             }
-            self.world
-                .recv(scratch, Rank(rank), LOGITS, self.deadline())?;
-            place(scratch, rows, columns.start, all);
+            self.world.recv(part, Rank(rank), LOGITS, self.deadline())?;
+            place(part, rows, columns.start, all);
         }
         Ok(())
     }

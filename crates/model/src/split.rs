@@ -473,9 +473,9 @@ impl LeafCut {
         }
     }
 
-    /// Roots of this rank.
-    pub(crate) fn own_roots(&self) -> usize {
-        self.roots[self.index]
+    /// Roots of the ranks before this one.
+    pub(crate) fn roots_before(&self) -> usize {
+        self.roots[..self.index].iter().sum()
     }
 
     fn is_empty(&self) -> bool {

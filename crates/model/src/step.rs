@@ -1,16 +1,17 @@
 //! One step: a batch of rows through all layers, in buffers that were allocated once.
 
+use paceline_comm::Memory;
 use paceline_tensor::pool::DisjointMut;
 use paceline_tensor::{
     Activations, Attention, AttentionRows, AttentionScratch, KvCache, PAGE, Packed, Product, vector,
 };
 
-use crate::Error;
 use crate::config::Activation;
 use crate::families::{Half, LayerStep};
 use crate::model::Model;
 use crate::split::LeafCut;
 use crate::weights::{Layer, Linear, Summed};
+use crate::{Error, Links};
 
 /// Which positions of a sequence give logits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -137,8 +138,8 @@ impl Limits {
 #[derive(Debug)]
 pub struct Workspace {
     size: BatchSize,
-    /// `(T, C)`
-    residual: Vec<f32>,
+    /// `(T, C)`; exchanged with other stages.
+    residual: Memory<f32>,
     sums: Sums,
     /// `(T, C)`, quantised
     x: Activations,
@@ -161,11 +162,11 @@ pub struct Workspace {
     /// `(R, C)`, quantised: the rows whose logits are wanted
     head_x: Activations,
     /// `(R, V)`; empty when this rank has all of the vocabulary.
-    own_logits: Vec<f32>,
+    own_logits: Memory<f32>,
     /// `(R, vocabulary)`; at the leader.
     logits: Vec<f32>,
-    /// One rank's logits.
-    received: Vec<f32>,
+    /// One rank's logits; at the leader.
+    received: Memory<f32>,
     wanted: Vec<usize>,
     /// The plan of the step, for the other ranks or from the leader.
     words: Vec<u32>,
@@ -189,7 +190,7 @@ impl Workspace {
         let logits = |n: usize| vec![0.0f32; size.logit_rows * n];
         Self {
             size,
-            residual: rows(c.width),
+            residual: exchanged(model, size.rows * c.width),
             sums: Sums::new(model, size.rows),
             x: Activations::new(size.rows, c.width, precision(integers.normed)),
             q: rows(q),
@@ -202,9 +203,12 @@ impl Workspace {
             hidden: Activations::new(size.rows, ffn, precision(integers.hidden)),
             angles: angle_buffers(model, size.rows),
             head_x: Activations::new(size.logit_rows, c.width, precision(integers.head)),
-            own_logits: logits(if vocab == c.vocab { 0 } else { vocab }),
+            own_logits: exchanged(
+                model,
+                size.logit_rows * if vocab == c.vocab { 0 } else { vocab },
+            ),
             logits: logits(if shard.leads() { c.vocab } else { 0 }),
-            received: Vec::new(),
+            received: exchanged(model, Links::logits_room(shard, size.logit_rows)),
             wanted: Vec::with_capacity(size.logit_rows),
             words: Vec::new(),
             sequences: Vec::with_capacity(size.sequences),
@@ -230,6 +234,12 @@ impl Workspace {
     pub fn logits_mut(&mut self, i: usize, vocab: usize) -> &mut [f32] {
         &mut self.logits[i * vocab..(i + 1) * vocab]
     }
+}
+
+/// Memory for `len` values that ranks send to each other or receive: registered with their groups,
+/// so that devices that can do so move it without a copy.
+fn exchanged(model: &Model, len: usize) -> Memory<f32> {
+    Memory::new(model.links().map(|links| &*links.world), len)
 }
 
 fn angle_buffers(model: &Model, max_rows: usize) -> Vec<Vec<(f32, f32)>> {
@@ -554,9 +564,7 @@ impl<'b> LayerStep for Step<'_, 'b> {
 #[derive(Debug)]
 struct Sums {
     /// `(roots of all ranks, T, C)`; the sum of them, `(T, C)`, is at the start.
-    delta: Vec<f32>,
-    /// `(roots of this rank, T, C)`; empty when no other rank shares its layers.
-    partial: Vec<f32>,
+    delta: Memory<f32>,
     /// Values that each rank sends.
     counts: Vec<usize>,
 }
@@ -564,17 +572,11 @@ struct Sums {
 impl Sums {
     fn new(model: &Model, rows: usize) -> Self {
         let (shard, n) = (model.shard(), rows * model.config().width);
-        let most = |of: fn(&LeafCut) -> usize| of(&shard.attention).max(of(&shard.feed_forward));
-        let ranks = shard.stage_ranks().len();
-        let own_roots = if ranks == 1 {
-            0
-        } else {
-            most(LeafCut::own_roots)
-        };
+        let nodes = |cut: &LeafCut| cut.nodes.len();
+        let most = nodes(&shard.attention).max(nodes(&shard.feed_forward));
         Self {
-            delta: vec![0.0; n * most(|cut| cut.nodes.len())],
-            partial: vec![0.0; n * own_roots],
-            counts: Vec::with_capacity(ranks),
+            delta: exchanged(model, n * most),
+            counts: Vec::with_capacity(shard.stage_ranks().len()),
         }
     }
 
@@ -589,15 +591,10 @@ impl Sums {
     ) -> Result<(), Error> {
         let n = x.rows() * model.config().width;
         let links = model.links().filter(|_| cut.roots.len() > 1);
-        let Self {
-            delta,
-            partial,
-            counts,
-        } = self;
-        let mine = match links {
-            Some(_) => &mut partial[..weights.roots.len() * n],
-            None => &mut delta[..n],
-        };
+        let Self { delta, counts } = self;
+        // Its roots lie where the others expect them.
+        let first = links.map_or(0, |_| cut.roots_before());
+        let mine = &mut delta[first * n..(first + weights.roots.len()) * n];
         let outs = mine.chunks_exact_mut(n).zip(&weights.roots);
         let products = outs.map(|(out, (first_col, weights))| Product {
             weights,
@@ -606,8 +603,7 @@ impl Sums {
         });
         model.kernels().products(x, products);
         if let Some(links) = links {
-            let mine = &partial[..weights.roots.len() * n];
-            links.sum(cut, mine, &mut delta[..cut.nodes.len() * n], counts)?;
+            links.sum(cut, &mut delta[..cut.nodes.len() * n], counts)?;
         }
         add_bias(delta, weights.bias.as_deref(), x.rows());
         Ok(())

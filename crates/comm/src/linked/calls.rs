@@ -12,11 +12,11 @@ use super::buffers::Buffers;
 use super::inbuf::{DIRECT_BYTES, Inbuf};
 use super::{Linked, lock, number};
 use crate::call::judge;
-use crate::plan::{Act, Place, Plan, Route, Span, Take};
+use crate::plan::{Act, Place, Plan, Route, SEGMENT_BYTES, Span, Take};
 use crate::status::{Cause, News};
 use crate::transport::{Closed, Lane, Pause, Transport, Want};
 use crate::wire::{HEADER_BYTES, Header, What};
-use crate::{Call, Collective, Deadline, Error, Kind, Site};
+use crate::{Call, Collective, Deadline, Error, Kind, Memory, Site};
 
 /// How long ranks that disagree wait for the calls of the others, to find out who is odd.
 const VOTE_WAIT: Duration = Duration::from_secs(1);
@@ -24,11 +24,14 @@ const VOTE_WAIT: Duration = Duration::from_secs(1);
 /// How long a rank that hears another call waits for news that explain it.
 const DISAGREE_WAIT: Duration = Duration::from_millis(200);
 
+/// Shortest scratch memory that is registered: what holds less than two segments is copied to.
+const REGISTERED_BYTES: usize = 2 * SEGMENT_BYTES;
+
 /// Everything collectives use again.
 pub(super) struct Calls {
     sequence: u64,
     plan: Plan,
-    scratch: Vec<u8>,
+    scratch: Memory<u8>,
     /// By rank; the own entry is not used.
     peers: Vec<Peer>,
 }
@@ -60,12 +63,15 @@ struct Receiving {
     done: usize,
 }
 
-/// Whether what comes is no end in itself.
-fn is_reduced(act: &Act) -> bool {
-    match act {
-        Act::Receive { span, take, .. } => *take != Take::Copy || span.place == Place::Scratch,
-        _ => false,
-    }
+/// Whether what comes is reduced as it does.
+const fn is_reduced(act: &Act) -> bool {
+    matches!(
+        act,
+        Act::Receive {
+            take: Take::Fold(_),
+            ..
+        }
+    )
 }
 
 /// Why a call does not go on.
@@ -88,7 +94,7 @@ impl Calls {
         Self {
             sequence: 0,
             plan: Plan::default(),
-            scratch: Vec::new(),
+            scratch: Memory::with(0, |_| None),
             peers: (0..size).map(|_| Peer::default()).collect(),
         }
     }
@@ -161,7 +167,7 @@ impl<T: Transport> Linked<T> {
         } = calls;
         plan.make(&collective, &self.tuning(), self.rank, self.size);
         if scratch.len() < plan.scratch {
-            scratch.resize(plan.scratch, 0);
+            *scratch = self.scratch(plan.scratch);
         }
         let mut run = Run {
             group: self,
@@ -175,6 +181,18 @@ impl<T: Transport> Linked<T> {
             self.transport.let_go(Lane::Calls);
             error
         })
+    }
+}
+
+impl<T: Transport> Linked<T> {
+    /// Memory of the group for `bytes` bytes and some more. What is long comes to it in place,
+    /// where a transport can do that.
+    fn scratch(&self, bytes: usize) -> Memory<u8> {
+        let register = |pages: &_| match bytes >= REGISTERED_BYTES {
+            true => self.transport.register_pages(pages),
+            false => None,
+        };
+        Memory::with(bytes.next_power_of_two(), register)
     }
 }
 
@@ -214,10 +232,12 @@ impl<T: Transport> Run<'_, T> {
         for act in acts {
             match act {
                 Act::Send { peer, span } if span.len() > 0 => {
+                    self.group.carries(span.len());
                     let sending = self.sending(step, span.clone());
                     peers[*peer].sending = Some(Sending { whole, ..sending });
                 }
                 Act::Receive { peer, span, take } if span.len() > 0 => {
+                    self.group.carries(span.len());
                     let (span, take) = (span.clone(), *take);
                     peers[*peer].receiving = Some(Receiving {
                         step,
@@ -337,7 +357,7 @@ impl<T: Transport> Run<'_, T> {
         let body = self.buffers.get(&sending.span);
         let body = &body[sending.done.saturating_sub(HEADER_BYTES)..];
         let count = match sending.whole {
-            true => self.group.write_whole(rank, head, body),
+            true => self.group.write_whole(Lane::Calls, rank, head, body),
             false => self.group.write(Lane::Calls, rank, head, body),
         };
         let count = count.map_err(|Closed| Stop::Lost(rank))?;
@@ -427,7 +447,8 @@ impl<T: Transport> Run<'_, T> {
         let transport = &self.group.transport;
         let missing = into.span.len() - into.done;
         debug_assert_eq!(missing as u64, left, "a frame fits what is expected");
-        let direct = into.take == Take::Copy && missing >= DIRECT_BYTES;
+        let lends = transport.lends(rank);
+        let direct = into.take == Take::Copy && (missing >= DIRECT_BYTES || lends);
         let count = if direct && inbuf.bytes().is_empty() {
             let rest = &mut self.buffers.get_mut(&into.span)[into.done..];
             transport.read(Lane::Calls, rank, rest).map_err(lost)?
@@ -436,24 +457,63 @@ impl<T: Transport> Run<'_, T> {
                 Take::Copy => 1,
                 Take::Fold(_) => self.buffers.fold_width(),
             };
-            if inbuf.bytes().len() < width {
-                inbuf.fill(transport, Lane::Calls, rank).map_err(lost)?;
-            }
-            let there = missing.min(inbuf.bytes().len());
-            let count = there - there % width;
-            let bytes = &inbuf.bytes()[..count];
-            match into.take {
-                Take::Copy => {
-                    let rest = &mut self.buffers.get_mut(&into.span)[into.done..];
-                    rest[..count].copy_from_slice(bytes);
+            if lends && inbuf.bytes().is_empty() {
+                let (count, is_cut) = self.fold_lent(rank, into, width)?;
+                if !is_cut {
+                    self.count(count);
+                    return Ok(count);
                 }
-                Take::Fold(side) => self.buffers.fold(&into.span, into.done, side, bytes),
             }
-            inbuf.consume(count);
-            count
+            if inbuf.bytes().len() < width {
+                let filled = inbuf.fill(transport, Lane::Calls, rank, width);
+                filled.map_err(lost)?;
+            }
+            self.use_up(inbuf, into, width)
         };
         self.count(count);
         Ok(count)
+    }
+
+    /// Reduces what is there of whole elements of `width` bytes where it lies; how many bytes that
+    /// are, and whether the first element is there in part only.
+    fn fold_lent(
+        &mut self,
+        rank: usize,
+        into: &Receiving,
+        width: usize,
+    ) -> Result<(usize, bool), Stop> {
+        let Take::Fold(side) = into.take else {
+            return Ok((0, true));
+        };
+        let (transport, buffers) = (&self.group.transport, &mut self.buffers);
+        let (mut done, end) = (into.done, into.span.len());
+        let mut is_cut = false;
+        let lent = transport.lend(rank, &mut |bytes| {
+            let there = bytes.len().min(end - done);
+            let count = there - there % width;
+            buffers.fold(&into.span, done, side, &bytes[..count]);
+            done += count;
+            is_cut = done == into.done;
+            count
+        });
+        let count = lent.map_err(|Closed| Stop::Lost(rank))?;
+        Ok((count, is_cut))
+    }
+
+    /// Takes whole elements out of `inbuf`.
+    fn use_up(&mut self, inbuf: &mut Inbuf, into: &Receiving, width: usize) -> usize {
+        let there = (into.span.len() - into.done).min(inbuf.bytes().len());
+        let count = there - there % width;
+        let bytes = &inbuf.bytes()[..count];
+        match into.take {
+            Take::Copy => {
+                let rest = &mut self.buffers.get_mut(&into.span)[into.done..];
+                rest[..count].copy_from_slice(bytes);
+            }
+            Take::Fold(side) => self.buffers.fold(&into.span, into.done, side, bytes),
+        }
+        inbuf.consume(count);
+        count
     }
 
     fn count(&self, bytes: usize) {

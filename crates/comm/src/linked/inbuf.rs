@@ -50,18 +50,19 @@ impl Inbuf {
             if let Some(head) = self.bytes().first_chunk() {
                 return Ok(Some(*head));
             }
-            if self.fill(transport, lane, peer)? == 0 {
+            if self.fill(transport, lane, peer, N)? == 0 {
                 return Ok(None);
             }
         }
     }
 
-    /// Reads what is there and fits.
+    /// Reads what is there and fits; of a transport that lends no more than there are `wanted`.
     pub(super) fn fill<T: Transport>(
         &mut self,
         transport: &T,
         lane: Lane,
         peer: usize,
+        wanted: usize,
     ) -> Result<usize, Closed> {
         let most = transport.gulp().min(self.bytes.len());
         if self.start == self.end {
@@ -70,7 +71,11 @@ impl Inbuf {
             self.bytes.copy_within(self.start..self.end, 0);
             (self.start, self.end) = (0, self.end - self.start);
         }
-        let count = transport.read(lane, peer, &mut self.bytes[self.end..most])?;
+        let end = match transport.lends(peer) {
+            true => most.min(self.start + wanted),
+            false => most,
+        };
+        let count = transport.read(lane, peer, &mut self.bytes[self.end..end])?;
         self.end += count;
         Ok(count)
     }

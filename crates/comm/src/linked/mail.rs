@@ -5,6 +5,9 @@
 //! other megabytes at once cannot block each other. What the link does not take at once is copied
 //! to the outbox, and goes when whoever holds the mail next finds room.
 //!
+//! Where a transport moves bytes by itself, a message goes straight to whoever waits for it: to the
+//! first that does for each peer, and if its header says that it fits. The sender then waits too.
+//!
 //! Several threads may wait; one of them reads from the links for all, the others sleep until
 //! something arrived or the reader has gone.
 
@@ -45,8 +48,12 @@ pub(super) struct Mail {
 struct Post {
     inbox: VecDeque<Message>,
     inbuf: Inbuf,
-    /// A message that is coming in, and its length.
-    partial: Option<(Message, usize)>,
+    /// A message that is coming in.
+    partial: Option<Partial>,
+    /// Who waits for a message.
+    waiter: Option<Waiter>,
+    /// A message is read from where its sender has it.
+    lent: bool,
     outbox: Vec<u8>,
     /// Bytes of the outbox that are gone.
     gone: usize,
@@ -61,12 +68,58 @@ struct Message {
     bytes: Vec<u8>,
 }
 
+/// A message that is coming in.
+enum Partial {
+    /// To the inbox, and its length.
+    Kept(Message, usize),
+    /// To whoever waits for it; so many bytes are there.
+    Placed(usize),
+}
+
+/// A receive that waits, and its memory, which is its caller's until the entry is taken out.
+struct Waiter {
+    call: Call,
+    tag: u32,
+    memory: *mut [u8],
+    /// Everything is there.
+    done: bool,
+}
+
+// SAFETY: the memory is touched only under the lock of the mail, while the call that borrows it
+// waits.
+unsafe impl Send for Waiter {}
+
+impl Waiter {
+    /// The memory behind the first `done` bytes.
+    fn rest(&mut self, done: usize) -> &mut [u8] {
+        // SAFETY: the caller of `recv` has it mutably borrowed until this entry is taken out.
+        let memory = unsafe { &mut *self.memory };
+        &mut memory[done..]
+    }
+
+    /// Whether the message of this header is what it waits for.
+    fn awaits(&self, call: &Call) -> bool {
+        let alike = (call.dtype, call.length) == (self.call.dtype, self.call.length);
+        alike && !self.done && is_tagged(call, self.tag)
+    }
+}
+
+/// What a receive finds.
+enum Found {
+    /// A message, in memory of its own.
+    Kept(Message),
+    /// Its message is where it belongs.
+    Placed,
+}
+
 impl Mail {
     pub(super) fn new(size: usize) -> Self {
         let post = || Post {
             inbox: VecDeque::new(),
             inbuf: Inbuf::default(),
             partial: None,
+            waiter: None,
+            lent: false,
             outbox: Vec::new(),
             gone: 0,
             credits: MESSAGES_HELD,
@@ -84,7 +137,7 @@ impl Mail {
     fn wants(&self, own: usize, wants: &mut Vec<Want>) {
         for (peer, post) in self.posts.iter().enumerate() {
             if peer != own && !post.closed {
-                let write = post.gone < post.outbox.len();
+                let write = post.gone < post.outbox.len() || post.lent;
                 wants.push(Want {
                     lane: Lane::Messages,
                     peer,
@@ -99,8 +152,7 @@ impl Mail {
 impl Post {
     /// The oldest message with this tag.
     fn pop(&mut self, tag: u32) -> Option<Message> {
-        let tagged = |call: &Call| matches!(call.kind, Kind::Send { tag: t, .. } if t == tag);
-        let oldest = self.inbox.iter().position(|m| tagged(&m.call))?;
+        let oldest = self.inbox.iter().position(|m| is_tagged(&m.call, tag))?;
         self.inbox.remove(oldest)
     }
 
@@ -108,10 +160,11 @@ impl Post {
     fn put<T: Transport>(&mut self, group: &Linked<T>, peer: usize, head: &[u8], body: &[u8]) {
         let mut gone = 0;
         if self.outbox.is_empty() && !self.closed {
-            match group.write(Lane::Messages, peer, head, body) {
+            match group.write_whole(Lane::Messages, peer, head, body) {
                 Ok(count) => gone = count,
                 Err(Closed) => self.closed = true,
             }
+            self.lent |= group.transport.holds(Lane::Messages, peer);
         }
         self.outbox.extend_from_slice(&head[gone.min(head.len())..]);
         self.outbox
@@ -169,15 +222,13 @@ impl Post {
         peer: usize,
         spare: &mut Spare,
     ) -> Result<bool, Closed> {
-        if let Some((message, length)) = &mut self.partial {
-            let count = fill(message, *length, &mut self.inbuf, &group.transport, peer)?;
+        if self.partial.is_some() {
+            let (count, whole) = self.read_body(&group.transport, peer)?;
             group.received.fetch_add(count as u64, Ordering::Relaxed);
-            if message.bytes.len() == *length {
-                let (message, _) = self.partial.take().expect("it was there");
-                self.inbox.push_back(message);
-                return Ok(true);
+            if whole {
+                group.carries(self.complete());
             }
-            return Ok(count > 0);
+            return Ok(whole || count > 0);
         }
         let head = self.inbuf.head(&group.transport, Lane::Messages, peer)?;
         let Some(head) = head else { return Ok(false) };
@@ -185,11 +236,51 @@ impl Post {
         group
             .received
             .fetch_add(HEADER_BYTES as u64, Ordering::Relaxed);
-        self.frame(Header::decode(&head), spare);
+        self.frame(Header::decode(&head), spare, group.transport.lends(peer));
         if self.garbled { Err(Closed) } else { Ok(true) }
     }
 
-    fn frame(&mut self, header: Option<Header>, spare: &mut Spare) {
+    /// Reads what is there of a message that is coming in: how many bytes that are, and whether
+    /// they are the last.
+    fn read_body<T: Transport>(
+        &mut self,
+        transport: &T,
+        peer: usize,
+    ) -> Result<(usize, bool), Closed> {
+        match (&mut self.partial, &mut self.waiter) {
+            (Some(Partial::Kept(message, length)), _) => {
+                let count = fill(message, *length, &mut self.inbuf, transport, peer)?;
+                Ok((count, message.bytes.len() == *length))
+            }
+            (Some(Partial::Placed(done)), Some(waiter)) => {
+                let rest = waiter.rest(*done);
+                let count = match rest {
+                    [] => 0,
+                    rest => transport.read(Lane::Messages, peer, rest)?,
+                };
+                *done += count;
+                Ok((count, *done == waiter.memory.len()))
+            }
+            _ => Ok((0, false)),
+        }
+    }
+
+    /// A message is there; how many bytes it has.
+    fn complete(&mut self) -> usize {
+        match self.partial.take() {
+            Some(Partial::Kept(message, length)) => {
+                self.inbox.push_back(message);
+                length
+            }
+            Some(Partial::Placed(done)) => {
+                self.waiter.iter_mut().for_each(|waiter| waiter.done = true);
+                done
+            }
+            None => 0,
+        }
+    }
+
+    fn frame(&mut self, header: Option<Header>, spare: &mut Spare, lends: bool) {
         let held = self.inbox.len();
         match header {
             Some(Header {
@@ -207,10 +298,20 @@ impl Post {
                 payload,
                 ..
             }) if held < MESSAGES_HELD && fits(&call, payload) => {
-                let mut bytes = spare.pop().unwrap_or_default();
-                bytes.clear();
-                let length = usize::try_from(payload).unwrap_or(usize::MAX);
-                self.partial = Some((Message { call, bytes }, length));
+                let awaited = self
+                    .waiter
+                    .as_ref()
+                    .is_some_and(|waiter| waiter.awaits(&call));
+                let is_next = self.inbox.iter().all(|m| m.call.kind != call.kind);
+                self.partial = Some(match lends && awaited && is_next {
+                    true => Partial::Placed(0),
+                    false => {
+                        let mut bytes = spare.pop().unwrap_or_default();
+                        bytes.clear();
+                        let length = usize::try_from(payload).unwrap_or(usize::MAX);
+                        Partial::Kept(Message { call, bytes }, length)
+                    }
+                });
             }
             _ => self.garbled = true,
         }
@@ -218,6 +319,11 @@ impl Post {
 }
 
 type Spare = Vec<Vec<u8>>;
+
+/// Whether a message has this tag.
+fn is_tagged(call: &Call, tag: u32) -> bool {
+    matches!(call.kind, Kind::Send { tag: own, .. } if own == tag)
+}
 
 /// Whether the payload of a message is what its call announces.
 fn fits(call: &Call, payload: u64) -> bool {
@@ -234,14 +340,15 @@ fn fill<T: Transport>(
 ) -> Result<usize, Closed> {
     let have = message.bytes.len();
     let missing = length - have;
-    if inbuf.bytes().is_empty() && missing >= DIRECT_BYTES {
+    let direct = missing >= DIRECT_BYTES || (missing > 0 && transport.lends(peer));
+    if inbuf.bytes().is_empty() && direct {
         message.bytes.resize(have + missing.min(AHEAD_BYTES), 0);
         let count = transport.read(Lane::Messages, peer, &mut message.bytes[have..]);
         message.bytes.truncate(have + count.unwrap_or(0));
         return count;
     }
     if inbuf.bytes().is_empty() && missing > 0 {
-        inbuf.fill(transport, Lane::Messages, peer)?;
+        inbuf.fill(transport, Lane::Messages, peer, missing)?;
     }
     let count = missing.min(inbuf.bytes().len());
     message.bytes.extend_from_slice(&inbuf.bytes()[..count]);
@@ -303,6 +410,7 @@ impl<T: Transport> Linked<T> {
                 };
             }
             post.credits -= 1;
+            self.carries(message.bytes().len());
             post.put(self, peer, &head, message.bytes());
             Look::Done(Ok(!post.closed))
         });
@@ -314,22 +422,33 @@ impl<T: Transport> Linked<T> {
         }
     }
 
-    /// Sees to it that what the link did not take at once goes.
+    /// Sees to it that what the link did not take at once goes, and that what it reads from where
+    /// it is has been read.
     fn see_off(&self, call: Call, peer: usize, deadline: Deadline) -> Result<(), Error> {
-        let waits = |mail: &Mail| !mail.posts[peer].outbox.is_empty();
-        if !waits(&lock(&self.mail)) || self.transport.nudge() {
+        let waits = |post: &Post| post.lent || !post.outbox.is_empty();
+        let (open, lent) = {
+            let post = &lock(&self.mail).posts[peer];
+            (waits(post), post.lent)
+        };
+        if !open || (!lent && self.transport.nudge()) {
             return Ok(());
         }
         let gone = self.look(peer, deadline, |mail| {
-            if mail.posts[peer].closed {
-                Look::Done(Err(None))
-            } else if !waits(mail) {
+            let post = &mut mail.posts[peer];
+            post.lent &= self.transport.holds(Lane::Messages, peer);
+            // Who only waits for its memory has that back, though the peer is gone by now.
+            if !waits(post) {
                 Look::Done(Ok(()))
+            } else if post.closed {
+                Look::Done(Err(None))
             } else {
                 self.cause_of(call)
                     .map_or(Look::Wait, |error| Look::Done(Err(Some(error))))
             }
         });
+        if !matches!(gone, Some(Ok(()))) {
+            self.transport.let_go_of(Lane::Messages, peer);
+        }
         let rank = super::number(peer);
         match gone {
             Some(Ok(())) => Ok(()),
@@ -348,7 +467,18 @@ impl<T: Transport> Linked<T> {
     ) -> Result<(), Error> {
         let call = self.message(Kind::Recv { from, tag }, into.dtype(), into.len())?;
         let peer = from.0 as usize;
-        let found = self.look(peer, deadline, |mail| self.find(mail, peer, tag, call));
+        let lends = self.transport.lends(peer);
+        let memory: *mut [u8] = into.bytes_mut();
+        let found = self.look(peer, deadline, |mail| {
+            let found = self.find(mail, peer, tag, call);
+            if lends && matches!(found, Look::Wait) {
+                self.wait_in(&mut mail.posts[peer], peer, (call, tag), memory);
+            }
+            found
+        });
+        if lends {
+            self.wait_no_more(call, peer);
+        }
         let message = match found {
             None => {
                 let error = Error::Timeout { call, rank: from };
@@ -356,7 +486,11 @@ impl<T: Transport> Linked<T> {
             }
             Some(Err(error)) => return Err(error),
             Some(Ok(None)) => return Err(self.closed(call, peer)),
-            Some(Ok(Some(message))) => message,
+            Some(Ok(Some(Found::Placed))) => {
+                self.taken(&mut lock(&self.mail), peer);
+                return Ok(());
+            }
+            Some(Ok(Some(Found::Kept(message)))) => message,
         };
         let got = message.call;
         if (got.dtype, got.length) != (call.dtype, call.length) {
@@ -372,12 +506,41 @@ impl<T: Transport> Linked<T> {
         if mail.spare.len() < MESSAGES_HELD {
             mail.spare.push(message.bytes);
         }
+        self.taken(&mut mail, peer);
+        Ok(())
+    }
+
+    /// A message of `peer` was taken.
+    fn taken(&self, mail: &mut Mail, peer: usize) {
         let post = &mut mail.posts[peer];
         post.owed += 1;
         if post.owed >= CREDITS_OWED {
             post.pay(self, peer);
         }
-        Ok(())
+    }
+
+    /// Lets the message that `call` waits for come straight to `memory`, unless another waits.
+    fn wait_in(&self, post: &mut Post, peer: usize, (call, tag): (Call, u32), memory: *mut [u8]) {
+        let waiter = post.waiter.get_or_insert(Waiter {
+            call,
+            tag,
+            memory,
+            done: false,
+        });
+        if waiter.call.sequence == call.sequence && post.partial.is_none() {
+            self.transport.expect(peer, waiter.rest(0));
+        }
+    }
+
+    /// Gives a call its memory back. What was to come there does not come any more.
+    fn wait_no_more(&self, call: Call, peer: usize) {
+        let mut mail = lock(&self.mail);
+        let post = &mut mail.posts[peer];
+        let own = |waiter: &mut Waiter| waiter.call.sequence == call.sequence;
+        if post.waiter.take_if(own).is_some() && matches!(post.partial, Some(Partial::Placed(_))) {
+            self.transport.let_go_of(Lane::Messages, peer);
+            (post.partial, post.closed) = (None, true);
+        }
     }
 
     /// A message, or why there will be none: an error, or `None` if the link is closed.
@@ -387,14 +550,18 @@ impl<T: Transport> Linked<T> {
         peer: usize,
         tag: u32,
         call: Call,
-    ) -> Look<Result<Option<Message>, Error>> {
+    ) -> Look<Result<Option<Found>, Error>> {
         let cause = self.status.cause();
         if let Some(cause @ Cause::Failed(_)) = cause {
             return Look::Done(Err(cause.error(call)));
         }
         let post = &mut mail.posts[peer];
+        let own = |waiter: &Waiter| waiter.done && waiter.call.sequence == call.sequence;
+        if post.waiter.as_ref().is_some_and(own) {
+            return Look::Done(Ok(Some(Found::Placed)));
+        }
         if let Some(message) = post.pop(tag) {
-            return Look::Done(Ok(Some(message)));
+            return Look::Done(Ok(Some(Found::Kept(message))));
         }
         if post.closed {
             return Look::Done(Ok(None));

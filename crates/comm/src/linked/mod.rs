@@ -25,7 +25,7 @@ use self::mail::Mail;
 use crate::plan::Route;
 use crate::status::{Cause, News, Status};
 use crate::transport::{Closed, Lane, Transport};
-use crate::{Call, Error, Traffic, Tuning};
+use crate::{Call, Copies, Error, Traffic, Tuning};
 
 /// How long a rank that finds a link closed waits for the news why. They are sent before the
 /// link is closed, so this ends at once unless the other process was killed.
@@ -52,6 +52,10 @@ pub(crate) struct Linked<T> {
     messages: AtomicU64,
     sent: AtomicU64,
     received: AtomicU64,
+    /// Bytes of bodies, in both directions.
+    payload: AtomicU64,
+    /// What of the transport's count was there before this group's.
+    placed_before: AtomicU64,
 }
 
 impl<T: Transport> Linked<T> {
@@ -71,6 +75,8 @@ impl<T: Transport> Linked<T> {
             messages: AtomicU64::new(0),
             sent: AtomicU64::new(0),
             received: AtomicU64::new(0),
+            payload: AtomicU64::new(0),
+            placed_before: AtomicU64::new(0),
         }
     }
 
@@ -106,6 +112,21 @@ impl<T: Transport> Linked<T> {
         }
     }
 
+    pub(crate) fn copies(&self) -> Copies {
+        let payload = self.payload.load(Ordering::Relaxed);
+        let before = self.placed_before.load(Ordering::Relaxed);
+        let in_place = self.transport.placed().saturating_sub(before);
+        Copies {
+            in_place: Bytes(in_place),
+            staged: Bytes(payload.saturating_sub(in_place)),
+        }
+    }
+
+    /// Counts bytes of a body.
+    fn carries(&self, bytes: usize) {
+        self.payload.fetch_add(bytes as u64, Ordering::Relaxed);
+    }
+
     /// Why the group is poisoned, if it is.
     pub(crate) fn status_cause(&self) -> Option<Cause> {
         self.status.cause()
@@ -115,6 +136,9 @@ impl<T: Transport> Linked<T> {
     pub(crate) fn reset_traffic(&self) {
         self.sent.store(0, Ordering::Relaxed);
         self.received.store(0, Ordering::Relaxed);
+        self.payload.store(0, Ordering::Relaxed);
+        let placed = self.transport.placed();
+        self.placed_before.store(placed, Ordering::Relaxed);
     }
 
     /// Names the part of the program that this rank is in.
@@ -187,9 +211,15 @@ impl<T: Transport> Linked<T> {
         self.transport.tell(&News { cause, at });
     }
 
-    /// As `write` for calls, of a body that the peer does not reduce.
-    fn write_whole(&self, peer: usize, head: &[u8], body: &[u8]) -> Result<usize, Closed> {
-        let count = self.transport.write_whole(peer, head, body)?;
+    /// As `write`, of a body that the peer does not reduce.
+    fn write_whole(
+        &self,
+        lane: Lane,
+        peer: usize,
+        head: &[u8],
+        body: &[u8],
+    ) -> Result<usize, Closed> {
+        let count = self.transport.write_whole(lane, peer, head, body)?;
         self.sent.fetch_add(count as u64, Ordering::Relaxed);
         Ok(count)
     }

@@ -9,13 +9,19 @@
 //!          <--- heads: done
 //! ```
 //!
-//! Chunks have one length, and go round the cables. UC loses messages without a word, and the next
-//! ones then land each in the memory of the one before. So each has its number in its head, and
-//! what lies in a place that is not its own is copied aside, and back when its own place is free.
+//! Chunks have one length ([`chunks`](super::chunks)), and go round the cables. UC loses messages
+//! without a word, and the next ones then land each in the memory of the one before. So each has
+//! its number in its head, and what lies in a place that is not its own is copied aside, and back
+//! when its own place is free; but not the last two, which share bytes: they are asked for again.
 //! Memory is touched by the CPU only when its receive is over: a sender that hears of no progress
 //! sends *drains*, heads without a chunk, which end receives whose messages were lost; and when all
 //! are over the receiver asks for what is missing, which comes as *patches*, messages of the lane
 //! that are copied. A late message of an earlier transfer is a wrong number like any other.
+//!
+//! There is one transfer at a time in each direction, of either lane. Of calls both ends know that
+//! there will be one. Messages are offered only to a peer that has said that it waits for one, with
+//! a place for it (*hungry*): it is looking, so the offer is answered at once, and a sender never
+//! waits for a receiver that computes.
 //!
 //! If a track fails, or drains do not get through, both ends give the tracks up for good
 //! (*abandoned*): receives are flushed, the rest of the transfer is patches, and later bodies are
@@ -26,16 +32,13 @@ use std::time::Instant;
 
 use super::abi::{WC_SUCCESS, Wc};
 use super::cable::{Body, REQUESTS};
+use super::chunks::Chunks;
 use super::error::RdmaError;
 use super::link::{Flight, GIVE_UP, Held, Link, REPEAT_FIRST, REPEAT_LAST, small};
 use super::message::{HEAD_BYTES, Head, Kind};
 use super::track::{Landed, Track};
 use crate::deadline;
 use crate::transport::Lane;
-
-/// Shortest body that is offered: an offer costs an answer of some microseconds, in which
-/// shorter ones are copied (docs/measurements.md).
-pub(super) const BULK_BYTES: usize = 128 << 10;
 
 /// Times without progress after which the tracks are given up: some 0.2 s of drains.
 const TRIES: u32 = 5;
@@ -66,14 +69,15 @@ pub(super) struct Bulk {
     received_before: u64,
     pub(super) out: Option<Outgoing>,
     pub(super) into: Option<Incoming>,
-    /// An offer was read, of so many bytes, and has no answer yet.
-    pub(super) offer: Option<usize>,
+    /// An offer was read on this lane, of so many bytes, and has no answer yet.
+    pub(super) offer: Option<(Lane, usize)>,
 }
 
 /// A body that is sent.
 pub(super) struct Outgoing {
+    lane: Lane,
     start: *const u8,
-    bytes: usize,
+    cut: Chunks,
     /// By track.
     keys: Vec<u32>,
     /// Chunks sent, allowed, and known to be over.
@@ -94,8 +98,11 @@ pub(super) struct Outgoing {
 
 /// A body that comes.
 pub(super) struct Incoming {
+    pub(super) lane: Lane,
     start: *mut u8,
-    bytes: usize,
+    cut: Chunks,
+    /// Bytes that no device put in their place.
+    copied: usize,
     keys: Vec<u32>,
     /// Receives posted, told, and over.
     posted: u64,
@@ -150,14 +157,27 @@ impl Bulk {
         ]
     }
 
-    /// Whether a refused body waits for places.
-    pub(super) fn copies(&self) -> bool {
-        self.out.as_ref().is_some_and(|out| out.copied.is_some())
+    /// Whether a body of this lane is under way to the peer.
+    pub(super) fn sends(&self, lane: Lane) -> bool {
+        self.out.as_ref().is_some_and(|out| out.lane == lane)
     }
 
-    /// Whether a reader has something to do.
-    pub(super) fn has_news(&self) -> bool {
-        self.offer.is_some() || self.into.as_ref().is_some_and(|into| into.missing == 0)
+    /// Whether one of this lane comes.
+    pub(super) fn receives(&self, lane: Lane) -> bool {
+        self.into.as_ref().is_some_and(|into| into.lane == lane)
+    }
+
+    /// Whether a refused body waits for places.
+    pub(super) fn copies(&self, lane: Lane) -> bool {
+        let copies = |out: &Outgoing| out.lane == lane && out.copied.is_some();
+        self.out.as_ref().is_some_and(copies)
+    }
+
+    /// Whether a reader of this lane has something to do.
+    pub(super) fn has_news(&self, lane: Lane) -> bool {
+        let is_whole = |into: &Incoming| into.lane == lane && into.missing == 0;
+        self.offer.is_some_and(|(offered, _)| offered == lane)
+            || self.into.as_ref().is_some_and(is_whole)
     }
 
     /// Whether the peer waits for what it was not told.
@@ -172,18 +192,25 @@ impl Bulk {
 }
 
 impl Outgoing {
-    fn count(&self, chunk: usize) -> u64 {
-        (self.bytes / chunk) as u64
+    /// Bytes that a device read where they are.
+    fn in_place(&self) -> u64 {
+        let patched = self
+            .patched
+            .iter()
+            .enumerate()
+            .filter(|(_, patched)| **patched);
+        let copied: usize = patched.map(|(index, _)| self.cut.fresh(index)).sum();
+        (self.cut.bytes() - copied) as u64
     }
 
     fn progressed(&mut self) {
         (self.tries, self.last) = (0, deadline::now());
     }
 
-    fn body(&self, index: u64, chunk: usize, track: usize) -> Body {
+    fn body(&self, index: u64, track: usize) -> Body {
         Body {
-            start: self.start.wrapping_add(small(index) * chunk),
-            bytes: chunk,
+            start: self.start.wrapping_add(self.cut.range(small(index)).start),
+            bytes: self.cut.size(),
             key: self.keys[track],
         }
     }
@@ -207,16 +234,18 @@ impl Incoming {
         self.missing -= usize::from(!std::mem::replace(&mut self.got[index], true));
     }
 
-    /// The receive of `index` is over, and has brought `came`, if that is a chunk of `size` bytes
-    /// of this transfer.
-    fn sort(&mut self, index: usize, came: Option<usize>, size: usize) {
+    /// The receive of `index` is over, and has brought `came`, if that is a chunk of this
+    /// transfer.
+    fn sort(&mut self, index: usize, came: Option<usize>) {
         self.over[index] = true;
         match came.filter(|came| *came < self.got.len() && !self.got[*came]) {
             Some(came) if came == index => self.place(index),
+            // Its neighbour may have been written over a part of it since.
+            Some(_) if self.cut.overlaps(index) => {}
             Some(came) => {
-                let from = self.start.wrapping_add(index * size);
+                let from = self.at(index);
                 // SAFETY: within the memory of the transfer, and the receive into it is over.
-                let chunk = unsafe { std::slice::from_raw_parts(from, size) }.to_vec();
+                let chunk = unsafe { std::slice::from_raw_parts(from, self.cut.size()) }.to_vec();
                 self.aside.insert(came, chunk);
                 self.put_back(came);
             }
@@ -225,24 +254,43 @@ impl Incoming {
         self.put_back(index);
     }
 
+    /// The place of a chunk.
+    fn at(&self, index: usize) -> *mut u8 {
+        self.start.wrapping_add(self.cut.range(index).start)
+    }
+
+    /// Copies a chunk to its place.
+    ///
+    /// # Safety
+    /// The receive into that place is over.
+    unsafe fn put(&mut self, index: usize, chunk: &[u8]) {
+        let place = self.at(index);
+        // SAFETY: within the memory of the transfer, and no device's: the caller's promise.
+        unsafe {
+            chunk
+                .as_ptr()
+                .copy_to_nonoverlapping(place, self.cut.size())
+        };
+        self.copied += self.cut.fresh(index);
+        self.place(index);
+    }
+
     /// Copies a chunk that came elsewhere to its own place, if that is free.
     fn put_back(&mut self, index: usize) {
         if !self.over[index] || self.got[index] {
             return;
         }
         if let Some(chunk) = self.aside.remove(&index) {
-            let place = self.start.wrapping_add(index * chunk.len());
-            // SAFETY: within the memory of the transfer, and the receive into it is over.
-            unsafe { chunk.as_ptr().copy_to_nonoverlapping(place, chunk.len()) };
-            self.place(index);
+            // SAFETY: as was looked at.
+            unsafe { self.put(index, &chunk) };
         }
     }
 }
 
 impl Link {
-    /// Bytes of a chunk: with its head no more than a message may have.
-    const fn chunk(&self) -> usize {
-        self.slot_bytes / 2
+    /// A body in chunks: of half a message at most.
+    fn cut(&self, bytes: usize) -> Chunks {
+        Chunks::new(bytes, self.slot_bytes / 2)
     }
 
     /// By which keys the devices of all tracks know these bytes.
@@ -251,28 +299,35 @@ impl Link {
         self.bulk.tracks.iter().map(key).collect()
     }
 
-    /// Offers as much of `body` as there are whole chunks, behind `head`; how many bytes that is,
-    /// 0 if this is nothing to be offered. There is room for a message.
-    pub(super) fn offer(&mut self, head: &[u8], body: &[u8]) -> usize {
-        let bytes = body.len() - body.len() % self.chunk();
-        let fits = bytes >= BULK_BYTES && head.len() + NUMBER_BYTES + HEAD_BYTES <= self.slot_bytes;
+    /// Whether bodies can be received in `memory` in place.
+    pub(super) fn can_place(&self, memory: &[u8]) -> bool {
+        let is_long = memory.len() >= self.in_place_bytes;
+        is_long && self.bulk.is_usable() && self.keys(memory).is_some()
+    }
+
+    /// Offers `body`, behind `head`; false if this is nothing to be offered. There is room for a
+    /// message.
+    pub(super) fn offer(&mut self, lane: Lane, head: &[u8], body: &[u8]) -> bool {
+        let fits = body.len() >= self.in_place_bytes
+            && head.len() + NUMBER_BYTES + HEAD_BYTES <= self.slot_bytes;
         if !fits || !self.bulk.is_usable() || self.bulk.out.is_some() {
-            return 0;
+            return false;
         }
-        let (Some(keys), Some(place)) = (self.keys(&body[..bytes]), self.next_place(Lane::Calls))
-        else {
-            return 0;
+        let (Some(keys), Some(place)) = (self.keys(body), self.next_place(lane)) else {
+            return false;
         };
+        let (cut, bytes) = (self.cut(body.len()), body.len() as u64);
         let now = deadline::now();
         self.bulk.offered = self.bulk.offered.wrapping_add(1);
         self.bulk.out = Some(Outgoing {
+            lane,
             start: body.as_ptr(),
-            bytes,
+            cut,
             keys,
             sent: 0,
             granted: 0,
             used: 0,
-            patched: vec![false; bytes / self.chunk()],
+            patched: vec![false; cut.count()],
             wanted: Vec::new(),
             copied: None,
             first: now,
@@ -280,20 +335,20 @@ impl Link {
             tries: 0,
             heard: now,
         });
-        self.launch(place, Kind::Offer, &[&(bytes as u64).to_le_bytes(), head]);
-        head.len() + bytes
+        self.launch(
+            lane,
+            place,
+            Kind::Offer(lane),
+            &[&bytes.to_le_bytes(), head],
+        );
+        true
     }
 
-    /// Sends a message of the lane for calls that is copied.
-    fn launch(&mut self, place: (usize, usize), kind: Kind, parts: &[&[u8]]) {
+    /// Sends a message that is copied.
+    fn launch(&mut self, lane: Lane, place: (usize, usize), kind: Kind, parts: &[&[u8]]) {
         let now = deadline::now();
         let bytes = HEAD_BYTES + parts.iter().map(|part| part.len()).sum::<usize>();
-        let sent = self.fly(
-            Lane::Calls,
-            place,
-            parts,
-            Flight::new(kind, bytes, None, now),
-        );
+        let sent = self.fly(lane, place, parts, Flight::new(kind, bytes, None, now));
         self.result(sent);
     }
 
@@ -337,7 +392,8 @@ impl Link {
 
     /// The receive for `chunk` is over: whether what it has is that chunk.
     fn received(&mut self, chunk: u64, head: &[u8; HEAD_BYTES], bytes: usize) {
-        let (size, before) = (self.chunk(), self.bulk.received_before);
+        let before = self.bulk.received_before;
+        let size = self.bulk.into.as_ref().map_or(0, |into| into.cut.size());
         let head = Head::decode(head).filter(|head| head.session == self.session);
         let is_chunk = |head: &Head| head.kind == Kind::Chunk && bytes == HEAD_BYTES + size;
         let came = head.filter(is_chunk).and_then(|head| {
@@ -346,7 +402,7 @@ impl Link {
         });
         if let Some(into) = &mut self.bulk.into {
             into.used += 1;
-            into.sort(small(chunk - before), came, size);
+            into.sort(small(chunk - before), came);
             let over = into.used == into.got.len() as u64;
             self.urgent |= over && into.missing > 0;
         }
@@ -354,7 +410,7 @@ impl Link {
 
     /// Posts receives for the chunks that come next.
     fn post(&mut self) -> Result<(), RdmaError> {
-        let (size, before) = (self.chunk(), self.bulk.received_before);
+        let before = self.bulk.received_before;
         let count = self.bulk.tracks.len() as u64;
         let Some(into) = self.bulk.into.as_mut().filter(|_| !self.bulk.abandoned) else {
             return Ok(());
@@ -362,8 +418,8 @@ impl Link {
         while into.posted < into.got.len() as u64 {
             let track = small(into.posted % count);
             let body = Body {
-                start: into.start.wrapping_add(small(into.posted) * size),
-                bytes: size,
+                start: into.at(small(into.posted)),
+                bytes: into.cut.size(),
                 key: into.keys[track],
             };
             // SAFETY: whoever reads leaves its memory alone until the transfer is over or the link
@@ -441,10 +497,9 @@ impl Link {
 
     /// The peer's count of transfers that it has.
     pub(super) fn bulk_done(&mut self, done: u32) {
-        if self.bulk.out.is_some() && done == self.bulk.offered {
-            let chunk = self.chunk();
-            let out = self.bulk.out.take();
-            self.bulk.sent_before += out.map_or(0, |out| out.count(chunk));
+        if let Some(out) = self.bulk.out.take_if(|_| done == self.bulk.offered) {
+            self.bulk.sent_before += out.cut.count() as u64;
+            self.placed.sent += out.in_place();
         }
     }
 
@@ -463,11 +518,12 @@ impl Link {
 
     /// A refused body, in ordinary messages; nothing is left of it in the end.
     fn pump_copied(&mut self, mut out: Outgoing, mut at: usize) -> Option<Outgoing> {
+        let lane = out.lane;
         // SAFETY: whoever writes keeps the body as it is while the link holds it.
-        let body = unsafe { std::slice::from_raw_parts(out.start, out.bytes) };
-        while at < body.len() && self.has_slot(Lane::Calls) && !self.is_closed() {
+        let body = unsafe { std::slice::from_raw_parts(out.start, out.cut.bytes()) };
+        while at < body.len() && self.has_slot(lane) && !self.is_closed() {
             let end = body.len().min(at + self.slot_bytes - HEAD_BYTES);
-            self.put(Lane::Calls, &[], &body[at..end], end == body.len());
+            self.put(lane, &[], &body[at..end], end == body.len());
             at = end;
         }
         out.copied = Some(at);
@@ -475,10 +531,10 @@ impl Link {
     }
 
     fn pump_chunks(&mut self, mut out: Outgoing) -> Result<Outgoing, RdmaError> {
-        let (size, tracks) = (self.chunk(), self.bulk.tracks.len());
+        let (size, tracks) = (out.cut.size(), self.bulk.tracks.len());
         while out.sent < out.granted && !self.bulk.abandoned {
             let track = small(out.sent % tracks as u64);
-            let body = out.body(out.sent, size, track);
+            let body = out.body(out.sent, track);
             let head = self.track_head(Kind::Chunk, self.bulk.sent_before + out.sent, size);
             // SAFETY: whoever writes keeps the body as it is while the link holds it.
             match unsafe { self.bulk.tracks[track].send(&head, Some(body)) } {
@@ -491,14 +547,19 @@ impl Link {
                 Err(_) => self.abandon(),
             }
         }
-        while self.has_slot(Lane::Calls)
-            && let Some(place) = self.next_place(Lane::Calls)
+        while self.has_slot(out.lane)
+            && let Some(place) = self.next_place(out.lane)
             && let Some(index) = out.wanted.pop()
         {
-            let body = out.body(index, size, 0);
+            let body = out.body(index, 0);
             // SAFETY: as above.
             let bytes = unsafe { std::slice::from_raw_parts(body.start, body.bytes) };
-            self.launch(place, Kind::Patch, &[&index.to_le_bytes(), bytes]);
+            self.launch(
+                out.lane,
+                place,
+                Kind::Patch(out.lane),
+                &[&index.to_le_bytes(), bytes],
+            );
         }
         self.pump_late(&mut out)?;
         Ok(out)
@@ -557,33 +618,40 @@ impl Link {
             consumed: [0; 2],
             bytes: u32::try_from(bytes).expect("less than a slot"),
             asks: false,
+            waits: false,
             done: 0,
         };
         head.encode()
     }
 
-    /// Answers an offer: with receives in `into`, or by refusing it.
-    pub(super) fn answer(&mut self, bytes: usize, into: &mut [u8]) {
-        self.bulk.offer = None;
+    /// Answers an offer of this lane, if there is one: with receives in `into`, or by refusing it.
+    pub(super) fn answer(&mut self, lane: Lane, into: &mut [u8]) {
+        let offer = self.bulk.offer.take_if(|(offered, _)| *offered == lane);
+        let Some((_, bytes)) = offer else {
+            return;
+        };
         self.bulk.taken = self.bulk.taken.wrapping_add(1);
         self.urgent = true;
-        let keys = (into.len() >= bytes && self.bulk.is_usable())
+        let keys = ((1..=into.len()).contains(&bytes) && self.bulk.is_usable())
             .then(|| self.keys(&into[..bytes]))
             .flatten();
         let Some(keys) = keys else {
             self.bulk.refused = self.bulk.taken;
             return;
         };
+        let cut = self.cut(bytes);
         self.bulk.into = Some(Incoming {
+            lane,
             start: into.as_mut_ptr(),
-            bytes,
+            cut,
+            copied: 0,
             keys,
             posted: 0,
             told: 0,
             used: 0,
-            got: vec![false; bytes / self.chunk()],
-            missing: bytes / self.chunk(),
-            over: vec![false; bytes / self.chunk()],
+            got: vec![false; cut.count()],
+            missing: cut.count(),
+            over: vec![false; cut.count()],
             aside: BTreeMap::new(),
         });
         let posted = self.post();
@@ -596,12 +664,12 @@ impl Link {
         self.bulk.received_before += into.got.len() as u64;
         self.bulk.done = self.bulk.taken;
         self.urgent = true;
-        Some(into.bytes)
+        self.placed.received += (into.cut.bytes() - into.copied) as u64;
+        Some(into.cut.bytes())
     }
 
     /// Copies a patch to its place.
     pub(super) fn patch(&mut self, held: Held) {
-        let size = self.chunk();
         let message =
             self.cables[held.cable].received(held.slot, HEAD_BYTES, HEAD_BYTES + held.bytes);
         let (number, chunk) = message.split_at(NUMBER_BYTES.min(message.len()));
@@ -614,26 +682,25 @@ impl Link {
         let known = usize::try_from(index)
             .ok()
             .filter(|index| *index < into.got.len());
-        if let Some(index) = known.filter(|_| chunk.len() == size) {
-            let place = into.start.wrapping_add(index * size);
-            // SAFETY: within the memory of the transfer, whose receives are all over: it was asked
-            // for only then.
-            unsafe { chunk.as_ptr().copy_to_nonoverlapping(place, size) };
-            into.place(index);
+        if let Some(index) = known.filter(|_| chunk.len() == into.cut.size()) {
+            // SAFETY: all receives are over: it was asked for only then.
+            unsafe { into.put(index, chunk) };
         }
     }
 
-    /// Ends all use of callers' memory by the tracks; false if a device does not let go.
-    pub(super) fn let_tracks_go(&mut self, until: Instant) -> bool {
+    /// Ends all use that the tracks make of memory of this lane's callers; false if a device does
+    /// not let go.
+    pub(super) fn let_tracks_go(&mut self, lane: Lane, until: Instant) -> bool {
         let busy = |link: &Self| link.bulk.tracks.iter().any(|track| !track.is_idle());
-        if self.bulk.out.is_some() || self.bulk.into.is_some() || busy(self) {
+        if self.bulk.sends(lane) || self.bulk.receives(lane) || busy(self) {
             self.abandon();
         }
         while busy(self) && deadline::now() < until {
             let polled = self.poll_tracks();
             self.result(polled.map(|_| ()));
         }
-        (self.bulk.out, self.bulk.into) = (None, None);
+        self.bulk.out.take_if(|out| out.lane == lane);
+        self.bulk.into.take_if(|into| into.lane == lane);
         !busy(self)
     }
 }

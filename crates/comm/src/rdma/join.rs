@@ -18,17 +18,18 @@ use std::time::Duration;
 
 use paceline_base::Rank;
 
+use super::Cabling;
 use super::abi::Gid;
 use super::bulk::Bulk;
 use super::cable::Cable;
 use super::error::RdmaError;
 use super::link::{CABLES_MAX, Link};
+use super::links::{Devices, Links};
 use super::matrix::{Matrix, MatrixError};
 use super::memory::Registry;
 use super::slab::Slab;
 use super::track::Track;
 use super::verbs::{Adapter, Destination};
-use super::{Cabling, links::Links};
 use crate::tcp::{JoinError, Kept, random};
 use crate::transport::Patience;
 use crate::{Deadline, deadline, local};
@@ -71,7 +72,6 @@ pub(super) struct Wired {
     pub(super) links: Vec<Option<Link>>,
     pub(super) adapters: Vec<Arc<Adapter>>,
     pub(super) slabs: Vec<Slab>,
-    pub(super) registry: Arc<Registry>,
 }
 
 impl Joining<'_> {
@@ -180,7 +180,6 @@ impl Joining<'_> {
     /// A queue pair for each cable.
     fn make(&self, adapters: &[Arc<Adapter>], facts: &Facts<'_>) -> Result<Wired, RdmaError> {
         let slot_bytes = self.cabling.config.message_bytes as usize;
-        let registry = Arc::default();
         let peers = 0..self.size();
         let cables: Vec<Vec<&str>> = peers
             .map(|peer| {
@@ -196,7 +195,6 @@ impl Joining<'_> {
             links: (0..self.size()).map(|_| None).collect(),
             adapters: adapters.to_vec(),
             slabs: Vec::new(),
-            registry,
         };
         for adapter in adapters {
             let own = cables
@@ -235,9 +233,10 @@ impl Joining<'_> {
             let bulk = Bulk::new(tracks.unwrap_or_default());
             let (low, high) = (self.rank.min(peer), self.rank.max(peer));
             let session = facts.word(low, 2) ^ facts.word(high, 2).rotate_left(32);
-            let registry = Arc::clone(&wired.registry);
+            let registry = Arc::clone(&self.cabling.host.registry);
             let number = u32::try_from(peer).map_or(Rank(u32::MAX), Rank);
-            wired.links[peer] = Some(Link::new(number, session, slot_bytes, made, bulk, registry));
+            let lengths = (slot_bytes, self.cabling.config.in_place_bytes.max(1));
+            wired.links[peer] = Some(Link::new(number, session, lengths, made, bulk, registry));
         }
         Ok(wired)
     }
@@ -454,9 +453,14 @@ impl Wired {
         sockets: (Box<dyn Kept>, Vec<Vec<u8>>),
         addrs: &[Vec<SocketAddr>],
         rank: usize,
+        registry: Arc<Registry>,
     ) -> Links {
+        let devices = Devices {
+            adapters: std::mem::take(&mut self.adapters),
+            registry,
+        };
         let links = std::mem::take(&mut self.links);
-        Links::new(links, sockets, patience(addrs, rank))
+        Links::new(links, sockets, patience(addrs, rank), devices)
     }
 }
 

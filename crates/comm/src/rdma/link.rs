@@ -14,22 +14,27 @@
 //!
 //! This is a state machine without threads: whoever looks at a link moves it.
 
-use std::collections::VecDeque;
+mod failover;
+mod lane;
+mod stream;
+
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use paceline_base::Rank;
 
+pub(super) use self::lane::{Flight, Held};
+use self::lane::{Incoming, Outgoing};
 use super::abi::{WC_SUCCESS, Wc};
 use super::bulk::{Bulk, NUMBER_BYTES, WORDS};
-use super::cable::{Body, Cable, Done, WINDOW};
+use super::cable::{Cable, Done, WINDOW};
 use super::error::RdmaError;
 use super::join::{DESTINATION_BYTES, decode};
 use super::memory::Registry;
 use super::message::{HEAD_BYTES, Head, Kind, STATE_BYTES};
 use super::track::Track;
 use crate::deadline;
-use crate::transport::{Closed, Lane};
+use crate::transport::Lane;
 
 /// Cables of a link: four Thunderbolt cables between two machines are what JACCL allows; and the
 /// messages of a lane under way have to fit into the 64 bits of a state.
@@ -49,10 +54,6 @@ pub(super) const GIVE_UP: Duration = Duration::from_secs(5);
 /// A message that was sent so often and is missing goes over another cable.
 const MOVED_AFTER: u32 = 1;
 
-/// Messages in a row that are lost on a cable and arrive over another: then it is dead. A peer
-/// without a core may look like it for some messages; so many take 50 ms.
-const LOST_MOST: u32 = 16;
-
 /// In what a state says, the bits of cables that are dead.
 const DEAD_AT: u32 = 8;
 
@@ -62,25 +63,33 @@ const STATE_AFTER: Duration = Duration::from_micros(200);
 /// How soon something may be repeated again because the receiver says that it is missing.
 const AGAIN_AFTER: Duration = Duration::from_micros(300);
 
-/// Shortest part of a caller's memory that is sent in place: below, copying costs less than the
-/// device's second read (4 KiB at 10 GB/s: 0.4 us).
-const IN_PLACE_BYTES: usize = 4 << 10;
-
 /// Completions taken at once.
 const POLLED: usize = 16;
 
 const LANES: [Lane; 2] = [Lane::Calls, Lane::Messages];
+
+/// Bytes of callers' that were sent from where they are, and that came to where they belong or
+/// were reduced where they came to.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Placed {
+    pub(super) sent: u64,
+    pub(super) received: u64,
+}
 
 /// The end of a link.
 pub(super) struct Link {
     pub(super) peer: Rank,
     pub(super) session: u64,
     pub(super) slot_bytes: usize,
+    /// Shortest body that is offered.
+    pub(super) in_place_bytes: usize,
     pub(super) cables: Vec<Cable>,
     outgoing: [Outgoing; 2],
     incoming: [Incoming; 2],
     pub(super) bulk: Bulk,
     pub(super) registry: Arc<Registry>,
+    /// Bytes of callers' that were not copied.
+    pub(super) placed: Placed,
     polled: [Wc; POLLED],
     /// A state is due now.
     pub(super) urgent: bool,
@@ -93,95 +102,23 @@ pub(super) struct Link {
     asked: Instant,
     /// Sends in place that the device may still read.
     pub(super) reading: usize,
+    /// A long message was sent in place, and its memory may still be read.
+    mailed: bool,
+    /// Whoever waits for a message has read all that came, and has a place for a long one.
+    waiting: bool,
+    /// The same at the other end, once it had read so many messages of the lane.
+    hungry: Option<u64>,
     gone: bool,
     broken: Option<Arc<RdmaError>>,
     /// Why the first of several cables is dead.
     lost: Option<Arc<RdmaError>>,
 }
 
-/// What is sent on a lane.
-#[derive(Default)]
-struct Outgoing {
-    /// Number of the next message.
-    next: u64,
-    /// All below have been received.
-    received: u64,
-    /// All below have been read.
-    consumed: u64,
-    /// `received..next`
-    flights: VecDeque<Flight>,
-    /// Of those, how many are in place.
-    in_place: usize,
-    /// A write found no room.
-    starved: bool,
-}
-
-/// A message under way.
-pub(super) struct Flight {
-    kind: Kind,
-    /// The sender waits for its memory behind it.
-    asks: bool,
-    cable: usize,
-    slot: usize,
-    /// Over which cable it was sent first.
-    first_cable: usize,
-    /// Bytes in the slot.
-    bytes: usize,
-    body: Option<Body>,
-    first: Instant,
-    last: Instant,
-    tries: u32,
-    /// The receiver has it, but not all before it.
-    held: bool,
-}
-
-/// What comes on a lane.
-#[derive(Default)]
-struct Incoming {
-    /// All below have been read.
-    consumed: u64,
-    /// All below are there.
-    received: u64,
-    /// `consumed..`
-    held: VecDeque<Option<Held>>,
-    /// Bytes of the first that have been read.
-    at: usize,
-    told_consumed: u64,
-    told_received: u64,
-}
-
-/// A message that waits to be read.
-#[derive(Clone, Copy)]
-pub(super) struct Held {
-    kind: Kind,
-    pub(super) cable: usize,
-    pub(super) slot: usize,
-    pub(super) bytes: usize,
-}
-
-impl Flight {
-    pub(super) const fn new(kind: Kind, bytes: usize, body: Option<Body>, now: Instant) -> Self {
-        Self {
-            kind,
-            asks: false,
-            cable: 0,
-            slot: 0,
-            first_cable: 0,
-            bytes,
-            body,
-            first: now,
-            last: now,
-            tries: 0,
-            held: false,
-        }
-    }
-}
-
 impl Link {
     pub(super) fn new(
         peer: Rank,
         session: u64,
-        slot_bytes: usize,
+        (slot_bytes, in_place_bytes): (usize, usize),
         cables: Vec<Cable>,
         bulk: Bulk,
         registry: Arc<Registry>,
@@ -191,11 +128,13 @@ impl Link {
             peer,
             session,
             slot_bytes,
+            in_place_bytes,
             cables,
             outgoing: Default::default(),
             incoming: Default::default(),
             bulk,
             registry,
+            placed: Placed::default(),
             polled: [Wc::default(); POLLED],
             urgent: false,
             suspect: false,
@@ -203,6 +142,9 @@ impl Link {
             next_state: 0,
             asked: deadline::now(),
             reading: 0,
+            mailed: false,
+            waiting: false,
+            hungry: None,
             gone: false,
             broken: None,
             lost: None,
@@ -258,6 +200,7 @@ impl Link {
             outgoing.received = outgoing.next;
         }
         self.bulk.out = None;
+        self.mailed = false;
     }
 
     /// Messages of a lane that may be under way.
@@ -275,61 +218,6 @@ impl Link {
         let all = self.cables.len();
         let mut cables = (first..first + all).map(|cable| cable % all);
         cables.find_map(|cable| Some((cable, self.cables[cable].free_slot(lane)?)))
-    }
-
-    /// Goes on without a cable, if there is another: what was under way there goes elsewhere.
-    fn lose(&mut self, cable: usize, error: RdmaError) -> Result<(), RdmaError> {
-        if self.cables[cable].dead {
-            self.reading -= self.cables[cable].forget();
-            return Ok(());
-        }
-        if self.live() == 1 {
-            return Err(error);
-        }
-        let _ = self.cables[cable].pair().fail();
-        self.cables[cable].dead = true;
-        self.lost.get_or_insert(Arc::new(error));
-        self.urgent = true;
-        self.abandon();
-        let now = deadline::now();
-        for lane in 0..LANES.len() {
-            for index in 0..self.outgoing[lane].flights.len() {
-                let flight = &self.outgoing[lane].flights[index];
-                if flight.cable == cable && !flight.held {
-                    self.transmit(lane, self.outgoing[lane].received + index as u64, now)?;
-                }
-            }
-        }
-        Ok(())
-    }
-
-    /// Gives up cables that lose message after message.
-    fn judge(&mut self) -> Result<(), RdmaError> {
-        let peer = self.peer;
-        for cable in 0..self.cables.len() {
-            let suspect = &self.cables[cable];
-            if !suspect.dead && suspect.lost >= LOST_MOST && self.live() > 1 {
-                self.lose(cable, RdmaError::Silent { peer, cable })?;
-            }
-        }
-        Ok(())
-    }
-
-    /// Cables that are lost, a bit each.
-    fn dead(&self) -> u64 {
-        let bit = |(index, cable): (usize, &Cable)| u64::from(cable.dead) << index;
-        self.cables.iter().enumerate().map(bit).sum()
-    }
-
-    /// Gives up the cables that the peer has given up.
-    fn lose_all(&mut self, dead: u64) -> Result<(), RdmaError> {
-        let peer = self.peer;
-        for cable in 0..self.cables.len() {
-            if dead & (1 << cable) != 0 && !self.cables[cable].dead {
-                self.lose(cable, RdmaError::GivenUp { peer, cable })?;
-            }
-        }
-        Ok(())
     }
 
     pub(super) fn result(&mut self, result: Result<(), RdmaError>) {
@@ -365,6 +253,7 @@ impl Link {
                 self.tend(moved)
             });
             self.result(moved);
+            self.mailed &= self.bulk.sends(Lane::Messages) || self.reading > 0;
         }
     }
 
@@ -457,11 +346,16 @@ impl Link {
         }
         self.cables[cable].heard = true;
         self.judge()?;
+        if head.waits {
+            self.hungry = self
+                .hungry
+                .max(Some(head.consumed[Lane::Messages as usize]));
+        }
         self.bulk_done(head.done);
         self.urgent |= head.asks;
         match (head.kind, states) {
             (Kind::Data(lane), _) => self.data(lane, cable, slot, &head),
-            (Kind::Offer | Kind::Patch, _) => self.data(Lane::Calls, cable, slot, &head),
+            (Kind::Offer(lane) | Kind::Patch(lane), _) => self.data(lane, cable, slot, &head),
             (Kind::State | Kind::Ask, Some(states)) => {
                 self.urgent |= head.kind == Kind::Ask;
                 self.states(&head, &states).map(|()| false)
@@ -577,7 +471,7 @@ impl Link {
     fn starves(&self) -> bool {
         let starves = |lane: Lane| {
             let outgoing = &self.outgoing[lane as usize];
-            let wants = outgoing.starved || (lane == Lane::Calls && self.bulk.copies());
+            let wants = outgoing.starved || self.bulk.copies(lane);
             wants && outgoing.next - outgoing.consumed >= self.window(lane as usize)
         };
         LANES.into_iter().any(starves)
@@ -621,6 +515,7 @@ impl Link {
             consumed: [a.consumed, b.consumed],
             bytes: u32::try_from(bytes).expect("less than a slot"),
             asks: false,
+            waits: self.waiting,
             done: self.bulk.done,
         }
     }
@@ -697,72 +592,6 @@ impl Link {
         }
     }
 
-    /// Puts a message into a slot of another cable, if one is free. It is copied there.
-    fn shift(&mut self, lane: usize, index: usize) {
-        let flight = &self.outgoing[lane].flights[index];
-        let (from, old, end, body) = (flight.cable, flight.slot, flight.bytes, flight.body);
-        let room = self
-            .place(lane, from + 1)
-            .filter(|(cable, _)| *cable != from);
-        let Some((cable, slot)) = room else { return };
-        let mut payload = self.cables[from].payload(old, end);
-        if let Some(body) = body {
-            // SAFETY: who writes to a link keeps the body as it is while the link `holds` it.
-            payload.extend(unsafe { std::slice::from_raw_parts(body.start, body.bytes) });
-            self.outgoing[lane].in_place -= 1;
-        }
-        self.cables[from].own(old, false);
-        self.cables[cable].own(slot, true);
-        self.cables[cable].fill(slot, HEAD_BYTES, &[&payload]);
-        let flight = &mut self.outgoing[lane].flights[index];
-        (flight.cable, flight.slot) = (cable, slot);
-        (flight.bytes, flight.body) = (HEAD_BYTES + payload.len(), None);
-    }
-
-    /// Whether a new message of this lane may be sent: none overtakes a body that was offered.
-    pub(super) fn has_room(&self, lane: Lane) -> bool {
-        let behind = lane == Lane::Calls && self.bulk.out.is_some();
-        !behind && self.has_slot(lane)
-    }
-
-    /// Whether there is a place for a message of this lane.
-    pub(super) fn has_slot(&self, lane: Lane) -> bool {
-        let outgoing = &self.outgoing[lane as usize];
-        outgoing.next - outgoing.consumed < self.window(lane as usize)
-            && self.place(lane as usize, 0).is_some()
-    }
-
-    /// Whether bytes wait to be read.
-    pub(super) fn has_bytes(&self, lane: Lane) -> bool {
-        matches!(self.incoming[lane as usize].held.front(), Some(Some(_)))
-            || (lane == Lane::Calls && self.bulk.has_news())
-    }
-
-    /// Whether nothing more will come, or go.
-    pub(super) const fn is_closed(&self) -> bool {
-        self.gone || self.broken.is_some()
-    }
-
-    /// Whether a writer of this lane has something to do: there is room again, or everything that
-    /// was sent in place may be used again.
-    pub(super) fn is_writable(&self, lane: Lane) -> bool {
-        match self.outgoing[lane as usize].starved {
-            true => self.has_room(lane),
-            false => !self.holds(lane),
-        }
-    }
-
-    /// Whether memory that was sent in place must stay as it is.
-    pub(super) fn holds(&self, lane: Lane) -> bool {
-        let of_calls = self.reading > 0 || self.outgoing[0].in_place > 0;
-        lane == Lane::Calls && (of_calls || self.bulk.out.is_some())
-    }
-
-    /// Whether a device may read or write memory of callers.
-    pub(super) fn uses_memory(&self, lane: Lane) -> bool {
-        self.holds(lane) || (lane == Lane::Calls && self.bulk.into.is_some())
-    }
-
     /// Whether everything that was sent has been received.
     pub(super) fn is_settled(&self) -> bool {
         self.outgoing.iter().all(|o| o.flights.is_empty()) || self.is_closed()
@@ -779,9 +608,9 @@ impl Link {
 
     /// Stops using memory of callers: what is under way from there is copied. The device is given
     /// a moment to be done with it, then the link is broken.
-    pub(super) fn let_go(&mut self) {
+    pub(super) fn let_go(&mut self, lane: Lane) {
         let until = deadline::now() + Duration::from_millis(100);
-        let let_go = self.let_tracks_go(until);
+        let let_go = self.let_tracks_go(lane, until);
         while self.reading > 0 && self.broken.is_none() && deadline::now() < until {
             self.look();
         }
@@ -795,277 +624,24 @@ impl Link {
                 vendor: 0,
             });
         }
+        if lane == Lane::Messages {
+            self.mailed = false;
+            return;
+        }
         for flight in &mut self.outgoing[0].flights {
             if let Some(body) = flight.body.take() {
                 // SAFETY: the caller has not had it back yet.
                 let bytes = unsafe { std::slice::from_raw_parts(body.start, body.bytes) };
+                self.placed.sent -= body.bytes as u64;
                 self.cables[flight.cable].fill(flight.slot, flight.bytes, &[bytes]);
                 flight.bytes += body.bytes;
             }
         }
         self.outgoing[0].in_place = 0;
     }
-
-    /// Sends what fits of `head` followed by `body`; how many bytes that is.
-    pub(super) fn write(&mut self, lane: Lane, head: &[u8], body: &[u8]) -> Result<usize, Closed> {
-        let (mut head, mut body) = (head, body);
-        let total = head.len() + body.len();
-        let mut looked = false;
-        while !(self.is_closed() || head.is_empty() && body.is_empty()) {
-            if !self.has_room(lane) {
-                if std::mem::replace(&mut looked, true) {
-                    break;
-                }
-                self.look();
-                continue;
-            }
-            let room = self.slot_bytes - HEAD_BYTES;
-            let (first, second) = (
-                head.len().min(room),
-                body.len().min(room - head.len().min(room)),
-            );
-            self.put(lane, &head[..first], &body[..second], second == body.len());
-            (head, body) = (&head[first..], &body[second..]);
-        }
-        let left = head.len() + body.len();
-        self.outgoing[lane as usize].starved = left > 0;
-        // Whoever only waits for its memory has that back when the peer is gone, and no error: the
-        // peer may have left because it was through, and its last acknowledgement may be lost.
-        match self.broken.is_some() || (self.gone && total > 0) {
-            true => Err(Closed),
-            false => Ok(total - left),
-        }
-    }
-
-    /// As [`write`](Self::write) for calls; the peer has a place for the body, which may then go
-    /// there without a copy.
-    pub(super) fn write_whole(&mut self, head: &[u8], body: &[u8]) -> Result<usize, Closed> {
-        if head.is_empty() && body.is_empty() {
-            // Its memory is what the caller waits for.
-            self.look();
-        }
-        let offered = match self.has_room(Lane::Calls) && !self.is_closed() {
-            true => self.offer(head, body),
-            false => 0,
-        };
-        match offered {
-            0 => self.write(Lane::Calls, head, body),
-            offered => {
-                self.outgoing[0].starved = offered < head.len() + body.len();
-                Ok(offered)
-            }
-        }
-    }
-
-    /// Sends a new message, the last of a body or not.
-    pub(super) fn put(&mut self, lane: Lane, head: &[u8], body: &[u8], last: bool) {
-        let now = deadline::now();
-        let Some((cable, slot)) = self.next_place(lane) else {
-            return;
-        };
-        let key = (lane == Lane::Calls && body.len() >= IN_PLACE_BYTES)
-            .then(|| self.registry.key(self.cables[cable].pair().adapter(), body))
-            .flatten();
-        let copied = if key.is_some() { &[] } else { body };
-        let body = key.map(|key| Body {
-            start: body.as_ptr(),
-            bytes: body.len(),
-            key,
-        });
-        let bytes = HEAD_BYTES + head.len() + copied.len();
-        let flight = Flight {
-            asks: last && (body.is_some() || self.outgoing[lane as usize].in_place > 0),
-            ..Flight::new(Kind::Data(lane), bytes, body, now)
-        };
-        let sent = self.fly(lane, (cable, slot), &[head, copied], flight);
-        self.result(sent);
-    }
-
-    /// Sends a new message, of which `parts` are copied.
-    pub(super) fn fly(
-        &mut self,
-        lane: Lane,
-        (cable, slot): (usize, usize),
-        parts: &[&[u8]],
-        flight: Flight,
-    ) -> Result<(), RdmaError> {
-        let (index, now) = (lane as usize, flight.first);
-        let sequence = self.outgoing[index].next;
-        self.cables[cable].fill(slot, HEAD_BYTES, parts);
-        self.cables[cable].own(slot, true);
-        let outgoing = &mut self.outgoing[index];
-        outgoing.next += 1;
-        outgoing.in_place += usize::from(flight.body.is_some());
-        outgoing.flights.push_back(Flight {
-            cable,
-            slot,
-            first_cable: cable,
-            ..flight
-        });
-        self.transmit(index, sequence, now)
-    }
-
-    /// Where the next message of a lane goes: cables take turns.
-    pub(super) fn next_place(&self, lane: Lane) -> Option<(usize, usize)> {
-        let next = self.outgoing[lane as usize].next;
-        self.place(lane as usize, small(next % self.cables.len() as u64))
-    }
-
-    /// Reads what is there of a lane.
-    pub(super) fn read(&mut self, lane: Lane, into: &mut [u8]) -> Result<usize, Closed> {
-        // Also if bytes wait: what a peer sent before it told somebody else has to be seen.
-        self.look();
-        let mut count = 0;
-        while count < into.len() {
-            if lane == Lane::Calls && self.in_transfer() {
-                count += self.read_transfer(count, into);
-                break;
-            }
-            let Some(Some(held)) = self.incoming[lane as usize].held.front().copied() else {
-                break;
-            };
-            count += self.read_held(lane, held, &mut into[count..]);
-        }
-        if count == 0 && self.is_closed() && !into.is_empty() {
-            return Err(Closed);
-        }
-        self.look_after_reading(lane);
-        Ok(count)
-    }
-
-    /// Whether what comes next is no ordinary message.
-    fn in_transfer(&self) -> bool {
-        self.bulk.offer.is_some() || self.bulk.into.is_some()
-    }
-
-    /// Goes on with a transfer into `into`, if nothing of that has been `read`; how many bytes it
-    /// has brought.
-    fn read_transfer(&mut self, read: usize, into: &mut [u8]) -> usize {
-        if let Some(bytes) = self
-            .bulk
-            .offer
-            .filter(|_| read == 0 && self.broken.is_none())
-        {
-            self.answer(bytes, into);
-        }
-        while self.bulk.into.is_some()
-            && let Some(Some(held)) = self.incoming[0].held.front().copied()
-        {
-            self.patch(held);
-            self.release(Lane::Calls, held);
-        }
-        self.finish().unwrap_or(0)
-    }
-
-    /// Reads of the first message of a lane.
-    fn read_held(&mut self, lane: Lane, held: Held, into: &mut [u8]) -> usize {
-        let at = match (held.kind, self.incoming[lane as usize].at) {
-            (Kind::Offer, 0) => NUMBER_BYTES,
-            (_, at) => at,
-        };
-        let count = (held.bytes - at).min(into.len());
-        let from = HEAD_BYTES + at;
-        let bytes = self.cables[held.cable].received(held.slot, from, from + count);
-        into[..count].copy_from_slice(bytes);
-        self.incoming[lane as usize].at = at + count;
-        if at + count == held.bytes {
-            if held.kind == Kind::Offer {
-                let number =
-                    self.cables[held.cable].received(held.slot, HEAD_BYTES, HEAD_BYTES + 8);
-                let bytes = number.first_chunk().map_or(0, |n| u64::from_le_bytes(*n));
-                self.bulk.offer = Some(usize::try_from(bytes).unwrap_or(usize::MAX));
-            }
-            self.release(lane, held);
-        }
-        count
-    }
-
-    /// The first message of a lane has been read: its memory is for another.
-    fn release(&mut self, lane: Lane, held: Held) {
-        let incoming = &mut self.incoming[lane as usize];
-        incoming.held.pop_front();
-        (incoming.consumed, incoming.at) = (incoming.consumed + 1, 0);
-        if self.broken.is_none() {
-            let posted = self.cables[held.cable].post_receive(held.slot);
-            self.result(posted);
-        }
-    }
-
-    /// Gives credit back once much has been read.
-    fn look_after_reading(&mut self, lane: Lane) {
-        if (self.urgent || self.owes_credit(lane)) && !self.is_closed() {
-            let told = self.tell();
-            self.result(told);
-        }
-    }
-
-    /// Whether a quarter of the window has been read that the peer does not know of.
-    fn owes_credit(&self, lane: Lane) -> bool {
-        let incoming = &self.incoming[lane as usize];
-        let unsaid = incoming.consumed - incoming.told_consumed;
-        unsaid * 4 >= self.window(lane as usize)
-    }
 }
 
 /// A number that is below a window, or below the number of cables, as an index.
 pub(super) fn small(number: u64) -> usize {
     usize::try_from(number).expect("windows are small")
-}
-
-impl Outgoing {
-    /// Takes note of what the peer has; false if it cannot have it.
-    fn acknowledged(&mut self, lane: Lane, head: &Head, cables: &mut [Cable]) -> bool {
-        let (received, consumed) = (head.received[lane as usize], head.consumed[lane as usize]);
-        if received > self.next || consumed > received {
-            return false;
-        }
-        while self.received < received {
-            let flight = self.flights.pop_front().expect("all of received..next");
-            self.in_place -= usize::from(flight.body.is_some());
-            cables[flight.cable].own(flight.slot, false);
-            // Whichever cable it came over in the end works; the one that lost it may not.
-            if flight.first_cable != flight.cable {
-                cables[flight.first_cable].lost += 1;
-            }
-            cables[flight.cable].lost = 0;
-            self.received += 1;
-        }
-        self.consumed = self.consumed.max(consumed);
-        true
-    }
-}
-
-impl Incoming {
-    /// Keeps a message unless it is there already.
-    fn keep(&mut self, sequence: u64, held: Held) -> bool {
-        if sequence < self.received {
-            return false;
-        }
-        let index = small(sequence - self.consumed);
-        if self.held.len() <= index {
-            self.held.resize(index + 1, None);
-        }
-        if self.held[index].is_some() {
-            return false;
-        }
-        self.held[index] = Some(held);
-        let there = |sequence: u64| {
-            let index = small(sequence - self.consumed);
-            matches!(self.held.get(index), Some(Some(_)))
-        };
-        let mut received = self.received;
-        while there(received) {
-            received += 1;
-        }
-        self.received = received;
-        true
-    }
-
-    /// Which messages behind the first missing one are there.
-    fn bits(&self) -> u64 {
-        let first = small(self.received - self.consumed) + 1;
-        let later = self.held.iter().skip(first).take(64);
-        let bit = |(index, held): (usize, &Option<Held>)| u64::from(held.is_some()) << index;
-        later.enumerate().map(bit).fold(0, |bits, bit| bits | bit)
-    }
 }

@@ -9,10 +9,13 @@ use std::time::{Duration, Instant};
 
 use super::error::RdmaError;
 use super::link::Link;
+use super::memory::{Registration, Registry};
+use super::verbs::Adapter;
 use crate::deadline;
 use crate::status::News;
 use crate::tcp::{Controls, Kept};
 use crate::transport::{Closed, Lane, Patience, Transport, Want};
+use crate::{Pages, Registered};
 
 /// First nap of a rank that waits, doubled up to the last: what a message takes, and what is lost
 /// in the noise of a call that has waited that long. A look costs about 0.1 us for each peer, so
@@ -30,6 +33,13 @@ pub(super) struct Links {
     /// By rank: what was read from the sockets for calls while ranks joined, and is of this group.
     early: Vec<Mutex<Vec<u8>>>,
     patience: Patience,
+    devices: Devices,
+}
+
+/// What memory of callers is registered with.
+pub(super) struct Devices {
+    pub(super) adapters: Vec<Arc<Adapter>>,
+    pub(super) registry: Arc<Registry>,
 }
 
 impl Links {
@@ -37,13 +47,19 @@ impl Links {
         links: Vec<Option<Link>>,
         (sockets, early): (Box<dyn Kept>, Vec<Vec<u8>>),
         patience: Patience,
+        devices: Devices,
     ) -> Self {
         Self {
             links: links.into_iter().map(|link| link.map(Mutex::new)).collect(),
             sockets,
             early: early.into_iter().map(Mutex::new).collect(),
             patience,
+            devices,
         }
+    }
+
+    pub(super) const fn devices(&self) -> &Devices {
+        &self.devices
     }
 
     /// Takes of what was read before.
@@ -105,10 +121,22 @@ impl Transport for Links {
         }
     }
 
-    fn write_whole(&self, peer: usize, head: &[u8], body: &[u8]) -> Result<usize, Closed> {
+    fn write_whole(
+        &self,
+        lane: Lane,
+        peer: usize,
+        head: &[u8],
+        body: &[u8],
+    ) -> Result<usize, Closed> {
         match self.link(peer) {
-            Some(mut link) => link.write_whole(head, body),
-            None => self.sockets.write(Lane::Calls, peer, head, body),
+            Some(mut link) => link.write_whole(lane, head, body),
+            None => self.sockets.write(lane, peer, head, body),
+        }
+    }
+
+    fn expect(&self, peer: usize, memory: &[u8]) {
+        if let Some(mut link) = self.link(peer) {
+            link.expect(memory);
         }
     }
 
@@ -120,6 +148,33 @@ impl Transport for Links {
                 count => Ok(count),
             },
         }
+    }
+
+    fn lends(&self, peer: usize) -> bool {
+        self.links[peer].is_some()
+    }
+
+    fn lend(&self, peer: usize, take: &mut dyn FnMut(&[u8]) -> usize) -> Result<usize, Closed> {
+        let link = self.link(peer);
+        link.map_or(Ok(0), |mut link| link.lend(take))
+    }
+
+    fn register_pages(&self, pages: &Arc<Pages>) -> Option<Registered> {
+        let Devices { adapters, registry } = &self.devices;
+        if adapters.is_empty() {
+            return None;
+        }
+        let (start, bytes) = (pages.start(), pages.bytes());
+        // SAFETY: the result holds the pages, and gives them up after the registration.
+        let registration = unsafe { Registration::new(registry, adapters, start, bytes) };
+        Some(Registered::new(registration.ok()?, pages))
+    }
+
+    fn placed(&self) -> u64 {
+        let placed = self
+            .each()
+            .map(|link| link.placed.sent + link.placed.received);
+        placed.sum()
     }
 
     fn wait(&self, lane: Lane, wants: &[Want], until: Instant) {
@@ -168,7 +223,14 @@ impl Transport for Links {
 
     fn let_go(&self, lane: Lane) {
         let holding = self.each().filter(|link| link.uses_memory(lane));
-        holding.for_each(|mut link| link.let_go());
+        holding.for_each(|mut link| link.let_go(lane));
+    }
+
+    fn let_go_of(&self, lane: Lane, peer: usize) {
+        let link = self.link(peer).filter(|link| link.uses_memory(lane));
+        if let Some(mut link) = link {
+            link.let_go(lane);
+        }
     }
 }
 

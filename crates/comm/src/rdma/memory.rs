@@ -1,8 +1,9 @@
-//! Memory of callers that devices read in place.
+//! Memory of callers that devices read and write in place.
 //!
 //! A send whose bytes lie in registered memory is posted from there: the head goes from a slot,
 //! the rest from where it is. The call that sends them does not end before the peer has them, so
-//! they can be used again as soon as it does.
+//! they can be used again as soon as it does. What a group has registered serves the groups that
+//! are split off it as well: they have the same devices.
 
 use std::fmt;
 use std::ops::{Deref, DerefMut};

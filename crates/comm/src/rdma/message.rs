@@ -1,8 +1,9 @@
 //! What is sent over a cable: one message per work request, with a head of 64 bytes.
 //!
 //! ```text
-//!  0  "PLr2"     4  kind: 0 calls, 1 messages, 2 state, 3 hello, 4 ask, 5 offer, 6 patch,
-//!                      7 chunk, 8 drain                             5  1: answer at once
+//!  0  "PLr3"     4  kind: 0 calls, 1 messages, 2 state, 3 hello, 4 ask, 5 offer, 6 patch,
+//!                      7 chunk, 8 drain; 9 and 10: offer and patch of messages
+//!  5  1: answer at once, 2: waits for a message
 //!  8  session (u64)             16  sequence (u64), of the lane
 //! 24  received: calls, messages (2 u64)      40  consumed: likewise
 //! 56  bytes that follow (u32)   60  transfers that are complete (u32), see `bulk`
@@ -21,7 +22,7 @@ use crate::transport::Lane;
 
 /// Bytes before the payload.
 pub(super) const HEAD_BYTES: usize = 64;
-const MAGIC: [u8; 4] = *b"PLr2";
+const MAGIC: [u8; 4] = *b"PLr3";
 
 /// Bytes of a state's payload.
 pub(super) const STATE_BYTES: usize = 8 * (2 + WORDS);
@@ -34,25 +35,27 @@ pub(super) enum Kind {
     Hello,
     /// A state that wants one back.
     Ask,
-    /// Of the lane for calls: the start of a transfer.
-    Offer,
-    /// Of the lane for calls: a chunk that was lost.
-    Patch,
+    /// The start of a transfer.
+    Offer(Lane),
+    /// A chunk that was lost.
+    Patch(Lane),
     Chunk,
     Drain,
 }
 
 /// By their numbers.
-const KINDS: [Kind; 9] = [
+const KINDS: [Kind; 11] = [
     Kind::Data(Lane::Calls),
     Kind::Data(Lane::Messages),
     Kind::State,
     Kind::Hello,
     Kind::Ask,
-    Kind::Offer,
-    Kind::Patch,
+    Kind::Offer(Lane::Calls),
+    Kind::Patch(Lane::Calls),
     Kind::Chunk,
     Kind::Drain,
+    Kind::Offer(Lane::Messages),
+    Kind::Patch(Lane::Messages),
 ];
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -65,6 +68,8 @@ pub(super) struct Head {
     pub(super) bytes: u32,
     /// The sender waits for its memory.
     pub(super) asks: bool,
+    /// Whoever waits for a message has read all that came, and has a place for a long one.
+    pub(super) waits: bool,
     pub(super) done: u32,
 }
 
@@ -73,7 +78,8 @@ impl Head {
         let mut bytes = [0; HEAD_BYTES];
         bytes[..4].copy_from_slice(&MAGIC);
         let number = (0..).zip(KINDS).find(|(_, kind)| *kind == self.kind);
-        (bytes[4], bytes[5]) = (number.map_or(u8::MAX, |(n, _)| n), u8::from(self.asks));
+        bytes[4] = number.map_or(u8::MAX, |(n, _)| n);
+        bytes[5] = u8::from(self.asks) | u8::from(self.waits) << 1;
         let [r, c] = [self.received, self.consumed];
         let words = [self.session, self.sequence, r[0], r[1], c[0], c[1]];
         let (room, _) = bytes[8..56].as_chunks_mut();
@@ -103,7 +109,8 @@ impl Head {
             received: [word(24), word(32)],
             consumed: [word(40), word(48)],
             bytes: half(56),
-            asks: bytes[5] == 1,
+            asks: bytes[5] & 1 != 0,
+            waits: bytes[5] & 2 != 0,
             done: half(60),
         })
     }
@@ -124,11 +131,12 @@ mod tests {
                 consumed: [3, 4],
                 bytes: 32704,
                 asks: true,
+                waits: kind == Kind::State,
                 done: 7,
             };
             let mut bytes = head.encode();
             assert_eq!(Head::decode(&bytes), Some(head));
-            bytes[4] = 9;
+            bytes[4] = 11;
             assert_eq!(Head::decode(&bytes), None);
             bytes[4] = 0;
             bytes[0] = b'X';

@@ -29,7 +29,7 @@
 //!
 //! - `abi`, `verbs`: the library and its objects; `limits`: what Apple's devices can hold;
 //! - `message`, `cable`, `link`, `links`: from work requests to a transport;
-//! - `track`, `bulk`: large bodies, from memory of callers to memory of callers;
+//! - `track`, `bulk`, `chunks`: large bodies, from memory of callers to memory of callers;
 //! - `slab`, `memory`: registered memory, of the group and of callers;
 //! - `matrix`, `settings`, `side`: JACCL's configuration;
 //! - `join`: how it all comes together;
@@ -42,6 +42,7 @@
 mod abi;
 mod bulk;
 mod cable;
+mod chunks;
 mod error;
 mod join;
 mod limits;
@@ -72,24 +73,33 @@ pub use self::error::RdmaError;
 use self::join::{Joining, fits};
 pub use self::limits::{Limits, MemoryRegions, QueuePairs, WorkRequests};
 pub use self::link::CABLES_MAX;
-use self::links::Links;
+use self::links::{Devices, Links};
 pub use self::matrix::{Matrix, MatrixError};
 use self::memory::Registry;
 pub use self::memory::{Buffer, Registration};
 pub use self::settings::{Settings, SettingsError};
 pub use self::side::Side;
+pub(crate) use self::slab::Mapping;
 use self::slab::Slab;
 use self::verbs::Adapter;
 pub use self::verbs::{LIBRARY, Verbs};
 use crate::linked::Linked;
 use crate::plan::Route;
 use crate::split::{Member, members};
-use crate::tcp::{Addrs, GroupId, JoinError, Keeping, Listener, Origin, gather, link};
-use crate::{Algorithm, Collective, Data, DataMut, Deadline, Error, Group, Traffic, Tuning, tcp};
+use crate::tcp::{Addrs, GroupId, JoinError, Keeping, Kept, Listener, Origin, gather, link};
+use crate::transport::Transport as _;
+use crate::{
+    Algorithm, Collective, Copies, Data, DataMut, Deadline, Error, Group, Pages, Registered,
+    Traffic, Tuning, tcp,
+};
 
 /// Longest message, unless [`Config`] says otherwise: long enough that heads and completions cost
 /// little (32 KiB at 7 GB/s: 5 us), and 64 of them are 2 MiB for each cable.
 pub const MESSAGE_BYTES: u32 = 32 << 10;
+
+/// [`Config::in_place_bytes`], unless it says otherwise: agreeing takes some microseconds, in which
+/// shorter parts are copied (docs/measurements.md).
+pub const IN_PLACE_BYTES: usize = 128 << 10;
 
 /// How a group behaves. The same on all ranks.
 #[derive(Clone, Debug)]
@@ -98,6 +108,10 @@ pub struct Config {
     pub tcp: tcp::Config,
     /// Longest message, head included: 4 KiB to 1 MiB. macOS before 26.3 takes 4 KiB only.
     pub message_bytes: u32,
+    /// Shortest part of registered memory that a device puts straight into registered memory of
+    /// another rank. Both ends have to agree to that each time, so shorter ones, which are copied
+    /// at the receiver, arrive sooner.
+    pub in_place_bytes: usize,
 }
 
 impl Default for Config {
@@ -105,6 +119,7 @@ impl Default for Config {
         Self {
             tcp: tcp::Config::default(),
             message_bytes: MESSAGE_BYTES,
+            in_place_bytes: IN_PLACE_BYTES,
         }
     }
 }
@@ -117,6 +132,8 @@ const MESSAGE_BYTES_MAX: u32 = 1 << 20;
 /// one device hangs on macOS (ml-explore/mlx #3245).
 struct Host {
     verbs: Verbs,
+    /// What is registered, for all groups over these devices.
+    registry: Arc<Registry>,
     adapters: Mutex<BTreeMap<String, Weak<Adapter>>>,
 }
 
@@ -162,6 +179,7 @@ impl Cabling {
         config.message_bytes = bytes.clamp(MESSAGE_BYTES_MIN, MESSAGE_BYTES_MAX) & !63;
         let host = Arc::new(Host {
             verbs,
+            registry: Arc::default(),
             adapters: Mutex::default(),
         });
         Self {
@@ -184,8 +202,6 @@ pub struct Rdma {
     // Dropped in this order: links before the memory of their slots.
     keeping: Keeping<Links>,
     _slabs: Vec<Slab>,
-    adapters: Vec<Arc<Adapter>>,
-    registry: Arc<Registry>,
     cabling: Cabling,
     /// Stays open, unused, as JACCL's does.
     _side: Option<Side>,
@@ -282,7 +298,9 @@ fn assemble(
         side.barrier(deadline)?;
     }
     let (sockets, early) = linked.into_transport();
-    let links = wired.links((Box::new(sockets), early), &origin.addrs, index);
+    let registry = Arc::clone(&cabling.host.registry);
+    let sockets: Box<dyn Kept> = Box::new(sockets);
+    let links = wired.links((sockets, early), &origin.addrs, index, registry);
     let linked = Linked::new(rank, size, links, Arc::default());
     if cabling.ring || !cabling.matrix.is_mesh() {
         linked.go_round(Route::new(route::ring(&cabling.matrix)));
@@ -292,8 +310,6 @@ fn assemble(
     Ok(Rdma {
         keeping,
         _slabs: wired.slabs,
-        adapters: wired.adapters,
-        registry: wired.registry,
         cabling,
         _side: side,
     })
@@ -306,7 +322,8 @@ impl Rdma {
     /// # Errors
     /// [`RdmaError::Limit`] or [`RdmaError::Verb`].
     pub fn allocate(&self, bytes: usize) -> Result<Buffer, RdmaError> {
-        Buffer::new(&self.registry, &self.adapters, bytes)
+        let Devices { adapters, registry } = self.devices();
+        Buffer::new(registry, adapters, bytes)
     }
 
     /// Lets devices read the caller's memory in place when it is sent from, while the result
@@ -319,8 +336,13 @@ impl Rdma {
     /// # Safety
     /// The `bytes` bytes at `start` stay mapped while the result lives.
     pub unsafe fn register(&self, start: *mut u8, bytes: usize) -> Result<Registration, RdmaError> {
+        let Devices { adapters, registry } = self.devices();
         // SAFETY: the caller's promise.
-        unsafe { Registration::new(&self.registry, &self.adapters, start, bytes) }
+        unsafe { Registration::new(registry, adapters, start, bytes) }
+    }
+
+    fn devices(&self) -> &Devices {
+        self.keeping.linked.transport().devices()
     }
 
     /// How many cables to `peer` carry something, 0 where there are none; and why the first of
@@ -396,6 +418,14 @@ impl Group for Rdma {
 
     fn traffic(&self) -> Traffic {
         self.keeping.linked.traffic()
+    }
+
+    fn copies(&self) -> Copies {
+        self.keeping.linked.copies()
+    }
+
+    fn register_pages(&self, pages: &Arc<Pages>) -> Option<Registered> {
+        self.keeping.linked.transport().register_pages(pages)
     }
 
     fn tuning(&self) -> Tuning {

@@ -13,7 +13,7 @@ use super::verbs::{Adapter, Region};
 const PAGE_BYTES: usize = 16 << 10;
 
 /// Mapped memory, zeroed, of whole pages.
-pub(super) struct Mapping {
+pub(crate) struct Mapping {
     start: *mut u8,
     bytes: usize,
 }
@@ -24,7 +24,7 @@ unsafe impl Send for Mapping {}
 unsafe impl Sync for Mapping {}
 
 impl Mapping {
-    pub(super) fn new(bytes: usize) -> std::io::Result<Self> {
+    pub(crate) fn new(bytes: usize) -> std::io::Result<Self> {
         let bytes = bytes.max(1).next_multiple_of(PAGE_BYTES);
         let access = ProtFlags::READ | ProtFlags::WRITE;
         // SAFETY: the system chooses the address, so nothing that is in use is replaced.
@@ -33,11 +33,11 @@ impl Mapping {
         Ok(Self { start, bytes })
     }
 
-    pub(super) const fn start(&self) -> *mut u8 {
+    pub(crate) const fn start(&self) -> *mut u8 {
         self.start
     }
 
-    pub(super) const fn bytes(&self) -> usize {
+    pub(crate) const fn bytes(&self) -> usize {
         self.bytes
     }
 }

@@ -1,7 +1,9 @@
 //! Groups over the software library: what they compute, how they come about, what breaks them.
 
 mod faults;
+mod in_place;
 mod layout;
+mod schedules;
 mod setup;
 mod speed;
 
@@ -27,6 +29,20 @@ struct Lab {
 }
 
 impl Lab {
+    /// The same, but that parts of any length are received in place.
+    fn in_place(mut self) -> Self {
+        let all = self.cablings.iter_mut();
+        all.for_each(|cabling| cabling.config.in_place_bytes = 1);
+        self
+    }
+
+    /// The same, but that calls use this algorithm if they can.
+    fn force(mut self, algorithm: Algorithm) -> Self {
+        let all = self.cablings.iter_mut();
+        all.for_each(|cabling| cabling.config.tcp.force = Some(algorithm));
+        self
+    }
+
     fn new(fabric: Fabric, matrix: &Matrix, config: Config) -> Self {
         let verbs = || software::verbs(Limits::APPLE);
         let cabling = |_| Cabling::with(verbs(), matrix.clone(), config.clone());

@@ -162,7 +162,8 @@ impl<'a> Step<'a> {
             return Ok(rows);
         };
         logits.resize(if shard.leads() { rows * vocab } else { 0 }, 0.0);
-        links.gather_logits(shard, rows, own, logits, &mut Vec::new())?;
+        let mut scratch = vec![0.0; Links::logits_room(shard, rows)];
+        links.gather_logits(shard, rows, own, logits, &mut scratch)?;
         Ok(if shard.leads() { rows } else { 0 })
     }
 

@@ -73,6 +73,9 @@ thread_local! {
 
 const ENOSYS: i32 = 38;
 
+/// Bytes of a page: the shortest of all systems.
+const PAGE_BYTES: usize = 4 << 10;
+
 /// Boxes an object and counts it.
 fn hand_out<T>(device: &DeviceCore, object: T) -> *mut T {
     device.fabric.live.fetch_add(1, Ordering::AcqRel);
@@ -87,6 +90,14 @@ unsafe fn take_back<T>(device: &DeviceCore, object: *mut T) {
     device.fabric.live.fetch_sub(1, Ordering::AcqRel);
     // SAFETY: the caller's promise.
     drop(unsafe { Box::from_raw(object) });
+}
+
+/// What a function that gives something back hands back itself.
+fn given_back(device: &DeviceCore, call: &str) -> c_int {
+    match device.fabric.is_refused(call) {
+        true => EBUSY,
+        false => 0,
+    }
 }
 
 /// An object by the pointer that the caller has.
@@ -120,7 +131,11 @@ pub(crate) unsafe extern "C" fn free_device_list(list: *mut *mut abi::Device) {
 
 pub(crate) unsafe extern "C" fn get_device_name(device: *mut abi::Device) -> *const c_char {
     // SAFETY: devices in a list are the cores, which the list keeps.
-    unsafe { &*device.cast::<DeviceCore>() }.name.as_ptr()
+    let device = unsafe { &*device.cast::<DeviceCore>() };
+    match device.fabric.is_refused("ibv_get_device_name") {
+        true => ptr::null(),
+        false => device.name.as_ptr(),
+    }
 }
 
 pub(crate) unsafe extern "C" fn open_device(device: *mut abi::Device) -> *mut abi::Context {
@@ -130,8 +145,13 @@ pub(crate) unsafe extern "C" fn open_device(device: *mut abi::Device) -> *mut ab
     let Some(core) = core else {
         return null(EINVAL);
     };
-    if core.fabric.refuses() {
+    if core.fabric.refuses("ibv_open_device") {
         return null(EIO);
+    }
+    // A second context of one device of Apple's hangs (ml-explore/mlx #3245).
+    if core.contexts.fetch_add(1, Ordering::AcqRel) > 0 {
+        core.contexts.fetch_sub(1, Ordering::AcqRel);
+        return null(EBUSY);
     }
     let ops = abi::ContextOps {
         before_poll: [None; 11],
@@ -152,9 +172,10 @@ pub(crate) unsafe extern "C" fn open_device(device: *mut abi::Device) -> *mut ab
 pub(crate) unsafe extern "C" fn close_device(context: *mut abi::Context) -> c_int {
     // SAFETY: the rules of verbs, as in all that follow.
     let device = unsafe { object::<Context>(context) }.device.clone();
+    device.contexts.fetch_sub(1, Ordering::AcqRel);
     // SAFETY: likewise.
     unsafe { take_back(&device, context.cast::<Context>()) };
-    0
+    given_back(&device, "ibv_close_device")
 }
 
 pub(crate) unsafe extern "C" fn query_port(
@@ -164,13 +185,13 @@ pub(crate) unsafe extern "C" fn query_port(
 ) -> c_int {
     // SAFETY: the rules of verbs.
     let device = &unsafe { object::<Context>(context) }.device;
-    if port != 1 || device.fabric.refuses() {
+    if port != 1 || device.fabric.refuses("ibv_query_port") {
         return EINVAL;
     }
     // SAFETY: the caller's structure.
     let into = unsafe { &mut *into };
     (into.state, into.active_mtu) = (abi::PORT_ACTIVE, abi::MTU_1024);
-    into.gid_tbl_len = 2;
+    into.gid_tbl_len = c_int::try_from(device.gids.len()).unwrap_or(c_int::MAX);
     into.link_layer = abi::LINK_LAYER_ETHERNET;
     0
 }
@@ -187,7 +208,7 @@ pub(crate) unsafe extern "C" fn query_gid(
         .ok()
         .and_then(|index| device.gids.get(index));
     match gid {
-        Some(gid) if port == 1 && !device.fabric.refuses() => {
+        Some(gid) if port == 1 && !device.fabric.refuses("ibv_query_gid") => {
             // SAFETY: the caller's variable.
             unsafe { *into = *gid };
             0
@@ -202,7 +223,7 @@ pub(crate) unsafe extern "C" fn query_gid(
 pub(crate) unsafe extern "C" fn alloc_pd(context: *mut abi::Context) -> *mut abi::Pd {
     // SAFETY: the rules of verbs.
     let device = unsafe { object::<Context>(context) }.device.clone();
-    if device.fabric.refuses() {
+    if device.fabric.refuses("ibv_alloc_pd") {
         return null(ENOMEM);
     }
     let shown = abi::Pd {
@@ -221,7 +242,7 @@ pub(crate) unsafe extern "C" fn dealloc_pd(pd: *mut abi::Pd) -> c_int {
     let device = unsafe { object::<Pd>(pd) }.device.clone();
     // SAFETY: likewise.
     unsafe { take_back(&device, pd.cast::<Pd>()) };
-    0
+    given_back(&device, "ibv_dealloc_pd")
 }
 
 pub(crate) unsafe extern "C" fn reg_mr(
@@ -236,10 +257,12 @@ pub(crate) unsafe extern "C" fn reg_mr(
         .regions
         .write()
         .unwrap_or_else(PoisonError::into_inner);
-    if device.fabric.refuses() || regions.len() >= device.fabric.caps.regions {
+    if device.fabric.refuses("ibv_reg_mr") || regions.len() >= device.fabric.caps.regions {
         return null(ENOMEM);
     }
-    if bytes == 0 || access & abi::ACCESS_LOCAL_WRITE == 0 {
+    let whole = (start as usize).is_multiple_of(PAGE_BYTES) && bytes.is_multiple_of(PAGE_BYTES);
+    let usable = whole || !device.fabric.caps.pages;
+    if bytes == 0 || access & abi::ACCESS_LOCAL_WRITE == 0 || !usable {
         return null(EINVAL);
     }
     let key = number();
@@ -272,7 +295,7 @@ pub(crate) unsafe extern "C" fn dereg_mr(mr: *mut abi::Mr) -> c_int {
     drop(regions);
     // SAFETY: the rules of verbs.
     unsafe { take_back(&device, mr.cast::<Mr>()) };
-    0
+    given_back(&device, "ibv_dereg_mr")
 }
 
 pub(crate) unsafe extern "C" fn create_cq(
@@ -285,7 +308,7 @@ pub(crate) unsafe extern "C" fn create_cq(
     // SAFETY: the rules of verbs.
     let device = unsafe { object::<Context>(context) }.device.clone();
     let room = usize::try_from(length).unwrap_or(0);
-    if device.fabric.refuses() || room == 0 || !channel.is_null() {
+    if device.fabric.refuses("ibv_create_cq") || room == 0 || !channel.is_null() {
         return null(EINVAL);
     }
     let shown = abi::Cq {
@@ -309,12 +332,16 @@ pub(crate) unsafe extern "C" fn destroy_cq(cq: *mut abi::Cq) -> c_int {
     let device = unsafe { object::<Cq>(cq) }.device.clone();
     // SAFETY: likewise.
     unsafe { take_back(&device, cq.cast::<Cq>()) };
-    0
+    given_back(&device, "ibv_destroy_cq")
 }
 
 unsafe extern "C" fn poll_cq(cq: *mut abi::Cq, count: c_int, into: *mut Wc) -> c_int {
     // SAFETY: the rules of verbs.
-    let core = &unsafe { object::<Cq>(cq) }.core;
+    let cq = unsafe { object::<Cq>(cq) };
+    let core = &cq.core;
+    if cq.device.fabric.is_refused("ibv_poll_cq") {
+        return -1;
+    }
     let Ok(count) = usize::try_from(count) else {
         return -1;
     };
@@ -329,7 +356,7 @@ pub(crate) unsafe extern "C" fn create_qp(
     // SAFETY: the rules of verbs; the structure is the caller's.
     let (device, wanted) = unsafe { (object::<Pd>(pd).device.clone(), &mut *wanted) };
     let (caps, cap) = (device.fabric.caps, wanted.cap);
-    if device.fabric.refuses() {
+    if device.fabric.refuses("ibv_create_qp") {
         return null(ENOMEM);
     }
     if wanted.qp_type != abi::QPT_UC {
@@ -374,7 +401,7 @@ pub(crate) unsafe extern "C" fn destroy_qp(qp: *mut abi::Qp) -> c_int {
     core.end();
     // SAFETY: the rules of verbs.
     unsafe { take_back(&core.device, qp.cast::<Qp>()) };
-    0
+    given_back(&core.device, "ibv_destroy_qp")
 }
 
 pub(crate) unsafe extern "C" fn modify_qp(
@@ -384,7 +411,7 @@ pub(crate) unsafe extern "C" fn modify_qp(
 ) -> c_int {
     // SAFETY: the rules of verbs; the structure is the caller's.
     let (core, to) = unsafe { (&object::<Qp>(qp).core, &*to) };
-    if core.device.fabric.refuses() || mask & abi::QP_STATE == 0 {
+    if core.device.fabric.refuses("ibv_modify_qp") || mask & abi::QP_STATE == 0 {
         return EINVAL;
     }
     // What each change of state has to come with, from the table in ibv_modify_qp(3).
@@ -402,7 +429,8 @@ pub(crate) unsafe extern "C" fn modify_qp(
         _ => return EINVAL,
     };
     let grh = &to.ah_attr.grh;
-    let route = to.ah_attr.is_global == 1 && grh.sgid_index == 1 && grh.hop_limit > 0;
+    let own = usize::from(grh.sgid_index) == core.device.address_at;
+    let route = to.ah_attr.is_global == 1 && own && grh.hop_limit > 0;
     let fits = match to.qp_state {
         abi::QPS_INIT => to.port_num == 1,
         abi::QPS_RTR => route && to.path_mtu == abi::MTU_1024 && to.ah_attr.port_num == 1,
@@ -461,7 +489,12 @@ unsafe extern "C" fn post_send(
         && wr.next.is_null()
         && wr.send_flags & abi::SEND_SIGNALED != 0
         && (1..=memory.len()).contains(&list.len());
-    let mut result = if usable { Ok(()) } else { Err(EINVAL) };
+    let refused = core.device.fabric.is_refused("ibv_post_send");
+    let mut result = if usable && !refused {
+        Ok(())
+    } else {
+        Err(EINVAL)
+    };
     for (piece, slot) in list.iter().zip(&mut memory) {
         match registered(&core.device, piece) {
             Some(piece) => *slot = piece,
@@ -488,8 +521,9 @@ unsafe extern "C" fn post_recv(
     let (core, wr) = unsafe { (&object::<Qp>(qp).core, &*request) };
     // SAFETY: the rules of verbs.
     let list = unsafe { pieces(wr.sg_list, wr.num_sge) };
+    let refused = core.device.fabric.is_refused("ibv_post_recv");
     let memory = match list {
-        [_] | [_, _] if wr.next.is_null() => list
+        [_] | [_, _] if !refused && wr.next.is_null() => list
             .iter()
             .map(|piece| registered(&core.device, piece))
             .collect(),

@@ -58,15 +58,18 @@ pub(crate) struct Caps {
     pub(crate) pairs: usize,
     pub(crate) requests: u32,
     pub(crate) gathers: u32,
+    /// Whether memory can be registered only in whole pages.
+    pub(crate) pages: bool,
 }
 
 impl Caps {
-    /// As Apple's devices are said to be.
+    /// As Apple's devices are said to be; of the 63 requests that some count, 32 are safe.
     pub(crate) const APPLE: Self = Self {
         regions: 100,
         pairs: 10,
-        requests: 63,
+        requests: 32,
         gathers: 2,
+        pages: false,
     };
 }
 
@@ -81,6 +84,9 @@ pub(crate) struct Core {
     pairs: RwLock<BTreeMap<u32, Arc<PairCore>>>,
     /// Calls that still succeed before one fails; negative: none fails.
     pub(crate) refuse_in: AtomicI64,
+    /// The function that always fails, if one does.
+    refused: Mutex<Option<&'static str>>,
+    refusing: AtomicBool,
     /// Objects that were made and not given back.
     pub(crate) live: AtomicUsize,
     /// Messages that met no posted receive.
@@ -108,13 +114,19 @@ pub(crate) fn number() -> u32 {
 /// A device.
 pub(crate) struct DeviceCore {
     pub(crate) name: CString,
-    pub(crate) gids: [Gid; 2],
+    /// One of them is the address.
+    pub(crate) gids: Vec<Gid>,
+    pub(crate) address_at: usize,
+    /// How often it is open.
+    pub(crate) contexts: AtomicUsize,
     pub(crate) fabric: Arc<Core>,
     index: usize,
     /// The only device that this one is cabled to, if it is.
     reaches: Mutex<Option<Gid>>,
     mute: AtomicBool,
     sent: AtomicU64,
+    /// Bytes of messages that were sent from it.
+    pub(crate) bytes: AtomicU64,
     /// Registered memory by key: first byte, bytes.
     pub(crate) regions: RwLock<BTreeMap<u32, (u64, u64)>>,
     pub(crate) pairs: AtomicUsize,
@@ -142,6 +154,8 @@ impl Fabric {
             caps,
             pairs: RwLock::default(),
             refuse_in: AtomicI64::new(-1),
+            refused: Mutex::new(None),
+            refusing: AtomicBool::new(false),
             live: AtomicUsize::new(0),
             dropped: AtomicU64::new(0),
             gathered: AtomicU64::new(0),
@@ -176,23 +190,33 @@ impl Fabric {
 
     /// Adds a device with this IPv4 address.
     pub(crate) fn device_at(&self, name: &str, address: [u8; 4]) {
+        self.device_with(name, address, 1);
+    }
+
+    /// Adds a device that has this IPv4 address as entry `at` of its table.
+    pub(crate) fn device_with(&self, name: &str, address: [u8; 4], at: usize) {
         let mut local = Gid([0; 16]);
         local.0[..2].copy_from_slice(&[0xfe, 0x80]);
         local.0[12..].copy_from_slice(&address);
         let mut mapped = Gid([0; 16]);
         mapped.0[10..12].copy_from_slice(&[0xff; 2]);
         mapped.0[12..].copy_from_slice(&address);
+        let mut gids = vec![local; at.max(1) + 1];
+        gids[at] = mapped;
         let mut devices = lock(&DEVICES);
         let own = |device: &&Arc<DeviceCore>| Arc::ptr_eq(&device.fabric, &self.core);
         let index = devices.iter().filter(own).count();
         devices.push(Arc::new(DeviceCore {
             name: CString::new(name).expect("a name has no zero byte"),
-            gids: [local, mapped],
+            gids,
+            address_at: at,
+            contexts: AtomicUsize::new(0),
             fabric: Arc::clone(&self.core),
             index,
             reaches: Mutex::new(None),
             mute: AtomicBool::new(false),
             sent: AtomicU64::new(0),
+            bytes: AtomicU64::new(0),
             regions: RwLock::default(),
             pairs: AtomicUsize::new(0),
         }));
@@ -206,8 +230,8 @@ impl Fabric {
             devices().into_iter().find(named).expect("it was added")
         };
         let (a, b) = (find(a), find(b));
-        *lock(&a.reaches) = Some(b.gids[1]);
-        *lock(&b.reaches) = Some(a.gids[1]);
+        *lock(&a.reaches) = Some(b.gids[b.address_at]);
+        *lock(&b.reaches) = Some(a.gids[a.address_at]);
     }
 }
 
@@ -218,8 +242,25 @@ impl Drop for Fabric {
 }
 
 impl Core {
+    /// Lets every call of this function fail, or none.
+    #[allow(dead_code, reason = "the library has no faults")]
+    pub(crate) fn refuse(&self, call: Option<&'static str>) {
+        *lock(&self.refused) = call;
+        self.refusing.store(call.is_some(), Ordering::Release);
+    }
+
+    /// Whether all calls of this function fail.
+    pub(crate) fn is_refused(&self, call: &str) -> bool {
+        // Looked at for every request, so without the lock at first.
+        self.refusing.load(Ordering::Acquire)
+            && lock(&self.refused).is_some_and(|refused| refused == call)
+    }
+
     /// Whether this call is the one that fails.
-    pub(crate) fn refuses(&self) -> bool {
+    pub(crate) fn refuses(&self, call: &str) -> bool {
+        if self.is_refused(call) {
+            return true;
+        }
         let left = self.refuse_in.load(Ordering::Relaxed);
         left >= 0 && self.refuse_in.fetch_sub(1, Ordering::AcqRel) == 0
     }
@@ -465,6 +506,7 @@ impl PairCore {
             return Err(ENOMEM);
         }
         let bytes = pieces.iter().map(|piece| piece.bytes).sum();
+        self.device.bytes.fetch_add(bytes as u64, Ordering::Relaxed);
         if pieces.len() > 1 {
             self.device.fabric.gathered.fetch_add(1, Ordering::Relaxed);
         }

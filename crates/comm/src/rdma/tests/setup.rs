@@ -3,6 +3,7 @@
 use std::sync::atomic::Ordering;
 
 use super::*;
+use crate::Memory;
 
 fn errors(lab: &Lab) -> Vec<String> {
     let joined = join_all(lab).into_iter();
@@ -61,6 +62,154 @@ fn every_call_that_fails_is_an_error_on_all_ranks() {
         "ibv_reg_mr",
     ];
     assert_eq!(calls, expected);
+}
+
+/// Functions of the library, what an error says when all calls of one fail, and whether ranks that
+/// have joined before are to notice. JACCL goes on with a null domain (ml-explore/mlx #3777) and
+/// adds a negative count of completions to its own.
+const REFUSED: [(&str, Option<&str>); 17] = [
+    ("ibv_get_device_name", Some("no RDMA device soft")),
+    ("ibv_open_device", Some(": ibv_open_device(): ")),
+    ("ibv_query_port", Some(": ibv_query_port(port 1): ")),
+    ("ibv_query_gid", Some(": ibv_query_gid(port 1, index 0): ")),
+    ("ibv_alloc_pd", Some(": ibv_alloc_pd(): ")),
+    ("ibv_reg_mr", Some(": ibv_reg_mr(")),
+    ("ibv_create_cq", Some(": ibv_create_cq(64 entries): ")),
+    (
+        "ibv_create_qp",
+        Some(": ibv_create_qp(UC, 32 requests of 2 pieces): "),
+    ),
+    ("ibv_modify_qp", Some(": ibv_modify_qp(INIT, port 1): ")),
+    (
+        "ibv_post_recv",
+        Some(": ibv_post_recv(work request 0x20000): "),
+    ),
+    ("ibv_post_send", Some(": ibv_post_send(work request 0x100")),
+    ("ibv_poll_cq", Some(": ibv_poll_cq(16 entries): ")),
+    // What cannot be given back is no reason to fail: there is nothing to be done about it.
+    ("ibv_destroy_qp", None),
+    ("ibv_destroy_cq", None),
+    ("ibv_dereg_mr", None),
+    ("ibv_dealloc_pd", None),
+    ("ibv_close_device", None),
+];
+
+#[test]
+fn every_function_that_always_fails_is_named() {
+    for (call, expected) in REFUSED {
+        let lab = switched(2, Faults::default());
+        lab.fabric.core.refuse(Some(call));
+        let joined = join_all(&lab);
+        for joined in &joined {
+            let said = joined.as_ref().err().map(RdmaError::to_string);
+            match (said, expected) {
+                (Some(said), Some(expected)) => assert!(said.contains(expected), "{call}: {said}"),
+                (said, expected) => assert_eq!(said.is_some(), expected.is_some(), "{call}"),
+            }
+        }
+        drop(joined);
+        assert_eq!(lab.fabric.live(), 0, "{call}: something was not given back");
+    }
+}
+
+/// The same once ranks have joined: calls fail, and none hangs.
+#[test]
+fn a_function_that_fails_later_ends_the_call() {
+    for call in [
+        "ibv_post_send",
+        "ibv_post_recv",
+        "ibv_poll_cq",
+        "ibv_reg_mr",
+    ] {
+        let lab = switched(2, Faults::default());
+        let joined = groups(&lab);
+        lab.fabric.core.refuse(Some(call));
+        let threads = joined.into_iter().map(|group| {
+            thread::spawn(move || {
+                // Memory that cannot be registered is used all the same.
+                let mut memory = Memory::<u32>::new(Some(&group), 100_000);
+                let registered = memory.is_registered();
+                memory.fill(1);
+                let by = soon(20);
+                let result = (&group as &dyn Group).all_reduce(&mut memory, Reduce::Sum, by);
+                if result.is_ok() {
+                    assert!(memory.iter().all(|sum| *sum == 2));
+                    (&group as &dyn Group).barrier(by).unwrap();
+                }
+                let broken = group.broken(Rank(1 - group.rank().0));
+                (
+                    result.is_ok(),
+                    registered,
+                    broken.map(|error| error.to_string()),
+                )
+            })
+        });
+        let threads: Vec<_> = threads.collect();
+        let ends: Vec<_> = threads.into_iter().map(|t| t.join().unwrap()).collect();
+        for (well, registered, _) in &ends {
+            let survives = call == "ibv_reg_mr";
+            assert_eq!(
+                (*well, *registered),
+                (survives, !survives),
+                "{call}: {ends:?}"
+            );
+        }
+        let named = |(_, _, broken): &(bool, bool, Option<String>)| {
+            broken.as_ref().is_some_and(|error| error.contains(call))
+        };
+        assert!(
+            call == "ibv_reg_mr" || ends.iter().any(named),
+            "{call}: {ends:?}"
+        );
+        assert_eq!(lab.fabric.live(), 0, "{call}: something was not given back");
+    }
+}
+
+/// JACCL finds the address by looking through the table, and then says entry 1 all the same.
+#[test]
+fn an_address_is_used_wherever_it_is_in_the_table() {
+    for [a, b] in [[0, 3], [5, 1], [254, 0]] {
+        let (fabric, number) = (Fabric::new(Faults::default(), Caps::APPLE), soft::number());
+        let names = [0, 1].map(|rank| format!("soft{number}.{rank}"));
+        for (name, (rank, at)) in names.iter().zip((1..).zip([a, b])) {
+            fabric.device_with(name, [10, 1, 0, rank], at);
+        }
+        let lab = Lab::new(fabric, &Matrix::switched(&names), Config::default());
+        on_each(&lab, |group| {
+            let mut sum = [1_u64; 5000];
+            (&group as &dyn Group)
+                .all_reduce(&mut sum, Reduce::Sum, soon(10))
+                .unwrap();
+            assert_eq!(sum, [2; 5000]);
+            (&group as &dyn Group).barrier(soon(10)).unwrap();
+        });
+    }
+}
+
+/// Apple's driver is said to refuse memory of the heap; whole mapped pages pass.
+#[test]
+fn only_whole_pages_are_registered() {
+    let caps = Caps {
+        pages: true,
+        ..Caps::APPLE
+    };
+    let lab = switched(2, Faults::default());
+    let matrix = (*lab.cablings[0].matrix).clone();
+    drop(lab);
+    let fabric = Fabric::new(Faults::default(), caps);
+    (0..2).for_each(|rank| fabric.device(matrix.of(rank)[0]));
+    on_each(&Lab::new(fabric, &matrix, Config::default()), |group| {
+        assert!(Memory::<f32>::new(Some(&group), 1001).is_registered());
+        assert!(group.allocate(3).is_ok());
+        let mut plain = vec![0_u8; 1000];
+        // SAFETY: `plain` lives longer.
+        let error = unsafe { group.register(plain.as_mut_ptr(), 999) }.unwrap_err();
+        assert!(
+            error.to_string().contains("ibv_reg_mr(999 bytes at "),
+            "{error}"
+        );
+        (&group as &dyn Group).barrier(soon(10)).unwrap();
+    });
 }
 
 #[test]

@@ -1,0 +1,145 @@
+//! Memory that a group's devices may read and write where it is.
+//!
+//! A buffer that is used in every step is made once, as [`Memory`], and handed to calls as any
+//! slice is. Over RDMA ([`rdma`](crate::rdma)) it is registered: what is sent from it, or comes to
+//! it, is not copied on the way. Other transports take it for memory like any other.
+
+use std::alloc::{Layout, handle_alloc_error};
+use std::fmt;
+use std::marker::PhantomData;
+use std::ops::{Deref, DerefMut};
+use std::slice;
+use std::sync::Arc;
+
+use crate::rdma::Mapping;
+use crate::{Element, Group};
+
+/// Pages of memory that a [`Memory`] is made of.
+pub struct Pages(Mapping);
+
+impl Pages {
+    pub(crate) const fn start(&self) -> *mut u8 {
+        self.0.start()
+    }
+
+    pub(crate) const fn bytes(&self) -> usize {
+        self.0.bytes()
+    }
+}
+
+impl fmt::Debug for Pages {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} mapped bytes", self.bytes())
+    }
+}
+
+/// Keeps pages registered with a group while it lives.
+pub struct Registered {
+    // Dropped in this order: no memory is unmapped while it is registered.
+    _registration: Box<dyn Send + Sync>,
+    pages: Arc<Pages>,
+}
+
+impl Registered {
+    pub(crate) fn new(registration: impl Send + Sync + 'static, pages: &Arc<Pages>) -> Self {
+        Self {
+            _registration: Box::new(registration),
+            pages: Arc::clone(pages),
+        }
+    }
+}
+
+impl fmt::Debug for Registered {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:?}, registered", self.pages)
+    }
+}
+
+/// `(n,)` elements, zeroed at first, on whole pages of their own, which belong to their holder.
+pub struct Memory<T> {
+    registered: Option<Registered>,
+    pages: Arc<Pages>,
+    len: usize,
+    element: PhantomData<T>,
+}
+
+impl<T: Element> Memory<T> {
+    /// Room for `len` elements, registered with `group`, and by that with all groups split off it,
+    /// if it has a use for that. Costs one memory region on each device of this rank, of which
+    /// Apple's have some 100; where none is left the memory is as any other.
+    ///
+    /// # Panics
+    /// If the system has no memory, as for a `Vec`.
+    pub fn new(group: Option<&dyn Group>, len: usize) -> Self {
+        Self::with(len, |pages| group?.register_pages(pages))
+    }
+
+    /// The same, registered by whoever can.
+    pub(crate) fn with(
+        len: usize,
+        register: impl FnOnce(&Arc<Pages>) -> Option<Registered>,
+    ) -> Self {
+        let layout = Layout::array::<T>(len).expect("less than half of the address space");
+        let mapping = Mapping::new(layout.size());
+        let pages = Arc::new(Pages(
+            mapping.unwrap_or_else(|_| handle_alloc_error(layout)),
+        ));
+        Self {
+            registered: (len > 0).then(|| register(&pages)).flatten(),
+            pages,
+            len,
+            element: PhantomData,
+        }
+    }
+
+    /// Whether devices use it in place.
+    pub const fn is_registered(&self) -> bool {
+        self.registered.is_some()
+    }
+}
+
+impl<T: Element> Deref for Memory<T> {
+    type Target = [T];
+
+    fn deref(&self) -> &[T] {
+        // SAFETY: mapped for so many elements, whose every bit pattern is a value (zero is one of
+        // `bool`, and calls put bytes of a `bool` in order); borrowed as `self` is. A device
+        // writes only during a call that borrows it mutably.
+        unsafe { slice::from_raw_parts(self.pages.start().cast(), self.len) }
+    }
+}
+
+impl<T: Element> DerefMut for Memory<T> {
+    fn deref_mut(&mut self) -> &mut [T] {
+        // SAFETY: as above, and pages are of one `Memory` only.
+        unsafe { slice::from_raw_parts_mut(self.pages.start().cast(), self.len) }
+    }
+}
+
+impl<T> fmt::Debug for Memory<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let how = match &self.registered {
+            Some(_) => "registered",
+            None => "not registered",
+        };
+        write!(f, "{} elements, {how}", self.len)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::local;
+
+    #[test]
+    fn memory_is_zeroed_and_its_holders() {
+        let mut memory = Memory::<f32>::new(None, 5000);
+        assert!(memory.iter().all(|value| *value == 0.0));
+        memory.fill(2.0);
+        assert_eq!((memory.len(), memory[4999]), (5000, 2.0));
+        assert_eq!(format!("{memory:?}"), "5000 elements, not registered");
+        assert!(Memory::<u8>::new(None, 0).is_empty());
+        let groups = local::ranks(1);
+        assert!(!Memory::<f64>::new(Some(&groups[0]), 3).is_registered());
+    }
+}
