@@ -172,8 +172,8 @@ def main():
         world.fails("mpi, one rank of which fails", "-n", "2", *mpi, backend="mpi")
     else:
         print("SKIPPED ranks: mpi: there is no mpirun", flush=True)
-    rust_ranks_of_mlxs_launcher(world)
     through_namespaces(world)
+    rust_ranks_of_mlxs_launcher(world)  # last: MLX's launcher leaves temporary files
     shutil.rmtree(world.folder)
     sys.exit(1 if world.failed else 0)
 
