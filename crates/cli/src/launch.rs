@@ -2,6 +2,7 @@
 
 mod error;
 mod mpirun;
+mod patient;
 
 use std::env;
 use std::io::{self, IsTerminal};
@@ -20,6 +21,7 @@ use rustix::termios::{tcgetpgrp, tcgetwinsize};
 use tempfile::TempDir;
 
 pub(crate) use error::{Error, exit_code, hints, ssh_works};
+use patient::Patient;
 
 use crate::error::Error as CliError;
 use crate::interrupt::Signals;
@@ -147,9 +149,9 @@ pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
     let scratch = scratch.context("cannot make a temporary folder")?;
     let launch = args.launch(backend, &hosts, &scratch)?;
     let streams = Streams {
-        input: Box::new(io::stdin()),
-        output: Box::new(io::stdout()),
-        errors: Box::new(io::stderr()),
+        input: Box::new(Patient(io::stdin())),
+        output: Box::new(Patient(io::stdout())),
+        errors: Box::new(Patient(io::stderr())),
     };
     let reach = Reach::new("ssh", Some(scratch.path()));
     let mut notice = |notice: Notice| {

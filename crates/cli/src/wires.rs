@@ -177,6 +177,10 @@ pub(crate) fn hint(cause: &(dyn std::error::Error + 'static)) -> Option<String> 
         (_, _, Some(MlxError::Missing { .. })) => launched,
         (_, _, Some(MlxError::Plaintext { .. }))
         | (_, _, Some(MlxError::Ring(mlx_ring::JoinError::Plaintext { .. }))) => trusted,
+        (_, _, Some(MlxError::Ring(mlx_ring::JoinError::Strangers { .. }))) => {
+            "something else connects to this port: end it, or give the ring other ports \
+             (`paceline launch --starting-port`)"
+        }
         _ => return None,
     };
     Some(text.to_owned())
@@ -225,6 +229,16 @@ mod tests {
             assert!(hint.starts_with("a group key encrypts"), "{hint}");
         }
         assert_eq!(hint(&InitError::NoDevices), None);
+    }
+
+    #[test]
+    fn a_strangers_port_has_advice() {
+        let error = MlxError::Ring(mlx_ring::JoinError::Strangers {
+            rank: Rank(1),
+            addr: "127.0.0.1:1".parse().unwrap(),
+            callers: Vec::new(),
+        });
+        assert!(hint(&error).unwrap().contains("--starting-port"));
     }
 
     #[test]

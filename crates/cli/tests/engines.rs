@@ -1,19 +1,20 @@
 //! `paceline engines` and `paceline doctor` as a user or a script calls them.
 #![allow(clippy::unwrap_used, reason = "test code outside of test functions")]
 
+#[path = "common/mod.rs"]
+mod common;
+
 use std::path::Path;
-use std::process::{Command, Output, Stdio};
+use std::process::{Command, Output};
 
 use serde_json::Value;
 
+use common::home;
+
 /// paceline in a world of its own; no program is in its PATH.
 fn paceline(home: &Path, args: &[&str]) -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_paceline"));
-    command
-        .env_clear()
-        .env("PACELINE_HOME", home)
-        .env("PATH", home);
-    command.args(args).stdin(Stdio::null());
+    let mut command = common::paceline(home);
+    command.args(args);
     command
 }
 
@@ -24,9 +25,7 @@ fn run(command: &mut Command) -> (Output, String) {
 }
 
 fn object(command: &mut Command) -> Value {
-    let (output, said) = run(command);
-    assert!(output.status.success(), "{said}");
-    serde_json::from_slice(&output.stdout).unwrap()
+    home::object(&command.output().unwrap())
 }
 
 #[test]

@@ -1,6 +1,9 @@
 //! `paceline kb` as a user, a script or a terminal calls it.
 #![allow(clippy::unwrap_used, reason = "test code outside of test functions")]
 
+#[path = "common/mod.rs"]
+mod common;
+
 use std::ffi::OsStr;
 use std::fs::{self, File};
 use std::io::Read;
@@ -11,6 +14,8 @@ use std::process::{Command, Output, Stdio};
 use rustix::pty::{OpenptFlags, grantpt, openpt, ptsname, unlockpt};
 use rustix::termios::{Winsize, tcsetwinsize};
 use serde_json::{Value, json};
+
+use common::text;
 
 const OWN: &str = "[[finding]]\nid = 9001\nstatement = \"My quokka cluster answers in 4 µs.\"\n\
                    topic = \"RDMA Bandwidth & Latency\"\nconflicts = [306]\n\
@@ -36,14 +41,8 @@ impl World {
     }
 
     fn command(&self, args: &[&str]) -> Command {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_paceline"));
-        command
-            .env_clear()
-            .env("PACELINE_HOME", self.home())
-            .current_dir(self.0.path())
-            .arg("kb")
-            .args(args)
-            .stdin(Stdio::null());
+        let mut command = common::paceline(&self.home());
+        command.current_dir(self.0.path()).arg("kb").args(args);
         command
     }
 
@@ -97,10 +96,6 @@ impl World {
         kept.sort();
         kept
     }
-}
-
-fn text(bytes: &[u8]) -> String {
-    String::from_utf8(bytes.to_vec()).unwrap()
 }
 
 /// The built-in ids, asked of the program.

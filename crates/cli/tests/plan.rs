@@ -1,24 +1,19 @@
 //! `paceline plan` as a user calls it; the commands of docs/questions.md and what they print.
 #![allow(clippy::unwrap_used, reason = "test code outside of test functions")]
 
+#[path = "common/mod.rs"]
+mod common;
+
 use std::path::Path;
-use std::process::{Command, Output, Stdio};
+use std::process::Output;
 use std::time::{Duration, Instant};
+
+use common::{smollm2, text};
 
 fn plan(args: &[&str]) -> Output {
     let home = tempfile::tempdir().unwrap();
-    Command::new(env!("CARGO_BIN_EXE_paceline"))
-        .env_clear()
-        .env("PACELINE_HOME", home.path())
-        .arg("plan")
-        .args(args)
-        .stdin(Stdio::null())
-        .output()
-        .unwrap()
-}
-
-fn text(bytes: &[u8]) -> String {
-    String::from_utf8(bytes.to_vec()).unwrap()
+    let mut command = common::paceline(home.path());
+    command.arg("plan").args(args).output().unwrap()
 }
 
 /// Words of a command line, with single quotes as a shell reads them.
@@ -216,23 +211,6 @@ fn a_comparison_draws_a_picture() {
     assert!(svg.starts_with("<svg") && svg.trim_end().ends_with("</svg>"));
 }
 
-/// SmolLM2, or `None` with a line that says that `test` is skipped.
-fn smollm2(test: &str) -> Option<String> {
-    let folder = std::env::var_os("PACELINE_TEST_MODELS").map_or_else(
-        || {
-            let home = std::env::home_dir().unwrap_or_default();
-            home.join(".cache/paceline/test-models")
-        },
-        std::path::PathBuf::from,
-    );
-    let path = folder.join("SmolLM2-135M-Instruct.Q4_1.gguf");
-    if !path.exists() {
-        eprintln!("SKIPPED {test}: {} is not there", path.display());
-        return None;
-    }
-    Some(path.to_str().unwrap().to_owned())
-}
-
 #[test]
 fn this_machine_is_measured_once() {
     let Some(model) = smollm2("this_machine_is_measured_once") else {
@@ -240,12 +218,8 @@ fn this_machine_is_measured_once() {
     };
     let home = tempfile::tempdir().unwrap();
     let table = || {
-        let out = Command::new(env!("CARGO_BIN_EXE_paceline"))
-            .env_clear()
-            .env("PACELINE_HOME", home.path())
-            .args(["plan", &model, "--json"])
-            .output()
-            .unwrap();
+        let mut command = common::paceline(home.path());
+        let out = command.args(["plan", &model, "--json"]).output().unwrap();
         serde_json::from_slice::<serde_json::Value>(&out.stdout).unwrap()
     };
     let first = table();

@@ -1,6 +1,9 @@
 //! `pull`, `models` and `rm` as a user or a script calls them.
 #![allow(clippy::unwrap_used, reason = "test code outside of test functions")]
 
+#[path = "common/mod.rs"]
+mod common;
+
 use std::fs;
 use std::io::{BufRead, BufReader, Write};
 use std::net::TcpListener;
@@ -9,27 +12,17 @@ use std::process::{Command, Output, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use common::text;
+
 /// paceline in a world of its own: nothing of the tester's environment gets through.
 fn paceline(home: &Path, args: &[&str]) -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_paceline"));
-    command
-        .env_clear()
-        .env("PACELINE_HOME", home)
-        .args(args)
-        .stdin(Stdio::null());
-    // Nobody listens on port 1, and there is no python3 in an empty PATH.
-    command
-        .env("HF_ENDPOINT", "http://127.0.0.1:1")
-        .env("PATH", home);
+    let mut command = common::paceline(home);
+    command.args(args);
     command
 }
 
 fn run(home: &Path, args: &[&str]) -> Output {
     paceline(home, args).output().unwrap()
-}
-
-fn text(bytes: &[u8]) -> String {
-    String::from_utf8(bytes.to_vec()).unwrap()
 }
 
 /// A store with the model `own/repo:m-Q8_0.gguf`.

@@ -108,6 +108,22 @@ fn codes_and_signals_are_passed_on() {
     }
 }
 
+#[test]
+fn the_others_are_asked_to_end_before_they_are_killed() {
+    let world = World::new();
+    let script = format!(
+        "if [ $MLX_RANK = 1 ]; then while ! [ -e $D/id.0 ]; do sleep 0.02; done; exit 4; fi; \
+         trap 'echo goodbye; exit 0' TERM; {SLEEP}"
+    );
+    for hosts in kinds(&world, 2) {
+        let ended = finish(start(&world, &args(&world, &hosts, &[], &script)));
+        assert_eq!((ended.code, &ended.stdout[..]), (Some(4), "[0] goodbye\n"));
+        assert!(!ended.stderr.contains("killed"), "{ended:?}");
+        assert_gone(&ids(&world, &[0]));
+        std::fs::remove_file(world.path("here/id.0")).unwrap();
+    }
+}
+
 /// MLX sends SIGTERM and waits for ever.
 #[test]
 fn a_rank_that_will_not_end_is_killed() {
@@ -270,10 +286,7 @@ fn a_host_that_cannot_be_reached_starts_nothing() {
 #[test]
 fn a_host_that_hangs_is_given_up() {
     let world = World::new();
-    std::fs::remove_file(world.path("bin/ssh")).unwrap();
-    std::fs::write(world.path("bin/ssh"), "#!/bin/sh\nexec sleep 1000\n").unwrap();
-    let mode = std::os::unix::fs::PermissionsExt::from_mode(0o755);
-    std::fs::set_permissions(world.path("bin/ssh"), mode).unwrap();
+    world.replace_ssh("#!/bin/sh\nexec sleep 1000\n");
     let hostfile = world.hostfile(2);
     let ended = world.run(&["--hostfile", &hostfile, "--start", "1", "true"]);
     assert_eq!(ended.code, Some(1), "{ended:?}");

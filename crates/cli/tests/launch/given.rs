@@ -270,15 +270,12 @@ fn greetings_are_not_output() {
     fs::create_dir(world.path("hosts/a/bin")).unwrap();
     let hostfile = world.hostfile(1);
     let fake = fs::read_to_string(world.path("bin/ssh")).unwrap();
-    fs::remove_file(world.path("bin/ssh")).unwrap();
     let greeting = fake.replacen(
         "exec setsid",
         "echo 'Welcome!'; printf 'no newline '\nexec setsid",
         1,
     );
-    fs::write(world.path("bin/ssh"), greeting).unwrap();
-    let mode = std::os::unix::fs::PermissionsExt::from_mode(0o755);
-    fs::set_permissions(world.path("bin/ssh"), mode).unwrap();
+    world.replace_ssh(&greeting);
     let ended = world.run(&["--hostfile", &hostfile, "echo", "out"]).ok();
     assert_eq!(ended.stdout, "[0] out\n");
 }

@@ -1,14 +1,15 @@
 //! `paceline launch` as a user calls it: what ranks are given, what comes back, and what is left
 //! when something dies.
 //!
-//! Other machines are this one: a stand-in for `ssh` on PATH (`tests-data/topology/ssh`) runs
-//! commands in a fresh session and environment. With PACELINE_TEST_SSHD=1 a real server on a free
-//! port is used besides ([`sshd`]).
+//! Other machines are this one ([`common::hosts`]). With PACELINE_TEST_SSHD=1 a real server on a
+//! free port is used besides ([`sshd`]).
 //!
 //! Processes are looked up in `/proc`, so the tests are for Linux.
 #![cfg(target_os = "linux")]
 #![allow(clippy::unwrap_used, reason = "test code outside of test functions")]
 
+#[path = "../common/mod.rs"]
+mod common;
 mod endings;
 mod given;
 #[path = "../../../comm/tests/rdma/library.rs"]
@@ -21,55 +22,16 @@ mod wires;
 
 use std::fs;
 use std::io::Write;
-use std::os::unix::fs::symlink;
-use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Output, Stdio};
-use std::time::{Duration, Instant};
+use std::path::PathBuf;
+use std::process::{Child, Command};
 
-use rustix::process::{Pid, Signal, kill_process};
-
-/// No wait of these tests is longer, unless something hangs.
-const PATIENCE: Duration = Duration::from_secs(60);
-
-/// A world of its own: temporary files, hosts `a` and `b`, and a stand-in for `ssh`.
-struct World {
-    dir: tempfile::TempDir,
-}
+use common::hosts::{Ended, World, finish};
+use common::until;
 
 impl World {
-    fn new() -> Self {
-        let dir = tempfile::tempdir().unwrap();
-        let world = Self { dir };
-        for name in ["bin", "tmp", "here", "hosts/a", "hosts/b"] {
-            fs::create_dir_all(world.path(name)).unwrap();
-        }
-        let fake = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests-data/topology/ssh");
-        symlink(fake.canonicalize().unwrap(), world.path("bin/ssh")).unwrap();
-        world
-    }
-
-    fn path(&self, name: &str) -> PathBuf {
-        self.dir.path().join(name)
-    }
-
     /// `paceline launch` with `args`, its streams piped.
     fn launch(&self, args: &[&str]) -> Command {
-        let path = format!("{}:/usr/bin:/bin", self.path("bin").display());
-        let mut command = Command::new(env!("CARGO_BIN_EXE_paceline"));
-        command
-            .env_clear()
-            .env("PATH", path)
-            .env("HOME", self.path("here"))
-            .env("TMPDIR", self.path("tmp"))
-            .env("FAKE_SSH_HOSTS", self.path("hosts"))
-            .env("FAKE_SSH_LOG", self.path("log"))
-            .current_dir(self.path("here"))
-            .arg("launch")
-            .args(args)
-            .stdin(Stdio::null())
-            .stdout(Stdio::piped())
-            .stderr(Stdio::piped());
-        command
+        self.paceline(&[&["launch"], args].concat())
     }
 
     /// Runs it to its end.
@@ -88,12 +50,6 @@ impl World {
         path.to_str().unwrap().to_owned()
     }
 
-    /// Calls of `ssh`.
-    fn calls(&self) -> Vec<String> {
-        let log = fs::read_to_string(self.path("log")).unwrap_or_default();
-        log.lines().map(str::to_owned).collect()
-    }
-
     /// Waits until no temporary file is left.
     fn assert_clean(&self) {
         let left = || -> Vec<_> {
@@ -101,65 +57,6 @@ impl World {
             entries.map(|entry| entry.unwrap().path()).collect()
         };
         until("temporary files are removed", || left().is_empty());
-    }
-}
-
-/// How a command ended.
-#[derive(Debug)]
-struct Ended {
-    code: Option<i32>,
-    stdout: String,
-    stderr: String,
-    took: Duration,
-}
-
-impl Ended {
-    /// Lines of standard output, sorted: ranks run side by side.
-    fn lines(&self) -> Vec<&str> {
-        let mut lines: Vec<&str> = self.stdout.lines().collect();
-        lines.sort_unstable();
-        lines
-    }
-
-    /// Fails unless it went well.
-    fn ok(self) -> Self {
-        assert_eq!(self.code, Some(0), "{self:?}");
-        self
-    }
-}
-
-/// Waits for the end of a command, which must come before [`PATIENCE`] does.
-fn finish(child: Child) -> Ended {
-    let start = Instant::now();
-    let pid = Pid::from_child(&child);
-    let (done, end) = std::sync::mpsc::channel();
-    std::thread::spawn(move || done.send(child.wait_with_output()));
-    let Ok(output) = end.recv_timeout(PATIENCE) else {
-        let _ = kill_process(pid, Signal::KILL);
-        panic!("it hangs");
-    };
-    let Output {
-        status,
-        stdout,
-        stderr,
-    } = output.unwrap();
-    Ended {
-        code: status.code(),
-        stdout: String::from_utf8(stdout).unwrap(),
-        stderr: String::from_utf8(stderr).unwrap(),
-        took: start.elapsed(),
-    }
-}
-
-/// Waits until `done`, at most [`PATIENCE`].
-fn until(what: &str, mut done: impl FnMut() -> bool) {
-    let start = Instant::now();
-    while !done() {
-        assert!(
-            start.elapsed() < PATIENCE,
-            "{what}: not within {PATIENCE:?}"
-        );
-        std::thread::sleep(Duration::from_millis(5));
     }
 }
 

@@ -2,7 +2,10 @@
 
 use std::process::{Command, Stdio};
 
-use crate::{Ended, World, feed, finish};
+use rustix::process::{Pid, Signal, kill_process};
+
+use crate::wires::report;
+use crate::{Ended, World, assert_gone, feed, finish, until};
 
 /// `mpirun` refuses root and more ranks than cores unless told otherwise, and any other MPI has
 /// other options.
@@ -19,11 +22,18 @@ fn can(test: &str) -> bool {
     is_there
 }
 
-fn run(world: &World, args: &[&str], input: &[u8]) -> Ended {
+fn launch(world: &World, args: &[&str]) -> Command {
     let mut command = world.launch(&[&LET, args].concat());
     command
         .env("OMPI_ALLOW_RUN_AS_ROOT", "1")
-        .env("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1");
+        .env("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1")
+        // Containers forbid the system call that Open MPI copies by between processes.
+        .env("OMPI_MCA_btl_vader_single_copy_mechanism", "none");
+    command
+}
+
+fn run(world: &World, args: &[&str], input: &[u8]) -> Ended {
+    let mut command = launch(world, args);
     let mut child = command.stdin(Stdio::piped()).spawn().unwrap();
     feed(&mut child, input);
     finish(child)
@@ -88,7 +98,7 @@ fn mpiruns_code_is_that_of_the_first_rank_that_fails() {
         ended.stderr.ends_with("error: mpirun exited with code 7\n"),
         "{ended:?}"
     );
-    crate::assert_gone(&[world.path("here/id.0"), world.path("here/id.1")]);
+    assert_gone(&[world.path("here/id.0"), world.path("here/id.1")]);
 }
 
 /// What MLX looks for, which Debian has in its development packages only.
@@ -105,4 +115,59 @@ fn the_librarys_name_is_passed_on() {
     )
     .ok();
     assert!(ended.stdout.starts_with("[0] libmpi"), "{ended:?}");
+}
+
+#[test]
+fn mpiruns_ranks_end_with_the_launcher() {
+    if !can("launch --backend mpi, interrupted and killed") {
+        return;
+    }
+    for signal in [Signal::INT, Signal::KILL] {
+        let world = World::new();
+        let ids = [0, 1].map(|rank| world.path(&format!("here/id.{rank}")));
+        let script = "echo $$ >id.$OMPI_COMM_WORLD_RANK; exec sleep 1000";
+        let mut command = launch(&world, &["-n", "2", "sh", "-c", script]);
+        let child = command.spawn().unwrap();
+        until("all ranks run", || {
+            let is_noted = |id| std::fs::read(id).is_ok_and(|id| id.ends_with(b"\n"));
+            ids.iter().all(is_noted)
+        });
+        kill_process(Pid::from_child(&child), signal).unwrap();
+        let ended = finish(child);
+        let code = (signal == Signal::INT).then_some(1);
+        assert_eq!(ended.code, code, "{ended:?}");
+        assert_gone(&ids);
+    }
+}
+
+/// The collectives of this program as an MPI program.
+#[test]
+fn bench_comm_runs_under_mpirun() {
+    const TEST: &str = "bench comm --transport mpi";
+    if !cfg!(feature = "mpi") {
+        eprintln!("SKIPPED {TEST}: mpi is not in this build (--features mpi)");
+        return;
+    }
+    if !can(TEST) {
+        return;
+    }
+    let world = World::new();
+    let program = [
+        env!("CARGO_BIN_EXE_paceline"),
+        "bench",
+        "comm",
+        "--transport",
+        "mpi",
+        "--max-bytes",
+        "64",
+    ];
+    let start = |more: &[&str]| run(&world, &[&["-n", "2"][..], &program[..], more].concat(), b"");
+    let refused = start(&[]);
+    assert_eq!(refused.code, Some(2), "{refused:?}");
+    assert!(refused.stderr.contains("mpi is plaintext"), "{refused:?}");
+    let report = report(start(&["--plaintext", "--json"]));
+    let facts = (&report["transport"], &report["ranks"]);
+    assert_eq!(facts, (&"mpi".into(), &2.into()));
+    // Eight operations at 4, 16 and 64 bytes, the barrier once.
+    assert_eq!(report["rows"].as_array().unwrap().len(), 22, "{report}");
 }

@@ -3,7 +3,6 @@
 
 use std::fs;
 use std::net::TcpListener;
-use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
@@ -77,9 +76,7 @@ impl Server {
              -o Hostname=127.0.0.1 \"$@\"\n",
             log = world.path("log").display()
         );
-        fs::remove_file(world.path("bin/ssh")).unwrap();
-        fs::write(world.path("bin/ssh"), ssh).unwrap();
-        fs::set_permissions(world.path("bin/ssh"), PermissionsExt::from_mode(0o755)).unwrap();
+        world.replace_ssh(&ssh);
         Some(Self { child })
     }
 }

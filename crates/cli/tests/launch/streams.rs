@@ -1,6 +1,10 @@
 //! Lines come whole and with their rank; input goes where it should.
 
+use std::io::{Read, Write};
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
 use std::process::Stdio;
+use std::thread;
 
 use crate::{World, feed, finish};
 
@@ -70,10 +74,10 @@ fn input_goes_where_it_should() {
             let mut command = world.launch(&args);
             let mut child = command.stdin(Stdio::piped()).spawn().unwrap();
             let own = bytes.clone();
-            let writer = std::thread::spawn({
+            let writer = thread::spawn({
                 let mut stdin = child.stdin.take().unwrap();
                 // Where nobody reads, the pipe breaks.
-                move || drop(std::io::Write::write_all(&mut stdin, &own))
+                move || drop(stdin.write_all(&own))
             });
             let ended = finish(child).ok();
             writer.join().unwrap();
@@ -101,7 +105,7 @@ fn ranks_need_not_read_their_input() {
         let mut stdin = child.stdin.take().unwrap();
         // More than the pipes hold: it is not all taken, and nobody waits for that.
         let own = input.clone();
-        let writer = std::thread::spawn(move || drop(std::io::Write::write_all(&mut stdin, &own)));
+        let writer = thread::spawn(move || drop(stdin.write_all(&own)));
         let ended = finish(child).ok();
         writer.join().unwrap();
         assert_eq!((ended.stdout.as_str(), ended.stderr.as_str()), ("", ""));
@@ -135,11 +139,57 @@ fn a_reader_that_leaves_ends_all() {
     let mut child = command.spawn().unwrap();
     let mut byte = [0];
     let mut stdout = child.stdout.take().unwrap();
-    std::io::Read::read_exact(&mut stdout, &mut byte).unwrap();
+    stdout.read_exact(&mut byte).unwrap();
     drop(stdout);
     let ended = finish(child);
     assert_eq!(ended.code, Some(0), "{ended:?}");
     assert!(!ended.stderr.contains("error"), "{ended:?}");
     crate::assert_gone(&[world.path("here/id.0"), world.path("here/id.1")]);
     world.assert_clean();
+}
+
+/// A stream of the launcher that does not wait, and its other end.
+fn hasty() -> (OwnedFd, UnixStream) {
+    let (own, other) = UnixStream::pair().unwrap();
+    own.set_nonblocking(true).unwrap();
+    (own.into(), other)
+}
+
+/// With MLX, streams that do not wait end in BlockingIOError: a terminal that another program has
+/// switched, a pipe of a program that shares it.
+#[test]
+fn streams_that_do_not_wait_are_waited_for() {
+    let world = World::new();
+    let ((stdin, mut keys), (stdout, mut shown)) = (hasty(), hasty());
+    let script = "cat; i=0; while [ $i -lt 5000 ]; do i=$((i+1)); echo a line of some length; done";
+    let mut command = world.launch(&["-n", "2", "--stdin", "all", "sh", "-c", script]);
+    let mut child = command.stdin(stdin).stdout(stdout).spawn().unwrap();
+    drop(command); // its ends of the streams
+    let mut first = [0; 10];
+    for line in ["1st\n", "2nd\n"] {
+        // Nothing is there to read before, and nothing after.
+        keys.write_all(line.as_bytes()).unwrap();
+        for _ in 0..2 {
+            shown.read_exact(&mut first[..8]).unwrap();
+            assert!(first.starts_with(b"[") && first[4..8] == *line.as_bytes());
+        }
+    }
+    drop(keys);
+    // The lines are more than the stream holds; reading begins once it has been full for a while.
+    thread::sleep(std::time::Duration::from_millis(300));
+    let mut rest = String::new();
+    shown.read_to_string(&mut rest).unwrap();
+    assert!(
+        rest.lines()
+            .all(|line| line[4..] == *"a line of some length")
+    );
+    assert_eq!(rest.lines().count(), 10_000);
+    let mut said = String::new();
+    child
+        .stderr
+        .take()
+        .unwrap()
+        .read_to_string(&mut said)
+        .unwrap();
+    assert_eq!((child.wait().unwrap().code(), said.as_str()), (Some(0), ""));
 }

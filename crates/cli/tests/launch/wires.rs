@@ -21,7 +21,7 @@ fn free_port() -> String {
 }
 
 /// What rank 0 reported: nobody else prints.
-fn report(ended: Ended) -> Value {
+pub(crate) fn report(ended: Ended) -> Value {
     let ended = ended.ok();
     let [line] = ended.lines()[..] else {
         panic!("more than a report: {ended:?}");

@@ -7,9 +7,8 @@ use std::path::Path;
 
 use paceline_formats::gguf::testing::Writer;
 
-/// Tokens before those of the 256 bytes: unknown, start and end of a message.
-const FIRST_BYTE: usize = 3;
-const VOCAB: usize = FIRST_BYTE + 256;
+use crate::common::vocabulary::{self, FIRST_BYTE, VOCAB};
+
 const WIDTH: usize = 256;
 const FFN: usize = 512;
 /// Of Q8_0 in GGUF files.
@@ -142,19 +141,11 @@ impl Tiny {
         if name == "gemma3" {
             file = file.meta("gemma3.attention.sliding_window", 70u32);
         }
-        let mut tokens = ["<unk>", "<turn>", "</turn>"].map(String::from).to_vec();
-        tokens.extend((0..=255).map(byte_name));
-        let mut kinds = vec![1; VOCAB]; // ordinary
-        kinds[0] = 2;
-        kinds[1..FIRST_BYTE].fill(3); // control
-        file.meta(&format!("{name}.attention.layer_norm_rms_epsilon"), 1e-6f32)
+        let file = file
+            .meta(&format!("{name}.attention.layer_norm_rms_epsilon"), 1e-6f32)
             .meta(&format!("{name}.rope.freq_base"), 1e4f32)
-            .meta("tokenizer.chat_template", TEMPLATE)
-            .meta("tokenizer.ggml.model", "gpt2")
-            .meta("tokenizer.ggml.pre", "default")
-            .meta("tokenizer.ggml.tokens", tokens)
-            .meta("tokenizer.ggml.token_type", kinds)
-            .meta("tokenizer.ggml.merges", Vec::<String>::new())
+            .meta("tokenizer.chat_template", TEMPLATE);
+        vocabulary::write(file, "<turn>", "</turn>")
     }
 }
 
@@ -192,15 +183,4 @@ impl File {
     fn with(&mut self, add: impl FnOnce(Writer) -> Writer) {
         self.writer = add(std::mem::take(&mut self.writer));
     }
-}
-
-/// How a byte is spelt in a vocabulary of the GPT-2 kind: bytes that print stand for themselves,
-/// the others for characters from U+0100 on (`bytes_to_unicode` of GPT-2's `encoder.py`).
-fn byte_name(byte: u8) -> String {
-    let prints = |b: &u8| matches!(b, b'!'..=b'~' | 0xa1..=0xac | 0xae..=0xff);
-    if prints(&byte) {
-        return char::from(byte).to_string();
-    }
-    let before = (0..byte).filter(|b| !prints(b)).count() as u32;
-    char::from_u32(0x100 + before).unwrap().to_string()
 }

@@ -9,12 +9,10 @@ use std::path::Path;
 
 use paceline_formats::gguf::testing::Writer;
 
-/// Tokens before those of the 256 bytes.
-const UNKNOWN: u32 = 0;
-const IM_START: u32 = 1;
+use crate::common::vocabulary::{self, FIRST_BYTE, VOCAB};
+
+/// The end of a message.
 pub(crate) const IM_END: u32 = 2;
-const FIRST_BYTE: u32 = 3;
-const VOCAB: usize = FIRST_BYTE as usize + 256;
 /// One column per token, in whole runs of 32.
 const WIDTH: usize = VOCAB.next_multiple_of(32);
 const HEAD: usize = 16;
@@ -117,41 +115,20 @@ impl Tiny {
                  {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
             );
         }
-        let mut tokens = ["<unk>", "<|im_start|>", "<|im_end|>"]
-            .map(String::from)
-            .to_vec();
-        tokens.extend((0..=255).map(byte_name));
-        let mut kinds = vec![1; VOCAB]; // ordinary
-        kinds[UNKNOWN as usize] = 2;
-        kinds[IM_START as usize..FIRST_BYTE as usize].fill(3); // control
-        file.meta("tokenizer.ggml.model", "gpt2")
-            .meta("tokenizer.ggml.pre", "default")
-            .meta("tokenizer.ggml.tokens", tokens)
-            .meta("tokenizer.ggml.token_type", kinds)
-            .meta("tokenizer.ggml.merges", Vec::<String>::new())
+        vocabulary::write(file, "<|im_start|>", "<|im_end|>")
             .meta("tokenizer.ggml.eos_token_id", IM_END)
     }
 }
 
 /// The token of a byte.
 fn id(byte: u8) -> u32 {
-    FIRST_BYTE + u32::from(byte)
+    FIRST_BYTE as u32 + u32::from(byte)
 }
 
 /// The text of tokens, those that are no bytes left out.
 pub(crate) fn decode(tokens: &[u64]) -> String {
-    let bytes = tokens.iter().filter(|t| **t >= u64::from(FIRST_BYTE));
-    let bytes = bytes.map(|t| (t - u64::from(FIRST_BYTE)) as u8).collect();
+    let first = FIRST_BYTE as u64;
+    let bytes = tokens.iter().filter(|t| **t >= first);
+    let bytes = bytes.map(|t| (t - first) as u8).collect();
     String::from_utf8(bytes).unwrap()
-}
-
-/// How a byte is spelt in a vocabulary of the GPT-2 kind: bytes that print stand for themselves,
-/// the others for characters from U+0100 on (`bytes_to_unicode` of GPT-2's `encoder.py`).
-fn byte_name(byte: u8) -> String {
-    let prints = |b: &u8| matches!(b, b'!'..=b'~' | 0xa1..=0xac | 0xae..=0xff);
-    if prints(&byte) {
-        return char::from(byte).to_string();
-    }
-    let before = (0..byte).filter(|b| !prints(b)).count() as u32;
-    char::from_u32(0x100 + before).unwrap().to_string()
 }

@@ -5,7 +5,7 @@ use std::process::Stdio;
 
 use serde_json::{Value, json};
 
-use crate::{World, macs, replace};
+use crate::{World, macs, replace, write_program};
 
 const MESH: [(usize, usize); 6] = [(0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3)];
 
@@ -183,6 +183,33 @@ fn a_service_that_is_missing_is_named() {
     assert!(ended.stderr.starts_with(expected), "{ended:?}");
 }
 
+/// MLX does not look at how the commands end.
+#[test]
+fn a_setup_that_cannot_be_done_is_told() {
+    let world = World::with(&macs(3, &[(0, 1), (1, 2), (2, 0)]));
+    let run = || world.run(&["--hosts", "h0,h1,h2", "--auto-setup", "--yes"]);
+    let sudo = |script: &str| write_program(&world.path("hosts/h1/bin/sudo"), script);
+    sudo("#!/bin/sh\necho sudo: a password is required >&2; exit 1\n");
+    let ended = run();
+    assert_eq!(ended.code, Some(1), "{ended:?}");
+    let expected = "error: sudo wants a password on h1\nhint: run the commands shown above";
+    assert!(ended.stderr.contains(expected), "{ended:?}");
+    assert_eq!(world.done("h0"), None, "nothing is done by halves");
+    let fails =
+        "case \"$*\" in *inet*) echo no such interface >&2; exit 5 ;; *echo*) echo yes ;; esac";
+    sudo(&format!("#!/bin/sh\n{fails}\n"));
+    let ended = run();
+    assert_eq!((ended.code, &ended.stdout[..]), (Some(1), ""), "{ended:?}");
+    for part in [
+        "  no such interface\n",
+        "error: the setup of h1 failed: it exited with code 1",
+        "--undo",
+    ] {
+        assert!(ended.stderr.contains(part), "{part:?} is not in {ended:?}");
+    }
+    assert_eq!(world.done("h2"), None, "it ends there");
+}
+
 /// A terminal is asked, and may say no.
 #[test]
 fn setup_runs_only_after_a_yes() {
@@ -224,12 +251,8 @@ fn answer_at_terminal(world: &World, answer: &str) {
         .unwrap();
     let mut keys = std::fs::File::from(terminal);
     std::io::Write::write_all(&mut keys, answer.as_bytes()).unwrap();
-    let path = format!("{}:/usr/bin:/bin", world.path("bin").display());
-    let mut child = std::process::Command::new(env!("CARGO_BIN_EXE_paceline"))
-        .args(["topology", "--hosts", "h0,h1", "--auto-setup"])
-        .env_clear()
-        .env("PATH", path)
-        .env("FAKE_SSH_HOSTS", world.path("hosts"))
+    let mut child = world
+        .topology(&["--hosts", "h0,h1", "--auto-setup"])
         .stdin(other)
         .stdout(Stdio::null())
         .stderr(Stdio::piped())

@@ -2,23 +2,25 @@
 //!
 //! A stand-in for `ssh` (`tests-data/topology/ssh`) runs commands in a host's folder, whose `bin`
 //! has commands that print what a Mac would. `mlx-0.32.4.json` beside it has such hosts and what
-//! MLX's own tool makes of them ([`same`]); `cargo xtask mlx` compares the two tools themselves,
-//! and with `--golden` writes that file anew.
+//! MLX's own tool makes of them ([`same`]); `cargo xtask mlx-tools` compares the two
+//! themselves, and with `--golden` writes that file anew.
 #![cfg(target_os = "linux")]
 #![allow(clippy::unwrap_used, reason = "test code outside of test functions")]
 
 mod better;
+#[path = "../common/mod.rs"]
+mod common;
 mod namespaces;
 mod same;
 mod usage;
 
 use std::collections::BTreeMap;
 use std::fs;
-use std::os::unix::fs::{PermissionsExt, symlink};
-use std::path::{Path, PathBuf};
-use std::process::{Command, Output, Stdio};
+use std::process::Command;
 
 use serde_json::{Value, json};
+
+use common::hosts::{Ended, World, finish, tests_data, write_program};
 
 /// Commands of a Mac: they print files of the host's folder.
 const COMMANDS: [(&str, &str); 7] = [
@@ -36,30 +38,7 @@ const COMMANDS: [(&str, &str); 7] = [
     ),
 ];
 
-/// A world of its own.
-struct World {
-    dir: tempfile::TempDir,
-}
-
-/// How a command ended.
-#[derive(Debug)]
-struct Ended {
-    code: Option<i32>,
-    stdout: String,
-    stderr: String,
-}
-
 impl World {
-    fn new() -> Self {
-        let dir = tempfile::tempdir().unwrap();
-        let world = Self { dir };
-        for name in ["bin", "hosts", "tmp"] {
-            fs::create_dir(world.path(name)).unwrap();
-        }
-        symlink(tests_data("ssh"), world.path("bin/ssh")).unwrap();
-        world
-    }
-
     /// With hosts as they are recorded: files by name, by host.
     fn with(hosts: &Value) -> Self {
         let world = Self::new();
@@ -77,41 +56,17 @@ impl World {
         }
         for (command, script) in COMMANDS {
             let path = folder.join("bin").join(command);
-            fs::write(&path, format!("#!/bin/sh\n{script}\n")).unwrap();
-            fs::set_permissions(&path, PermissionsExt::from_mode(0o755)).unwrap();
+            write_program(&path, &format!("#!/bin/sh\n{script}\n"));
         }
     }
 
-    fn path(&self, name: &str) -> PathBuf {
-        self.dir.path().join(name)
+    /// `paceline topology` with `args`.
+    fn topology(&self, args: &[&str]) -> Command {
+        self.paceline(&[&["topology"], args].concat())
     }
 
     fn run(&self, args: &[&str]) -> Ended {
-        let path = format!(
-            "{}:/usr/bin:/bin:/usr/sbin:/sbin",
-            self.path("bin").display()
-        );
-        let mut command = Command::new(env!("CARGO_BIN_EXE_paceline"));
-        command
-            .env_clear()
-            .env("PATH", path)
-            .env("HOME", self.path("tmp"))
-            .env("TMPDIR", self.path("tmp"))
-            .env("FAKE_SSH_HOSTS", self.path("hosts"))
-            .current_dir(self.dir.path())
-            .arg("topology")
-            .args(args)
-            .stdin(Stdio::null());
-        let Output {
-            status,
-            stdout,
-            stderr,
-        } = command.output().unwrap();
-        Ended {
-            code: status.code(),
-            stdout: String::from_utf8(stdout).unwrap(),
-            stderr: String::from_utf8(stderr).unwrap(),
-        }
+        finish(self.topology(args).spawn().unwrap())
     }
 
     /// The hostfile that it prints.
@@ -125,11 +80,6 @@ impl World {
     fn done(&self, host: &str) -> Option<String> {
         fs::read_to_string(self.path(&format!("hosts/{host}/done"))).ok()
     }
-}
-
-fn tests_data(name: &str) -> PathBuf {
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests-data/topology");
-    folder.join(name).canonicalize().unwrap()
 }
 
 /// Macs `h0`, `h1` and so on with these cables, port `n` of each on interface `en(n + 2)`.

@@ -6,7 +6,7 @@ use std::process::Command;
 
 use serde_json::{Value, json};
 
-use crate::World;
+use crate::{World, finish};
 
 /// Namespaces on one bridge; deleted at the end.
 struct Network {
@@ -94,7 +94,7 @@ fn an_ethernet_between_namespaces_carries_a_launch() {
         (Some(0), ""),
         "{ended:?}"
     );
-    let text = fs::read_to_string(world.path("hosts.json")).unwrap();
+    let text = fs::read_to_string(world.path("here/hosts.json")).unwrap();
     let file: Value = serde_json::from_str(&text).unwrap();
     let ips: Vec<&Value> = file["hosts"]
         .as_array()
@@ -135,20 +135,6 @@ out.sendall(bytes([rank])); print('from', left.recv(1)[0], 'at', address[0])";
 }
 
 fn launch(world: &World, args: &[&str]) -> String {
-    let path = format!(
-        "{}:/usr/local/bin:/usr/bin:/bin:/usr/sbin",
-        world.path("bin").display()
-    );
-    let mut command = Command::new(env!("CARGO_BIN_EXE_paceline"));
-    command
-        .env_clear()
-        .env("PATH", path)
-        .env("TMPDIR", world.path("tmp"));
-    command
-        .env("FAKE_SSH_HOSTS", world.path("hosts"))
-        .current_dir(world.dir.path());
-    let output = command.arg("launch").args(args).output().unwrap();
-    let said = String::from_utf8_lossy(&output.stderr);
-    assert!(output.status.success(), "{said}");
-    String::from_utf8(output.stdout).unwrap()
+    let mut command = world.paceline(&[&["launch"], args].concat());
+    finish(command.spawn().unwrap()).ok().stdout
 }

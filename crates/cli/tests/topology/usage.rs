@@ -61,7 +61,7 @@ fn hosts_that_are_silent_are_named_or_left_out() {
 fn a_hostfile_names_hosts_too() {
     let world = World::with(&macs(2, &[(0, 1)]));
     let text = r#"[{"ssh": "h1"}, {"ssh": "h0"}]"#;
-    std::fs::write(world.path("hosts.json"), text).unwrap();
+    std::fs::write(world.path("here/hosts.json"), text).unwrap();
     let file = world.hostfile(&[
         "--hostfile",
         "hosts.json",

@@ -1,9 +1,7 @@
 //! Meeting the neighbours: accept from the left, connect to the right.
 //!
-//! MLX's wire has no handshake, so whoever connects is taken for the neighbour. What can be known
-//! is used: a connection that was closed before all had come is a stranger's (a port scan, a health
-//! check), and the place is given to the next one; a socket that the system connected to itself is
-//! nobody.
+//! Who comes from the left is sorted out by [`Door`]. To the right, a connection that ended is made
+//! again, and a socket that the system connected to itself is nobody.
 
 use std::io;
 use std::net::{SocketAddr, TcpListener, TcpStream};
@@ -12,6 +10,7 @@ use std::time::Duration;
 
 use paceline_base::Rank;
 
+use super::door::Door;
 use super::run::{Sides, is_closed};
 use crate::{Deadline, deadline};
 
@@ -69,6 +68,16 @@ pub enum JoinError {
         /// The address.
         addr: SocketAddr,
     },
+    /// More than the neighbour came to an address, and stayed.
+    #[error("mlx-ring: {callers:?} connected to {addr}, expected only {rank}")]
+    Strangers {
+        /// Who was expected.
+        rank: Rank,
+        /// Where.
+        addr: SocketAddr,
+        /// Who came.
+        callers: Vec<SocketAddr>,
+    },
 }
 
 /// Who is where.
@@ -85,46 +94,48 @@ pub(super) struct Places<'a> {
 impl Places<'_> {
     /// Connects with both neighbours.
     pub(super) fn connect(&self, deadline: Deadline) -> Result<Sides, JoinError> {
-        for (listener, addr) in self.listeners.iter().zip(self.own) {
-            let set = listener.set_nonblocking(true);
-            set.map_err(system("listen at", *addr))?;
-        }
-        let mut left: Vec<Option<TcpStream>> = self.own.iter().map(|_| None).collect();
+        let mut doors = self.doors()?;
         let mut right: Vec<Option<TcpStream>> = self.theirs.iter().map(|_| None).collect();
         loop {
-            for (place, listener) in left.iter_mut().zip(self.listeners) {
-                fill(place, || accept(listener));
-            }
             for (place, addr) in right.iter_mut().zip(self.theirs) {
                 fill(place, || attempt(*addr, deadline));
             }
-            if left.iter().chain(&right).all(Option::is_some) {
-                let whole = |places: Vec<Option<TcpStream>>| places.into_iter().flatten().collect();
-                let (right, left) = (whole(right), whole(left));
-                return Ok(Sides { right, left });
+            doors.iter_mut().for_each(Door::look);
+            if doors.iter().all(Door::is_filled) && right.iter().all(Option::is_some) {
+                let left = doors.into_iter().map(|door| door.into_caller(self.left));
+                return Ok(Sides {
+                    left: left.collect::<Result<_, _>>()?,
+                    right: right.into_iter().flatten().collect(),
+                });
             }
             let time = deadline.left(deadline::now());
             if time.is_zero() {
-                return Err(self.missing(&left, &right));
+                return Err(self.missing(&doors, &right));
             }
             thread::sleep(NAP.min(time));
         }
     }
 
+    fn doors(&self) -> Result<Vec<Door<'_>>, JoinError> {
+        let each = self.listeners.iter().zip(self.own);
+        each.map(|(listener, addr)| Door::open(listener, *addr))
+            .collect()
+    }
+
     /// Who did not come.
-    fn missing(&self, left: &[Option<TcpStream>], right: &[Option<TcpStream>]) -> JoinError {
-        let first = |places: &[Option<TcpStream>]| places.iter().position(Option::is_none);
-        if let Some(i) = first(right) {
+    fn missing(&self, doors: &[Door<'_>], right: &[Option<TcpStream>]) -> JoinError {
+        if let Some(i) = right.iter().position(Option::is_none) {
             return JoinError::Missing {
                 rank: self.right,
                 what: "accept at",
                 addr: self.theirs[i],
             };
         }
+        let empty = doors.iter().find(|door| !door.is_filled());
         JoinError::Missing {
             rank: self.left,
             what: "connect to",
-            addr: self.own[first(left).unwrap_or(0)],
+            addr: empty.map_or(self.own[0], |door| door.addr),
         }
     }
 }
@@ -143,10 +154,6 @@ fn fill(place: &mut Option<TcpStream>, connect: impl FnOnce() -> Option<TcpStrea
     }
 }
 
-fn accept(listener: &TcpListener) -> Option<TcpStream> {
-    prepare(listener.accept().ok()?.0)
-}
-
 /// Connects once; whatever is wrong may be over at the next attempt.
 fn attempt(addr: SocketAddr, deadline: Deadline) -> Option<TcpStream> {
     let left = deadline.left(deadline::now());
@@ -162,7 +169,7 @@ fn attempt(addr: SocketAddr, deadline: Deadline) -> Option<TcpStream> {
 }
 
 /// As MLX sets its sockets up: no delay, no blocking.
-fn prepare(stream: TcpStream) -> Option<TcpStream> {
+pub(super) fn prepare(stream: TcpStream) -> Option<TcpStream> {
     stream.set_nodelay(true).ok()?;
     stream.set_nonblocking(true).ok()?;
     Some(stream)

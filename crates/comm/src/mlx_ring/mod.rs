@@ -30,7 +30,8 @@
 //! }
 //! ```
 //!
-//! - `plan`: what goes where, as data; `run`: moves it; `connect`: meets the neighbours.
+//! - `plan`: what goes where, as data; `run`: moves it; `connect`: meets the neighbours, and `door`
+//!   tells them from strangers.
 //!
 //! **What MLX's wire has, and no more.** All-reduce by sum, max and min, gathers of equal parts,
 //! messages to neighbours without tags, and a barrier, which is MLX users' own idiom: the sum of
@@ -42,14 +43,17 @@
 //! **What it cannot have.** The wire is array bytes: no lockstep guard, so ranks that make
 //! different calls get garbage or a timeout. No news: the error of a rank that is not next to the
 //! dead one names the neighbour through which the end reached it. No authentication and no
-//! encryption: [`Plaintext`]. Sums follow the ring and its segments, as MLX's do; the rule that
-//! results do not depend on the number of ranks does not hold, though all ranks still hold the same
-//! bytes. MLX's own ranks lose a NaN that meets a number in max and min; these keep it.
+//! encryption: [`Plaintext`]. A stranger who connects before the neighbour, stays, and is alone when
+//! all else is ready is taken for it; the neighbour then finds nobody and says so. Sums follow the
+//! ring and its segments, as MLX's do; the rule that results do not depend on the number of ranks
+//! does not hold, though all ranks still hold the same bytes. MLX's own ranks lose a NaN that meets
+//! a number in max and min; these keep it.
 //!
 //! **What MLX has not.** Every wait ends: a dead neighbour is an error at once and on every later
 //! call, silence is one at the deadline.
 
 mod connect;
+mod door;
 mod plan;
 mod run;
 #[cfg(test)]

@@ -280,10 +280,13 @@ mod tests {
     /// What one rank sends over a connection is what its neighbour takes from it.
     #[test]
     fn neighbours_agree_on_every_stream() {
-        let lens = [0, 1, 2, 3, 7, 10, 1024, 100_003, 1 << 20, (4 << 20) + 5];
+        let near = [0, 1, 2, 3, 7, 10, 1024, 100_003];
+        // Elements and bytes beyond what 32 bits hold.
+        let far = [1 << 20, (4 << 20) + 5, (1 << 30) + 5, (5 << 30) + 1];
+        let lens = [&near[..], &far].concat();
         for (size, connections, len) in (2..6)
             .flat_map(|size| (1..4).map(move |c| (size, c)))
-            .flat_map(|(size, c)| lens.map(|len| (size, c, len)))
+            .flat_map(|(size, c)| lens.iter().map(move |len| (size, c, *len)))
         {
             let plans = |make: &dyn Fn(Seat) -> Vec<Course>| -> Vec<Vec<Course>> {
                 (0..size)

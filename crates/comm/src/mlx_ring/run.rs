@@ -124,6 +124,14 @@ pub(super) fn is_closed(socket: &TcpStream) -> bool {
     }
 }
 
+/// Whether the other end will send no more, whatever of it is still to be read.
+pub(super) fn has_ended(socket: &TcpStream) -> bool {
+    let ends = HANGUP | PollFlags::HUP | PollFlags::ERR;
+    let mut fds = [PollFd::from_borrowed_fd(socket.as_fd(), HANGUP)];
+    poll_until(&mut fds, deadline::now());
+    fds[0].revents().intersects(ends)
+}
+
 /// A course under way.
 struct Running<'a> {
     course: &'a Course,

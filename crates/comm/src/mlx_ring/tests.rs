@@ -1,5 +1,8 @@
 //! Rust ranks alone: threads of this process. `tests/mlx_ring.rs` has the rings with MLX's ranks.
 
+mod edges;
+mod strangers;
+
 use std::fmt::Debug;
 use std::io::{Read, Write};
 use std::net::{Ipv4Addr, TcpStream};
@@ -39,7 +42,16 @@ fn on_each<R: Send>(
     work: impl Fn(MlxRing) -> R + Send + Sync,
 ) -> Vec<R> {
     let (all, hosts) = listeners(size, connections);
-    let (hosts, work) = (&hosts, &work);
+    on_each_of(all, &hosts, work)
+}
+
+/// [`on_each`] of the ring that has these addresses.
+fn on_each_of<R: Send>(
+    all: Listeners,
+    hosts: &[Vec<SocketAddr>],
+    work: impl Fn(MlxRing) -> R + Send + Sync,
+) -> Vec<R> {
+    let work = &work;
     thread::scope(|scope| {
         let start = |(rank, own)| {
             scope.spawn(move || {
@@ -333,26 +345,6 @@ fn a_deadline_holds_while_another_thread_uses_the_ring() {
             assert!(matches!(late, Err(Error::Timeout { .. })), "{late:?}");
             assert_eq!(receives.join().unwrap(), late);
         });
-    });
-}
-
-#[test]
-fn strangers_that_leave_do_not_take_a_place() {
-    let (all, hosts) = listeners(2, 2);
-    for addr in hosts.iter().flatten() {
-        drop(TcpStream::connect(addr).unwrap());
-    }
-    thread::scope(|scope| {
-        for (rank, own) in (0..).map(Rank).zip(all) {
-            let hosts = &hosts;
-            scope.spawn(move || {
-                let ring = join_with(own, rank, hosts, Plaintext::Refused, soon(20)).unwrap();
-                let group: &dyn Group = &ring;
-                let mut data = [1.0_f32; 1000];
-                group.all_reduce(&mut data, Reduce::Sum, soon(20)).unwrap();
-                assert_eq!(data, [2.0; 1000]);
-            });
-        }
     });
 }
 

@@ -78,6 +78,14 @@ def rough(dtype, length):
     expect(bool(mx.all(bits == bits[0])), "bits of a rough sum", dtype, length)
 
 
+def strided(dtype, length):
+    """A sum of every other element of an array."""
+    own = whole(RANK, length, dtype)
+    own = mx.stack([own, mx.zeros_like(own)], axis=1)[:, 0]
+    expected = sum(whole(rank, length, dtype) for rank in range(SIZE))
+    expect(bool(mx.all(mx.distributed.all_sum(own) == expected)), "strided", dtype, length)
+
+
 CALLS = {
     "barrier": lambda dtype, length: mx.eval(mx.distributed.all_sum(mx.array(1.0))),
     "sum": lambda dtype, length: reduction(
@@ -88,6 +96,7 @@ CALLS = {
     "gather": gather,
     "message": message,
     "rough": rough,
+    "strided": strided,
 }
 
 if __name__ == "__main__":

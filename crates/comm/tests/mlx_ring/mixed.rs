@@ -107,7 +107,8 @@ fn run_typed<T: Whole>(group: &dyn Group, step: Step) {
     };
     match call {
         "barrier" => group.barrier(patient()).unwrap(),
-        "sum" => reduce(Reduce::Sum, |a, b| a + b),
+        // To an MLX rank it makes a difference how its array lies.
+        "sum" | "strided" => reduce(Reduce::Sum, |a, b| a + b),
         "max" => reduce(Reduce::Max, u8::max),
         "min" => reduce(Reduce::Min, u8::min),
         "gather" => {
@@ -251,6 +252,11 @@ fn every_type_and_no_elements_at_all() {
         "complex64",
     ];
     let mut steps = plan(&all, &[0, 1, 2, 1025]);
-    steps.extend([("rough", "f32", 100_003), ("barrier", "f32", 1)]);
+    steps.extend([
+        ("rough", "f32", 100_003),
+        ("strided", "f32", 10),
+        ("strided", "bf16", 100_003),
+        ("barrier", "f32", 1),
+    ]);
     mixed("mlx-ring of every type", "rpr", 2, &steps);
 }

@@ -12,7 +12,7 @@ use std::time::Instant;
 use rustix::pty::{OpenptFlags, grantpt, openpt, ptsname, unlockpt};
 use rustix::termios::{Termios, tcgetattr};
 
-use crate::PATIENCE;
+use super::PATIENCE;
 
 /// A terminal with one process on it.
 pub(crate) struct Terminal {

@@ -1,0 +1,88 @@
+//! What the tests of the binary share. Every program of them has this as a module of its own.
+//!
+//! - [`home`]: a paceline with an empty home; [`hosts`]: one that has hosts to reach;
+//! - [`terminal`]: a person at a terminal; [`vocabulary`]: tokens of models that tests write.
+#![allow(dead_code, reason = "each program uses its own part")]
+
+pub(crate) mod home;
+pub(crate) mod hosts;
+pub(crate) mod terminal;
+pub(crate) mod vocabulary;
+
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+use rustix::process::{Pid, Signal, kill_process};
+
+/// No wait of these tests is longer, unless something hangs.
+pub(crate) const PATIENCE: Duration = Duration::from_secs(120);
+
+/// paceline with nothing of the tester's environment and nothing on standard input.
+pub(crate) fn paceline(home: &Path) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_paceline"));
+    command
+        .env_clear()
+        .env("PACELINE_HOME", home)
+        // Nobody listens on port 1, and there is no python3 in a PATH without programs.
+        .env("HF_ENDPOINT", "http://127.0.0.1:1")
+        .env("PATH", home)
+        .stdin(Stdio::null());
+    command
+}
+
+/// Runs `command` to its end, which must come before [`PATIENCE`] does.
+pub(crate) fn finish(command: &mut Command) -> Output {
+    collect(command.spawn().unwrap())
+}
+
+/// Waits for the end of `child`, which must come before [`PATIENCE`] does.
+pub(crate) fn collect(child: Child) -> Output {
+    let pid = Pid::from_child(&child);
+    let (done, end) = std::sync::mpsc::channel();
+    std::thread::spawn(move || done.send(child.wait_with_output()));
+    let Ok(output) = end.recv_timeout(PATIENCE) else {
+        let _ = kill_process(pid, Signal::KILL);
+        panic!("process {pid:?} hangs");
+    };
+    output.unwrap()
+}
+
+/// Waits until `done`, at most [`PATIENCE`]; how long that took.
+pub(crate) fn until(what: &str, mut done: impl FnMut() -> bool) -> Duration {
+    let start = Instant::now();
+    while !done() {
+        let waited = start.elapsed();
+        assert!(waited < PATIENCE, "{what}: not within {PATIENCE:?}");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    start.elapsed()
+}
+
+pub(crate) fn text(bytes: &[u8]) -> String {
+    String::from_utf8_lossy(bytes).into_owned()
+}
+
+/// SmolLM2, or `None` with a line that says that `test` is skipped.
+pub(crate) fn smollm2(test: &str) -> Option<String> {
+    test_model(test, "SmolLM2-135M-Instruct.Q4_1.gguf")
+}
+
+/// A file that `cargo xtask models` fetched, or `None` with a line that says that `test` is
+/// skipped.
+pub(crate) fn test_model(test: &str, file: &str) -> Option<String> {
+    let folder = std::env::var_os("PACELINE_TEST_MODELS").map_or_else(
+        || {
+            std::env::home_dir()
+                .unwrap_or_default()
+                .join(".cache/paceline/test-models")
+        },
+        PathBuf::from,
+    );
+    let path = folder.join(file);
+    if !Path::exists(&path) {
+        eprintln!("SKIPPED {test}: {} is not there", path.display());
+        return None;
+    }
+    Some(path.to_str().unwrap().to_owned())
+}
