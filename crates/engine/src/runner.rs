@@ -17,7 +17,7 @@
 use std::fmt;
 use std::time::Duration;
 
-use crate::{Engine, Failure, Request, Service, Sink, Status, Ticket};
+use crate::{Engine, Failure, Request, Service, Sink, Snapshot, Status, Ticket};
 
 mod core;
 mod driver;
@@ -59,6 +59,25 @@ impl Runner {
         look: impl FnOnce(&Engine) -> T + Send + 'static,
     ) -> Result<T, Failure> {
         self.driver.inspect(look)
+    }
+
+    /// Takes every request out between two steps, with the state to go on from elsewhere, in the
+    /// order they came in. No reply comes any more to the sinks that they had, which are dropped;
+    /// all replies until then were given. Blocks for up to a step.
+    ///
+    /// # Errors
+    /// As [`inspect`](Self::inspect).
+    pub fn take_all(&self) -> Result<Vec<(Ticket, Snapshot)>, Failure> {
+        self.driver.take_all()
+    }
+
+    /// Goes on with a request that was taken out of a runner of the same model. What is wrong with
+    /// a snapshot comes as [`Reply::Failed`](crate::Reply::Failed).
+    ///
+    /// # Errors
+    /// [`Failure::Unavailable`] when the engine is gone.
+    pub fn resume(&self, snapshot: Snapshot, sink: Sink) -> Result<Ticket, Failure> {
+        self.driver.resume(snapshot, sink)
     }
 }
 

@@ -42,6 +42,7 @@ pub mod placement;
 pub mod predict;
 pub mod published;
 pub mod solver;
+pub mod steer;
 pub mod validate;
 mod workload;
 

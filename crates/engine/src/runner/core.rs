@@ -1,6 +1,6 @@
 //! What a runner needs of an engine, so that tests can put in one that fails on command.
 
-use crate::{Engine, Error, Event, Request, SequenceId};
+use crate::{Engine, Error, Event, Request, SequenceId, Snapshot};
 
 /// An engine. Between calls it is idle or has something to step.
 pub(super) trait Core: Send + 'static {
@@ -9,6 +9,8 @@ pub(super) trait Core: Send + 'static {
     fn submit(&mut self, request: Request) -> Result<SequenceId, Error>;
     /// Nothing happens when the sequence is over.
     fn cancel(&mut self, id: SequenceId);
+    fn take_snapshot(&mut self, id: SequenceId) -> Result<Snapshot, Error>;
+    fn restore(&mut self, snapshot: Snapshot) -> Result<SequenceId, Error>;
     /// Does of a step what [`load`](Self::load) shows.
     fn admit(&mut self);
     fn step(&mut self) -> Result<Vec<Event>, Error>;
@@ -52,6 +54,14 @@ impl Core for Engine {
     fn cancel(&mut self, id: SequenceId) {
         // An error says that it is over.
         let _ = self.cancel(id);
+    }
+
+    fn take_snapshot(&mut self, id: SequenceId) -> Result<Snapshot, Error> {
+        self.take_snapshot(id)
+    }
+
+    fn restore(&mut self, snapshot: Snapshot) -> Result<SequenceId, Error> {
+        self.restore(snapshot)
     }
 
     fn admit(&mut self) {

@@ -7,14 +7,23 @@ use std::time::Duration;
 
 use super::core::{Core, Limits, Load};
 use super::worker::Worker;
-use crate::{Failure, Request, Sink, State, Status, Ticket};
+use crate::{Failure, Request, Sink, Snapshot, State, Status, Ticket};
 
-/// A request on its way to the engine.
+/// A sequence on its way to the engine.
 pub(super) struct Submission {
     pub(super) ticket: Ticket,
-    pub(super) request: Request,
+    pub(super) work: Work,
     pub(super) sink: Sink,
 }
+
+/// What a submission asks for.
+pub(super) enum Work {
+    Begin(Request),
+    GoOn(Box<Snapshot>),
+}
+
+/// Whoever takes all sequences out of the engine.
+pub(super) type Taker = mpsc::SyncSender<Vec<(Ticket, Snapshot)>>;
 
 /// Something to be done with the engine; its asker waits for it, so there is at most one per
 /// thread.
@@ -29,6 +38,7 @@ pub(super) struct Inbox<C> {
     /// Of requests that the engine has; at most one each.
     pub(super) cancels: Vec<Ticket>,
     pub(super) questions: Vec<Question<C>>,
+    pub(super) takers: Vec<Taker>,
     /// Requests that are neither over nor cancelled.
     pub(super) open: BTreeSet<Ticket>,
     /// The engine's, with what it has taken out of the inbox.
@@ -51,6 +61,7 @@ impl<C> Shared<C> {
             submissions: VecDeque::new(),
             cancels: Vec::new(),
             questions: Vec::new(),
+            takers: Vec::new(),
             open: BTreeSet::new(),
             load: Load::default(),
             last_ticket: 0,
@@ -114,17 +125,42 @@ impl<C: Core> Driver<C> {
         if waiting >= limits.max_waiting {
             return Err(Failure::Busy { waiting });
         }
+        Ok(self.enqueue(inbox, Work::Begin(request), sink))
+    }
+
+    /// The bound on waiting requests does not apply: the engine has one for these.
+    pub(super) fn resume(&self, snapshot: Snapshot, sink: Sink) -> Result<Ticket, Failure> {
+        let inbox = self.shared.lock();
+        inbox.check_ready()?;
+        Ok(self.enqueue(inbox, Work::GoOn(Box::new(snapshot)), sink))
+    }
+
+    fn enqueue(&self, mut inbox: MutexGuard<'_, Inbox<C>>, work: Work, sink: Sink) -> Ticket {
         inbox.last_ticket += 1;
         let ticket = Ticket(inbox.last_ticket);
         inbox.open.insert(ticket);
-        inbox.submissions.push_back(Submission {
-            ticket,
-            request,
-            sink,
-        });
+        inbox
+            .submissions
+            .push_back(Submission { ticket, work, sink });
         drop(inbox);
         self.shared.wake.notify_one();
-        Ok(ticket)
+        ticket
+    }
+
+    pub(super) fn take_all(&self) -> Result<Vec<(Ticket, Snapshot)>, Failure> {
+        if self.is_own_thread() {
+            return Err(unavailable("asked from the engine's own thread"));
+        }
+        let (sender, receiver) = mpsc::sync_channel(1);
+        let mut inbox = self.shared.lock();
+        inbox.check_ready()?;
+        inbox.takers.push(sender);
+        drop(inbox);
+        self.shared.wake.notify_one();
+        receiver.recv().map_err(|_| {
+            let gone = self.shared.lock().check_ready().err();
+            gone.unwrap_or_else(|| unavailable("the engine ended"))
+        })
     }
 
     pub(super) fn cancel(&self, ticket: Ticket) {

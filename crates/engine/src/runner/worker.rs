@@ -7,14 +7,15 @@ use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
 use super::core::{Core, Load};
-use super::driver::{Question, Shared, Submission};
-use crate::{Error, Event, Failure, Reply, SequenceId, Sink, State, Ticket};
+use super::driver::{Question, Shared, Submission, Taker, Work};
+use crate::{Error, Event, Failure, Reply, SequenceId, Sink, Snapshot, State, Ticket};
 
 /// What came in since the last step.
 struct Mail<C> {
     submissions: Vec<Submission>,
     cancels: Vec<Ticket>,
     questions: Vec<Question<C>>,
+    takers: Vec<Taker>,
 }
 
 /// A request that the engine has.
@@ -78,7 +79,8 @@ impl<C: Core> Worker<C> {
         let mut inbox = self.shared.lock();
         let has_mail = !inbox.submissions.is_empty()
             || !inbox.cancels.is_empty()
-            || !inbox.questions.is_empty();
+            || !inbox.questions.is_empty()
+            || !inbox.takers.is_empty();
         if self.core.is_idle() && !has_mail && !inbox.stop {
             let woken = self.shared.wake.wait_timeout(inbox, self.idle_interval);
             inbox = woken.unwrap_or_else(PoisonError::into_inner).0;
@@ -91,6 +93,7 @@ impl<C: Core> Worker<C> {
             submissions: inbox.submissions.drain(..).collect(),
             cancels: inbox.cancels.drain(..).collect(),
             questions: inbox.questions.drain(..).collect(),
+            takers: inbox.takers.drain(..).collect(),
         })
     }
 
@@ -108,15 +111,36 @@ impl<C: Core> Worker<C> {
             // The asker hears of a panic, and nobody else.
             let _ = catch_unwind(AssertUnwindSafe(|| question(&self.core)));
         }
+        for taker in mail.takers {
+            // Its asker waits.
+            let _ = taker.send(self.take_all());
+        }
+    }
+
+    /// Takes every sequence out of the engine, in the order of their ids, and drops its sink.
+    fn take_all(&mut self) -> Vec<(Ticket, Snapshot)> {
+        let mut taken = Vec::with_capacity(self.open.len());
+        for (id, open) in std::mem::take(&mut self.open) {
+            self.shared.lock().open.remove(&open.ticket);
+            if let Ok(snapshot) = self.core.take_snapshot(id) {
+                taken.push((open.ticket, snapshot));
+            }
+            discard(open.sink);
+        }
+        taken
     }
 
     fn submit(&mut self, submission: Submission) {
         let Submission {
             ticket,
-            request,
+            work,
             mut sink,
         } = submission;
-        match self.core.submit(request) {
+        let taken = match work {
+            Work::Begin(request) => self.core.submit(request),
+            Work::GoOn(snapshot) => self.core.restore(*snapshot),
+        };
+        match taken {
             Ok(id) => drop(self.open.insert(id, Open { ticket, sink })),
             Err(error) => {
                 self.shared.lock().open.remove(&ticket);
@@ -170,6 +194,7 @@ impl<C: Core> Worker<C> {
         inbox.cancels.clear();
         let still_open = std::mem::take(&mut inbox.open);
         let questions = std::mem::take(&mut inbox.questions);
+        let takers = std::mem::take(&mut inbox.takers);
         let submissions = std::mem::take(&mut inbox.submissions);
         drop(inbox);
         let taken = std::mem::take(&mut self.open).into_values();
@@ -181,7 +206,7 @@ impl<C: Core> Worker<C> {
             }
             discard(sink);
         }
-        drop(questions);
+        drop((questions, takers));
     }
 }
 

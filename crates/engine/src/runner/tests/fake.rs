@@ -8,7 +8,8 @@ use super::super::core::{Core, Limits, Load};
 use super::super::driver::Driver;
 use super::{PATIENCE, Replies, finished, request, sink, token};
 use crate::{
-    Error, Event, Failure, Finish, Reply, Request, SequenceId, Sink, State, Status, Ticket,
+    Error, Event, Failure, Finish, Reply, Request, SequenceId, Sink, Snapshot, State, Status,
+    Ticket,
 };
 
 /// What the engine is to do in a step.
@@ -62,6 +63,15 @@ impl Core for Fake {
 
     fn cancel(&mut self, id: SequenceId) {
         self.sequences.retain(|(other, _)| *other != id);
+    }
+
+    fn take_snapshot(&mut self, id: SequenceId) -> Result<Snapshot, Error> {
+        self.cancel(id);
+        Err(Error::NoSequence(id))
+    }
+
+    fn restore(&mut self, _: Snapshot) -> Result<SequenceId, Error> {
+        Err(Error::NoSequence(SequenceId(7)))
     }
 
     fn admit(&mut self) {}

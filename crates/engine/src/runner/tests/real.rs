@@ -1,7 +1,7 @@
 //! A runner with a real engine gives the answers of the engine alone.
 
-use std::collections::HashSet;
-use std::sync::Arc;
+use std::collections::{HashMap, HashSet};
+use std::sync::{Arc, mpsc};
 use std::thread;
 
 use paceline_tensor::PAGE;
@@ -11,7 +11,7 @@ use super::super::Runner;
 use super::{PATIENCE, Replies, sink};
 use crate::engine::tests::requests::mixed;
 use crate::engine::tests::tiny::Tiny;
-use crate::{EngineConfig, Event, Failure, Reply, Request, Service, State};
+use crate::{EngineConfig, Event, Failure, Reply, Request, Service, Sink, State};
 
 const CONTEXT: usize = 3 * PAGE;
 
@@ -205,4 +205,61 @@ fn replies_and_failures_survive_json() {
         let text = serde_json::to_string(&reply).unwrap();
         assert_eq!(serde_json::from_str::<Reply>(&text).unwrap(), reply);
     }
+}
+
+/// Takes all requests out of a runner once `n` replies came, and goes on with them in another.
+/// What each request's sinks heard, by its place in `requests`.
+fn moved(tiny: &Tiny, requests: &[Request], n: usize) -> Vec<Vec<Reply>> {
+    let (sender, replies) = mpsc::channel();
+    let sink = |i: usize| -> Sink {
+        let sender = sender.clone();
+        Box::new(move |reply| drop(sender.send((i, reply))))
+    };
+    let [here, there] = [(); 2].map(|()| Runner::start(tiny.engine(sizes())));
+    let mut tickets = HashMap::new();
+    for (i, request) in requests.iter().enumerate() {
+        let ticket = here.submit(request.clone(), sink(i)).unwrap();
+        tickets.insert(ticket, i);
+    }
+    let mut heard = vec![Vec::new(); requests.len()];
+    for _ in 0..n {
+        let (i, reply) = replies.recv_timeout(PATIENCE).unwrap();
+        heard[i].push(reply);
+    }
+    for (ticket, snapshot) in here.take_all().unwrap() {
+        let text = serde_json::to_string(&snapshot).unwrap();
+        let snapshot = serde_json::from_str(&text).unwrap();
+        there.resume(snapshot, sink(tickets[&ticket])).unwrap();
+    }
+    assert_eq!(here.inspect(crate::Engine::is_idle), Ok(true));
+    drop(sender);
+    replies.iter().for_each(|(i, reply)| heard[i].push(reply));
+    heard
+}
+
+#[test]
+fn requests_that_are_moved_lose_and_repeat_nothing() {
+    let tiny = Tiny::new(1);
+    let requests = mixed(&tiny);
+    let expected: Vec<Vec<Reply>> = requests.iter().map(|r| alone(&tiny, r)).collect();
+    let replies = expected.iter().map(Vec::len).sum::<usize>();
+    for n in (0..replies).step_by(replies / 8) {
+        let heard = moved(&tiny, &requests, n);
+        let heard: Vec<_> = heard.into_iter().map(alike).collect();
+        assert_eq!(heard, expected, "moved after {n} replies");
+    }
+}
+
+#[test]
+fn nothing_is_taken_from_a_sink_s_own_thread_or_a_runner_that_is_empty() {
+    let tiny = Tiny::new(1);
+    let runner = Arc::new(Runner::start(tiny.engine(sizes())));
+    assert_eq!(runner.take_all().unwrap().len(), 0);
+    let (sender, refused) = mpsc::channel();
+    let own = Arc::clone(&runner);
+    let sink = Box::new(move |_| {
+        let _ = sender.send(own.take_all().is_err()); // only the first is heard
+    });
+    runner.submit(mixed(&tiny)[0].clone(), sink).unwrap();
+    assert_eq!(refused.recv_timeout(PATIENCE), Ok(true));
 }

@@ -1,0 +1,260 @@
+//! Which of the ways to compute a model goes on, decided while it answers.
+//!
+//! A plan says how fast each way is; live tokens say how fast the one in use is. [`Steering`]
+//! compares: where another way is believed to be faster by more than [`NOISE`], it counts the
+//! seconds lost, and orders a change once they exceed what the change costs, doubled with each
+//! change. That is the rule of renting skis until the rent is their price (Karlin, Manasse,
+//! Rudolph, Sleator, Algorithmica 3, 1988): whatever the truth, at most about as much is lost to
+//! changes as to staying. A way that turned out worse than another's measured speed is left by the
+//! same rule: that is the roll-back.
+//!
+//! Pure: times come in with the events. Only tokens of an answer that is computed alone count,
+//! since predictions are for one.
+
+use std::time::Duration;
+
+use crate::Error;
+
+/// How much better another way must be. 15 % is the spread between two runs of one split that the
+/// bars of the project allow as noise.
+pub const NOISE: f64 = 0.15;
+
+/// Tokens at one way before anything is concluded: a few times the spikes of a busy machine.
+pub const LEAST: usize = 24;
+
+/// Tokens that do not count after a start or a gap: caches and pools are cold.
+const COLD: usize = 4;
+
+/// Tokens whose median is the speed.
+const WINDOW: usize = 64;
+
+/// Changes at most, those back included.
+pub const MOST: u32 = 6;
+
+/// A way to compute a model, as it is known before.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Way {
+    /// Decode tokens a second, as predicted and corrected by earlier runs.
+    pub tok_s: f64,
+    /// What it takes to change to it.
+    pub change: Duration,
+}
+
+/// Something that happened.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Event {
+    /// A request came.
+    Opened,
+    /// A token of a request.
+    Token,
+    /// A request is over.
+    Closed,
+    /// The change that was ordered was made, and took so long.
+    Changed(Duration),
+    /// The change that was ordered could not be made: the way before is in use again.
+    Refused,
+}
+
+/// What to do, and why.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Order {
+    /// Place of the way in use.
+    pub from: usize,
+    /// Place of the way to change to.
+    pub to: usize,
+    /// Decode tokens a second of the one in use, measured.
+    pub measured: f64,
+    /// Of the other, as expected, or as measured when it was in use.
+    pub expected: f64,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Known {
+    way: Way,
+    /// As last measured; `None` before [`LEAST`] tokens.
+    measured: Option<f64>,
+    refused: bool,
+}
+
+impl Known {
+    /// Tokens a second, as far as is known.
+    fn believed(&self) -> f64 {
+        self.measured.unwrap_or(self.way.tok_s)
+    }
+}
+
+/// Follows answers and orders changes. [`step`](Self::step) is given everything that happens, in
+/// order.
+#[derive(Clone, Debug)]
+pub struct Steering {
+    ways: Vec<Known>,
+    at: usize,
+    /// The change that is being made.
+    ordered: Option<usize>,
+    changes: u32,
+    /// Requests.
+    open: usize,
+    /// When the way in use began.
+    since: Duration,
+    /// The last token of an answer alone.
+    last: Option<Duration>,
+    cold: usize,
+    /// Seconds between tokens, as many as [`WINDOW`], as a ring.
+    gaps: Vec<f64>,
+    /// Gaps since the change.
+    n: usize,
+}
+
+impl Steering {
+    /// Begins with the way `at`.
+    ///
+    /// # Errors
+    /// [`Error::Value`] for speeds that are not finite and positive.
+    ///
+    /// # Panics
+    /// When there is no way `at`.
+    pub fn new(ways: &[Way], at: usize) -> Result<Self, Error> {
+        assert!(at < ways.len(), "way {at} of {}", ways.len());
+        for (i, way) in ways.iter().enumerate() {
+            if !(way.tok_s.is_finite() && way.tok_s > 0.0) {
+                return Err(Error::Value {
+                    what: format!("way {i}"),
+                    field: "decode tok/s",
+                    got: way.tok_s.to_string(),
+                    expected: "a finite number above 0",
+                });
+            }
+        }
+        let known = |way: &Way| Known {
+            way: *way,
+            measured: None,
+            refused: false,
+        };
+        Ok(Self {
+            ways: ways.iter().map(known).collect(),
+            at,
+            ordered: None,
+            changes: 0,
+            open: 0,
+            since: Duration::ZERO,
+            last: None,
+            cold: COLD,
+            gaps: Vec::with_capacity(WINDOW),
+            n: 0,
+        })
+    }
+
+    /// Place of the way in use.
+    pub const fn at(&self) -> usize {
+        self.at
+    }
+
+    /// Changes made.
+    pub const fn changes(&self) -> u32 {
+        self.changes
+    }
+
+    /// Decode tokens a second that way `i` reached, if it was in use for long enough.
+    pub fn measured(&self, i: usize) -> Option<f64> {
+        self.ways[i].measured
+    }
+
+    /// Decode tokens a second that way `i` is expected to reach: as given.
+    pub fn expected(&self, i: usize) -> f64 {
+        self.ways[i].way.tok_s
+    }
+
+    /// Takes in what happened at `now`, counted from any moment. An order is given once, and
+    /// answered with [`Event::Changed`] or [`Event::Refused`].
+    pub fn step(&mut self, now: Duration, event: Event) -> Option<Order> {
+        match event {
+            Event::Opened => self.interrupt(self.open + 1),
+            Event::Closed => self.interrupt(self.open.saturating_sub(1)),
+            Event::Changed(took) => self.changed(now, took),
+            Event::Refused => {
+                if let Some(to) = self.ordered.take() {
+                    self.ways[to].refused = true;
+                    self.begin(now);
+                }
+            }
+            Event::Token => return self.token(now),
+        }
+        None
+    }
+
+    fn interrupt(&mut self, open: usize) {
+        (self.open, self.last, self.cold) = (open, None, COLD);
+    }
+
+    fn changed(&mut self, now: Duration, took: Duration) {
+        if let Some(to) = self.ordered.take() {
+            self.ways[self.at].way.change = took; // as long as the way there
+            self.at = to;
+            self.changes += 1;
+            self.begin(now);
+        }
+    }
+
+    /// Counts anew.
+    fn begin(&mut self, now: Duration) {
+        self.gaps.clear();
+        (self.n, self.since, self.last, self.cold) = (0, now, None, COLD);
+    }
+
+    fn token(&mut self, now: Duration) -> Option<Order> {
+        // Tokens of the way before may be told late.
+        if self.open != 1 || self.ordered.is_some() || now < self.since {
+            return None;
+        }
+        let before = self.last.replace(now)?;
+        if self.cold > 0 {
+            self.cold -= 1;
+            return None;
+        }
+        let gap = now.saturating_sub(before).as_secs_f64();
+        match self.gaps.get_mut(self.n % WINDOW) {
+            Some(oldest) => *oldest = gap,
+            None => self.gaps.push(gap),
+        }
+        self.n += 1;
+        self.decide()
+    }
+
+    fn decide(&mut self) -> Option<Order> {
+        if self.n < LEAST {
+            return None;
+        }
+        let mut sorted = self.gaps.clone();
+        sorted.sort_by(f64::total_cmp);
+        // A clock that does not move measures nothing.
+        let gap = sorted[sorted.len() / 2].max(1e-9);
+        let measured = 1.0 / gap;
+        self.ways[self.at].measured = Some(measured);
+        let (to, expected) = self.best_other()?;
+        if self.changes >= MOST || expected <= measured * (1.0 + NOISE) {
+            return None;
+        }
+        let lost = self.n as f64 * (gap - 1.0 / expected);
+        let price = self.ways[to].way.change.as_secs_f64() * f64::from(1u32 << self.changes);
+        if lost < price {
+            return None;
+        }
+        self.ordered = Some(to);
+        Some(Order {
+            from: self.at,
+            to,
+            measured,
+            expected,
+        })
+    }
+
+    fn best_other(&self) -> Option<(usize, f64)> {
+        let others = self.ways.iter().enumerate();
+        let others = others.filter(|(i, way)| *i != self.at && !way.refused);
+        let believed = others.map(|(i, way)| (i, way.believed()));
+        believed.max_by(|a, b| a.1.total_cmp(&b.1).then(b.0.cmp(&a.0)))
+    }
+}
+
+#[cfg(test)]
+mod tests;
