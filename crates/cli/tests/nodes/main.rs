@@ -8,10 +8,13 @@
 #![cfg(target_os = "linux")]
 #![allow(clippy::unwrap_used, reason = "test code outside of test functions")]
 
+#[path = "../../../mlx/tests/fake/build.rs"]
+mod fake;
 mod http;
 #[path = "../../../comm/tests/rdma/library.rs"]
 mod library;
 mod lost;
+mod mlx;
 mod processes;
 mod same;
 mod server;
