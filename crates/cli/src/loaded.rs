@@ -262,6 +262,9 @@ impl Opened {
 
     fn spec(&self) -> anyhow::Result<InstanceSpec> {
         self.classes.check(&self.config, &self.split)?;
+        if !self.classes.on_cpu() {
+            load::check_mlx(&self.path)?; // here, since of a worker's error only the text arrives
+        }
         Ok(InstanceSpec {
             program: std::env::current_exe().context("cannot find this program's own file")?,
             args: vec![OsString::from("worker")],
