@@ -11,6 +11,7 @@ mod deny;
 mod instructions;
 mod mlx;
 mod mlx_engine;
+mod mlx_gpu;
 mod mlx_tools;
 mod models;
 mod mpi;
@@ -78,7 +79,11 @@ enum Chore {
         golden: bool,
     },
     /// Fetch MLX and build its C layer, for the tests of the MLX engine.
-    Mlx,
+    Mlx {
+        /// Run the engine's tests on this machine's GPU, and an 8B-shaped model beside mlx-lm.
+        #[arg(long)]
+        gpu: bool,
+    },
     /// Run rings of Rust and real MLX ranks.
     MlxRing,
     /// Run groups over MPI by mpirun.
@@ -143,7 +148,8 @@ fn run(chore: Chore) -> Result<bool> {
             println!("{tally}");
             tally.failed == 0
         }
-        Chore::Mlx => steps::run(&[Step::Mlx]),
+        Chore::Mlx { gpu: false } => steps::run(&[Step::Mlx]),
+        Chore::Mlx { gpu: true } => steps::run(&[Step::MlxGpu]),
         Chore::MlxRing => steps::run(&[Step::MlxRing]),
         Chore::Mpi => steps::run(&[Step::Mpi]),
         Chore::Darwin => steps::run(&[Step::Darwin]),

@@ -8,8 +8,8 @@ use clap::ValueEnum;
 use crate::cargo_test::TestLog;
 use crate::tally::Tally;
 use crate::{
-    darwin, deny, instructions, mlx, mlx_engine, mlx_tools, models, mpi, neon, process, rdma, repo,
-    sdk, tidy,
+    darwin, deny, instructions, mlx, mlx_engine, mlx_gpu, mlx_tools, models, mpi, neon, process,
+    rdma, repo, sdk, tidy,
 };
 
 /// One step. `cargo xtask test` runs the first ten.
@@ -33,6 +33,8 @@ pub(crate) enum Step {
     Sdk,
     /// MLX's own tools, and programs that use MLX.
     MlxTools,
+    /// The MLX engine on this machine's GPU.
+    MlxGpu,
     /// Groups over MPI, by mpirun.
     Mpi,
     /// Rings of Rust and real MLX ranks; the unit tests have them too.
@@ -76,6 +78,7 @@ impl Step {
             Step::Doc => "doc",
             Step::Sdk => "sdk",
             Step::MlxTools => "mlx-tools",
+            Step::MlxGpu => "mlx-gpu",
             Step::Mpi => "mpi",
             Step::MlxRing => "mlx-ring",
             Step::Darwin => "darwin",
@@ -108,6 +111,7 @@ impl Step {
             Step::Doc => cargo_test(self, "--doc"),
             Step::Sdk => sdk::run(None, &mut |line| println!("{line}")),
             Step::MlxTools => mlx_tools::run(None, &mut |line| println!("{line}")),
+            Step::MlxGpu => mlx_gpu::run(&mut |line| println!("{line}")),
             Step::Mpi => mpi::run(&mut |line| println!("{line}")),
             Step::MlxRing => mlx::run(&mut |line| println!("{line}")),
             Step::Darwin => darwin::run(&mut |line| println!("{line}")),
@@ -202,7 +206,11 @@ fn cargo_test(step: Step, kind: &str) -> Result<Tally> {
         Err(error) => println!("no Python with MLX: {error:#}"),
     }
     match mlx_engine::library() {
-        Ok(library) => drop(command.env(mlx_engine::LIBRARY, library)),
+        Ok(library) => drop(
+            command
+                .env(mlx_engine::LIBRARY, library)
+                .envs(mlx_engine::tokens()),
+        ),
         Err(error) => println!("no MLX to open: {error:#}"),
     }
     let mut log = TestLog::new();

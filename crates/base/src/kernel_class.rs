@@ -22,11 +22,14 @@ pub enum KernelClass {
     Mlx,
     /// MLX with activations, scales and cache in f32: slower and nearer to `CpuF32`.
     MlxF32,
+    /// As `Mlx`, every row computed by itself and every product whole: the same bits for all
+    /// batches and splits, slower (docs/numerics.md).
+    MlxExact,
 }
 
 /// Not the name of a kernel class.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("unknown kernel class {0:?}, expected cpu, cpu-q8, cpu-f32, mlx or mlx-f32")]
+#[error("unknown kernel class {0:?}, expected cpu, cpu-q8, cpu-f32, mlx, mlx-f32 or mlx-exact")]
 pub struct UnknownKernelClass(pub String);
 
 impl KernelClass {
@@ -38,12 +41,13 @@ impl KernelClass {
             Self::CpuF32 => "cpu-f32",
             Self::Mlx => "mlx",
             Self::MlxF32 => "mlx-f32",
+            Self::MlxExact => "mlx-exact",
         }
     }
 
     /// Whether MLX computes it, else our own kernels.
     pub const fn is_mlx(self) -> bool {
-        matches!(self, Self::Mlx | Self::MlxF32)
+        matches!(self, Self::Mlx | Self::MlxF32 | Self::MlxExact)
     }
 }
 
@@ -63,6 +67,7 @@ impl FromStr for KernelClass {
             Self::CpuF32,
             Self::Mlx,
             Self::MlxF32,
+            Self::MlxExact,
         ];
         all.into_iter()
             .find(|class| class.name() == name)

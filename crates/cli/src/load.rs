@@ -8,6 +8,7 @@ use anyhow::Context;
 use indicatif::{ProgressBar, ProgressStyle};
 use paceline_base::KernelClass;
 use paceline_engine::EngineConfig;
+use paceline_mlx::Library;
 use paceline_model::{Source, Weights};
 use paceline_tensor::{InstructionSet, Kernels, KvType, Pinning};
 
@@ -120,6 +121,17 @@ pub(crate) fn model(
     let model = paceline_node::load_whole(source, numbers, engine, &places, kernels, progress);
     bar.clear();
     model.map_err(|error| in_model(path, error))
+}
+
+/// Whether MLX can be opened, for the model at `path`.
+///
+/// # Errors
+/// Why not.
+pub(crate) fn check_mlx(path: &Path) -> anyhow::Result<()> {
+    let opened = Library::open(&home::mlx_places()?);
+    opened
+        .map(drop)
+        .map_err(|error| in_model(path, error.into()))
 }
 
 /// A progress bar that comes only when loading takes long.

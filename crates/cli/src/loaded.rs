@@ -13,7 +13,7 @@ use paceline_engine::{Engine, EngineConfig, Failure, Reply, Request, Runner, Ser
 use paceline_formats::chat::{ChatTemplate, Error as ChatError};
 use paceline_formats::tokenizer::Tokenizer;
 use paceline_model::{Config, Shard, Source, Split, SplitKind};
-use paceline_node::{Instance, InstanceSpec};
+use paceline_node::{Instance, InstanceSpec, Moved};
 use paceline_tensor::KvType;
 
 use crate::compute::{Classes, ComputeArgs, EngineArgs};
@@ -260,6 +260,9 @@ impl Opened {
 
     fn spec(&self) -> anyhow::Result<InstanceSpec> {
         self.classes.check(&self.config, &self.split)?;
+        if !self.classes.on_cpu() {
+            load::check_mlx(&self.path)?; // here, since of a worker's error only the text arrives
+        }
         Ok(InstanceSpec {
             program: std::env::current_exe().context("cannot find this program's own file")?,
             args: vec![OsString::from("worker")],
@@ -329,12 +332,11 @@ impl Loaded {
         self.split.ranks()
     }
 
-    /// Bytes that the nodes have sent to one another so far; `None` for one node, or when one does
-    /// not say.
-    pub(crate) fn sent(&self) -> Option<Bytes> {
+    /// What the nodes have moved so far; `None` for one node, or when one does not say.
+    pub(crate) fn moved(&self) -> Option<Moved> {
         match &self.computing {
             Computing::Here(_) => None,
-            Computing::Workers(instance) => instance.sent(),
+            Computing::Workers(instance) => instance.moved(),
         }
     }
 

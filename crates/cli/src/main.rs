@@ -21,6 +21,7 @@ mod load;
 mod loaded;
 mod machine;
 mod models;
+mod moved;
 mod output;
 mod plan;
 mod process;

@@ -18,6 +18,7 @@
 //! 64 it is a ninth), and is a copy: it goes when the kernels have packed it. Embeddings, which
 //! are read row by row, are never joined as a whole.
 
+use std::ops::Range;
 use std::path::PathBuf;
 
 use paceline_base::BlockType;
@@ -307,23 +308,37 @@ impl Quantised {
         out[at..].copy_from_slice(&self.weight[start..start + integers]);
     }
 
-    /// The whole matrix, joined in memory; tells the system that the files' pages are not needed
-    /// soon.
+    /// Writes the columns `cols` of the rows from `first` on, joined, as many as `out` has room
+    /// for.
+    ///
+    /// # Panics
+    /// If the columns are not whole runs of 32 of this matrix, or there are fewer rows.
+    pub fn join(&self, first: usize, cols: &Range<usize>, out: &mut [u8]) {
+        let blocks = cols.start / BLOCK..cols.end / BLOCK;
+        assert_eq!([cols.start % BLOCK, cols.end % BLOCK], [0, 0], "{cols:?}");
+        let size = self.block_type.bytes();
+        for (i, block) in out.chunks_exact_mut(size).enumerate() {
+            let (row, at) = (i / blocks.len(), i % blocks.len());
+            self.block(first + row, blocks.start + at, block);
+        }
+    }
+
+    /// Tells the system that the files' pages are not needed soon.
+    pub fn discard(&self) {
+        let parts = [Some(&self.weight), Some(&self.scales), self.biases.as_ref()];
+        parts.into_iter().flatten().for_each(MappedBytes::discard);
+    }
+
+    /// The whole matrix, joined in memory; [`discard`](Self::discard)s the files' pages.
     ///
     /// # Errors
     /// [`Error::Memory`].
     pub fn joined(&self) -> Result<Tensor, Error> {
-        let size = self.block_type.bytes();
-        let row_blocks = self.cols / BLOCK;
-        let bytes = MappedBytes::filled(self.rows * row_blocks * size, |out| {
-            for (i, block) in out.chunks_exact_mut(size).enumerate() {
-                self.block(i / row_blocks, i % row_blocks, block);
-            }
+        let blocks = self.rows * (self.cols / BLOCK);
+        let bytes = MappedBytes::filled(blocks * self.block_type.bytes(), |out| {
+            self.join(0, &(0..self.cols), out);
         });
-        [Some(&self.weight), Some(&self.scales), self.biases.as_ref()]
-            .into_iter()
-            .flatten()
-            .for_each(MappedBytes::discard);
+        self.discard();
         Ok(Tensor {
             name: format!("{}.weight", self.name),
             block_type: self.block_type,

@@ -167,14 +167,16 @@ const STRING: u32 = 8;
 const ARRAY: u32 = 9;
 const U64: u32 = 10;
 
+fn check_gguf<const N: usize>(cases: [(Raw, &str); N]) {
+    for (raw, text) in cases {
+        let error = gguf_outcome(&raw.0).expect_err(text);
+        assert!(error.contains(text), "expected {text:?} in: {error}");
+    }
+}
+
 #[test]
-// long: one table of lies
-fn lying_gguf_headers_are_refused() {
-    let deep = (0..6).fold(Raw::new(0, 1).text("k").u32(ARRAY), |raw, _| {
-        raw.u32(ARRAY).u64(1)
-    });
-    let aligned = |n| Raw::new(1, 1).text("general.alignment").u32(U64).u64(n);
-    let cases = [
+fn counts_of_gguf_headers_that_lie_are_refused() {
+    check_gguf([
         (
             Raw::new(u64::MAX, 0),
             "tensor count at byte 16 needs at least 18446744073709551615",
@@ -200,6 +202,15 @@ fn lying_gguf_headers_are_refused() {
             Raw::new(1 << 21, 0).zeros(26 << 21),
             "tensor count is 2097152, at most 1048576",
         ),
+    ]);
+}
+
+#[test]
+fn metadata_of_gguf_headers_that_lies_is_refused() {
+    let deep = (0..6).fold(Raw::new(0, 1).text("k").u32(ARRAY), |raw, _| {
+        raw.u32(ARRAY).u64(1)
+    });
+    check_gguf([
         (
             Raw::new(0, 1).u64(u64::MAX).zeros(20),
             "metadata key at byte 32 needs",
@@ -254,6 +265,13 @@ fn lying_gguf_headers_are_refused() {
             deep.zeros(32),
             "metadata key k: arrays are nested deeper than 4 levels",
         ),
+    ]);
+}
+
+#[test]
+fn tensors_of_gguf_headers_that_lie_are_refused() {
+    let aligned = |n| Raw::new(1, 1).text("general.alignment").u32(U64).u64(n);
+    check_gguf([
         (
             Raw::new(1, 0).text("t").u32(u32::MAX).zeros(64),
             "has 4294967295 dimensions",
@@ -298,11 +316,7 @@ fn lying_gguf_headers_are_refused() {
             aligned(1 << 63).tensor(&[1], 1 << 63).zeros(64),
             "expected 18446744073709551615",
         ),
-    ];
-    for (raw, text) in cases {
-        let error = gguf_outcome(&raw.0).expect_err(text);
-        assert!(error.contains(text), "expected {text:?} in: {error}");
-    }
+    ]);
 }
 
 /// Many things of the least size: what costs the reader most memory per byte of file.

@@ -169,7 +169,7 @@ impl Array {
     }
 
     /// Whether its rows lie one after the other; known when it was computed.
-    fn is_rows(&self) -> bool {
+    pub fn is_rows(&self) -> bool {
         let (table, shape) = (self.library.table(), self.shape());
         let mut expected = 1;
         // SAFETY: as many strides as sizes.
@@ -181,30 +181,56 @@ impl Array {
         })
     }
 
-    /// The memory of a computed array of `f32`, in its own place: nothing is copied where the
-    /// device shares the machine's memory.
+    /// The memory of a computed array, rows one after the other, in its own place: nothing is
+    /// copied where the device shares the machine's memory ([`Stream::shares_memory`]).
+    ///
+    /// # Errors
+    /// [`Error::Memory`] for another layout: see [`Stream::contiguous`].
+    pub fn as_bytes(&self) -> Result<&[u8], Error> {
+        if !self.is_rows() {
+            return Err(self.not_as(self.dtype(), false));
+        }
+        let n = self.n_bytes() as usize;
+        if n == 0 {
+            return Ok(&[]);
+        }
+        // SAFETY: `n` bytes lie there, as the array says, which lives as long as the slice. The
+        // function casts a pointer, whatever the type of the values.
+        unsafe {
+            let start = (self.library.table().array_data_uint8)(self.handle);
+            if start.is_null() {
+                return Err(failed("mlx_array_data_uint8"));
+            }
+            Ok(std::slice::from_raw_parts(start, n))
+        }
+    }
+
+    /// As [`as_bytes`](Self::as_bytes), to write to.
+    ///
+    /// # Errors
+    /// As [`as_bytes`](Self::as_bytes).
+    ///
+    /// # Safety
+    /// The array was computed, and so was everything that reads it: nothing that is still to be
+    /// computed, and no other array, looks at its memory.
+    pub unsafe fn as_bytes_mut(&mut self) -> Result<&mut [u8], Error> {
+        let bytes = self.as_bytes()?;
+        let (start, n) = (bytes.as_ptr().cast_mut(), bytes.len());
+        // SAFETY: the memory is the array's own, and the caller promises that nobody reads it.
+        Ok(unsafe { std::slice::from_raw_parts_mut(start, n) })
+    }
+
+    /// As [`as_bytes`](Self::as_bytes), of an array of `f32`.
     ///
     /// # Errors
     /// [`Error::Memory`] for another type or layout: see [`Stream::rows_f32`].
     pub fn as_f32(&self) -> Result<&[f32], Error> {
-        let (dtype, rows) = (self.dtype(), self.is_rows());
-        if dtype != Dtype::F32 || !rows {
-            let asked = Dtype::F32;
-            return Err(Error::Memory { asked, dtype, rows });
+        let bytes = self.of_f32()?.as_bytes()?;
+        if bytes.is_empty() {
+            return Ok(&[]); // no place at all, aligned or not
         }
-        let n = self.n_bytes() as usize / 4;
-        if n == 0 {
-            return Ok(&[]);
-        }
-        // SAFETY: `n` values of this type lie there, as just checked; MLX aligns them. The array
-        // lives as long as the slice.
-        unsafe {
-            let start = (self.library.table().array_data_float32)(self.handle);
-            if start.is_null() {
-                return Err(failed("mlx_array_data_float32"));
-            }
-            Ok(std::slice::from_raw_parts(start, n))
-        }
+        // SAFETY: as many values lie there; MLX aligns arrays to their type.
+        Ok(unsafe { std::slice::from_raw_parts(bytes.as_ptr().cast(), bytes.len() / 4) })
     }
 
     /// As [`as_f32`](Self::as_f32), to write to.
@@ -213,13 +239,24 @@ impl Array {
     /// As [`as_f32`](Self::as_f32).
     ///
     /// # Safety
-    /// The array was computed, and so was everything that reads it: nothing that is still to be
-    /// computed, and no other array, looks at its memory.
+    /// As [`as_bytes_mut`](Self::as_bytes_mut).
     pub unsafe fn as_f32_mut(&mut self) -> Result<&mut [f32], Error> {
         let values = self.as_f32()?;
         let (start, n) = (values.as_ptr().cast_mut(), values.len());
-        // SAFETY: the memory is the array's own, and the caller promises that nobody reads it.
+        // SAFETY: as in `as_bytes_mut`.
         Ok(unsafe { std::slice::from_raw_parts_mut(start, n) })
+    }
+
+    fn of_f32(&self) -> Result<&Self, Error> {
+        if self.dtype() == Dtype::F32 {
+            return Ok(self);
+        }
+        Err(self.not_as(Dtype::F32, self.is_rows()))
+    }
+
+    fn not_as(&self, asked: Dtype, rows: bool) -> Error {
+        let dtype = self.dtype();
+        Error::Memory { asked, dtype, rows }
     }
 }
 

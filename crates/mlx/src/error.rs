@@ -106,6 +106,9 @@ pub enum Error {
         /// Whether its rows follow one another.
         rows: bool,
     },
+    /// A thread cannot be started.
+    #[error("mlx: start a thread: {0}")]
+    Thread(std::io::Error),
     /// What is to be computed needs more memory than there is.
     #[error("mlx: {needed} are needed ({what}), the device has {available}")]
     OutOfMemory {

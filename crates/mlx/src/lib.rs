@@ -31,8 +31,10 @@
 //! ```
 
 mod array;
+mod end;
 mod error;
 mod library;
+mod limits;
 mod memory;
 mod ops;
 mod places;
@@ -41,8 +43,10 @@ pub mod table;
 mod whole;
 
 pub use array::{Array, Dtype};
+pub use end::end_process;
 pub use error::Error;
 pub use library::Library;
+pub use limits::read_rate;
 pub use memory::{Limits, MemoryUse};
 pub use ops::{Mask, Quantised, QuantisedMode};
 pub use places::{LIBRARY_NAME, Places};

@@ -128,6 +128,18 @@ impl Stream {
         })
     }
 
+    /// The sum of all values.
+    ///
+    /// # Errors
+    /// As [`add`](Self::add).
+    pub fn sum(&self, a: &Array) -> Result<Array, Error> {
+        let f = self.library.table().sum;
+        // SAFETY: see above.
+        self.op("mlx_sum", |out| unsafe {
+            f(out, a.handle, false, self.handle)
+        })
+    }
+
     /// Hyperbolic tangent.
     ///
     /// # Errors

@@ -107,6 +107,15 @@ impl Stream {
         self.device
     }
 
+    /// Whether the device computes in the machine's own memory, so that arrays are read and
+    /// written by the processor where they are: not a CUDA card, whose driver moves them.
+    ///
+    /// # Errors
+    /// [`Error::Call`].
+    pub fn shares_memory(&self) -> Result<bool, Error> {
+        Ok(self.library.backend(self.device)? != "cuda")
+    }
+
     /// What the device says of itself under one of `keys`, the first that it knows: a number.
     pub(crate) fn fact(&self, keys: &[&str]) -> Option<u64> {
         let table = self.library.table();

@@ -1,6 +1,6 @@
 //! The C functions that are used, with their types.
 //!
-//! Version 1 of the table: mlx-c 0.7.0, which is made for MLX 0.32 ([`VERSION`]). mlx-c has no
+//! Version 2 of the table: mlx-c 0.7.0, which is made for MLX 0.32 ([`VERSION`]). mlx-c has no
 //! version of its own to ask for, so what is checked at load is MLX's. All of mlx-c's handles are
 //! structures of one pointer, passed by value; functions return 0, or another number after the
 //! error handler was called.
@@ -135,7 +135,7 @@ table! {
     array_strides: fn(Handle) -> *const usize;
     array_dtype: fn(Handle) -> c_int;
     array_nbytes: fn(Handle) -> usize;
-    array_data_float32: fn(Handle) -> *const f32;
+    array_data_uint8: fn(Handle) -> *const u8;
     vector_array_new_data: fn(*const Handle, usize) -> Handle;
     vector_array_free: fn(Handle) -> c_int;
     eval: fn(Handle) -> c_int;
@@ -161,6 +161,7 @@ table! {
     slice_update:
         fn(Out, Handle, Handle, Ints, usize, Ints, usize, Ints, usize, Handle) -> c_int;
     take_axis: fn(Out, Handle, Handle, c_int, Handle) -> c_int;
+    sum: fn(Out, Handle, bool, Handle) -> c_int;
     tanh: fn(Out, Handle, Handle) -> c_int;
     transpose_axes: fn(Out, Handle, Ints, usize, Handle) -> c_int;
     zeros: fn(Out, Ints, usize, c_int, Handle) -> c_int;

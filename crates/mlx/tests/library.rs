@@ -2,6 +2,9 @@
 
 #![allow(clippy::unwrap_used, reason = "tests")]
 
+#[path = "fake/build.rs"]
+mod build;
+
 use std::path::{Path, PathBuf};
 
 use paceline_mlx::{Array, Device, Dtype, Error, LIBRARY_NAME, Library, Mask, Places, Stream};
@@ -76,27 +79,10 @@ fn another_library_lacks_the_functions() {
     );
 }
 
-/// Compiles a library that says it is of another version, or of the right one but lacks the
-/// functions; `None` if there is no compiler.
+/// A library that says it is of another version, or of the right one but lacks the functions;
+/// `None` if there is no compiler.
 fn fake(folder: &Path, cfg: &str) -> Option<PathBuf> {
-    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fake/other.rs");
-    let library = folder.join(LIBRARY_NAME);
-    let compiler = std::env::var("RUSTC").unwrap_or("rustc".to_string());
-    let status = std::process::Command::new(compiler)
-        .args([
-            "--edition",
-            "2024",
-            "--crate-type",
-            "cdylib",
-            "--cap-lints",
-            "allow",
-        ])
-        .args(["--cfg", cfg, "-o"])
-        .args([&library, &source])
-        .status();
-    status
-        .is_ok_and(|status| status.success())
-        .then_some(library)
+    build::build(folder, "other.rs", &["--cfg", cfg])
 }
 
 #[test]
@@ -278,4 +264,25 @@ fn the_device_has_memory() {
     let zeros = stream.zeros(&[1 << 20], Dtype::F32).unwrap();
     stream.eval([&zeros]).unwrap();
     assert!(stream.library().memory_use().unwrap().active.0 >= 4 << 20);
+}
+
+/// Bytes of any type are read and written where they lie; the speed of doing so is a number.
+#[test]
+fn memory_of_any_type_is_the_arrays_own() {
+    let Some(stream) = stream("mlx memory of any type") else {
+        return;
+    };
+    let halves = [0x3c00u16, 0x4000].map(u16::to_le_bytes).concat();
+    let mut x = stream.array(&halves, &[2], Dtype::F16).unwrap();
+    assert_eq!(x.as_bytes().unwrap(), halves);
+    let start = x.as_bytes().unwrap().as_ptr();
+    // SAFETY: nothing reads it.
+    unsafe { x.as_bytes_mut() }.unwrap()[..2].copy_from_slice(&halves[2..]);
+    assert_eq!(x.as_bytes().unwrap().as_ptr(), start);
+    assert_eq!(values(&stream, &x), [2.0, 2.0]);
+    let sum = stream.sum(&x).unwrap();
+    assert_eq!(values(&stream, &sum), [4.0]);
+    assert!(stream.shares_memory().unwrap());
+    let rate = paceline_mlx::read_rate(stream.library(), Device::Cpu, 1 << 20).unwrap();
+    assert!(rate.is_finite() && rate > 0.0, "{rate}");
 }

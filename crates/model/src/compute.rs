@@ -14,6 +14,18 @@ use paceline_tensor::{Kernels, KvCache};
 use crate::step::{Batch, BatchSize, Workspace};
 use crate::{Config, Error, Followed, Links, Model, Shard};
 
+/// Activations that a rank on MLX has sent to others and received, by how they got out of arrays
+/// and into them.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Exchanged {
+    /// Read and written in the arrays' own memory.
+    pub in_place: Bytes,
+    /// Made f32, or of f32, because another engine may be at the other end.
+    pub converted: Bytes,
+    /// Copied for the exchange alone.
+    pub staged: Bytes,
+}
+
 /// A loaded model, or one rank's shard of it.
 pub trait Weights: fmt::Debug + Send + Sync {
     /// The shape.
@@ -42,6 +54,11 @@ pub trait Weights: fmt::Debug + Send + Sync {
 
     /// The groups it was linked with.
     fn links(&self) -> Option<&Arc<Links>>;
+
+    /// What it has exchanged with other ranks in MLX's arrays.
+    fn exchanged(&self) -> Exchanged {
+        Exchanged::default()
+    }
 
     /// Reserves a cache of `positions` positions and memory for steps of up to `size`.
     ///

@@ -29,7 +29,7 @@ pub mod split;
 mod step;
 mod weights;
 
-pub use compute::{Compute, Weights};
+pub use compute::{Compute, Exchanged, Weights};
 pub use config::{Activation, Config, LayerKind};
 pub use error::Error;
 pub use families::Family;

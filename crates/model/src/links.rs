@@ -82,9 +82,14 @@ impl Links {
         self.announce(&words)
     }
 
-    /// Gathers one part of every rank of the stage, all of one length, in rank order.
-    pub(crate) fn gather_parts(&self, mine: &[f32], all: &mut [f32]) -> Result<(), Error> {
-        let gathered = self.stage.all_gather(mine, all, self.deadline());
+    /// Gathers the parts of all ranks of the stage, in rank order, `counts` bytes of each.
+    pub(crate) fn gather_parts(
+        &self,
+        mine: &[u8],
+        all: &mut [u8],
+        counts: &[usize],
+    ) -> Result<(), Error> {
+        let gathered = self.stage.all_gather_v(mine, all, counts, self.deadline());
         gathered.map_err(|error| self.stage_error(error))
     }
 

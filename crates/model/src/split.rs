@@ -36,8 +36,8 @@ use paceline_base::tree::{self, Node};
 use crate::Config;
 
 /// Rows of the vocabulary that stay together: whole groups of every kernel, and 256 bytes of
-/// logits.
-const VOCAB_BLOCK: usize = 64;
+/// logits. Also rows of a matrix that ranks share by its outputs.
+const ROW_BLOCK: usize = 64;
 
 /// Most ranks of a split. More than any published cluster of this kind by far; it bounds what a
 /// wrong argument can allocate.
@@ -301,10 +301,11 @@ impl Split {
             attention,
             feed_forward: LeafCut::new(config.ffn, config.ffn_leaf, shares, index),
             vocab: if last {
-                vocab_cut(config.vocab, shares)
+                block_cut(config.vocab, shares)
             } else {
                 vec![none; shares.len()]
             },
+            outputs: block_cut(config.width, shares),
             index,
             stage_ranks: self.stages[stage].ranks(),
             before: stage.checked_sub(1).map(ranks),
@@ -425,9 +426,10 @@ fn cut(n: usize, shares: &[u32]) -> Vec<Range<usize>> {
     shares.iter().map(range).collect()
 }
 
-fn vocab_cut(vocab: usize, shares: &[u32]) -> Vec<Range<usize>> {
-    let rows = |block: usize| (block * VOCAB_BLOCK).min(vocab);
-    let blocks = cut(vocab.div_ceil(VOCAB_BLOCK), shares).into_iter();
+/// Cuts `n` rows in blocks of [`ROW_BLOCK`].
+fn block_cut(n: usize, shares: &[u32]) -> Vec<Range<usize>> {
+    let rows = |block: usize| (block * ROW_BLOCK).min(n);
+    let blocks = cut(n.div_ceil(ROW_BLOCK), shares).into_iter();
     blocks.map(|b| rows(b.start)..rows(b.end)).collect()
 }
 
@@ -445,8 +447,8 @@ pub(crate) struct LeafCut {
     /// Columns of a leaf; the last may have fewer.
     pub(crate) leaf_cols: usize,
     cols: usize,
-    /// Leaves of this rank.
-    mine: Range<usize>,
+    /// Leaves of each rank.
+    ranges: Vec<Range<usize>>,
     index: usize,
     /// The roots of all ranks, in rank order.
     pub(crate) nodes: Vec<Node>,
@@ -466,7 +468,7 @@ impl LeafCut {
             leaves,
             leaf_cols,
             cols,
-            mine: ranges[index].clone(),
+            ranges,
             index,
             roots: roots.iter().map(Vec::len).collect(),
             nodes: roots.concat(),
@@ -478,8 +480,13 @@ impl LeafCut {
         self.roots[..self.index].iter().sum()
     }
 
+    /// Leaves of this rank.
+    fn mine(&self) -> Range<usize> {
+        self.ranges[self.index].clone()
+    }
+
     fn is_empty(&self) -> bool {
-        self.mine.is_empty()
+        self.mine().is_empty()
     }
 
     /// Columns of a range of leaves.
@@ -490,12 +497,19 @@ impl LeafCut {
 
     /// Columns of this rank.
     pub(crate) fn columns(&self) -> Range<usize> {
-        self.columns_of(self.mine.clone())
+        self.columns_of(self.mine())
+    }
+
+    /// Columns of each rank of the stage.
+    pub(crate) fn columns_by_rank(&self) -> impl Iterator<Item = Range<usize>> {
+        self.ranges
+            .iter()
+            .map(|leaves| self.columns_of(leaves.clone()))
     }
 
     /// Columns of each of this rank's roots.
     pub(crate) fn root_columns(&self) -> Vec<Range<usize>> {
-        let roots = tree::roots(self.mine.clone(), self.leaves).into_iter();
+        let roots = tree::roots(self.mine(), self.leaves).into_iter();
         roots
             .map(|root| self.columns_of(root.leaves(self.leaves)))
             .collect()
@@ -523,6 +537,9 @@ pub struct Shard {
     pub(crate) feed_forward: LeafCut,
     /// Rows of the output head, by rank of the stage; none but in the last.
     pub(crate) vocab: Vec<Range<usize>>,
+    /// Outputs of the matrices that are summed over ranks, by rank of the stage, for those that
+    /// compute them whole instead.
+    pub(crate) outputs: Vec<Range<usize>>,
     /// Place among the ranks of the stage.
     pub(crate) index: usize,
     /// Ranks of this stage, of the one before, and of the one after.

@@ -2,10 +2,11 @@
 
 use std::borrow::Cow;
 use std::ops::Range;
+use std::sync::{Mutex, PoisonError};
 
 use paceline_base::{Bytes, KernelClass};
 use paceline_formats::mlx::{BLOCK_BYTES_MAX, Quantised};
-use paceline_formats::tensor::Tensor;
+use paceline_formats::tensor::{MappedBytes, Tensor};
 use paceline_tensor::{PackOptions, Packed, StoredMatrix, ThreadPool, stored};
 
 use crate::rope::MIN_DIVISOR;
@@ -148,6 +149,10 @@ impl Names<'_> {
     }
 }
 
+/// Rows that a thread joins at a time: a hundred kilobytes of an 8B model's, far fewer than there
+/// are.
+const ROWS_JOINED: usize = 64;
+
 /// Loads weights of one model.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Loader<'a> {
@@ -208,8 +213,9 @@ impl Loader<'_> {
     fn rows(&self, role: Role, shape: [usize; 2], mine: Range<usize>) -> Result<Linear, Error> {
         let bias = self.names.bias(role, shape[0])?;
         let bias = bias.map(|bias| bias[mine.clone()].to_vec());
-        let matrix = self.packed(role, shape, |stored, options| {
-            Packed::new(stored.row_range(mine), options, self.pool)
+        let part = (mine, 0..shape[1]);
+        let matrix = self.packed(role, shape, part, |stored, options| {
+            Packed::new(stored, options, self.pool)
         })?;
         Ok(Linear { matrix, bias })
     }
@@ -218,11 +224,15 @@ impl Loader<'_> {
     fn summed(&self, role: Role, cols: usize, cut: &LeafCut) -> Result<Summed, Error> {
         let width = self.config.width;
         let bias = self.names.bias(role, width)?;
-        let first = cut.columns().start;
-        let roots = self.packed(role, [width, cols], |stored, mut options| {
+        let mine = cut.columns();
+        let part = (0..width, mine.clone());
+        let roots = self.packed(role, [width, cols], part, |stored, mut options| {
             options.leaf_cols = cut.leaf_cols;
+            // Of a file's matrix all columns are there, of a joined one this rank's.
+            let before = if stored.cols == cols { 0 } else { mine.start };
             let root = |columns: Range<usize>| {
-                let first_col = columns.start - first;
+                let first_col = columns.start - mine.start;
+                let columns = columns.start - before..columns.end - before;
                 let packed = Packed::of_columns(stored, columns, options, self.pool)?;
                 Ok((first_col, packed))
             };
@@ -231,30 +241,79 @@ impl Loader<'_> {
         Ok(Summed { roots, bias })
     }
 
-    /// Finds a matrix, checks its shape, has it packed and lets go of its file pages.
+    /// Finds a matrix, checks its shape, has the rows of `part` packed and lets go of the file's
+    /// pages. What is packed has all columns, or those of `part` where it had to be joined.
     fn packed<T>(
         &self,
         role: Role,
         shape: [usize; 2],
+        (rows, cols): (Range<usize>, Range<usize>),
         pack: impl FnOnce(StoredMatrix<'_>, PackOptions) -> Result<T, paceline_tensor::Error>,
     ) -> Result<T, Error> {
-        let tensor = self.names.matrix(role, shape)?;
-        let stored = StoredMatrix {
-            block_type: tensor.block_type,
-            rows: shape[0],
-            cols: shape[1],
-            bytes: &tensor.bytes,
-        };
         let options = PackOptions {
             leaf_cols: 0,
             as_f32: self.class == KernelClass::CpuF32,
         };
-        let packed = pack(stored, options).map_err(|source| Error::Pack {
-            name: tensor.name.clone(),
-            source,
-        })?;
-        tensor.bytes.discard();
-        Ok(packed)
+        match self.names.as_stored(role, shape)? {
+            AsStored::Whole(tensor) => {
+                let whole = StoredMatrix {
+                    block_type: tensor.block_type,
+                    rows: shape[0],
+                    cols: shape[1],
+                    bytes: &tensor.bytes,
+                };
+                let packed = pack(whole.row_range(rows), options);
+                tensor.bytes.discard();
+                packed.map_err(|source| pack_error(&tensor.name, source))
+            }
+            AsStored::Mlx(matrix) => {
+                let joined = self.joined(&matrix, rows.clone(), &cols)?;
+                let part = StoredMatrix {
+                    block_type: matrix.block_type,
+                    rows: rows.len(),
+                    cols: cols.len(),
+                    bytes: &joined,
+                };
+                let packed = pack(part, options);
+                packed.map_err(|source| pack_error(&matrix.name, source))
+            }
+        }
+    }
+
+    /// A part of a matrix that lies in pieces, in one piece: all threads join rows of it.
+    fn joined(
+        &self,
+        matrix: &Quantised,
+        rows: Range<usize>,
+        cols: &Range<usize>,
+    ) -> Result<MappedBytes, Error> {
+        let row_bytes = cols.len() / matrix.block_type.len() * matrix.block_type.bytes();
+        let len = rows.len() * row_bytes; // none where a rank has no part, and maps are never empty
+        let bytes = MappedBytes::filled(len.max(1), |out| {
+            let out = &mut out[..len];
+            let n = rows.len().div_ceil(ROWS_JOINED);
+            let parts = out.chunks_mut((ROWS_JOINED * row_bytes).max(1));
+            let parts = Mutex::new(parts.enumerate());
+            self.pool.run(n, &|_| {
+                let next = parts.lock().unwrap_or_else(PoisonError::into_inner).next();
+                if let Some((i, part)) = next {
+                    matrix.join(rows.start + i * ROWS_JOINED, cols, part);
+                }
+            });
+        });
+        matrix.discard();
+        let bytes = bytes.map(|bytes| bytes.slice(0..len).expect("all but the filling"));
+        bytes.map_err(|error| {
+            let tensor = matrix.name.clone();
+            paceline_formats::hf::Error::Memory { tensor, error }.into()
+        })
+    }
+}
+
+fn pack_error(name: &str, source: paceline_tensor::Error) -> Error {
+    Error::Pack {
+        name: name.to_owned(),
+        source,
     }
 }
 

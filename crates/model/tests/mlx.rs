@@ -24,8 +24,8 @@ use paceline_comm::Deadline;
 use paceline_formats::safetensors::Safetensors;
 use paceline_mlx::Places;
 use paceline_model::{
-    Batch, BatchSequence, BatchSize, Compute, Config, Error, Family, Followed, LoadOptions, Logits,
-    MlxModel, MlxOptions, Model, Source, Split, Weights,
+    Batch, BatchSequence, BatchSize, Compute, Config, Error, Exchanged, Family, Followed,
+    LoadOptions, Logits, MlxModel, MlxOptions, Model, Source, Split, Weights,
 };
 use paceline_tensor::PAGE;
 
@@ -48,6 +48,7 @@ fn options(library: &Path, class: KernelClass) -> MlxOptions {
         positions: 256,
         rows: 128,
         patience: MlxOptions::PATIENCE,
+        last_words: MlxOptions::LAST_WORDS,
     }
 }
 
@@ -343,6 +344,18 @@ fn rank(place: Place, path: &Path, class: KernelClass, library: &Path) -> Arc<dy
 
 /// Logits of a prompt of 66 in two chunks and 2 decode steps, from ranks of these classes.
 fn split(path: &Path, kind: &str, classes: &[KernelClass], library: &Path) -> Vec<Vec<f32>> {
+    let ranks = ranks(path, kind, classes, library).into_iter();
+    let mut leaders = ranks.filter_map(|(logits, _)| logits);
+    leaders.next().unwrap()
+}
+
+/// What the leader computed, and what each rank exchanged, in rank order.
+fn ranks(
+    path: &Path,
+    kind: &str,
+    classes: &[KernelClass],
+    library: &Path,
+) -> Vec<(Option<Vec<Vec<f32>>>, Exchanged)> {
     let config = Config::read(&Source::open(path).unwrap()).unwrap();
     let kind = kind.parse().unwrap();
     let cut = Split::plan(&config, kind, classes.len() as u32, &[]).unwrap();
@@ -390,17 +403,13 @@ fn split(path: &Path, kind: &str, classes: &[KernelClass], library: &Path) -> Ve
                 };
                 let deadline = Deadline::at(Instant::now() + PATIENCE);
                 model.links().unwrap().world.barrier(deadline).unwrap();
-                logits
+                (logits, model.exchanged())
             })
         };
         let places = places(&config, &cut).into_iter().zip(classes);
         let threads: Vec<_> = places.map(run).collect();
         let all = threads.into_iter().map(|thread| thread.join().unwrap());
-        all.collect::<Vec<_>>()
-            .into_iter()
-            .flatten()
-            .next()
-            .unwrap()
+        all.collect()
     })
 }
 
@@ -446,6 +455,76 @@ fn splits_agree_with_one_rank() {
             assert!(far <= 5e-3, "{} {classes:?}: {far:.1e}", family.name());
         }
     }
+}
+
+/// What class `mlx-exact` pays for: the bits of one rank and of rows alone, whatever the batch,
+/// the chunks and the split.
+#[test]
+fn class_mlx_exact_gives_the_same_bits_over_batches_and_splits() {
+    /// Of a batch: enough for MLX to take other kernels for all together.
+    const ROWS: usize = 20;
+    let Some(library) = library("class mlx-exact gives the same bits") else {
+        return;
+    };
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("tiny.gguf");
+    for (family, block_type) in [
+        (Family::Llama, BlockType::Q8_0),
+        (Family::Llama, BlockType::F16),
+        (Family::Qwen2, BlockType::F32),
+        (Family::Qwen3, BlockType::Q4_1),
+        (Family::Gemma3, BlockType::Q4_0),
+    ] {
+        let name = format!("{} {block_type}", family.name());
+        let tiny = Tiny::new(family, block_type);
+        tiny.write(&path);
+        let run = |kind, n| split(&path, kind, &[KernelClass::MlxExact; 4][..n], &library);
+        let alone = run("pipeline", 1);
+        let all = [("tensor", 3), ("tensor", 2), ("pipeline", 2), ("2x2", 4)];
+        let some = if block_type == BlockType::Q8_0 { 4 } else { 1 };
+        for (kind, ranks) in all.into_iter().take(some) {
+            let same = run(kind, ranks) == alone;
+            assert!(same, "{name}: {kind} of {ranks} differs from one rank");
+        }
+        let tokens = tiny.tokens(ROWS, 3);
+        let model = mlx(&library, &path, KernelClass::MlxExact);
+        let runner = || Runner::of(Arc::clone(&model), tokens.len());
+        let mut single = runner();
+        for (i, row) in runner().all(&tokens).iter().enumerate() {
+            let own = single.last(&tokens[i..=i], i);
+            assert!(own == *row, "{name}: position {i} differs in a batch");
+        }
+        println!("{name} mlx-exact: the same bits");
+    }
+}
+
+/// Where the device shares the machine's memory, nothing is copied for an exchange; residuals of
+/// another type than f32 are converted, since the next stage may be another engine's.
+#[test]
+fn exchanges_read_and_write_the_arrays_own_memory() {
+    use KernelClass::{Mlx, MlxExact, MlxF32};
+    let Some(library) = library("exchanges in the arrays' own memory") else {
+        return;
+    };
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("tiny.gguf");
+    Tiny::new(Family::Llama, BlockType::Q8_0).write(&path);
+    let config = Config::read(&Source::open(&path).unwrap()).unwrap();
+    // 68 rows, sent and received, of each half of a layer; halves in class mlx.
+    let halves = (68 * config.width * 2 * 2 * 2 * config.layers.len()) as u64;
+    let exchanged = |kind, class| {
+        let ranks = ranks(&path, kind, &[class; 2], &library).into_iter();
+        ranks.map(|(_, moved)| [moved.in_place.0, moved.converted.0, moved.staged.0])
+    };
+    assert!(exchanged("tensor", Mlx).all(|moved| moved == [halves, 0, 0]));
+    assert!(exchanged("tensor", MlxF32).all(|moved| moved == [2 * halves, 0, 0]));
+    for [in_place, converted, staged] in exchanged("tensor", MlxExact) {
+        assert_eq!([converted, staged], [0, 0]);
+        assert!(in_place > halves, "inputs too: {in_place} against {halves}");
+    }
+    let residual = (68 * config.width * 4) as u64;
+    assert!(exchanged("pipeline", MlxF32).all(|moved| moved == [residual, 0, 0]));
+    assert!(exchanged("pipeline", Mlx).all(|moved| moved == [0, residual, 0]));
 }
 
 #[test]

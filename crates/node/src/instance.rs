@@ -20,9 +20,9 @@ use paceline_engine::{
 use paceline_model::{Split, SplitKind};
 use paceline_tensor::KvType;
 
-use crate::Error;
 use crate::cause::{Sign, cause};
 use crate::messages::{FromWorker, Job, RankReady, ToWorker};
+use crate::{Error, Moved};
 
 /// Longest wait for a worker to listen: it has to start and to read the model's header.
 const LISTEN_LIMIT: Duration = Duration::from_secs(30);
@@ -114,7 +114,7 @@ struct Shared {
     state: Mutex<State>,
     last_ticket: AtomicU64,
     /// Gets what the ranks sent, while somebody waits for it.
-    measuring: Mutex<Option<Sender<u64>>>,
+    measuring: Mutex<Option<Sender<Moved>>>,
     ending: std::sync::atomic::AtomicBool,
 }
 
@@ -179,10 +179,9 @@ impl Instance {
         &self.facts
     }
 
-    /// Bytes that all ranks together have sent to other ranks so far; `None` when one does not
-    /// say within a second.
-    pub fn sent(&self) -> Option<Bytes> {
-        let (sender, receiver): (_, Receiver<u64>) = channel();
+    /// What all ranks together have moved so far; `None` when one does not say within a second.
+    pub fn moved(&self) -> Option<Moved> {
+        let (sender, receiver): (_, Receiver<Moved>) = channel();
         *lock(&self.shared.measuring) = Some(sender);
         let deadline = Instant::now() + MEASURE_LIMIT;
         let ranks = 0..self.shared.workers.count();
@@ -196,7 +195,7 @@ impl Instance {
         };
         let sum = asked.then(|| ranks.map(next).sum()).flatten();
         *lock(&self.shared.measuring) = None;
-        sum.map(Bytes)
+        sum
     }
 }
 
@@ -279,9 +278,9 @@ impl Shared {
                 // until the cause is known.
                 Err((_, FromWorker::Reply { reply, .. })) if is_consequence(&reply) => {}
                 Err((_, FromWorker::Reply { ticket, reply })) => self.reply(ticket, reply),
-                Err((_, FromWorker::Measured { sent })) => {
+                Err((_, FromWorker::Measured(moved))) => {
                     if let Some(sender) = &*lock(&self.measuring) {
-                        let _ = sender.send(sent); // nobody waits any more
+                        let _ = sender.send(moved.into()); // nobody waits any more
                     }
                 }
                 Err(_) => {}

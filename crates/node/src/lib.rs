@@ -26,8 +26,10 @@ mod error;
 mod instance;
 mod load;
 mod messages;
+mod moved;
 pub mod worker;
 
 pub use error::Error;
 pub use instance::{Instance, InstanceSpec, RankFacts};
 pub use load::load_whole;
+pub use moved::Moved;

@@ -41,6 +41,7 @@ impl Wanted<'_> {
                 positions: self.engine.cache_positions,
                 rows: self.engine.max_rows,
                 patience: MlxOptions::PATIENCE,
+                last_words: MlxOptions::LAST_WORDS,
             };
             let source = Arc::clone(self.source);
             let model = MlxModel::load(source, split, rank, options, kernels, progress)?;

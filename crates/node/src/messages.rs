@@ -6,6 +6,8 @@ use std::path::PathBuf;
 use paceline_engine::{EngineConfig, Reply, Request, Ticket};
 use serde::{Deserialize, Serialize};
 
+use crate::moved::RankMoved;
+
 /// From the parent to a worker.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) enum ToWorker {
@@ -95,10 +97,7 @@ pub(crate) enum FromWorker {
         reply: Reply,
     },
     /// The answer to `Measure`.
-    Measured {
-        /// Bytes sent to other ranks.
-        sent: u64,
-    },
+    Measured(RankMoved),
     /// It cannot go on, and ends.
     Failed {
         /// Why.

@@ -19,6 +19,7 @@ use paceline_tensor::{Kernels, Pinning};
 use crate::Error;
 use crate::load::Wanted;
 use crate::messages::{FromWorker, Job, RankReady, ToWorker};
+use crate::moved::RankMoved;
 
 type Channel = Arc<Control<ToWorker, FromWorker>>;
 
@@ -188,8 +189,7 @@ fn ready(channel: &Channel, model: &dyn Weights) -> Result<(), Error> {
 }
 
 fn measured(channel: &Channel, model: &dyn Weights) -> Result<(), Error> {
-    let sent = model.links().map_or(0, |links| links.sent().0);
-    Ok(channel.send(&FromWorker::Measured { sent })?)
+    Ok(channel.send(&FromWorker::Measured(RankMoved::of(model)))?)
 }
 
 /// Computes what the leader plans, on a thread; answers the parent on this one.

@@ -44,6 +44,8 @@ macro_rules! unused_scale {
 
 mod mlx;
 
+use std::marker::PhantomData;
+
 use crate::isa::Isa;
 use crate::stored::CODEBOOK;
 use mlx::{Affine, Brain, Floats4};
@@ -152,9 +154,23 @@ pub(crate) trait Planes {
 /// Nibbles, with a zero offset.
 #[derive(Debug)]
 pub(crate) struct Nibbles<const OFFSET: i32>;
-/// Nibbles that are codes of the IQ4 table.
+/// Nibbles that are codes of a table.
 #[derive(Debug)]
-pub(crate) struct Codes;
+pub(crate) struct Codes<T>(PhantomData<T>);
+
+/// What the codes of [`Codes`] stand for.
+pub(crate) trait Codebook {
+    const VALUES: [i8; 16];
+}
+
+/// The table of the IQ4 types.
+#[derive(Debug)]
+pub(crate) struct Iq4;
+
+impl Codebook for Iq4 {
+    const VALUES: [i8; 16] = CODEBOOK;
+}
+
 /// Nibbles and a fifth bit.
 #[derive(Debug)]
 pub(crate) struct FiveBits<const OFFSET: i32>;
@@ -235,7 +251,7 @@ impl<const OFFSET: i32> Planes for Nibbles<OFFSET> {
     }
 }
 
-impl Planes for Codes {
+impl<T: Codebook> Planes for Codes<T> {
     const BYTES: usize = NIBBLE_PLANE;
     const OFFSET: i32 = 0;
     const SIGNED: bool = true;
@@ -246,7 +262,7 @@ impl Planes for Codes {
             let mut quads = nibbles::<S>(chunk);
             let mut g = 0;
             while g < 8 {
-                quads[g] = S::lookup(&CODEBOOK, quads[g]);
+                quads[g] = S::lookup(&T::VALUES, quads[g]);
                 g += 1;
             }
             quads
@@ -538,13 +554,13 @@ formats! {
     Q5_0: FiveBits<16>, D;
     Q5_1: FiveBits<0>, DM;
     Q8_0: EightBits, D;
-    IQ4_NL: Codes, D;
+    IQ4_NL: Codes<Iq4>, D;
     Q2_K: TwoBits, NibbleHalves;
     Q3_K: ThreeBits, SignedHalves;
     Q4_K: Nibbles<0>, ScaleMin;
     Q5_K: FiveBits<0>, ScaleMin;
     Q6_K: SixBits, SignedHalves;
-    IQ4_XS: Codes, SignedScale;
+    IQ4_XS: Codes<Iq4>, SignedScale;
     AFFINE2_F16: TwoBits, Affine<0, false>;
     AFFINE2_BF16: TwoBits, Affine<0, true>;
     AFFINE3_F16: ThreeBits, Affine<4, false>;
@@ -557,5 +573,5 @@ formats! {
     AFFINE6_BF16: SixBits, Affine<32, true>;
     AFFINE8_F16: EightBits, Affine<128, false>;
     AFFINE8_BF16: EightBits, Affine<128, true>;
-    MXFP4: Floats4, Brain;
+    MXFP4: Codes<Floats4>, Brain;
 }

@@ -1,13 +1,65 @@
 //! What this machine can do at best at the moment.
 
+use std::sync::Arc;
 use std::time::Instant;
 
+use paceline_mlx::{Device, Library, read_rate};
 use paceline_tensor::Kernels;
 use paceline_tensor::limits::{ReadLimit, integer_work};
+
+use crate::{home, load};
 
 /// How far ahead a reading loop asks for lines: not at all, and a distance that helped where
 /// hardware fetches little by itself. The best of both counts.
 const AHEAD: [usize; 2] = [0, 2048];
+
+/// Memory that is read to know the limit, 512 MiB: several times the last cache of most machines,
+/// and ten times that of the largest GPUs.
+const LIMIT_BYTES: usize = 512 << 20;
+
+/// Measures how fast memory can be read at the moment, by what computes.
+pub(super) enum Limit {
+    /// By all threads.
+    Cpu {
+        memory: ReadLimit,
+        kernels: Arc<Kernels>,
+    },
+    /// By the device that MLX computes on.
+    Mlx { library: Library, device: Device },
+}
+
+impl Limit {
+    pub(super) fn of_cpu(threads: usize) -> anyhow::Result<Self> {
+        let kernels = load::kernels(threads)?;
+        let memory = ReadLimit::new(LIMIT_BYTES, kernels.pool())?;
+        Ok(Self::Cpu { memory, kernels })
+    }
+
+    pub(super) fn of_mlx() -> anyhow::Result<Self> {
+        let library = Library::open(&home::mlx_places()?)?;
+        let device = library.best_device()?;
+        Ok(Self::Mlx { library, device })
+    }
+
+    /// Bytes per second.
+    ///
+    /// # Errors
+    /// When MLX fails.
+    pub(super) fn measure(&self) -> anyhow::Result<f64> {
+        Ok(match self {
+            Self::Cpu { memory, kernels } => read_limit(memory, kernels),
+            Self::Mlx { library, device } => read_rate(library, *device, LIMIT_BYTES)?,
+        })
+    }
+
+    /// Who reads.
+    pub(super) fn name(&self) -> String {
+        match self {
+            Self::Cpu { .. } => "cpu".to_owned(),
+            Self::Mlx { device, .. } => format!("mlx {device}"),
+        }
+    }
+}
 
 /// Bytes that all threads of `kernels` read per second.
 pub(super) fn read_limit(memory: &ReadLimit, kernels: &Kernels) -> f64 {

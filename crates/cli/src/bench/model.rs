@@ -1,23 +1,22 @@
 //! `paceline bench model`: prefill and decode speed.
 
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::time::Instant;
 
 use paceline_base::Bytes;
 use paceline_engine::{EngineConfig, Reply, Request, SamplingParams};
 use paceline_model::Config;
-use paceline_tensor::limits::ReadLimit;
-use paceline_tensor::{Kernels, KvType, PAGE};
+use paceline_node::Moved;
+use paceline_tensor::{KvType, PAGE};
 use serde_json::json;
 
-use super::limits::read_limit;
-use super::peer::{LlamaCpp, MlxLm, Task};
+use super::limits::Limit;
+use super::peer::{Served, Task};
 use super::quantile;
 use crate::compute::{ComputeArgs, EngineArgs};
 use crate::interrupt::Signals;
-use crate::load;
 use crate::loaded::{Loaded, Opened, SplitArgs};
+use crate::moved::{arrays, arrays_json};
 use crate::output::print;
 use crate::pull;
 
@@ -68,31 +67,10 @@ pub(crate) struct Args {
 struct Run {
     prefill: f64,
     decode: f64,
-    /// Bytes on the wire per token.
-    wire: Option<u64>,
-    /// Plain reads of memory by as many threads just before, bytes per second.
+    /// What nodes moved per token.
+    moved: Option<Moved>,
+    /// Plain reads of memory just before, by as many threads or by MLX's device, bytes per second.
     limit: f64,
-}
-
-/// Memory that is read to know the limit, 512 MiB: several times the last cache of most machines.
-const LIMIT_BYTES: usize = 512 << 20;
-
-/// Measures how fast memory can be read at the moment.
-struct Limit {
-    memory: ReadLimit,
-    kernels: Arc<Kernels>,
-}
-
-impl Limit {
-    fn new(threads: usize) -> anyhow::Result<Self> {
-        let kernels = load::kernels(threads)?;
-        let memory = ReadLimit::new(LIMIT_BYTES, kernels.pool())?;
-        Ok(Self { memory, kernels })
-    }
-
-    fn measure(&self) -> f64 {
-        read_limit(&self.memory, &self.kernels)
-    }
 }
 
 /// Measures and prints.
@@ -105,18 +83,18 @@ pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
     };
     let loaded = open(args.compute, &args.split)?;
     let mut peer = match &args.against {
-        Some(name) if name == Path::new("mlx-lm") => Some(Peer::MlxLm(
-            MlxLm::new(args.prompt as usize, args.r#gen as usize),
-            found.path.clone(),
-        )),
-        Some(folder) => {
+        Some(given) => {
             let task = Task {
                 threads: loaded.threads,
                 prompt: args.prompt as usize,
                 generate: args.r#gen as usize,
                 depth: args.depth(),
             };
-            Some(Peer::LlamaCpp(LlamaCpp::start(folder, &found.path, task)?))
+            Some(Peer::Other(if given == Path::new("mlx-lm") {
+                Served::mlx_lm(&found.path, task)?
+            } else {
+                Served::llama_cpp(given, &found.path, task)?
+            }))
         }
         None if args.against_one || args.against_process => {
             let nodes = if args.against_one {
@@ -127,12 +105,11 @@ pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
             let mut compute = args.compute;
             compute.threads = Some(u16::try_from(loaded.threads * nodes)?);
             let one = open(compute, &SplitArgs::one_node())?;
-            let limit = Limit::new(loaded.threads * nodes)?;
-            Some(Peer::OneNode(Box::new((one, limit))))
+            Some(Peer::OneNode(Box::new((limit(&one)?, one))))
         }
         None => None,
     };
-    let limit = Limit::new(loaded.threads * loaded.nodes() as usize)?;
+    let limit = limit(&loaded)?;
     let (mut ours, mut theirs) = (Vec::new(), Vec::new());
     for round in 0..=args.runs {
         // The first of each warms up.
@@ -146,6 +123,7 @@ pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
     let report = Report {
         args,
         loaded: &loaded,
+        limit: limit.name(),
         peer: peer.as_ref().map_or("", Peer::name),
         ours,
         theirs,
@@ -157,32 +135,37 @@ pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
     })
 }
 
+/// The limit of what a model computes on; of the processor where some nodes do on it.
+fn limit(loaded: &Loaded) -> anyhow::Result<Limit> {
+    if loaded.classes.each().iter().all(|class| class.is_mlx()) {
+        return Limit::of_mlx();
+    }
+    Limit::of_cpu(loaded.threads * loaded.nodes() as usize)
+}
+
 /// What is measured in turn with the model.
 enum Peer {
-    LlamaCpp(LlamaCpp),
-    MlxLm(MlxLm, PathBuf),
-    OneNode(Box<(Loaded, Limit)>),
+    Other(Served),
+    OneNode(Box<(Limit, Loaded)>),
 }
 
 impl Peer {
     const fn name(&self) -> &'static str {
         match self {
-            Self::LlamaCpp(_) => "llama.cpp",
-            Self::MlxLm(..) => "mlx-lm",
+            Self::Other(peer) => peer.name(),
             Self::OneNode(_) => "one node",
         }
     }
 
     fn run(&mut self, args: &Args, round: u32) -> anyhow::Result<Run> {
         let (prefill, decode) = match self {
-            Self::LlamaCpp(peer) => peer.run()?,
-            Self::MlxLm(peer, path) => peer.run(path)?,
-            Self::OneNode(one) => return measure(&one.0, &one.1, args, round),
+            Self::Other(peer) => peer.run()?,
+            Self::OneNode(one) => return measure(&one.1, &one.0, args, round),
         };
         Ok(Run {
             prefill,
             decode,
-            wire: None,
+            moved: None,
             limit: f64::NAN,
         })
     }
@@ -211,7 +194,7 @@ impl Args {
 
 /// One run: the time to read a prompt, and to decode behind `--depth`.
 fn measure(loaded: &Loaded, limit: &Limit, args: &Args, round: u32) -> anyhow::Result<Run> {
-    let limit = limit.measure();
+    let limit = limit.measure()?;
     let prompt = args.prompt as usize;
     let tokens = tokens(loaded, args.depth().max(prompt), round);
     let start = Instant::now();
@@ -222,12 +205,11 @@ fn measure(loaded: &Loaded, limit: &Limit, args: &Args, round: u32) -> anyhow::R
     let again = args.depth() != prompt; // long to read, and read once
     let round = if again { 0 } else { round };
     let tokens = self::tokens(loaded, args.depth().max(1), round + 1_000_000);
-    let before = loaded.sent();
+    let before = loaded.moved();
     let generated = generate(loaded, &tokens, args.r#gen as usize + 1)?;
-    let wire = loaded
-        .sent()
-        .zip(before)
-        .map(|(after, before)| (after.0 - before.0) / (tokens.len() + generated.tokens - 1) as u64);
+    let computed = (tokens.len() + generated.tokens - 1) as u64;
+    let moved = loaded.moved().zip(before);
+    let moved = moved.map(|(after, before)| after.since(before).per(computed));
     let decoded = generated.tokens.saturating_sub(1);
     anyhow::ensure!(
         decoded > 0,
@@ -237,7 +219,7 @@ fn measure(loaded: &Loaded, limit: &Limit, args: &Args, round: u32) -> anyhow::R
     Ok(Run {
         prefill,
         decode: decoded as f64 / time,
-        wire,
+        moved,
         limit,
     })
 }
@@ -301,6 +283,8 @@ pub(super) fn generate(
 struct Report<'a> {
     args: &'a Args,
     loaded: &'a Loaded,
+    /// Whose reads the limit is of.
+    limit: String,
     peer: &'static str,
     ours: Vec<Run>,
     theirs: Vec<Run>,
@@ -324,10 +308,12 @@ impl Report<'_> {
         self.loaded.weights.iter().map(|bytes| bytes.0).sum()
     }
 
-    /// Median bytes on the wire per token.
-    fn wire(&self) -> Option<u64> {
-        let wire: Option<Vec<f64>> = self.ours.iter().map(|r| Some(r.wire? as f64)).collect();
-        wire.map(|wire| quantile(&wire, 0.5) as u64)
+    /// What nodes moved per token, of the run whose bytes on the wire are the median.
+    fn moved(&self) -> Option<Moved> {
+        let moved: Option<Vec<Moved>> = self.ours.iter().map(|run| run.moved).collect();
+        let mut moved = moved?;
+        moved.sort_unstable_by_key(|moved| moved.sent);
+        moved.get((moved.len().max(1) - 1) / 2).copied()
     }
 
     /// What a token costs more than the peer's, in milliseconds; the median of the pairs.
@@ -377,7 +363,8 @@ impl Report<'_> {
             "nodes": self.loaded.nodes(),
             "split": self.loaded.split.to_string(),
             "threads": self.loaded.threads,
-            "wire_bytes_per_token": self.wire(),
+            "wire_bytes_per_token": self.moved().map(|moved| moved.sent.0),
+            "array_bytes_per_token": arrays_json(self.moved()),
             "prompt": self.args.prompt,
             "gen": self.args.r#gen,
             "depth": self.args.depth(),
@@ -385,6 +372,7 @@ impl Report<'_> {
             "load_s": self.loaded.load_time.as_secs_f64(),
             "weights_gb_s": self.weight_rate(decode),
             "of_read_limit": self.of_limit(),
+            "read_limit_of": self.limit,
             "paceline": of(&self.ours),
             "peer": (!self.theirs.is_empty()).then_some(self.peer),
             "peer_result": of(&self.theirs),
@@ -448,8 +436,8 @@ impl Report<'_> {
             text += &format!("  {:+.3} ms a token", self.extra_ms());
         }
         text += &self.limits();
-        if let Some(bytes) = self.wire() {
-            text += &format!("\n{} per token on the wire", Bytes(bytes));
+        if let Some(moved) = self.moved() {
+            text += &format!("\n{} per token on the wire{}", moved.sent, arrays(moved));
         }
         text
     }
@@ -459,7 +447,8 @@ impl Report<'_> {
     /// What plain reads reached just before each run.
     fn limits(&self) -> String {
         let of = |runs| spread(&Self::column(runs, |run| run.limit / 1e9));
-        let ours = format!("\nread limit  {} GB/s", of(&self.ours).trim_start());
+        let ours = of(&self.ours);
+        let ours = format!("\nread limit  {} GB/s ({})", ours.trim_start(), self.limit);
         match self.theirs.first() {
             Some(run) if run.limit.is_finite() => {
                 format!(

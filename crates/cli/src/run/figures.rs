@@ -2,13 +2,14 @@
 
 use std::time::Duration;
 
-use paceline_base::Bytes;
 use paceline_engine::Finish;
+use paceline_node::Moved;
 use paceline_tensor::KvType;
 use serde_json::json;
 
 use super::Args;
 use super::session::Session;
+use crate::moved::{arrays, arrays_json};
 use crate::process::peak_memory_bytes;
 
 /// An answer and its times.
@@ -26,8 +27,8 @@ pub(super) struct Figures {
     pub(super) prefill: Duration,
     /// From the first token to the last.
     pub(super) decode: Duration,
-    /// Bytes that nodes sent to one another; `None` for one node.
-    pub(super) wire: Option<u64>,
+    /// What nodes moved; `None` for one node.
+    pub(super) moved: Option<Moved>,
     /// Decode tokens a second as they were expected; `None` when nothing was measured before.
     pub(super) predicted: Option<f64>,
 }
@@ -77,10 +78,10 @@ impl Figures {
     }
 
     /// Of prompt and answer alike.
-    fn wire_bytes_per_token(&self) -> Option<u64> {
+    fn moved_per_token(&self) -> Option<Moved> {
         let computed = (self.n_prompt - self.n_reused + self.tokens.len()).saturating_sub(1);
-        self.wire
-            .and_then(|bytes| bytes.checked_div(computed as u64))
+        let moved = self.moved.filter(|_| computed > 0);
+        moved.map(|moved| moved.per(computed as u64))
     }
 
     /// One line for people.
@@ -103,8 +104,8 @@ impl Figures {
                 line += &format!(" ({predicted:.1} predicted)");
             }
         }
-        if let Some(bytes) = self.wire_bytes_per_token() {
-            line += &format!("; {} per token on the wire", Bytes(bytes));
+        if let Some(moved) = self.moved_per_token() {
+            line += &format!("; {} per token on the wire{}", moved.sent, arrays(moved));
         }
         line + match self.end {
             End::Stop => "]",
@@ -130,7 +131,8 @@ impl Figures {
             "peak_memory_bytes": peak_memory_bytes(),
             "nodes": loaded.nodes(),
             "split": loaded.split.to_string(),
-            "wire_bytes_per_token": self.wire_bytes_per_token(),
+            "wire_bytes_per_token": self.moved_per_token().map(|moved| moved.sent.0),
+            "array_bytes_per_token": arrays_json(self.moved_per_token()),
             "threads": loaded.threads,
             "weight_bytes": loaded.weights.iter().map(|bytes| bytes.0).collect::<Vec<_>>(),
             "model": args.model,
@@ -161,7 +163,7 @@ mod tests {
             end,
             prefill: Duration::from_millis(100),
             decode: Duration::from_millis(200),
-            wire: None,
+            moved: None,
             predicted: None,
         }
     }

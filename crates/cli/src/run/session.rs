@@ -113,15 +113,15 @@ impl Session {
             stop: self.stop.clone(),
             logprobs: None,
         };
-        let before = self.loaded.sent();
+        let before = self.loaded.moved();
         let start = Instant::now();
         let answer = self.loaded.submit(request);
         let figures = answer
             .map_err(anyhow::Error::new)
             .and_then(|answer| self.collect(&answer, start, n_prompt, show));
         let mut figures = figures.map_err(|error| self.explain(error, in_chat))?;
-        let sent = self.loaded.sent().zip(before);
-        figures.wire = sent.map(|(after, before)| after.0 - before.0);
+        let moved = self.loaded.moved().zip(before);
+        figures.moved = moved.map(|(after, before)| after.since(before));
         figures.predicted = self.forecast(&figures);
         Ok(figures)
     }
@@ -197,7 +197,7 @@ impl Session {
             end,
             prefill,
             decode: last - first,
-            wire: None,
+            moved: None,
             predicted: None,
         })
     }

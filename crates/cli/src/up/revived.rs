@@ -110,7 +110,7 @@ impl Revived {
     /// Bytes that the workers have sent to one another.
     pub(super) fn sent(&self) -> Option<Bytes> {
         let instance = self.now().instance.clone();
-        instance?.sent()
+        Some(instance?.moved()?.sent)
     }
 
     /// The workers that there are, and the first of their tickets.

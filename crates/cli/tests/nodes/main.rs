@@ -10,10 +10,13 @@
 
 #[path = "../common/mod.rs"]
 mod common;
+#[path = "../../../mlx/tests/fake/build.rs"]
+mod fake;
 mod http;
 #[path = "../../../comm/tests/rdma/library.rs"]
 mod library;
 mod lost;
+mod mlx;
 mod processes;
 mod same;
 mod server;

@@ -98,10 +98,15 @@ fn broken_toml_is_told_with_line_and_key() {
     }
 }
 
-// long: a table of values and messages
+fn check_told(cases: &[(&str, &str)]) {
+    for (text, message) in cases {
+        assert_eq!(told(text), *message);
+    }
+}
+
 #[test]
 fn wrong_values_are_told_with_line_entry_and_key() {
-    for (text, message) in [
+    check_told(&[
         (
             "[[finding]]\nid = \"9001\"\nstatement = \"s\"\n",
             "line 2, [[finding]] 1, key `id`: expected a whole number from 1 to 4294967295, got \"9001\"",
@@ -147,6 +152,12 @@ fn wrong_values_are_told_with_line_entry_and_key() {
             "[[finding]]\nid = 9001\nstatement = \"a\\u001b[2J\"\n",
             "line 3, [[finding]] 1 (id 9001), key `statement`: control character 0x1b in the text",
         ),
+    ]);
+}
+
+#[test]
+fn what_is_no_finding_is_told_with_line_and_key() {
+    check_told(&[
         (
             "\"a\\u001b[2J\" = 1\n[[finding]]\nid = 1\nstatement = \"s\"\n",
             "line 1, key `a\\u{1b}[2J`: unknown key, expected one of skill, description, topic, \
@@ -182,9 +193,7 @@ fn wrong_values_are_told_with_line_entry_and_key() {
             "[[answer]]\nquestion = \"q\"\n",
             "line 1, [[answer]] 1, key `answer`: missing",
         ),
-    ] {
-        assert_eq!(told(text), message);
-    }
+    ]);
 }
 
 #[test]

@@ -3,12 +3,13 @@
 //! MLX's arrays and queues belong to one thread, and a GPU that hangs never lets that thread go.
 //! So everything of MLX lives on a thread of its own, which does what it is handed; whoever waits
 //! for it looks now and then how long the evaluation that is under way has taken, and gives up by
-//! name. What hangs is left behind: the process is to end then.
+//! name. What hangs is left behind: the process is to end then. MLX waits for its devices when a
+//! process ends in order, so one that has not ended some time later is ended without.
 
 use std::fmt;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::sync::{Arc, Once};
 use std::time::{Duration, Instant};
 
 use crate::Error;
@@ -18,6 +19,15 @@ const LOOK_EVERY: Duration = Duration::from_millis(50);
 
 /// Longest wait for a thread that was told to end: it frees arrays.
 const END_LIMIT: Duration = Duration::from_secs(5);
+
+/// When waiting for an evaluation is over.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Patience {
+    /// An evaluation that takes longer has hung.
+    pub(super) limit: Duration,
+    /// How long the process may go on after that, to say so; forever if that is not given.
+    pub(super) last_words: Option<Duration>,
+}
 
 /// Tells how long an evaluation has been under way.
 #[derive(Clone, Debug)]
@@ -71,6 +81,8 @@ pub(super) struct Host<S> {
     /// Hears when the thread has ended.
     ended: std::sync::Mutex<Receiver<()>>,
     watch: Watch,
+    last_words: Option<Duration>,
+    hung: Once,
 }
 
 impl<S> fmt::Debug for Host<S> {
@@ -80,16 +92,15 @@ impl<S> fmt::Debug for Host<S> {
 }
 
 impl<S: 'static> Host<S> {
-    /// Starts a thread whose state `make` makes, on it. An evaluation that takes longer than
-    /// `limit` counts as hung.
+    /// Starts a thread whose state `make` makes, on it.
     ///
     /// # Errors
     /// What `make` says; [`Error::Thread`].
-    pub(super) fn start<M>(limit: Duration, make: M) -> Result<Self, Error>
+    pub(super) fn start<M>(patience: Patience, make: M) -> Result<Self, Error>
     where
         M: FnOnce(Watch) -> Result<S, Error> + Send + 'static,
     {
-        let watch = Watch::new(limit);
+        let watch = Watch::new(patience.limit);
         let (work, jobs) = channel::<Work<S>>();
         let (made, hear) = channel();
         let (end, ended) = channel();
@@ -110,6 +121,8 @@ impl<S: 'static> Host<S> {
             work: Some(work),
             ended: std::sync::Mutex::new(ended),
             watch,
+            last_words: patience.last_words,
+            hung: Once::new(),
         };
         host.wait(&hear, || ())??;
         Ok(host)
@@ -143,10 +156,26 @@ impl<S: 'static> Host<S> {
                 Err(RecvTimeoutError::Disconnected) => return Err(Error::Gone),
                 Err(RecvTimeoutError::Timeout) => {
                     meanwhile();
-                    self.watch.check()?;
+                    self.watch.check().inspect_err(|_| self.end_later())?;
                 }
             }
         }
+    }
+
+    /// Has the process ended if it is still there when its last words are said.
+    fn end_later(&self) {
+        let Some(last_words) = self.last_words else {
+            return;
+        };
+        self.hung.call_once(|| {
+            let end = move || {
+                std::thread::sleep(last_words);
+                paceline_mlx::end_process(1)
+            };
+            let thread = std::thread::Builder::new().name("mlx-end".to_owned());
+            // A system that starts no thread is not helped by ending the process at once.
+            let _ = thread.spawn(end);
+        });
     }
 }
 
@@ -175,8 +204,15 @@ mod tests {
 
     const LONG: Duration = Duration::from_secs(3600);
 
+    fn patience(limit: Duration) -> Patience {
+        Patience {
+            limit,
+            last_words: None,
+        }
+    }
+
     fn host(limit: Duration) -> Host<Vec<u32>> {
-        Host::start(limit, |_| Ok(Vec::new())).unwrap()
+        Host::start(patience(limit), |_| Ok(Vec::new())).unwrap()
     }
 
     #[test]
@@ -221,7 +257,7 @@ mod tests {
 
     #[test]
     fn a_state_that_cannot_be_made_is_an_error() {
-        let error = Host::<()>::start(LONG, |_| Err(Error::Gone)).unwrap_err();
+        let error = Host::<()>::start(patience(LONG), |_| Err(Error::Gone)).unwrap_err();
         assert!(matches!(error, Error::Gone));
     }
 }

@@ -12,12 +12,16 @@
 //! stages without loss; not promised over batch shapes (MLX has kernels for one row, few and many)
 //! nor over tensor splits (ranks' parts are rounded before they are added). Class `mlx-f32` has
 //! activations, scales and cache in f32, and differs from naive kernels by their rounding alone.
+//! Class `mlx-exact` pays for the same bits over batches and tensor splits: every row is a
+//! sequence and a product of its own, and ranks share every matrix by its outputs, so that each
+//! dot product is whole; two gathers for each sum instead of one.
 //!
 //! **Memory.** What weights and cache will take is known from the file's header and compared with
 //! the device before anything is loaded. Floats and MLX's own groups stay in the mapped file where
 //! the device shares the machine's memory; else MLX's copy is the only one.
 
 mod cache;
+mod exchange;
 mod host;
 mod step;
 mod stored;
@@ -35,13 +39,14 @@ use paceline_base::{Bytes, KernelClass, Rank};
 use paceline_mlx::{Array, Dtype, Library, Limits as MemoryLimits, Places, Stream};
 use paceline_tensor::{Kernels, PAGE};
 
-use crate::compute::{Compute, Weights as Loaded};
+use crate::compute::{Compute, Exchanged, Weights as Loaded};
 use crate::plan::Plan;
-use crate::step::{Batch, BatchSequence, BatchSize, Limits};
+use crate::step::{Batch, BatchSequence, BatchSize, Limits, Logits};
 use crate::weights::Names;
 use crate::{Config, Error, Followed, Links, Shard, Source, Split};
 use cache::Cache;
-use host::{Host, Watch};
+use exchange::{Receive, Tally};
+use host::{Host, Patience, Watch};
 use step::{Gelu, Parts, Step};
 use weights::{Loader, Weights};
 
@@ -54,7 +59,7 @@ const CACHE_MIN: u64 = 64 << 20;
 pub struct MlxOptions {
     /// Where the library is.
     pub places: Places,
-    /// [`KernelClass::Mlx`] or [`KernelClass::MlxF32`].
+    /// One of MLX's.
     pub class: KernelClass,
     /// Positions of the caches that will be reserved, to know before loading whether all fits.
     pub positions: usize,
@@ -62,12 +67,17 @@ pub struct MlxOptions {
     pub rows: usize,
     /// An evaluation that takes longer counts as a device that hangs.
     pub patience: Duration,
+    /// How long the process may go on after that: it is ended then, by whatever it is held up.
+    pub last_words: Duration,
 }
 
 impl MlxOptions {
     /// Longest evaluation unless told otherwise. The longest there should be, 512 rows of a 70B
     /// model on a small GPU, is half a minute; a first one also compiles kernels.
     pub const PATIENCE: Duration = Duration::from_secs(300);
+
+    /// Enough for a worker to tell its parent, and for other ranks to hear of it: these take 2 s.
+    pub const LAST_WORDS: Duration = Duration::from_secs(10);
 }
 
 /// A model, or one rank's shard of it, on MLX.
@@ -83,6 +93,7 @@ pub struct MlxModel {
     weight_bytes: Bytes,
     device: String,
     host: Host<Device>,
+    exchanged: Tally,
     /// Numbers caches.
     last_cache: AtomicU64,
 }
@@ -100,24 +111,6 @@ struct Reserved {
     cache: Cache,
     receive: Receive,
     limits: Limits,
-}
-
-/// Memory that other ranks' values are received in, as an array.
-#[derive(Debug, Default)]
-struct Receive(Vec<Array>);
-
-impl Receive {
-    /// The array of this shape; the last two shapes are kept.
-    fn array(&mut self, stream: &Stream, shape: &[i32]) -> Result<&mut Array, Error> {
-        if let Some(at) = self.0.iter().position(|array| array.shape() == shape) {
-            return Ok(&mut self.0[at]);
-        }
-        let n = shape.iter().product::<i32>();
-        let array = stream.array_f32(&vec![0.0; n as usize], shape)?;
-        self.0.truncate(1);
-        self.0.insert(0, array);
-        Ok(&mut self.0[0])
-    }
 }
 
 /// Arrays and tables that follow from the configuration.
@@ -194,7 +187,11 @@ impl MlxModel {
         }
         let shard = split.shard(&config, rank);
         let (places, class) = (options.places.clone(), options.class);
-        let host = Host::start(options.patience, move |watch| Device::open(&places, watch))?;
+        let patience = Patience {
+            limit: options.patience,
+            last_words: Some(options.last_words),
+        };
+        let host = Host::start(patience, move |watch| Device::open(&places, watch))?;
         let (told, tell) = channel();
         let job = (config.clone(), shard.clone());
         let load = move |device: &mut Device| {
@@ -222,7 +219,13 @@ impl MlxModel {
             weight_bytes,
             device,
             host,
+            exchanged: Tally::default(),
         })
+    }
+
+    /// Whether every row is computed by itself, and every product whole.
+    fn is_exact(&self) -> bool {
+        self.class == KernelClass::MlxExact
     }
 
     /// Joins this shard with those of the other ranks.
@@ -274,6 +277,7 @@ impl Device {
             config,
             shard,
             dtype,
+            by_outputs: options.class == KernelClass::MlxExact,
             kept: RefCell::default(),
         };
         let (weights, weight_bytes) = loader.load(tied, progress)?;
@@ -337,7 +341,12 @@ impl Device {
         let Some(plan) = Plan::read(words, &reserved.limits)? else {
             return Ok(None);
         };
-        let sequences: Vec<BatchSequence<'_>> = plan.batch(words).collect();
+        let sequences = plan.batch(words);
+        let sequences: Vec<BatchSequence<'_>> = if model.is_exact() {
+            sequences.flat_map(rows_of).collect()
+        } else {
+            sequences.collect()
+        };
         let batch = Batch {
             sequences: &sequences,
         };
@@ -354,6 +363,20 @@ impl Device {
         step.layers()?;
         step.finish(logits).map(Some)
     }
+}
+
+/// Each token of a sequence as one of its own, on the same pages.
+fn rows_of(sequence: BatchSequence<'_>) -> impl Iterator<Item = BatchSequence<'_>> {
+    let last = sequence.tokens.len() - 1;
+    (0..=last).map(move |i| BatchSequence {
+        tokens: &sequence.tokens[i..=i],
+        position: sequence.position + i,
+        pages: sequence.pages,
+        logits: match sequence.logits {
+            Logits::Last if i < last => Logits::None,
+            wanted => wanted,
+        },
+    })
 }
 
 fn cache_shape(c: &Config, shard: &Shard, positions: usize, dtype: Dtype) -> cache::Shape {
@@ -393,6 +416,10 @@ impl Loaded for MlxModel {
 
     fn links(&self) -> Option<&Arc<Links>> {
         self.links.as_ref()
+    }
+
+    fn exchanged(&self) -> Exchanged {
+        self.exchanged.now()
     }
 
     fn reserve(

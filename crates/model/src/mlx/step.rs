@@ -9,11 +9,13 @@ use paceline_mlx::{Array, Dtype, Stream};
 use paceline_tensor::RopePairs;
 
 use super::cache::{Cache, Span};
+use super::exchange::{Receive, Way};
 use super::host::Watch;
-use super::weights::{Layer, Summed, Weights};
-use super::{Constants, MlxModel, Receive};
+use super::weights::{Layer, Linear, Summed, Weights};
+use super::{Constants, MlxModel};
 use crate::config::Activation;
 use crate::families::{Half, LayerStep};
+use crate::split::LeafCut;
 use crate::step::Batch;
 use crate::{Error, Links};
 
@@ -22,11 +24,11 @@ type Turned = [Array; 3];
 
 /// A step in progress.
 pub(super) struct Step<'a> {
-    parts: Parts<'a>,
-    batch: &'a Batch<'a>,
+    pub(super) parts: Parts<'a>,
+    pub(super) batch: &'a Batch<'a>,
     spans: Vec<Span>,
     /// `(T, C)`
-    residual: Array,
+    pub(super) residual: Array,
     /// `(T, C)`
     x: Array,
     /// `(T, H, D)`, `(T, K, D)`, `(T, K, D)`; none for a rank without heads.
@@ -72,9 +74,11 @@ impl<'a> Step<'a> {
         let residual = match &model.links {
             Some(links) if !model.shard.embeds() => {
                 let shape = [batch.rows() as i32, model.config.width as i32];
-                let rows = parts.receive.array(stream, &shape)?;
+                let rows = parts.receive.array(stream, &shape, Dtype::F32)?;
                 // SAFETY: what read it was evaluated at the end of the step before.
                 links.receive_residual(&model.shard, unsafe { rows.as_f32_mut()? })?;
+                let way = Way::of_residual(stream, model.dtype)?;
+                model.exchanged.add(way, rows.n_bytes() as usize);
                 stream.astype(rows, model.dtype)?
             }
             _ => embed(model, stream, weights, constants, batch)?,
@@ -117,7 +121,11 @@ impl<'a> Step<'a> {
             self.eval(&[&rows])?;
             let links = self.parts.model.links.as_ref();
             let links = links.expect("an earlier stage has links");
-            links.send_residual(&self.parts.model.shard, rows.as_f32()?)?;
+            let model = self.parts.model;
+            links.send_residual(&model.shard, rows.as_f32()?)?;
+            let way = Way::of_residual(self.parts.stream, model.dtype)?;
+            let bytes = rows.n_bytes() as usize * model.shard.targets().count();
+            model.exchanged.add(way, bytes);
             return Ok(0);
         };
         let mut wanted = Vec::new();
@@ -138,10 +146,7 @@ impl<'a> Step<'a> {
             .parts
             .stream
             .rms_norm(&rows, norm, self.parts.model.config.norm_eps)?;
-        let own = self
-            .parts
-            .stream
-            .rows_f32(&head.apply(self.parts.stream, &normed)?)?;
+        let own = self.parts.stream.rows_f32(&self.product(head, &normed)?)?;
         // The residual too: others may still read what ranks exchanged.
         self.eval(&[&own, &self.residual])?;
         self.gather(n, own.as_f32()?, logits)
@@ -167,48 +172,79 @@ impl<'a> Step<'a> {
         Ok(if shard.leads() { rows } else { 0 })
     }
 
-    /// x (T, in) -> delta (T, C), summed over the ranks of the stage, in the order of the ranks.
-    fn sum(&mut self, x: Option<&Array>, w: &Summed) -> Result<(), Error> {
+    /// x (T, in) -> (T, out); of class `mlx-exact` row by row, whose bits are those of one row.
+    fn product(&self, linear: &Linear, x: &Array) -> Result<Array, Error> {
         let stream = self.parts.stream;
-        let mine = match (x, &w.mine) {
-            (Some(x), Some(mine)) => mine.apply(stream, x)?,
-            _ => stream.zeros(&self.residual.shape(), self.parts.model.dtype)?,
+        let [rows, cols] = x.shape()[..] else {
+            unreachable!("products are of matrices");
         };
-        let links = self.parts.model.links.as_ref();
+        if rows == 1 || !self.parts.model.is_exact() {
+            return linear.apply(stream, x);
+        }
+        let row = |i| linear.apply(stream, &stream.slice(x, &[i, 0], &[i + 1, cols])?);
+        let products = (0..rows).map(row).collect::<Result<Vec<_>, _>>()?;
+        let products: Vec<&Array> = products.iter().collect();
+        Ok(stream.concatenate(&products, 0)?)
+    }
+
+    /// x (T, in) -> delta (T, C), of all ranks of the stage. `cut` says which columns of x they
+    /// have.
+    fn sum(&mut self, x: Option<&Array>, w: &Summed, cut: &LeafCut) -> Result<(), Error> {
+        let model = self.parts.model;
+        let links = model.links.as_ref();
         let sum = match links.filter(|links| links.stage.size() > 1) {
-            Some(links) => self.exchange(links, &mine)?,
-            None => mine,
+            Some(links) if model.is_exact() => self.whole_product(links, x, w, cut)?,
+            Some(links) => self.sum_parts(links, x, w)?,
+            None => self.part(x, w)?,
         };
         self.delta = match &w.bias {
-            Some(bias) => stream.add(&sum, bias)?,
+            Some(bias) => self.parts.stream.add(&sum, bias)?,
             None => sum,
         };
         Ok(())
     }
 
-    /// Gathers the parts of all ranks of the stage, each read from and written to the memory of
-    /// MLX's arrays, and adds them.
-    fn exchange(&mut self, links: &Links, mine: &Array) -> Result<Array, Error> {
-        let (stream, ranks) = (self.parts.stream, links.stage.size() as i32);
-        let mine = stream.rows_f32(mine)?;
-        // The residual reads what the exchange before received.
-        self.parts
-            .watch
-            .during(|| stream.eval([&mine, &self.residual]))?;
-        let shape = self.residual.shape();
-        let (rows, width) = (shape[0], shape[1]);
-        let all = self.parts.receive.array(stream, &[ranks * rows, width])?;
-        // SAFETY: it is read by sums that the residual holds, which was just evaluated.
-        links.gather_parts(mine.as_f32()?, unsafe { all.as_f32_mut()? })?;
-        let part = |rank: i32| {
-            let (start, stop) = ([rank * rows, 0], [(rank + 1) * rows, width]);
-            stream.slice(all, &start, &stop)
-        };
-        let mut sum = part(0)?;
-        for rank in 1..ranks {
-            sum = stream.add(&sum, &part(rank)?)?;
+    /// This rank's part of a sum: zeros where it has none.
+    fn part(&self, x: Option<&Array>, w: &Summed) -> Result<Array, Error> {
+        let stream = self.parts.stream;
+        match (x, &w.mine) {
+            (Some(x), Some(mine)) => self.product(mine, x),
+            _ => Ok(stream.zeros(&self.residual.shape(), self.parts.model.dtype)?),
         }
-        Ok(stream.astype(&sum, self.parts.model.dtype)?)
+    }
+
+    /// Adds the parts of all ranks of the stage, in their order, in f32.
+    fn sum_parts(&mut self, links: &Links, x: Option<&Array>, w: &Summed) -> Result<Array, Error> {
+        let (stream, dtype) = (self.parts.stream, self.parts.model.dtype);
+        let mine = self.part(x, w)?;
+        let columns = vec![self.parts.model.config.width; links.stage.size() as usize];
+        let parts = self.gather_columns(links, Some(&mine), &columns)?;
+        let mut sum = stream.astype(&parts[0], Dtype::F32)?;
+        for part in &parts[1..] {
+            sum = stream.add(&sum, &stream.astype(part, Dtype::F32)?)?;
+        }
+        Ok(stream.astype(&sum, dtype)?)
+    }
+
+    /// Gathers the whole input, computes this rank's outputs of it, and gathers these.
+    fn whole_product(
+        &mut self,
+        links: &Links,
+        x: Option<&Array>,
+        w: &Summed,
+        cut: &LeafCut,
+    ) -> Result<Array, Error> {
+        let stream = self.parts.stream;
+        let columns: Vec<usize> = cut.columns_by_rank().map(|c| c.len()).collect();
+        let x = joined(stream, &self.gather_columns(links, x, &columns)?)?;
+        let mine = w.mine.as_ref().map(|mine| self.product(mine, &x));
+        let mine = mine.transpose()?;
+        let outputs = &self.parts.model.shard.outputs;
+        let outputs: Vec<usize> = outputs.iter().map(|rows| rows.len()).collect();
+        joined(
+            stream,
+            &self.gather_columns(links, mine.as_ref(), &outputs)?,
+        )
     }
 
     /// Rows `first..first + n` of `(T, heads, D)` as `(1, heads, n, D)`.
@@ -265,6 +301,12 @@ impl<'a> Step<'a> {
     }
 }
 
+/// Parts `(T, n)` side by side.
+fn joined(stream: &Stream, parts: &[Array]) -> Result<Array, Error> {
+    let parts: Vec<&Array> = parts.iter().collect();
+    Ok(stream.concatenate(&parts, 1)?)
+}
+
 /// tokens -> residual (T, C)
 fn embed(
     model: &MlxModel,
@@ -304,7 +346,7 @@ impl LayerStep for Step<'_> {
             self.parts.model.config.head_dim as i32,
         );
         let project = |linear| {
-            let product = super::weights::Linear::apply(linear, self.parts.stream, &self.x)?;
+            let product = self.product(linear, &self.x)?;
             Ok::<_, Error>(self.parts.stream.reshape(&product, &[rows, -1, dim])?)
         };
         self.qkv = match &w.qkv {
@@ -373,7 +415,8 @@ impl LayerStep for Step<'_> {
 
     fn project_attention(&mut self, w: &Layer) -> Result<(), Error> {
         let attended = self.attended.take();
-        self.sum(attended.as_ref(), &w.attention_output)
+        let cut = &self.parts.model.shard.attention;
+        self.sum(attended.as_ref(), &w.attention_output, cut)
     }
 
     fn norm_delta(&mut self, w: &Layer, half: Half) -> Result<(), Error> {
@@ -396,10 +439,7 @@ impl LayerStep for Step<'_> {
 
     fn project_gate_up(&mut self, w: &Layer) -> Result<(), Error> {
         self.gate_up = match &w.gate_up {
-            Some([gate, up]) => Some([
-                gate.apply(self.parts.stream, &self.x)?,
-                up.apply(self.parts.stream, &self.x)?,
-            ]),
+            Some([gate, up]) => Some([self.product(gate, &self.x)?, self.product(up, &self.x)?]),
             None => None,
         };
         Ok(())
@@ -420,7 +460,8 @@ impl LayerStep for Step<'_> {
 
     fn project_down(&mut self, w: &Layer) -> Result<(), Error> {
         let hidden = self.hidden.take();
-        self.sum(hidden.as_ref(), &w.down)
+        let cut = &self.parts.model.shard.feed_forward;
+        self.sum(hidden.as_ref(), &w.down, cut)
     }
 }
 

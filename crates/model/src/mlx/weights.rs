@@ -77,10 +77,11 @@ impl Linear {
     }
 }
 
-/// A matrix whose input dimension is cut over the ranks of a stage.
+/// A matrix that the ranks of a stage share by its input dimension, or by its outputs: see
+/// [`Loader::by_outputs`].
 #[derive(Debug)]
 pub(super) struct Summed {
-    /// This rank's columns; none when it has no part in the sum.
+    /// This rank's columns, or rows; none when it has no part in it.
     pub(super) mine: Option<Linear>,
     /// `(C,)`: added to the sum over all ranks.
     pub(super) bias: Option<Array>,
@@ -191,6 +192,8 @@ pub(super) struct Loader<'a> {
     pub(super) shard: &'a Shard,
     /// Of activations.
     pub(super) dtype: Dtype,
+    /// Whether ranks have rows of every matrix, so that each of their products is whole.
+    pub(super) by_outputs: bool,
     /// What others are converted from, until they are: MLX would write the results to their
     /// memory when nobody else has them, and that is the file's.
     pub(super) kept: RefCell<Vec<Array>>,
@@ -307,16 +310,22 @@ impl Loader<'_> {
         Ok(Linear { matrix, bias })
     }
 
-    /// This rank's columns of a matrix.
+    /// This rank's columns of a matrix, or its rows.
     fn summed(&self, role: Role, cols: usize, cut: &LeafCut) -> Result<Summed, Error> {
-        let (width, columns) = (self.config.width, cut.columns());
+        let width = self.config.width;
+        let (rows, columns) = if self.by_outputs {
+            (self.shard.outputs[self.shard.index].clone(), 0..cols)
+        } else {
+            (0..width, cut.columns())
+        };
         let bias = self.names.bias(role, width)?;
         let bias = bias.map(|bias| self.floats(&bias)).transpose()?;
         let mine = || {
-            let matrix = self.matrix(role, [width, cols], 0..width, columns.clone())?;
+            let matrix = self.matrix(role, [width, cols], rows.clone(), columns.clone())?;
             Ok::<_, Error>(Linear { matrix, bias: None })
         };
-        let mine = (!columns.is_empty()).then(mine).transpose()?;
+        let empty = rows.is_empty() || columns.is_empty();
+        let mine = (!empty).then(mine).transpose()?;
         Ok(Summed { mine, bias })
     }
 

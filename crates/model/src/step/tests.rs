@@ -5,9 +5,13 @@
 
 #![allow(clippy::unwrap_used, reason = "a helper of a test may fail the test")]
 
+#[path = "../../tests/common/folders.rs"]
+mod folders;
+
 use std::path::Path;
 use std::sync::Arc;
 
+use folders::FOLDERS;
 use paceline_base::KernelClass;
 use paceline_formats::safetensors::Safetensors;
 use paceline_tensor::Kernels;
@@ -87,15 +91,5 @@ fn check_folder(folder: &str) {
 
 #[test]
 fn every_layer_agrees_with_transformers() {
-    for folder in [
-        "llama-tied",
-        "llama-untied-bf16",
-        "llama-rope3-sharded",
-        "qwen2-f16",
-        "qwen3-bf16",
-        "gemma3-bf16",
-        "gemma3-linear-bf16",
-    ] {
-        check_folder(folder);
-    }
+    FOLDERS.into_iter().for_each(check_folder);
 }

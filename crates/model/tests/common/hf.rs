@@ -2,18 +2,9 @@
 
 use paceline_formats::safetensors::Safetensors;
 
+#[allow(unused_imports, reason = "each test binary uses its own part")]
+pub(crate) use super::folders::FOLDERS;
 use super::{golden, rows_of};
-
-/// All of them.
-pub(crate) const FOLDERS: [&str; 7] = [
-    "llama-tied",
-    "llama-untied-bf16",
-    "llama-rope3-sharded",
-    "qwen2-f16",
-    "qwen3-bf16",
-    "gemma3-bf16",
-    "gemma3-linear-bf16",
-];
 
 /// Those of `tests-data/golden/mlx`, with logits of MLX.
 pub(crate) const MLX_FOLDERS: [&str; 6] = [

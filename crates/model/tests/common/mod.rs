@@ -5,6 +5,7 @@
 #![allow(clippy::unwrap_used, reason = "a helper of a test may fail the test")]
 
 pub(crate) mod compare;
+mod folders;
 pub(crate) mod hf;
 pub(crate) mod places;
 pub(crate) mod runner;

@@ -100,9 +100,8 @@ fn integers_that_lie_are_refused() {
     }
 }
 
-// long: a table of cases, one after the other
 #[test]
-fn values_that_no_model_has_are_refused() {
+fn architectures_and_heads_that_no_model_has_are_refused() {
     let dir = tempfile::tempdir().unwrap();
     let llama = |key, value, expected| {
         check_entry(dir.path(), Family::Llama, key, Some(value), expected);
@@ -123,6 +122,14 @@ fn values_that_no_model_has_are_refused() {
     llama("attention.head_count_kv", 8u32.into(), "KV heads is 8");
     llama("attention.key_length", 20u32.into(), "head size is 20");
     llama("attention.value_length", 32u32.into(), "value head is 32");
+}
+
+#[test]
+fn norm_epsilons_that_no_model_has_are_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let llama = |key, value, expected| {
+        check_entry(dir.path(), Family::Llama, key, Some(value), expected);
+    };
     llama(
         "attention.layer_norm_rms_epsilon",
         f32::NAN.into(),
@@ -143,6 +150,14 @@ fn values_that_no_model_has_are_refused() {
         1u32.into(),
         "epsilon: expected",
     );
+}
+
+#[test]
+fn rotations_that_no_model_has_are_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let llama = |key, value, expected| {
+        check_entry(dir.path(), Family::Llama, key, Some(value), expected);
+    };
     llama("rope.freq_base", 0f32.into(), "rope base is 0");
     llama("rope.freq_base", f32::NAN.into(), "rope base is NaN");
     llama("rope.freq_base", 1e-40f32.into(), "rope base is");
@@ -168,6 +183,14 @@ fn values_that_no_model_has_are_refused() {
         1e-40f32.into(),
         "rope scaling factor is",
     );
+}
+
+#[test]
+fn experts_and_settings_of_gemma_are_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let llama = |key, value, expected| {
+        check_entry(dir.path(), Family::Llama, key, Some(value), expected);
+    };
     llama("expert_count", 8u32.into(), "number of experts is 8");
     llama("expert_count", (-8i32).into(), "expert_count: expected");
     let gemma = |key, value, expected| {

@@ -1,10 +1,10 @@
 //! The packed forms of MLX's types: the planes of the others, scales of their own.
 
-use super::{HALVES, NIBBLE_PLANE, Planes, Scales, nibbles};
+use super::{Codebook, HALVES, Scales};
 use crate::isa::Isa;
 use crate::stored::E2M1_DOUBLED;
 
-/// Nibbles that are e2m1 codes, as twice their values.
+/// The table of e2m1 codes, as twice their values.
 #[derive(Debug)]
 pub(crate) struct Floats4;
 
@@ -17,23 +17,8 @@ pub(crate) struct Affine<const OFFSET: i32, const BRAIN: bool>;
 #[derive(Debug)]
 pub(crate) struct Brain;
 
-impl Planes for Floats4 {
-    const BYTES: usize = NIBBLE_PLANE;
-    const OFFSET: i32 = 0;
-    const SIGNED: bool = true;
-    #[inline(always)]
-    unsafe fn quads<S: Isa>(chunk: *const u8) -> [S::W; 8] {
-        // SAFETY: passed on.
-        unsafe {
-            let mut quads = nibbles::<S>(chunk);
-            let mut g = 0;
-            while g < 8 {
-                quads[g] = S::lookup(&E2M1_DOUBLED, quads[g]);
-                g += 1;
-            }
-            quads
-        }
-    }
+impl Codebook for Floats4 {
+    const VALUES: [i8; 16] = E2M1_DOUBLED;
 }
 
 /// Sixteen scales of two bytes.

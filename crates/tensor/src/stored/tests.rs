@@ -29,16 +29,46 @@ fn half(bits: u16) -> f64 {
     }
 }
 
+/// `count` bits of `block` that start at bit `bit` of the byte at `at`; they run on into later
+/// bytes.
+fn bits(block: &[u8], at: usize, bit: usize, count: usize) -> i32 {
+    let one = |i: usize| i32::from(block[at + i / 8] >> (i % 8) & 1);
+    (0..count).map(|i| one(bit + i) << i).sum::<i32>()
+}
+
+/// Scale and doubled value of column `k` of a block of e2m1 codes.
+fn exact_mxfp4(block: &[u8], k: usize) -> (f64, i32) {
+    let [one, two, four, sign] = [0, 1, 2, 3].map(|i| bits(block, 1, 4 * k + i, 1));
+    let doubled = match (four * 2 + two, one) {
+        (0, one) => one,
+        (e, one) => (2 + one) << (e - 1),
+    };
+    let scale = match block[0] {
+        255 => f64::NAN,
+        e => 2f64.powi(i32::from(e) - 128),
+    };
+    (scale, doubled * (1 - 2 * sign))
+}
+
+/// Scale, integer and bias of column `k` of a block of one of MLX's affine types.
+fn exact_affine(affine: BlockType, block: &[u8], k: usize) -> (f64, i32, f64) {
+    let width = affine.affine_bits().unwrap() as usize;
+    let factor = |at: usize| {
+        let bits = u16::from_le_bytes([block[at], block[at + 1]]);
+        if affine.name().ends_with("_BF16") {
+            f64::from(f32::from_bits(u32::from(bits) << 16))
+        } else {
+            half(bits)
+        }
+    };
+    (factor(0), bits(block, 4, k * width, width), factor(2))
+}
+
 /// Column `k` of a block. The products and the sum fit 53 bits, so the result is exact; a product
 /// beyond f32, which only a scale in bfloat16 can reach, is infinite before anything is added.
-// long: one arm per storage type, kept together so that the layouts can be compared
 fn exact_weight(block_type: BlockType, block: &[u8], k: usize) -> f64 {
     let f16_at = |at: usize| half(u16::from_le_bytes([block[at], block[at + 1]]));
-    // `count` bits that start at bit `bit` of the byte at `at`; bits run on into later bytes.
-    let bits = |at: usize, bit: usize, count: usize| {
-        let one = |i: usize| i32::from(block[at + i / 8] >> (i % 8) & 1);
-        (0..count).map(|i| one(bit + i) << i).sum::<i32>()
-    };
+    let bits = |at: usize, bit: usize, count: usize| bits(block, at, bit, count);
     // Legacy nibble order within 16 bytes, and the K-quants' orders within a super-block.
     let nibble = |at: usize, k: usize| bits(at + k % 16, k / 16 * 4, 4);
     let pair = |at: usize| bits(at + k / 64 * 32 + k % 32, k / 32 % 2 * 4, 4);
@@ -99,16 +129,8 @@ fn exact_weight(block_type: BlockType, block: &[u8], k: usize) -> f64 {
             )
         }
         BlockType::MXFP4 => {
-            let [one, two, four, sign] = [0, 1, 2, 3].map(|i| bits(1, 4 * k + i, 1));
-            let doubled = match (four * 2 + two, one) {
-                (0, one) => one,
-                (e, one) => (2 + one) << (e - 1),
-            };
-            let scale = match block[0] {
-                255 => f64::NAN,
-                e => 2f64.powi(i32::from(e) - 128),
-            };
-            (scale, doubled * (1 - 2 * sign), 0.0, 1)
+            let (scale, value) = exact_mxfp4(block, k);
+            (scale, value, 0.0, 1)
         }
         BlockType::IQ4_XS => {
             let j = k / 32;
@@ -117,16 +139,8 @@ fn exact_weight(block_type: BlockType, block: &[u8], k: usize) -> f64 {
             (f16_at(0), scale * CODEBOOK[code as usize], 0.0, 1)
         }
         affine => {
-            let width = affine.affine_bits().unwrap() as usize;
-            let scale_at = |at: usize| {
-                if affine.name().ends_with("_BF16") {
-                    let bits = u16::from_le_bytes([block[at], block[at + 1]]);
-                    f64::from(f32::from_bits(u32::from(bits) << 16))
-                } else {
-                    f16_at(at)
-                }
-            };
-            (scale_at(0), bits(4, k * width, width), scale_at(2), 1)
+            let (scale, integer, bias) = exact_affine(affine, block, k);
+            (scale, integer, bias, 1)
         }
     };
     let product = d * f64::from(q);

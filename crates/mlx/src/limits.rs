@@ -1,0 +1,52 @@
+//! How fast a device reads its memory: what decoding is held against.
+
+use std::time::Instant;
+
+use crate::{Array, Device, Dtype, Error, Library, Stream};
+
+/// Loops that are timed after one that is not. The best counts: whatever else happens on a machine
+/// only takes time.
+const ROUNDS: usize = 5;
+
+/// Bytes a second that `device` moves at best when MLX reads `bytes` of `f32` and sums them, or
+/// reads and writes them. Done on a thread of its own; takes `2 * bytes` of memory for as long.
+///
+/// # Errors
+/// [`Error::NoDevice`], [`Error::Call`], [`Error::Thread`].
+pub fn read_rate(library: &Library, device: Device, bytes: usize) -> Result<f64, Error> {
+    // Streams belong to the thread that made them, and this is no thread's own stream.
+    std::thread::scope(|scope| {
+        let thread = std::thread::Builder::new().name("mlx-limit".to_owned());
+        let started = thread.spawn_scoped(scope, || measure(&library.stream(device)?, bytes));
+        let ended = started.map_err(Error::Thread)?.join();
+        ended.unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+    })
+}
+
+fn measure(stream: &Stream, bytes: usize) -> Result<f64, Error> {
+    let n = i32::try_from(bytes / 4).unwrap_or(i32::MAX);
+    let one = stream.scalar(1.0, Dtype::F32)?;
+    let data = stream.add(&stream.zeros(&[n], Dtype::F32)?, &one)?;
+    stream.eval([&data])?;
+    let read = best(stream, data.n_bytes(), || stream.sum(&data))?;
+    let copied = best(stream, 2 * data.n_bytes(), || stream.add(&data, &one))?;
+    Ok(read.max(copied))
+}
+
+/// Bytes a second at which `make`'s array is computed, which moves `bytes`.
+fn best(
+    stream: &Stream,
+    bytes: u64,
+    make: impl Fn() -> Result<Array, Error>,
+) -> Result<f64, Error> {
+    let mut best = 0.0f64;
+    for round in 0..=ROUNDS {
+        let start = Instant::now();
+        let array = make()?;
+        stream.eval([&array])?;
+        stream.synchronize()?;
+        let rate = bytes as f64 / start.elapsed().as_secs_f64();
+        best = if round == 0 { 0.0 } else { best.max(rate) };
+    }
+    Ok(best)
+}

@@ -1,0 +1,24 @@
+//! Compiles libraries that stand in for MLX's, for tests of this crate and of others.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use paceline_mlx::LIBRARY_NAME;
+
+/// The library of `source`, a file of this folder, in `folder`, compiled with `arguments`; `None`
+/// if there is no compiler.
+pub(crate) fn build(folder: &Path, source: &str, arguments: &[&str]) -> Option<PathBuf> {
+    let sources = concat!(env!("CARGO_MANIFEST_DIR"), "/../mlx/tests/fake");
+    let library = folder.join(LIBRARY_NAME);
+    let compiler = std::env::var("RUSTC").unwrap_or("rustc".to_string());
+    let status = Command::new(compiler)
+        .args(["--edition", "2024", "--crate-type", "cdylib"])
+        .args(["--cap-lints", "allow"])
+        .args(arguments)
+        .arg("-o")
+        .args([&library, &Path::new(sources).join(source)])
+        .status();
+    status
+        .is_ok_and(|status| status.success())
+        .then_some(library)
+}

@@ -1,0 +1,151 @@
+//! What ranks of a stage gather from one another, from and to the memory of MLX's arrays.
+//!
+//! ```text
+//! mine (T, n_r)  --evaluated-->  its own memory  --group-->  received (sum of T n_r)  --> views
+//! ```
+//!
+//! Values travel in the type of activations. They are copied for the exchange only where an array
+//! is not one run of rows, or the device has memory of its own, which the driver copies: counted,
+//! as *staged*. Residuals between stages are f32, since the stage after may be another engine's:
+//! of other types they are *converted*.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use paceline_base::Bytes;
+use paceline_mlx::{Array, Dtype, Stream};
+
+use super::step::Step;
+use crate::compute::Exchanged;
+use crate::{Error, Links};
+
+/// Arrays that are kept to receive in: inputs and outputs of both halves of a layer, or a stage's
+/// residual beside the sums of prompts and of decoding.
+const KEPT: usize = 4;
+
+/// Memory that other ranks' values are received in, as arrays.
+#[derive(Debug, Default)]
+pub(super) struct Receive(Vec<Array>);
+
+impl Receive {
+    /// The array of this shape and type; the last [`KEPT`] are kept.
+    pub(super) fn array(
+        &mut self,
+        stream: &Stream,
+        shape: &[i32],
+        dtype: Dtype,
+    ) -> Result<&mut Array, Error> {
+        let fits = |array: &Array| array.shape() == shape && array.dtype() == dtype;
+        if let Some(at) = self.0.iter().position(fits) {
+            return Ok(&mut self.0[at]);
+        }
+        let n = shape.iter().product::<i32>() as usize;
+        let array = stream.array(&vec![0; n * dtype.bytes()], shape, dtype)?;
+        self.0.truncate(KEPT - 1);
+        self.0.insert(0, array);
+        Ok(&mut self.0[0])
+    }
+}
+
+/// How bytes got to and from other ranks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Way {
+    InPlace,
+    Converted,
+    Staged,
+}
+
+impl Way {
+    /// Of a residual that is `dtype` on this side and f32 on the wire.
+    pub(super) fn of_residual(stream: &Stream, dtype: Dtype) -> Result<Self, Error> {
+        let in_f32 = dtype == Dtype::F32;
+        let way = if in_f32 {
+            Self::InPlace
+        } else {
+            Self::Converted
+        };
+        Ok(way.on(stream)?)
+    }
+
+    /// The same of a device that may have memory of its own.
+    fn on(self, stream: &Stream) -> Result<Self, paceline_mlx::Error> {
+        Ok(if stream.shares_memory()? {
+            self
+        } else {
+            Self::Staged
+        })
+    }
+}
+
+/// [`Exchanged`] while it is counted.
+#[derive(Debug, Default)]
+pub(super) struct Tally([AtomicU64; 3]);
+
+impl Tally {
+    pub(super) fn add(&self, way: Way, bytes: usize) {
+        self.0[way as usize].fetch_add(bytes as u64, Ordering::Relaxed);
+    }
+
+    pub(super) fn now(&self) -> Exchanged {
+        let [in_place, converted, staged] =
+            [0, 1, 2].map(|way| Bytes(self.0[way].load(Ordering::Relaxed)));
+        Exchanged {
+            in_place,
+            converted,
+            staged,
+        }
+    }
+}
+
+impl Step<'_> {
+    /// Gathers what the ranks of the stage hold: `mine` is this rank's `(T, columns[rank])`, none
+    /// for no columns; the parts that are not empty, in rank order. They read memory that the next
+    /// exchange writes: what is made of them has to be evaluated before it, and is, as part of the
+    /// next one's `mine` or of the residual.
+    pub(super) fn gather_columns(
+        &mut self,
+        links: &Links,
+        mine: Option<&Array>,
+        columns: &[usize],
+    ) -> Result<Vec<Array>, Error> {
+        let (stream, dtype) = (self.parts.stream, self.parts.model.dtype);
+        let mine = mine.map(|mine| stream.astype(mine, dtype)).transpose()?;
+        self.parts
+            .watch
+            .during(|| stream.eval(mine.iter().chain([&self.residual])))?;
+        let (mine, way) = self.readable(mine)?;
+        let own = mine.as_ref().map_or(Ok(&[][..]), Array::as_bytes)?;
+        let rows = self.batch.rows();
+        let counts = columns.iter().map(|n| n * rows * dtype.bytes());
+        let counts: Vec<usize> = counts.collect();
+        let values = rows * columns.iter().sum::<usize>();
+        let all = self.parts.receive.array(stream, &[values as i32], dtype)?;
+        // SAFETY: it is read by what `mine` and the residual were made of, just evaluated.
+        links.gather_parts(own, unsafe { all.as_bytes_mut()? }, &counts)?;
+        let received = all.n_bytes() as usize - own.len();
+        self.parts.model.exchanged.add(way, own.len());
+        let way = Way::InPlace.on(stream)?;
+        self.parts.model.exchanged.add(way, received);
+        let mut start = 0;
+        let held = columns.iter().filter(|n| **n > 0);
+        let parts = held.map(|n| {
+            let stop = start + (rows * n) as i32;
+            let part = stream.slice(all, &[start], &[stop])?;
+            start = stop;
+            Ok::<_, Error>(stream.reshape(&part, &[rows as i32, *n as i32])?)
+        });
+        parts.collect()
+    }
+
+    /// An array whose memory can be read as rows: `mine` itself where it is one run of them.
+    fn readable(&self, mine: Option<Array>) -> Result<(Option<Array>, Way), Error> {
+        let stream = self.parts.stream;
+        match mine {
+            Some(array) if !array.is_rows() => {
+                let copy = stream.contiguous(&array)?;
+                self.parts.watch.during(|| stream.eval([&copy]))?;
+                Ok((Some(copy), Way::Staged))
+            }
+            mine => Ok((mine, Way::InPlace.on(stream)?)),
+        }
+    }
+}

@@ -1,0 +1,126 @@
+//! A device that hangs, and keeps the process from ending in order: the error is told by name, and
+//! the process ended all the same.
+//!
+//! The device is a library of this test (`crates/mlx/tests/fake/hang.rs`), the process this test's
+//! own program, started again.
+#![cfg(target_os = "linux")]
+#![allow(clippy::unwrap_used, reason = "a helper of a test may fail the test")]
+
+#[path = "../../mlx/tests/fake/build.rs"]
+mod build;
+mod common;
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
+use std::sync::Arc;
+use std::sync::mpsc::channel;
+use std::time::Duration;
+
+use common::kernels;
+use common::tiny::Tiny;
+use paceline_base::{BlockType, KernelClass, Rank};
+use paceline_mlx::Places;
+use paceline_model::{
+    Batch, BatchSequence, BatchSize, Config, Error, Family, Logits, MlxModel, MlxOptions, Source,
+    Split, Weights,
+};
+
+/// Longest wait for the process, which takes a second.
+const LIMIT: Duration = Duration::from_secs(60);
+
+/// Where the process finds the model; set for it alone.
+const MODEL: &str = "PACELINE_HANG_MODEL";
+/// The library that hangs.
+const SHIM: &str = "PACELINE_HANG_LIBRARY";
+/// The file whose presence makes it hang.
+const FILE: &str = "PACELINE_HANG";
+
+fn variable(name: &str) -> Option<PathBuf> {
+    std::env::var_os(name).map(PathBuf::from)
+}
+
+/// Loads the model and runs one step, on which the device hangs.
+fn step(model: &Path, library: PathBuf) -> Result<usize, Error> {
+    let source = Arc::new(Source::open(model)?);
+    let split = Split::whole(&Config::read(&source)?);
+    let options = MlxOptions {
+        places: Places {
+            explicit: Some(library),
+            ..Places::default()
+        },
+        class: KernelClass::Mlx,
+        positions: 64,
+        rows: 8,
+        patience: Duration::from_millis(200),
+        last_words: Duration::from_millis(500),
+    };
+    let model = MlxModel::load(source, &split, Rank(0), options, kernels(), |_, _| {})?;
+    let model: Arc<dyn Weights> = Arc::new(model);
+    let mut compute = model.reserve(BatchSize::single(8, 64), 64)?;
+    std::fs::write(variable(FILE).unwrap(), "").unwrap();
+    let sequence = BatchSequence {
+        tokens: &[1, 2, 3],
+        position: 0,
+        pages: &[0],
+        logits: Logits::Last,
+    };
+    compute.forward(&Batch {
+        sequences: &[sequence],
+    })
+}
+
+/// What the process does that the test below starts; nothing without its variables.
+#[test]
+fn the_process_whose_device_hangs() {
+    let (Some(model), Some(library)) = (variable(MODEL), variable(SHIM)) else {
+        return;
+    };
+    let error = step(&model, library).unwrap_err();
+    eprintln!("error: {error}");
+    // In order, which the device does not let happen.
+    std::process::exit(0);
+}
+
+#[test]
+fn a_process_whose_device_hangs_is_ended() {
+    let test = "a process whose device hangs is ended";
+    let Some(mlx) = variable("PACELINE_MLXC") else {
+        return eprintln!("SKIPPED {test}: PACELINE_MLXC names no libmlxc (cargo xtask mlx)");
+    };
+    let dir = tempfile::tempdir().unwrap();
+    let model = dir.path().join("tiny.gguf");
+    Tiny::new(Family::Llama, BlockType::Q8_0).write(&model);
+    let place = mlx.parent().unwrap().display();
+    let link = [
+        format!("-Lnative={place}"),
+        format!("-Clink-arg=-Wl,-rpath,{place}"),
+    ];
+    let link: Vec<&str> = link.iter().map(String::as_str).collect();
+    let Some(library) = build::build(dir.path(), "hang.rs", &link) else {
+        return eprintln!("SKIPPED {test}: no rustc that links");
+    };
+    let mut process = Command::new(std::env::current_exe().unwrap());
+    process.args(["--exact", "the_process_whose_device_hangs", "--nocapture"]);
+    process.env(MODEL, model).env(SHIM, library);
+    process.env(FILE, dir.path().join("hang"));
+    let output = finish(process.stdout(Stdio::null()).stderr(Stdio::piped()));
+    let said = String::from_utf8(output.stderr).unwrap();
+    assert!(
+        said.contains("error: ") && said.contains("evaluation"),
+        "{said}"
+    );
+    assert_eq!(output.status.code(), Some(1), "{said}");
+}
+
+/// Runs `process` to its end; kills it when that does not come.
+fn finish(process: &mut Command) -> Output {
+    let child = process.spawn().unwrap();
+    let id = child.id();
+    let (done, end) = channel();
+    std::thread::spawn(move || done.send(child.wait_with_output()));
+    let Ok(output) = end.recv_timeout(LIMIT) else {
+        let _ = Command::new("kill").args(["-9", &id.to_string()]).status();
+        panic!("the process did not end");
+    };
+    output.unwrap()
+}

@@ -1,0 +1,110 @@
+//! What the ranks of an instance have moved.
+
+use paceline_base::Bytes;
+use paceline_model::Weights;
+use serde::{Deserialize, Serialize};
+
+/// What ranks have moved since they started.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Moved {
+    /// Sent to other ranks.
+    pub sent: Bytes,
+    /// Activations on MLX, sent and received, that were read and written where its arrays are.
+    pub in_place: Bytes,
+    /// Those that crossed to another stage in another type.
+    pub converted: Bytes,
+    /// Those that were copied for the exchange alone.
+    pub staged: Bytes,
+}
+
+impl Moved {
+    fn with(self, other: Self, f: impl Fn(u64, u64) -> u64) -> Self {
+        let f = |of: fn(&Self) -> Bytes| Bytes(f(of(&self).0, of(&other).0));
+        Self {
+            sent: f(|moved| moved.sent),
+            in_place: f(|moved| moved.in_place),
+            converted: f(|moved| moved.converted),
+            staged: f(|moved| moved.staged),
+        }
+    }
+
+    /// What was moved after `before`.
+    #[must_use]
+    pub fn since(self, before: Self) -> Self {
+        self.with(before, u64::saturating_sub)
+    }
+
+    /// A share of it: for one of `n`, such as tokens; nothing for none.
+    #[must_use]
+    pub fn per(self, n: u64) -> Self {
+        self.with(Self::default(), |moved, _| {
+            moved.checked_div(n).unwrap_or(0)
+        })
+    }
+
+    /// Whether arrays of MLX took part.
+    pub fn has_arrays(self) -> bool {
+        self.in_place.0 + self.converted.0 + self.staged.0 > 0
+    }
+}
+
+impl std::iter::Sum for Moved {
+    fn sum<I: Iterator<Item = Self>>(ranks: I) -> Self {
+        ranks.fold(Self::default(), |a, b| a.with(b, |a, b| a + b))
+    }
+}
+
+/// [`Moved`] on the control channel.
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+pub(crate) struct RankMoved {
+    sent: u64,
+    in_place: u64,
+    converted: u64,
+    staged: u64,
+}
+
+impl RankMoved {
+    pub(crate) fn of(model: &dyn Weights) -> Self {
+        let arrays = model.exchanged();
+        Self {
+            sent: model.links().map_or(0, |links| links.sent().0),
+            in_place: arrays.in_place.0,
+            converted: arrays.converted.0,
+            staged: arrays.staged.0,
+        }
+    }
+}
+
+impl From<RankMoved> for Moved {
+    fn from(rank: RankMoved) -> Self {
+        Self {
+            sent: Bytes(rank.sent),
+            in_place: Bytes(rank.in_place),
+            converted: Bytes(rank.converted),
+            staged: Bytes(rank.staged),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn moved(sent: u64, in_place: u64) -> Moved {
+        let (sent, in_place) = (Bytes(sent), Bytes(in_place));
+        Moved {
+            sent,
+            in_place,
+            ..Moved::default()
+        }
+    }
+
+    #[test]
+    fn ranks_add_up_and_shares_are_of_what_came_after() {
+        let all: Moved = [moved(10, 4), moved(20, 6)].into_iter().sum();
+        assert_eq!(all, moved(30, 10));
+        assert_eq!(all.since(moved(10, 0)).per(2), moved(10, 5));
+        assert_eq!(all.per(0), moved(0, 0));
+        assert!(all.has_arrays() && !moved(1, 0).has_arrays());
+    }
+}

@@ -1,0 +1,200 @@
+//! `cargo xtask mlx --gpu`: the MLX engine on this machine's GPU: its tests there, and an 8B-shaped
+//! model beside `mlx-lm` and beside what the device's memory allows.
+//!
+//! ```text
+//! paceline engines          a GPU that MLX computes on? else SKIPPED, by name
+//! cargo test                crates/mlx and crates/model, on that device
+//! scripts/models/synth_mlx  4.5 GB of random weights, 4 bits in groups of 64, kept
+//! paceline bench model      --engine mlx --against mlx-lm
+//! ```
+//!
+//! MLX is the one that `PACELINE_MLXC` names, else one that `paceline engines install mlx` puts
+//! beside the test models; `mlx-lm` that of `PACELINE_MLX_PYTHON`.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context, Result, bail};
+use serde_json::Value;
+
+use crate::cargo_test::TestLog;
+use crate::mlx_engine::{self, LIBRARY};
+use crate::tally::Tally;
+use crate::{mlx, models, process, repo, sdk};
+
+/// The bars: of mlx-lm's speed, and of the device's memory.
+const OF_PEER: f64 = 1.0;
+const OF_LIMIT: f64 = 0.5;
+
+/// What is skipped where there is no GPU.
+const ALL: [&str; 3] = [
+    "MLX's tests on a GPU",
+    "an 8B-shaped model on a GPU beside mlx-lm",
+    "an 8B-shaped model on a GPU and its memory's limit",
+];
+
+/// Runs all of it.
+///
+/// # Errors
+/// When paceline cannot be built.
+pub(crate) fn run(see: &mut impl FnMut(&str)) -> Result<Tally> {
+    let binary = sdk::build(see)?;
+    let library = match gpu(&binary, see) {
+        Ok(library) => library,
+        Err(why) => return Ok(skipped(&ALL, &format!("{why:#}"))),
+    };
+    let mut tally = tests(&library, see)?;
+    tally.add(match bench(&binary, &library, see) {
+        Ok(tally) => tally,
+        Err(why) => skipped(&ALL[1..], &format!("{why:#}")),
+    });
+    Ok(tally)
+}
+
+fn skipped(names: &[&str], why: &str) -> Tally {
+    let mut tally = Tally::default();
+    names
+        .iter()
+        .for_each(|name| tally.add(Tally::skip(name, why)));
+    tally
+}
+
+/// The library of an MLX with a GPU; installed if need be, where a GPU is to be seen.
+fn gpu(binary: &Path, see: &mut impl FnMut(&str)) -> Result<PathBuf> {
+    let home = models::folder()?.with_file_name("gpu");
+    if let Some(library) = device(binary, &home, see)? {
+        return Ok(library);
+    }
+    let seen = cfg!(all(target_os = "macos", target_arch = "aarch64"))
+        || Command::new("nvidia-smi")
+            .arg("-L")
+            .output()
+            .is_ok_and(|out| out.status.success());
+    if !seen {
+        bail!("no GPU: neither Apple silicon nor one that nvidia-smi lists");
+    }
+    let mut install = paceline(binary, &home);
+    install.args(["engines", "install", "mlx"]);
+    process::stream(install, &process::log_path("mlx-gpu-install"), |line| {
+        see(line)
+    })?;
+    let found = device(binary, &home, see)?;
+    found.context("the MLX that was installed finds no GPU, see `paceline engines`")
+}
+
+fn paceline(binary: &Path, home: &Path) -> Command {
+    let mut command = Command::new(binary);
+    command.env("PACELINE_HOME", home);
+    command
+}
+
+/// MLX's library, if one is found and has a GPU.
+fn device(binary: &Path, home: &Path, see: &mut impl FnMut(&str)) -> Result<Option<PathBuf>> {
+    let mut list = paceline(binary, home);
+    list.args(["engines", "--json"]);
+    let listed = object(list, "mlx-gpu-engines")?;
+    let engines = listed["engines"].as_array().map_or(&[][..], Vec::as_slice);
+    let Some(mlx) = engines.iter().find(|engine| engine["name"] == "mlx") else {
+        return Ok(None);
+    };
+    let devices = mlx["devices"].as_array().map_or(&[][..], Vec::as_slice);
+    let gpu = devices.iter().find(|device| device["kind"] == "gpu");
+    gpu.into_iter().for_each(|gpu| see(&gpu.to_string()));
+    Ok(gpu.and(mlx["library"].as_str()).map(PathBuf::from))
+}
+
+/// The object that `command` prints.
+fn object(command: Command, log: &str) -> Result<Value> {
+    let mut found = None;
+    let ended = process::stream(command, &process::log_path(log), |line| {
+        found = serde_json::from_str(line).ok().or_else(|| found.take());
+    })?;
+    match found.filter(|_| ended) {
+        Some(object) => Ok(object),
+        None => bail!("see {}", process::log_path(log).display()),
+    }
+}
+
+/// The tests of the engine, which compute on the best device there is.
+fn tests(library: &Path, see: &mut impl FnMut(&str)) -> Result<Tally> {
+    let mut command = repo::cargo();
+    command.args([
+        "test",
+        "--release",
+        "-p",
+        "paceline-mlx",
+        "-p",
+        "paceline-model",
+    ]);
+    command.args(["--test", "library", "--test", "mlx", "--test", "mlx_hang"]);
+    command.args(["--", "--show-output"]);
+    command.env(LIBRARY, library).envs(mlx_engine::tokens());
+    command.env("PACELINE_TEST_MODELS", models::folder()?);
+    let mut log = TestLog::new();
+    let success = process::stream(command, &process::log_path("mlx-gpu"), |line| {
+        if log.read(line) {
+            see(line);
+        }
+    })?;
+    Ok(log.finish("mlx-gpu", success))
+}
+
+/// Decoding of an 8B-shaped model beside both bars.
+fn bench(binary: &Path, library: &Path, see: &mut impl FnMut(&str)) -> Result<Tally> {
+    let python = std::env::var_os(mlx::PYTHON).context("PACELINE_MLX_PYTHON names no mlx-lm")?;
+    let models = models::folder()?;
+    let folder = models.join("synthetic-8B-mlx-4bit");
+    let mut make = Command::new(&python);
+    make.arg(repo::root().join("scripts/models/synth_mlx.py"));
+    make.arg(models.join("SmolLM2-135M-Instruct-mlx-4bit"))
+        .arg(&folder);
+    if !process::stream(make, &process::log_path("mlx-gpu-model"), |line| see(line))? {
+        bail!(
+            "no 8B-shaped model: see {}",
+            process::log_path("mlx-gpu-model").display()
+        );
+    }
+    let mut command = Command::new(binary);
+    command.args(["bench", "model"]).arg(&folder);
+    command.args(["--engine", "mlx", "--against", "mlx-lm", "--json"]);
+    command.args(["--prompt", "512", "--gen", "128", "--runs", "9"]);
+    command.env(LIBRARY, library).env(mlx::PYTHON, &python);
+    Ok(judge(&object(command, "mlx-gpu-bench")?, see))
+}
+
+/// Holds what was measured to the bars.
+fn judge(measured: &Value, see: &mut impl FnMut(&str)) -> Tally {
+    let number = |pointer| measured.pointer(pointer).and_then(Value::as_f64);
+    let of_peer = number("/ratio/decode/median").unwrap_or(0.0);
+    let of_limit = number("/of_read_limit").unwrap_or(0.0);
+    see(&format!(
+        "decode {:.1} tokens/s, {of_peer:.2} of mlx-lm, {:.0} % of what the device reads",
+        number("/paceline/decode_tok_s/median").unwrap_or(0.0),
+        100.0 * of_limit,
+    ));
+    let mut tally = Tally::check(ALL[1], of_peer >= OF_PEER);
+    tally.add(Tally::check(ALL[2], of_limit >= OF_LIMIT));
+    tally
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn both_bars_count() {
+        for (of_peer, of_limit, failed) in [(1.0, 0.5, 0), (0.99, 0.6, 1), (0.5, 0.4, 2)] {
+            let measured = serde_json::json!({
+                "ratio": {"decode": {"median": of_peer}}, "of_read_limit": of_limit,
+            });
+            let mut said = Vec::new();
+            let tally = judge(&measured, &mut |line| said.push(line.to_owned()));
+            assert_eq!(tally.failed, failed, "{said:?}");
+        }
+        assert_eq!(
+            judge(&Value::Null, &mut |_| ()).failed,
+            2,
+            "nothing measured"
+        );
+    }
+}
