@@ -9,8 +9,11 @@ use crate::Error;
 use crate::config::Activation;
 use crate::families::{Half, LayerStep};
 use crate::model::Model;
-use crate::split::LeafCut;
-use crate::weights::{Layer, Linear, Summed};
+use crate::weights::{Layer, Linear};
+
+mod sums;
+
+use sums::Sums;
 
 /// Which positions of a sequence give logits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -147,10 +150,8 @@ pub struct Workspace {
     /// `(T, K D)` each
     k: Vec<f32>,
     v: Vec<f32>,
-    /// `(T, H D)`
-    attended: Vec<f32>,
-    /// `(T, H D)`, quantised
-    attended_x: Activations,
+    /// `(T, H D)`, as attention leaves it, then quantised
+    attended: Activations,
     /// `(T, F)` each
     gate: Vec<f32>,
     up: Vec<f32>,
@@ -195,8 +196,7 @@ impl Workspace {
             q: rows(q),
             k: rows(kv),
             v: rows(kv),
-            attended: rows(q),
-            attended_x: Activations::new(size.rows, q, precision(integers.attended)),
+            attended: Activations::new(size.rows, q, precision(integers.attended)),
             gate: rows(ffn),
             up: rows(ffn),
             hidden: Activations::new(size.rows, ffn, precision(integers.hidden)),
@@ -289,7 +289,7 @@ impl<'m, 'b> Step<'m, 'b> {
             batch.sequences.len(),
             batch.logit_rows()
         );
-        for x in [&mut ws.x, &mut ws.attended_x, &mut ws.hidden] {
+        for x in [&mut ws.x, &mut ws.attended, &mut ws.hidden] {
             x.resize(rows);
         }
         let mut step = Self {
@@ -482,22 +482,17 @@ impl<'b> LayerStep for Step<'_, 'b> {
             queries: &self.ws.q,
             sequences: &self.sequences,
         };
-        kernels.attention(&step, &mut self.ws.scratch, &mut self.ws.attended);
+        let out = self.ws.attended.values_mut();
+        kernels.attention(&step, &mut self.ws.scratch, out);
         Ok(())
     }
 
     fn project_attention(&mut self, w: &Layer) -> Result<(), Error> {
         let ws = &mut *self.ws;
-        let attended = &ws.attended;
-        let len = ws.attended_x.cols();
-        self.model
-            .kernels()
-            .fill_rows(&mut ws.attended_x, |t, out| {
-                out.copy_from_slice(&attended[t * len..(t + 1) * len]);
-            });
+        self.model.kernels().quantise(&mut ws.attended);
         let cut = &self.model.shard().attention;
         ws.sums
-            .compute(self.model, &w.attention_output, cut, &ws.attended_x)
+            .compute(self.model, &w.attention_output, cut, &ws.attended)
     }
 
     fn norm_delta(&mut self, w: &Layer, half: Half) -> Result<(), Error> {
@@ -512,8 +507,14 @@ impl<'b> LayerStep for Step<'_, 'b> {
     }
 
     fn add_delta(&mut self) -> Result<(), Error> {
-        let n = self.rows * self.model.config().width;
-        vector::add_assign(&mut self.ws.residual[..n], &self.ws.sums.delta[..n]);
+        let (rows, width) = (self.rows, self.model.config().width);
+        let delta = &self.ws.sums.delta;
+        let residual = DisjointMut::new(&mut self.ws.residual[..rows * width], width);
+        self.model.kernels().for_rows(rows, |t| {
+            // SAFETY: each row is visited once.
+            let row = unsafe { residual.part(t) };
+            vector::add_assign(row, &delta[t * width..(t + 1) * width]);
+        });
         Ok(())
     }
 
@@ -547,70 +548,6 @@ impl<'b> LayerStep for Step<'_, 'b> {
     fn project_down(&mut self, w: &Layer) -> Result<(), Error> {
         let (ws, cut) = (&mut *self.ws, &self.model.shard().feed_forward);
         ws.sums.compute(self.model, &w.down, cut, &ws.hidden)
-    }
-}
-
-/// Products whose input dimension is cut over the ranks of a stage.
-#[derive(Debug)]
-struct Sums {
-    /// `(roots of all ranks, T, C)`; the sum of them, `(T, C)`, is at the start.
-    delta: Vec<f32>,
-    /// `(roots of this rank, T, C)`; empty when no other rank shares its layers.
-    partial: Vec<f32>,
-    /// Values that each rank sends.
-    counts: Vec<usize>,
-}
-
-impl Sums {
-    fn new(model: &Model, rows: usize) -> Self {
-        let (shard, n) = (model.shard(), rows * model.config().width);
-        let most = |of: fn(&LeafCut) -> usize| of(&shard.attention).max(of(&shard.feed_forward));
-        let ranks = shard.stage_ranks().len();
-        let own_roots = if ranks == 1 {
-            0
-        } else {
-            most(LeafCut::own_roots)
-        };
-        Self {
-            delta: vec![0.0; n * most(|cut| cut.nodes.len())],
-            partial: vec![0.0; n * own_roots],
-            counts: Vec::with_capacity(ranks),
-        }
-    }
-
-    /// x (T, in) -> delta (T, C): this rank's roots of the canonical sum, then the sum over the
-    /// roots of all ranks.
-    fn compute(
-        &mut self,
-        model: &Model,
-        weights: &Summed,
-        cut: &LeafCut,
-        x: &Activations,
-    ) -> Result<(), Error> {
-        let n = x.rows() * model.config().width;
-        let links = model.links().filter(|_| cut.roots.len() > 1);
-        let Self {
-            delta,
-            partial,
-            counts,
-        } = self;
-        let mine = match links {
-            Some(_) => &mut partial[..weights.roots.len() * n],
-            None => &mut delta[..n],
-        };
-        let outs = mine.chunks_exact_mut(n).zip(&weights.roots);
-        let products = outs.map(|(out, (first_col, weights))| Product {
-            weights,
-            first_col: *first_col,
-            out,
-        });
-        model.kernels().products(x, products);
-        if let Some(links) = links {
-            let mine = &partial[..weights.roots.len() * n];
-            links.sum(cut, mine, &mut delta[..cut.nodes.len() * n], counts)?;
-        }
-        add_bias(delta, weights.bias.as_deref(), x.rows());
-        Ok(())
     }
 }
 
