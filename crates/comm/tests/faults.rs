@@ -10,72 +10,17 @@
     reason = "a test, with helpers outside of test functions"
 )]
 
-use std::io::{BufRead, BufReader, Write};
+mod worker;
+
 use std::net::SocketAddr;
-use std::path::Path;
-use std::process::{Child, ChildStdout, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use paceline_comm::rendezvous::{Meeting, Wanted, meet};
 use paceline_comm::{Deadline, Group, Reduce, shm, tcp};
+use worker::Worker;
 
 fn soon(seconds: u64) -> Deadline {
     Deadline::at(Instant::now() + Duration::from_secs(seconds))
-}
-
-struct Worker {
-    child: Child,
-    lines: BufReader<ChildStdout>,
-}
-
-impl Worker {
-    fn start(folder: &Path, transport: &str, round: u64, size: u32) -> Self {
-        let mut child = Command::new(std::env::current_exe().unwrap())
-            .args(["worker", "--exact", "--nocapture", "--test-threads=1"])
-            .env("COMM_TEST_FOLDER", folder)
-            .env("COMM_TEST_TRANSPORT", transport)
-            .env("COMM_TEST_ROUND", format!("{round} {size}"))
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .stderr(Stdio::null())
-            .spawn()
-            .unwrap();
-        let lines = BufReader::new(child.stdout.take().unwrap());
-        Self { child, lines }
-    }
-
-    fn expect(&mut self, word: &str) -> String {
-        loop {
-            let mut line = String::new();
-            let count = self.lines.read_line(&mut line).unwrap();
-            assert!(count > 0, "the worker ended without saying {word}");
-            if let Some((_, rest)) = line.split_once(&format!("@{word} ")) {
-                return rest.trim().to_string();
-            }
-        }
-    }
-
-    fn tell(&self, text: &str) {
-        writeln!(self.child.stdin.as_ref().unwrap(), "{text}").unwrap();
-    }
-
-    fn signal(&self, name: &str) {
-        let id = self.child.id().to_string();
-        assert!(
-            Command::new("kill")
-                .args([name, &id])
-                .status()
-                .unwrap()
-                .success()
-        );
-    }
-}
-
-impl Drop for Worker {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
 }
 
 /// Not a test: what a child process does. Joins, adds up until that fails, reports, and waits to be
@@ -182,7 +127,15 @@ fn run(run: u64) {
     let folder = tempfile::tempdir().unwrap();
     let transport = ["tcp", "shm"][(run % 2) as usize];
     let size = 3 + (run / 2 % 2) as u32;
-    let start = |round, size| Worker::start(folder.path(), transport, round, size);
+    let start = |round: u64, size: u32| {
+        let round = format!("{round} {size}");
+        let env = [
+            ("COMM_TEST_FOLDER", folder.path().as_os_str()),
+            ("COMM_TEST_TRANSPORT", transport.as_ref()),
+            ("COMM_TEST_ROUND", round.as_ref()),
+        ];
+        Worker::start("worker", &env)
+    };
     let mut workers: Vec<Worker> = (0..size).map(|_| start(0, size)).collect();
     joined(&mut workers);
     let victim = [0, (run % u64::from(size)) as usize][(run / 4 % 2) as usize];

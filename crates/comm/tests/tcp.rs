@@ -9,13 +9,14 @@
     reason = "a test, with helpers outside of test functions"
 )]
 
-use std::io::{BufRead, BufReader, Write};
+mod worker;
+
 use std::net::SocketAddr;
-use std::process::{Child, ChildStdout, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use paceline_base::Rank;
 use paceline_comm::{Deadline, Error, Group, Reduce, tcp};
+use worker::Worker;
 
 /// What DESIGN.md asks for.
 const DEATH_SECONDS: f64 = 2.0;
@@ -24,62 +25,16 @@ fn soon(seconds: u64) -> Deadline {
     Deadline::at(Instant::now() + Duration::from_secs(seconds))
 }
 
-/// A rank in a process of its own.
-struct Worker {
-    child: Child,
-    lines: BufReader<ChildStdout>,
-}
-
-impl Worker {
-    fn start(rank: u32, role: &str) -> Self {
-        let mut child = Command::new(std::env::current_exe().unwrap())
-            .args(["worker", "--exact", "--nocapture", "--test-threads=1"])
-            .env("COMM_TEST_RANK", rank.to_string())
-            .env("COMM_TEST_ROLE", role)
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .stderr(Stdio::null())
-            .spawn()
-            .unwrap();
-        let lines = BufReader::new(child.stdout.take().unwrap());
-        Self { child, lines }
-    }
-
-    /// The rest of the next line that starts with `word`.
-    fn expect(&mut self, word: &str) -> String {
-        loop {
-            let mut line = String::new();
-            let count = self.lines.read_line(&mut line).unwrap();
-            assert!(count > 0, "the worker ended without saying {word}");
-            // The test harness may have begun the line.
-            if let Some((_, rest)) = line.split_once(&format!("@{word} ")) {
-                return rest.trim().to_string();
-            }
-        }
-    }
-
-    fn tell(&mut self, text: &str) {
-        let mut stdin = self.child.stdin.as_ref().unwrap();
-        writeln!(stdin, "{text}").unwrap();
-    }
-
-    fn signal(&self, name: &str) {
-        let id = self.child.id().to_string();
-        let status = Command::new("kill").args([name, &id]).status().unwrap();
-        assert!(status.success());
-    }
-}
-
-impl Drop for Worker {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
-}
-
 /// Starts `size` ranks that have joined one group.
 fn start(size: u32, role: &str) -> Vec<Worker> {
-    let mut workers: Vec<Worker> = (0..size).map(|rank| Worker::start(rank, role)).collect();
+    let start = |rank: u32| {
+        let env = [
+            ("COMM_TEST_RANK", &rank.to_string()[..]),
+            ("COMM_TEST_ROLE", role),
+        ];
+        Worker::start("worker", &env)
+    };
+    let mut workers: Vec<Worker> = (0..size).map(start).collect();
     let addrs: Vec<String> = workers.iter_mut().map(|w| w.expect("addr")).collect();
     for worker in &mut workers {
         worker.tell(&addrs.join(" "));

@@ -161,7 +161,13 @@ fn bench_comm_runs_under_mpirun() {
         "--max-bytes",
         "64",
     ];
-    let start = |more: &[&str]| run(&world, &[&["-n", "2"][..], &program[..], more].concat(), b"");
+    let start = |more: &[&str]| {
+        run(
+            &world,
+            &[&["-n", "2"][..], &program[..], more].concat(),
+            b"",
+        )
+    };
     let refused = start(&[]);
     assert_eq!(refused.code, Some(2), "{refused:?}");
     assert!(refused.stderr.contains("mpi is plaintext"), "{refused:?}");

@@ -43,11 +43,11 @@
 //! **What it cannot have.** The wire is array bytes: no lockstep guard, so ranks that make
 //! different calls get garbage or a timeout. No news: the error of a rank that is not next to the
 //! dead one names the neighbour through which the end reached it. No authentication and no
-//! encryption: [`Plaintext`]. A stranger who connects before the neighbour, stays, and is alone when
-//! all else is ready is taken for it; the neighbour then finds nobody and says so. Sums follow the
-//! ring and its segments, as MLX's do; the rule that results do not depend on the number of ranks
-//! does not hold, though all ranks still hold the same bytes. MLX's own ranks lose a NaN that meets
-//! a number in max and min; these keep it.
+//! encryption: [`Plaintext`]. A stranger who connects before the neighbour, stays, and is alone
+//! when all else is ready is taken for it; the neighbour then finds nobody and says so. Sums follow
+//! the ring and its segments, as MLX's do; the rule that results do not depend on the number of
+//! ranks does not hold, though all ranks still hold the same bytes. MLX's own ranks lose a NaN that
+//! meets a number in max and min; these keep it.
 //!
 //! **What MLX has not.** Every wait ends: a dead neighbour is an error at once and on every later
 //! call, silence is one at the deadline.

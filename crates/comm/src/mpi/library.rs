@@ -225,7 +225,8 @@ impl Mpi {
                 counts,
             } => self.all_gather(call, input, output, &counts),
             Collective::AllReduce { mut data, op } => {
-                let (input, count) = (data.bytes().to_vec(), self.count(call, data.len())?);
+                let count = self.count(call, data.len())?;
+                let input = data.bytes().to_vec();
                 let (of, op) = (
                     datatype(data.dtype()),
                     self.session.ops.get(op, data.dtype()),

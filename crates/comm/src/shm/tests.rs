@@ -3,14 +3,16 @@
 //! For the latter the test binary runs itself: a child is one rank, told by its environment which,
 //! and prints a line for each thing that happens to it.
 
-use std::io::{BufRead, BufReader, Write};
+#[path = "../../tests/worker/mod.rs"]
+mod worker;
+
 use std::net::SocketAddr;
-use std::process::{Child, ChildStdout, Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use super::*;
 use crate::{Reduce, testing};
+use worker::Worker;
 
 /// What DESIGN.md asks for.
 const DEATH_SECONDS: f64 = 2.0;
@@ -145,59 +147,6 @@ fn a_rank_that_leaves_when_it_has_all_is_not_missed() {
     }
 }
 
-/// A rank in a process of its own.
-struct Worker {
-    child: Child,
-    lines: BufReader<ChildStdout>,
-}
-
-impl Worker {
-    fn start(rank: u32, role: &str) -> Self {
-        let mut child = Command::new(std::env::current_exe().unwrap())
-            .args(["shm::tests::worker", "--exact", "--nocapture"])
-            .env("COMM_SHM_RANK", rank.to_string())
-            .env("COMM_SHM_ROLE", role)
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .stderr(Stdio::null())
-            .spawn()
-            .unwrap();
-        let lines = BufReader::new(child.stdout.take().unwrap());
-        Self { child, lines }
-    }
-
-    /// The rest of the next line that says `word`.
-    fn expect(&mut self, word: &str) -> String {
-        loop {
-            let mut line = String::new();
-            let count = self.lines.read_line(&mut line).unwrap();
-            assert!(count > 0, "the worker ended without saying {word}");
-            // The test harness may have begun the line.
-            if let Some((_, rest)) = line.split_once(&format!("@{word} ")) {
-                return rest.trim().to_string();
-            }
-        }
-    }
-
-    fn tell(&mut self, text: &str) {
-        let mut stdin = self.child.stdin.as_ref().unwrap();
-        writeln!(stdin, "{text}").unwrap();
-    }
-
-    fn signal(&self, name: &str) {
-        let id = self.child.id().to_string();
-        let status = Command::new("kill").args([name, &id]).status().unwrap();
-        assert!(status.success());
-    }
-}
-
-impl Drop for Worker {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
-}
-
 /// Hands the addresses of all to all and waits until they are a group.
 fn introduce(workers: &mut [Worker]) {
     let addrs: Vec<String> = workers.iter_mut().map(|w| w.expect("addr")).collect();
@@ -211,7 +160,14 @@ fn introduce(workers: &mut [Worker]) {
 
 /// Starts `size` ranks that have joined one group.
 fn start(size: u32, role: &str) -> Vec<Worker> {
-    let mut workers: Vec<Worker> = (0..size).map(|rank| Worker::start(rank, role)).collect();
+    let start = |rank: u32| {
+        let env = [
+            ("COMM_SHM_RANK", &rank.to_string()[..]),
+            ("COMM_SHM_ROLE", role),
+        ];
+        Worker::start("shm::tests::worker", &env)
+    };
+    let mut workers: Vec<Worker> = (0..size).map(start).collect();
     introduce(&mut workers);
     workers
 }

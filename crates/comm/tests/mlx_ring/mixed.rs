@@ -234,7 +234,7 @@ fn four_ranks_of_both_kinds() {
 }
 
 #[test]
-fn every_type_and_no_elements_at_all() {
+fn three_ranks_with_every_type_and_no_elements_at_all() {
     let all = [
         "bool",
         "i8",

@@ -103,34 +103,51 @@ unsafe fn write(start: u64, bytes: &[u8]) {
     unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), start as *mut u8, bytes.len()) }
 }
 
-macro_rules! reduce_as {
-    ($type:ty, $add:expr, $mul:expr, $op:expr, $a:expr, $b:expr) => {{
-        let (add, mul): (fn($type, $type) -> $type, fn($type, $type) -> $type) = ($add, $mul);
-        let size = size_of::<$type>();
-        for (a, b) in $a.chunks_exact_mut(size).zip($b.chunks_exact(size)) {
-            let x = <$type>::from_ne_bytes((&*a).try_into().unwrap());
-            let y = <$type>::from_ne_bytes(b.try_into().unwrap());
-            let z = match $op {
-                0 => add(x, y),
-                1 => mul(x, y),
-                2 => {
-                    if x > y {
-                        x
-                    } else {
-                        y
-                    }
-                }
-                _ => {
-                    if x < y {
-                        x
-                    } else {
-                        y
-                    }
-                }
-            };
-            a.copy_from_slice(&z.to_ne_bytes());
+/// A number as NCCL adds and multiplies it.
+trait Number: Copy + PartialOrd {
+    fn plus(self, other: Self) -> Self;
+    fn times(self, other: Self) -> Self;
+}
+
+macro_rules! number {
+    ($type:ty, $x:ident, $y:ident, $sum:expr, $product:expr) => {
+        impl Number for $type {
+            fn plus(self, other: Self) -> Self {
+                let ($x, $y) = (self, other);
+                $sum
+            }
+
+            fn times(self, other: Self) -> Self {
+                let ($x, $y) = (self, other);
+                $product
+            }
         }
-    }};
+    };
+}
+
+macro_rules! whole {
+    ($($type:ty)*) => {$(number!($type, x, y, x.wrapping_add(y), x.wrapping_mul(y));)*};
+}
+
+whole!(i8 u8 i32 u32 i64 u64);
+number!(f32, x, y, x + y, x * y);
+number!(f64, x, y, x + y, x * y);
+
+/// Reduces `part` into `total`, both of whole `T`s.
+fn reduce<T: Number>(op: c_int, total: &mut [u8], part: &[u8]) {
+    let size = size_of::<T>();
+    for (a, b) in total.chunks_exact_mut(size).zip(part.chunks_exact(size)) {
+        let (a, b) = (a.as_mut_ptr().cast::<T>(), b.as_ptr().cast::<T>());
+        let (x, y) = unsafe { (a.read_unaligned(), b.read_unaligned()) };
+        let z = match op {
+            0 => x.plus(y),
+            1 => x.times(y),
+            2 if x > y => x,
+            3 if x < y => x,
+            _ => y,
+        };
+        unsafe { a.write_unaligned(z) };
+    }
 }
 
 fn size_of_type(dtype: c_int) -> Option<usize> {
@@ -141,60 +158,19 @@ fn size_of_type(dtype: c_int) -> Option<usize> {
 }
 
 fn reduced(parts: &[Vec<u8>], dtype: c_int, op: c_int) -> Vec<u8> {
+    let reduce = match dtype {
+        0 => reduce::<i8>,
+        1 => reduce::<u8>,
+        2 => reduce::<i32>,
+        3 => reduce::<u32>,
+        4 => reduce::<i64>,
+        5 => reduce::<u64>,
+        7 => reduce::<f32>,
+        _ => reduce::<f64>,
+    };
     let mut total = parts[0].clone();
     for part in &parts[1..] {
-        match dtype {
-            0 => reduce_as!(
-                i8,
-                |a, b| a.wrapping_add(b),
-                |a, b| a.wrapping_mul(b),
-                op,
-                total,
-                part
-            ),
-            1 => reduce_as!(
-                u8,
-                |a, b| a.wrapping_add(b),
-                |a, b| a.wrapping_mul(b),
-                op,
-                total,
-                part
-            ),
-            2 => reduce_as!(
-                i32,
-                |a, b| a.wrapping_add(b),
-                |a, b| a.wrapping_mul(b),
-                op,
-                total,
-                part
-            ),
-            3 => reduce_as!(
-                u32,
-                |a, b| a.wrapping_add(b),
-                |a, b| a.wrapping_mul(b),
-                op,
-                total,
-                part
-            ),
-            4 => reduce_as!(
-                i64,
-                |a, b| a.wrapping_add(b),
-                |a, b| a.wrapping_mul(b),
-                op,
-                total,
-                part
-            ),
-            5 => reduce_as!(
-                u64,
-                |a, b| a.wrapping_add(b),
-                |a, b| a.wrapping_mul(b),
-                op,
-                total,
-                part
-            ),
-            7 => reduce_as!(f32, |a, b| a + b, |a, b| a * b, op, total, part),
-            _ => reduce_as!(f64, |a, b| a + b, |a, b| a * b, op, total, part),
-        }
+        reduce(op, &mut total, part);
     }
     total
 }

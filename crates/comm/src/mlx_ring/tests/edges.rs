@@ -70,6 +70,27 @@ fn ranks_may_come_in_any_order() {
     }
 }
 
+/// What a ring leaves in the system (TIME_WAIT) does not keep the next one from its addresses.
+#[test]
+#[cfg(target_os = "linux")]
+fn a_ring_can_be_made_again_at_once() {
+    // An address that other tests do not use, so that nobody takes the ports in between.
+    let any = SocketAddr::from(([127, 0, 0, 77], 0));
+    let free = [(); 3].map(|()| TcpListener::bind(any).unwrap());
+    let hosts = free.map(|listener| vec![listener.local_addr().unwrap()]);
+    for _ in 0..5 {
+        thread::scope(|scope| {
+            for rank in (0..3).map(Rank) {
+                let hosts = &hosts;
+                scope.spawn(move || {
+                    let ring = join(rank, hosts, Plaintext::Refused, soon(20)).unwrap();
+                    (&ring as &dyn Group).barrier(soon(20)).unwrap();
+                });
+            }
+        });
+    }
+}
+
 /// MLX has been seen to get stuck in some of a hundred (its issue 4475).
 #[test]
 fn sums_of_several_threads_do_not_get_stuck() {
