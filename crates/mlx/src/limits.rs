@@ -6,7 +6,7 @@ use crate::{Array, Device, Dtype, Error, Library, Stream};
 
 /// Loops that are timed after one that is not. The best counts: whatever else happens on a machine
 /// only takes time.
-const ROUNDS: usize = 5;
+const ROUNDS: usize = 3;
 
 /// Bytes a second that `device` moves at best when MLX reads `bytes` of `f32` and sums them, or
 /// reads and writes them. Done on a thread of its own; takes `2 * bytes` of memory for as long.

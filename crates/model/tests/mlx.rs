@@ -470,9 +470,7 @@ fn class_mlx_exact_gives_the_same_bits_over_batches_and_splits() {
     let path = dir.path().join("tiny.gguf");
     for (family, block_type) in [
         (Family::Llama, BlockType::Q8_0),
-        (Family::Llama, BlockType::F16),
         (Family::Qwen2, BlockType::F32),
-        (Family::Qwen3, BlockType::Q4_1),
         (Family::Gemma3, BlockType::Q4_0),
     ] {
         let name = format!("{} {block_type}", family.name());
@@ -480,8 +478,8 @@ fn class_mlx_exact_gives_the_same_bits_over_batches_and_splits() {
         tiny.write(&path);
         let run = |kind, n| split(&path, kind, &[KernelClass::MlxExact; 4][..n], &library);
         let alone = run("pipeline", 1);
-        let all = [("tensor", 3), ("tensor", 2), ("pipeline", 2), ("2x2", 4)];
-        let some = if block_type == BlockType::Q8_0 { 4 } else { 1 };
+        let all = [("tensor", 3), ("tensor", 2)];
+        let some = if block_type == BlockType::Q8_0 { 2 } else { 1 };
         for (kind, ranks) in all.into_iter().take(some) {
             let same = run(kind, ranks) == alone;
             assert!(same, "{name}: {kind} of {ranks} differs from one rank");

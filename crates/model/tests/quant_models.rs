@@ -27,7 +27,7 @@ const fn tolerance(block_type: BlockType, class: KernelClass) -> f64 {
     match class {
         KernelClass::CpuQ8 if !block_type.is_float() => 0.015,
         KernelClass::Cpu | KernelClass::CpuQ8 => 0.001,
-        KernelClass::CpuF32 | KernelClass::Mlx | KernelClass::MlxF32 => 0.0,
+        KernelClass::CpuF32 | KernelClass::Mlx | KernelClass::MlxF32 | KernelClass::MlxExact => 0.0,
     }
 }
 

@@ -48,7 +48,13 @@ impl Limit {
     pub(super) fn measure(&self) -> anyhow::Result<f64> {
         Ok(match self {
             Self::Cpu { memory, kernels } => read_limit(memory, kernels),
-            Self::Mlx { library, device } => read_rate(library, *device, LIMIT_BYTES)?,
+            Self::Mlx { library, device } => {
+                let bytes = match device {
+                    Device::Cpu => LIMIT_BYTES / 8, // one thread of MLX reads 5 GB/s
+                    Device::Gpu => LIMIT_BYTES,
+                };
+                read_rate(library, *device, bytes)?
+            }
         })
     }
 

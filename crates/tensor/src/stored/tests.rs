@@ -64,13 +64,21 @@ fn exact_affine(affine: BlockType, block: &[u8], k: usize) -> (f64, i32, f64) {
     (factor(0), bits(block, 4, k * width, width), factor(2))
 }
 
-/// Column `k` of a block. The products and the sum fit 53 bits, so the result is exact; a product
-/// beyond f32, which only a scale in bfloat16 can reach, is infinite before anything is added.
-fn exact_weight(block_type: BlockType, block: &[u8], k: usize) -> f64 {
-    let f16_at = |at: usize| half(u16::from_le_bytes([block[at], block[at + 1]]));
+/// The half at a byte of a block.
+fn half_at(block: &[u8], at: usize) -> f64 {
+    half(u16::from_le_bytes([block[at], block[at + 1]]))
+}
+
+/// Integer `k` of 32 in the 16 bytes from `at` on, in the order of the legacy types.
+fn nibble(block: &[u8], at: usize, k: usize) -> i32 {
+    bits(block, at + k % 16, k / 16 * 4, 4)
+}
+
+/// Scale, integer factors, min and its factor of column `k` of a super-block.
+fn exact_super(block_type: BlockType, block: &[u8], k: usize) -> (f64, i32, f64, i32) {
+    let f16_at = |at: usize| half_at(block, at);
     let bits = |at: usize, bit: usize, count: usize| bits(block, at, bit, count);
-    // Legacy nibble order within 16 bytes, and the K-quants' orders within a super-block.
-    let nibble = |at: usize, k: usize| bits(at + k % 16, k / 16 * 4, 4);
+    // The K-quants' orders within a super-block.
     let pair = |at: usize| bits(at + k / 64 * 32 + k % 32, k / 32 % 2 * 4, 4);
     let crumb = |at: usize| bits(at + k / 128 * 32 + k % 32, k / 32 % 4 * 2, 2);
     let mask = |at: usize| bits(at + k % 32, k / 32, 1);
@@ -82,15 +90,7 @@ fn exact_weight(block_type: BlockType, block: &[u8], k: usize) -> f64 {
             bits(8 + j, 4, 4) + 16 * bits(4 + j, 6, 2),
         ),
     };
-    // (scale, integer factors, min, integer factor)
-    let (d, q, m, n) = match block_type {
-        BlockType::F32 | BlockType::F16 | BlockType::BF16 => unreachable!("floats have no blocks"),
-        BlockType::Q4_0 => (f16_at(0), nibble(2, k) - 8, 0.0, 1),
-        BlockType::Q4_1 => (f16_at(0), nibble(4, k), f16_at(2), 1),
-        BlockType::Q5_0 => (f16_at(0), nibble(6, k) + 16 * bits(2, k, 1) - 16, 0.0, 1),
-        BlockType::Q5_1 => (f16_at(0), nibble(8, k) + 16 * bits(4, k, 1), f16_at(2), 1),
-        BlockType::Q8_0 => (f16_at(0), i32::from(block[2 + k] as i8), 0.0, 1),
-        BlockType::IQ4_NL => (f16_at(0), CODEBOOK[nibble(2, k) as usize], 0.0, 1),
+    match block_type {
         BlockType::Q2_K => {
             let (scale, min) = (bits(k / 16, 0, 4), bits(k / 16, 4, 4));
             (f16_at(80), scale * crumb(16), -f16_at(82), min)
@@ -128,16 +128,36 @@ fn exact_weight(block_type: BlockType, block: &[u8], k: usize) -> f64 {
                 1,
             )
         }
+        BlockType::IQ4_XS => {
+            let j = k / 32;
+            let scale = bits(4, 4 * j, 4) + 16 * bits(2, 2 * j, 2) - 32;
+            let code = nibble(block, 8 + 16 * j, k % 32);
+            (f16_at(0), scale * CODEBOOK[code as usize], 0.0, 1)
+        }
+        other => unreachable!("{other} has no super-blocks"),
+    }
+}
+
+/// Column `k` of a block. The products and the sum fit 53 bits, so the result is exact; a product
+/// beyond f32, which only a scale in bfloat16 can reach, is infinite before anything is added.
+fn exact_weight(block_type: BlockType, block: &[u8], k: usize) -> f64 {
+    let f16_at = |at: usize| half_at(block, at);
+    let nibble = |at: usize| nibble(block, at, k);
+    let fifth = |at: usize| 16 * bits(block, at, k, 1);
+    // (scale, integer factors, min, integer factor)
+    let (d, q, m, n) = match block_type {
+        BlockType::F32 | BlockType::F16 | BlockType::BF16 => unreachable!("floats have no blocks"),
+        BlockType::Q4_0 => (f16_at(0), nibble(2) - 8, 0.0, 1),
+        BlockType::Q4_1 => (f16_at(0), nibble(4), f16_at(2), 1),
+        BlockType::Q5_0 => (f16_at(0), nibble(6) + fifth(2) - 16, 0.0, 1),
+        BlockType::Q5_1 => (f16_at(0), nibble(8) + fifth(4), f16_at(2), 1),
+        BlockType::Q8_0 => (f16_at(0), i32::from(block[2 + k] as i8), 0.0, 1),
+        BlockType::IQ4_NL => (f16_at(0), CODEBOOK[nibble(2) as usize], 0.0, 1),
         BlockType::MXFP4 => {
             let (scale, value) = exact_mxfp4(block, k);
             (scale, value, 0.0, 1)
         }
-        BlockType::IQ4_XS => {
-            let j = k / 32;
-            let scale = bits(4, 4 * j, 4) + 16 * bits(2, 2 * j, 2) - 32;
-            let code = nibble(8 + 16 * j, k % 32);
-            (f16_at(0), scale * CODEBOOK[code as usize], 0.0, 1)
-        }
+        long if long.len() == 256 => exact_super(long, block, k),
         affine => {
             let (scale, integer, bias) = exact_affine(affine, block, k);
             (scale, integer, bias, 1)
