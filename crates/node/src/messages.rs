@@ -3,7 +3,7 @@
 use std::net::SocketAddr;
 use std::path::PathBuf;
 
-use paceline_engine::{EngineConfig, Reply, Request, Ticket};
+use paceline_engine::{EngineConfig, Reply, Request, Snapshot, Ticket};
 use serde::{Deserialize, Serialize};
 
 /// From the parent to a worker.
@@ -28,6 +28,15 @@ pub(crate) enum ToWorker {
         /// Its name.
         ticket: Ticket,
     },
+    /// A request that other workers began, to the leader.
+    Resume {
+        /// Its name.
+        ticket: Ticket,
+        /// Where it stands.
+        snapshot: Box<Snapshot>,
+    },
+    /// Give all requests back, to the leader.
+    TakeAll,
     /// Tell what was sent so far.
     Measure,
 }
@@ -39,6 +48,8 @@ impl ToWorker {
             Self::Join { .. } => "Join",
             Self::Submit { .. } => "Submit",
             Self::Cancel { .. } => "Cancel",
+            Self::Resume { .. } => "Resume",
+            Self::TakeAll => "TakeAll",
             Self::Measure => "Measure",
         }
     }
@@ -90,6 +101,15 @@ pub(crate) enum FromWorker {
         /// What.
         reply: Reply,
     },
+    /// A request that is given back; after all its replies so far.
+    Taken {
+        /// Its name.
+        ticket: Ticket,
+        /// Where it stands.
+        snapshot: Box<Snapshot>,
+    },
+    /// All were given back.
+    TakenAll,
     /// The answer to `Measure`.
     Measured {
         /// Bytes sent to other ranks.
