@@ -9,6 +9,7 @@ use serde_json::json;
 use super::Args;
 use super::session::Session;
 use crate::process::peak_memory_bytes;
+use crate::steered::Change;
 
 /// An answer and its times.
 #[derive(Clone, Debug)]
@@ -29,6 +30,8 @@ pub(super) struct Figures {
     pub(super) wire: Option<u64>,
     /// Decode tokens a second as they were expected; `None` when nothing was measured before.
     pub(super) predicted: Option<f64>,
+    /// Changes of the split while it was computed.
+    pub(super) changes: Vec<Change>,
 }
 
 /// Why an answer ended.
@@ -128,10 +131,11 @@ impl Figures {
             "predicted_decode_tok_s": self.predicted,
             "peak_memory_bytes": peak_memory_bytes(),
             "nodes": loaded.nodes(),
-            "split": loaded.split.to_string(),
+            "split": loaded.split().to_string(),
+            "split_changes": self.changes,
             "wire_bytes_per_token": self.wire_bytes_per_token(),
             "threads": loaded.threads,
-            "weight_bytes": loaded.weights.iter().map(|bytes| bytes.0).collect::<Vec<_>>(),
+            "weight_bytes": loaded.weights().iter().map(|bytes| bytes.0).collect::<Vec<_>>(),
             "model": args.model,
             "context": loaded.engine.context,
             "kernel_class": loaded.classes.to_string(),
@@ -161,6 +165,7 @@ mod tests {
             decode: Duration::from_millis(200),
             wire: None,
             predicted: None,
+            changes: Vec::new(),
         }
     }
 

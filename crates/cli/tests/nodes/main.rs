@@ -16,6 +16,7 @@ mod processes;
 mod same;
 mod server;
 mod shown;
+mod steered;
 mod terminal;
 mod tiny;
 mod tty;
