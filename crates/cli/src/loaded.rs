@@ -2,8 +2,8 @@
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::sync::mpsc::{Receiver, channel};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
@@ -21,6 +21,7 @@ use crate::error::Error;
 use crate::load::{self, LoadBar};
 use crate::output::tell;
 use crate::plan::local::{Local, Setting};
+use crate::steered::{Change, Choice, Cut, Forecast, Start, Steered};
 
 /// Options of every command that can compute over several nodes.
 #[derive(Clone, Debug, clap::Args)]
@@ -129,6 +130,10 @@ pub(crate) struct Opened {
     pub(crate) engine: EngineConfig,
     /// Of each node.
     pub(crate) threads: usize,
+    /// What this machine will do with it; `None` where nobody asked, or nothing can be measured.
+    forecast: Option<Forecast>,
+    /// Whether a split that turns out worse than another is left.
+    steers: bool,
 }
 
 impl Opened {
@@ -162,6 +167,8 @@ impl Opened {
             cut: cut.clone(),
             start,
             config,
+            forecast: None,
+            steers: false,
         })
     }
 
@@ -176,23 +183,51 @@ impl Opened {
         }
     }
 
-    /// What this machine will do with it. An open `--split` becomes the one that is best by that.
-    /// `None` where nothing can be measured: nothing depends on a forecast. Engines other than our
-    /// own are not measured.
-    pub(crate) fn forecast(&mut self) -> Option<Local> {
+    /// Measures what this machine will do with it, or looks that up. An open `--split` is then
+    /// chosen by that, and left when it turns out worse. Nothing changes where nothing can be
+    /// measured: nothing depends on a forecast. Engines other than our own are not measured.
+    pub(crate) fn forecast(&mut self) {
         if !self.classes.on_cpu() {
-            return None;
+            return;
         }
         let setting = self.setting(self.cut.transport.probed());
+        let local = Local::new(setting, self.cut.nodes, load::kernels).ok();
+        self.forecast = local.map(|local| Arc::new(Mutex::new(local)));
+        self.steers = self.cut.nodes > 1 && self.cut.split == SplitKind::Auto;
+        let cuts = self.cuts();
+        let best = &cuts[best(&cuts)];
+        (self.cut.split, self.split) = (best.kind, best.split.clone());
+    }
+
+    /// Keeps the split that was chosen, whatever comes of it.
+    pub(crate) const fn stay(&mut self) {
+        self.steers = false;
+    }
+
+    /// The ways to cut it that may be used: all if it steers.
+    fn cuts(&self) -> Vec<Cut> {
+        let local = self.forecast.as_ref();
+        let local = local.map(|local| local.lock().unwrap_or_else(PoisonError::into_inner));
         let (nodes, shares) = (self.cut.nodes, &self.cut.shares);
-        let local = Local::new(setting, nodes, load::kernels).ok()?;
-        if nodes > 1 && self.cut.split == SplitKind::Auto {
-            let kind = local.choose(&self.config, nodes, shares);
-            if let Ok(split) = Split::plan(&self.config, kind, nodes, shares) {
-                (self.cut.split, self.split) = (kind, split);
-            }
+        let mut cuts = Vec::new();
+        if let (true, Some(local)) = (self.steers, &local) {
+            let ways = local.ways(&self.config, nodes, shares).into_iter();
+            cuts.extend(ways.map(|(kind, split, tok_s)| Cut {
+                kind,
+                split,
+                tok_s: Some(tok_s),
+            }));
+            cuts.retain(|cut| self.classes.check(&self.config, &cut.split).is_ok());
         }
-        Some(local)
+        if cuts.is_empty() {
+            let tok_s = local.and_then(|local| local.predict(&self.config, &self.split).ok());
+            cuts.push(Cut {
+                kind: self.cut.split,
+                split: self.split.clone(),
+                tok_s,
+            });
+        }
+        cuts
     }
 
     /// Loads it: in this process when there is one node, else over workers.
@@ -200,13 +235,17 @@ impl Opened {
     /// # Errors
     /// What is wrong with the model, and its path; which worker failed, and how.
     pub(crate) fn load(self) -> anyhow::Result<Loaded> {
-        let (computing, instruction_set, weights) = if self.cut.nodes == 1 {
+        let (computing, instruction_set) = if self.cut.nodes == 1 {
             self.here()?
         } else {
-            self.over_workers()?
+            let workers = self.start_workers(|_| {})?;
+            let facts = workers.facts();
+            let set = facts.into_iter().next().map(|rank| rank.instruction_set);
+            (Computing::Workers(workers), set.unwrap_or_default())
         };
         Ok(Loaded {
             computing,
+            forecast: self.forecast,
             tokenizer: self.tokenizer,
             template: self.template,
             config: self.config,
@@ -216,74 +255,76 @@ impl Opened {
             engine: self.engine,
             threads: self.threads,
             instruction_set,
-            weights,
             load_time: self.start.elapsed(),
         })
     }
 
-    fn here(&self) -> anyhow::Result<(Computing, String, Vec<Bytes>)> {
+    fn here(&self) -> anyhow::Result<(Computing, String)> {
         let (class, compute) = (self.classes.first(), self.compute);
         // Where MLX computes, kernels only choose tokens.
         let threads = if class.is_mlx() { 1 } else { self.threads };
         let kernels = load::kernels_at(threads, compute.pinning())?;
         let numbers = (class, compute.kv);
         let model = load::model(&self.path, &self.source, numbers, &self.engine, kernels)?;
-        let (set, weights) = (model.device(), vec![model.weight_bytes()]);
+        let (set, weights) = (model.device(), model.weight_bytes());
         let tokenizer = Arc::clone(&self.tokenizer);
         let engine = Engine::new(model, tokenizer, self.engine.clone())?;
-        Ok((Computing::Here(Runner::start(engine)), set, weights))
+        Ok((Computing::Here(Runner::start(engine), weights), set))
     }
 
-    fn over_workers(&self) -> anyhow::Result<(Computing, String, Vec<Bytes>)> {
-        let instance = self.start_workers()?;
-        let facts = instance.facts();
-        let set = facts[0].instruction_set.clone();
-        let weights = facts.iter().map(|rank| rank.weights).collect();
-        Ok((Computing::Workers(instance), set, weights))
-    }
-
-    /// Starts the workers, with a progress bar on stderr when that takes a while.
+    /// Starts the workers, with a progress bar on stderr when that takes a while; `told` hears of
+    /// each change of the split.
     ///
     /// # Errors
     /// Which worker failed, and how.
-    pub(crate) fn start_workers(&self) -> anyhow::Result<Instance> {
-        let (mut bar, n) = (LoadBar::new(), self.cut.nodes as usize);
-        let mut ranks = vec![(0, 0); n];
-        let instance = Instance::start(self.spec()?, |rank, done, of| {
-            ranks[rank.0 as usize] = (done, of);
-            let sum = |part: fn(&(usize, usize)) -> usize| ranks.iter().map(part).sum();
-            bar.show(sum(|r| r.0), sum(|r| r.1));
-        });
-        bar.clear();
-        instance.with_context(|| format!("cannot start {}", self.path.display()))
+    pub(crate) fn start_workers(&self, told: fn(&Change)) -> anyhow::Result<Steered> {
+        let cuts = self.cuts();
+        let choice = Choice {
+            config: self.config.clone(),
+            first: best(&cuts),
+            cuts,
+            forecast: self.forecast.clone(),
+        };
+        Steered::start(choice, self.start(), told)
     }
 
-    fn spec(&self) -> anyhow::Result<InstanceSpec> {
-        self.classes.check(&self.config, &self.split)?;
-        if !self.classes.on_cpu() {
-            load::check_mlx(&self.path)?; // here, since of a worker's error only the text arrives
-        }
-        Ok(InstanceSpec {
-            program: std::env::current_exe().context("cannot find this program's own file")?,
-            args: vec![OsString::from("worker")],
-            model: self.path.clone(),
-            classes: self.classes.each().to_vec(),
-            threads: self.threads,
-            pin: self.compute.pin,
-            kv: self.compute.kv,
-            kind: self.cut.split,
-            ranks: self.cut.nodes,
-            shares: self.cut.shares.clone(),
-            backend: self.cut.transport.backend(),
-            split: self.split.clone(),
-            engine: self.engine.clone(),
-            on_line: Some(Box::new(|rank, line| tell(format_args!("[{rank}] {line}")))),
+    fn start(&self) -> Start {
+        let (config, classes) = (self.config.clone(), self.classes.clone());
+        let (path, cut, engine) = (self.path.clone(), self.cut.clone(), self.engine.clone());
+        let (threads, compute) = (self.threads, self.compute);
+        Box::new(move |kind, split| {
+            classes.check(&config, split)?;
+            if !classes.on_cpu() {
+                load::check_mlx(&path)?; // here, since of a worker's error only the text arrives
+            }
+            let spec = InstanceSpec {
+                program: std::env::current_exe().context("cannot find this program's own file")?,
+                args: vec![OsString::from("worker")],
+                model: path.clone(),
+                classes: classes.each().to_vec(),
+                threads,
+                pin: compute.pin,
+                kv: compute.kv,
+                kind,
+                ranks: cut.nodes,
+                shares: cut.shares.clone(),
+                backend: cut.transport.backend(),
+                split: split.clone(),
+                engine: engine.clone(),
+                on_line: Some(Box::new(|rank, line| tell(format_args!("[{rank}] {line}")))),
+            };
+            start_instance(spec)
         })
     }
 
-    /// Tells what each node holds, a line each; `weights` by rank.
-    pub(crate) fn tell_split(&self, weights: &[Bytes]) {
-        tell_split(&self.config, &self.split, self.threads, weights);
+    /// Tells what each node of `workers` holds, a line each.
+    pub(crate) fn tell_split(&self, workers: &Steered) {
+        tell_split(
+            &self.config,
+            &workers.split(),
+            self.threads,
+            &workers.weights(),
+        );
     }
 
     /// How numbers are computed.
@@ -292,14 +333,35 @@ impl Opened {
     }
 }
 
+/// Place of the way that is expected to be fastest, the first of such; the first where nothing is
+/// expected.
+fn best(cuts: &[Cut]) -> usize {
+    let speed = |i: usize| cuts[i].tok_s.unwrap_or(0.0);
+    (0..cuts.len()).fold(0, |best, i| if speed(i) > speed(best) { i } else { best })
+}
+
+fn start_instance(spec: InstanceSpec) -> anyhow::Result<Instance> {
+    let (mut bar, n, path) = (LoadBar::new(), spec.ranks as usize, spec.model.clone());
+    let mut ranks = vec![(0, 0); n];
+    let instance = Instance::start(spec, |rank, done, of| {
+        ranks[rank.0 as usize] = (done, of);
+        let sum = |part: fn(&(usize, usize)) -> usize| ranks.iter().map(part).sum();
+        bar.show(sum(|r| r.0), sum(|r| r.1));
+    });
+    bar.clear();
+    instance.with_context(|| format!("cannot start {}", path.display()))
+}
+
 /// A model that is ready to answer.
 pub(crate) struct Loaded {
     computing: Computing,
+    forecast: Option<Forecast>,
     pub(crate) tokenizer: Arc<Tokenizer>,
     /// As of [`Opened`].
     pub(crate) template: Option<Result<ChatTemplate, ChatError>>,
     pub(crate) config: Config,
-    pub(crate) split: Split,
+    /// As it began.
+    split: Split,
     pub(crate) classes: Classes,
     pub(crate) engine: EngineConfig,
     /// Of each node.
@@ -307,23 +369,74 @@ pub(crate) struct Loaded {
     /// How the CPU's nodes keep keys and values; `None` where all are on MLX.
     pub(crate) kv: Option<KvType>,
     pub(crate) instruction_set: String,
-    /// Packed weights of each rank.
-    pub(crate) weights: Vec<Bytes>,
     /// From opening the model's files to being ready for a prompt.
     pub(crate) load_time: Duration,
 }
 
 enum Computing {
-    Here(Runner),
-    Workers(Instance),
+    /// With its packed weights.
+    Here(Runner, Bytes),
+    Workers(Steered),
 }
 
 impl Loaded {
     /// What answers.
     pub(crate) fn service(&self) -> &dyn Service {
         match &self.computing {
-            Computing::Here(runner) => runner,
-            Computing::Workers(instance) => instance,
+            Computing::Here(runner, _) => runner,
+            Computing::Workers(workers) => workers,
+        }
+    }
+
+    /// How it is cut now.
+    pub(crate) fn split(&self) -> Split {
+        match &self.computing {
+            Computing::Here(..) => self.split.clone(),
+            Computing::Workers(workers) => workers.split(),
+        }
+    }
+
+    /// Packed weights of each rank.
+    pub(crate) fn weights(&self) -> Vec<Bytes> {
+        match &self.computing {
+            Computing::Here(_, weights) => vec![*weights],
+            Computing::Workers(workers) => workers.weights(),
+        }
+    }
+
+    /// Decode tokens a second that are expected, as far as runs until the start taught; `None`
+    /// where nothing was measured.
+    pub(crate) fn predicted(&self) -> Option<f64> {
+        match &self.computing {
+            Computing::Here(..) => {
+                let local = self.forecast.as_ref()?.lock();
+                let local = local.unwrap_or_else(PoisonError::into_inner);
+                local.predict(&self.config, &self.split).ok()
+            }
+            Computing::Workers(workers) => workers.predicted(),
+        }
+    }
+
+    /// As [`predicted`](Self::predicted) with `keys` in the cache.
+    pub(crate) fn predicted_at(&self, keys: u32) -> Option<f64> {
+        let local = self.forecast.as_ref()?.lock();
+        let local = local.unwrap_or_else(PoisonError::into_inner);
+        local.predict_at(&self.config, &self.split(), keys).ok()
+    }
+
+    /// Remembers how fast an answer was decoded. Workers are watched anyway.
+    pub(crate) fn learn(&self, decode_tok_s: f64) {
+        if let (Computing::Here(..), Some(forecast)) = (&self.computing, &self.forecast) {
+            let mut local = forecast.lock().unwrap_or_else(PoisonError::into_inner);
+            local.learn(&self.config, &self.split, decode_tok_s);
+        }
+    }
+
+    /// Changes of the split so far.
+    pub(crate) fn changes(&self) -> Vec<Change> {
+        match &self.computing {
+            Computing::Here(..) => Vec::new(),
+            Computing::Workers(workers) => workers.changes(),
         }
     }
 
@@ -335,8 +448,8 @@ impl Loaded {
     /// What the nodes have moved so far; `None` for one node, or when one does not say.
     pub(crate) fn moved(&self) -> Option<Moved> {
         match &self.computing {
-            Computing::Here(_) => None,
-            Computing::Workers(instance) => instance.moved(),
+            Computing::Here(..) => None,
+            Computing::Workers(workers) => workers.moved(),
         }
     }
 
@@ -359,7 +472,7 @@ impl Loaded {
 
     /// Tells what each node holds, a line each.
     pub(crate) fn tell_split(&self) {
-        tell_split(&self.config, &self.split, self.threads, &self.weights);
+        tell_split(&self.config, &self.split(), self.threads, &self.weights());
     }
 }
 

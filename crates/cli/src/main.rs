@@ -28,6 +28,7 @@ mod process;
 mod progress;
 mod pull;
 mod run;
+mod steered;
 mod topology;
 mod up;
 mod wires;

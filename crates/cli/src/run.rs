@@ -172,6 +172,10 @@ fn start_of_chat(args: &Args) -> Vec<Message> {
 /// Ends the answer's last line and tells what it cost.
 fn end_answer(figures: &Figures) -> anyhow::Result<()> {
     print("")?;
+    figures
+        .changes
+        .iter()
+        .for_each(|change| tell(change.line()));
     tell(figures.line());
     Ok(())
 }

@@ -93,6 +93,7 @@ pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
     let found = pull::ensure(&args.model, signals)?;
     let sizes = |config: &Config| args.engine(config);
     let mut opened = Opened::new(&found.path, (args.compute, args.engine), &args.split, sizes)?;
+    opened.forecast();
     let model = args.served(&mut opened, &found.path);
     let served = signals.orderly(|cancel| serve(args, opened, model, cancel));
     match served {
@@ -228,6 +229,26 @@ fn facts(revived: &Revived) -> Vec<Fact> {
             value: revived.restarts() as f64,
         },
     ];
+    facts.push(Fact {
+        name: "split_changes",
+        help: "Times that the split was changed because another one was faster, or was to be",
+        value: f64::from(revived.changes()),
+    });
+    let [predicted, measured] = revived.decode_tok_s();
+    for (known, name, help) in [
+        (
+            predicted,
+            "decode_tok_s_predicted",
+            "Tokens a second of an answer alone, as predicted",
+        ),
+        (
+            measured,
+            "decode_tok_s_measured",
+            "Tokens a second of the last answers that were alone",
+        ),
+    ] {
+        facts.extend(known.map(|value| Fact { name, help, value }));
+    }
     let memory = peak_memory_bytes().map(|bytes| ("peak_memory_bytes", bytes));
     let sent = revived.sent().map(|bytes| ("wire_sent_bytes", bytes.0));
     let help = [

@@ -6,7 +6,6 @@ mod common;
 
 use std::path::Path;
 use std::process::Output;
-use std::time::{Duration, Instant};
 
 use common::{smollm2, text};
 
@@ -47,7 +46,7 @@ fn the_questions_have_the_answers_that_the_page_shows() {
 }
 
 #[test]
-fn absurd_input_is_refused_by_name_in_under_a_second() {
+fn absurd_clusters_are_refused_by_name() {
     let file = tempfile::NamedTempFile::new().unwrap();
     for (toml, said) in [
         ("", "the cluster has no nodes"),
@@ -83,14 +82,25 @@ fn absurd_input_is_refused_by_name_in_under_a_second() {
             "[[node]]\nkind = \"rtx-3090-24\"\n[[link]]\nkind = \"10gbe\"\nbetween = [\"n0\", \"x\"]",
             "no node named \"x\"",
         ),
+        (
+            "[[node]]\nkind = \"rtx-3090-24\"\nmemory_gb = inf",
+            "memory_gb is inf",
+        ),
+        (
+            "[[node]]\nkind = \"rtx-3090-24\"\nfp16_tflops = -1",
+            "is -1",
+        ),
+        ("[[node]]\nkind = \"rtx-3090-24\"\nload_w = nan", "is NaN"),
+        (
+            "[[node]]\nkind = \"rtx-3090-24\"\ncount = 2\n[[link]]\nkind = \"10gbe\"\nlatency_us = -1",
+            "is -",
+        ),
         ("[[node]]\nkind = 5", "invalid type"),
         ("[[nodes]]", "unknown field"),
         ("\u{0}", "TOML parse error"),
     ] {
         std::fs::write(file.path(), toml).unwrap();
-        let start = Instant::now();
         let out = plan(&["Llama-3.1-8B", "--cluster", file.path().to_str().unwrap()]);
-        assert!(start.elapsed() < Duration::from_secs(1), "{toml}");
         let error = text(&out.stderr);
         assert_eq!(out.status.code(), Some(1), "{toml}: {error}");
         assert!(error.contains(said), "{toml}: {error}");
@@ -130,6 +140,21 @@ fn absurd_options_are_refused() {
             ],
             "2 clusters are given",
         ),
+        (
+            &["Llama-3.1-8B", "--cluster", "10000 x rtx-3090-24 @ 10gbe"],
+            "10000 nodes, at most 512",
+        ),
+        (
+            &[
+                "Llama-3.1-8B",
+                "--concurrency",
+                "0",
+                "--cluster",
+                "rtx-3090-24",
+            ],
+            "requests at a time is 0",
+        ),
+        (&["Llama-3.1-8B", "--cluster", "2 x rtx-3090-24"], "no link"),
         (
             &["Llama-3.1-405B", "--cluster", "rtx-3090-24"],
             "hint: it fits with",

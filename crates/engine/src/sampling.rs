@@ -256,6 +256,19 @@ const FIRST_CUT: usize = 256;
 /// Values that are looked at together before it is asked which one it was.
 const CHUNK: usize = 64;
 
+impl SamplingParams {
+    /// The token that an empty history would get; `logits` is `(vocabulary,)` and is overwritten.
+    /// For those who measure what choosing costs.
+    ///
+    /// # Errors
+    /// [`ParamError`].
+    pub fn first_token(&self, kernels: &Kernels, logits: &mut [f32]) -> Result<u32, ParamError> {
+        let mut scratch = Scratch::new(logits.len());
+        let mut sampler = Sampler::new(self.clone())?;
+        Ok(sampler.sample(kernels, logits, (&[], 0), &mut scratch))
+    }
+}
+
 impl Sampler {
     /// A sampler at the start of its random numbers.
     ///

@@ -15,7 +15,7 @@ use paceline_base::{Bytes, KernelClass, Rank};
 use paceline_cluster::workers::{Event, LineSink, Spec, Workers};
 use paceline_comm::Backend;
 use paceline_engine::{
-    EngineConfig, Failure, Reply, Request, Service, Sink, State, Status, Ticket,
+    EngineConfig, Failure, Movable, Reply, Request, Service, Sink, Snapshot, State, Status, Ticket,
 };
 use paceline_model::{Split, SplitKind};
 use paceline_tensor::KvType;
@@ -115,8 +115,13 @@ struct Shared {
     last_ticket: AtomicU64,
     /// Gets what the ranks sent, while somebody waits for it.
     measuring: Mutex<Option<Sender<Moved>>>,
+    /// Gets the requests that the leader gives back, while somebody takes them.
+    taking: Mutex<Option<Sender<Taken>>>,
     ending: std::sync::atomic::AtomicBool,
 }
+
+/// A request that the leader gave back.
+type Taken = (Ticket, Box<Snapshot>);
 
 /// An open request.
 #[derive(Clone)]
@@ -158,6 +163,7 @@ impl Instance {
             state: Mutex::new(State::Ready),
             last_ticket: AtomicU64::new(0),
             measuring: Mutex::default(),
+            taking: Mutex::default(),
             ending: false.into(),
         });
         let own = Arc::clone(&shared);
@@ -199,6 +205,34 @@ impl Instance {
     }
 }
 
+impl Movable for Instance {
+    fn take_all(&self) -> Result<Vec<(Ticket, Snapshot)>, Failure> {
+        let shared = &self.shared;
+        let (sender, taken) = channel();
+        *lock(&shared.taking) = Some(sender);
+        let sent = shared.workers.send(shared.leader, &ToWorker::TakeAll);
+        if sent.is_err() || shared.failed().is_some() {
+            drop(lock(&shared.taking).take());
+        }
+        // Ends with the leader's last word, or with the instance.
+        let taken = taken.iter().map(|(ticket, snapshot)| (ticket, *snapshot));
+        let taken = taken.collect();
+        match (shared.failed(), sent) {
+            (Some(reason), _) => Err(Failure::Unavailable { reason }),
+            (None, Err(error)) => Err(Failure::Unavailable {
+                reason: error.to_string(),
+            }),
+            (None, Ok(())) => Ok(taken),
+        }
+    }
+
+    fn resume(&self, snapshot: Snapshot, sink: Sink) -> Result<Ticket, Failure> {
+        let snapshot = Box::new(snapshot);
+        let message = |ticket| ToWorker::Resume { ticket, snapshot };
+        self.shared.start(sink, message)
+    }
+}
+
 impl Drop for Instance {
     fn drop(&mut self) {
         self.shared.ending.store(true, Ordering::SeqCst);
@@ -218,29 +252,9 @@ impl fmt::Debug for Instance {
 
 impl Service for Instance {
     fn submit(&self, request: Request, sink: Sink) -> Result<Ticket, Failure> {
-        let shared = &self.shared;
-        let ticket = Ticket(shared.last_ticket.fetch_add(1, Ordering::Relaxed) + 1);
-        // Under one lock with the state, so that a failure finds either the request or its refusal.
-        {
-            let state = lock(&shared.state);
-            if let State::Failed(reason) = &*state {
-                let reason = reason.clone();
-                return Err(Failure::Unavailable { reason });
-            }
-            let entry = Entry {
-                sink: Arc::new(Mutex::new(sink)),
-                started: false,
-            };
-            lock(&shared.requests).insert(ticket, entry);
-        }
         let request = Box::new(request);
-        let message = ToWorker::Submit { ticket, request };
-        if let Err(error) = shared.workers.send(shared.leader, &message) {
-            lock(&shared.requests).remove(&ticket);
-            let reason = error.to_string();
-            return Err(Failure::Unavailable { reason });
-        }
-        Ok(ticket)
+        let message = |ticket| ToWorker::Submit { ticket, request };
+        self.shared.start(sink, message)
     }
 
     fn cancel(&self, ticket: Ticket) {
@@ -266,6 +280,34 @@ impl Service for Instance {
 }
 
 impl Shared {
+    /// Opens a request and sends it to the leader.
+    fn start(
+        &self,
+        sink: Sink,
+        message: impl FnOnce(Ticket) -> ToWorker,
+    ) -> Result<Ticket, Failure> {
+        let ticket = Ticket(self.last_ticket.fetch_add(1, Ordering::Relaxed) + 1);
+        // Under one lock with the state, so that a failure finds either the request or its refusal.
+        {
+            let state = lock(&self.state);
+            if let State::Failed(reason) = &*state {
+                let reason = reason.clone();
+                return Err(Failure::Unavailable { reason });
+            }
+            let entry = Entry {
+                sink: Arc::new(Mutex::new(sink)),
+                started: false,
+            };
+            lock(&self.requests).insert(ticket, entry);
+        }
+        if let Err(error) = self.workers.send(self.leader, &message(ticket)) {
+            lock(&self.requests).remove(&ticket);
+            let reason = error.to_string();
+            return Err(Failure::Unavailable { reason });
+        }
+        Ok(ticket)
+    }
+
     /// Hands replies out until the instance ends or fails.
     fn read_events(&self) {
         while !self.ending.load(Ordering::SeqCst) {
@@ -283,6 +325,15 @@ impl Shared {
                         let _ = sender.send(moved.into()); // nobody waits any more
                     }
                 }
+                Err((_, FromWorker::Taken { ticket, snapshot })) => {
+                    // One that was cancelled meanwhile is nobody's.
+                    if lock(&self.requests).remove(&ticket).is_some()
+                        && let Some(sender) = &*lock(&self.taking)
+                    {
+                        let _ = sender.send((ticket, snapshot)); // nobody waits any more
+                    }
+                }
+                Err((_, FromWorker::TakenAll)) => drop(lock(&self.taking).take()),
                 Err(_) => {}
             }
         }
@@ -328,8 +379,17 @@ impl Shared {
         }
         let reason = cause(&signs).to_string();
         *lock(&self.state) = State::Failed(reason.clone());
+        drop(lock(&self.taking).take());
         self.lose(&reason);
         self.workers.stop(GRACE);
+    }
+
+    /// Why it failed, if it did.
+    fn failed(&self) -> Option<String> {
+        match &*lock(&self.state) {
+            State::Failed(reason) => Some(reason.clone()),
+            State::Ready | State::Loading => None,
+        }
     }
 
     /// Tells all open requests that their answers are lost.

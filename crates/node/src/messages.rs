@@ -3,7 +3,7 @@
 use std::net::SocketAddr;
 use std::path::PathBuf;
 
-use paceline_engine::{EngineConfig, Reply, Request, Ticket};
+use paceline_engine::{EngineConfig, Reply, Request, Snapshot, Ticket};
 use serde::{Deserialize, Serialize};
 
 use crate::moved::RankMoved;
@@ -30,6 +30,15 @@ pub(crate) enum ToWorker {
         /// Its name.
         ticket: Ticket,
     },
+    /// A request that other workers began, to the leader.
+    Resume {
+        /// Its name.
+        ticket: Ticket,
+        /// Where it stands.
+        snapshot: Box<Snapshot>,
+    },
+    /// Give all requests back, to the leader.
+    TakeAll,
     /// Tell what was sent so far.
     Measure,
 }
@@ -41,6 +50,8 @@ impl ToWorker {
             Self::Join { .. } => "Join",
             Self::Submit { .. } => "Submit",
             Self::Cancel { .. } => "Cancel",
+            Self::Resume { .. } => "Resume",
+            Self::TakeAll => "TakeAll",
             Self::Measure => "Measure",
         }
     }
@@ -96,6 +107,15 @@ pub(crate) enum FromWorker {
         /// What.
         reply: Reply,
     },
+    /// A request that is given back; after all its replies so far.
+    Taken {
+        /// Its name.
+        ticket: Ticket,
+        /// Where it stands.
+        snapshot: Box<Snapshot>,
+    },
+    /// All were given back.
+    TakenAll,
     /// The answer to `Measure`.
     Measured(RankMoved),
     /// It cannot go on, and ends.

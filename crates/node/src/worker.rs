@@ -11,7 +11,7 @@ use paceline_base::{KernelClass, Rank};
 use paceline_cluster::Control;
 use paceline_comm::tcp::{self, GroupId};
 use paceline_comm::{Backend, Deadline, Error as CommError, Group, Seat, Strict, Wires, init};
-use paceline_engine::{Engine, Follower, Reply, Runner, Service, Sink, State, Ticket};
+use paceline_engine::{Engine, Failure, Follower, Reply, Runner, Service, Sink, State, Ticket};
 use paceline_formats::tokenizer::Tokenizer;
 use paceline_model::{Config, Links, MlxPlaces, Source, Split, Weights};
 use paceline_tensor::{Kernels, Pinning};
@@ -233,16 +233,12 @@ fn lead(
     loop {
         match channel.recv(LOOK_EVERY)? {
             Some(ToWorker::Submit { ticket, request }) => {
-                let sink = tickets.open(channel, ticket);
-                match runner.submit(*request, sink) {
-                    Ok(own) => tickets.took(ticket, own),
-                    Err(failure) => {
-                        tickets.close(ticket);
-                        let reply = Reply::Failed(failure);
-                        channel.send(&FromWorker::Reply { ticket, reply })?;
-                    }
-                }
+                tickets.start(channel, ticket, |sink| runner.submit(*request, sink))?;
             }
+            Some(ToWorker::Resume { ticket, snapshot }) => {
+                tickets.start(channel, ticket, |sink| runner.resume(*snapshot, sink))?;
+            }
+            Some(ToWorker::TakeAll) => give_back(channel, &runner, &tickets)?,
             Some(ToWorker::Cancel { ticket }) => {
                 if let Some(own) = tickets.close(ticket) {
                     runner.cancel(own);
@@ -257,6 +253,20 @@ fn lead(
             return Err(Error::Stopped { reason, blamed });
         }
     }
+}
+
+/// Gives all requests back, unless the engine failed, which is told otherwise.
+fn give_back(channel: &Channel, runner: &Runner, tickets: &Tickets) -> Result<(), Error> {
+    let Ok(taken) = runner.take_all() else {
+        return Ok(());
+    };
+    for (own, snapshot) in taken {
+        if let Some(ticket) = tickets.close_own(own) {
+            let snapshot = Box::new(snapshot);
+            channel.send(&FromWorker::Taken { ticket, snapshot })?;
+        }
+    }
+    Ok(channel.send(&FromWorker::TakenAll)?)
 }
 
 /// The rank that the groups of a model have lost. A group that failed says so again at once; one
@@ -285,6 +295,24 @@ impl Tickets {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Hands a request to the engine; what it says against it is told to the parent.
+    fn start(
+        &self,
+        channel: &Channel,
+        ticket: Ticket,
+        submit: impl FnOnce(Sink) -> Result<Ticket, Failure>,
+    ) -> Result<(), Error> {
+        match submit(self.open(channel, ticket)) {
+            Ok(own) => self.took(ticket, own),
+            Err(failure) => {
+                self.close(ticket);
+                let reply = Reply::Failed(failure);
+                channel.send(&FromWorker::Reply { ticket, reply })?;
+            }
+        }
+        Ok(())
+    }
+
     /// Starts a request: a sink that sends its replies to the parent.
     fn open(&self, channel: &Channel, ticket: Ticket) -> Sink {
         self.lock().insert(ticket, None);
@@ -303,6 +331,16 @@ impl Tickets {
         if let Some(entry) = self.lock().get_mut(&ticket) {
             *entry = Some(own);
         }
+    }
+
+    /// Forgets a request that the engine calls `own`; says what the parent calls it.
+    fn close_own(&self, own: Ticket) -> Option<Ticket> {
+        let mut open = self.lock();
+        let of_it =
+            |(ticket, known): (&Ticket, &Option<Ticket>)| (*known == Some(own)).then_some(*ticket);
+        let ticket = open.iter().find_map(of_it)?;
+        open.remove(&ticket);
+        Some(ticket)
     }
 
     /// Forgets a request; says what the engine calls it.

@@ -79,7 +79,10 @@ pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
     let found = pull::ensure(&args.model, signals)?;
     let open = |compute: ComputeArgs, split: &SplitArgs| {
         let sizes = |_: &Config| args.sizes();
-        Opened::new(&found.path, (compute, args.engine), split, sizes)?.load()
+        let mut opened = Opened::new(&found.path, (compute, args.engine), split, sizes)?;
+        opened.forecast();
+        opened.stay(); // all runs are of one split
+        opened.load()
     };
     let loaded = open(args.compute, &args.split)?;
     let mut peer = match &args.against {
@@ -305,7 +308,13 @@ impl Report<'_> {
     }
 
     fn weight_bytes(&self) -> u64 {
-        self.loaded.weights.iter().map(|bytes| bytes.0).sum()
+        self.loaded.weights().iter().map(|bytes| bytes.0).sum()
+    }
+
+    /// Decode tokens a second as predicted for the middle of what is measured.
+    fn predicted(&self) -> Option<f64> {
+        let keys = self.args.depth() + self.args.r#gen as usize / 2;
+        self.loaded.predicted_at(u32::try_from(keys).ok()?)
     }
 
     /// What nodes moved per token, of the run whose bytes on the wire are the median.
@@ -361,7 +370,7 @@ impl Report<'_> {
             "kv_type": self.loaded.kv.map(KvType::name),
             "instruction_set": self.loaded.instruction_set,
             "nodes": self.loaded.nodes(),
-            "split": self.loaded.split.to_string(),
+            "split": self.loaded.split().to_string(),
             "threads": self.loaded.threads,
             "wire_bytes_per_token": self.moved().map(|moved| moved.sent.0),
             "array_bytes_per_token": arrays_json(self.moved()),
@@ -370,6 +379,7 @@ impl Report<'_> {
             "depth": self.args.depth(),
             "weight_bytes": self.weight_bytes(),
             "load_s": self.loaded.load_time.as_secs_f64(),
+            "predicted_decode_tok_s": self.predicted(),
             "weights_gb_s": self.weight_rate(decode),
             "of_read_limit": self.of_limit(),
             "read_limit_of": self.limit,
@@ -389,7 +399,7 @@ impl Report<'_> {
         let threads = format!("{threads} thread{}", if threads == 1 { "" } else { "s" });
         match self.loaded.nodes() {
             1 => threads,
-            nodes => format!("{nodes} nodes ({}) of {threads}", self.loaded.split),
+            nodes => format!("{nodes} nodes ({}) of {threads}", self.loaded.split()),
         }
     }
 
@@ -434,6 +444,13 @@ impl Report<'_> {
             let (prefill, decode) = (self.ratios(|r| r.prefill), self.ratios(|r| r.decode));
             text += &line("ratio", prefill, decode, "");
             text += &format!("  {:+.3} ms a token", self.extra_ms());
+        }
+        if let Some(predicted) = self.predicted() {
+            let median = quantile(&Self::column(&self.ours, |r| r.decode), 0.5);
+            text += &format!(
+                "\npredicted   decode {predicted:8.1}, {:+.0} % of what was measured",
+                100.0 * (predicted / median - 1.0)
+            );
         }
         text += &self.limits();
         if let Some(moved) = self.moved() {

@@ -115,15 +115,17 @@ pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
     }
     let rows: Vec<Row> = all.iter().map(|way| way.row(&all)).collect();
     print(&if args.json {
-        serde_json::json!({ "model": args.model, "rows": rows }).to_string()
+        serde_json::json!({ "model": args.model, "rows": rows, "bars": bars(&rows) }).to_string()
     } else {
-        table(&rows)
+        bars(&rows)
+            .iter()
+            .fold(table(&rows), |text, bar| text + &bar.line())
     })
 }
 
 impl Way {
     fn nodes(&self) -> u32 {
-        self.loaded.split.ranks()
+        self.loaded.nodes()
     }
 
     /// Tokens a second.
@@ -143,7 +145,7 @@ impl Way {
         let measured = Spread::of(&self.runs);
         Row {
             nodes: self.nodes(),
-            split: self.loaded.split.to_string(),
+            split: self.loaded.split().to_string(),
             predicted: self.predicted,
             error: self.predicted / measured.median - 1.0,
             measured,
@@ -151,6 +153,56 @@ impl Way {
             of_best: quantile(&shares, 0.5),
         }
     }
+}
+
+/// A bar of the project, and where these runs stand.
+#[derive(Debug, Serialize)]
+struct Bar {
+    what: &'static str,
+    /// The worst may be off by so much.
+    limit: f64,
+    worst: f64,
+    kept: bool,
+}
+
+impl Bar {
+    fn line(&self) -> String {
+        format!(
+            "\n{}: {}, worst {:.0} % of {:.0} %",
+            self.what,
+            if self.kept { "kept" } else { "MISSED" },
+            100.0 * self.worst,
+            100.0 * self.limit,
+        )
+    }
+}
+
+/// The bars that there are rows for.
+fn bars(rows: &[Row]) -> Vec<Bar> {
+    let off = |row: &Row| row.error.abs();
+    let slower = |row: &Row| 1.0 / row.of_best - 1.0;
+    let bar = |what, limit, counts: &dyn Fn(&Row) -> bool, size: &dyn Fn(&Row) -> f64| {
+        let sizes: Vec<f64> = rows.iter().filter(|row| counts(row)).map(size).collect();
+        let worst = sizes.iter().copied().reduce(f64::max)?;
+        let kept = worst <= limit;
+        Some(Bar {
+            what,
+            limit,
+            worst,
+            kept,
+        })
+    };
+    let all = [
+        bar("predicted, 1-2 nodes", 0.20, &|row| row.nodes <= 2, &off),
+        bar("predicted, 3-4 nodes", 0.30, &|row| row.nodes > 2, &off),
+        bar(
+            "auto slower than the best fixed split",
+            0.15,
+            &|row| row.chosen && row.nodes > 1,
+            &slower,
+        ),
+    ];
+    all.into_iter().flatten().collect()
 }
 
 fn table(rows: &[Row]) -> String {

@@ -7,8 +7,8 @@
 //! live decode timings of each run  ---------------------------------'
 //! ```
 //! The ratio of measured and predicted is kept per model, threads, nodes and split. `--split auto`
-//! takes the split whose corrected prediction is best, so one that disappoints loses its turn the
-//! next time: that is the roll-back.
+//! begins with the split whose corrected prediction is best, so one that disappoints loses its turn
+//! the next time; `steered` leaves it while it runs.
 
 mod memory;
 mod probe;
@@ -136,8 +136,21 @@ impl Local {
     /// # Errors
     /// What the planner says about the split.
     pub(crate) fn predict(&self, config: &Config, split: &Split) -> anyhow::Result<f64> {
+        self.predict_at(config, split, KEYS)
+    }
+
+    /// As [`predict`](Self::predict) with `keys` in the cache.
+    ///
+    /// # Errors
+    /// As there.
+    pub(crate) fn predict_at(
+        &self,
+        config: &Config,
+        split: &Split,
+        keys: u32,
+    ) -> anyhow::Result<f64> {
         let ratio = self.memory.ratio(&self.run_key(split)).unwrap_or(1.0);
-        Ok(self.facts(config, split)? * ratio)
+        Ok(self.facts_at(config, split, keys)? * ratio)
     }
 
     /// Remembers what a run measured.
@@ -154,28 +167,43 @@ impl Local {
     /// The best of the ways to cut a model over `nodes`, by corrected predictions; ties go to the
     /// first, tensor.
     pub(crate) fn choose(&self, config: &Config, nodes: u32, shares: &[u32]) -> SplitKind {
+        let ways = self.ways(config, nodes, shares).into_iter();
+        let best = ways.reduce(|best, way| if way.2 > best.2 { way } else { best });
+        best.map_or(SplitKind::Auto, |(kind, ..)| kind)
+    }
+
+    /// The ways to cut a model over `nodes`, and decode tokens a second as corrected by earlier
+    /// runs; tensor first.
+    pub(crate) fn ways(
+        &self,
+        config: &Config,
+        nodes: u32,
+        shares: &[u32],
+    ) -> Vec<(SplitKind, Split, f64)> {
         let grids = (2..nodes)
             .filter(|tensor| nodes.is_multiple_of(*tensor))
             .map(|tensor| SplitKind::Grid {
                 tensor,
                 pipeline: nodes / tensor,
             });
-        let kinds = [SplitKind::Tensor, SplitKind::Pipeline]
-            .into_iter()
-            .chain(grids);
-        let mut best = (SplitKind::Auto, 0.0);
-        for kind in kinds {
-            let Ok(split) = Split::plan(config, kind, nodes, shares) else {
-                continue;
-            };
-            let Ok(tok_s) = self.predict(config, &split) else {
-                continue;
-            };
-            if tok_s > best.1 {
-                best = (kind, tok_s);
-            }
-        }
-        best.0
+        let kinds = [SplitKind::Tensor, SplitKind::Pipeline].into_iter();
+        let way = |kind| {
+            let split = Split::plan(config, kind, nodes, shares).ok()?;
+            let tok_s = self.predict(config, &split).ok()?;
+            Some((kind, split, tok_s))
+        };
+        kinds.chain(grids).filter_map(way).collect()
+    }
+
+    /// Remembers how long `split` took to load, in seconds.
+    pub(crate) fn loaded(&mut self, split: &Split, seconds: f64) {
+        self.memory.set_load(&self.run_key(split), seconds);
+        self.memory.save();
+    }
+
+    /// Seconds that `split` took to load the last time.
+    pub(crate) fn load_s(&self, split: &Split) -> Option<f64> {
+        self.memory.load_s(&self.run_key(split))
     }
 
     fn run_key(&self, split: &Split) -> String {
@@ -192,16 +220,21 @@ impl Local {
     /// # Errors
     /// What the planner says about the split.
     pub(crate) fn facts(&self, config: &Config, split: &Split) -> anyhow::Result<f64> {
+        self.facts_at(config, split, KEYS)
+    }
+
+    fn facts_at(&self, config: &Config, split: &Split, keys: u32) -> anyhow::Result<f64> {
         let (cluster, calibration) = self.cluster(split)?;
         let workload = Workload {
-            prompt: KEYS,
+            prompt: keys,
             output: 1,
             concurrency: 1,
-            context: KEYS + 1,
+            context: keys + 1,
         };
         let costs = Costs::new(&cluster, &self.shape, workload, &calibration)?;
         let placement = Placement::single(pipeline(config, split));
-        Ok(predict(&costs, &placement)?.decode_tok_s)
+        let token = 1.0 / predict(&costs, &placement)?.decode_tok_s;
+        Ok(1.0 / (token + self.measured.step))
     }
 
     /// This machine as nodes. Ranks of a tensor split compute at the same time: they share memory,

@@ -11,6 +11,7 @@ use super::Args;
 use super::session::Session;
 use crate::moved::{arrays, arrays_json};
 use crate::process::peak_memory_bytes;
+use crate::steered::Change;
 
 /// An answer and its times.
 #[derive(Clone, Debug)]
@@ -31,6 +32,8 @@ pub(super) struct Figures {
     pub(super) moved: Option<Moved>,
     /// Decode tokens a second as they were expected; `None` when nothing was measured before.
     pub(super) predicted: Option<f64>,
+    /// Changes of the split while it was computed.
+    pub(super) changes: Vec<Change>,
 }
 
 /// Why an answer ended.
@@ -130,11 +133,12 @@ impl Figures {
             "predicted_decode_tok_s": self.predicted,
             "peak_memory_bytes": peak_memory_bytes(),
             "nodes": loaded.nodes(),
-            "split": loaded.split.to_string(),
+            "split": loaded.split().to_string(),
+            "split_changes": self.changes,
             "wire_bytes_per_token": self.moved_per_token().map(|moved| moved.sent.0),
             "array_bytes_per_token": arrays_json(self.moved_per_token()),
             "threads": loaded.threads,
-            "weight_bytes": loaded.weights.iter().map(|bytes| bytes.0).collect::<Vec<_>>(),
+            "weight_bytes": loaded.weights().iter().map(|bytes| bytes.0).collect::<Vec<_>>(),
             "model": args.model,
             "context": loaded.engine.context,
             "kernel_class": loaded.classes.to_string(),
@@ -165,6 +169,7 @@ mod tests {
             decode: Duration::from_millis(200),
             moved: None,
             predicted: None,
+            changes: Vec::new(),
         }
     }
 

@@ -15,7 +15,6 @@ use super::figures::{End, Figures};
 use crate::error::Error;
 use crate::loaded::{Answer, Loaded, Opened};
 use crate::output::{printable, show, tell};
-use crate::plan::local::Local;
 
 /// Positions reserved unless asked for more: key/value memory of an 8B model at this context is
 /// 1 GiB.
@@ -31,7 +30,6 @@ pub(super) struct Session {
     sampling: SamplingParams,
     max_tokens: usize,
     stop: Vec<String>,
-    forecast: Option<Local>,
 }
 
 impl Session {
@@ -41,7 +39,7 @@ impl Session {
             EngineConfig::single(args.model.clone(), context(args.context, config))
         };
         let mut opened = Opened::new(path, (args.compute, args.engine), &args.split, sizes)?;
-        let forecast = opened.forecast();
+        opened.forecast();
         let mut loaded = opened.load()?;
         let template = loaded.template.take().filter(|_| !args.raw).transpose();
         let bad = || format!("{}: cannot use its chat template", path.display());
@@ -55,7 +53,6 @@ impl Session {
             sampling,
             max_tokens: args.max_tokens.unwrap_or(usize::MAX),
             stop: args.stop.clone(),
-            forecast,
         })
     }
 
@@ -97,7 +94,7 @@ impl Session {
     /// What `show` says, and prompts that cannot be answered. Another prompt can be answered
     /// after it.
     pub(super) fn generate(
-        &mut self,
+        &self,
         prompt: Vec<u32>,
         in_chat: bool,
         show: impl FnMut(&str) -> anyhow::Result<()>,
@@ -114,6 +111,7 @@ impl Session {
             logprobs: None,
         };
         let before = self.loaded.moved();
+        let (predicted, changes) = (self.loaded.predicted(), self.loaded.changes().len());
         let start = Instant::now();
         let answer = self.loaded.submit(request);
         let figures = answer
@@ -122,22 +120,13 @@ impl Session {
         let mut figures = figures.map_err(|error| self.explain(error, in_chat))?;
         let moved = self.loaded.moved().zip(before);
         figures.moved = moved.map(|(after, before)| after.since(before));
-        figures.predicted = self.forecast(&figures);
-        Ok(figures)
-    }
-
-    /// Decode tokens a second as they were expected; the next time with what these figures teach.
-    fn forecast(&mut self, figures: &Figures) -> Option<f64> {
-        let (config, split) = (&self.loaded.config, &self.loaded.split);
-        let forecast = self.forecast.as_mut()?;
-        let expected = forecast.predict(config, split).ok();
-        if let Some(measured) = figures
-            .decode_tok_s()
-            .filter(|_| figures.tokens.len() >= LESSON)
-        {
-            forecast.learn(config, split, measured);
+        figures.predicted = predicted;
+        figures.changes = self.loaded.changes().split_off(changes);
+        let speed = figures.decode_tok_s();
+        if let Some(measured) = speed.filter(|_| figures.tokens.len() >= LESSON) {
+            self.loaded.learn(measured);
         }
-        expected
+        Ok(figures)
     }
 
     /// A prompt that is too long gets advice that fits.
@@ -199,6 +188,7 @@ impl Session {
             decode: last - first,
             moved: None,
             predicted: None,
+            changes: Vec::new(),
         })
     }
 }

@@ -6,10 +6,10 @@ use std::time::{Duration, Instant};
 
 use paceline_base::Bytes;
 use paceline_engine::{Failure, Request, Service, Sink, State, Status, Ticket};
-use paceline_node::Instance;
 
 use crate::loaded::Opened;
 use crate::output::tell;
+use crate::steered::Steered;
 
 /// Wait before workers are started again: doubled with each failure, and back to the first once
 /// they have lived for [`LIVED`].
@@ -30,7 +30,7 @@ pub(super) struct Revived {
 
 /// The workers that there are.
 struct Now {
-    instance: Option<Arc<Instance>>,
+    workers: Option<Arc<Steered>>,
     /// Counts sets of workers, so that a ticket of one never means another's request.
     generation: u64,
     state: State,
@@ -44,7 +44,7 @@ impl Revived {
         Self {
             opened,
             now: Mutex::new(Now {
-                instance: None,
+                workers: None,
                 generation: 0,
                 state: State::Loading,
                 since: Instant::now(),
@@ -63,22 +63,26 @@ impl Revived {
     /// # Errors
     /// Which worker failed, and how.
     pub(super) fn start(&self) -> anyhow::Result<()> {
-        let instance = Arc::new(self.opened.start_workers()?);
-        let weights: Vec<Bytes> = instance.facts().iter().map(|rank| rank.weights).collect();
-        self.opened.tell_split(&weights);
+        let workers = self.opened.start_workers(|change| tell(change.line()))?;
+        self.opened.tell_split(&workers);
+        if let Some(tok_s) = workers.predicted() {
+            tell(format_args!(
+                "an answer alone is predicted to get {tok_s:.1} tokens/s"
+            ));
+        }
         let mut now = self.now();
         now.generation += 1;
         now.state = State::Ready;
-        now.instance = Some(instance);
+        now.workers = Some(Arc::new(workers));
         now.since = Instant::now();
         Ok(())
     }
 
     /// Looks after the workers: notices that they failed, and starts others when it is time.
     pub(super) fn look(&self) {
-        let instance = self.now().instance.clone();
-        if let Some(instance) = instance {
-            if let State::Failed(reason) = instance.status().state {
+        let workers = self.now().workers.clone();
+        if let Some(workers) = workers {
+            if let State::Failed(reason) = workers.status().state {
                 self.now().fail(reason);
             }
             return;
@@ -109,16 +113,31 @@ impl Revived {
 
     /// Bytes that the workers have sent to one another.
     pub(super) fn sent(&self) -> Option<Bytes> {
-        let instance = self.now().instance.clone();
-        Some(instance?.moved()?.sent)
+        Some(self.workers()?.moved()?.sent)
+    }
+
+    /// Times that the workers that there are changed their split.
+    pub(super) fn changes(&self) -> u32 {
+        self.workers().map_or(0, |workers| workers.count())
+    }
+
+    /// Decode tokens a second of an answer alone: predicted, measured.
+    pub(super) fn decode_tok_s(&self) -> [Option<f64>; 2] {
+        self.workers().map_or([None; 2], |workers| {
+            [workers.predicted(), workers.measured()]
+        })
+    }
+
+    fn workers(&self) -> Option<Arc<Steered>> {
+        self.now().workers.clone()
     }
 
     /// The workers that there are, and the first of their tickets.
-    fn instance(&self) -> Result<(Arc<Instance>, u64), Failure> {
+    fn ready(&self) -> Result<(Arc<Steered>, u64), Failure> {
         let now = self.now();
         let first = now.generation * TICKETS;
-        let instance = now.instance.clone().map(|instance| (instance, first));
-        instance.ok_or_else(|| Failure::Unavailable {
+        let workers = now.workers.clone().map(|workers| (workers, first));
+        workers.ok_or_else(|| Failure::Unavailable {
             reason: match &now.state {
                 State::Failed(reason) => format!("{reason}; the workers are being started again"),
                 _ => "its workers are being started".to_owned(),
@@ -130,7 +149,7 @@ impl Revived {
 impl Now {
     /// Gives the workers up until it is time to start others.
     fn fail(&mut self, reason: String) {
-        self.wait = if self.instance.is_some() && self.since.elapsed() > LIVED {
+        self.wait = if self.workers.is_some() && self.since.elapsed() > LIVED {
             FIRST_WAIT
         } else {
             (self.wait * 2).min(LONGEST_WAIT)
@@ -140,7 +159,7 @@ impl Now {
             self.wait.as_secs_f64()
         ));
         self.state = State::Failed(reason);
-        self.instance = None;
+        self.workers = None;
         self.since = Instant::now();
     }
 }
@@ -153,31 +172,31 @@ impl std::fmt::Debug for Revived {
 
 impl Service for Revived {
     fn submit(&self, request: Request, sink: Sink) -> Result<Ticket, Failure> {
-        let (instance, first) = self.instance()?;
-        let Ticket(own) = instance.submit(request, sink)?;
+        let (workers, first) = self.ready()?;
+        let Ticket(own) = workers.submit(request, sink)?;
         Ok(Ticket(first + own))
     }
 
     fn cancel(&self, ticket: Ticket) {
-        if let Ok((instance, first)) = self.instance()
+        if let Ok((workers, first)) = self.ready()
             && let Some(own) = ticket.0.checked_sub(first)
         {
-            instance.cancel(Ticket(own));
+            workers.cancel(Ticket(own));
         }
     }
 
     fn status(&self) -> Status {
-        let (instance, state) = {
+        let (workers, state) = {
             let now = self.now();
-            (now.instance.clone(), now.state.clone())
+            (now.workers.clone(), now.state.clone())
         };
-        instance.map_or(
+        workers.map_or(
             Status {
                 state,
                 running: 0,
                 waiting: 0,
             },
-            |instance| instance.status(),
+            |workers| workers.status(),
         )
     }
 }

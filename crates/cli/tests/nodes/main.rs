@@ -21,6 +21,7 @@ mod processes;
 mod same;
 mod server;
 mod shown;
+mod steered;
 mod tiny;
 mod tty;
 mod usage;

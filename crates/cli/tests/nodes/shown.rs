@@ -149,6 +149,15 @@ fn predictions_stand_beside_runs_of_every_split() {
             assert!(speed.as_f64().is_some_and(|n| n > 0.0), "{row}");
         }
     }
+    let bars = json["bars"].as_array().unwrap();
+    assert_eq!(bars.len(), 2, "{json}"); // two nodes at most, and the choice between two splits
+    for bar in bars {
+        let (worst, limit) = (
+            bar["worst"].as_f64().unwrap(),
+            bar["limit"].as_f64().unwrap(),
+        );
+        assert_eq!(bar["kept"], worst <= limit, "{bar}");
+    }
     world.assert_clean();
 }
 

@@ -51,7 +51,13 @@ fn bench_model_reports_speeds() {
             );
         }
     }
-    for key in ["load_s", "weight_bytes", "weights_gb_s", "of_read_limit"] {
+    for key in [
+        "load_s",
+        "predicted_decode_tok_s",
+        "weight_bytes",
+        "weights_gb_s",
+        "of_read_limit",
+    ] {
         assert!(
             json[key].as_f64().is_some_and(|n| n > 0.0),
             "{key} in {json}"
@@ -62,14 +68,14 @@ fn bench_model_reports_speeds() {
         table.contains("decode 3 from position 0, 2 runs"),
         "{table}"
     );
-    for (line, start) in table
-        .lines()
-        .skip(2)
-        .zip(["paceline    prefill ", "read limit  "])
-    {
+    for (line, start) in table.lines().skip(2).zip([
+        "paceline    prefill ",
+        "predicted   decode ",
+        "read limit  ",
+    ]) {
         assert!(line.starts_with(start), "{table}");
     }
-    assert_eq!(table.lines().count(), 4, "{table}");
+    assert_eq!(table.lines().count(), 5, "{table}");
 }
 
 #[test]

@@ -119,7 +119,7 @@ impl<C: Core> Driver<C> {
     pub(super) fn submit(&self, request: Request, sink: Sink) -> Result<Ticket, Failure> {
         let limits = self.shared.limits;
         request.check(limits.vocab, limits.context)?;
-        let mut inbox = self.shared.lock();
+        let inbox = self.shared.lock();
         inbox.check_ready()?;
         let waiting = inbox.load.waiting + inbox.submissions.len();
         if waiting >= limits.max_waiting {

@@ -6,13 +6,12 @@
 //! For each divisor k of L the integer program of `solver/halda_p_solver.py` is solved; the least
 //! objective wins.
 
-use good_lp::solvers::microlp::microlp;
 use good_lp::{
-    Expression, ProblemVariables, Solution, SolverModel, Variable, WithTimeLimit, constraint,
-    variable, variables,
+    Expression, ProblemVariables, Solution, SolverModel, Variable, constraint, variable, variables,
 };
 
 use super::milp::finish;
+use super::program::program as integer_program;
 use crate::Error;
 
 /// A Mac with Metal as distilp profiles it (its set M2; the reference profiles have no other).
@@ -160,10 +159,7 @@ pub fn solve_k(
     let sum: Expression = busy.iter().cloned().sum();
     // Each round's time has its communication in it; the sum of one round is counted once.
     let objective = f64::from(k - 1) * cycle + sum - comm + comm + head_constant(devices, model);
-    let mut program = vars
-        .minimise(objective.clone())
-        .using(microlp)
-        .with_time_limit(10.0);
+    let mut program = integer_program(vars.minimise(objective.clone()), 10.0);
     let total: Expression = columns.iter().map(|c| Expression::from(c.w)).sum();
     program = program.with(constraint!(total == window));
     for ((device, c), busy) in devices.iter().zip(&columns).zip(busy) {

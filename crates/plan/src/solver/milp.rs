@@ -1,14 +1,12 @@
-//! Integer programs, solved by microlp through good_lp.
+//! Integer programs, solved through good_lp.
 //!
 //! Two questions are asked this way: how many nodes of each kind to use when there are too many for
 //! the exact programme, and which layers to stream from disk. Each has a fixed answer to fall back
 //! on when the solver runs out of time, so that the same input gives the same plan.
 
-use good_lp::solvers::microlp::microlp;
-use good_lp::{
-    Expression, Solution, SolverModel, Variable, WithTimeLimit, constraint, variable, variables,
-};
+use good_lp::{Expression, Solution, SolverModel, Variable, constraint, variable, variables};
 
+use super::program::program as integer_program;
 use crate::Error;
 
 /// Seconds that a program may take. Those here take milliseconds; the limit is for the unforeseen.
@@ -49,7 +47,7 @@ pub fn select(kinds: &[Kind], n_layers: u32, hop: f64) -> Result<Vec<(u32, u32)>
         .zip(kinds)
         .map(|(&(n, x), kind)| kind.seconds * x + hop * n)
         .sum();
-    let mut program = vars.minimise(cost).using(microlp).with_time_limit(SECONDS);
+    let mut program = integer_program(vars.minimise(cost), SECONDS);
     let total: Expression = pairs.iter().map(|&(_, x)| Expression::from(x)).sum();
     program = program.with(constraint!(total == f64::from(n_layers)));
     for (&(n, x), kind) in pairs.iter().zip(kinds) {
@@ -145,10 +143,7 @@ pub fn stream(
         .collect();
     // Where a disk keeps up with everything else, memory is still to be preferred.
     let streamed: Expression = columns.iter().map(|v| TIE * (v[0] - v[1])).sum();
-    let mut program = vars
-        .minimise(time + streamed)
-        .using(microlp)
-        .with_time_limit(SECONDS);
+    let mut program = integer_program(vars.minimise(time + streamed), SECONDS);
     let total: Expression = columns.iter().map(|v| Expression::from(v[0])).sum();
     let compute: Expression = columns
         .iter()

@@ -16,9 +16,11 @@ pub mod halda;
 mod large;
 pub mod milp;
 mod ordered;
+mod program;
 mod search;
 mod stream;
 
+pub use program::NAME as PROGRAMS;
 pub use search::{Candidate, Family, Options, Outcome, solve};
 pub use stream::stream_from_disk;
 

@@ -10,7 +10,7 @@ use super::Setting;
 use super::probe::{Measured, Wire};
 
 /// Raised when what is measured changes, so that older figures are measured anew.
-const VERSION: u32 = 2;
+const VERSION: u32 = 3;
 
 /// Entries kept of each kind; more are a sign of something that should not be kept.
 const MOST: usize = 1024;
@@ -30,6 +30,8 @@ struct File {
     ratio: BTreeMap<String, f64>,
     /// Decode tokens a second as last measured, by run.
     last: BTreeMap<String, f64>,
+    /// Seconds until all nodes were ready, by run.
+    load: BTreeMap<String, f64>,
 }
 
 /// The file and where it lies.
@@ -121,6 +123,17 @@ impl Memory {
         self.file.last.get(key).copied()
     }
 
+    pub(super) fn load_s(&self, key: &str) -> Option<f64> {
+        self.file.load.get(key).copied()
+    }
+
+    pub(super) fn set_load(&mut self, key: &str, seconds: f64) {
+        if self.file.load.len() < MOST || self.file.load.contains_key(key) {
+            self.file.load.insert(key.to_owned(), seconds);
+            self.changed = true;
+        }
+    }
+
     /// Keeps what was measured, and moves the ratio towards that of this run.
     pub(super) fn learn(&mut self, key: &str, measured: f64, predicted: f64) {
         let ratio = measured / predicted;
@@ -159,10 +172,11 @@ impl File {
     fn sound(&self) -> bool {
         let good = |x: f64| x.is_finite() && x >= 0.0;
         let layers = self.measured.values();
-        let mut layers = layers.map(|m| [m.products, m.other, m.key, m.head, m.prompt_row]);
+        let mut layers = layers.map(|m| [m.products, m.other, m.key, m.head, m.step, m.prompt_row]);
         layers.all(|m| m.into_iter().all(good) && m[0] > 0.0)
             && self.ratio.values().all(|&r| good(r) && r > 0.0)
             && self.products.values().all(|&s| good(s) && s > 0.0)
+            && self.load.values().all(|&s| good(s))
             && self
                 .wire
                 .values()
@@ -174,21 +188,21 @@ impl File {
 mod tests {
     use super::*;
 
+    const DAMAGED: &str = r#"{"version":3,"wire":{},"products":{},"measured":{},"ratio":{"a":-1},
+                              "last":{},"load":{}}"#;
+
     #[test]
     fn what_is_learned_is_kept_and_damage_is_forgotten() {
         let home = tempfile::tempdir().unwrap();
         let mut memory = Memory::load(home.path());
         memory.learn("a", 5.0, 10.0);
         memory.learn("a", 5.0, 10.0);
+        memory.set_load("a", 2.0);
         memory.save();
         let again = Memory::load(home.path());
         assert!((again.ratio("a").unwrap() - 0.5).abs() < 1e-12);
-        assert_eq!(again.last("a"), Some(5.0));
-        for text in [
-            "",
-            "{",
-            r#"{"version":2,"wire":{},"products":{},"measured":{},"ratio":{"a":-1},"last":{}}"#,
-        ] {
+        assert_eq!((again.last("a"), again.load_s("a")), (Some(5.0), Some(2.0)));
+        for text in ["", "{", DAMAGED, "{\"version\": 2}"] {
             std::fs::write(home.path().join("measured.json"), text).unwrap();
             assert_eq!(Memory::load(home.path()).ratio("a"), None, "{text}");
         }

@@ -12,11 +12,12 @@ use anyhow::Context;
 use paceline_base::{KernelClass, Rank};
 use paceline_comm::tcp::{self, GroupId};
 use paceline_comm::{Backend, Deadline, Group, Seat, Strict, Wires, init};
+use paceline_engine::SamplingParams;
 use paceline_formats::tensor::Tensor;
-use paceline_model::{Config, Part, Role, Source};
+use paceline_model::{Activation, Config, Family, Part, Role, Source};
 use paceline_tensor::{
     Activations, Attention, AttentionRows, AttentionScratch, Kernels, KvCache, KvShape, KvType,
-    PAGE, PackOptions, Packed, Precision, Product, StoredMatrix,
+    PAGE, PackOptions, Packed, Precision, Product, StoredMatrix, vector,
 };
 use serde::{Deserialize, Serialize};
 
@@ -50,8 +51,10 @@ pub(crate) struct Measured {
     pub(super) other: f64,
     /// One key in one layer.
     pub(super) key: f64,
-    /// The output head for one row.
+    /// The output head's product for one row.
     pub(super) head: f64,
+    /// What a step costs besides: the last norm, the token chosen from the logits.
+    pub(super) step: f64,
     /// A layer's products for a row of a prompt.
     pub(super) prompt_row: f64,
 }
@@ -83,21 +86,29 @@ pub(super) fn probe(
     class: KernelClass,
     kernels: &Kernels,
 ) -> anyhow::Result<Measured> {
-    let layers = layers(source, config, class, kernels)?;
+    let weights = Weights::pack(source, config, class, kernels)?;
     let mut step = Step::new(config, class, kernels)?;
-    let per_layer = |seconds: f64| seconds / layers.len() as f64;
-    let all = typical(|| step.products(&layers, 1));
+    let per_layer = |seconds: f64| seconds / weights.layers.len() as f64;
+    let [all, head] = step.token(&weights);
     let products = per_layer(all);
     let rows = prompt_rows(all);
-    let prompt = per_layer(typical(|| step.products(&layers, rows)));
-    let [near, far] = POSITIONS.map(|n| per_layer(typical(|| step.layers(&layers, n))));
+    let [prompt] = typical(|| [timed(|| step.products(&weights, rows))]);
+    let [near, far, last] = typical(|| {
+        let near = timed(|| step.layers(&weights, POSITIONS[0]));
+        step.head(&weights);
+        let far = timed(|| step.layers(&weights, POSITIONS[1]));
+        step.head(&weights);
+        [near, far, timed(|| step.last())]
+    });
+    let [near, far] = [near, far].map(per_layer);
     let key = (far - near).max(0.0) / (POSITIONS[1] - POSITIONS[0]) as f64;
     Ok(Measured {
         products,
         other: (near - products - key * POSITIONS[0] as f64).max(0.0),
         key,
-        head: head(source, config, class, kernels, &mut step)?,
-        prompt_row: prompt / rows as f64,
+        head: head * weights.head_share,
+        step: last,
+        prompt_row: per_layer(prompt) / rows as f64,
     })
 }
 
@@ -111,9 +122,10 @@ pub(super) fn products(
     class: KernelClass,
     kernels: &Kernels,
 ) -> anyhow::Result<f64> {
-    let layers = layers(source, config, class, kernels)?;
+    let weights = Weights::pack(source, config, class, kernels)?;
     let mut step = Step::new(config, class, kernels)?;
-    Ok(typical(|| step.products(&layers, 1)) / layers.len() as f64)
+    let [all, _] = step.token(&weights);
+    Ok(all / weights.layers.len() as f64)
 }
 
 /// Rows that stand for a prompt where one takes `seconds`: fewer on a slow machine.
@@ -122,20 +134,25 @@ fn prompt_rows(seconds: f64) -> usize {
     (rows as usize).clamp(1, PROMPT_ROWS)
 }
 
-/// Seconds of `f`: the median of as many passes as [`ENOUGH`] allows, after one to warm up.
-fn typical(mut f: impl FnMut()) -> f64 {
+fn timed(f: impl FnOnce()) -> f64 {
+    let start = Instant::now();
+    f();
+    start.elapsed().as_secs_f64()
+}
+
+/// What `f` measures: the median of each of its figures over as many passes as [`ENOUGH`] allows,
+/// after one to warm up.
+fn typical<const N: usize>(mut f: impl FnMut() -> [f64; N]) -> [f64; N] {
     let began = Instant::now();
-    let mut timed = || {
-        let start = Instant::now();
-        f();
-        start.elapsed().as_secs_f64()
-    };
-    let (first, mut passes) = (timed(), Vec::new());
+    let (first, mut passes) = (f(), Vec::new());
     while passes.len() < PASSES && began.elapsed() < ENOUGH {
-        passes.push(timed());
+        passes.push(f());
     }
-    passes.sort_by(f64::total_cmp);
-    passes.get(passes.len() / 2).copied().unwrap_or(first)
+    std::array::from_fn(|i| {
+        let mut column: Vec<f64> = passes.iter().map(|pass| pass[i]).collect();
+        column.sort_by(f64::total_cmp);
+        column.get(column.len() / 2).copied().unwrap_or(first[i])
+    })
 }
 
 fn pack(
@@ -195,29 +212,35 @@ fn layers(
     Ok(layers)
 }
 
-/// Seconds of the head for one row, from as many of its rows as [`PROBED_BYTES`] allows.
-fn head(
-    source: &Source,
-    config: &Config,
-    class: KernelClass,
-    kernels: &Kernels,
-    step: &mut Step<'_>,
-) -> anyhow::Result<f64> {
-    let own = source.opt_weight(config.family, Role::Output)?;
-    let tensor = match own {
-        Some(tensor) => tensor,
-        None => source.weight(config.family, Role::TokenEmbedding)?,
-    };
-    let row = (tensor.bytes.len() / tensor.rows().max(1)).max(1);
-    let rows = tensor.rows().min((PROBED_BYTES as usize / row).max(16));
-    let packed = pack(&tensor, class, rows, kernels)?;
-    let mut out = vec![0.0; packed.rows()];
-    let seconds = typical(|| {
-        step.normed.resize(1);
-        kernels.fill_rows(&mut step.normed, |_, row| row.fill(0.5));
-        product(kernels, &step.normed, [(&packed, &mut out[..])]);
-    });
-    Ok(seconds * tensor.rows() as f64 / rows as f64)
+/// Weights that are read in turn, as a step reads them: measured alone, a head that fits in the last
+/// cache would be faster than it ever is between layers.
+struct Weights {
+    layers: Vec<Layer>,
+    /// As many of its rows as [`PROBED_BYTES`] allows.
+    head: Packed,
+    /// All rows over those.
+    head_share: f64,
+}
+
+impl Weights {
+    fn pack(
+        source: &Source,
+        config: &Config,
+        class: KernelClass,
+        kernels: &Kernels,
+    ) -> anyhow::Result<Self> {
+        let tensor = match source.opt_weight(config.family, Role::Output)? {
+            Some(tensor) => tensor,
+            None => source.weight(config.family, Role::TokenEmbedding)?,
+        };
+        let row = (tensor.bytes.len() / tensor.rows().max(1)).max(1);
+        let rows = tensor.rows().min((PROBED_BYTES as usize / row).max(16));
+        Ok(Self {
+            layers: layers(source, config, class, kernels)?,
+            head: pack(&tensor, class, rows, kernels)?,
+            head_share: tensor.rows() as f64 / rows as f64,
+        })
+    }
 }
 
 /// Buffers of a step.
@@ -228,6 +251,8 @@ struct Step<'k> {
     attended: Activations,
     hidden: Activations,
     wide: [Vec<f32>; 3],
+    logits: Vec<f32>,
+    angles: Vec<(f32, f32)>,
     cache: KvCache,
     scratch: AttentionScratch,
 }
@@ -256,18 +281,82 @@ impl<'k> Step<'k> {
             attended: activations(inner),
             hidden: activations(config.ffn),
             wide: std::array::from_fn(|_| vec![0.5; rows * widest]),
+            logits: vec![0.5; config.vocab],
+            angles: Vec::new(),
             cache: KvCache::new(shape, POSITIONS[1].div_ceil(PAGE))?,
             scratch: kernels.attention_scratch(1, config.heads, config.head_dim, POSITIONS[1]),
         })
     }
 
+    /// Seconds of the products of all layers and of the head, for one row.
+    fn token(&mut self, weights: &Weights) -> [f64; 2] {
+        typical(|| {
+            let layers = timed(|| self.products(weights, 1));
+            [layers, timed(|| self.head(weights))]
+        })
+    }
+
+    fn head(&mut self, weights: &Weights) {
+        let out = &mut self.logits[..weights.head.rows()];
+        product(self.kernels, &self.normed, [(&weights.head, out)]);
+    }
+
+    /// What comes before the head and after it.
+    fn last(&mut self) {
+        self.norm();
+        let greedy = SamplingParams::default();
+        // What it chooses does not matter, nor does an error, which there is none of.
+        let _ = greedy.first_token(self.kernels, &mut self.logits);
+    }
+
+    /// The norm before a half of a layer.
+    fn norm(&mut self) {
+        let width = self.config.width;
+        let [residual, weight, _] = &self.wide;
+        let (kernels, eps) = (self.kernels, self.config.norm_eps);
+        kernels.fill_rows(&mut self.normed, |_, row| {
+            kernels.rms_norm(&residual[..width], &weight[..width], eps, row);
+        });
+    }
+
+    /// Norms over heads and after halves, where the family has them, and rotations.
+    fn turn(&mut self) {
+        let c = &self.config;
+        let [q, k, out] = &mut self.wide;
+        let (q, k) = (
+            &mut q[..c.heads * c.head_dim],
+            &mut k[..c.kv_heads * c.head_dim],
+        );
+        let heads = q
+            .chunks_exact_mut(c.head_dim)
+            .chain(k.chunks_exact_mut(c.head_dim));
+        if matches!(c.family, Family::Qwen3 | Family::Gemma3) {
+            let weight = &out[..c.head_dim];
+            heads.for_each(|head| self.kernels.rms_norm_in_place(head, weight, c.norm_eps));
+        }
+        let pairs = c.ropes[c.layers[0].rope].pairs;
+        vector::rope(q, c.head_dim, &self.angles, pairs);
+        vector::rope(k, c.head_dim, &self.angles, pairs);
+    }
+
+    /// Adds what half a layer gives to the residual stream.
+    fn add(&mut self) {
+        let (width, eps) = (self.config.width, self.config.norm_eps);
+        let [residual, delta, weight] = &mut self.wide;
+        if self.config.family == Family::Gemma3 {
+            let delta = &mut delta[..width];
+            self.kernels.rms_norm_in_place(delta, &weight[..width], eps);
+        }
+        vector::add_assign(&mut residual[..width], &delta[..width]);
+    }
+
     /// The products of all layers for `rows` rows, and nothing else.
-    fn products(&mut self, layers: &[Layer], rows: usize) {
+    fn products(&mut self, weights: &Weights, rows: usize) {
         for x in [&mut self.normed, &mut self.attended, &mut self.hidden] {
             x.resize(rows);
             self.kernels.fill_rows(x, |_, row| row.fill(0.5));
         }
-        for layer in layers {
+        for layer in &weights.layers {
             self.four_jobs(layer, rows);
         }
     }
@@ -299,27 +388,38 @@ impl<'k> Step<'k> {
     }
 
     /// One row through all layers, with `positions` keys to attend to.
-    fn layers(&mut self, layers: &[Layer], positions: usize) {
-        let (eps, kernels) = (self.config.norm_eps, self.kernels);
-        let weight = vec![1.0; self.config.width];
-        let residual = vec![0.25; self.config.width];
+    fn layers(&mut self, weights: &Weights, positions: usize) {
         for x in [&mut self.normed, &mut self.attended, &mut self.hidden] {
             x.resize(1);
         }
-        for layer in layers {
-            let norm = |x: &mut Activations| {
-                kernels.fill_rows(x, |_, row| kernels.rms_norm(&residual, &weight, eps, row));
-            };
-            norm(&mut self.normed);
+        for wide in &mut self.wide {
+            let row = wide.len() / PROMPT_ROWS;
+            wide[..row].fill(0.5); // sums of sums would grow
+        }
+        self.angles.clear();
+        let rope = &self.config.ropes[self.config.layers[0].rope];
+        rope.angles(positions - 1..positions, &mut self.angles);
+        for layer in &weights.layers {
+            self.norm();
+            self.turn();
             self.attend(positions);
-            norm(&mut self.normed);
-            let [gate, up, _] = &self.wide;
-            let n = self.config.ffn;
-            kernels.fill_rows(&mut self.hidden, |_, row| {
-                kernels.silu_mul(&gate[..n], &up[..n], row);
-            });
+            self.add();
+            self.norm();
+            self.activate();
+            self.add();
             self.four_jobs(layer, 1);
         }
+    }
+
+    fn activate(&mut self) {
+        let (kernels, n) = (self.kernels, self.config.ffn);
+        let [gate, up, _] = &self.wide;
+        let (gate, up) = (&gate[..n], &up[..n]);
+        let activation = self.config.activation;
+        kernels.fill_rows(&mut self.hidden, |_, row| match activation {
+            Activation::Silu => kernels.silu_mul(gate, up, row),
+            Activation::GeluTanh => kernels.gelu_mul(gate, up, row),
+        });
     }
 
     /// Writes a key and attends to `positions` of them.

@@ -1,0 +1,41 @@
+//! Who solves integer programs: microlp, which is Rust, or HiGHS with the feature `highs`, which is
+//! faster on large ones and is compiled from C++. The one place that knows.
+
+#[cfg(not(feature = "highs"))]
+mod chosen {
+    use good_lp::solvers::microlp::{MicroLpProblem, microlp};
+    use good_lp::variable::UnsolvedProblem;
+
+    /// Its name.
+    pub const NAME: &str = "microlp";
+
+    pub(crate) fn model(problem: UnsolvedProblem) -> MicroLpProblem {
+        problem.using(microlp)
+    }
+}
+
+#[cfg(feature = "highs")]
+mod chosen {
+    use good_lp::solvers::highs::{HighsProblem, highs};
+    use good_lp::variable::UnsolvedProblem;
+
+    /// Its name.
+    pub const NAME: &str = "HiGHS";
+
+    /// To the end, as microlp does: HiGHS would stop within 0.01 % of the best.
+    pub(crate) fn model(problem: UnsolvedProblem) -> HighsProblem {
+        problem.using(highs).set_option("mip_rel_gap", 0.0)
+    }
+}
+
+pub use chosen::NAME;
+use good_lp::variable::UnsolvedProblem;
+use good_lp::{SolverModel, WithTimeLimit};
+
+/// `problem` for the solver, which gives up after so many seconds.
+pub(crate) fn program(
+    problem: UnsolvedProblem,
+    seconds: f64,
+) -> impl SolverModel<Error: std::fmt::Display> {
+    chosen::model(problem).with_time_limit(seconds)
+}
