@@ -158,5 +158,5 @@ fn payloads_beyond_2_gib_are_planned_in_whole() {
             _ => None,
         })
         .collect();
-    assert_eq!(sent, [PART..2 * PART]);
+    assert_eq!(sent, std::slice::from_ref(&(PART..2 * PART)));
 }
