@@ -212,8 +212,8 @@ fn layers(
     Ok(layers)
 }
 
-/// Weights that are read in turn, as a step reads them: measured alone, a head that fits in the last
-/// cache would be faster than it ever is between layers.
+/// Weights that are read in turn, as a step reads them: measured alone, a head that fits in the
+/// last cache would be faster than it ever is between layers.
 struct Weights {
     layers: Vec<Layer>,
     /// As many of its rows as [`PROBED_BYTES`] allows.
