@@ -3,7 +3,7 @@
 //! ```text
 //! callers -> Handover -> service A        change: A gives its sequences back (snapshots), A is
 //!               |                         dropped, B is started, B goes on with them
-//!               +-----> service B         meanwhile requests are kept, and cancelled ones forgotten
+//!               +-----> service B         meanwhile requests are kept, cancelled ones forgotten
 //! ```
 //! Each caller hears every token once and in order, as if nothing had happened: a snapshot holds
 //! all that decides how a sequence goes on, and a service gives it back after the replies before.

@@ -35,8 +35,13 @@ const POSITIONS: [usize; 2] = [64, 512];
 /// beside the model too.
 const PASSES: usize = 15;
 
-/// Blocks of exchanges.
-const BLOCKS: usize = 7;
+/// Blocks of small exchanges, some 80 ms by shared memory: what else runs takes a core for longer
+/// than the few milliseconds that seven blocks took, and then all of them were slow (measured: 120
+/// microseconds an exchange instead of 10).
+const BLOCKS: usize = 40;
+
+/// Blocks of large ones, a few milliseconds each.
+const LARGE_BLOCKS: usize = 7;
 
 /// A measurement ends after the pass in which this time is over: the portable kernels are a hundred
 /// times slower than others, and whoever uses them waits for an answer too.
@@ -212,8 +217,8 @@ fn layers(
     Ok(layers)
 }
 
-/// Weights that are read in turn, as a step reads them: measured alone, a head that fits in the last
-/// cache would be faster than it ever is between layers.
+/// Weights that are read in turn, as a step reads them: measured alone, a head that fits in the
+/// last cache would be faster than it ever is between layers.
 struct Weights {
     layers: Vec<Layer>,
     /// As many of its rows as [`PROBED_BYTES`] allows.
@@ -499,8 +504,8 @@ pub(super) fn wire(width: usize, backend: Backend) -> anyhow::Result<Wire> {
         };
         let group = init(backend, strict, seat, &Wires::default(), until)?;
         Ok([
-            exchange(&*group, width, 200)?,
-            exchange(&*group, 1 << 18, 5)?,
+            exchange(&*group, width, (BLOCKS, 200))?,
+            exchange(&*group, 1 << 18, (LARGE_BLOCKS, 5))?,
         ])
     };
     let [first, second] = listeners;
@@ -523,12 +528,12 @@ fn listener() -> std::io::Result<tcp::Listener> {
     tcp::Listener::bind(SocketAddr::from((Ipv4Addr::LOCALHOST, 0)))
 }
 
-/// Seconds of one all-gather of `n` numbers of each of two ranks: the fastest of some blocks, since
-/// waiting for the other rank is no part of it.
-fn exchange(group: &dyn Group, n: usize, times: usize) -> anyhow::Result<f64> {
+/// Seconds of one all-gather of `n` numbers of each of two ranks: the fastest of some blocks of so
+/// many each, since waiting for the other rank is no part of it.
+fn exchange(group: &dyn Group, n: usize, (blocks, times): (usize, usize)) -> anyhow::Result<f64> {
     let (own, mut all) = (vec![1.0f32; n], vec![0.0f32; 2 * n]);
     let mut best = f64::INFINITY;
-    for _ in 0..BLOCKS {
+    for _ in 0..blocks {
         let start = Instant::now();
         for _ in 0..times {
             let until = Deadline::at(Instant::now() + Duration::from_secs(10));
