@@ -44,7 +44,6 @@ class World:
         for name in ["bin", "tmp", "hosts/a", "hosts/b"]:
             os.makedirs(self.path(name))
         os.symlink(FAKE_SSH, self.path("bin/ssh"))
-        self.mlx_launch = os.path.join(os.path.dirname(args.mlx), "mlx.launch")
         self.failed = 0
 
     def path(self, name):
@@ -83,16 +82,6 @@ class World:
         took = time.monotonic() - start
         good = ended.returncode == 3 and took < 30
         self.note(f"ranks: {name}", "" if good else f"{ended} after {took:.1f} s")
-
-
-def rust_ranks_of_mlxs_launcher(world):
-    """MLX's launcher tells of nothing by its exit code, so what rank 0 prints has to do."""
-    program = [world.args.paceline, "bench", "comm", "--transport", "mlx-ring", "--plaintext"]
-    ended = world.tool(
-        world.mlx_launch, "-n", "2", "-p", str(free_ports(8)), "--", *program, "--max-bytes", "64", "--json"
-    )
-    good = '"ranks":2' in ended.stdout and '"op":"all_reduce"' in ended.stdout
-    world.note("ranks: Rust ranks that mlx.launch starts", "" if good else str(ended))
 
 
 def ip(*words):
@@ -135,9 +124,6 @@ def through_namespaces(world):
         found = world.tool(world.args.paceline, "topology", "--over", "ethernet", "--hosts", hosts, "--output", own)
         world.note(f"{name}: addresses", "" if found.returncode == 0 else str(found))
         world.sums("a ring between namespaces", 3, "--hostfile", own, backend="ring")
-        ended = world.tool(world.mlx_launch, "--hostfile", own, "--backend", "ring", "--", world.args.python, PROGRAM, "ring")
-        good = sorted(ended.stdout.split("\n")) == ["", *(f"{rank} of 3: 6" for rank in range(3))]
-        world.note("ranks: mlx.launch with the hostfile of paceline topology", "" if good else str(ended))
         # MLX asks a Mac's ipconfig, which here asks the kernel.
         for number in range(3):
             script = world.path(f"hosts/n{number}/bin/ipconfig")
@@ -173,7 +159,6 @@ def main():
     else:
         print("SKIPPED ranks: mpi: there is no mpirun", flush=True)
     through_namespaces(world)
-    rust_ranks_of_mlxs_launcher(world)  # last: MLX's launcher leaves temporary files
     shutil.rmtree(world.folder)
     sys.exit(1 if world.failed else 0)
 
