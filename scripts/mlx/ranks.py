@@ -56,9 +56,9 @@ class World:
         # mpirun refuses root otherwise.
         return env | {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
-    def tool(self, *words):
+    def tool(self, *words, **env):
         return subprocess.run(
-            words, env=self.env(), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=100
+            words, env=self.env() | env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=100
         )
 
     def launch(self, *flags, program):
@@ -135,7 +135,9 @@ def through_namespaces(world):
         found = world.tool(world.args.paceline, "topology", "--over", "ethernet", "--hosts", hosts, "--output", own)
         world.note(f"{name}: addresses", "" if found.returncode == 0 else str(found))
         world.sums("a ring between namespaces", 3, "--hostfile", own, backend="ring")
-        ended = world.tool(world.mlx_launch, "--hostfile", own, "--backend", "ring", "--", world.args.python, PROGRAM, "ring")
+        by_mlx = [world.mlx_launch, "--hostfile", own, "--backend", "ring", "--"]
+        # What MLX has a host run is for bash.
+        ended = world.tool(*by_mlx, world.args.python, PROGRAM, "ring", FAKE_SSH_SHELL="/bin/bash")
         good = sorted(ended.stdout.split("\n")) == ["", *(f"{rank} of 3: 6" for rank in range(3))]
         world.note("ranks: mlx.launch with the hostfile of paceline topology", "" if good else str(ended))
         # MLX asks a Mac's ipconfig, which here asks the kernel.
