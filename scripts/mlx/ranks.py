@@ -44,6 +44,7 @@ class World:
         for name in ["bin", "tmp", "hosts/a", "hosts/b"]:
             os.makedirs(self.path(name))
         os.symlink(FAKE_SSH, self.path("bin/ssh"))
+        self.mlx_launch = os.path.join(os.path.dirname(args.mlx), "mlx.launch")
         self.failed = 0
 
     def path(self, name):
@@ -55,9 +56,9 @@ class World:
         # mpirun refuses root otherwise.
         return env | {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
-    def tool(self, *words):
+    def tool(self, *words, **env):
         return subprocess.run(
-            words, env=self.env(), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=100
+            words, env=self.env() | env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=100
         )
 
     def launch(self, *flags, program):
@@ -82,6 +83,16 @@ class World:
         took = time.monotonic() - start
         good = ended.returncode == 3 and took < 30
         self.note(f"ranks: {name}", "" if good else f"{ended} after {took:.1f} s")
+
+
+def rust_ranks_of_mlxs_launcher(world):
+    """MLX's launcher tells of nothing by its exit code, so what rank 0 prints has to do."""
+    program = [world.args.paceline, "bench", "comm", "--transport", "mlx-ring", "--plaintext"]
+    ended = world.tool(
+        world.mlx_launch, "-n", "2", "-p", str(free_ports(8)), "--", *program, "--max-bytes", "64", "--json"
+    )
+    good = '"ranks":2' in ended.stdout and '"op":"all_reduce"' in ended.stdout
+    world.note("ranks: Rust ranks that mlx.launch starts", "" if good else str(ended))
 
 
 def ip(*words):
@@ -124,6 +135,12 @@ def through_namespaces(world):
         found = world.tool(world.args.paceline, "topology", "--over", "ethernet", "--hosts", hosts, "--output", own)
         world.note(f"{name}: addresses", "" if found.returncode == 0 else str(found))
         world.sums("a ring between namespaces", 3, "--hostfile", own, backend="ring")
+        by_mlx = [world.mlx_launch, "--hostfile", own, "--backend", "ring", "--"]
+        # What MLX has a host run is for bash.
+        ended = world.tool(*by_mlx, world.args.python, PROGRAM, "ring", FAKE_SSH_SHELL="/bin/bash")
+        # Beside that MLX prints the name of a temporary file of its own.
+        good = {f"{rank} of 3: 6" for rank in range(3)} <= set(ended.stdout.splitlines())
+        world.note("ranks: mlx.launch with the hostfile of paceline topology", "" if good else str(ended))
         # MLX asks a Mac's ipconfig, which here asks the kernel.
         for number in range(3):
             script = world.path(f"hosts/n{number}/bin/ipconfig")
@@ -159,6 +176,7 @@ def main():
     else:
         print("SKIPPED ranks: mpi: there is no mpirun", flush=True)
     through_namespaces(world)
+    rust_ranks_of_mlxs_launcher(world)  # last: MLX's launcher leaves temporary files
     shutil.rmtree(world.folder)
     sys.exit(1 if world.failed else 0)
 

@@ -1,9 +1,11 @@
-//! `cargo xtask mpi`: groups over a real MPI, by `mpirun` with 2, 3, 4 and 8 ranks.
+//! `cargo xtask mpi`: groups over a real MPI, by `mpirun` with 2, 3, 4 and 8 ranks, and the cases
+//! that all of MLX's suites have, in Python on top of such a group.
 //!
 //! Needs Open MPI with its headers and libclang (Debian: libopenmpi-dev, openmpi-bin,
 //! libclang-dev).
 
-use std::path::PathBuf;
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
@@ -11,7 +13,7 @@ use anyhow::{Context, Result, ensure};
 use serde_json::Value;
 
 use crate::tally::Tally;
-use crate::{process, repo, steps};
+use crate::{mlx, process, repo, steps};
 
 const NAME: &str = "groups over MPI";
 
@@ -34,7 +36,7 @@ pub(crate) fn run(show: &mut dyn FnMut(&str)) -> Result<Tally> {
     };
     let mut tally = Tally::default();
     for ranks in RANKS {
-        match mpirun(&program, ranks) {
+        match mpirun(ranks, Command::new(&program)) {
             Ok(output) => {
                 let cases = output.lines().filter(|line| line.starts_with("ok "));
                 let before = tally.passed;
@@ -52,7 +54,40 @@ pub(crate) fn run(show: &mut dyn FnMut(&str)) -> Result<Tally> {
             }
         }
     }
+    tally.add(python_cases(&program, show));
     Ok(tally)
+}
+
+/// Ranks of the Python cases. MLX has them with eight, which are slow on two cores.
+const PYTHON_RANKS: u32 = 4;
+
+/// MLX's common cases, as many as `cases.py` says.
+fn python_cases(program: &Path, show: &mut dyn FnMut(&str)) -> Tally {
+    let python = match mlx::python() {
+        Ok(python) => python,
+        Err(error) => return Tally::skip("MLX's cases over MPI", &format!("{error:#}")),
+    };
+    let mut rank = Command::new(python);
+    rank.arg(repo::root().join("crates/comm/tests/mlx_ring/cases.py"));
+    rank.args(["paceline", "common"]);
+    rank.env("COMM_TEST_BINARY", program);
+    rank.env("PYTHONDONTWRITEBYTECODE", "1");
+    let mut tally = Tally::default();
+    match mpirun(PYTHON_RANKS, rank) {
+        Ok(output) => {
+            let cases = output.lines().filter(|line| line.starts_with("ok "));
+            // Every rank says so.
+            for case in cases.collect::<BTreeSet<_>>() {
+                show(&format!("{case} of MLX with {PYTHON_RANKS} ranks"));
+                tally.passed += 1;
+            }
+        }
+        Err(error) => show(&format!("{error:#}")),
+    }
+    if tally.passed != 8 {
+        tally.add(Tally::failure("mpi: MLX's cases did not all pass"));
+    }
+    tally
 }
 
 fn prepare() -> Result<()> {
@@ -119,11 +154,14 @@ fn executable(line: &str) -> Option<PathBuf> {
     Some(message["executable"].as_str()?.into())
 }
 
-/// What `ranks` ranks printed, if all ended well.
-fn mpirun(program: &PathBuf, ranks: u32) -> Result<String> {
+/// What `ranks` ranks of `rank` printed, if all ended well.
+fn mpirun(ranks: u32, rank: Command) -> Result<String> {
     let mut command = Command::new("mpirun");
     command.args(["--allow-run-as-root", "--oversubscribe", "-n"]);
-    command.arg(ranks.to_string()).arg(program);
+    command.arg(ranks.to_string());
+    command.arg(rank.get_program()).args(rank.get_args());
+    let set = rank.get_envs();
+    command.envs(set.filter_map(|(name, value)| Some((name, value?))));
     // Containers forbid the system call that Open MPI copies by between processes.
     command.env("OMPI_MCA_btl_vader_single_copy_mechanism", "none");
     process::capture(command, LIMIT)

@@ -26,3 +26,5 @@ mod deaths;
 mod mixed;
 #[path = "mlx_ring/python.rs"]
 mod python;
+#[path = "mlx_ring/serve.rs"]
+mod serve;

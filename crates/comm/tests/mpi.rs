@@ -4,10 +4,9 @@
 //! first prints a line for each.
 //!
 //! The cases of MLX's MPI suite that say something about a group are here by their own names, at
-//! every number of ranks that they make sense for. The six that are Python's, on top of `all_sum`
-//! (test_average_gradients, test_donation, test_shard_linear, test_shard_predicate,
-//! test_clip_grad_norm_sharded, test_jaccl_all_gather_factory_validation), are in
-//! `mlx_ring/cases.py`.
+//! every number of ranks that they make sense for. The eight common ones, six of which are Python's
+//! on top of `all_sum`, are in `mlx_ring/cases.py`: each rank of `mpirun` is then a Python process,
+//! whose `shim.py` starts this program as its rank.
 
 #![allow(
     clippy::unwrap_used,
@@ -15,7 +14,11 @@
     reason = "a test without the usual harness: it has helpers and says itself what passed"
 )]
 
+#[path = "mlx_ring/serve.rs"]
+mod serve;
+
 use std::fmt::Debug;
+use std::net::TcpStream;
 use std::time::{Duration, Instant};
 
 use half::{bf16, f16};
@@ -26,7 +29,7 @@ use paceline_comm::{Complex64, Deadline, Element, Error, Group, Reduce, testing}
 /// A case and the number of ranks that it needs a multiple of.
 type Case = (&'static str, u32, fn(&dyn Group));
 
-const CASES: [Case; 11] = [
+const CASES: [Case; 12] = [
     ("test_groups", 1, test_groups),
     ("test_all_reduce", 1, test_all_reduce),
     ("test_all_reduce_extra", 1, test_all_reduce_extra),
@@ -42,12 +45,17 @@ const CASES: [Case; 11] = [
         messages_have_deadlines_and_lengths,
     ),
     ("bad_arguments", 1, bad_arguments),
+    ("more_than_mpi_counts", 2, more_than_mpi_counts),
 ];
 
 fn main() {
     let session = Session::start().unwrap();
     assert!(Session::start().is_err(), "MPI starts once");
     let world = session.world();
+    if let Ok(control) = std::env::var("COMM_TEST_CONTROL") {
+        serve::serve(&*world, &TcpStream::connect(control).unwrap(), soon);
+        return;
+    }
     for (name, multiple, case) in CASES {
         if world.size().is_multiple_of(multiple) {
             // A case may end its group by an error, so each has its own.
@@ -247,4 +255,21 @@ fn bad_arguments(world: &dyn Group) {
         .unwrap_err();
     assert!(matches!(error, Error::NoSuchRank { .. }), "{error}");
     assert_eq!(other.barrier(soon()), Err(error));
+}
+
+/// MPI counts elements in 32 bits, and MLX's counts overflow. The zeros take no memory until they
+/// are touched, which they are not.
+fn more_than_mpi_counts(world: &dyn Group) {
+    let mut data = vec![0_u8; 1 << 31];
+    let other = Rank((world.rank().0 + 1) % world.size());
+    let refused = [
+        world.all_reduce(&mut data, Reduce::Max, soon()),
+        world.broadcast(&mut data, Rank(0), soon()),
+        world.send(&data, other, 0, soon()),
+        world.recv(&mut data, other, 0, soon()),
+    ];
+    for error in refused.map(Result::unwrap_err) {
+        assert!(matches!(error, Error::Unsupported { .. }), "{error}");
+    }
+    world.barrier(soon()).unwrap();
 }

@@ -3,15 +3,13 @@
 //! A rank of ours is a Python process that runs the same script, with `mx.distributed` replaced by
 //! calls to a child (`shim.py`): this test binary, told by its environment to be a rank.
 
-use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{SocketAddr, TcpStream};
 
-use half::{bf16, f16};
 use paceline_base::Rank;
 use paceline_comm::mlx_ring::{self, Plaintext};
-use paceline_comm::{Complex64, DataMut, Element, Error, Group, Reduce};
 
 use crate::python::{Hosts, one_ring, patient, python};
+use crate::serve;
 
 /// MLX's ring suite as of the reference: eight common cases and five of its own.
 const CASES: [&str; 13] = [
@@ -73,62 +71,5 @@ fn serve() {
     let stream = TcpStream::connect(control).unwrap();
     stream.set_nodelay(true).unwrap();
     let ring = mlx_ring::join(rank, &hosts, Plaintext::Refused, patient()).unwrap();
-    let mut reader = BufReader::new(&stream);
-    let mut line = String::new();
-    while reader.read_line(&mut line).unwrap() > 0 {
-        let answer = match answer(&ring, &line, &mut reader) {
-            Ok(bytes) => [format!("ok {}\n", bytes.len()).as_bytes(), &bytes].concat(),
-            Err(error) => format!("error {error}\n").into_bytes(),
-        };
-        (&stream).write_all(&answer).unwrap();
-        line.clear();
-    }
-}
-
-/// Makes one call: `NAME TYPE INPUT_BYTES OUTPUT_BYTES PEER`, then the input.
-fn answer(group: &dyn Group, line: &str, reader: &mut impl Read) -> Result<Vec<u8>, Error> {
-    let words: Vec<&str> = line.split_whitespace().collect();
-    let number = |i: usize| words[i].parse::<usize>().unwrap();
-    let mut input = vec![0; number(2)];
-    reader.read_exact(&mut input).unwrap();
-    let call = (words[0], number(3), Rank(words[4].parse().unwrap()));
-    match words[1] {
-        "bool" => typed::<bool>(group, call, &input),
-        "i8" => typed::<i8>(group, call, &input),
-        "i16" => typed::<i16>(group, call, &input),
-        "i32" => typed::<i32>(group, call, &input),
-        "i64" => typed::<i64>(group, call, &input),
-        "u8" => typed::<u8>(group, call, &input),
-        "u16" => typed::<u16>(group, call, &input),
-        "u32" => typed::<u32>(group, call, &input),
-        "u64" => typed::<u64>(group, call, &input),
-        "f16" => typed::<f16>(group, call, &input),
-        "bf16" => typed::<bf16>(group, call, &input),
-        "f32" => typed::<f32>(group, call, &input),
-        "f64" => typed::<f64>(group, call, &input),
-        "complex64" => typed::<Complex64>(group, call, &input),
-        other => panic!("no type {other}"),
-    }
-}
-
-fn typed<T: Element + Default>(
-    group: &dyn Group,
-    (name, output, peer): (&str, usize, Rank),
-    input: &[u8],
-) -> Result<Vec<u8>, Error> {
-    let mut values = vec![T::default(); input.len() / T::DTYPE.bytes()];
-    DataMut::new(&mut values).copy_from_bytes(input);
-    let mut results = vec![T::default(); output / T::DTYPE.bytes()];
-    let by = patient();
-    match name {
-        "sum" => group.all_reduce_into(&values, &mut results, Reduce::Sum, by)?,
-        "max" => group.all_reduce_into(&values, &mut results, Reduce::Max, by)?,
-        "min" => group.all_reduce_into(&values, &mut results, Reduce::Min, by)?,
-        "gather" => group.all_gather(&values, &mut results, by)?,
-        "send" => group.send(&values, peer, 0, by)?,
-        "recv" => group.recv(&mut results, peer, 0, by)?,
-        "split" => drop(group.split(0, 0, by)?),
-        other => panic!("no call {other}"),
-    }
-    Ok(DataMut::new(&mut results).bytes().to_vec())
+    serve::serve(&ring, &stream, patient);
 }

@@ -5,12 +5,22 @@ whose group is paceline's. Everything is eager: results are host buffers. Deriva
 reductions hand the cotangent through, a gather takes this rank's part.
 """
 
+import atexit
 import os
 import socket
 import subprocess
 
 import mlx.core as mx
 import numpy as np
+
+# Of a ring's tests, or of mpirun.
+RANK, SIZE = (
+    int(os.environ.get(ours) or os.environ.get(theirs) or 0)
+    for ours, theirs in [
+        ("MLX_RANK", "OMPI_COMM_WORLD_RANK"),
+        ("COMM_TEST_SIZE", "OMPI_COMM_WORLD_SIZE"),
+    ]
+)
 
 NAMES = {
     mx.bool_: "bool",
@@ -52,6 +62,13 @@ class Group:
         listener.settimeout(60)
         connection, _ = listener.accept()
         self.stream = connection.makefile("rwb")
+        connection.close()
+        atexit.register(self.end)
+
+    def end(self):
+        """Lets the rank leave: a rank of MPI has to, before this process ends."""
+        self.stream.close()
+        self.process.wait()
 
     def call(self, name, dtype, payload=b"", answer=0, peer=0):
         """One call: a line and bytes out, a line and bytes back."""
@@ -64,10 +81,10 @@ class Group:
         return self.stream.read(int(rest))
 
     def rank(self):
-        return int(os.environ["MLX_RANK"])
+        return RANK
 
     def size(self):
-        return int(os.environ["COMM_TEST_SIZE"])
+        return SIZE
 
     def split(self, color, key=-1):
         self.call("split", mx.uint8)
