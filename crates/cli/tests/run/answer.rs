@@ -63,11 +63,13 @@ fn json_is_one_object_with_all_fields() {
     assert_eq!(
         keys,
         [
+            "array_bytes_per_token",
             "context",
             "decode_tok_s",
             "finish_reason",
             "instruction_set",
             "kernel_class",
+            "kv_type",
             "load_ms",
             "model",
             "n_generated",
@@ -78,6 +80,7 @@ fn json_is_one_object_with_all_fields() {
             "prefill_tok_s",
             "seed",
             "split",
+            "split_changes",
             "text",
             "threads",
             "tokens",

@@ -11,8 +11,8 @@ use std::slice;
 use std::sync::{Arc, PoisonError, RwLock};
 
 use super::error::RdmaError;
-use super::slab::Mapping;
 use super::verbs::{Adapter, Region};
+use crate::mapping::Mapping;
 
 /// What is registered, by all who send.
 #[derive(Default)]

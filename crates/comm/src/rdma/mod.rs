@@ -79,7 +79,6 @@ use self::memory::Registry;
 pub use self::memory::{Buffer, Registration};
 pub use self::settings::{Settings, SettingsError};
 pub use self::side::Side;
-pub(crate) use self::slab::Mapping;
 use self::slab::Slab;
 use self::verbs::Adapter;
 pub use self::verbs::{LIBRARY, Verbs};

@@ -1,0 +1,119 @@
+//! Memory mapped from the system: whole pages that nothing else lies on.
+//!
+//! Devices want it (Apple's driver refuses small blocks of the heap, see the reference in
+//! [`rdma`](crate::rdma)), and so do ranks that read each other's memory: the system looks up every
+//! page that they read, so large mappings are huge pages, and lines are copied faster when they are
+//! whole on both sides (figures: docs/measurements.md).
+
+use std::ptr;
+
+use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous, munmap};
+
+/// Bytes of a page on any system this runs on: Apple silicon has 16 KiB, others divide it.
+const PAGE_BYTES: usize = 16 << 10;
+
+/// A huge page on x86-64, and on AArch64 with small pages of 4 KiB.
+const HUGE_BYTES: usize = 2 << 20;
+
+/// Mapped memory, zeroed, of whole pages; in huge ones from their length on, where the system has
+/// them (Linux, `transparent_hugepage` not `never`).
+pub(crate) struct Mapping {
+    start: *mut u8,
+    bytes: usize,
+}
+
+// SAFETY: plain memory; who may touch which part of it is up to the owner.
+unsafe impl Send for Mapping {}
+// SAFETY: as for `Send`.
+unsafe impl Sync for Mapping {}
+
+impl Mapping {
+    /// Room for `bytes`.
+    ///
+    /// # Errors
+    /// What the system says when it has none.
+    pub(crate) fn new(bytes: usize) -> std::io::Result<Self> {
+        let bytes = bytes.max(1).next_multiple_of(PAGE_BYTES);
+        if bytes < HUGE_BYTES {
+            return Self::map(bytes);
+        }
+        let mapping = Self::map(bytes + HUGE_BYTES)?.aligned(bytes);
+        mapping.advise();
+        Ok(mapping)
+    }
+
+    fn map(bytes: usize) -> std::io::Result<Self> {
+        let access = ProtFlags::READ | ProtFlags::WRITE;
+        // SAFETY: the system chooses the address, so nothing that is in use is replaced.
+        let start = unsafe { mmap_anonymous(ptr::null_mut(), bytes, access, MapFlags::PRIVATE) }?;
+        let start = start.cast();
+        Ok(Self { start, bytes })
+    }
+
+    /// The `bytes` of it that begin at a huge page; the rest, at most one such page, is given back.
+    fn aligned(self, bytes: usize) -> Self {
+        let before = self.start.align_offset(HUGE_BYTES);
+        // SAFETY: at most a huge page from the start, which is inside.
+        let start = unsafe { self.start.add(before) };
+        // SAFETY: as long as all of it less `before`, which is before its end.
+        let end = unsafe { start.add(bytes) };
+        let whole = std::mem::ManuallyDrop::new(self);
+        drop(Self {
+            start: whole.start,
+            bytes: before,
+        });
+        drop(Self {
+            start: end,
+            bytes: whole.bytes - before - bytes,
+        });
+        Self { start, bytes }
+    }
+
+    #[cfg(target_os = "linux")]
+    fn advise(&self) {
+        use rustix::mm::{Advice, madvise};
+        // SAFETY: pages of this mapping; the advice changes how they are mapped, not what they
+        // hold. Refused, they are only slower.
+        let _ = unsafe { madvise(self.start.cast(), self.bytes, Advice::LinuxHugepage) };
+    }
+
+    #[cfg(not(target_os = "linux"))]
+    fn advise(&self) {}
+
+    pub(crate) const fn start(&self) -> *mut u8 {
+        self.start
+    }
+
+    pub(crate) const fn bytes(&self) -> usize {
+        self.bytes
+    }
+}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        if self.bytes > 0 {
+            // SAFETY: mapped with this length; what points into it went before.
+            let _ = unsafe { munmap(self.start.cast(), self.bytes) };
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn large_ones_begin_at_huge_pages_and_end_at_small_ones() {
+        for bytes in [0, 1, PAGE_BYTES + 1, HUGE_BYTES, 5 * HUGE_BYTES / 2 + 1] {
+            let mapping = Mapping::new(bytes).unwrap();
+            assert!(mapping.bytes() >= bytes.max(1), "{bytes}");
+            assert_eq!(mapping.bytes() % PAGE_BYTES, 0, "{bytes}");
+            let align = if bytes < HUGE_BYTES { 4096 } else { HUGE_BYTES };
+            assert_eq!(mapping.start() as usize % align, 0, "{bytes}");
+            // SAFETY: so many bytes are mapped, and nobody else has them.
+            let all = unsafe { std::slice::from_raw_parts_mut(mapping.start(), mapping.bytes()) };
+            assert!(all.iter().all(|byte| *byte == 0), "{bytes}");
+            all.fill(7);
+        }
+    }
+}
