@@ -9,12 +9,11 @@
 //! [`Precision::Fifteen`] has n = 16256 = 127 * 128 and keeps `q` as two bytes,
 //! `q = 128 high + low` with `high` in -127..=127 and `low` in -64..=63: a product takes two byte
 //! products, and its rounding is too small to change an answer. [`Precision::Eight`] has n = 127
-//! and keeps one byte. Where many rows meet a matrix, kernels may want the 15 bits whole
-//! ([`Layout::Words`]): the same integers, in the same memory.
+//! and keeps one byte.
 
 use paceline_base::KernelClass;
 
-use crate::isa::{Isa, LANES, Words};
+use crate::isa::{Isa, LANES};
 
 /// Columns that share a scale.
 pub const CHUNK: usize = 32;
@@ -42,14 +41,6 @@ impl Precision {
         }
     }
 
-    /// Bytes of an integer.
-    const fn terms(self) -> usize {
-        match self {
-            Self::Eight => 1,
-            Self::Fifteen => 2,
-        }
-    }
-
     /// Steps from zero to the largest magnitude of a chunk.
     pub(crate) const fn steps(self) -> f32 {
         match self {
@@ -58,20 +49,6 @@ impl Precision {
         }
     }
 }
-
-/// How the integers of a row lie in memory.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Layout {
-    /// The high bytes of a row (or its only ones), then the low ones, in the order of columns.
-    Bytes,
-    /// [`Precision::Fifteen`] in one i16 each. Of every four columns the middle two change places,
-    /// as [`Words::widen`](crate::isa::Words::widen) gives weights.
-    Words,
-}
-
-/// Columns between rows of integers beyond their own, whole chunks: rows of a power of two would
-/// all fall into the same few sets of a cache.
-const ROW_PADDING: usize = 64;
 
 /// Scale and sums of one chunk of one row.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -93,11 +70,11 @@ pub struct Activations {
     /// `(rows, cols)`
     values: Vec<f32>,
     precision: Option<Precision>,
-    layout: Layout,
-    /// `(terms, most rows, stride)` bytes, the high ones (or only ones) first, or as many words,
-    /// `(most rows, stride)`; empty when no integer kernel reads this.
-    q: Vec<i8>,
-    /// `(most rows, stride / 32)`
+    /// `(rows, cols)`; the high bytes, or all of `q`; empty when no integer kernel reads this.
+    high: Vec<i8>,
+    /// `(rows, cols)`; the low bytes; empty but for [`Precision::Fifteen`].
+    low: Vec<i8>,
+    /// `(rows, cols / 32)`
     meta: Vec<Meta>,
 }
 
@@ -112,16 +89,16 @@ impl Activations {
             precision.is_none() || cols.is_multiple_of(CHUNK),
             "{cols} columns in chunks"
         );
-        let integers = if precision.is_some() { max_rows } else { 0 };
-        let terms = precision.map_or(0, Precision::terms);
+        let bytes = |wanted: bool| vec![0i8; if wanted { max_rows * cols } else { 0 }];
+        let high = bytes(precision.is_some());
         Self {
             cols,
             rows: max_rows,
             values: vec![0.0; max_rows * cols],
             precision,
-            layout: Layout::Bytes,
-            q: vec![0; integers * terms * (cols + ROW_PADDING)],
-            meta: vec![Meta::default(); integers * ((cols + ROW_PADDING) / CHUNK)],
+            low: bytes(precision == Some(Precision::Fifteen)),
+            meta: vec![Meta::default(); high.len() / CHUNK],
+            high,
         }
     }
 
@@ -152,89 +129,52 @@ impl Activations {
         &self.values[t * self.cols..(t + 1) * self.cols]
     }
 
-    /// All rows in use, `(rows, cols)`, to be filled and then
-    /// [quantised](crate::Kernels::quantise).
-    pub fn values_mut(&mut self) -> &mut [f32] {
-        &mut self.values[..self.rows * self.cols]
-    }
-
     /// How integer kernels read this; `None` when they cannot.
     pub const fn precision(&self) -> Option<Precision> {
         self.precision
     }
 
-    /// How the integers lie since the last [`writer`](Self::writer).
-    pub(crate) const fn layout(&self) -> Layout {
-        self.layout
-    }
-
-    /// Columns from a row's integers to those of the next.
-    const fn stride(&self) -> usize {
-        self.cols + ROW_PADDING
-    }
-
-    /// Bytes from the high bytes of all rows to the low ones.
-    fn term_bytes(&self) -> usize {
-        self.q.len() / self.precision.map_or(1, Precision::terms)
-    }
-
-    /// Writers for disjoint rows, for use from several threads, which leave the integers in
-    /// `layout`.
-    pub(crate) fn writer(&mut self, layout: Layout) -> Writer<'_> {
-        self.layout = layout;
+    /// Writers for disjoint rows, for use from several threads.
+    pub fn writer(&mut self) -> Writer<'_> {
         Writer {
             cols: self.cols,
             rows: self.rows,
-            stride: self.stride(),
             precision: self.precision,
-            term_bytes: self.term_bytes(),
             values: self.values.as_mut_ptr(),
-            q: self.q.as_mut_ptr(),
+            high: self.high.as_mut_ptr(),
+            low: self.low.as_mut_ptr(),
             meta: self.meta.as_mut_ptr(),
             _borrow: std::marker::PhantomData,
         }
     }
 
-    /// A view whose row 0 is `first` and whose column 0 is `first_col`, which starts a chunk where
-    /// there are chunks.
-    pub(crate) fn view(&self, first: usize, first_col: usize) -> View<'_> {
+    /// A view whose column 0 is `first_col`, which starts a chunk where there are chunks.
+    pub(crate) fn view(&self, first_col: usize) -> View<'_> {
         let from = |n: usize, len: usize| n.min(len); // absent buffers are empty
-        let (value, integer) = (
-            first * self.cols + first_col,
-            first * self.stride() + first_col,
-        );
-        let (high, low) = match self.layout {
-            Layout::Bytes => (integer, self.term_bytes() + integer),
-            Layout::Words => (2 * integer, 0),
-        };
         View {
             cols: self.cols,
-            stride: self.stride(),
-            values: self.values[from(value, self.values.len())..].as_ptr(),
-            high: self.q[from(high, self.q.len())..].as_ptr(),
-            low: self.q[from(low, self.q.len())..].as_ptr(),
-            meta: self.meta[from(integer / CHUNK, self.meta.len())..].as_ptr(),
+            values: self.values[from(first_col, self.values.len())..].as_ptr(),
+            high: self.high[from(first_col, self.high.len())..].as_ptr(),
+            low: self.low[from(first_col, self.low.len())..].as_ptr(),
+            meta: self.meta[from(first_col / CHUNK, self.meta.len())..].as_ptr(),
             _borrow: std::marker::PhantomData,
         }
     }
 
     #[cfg(test)]
     pub(crate) fn quantised_chunk(&self, t: usize, chunk: usize) -> (Vec<i32>, Meta) {
-        let start = t * self.stride() + chunk * CHUNK;
-        let word = |k: usize| {
-            let at = 2 * (start + (k & !3 | [0, 2, 1, 3][k % 4]));
-            i32::from(i16::from_ne_bytes([self.q[at] as u8, self.q[at + 1] as u8]))
-        };
-        let byte = |k: usize| match self.precision {
+        let start = t * self.cols + chunk * CHUNK;
+        let high = self.high[start..start + CHUNK]
+            .iter()
+            .map(|&q| i32::from(q));
+        let q = match self.precision {
             Some(Precision::Fifteen) => {
-                let low = self.q[self.term_bytes() + start + k];
-                128 * i32::from(self.q[start + k]) + i32::from(low)
+                let low = &self.low[start..start + CHUNK];
+                high.zip(low)
+                    .map(|(high, &low)| 128 * high + i32::from(low))
+                    .collect()
             }
-            _ => i32::from(self.q[start + k]),
-        };
-        let q = match self.layout {
-            Layout::Words => (0..CHUNK).map(word).collect(),
-            Layout::Bytes => (0..CHUNK).map(byte).collect(),
+            _ => high.collect(),
         };
         (q, self.meta[start / CHUNK])
     }
@@ -244,10 +184,7 @@ impl Activations {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct View<'a> {
     cols: usize,
-    /// Columns from a row's integers to those of the next.
-    pub(crate) stride: usize,
     values: *const f32,
-    /// In [`Layout::Words`] the words.
     high: *const i8,
     low: *const i8,
     meta: *const Meta,
@@ -258,8 +195,7 @@ pub(crate) struct View<'a> {
 unsafe impl Sync for View<'_> {}
 
 impl View<'_> {
-    /// The integers of chunk `c` of row `t` in [`Layout::Bytes`], `[high]` or `[high, low]`, and
-    /// their scale and sums.
+    /// The integers of chunk `c` of row `t`: `[high]` or `[high, low]`, and its scale and sums.
     ///
     /// # Safety
     /// Both lie within the activations, which have `TERMS` bytes for each integer.
@@ -269,7 +205,7 @@ impl View<'_> {
         t: usize,
         c: usize,
     ) -> ([*const i8; TERMS], Meta) {
-        let start = t * self.stride + c * CHUNK;
+        let start = t * self.cols + c * CHUNK;
         let mut bytes = [self.high; TERMS];
         // SAFETY: in bounds by the caller's promise.
         unsafe {
@@ -279,26 +215,6 @@ impl View<'_> {
             }
             (bytes, *self.meta.add(start / CHUNK))
         }
-    }
-
-    /// The integers of chunk `c` of row `t` in [`Layout::Words`].
-    ///
-    /// # Safety
-    /// Both lie within the activations.
-    #[inline(always)]
-    pub(crate) unsafe fn words(&self, t: usize, c: usize) -> *const i16 {
-        // SAFETY: in bounds by the caller's promise.
-        unsafe { self.high.cast::<i16>().add(t * self.stride + c * CHUNK) }
-    }
-
-    /// Scale and sums of chunk `c` of row `t`.
-    ///
-    /// # Safety
-    /// Both lie within the activations.
-    #[inline(always)]
-    pub(crate) unsafe fn meta(&self, t: usize, c: usize) -> Meta {
-        // SAFETY: in bounds by the caller's promise.
-        unsafe { *self.meta.add((t * self.stride + c * CHUNK) / CHUNK) }
     }
 
     /// The f32 values of row `t`.
@@ -316,12 +232,11 @@ impl View<'_> {
 #[derive(Debug)]
 pub struct Writer<'a> {
     cols: usize,
-    stride: usize,
     rows: usize,
     precision: Option<Precision>,
-    term_bytes: usize,
     values: *mut f32,
-    q: *mut i8,
+    high: *mut i8,
+    low: *mut i8,
     meta: *mut Meta,
     _borrow: std::marker::PhantomData<&'a mut ()>,
 }
@@ -342,8 +257,7 @@ impl Writer<'_> {
         unsafe { std::slice::from_raw_parts_mut(self.values.add(t * self.cols), self.cols) }
     }
 
-    /// Quantises row `t`, in [`Layout::Bytes`]; does nothing for activations that are kept as f32
-    /// only.
+    /// Quantises row `t`; does nothing for activations that are kept as f32 only.
     ///
     /// # Safety
     /// As [`Isa`] and [`row`](Self::row).
@@ -353,95 +267,76 @@ impl Writer<'_> {
         let Some(precision) = self.precision else {
             return;
         };
-        // SAFETY: whole chunks lie within row `t`, their bytes where the view reads them.
-        unsafe {
-            let high = self.q.add(t * self.stride);
-            match precision {
-                Precision::Eight => self.quantise_chunks::<S>(t, precision, |at, q| {
-                    S::store_i8(high.add(at), q);
-                }),
-                Precision::Fifteen => self.quantise_chunks::<S>(t, precision, |at, q| {
-                    store_terms::<S>(high.add(at), high.add(self.term_bytes + at), q);
-                }),
-            }
-        }
-    }
-
-    /// Quantises row `t`, in [`Layout::Words`]; for [`Precision::Fifteen`] only.
-    ///
-    /// # Safety
-    /// As [`Isa`] and [`row`](Self::row).
-    #[inline(always)]
-    pub(crate) unsafe fn quantise_row_words<S: Words>(&self, t: usize) {
-        assert!(
-            t < self.rows && self.precision == Some(Precision::Fifteen),
-            "row {t} of {} in words, {:?}",
-            self.rows,
-            self.precision
-        );
-        // SAFETY: as `quantise_row`; two bytes for each integer.
-        unsafe {
-            let words = self.q.cast::<i16>().add(t * self.stride);
-            self.quantise_chunks::<S>(t, Precision::Fifteen, |at, q| {
-                S::store_words(words.add(at), q);
-            });
-        }
-    }
-
-    /// Quantises the chunks of row `t`; `store(col, q)` writes sixteen integers.
-    #[inline(always)]
-    unsafe fn quantise_chunks<S: Isa>(
-        &self,
-        t: usize,
-        precision: Precision,
-        store: impl Fn(usize, S::I),
-    ) {
         for c in 0..self.cols / CHUNK {
+            let start = t * self.cols + c * CHUNK;
             // SAFETY: a whole chunk lies within row `t`.
             unsafe {
-                let x = self.values.add(t * self.cols + c * CHUNK);
-                let (meta, q) = quantise::<S>(x, precision);
-                store(c * CHUNK, q[0]);
-                store(c * CHUNK + LANES, q[1]);
-                *self.meta.add((t * self.stride + c * CHUNK) / CHUNK) = meta;
+                let x = self.values.add(start);
+                let meta = self.meta.add(start / CHUNK);
+                *meta = match precision {
+                    Precision::Eight => quantise::<S, 1>(x, [self.high.add(start)], precision),
+                    Precision::Fifteen => {
+                        let bytes = [self.high.add(start), self.low.add(start)];
+                        quantise::<S, 2>(x, bytes, precision)
+                    }
+                };
             }
         }
     }
 }
 
-/// Quantises 32 values at `x`.
+/// Quantises 32 values at `x` into 32 bytes for each term.
 #[inline(always)]
-unsafe fn quantise<S: Isa>(x: *const f32, precision: Precision) -> (Meta, [S::I; 2]) {
-    // SAFETY: the pointer is good for 32 values; features by the caller.
+unsafe fn quantise<S: Isa, const TERMS: usize>(
+    x: *const f32,
+    bytes: [*mut i8; TERMS],
+    precision: Precision,
+) -> Meta {
+    // SAFETY: all pointers are good for 32 elements; features by the caller.
     unsafe {
         let values = [S::load(x), S::load(x.add(LANES))];
         let largest = S::reduce_max(S::max(S::abs(values[0]), S::abs(values[1])));
         // Written so that NaN counts as too small: it gives zeros, not wild integers.
-        if !(largest > SMALLEST && largest.is_finite()) {
-            return (Meta::default(), [S::splat_i(0); 2]);
-        }
-        let inverse = S::splat(precision.steps() / largest);
-        let q = [
-            S::round(S::mul(values[0], inverse)),
-            S::round(S::mul(values[1], inverse)),
-        ];
-        let meta = Meta {
-            scale: largest / precision.steps(),
-            sums: [S::reduce_add_i(q[0]), S::reduce_add_i(q[1])],
+        let usable = largest > SMALLEST && largest.is_finite();
+        let inverse = if usable {
+            precision.steps() / largest
+        } else {
+            0.0
         };
-        (meta, q)
+        let mut sums = [0; 2];
+        let mut half = 0;
+        while half < 2 {
+            let scaled = S::mul(values[half], S::splat(inverse));
+            let q = if usable {
+                S::round(scaled)
+            } else {
+                S::splat_i(0)
+            };
+            store_terms::<S, TERMS>(q, bytes, half * LANES);
+            sums[half] = S::reduce_add_i(q);
+            half += 1;
+        }
+        let scale = if usable {
+            largest / precision.steps()
+        } else {
+            0.0
+        };
+        Meta { scale, sums }
     }
 }
 
-/// Stores 16 integers as a high and a low byte each.
+/// Stores 16 integers as one byte each, or as a high and a low byte.
 #[inline(always)]
-unsafe fn store_terms<S: Isa>(high_at: *mut i8, low_at: *mut i8, q: S::I) {
+unsafe fn store_terms<S: Isa, const TERMS: usize>(q: S::I, bytes: [*mut i8; TERMS], at: usize) {
     // SAFETY: passed on.
     unsafe {
+        if TERMS == 1 {
+            return S::store_i8(bytes[0].add(at), q);
+        }
         let high = S::sar7_i(S::add_i(q, S::splat_i(64)));
-        S::store_i8(high_at, high);
+        S::store_i8(bytes[0].add(at), high);
         // q - 128 high, as q + 128 (-high): the trait has no subtraction.
         let low = S::add_i(q, S::mul_i(high, S::splat_i(-128)));
-        S::store_i8(low_at, low);
+        S::store_i8(bytes[TERMS - 1].add(at), low);
     }
 }

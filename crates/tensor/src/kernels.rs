@@ -1,9 +1,6 @@
 //! The kernels as the model calls them: an instruction set and a thread pool.
 
-use std::ops::Range;
-
-use crate::activations::{Activations, CHUNK, Layout, Precision};
-use crate::batch::{self, TOGETHER};
+use crate::activations::{Activations, CHUNK};
 use crate::dispatch::{InstructionSet, Table};
 use crate::isa::LANES;
 use crate::matmul::GroupArgs;
@@ -11,15 +8,8 @@ use crate::packed::Packed;
 use crate::pool::{Pinning, ThreadPool};
 
 mod attention;
-#[cfg(target_arch = "x86_64")]
-mod self_test;
 
 pub use attention::{Attention, AttentionRows, AttentionScratch};
-#[cfg(target_arch = "x86_64")]
-pub(crate) use self_test::same_products;
-
-/// Rows of activations that many are best cut in: so many meet a piece of the weights at once.
-pub const BLOCK: usize = batch::ROWS;
 
 /// Activation rows that a task multiplies with its groups before the next groups: their quantised
 /// form (64 rows of 2048 columns are 128 KiB) stays in a second-level cache.
@@ -136,38 +126,16 @@ impl Kernels {
         x: &'a Activations,
         products: impl IntoIterator<Item = Product<'a>>,
     ) {
-        self.products_of_rows(x, 0..x.rows(), products);
-    }
-
-    /// As [`products`](Self::products) with some rows of `x`: outputs are `(rows, weights.rows())`.
-    /// Many rows are best cut at multiples of [`BLOCK`].
-    ///
-    /// # Panics
-    /// As [`products`](Self::products); if the rows are not all in use.
-    pub fn products_of_rows<'a>(
-        &self,
-        x: &'a Activations,
-        rows: Range<usize>,
-        products: impl IntoIterator<Item = Product<'a>>,
-    ) {
-        assert!(
-            rows.start <= rows.end && rows.end <= x.rows(),
-            "rows {rows:?} of {}",
-            x.rows()
-        );
         let mut jobs = [const { None }; MAX_PRODUCTS];
         let mut count = 0;
         for product in products {
-            check_product(x, rows.len(), &product);
-            jobs[count] = Some(Job::new(x, rows.clone(), product, self.table));
+            check_product(x, &product);
+            jobs[count] = Some(Job::new(x, product, self.table));
             count += 1;
         }
         let jobs = || jobs[..count].iter().flatten();
         let total: usize = jobs().map(|job| job.groups).sum();
-        let mut per_task = (total / (TASKS_PER_THREAD * self.pool.threads())).max(1);
-        if jobs().any(|job| job.batch.is_some()) {
-            per_task = per_task.next_multiple_of(TOGETHER);
-        }
+        let per_task = (total / (TASKS_PER_THREAD * self.pool.threads())).max(1);
         let tasks_of = |job: &Job<'_>| job.groups.div_ceil(per_task);
         let tasks = jobs().map(tasks_of).sum();
         self.pool.run(tasks, &|mut task| {
@@ -186,27 +154,14 @@ impl Kernels {
     /// are many.
     pub fn fill_rows(&self, x: &mut Activations, fill: impl Fn(usize, &mut [f32]) + Sync) {
         let rows = x.rows();
-        let many = self
-            .table
-            .batch
-            .filter(|batch| rows >= batch.from && x.precision() == Some(Precision::Fifteen));
-        let (layout, quantise_row) = match many {
-            Some(batch) => (batch.layout, batch.quantise_row),
-            None => (Layout::Bytes, self.table.quantise_row),
-        };
-        let writer = x.writer(layout);
+        let writer = x.writer();
         self.for_rows(rows, |t| {
             // SAFETY: each row is visited once.
             unsafe {
                 fill(t, writer.row(t));
-                quantise_row(&writer, t);
+                (self.table.quantise_row)(&writer, t);
             }
         });
-    }
-
-    /// Quantises rows of `x` that were filled through [`Activations::values_mut`].
-    pub fn quantise(&self, x: &mut Activations) {
-        self.fill_rows(x, |_, _| {});
     }
 
     /// Runs `f(t)` for every row, in parallel when there is more than one.
@@ -256,7 +211,7 @@ impl Kernels {
     }
 }
 
-fn check_product(x: &Activations, rows: usize, product: &Product<'_>) {
+fn check_product(x: &Activations, product: &Product<'_>) {
     let (w, first) = (product.weights, product.first_col);
     assert!(
         first.is_multiple_of(CHUNK) && first + w.cols() <= x.cols(),
@@ -264,7 +219,7 @@ fn check_product(x: &Activations, rows: usize, product: &Product<'_>) {
         w.cols(),
         x.cols()
     );
-    assert_eq!(product.out.len(), rows * w.rows(), "outputs");
+    assert_eq!(product.out.len(), x.rows() * w.rows(), "outputs");
     assert!(
         x.precision().is_some() || !w.reads_integers(),
         "activations are not quantised"
@@ -274,8 +229,6 @@ fn check_product(x: &Activations, rows: usize, product: &Product<'_>) {
 /// A product as tasks see it.
 struct Job<'a> {
     kernel: unsafe fn(GroupArgs<'_>),
-    /// For many rows.
-    batch: Option<batch::Functions>,
     args: GroupArgs<'a>,
     groups: usize,
     group_bytes: usize,
@@ -286,30 +239,23 @@ struct Job<'a> {
 unsafe impl Sync for Job<'_> {}
 
 impl<'a> Job<'a> {
-    fn new(
-        x: &'a Activations,
-        rows: Range<usize>,
-        product: Product<'a>,
-        table: &'static Table,
-    ) -> Self {
+    fn new(x: &'a Activations, product: Product<'a>, table: &'static Table) -> Self {
         let w = product.weights;
         let leaf_cols = if w.leaf_cols == 0 {
             w.cols
         } else {
             w.leaf_cols
         };
-        let batch = table.batch.filter(|batch| batch.reads(x));
         Self {
             kernel: table.group(w.block_type, x.precision()),
-            batch: batch.and_then(|batch| batch.functions(w.block_type)),
             args: GroupArgs {
                 weights: w.data.as_ptr(),
                 first_chunk: w.first_chunk,
                 cols: w.cols,
                 leaf_cols: leaf_cols.max(1),
-                x: x.view(rows.start, product.first_col),
+                x: x.view(product.first_col),
                 first: 0,
-                end: rows.len(),
+                end: x.rows(),
                 out: product.out.as_mut_ptr(),
                 out_stride: w.rows,
                 lanes: LANES,
@@ -326,42 +272,21 @@ impl<'a> Job<'a> {
     /// No other task writes these groups' outputs.
     unsafe fn run(&self, first: usize, count: usize) {
         let groups = first..self.groups.min(first + count);
-        let (rows, together) = match self.batch {
-            Some(_) => (batch::ROWS, TOGETHER),
-            None => (ROW_BLOCK, 1),
-        };
-        for start in (0..self.args.end).step_by(rows) {
-            for g in groups.clone().step_by(together) {
-                let neighbours = g..groups.end.min(g + together);
-                // SAFETY: the groups lie within the packed data, their outputs within `out`;
-                // lengths were checked by `products`, features by detection; a batch reads
-                // activations as they lie.
+        for start in (0..self.args.end).step_by(ROW_BLOCK) {
+            for g in groups.clone() {
+                let mut args = self.args;
+                args.first = start;
+                args.end = self.args.end.min(start + ROW_BLOCK);
+                args.lanes = LANES.min(self.rows - g * LANES);
+                // SAFETY: group `g` lies within the packed data, its outputs within `out`; lengths
+                // were checked by `products`, features by detection.
                 unsafe {
-                    let args = self.args_of(neighbours.clone(), start..start + rows);
-                    match &self.batch {
-                        Some(batch) => batch.run(&args, neighbours.len(), self.group_bytes),
-                        None => (self.kernel)(args),
-                    }
+                    args.weights = self.args.weights.add(g * self.group_bytes);
+                    args.out = self.args.out.add(g * LANES);
+                    (self.kernel)(args);
                 }
             }
         }
-    }
-
-    /// For neighbouring groups and a block of activation rows, as far as there are any.
-    ///
-    /// # Safety
-    /// The groups are there.
-    unsafe fn args_of(&self, groups: Range<usize>, rows: Range<usize>) -> GroupArgs<'a> {
-        let mut args = self.args;
-        args.first = rows.start;
-        args.end = args.end.min(rows.end);
-        args.lanes = (groups.len() * LANES).min(self.rows - groups.start * LANES);
-        // SAFETY: by the caller's promise.
-        unsafe {
-            args.weights = args.weights.add(groups.start * self.group_bytes);
-            args.out = args.out.add(groups.start * LANES);
-        }
-        args
     }
 }
 

@@ -16,11 +16,6 @@
 //! `(a0 + a1) + (a2 + a3)`, then the tree. Each lane of a register is one row, so these orders
 //! hold for any register width, any number of activation rows at once and any distribution of
 //! rows over threads. [`crate::naive`] computes the same from the stored blocks.
-//!
-//! With few rows a product waits for memory, and the order in which lines are asked for decides: of
-//! a chunk its scales, then its planes, ascending. The compiler chooses it, and a field more in
-//! `Meta` was enough to change it: Q8_0 then took 1.3 times as long from memory, and no longer from
-//! a cache. So measure from memory what touches `Leaf::leaf` or `View::chunk`.
 
 use std::mem::MaybeUninit;
 use std::ops::Range;
@@ -38,7 +33,7 @@ use crate::stored::Chunk;
 const TILE: usize = 4;
 
 /// Deepest tree: 2^16 leaves.
-pub(crate) const LEVELS: usize = 17;
+const LEVELS: usize = 17;
 
 /// One group of 16 rows of a packed matrix, and the activation rows to multiply it with.
 #[derive(Clone, Copy, Debug)]
@@ -61,7 +56,7 @@ pub(crate) struct GroupArgs<'a> {
     pub(crate) out: *mut f32,
     /// Distance between activation rows in the output.
     pub(crate) out_stride: usize,
-    /// Rows of the group that exist, 1..=16; in a batch, of all its groups.
+    /// Rows of the group that exist, 1..=16.
     pub(crate) lanes: usize,
 }
 
@@ -194,7 +189,7 @@ unsafe fn store_level<S: Isa, const N: usize>(level: *mut [[f32; LANES]; TILE], 
 }
 
 #[inline(always)]
-pub(crate) unsafe fn store_lanes<S: Isa>(out: *mut f32, sum: S::F, lanes: usize) {
+unsafe fn store_lanes<S: Isa>(out: *mut f32, sum: S::F, lanes: usize) {
     // SAFETY: `lanes` outputs exist; a partial group goes through a whole buffer.
     unsafe {
         if lanes == LANES {
