@@ -39,8 +39,8 @@ const LOST_LIMIT: Duration = Duration::from_millis(10);
 /// ends it or is gone; returns only when something failed, which the parent has been told.
 ///
 /// `kernels` makes the kernels for a number of threads and their place, `wires` finds what a wire
-/// needs that is neither memory nor sockets, by the name of its backend; `mlx` is where that library
-/// is looked for.
+/// needs that is neither memory nor sockets, by the name of its backend; `mlx` is where that
+/// library is looked for.
 ///
 /// # Errors
 /// What failed.

@@ -46,6 +46,34 @@ fn an_answer_goes_to_stdout_and_its_figures_to_stderr() {
     world.assert_clean();
 }
 
+/// What `run --json` prints, in the order of the alphabet.
+const FIELDS: [&str; 24] = [
+    "array_bytes_per_token",
+    "context",
+    "decode_tok_s",
+    "finish_reason",
+    "instruction_set",
+    "kernel_class",
+    "kv_type",
+    "load_ms",
+    "model",
+    "n_generated",
+    "n_prompt",
+    "nodes",
+    "peak_memory_bytes",
+    "predicted_decode_tok_s",
+    "prefill_tok_s",
+    "seed",
+    "split",
+    "split_changes",
+    "text",
+    "threads",
+    "tokens",
+    "ttft_ms",
+    "weight_bytes",
+    "wire_bytes_per_token",
+];
+
 #[test]
 fn json_is_one_object_with_all_fields() {
     let world = World::new();
@@ -60,35 +88,7 @@ fn json_is_one_object_with_all_fields() {
         .map(String::as_str)
         .collect();
     keys.sort_unstable();
-    assert_eq!(
-        keys,
-        [
-            "array_bytes_per_token",
-            "context",
-            "decode_tok_s",
-            "finish_reason",
-            "instruction_set",
-            "kernel_class",
-            "kv_type",
-            "load_ms",
-            "model",
-            "n_generated",
-            "n_prompt",
-            "nodes",
-            "peak_memory_bytes",
-            "predicted_decode_tok_s",
-            "prefill_tok_s",
-            "seed",
-            "split",
-            "split_changes",
-            "text",
-            "threads",
-            "tokens",
-            "ttft_ms",
-            "weight_bytes",
-            "wire_bytes_per_token"
-        ]
-    );
+    assert_eq!(keys, FIELDS);
     let tokens = numbers(&json, "tokens");
     assert_eq!(json["text"], ALPHABET);
     assert_eq!(decode(&tokens), ALPHABET);
