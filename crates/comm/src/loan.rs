@@ -142,6 +142,6 @@ impl Slot {
 /// a second copy. In tests short enough that the conformance suite lends.
 ///
 /// All-reduce of 16 MiB between two processes on an EPYC VM, November 2026: by rings 2.6 to 3.5 ms;
-/// by loans 1.5 to 2.0 where memory is in huge pages ([`Memory`](crate::Memory)), and as by rings in
-/// pages of 4 KiB, each of which the system looks up.
+/// by loans 1.5 to 2.0 where memory is in huge pages ([`Memory`](crate::Memory)), and as by rings
+/// in pages of 4 KiB, each of which the system looks up.
 pub(crate) const LOAN_BYTES: usize = if cfg!(test) { 1 << 10 } else { 1 << 20 };
