@@ -3,7 +3,7 @@
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::{Receiver, channel};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
@@ -21,7 +21,7 @@ use crate::error::Error;
 use crate::load::{self, LoadBar};
 use crate::output::tell;
 use crate::plan::local::{Local, Setting};
-use crate::steered::{Change, Choice, Cut, Forecast, Start, Steered};
+use crate::steered::{Change, Choice, Cut, Forecast, Start, Steered, lock};
 
 /// Options of every command that can compute over several nodes.
 #[derive(Clone, Debug, clap::Args)]
@@ -207,7 +207,7 @@ impl Opened {
     /// The ways to cut it that may be used: all if it steers.
     fn cuts(&self) -> Vec<Cut> {
         let local = self.forecast.as_ref();
-        let local = local.map(|local| local.lock().unwrap_or_else(PoisonError::into_inner));
+        let local = local.map(|local| lock(local));
         let (nodes, shares) = (self.cut.nodes, &self.cut.shares);
         let mut cuts = Vec::new();
         if let (true, Some(local)) = (self.steers, &local) {
@@ -409,8 +409,7 @@ impl Loaded {
     pub(crate) fn predicted(&self) -> Option<f64> {
         match &self.computing {
             Computing::Here(..) => {
-                let local = self.forecast.as_ref()?.lock();
-                let local = local.unwrap_or_else(PoisonError::into_inner);
+                let local = lock(self.forecast.as_ref()?);
                 local.predict(&self.config, &self.split).ok()
             }
             Computing::Workers(workers) => workers.predicted(),
@@ -419,16 +418,14 @@ impl Loaded {
 
     /// As [`predicted`](Self::predicted) with `keys` in the cache.
     pub(crate) fn predicted_at(&self, keys: u32) -> Option<f64> {
-        let local = self.forecast.as_ref()?.lock();
-        let local = local.unwrap_or_else(PoisonError::into_inner);
+        let local = lock(self.forecast.as_ref()?);
         local.predict_at(&self.config, &self.split(), keys).ok()
     }
 
     /// Remembers how fast an answer was decoded. Workers are watched anyway.
     pub(crate) fn learn(&self, decode_tok_s: f64) {
         if let (Computing::Here(..), Some(forecast)) = (&self.computing, &self.forecast) {
-            let mut local = forecast.lock().unwrap_or_else(PoisonError::into_inner);
-            local.learn(&self.config, &self.split, decode_tok_s);
+            lock(forecast).learn(&self.config, &self.split, decode_tok_s);
         }
     }
 

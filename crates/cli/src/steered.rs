@@ -384,6 +384,6 @@ impl std::fmt::Debug for Steered {
 }
 
 /// A poisoned lock is taken over: what it guards is changed in single steps.
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -159,11 +159,6 @@ impl Steering {
         self.ways[i].measured
     }
 
-    /// Decode tokens a second that way `i` is expected to reach: as given.
-    pub fn expected(&self, i: usize) -> f64 {
-        self.ways[i].way.tok_s
-    }
-
     /// Takes in what happened at `now`, counted from any moment. An order is given once, and
     /// answered with [`Event::Changed`] or [`Event::Refused`].
     pub fn step(&mut self, now: Duration, event: Event) -> Option<Order> {

@@ -9,6 +9,7 @@ pub(crate) mod hosts;
 pub(crate) mod terminal;
 pub(crate) mod vocabulary;
 
+use std::io::Read as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
@@ -57,6 +58,14 @@ pub(crate) fn until(what: &str, mut done: impl FnMut() -> bool) -> Duration {
         std::thread::sleep(Duration::from_millis(1));
     }
     start.elapsed()
+}
+
+/// What `child`, whose stderr is piped, says there until it closes it.
+pub(crate) fn complaints(child: &mut Child) -> String {
+    let mut said = String::new();
+    let mut stderr = child.stderr.take().unwrap();
+    stderr.read_to_string(&mut said).unwrap();
+    said
 }
 
 pub(crate) fn text(bytes: &[u8]) -> String {

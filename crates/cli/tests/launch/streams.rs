@@ -6,6 +6,7 @@ use std::os::unix::net::UnixStream;
 use std::process::Stdio;
 use std::thread;
 
+use crate::common::complaints;
 use crate::{World, feed, finish};
 
 #[test]
@@ -184,12 +185,6 @@ fn streams_that_do_not_wait_are_waited_for() {
             .all(|line| line[4..] == *"a line of some length")
     );
     assert_eq!(rest.lines().count(), 10_000);
-    let mut said = String::new();
-    child
-        .stderr
-        .take()
-        .unwrap()
-        .read_to_string(&mut said)
-        .unwrap();
+    let said = complaints(&mut child);
     assert_eq!((child.wait().unwrap().code(), said.as_str()), (Some(0), ""));
 }

@@ -5,6 +5,7 @@ use std::process::Stdio;
 
 use serde_json::Value;
 
+use crate::common::complaints;
 use crate::tiny::{ALPHABET, IM_END, Tiny, decode};
 use crate::{World, finish, numbers, object, text, wait};
 
@@ -323,13 +324,7 @@ fn text_comes_while_it_is_made_and_a_reader_may_leave() {
     drop(stdout);
     let status = wait(&mut child);
     assert_eq!(status.code(), Some(0));
-    let mut said = String::new();
-    child
-        .stderr
-        .take()
-        .unwrap()
-        .read_to_string(&mut said)
-        .unwrap();
+    let said = complaints(&mut child);
     assert_eq!(said, "");
 }
 

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use rustix::process::{Signal, kill_process, test_kill_process_group};
 
+use crate::common::complaints;
 use crate::terminal::Terminal;
 use crate::tiny::ALPHABET;
 use crate::{World, pid, text, until, wait};
@@ -46,9 +47,7 @@ fn interrupt_when(
             test_kill_process_group(pid(&child)).is_err(),
             "a process was left behind"
         );
-        let mut said = Vec::new();
-        child.stderr.take().unwrap().read_to_end(&mut said).unwrap();
-        assert_eq!(text(&said), "");
+        assert_eq!(complaints(&mut child), "");
         world.assert_clean();
         took
     });

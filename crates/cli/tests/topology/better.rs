@@ -1,10 +1,10 @@
 //! Where MLX's tool goes wrong, and this one must not.
 
-use std::io::Read;
 use std::process::Stdio;
 
 use serde_json::{Value, json};
 
+use crate::common::complaints;
 use crate::{World, macs, replace, write_program};
 
 const MESH: [(usize, usize); 6] = [(0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3)];
@@ -258,13 +258,7 @@ fn answer_at_terminal(world: &World, answer: &str) {
         .stderr(Stdio::piped())
         .spawn()
         .unwrap();
-    let mut said = String::new();
-    child
-        .stderr
-        .take()
-        .unwrap()
-        .read_to_string(&mut said)
-        .unwrap();
+    let said = complaints(&mut child);
     assert!(child.wait().unwrap().success(), "{said}");
     assert!(
         said.contains("Run these commands on all hosts? [y/N]"),

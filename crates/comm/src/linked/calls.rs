@@ -13,6 +13,7 @@ use super::inbuf::{DIRECT_BYTES, Inbuf};
 use super::{Linked, lock, number};
 use crate::call::judge;
 use crate::plan::{Act, Place, Plan, Route, SEGMENT_BYTES, Span, Take};
+use crate::reduce::Side;
 use crate::status::{Cause, News};
 use crate::transport::{Closed, Lane, Pause, Transport, Want};
 use crate::wire::{HEADER_BYTES, Header, What};
@@ -457,34 +458,36 @@ impl<T: Transport> Run<'_, T> {
                 Take::Copy => 1,
                 Take::Fold(_) => self.buffers.fold_width(),
             };
-            if lends && inbuf.bytes().is_empty() {
-                let (count, is_cut) = self.fold_lent(rank, into, width)?;
-                if !is_cut {
-                    self.count(count);
-                    return Ok(count);
+            let lent = match into.take {
+                Take::Fold(side) if lends && inbuf.bytes().is_empty() => {
+                    self.fold_lent(rank, into, side, width)?
+                }
+                _ => None,
+            };
+            match lent {
+                Some(count) => count,
+                None => {
+                    if inbuf.bytes().len() < width {
+                        let filled = inbuf.fill(transport, Lane::Calls, rank, width);
+                        filled.map_err(lost)?;
+                    }
+                    self.use_up(inbuf, into, width)
                 }
             }
-            if inbuf.bytes().len() < width {
-                let filled = inbuf.fill(transport, Lane::Calls, rank, width);
-                filled.map_err(lost)?;
-            }
-            self.use_up(inbuf, into, width)
         };
         self.count(count);
         Ok(count)
     }
 
     /// Reduces what is there of whole elements of `width` bytes where it lies; how many bytes that
-    /// are, and whether the first element is there in part only.
+    /// are, `None` if the first element is there in part only.
     fn fold_lent(
         &mut self,
         rank: usize,
         into: &Receiving,
+        side: Side,
         width: usize,
-    ) -> Result<(usize, bool), Stop> {
-        let Take::Fold(side) = into.take else {
-            return Ok((0, true));
-        };
+    ) -> Result<Option<usize>, Stop> {
         let (transport, buffers) = (&self.group.transport, &mut self.buffers);
         let (mut done, end) = (into.done, into.span.len());
         let mut is_cut = false;
@@ -497,7 +500,7 @@ impl<T: Transport> Run<'_, T> {
             count
         });
         let count = lent.map_err(|Closed| Stop::Lost(rank))?;
-        Ok((count, is_cut))
+        Ok((!is_cut).then_some(count))
     }
 
     /// Takes whole elements out of `inbuf`.

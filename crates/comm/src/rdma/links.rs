@@ -42,6 +42,17 @@ pub(super) struct Devices {
     pub(super) registry: Arc<Registry>,
 }
 
+impl Devices {
+    /// Lets all of them use `pages` in place.
+    pub(super) fn register(&self, pages: &Arc<Pages>) -> Result<Registered, RdmaError> {
+        let (start, bytes) = (pages.start(), pages.bytes());
+        // SAFETY: the result holds the pages, and gives them up after the registration.
+        let registration =
+            unsafe { Registration::new(&self.registry, &self.adapters, start, bytes) };
+        Ok(Registered::new(registration?, pages))
+    }
+}
+
 impl Links {
     pub(super) fn new(
         links: Vec<Option<Link>>,
@@ -160,14 +171,10 @@ impl Transport for Links {
     }
 
     fn register_pages(&self, pages: &Arc<Pages>) -> Option<Registered> {
-        let Devices { adapters, registry } = &self.devices;
-        if adapters.is_empty() {
+        if self.devices.adapters.is_empty() {
             return None;
         }
-        let (start, bytes) = (pages.start(), pages.bytes());
-        // SAFETY: the result holds the pages, and gives them up after the registration.
-        let registration = unsafe { Registration::new(registry, adapters, start, bytes) };
-        Some(Registered::new(registration.ok()?, pages))
+        self.devices.register(pages).ok()
     }
 
     fn placed(&self) -> u64 {

@@ -6,13 +6,10 @@
 //! are split off it as well: they have the same devices.
 
 use std::fmt;
-use std::ops::{Deref, DerefMut};
-use std::slice;
 use std::sync::{Arc, PoisonError, RwLock};
 
 use super::error::RdmaError;
 use super::verbs::{Adapter, Region};
-use crate::mapping::Mapping;
 
 /// What is registered, by all who send.
 #[derive(Default)]
@@ -97,64 +94,5 @@ impl fmt::Debug for Registration {
 impl Drop for Registration {
     fn drop(&mut self) {
         self.registry.remove(&self.registered);
-    }
-}
-
-/// Registered memory that belongs to its holder: `(n,)` bytes, zeroed at first, on whole pages.
-#[derive(Debug)]
-pub struct Buffer {
-    // Dropped in this order: no memory is unmapped while it is registered.
-    _registration: Registration,
-    mapping: MappingBox,
-    bytes: usize,
-}
-
-struct MappingBox(Mapping);
-
-impl fmt::Debug for MappingBox {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} mapped bytes", self.0.bytes())
-    }
-}
-
-impl Buffer {
-    pub(super) fn new(
-        registry: &Arc<Registry>,
-        adapters: &[Arc<Adapter>],
-        bytes: usize,
-    ) -> Result<Self, RdmaError> {
-        let mapping = Mapping::new(bytes).map_err(|source| RdmaError::Verb {
-            device: adapters
-                .first()
-                .map_or(String::new(), |a| a.name().to_string()),
-            call: "mmap",
-            operands: format!("{bytes} bytes"),
-            source,
-        })?;
-        // SAFETY: the mapping goes after the registration, which goes after every call that
-        // borrows the buffer.
-        let registration =
-            unsafe { Registration::new(registry, adapters, mapping.start(), mapping.bytes()) }?;
-        Ok(Self {
-            _registration: registration,
-            mapping: MappingBox(mapping),
-            bytes,
-        })
-    }
-}
-
-impl Deref for Buffer {
-    type Target = [u8];
-
-    fn deref(&self) -> &[u8] {
-        // SAFETY: mapped, zeroed or written since, and borrowed as `self` is; devices only read.
-        unsafe { slice::from_raw_parts(self.mapping.0.start(), self.bytes) }
-    }
-}
-
-impl DerefMut for Buffer {
-    fn deref_mut(&mut self) -> &mut [u8] {
-        // SAFETY: as above; a call that lets a device read borrows it until that has ended.
-        unsafe { slice::from_raw_parts_mut(self.mapping.0.start(), self.bytes) }
     }
 }

@@ -75,8 +75,8 @@ pub use self::limits::{Limits, MemoryRegions, QueuePairs, WorkRequests};
 pub use self::link::CABLES_MAX;
 use self::links::{Devices, Links};
 pub use self::matrix::{Matrix, MatrixError};
+pub use self::memory::Registration;
 use self::memory::Registry;
-pub use self::memory::{Buffer, Registration};
 pub use self::settings::{Settings, SettingsError};
 pub use self::side::Side;
 use self::slab::Slab;
@@ -88,8 +88,8 @@ use crate::split::{Member, members};
 use crate::tcp::{Addrs, GroupId, JoinError, Keeping, Kept, Listener, Origin, gather, link};
 use crate::transport::Transport as _;
 use crate::{
-    Algorithm, Collective, Copies, Data, DataMut, Deadline, Error, Group, Pages, Registered,
-    Traffic, Tuning, tcp,
+    Algorithm, Collective, Copies, Data, DataMut, Deadline, Error, Group, Memory, Pages,
+    Registered, Traffic, Tuning, tcp,
 };
 
 /// Longest message, unless [`Config`] says otherwise: long enough that heads and completions cost
@@ -315,14 +315,18 @@ fn assemble(
 }
 
 impl Rdma {
-    /// Memory that devices read in place when it is sent from, `(bytes,)`, zeroed. Costs one
-    /// memory region on each device of this rank.
+    /// As [`Memory::new`] with this group, for those who want to know why devices cannot use it.
+    /// Costs one memory region on each device of this rank.
     ///
     /// # Errors
     /// [`RdmaError::Limit`] or [`RdmaError::Verb`].
-    pub fn allocate(&self, bytes: usize) -> Result<Buffer, RdmaError> {
-        let Devices { adapters, registry } = self.devices();
-        Buffer::new(registry, adapters, bytes)
+    pub fn allocate(&self, bytes: usize) -> Result<Memory<u8>, RdmaError> {
+        let mut refused = None;
+        let memory = Memory::with(bytes, |pages| {
+            let registered = self.devices().register(pages);
+            registered.map_err(|error| refused = Some(error)).ok()
+        });
+        refused.map_or(Ok(memory), Err)
     }
 
     /// Lets devices read the caller's memory in place when it is sent from, while the result

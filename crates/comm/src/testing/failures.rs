@@ -38,10 +38,12 @@ fn soon() -> Deadline {
     Deadline::at(Instant::now() + Duration::from_millis(250))
 }
 
-/// Calls until the group is poisoned. What others sent before they gave up may let a call succeed
-/// until their news come.
-fn until_poisoned(group: &dyn Group) {
-    at_once(|by| while group.barrier(by).is_ok() {});
+/// The call that the others made and gave up, by one that comes late: it has all that they sent,
+/// and may succeed if that is before their news. Any other call must fail, and so must the next.
+fn come_late(group: &dyn Group, step: &Step) {
+    let barrier = at_once(|by| group.barrier(by));
+    let same = matches!(step, Step::Barrier);
+    assert!(same || barrier.is_err(), "a barrier met {step:?}");
 }
 
 /// Runs `work` and checks that it took no longer than "at once", although it could wait long.
@@ -384,7 +386,7 @@ fn one_rank_is_silent(lab: &Lab<'_>) {
             meet.wait();
             if group.rank() == silent {
                 meet.wait();
-                until_poisoned(&*group);
+                come_late(&*group, &step);
                 check_poisoned(&*group, named);
                 return None;
             }

@@ -264,5 +264,7 @@ if __name__ == "__main__":
     for name, case in list(globals().items()):
         if name.startswith("test_") and (name in COMMON or "common" not in sys.argv):
             case()
-            print("ok", name, flush=True)
+            # mpirun weaves what ranks print, not always by whole lines; one that fails says so anyway.
+            if RANK == 0 or "common" not in sys.argv:
+                print("ok", name, flush=True)
     print("done", flush=True)

@@ -102,7 +102,7 @@ impl Run {
 }
 
 /// Makes call number `call` of a fixed program and checks its result if it has one.
-fn step(group: &Rdma, own: &mut Buffer, call: usize, patience: Duration) -> Result<(), Error> {
+fn step(group: &Rdma, own: &mut [u8], call: usize, patience: Duration) -> Result<(), Error> {
     let by = Deadline::at(Instant::now() + patience);
     let (rank, size) = (group.rank().0 as usize, group.size() as usize);
     let group: &dyn Group = group;
