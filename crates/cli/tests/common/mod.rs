@@ -9,6 +9,7 @@ pub(crate) mod hosts;
 pub(crate) mod terminal;
 pub(crate) mod vocabulary;
 
+use std::fmt::Debug;
 use std::io::Read as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
@@ -58,6 +59,16 @@ pub(crate) fn until(what: &str, mut done: impl FnMut() -> bool) -> Duration {
         std::thread::sleep(Duration::from_millis(1));
     }
     start.elapsed()
+}
+
+/// Checks that `said`, by `who`, has all of `parts`, in this order.
+pub(crate) fn assert_parts(who: &impl Debug, said: &str, parts: &[&str]) {
+    let mut rest = said;
+    for part in parts {
+        let at = rest.find(part);
+        let at = at.unwrap_or_else(|| panic!("{who:?}: no {part:?} in {said}"));
+        rest = &rest[at + part.len()..];
+    }
 }
 
 /// What `child`, whose stderr is piped, says there until it closes it.

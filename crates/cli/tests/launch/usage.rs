@@ -3,6 +3,7 @@
 use std::fs;
 
 use crate::World;
+use crate::common::assert_parts;
 
 // long: one table of wrong command lines.
 #[test]
@@ -74,12 +75,7 @@ fn what_is_wrong_is_said_with_advice() {
         let ended = world.run(args);
         assert_eq!(ended.code, Some(2), "{args:?}: {ended:?}");
         assert_eq!(ended.stdout, "", "{args:?}");
-        let mut rest = &ended.stderr[..];
-        for part in *says {
-            let at = rest.find(part);
-            let at = at.unwrap_or_else(|| panic!("{args:?}: no {part:?} in {}", ended.stderr));
-            rest = &rest[at + part.len()..];
-        }
+        assert_parts(args, &ended.stderr, says);
     }
     assert!(world.calls().is_empty(), "nobody was called");
     world.assert_clean();

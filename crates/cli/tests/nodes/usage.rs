@@ -2,6 +2,7 @@
 
 use std::process::Stdio;
 
+use crate::common::assert_parts;
 use crate::processes::assert_gone;
 use crate::terminal::Terminal;
 use crate::tiny::FAMILIES;
@@ -80,12 +81,7 @@ fn what_cannot_be_split_is_said_with_advice() {
                 "{command:?} {args:?}: {said}"
             );
             assert_eq!(text(&output.stdout), "", "{args:?}");
-            let mut rest = &said[..];
-            for part in *says {
-                let at = rest.find(part);
-                let at = at.unwrap_or_else(|| panic!("{args:?}: no {part:?} in {said}"));
-                rest = &rest[at + part.len()..];
-            }
+            assert_parts(args, &said, says);
         }
     }
     world.assert_clean();

@@ -4,6 +4,7 @@ use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::process::Stdio;
 
+use crate::common::assert_parts;
 use crate::tiny::Tiny;
 use crate::{World, finish, text};
 
@@ -26,12 +27,7 @@ impl Case<'_> {
             "RUST_BACKTRACE changes the error of {:?}",
             self.args
         );
-        let mut rest = &said[..];
-        for part in self.says {
-            let at = rest.find(part);
-            let at = at.unwrap_or_else(|| panic!("{part:?} is not in {rest:?}: {:?}", self.args));
-            rest = &rest[at + part.len()..];
-        }
+        assert_parts(&self.args, &said, self.says);
         assert!(!said.contains("panicked"), "{said}");
     }
 

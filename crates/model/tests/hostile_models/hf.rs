@@ -119,7 +119,6 @@ fn sizes_that_the_weights_do_not_have_are_refused() {
     }
 }
 
-// long: a table of cases, one after the other
 #[test]
 fn settings_that_lie_are_refused() {
     let folder = Folder::copy("llama-tied");
@@ -154,6 +153,10 @@ fn settings_that_lie_are_refused() {
         json!("yes"),
         "use_sliding_window is \"yes\"",
     );
+}
+
+#[test]
+fn windows_that_lie_are_refused() {
     let folder = Folder::copy("gemma3-bf16");
     let gemma = |field, value, expected| folder.check(field, value, expected);
     gemma("layer_types", json!(["full_attention"]), "layer_types is");
@@ -180,6 +183,12 @@ fn settings_that_lie_are_refused() {
         json!(0),
         "sliding_window_pattern is 0",
     );
+}
+
+#[test]
+fn numbers_of_gemma_that_lie_are_refused() {
+    let folder = Folder::copy("gemma3-bf16");
+    let gemma = |field, value, expected| folder.check(field, value, expected);
     gemma("query_pre_attn_scalar", json!(0), "query scalar is 0");
     gemma("query_pre_attn_scalar", json!(-24), "query scalar is -24");
     gemma(
