@@ -46,6 +46,7 @@ mod call;
 mod data;
 mod deadline;
 mod error;
+mod file;
 mod group;
 mod init;
 mod linked;
@@ -61,6 +62,7 @@ mod plan;
 mod process;
 pub mod rdma;
 mod reduce;
+mod regions;
 pub mod rendezvous;
 mod ring;
 #[cfg(test)]

@@ -5,12 +5,13 @@
 //! page that they read, so large mappings are huge pages, and lines are copied faster when they are
 //! whole on both sides (figures: docs/measurements.md).
 
+use std::os::fd::OwnedFd;
 use std::ptr;
 
-use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous, munmap};
+use rustix::mm::{MapFlags, ProtFlags, mmap, mmap_anonymous, munmap};
 
 /// Bytes of a page on any system this runs on: Apple silicon has 16 KiB, others divide it.
-const PAGE_BYTES: usize = 16 << 10;
+pub(crate) const PAGE_BYTES: usize = 16 << 10;
 
 /// A huge page on x86-64, and on AArch64 with small pages of 4 KiB.
 const HUGE_BYTES: usize = 2 << 20;
@@ -41,6 +42,52 @@ impl Mapping {
         mapping.advise();
         Ok(mapping)
     }
+
+    /// `bytes` of `file`, whole pages of it from `offset` on.
+    ///
+    /// # Errors
+    /// What the system says when it does not map them.
+    pub(crate) fn of(
+        file: &OwnedFd,
+        (offset, bytes): (usize, usize),
+        access: ProtFlags,
+    ) -> std::io::Result<Self> {
+        let mapping = Self::new(bytes)?;
+        mapping.replace(file, offset, access)?;
+        Ok(mapping)
+    }
+
+    /// Puts bytes of `file`, from `offset` on, in place of this memory, which nobody has used yet.
+    ///
+    /// # Errors
+    /// What the system says when it does not map them. Then nothing may be mapped here any more.
+    pub(crate) fn replace(
+        &self,
+        file: &OwnedFd,
+        offset: usize,
+        access: ProtFlags,
+    ) -> std::io::Result<()> {
+        let (start, flags) = (self.start.cast(), MapFlags::SHARED | MapFlags::FIXED);
+        // SAFETY: these addresses are this mapping's own, and no reference leads there yet.
+        unsafe { mmap(start, self.bytes, access, flags, file, offset as u64) }?;
+        Ok(())
+    }
+
+    /// Has the pages there before they are used: huge ones, also of a file, as far as the system
+    /// has some (Linux 6.1, `MADV_COLLAPSE`).
+    #[cfg(target_os = "linux")]
+    pub(crate) fn populate(&self) {
+        use rustix::mm::{Advice, madvise};
+        if self.bytes >= HUGE_BYTES {
+            // SAFETY: pages of this mapping; what they hold stays.
+            unsafe { libc::madvise(self.start.cast(), self.bytes, libc::MADV_COLLAPSE) };
+        }
+        // SAFETY: as above. Refused, pages come when they are used.
+        let _ = unsafe { madvise(self.start.cast(), self.bytes, Advice::LinuxPopulateWrite) };
+    }
+
+    #[cfg(not(target_os = "linux"))]
+    pub(crate) fn populate(&self) {}
 
     fn map(bytes: usize) -> std::io::Result<Self> {
         let access = ProtFlags::READ | ProtFlags::WRITE;

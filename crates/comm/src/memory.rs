@@ -2,8 +2,9 @@
 //!
 //! A buffer that is used in every step is made once, as [`Memory`], and handed to calls as any
 //! slice is. Over RDMA ([`rdma`](crate::rdma)) it is registered: what is sent from it, or comes to
-//! it, is not copied on the way. Between processes of a machine it is read faster than other
-//! memory, since it lies on huge pages from 2 MiB on. Other transports take it for any other.
+//! it, is not copied on the way. Over shared memory ([`shm`](crate::shm)) the other processes map
+//! it, and long payloads are reduced and copied straight out of it (Linux). Other transports take
+//! it for any other. It lies on huge pages from 2 MiB on, as far as the system has some.
 
 use std::alloc::{Layout, handle_alloc_error};
 use std::fmt;
@@ -25,6 +26,10 @@ impl Pages {
 
     pub(crate) const fn bytes(&self) -> usize {
         self.0.bytes()
+    }
+
+    pub(crate) const fn mapping(&self) -> &Mapping {
+        &self.0
     }
 }
 
@@ -67,7 +72,8 @@ pub struct Memory<T> {
 impl<T: Element> Memory<T> {
     /// Room for `len` elements, registered with `group`, and by that with all groups split off it,
     /// if it has a use for that. Costs one memory region on each device of this rank, of which
-    /// Apple's have some 100; where none is left the memory is as any other.
+    /// Apple's have some 100, or over shared memory a descriptor and about a millisecond for each
+    /// MiB, whose pages are made at once; where none is left the memory is as any other.
     ///
     /// # Panics
     /// If the system has no memory, as for a `Vec`.

@@ -57,9 +57,9 @@ pub(crate) trait Transport: fmt::Debug + Send + Sync + 'static {
     /// transport `lends`: who reads on passes the same memory, until `let_go`, or bytes have come.
     fn read(&self, lane: Lane, peer: usize, into: &mut [u8]) -> Result<usize, Closed>;
 
-    /// Whether what comes from `peer` can be used where it lies: see [`lend`](Self::lend). Then no
-    /// more is read than is asked for.
-    fn lends(&self, _peer: usize) -> bool {
+    /// Whether what comes next from `peer` can be used where it lies: see [`lend`](Self::lend). Then
+    /// no more is read than is asked for.
+    fn lends(&self, _lane: Lane, _peer: usize) -> bool {
         false
     }
 

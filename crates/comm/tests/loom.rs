@@ -188,7 +188,7 @@ fn lend_and_take_back(loans: u64, looks: bool) {
             let (slot, bytes) = &*shared;
             for number in 1..=loans {
                 bytes.store(number, Relaxed);
-                slot.lend(number, 0, 8);
+                slot.lend(number, 0, 8, None);
                 while number < loans && slot.is_out() {
                     thread::yield_now();
                 }

@@ -448,7 +448,7 @@ impl<T: Transport> Run<'_, T> {
         let transport = &self.group.transport;
         let missing = into.span.len() - into.done;
         debug_assert_eq!(missing as u64, left, "a frame fits what is expected");
-        let lends = transport.lends(rank);
+        let lends = transport.lends(Lane::Calls, rank);
         let direct = into.take == Take::Copy && (missing >= DIRECT_BYTES || lends);
         let count = if direct && inbuf.bytes().is_empty() {
             let rest = &mut self.buffers.get_mut(&into.span)[into.done..];

@@ -3,6 +3,7 @@
 //! For the latter the test binary runs itself: a child is one rank, told by its environment which,
 //! and prints a line for each thing that happens to it.
 
+mod in_memory;
 #[path = "../../tests/worker/mod.rs"]
 mod worker;
 
@@ -11,7 +12,7 @@ use std::thread;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use super::*;
-use crate::{Reduce, testing};
+use crate::{Memory, Reduce, testing};
 use worker::Worker;
 
 /// What DESIGN.md asks for.
@@ -45,12 +46,87 @@ fn conforms() {
     testing::run_all(&make, 0x5eed_0004);
 }
 
+#[test]
+fn conforms_with_all_buffers_in_memory_that_peers_map() {
+    let make = |size| in_memory::of(make(size));
+    testing::run_sizes(&make, 0x5eed_0007, &[1, 2, 4]);
+}
+
+/// What `call` adds to the counts of each of `size` ranks: bytes used in place, bytes copied.
+#[cfg(target_os = "linux")]
+fn copies_of(size: u32, call: impl Fn(&dyn Group) + Copy + Send + 'static) -> Vec<(u64, u64)> {
+    let ranks = make(size).into_iter().map(|group| {
+        thread::spawn(move || {
+            let before = group.copies();
+            call(&*group);
+            let after = group.copies();
+            group.barrier(soon(30)).unwrap();
+            (
+                after.in_place.0 - before.in_place.0,
+                after.staged.0 - before.staged.0,
+            )
+        })
+    });
+    let ranks: Vec<_> = ranks.collect();
+    ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+}
+
+#[cfg(target_os = "linux")]
+#[test]
+fn memory_of_a_group_is_reduced_where_it_lies() {
+    const LENGTH: usize = 300_000;
+    fn reduce(group: &dyn Group, data: &mut [f32]) {
+        data.fill(group.rank().0 as f32 + 1.0);
+        group.all_reduce(data, Reduce::Sum, soon(30)).unwrap();
+        let sum = (1..=group.size()).sum::<u32>() as f32;
+        assert!(data.iter().all(|value| *value == sum));
+    }
+    let in_memory = |group: &dyn Group| {
+        let mut memory = Memory::new(Some(group), LENGTH);
+        reduce(group, &mut memory);
+        // A part of it at an odd place is as good.
+        reduce(group, &mut memory[12_345..]);
+    };
+    for size in [2, 3] {
+        for (in_place, staged) in copies_of(size, in_memory) {
+            assert!(in_place > 0 && staged == 0, "{size}: {in_place}, {staged}");
+        }
+    }
+    // One rank has memory of the group, the other has not: each byte once in place.
+    let mixed = |group: &dyn Group| match group.rank() {
+        Rank(0) => reduce(group, &mut Memory::new(Some(group), LENGTH)),
+        _ => reduce(group, &mut vec![0.0; LENGTH]),
+    };
+    let half = (4 * LENGTH) as u64;
+    assert_eq!(copies_of(2, mixed), [(half, half); 2]);
+    let by_process = |group: &dyn Group| reduce(group, &mut vec![0.0; LENGTH]);
+    assert_eq!(copies_of(2, by_process), [(0, 2 * half); 2]);
+}
+
+/// A group that was split off uses the same memory.
+#[cfg(target_os = "linux")]
+#[test]
+fn parts_of_a_group_map_its_memory_too() {
+    for (in_place, staged) in copies_of(3, |group| {
+        let part = group.split(group.rank().0 / 2, 0, soon(30)).unwrap();
+        let mut memory = Memory::<u8>::new(Some(group), 50_000);
+        memory.fill(1);
+        part.all_reduce(&mut memory, Reduce::Sum, soon(30)).unwrap();
+        assert!(memory.iter().all(|sum| u32::from(*sum) == part.size()));
+        let copies = part.copies();
+        assert_eq!(copies.in_place.0, 100_000 * u64::from(part.size() - 1));
+        part.barrier(soon(30)).unwrap();
+    }) {
+        assert_eq!(in_place, 0, "the whole group did nothing with it: {staged}");
+    }
+}
+
 #[cfg(target_os = "linux")]
 #[test]
 fn memory_of_others_is_opened_only_if_it_cannot_be_cut_short() {
     use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
     use std::os::fd::AsRawFd;
-    let own = Memory::new(2).unwrap();
+    let own = File::new(Segment::file_bytes(2)).unwrap();
     assert!(ftruncate(&own.file, 0).is_err(), "it is sealed");
     let told = |name: &str, check: u64| {
         let mut said = [0; NAME_BYTES];
@@ -77,7 +153,7 @@ fn memory_of_others_is_opened_only_if_it_cannot_be_cut_short() {
         "/dev/zero",
         "/proc/1/fd/3/4",
     ] {
-        assert!(!is_descriptor(name), "{name}");
+        assert!(!crate::file::is_descriptor(name), "{name}");
         assert!(open(&told(name, 0), 2).is_none(), "{name}");
     }
     // Whatever bytes a peer sends.
@@ -197,12 +273,14 @@ fn worker() {
     let error = match role.as_str() {
         "steps" => {
             testing::run_rank(&group, 0x5eed_0005, 250).unwrap();
+            map_and_forget(&group);
             (&group as &dyn Group).barrier(soon(30)).unwrap();
             drop(group);
             println!("@left {}", Held::count() == held);
             return;
         }
         "reduce" | "rejoin" => reduce_forever(&group),
+        "memory" | "rejoin-memory" => reduce_memory_forever(&group),
         "idle" => {
             thread::sleep(Duration::from_millis(1000));
             reduce_forever(&group)
@@ -217,7 +295,7 @@ fn worker() {
     };
     let when = SystemTime::now().duration_since(UNIX_EPOCH).unwrap();
     println!("@error {} {error:?}", when.as_secs_f64());
-    if role == "rejoin" {
+    if role.starts_with("rejoin") {
         drop(group);
         let group = join_told();
         testing::run_rank(&group, 0x5eed_0006, 20).unwrap();
@@ -229,9 +307,21 @@ fn worker() {
 
 /// Adds up small and large buffers in turn, with a deadline that is far away.
 fn reduce_forever(group: &dyn Group) -> Error {
-    let (mut small, mut large) = (vec![1.0_f32; 1000], vec![1.0_f32; 300_000]);
+    reduce_each_forever(group, [&mut vec![1.0; 1000], &mut vec![1.0; 300_000]])
+}
+
+/// The same in memory of the group, which peers map.
+fn reduce_memory_forever(group: &dyn Group) -> Error {
+    let mut memory = [1000, 300_000].map(|length| Memory::new(Some(group), length));
+    let lends = cfg!(target_os = "linux");
+    assert_eq!(memory[1].is_registered(), lends);
+    let [small, large] = &mut memory;
+    reduce_each_forever(group, [small, large])
+}
+
+fn reduce_each_forever(group: &dyn Group, mut each: [&mut [f32]; 2]) -> Error {
     loop {
-        for data in [&mut small, &mut large] {
+        for data in &mut each {
             data.fill(1.0);
             if let Err(error) = group.all_reduce(data, Reduce::Sum, soon(3600)) {
                 return error;
@@ -255,6 +345,24 @@ impl Held {
             descriptors: std::fs::read_dir("/dev/fd").unwrap().count(),
             segments: maps.matches("memfd:paceline").count(),
         }
+    }
+}
+
+/// Adds up in memory that peers map: when it is gone they have it no more either.
+fn map_and_forget(group: &dyn Group) {
+    let before = Held::count();
+    let mut memory = Memory::<f32>::new(Some(group), 100_000);
+    memory.fill(1.0);
+    group
+        .all_reduce(&mut memory, Reduce::Sum, soon(30))
+        .unwrap();
+    assert!(memory.iter().all(|sum| *sum == group.size() as f32));
+    drop(memory);
+    group.barrier(soon(30)).unwrap();
+    let until = Instant::now() + Duration::from_secs(20);
+    while Held::count() != before {
+        assert!(Instant::now() < until, "{:?}, {before:?}", Held::count());
+        thread::sleep(Duration::from_millis(5));
     }
 }
 
@@ -303,6 +411,8 @@ fn killed_ranks_are_named_by_all_at_once_and_leave_nothing() {
         (2, "reduce", 0),
         (4, "reduce", 0),
         (4, "reduce", 2),
+        (2, "memory", 0),
+        (4, "memory", 3),
         (3, "idle", 0),
         (3, "receive", 1),
     ] {
@@ -316,6 +426,7 @@ fn killed_ranks_are_named_by_all_at_once_and_leave_nothing() {
 fn stopped_ranks_are_named_by_all_in_time() {
     for pair in [
         [(2, "reduce", 0), (4, "reduce", 3)],
+        [(2, "memory", 0), (4, "memory", 1)],
         [(3, "idle", 0), (3, "receive", 1)],
     ] {
         thread::scope(|scope| {
@@ -328,8 +439,11 @@ fn stopped_ranks_are_named_by_all_in_time() {
 
 #[test]
 fn survivors_make_a_smaller_group_in_the_same_processes() {
-    for (harm, variant) in [("-KILL", "PeerLost"), ("-STOP", "Silent")] {
-        let mut workers = start(3, "rejoin");
+    for (harm, variant, role) in [
+        ("-KILL", "PeerLost", "rejoin"),
+        ("-STOP", "Silent", "rejoin-memory"),
+    ] {
+        let mut workers = start(3, role);
         check(&mut workers, 0, harm, variant);
         workers.remove(0);
         introduce(&mut workers);
