@@ -95,4 +95,4 @@ pub use mlx_init::{MlxBackend, MlxError, MlxPlace, init_mlx};
 pub use reduce::Reduce;
 pub use site::Site;
 pub use tuning::{Algorithm, Tuning};
-pub use window::{Answers, Ticket, Window, WindowError};
+pub use window::{Answers, SPARE_BYTES, Ticket, Window, WindowError};

@@ -202,6 +202,39 @@ fn a_loan_that_was_taken_back_is_an_error_for_both() {
     assert!(second.broadcast(&mut data, Rank(0), soon(5)).is_err());
 }
 
+/// A second process of a rank that is there already: both sides are told, and the group goes on.
+#[test]
+fn a_late_twin_is_told_why_and_so_is_the_group() {
+    for late in [Rank(0), Rank(1)] {
+        let (listeners, id) = ([listen(), listen()], GroupId::random());
+        let addrs = listeners.each_ref().map(Listener::addr);
+        let ranks = (0..).zip(listeners).map(|(rank, listener)| {
+            thread::spawn(move || join(listener, Rank(rank), &addrs, id, soon(30)).unwrap())
+        });
+        let ranks: Vec<_> = ranks.collect();
+        let ranks: Vec<Shm> = ranks.into_iter().map(|rank| rank.join().unwrap()).collect();
+        let error = join(listen(), late, &addrs, id, soon(30)).unwrap_err();
+        let duplicate = tcp::Refusal::Duplicate(late);
+        let why = match error {
+            JoinError::Refused { why, .. } => Some(why),
+            _ => None,
+        };
+        assert_eq!(why, Some(duplicate), "{error}");
+        let until = Instant::now() + Duration::from_secs(20);
+        while ranks.iter().all(|rank| rank.turned_away().is_none()) {
+            assert!(Instant::now() < until, "nobody turned the twin away");
+            thread::sleep(Duration::from_millis(5));
+        }
+        let told: Vec<_> = ranks.iter().filter_map(Shm::turned_away).collect();
+        assert!(told.iter().all(|why| *why == duplicate), "{told:?}");
+        let calls = ranks
+            .into_iter()
+            .map(|rank| thread::spawn(move || (&rank as &dyn Group).barrier(soon(20))));
+        let calls: Vec<_> = calls.collect();
+        assert!(calls.into_iter().all(|call| call.join().unwrap().is_ok()));
+    }
+}
+
 #[test]
 fn a_rank_that_leaves_when_it_has_all_is_not_missed() {
     for round in 0..60 {
