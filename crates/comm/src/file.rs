@@ -32,13 +32,13 @@ impl File {
     /// Opens what another process named, to read and write.
     pub(crate) fn open(name: &str) -> Option<OwnedFd> {
         let named = is_descriptor(name).then_some(name)?;
-        open_settled(named, rustix::fs::OFlags::RDWR)
+        open_settled(named)
     }
 
-    /// Opens a file by its descriptor in another process, to read.
+    /// Opens a file by its descriptor in another process, to read and write.
     pub(crate) fn open_at(process: u32, descriptor: u32) -> Option<OwnedFd> {
         let name = format!("/proc/{process}/fd/{descriptor}");
-        open_settled(&name, rustix::fs::OFlags::RDONLY)
+        open_settled(&name)
     }
 
     /// Its descriptor in this process.
@@ -51,9 +51,9 @@ impl File {
 /// Opens a file if it is memory whose size is settled. Were it not, a process that cuts it short
 /// would end all that have it mapped.
 #[cfg(target_os = "linux")]
-fn open_settled(name: &str, access: rustix::fs::OFlags) -> Option<OwnedFd> {
+fn open_settled(name: &str) -> Option<OwnedFd> {
     use rustix::fs::{Mode, OFlags, fcntl_get_seals};
-    let flags = access | OFlags::CLOEXEC | OFlags::NOCTTY | OFlags::NONBLOCK;
+    let flags = OFlags::RDWR | OFlags::CLOEXEC | OFlags::NOCTTY | OFlags::NONBLOCK;
     let file = rustix::fs::open(name, flags, Mode::empty()).ok()?;
     let sealed = fcntl_get_seals(&file).is_ok_and(|seals| seals.contains(SEALS));
     sealed.then_some(file)

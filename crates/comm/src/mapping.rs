@@ -89,6 +89,40 @@ impl Mapping {
     #[cfg(not(target_os = "linux"))]
     pub(crate) fn populate(&self) {}
 
+    /// Puts private memory with the same contents in the place of `bytes` from `start` on, both of
+    /// whole pages, whatever is mapped there and whoever else has it mapped.
+    ///
+    /// Ends the process if the system cannot do that: it would go on with memory that another
+    /// process writes to.
+    ///
+    /// # Safety
+    /// These are pages of one mapping, and nobody in this process uses them meanwhile.
+    #[cfg(target_os = "linux")]
+    pub(crate) unsafe fn make_private(start: *mut u8, bytes: usize) {
+        use rustix::mm::{MremapFlags, mremap_fixed};
+        let Ok(copy) = Self::map(bytes) else {
+            std::process::abort()
+        };
+        let copy = std::mem::ManuallyDrop::new(copy);
+        let flags = MremapFlags::MAYMOVE;
+        // SAFETY: both have so many bytes, and are apart; the copy then is at `start`, whose pages
+        // the caller vouches for.
+        let moved = unsafe {
+            copy.start.copy_from_nonoverlapping(start, bytes);
+            mremap_fixed(copy.start.cast(), bytes, bytes, flags, start.cast())
+        };
+        if moved.is_err() {
+            std::process::abort()
+        }
+    }
+
+    /// No other process writes to memory of this one.
+    ///
+    /// # Safety
+    /// None.
+    #[cfg(not(target_os = "linux"))]
+    pub(crate) unsafe fn make_private(_start: *mut u8, _bytes: usize) {}
+
     fn map(bytes: usize) -> std::io::Result<Self> {
         let access = ProtFlags::READ | ProtFlags::WRITE;
         // SAFETY: the system chooses the address, so nothing that is in use is replaced.

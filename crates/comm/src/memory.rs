@@ -17,19 +17,27 @@ use crate::mapping::Mapping;
 use crate::{Element, Group};
 
 /// Pages of memory that a [`Memory`] is made of.
-pub struct Pages(Mapping);
+pub struct Pages {
+    mapping: Mapping,
+    /// Bytes that somebody uses, from the first on.
+    used: usize,
+}
 
 impl Pages {
     pub(crate) const fn start(&self) -> *mut u8 {
-        self.0.start()
+        self.mapping.start()
     }
 
     pub(crate) const fn bytes(&self) -> usize {
-        self.0.bytes()
+        self.mapping.bytes()
+    }
+
+    pub(crate) const fn used(&self) -> usize {
+        self.used
     }
 
     pub(crate) const fn mapping(&self) -> &Mapping {
-        &self.0
+        &self.mapping
     }
 }
 
@@ -88,9 +96,10 @@ impl<T: Element> Memory<T> {
     ) -> Self {
         let layout = Layout::array::<T>(len).expect("less than half of the address space");
         let mapping = Mapping::new(layout.size());
-        let pages = Arc::new(Pages(
-            mapping.unwrap_or_else(|_| handle_alloc_error(layout)),
-        ));
+        let pages = Arc::new(Pages {
+            mapping: mapping.unwrap_or_else(|_| handle_alloc_error(layout)),
+            used: layout.size(),
+        });
         Self {
             registered: (len > 0).then(|| register(&pages)).flatten(),
             pages,

@@ -7,10 +7,16 @@
 //!
 //! A [`Memory`](crate::Memory) of a group over shared memory lies in such a file; which it is,
 //! every group of the process can [`find`] by an address. A peer maps the file when something in it
-//! is first lent to it, to read only, and only if nobody can cut it short. The owner marks it as
-//! ended when the memory goes; peers look for that mark now and then and let go of the pages.
+//! is first lent to it, and only if nobody can cut it short. The owner marks it as ended when the
+//! memory goes; peers look for that mark now and then and let go of the pages.
+//!
+//! A peer writes to it only while a loan allows that: during a call that has the memory exclusively
+//! borrowed. If the call fails first, the owner cannot know whether the peer still writes (one that
+//! was stopped may go on); so it takes the bytes back ([`take_back`]): private pages take the place
+//! of those that the peer has.
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -35,10 +41,21 @@ struct Tail {
     ended: AtomicU64,
 }
 
-/// Where the files of this process are mapped: first address, bytes, and what a peer has to know.
-static REGIONS: Mutex<BTreeMap<usize, (usize, Place)>> = Mutex::new(BTreeMap::new());
+/// Where a file of this process is mapped.
+#[derive(Clone, Copy)]
+struct Mapped {
+    /// Whole pages.
+    bytes: usize,
+    /// Bytes that somebody uses, from the first on.
+    used: usize,
+    /// What a peer has to know.
+    place: Place,
+}
 
-fn regions() -> MutexGuard<'static, BTreeMap<usize, (usize, Place)>> {
+/// Those files by their first address.
+static REGIONS: Mutex<BTreeMap<usize, Mapped>> = Mutex::new(BTreeMap::new());
+
+fn regions() -> MutexGuard<'static, BTreeMap<usize, Mapped>> {
     REGIONS.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -87,8 +104,10 @@ pub(crate) fn share(pages: &Arc<Pages>) -> Option<Registered> {
         descriptor,
         check,
         offset: 0,
+        writable: false,
     };
-    regions().insert(start, (bytes, place));
+    let used = pages.used();
+    regions().insert(start, Mapped { bytes, used, place });
     let region = Region {
         start,
         tail: last,
@@ -97,17 +116,65 @@ pub(crate) fn share(pages: &Arc<Pages>) -> Option<Registered> {
     Some(Registered::new(region, pages))
 }
 
+/// The file with all of these bytes, and where it begins.
+fn region_of(bytes: &[u8]) -> Option<(usize, Mapped)> {
+    let (first, regions) = (bytes.as_ptr() as usize, regions());
+    let (start, mapped) = regions.range(..=first).next_back()?;
+    let offset = first - start;
+    let inside = offset <= mapped.bytes && bytes.len() <= mapped.bytes - offset;
+    inside.then_some((*start, *mapped))
+}
+
 /// Where `bytes` lie, if all of them are in a file of this process.
 pub(crate) fn find(bytes: &[u8]) -> Option<Place> {
-    let first = bytes.as_ptr() as usize;
-    let regions = regions();
-    let (start, (length, place)) = regions.range(..=first).next_back()?;
-    let offset = first - start;
-    let inside = offset <= *length && bytes.len() <= length - offset;
-    inside.then_some(Place {
-        offset: offset as u64,
-        ..*place
+    let (start, mapped) = region_of(bytes)?;
+    Some(Place {
+        offset: (bytes.as_ptr() as usize - start) as u64,
+        ..mapped.place
     })
+}
+
+/// As [`find`], of a part of `whole` that a peer may write to: nobody else has anything on its
+/// pages, so that they can be taken back.
+pub(crate) fn find_writable(bytes: &[u8], whole: &[u8]) -> Option<Place> {
+    let (start, mapped) = region_of(whole)?;
+    let (pages, whole) = (pages_of(start, bytes), whole.as_ptr_range());
+    let (first, end) = (whole.start as usize, whole.end as usize);
+    let is_alone = pages.start >= first && (pages.end <= end || end == start + mapped.used);
+    let place = find(bytes).filter(|_| is_alone)?;
+    Some(Place {
+        writable: true,
+        ..place
+    })
+}
+
+/// The addresses of the pages on which bytes lie, of memory that begins at `start`.
+fn pages_of(start: usize, bytes: &[u8]) -> Range<usize> {
+    let (first, end) = (bytes.as_ptr() as usize, bytes.as_ptr_range().end as usize);
+    let after = |address: usize| (address - start).next_multiple_of(PAGE_BYTES);
+    first - (first - start) % PAGE_BYTES..start + after(end)
+}
+
+/// Makes the pages of `bytes`, which were lent to be written, this process's alone. The file is not
+/// lent from any more.
+///
+/// # Safety
+/// [`find_writable`] found them, and whoever calls has the whole borrowed exclusively.
+pub(crate) unsafe fn take_back(bytes: *const [u8]) {
+    // SAFETY: they are still mapped, since they are borrowed; nothing is read here.
+    let bytes = unsafe { &*bytes };
+    let Some((start, mapped)) = region_of(bytes) else {
+        return;
+    };
+    let pages = pages_of(start, bytes);
+    regions().remove(&start);
+    debug_assert!(pages.end <= start + mapped.bytes, "pages of the file");
+    let first = bytes
+        .as_ptr()
+        .cast_mut()
+        .wrapping_sub(bytes.as_ptr() as usize - pages.start);
+    // SAFETY: pages of this file's mapping on which nobody else has anything.
+    unsafe { Mapping::make_private(first, pages.len()) };
 }
 
 /// A file of a peer, mapped.
@@ -128,7 +195,8 @@ impl View {
         if !length.is_multiple_of(PAGE_BYTES) {
             return None;
         }
-        let mapping = Mapping::of(&file, (0, length), ProtFlags::READ).ok()?;
+        let access = ProtFlags::READ | ProtFlags::WRITE;
+        let mapping = Mapping::of(&file, (0, length), access).ok()?;
         let check = tail(&mapping, bytes).check.load(Ordering::Acquire);
         (check == place.check).then_some(Self {
             check,
@@ -137,16 +205,31 @@ impl View {
         })
     }
 
+    /// Where `count` bytes from `offset` on are; `None` if the file has them not.
+    fn place(&self, offset: u64, count: usize) -> Option<*mut u8> {
+        let offset = usize::try_from(offset).ok()?;
+        let inside = offset <= self.bytes && count <= self.bytes - offset;
+        inside.then(|| self.mapping.start().wrapping_add(offset))
+    }
+
     /// `count` bytes from `offset` on; `None` if the file has them not.
     pub(crate) fn bytes(&self, offset: u64, count: usize) -> Option<&[u8]> {
-        let offset = usize::try_from(offset).ok()?;
-        if offset > self.bytes || count > self.bytes - offset {
-            return None;
-        }
+        let start = self.place(offset, count)?;
         // SAFETY: inside of the mapping, whose file keeps its length. The owner leaves lent bytes
         // as they are; one that does not changes values, every one of which is valid, and
         // whoever uses them looks afterwards whether they were taken back.
-        Some(unsafe { std::slice::from_raw_parts(self.mapping.start().add(offset), count) })
+        Some(unsafe { std::slice::from_raw_parts(start, count) })
+    }
+
+    /// The same to be written.
+    ///
+    /// # Safety
+    /// The owner has lent them for that, and nobody else in this process uses this view of them.
+    #[allow(clippy::mut_from_ref, reason = "memory that processes share")]
+    pub(crate) unsafe fn bytes_mut(&self, offset: u64, count: usize) -> Option<&mut [u8]> {
+        let start = self.place(offset, count)?;
+        // SAFETY: as above, and by the caller's promise.
+        Some(unsafe { std::slice::from_raw_parts_mut(start, count) })
     }
 
     fn has_ended(&self) -> bool {

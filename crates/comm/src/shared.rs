@@ -14,7 +14,7 @@ use std::fmt;
 use std::os::fd::{AsFd, OwnedFd};
 use std::ptr;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use rustix::mm::{MapFlags, ProtFlags, mmap, mmap_anonymous, munmap};
@@ -157,8 +157,10 @@ pub(crate) enum Teller {
 struct Borrowing {
     /// The peer's process, if this rank can read its memory, and how.
     lender: Option<(u32, Able)>,
-    /// Bytes of the current loan that were read. Only the thread that runs calls uses it.
+    /// Bytes of the current loan that were read, and in whose place a result is. Only the thread
+    /// that runs calls uses them.
     done: AtomicUsize,
+    returned: AtomicUsize,
     /// Its memory that is mapped here.
     views: Mutex<Views>,
 }
@@ -179,6 +181,12 @@ impl Borrowing {
     }
 }
 
+/// Bytes of a caller that a peer may write to.
+struct Returning(*const [u8]);
+
+// SAFETY: they are the thread's that makes the call, which has them borrowed while this is there.
+unsafe impl Send for Returning {}
+
 /// The links of one rank.
 pub(crate) struct Shared {
     rank: usize,
@@ -187,6 +195,8 @@ pub(crate) struct Shared {
     outbound: [Vec<Ring>; 2],
     /// By peer.
     borrowing: Vec<Borrowing>,
+    /// By peer: bytes that are lent to be written.
+    returning: Vec<Mutex<Option<Returning>>>,
     /// Ranks that will write no more.
     gone: Arc<[AtomicBool]>,
     teller: Teller,
@@ -214,6 +224,7 @@ impl Shared {
             inbound,
             outbound,
             borrowing: (0..size).map(|_| Borrowing::default()).collect(),
+            returning: (0..size).map(|_| Mutex::new(None)).collect(),
             gone,
             teller,
             patience,
@@ -305,6 +316,13 @@ impl Shared {
         self.has_used(peer, loan, count)
     }
 
+    /// Where what comes next of a loan is in its view: place and length.
+    fn piece(&self, peer: usize, loan: &Loan) -> (u64, usize) {
+        let (done, left) = self.borrowing[peer].next(loan);
+        let offset = loan.place.map_or(0, |place| place.offset);
+        (offset.saturating_add(done as u64), left)
+    }
+
     /// Has `take` use what comes next of the loan that is due, where it lies.
     fn take(
         &self,
@@ -313,10 +331,8 @@ impl Shared {
         view: &View,
         take: &mut dyn FnMut(&[u8]) -> usize,
     ) -> Result<usize, Closed> {
-        let (done, left) = self.borrowing[peer].next(loan);
-        let offset = loan.place.map_or(0, |place| place.offset);
-        let bytes = view.bytes(offset.saturating_add(done as u64), left);
-        let count = take(bytes.ok_or(Closed)?);
+        let (offset, count) = self.piece(peer, loan);
+        let count = take(view.bytes(offset, count).ok_or(Closed)?);
         self.placed.fetch_add(count as u64, Ordering::Relaxed);
         self.has_used(peer, loan, count)
     }
@@ -332,26 +348,27 @@ impl Shared {
         let is_over = used as u64 >= loan.bytes;
         done.store(if is_over { 0 } else { used }, Ordering::Relaxed);
         if is_over {
-            slot.take(loan);
+            let returned = self.borrowing[peer].returned.swap(0, Ordering::Relaxed);
+            slot.take(loan, returned > 0 && returned as u64 == loan.bytes);
             self.segments[peer].bell().ring();
         }
         Ok(count)
     }
 
     /// Whether the payload that begins here is to be lent, and from which file, if it is in one
-    /// that the peer can map.
+    /// that the peer can map; `find` looks for that.
     fn lends_from(
         &self,
         lane: Lane,
         peer: usize,
-        head: &[u8],
-        body: &[u8],
+        (head, body): (&[u8], &[u8]),
+        find: impl FnOnce() -> Option<Place>,
     ) -> Option<Option<Place>> {
         if lane != Lane::Calls || head.is_empty() || body.len() < SHARED_BYTES {
             return None;
         }
         let able = self.segments[peer].slot(self.rank).able();
-        let place = able.maps.then(|| regions::find(body)).flatten();
+        let place = able.maps.then(find).flatten();
         let lends = place.is_some() || (able.reads && body.len() >= LOAN_BYTES);
         lends.then_some(place)
     }
@@ -366,6 +383,38 @@ impl Shared {
         }
         body.len()
     }
+
+    /// Writes what fits, or lends the body; `find` says from which file.
+    fn write_by(
+        &self,
+        lane: Lane,
+        peer: usize,
+        (head, body): (&[u8], &[u8]),
+        find: impl FnOnce() -> Option<Place>,
+    ) -> Result<usize, Closed> {
+        if self.gone[peer].load(Ordering::Acquire) {
+            // A peer may leave when it has taken what was lent.
+            let all_taken = head.is_empty() && body.is_empty() && !self.holds(lane, peer);
+            return if all_taken { Ok(0) } else { Err(Closed) };
+        }
+        let ring = &self.outbound[lane as usize][peer];
+        let count = match self.lends_from(lane, peer, (head, body), find) {
+            Some(place) => match ring.write(head, &[]) {
+                written if written == head.len() => written + self.lend_body(peer, body, place),
+                written => written,
+            },
+            None => ring.write(head, body),
+        };
+        if count > 0 {
+            self.segments[peer].bell().ring();
+        }
+        Ok(count)
+    }
+
+    fn returning(&self, peer: usize) -> MutexGuard<'_, Option<Returning>> {
+        let returning = self.returning[peer].lock();
+        returning.unwrap_or_else(PoisonError::into_inner)
+    }
 }
 
 impl fmt::Debug for Shared {
@@ -379,23 +428,32 @@ impl fmt::Debug for Shared {
 
 impl Transport for Shared {
     fn write(&self, lane: Lane, peer: usize, head: &[u8], body: &[u8]) -> Result<usize, Closed> {
-        if self.gone[peer].load(Ordering::Acquire) {
-            // A peer may leave when it has taken what was lent.
-            let all_taken = head.is_empty() && body.is_empty() && !self.holds(lane, peer);
-            return if all_taken { Ok(0) } else { Err(Closed) };
+        self.write_by(lane, peer, (head, body), || regions::find(body))
+    }
+
+    fn write_to_come_back(
+        &self,
+        lane: Lane,
+        peer: usize,
+        (head, body): (&[u8], &[u8]),
+        whole: &[u8],
+    ) -> Result<usize, Closed> {
+        let writable = std::cell::Cell::new(false);
+        let written = self.write_by(lane, peer, (head, body), || {
+            let place = regions::find_writable(body, whole);
+            writable.set(place.is_some());
+            place.or_else(|| regions::find(body))
+        })?;
+        // Whole only if it was lent: it may be back already.
+        if writable.get() && written == head.len() + body.len() {
+            *self.returning(peer) = Some(Returning(body));
         }
-        let ring = &self.outbound[lane as usize][peer];
-        let count = match self.lends_from(lane, peer, head, body) {
-            Some(place) => match ring.write(head, &[]) {
-                written if written == head.len() => written + self.lend_body(peer, body, place),
-                written => written,
-            },
-            None => ring.write(head, body),
-        };
-        if count > 0 {
-            self.segments[peer].bell().ring();
-        }
-        Ok(count)
+        Ok(written)
+    }
+
+    fn has_come_back(&self, peer: usize) -> bool {
+        let returning = self.returning(peer).take();
+        returning.is_some() && self.segments[peer].slot(self.rank).has_come_back()
     }
 
     fn read(&self, lane: Lane, peer: usize, into: &mut [u8]) -> Result<usize, Closed> {
@@ -421,6 +479,26 @@ impl Transport for Shared {
             Some((loan, view)) => self.take(peer, &loan, &view, take),
             None => Ok(0),
         }
+    }
+
+    fn lend_to_come_back(
+        &self,
+        peer: usize,
+        take: &mut dyn FnMut(&mut [u8]) -> usize,
+    ) -> Result<Option<usize>, Closed> {
+        let due = self.due_in_view(Lane::Calls, peer);
+        let may_write = |loan: &Loan| loan.place.is_some_and(|place| place.writable);
+        let Some((loan, view)) = due.filter(|(loan, _)| may_write(loan)) else {
+            return Ok(None);
+        };
+        let (offset, count) = self.piece(peer, &loan);
+        // SAFETY: the loan says so, and only the thread that runs calls uses loans.
+        let bytes = unsafe { view.bytes_mut(offset, count) };
+        let count = take(bytes.ok_or(Closed)?);
+        let returned = &self.borrowing[peer].returned;
+        returned.fetch_add(count, Ordering::Relaxed);
+        self.placed.fetch_add(count as u64, Ordering::Relaxed);
+        self.has_used(peer, &loan, count).map(Some)
     }
 
     fn placed(&self) -> u64 {
@@ -486,10 +564,16 @@ impl Transport for Shared {
     }
 
     fn let_go(&self, lane: Lane) {
-        if lane == Lane::Calls {
-            self.segments
-                .iter()
-                .for_each(|segment| segment.slot(self.rank).revoke());
+        if lane == Lane::Messages {
+            return;
+        }
+        for (peer, segment) in self.segments.iter().enumerate() {
+            segment.slot(self.rank).revoke();
+            if let Some(Returning(bytes)) = self.returning(peer).take() {
+                // SAFETY: found to be writable when it was lent, and the call that has it borrowed
+                // is this one, which fails.
+                unsafe { regions::take_back(bytes) };
+            }
         }
     }
 }

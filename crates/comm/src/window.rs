@@ -68,7 +68,9 @@ pub enum WindowError {
         exposed: u64,
     },
     /// More than a rank takes between two fences.
-    #[error("{rank} would get requests or give answers of {bytes} bytes, at most {most} in a fence")]
+    #[error(
+        "{rank} would get requests or give answers of {bytes} bytes, at most {most} in a fence"
+    )]
     Full {
         /// Whose memory.
         rank: Rank,
@@ -152,7 +154,11 @@ impl<'a> Window<'a> {
         }
         let requests = &mut self.requests[rank.0 as usize];
         let wanted = &mut self.wanted[rank.0 as usize];
-        let (put, got) = if what == PUT { (length, 0) } else { (0, length) };
+        let (put, got) = if what == PUT {
+            (length, 0)
+        } else {
+            (0, length)
+        };
         let requested = (requests.len() + REQUEST_BYTES) as u64 + put;
         let (bytes, most) = (requested.max(*wanted + got), most_of(exposed));
         if bytes > most {
@@ -370,7 +376,7 @@ mod tests {
         assert_eq!(error, full((puts + 1) * 1024));
         assert_eq!(
             error.to_string(),
-            "rank 0 would get requests or give answers of 1050624 bytes, at most 1049576 in a fence"
+            "rank 0 would get requests or give answers of 1049600 bytes, at most 1049576 in a fence"
         );
         window.fence(by).unwrap();
         let gets = most / 1000;

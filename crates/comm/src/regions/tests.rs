@@ -36,7 +36,7 @@ fn bytes_are_found_where_they_are() {
     assert_eq!(find(&[0; 100]), None);
     assert_eq!(find(&Memory::with(PAGE_BYTES, |_| None)), None::<Place>);
     drop(memory);
-    let known = |(_, place): &(usize, Place)| place.check == first.check;
+    let known = |mapped: &Mapped| mapped.place.check == first.check;
     assert!(!regions().values().any(known));
 }
 
@@ -70,12 +70,67 @@ fn a_view_has_what_the_owner_wrote_and_ends_where_that_does() {
     }
 }
 
+/// Bytes may be written by a peer if nobody else has anything on their pages: the caller's buffer
+/// reaches as far, or to the end of what is used.
+#[test]
+fn what_a_peer_may_write_to_has_its_pages_for_itself() {
+    const PAGE: usize = PAGE_BYTES;
+    let memory = shared(3 * PAGE + 100);
+    let end = memory.len();
+    for (whole, part, writable) in [
+        (0..end, 0..end, true),
+        (0..end, 5..7, true),
+        (0..end, 3 * PAGE + 1..end, true),
+        (0..end - 1, 3 * PAGE + 1..end - 1, false),
+        (0..end - 1, 0..3 * PAGE, true),
+        (1..end, 1..9, false),
+        (1..end, PAGE - 1..PAGE + 9, false),
+        (1..end, PAGE..PAGE + 9, true),
+        (PAGE..2 * PAGE, PAGE..2 * PAGE, true),
+        (PAGE..2 * PAGE - 1, PAGE..PAGE + 1, false),
+    ] {
+        let found = find_writable(&memory[part.clone()], &memory[whole.clone()]);
+        assert_eq!(found.is_some(), writable, "{part:?} of {whole:?}");
+        assert!(found.is_none_or(|place| place.writable && place.offset == part.start as u64));
+    }
+    let plain = vec![0_u8; 3 * PAGE];
+    assert_eq!(find_writable(&plain, &plain), None);
+}
+
+#[test]
+fn what_was_taken_back_is_out_of_reach_and_as_it_was() {
+    for bytes in [3 * PAGE_BYTES + 5, 5 << 20] {
+        let mut memory = shared(bytes);
+        memory.fill(7);
+        let place = find(&memory).unwrap();
+        let view = View::open(own(), &place).unwrap();
+        let part = PAGE_BYTES + 9..bytes;
+        let writable = find_writable(&memory[part.clone()], &memory);
+        assert!(writable.is_some());
+        // SAFETY: just found, and `memory` is this test's.
+        unsafe { take_back(&raw const memory[part]) };
+        assert_eq!(find(&memory), None, "it is lent no more");
+        // SAFETY: a peer that was stopped and goes on; the bytes are nobody else's.
+        unsafe { view.bytes_mut(0, bytes) }.unwrap().fill(9);
+        let (kept, lent) = memory.split_at(PAGE_BYTES);
+        assert!(kept.iter().all(|byte| *byte == 9), "these were not taken");
+        assert!(lent.iter().all(|byte| *byte == 7), "{bytes}");
+        memory.fill(1);
+        assert!(
+            view.bytes(0, bytes).unwrap()[PAGE_BYTES..]
+                .iter()
+                .all(|byte| *byte == 9)
+        );
+    }
+}
+
 /// A place in `file`, which is of this process.
 fn place(file: &OwnedFd, check: u64) -> Place {
     Place {
         descriptor: u32::try_from(file.as_raw_fd()).expect("it is open"),
         check,
         offset: 0,
+        writable: false,
     }
 }
 

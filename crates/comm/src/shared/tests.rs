@@ -367,3 +367,58 @@ fn what_is_used_of_a_loan_that_is_taken_back_is_lost() {
     assert_eq!(borrower.lend(0, &mut take_back), Err(Closed));
     assert_eq!(borrower.read(Lane::Calls, 0, &mut [0; 10]), Err(Closed));
 }
+
+/// The result goes to the place of what was lent, all of it or none; what is given up goes back.
+#[cfg(target_os = "linux")]
+#[test]
+fn what_is_lent_to_come_back_does_so_whole_or_not_at_all() {
+    const BYTES: usize = 40_000;
+    for (first, second, comes_back) in [
+        (BYTES, 0, true),
+        (BYTES / 2, BYTES / 2, true),
+        (BYTES / 2, BYTES / 4, false),
+    ] {
+        let (mut memory, head) = lendable(BYTES);
+        let [lender, borrower] = lender_and_borrower(Able {
+            reads: false,
+            maps: true,
+        });
+        let frame = (&head[..], &memory[..]);
+        let written = lender.write_to_come_back(Lane::Calls, 1, frame, &memory);
+        assert_eq!(written, Ok(BYTES + 4));
+        borrower.read(Lane::Calls, 0, &mut [0; 4]).unwrap();
+        for count in [first, second].into_iter().filter(|count| *count > 0) {
+            let taken = borrower.lend_to_come_back(0, &mut |bytes| {
+                bytes[..count].fill(9);
+                count
+            });
+            assert_eq!(taken, Ok(Some(count)));
+        }
+        let left = BYTES - first - second;
+        if left > 0 {
+            assert!(lender.holds(Lane::Calls, 1));
+            assert_eq!(borrower.read(Lane::Calls, 0, &mut vec![0; left]), Ok(left));
+        }
+        assert!(!lender.holds(Lane::Calls, 1));
+        assert_eq!(lender.has_come_back(1), comes_back);
+        assert!(!lender.has_come_back(1), "it is said once");
+        assert!(memory[..first + second].iter().all(|byte| *byte == 9));
+        lender.let_go(Lane::Calls);
+        assert!(regions::find(&memory).is_some(), "nothing was under way");
+
+        memory.fill(7);
+        let frame = (&head[..], &memory[..]);
+        lender
+            .write_to_come_back(Lane::Calls, 1, frame, &memory)
+            .unwrap();
+        lender.let_go(Lane::Calls);
+        assert_eq!(regions::find(&memory), None);
+        borrower.read(Lane::Calls, 0, &mut [0; 4]).unwrap();
+        let late = borrower.lend_to_come_back(0, &mut |bytes| {
+            bytes.fill(1);
+            bytes.len()
+        });
+        assert_eq!(late, Err(Closed));
+        assert!(memory.iter().all(|byte| *byte == 7));
+    }
+}
