@@ -120,6 +120,12 @@ impl<'a> Data<'a> {
         }
     }
 
+    /// Elements of this type by their bytes.
+    #[cfg(test)]
+    pub(crate) const fn of_bytes(dtype: Dtype, bytes: &'a [u8]) -> Self {
+        Self { dtype, bytes }
+    }
+
     /// Element type.
     pub const fn dtype(&self) -> Dtype {
         self.dtype
@@ -162,6 +168,12 @@ impl<'a> DataMut<'a> {
             dtype: T::DTYPE,
             bytes,
         }
+    }
+
+    /// Elements of this type by their bytes, which are put in order if it is `bool`.
+    #[cfg(test)]
+    pub(crate) const fn of_bytes(dtype: Dtype, bytes: &'a mut [u8]) -> Self {
+        Self { dtype, bytes }
     }
 
     /// Element type.

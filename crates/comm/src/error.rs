@@ -118,4 +118,16 @@ impl Error {
             Self::Mismatch { expected, .. } => *expected,
         }
     }
+
+    /// The rank that did not do its part, for tests.
+    #[cfg(test)]
+    pub(crate) const fn blamed(&self) -> Option<Rank> {
+        match self {
+            Self::PeerLost { rank, .. }
+            | Self::Timeout { rank, .. }
+            | Self::Silent { rank, .. }
+            | Self::Garbled { rank, .. } => Some(*rank),
+            _ => None,
+        }
+    }
 }

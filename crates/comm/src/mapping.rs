@@ -5,12 +5,13 @@
 //! page that they read, so large mappings are huge pages, and lines are copied faster when they are
 //! whole on both sides (figures: docs/measurements.md).
 
+use std::os::fd::OwnedFd;
 use std::ptr;
 
-use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous, munmap};
+use rustix::mm::{MapFlags, ProtFlags, mmap, mmap_anonymous, munmap};
 
 /// Bytes of a page on any system this runs on: Apple silicon has 16 KiB, others divide it.
-const PAGE_BYTES: usize = 16 << 10;
+pub(crate) const PAGE_BYTES: usize = 16 << 10;
 
 /// A huge page on x86-64, and on AArch64 with small pages of 4 KiB.
 const HUGE_BYTES: usize = 2 << 20;
@@ -41,6 +42,86 @@ impl Mapping {
         mapping.advise();
         Ok(mapping)
     }
+
+    /// `bytes` of `file`, whole pages of it from `offset` on.
+    ///
+    /// # Errors
+    /// What the system says when it does not map them.
+    pub(crate) fn of(
+        file: &OwnedFd,
+        (offset, bytes): (usize, usize),
+        access: ProtFlags,
+    ) -> std::io::Result<Self> {
+        let mapping = Self::new(bytes)?;
+        mapping.replace(file, offset, access)?;
+        Ok(mapping)
+    }
+
+    /// Puts bytes of `file`, from `offset` on, in place of this memory, which nobody has used yet.
+    ///
+    /// # Errors
+    /// What the system says when it does not map them. Then nothing may be mapped here any more.
+    pub(crate) fn replace(
+        &self,
+        file: &OwnedFd,
+        offset: usize,
+        access: ProtFlags,
+    ) -> std::io::Result<()> {
+        let (start, flags) = (self.start.cast(), MapFlags::SHARED | MapFlags::FIXED);
+        // SAFETY: these addresses are this mapping's own, and no reference leads there yet.
+        unsafe { mmap(start, self.bytes, access, flags, file, offset as u64) }?;
+        Ok(())
+    }
+
+    /// Has the pages there before they are used: huge ones, also of a file, as far as the system
+    /// has some (Linux 6.1, `MADV_COLLAPSE`).
+    #[cfg(target_os = "linux")]
+    pub(crate) fn populate(&self) {
+        use rustix::mm::{Advice, madvise};
+        if self.bytes >= HUGE_BYTES {
+            // SAFETY: pages of this mapping; what they hold stays.
+            unsafe { libc::madvise(self.start.cast(), self.bytes, libc::MADV_COLLAPSE) };
+        }
+        // SAFETY: as above. Refused, pages come when they are used.
+        let _ = unsafe { madvise(self.start.cast(), self.bytes, Advice::LinuxPopulateWrite) };
+    }
+
+    #[cfg(not(target_os = "linux"))]
+    pub(crate) fn populate(&self) {}
+
+    /// Puts private memory with the same contents in the place of `bytes` from `start` on, both of
+    /// whole pages, whatever is mapped there and whoever else has it mapped.
+    ///
+    /// Ends the process if the system cannot do that: it would go on with memory that another
+    /// process writes to.
+    ///
+    /// # Safety
+    /// These are pages of one mapping, and nobody in this process uses them meanwhile.
+    #[cfg(target_os = "linux")]
+    pub(crate) unsafe fn make_private(start: *mut u8, bytes: usize) {
+        use rustix::mm::{MremapFlags, mremap_fixed};
+        let Ok(copy) = Self::map(bytes) else {
+            std::process::abort()
+        };
+        let copy = std::mem::ManuallyDrop::new(copy);
+        let flags = MremapFlags::MAYMOVE;
+        // SAFETY: both have so many bytes, and are apart; the copy then is at `start`, whose pages
+        // the caller vouches for.
+        let moved = unsafe {
+            copy.start.copy_from_nonoverlapping(start, bytes);
+            mremap_fixed(copy.start.cast(), bytes, bytes, flags, start.cast())
+        };
+        if moved.is_err() {
+            std::process::abort()
+        }
+    }
+
+    /// No other process writes to memory of this one.
+    ///
+    /// # Safety
+    /// None.
+    #[cfg(not(target_os = "linux"))]
+    pub(crate) unsafe fn make_private(_start: *mut u8, _bytes: usize) {}
 
     fn map(bytes: usize) -> std::io::Result<Self> {
         let access = ProtFlags::READ | ProtFlags::WRITE;

@@ -2,8 +2,9 @@
 //!
 //! A buffer that is used in every step is made once, as [`Memory`], and handed to calls as any
 //! slice is. Over RDMA ([`rdma`](crate::rdma)) it is registered: what is sent from it, or comes to
-//! it, is not copied on the way. Between processes of a machine it is read faster than other
-//! memory, since it lies on huge pages from 2 MiB on. Other transports take it for any other.
+//! it, is not copied on the way. Over shared memory ([`shm`](crate::shm)) the other processes map
+//! it, and long payloads are reduced and copied straight out of it (Linux). Other transports take
+//! it for any other. It lies on huge pages from 2 MiB on, as far as the system has some.
 
 use std::alloc::{Layout, handle_alloc_error};
 use std::fmt;
@@ -16,15 +17,27 @@ use crate::mapping::Mapping;
 use crate::{Element, Group};
 
 /// Pages of memory that a [`Memory`] is made of.
-pub struct Pages(Mapping);
+pub struct Pages {
+    mapping: Mapping,
+    /// Bytes that somebody uses, from the first on.
+    used: usize,
+}
 
 impl Pages {
     pub(crate) const fn start(&self) -> *mut u8 {
-        self.0.start()
+        self.mapping.start()
     }
 
     pub(crate) const fn bytes(&self) -> usize {
-        self.0.bytes()
+        self.mapping.bytes()
+    }
+
+    pub(crate) const fn used(&self) -> usize {
+        self.used
+    }
+
+    pub(crate) const fn mapping(&self) -> &Mapping {
+        &self.mapping
     }
 }
 
@@ -67,7 +80,8 @@ pub struct Memory<T> {
 impl<T: Element> Memory<T> {
     /// Room for `len` elements, registered with `group`, and by that with all groups split off it,
     /// if it has a use for that. Costs one memory region on each device of this rank, of which
-    /// Apple's have some 100; where none is left the memory is as any other.
+    /// Apple's have some 100, or over shared memory a descriptor and about a millisecond for each
+    /// MiB, whose pages are made at once; where none is left the memory is as any other.
     ///
     /// # Panics
     /// If the system has no memory, as for a `Vec`.
@@ -82,9 +96,10 @@ impl<T: Element> Memory<T> {
     ) -> Self {
         let layout = Layout::array::<T>(len).expect("less than half of the address space");
         let mapping = Mapping::new(layout.size());
-        let pages = Arc::new(Pages(
-            mapping.unwrap_or_else(|_| handle_alloc_error(layout)),
-        ));
+        let pages = Arc::new(Pages {
+            mapping: mapping.unwrap_or_else(|_| handle_alloc_error(layout)),
+            used: layout.size(),
+        });
         Self {
             registered: (len > 0).then(|| register(&pages)).flatten(),
             pages,

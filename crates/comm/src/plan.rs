@@ -84,6 +84,9 @@ pub(crate) struct Plan {
     pub(crate) algorithm: Algorithm,
     /// Folds are of f32, whatever the dtype: it was widened.
     pub(crate) wide: bool,
+    /// What step 0 sends belongs, once it is reduced, in its own place: whoever puts it there
+    /// need not send it in step 1.
+    pub(crate) comes_back: bool,
     rank: usize,
     size: usize,
     /// Which way rings go.
@@ -194,6 +197,7 @@ impl Default for Plan {
             scratch: 0,
             algorithm: Algorithm::OneShot,
             wide: false,
+            comes_back: false,
             rank: 0,
             size: 1,
             route: Route::default(),
@@ -221,6 +225,7 @@ impl Plan {
         self.acts.clear();
         self.ends.clear();
         (self.scratch, self.wide, self.rank, self.size) = (0, false, rank, size);
+        self.comes_back = false;
         self.algorithm = choose(collective, tuning, size);
         let ring = self.algorithm == Algorithm::Ring;
         match collective {
@@ -411,6 +416,7 @@ impl Plan {
         } else {
             Side::Second
         };
+        self.comes_back = true;
         self.send(peer, other.clone());
         self.receive_fold(peer, own.clone(), side);
         self.end_step();

@@ -7,25 +7,27 @@
 //! peer: counters, then data
 //! ```
 //!
-//! Between processes, long payloads of collectives are lent (`loan`) where the reader may read the
-//! writer's memory; all else goes by ring.
+//! Between processes, long payloads of collectives are lent (`loan`): from memory that the reader
+//! can map (`regions`), or where it may read the writer's; all else goes by ring.
 
 use std::fmt;
 use std::os::fd::{AsFd, OwnedFd};
 use std::ptr;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use rustix::mm::{MapFlags, ProtFlags, mmap, mmap_anonymous, munmap};
 
 use crate::deadline;
-use crate::loan::{LOAN_BYTES, Loan, Slot};
+use crate::loan::{Able, LOAN_BYTES, Loan, Place, Slot};
 use crate::process;
+use crate::regions::{self, SHARED_BYTES, View, Views};
 use crate::ring::{Bell, Ring};
 use crate::status::{News, Status};
 use crate::sync::AtomicU64;
 use crate::transport::{Closed, Lane, Patience, Transport, Want};
+use crate::{Pages, Registered};
 
 /// Size of a ring by lane. All-reduce of 16 MiB between two processes on the two cores of an EPYC
 /// VM, November 2026, rings for calls of 128, 256, 512, 1024 KiB: 2.68, 2.57, 2.49, 2.47 ms.
@@ -153,11 +155,37 @@ pub(crate) enum Teller {
 /// What this rank needs for loans of one peer.
 #[derive(Default)]
 struct Borrowing {
-    /// The peer's process, if this rank can read its memory.
-    process: Option<u32>,
-    /// Bytes of the current loan that were read. Only the thread that runs calls uses it.
+    /// The peer's process, if this rank can read its memory, and how.
+    lender: Option<(u32, Able)>,
+    /// Bytes of the current loan that were read, and in whose place a result is. Only the thread
+    /// that runs calls uses them.
     done: AtomicUsize,
+    returned: AtomicUsize,
+    /// Its memory that is mapped here.
+    views: Mutex<Views>,
 }
+
+impl Borrowing {
+    /// The memory that a loan is of, if it is mapped here or can be.
+    fn view(&self, loan: &Loan) -> Option<Arc<View>> {
+        let (process, place) = (self.lender?.0, loan.place?);
+        let mut views = self.views.lock().unwrap_or_else(PoisonError::into_inner);
+        views.get(process, &place)
+    }
+
+    /// What is left of a loan, and at most a gulp: from which byte of it on, and how many.
+    fn next(&self, loan: &Loan) -> (usize, usize) {
+        let done = self.done.load(Ordering::Relaxed);
+        let all = usize::try_from(loan.bytes).unwrap_or(usize::MAX);
+        (done, all.saturating_sub(done).min(GULP_BYTES))
+    }
+}
+
+/// Bytes of a caller that a peer may write to.
+struct Returning(*const [u8]);
+
+// SAFETY: they are the thread's that makes the call, which has them borrowed while this is there.
+unsafe impl Send for Returning {}
 
 /// The links of one rank.
 pub(crate) struct Shared {
@@ -167,10 +195,14 @@ pub(crate) struct Shared {
     outbound: [Vec<Ring>; 2],
     /// By peer.
     borrowing: Vec<Borrowing>,
+    /// By peer: bytes that are lent to be written.
+    returning: Vec<Mutex<Option<Returning>>>,
     /// Ranks that will write no more.
     gone: Arc<[AtomicBool]>,
     teller: Teller,
     patience: Patience,
+    /// See `Transport::placed`.
+    placed: AtomicU64,
 }
 
 impl Shared {
@@ -192,16 +224,26 @@ impl Shared {
             inbound,
             outbound,
             borrowing: (0..size).map(|_| Borrowing::default()).collect(),
+            returning: (0..size).map(|_| Mutex::new(None)).collect(),
             gone,
             teller,
             patience,
+            placed: AtomicU64::new(0),
         }
     }
 
     /// Lets the peer lend to this rank, which can read the memory of its process.
-    pub(crate) fn borrow_from(&mut self, peer: usize, process: u32) {
-        self.borrowing[peer].process = Some(process);
-        self.segments[self.rank].slot(peer).enable();
+    pub(crate) fn borrow_from(&mut self, peer: usize, process: u32, able: Able) {
+        self.borrowing[peer].lender = Some((process, able));
+        self.segments[self.rank].slot(peer).enable(able);
+    }
+
+    /// Lets go of memory that peers have given up.
+    pub(crate) fn forget_ended(&self) {
+        for Borrowing { views, .. } in &self.borrowing {
+            let mut views = views.lock().unwrap_or_else(PoisonError::into_inner);
+            views.forget_ended();
+        }
     }
 
     /// Takes note that a rank will write no more; what it wrote can still be read.
@@ -240,48 +282,138 @@ impl Shared {
 
     /// The loan of `peer` that comes next in the stream.
     fn due(&self, lane: Lane, peer: usize) -> Option<Loan> {
-        if lane == Lane::Messages || self.borrowing[peer].process.is_none() {
+        if lane == Lane::Messages || self.borrowing[peer].lender.is_none() {
             return None;
         }
         let loan = self.segments[self.rank].slot(peer).loan()?;
         (loan.at == self.inbound[lane as usize][peer].taken()).then_some(loan)
     }
 
+    /// As `due`, if the bytes can be used where they lie.
+    fn due_in_view(&self, lane: Lane, peer: usize) -> Option<(Loan, Arc<View>)> {
+        let loan = self.due(lane, peer)?;
+        let view = self.borrowing[peer].view(&loan)?;
+        (!self.gone[peer].load(Ordering::Acquire)).then_some((loan, view))
+    }
+
     /// Reads what comes next of the loan that is due.
     fn collect(&self, peer: usize, loan: &Loan, into: &mut [u8]) -> Result<usize, Closed> {
-        let slot = self.segments[self.rank].slot(peer);
-        let Borrowing { process, done } = &self.borrowing[peer];
-        let read = done.load(Ordering::Relaxed);
-        let all = usize::try_from(loan.bytes).unwrap_or(usize::MAX);
-        let count = into.len().min(all.saturating_sub(read)).min(GULP_BYTES);
-        let (process, address) = (
-            process.ok_or(Closed)?,
-            loan.address.wrapping_add(read as u64),
-        );
-        if !process::read(process, address, &mut into[..count]) || !slot.stands(loan) {
+        let borrowing = &self.borrowing[peer];
+        if let Some(view) = borrowing.view(loan) {
+            return self.take(peer, loan, &view, &mut |bytes| {
+                let count = into.len().min(bytes.len());
+                into[..count].copy_from_slice(&bytes[..count]);
+                count
+            });
+        }
+        let (process, able) = borrowing.lender.ok_or(Closed)?;
+        let (read, left) = borrowing.next(loan);
+        let count = into.len().min(left);
+        let address = loan.address.wrapping_add(read as u64);
+        if !able.reads || !process::read(process, address, &mut into[..count]) {
             return Err(Closed);
         }
-        let read = if read + count == all { 0 } else { read + count };
-        done.store(read, Ordering::Relaxed);
-        if read == 0 {
-            slot.take(loan);
+        self.has_used(peer, loan, count)
+    }
+
+    /// Where what comes next of a loan is in its view: place and length.
+    fn piece(&self, peer: usize, loan: &Loan) -> (u64, usize) {
+        let (done, left) = self.borrowing[peer].next(loan);
+        let offset = loan.place.map_or(0, |place| place.offset);
+        (offset.saturating_add(done as u64), left)
+    }
+
+    /// Has `take` use what comes next of the loan that is due, where it lies.
+    fn take(
+        &self,
+        peer: usize,
+        loan: &Loan,
+        view: &View,
+        take: &mut dyn FnMut(&[u8]) -> usize,
+    ) -> Result<usize, Closed> {
+        let (offset, count) = self.piece(peer, loan);
+        let count = take(view.bytes(offset, count).ok_or(Closed)?);
+        self.placed.fetch_add(count as u64, Ordering::Relaxed);
+        self.has_used(peer, loan, count)
+    }
+
+    /// So many more bytes of a loan were used; it is over with the last.
+    fn has_used(&self, peer: usize, loan: &Loan, count: usize) -> Result<usize, Closed> {
+        let slot = self.segments[self.rank].slot(peer);
+        if !slot.stands(loan) {
+            return Err(Closed);
+        }
+        let done = &self.borrowing[peer].done;
+        let used = done.load(Ordering::Relaxed) + count;
+        let is_over = used as u64 >= loan.bytes;
+        done.store(if is_over { 0 } else { used }, Ordering::Relaxed);
+        if is_over {
+            let returned = self.borrowing[peer].returned.swap(0, Ordering::Relaxed);
+            slot.take(loan, returned > 0 && returned as u64 == loan.bytes);
             self.segments[peer].bell().ring();
         }
         Ok(count)
     }
 
-    /// Whether the payload that begins here is to be lent.
-    fn lends(&self, lane: Lane, peer: usize, head: &[u8], body: &[u8]) -> bool {
-        let long = lane == Lane::Calls && !head.is_empty() && body.len() >= LOAN_BYTES;
-        long && self.segments[peer].slot(self.rank).is_able()
+    /// Whether the payload that begins here is to be lent, and from which file, if it is in one
+    /// that the peer can map; `find` looks for that.
+    fn lends_from(
+        &self,
+        lane: Lane,
+        peer: usize,
+        (head, body): (&[u8], &[u8]),
+        find: impl FnOnce() -> Option<Place>,
+    ) -> Option<Option<Place>> {
+        if lane != Lane::Calls || head.is_empty() || body.len() < SHARED_BYTES {
+            return None;
+        }
+        let able = self.segments[peer].slot(self.rank).able();
+        let place = able.maps.then(find).flatten();
+        let lends = place.is_some() || (able.reads && body.len() >= LOAN_BYTES);
+        lends.then_some(place)
     }
 
     /// Lends `body`, which comes next in the stream of calls.
-    fn lend(&self, peer: usize, body: &[u8]) -> usize {
+    fn lend_body(&self, peer: usize, body: &[u8], place: Option<Place>) -> usize {
         let at = self.outbound[Lane::Calls as usize][peer].written();
         let slot = self.segments[peer].slot(self.rank);
-        slot.lend(at, body.as_ptr() as u64, body.len() as u64);
+        slot.lend(at, body.as_ptr() as u64, body.len() as u64, place);
+        if place.is_some() {
+            self.placed.fetch_add(body.len() as u64, Ordering::Relaxed);
+        }
         body.len()
+    }
+
+    /// Writes what fits, or lends the body; `find` says from which file.
+    fn write_by(
+        &self,
+        lane: Lane,
+        peer: usize,
+        (head, body): (&[u8], &[u8]),
+        find: impl FnOnce() -> Option<Place>,
+    ) -> Result<usize, Closed> {
+        if self.gone[peer].load(Ordering::Acquire) {
+            // A peer may leave when it has taken what was lent.
+            let all_taken = head.is_empty() && body.is_empty() && !self.holds(lane, peer);
+            return if all_taken { Ok(0) } else { Err(Closed) };
+        }
+        let ring = &self.outbound[lane as usize][peer];
+        let count = match self.lends_from(lane, peer, (head, body), find) {
+            Some(place) => match ring.write(head, &[]) {
+                written if written == head.len() => written + self.lend_body(peer, body, place),
+                written => written,
+            },
+            None => ring.write(head, body),
+        };
+        if count > 0 {
+            self.segments[peer].bell().ring();
+        }
+        Ok(count)
+    }
+
+    fn returning(&self, peer: usize) -> MutexGuard<'_, Option<Returning>> {
+        let returning = self.returning[peer].lock();
+        returning.unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -296,24 +428,32 @@ impl fmt::Debug for Shared {
 
 impl Transport for Shared {
     fn write(&self, lane: Lane, peer: usize, head: &[u8], body: &[u8]) -> Result<usize, Closed> {
-        if self.gone[peer].load(Ordering::Acquire) {
-            // A peer may leave when it has taken what was lent.
-            let all_taken = head.is_empty() && body.is_empty() && !self.holds(lane, peer);
-            return if all_taken { Ok(0) } else { Err(Closed) };
+        self.write_by(lane, peer, (head, body), || regions::find(body))
+    }
+
+    fn write_to_come_back(
+        &self,
+        lane: Lane,
+        peer: usize,
+        (head, body): (&[u8], &[u8]),
+        whole: &[u8],
+    ) -> Result<usize, Closed> {
+        let writable = std::cell::Cell::new(false);
+        let written = self.write_by(lane, peer, (head, body), || {
+            let place = regions::find_writable(body, whole);
+            writable.set(place.is_some());
+            place.or_else(|| regions::find(body))
+        })?;
+        // Whole only if it was lent: it may be back already.
+        if writable.get() && written == head.len() + body.len() {
+            *self.returning(peer) = Some(Returning(body));
         }
-        let ring = &self.outbound[lane as usize][peer];
-        let count = if self.lends(lane, peer, head, body) {
-            match ring.write(head, &[]) {
-                written if written == head.len() => written + self.lend(peer, body),
-                written => written,
-            }
-        } else {
-            ring.write(head, body)
-        };
-        if count > 0 {
-            self.segments[peer].bell().ring();
-        }
-        Ok(count)
+        Ok(written)
+    }
+
+    fn has_come_back(&self, peer: usize) -> bool {
+        let returning = self.returning(peer).take();
+        returning.is_some() && self.segments[peer].slot(self.rank).has_come_back()
     }
 
     fn read(&self, lane: Lane, peer: usize, into: &mut [u8]) -> Result<usize, Closed> {
@@ -328,6 +468,49 @@ impl Transport for Shared {
             return Err(Closed);
         }
         Ok(count)
+    }
+
+    fn lends(&self, lane: Lane, peer: usize) -> bool {
+        self.due_in_view(lane, peer).is_some()
+    }
+
+    fn lend(&self, peer: usize, take: &mut dyn FnMut(&[u8]) -> usize) -> Result<usize, Closed> {
+        match self.due_in_view(Lane::Calls, peer) {
+            Some((loan, view)) => self.take(peer, &loan, &view, take),
+            None => Ok(0),
+        }
+    }
+
+    fn lend_to_come_back(
+        &self,
+        peer: usize,
+        take: &mut dyn FnMut(&mut [u8]) -> usize,
+    ) -> Result<Option<usize>, Closed> {
+        let due = self.due_in_view(Lane::Calls, peer);
+        let may_write = |loan: &Loan| loan.place.is_some_and(|place| place.writable);
+        let Some((loan, view)) = due.filter(|(loan, _)| may_write(loan)) else {
+            return Ok(None);
+        };
+        let (offset, count) = self.piece(peer, &loan);
+        // SAFETY: the loan says so, and only the thread that runs calls uses loans.
+        let bytes = unsafe { view.bytes_mut(offset, count) };
+        let count = take(bytes.ok_or(Closed)?);
+        let returned = &self.borrowing[peer].returned;
+        returned.fetch_add(count, Ordering::Relaxed);
+        self.placed.fetch_add(count as u64, Ordering::Relaxed);
+        self.has_used(peer, &loan, count).map(Some)
+    }
+
+    fn placed(&self) -> u64 {
+        self.placed.load(Ordering::Relaxed)
+    }
+
+    /// Between threads there is nothing to map.
+    fn register_pages(&self, pages: &Arc<Pages>) -> Option<Registered> {
+        match &self.teller {
+            Teller::Threads(_) => None,
+            Teller::Keeper(_) => regions::share(pages),
+        }
     }
 
     fn wait(&self, lane: Lane, wants: &[Want], until: Instant) {
@@ -381,10 +564,16 @@ impl Transport for Shared {
     }
 
     fn let_go(&self, lane: Lane) {
-        if lane == Lane::Calls {
-            self.segments
-                .iter()
-                .for_each(|segment| segment.slot(self.rank).revoke());
+        if lane == Lane::Messages {
+            return;
+        }
+        for (peer, segment) in self.segments.iter().enumerate() {
+            segment.slot(self.rank).revoke();
+            if let Some(Returning(bytes)) = self.returning(peer).take() {
+                // SAFETY: found to be writable when it was lent, and the call that has it borrowed
+                // is this one, which fails.
+                unsafe { regions::take_back(bytes) };
+            }
         }
     }
 }

@@ -6,13 +6,14 @@
 //! object that loses its name as soon as all have it; nothing is left when the processes end.
 
 use std::fmt;
-use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
 use paceline_base::Rank;
 
+use crate::file::File;
 use crate::linked::Linked;
+use crate::loan::Able;
 use crate::shared::{Segment, Shared, Teller};
 use crate::split::{Member, members};
 use crate::sync::Ordering;
@@ -99,10 +100,9 @@ fn share<T: Kept>(
     let patience = local::patience(size as usize);
     let teller = Teller::Keeper(controls);
     let mut shared = Shared::new(rank.0 as usize, met.segments, gone, teller, patience);
-    for (peer, process) in (0..).zip(met.processes) {
-        process
-            .into_iter()
-            .for_each(|process| shared.borrow_from(peer, process));
+    for (peer, lender) in (0..).zip(met.lenders) {
+        let borrow = |(process, able)| shared.borrow_from(peer, process, able);
+        lender.into_iter().for_each(borrow);
     }
     let linked = Linked::new(rank, size, shared, Arc::default());
     Keeping::start(linked, origin, deadline).map(Shm)
@@ -111,8 +111,8 @@ fn share<T: Kept>(
 /// The other ranks, as far as they share memory with this one; in rank order.
 struct Met {
     segments: Vec<Arc<Segment>>,
-    /// Those whose own memory this rank can read too.
-    processes: Vec<Option<u32>>,
+    /// The process of each, and how this rank can read its own memory too.
+    lenders: Vec<Option<(u32, Able)>>,
 }
 
 /// Maps the memory of all ranks. Collective.
@@ -122,7 +122,7 @@ fn exchange<T: Kept>(linked: &Linked<T>, deadline: Deadline) -> Result<Met, Join
         what: "make shared memory",
         source,
     };
-    let own = Memory::new(size).map_err(system)?;
+    let own = File::new(Segment::file_bytes(size)).map_err(system)?;
     let segment = Segment::new(size, Some(&own.file)).map_err(system)?;
     let check = random();
     segment.check().store(check, Ordering::SeqCst);
@@ -157,20 +157,22 @@ fn exchange<T: Kept>(linked: &Linked<T>, deadline: Deadline) -> Result<Met, Join
         Some((rank, _)) => Err(JoinError::Apart { rank: Rank(rank) }),
         None => Ok(Met {
             segments: segments.into_iter().flatten().collect(),
-            processes: (0..)
+            lenders: (0..)
                 .zip(all)
-                .map(|(peer, said)| (peer != rank).then(|| readable(said))?)
+                .map(|(peer, said)| (peer != rank).then(|| lender(said))?)
                 .collect(),
         }),
     }
 }
 
-/// The process that said this, if its memory can be read.
-fn readable(said: &[u8; NAME_BYTES]) -> Option<u32> {
+/// The process that said this, and how its memory can be read. Its files can be opened: the one
+/// that it named was, by all ranks.
+fn lender(said: &[u8; NAME_BYTES]) -> Option<(u32, Able)> {
     let (check, rest) = said.split_first_chunk::<8>()?;
     let (address, process) = (u64::from_le_bytes(*rest.first_chunk()?), process_of(said)?);
     let mut found = [0; 8];
-    (process::read(process, address, &mut found) && found == *check).then_some(process)
+    let reads = process::read(process, address, &mut found) && found == *check;
+    Some((process, Able { reads, maps: true }))
 }
 
 /// The name of its memory, as a rank said it.
@@ -196,7 +198,7 @@ pub(crate) fn parse(bytes: &[u8]) {
     assert!(process.is_none() || name.starts_with("/proc/"));
     #[cfg(target_os = "linux")]
     assert!(
-        !is_descriptor(name) || !name.contains(".."),
+        !crate::file::is_descriptor(name) || !name.contains(".."),
         "a way out of /proc"
     );
 }
@@ -204,92 +206,13 @@ pub(crate) fn parse(bytes: &[u8]) {
 /// Maps the memory that a peer described; `None` if that does not work, or it is other memory.
 fn open(said: &[u8; NAME_BYTES], size: usize) -> Option<Segment> {
     let check = u64::from_le_bytes(*said.first_chunk()?);
-    let file = Memory::open(name_of(said)?)?;
+    let file = File::open(name_of(said)?)?;
     let length = rustix::fs::fstat(&file).ok()?.st_size;
     if u64::try_from(length).ok()? < Segment::file_bytes(size) {
         return None;
     }
     let segment = Segment::new(size, Some(&file)).ok()?;
     (segment.check().load(Ordering::SeqCst) == check).then_some(segment)
-}
-
-/// A file without a place in the file system.
-struct Memory {
-    file: OwnedFd,
-    /// How a peer opens it, while this value lives.
-    name: String,
-}
-
-#[cfg(target_os = "linux")]
-impl Memory {
-    fn new(size: usize) -> std::io::Result<Self> {
-        use rustix::fs::{MemfdFlags, fcntl_add_seals};
-        use std::os::fd::AsRawFd;
-        let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
-        let file = rustix::fs::memfd_create("paceline", flags)?;
-        rustix::fs::ftruncate(&file, Segment::file_bytes(size))?;
-        fcntl_add_seals(&file, SEALS)?;
-        let name = format!("/proc/{}/fd/{}", std::process::id(), file.as_raw_fd());
-        Ok(Self { file, name })
-    }
-
-    /// Opens what another process named, if it is memory whose size is settled. Were it not, a
-    /// process that cuts it short would end all that have it mapped.
-    fn open(name: &str) -> Option<OwnedFd> {
-        use rustix::fs::{Mode, OFlags, fcntl_get_seals};
-        if !is_descriptor(name) {
-            return None;
-        }
-        let flags = OFlags::RDWR | OFlags::CLOEXEC | OFlags::NOCTTY | OFlags::NONBLOCK;
-        let file = rustix::fs::open(name, flags, Mode::empty()).ok()?;
-        let sealed = fcntl_get_seals(&file).is_ok_and(|seals| seals.contains(SEALS));
-        sealed.then_some(file)
-    }
-}
-
-/// What nobody may do to a segment any more, its owner included.
-#[cfg(target_os = "linux")]
-const SEALS: rustix::fs::SealFlags = rustix::fs::SealFlags::SHRINK
-    .union(rustix::fs::SealFlags::GROW)
-    .union(rustix::fs::SealFlags::SEAL);
-
-/// Whether this is `/proc/NUMBER/fd/NUMBER`: a peer is not to make this process open other files.
-#[cfg(target_os = "linux")]
-fn is_descriptor(name: &str) -> bool {
-    let number = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
-    let numbers = name
-        .strip_prefix("/proc/")
-        .and_then(|rest| rest.split_once("/fd/"));
-    numbers.is_some_and(|(process, descriptor)| number(process) && number(descriptor))
-}
-
-#[cfg(not(target_os = "linux"))]
-impl Memory {
-    fn new(size: usize) -> std::io::Result<Self> {
-        use rustix::fs::Mode;
-        use rustix::shm::OFlags;
-        let name = format!("/paceline-{:016x}", random());
-        let flags = OFlags::CREATE | OFlags::EXCL | OFlags::RDWR;
-        let file = rustix::shm::open(&name, flags, Mode::RUSR | Mode::WUSR)?;
-        rustix::fs::ftruncate(&file, Segment::file_bytes(size))?;
-        Ok(Self { file, name })
-    }
-
-    /// Opens what another process named. The size of such an object can be set only once.
-    fn open(name: &str) -> Option<OwnedFd> {
-        use rustix::fs::Mode;
-        let valid = name.starts_with("/paceline-");
-        let file = valid.then(|| rustix::shm::open(name, rustix::shm::OFlags::RDWR, Mode::empty()));
-        file?.ok()
-    }
-}
-
-#[cfg(not(target_os = "linux"))]
-impl Drop for Memory {
-    fn drop(&mut self) {
-        // The mappings stay; a name that is gone already is no loss.
-        let _ = rustix::shm::unlink(&self.name);
-    }
 }
 
 impl Kept for Shared {
@@ -302,6 +225,10 @@ impl Kept for Shared {
     }
 
     fn close(&self) {}
+
+    fn tidy(&self) {
+        self.forget_ended();
+    }
 }
 
 impl Shm {

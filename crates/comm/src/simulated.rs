@@ -513,7 +513,7 @@ fn check(seed: u64, fault: Fault, ends: &[End]) {
         Fault::Die { rank, call } => {
             for (other, (_, error)) in ends.iter().enumerate().filter(|(r, _)| *r != rank) {
                 let named = Some(Rank(rank as u32));
-                let got = error.map(|error| blamed(&error));
+                let got = error.map(|error| error.blamed());
                 assert_eq!(
                     got,
                     Some(named),
@@ -527,16 +527,6 @@ fn check(seed: u64, fault: Fault, ends: &[End]) {
         Fault::Cut { .. } | Fault::Garble { .. } | Fault::Stall { .. } => {
             assert!(failed == 0 || failed == ends.len(), "{}", text());
         }
-    }
-}
-
-fn blamed(error: &Error) -> Option<Rank> {
-    match error {
-        Error::PeerLost { rank, .. }
-        | Error::Timeout { rank, .. }
-        | Error::Silent { rank, .. }
-        | Error::Garbled { rank, .. } => Some(*rank),
-        _ => None,
     }
 }
 

@@ -220,6 +220,11 @@ pub fn parse_frames(bytes: &[u8]) {
     crate::shm::parse(bytes);
 }
 
+/// Reads `bytes` as what ranks over RDMA send each other, for fuzzing.
+pub fn parse_cables(bytes: &[u8]) {
+    crate::rdma::parse(bytes);
+}
+
 /// Reads `bytes` as messages of a handshake and as sealed records, and lets them decide what is
 /// sealed and altered on its way, for fuzzing.
 pub fn parse_sealed(bytes: &[u8]) {

@@ -49,6 +49,25 @@ pub(crate) trait Transport: fmt::Debug + Send + Sync + 'static {
         self.write(lane, peer, head, body)
     }
 
+    /// As `write`, of a body that the peer reduces, and whose result belongs in its place, in
+    /// `whole`, which the caller may write to: the peer may put it there. `has_come_back` says
+    /// whether it has.
+    fn write_to_come_back(
+        &self,
+        lane: Lane,
+        peer: usize,
+        (head, body): (&[u8], &[u8]),
+        _whole: &[u8],
+    ) -> Result<usize, Closed> {
+        self.write(lane, peer, head, body)
+    }
+
+    /// Whether the result of what was last written `to_come_back`, and is not held any more, is in
+    /// its place. Once for each.
+    fn has_come_back(&self, _peer: usize) -> bool {
+        false
+    }
+
     /// Whoever calls waits for a message of `peer`, and goes on waiting until one comes; its place
     /// is `memory`.
     fn expect(&self, _peer: usize, _memory: &[u8]) {}
@@ -57,9 +76,9 @@ pub(crate) trait Transport: fmt::Debug + Send + Sync + 'static {
     /// transport `lends`: who reads on passes the same memory, until `let_go`, or bytes have come.
     fn read(&self, lane: Lane, peer: usize, into: &mut [u8]) -> Result<usize, Closed>;
 
-    /// Whether what comes from `peer` can be used where it lies: see [`lend`](Self::lend). Then no
-    /// more is read than is asked for.
-    fn lends(&self, _peer: usize) -> bool {
+    /// Whether what comes next from `peer` can be used where it lies: see [`lend`](Self::lend).
+    /// Then no more is read than is asked for.
+    fn lends(&self, _lane: Lane, _peer: usize) -> bool {
         false
     }
 
@@ -67,6 +86,16 @@ pub(crate) trait Transport: fmt::Debug + Send + Sync + 'static {
     /// that it has used less than a piece; how many bytes were used. Only if it `lends`.
     fn lend(&self, _peer: usize, _take: &mut dyn FnMut(&[u8]) -> usize) -> Result<usize, Closed> {
         Ok(0)
+    }
+
+    /// As `lend`, of bytes in whose place the result goes: `take` puts it there too. `None` where
+    /// what comes next is nothing of that kind.
+    fn lend_to_come_back(
+        &self,
+        _peer: usize,
+        _take: &mut dyn FnMut(&mut [u8]) -> usize,
+    ) -> Result<Option<usize>, Closed> {
+        Ok(None)
     }
 
     /// Bytes of bodies that were not copied, neither to the link nor from it: sent from where they

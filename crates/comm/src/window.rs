@@ -8,6 +8,11 @@
 //!
 //! Steps of a fence: four (lengths, then requests with the data of puts; lengths, then answers).
 //! Bytes: 24 for each request, 16 for each peer, and the data once.
+//!
+//! What one rank puts to another between two fences, and what it gets, are bounded each by what the
+//! other exposes and [`SPARE_BYTES`]: so a rank never makes room for more, whatever its peers say.
+//! One that announces more fails the fence on all ranks: [`Error::Length`] of `receives`, with what
+//! was announced.
 
 use paceline_base::Rank;
 
@@ -22,6 +27,8 @@ pub struct Window<'a> {
     sizes: Vec<u64>,
     /// What goes to each rank at the next fence.
     requests: Vec<Vec<u8>>,
+    /// Bytes that are wanted of each rank.
+    wanted: Vec<u64>,
     /// Where answers of each rank go: for each get its number and length.
     gets: Vec<Vec<(usize, usize)>>,
     count: usize,
@@ -60,7 +67,23 @@ pub enum WindowError {
         /// Bytes that it exposes; 0 if there is no such rank.
         exposed: u64,
     },
+    /// More than a rank takes between two fences.
+    #[error(
+        "{rank} would get requests or give answers of {bytes} bytes, at most {most} in a fence"
+    )]
+    Full {
+        /// Whose memory.
+        rank: Rank,
+        /// Bytes with this request.
+        bytes: u64,
+        /// What it exposes and [`SPARE_BYTES`].
+        most: u64,
+    },
 }
+
+/// Bytes of requests, and of answers, that a rank takes from another at a fence beyond what it
+/// exposes: heads of 43,690 requests.
+pub const SPARE_BYTES: u64 = 1 << 20;
 
 /// Bytes of a request: what, offset, length.
 const REQUEST_BYTES: usize = 24;
@@ -86,6 +109,7 @@ impl<'a> Window<'a> {
             memory,
             sizes,
             requests: vec![Vec::new(); size],
+            wanted: vec![0; size],
             gets: vec![Vec::new(); size],
             count: 0,
         })
@@ -99,7 +123,7 @@ impl<'a> Window<'a> {
     /// Notes that `bytes` are to be written to the buffer of `rank`, from `offset` on.
     ///
     /// # Errors
-    /// [`WindowError::Outside`]; nothing is noted.
+    /// Any [`WindowError`]; nothing is noted.
     pub fn put(&mut self, rank: Rank, offset: u64, bytes: &[u8]) -> Result<(), WindowError> {
         self.note(PUT, rank, offset, bytes.len() as u64)?;
         self.requests[rank.0 as usize].extend_from_slice(bytes);
@@ -109,7 +133,7 @@ impl<'a> Window<'a> {
     /// Notes that `length` bytes of the buffer of `rank` are wanted, from `offset` on.
     ///
     /// # Errors
-    /// [`WindowError::Outside`]; nothing is noted.
+    /// Any [`WindowError`]; nothing is noted.
     pub fn get(&mut self, rank: Rank, offset: u64, length: usize) -> Result<Ticket, WindowError> {
         self.note(GET, rank, offset, length as u64)?;
         self.gets[rank.0 as usize].push((self.count, length));
@@ -128,19 +152,34 @@ impl<'a> Window<'a> {
                 exposed,
             });
         }
+        let requests = &mut self.requests[rank.0 as usize];
+        let wanted = &mut self.wanted[rank.0 as usize];
+        let (put, got) = if what == PUT {
+            (length, 0)
+        } else {
+            (0, length)
+        };
+        let requested = (requests.len() + REQUEST_BYTES) as u64 + put;
+        let (bytes, most) = (requested.max(*wanted + got), most_of(exposed));
+        if bytes > most {
+            return Err(WindowError::Full { rank, bytes, most });
+        }
+        *wanted += got;
         let words = [what, offset, length].map(u64::to_le_bytes);
-        self.requests[rank.0 as usize].extend(words.concat());
+        requests.extend(words.concat());
         Ok(())
     }
 
     /// Does all that was noted since the last fence, on all ranks. Collective.
     ///
     /// # Errors
-    /// Any [`Error`]; the exposed buffers are then unspecified.
+    /// Any [`Error`]; the exposed buffers are then unspecified. [`Error::Length`] if a rank sends
+    /// more than it may.
     #[track_caller]
     pub fn fence(&mut self, deadline: Deadline) -> Result<Answers, Error> {
         let requests: Vec<Vec<u8>> = self.requests.iter_mut().map(std::mem::take).collect();
-        let received = exchange(self.group, &requests, deadline)?;
+        let most = vec![self.most(); requests.len()];
+        let received = exchange(self.group, &requests, &most, deadline)?;
         for requests in &received {
             self.apply(requests, PUT, &mut Vec::new());
         }
@@ -152,7 +191,8 @@ impl<'a> Window<'a> {
                 answer
             })
             .collect();
-        let received = exchange(self.group, &answers, deadline)?;
+        let wanted: Vec<u64> = self.wanted.iter_mut().map(std::mem::take).collect();
+        let received = exchange(self.group, &answers, &wanted, deadline)?;
         let mut gets = vec![Vec::new(); std::mem::take(&mut self.count)];
         for (wanted, bytes) in self.gets.iter_mut().map(std::mem::take).zip(&received) {
             let mut rest = &bytes[..];
@@ -165,9 +205,15 @@ impl<'a> Window<'a> {
         Ok(Answers(gets))
     }
 
-    /// Does the requests of one kind. What does not fit this buffer, which an honest peer has
-    /// checked, is left out.
+    /// Bytes that one rank may send to this one at a fence, or have of it.
+    fn most(&self) -> u64 {
+        most_of(self.memory.len() as u64)
+    }
+
+    /// Does the requests of one kind. What does not fit this buffer or into an answer, which an
+    /// honest peer has checked, is left out.
     fn apply(&mut self, mut requests: &[u8], kind: u64, answer: &mut Vec<u8>) {
+        let most = usize::try_from(self.most()).unwrap_or(usize::MAX);
         while let Some((head, rest)) = requests.split_first_chunk::<REQUEST_BYTES>() {
             let word = |at: usize| {
                 let bytes = head[at..].first_chunk().copied().unwrap_or_default();
@@ -186,23 +232,36 @@ impl<'a> Window<'a> {
                 Some(place) if what == kind && what == PUT && data.len() == length => {
                     place.copy_from_slice(data);
                 }
-                Some(place) if what == kind && what == GET => answer.extend_from_slice(place),
+                Some(place) if what == kind && what == GET && length <= most - answer.len() => {
+                    answer.extend_from_slice(place);
+                }
                 _ => {}
             }
         }
     }
 }
 
-/// Sends each rank its bytes and returns what each sent: lengths, then bytes. Two steps.
+/// What a rank that exposes so many bytes takes of another.
+const fn most_of(exposed: u64) -> u64 {
+    exposed.saturating_add(SPARE_BYTES)
+}
+
+/// Sends each rank its bytes and returns what each sent, at most so many bytes: lengths, then
+/// bytes. Two steps.
 #[track_caller]
 fn exchange(
     group: &dyn Group,
     outgoing: &[Vec<u8>],
+    most: &[u64],
     deadline: Deadline,
 ) -> Result<Vec<Vec<u8>>, Error> {
     let sends: Vec<u64> = outgoing.iter().map(|bytes| bytes.len() as u64).collect();
     let mut receives = vec![0; sends.len()];
     group.all_to_all(&sends, &mut receives, deadline)?;
+    // There is no room for more than that: whoever sends it all the same makes the call fail.
+    for (announced, most) in receives.iter_mut().zip(most) {
+        *announced = (*announced).min(*most);
+    }
     let index = |counts: Vec<u64>| -> Vec<usize> {
         let count = |count| usize::try_from(count).unwrap_or(usize::MAX);
         counts.into_iter().map(count).collect()
@@ -235,6 +294,7 @@ pub(crate) fn parse(bytes: &[u8]) {
         memory: vec![0; EXPOSED],
         sizes: vec![EXPOSED as u64],
         requests: vec![Vec::new()],
+        wanted: vec![0],
         gets: vec![Vec::new()],
         count: 0,
     };
@@ -243,6 +303,7 @@ pub(crate) fn parse(bytes: &[u8]) {
         window.apply(bytes, kind, &mut answer);
         let most = bytes.len() / REQUEST_BYTES * EXPOSED;
         assert!(answer.len() <= most, "more than was asked for");
+        assert!(answer.len() as u64 <= window.most(), "without a bound");
     }
 }
 
@@ -294,5 +355,70 @@ mod tests {
             .collect::<Vec<_>>()
             .into_iter()
             .for_each(|t| t.join().unwrap());
+    }
+
+    #[test]
+    fn what_is_noted_between_fences_is_bounded() {
+        let group = local::ranks(1).remove(0);
+        let by = Deadline::at(Instant::now() + Duration::from_secs(20));
+        let mut window = Window::expose(&group, vec![0; 1000], by).unwrap();
+        let most = 1000 + SPARE_BYTES;
+        let full = |bytes| WindowError::Full {
+            rank: Rank(0),
+            bytes,
+            most,
+        };
+        let puts = most / (1000 + 24);
+        for _ in 0..puts {
+            window.put(Rank(0), 0, &[1; 1000]).unwrap();
+        }
+        let error = window.put(Rank(0), 0, &[1; 1000]).unwrap_err();
+        assert_eq!(error, full((puts + 1) * 1024));
+        assert_eq!(
+            error.to_string(),
+            "rank 0 would get requests or give answers of 1049600 bytes, at most 1049576 in a fence"
+        );
+        window.fence(by).unwrap();
+        let gets = most / 1000;
+        let tickets: Vec<Ticket> = (0..gets)
+            .map(|_| window.get(Rank(0), 0, 1000).unwrap())
+            .collect();
+        let error = window.get(Rank(0), 0, 1000).unwrap_err();
+        assert_eq!(error, full((gets + 1) * 1000));
+        let answers = window.fence(by).unwrap();
+        assert_eq!(answers.of(tickets[tickets.len() - 1]), [1; 1000]);
+    }
+
+    /// Rank 1 believes that rank 0 exposes more than it does, and sends what that would take.
+    #[test]
+    fn a_rank_that_sends_more_than_it_may_fails_the_fence_by_name() {
+        let by = Deadline::at(Instant::now() + Duration::from_secs(20));
+        let threads = local::ranks(2).into_iter().map(|group| {
+            thread::spawn(move || {
+                let rank = group.rank();
+                let mut window = Window::expose(&group, vec![0; 100], by).unwrap();
+                if rank == Rank(1) {
+                    window.sizes[0] = 4 << 20;
+                    window.put(Rank(0), 0, &vec![1; 4 << 20]).unwrap();
+                }
+                window.fence(by).unwrap_err()
+            })
+        });
+        let threads: Vec<_> = threads.collect();
+        let mut errors = threads.into_iter().map(|rank| rank.join().unwrap());
+        let (sent, most) = (24 + (4 << 20), 100 + SPARE_BYTES);
+        let Some(Error::Length {
+            rank,
+            buffer,
+            expected,
+            got,
+            ..
+        }) = errors.next()
+        else {
+            panic!("the receiver has another error");
+        };
+        assert_eq!((rank, buffer), (Rank(0), "receives"));
+        assert_eq!((expected, got), (sent, most));
+        assert!(errors.next().is_some(), "the sender hears of it too");
     }
 }

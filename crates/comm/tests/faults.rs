@@ -16,7 +16,7 @@ use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
 use paceline_comm::rendezvous::{Meeting, Wanted, meet};
-use paceline_comm::{Deadline, Group, Reduce, shm, tcp};
+use paceline_comm::{Deadline, Group, Memory, Reduce, shm, tcp};
 use worker::Worker;
 
 fn soon(seconds: u64) -> Deadline {
@@ -60,9 +60,10 @@ fn worker() {
 }
 
 fn work(group: &dyn Group) -> paceline_comm::Error {
-    let (mut small, mut large) = (vec![1.0_f32; 1000], vec![1.0_f32; 100_000]);
+    // Over shared memory the others map the second, and two ranks write to each other's.
+    let (mut small, mut large) = (vec![1.0_f32; 1000], Memory::new(Some(group), 200_000));
     loop {
-        for data in [&mut small, &mut large] {
+        for data in [&mut small[..], &mut large] {
             data.fill(1.0);
             if let Err(error) = group.all_reduce(data, Reduce::Sum, soon(3600)) {
                 return error;

@@ -188,7 +188,7 @@ fn lend_and_take_back(loans: u64, looks: bool) {
             let (slot, bytes) = &*shared;
             for number in 1..=loans {
                 bytes.store(number, Relaxed);
-                slot.lend(number, 0, 8);
+                slot.lend(number, 0, 8, None);
                 while number < loans && slot.is_out() {
                     thread::yield_now();
                 }
@@ -214,7 +214,7 @@ fn take(slot: &loan::Slot, bytes: &AtomicU64, number: u64, looks: bool) -> bool 
     assert_eq!(loan.at, number);
     let copy = bytes.load(Relaxed);
     if !looks || slot.stands(&loan) {
-        slot.take(&loan);
+        slot.take(&loan, false);
         assert_eq!(copy, number);
     }
     true
@@ -224,6 +224,44 @@ fn take(slot: &loan::Slot, bytes: &AtomicU64, number: u64, looks: bool) -> bool 
 fn what_is_taken_was_lent() {
     check(3, || lend_and_take_back(1, true));
     check(3, || lend_and_take_back(2, true));
+}
+
+/// The reader puts a result in the place of what was lent: the writer sees it, or the loan was
+/// taken without.
+fn lend_and_have_back(returned: bool) {
+    let shared = Arc::new((loan::Slot::new(), AtomicU64::new(0)));
+    let reader = {
+        let shared = Arc::clone(&shared);
+        thread::spawn(move || {
+            let (slot, bytes) = &*shared;
+            let loan = loop {
+                match slot.loan() {
+                    Some(loan) => break loan,
+                    None => thread::yield_now(),
+                }
+            };
+            assert_eq!(bytes.load(Relaxed), 3);
+            if returned {
+                bytes.store(5, Relaxed);
+            }
+            slot.take(&loan, returned);
+        })
+    };
+    let (slot, bytes) = &*shared;
+    bytes.store(3, Relaxed);
+    slot.lend(0, 0, 8, None);
+    while slot.is_out() {
+        thread::yield_now();
+    }
+    assert_eq!(slot.has_come_back(), returned);
+    assert_eq!(bytes.load(Relaxed), if returned { 5 } else { 3 });
+    reader.join().unwrap();
+}
+
+#[test]
+fn what_comes_back_is_there_when_the_loan_is_taken() {
+    check(3, || lend_and_have_back(true));
+    check(3, || lend_and_have_back(false));
 }
 
 /// The model finds what `stands` is for.

@@ -491,7 +491,7 @@ fn turns(group: &dyn Group) -> anyhow::Result<()> {
         let line = line?;
         let (bytes, calls) = line.split_once(' ').context("a turn is two numbers")?;
         let (bytes, calls): (usize, usize) = (bytes.parse()?, calls.parse()?);
-        let mut data = Memory::<f32>::new(None, bytes / 4);
+        let mut data = Memory::<f32>::new(Some(group), bytes / 4);
         let mut times = Vec::new();
         for turn in 0..calls + 3 {
             let start = Instant::now();
@@ -681,9 +681,9 @@ fn row(
         _ => 0,
     };
     let mut buffers = Buffers {
-        own: Memory::new(None, length),
-        all: Memory::new(None, all),
-        again: Memory::new(None, if many { all } else { 0 }),
+        own: Memory::new(Some(group), length),
+        all: Memory::new(many.then_some(group), all),
+        again: Memory::new(Some(group), if many { all } else { 0 }),
         turn: 0,
     };
     (0..3).try_for_each(|_| call(group, &mut buffers, by))?;

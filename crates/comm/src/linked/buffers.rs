@@ -8,6 +8,10 @@ use crate::plan::{Act, Place, Plan, Span};
 use crate::reduce::{Side, fold, reduce_parts};
 use crate::{Collective, Dtype, Reduce};
 
+/// Bytes that are reduced, then copied, while they are in the first cache; whole elements of any
+/// type.
+const BLOCK_BYTES: usize = 8 << 10;
+
 /// See [`Place`].
 pub(super) struct Buffers<'a> {
     input: &'a [u8],
@@ -104,6 +108,26 @@ impl<'a> Buffers<'a> {
         let (op, dtype) = (self.op, self.folds);
         let into = &mut self.get_mut(span)[at..at + bytes.len()];
         fold(op, dtype, side, into, bytes);
+    }
+
+    /// The same, and puts the result in the place of `bytes` too.
+    pub(super) fn fold_both(&mut self, span: &Span, at: usize, side: Side, bytes: &mut [u8]) {
+        let (op, dtype) = (self.op, self.folds);
+        let into = &mut self.get_mut(span)[at..at + bytes.len()];
+        let blocks = into.chunks_mut(BLOCK_BYTES);
+        for (into, from) in blocks.zip(bytes.chunks_mut(BLOCK_BYTES)) {
+            fold(op, dtype, side, into, from);
+            from.copy_from_slice(into);
+        }
+    }
+
+    /// All of a buffer.
+    pub(super) fn all(&self, place: Place) -> &[u8] {
+        match place {
+            Place::Input => self.input,
+            Place::Work => self.work,
+            Place::Scratch => self.scratch,
+        }
     }
 
     /// Does what a step has to do after its transfers.

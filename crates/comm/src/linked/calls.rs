@@ -44,6 +44,8 @@ struct Peer {
     said: Option<Call>,
     /// Payload of the current frame that is still to come.
     left: u64,
+    /// What it was sent in this call has come back reduced.
+    came_back: bool,
     sending: Option<Sending>,
     receiving: Option<Receiving>,
 }
@@ -53,8 +55,18 @@ struct Sending {
     span: Span,
     /// Bytes of head and span that are gone.
     done: usize,
-    /// Peers keep it as it is, most likely.
-    whole: bool,
+    fate: Fate,
+}
+
+/// What the peer does with what it is sent.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Fate {
+    /// It may be reduced.
+    Any,
+    /// It is kept as it is, most likely.
+    Kept,
+    /// It is reduced, and the result belongs in its place.
+    ComesBack,
 }
 
 struct Receiving {
@@ -176,6 +188,8 @@ impl<T: Transport> Linked<T> {
             deadline,
             algorithm: plan.algorithm.code(),
             buffers: Buffers::new(&mut collective, plan, scratch, (self.rank, self.size)),
+            comes_back: plan.comes_back,
+            gave_back: 0,
         };
         run.steps(plan, peers).map_err(|stop| {
             let error = run.fail(stop, peers);
@@ -204,12 +218,17 @@ struct Run<'a, T> {
     deadline: Deadline,
     algorithm: u8,
     buffers: Buffers<'a>,
+    /// See `Plan::comes_back`.
+    comes_back: bool,
+    /// Bytes that were reduced and put in the place where the peer has them, too.
+    gave_back: usize,
 }
 
 impl<T: Transport> Run<'_, T> {
     fn steps(&mut self, plan: &Plan, peers: &mut [Peer]) -> Result<(), Stop> {
         for peer in &mut *peers {
             (peer.said, peer.sending, peer.receiving) = (None, None, None);
+            peer.came_back = false;
         }
         let mut greeted = false;
         for (step, acts) in (0..).zip(plan.steps()) {
@@ -229,13 +248,20 @@ impl<T: Transport> Run<'_, T> {
     /// Puts the transfers of a step into the peers' entries.
     fn begin(&self, step: u16, acts: &[Act], peers: &mut [Peer]) {
         // Ranks do in a step what others do to them, but for trees.
-        let whole = !acts.iter().any(is_reduced);
+        let fate = match acts.iter().any(is_reduced) {
+            false => Fate::Kept,
+            true if self.comes_back => Fate::ComesBack,
+            true => Fate::Any,
+        };
+        let is_there = self.comes_back && step == 1;
         for act in acts {
             match act {
+                Act::Send { span, .. } if is_there && self.gave_back == span.len() => {}
+                Act::Receive { peer, .. } if is_there && peers[*peer].came_back => {}
                 Act::Send { peer, span } if span.len() > 0 => {
                     self.group.carries(span.len());
                     let sending = self.sending(step, span.clone());
-                    peers[*peer].sending = Some(Sending { whole, ..sending });
+                    peers[*peer].sending = Some(Sending { fate, ..sending });
                 }
                 Act::Receive { peer, span, take } if span.len() > 0 => {
                     self.group.carries(span.len());
@@ -265,7 +291,7 @@ impl<T: Transport> Run<'_, T> {
             head,
             span,
             done: 0,
-            whole: false,
+            fate: Fate::Any,
         }
     }
 
@@ -357,14 +383,21 @@ impl<T: Transport> Run<'_, T> {
         let head = &sending.head[sending.done.min(HEADER_BYTES)..];
         let body = self.buffers.get(&sending.span);
         let body = &body[sending.done.saturating_sub(HEADER_BYTES)..];
-        let count = match sending.whole {
-            true => self.group.write_whole(Lane::Calls, rank, head, body),
-            false => self.group.write(Lane::Calls, rank, head, body),
+        let (group, lane) = (self.group, Lane::Calls);
+        let count = match sending.fate {
+            Fate::Kept => group.write_whole(lane, rank, head, body),
+            Fate::Any => group.write(lane, rank, head, body),
+            Fate::ComesBack => {
+                let whole = self.buffers.all(sending.span.place);
+                group.write_to_come_back(lane, rank, (head, body), whole)
+            }
         };
         let count = count.map_err(|Closed| Stop::Lost(rank))?;
         sending.done += count;
         let gone = sending.done == HEADER_BYTES + sending.span.len();
         if gone && !self.group.transport.holds(Lane::Calls, rank) {
+            let comes_back = sending.fate == Fate::ComesBack;
+            peer.came_back = comes_back && self.group.transport.has_come_back(rank);
             peer.sending = None;
         }
         Ok(count > 0)
@@ -448,7 +481,7 @@ impl<T: Transport> Run<'_, T> {
         let transport = &self.group.transport;
         let missing = into.span.len() - into.done;
         debug_assert_eq!(missing as u64, left, "a frame fits what is expected");
-        let lends = transport.lends(rank);
+        let lends = transport.lends(Lane::Calls, rank);
         let direct = into.take == Take::Copy && (missing >= DIRECT_BYTES || lends);
         let count = if direct && inbuf.bytes().is_empty() {
             let rest = &mut self.buffers.get_mut(&into.span)[into.done..];
@@ -491,15 +524,29 @@ impl<T: Transport> Run<'_, T> {
         let (transport, buffers) = (&self.group.transport, &mut self.buffers);
         let (mut done, end) = (into.done, into.span.len());
         let mut is_cut = false;
+        let whole = |there: usize| there - there % width;
+        let given = self.comes_back.then(|| {
+            transport.lend_to_come_back(rank, &mut |bytes| {
+                let count = whole(bytes.len().min(end - done));
+                buffers.fold_both(&into.span, done, side, &mut bytes[..count]);
+                is_cut = count == 0;
+                count
+            })
+        });
+        let lost = |Closed| Stop::Lost(rank);
+        let given = given.transpose().map_err(lost)?.flatten();
+        if let Some(count) = given {
+            self.gave_back += count;
+            return Ok((!is_cut).then_some(count));
+        }
         let lent = transport.lend(rank, &mut |bytes| {
-            let there = bytes.len().min(end - done);
-            let count = there - there % width;
+            let count = whole(bytes.len().min(end - done));
             buffers.fold(&into.span, done, side, &bytes[..count]);
             done += count;
             is_cut = done == into.done;
             count
         });
-        let count = lent.map_err(|Closed| Stop::Lost(rank))?;
+        let count = lent.map_err(lost)?;
         Ok((!is_cut).then_some(count))
     }
 

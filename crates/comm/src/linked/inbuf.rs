@@ -71,7 +71,7 @@ impl Inbuf {
             self.bytes.copy_within(self.start..self.end, 0);
             (self.start, self.end) = (0, self.end - self.start);
         }
-        let end = match transport.lends(peer) {
+        let end = match transport.lends(lane, peer) {
             true => most.min(self.start + wanted),
             false => most,
         };

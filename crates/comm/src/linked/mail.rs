@@ -236,7 +236,11 @@ impl Post {
         group
             .received
             .fetch_add(HEADER_BYTES as u64, Ordering::Relaxed);
-        self.frame(Header::decode(&head), spare, group.transport.lends(peer));
+        self.frame(
+            Header::decode(&head),
+            spare,
+            group.transport.lends(Lane::Messages, peer),
+        );
         if self.garbled { Err(Closed) } else { Ok(true) }
     }
 
@@ -340,7 +344,7 @@ fn fill<T: Transport>(
 ) -> Result<usize, Closed> {
     let have = message.bytes.len();
     let missing = length - have;
-    let direct = missing >= DIRECT_BYTES || (missing > 0 && transport.lends(peer));
+    let direct = missing >= DIRECT_BYTES || (missing > 0 && transport.lends(Lane::Messages, peer));
     if inbuf.bytes().is_empty() && direct {
         message.bytes.resize(have + missing.min(AHEAD_BYTES), 0);
         let count = transport.read(Lane::Messages, peer, &mut message.bytes[have..]);
@@ -467,7 +471,7 @@ impl<T: Transport> Linked<T> {
     ) -> Result<(), Error> {
         let call = self.message(Kind::Recv { from, tag }, into.dtype(), into.len())?;
         let peer = from.0 as usize;
-        let lends = self.transport.lends(peer);
+        let lends = self.transport.lends(Lane::Messages, peer);
         let memory: *mut [u8] = into.bytes_mut();
         let found = self.look(peer, deadline, |mail| {
             let found = self.find(mail, peer, tag, call);

@@ -224,6 +224,20 @@ impl<T: Transport> Linked<T> {
         Ok(count)
     }
 
+    /// As `write`, of a part of `whole` that may come back reduced.
+    fn write_to_come_back(
+        &self,
+        lane: Lane,
+        peer: usize,
+        frame: (&[u8], &[u8]),
+        whole: &[u8],
+    ) -> Result<usize, Closed> {
+        let transport = &self.transport;
+        let count = transport.write_to_come_back(lane, peer, frame, whole)?;
+        self.sent.fetch_add(count as u64, Ordering::Relaxed);
+        Ok(count)
+    }
+
     fn write(&self, lane: Lane, peer: usize, head: &[u8], body: &[u8]) -> Result<usize, Closed> {
         let count = self.transport.write(lane, peer, head, body)?;
         self.sent.fetch_add(count as u64, Ordering::Relaxed);

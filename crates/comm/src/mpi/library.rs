@@ -16,9 +16,10 @@ use paceline_base::{Bytes, Rank};
 use super::ops::{Ops, datatype};
 use super::{NAME, StartError};
 use crate::split::members;
+use crate::transport::{Patience, Pause};
 use crate::{
     Call, Collective, Counts, Data, DataMut, Deadline, Dtype, Error, Group, Kind, MESSAGES_HELD,
-    Traffic, Tuning, deadline,
+    Traffic, Tuning, deadline, local,
 };
 
 /// Where the data of an empty buffer is. Rust's empty slices begin at small numbers, and 1 is Open
@@ -39,7 +40,7 @@ fn start_mut(bytes: &mut [u8]) -> *mut c_void {
     }
 }
 
-/// Between looks for a message: MPI has no wait that ends.
+/// Between looks for a message that is long in coming: MPI has no wait that ends.
 const NAP: Duration = Duration::from_micros(50);
 
 /// MPI, started; ended when the last group of it is dropped, which waits for all processes.
@@ -135,6 +136,8 @@ struct Mpi {
     session: Arc<Session>,
     rank: Rank,
     size: u32,
+    /// How to look for a message before the first nap.
+    patience: Patience,
     /// Collectives come one after the other.
     turn: Mutex<()>,
     sending: Mutex<Vec<Sending>>,
@@ -163,6 +166,7 @@ impl Mpi {
             session,
             rank: Rank(rank.cast_unsigned()),
             size: size.cast_unsigned(),
+            patience: local::patience(usize::try_from(size).unwrap_or(usize::MAX)),
             turn: Mutex::new(()),
             sending: Mutex::default(),
             cause: OnceLock::new(),
@@ -188,6 +192,13 @@ impl Mpi {
                 backend: NAME,
                 code,
             })),
+        }
+    }
+
+    /// Waits a little after the `looks`th look for a message, longer after many.
+    fn rest(&self, looks: u32) {
+        if self.patience.pause(looks) == Pause::Block {
+            std::thread::sleep(NAP);
         }
     }
 
@@ -426,11 +437,13 @@ impl Group for Mpi {
             self.count(call, tag as usize)?,
         );
         let peer = self.count(call, to.0 as usize)?;
+        let mut looks = 0;
         while self.held(to) >= MESSAGES_HELD {
             if deadline.left(deadline::now()).is_zero() {
                 return Err(self.fail(Error::Timeout { call, rank: to }));
             }
-            std::thread::sleep(NAP);
+            looks += 1;
+            self.rest(looks);
         }
         let bytes = message.bytes().to_vec();
         let of = datatype(message.dtype());
@@ -472,7 +485,7 @@ impl Group for Mpi {
         let (peer, of) = (self.count(call, from.0 as usize)?, datatype(into.dtype()));
         let mut status = MaybeUninit::<MPI_Status>::uninit();
         let mut message = MaybeUninit::uninit();
-        let mut found = 0;
+        let (mut found, mut looks) = (0, 0);
         loop {
             // SAFETY: all three are written, the last two if something was found.
             let code = unsafe {
@@ -487,7 +500,8 @@ impl Group for Mpi {
                 return Err(self.fail(Error::Timeout { call, rank: from }));
             }
             self.held(from);
-            std::thread::sleep(NAP);
+            looks += 1;
+            self.rest(looks);
         }
         let mut came = 0;
         // SAFETY: written above; a message is received into as many elements as it has, or none of

@@ -439,6 +439,19 @@ pub(super) fn decode(bytes: &[u8; DESTINATION_BYTES]) -> Destination {
     }
 }
 
+/// Reads `bytes` as what a peer says of a queue pair, and as addresses of two ranks' devices.
+#[cfg(any(test, feature = "testing"))]
+pub(super) fn parse(bytes: &[u8]) {
+    let destination = bytes.first_chunk().map(decode);
+    assert!(destination.is_none_or(|there| decode(&encode(&there)) == there));
+    let gids: Vec<Gid> = bytes.as_chunks().0.iter().copied().map(Gid).collect();
+    let (first, second) = gids.split_at(gids.len() / 2);
+    let second = &second[..first.len()];
+    let mut places = pairing(first, second);
+    places.sort_unstable();
+    assert!(places.into_iter().eq(0..first.len()), "a cable twice");
+}
+
 /// How ranks at these addresses wait: as threads of one machine if they share one.
 fn patience(addrs: &[Vec<SocketAddr>], rank: usize) -> Patience {
     let own: Vec<IpAddr> = addrs[rank].iter().map(SocketAddr::ip).collect();

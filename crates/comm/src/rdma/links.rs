@@ -161,7 +161,7 @@ impl Transport for Links {
         }
     }
 
-    fn lends(&self, peer: usize) -> bool {
+    fn lends(&self, _lane: Lane, peer: usize) -> bool {
         self.links[peer].is_some()
     }
 

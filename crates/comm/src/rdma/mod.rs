@@ -455,6 +455,13 @@ impl Group for Rdma {
     }
 }
 
+/// Reads `bytes` as what peers send over cables, and while they join; for fuzzing.
+#[cfg(any(test, feature = "testing"))]
+pub(crate) fn parse(bytes: &[u8]) {
+    message::parse(bytes);
+    join::parse(bytes);
+}
+
 #[cfg(test)]
 mod tests;
 #[cfg(test)]

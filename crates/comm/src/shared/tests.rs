@@ -231,3 +231,194 @@ fn rings_are_apart_and_fit() {
     assert!(size_of::<Bell>() <= CHECK_AT && CHECK_AT + size_of::<AtomicU64>() <= SLOTS_AT);
     assert_eq!(SLOTS_AT % align_of::<Slot>(), 0);
 }
+
+/// Two ranks of this process of which the second borrows from the first, as `able` says.
+#[cfg(target_os = "linux")]
+fn lender_and_borrower(able: Able) -> [Shared; 2] {
+    let segments: Vec<_> = (0..2)
+        .map(|_| Arc::new(Segment::new(2, None).unwrap()))
+        .collect();
+    let mut ranks = [0, 1].map(|rank| {
+        let gone: Arc<[AtomicBool]> = (0..2).map(|_| AtomicBool::new(false)).collect();
+        let teller = Teller::Threads(Arc::default());
+        Shared::new(
+            rank,
+            segments.clone(),
+            gone,
+            teller,
+            crate::local::patience(2),
+        )
+    });
+    ranks[1].borrow_from(0, std::process::id(), able);
+    ranks
+}
+
+/// Memory that peers map, and a head as that of a frame.
+#[cfg(target_os = "linux")]
+fn lendable(bytes: usize) -> (crate::Memory<u8>, [u8; 4]) {
+    let mut memory = crate::Memory::<u8>::with(bytes, regions::share);
+    memory.fill(7);
+    (memory, [1, 2, 3, 4])
+}
+
+#[cfg(target_os = "linux")]
+#[test]
+fn memory_is_lent_by_the_way_that_its_reader_has() {
+    let (memory, head) = lendable(10_000);
+    let plain = vec![7_u8; 10_000];
+    for (maps, reads, body, lent, in_view) in [
+        (true, false, &memory[..], true, true),
+        (true, true, &memory[..], true, true),
+        (false, true, &memory[..], true, false),
+        (true, true, &plain[..], true, false),
+        (true, false, &plain[..], false, false),
+        (false, false, &memory[..], false, false),
+    ] {
+        let [lender, borrower] = lender_and_borrower(Able { reads, maps });
+        let count = lender.write(Lane::Calls, 1, &head, body).unwrap();
+        assert_eq!(count, 10_004);
+        let text = format!("{maps} {reads} {in_view}");
+        assert_eq!(lender.holds(Lane::Calls, 1), lent, "{text}");
+        let mut into = [0; 10_004];
+        assert_eq!(borrower.read(Lane::Calls, 0, &mut into[..4]), Ok(4));
+        assert_eq!(borrower.lends(Lane::Calls, 0), in_view, "{text}");
+        let rest = borrower.read(Lane::Calls, 0, &mut into[4..]);
+        assert_eq!((rest, &into[4..]), (Ok(10_000), body), "{text}");
+        assert!(!lender.holds(Lane::Calls, 1), "{text}");
+        let placed = if in_view { 10_000 } else { 0 };
+        assert_eq!(
+            (lender.placed(), borrower.placed()),
+            (placed, placed),
+            "{text}"
+        );
+    }
+}
+
+/// What a peer says of its memory may be wrong in every part: the process stays, and hears that
+/// the link is lost, or has the bytes by the other way.
+#[cfg(target_os = "linux")]
+#[test]
+fn a_loan_of_a_liar_is_refused_or_read_the_other_way() {
+    let (memory, _) = lendable(10_000);
+    let honest = regions::find(&memory).unwrap();
+    let loose = rustix::fs::memfd_create("loose", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+    let loose = u32::try_from(std::os::fd::AsRawFd::as_raw_fd(&loose)).unwrap();
+    let outside = |offset| (Place { offset, ..honest }, false);
+    let other = Place {
+        check: !honest.check,
+        ..honest
+    };
+    let unsealed = Place {
+        descriptor: loose,
+        ..honest
+    };
+    let nowhere = Place {
+        descriptor: u32::MAX,
+        ..honest
+    };
+    for (place, is_another) in [
+        outside(1 << 20),
+        outside(10_000_000_000),
+        outside(u64::MAX),
+        (other, true),
+        (unsealed, true),
+        (nowhere, true),
+    ] {
+        for reads in [false, true] {
+            let able = Able { reads, maps: true };
+            let [lender, borrower] = lender_and_borrower(able);
+            let address = memory.as_ptr() as u64;
+            lender.segments[1]
+                .slot(0)
+                .lend(0, address, 9_000, Some(place));
+            let mut into = [0; 9_000];
+            let read = borrower.read(Lane::Calls, 0, &mut into);
+            let expected = match is_another && reads {
+                true => Ok(9_000),
+                false => Err(Closed),
+            };
+            assert_eq!(read, expected, "{place:?}");
+            assert_eq!(
+                into.iter().all(|byte| *byte == 7),
+                read.is_ok(),
+                "{place:?}"
+            );
+        }
+    }
+}
+
+/// As in `tests/loom.rs` for copies: what was used of a loan that is taken back is thrown away.
+#[cfg(target_os = "linux")]
+#[test]
+fn what_is_used_of_a_loan_that_is_taken_back_is_lost() {
+    let (memory, head) = lendable(10_000);
+    let [lender, borrower] = lender_and_borrower(Able {
+        reads: false,
+        maps: true,
+    });
+    lender.write(Lane::Calls, 1, &head, &memory).unwrap();
+    borrower.read(Lane::Calls, 0, &mut [0; 4]).unwrap();
+    let half = borrower.lend(0, &mut |bytes| bytes.len() / 2);
+    assert_eq!(half, Ok(5_000));
+    let mut take_back = |bytes: &[u8]| {
+        lender.let_go(Lane::Calls);
+        bytes.len()
+    };
+    assert_eq!(borrower.lend(0, &mut take_back), Err(Closed));
+    assert_eq!(borrower.read(Lane::Calls, 0, &mut [0; 10]), Err(Closed));
+}
+
+/// The result goes to the place of what was lent, all of it or none; what is given up goes back.
+#[cfg(target_os = "linux")]
+#[test]
+fn what_is_lent_to_come_back_does_so_whole_or_not_at_all() {
+    const BYTES: usize = 40_000;
+    for (first, second, comes_back) in [
+        (BYTES, 0, true),
+        (BYTES / 2, BYTES / 2, true),
+        (BYTES / 2, BYTES / 4, false),
+    ] {
+        let (mut memory, head) = lendable(BYTES);
+        let [lender, borrower] = lender_and_borrower(Able {
+            reads: false,
+            maps: true,
+        });
+        let frame = (&head[..], &memory[..]);
+        let written = lender.write_to_come_back(Lane::Calls, 1, frame, &memory);
+        assert_eq!(written, Ok(BYTES + 4));
+        borrower.read(Lane::Calls, 0, &mut [0; 4]).unwrap();
+        for count in [first, second].into_iter().filter(|count| *count > 0) {
+            let taken = borrower.lend_to_come_back(0, &mut |bytes| {
+                bytes[..count].fill(9);
+                count
+            });
+            assert_eq!(taken, Ok(Some(count)));
+        }
+        let left = BYTES - first - second;
+        if left > 0 {
+            assert!(lender.holds(Lane::Calls, 1));
+            assert_eq!(borrower.read(Lane::Calls, 0, &mut vec![0; left]), Ok(left));
+        }
+        assert!(!lender.holds(Lane::Calls, 1));
+        assert_eq!(lender.has_come_back(1), comes_back);
+        assert!(!lender.has_come_back(1), "it is said once");
+        assert!(memory[..first + second].iter().all(|byte| *byte == 9));
+        lender.let_go(Lane::Calls);
+        assert!(regions::find(&memory).is_some(), "nothing was under way");
+
+        memory.fill(7);
+        let frame = (&head[..], &memory[..]);
+        lender
+            .write_to_come_back(Lane::Calls, 1, frame, &memory)
+            .unwrap();
+        lender.let_go(Lane::Calls);
+        assert_eq!(regions::find(&memory), None);
+        borrower.read(Lane::Calls, 0, &mut [0; 4]).unwrap();
+        let late = borrower.lend_to_come_back(0, &mut |bytes| {
+            bytes.fill(1);
+            bytes.len()
+        });
+        assert_eq!(late, Err(Closed));
+        assert!(memory.iter().all(|byte| *byte == 7));
+    }
+}

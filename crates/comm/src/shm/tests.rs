@@ -3,6 +3,7 @@
 //! For the latter the test binary runs itself: a child is one rank, told by its environment which,
 //! and prints a line for each thing that happens to it.
 
+mod in_memory;
 #[path = "../../tests/worker/mod.rs"]
 mod worker;
 
@@ -11,7 +12,7 @@ use std::thread;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use super::*;
-use crate::{Reduce, testing};
+use crate::{Memory, Reduce, testing};
 use worker::Worker;
 
 /// What DESIGN.md asks for.
@@ -26,14 +27,31 @@ fn listen() -> Listener {
 }
 
 fn make(size: u32) -> testing::Ranks {
+    make_with(size, &Config::default())
+}
+
+/// With the algorithm of long sums, whatever was measured.
+#[cfg(target_os = "linux")]
+fn make_two_shot(size: u32) -> testing::Ranks {
+    let force = Some(crate::Algorithm::TwoShot);
+    let config = Config {
+        force,
+        ..Config::default()
+    };
+    make_with(size, &config)
+}
+
+fn make_with(size: u32, config: &Config) -> testing::Ranks {
     let listeners: Vec<Listener> = (0..size).map(|_| listen()).collect();
     let addrs: Vec<_> = listeners.iter().map(Listener::addr).collect();
     let id = GroupId::random();
     let threads: Vec<_> = (0..)
         .zip(listeners)
         .map(|(rank, listener)| {
-            let addrs = addrs.clone();
-            thread::spawn(move || join(listener, Rank(rank), &addrs, id, soon(30)).unwrap())
+            let (addrs, config) = (addrs.clone(), config.clone());
+            thread::spawn(move || {
+                join_with(listener, Rank(rank), &addrs, id, config, soon(30)).unwrap()
+            })
         })
         .collect();
     let join = |thread: thread::JoinHandle<Shm>| Box::new(thread.join().unwrap()) as Box<dyn Group>;
@@ -45,12 +63,125 @@ fn conforms() {
     testing::run_all(&make, 0x5eed_0004);
 }
 
+#[test]
+fn conforms_with_all_buffers_in_memory_that_peers_map() {
+    let make = |size| in_memory::of(make(size));
+    testing::run_sizes(&make, 0x5eed_0007, &[1, 2, 4]);
+}
+
+/// What `call` adds to the counts of each of `size` ranks: bytes used in place, bytes copied.
+#[cfg(target_os = "linux")]
+fn copies_of(size: u32, call: impl Fn(&dyn Group) + Copy + Send + 'static) -> Vec<(u64, u64)> {
+    let ranks = make_two_shot(size).into_iter().map(|group| {
+        thread::spawn(move || {
+            let before = group.copies();
+            call(&*group);
+            let after = group.copies();
+            group.barrier(soon(30)).unwrap();
+            (
+                after.in_place.0 - before.in_place.0,
+                after.staged.0 - before.staged.0,
+            )
+        })
+    });
+    let ranks: Vec<_> = ranks.collect();
+    ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+}
+
+#[cfg(target_os = "linux")]
+#[test]
+fn memory_of_a_group_is_reduced_where_it_lies() {
+    const LENGTH: usize = 300_000;
+    fn reduce(group: &dyn Group, data: &mut [f32]) {
+        data.fill(group.rank().0 as f32 + 1.0);
+        group.all_reduce(data, Reduce::Sum, soon(30)).unwrap();
+        let sum = (1..=group.size()).sum::<u32>() as f32;
+        assert!(data.iter().all(|value| *value == sum));
+    }
+    let in_memory = |group: &dyn Group| {
+        let mut memory = Memory::new(Some(group), LENGTH);
+        reduce(group, &mut memory);
+        // A part of it at an odd place is as good.
+        reduce(group, &mut memory[12_345..]);
+    };
+    for size in [2, 3] {
+        for (in_place, staged) in copies_of(size, in_memory) {
+            assert!(in_place > 0 && staged == 0, "{size}: {in_place}, {staged}");
+        }
+    }
+    // Of two ranks each puts its half of the sum into the other's memory too, if that has its
+    // pages for itself: nothing else is exchanged.
+    let half = (2 * LENGTH) as u64;
+    let whole = |group: &dyn Group| reduce(group, &mut Memory::new(Some(group), LENGTH));
+    assert_eq!(copies_of(2, whole), [(2 * half, 0); 2]);
+    let part = |group: &dyn Group| {
+        let mut memory = Memory::<f32>::new(Some(group), LENGTH + 2);
+        reduce(group, &mut memory[1..=LENGTH]);
+    };
+    assert_eq!(copies_of(2, part), [(4 * half, 0); 2]);
+    // One rank has memory of the group, the other has not.
+    let mixed = |group: &dyn Group| match group.rank() {
+        Rank(0) => reduce(group, &mut Memory::new(Some(group), LENGTH)),
+        _ => reduce(group, &mut vec![0.0; LENGTH]),
+    };
+    assert_eq!(copies_of(2, mixed), [(2 * half, half); 2]);
+    let by_process = |group: &dyn Group| reduce(group, &mut vec![0.0; LENGTH]);
+    assert_eq!(copies_of(2, by_process), [(0, 4 * half); 2]);
+}
+
+/// A peer that has been stopped may go on when its memory has gone back to its owner: what it
+/// writes then must not be seen there.
+#[cfg(target_os = "linux")]
+#[test]
+fn memory_that_a_peer_may_still_write_to_is_taken_back_when_a_sum_fails() {
+    use crate::regions::find;
+    let mut ranks = make_two_shot(2).into_iter();
+    let (first, second) = (ranks.next().unwrap(), ranks.next().unwrap());
+    let mut memory = Memory::<u8>::new(Some(&*first), 100_000);
+    memory.fill(7);
+    let place = find(&memory).unwrap();
+    let soon_over = Deadline::at(Instant::now() + Duration::from_millis(200));
+    let error = first
+        .all_reduce(&mut memory, Reduce::Sum, soon_over)
+        .unwrap_err();
+    assert!(
+        matches!(error, crate::Error::Timeout { rank: Rank(1), .. }),
+        "{error}"
+    );
+    assert_eq!(find(&memory), None, "known at {place:?} before");
+    assert!(memory.iter().all(|byte| *byte == 7));
+    let mut late = Memory::<u8>::new(Some(&*second), 100_000);
+    assert!(second.all_reduce(&mut late, Reduce::Sum, soon(5)).is_err());
+    assert!(memory.iter().all(|byte| *byte == 7));
+}
+
+/// A group that was split off uses the same memory.
+#[cfg(target_os = "linux")]
+#[test]
+fn parts_of_a_group_map_its_memory_too() {
+    for (in_place, staged) in copies_of(3, |group| {
+        let part = group.split(group.rank().0 / 2, 0, soon(30)).unwrap();
+        let mut memory = Memory::<u8>::new(Some(group), 50_000);
+        memory.fill(1);
+        part.all_reduce(&mut memory, Reduce::Sum, soon(30)).unwrap();
+        assert!(memory.iter().all(|sum| u32::from(*sum) == part.size()));
+        let copies = part.copies();
+        assert_eq!(
+            (copies.in_place.0 > 0, copies.staged.0),
+            (part.size() > 1, 0)
+        );
+        part.barrier(soon(30)).unwrap();
+    }) {
+        assert_eq!(in_place, 0, "the whole group did nothing with it: {staged}");
+    }
+}
+
 #[cfg(target_os = "linux")]
 #[test]
 fn memory_of_others_is_opened_only_if_it_cannot_be_cut_short() {
     use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
     use std::os::fd::AsRawFd;
-    let own = Memory::new(2).unwrap();
+    let own = File::new(Segment::file_bytes(2)).unwrap();
     assert!(ftruncate(&own.file, 0).is_err(), "it is sealed");
     let told = |name: &str, check: u64| {
         let mut said = [0; NAME_BYTES];
@@ -77,7 +208,7 @@ fn memory_of_others_is_opened_only_if_it_cannot_be_cut_short() {
         "/dev/zero",
         "/proc/1/fd/3/4",
     ] {
-        assert!(!is_descriptor(name), "{name}");
+        assert!(!crate::file::is_descriptor(name), "{name}");
         assert!(open(&told(name, 0), 2).is_none(), "{name}");
     }
     // Whatever bytes a peer sends.
@@ -124,6 +255,39 @@ fn a_loan_that_was_taken_back_is_an_error_for_both() {
     assert!(hasty.join().unwrap().is_err());
     let mut data = vec![0_u8; bytes];
     assert!(second.broadcast(&mut data, Rank(0), soon(5)).is_err());
+}
+
+/// A second process of a rank that is there already: both sides are told, and the group goes on.
+#[test]
+fn a_late_twin_is_told_why_and_so_is_the_group() {
+    for late in [Rank(0), Rank(1)] {
+        let (listeners, id) = ([listen(), listen()], GroupId::random());
+        let addrs = listeners.each_ref().map(Listener::addr);
+        let ranks = (0..).zip(listeners).map(|(rank, listener)| {
+            thread::spawn(move || join(listener, Rank(rank), &addrs, id, soon(30)).unwrap())
+        });
+        let ranks: Vec<_> = ranks.collect();
+        let ranks: Vec<Shm> = ranks.into_iter().map(|rank| rank.join().unwrap()).collect();
+        let error = join(listen(), late, &addrs, id, soon(30)).unwrap_err();
+        let duplicate = tcp::Refusal::Duplicate(late);
+        let why = match error {
+            JoinError::Refused { why, .. } => Some(why),
+            _ => None,
+        };
+        assert_eq!(why, Some(duplicate), "{error}");
+        let until = Instant::now() + Duration::from_secs(20);
+        while ranks.iter().all(|rank| rank.turned_away().is_none()) {
+            assert!(Instant::now() < until, "nobody turned the twin away");
+            thread::sleep(Duration::from_millis(5));
+        }
+        let told: Vec<_> = ranks.iter().filter_map(Shm::turned_away).collect();
+        assert!(told.iter().all(|why| *why == duplicate), "{told:?}");
+        let calls = ranks
+            .into_iter()
+            .map(|rank| thread::spawn(move || (&rank as &dyn Group).barrier(soon(20))));
+        let calls: Vec<_> = calls.collect();
+        assert!(calls.into_iter().all(|call| call.join().unwrap().is_ok()));
+    }
 }
 
 #[test]
@@ -197,12 +361,14 @@ fn worker() {
     let error = match role.as_str() {
         "steps" => {
             testing::run_rank(&group, 0x5eed_0005, 250).unwrap();
+            map_and_forget(&group);
             (&group as &dyn Group).barrier(soon(30)).unwrap();
             drop(group);
             println!("@left {}", Held::count() == held);
             return;
         }
         "reduce" | "rejoin" => reduce_forever(&group),
+        "memory" | "rejoin-memory" => reduce_memory_forever(&group),
         "idle" => {
             thread::sleep(Duration::from_millis(1000));
             reduce_forever(&group)
@@ -217,7 +383,7 @@ fn worker() {
     };
     let when = SystemTime::now().duration_since(UNIX_EPOCH).unwrap();
     println!("@error {} {error:?}", when.as_secs_f64());
-    if role == "rejoin" {
+    if role.starts_with("rejoin") {
         drop(group);
         let group = join_told();
         testing::run_rank(&group, 0x5eed_0006, 20).unwrap();
@@ -229,9 +395,21 @@ fn worker() {
 
 /// Adds up small and large buffers in turn, with a deadline that is far away.
 fn reduce_forever(group: &dyn Group) -> Error {
-    let (mut small, mut large) = (vec![1.0_f32; 1000], vec![1.0_f32; 300_000]);
+    reduce_each_forever(group, [&mut vec![1.0; 1000], &mut vec![1.0; 300_000]])
+}
+
+/// The same in memory of the group, which peers map.
+fn reduce_memory_forever(group: &dyn Group) -> Error {
+    let mut memory = [1000, 300_000].map(|length| Memory::new(Some(group), length));
+    let lends = cfg!(target_os = "linux");
+    assert_eq!(memory[1].is_registered(), lends);
+    let [small, large] = &mut memory;
+    reduce_each_forever(group, [small, large])
+}
+
+fn reduce_each_forever(group: &dyn Group, mut each: [&mut [f32]; 2]) -> Error {
     loop {
-        for data in [&mut small, &mut large] {
+        for data in &mut each {
             data.fill(1.0);
             if let Err(error) = group.all_reduce(data, Reduce::Sum, soon(3600)) {
                 return error;
@@ -255,6 +433,24 @@ impl Held {
             descriptors: std::fs::read_dir("/dev/fd").unwrap().count(),
             segments: maps.matches("memfd:paceline").count(),
         }
+    }
+}
+
+/// Adds up in memory that peers map: when it is gone they have it no more either.
+fn map_and_forget(group: &dyn Group) {
+    let before = Held::count();
+    let mut memory = Memory::<f32>::new(Some(group), 100_000);
+    memory.fill(1.0);
+    group
+        .all_reduce(&mut memory, Reduce::Sum, soon(30))
+        .unwrap();
+    assert!(memory.iter().all(|sum| *sum == group.size() as f32));
+    drop(memory);
+    group.barrier(soon(30)).unwrap();
+    let until = Instant::now() + Duration::from_secs(20);
+    while Held::count() != before {
+        assert!(Instant::now() < until, "{:?}, {before:?}", Held::count());
+        thread::sleep(Duration::from_millis(5));
     }
 }
 
@@ -303,6 +499,8 @@ fn killed_ranks_are_named_by_all_at_once_and_leave_nothing() {
         (2, "reduce", 0),
         (4, "reduce", 0),
         (4, "reduce", 2),
+        (2, "memory", 0),
+        (4, "memory", 3),
         (3, "idle", 0),
         (3, "receive", 1),
     ] {
@@ -316,6 +514,7 @@ fn killed_ranks_are_named_by_all_at_once_and_leave_nothing() {
 fn stopped_ranks_are_named_by_all_in_time() {
     for pair in [
         [(2, "reduce", 0), (4, "reduce", 3)],
+        [(2, "memory", 0), (4, "memory", 1)],
         [(3, "idle", 0), (3, "receive", 1)],
     ] {
         thread::scope(|scope| {
@@ -328,8 +527,11 @@ fn stopped_ranks_are_named_by_all_in_time() {
 
 #[test]
 fn survivors_make_a_smaller_group_in_the_same_processes() {
-    for (harm, variant) in [("-KILL", "PeerLost"), ("-STOP", "Silent")] {
-        let mut workers = start(3, "rejoin");
+    for (harm, variant, role) in [
+        ("-KILL", "PeerLost", "rejoin"),
+        ("-STOP", "Silent", "rejoin-memory"),
+    ] {
+        let mut workers = start(3, role);
         check(&mut workers, 0, harm, variant);
         workers.remove(0);
         introduce(&mut workers);

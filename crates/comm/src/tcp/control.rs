@@ -36,6 +36,9 @@ pub(crate) trait Kept: Transport {
 
     /// Ends the links in good order, after everybody was told.
     fn close(&self);
+
+    /// Gives back what is of no use any more. Called now and then.
+    fn tidy(&self) {}
 }
 
 /// How long the keeper waits for a link to take more of a message, before it listens again.
@@ -153,6 +156,7 @@ pub(super) fn keep<T: Kept>(group: &Linked<T>, silence: Duration) {
         }
         if now >= next_look {
             group.tend();
+            group.transport().tidy();
             // A group that failed has no door: who comes most likely means the next one.
             if group.status_cause().is_none() {
                 controls.door.answer();

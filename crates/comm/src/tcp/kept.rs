@@ -223,6 +223,17 @@ macro_rules! keeping_group {
                 self.0.linked.traffic()
             }
 
+            fn copies(&self) -> $crate::Copies {
+                self.0.linked.copies()
+            }
+
+            fn register_pages(
+                &self,
+                pages: &std::sync::Arc<$crate::Pages>,
+            ) -> Option<$crate::Registered> {
+                $crate::transport::Transport::register_pages(self.0.linked.transport(), pages)
+            }
+
             fn tuning(&self) -> Tuning {
                 self.0.linked.tuning()
             }

@@ -251,7 +251,7 @@ fn check(run: &Run, ends: &[End], text: &str) {
                 // A message may be refused one call early: its receiver is gone by then.
                 assert!(*at + 1 >= call, "{text}");
                 assert!(
-                    blamed(error) == Some(Rank(u32::try_from(rank).unwrap())),
+                    error.blamed() == Some(Rank(u32::try_from(rank).unwrap())),
                     "{text}"
                 );
             }
@@ -272,16 +272,6 @@ fn check(run: &Run, ends: &[End], text: &str) {
             });
             assert!(mute || failed.is_empty() || named, "{text}");
         }
-    }
-}
-
-fn blamed(error: &Error) -> Option<Rank> {
-    match error {
-        Error::PeerLost { rank, .. }
-        | Error::Timeout { rank, .. }
-        | Error::Silent { rank, .. }
-        | Error::Garbled { rank, .. } => Some(*rank),
-        _ => None,
     }
 }
 
