@@ -13,6 +13,7 @@
 
 use paceline_base::KernelClass;
 
+use crate::batch::rows::{Form, PanelRows, PanelWriter};
 use crate::isa::{Isa, LANES};
 
 /// Columns that share a scale.
@@ -76,6 +77,8 @@ pub struct Activations {
     low: Vec<i8>,
     /// `(rows, cols / 32)`
     meta: Vec<Meta>,
+    /// The same integers once more, when the rows are many.
+    panel_rows: PanelRows,
 }
 
 impl Activations {
@@ -91,14 +94,16 @@ impl Activations {
         );
         let bytes = |wanted: bool| vec![0i8; if wanted { max_rows * cols } else { 0 }];
         let high = bytes(precision.is_some());
+        let fifteen = precision == Some(Precision::Fifteen);
         Self {
             cols,
             rows: max_rows,
             values: vec![0.0; max_rows * cols],
             precision,
-            low: bytes(precision == Some(Precision::Fifteen)),
+            low: bytes(fifteen),
             meta: vec![Meta::default(); high.len() / CHUNK],
             high,
+            panel_rows: PanelRows::new(if fifteen { max_rows } else { 0 }, cols),
         }
     }
 
@@ -136,7 +141,12 @@ impl Activations {
 
     /// Writers for disjoint rows, for use from several threads.
     pub fn writer(&mut self) -> Writer<'_> {
-        Writer {
+        self.writers(None).0
+    }
+
+    /// As [`writer`](Self::writer), and who copies the rows in the form that panels want.
+    pub(crate) fn writers(&mut self, form: Option<Form>) -> (Writer<'_>, PanelWriter<'_>) {
+        let writer = Writer {
             cols: self.cols,
             rows: self.rows,
             precision: self.precision,
@@ -145,7 +155,21 @@ impl Activations {
             low: self.low.as_mut_ptr(),
             meta: self.meta.as_mut_ptr(),
             _borrow: std::marker::PhantomData,
-        }
+        };
+        let from = View {
+            cols: writer.cols,
+            values: writer.values,
+            high: writer.high,
+            low: writer.low,
+            meta: writer.meta,
+            _borrow: std::marker::PhantomData,
+        };
+        (writer, self.panel_rows.writer(from, self.cols, form))
+    }
+
+    /// The copies for panels.
+    pub(crate) const fn panel_rows(&self) -> &PanelRows {
+        &self.panel_rows
     }
 
     /// A view whose column 0 is `first_col`, which starts a chunk where there are chunks.

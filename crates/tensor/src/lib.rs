@@ -8,7 +8,7 @@
 //!
 //! Modules in reading order: [`stored`] (blocks as files hold them), [`naive`] (definitions),
 //! `isa` (sixteen lanes per instruction set), `formats` and `packed` (weights repacked for the
-//! lanes), [`matmul`], [`vector`], [`attention`], [`kv`], [`pool`], `dispatch` (functions per
+//! lanes), [`matmul`], `batch` (many activation rows), [`vector`], [`attention`], [`kv`], [`pool`], `dispatch` (functions per
 //! instruction set), [`kernels`] (what the model calls).
 //!
 //! ```
@@ -30,6 +30,7 @@
 
 pub mod activations;
 pub mod attention;
+mod batch;
 mod dispatch;
 mod formats;
 mod isa;

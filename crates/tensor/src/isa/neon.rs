@@ -170,6 +170,26 @@ impl Isa for Neon {
         each!(vandq_s32, signed, mask)
     }
     #[inline(always)]
+    unsafe fn load_i(p: *const i32) -> I {
+        unsafe {
+            [
+                vld1q_s32(p),
+                vld1q_s32(p.add(4)),
+                vld1q_s32(p.add(8)),
+                vld1q_s32(p.add(12)),
+            ]
+        }
+    }
+    #[inline(always)]
+    unsafe fn store_i(p: *mut i32, x: I) {
+        unsafe {
+            vst1q_s32(p, x[0]);
+            vst1q_s32(p.add(4), x[1]);
+            vst1q_s32(p.add(8), x[2]);
+            vst1q_s32(p.add(12), x[3]);
+        }
+    }
+    #[inline(always)]
     unsafe fn shr4_i(a: I) -> I {
         let shift =
             |x| unsafe { vreinterpretq_s32_u32(vshrq_n_u32::<4>(vreinterpretq_u32_s32(x))) };
