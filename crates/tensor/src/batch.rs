@@ -14,10 +14,21 @@
 //! ```
 //!
 //! The order of float operations for one output is that of [`crate::matmul`]: what changes is what
-//! happens between them. The panels of [`words`] hold 16-bit integers. Activations lie as panels
-//! want them in copies ([`rows`]): what few rows are multiplied by is untouched.
+//! happens between them. The panels of [`words`] hold 16-bit integers, those of `bytes` bytes for
+//! matrix instructions. Activations lie as panels want them in copies ([`rows`]): what few rows are
+//! multiplied by is untouched.
 
+#[cfg(target_arch = "x86_64")]
+pub(crate) mod amx;
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+pub(crate) mod bytes;
+#[cfg(all(test, target_arch = "x86_64"))]
+pub(crate) mod emulated;
+#[cfg(target_arch = "x86_64")]
+mod registers;
 pub(crate) mod rows;
+#[cfg(target_arch = "aarch64")]
+pub(crate) mod smmla;
 pub(crate) mod words;
 
 use std::mem::MaybeUninit;

@@ -8,10 +8,16 @@ use paceline_base::BlockType;
 
 use crate::activations::{Precision, Writer};
 use crate::attention::{self, PageView, Query};
+#[cfg(target_arch = "x86_64")]
+use crate::batch::amx::{AmxState, state as amx_state};
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+use crate::batch::bytes;
 use crate::batch::rows::{Form, PanelWriter};
 use crate::batch::{Batch, Segment, Sums, Unpack, no_panel, words};
 use crate::formats;
 use crate::isa::{self, Isa};
+#[cfg(target_arch = "x86_64")]
+use crate::kernels;
 use crate::limits;
 use crate::matmul::{self, GroupArgs};
 use crate::vector;
@@ -27,17 +33,23 @@ pub enum InstructionSet {
     Avx2,
     /// x86-64 with AVX-512 F, BW, VL and VNNI.
     Avx512Vnni,
+    /// AVX-512 as above, and products of many rows by AMX's tiles of bytes.
+    AmxInt8,
     /// AArch64 with the dot-product extension.
     NeonDotprod,
+    /// The same, and products of many rows by the matrix instructions of the i8mm extension.
+    NeonI8mm,
 }
 
 impl InstructionSet {
     /// Every one, slowest first.
-    pub const ALL: [Self; 4] = [
+    pub const ALL: [Self; 6] = [
         Self::Scalar,
         Self::Avx2,
         Self::Avx512Vnni,
+        Self::AmxInt8,
         Self::NeonDotprod,
+        Self::NeonI8mm,
     ];
 
     /// The name used in options and results.
@@ -46,7 +58,9 @@ impl InstructionSet {
             Self::Scalar => "scalar",
             Self::Avx2 => "avx2",
             Self::Avx512Vnni => "avx512-vnni",
+            Self::AmxInt8 => "amx-int8",
             Self::NeonDotprod => "neon-dotprod",
+            Self::NeonI8mm => "neon-i8mm",
         }
     }
 
@@ -58,6 +72,16 @@ impl InstructionSet {
             .collect()
     }
 
+    /// Whether AMX can be used here. The first call asks the system for it and compares its
+    /// products with those of AVX-512 (some ms).
+    #[cfg(target_arch = "x86_64")]
+    pub fn amx() -> AmxState {
+        if !has_avx512() {
+            return AmxState::Absent;
+        }
+        amx_state(|| kernels::same_products(&amx::TABLE, &avx512::TABLE))
+    }
+
     /// The kernels, if this machine can run them.
     pub(crate) fn table(self) -> Option<&'static Table> {
         match self {
@@ -66,9 +90,14 @@ impl InstructionSet {
             Self::Avx2 => has_avx2().then_some(&avx2::TABLE),
             #[cfg(target_arch = "x86_64")]
             Self::Avx512Vnni => has_avx512().then_some(&avx512::TABLE),
+            #[cfg(target_arch = "x86_64")]
+            Self::AmxInt8 => (Self::amx() == AmxState::Ready).then_some(&amx::TABLE),
             #[cfg(target_arch = "aarch64")]
-            Self::NeonDotprod => {
-                std::arch::is_aarch64_feature_detected!("dotprod").then_some(&neon::TABLE)
+            Self::NeonDotprod => has_dotprod().then_some(&neon::TABLE),
+            #[cfg(target_arch = "aarch64")]
+            Self::NeonI8mm => {
+                let has = has_dotprod() && std::arch::is_aarch64_feature_detected!("i8mm");
+                has.then_some(&i8mm::TABLE)
             }
             #[allow(unreachable_patterns, reason = "the sets of other architectures")]
             _ => None,
@@ -90,6 +119,11 @@ fn has_avx512() -> bool {
         && is_x86_feature_detected!("avx512bw")
         && is_x86_feature_detected!("avx512vl")
         && is_x86_feature_detected!("avx512vnni")
+}
+
+#[cfg(target_arch = "aarch64")]
+fn has_dotprod() -> bool {
+    std::arch::is_aarch64_feature_detected!("dotprod")
 }
 
 /// Kernels of one instruction set. Calling one is safe only under its contract and on a machine
@@ -230,6 +264,22 @@ macro_rules! words_batch {
     };
 }
 
+/// A batch over panels of bytes for matrix instructions.
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+macro_rules! bytes_batch {
+    ($feature:tt $isa:ty, $tiles:ty) => {
+        mod many {
+            batch!($feature $isa, bytes, <$tiles as bytes::Tiles>::FROM, &[], Form::Bytes,
+                PanelWriter::bytes, [
+                    bytes::multiply::<$isa, $tiles, false, false>,
+                    bytes::multiply::<$isa, $tiles, false, true>,
+                    bytes::multiply::<$isa, $tiles, true, false>,
+                    bytes::multiply::<$isa, $tiles, true, true>
+                ]);
+        }
+    };
+}
+
 macro_rules! kernels {
     ($(#[$cfg:meta])? $module:ident, $isa:ty, $set:expr, $($feature:literal)?; $($batch:tt)*) => {
         $(#[$cfg])?
@@ -308,6 +358,10 @@ macro_rules! kernels {
     (@batch $feature:tt $isa:ty,) => {
         const BATCH_TABLE: Option<&Batch> = None;
     };
+    (@batch $feature:tt $isa:ty, tiles $tiles:ty) => {
+        bytes_batch!($feature $isa, $tiles);
+        const BATCH_TABLE: Option<&Batch> = Some(&many::BATCH);
+    };
     (@batch $feature:tt $isa:ty, words $rows:literal, $without:expr) => {
         words_batch!($feature $isa, $rows, $without);
         const BATCH_TABLE: Option<&Batch> = Some(&many::BATCH);
@@ -336,9 +390,34 @@ kernels!(
     "avx512f,avx512bw,avx512vl,avx512vnni,avx2,fma,f16c"; words 8, AVX512_WITHOUT
 );
 kernels!(
+    #[cfg(target_arch = "x86_64")]
+    amx,
+    isa::Avx512,
+    InstructionSet::AmxInt8,
+    "avx512f,avx512bw,avx512vl,avx512vnni,avx2,fma,f16c"; tiles crate::batch::amx::Amx
+);
+kernels!(
+    #[cfg(all(test, target_arch = "x86_64"))]
+    emulated,
+    isa::Scalar,
+    InstructionSet::AmxInt8,; tiles crate::batch::emulated::Emulated
+);
+
+/// AMX's kernels over emulated tiles.
+#[cfg(all(test, target_arch = "x86_64"))]
+pub(crate) static EMULATED: &Table = &emulated::TABLE;
+
+kernels!(
     #[cfg(target_arch = "aarch64")]
     neon,
     isa::Neon,
     InstructionSet::NeonDotprod,
     "neon,dotprod";
+);
+kernels!(
+    #[cfg(target_arch = "aarch64")]
+    i8mm,
+    isa::Neon,
+    InstructionSet::NeonI8mm,
+    "neon,dotprod,i8mm"; tiles crate::batch::smmla::Smmla
 );

@@ -12,8 +12,12 @@ use crate::packed::Packed;
 use crate::pool::{Pinning, ThreadPool};
 
 mod attention;
+#[cfg(target_arch = "x86_64")]
+mod self_test;
 
 pub use attention::{Attention, AttentionRows, AttentionScratch};
+#[cfg(target_arch = "x86_64")]
+pub(crate) use self_test::same_products;
 
 /// Activation rows that a task multiplies with its groups before the next groups: their quantised
 /// form (64 rows of 2048 columns are 128 KiB) stays in a second-level cache.

@@ -47,6 +47,8 @@ pub mod vector;
 
 pub use activations::{Activations, Precision};
 pub use attention::PAGE;
+#[cfg(target_arch = "x86_64")]
+pub use batch::amx::AmxState;
 pub use dispatch::InstructionSet;
 pub use kernels::{
     Attention, AttentionRows, AttentionScratch, Kernels, MAX_PRODUCTS, Product, Unavailable,

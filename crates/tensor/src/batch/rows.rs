@@ -14,10 +14,6 @@ use crate::isa::{LANES, Words};
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Form {
     /// The high bytes of a row, those of all rows, then the low ones.
-    #[expect(
-        dead_code,
-        reason = "for matrix instructions, in the commit that follows"
-    )]
     Bytes,
     /// In one i16 each. Of every four columns the middle two change places, as [`Words::widen`]
     /// gives weights.
@@ -114,10 +110,6 @@ impl PanelView<'_> {
     ///
     /// # Safety
     /// Both lie within the rows.
-    #[expect(
-        dead_code,
-        reason = "for matrix instructions, in the commit that follows"
-    )]
     #[inline(always)]
     pub(crate) unsafe fn bytes(&self, t: usize, c: usize) -> [*const i8; 2] {
         // SAFETY: in bounds by the caller's promise.
@@ -154,10 +146,6 @@ pub(crate) struct PanelWriter<'a> {
     cols: usize,
     stride: usize,
     /// Bytes from a high byte to its low one.
-    #[expect(
-        dead_code,
-        reason = "for matrix instructions, in the commit that follows"
-    )]
     low: usize,
     q: *mut i8,
     meta: *mut Meta,
@@ -186,6 +174,25 @@ impl PanelWriter<'_> {
                     S::store_words(words.add(half), q);
                     half += LANES;
                 }
+                *self.meta_at(t, c) = meta;
+            }
+        }
+    }
+
+    /// Copies row `t`, which was quantised, in [`Form::Bytes`].
+    ///
+    /// # Safety
+    /// As [`words`](Self::words).
+    #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+    #[inline(always)]
+    pub(crate) unsafe fn bytes(&self, t: usize) {
+        for c in 0..self.cols / CHUNK {
+            // SAFETY: the chunk lies within the row.
+            unsafe {
+                let (bytes, meta) = self.from.chunk::<2>(t, c);
+                let to = self.q.add(t * self.stride + c * CHUNK);
+                std::ptr::copy_nonoverlapping(bytes[0], to, CHUNK);
+                std::ptr::copy_nonoverlapping(bytes[1], to.add(self.low), CHUNK);
                 *self.meta_at(t, c) = meta;
             }
         }

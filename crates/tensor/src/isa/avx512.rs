@@ -7,7 +7,7 @@
 use std::arch::asm;
 use std::arch::x86_64::*;
 
-use super::{Isa, Words};
+use super::{Bytes, Isa, Words};
 
 /// Needs avx512f, avx512bw, avx512vl, avx512vnni and f16c.
 #[derive(Clone, Copy, Debug)]
@@ -267,5 +267,12 @@ impl Words for Avx512 {
             let words = _mm256_shufflehi_epi16::<0b11_01_10_00>(words);
             _mm256_storeu_si256(p.cast(), words);
         }
+    }
+}
+
+impl Bytes for Avx512 {
+    #[inline(always)]
+    unsafe fn less(w: __m512i, offset: u8) -> __m512i {
+        unsafe { _mm512_sub_epi8(w, _mm512_set1_epi8(offset as i8)) }
     }
 }

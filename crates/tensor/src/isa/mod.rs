@@ -174,6 +174,21 @@ pub(crate) trait Words: Isa {
     unsafe fn store_words(p: *mut i16, x: Self::I);
 }
 
+/// What panels of signed bytes need, for sets that multiply matrices of them.
+///
+/// # Safety
+/// As for [`Isa`].
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+pub(crate) trait Bytes: Isa {
+    /// Each byte less `offset`, wrapping.
+    unsafe fn less(w: Self::W, offset: u8) -> Self::W;
+    /// The quads of a chunk in the order in which the set's matrix instruction takes them.
+    #[inline(always)]
+    unsafe fn arranged(quads: [Self::W; 8]) -> [Self::W; 8] {
+        quads
+    }
+}
+
 /// The sum of the lanes: lane `i` plus lane `i + 8`, then 4, 2, 1.
 ///
 /// # Safety

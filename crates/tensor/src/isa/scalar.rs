@@ -2,6 +2,8 @@
 
 use half::{bf16, f16};
 
+#[cfg(all(test, target_arch = "x86_64"))]
+use super::Bytes;
 use super::{Isa, LANES, Words};
 
 /// Arrays and loops; runs everywhere.
@@ -277,5 +279,13 @@ impl Words for Scalar {
             let at = i & !3 | [0, 2, 1, 3][i % 4];
             unsafe { p.add(at).write_unaligned(*value as i16) };
         }
+    }
+}
+
+#[cfg(all(test, target_arch = "x86_64"))]
+impl Bytes for Scalar {
+    #[inline(always)]
+    unsafe fn less(w: W, offset: u8) -> W {
+        w.map(|b| b.wrapping_sub(offset))
     }
 }
