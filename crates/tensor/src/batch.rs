@@ -251,6 +251,7 @@ impl Functions {
     /// # Safety
     /// Features of the table; the pointers of `args` cover the groups and the outputs; `x` has the
     /// rows, in the form of the batch.
+    #[inline(never)] // its buffers would be on the stack of products with few rows too
     pub(crate) unsafe fn run(
         &self,
         args: &GroupArgs<'_>,

@@ -248,12 +248,12 @@ macro_rules! batch {
     };
 }
 
-/// A batch over panels of words, with `$rows` activation rows to a tile, but for types `$without`.
-/// The factors of halves are in the words.
+/// A batch over panels of words for `$from` rows and more, with `$rows` activation rows to a tile,
+/// but for types `$without`. The factors of halves are in the words.
 macro_rules! words_batch {
-    ($feature:tt $isa:ty, $rows:literal, $without:expr) => {
+    ($feature:tt $isa:ty, $rows:literal, $from:expr, $without:expr) => {
         mod many {
-            batch!($feature $isa, words, words::FROM, $without, Form::Words,
+            batch!($feature $isa, words, $from, $without, Form::Words,
                 PanelWriter::words::<$isa>, [
                     words::multiply::<$isa, words::NoMin, $rows>,
                     words::multiply::<$isa, words::OneMin, $rows>,
@@ -362,8 +362,8 @@ macro_rules! kernels {
         bytes_batch!($feature $isa, $tiles);
         const BATCH_TABLE: Option<&Batch> = Some(&many::BATCH);
     };
-    (@batch $feature:tt $isa:ty, words $rows:literal, $without:expr) => {
-        words_batch!($feature $isa, $rows, $without);
+    (@batch $feature:tt $isa:ty, words $rows:literal, $from:expr, $without:expr) => {
+        words_batch!($feature $isa, $rows, $from, $without);
         const BATCH_TABLE: Option<&Batch> = Some(&many::BATCH);
     };
 }
@@ -374,20 +374,20 @@ macro_rules! kernels {
 #[cfg(target_arch = "x86_64")]
 const AVX512_WITHOUT: &[BlockType] = &[BlockType::Q4_0, BlockType::Q4_1, BlockType::Q8_0];
 
-kernels!(scalar, isa::Scalar, InstructionSet::Scalar,; words 2, &[]);
+kernels!(scalar, isa::Scalar, InstructionSet::Scalar,; words 2, words::FROM, &[]);
 kernels!(
     #[cfg(target_arch = "x86_64")]
     avx2,
     isa::Avx2,
     InstructionSet::Avx2,
-    "avx2,fma,f16c"; words 4, &[]
+    "avx2,fma,f16c"; words 4, words::FROM, &[]
 );
 kernels!(
     #[cfg(target_arch = "x86_64")]
     avx512,
     isa::Avx512,
     InstructionSet::Avx512Vnni,
-    "avx512f,avx512bw,avx512vl,avx512vnni,avx2,fma,f16c"; words 8, AVX512_WITHOUT
+    "avx512f,avx512bw,avx512vl,avx512vnni,avx2,fma,f16c"; words 8, words::FROM_VNNI, AVX512_WITHOUT
 );
 kernels!(
     #[cfg(target_arch = "x86_64")]

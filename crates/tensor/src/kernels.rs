@@ -295,24 +295,22 @@ impl<'a> Job<'a> {
     /// No other task writes these groups' outputs.
     unsafe fn run(&self, first: usize, count: usize) {
         let groups = first..self.groups.min(first + count);
-        let (rows, together) = match self.batch {
-            Some(_) => (batch::ROWS, TOGETHER),
-            None => (ROW_BLOCK, 1),
-        };
-        for start in (0..self.args.end).step_by(rows) {
-            for g in groups.clone().step_by(together) {
-                let neighbours = g..groups.end.min(g + together);
-                // SAFETY: the groups lie within the packed data, their outputs within `out`;
-                // lengths were checked by `products`, features by detection; a batch reads
-                // activations as they lie.
-                unsafe {
-                    let args = self.args_of(neighbours.clone(), start..start + rows);
-                    match &self.batch {
-                        Some((batch, x)) => {
-                            batch.run(&args, *x, neighbours.len(), self.group_bytes);
-                        }
-                        None => (self.kernel)(args),
+        // SAFETY: the groups lie within the packed data, their outputs within `out`; lengths were
+        // checked by `products`, features by detection; a batch reads activations as they lie.
+        unsafe {
+            let Some((batch, x)) = &self.batch else {
+                for start in (0..self.args.end).step_by(ROW_BLOCK) {
+                    for g in groups.clone() {
+                        (self.kernel)(self.args_of(g..g + 1, start..start + ROW_BLOCK));
                     }
+                }
+                return;
+            };
+            for start in (0..self.args.end).step_by(batch::ROWS) {
+                for g in groups.clone().step_by(TOGETHER) {
+                    let neighbours = g..groups.end.min(g + TOGETHER);
+                    let args = self.args_of(neighbours.clone(), start..start + batch::ROWS);
+                    batch.run(&args, *x, neighbours.len(), self.group_bytes);
                 }
             }
         }
@@ -322,6 +320,7 @@ impl<'a> Job<'a> {
     ///
     /// # Safety
     /// The groups are there.
+    #[inline(always)]
     unsafe fn args_of(&self, groups: Range<usize>, rows: Range<usize>) -> GroupArgs<'a> {
         let mut args = self.args;
         args.first = rows.start;

@@ -8,8 +8,8 @@
 //!
 //! Modules in reading order: [`stored`] (blocks as files hold them), [`naive`] (definitions),
 //! `isa` (sixteen lanes per instruction set), `formats` and `packed` (weights repacked for the
-//! lanes), [`matmul`], `batch` (many activation rows), [`vector`], [`attention`], [`kv`], [`pool`], `dispatch` (functions per
-//! instruction set), [`kernels`] (what the model calls).
+//! lanes), [`matmul`], `batch` (many activation rows), [`vector`], [`attention`], [`kv`], [`pool`],
+//! `dispatch` (functions per instruction set), [`kernels`] (what the model calls).
 //!
 //! ```
 //! use paceline_base::BlockType;

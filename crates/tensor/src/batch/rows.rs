@@ -159,7 +159,7 @@ impl PanelWriter<'_> {
     /// Copies row `t`, which was quantised, in [`Form::Words`].
     ///
     /// # Safety
-    /// As [`Isa`](crate::isa::Isa); the row is there, of 15 bits, and nobody else's at the same time.
+    /// As [`Isa`](crate::isa::Isa); the row is there, of 15 bits, and nobody else's at the time.
     #[inline(always)]
     pub(crate) unsafe fn words<S: Words>(&self, t: usize) {
         for c in 0..self.cols / CHUNK {
