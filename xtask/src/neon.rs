@@ -35,7 +35,8 @@ pub(crate) fn run(show: &mut dyn FnMut(&str)) -> Result<Tally> {
     command.args(["--target", TARGET, "--target-dir", "target/neon"]);
     command.args(["--", "--show-output", "kernels::tests"]);
     command.env("CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_LINKER", LINKER);
-    let emulate = format!("{EMULATOR} -L /usr/aarch64-linux-gnu");
+    // All that the emulator knows, i8mm among it.
+    let emulate = format!("{EMULATOR} -cpu max -L /usr/aarch64-linux-gnu");
     command.env("CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_RUNNER", emulate);
     let mut log = TestLog::new();
     let success = process::stream(command, &process::log_path("neon"), |line| {

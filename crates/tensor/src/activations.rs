@@ -13,7 +13,9 @@
 
 use paceline_base::KernelClass;
 
+use crate::batch::rows::{Form, PanelRows, PanelWriter};
 use crate::isa::{Isa, LANES};
+use crate::memory::{Placed, Zeroed};
 
 /// Columns that share a scale.
 pub const CHUNK: usize = 32;
@@ -60,6 +62,9 @@ pub(crate) struct Meta {
     pub(crate) sums: [i32; 2],
 }
 
+// SAFETY: numbers all, for which zeros are values.
+unsafe impl Zeroed for Meta {}
+
 /// A batch of activation rows, `(rows, cols)`, as f32 and (where asked for) quantised.
 ///
 /// Allocated once for the largest batch; [`resize`](Self::resize) only changes the row count.
@@ -71,11 +76,13 @@ pub struct Activations {
     values: Vec<f32>,
     precision: Option<Precision>,
     /// `(rows, cols)`; the high bytes, or all of `q`; empty when no integer kernel reads this.
-    high: Vec<i8>,
+    high: Placed<i8>,
     /// `(rows, cols)`; the low bytes; empty but for [`Precision::Fifteen`].
-    low: Vec<i8>,
+    low: Placed<i8>,
     /// `(rows, cols / 32)`
-    meta: Vec<Meta>,
+    meta: Placed<Meta>,
+    /// The same integers once more, when the rows are many.
+    panel_rows: PanelRows,
 }
 
 impl Activations {
@@ -89,16 +96,19 @@ impl Activations {
             precision.is_none() || cols.is_multiple_of(CHUNK),
             "{cols} columns in chunks"
         );
-        let bytes = |wanted: bool| vec![0i8; if wanted { max_rows * cols } else { 0 }];
-        let high = bytes(precision.is_some());
+        let fifteen = precision == Some(Precision::Fifteen);
+        let len = |wanted: bool| if wanted { max_rows * cols } else { 0 };
+        // A row's three parts take sets of the first cache side by side, each on its own page.
+        let place = |parts: usize| (parts * cols).next_multiple_of(64);
         Self {
             cols,
             rows: max_rows,
             values: vec![0.0; max_rows * cols],
             precision,
-            low: bytes(precision == Some(Precision::Fifteen)),
-            meta: vec![Meta::default(); high.len() / CHUNK],
-            high,
+            high: Placed::new(len(precision.is_some()), 0),
+            low: Placed::new(len(fifteen), place(1)),
+            meta: Placed::new(len(precision.is_some()) / CHUNK, place(2)),
+            panel_rows: PanelRows::new(if fifteen { max_rows } else { 0 }, cols),
         }
     }
 
@@ -136,7 +146,12 @@ impl Activations {
 
     /// Writers for disjoint rows, for use from several threads.
     pub fn writer(&mut self) -> Writer<'_> {
-        Writer {
+        self.writers(None).0
+    }
+
+    /// As [`writer`](Self::writer), and who copies the rows in the form that panels want.
+    pub(crate) fn writers(&mut self, form: Option<Form>) -> (Writer<'_>, PanelWriter<'_>) {
+        let writer = Writer {
             cols: self.cols,
             rows: self.rows,
             precision: self.precision,
@@ -145,7 +160,21 @@ impl Activations {
             low: self.low.as_mut_ptr(),
             meta: self.meta.as_mut_ptr(),
             _borrow: std::marker::PhantomData,
-        }
+        };
+        let from = View {
+            cols: writer.cols,
+            values: writer.values,
+            high: writer.high,
+            low: writer.low,
+            meta: writer.meta,
+            _borrow: std::marker::PhantomData,
+        };
+        (writer, self.panel_rows.writer(from, self.cols, form))
+    }
+
+    /// The copies for panels.
+    pub(crate) const fn panel_rows(&self) -> &PanelRows {
+        &self.panel_rows
     }
 
     /// A view whose column 0 is `first_col`, which starts a chunk where there are chunks.

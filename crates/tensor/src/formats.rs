@@ -516,6 +516,29 @@ impl Scales for NibbleHalves {
     }
 }
 
+/// What a product of a packed type has to do beside one scale for a chunk.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Kind {
+    Plain,
+    Min,
+    Halves,
+    HalvesMin,
+}
+
+impl Kind {
+    /// How many there are.
+    pub(crate) const COUNT: usize = 4;
+
+    const fn of<F: Format>() -> Self {
+        match (F::S::HALVES, F::S::HAS_MIN) {
+            (false, false) => Self::Plain,
+            (false, true) => Self::Min,
+            (true, false) => Self::Halves,
+            (true, true) => Self::HalvesMin,
+        }
+    }
+}
+
 /// A packed type: its planes and its scales.
 pub(crate) trait Format {
     type P: Planes;
@@ -536,6 +559,15 @@ macro_rules! formats {
             type P = $planes;
             type S = $scales;
         })*
+
+        /// The kind of a quantised type, `None` for floats.
+        pub(crate) fn kind(block_type: paceline_base::BlockType) -> Option<Kind> {
+            use paceline_base::BlockType;
+            match block_type {
+                $(BlockType::$name => Some(Kind::of::<$name>()),)*
+                BlockType::F32 | BlockType::F16 | BlockType::BF16 => None,
+            }
+        }
 
         /// The layout of a quantised type, `None` for floats.
         pub(crate) fn layout(block_type: paceline_base::BlockType) -> Option<Layout> {

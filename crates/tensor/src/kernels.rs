@@ -1,6 +1,10 @@
 //! The kernels as the model calls them: an instruction set and a thread pool.
 
-use crate::activations::{Activations, CHUNK};
+use std::ops::Range;
+
+use crate::activations::{Activations, CHUNK, Precision};
+use crate::batch::rows::PanelView;
+use crate::batch::{self, TOGETHER};
 use crate::dispatch::{InstructionSet, Table};
 use crate::isa::LANES;
 use crate::matmul::GroupArgs;
@@ -8,8 +12,12 @@ use crate::packed::Packed;
 use crate::pool::{Pinning, ThreadPool};
 
 mod attention;
+#[cfg(target_arch = "x86_64")]
+mod self_test;
 
 pub use attention::{Attention, AttentionRows, AttentionScratch};
+#[cfg(target_arch = "x86_64")]
+pub(crate) use self_test::same_products;
 
 /// Activation rows that a task multiplies with its groups before the next groups: their quantised
 /// form (64 rows of 2048 columns are 128 KiB) stays in a second-level cache.
@@ -135,7 +143,10 @@ impl Kernels {
         }
         let jobs = || jobs[..count].iter().flatten();
         let total: usize = jobs().map(|job| job.groups).sum();
-        let per_task = (total / (TASKS_PER_THREAD * self.pool.threads())).max(1);
+        let mut per_task = (total / (TASKS_PER_THREAD * self.pool.threads())).max(1);
+        if jobs().any(|job| job.batch.is_some()) {
+            per_task = per_task.next_multiple_of(TOGETHER);
+        }
         let tasks_of = |job: &Job<'_>| job.groups.div_ceil(per_task);
         let tasks = jobs().map(tasks_of).sum();
         self.pool.run(tasks, &|mut task| {
@@ -153,13 +164,17 @@ impl Kernels {
     /// Fills rows of `x` by `fill(row, values)` and quantises them, rows in parallel when there
     /// are many.
     pub fn fill_rows(&self, x: &mut Activations, fill: impl Fn(usize, &mut [f32]) + Sync) {
-        let rows = x.rows();
-        let writer = x.writer();
+        let (rows, fifteen) = (x.rows(), x.precision() == Some(Precision::Fifteen));
+        let many = self.table.batch.filter(|many| fifteen && rows >= many.from);
+        let (writer, copies) = x.writers(many.map(|many| many.form));
         self.for_rows(rows, |t| {
-            // SAFETY: each row is visited once.
+            // SAFETY: each row is visited once; the table was detected.
             unsafe {
                 fill(t, writer.row(t));
                 (self.table.quantise_row)(&writer, t);
+                if let Some(many) = many {
+                    (many.copy_row)(&copies, t);
+                }
             }
         });
     }
@@ -229,6 +244,8 @@ fn check_product(x: &Activations, product: &Product<'_>) {
 /// A product as tasks see it.
 struct Job<'a> {
     kernel: unsafe fn(GroupArgs<'_>),
+    /// For many rows.
+    batch: Option<(batch::Functions, PanelView<'a>)>,
     args: GroupArgs<'a>,
     groups: usize,
     group_bytes: usize,
@@ -246,8 +263,14 @@ impl<'a> Job<'a> {
         } else {
             w.leaf_cols
         };
+        let (rows, count) = (x.panel_rows(), x.rows());
+        let batch = table.batch.and_then(|batch| {
+            let functions = batch.functions(w.block_type, rows, count)?;
+            Some((functions, rows.view(0, product.first_col)))
+        });
         Self {
             kernel: table.group(w.block_type, x.precision()),
+            batch,
             args: GroupArgs {
                 weights: w.data.as_ptr(),
                 first_chunk: w.first_chunk,
@@ -272,21 +295,43 @@ impl<'a> Job<'a> {
     /// No other task writes these groups' outputs.
     unsafe fn run(&self, first: usize, count: usize) {
         let groups = first..self.groups.min(first + count);
-        for start in (0..self.args.end).step_by(ROW_BLOCK) {
-            for g in groups.clone() {
-                let mut args = self.args;
-                args.first = start;
-                args.end = self.args.end.min(start + ROW_BLOCK);
-                args.lanes = LANES.min(self.rows - g * LANES);
-                // SAFETY: group `g` lies within the packed data, its outputs within `out`; lengths
-                // were checked by `products`, features by detection.
-                unsafe {
-                    args.weights = self.args.weights.add(g * self.group_bytes);
-                    args.out = self.args.out.add(g * LANES);
-                    (self.kernel)(args);
+        // SAFETY: the groups lie within the packed data, their outputs within `out`; lengths were
+        // checked by `products`, features by detection; a batch reads activations as they lie.
+        unsafe {
+            let Some((batch, x)) = &self.batch else {
+                for start in (0..self.args.end).step_by(ROW_BLOCK) {
+                    for g in groups.clone() {
+                        (self.kernel)(self.args_of(g..g + 1, start..start + ROW_BLOCK));
+                    }
+                }
+                return;
+            };
+            for start in (0..self.args.end).step_by(batch::ROWS) {
+                for g in groups.clone().step_by(TOGETHER) {
+                    let neighbours = g..groups.end.min(g + TOGETHER);
+                    let args = self.args_of(neighbours.clone(), start..start + batch::ROWS);
+                    batch.run(&args, *x, neighbours.len(), self.group_bytes);
                 }
             }
         }
+    }
+
+    /// For neighbouring groups and a block of activation rows, as far as there are any.
+    ///
+    /// # Safety
+    /// The groups are there.
+    #[inline(always)]
+    unsafe fn args_of(&self, groups: Range<usize>, rows: Range<usize>) -> GroupArgs<'a> {
+        let mut args = self.args;
+        args.first = rows.start;
+        args.end = args.end.min(rows.end);
+        args.lanes = (groups.len() * LANES).min(self.rows - groups.start * LANES);
+        // SAFETY: by the caller's promise.
+        unsafe {
+            args.weights = args.weights.add(groups.start * self.group_bytes);
+            args.out = args.out.add(groups.start * LANES);
+        }
+        args
     }
 }
 

@@ -8,8 +8,8 @@
 //!
 //! Modules in reading order: [`stored`] (blocks as files hold them), [`naive`] (definitions),
 //! `isa` (sixteen lanes per instruction set), `formats` and `packed` (weights repacked for the
-//! lanes), [`matmul`], [`vector`], [`attention`], [`kv`], [`pool`], `dispatch` (functions per
-//! instruction set), [`kernels`] (what the model calls).
+//! lanes), [`matmul`], `batch` (many activation rows), [`vector`], [`attention`], [`kv`], [`pool`],
+//! `dispatch` (functions per instruction set), [`kernels`] (what the model calls).
 //!
 //! ```
 //! use paceline_base::BlockType;
@@ -30,6 +30,7 @@
 
 pub mod activations;
 pub mod attention;
+mod batch;
 mod dispatch;
 mod formats;
 mod isa;
@@ -46,6 +47,8 @@ pub mod vector;
 
 pub use activations::{Activations, Precision};
 pub use attention::PAGE;
+#[cfg(target_arch = "x86_64")]
+pub use batch::amx::AmxState;
 pub use dispatch::InstructionSet;
 pub use kernels::{
     Attention, AttentionRows, AttentionScratch, Kernels, MAX_PRODUCTS, Product, Unavailable,

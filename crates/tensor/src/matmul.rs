@@ -33,7 +33,7 @@ use crate::stored::Chunk;
 const TILE: usize = 4;
 
 /// Deepest tree: 2^16 leaves.
-const LEVELS: usize = 17;
+pub(crate) const LEVELS: usize = 17;
 
 /// One group of 16 rows of a packed matrix, and the activation rows to multiply it with.
 #[derive(Clone, Copy, Debug)]
@@ -56,7 +56,7 @@ pub(crate) struct GroupArgs<'a> {
     pub(crate) out: *mut f32,
     /// Distance between activation rows in the output.
     pub(crate) out_stride: usize,
-    /// Rows of the group that exist, 1..=16.
+    /// Rows of the group that exist, 1..=16; in a batch, of all its groups.
     pub(crate) lanes: usize,
 }
 
@@ -189,7 +189,7 @@ unsafe fn store_level<S: Isa, const N: usize>(level: *mut [[f32; LANES]; TILE], 
 }
 
 #[inline(always)]
-unsafe fn store_lanes<S: Isa>(out: *mut f32, sum: S::F, lanes: usize) {
+pub(crate) unsafe fn store_lanes<S: Isa>(out: *mut f32, sum: S::F, lanes: usize) {
     // SAFETY: `lanes` outputs exist; a partial group goes through a whole buffer.
     unsafe {
         if lanes == LANES {

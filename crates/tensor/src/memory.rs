@@ -1,6 +1,7 @@
 //! Memory for weights and caches, taken from the system page by page when it is first touched.
 
 use std::fmt;
+use std::marker::PhantomData;
 use std::ops::{Deref, DerefMut};
 
 use memmap2::MmapMut;
@@ -71,6 +72,83 @@ impl fmt::Debug for HugeMap {
     }
 }
 
+/// Bytes of a page, and those after which addresses share a set of a first cache of 64 sets.
+const SMALL_PAGE: usize = 4096;
+
+/// A type for which zero bytes are a value.
+///
+/// # Safety
+/// They are.
+pub(crate) unsafe trait Zeroed: Copy {}
+
+// SAFETY: any byte is an i8.
+unsafe impl Zeroed for i8 {}
+
+/// Zeroed values on pages of their own, from a chosen place of the first one on.
+///
+/// Where the activations of a decode step lie decides how fast its weights are read. One row of
+/// 2048 columns against Q8_0 from memory, of plain reads (Zen 4): as malloc put its three parts
+/// 0.93, side by side on one page 0.83 to 0.92, on pages of their own but off cache lines 0.91, at
+/// cache lines 0.96 to 1.01. (Q5_0 0.82 to 0.90, Q6_K 0.57 to 0.66; the machine code is the same.)
+pub(crate) struct Placed<T> {
+    bytes: Vec<u8>,
+    place: usize,
+    start: usize,
+    len: usize,
+    values: PhantomData<T>,
+}
+
+impl<T: Zeroed> Placed<T> {
+    /// `len` values, the first at an address that is `place` modulo the size of a page; a multiple
+    /// of 64.
+    pub(crate) fn new(len: usize, place: usize) -> Self {
+        assert!(place.is_multiple_of(64), "place {place}");
+        let place = place % SMALL_PAGE;
+        let pages = (place + len * size_of::<T>()).next_multiple_of(SMALL_PAGE);
+        let bytes = vec![0u8; pages + SMALL_PAGE];
+        let to_page = 0usize.wrapping_sub(bytes.as_ptr().addr()) % SMALL_PAGE;
+        Self {
+            start: to_page + place,
+            place,
+            bytes,
+            len,
+            values: PhantomData,
+        }
+    }
+}
+
+impl<T> Deref for Placed<T> {
+    type Target = [T];
+
+    fn deref(&self) -> &[T] {
+        // SAFETY: `new`, for types of which zeros are values, left room for `len` behind `start`,
+        // which is aligned to 64 bytes; vectors do not move their bytes.
+        unsafe { std::slice::from_raw_parts(self.bytes.as_ptr().add(self.start).cast(), self.len) }
+    }
+}
+
+impl<T> DerefMut for Placed<T> {
+    fn deref_mut(&mut self) -> &mut [T] {
+        let first = self.bytes.as_mut_ptr();
+        // SAFETY: as `deref`.
+        unsafe { std::slice::from_raw_parts_mut(first.add(self.start).cast(), self.len) }
+    }
+}
+
+impl<T: Zeroed> Clone for Placed<T> {
+    fn clone(&self) -> Self {
+        let mut new = Self::new(self.len, self.place);
+        new.copy_from_slice(self);
+        new
+    }
+}
+
+impl<T> fmt::Debug for Placed<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Placed({} values)", self.len)
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -95,5 +173,24 @@ mod tests {
             HugeMap::zeroed(usize::MAX / 2),
             Err(Error::Memory { .. })
         ));
+    }
+
+    #[test]
+    fn values_lie_where_asked_also_in_copies() {
+        for (len, place) in [(0, 0), (1, 64), (5000, 2048), (100_000, 4096 + 128)] {
+            let mut values = Placed::<i8>::new(len, place);
+            values
+                .iter_mut()
+                .zip(1..)
+                .for_each(|(v, i): (_, i64)| *v = i as i8);
+            let copy = values.clone();
+            for one in [&values, &copy] {
+                assert_eq!(
+                    (one.as_ptr().addr() % SMALL_PAGE, one.len()),
+                    (place % SMALL_PAGE, len)
+                );
+                assert!(one.iter().zip(1..).all(|(&v, i): (_, i64)| v == i as i8));
+            }
+        }
     }
 }

@@ -72,7 +72,15 @@ fn every_instruction_set_gives_the_same_answer() {
     };
     let world = World::new();
     let mut answers: Vec<Value> = Vec::new();
-    for set in ["scalar", "avx2", "avx512-vnni", "neon-dotprod"] {
+    let sets = [
+        "scalar",
+        "avx2",
+        "avx512-vnni",
+        "amx-int8",
+        "neon-dotprod",
+        "neon-i8mm",
+    ];
+    for set in sets {
         let prompt = ["run", &model, "--raw", "The capital of France is", "--json"];
         let options = ["--temperature", "0", "--max-tokens", "6"];
         let mut command = world.paceline(prompt);

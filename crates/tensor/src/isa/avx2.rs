@@ -6,7 +6,7 @@
 
 use std::arch::x86_64::*;
 
-use super::Isa;
+use super::{Isa, Words};
 
 /// Needs avx2, fma and f16c.
 #[derive(Clone, Copy, Debug)]
@@ -165,6 +165,14 @@ impl Isa for Avx2 {
         both!(_mm256_cvtepu8_epi32, halves)
     }
     #[inline(always)]
+    unsafe fn load_i(p: *const i32) -> I {
+        unsafe { Self::load_w(p.cast()) }
+    }
+    #[inline(always)]
+    unsafe fn store_i(p: *mut i32, x: I) {
+        unsafe { Self::store_w(p.cast(), x) }
+    }
+    #[inline(always)]
     unsafe fn shr4_i(a: I) -> I {
         both!(_mm256_srli_epi32::<4>, a)
     }
@@ -295,6 +303,55 @@ impl Isa for Avx2 {
                 _mm256_extracti128_si256::<1>(words),
             );
             _mm_storeu_si128(p.cast(), _mm_packs_epi16(low, high));
+        }
+    }
+}
+
+impl Words for Avx2 {
+    #[inline(always)]
+    unsafe fn widen(w: I, signed: bool) -> [I; 2] {
+        if signed {
+            let raised = both!(_mm256_slli_epi16::<8>, w);
+            [
+                both!(_mm256_srai_epi16::<8>, raised),
+                both!(_mm256_srai_epi16::<8>, w),
+            ]
+        } else {
+            let mask = unsafe { [_mm256_set1_epi16(255); 2] };
+            [
+                both!(_mm256_and_si256, w, mask),
+                both!(_mm256_srli_epi16::<8>, w),
+            ]
+        }
+    }
+    #[inline(always)]
+    unsafe fn twice(x: I) -> I {
+        let high = both!(_mm256_slli_epi32::<16>, x);
+        both!(_mm256_blend_epi16::<0b1010_1010>, x, high)
+    }
+    #[inline(always)]
+    unsafe fn sub_words(a: I, b: I) -> I {
+        both!(_mm256_sub_epi16, a, b)
+    }
+    #[inline(always)]
+    unsafe fn mul_words(a: I, b: I) -> I {
+        both!(_mm256_mullo_epi16, a, b)
+    }
+    #[inline(always)]
+    unsafe fn dot_words(acc: I, w: I, x: *const i16) -> I {
+        let x = unsafe { [_mm256_set1_epi32(x.cast::<i32>().read_unaligned()); 2] };
+        let pairs = both!(_mm256_madd_epi16, w, x);
+        both!(_mm256_add_epi32, acc, pairs)
+    }
+    #[inline(always)]
+    unsafe fn store_words(p: *mut i16, x: I) {
+        unsafe {
+            // packs interleaves 128-bit halves; the permutation puts them back in order.
+            let words = _mm256_packs_epi32(x[0], x[1]);
+            let words = _mm256_permute4x64_epi64::<0b11_01_10_00>(words);
+            let words = _mm256_shufflelo_epi16::<0b11_01_10_00>(words);
+            let words = _mm256_shufflehi_epi16::<0b11_01_10_00>(words);
+            _mm256_storeu_si256(p.cast(), words);
         }
     }
 }

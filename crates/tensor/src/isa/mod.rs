@@ -89,6 +89,10 @@ pub(crate) trait Isa: Copy {
     unsafe fn load_i8(p: *const u8) -> Self::I;
     /// Sixteen unsigned bytes, widened.
     unsafe fn load_u8(p: *const u8) -> Self::I;
+    /// Loads 16 i32.
+    unsafe fn load_i(p: *const i32) -> Self::I;
+    /// Stores 16 i32.
+    unsafe fn store_i(p: *mut i32, x: Self::I);
     /// Logical right shift of every lane by four.
     unsafe fn shr4_i(a: Self::I) -> Self::I;
     /// Left shift of every lane by seven.
@@ -146,6 +150,43 @@ pub(crate) trait Isa: Copy {
     unsafe fn reduce_add_i(x: Self::I) -> i32;
     /// Stores 16 signed bytes; values lie in -128..=127.
     unsafe fn store_i8(p: *mut i8, x: Self::I);
+}
+
+/// Products of 16-bit integers, where an instruction set has them at half the rate of bytes or
+/// better: an [`Isa::W`] as 32 words, words `2 * lane` and `2 * lane + 1` being lane `lane`'s.
+///
+/// # Safety
+/// As for [`Isa`].
+pub(crate) trait Words: Isa {
+    /// The bytes of each lane as words, signed or not: bytes 0 and 2 of it, and bytes 1 and 3.
+    unsafe fn widen(w: Self::W, signed: bool) -> [Self::W; 2];
+    /// The low word of each lane, twice.
+    unsafe fn twice(x: Self::I) -> Self::W;
+    /// Wrapping difference of words.
+    unsafe fn sub_words(a: Self::W, b: Self::W) -> Self::W;
+    /// Low 16 bits of the products of words.
+    unsafe fn mul_words(a: Self::W, b: Self::W) -> Self::W;
+    /// Adds to each lane the dot product of its two words with the two at `x`. Exact while the
+    /// sums fit.
+    unsafe fn dot_words(acc: Self::I, w: Self::W, x: *const i16) -> Self::I;
+    /// Stores 16 integers that fit, of every four the middle two exchanged: pairs as
+    /// [`widen`](Self::widen) gives them.
+    unsafe fn store_words(p: *mut i16, x: Self::I);
+}
+
+/// What panels of signed bytes need, for sets that multiply matrices of them.
+///
+/// # Safety
+/// As for [`Isa`].
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+pub(crate) trait Bytes: Isa {
+    /// Each byte less `offset`, wrapping.
+    unsafe fn less(w: Self::W, offset: u8) -> Self::W;
+    /// The quads of a chunk in the order in which the set's matrix instruction takes them.
+    #[inline(always)]
+    unsafe fn arranged(quads: [Self::W; 8]) -> [Self::W; 8] {
+        quads
+    }
 }
 
 /// The sum of the lanes: lane `i` plus lane `i + 8`, then 4, 2, 1.

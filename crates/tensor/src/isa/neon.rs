@@ -7,7 +7,7 @@
 use std::arch::aarch64::*;
 use std::arch::asm;
 
-use super::Isa;
+use super::{Bytes, Isa};
 
 /// Needs neon, dotprod and fp16 conversion (every Apple silicon Mac and ARMv8.2 server has them).
 #[derive(Clone, Copy, Debug)]
@@ -170,6 +170,26 @@ impl Isa for Neon {
         each!(vandq_s32, signed, mask)
     }
     #[inline(always)]
+    unsafe fn load_i(p: *const i32) -> I {
+        unsafe {
+            [
+                vld1q_s32(p),
+                vld1q_s32(p.add(4)),
+                vld1q_s32(p.add(8)),
+                vld1q_s32(p.add(12)),
+            ]
+        }
+    }
+    #[inline(always)]
+    unsafe fn store_i(p: *mut i32, x: I) {
+        unsafe {
+            vst1q_s32(p, x[0]);
+            vst1q_s32(p.add(4), x[1]);
+            vst1q_s32(p.add(8), x[2]);
+            vst1q_s32(p.add(12), x[3]);
+        }
+    }
+    #[inline(always)]
     unsafe fn shr4_i(a: I) -> I {
         let shift =
             |x| unsafe { vreinterpretq_s32_u32(vshrq_n_u32::<4>(vreinterpretq_u32_s32(x))) };
@@ -304,5 +324,35 @@ impl Isa for Neon {
             let high = vmovn_s16(vcombine_s16(words[2], words[3]));
             vst1q_s8(p, vcombine_s8(low, high));
         }
+    }
+}
+
+impl Bytes for Neon {
+    #[inline(always)]
+    unsafe fn less(w: W, offset: u8) -> W {
+        let offset = unsafe { [vdupq_n_u8(offset); 4] };
+        each!(vsubq_u8, w, offset)
+    }
+
+    /// For `smmla`, which takes eight columns of two rows: of quads `2 p` and `2 p + 1`, row by row
+    /// the four columns of the one and the four of the other.
+    #[inline(always)]
+    unsafe fn arranged(quads: [W; 8]) -> [W; 8] {
+        let zip = |a: uint8x16_t, b: uint8x16_t| unsafe {
+            let (a, b) = (vreinterpretq_u32_u8(a), vreinterpretq_u32_u8(b));
+            [vzip1q_u32(a, b), vzip2q_u32(a, b)].map(|x| vreinterpretq_u8_u32(x))
+        };
+        let mut out = quads;
+        for pair in 0..4 {
+            let (a, b) = (quads[2 * pair], quads[2 * pair + 1]);
+            for half in 0..2 {
+                let ([w, x], [y, z]) = (
+                    zip(a[2 * half], b[2 * half]),
+                    zip(a[2 * half + 1], b[2 * half + 1]),
+                );
+                out[2 * pair + half] = [w, x, y, z];
+            }
+        }
+        out
     }
 }

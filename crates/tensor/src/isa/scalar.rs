@@ -2,7 +2,9 @@
 
 use half::{bf16, f16};
 
-use super::{Isa, LANES};
+#[cfg(all(test, target_arch = "x86_64"))]
+use super::Bytes;
+use super::{Isa, LANES, Words};
 
 /// Arrays and loops; runs everywhere.
 #[derive(Clone, Copy, Debug)]
@@ -113,6 +115,14 @@ impl Isa for Scalar {
         map(|i| i32::from(unsafe { *p.add(i) }))
     }
     #[inline(always)]
+    unsafe fn load_i(p: *const i32) -> I {
+        unsafe { p.cast::<I>().read_unaligned() }
+    }
+    #[inline(always)]
+    unsafe fn store_i(p: *mut i32, x: I) {
+        unsafe { p.cast::<I>().write_unaligned(x) }
+    }
+    #[inline(always)]
     unsafe fn shr4_i(a: I) -> I {
         a.map(|x| ((x as u32) >> 4) as i32)
     }
@@ -210,5 +220,72 @@ impl Isa for Scalar {
         for (i, value) in x.iter().enumerate() {
             unsafe { *p.add(i) = *value as i8 };
         }
+    }
+}
+
+/// Bytes as the words that they hold.
+#[inline(always)]
+fn words(w: W) -> [i16; 32] {
+    map(|i| i16::from_ne_bytes([w[2 * i], w[2 * i + 1]]))
+}
+
+#[inline(always)]
+fn bytes(words: [i16; 32]) -> W {
+    map(|i| words[i / 2].to_ne_bytes()[i % 2])
+}
+
+// SAFETY (whole impl): as above.
+#[allow(
+    clippy::undocumented_unsafe_blocks,
+    reason = "every block is one in-bounds pointer access, see above"
+)]
+impl Words for Scalar {
+    #[inline(always)]
+    unsafe fn widen(w: W, signed: bool) -> [W; 2] {
+        let byte = |b: u8| {
+            if signed {
+                i16::from(b as i8)
+            } else {
+                i16::from(b)
+            }
+        };
+        [0, 1].map(|odd| bytes(map(|i| byte(w[2 * i + odd]))))
+    }
+    #[inline(always)]
+    unsafe fn twice(x: I) -> W {
+        bytes(map(|i| x[i / 2] as i16))
+    }
+    #[inline(always)]
+    unsafe fn sub_words(a: W, b: W) -> W {
+        let (a, b) = (words(a), words(b));
+        bytes(map(|i| a[i].wrapping_sub(b[i])))
+    }
+    #[inline(always)]
+    unsafe fn mul_words(a: W, b: W) -> W {
+        let (a, b) = (words(a), words(b));
+        bytes(map(|i| a[i].wrapping_mul(b[i])))
+    }
+    #[inline(always)]
+    unsafe fn dot_words(acc: I, w: W, x: *const i16) -> I {
+        let (w, x) = (
+            words(w),
+            [0, 1].map(|j| i32::from(unsafe { x.add(j).read_unaligned() })),
+        );
+        map(|i| acc[i] + i32::from(w[2 * i]) * x[0] + i32::from(w[2 * i + 1]) * x[1])
+    }
+    #[inline(always)]
+    unsafe fn store_words(p: *mut i16, x: I) {
+        for (i, value) in x.iter().enumerate() {
+            let at = i & !3 | [0, 2, 1, 3][i % 4];
+            unsafe { p.add(at).write_unaligned(*value as i16) };
+        }
+    }
+}
+
+#[cfg(all(test, target_arch = "x86_64"))]
+impl Bytes for Scalar {
+    #[inline(always)]
+    unsafe fn less(w: W, offset: u8) -> W {
+        w.map(|b| b.wrapping_sub(offset))
     }
 }

@@ -1,0 +1,303 @@
+//! Products with many activation rows: weights unpacked once for all of them.
+//!
+//! With one row a product waits for memory; with many it waits for arithmetic, and what is not a
+//! dot product is lost time. So up to [`CHUNKS`] chunks of [`TOGETHER`] groups of 16 weight rows
+//! are unpacked into a *panel* in the form that the dot products want, small enough for the first
+//! cache, and every row of a block of [`ROWS`] meets it before the next panel:
+//!
+//! ```text
+//! for each block of rows        sums of leaves and of the tree in memory, (ROWS, groups, 16)
+//!   for each leaf, for each run of chunks within it
+//!     unpack the run of both groups                                      Batch::unpack, by type
+//!     for each tile of rows, for each chunk:  sum = fma(inner, scale, sum)     Batch::multiply
+//!   fold the leaf's sums into the tree                                         Batch::fold
+//! ```
+//!
+//! The order of float operations for one output is that of [`crate::matmul`]: what changes is what
+//! happens between them. The panels of [`words`] hold 16-bit integers, those of `bytes` bytes for
+//! matrix instructions. Activations lie as panels want them in copies ([`rows`]): what few rows are
+//! multiplied by is untouched.
+
+#[cfg(target_arch = "x86_64")]
+pub(crate) mod amx;
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+pub(crate) mod bytes;
+#[cfg(all(test, target_arch = "x86_64"))]
+pub(crate) mod emulated;
+#[cfg(target_arch = "x86_64")]
+mod registers;
+pub(crate) mod rows;
+#[cfg(target_arch = "aarch64")]
+pub(crate) mod smmla;
+pub(crate) mod words;
+
+use std::mem::MaybeUninit;
+
+use paceline_base::BlockType;
+
+use crate::batch::rows::{Form, PanelRows, PanelView, PanelWriter};
+use crate::formats::{self, Kind};
+use crate::isa::{Isa, LANES};
+use crate::matmul::{GroupArgs, LEVELS, store_lanes};
+use crate::stored::Chunk;
+
+/// Activation rows that meet a panel before the next one. Against 64: 1.02 to 1.03 times the speed,
+/// 256 another 1.01 (Zen 4, Q4_0, Q8_0, Q4_K, Q6_K), and sums take memory of a thread's stack:
+/// 288 KiB with 128.
+pub(crate) const ROWS: usize = 128;
+/// Groups to a panel: each activation that is loaded meets both.
+pub(crate) const TOGETHER: usize = 2;
+/// Most chunks of a panel: as many as the first cache holds beside activations. 4 are 0.5 to 2 %
+/// slower (Zen 4).
+pub(crate) const CHUNKS: usize = 8;
+/// Bytes of a panel's chunk of one group, whatever the flavour.
+pub(crate) const CHUNK_BYTES: usize = 1280;
+
+/// Functions of an instruction set for many rows.
+#[derive(Debug)]
+pub(crate) struct Batch {
+    /// Rows from which this pays.
+    pub(crate) from: usize,
+    /// Types whose rows are multiplied faster without panels, as measured.
+    pub(crate) without: &'static [BlockType],
+    /// How it reads activations.
+    pub(crate) form: Form,
+    pub(crate) copy_row: unsafe fn(&PanelWriter<'_>, usize),
+    pub(crate) unpack: [unsafe fn(Unpack); BlockType::ALL.len()],
+    pub(crate) multiply: [unsafe fn(&Segment<'_>); Kind::COUNT],
+    pub(crate) fold: unsafe fn(Sums, usize),
+    pub(crate) store: unsafe fn(Sums, &GroupArgs<'_>, usize),
+}
+
+/// A panel: memory that is written before it is read.
+#[repr(C, align(64))]
+struct Panel(MaybeUninit<[[[u8; CHUNK_BYTES]; CHUNKS]; TOGETHER]>);
+
+/// A run of chunks of one group to unpack.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Unpack {
+    /// The group's packed bytes.
+    pub(crate) weights: *const u8,
+    /// First chunk of the group.
+    pub(crate) first: usize,
+    /// Number of chunks, at most [`CHUNKS`].
+    pub(crate) chunks: usize,
+    /// Room for as many chunks of a panel, at a cache line.
+    pub(crate) out: *mut u8,
+}
+
+/// Asks for the bytes of chunk `c` of the next panel: they arrive while this one is multiplied. (A
+/// group's last ask for those of its neighbour, and a matrix's last for nothing.)
+#[inline(always)]
+unsafe fn ask_for<S: Isa>(args: &Unpack, layout: formats::Layout, c: usize) {
+    let place = layout.place(args.first + CHUNKS + c);
+    let line = |at: usize| {
+        // SAFETY: a hint; any address may be given.
+        unsafe { S::prefetch(args.weights.wrapping_add(at)) };
+    };
+    line(place.scales);
+    (0..layout.planes)
+        .step_by(64)
+        .for_each(|at| line(place.planes + at));
+}
+
+/// For storage types that have no panels: floats.
+///
+/// # Safety
+/// None is needed.
+pub(crate) unsafe fn no_panel(_: Unpack) {
+    unreachable!("floats are multiplied as they are")
+}
+
+/// A panel and the rows to multiply it with.
+#[derive(Debug)]
+pub(crate) struct Segment<'a> {
+    /// Chunk `c` of group `g` lies [`CHUNK_BYTES`] times `g * CHUNKS + c` from here.
+    pub(crate) panel: *const u8,
+    /// Groups of the panel, 1 or 2.
+    pub(crate) groups: usize,
+    /// Chunks of the panel.
+    pub(crate) chunks: usize,
+    /// Activations, and the chunk of theirs that meets the panel's first.
+    pub(crate) x: PanelView<'a>,
+    pub(crate) first_chunk: usize,
+    /// Rows `first..first + rows`.
+    pub(crate) first: usize,
+    pub(crate) rows: usize,
+    /// Sums of the leaf so far, `(rows, groups, 16)`.
+    pub(crate) sums: *mut f32,
+}
+
+impl Segment<'_> {
+    /// Chunk `c` of group `g`.
+    ///
+    /// # Safety
+    /// Both lie within the panel.
+    #[inline(always)]
+    pub(crate) unsafe fn chunk(&self, g: usize, c: usize) -> *const u8 {
+        // SAFETY: by the caller's promise.
+        unsafe { self.panel.add((g * CHUNKS + c) * CHUNK_BYTES) }
+    }
+}
+
+/// Floats of one level of sums.
+const LEVEL_LEN: usize = ROWS * TOGETHER * LANES;
+
+/// Sums of the current leaf, then of each level of the tree.
+#[repr(C, align(64))]
+struct SumsBuffer(MaybeUninit<[[f32; LEVEL_LEN]; 1 + LEVELS]>);
+
+/// Access to the sums: vectors of 16, one for each row and group.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Sums {
+    pub(crate) start: *mut f32,
+    pub(crate) vectors: usize,
+}
+
+impl Sums {
+    /// Vector `v` of the current leaf.
+    #[inline(always)]
+    unsafe fn leaf(self, v: usize) -> *mut f32 {
+        // SAFETY: by the caller's promise.
+        unsafe { self.start.add(v * LANES) }
+    }
+
+    /// Vector `v` of a level of the tree.
+    #[inline(always)]
+    unsafe fn level(self, level: usize, v: usize) -> *mut f32 {
+        // SAFETY: by the caller's promise.
+        unsafe { self.start.add((1 + level) * LEVEL_LEN + v * LANES) }
+    }
+}
+
+/// Adds leaf number `leaf` to the tree: the binary counter of [`crate::matmul`].
+///
+/// # Safety
+/// Features of `S`; leaves come in order, so that a level is read only after it was written.
+#[inline(always)]
+pub(crate) unsafe fn fold<S: Isa>(sums: Sums, leaf: usize) {
+    let end = leaf.trailing_ones() as usize;
+    for v in 0..sums.vectors {
+        // SAFETY: by the caller's promise.
+        unsafe {
+            let mut sum = S::load(sums.leaf(v));
+            for level in 0..end {
+                sum = S::add(S::load(sums.level(level, v)), sum);
+            }
+            S::store(sums.level(end, v), sum);
+        }
+    }
+}
+
+/// Ends the tree over `leaves` leaves and writes the outputs.
+///
+/// # Safety
+/// Features of `S`; all leaves were folded; the outputs of `args` are there, `args.lanes` being
+/// those of all groups together.
+#[inline(always)]
+pub(crate) unsafe fn store<S: Isa>(sums: Sums, args: &GroupArgs<'_>, leaves: usize) {
+    let groups = args.lanes.div_ceil(LANES);
+    for v in 0..sums.vectors {
+        let (t, g) = (args.first + v / groups, v % groups);
+        let mut level = leaves.trailing_zeros() as usize;
+        // SAFETY: by the caller's promise.
+        unsafe {
+            let mut sum = S::splat(-0.0); // -0 + x is x, to the bit
+            while leaves >> level != 0 {
+                if leaves >> level & 1 == 1 {
+                    sum = S::add(S::load(sums.level(level, v)), sum);
+                }
+                level += 1;
+            }
+            let out = args.out.add(t * args.out_stride + g * LANES);
+            store_lanes::<S>(out, sum, LANES.min(args.lanes - g * LANES));
+        }
+    }
+}
+
+impl Batch {
+    /// What products of `count` rows with a storage type need. `None` for floats, for types that do
+    /// better without panels, and for rows that are few or do not lie as panels want them.
+    pub(crate) fn functions(
+        &'static self,
+        block_type: BlockType,
+        rows: &PanelRows,
+        count: usize,
+    ) -> Option<Functions> {
+        let lie_so = count >= self.from && rows.form() == Some(self.form);
+        if !lie_so || self.without.contains(&block_type) {
+            return None;
+        }
+        Some(Functions {
+            batch: self,
+            unpack: self.unpack[block_type as usize],
+            multiply: self.multiply[formats::kind(block_type)? as usize],
+        })
+    }
+}
+
+/// A [`Batch`] for one storage type.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Functions {
+    batch: &'static Batch,
+    unpack: unsafe fn(Unpack),
+    multiply: unsafe fn(&Segment<'_>),
+}
+
+impl Functions {
+    /// Multiplies `groups` neighbouring groups, `group_bytes` apart, at most [`TOGETHER`], with
+    /// rows `args.first..args.end` of `x`, at most [`ROWS`].
+    ///
+    /// # Safety
+    /// Features of the table; the pointers of `args` cover the groups and the outputs; `x` has the
+    /// rows, in the form of the batch.
+    #[inline(never)] // its buffers would be on the stack of products with few rows too
+    pub(crate) unsafe fn run(
+        &self,
+        args: &GroupArgs<'_>,
+        x: PanelView<'_>,
+        groups: usize,
+        group_bytes: usize,
+    ) {
+        let mut panel = Panel(MaybeUninit::uninit());
+        let mut sums = SumsBuffer(MaybeUninit::uninit());
+        let panel: *mut u8 = panel.0.as_mut_ptr().cast();
+        let rows = args.end - args.first;
+        let sums = Sums {
+            start: sums.0.as_mut_ptr().cast(),
+            vectors: rows * groups,
+        };
+        let (chunks, per_leaf) = (args.cols / Chunk::LEN, args.leaf_cols / Chunk::LEN);
+        let leaves = args.cols.div_ceil(args.leaf_cols);
+        // SAFETY: chunks lie within the groups and rows; vectors within their buffers.
+        unsafe {
+            for leaf in 0..leaves {
+                std::ptr::write_bytes(sums.start, 0, sums.vectors * LANES);
+                let end = chunks.min((leaf + 1) * per_leaf);
+                for c in (leaf * per_leaf..end).step_by(CHUNKS) {
+                    let run = CHUNKS.min(end - c);
+                    for g in 0..groups {
+                        (self.unpack)(Unpack {
+                            weights: args.weights.add(g * group_bytes),
+                            first: args.first_chunk + c,
+                            chunks: run,
+                            out: panel.add(g * CHUNKS * CHUNK_BYTES),
+                        });
+                    }
+                    (self.multiply)(&Segment {
+                        panel,
+                        groups,
+                        chunks: run,
+                        x,
+                        first_chunk: c,
+                        first: args.first,
+                        rows,
+                        sums: sums.start,
+                    });
+                }
+                (self.batch.fold)(sums, leaf);
+            }
+            (self.batch.store)(sums, args, leaves);
+        }
+    }
+}

@@ -1,0 +1,76 @@
+//! Tile registers and how a chunk goes through them.
+//!
+//! [`Registers`] is what AMX offers, one method for each instruction: `crate::batch::amx` is the
+//! processor's, and a test's emulation proves everything but the encodings. Weights of a chunk are
+//! a tile as they lie in a quad (row `k / 4`, bytes `4 n + k % 4`), activations as they lie in
+//! memory (row `t`, bytes `k`), and the results are i32, `(t, n)`.
+
+use crate::batch::bytes::{LINE, Results, Rows, TILE_ROWS, Tiles};
+use crate::stored::Chunk;
+
+/// The eight tile registers of AMX and what can be done with them.
+///
+/// # Safety
+/// Every method requires that the CPU and the system allow it, and that pointers are good for the
+/// rows and bytes that [`configured`](Self::configured) gave the tile.
+pub(crate) trait Registers {
+    /// Tiles 0 to 3 are results of `rows` rows, 4 and 5 activations of `rows` rows of `depth`
+    /// bytes, 6 and 7 weights of `depth / 4` lines of 64 bytes.
+    unsafe fn configured(rows: usize, depth: usize) -> Self;
+    /// Tile `T` from rows `stride` bytes apart.
+    unsafe fn load<const T: u8>(&mut self, from: *const u8, stride: usize);
+    /// Tile `T` to rows of 64 bytes, one behind the other.
+    unsafe fn store<const T: u8>(&self, to: *mut i32);
+    /// Clears tile `T`.
+    unsafe fn zero<const T: u8>(&mut self);
+    /// Adds to tile `C` the products of signed bytes of `A`, activations, and `B`, weights.
+    unsafe fn dot<const C: u8, const A: u8, const B: u8>(&mut self);
+    /// Gives the registers back.
+    unsafe fn release(self);
+}
+
+impl<R: Registers> Tiles for R {
+    const ROWS: usize = TILE_ROWS;
+    const FROM: usize = TILE_ROWS;
+
+    #[inline(always)]
+    unsafe fn configured(rows: usize, depth: usize) -> Self {
+        // SAFETY: passed on.
+        unsafe { R::configured(rows, depth) }
+    }
+
+    #[inline(always)]
+    unsafe fn dots<const HALVES: bool>(&mut self, x: Rows, quads: *const u8, out: *mut Results) {
+        // SAFETY: by the caller's promise; a half is 16 bytes of a row, and four quads.
+        unsafe {
+            let [high, low] = x.bytes.map(|bytes| bytes.cast::<u8>());
+            self.load::<6>(quads, LINE);
+            self.load::<4>(high, x.stride);
+            self.zero::<0>();
+            self.dot::<0, 4, 6>();
+            self.load::<5>(low, x.stride);
+            self.zero::<1>();
+            self.dot::<1, 5, 6>();
+            self.store::<0>((&raw mut (*out).0[0]).cast());
+            self.store::<1>((&raw mut (*out).0[1]).cast());
+            if HALVES {
+                let half = Chunk::LEN / 2;
+                self.load::<7>(quads.add(4 * LINE), LINE);
+                self.load::<4>(high.add(half), x.stride);
+                self.zero::<2>();
+                self.dot::<2, 4, 7>();
+                self.load::<5>(low.add(half), x.stride);
+                self.zero::<3>();
+                self.dot::<3, 5, 7>();
+                self.store::<2>((&raw mut (*out).0[2]).cast());
+                self.store::<3>((&raw mut (*out).0[3]).cast());
+            }
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn release(self) {
+        // SAFETY: passed on.
+        unsafe { R::release(self) }
+    }
+}

@@ -1,0 +1,268 @@
+//! Panels of 16-bit integers: weights widened and times their integer scales.
+//!
+//! A weight's `sub * w` fits 16 bits (Q6_K: 128 * 32 at most), and so do the 15 bits of an
+//! activation: one multiplication does what takes two of bytes, at half their rate, and nothing is
+//! left to put together per row. 16 pairs of columns of 16 rows make a chunk; pair `2 g + odd`
+//! is columns `4 g + odd` and `4 g + odd + 2` ([`Words::widen`]).
+
+use crate::activations::Meta;
+use crate::batch::{CHUNK_BYTES, Segment, Unpack, ask_for};
+use crate::formats::{Format, Layout, Planes, Scales};
+use crate::isa::{LANES, Words};
+use crate::stored::Chunk;
+
+/// Rows from which unpacking into a panel pays, where a product of bytes takes several
+/// instructions. With 512 rows AVX2 gains 1.22 (Q4_1) to 1.71 (Q8_0).
+pub(crate) const FROM: usize = 8;
+
+/// The same where it takes one. Zen 4: Q4_K has 0.88 of its speed with 8 rows, 1.02 with 512 (so as
+/// many from about 50 on), Q6_K 1.01 and 1.20, Q5_0 0.97 and 1.17.
+#[cfg(target_arch = "x86_64")]
+pub(crate) const FROM_VNNI: usize = 32;
+
+/// Pairs of columns in a chunk.
+const PAIRS: usize = Chunk::LEN / 2;
+
+/// A chunk of one group in a panel.
+#[repr(C, align(64))]
+struct PanelChunk {
+    /// `(pair, row, 2)`
+    words: [[i16; 2 * LANES]; PAIRS],
+    scale: [f32; LANES],
+    /// Where the type has a min.
+    min: [f32; LANES],
+    /// Where its halves have factors of their own.
+    min_sub: [[i32; LANES]; 2],
+}
+
+const _: () = assert!(size_of::<PanelChunk>() == CHUNK_BYTES);
+
+/// How a chunk's min is added.
+pub(crate) trait Min {
+    /// `inner` of [`crate::matmul`] for one row of activations.
+    ///
+    /// # Safety
+    /// Features of `S`; a whole chunk of the kind.
+    unsafe fn inner<S: Words>(dot: S::F, chunk: *const u8, meta: Meta) -> S::F;
+}
+
+/// None.
+#[derive(Debug)]
+pub(crate) struct NoMin;
+/// One for the chunk.
+#[derive(Debug)]
+pub(crate) struct OneMin;
+/// With a factor for each half.
+#[derive(Debug)]
+pub(crate) struct HalfMins;
+
+impl Min for NoMin {
+    #[inline(always)]
+    unsafe fn inner<S: Words>(dot: S::F, chunk: *const u8, _meta: Meta) -> S::F {
+        // SAFETY: passed on.
+        unsafe { S::mul(dot, scale::<S>(chunk)) }
+    }
+}
+
+impl Min for OneMin {
+    #[inline(always)]
+    unsafe fn inner<S: Words>(dot: S::F, chunk: *const u8, meta: Meta) -> S::F {
+        // SAFETY: passed on.
+        unsafe {
+            let sum = S::splat((meta.sums[0] + meta.sums[1]) as f32);
+            S::fma(dot, scale::<S>(chunk), S::mul(min::<S>(chunk), sum))
+        }
+    }
+}
+
+impl Min for HalfMins {
+    #[inline(always)]
+    unsafe fn inner<S: Words>(dot: S::F, chunk: *const u8, meta: Meta) -> S::F {
+        // SAFETY: passed on.
+        unsafe {
+            let factors = &raw const (*chunk.cast::<PanelChunk>()).min_sub;
+            let [low, high] = [factors.cast::<i32>(), factors.cast::<i32>().add(LANES)];
+            let sum = S::add_i(
+                S::mul_i(S::load_i(low), S::splat_i(meta.sums[0])),
+                S::mul_i(S::load_i(high), S::splat_i(meta.sums[1])),
+            );
+            S::fma(
+                dot,
+                scale::<S>(chunk),
+                S::mul(min::<S>(chunk), S::to_f(sum)),
+            )
+        }
+    }
+}
+
+#[inline(always)]
+unsafe fn scale<S: Words>(chunk: *const u8) -> S::F {
+    // SAFETY: the caller passes a chunk of a panel.
+    unsafe { S::load((&raw const (*chunk.cast::<PanelChunk>()).scale).cast()) }
+}
+
+#[inline(always)]
+unsafe fn min<S: Words>(chunk: *const u8) -> S::F {
+    // SAFETY: the caller passes a chunk of a panel.
+    unsafe { S::load((&raw const (*chunk.cast::<PanelChunk>()).min).cast()) }
+}
+
+/// Unpacks chunks of a group of format `F`.
+///
+/// # Safety
+/// Features of `S`; the pointers of `args` cover the chunks.
+#[inline(always)]
+pub(crate) unsafe fn unpack<S: Words, F: Format>(args: Unpack) {
+    let layout: Layout = F::LAYOUT;
+    for c in 0..args.chunks {
+        let place = layout.place(args.first + c);
+        // SAFETY: by the caller's promise.
+        unsafe {
+            let out = args.out.add(c * CHUNK_BYTES).cast::<PanelChunk>();
+            let scales = args.weights.add(place.scales);
+            let header = args.weights.add(place.header);
+            unpack_planes::<S, F>(args.weights.add(place.planes), scales, out);
+            ask_for::<S>(&args, layout, c);
+            S::store(
+                (&raw mut (*out).scale).cast(),
+                F::S::scale::<S>(header, scales),
+            );
+            if F::S::HAS_MIN {
+                S::store((&raw mut (*out).min).cast(), F::S::min::<S>(header, scales));
+            }
+            if F::S::HAS_MIN && F::S::HALVES {
+                let factors = F::S::min_sub::<S>(scales);
+                S::store_i((&raw mut (*out).min_sub[0]).cast(), factors[0]);
+                S::store_i((&raw mut (*out).min_sub[1]).cast(), factors[1]);
+            }
+        }
+    }
+}
+
+#[inline(always)]
+unsafe fn unpack_planes<S: Words, F: Format>(
+    planes: *const u8,
+    scales: *const u8,
+    out: *mut PanelChunk,
+) {
+    // SAFETY: by the caller's promise.
+    unsafe {
+        let quads = F::P::quads::<S>(planes);
+        let sub = F::S::sub::<S>(scales);
+        let factors = [S::twice(sub[0]), S::twice(sub[1])];
+        let offset = S::twice(S::splat_i(F::P::OFFSET));
+        let mut to = (&raw mut (*out).words).cast::<u8>();
+        let mut g = 0;
+        while g < quads.len() {
+            let mut pair = S::widen(quads[g], F::P::SIGNED);
+            let mut odd = 0;
+            while odd < 2 {
+                if F::P::OFFSET != 0 {
+                    pair[odd] = S::sub_words(pair[odd], offset);
+                }
+                if F::S::HALVES {
+                    pair[odd] = S::mul_words(pair[odd], factors[g / 4]);
+                }
+                S::store_w(to, pair[odd]);
+                to = to.add(4 * LANES);
+                odd += 1;
+            }
+            g += 1;
+        }
+    }
+}
+
+/// Multiplies a panel, `N` activation rows to a tile.
+///
+/// # Safety
+/// Features of `S`; the segment's pointers cover its chunks, rows and sums.
+#[inline(always)]
+pub(crate) unsafe fn multiply<S: Words, M: Min, const N: usize>(segment: &Segment<'_>) {
+    // SAFETY: passed on.
+    unsafe {
+        if segment.groups == 2 {
+            tiles::<S, M, 2, N>(segment);
+        } else {
+            tiles::<S, M, 1, N>(segment);
+        }
+    }
+}
+
+#[inline(always)]
+unsafe fn tiles<S: Words, M: Min, const G: usize, const N: usize>(segment: &Segment<'_>) {
+    let mut t = 0;
+    // SAFETY: tiles stay within the rows.
+    unsafe {
+        while t + N <= segment.rows {
+            tile::<S, M, G, N>(segment, t);
+            t += N;
+        }
+        while t + 2 <= segment.rows {
+            tile::<S, M, G, 2>(segment, t);
+            t += 2;
+        }
+        if t < segment.rows {
+            tile::<S, M, G, 1>(segment, t);
+        }
+    }
+}
+
+/// `N` rows from `t` of the segment.
+#[inline(always)]
+unsafe fn tile<S: Words, M: Min, const G: usize, const N: usize>(segment: &Segment<'_>, t: usize) {
+    // SAFETY: chunks and rows lie within the segment, and sums for each row and group.
+    unsafe {
+        let at = |i: usize, g: usize| segment.sums.add(((t + i) * G + g) * LANES);
+        let mut sums = [[S::splat(0.0); G]; N];
+        each::<G, N>(|i, g| sums[i][g] = S::load(at(i, g)));
+        for c in 0..segment.chunks {
+            let dots = dots::<S, G, N>(segment, t, c);
+            each::<G, N>(|i, g| {
+                let meta = segment
+                    .x
+                    .meta(segment.first + t + i, segment.first_chunk + c);
+                let inner = M::inner::<S>(S::to_f(dots[i][g]), segment.chunk(g, c), meta);
+                sums[i][g] = S::fma(inner, S::splat(meta.scale), sums[i][g]);
+            });
+        }
+        each::<G, N>(|i, g| S::store(at(i, g), sums[i][g]));
+    }
+}
+
+/// Calls `f` for every row and group.
+#[inline(always)]
+fn each<const G: usize, const N: usize>(mut f: impl FnMut(usize, usize)) {
+    let mut i = 0;
+    while i < N {
+        let mut g = 0;
+        while g < G {
+            f(i, g);
+            g += 1;
+        }
+        i += 1;
+    }
+}
+
+/// The dot products of a chunk.
+#[inline(always)]
+unsafe fn dots<S: Words, const G: usize, const N: usize>(
+    segment: &Segment<'_>,
+    t: usize,
+    c: usize,
+) -> [[S::I; G]; N] {
+    // SAFETY: by the caller's promise.
+    unsafe {
+        let mut dots = [[S::splat_i(0); G]; N];
+        let x = segment.x.words(segment.first + t, segment.first_chunk + c);
+        let weights = [0, G - 1].map(|g| segment.chunk(g, c));
+        for pair in 0..PAIRS {
+            let mut w = [S::load_w(weights[0].add(pair * 4 * LANES)); G];
+            w[G - 1] = S::load_w(weights[1].add(pair * 4 * LANES));
+            each::<G, N>(|i, g| {
+                let x = x.add(i * segment.x.stride + 2 * pair);
+                dots[i][g] = S::dot_words(dots[i][g], w[g], x);
+            });
+        }
+        dots
+    }
+}

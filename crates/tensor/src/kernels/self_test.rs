@@ -1,0 +1,65 @@
+//! Do two instruction sets give the same bits? Asked once, of a set that nobody here has a
+//! machine to run the tests on.
+
+use paceline_base::BlockType;
+
+use super::{Kernels, Product};
+use crate::activations::{Activations, Precision};
+use crate::dispatch::Table;
+use crate::packed::{PackOptions, Packed, StoredMatrix};
+use crate::pool::ThreadPool;
+use crate::stored::random::random_row;
+
+const COLS: usize = 512;
+/// Two groups and a rest.
+const ROWS: usize = 40;
+/// Two tiles of 16 and a rest.
+const BATCH: usize = 37;
+
+/// Whether two tables give the same bits for products of random blocks of every type with many
+/// rows, for one leaf and for several.
+pub(crate) fn same_products(one: &'static Table, other: &'static Table) -> bool {
+    let with = |table| {
+        let pool = ThreadPool::new(1).ok()?;
+        Some(Kernels { table, pool })
+    };
+    let (Some(one), Some(other)) = (with(one), with(other)) else {
+        return false;
+    };
+    let mut types = BlockType::ALL.into_iter().filter(|t| !t.is_float());
+    types.all(|block_type| {
+        let bytes = random_row(block_type, ROWS * COLS, 7);
+        [0, 96].into_iter().all(|leaf_cols| {
+            let stored = StoredMatrix {
+                block_type,
+                rows: ROWS,
+                cols: COLS,
+                bytes: &bytes,
+            };
+            let same = product(&one, stored, leaf_cols).zip(product(&other, stored, leaf_cols));
+            same.is_some_and(|(one, other)| one == other)
+        })
+    })
+}
+
+/// The bits of a product; `None` when there is no memory for it.
+fn product(kernels: &Kernels, stored: StoredMatrix<'_>, leaf_cols: usize) -> Option<Vec<u32>> {
+    let options = PackOptions {
+        leaf_cols,
+        as_f32: false,
+    };
+    let weights = Packed::new(stored, options, kernels.pool()).ok()?;
+    let mut x = Activations::new(BATCH, COLS, Some(Precision::Fifteen));
+    kernels.fill_rows(&mut x, |t, row| {
+        let wave = |k: usize| ((k + 1) * (t + 3) % 101) as f32 - 50.0;
+        row.iter_mut().enumerate().for_each(|(k, x)| *x = wave(k));
+    });
+    let mut out = vec![0.0f32; BATCH * ROWS];
+    let product = Product {
+        weights: &weights,
+        first_col: 0,
+        out: &mut out,
+    };
+    kernels.products(&x, [product]);
+    Some(out.iter().map(|y| y.to_bits()).collect())
+}
