@@ -95,6 +95,13 @@ fn absurd_clusters_are_refused_by_name() {
             "[[node]]\nkind = \"rtx-3090-24\"\ncount = 2\n[[link]]\nkind = \"10gbe\"\nlatency_us = -1",
             "is -",
         ),
+        (
+            &format!(
+                "[[node]]\nkind = \"rtx-3090-24\"\ncount = 512\n{}",
+                "[[link]]\nkind = \"10gbe\"\n".repeat(9)
+            ),
+            "links, at most 523264",
+        ),
         ("[[node]]\nkind = 5", "invalid type"),
         ("[[nodes]]", "unknown field"),
         ("\u{0}", "TOML parse error"),
@@ -105,6 +112,91 @@ fn absurd_clusters_are_refused_by_name() {
         assert_eq!(out.status.code(), Some(1), "{toml}: {error}");
         assert!(error.contains(said), "{toml}: {error}");
     }
+}
+
+/// A cluster file with machines, links and a model that the catalogue lacks.
+const OWN: &str = r#"
+name = "studio and box"
+
+[[node]]
+name = "a"
+kind = "mac-studio-m3-ultra-512"
+
+[[node]]
+name = "box"
+kind = "my-box"
+load_w = 300
+
+[[link]]
+kind = "my-wire"
+between = ["a", "box"]
+latency_us = 9
+
+[[hardware]]
+kind = "my-box"
+memory_gb = 64
+memory_bandwidth_gb_s = 80
+fp16_tflops = 20
+backend = "cpu"
+source = "own measurement"
+
+[[link_kind]]
+kind = "my-wire"
+bandwidth_gbit_s_theoretical = 40
+
+[[model]]
+name = "Mine-8B"
+layers = 32
+hidden = 4096
+heads = 32
+kv_heads = 8
+head_dim = 128
+ffn = 14336
+vocab = 128256
+"#;
+
+/// The same shape as [`OWN`]'s model and the catalogue's Llama-3.1-8B.
+const CONFIG: &str = r#"{ "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256 }"#;
+
+#[test]
+fn clusters_and_models_of_ones_own_are_planned_like_those_of_the_catalogue() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = |name: &str, text: &str| {
+        let path = folder.path().join(name);
+        std::fs::write(&path, text).unwrap();
+        path.to_str().unwrap().to_owned()
+    };
+    let (cluster, config) = (file("own.toml", OWN), file("config.json", CONFIG));
+    let ask = |model: &str| {
+        let out = plan(&[model, "--bits", "4.5", "--cluster", &cluster, "--json"]);
+        assert!(out.status.success(), "{model}: {}", text(&out.stderr));
+        serde_json::from_slice::<serde_json::Value>(&out.stdout).unwrap()["plan"].clone()
+    };
+    let known = ask("Llama-3.1-8B");
+    assert!(known["prediction"]["decode_tok_s"].as_f64().unwrap() > 50.0);
+    assert_eq!(ask("mine-8b"), known);
+    assert_eq!(ask(&config), known);
+    assert_eq!(ask(folder.path().to_str().unwrap()), known);
+    let shown = text(&plan(&["Mine", "--cluster", &cluster]).stdout);
+    assert!(shown.contains("studio and box: 2 nodes"), "{shown}");
+}
+
+#[test]
+fn a_file_of_weights_says_its_own_shape_and_bits() {
+    let Some(model) = smollm2("a_file_of_weights_says_its_own_shape_and_bits") else {
+        return;
+    };
+    let ask = |args: &[&str]| {
+        let out = plan(&[args, &["--cluster", "raspberry-pi-5-8", "--json"]].concat());
+        let object: serde_json::Value = serde_json::from_slice(&out.stdout).unwrap();
+        object["plan"]["prediction"]["decode_tok_s"]
+            .as_f64()
+            .unwrap()
+    };
+    // Q4_1 has 5 bits, its head 8: 5.8 on average.
+    let (file, named) = (ask(&[&model]), ask(&["SmolLM2-135M", "--bits", "5.8"]));
+    assert!((file / named - 1.0).abs() < 0.05, "{file} {named}");
 }
 
 #[test]

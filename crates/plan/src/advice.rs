@@ -6,7 +6,7 @@ use crate::cost::Costs;
 use crate::cost::memory::{Ends, usage};
 use crate::error::{Change, Infeasible};
 use crate::placement::Stage;
-use crate::solver::{Options, Outcome, solve, stream_from_disk};
+use crate::solver::{Options, Outcome, holds_all, solve, stream_from_disk};
 use crate::{Calibration, Cluster, Error, Link, ModelShape, Node, Workload};
 
 /// The question again, with other facts: whether it has an answer.
@@ -17,8 +17,8 @@ fn fits(costs: &Costs<'_>, cluster: &Cluster, model: &ModelShape, workload: Work
     feasible(&other)
 }
 
-/// A quick test for a placement: layers dealt greedily to single nodes, largest first, or all on a
-/// group. What passes has a placement, as stages may be cut anywhere.
+/// A quick test for a placement: layers dealt greedily to single nodes, largest first, or all on
+/// one group of all nodes. What passes has a placement, as stages may be cut anywhere.
 pub(crate) fn feasible(costs: &Costs<'_>) -> bool {
     let mut order: Vec<usize> = (0..costs.cluster.nodes.len()).collect();
     order.sort_by(|&a, &b| {
@@ -33,7 +33,7 @@ pub(crate) fn feasible(costs: &Costs<'_>) -> bool {
         }
         start = end;
     }
-    start == costs.model.layers
+    start == costs.model.layers || holds_all(costs)
 }
 
 fn room(costs: &Costs<'_>, node: usize, start: u32, end: u32) -> bool {
@@ -106,19 +106,11 @@ fn largest(low: u32, high: u32, passes: impl Fn(u32) -> bool) -> Option<u32> {
     Some(good)
 }
 
+/// Down to what prompt and answer need.
 fn context(costs: &Costs<'_>) -> Option<Change> {
     let w = costs.workload;
-    let with = |context: u32| {
-        let prompt = w.prompt.min(context.saturating_sub(1)).max(1);
-        let workload = Workload {
-            prompt,
-            output: w.output.min(context - prompt).max(1),
-            context,
-            ..w
-        };
-        fits(costs, costs.cluster, costs.model, workload)
-    };
-    let tokens = largest(256, w.context, with)?;
+    let with = |context| fits(costs, costs.cluster, costs.model, Workload { context, ..w });
+    let tokens = largest(w.prompt.saturating_add(w.output), w.context, with)?;
     Some(Change::Context { tokens })
 }
 

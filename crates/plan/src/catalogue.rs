@@ -55,8 +55,25 @@ pub struct Catalogue {
 pub fn parse<T: DeserializeOwned>(text: &str, what: &str) -> Result<T, Error> {
     toml::from_str(text).map_err(|error| Error::Toml {
         what: what.to_owned(),
-        reason: error.to_string().trim_end().to_owned(),
+        reason: reason(&error, text),
     })
+}
+
+/// Where it is wrong, the start of that line, and why. The parser's own words quote the whole line,
+/// whose end may be megabytes away.
+fn reason(error: &toml::de::Error, text: &str) -> String {
+    const SHOWN: usize = 120; // characters
+    let before = error.span().and_then(|span| text.get(..span.start));
+    let Some(before) = before else {
+        return error.message().to_owned();
+    };
+    let start = before.rfind('\n').map_or(0, |end| end + 1);
+    let column = before[start..].chars().count() + 1;
+    let line = before.matches('\n').count() + 1;
+    let shown: String = text[start..].chars().take(SHOWN).collect();
+    let shown = shown.lines().next().unwrap_or_default();
+    let why = error.message();
+    format!("TOML parse error at line {line}, column {column}\n  {shown}\n{why}")
 }
 
 #[derive(Debug, Default, serde::Deserialize)]

@@ -11,6 +11,9 @@ use crate::check::finite_in;
 /// the answer is a data centre's scheduler, not this.
 pub const MAX_NODES: usize = 512;
 
+/// The most links: several for each pair of the most nodes.
+pub const MAX_LINKS: usize = 4 * MAX_NODES * (MAX_NODES - 1) / 2;
+
 /// What runs the kernels of a node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Backend {
@@ -215,6 +218,12 @@ impl Cluster {
             return Err(Error::TooManyNodes {
                 got: self.nodes.len(),
                 max: MAX_NODES,
+            });
+        }
+        if self.links.len() > MAX_LINKS {
+            return Err(Error::TooManyLinks {
+                got: self.links.len(),
+                max: MAX_LINKS,
             });
         }
         let mut names = BTreeMap::new();

@@ -29,6 +29,14 @@ pub enum Error {
         /// The limit.
         max: usize,
     },
+    /// More links than pairs of nodes can use.
+    #[error("the cluster has {got} links, at most {max} are planned for")]
+    TooManyLinks {
+        /// Links given.
+        got: usize,
+        /// The limit.
+        max: usize,
+    },
     /// Two nodes of one name.
     #[error("two nodes are named {name:?}")]
     DuplicateNode {

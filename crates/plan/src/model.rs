@@ -55,6 +55,17 @@ pub struct Moe {
     pub ffn: u32,
     /// Layers at the start that are dense.
     pub dense_layers: u32,
+    /// Groups of experts that are chosen first, as in DeepSeek V3; 1 for none.
+    pub groups: u32,
+}
+
+/// Layers that look at the last positions only.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Sliding {
+    /// How many of the model's layers do.
+    pub layers: u32,
+    /// How many positions they look at.
+    pub window: u32,
 }
 
 /// Stored bits per weight, with scales; averages over the tensors of a part.
@@ -94,6 +105,8 @@ pub struct ModelShape {
     pub tied: bool,
     /// Attention of every layer.
     pub attention: Attention,
+    /// Layers with a window, if there are any; the others look at everything.
+    pub sliding: Option<Sliding>,
     /// F of dense layers; 0 when there are none.
     pub ffn: u32,
     /// The mixture, if it is one.
@@ -196,6 +209,16 @@ impl ModelShape {
     /// Whether layer `index` is a mixture.
     pub fn is_moe(&self, index: u32) -> bool {
         self.moe.is_some_and(|moe| index >= moe.dense_layers)
+    }
+
+    /// Keys that a row looks at in the mean layer, of `keys` that there are. Layers with a window lie
+    /// between the others in a short period, so that any stage has about the model's mix.
+    pub fn keys_seen(&self, keys: f64) -> f64 {
+        let Some(sliding) = self.sliding else {
+            return keys;
+        };
+        let share = f64::from(sliding.layers) / f64::from(self.layers);
+        (1.0 - share) * keys + share * keys.min(f64::from(sliding.window))
     }
 
     /// Weights of one routed expert.
@@ -312,6 +335,10 @@ impl ModelShape {
         ] {
             finite_in(name, field, bits, 0.5, 64.0, "0.5 to 64")?;
         }
+        if let Some(sliding) = self.sliding {
+            whole_in(name, "layers with a window", sliding.layers, 1, self.layers)?;
+            whole_in(name, "positions of a window", sliding.window, 1, u32::MAX)?;
+        }
         self.check_attention()?;
         self.check_moe()
     }
@@ -356,6 +383,7 @@ impl ModelShape {
         whole_in(name, "shared experts", moe.shared, 0, MAX_EXPERTS)?;
         whole_in(name, "expert width", moe.ffn, 1, MAX_WIDTH)?;
         whole_in(name, "dense layers", moe.dense_layers, 0, self.layers)?;
+        whole_in(name, "groups of experts", moe.groups, 1, moe.experts)?;
         if moe.dense_layers > 0 {
             whole_in(name, "feed-forward width", self.ffn, 1, MAX_WIDTH * 8)?;
         }

@@ -2,11 +2,14 @@
 
 use serde::{Deserialize, Deserializer};
 
+use crate::calibration::family;
 use crate::catalogue::{Catalogue, HardwareEntry, LinkKind, ModelEntry, parse};
 use crate::cost::Costs;
 use crate::placement::{Pipeline, Placement, Split, Stage};
 use crate::predict::{Prediction, predict};
-use crate::{Backend, Calibration, Cluster, Error, Link, ModelShape, Node, Transport, Workload};
+use crate::{
+    Backend, CHUNK, Calibration, Cluster, Error, Link, ModelShape, Node, Transport, Workload,
+};
 
 /// The rows in the tree.
 pub const BUILTIN: &str = include_str!("../data/published.toml");
@@ -18,6 +21,8 @@ pub struct Machines {
     pub kind: String,
     /// How many.
     pub count: u32,
+    /// Memory of each in GB, where the catalogue has the machine with other memory only.
+    pub memory_gb: Option<f64>,
 }
 
 /// One published number.
@@ -179,7 +184,8 @@ impl Published {
     }
 
     /// The tree's catalogue with the file's entries before it. The tree's own numbers for a link's
-    /// latency and a machine's backend stay where the file has the same entry without them.
+    /// latency, a machine's backend and a model's groups of experts stay where the file has the same
+    /// entry without them.
     pub fn catalogue(&self) -> Result<Catalogue, Error> {
         let mut all = Catalogue::builtin()?;
         let mut links = self.link.clone();
@@ -189,12 +195,39 @@ impl Published {
                 link.shared |= known.shared;
             }
         }
+        let mut models = self.model.clone();
+        for model in &mut models {
+            let known = all.models.iter().find(|known| known.name == model.name);
+            let groups = known.and_then(|known| known.expert_groups);
+            model.expert_groups = model.expert_groups.or(groups);
+        }
         all.add(Catalogue {
             hardware: self.hardware.clone(),
             links,
-            models: self.model.clone(),
+            models,
         });
         Ok(all)
+    }
+}
+
+impl Machines {
+    /// The catalogue's facts, or those of a machine of the same family with this one's memory.
+    fn entry(&self, catalogue: &Catalogue) -> Option<HardwareEntry> {
+        if let Ok(known) = catalogue.machine(&self.kind) {
+            return Some(known.clone());
+        }
+        let own = family(&self.kind);
+        let mut all = catalogue.hardware.iter();
+        let like = all.find(|known| own != self.kind && family(&known.kind) == own)?;
+        let named = self
+            .kind
+            .get(own.len() + 1..)
+            .and_then(|gb| gb.parse().ok());
+        Some(HardwareEntry {
+            kind: self.kind.clone(),
+            memory_gb: self.memory_gb.or(named),
+            ..like.clone()
+        })
     }
 }
 
@@ -264,9 +297,7 @@ impl Row {
     fn nodes(&self, catalogue: &Catalogue, calibration: &Calibration) -> Result<Vec<Node>, Skip> {
         let mut nodes = Vec::new();
         for machines in &self.hardware {
-            let entry = catalogue
-                .machine(&machines.kind)
-                .map_err(|_| Skip::Machines)?;
+            let entry = machines.entry(catalogue).ok_or(Skip::Machines)?;
             for _ in 0..machines.count.min(1024) {
                 let name = format!("n{}", nodes.len());
                 let mut node = entry
@@ -335,9 +366,15 @@ impl Row {
         })
     }
 
-    /// Rows with several requests do not say how many; as many as stages are assumed.
+    /// Rows with several requests do not say how many; as many as stages are assumed. A rate of
+    /// prefill without a length is that of a long enough prompt; decode begins with none.
     fn workload(&self, stages: usize) -> Workload {
-        let prompt = self.prompt_tokens.unwrap_or(1).max(1);
+        let unstated = if self.metric.starts_with("prefill") {
+            CHUNK
+        } else {
+            1
+        };
+        let prompt = self.prompt_tokens.unwrap_or(unstated).max(1);
         let output = self.output_tokens.unwrap_or(OUTPUT).max(1);
         let many = u32::try_from(stages).unwrap_or(1).max(2);
         let stated = self.concurrency.parse().ok().filter(|&n| n > 0);

@@ -118,3 +118,48 @@ fn rows_from_elsewhere_are_met() {
         assert!(error.abs() < 0.2, "{}: {error}", scored.row.id);
     }
 }
+
+/// A machine that the catalogue has with other memory, a prompt of no stated length, a model whose
+/// file says nothing of groups: what is known of their like stands in.
+#[test]
+fn what_a_row_leaves_out_is_taken_from_its_like() {
+    let row = |id: &str, kind: &str, memory: &str, metric: &str| {
+        format!(
+            "[[measurement]]\nid = \"{id}\"\nmodel = \"Llama-3.1-8B\"\nbits = 4.5\n\
+             hardware = [{{ kind = \"{kind}\", count = 1{memory} }}]\nstrategy = \"single\"\n\
+             framework = \"llama.cpp\"\nmetric = \"{metric}\"\nvalue = 100.0\ncomplete = true\n"
+        )
+    };
+    let known = "mac-studio-m3-ultra-256";
+    let text = [
+        row("known", known, "", "decode_tok_s"),
+        row("named", "mac-studio-m3-ultra-96", "", "decode_tok_s"),
+        row(
+            "stated",
+            "mac-studio-m3-ultra-x",
+            ", memory_gb = 96",
+            "decode_tok_s",
+        ),
+        row("short", known, "", "prefill"),
+        row("long", known, "", "prefill").replace("value", "prompt_tokens = 512\nvalue"),
+    ];
+    let rows = Published::from_toml(&text.concat(), "rows").unwrap();
+    let report = validate(&rows, &Calibration::builtin().unwrap()).unwrap();
+    let said = |i: usize| report.rows[i].said.as_ref().map(|said| said.value);
+    assert_eq!(said(0), said(1));
+    assert!(said(2).is_err(), "no family has this name");
+    assert_eq!(said(3), said(4));
+
+    let own = "[[model]]\nname = \"DeepSeek-V3.1-671B\"\nlayers = 61\nhidden = 7168\nheads = 128\n\
+               kv_heads = 128\nhead_dim = 192\nffn = 18432\nvocab = 129280\n";
+    let catalogue = Published::from_toml(own, "own")
+        .unwrap()
+        .catalogue()
+        .unwrap();
+    let model = catalogue.model("DeepSeek-V3.1-671B").unwrap();
+    assert_eq!(
+        (model.experts, model.expert_groups),
+        (0, Some(8)),
+        "the file's, and the tree's"
+    );
+}

@@ -1,87 +1,16 @@
 //! The solver against brute force, and against the clock.
 
+mod small;
+
 use std::time::Instant;
 
-use paceline_base::Bytes;
-use paceline_plan::cluster::Rates;
 use paceline_plan::solver::{Options, PROGRAMS, solve};
 use paceline_plan::{
-    Attention, Backend, Bits, Calibration, Cluster, Costs, Error, Link, ModelShape, Node,
-    Objective, Pipeline, Placement, Split, Stage, Transport, Workload, predict,
+    Bits, Calibration, Cluster, Costs, Error, Objective, Pipeline, Placement, Split, Stage,
+    Workload, predict,
 };
 use proptest::prelude::*;
-
-fn model(layers: u32) -> ModelShape {
-    ModelShape {
-        name: "small".into(),
-        layers,
-        width: 1024,
-        vocab: 8192,
-        tied: false,
-        attention: Attention::Gqa {
-            heads: 12,
-            kv_heads: 12,
-            head_dim: 64,
-        },
-        ffn: 4096,
-        moe: None,
-        bits: Bits::uniform(8.0),
-    }
-}
-
-fn node(index: usize, layers: f64, bandwidth: f64) -> Node {
-    let one = model(1);
-    Node {
-        name: format!("n{index}"),
-        kind: "box".into(),
-        // Program and buffers first, then so many layers; ends take some of it.
-        memory: Bytes((290e6 + layers * one.layer_bytes(0)) as u64),
-        usable: 1.0,
-        bandwidth,
-        measured: true,
-        rates: Some(Rates::uniform(bandwidth * 20.0)),
-        disk: None,
-        idle_w: Some(10.0),
-        load_w: Some(100.0),
-        price_usd: Some(1000.0),
-        backend: Backend::Cpu,
-        engine: "paceline-cpu".into(),
-    }
-}
-
-fn link(a: usize, b: usize, alpha: f64, beta: f64) -> Link {
-    Link {
-        a,
-        b,
-        kind: "wire".into(),
-        transport: Transport::Tcp,
-        alpha,
-        beta,
-        shared: false,
-    }
-}
-
-fn mesh(nodes: Vec<Node>, of: impl Fn(usize, usize) -> (f64, f64)) -> Cluster {
-    let mut links = Vec::new();
-    for a in 0..nodes.len() {
-        for b in a + 1..nodes.len() {
-            let (alpha, beta) = of(a, b);
-            links.push(link(a, b, alpha, beta));
-        }
-    }
-    Cluster {
-        name: "mesh".into(),
-        nodes,
-        links,
-    }
-}
-
-const WORK: Workload = Workload {
-    prompt: 32,
-    output: 16,
-    concurrency: 1,
-    context: 64,
-};
+use small::{WORK, mesh, model, node};
 
 /// Every sequence of disjoint groups and every cut: the least seconds of a request.
 fn brute_force(costs: &Costs<'_>) -> Option<f64> {

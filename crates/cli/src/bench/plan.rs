@@ -1,7 +1,7 @@
 //! `paceline bench plan`: what the planner says of local nodes, beside what they do.
 
 use paceline_engine::EngineConfig;
-use paceline_model::{Config, SplitKind};
+use paceline_model::{Config, Split, SplitKind};
 use serde::Serialize;
 
 use super::model::{generate, tokens};
@@ -12,8 +12,11 @@ use crate::load;
 use crate::loaded::{Loaded, Opened, SplitArgs, Transport};
 use crate::output::print;
 use crate::plan::here::ways;
-use crate::plan::local::Local;
+use crate::plan::local::Probes;
 use crate::pull;
+
+/// Tokens of a prompt.
+const PROMPT: u32 = 4;
 
 /// Arguments of `paceline bench plan`.
 #[derive(Clone, Debug, clap::Args)]
@@ -51,10 +54,11 @@ pub(crate) struct Args {
 struct Row {
     nodes: u32,
     split: String,
-    /// Decode, tokens a second: from facts measured before the runs, without any of their figures.
-    predicted: f64,
+    /// Decode, tokens a second: from facts measured before each run, without any run's figures. How
+    /// far they spread is what the machine's own pace does.
+    predicted: Spread,
     measured: Spread,
-    /// Predicted over measured, less 1.
+    /// Predicted over measured, less 1, of the medians.
     error: f64,
     /// The planner's choice among those with as many nodes.
     chosen: bool,
@@ -63,9 +67,10 @@ struct Row {
 }
 
 struct Way {
+    split: Split,
     loaded: Loaded,
-    predicted: f64,
-    chosen: bool,
+    /// Of each round.
+    predicted: Vec<f64>,
     runs: Vec<f64>,
 }
 
@@ -95,22 +100,31 @@ pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
         )
     };
     let first = open(1, SplitKind::Auto)?;
-    let config = &first.config;
-    let setting = first.setting(args.transport.probed());
-    let local = Local::fresh(setting, args.nodes, load::kernels)?;
     let mut all = Vec::new();
-    for (kind, split) in ways(config, args.nodes) {
+    for (kind, split) in ways(&first.config, args.nodes) {
         all.push(Way {
-            predicted: local.facts(config, &split)?,
-            chosen: local.choose(config, split.ranks(), &[]) == kind || split.ranks() == 1,
             loaded: open(split.ranks(), kind)?.load()?,
+            split,
+            predicted: Vec::new(),
             runs: Vec::new(),
         });
     }
-    for round in 0..=args.runs {
-        for way in &mut all {
+    let setting = first.setting(args.transport.probed());
+    let probes = Probes::new(setting, args.nodes, load::kernels)?;
+    for way in &mut all {
+        way.decode(args, 0)?; // warms up
+    }
+    for round in 1..=args.runs {
+        for turn in 0..all.len() {
+            // In turns, each beginning a round as often as the others.
+            let place = (turn + round as usize) % all.len();
+            let way = &mut all[place];
+            // What a machine can do changes within seconds, and with what else runs.
+            let local = probes.now(&way.split)?;
+            let said = local.facts_at(&first.config, &way.split, PROMPT + args.r#gen / 2)?;
+            way.predicted.push(said);
             let speed = way.decode(args, round)?;
-            way.runs.extend((round > 0).then_some(speed));
+            way.runs.push(speed);
         }
     }
     let rows: Vec<Row> = all.iter().map(|way| way.row(&all)).collect();
@@ -128,9 +142,14 @@ impl Way {
         self.loaded.nodes()
     }
 
+    /// As predicted, the median of all rounds.
+    fn expected(&self) -> f64 {
+        quantile(&self.predicted, 0.5)
+    }
+
     /// Tokens a second.
     fn decode(&self, args: &Args, round: u32) -> anyhow::Result<f64> {
-        let prompt = tokens(&self.loaded, 4, round);
+        let prompt = tokens(&self.loaded, PROMPT as usize, round);
         let answer = generate(&self.loaded, &prompt, args.r#gen as usize)?;
         let time = (answer.last - answer.prompt_read).as_secs_f64();
         Ok((answer.tokens - 1) as f64 / time)
@@ -142,14 +161,15 @@ impl Way {
         let shares: Vec<f64> = (0..self.runs.len())
             .map(|round| self.runs[round] / best(round))
             .collect();
-        let measured = Spread::of(&self.runs);
+        let (predicted, measured) = (Spread::of(&self.predicted), Spread::of(&self.runs));
+        let chosen = rivals().all(|way| self.expected() >= way.expected());
         Row {
             nodes: self.nodes(),
             split: self.loaded.split().to_string(),
-            predicted: self.predicted,
-            error: self.predicted / measured.median - 1.0,
+            error: predicted.median / measured.median - 1.0,
+            predicted,
             measured,
-            chosen: self.chosen,
+            chosen,
             of_best: quantile(&shares, 0.5),
         }
     }
@@ -207,15 +227,15 @@ fn bars(rows: &[Row]) -> Vec<Bar> {
 
 fn table(rows: &[Row]) -> String {
     let head = format!(
-        "decode, tokens a second: median (p10 .. p90)\n{:>5}  {:<10}{:>10}{:>28}{:>8}{:>9}",
+        "decode, tokens a second: median (p10 .. p90)\n{:>5}  {:<10}{:>24}{:>24}{:>8}{:>9}",
         "nodes", "split", "predicted", "measured", "error", "of best"
     );
     rows.iter().fold(head, |text, row| {
         text + &format!(
-            "\n{:>5}  {:<10}{:>10.1}{:>28}{:>6.0} %{:>7.0} %{}",
+            "\n{:>5}  {:<10}{:>24}{:>24}{:>6.0} %{:>7.0} %{}",
             row.nodes,
             row.split,
-            row.predicted,
+            row.predicted.text(),
             row.measured.text(),
             100.0 * row.error,
             100.0 * row.of_best,

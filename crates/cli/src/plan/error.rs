@@ -53,7 +53,9 @@ fn of_planner(error: &paceline_plan::Error) -> Vec<String> {
             one("add a [[link]] that joins them, or plan without one of them")
         }
         E::MissingFact { .. } => one("state it in a cluster file, in the [[node]] table"),
-        E::TooManyNodes { .. } => one("plan for a part of it, or for one of each kind"),
+        E::TooManyNodes { .. } | E::TooManyLinks { .. } => {
+            one("plan for a part of it, or for one of each kind")
+        }
         E::Toml { .. } | E::LinkEnd { .. } | E::DuplicateNode { .. } | E::NoNodes => {
             one("docs/planner.md describes cluster files")
         }

@@ -12,21 +12,23 @@
 
 mod memory;
 mod probe;
+mod ranks;
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use paceline_base::{Bytes, Rank};
+use paceline_base::{Bytes, KernelClass, Rank};
 use paceline_comm::Backend;
 use paceline_model::{Config, Role, Source, Split, SplitKind};
 use paceline_plan::{
     Attention, Backend as Engine, Bits, Calibration, Cluster, Costs, Link, Member, ModelShape,
-    Node, Pipeline, Placement, Rates, Stage, Transport, Workload, predict,
+    Node, Pipeline, Placement, Rates, Sliding, Stage, Transport, Workload, predict,
 };
 use paceline_tensor::Kernels;
 
 use memory::Memory;
-use paceline_base::KernelClass;
+use probe::{Measured, Probe};
+use ranks::{Team, Together, Wire};
 
 /// What a run is about.
 #[derive(Clone, Copy, Debug)]
@@ -46,22 +48,85 @@ pub(crate) struct Setting<'a> {
 /// Keys that a prediction assumes in the cache: a short question and answer.
 const KEYS: u32 = 128;
 
+/// A model's weights, ready to be measured as often as one likes.
+pub(crate) struct Probes<'a> {
+    setting: Setting<'a>,
+    alone: Probe<'a>,
+    /// By number of ranks.
+    teams: BTreeMap<u32, Team<'a>>,
+}
+
+impl<'a> Probes<'a> {
+    /// For up to `nodes`.
+    ///
+    /// # Errors
+    /// What is wrong with the file or the system.
+    pub(crate) fn new(
+        setting: Setting<'a>,
+        nodes: u32,
+        kernels: impl Fn(usize) -> anyhow::Result<Arc<Kernels>>,
+    ) -> anyhow::Result<Self> {
+        let teams = (2..=nodes).map(|ranks| anyhow::Ok((ranks, team(setting, ranks, &kernels)?)));
+        Ok(Self {
+            setting,
+            alone: Probe::new(setting, kernels(setting.threads)?)?,
+            teams: teams.collect::<Result<_, _>>()?,
+        })
+    }
+
+    /// What this machine can do now with `split`: measured, and kept nowhere.
+    ///
+    /// # Errors
+    /// What the system refuses.
+    pub(crate) fn now(&self, split: &Split) -> anyhow::Result<Local> {
+        let ranks = match split.tensor_ranks() {
+            1 => split.ranks(),
+            ranks => ranks as u32,
+        };
+        let mut together = BTreeMap::new();
+        if let Some(team) = self.teams.get(&ranks) {
+            together.insert(ranks, team.measure()?);
+        }
+        let apart = split.ranks() > 1;
+        let wire = apart
+            .then(|| ranks::wire(self.setting.backend))
+            .transpose()?;
+        let measured = self.alone.decode()?;
+        Ok(Local::of(
+            Memory::nowhere(),
+            self.setting,
+            measured,
+            together,
+            wire,
+        ))
+    }
+}
+
+fn team<'a>(
+    setting: Setting<'a>,
+    ranks: u32,
+    kernels: impl Fn(usize) -> anyhow::Result<Arc<Kernels>>,
+) -> anyhow::Result<Team<'a>> {
+    let pools = (0..ranks).map(|_| kernels(setting.threads));
+    Team::new(setting, pools.collect::<Result<_, _>>()?)
+}
+
 /// A prediction for a split, with what it rests on.
 #[derive(Clone, Debug)]
 pub(crate) struct Local {
     memory: Memory,
     key: String,
-    measured: probe::Measured,
-    wire: Option<probe::Wire>,
-    /// By how many ranks compute at the same time: how much longer a rank's products take than if
-    /// it were alone, since they share memory.
-    together: BTreeMap<u32, f64>,
+    measured: Measured,
+    wire: Option<Wire>,
+    /// By how many ranks compute at the same time.
+    together: BTreeMap<u32, Together>,
     shape: ModelShape,
     threads: usize,
 }
 
 impl Local {
-    /// Looks up what was measured for this model and these threads, or measures it.
+    /// Looks up what was measured for this model and these threads, or measures it; again, if a
+    /// run contradicted it.
     ///
     /// # Errors
     /// What is wrong with the file or the system. Nothing depends on a prediction, so callers may
@@ -75,18 +140,6 @@ impl Local {
         Self::with(memory, setting, nodes, kernels)
     }
 
-    /// As [`new`](Self::new), measured now and kept nowhere.
-    ///
-    /// # Errors
-    /// As there.
-    pub(crate) fn fresh(
-        setting: Setting<'_>,
-        nodes: u32,
-        kernels: impl Fn(usize) -> anyhow::Result<Arc<Kernels>>,
-    ) -> anyhow::Result<Self> {
-        Self::with(Memory::nowhere(), setting, nodes, kernels)
-    }
-
     fn with(
         mut memory: Memory,
         setting: Setting<'_>,
@@ -94,41 +147,47 @@ impl Local {
         kernels: impl Fn(usize) -> anyhow::Result<Arc<Kernels>>,
     ) -> anyhow::Result<Self> {
         let key = memory::key(setting);
+        let before = memory.forget(&key);
         let measured = match memory.measured(&key) {
             Some(known) => known,
             None => {
-                let kernels = kernels(setting.threads)?;
-                let fresh = probe::probe(setting.source, setting.config, setting.class, &kernels)?;
+                let fresh = Probe::new(setting, kernels(setting.threads)?)?.measure()?;
                 memory.set_measured(&key, fresh);
+                if let Some(products) = before {
+                    memory.rescale(&key, products / fresh.products);
+                }
                 fresh
             }
         };
-        let together = together(
-            &mut memory,
-            &key,
-            setting,
-            nodes,
-            measured.products,
-            &kernels,
-        )?;
+        let together = together(&mut memory, &key, setting, nodes, &kernels)?;
         let wire = match (nodes > 1, memory.wire(setting.backend)) {
             (true, None) => {
-                let fresh = probe::wire(setting.config.width, setting.backend)?;
+                let fresh = ranks::wire(setting.backend)?;
                 memory.set_wire(setting.backend, fresh);
                 Some(fresh)
             }
             (_, known) => known,
         };
         memory.save();
-        Ok(Self {
+        Ok(Self::of(memory, setting, measured, together, wire))
+    }
+
+    fn of(
+        memory: Memory,
+        setting: Setting<'_>,
+        measured: Measured,
+        together: BTreeMap<u32, Together>,
+        wire: Option<Wire>,
+    ) -> Self {
+        Self {
             memory,
-            key,
+            key: memory::key(setting),
             measured,
             wire,
             together,
             shape: shape(setting.source, setting.config),
             threads: setting.threads,
-        })
+        }
     }
 
     /// Decode tokens a second of `split`, with what earlier runs taught.
@@ -159,17 +218,10 @@ impl Local {
             return;
         };
         if decode_tok_s.is_finite() && decode_tok_s > 0.0 {
-            self.memory.learn(&self.run_key(split), decode_tok_s, said);
+            let run = self.run_key(split);
+            self.memory.learn((&self.key, &run), decode_tok_s, said);
             self.memory.save();
         }
-    }
-
-    /// The best of the ways to cut a model over `nodes`, by corrected predictions; ties go to the
-    /// first, tensor.
-    pub(crate) fn choose(&self, config: &Config, nodes: u32, shares: &[u32]) -> SplitKind {
-        let ways = self.ways(config, nodes, shares).into_iter();
-        let best = ways.reduce(|best, way| if way.2 > best.2 { way } else { best });
-        best.map_or(SplitKind::Auto, |(kind, ..)| kind)
     }
 
     /// The ways to cut a model over `nodes`, and decode tokens a second as corrected by earlier
@@ -223,7 +275,16 @@ impl Local {
         self.facts_at(config, split, KEYS)
     }
 
-    fn facts_at(&self, config: &Config, split: &Split, keys: u32) -> anyhow::Result<f64> {
+    /// As [`facts`](Self::facts) with `keys` in the cache.
+    ///
+    /// # Errors
+    /// As there.
+    pub(crate) fn facts_at(
+        &self,
+        config: &Config,
+        split: &Split,
+        keys: u32,
+    ) -> anyhow::Result<f64> {
         let (cluster, calibration) = self.cluster(split)?;
         let workload = Workload {
             prompt: keys,
@@ -234,19 +295,28 @@ impl Local {
         let costs = Costs::new(&cluster, &self.shape, workload, &calibration)?;
         let placement = Placement::single(pipeline(config, split));
         let token = 1.0 / predict(&costs, &placement)?.decode_tok_s;
-        Ok(1.0 / (token + self.measured.step))
+        // Followers sleep when the leader tells them of a step. In a pipeline that is the way back.
+        let alone = split.ranks() == 1 || split.stages() > 1;
+        let told = self.wire.filter(|_| !alone).map_or(0.0, |wire| wire.wake);
+        Ok(1.0 / (token + self.measured.step + told))
     }
 
     /// This machine as nodes. Ranks of a tensor split compute at the same time: they share memory,
-    /// and where they have more threads than there are cores, they take turns.
+    /// and where they have more threads than there are cores, they take turns. A stage's ranks
+    /// sleep until the stage before is done.
     fn cluster(&self, split: &Split) -> anyhow::Result<(Cluster, Calibration)> {
         let ranks = split.tensor_ranks();
         let crowd = ((ranks * self.threads) as f64 / cores() as f64).max(1.0);
-        let sharing = sharing(&self.together, ranks as u32)
-            .unwrap_or(crowd)
-            .max(1.0);
         let m = &self.measured;
         let layers = f64::from(self.shape.layers);
+        let alone = layers * m.products + m.head;
+        let taken = |t: &Together| layers * t.free + t.head;
+        let sharing = sharing(&self.together, ranks as u32, |t| taken(t) / alone);
+        let mut sharing = sharing.unwrap_or(crowd).max(1.0);
+        let in_turn = known_for(&self.together, split.ranks()).filter(|_| ranks == 1);
+        if let Some(turns) = in_turn {
+            sharing = (layers * turns.turns + m.head) / alone;
+        }
         let bytes = layers * self.shape.layer_bytes(0) + self.shape.head_bytes();
         let pair = self.shape.attention.decode_pair_flops();
         let params = self.shape.common_params(0);
@@ -255,7 +325,7 @@ impl Local {
             kind: "this machine".to_owned(),
             memory: Bytes(1 << 44), // whether it fits is not the question here
             usable: 1.0,
-            bandwidth: bytes / (layers * m.products + m.head) / sharing,
+            bandwidth: bytes / alone / sharing,
             measured: true,
             rates: Some(Rates {
                 matmul: 2.0 * params / m.prompt_row.max(1e-12) / crowd,
@@ -273,10 +343,12 @@ impl Local {
         // The planner counts 18 operations in a dense layer.
         calibration.set("op.paceline-cpu", (m.other / 18.0 * crowd).max(1e-9));
         let (mut links, n) = (Vec::new(), split.ranks());
-        if let Some(wire) = self.wire {
-            calibration.set("handover.own.tcp", wire.exchange * crowd);
+        let known = known_for(&self.together, ranks as u32);
+        calibration.set("handover.own.tcp", known.map_or(1e-7, Together::exchange));
+        if let Some(mut wire) = self.wire {
+            wire.wake = in_turn.map_or(wire.wake, |turns| turns.hop);
             for a in 0..n as usize {
-                links.extend((a + 1..n as usize).map(|b| loopback(a, b, wire)));
+                links.extend((a + 1..n as usize).map(|b| loopback(a, b, ranks, wire)));
             }
         }
         let cluster = Cluster {
@@ -288,50 +360,65 @@ impl Local {
     }
 }
 
-/// [`Local::together`] for all numbers of ranks up to `nodes` that the cores have room for; a rank
-/// alone takes `products` seconds for a layer.
+/// [`Local::together`] for all numbers of ranks up to `nodes`.
 fn together(
     memory: &mut Memory,
     key: &str,
     setting: Setting<'_>,
     nodes: u32,
-    products: f64,
     kernels: impl Fn(usize) -> anyhow::Result<Arc<Kernels>>,
-) -> anyhow::Result<BTreeMap<u32, f64>> {
-    let mut together = BTreeMap::new();
-    for ranks in (2..=nodes).take_while(|n| *n as usize * setting.threads <= cores()) {
-        let all = match memory.products(key, ranks) {
+) -> anyhow::Result<BTreeMap<u32, Together>> {
+    let mut all = BTreeMap::new();
+    for ranks in 2..=nodes {
+        let key = format!("{key}, {ranks} ranks, {}", setting.backend.name());
+        let known = memory.together(&key);
+        let together = match known {
             Some(known) => known,
             None => {
-                let kernels = kernels(ranks as usize * setting.threads)?;
-                let Setting { source, config, .. } = setting;
-                let fresh = probe::products(source, config, setting.class, &kernels)?;
-                memory.set_products(key, ranks, fresh);
+                let fresh = team(setting, ranks, &kernels)?.measure()?;
+                memory.set_together(&key, fresh);
                 fresh
             }
         };
-        together.insert(ranks, f64::from(ranks) * all / products);
+        all.insert(ranks, together);
     }
-    Ok(together)
+    Ok(all)
 }
 
-/// What was measured for `ranks`, or for the most ranks that were; more do no more work together.
-fn sharing(together: &BTreeMap<u32, f64>, ranks: u32) -> Option<f64> {
-    let (measured, longer) = together.range(..=ranks).next_back()?;
-    (ranks > 1).then(|| longer * f64::from(ranks) / f64::from(*measured))
+/// How much longer `ranks` take for their products than if each were alone, where `part` says what
+/// share of the whole's time a rank's part takes beside the others: as measured, or as the most
+/// ranks that were; more do no more work together.
+fn sharing(
+    together: &BTreeMap<u32, Together>,
+    ranks: u32,
+    part: impl Fn(&Together) -> f64,
+) -> Option<f64> {
+    Some(f64::from(ranks) * part(known_for(together, ranks)?))
+}
+
+/// What was measured for so many ranks, or for the most below; nothing for one.
+fn known_for(together: &BTreeMap<u32, Together>, ranks: u32) -> Option<&Together> {
+    let known = together.range(..=ranks).next_back();
+    known.filter(|_| ranks > 1).map(|(_, known)| known)
 }
 
 fn cores() -> usize {
     std::thread::available_parallelism().map_or(1, usize::from)
 }
 
-fn loopback(a: usize, b: usize, wire: probe::Wire) -> Link {
+/// Two ranks of stages of `ranks`. What exchanges inside a stage cost is measured whole, beside the
+/// bytes; a stage waits for the one before.
+fn loopback(a: usize, b: usize, ranks: usize, wire: Wire) -> Link {
     Link {
         a,
         b,
         kind: "this machine".to_owned(),
         transport: Transport::Tcp,
-        alpha: 0.0, // within the measured exchange
+        alpha: if a / ranks == b / ranks {
+            0.0
+        } else {
+            wire.wake
+        },
         beta: wire.bytes_per_s,
         shared: false,
     }
@@ -381,6 +468,7 @@ fn shape(source: &Source, config: &Config) -> ModelShape {
             kv_heads: number(config.kv_heads),
             head_dim: number(config.head_dim),
         },
+        sliding: sliding(config),
         ffn: number(config.ffn),
         moe: None,
         bits: Bits::uniform(8.0),
@@ -390,15 +478,32 @@ fn shape(source: &Source, config: &Config) -> ModelShape {
     shape
 }
 
+/// Layers with a window; of unlike windows, of which there are none yet, the widest counts.
+fn sliding(config: &Config) -> Option<Sliding> {
+    let windows = config.layers.iter().filter_map(|layer| layer.window);
+    let number = |n: usize| u32::try_from(n).unwrap_or(u32::MAX);
+    Some(Sliding {
+        layers: number(windows.clone().count()),
+        window: number(windows.max()?),
+    })
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
     fn ranks_that_were_not_measured_share_what_fewer_have() {
-        let together = BTreeMap::from([(2, 1.5)]);
-        let shares = [1, 2, 4].map(|ranks| sharing(&together, ranks));
+        let two = Together {
+            free: 0.75,
+            synced: 0.8,
+            head: 0.0,
+            turns: 1.0,
+            hop: 0.1,
+        };
+        let together = BTreeMap::from([(2, two)]);
+        let shares = [1, 2, 4].map(|ranks| sharing(&together, ranks, |t| t.free));
         assert_eq!(shares, [None, Some(1.5), Some(3.0)]);
-        assert_eq!(sharing(&BTreeMap::new(), 3), None);
+        assert_eq!(sharing(&BTreeMap::new(), 3, |t| t.free), None);
     }
 }

@@ -5,7 +5,7 @@ use std::path::Path;
 
 use paceline_formats::gguf::Gguf;
 use paceline_formats::hf::HfFolder;
-use paceline_plan::{Attention, Bits, ModelShape, Moe};
+use paceline_plan::{Attention, Bits, ModelShape, Moe, Sliding};
 use serde_json::Value;
 
 use super::Error;
@@ -37,6 +37,10 @@ fn name_of(path: &Path) -> String {
 /// The fields of either format by the names of both.
 struct Fields<'a> {
     number: &'a dyn Fn(&str, &str) -> Option<u64>,
+    /// The family as the format calls it.
+    family: &'a str,
+    /// Layers with a window, where the file lists its layers.
+    sliding: Option<u32>,
 }
 
 impl Fields<'_> {
@@ -54,18 +58,41 @@ impl Fields<'_> {
     fn shape(&self, name: &str, vocab: u32, tied: bool) -> Result<ModelShape, Error> {
         let heads = self.need("attention.head_count", "num_attention_heads")?;
         let width = self.need("embedding_length", "hidden_size")?;
+        let layers = self.need("block_count", "num_hidden_layers")?;
         Ok(ModelShape {
             name: name.to_owned(),
-            layers: self.need("block_count", "num_hidden_layers")?,
+            layers,
             width,
             vocab,
             tied,
             attention: self.attention(heads, width),
+            sliding: self.sliding(layers),
             ffn: self
                 .get("feed_forward_length", "intermediate_size")
                 .unwrap_or(0),
             moe: self.moe()?,
             bits: Bits::uniform(16.0),
+        })
+    }
+
+    /// Of so many layers every n-th looks at everything: as the file says, or as its family is known
+    /// to do. Other families that state a window do not use it, or use it nowhere here.
+    fn sliding(&self, layers: u32) -> Option<Sliding> {
+        let window = self.get("attention.sliding_window", "sliding_window");
+        let every = self.get("attention.sliding_window_pattern", "sliding_window_pattern");
+        let family = match self.family {
+            "gemma2" | "gpt-oss" | "gpt_oss" => Some(2),
+            "gemma3" | "gemma3_text" => Some(6),
+            _ => None,
+        };
+        let every = every.filter(|&n| n > 1).or(family);
+        let count = self
+            .sliding
+            .or(every.map(|every| layers - layers / every))?;
+        let window = window.filter(|&positions| positions > 0 && count > 0)?;
+        Some(Sliding {
+            layers: count,
+            window,
         })
     }
 
@@ -140,6 +167,10 @@ impl Fields<'_> {
             dense_layers: self
                 .get("leading_dense_block_count", "first_k_dense_replace")
                 .unwrap_or(0),
+            groups: self
+                .get("expert_group_count", "n_group")
+                .unwrap_or(1)
+                .max(1),
         }))
     }
 }
@@ -155,7 +186,11 @@ fn from_gguf(name: &str, file: &Gguf) -> anyhow::Result<ModelShape> {
             value => value.as_u64(),
         }
     };
-    let fields = Fields { number: &number };
+    let fields = Fields {
+        number: &number,
+        family: &arch,
+        sliding: None,
+    };
     let vocab = file
         .info("token_embd.weight")
         .and_then(|info| info.shape().first().copied());
@@ -212,7 +247,14 @@ fn from_config(name: &str, config: &Value) -> Result<ModelShape, Error> {
     // Models with pictures keep the text part apart.
     let text = config.get("text_config").unwrap_or(config);
     let number = |_: &str, hf: &str| text.get(hf).and_then(Value::as_u64);
-    let fields = Fields { number: &number };
+    let family = text.get("model_type").and_then(Value::as_str);
+    let kinds = text.get("layer_types").and_then(Value::as_array);
+    let sliding = kinds.map(|kinds| kinds.iter().filter(|kind| *kind == "sliding_attention"));
+    let fields = Fields {
+        number: &number,
+        family: family.unwrap_or_default(),
+        sliding: sliding.map(|kinds| u32::try_from(kinds.count()).unwrap_or(u32::MAX)),
+    };
     let vocab = fields.need("vocab_size", "vocab_size")?;
     let tied = [text, config]
         .iter()
@@ -230,7 +272,7 @@ mod tests {
             "hidden_size": 7168, "num_hidden_layers": 61, "num_attention_heads": 128,
             "num_key_value_heads": 128, "intermediate_size": 18432, "vocab_size": 129_280,
             "n_routed_experts": 256, "num_experts_per_tok": 8, "n_shared_experts": 1,
-            "moe_intermediate_size": 2048, "first_k_dense_replace": 3, "q_lora_rank": 1536,
+            "moe_intermediate_size": 2048, "first_k_dense_replace": 3, "n_group": 8, "q_lora_rank": 1536,
             "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
             "v_head_dim": 128, "tie_word_embeddings": false
         });
@@ -247,6 +289,44 @@ mod tests {
             "{}",
             shape.params()
         );
+    }
+
+    #[test]
+    fn layers_with_a_window_are_counted() {
+        let with = |more: Value| {
+            let mut config = serde_json::json!({
+                "hidden_size": 640, "num_hidden_layers": 18, "num_attention_heads": 4,
+                "num_key_value_heads": 1, "head_dim": 256, "intermediate_size": 2048,
+                "vocab_size": 262_144, "sliding_window": 512
+            });
+            let fields = config.as_object_mut().unwrap();
+            fields.extend(more.as_object().unwrap().clone());
+            let sliding = from_config("x", &config).unwrap().sliding;
+            sliding.map(|sliding| (sliding.layers, sliding.window))
+        };
+        let kinds = ["sliding_attention", "full_attention", "sliding_attention"];
+        for (more, expected) in [
+            (
+                serde_json::json!({ "model_type": "gemma3_text" }),
+                Some((15, 512)),
+            ),
+            (
+                serde_json::json!({ "sliding_window_pattern": 3 }),
+                Some((12, 512)),
+            ),
+            (serde_json::json!({ "layer_types": kinds }), Some((2, 512))),
+            (
+                serde_json::json!({ "layer_types": ["full_attention"] }),
+                None,
+            ),
+            (serde_json::json!({ "model_type": "qwen2" }), None),
+            (
+                serde_json::json!({ "model_type": "gemma3", "sliding_window": null }),
+                None,
+            ),
+        ] {
+            assert_eq!(with(more.clone()), expected, "{more}");
+        }
     }
 
     #[test]

@@ -1,5 +1,7 @@
 //! `paceline up` on a port that is free.
 
+use std::process::Command;
+
 use rustix::process::Signal;
 use serde_json::{Value, json};
 
@@ -16,7 +18,12 @@ impl Server {
     pub(crate) fn start(world: &World, model: &str, args: &[&str]) -> Self {
         let up = ["up", "--model", model, "--port", "0"];
         let args = up.iter().chain(args).copied();
-        let running = Running::start(&mut world.paceline(args));
+        Self::of(&mut world.paceline(args))
+    }
+
+    /// The server that `command` starts.
+    pub(crate) fn of(command: &mut Command) -> Self {
+        let running = Running::start(command);
         let mut port = None;
         until("the server listens", || {
             let said = running.said();

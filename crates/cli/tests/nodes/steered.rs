@@ -4,7 +4,10 @@
 //! Facts that lie make it so: measured.json says that the first split is far faster than it can be
 //! and the next ones still too fast, and that loading takes no time.
 
-use std::path::PathBuf;
+use std::fs;
+use std::os::unix::fs::PermissionsExt as _;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
 
 use serde_json::{Value, json};
 
@@ -36,7 +39,7 @@ impl World {
     }
 
     fn read_facts(&self) -> Value {
-        serde_json::from_slice(&std::fs::read(self.facts()).unwrap()).unwrap()
+        serde_json::from_slice(&fs::read(self.facts()).unwrap()).unwrap()
     }
 
     /// Has the facts say that measured over predicted is this for these splits; the keys of the
@@ -64,7 +67,7 @@ impl World {
             key
         });
         let keys = keys.collect();
-        std::fs::write(self.facts(), facts.to_string()).unwrap();
+        fs::write(self.facts(), facts.to_string()).unwrap();
         keys
     }
 }
@@ -149,51 +152,152 @@ fn people_read_of_a_change_after_the_answer() {
     assert!(line.contains(" expected) in "), "{line}");
 }
 
-/// A server changes between and inside requests; those that come meanwhile wait.
-#[test]
-fn a_server_changes_while_it_answers() {
-    let _alone = alone();
-    let world = World::new();
-    let model = world.model(FAMILIES[0]);
-    let more = json!({"max_tokens": 150, "logprobs": true, "top_logprobs": 2});
-    let body = chat(&model, PROMPT, &more);
-    let ask = |port| http::ask(port, "/v1/chat/completions", Some(&body)).body["choices"].clone();
-    let own = ["--context", "512", "--threads", "1"];
-    let one = Server::start(&world, &model, &own);
-    let expected = ask(one.port);
-    one.stop(1);
-    world.lie(&model, "2", &[("tensor", 1e5), ("pipeline", 1e2)]);
-    let server = Server::start(&world, &model, &[&own[..], &["--nodes", "2"]].concat());
-    let first = server.running.workers(2);
-    let port = server.port;
-    std::thread::scope(|scope| {
-        let alone = scope.spawn(move || ask(port));
-        until("the split changes", || {
-            server.running.said().contains("[split changed from")
-        });
-        assert_eq!(ask(port), expected);
-        assert_eq!(alone.join().unwrap(), expected);
-    });
-    assert_gone(&first);
-    // It may be changing back.
-    until("there are two workers", || {
-        children(server.running.id()).len() == 2
-    });
-    let metrics = http::ask(port, "/metrics", None).body;
-    let metrics = metrics.as_str().unwrap();
-    let metric = |name: &str| -> f64 {
+/// A server of a tiny model over two nodes whose first split is believed to be far faster than it
+/// is, and what one node answers.
+struct Lied {
+    world: World,
+    model: String,
+    server: Server,
+    expected: Value,
+}
+
+impl Lied {
+    /// `by` may have the server start by another command.
+    fn start(by: impl FnOnce(&World, Command) -> Command) -> Self {
+        let world = World::new();
+        let model = world.model(FAMILIES[0]);
+        let own = ["--context", "512", "--threads", "1"];
+        let one = Server::start(&world, &model, &own);
+        let expected = question(one.port, &model);
+        one.stop(1);
+        world.lie(&model, "2", &[("tensor", 1e5), ("pipeline", 1e2)]);
+        let up = ["up", "--model", &model, "--port", "0", "--nodes", "2"];
+        let server = Server::of(&mut by(&world, world.paceline([&up, &own[..]].concat())));
+        Self {
+            world,
+            model,
+            server,
+            expected,
+        }
+    }
+
+    /// The answer's choices, with log probabilities.
+    fn ask(&self) -> Value {
+        question(self.server.port, &self.model)
+    }
+
+    fn said(&self, what: &str) {
+        until(what, || self.server.running.said().contains(what));
+    }
+
+    /// A line of `/metrics`.
+    fn metric(&self, name: &str) -> f64 {
+        let metrics = http::ask(self.server.port, "/metrics", None).body;
+        let metrics = metrics.as_str().unwrap();
         let line = metrics
             .lines()
             .find(|line| line.contains(name) && !line.starts_with('#'));
         let line = line.unwrap_or_else(|| panic!("no {name} in {metrics}"));
         line.split(' ').next_back().unwrap().parse().unwrap()
-    };
-    assert!(metric("split_changes") >= 1.0);
-    assert!(metric("decode_tok_s_predicted") > 0.0);
-    let ended = server.stop(2);
+    }
+}
+
+fn question(port: u16, model: &str) -> Value {
+    let more = json!({"max_tokens": 150, "logprobs": true, "top_logprobs": 2});
+    let body = chat(model, PROMPT, &more);
+    http::ask(port, "/v1/chat/completions", Some(&body)).body["choices"].clone()
+}
+
+/// A server changes between and inside requests; those that come meanwhile wait.
+#[test]
+fn a_server_changes_while_it_answers() {
+    let _alone = alone();
+    let lied = Lied::start(|_, command| command);
+    let first = lied.server.running.workers(2);
+    std::thread::scope(|scope| {
+        let alone = scope.spawn(|| lied.ask());
+        lied.said("[split changed from");
+        assert_eq!(lied.ask(), lied.expected);
+        assert_eq!(alone.join().unwrap(), lied.expected);
+    });
+    assert_gone(&first);
+    // It may be changing back.
+    until("there are two workers", || {
+        children(lied.server.running.id()).len() == 2
+    });
+    assert!(lied.metric("split_changes") >= 1.0);
+    assert!(lied.metric("decode_tok_s_predicted") > 0.0);
+    let ended = lied.server.stop(2);
     assert!(
         ended.stderr.contains("is predicted to get"),
         "{}",
         ended.stderr
     );
+}
+
+/// `command` by a file of its own. Once that is removed, the system calls it by the name of
+/// [`refuse_one`]'s script, and so does paceline when it starts workers.
+fn by_own_file(world: &World, command: &Command) -> Command {
+    let own = world.path("tmp/paceline");
+    let program = command.get_program();
+    fs::hard_link(program, &own)
+        .or_else(|_| fs::copy(program, &own).map(|_| ()))
+        .unwrap();
+    let mut by = Command::new(own);
+    by.args(command.get_args()).env_clear();
+    by.envs(
+        command
+            .get_envs()
+            .filter_map(|(key, value)| Some((key, value?))),
+    );
+    by.current_dir(command.get_current_dir().unwrap());
+    by.stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped());
+    by
+}
+
+/// From now on the first process that is started ends at once; those after it are paceline.
+fn refuse_one(world: &World) {
+    let script = format!(
+        "#!/bin/sh\n(set -C; : > \"$0.once\") 2>/dev/null && exit 3\nexec '{}' \"$@\"\n",
+        env!("CARGO_BIN_EXE_paceline")
+    );
+    let path = world.path("tmp/paceline (deleted)");
+    fs::write(&path, script).unwrap();
+    fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
+    fs::remove_file(world.path("tmp/paceline")).unwrap();
+}
+
+/// The better split cannot be started: the one before is started again, and the answer goes on.
+#[test]
+fn where_the_better_split_cannot_start_the_one_before_goes_on() {
+    let _alone = alone();
+    let lied = Lied::start(|world, command| by_own_file(world, &command));
+    let first = lied.server.running.workers(2);
+    refuse_one(&lied.world);
+    assert_eq!(lied.ask(), lied.expected);
+    assert_gone(&first);
+    lied.said("[split stays tensor: pipeline could not be started: ");
+    assert_eq!(lied.ask(), lied.expected);
+    assert_eq!(lied.metric("split_changes"), 0.0);
+    lied.server.stop(2);
+}
+
+/// Neither can be started: the answer is lost, which is said, and the server recovers.
+#[test]
+fn where_no_split_can_start_the_answer_is_lost_and_the_next_is_not() {
+    let _alone = alone();
+    let lied = Lied::start(|_, command| command);
+    let (model, kept) = (
+        Path::new(&lied.model),
+        Path::new(&lied.model).with_extension("kept"),
+    );
+    fs::rename(model, &kept).unwrap();
+    assert_eq!(lied.ask(), Value::Null, "an answer without workers");
+    lied.said("[split stays tensor: pipeline could not be started: ");
+    fs::rename(&kept, model).unwrap();
+    lied.said("the workers are ready again");
+    assert_eq!(lied.ask(), lied.expected);
+    lied.server.stop(2);
 }

@@ -3,7 +3,7 @@
 use serde::Deserialize;
 
 use super::{Catalogue, HardwareEntry, LinkKind, ModelEntry, parse};
-use crate::cluster::MAX_NODES;
+use crate::cluster::{MAX_LINKS, MAX_NODES};
 use crate::{Cluster, Error, Node};
 
 /// A cluster as a user writes it.
@@ -200,6 +200,11 @@ impl LinkEntry {
             None => (0..cluster.nodes.len()).collect(),
             Some(names) => self.members(names, cluster)?,
         };
+        let got = cluster.links.len() + members.len() * members.len().saturating_sub(1) / 2;
+        if got > MAX_LINKS {
+            let max = MAX_LINKS;
+            return Err(Error::TooManyLinks { got, max });
+        }
         for (i, &a) in members.iter().enumerate() {
             for &b in &members[i + 1..] {
                 let mut link = known.between(a, b);

@@ -3,7 +3,7 @@
 use serde::Deserialize;
 
 use crate::model::Bits;
-use crate::{Attention, Error, ModelShape, Moe};
+use crate::{Attention, Error, ModelShape, Moe, Sliding};
 
 /// A model as catalogues and published rows write it. `head_dim` is ignored with low-rank
 /// attention, whose parts are stated one by one.
@@ -43,6 +43,8 @@ pub struct ModelEntry {
     /// Dense layers at the start of a mixture.
     #[serde(default)]
     pub first_dense_layers: u32,
+    /// Groups that experts are chosen in first; where nothing is known, none.
+    pub expert_groups: Option<u32>,
     /// Rank of low-rank queries.
     #[serde(default)]
     pub q_lora_rank: u32,
@@ -58,6 +60,12 @@ pub struct ModelEntry {
     /// Size of a value head.
     #[serde(default)]
     pub v_head_dim: u32,
+    /// Layers that look at the last `sliding_window` positions only.
+    #[serde(default)]
+    pub sliding_layers: u32,
+    /// How many positions those look at.
+    #[serde(default)]
+    pub sliding_window: u32,
     /// Published parameters, billions, to check the shape against.
     pub params_b: Option<f64>,
     /// Bits that it is usually stored in, for plans that name none.
@@ -98,6 +106,7 @@ impl ModelEntry {
             shared: self.shared_experts,
             ffn: self.moe_ffn,
             dense_layers: self.first_dense_layers,
+            groups: self.expert_groups.unwrap_or(1),
         });
         let shape = ModelShape {
             name: self.name.clone(),
@@ -106,6 +115,10 @@ impl ModelEntry {
             vocab: self.vocab,
             tied: self.tied_embeddings,
             attention,
+            sliding: (self.sliding_layers > 0).then_some(Sliding {
+                layers: self.sliding_layers,
+                window: self.sliding_window,
+            }),
             ffn: self.ffn,
             moe,
             bits: Bits::uniform(bits),

@@ -137,8 +137,9 @@ fn attention(model: &ModelShape, part: Part, rows: Rows, speed: &Speed) -> f64 {
     };
     // A sequence's cache is read once per step, whatever its rows: twice the mean of a chunk's
     // keys is an upper bound that decode (one row) meets exactly with its own.
-    let bytes = rows.sequences * rows.keys * cached;
-    let flops = rows.rows * rows.keys * pair * heads;
+    let keys = model.keys_seen(rows.keys);
+    let bytes = rows.sequences * keys * cached;
+    let flops = rows.rows * keys * pair * heads;
     roof(bytes, flops, speed, speed.rates.map(|r| r.attention))
 }
 
@@ -155,16 +156,16 @@ fn experts(model: &ModelShape, index: u32, part: Part, rows: Rows, speed: &Speed
             (part.share * uneven).min(1.0)
         }
     };
-    let bytes = moe::touched(e, a, rows.rows) * model.expert_params() * model.bits.experts / 8.0;
+    let one = model.expert_params() * load;
+    let (bits, rate) = (model.bits.experts, speed.rates.map(|r| r.expert));
+    let kernel =
+        |read: f64, computed: f64| roof(read * one * bits / 8.0, 2.0 * computed * one, speed, rate);
+    // A few rows each read the experts they need; of many, those of an expert go together, in
+    // tiles. Engines take what is sooner.
+    let pairs = rows.rows * a;
     let whole_rows = rows.rows.ceil().min(f64::from(u32::MAX)) as u32;
     let padded = moe::padded_rows(moe.experts, moe.active, whole_rows);
-    let flops = 2.0 * padded * model.expert_params();
-    roof(
-        bytes * load,
-        flops * load,
-        speed,
-        speed.rates.map(|r| r.expert),
-    )
+    kernel(pairs, pairs).min(kernel(moe::touched(e, a, rows.rows), padded))
 }
 
 /// Launched operations of a layer, counted in mlx-lm's `llama.py`, `qwen3_moe.py` and
@@ -178,7 +179,9 @@ fn experts(model: &ModelShape, index: u32, part: Part, rows: Rows, speed: &Speed
 /// - mixture, 14: norm, router, scores, selection, gather, sum, division, gate, up, gated product,
 ///   down, weighting, sum, residual;
 /// - shared experts, 5: gate, up, gated product, down, sum;
-/// - selection by groups with a bias, 6 (models with low-rank attention).
+/// - with low-rank attention scores have a bias and are negated for the selection, 1; where groups
+///   of experts are chosen first (`group_expert_select`), 6: the best two of each, their sum, the
+///   selection, a copy and a scatter besides.
 fn operations(model: &ModelShape, index: u32) -> f64 {
     let low_rank = matches!(model.attention, Attention::Mla { .. });
     let attention = if low_rank { 24.0 } else { 12.0 };
@@ -186,5 +189,10 @@ fn operations(model: &ModelShape, index: u32) -> f64 {
         return attention + 6.0;
     };
     let shared = if moe.shared > 0 { 5.0 } else { 0.0 };
-    attention + 14.0 + shared + if low_rank { 6.0 } else { 0.0 }
+    let selection = match (low_rank, moe.groups) {
+        (false, _) => 0.0,
+        (true, 1) => 1.0,
+        (true, _) => 6.0,
+    };
+    attention + 14.0 + shared + selection
 }

@@ -15,7 +15,7 @@ use kernels::Rows;
 use memory::Ends;
 
 use crate::calibration::{Calibration, Engine, Speed};
-use crate::placement::{Pipeline, Split, Stage};
+use crate::placement::{Member, Pipeline, Split, Stage};
 use crate::workload::CHUNK;
 use crate::{Cluster, Error, Link, ModelShape, Network, Workload};
 
@@ -162,8 +162,12 @@ impl<'a> Costs<'a> {
     /// As [`stage`](Self::stage).
     pub fn stage_here(&self, stage: &Stage, rows: Rows) -> Result<StageTime, Error> {
         let mut compute: f64 = 0.0;
+        let mut last: Option<&Member> = None; // Members of a kind take equally long.
         for member in &stage.members {
-            compute = compute.max(self.member(stage, member.node, rows)?);
+            if !last.is_some_and(|known| self.alike(known, member)) {
+                compute = compute.max(self.member(stage, member, rows)?);
+                last = Some(member);
+            }
         }
         Ok(StageTime {
             compute,
@@ -171,10 +175,15 @@ impl<'a> Costs<'a> {
         })
     }
 
+    /// Whether kernels take both members of a stage equally long.
+    fn alike(&self, a: &Member, b: &Member) -> bool {
+        let same_engine = std::ptr::eq(self.engine(a.node), self.engine(b.node));
+        a.share == b.share && self.speed(a.node) == self.speed(b.node) && same_engine
+    }
+
     /// Kernels of one member.
-    fn member(&self, stage: &Stage, node: usize, rows: Rows) -> Result<f64, Error> {
-        let member = stage.members.iter().find(|m| m.node == node);
-        let Some(member) = member else { return Ok(0.0) };
+    fn member(&self, stage: &Stage, member: &Member, rows: Rows) -> Result<f64, Error> {
+        let node = member.node;
         let (part, speed) = (memory::part_of(stage, member), self.speed(node));
         let mut seconds = 0.0;
         let mut last: Option<(bool, f64)> = None; // Layers of a kind take equally long.
@@ -223,7 +232,21 @@ impl<'a> Costs<'a> {
         let link = self.network.slowest(&nodes, bytes);
         let link = link.ok_or_else(|| self.no_link(&nodes, &nodes))?;
         let handover = self.calibration.handover(engine, link.transport);
-        Ok(f64::from(count) * (comm::all_reduce(link, nodes.len(), bytes).1 + handover))
+        let sums = f64::from(count) * (comm::all_reduce(link, nodes.len(), bytes).1 + handover);
+        Ok(sums + self.logits(stage, rows, link, handover))
+    }
+
+    /// Seconds until a split head's logits are at the rank that samples. All others send theirs to
+    /// it, so its own link is what they wait for.
+    fn logits(&self, stage: &Stage, rows: Rows, link: &Link, handover: f64) -> f64 {
+        const LOGIT: f64 = 4.0; // bytes
+        let engine = self.engine(stage.members[0].node);
+        if stage.split != Split::Tensor || !engine.head_split || !self.ends(stage).last {
+            return 0.0;
+        }
+        let others = 1.0 - stage.members[0].share;
+        let bytes = rows.sequences * f64::from(self.model.vocab) * LOGIT * others;
+        link.seconds(bytes) + handover
     }
 
     fn no_link(&self, from: &[usize], to: &[usize]) -> Error {

@@ -153,11 +153,39 @@ impl Group {
     fn fits(&self, costs: &Costs<'_>, start: u32, end: u32) -> bool {
         let stage = self.stage(start..end);
         let ends = costs.ends(&stage);
+        let mut last: Option<(f64, f64)> = None; // Members with equal shares need the same.
         stage.members.iter().all(|member| {
-            let need = usage(costs.model, &costs.workload, &stage, member, ends).total();
+            let need = match last {
+                Some((share, need)) if share == member.share => need,
+                _ => usage(costs.model, &costs.workload, &stage, member, ends).total(),
+            };
+            last = Some((member.share, need));
             need <= costs.cluster.nodes[member.node].budget()
         })
     }
+}
+
+/// Whether all nodes together hold the model as one group, which takes a link between any two.
+pub(crate) fn holds_all(costs: &Costs<'_>) -> bool {
+    let nodes: Vec<usize> = (0..costs.cluster.nodes.len()).collect();
+    if costs.network.slowest(&nodes, 16e3).is_none() {
+        return false;
+    }
+    super::search::splits(costs, nodes.len())
+        .into_iter()
+        .any(|split| {
+            let group = Group {
+                shares: shares_of(costs, &nodes, split),
+                nodes: nodes.clone(),
+                split,
+                prompt: false,
+                request: Vec::new(),
+                step: Vec::new(),
+                later: (0.0, 0.0),
+                reach: Vec::new(),
+            };
+            group.fits(costs, 0, costs.model.layers)
+        })
 }
 
 /// Seconds of the workload's prompt at a stage, chunk by chunk. Where a node's arithmetic is not

@@ -126,7 +126,7 @@ impl Search<'_, '_> {
     fn pipelines(&mut self, limit: &[u8], weights: Weights) -> Vec<Pipeline> {
         let singles = self.kinds(limit, weights, Level::Single);
         self.exact &= states(limit) <= MOST_SETS;
-        let mut level = Level::All;
+        let mut level = Level::widest(limit);
         let mut kinds = Vec::new();
         while level != Level::Single {
             kinds = self.kinds(limit, weights, level);
@@ -351,6 +351,15 @@ enum Level {
 }
 
 impl Level {
+    /// Where sets are too many, only alike nodes form groups.
+    fn widest(limit: &[u8]) -> Self {
+        if states(limit) <= MOST_SETS {
+            Self::All
+        } else {
+            Self::Alike
+        }
+    }
+
     const fn narrower(self) -> Self {
         match self {
             Self::All => Self::Alike,
@@ -374,8 +383,8 @@ impl Level {
             all
         };
         match self {
-            Self::All if states(limit) <= MOST_SETS => subsets(limit),
-            Self::All | Self::Alike => {
+            Self::All => subsets(limit),
+            Self::Alike => {
                 let mut all = alike(&|_| true);
                 let total: u32 = limit.iter().map(|&n| u32::from(n)).sum();
                 if !all.contains(&limit.to_vec()) && total <= 64 {

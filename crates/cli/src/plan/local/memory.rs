@@ -1,19 +1,24 @@
 //! What was measured and learned, in `measured.json` of paceline's home.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
 use paceline_comm::Backend;
 use serde::{Deserialize, Serialize};
 
 use super::Setting;
-use super::probe::{Measured, Wire};
+use super::probe::Measured;
+use super::ranks::{Together, Wire};
 
 /// Raised when what is measured changes, so that older figures are measured anew.
-const VERSION: u32 = 3;
+const VERSION: u32 = 4;
 
 /// Entries kept of each kind; more are a sign of something that should not be kept.
 const MOST: usize = 1024;
+
+/// A run that is further off than this from what facts alone predict casts doubt on them: what the
+/// bars of the project allow. The host may have given less while they were measured, or less now.
+const DOUBT: f64 = 0.2;
 
 /// How much of a new ratio goes into the kept one: half, so that one disturbed run does not decide.
 const WEIGHT: f64 = 0.5;
@@ -23,9 +28,11 @@ struct File {
     version: u32,
     /// By backend.
     wire: BTreeMap<String, Wire>,
-    /// Seconds of a layer's products for one row on all threads of several ranks, by both.
-    products: BTreeMap<String, f64>,
+    /// By model, number of ranks and backend.
+    together: BTreeMap<String, Together>,
     measured: BTreeMap<String, Measured>,
+    /// Models whose facts a run contradicted.
+    doubted: BTreeSet<String>,
     /// Measured over predicted, by run.
     ratio: BTreeMap<String, f64>,
     /// Decode tokens a second as last measured, by run.
@@ -90,6 +97,25 @@ impl Memory {
         }
     }
 
+    /// Forgets the facts of a model that a run contradicted; its products as they were known.
+    pub(super) fn forget(&mut self, key: &str) -> Option<f64> {
+        if !self.file.doubted.remove(key) {
+            return None;
+        }
+        self.changed = true;
+        self.file.wire.clear();
+        self.file.together.retain(|name, _| !name.starts_with(key));
+        Some(self.file.measured.remove(key)?.products)
+    }
+
+    /// Has what was learned of a model stand for predictions that are so many times as high.
+    pub(super) fn rescale(&mut self, key: &str, predictions: f64) {
+        let own = self.file.ratio.iter_mut();
+        for (_, ratio) in own.filter(|(name, _)| name.starts_with(key)) {
+            *ratio = (*ratio / predictions).clamp(0.01, 100.0);
+        }
+    }
+
     pub(super) fn wire(&self, backend: Backend) -> Option<Wire> {
         self.file.wire.get(backend.name()).copied()
     }
@@ -99,17 +125,13 @@ impl Memory {
         self.changed = true;
     }
 
-    pub(super) fn products(&self, key: &str, ranks: u32) -> Option<f64> {
-        self.file
-            .products
-            .get(&format!("{key}, {ranks} ranks"))
-            .copied()
+    pub(super) fn together(&self, key: &str) -> Option<Together> {
+        self.file.together.get(key).copied()
     }
 
-    pub(super) fn set_products(&mut self, key: &str, ranks: u32, seconds: f64) {
-        if self.file.products.len() < MOST {
-            let key = format!("{key}, {ranks} ranks");
-            self.file.products.insert(key, seconds);
+    pub(super) fn set_together(&mut self, key: &str, together: Together) {
+        if self.file.together.len() < MOST {
+            self.file.together.insert(key.to_owned(), together);
             self.changed = true;
         }
     }
@@ -134,9 +156,13 @@ impl Memory {
         }
     }
 
-    /// Keeps what was measured, and moves the ratio towards that of this run.
-    pub(super) fn learn(&mut self, key: &str, measured: f64, predicted: f64) {
+    /// Keeps what was measured, and moves the ratio towards that of this run. `model` is the part of
+    /// `key` that facts are about.
+    pub(super) fn learn(&mut self, (model, key): (&str, &str), measured: f64, predicted: f64) {
         let ratio = measured / predicted;
+        if ratio.ln().abs() > DOUBT.ln_1p() && self.file.doubted.len() < MOST {
+            self.file.doubted.insert(model.to_owned());
+        }
         if self.file.ratio.len() < MOST || self.file.ratio.contains_key(key) {
             let kept = self.ratio(key).unwrap_or(ratio);
             let next = kept.powf(1.0 - WEIGHT) * ratio.powf(WEIGHT);
@@ -175,12 +201,19 @@ impl File {
         let mut layers = layers.map(|m| [m.products, m.other, m.key, m.head, m.step, m.prompt_row]);
         layers.all(|m| m.into_iter().all(good) && m[0] > 0.0)
             && self.ratio.values().all(|&r| good(r) && r > 0.0)
-            && self.products.values().all(|&s| good(s) && s > 0.0)
+            && self.together.values().all(|t| {
+                good(t.free)
+                    && t.free > 0.0
+                    && good(t.synced)
+                    && good(t.head)
+                    && good(t.turns)
+                    && good(t.hop)
+            })
             && self.load.values().all(|&s| good(s))
             && self
                 .wire
                 .values()
-                .all(|w| good(w.exchange) && good(w.bytes_per_s) && w.bytes_per_s > 0.0)
+                .all(|w| good(w.wake) && good(w.bytes_per_s) && w.bytes_per_s > 0.0)
     }
 }
 
@@ -188,15 +221,15 @@ impl File {
 mod tests {
     use super::*;
 
-    const DAMAGED: &str = r#"{"version":3,"wire":{},"products":{},"measured":{},"ratio":{"a":-1},
+    const DAMAGED: &str = r#"{"version":4,"wire":{},"together":{},"measured":{},"doubted":[],"ratio":{"a":-1},
                               "last":{},"load":{}}"#;
 
     #[test]
     fn what_is_learned_is_kept_and_damage_is_forgotten() {
         let home = tempfile::tempdir().unwrap();
         let mut memory = Memory::load(home.path());
-        memory.learn("a", 5.0, 10.0);
-        memory.learn("a", 5.0, 10.0);
+        memory.learn(("a", "a"), 5.0, 10.0);
+        memory.learn(("a", "a"), 5.0, 10.0);
         memory.set_load("a", 2.0);
         memory.save();
         let again = Memory::load(home.path());
@@ -206,5 +239,30 @@ mod tests {
             std::fs::write(home.path().join("measured.json"), text).unwrap();
             assert_eq!(Memory::load(home.path()).ratio("a"), None, "{text}");
         }
+    }
+
+    #[test]
+    fn facts_that_a_run_contradicts_are_measured_again() {
+        let known = Measured {
+            products: 2.0,
+            other: 1.0,
+            key: 1.0,
+            head: 1.0,
+            step: 1.0,
+            prompt_row: 1.0,
+        };
+        let mut memory = Memory::nowhere();
+        memory.set_measured("a", known);
+        memory.learn(("a", "a, 2 nodes"), 11.0, 10.0);
+        assert_eq!(memory.forget("a"), None, "10 % is no contradiction");
+        memory.learn(("a", "a, 2 nodes"), 5.0, 10.0);
+        assert_eq!(memory.forget("a"), Some(2.0));
+        assert_eq!(memory.measured("a"), None);
+        assert_eq!(memory.forget("a"), None, "once");
+        // Facts of twice the speed: what was learned still means the same tokens a second.
+        let before = memory.ratio("a, 2 nodes").unwrap();
+        memory.rescale("a", 2.0);
+        let after = memory.ratio("a, 2 nodes").unwrap();
+        assert!((before / after - 2.0).abs() < 1e-12);
     }
 }

@@ -1,17 +1,14 @@
-//! Measures what a token costs on this machine: the products of some of a model's own layers, the
-//! operations around them, attention, the output head, and an exchange between two ranks.
+//! Measures what a token costs one rank on this machine: the products of some of a model's own
+//! layers, the operations around them, attention and the output head.
 //!
 //! A probe takes a few tenths of a second. It runs the kernels that a step runs, in its order,
 //! on weights of the file; it does not run the model.
 
-use std::net::{Ipv4Addr, SocketAddr};
-use std::thread;
+use std::ops::Range;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use anyhow::Context;
-use paceline_base::{KernelClass, Rank};
-use paceline_comm::tcp::{self, GroupId};
-use paceline_comm::{Backend, Deadline, Group, Seat, Strict, Wires, init};
+use paceline_base::KernelClass;
 use paceline_engine::SamplingParams;
 use paceline_formats::tensor::Tensor;
 use paceline_model::{Activation, Config, Family, Part, Role, Source};
@@ -20,6 +17,8 @@ use paceline_tensor::{
     PAGE, PackOptions, Packed, Precision, Product, StoredMatrix, vector,
 };
 use serde::{Deserialize, Serialize};
+
+use super::Setting;
 
 /// Bytes of weights that are packed for a probe, or all of a smaller model: several times the last
 /// cache of the machines at hand (32 MiB), so that they come from where the model's would.
@@ -31,21 +30,13 @@ const PROMPT_ROWS: usize = 64;
 /// Positions of the two attention probes; their difference is the price of a key.
 const POSITIONS: [usize; 2] = [64, 512];
 
-/// Most passes of each measurement, of which the median counts: what runs beside this now will run
-/// beside the model too.
-const PASSES: usize = 15;
-
-/// Blocks of small exchanges, some 80 ms by shared memory: what else runs takes a core for longer
-/// than the few milliseconds that seven blocks took, and then all of them were slow (measured: 120
-/// microseconds an exchange instead of 10).
-const BLOCKS: usize = 40;
-
-/// Blocks of large ones, a few milliseconds each.
-const LARGE_BLOCKS: usize = 7;
+/// Most passes of each measurement, of which the mean counts: what runs beside this now will run
+/// beside the model too, and take as large a part of its time.
+pub(super) const PASSES: usize = 64;
 
 /// A measurement ends after the pass in which this time is over: the portable kernels are a hundred
 /// times slower than others, and whoever uses them waits for an answer too.
-const ENOUGH: Duration = Duration::from_millis(200);
+pub(super) const ENOUGH: Duration = Duration::from_millis(200);
 
 /// What was measured, in seconds; for one kernel class and number of threads.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
@@ -64,73 +55,78 @@ pub(crate) struct Measured {
     pub(super) prompt_row: f64,
 }
 
-/// An exchange between ranks on this machine.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-pub(crate) struct Wire {
-    /// Seconds of an all-gather of one activation.
-    pub(super) exchange: f64,
-    /// Bytes a second of large messages.
-    pub(super) bytes_per_s: f64,
-}
-
 /// Matrices of a layer.
-struct Layer {
+pub(super) struct Layer {
     qkv: [Packed; 3],
     output: Packed,
     gate_up: [Packed; 2],
     down: Packed,
 }
 
-/// Measures a model's layers with `kernels`.
-///
-/// # Errors
-/// What is wrong with the file; what memory could not be had.
-pub(super) fn probe(
-    source: &Source,
-    config: &Config,
+/// A model's weights, as many as are probed, ready to be measured again and again.
+pub(super) struct Probe<'a> {
+    config: &'a Config,
     class: KernelClass,
-    kernels: &Kernels,
-) -> anyhow::Result<Measured> {
-    let weights = Weights::pack(source, config, class, kernels)?;
-    let mut step = Step::new(config, class, kernels)?;
-    let per_layer = |seconds: f64| seconds / weights.layers.len() as f64;
-    let [all, head] = step.token(&weights);
-    let products = per_layer(all);
-    let rows = prompt_rows(all);
-    let [prompt] = typical(|| [timed(|| step.products(&weights, rows))]);
-    let [near, far, last] = typical(|| {
-        let near = timed(|| step.layers(&weights, POSITIONS[0]));
-        step.head(&weights);
-        let far = timed(|| step.layers(&weights, POSITIONS[1]));
-        step.head(&weights);
-        [near, far, timed(|| step.last())]
-    });
-    let [near, far] = [near, far].map(per_layer);
-    let key = (far - near).max(0.0) / (POSITIONS[1] - POSITIONS[0]) as f64;
-    Ok(Measured {
-        products,
-        other: (near - products - key * POSITIONS[0] as f64).max(0.0),
-        key,
-        head: head * weights.head_share,
-        step: last,
-        prompt_row: per_layer(prompt) / rows as f64,
-    })
+    kernels: Arc<Kernels>,
+    weights: Weights,
 }
 
-/// Seconds of a layer's products for one row, with `kernels`.
-///
-/// # Errors
-/// What is wrong with the file; what memory could not be had.
-pub(super) fn products(
-    source: &Source,
-    config: &Config,
-    class: KernelClass,
-    kernels: &Kernels,
-) -> anyhow::Result<f64> {
-    let weights = Weights::pack(source, config, class, kernels)?;
-    let mut step = Step::new(config, class, kernels)?;
-    let [all, _] = step.token(&weights);
-    Ok(all / weights.layers.len() as f64)
+impl<'a> Probe<'a> {
+    /// # Errors
+    /// What is wrong with the file; what memory could not be had.
+    pub(super) fn new(setting: Setting<'a>, kernels: Arc<Kernels>) -> anyhow::Result<Self> {
+        Ok(Self {
+            config: setting.config,
+            class: setting.class,
+            weights: Weights::pack(setting, &kernels, (0, 1))?,
+            kernels,
+        })
+    }
+
+    /// Measures now.
+    ///
+    /// # Errors
+    /// What memory could not be had.
+    pub(super) fn measure(&self) -> anyhow::Result<Measured> {
+        let decode = self.decode()?;
+        let layers = &self.weights.layers;
+        let mut step = Step::new(self.config, self.class, &self.kernels)?;
+        let rows = prompt_rows(decode.products * layers.len() as f64);
+        let [prompt] = typical(|| [timed(|| step.products(layers, rows, || {}))]);
+        Ok(Measured {
+            prompt_row: prompt / (rows * layers.len()) as f64,
+            ..decode
+        })
+    }
+
+    /// Measures what decoding takes, and takes a prompt's rows to be no cheaper.
+    ///
+    /// # Errors
+    /// What memory could not be had.
+    pub(super) fn decode(&self) -> anyhow::Result<Measured> {
+        let weights = &self.weights;
+        let mut step = Step::new(self.config, self.class, &self.kernels)?;
+        // In turns, so that differences are not those of the machine's own pace.
+        let [all, head, near, far, last] = typical(|| {
+            let all = timed(|| step.products(&weights.layers, 1, || {}));
+            let head = timed(|| step.head(weights));
+            let near = timed(|| step.layers(weights, POSITIONS[0]));
+            step.head(weights);
+            let far = timed(|| step.layers(weights, POSITIONS[1]));
+            step.head(weights);
+            [all, head, near, far, timed(|| step.last())]
+        });
+        let [products, near, far] = [all, near, far].map(|all| all / weights.layers.len() as f64);
+        let key = (far - near).max(0.0) / (POSITIONS[1] - POSITIONS[0]) as f64;
+        Ok(Measured {
+            products,
+            other: (near - products - key * POSITIONS[0] as f64).max(0.0),
+            key,
+            head: head * weights.head_share,
+            step: last,
+            prompt_row: products,
+        })
+    }
 }
 
 /// Rows that stand for a prompt where one takes `seconds`: fewer on a slow machine.
@@ -139,13 +135,19 @@ fn prompt_rows(seconds: f64) -> usize {
     (rows as usize).clamp(1, PROMPT_ROWS)
 }
 
-fn timed(f: impl FnOnce()) -> f64 {
+/// Of what is not empty.
+pub(super) fn mean(values: impl ExactSizeIterator<Item = f64>) -> f64 {
+    let n = values.len() as f64;
+    values.sum::<f64>() / n
+}
+
+pub(super) fn timed(f: impl FnOnce()) -> f64 {
     let start = Instant::now();
     f();
     start.elapsed().as_secs_f64()
 }
 
-/// What `f` measures: the median of each of its figures over as many passes as [`ENOUGH`] allows,
+/// What `f` measures: the mean of each of its figures over as many passes as [`ENOUGH`] allows,
 /// after one to warm up.
 fn typical<const N: usize>(mut f: impl FnMut() -> [f64; N]) -> [f64; N] {
     let began = Instant::now();
@@ -153,17 +155,18 @@ fn typical<const N: usize>(mut f: impl FnMut() -> [f64; N]) -> [f64; N] {
     while passes.len() < PASSES && began.elapsed() < ENOUGH {
         passes.push(f());
     }
-    std::array::from_fn(|i| {
-        let mut column: Vec<f64> = passes.iter().map(|pass| pass[i]).collect();
-        column.sort_by(f64::total_cmp);
-        column.get(column.len() / 2).copied().unwrap_or(first[i])
-    })
+    if passes.is_empty() {
+        return first;
+    }
+    std::array::from_fn(|i| mean(passes.iter().map(|pass| pass[i])))
 }
 
+/// `leaf_cols` as in [`PackOptions`]: what the model sums over in leaves takes longer.
 fn pack(
     tensor: &Tensor,
     class: KernelClass,
-    rows: usize,
+    rows: Range<usize>,
+    leaf_cols: usize,
     kernels: &Kernels,
 ) -> anyhow::Result<Packed> {
     let whole = StoredMatrix {
@@ -174,26 +177,35 @@ fn pack(
     };
     let options = PackOptions {
         as_f32: class == KernelClass::CpuF32,
-        ..PackOptions::default()
+        leaf_cols,
     };
-    let matrix = whole.row_range(0..rows.min(tensor.rows()));
-    Ok(Packed::new(matrix, options, kernels.pool())?)
+    Ok(Packed::new(whole.row_range(rows), options, kernels.pool())?)
 }
 
-/// As many layers from the first as [`PROBED_BYTES`] allows, at least one.
+/// A rank's part, of so many, of as many layers from the first as [`PROBED_BYTES`] allows for all
+/// ranks, at least one. Every matrix is cut by rows: a cut by columns has as many bytes.
 fn layers(
     source: &Source,
     config: &Config,
     class: KernelClass,
     kernels: &Kernels,
+    (rank, ranks): (usize, usize),
 ) -> anyhow::Result<Vec<Layer>> {
     let (mut layers, mut bytes) = (Vec::new(), 0);
     for index in 0..config.layers.len() {
-        let matrix = |part| -> anyhow::Result<Packed> {
+        let mut matrix = |part| -> anyhow::Result<Packed> {
             let tensor = source.weight(config.family, Role::Layer(index, part))?;
-            pack(&tensor, class, usize::MAX, kernels)
+            bytes += tensor.bytes.len() as u64; // of the whole, so that ranks stop together
+            let rows = tensor.rows();
+            let own = rows * rank / ranks..rows * (rank + 1) / ranks;
+            let leaf_cols = match part {
+                Part::AttentionOutput => config.attention_leaf(),
+                Part::Down => config.ffn_leaf,
+                _ => 0,
+            };
+            pack(&tensor, class, own, leaf_cols, kernels)
         };
-        let layer = Layer {
+        layers.push(Layer {
             qkv: [
                 matrix(Part::Query)?,
                 matrix(Part::Key)?,
@@ -202,14 +214,7 @@ fn layers(
             output: matrix(Part::AttentionOutput)?,
             gate_up: [matrix(Part::Gate)?, matrix(Part::Up)?],
             down: matrix(Part::Down)?,
-        };
-        let own = layer
-            .qkv
-            .iter()
-            .chain(&layer.gate_up)
-            .chain([&layer.output, &layer.down]);
-        bytes += own.map(|matrix| matrix.bytes().0).sum::<u64>();
-        layers.push(layer);
+        });
         if bytes >= PROBED_BYTES {
             break;
         }
@@ -219,37 +224,45 @@ fn layers(
 
 /// Weights that are read in turn, as a step reads them: measured alone, a head that fits in the
 /// last cache would be faster than it ever is between layers.
-struct Weights {
-    layers: Vec<Layer>,
-    /// As many of its rows as [`PROBED_BYTES`] allows.
+pub(super) struct Weights {
+    pub(super) layers: Vec<Layer>,
+    /// As many of its rows as [`PROBED_BYTES`] allows for all ranks.
     head: Packed,
-    /// All rows over those.
-    head_share: f64,
+    /// All rows of the rank over those.
+    pub(super) head_share: f64,
 }
 
 impl Weights {
-    fn pack(
-        source: &Source,
-        config: &Config,
-        class: KernelClass,
+    /// The part of a rank, of so many.
+    pub(super) fn pack(
+        setting: Setting<'_>,
         kernels: &Kernels,
+        (rank, ranks): (usize, usize),
     ) -> anyhow::Result<Self> {
+        let Setting {
+            source,
+            config,
+            class,
+            ..
+        } = setting;
         let tensor = match source.opt_weight(config.family, Role::Output)? {
             Some(tensor) => tensor,
             None => source.weight(config.family, Role::TokenEmbedding)?,
         };
-        let row = (tensor.bytes.len() / tensor.rows().max(1)).max(1);
-        let rows = tensor.rows().min((PROBED_BYTES as usize / row).max(16));
+        let all = tensor.rows();
+        let row = (tensor.bytes.len() / all.max(1)).max(1);
+        let (first, own) = (all * rank / ranks, (all / ranks).max(1));
+        let rows = own.min((PROBED_BYTES as usize / ranks / row).max(16));
         Ok(Self {
-            layers: layers(source, config, class, kernels)?,
-            head: pack(&tensor, class, rows, kernels)?,
-            head_share: tensor.rows() as f64 / rows as f64,
+            layers: layers(source, config, class, kernels, (rank, ranks))?,
+            head: pack(&tensor, class, first..first + rows, 0, kernels)?,
+            head_share: own as f64 / rows as f64,
         })
     }
 }
 
 /// Buffers of a step.
-struct Step<'k> {
+pub(super) struct Step<'k> {
     kernels: &'k Kernels,
     config: Config,
     normed: Activations,
@@ -263,7 +276,11 @@ struct Step<'k> {
 }
 
 impl<'k> Step<'k> {
-    fn new(config: &Config, class: KernelClass, kernels: &'k Kernels) -> anyhow::Result<Self> {
+    pub(super) fn new(
+        config: &Config,
+        class: KernelClass,
+        kernels: &'k Kernels,
+    ) -> anyhow::Result<Self> {
         let precision = (class != KernelClass::CpuF32).then_some(Precision::of(class));
         let rows = PROMPT_ROWS;
         let inner = config.heads * config.head_dim;
@@ -293,15 +310,7 @@ impl<'k> Step<'k> {
         })
     }
 
-    /// Seconds of the products of all layers and of the head, for one row.
-    fn token(&mut self, weights: &Weights) -> [f64; 2] {
-        typical(|| {
-            let layers = timed(|| self.products(weights, 1));
-            [layers, timed(|| self.head(weights))]
-        })
-    }
-
-    fn head(&mut self, weights: &Weights) {
+    pub(super) fn head(&mut self, weights: &Weights) {
         let out = &mut self.logits[..weights.head.rows()];
         product(self.kernels, &self.normed, [(&weights.head, out)]);
     }
@@ -355,18 +364,19 @@ impl<'k> Step<'k> {
         vector::add_assign(&mut residual[..width], &delta[..width]);
     }
 
-    /// The products of all layers for `rows` rows, and nothing else.
-    fn products(&mut self, weights: &Weights, rows: usize) {
+    /// The products of `layers` for `rows` rows, and nothing else but `between`, which comes after
+    /// each half of a layer.
+    pub(super) fn products(&mut self, layers: &[Layer], rows: usize, mut between: impl FnMut()) {
         for x in [&mut self.normed, &mut self.attended, &mut self.hidden] {
             x.resize(rows);
             self.kernels.fill_rows(x, |_, row| row.fill(0.5));
         }
-        for layer in &weights.layers {
-            self.four_jobs(layer, rows);
+        for layer in layers {
+            self.four_jobs(layer, rows, &mut between);
         }
     }
 
-    fn four_jobs(&mut self, layer: &Layer, rows: usize) {
+    fn four_jobs(&mut self, layer: &Layer, rows: usize, between: &mut impl FnMut()) {
         let [a, b, c] = &mut self.wide;
         let [q, k, v] = &layer.qkv;
         let three = [(q, &mut a[..]), (k, &mut b[..]), (v, &mut c[..])];
@@ -377,6 +387,7 @@ impl<'k> Step<'k> {
             [(&layer.output, &mut a[..])],
             rows,
         );
+        between();
         let [gate, up] = &layer.gate_up;
         product_rows(
             self.kernels,
@@ -390,6 +401,7 @@ impl<'k> Step<'k> {
             [(&layer.down, &mut a[..])],
             rows,
         );
+        between();
     }
 
     /// One row through all layers, with `positions` keys to attend to.
@@ -412,7 +424,7 @@ impl<'k> Step<'k> {
             self.norm();
             self.activate();
             self.add();
-            self.four_jobs(layer, 1);
+            self.four_jobs(layer, 1, &mut || {});
         }
     }
 
@@ -481,65 +493,4 @@ fn product_rows<'a, const N: usize>(
 ) {
     let cut = list.map(|(weights, out)| (weights, &mut out[..rows * weights.rows()]));
     product(kernels, x, cut);
-}
-
-/// Measures exchanges of `width` numbers between two ranks on this machine, joined by `backend`.
-///
-/// # Errors
-/// What the system refuses.
-pub(super) fn wire(width: usize, backend: Backend) -> anyhow::Result<Wire> {
-    let listeners = [listener()?, listener()?];
-    let addrs = listeners.each_ref().map(tcp::Listener::addr);
-    let id = GroupId::random();
-    let run = |listener, rank| -> anyhow::Result<[f64; 2]> {
-        let until = Instant::now() + Duration::from_secs(10);
-        let (config, until) = (tcp::Config::default(), Deadline::at(until));
-        let (rank, strict) = (Rank(rank), Strict::Yes);
-        let seat = Seat {
-            listener,
-            rank,
-            addrs: &addrs,
-            id,
-            config,
-        };
-        let group = init(backend, strict, seat, &Wires::default(), until)?;
-        Ok([
-            exchange(&*group, width, (BLOCKS, 200))?,
-            exchange(&*group, 1 << 18, (LARGE_BLOCKS, 5))?,
-        ])
-    };
-    let [first, second] = listeners;
-    let [small, large] = thread::scope(|scope| {
-        let other = scope.spawn(|| run(second, 1));
-        let own = run(first, 0);
-        other
-            .join()
-            .ok()
-            .context("a rank of the probe ended early")??;
-        own
-    })?;
-    Ok(Wire {
-        exchange: small,
-        bytes_per_s: 4.0 * f64::from(1 << 18) / (large - small).max(1e-6),
-    })
-}
-
-fn listener() -> std::io::Result<tcp::Listener> {
-    tcp::Listener::bind(SocketAddr::from((Ipv4Addr::LOCALHOST, 0)))
-}
-
-/// Seconds of one all-gather of `n` numbers of each of two ranks: the fastest of some blocks of so
-/// many each, since waiting for the other rank is no part of it.
-fn exchange(group: &dyn Group, n: usize, (blocks, times): (usize, usize)) -> anyhow::Result<f64> {
-    let (own, mut all) = (vec![1.0f32; n], vec![0.0f32; 2 * n]);
-    let mut best = f64::INFINITY;
-    for _ in 0..blocks {
-        let start = Instant::now();
-        for _ in 0..times {
-            let until = Deadline::at(Instant::now() + Duration::from_secs(10));
-            group.all_gather(&own, &mut all, until)?;
-        }
-        best = best.min(start.elapsed().as_secs_f64() / times as f64);
-    }
-    Ok(best)
 }

@@ -1,0 +1,311 @@
+//! Measures what ranks on this machine cost each other, between threads that compute and exchange
+//! as ranks do. What else runs takes its part of the cores here as it will there.
+
+use std::net::{Ipv4Addr, SocketAddr};
+use std::sync::Arc;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use anyhow::Context;
+use paceline_base::{KernelClass, Rank};
+use paceline_comm::tcp::{self, GroupId};
+use paceline_comm::{Backend, Deadline, Group, Seat, Strict, Wires, init};
+use paceline_model::Config;
+use paceline_tensor::Kernels;
+use serde::{Deserialize, Serialize};
+
+use super::Setting;
+use super::probe::{ENOUGH, PASSES, Step, Weights, mean, timed};
+
+/// Numbers in a large message: 512 KiB, half of the logits of the largest vocabulary at hand.
+const LARGE: usize = 1 << 17;
+
+/// How long a rank lets the other wait before it sends: a stage of a small model. Waiting ranks
+/// sleep after some 100 microseconds.
+const HOLD: Duration = Duration::from_millis(1);
+
+/// Messages between two ranks on this machine.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub(crate) struct Wire {
+    /// Bytes a second of large ones.
+    pub(super) bytes_per_s: f64,
+    /// Seconds until a small one is read by a rank that has waited for long.
+    pub(super) wake: f64,
+}
+
+/// What ranks take that have a part each of every matrix, in seconds.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub(crate) struct Together {
+    /// A layer's products by one, while the others compute theirs.
+    pub(super) free: f64,
+    /// The same with the two exchanges of a tensor split, so with waiting for the slowest.
+    pub(super) synced: f64,
+    /// A rank's part of the head.
+    pub(super) head: f64,
+    /// A layer's products by all ranks one after the other, each waiting for its turn: those of a
+    /// pipeline, whose cores and caches the host lends to others meanwhile.
+    pub(super) turns: f64,
+    /// From the end of a rank's turn to the next one's start.
+    pub(super) hop: f64,
+}
+
+impl Together {
+    /// Seconds of an exchange.
+    pub(super) fn exchange(&self) -> f64 {
+        ((self.synced - self.free) / 2.0).max(1e-7)
+    }
+}
+
+/// Ranks with their parts of a model's layers, ready to be measured again and again.
+pub(super) struct Team<'a> {
+    config: &'a Config,
+    class: KernelClass,
+    backend: Backend,
+    /// Of each rank.
+    parts: Vec<(Arc<Kernels>, Weights)>,
+}
+
+impl<'a> Team<'a> {
+    /// As many ranks as there are `kernels`.
+    ///
+    /// # Errors
+    /// What is wrong with the file; what memory could not be had.
+    pub(super) fn new(setting: Setting<'a>, kernels: Vec<Arc<Kernels>>) -> anyhow::Result<Self> {
+        let ranks = kernels.len();
+        let part = |(rank, kernels): (usize, Arc<Kernels>)| {
+            let weights = Weights::pack(setting, &kernels, (rank, ranks))?;
+            anyhow::Ok((kernels, weights))
+        };
+        Ok(Self {
+            config: setting.config,
+            class: setting.class,
+            backend: setting.backend,
+            parts: kernels
+                .into_iter()
+                .enumerate()
+                .map(part)
+                .collect::<Result<_, _>>()?,
+        })
+    }
+
+    /// Measures now.
+    ///
+    /// # Errors
+    /// What the system refuses.
+    pub(super) fn measure(&self) -> anyhow::Result<Together> {
+        let each = joined(self.parts.len(), self.backend, |group| {
+            let (kernels, weights) = &self.parts[group.rank().0 as usize];
+            let mut step = Step::new(self.config, self.class, kernels)?;
+            passes(group, weights, &mut step, self.config.width)
+        })?;
+        let weights = &self.parts[0].1;
+        let n = weights.layers.len() as f64;
+        let [free, synced, head, turn] = [0, 1, 2, 3].map(|i| mean(each.iter().map(|r| r[i])));
+        let ranks = each.len() as f64;
+        Ok(Together {
+            free: free / n,
+            synced: synced / n,
+            head: head * weights.head_share,
+            turns: ranks * turn / n,
+            hop: (each[0][4] / ranks - turn).max(1e-7),
+        })
+    }
+}
+
+/// Seconds of layers without exchanges, of layers with them, of the head, of layers when it is this
+/// rank's turn, and until all had theirs; until the first rank says that it is enough.
+fn passes(
+    group: &dyn Group,
+    weights: &Weights,
+    step: &mut Step<'_>,
+    width: usize,
+) -> anyhow::Result<[f64; 5]> {
+    let mut meeting = Meeting::new(group, width);
+    let mut passes = Vec::new();
+    let mut began = Instant::now();
+    for pass in 0..=PASSES {
+        let enough = pass > 1 && began.elapsed() >= ENOUGH;
+        if meeting.ends(enough)? {
+            break;
+        }
+        let free = timed(|| step.products(&weights.layers, 1, || {}));
+        let head = timed(|| step.head(weights));
+        meeting.ends(false)?;
+        let mut failed = Ok(false);
+        let synced = timed(|| {
+            step.products(&weights.layers, 1, || {
+                if failed.is_ok() {
+                    failed = meeting.ends(false);
+                }
+            });
+        });
+        failed?;
+        step.head(weights);
+        meeting.ends(false)?;
+        let [turn, all] = in_turn(group, || step.products(&weights.layers, 1, || {}))?;
+        step.head(weights);
+        if pass == 0 {
+            began = Instant::now(); // it warmed up
+        } else {
+            passes.push([free, synced, head, turn, all]);
+        }
+    }
+    Ok([0, 1, 2, 3, 4].map(|i| mean(passes.iter().map(|pass| pass[i]))))
+}
+
+/// Has each rank `work` after the one before; seconds that it took, and until all had.
+fn in_turn(group: &dyn Group, work: impl FnOnce()) -> anyhow::Result<[f64; 2]> {
+    let (rank, ranks) = (group.rank().0, group.size());
+    let (next, before) = (Rank((rank + 1) % ranks), Rank((rank + ranks - 1) % ranks));
+    let (begun, mut baton) = (Instant::now(), [0.0f32]);
+    if rank > 0 {
+        group.recv(&mut baton, before, 0, soon())?;
+    }
+    let turn = timed(work);
+    group.send(&baton, next, 0, soon())?;
+    if rank == 0 {
+        group.recv(&mut baton, before, 0, soon())?;
+    }
+    Ok([turn, begun.elapsed().as_secs_f64()])
+}
+
+/// All-gathers of one activation, of which the first number says whether this is the end.
+struct Meeting<'g> {
+    group: &'g dyn Group,
+    own: Vec<f32>,
+    all: Vec<f32>,
+}
+
+impl<'g> Meeting<'g> {
+    fn new(group: &'g dyn Group, width: usize) -> Self {
+        let ranks = group.size() as usize;
+        Self {
+            group,
+            own: vec![0.0; width],
+            all: vec![0.0; width * ranks],
+        }
+    }
+
+    /// Meets; what the first rank says.
+    fn ends(&mut self, end: bool) -> anyhow::Result<bool> {
+        self.own[0] = f32::from(u8::from(end));
+        self.group.all_gather(&self.own, &mut self.all, soon())?;
+        Ok(self.all[0] > 0.0)
+    }
+}
+
+/// Measures messages between two ranks, joined by `backend`.
+///
+/// # Errors
+/// What the system refuses.
+pub(super) fn wire(backend: Backend) -> anyhow::Result<Wire> {
+    let rounds = joined(2, backend, |group| {
+        let small = round(group, 1, Duration::ZERO)?;
+        let large = round(group, LARGE, Duration::ZERO)?;
+        Ok([small, large, round(group, 1, HOLD)?])
+    })?;
+    let [small, large, late] = rounds[0];
+    Ok(Wire {
+        bytes_per_s: 4.0 * LARGE as f64 / (large - small).max(1e-6),
+        wake: (late / 2.0 - HOLD.as_secs_f64()).max(1e-7),
+    })
+}
+
+/// Seconds of `n` numbers to the other rank and one back, each sent after `hold`; the mean of some.
+fn round(group: &dyn Group, n: usize, hold: Duration) -> anyhow::Result<f64> {
+    const TIMES: usize = 64;
+    let (there, back) = (vec![1.0f32; n], [1.0f32]);
+    let (mut at_second, mut at_first) = (vec![0.0f32; n], [0.0f32]);
+    let busy = || {
+        let until = Instant::now() + hold;
+        while Instant::now() < until {
+            std::hint::spin_loop();
+        }
+    };
+    let first = group.rank() == Rank(0);
+    let mut begun = Instant::now();
+    for time in 0..=TIMES {
+        if first {
+            busy();
+            group.send(&there, Rank(1), 0, soon())?;
+            group.recv(&mut at_first, Rank(1), 0, soon())?;
+        } else {
+            group.recv(&mut at_second, Rank(0), 0, soon())?;
+            busy();
+            group.send(&back, Rank(0), 0, soon())?;
+        }
+        if time == 0 {
+            begun = Instant::now(); // it warmed up
+        }
+    }
+    Ok(begun.elapsed().as_secs_f64() / TIMES as f64)
+}
+
+fn soon() -> Deadline {
+    Deadline::at(Instant::now() + Duration::from_secs(60))
+}
+
+/// What `run` gives at each of so many ranks, threads of this process.
+fn joined<T: Send>(
+    ranks: usize,
+    backend: Backend,
+    run: impl Fn(&dyn Group) -> anyhow::Result<T> + Sync,
+) -> anyhow::Result<Vec<T>> {
+    let local = SocketAddr::from((Ipv4Addr::LOCALHOST, 0));
+    let bind = |_| tcp::Listener::bind(local);
+    let listeners = (0..ranks).map(bind).collect::<Result<Vec<_>, _>>()?;
+    let addrs: Vec<SocketAddr> = listeners.iter().map(tcp::Listener::addr).collect();
+    let (id, addrs, run) = (GroupId::random(), &addrs[..], &run);
+    let at = move |listener, rank| -> anyhow::Result<T> {
+        let seat = Seat {
+            listener,
+            rank: Rank(rank),
+            addrs,
+            id,
+            config: tcp::Config::default(),
+        };
+        run(&*init(
+            backend,
+            Strict::Yes,
+            seat,
+            &Wires::default(),
+            soon(),
+        )?)
+    };
+    thread::scope(|scope| {
+        let ranks = listeners.into_iter().zip(0..);
+        let threads: Vec<_> = ranks
+            .map(|(own, rank)| scope.spawn(move || at(own, rank)))
+            .collect();
+        let ends = threads.into_iter().map(thread::ScopedJoinHandle::join);
+        ends.map(|end| end.ok().context("a rank of the probe ended early")?)
+            .collect()
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn exchanges_are_what_being_in_step_adds() {
+        let layer = |free, synced| {
+            let all = Together {
+                free,
+                synced,
+                head: 1.0,
+                turns: 2.0,
+                hop: 0.1,
+            };
+            all.exchange()
+        };
+        assert!((layer(1.0, 3.0) - 1.0).abs() < 1e-12);
+        assert_eq!(layer(3.0, 1.0), 1e-7, "noise is no time won");
+    }
+
+    #[test]
+    fn messages_between_threads_take_time() {
+        let wire = wire(Backend::Any).unwrap();
+        assert!(wire.bytes_per_s > 1e6 && wire.wake < 1.0, "{wire:?}");
+    }
+}

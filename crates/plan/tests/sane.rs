@@ -1,0 +1,288 @@
+//! Whatever the cluster, better facts never predict a worse answer, and no prediction beats physics.
+//!
+//! Random models (dense, experts, low ranks), random machines, and every way to place the one on
+//! the other that a row of published numbers can have.
+#![allow(clippy::unwrap_used, reason = "test code outside of test functions")]
+
+mod small;
+
+use paceline_plan::{
+    Attention, Bits, Calibration, Cluster, Costs, ModelShape, Moe, Node, Pipeline, Placement,
+    Prediction, Sliding, Split, Workload, predict,
+};
+use proptest::prelude::*;
+use small::{mesh, node};
+
+fn attention() -> impl Strategy<Value = Attention> {
+    let grouped =
+        (0u32..4, prop::sample::select(vec![64, 128])).prop_map(|(kv, head_dim)| Attention::Gqa {
+            heads: 16,
+            kv_heads: 2 << kv,
+            head_dim,
+        });
+    let low_rank = (0u32..2).prop_map(|queries| Attention::Mla {
+        heads: 16,
+        q_rank: 768 * queries,
+        kv_rank: 512,
+        nope_dim: 128,
+        rope_dim: 64,
+        value_dim: 128,
+    });
+    prop_oneof![2 => grouped, 1 => low_rank]
+}
+
+fn shape() -> impl Strategy<Value = ModelShape> {
+    let moe =
+        (3u32..8, 1u32..8, 0u32..2, 0u32..3).prop_map(|(experts, active, shared, dense)| Moe {
+            experts: 1 << experts,
+            active,
+            shared,
+            ffn: 1024,
+            dense_layers: dense,
+            groups: 1,
+        });
+    let sliding = (1u32..4, 64u32..2048).prop_map(|(layers, window)| Sliding { layers, window });
+    let halves = (prop::option::of(moe), prop::option::of(sliding));
+    (attention(), halves, 3u32..12, 2.5f64..16.0).prop_map(
+        |(attention, (moe, sliding), layers, bits)| ModelShape {
+            name: "any".into(),
+            layers,
+            width: 2048,
+            vocab: 32_768,
+            tied: false,
+            attention,
+            sliding,
+            ffn: 8192,
+            moe,
+            bits: Bits::uniform(bits),
+        },
+    )
+}
+
+/// How a row of published numbers may place a model on two to four nodes.
+#[derive(Clone, Copy, Debug)]
+enum Way {
+    Alone,
+    Pipeline,
+    Tensor,
+    Experts,
+}
+
+#[derive(Clone, Debug)]
+struct Case {
+    model: ModelShape,
+    nodes: usize,
+    way: Way,
+    engine: &'static str,
+    bandwidth: f64,
+    /// Operations per byte of memory bandwidth.
+    balance: f64,
+    alpha: f64,
+    beta: f64,
+    work: Workload,
+}
+
+fn case() -> impl Strategy<Value = Case> {
+    let way = prop::sample::select(vec![Way::Alone, Way::Pipeline, Way::Tensor, Way::Experts]);
+    let engine = prop::sample::select(vec![
+        "generic",
+        "exo-0",
+        "exo-1",
+        "mlx",
+        "llama.cpp",
+        "llama.cpp-rpc",
+        "distributed-llama-cpu",
+        "paceline-cpu",
+    ]);
+    let machine = (
+        2usize..5,
+        1e10f64..4e12,
+        5.0f64..500.0,
+        1e-6f64..1e-2,
+        1e8f64..1e11,
+    );
+    let work = (1u32..9000, 1u32..500, 1u32..65);
+    (shape(), way, engine, machine, work).prop_map(|(model, way, engine, machine, work)| {
+        let (nodes, bandwidth, balance, alpha, beta) = machine;
+        let (prompt, output, concurrency) = work;
+        Case {
+            model,
+            nodes,
+            way,
+            engine,
+            bandwidth,
+            balance,
+            alpha,
+            beta,
+            work: Workload {
+                prompt,
+                output,
+                concurrency,
+                context: prompt + output,
+            },
+        }
+    })
+}
+
+impl Case {
+    fn cluster(&self) -> Cluster {
+        let one = |index| Node {
+            engine: self.engine.into(),
+            rates: Some(paceline_plan::Rates::uniform(self.bandwidth * self.balance)),
+            ..node(index, 1.0, self.bandwidth)
+        };
+        mesh((0..self.nodes).map(one).collect(), |_, _| {
+            (self.alpha, self.beta)
+        })
+    }
+
+    fn placement(&self) -> Placement {
+        let (n, nodes) = (self.model.layers, (0..self.nodes).collect::<Vec<_>>());
+        Placement::single(match self.way {
+            Way::Alone => Pipeline::group(n, Split::Whole, &[0]),
+            Way::Pipeline => Pipeline::even(n, &nodes[..nodes.len().min(n as usize)]),
+            Way::Tensor => Pipeline::group(n, Split::Tensor, &nodes),
+            Way::Experts if self.model.moe.is_some() => Pipeline::group(n, Split::Expert, &nodes),
+            Way::Experts => Pipeline::group(n, Split::Tensor, &nodes),
+        })
+    }
+
+    fn said(&self) -> Prediction {
+        let (cluster, calibration) = (self.cluster(), Calibration::builtin().unwrap());
+        let costs = Costs::new(&cluster, &self.model, self.work, &calibration).unwrap();
+        predict(&costs, &self.placement()).unwrap()
+    }
+
+    fn changed(&self, change: impl FnOnce(&mut Self)) -> Prediction {
+        let mut other = self.clone();
+        change(&mut other);
+        other.said()
+    }
+}
+
+/// `better` answers at least as fast as `worse` in everything.
+fn at_least(better: &Prediction, worse: &Prediction, what: &str) -> Result<(), TestCaseError> {
+    const ROUNDING: f64 = 1.0 + 1e-9;
+    let (a, b) = (better.decode_tok_s, worse.decode_tok_s);
+    prop_assert!(a * ROUNDING >= b, "{what}: decode {a} against {b}");
+    let (a, b) = (better.throughput_tok_s, worse.throughput_tok_s);
+    prop_assert!(a * ROUNDING >= b, "{what}: all requests {a} against {b}");
+    let (a, b) = (better.ttft_s.unwrap(), worse.ttft_s.unwrap());
+    prop_assert!(a <= b * ROUNDING, "{what}: first token {a} against {b}");
+    let (a, b) = (better.request_s, worse.request_s);
+    prop_assert!(a <= b * ROUNDING, "{what}: request {a} against {b}");
+    Ok(())
+}
+
+fn needed(said: &Prediction) -> f64 {
+    said.nodes.iter().map(|node| node.usage.total()).sum()
+}
+
+fn config() -> ProptestConfig {
+    ProptestConfig {
+        failure_persistence: None,
+        ..ProptestConfig::with_cases(400)
+    }
+}
+
+proptest! {
+    #![proptest_config(config())]
+
+    #[test]
+    fn faster_parts_never_answer_slower(case in case(), by in 1.0f64..8.0) {
+        let now = case.said();
+        // Operations a second stay what they are.
+        let memory = case.changed(|c| (c.bandwidth, c.balance) = (c.bandwidth * by, c.balance / by));
+        at_least(&memory, &now, "memory")?;
+        at_least(&case.changed(|c| c.balance *= by), &now, "arithmetic")?;
+        at_least(&case.changed(|c| c.alpha /= by), &now, "latency")?;
+        at_least(&case.changed(|c| c.beta *= by), &now, "bandwidth of links")?;
+    }
+
+    #[test]
+    fn a_larger_question_never_takes_less(case in case(), more in 1u32..4000) {
+        let now = case.said();
+        let longer = case.changed(|c| {
+            c.work.prompt += more;
+            c.work.context += more;
+        });
+        prop_assert!(longer.decode_tok_s <= now.decode_tok_s * (1.0 + 1e-9));
+        prop_assert!(longer.ttft_s.unwrap() * (1.0 + 1e-9) >= now.ttft_s.unwrap());
+        prop_assert!(needed(&longer) >= needed(&now));
+        let bits = case.changed(|c| c.model.bits = Bits::uniform(c.model.bits.rest + 1.0));
+        at_least(&now, &bits, "bits")?;
+        prop_assert!(needed(&bits) > needed(&now));
+        let reserved = case.changed(|c| c.work.context += more);
+        prop_assert!(needed(&reserved) > needed(&now));
+        prop_assert_eq!(reserved.decode_tok_s, now.decode_tok_s);
+    }
+
+    /// More requests at a time get more tokens together, and none of them gets more than alone.
+    #[test]
+    fn requests_share_but_do_not_slow_the_whole(case in case(), more in 1u32..32) {
+        let now = case.said();
+        let many = case.changed(|c| c.work.concurrency += more);
+        let (a, b) = (many.throughput_tok_s, now.throughput_tok_s);
+        prop_assert!(a * (1.0 + 1e-9) >= b, "{a} tok/s of more, {b} of fewer");
+        for (said, n) in [(&now, case.work.concurrency), (&many, case.work.concurrency + more)] {
+            let each = said.throughput_tok_s / f64::from(n);
+            prop_assert!(each <= said.decode_tok_s * (1.0 + 1e-9), "{each} of {}", said.decode_tok_s);
+        }
+    }
+
+    /// A token's bytes pass some memory; a mixture is charged for what it touches, not for what it
+    /// has.
+    #[test]
+    fn nothing_beats_all_memories_together(case in case()) {
+        let said = case.said();
+        let nodes = said.nodes.len() as f64;
+        let touched = case.model.active_params() * case.model.bits.rest / 8.0;
+        let limit = nodes * case.bandwidth / touched;
+        prop_assert!(said.decode_tok_s <= limit, "{} of at most {limit}", said.decode_tok_s);
+        let Some(moe) = case.model.moe else { return Ok(()) };
+        if moe.active < moe.experts {
+            let busier = case.changed(|c| c.model.moe = Some(Moe { active: moe.active + 1, ..moe }));
+            prop_assert!(busier.decode_tok_s < said.decode_tok_s * (1.0 + 1e-9));
+            prop_assert!(needed(&busier) >= needed(&said));
+        }
+    }
+
+    /// Behind its window a layer does not get slower.
+    #[test]
+    fn windows_end_what_a_key_costs(case in case(), window in 1u32..500) {
+        let with = |sliding, prompt| 1.0 / case.changed(|c| {
+            (c.work.prompt, c.work.context) = (prompt, prompt + c.work.output);
+            c.model.sliding = sliding;
+        }).decode_tok_s;
+        let all = Sliding { layers: case.model.layers, window };
+        let [near, far] = [500, 8000].map(|prompt| with(Some(all), prompt));
+        prop_assert_eq!(near, far);
+        let some = with(Some(Sliding { layers: 1, ..all }), 8000);
+        prop_assert!(far < some && some < with(None, 8000));
+    }
+
+    /// A latent cache is one vector for all heads: less to keep and to read than keys and values.
+    #[test]
+    fn low_ranks_keep_less_than_heads(case in case(), prompt in 1000u32..8000) {
+        let heads = Attention::Gqa { heads: 16, kv_heads: 16, head_dim: 128 };
+        let ranks = Attention::Mla {
+            heads: 16, q_rank: 0, kv_rank: 512, nope_dim: 128, rope_dim: 64, value_dim: 128,
+        };
+        let with = |attention, prompt| case.changed(|c| {
+            c.model.attention = attention;
+            (c.work.prompt, c.work.context) = (prompt, prompt + c.work.output);
+            c.way = Way::Alone;
+        });
+        let cache = |said: &Prediction| said.nodes.iter().map(|n| n.usage.cache).sum::<f64>();
+        let grown = |attention| {
+            let [short, long] = [1, prompt].map(|p| with(attention, p));
+            (cache(&long) - cache(&short), 1.0 / long.decode_tok_s - 1.0 / short.decode_tok_s)
+        };
+        let (heads, ranks) = (grown(heads), grown(ranks));
+        prop_assert!(ranks.0 < heads.0, "{ranks:?} {heads:?}");
+        // With memory as the limit; absorbed queries compute more.
+        if case.balance > 400.0 {
+            prop_assert!(ranks.1 < heads.1, "{ranks:?} {heads:?}");
+        }
+    }
+}
