@@ -75,8 +75,8 @@ impl Fields<'_> {
         })
     }
 
-    /// Of so many layers every n-th looks at everything: as the file says, or as its family is known
-    /// to do. Other families that state a window do not use it, or use it nowhere here.
+    /// Of so many layers every n-th looks at everything: as the file says, or as its family is
+    /// known to do. Other families that state a window do not use it, or use it nowhere here.
     fn sliding(&self, layers: u32) -> Option<Sliding> {
         let window = self.get("attention.sliding_window", "sliding_window");
         let every = self.get("attention.sliding_window_pattern", "sliding_window_pattern");
