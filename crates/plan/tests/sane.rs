@@ -231,7 +231,8 @@ proptest! {
         prop_assert!(a * tiles >= b, "{a} tok/s of more, {b} of fewer");
         for (said, n) in [(&now, case.work.concurrency), (&many, case.work.concurrency + more)] {
             let each = said.throughput_tok_s / f64::from(n);
-            prop_assert!(each <= said.decode_tok_s * (1.0 + 1e-9), "{each} of {}", said.decode_tok_s);
+            let alone = said.decode_tok_s;
+            prop_assert!(each <= alone * (1.0 + 1e-9), "{each} of {alone}");
         }
     }
 
@@ -246,7 +247,8 @@ proptest! {
         prop_assert!(said.decode_tok_s <= limit, "{} of at most {limit}", said.decode_tok_s);
         let Some(moe) = case.model.moe else { return Ok(()) };
         if moe.active < moe.experts {
-            let busier = case.changed(|c| c.model.moe = Some(Moe { active: moe.active + 1, ..moe }));
+            let more = Moe { active: moe.active + 1, ..moe };
+            let busier = case.changed(|c| c.model.moe = Some(more));
             prop_assert!(busier.decode_tok_s < said.decode_tok_s * (1.0 + 1e-9));
             prop_assert!(needed(&busier) >= needed(&said));
         }

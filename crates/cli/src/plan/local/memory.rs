@@ -221,7 +221,8 @@ impl File {
 mod tests {
     use super::*;
 
-    const DAMAGED: &str = r#"{"version":4,"wire":{},"together":{},"measured":{},"doubted":[],"ratio":{"a":-1},
+    const DAMAGED: &str = r#"{"version":4,"wire":{},"together":{},"measured":{},"doubted":[],
+                              "ratio":{"a":-1},
                               "last":{},"load":{}}"#;
 
     #[test]
