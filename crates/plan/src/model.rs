@@ -211,8 +211,8 @@ impl ModelShape {
         self.moe.is_some_and(|moe| index >= moe.dense_layers)
     }
 
-    /// Keys that a row looks at in the mean layer, of `keys` that there are. Layers with a window lie
-    /// between the others in a short period, so that any stage has about the model's mix.
+    /// Keys that a row looks at in the mean layer, of `keys` that there are. Layers with a window
+    /// lie between the others in a short period, so that any stage has about the model's mix.
     pub fn keys_seen(&self, keys: f64) -> f64 {
         let Some(sliding) = self.sliding else {
             return keys;

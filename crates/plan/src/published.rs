@@ -184,8 +184,8 @@ impl Published {
     }
 
     /// The tree's catalogue with the file's entries before it. The tree's own numbers for a link's
-    /// latency, a machine's backend and a model's groups of experts stay where the file has the same
-    /// entry without them.
+    /// latency, a machine's backend and a model's groups of experts stay where the file has the
+    /// same entry without them.
     pub fn catalogue(&self) -> Result<Catalogue, Error> {
         let mut all = Catalogue::builtin()?;
         let mut links = self.link.clone();

@@ -1,4 +1,4 @@
-//! Whatever the cluster, better facts never predict a worse answer, and no prediction beats physics.
+//! Whatever the cluster, better facts never predict a worse answer, and nothing beats physics.
 //!
 //! Random models (dense, experts, low ranks), random machines, and every way to place the one on
 //! the other that a row of published numbers can have.
@@ -192,7 +192,10 @@ proptest! {
     fn faster_parts_never_answer_slower(case in case(), by in 1.0f64..8.0) {
         let now = case.said();
         // Operations a second stay what they are.
-        let memory = case.changed(|c| (c.bandwidth, c.balance) = (c.bandwidth * by, c.balance / by));
+        let memory = case.changed(|c| {
+            c.bandwidth *= by;
+            c.balance /= by;
+        });
         at_least(&memory, &now, "memory")?;
         at_least(&case.changed(|c| c.balance *= by), &now, "arithmetic")?;
         at_least(&case.changed(|c| c.alpha /= by), &now, "latency")?;
@@ -223,10 +226,13 @@ proptest! {
         let now = case.said();
         let many = case.changed(|c| c.work.concurrency += more);
         let (a, b) = (many.throughput_tok_s, now.throughput_tok_s);
-        prop_assert!(a * (1.0 + 1e-9) >= b, "{a} tok/s of more, {b} of fewer");
+        // A mixture's rows fill tiles: one more row may begin another tile of each expert.
+        let tiles = if case.model.moe.is_some() { 2.0 } else { 1.0 + 1e-9 };
+        prop_assert!(a * tiles >= b, "{a} tok/s of more, {b} of fewer");
         for (said, n) in [(&now, case.work.concurrency), (&many, case.work.concurrency + more)] {
             let each = said.throughput_tok_s / f64::from(n);
-            prop_assert!(each <= said.decode_tok_s * (1.0 + 1e-9), "{each} of {}", said.decode_tok_s);
+            let alone = said.decode_tok_s;
+            prop_assert!(each <= alone * (1.0 + 1e-9), "{each} of {alone}");
         }
     }
 
@@ -241,7 +247,8 @@ proptest! {
         prop_assert!(said.decode_tok_s <= limit, "{} of at most {limit}", said.decode_tok_s);
         let Some(moe) = case.model.moe else { return Ok(()) };
         if moe.active < moe.experts {
-            let busier = case.changed(|c| c.model.moe = Some(Moe { active: moe.active + 1, ..moe }));
+            let more = Moe { active: moe.active + 1, ..moe };
+            let busier = case.changed(|c| c.model.moe = Some(more));
             prop_assert!(busier.decode_tok_s < said.decode_tok_s * (1.0 + 1e-9));
             prop_assert!(needed(&busier) >= needed(&said));
         }

@@ -165,6 +165,15 @@ fn sixteen_nodes_and_a_hundred_are_planned_the_same_way_twice() {
             (5e-6, 1e9)
         })
     };
+    // Three kinds: neither few sets nor all alike, and as many numbers of replicas as requests.
+    let kinds = |n: usize| {
+        let all = (0..n)
+            .map(|i| node(i, 14.0, (1 + i * 3 / n) as f64 * 1e10))
+            .collect();
+        mesh(all, |_, _| (5e-6, 1e9))
+    };
+    timed(&kinds(16), 128, many, 1);
+    timed(&kinds(100), 128, many, 10);
     for workload in [WORK, many] {
         timed(&alike(16), 128, workload, 1);
         timed(&unlike(16), 128, workload, 1);

@@ -75,8 +75,8 @@ impl Fields<'_> {
         })
     }
 
-    /// Of so many layers every n-th looks at everything: as the file says, or as its family is known
-    /// to do. Other families that state a window do not use it, or use it nowhere here.
+    /// Of so many layers every n-th looks at everything: as the file says, or as its family is
+    /// known to do. Other families that state a window do not use it, or use it nowhere here.
     fn sliding(&self, layers: u32) -> Option<Sliding> {
         let window = self.get("attention.sliding_window", "sliding_window");
         let every = self.get("attention.sliding_window_pattern", "sliding_window_pattern");
@@ -272,8 +272,8 @@ mod tests {
             "hidden_size": 7168, "num_hidden_layers": 61, "num_attention_heads": 128,
             "num_key_value_heads": 128, "intermediate_size": 18432, "vocab_size": 129_280,
             "n_routed_experts": 256, "num_experts_per_tok": 8, "n_shared_experts": 1,
-            "moe_intermediate_size": 2048, "first_k_dense_replace": 3, "n_group": 8, "q_lora_rank": 1536,
-            "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+            "moe_intermediate_size": 2048, "first_k_dense_replace": 3, "n_group": 8,
+            "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
             "v_head_dim": 128, "tie_word_embeddings": false
         });
         let shape = from_config("deepseek", &config).unwrap();

@@ -12,8 +12,8 @@ use crate::Error;
 /// Seconds that a program may take. Those here take milliseconds; the limit is for the unforeseen.
 const SECONDS: f64 = 2.0;
 
-/// Seconds that a streamed layer counts for where time does not decide: far below any token, and ten
-/// times what HiGHS takes for nothing (its tolerance on reduced costs is 1e-7).
+/// Seconds that a streamed layer counts for where time does not decide: far below any token, and
+/// ten times what HiGHS takes for nothing (its tolerance on reduced costs is 1e-7).
 const TIE: f64 = 1e-6;
 
 /// Nodes that cannot be told apart, as the selection sees them.

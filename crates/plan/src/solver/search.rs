@@ -73,7 +73,8 @@ pub struct Outcome {
     pub exact: bool,
 }
 
-/// Steps that the exact programme may take: half a second on one core of the test machine.
+/// Steps that the exact programme may take: half a second on one core of the test machine. All
+/// numbers of replicas together have half as many, and so have all ways to compute prompts apart.
 const EXACT_WORK: f64 = 3e8;
 
 /// Sets of nodes that may be groups: as many as the work limit lets through for any model.
@@ -122,40 +123,44 @@ impl Search<'_, '_> {
         }
     }
 
-    /// Pipelines within `limit` for one copy.
-    fn pipelines(&mut self, limit: &[u8], weights: Weights) -> Vec<Pipeline> {
-        let singles = self.kinds(limit, weights, Level::Single);
+    /// Pipelines within `limit` for one copy, looked for in about `budget` steps.
+    fn pipelines(&mut self, limit: &[u8], weights: Weights, budget: f64) -> Vec<Pipeline> {
+        let combines: &[Combine] = if self.costs.workload.concurrency > 1 {
+            &[Combine::Sum, Combine::Max]
+        } else {
+            &[Combine::Sum]
+        };
+        let n = self.costs.model.layers;
+        let affordable =
+            |kinds: &[GroupType]| exact::work(limit, kinds, n) * combines.len() as f64 <= budget;
         self.exact &= states(limit) <= MOST_SETS;
         let mut level = Level::widest(limit);
-        let mut kinds = Vec::new();
-        while level != Level::Single {
-            kinds = self.kinds(limit, weights, level);
-            if exact::work(limit, &kinds, self.costs.model.layers) <= EXACT_WORK {
-                break;
-            }
+        let mut kinds = self.kinds(limit, weights, level);
+        while level != Level::Single && !affordable(&kinds) {
             self.exact = false;
             level = level.narrower();
+            kinds = self.kinds(limit, weights, level);
         }
-        if level == Level::Single {
-            kinds = singles.clone();
+        let mut sets = vec![kinds];
+        if level != Level::Single {
+            sets.push(self.kinds(limit, weights, Level::Single));
         }
         let mut all = Vec::new();
-        for kinds in [&kinds, &singles] {
-            if exact::work(limit, kinds, self.costs.model.layers) > EXACT_WORK {
+        for kinds in &sets {
+            if affordable(kinds) {
+                let found = combines
+                    .iter()
+                    .map(|&combine| self.exact(limit, kinds, combine));
+                all.extend(found.flatten());
+            } else {
                 self.exact = false;
-                continue;
-            }
-            all.extend(self.exact(limit, kinds, Combine::Sum));
-            if self.costs.workload.concurrency > 1 {
-                all.extend(self.exact(limit, kinds, Combine::Max));
             }
         }
         if !self.exact {
             all.extend(large::pipelines(self.costs, &self.classes, limit, weights));
         }
         // One group with everything, of every kind: the plain alternatives.
-        let n = self.costs.model.layers;
-        let whole = kinds
+        let whole = sets[0]
             .iter()
             .filter(|kind| kind.group.reach.first() == Some(&n));
         all.extend(whole.map(|kind| Pipeline {
@@ -192,7 +197,7 @@ impl Search<'_, '_> {
 
     fn whole(&mut self, totals: &[u8], prompt: bool) {
         let weights = self.weights(prompt, 1);
-        for pipeline in self.pipelines(totals, weights) {
+        for pipeline in self.pipelines(totals, weights, EXACT_WORK) {
             self.add(Placement::single(pipeline));
         }
     }
@@ -201,6 +206,7 @@ impl Search<'_, '_> {
     fn replicas(&mut self, totals: &[u8]) {
         let nodes: u32 = totals.iter().map(|&n| u32::from(n)).sum();
         let most = nodes.min(self.costs.workload.concurrency).min(64);
+        let budget = EXACT_WORK / 2.0 / f64::from(most);
         for copies in 2..=most {
             let n = u8::try_from(copies).unwrap_or(u8::MAX);
             let limit: Counts = totals.iter().map(|&total| total / n).collect();
@@ -208,7 +214,7 @@ impl Search<'_, '_> {
                 break;
             }
             let weights = self.weights(true, copies);
-            for pipeline in self.pipelines(&limit, weights).into_iter().take(8) {
+            for pipeline in self.pipelines(&limit, weights, budget).into_iter().take(8) {
                 if let Some(placement) = self.copied(&pipeline, copies) {
                     self.add(placement);
                 }
@@ -265,6 +271,7 @@ impl Search<'_, '_> {
     /// Prompts on one node of each class, answers on the best of the others.
     fn prefill_apart(&mut self, totals: &[u8]) {
         let n = self.costs.model.layers;
+        let budget = EXACT_WORK / 2.0 / totals.len() as f64;
         for class in 0..totals.len() {
             let node = self.classes.members[class][usize::from(totals[class]) - 1];
             if self.costs.speed(node).rates.is_none() {
@@ -276,7 +283,7 @@ impl Search<'_, '_> {
                 continue;
             }
             let weights = self.weights(false, 1);
-            for pipeline in self.pipelines(&limit, weights).into_iter().take(4) {
+            for pipeline in self.pipelines(&limit, weights, budget).into_iter().take(4) {
                 self.add(Placement {
                     replicas: vec![pipeline],
                     prefill: Some(Pipeline::group(n, Split::Whole, &[node])),

@@ -112,7 +112,7 @@ impl Memory {
     pub(super) fn rescale(&mut self, key: &str, predictions: f64) {
         let own = self.file.ratio.iter_mut();
         for (_, ratio) in own.filter(|(name, _)| name.starts_with(key)) {
-            *ratio = (*ratio / predictions).clamp(0.01, 100.0);
+            *ratio /= predictions;
         }
     }
 
@@ -156,8 +156,8 @@ impl Memory {
         }
     }
 
-    /// Keeps what was measured, and moves the ratio towards that of this run. `model` is the part of
-    /// `key` that facts are about.
+    /// Keeps what was measured, and moves the ratio towards that of this run. `model` is the part
+    /// of `key` that facts are about.
     pub(super) fn learn(&mut self, (model, key): (&str, &str), measured: f64, predicted: f64) {
         let ratio = measured / predicted;
         if ratio.ln().abs() > DOUBT.ln_1p() && self.file.doubted.len() < MOST {
@@ -221,7 +221,8 @@ impl File {
 mod tests {
     use super::*;
 
-    const DAMAGED: &str = r#"{"version":4,"wire":{},"together":{},"measured":{},"doubted":[],"ratio":{"a":-1},
+    const DAMAGED: &str = r#"{"version":4,"wire":{},"together":{},"measured":{},"doubted":[],
+                              "ratio":{"a":-1},
                               "last":{},"load":{}}"#;
 
     #[test]

@@ -6,8 +6,10 @@
 
 use std::ops::Range;
 use std::sync::Arc;
+use std::thread;
 use std::time::{Duration, Instant};
 
+use anyhow::Context;
 use paceline_base::KernelClass;
 use paceline_engine::SamplingParams;
 use paceline_formats::tensor::Tensor;
@@ -55,6 +57,20 @@ pub(crate) struct Measured {
     pub(super) prompt_row: f64,
 }
 
+impl Measured {
+    /// Of two measurements.
+    fn mean(self, other: Self) -> Self {
+        Self {
+            products: f64::midpoint(self.products, other.products),
+            other: f64::midpoint(self.other, other.other),
+            key: f64::midpoint(self.key, other.key),
+            head: f64::midpoint(self.head, other.head),
+            step: f64::midpoint(self.step, other.step),
+            prompt_row: f64::midpoint(self.prompt_row, other.prompt_row),
+        }
+    }
+}
+
 /// Matrices of a layer.
 pub(super) struct Layer {
     qkv: [Packed; 3],
@@ -99,11 +115,20 @@ impl<'a> Probe<'a> {
         })
     }
 
-    /// Measures what decoding takes, and takes a prompt's rows to be no cheaper.
+    /// Measures what decoding takes, and takes a prompt's rows to be no cheaper. Half of it in a
+    /// thread of its own, as a model has one: threads stay where they are, and the host does not
+    /// lend all cores alike (one thread 25 % below another for a minute was seen).
     ///
     /// # Errors
     /// What memory could not be had.
     pub(super) fn decode(&self) -> anyhow::Result<Measured> {
+        let here = self.decode_here()?;
+        let there = thread::scope(|scope| scope.spawn(|| self.decode_here()).join());
+        let there = there.ok().context("the probe's thread ended early")??;
+        Ok(here.mean(there))
+    }
+
+    fn decode_here(&self) -> anyhow::Result<Measured> {
         let weights = &self.weights;
         let mut step = Step::new(self.config, self.class, &self.kernels)?;
         // In turns, so that differences are not those of the machine's own pace.
