@@ -73,17 +73,18 @@ impl Mapping {
         Ok(())
     }
 
-    /// Has the pages there before they are used: huge ones, also of a file, as far as the system
-    /// has some (Linux 6.1, `MADV_COLLAPSE`).
+    /// Has the pages there before they are used, and makes huge ones of them, also of a file, as far
+    /// as the system has some (Linux 6.1, `MADV_COLLAPSE`, which is refused where pages are missing).
     #[cfg(target_os = "linux")]
     pub(crate) fn populate(&self) {
         use rustix::mm::{Advice, madvise};
+        // SAFETY: pages of this mapping; what they hold stays. Refused, pages come when they are
+        // used.
+        let _ = unsafe { madvise(self.start.cast(), self.bytes, Advice::LinuxPopulateWrite) };
         if self.bytes >= HUGE_BYTES {
-            // SAFETY: pages of this mapping; what they hold stays.
+            // SAFETY: as above. Refused, they are small, and used slower.
             unsafe { libc::madvise(self.start.cast(), self.bytes, libc::MADV_COLLAPSE) };
         }
-        // SAFETY: as above. Refused, pages come when they are used.
-        let _ = unsafe { madvise(self.start.cast(), self.bytes, Advice::LinuxPopulateWrite) };
     }
 
     #[cfg(not(target_os = "linux"))]
