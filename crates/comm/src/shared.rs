@@ -40,6 +40,10 @@ const SLOTS_AT: usize = 256;
 /// that it failed.
 const GULP_BYTES: usize = 8 << 20;
 
+/// Longest piece that is copied at once out of another's memory: below the second cache, where the C
+/// library copies whole lines that it has not read first: all-gather of 16 MiB 4.2 -> 3.8 ms, three pairs.
+const COPY_BYTES: usize = 256 << 10;
+
 /// Where the rings begin, in a group of this size.
 const fn rings_at(size: usize) -> usize {
     SLOTS_AT + size * size_of::<Slot>()
@@ -302,7 +306,11 @@ impl Shared {
         if let Some(view) = borrowing.view(loan) {
             return self.take(peer, loan, &view, &mut |bytes| {
                 let count = into.len().min(bytes.len());
-                into[..count].copy_from_slice(&bytes[..count]);
+                let pieces = bytes[..count].chunks(COPY_BYTES);
+                let rooms = into[..count].chunks_mut(COPY_BYTES);
+                rooms
+                    .zip(pieces)
+                    .for_each(|(room, piece)| room.copy_from_slice(piece));
                 count
             });
         }
