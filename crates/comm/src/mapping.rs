@@ -73,8 +73,8 @@ impl Mapping {
         Ok(())
     }
 
-    /// Has the pages there before they are used, and makes huge ones of them, also of a file, as far
-    /// as the system has some (Linux 6.1, `MADV_COLLAPSE`, which is refused where pages are missing).
+    /// Has the pages there before they are used, and makes huge ones of them, also of a file, as
+    /// far as the system has some (Linux 6.1, `MADV_COLLAPSE`, refused where pages are missing).
     #[cfg(target_os = "linux")]
     pub(crate) fn populate(&self) {
         use rustix::mm::{Advice, madvise};

@@ -40,8 +40,9 @@ const SLOTS_AT: usize = 256;
 /// that it failed.
 const GULP_BYTES: usize = 8 << 20;
 
-/// Longest piece that is copied at once out of another's memory: below the second cache, where the C
-/// library copies whole lines that it has not read first: all-gather of 16 MiB 4.2 -> 3.8 ms, three pairs.
+/// Longest piece that is copied at once out of another's memory: below the second cache, where the
+/// C library writes whole lines that it has not read first. All-gather of 16 MiB: 4.2 -> 3.8 ms,
+/// three pairs.
 const COPY_BYTES: usize = 256 << 10;
 
 /// Where the rings begin, in a group of this size.
