@@ -95,7 +95,7 @@ impl<'a> Team<'a> {
     pub(super) fn measure(&self) -> anyhow::Result<Together> {
         let each = joined(self.parts.len(), self.backend, |group| {
             let (kernels, weights) = &self.parts[group.rank().0 as usize];
-            let mut step = Step::new(self.config, self.class, kernels)?;
+            let mut step = Step::new(self.config, self.class, kernels, 1)?;
             passes(group, weights, &mut step, self.config.width)
         })?;
         let weights = &self.parts[0].1;
@@ -123,8 +123,9 @@ fn passes(
     let mut meeting = Meeting::new(group, width);
     let mut passes = Vec::new();
     let mut began = Instant::now();
-    for pass in 0..=PASSES {
-        let enough = pass > 1 && began.elapsed() >= ENOUGH;
+    for pass in 0.. {
+        // All end at one meeting: who leaves earlier ends the calls of those who have not done.
+        let enough = pass > PASSES || (pass > 1 && began.elapsed() >= ENOUGH);
         if meeting.ends(enough)? {
             break;
         }
