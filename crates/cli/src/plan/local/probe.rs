@@ -189,7 +189,8 @@ fn typical<const N: usize>(mut f: impl FnMut() -> [f64; N]) -> [f64; N] {
     std::array::from_fn(|i| mean(passes.iter().map(|pass| pass[i])))
 }
 
-/// `leaf_cols` as in [`PackOptions`]: what the model sums over in leaves takes longer.
+/// `leaf_cols` as in [`PackOptions`]: what the model sums over in leaves takes longer. Gives the
+/// file's pages back, as the model's loader does: a probe is to need no more memory than the model.
 fn pack(
     tensor: &Tensor,
     class: KernelClass,
@@ -207,7 +208,9 @@ fn pack(
         as_f32: class == KernelClass::CpuF32,
         leaf_cols,
     };
-    Ok(Packed::new(whole.row_range(rows), options, kernels.pool())?)
+    let packed = Packed::new(whole.row_range(rows), options, kernels.pool())?;
+    tensor.bytes.discard();
+    Ok(packed)
 }
 
 /// A rank's part, of so many, of as many layers from the first as [`PROBED_BYTES`] allows for all
