@@ -6,13 +6,16 @@
 //! - [`KernelClass`]: which definition of the numbers a result belongs to.
 //! - [`Bytes`], [`Micros`]: units that print themselves.
 //! - [`Rank`], [`LayerIdx`]: indices that cannot be mixed up.
+//! - [`whole_pages`]: what of a mapping can be given back to the system.
 //! - [`tree`]: the one order of additions that every split sum follows.
 
 mod block_type;
 mod kernel_class;
+mod pages;
 pub mod tree;
 mod units;
 
 pub use block_type::{BlockType, UnknownBlockType};
 pub use kernel_class::{KernelClass, UnknownKernelClass};
+pub use pages::whole_pages;
 pub use units::{Bytes, LayerIdx, Micros, Rank};
