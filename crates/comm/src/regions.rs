@@ -18,12 +18,13 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use rustix::mm::ProtFlags;
 
 use crate::file::File;
 use crate::loan::{LOAN_BYTES, Place};
+use crate::locks::lock;
 use crate::mapping::{Mapping, PAGE_BYTES};
 use crate::{Pages, Registered};
 
@@ -56,7 +57,7 @@ struct Mapped {
 static REGIONS: Mutex<BTreeMap<usize, Mapped>> = Mutex::new(BTreeMap::new());
 
 fn regions() -> MutexGuard<'static, BTreeMap<usize, Mapped>> {
-    REGIONS.lock().unwrap_or_else(PoisonError::into_inner)
+    lock(&REGIONS)
 }
 
 /// A file of this process, while its memory lives.

@@ -14,12 +14,14 @@ use std::fmt;
 use std::os::fd::{AsFd, OwnedFd};
 use std::ptr;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Instant;
 
 use rustix::mm::{MapFlags, ProtFlags, mmap, mmap_anonymous, munmap};
 
 use crate::deadline;
+use crate::locks::lock;
+use crate::mapping::Mapping;
 use crate::loan::{Able, LOAN_BYTES, Loan, Place, Slot};
 use crate::process;
 use crate::regions::{self, SHARED_BYTES, View, Views};
@@ -174,7 +176,7 @@ impl Borrowing {
     /// The memory that a loan is of, if it is mapped here or can be.
     fn view(&self, loan: &Loan) -> Option<Arc<View>> {
         let (process, place) = (self.lender?.0, loan.place?);
-        let mut views = self.views.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut views = lock(&self.views);
         views.get(process, &place)
     }
 
@@ -246,7 +248,7 @@ impl Shared {
     /// Lets go of memory that peers have given up.
     pub(crate) fn forget_ended(&self) {
         for Borrowing { views, .. } in &self.borrowing {
-            let mut views = views.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut views = lock(views);
             views.forget_ended();
         }
     }
@@ -421,8 +423,7 @@ impl Shared {
     }
 
     fn returning(&self, peer: usize) -> MutexGuard<'_, Option<Returning>> {
-        let returning = self.returning[peer].lock();
-        returning.unwrap_or_else(PoisonError::into_inner)
+        lock(&self.returning[peer])
     }
 }
 

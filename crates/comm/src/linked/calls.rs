@@ -10,8 +10,9 @@ use std::time::Duration;
 
 use super::buffers::Buffers;
 use super::inbuf::{DIRECT_BYTES, Inbuf};
-use super::{Linked, lock, number};
+use super::{Linked, number};
 use crate::call::judge;
+use crate::locks::lock;
 use crate::plan::{Act, Place, Plan, Route, SEGMENT_BYTES, Span, Take};
 use crate::reduce::Side;
 use crate::status::{Cause, News};

@@ -5,7 +5,7 @@ use std::fmt;
 use std::mem::MaybeUninit;
 use std::ptr;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 
 use ::mpi::environment::Universe;
@@ -15,6 +15,7 @@ use paceline_base::{Bytes, Rank};
 
 use super::ops::{Ops, datatype};
 use super::{NAME, StartError};
+use crate::locks::lock;
 use crate::split::members;
 use crate::transport::{Patience, Pause};
 use crate::{
@@ -146,10 +147,6 @@ struct Mpi {
     messages: AtomicU64,
     sent: AtomicU64,
     received: AtomicU64,
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Mpi {

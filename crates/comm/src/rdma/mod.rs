@@ -65,7 +65,7 @@ mod verbs;
 use std::collections::BTreeMap;
 use std::fmt;
 use std::net::SocketAddr;
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Mutex, Weak};
 
 use paceline_base::Rank;
 
@@ -83,6 +83,7 @@ use self::slab::Slab;
 use self::verbs::Adapter;
 pub use self::verbs::{LIBRARY, Verbs};
 use crate::linked::Linked;
+use crate::locks::lock;
 use crate::plan::Route;
 use crate::split::{Member, members};
 use crate::tcp::{Addrs, GroupId, JoinError, Keeping, Kept, Listener, Origin, gather, link};
@@ -138,7 +139,7 @@ struct Host {
 
 impl Host {
     fn adapter(&self, name: &str) -> Result<Arc<Adapter>, RdmaError> {
-        let mut adapters = self.adapters.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut adapters = lock(&self.adapters);
         if let Some(adapter) = adapters.get(name).and_then(Weak::upgrade) {
             return Ok(adapter);
         }
