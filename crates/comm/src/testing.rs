@@ -226,6 +226,11 @@ pub fn parse_cables(bytes: &[u8]) {
     crate::rdma::parse(bytes);
 }
 
+/// Reads `bytes` as what ranks of JACCL's configuration say to find each other, for fuzzing.
+pub fn parse_side(bytes: &[u8]) {
+    crate::rdma::parse_side(bytes);
+}
+
 /// Reads `bytes` as messages of a handshake and as sealed records, and lets them decide what is
 /// sealed and altered on its way, for fuzzing.
 pub fn parse_sealed(bytes: &[u8]) {
