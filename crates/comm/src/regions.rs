@@ -82,8 +82,8 @@ fn tail(mapping: &Mapping, offset: usize) -> &Tail {
     unsafe { &*mapping.start().add(offset).cast() }
 }
 
-/// Moves `pages`, which nobody has used yet, to a file that peers can map; `None` if they are few,
-/// or the system has no such files to give.
+/// Moves `pages`, of a [`Memory`](crate::Memory) that is being made, to a file that peers can map;
+/// `None` if they are few, or the system has no such files to give.
 ///
 /// # Panics
 /// If the system has no memory left in between.
@@ -98,7 +98,8 @@ pub(crate) fn share(pages: &Arc<Pages>) -> Option<Registered> {
     let last = Mapping::of(&file.file, (bytes, PAGE_BYTES), access).ok()?;
     let check = crate::tcp::random();
     tail(&last, 0).check.store(check, Ordering::Release);
-    let moved = pages.mapping().replace(&file.file, 0, access);
+    // SAFETY: nobody has used the pages yet, and after an error nobody does: it panics.
+    let moved = unsafe { pages.mapping().replace(&file.file, 0, access) };
     moved.expect("no memory to map a file where memory was");
     pages.mapping().populate();
     let place = Place {

@@ -11,13 +11,12 @@
 //! can map (`regions`), or where it may read the writer's; all else goes by ring.
 
 use std::fmt;
-use std::os::fd::{AsFd, OwnedFd};
-use std::ptr;
+use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Instant;
 
-use rustix::mm::{MapFlags, ProtFlags, mmap, mmap_anonymous, munmap};
+use rustix::mm::ProtFlags;
 
 use crate::deadline;
 use crate::locks::lock;
@@ -70,36 +69,26 @@ const fn ring_at(size: usize, lane: Lane, peer: usize) -> usize {
 
 /// Memory of one rank, mapped.
 pub(crate) struct Segment {
-    base: *mut u8,
+    /// All access goes through the bell and the check word (atomic), the slots (atomic) and the
+    /// rings, which are `Sync` under their protocol.
+    mapping: Mapping,
     size: usize,
 }
-
-// SAFETY: all access goes through the bell and the check word (atomic) and the rings, which are
-// `Sync` under their protocol.
-unsafe impl Send for Segment {}
-// SAFETY: as for `Send`.
-unsafe impl Sync for Segment {}
 
 impl Segment {
     /// New memory, zeroed, for a group of `size` ranks: of `file`, or of this process only.
     pub(crate) fn new(size: usize, file: Option<&OwnedFd>) -> std::io::Result<Self> {
-        let (length, access) = (segment_bytes(size), ProtFlags::READ | ProtFlags::WRITE);
-        // SAFETY: the system chooses the address, so nothing that is in use is replaced.
-        let base = unsafe {
-            match file {
-                Some(file) => mmap(
-                    ptr::null_mut(),
-                    length,
-                    access,
-                    MapFlags::SHARED,
-                    file.as_fd(),
-                    0,
-                ),
-                None => mmap_anonymous(ptr::null_mut(), length, access, MapFlags::PRIVATE),
-            }
-        }?;
-        let base = base.cast();
-        Ok(Self { base, size })
+        // Of the rings little may ever be used: no huge pages.
+        let mapping = Mapping::map(segment_bytes(size))?;
+        if let Some(file) = file {
+            // SAFETY: nobody else has it yet.
+            unsafe { mapping.replace(file, 0, ProtFlags::READ | ProtFlags::WRITE) }?;
+        }
+        Ok(Self { mapping, size })
+    }
+
+    const fn base(&self) -> *mut u8 {
+        self.mapping.start()
     }
 
     /// Length of a file for a segment.
@@ -110,13 +99,13 @@ impl Segment {
     fn bell(&self) -> &Bell {
         // SAFETY: the mapping begins with a bell, is aligned to a page and lives as long as `self`;
         // a bell consists of atomics, for which zero is a value.
-        unsafe { &*self.base.cast() }
+        unsafe { &*self.base().cast() }
     }
 
     /// A word by which a peer sees that it has mapped the right memory.
     pub(crate) fn check(&self) -> &AtomicU64 {
         // SAFETY: as in `bell`; the offset is within the mapping and a multiple of 8.
-        unsafe { &*self.base.add(CHECK_AT).cast() }
+        unsafe { &*self.base().add(CHECK_AT).cast() }
     }
 
     /// Where this word lies in this process.
@@ -128,7 +117,7 @@ impl Segment {
     fn slot(&self, peer: usize) -> &Slot {
         // SAFETY: as in `bell`; the slots are aligned to 128 and within the mapping for peers of
         // this group.
-        unsafe { &*self.base.add(SLOTS_AT + peer * size_of::<Slot>()).cast() }
+        unsafe { &*self.base().add(SLOTS_AT + peer * size_of::<Slot>()).cast() }
     }
 
     fn ring(&self, lane: Lane, peer: usize) -> Ring {
@@ -136,18 +125,10 @@ impl Segment {
         // SAFETY: `segment_bytes` has room for the counters and data at `at`, which is a multiple
         // of 128; the memory was zeroed by the system. Callers keep `self` while they use the ring.
         unsafe {
-            let counters = self.base.add(at);
+            let counters = self.base().add(at);
             let data = counters.add(Ring::COUNTER_BYTES);
             Ring::new(counters.cast(), data, RING_BYTES[lane as usize])
         }
-    }
-}
-
-impl Drop for Segment {
-    fn drop(&mut self) {
-        // SAFETY: `base` was mapped with this length, and nobody has a reference any more. A
-        // failure leaves the memory mapped, which harms nobody.
-        let _ = unsafe { munmap(self.base.cast(), segment_bytes(self.size)) };
     }
 }
 
