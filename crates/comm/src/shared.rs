@@ -19,14 +19,14 @@ use std::time::Instant;
 use rustix::mm::ProtFlags;
 
 use crate::deadline;
+use crate::loan::{Able, LOAN_BYTES, Loan, Place, Slot};
 use crate::locks::lock;
 use crate::mapping::Mapping;
-use crate::loan::{Able, LOAN_BYTES, Loan, Place, Slot};
 use crate::process;
 use crate::regions::{self, SHARED_BYTES, View, Views};
 use crate::ring::{Bell, Ring};
 use crate::status::{News, Status};
-use crate::sync::AtomicU64;
+use crate::sync::{AtomicU64, copy};
 use crate::transport::{Closed, Lane, Patience, Transport, Want};
 use crate::{Pages, Registered};
 
@@ -40,11 +40,6 @@ const SLOTS_AT: usize = 256;
 /// Longest part of a loan that is read in one go, so that a call hears within a millisecond or two
 /// that it failed.
 const GULP_BYTES: usize = 8 << 20;
-
-/// Longest piece that is copied at once out of another's memory: below the second cache, where the
-/// C library writes whole lines that it has not read first. All-gather of 16 MiB: 4.2 -> 3.8 ms,
-/// three pairs.
-const COPY_BYTES: usize = 256 << 10;
 
 /// Where the rings begin, in a group of this size.
 const fn rings_at(size: usize) -> usize {
@@ -87,13 +82,13 @@ impl Segment {
         Ok(Self { mapping, size })
     }
 
-    const fn base(&self) -> *mut u8 {
-        self.mapping.start()
-    }
-
     /// Length of a file for a segment.
     pub(crate) const fn file_bytes(size: usize) -> u64 {
         segment_bytes(size) as u64
+    }
+
+    const fn base(&self) -> *mut u8 {
+        self.mapping.start()
     }
 
     fn bell(&self) -> &Bell {
@@ -290,11 +285,7 @@ impl Shared {
         if let Some(view) = borrowing.view(loan) {
             return self.take(peer, loan, &view, &mut |bytes| {
                 let count = into.len().min(bytes.len());
-                let pieces = bytes[..count].chunks(COPY_BYTES);
-                let rooms = into[..count].chunks_mut(COPY_BYTES);
-                rooms
-                    .zip(pieces)
-                    .for_each(|(room, piece)| room.copy_from_slice(piece));
+                copy(&mut into[..count], &bytes[..count]);
                 count
             });
         }
