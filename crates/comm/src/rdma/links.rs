@@ -88,7 +88,6 @@ impl Links {
     }
 
     fn link(&self, peer: usize) -> Option<MutexGuard<'_, Link>> {
-        // A lock whose holder panicked is taken over, as everywhere in this crate.
         let link = self.links[peer].as_ref()?;
         Some(lock(link))
     }
