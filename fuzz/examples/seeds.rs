@@ -40,16 +40,28 @@ fn gguf(version: u32) -> Vec<u8> {
         .to_bytes()
 }
 
+/// Two ranks: how many, what their containers' lengths are, and a group and an address of each.
+fn side() -> Vec<u8> {
+    let mut all = vec![2];
+    all.extend([28_u32; 2].map(u32::to_le_bytes).concat());
+    for address in ["10.0.0.1:900", "10.0.0.2:900"] {
+        all.extend([7; 16]);
+        all.extend(address.as_bytes());
+    }
+    all
+}
+
 fn main() -> std::io::Result<()> {
     let mut safetensors = (SAFETENSORS.len() as u64).to_le_bytes().to_vec();
     safetensors.extend(SAFETENSORS.as_bytes());
     safetensors.extend([7; 20]);
-    let seeds: [(&str, Vec<u8>); 5] = [
+    let seeds: [(&str, Vec<u8>); 6] = [
         ("gguf/v2", gguf(2)),
         ("gguf/v3", gguf(3)),
         ("safetensors/two", safetensors),
         ("tokenizer_json/bpe", TOKENIZER.into()),
         ("chat_template/chatml", TEMPLATE.into()),
+        ("comm_side/two", side()),
     ];
     let corpus = Path::new("corpus");
     for (name, content) in seeds {

@@ -37,13 +37,9 @@ pub(crate) fn run(show: &mut dyn FnMut(&str)) -> Result<Tally> {
     for ranks in RANKS {
         match mpirun(ranks, Command::new(&program)) {
             Ok(output) => {
-                let cases = output.lines().filter(|line| line.starts_with("ok "));
-                let before = tally.passed;
-                cases.for_each(|line| {
-                    show(line);
-                    tally.passed += 1;
-                });
-                if tally.passed == before {
+                let passed = passed(&output, "", show);
+                tally.passed += passed;
+                if passed == 0 {
                     tally.add(Tally::failure(&format!("mpi: {ranks} ranks ran no case")));
                 }
             }
@@ -60,6 +56,20 @@ pub(crate) fn run(show: &mut dyn FnMut(&str)) -> Result<Tally> {
 /// Ranks of the Python cases. MLX has them with eight, which are slow on two cores.
 const PYTHON_RANKS: u32 = 4;
 
+/// Shows the cases that passed, each with `more` behind it; how many they are.
+fn passed(output: &str, more: &str, show: &mut dyn FnMut(&str)) -> usize {
+    let cases = output.lines().filter(|line| line.starts_with("ok "));
+    let shown = cases.inspect(|case| show(&format!("{case}{more}")));
+    shown.count()
+}
+
+/// How many cases `cases.py` says at its end that there are; none where it says nothing.
+fn announced(output: &str) -> usize {
+    let mut lines = output.lines();
+    let all = lines.find_map(|line| line.strip_prefix("done ")?.parse().ok());
+    all.unwrap_or(0)
+}
+
 /// MLX's common cases, as many as `cases.py` says.
 fn python_cases(program: &Path, show: &mut dyn FnMut(&str)) -> Tally {
     let python = match mlx::python() {
@@ -71,22 +81,22 @@ fn python_cases(program: &Path, show: &mut dyn FnMut(&str)) -> Tally {
     rank.args(["paceline", "common"]);
     rank.env("COMM_TEST_BINARY", program);
     rank.env("PYTHONDONTWRITEBYTECODE", "1");
-    let mut tally = Tally::default();
-    match mpirun(PYTHON_RANKS, rank) {
-        Ok(output) => {
-            let cases = output.lines().filter(|line| line.starts_with("ok "));
-            cases.for_each(|case| {
-                show(&format!("{case} of MLX with {PYTHON_RANKS} ranks"));
-                tally.passed += 1;
-            });
+    let output = match mpirun(PYTHON_RANKS, rank) {
+        Ok(output) => output,
+        Err(error) => {
+            show(&format!("{error:#}"));
+            return Tally::failure("mpi: MLX's cases did not end well");
         }
-        Err(error) => show(&format!("{error:#}")),
-    }
-    if tally.passed != 8 {
-        let passed = tally.passed;
-        tally.add(Tally::failure(&format!(
-            "mpi: {passed} of 8 of MLX's cases passed"
-        )));
+    };
+    let more = format!(" of MLX with {PYTHON_RANKS} ranks");
+    let (passed, all) = (passed(&output, &more, show), announced(&output));
+    let mut tally = Tally {
+        passed,
+        ..Tally::default()
+    };
+    if passed == 0 || passed != all {
+        let text = format!("mpi: {passed} of {all} of MLX's cases passed");
+        tally.add(Tally::failure(&text));
     }
     tally
 }

@@ -1,9 +1,10 @@
 //! Calls that go on while their rank does something else.
 
 use std::sync::mpsc::{Receiver, Sender, TryRecvError, channel};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::thread;
 
+use crate::locks::lock;
 use crate::{Error, Group};
 
 type Job = Box<dyn FnOnce(&dyn Group) + Send>;
@@ -72,7 +73,7 @@ impl Ahead {
     ) -> Handle<Result<R, Error>> {
         let (result, handle) = handle();
         let job: Job = Box::new(move |group| drop(result.send(work(group))));
-        let jobs = self.jobs.lock().unwrap_or_else(PoisonError::into_inner);
+        let jobs = lock(&self.jobs);
         // The thread lives as long as this value, unless a job panicked: then `wait` says so.
         let _ = jobs.send(job);
         handle

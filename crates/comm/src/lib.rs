@@ -52,6 +52,7 @@ mod init;
 mod linked;
 mod loan;
 pub mod local;
+mod locks;
 mod mapping;
 mod memory;
 mod mlx_init;

@@ -5,11 +5,12 @@
 
 use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use paceline_base::Rank;
 
 use crate::linked::Linked;
+use crate::locks::lock;
 use crate::shared::{Segment, Shared, Teller};
 use crate::split::{Member, members};
 use crate::status::Status;
@@ -99,7 +100,7 @@ impl Hall {
 
     /// The hall of a group of `size` ranks that is split off: one for all who ask with this key.
     fn part(&self, key: (u64, u32), size: usize) -> Arc<Self> {
-        let mut parts = self.parts.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut parts = lock(&self.parts);
         let known = parts.iter().position(|part| part.key == key);
         let index = known.unwrap_or_else(|| {
             let hall = Arc::new(Self::new(size, self.tuning));

@@ -53,22 +53,27 @@ impl Mapping {
         access: ProtFlags,
     ) -> std::io::Result<Self> {
         let mapping = Self::new(bytes)?;
-        mapping.replace(file, offset, access)?;
+        // SAFETY: nobody else has it yet.
+        unsafe { mapping.replace(file, offset, access) }?;
         Ok(mapping)
     }
 
-    /// Puts bytes of `file`, from `offset` on, in place of this memory, which nobody has used yet.
+    /// Puts bytes of `file`, from `offset` on, in place of this memory.
     ///
     /// # Errors
     /// What the system says when it does not map them. Then nothing may be mapped here any more.
-    pub(crate) fn replace(
+    ///
+    /// # Safety
+    /// Nobody has used this memory yet, nor does meanwhile; after an error nobody ever does.
+    pub(crate) unsafe fn replace(
         &self,
         file: &OwnedFd,
         offset: usize,
         access: ProtFlags,
     ) -> std::io::Result<()> {
         let (start, flags) = (self.start.cast(), MapFlags::SHARED | MapFlags::FIXED);
-        // SAFETY: these addresses are this mapping's own, and no reference leads there yet.
+        // SAFETY: these addresses are this mapping's own, and by the caller's promise no reference
+        // leads there.
         unsafe { mmap(start, self.bytes, access, flags, file, offset as u64) }?;
         Ok(())
     }
@@ -124,7 +129,11 @@ impl Mapping {
     #[cfg(not(target_os = "linux"))]
     pub(crate) unsafe fn make_private(_start: *mut u8, _bytes: usize) {}
 
-    fn map(bytes: usize) -> std::io::Result<Self> {
+    /// Room for `bytes` in pages of the usual size, of which only those that are used are there.
+    ///
+    /// # Errors
+    /// What the system says when it has none.
+    pub(crate) fn map(bytes: usize) -> std::io::Result<Self> {
         let access = ProtFlags::READ | ProtFlags::WRITE;
         // SAFETY: the system chooses the address, so nothing that is in use is replaced.
         let start = unsafe { mmap_anonymous(ptr::null_mut(), bytes, access, MapFlags::PRIVATE) }?;

@@ -11,21 +11,22 @@
 //! can map (`regions`), or where it may read the writer's; all else goes by ring.
 
 use std::fmt;
-use std::os::fd::{AsFd, OwnedFd};
-use std::ptr;
+use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Instant;
 
-use rustix::mm::{MapFlags, ProtFlags, mmap, mmap_anonymous, munmap};
+use rustix::mm::ProtFlags;
 
 use crate::deadline;
 use crate::loan::{Able, LOAN_BYTES, Loan, Place, Slot};
+use crate::locks::lock;
+use crate::mapping::Mapping;
 use crate::process;
 use crate::regions::{self, SHARED_BYTES, View, Views};
 use crate::ring::{Bell, Ring};
 use crate::status::{News, Status};
-use crate::sync::AtomicU64;
+use crate::sync::{AtomicU64, copy};
 use crate::transport::{Closed, Lane, Patience, Transport, Want};
 use crate::{Pages, Registered};
 
@@ -39,11 +40,6 @@ const SLOTS_AT: usize = 256;
 /// Longest part of a loan that is read in one go, so that a call hears within a millisecond or two
 /// that it failed.
 const GULP_BYTES: usize = 8 << 20;
-
-/// Longest piece that is copied at once out of another's memory: below the second cache, where the
-/// C library writes whole lines that it has not read first. All-gather of 16 MiB: 4.2 -> 3.8 ms,
-/// three pairs.
-const COPY_BYTES: usize = 256 << 10;
 
 /// Where the rings begin, in a group of this size.
 const fn rings_at(size: usize) -> usize {
@@ -68,36 +64,22 @@ const fn ring_at(size: usize, lane: Lane, peer: usize) -> usize {
 
 /// Memory of one rank, mapped.
 pub(crate) struct Segment {
-    base: *mut u8,
+    /// All access goes through the bell and the check word (atomic), the slots (atomic) and the
+    /// rings, which are `Sync` under their protocol.
+    mapping: Mapping,
     size: usize,
 }
-
-// SAFETY: all access goes through the bell and the check word (atomic) and the rings, which are
-// `Sync` under their protocol.
-unsafe impl Send for Segment {}
-// SAFETY: as for `Send`.
-unsafe impl Sync for Segment {}
 
 impl Segment {
     /// New memory, zeroed, for a group of `size` ranks: of `file`, or of this process only.
     pub(crate) fn new(size: usize, file: Option<&OwnedFd>) -> std::io::Result<Self> {
-        let (length, access) = (segment_bytes(size), ProtFlags::READ | ProtFlags::WRITE);
-        // SAFETY: the system chooses the address, so nothing that is in use is replaced.
-        let base = unsafe {
-            match file {
-                Some(file) => mmap(
-                    ptr::null_mut(),
-                    length,
-                    access,
-                    MapFlags::SHARED,
-                    file.as_fd(),
-                    0,
-                ),
-                None => mmap_anonymous(ptr::null_mut(), length, access, MapFlags::PRIVATE),
-            }
-        }?;
-        let base = base.cast();
-        Ok(Self { base, size })
+        // Of the rings little may ever be used: no huge pages.
+        let mapping = Mapping::map(segment_bytes(size))?;
+        if let Some(file) = file {
+            // SAFETY: nobody else has it yet.
+            unsafe { mapping.replace(file, 0, ProtFlags::READ | ProtFlags::WRITE) }?;
+        }
+        Ok(Self { mapping, size })
     }
 
     /// Length of a file for a segment.
@@ -105,16 +87,20 @@ impl Segment {
         segment_bytes(size) as u64
     }
 
+    const fn base(&self) -> *mut u8 {
+        self.mapping.start()
+    }
+
     fn bell(&self) -> &Bell {
         // SAFETY: the mapping begins with a bell, is aligned to a page and lives as long as `self`;
         // a bell consists of atomics, for which zero is a value.
-        unsafe { &*self.base.cast() }
+        unsafe { &*self.base().cast() }
     }
 
     /// A word by which a peer sees that it has mapped the right memory.
     pub(crate) fn check(&self) -> &AtomicU64 {
         // SAFETY: as in `bell`; the offset is within the mapping and a multiple of 8.
-        unsafe { &*self.base.add(CHECK_AT).cast() }
+        unsafe { &*self.base().add(CHECK_AT).cast() }
     }
 
     /// Where this word lies in this process.
@@ -126,7 +112,7 @@ impl Segment {
     fn slot(&self, peer: usize) -> &Slot {
         // SAFETY: as in `bell`; the slots are aligned to 128 and within the mapping for peers of
         // this group.
-        unsafe { &*self.base.add(SLOTS_AT + peer * size_of::<Slot>()).cast() }
+        unsafe { &*self.base().add(SLOTS_AT + peer * size_of::<Slot>()).cast() }
     }
 
     fn ring(&self, lane: Lane, peer: usize) -> Ring {
@@ -134,18 +120,10 @@ impl Segment {
         // SAFETY: `segment_bytes` has room for the counters and data at `at`, which is a multiple
         // of 128; the memory was zeroed by the system. Callers keep `self` while they use the ring.
         unsafe {
-            let counters = self.base.add(at);
+            let counters = self.base().add(at);
             let data = counters.add(Ring::COUNTER_BYTES);
             Ring::new(counters.cast(), data, RING_BYTES[lane as usize])
         }
-    }
-}
-
-impl Drop for Segment {
-    fn drop(&mut self) {
-        // SAFETY: `base` was mapped with this length, and nobody has a reference any more. A
-        // failure leaves the memory mapped, which harms nobody.
-        let _ = unsafe { munmap(self.base.cast(), segment_bytes(self.size)) };
     }
 }
 
@@ -174,7 +152,7 @@ impl Borrowing {
     /// The memory that a loan is of, if it is mapped here or can be.
     fn view(&self, loan: &Loan) -> Option<Arc<View>> {
         let (process, place) = (self.lender?.0, loan.place?);
-        let mut views = self.views.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut views = lock(&self.views);
         views.get(process, &place)
     }
 
@@ -246,7 +224,7 @@ impl Shared {
     /// Lets go of memory that peers have given up.
     pub(crate) fn forget_ended(&self) {
         for Borrowing { views, .. } in &self.borrowing {
-            let mut views = views.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut views = lock(views);
             views.forget_ended();
         }
     }
@@ -307,11 +285,7 @@ impl Shared {
         if let Some(view) = borrowing.view(loan) {
             return self.take(peer, loan, &view, &mut |bytes| {
                 let count = into.len().min(bytes.len());
-                let pieces = bytes[..count].chunks(COPY_BYTES);
-                let rooms = into[..count].chunks_mut(COPY_BYTES);
-                rooms
-                    .zip(pieces)
-                    .for_each(|(room, piece)| room.copy_from_slice(piece));
+                copy(&mut into[..count], &bytes[..count]);
                 count
             });
         }
@@ -421,8 +395,7 @@ impl Shared {
     }
 
     fn returning(&self, peer: usize) -> MutexGuard<'_, Option<Returning>> {
-        let returning = self.returning[peer].lock();
-        returning.unwrap_or_else(PoisonError::into_inner)
+        lock(&self.returning[peer])
     }
 }
 

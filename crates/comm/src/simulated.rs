@@ -21,6 +21,7 @@ use std::time::{Duration, Instant};
 use paceline_base::Rank;
 
 use crate::linked::Linked;
+use crate::locks::lock;
 use crate::rdma::mix;
 use crate::status::{News, Status};
 use crate::transport::{Closed, Lane, Patience, Transport, Want};
@@ -208,7 +209,7 @@ impl Net {
     }
 
     fn turns(&self) -> MutexGuard<'_, Turns> {
-        self.turns.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.turns)
     }
 
     fn notify(&self) {

@@ -51,6 +51,29 @@ pub(crate) unsafe fn copy_in(from: *const u8, into: *mut u8, count: usize) {
 #[cfg(not(target_arch = "x86_64"))]
 pub(crate) use std::ptr::copy_nonoverlapping as copy_in;
 
+/// Shortest copy from buffer to buffer that goes past the caches: a plain one reads every line from
+/// memory before it writes it, and the C library streams only what it takes to be more than the
+/// last cache, which it takes for 320 MiB on that machine.
+///
+/// Two processes on an EPYC VM with 32 MiB of it, November 2026, medians of three, plain
+/// and streamed: all-to-all of 16 MiB 4.1 and 2.5 ms, all-gather 3.8 and 3.3 ms, two handovers,
+/// where what came is used at once, 1.9 ms both. At 4 MiB all-to-all takes 0.61 and 0.28 ms, but
+/// handovers 0.29 and 0.52 ms.
+const LONG_BYTES: usize = 8 << 20;
+
+/// Copies `from`, which is as long.
+///
+/// # Panics
+/// If it is not.
+pub(crate) fn copy(into: &mut [u8], from: &[u8]) {
+    if from.len() < LONG_BYTES {
+        return into.copy_from_slice(from);
+    }
+    assert_eq!(into.len(), from.len(), "bytes of two buffers");
+    // SAFETY: both have so many bytes, and are apart, since one is borrowed exclusively.
+    unsafe { copy_in(from.as_ptr(), into.as_mut_ptr(), from.len()) };
+}
+
 /// Longest sleep where the system has no futex.
 #[cfg(not(target_os = "linux"))]
 const NAP: std::time::Duration = std::time::Duration::from_micros(50);

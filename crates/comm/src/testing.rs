@@ -14,10 +14,11 @@ mod steps;
 
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
-use std::sync::{Arc, Mutex, PoisonError, mpsc};
+use std::sync::{Arc, Mutex, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use crate::locks::lock;
 use crate::{Deadline, Error, Group};
 
 /// Handles to one new group, in rank order.
@@ -106,7 +107,7 @@ fn run_some(cases: &[Case], sizes: &[u32], at_once: usize, make: Make<'_>, seed:
         .iter()
         .flat_map(|(name, size_min, case)| sizes(*size_min).map(move |size| (name, size, case)));
     let jobs = Mutex::new(jobs);
-    let next = || jobs.lock().unwrap_or_else(PoisonError::into_inner).next();
+    let next = || lock(&jobs).next();
     let work = || {
         while let Some((name, size, case)) = next() {
             let lab = Lab { make, size, seed };
@@ -223,6 +224,11 @@ pub fn parse_frames(bytes: &[u8]) {
 /// Reads `bytes` as what ranks over RDMA send each other, for fuzzing.
 pub fn parse_cables(bytes: &[u8]) {
     crate::rdma::parse(bytes);
+}
+
+/// Reads `bytes` as what ranks of JACCL's configuration say to find each other, for fuzzing.
+pub fn parse_side(bytes: &[u8]) {
+    crate::rdma::parse_side(bytes);
 }
 
 /// Reads `bytes` as messages of a handshake and as sealed records, and lets them decide what is

@@ -1,7 +1,7 @@
 //! Groups over MPI: one rank. `cargo xtask mpi` runs it by `mpirun` with 2, 3, 4 and 8 ranks.
 //!
 //! Without `mpirun` it is one rank alone, and passes as such. Every rank runs the same cases; the
-//! first prints a line for each.
+//! first prints a line for each. With `COMM_TEST_SPEED` it measures messages instead.
 //!
 //! The cases of MLX's MPI suite that say something about a group are here by their own names, at
 //! every number of ranks that they make sense for. The eight common ones, six of which are Python's
@@ -56,6 +56,9 @@ fn main() {
         serve::serve(&*world, &TcpStream::connect(control).unwrap(), soon);
         return;
     }
+    if std::env::var_os("COMM_TEST_SPEED").is_some() {
+        return speed(&*world);
+    }
     for (name, multiple, case) in CASES {
         if world.size().is_multiple_of(multiple) {
             // A case may end its group by an error, so each has its own.
@@ -71,6 +74,30 @@ fn main() {
 
 fn soon() -> Deadline {
     Deadline::at(Instant::now() + Duration::from_secs(60))
+}
+
+/// Prints how long 4 KiB take to the next rank and back, of an even number of ranks: the median.
+fn speed(group: &dyn Group) {
+    const TIMES: usize = 2001;
+    let mut data = [1.0_f32; 1024];
+    let (other, first) = (Rank(group.rank().0 ^ 1), group.rank().0.is_multiple_of(2));
+    let mut times: Vec<Duration> = Vec::new();
+    for _ in 0..TIMES {
+        let begun = Instant::now();
+        if first {
+            group.send(&data, other, 0, soon()).unwrap();
+        }
+        group.recv(&mut data, other, 0, soon()).unwrap();
+        if !first {
+            group.send(&data, other, 0, soon()).unwrap();
+        }
+        times.push(begun.elapsed());
+    }
+    times.sort_unstable();
+    if group.rank() == Rank(0) {
+        println!("4 KiB there and back: {:?}", times[TIMES / 2]);
+    }
+    group.barrier(soon()).unwrap();
 }
 
 fn whole(rank: u32, i: usize) -> u8 {

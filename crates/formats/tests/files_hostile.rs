@@ -352,89 +352,77 @@ fn safetensors_file(header: &str, data: usize) -> Vec<u8> {
     file
 }
 
-#[test]
-// long: one table of lies
-fn lying_safetensors_headers_are_refused() {
-    let one = |dtype: &str, shape: &str, start: u64, end: u64| {
-        format!(r#"{{"t":{{"dtype":"{dtype}","shape":{shape},"data_offsets":[{start},{end}]}}}}"#)
+/// The header of one tensor, `t`, whose data lie from `start` to `end`.
+fn one(dtype: &str, shape: &str, start: u64, end: u64) -> String {
+    format!(r#"{{"t":{{"dtype":"{dtype}","shape":{shape},"data_offsets":[{start},{end}]}}}}"#)
+}
+
+/// The header of two tensors of 8 bytes, `a` and `b`, whose data lie there.
+fn two(a: &str, b: &str) -> String {
+    let entry = |name, offsets| {
+        format!(r#""{name}":{{"dtype":"F32","shape":[2],"data_offsets":{offsets}}}"#)
     };
-    let two = |a: &str, b: &str| {
-        let entry = |name, offsets| {
-            format!(r#""{name}":{{"dtype":"F32","shape":[2],"data_offsets":{offsets}}}"#)
-        };
-        format!("{{{},{}}}", entry("a", a), entry("b", b))
-    };
-    let twice = two("[0,8]", "[8,16]").replace("\"b\"", "\"a\"");
-    let deep = |open: &str| format!(r#"{{"t":{}"#, open.repeat(100_000));
-    for (header, data, text) in [
-        (one("F32", "[2]", 0, 8), 4, "bytes, expected"),
-        (one("F32", "[2]", 0, 8), 9, "bytes, expected"),
-        (
-            one("F32", "[3]", 0, 8),
-            8,
-            "range 0..8 has not the 12 bytes of F32 [3]",
-        ),
-        (
-            one("BF16", "[3, 0]", 0, 8),
-            8,
-            "range 0..8 has not the 0 bytes of BF16 [3, 0]",
-        ),
-        (
-            one("F32", "[2]", 8, 0),
-            8,
-            "tensor t: range 8..0 is reversed",
-        ),
-        (
-            one("F32", "[2]", 8, 16),
-            16,
-            "tensor t: data start at 8, expected 0",
-        ),
-        (
-            one("F32", "[2]", 0, u64::MAX),
-            8,
-            "expected 18446744073709551615: truncated",
-        ),
-        (
-            one("F32", "[4294967296,4294967296]", 0, 8),
-            8,
-            "is empty or too large",
-        ),
-        (
-            one("F32", "[4611686018427387904]", 0, 8),
-            8,
-            "range 0..8 has not the",
-        ),
-        (
-            one("F32", "[1,1,1,1,1,1,1,1,1]", 0, 4),
-            4,
-            "expected a list of at most 8 sizes",
-        ),
-        (one("F32", "[-2]", 0, 8), 8, "invalid value: integer `-2`"),
-        (one("F32", "[1.5]", 0, 8), 8, "invalid type: floating point"),
-        (
-            two("[0,8]", "[4,12]"),
-            12,
-            "tensor b: data start at 4, expected 8",
-        ),
-        (
-            two("[0,8]", "[9,17]"),
-            17,
-            "tensor b: data start at 9, expected 8",
-        ),
-        (twice, 16, "header: tensor a occurs twice"),
-        (deep("["), 0, "header: "),
-        (deep("{\"a\":"), 0, "header: "),
-        (
-            r#"{"__metadata__":"#.to_owned() + &"[".repeat(100_000),
-            0,
-            "header: ",
-        ),
-        ("{}}".to_owned(), 0, "header: trailing characters"),
-        ("[]".to_owned(), 0, "not a safetensors file"),
-    ] {
-        let error = safetensors_outcome(&safetensors_file(&header, data)).expect_err(text);
+    format!("{{{},{}}}", entry("a", a), entry("b", b))
+}
+
+/// Every header before so many bytes of data is refused with these words.
+fn assert_refused(cases: &[(String, usize, &str)]) {
+    for (header, data, text) in cases {
+        let error = safetensors_outcome(&safetensors_file(header, *data)).expect_err(text);
         assert!(error.contains(text), "expected {text:?} in: {error}");
     }
+}
+
+#[test]
+fn safetensors_data_that_are_not_where_the_header_says_are_refused() {
+    let reversed = "tensor t: range 8..0 is reversed";
+    let late = "tensor t: data start at 8, expected 0";
+    let endless = "expected 18446744073709551615: truncated";
+    let within = "tensor b: data start at 4, expected 8";
+    let apart = "tensor b: data start at 9, expected 8";
+    let twice = two("[0,8]", "[8,16]").replace("\"b\"", "\"a\"");
+    assert_refused(&[
+        (one("F32", "[2]", 0, 8), 4, "bytes, expected"),
+        (one("F32", "[2]", 0, 8), 9, "bytes, expected"),
+        (one("F32", "[2]", 8, 0), 8, reversed),
+        (one("F32", "[2]", 8, 16), 16, late),
+        (one("F32", "[2]", 0, u64::MAX), 8, endless),
+        (two("[0,8]", "[4,12]"), 12, within),
+        (two("[0,8]", "[9,17]"), 17, apart),
+        (twice, 16, "header: tensor a occurs twice"),
+    ]);
+}
+
+#[test]
+fn safetensors_shapes_that_lie_are_refused() {
+    let short = "range 0..8 has not the 12 bytes of F32 [3]";
+    let none = "range 0..8 has not the 0 bytes of BF16 [3, 0]";
+    let (large, deep) = ("[4294967296,4294967296]", "[1,1,1,1,1,1,1,1,1]");
+    let sizes = "expected a list of at most 8 sizes";
+    let negative = "invalid value: integer `-2`";
+    let broken = "invalid type: floating point";
+    assert_refused(&[
+        (one("F32", "[3]", 0, 8), 8, short),
+        (one("BF16", "[3, 0]", 0, 8), 8, none),
+        (one("F32", large, 0, 8), 8, "is empty or too large"),
+        (one("F32", "[4611686018427387904]", 0, 8), 8, "has not the"),
+        (one("F32", deep, 0, 4), 4, sizes),
+        (one("F32", "[-2]", 0, 8), 8, negative),
+        (one("F32", "[1.5]", 0, 8), 8, broken),
+    ]);
+}
+
+/// Those that nest without end neither overflow the stack nor take long.
+#[test]
+fn safetensors_headers_that_are_no_table_are_refused() {
+    let nested = |before: &str, open: &str| format!("{before}{}", open.repeat(100_000));
+    assert_refused(&[
+        (nested(r#"{"t":"#, "["), 0, "header: "),
+        (nested(r#"{"t":"#, r#"{"a":"#), 0, "header: "),
+        (nested(r#"{"__metadata__":"#, "["), 0, "header: "),
+        ("{}}".to_owned(), 0, "header: trailing characters"),
+        ("[]".to_owned(), 0, "not a safetensors file"),
+    ]);
 }
 
 #[test]

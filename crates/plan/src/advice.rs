@@ -6,7 +6,7 @@ use crate::cost::Costs;
 use crate::cost::memory::{Ends, usage};
 use crate::error::{Change, Infeasible};
 use crate::placement::Stage;
-use crate::solver::{Options, Outcome, holds_all, solve, stream_from_disk};
+use crate::solver::{Options, Outcome, holds, holds_all, solve, stream_from_disk};
 use crate::{Calibration, Cluster, Error, Link, ModelShape, Node, Workload};
 
 /// The question again, with other facts: whether it has an answer.
@@ -28,25 +28,12 @@ pub(crate) fn feasible(costs: &Costs<'_>) -> bool {
     let mut start = 0;
     for node in order {
         let mut end = start;
-        while end < costs.model.layers && room(costs, node, start, end + 1) {
+        while end < costs.model.layers && holds(costs, &Stage::whole(start..end + 1, node)) {
             end += 1;
         }
         start = end;
     }
     start == costs.model.layers || holds_all(costs)
-}
-
-fn room(costs: &Costs<'_>, node: usize, start: u32, end: u32) -> bool {
-    let stage = Stage::whole(start..end, node);
-    let ends = costs.ends(&stage);
-    let need = usage(
-        costs.model,
-        &costs.workload,
-        &stage,
-        &stage.members[0],
-        ends,
-    );
-    need.total() <= costs.cluster.nodes[node].budget()
 }
 
 /// Says how far the model is from fitting, and every single change that is enough.

@@ -27,14 +27,25 @@ impl Network {
         }
     }
 
+    /// Links between two nodes, as indices.
+    fn of(&self, a: usize, b: usize) -> &[u32] {
+        let (low, high) = (a.min(b), a.max(b));
+        &self.by_pair[low * self.n_nodes + high]
+    }
+
     /// The link that moves `bytes` between two nodes soonest, `None` where none joins them.
     /// Equal times go to the link named first.
     pub fn best(&self, a: usize, b: usize, bytes: f64) -> Option<&Link> {
-        let (low, high) = (a.min(b), a.max(b));
-        self.by_pair[low * self.n_nodes + high]
+        self.of(a, b)
             .iter()
             .map(|&index| &self.links[index as usize])
             .min_by(|x, y| x.seconds(bytes).total_cmp(&y.seconds(bytes)))
+    }
+
+    /// Whether a link joins any two of `nodes`.
+    pub fn joins(&self, nodes: &[usize]) -> bool {
+        let mut pairs = nodes.iter().enumerate();
+        pairs.all(|(i, &a)| nodes[i + 1..].iter().all(|&b| !self.of(a, b).is_empty()))
     }
 
     /// The slowest of the best links among `nodes`: it sets the pace of a collective. `None` when

@@ -5,79 +5,93 @@ use std::fs;
 use crate::World;
 use crate::common::assert_parts;
 
-// long: one table of wrong command lines.
-#[test]
-fn what_is_wrong_is_said_with_advice() {
-    let world = World::new();
-    let file = |name: &str, text: &str| -> String {
-        fs::write(world.path(name), text).unwrap();
-        world.path(name).to_str().unwrap().to_owned()
-    };
-    let no_ips = file("no-ips.json", r#"[{"ssh": "a"}, {"ssh": "b"}]"#);
-    let no_json = file("no-json.json", "hosts: a, b");
-    let no_ssh = file("no-ssh.json", r#"[{"host": "a"}]"#);
-    let option = file(
-        "option.json",
+/// Arguments, and what is said to them, in this order.
+type Wrong = (&'static [&'static str], &'static [&'static str]);
+
+const ARGUMENTS: [Wrong; 11] = [
+    (&[], &["required", "<PROGRAM>"]),
+    (&["-n", "0", "true"], &["'0'"]),
+    (&["--hosts", "a,,b", "true"], &["host name \"\" is empty"]),
+    (
+        &["--hosts", "studio", "true"],
+        &["studio has no address", "hint: ", "topology"],
+    ),
+    (&["--hosts", "fe80::1", "true"], &["fe80::1", "IPv4 only"]),
+    (
+        &["--backend", "gloo", "true"],
+        &["\"gloo\"", "ring, mpi, nccl"],
+    ),
+    (
+        &["--env", "A-B=1", "true"],
+        &["\"A-B=1\"", "hint: ", "NAME=VALUE"],
+    ),
+    (
+        &["-p", "65535", "-n", "2", "true"],
+        &["beyond port 65535", "hint: "],
+    ),
+    (&["--linger", "soon", "true"], &["'soon'", "never"]),
+    (&["--stdin", "rank1", "true"], &["rank1", "rank0"]),
+    (
+        &["--hostfile", "/nonexistent", "true"],
+        &["cannot read hostfile /nonexistent"],
+    ),
+];
+
+const NO_IPS: &str = r#"[{"ssh": "a"}, {"ssh": "b"}]"#;
+
+/// Hostfiles, what stands behind them on the command line, and what is said to that.
+const HOSTFILES: [(&str, Wrong); 6] = [
+    (NO_IPS, (&["-n", "2", "true"], &["cannot be used with"])),
+    (NO_IPS, (&["true"], &["host a has no address"])),
+    (
+        "hosts: a, b",
+        (&["true"], &["not JSON", "hint: a hostfile looks like"]),
+    ),
+    (
+        r#"[{"host": "a"}]"#,
+        (&["true"], &["\"ssh\" of host 0 is missing"]),
+    ),
+    (
         r#"[{"ssh": "-oProxyCommand=touch pwned", "ips": ["1.2.3.4"]}]"#,
-    );
-    let rdma = file(
-        "rdma.json",
+        (&["true"], &["starts with a hyphen"]),
+    ),
+    (
         r#"{"backend": "jaccl", "hosts": [{"ssh": "a", "ips": ["10.0.0.1"], "rdma": [null, null]},
             {"ssh": "b", "rdma": ["x", null]}]}"#,
-    );
-    let cases: &[(&[&str], &[&str])] = &[
-        (&[], &["required", "<PROGRAM>"]),
-        (&["-n", "0", "true"], &["'0'"]),
-        (&["--hosts", "a,,b", "true"], &["host name \"\" is empty"]),
         (
-            &["--hosts", "studio", "true"],
-            &["studio has no address", "hint: ", "topology"],
-        ),
-        (&["--hosts", "fe80::1", "true"], &["fe80::1", "IPv4 only"]),
-        (
-            &["--backend", "gloo", "true"],
-            &["\"gloo\"", "ring, mpi, nccl"],
-        ),
-        (
-            &["--env", "A-B=1", "true"],
-            &["\"A-B=1\"", "hint: ", "NAME=VALUE"],
-        ),
-        (
-            &["-p", "65535", "-n", "2", "true"],
-            &["beyond port 65535", "hint: "],
-        ),
-        (&["--linger", "soon", "true"], &["'soon'", "never"]),
-        (&["--stdin", "rank1", "true"], &["rank1", "rank0"]),
-        (
-            &["--hostfile", "/nonexistent", "true"],
-            &["cannot read hostfile /nonexistent"],
-        ),
-        (
-            &["--hostfile", &no_ips, "-n", "2", "true"],
-            &["cannot be used with"],
-        ),
-        (&["--hostfile", &no_ips, "true"], &["host a has no address"]),
-        (
-            &["--hostfile", &no_json, "true"],
-            &["not JSON", "hint: a hostfile looks like"],
-        ),
-        (
-            &["--hostfile", &no_ssh, "true"],
-            &["\"ssh\" of host 0 is missing"],
-        ),
-        (&["--hostfile", &option, "true"], &["starts with a hyphen"]),
-        (
-            &["--hostfile", &rdma, "true"],
+            &["true"],
             &["no RDMA device is listed for a to b", "hint: "],
         ),
-    ];
-    for (args, says) in cases {
-        let ended = world.run(args);
-        assert_eq!(ended.code, Some(2), "{args:?}: {ended:?}");
-        assert_eq!(ended.stdout, "", "{args:?}");
-        assert_parts(args, &ended.stderr, says);
+    ),
+];
+
+/// These arguments are refused with those words before anybody is called.
+fn assert_refused(world: &World, args: &[&str], says: &[&str]) {
+    let ended = world.run(args);
+    assert_eq!(ended.code, Some(2), "{args:?}: {ended:?}");
+    assert_eq!(ended.stdout, "", "{args:?}");
+    assert_parts(&args, &ended.stderr, says);
+    assert!(world.calls().is_empty(), "{args:?}: somebody was called");
+}
+
+#[test]
+fn arguments_that_cannot_be_are_said_with_advice() {
+    let world = World::new();
+    for (args, says) in ARGUMENTS {
+        assert_refused(&world, args, says);
     }
-    assert!(world.calls().is_empty(), "nobody was called");
+    world.assert_clean();
+}
+
+#[test]
+fn hostfiles_that_cannot_be_are_said_with_advice() {
+    let world = World::new();
+    let path = world.path("hosts.json");
+    let hostfile = ["--hostfile", path.to_str().unwrap()];
+    for (hosts, (args, says)) in HOSTFILES {
+        fs::write(&path, hosts).unwrap();
+        assert_refused(&world, &[&hostfile, args].concat(), says);
+    }
     world.assert_clean();
 }
 

@@ -8,83 +8,87 @@ use crate::terminal::Terminal;
 use crate::tiny::FAMILIES;
 use crate::{World, finish, text};
 
-// long: one table of wrong command lines.
-#[test]
-fn what_cannot_be_split_is_said_with_advice() {
+/// Options, and what is said to them, in this order.
+type Wrong = (&'static [&'static str], &'static [&'static str]);
+
+/// Wrong whatever the model.
+const OPTIONS: [Wrong; 11] = [
+    (&["--nodes", "0"], &["'0'", "--nodes", "1..=64"]),
+    (&["--nodes", "65"], &["'65'", "--nodes", "1..=64"]),
+    (&["--nodes", "-1"], &["'-1'", "--nodes"]),
+    (&["--nodes", "two"], &["'two'", "--nodes"]),
+    (
+        &["--nodes", "3", "--split", "2x2"],
+        &[
+            "--split 2x2 is for",
+            "4 nodes",
+            "--nodes is 3",
+            "hint: ",
+            "--nodes 4",
+        ],
+    ),
+    (
+        &["--split", "2x2"],
+        &["--nodes is 1", "hint: ", "--nodes 4"],
+    ),
+    (
+        &["--nodes", "2", "--split", "diagonal"],
+        &["\"diagonal\"", "auto, tensor, pipeline"],
+    ),
+    (&["--nodes", "2", "--split", "0x2"], &["\"0x2\""]),
+    (
+        &["--nodes", "3", "--shares", "1,2"],
+        &["--shares has 2", "--nodes is 3", "hint: ", "--shares 2,1,1"],
+    ),
+    (
+        &["--shares", "3,1"],
+        &["--shares has 2", "hint: ", "--nodes 2"],
+    ),
+    (&["--nodes", "2", "--shares", "0,1"], &["'0'", "--shares"]),
+];
+
+/// Wrong for a model of four layers and fewer than 64 heads.
+const SPLITS: [Wrong; 2] = [
+    (
+        &["--nodes", "5", "--split", "pipeline"],
+        &["5 pipeline stages for 4 layers", "hint: ", "--nodes"],
+    ),
+    (
+        &["--nodes", "64", "--split", "tensor"],
+        &["gets nothing", "hint: ", "--split pipeline"],
+    ),
+];
+
+/// Every command that computes over nodes says so, ends with this code, and leaves nothing.
+fn assert_refused(wrong: &[Wrong], code: i32) {
     let world = World::new();
     let model = world.model(FAMILIES[0]);
-    let cases: &[(&[&str], i32, &[&str])] = &[
-        (&["--nodes", "0"], 2, &["'0'", "--nodes", "1..=64"]),
-        (&["--nodes", "65"], 2, &["'65'", "--nodes", "1..=64"]),
-        (&["--nodes", "-1"], 2, &["'-1'", "--nodes"]),
-        (&["--nodes", "two"], 2, &["'two'", "--nodes"]),
-        (
-            &["--nodes", "3", "--split", "2x2"],
-            2,
-            &[
-                "--split 2x2 is for",
-                "4 nodes",
-                "--nodes is 3",
-                "hint: ",
-                "--nodes 4",
-            ],
-        ),
-        (
-            &["--split", "2x2"],
-            2,
-            &["--nodes is 1", "hint: ", "--nodes 4"],
-        ),
-        (
-            &["--nodes", "2", "--split", "diagonal"],
-            2,
-            &["\"diagonal\"", "auto, tensor, pipeline"],
-        ),
-        (&["--nodes", "2", "--split", "0x2"], 2, &["\"0x2\""]),
-        (
-            &["--nodes", "3", "--shares", "1,2"],
-            2,
-            &["--shares has 2", "--nodes is 3", "hint: ", "--shares 2,1,1"],
-        ),
-        (
-            &["--shares", "3,1"],
-            2,
-            &["--shares has 2", "hint: ", "--nodes 2"],
-        ),
-        (
-            &["--nodes", "2", "--shares", "0,1"],
-            2,
-            &["'0'", "--shares"],
-        ),
-        (
-            &["--nodes", "5", "--split", "pipeline"],
-            1,
-            &["5 pipeline stages for 4 layers", "hint: ", "--nodes"],
-        ),
-        (
-            &["--nodes", "64", "--split", "tensor"],
-            1,
-            &["gets nothing", "hint: ", "--split pipeline"],
-        ),
-    ];
     let commands: [&[&str]; 3] = [
         &["run", &model, "hi"],
         &["up", "--port", "0", "--model", &model],
         &["bench", "model", &model],
     ];
-    for (args, code, says) in cases {
+    for (args, says) in wrong {
         for command in commands {
             let output = finish(&mut world.paceline(command.iter().chain(*args)));
             let said = text(&output.stderr);
-            assert_eq!(
-                output.status.code(),
-                Some(*code),
-                "{command:?} {args:?}: {said}"
-            );
+            let got = output.status.code();
+            assert_eq!(got, Some(code), "{command:?} {args:?}: {said}");
             assert_eq!(text(&output.stdout), "", "{args:?}");
             assert_parts(args, &said, says);
         }
     }
     world.assert_clean();
+}
+
+#[test]
+fn options_that_cannot_be_are_said_with_advice() {
+    assert_refused(&OPTIONS, 2);
+}
+
+#[test]
+fn what_a_model_cannot_be_split_into_is_said_with_advice() {
+    assert_refused(&SPLITS, 1);
 }
 
 /// What is wrong whatever the model is told before one is fetched.

@@ -6,6 +6,7 @@ use half::{bf16, f16};
 
 use crate::plan::{Act, Place, Plan, Span};
 use crate::reduce::{Side, fold, reduce_parts};
+use crate::sync::copy;
 use crate::{Collective, Dtype, Reduce};
 
 /// Bytes that are reduced, then copied, while they are in the first cache; whole elements of any
@@ -45,7 +46,7 @@ impl<'a> Buffers<'a> {
                 let work = output.bytes_mut();
                 if let Some(input) = input {
                     let own = start..start + input.bytes().len();
-                    work[own].copy_from_slice(input.bytes());
+                    copy(&mut work[own], input.bytes());
                 }
                 (&[], work, dtype, Reduce::Sum)
             }
@@ -137,7 +138,7 @@ impl<'a> Buffers<'a> {
                 Act::Send { .. } | Act::Receive { .. } => {}
                 Act::Copy { into, from } => {
                     let (into, from) = self.pair(into, from);
-                    into.copy_from_slice(from);
+                    copy(into, from);
                 }
                 Act::Fold { into, from, side } => {
                     let (dtype, op) = (self.folds, self.op);

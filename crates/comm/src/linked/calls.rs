@@ -10,8 +10,9 @@ use std::time::Duration;
 
 use super::buffers::Buffers;
 use super::inbuf::{DIRECT_BYTES, Inbuf};
-use super::{Linked, lock, number};
+use super::{Linked, number};
 use crate::call::judge;
+use crate::locks::lock;
 use crate::plan::{Act, Place, Plan, Route, SEGMENT_BYTES, Span, Take};
 use crate::reduce::Side;
 use crate::status::{Cause, News};
@@ -477,51 +478,71 @@ impl<T: Transport> Run<'_, T> {
         into: &Receiving,
         left: u64,
     ) -> Result<usize, Stop> {
-        let lost = |Closed| Stop::Lost(rank);
-        let transport = &self.group.transport;
-        let missing = into.span.len() - into.done;
-        debug_assert_eq!(missing as u64, left, "a frame fits what is expected");
-        let lends = transport.lends(Lane::Calls, rank);
-        let direct = into.take == Take::Copy && (missing >= DIRECT_BYTES || lends);
-        let count = if direct && inbuf.bytes().is_empty() {
-            let rest = &mut self.buffers.get_mut(&into.span)[into.done..];
-            transport.read(Lane::Calls, rank, rest).map_err(lost)?
-        } else {
-            let width = match into.take {
-                Take::Copy => 1,
-                Take::Fold(_) => self.buffers.fold_width(),
-            };
-            let lent = match into.take {
-                Take::Fold(side) if lends && inbuf.bytes().is_empty() => {
-                    self.fold_lent(rank, into, side, width)?
-                }
-                _ => None,
-            };
-            match lent {
-                Some(count) => count,
-                None => {
-                    if inbuf.bytes().len() < width {
-                        let filled = inbuf.fill(transport, Lane::Calls, rank, width);
-                        filled.map_err(lost)?;
-                    }
-                    self.use_up(inbuf, into, width)
-                }
-            }
+        debug_assert_eq!(
+            (into.span.len() - into.done) as u64,
+            left,
+            "a frame fits what is due"
+        );
+        let count = match self.take_in_place(rank, inbuf, into)? {
+            Some(count) => count,
+            None => self.take_by_buffer(rank, inbuf, into)?,
         };
         self.count(count);
         Ok(count)
     }
 
-    /// Reduces what is there of whole elements of `width` bytes where it lies; how many bytes that
-    /// are, `None` if the first element is there in part only.
+    /// Takes it from where it is to where it belongs, if nothing of it is in `inbuf` and the
+    /// transport can do that.
+    fn take_in_place(
+        &mut self,
+        rank: usize,
+        inbuf: &Inbuf,
+        into: &Receiving,
+    ) -> Result<Option<usize>, Stop> {
+        if !inbuf.bytes().is_empty() {
+            return Ok(None);
+        }
+        let transport = &self.group.transport;
+        let lends = transport.lends(Lane::Calls, rank);
+        match into.take {
+            Take::Copy if lends || into.span.len() - into.done >= DIRECT_BYTES => {
+                let rest = &mut self.buffers.get_mut(&into.span)[into.done..];
+                let read = transport.read(Lane::Calls, rank, rest);
+                read.map(Some).map_err(|Closed| Stop::Lost(rank))
+            }
+            Take::Fold(side) if lends => self.fold_lent(rank, into, side),
+            Take::Copy | Take::Fold(_) => Ok(None),
+        }
+    }
+
+    /// Takes it by way of `inbuf`.
+    fn take_by_buffer(
+        &mut self,
+        rank: usize,
+        inbuf: &mut Inbuf,
+        into: &Receiving,
+    ) -> Result<usize, Stop> {
+        let width = match into.take {
+            Take::Copy => 1,
+            Take::Fold(_) => self.buffers.fold_width(),
+        };
+        if inbuf.bytes().len() < width {
+            let filled = inbuf.fill(&self.group.transport, Lane::Calls, rank, width);
+            filled.map_err(|Closed| Stop::Lost(rank))?;
+        }
+        Ok(self.use_up(inbuf, into, width))
+    }
+
+    /// Reduces what is there of whole elements where it lies; how many bytes that are, `None` if
+    /// the first element is there in part only.
     fn fold_lent(
         &mut self,
         rank: usize,
         into: &Receiving,
         side: Side,
-        width: usize,
     ) -> Result<Option<usize>, Stop> {
         let (transport, buffers) = (&self.group.transport, &mut self.buffers);
+        let width = buffers.fold_width();
         let (mut done, end) = (into.done, into.span.len());
         let mut is_cut = false;
         let whole = |there: usize| there - there % width;

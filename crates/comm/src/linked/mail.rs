@@ -18,8 +18,9 @@ use std::time::Duration;
 
 use paceline_base::Rank;
 
+use super::Linked;
 use super::inbuf::{DIRECT_BYTES, Inbuf};
-use super::{Linked, lock};
+use crate::locks::lock;
 use crate::status::Cause;
 use crate::transport::{Closed, Lane, Pause, Transport, Want};
 use crate::wire::{HEADER_BYTES, Header, What};

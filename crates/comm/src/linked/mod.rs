@@ -15,13 +15,14 @@ mod mail;
 
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
 
 use paceline_base::{Bytes, Rank};
 
 use self::calls::Calls;
 use self::mail::Mail;
+use crate::locks::lock;
 use crate::plan::Route;
 use crate::status::{Cause, News, Status};
 use crate::transport::{Closed, Lane, Transport};
@@ -258,9 +259,4 @@ impl<T: Transport> fmt::Debug for Linked<T> {
 /// Ranks are `u32` outside and indices inside.
 fn number(rank: usize) -> Rank {
     Rank(u32::try_from(rank).expect("a rank came from a u32"))
-}
-
-// A lock whose holder panicked is taken over: the group is in order or fails by its own checks.
-fn lock<V>(mutex: &Mutex<V>) -> MutexGuard<'_, V> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

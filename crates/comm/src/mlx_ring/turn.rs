@@ -2,6 +2,7 @@
 
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
+use crate::locks::lock;
 use crate::{Deadline, deadline};
 
 /// Whose turn it is, and what goes with it: memory for a call.
@@ -25,7 +26,7 @@ pub(super) struct Turn<'a> {
 
 impl Turns {
     fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.state)
     }
 
     /// Waits for the turn; none if another call holds it until the deadline.

@@ -22,7 +22,7 @@ use std::fmt;
 use std::io;
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, mpsc};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, mpsc};
 use std::thread;
 use std::time::Duration;
 
@@ -31,6 +31,7 @@ use paceline_base::{Bytes, Rank};
 use self::device::{Buffer, Device, Stream};
 pub use self::table::{Libraries, OpenError};
 use self::table::{Opaque, UniqueId, done};
+use crate::locks::lock;
 use crate::mlx_ring::Plaintext;
 use crate::split::members;
 use crate::{
@@ -231,7 +232,7 @@ impl Nccl {
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.state)
     }
 
     fn unsupported(&self, call: Call) -> Error {

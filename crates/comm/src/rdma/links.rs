@@ -4,7 +4,7 @@
 //! either), so whoever waits looks, naps in `poll` on the sockets, and looks again.
 
 use std::fmt;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use super::error::RdmaError;
@@ -12,6 +12,7 @@ use super::link::Link;
 use super::memory::{Registration, Registry};
 use super::verbs::Adapter;
 use crate::deadline;
+use crate::locks::lock;
 use crate::status::News;
 use crate::tcp::{Controls, Kept};
 use crate::transport::{Closed, Lane, Patience, Transport, Want};
@@ -78,9 +79,7 @@ impl Links {
         if lane == Lane::Messages {
             return 0;
         }
-        let mut early = self.early[peer]
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
+        let mut early = lock(&self.early[peer]);
         let count = early.len().min(into.len());
         for (slot, byte) in into.iter_mut().zip(early.drain(..count)) {
             *slot = byte;
@@ -89,9 +88,8 @@ impl Links {
     }
 
     fn link(&self, peer: usize) -> Option<MutexGuard<'_, Link>> {
-        // A lock whose holder panicked is taken over, as everywhere in this crate.
         let link = self.links[peer].as_ref()?;
-        Some(link.lock().unwrap_or_else(PoisonError::into_inner))
+        Some(lock(link))
     }
 
     fn each(&self) -> impl Iterator<Item = MutexGuard<'_, Link>> {

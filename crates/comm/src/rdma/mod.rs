@@ -65,7 +65,7 @@ mod verbs;
 use std::collections::BTreeMap;
 use std::fmt;
 use std::net::SocketAddr;
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Mutex, Weak};
 
 use paceline_base::Rank;
 
@@ -83,6 +83,7 @@ use self::slab::Slab;
 use self::verbs::Adapter;
 pub use self::verbs::{LIBRARY, Verbs};
 use crate::linked::Linked;
+use crate::locks::lock;
 use crate::plan::Route;
 use crate::split::{Member, members};
 use crate::tcp::{Addrs, GroupId, JoinError, Keeping, Kept, Listener, Origin, gather, link};
@@ -138,7 +139,7 @@ struct Host {
 
 impl Host {
     fn adapter(&self, name: &str) -> Result<Arc<Adapter>, RdmaError> {
-        let mut adapters = self.adapters.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut adapters = lock(&self.adapters);
         if let Some(adapter) = adapters.get(name).and_then(Weak::upgrade) {
             return Ok(adapter);
         }
@@ -256,17 +257,23 @@ pub fn join_settings(
     // Every rank's address, behind a group id: that of rank 0 counts.
     let mut own = GroupId::random().0.to_vec();
     own.extend(listener.addr().to_string().into_bytes());
-    let all = side.gather_containers(&own, deadline)?;
-    let addr = |said: &Vec<u8>| std::str::from_utf8(said.get(16..)?).ok()?.parse().ok();
-    let known: Vec<Option<SocketAddr>> = all.iter().map(addr).collect();
-    if let Some((rank, _)) = (0..).zip(&known).find(|(_, addr)| addr.is_none()) {
-        return Err(RdmaError::NoMeeting { rank: Rank(rank) });
-    }
-    let mut id = [0; 16];
-    id.copy_from_slice(&all[0][..16]);
-    let addrs: Vec<SocketAddr> = known.into_iter().flatten().collect();
-    let origin = Origin::new(listener, &addrs, GroupId(id), cabling.config.tcp.clone());
+    let (id, addrs) = meeting(&side.gather_containers(&own, deadline)?)?;
+    let origin = Origin::new(listener, &addrs, id, cabling.config.tcp.clone());
     assemble(cabling, origin, rank, Some(side), deadline)
+}
+
+/// The group and the addresses of its ranks, out of what each said.
+fn meeting(all: &[Vec<u8>]) -> Result<(GroupId, Vec<SocketAddr>), RdmaError> {
+    let read = |said: &Vec<u8>| -> Option<(GroupId, SocketAddr)> {
+        let (id, addr) = said.split_first_chunk()?;
+        Some((GroupId(*id), std::str::from_utf8(addr).ok()?.parse().ok()?))
+    };
+    let no_meeting = |rank| RdmaError::NoMeeting { rank: Rank(rank) };
+    let said = (0..).zip(all);
+    let said = said.map(|(rank, said)| read(said).ok_or(no_meeting(rank)));
+    let (ids, addrs): (Vec<_>, _) = said.collect::<Result<_, _>>()?;
+    let id = ids.into_iter().next();
+    Ok((id.ok_or(no_meeting(0))?, addrs))
 }
 
 fn assemble(
@@ -460,6 +467,15 @@ impl Group for Rdma {
 pub(crate) fn parse(bytes: &[u8]) {
     message::parse(bytes);
     join::parse(bytes);
+}
+
+/// Reads `bytes` as what ranks say over JACCL's side channel, for fuzzing.
+#[cfg(any(test, feature = "testing"))]
+pub(crate) fn parse_side(bytes: &[u8]) {
+    if let Some(said) = side::parse(bytes) {
+        let met = meeting(&said);
+        assert!(met.is_err() || met.is_ok_and(|(_, addrs)| addrs.len() == said.len()));
+    }
 }
 
 #[cfg(test)]

@@ -27,8 +27,9 @@ const DIAL_WAIT: Duration = Duration::from_millis(500);
 /// How long a connection may take to send its rank: JACCL sends it at once.
 const STRANGER_WAIT: Duration = Duration::from_millis(500);
 
-/// Longest container that is taken from a peer: thousands of times what is exchanged.
-const CONTAINER_BYTES_MAX: usize = 64 << 20;
+/// Longest container that is taken from a peer: a thousand times what is exchanged, which is a
+/// group's name and an address.
+const CONTAINER_BYTES_MAX: usize = 64 << 10;
 
 /// The connections of one rank: on rank 0 to all others, on others to rank 0.
 #[derive(Debug)]
@@ -132,29 +133,12 @@ impl Side {
         by: Deadline,
     ) -> Result<Vec<Vec<u8>>, RdmaError> {
         let length = u32::try_from(own.len()).unwrap_or(u32::MAX);
-        let lengths = self.all_gather(&length.to_le_bytes(), by)?;
-        let (words, _) = lengths.as_chunks();
-        let lengths: Vec<usize> = words
-            .iter()
-            .map(|w| u32::from_le_bytes(*w) as usize)
-            .collect();
-        let most = lengths.iter().copied().max().unwrap_or(0);
-        if most > CONTAINER_BYTES_MAX {
-            let rank = lengths.iter().position(|length| *length == most);
-            return Err(RdmaError::Side {
-                peer: rank.map_or(Rank(0), |rank| {
-                    Rank(u32::try_from(rank).unwrap_or(u32::MAX))
-                }),
-                what: "receive a container from",
-                source: io::Error::from(io::ErrorKind::FileTooLarge),
-            });
-        }
+        let words = self.all_gather(&length.to_le_bytes(), by)?;
+        let announced = Announced::read(&words)?;
         let mut padded = own.to_vec();
-        padded.resize(most, 0);
+        padded.resize(announced.longest, 0);
         let all = self.all_gather(&padded, by)?;
-        let part =
-            |(rank, length): (usize, &usize)| all[rank * most..rank * most + length].to_vec();
-        Ok(lengths.iter().enumerate().map(part).collect())
+        Ok(announced.cut(&all))
     }
 
     /// Returns when all ranks have called it. Collective.
@@ -164,6 +148,56 @@ impl Side {
     pub fn barrier(&mut self, by: Deadline) -> Result<(), RdmaError> {
         (0..2).try_for_each(|_| self.all_gather(&[0; 4], by).map(drop))
     }
+}
+
+/// Lengths of containers, by rank, that are on their way.
+struct Announced {
+    lengths: Vec<usize>,
+    /// Bytes that each rank sends.
+    longest: usize,
+}
+
+impl Announced {
+    /// As ranks said them, 4 bytes each.
+    fn read(words: &[u8]) -> Result<Self, RdmaError> {
+        let words = words.as_chunks().0.iter();
+        let lengths: Vec<usize> = words.map(|w| u32::from_le_bytes(*w) as usize).collect();
+        let longest = lengths.iter().copied().max().unwrap_or(0);
+        if longest <= CONTAINER_BYTES_MAX {
+            return Ok(Self { lengths, longest });
+        }
+        let rank = lengths.iter().position(|length| *length == longest);
+        let rank = rank.and_then(|rank| u32::try_from(rank).ok());
+        Err(RdmaError::Side {
+            peer: Rank(rank.unwrap_or(u32::MAX)),
+            what: "receive a container from",
+            source: io::ErrorKind::FileTooLarge.into(),
+        })
+    }
+
+    /// The containers in `all`, padded to the longest each.
+    fn cut(&self, all: &[u8]) -> Vec<Vec<u8>> {
+        let lengths = self.lengths.iter().enumerate();
+        let container = |(rank, length): (usize, &usize)| {
+            let start = rank * self.longest;
+            all[start..start + length].to_vec()
+        };
+        lengths.map(container).collect()
+    }
+}
+
+/// Reads `bytes` as containers: how many ranks there are, what they announce, what they send. None
+/// if that is refused, or not there in full.
+#[cfg(any(test, feature = "testing"))]
+pub(super) fn parse(bytes: &[u8]) -> Option<Vec<Vec<u8>>> {
+    let (size, rest) = bytes.split_first()?;
+    let (words, rest) = rest.split_at_checked(4 * usize::from(*size))?;
+    let announced = Announced::read(words).ok()?;
+    let all = rest.get(..announced.longest * usize::from(*size))?;
+    let containers = announced.cut(all);
+    let lengths: Vec<usize> = containers.iter().map(Vec::len).collect();
+    assert_eq!(lengths, announced.lengths);
+    Some(containers)
 }
 
 type Failure = (Rank, &'static str, io::Error);
@@ -281,6 +315,28 @@ mod tests {
             })
         });
         ranks.into_iter().for_each(|rank| rank.join().unwrap());
+    }
+
+    #[test]
+    fn containers_are_bounded_and_as_long_as_announced() {
+        let words = |lengths: &[u32]| lengths.iter().flat_map(|n| n.to_le_bytes()).collect();
+        let sent = |lengths: &[u32], rest: &[u8]| {
+            let words: Vec<u8> = words(lengths);
+            let size = u8::try_from(lengths.len()).unwrap();
+            parse(&[&[size], &words[..], rest].concat())
+        };
+        let two = vec![vec![1, 2, 3], vec![4]];
+        assert_eq!(sent(&[3, 1], &[1, 2, 3, 4, 0, 0]), Some(two));
+        assert_eq!(sent(&[3, 1], &[1, 2, 3, 4, 0]), None, "one byte is missing");
+        assert_eq!(sent(&[0, 0], &[]), Some(vec![vec![]; 2]));
+        let most = u32::try_from(CONTAINER_BYTES_MAX).unwrap();
+        assert!(sent(&[most], &vec![7; CONTAINER_BYTES_MAX]).is_some());
+        for too_long in [most + 1, u32::MAX] {
+            let error = Announced::read(&words(&[1, too_long])).err().unwrap();
+            let text = error.to_string();
+            let expected = "side channel: receive a container from rank 1: ";
+            assert!(text.starts_with(expected), "{text}");
+        }
     }
 
     /// What a JACCL rank puts on the wire, byte by byte, beside a stranger.

@@ -208,7 +208,7 @@ fn spoil(segment: &Segment, seed: u64, stop: &AtomicBool) {
                 choice => near[usize::from(choice) % 3] + any % Ring::COUNTER_BYTES,
             };
             // SAFETY: `at` is within the segment; a byte is an atomic of its own.
-            unsafe { &*segment.base.add(at).cast::<AtomicU8>() }.store(value, Ordering::Relaxed);
+            unsafe { &*segment.base().add(at).cast::<AtomicU8>() }.store(value, Ordering::Relaxed);
         }
         std::thread::sleep(Duration::from_micros(200));
     }

@@ -5,7 +5,7 @@
 //! peer that is stopped or cut off is known whether or not a call is under way.
 
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use paceline_base::Rank;
@@ -17,6 +17,7 @@ use super::refusal::Refusal;
 use super::sockets::{Waker, poll_until};
 use crate::deadline;
 use crate::linked::Linked;
+use crate::locks::lock;
 use crate::status::{Cause, News};
 use crate::transport::{Closed, Transport};
 use crate::wire::{CONTROL_BYTES, Control};
@@ -79,7 +80,7 @@ impl Controls {
     }
 
     fn write(&self, control: &Control) {
-        let mut unsent = self.unsent.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut unsent = lock(&self.unsent);
         let bytes = control.encode();
         for (stream, unsent) in self.streams.iter().zip(&mut *unsent) {
             let Some(stream) = stream else { continue };

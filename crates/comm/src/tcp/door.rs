@@ -8,7 +8,7 @@
 
 use std::collections::VecDeque;
 use std::net::TcpListener;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use paceline_base::Rank;
 
@@ -16,6 +16,7 @@ use super::greeting::{Pending, STRANGERS, check, refuse};
 use super::hello::{Hello, Reply};
 use super::refusal::Refusal;
 use super::{Config, Listener, Origin, random};
+use crate::locks::lock;
 
 /// Connections of a listener that no group has taken; the oldest makes room for a new one.
 pub(super) struct Lobby<'a> {
@@ -25,7 +26,7 @@ pub(super) struct Lobby<'a> {
 
 impl<'a> Lobby<'a> {
     pub(super) fn new(sockets: &'a [TcpListener], waiting: &'a Mutex<VecDeque<Pending>>) -> Self {
-        let waiting = waiting.lock().unwrap_or_else(PoisonError::into_inner);
+        let waiting = lock(waiting);
         Self { sockets, waiting }
     }
 
@@ -174,7 +175,6 @@ impl Door {
     }
 
     fn last(&self) -> MutexGuard<'_, Option<Refusal>> {
-        let last = self.turned_away.lock();
-        last.unwrap_or_else(PoisonError::into_inner)
+        lock(&self.turned_away)
     }
 }

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::net::SocketAddr;
 use std::sync::atomic::AtomicU64;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 
 use paceline_base::Rank;
@@ -11,6 +11,7 @@ use paceline_base::Rank;
 use super::control::{Kept, keep};
 use super::{Addrs, Config, GroupId, JoinError, Listener};
 use crate::linked::Linked;
+use crate::locks::lock;
 use crate::{Algorithm, Collective, Counts, Data, DataMut, Deadline, Error, Tuning, deadline};
 
 /// Calls of each kind that measure the links: the middle one counts.
@@ -94,7 +95,7 @@ impl<T: Kept> Drop for Keeping<T> {
     fn drop(&mut self) {
         self.linked.leave();
         self.linked.transport().controls().stop();
-        let mut keeper = self.keeper.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut keeper = lock(&self.keeper);
         if let Some(keeper) = keeper.take() {
             // A keeper that panicked has nothing left to say.
             let _ = keeper.join();

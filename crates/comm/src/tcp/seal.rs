@@ -19,13 +19,14 @@
 //! payload of one. Each direction copies a byte once more than plain sockets do, in the cache.
 
 use std::io::{self, Read, Write};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::Mutex;
 
 use snow::resolvers::{DefaultResolver, FallbackResolver, RingResolver};
 use snow::{Builder, HandshakeState, StatelessTransportState};
 
 use super::key::GroupKey;
 use super::sockets::outcome;
+use crate::locks::lock;
 use crate::transport::Closed;
 
 /// Bytes of either message of the handshake: a public key and the tag of an empty payload.
@@ -212,10 +213,6 @@ impl Session {
     pub(super) fn is_garbled(&self) -> bool {
         lock(&self.incoming).garbled
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// `head` followed by `body`, without the first `taken` bytes.

@@ -14,16 +14,6 @@ use crate::serve;
 /// MLX's ring suite as of the reference has eight common cases and five of its own.
 const CASES: usize = 13;
 
-/// The names of the cases, as the script defines them.
-fn cases() -> Vec<&'static str> {
-    let lines = include_str!("cases.py").lines();
-    let names = lines.filter_map(|line| line.strip_prefix("def ")?.split_once('('));
-    let names = names.map(|(name, _)| name);
-    let cases: Vec<_> = names.filter(|name| name.starts_with("test_")).collect();
-    assert_eq!(cases.len(), CASES, "{cases:?}");
-    cases
-}
-
 #[test]
 fn mlxs_own_cases_pass_in_a_mixed_ring() {
     let Some(python) = python("MLX's ring suite in a mixed ring") else {
@@ -44,13 +34,9 @@ fn mlxs_own_cases_pass_in_a_mixed_ring() {
         let pythons: Vec<_> = ranks.chars().enumerate().map(start).collect();
         for python in pythons {
             let log = python.finish();
-            for case in cases() {
-                assert!(
-                    log.lines().any(|line| line == format!("ok {case}")),
-                    "{case}:\n{log}"
-                );
-            }
-            assert!(log.ends_with("done\n"), "{log}");
+            let passed = log.lines().filter(|line| line.starts_with("ok test_"));
+            assert_eq!(passed.count(), CASES, "{log}");
+            assert!(log.ends_with(&format!("done {CASES}\n")), "{log}");
         }
     }
 }

@@ -1,5 +1,7 @@
 //! Candidate groups for a stage, with what any range of layers costs them.
 
+use std::ops::Range;
+
 use crate::cost::Costs;
 use crate::cost::kernels::Rows;
 use crate::cost::memory::usage;
@@ -81,21 +83,8 @@ impl Group {
     }
 
     /// The stage that this group would be.
-    pub(crate) fn stage(&self, layers: std::ops::Range<u32>) -> Stage {
-        let members = self
-            .nodes
-            .iter()
-            .zip(&self.shares)
-            .map(|(&node, &share)| Member {
-                node,
-                share,
-                streamed: 0,
-            });
-        Stage {
-            layers,
-            split: self.split,
-            members: members.collect(),
-        }
+    pub(crate) fn stage(&self, layers: Range<u32>) -> Stage {
+        stage(&self.nodes, &self.shares, self.split, layers)
     }
 
     /// The same group made of other nodes of the same classes.
@@ -143,49 +132,55 @@ impl Group {
         let mut end = 0;
         for start in 0..n_layers {
             end = end.max(start);
-            while end < n_layers && self.fits(costs, start, end + 1) {
+            while end < n_layers && holds(costs, &self.stage(start..end + 1)) {
                 end += 1;
             }
             self.reach.push(end);
         }
     }
+}
 
-    fn fits(&self, costs: &Costs<'_>, start: u32, end: u32) -> bool {
-        let stage = self.stage(start..end);
-        let ends = costs.ends(&stage);
-        let mut last: Option<(f64, f64)> = None; // Members with equal shares need the same.
-        stage.members.iter().all(|member| {
-            let need = match last {
-                Some((share, need)) if share == member.share => need,
-                _ => usage(costs.model, &costs.workload, &stage, member, ends).total(),
-            };
-            last = Some((member.share, need));
-            need <= costs.cluster.nodes[member.node].budget()
-        })
+/// Layers shared by these nodes.
+fn stage(nodes: &[usize], shares: &[f64], split: Split, layers: Range<u32>) -> Stage {
+    let members = nodes.iter().zip(shares).map(|(&node, &share)| Member {
+        node,
+        share,
+        streamed: 0,
+    });
+    Stage {
+        layers,
+        split,
+        members: members.collect(),
     }
+}
+
+/// Whether all members of a stage hold their parts.
+pub(crate) fn holds(costs: &Costs<'_>, stage: &Stage) -> bool {
+    let ends = costs.ends(stage);
+    let mut last: Option<(f64, f64)> = None; // Members with equal shares need the same.
+    stage.members.iter().all(|member| {
+        let need = match last {
+            Some((share, need)) if share == member.share => need,
+            _ => usage(costs.model, &costs.workload, stage, member, ends).total(),
+        };
+        last = Some((member.share, need));
+        need <= costs.cluster.nodes[member.node].budget()
+    })
 }
 
 /// Whether all nodes together hold the model as one group, which takes a link between any two.
 pub(crate) fn holds_all(costs: &Costs<'_>) -> bool {
     let nodes: Vec<usize> = (0..costs.cluster.nodes.len()).collect();
-    if costs.network.slowest(&nodes, 16e3).is_none() {
+    if !costs.network.joins(&nodes) {
         return false;
     }
+    let held = |split| {
+        let shares = shares_of(costs, &nodes, split);
+        holds(costs, &stage(&nodes, &shares, split, 0..costs.model.layers))
+    };
     super::search::splits(costs, nodes.len())
         .into_iter()
-        .any(|split| {
-            let group = Group {
-                shares: shares_of(costs, &nodes, split),
-                nodes: nodes.clone(),
-                split,
-                prompt: false,
-                request: Vec::new(),
-                step: Vec::new(),
-                later: (0.0, 0.0),
-                reach: Vec::new(),
-            };
-            group.fits(costs, 0, costs.model.layers)
-        })
+        .any(held)
 }
 
 /// Seconds of the workload's prompt at a stage, chunk by chunk. Where a node's arithmetic is not

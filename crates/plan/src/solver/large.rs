@@ -58,7 +58,7 @@ fn groups(
         let usable = &members[..usize::from(max)];
         let mut chunks = usable.chunks_exact(width);
         let Some(first) = chunks.next() else { continue };
-        if width > 1 && costs.network.slowest(first, 16e3).is_none() {
+        if !costs.network.joins(first) {
             continue;
         }
         let Some(model) = Group::new(costs, first.to_vec(), split, weights) else {

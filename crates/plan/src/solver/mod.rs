@@ -20,7 +20,7 @@ mod program;
 mod search;
 mod stream;
 
-pub(crate) use groups::holds_all;
+pub(crate) use groups::{holds, holds_all};
 pub use program::NAME as PROGRAMS;
 pub use search::{Candidate, Family, Options, Outcome, solve};
 pub use stream::stream_from_disk;

@@ -181,7 +181,7 @@ impl Search<'_, '_> {
         let mut kinds = Vec::new();
         for counts in level.counts(limit) {
             let nodes = self.classes.pick(&counts, &zero);
-            if nodes.len() > 1 && self.costs.network.slowest(&nodes, 16e3).is_none() {
+            if !self.costs.network.joins(&nodes) {
                 continue;
             }
             for split in splits(self.costs, nodes.len()) {

@@ -67,9 +67,7 @@ fn streamer(costs: &Costs<'_>, node: usize) -> Result<Streamer, Error> {
 
 fn typical_hop(costs: &Costs<'_>, network: &Network, order: &[usize]) -> f64 {
     let answer = super::answer(costs);
-    let pairs = order
-        .windows(2)
-        .filter(|p| network.best(p[0], p[1], 16e3).is_some());
+    let pairs = order.windows(2).filter(|pair| network.joins(pair));
     let hops = pairs.filter_map(|p| request_hop(costs, false, &p[..1], &p[1..]));
     crate::validate::median(hops.map(|hop| hop / answer).collect())
 }
