@@ -81,17 +81,29 @@ pub struct Activations {
     low: Placed<i8>,
     /// `(rows, cols / 32)`
     meta: Placed<Meta>,
-    /// The same integers once more, when the rows are many.
+    /// The same integers once more, when the rows are many; no room where no product reads them.
     panel_rows: PanelRows,
 }
 
 impl Activations {
-    /// Room for `max_rows` rows of `cols` columns; `precision` says how integer kernels will read
-    /// them, `None` that none will.
+    /// Room for `max_rows` rows of `cols` columns, for products with whatever matrix; `precision`
+    /// says how integer kernels will read them, `None` that none will. Where the matrices are
+    /// known, [`Kernels::activations`](crate::Kernels::activations) makes no more than they need.
     ///
     /// # Panics
     /// If there is a precision and `cols` is not a multiple of 32.
     pub fn new(max_rows: usize, cols: usize, precision: Option<Precision>) -> Self {
+        Self::with_panels(max_rows, cols, precision, true)
+    }
+
+    /// As [`new`](Self::new); `panels` says whether a product will read copies for panels, which
+    /// there are of 15 bits only.
+    pub(crate) fn with_panels(
+        max_rows: usize,
+        cols: usize,
+        precision: Option<Precision>,
+        panels: bool,
+    ) -> Self {
         assert!(
             precision.is_none() || cols.is_multiple_of(CHUNK),
             "{cols} columns in chunks"
@@ -108,7 +120,7 @@ impl Activations {
             high: Placed::new(len(precision.is_some()), 0),
             low: Placed::new(len(fifteen), place(1)),
             meta: Placed::new(len(precision.is_some()) / CHUNK, place(2)),
-            panel_rows: PanelRows::new(if fifteen { max_rows } else { 0 }, cols),
+            panel_rows: PanelRows::new(if fifteen && panels { max_rows } else { 0 }, cols),
         }
     }
 
@@ -118,7 +130,7 @@ impl Activations {
     /// If it exceeds the number given to [`new`](Self::new).
     pub fn resize(&mut self, rows: usize) {
         assert!(
-            rows * self.cols <= self.values.len(),
+            rows.saturating_mul(self.cols) <= self.values.len(),
             "{rows} rows exceed the buffer"
         );
         self.rows = rows;

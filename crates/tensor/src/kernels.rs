@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use crate::activations::{Activations, CHUNK, Precision};
 use crate::batch::rows::PanelView;
-use crate::batch::{self, TOGETHER};
+use crate::batch::{self, Batch, TOGETHER};
 use crate::dispatch::{InstructionSet, Table};
 use crate::isa::LANES;
 use crate::matmul::GroupArgs;
@@ -124,6 +124,29 @@ impl Kernels {
         &self.pool
     }
 
+    /// Room for `max_rows` rows of `cols` columns that products with `matrices` will read, and for
+    /// no more than these read: as f32 only, or quantised to `precision` too, or with copies for
+    /// panels, whose making takes 1 to 2 % of a prompt (SmolLM2).
+    ///
+    /// # Panics
+    /// If a matrix is quantised and `cols` is not a multiple of 32.
+    pub fn activations<'a>(
+        &self,
+        max_rows: usize,
+        cols: usize,
+        precision: Precision,
+        matrices: impl IntoIterator<Item = &'a Packed>,
+    ) -> Activations {
+        let (mut integers, mut panels) = (false, false);
+        for w in matrices {
+            let pays = |batch: &Batch| batch.pays(w.block_type, max_rows);
+            integers |= w.reads_integers();
+            panels |= self.table.batch.is_some_and(pays);
+        }
+        let precision = integers.then_some(precision);
+        Activations::with_panels(max_rows, cols, precision, panels)
+    }
+
     /// Multiplies one batch of activations with several matrices, in one parallel job.
     ///
     /// # Panics
@@ -164,8 +187,8 @@ impl Kernels {
     /// Fills rows of `x` by `fill(row, values)` and quantises them, rows in parallel when there
     /// are many.
     pub fn fill_rows(&self, x: &mut Activations, fill: impl Fn(usize, &mut [f32]) + Sync) {
-        let (rows, fifteen) = (x.rows(), x.precision() == Some(Precision::Fifteen));
-        let many = self.table.batch.filter(|many| fifteen && rows >= many.from);
+        let (rows, wanted) = (x.rows(), x.panel_rows().wanted());
+        let many = self.table.batch.filter(|many| wanted && rows >= many.from);
         let (writer, copies) = x.writers(many.map(|many| many.form));
         self.for_rows(rows, |t| {
             // SAFETY: each row is visited once; the table was detected.
