@@ -24,6 +24,7 @@ pub(crate) mod amx;
 pub(crate) mod bytes;
 #[cfg(all(test, target_arch = "x86_64"))]
 pub(crate) mod emulated;
+pub(crate) mod factors;
 #[cfg(target_arch = "x86_64")]
 mod registers;
 pub(crate) mod rows;

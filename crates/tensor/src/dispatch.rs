@@ -12,6 +12,7 @@ use crate::attention::{self, PageView, Query};
 use crate::batch::amx::{AmxState, state as amx_state};
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 use crate::batch::bytes;
+use crate::batch::factors::{HalfMins, NoMin, OneMin};
 use crate::batch::rows::{Form, PanelWriter};
 use crate::batch::{Batch, Segment, Sums, Unpack, no_panel, words};
 use crate::formats;
@@ -255,10 +256,10 @@ macro_rules! words_batch {
         mod many {
             batch!($feature $isa, words, $from, $without, Form::Words,
                 PanelWriter::words::<$isa>, [
-                    words::multiply::<$isa, words::NoMin, $rows>,
-                    words::multiply::<$isa, words::OneMin, $rows>,
-                    words::multiply::<$isa, words::NoMin, $rows>,
-                    words::multiply::<$isa, words::HalfMins, $rows>
+                    words::multiply::<$isa, NoMin, $rows>,
+                    words::multiply::<$isa, OneMin, $rows>,
+                    words::multiply::<$isa, NoMin, $rows>,
+                    words::multiply::<$isa, HalfMins, $rows>
                 ]);
         }
     };
@@ -271,10 +272,10 @@ macro_rules! bytes_batch {
         mod many {
             batch!($feature $isa, bytes, <$tiles as bytes::Tiles>::FROM, &[], Form::Bytes,
                 PanelWriter::bytes, [
-                    bytes::multiply::<$isa, $tiles, false, false>,
-                    bytes::multiply::<$isa, $tiles, false, true>,
-                    bytes::multiply::<$isa, $tiles, true, false>,
-                    bytes::multiply::<$isa, $tiles, true, true>
+                    bytes::multiply::<$isa, $tiles, NoMin, false>,
+                    bytes::multiply::<$isa, $tiles, OneMin, false>,
+                    bytes::multiply::<$isa, $tiles, NoMin, true>,
+                    bytes::multiply::<$isa, $tiles, HalfMins, true>
                 ]);
         }
     };

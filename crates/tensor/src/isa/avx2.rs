@@ -348,10 +348,17 @@ impl Words for Avx2 {
         unsafe {
             // packs interleaves 128-bit halves; the permutation puts them back in order.
             let words = _mm256_packs_epi32(x[0], x[1]);
-            let words = _mm256_permute4x64_epi64::<0b11_01_10_00>(words);
-            let words = _mm256_shufflelo_epi16::<0b11_01_10_00>(words);
-            let words = _mm256_shufflehi_epi16::<0b11_01_10_00>(words);
-            _mm256_storeu_si256(p.cast(), words);
+            store_exchanged(p, _mm256_permute4x64_epi64::<0b11_01_10_00>(words));
         }
+    }
+}
+
+/// [`Words::store_words`] of 16 words.
+#[inline(always)]
+pub(super) unsafe fn store_exchanged(p: *mut i16, words: __m256i) {
+    unsafe {
+        let words = _mm256_shufflelo_epi16::<0b11_01_10_00>(words);
+        let words = _mm256_shufflehi_epi16::<0b11_01_10_00>(words);
+        _mm256_storeu_si256(p.cast(), words);
     }
 }

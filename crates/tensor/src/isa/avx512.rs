@@ -7,6 +7,7 @@
 use std::arch::asm;
 use std::arch::x86_64::*;
 
+use super::avx2::store_exchanged;
 use super::{Bytes, Isa, Words};
 
 /// Needs avx512f, avx512bw, avx512vl, avx512vnni and f16c.
@@ -261,12 +262,7 @@ impl Words for Avx512 {
     }
     #[inline(always)]
     unsafe fn store_words(p: *mut i16, x: __m512i) {
-        unsafe {
-            let words = _mm512_cvtepi32_epi16(x);
-            let words = _mm256_shufflelo_epi16::<0b11_01_10_00>(words);
-            let words = _mm256_shufflehi_epi16::<0b11_01_10_00>(words);
-            _mm256_storeu_si256(p.cast(), words);
-        }
+        unsafe { store_exchanged(p, _mm512_cvtepi32_epi16(x)) }
     }
 }
 

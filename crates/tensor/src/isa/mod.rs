@@ -22,7 +22,7 @@ pub(crate) use avx2::Avx2;
 #[cfg(target_arch = "x86_64")]
 pub(crate) use avx512::Avx512;
 #[cfg(target_arch = "aarch64")]
-pub(crate) use neon::Neon;
+pub(crate) use neon::{Neon, smmla};
 pub(crate) use scalar::Scalar;
 
 /// Lanes of [`Isa::F`] and [`Isa::I`].
