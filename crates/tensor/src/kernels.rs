@@ -2,7 +2,9 @@
 
 use std::ops::Range;
 
-use crate::activations::{Activations, CHUNK, Precision};
+use paceline_base::BlockType;
+
+use crate::activations::{Activations, CHUNK, Precision, Reads};
 use crate::batch::rows::PanelView;
 use crate::batch::{self, Batch, TOGETHER};
 use crate::dispatch::{InstructionSet, Table};
@@ -124,9 +126,9 @@ impl Kernels {
         &self.pool
     }
 
-    /// Room for `max_rows` rows of `cols` columns that products with `matrices` will read, and for
-    /// no more than these read: as f32 only, or quantised to `precision` too, or with copies for
-    /// panels, whose making takes 1 to 2 % of a prompt (SmolLM2).
+    /// Room for `max_rows` rows of `cols` columns that products with `matrices` (and no others) will
+    /// read, and for no more than these read: as f32 only, or quantised or rounded to `precision`
+    /// too, or with copies for panels, whose making takes 1 to 2 % of a prompt (SmolLM2).
     ///
     /// # Panics
     /// If a matrix is quantised and `cols` is not a multiple of 32.
@@ -137,14 +139,17 @@ impl Kernels {
         precision: Precision,
         matrices: impl IntoIterator<Item = &'a Packed>,
     ) -> Activations {
-        let (mut integers, mut panels) = (false, false);
+        let fifteen = precision == Precision::Fifteen;
+        let mut reads = Reads::default();
         for w in matrices {
+            if w.reads_integers() {
+                reads.integers = Some(precision);
+            }
             let pays = |batch: &Batch| batch.pays(w.block_type, max_rows);
-            integers |= w.reads_integers();
-            panels |= self.table.batch.is_some_and(pays);
+            reads.panels |= fifteen && self.table.batch.is_some_and(pays);
+            reads.rounded |= !fifteen && w.block_type == BlockType::BF16;
         }
-        let precision = integers.then_some(precision);
-        Activations::with_panels(max_rows, cols, precision, panels)
+        Activations::with(max_rows, cols, reads)
     }
 
     /// Multiplies one batch of activations with several matrices, in one parallel job.
@@ -292,7 +297,11 @@ impl<'a> Job<'a> {
             Some((functions, rows.view(0, product.first_col)))
         });
         Self {
-            kernel: table.group(w.block_type, x.precision()),
+            kernel: if w.block_type == BlockType::BF16 && x.has_rounded() {
+                table.pairs(w.tiny)
+            } else {
+                table.group(w.block_type, x.precision())
+            },
             batch,
             args: GroupArgs {
                 weights: w.data.as_ptr(),

@@ -221,6 +221,14 @@ impl Isa for Avx2 {
         both!(_mm256_castsi256_ps, bits)
     }
     #[inline(always)]
+    unsafe fn splat_bf16s(p: *const u16) -> [F; 2] {
+        unsafe {
+            let pair = _mm256_set1_epi32(p.cast::<i32>().read_unaligned());
+            let odd = _mm256_and_si256(pair, _mm256_set1_epi32(!0xffff));
+            [_mm256_slli_epi32::<16>(pair), odd].map(|x| [_mm256_castsi256_ps(x); 2])
+        }
+    }
+    #[inline(always)]
     unsafe fn add(a: F, b: F) -> F {
         both!(_mm256_add_ps, a, b)
     }

@@ -277,6 +277,14 @@ impl Isa for Neon {
         [widen(0), widen(1), widen(2), widen(3)]
     }
     #[inline(always)]
+    unsafe fn splat_bf16s(p: *const u16) -> [F; 2] {
+        unsafe {
+            let pair = vdupq_n_u32(p.cast::<u32>().read_unaligned());
+            let odd = vandq_u32(pair, vdupq_n_u32(!0xffff));
+            [vshlq_n_u32::<16>(pair), odd].map(|x| [vreinterpretq_f32_u32(x); 4])
+        }
+    }
+    #[inline(always)]
     unsafe fn add(a: F, b: F) -> F {
         each!(vaddq_f32, a, b)
     }

@@ -11,6 +11,8 @@ use crate::{naive, stored};
 use half::f16;
 use paceline_base::{BlockType, tree};
 
+mod rounded;
+
 /// A small generator: the tests need variety, not quality (Steele et al. 2014, SplitMix64).
 struct Random(u64);
 
@@ -124,9 +126,8 @@ fn compare_product(
             as_f32: false,
         };
         let packed = Packed::new(matrix, options, kernels.pool()).unwrap();
-        let integers = !block_type.is_float();
         for &batch in batches(rows, kernels.pool().threads()) {
-            let mut acts = Activations::new(batch, cols, integers.then_some(precision));
+            let mut acts = kernels.activations(batch, cols, precision, [&packed]);
             kernels.fill_rows(&mut acts, |t, row| row.copy_from_slice(&x[t % x.len()]));
             let mut out = vec![f32::NAN; batch * rows];
             kernels.products(
