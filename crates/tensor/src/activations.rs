@@ -36,8 +36,8 @@ pub enum Precision {
 }
 
 impl Precision {
-    /// That of a kernel class. Where weights are floats it matters for BF16 alone, whose activations
-    /// are rounded to bf16 with [`Eight`](Self::Eight) ([`crate::matmul::pairs`]).
+    /// That of a kernel class. Where weights are floats it matters for BF16 alone, whose
+    /// activations are rounded to bf16 with [`Eight`](Self::Eight) ([`crate::matmul::pairs`]).
     pub const fn of(class: KernelClass) -> Self {
         match class {
             KernelClass::CpuQ8 => Self::Eight,

@@ -164,8 +164,8 @@ impl Table {
         self.groups[usize::from(precision == Some(Precision::Fifteen))][block_type as usize]
     }
 
-    /// The product kernel of BF16 weights for activations rounded to bf16; `tiny` says whether there
-    /// are weights below [`matmul::pairs::SMALLEST`].
+    /// The product kernel of BF16 weights for activations rounded to bf16; `tiny` says whether
+    /// there are weights below [`matmul::pairs::SMALLEST`].
     pub(crate) fn pairs(&self, tiny: bool) -> unsafe fn(GroupArgs<'_>) {
         #[cfg(target_arch = "x86_64")]
         {

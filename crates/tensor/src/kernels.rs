@@ -126,9 +126,9 @@ impl Kernels {
         &self.pool
     }
 
-    /// Room for `max_rows` rows of `cols` columns that products with `matrices` (and no others) will
-    /// read, and for no more than these read: as f32 only, or quantised or rounded to `precision`
-    /// too, or with copies for panels, whose making takes 1 to 2 % of a prompt (SmolLM2).
+    /// Room for `max_rows` rows of `cols` columns that products with `matrices` (and no others)
+    /// will read, and for no more than these read: as f32 only, or quantised or rounded to
+    /// `precision` too, or with copies for panels, whose making takes 1 to 2 % of a prompt.
     ///
     /// # Panics
     /// If a matrix is quantised and `cols` is not a multiple of 32.

@@ -13,9 +13,10 @@
 //! ```
 //!
 //! and float weights: `a[k % 4] = fma(w[k], x[k], a[k % 4])` over the columns of a leaf, then
-//! `(a0 + a1) + (a2 + a3)`, then the tree (BF16 in class `cpu-q8`: [`pairs`]). Each lane of a register is one row, so these orders
-//! hold for any register width, any number of activation rows at once and any distribution of
-//! rows over threads. [`crate::naive`] computes the same from the stored blocks.
+//! `(a0 + a1) + (a2 + a3)`, then the tree (BF16 in class `cpu-q8`: `pairs`). Each lane of a
+//! register is one row, so these orders hold for any register width, any number of activation rows
+//! at once and any distribution of rows over threads. [`crate::naive`] computes the same from the
+//! stored blocks.
 
 use std::mem::MaybeUninit;
 use std::ops::Range;

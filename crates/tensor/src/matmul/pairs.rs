@@ -6,11 +6,11 @@
 //! a[p % 4] = fma(w[k], x[k], fma(w[k + 1], x[k + 1], a[p % 4]))       leaf = (a0 + a1) + (a2 + a3)
 //! ```
 //!
-//! and `fma(w[k], x[k], a)` for a last column without a neighbour. That is what `vdpbf16ps` does, two
-//! for the time of one, but that it takes denormal numbers for zeros (Intel SDM volume 2: the odd
-//! element first, each sum rounded once, to nearest even; on Zen 4 equal to the bit for 22 million
-//! random ones). So it is used where there can be none ([`SMALLEST`]); elsewhere and on other
-//! machines one `fma` follows the other.
+//! and `fma(w[k], x[k], a)` for a last column without a neighbour. That is what `vdpbf16ps` does,
+//! two for the time of one, but that it takes denormal numbers for zeros (Intel SDM volume 2: the
+//! odd element first, each sum rounded once, to nearest even; on Zen 4 equal to the bit for 22
+//! million random ones). So it is used where there can be none ([`SMALLEST`]); elsewhere and on
+//! other machines one `fma` follows the other.
 
 use std::marker::PhantomData;
 use std::ops::Range;
@@ -18,8 +18,8 @@ use std::ops::Range;
 use crate::isa::{BF16_COLUMN, Isa, Pairs};
 use crate::matmul::{GroupArgs, Leaf, tiles};
 
-/// 2^-56. Weights and activations that are 0 or at least this are whole multiples of 2^-63, having 8
-/// bits; products, and sums of them however rounded, are of 2^-126, the smallest normal f32. So
+/// 2^-56. Weights and activations that are 0 or at least this are whole multiples of 2^-63, having
+/// 8 bits; products, and sums of them however rounded, are of 2^-126, the smallest normal f32. So
 /// nothing on the way is denormal. Activations below it are taken as 0; a matrix with weights below
 /// it is multiplied without `vdpbf16ps`.
 pub(crate) const SMALLEST: f32 = f32::from_bits((127 - 56) << 23);
