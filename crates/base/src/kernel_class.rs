@@ -11,8 +11,9 @@ pub enum KernelClass {
     /// too finely to change an answer; keys and values in f16. The default.
     #[default]
     Cpu,
-    /// As `Cpu` with activations rounded to 8 bits, as other engines do: prefill is faster, and
-    /// the most probable token differs at 2 to 4 of 100 positions (docs/numerics.md).
+    /// As `Cpu` with activations rounded to 8 bits, as other engines do (for BF16 weights to bf16):
+    /// prefill is faster, and the most probable token differs at 2 to 4 of 100 positions
+    /// (docs/numerics.md).
     CpuQ8,
     /// Weights decoded to f32, activations and cache in f32: four to eight times the memory; the
     /// reference that `Cpu` is measured against.

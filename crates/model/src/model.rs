@@ -9,7 +9,7 @@ use crate::links::Links;
 use crate::plan::Plan;
 use crate::split::{Shard, Split};
 use crate::step::{Batch, BatchSequence, Limits, Step, Workspace};
-use crate::weights::{self, AsStored, IntegerInputs, Layer, Linear, Loader, Names};
+use crate::weights::{self, AsStored, Layer, Linear, Loader, Names};
 use crate::{Config, Error, Source};
 
 /// How a model is loaded.
@@ -35,7 +35,6 @@ pub struct Model {
     /// Norm and output head, in the last stage.
     head: Option<(Vec<f32>, Linear)>,
     tied: bool,
-    integer_inputs: IntegerInputs,
 }
 
 /// What [`Model::follow`] did.
@@ -123,7 +122,6 @@ impl Model {
         let head = shard.has_head().then(head).transpose()?;
         progress(n + 1, n + 1);
         Ok(Self {
-            integer_inputs: IntegerInputs::of(&layers, head.as_ref().map(|(_, output)| output)),
             leader: split.leader(),
             links: None,
             class: options.class,
@@ -219,13 +217,8 @@ impl Model {
         self.head.as_ref().map(|(norm, output)| (&norm[..], output))
     }
 
-    #[cfg(test)]
     pub(crate) fn layers(&self) -> &[Layer] {
         &self.layers
-    }
-
-    pub(crate) const fn integer_inputs(&self) -> IntegerInputs {
-        self.integer_inputs
     }
 
     /// A cache for `positions` positions in all, over any number of sequences (each takes whole

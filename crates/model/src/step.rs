@@ -184,25 +184,32 @@ impl Workspace {
             shard.kv_heads.len() * c.head_dim,
         );
         let (ffn, vocab) = (shard.ffn().len(), shard.vocab().len());
-        let integers = model.integer_inputs();
-        let precision = |integers: bool| integers.then(|| model.precision());
+        let layers = model.layers();
+        let attention_outputs = layers.iter().flat_map(|l| l.attention_output.matrices());
+        let downs = layers.iter().flat_map(|l| l.down.matrices());
+        let head = model.head().map(|(_, output)| &output.matrix);
         let rows = |n: usize| vec![0.0f32; size.rows * n];
         let logits = |n: usize| vec![0.0f32; size.logit_rows * n];
         Self {
             size,
             residual: exchanged(model, size.rows * c.width),
             sums: Sums::new(model, size.rows),
-            x: Activations::new(size.rows, c.width, precision(integers.normed)),
+            x: activations(
+                model,
+                size.rows,
+                c.width,
+                layers.iter().flat_map(Layer::of_normed),
+            ),
             q: rows(q),
             k: rows(kv),
             v: rows(kv),
             attended: rows(q),
-            attended_x: Activations::new(size.rows, q, precision(integers.attended)),
+            attended_x: activations(model, size.rows, q, attention_outputs),
             gate: rows(ffn),
             up: rows(ffn),
-            hidden: Activations::new(size.rows, ffn, precision(integers.hidden)),
+            hidden: activations(model, size.rows, ffn, downs),
             angles: angle_buffers(model, size.rows),
-            head_x: Activations::new(size.logit_rows, c.width, precision(integers.head)),
+            head_x: activations(model, size.logit_rows, c.width, head),
             own_logits: exchanged(
                 model,
                 size.logit_rows * if vocab == c.vocab { 0 } else { vocab },
@@ -234,6 +241,17 @@ impl Workspace {
     pub fn logits_mut(&mut self, i: usize, vocab: usize) -> &mut [f32] {
         &mut self.logits[i * vocab..(i + 1) * vocab]
     }
+}
+
+/// Inputs of products with `matrices`, as these read them.
+fn activations<'a>(
+    model: &Model,
+    max_rows: usize,
+    cols: usize,
+    matrices: impl IntoIterator<Item = &'a Packed>,
+) -> Activations {
+    let kernels = model.kernels();
+    kernels.activations(max_rows, cols, model.precision(), matrices)
 }
 
 /// Memory for `len` values that ranks send to each other or receive: registered with their groups,

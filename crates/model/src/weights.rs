@@ -31,7 +31,12 @@ pub(crate) struct Summed {
 
 impl Summed {
     fn bytes(&self) -> u64 {
-        self.roots.iter().map(|(_, matrix)| matrix.bytes().0).sum()
+        self.matrices().map(|matrix| matrix.bytes().0).sum()
+    }
+
+    /// The matrices of all roots.
+    pub(crate) fn matrices(&self) -> impl Iterator<Item = &Packed> {
+        self.roots.iter().map(|(_, matrix)| matrix)
     }
 }
 
@@ -359,19 +364,12 @@ fn vector(tensor: &Tensor, n: usize) -> Result<Vec<f32>, Error> {
 
 impl Layer {
     pub(crate) fn bytes(&self) -> Bytes {
-        let Self {
-            query,
-            key,
-            value,
-            gate,
-            up,
-            ..
-        } = self;
-        let rows = [query, key, value, gate, up].map(|linear| linear.matrix.bytes().0);
+        let rows = self.of_normed().map(|matrix| matrix.bytes().0);
         Bytes(rows.iter().sum::<u64>() + self.attention_output.bytes() + self.down.bytes())
     }
 
-    fn reads_integers(&self) -> IntegerInputs {
+    /// The matrices that multiply rows after a norm.
+    pub(crate) fn of_normed(&self) -> [&Packed; 5] {
         let Self {
             query,
             key,
@@ -380,46 +378,6 @@ impl Layer {
             up,
             ..
         } = self;
-        let normed = [query, key, value, gate, up];
-        let any = |summed: &Summed| summed.roots.iter().any(|(_, m)| m.reads_integers());
-        IntegerInputs {
-            normed: normed.iter().any(|linear| linear.matrix.reads_integers()),
-            attended: any(&self.attention_output),
-            hidden: any(&self.down),
-            head: false,
-        }
-    }
-}
-
-/// Which inputs of products some matrix reads as integers; the others are kept in f32 only,
-/// and need not be whole runs of 32.
-#[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct IntegerInputs {
-    /// Of the queries, keys, values, gate and up.
-    pub(crate) normed: bool,
-    /// Of the attention's output projection.
-    pub(crate) attended: bool,
-    /// Of the down projection.
-    pub(crate) hidden: bool,
-    /// Of the output head.
-    pub(crate) head: bool,
-}
-
-impl IntegerInputs {
-    pub(crate) fn of(layers: &[Layer], output: Option<&Linear>) -> Self {
-        let head = output.is_some_and(|output| output.matrix.reads_integers());
-        let start = Self {
-            head,
-            ..Self::default()
-        };
-        layers
-            .iter()
-            .map(Layer::reads_integers)
-            .fold(start, |a, b| Self {
-                normed: a.normed || b.normed,
-                attended: a.attended || b.attended,
-                hidden: a.hidden || b.hidden,
-                head: a.head,
-            })
+        [query, key, value, gate, up].map(|linear| &linear.matrix)
     }
 }

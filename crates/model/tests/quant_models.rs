@@ -23,9 +23,11 @@ use serde_json::Value;
 /// 15 bits add little: seen up to 0.045 %. Rounding to 8 bits moves the input of a product by 0.5 %
 /// of its size (uniform over steps of 1/127 of the largest of 32 values, about 2.2 standard
 /// deviations); four products in a row, gated ones twice, make 1 % of that: seen 0.1 to 1.1 %.
+/// Rounding to bf16 moves it by 0.1 % of each value: seen 0.2 to 0.3 %.
 const fn tolerance(block_type: BlockType, class: KernelClass) -> f64 {
     match class {
         KernelClass::CpuQ8 if !block_type.is_float() => 0.015,
+        KernelClass::CpuQ8 if matches!(block_type, BlockType::BF16) => 0.005,
         KernelClass::Cpu | KernelClass::CpuQ8 => 0.001,
         KernelClass::CpuF32 | KernelClass::Mlx | KernelClass::MlxF32 | KernelClass::MlxExact => 0.0,
     }
@@ -91,10 +93,9 @@ fn check_recorded(path: &Path, json: &Value, class: KernelClass, tolerance: f64)
 /// All classes. `f32_tolerance` bounds what other orders of f32 sums do; the other classes round
 /// keys, values and activations besides, in about the way of the reference's runs that were
 /// recorded (`tests-data/golden/README.md`), and twice their distance is allowed. A step of 15 bits
-/// is a 128th of one of 8.
-fn check_classes(path: &Path, json: &Value, f32_tolerance: f64) {
-    let rounding = |name| number(json, &["max_abs_diff", name]);
-    let (kv, q8) = (rounding("kv_f16"), rounding("act_q8"));
+/// is a 128th of one of 8; `q8` is what these move logits by.
+fn check_classes(path: &Path, json: &Value, f32_tolerance: f64, q8: f64) {
+    let kv = number(json, &["max_abs_diff", "kv_f16"]);
     for (class, rounded) in [
         (KernelClass::CpuF32, 0.0),
         (KernelClass::Cpu, kv + q8 / 128.0),
@@ -113,8 +114,19 @@ fn every_storage_type_agrees_with_numpy() {
     for (name, json) in types {
         let test = format!("every_storage_type_agrees_with_numpy, {name}");
         if let Some(path) = test_model(&test, json["file"].as_str().unwrap()) {
-            check_classes(&path, json, 1e-5);
+            check_classes(&path, json, 1e-5, rounding_to_eight(types, name));
         }
+    }
+}
+
+/// What activations of 8 bits move logits by. For BF16 weights they are rounded to bf16, which the
+/// reference's runs do not: by 0.1 % of each, where 8 bits move the same model's by 0.5 % of 32.
+fn rounding_to_eight(types: &serde_json::Map<String, Value>, name: &str) -> f64 {
+    let recorded = |name: &str| number(&types[name], &["max_abs_diff", "act_q8"]);
+    if name == "BF16" {
+        recorded("Q8_0") / 4.0
+    } else {
+        recorded(name)
     }
 }
 
@@ -126,7 +138,8 @@ fn real_models_agree_with_numpy() {
         let json = &golden["short"];
         let test = format!("real_models_agree_with_numpy, {name}");
         if let Some(path) = test_model(&test, json["file"].as_str().unwrap()) {
-            check_classes(&path, json, 2e-4);
+            let q8 = number(json, &["max_abs_diff", "act_q8"]);
+            check_classes(&path, json, 2e-4, q8);
         }
     }
 }

@@ -15,6 +15,7 @@ use paceline_base::KernelClass;
 
 use crate::batch::rows::{Form, PanelRows, PanelWriter};
 use crate::isa::{Isa, LANES};
+use crate::matmul::pairs::round;
 use crate::memory::{Placed, Zeroed};
 
 /// Columns that share a scale.
@@ -35,7 +36,8 @@ pub enum Precision {
 }
 
 impl Precision {
-    /// That of a kernel class. Where weights are floats, it does not matter.
+    /// That of a kernel class. Where weights are floats it matters for BF16 alone, whose
+    /// activations are rounded to bf16 with [`Eight`](Self::Eight) ([`crate::matmul::pairs`]).
     pub const fn of(class: KernelClass) -> Self {
         match class {
             KernelClass::CpuQ8 => Self::Eight,
@@ -65,6 +67,17 @@ pub(crate) struct Meta {
 // SAFETY: numbers all, for which zeros are values.
 unsafe impl Zeroed for Meta {}
 
+/// What products read of activations, beside their f32.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Reads {
+    /// Integers, so fine.
+    pub(crate) integers: Option<Precision>,
+    /// Copies of integers of 15 bits for panels.
+    pub(crate) panels: bool,
+    /// Values rounded to bf16.
+    pub(crate) rounded: bool,
+}
+
 /// A batch of activation rows, `(rows, cols)`, as f32 and (where asked for) quantised.
 ///
 /// Allocated once for the largest batch; [`resize`](Self::resize) only changes the row count.
@@ -81,17 +94,31 @@ pub struct Activations {
     low: Placed<i8>,
     /// `(rows, cols / 32)`
     meta: Placed<Meta>,
-    /// The same integers once more, when the rows are many.
+    /// `(rows, cols)`, bits of bf16; empty when no product reads them.
+    rounded: Vec<u16>,
+    /// The same integers once more, when the rows are many; no room where no product reads them.
     panel_rows: PanelRows,
 }
 
 impl Activations {
-    /// Room for `max_rows` rows of `cols` columns; `precision` says how integer kernels will read
-    /// them, `None` that none will.
+    /// Room for `max_rows` rows of `cols` columns, for products with whatever matrix; `precision`
+    /// says how integer kernels will read them, `None` that none will. Where the matrices are
+    /// known, [`Kernels::activations`](crate::Kernels::activations) makes no more than they need.
     ///
     /// # Panics
     /// If there is a precision and `cols` is not a multiple of 32.
     pub fn new(max_rows: usize, cols: usize, precision: Option<Precision>) -> Self {
+        let reads = Reads {
+            integers: precision,
+            panels: precision == Some(Precision::Fifteen),
+            rounded: precision == Some(Precision::Eight),
+        };
+        Self::with(max_rows, cols, reads)
+    }
+
+    /// As [`new`](Self::new), for what products will read.
+    pub(crate) fn with(max_rows: usize, cols: usize, reads: Reads) -> Self {
+        let precision = reads.integers;
         assert!(
             precision.is_none() || cols.is_multiple_of(CHUNK),
             "{cols} columns in chunks"
@@ -108,7 +135,8 @@ impl Activations {
             high: Placed::new(len(precision.is_some()), 0),
             low: Placed::new(len(fifteen), place(1)),
             meta: Placed::new(len(precision.is_some()) / CHUNK, place(2)),
-            panel_rows: PanelRows::new(if fifteen { max_rows } else { 0 }, cols),
+            rounded: vec![0; len(reads.rounded)],
+            panel_rows: PanelRows::new(if reads.panels { max_rows } else { 0 }, cols),
         }
     }
 
@@ -118,7 +146,7 @@ impl Activations {
     /// If it exceeds the number given to [`new`](Self::new).
     pub fn resize(&mut self, rows: usize) {
         assert!(
-            rows * self.cols <= self.values.len(),
+            rows.saturating_mul(self.cols) <= self.values.len(),
             "{rows} rows exceed the buffer"
         );
         self.rows = rows;
@@ -144,6 +172,11 @@ impl Activations {
         self.precision
     }
 
+    /// Whether there are values rounded to bf16.
+    pub(crate) const fn has_rounded(&self) -> bool {
+        !self.rounded.is_empty()
+    }
+
     /// Writers for disjoint rows, for use from several threads.
     pub fn writer(&mut self) -> Writer<'_> {
         self.writers(None).0
@@ -159,6 +192,7 @@ impl Activations {
             high: self.high.as_mut_ptr(),
             low: self.low.as_mut_ptr(),
             meta: self.meta.as_mut_ptr(),
+            rounded: self.has_rounded().then_some(self.rounded.as_mut_ptr()),
             _borrow: std::marker::PhantomData,
         };
         let from = View {
@@ -167,6 +201,7 @@ impl Activations {
             high: writer.high,
             low: writer.low,
             meta: writer.meta,
+            rounded: std::ptr::null(), // panels are of integers
             _borrow: std::marker::PhantomData,
         };
         (writer, self.panel_rows.writer(from, self.cols, form))
@@ -186,6 +221,7 @@ impl Activations {
             high: self.high[from(first_col, self.high.len())..].as_ptr(),
             low: self.low[from(first_col, self.low.len())..].as_ptr(),
             meta: self.meta[from(first_col / CHUNK, self.meta.len())..].as_ptr(),
+            rounded: self.rounded[from(first_col, self.rounded.len())..].as_ptr(),
             _borrow: std::marker::PhantomData,
         }
     }
@@ -217,6 +253,7 @@ pub(crate) struct View<'a> {
     high: *const i8,
     low: *const i8,
     meta: *const Meta,
+    rounded: *const u16,
     _borrow: std::marker::PhantomData<&'a ()>,
 }
 
@@ -255,6 +292,16 @@ impl View<'_> {
         // SAFETY: in bounds by the caller's promise.
         unsafe { self.values.add(t * self.cols) }
     }
+
+    /// The values of row `t` as bits of bf16.
+    ///
+    /// # Safety
+    /// `t` is a row in use, of activations that have them.
+    #[inline(always)]
+    pub(crate) unsafe fn rounded(&self, t: usize) -> *const u16 {
+        // SAFETY: in bounds by the caller's promise.
+        unsafe { self.rounded.add(t * self.cols) }
+    }
 }
 
 /// Write access by row; see [`Activations::writer`].
@@ -267,6 +314,7 @@ pub struct Writer<'a> {
     high: *mut i8,
     low: *mut i8,
     meta: *mut Meta,
+    rounded: Option<*mut u16>,
     _borrow: std::marker::PhantomData<&'a mut ()>,
 }
 
@@ -286,13 +334,19 @@ impl Writer<'_> {
         unsafe { std::slice::from_raw_parts_mut(self.values.add(t * self.cols), self.cols) }
     }
 
-    /// Quantises row `t`; does nothing for activations that are kept as f32 only.
+    /// Quantises or rounds row `t`; does nothing for activations that are kept as f32 only.
     ///
     /// # Safety
     /// As [`Isa`] and [`row`](Self::row).
     #[inline(always)]
     pub(crate) unsafe fn quantise_row<S: Isa>(&self, t: usize) {
         assert!(t < self.rows, "row {t} of {}", self.rows);
+        if let Some(rounded) = self.rounded {
+            for k in t * self.cols..(t + 1) * self.cols {
+                // SAFETY: a value of row `t`.
+                unsafe { *rounded.add(k) = round(*self.values.add(k)) };
+            }
+        }
         let Some(precision) = self.precision else {
             return;
         };

@@ -24,6 +24,7 @@ pub(crate) mod amx;
 pub(crate) mod bytes;
 #[cfg(all(test, target_arch = "x86_64"))]
 pub(crate) mod emulated;
+pub(crate) mod factors;
 #[cfg(target_arch = "x86_64")]
 mod registers;
 pub(crate) mod rows;
@@ -224,15 +225,23 @@ impl Batch {
         rows: &PanelRows,
         count: usize,
     ) -> Option<Functions> {
-        let lie_so = count >= self.from && rows.form() == Some(self.form);
-        if !lie_so || self.without.contains(&block_type) {
-            return None;
-        }
+        let lie_so = rows.form() == Some(self.form);
+        let kind = self.kind(block_type, count).filter(|_| lie_so)?;
         Some(Functions {
             batch: self,
             unpack: self.unpack[block_type as usize],
-            multiply: self.multiply[formats::kind(block_type)? as usize],
+            multiply: self.multiply[kind as usize],
         })
+    }
+
+    /// Whether products of `count` rows with a storage type are better with panels.
+    pub(crate) fn pays(&self, block_type: BlockType, count: usize) -> bool {
+        self.kind(block_type, count).is_some()
+    }
+
+    fn kind(&self, block_type: BlockType, count: usize) -> Option<Kind> {
+        let pays = count >= self.from && !self.without.contains(&block_type);
+        formats::kind(block_type).filter(|_| pays)
     }
 }
 

@@ -12,6 +12,7 @@ use crate::attention::{self, PageView, Query};
 use crate::batch::amx::{AmxState, state as amx_state};
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 use crate::batch::bytes;
+use crate::batch::factors::{HalfMins, NoMin, OneMin};
 use crate::batch::rows::{Form, PanelWriter};
 use crate::batch::{Batch, Segment, Sums, Unpack, no_panel, words};
 use crate::formats;
@@ -31,7 +32,7 @@ pub enum InstructionSet {
     Scalar,
     /// x86-64 with AVX2, FMA and F16C.
     Avx2,
-    /// x86-64 with AVX-512 F, BW, VL and VNNI.
+    /// x86-64 with AVX-512 F, BW, VL and VNNI, and BF16's dot products where it has them.
     Avx512Vnni,
     /// AVX-512 as above, and products of many rows by AMX's tiles of bytes.
     AmxInt8,
@@ -133,6 +134,8 @@ pub(crate) struct Table {
     pub(crate) set: InstructionSet,
     /// By weight type, for [`Precision::Eight`] and for [`Precision::Fifteen`].
     groups: [[unsafe fn(GroupArgs<'_>); BlockType::ALL.len()]; 2],
+    /// For BF16 weights and activations rounded to bf16.
+    pairs: unsafe fn(GroupArgs<'_>),
     pub(crate) quantise_row: unsafe fn(&Writer<'_>, usize),
     pub(crate) rms_norm: unsafe fn(*const f32, &[f32], f32, *mut f32),
     pub(crate) silu_mul: unsafe fn(&[f32], &[f32], &mut [f32]),
@@ -159,6 +162,21 @@ impl Table {
         precision: Option<Precision>,
     ) -> unsafe fn(GroupArgs<'_>) {
         self.groups[usize::from(precision == Some(Precision::Fifteen))][block_type as usize]
+    }
+
+    /// The product kernel of BF16 weights for activations rounded to bf16; `tiny` says whether
+    /// there are weights below [`matmul::pairs::SMALLEST`].
+    pub(crate) fn pairs(&self, tiny: bool) -> unsafe fn(GroupArgs<'_>) {
+        #[cfg(target_arch = "x86_64")]
+        {
+            let sets = [InstructionSet::Avx512Vnni, InstructionSet::AmxInt8];
+            let may = sets.contains(&self.set) && is_x86_feature_detected!("avx512bf16");
+            if may && !tiny {
+                return dpbf16_group;
+            }
+        }
+        let _ = tiny; // elsewhere all are multiplied alike
+        self.pairs
     }
 }
 
@@ -255,10 +273,10 @@ macro_rules! words_batch {
         mod many {
             batch!($feature $isa, words, $from, $without, Form::Words,
                 PanelWriter::words::<$isa>, [
-                    words::multiply::<$isa, words::NoMin, $rows>,
-                    words::multiply::<$isa, words::OneMin, $rows>,
-                    words::multiply::<$isa, words::NoMin, $rows>,
-                    words::multiply::<$isa, words::HalfMins, $rows>
+                    words::multiply::<$isa, NoMin, $rows>,
+                    words::multiply::<$isa, OneMin, $rows>,
+                    words::multiply::<$isa, NoMin, $rows>,
+                    words::multiply::<$isa, HalfMins, $rows>
                 ]);
         }
     };
@@ -271,10 +289,10 @@ macro_rules! bytes_batch {
         mod many {
             batch!($feature $isa, bytes, <$tiles as bytes::Tiles>::FROM, &[], Form::Bytes,
                 PanelWriter::bytes, [
-                    bytes::multiply::<$isa, $tiles, false, false>,
-                    bytes::multiply::<$isa, $tiles, false, true>,
-                    bytes::multiply::<$isa, $tiles, true, false>,
-                    bytes::multiply::<$isa, $tiles, true, true>
+                    bytes::multiply::<$isa, $tiles, NoMin, false>,
+                    bytes::multiply::<$isa, $tiles, OneMin, false>,
+                    bytes::multiply::<$isa, $tiles, NoMin, true>,
+                    bytes::multiply::<$isa, $tiles, HalfMins, true>
                 ]);
         }
     };
@@ -296,6 +314,7 @@ macro_rules! kernels {
             group!(f32_group = matmul::group_floats::<$isa, f32>);
             group!(f16_group = matmul::group_floats::<$isa, f16>);
             group!(bf16_group = matmul::group_floats::<$isa, bf16>);
+            group!(pairs = matmul::pairs::group::<$isa, isa::InTurn>);
 
             mod eight {
                 #[allow(clippy::wildcard_imports, reason = "a macro's module")]
@@ -338,6 +357,7 @@ macro_rules! kernels {
             pub(super) static TABLE: Table = Table {
                 set: $set,
                 groups: [eight::GROUPS, fifteen::GROUPS],
+                pairs,
                 quantise_row,
                 rms_norm,
                 silu_mul,
@@ -367,6 +387,10 @@ macro_rules! kernels {
         const BATCH_TABLE: Option<&Batch> = Some(&many::BATCH);
     };
 }
+
+#[cfg(target_arch = "x86_64")]
+kernel!(["avx512f,avx512bw,avx512vl,avx512vnni,avx512bf16,avx2,fma,f16c"]
+    dpbf16_group(args: GroupArgs<'_>) = matmul::pairs::group::<isa::Avx512, isa::Dpbf16>);
 
 /// Types that AVX-512 multiplies as fast or faster without panels (0.97 to 0.98 of the speed with
 /// 512 rows on Zen 4): they are cheap to unpack and have no factors for halves, so that tiles of

@@ -2,9 +2,11 @@
 
 use std::ops::Range;
 
-use crate::activations::{Activations, CHUNK, Precision};
+use paceline_base::BlockType;
+
+use crate::activations::{Activations, CHUNK, Precision, Reads};
 use crate::batch::rows::PanelView;
-use crate::batch::{self, TOGETHER};
+use crate::batch::{self, Batch, TOGETHER};
 use crate::dispatch::{InstructionSet, Table};
 use crate::isa::LANES;
 use crate::matmul::GroupArgs;
@@ -124,6 +126,32 @@ impl Kernels {
         &self.pool
     }
 
+    /// Room for `max_rows` rows of `cols` columns that products with `matrices` (and no others)
+    /// will read, and for no more than these read: as f32 only, or quantised or rounded to
+    /// `precision` too, or with copies for panels, whose making takes 1 to 2 % of a prompt.
+    ///
+    /// # Panics
+    /// If a matrix is quantised and `cols` is not a multiple of 32.
+    pub fn activations<'a>(
+        &self,
+        max_rows: usize,
+        cols: usize,
+        precision: Precision,
+        matrices: impl IntoIterator<Item = &'a Packed>,
+    ) -> Activations {
+        let fifteen = precision == Precision::Fifteen;
+        let mut reads = Reads::default();
+        for w in matrices {
+            if w.reads_integers() {
+                reads.integers = Some(precision);
+            }
+            let pays = |batch: &Batch| batch.pays(w.block_type, max_rows);
+            reads.panels |= fifteen && self.table.batch.is_some_and(pays);
+            reads.rounded |= !fifteen && w.block_type == BlockType::BF16;
+        }
+        Activations::with(max_rows, cols, reads)
+    }
+
     /// Multiplies one batch of activations with several matrices, in one parallel job.
     ///
     /// # Panics
@@ -164,8 +192,8 @@ impl Kernels {
     /// Fills rows of `x` by `fill(row, values)` and quantises them, rows in parallel when there
     /// are many.
     pub fn fill_rows(&self, x: &mut Activations, fill: impl Fn(usize, &mut [f32]) + Sync) {
-        let (rows, fifteen) = (x.rows(), x.precision() == Some(Precision::Fifteen));
-        let many = self.table.batch.filter(|many| fifteen && rows >= many.from);
+        let (rows, wanted) = (x.rows(), x.panel_rows().wanted());
+        let many = self.table.batch.filter(|many| wanted && rows >= many.from);
         let (writer, copies) = x.writers(many.map(|many| many.form));
         self.for_rows(rows, |t| {
             // SAFETY: each row is visited once; the table was detected.
@@ -269,7 +297,11 @@ impl<'a> Job<'a> {
             Some((functions, rows.view(0, product.first_col)))
         });
         Self {
-            kernel: table.group(w.block_type, x.precision()),
+            kernel: if w.block_type == BlockType::BF16 && x.has_rounded() {
+                table.pairs(w.tiny)
+            } else {
+                table.group(w.block_type, x.precision())
+            },
             batch,
             args: GroupArgs {
                 weights: w.data.as_ptr(),

@@ -13,9 +13,10 @@
 //! ```
 //!
 //! and float weights: `a[k % 4] = fma(w[k], x[k], a[k % 4])` over the columns of a leaf, then
-//! `(a0 + a1) + (a2 + a3)`, then the tree. Each lane of a register is one row, so these orders
-//! hold for any register width, any number of activation rows at once and any distribution of
-//! rows over threads. [`crate::naive`] computes the same from the stored blocks.
+//! `(a0 + a1) + (a2 + a3)`, then the tree (BF16 in class `cpu-q8`: `pairs`). Each lane of a
+//! register is one row, so these orders hold for any register width, any number of activation rows
+//! at once and any distribution of rows over threads. [`crate::naive`] computes the same from the
+//! stored blocks.
 
 use std::mem::MaybeUninit;
 use std::ops::Range;
@@ -26,6 +27,8 @@ use crate::activations::View;
 use crate::formats::{Format, Layout, Planes, Scales};
 use crate::isa::{Isa, LANES};
 use crate::stored::Chunk;
+
+pub(crate) mod pairs;
 
 /// Activation rows that share one unpacking of the weights. With four, the accumulators and the
 /// eight unpacked quads fit the 32 registers of AVX-512; AVX2 spills either way. Counted, not
@@ -83,8 +86,8 @@ pub(crate) unsafe fn group_floats<S: Isa, T: FloatWeight>(args: GroupArgs<'_>) {
 }
 
 /// The sum over the columns of one leaf.
-trait Leaf: Copy {
-    unsafe fn leaf<S: Isa, const N: usize>(
+trait Leaf<S: Isa>: Copy {
+    unsafe fn leaf<const N: usize>(
         self,
         args: &GroupArgs<'_>,
         t: usize,
@@ -93,7 +96,7 @@ trait Leaf: Copy {
 }
 
 #[inline(always)]
-unsafe fn tiles<S: Isa>(args: GroupArgs<'_>, kernel: impl Leaf) {
+unsafe fn tiles<S: Isa>(args: GroupArgs<'_>, kernel: impl Leaf<S>) {
     let mut t = args.first;
     // SAFETY: tiles stay within first..end.
     unsafe {
@@ -110,11 +113,11 @@ unsafe fn tiles<S: Isa>(args: GroupArgs<'_>, kernel: impl Leaf) {
 
 /// `N` activation rows from `t`.
 #[inline(always)]
-unsafe fn tile<S: Isa, const N: usize>(args: &GroupArgs<'_>, kernel: impl Leaf, t: usize) {
+unsafe fn tile<S: Isa, const N: usize>(args: &GroupArgs<'_>, kernel: impl Leaf<S>, t: usize) {
     // SAFETY: the leaves make up 0..cols; outputs are those of rows t..t + N.
     unsafe {
         let sums = if args.leaf_cols >= args.cols {
-            kernel.leaf::<S, N>(args, t, 0..args.cols)
+            kernel.leaf::<N>(args, t, 0..args.cols)
         } else {
             tree::<S, N>(args, kernel, t)
         };
@@ -132,7 +135,7 @@ unsafe fn tile<S: Isa, const N: usize>(args: &GroupArgs<'_>, kernel: impl Leaf, 
 #[inline(always)]
 unsafe fn tree<S: Isa, const N: usize>(
     args: &GroupArgs<'_>,
-    kernel: impl Leaf,
+    kernel: impl Leaf<S>,
     t: usize,
 ) -> [S::F; N] {
     let leaves = args.cols.div_ceil(args.leaf_cols);
@@ -143,7 +146,7 @@ unsafe fn tree<S: Isa, const N: usize>(
         for leaf in 0..leaves {
             let start = leaf * args.leaf_cols;
             let end = (start + args.leaf_cols).min(args.cols);
-            let mut sum = kernel.leaf::<S, N>(args, t, start..end);
+            let mut sum = kernel.leaf::<N>(args, t, start..end);
             let mut level = 0;
             while leaf >> level & 1 == 1 {
                 add_level::<S, N>(levels[level].as_ptr(), &mut sum);
@@ -213,9 +216,9 @@ impl<F, const TERMS: usize> Clone for Quantised<F, TERMS> {
 }
 impl<F, const TERMS: usize> Copy for Quantised<F, TERMS> {}
 
-impl<F: Format, const TERMS: usize> Leaf for Quantised<F, TERMS> {
+impl<S: Isa, F: Format, const TERMS: usize> Leaf<S> for Quantised<F, TERMS> {
     #[inline(always)]
-    unsafe fn leaf<S: Isa, const N: usize>(
+    unsafe fn leaf<const N: usize>(
         self,
         args: &GroupArgs<'_>,
         t: usize,
@@ -414,9 +417,9 @@ impl<T> Clone for Floats<T> {
 }
 impl<T> Copy for Floats<T> {}
 
-impl<T: FloatWeight> Leaf for Floats<T> {
+impl<S: Isa, T: FloatWeight> Leaf<S> for Floats<T> {
     #[inline(always)]
-    unsafe fn leaf<S: Isa, const N: usize>(
+    unsafe fn leaf<const N: usize>(
         self,
         args: &GroupArgs<'_>,
         t: usize,

@@ -182,8 +182,8 @@ impl<T: Zeroed> Placed<T> {
     pub(crate) fn new(len: usize, place: usize) -> Self {
         assert!(place.is_multiple_of(64), "place {place}");
         let place = place % SMALL_PAGE;
-        let pages = (place + len * size_of::<T>()).next_multiple_of(SMALL_PAGE);
-        let bytes = vec![0u8; pages + SMALL_PAGE];
+        let used = len.checked_mul(size_of::<T>()).expect("an address space");
+        let bytes = vec![0u8; (place + used).next_multiple_of(SMALL_PAGE) + SMALL_PAGE];
         let to_page = 0usize.wrapping_sub(bytes.as_ptr().addr()) % SMALL_PAGE;
         Self {
             start: to_page + place,

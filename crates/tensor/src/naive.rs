@@ -4,7 +4,7 @@
 
 use std::ops::Range;
 
-use half::f16;
+use half::{bf16, f16};
 use paceline_base::{BlockType, tree};
 
 use crate::attention::PAGE;
@@ -61,6 +61,9 @@ fn leaf(
     columns: Range<usize>,
     precision: Precision,
 ) -> f32 {
+    if block_type == BlockType::BF16 && precision == Precision::Eight {
+        return bf16_leaf(row, x, columns);
+    }
     if block_type.is_float() {
         return float_leaf(block_type, row, x, columns);
     }
@@ -101,6 +104,28 @@ fn float_leaf(block_type: BlockType, row: &[u8], x: &[f32], columns: Range<usize
     let mut a = [0.0f32; 4];
     for k in columns {
         a[k % 4] = weights[k].mul_add(x[k], a[k % 4]);
+    }
+    (a[0] + a[1]) + (a[2] + a[3])
+}
+
+/// Activations rounded to bf16: [`crate::matmul`]'s `pairs`.
+fn bf16_leaf(row: &[u8], x: &[f32], columns: Range<usize>) -> f32 {
+    let mut weights = vec![0.0; row.len() / 2];
+    stored::dequantise(BlockType::BF16, row, &mut weights);
+    let smallest = 2.0f32.powi(-56);
+    let rounded = |x: f32| {
+        if x.abs() < smallest {
+            0.0
+        } else {
+            bf16::from_f32(x).to_f32()
+        }
+    };
+    let mut a = [0.0f32; 4];
+    for (p, k) in columns.clone().step_by(2).enumerate() {
+        if k + 1 < columns.end {
+            a[p % 4] = weights[k + 1].mul_add(rounded(x[k + 1]), a[p % 4]);
+        }
+        a[p % 4] = weights[k].mul_add(rounded(x[k]), a[p % 4]);
     }
     (a[0] + a[1]) + (a[2] + a[3])
 }

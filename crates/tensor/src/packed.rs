@@ -4,6 +4,7 @@
 //! the file's pages can be dropped after packing, so memory holds one copy.
 
 use std::ops::Range;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use half::f16;
 use paceline_base::{BlockType, Bytes};
@@ -11,6 +12,7 @@ use paceline_base::{BlockType, Bytes};
 use crate::ThreadPool;
 use crate::formats::{self, CRUMB_PLANE, Layout, NIBBLE_PLANE};
 use crate::isa::LANES;
+use crate::matmul::pairs::is_tiny;
 use crate::memory::HugeMap;
 use crate::stored::{self, CODEBOOK, Chunk, e2m1_code};
 
@@ -91,6 +93,8 @@ pub struct Packed {
     /// stored block, of which the kernels need the header.
     pub(crate) first_chunk: usize,
     pub(crate) group_bytes: usize,
+    /// Whether it has BF16 weights below [`SMALLEST`](crate::matmul::pairs::SMALLEST).
+    pub(crate) tiny: bool,
     pub(crate) data: HugeMap,
 }
 
@@ -159,6 +163,7 @@ impl Packed {
                 cut.first / Chunk::LEN
             },
             group_bytes,
+            tiny: false,
             data,
         };
         packed.fill(matrix, &cut, pool);
@@ -200,6 +205,7 @@ impl Packed {
             return;
         }
         let row_bytes = matrix.bytes.len().checked_div(matrix.rows).unwrap_or(0);
+        let tiny = AtomicBool::new(false);
         let groups = crate::pool::DisjointMut::new(&mut self.data, group_bytes);
         pool.run(matrix.rows.div_ceil(LANES), &|g| {
             // SAFETY: each task writes its own group.
@@ -207,6 +213,9 @@ impl Packed {
             for lane in 0..LANES.min(matrix.rows - g * LANES) {
                 let start = (g * LANES + lane) * row_bytes;
                 let row = &matrix.bytes[start..start + row_bytes][cut.bytes.clone()];
+                if block_type == BlockType::BF16 && has_tiny(row) {
+                    tiny.store(true, Ordering::Relaxed);
+                }
                 match formats::layout(block_type) {
                     Some(layout) => pack_row(block_type, layout, row, lane, cut.cols, out),
                     None => {
@@ -216,7 +225,18 @@ impl Packed {
                 }
             }
         });
+        self.tiny = tiny.into_inner();
     }
+}
+
+/// Whether a row of BF16 has weights that [`is_tiny`] says are.
+fn has_tiny(row: &[u8]) -> bool {
+    let mut weights = row
+        .as_chunks()
+        .0
+        .iter()
+        .map(|&bytes| u16::from_le_bytes(bytes));
+    weights.any(is_tiny)
 }
 
 /// The stored blocks of a row that hold a range of its columns.

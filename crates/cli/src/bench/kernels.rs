@@ -163,12 +163,11 @@ impl<'a> Bench<'a> {
         };
         let (large, small) = (pack(repeats)?, pack(PROMPT_ROWS / ROWS)?);
         let precision = Precision::of(args.compute.class.unwrap_or_default());
-        let precision = large.reads_integers().then_some(precision);
         let many = args.prompt as usize;
         Ok(Self {
-            one: activations(1, cols, precision, kernels),
+            one: activations(1, &large, precision, kernels),
             out: vec![0.0; large.rows()],
-            many: activations(many, cols, precision, kernels),
+            many: activations(many, &small, precision, kernels),
             many_out: vec![0.0; many * small.rows()],
             kernels,
             large,
@@ -212,14 +211,9 @@ impl<'a> Bench<'a> {
     }
 }
 
-/// `n` rows of waves.
-fn activations(
-    n: usize,
-    cols: usize,
-    precision: Option<Precision>,
-    kernels: &Kernels,
-) -> Activations {
-    let mut x = Activations::new(n, cols, precision);
+/// `n` rows of waves to multiply with a matrix.
+fn activations(n: usize, w: &Packed, precision: Precision, kernels: &Kernels) -> Activations {
+    let mut x = kernels.activations(n, w.cols(), precision, [w]);
     kernels.fill_rows(&mut x, |t, row| {
         let wave = |(i, value): (usize, &mut f32)| *value = ((i + t) as f32 * 0.7).sin();
         row.iter_mut().enumerate().for_each(wave);

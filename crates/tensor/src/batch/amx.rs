@@ -8,7 +8,7 @@ use std::arch::asm;
 use std::arch::x86_64::{__cpuid, __cpuid_count};
 use std::sync::OnceLock;
 
-use crate::batch::registers::Registers;
+use crate::batch::registers::{Registers, shape};
 
 /// Whether this process may use AMX.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -99,11 +99,7 @@ impl Configuration {
         };
         let mut tile = 0;
         while tile < 8 {
-            let (tile_rows, bytes) = match tile {
-                0..=3 => (rows, 64),
-                4 | 5 => (rows, depth),
-                _ => (depth / 4, 64),
-            };
+            let (tile_rows, bytes) = shape(tile, rows, depth);
             this.rows[tile] = tile_rows as u8;
             this.row_bytes[tile] = bytes as u16;
             tile += 1;

@@ -16,6 +16,7 @@ use std::marker::PhantomData;
 use std::mem::MaybeUninit;
 
 use crate::activations::Meta;
+use crate::batch::factors::{Factors, Halves, Min, store_halves, weighted};
 use crate::batch::{CHUNK_BYTES, Segment, Unpack, ask_for};
 use crate::formats::{Format, Layout, Planes, Scales};
 use crate::isa::{Bytes, Isa, LANES};
@@ -60,12 +61,9 @@ pub(crate) trait Tiles {
 #[repr(C, align(64))]
 struct PanelChunk {
     quads: [[i8; LINE]; 8],
-    scale: [f32; LANES],
-    /// Where the type has a min.
-    min: [f32; LANES],
-    /// Where its halves have factors of their own; of the min, where it has one as well.
-    sub: [[i32; LANES]; 2],
-    min_sub: [[i32; LANES]; 2],
+    factors: Factors,
+    /// Where the type's halves have factors of their own.
+    sub: Halves,
     _rest: [u8; 384],
 }
 
@@ -95,34 +93,26 @@ pub(crate) unsafe fn unpack<S: Bytes, F: Format>(args: Unpack) {
                 args.weights.add(place.header),
                 args.weights.add(place.scales),
             );
-            S::store(
-                (&raw mut (*out).scale).cast(),
-                F::S::scale::<S>(header, scales),
-            );
-            S::store((&raw mut (*out).min).cast(), F::S::min::<S>(header, scales));
-            let (sub, min_sub) = (F::S::sub::<S>(scales), F::S::min_sub::<S>(scales));
-            for half in 0..2 {
-                S::store_i((&raw mut (*out).sub[half]).cast(), sub[half]);
-                S::store_i((&raw mut (*out).min_sub[half]).cast(), min_sub[half]);
+            Factors::unpack::<S, F>(&raw mut (*out).factors, header, scales);
+            if F::S::HALVES {
+                store_halves::<S>(&raw mut (*out).sub, F::S::sub::<S>(scales));
             }
         }
     }
 }
 
-/// Multiplies a panel, whose type has factors for `HALVES` or a `MIN`.
+/// Multiplies a panel, whose type has factors for its halves if `HALVES`.
 ///
 /// # Safety
 /// Features of `S`, and `T`; the segment's pointers cover its chunks, rows and sums.
 #[inline(always)]
-pub(crate) unsafe fn multiply<S: Isa, T: Tiles, const HALVES: bool, const MIN: bool>(
-    segment: &Segment<'_>,
-) {
+pub(crate) unsafe fn multiply<S: Isa, T: Tiles, M: Min, const HALVES: bool>(segment: &Segment<'_>) {
     let whole = segment.rows / T::ROWS * T::ROWS;
     let depth = if HALVES { Chunk::LEN / 2 } else { Chunk::LEN };
     // SAFETY: tiles stay within the rows.
     unsafe {
         if whole > 0 {
-            let mut tiles = Tile::<S, T, HALVES, MIN>(T::configured(T::ROWS, depth), PhantomData);
+            let mut tiles = Tile::<S, T, M, HALVES>(T::configured(T::ROWS, depth), PhantomData);
             for t in (0..whole).step_by(T::ROWS) {
                 tiles.groups::<true>(segment, t, T::ROWS);
             }
@@ -130,7 +120,7 @@ pub(crate) unsafe fn multiply<S: Isa, T: Tiles, const HALVES: bool, const MIN: b
         }
         if whole < segment.rows {
             let rest = segment.rows - whole;
-            let mut tiles = Tile::<S, T, HALVES, MIN>(T::configured(rest, depth), PhantomData);
+            let mut tiles = Tile::<S, T, M, HALVES>(T::configured(rest, depth), PhantomData);
             tiles.groups::<false>(segment, whole, rest);
             tiles.0.release();
         }
@@ -138,9 +128,9 @@ pub(crate) unsafe fn multiply<S: Isa, T: Tiles, const HALVES: bool, const MIN: b
 }
 
 /// Configured tiles.
-struct Tile<S, T, const HALVES: bool, const MIN: bool>(T, PhantomData<S>);
+struct Tile<S, T, M, const HALVES: bool>(T, PhantomData<(S, M)>);
 
-impl<S: Isa, T: Tiles, const HALVES: bool, const MIN: bool> Tile<S, T, HALVES, MIN> {
+impl<S: Isa, T: Tiles, M: Min, const HALVES: bool> Tile<S, T, M, HALVES> {
     /// `rows` rows from `t` of the segment with each group; `FULL` when they are a whole tile.
     #[inline(always)]
     unsafe fn groups<const FULL: bool>(&mut self, segment: &Segment<'_>, t: usize, rows: usize) {
@@ -194,31 +184,7 @@ impl<S: Isa, T: Tiles, const HALVES: bool, const MIN: bool> Tile<S, T, HALVES, M
             } else {
                 joined(0)
             };
-            let (dot, scale) = (S::to_f(dot), S::load((&raw const (*chunk).scale).cast()));
-            if !MIN {
-                return S::mul(dot, scale);
-            }
-            let min_sum = if HALVES {
-                let sums = meta.sums.map(|sum| S::splat_i(sum));
-                S::to_f(weighted::<S>(&raw const (*chunk).min_sub, sums))
-            } else {
-                S::splat((meta.sums[0] + meta.sums[1]) as f32)
-            };
-            let min = S::load((&raw const (*chunk).min).cast());
-            S::fma(dot, scale, S::mul(min, min_sum))
+            M::inner::<S>(S::to_f(dot), &raw const (*chunk).factors, meta)
         }
-    }
-}
-
-/// The sum of two halves with a factor for each.
-#[inline(always)]
-unsafe fn weighted<S: Isa>(factors: *const [[i32; LANES]; 2], halves: [S::I; 2]) -> S::I {
-    // SAFETY: two times sixteen factors.
-    unsafe {
-        let factors = factors.cast::<i32>();
-        S::add_i(
-            S::mul_i(S::load_i(factors), halves[0]),
-            S::mul_i(S::load_i(factors.add(LANES)), halves[1]),
-        )
     }
 }

@@ -1,6 +1,6 @@
 //! The tile instructions as plain loops, after the pseudo-code of the Intel SDM, volume 2.
 
-use crate::batch::registers::Registers;
+use crate::batch::registers::{Registers, shape};
 
 /// A tile: its shape, and 16 rows of 64 bytes.
 #[derive(Clone, Copy, Debug)]
@@ -33,11 +33,7 @@ impl Registers for Emulated {
             "{rows} rows of {depth} bytes"
         );
         Self(std::array::from_fn(|tile| {
-            let (rows, row_bytes) = match tile {
-                0..=3 => (rows, 64),
-                4 | 5 => (rows, depth),
-                _ => (depth / 4, 64),
-            };
+            let (rows, row_bytes) = shape(tile, rows, depth);
             Tile {
                 rows,
                 row_bytes,

@@ -29,6 +29,15 @@ pub(crate) trait Registers {
     unsafe fn release(self);
 }
 
+/// Rows and bytes of a row of `tile` in a configuration for `rows` and `depth`.
+pub(crate) const fn shape(tile: usize, rows: usize, depth: usize) -> (usize, usize) {
+    match tile {
+        0..=3 => (rows, LINE),
+        4 | 5 => (rows, depth),
+        _ => (depth / 4, LINE),
+    }
+}
+
 impl<R: Registers> Tiles for R {
     const ROWS: usize = TILE_ROWS;
     const FROM: usize = TILE_ROWS;

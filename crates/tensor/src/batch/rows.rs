@@ -39,7 +39,7 @@ pub(crate) struct PanelRows {
 }
 
 impl PanelRows {
-    /// Room for `max_rows` rows of `cols` columns, whole chunks.
+    /// Room for `max_rows` rows of `cols` columns, whole chunks; none for copies that nobody reads.
     pub(crate) fn new(max_rows: usize, cols: usize) -> Self {
         let stride = cols + PADDING;
         Self {
@@ -48,6 +48,11 @@ impl PanelRows {
             q: vec![0; 2 * max_rows * stride],
             meta: vec![Meta::default(); max_rows * stride / CHUNK],
         }
+    }
+
+    /// Whether there is room for copies.
+    pub(crate) const fn wanted(&self) -> bool {
+        !self.q.is_empty()
     }
 
     /// How the rows lie.

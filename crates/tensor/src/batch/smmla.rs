@@ -2,9 +2,9 @@
 //! the products of `sdot`.
 
 use std::arch::aarch64::*;
-use std::arch::asm;
 
 use crate::batch::bytes::{LINE, Results, Rows, Tiles};
+use crate::isa::smmla;
 
 /// Columns that one instruction takes.
 const DEPTH: usize = 8;
@@ -13,21 +13,6 @@ const DEPTH: usize = 8;
 #[derive(Debug)]
 pub(crate) struct Smmla {
     rows: usize,
-}
-
-/// `acc + a b^T` for two rows of eight bytes each. The intrinsic is not stable in Rust 1.95.
-#[inline(always)]
-unsafe fn smmla(mut acc: int32x4_t, a: int8x16_t, b: int8x16_t) -> int32x4_t {
-    // SAFETY: register arithmetic; the feature by the caller.
-    unsafe {
-        asm!(
-            ".arch_extension i8mm",
-            "smmla {acc:v}.4s, {a:v}.16b, {b:v}.16b",
-            acc = inout(vreg) acc, a = in(vreg) a, b = in(vreg) b,
-            options(pure, nomem, nostack, preserves_flags)
-        );
-    }
-    acc
 }
 
 impl Smmla {

@@ -5,7 +5,7 @@
 //! left to put together per row. 16 pairs of columns of 16 rows make a chunk; pair `2 g + odd`
 //! is columns `4 g + odd` and `4 g + odd + 2` ([`Words::widen`]).
 
-use crate::activations::Meta;
+use crate::batch::factors::{Factors, Min};
 use crate::batch::{CHUNK_BYTES, Segment, Unpack, ask_for};
 use crate::formats::{Format, Layout, Planes, Scales};
 use crate::isa::{LANES, Words};
@@ -28,84 +28,10 @@ const PAIRS: usize = Chunk::LEN / 2;
 struct PanelChunk {
     /// `(pair, row, 2)`
     words: [[i16; 2 * LANES]; PAIRS],
-    scale: [f32; LANES],
-    /// Where the type has a min.
-    min: [f32; LANES],
-    /// Where its halves have factors of their own.
-    min_sub: [[i32; LANES]; 2],
+    factors: Factors,
 }
 
 const _: () = assert!(size_of::<PanelChunk>() == CHUNK_BYTES);
-
-/// How a chunk's min is added.
-pub(crate) trait Min {
-    /// `inner` of [`crate::matmul`] for one row of activations.
-    ///
-    /// # Safety
-    /// Features of `S`; a whole chunk of the kind.
-    unsafe fn inner<S: Words>(dot: S::F, chunk: *const u8, meta: Meta) -> S::F;
-}
-
-/// None.
-#[derive(Debug)]
-pub(crate) struct NoMin;
-/// One for the chunk.
-#[derive(Debug)]
-pub(crate) struct OneMin;
-/// With a factor for each half.
-#[derive(Debug)]
-pub(crate) struct HalfMins;
-
-impl Min for NoMin {
-    #[inline(always)]
-    unsafe fn inner<S: Words>(dot: S::F, chunk: *const u8, _meta: Meta) -> S::F {
-        // SAFETY: passed on.
-        unsafe { S::mul(dot, scale::<S>(chunk)) }
-    }
-}
-
-impl Min for OneMin {
-    #[inline(always)]
-    unsafe fn inner<S: Words>(dot: S::F, chunk: *const u8, meta: Meta) -> S::F {
-        // SAFETY: passed on.
-        unsafe {
-            let sum = S::splat((meta.sums[0] + meta.sums[1]) as f32);
-            S::fma(dot, scale::<S>(chunk), S::mul(min::<S>(chunk), sum))
-        }
-    }
-}
-
-impl Min for HalfMins {
-    #[inline(always)]
-    unsafe fn inner<S: Words>(dot: S::F, chunk: *const u8, meta: Meta) -> S::F {
-        // SAFETY: passed on.
-        unsafe {
-            let factors = &raw const (*chunk.cast::<PanelChunk>()).min_sub;
-            let [low, high] = [factors.cast::<i32>(), factors.cast::<i32>().add(LANES)];
-            let sum = S::add_i(
-                S::mul_i(S::load_i(low), S::splat_i(meta.sums[0])),
-                S::mul_i(S::load_i(high), S::splat_i(meta.sums[1])),
-            );
-            S::fma(
-                dot,
-                scale::<S>(chunk),
-                S::mul(min::<S>(chunk), S::to_f(sum)),
-            )
-        }
-    }
-}
-
-#[inline(always)]
-unsafe fn scale<S: Words>(chunk: *const u8) -> S::F {
-    // SAFETY: the caller passes a chunk of a panel.
-    unsafe { S::load((&raw const (*chunk.cast::<PanelChunk>()).scale).cast()) }
-}
-
-#[inline(always)]
-unsafe fn min<S: Words>(chunk: *const u8) -> S::F {
-    // SAFETY: the caller passes a chunk of a panel.
-    unsafe { S::load((&raw const (*chunk.cast::<PanelChunk>()).min).cast()) }
-}
 
 /// Unpacks chunks of a group of format `F`.
 ///
@@ -123,18 +49,7 @@ pub(crate) unsafe fn unpack<S: Words, F: Format>(args: Unpack) {
             let header = args.weights.add(place.header);
             unpack_planes::<S, F>(args.weights.add(place.planes), scales, out);
             ask_for::<S>(&args, layout, c);
-            S::store(
-                (&raw mut (*out).scale).cast(),
-                F::S::scale::<S>(header, scales),
-            );
-            if F::S::HAS_MIN {
-                S::store((&raw mut (*out).min).cast(), F::S::min::<S>(header, scales));
-            }
-            if F::S::HAS_MIN && F::S::HALVES {
-                let factors = F::S::min_sub::<S>(scales);
-                S::store_i((&raw mut (*out).min_sub[0]).cast(), factors[0]);
-                S::store_i((&raw mut (*out).min_sub[1]).cast(), factors[1]);
-            }
+            Factors::unpack::<S, F>(&raw mut (*out).factors, header, scales);
         }
     }
 }
@@ -221,7 +136,8 @@ unsafe fn tile<S: Words, M: Min, const G: usize, const N: usize>(segment: &Segme
                 let meta = segment
                     .x
                     .meta(segment.first + t + i, segment.first_chunk + c);
-                let inner = M::inner::<S>(S::to_f(dots[i][g]), segment.chunk(g, c), meta);
+                let factors = &raw const (*segment.chunk(g, c).cast::<PanelChunk>()).factors;
+                let inner = M::inner::<S>(S::to_f(dots[i][g]), factors, meta);
                 sums[i][g] = S::fma(inner, S::splat(meta.scale), sums[i][g]);
             });
         }

@@ -221,6 +221,14 @@ impl Isa for Avx2 {
         both!(_mm256_castsi256_ps, bits)
     }
     #[inline(always)]
+    unsafe fn splat_bf16s(p: *const u16) -> [F; 2] {
+        unsafe {
+            let pair = _mm256_set1_epi32(p.cast::<i32>().read_unaligned());
+            let odd = _mm256_and_si256(pair, _mm256_set1_epi32(!0xffff));
+            [_mm256_slli_epi32::<16>(pair), odd].map(|x| [_mm256_castsi256_ps(x); 2])
+        }
+    }
+    #[inline(always)]
     unsafe fn add(a: F, b: F) -> F {
         both!(_mm256_add_ps, a, b)
     }
@@ -348,10 +356,17 @@ impl Words for Avx2 {
         unsafe {
             // packs interleaves 128-bit halves; the permutation puts them back in order.
             let words = _mm256_packs_epi32(x[0], x[1]);
-            let words = _mm256_permute4x64_epi64::<0b11_01_10_00>(words);
-            let words = _mm256_shufflelo_epi16::<0b11_01_10_00>(words);
-            let words = _mm256_shufflehi_epi16::<0b11_01_10_00>(words);
-            _mm256_storeu_si256(p.cast(), words);
+            store_exchanged(p, _mm256_permute4x64_epi64::<0b11_01_10_00>(words));
         }
+    }
+}
+
+/// [`Words::store_words`] of 16 words.
+#[inline(always)]
+pub(super) unsafe fn store_exchanged(p: *mut i16, words: __m256i) {
+    unsafe {
+        let words = _mm256_shufflelo_epi16::<0b11_01_10_00>(words);
+        let words = _mm256_shufflehi_epi16::<0b11_01_10_00>(words);
+        _mm256_storeu_si256(p.cast(), words);
     }
 }

@@ -6,8 +6,10 @@
 
 use std::arch::asm;
 use std::arch::x86_64::*;
+use std::mem::transmute;
 
-use super::{Bytes, Isa, Words};
+use super::avx2::store_exchanged;
+use super::{Bytes, Isa, Pairs, Words};
 
 /// Needs avx512f, avx512bw, avx512vl, avx512vnni and f16c.
 #[derive(Clone, Copy, Debug)]
@@ -150,6 +152,14 @@ impl Isa for Avx512 {
         }
     }
     #[inline(always)]
+    unsafe fn splat_bf16s(p: *const u16) -> [__m512; 2] {
+        unsafe {
+            let pair = _mm512_set1_epi32(p.cast::<i32>().read_unaligned());
+            let odd = _mm512_and_si512(pair, _mm512_set1_epi32(!0xffff));
+            [_mm512_slli_epi32::<16>(pair), odd].map(|x| _mm512_castsi512_ps(x))
+        }
+    }
+    #[inline(always)]
     unsafe fn add(a: __m512, b: __m512) -> __m512 {
         unsafe { _mm512_add_ps(a, b) }
     }
@@ -261,12 +271,7 @@ impl Words for Avx512 {
     }
     #[inline(always)]
     unsafe fn store_words(p: *mut i16, x: __m512i) {
-        unsafe {
-            let words = _mm512_cvtepi32_epi16(x);
-            let words = _mm256_shufflelo_epi16::<0b11_01_10_00>(words);
-            let words = _mm256_shufflehi_epi16::<0b11_01_10_00>(words);
-            _mm256_storeu_si256(p.cast(), words);
-        }
+        unsafe { store_exchanged(p, _mm512_cvtepi32_epi16(x)) }
     }
 }
 
@@ -274,5 +279,41 @@ impl Bytes for Avx512 {
     #[inline(always)]
     unsafe fn less(w: __m512i, offset: u8) -> __m512i {
         unsafe { _mm512_sub_epi8(w, _mm512_set1_epi8(offset as i8)) }
+    }
+}
+
+/// Two columns at a time by AVX-512 BF16. Needs avx512bf16.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Dpbf16;
+
+impl Pairs<Avx512> for Dpbf16 {
+    type Weights = __m512i;
+
+    #[inline(always)]
+    unsafe fn load(p: *const u8) -> __m512i {
+        // Lane i takes element i of either column.
+        const ROWS: [u16; 32] = {
+            let mut rows = [0; 32];
+            let mut i = 0;
+            while i < 32 {
+                rows[i] = (i / 2 + i % 2 * 16) as u16;
+                i += 1;
+            }
+            rows
+        };
+        unsafe {
+            let rows = _mm512_loadu_si512(ROWS.as_ptr().cast());
+            let columns = _mm512_loadu_si512(p.cast());
+            _mm512_permutexvar_epi16(rows, columns)
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn dot(acc: __m512, w: __m512i, x: *const u16) -> __m512 {
+        unsafe {
+            let x = _mm512_set1_epi32(x.cast::<i32>().read_unaligned());
+            let [w, x] = [w, x].map(|bits| transmute::<__m512i, __m512bh>(bits));
+            _mm512_dpbf16_ps(acc, w, x)
+        }
     }
 }

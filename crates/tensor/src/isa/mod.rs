@@ -20,9 +20,9 @@ mod scalar;
 #[cfg(target_arch = "x86_64")]
 pub(crate) use avx2::Avx2;
 #[cfg(target_arch = "x86_64")]
-pub(crate) use avx512::Avx512;
+pub(crate) use avx512::{Avx512, Dpbf16};
 #[cfg(target_arch = "aarch64")]
-pub(crate) use neon::Neon;
+pub(crate) use neon::{Neon, smmla};
 pub(crate) use scalar::Scalar;
 
 /// Lanes of [`Isa::F`] and [`Isa::I`].
@@ -122,6 +122,8 @@ pub(crate) trait Isa: Copy {
     }
     /// Loads 16 bf16, exactly.
     unsafe fn load_bf16(p: *const u16) -> Self::F;
+    /// Each of the two bf16 at `p` in every lane, exactly.
+    unsafe fn splat_bf16s(p: *const u16) -> [Self::F; 2];
     /// `a + b`.
     unsafe fn add(a: Self::F, b: Self::F) -> Self::F;
     /// `a - b`.
@@ -186,6 +188,51 @@ pub(crate) trait Bytes: Isa {
     #[inline(always)]
     unsafe fn arranged(quads: [Self::W; 8]) -> [Self::W; 8] {
         quads
+    }
+}
+
+/// How two columns of BF16 weights are multiplied with two activations in bf16.
+pub(crate) trait Pairs<S: Isa>: Copy {
+    /// Two columns of 16 rows.
+    type Weights: Copy;
+    /// Loads column `k` and, behind it, `k + 1`.
+    ///
+    /// # Safety
+    /// Both are there; features.
+    unsafe fn load(p: *const u8) -> Self::Weights;
+    /// `fma(w[k], x[k], fma(w[k + 1], x[k + 1], acc))` for the two activations at `x`.
+    ///
+    /// # Safety
+    /// Both are there; features.
+    unsafe fn dot(acc: S::F, w: Self::Weights, x: *const u16) -> S::F;
+}
+
+/// Bytes of a column of BF16 weights.
+pub(crate) const BF16_COLUMN: usize = 2 * LANES;
+
+/// One column after the other, on any instruction set.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct InTurn;
+
+impl<S: Isa> Pairs<S> for InTurn {
+    type Weights = [S::F; 2];
+
+    #[inline(always)]
+    unsafe fn load(p: *const u8) -> [S::F; 2] {
+        // SAFETY: by the caller's promise.
+        unsafe {
+            let second = S::load_bf16(p.add(BF16_COLUMN).cast());
+            [S::load_bf16(p.cast()), second]
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn dot(acc: S::F, w: [S::F; 2], x: *const u16) -> S::F {
+        // SAFETY: by the caller's promise.
+        unsafe {
+            let x = S::splat_bf16s(x);
+            S::fma(w[0], x[0], S::fma(w[1], x[1], acc))
+        }
     }
 }
 

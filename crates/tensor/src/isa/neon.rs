@@ -34,19 +34,40 @@ macro_rules! each {
     };
 }
 
-/// `acc + sum of four signed byte products` per lane. The intrinsic `vdotq_s32` is not stable
-/// in Rust 1.95, so the instruction is written as text.
-#[inline(always)]
-unsafe fn sdot(mut acc: int32x4_t, a: int8x16_t, b: int8x16_t) -> int32x4_t {
-    unsafe {
-        asm!(
-            ".arch_extension dotprod",
-            "sdot {acc:v}.4s, {a:v}.16b, {b:v}.16b",
-            acc = inout(vreg) acc, a = in(vreg) a, b = in(vreg) b,
-            options(pure, nomem, nostack, preserves_flags)
-        );
-    }
-    acc
+/// An instruction that adds products of signed bytes to `acc`. Their intrinsics are not stable in
+/// Rust 1.95, so they are written as text.
+macro_rules! byte_products {
+    ($(#[$doc:meta])* $visibility:vis $name:ident of $extension:literal) => {
+        $(#[$doc])*
+        #[inline(always)]
+        $visibility unsafe fn $name(
+            mut acc: int32x4_t,
+            a: int8x16_t,
+            b: int8x16_t,
+        ) -> int32x4_t {
+            unsafe {
+                asm!(
+                    concat!(".arch_extension ", $extension),
+                    concat!(stringify!($name), " {acc:v}.4s, {a:v}.16b, {b:v}.16b"),
+                    acc = inout(vreg) acc, a = in(vreg) a, b = in(vreg) b,
+                    options(pure, nomem, nostack, preserves_flags)
+                );
+            }
+            acc
+        }
+    };
+}
+
+byte_products! {
+    /// The sum of four products per lane.
+    sdot of "dotprod"
+}
+byte_products! {
+    /// `a b^T` for two rows of eight bytes each.
+    ///
+    /// # Safety
+    /// The CPU has i8mm.
+    pub(crate) smmla of "i8mm"
 }
 
 /// Four f16 to f32; `fcvtl` is part of base ARMv8.
@@ -254,6 +275,14 @@ impl Isa for Neon {
             vreinterpretq_f32_u32(vshlq_n_u32::<16>(vmovl_u16(vld1_u16(p.add(4 * i)))))
         };
         [widen(0), widen(1), widen(2), widen(3)]
+    }
+    #[inline(always)]
+    unsafe fn splat_bf16s(p: *const u16) -> [F; 2] {
+        unsafe {
+            let pair = vdupq_n_u32(p.cast::<u32>().read_unaligned());
+            let odd = vandq_u32(pair, vdupq_n_u32(!0xffff));
+            [vshlq_n_u32::<16>(pair), odd].map(|x| [vreinterpretq_f32_u32(x); 4])
+        }
     }
     #[inline(always)]
     unsafe fn add(a: F, b: F) -> F {

@@ -164,6 +164,10 @@ impl Isa for Scalar {
         map(|i| bf16::from_bits(unsafe { p.add(i).read_unaligned() }).to_f32())
     }
     #[inline(always)]
+    unsafe fn splat_bf16s(p: *const u16) -> [F; 2] {
+        [0, 1].map(|i| [bf16::from_bits(unsafe { p.add(i).read_unaligned() }).to_f32(); LANES])
+    }
+    #[inline(always)]
     unsafe fn add(a: F, b: F) -> F {
         map(|i| a[i] + b[i])
     }

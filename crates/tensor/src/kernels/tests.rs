@@ -11,6 +11,8 @@ use crate::{naive, stored};
 use half::f16;
 use paceline_base::{BlockType, tree};
 
+mod rounded;
+
 /// A small generator: the tests need variety, not quality (Steele et al. 2014, SplitMix64).
 struct Random(u64);
 
@@ -124,9 +126,8 @@ fn compare_product(
             as_f32: false,
         };
         let packed = Packed::new(matrix, options, kernels.pool()).unwrap();
-        let integers = !block_type.is_float();
         for &batch in batches(rows, kernels.pool().threads()) {
-            let mut acts = Activations::new(batch, cols, integers.then_some(precision));
+            let mut acts = kernels.activations(batch, cols, precision, [&packed]);
             kernels.fill_rows(&mut acts, |t, row| row.copy_from_slice(&x[t % x.len()]));
             let mut out = vec![f32::NAN; batch * rows];
             kernels.products(
@@ -311,6 +312,61 @@ fn several_matrices_in_one_job_give_what_each_gives_alone() {
                 }],
             );
             assert_eq!(bits(out), bits(&alone));
+        }
+    }
+}
+
+/// The bits of a product, by activations that are as `acts` makes them.
+fn product_bits(kernels: &Kernels, w: &Packed, mut acts: Activations, x: &[f32]) -> Vec<u32> {
+    let cols = acts.cols();
+    kernels.fill_rows(&mut acts, |t, row| {
+        row.copy_from_slice(&x[t * cols..][..cols]);
+    });
+    let mut out = vec![0.0; acts.rows() * w.rows()];
+    let product = Product {
+        weights: w,
+        first_col: 0,
+        out: &mut out,
+    };
+    kernels.products(&acts, [product]);
+    bits(&out)
+}
+
+#[test]
+fn activations_have_what_their_products_read() {
+    const COLS: usize = 256;
+    let x = Random(9).floats(64 * COLS, 2.0);
+    for kernels in all_kernels() {
+        let packed = [BlockType::Q4_1, BlockType::Q6_K, BlockType::F16].map(|block_type| {
+            let matrix = StoredMatrix {
+                block_type,
+                rows: 17,
+                cols: COLS,
+                bytes: &stored_rows(block_type, 17, COLS, 5),
+            };
+            Packed::new(matrix, PackOptions::default(), kernels.pool()).unwrap()
+        });
+        for (rows, precision) in [
+            (1, Precision::Fifteen),
+            (64, Precision::Fifteen),
+            (64, Precision::Eight),
+        ] {
+            for readers in [&packed[..0], &packed[..1], &packed[..2], &packed[2..]] {
+                let acts = kernels.activations(rows, COLS, precision, readers);
+                let integers = readers.iter().any(Packed::reads_integers);
+                assert_eq!(acts.precision(), integers.then_some(precision));
+                let pays = |w: &Packed| {
+                    let batch = kernels.table.batch;
+                    batch.is_some_and(|batch| batch.pays(w.block_type, rows))
+                };
+                let panels = precision == Precision::Fifteen && readers.iter().any(pays);
+                assert_eq!(acts.panel_rows().wanted(), panels);
+                for w in readers {
+                    let all = Activations::new(rows, COLS, Some(precision));
+                    let all = product_bits(&kernels, w, all, &x);
+                    assert_eq!(product_bits(&kernels, w, acts.clone(), &x), all);
+                }
+            }
         }
     }
 }
