@@ -9,9 +9,12 @@ use paceline_tensor::{
 use crate::config::Activation;
 use crate::families::{Half, LayerStep};
 use crate::model::Model;
-use crate::split::LeafCut;
-use crate::weights::{Layer, Linear, Summed};
+use crate::weights::{Layer, Linear};
 use crate::{Error, Links};
+
+mod sums;
+
+use sums::Sums;
 
 /// Which positions of a sequence give logits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -148,10 +151,8 @@ pub struct Workspace {
     /// `(T, K D)` each
     k: Vec<f32>,
     v: Vec<f32>,
-    /// `(T, H D)`
-    attended: Vec<f32>,
-    /// `(T, H D)`, quantised
-    attended_x: Activations,
+    /// `(T, H D)`, as attention leaves it, then quantised
+    attended: Activations,
     /// `(T, F)` each
     gate: Vec<f32>,
     up: Vec<f32>,
@@ -196,8 +197,7 @@ impl Workspace {
             q: rows(q),
             k: rows(kv),
             v: rows(kv),
-            attended: rows(q),
-            attended_x: Activations::new(size.rows, q, precision(integers.attended)),
+            attended: Activations::new(size.rows, q, precision(integers.attended)),
             gate: rows(ffn),
             up: rows(ffn),
             hidden: Activations::new(size.rows, ffn, precision(integers.hidden)),
@@ -299,7 +299,7 @@ impl<'m, 'b> Step<'m, 'b> {
             batch.sequences.len(),
             batch.logit_rows()
         );
-        for x in [&mut ws.x, &mut ws.attended_x, &mut ws.hidden] {
+        for x in [&mut ws.x, &mut ws.attended, &mut ws.hidden] {
             x.resize(rows);
         }
         let mut step = Self {
@@ -492,22 +492,17 @@ impl<'b> LayerStep for Step<'_, 'b> {
             queries: &self.ws.q,
             sequences: &self.sequences,
         };
-        kernels.attention(&step, &mut self.ws.scratch, &mut self.ws.attended);
+        let out = self.ws.attended.values_mut();
+        kernels.attention(&step, &mut self.ws.scratch, out);
         Ok(())
     }
 
     fn project_attention(&mut self, w: &Layer) -> Result<(), Error> {
         let ws = &mut *self.ws;
-        let attended = &ws.attended;
-        let len = ws.attended_x.cols();
-        self.model
-            .kernels()
-            .fill_rows(&mut ws.attended_x, |t, out| {
-                out.copy_from_slice(&attended[t * len..(t + 1) * len]);
-            });
+        self.model.kernels().quantise(&mut ws.attended);
         let cut = &self.model.shard().attention;
         ws.sums
-            .compute(self.model, &w.attention_output, cut, &ws.attended_x)
+            .compute(self.model, &w.attention_output, cut, &ws.attended)
     }
 
     fn norm_delta(&mut self, w: &Layer, half: Half) -> Result<(), Error> {
@@ -522,8 +517,14 @@ impl<'b> LayerStep for Step<'_, 'b> {
     }
 
     fn add_delta(&mut self) -> Result<(), Error> {
-        let n = self.rows * self.model.config().width;
-        vector::add_assign(&mut self.ws.residual[..n], &self.ws.sums.delta[..n]);
+        let (rows, width) = (self.rows, self.model.config().width);
+        let delta = &self.ws.sums.delta;
+        let residual = DisjointMut::new(&mut self.ws.residual[..rows * width], width);
+        self.model.kernels().for_rows(rows, |t| {
+            // SAFETY: each row is visited once.
+            let row = unsafe { residual.part(t) };
+            vector::add_assign(row, &delta[t * width..(t + 1) * width]);
+        });
         Ok(())
     }
 
@@ -557,56 +558,6 @@ impl<'b> LayerStep for Step<'_, 'b> {
     fn project_down(&mut self, w: &Layer) -> Result<(), Error> {
         let (ws, cut) = (&mut *self.ws, &self.model.shard().feed_forward);
         ws.sums.compute(self.model, &w.down, cut, &ws.hidden)
-    }
-}
-
-/// Products whose input dimension is cut over the ranks of a stage.
-#[derive(Debug)]
-struct Sums {
-    /// `(roots of all ranks, T, C)`; the sum of them, `(T, C)`, is at the start.
-    delta: Memory<f32>,
-    /// Values that each rank sends.
-    counts: Vec<usize>,
-}
-
-impl Sums {
-    fn new(model: &Model, rows: usize) -> Self {
-        let (shard, n) = (model.shard(), rows * model.config().width);
-        let nodes = |cut: &LeafCut| cut.nodes.len();
-        let most = nodes(&shard.attention).max(nodes(&shard.feed_forward));
-        Self {
-            delta: exchanged(model, n * most),
-            counts: Vec::with_capacity(shard.stage_ranks().len()),
-        }
-    }
-
-    /// x (T, in) -> delta (T, C): this rank's roots of the canonical sum, then the sum over the
-    /// roots of all ranks.
-    fn compute(
-        &mut self,
-        model: &Model,
-        weights: &Summed,
-        cut: &LeafCut,
-        x: &Activations,
-    ) -> Result<(), Error> {
-        let n = x.rows() * model.config().width;
-        let links = model.links().filter(|_| cut.roots.len() > 1);
-        let Self { delta, counts } = self;
-        // Its roots lie where the others expect them.
-        let first = links.map_or(0, |_| cut.roots_before());
-        let mine = &mut delta[first * n..(first + weights.roots.len()) * n];
-        let outs = mine.chunks_exact_mut(n).zip(&weights.roots);
-        let products = outs.map(|(out, (first_col, weights))| Product {
-            weights,
-            first_col: *first_col,
-            out,
-        });
-        model.kernels().products(x, products);
-        if let Some(links) = links {
-            links.sum(cut, &mut delta[..cut.nodes.len() * n], counts)?;
-        }
-        add_bias(delta, weights.bias.as_deref(), x.rows());
-        Ok(())
     }
 }
 

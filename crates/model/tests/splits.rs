@@ -36,10 +36,10 @@ struct Case<'a> {
 impl Case<'_> {
     fn size(&self) -> BatchSize {
         BatchSize {
-            rows: 128,
+            rows: 384,
             logit_rows: 128,
             sequences: 2,
-            context: 256,
+            context: 8 * PAGE,
         }
     }
 
@@ -58,8 +58,8 @@ impl Case<'_> {
     /// Leads through all steps; the bits of the logits of every step.
     fn lead(&self, model: &Model) -> Vec<Vec<u32>> {
         let mut ws = Workspace::new(model, self.size());
-        let mut cache = model.new_cache(8 * PAGE).unwrap();
-        let pages = [[0, 2, 4, 6], [7, 5, 3, 1]];
+        let mut cache = model.new_cache(16 * PAGE).unwrap();
+        let pages = [[0, 2, 4, 6, 8, 10, 12, 14], [15, 13, 11, 9, 7, 5, 3, 1]];
         let mut done = [0; 2];
         let mut all = Vec::new();
         for step in self.steps {
@@ -88,7 +88,7 @@ impl Case<'_> {
     /// Follows through all steps; an error when the leader ends before.
     fn follow(&self, model: &Model) -> Result<(), Error> {
         let mut ws = Workspace::new(model, self.size());
-        let mut cache = model.new_cache(8 * PAGE).unwrap();
+        let mut cache = model.new_cache(16 * PAGE).unwrap();
         let mut steps = 0;
         while steps < self.steps.len() {
             steps += usize::from(model.follow(&mut ws, &mut cache)? == Followed::Step);
@@ -160,7 +160,7 @@ impl Case<'_> {
 fn tokens(vocab: usize) -> [Vec<u32>; 2] {
     [1, 2].map(|seed| {
         let mut random = Random(seed);
-        (0..110).map(|_| random.below(vocab) as u32).collect()
+        (0..330).map(|_| random.below(vocab) as u32).collect()
     })
 }
 
@@ -197,6 +197,24 @@ fn every_family_gives_the_bits_of_one_rank() {
             class,
             tokens: &tokens(tiny.vocab),
             steps: &STEPS,
+        };
+        case.check(&TINY_SPLITS);
+    }
+}
+
+/// Prompts of several blocks, whose sums are exchanged while the next block is computed.
+#[test]
+fn blocks_of_long_prompts_give_the_bits_of_one_rank() {
+    let dir = tempfile::tempdir().unwrap();
+    for family in [Family::Llama, Family::Gemma3] {
+        let path = dir.path().join(family.name());
+        let tiny = Tiny::new(family, BlockType::Q5_1);
+        tiny.write(&path);
+        let case = Case {
+            path: &path,
+            class: KernelClass::Cpu,
+            tokens: &tokens(tiny.vocab),
+            steps: &[[256, 3], [1, 127], [40, 100]],
         };
         case.check(&TINY_SPLITS);
     }

@@ -139,6 +139,12 @@ impl Activations {
         &self.values[t * self.cols..(t + 1) * self.cols]
     }
 
+    /// All rows in use, `(rows, cols)`, to be filled and then
+    /// [quantised](crate::Kernels::quantise).
+    pub fn values_mut(&mut self) -> &mut [f32] {
+        &mut self.values[..self.rows * self.cols]
+    }
+
     /// How integer kernels read this; `None` when they cannot.
     pub const fn precision(&self) -> Option<Precision> {
         self.precision
@@ -177,15 +183,17 @@ impl Activations {
         &self.panel_rows
     }
 
-    /// A view whose column 0 is `first_col`, which starts a chunk where there are chunks.
-    pub(crate) fn view(&self, first_col: usize) -> View<'_> {
+    /// A view whose row 0 is `first` and whose column 0 is `first_col`, which starts a chunk where
+    /// there are chunks.
+    pub(crate) fn view(&self, first: usize, first_col: usize) -> View<'_> {
+        let at = first * self.cols + first_col;
         let from = |n: usize, len: usize| n.min(len); // absent buffers are empty
         View {
             cols: self.cols,
-            values: self.values[from(first_col, self.values.len())..].as_ptr(),
-            high: self.high[from(first_col, self.high.len())..].as_ptr(),
-            low: self.low[from(first_col, self.low.len())..].as_ptr(),
-            meta: self.meta[from(first_col / CHUNK, self.meta.len())..].as_ptr(),
+            values: self.values[from(at, self.values.len())..].as_ptr(),
+            high: self.high[from(at, self.high.len())..].as_ptr(),
+            low: self.low[from(at, self.low.len())..].as_ptr(),
+            meta: self.meta[from(at / CHUNK, self.meta.len())..].as_ptr(),
             _borrow: std::marker::PhantomData,
         }
     }

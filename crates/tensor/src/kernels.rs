@@ -19,6 +19,9 @@ pub use attention::{Attention, AttentionRows, AttentionScratch};
 #[cfg(target_arch = "x86_64")]
 pub(crate) use self_test::same_products;
 
+/// Rows of activations that many are best cut in: so many meet a piece of the weights at once.
+pub const BLOCK: usize = batch::ROWS;
+
 /// Activation rows that a task multiplies with its groups before the next groups: their quantised
 /// form (64 rows of 2048 columns are 128 KiB) stays in a second-level cache.
 const ROW_BLOCK: usize = 64;
@@ -134,11 +137,30 @@ impl Kernels {
         x: &'a Activations,
         products: impl IntoIterator<Item = Product<'a>>,
     ) {
+        self.products_of_rows(x, 0..x.rows(), products);
+    }
+
+    /// As [`products`](Self::products) with some rows of `x`: outputs are `(rows, weights.rows())`.
+    /// Many rows are best cut at multiples of [`BLOCK`].
+    ///
+    /// # Panics
+    /// As [`products`](Self::products); if the rows are not all in use.
+    pub fn products_of_rows<'a>(
+        &self,
+        x: &'a Activations,
+        rows: Range<usize>,
+        products: impl IntoIterator<Item = Product<'a>>,
+    ) {
+        assert!(
+            rows.start <= rows.end && rows.end <= x.rows(),
+            "rows {rows:?} of {}",
+            x.rows()
+        );
         let mut jobs = [const { None }; MAX_PRODUCTS];
         let mut count = 0;
         for product in products {
-            check_product(x, &product);
-            jobs[count] = Some(Job::new(x, product, self.table));
+            check_product(x, rows.len(), &product);
+            jobs[count] = Some(Job::new(x, rows.clone(), product, self.table));
             count += 1;
         }
         let jobs = || jobs[..count].iter().flatten();
@@ -177,6 +199,11 @@ impl Kernels {
                 }
             }
         });
+    }
+
+    /// Quantises rows of `x` that were filled through [`Activations::values_mut`].
+    pub fn quantise(&self, x: &mut Activations) {
+        self.fill_rows(x, |_, _| {});
     }
 
     /// Runs `f(t)` for every row, in parallel when there is more than one.
@@ -226,7 +253,7 @@ impl Kernels {
     }
 }
 
-fn check_product(x: &Activations, product: &Product<'_>) {
+fn check_product(x: &Activations, rows: usize, product: &Product<'_>) {
     let (w, first) = (product.weights, product.first_col);
     assert!(
         first.is_multiple_of(CHUNK) && first + w.cols() <= x.cols(),
@@ -234,7 +261,7 @@ fn check_product(x: &Activations, product: &Product<'_>) {
         w.cols(),
         x.cols()
     );
-    assert_eq!(product.out.len(), x.rows() * w.rows(), "outputs");
+    assert_eq!(product.out.len(), rows * w.rows(), "outputs");
     assert!(
         x.precision().is_some() || !w.reads_integers(),
         "activations are not quantised"
@@ -256,17 +283,22 @@ struct Job<'a> {
 unsafe impl Sync for Job<'_> {}
 
 impl<'a> Job<'a> {
-    fn new(x: &'a Activations, product: Product<'a>, table: &'static Table) -> Self {
+    fn new(
+        x: &'a Activations,
+        rows: Range<usize>,
+        product: Product<'a>,
+        table: &'static Table,
+    ) -> Self {
         let w = product.weights;
         let leaf_cols = if w.leaf_cols == 0 {
             w.cols
         } else {
             w.leaf_cols
         };
-        let (rows, count) = (x.panel_rows(), x.rows());
         let batch = table.batch.and_then(|batch| {
-            let functions = batch.functions(w.block_type, rows, count)?;
-            Some((functions, rows.view(0, product.first_col)))
+            let copies = x.panel_rows();
+            let functions = batch.functions(w.block_type, copies, rows.len())?;
+            Some((functions, copies.view(rows.start, product.first_col)))
         });
         Self {
             kernel: table.group(w.block_type, x.precision()),
@@ -276,9 +308,9 @@ impl<'a> Job<'a> {
                 first_chunk: w.first_chunk,
                 cols: w.cols,
                 leaf_cols: leaf_cols.max(1),
-                x: x.view(product.first_col),
+                x: x.view(rows.start, product.first_col),
                 first: 0,
-                end: x.rows(),
+                end: rows.len(),
                 out: product.out.as_mut_ptr(),
                 out_stride: w.rows,
                 lanes: LANES,
