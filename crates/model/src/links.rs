@@ -36,9 +36,24 @@ pub struct Links {
     /// Longest wait for another rank's part of a step. A rank that is gone or silent is found
     /// sooner, by the group.
     pub patience: Duration,
+    /// Whether sums of many rows are exchanged block by block, each while the next is computed: the
+    /// same on all ranks of a stage. It changes no bit.
+    pub overlap: bool,
 }
 
 impl Links {
+    /// Groups whose sums overlap with computing where the ranks of the stage wait for a wire:
+    /// where they wait for one another's processors alone, there is no time to win.
+    pub fn new(world: Box<dyn Group>, stage: Box<dyn Group>, patience: Duration) -> Self {
+        let overlap = stage.tuning().wire;
+        Self {
+            world,
+            stage,
+            patience,
+            overlap,
+        }
+    }
+
     /// Bytes that this rank has sent to others.
     pub fn sent(&self) -> Bytes {
         Bytes(self.world.traffic().sent.0 + self.stage.traffic().sent.0)
@@ -219,11 +234,8 @@ mod tests {
         let worlds = local::ranks(2).into_iter().zip(local::ranks(2));
         let threads = worlds.map(|(world, stage)| {
             std::thread::spawn(move || {
-                let links = Links {
-                    world: Box::new(world),
-                    stage: Box::new(stage),
-                    patience: Duration::from_secs(10),
-                };
+                let patience = Duration::from_secs(10);
+                let links = Links::new(Box::new(world), Box::new(stage), patience);
                 links.enter(3 + links.stage.rank().0 as usize);
                 let gathered = links
                     .stage

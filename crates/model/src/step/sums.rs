@@ -16,9 +16,10 @@ use crate::model::Model;
 use crate::split::LeafCut;
 use crate::weights::Summed;
 
-/// Rows from which a rank exchanges a block's sums while it computes the next one's: with fewer
-/// there is one block. A block of a small model (width 576) is 1 to 2 ms of work and 288 KiB to
-/// send, and the thread that sends takes some tens of microseconds to start.
+/// Rows from which a rank exchanges a block's sums while it computes the next one's, where sums
+/// [overlap](Links::overlap): with fewer there is one block. A block of a small model (width 576)
+/// is 1 to 2 ms of work and 288 KiB to send, and the thread that sends takes some tens of
+/// microseconds to start.
 const OVERLAP_FROM: usize = BLOCK + 1;
 
 /// Buffers for sums.
@@ -53,7 +54,7 @@ impl Sums {
         let n = x.rows() * model.config().width;
         match model.links().filter(|_| cut.roots.len() > 1) {
             None => own_part(model, weights, x, 0..x.rows(), &mut self.delta[..n]),
-            Some(links) if x.rows() >= OVERLAP_FROM => {
+            Some(links) if links.overlap && x.rows() >= OVERLAP_FROM => {
                 self.overlapped(model, links, weights, cut, x)?;
             }
             Some(links) => {
