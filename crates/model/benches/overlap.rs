@@ -1,9 +1,9 @@
-//! Prompts of a tensor split, with and without exchanging sums while the next rows are computed:
-//! one rank of it, on this machine or another.
+//! Prompts of a split, whole and in halves, of which one is computed while the sums of the other
+//! are exchanged: one rank of it, on this machine or another.
 //!
 //! ```text
 //! cargo bench -p paceline-model --bench overlap -- \
-//!     MODEL ADDRESSES any|shm|tcp sealed|clear ROWS PAIRS RANK
+//!     MODEL SPLIT ADDRESSES any|shm|tcp sealed|clear ROWS PAIRS RANK
 //! ```
 //!
 //! Each rank is a process with one thread; all are given the same but for RANK. ADDRESSES has one
@@ -41,16 +41,16 @@ fn main() -> Outcome<()> {
     let args: Vec<String> = std::env::args().skip(1).collect();
     let args: Vec<&str> = args.iter().map(String::as_str).collect();
     // Cargo adds an argument of its own.
-    let [model, addrs, backend, protection, rows, pairs, rank] = args[..] else {
-        println!("overlap: MODEL ADDRESSES any|shm|tcp sealed|clear ROWS PAIRS RANK");
+    let [model, split, addrs, backend, protection, rows, pairs, rank] = args[..] else {
+        println!("overlap: MODEL SPLIT ADDRESSES any|shm|tcp sealed|clear ROWS PAIRS RANK");
         return Ok(());
     };
     let world = meet(addrs, backend, protection, rank.parse()?)?;
-    let mut model = load(Path::new(model), &*world)?;
+    let mut model = load(Path::new(model), split, &*world)?;
     let mut speeds = [vec![], vec![]];
     for pair in 0..pairs.parse()? {
         for overlap in [pair % 2 == 1, pair % 2 == 0] {
-            let mut links = links(&*world)?;
+            let mut links = links(&*world, &model)?;
             if pair == 0 && overlap {
                 let (rank, tuning) = (world.rank(), world.tuning());
                 println!("{rank}: {tuning:?}, by itself overlap: {}", links.overlap);
@@ -108,15 +108,19 @@ fn meet(addrs: &str, backend: &str, protection: &str, rank: u32) -> Outcome<Box<
 }
 
 /// Groups of their own, so that no link is warm from another way.
-fn links(world: &dyn Group) -> Outcome<Links> {
-    let own = || world.split(0, world.rank().0, soon());
-    Ok(Links::new(own()?, own()?, PATIENCE))
+fn links(world: &dyn Group, model: &Model) -> Outcome<Links> {
+    let own = |stage| world.split(stage, world.rank().0, soon());
+    Ok(Links::new(
+        own(0)?,
+        own(model.shard().stage as u32)?,
+        PATIENCE,
+    ))
 }
 
-fn load(path: &Path, world: &dyn Group) -> Outcome<Model> {
+fn load(path: &Path, split: &str, world: &dyn Group) -> Outcome<Model> {
     let source = Source::open(path)?;
     let config = Config::read(&source)?;
-    let split = Split::plan(&config, "tensor".parse()?, world.size(), &[])?;
+    let split = Split::plan(&config, split.parse()?, world.size(), &[])?;
     let (kernels, options) = (Arc::new(Kernels::new(1)?), LoadOptions::default());
     let model = Model::load_shard(&source, &split, world.rank(), options, kernels, |_, _| {});
     Ok(model?)

@@ -36,16 +36,17 @@ pub struct Links {
     /// Longest wait for another rank's part of a step. A rank that is gone or silent is found
     /// sooner, by the group.
     pub patience: Duration,
-    /// Whether sums of many rows are exchanged block by block, each while the next is computed: the
-    /// same on all ranks of a stage. It changes no bit.
+    /// Whether a step of many rows is computed in two halves, one while the sums of the other are
+    /// exchanged, or next stages compute the other: the same on all ranks of the world. It changes
+    /// no bit.
     pub overlap: bool,
 }
 
 impl Links {
-    /// Groups whose sums overlap with computing where the ranks of the stage wait for a wire:
+    /// Groups of ranks that overlap computing and exchanges where some of them wait for a wire:
     /// where they wait for one another's processors alone, there is no time to win.
     pub fn new(world: Box<dyn Group>, stage: Box<dyn Group>, patience: Duration) -> Self {
-        let overlap = stage.tuning().wire;
+        let overlap = world.tuning().wire;
         Self {
             world,
             stage,
@@ -72,7 +73,7 @@ impl Links {
 
     /// What the stage exchanges from now on belongs to layer `index` of the model, counted from 0.
     /// Ranks that are in different layers are told so: mark n is the n-th layer, counted from 1.
-    pub(crate) fn enter(&self, index: usize) {
+    fn enter(&self, index: usize) {
         self.stage.mark(index as u64 + 1);
     }
 
@@ -144,14 +145,16 @@ impl Links {
         Ok(())
     }
 
-    /// Completes a sum over the stage: `sum` has room for the roots of all ranks, `(n,)` each, of
-    /// which this rank's are in their place; the sum over all is left at its start.
+    /// Completes a sum of layer `index` over the stage: `sum` has room for the roots of all ranks,
+    /// `(n,)` each, of which this rank's are in their place; the sum over all is left at its start.
     pub(crate) fn sum(
         &self,
+        index: usize,
         cut: &LeafCut,
         sum: &mut [f32],
         counts: &mut Vec<usize>,
     ) -> Result<(), Error> {
+        self.enter(index);
         let n = sum.len() / cut.nodes.len();
         counts.clear();
         counts.extend(cut.roots.iter().map(|roots| roots * n));

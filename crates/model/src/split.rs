@@ -480,11 +480,6 @@ impl LeafCut {
         self.roots[..self.index].iter().sum()
     }
 
-    /// Roots of this rank.
-    pub(crate) fn own_roots(&self) -> usize {
-        self.roots[self.index]
-    }
-
     /// Leaves of this rank.
     fn mine(&self) -> Range<usize> {
         self.ranges[self.index].clone()

@@ -1,5 +1,7 @@
 //! One step: a batch of rows through all layers, in buffers that were allocated once.
 
+use std::sync::{Mutex, PoisonError};
+
 use paceline_comm::Memory;
 use paceline_tensor::pool::DisjointMut;
 use paceline_tensor::{
@@ -12,8 +14,10 @@ use crate::model::Model;
 use crate::weights::{Layer, Linear};
 use crate::{Error, Links};
 
+pub(crate) mod halves;
 mod sums;
 
+use halves::Turn;
 use sums::Sums;
 
 /// Which positions of a sequence give logits.
@@ -174,11 +178,33 @@ pub struct Workspace {
     /// Empty: memory that each step describes its sequences in.
     sequences: Vec<AttentionRows<'static>>,
     scratch: AttentionScratch,
+    /// For the second half of a step, where halves overlap.
+    pub(crate) second: Option<Box<Self>>,
 }
 
 impl Workspace {
     /// For batches of up to `size`.
     pub fn new(model: &Model, size: BatchSize) -> Self {
+        let overlap = model.links().is_some_and(|links| links.overlap);
+        let second = (overlap && size.rows >= halves::HALVES_FROM).then(|| {
+            let rows = halves::most_second_rows(size.rows);
+            let logit_rows = size.logit_rows.min(rows);
+            Box::new(Self::whole(
+                model,
+                BatchSize {
+                    rows,
+                    logit_rows,
+                    ..size
+                },
+            ))
+        });
+        Self {
+            second,
+            ..Self::whole(model, size)
+        }
+    }
+
+    fn whole(model: &Model, size: BatchSize) -> Self {
         let (c, shard) = (model.config(), model.shard());
         let (q, kv) = (
             shard.heads.len() * c.head_dim,
@@ -218,6 +244,7 @@ impl Workspace {
                 c.head_dim,
                 size.context,
             ),
+            second: None,
         }
     }
 
@@ -228,6 +255,13 @@ impl Workspace {
 
     pub(crate) const fn words_mut(&mut self) -> &mut Vec<u32> {
         &mut self.words
+    }
+
+    /// Puts the first `second` rows of logits in `of` behind the `first` that are here.
+    pub(crate) fn take_logits(&mut self, first: usize, of: &Self, second: usize) {
+        let vocab = of.logits.len() / of.size.logit_rows.max(1);
+        let to = &mut self.logits[first * vocab..(first + second) * vocab];
+        to.copy_from_slice(&of.logits[..second * vocab]);
     }
 
     /// Row `i` of the logits that the last step gave, `(vocabulary,)`, in the order of the batch.
@@ -276,9 +310,14 @@ pub(crate) struct Step<'m, 'b> {
     model: &'m Model,
     batch: &'b Batch<'b>,
     ws: &'b mut Workspace,
-    cache: &'b mut KvCache,
+    /// Used by one half at a time, in turn.
+    cache: &'b Mutex<&'m mut KvCache>,
     sequences: Vec<AttentionRows<'b>>,
     rows: usize,
+    /// Of this half, where it is one.
+    turn: Option<Turn<'b>>,
+    /// Layer of the model.
+    index: usize,
 }
 
 impl<'m, 'b> Step<'m, 'b> {
@@ -288,7 +327,8 @@ impl<'m, 'b> Step<'m, 'b> {
         model: &'m Model,
         batch: &'b Batch<'b>,
         ws: &'b mut Workspace,
-        cache: &'b mut KvCache,
+        cache: &'b Mutex<&'m mut KvCache>,
+        turn: Option<Turn<'b>>,
     ) -> Result<Self, Error> {
         let (rows, size) = (batch.rows(), ws.size);
         assert!(
@@ -309,6 +349,8 @@ impl<'m, 'b> Step<'m, 'b> {
             ws,
             cache,
             rows,
+            turn,
+            index: 0,
         };
         match model.links() {
             Some(links) if !model.shard().embeds() => {
@@ -474,16 +516,18 @@ impl<'b> LayerStep for Step<'_, 'b> {
 
     fn attend(&mut self, layer: usize) -> Result<(), Error> {
         let (c, shard) = (self.model.config(), self.model.shard());
+        self.index = layer;
         if shard.heads.is_empty() {
             return Ok(());
         }
+        let mut cache = self.cache.lock().unwrap_or_else(PoisonError::into_inner);
         let held = layer - shard.layers.start;
         let kernels = self.model.kernels();
         let (k, v) = (&self.ws.k, &self.ws.v);
-        kernels.write_kv(self.cache, held, &self.sequences, k, v);
+        kernels.write_kv(&mut cache, held, &self.sequences, k, v);
         let group = c.heads / c.kv_heads;
         let step = Attention {
-            cache: self.cache,
+            cache: &cache,
             layer: held,
             heads: shard.heads.len(),
             group,
@@ -501,8 +545,9 @@ impl<'b> LayerStep for Step<'_, 'b> {
         let ws = &mut *self.ws;
         self.model.kernels().quantise(&mut ws.attended);
         let cut = &self.model.shard().attention;
-        ws.sums
-            .compute(self.model, &w.attention_output, cut, &ws.attended)
+        let (place, turn) = ((self.model, self.index), self.turn.as_mut());
+        let weights = &w.attention_output;
+        ws.sums.compute(place, weights, cut, &ws.attended, turn)
     }
 
     fn norm_delta(&mut self, w: &Layer, half: Half) -> Result<(), Error> {
@@ -557,7 +602,8 @@ impl<'b> LayerStep for Step<'_, 'b> {
 
     fn project_down(&mut self, w: &Layer) -> Result<(), Error> {
         let (ws, cut) = (&mut *self.ws, &self.model.shard().feed_forward);
-        ws.sums.compute(self.model, &w.down, cut, &ws.hidden)
+        let (place, turn) = ((self.model, self.index), self.turn.as_mut());
+        ws.sums.compute(place, &w.down, cut, &ws.hidden, turn)
     }
 }
 

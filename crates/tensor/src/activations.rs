@@ -183,17 +183,15 @@ impl Activations {
         &self.panel_rows
     }
 
-    /// A view whose row 0 is `first` and whose column 0 is `first_col`, which starts a chunk where
-    /// there are chunks.
-    pub(crate) fn view(&self, first: usize, first_col: usize) -> View<'_> {
-        let at = first * self.cols + first_col;
+    /// A view whose column 0 is `first_col`, which starts a chunk where there are chunks.
+    pub(crate) fn view(&self, first_col: usize) -> View<'_> {
         let from = |n: usize, len: usize| n.min(len); // absent buffers are empty
         View {
             cols: self.cols,
-            values: self.values[from(at, self.values.len())..].as_ptr(),
-            high: self.high[from(at, self.high.len())..].as_ptr(),
-            low: self.low[from(at, self.low.len())..].as_ptr(),
-            meta: self.meta[from(at / CHUNK, self.meta.len())..].as_ptr(),
+            values: self.values[from(first_col, self.values.len())..].as_ptr(),
+            high: self.high[from(first_col, self.high.len())..].as_ptr(),
+            low: self.low[from(first_col, self.low.len())..].as_ptr(),
+            meta: self.meta[from(first_col / CHUNK, self.meta.len())..].as_ptr(),
             _borrow: std::marker::PhantomData,
         }
     }

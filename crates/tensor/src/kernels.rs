@@ -137,30 +137,11 @@ impl Kernels {
         x: &'a Activations,
         products: impl IntoIterator<Item = Product<'a>>,
     ) {
-        self.products_of_rows(x, 0..x.rows(), products);
-    }
-
-    /// As [`products`](Self::products) with some rows of `x`: outputs are `(rows, weights.rows())`.
-    /// Many rows are best cut at multiples of [`BLOCK`].
-    ///
-    /// # Panics
-    /// As [`products`](Self::products); if the rows are not all in use.
-    pub fn products_of_rows<'a>(
-        &self,
-        x: &'a Activations,
-        rows: Range<usize>,
-        products: impl IntoIterator<Item = Product<'a>>,
-    ) {
-        assert!(
-            rows.start <= rows.end && rows.end <= x.rows(),
-            "rows {rows:?} of {}",
-            x.rows()
-        );
         let mut jobs = [const { None }; MAX_PRODUCTS];
         let mut count = 0;
         for product in products {
-            check_product(x, rows.len(), &product);
-            jobs[count] = Some(Job::new(x, rows.clone(), product, self.table));
+            check_product(x, &product);
+            jobs[count] = Some(Job::new(x, product, self.table));
             count += 1;
         }
         let jobs = || jobs[..count].iter().flatten();
@@ -253,7 +234,7 @@ impl Kernels {
     }
 }
 
-fn check_product(x: &Activations, rows: usize, product: &Product<'_>) {
+fn check_product(x: &Activations, product: &Product<'_>) {
     let (w, first) = (product.weights, product.first_col);
     assert!(
         first.is_multiple_of(CHUNK) && first + w.cols() <= x.cols(),
@@ -261,7 +242,7 @@ fn check_product(x: &Activations, rows: usize, product: &Product<'_>) {
         w.cols(),
         x.cols()
     );
-    assert_eq!(product.out.len(), rows * w.rows(), "outputs");
+    assert_eq!(product.out.len(), x.rows() * w.rows(), "outputs");
     assert!(
         x.precision().is_some() || !w.reads_integers(),
         "activations are not quantised"
@@ -283,22 +264,17 @@ struct Job<'a> {
 unsafe impl Sync for Job<'_> {}
 
 impl<'a> Job<'a> {
-    fn new(
-        x: &'a Activations,
-        rows: Range<usize>,
-        product: Product<'a>,
-        table: &'static Table,
-    ) -> Self {
+    fn new(x: &'a Activations, product: Product<'a>, table: &'static Table) -> Self {
         let w = product.weights;
         let leaf_cols = if w.leaf_cols == 0 {
             w.cols
         } else {
             w.leaf_cols
         };
+        let (rows, count) = (x.panel_rows(), x.rows());
         let batch = table.batch.and_then(|batch| {
-            let copies = x.panel_rows();
-            let functions = batch.functions(w.block_type, copies, rows.len())?;
-            Some((functions, copies.view(rows.start, product.first_col)))
+            let functions = batch.functions(w.block_type, rows, count)?;
+            Some((functions, rows.view(0, product.first_col)))
         });
         Self {
             kernel: table.group(w.block_type, x.precision()),
@@ -308,9 +284,9 @@ impl<'a> Job<'a> {
                 first_chunk: w.first_chunk,
                 cols: w.cols,
                 leaf_cols: leaf_cols.max(1),
-                x: x.view(rows.start, product.first_col),
+                x: x.view(product.first_col),
                 first: 0,
-                end: rows.len(),
+                end: x.rows(),
                 out: product.out.as_mut_ptr(),
                 out_stride: w.rows,
                 lanes: LANES,

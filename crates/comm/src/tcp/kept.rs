@@ -103,8 +103,8 @@ impl<T: Kept> Drop for Keeping<T> {
     }
 }
 
-/// α and β of the slowest rank, what rank 0 forces, and whether any rank has a wire: the same on all
-/// ranks.
+/// α and β of the slowest rank, what rank 0 forces, and whether any rank has a wire: the same on
+/// all ranks.
 fn measure<T: Kept>(
     linked: &Linked<T>,
     force: Option<Algorithm>,

@@ -254,47 +254,6 @@ fn extreme_activations_equal_naive() {
 }
 
 #[test]
-fn products_of_some_rows_are_those_of_all() {
-    const COLS: usize = 256;
-    for (block_type, batch) in [
-        (BlockType::Q4_K, 140),
-        (BlockType::Q8_0, 5),
-        (BlockType::BF16, 9),
-    ] {
-        let bytes = stored_rows(block_type, 35, COLS, 3);
-        let matrix = StoredMatrix {
-            block_type,
-            rows: 35,
-            cols: COLS,
-            bytes: &bytes,
-        };
-        let x = Random(11).floats(batch * COLS, 2.0);
-        for kernels in all_kernels() {
-            let weights = Packed::new(matrix, PackOptions::default(), kernels.pool()).unwrap();
-            let mut acts = Activations::new(batch, COLS, Some(Precision::Fifteen));
-            kernels.fill_rows(&mut acts, |t, row| {
-                row.copy_from_slice(&x[t * COLS..(t + 1) * COLS])
-            });
-            let product = |rows: Range<usize>| {
-                let mut out = vec![f32::NAN; rows.len() * 35];
-                let product = Product {
-                    weights: &weights,
-                    first_col: 0,
-                    out: &mut out,
-                };
-                kernels.products_of_rows(&acts, rows, [product]);
-                bits(&out)
-            };
-            let whole = product(0..batch);
-            for rows in [0..3, 2..batch, batch - 1..batch, 4..4] {
-                let part = &whole[rows.start * 35..rows.end * 35];
-                assert_eq!(product(rows.clone()), part, "{rows:?} of {block_type}");
-            }
-        }
-    }
-}
-
-#[test]
 fn several_matrices_in_one_job_give_what_each_gives_alone() {
     let types = [BlockType::Q4_1, BlockType::Q8_0, BlockType::F16];
     let shapes = [(64, 96), (17, 96), (100, 96)];
