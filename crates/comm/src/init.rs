@@ -323,16 +323,20 @@ mod tests {
         let threads = three(backend, wires).into_iter().map(|group| {
             thread::spawn(move || {
                 let group = group.unwrap();
+                let tuning = group.tuning();
                 let mut all = [0_u8; 3];
                 let own = [u8::try_from(group.rank().0).unwrap()];
                 group.all_gather(&own, &mut all, by).unwrap();
                 group.barrier(by).unwrap();
-                all
+                (all, tuning)
             })
         });
-        for thread in threads.collect::<Vec<_>>() {
-            assert_eq!(thread.join().unwrap(), [0, 1, 2], "{backend:?}");
-        }
+        let threads: Vec<_> = threads.collect();
+        let mut got = threads.into_iter().map(|thread| thread.join().unwrap());
+        let first = got.next().unwrap();
+        assert_eq!(first.0, [0, 1, 2], "{backend:?}");
+        assert!(got.all(|own| own == first), "all choose by {:?}", first.1);
+        assert_eq!(first.1.wire, backend == Backend::Rdma, "{backend:?}");
     }
 
     #[test]

@@ -33,6 +33,7 @@ pub(crate) const TUNING: Tuning = Tuning {
     alpha_us: 1.0,
     beta_ns: 0.2,
     force: None,
+    wire: false,
 };
 
 /// A group of `size` ranks: one handle each, in rank order, to be moved to its thread.

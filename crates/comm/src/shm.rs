@@ -229,6 +229,10 @@ impl Kept for Shared {
     fn tidy(&self) {
         self.forget_ended();
     }
+
+    fn has_wire(&self) -> bool {
+        false
+    }
 }
 
 impl Shm {

@@ -58,7 +58,7 @@ impl fmt::Display for Algorithm {
     }
 }
 
-/// What the choice of an algorithm rests on: agreed by all ranks when a group is made.
+/// What choices rest on that all ranks have to make alike: agreed by all when a group is made.
 ///
 /// What is chosen from measurements is among algorithms that give the same bits (one-shot and
 /// two-shot sum in rank order), so a result never depends on how the network felt. Others are for
@@ -71,6 +71,11 @@ pub struct Tuning {
     pub beta_ns: f64,
     /// Use this algorithm wherever the operation has it.
     pub force: Option<Algorithm>,
+    /// Whether a rank may wait for a wire, its processor idle: some pair is joined by a cable, or
+    /// by a connection that leaves the machine. Then long exchanges gain by going on beside other
+    /// work, and elsewhere they take processor time from it. No choice of an algorithm rests on it.
+    /// Groups by the rules of others (MLX, MPI, NCCL), which agree on nothing, say no.
+    pub wire: bool,
 }
 
 /// Time for each byte that is reduced, in nanoseconds: a sum of two f32 vectors out of the second
@@ -84,6 +89,7 @@ impl Default for Tuning {
             alpha_us: 5.0,
             beta_ns: 0.3,
             force: None,
+            wire: false,
         }
     }
 }

@@ -99,8 +99,8 @@ pub enum Error {
         /// Columns of a group.
         group: usize,
     },
-    /// The system refuses the thread that MLX computes on.
-    #[error("start a thread for mlx: {0}")]
+    /// The system refuses a thread: that which MLX computes on, or that which exchanges sums.
+    #[error("start a thread: {0}")]
     Thread(std::io::Error),
     /// An evaluation does not end.
     #[error("mlx hangs: an evaluation has taken more than {} s", limit.as_secs())]

@@ -36,9 +36,25 @@ pub struct Links {
     /// Longest wait for another rank's part of a step. A rank that is gone or silent is found
     /// sooner, by the group.
     pub patience: Duration,
+    /// Whether a step of many rows is computed in two halves, one while the sums of the other are
+    /// exchanged, or next stages compute the other: the same on all ranks of the world. It changes
+    /// no bit.
+    pub overlap: bool,
 }
 
 impl Links {
+    /// Groups of ranks that overlap computing and exchanges where some of them wait for a wire:
+    /// where they wait for one another's processors alone, there is no time to win.
+    pub fn new(world: Box<dyn Group>, stage: Box<dyn Group>, patience: Duration) -> Self {
+        let overlap = world.tuning().wire;
+        Self {
+            world,
+            stage,
+            patience,
+            overlap,
+        }
+    }
+
     /// Bytes that this rank has sent to others.
     pub fn sent(&self) -> Bytes {
         Bytes(self.world.traffic().sent.0 + self.stage.traffic().sent.0)
@@ -57,7 +73,7 @@ impl Links {
 
     /// What the stage exchanges from now on belongs to layer `index` of the model, counted from 0.
     /// Ranks that are in different layers are told so: mark n is the n-th layer, counted from 1.
-    pub(crate) fn enter(&self, index: usize) {
+    fn enter(&self, index: usize) {
         self.stage.mark(index as u64 + 1);
     }
 
@@ -129,14 +145,16 @@ impl Links {
         Ok(())
     }
 
-    /// Completes a sum over the stage: `sum` has room for the roots of all ranks, `(n,)` each, of
-    /// which this rank's are in their place; the sum over all is left at its start.
+    /// Completes a sum of layer `index` over the stage: `sum` has room for the roots of all ranks,
+    /// `(n,)` each, of which this rank's are in their place; the sum over all is left at its start.
     pub(crate) fn sum(
         &self,
+        index: usize,
         cut: &LeafCut,
         sum: &mut [f32],
         counts: &mut Vec<usize>,
     ) -> Result<(), Error> {
+        self.enter(index);
         let n = sum.len() / cut.nodes.len();
         counts.clear();
         counts.extend(cut.roots.iter().map(|roots| roots * n));
@@ -219,11 +237,8 @@ mod tests {
         let worlds = local::ranks(2).into_iter().zip(local::ranks(2));
         let threads = worlds.map(|(world, stage)| {
             std::thread::spawn(move || {
-                let links = Links {
-                    world: Box::new(world),
-                    stage: Box::new(stage),
-                    patience: Duration::from_secs(10),
-                };
+                let patience = Duration::from_secs(10);
+                let links = Links::new(Box::new(world), Box::new(stage), patience);
                 links.enter(3 + links.stage.rank().0 as usize);
                 let gathered = links
                     .stage

@@ -1,6 +1,8 @@
 //! A loaded model.
 
-use std::sync::Arc;
+use std::panic::resume_unwind;
+use std::sync::{Arc, Mutex};
+use std::thread;
 
 use paceline_base::{Bytes, KernelClass, Rank};
 use paceline_tensor::{Kernels, KvCache, KvShape, KvType, PAGE, Precision};
@@ -8,6 +10,7 @@ use paceline_tensor::{Kernels, KvCache, KvShape, KvType, PAGE, Precision};
 use crate::links::Links;
 use crate::plan::Plan;
 use crate::split::{Shard, Split};
+use crate::step::halves::{self, HALVES_FROM, Turn, Turns};
 use crate::step::{Batch, BatchSequence, Limits, Step, Workspace};
 use crate::weights::{self, AsStored, Layer, Linear, Loader, Names};
 use crate::{Config, Error, Source};
@@ -318,13 +321,55 @@ impl Model {
         ws: &mut Workspace,
         cache: &mut KvCache,
     ) -> Result<usize, Error> {
-        let mut step = Step::new(self, batch, ws, cache)?;
-        for (index, layer) in self.shard.layers.clone().zip(&self.layers) {
-            if let Some(links) = &self.links {
-                links.enter(index);
+        let cache = Mutex::new(&mut *cache);
+        match ws.second.take() {
+            Some(mut second) if batch.rows() >= HALVES_FROM => {
+                let rows = self.halves(batch, [ws, &mut second], &cache);
+                ws.second = Some(second);
+                rows
             }
+            second => {
+                ws.second = second;
+                self.whole(batch, ws, &cache, None)
+            }
+        }
+    }
+
+    /// One pass through all layers, of a step or of the half whose turn is `turn`.
+    fn whole<'m>(
+        &'m self,
+        batch: &Batch<'_>,
+        ws: &mut Workspace,
+        cache: &Mutex<&'m mut KvCache>,
+        turn: Option<Turn<'_>>,
+    ) -> Result<usize, Error> {
+        turn.iter().for_each(Turn::begin);
+        let mut step = Step::new(self, batch, ws, cache, turn)?;
+        for (index, layer) in self.shard.layers.clone().zip(&self.layers) {
             self.config.family.layer(&mut step, layer, index)?;
         }
         step.finish()
+    }
+
+    /// A step as two, one computed while the sums of the other are exchanged.
+    fn halves<'m>(
+        &'m self,
+        batch: &Batch<'_>,
+        [ws, second_ws]: [&mut Workspace; 2],
+        cache: &Mutex<&'m mut KvCache>,
+    ) -> Result<usize, Error> {
+        let (halves, turns) = (halves::cut(batch), Turns::default());
+        let [first, second] = halves.each_ref().map(|sequences| Batch { sequences });
+        let [turn, second_turn] = turns.both();
+        let (first, second) = thread::scope(|scope| {
+            let run = || self.whole(&second, second_ws, cache, Some(second_turn));
+            let thread = thread::Builder::new().name("second half".into());
+            let thread = thread.spawn_scoped(scope, run).map_err(Error::Thread)?;
+            let first = self.whole(&first, ws, cache, Some(turn));
+            let second = thread.join().unwrap_or_else(|panic| resume_unwind(panic));
+            Ok::<_, Error>((first?, second?))
+        })?;
+        ws.take_logits(first, second_ws, second);
+        Ok(first + second)
     }
 }

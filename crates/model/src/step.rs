@@ -1,5 +1,7 @@
 //! One step: a batch of rows through all layers, in buffers that were allocated once.
 
+use std::sync::{Mutex, PoisonError};
+
 use paceline_comm::Memory;
 use paceline_tensor::pool::DisjointMut;
 use paceline_tensor::{
@@ -9,9 +11,14 @@ use paceline_tensor::{
 use crate::config::Activation;
 use crate::families::{Half, LayerStep};
 use crate::model::Model;
-use crate::split::LeafCut;
-use crate::weights::{Layer, Linear, Summed};
+use crate::weights::{Layer, Linear};
 use crate::{Error, Links};
+
+pub(crate) mod halves;
+mod sums;
+
+use halves::Turn;
+use sums::Sums;
 
 /// Which positions of a sequence give logits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -148,10 +155,8 @@ pub struct Workspace {
     /// `(T, K D)` each
     k: Vec<f32>,
     v: Vec<f32>,
-    /// `(T, H D)`
-    attended: Vec<f32>,
-    /// `(T, H D)`, quantised
-    attended_x: Activations,
+    /// `(T, H D)`, as attention leaves it, then quantised
+    attended: Activations,
     /// `(T, F)` each
     gate: Vec<f32>,
     up: Vec<f32>,
@@ -173,11 +178,33 @@ pub struct Workspace {
     /// Empty: memory that each step describes its sequences in.
     sequences: Vec<AttentionRows<'static>>,
     scratch: AttentionScratch,
+    /// For the second half of a step, where halves overlap.
+    pub(crate) second: Option<Box<Self>>,
 }
 
 impl Workspace {
     /// For batches of up to `size`.
     pub fn new(model: &Model, size: BatchSize) -> Self {
+        let overlap = model.links().is_some_and(|links| links.overlap);
+        let second = (overlap && size.rows >= halves::HALVES_FROM).then(|| {
+            let rows = halves::most_second_rows(size.rows);
+            let logit_rows = size.logit_rows.min(rows);
+            Box::new(Self::whole(
+                model,
+                BatchSize {
+                    rows,
+                    logit_rows,
+                    ..size
+                },
+            ))
+        });
+        Self {
+            second,
+            ..Self::whole(model, size)
+        }
+    }
+
+    fn whole(model: &Model, size: BatchSize) -> Self {
         let (c, shard) = (model.config(), model.shard());
         let (q, kv) = (
             shard.heads.len() * c.head_dim,
@@ -203,8 +230,7 @@ impl Workspace {
             q: rows(q),
             k: rows(kv),
             v: rows(kv),
-            attended: rows(q),
-            attended_x: activations(model, size.rows, q, attention_outputs),
+            attended: activations(model, size.rows, q, attention_outputs),
             gate: rows(ffn),
             up: rows(ffn),
             hidden: activations(model, size.rows, ffn, downs),
@@ -225,6 +251,7 @@ impl Workspace {
                 c.head_dim,
                 size.context,
             ),
+            second: None,
         }
     }
 
@@ -235,6 +262,13 @@ impl Workspace {
 
     pub(crate) const fn words_mut(&mut self) -> &mut Vec<u32> {
         &mut self.words
+    }
+
+    /// Puts the first `second` rows of logits in `of` behind the `first` that are here.
+    pub(crate) fn take_logits(&mut self, first: usize, of: &Self, second: usize) {
+        let vocab = of.logits.len() / of.size.logit_rows.max(1);
+        let to = &mut self.logits[first * vocab..(first + second) * vocab];
+        to.copy_from_slice(&of.logits[..second * vocab]);
     }
 
     /// Row `i` of the logits that the last step gave, `(vocabulary,)`, in the order of the batch.
@@ -294,9 +328,14 @@ pub(crate) struct Step<'m, 'b> {
     model: &'m Model,
     batch: &'b Batch<'b>,
     ws: &'b mut Workspace,
-    cache: &'b mut KvCache,
+    /// Used by one half at a time, in turn.
+    cache: &'b Mutex<&'m mut KvCache>,
     sequences: Vec<AttentionRows<'b>>,
     rows: usize,
+    /// Of this half, where it is one.
+    turn: Option<Turn<'b>>,
+    /// Layer of the model.
+    index: usize,
 }
 
 impl<'m, 'b> Step<'m, 'b> {
@@ -306,7 +345,8 @@ impl<'m, 'b> Step<'m, 'b> {
         model: &'m Model,
         batch: &'b Batch<'b>,
         ws: &'b mut Workspace,
-        cache: &'b mut KvCache,
+        cache: &'b Mutex<&'m mut KvCache>,
+        turn: Option<Turn<'b>>,
     ) -> Result<Self, Error> {
         let (rows, size) = (batch.rows(), ws.size);
         assert!(
@@ -317,7 +357,7 @@ impl<'m, 'b> Step<'m, 'b> {
             batch.sequences.len(),
             batch.logit_rows()
         );
-        for x in [&mut ws.x, &mut ws.attended_x, &mut ws.hidden] {
+        for x in [&mut ws.x, &mut ws.attended, &mut ws.hidden] {
             x.resize(rows);
         }
         let mut step = Self {
@@ -327,6 +367,8 @@ impl<'m, 'b> Step<'m, 'b> {
             ws,
             cache,
             rows,
+            turn,
+            index: 0,
         };
         match model.links() {
             Some(links) if !model.shard().embeds() => {
@@ -492,16 +534,18 @@ impl<'b> LayerStep for Step<'_, 'b> {
 
     fn attend(&mut self, layer: usize) -> Result<(), Error> {
         let (c, shard) = (self.model.config(), self.model.shard());
+        self.index = layer;
         if shard.heads.is_empty() {
             return Ok(());
         }
+        let mut cache = self.cache.lock().unwrap_or_else(PoisonError::into_inner);
         let held = layer - shard.layers.start;
         let kernels = self.model.kernels();
         let (k, v) = (&self.ws.k, &self.ws.v);
-        kernels.write_kv(self.cache, held, &self.sequences, k, v);
+        kernels.write_kv(&mut cache, held, &self.sequences, k, v);
         let group = c.heads / c.kv_heads;
         let step = Attention {
-            cache: self.cache,
+            cache: &cache,
             layer: held,
             heads: shard.heads.len(),
             group,
@@ -510,22 +554,18 @@ impl<'b> LayerStep for Step<'_, 'b> {
             queries: &self.ws.q,
             sequences: &self.sequences,
         };
-        kernels.attention(&step, &mut self.ws.scratch, &mut self.ws.attended);
+        let out = self.ws.attended.values_mut();
+        kernels.attention(&step, &mut self.ws.scratch, out);
         Ok(())
     }
 
     fn project_attention(&mut self, w: &Layer) -> Result<(), Error> {
         let ws = &mut *self.ws;
-        let attended = &ws.attended;
-        let len = ws.attended_x.cols();
-        self.model
-            .kernels()
-            .fill_rows(&mut ws.attended_x, |t, out| {
-                out.copy_from_slice(&attended[t * len..(t + 1) * len]);
-            });
+        self.model.kernels().quantise(&mut ws.attended);
         let cut = &self.model.shard().attention;
-        ws.sums
-            .compute(self.model, &w.attention_output, cut, &ws.attended_x)
+        let (place, turn) = ((self.model, self.index), self.turn.as_mut());
+        let weights = &w.attention_output;
+        ws.sums.compute(place, weights, cut, &ws.attended, turn)
     }
 
     fn norm_delta(&mut self, w: &Layer, half: Half) -> Result<(), Error> {
@@ -540,8 +580,14 @@ impl<'b> LayerStep for Step<'_, 'b> {
     }
 
     fn add_delta(&mut self) -> Result<(), Error> {
-        let n = self.rows * self.model.config().width;
-        vector::add_assign(&mut self.ws.residual[..n], &self.ws.sums.delta[..n]);
+        let (rows, width) = (self.rows, self.model.config().width);
+        let delta = &self.ws.sums.delta;
+        let residual = DisjointMut::new(&mut self.ws.residual[..rows * width], width);
+        self.model.kernels().for_rows(rows, |t| {
+            // SAFETY: each row is visited once.
+            let row = unsafe { residual.part(t) };
+            vector::add_assign(row, &delta[t * width..(t + 1) * width]);
+        });
         Ok(())
     }
 
@@ -574,57 +620,8 @@ impl<'b> LayerStep for Step<'_, 'b> {
 
     fn project_down(&mut self, w: &Layer) -> Result<(), Error> {
         let (ws, cut) = (&mut *self.ws, &self.model.shard().feed_forward);
-        ws.sums.compute(self.model, &w.down, cut, &ws.hidden)
-    }
-}
-
-/// Products whose input dimension is cut over the ranks of a stage.
-#[derive(Debug)]
-struct Sums {
-    /// `(roots of all ranks, T, C)`; the sum of them, `(T, C)`, is at the start.
-    delta: Memory<f32>,
-    /// Values that each rank sends.
-    counts: Vec<usize>,
-}
-
-impl Sums {
-    fn new(model: &Model, rows: usize) -> Self {
-        let (shard, n) = (model.shard(), rows * model.config().width);
-        let nodes = |cut: &LeafCut| cut.nodes.len();
-        let most = nodes(&shard.attention).max(nodes(&shard.feed_forward));
-        Self {
-            delta: exchanged(model, n * most),
-            counts: Vec::with_capacity(shard.stage_ranks().len()),
-        }
-    }
-
-    /// x (T, in) -> delta (T, C): this rank's roots of the canonical sum, then the sum over the
-    /// roots of all ranks.
-    fn compute(
-        &mut self,
-        model: &Model,
-        weights: &Summed,
-        cut: &LeafCut,
-        x: &Activations,
-    ) -> Result<(), Error> {
-        let n = x.rows() * model.config().width;
-        let links = model.links().filter(|_| cut.roots.len() > 1);
-        let Self { delta, counts } = self;
-        // Its roots lie where the others expect them.
-        let first = links.map_or(0, |_| cut.roots_before());
-        let mine = &mut delta[first * n..(first + weights.roots.len()) * n];
-        let outs = mine.chunks_exact_mut(n).zip(&weights.roots);
-        let products = outs.map(|(out, (first_col, weights))| Product {
-            weights,
-            first_col: *first_col,
-            out,
-        });
-        model.kernels().products(x, products);
-        if let Some(links) = links {
-            links.sum(cut, &mut delta[..cut.nodes.len() * n], counts)?;
-        }
-        add_bias(delta, weights.bias.as_deref(), x.rows());
-        Ok(())
+        let (place, turn) = ((self.model, self.index), self.turn.as_mut());
+        ws.sums.compute(place, &w.down, cut, &ws.hidden, turn)
     }
 }
 

@@ -28,8 +28,12 @@ use paceline_model::{
 };
 use paceline_tensor::{Kernels, PAGE};
 
-/// Rows of each step: a prompt, then tokens one by one.
-const STEPS: [usize; 4] = [128, 1, 1, 1];
+/// Rows of each step: a prompt, whose second half is computed while the first is exchanged, then
+/// tokens one by one.
+const STEPS: [usize; 4] = [256, 1, 1, 1];
+
+/// Positions of the cache.
+const CONTEXT: usize = 320;
 
 fn soon() -> Deadline {
     Deadline::at(Instant::now() + PATIENCE)
@@ -49,11 +53,9 @@ fn links(verbs: &Verbs, config: &rdma::Config) -> Vec<Links> {
         std::thread::spawn(move || {
             let world = rdma::join(&cabling, listener, Rank(rank), &addrs, id, soon()).unwrap();
             let stage = (&world as &dyn Group).split(0, rank, soon()).unwrap();
-            Links {
-                world: Box::new(world),
-                stage,
-                patience: PATIENCE,
-            }
+            let links = Links::new(Box::new(world), stage, PATIENCE);
+            assert!(links.overlap, "a cable is a wire");
+            links
         })
     });
     let threads: Vec<_> = threads.collect();
@@ -62,10 +64,10 @@ fn links(verbs: &Verbs, config: &rdma::Config) -> Vec<Links> {
 
 /// The bits of the logits of every step, at the leader; and what the exchanges of the stage copied.
 fn run(model: &Model, tokens: &[u32]) -> (Vec<Vec<u32>>, Vec<(u64, u64)>) {
-    let size = BatchSize::single(STEPS[0], 256);
+    let size = BatchSize::single(STEPS[0], CONTEXT);
     let mut ws = Workspace::new(model, size);
-    let mut cache = model.new_cache(256).unwrap();
-    let pages: Vec<u32> = (0..256 / PAGE as u32).collect();
+    let mut cache = model.new_cache(CONTEXT).unwrap();
+    let pages: Vec<u32> = (0..(CONTEXT / PAGE) as u32).collect();
     let copies = || {
         model
             .links()

@@ -16,8 +16,8 @@ use common::{golden, test_model};
 use paceline_base::{BlockType, KernelClass, Rank};
 use paceline_comm::Deadline;
 use paceline_model::{
-    Batch, BatchSequence, BatchSize, Config, Error, Family, Followed, LoadOptions, Logits, Model,
-    Source, Split, Workspace,
+    Batch, BatchSequence, BatchSize, Config, Error, Family, Followed, Links, LoadOptions, Logits,
+    Model, Source, Split, Workspace,
 };
 use paceline_tensor::{Kernels, PAGE};
 
@@ -31,15 +31,26 @@ struct Case<'a> {
     class: KernelClass,
     tokens: &'a [Vec<u32>; 2],
     steps: &'a [[usize; 2]],
+    overlap: bool,
+}
+
+/// What came of a split.
+struct Ran {
+    /// The leader's.
+    logits: Vec<Vec<u32>>,
+    /// Of weights, by rank.
+    bytes: Vec<u64>,
+    /// By all ranks.
+    sent: u64,
 }
 
 impl Case<'_> {
     fn size(&self) -> BatchSize {
         BatchSize {
-            rows: 128,
-            logit_rows: 128,
+            rows: 384,
+            logit_rows: 192,
             sequences: 2,
-            context: 256,
+            context: 8 * PAGE,
         }
     }
 
@@ -50,16 +61,19 @@ impl Case<'_> {
         let Place { split, rank, links } = place;
         let model = Model::load_shard(&source, &split, rank, options, kernels, |_, _| {}).unwrap();
         match links {
-            Some(links) => model.link(links),
+            Some(mut links) => {
+                links.overlap = self.overlap;
+                model.link(links)
+            }
             None => model,
         }
     }
 
     /// Leads through all steps; the bits of the logits of every step.
-    fn lead(&self, model: &Model) -> Vec<Vec<u32>> {
+    fn lead(&self, model: &Model) -> Result<Vec<Vec<u32>>, Error> {
         let mut ws = Workspace::new(model, self.size());
-        let mut cache = model.new_cache(8 * PAGE).unwrap();
-        let pages = [[0, 2, 4, 6], [7, 5, 3, 1]];
+        let mut cache = model.new_cache(16 * PAGE).unwrap();
+        let pages = [[0, 2, 4, 6, 8, 10, 12, 14], [15, 13, 11, 9, 7, 5, 3, 1]];
         let mut done = [0; 2];
         let mut all = Vec::new();
         for step in self.steps {
@@ -73,7 +87,7 @@ impl Case<'_> {
             let batch = Batch {
                 sequences: &sequences,
             };
-            let rows = model.forward(&batch, &mut ws, &mut cache).unwrap();
+            let rows = model.forward(&batch, &mut ws, &mut cache)?;
             let vocab = model.config().vocab;
             all.push(
                 (0..rows)
@@ -82,13 +96,13 @@ impl Case<'_> {
             );
             (0..2).for_each(|s| done[s] += step[s]);
         }
-        all
+        Ok(all)
     }
 
     /// Follows through all steps; an error when the leader ends before.
     fn follow(&self, model: &Model) -> Result<(), Error> {
         let mut ws = Workspace::new(model, self.size());
-        let mut cache = model.new_cache(8 * PAGE).unwrap();
+        let mut cache = model.new_cache(16 * PAGE).unwrap();
         let mut steps = 0;
         while steps < self.steps.len() {
             steps += usize::from(model.follow(&mut ws, &mut cache)? == Followed::Step);
@@ -103,38 +117,37 @@ impl Case<'_> {
             rank: Rank(0),
             links: None,
         });
-        (self.lead(&model), model.weight_bytes().0)
+        (self.lead(&model).unwrap(), model.weight_bytes().0)
     }
 
-    /// The leader's logits of a split, and the bytes of weights of each rank.
-    fn split(&self, split: &Split) -> (Vec<Vec<u32>>, Vec<u64>) {
+    fn split(&self, split: &Split) -> Ran {
         let config = Config::read(&Source::open(self.path).unwrap()).unwrap();
         std::thread::scope(|scope| {
             let rank = |place| {
                 scope.spawn(move || {
                     let model = self.load(place);
                     let logits = if model.shard().leads() {
-                        Some(self.lead(&model))
+                        Some(self.lead(&model).unwrap())
                     } else {
                         self.follow(&model).unwrap();
                         None
                     };
                     // A rank that leaves ends the group for those that still compute.
-                    let world = &model.links().unwrap().world;
+                    let links = model.links().unwrap();
+                    let sent = links.sent().0;
                     let deadline = Deadline::at(Instant::now() + PATIENCE);
-                    world.barrier(deadline).unwrap();
-                    (logits, model.weight_bytes().0)
+                    links.world.barrier(deadline).unwrap();
+                    (logits, model.weight_bytes().0, sent)
                 })
             };
             let threads: Vec<_> = places(&config, split).into_iter().map(rank).collect();
-            let mut logits = None;
-            let join = |thread: std::thread::ScopedJoinHandle<'_, (Option<_>, u64)>| {
-                let (own, bytes) = thread.join().unwrap();
-                logits = logits.take().or(own);
-                bytes
-            };
-            let bytes = threads.into_iter().map(join).collect();
-            (logits.unwrap(), bytes)
+            let ran = threads.into_iter().map(|thread| thread.join().unwrap());
+            let ran: Vec<_> = ran.collect();
+            Ran {
+                bytes: ran.iter().map(|(_, bytes, _)| *bytes).collect(),
+                sent: ran.iter().map(|(.., sent)| sent).sum(),
+                logits: ran.into_iter().find_map(|(logits, ..)| logits).unwrap(),
+            }
         })
     }
 
@@ -144,7 +157,7 @@ impl Case<'_> {
         for (kind, ranks, shares) in kinds {
             let what = format!("{} {kind} over {ranks} by {shares:?}", self.path.display());
             let split = Split::plan(&config, kind.parse().unwrap(), *ranks, shares).unwrap();
-            let (logits, bytes) = self.split(&split);
+            let Ran { logits, bytes, .. } = self.split(&split);
             assert_eq!(logits, expected, "{what}");
             // Toy models hold parts of blocks twice; with real shapes only replicated KV heads are.
             let (sum, most) = (bytes.iter().sum::<u64>(), bytes.iter().max().unwrap());
@@ -160,7 +173,7 @@ impl Case<'_> {
 fn tokens(vocab: usize) -> [Vec<u32>; 2] {
     [1, 2].map(|seed| {
         let mut random = Random(seed);
-        (0..110).map(|_| random.below(vocab) as u32).collect()
+        (0..330).map(|_| random.below(vocab) as u32).collect()
     })
 }
 
@@ -197,9 +210,91 @@ fn every_family_gives_the_bits_of_one_rank() {
             class,
             tokens: &tokens(tiny.vocab),
             steps: &STEPS,
+            overlap: false,
         };
         case.check(&TINY_SPLITS);
     }
+}
+
+/// Prompts of several blocks in one, or in two halves, one computed while the other's sums are
+/// exchanged.
+#[test]
+fn long_prompts_give_the_bits_of_one_rank_with_overlap_and_without() {
+    let dir = tempfile::tempdir().unwrap();
+    for (family, overlap) in [
+        (Family::Llama, false),
+        (Family::Llama, true),
+        (Family::Gemma3, true),
+    ] {
+        let path = dir.path().join(family.name());
+        let tiny = Tiny::new(family, BlockType::Q5_1);
+        tiny.write(&path);
+        let case = Case {
+            path: &path,
+            class: KernelClass::Cpu,
+            tokens: &tokens(tiny.vocab),
+            steps: &[[200, 100], [1, 27], [100, 190]],
+            overlap,
+        };
+        case.check(&TINY_SPLITS);
+    }
+}
+
+/// Seen by the frames of what is sent: halves are a message more for each sum, both ways.
+#[test]
+fn steps_are_cut_from_two_blocks_on_where_they_may() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("tiny.gguf");
+    let tiny = Tiny::new(Family::Llama, BlockType::Q8_0);
+    tiny.write(&path);
+    let config = Config::read(&Source::open(&path).unwrap()).unwrap();
+    let split = Split::plan(&config, "tensor".parse().unwrap(), 2, &[]).unwrap();
+    let frames = |rows| {
+        let sent = [false, true].map(|overlap| {
+            let case = Case {
+                path: &path,
+                class: KernelClass::Cpu,
+                tokens: &tokens(tiny.vocab),
+                steps: &[[rows, 0]],
+                overlap,
+            };
+            case.split(&split).sent
+        });
+        sent[1] - sent[0]
+    };
+    assert_eq!([1, 129, 255].map(frames), [0; 3]);
+    let [least, more] = [256, 330].map(frames);
+    assert!(least > 0 && least == more, "{least} and {more}");
+    assert!(least.is_multiple_of(2 * 2 * tiny.layers as u64), "{least}");
+}
+
+/// What fails beside the computing is what the step says.
+#[test]
+fn a_rank_that_leaves_during_an_overlapped_step_is_named() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("tiny.gguf");
+    let tiny = Tiny::new(Family::Llama, BlockType::Q8_0);
+    tiny.write(&path);
+    let case = Case {
+        path: &path,
+        class: KernelClass::Cpu,
+        tokens: &tokens(tiny.vocab),
+        steps: &[[300, 0]],
+        overlap: true,
+    };
+    let config = Config::read(&Source::open(&path).unwrap()).unwrap();
+    let split = Split::plan(&config, "tensor".parse().unwrap(), 2, &[]).unwrap();
+    let mut places = places(&config, &split);
+    let (follower, leader) = (places.pop().unwrap(), places.pop().unwrap());
+    // It hears the plan, and takes no part.
+    let Links { world, stage, .. } = follower.links.unwrap();
+    drop(stage);
+    let error = case.lead(&case.load(leader)).unwrap_err();
+    assert!(
+        error.to_string().ends_with("rank 1 left the group"),
+        "{error}"
+    );
+    drop(world);
 }
 
 #[test]
@@ -214,6 +309,7 @@ fn every_storage_type_can_be_cut() {
             class: KernelClass::Cpu,
             tokens: &tokens(tiny.vocab),
             steps: &STEPS[..3],
+            overlap: false,
         };
         case.check(&[("tensor", 3, &[]), ("2x2", 4, &[])]);
     }
@@ -235,6 +331,7 @@ fn folders_of_mlx_can_be_cut() {
             class,
             tokens: &tokens(300),
             steps: &STEPS,
+            overlap: false,
         };
         case.check(&[("tensor", 2, &[]), ("pipeline", 3, &[]), ("2x2", 4, &[])]);
     }
@@ -251,6 +348,7 @@ fn smollm2_gives_the_bits_of_one_rank() {
         class: KernelClass::Cpu,
         tokens: &tokens(49000),
         steps: &STEPS[..3],
+        overlap: false,
     };
     case.check(&[
         ("tensor", 2, &[]),
@@ -277,6 +375,7 @@ fn followers_hear_of_a_leader_that_is_gone() {
         class: KernelClass::Cpu,
         tokens: &tokens(300),
         steps: &STEPS,
+        overlap: false,
     };
     let config = Config::read(&Source::open(&path).unwrap()).unwrap();
     let split = Split::plan(&config, "tensor".parse().unwrap(), 2, &[]).unwrap();

@@ -172,11 +172,8 @@ fn join(
     let world = init(backend, Strict::Yes, seat, &wires, deadline)?;
     let stage = split.shard(config, Rank(job.rank)).stage as u32;
     let stage = world.split(stage, job.rank, deadline)?;
-    Ok(Links {
-        world,
-        stage,
-        patience: Duration::from_secs(job.patience_s),
-    })
+    let patience = Duration::from_secs(job.patience_s);
+    Ok(Links::new(world, stage, patience))
 }
 
 fn ready(channel: &Channel, model: &dyn Weights) -> Result<(), Error> {

@@ -167,6 +167,12 @@ impl Activations {
         &self.values[t * self.cols..(t + 1) * self.cols]
     }
 
+    /// All rows in use, `(rows, cols)`, to be filled and then
+    /// [quantised](crate::Kernels::quantise).
+    pub fn values_mut(&mut self) -> &mut [f32] {
+        &mut self.values[..self.rows * self.cols]
+    }
+
     /// How integer kernels read this; `None` when they cannot.
     pub const fn precision(&self) -> Option<Precision> {
         self.precision

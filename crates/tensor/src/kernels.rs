@@ -21,6 +21,9 @@ pub use attention::{Attention, AttentionRows, AttentionScratch};
 #[cfg(target_arch = "x86_64")]
 pub(crate) use self_test::same_products;
 
+/// Rows of activations that many are best cut in: so many meet a piece of the weights at once.
+pub const BLOCK: usize = batch::ROWS;
+
 /// Activation rows that a task multiplies with its groups before the next groups: their quantised
 /// form (64 rows of 2048 columns are 128 KiB) stays in a second-level cache.
 const ROW_BLOCK: usize = 64;
@@ -205,6 +208,11 @@ impl Kernels {
                 }
             }
         });
+    }
+
+    /// Quantises rows of `x` that were filled through [`Activations::values_mut`].
+    pub fn quantise(&self, x: &mut Activations) {
+        self.fill_rows(x, |_, _| {});
     }
 
     /// Runs `f(t)` for every row, in parallel when there is more than one.

@@ -51,7 +51,7 @@ pub use attention::PAGE;
 pub use batch::amx::AmxState;
 pub use dispatch::InstructionSet;
 pub use kernels::{
-    Attention, AttentionRows, AttentionScratch, Kernels, MAX_PRODUCTS, Product, Unavailable,
+    Attention, AttentionRows, AttentionScratch, BLOCK, Kernels, MAX_PRODUCTS, Product, Unavailable,
 };
 pub use kv::{KvCache, KvShape, KvType, UnknownKvType};
 pub use packed::{Error, PackOptions, Packed, StoredMatrix};

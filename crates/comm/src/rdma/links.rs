@@ -267,4 +267,8 @@ impl Kept for Links {
         }
         self.sockets.close();
     }
+
+    fn has_wire(&self) -> bool {
+        self.links.iter().any(Option::is_some) || self.sockets.has_wire()
+    }
 }

@@ -163,7 +163,13 @@ fn partial_meshes_give_the_right_results() {
         (3, |_, _| 0),
     ];
     for (size, cables) in cablings {
-        let make = |size: u32| boxed(&cabled(size as usize, cables, Faults::default()));
+        let make = |size: u32| {
+            let ranks = boxed(&cabled(size as usize, cables, Faults::default()));
+            // Ranks without a cable know of those of others.
+            let any = (0..size as usize).any(|a| (0..a).any(|b| cables(b, a) > 0));
+            assert!(ranks.iter().all(|rank| rank.tuning().wire == any), "{size}");
+            ranks
+        };
         testing::run_results_of(&make, 0x5eed_0009, &[size]);
     }
 }

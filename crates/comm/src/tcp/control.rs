@@ -40,6 +40,9 @@ pub(crate) trait Kept: Transport {
 
     /// Gives back what is of no use any more. Called now and then.
     fn tidy(&self) {}
+
+    /// Whether bytes to some peer leave this machine, or a device moves them.
+    fn has_wire(&self) -> bool;
 }
 
 /// How long the keeper waits for a link to take more of a message, before it listens again.

@@ -104,7 +104,8 @@ impl<T: Kept> Drop for Keeping<T> {
     }
 }
 
-/// α and β of the slowest rank, and what rank 0 forces: the same on all ranks.
+/// α and β of the slowest rank, what rank 0 forces, and whether any rank has a wire: the same on
+/// all ranks.
 fn measure<T: Kept>(
     linked: &Linked<T>,
     force: Option<Algorithm>,
@@ -121,9 +122,12 @@ fn measure<T: Kept>(
     let large = typical(linked, LARGE_BYTES, LARGE_CALLS, deadline)?;
     let beta_ns = (large - small).max(0.0) * 1e9 / (LARGE_BYTES * others) as f64;
     let code = force.map_or(-1.0, |algorithm| f64::from(algorithm.code()));
-    let mut all = vec![0.0; 3 * (others + 1)];
-    gather(linked, &[small * 1e6, beta_ns, code], &mut all, deadline)?;
-    let most = |at: usize| all.iter().skip(at).step_by(3).copied().fold(0.0, f64::max);
+    let wire = f64::from(u8::from(linked.transport().has_wire()));
+    let own = [small * 1e6, beta_ns, code, wire];
+    let mut all = vec![0.0; own.len() * (others + 1)];
+    gather(linked, &own, &mut all, deadline)?;
+    let each = |at: usize| all.iter().skip(at).step_by(own.len()).copied();
+    let most = |at: usize| each(at).fold(0.0, f64::max);
     let forced = Algorithm::ALL
         .into_iter()
         .find(|a| f64::from(a.code()) == all[2]);
@@ -131,6 +135,7 @@ fn measure<T: Kept>(
         alpha_us: most(0),
         beta_ns: most(1),
         force: forced,
+        wire: most(3) > 0.0,
     })
 }
 

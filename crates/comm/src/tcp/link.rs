@@ -87,6 +87,19 @@ impl Stream {
     pub(super) fn peer(&self) -> Option<IpAddr> {
         self.socket.peer_addr().ok().map(|addr| addr.ip())
     }
+
+    /// Whether the peer is on another machine, or behind a bridge of this one.
+    pub(super) fn is_wire(&self) -> bool {
+        let own = self.socket.local_addr().ok().map(|addr| addr.ip());
+        matches!((own, self.peer()), (Some(own), Some(peer)) if leaves(own, peer))
+    }
+}
+
+/// Whether what goes from address `own` to `peer` leaves the machine. A machine that calls an
+/// address of its own does so from that address, and any of loopback from any.
+fn leaves(own: IpAddr, peer: IpAddr) -> bool {
+    let (own, peer) = (own.to_canonical(), peer.to_canonical());
+    own != peer && !peer.is_loopback()
 }
 
 impl AsFd for Stream {
@@ -183,5 +196,29 @@ impl Link {
             }
         }
         Ok(count)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_stays_on_a_machine_has_one_address_or_goes_to_loopback() {
+        for (own, peer, expected) in [
+            ("127.0.0.1", "127.0.0.1", false),
+            ("127.0.0.1", "127.0.0.2", false),
+            ("::1", "::1", false),
+            ("::ffff:127.0.0.1", "127.0.0.3", false),
+            ("192.168.1.5", "192.168.1.5", false),
+            ("::ffff:192.168.1.5", "192.168.1.5", false),
+            ("fd00::1", "fd00::1", false),
+            ("192.168.1.5", "192.168.1.6", true),
+            ("::ffff:192.168.1.5", "::ffff:192.168.1.6", true),
+            ("fd00::1", "fd00::2", true),
+        ] {
+            let [from, to] = [own, peer].map(|addr| addr.parse().unwrap());
+            assert_eq!(leaves(from, to), expected, "{own} to {peer}");
+        }
     }
 }

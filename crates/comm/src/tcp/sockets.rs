@@ -131,6 +131,11 @@ impl Kept for Sockets {
     fn close(&self) {
         self.shut_down();
     }
+
+    fn has_wire(&self) -> bool {
+        let links = self.lanes.iter().flatten().flatten();
+        links.flat_map(Link::streams).any(Stream::is_wire)
+    }
 }
 
 impl Transport for Sockets {

@@ -9,7 +9,7 @@
 mod folders;
 
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
 use folders::FOLDERS;
 use paceline_base::KernelClass;
@@ -76,7 +76,8 @@ fn check_folder(folder: &str) {
     let batch = Batch {
         sequences: &[sequence],
     };
-    let mut step = Step::new(&model, &batch, &mut ws, &mut cache).unwrap();
+    let cache = Mutex::new(&mut cache);
+    let mut step = Step::new(&model, &batch, &mut ws, &cache, None).unwrap();
     check(&golden, "hidden.0", step.residual(), folder);
     for (i, layer) in model.layers().iter().enumerate() {
         model.config().family.layer(&mut step, layer, i).unwrap();

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use paceline_base::Rank;
-use paceline_comm::{Group, local};
+use paceline_comm::local;
 use paceline_model::{Config, Links, Split};
 
 /// Longest wait of a test for another rank.
@@ -28,11 +28,8 @@ pub(crate) fn places(config: &Config, split: &Split) -> Vec<Place> {
             stages.extend(local::ranks(members.len() as u32));
         }
     }
-    let links = worlds.into_iter().zip(stages).map(|(world, stage)| Links {
-        world: Box::new(world) as Box<dyn Group>,
-        stage: Box::new(stage),
-        patience: PATIENCE,
-    });
+    let links = worlds.into_iter().zip(stages);
+    let links = links.map(|(world, stage)| Links::new(Box::new(world), Box::new(stage), PATIENCE));
     let place = |(rank, links)| Place {
         split: split.clone(),
         rank,

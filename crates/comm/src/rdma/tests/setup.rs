@@ -357,6 +357,7 @@ fn jaccls_environment_makes_a_group() {
             let verbs = software::verbs(Limits::APPLE);
             let group = join_settings(verbs, &settings, Config::default(), soon(20)).unwrap();
             assert_eq!(group.tuning().force, Some(Algorithm::Ring));
+            assert!(group.tuning().wire, "a cable");
             let mut sum = [rank; 40_000];
             (&group as &dyn Group)
                 .all_reduce(&mut sum, Reduce::Sum, soon(10))

@@ -1,0 +1,195 @@
+//! Two halves of a step in turns: while what one has computed is exchanged, the other is computed.
+//!
+//! ```text
+//! first    compute | exchange . . . | compute | exchange . . . |
+//! second             compute | exchange . . . | compute | exchange . . .
+//! ```
+//!
+//! Both parts of the order are fixed, whatever takes how long: who computes next, and whose
+//! exchange is next. So all ranks exchange the same in the same order, and the second half finds
+//! the keys and values of the first in the cache.
+
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+
+use paceline_tensor::BLOCK;
+
+use super::{Batch, BatchSequence, Logits};
+
+/// Rows from which a step is cut in two: halves have a block of the kernels then. A block of a
+/// small model (width 576) is some ms of work in each layer, and the thread of a half takes some
+/// tens of microseconds to start, once in a step.
+pub(crate) const HALVES_FROM: usize = 2 * BLOCK;
+
+/// Rows of the first half of `rows`: whole blocks, so that no more blocks are begun than in one.
+const fn first_rows(rows: usize) -> usize {
+    (rows / 2 + BLOCK / 2) / BLOCK * BLOCK
+}
+
+/// The most rows that a second half has in steps of up to `rows`.
+pub(crate) const fn most_second_rows(rows: usize) -> usize {
+    rows / 2 + BLOCK / 2
+}
+
+/// The sequences of both halves of a batch of at least [`HALVES_FROM`] rows.
+pub(crate) fn cut<'b>(batch: &Batch<'b>) -> [Vec<BatchSequence<'b>>; 2] {
+    let mut left = first_rows(batch.rows());
+    let mut halves = [Vec::new(), Vec::new()];
+    for &whole in batch.sequences {
+        let rows = left.min(whole.tokens.len());
+        left -= rows;
+        let (first, second) = whole.tokens.split_at(rows);
+        let logits = match whole.logits {
+            Logits::Last if !second.is_empty() => Logits::None,
+            as_wanted => as_wanted,
+        };
+        let parts = [(first, 0, logits), (second, rows, whole.logits)];
+        for (half, (tokens, after, logits)) in halves.iter_mut().zip(parts) {
+            half.extend((!tokens.is_empty()).then_some(BatchSequence {
+                tokens,
+                position: whole.position + after,
+                logits,
+                ..whole
+            }));
+        }
+    }
+    halves
+}
+
+/// What both halves look at.
+#[derive(Debug, Default)]
+pub(crate) struct Turns {
+    next: Mutex<Next>,
+    changed: Condvar,
+}
+
+/// Turns are numbered: the first half's are even.
+#[derive(Debug, Default)]
+struct Next {
+    compute: u64,
+    exchange: u64,
+    /// A half has ended: the other waits for nobody.
+    alone: bool,
+}
+
+/// A half's place in the order.
+#[derive(Debug)]
+pub(crate) struct Turn<'t> {
+    turns: &'t Turns,
+    number: u64,
+}
+
+impl Turns {
+    /// The first half's turn, and the second's.
+    pub(crate) fn both(&self) -> [Turn<'_>; 2] {
+        [0, 1].map(|number| Turn {
+            turns: self,
+            number,
+        })
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Next> {
+        self.next.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn change(&self, change: impl FnOnce(&mut Next)) {
+        change(&mut self.lock());
+        self.changed.notify_all();
+    }
+
+    fn wait(&self, come: impl Fn(&Next) -> bool) {
+        let early = |next: &mut Next| !(next.alone || come(next));
+        let waited = self.changed.wait_while(self.lock(), early);
+        drop(waited.unwrap_or_else(PoisonError::into_inner));
+    }
+}
+
+impl Turn<'_> {
+    /// Waits until this half is to compute.
+    pub(crate) fn begin(&self) {
+        self.turns.wait(|next| next.compute == self.number);
+    }
+
+    /// Lets the other half compute, exchanges when it is this half's turn to, and waits until it is
+    /// to compute again.
+    pub(crate) fn exchange<R>(&mut self, exchange: impl FnOnce() -> R) -> R {
+        self.turns.change(|next| next.compute += 1);
+        self.turns.wait(|next| next.exchange == self.number);
+        let result = exchange();
+        self.turns.change(|next| next.exchange += 1);
+        self.number += 2;
+        self.begin();
+        result
+    }
+}
+
+impl Drop for Turn<'_> {
+    fn drop(&mut self) {
+        self.turns.change(|next| next.alone = true);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn halves_are_whole_blocks_first() {
+        for rows in HALVES_FROM..2000 {
+            let first = first_rows(rows);
+            assert!(first >= BLOCK && first.is_multiple_of(BLOCK), "{rows}");
+            assert!(rows - first >= BLOCK - 1, "{rows}");
+            assert!(rows - first <= most_second_rows(rows), "{rows}");
+        }
+    }
+
+    #[test]
+    fn sequences_are_cut_where_the_first_half_ends() {
+        let tokens: Vec<u32> = (0..300).collect();
+        let sequence = |tokens, position, logits| BatchSequence {
+            tokens,
+            position,
+            pages: &[],
+            logits,
+        };
+        let sequences = [
+            sequence(&tokens[..100], 7, Logits::Last),
+            sequence(&tokens[100..], 1000, Logits::Last),
+        ];
+        let batch = Batch {
+            sequences: &sequences,
+        };
+        let told = cut(&batch).map(|half| -> Vec<_> {
+            let told = |s: &BatchSequence<'_>| (s.tokens[0], s.tokens.len(), s.position, s.logits);
+            half.iter().map(told).collect()
+        });
+        assert_eq!(
+            told,
+            [
+                vec![(0, 100, 7, Logits::Last), (100, 28, 1000, Logits::None)],
+                vec![(128, 172, 1028, Logits::Last)],
+            ]
+        );
+    }
+
+    /// Whatever takes long, the order is the same.
+    #[test]
+    fn halves_take_turns() {
+        let turns = Turns::default();
+        let seen = Mutex::new([vec![], vec![]]);
+        let note = |what: usize, half: usize| seen.lock().unwrap()[what].push(half);
+        std::thread::scope(|scope| {
+            for (half, mut turn) in turns.both().into_iter().enumerate().rev() {
+                scope.spawn(move || {
+                    turn.begin();
+                    for _ in 0..50 {
+                        note(0, half);
+                        turn.exchange(|| note(1, half));
+                    }
+                    note(0, half);
+                });
+            }
+        });
+        let in_turn = |n: usize| -> Vec<usize> { (0..n).map(|i| i % 2).collect() };
+        assert_eq!(seen.into_inner().unwrap(), [in_turn(102), in_turn(100)]);
+    }
+}

@@ -1,0 +1,69 @@
+//! Products whose input dimension is cut over the ranks of a stage: each rank's part of the sums,
+//! and the sums over all ranks.
+
+use paceline_comm::Memory;
+use paceline_tensor::{Activations, Product};
+
+use super::halves::Turn;
+use super::{add_bias, exchanged};
+use crate::Error;
+use crate::model::Model;
+use crate::split::LeafCut;
+use crate::weights::Summed;
+
+/// Buffers for sums.
+#[derive(Debug)]
+pub(super) struct Sums {
+    /// `(roots of all ranks, T, C)`; the sum of them, `(T, C)`, is at the start.
+    pub(super) delta: Memory<f32>,
+    /// Values that each rank sends.
+    counts: Vec<usize>,
+}
+
+impl Sums {
+    pub(super) fn new(model: &Model, rows: usize) -> Self {
+        let (shard, n) = (model.shard(), rows * model.config().width);
+        let nodes = |cut: &LeafCut| cut.nodes.len();
+        let most = nodes(&shard.attention).max(nodes(&shard.feed_forward));
+        Self {
+            delta: exchanged(model, n * most),
+            counts: Vec::with_capacity(shard.stage_ranks().len()),
+        }
+    }
+
+    /// x (T, in) -> delta (T, C): this rank's roots of the canonical sum, then the sum over the
+    /// roots of all ranks, marked as layer `index`. Where the step has another half, that is
+    /// computed meanwhile.
+    pub(super) fn compute(
+        &mut self,
+        (model, index): (&Model, usize),
+        weights: &Summed,
+        cut: &LeafCut,
+        x: &Activations,
+        turn: Option<&mut Turn<'_>>,
+    ) -> Result<(), Error> {
+        let n = x.rows() * model.config().width;
+        let links = model.links().filter(|_| cut.roots.len() > 1);
+        let Self { delta, counts } = self;
+        // Its roots lie where the others expect them.
+        let first = links.map_or(0, |_| cut.roots_before());
+        let mine = &mut delta[first * n..(first + weights.roots.len()) * n];
+        let outs = mine.chunks_exact_mut(n).zip(&weights.roots);
+        let products = outs.map(|(out, (first_col, weights))| Product {
+            weights,
+            first_col: *first_col,
+            out,
+        });
+        model.kernels().products(x, products);
+        if let Some(links) = links {
+            let sum = &mut delta[..cut.nodes.len() * n];
+            let mut exchange = || links.sum(index, cut, sum, counts);
+            match turn {
+                Some(turn) => turn.exchange(exchange),
+                None => exchange(),
+            }?;
+        }
+        add_bias(delta, weights.bias.as_deref(), x.rows());
+        Ok(())
+    }
+}
