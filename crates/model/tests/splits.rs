@@ -199,6 +199,7 @@ fn every_family_gives_the_bits_of_one_rank() {
         (Family::Llama, BlockType::Q4_K, KernelClass::CpuQ8),
         (Family::Qwen2, BlockType::Q6_K, KernelClass::Cpu),
         (Family::Qwen3, BlockType::BF16, KernelClass::Cpu),
+        (Family::Llama, BlockType::BF16, KernelClass::CpuQ8),
         (Family::Gemma3, BlockType::Q5_K, KernelClass::Cpu),
         (Family::Gemma3, BlockType::Q8_0, KernelClass::CpuF32),
     ] {

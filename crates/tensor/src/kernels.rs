@@ -304,19 +304,23 @@ impl<'a> Job<'a> {
             let functions = batch.functions(w.block_type, rows, count)?;
             Some((functions, rows.view(0, product.first_col)))
         });
+        let rounded = (w.block_type == BlockType::BF16).then(|| x.rounded_view(product.first_col));
+        let (kernel, x_view) = match rounded.flatten() {
+            Some(rounded) => (table.pairs(w.tiny), rounded),
+            None => (
+                table.group(w.block_type, x.precision()),
+                x.view(product.first_col),
+            ),
+        };
         Self {
-            kernel: if w.block_type == BlockType::BF16 && x.has_rounded() {
-                table.pairs(w.tiny)
-            } else {
-                table.group(w.block_type, x.precision())
-            },
+            kernel,
             batch,
             args: GroupArgs {
                 weights: w.data.as_ptr(),
                 first_chunk: w.first_chunk,
                 cols: w.cols,
                 leaf_cols: leaf_cols.max(1),
-                x: x.view(product.first_col),
+                x: x_view,
                 first: 0,
                 end: x.rows(),
                 out: product.out.as_mut_ptr(),
