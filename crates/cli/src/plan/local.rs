@@ -301,36 +301,67 @@ impl Local {
         Ok(1.0 / (token + self.measured.step + told))
     }
 
-    /// This machine as nodes. Ranks of a tensor split compute at the same time: they share memory,
-    /// and where they have more threads than there are cores, they take turns. A stage's ranks
-    /// sleep until the stage before is done.
+    /// This machine as nodes, and what they cost each other.
     fn cluster(&self, split: &Split) -> anyhow::Result<(Cluster, Calibration)> {
         let ranks = split.tensor_ranks();
+        // Ranks of a tensor split that have more threads than there are cores take turns.
         let crowd = ((ranks * self.threads) as f64 / cores() as f64).max(1.0);
-        let m = &self.measured;
-        let layers = f64::from(self.shape.layers);
-        let alone = layers * m.products + m.head;
-        let taken = |t: &Together| layers * t.free + t.head;
-        let sharing = sharing(&self.together, ranks as u32, |t| taken(t) / alone);
-        let mut sharing = sharing.unwrap_or(crowd).max(1.0);
-        let in_turn = known_for(&self.together, split.ranks()).filter(|_| ranks == 1);
-        if let Some(turns) = in_turn {
-            sharing = (layers * turns.turns + m.head) / alone;
+        let mut calibration = Calibration::builtin()?;
+        // The planner counts 18 operations in a dense layer.
+        let op = self.measured.other / 18.0 * crowd;
+        calibration.set("op.paceline-cpu", op.max(1e-9));
+        let known = known_for(&self.together, ranks as u32);
+        calibration.set("handover.own.tcp", known.map_or(1e-7, Together::exchange));
+        let sharing = self.sharing(split, crowd);
+        let cluster = Cluster {
+            name: "this machine".to_owned(),
+            nodes: (0..split.ranks())
+                .map(|rank| self.node(rank, crowd, sharing))
+                .collect(),
+            links: self.links(split),
+        };
+        Ok((cluster, calibration))
+    }
+
+    /// What was measured of ranks that compute one after the other, for a split into stages of one:
+    /// each sleeps until the one before is done.
+    fn in_turn(&self, split: &Split) -> Option<&Together> {
+        known_for(&self.together, split.ranks()).filter(|_| split.tensor_ranks() == 1)
+    }
+
+    /// Seconds of all products where one rank has them and the machine.
+    fn alone(&self) -> f64 {
+        f64::from(self.shape.layers) * self.measured.products + self.measured.head
+    }
+
+    /// How many times as long a rank's products take as they would alone: ranks of a tensor split
+    /// compute at the same time and share memory.
+    fn sharing(&self, split: &Split, crowd: f64) -> f64 {
+        let (layers, alone) = (f64::from(self.shape.layers), self.alone());
+        if let Some(turns) = self.in_turn(split) {
+            return (layers * turns.turns + self.measured.head) / alone;
         }
-        let bytes = layers * self.shape.layer_bytes(0) + self.shape.head_bytes();
-        let pair = self.shape.attention.decode_pair_flops();
-        let params = self.shape.common_params(0);
-        let node = |rank: u32| Node {
+        let part = |t: &Together| (layers * t.free + t.head) / alone;
+        let measured = sharing(&self.together, split.tensor_ranks() as u32, part);
+        measured.unwrap_or(crowd).max(1.0)
+    }
+
+    fn node(&self, rank: u32, crowd: f64, sharing: f64) -> Node {
+        let bytes =
+            f64::from(self.shape.layers) * self.shape.layer_bytes(0) + self.shape.head_bytes();
+        let matmul = 2.0 * self.shape.common_params(0) / self.measured.prompt_row.max(1e-12);
+        let attention = self.shape.attention.decode_pair_flops() / self.measured.key.max(1e-12);
+        Node {
             name: format!("rank {rank}"),
             kind: "this machine".to_owned(),
             memory: Bytes(1 << 44), // whether it fits is not the question here
             usable: 1.0,
-            bandwidth: bytes / alone / sharing,
+            bandwidth: bytes / self.alone() / sharing,
             measured: true,
             rates: Some(Rates {
-                matmul: 2.0 * params / m.prompt_row.max(1e-12) / crowd,
-                expert: 2.0 * params / m.prompt_row.max(1e-12) / crowd,
-                attention: pair / m.key.max(1e-12) / crowd,
+                matmul: matmul / crowd,
+                expert: matmul / crowd,
+                attention: attention / crowd,
             }),
             disk: None,
             idle_w: None,
@@ -338,25 +369,18 @@ impl Local {
             price_usd: None,
             backend: Engine::Cpu,
             engine: "paceline-cpu".to_owned(),
-        };
-        let mut calibration = Calibration::builtin()?;
-        // The planner counts 18 operations in a dense layer.
-        calibration.set("op.paceline-cpu", (m.other / 18.0 * crowd).max(1e-9));
-        let (mut links, n) = (Vec::new(), split.ranks());
-        let known = known_for(&self.together, ranks as u32);
-        calibration.set("handover.own.tcp", known.map_or(1e-7, Together::exchange));
-        if let Some(mut wire) = self.wire {
-            wire.wake = in_turn.map_or(wire.wake, |turns| turns.hop);
-            for a in 0..n as usize {
-                links.extend((a + 1..n as usize).map(|b| loopback(a, b, ranks, wire)));
-            }
         }
-        let cluster = Cluster {
-            name: "this machine".to_owned(),
-            nodes: (0..n).map(node).collect(),
-            links,
+    }
+
+    /// Between every two ranks of `split`.
+    fn links(&self, split: &Split) -> Vec<Link> {
+        let (ranks, n) = (split.tensor_ranks(), split.ranks() as usize);
+        let Some(mut wire) = self.wire else {
+            return Vec::new();
         };
-        Ok((cluster, calibration))
+        wire.wake = self.in_turn(split).map_or(wire.wake, |turns| turns.hop);
+        let of = |a| (a + 1..n).map(move |b| loopback(a, b, ranks, wire));
+        (0..n).flat_map(of).collect()
     }
 }
 

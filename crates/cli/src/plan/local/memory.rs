@@ -186,7 +186,9 @@ impl Memory {
         let Some(folder) = self.path.parent() else {
             return;
         };
-        let part = self.path.with_extension("json.part");
+        let part = self
+            .path
+            .with_extension(format!("{}.part", std::process::id()));
         let _ = std::fs::create_dir_all(folder)
             .and_then(|()| std::fs::write(&part, text))
             .and_then(|()| std::fs::rename(&part, &self.path));
@@ -209,7 +211,11 @@ impl File {
                     && good(t.turns)
                     && good(t.hop)
             })
-            && self.load.values().all(|&s| good(s))
+            && self
+                .load
+                .values()
+                .chain(self.last.values())
+                .all(|&x| good(x))
             && self
                 .wire
                 .values()
@@ -220,10 +226,6 @@ impl File {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    const DAMAGED: &str = r#"{"version":4,"wire":{},"together":{},"measured":{},"doubted":[],
-                              "ratio":{"a":-1},
-                              "last":{},"load":{}}"#;
 
     #[test]
     fn what_is_learned_is_kept_and_damage_is_forgotten() {
@@ -236,7 +238,18 @@ mod tests {
         let again = Memory::load(home.path());
         assert!((again.ratio("a").unwrap() - 0.5).abs() < 1e-12);
         assert_eq!((again.last("a"), again.load_s("a")), (Some(5.0), Some(2.0)));
-        for text in ["", "{", DAMAGED, "{\"version\": 2}"] {
+        let damaged = |ratio: f64, last: f64| {
+            let entry = |value| BTreeMap::from([("a".to_owned(), value)]);
+            let file = File {
+                version: VERSION,
+                ratio: entry(ratio),
+                last: entry(last),
+                ..File::default()
+            };
+            serde_json::to_string(&file).unwrap()
+        };
+        let (negative, absurd) = (damaged(-1.0, 5.0), damaged(1.0, -5.0));
+        for text in ["", "{", &negative, &absurd, "{\"version\": 2}"] {
             std::fs::write(home.path().join("measured.json"), text).unwrap();
             assert_eq!(Memory::load(home.path()).ratio("a"), None, "{text}");
         }
