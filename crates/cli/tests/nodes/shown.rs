@@ -10,10 +10,9 @@ use crate::{World, alone, finish, smollm2, text};
 fn every_node_has_a_line_and_the_wire_a_figure() {
     let world = World::new();
     let model = world.model(FAMILIES[0]);
-    let output = world.run(
-        &model,
-        &["hi", "--nodes", "4", "--split", "2x2", "--max-tokens", "8"],
-    );
+    let nodes = ["hi", "--nodes", "4", "--split", "2x2"];
+    let short = ["--max-tokens", "8", "--temperature", "0"];
+    let output = world.run(&model, &[&nodes[..], &short].concat());
     let said = text(&output.stderr);
     assert!(output.status.success(), "{said}");
     let lines: Vec<&str> = said.lines().collect();
