@@ -6,7 +6,7 @@ use std::ops::{Deref, DerefMut};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use memmap2::{MmapMut, MmapRaw};
-use paceline_base::{Bytes, whole_pages};
+use paceline_base::Bytes;
 
 use crate::Error;
 
@@ -114,7 +114,7 @@ impl Drop for HugeMap {
     fn drop(&mut self) {
         #[cfg(target_os = "linux")]
         {
-            let pages = whole_pages(&(self.start..self.start + self.len));
+            let pages = paceline_base::whole_pages(&(self.start..self.start + self.len));
             // SAFETY: nobody else has these bytes, and they are not given out again.
             let _ = unsafe {
                 let advice = memmap2::UncheckedAdvice::DontNeed;
