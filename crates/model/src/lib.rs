@@ -39,5 +39,5 @@ pub use model::{Followed, LoadOptions, Model};
 pub use paceline_mlx::Places as MlxPlaces;
 pub use rope::Rope;
 pub use source::{Part, Role, Source};
-pub use split::{Shard, Split, SplitKind};
+pub use split::{LeafCut, Shard, Split, SplitKind};
 pub use step::{Batch, BatchSequence, BatchSize, Logits, Workspace};

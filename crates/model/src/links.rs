@@ -42,6 +42,30 @@ pub struct Links {
     pub overlap: bool,
 }
 
+impl LeafCut {
+    /// Completes the sum over the ranks that it is cut over. `sum` has room for n values for each of
+    /// [`all_roots`](Self::all_roots), of which this rank's are in their place, behind those of the
+    /// ranks before; the n of the whole sum are left at its start. `counts` is scratch. Collective.
+    /// Cost: an all-gather of `sum`, and an addition of n values for each root but one.
+    ///
+    /// # Errors
+    /// That of the gather; the sum is to be computed anew then.
+    pub fn complete(
+        &self,
+        group: &dyn Group,
+        sum: &mut [f32],
+        counts: &mut Vec<usize>,
+        deadline: Deadline,
+    ) -> Result<(), paceline_comm::Error> {
+        let n = sum.len() / self.nodes.len();
+        counts.clear();
+        counts.extend(self.roots.iter().map(|roots| roots * n));
+        group.all_gather_in_place(sum, counts, deadline)?;
+        tree::combine(self.leaves, &self.nodes, sum);
+        Ok(())
+    }
+}
+
 impl Links {
     /// Groups of ranks that overlap computing and exchanges where some of them wait for a wire:
     /// where they wait for one another's processors alone, there is no time to win.
@@ -155,13 +179,8 @@ impl Links {
         counts: &mut Vec<usize>,
     ) -> Result<(), Error> {
         self.enter(index);
-        let n = sum.len() / cut.nodes.len();
-        counts.clear();
-        counts.extend(cut.roots.iter().map(|roots| roots * n));
-        let gathered = self.stage.all_gather_in_place(sum, counts, self.deadline());
-        gathered.map_err(|error| self.stage_error(error))?;
-        tree::combine(cut.leaves, &cut.nodes, sum);
-        Ok(())
+        let completed = cut.complete(&*self.stage, sum, counts, self.deadline());
+        completed.map_err(|error| self.stage_error(error))
     }
 
     /// Waits for the residual stream, `(T, C)`, of the stage before, if there is one.

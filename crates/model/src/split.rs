@@ -439,13 +439,13 @@ fn heads_of(attention: &LeafCut, head_dim: usize) -> Range<usize> {
     columns.start / head_dim..columns.end / head_dim
 }
 
-/// A canonical sum cut over the ranks of a stage.
+/// A canonical sum cut over the ranks of a stage, as one of them sees it.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct LeafCut {
+pub struct LeafCut {
     /// Leaves of the sum.
     pub(crate) leaves: usize,
     /// Columns of a leaf; the last may have fewer.
-    pub(crate) leaf_cols: usize,
+    pub leaf_cols: usize,
     cols: usize,
     /// Leaves of each rank.
     ranges: Vec<Range<usize>>,
@@ -475,8 +475,14 @@ impl LeafCut {
         }
     }
 
+    /// Roots of all ranks: so many times the values of the sum lie in the buffer that
+    /// [`complete`](Self::complete) takes.
+    pub const fn all_roots(&self) -> usize {
+        self.nodes.len()
+    }
+
     /// Roots of the ranks before this one.
-    pub(crate) fn roots_before(&self) -> usize {
+    pub fn roots_before(&self) -> usize {
         self.roots[..self.index].iter().sum()
     }
 
@@ -496,7 +502,7 @@ impl LeafCut {
     }
 
     /// Columns of this rank.
-    pub(crate) fn columns(&self) -> Range<usize> {
+    pub fn columns(&self) -> Range<usize> {
         self.columns_of(self.mine())
     }
 
@@ -508,7 +514,7 @@ impl LeafCut {
     }
 
     /// Columns of each of this rank's roots.
-    pub(crate) fn root_columns(&self) -> Vec<Range<usize>> {
+    pub fn root_columns(&self) -> Vec<Range<usize>> {
         let roots = tree::roots(self.mine(), self.leaves).into_iter();
         roots
             .map(|root| self.columns_of(root.leaves(self.leaves)))
@@ -532,9 +538,9 @@ pub struct Shard {
     /// KV heads that these need.
     pub kv_heads: Range<usize>,
     /// The sum of the attention's output projection.
-    pub(crate) attention: LeafCut,
+    pub attention: LeafCut,
     /// The sum of the down projection.
-    pub(crate) feed_forward: LeafCut,
+    pub feed_forward: LeafCut,
     /// Rows of the output head, by rank of the stage; none but in the last.
     pub(crate) vocab: Vec<Range<usize>>,
     /// Outputs of the matrices that are summed over ranks, by rank of the stage, for those that

@@ -66,11 +66,15 @@ impl<'a> Probes<'a> {
         nodes: u32,
         kernels: impl Fn(usize) -> anyhow::Result<Arc<Kernels>>,
     ) -> anyhow::Result<Self> {
-        let teams = (2..=nodes).map(|ranks| anyhow::Ok((ranks, team(setting, ranks, &kernels)?)));
+        let mut teams = BTreeMap::new();
+        for split in tensor_splits(setting.config, nodes) {
+            let team = Team::new(setting, &split, || kernels(setting.threads))?;
+            teams.insert(split.ranks(), team);
+        }
         Ok(Self {
             setting,
             alone: Probe::new(setting, kernels(setting.threads)?)?,
-            teams: teams.collect::<Result<_, _>>()?,
+            teams,
         })
     }
 
@@ -102,13 +106,11 @@ impl<'a> Probes<'a> {
     }
 }
 
-fn team<'a>(
-    setting: Setting<'a>,
-    ranks: u32,
-    kernels: impl Fn(usize) -> anyhow::Result<Arc<Kernels>>,
-) -> anyhow::Result<Team<'a>> {
-    let pools = (0..ranks).map(|_| kernels(setting.threads));
-    Team::new(setting, pools.collect::<Result<_, _>>()?)
+/// Those over two and more ranks, as far as there are heads and columns to share. For more ranks,
+/// what the most measured is taken.
+fn tensor_splits(config: &Config, nodes: u32) -> impl Iterator<Item = Split> {
+    let split = |ranks| Split::plan(config, SplitKind::Tensor, ranks, &[]).ok();
+    (2..=nodes).map_while(split)
 }
 
 /// A prediction for a split, with what it rests on.
@@ -393,13 +395,14 @@ fn together(
     kernels: impl Fn(usize) -> anyhow::Result<Arc<Kernels>>,
 ) -> anyhow::Result<BTreeMap<u32, Together>> {
     let mut all = BTreeMap::new();
-    for ranks in 2..=nodes {
+    for split in tensor_splits(setting.config, nodes) {
+        let ranks = split.ranks();
         let key = format!("{key}, {ranks} ranks, {}", setting.backend.name());
         let known = memory.together(&key);
         let together = match known {
             Some(known) => known,
             None => {
-                let fresh = team(setting, ranks, &kernels)?.measure()?;
+                let fresh = Team::new(setting, &split, || kernels(setting.threads))?.measure()?;
                 memory.set_together(&key, fresh);
                 fresh
             }

@@ -4,16 +4,16 @@
 //! A probe takes a few tenths of a second. It runs the kernels that a step runs, in its order,
 //! on weights of the file; it does not run the model.
 
+use std::cell::Cell;
 use std::ops::Range;
 use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
-use paceline_base::KernelClass;
+use paceline_base::{KernelClass, Rank};
 use paceline_engine::SamplingParams;
-use paceline_formats::tensor::Tensor;
-use paceline_model::{Activation, Config, Family, Part, Role, Source};
+use paceline_model::{Activation, Config, Family, LeafCut, Part, Role, Shard, Split};
 use paceline_tensor::{
     Activations, Attention, AttentionRows, AttentionScratch, Kernels, KvCache, KvShape, KvType,
     PAGE, PackOptions, Packed, Precision, Product, StoredMatrix, vector,
@@ -73,13 +73,17 @@ impl Measured {
     }
 }
 
-/// Matrices of a layer.
+/// A rank's part of the matrices of a layer.
 pub(super) struct Layer {
     qkv: [Packed; 3],
-    output: Packed,
+    output: Roots,
     gate_up: [Packed; 2],
-    down: Packed,
+    down: Roots,
 }
+
+/// Columns of a matrix whose products are summed over ranks, each root of its leaves apart with the
+/// first of its columns among the rank's.
+type Roots = Vec<(usize, Packed)>;
 
 /// A model's weights, as many as are probed, ready to be measured again and again.
 pub(super) struct Probe<'a> {
@@ -89,6 +93,11 @@ pub(super) struct Probe<'a> {
     weights: Weights,
 }
 
+/// All of a model.
+fn whole(config: &Config) -> Shard {
+    Split::whole(config).shard(config, Rank(0))
+}
+
 impl<'a> Probe<'a> {
     /// # Errors
     /// What is wrong with the file; what memory could not be had.
@@ -96,7 +105,7 @@ impl<'a> Probe<'a> {
         Ok(Self {
             config: setting.config,
             class: setting.class,
-            weights: Weights::pack(setting, &kernels, (0, 1))?,
+            weights: Weights::pack(setting, &kernels, &whole(setting.config))?,
             kernels,
         })
     }
@@ -108,9 +117,15 @@ impl<'a> Probe<'a> {
     pub(super) fn measure(&self) -> anyhow::Result<Measured> {
         let decode = self.decode()?;
         let layers = &self.weights.layers;
-        let mut step = Step::new(self.config, self.class, &self.kernels, 1)?;
+        let mut step = Step::new(
+            self.config,
+            self.class,
+            &self.kernels,
+            &whole(self.config),
+            1,
+        )?;
         let rows = prompt_rows(decode.products * layers.len() as f64);
-        let [prompt] = typical(|| [timed(|| step.products(layers, rows, || {}))]);
+        let [prompt] = typical(|| [timed(|| step.products(layers, rows, |_, _| {}))]);
         Ok(Measured {
             prompt_row: prompt / (rows * layers.len()) as f64,
             ..decode
@@ -133,10 +148,16 @@ impl<'a> Probe<'a> {
     fn decode_here(&self) -> anyhow::Result<Measured> {
         let weights = &self.weights;
         let layers = weights.layers.len();
-        let mut step = Step::new(self.config, self.class, &self.kernels, layers)?;
+        let mut step = Step::new(
+            self.config,
+            self.class,
+            &self.kernels,
+            &whole(self.config),
+            layers,
+        )?;
         // In turns, so that differences are not those of the machine's own pace.
         let [all, head, near, far, last] = typical(|| {
-            let all = timed(|| step.products(&weights.layers, 1, || {}));
+            let all = timed(|| step.products(&weights.layers, 1, |_, _| {}));
             let head = timed(|| step.head(weights));
             let near = timed(|| step.layers(weights, POSITIONS[0]));
             step.head(weights);
@@ -189,68 +210,88 @@ fn typical<const N: usize>(mut f: impl FnMut() -> [f64; N]) -> [f64; N] {
     std::array::from_fn(|i| mean(passes.iter().map(|pass| pass[i])))
 }
 
-/// `leaf_cols` as in [`PackOptions`]: what the model sums over in leaves takes longer. Gives the
-/// file's pages back, as the model's loader does: a probe is to need no more memory than the model.
-fn pack(
-    tensor: &Tensor,
-    class: KernelClass,
-    rows: Range<usize>,
-    leaf_cols: usize,
-    kernels: &Kernels,
-) -> anyhow::Result<Packed> {
-    let whole = StoredMatrix {
-        block_type: tensor.block_type,
-        rows: tensor.rows(),
-        cols: tensor.cols(),
-        bytes: &tensor.bytes,
-    };
-    let options = PackOptions {
-        as_f32: class == KernelClass::CpuF32,
-        leaf_cols,
-    };
-    let packed = Packed::new(whole.row_range(rows), options, kernels.pool())?;
-    tensor.bytes.discard();
-    Ok(packed)
+/// What packs a rank's part of a model as the model does.
+struct Packing<'a> {
+    setting: Setting<'a>,
+    kernels: &'a Kernels,
+    shard: &'a Shard,
+    /// Of the tensors that were read, whole, so that ranks stop together.
+    bytes: Cell<u64>,
 }
 
-/// A rank's part, of so many, of as many layers from the first as [`PROBED_BYTES`] allows for all
-/// ranks, at least one. Every matrix is cut by rows: a cut by columns has as many bytes.
-fn layers(
-    source: &Source,
-    config: &Config,
-    class: KernelClass,
-    kernels: &Kernels,
-    (rank, ranks): (usize, usize),
-) -> anyhow::Result<Vec<Layer>> {
-    let (mut layers, mut bytes) = (Vec::new(), 0);
-    for index in 0..config.layers.len() {
-        let mut matrix = |part| -> anyhow::Result<Packed> {
-            let tensor = source.weight(config.family, Role::Layer(index, part))?;
-            bytes += tensor.bytes.len() as u64; // of the whole, so that ranks stop together
-            let rows = tensor.rows();
-            let own = rows * rank / ranks..rows * (rank + 1) / ranks;
-            let leaf_cols = match part {
-                Part::AttentionOutput => config.attention_leaf(),
-                Part::Down => config.ffn_leaf,
-                _ => 0,
-            };
-            pack(&tensor, class, own, leaf_cols, kernels)
+impl Packing<'_> {
+    /// What `cut` makes of a tensor. Gives the file's pages back, as the model's loader does: a
+    /// probe is to need no more memory than the model.
+    fn packed<T>(
+        &self,
+        role: Role,
+        leaf_cols: usize,
+        cut: impl FnOnce(StoredMatrix<'_>, PackOptions) -> Result<T, paceline_tensor::Error>,
+    ) -> anyhow::Result<T> {
+        let Setting { source, config, .. } = self.setting;
+        let tensor = source.weight(config.family, role)?;
+        self.bytes.set(self.bytes.get() + tensor.bytes.len() as u64);
+        let whole = StoredMatrix {
+            block_type: tensor.block_type,
+            rows: tensor.rows(),
+            cols: tensor.cols(),
+            bytes: &tensor.bytes,
         };
-        layers.push(Layer {
-            qkv: [
-                matrix(Part::Query)?,
-                matrix(Part::Key)?,
-                matrix(Part::Value)?,
-            ],
-            output: matrix(Part::AttentionOutput)?,
-            gate_up: [matrix(Part::Gate)?, matrix(Part::Up)?],
-            down: matrix(Part::Down)?,
-        });
-        if bytes >= PROBED_BYTES {
-            break;
-        }
+        let options = PackOptions {
+            as_f32: self.setting.class == KernelClass::CpuF32,
+            leaf_cols,
+        };
+        let packed = cut(whole, options)?;
+        tensor.bytes.discard();
+        Ok(packed)
     }
-    Ok(layers)
+
+    fn rows(&self, role: Role, rows: Range<usize>) -> anyhow::Result<Packed> {
+        self.packed(role, 0, |whole, options| {
+            Packed::new(whole.row_range(rows), options, self.kernels.pool())
+        })
+    }
+
+    fn roots(&self, role: Role, cut: &LeafCut) -> anyhow::Result<Roots> {
+        let first = cut.columns().start;
+        self.packed(role, cut.leaf_cols, |whole, options| {
+            let root = |columns: Range<usize>| {
+                let first_col = columns.start - first;
+                let packed = Packed::of_columns(whole, columns, options, self.kernels.pool())?;
+                Ok((first_col, packed))
+            };
+            cut.root_columns().into_iter().map(root).collect()
+        })
+    }
+
+    fn layer(&self, index: usize) -> anyhow::Result<Layer> {
+        let (shard, head_dim) = (self.shard, self.setting.config.head_dim);
+        let of = |heads: &Range<usize>| heads.start * head_dim..heads.end * head_dim;
+        let role = |part| Role::Layer(index, part);
+        let rows = |part, rows| self.rows(role(part), rows);
+        Ok(Layer {
+            qkv: [
+                rows(Part::Query, of(&shard.heads))?,
+                rows(Part::Key, of(&shard.kv_heads))?,
+                rows(Part::Value, of(&shard.kv_heads))?,
+            ],
+            output: self.roots(role(Part::AttentionOutput), &shard.attention)?,
+            gate_up: [rows(Part::Gate, shard.ffn())?, rows(Part::Up, shard.ffn())?],
+            down: self.roots(role(Part::Down), &shard.feed_forward)?,
+        })
+    }
+
+    /// As many layers from the first as [`PROBED_BYTES`] allows for all ranks, at least one.
+    fn layers(&self) -> anyhow::Result<Vec<Layer>> {
+        let mut layers = Vec::new();
+        for index in 0..self.setting.config.layers.len() {
+            layers.push(self.layer(index)?);
+            if self.bytes.get() >= PROBED_BYTES {
+                break;
+            }
+        }
+        Ok(layers)
+    }
 }
 
 /// Weights that are read in turn, as a step reads them: measured alone, a head that fits in the
@@ -264,35 +305,43 @@ pub(super) struct Weights {
 }
 
 impl Weights {
-    /// The part of a rank, of so many.
+    /// Rows of the head that are here.
+    pub(super) fn head_rows(&self) -> usize {
+        self.head.rows()
+    }
+
+    /// The part of a rank of one stage.
     pub(super) fn pack(
         setting: Setting<'_>,
         kernels: &Kernels,
-        (rank, ranks): (usize, usize),
+        shard: &Shard,
     ) -> anyhow::Result<Self> {
-        let Setting {
-            source,
-            config,
-            class,
-            ..
-        } = setting;
-        let tensor = match source.opt_weight(config.family, Role::Output)? {
-            Some(tensor) => tensor,
-            None => source.weight(config.family, Role::TokenEmbedding)?,
+        let Setting { source, config, .. } = setting;
+        let (role, tensor) = match source.opt_weight(config.family, Role::Output)? {
+            Some(tensor) => (Role::Output, tensor),
+            None => {
+                let role = Role::TokenEmbedding;
+                (role, source.weight(config.family, role)?)
+            }
         };
-        let all = tensor.rows();
-        let row = (tensor.bytes.len() / all.max(1)).max(1);
-        let (first, own) = (all * rank / ranks, (all / ranks).max(1));
-        let rows = own.min((PROBED_BYTES as usize / ranks / row).max(16));
+        let row = (tensor.bytes.len() / tensor.rows().max(1)).max(1);
+        let (own, ranks) = (shard.vocab(), shard.stage_ranks().len());
+        let rows = own.len().min((PROBED_BYTES as usize / ranks / row).max(16));
+        let packing = Packing {
+            setting,
+            kernels,
+            shard,
+            bytes: Cell::new(0),
+        };
         Ok(Self {
-            layers: layers(source, config, class, kernels, (rank, ranks))?,
-            head: pack(&tensor, class, first..first + rows, 0, kernels)?,
-            head_share: own as f64 / rows as f64,
+            layers: packing.layers()?,
+            head: packing.rows(role, own.start..own.start + rows)?,
+            head_share: own.len() as f64 / rows.max(1) as f64,
         })
     }
 }
 
-/// Buffers of a step, with keys and values of so many layers.
+/// Buffers of a rank's step, with keys and values of so many layers.
 pub(super) struct Step<'k> {
     kernels: &'k Kernels,
     config: Config,
@@ -300,6 +349,7 @@ pub(super) struct Step<'k> {
     attended: Activations,
     hidden: Activations,
     wide: [Vec<f32>; 3],
+    sums: [Sum; 2],
     logits: Vec<f32>,
     angles: Vec<(f32, f32)>,
     cache: KvCache,
@@ -311,12 +361,13 @@ impl<'k> Step<'k> {
         config: &Config,
         class: KernelClass,
         kernels: &'k Kernels,
+        shard: &Shard,
         layers: usize,
     ) -> anyhow::Result<Self> {
         let precision = (class != KernelClass::CpuF32).then_some(Precision::of(class));
         let rows = PROMPT_ROWS;
-        let inner = config.heads * config.head_dim;
-        let widest = config.ffn.max(inner).max(config.width);
+        let widest = config.ffn.max(config.heads * config.head_dim);
+        let widest = widest.max(config.width);
         let shape = KvShape {
             layers,
             heads: config.kv_heads,
@@ -332,9 +383,13 @@ impl<'k> Step<'k> {
             kernels,
             config: config.clone(),
             normed: activations(config.width),
-            attended: activations(inner),
-            hidden: activations(config.ffn),
+            attended: activations(shard.attention.columns().len()),
+            hidden: activations(shard.ffn().len()),
             wide: std::array::from_fn(|_| vec![0.5; rows * widest]),
+            sums: [&shard.attention, &shard.feed_forward].map(|cut| Sum {
+                first: cut.roots_before(),
+                values: vec![0.5; cut.all_roots() * rows * config.width],
+            }),
             logits: vec![0.5; config.vocab],
             angles: Vec::new(),
             cache: KvCache::new(shape, POSITIONS[1].div_ceil(PAGE))?,
@@ -357,6 +412,11 @@ impl<'k> Step<'k> {
     pub(super) fn head(&mut self, weights: &Weights) {
         let out = &mut self.logits[..weights.head.rows()];
         product(self.kernels, &self.normed, [(&weights.head, out)]);
+    }
+
+    /// So many of the logits that [`head`](Self::head) left, at most as many as there are rows.
+    pub(super) fn logits(&mut self, n: usize) -> &mut [f32] {
+        &mut self.logits[..n]
     }
 
     /// What comes before the head and after it.
@@ -409,8 +469,14 @@ impl<'k> Step<'k> {
     }
 
     /// The products of `layers` for `rows` rows, and nothing else but `between`, which comes after
-    /// each half of a layer.
-    pub(super) fn products(&mut self, layers: &[Layer], rows: usize, mut between: impl FnMut()) {
+    /// each half of a layer with the number of that half and the room of its sum, in which this
+    /// rank's roots are.
+    pub(super) fn products(
+        &mut self,
+        layers: &[Layer],
+        rows: usize,
+        mut between: impl FnMut(usize, &mut [f32]),
+    ) {
         for x in [&mut self.normed, &mut self.attended, &mut self.hidden] {
             x.resize(rows);
             self.kernels.fill_rows(x, |_, row| row.fill(0.5));
@@ -420,32 +486,22 @@ impl<'k> Step<'k> {
         }
     }
 
-    fn four_jobs(&mut self, layer: &Layer, rows: usize, between: &mut impl FnMut()) {
-        let [a, b, c] = &mut self.wide;
+    fn four_jobs(
+        &mut self,
+        layer: &Layer,
+        rows: usize,
+        between: &mut impl FnMut(usize, &mut [f32]),
+    ) {
+        let (kernels, [a, b, c]) = (self.kernels, &mut self.wide);
+        let (n, [attention, feed_forward]) = (rows * self.config.width, &mut self.sums);
         let [q, k, v] = &layer.qkv;
         let three = [(q, &mut a[..]), (k, &mut b[..]), (v, &mut c[..])];
-        product_rows(self.kernels, &self.normed, three, rows);
-        product_rows(
-            self.kernels,
-            &self.attended,
-            [(&layer.output, &mut a[..])],
-            rows,
-        );
-        between();
+        product_rows(kernels, &self.normed, three, rows);
+        between(0, attention.of(kernels, &self.attended, &layer.output, n));
         let [gate, up] = &layer.gate_up;
-        product_rows(
-            self.kernels,
-            &self.normed,
-            [(gate, &mut a[..]), (up, &mut b[..])],
-            rows,
-        );
-        product_rows(
-            self.kernels,
-            &self.hidden,
-            [(&layer.down, &mut a[..])],
-            rows,
-        );
-        between();
+        let two = [(gate, &mut a[..]), (up, &mut b[..])];
+        product_rows(kernels, &self.normed, two, rows);
+        between(1, feed_forward.of(kernels, &self.hidden, &layer.down, n));
     }
 
     /// One row through all layers, with `positions` keys to attend to.
@@ -468,7 +524,7 @@ impl<'k> Step<'k> {
             self.norm();
             self.activate();
             self.add();
-            self.four_jobs(layer, 1, &mut || {});
+            self.four_jobs(layer, 1, &mut |_, _| {});
         }
     }
 
@@ -510,6 +566,30 @@ impl<'k> Step<'k> {
             .attention(&step, &mut self.scratch, &mut out[..q]);
         self.kernels
             .fill_rows(&mut self.attended, |_, row| row.copy_from_slice(&out[..q]));
+    }
+}
+
+/// Room for a sum over ranks.
+struct Sum {
+    /// Roots of the ranks before.
+    first: usize,
+    values: Vec<f32>,
+}
+
+impl Sum {
+    /// x (T, in) -> the room for n = T x width values of each root of any rank, with this rank's
+    /// `roots` in their place.
+    fn of(&mut self, kernels: &Kernels, x: &Activations, roots: &Roots, n: usize) -> &mut [f32] {
+        let mine = self.values[self.first * n..].chunks_exact_mut(n);
+        let products = mine.zip(roots).map(|(out, (first_col, weights))| Product {
+            weights,
+            first_col: *first_col,
+            out,
+        });
+        kernels.products(x, products);
+        let all = self.values.len() / PROMPT_ROWS;
+        let rows = x.rows();
+        &mut self.values[..all * rows]
     }
 }
 

@@ -10,7 +10,7 @@ use anyhow::Context;
 use paceline_base::{KernelClass, Rank};
 use paceline_comm::tcp::{self, GroupId};
 use paceline_comm::{Backend, Deadline, Group, Seat, Strict, Wires, init};
-use paceline_model::Config;
+use paceline_model::{Config, Shard, Split};
 use paceline_tensor::Kernels;
 use serde::{Deserialize, Serialize};
 
@@ -40,7 +40,7 @@ pub(crate) struct Together {
     pub(super) free: f64,
     /// The same with the two exchanges of a tensor split, so with waiting for the slowest.
     pub(super) synced: f64,
-    /// A rank's part of the head.
+    /// The ranks' parts of the head, and bringing their logits together.
     pub(super) head: f64,
     /// A layer's products by all ranks one after the other, each waiting for its turn: those of a
     /// pipeline, whose cores and caches the host lends to others meanwhile.
@@ -61,30 +61,40 @@ pub(super) struct Team<'a> {
     config: &'a Config,
     class: KernelClass,
     backend: Backend,
-    /// Of each rank.
-    parts: Vec<(Arc<Kernels>, Weights)>,
+    members: Vec<Member>,
+}
+
+/// A rank with its part of all matrices.
+struct Member {
+    shard: Shard,
+    kernels: Arc<Kernels>,
+    weights: Weights,
 }
 
 impl<'a> Team<'a> {
-    /// As many ranks as there are `kernels`.
+    /// The ranks of `split`, which has one stage, each with `kernels` of its own.
     ///
     /// # Errors
-    /// What is wrong with the file; what memory could not be had.
-    pub(super) fn new(setting: Setting<'a>, kernels: Vec<Arc<Kernels>>) -> anyhow::Result<Self> {
-        let ranks = kernels.len();
-        let part = |(rank, kernels): (usize, Arc<Kernels>)| {
-            let weights = Weights::pack(setting, &kernels, (rank, ranks))?;
-            anyhow::Ok((kernels, weights))
+    /// What is wrong with the file; what memory or threads could not be had.
+    pub(super) fn new(
+        setting: Setting<'a>,
+        split: &Split,
+        kernels: impl Fn() -> anyhow::Result<Arc<Kernels>>,
+    ) -> anyhow::Result<Self> {
+        let member = |rank| {
+            let (shard, kernels) = (split.shard(setting.config, Rank(rank)), kernels()?);
+            let weights = Weights::pack(setting, &kernels, &shard)?;
+            anyhow::Ok(Member {
+                shard,
+                kernels,
+                weights,
+            })
         };
         Ok(Self {
             config: setting.config,
             class: setting.class,
             backend: setting.backend,
-            parts: kernels
-                .into_iter()
-                .enumerate()
-                .map(part)
-                .collect::<Result<_, _>>()?,
+            members: (0..split.ranks()).map(member).collect::<Result<_, _>>()?,
         })
     }
 
@@ -93,57 +103,66 @@ impl<'a> Team<'a> {
     /// # Errors
     /// What the system refuses.
     pub(super) fn measure(&self) -> anyhow::Result<Together> {
-        let each = joined(self.parts.len(), self.backend, |group| {
-            let (kernels, weights) = &self.parts[group.rank().0 as usize];
-            let mut step = Step::new(self.config, self.class, kernels, 1)?;
-            passes(group, weights, &mut step, self.config.width)
+        let logits = self.members.iter().map(|m| m.weights.head_rows()).min();
+        let logits = logits.unwrap_or(0);
+        let each = joined(self.members.len(), self.backend, |group| {
+            let member = &self.members[group.rank().0 as usize];
+            let mut step = Step::new(self.config, self.class, &member.kernels, &member.shard, 1)?;
+            passes(group, member, &mut step, logits)
         })?;
-        let weights = &self.parts[0].1;
+        let weights = &self.members[0].weights;
         let n = weights.layers.len() as f64;
-        let [free, synced, head, turn] = [0, 1, 2, 3].map(|i| mean(each.iter().map(|r| r[i])));
+        let [free, synced, turn] = [0, 1, 3].map(|i| mean(each.iter().map(|r| r[i])));
         let ranks = each.len() as f64;
         Ok(Together {
             free: free / n,
             synced: synced / n,
-            head: head * weights.head_share,
+            // The first rank leads: a token is chosen when it has the logits.
+            head: each[0][2] * weights.head_share,
             turns: ranks * turn / n,
             hop: (each[0][4] / ranks - turn).max(1e-7),
         })
     }
 }
 
-/// Seconds of layers without exchanges, of layers with them, of the head, of layers when it is this
-/// rank's turn, and until all had theirs; until the first rank says that it is enough.
+/// Seconds of layers without exchanges, of layers with them, of the head and bringing its logits
+/// together, of layers when it is this rank's turn, and until all had theirs; until the first rank
+/// says that it is enough.
 fn passes(
     group: &dyn Group,
-    weights: &Weights,
+    Member { shard, weights, .. }: &Member,
     step: &mut Step<'_>,
-    width: usize,
+    logits: usize,
 ) -> anyhow::Result<[f64; 5]> {
-    let mut meeting = Meeting::new(group, width);
     let mut passes = Vec::new();
     let mut began = Instant::now();
+    let mut counts = Vec::new();
     for pass in 0.. {
         // All end at one meeting: who leaves earlier ends the calls of those who have not done.
         let enough = pass > PASSES || (pass > 1 && began.elapsed() >= ENOUGH);
-        if meeting.ends(enough)? {
+        if meet(group, enough)? {
             break;
         }
-        let free = timed(|| step.products(&weights.layers, 1, || {}));
-        let head = timed(|| step.head(weights));
-        meeting.ends(false)?;
-        let mut failed = Ok(false);
+        let free = timed(|| step.products(&weights.layers, 1, |_, _| {}));
+        step.head(weights);
+        meet(group, false)?;
+        let mut result = Ok(());
+        let cuts = [&shard.attention, &shard.feed_forward];
         let synced = timed(|| {
-            step.products(&weights.layers, 1, || {
-                if failed.is_ok() {
-                    failed = meeting.ends(false);
+            step.products(&weights.layers, 1, |half, sum| {
+                if result.is_ok() {
+                    result = cuts[half].complete(group, sum, &mut counts, soon());
                 }
             });
         });
-        failed?;
-        step.head(weights);
-        meeting.ends(false)?;
-        let [turn, all] = in_turn(group, || step.products(&weights.layers, 1, || {}))?;
+        result?;
+        let head = timed(|| {
+            step.head(weights);
+            result = gather(group, step.logits(logits));
+        });
+        result?;
+        meet(group, false)?;
+        let [turn, all] = in_turn(group, || step.products(&weights.layers, 1, |_, _| {}))?;
         step.head(weights);
         if pass == 0 {
             began = Instant::now(); // it warmed up
@@ -152,6 +171,15 @@ fn passes(
         }
     }
     Ok([0, 1, 2, 3, 4].map(|i| mean(passes.iter().map(|pass| pass[i]))))
+}
+
+/// Every rank's logits to the first one, as the model's leader gets them.
+fn gather(group: &dyn Group, logits: &mut [f32]) -> Result<(), paceline_comm::Error> {
+    if group.rank() != Rank(0) {
+        return group.send(logits, Rank(0), 0, soon());
+    }
+    let mut others = (1..group.size()).map(Rank);
+    others.try_for_each(|rank| group.recv(logits, rank, 0, soon()))
 }
 
 /// Has each rank `work` after the one before; seconds that it took, and until all had.
@@ -170,29 +198,12 @@ fn in_turn(group: &dyn Group, work: impl FnOnce()) -> anyhow::Result<[f64; 2]> {
     Ok([turn, begun.elapsed().as_secs_f64()])
 }
 
-/// All-gathers of one activation, of which the first number says whether this is the end.
-struct Meeting<'g> {
-    group: &'g dyn Group,
-    own: Vec<f32>,
-    all: Vec<f32>,
-}
-
-impl<'g> Meeting<'g> {
-    fn new(group: &'g dyn Group, width: usize) -> Self {
-        let ranks = group.size() as usize;
-        Self {
-            group,
-            own: vec![0.0; width],
-            all: vec![0.0; width * ranks],
-        }
-    }
-
-    /// Meets; what the first rank says.
-    fn ends(&mut self, end: bool) -> anyhow::Result<bool> {
-        self.own[0] = f32::from(u8::from(end));
-        self.group.all_gather(&self.own, &mut self.all, soon())?;
-        Ok(self.all[0] > 0.0)
-    }
+/// All ranks wait for the slowest; whether the first says that this is the end.
+fn meet(group: &dyn Group, end: bool) -> Result<bool, paceline_comm::Error> {
+    let mut said = [u8::from(end)];
+    group.broadcast(&mut said, Rank(0), soon())?;
+    group.barrier(soon())?;
+    Ok(said[0] > 0)
 }
 
 /// Measures messages between two ranks, joined by `backend`.
