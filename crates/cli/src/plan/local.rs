@@ -28,7 +28,7 @@ use paceline_tensor::Kernels;
 
 use memory::Memory;
 use probe::{Measured, Probe};
-use ranks::{Team, Together, Wire};
+use ranks::{Splits, Team, Together, Wire};
 
 /// What a run is about.
 #[derive(Clone, Copy, Debug)]
@@ -67,9 +67,9 @@ impl<'a> Probes<'a> {
         kernels: impl Fn(usize) -> anyhow::Result<Arc<Kernels>>,
     ) -> anyhow::Result<Self> {
         let mut teams = BTreeMap::new();
-        for split in tensor_splits(setting.config, nodes) {
-            let team = Team::new(setting, &split, || kernels(setting.threads))?;
-            teams.insert(split.ranks(), team);
+        for splits in Splits::up_to(nodes, setting.config) {
+            let team = Team::new(setting, &splits, || kernels(setting.threads))?;
+            teams.insert(splits.ranks(), team);
         }
         Ok(Self {
             setting,
@@ -104,13 +104,6 @@ impl<'a> Probes<'a> {
             wire,
         ))
     }
-}
-
-/// Those over two and more ranks, as far as there are heads and columns to share. For more ranks,
-/// what the most measured is taken.
-fn tensor_splits(config: &Config, nodes: u32) -> impl Iterator<Item = Split> {
-    let split = |ranks| Split::plan(config, SplitKind::Tensor, ranks, &[]).ok();
-    (2..=nodes).map_while(split)
 }
 
 /// A prediction for a split, with what it rests on.
@@ -395,14 +388,14 @@ fn together(
     kernels: impl Fn(usize) -> anyhow::Result<Arc<Kernels>>,
 ) -> anyhow::Result<BTreeMap<u32, Together>> {
     let mut all = BTreeMap::new();
-    for split in tensor_splits(setting.config, nodes) {
-        let ranks = split.ranks();
+    for splits in Splits::up_to(nodes, setting.config) {
+        let ranks = splits.ranks();
         let key = format!("{key}, {ranks} ranks, {}", setting.backend.name());
         let known = memory.together(&key);
         let together = match known {
             Some(known) => known,
             None => {
-                let fresh = Team::new(setting, &split, || kernels(setting.threads))?.measure()?;
+                let fresh = Team::new(setting, &splits, || kernels(setting.threads))?.measure()?;
                 memory.set_together(&key, fresh);
                 fresh
             }

@@ -281,12 +281,12 @@ impl Packing<'_> {
         })
     }
 
-    /// As many layers from the first as [`PROBED_BYTES`] allows for all ranks, at least one.
+    /// As many of the shard's layers as [`PROBED_BYTES`] allows for all ranks, at least one.
     fn layers(&self) -> anyhow::Result<Vec<Layer>> {
-        let mut layers = Vec::new();
-        for index in 0..self.setting.config.layers.len() {
+        let (mut layers, bytes) = (Vec::new(), PROBED_BYTES / self.shard.stages as u64);
+        for index in self.shard.layers.clone() {
             layers.push(self.layer(index)?);
-            if self.bytes.get() >= PROBED_BYTES {
+            if self.bytes.get() >= bytes {
                 break;
             }
         }
@@ -310,7 +310,7 @@ impl Weights {
         self.head.rows()
     }
 
-    /// The part of a rank of one stage.
+    /// The part of a rank.
     pub(super) fn pack(
         setting: Setting<'_>,
         kernels: &Kernels,

@@ -10,7 +10,7 @@ use anyhow::Context;
 use paceline_base::{KernelClass, Rank};
 use paceline_comm::tcp::{self, GroupId};
 use paceline_comm::{Backend, Deadline, Group, Seat, Strict, Wires, init};
-use paceline_model::{Config, Shard, Split};
+use paceline_model::{Config, Shard, Split, SplitKind};
 use paceline_tensor::Kernels;
 use serde::{Deserialize, Serialize};
 
@@ -42,8 +42,8 @@ pub(crate) struct Together {
     pub(super) synced: f64,
     /// The ranks' parts of the head, and bringing their logits together.
     pub(super) head: f64,
-    /// A layer's products by all ranks one after the other, each waiting for its turn: those of a
-    /// pipeline, whose cores and caches the host lends to others meanwhile.
+    /// A whole layer's products by a rank whose turn it is while the others wait for theirs: those
+    /// of a pipeline, whose cores and caches the host lends to others meanwhile.
     pub(super) turns: f64,
     /// From the end of a rank's turn to the next one's start.
     pub(super) hop: f64,
@@ -64,37 +64,72 @@ pub(super) struct Team<'a> {
     members: Vec<Member>,
 }
 
-/// A rank with its part of all matrices.
+/// A rank with what it has of every layer, and with layers that it has alone.
 struct Member {
-    shard: Shard,
     kernels: Arc<Kernels>,
+    tensor: Held,
+    stage: Held,
+}
+
+/// A part of a model.
+struct Held {
+    shard: Shard,
     weights: Weights,
 }
 
+/// The ways to cut a model that a team of so many ranks measures.
+pub(super) struct Splits {
+    pub(super) tensor: Split,
+    pub(super) pipeline: Split,
+}
+
+impl Splits {
+    /// Those over two and more ranks, as far as there are heads and layers to share. For more ranks,
+    /// what the most measured is taken.
+    pub(super) fn up_to(nodes: u32, config: &Config) -> impl Iterator<Item = Self> {
+        let split = |kind, ranks| Split::plan(config, kind, ranks, &[]).ok();
+        (2..=nodes).map_while(move |ranks| {
+            Some(Self {
+                tensor: split(SplitKind::Tensor, ranks)?,
+                pipeline: split(SplitKind::Pipeline, ranks)?,
+            })
+        })
+    }
+
+    pub(super) fn ranks(&self) -> u32 {
+        self.tensor.ranks()
+    }
+}
+
 impl<'a> Team<'a> {
-    /// The ranks of `split`, which has one stage, each with `kernels` of its own.
+    /// The ranks of `splits`, each with `kernels` of its own.
     ///
     /// # Errors
     /// What is wrong with the file; what memory or threads could not be had.
     pub(super) fn new(
         setting: Setting<'a>,
-        split: &Split,
+        splits: &Splits,
         kernels: impl Fn() -> anyhow::Result<Arc<Kernels>>,
     ) -> anyhow::Result<Self> {
         let member = |rank| {
-            let (shard, kernels) = (split.shard(setting.config, Rank(rank)), kernels()?);
-            let weights = Weights::pack(setting, &kernels, &shard)?;
+            let kernels = kernels()?;
+            let held = |split: &Split| {
+                let shard = split.shard(setting.config, Rank(rank));
+                let weights = Weights::pack(setting, &kernels, &shard)?;
+                anyhow::Ok(Held { shard, weights })
+            };
+            let (tensor, stage) = (held(&splits.tensor)?, held(&splits.pipeline)?);
             anyhow::Ok(Member {
-                shard,
                 kernels,
-                weights,
+                tensor,
+                stage,
             })
         };
         Ok(Self {
             config: setting.config,
             class: setting.class,
             backend: setting.backend,
-            members: (0..split.ranks()).map(member).collect::<Result<_, _>>()?,
+            members: (0..splits.ranks()).map(member).collect::<Result<_, _>>()?,
         })
     }
 
@@ -103,37 +138,41 @@ impl<'a> Team<'a> {
     /// # Errors
     /// What the system refuses.
     pub(super) fn measure(&self) -> anyhow::Result<Together> {
-        let logits = self.members.iter().map(|m| m.weights.head_rows()).min();
-        let logits = logits.unwrap_or(0);
+        let logits = self.members.iter().map(|m| m.tensor.weights.head_rows());
+        let logits = logits.min().unwrap_or(0);
         let each = joined(self.members.len(), self.backend, |group| {
             let member = &self.members[group.rank().0 as usize];
-            let mut step = Step::new(self.config, self.class, &member.kernels, &member.shard, 1)?;
-            passes(group, member, &mut step, logits)
+            let step = |shard| Step::new(self.config, self.class, &member.kernels, shard, 1);
+            let steps = [step(&member.tensor.shard)?, step(&member.stage.shard)?];
+            passes(group, member, steps, logits)
         })?;
-        let weights = &self.members[0].weights;
-        let n = weights.layers.len() as f64;
+        let weights = &self.members[0].tensor.weights;
+        let layers = weights.layers.len() as f64;
         let [free, synced, turn] = [0, 1, 3].map(|i| mean(each.iter().map(|r| r[i])));
-        let ranks = each.len() as f64;
+        let stages = self.members.iter().map(|m| m.stage.weights.layers.len());
+        let stages = stages.sum::<usize>() as f64 / each.len() as f64;
         Ok(Together {
-            free: free / n,
-            synced: synced / n,
+            free: free / layers,
+            synced: synced / layers,
             // The first rank leads: a token is chosen when it has the logits.
             head: each[0][2] * weights.head_share,
-            turns: ranks * turn / n,
-            hop: (each[0][4] / ranks - turn).max(1e-7),
+            turns: turn / stages,
+            hop: (each[0][4] / each.len() as f64 - turn).max(1e-7),
         })
     }
 }
 
 /// Seconds of layers without exchanges, of layers with them, of the head and bringing its logits
-/// together, of layers when it is this rank's turn, and until all had theirs; until the first rank
-/// says that it is enough.
+/// together, of this rank's own layers when it is its turn, and until all had theirs; until the
+/// first rank says that it is enough.
 fn passes(
     group: &dyn Group,
-    Member { shard, weights, .. }: &Member,
-    step: &mut Step<'_>,
+    member: &Member,
+    [mut step, mut alone]: [Step<'_>; 2],
     logits: usize,
 ) -> anyhow::Result<[f64; 5]> {
+    let Held { shard, weights } = &member.tensor;
+    let stage = &member.stage.weights.layers;
     let mut passes = Vec::new();
     let mut began = Instant::now();
     let mut counts = Vec::new();
@@ -162,7 +201,7 @@ fn passes(
         });
         result?;
         meet(group, false)?;
-        let [turn, all] = in_turn(group, || step.products(&weights.layers, 1, |_, _| {}))?;
+        let [turn, all] = in_turn(group, || alone.products(stage, 1, |_, _| {}))?;
         step.head(weights);
         if pass == 0 {
             began = Instant::now(); // it warmed up
