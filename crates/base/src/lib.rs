@@ -6,16 +6,19 @@
 //! - [`KernelClass`]: which definition of the numbers a result belongs to.
 //! - [`Bytes`], [`Micros`]: units that print themselves.
 //! - [`Rank`], [`LayerIdx`]: indices that cannot be mixed up.
+//! - [`lock`]: a lock, whatever became of its last holder.
 //! - [`whole_pages`]: what of a mapping can be given back to the system.
 //! - [`tree`]: the one order of additions that every split sum follows.
 
 mod block_type;
 mod kernel_class;
+mod locks;
 mod pages;
 pub mod tree;
 mod units;
 
 pub use block_type::{BlockType, UnknownBlockType};
 pub use kernel_class::{KernelClass, UnknownKernelClass};
+pub use locks::lock;
 pub use pages::whole_pages;
 pub use units::{Bytes, LayerIdx, Micros, Rank};

@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
-use paceline_base::{Bytes, Rank};
+use paceline_base::{Bytes, Rank, lock};
 use paceline_comm::Backend;
 use paceline_engine::{Engine, EngineConfig, Failure, Reply, Request, Runner, Service, Ticket};
 use paceline_formats::chat::{ChatTemplate, Error as ChatError};
@@ -21,7 +21,7 @@ use crate::error::Error;
 use crate::load::{self, LoadBar};
 use crate::output::tell;
 use crate::plan::local::{Local, Setting};
-use crate::steered::{Change, Choice, Cut, Forecast, Start, Steered, lock};
+use crate::steered::{Change, Choice, Cut, Forecast, Start, Steered};
 
 /// Options of every command that can compute over several nodes.
 #[derive(Clone, Debug, clap::Args)]

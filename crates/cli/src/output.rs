@@ -3,10 +3,11 @@
 use std::borrow::Cow;
 use std::fmt::Display;
 use std::io::{ErrorKind, IsTerminal, Write};
-use std::sync::{Mutex, MutexGuard, PoisonError, TryLockError};
+use std::sync::{Mutex, TryLockError};
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
+use paceline_base::lock;
 
 use crate::error::Error;
 
@@ -16,10 +17,6 @@ static RUNNING: Mutex<()> = Mutex::new(());
 /// How long the end waits for a piece of text that is being printed. A terminal takes it in
 /// microseconds, unless it is stopped (Ctrl-S).
 const LAST_PIECE: Duration = Duration::from_millis(20);
-
-fn lock(mutex: &Mutex<()>) -> MutexGuard<'_, ()> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
 
 /// Before the process ends in the middle of an answer: lets no more of it come, and ends the line
 /// on a terminal, so that the shell's prompt gets one of its own.

@@ -10,12 +10,12 @@
 //! and by a line.
 
 use std::sync::mpsc::{Receiver, Sender, channel};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
-use paceline_base::Bytes;
+use paceline_base::{Bytes, lock};
 use paceline_engine::{Failure, Handover, Reply, Request, Service, Sink, Status, Ticket};
 use paceline_model::{Config, Split, SplitKind};
 use paceline_node::{Instance, Moved, RankFacts};
@@ -381,9 +381,4 @@ impl std::fmt::Debug for Steered {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "workers by split {}", self.split())
     }
-}
-
-/// A poisoned lock is taken over: what it guards is changed in single steps.
-pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -4,10 +4,10 @@ use std::io::{self, ErrorKind, Read, Write};
 use std::net::Shutdown;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
-use paceline_base::Rank;
+use paceline_base::{Rank, lock};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::Error;
@@ -48,7 +48,7 @@ impl Channel {
     /// # Errors
     /// [`Error::Stuck`], after which every write is [`Error::Closed`]: half a line may be out.
     pub(crate) fn write_line(&self, line: &[u8], limit: Duration) -> Result<(), Error> {
-        let mut writable = self.writable.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut writable = lock(&self.writable);
         if !*writable {
             return Err(Error::Closed { rank: self.rank });
         }

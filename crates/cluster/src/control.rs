@@ -7,10 +7,11 @@ use std::marker::PhantomData;
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::Duration;
 
+use paceline_base::lock;
 use rustix::event::{PollFd, PollFlags};
 use rustix::process::{Signal, getpid, kill_process};
 use serde::Serialize;
@@ -219,8 +220,4 @@ fn take_stdin() -> std::io::Result<UnixStream> {
 fn end_with_parent() {
     #[cfg(target_os = "linux")]
     let _ = rustix::process::set_parent_process_death_signal(Some(Signal::KILL));
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

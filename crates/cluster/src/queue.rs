@@ -4,6 +4,8 @@ use std::collections::VecDeque;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use paceline_base::lock;
+
 /// Entries of a sender that are held: far more than a reader that does its work ever leaves.
 pub(crate) const ENTRIES_MAX: usize = 4096;
 
@@ -115,7 +117,7 @@ impl<E> Queue<E> {
     }
 
     fn lock(&self) -> MutexGuard<'_, Inner<E>> {
-        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.inner)
     }
 }
 

@@ -36,11 +36,11 @@ use std::marker::PhantomData;
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::sync::mpsc::sync_channel;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::thread::{Builder, JoinHandle};
 use std::time::Duration;
 
-use paceline_base::Rank;
+use paceline_base::{Rank, lock};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
@@ -359,8 +359,4 @@ impl Orders {
     fn stop(&self) -> Option<Duration> {
         *lock(&self.stop)
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

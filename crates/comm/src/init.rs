@@ -281,7 +281,7 @@ mod tests {
         let listeners: Vec<Listener> = (0..3).map(|_| listener()).collect();
         let addrs: Vec<_> = listeners.iter().map(Listener::addr).collect();
         let id = GroupId::random();
-        let by = Deadline::at(Instant::now() + Duration::from_secs(20));
+        let by = Deadline::at(Instant::now() + Duration::from_secs(60));
         thread::scope(|scope| {
             let threads = (0..).zip(listeners).map(|(rank, listener)| {
                 let addrs = &addrs;
@@ -319,7 +319,7 @@ mod tests {
     }
 
     fn works(backend: Backend, wires: &Wires) {
-        let by = Deadline::at(Instant::now() + Duration::from_secs(20));
+        let by = Deadline::at(Instant::now() + Duration::from_secs(60));
         let threads = three(backend, wires).into_iter().map(|group| {
             thread::spawn(move || {
                 let group = group.unwrap();

@@ -47,6 +47,9 @@ mod data;
 mod deadline;
 mod error;
 mod file;
+#[cfg(test)]
+#[path = "../tests/free/mod.rs"]
+mod free;
 mod group;
 mod init;
 mod linked;

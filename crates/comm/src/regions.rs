@@ -17,7 +17,7 @@
 
 use std::collections::BTreeMap;
 use std::ops::Range;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use rustix::mm::ProtFlags;
@@ -60,6 +60,27 @@ struct Mapped {
 /// Those files by their first address.
 static REGIONS: Mutex<BTreeMap<usize, Mapped>> = Mutex::new(BTreeMap::new());
 
+/// Files that this process has, whether peers may still map them or not.
+static FILES: AtomicUsize = AtomicUsize::new(0);
+
+/// One of the files that a process may have, while it has it.
+struct Counted(&'static AtomicUsize);
+
+impl Counted {
+    /// `None` if `files` counts [`MOST`] already, whoever else asks at the same time.
+    fn take(files: &'static AtomicUsize) -> Option<Self> {
+        let one_more = |count: usize| (count < MOST).then_some(count + 1);
+        let taken = files.fetch_update(Ordering::Relaxed, Ordering::Relaxed, one_more);
+        taken.ok().map(|_| Self(files))
+    }
+}
+
+impl Drop for Counted {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
 fn regions() -> MutexGuard<'static, BTreeMap<usize, Mapped>> {
     lock(&REGIONS)
 }
@@ -69,6 +90,7 @@ struct Region {
     start: usize,
     tail: Mapping,
     _file: File,
+    _counted: Counted,
 }
 
 impl Drop for Region {
@@ -93,9 +115,10 @@ fn tail(mapping: &Mapping, offset: usize) -> &Tail {
 /// If the system has no memory left in between.
 pub(crate) fn share(pages: &Arc<Pages>) -> Option<Registered> {
     let (start, bytes) = (pages.start() as usize, pages.bytes());
-    if bytes < SHARED_BYTES || regions().len() >= MOST {
+    if bytes < SHARED_BYTES {
         return None;
     }
+    let counted = Counted::take(&FILES)?;
     let file = File::new((bytes + PAGE_BYTES) as u64).ok()?;
     let descriptor = file.descriptor()?;
     let access = ProtFlags::READ | ProtFlags::WRITE;
@@ -118,6 +141,7 @@ pub(crate) fn share(pages: &Arc<Pages>) -> Option<Registered> {
         start,
         tail: last,
         _file: file,
+        _counted: counted,
     };
     Some(Registered::new(region, pages))
 }

@@ -170,6 +170,16 @@ struct Returning(*const [u8]);
 // SAFETY: they are the thread's that makes the call, which has them borrowed while this is there.
 unsafe impl Send for Returning {}
 
+/// How a payload goes to a peer.
+enum Carriage {
+    /// Copied, as far as there is room.
+    Ring,
+    /// Lent: the peer copies it out of this process.
+    Process,
+    /// Lent: the peer has the file mapped in which it lies.
+    File(Place),
+}
+
 /// The links of one rank.
 pub(crate) struct Shared {
     rank: usize,
@@ -338,22 +348,23 @@ impl Shared {
         Ok(count)
     }
 
-    /// Whether the payload that begins here is to be lent, and from which file, if it is in one
-    /// that the peer can map; `find` looks for that.
-    fn lends_from(
+    /// How the payload that begins here goes to `peer`; `find` looks for a file that has it.
+    fn carriage(
         &self,
         lane: Lane,
         peer: usize,
         (head, body): (&[u8], &[u8]),
         find: impl FnOnce() -> Option<Place>,
-    ) -> Option<Option<Place>> {
+    ) -> Carriage {
         if lane != Lane::Calls || head.is_empty() || body.len() < SHARED_BYTES {
-            return None;
+            return Carriage::Ring;
         }
         let able = self.segments[peer].slot(self.rank).able();
-        let place = able.maps.then(find).flatten();
-        let lends = place.is_some() || (able.reads && body.len() >= LOAN_BYTES);
-        lends.then_some(place)
+        match able.maps.then(find).flatten() {
+            Some(place) => Carriage::File(place),
+            None if able.reads && body.len() >= LOAN_BYTES => Carriage::Process,
+            None => Carriage::Ring,
+        }
     }
 
     /// Lends `body`, which comes next in the stream of calls.
@@ -381,12 +392,14 @@ impl Shared {
             return if all_taken { Ok(0) } else { Err(Closed) };
         }
         let ring = &self.outbound[lane as usize][peer];
-        let count = match self.lends_from(lane, peer, (head, body), find) {
-            Some(place) => match ring.write(head, &[]) {
-                written if written == head.len() => written + self.lend_body(peer, body, place),
-                written => written,
-            },
-            None => ring.write(head, body),
+        let lend = |place| match ring.write(head, &[]) {
+            written if written == head.len() => written + self.lend_body(peer, body, place),
+            written => written,
+        };
+        let count = match self.carriage(lane, peer, (head, body), find) {
+            Carriage::Ring => ring.write(head, body),
+            Carriage::Process => lend(None),
+            Carriage::File(place) => lend(Some(place)),
         };
         if count > 0 {
             self.segments[peer].bell().ring();

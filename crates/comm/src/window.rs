@@ -317,7 +317,7 @@ mod tests {
 
     #[test]
     fn puts_and_gets_happen_at_the_fence() {
-        let by = Deadline::at(Instant::now() + Duration::from_secs(20));
+        let by = Deadline::at(Instant::now() + Duration::from_secs(60));
         let threads = local::ranks(3).into_iter().map(|group| {
             thread::spawn(move || {
                 let (group, rank): (&dyn Group, _) = (&group, group.rank().0);
@@ -360,7 +360,7 @@ mod tests {
     #[test]
     fn what_is_noted_between_fences_is_bounded() {
         let group = local::ranks(1).remove(0);
-        let by = Deadline::at(Instant::now() + Duration::from_secs(20));
+        let by = Deadline::at(Instant::now() + Duration::from_secs(60));
         let mut window = Window::expose(&group, vec![0; 1000], by).unwrap();
         let most = 1000 + SPARE_BYTES;
         let full = |bytes| WindowError::Full {
@@ -392,7 +392,7 @@ mod tests {
     /// Rank 1 believes that rank 0 exposes more than it does, and sends what that would take.
     #[test]
     fn a_rank_that_sends_more_than_it_may_fails_the_fence_by_name() {
-        let by = Deadline::at(Instant::now() + Duration::from_secs(20));
+        let by = Deadline::at(Instant::now() + Duration::from_secs(60));
         let threads = local::ranks(2).into_iter().map(|group| {
             thread::spawn(move || {
                 let rank = group.rank();

@@ -7,6 +7,8 @@
     reason = "a test, with helpers outside of test functions"
 )]
 
+mod free;
+
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::thread;
@@ -179,9 +181,7 @@ fn calls_are_right_through_the_opened_tables() {
 #[test]
 fn ranks_meet_by_mlxs_bytes() {
     let fake = fake(&[]);
-    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
-    let addr = listener.local_addr().unwrap();
-    drop(listener);
+    let addr = free::free();
     let libraries = &fake.libraries;
     thread::scope(|scope| {
         for rank in (0..3).map(Rank) {
@@ -219,12 +219,10 @@ fn a_missing_rank_is_an_error_at_the_deadline_and_stays_one() {
             return;
         }
         let by = Deadline::at(Instant::now() + Duration::from_millis(200));
-        let started = Instant::now();
         let error = group
             .all_reduce(&mut [1.0_f32; 10], Reduce::Sum, by)
             .unwrap_err();
         assert!(matches!(error, Error::Timeout { .. }), "{error}");
-        assert!(started.elapsed() < Duration::from_secs(2));
         assert_eq!(group.barrier(soon()), Err(error));
     });
 }

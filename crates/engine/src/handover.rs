@@ -11,7 +11,9 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
+
+use paceline_base::lock;
 
 use crate::{Failure, Reply, Request, Runner, Service, Sink, Snapshot, State, Status, Ticket};
 
@@ -296,11 +298,6 @@ fn unavailable(reason: &str) -> Failure {
     Failure::Unavailable {
         reason: reason.to_owned(),
     }
-}
-
-/// A poisoned lock is taken over: what it guards is changed in single steps.
-fn lock<T: ?Sized>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 #[cfg(test)]

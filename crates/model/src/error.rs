@@ -102,6 +102,12 @@ pub enum Error {
     /// The system refuses a thread: that which MLX computes on, or that which exchanges sums.
     #[error("start a thread: {0}")]
     Thread(std::io::Error),
+    /// One half of a step, which takes turns with the other, does not come.
+    #[error("the other half of the step did not let this one go on within {} s", limit.as_secs())]
+    HalfLate {
+        /// The longest that is waited for.
+        limit: Duration,
+    },
     /// An evaluation does not end.
     #[error("mlx hangs: an evaluation has taken more than {} s", limit.as_secs())]
     Hung {

@@ -3,6 +3,7 @@
 use std::panic::resume_unwind;
 use std::sync::{Arc, Mutex};
 use std::thread;
+use std::time::Duration;
 
 use paceline_base::{Bytes, KernelClass, Rank};
 use paceline_tensor::{Kernels, KvCache, KvShape, KvType, PAGE, Precision};
@@ -343,7 +344,7 @@ impl Model {
         cache: &Mutex<&'m mut KvCache>,
         turn: Option<Turn<'_>>,
     ) -> Result<usize, Error> {
-        turn.iter().for_each(Turn::begin);
+        turn.iter().try_for_each(Turn::begin)?;
         let mut step = Step::new(self, batch, ws, cache, turn)?;
         for (index, layer) in self.shard.layers.clone().zip(&self.layers) {
             self.config.family.layer(&mut step, layer, index)?;
@@ -351,14 +352,19 @@ impl Model {
         step.finish()
     }
 
-    /// A step as two, one computed while the sums of the other are exchanged.
+    /// A step as two, one computed while the sums of the other are exchanged. A half waits for the
+    /// other twice as long as that waits for another rank: it is to tell which, and to compute.
     fn halves<'m>(
         &'m self,
         batch: &Batch<'_>,
         [ws, second_ws]: [&mut Workspace; 2],
         cache: &Mutex<&'m mut KvCache>,
     ) -> Result<usize, Error> {
-        let (halves, turns) = (halves::cut(batch), Turns::default());
+        let limit = self
+            .links
+            .as_ref()
+            .map_or(Duration::MAX, |links| links.patience.saturating_mul(2));
+        let (halves, turns) = (halves::cut(batch), Turns::new(limit));
         let [first, second] = halves.each_ref().map(|sequences| Batch { sequences });
         let [turn, second_turn] = turns.both();
         let (first, second) = thread::scope(|scope| {

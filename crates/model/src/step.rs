@@ -1,7 +1,8 @@
 //! One step: a batch of rows through all layers, in buffers that were allocated once.
 
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 
+use paceline_base::lock;
 use paceline_comm::Memory;
 use paceline_tensor::pool::DisjointMut;
 use paceline_tensor::{
@@ -538,7 +539,7 @@ impl<'b> LayerStep for Step<'_, 'b> {
         if shard.heads.is_empty() {
             return Ok(());
         }
-        let mut cache = self.cache.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut cache = lock(self.cache);
         let held = layer - shard.layers.start;
         let kernels = self.model.kernels();
         let (k, v) = (&self.ws.k, &self.ws.v);

@@ -2,9 +2,9 @@
 
 use std::borrow::Cow;
 use std::ops::Range;
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 
-use paceline_base::{Bytes, KernelClass};
+use paceline_base::{Bytes, KernelClass, lock};
 use paceline_formats::mlx::{BLOCK_BYTES_MAX, Quantised};
 use paceline_formats::tensor::{MappedBytes, Tensor};
 use paceline_tensor::{PackOptions, Packed, StoredMatrix, ThreadPool, stored};
@@ -300,7 +300,7 @@ impl Loader<'_> {
             let parts = out.chunks_mut((ROWS_JOINED * row_bytes).max(1));
             let parts = Mutex::new(parts.enumerate());
             self.pool.run(n, &|_| {
-                let next = parts.lock().unwrap_or_else(PoisonError::into_inner).next();
+                let next = lock(&parts).next();
                 if let Some((i, part)) = next {
                     matrix.join(rows.start + i * ROWS_JOINED, cols, part);
                 }

@@ -25,7 +25,7 @@ use paceline_model::{
     Split, Weights,
 };
 
-/// Longest wait for the process, which takes a second.
+/// Longest wait for the process, which takes some seconds.
 const LIMIT: Duration = Duration::from_secs(60);
 
 /// Where the process finds the model; set for it alone.
@@ -52,7 +52,8 @@ fn step(model: &Path, library: PathBuf) -> Result<usize, Error> {
         positions: 64,
         rows: 8,
         patience: Duration::from_millis(200),
-        last_words: Duration::from_millis(500),
+        // Longer than whoever tells the error may be without a core.
+        last_words: Duration::from_secs(3),
     };
     let model = MlxModel::load(source, &split, Rank(0), options, kernels(), |_, _| {})?;
     let model: Arc<dyn Weights> = Arc::new(model);

@@ -7,11 +7,11 @@ use std::net::{Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use paceline_base::{Bytes, KernelClass, Rank};
+use paceline_base::{Bytes, KernelClass, Rank, lock};
 use paceline_cluster::workers::{Event, LineSink, Spec, Workers};
 use paceline_comm::Backend;
 use paceline_engine::{
@@ -31,6 +31,9 @@ const LISTEN_LIMIT: Duration = Duration::from_secs(30);
 /// the 1.5 s after which a silent worker is noticed it stays below the 2 s in which a failure is
 /// reported.
 const SIGNS_WITHIN: Duration = Duration::from_millis(150);
+
+/// Events that are taken in after that time: far more than workers that failed leave behind.
+const EVENTS_LATE: u32 = 10_000;
 
 /// How long workers have to end by themselves when the instance ends.
 const GRACE: Duration = Duration::from_millis(300);
@@ -363,12 +366,15 @@ impl Shared {
     fn fail(&self, first: Sign) {
         let mut signs = vec![first];
         let deadline = Instant::now() + SIGNS_WITHIN;
-        loop {
+        // One that is held up meanwhile takes what has come, though not what goes on coming.
+        let mut late = 0..EVENTS_LATE;
+        while signs.len() <= self.workers.count() as usize * 2 {
             let left = deadline.saturating_duration_since(Instant::now());
-            if left.is_zero() || signs.len() > self.workers.count() as usize * 2 {
+            if left.is_zero() && late.next().is_none() {
                 break;
             }
             match self.workers.recv(left).map(Sign::of) {
+                None if left.is_zero() => break,
                 Some(Ok(sign)) => signs.push(sign),
                 // What was computed before is still true; what failed with it is not the cause.
                 Some(Err((_, FromWorker::Reply { ticket, reply }))) if !is_consequence(&reply) => {
@@ -409,11 +415,6 @@ const fn is_consequence(reply: &Reply) -> bool {
         reply,
         Reply::Failed(Failure::Lost { .. } | Failure::Unavailable { .. })
     )
-}
-
-/// A poisoned lock is taken over: what it guards is changed in single steps.
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Has every rank listen, join the others and load.

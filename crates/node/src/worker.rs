@@ -4,10 +4,10 @@
 //! does the loop of the other ranks. Whatever fails is told to the parent, and the process ends.
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
-use paceline_base::{KernelClass, Rank};
+use paceline_base::{KernelClass, Rank, lock};
 use paceline_cluster::Control;
 use paceline_comm::tcp::{self, GroupId};
 use paceline_comm::{Backend, Deadline, Error as CommError, Group, Seat, Strict, Wires, init};
@@ -289,7 +289,7 @@ struct Tickets(Arc<Mutex<HashMap<Ticket, Option<Ticket>>>>);
 
 impl Tickets {
     fn lock(&self) -> MutexGuard<'_, HashMap<Ticket, Option<Ticket>>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.0)
     }
 
     /// Hands a request to the engine; what it says against it is told to the parent.

@@ -88,6 +88,8 @@ fn a_broken_connection_is_resumed_within_the_same_pull() {
     });
     let mut setup = Setup::new(server.url());
     setup.options.retry.attempts = 4;
+    // Longer than the server's thread may be without a core in the other transfers.
+    setup.options.deadlines.stall = Duration::from_secs(4);
     let (pulled, record) = setup.pull(catalogue, "tiny");
     pulled.unwrap();
     assert_eq!(setup.files(), COMPLETE);
@@ -407,10 +409,8 @@ fn an_unreachable_hub_is_given_up_in_the_time_for_it() {
             matches!(error, Error::HubUnreachable { .. }),
             "{endpoint}: {error:?}"
         );
-        assert!(
-            started.elapsed() < Duration::from_millis(2700),
-            "{endpoint}"
-        );
+        // No other deadline is as short, however busy the machine is.
+        assert!(started.elapsed() < Duration::from_secs(20), "{endpoint}");
         let error = setup.pull(empty_catalogue(), "own/repo").0.unwrap_err();
         assert!(
             matches!(error, Error::HubUnreachable { .. }),
@@ -438,7 +438,7 @@ fn cancelling_does_not_wait_for_a_silent_server() {
         let (stopped, _) = setup.pull(catalogue, "tiny");
         assert!(matches!(stopped, Err(Error::Cancelled)), "{stopped:?}");
     });
-    assert!(started.elapsed() < Duration::from_secs(5));
+    assert!(started.elapsed() < Duration::from_secs(20));
 }
 
 #[test]

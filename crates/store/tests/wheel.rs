@@ -295,9 +295,9 @@ fn a_hanging_pip_is_killed_with_its_children() {
             pids.display()
         );
         setup.fake_pip(&script);
-        if how == "cancel" {
-            setup.options.deadlines.pip_stall = Duration::from_secs(600);
-        }
+        // In four seconds the script has written all it writes.
+        let seconds = if how == "cancel" { 600 } else { 4 };
+        setup.options.deadlines.pip_stall = Duration::from_secs(seconds);
         let cancel = setup.cancel.clone();
         let started = Instant::now();
         let error = std::thread::scope(|scope| {
@@ -321,12 +321,12 @@ fn a_hanging_pip_is_killed_with_its_children() {
             }
             other => panic!("{other:?}"),
         }
-        assert!(started.elapsed() < Duration::from_secs(20));
+        assert!(started.elapsed() < Duration::from_secs(60));
         assert_eq!(setup.files(), [""; 0], "{how}");
         let pids = fs::read_to_string(pids).unwrap();
         for pid in pids.split_whitespace() {
             // The orphan's death is seen by init a moment later.
-            let gone = (0..100).any(|_| {
+            let gone = (0..1000).any(|_| {
                 std::thread::sleep(Duration::from_millis(20));
                 !alive(pid)
             });

@@ -10,7 +10,7 @@
 //! begins with the split whose corrected prediction is best, so one that disappoints loses its turn
 //! the next time; `steered` leaves it while it runs.
 
-mod memory;
+mod facts;
 mod probe;
 mod ranks;
 
@@ -20,13 +20,14 @@ use std::sync::Arc;
 use paceline_base::{Bytes, KernelClass, Rank};
 use paceline_comm::Backend;
 use paceline_model::{Config, Role, Source, Split, SplitKind};
+use paceline_plan::cost::kernels::operations;
 use paceline_plan::{
     Attention, Backend as Engine, Bits, Calibration, Cluster, Costs, Link, Member, ModelShape,
     Node, Pipeline, Placement, Rates, Sliding, Stage, Transport, Workload, predict,
 };
 use paceline_tensor::Kernels;
 
-use memory::Memory;
+use facts::Facts;
 use probe::{Measured, Probe};
 use ranks::{Splits, Team, Together, Wire};
 
@@ -97,7 +98,7 @@ impl<'a> Probes<'a> {
             .transpose()?;
         let measured = self.alone.decode()?;
         Ok(Local::of(
-            Memory::nowhere(),
+            Facts::nowhere(),
             self.setting,
             measured,
             together,
@@ -109,7 +110,7 @@ impl<'a> Probes<'a> {
 /// A prediction for a split, with what it rests on.
 #[derive(Clone, Debug)]
 pub(crate) struct Local {
-    memory: Memory,
+    facts: Facts,
     key: String,
     measured: Measured,
     wire: Option<Wire>,
@@ -131,52 +132,52 @@ impl Local {
         nodes: u32,
         kernels: impl Fn(usize) -> anyhow::Result<Arc<Kernels>>,
     ) -> anyhow::Result<Self> {
-        let memory = Memory::load(crate::home::home()?.root());
-        Self::with(memory, setting, nodes, kernels)
+        let facts = Facts::load(crate::home::home()?.root());
+        Self::with(facts, setting, nodes, kernels)
     }
 
     fn with(
-        mut memory: Memory,
+        mut facts: Facts,
         setting: Setting<'_>,
         nodes: u32,
         kernels: impl Fn(usize) -> anyhow::Result<Arc<Kernels>>,
     ) -> anyhow::Result<Self> {
-        let key = memory::key(setting);
-        let before = memory.forget(&key);
-        let measured = match memory.measured(&key) {
+        let key = facts::key(setting);
+        let before = facts.forget(&key);
+        let measured = match facts.measured(&key) {
             Some(known) => known,
             None => {
                 let fresh = Probe::new(setting, kernels(setting.threads)?)?.measure()?;
-                memory.set_measured(&key, fresh);
+                facts.set_measured(&key, fresh);
                 if let Some(products) = before {
-                    memory.rescale(&key, products / fresh.products);
+                    facts.rescale(&key, products / fresh.products);
                 }
                 fresh
             }
         };
-        let together = together(&mut memory, &key, setting, nodes, &kernels)?;
-        let wire = match (nodes > 1, memory.wire(setting.backend)) {
+        let together = together(&mut facts, &key, setting, nodes, &kernels)?;
+        let wire = match (nodes > 1, facts.wire(setting.backend)) {
             (true, None) => {
                 let fresh = ranks::wire(setting.backend)?;
-                memory.set_wire(setting.backend, fresh);
+                facts.set_wire(setting.backend, fresh);
                 Some(fresh)
             }
             (_, known) => known,
         };
-        memory.save();
-        Ok(Self::of(memory, setting, measured, together, wire))
+        facts.save();
+        Ok(Self::of(facts, setting, measured, together, wire))
     }
 
     fn of(
-        memory: Memory,
+        facts: Facts,
         setting: Setting<'_>,
         measured: Measured,
         together: BTreeMap<u32, Together>,
         wire: Option<Wire>,
     ) -> Self {
         Self {
-            memory,
-            key: memory::key(setting),
+            facts,
+            key: facts::key(setting),
             measured,
             wire,
             together,
@@ -203,7 +204,7 @@ impl Local {
         split: &Split,
         keys: u32,
     ) -> anyhow::Result<f64> {
-        let ratio = self.memory.ratio(&self.run_key(split)).unwrap_or(1.0);
+        let ratio = self.facts.ratio(&self.run_key(split)).unwrap_or(1.0);
         Ok(self.facts_at(config, split, keys)? * ratio)
     }
 
@@ -214,8 +215,8 @@ impl Local {
         };
         if decode_tok_s.is_finite() && decode_tok_s > 0.0 {
             let run = self.run_key(split);
-            self.memory.learn((&self.key, &run), decode_tok_s, said);
-            self.memory.save();
+            self.facts.learn((&self.key, &run), decode_tok_s, said);
+            self.facts.save();
         }
     }
 
@@ -244,13 +245,13 @@ impl Local {
 
     /// Remembers how long `split` took to load, in seconds.
     pub(crate) fn loaded(&mut self, split: &Split, seconds: f64) {
-        self.memory.set_load(&self.run_key(split), seconds);
-        self.memory.save();
+        self.facts.set_load(&self.run_key(split), seconds);
+        self.facts.save();
     }
 
     /// Seconds that `split` took to load the last time.
     pub(crate) fn load_s(&self, split: &Split) -> Option<f64> {
-        self.memory.load_s(&self.run_key(split))
+        self.facts.load_s(&self.run_key(split))
     }
 
     fn run_key(&self, split: &Split) -> String {
@@ -259,7 +260,7 @@ impl Local {
 
     /// As last measured.
     pub(crate) fn last(&self, split: &Split) -> Option<f64> {
-        self.memory.last(&self.run_key(split))
+        self.facts.last(&self.run_key(split))
     }
 
     /// Decode tokens a second from measured facts alone.
@@ -302,8 +303,8 @@ impl Local {
         // Ranks of a tensor split that have more threads than there are cores take turns.
         let crowd = ((ranks * self.threads) as f64 / cores() as f64).max(1.0);
         let mut calibration = Calibration::builtin()?;
-        // The planner counts 18 operations in a dense layer.
-        let op = self.measured.other / 18.0 * crowd;
+        // What was measured is a layer's, which the planner takes for so many operations.
+        let op = self.measured.other / operations(&self.shape, 0) * crowd;
         calibration.set("op.paceline-cpu", op.max(1e-9));
         let known = known_for(&self.together, ranks as u32);
         calibration.set("handover.own.tcp", known.map_or(1e-7, Together::exchange));
@@ -381,7 +382,7 @@ impl Local {
 
 /// [`Local::together`] for all numbers of ranks up to `nodes`.
 fn together(
-    memory: &mut Memory,
+    memory: &mut Facts,
     key: &str,
     setting: Setting<'_>,
     nodes: u32,

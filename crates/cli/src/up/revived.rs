@@ -1,10 +1,10 @@
 //! Workers that are started again when one of them fails.
 
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
-use paceline_base::Bytes;
+use paceline_base::{Bytes, lock};
 use paceline_engine::{Failure, Request, Service, Sink, State, Status, Ticket};
 
 use crate::loaded::Opened;
@@ -55,7 +55,7 @@ impl Revived {
     }
 
     fn now(&self) -> MutexGuard<'_, Now> {
-        self.now.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.now)
     }
 
     /// Starts workers and waits until they are ready.

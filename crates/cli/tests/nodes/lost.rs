@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 use crate::processes::{Running, assert_gone, children, signal, wait_gone};
 use crate::server::{Server, chat};
 use crate::tiny::{FAMILIES, Random};
-use crate::{REPORTED, World, alone, http, smollm2, until};
+use crate::{BAR, LIMIT, World, alone, http, smollm2, until};
 
 /// Ways to fail, and what the error says of each.
 const KINDS: [(Signal, &str); 5] = [
@@ -43,27 +43,26 @@ fn endless<'a>(model: &'a str, split: &'a str, nodes: &'a str) -> [&'a str; 13] 
     ]
 }
 
-/// Times from a signal to the end, told at the end of a test.
+/// Times from a signal to the end, judged and told at the end of a test.
 #[derive(Default)]
 struct Times(Vec<(String, Duration)>);
 
 impl Times {
     fn add(&mut self, kind: &str, time: Duration) {
-        assert!(time < REPORTED, "{kind}: {time:?}");
+        assert!(time < LIMIT, "{kind}: {time:?}");
         self.0.push((kind.to_owned(), time));
     }
 
-    /// Median and worst of each kind, for people who look at a test's output.
-    fn tell(mut self, what: &str) {
+    /// The median of each kind keeps the bar. Tells it and the worst, for people who look at a test's
+    /// output.
+    fn judge(mut self, what: &str) {
         self.0.sort();
         for same in self.0.chunk_by(|a, b| a.0 == b.0) {
-            let ms = |i: usize| same[i].1.as_millis();
             let (n, kind) = (same.len(), &same[0].0);
-            eprintln!(
-                "{what}, {kind}: median {} ms, worst {} ms of {n}",
-                ms(n / 2),
-                ms(n - 1)
-            );
+            // Of two the faster one.
+            let (median, worst) = (same[(n - 1) / 2].1, same[n - 1].1);
+            eprintln!("{what}, {kind}: median {median:?}, worst {worst:?} of {n}");
+            assert!(median < BAR, "{what}, {kind}: {same:?}");
         }
     }
 }
@@ -129,7 +128,7 @@ fn an_answer_ends_when_a_rank_fails() {
             }
         }
     }
-    times.tell("run ends");
+    times.judge("run ends");
     world.assert_clean();
 }
 
@@ -151,21 +150,34 @@ fn an_object_is_whole_or_not_there() {
     assert_gone(&workers);
 }
 
-/// A worker that is stopped shortly is waited for.
+/// A worker that is stopped shortly is waited for. Where this test itself was held up meanwhile the
+/// pause was not short, and another worker is stopped in its place.
 #[test]
 fn a_short_pause_is_no_failure() {
     let _alone = alone();
     let world = World::new();
     let model = world.model(FAMILIES[0]);
-    let mut running = Running::start(&mut world.paceline(endless(&model, "3x1", "3")));
-    running.wait_for_answer(50);
-    for worker in running.workers(3) {
+    let start = || Running::start(&mut world.paceline(endless(&model, "3x1", "3")));
+    let (mut running, mut rank) = (start(), 0);
+    for _ in 0..20 {
+        running.wait_for_answer(50);
+        let worker = running.workers(3)[rank];
+        let stopped = Instant::now();
         signal(worker, Signal::STOP);
         std::thread::sleep(Duration::from_millis(600));
         signal(worker, Signal::CONT);
+        if stopped.elapsed() > Duration::from_millis(1200) {
+            running = start();
+            continue;
+        }
         let before = running.answered().len();
         running.wait_for_answer(before + 100);
+        rank += 1;
+        if rank == 3 {
+            return;
+        }
     }
+    panic!("no pause of this test is short");
 }
 
 /// Whoever the parent is to, none of its workers outlives it.
@@ -192,7 +204,7 @@ fn workers_end_with_their_parent() {
             let start = Instant::now();
             running.signal(kind);
             crash(kind, || running.signal(kind));
-            let took = wait_gone(&workers, start, Duration::from_secs(1));
+            let took = wait_gone(&workers, start);
             times.add(&name(kind), took);
             let ended = running.end();
             assert_eq!(
@@ -203,7 +215,7 @@ fn workers_end_with_their_parent() {
             assert_eq!(ended.status.code(), handled.then_some(1));
         }
     }
-    times.tell("workers end with their parent");
+    times.judge("workers end with their parent");
 }
 
 /// Seeded random moments from the first sign of a worker to deep in an answer; a real model has
@@ -236,18 +248,19 @@ fn any_moment_will_do() {
         check_error(&ended.stderr, victim, "");
         assert_gone(&workers);
     }
-    times.tell("any moment");
+    times.judge("any moment");
     world.assert_clean();
 }
 
 /// The bar for servers: events and answers end with an error that names the rank, health says so,
-/// and the next request is answered by new workers.
+/// and the next request is answered by new workers. These are there half a second later, so whoever
+/// asks for the health after a pause may find it good again; not all do.
 #[test]
 fn a_server_reports_and_goes_on() {
     let _alone = alone();
     let world = World::new();
     let model = world.model(FAMILIES[0]);
-    let mut times = Times::default();
+    let (mut times, mut unhealthy) = (Times::default(), 0);
     let args = [
         "--nodes",
         "4",
@@ -261,7 +274,9 @@ fn a_server_reports_and_goes_on() {
     for (kind, how) in KINDS {
         for victim in [0, 2] {
             let server = Server::start(&world, &model, &args);
-            times.add(&name(kind), lose(&server, &model, victim, kind, how));
+            let (time, was_unhealthy) = lose(&server, &model, victim, kind, how);
+            times.add(&name(kind), time);
+            unhealthy += u32::from(was_unhealthy);
             let ended = server.stop(4);
             check_error(&ended.stderr, victim, how);
             assert!(
@@ -272,13 +287,14 @@ fn a_server_reports_and_goes_on() {
             assert!(ended.stderr.ends_with("stopping\n"), "{}", ended.stderr);
         }
     }
-    times.tell("up reports");
+    assert!(unhealthy > 0, "its health was never told");
+    times.judge("up reports");
     world.assert_clean();
 }
 
 /// Loses a worker of a server with two answers under way, and waits for others; how long it took
-/// to tell.
-fn lose(server: &Server, model: &str, victim: usize, kind: Signal, how: &str) -> Duration {
+/// to tell, and whether the server was seen without workers.
+fn lose(server: &Server, model: &str, victim: usize, kind: Signal, how: &str) -> (Duration, bool) {
     let (port, path) = (server.port, "/v1/chat/completions");
     let before = server.running.workers(4);
     let whole = chat(model, "go", &json!({}));
@@ -302,13 +318,11 @@ fn lose(server: &Server, model: &str, victim: usize, kind: Signal, how: &str) ->
     }
     assert_eq!(answer.status, 500);
     let health = http::ask(port, "/health", None);
-    assert_eq!(health.status, 503, "{}", health.body);
-    let refused = http::ask(
-        port,
-        path,
-        Some(&chat(model, "go", &json!({"max_tokens": 1}))),
-    );
-    assert_eq!(refused.status, 503, "{}", refused.body);
+    let short = chat(model, "go", &json!({"max_tokens": 1}));
+    let refused = http::ask(port, path, Some(&short));
+    let statuses = [health.status, refused.status];
+    let healths = [[503, 503], [503, 200], [200, 200]];
+    assert!(healths.contains(&statuses), "{health:?}, {refused:?}");
     http::health(port, 200);
     assert_gone(&before);
     let after = server.running.workers(4);
@@ -320,7 +334,7 @@ fn lose(server: &Server, model: &str, victim: usize, kind: Signal, how: &str) ->
     );
     assert_eq!(next.status, 200, "{}", next.body);
     assert_eq!(next.body["usage"]["completion_tokens"], 5);
-    told.max(answered) - start
+    (told.max(answered) - start, statuses == [503, 503])
 }
 
 /// Workers that cannot start again are tried again until they can; a model file that is damaged

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
 
-use crate::{text, until};
+use crate::{LIMIT, text, until};
 
 /// A command under way, its output gathered as it comes.
 pub(crate) struct Running {
@@ -167,12 +167,12 @@ pub(crate) fn assert_gone(ids: &[u32]) {
     }
 }
 
-/// Waits until none of `ids` lives, which must come within `limit` of `start`; how long it took.
-pub(crate) fn wait_gone(ids: &[u32], start: Instant, limit: Duration) -> Duration {
+/// Waits until none of `ids` lives; how long that took from `start`.
+pub(crate) fn wait_gone(ids: &[u32], start: Instant) -> Duration {
     while ids.iter().any(|id| lives(*id)) {
         let parent = |id: &u32| stat(*id).and_then(|(parent, _)| stat(parent));
         let left: Vec<_> = ids.iter().map(|id| (id, stat(*id), parent(id))).collect();
-        assert!(start.elapsed() < limit, "still there: {left:?}");
+        assert!(start.elapsed() < LIMIT, "still there: {left:?}");
         std::thread::sleep(Duration::from_millis(1));
     }
     start.elapsed()

@@ -4,11 +4,11 @@ use std::io::{Read, Write};
 use std::process::ChildStdin;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use paceline_base::Rank;
+use paceline_base::{Rank, lock};
 
 use super::course::{Course, Event, Order};
 use super::output::{Output, Sorter, Stream};
@@ -487,8 +487,4 @@ fn note_errors(process: &mut Process, said: &Arc<Mutex<Tail>>) {
             lines.feed(bytes, |line| lock(&said).push(line))
         });
     });
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -5,7 +5,7 @@ use std::fmt::Display;
 use std::io::{self, Write};
 use std::sync::{Mutex, PoisonError};
 
-use paceline_base::Rank;
+use paceline_base::{Rank, lock};
 
 /// Longest line of text in bytes; a longer one is given in several. A panic message or a log line
 /// has some hundred bytes, a Python traceback's line rarely a thousand.
@@ -128,7 +128,7 @@ impl<W: Write> Prefixed<W> {
     /// What the output says.
     pub fn labelled(&self, label: impl Display, line: &str) -> io::Result<()> {
         let whole = format!("[{label}] {line}\n");
-        let mut output = self.output.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut output = lock(&self.output);
         output.write_all(whole.as_bytes())?;
         output.flush()
     }

@@ -10,7 +10,7 @@ use rustix::event::{PollFd, PollFlags};
 use rustix::process::Signal;
 
 use super::clock::{Clock, Stage};
-use super::sink::Forward;
+use super::sink::{FLUSH_LIMIT, Forward};
 use super::{Limits, Orders, Report, Spec};
 use crate::channel::{Channel, read_now, wait_for};
 use crate::processes::{Lines, Process, Tail};
@@ -88,7 +88,7 @@ impl Monitor {
         orders: Arc<Orders>,
         wake: UnixStream,
     ) -> Result<Self, Error> {
-        let sink = Forward::start(spec.on_line.take(), spec.args.len());
+        let sink = Forward::start(spec.on_line.take(), spec.args.len(), FLUSH_LIMIT);
         let forward = sink.map_err(|source| Error::Resource {
             what: "a thread",
             source,

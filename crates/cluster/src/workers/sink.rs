@@ -13,19 +13,25 @@ use super::LineSink;
 const LINES_MAX: usize = 1024;
 
 /// How long the end waits for the sink to take what is left.
-const FLUSH_LIMIT: Duration = Duration::from_millis(200);
+pub(super) const FLUSH_LIMIT: Duration = Duration::from_millis(200);
 
 /// Hands lines to the sink.
 pub(super) struct Forward {
     lines: Option<SyncSender<(Rank, String)>>,
     /// Ends when the sink has everything.
     done: Receiver<()>,
+    /// How long the end waits for that.
+    flush: Duration,
     left_out: Vec<u64>,
 }
 
 impl Forward {
-    /// For this many ranks.
-    pub(super) fn start(sink: Option<LineSink>, ranks: usize) -> std::io::Result<Self> {
+    /// For this many ranks; the end waits for the sink as long as `flush`.
+    pub(super) fn start(
+        sink: Option<LineSink>,
+        ranks: usize,
+        flush: Duration,
+    ) -> std::io::Result<Self> {
         let (lines, waiting) = sync_channel::<(Rank, String)>(LINES_MAX);
         let (alive, done) = channel::<()>();
         let lines = match sink {
@@ -44,6 +50,7 @@ impl Forward {
         Ok(Self {
             lines,
             done,
+            flush,
             left_out: vec![0; ranks],
         })
     }
@@ -67,7 +74,7 @@ impl Forward {
 impl Drop for Forward {
     fn drop(&mut self) {
         if self.lines.take().is_some() {
-            let _ = self.done.recv_timeout(FLUSH_LIMIT);
+            let _ = self.done.recv_timeout(self.flush);
         }
     }
 }
@@ -84,12 +91,13 @@ mod tests {
         let kept = Arc::clone(&seen);
         let sink: LineSink =
             Box::new(move |rank, line| kept.lock().unwrap().push(format!("{rank}: {line}")));
-        let mut forward = Forward::start(Some(sink), 2).unwrap();
+        // Longer than its thread may be without a core.
+        let mut forward = Forward::start(Some(sink), 2, Duration::from_secs(60)).unwrap();
         forward.line(Rank(0), "a");
         forward.line(Rank(1), "");
         drop(forward);
         assert_eq!(*seen.lock().unwrap(), ["rank 0: a", "rank 1: "]);
-        Forward::start(None, 1)
+        Forward::start(None, 1, FLUSH_LIMIT)
             .unwrap()
             .line(Rank(0), "nobody listens");
     }
@@ -102,7 +110,7 @@ mod tests {
             let _ = gate.recv();
             say.send(line.to_owned()).unwrap();
         });
-        let mut forward = Forward::start(Some(sink), 1).unwrap();
+        let mut forward = Forward::start(Some(sink), 1, FLUSH_LIMIT).unwrap();
         for i in 0..LINES_MAX + 10 {
             forward.line(Rank(0), &i.to_string());
         }

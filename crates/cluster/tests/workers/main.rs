@@ -25,9 +25,21 @@ type Ours = Workers<Order, Answer>;
 /// How long a test waits for what should come at once, on a machine that is busy.
 const PATIENCE: Duration = Duration::from_secs(20);
 
-/// Children that obey orders.
+/// A time to end in that no test waits for: what comes within [`PATIENCE`] did not wait for it.
+const GRACE: Duration = Duration::from_secs(100);
+
+/// Children that obey orders. None is accused of silence because it gets its core late.
 fn spec(ranks: usize) -> Spec {
-    roles::spec("worker", ranks)
+    let mut spec = roles::spec("worker", ranks);
+    spec.limits = unlimited();
+    spec
+}
+
+/// [`spec`] with the silence that is allowed by default.
+fn spec_with_silence(ranks: usize) -> Spec {
+    let mut spec = spec(ranks);
+    spec.limits.silence = Limits::default().silence;
+    spec
 }
 
 fn spawn(ranks: usize) -> Ours {
@@ -40,11 +52,12 @@ fn scripts(scripts: &[&str]) -> Spec {
     Spec::new("sh", args.collect())
 }
 
-/// A limit that no test waits for.
+/// Limits that no test waits for.
 fn unlimited() -> Limits {
     Limits {
         start: PATIENCE * 10,
-        ..Limits::default()
+        silence: PATIENCE * 10,
+        write: PATIENCE * 10,
     }
 }
 
@@ -71,6 +84,16 @@ fn exit(workers: &Ours) -> (Rank, Ending, Vec<String>) {
         Event::Exited { rank, ending, tail } => (rank, ending, tail),
         event => panic!("{event}"),
     }
+}
+
+/// Checks that a silence was reported when it became longer than `limit`, as the monitor counts
+/// time, however late that was for others: it takes no turn for longer than a fifth of a second.
+fn check_silence(silence: Duration, limit: Duration) {
+    let turn = Duration::from_millis(200);
+    assert!(
+        silence >= limit && silence <= limit + turn,
+        "{silence:?}, {limit:?}"
+    );
 }
 
 fn pid(id: u32) -> Pid {

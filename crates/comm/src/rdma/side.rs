@@ -290,14 +290,10 @@ mod tests {
     use std::time::Instant;
 
     use super::*;
+    use crate::free::free;
 
     fn soon() -> Deadline {
-        Deadline::at(Instant::now() + Duration::from_secs(20))
-    }
-
-    fn free() -> SocketAddr {
-        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        listener.local_addr().unwrap()
+        Deadline::at(Instant::now() + Duration::from_secs(60))
     }
 
     #[test]

@@ -202,3 +202,26 @@ fn views_are_bounded_and_end_with_the_memory() {
     }
     assert_eq!(views.views.len(), MOST);
 }
+
+/// Many ask at once, and it is as many as there may be that get one; those are given back.
+#[test]
+fn no_file_more_than_a_process_may_have_is_counted() {
+    static FILES: AtomicUsize = AtomicUsize::new(0);
+    const THREADS: usize = 4;
+    let start = std::sync::Barrier::new(THREADS);
+    for _ in 0..100 {
+        let taken: Vec<Vec<Counted>> = std::thread::scope(|scope| {
+            let take = || {
+                start.wait();
+                (0..MOST).filter_map(|_| Counted::take(&FILES)).collect()
+            };
+            let threads: Vec<_> = (0..THREADS).map(|_| scope.spawn(take)).collect();
+            let threads = threads.into_iter();
+            threads.map(|thread| thread.join().unwrap()).collect()
+        });
+        assert_eq!(taken.iter().map(Vec::len).sum::<usize>(), MOST);
+        assert_eq!(FILES.load(Ordering::Relaxed), MOST);
+        drop(taken);
+        assert_eq!(FILES.load(Ordering::Relaxed), 0);
+    }
+}

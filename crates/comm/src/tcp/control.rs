@@ -28,6 +28,35 @@ const BEATS_PER_SILENCE: u32 = 5;
 /// How often the keeper takes in messages while the rank computes, and looks at the door.
 const TEND_EVERY: Duration = Duration::from_millis(100);
 
+/// The most that passes between two looks of a keeper that is awake: some looks, in case one is slow.
+const AWAKE_MAX: Duration = Duration::from_millis(300);
+
+/// The time in which a keeper was there to hear somebody.
+///
+/// Where it was away, whether suspended, asleep with its machine or without a core, a short time
+/// passes only: its peers may have been away with it, and are heard when they are back.
+#[derive(Debug)]
+struct Awake {
+    looked: Instant,
+    total: Duration,
+}
+
+impl Awake {
+    fn new(now: Instant) -> Self {
+        Self {
+            looked: now,
+            total: Duration::ZERO,
+        }
+    }
+
+    /// It is `now`, and whatever arrived before is about to be read. Time awake since the start.
+    fn look(&mut self, now: Instant) -> Duration {
+        self.total += now.saturating_duration_since(self.looked).min(AWAKE_MAX);
+        self.looked = now;
+        self.total
+    }
+}
+
 /// Links that a keeper looks after.
 pub(crate) trait Kept: Transport {
     fn controls(&self) -> &Arc<Controls>;
@@ -123,7 +152,8 @@ impl Controls {
 struct Watch {
     bytes: [u8; CONTROL_BYTES],
     filled: usize,
-    heard: Instant,
+    /// The last time it was heard, counted by [`Awake`].
+    heard: Duration,
     done: bool,
 }
 
@@ -132,20 +162,22 @@ pub(super) fn keep<T: Kept>(group: &Linked<T>, silence: Duration) {
     let controls = group.transport().controls();
     let beat = silence / BEATS_PER_SILENCE;
     let start = deadline::now();
-    let mut watches: Vec<Watch> = controls.streams.iter().map(|_| Watch::new(start)).collect();
+    let mut watches: Vec<Watch> = controls.streams.iter().map(|_| Watch::new()).collect();
     let (mut next_beat, mut next_look) = (start, start);
+    let mut awake = Awake::new(start);
     while !controls.stop.load(Ordering::Acquire) {
         let until = match group.push(PUSH_WAIT) {
             true => deadline::now(),
             false => next_beat.min(next_look),
         };
         wait(controls, &watches, until);
+        let now = deadline::now();
+        let time = awake.look(now);
         for (peer, watch) in watches.iter_mut().enumerate() {
             if let Some(stream) = &controls.streams[peer] {
-                watch.listen(group, peer, stream);
+                watch.listen(group, peer, stream, time);
             }
         }
-        let now = deadline::now();
         if now >= next_beat {
             controls.write(&Control::Beat);
             next_beat = now + beat;
@@ -155,7 +187,7 @@ pub(super) fn keep<T: Kept>(group: &Linked<T>, silence: Duration) {
                 if controls.suspects[peer].load(Ordering::Acquire) {
                     watch.garbled(group, peer);
                 }
-                watch.judge(group, peer, now, silence);
+                watch.judge(group, peer, time, silence);
             }
         }
         if now >= next_look {
@@ -180,17 +212,17 @@ fn wait(controls: &Controls, watches: &[Watch], until: Instant) {
 }
 
 impl Watch {
-    fn new(now: Instant) -> Self {
+    fn new() -> Self {
         Self {
             bytes: [0; CONTROL_BYTES],
             filled: 0,
-            heard: now,
+            heard: Duration::ZERO,
             done: false,
         }
     }
 
-    /// Reads all that is there.
-    fn listen<T: Kept>(&mut self, group: &Linked<T>, peer: usize, stream: &Stream) {
+    /// Reads all that is there at `time`.
+    fn listen<T: Kept>(&mut self, group: &Linked<T>, peer: usize, stream: &Stream, time: Duration) {
         while !self.done {
             match stream.read(&mut self.bytes[self.filled..]) {
                 Ok(0) => return,
@@ -204,7 +236,7 @@ impl Watch {
             }
             if self.filled == CONTROL_BYTES {
                 self.filled = 0;
-                self.heard = deadline::now();
+                self.heard = time;
                 match Control::decode(&self.bytes) {
                     Some(Control::Beat) => {}
                     Some(Control::News(news)) => group.poison(news),
@@ -226,10 +258,16 @@ impl Watch {
         group.poison(news);
     }
 
-    /// Gives a peer up that was silent for too long. Everything that has arrived has been read
-    /// before, so time in which this process itself was stopped does not count.
-    fn judge<T: Kept>(&mut self, group: &Linked<T>, peer: usize, now: Instant, silence: Duration) {
-        let quiet = now.saturating_duration_since(self.heard);
+    /// Gives a peer up that was silent for too long. Everything that had arrived at `time` has been
+    /// read.
+    fn judge<T: Kept>(
+        &mut self,
+        group: &Linked<T>,
+        peer: usize,
+        time: Duration,
+        silence: Duration,
+    ) {
+        let quiet = time.saturating_sub(self.heard);
         if !self.done && quiet > silence {
             let millis = u32::try_from(quiet.as_millis()).unwrap_or(u32::MAX);
             let rank = rank(peer);
@@ -241,4 +279,30 @@ impl Watch {
 
 fn rank(peer: usize) -> Rank {
     Rank(u32::try_from(peer).expect("a rank came from a u32"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn time_in_which_a_keeper_was_away_hardly_counts() {
+        let start = Instant::now();
+        let mut awake = Awake::new(start);
+        for (at_ms, awake_ms) in [
+            (0, 0),
+            (100, 100),
+            (101, 101),
+            (400, 400),
+            (4000, 700),
+            (4100, 800),
+            (3_600_000, 1100),
+            (3_600_050, 1150),
+        ] {
+            let time = awake.look(start + Duration::from_millis(at_ms));
+            assert_eq!(time, Duration::from_millis(awake_ms), "at {at_ms} ms");
+        }
+        let before = awake.total;
+        assert_eq!(awake.look(start), before, "a clock that goes back");
+    }
 }

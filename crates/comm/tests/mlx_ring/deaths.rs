@@ -8,7 +8,7 @@ use paceline_base::Rank;
 use paceline_comm::mlx_ring::{self, MlxRing, Plaintext};
 use paceline_comm::{Deadline, Error, Group};
 
-use crate::python::{Hosts, Python, one_ring, patient, python};
+use crate::python::{Hosts, PATIENCE, Python, one_ring, patient, python};
 
 /// More barriers than are made before the test is over.
 const BARRIERS: usize = 50_000;
@@ -101,7 +101,8 @@ fn a_stopped_mlx_rank_is_an_error_at_the_deadline() {
         let error = barriers_until_error(&ring, || by_millis(500));
         let again = Instant::now();
         assert_eq!(barriers_until_error(&ring, patient), error);
-        assert!(again.elapsed() < Duration::from_millis(100));
+        // It does not wait for its own deadline.
+        assert!(again.elapsed() < PATIENCE / 4, "{:?}", again.elapsed());
         error
     };
     let Some((results, _)) = around("mlx-ring: stopped MLX rank", 2, harm, work) else {
@@ -120,11 +121,7 @@ fn a_rust_rank_that_leaves_ends_the_mlx_rank_with_an_error() {
         if let Some(status) = python.child.try_wait().unwrap() {
             break status;
         }
-        assert!(
-            started.elapsed() < Duration::from_secs(20),
-            "{}",
-            python.log()
-        );
+        assert!(started.elapsed() < PATIENCE, "{}", python.log());
         thread::sleep(Duration::from_millis(10));
     };
     let log = python.log();

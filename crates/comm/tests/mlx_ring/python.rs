@@ -3,21 +3,22 @@
 use std::net::{Ipv4Addr, SocketAddr, TcpListener};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use paceline_base::lock;
 use paceline_comm::Deadline;
 use tempfile::TempDir;
 
 /// Longer than any ring of these tests takes on a busy machine.
-const PATIENCE: Duration = Duration::from_secs(40);
+pub(super) const PATIENCE: Duration = Duration::from_secs(40);
 
 /// One ring at a time: MLX spins a thread for every socket.
 static ONE_RING: Mutex<()> = Mutex::new(());
 
 pub(super) fn one_ring() -> MutexGuard<'static, ()> {
-    ONE_RING.lock().unwrap_or_else(PoisonError::into_inner)
+    lock(&ONE_RING)
 }
 
 pub(super) fn patient() -> Deadline {

@@ -1,9 +1,14 @@
 //! A rank in a process of its own: this test binary again, told by its environment which rank it
 //! is. It prints a line `@WORD REST` for each thing that happens to it.
+#![allow(dead_code, reason = "each program uses its own part")]
 
 use std::ffi::OsStr;
+use std::fmt::Display;
 use std::io::{BufRead, BufReader, Write};
 use std::process::{Child, ChildStdout, Command, Stdio};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use rustix::process::{Pid, Signal, kill_process};
 
 /// Killed when dropped.
 pub(crate) struct Worker {
@@ -44,10 +49,8 @@ impl Worker {
         writeln!(stdin, "{text}").unwrap();
     }
 
-    pub(crate) fn signal(&self, name: &str) {
-        let id = self.child.id().to_string();
-        let status = Command::new("kill").args([name, &id]).status().unwrap();
-        assert!(status.success());
+    pub(crate) fn signal(&self, signal: Signal) {
+        kill_process(Pid::from_child(&self.child), signal).unwrap();
     }
 }
 
@@ -56,4 +59,69 @@ impl Drop for Worker {
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
+}
+
+/// What DESIGN.md asks for: a rank that dies or stops is known by all others within this time.
+const BAR: Duration = Duration::from_secs(2);
+
+/// No rank needs longer, however busy the machine is; without a notice it would be an hour.
+const LIMIT: Duration = Duration::from_secs(30);
+
+/// A silence that no rank reaches for want of a core: who is named then is known to have ended.
+pub(crate) const NEVER_SILENT: Duration = Duration::from_secs(3600);
+
+/// Seconds since 1970, which two processes of a machine can compare.
+pub(crate) fn now() -> f64 {
+    let since_epoch = SystemTime::now().duration_since(UNIX_EPOCH);
+    since_epoch.unwrap().as_secs_f64()
+}
+
+/// Times from a harm to its being known, over several harms.
+///
+/// The bar is kept by their median, and a limit far beyond it by all: another program may have the
+/// cores when a rank would have noticed, but not half of the time.
+#[derive(Default)]
+pub(crate) struct Times(Vec<Duration>);
+
+impl Times {
+    /// Rank `who` knew at `when` of what was done at `harmed`, both by [`now`].
+    pub(crate) fn add(&mut self, who: impl Display, harmed: f64, when: f64) {
+        let took = Duration::from_secs_f64((when - harmed).max(0.0));
+        assert!(took < LIMIT, "{who} knew after {took:?}");
+        self.0.push(took);
+    }
+
+    pub(crate) fn join(mut self, other: Self) -> Self {
+        self.0.extend(other.0);
+        self
+    }
+
+    pub(crate) fn keep_the_bar(mut self) {
+        self.0.sort_unstable();
+        let median = self.0[self.0.len() / 2];
+        assert!(median < BAR, "median {median:?} of {:?}", self.0);
+        eprintln!("known after {median:?} (median of {})", self.0.len());
+    }
+}
+
+/// Sends `signal` to one rank; all others must report an error that begins with `variant` and names
+/// it. How long each took.
+pub(crate) fn harm(workers: &mut [Worker], victim: usize, signal: Signal, variant: &str) -> Times {
+    let mut times = Times::default();
+    // Some calls into the work.
+    std::thread::sleep(Duration::from_millis(50));
+    let harmed = now();
+    workers[victim].signal(signal);
+    for (rank, worker) in workers.iter_mut().enumerate() {
+        if rank == victim {
+            continue;
+        }
+        let report = worker.expect("error");
+        let (when, error) = report.split_once(' ').unwrap();
+        assert!(error.starts_with(variant), "rank {rank}: {error}");
+        let named = format!("rank: Rank({victim})");
+        assert!(error.contains(&named), "rank {rank}: {error}");
+        times.add(format_args!("rank {rank}"), harmed, when.parse().unwrap());
+    }
+    times
 }

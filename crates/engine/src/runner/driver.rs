@@ -1,9 +1,11 @@
 //! The callers' side: one lock, and the thread's handle.
 
 use std::collections::{BTreeSet, VecDeque};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, mpsc};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, mpsc};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
+
+use paceline_base::lock;
 
 use super::core::{Core, Limits, Load};
 use super::worker::Worker;
@@ -75,7 +77,7 @@ impl<C> Shared<C> {
 
     pub(super) fn lock(&self) -> MutexGuard<'_, Inbox<C>> {
         // No code that can panic leaves the inbox half changed.
-        self.inbox.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.inbox)
     }
 }
 

@@ -10,10 +10,13 @@
 //! the keys and values of the first in the cache.
 
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
+use paceline_base::lock;
 use paceline_tensor::BLOCK;
 
 use super::{Batch, BatchSequence, Logits};
+use crate::Error;
 
 /// Rows from which a step is cut in two: halves have a block of the kernels then. A block of a
 /// small model (width 576) is some ms of work in each layer, and the thread of a half takes some
@@ -56,8 +59,10 @@ pub(crate) fn cut<'b>(batch: &Batch<'b>) -> [Vec<BatchSequence<'b>>; 2] {
 }
 
 /// What both halves look at.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(crate) struct Turns {
+    /// The longest wait of a half for the other.
+    limit: Duration,
     next: Mutex<Next>,
     changed: Condvar,
 }
@@ -79,6 +84,15 @@ pub(crate) struct Turn<'t> {
 }
 
 impl Turns {
+    /// For two halves, each of which computes and exchanges a part of its step within `limit`.
+    pub(crate) fn new(limit: Duration) -> Self {
+        Self {
+            limit,
+            next: Mutex::default(),
+            changed: Condvar::new(),
+        }
+    }
+
     /// The first half's turn, and the second's.
     pub(crate) fn both(&self) -> [Turn<'_>; 2] {
         [0, 1].map(|number| Turn {
@@ -88,7 +102,7 @@ impl Turns {
     }
 
     fn lock(&self) -> MutexGuard<'_, Next> {
-        self.next.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.next)
     }
 
     fn change(&self, change: impl FnOnce(&mut Next)) {
@@ -96,29 +110,42 @@ impl Turns {
         self.changed.notify_all();
     }
 
-    fn wait(&self, come: impl Fn(&Next) -> bool) {
+    fn wait(&self, come: impl Fn(&Next) -> bool) -> Result<(), Error> {
+        let limit = self.limit;
         let early = |next: &mut Next| !(next.alone || come(next));
-        let waited = self.changed.wait_while(self.lock(), early);
-        drop(waited.unwrap_or_else(PoisonError::into_inner));
+        let waited = self.changed.wait_timeout_while(self.lock(), limit, early);
+        match waited.unwrap_or_else(PoisonError::into_inner).1 {
+            late if late.timed_out() => Err(Error::HalfLate { limit }),
+            _ => Ok(()),
+        }
     }
 }
 
 impl Turn<'_> {
     /// Waits until this half is to compute.
-    pub(crate) fn begin(&self) {
-        self.turns.wait(|next| next.compute == self.number);
+    ///
+    /// # Errors
+    /// [`Error::HalfLate`].
+    pub(crate) fn begin(&self) -> Result<(), Error> {
+        self.turns.wait(|next| next.compute == self.number)
     }
 
     /// Lets the other half compute, exchanges when it is this half's turn to, and waits until it is
     /// to compute again.
-    pub(crate) fn exchange<R>(&mut self, exchange: impl FnOnce() -> R) -> R {
+    ///
+    /// # Errors
+    /// [`Error::HalfLate`]; that of `exchange`.
+    pub(crate) fn exchange<R>(
+        &mut self,
+        exchange: impl FnOnce() -> Result<R, Error>,
+    ) -> Result<R, Error> {
         self.turns.change(|next| next.compute += 1);
-        self.turns.wait(|next| next.exchange == self.number);
-        let result = exchange();
+        self.turns.wait(|next| next.exchange == self.number)?;
+        let result = exchange()?;
         self.turns.change(|next| next.exchange += 1);
         self.number += 2;
-        self.begin();
-        result
+        self.begin()?;
+        Ok(result)
     }
 }
 
@@ -174,22 +201,61 @@ mod tests {
     /// Whatever takes long, the order is the same.
     #[test]
     fn halves_take_turns() {
-        let turns = Turns::default();
+        let turns = Turns::new(Duration::from_secs(60));
         let seen = Mutex::new([vec![], vec![]]);
-        let note = |what: usize, half: usize| seen.lock().unwrap()[what].push(half);
+        let note = |what: usize, half: usize| {
+            seen.lock().unwrap()[what].push(half);
+            Ok(())
+        };
         std::thread::scope(|scope| {
             for (half, mut turn) in turns.both().into_iter().enumerate().rev() {
                 scope.spawn(move || {
-                    turn.begin();
+                    turn.begin().unwrap();
                     for _ in 0..50 {
-                        note(0, half);
-                        turn.exchange(|| note(1, half));
+                        note(0, half).unwrap();
+                        turn.exchange(|| note(1, half)).unwrap();
                     }
-                    note(0, half);
+                    note(0, half).unwrap();
                 });
             }
         });
         let in_turn = |n: usize| -> Vec<usize> { (0..n).map(|i| i % 2).collect() };
         assert_eq!(seen.into_inner().unwrap(), [in_turn(102), in_turn(100)]);
+    }
+
+    /// Whichever half never comes, and wherever the other waits for it.
+    #[test]
+    fn a_half_that_never_comes_is_told_by_name() {
+        let late = |result: Result<(), Error>| {
+            let error = result.unwrap_err();
+            assert!(matches!(error, Error::HalfLate { .. }), "{error}");
+            assert!(error.to_string().contains("half of the step"), "{error}");
+        };
+        let turns = Turns::new(Duration::from_millis(20));
+        let [mut first, second] = turns.both();
+        late(second.begin());
+        first.begin().unwrap();
+        late(first.exchange(|| Ok(())));
+
+        let turns = Turns::new(Duration::from_millis(20));
+        let [first, mut second] = turns.both();
+        first.begin().unwrap();
+        // As if the first had computed and were in its exchange.
+        turns.change(|next| next.compute += 1);
+        second.begin().unwrap();
+        late(second.exchange(|| panic!("it is not its turn")));
+        drop(first);
+        second.begin().expect("who is alone waits for nobody");
+    }
+
+    /// The other half hears of it, and need not wait for its own limit.
+    #[test]
+    fn a_half_that_fails_leaves_the_other_alone() {
+        let turns = Turns::new(Duration::from_secs(600));
+        let [mut first, second] = turns.both();
+        let result = first.exchange(|| Err::<(), _>(Error::Gone));
+        assert!(matches!(result, Err(Error::Gone)));
+        drop(first);
+        second.begin().unwrap();
     }
 }

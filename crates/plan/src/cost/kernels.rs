@@ -182,7 +182,7 @@ fn experts(model: &ModelShape, index: u32, part: Part, rows: Rows, speed: &Speed
 /// - with low-rank attention scores have a bias and are negated for the selection, 1; where groups
 ///   of experts are chosen first (`group_expert_select`), 6: the best two of each, their sum, the
 ///   selection, a copy and a scatter besides.
-fn operations(model: &ModelShape, index: u32) -> f64 {
+pub fn operations(model: &ModelShape, index: u32) -> f64 {
     let low_rank = matches!(model.attention, Attention::Mla { .. });
     let attention = if low_rank { 24.0 } else { 12.0 };
     let Some(moe) = model.moe.filter(|_| model.is_moe(index)) else {

@@ -289,7 +289,8 @@ impl Progress for Record {
     fn finish(&mut self) {}
 }
 
-/// A home of its own, and options with short deadlines for servers on this machine.
+/// A home of its own, and options for servers on this machine: with short waits, and deadlines that
+/// nothing meets but by hanging. A test that waits for one sets it.
 pub struct Setup {
     pub dir: tempfile::TempDir,
     pub home: Home,
@@ -320,10 +321,10 @@ impl Setup {
                 wait_max: Duration::from_millis(20),
             },
             deadlines: Deadlines {
-                reach: Duration::from_secs(3),
-                answer: Duration::from_secs(3),
-                stall: Duration::from_millis(1500),
-                pip_stall: Duration::from_secs(3),
+                reach: Duration::from_secs(60),
+                answer: Duration::from_secs(60),
+                stall: Duration::from_secs(60),
+                pip_stall: Duration::from_secs(60),
             },
             ..PullOptions::default()
         };

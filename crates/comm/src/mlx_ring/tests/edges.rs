@@ -57,11 +57,11 @@ fn ranks_may_come_in_any_order() {
             for rank in order {
                 let (own, hosts) = (std::mem::take(&mut all[rank as usize]), &hosts);
                 scope.spawn(move || {
-                    let ring = join_with(own, Rank(rank), hosts, Plaintext::Refused, soon(20));
+                    let ring = join_with(own, Rank(rank), hosts, Plaintext::Refused, soon(FAR));
                     let mut data = [rank; 10];
                     let ring = ring.unwrap();
                     let group: &dyn Group = &ring;
-                    group.all_reduce(&mut data, Reduce::Sum, soon(20)).unwrap();
+                    group.all_reduce(&mut data, Reduce::Sum, soon(FAR)).unwrap();
                     assert_eq!(data, [3; 10], "{order:?}");
                 });
                 thread::sleep(Duration::from_millis(5));
@@ -74,17 +74,14 @@ fn ranks_may_come_in_any_order() {
 #[test]
 #[cfg(target_os = "linux")]
 fn a_ring_can_be_made_again_at_once() {
-    // An address that other tests do not use, so that nobody takes the ports in between.
-    let any = SocketAddr::from(([127, 0, 0, 77], 0));
-    let free = [(); 3].map(|()| TcpListener::bind(any).unwrap());
-    let hosts = free.map(|listener| vec![listener.local_addr().unwrap()]);
+    let hosts = [(); 3].map(|()| vec![crate::free::free()]);
     for _ in 0..5 {
         thread::scope(|scope| {
             for rank in (0..3).map(Rank) {
                 let hosts = &hosts;
                 scope.spawn(move || {
-                    let ring = join(rank, hosts, Plaintext::Refused, soon(20)).unwrap();
-                    (&ring as &dyn Group).barrier(soon(20)).unwrap();
+                    let ring = join(rank, hosts, Plaintext::Refused, soon(FAR)).unwrap();
+                    (&ring as &dyn Group).barrier(soon(FAR)).unwrap();
                 });
             }
         });
@@ -101,7 +98,7 @@ fn sums_of_several_threads_do_not_get_stuck() {
                 scope.spawn(|| {
                     for _ in 0..200 {
                         let mut data = [1.0_f32; 50];
-                        group.all_reduce(&mut data, Reduce::Sum, soon(20)).unwrap();
+                        group.all_reduce(&mut data, Reduce::Sum, soon(FAR)).unwrap();
                         assert_eq!(data, [3.0; 50]);
                     }
                 });
@@ -125,7 +122,7 @@ fn nan_is_kept_by_max_and_min() {
             };
             let mut data = [1.0, own, 1.0];
             let group: &dyn Group = &ring;
-            group.all_reduce(&mut data, op, soon(20)).unwrap();
+            group.all_reduce(&mut data, op, soon(FAR)).unwrap();
             assert!(data[1].is_nan(), "{op} with rank {sick}: {data:?}");
             assert_eq!((data[0], data[2]), (1.0, 1.0));
         }

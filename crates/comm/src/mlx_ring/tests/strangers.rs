@@ -30,7 +30,13 @@ impl Place {
     }
 
     fn join(self) -> Result<MlxRing, JoinError> {
-        join_with(self.own, Rank(0), &self.hosts, Plaintext::Refused, soon(20))
+        join_with(
+            self.own,
+            Rank(0),
+            &self.hosts,
+            Plaintext::Refused,
+            soon(FAR),
+        )
     }
 }
 
@@ -38,7 +44,7 @@ impl Place {
 fn received(ring: &MlxRing) -> Result<[u8; 5], Error> {
     let mut message = [0; 5];
     let group: &dyn Group = ring;
-    group.recv(&mut message, Rank(1), 0, soon(20))?;
+    group.recv(&mut message, Rank(1), 0, soon(FAR))?;
     Ok(message)
 }
 
@@ -98,7 +104,7 @@ fn strangers_that_come_late_change_nothing() {
     on_each_of(all, &hosts, |ring| {
         let group: &dyn Group = &ring;
         for _ in 0..3 {
-            group.barrier(soon(20)).unwrap();
+            group.barrier(soon(FAR)).unwrap();
             for addr in hosts.iter().flatten() {
                 if let Ok(mut late) = TcpStream::connect(addr) {
                     let _ = late.write_all(GARBAGE);
@@ -106,7 +112,7 @@ fn strangers_that_come_late_change_nothing() {
                 }
             }
             let mut data = [1.0_f32; 1000];
-            group.all_reduce(&mut data, Reduce::Sum, soon(20)).unwrap();
+            group.all_reduce(&mut data, Reduce::Sum, soon(FAR)).unwrap();
             assert_eq!(data, [3.0; 1000]);
         }
     });

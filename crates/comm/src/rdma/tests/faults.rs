@@ -19,8 +19,11 @@ const PATIENCE: Duration = Duration::from_millis(500);
 /// Elsewhere every call has to succeed, however late, or to learn why not.
 const LONG: Duration = Duration::from_secs(30);
 
+/// What a busy machine may add to a deadline.
+const LATE: Duration = Duration::from_secs(20);
+
 /// Nobody may take longer for all calls.
-const HANG: Duration = Duration::from_secs(60);
+const HANG: Duration = Duration::from_secs(120);
 
 const CALLS: usize = 12;
 
@@ -182,10 +185,7 @@ fn live(joined: Result<Rdma, RdmaError>, run: Run) -> End {
         let started = Instant::now();
         if let Err(error) = step(&group, &mut own, call, patience) {
             let took = started.elapsed();
-            assert!(
-                took < patience + Duration::from_secs(3),
-                "{took:?} for {error}"
-            );
+            assert!(took < patience + LATE, "{took:?} for {error}");
             let again = step(&group, &mut own, 3, patience);
             assert!(again.is_err(), "a poisoned group works again");
             let broken = (0..group.size()).find_map(|peer| group.broken(Rank(peer)));

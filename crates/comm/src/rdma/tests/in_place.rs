@@ -13,11 +13,11 @@ fn copies<T: crate::Element>(
         thread::spawn(move || {
             let mut memory = Memory::new(Some(&group), length);
             assert!(memory.is_registered());
-            (&group as &dyn Group).barrier(soon(20)).unwrap();
+            (&group as &dyn Group).barrier(soon(60)).unwrap();
             let before = group.copies();
             call(&group, &mut memory);
             let Copies { in_place, staged } = group.copies();
-            (&group as &dyn Group).barrier(soon(20)).unwrap();
+            (&group as &dyn Group).barrier(soon(60)).unwrap();
             (in_place.0 - before.in_place.0, staged.0 - before.staged.0)
         })
     });
@@ -39,7 +39,7 @@ fn gather(group: &dyn Group, memory: &mut Memory<u8>, part: usize) {
         .for_each(|(i, byte)| *byte = value(rank, i));
     let counts = vec![part; size];
     group
-        .all_gather_in_place(memory, &counts, soon(20))
+        .all_gather_in_place(memory, &counts, soon(60))
         .unwrap();
     for (rank, got) in memory.chunks(part).enumerate() {
         let wrong = got
@@ -93,7 +93,7 @@ fn reductions_copy_nothing() {
     ) {
         let each = copies(lab, length, move |group, memory: &mut Memory<T>| {
             memory.fill(one);
-            group.all_reduce(memory, Reduce::Sum, soon(20)).unwrap();
+            group.all_reduce(memory, Reduce::Sum, soon(60)).unwrap();
             assert!(memory.iter().all(|sum| *sum == all));
         });
         for (rank, (in_place, staged)) in each.iter().enumerate() {
@@ -163,11 +163,11 @@ fn sums_of_floats_do_not_depend_on_the_order_of_arrival() {
             let scale = [1.0_f32, 1e-3, 3e4][group.rank().0 as usize];
             let mut data: Vec<f32> = (0..30_000).map(|i| scale * (i as f32 + 0.1)).collect();
             (&group as &dyn Group)
-                .all_reduce(&mut data, Reduce::Sum, soon(20))
+                .all_reduce(&mut data, Reduce::Sum, soon(60))
                 .unwrap();
             let bits: Vec<u32> = data.iter().map(|sum| sum.to_bits()).collect();
             all.lock().unwrap().push(bits);
-            (&group as &dyn Group).barrier(soon(20)).unwrap();
+            (&group as &dyn Group).barrier(soon(60)).unwrap();
         });
     }
     let sums = sums.lock().unwrap();
@@ -193,7 +193,7 @@ fn messages_of_changing_shape_arrive_as_they_were() {
         for (round, length) in lengths.into_iter().cycle().take(30).enumerate() {
             let bytes = from[..length].iter_mut().enumerate();
             bytes.for_each(|(i, byte)| *byte = value(own + round, i));
-            let by = soon(20);
+            let by = soon(60);
             if round % 3 == 2 {
                 let wide = vec![f64::from(group.rank().0) + round as f64; length / 8];
                 group_ref.send(&wide, Rank(other), 1, by).unwrap();
@@ -214,7 +214,7 @@ fn messages_of_changing_shape_arrive_as_they_were() {
                 assert_eq!(*got, value(other as usize + round, i), "round {round}, {i}");
             }
         }
-        group_ref.barrier(soon(20)).unwrap();
+        group_ref.barrier(soon(60)).unwrap();
     });
 }
 
@@ -224,19 +224,20 @@ fn memory_serves_groups_that_are_split_off() {
     on_each(&switched(2, Faults::default()), move |group| {
         let mut memory = Memory::<u8>::new(Some(&group), 2 * part);
         let stage = (&group as &dyn Group)
-            .split(0, group.rank().0, soon(20))
+            .split(0, group.rank().0, soon(60))
             .unwrap();
         let before = stage.copies();
         gather(&*stage, &mut memory, part);
         let after = stage.copies();
         assert_eq!(after.staged, before.staged);
         assert_eq!(after.in_place.0 - before.in_place.0, 2 * part as u64);
-        stage.barrier(soon(20)).unwrap();
-        (&group as &dyn Group).barrier(soon(20)).unwrap();
+        stage.barrier(soon(60)).unwrap();
+        (&group as &dyn Group).barrier(soon(60)).unwrap();
     });
 }
 
-/// Whoever waits for a long message has it put where it belongs; others find it in the inbox.
+/// Whoever waits for a long message has it put where it belongs; others find it in the inbox. The
+/// sender gives the other time to wait for it, in the end half a second.
 #[test]
 fn messages_go_straight_to_who_waits() {
     const BYTES: usize = 300_001;
@@ -245,13 +246,17 @@ fn messages_go_straight_to_who_waits() {
     let threads = groups(&lab).into_iter().map(|group| {
         thread::spawn(move || {
             let mut memory = Memory::<u8>::new(Some(&group), BYTES);
-            (&group as &dyn Group).barrier(soon(20)).unwrap();
+            (&group as &dyn Group).barrier(soon(60)).unwrap();
             let before = group.copies();
             for round in 0..ROUNDS {
-                let (by, group) = (soon(20), &group as &dyn Group);
+                let (by, group) = (soon(60), &group as &dyn Group);
                 if group.rank() == Rank(0) {
-                    // The other waits by then, at least in some of the rounds.
-                    thread::sleep(Duration::from_millis(2));
+                    let waited = group.copies().in_place > before.in_place;
+                    let pause = match ROUNDS - round {
+                        left @ ..5 if !waited => 2 << (9 - left),
+                        _ => 2,
+                    };
+                    thread::sleep(Duration::from_millis(pause));
                     let bytes = memory.iter_mut().enumerate();
                     bytes.for_each(|(i, byte)| *byte = value(round, i));
                     group.send(&memory, Rank(1), 5, by).unwrap();
@@ -266,7 +271,7 @@ fn messages_go_straight_to_who_waits() {
                 }
             }
             let Copies { in_place, staged } = group.copies();
-            (&group as &dyn Group).barrier(soon(20)).unwrap();
+            (&group as &dyn Group).barrier(soon(60)).unwrap();
             (in_place.0 - before.in_place.0, staged.0 - before.staged.0)
         })
     });
@@ -287,11 +292,11 @@ fn both_may_send_before_they_receive() {
         let group: &dyn Group = &group;
         for round in 1..20_u8 {
             from.fill(round);
-            group.send(&from, other, 1, soon(20)).unwrap();
-            group.recv(&mut into, other, 1, soon(20)).unwrap();
+            group.send(&from, other, 1, soon(60)).unwrap();
+            group.recv(&mut into, other, 1, soon(60)).unwrap();
             assert!(into.iter().all(|byte| *byte == round));
         }
-        group.barrier(soon(20)).unwrap();
+        group.barrier(soon(60)).unwrap();
     });
 }
 
@@ -301,7 +306,7 @@ fn a_receive_that_is_late_gives_its_memory_back() {
     on_each(&switched(2, Faults::default()).in_place(), |group| {
         let own: &dyn Group = &group;
         let mut memory = Memory::<u8>::new(Some(own), 500_000);
-        own.barrier(soon(20)).unwrap();
+        own.barrier(soon(60)).unwrap();
         if group.rank() == Rank(1) {
             let by = Deadline::at(Instant::now() + Duration::from_millis(20));
             own.recv(&mut memory, Rank(0), 9, by).unwrap_err();
@@ -309,7 +314,7 @@ fn a_receive_that_is_late_gives_its_memory_back() {
             drop(memory);
         } else {
             // It waits with another tag, or is gone.
-            let by = soon(20);
+            let by = soon(60);
             while own.send(&memory, Rank(1), 8, by).is_ok() {}
         }
     });

@@ -130,7 +130,7 @@ fn a_function_that_fails_later_ends_the_call() {
                 let mut memory = Memory::<u32>::new(Some(&group), 100_000);
                 let registered = memory.is_registered();
                 memory.fill(1);
-                let by = soon(20);
+                let by = soon(60);
                 let result = (&group as &dyn Group).all_reduce(&mut memory, Reduce::Sum, by);
                 if result.is_ok() {
                     assert!(memory.iter().all(|sum| *sum == 2));
@@ -178,10 +178,10 @@ fn an_address_is_used_wherever_it_is_in_the_table() {
         on_each(&lab, |group| {
             let mut sum = [1_u64; 5000];
             (&group as &dyn Group)
-                .all_reduce(&mut sum, Reduce::Sum, soon(10))
+                .all_reduce(&mut sum, Reduce::Sum, soon(60))
                 .unwrap();
             assert_eq!(sum, [2; 5000]);
-            (&group as &dyn Group).barrier(soon(10)).unwrap();
+            (&group as &dyn Group).barrier(soon(60)).unwrap();
         });
     }
 }
@@ -208,7 +208,7 @@ fn only_whole_pages_are_registered() {
             error.to_string().contains("ibv_reg_mr(999 bytes at "),
             "{error}"
         );
-        (&group as &dyn Group).barrier(soon(10)).unwrap();
+        (&group as &dyn Group).barrier(soon(60)).unwrap();
     });
 }
 
@@ -259,7 +259,7 @@ fn devices_hold_what_apples_hold() {
         );
         drop(buffers);
         group.allocate(100).unwrap();
-        (&group as &dyn Group).barrier(soon(10)).unwrap();
+        (&group as &dyn Group).barrier(soon(60)).unwrap();
     });
 }
 
@@ -307,10 +307,10 @@ fn crossed_cables_are_sorted_out_or_named() {
     on_each(&crossed(true), |group| {
         let mut data = vec![1_u32; 100_000];
         (&group as &dyn Group)
-            .all_reduce(&mut data, Reduce::Sum, soon(10))
+            .all_reduce(&mut data, Reduce::Sum, soon(60))
             .unwrap();
         assert!(data.iter().all(|sum| *sum == 2));
-        (&group as &dyn Group).barrier(soon(10)).unwrap();
+        (&group as &dyn Group).barrier(soon(60)).unwrap();
     });
     for error in errors(&crossed(false)) {
         let expected = "nothing from rank 1 reaches rank 0 over cable 0 (device soft";
@@ -332,7 +332,7 @@ fn ranks_that_were_told_different_things_do_not_join() {
     let listener = Listener::bind("127.0.0.1:0".parse().unwrap()).unwrap();
     let addrs = [listener.addr(); 3];
     let id = GroupId::random();
-    let error = join(&lab.cablings[0], listener, Rank(0), &addrs, id, soon(1)).unwrap_err();
+    let error = join(&lab.cablings[0], listener, Rank(0), &addrs, id, soon(60)).unwrap_err();
     assert_eq!(
         error.to_string(),
         "device matrix: it is for 2 ranks, expected 3"
@@ -341,9 +341,7 @@ fn ranks_that_were_told_different_things_do_not_join() {
 
 #[test]
 fn jaccls_environment_makes_a_group() {
-    let free = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
-    let coordinator = free.local_addr().unwrap();
-    drop(free);
+    let coordinator = crate::free::free();
     let lab = switched(3, Faults::default());
     let matrix = (*lab.cablings[0].matrix).clone();
     let threads = (0..3).map(|rank| {
@@ -355,15 +353,15 @@ fn jaccls_environment_makes_a_group() {
         };
         thread::spawn(move || {
             let verbs = software::verbs(Limits::APPLE);
-            let group = join_settings(verbs, &settings, Config::default(), soon(20)).unwrap();
+            let group = join_settings(verbs, &settings, Config::default(), soon(60)).unwrap();
             assert_eq!(group.tuning().force, Some(Algorithm::Ring));
             assert!(group.tuning().wire, "a cable");
             let mut sum = [rank; 40_000];
             (&group as &dyn Group)
-                .all_reduce(&mut sum, Reduce::Sum, soon(10))
+                .all_reduce(&mut sum, Reduce::Sum, soon(60))
                 .unwrap();
             assert_eq!(sum, [3; 40_000]);
-            (&group as &dyn Group).barrier(soon(10)).unwrap();
+            (&group as &dyn Group).barrier(soon(60)).unwrap();
         })
     });
     threads

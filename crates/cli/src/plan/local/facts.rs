@@ -43,7 +43,7 @@ struct File {
 
 /// The file and where it lies.
 #[derive(Clone, Debug)]
-pub(super) struct Memory {
+pub(super) struct Facts {
     path: PathBuf,
     file: File,
     changed: bool,
@@ -60,7 +60,7 @@ pub(super) fn key(setting: Setting<'_>) -> String {
     )
 }
 
-impl Memory {
+impl Facts {
     /// What is kept under `home`; nothing when there is no such file, or one that does not read.
     pub(super) fn load(home: &Path) -> Self {
         let path = home.join("measured.json");
@@ -230,12 +230,12 @@ mod tests {
     #[test]
     fn what_is_learned_is_kept_and_damage_is_forgotten() {
         let home = tempfile::tempdir().unwrap();
-        let mut memory = Memory::load(home.path());
-        memory.learn(("a", "a"), 5.0, 10.0);
-        memory.learn(("a", "a"), 5.0, 10.0);
-        memory.set_load("a", 2.0);
-        memory.save();
-        let again = Memory::load(home.path());
+        let mut facts = Facts::load(home.path());
+        facts.learn(("a", "a"), 5.0, 10.0);
+        facts.learn(("a", "a"), 5.0, 10.0);
+        facts.set_load("a", 2.0);
+        facts.save();
+        let again = Facts::load(home.path());
         assert!((again.ratio("a").unwrap() - 0.5).abs() < 1e-12);
         assert_eq!((again.last("a"), again.load_s("a")), (Some(5.0), Some(2.0)));
         let damaged = |ratio: f64, last: f64| {
@@ -251,7 +251,7 @@ mod tests {
         let (negative, absurd) = (damaged(-1.0, 5.0), damaged(1.0, -5.0));
         for text in ["", "{", &negative, &absurd, "{\"version\": 2}"] {
             std::fs::write(home.path().join("measured.json"), text).unwrap();
-            assert_eq!(Memory::load(home.path()).ratio("a"), None, "{text}");
+            assert_eq!(Facts::load(home.path()).ratio("a"), None, "{text}");
         }
     }
 
@@ -265,18 +265,18 @@ mod tests {
             step: 1.0,
             prompt_row: 1.0,
         };
-        let mut memory = Memory::nowhere();
-        memory.set_measured("a", known);
-        memory.learn(("a", "a, 2 nodes"), 11.0, 10.0);
-        assert_eq!(memory.forget("a"), None, "10 % is no contradiction");
-        memory.learn(("a", "a, 2 nodes"), 5.0, 10.0);
-        assert_eq!(memory.forget("a"), Some(2.0));
-        assert_eq!(memory.measured("a"), None);
-        assert_eq!(memory.forget("a"), None, "once");
+        let mut facts = Facts::nowhere();
+        facts.set_measured("a", known);
+        facts.learn(("a", "a, 2 nodes"), 11.0, 10.0);
+        assert_eq!(facts.forget("a"), None, "10 % is no contradiction");
+        facts.learn(("a", "a, 2 nodes"), 5.0, 10.0);
+        assert_eq!(facts.forget("a"), Some(2.0));
+        assert_eq!(facts.measured("a"), None);
+        assert_eq!(facts.forget("a"), None, "once");
         // Facts of twice the speed: what was learned still means the same tokens a second.
-        let before = memory.ratio("a, 2 nodes").unwrap();
-        memory.rescale("a", 2.0);
-        let after = memory.ratio("a, 2 nodes").unwrap();
+        let before = facts.ratio("a, 2 nodes").unwrap();
+        facts.rescale("a", 2.0);
+        let after = facts.ratio("a, 2 nodes").unwrap();
         assert!((before / after - 2.0).abs() < 1e-12);
     }
 }
