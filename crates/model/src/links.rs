@@ -43,10 +43,10 @@ pub struct Links {
 }
 
 impl LeafCut {
-    /// Completes the sum over the ranks that it is cut over. `sum` has room for n values for each of
-    /// [`all_roots`](Self::all_roots), of which this rank's are in their place, behind those of the
-    /// ranks before; the n of the whole sum are left at its start. `counts` is scratch. Collective.
-    /// Cost: an all-gather of `sum`, and an addition of n values for each root but one.
+    /// Completes the sum over the ranks that it is cut over. `sum` has room for n values for each
+    /// of [`all_roots`](Self::all_roots), of which this rank's are in their place, behind those of
+    /// the ranks before; the n of the whole sum are left at its start. `counts` is scratch.
+    /// Collective. Cost: an all-gather of `sum`, and an addition of n values for each root but one.
     ///
     /// # Errors
     /// That of the gather; the sum is to be computed anew then.

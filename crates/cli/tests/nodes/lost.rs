@@ -53,7 +53,7 @@ impl Times {
         self.0.push((kind.to_owned(), time));
     }
 
-    /// The median of each kind keeps the bar. Tells it and the worst, for people who look at a test's
+    /// The median of each kind keeps the bar. Tells it and the worst, for people who read a test's
     /// output.
     fn judge(mut self, what: &str) {
         self.0.sort();

@@ -28,7 +28,7 @@ const BEATS_PER_SILENCE: u32 = 5;
 /// How often the keeper takes in messages while the rank computes, and looks at the door.
 const TEND_EVERY: Duration = Duration::from_millis(100);
 
-/// The most that passes between two looks of a keeper that is awake: some looks, in case one is slow.
+/// The most that passes between two looks of a keeper that is awake: some, in case one is slow.
 const AWAKE_MAX: Duration = Duration::from_millis(300);
 
 /// The time in which a keeper was there to hear somebody.

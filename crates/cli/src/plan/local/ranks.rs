@@ -84,8 +84,8 @@ pub(super) struct Splits {
 }
 
 impl Splits {
-    /// Those over two and more ranks, as far as there are heads and layers to share. For more ranks,
-    /// what the most measured is taken.
+    /// Those over two and more ranks, as far as there are heads and layers to share. For more
+    /// ranks, what the most measured is taken.
     pub(super) fn up_to(nodes: u32, config: &Config) -> impl Iterator<Item = Self> {
         let split = |kind, ranks| Split::plan(config, kind, ranks, &[]).ok();
         (2..=nodes).map_while(move |ranks| {
