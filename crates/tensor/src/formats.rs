@@ -33,12 +33,22 @@
 
 /// For the methods of [`Scales`] that a format never calls.
 macro_rules! unused_scale {
-    ($($name:ident($($arg:ident),*) -> $t:ty, $value:expr;)*) => {
+    ($($name:ident($($arg:ident: $in:ty),*) -> $t:ty, $value:expr;)*) => {
         $(#[inline(always)]
-        unsafe fn $name<S: Isa>($($arg: *const u8),*) -> $t {
+        unsafe fn $name<S: Isa>($($arg: $in),*) -> $t {
             // SAFETY: register arithmetic only.
             unsafe { $value }
         })*
+    };
+}
+
+/// For implementations of [`Scales`] whose blocks have no header.
+macro_rules! no_header {
+    () => {
+        const HEADER: usize = 0;
+        type Header<S: Isa> = ();
+        #[inline(always)]
+        unsafe fn header<S: Isa>(_header: *const u8) {}
     };
 }
 
@@ -64,18 +74,22 @@ const LINE: usize = 64;
 /// Where the parts of a block of chunks lie; the same for the packer and the kernels:
 ///
 /// ```text
-/// header | scales of chunk 0, 1, .. | padding to a cache line | planes of chunk 0, 1, ..
+/// header, a cache line | run of chunks | run of chunks ..
+/// run: scales of its chunks, a cache line | planes of its first chunk, second ..
 /// ```
 ///
-/// Planes begin at cache lines, so that no load touches two.
+/// Planes begin at cache lines, so that no load touches two. A kernel meets the lines in the order
+/// in which they lie.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Layout {
     /// Chunks of a block; the last block of a group may have fewer.
     pub(crate) per_block: usize,
-    /// Bytes that all chunks of a block have in common.
+    /// Bytes that all chunks of a block have in common; without any there is no line for them.
     pub(crate) header: usize,
+    /// Chunks whose scales fill a cache line.
+    per_run: usize,
     /// Bytes of a chunk's scales.
-    pub(crate) scales: usize,
+    scales: usize,
     /// Bytes of a chunk's planes.
     pub(crate) planes: usize,
 }
@@ -89,52 +103,53 @@ pub(crate) struct Place {
 }
 
 impl Layout {
-    /// As many chunks to a block as fill a cache line with their scales.
+    /// A block is a run.
     const fn legacy(planes: usize, scales: usize) -> Self {
-        Self {
-            per_block: LINE.div_ceil(scales),
-            header: 0,
-            scales,
-            planes,
-        }
+        Self::blocks(LINE / scales, planes, scales, 0)
     }
 
     /// A super-block of 256 columns.
     const fn k(planes: usize, scales: usize, header: usize) -> Self {
+        Self::blocks(8, planes, scales, header)
+    }
+
+    const fn blocks(per_block: usize, planes: usize, scales: usize, header: usize) -> Self {
+        let per_run = LINE / scales;
+        assert!(per_run * scales == LINE && per_block.is_multiple_of(per_run) && header <= LINE);
         Self {
-            per_block: 8,
+            per_block,
             header,
+            per_run,
             scales,
             planes,
         }
     }
 
-    /// Bytes before the planes of a block.
-    const fn front(self) -> usize {
-        (self.header + self.per_block * self.scales).next_multiple_of(LINE)
-    }
-
-    /// Bytes from one block to the next.
-    const fn stride(self) -> usize {
-        self.front() + self.per_block * self.planes
+    /// Bytes of `chunks` chunks from the start of a block, at most a block.
+    const fn bytes(self, chunks: usize) -> usize {
+        let head = if self.header == 0 { 0 } else { LINE };
+        head + chunks.div_ceil(self.per_run) * LINE + chunks * self.planes
     }
 
     /// Where chunk `c` of a group lies.
     #[inline(always)]
     pub(crate) const fn place(self, c: usize) -> Place {
-        let (block, within) = (c / self.per_block * self.stride(), c % self.per_block);
+        let block = c / self.per_block * self.bytes(self.per_block);
+        let (within, in_run) = (c % self.per_block, c % self.per_run);
+        let run = block + self.bytes(within - in_run);
         Place {
             header: block,
-            scales: block + self.header + within * self.scales,
-            planes: block + self.front() + within * self.planes,
+            scales: run + in_run * self.scales,
+            planes: run + LINE + in_run * self.planes,
         }
     }
 
     /// Bytes of a group of `chunks` chunks.
     pub(crate) const fn group_bytes(self, chunks: usize) -> usize {
+        let whole = chunks / self.per_block * self.bytes(self.per_block);
         match chunks % self.per_block {
-            0 => chunks / self.per_block * self.stride(),
-            rest => chunks / self.per_block * self.stride() + self.front() + rest * self.planes,
+            0 => whole,
+            rest => whole + self.bytes(rest),
         }
     }
 }
@@ -351,10 +366,14 @@ pub(crate) trait Scales {
     const HALVES: bool;
     /// Whether something is added to each weight.
     const HAS_MIN: bool;
+    /// What a header holds, as floats: read once for all its chunks.
+    type Header<S: Isa>: Copy;
+    /// Reads a header.
+    unsafe fn header<S: Isa>(header: *const u8) -> Self::Header<S>;
     /// `Chunk::scale` of the 16 rows.
-    unsafe fn scale<S: Isa>(header: *const u8, scales: *const u8) -> S::F;
+    unsafe fn scale<S: Isa>(header: Self::Header<S>, scales: *const u8) -> S::F;
     /// `Chunk::min` of the 16 rows; called where `HAS_MIN`.
-    unsafe fn min<S: Isa>(header: *const u8, scales: *const u8) -> S::F;
+    unsafe fn min<S: Isa>(header: Self::Header<S>, scales: *const u8) -> S::F;
     /// `Chunk::sub` of the 16 rows; called where `HALVES`.
     unsafe fn sub<S: Isa>(scales: *const u8) -> [S::I; 2];
     /// `Chunk::min_sub` of the 16 rows; called where `HALVES` and `HAS_MIN`.
@@ -380,41 +399,51 @@ pub(crate) struct SignedHalves;
 #[derive(Debug)]
 pub(crate) struct NibbleHalves;
 
+/// `d` and `-dmin`, as the packer stores it.
+#[inline(always)]
+unsafe fn two_halves<S: Isa>(header: *const u8) -> [S::F; 2] {
+    // SAFETY: two times 16 halves at `header`.
+    unsafe {
+        let dmin = S::load_f16(header.add(HALVES).cast());
+        [S::load_f16(header.cast()), dmin]
+    }
+}
+
 impl Scales for D {
     const BYTES: usize = HALVES;
-    const HEADER: usize = 0;
     const HALVES: bool = false;
     const HAS_MIN: bool = false;
+    no_header!();
     #[inline(always)]
-    unsafe fn scale<S: Isa>(_header: *const u8, scales: *const u8) -> S::F {
+    unsafe fn scale<S: Isa>(_header: (), scales: *const u8) -> S::F {
         // SAFETY: 16 halves at `scales`.
         unsafe { S::load_f16(scales.cast()) }
     }
     unused_scale! {
-        min(_a, _b) -> S::F, S::splat(0.0);
-        sub(_a) -> [S::I; 2], [S::splat_i(1); 2];
-        min_sub(_a) -> [S::I; 2], [S::splat_i(0); 2];
+        min(_a: Self::Header<S>, _b: *const u8) -> S::F, S::splat(0.0);
+        sub(_a: *const u8) -> [S::I; 2], [S::splat_i(1); 2];
+        min_sub(_a: *const u8) -> [S::I; 2], [S::splat_i(0); 2];
     }
 }
 
 impl Scales for DM {
     const BYTES: usize = 2 * HALVES;
-    const HEADER: usize = 0;
     const HALVES: bool = false;
     const HAS_MIN: bool = true;
+    no_header!();
     #[inline(always)]
-    unsafe fn scale<S: Isa>(_header: *const u8, scales: *const u8) -> S::F {
+    unsafe fn scale<S: Isa>(_header: (), scales: *const u8) -> S::F {
         // SAFETY: 16 halves at `scales`.
         unsafe { S::load_f16(scales.cast()) }
     }
     #[inline(always)]
-    unsafe fn min<S: Isa>(_header: *const u8, scales: *const u8) -> S::F {
+    unsafe fn min<S: Isa>(_header: (), scales: *const u8) -> S::F {
         // SAFETY: 16 more halves.
         unsafe { S::load_f16(scales.add(HALVES).cast()) }
     }
     unused_scale! {
-        sub(_a) -> [S::I; 2], [S::splat_i(1); 2];
-        min_sub(_a) -> [S::I; 2], [S::splat_i(1); 2];
+        sub(_a: *const u8) -> [S::I; 2], [S::splat_i(1); 2];
+        min_sub(_a: *const u8) -> [S::I; 2], [S::splat_i(1); 2];
     }
 }
 
@@ -423,24 +452,25 @@ impl Scales for ScaleMin {
     const HEADER: usize = 2 * HALVES;
     const HALVES: bool = false;
     const HAS_MIN: bool = true;
+    type Header<S: Isa> = [S::F; 2];
     #[inline(always)]
-    unsafe fn scale<S: Isa>(header: *const u8, scales: *const u8) -> S::F {
-        // SAFETY: 16 halves at `header`, 16 bytes at `scales`.
-        unsafe { S::mul(S::load_f16(header.cast()), S::to_f(S::load_u8(scales))) }
+    unsafe fn header<S: Isa>(header: *const u8) -> [S::F; 2] {
+        // SAFETY: passed on.
+        unsafe { two_halves::<S>(header) }
     }
     #[inline(always)]
-    unsafe fn min<S: Isa>(header: *const u8, scales: *const u8) -> S::F {
-        // SAFETY: the second half of each. The packer stores -dmin.
-        unsafe {
-            S::mul(
-                S::load_f16(header.add(HALVES).cast()),
-                S::to_f(S::load_u8(scales.add(BYTES))),
-            )
-        }
+    unsafe fn scale<S: Isa>([d, _]: [S::F; 2], scales: *const u8) -> S::F {
+        // SAFETY: 16 bytes at `scales`.
+        unsafe { S::mul(d, S::to_f(S::load_u8(scales))) }
+    }
+    #[inline(always)]
+    unsafe fn min<S: Isa>([_, dmin]: [S::F; 2], scales: *const u8) -> S::F {
+        // SAFETY: 16 more bytes.
+        unsafe { S::mul(dmin, S::to_f(S::load_u8(scales.add(BYTES)))) }
     }
     unused_scale! {
-        sub(_a) -> [S::I; 2], [S::splat_i(1); 2];
-        min_sub(_a) -> [S::I; 2], [S::splat_i(1); 2];
+        sub(_a: *const u8) -> [S::I; 2], [S::splat_i(1); 2];
+        min_sub(_a: *const u8) -> [S::I; 2], [S::splat_i(1); 2];
     }
 }
 
@@ -449,15 +479,21 @@ impl Scales for SignedScale {
     const HEADER: usize = HALVES;
     const HALVES: bool = false;
     const HAS_MIN: bool = false;
+    type Header<S: Isa> = S::F;
     #[inline(always)]
-    unsafe fn scale<S: Isa>(header: *const u8, scales: *const u8) -> S::F {
-        // SAFETY: 16 halves at `header`, 16 bytes at `scales`.
-        unsafe { S::mul(S::load_f16(header.cast()), S::to_f(S::load_i8(scales))) }
+    unsafe fn header<S: Isa>(header: *const u8) -> S::F {
+        // SAFETY: 16 halves at `header`.
+        unsafe { S::load_f16(header.cast()) }
+    }
+    #[inline(always)]
+    unsafe fn scale<S: Isa>(d: S::F, scales: *const u8) -> S::F {
+        // SAFETY: 16 bytes at `scales`.
+        unsafe { S::mul(d, S::to_f(S::load_i8(scales))) }
     }
     unused_scale! {
-        min(_a, _b) -> S::F, S::splat(0.0);
-        sub(_a) -> [S::I; 2], [S::splat_i(1); 2];
-        min_sub(_a) -> [S::I; 2], [S::splat_i(0); 2];
+        min(_a: Self::Header<S>, _b: *const u8) -> S::F, S::splat(0.0);
+        sub(_a: *const u8) -> [S::I; 2], [S::splat_i(1); 2];
+        min_sub(_a: *const u8) -> [S::I; 2], [S::splat_i(0); 2];
     }
 }
 
@@ -466,10 +502,15 @@ impl Scales for SignedHalves {
     const HEADER: usize = HALVES;
     const HALVES: bool = true;
     const HAS_MIN: bool = false;
+    type Header<S: Isa> = S::F;
     #[inline(always)]
-    unsafe fn scale<S: Isa>(header: *const u8, _scales: *const u8) -> S::F {
+    unsafe fn header<S: Isa>(header: *const u8) -> S::F {
         // SAFETY: 16 halves at `header`.
         unsafe { S::load_f16(header.cast()) }
+    }
+    #[inline(always)]
+    unsafe fn scale<S: Isa>(d: S::F, _scales: *const u8) -> S::F {
+        d
     }
     #[inline(always)]
     unsafe fn sub<S: Isa>(scales: *const u8) -> [S::I; 2] {
@@ -477,8 +518,8 @@ impl Scales for SignedHalves {
         unsafe { [S::load_i8(scales), S::load_i8(scales.add(BYTES))] }
     }
     unused_scale! {
-        min(_a, _b) -> S::F, S::splat(0.0);
-        min_sub(_a) -> [S::I; 2], [S::splat_i(0); 2];
+        min(_a: Self::Header<S>, _b: *const u8) -> S::F, S::splat(0.0);
+        min_sub(_a: *const u8) -> [S::I; 2], [S::splat_i(0); 2];
     }
 }
 
@@ -487,15 +528,19 @@ impl Scales for NibbleHalves {
     const HEADER: usize = 2 * HALVES;
     const HALVES: bool = true;
     const HAS_MIN: bool = true;
+    type Header<S: Isa> = [S::F; 2];
     #[inline(always)]
-    unsafe fn scale<S: Isa>(header: *const u8, _scales: *const u8) -> S::F {
-        // SAFETY: 16 halves at `header`.
-        unsafe { S::load_f16(header.cast()) }
+    unsafe fn header<S: Isa>(header: *const u8) -> [S::F; 2] {
+        // SAFETY: passed on.
+        unsafe { two_halves::<S>(header) }
     }
     #[inline(always)]
-    unsafe fn min<S: Isa>(header: *const u8, _scales: *const u8) -> S::F {
-        // SAFETY: 16 more halves; the packer stores -dmin.
-        unsafe { S::load_f16(header.add(HALVES).cast()) }
+    unsafe fn scale<S: Isa>([d, _]: [S::F; 2], _scales: *const u8) -> S::F {
+        d
+    }
+    #[inline(always)]
+    unsafe fn min<S: Isa>([_, dmin]: [S::F; 2], _scales: *const u8) -> S::F {
+        dmin
     }
     #[inline(always)]
     unsafe fn sub<S: Isa>(scales: *const u8) -> [S::I; 2] {
