@@ -135,10 +135,21 @@ impl Layout {
     #[inline(always)]
     pub(crate) const fn place(self, c: usize) -> Place {
         let block = c / self.per_block * self.bytes(self.per_block);
-        let (within, in_run) = (c % self.per_block, c % self.per_run);
-        let run = block + self.bytes(within - in_run);
+        let Place { scales, planes, .. } = self.within(c % self.per_block);
         Place {
             header: block,
+            scales: block + scales,
+            planes: block + planes,
+        }
+    }
+
+    /// Where chunk `c` of a block lies, from the start of the block.
+    #[inline(always)]
+    pub(crate) const fn within(self, c: usize) -> Place {
+        let in_run = c % self.per_run;
+        let run = self.bytes(c - in_run);
+        Place {
+            header: 0,
             scales: run + in_run * self.scales,
             planes: run + LINE + in_run * self.planes,
         }

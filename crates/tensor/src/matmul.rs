@@ -230,18 +230,25 @@ impl<S: Isa, F: Format, const TERMS: usize> Leaf<S> for Quantised<F, TERMS> {
         unsafe {
             let mut acc = [S::splat(0.0); N];
             while c < end {
+                // Without headers a range is one run, and its chunks are found from the group's
+                // start; with headers a block at a time, and from the block's.
                 let at = args.first_chunk + c;
-                let header = F::S::header::<S>(args.weights.add(layout.place(at).header));
-                let stop = match F::S::HEADER {
-                    0 => end,
-                    _ => end.min(c + layout.per_block - at % layout.per_block),
-                };
+                let (mut stop, mut first, mut block) = (end, 0, args.weights);
+                if F::S::HEADER > 0 {
+                    first = at - at % layout.per_block;
+                    stop = end.min(c + first + layout.per_block - at);
+                    block = block.add(layout.place(first).header);
+                }
+                let header = F::S::header::<S>(block);
                 while c < stop {
-                    let place = layout.place(args.first_chunk + c);
+                    let place = match F::S::HEADER {
+                        0 => layout.place(args.first_chunk + c),
+                        _ => layout.within(args.first_chunk + c - first),
+                    };
                     let weights = ChunkWeights::<S>::load::<F>(
                         header,
-                        args.weights.add(place.planes),
-                        args.weights.add(place.scales),
+                        block.add(place.planes),
+                        block.add(place.scales),
                     );
                     let mut i = 0;
                     while i < N {
