@@ -91,15 +91,11 @@ pub(crate) struct Unpack {
 /// group's last ask for those of its neighbour, and a matrix's last for nothing.)
 #[inline(always)]
 unsafe fn ask_for<S: Isa>(args: &Unpack, layout: formats::Layout, c: usize) {
-    let next = args.first + CHUNKS + c;
-    let place = layout.place(next);
+    let place = layout.place(args.first + CHUNKS + c);
     let line = |at: usize| {
         // SAFETY: a hint; any address may be given.
         unsafe { S::prefetch(args.weights.wrapping_add(at)) };
     };
-    if layout.header != 0 && next.is_multiple_of(layout.per_block) {
-        line(place.header);
-    }
     line(place.scales);
     (0..layout.planes)
         .step_by(64)

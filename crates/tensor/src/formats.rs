@@ -74,22 +74,18 @@ const LINE: usize = 64;
 /// Where the parts of a block of chunks lie; the same for the packer and the kernels:
 ///
 /// ```text
-/// header, a cache line | run of chunks | run of chunks ..
-/// run: scales of its chunks, a cache line | planes of its first chunk, second ..
+/// header | scales of chunk 0, 1, .. | padding to a cache line | planes of chunk 0, 1, ..
 /// ```
 ///
-/// Planes begin at cache lines, so that no load touches two. A kernel meets the lines in the order
-/// in which they lie.
+/// Planes begin at cache lines, so that no load touches two.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Layout {
     /// Chunks of a block; the last block of a group may have fewer.
     pub(crate) per_block: usize,
-    /// Bytes that all chunks of a block have in common; without any there is no line for them.
+    /// Bytes that all chunks of a block have in common.
     pub(crate) header: usize,
-    /// Chunks whose scales fill a cache line.
-    per_run: usize,
     /// Bytes of a chunk's scales.
-    scales: usize,
+    pub(crate) scales: usize,
     /// Bytes of a chunk's planes.
     pub(crate) planes: usize,
 }
@@ -103,64 +99,52 @@ pub(crate) struct Place {
 }
 
 impl Layout {
-    /// A block is a run.
+    /// As many chunks to a block as fill a cache line with their scales.
     const fn legacy(planes: usize, scales: usize) -> Self {
-        Self::blocks(LINE / scales, planes, scales, 0)
-    }
-
-    /// A super-block of 256 columns.
-    const fn k(planes: usize, scales: usize, header: usize) -> Self {
-        Self::blocks(8, planes, scales, header)
-    }
-
-    const fn blocks(per_block: usize, planes: usize, scales: usize, header: usize) -> Self {
-        let per_run = LINE / scales;
-        assert!(per_run * scales == LINE && per_block.is_multiple_of(per_run) && header <= LINE);
         Self {
-            per_block,
-            header,
-            per_run,
+            per_block: LINE.div_ceil(scales),
+            header: 0,
             scales,
             planes,
         }
     }
 
-    /// Bytes of `chunks` chunks from the start of a block, at most a block.
-    const fn bytes(self, chunks: usize) -> usize {
-        let head = if self.header == 0 { 0 } else { LINE };
-        head + chunks.div_ceil(self.per_run) * LINE + chunks * self.planes
+    /// A super-block of 256 columns.
+    const fn k(planes: usize, scales: usize, header: usize) -> Self {
+        Self {
+            per_block: 8,
+            header,
+            scales,
+            planes,
+        }
+    }
+
+    /// Bytes before the planes of a block.
+    const fn front(self) -> usize {
+        (self.header + self.per_block * self.scales).next_multiple_of(LINE)
+    }
+
+    /// Bytes from one block to the next.
+    const fn stride(self) -> usize {
+        self.front() + self.per_block * self.planes
     }
 
     /// Where chunk `c` of a group lies.
     #[inline(always)]
     pub(crate) const fn place(self, c: usize) -> Place {
-        let block = c / self.per_block * self.bytes(self.per_block);
-        let Place { scales, planes, .. } = self.within(c % self.per_block);
+        let (block, within) = (c / self.per_block * self.stride(), c % self.per_block);
         Place {
             header: block,
-            scales: block + scales,
-            planes: block + planes,
-        }
-    }
-
-    /// Where chunk `c` of a block lies, from the start of the block.
-    #[inline(always)]
-    pub(crate) const fn within(self, c: usize) -> Place {
-        let in_run = c % self.per_run;
-        let run = self.bytes(c - in_run);
-        Place {
-            header: 0,
-            scales: run + in_run * self.scales,
-            planes: run + LINE + in_run * self.planes,
+            scales: block + self.header + within * self.scales,
+            planes: block + self.front() + within * self.planes,
         }
     }
 
     /// Bytes of a group of `chunks` chunks.
     pub(crate) const fn group_bytes(self, chunks: usize) -> usize {
-        let whole = chunks / self.per_block * self.bytes(self.per_block);
         match chunks % self.per_block {
-            0 => whole,
-            rest => whole + self.bytes(rest),
+            0 => chunks / self.per_block * self.stride(),
+            rest => chunks / self.per_block * self.stride() + self.front() + rest * self.planes,
         }
     }
 }
