@@ -62,6 +62,9 @@ pub(crate) struct Meta {
     pub(crate) scale: f32,
     /// Sum of `q` over each half of 16.
     pub(crate) sums: [i32; 2],
+    /// Both sums together, for types with one min: a float that kernels need not make again for
+    /// every row of the weights.
+    pub(crate) sum: f32,
 }
 
 // SAFETY: numbers all, for which zeros are values.
@@ -418,7 +421,11 @@ unsafe fn quantise<S: Isa, const TERMS: usize>(
         } else {
             0.0
         };
-        Meta { scale, sums }
+        Meta {
+            scale,
+            sums,
+            sum: (sums[0] + sums[1]) as f32,
+        }
     }
 }
 

@@ -190,7 +190,8 @@ pub(crate) unsafe fn fold<S: Isa>(sums: Sums, leaf: usize) {
     }
 }
 
-/// Ends the tree over `leaves` leaves and writes the outputs.
+/// Ends the tree over `leaves` leaves and writes the outputs. A single leaf need not have been
+/// folded.
 ///
 /// # Safety
 /// Features of `S`; all leaves were folded; the outputs of `args` are there, `args.lanes` being
@@ -198,21 +199,36 @@ pub(crate) unsafe fn fold<S: Isa>(sums: Sums, leaf: usize) {
 #[inline(always)]
 pub(crate) unsafe fn store<S: Isa>(sums: Sums, args: &GroupArgs<'_>, leaves: usize) {
     let groups = args.lanes.div_ceil(LANES);
-    for v in 0..sums.vectors {
-        let (t, g) = (args.first + v / groups, v % groups);
-        let mut level = leaves.trailing_zeros() as usize;
-        // SAFETY: by the caller's promise.
-        unsafe {
-            let mut sum = S::splat(-0.0); // -0 + x is x, to the bit
-            while leaves >> level != 0 {
-                if leaves >> level & 1 == 1 {
-                    sum = S::add(S::load(sums.level(level, v)), sum);
-                }
-                level += 1;
+    for t in args.first..args.end {
+        for g in 0..groups {
+            let v = (t - args.first) * groups + g;
+            // SAFETY: by the caller's promise.
+            unsafe {
+                let sum = match leaves {
+                    1 => S::load(sums.leaf(v)),
+                    _ => ended::<S>(sums, v, leaves),
+                };
+                let out = args.out.add(t * args.out_stride + g * LANES);
+                store_lanes::<S>(out, sum, LANES.min(args.lanes - g * LANES));
             }
-            let out = args.out.add(t * args.out_stride + g * LANES);
-            store_lanes::<S>(out, sum, LANES.min(args.lanes - g * LANES));
         }
+    }
+}
+
+/// What is left of the tree's counter for vector `v`, lowest level first.
+#[inline(always)]
+unsafe fn ended<S: Isa>(sums: Sums, v: usize, leaves: usize) -> S::F {
+    let mut level = leaves.trailing_zeros() as usize;
+    // SAFETY: passed on; the levels of set bits were written.
+    unsafe {
+        let mut sum = S::splat(-0.0); // -0 + x is x, to the bit
+        while leaves >> level != 0 {
+            if leaves >> level & 1 == 1 {
+                sum = S::add(S::load(sums.level(level, v)), sum);
+            }
+            level += 1;
+        }
+        sum
     }
 }
 
@@ -304,7 +320,9 @@ impl Functions {
                         sums: sums.start,
                     });
                 }
-                (self.batch.fold)(sums, leaf);
+                if leaves > 1 {
+                    (self.batch.fold)(sums, leaf);
+                }
             }
             (self.batch.store)(sums, args, leaves);
         }

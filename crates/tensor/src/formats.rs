@@ -33,12 +33,22 @@
 
 /// For the methods of [`Scales`] that a format never calls.
 macro_rules! unused_scale {
-    ($($name:ident($($arg:ident),*) -> $t:ty, $value:expr;)*) => {
+    ($($name:ident($($arg:ident: $in:ty),*) -> $t:ty, $value:expr;)*) => {
         $(#[inline(always)]
-        unsafe fn $name<S: Isa>($($arg: *const u8),*) -> $t {
+        unsafe fn $name<S: Isa>($($arg: $in),*) -> $t {
             // SAFETY: register arithmetic only.
             unsafe { $value }
         })*
+    };
+}
+
+/// For implementations of [`Scales`] whose blocks have no header.
+macro_rules! no_header {
+    () => {
+        const HEADER: usize = 0;
+        type Header<S: Isa> = ();
+        #[inline(always)]
+        unsafe fn header<S: Isa>(_header: *const u8) {}
     };
 }
 
@@ -351,10 +361,14 @@ pub(crate) trait Scales {
     const HALVES: bool;
     /// Whether something is added to each weight.
     const HAS_MIN: bool;
+    /// What a header holds, as floats: read once for all its chunks.
+    type Header<S: Isa>: Copy;
+    /// Reads a header.
+    unsafe fn header<S: Isa>(header: *const u8) -> Self::Header<S>;
     /// `Chunk::scale` of the 16 rows.
-    unsafe fn scale<S: Isa>(header: *const u8, scales: *const u8) -> S::F;
+    unsafe fn scale<S: Isa>(header: Self::Header<S>, scales: *const u8) -> S::F;
     /// `Chunk::min` of the 16 rows; called where `HAS_MIN`.
-    unsafe fn min<S: Isa>(header: *const u8, scales: *const u8) -> S::F;
+    unsafe fn min<S: Isa>(header: Self::Header<S>, scales: *const u8) -> S::F;
     /// `Chunk::sub` of the 16 rows; called where `HALVES`.
     unsafe fn sub<S: Isa>(scales: *const u8) -> [S::I; 2];
     /// `Chunk::min_sub` of the 16 rows; called where `HALVES` and `HAS_MIN`.
@@ -380,41 +394,51 @@ pub(crate) struct SignedHalves;
 #[derive(Debug)]
 pub(crate) struct NibbleHalves;
 
+/// `d` and `-dmin`, as the packer stores it.
+#[inline(always)]
+unsafe fn two_halves<S: Isa>(header: *const u8) -> [S::F; 2] {
+    // SAFETY: two times 16 halves at `header`.
+    unsafe {
+        let dmin = S::load_f16(header.add(HALVES).cast());
+        [S::load_f16(header.cast()), dmin]
+    }
+}
+
 impl Scales for D {
     const BYTES: usize = HALVES;
-    const HEADER: usize = 0;
     const HALVES: bool = false;
     const HAS_MIN: bool = false;
+    no_header!();
     #[inline(always)]
-    unsafe fn scale<S: Isa>(_header: *const u8, scales: *const u8) -> S::F {
+    unsafe fn scale<S: Isa>(_header: (), scales: *const u8) -> S::F {
         // SAFETY: 16 halves at `scales`.
         unsafe { S::load_f16(scales.cast()) }
     }
     unused_scale! {
-        min(_a, _b) -> S::F, S::splat(0.0);
-        sub(_a) -> [S::I; 2], [S::splat_i(1); 2];
-        min_sub(_a) -> [S::I; 2], [S::splat_i(0); 2];
+        min(_a: Self::Header<S>, _b: *const u8) -> S::F, S::splat(0.0);
+        sub(_a: *const u8) -> [S::I; 2], [S::splat_i(1); 2];
+        min_sub(_a: *const u8) -> [S::I; 2], [S::splat_i(0); 2];
     }
 }
 
 impl Scales for DM {
     const BYTES: usize = 2 * HALVES;
-    const HEADER: usize = 0;
     const HALVES: bool = false;
     const HAS_MIN: bool = true;
+    no_header!();
     #[inline(always)]
-    unsafe fn scale<S: Isa>(_header: *const u8, scales: *const u8) -> S::F {
+    unsafe fn scale<S: Isa>(_header: (), scales: *const u8) -> S::F {
         // SAFETY: 16 halves at `scales`.
         unsafe { S::load_f16(scales.cast()) }
     }
     #[inline(always)]
-    unsafe fn min<S: Isa>(_header: *const u8, scales: *const u8) -> S::F {
+    unsafe fn min<S: Isa>(_header: (), scales: *const u8) -> S::F {
         // SAFETY: 16 more halves.
         unsafe { S::load_f16(scales.add(HALVES).cast()) }
     }
     unused_scale! {
-        sub(_a) -> [S::I; 2], [S::splat_i(1); 2];
-        min_sub(_a) -> [S::I; 2], [S::splat_i(1); 2];
+        sub(_a: *const u8) -> [S::I; 2], [S::splat_i(1); 2];
+        min_sub(_a: *const u8) -> [S::I; 2], [S::splat_i(1); 2];
     }
 }
 
@@ -423,24 +447,25 @@ impl Scales for ScaleMin {
     const HEADER: usize = 2 * HALVES;
     const HALVES: bool = false;
     const HAS_MIN: bool = true;
+    type Header<S: Isa> = [S::F; 2];
     #[inline(always)]
-    unsafe fn scale<S: Isa>(header: *const u8, scales: *const u8) -> S::F {
-        // SAFETY: 16 halves at `header`, 16 bytes at `scales`.
-        unsafe { S::mul(S::load_f16(header.cast()), S::to_f(S::load_u8(scales))) }
+    unsafe fn header<S: Isa>(header: *const u8) -> [S::F; 2] {
+        // SAFETY: passed on.
+        unsafe { two_halves::<S>(header) }
     }
     #[inline(always)]
-    unsafe fn min<S: Isa>(header: *const u8, scales: *const u8) -> S::F {
-        // SAFETY: the second half of each. The packer stores -dmin.
-        unsafe {
-            S::mul(
-                S::load_f16(header.add(HALVES).cast()),
-                S::to_f(S::load_u8(scales.add(BYTES))),
-            )
-        }
+    unsafe fn scale<S: Isa>([d, _]: [S::F; 2], scales: *const u8) -> S::F {
+        // SAFETY: 16 bytes at `scales`.
+        unsafe { S::mul(d, S::to_f(S::load_u8(scales))) }
+    }
+    #[inline(always)]
+    unsafe fn min<S: Isa>([_, dmin]: [S::F; 2], scales: *const u8) -> S::F {
+        // SAFETY: 16 more bytes.
+        unsafe { S::mul(dmin, S::to_f(S::load_u8(scales.add(BYTES)))) }
     }
     unused_scale! {
-        sub(_a) -> [S::I; 2], [S::splat_i(1); 2];
-        min_sub(_a) -> [S::I; 2], [S::splat_i(1); 2];
+        sub(_a: *const u8) -> [S::I; 2], [S::splat_i(1); 2];
+        min_sub(_a: *const u8) -> [S::I; 2], [S::splat_i(1); 2];
     }
 }
 
@@ -449,15 +474,21 @@ impl Scales for SignedScale {
     const HEADER: usize = HALVES;
     const HALVES: bool = false;
     const HAS_MIN: bool = false;
+    type Header<S: Isa> = S::F;
     #[inline(always)]
-    unsafe fn scale<S: Isa>(header: *const u8, scales: *const u8) -> S::F {
-        // SAFETY: 16 halves at `header`, 16 bytes at `scales`.
-        unsafe { S::mul(S::load_f16(header.cast()), S::to_f(S::load_i8(scales))) }
+    unsafe fn header<S: Isa>(header: *const u8) -> S::F {
+        // SAFETY: 16 halves at `header`.
+        unsafe { S::load_f16(header.cast()) }
+    }
+    #[inline(always)]
+    unsafe fn scale<S: Isa>(d: S::F, scales: *const u8) -> S::F {
+        // SAFETY: 16 bytes at `scales`.
+        unsafe { S::mul(d, S::to_f(S::load_i8(scales))) }
     }
     unused_scale! {
-        min(_a, _b) -> S::F, S::splat(0.0);
-        sub(_a) -> [S::I; 2], [S::splat_i(1); 2];
-        min_sub(_a) -> [S::I; 2], [S::splat_i(0); 2];
+        min(_a: Self::Header<S>, _b: *const u8) -> S::F, S::splat(0.0);
+        sub(_a: *const u8) -> [S::I; 2], [S::splat_i(1); 2];
+        min_sub(_a: *const u8) -> [S::I; 2], [S::splat_i(0); 2];
     }
 }
 
@@ -466,10 +497,15 @@ impl Scales for SignedHalves {
     const HEADER: usize = HALVES;
     const HALVES: bool = true;
     const HAS_MIN: bool = false;
+    type Header<S: Isa> = S::F;
     #[inline(always)]
-    unsafe fn scale<S: Isa>(header: *const u8, _scales: *const u8) -> S::F {
+    unsafe fn header<S: Isa>(header: *const u8) -> S::F {
         // SAFETY: 16 halves at `header`.
         unsafe { S::load_f16(header.cast()) }
+    }
+    #[inline(always)]
+    unsafe fn scale<S: Isa>(d: S::F, _scales: *const u8) -> S::F {
+        d
     }
     #[inline(always)]
     unsafe fn sub<S: Isa>(scales: *const u8) -> [S::I; 2] {
@@ -477,8 +513,8 @@ impl Scales for SignedHalves {
         unsafe { [S::load_i8(scales), S::load_i8(scales.add(BYTES))] }
     }
     unused_scale! {
-        min(_a, _b) -> S::F, S::splat(0.0);
-        min_sub(_a) -> [S::I; 2], [S::splat_i(0); 2];
+        min(_a: Self::Header<S>, _b: *const u8) -> S::F, S::splat(0.0);
+        min_sub(_a: *const u8) -> [S::I; 2], [S::splat_i(0); 2];
     }
 }
 
@@ -487,15 +523,19 @@ impl Scales for NibbleHalves {
     const HEADER: usize = 2 * HALVES;
     const HALVES: bool = true;
     const HAS_MIN: bool = true;
+    type Header<S: Isa> = [S::F; 2];
     #[inline(always)]
-    unsafe fn scale<S: Isa>(header: *const u8, _scales: *const u8) -> S::F {
-        // SAFETY: 16 halves at `header`.
-        unsafe { S::load_f16(header.cast()) }
+    unsafe fn header<S: Isa>(header: *const u8) -> [S::F; 2] {
+        // SAFETY: passed on.
+        unsafe { two_halves::<S>(header) }
     }
     #[inline(always)]
-    unsafe fn min<S: Isa>(header: *const u8, _scales: *const u8) -> S::F {
-        // SAFETY: 16 more halves; the packer stores -dmin.
-        unsafe { S::load_f16(header.add(HALVES).cast()) }
+    unsafe fn scale<S: Isa>([d, _]: [S::F; 2], _scales: *const u8) -> S::F {
+        d
+    }
+    #[inline(always)]
+    unsafe fn min<S: Isa>([_, dmin]: [S::F; 2], _scales: *const u8) -> S::F {
+        dmin
     }
     #[inline(always)]
     unsafe fn sub<S: Isa>(scales: *const u8) -> [S::I; 2] {

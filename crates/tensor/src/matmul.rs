@@ -23,7 +23,7 @@ use std::ops::Range;
 
 use half::{bf16, f16};
 
-use crate::activations::View;
+use crate::activations::{Meta, View};
 use crate::formats::{Format, Layout, Planes, Scales};
 use crate::isa::{Isa, LANES};
 use crate::stored::Chunk;
@@ -216,6 +216,10 @@ impl<F, const TERMS: usize> Clone for Quantised<F, TERMS> {
 }
 impl<F, const TERMS: usize> Copy for Quantised<F, TERMS> {}
 
+/// Vectors from which on a block's header stays in registers. With 8 (AVX2, NEON) it costs more
+/// instructions to keep than to read again: Q6_K 7 %.
+const MANY: usize = 32;
+
 impl<S: Isa, F: Format, const TERMS: usize> Leaf<S> for Quantised<F, TERMS> {
     #[inline(always)]
     unsafe fn leaf<const N: usize>(
@@ -225,22 +229,39 @@ impl<S: Isa, F: Format, const TERMS: usize> Leaf<S> for Quantised<F, TERMS> {
         cols: Range<usize>,
     ) -> [S::F; N] {
         let layout: Layout = F::LAYOUT;
+        let (mut c, end) = (cols.start / Chunk::LEN, cols.end / Chunk::LEN);
         // SAFETY: chunks of `cols` lie within the group and the activations.
         unsafe {
             let mut acc = [S::splat(0.0); N];
-            for c in cols.start / Chunk::LEN..cols.end / Chunk::LEN {
-                let place = layout.place(args.first_chunk + c);
-                let weights = ChunkWeights::<S>::load::<F>(
-                    args.weights.add(place.header),
-                    args.weights.add(place.planes),
-                    args.weights.add(place.scales),
-                );
-                let mut i = 0;
-                while i < N {
-                    let (q, meta) = args.x.chunk::<TERMS>(t + i, c);
-                    let inner = weights.dot::<F, TERMS>(q, meta.sums);
-                    acc[i] = S::fma(inner, S::splat(meta.scale), acc[i]);
-                    i += 1;
+            while c < end {
+                // A block's chunks at a time where registers hold its header.
+                let by_block = F::S::HEADER > 0 && S::REGISTERS >= MANY;
+                let first = args.first_chunk + c;
+                let stop = match layout.per_block - first % layout.per_block {
+                    left if by_block => end.min(c + left),
+                    _ => end,
+                };
+                let held = F::S::header::<S>(args.weights.add(layout.place(first).header));
+                while c < stop {
+                    let place = layout.place(args.first_chunk + c);
+                    let header = if by_block {
+                        held
+                    } else {
+                        F::S::header::<S>(args.weights.add(place.header))
+                    };
+                    let weights = ChunkWeights::<S>::load::<F>(
+                        header,
+                        args.weights.add(place.planes),
+                        args.weights.add(place.scales),
+                    );
+                    let mut i = 0;
+                    while i < N {
+                        let (q, meta) = args.x.chunk::<TERMS>(t + i, c);
+                        let inner = weights.dot::<F, TERMS>(q, meta);
+                        acc[i] = S::fma(inner, S::splat(meta.scale), acc[i]);
+                        i += 1;
+                    }
+                    c += 1;
                 }
             }
             acc
@@ -259,7 +280,11 @@ struct ChunkWeights<S: Isa> {
 
 impl<S: Isa> ChunkWeights<S> {
     #[inline(always)]
-    unsafe fn load<F: Format>(header: *const u8, chunk: *const u8, scales: *const u8) -> Self {
+    unsafe fn load<F: Format>(
+        header: <F::S as Scales>::Header<S>,
+        chunk: *const u8,
+        scales: *const u8,
+    ) -> Self {
         // SAFETY: passed on.
         unsafe {
             Self {
@@ -272,18 +297,14 @@ impl<S: Isa> ChunkWeights<S> {
         }
     }
 
-    /// `inner` of the module's formula, for 32 activations whose halves sum to `sums`.
+    /// `inner` of the module's formula, for 32 activations.
     #[inline(always)]
-    unsafe fn dot<F: Format, const TERMS: usize>(
-        &self,
-        q: [*const i8; TERMS],
-        sums: [i32; 2],
-    ) -> S::F {
+    unsafe fn dot<F: Format, const TERMS: usize>(&self, q: [*const i8; TERMS], meta: Meta) -> S::F {
         // SAFETY: register arithmetic and 32 bytes for each term.
         unsafe {
             let [low, high] = [
-                self.half::<F, TERMS>(0, q, sums),
-                self.half::<F, TERMS>(1, q, sums),
+                self.half::<F, TERMS>(0, q, meta.sums),
+                self.half::<F, TERMS>(1, q, meta.sums),
             ];
             let dot = if F::S::HALVES {
                 let parts = [join::<S, TERMS>(low), join::<S, TERMS>(high)];
@@ -302,7 +323,7 @@ impl<S: Isa> ChunkWeights<S> {
             };
             let dot = S::to_f(dot);
             if F::S::HAS_MIN {
-                S::fma(dot, self.scale, S::mul(self.min, self.min_sum::<F>(sums)))
+                S::fma(dot, self.scale, S::mul(self.min, self.min_sum::<F>(meta)))
             } else {
                 S::mul(dot, self.scale)
             }
@@ -347,15 +368,15 @@ impl<S: Isa> ChunkWeights<S> {
 
     /// `M` of the module's formula.
     #[inline(always)]
-    unsafe fn min_sum<F: Format>(&self, sums: [i32; 2]) -> S::F {
+    unsafe fn min_sum<F: Format>(&self, meta: Meta) -> S::F {
         // SAFETY: register arithmetic.
         unsafe {
             if F::S::HALVES {
-                let low = S::mul_i(self.min_sub[0], S::splat_i(sums[0]));
-                let high = S::mul_i(self.min_sub[1], S::splat_i(sums[1]));
+                let low = S::mul_i(self.min_sub[0], S::splat_i(meta.sums[0]));
+                let high = S::mul_i(self.min_sub[1], S::splat_i(meta.sums[1]));
                 S::to_f(S::add_i(low, high))
             } else {
-                S::splat((sums[0] + sums[1]) as f32)
+                S::splat(meta.sum)
             }
         }
     }

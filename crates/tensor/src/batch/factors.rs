@@ -27,6 +27,7 @@ impl Factors {
     ) {
         // SAFETY: by the caller's promise.
         unsafe {
+            let header = F::S::header::<S>(header);
             let scale = F::S::scale::<S>(header, scales);
             S::store((&raw mut (*out).scale).cast(), scale);
             if F::S::HAS_MIN {
@@ -116,8 +117,7 @@ impl Min for OneMin {
     unsafe fn inner<S: Isa>(dot: S::F, factors: *const Factors, meta: Meta) -> S::F {
         // SAFETY: passed on.
         unsafe {
-            let sum = S::splat((meta.sums[0] + meta.sums[1]) as f32);
-            let min = S::mul(Factors::min::<S>(factors), sum);
+            let min = S::mul(Factors::min::<S>(factors), S::splat(meta.sum));
             S::fma(dot, Factors::scale::<S>(factors), min)
         }
     }

@@ -36,16 +36,16 @@ unsafe fn load<S: Isa, const BRAIN: bool>(p: *const u8) -> S::F {
 
 impl<const OFFSET: i32, const BRAIN: bool> Scales for Affine<OFFSET, BRAIN> {
     const BYTES: usize = 2 * HALVES;
-    const HEADER: usize = 0;
     const HALVES: bool = false;
     const HAS_MIN: bool = true;
+    no_header!();
     #[inline(always)]
-    unsafe fn scale<S: Isa>(_header: *const u8, scales: *const u8) -> S::F {
+    unsafe fn scale<S: Isa>(_header: (), scales: *const u8) -> S::F {
         // SAFETY: 16 scales at `scales`.
         unsafe { load::<S, BRAIN>(scales) }
     }
     #[inline(always)]
-    unsafe fn min<S: Isa>(_header: *const u8, scales: *const u8) -> S::F {
+    unsafe fn min<S: Isa>(_header: (), scales: *const u8) -> S::F {
         // SAFETY: 16 biases behind them.
         unsafe {
             let bias = load::<S, BRAIN>(scales.add(HALVES));
@@ -56,24 +56,24 @@ impl<const OFFSET: i32, const BRAIN: bool> Scales for Affine<OFFSET, BRAIN> {
         }
     }
     unused_scale! {
-        sub(_a) -> [S::I; 2], [S::splat_i(1); 2];
-        min_sub(_a) -> [S::I; 2], [S::splat_i(1); 2];
+        sub(_a: *const u8) -> [S::I; 2], [S::splat_i(1); 2];
+        min_sub(_a: *const u8) -> [S::I; 2], [S::splat_i(1); 2];
     }
 }
 
 impl Scales for Brain {
     const BYTES: usize = HALVES;
-    const HEADER: usize = 0;
     const HALVES: bool = false;
     const HAS_MIN: bool = false;
+    no_header!();
     #[inline(always)]
-    unsafe fn scale<S: Isa>(_header: *const u8, scales: *const u8) -> S::F {
+    unsafe fn scale<S: Isa>(_header: (), scales: *const u8) -> S::F {
         // SAFETY: 16 scales at `scales`.
         unsafe { S::load_bf16(scales.cast()) }
     }
     unused_scale! {
-        min(_a, _b) -> S::F, S::splat(0.0);
-        sub(_a) -> [S::I; 2], [S::splat_i(1); 2];
-        min_sub(_a) -> [S::I; 2], [S::splat_i(0); 2];
+        min(_a: Self::Header<S>, _b: *const u8) -> S::F, S::splat(0.0);
+        sub(_a: *const u8) -> [S::I; 2], [S::splat_i(1); 2];
+        min_sub(_a: *const u8) -> [S::I; 2], [S::splat_i(0); 2];
     }
 }

@@ -392,6 +392,7 @@ fn quantised_activations_equal_naive() {
             );
             let half = |h: usize| q[16 * h..16 * h + 16].iter().sum::<i32>();
             assert_eq!(meta.sums, [half(0), half(1)]);
+            assert_eq!(meta.sum, (half(0) + half(1)) as f32);
         }
     }
 }
