@@ -103,8 +103,10 @@ pub enum Error {
     #[error("start a thread: {0}")]
     Thread(std::io::Error),
     /// One half of a step, which takes turns with the other, does not come.
-    #[error("the other half of the step did not let this one go on within {} s", limit.as_secs())]
+    #[error("the {half} half of the step did not come within {} s", limit.as_secs_f64())]
     HalfLate {
+        /// Which: first or second.
+        half: &'static str,
         /// The longest that is waited for.
         limit: Duration,
     },

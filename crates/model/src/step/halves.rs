@@ -110,24 +110,32 @@ impl Turns {
         self.changed.notify_all();
     }
 
-    fn wait(&self, come: impl Fn(&Next) -> bool) -> Result<(), Error> {
-        let limit = self.limit;
+    /// Whether it has `come`, or the other half has ended, before the limit.
+    fn wait(&self, come: impl Fn(&Next) -> bool) -> bool {
         let early = |next: &mut Next| !(next.alone || come(next));
-        let waited = self.changed.wait_timeout_while(self.lock(), limit, early);
-        match waited.unwrap_or_else(PoisonError::into_inner).1 {
-            late if late.timed_out() => Err(Error::HalfLate { limit }),
-            _ => Ok(()),
-        }
+        let waited = self
+            .changed
+            .wait_timeout_while(self.lock(), self.limit, early);
+        !waited.unwrap_or_else(PoisonError::into_inner).1.timed_out()
     }
 }
 
 impl Turn<'_> {
+    fn wait(&self, come: impl Fn(&Next) -> bool) -> Result<(), Error> {
+        if self.turns.wait(come) {
+            return Ok(());
+        }
+        let (limit, is_first) = (self.turns.limit, self.number.is_multiple_of(2));
+        let half = if is_first { "second" } else { "first" };
+        Err(Error::HalfLate { half, limit })
+    }
+
     /// Waits until this half is to compute.
     ///
     /// # Errors
     /// [`Error::HalfLate`].
     pub(crate) fn begin(&self) -> Result<(), Error> {
-        self.turns.wait(|next| next.compute == self.number)
+        self.wait(|next| next.compute == self.number)
     }
 
     /// Lets the other half compute, exchanges when it is this half's turn to, and waits until it is
@@ -140,7 +148,7 @@ impl Turn<'_> {
         exchange: impl FnOnce() -> Result<R, Error>,
     ) -> Result<R, Error> {
         self.turns.change(|next| next.compute += 1);
-        self.turns.wait(|next| next.exchange == self.number)?;
+        self.wait(|next| next.exchange == self.number)?;
         let result = exchange()?;
         self.turns.change(|next| next.exchange += 1);
         self.number += 2;
@@ -226,16 +234,16 @@ mod tests {
     /// Whichever half never comes, and wherever the other waits for it.
     #[test]
     fn a_half_that_never_comes_is_told_by_name() {
-        let late = |result: Result<(), Error>| {
-            let error = result.unwrap_err();
-            assert!(matches!(error, Error::HalfLate { .. }), "{error}");
-            assert!(error.to_string().contains("half of the step"), "{error}");
+        let late = |result: Result<(), Error>, half: &str| {
+            let error = result.unwrap_err().to_string();
+            let expected = format!("the {half} half of the step did not come within 0.02 s");
+            assert_eq!(error, expected);
         };
         let turns = Turns::new(Duration::from_millis(20));
         let [mut first, second] = turns.both();
-        late(second.begin());
+        late(second.begin(), "first");
         first.begin().unwrap();
-        late(first.exchange(|| Ok(())));
+        late(first.exchange(|| Ok(())), "second");
 
         let turns = Turns::new(Duration::from_millis(20));
         let [first, mut second] = turns.both();
@@ -243,7 +251,7 @@ mod tests {
         // As if the first had computed and were in its exchange.
         turns.change(|next| next.compute += 1);
         second.begin().unwrap();
-        late(second.exchange(|| panic!("it is not its turn")));
+        late(second.exchange(|| panic!("it is not its turn")), "first");
         drop(first);
         second.begin().expect("who is alone waits for nobody");
     }
