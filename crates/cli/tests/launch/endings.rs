@@ -155,7 +155,9 @@ fn a_rank_that_will_not_end_is_killed() {
 #[test]
 fn a_rank_that_ends_early_does_not_leave_the_others_for_ever() {
     let world = World::new();
-    let script = format!("[ $MLX_RANK = 0 ] && exit 0; {SLEEP}");
+    let script = format!(
+        "if [ $MLX_RANK = 0 ]; then while ! [ -e $D/id.1 ]; do sleep 0.02; done; exit 0; fi; {SLEEP}"
+    );
     let hosts = &kinds(&world, 2)[0];
     let ended = finish(start(
         &world,

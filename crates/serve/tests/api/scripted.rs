@@ -153,8 +153,10 @@ impl Scripted {
             Script::Silence => self.until_cancelled(ticket),
             Script::Endless => {
                 sink(Reply::PromptRead { reused: 0 });
+                // Long, so that sockets fill soon where this thread gets its core late too.
+                let long = "x".repeat(1000);
                 while !self.is_cancelled(ticket) {
-                    sink(text(97, "x"));
+                    sink(text(97, &long));
                     // About as fast as a small model.
                     thread::park_timeout(Duration::from_micros(100));
                 }
