@@ -35,6 +35,8 @@ impl Terminal {
         let person = openpt(OpenptFlags::RDWR | OpenptFlags::NOCTTY).unwrap();
         grantpt(&person).unwrap();
         unlockpt(&person).unwrap();
+        // A copy, which programs do not inherit: else nobody would see this test's end.
+        let person = person.try_clone().unwrap();
         let name = ptsname(&person, Vec::new()).unwrap();
         let path = OsStr::from_bytes(name.as_bytes());
         let process = File::options().read(true).write(true).open(path).unwrap();
