@@ -6,6 +6,9 @@ use std::process::Command;
 use paceline_comm::rdma::LIBRARY;
 
 /// Compiles the software library under the system's name; `None` if there is no compiler.
+///
+/// # Panics
+/// If there is one and it fails.
 pub(crate) fn build(folder: &Path) -> Option<PathBuf> {
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("../comm/examples/ibverbs.rs");
     let library = folder.join(LIBRARY);
@@ -21,8 +24,8 @@ pub(crate) fn build(folder: &Path) -> Option<PathBuf> {
         ])
         .args(["-C", "opt-level=1", "--cap-lints", "allow", "-o"])
         .args([&library, &source])
-        .status();
-    status
-        .is_ok_and(|status| status.success())
-        .then_some(library)
+        .status()
+        .ok()?;
+    assert!(status.success(), "the software library: {status}");
+    Some(library)
 }

@@ -3,11 +3,10 @@
 use std::collections::{BTreeMap, VecDeque};
 use std::ffi::{CString, c_uint};
 use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU32, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, PoisonError, RwLock, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, Weak};
 
 use super::super::abi::{self, Gid, Wc};
 use super::outside::{Inbox, Outside};
-pub(crate) use paceline_base::lock;
 
 /// Chances are given out of so many.
 pub(crate) const OUT_OF: u64 = 1000;
@@ -131,6 +130,12 @@ pub(crate) struct DeviceCore {
     /// Registered memory by key: first byte, bytes.
     pub(crate) regions: RwLock<BTreeMap<u32, (u64, u64)>>,
     pub(crate) pairs: AtomicUsize,
+}
+
+// A lock whose holder panicked is taken over. Its own, not `base`'s: `examples/ibverbs.rs` is
+// compiled from these files alone.
+pub(crate) fn lock<V>(mutex: &Mutex<V>) -> MutexGuard<'_, V> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 pub(crate) fn devices() -> Vec<Arc<DeviceCore>> {
