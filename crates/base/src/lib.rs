@@ -6,10 +6,12 @@
 //! - [`KernelClass`]: which definition of the numbers a result belongs to.
 //! - [`Bytes`], [`Micros`]: units that print themselves.
 //! - [`Rank`], [`LayerIdx`]: indices that cannot be mixed up.
+//! - [`Awake`]: time in which somebody who listens was there to hear.
 //! - [`lock`]: a lock, whatever became of its last holder.
 //! - [`whole_pages`]: what of a mapping can be given back to the system.
 //! - [`tree`]: the one order of additions that every split sum follows.
 
+mod awake;
 mod block_type;
 mod kernel_class;
 mod locks;
@@ -17,6 +19,7 @@ mod pages;
 pub mod tree;
 mod units;
 
+pub use awake::Awake;
 pub use block_type::{BlockType, UnknownBlockType};
 pub use kernel_class::{KernelClass, UnknownKernelClass};
 pub use locks::lock;

@@ -4,9 +4,8 @@ use std::time::Duration;
 
 /// Counts a child's silence.
 ///
-/// Silence is the time in which the monitor was awake and heard nothing. A monitor that was
-/// suspended (Ctrl-Z), slept with its machine or got no processor passes a short time only, however
-/// long it was away, so it accuses nobody of its own absence.
+/// Silence is the time in which the monitor was awake ([`Awake`](paceline_base::Awake)) and heard
+/// nothing.
 #[derive(Debug)]
 pub(super) struct Clock {
     limit: Duration,

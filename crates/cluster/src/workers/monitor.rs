@@ -5,7 +5,7 @@ use std::process::{ChildStderr, Command, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use paceline_base::Rank;
+use paceline_base::{Awake, Rank};
 use rustix::event::{PollFd, PollFlags};
 use rustix::process::Signal;
 
@@ -25,7 +25,7 @@ const PAUSE: Duration = Duration::from_millis(50);
 /// How often while an ending is under way: a channel closes shortly before its process is gone.
 const PAUSE_ENDING: Duration = Duration::from_millis(2);
 
-/// The most that one turn counts as silence: some turns, in case they are slow. See [`Clock`].
+/// The most that one turn counts as silence: some turns, in case they are slow. See [`Awake`].
 const AWAKE_MAX: Duration = Duration::from_millis(200);
 
 /// From the end of a channel to the end of its process.
@@ -115,16 +115,16 @@ impl Monitor {
 
     /// Watches until told to stop, and then until none is left.
     pub(super) fn run(&mut self) {
-        let mut before = Instant::now();
-        while !self.is_over(before) {
+        let mut now = Instant::now();
+        let mut awake = Awake::new(now, AWAKE_MAX);
+        while !self.is_over(now) {
             self.wait();
-            let now = Instant::now();
-            let awake = (now - before).min(AWAKE_MAX);
-            before = now;
+            now = Instant::now();
+            let passed = awake.look(now);
             self.hear();
             for worker in &mut self.workers {
                 worker.reap(&self.queue, &mut self.forward, &mut self.buffer);
-                worker.judge(awake, &self.queue);
+                worker.judge(passed, &self.queue);
             }
             self.obey(now);
         }

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use paceline_base::Rank;
+use paceline_base::{Awake, Rank};
 use rustix::event::{PollFd, PollFlags};
 
 use super::door::Door;
@@ -28,34 +28,9 @@ const BEATS_PER_SILENCE: u32 = 5;
 /// How often the keeper takes in messages while the rank computes, and looks at the door.
 const TEND_EVERY: Duration = Duration::from_millis(100);
 
-/// The most that passes between two looks of a keeper that is awake: some, in case one is slow.
+/// The most that passes between two looks of a keeper that is awake: some, in case one is slow. See
+/// [`Awake`].
 const AWAKE_MAX: Duration = Duration::from_millis(300);
-
-/// The time in which a keeper was there to hear somebody.
-///
-/// Where it was away, whether suspended, asleep with its machine or without a core, a short time
-/// passes only: its peers may have been away with it, and are heard when they are back.
-#[derive(Debug)]
-struct Awake {
-    looked: Instant,
-    total: Duration,
-}
-
-impl Awake {
-    fn new(now: Instant) -> Self {
-        Self {
-            looked: now,
-            total: Duration::ZERO,
-        }
-    }
-
-    /// It is `now`, and whatever arrived before is about to be read. Time awake since the start.
-    fn look(&mut self, now: Instant) -> Duration {
-        self.total += now.saturating_duration_since(self.looked).min(AWAKE_MAX);
-        self.looked = now;
-        self.total
-    }
-}
 
 /// Links that a keeper looks after.
 pub(crate) trait Kept: Transport {
@@ -164,7 +139,7 @@ pub(super) fn keep<T: Kept>(group: &Linked<T>, silence: Duration) {
     let start = deadline::now();
     let mut watches: Vec<Watch> = controls.streams.iter().map(|_| Watch::new()).collect();
     let (mut next_beat, mut next_look) = (start, start);
-    let mut awake = Awake::new(start);
+    let mut awake = Awake::new(start, AWAKE_MAX);
     while !controls.stop.load(Ordering::Acquire) {
         let until = match group.push(PUSH_WAIT) {
             true => deadline::now(),
@@ -172,7 +147,8 @@ pub(super) fn keep<T: Kept>(group: &Linked<T>, silence: Duration) {
         };
         wait(controls, &watches, until);
         let now = deadline::now();
-        let time = awake.look(now);
+        awake.look(now);
+        let time = awake.total();
         for (peer, watch) in watches.iter_mut().enumerate() {
             if let Some(stream) = &controls.streams[peer] {
                 watch.listen(group, peer, stream, time);
@@ -279,30 +255,4 @@ impl Watch {
 
 fn rank(peer: usize) -> Rank {
     Rank(u32::try_from(peer).expect("a rank came from a u32"))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn time_in_which_a_keeper_was_away_hardly_counts() {
-        let start = Instant::now();
-        let mut awake = Awake::new(start);
-        for (at_ms, awake_ms) in [
-            (0, 0),
-            (100, 100),
-            (101, 101),
-            (400, 400),
-            (4000, 700),
-            (4100, 800),
-            (3_600_000, 1100),
-            (3_600_050, 1150),
-        ] {
-            let time = awake.look(start + Duration::from_millis(at_ms));
-            assert_eq!(time, Duration::from_millis(awake_ms), "at {at_ms} ms");
-        }
-        let before = awake.total;
-        assert_eq!(awake.look(start), before, "a clock that goes back");
-    }
 }
