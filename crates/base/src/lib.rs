@@ -10,12 +10,17 @@
 //! - [`lock`]: a lock, whatever became of its last holder.
 //! - [`whole_pages`]: what of a mapping can be given back to the system.
 //! - [`tree`]: the one order of additions that every split sum follows.
+//!
+//! With the feature `testing`, `testing::Stopwatch` measures times of tests on busy machines: the
+//! one clock and the one thread of this crate.
 
 mod awake;
 mod block_type;
 mod kernel_class;
 mod locks;
 mod pages;
+#[cfg(feature = "testing")]
+pub mod testing;
 pub mod tree;
 mod units;
 
