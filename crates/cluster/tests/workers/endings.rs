@@ -37,10 +37,8 @@ fn what_was_sent_before_an_ending_arrives_before_it() {
     }
 }
 
-/// The bar is 2 s. No single time is asserted on, since another program may have the cores; that
-/// half of them are far below the silence that is allowed shows that nobody waits for that.
 #[test]
-fn a_killed_child_is_reported_at_once() {
+fn a_killed_child_is_reported_within_a_tenth_of_a_second() {
     let mut times = Vec::new();
     for i in 0..50 {
         let workers = spawn(2);
@@ -48,48 +46,38 @@ fn a_killed_child_is_reported_at_once() {
         if i % 3 == 0 {
             assert_eq!(ask(&workers, rank.0, &Order::Busy), Answer::Done);
         }
-        let start = Instant::now();
+        let start = Stopwatch::start();
         kill(workers.ids()[rank.0 as usize], Signal::KILL);
         let (from, ending, _) = exit(&workers);
         times.push(start.elapsed());
         assert_eq!((from, ending), (rank, Ending::Signal(9)));
     }
     times.sort_unstable();
-    assert!(times[25] < Duration::from_millis(500), "{times:?}");
-    eprintln!("reported after {:?} (median of 50)", times[25]);
+    // Another process on the machine may hold up some; half of them show that nobody polls for it.
+    assert!(times[45] < Duration::from_millis(100), "{times:?}");
+    assert!(times[25] < Duration::from_millis(25), "{times:?}");
 }
 
-/// The bar is 2 s, of which 1.5 s are the silence. Where another program has the cores meanwhile a
-/// report may be later, so one of several must keep the bar.
 #[test]
 fn a_stopped_child_is_reported_within_two_seconds_and_ended() {
-    const TRIES: usize = 5;
-    let mut times = Vec::new();
-    while times.iter().all(|time| *time > Duration::from_secs(2)) {
-        assert!(times.len() < TRIES, "{times:?}");
-        times.push(stopped());
-    }
-}
-
-/// Stops a child; how long it took until that was reported.
-fn stopped() -> Duration {
-    let workers: Ours = Workers::spawn(spec_with_silence(2)).unwrap();
+    let workers = spawn(2);
     assert_eq!(
         ask(&workers, 1, &Order::Echo(String::new())),
         Answer::Echo(String::new())
     );
     kill(workers.ids()[1], Signal::STOP);
-    let start = Instant::now();
+    let start = Stopwatch::start();
     let Event::Silent { rank, silence } = next(&workers) else {
         panic!("not silent");
     };
     let took = start.elapsed();
+    assert!(took < Duration::from_secs(2), "{took:?}");
     assert_eq!(rank, Rank(1));
     check_silence(silence, Limits::default().silence);
-    let start = Instant::now();
+    let start = Stopwatch::start();
     workers.stop(GRACE);
     assert!(
-        start.elapsed() < PATIENCE,
+        start.elapsed() < Duration::from_secs(1),
         "the silent one is not waited for"
     );
     let endings = [exit(&workers), exit(&workers)].map(|(rank, ending, _)| (rank, ending));
@@ -102,12 +90,11 @@ fn stopped() -> Duration {
         "{endings:?}"
     );
     assert!(workers.ids().iter().all(|id| is_gone(*id)));
-    took
 }
 
 #[test]
 fn a_child_that_is_continued_is_heard_again() {
-    let workers: Ours = Workers::spawn(spec_with_silence(1)).unwrap();
+    let workers = spawn(1);
     assert_eq!(
         ask(&workers, 0, &Order::Echo(String::new())),
         Answer::Echo(String::new())
@@ -126,14 +113,13 @@ fn a_child_that_is_continued_is_heard_again() {
 #[test]
 fn asking_is_enough_even_for_one_that_computes_or_does_not_listen() {
     let mut spec = spec(3);
-    // Until nothing more is taken: longer than a reader may be without its core.
-    spec.limits.write = Duration::from_secs(3);
+    spec.limits.write = Duration::from_millis(200);
     let workers: Ours = Workers::spawn(spec).unwrap();
     assert_eq!(ask(&workers, 0, &Order::Busy), Answer::Done);
     roles::deafen(&workers, 1);
-    let start = Instant::now();
+    let start = Stopwatch::start();
     workers.stop(GRACE);
-    assert!(start.elapsed() < PATIENCE, "{:?}", start.elapsed());
+    assert!(start.elapsed() < PATIENCE / 4, "{:?}", start.elapsed());
     for _ in 0..3 {
         assert_eq!(exit(&workers).1, Ending::Code(EXIT_CODE_PARENT_GONE));
     }
@@ -141,16 +127,8 @@ fn asking_is_enough_even_for_one_that_computes_or_does_not_listen() {
     assert_eq!(workers.recv(Duration::ZERO), None);
 }
 
-/// Who is late himself skips a step, so that there is a second and a third try with more time.
 #[test]
 fn ending_gets_harder() {
-    let steps = [Ending::Signal(15), Ending::Signal(9)];
-    let mut graces = [600, 6000, 30_000].map(Duration::from_millis).into_iter();
-    assert!(graces.any(|grace| ended_within(grace) == steps));
-}
-
-/// How two children end that do not end when asked: at half of the time, and after all of it.
-fn ended_within(grace: Duration) -> [Ending; 2] {
     let stubborn = "trap '' TERM; echo ready >&2; while :; do sleep 1000; done";
     let mut spec = scripts(&["echo ready >&2; exec sleep 1000", stubborn]);
     let (say, said) = std::sync::mpsc::channel();
@@ -160,16 +138,22 @@ fn ended_within(grace: Duration) -> [Ending; 2] {
     for _ in 0..2 {
         said.recv_timeout(PATIENCE).unwrap();
     }
-    let start = Instant::now();
+    let grace = Duration::from_millis(600);
+    let (start, watch) = (Instant::now(), Stopwatch::start());
     workers.stop(grace);
     let took = start.elapsed();
-    assert!(took >= grace && took < grace + PATIENCE, "{took:?}");
-    let endings = [exit(&workers), exit(&workers)];
-    assert_eq!(
-        endings.each_ref().map(|(rank, ..)| *rank),
-        [Rank(0), Rank(1)]
+    assert!(
+        took >= grace && watch.without_withheld(took) < grace * 3,
+        "{took:?}"
     );
-    endings.map(|(_, ending, _)| ending)
+    let (rank, ending, _) = exit(&workers);
+    assert_eq!(
+        (rank, ending),
+        (Rank(0), Ending::Signal(15)),
+        "half of the time"
+    );
+    let (rank, ending, _) = exit(&workers);
+    assert_eq!((rank, ending), (Rank(1), Ending::Signal(9)), "all of it");
 }
 
 #[test]
@@ -200,9 +184,9 @@ fn a_hook_runs_and_cannot_hold_up_the_end() {
     for hangs in [false, true] {
         let workers = spawn(1);
         assert_eq!(ask(&workers, 0, &Order::Hook { hangs }), Answer::Done);
-        let start = Instant::now();
+        let start = Stopwatch::start();
         workers.stop(GRACE);
-        assert!(start.elapsed() < PATIENCE, "{:?}", start.elapsed());
+        assert!(start.elapsed() < PATIENCE / 4, "{:?}", start.elapsed());
         let (_, ending, tail) = exit(&workers);
         assert_eq!(tail, ["hook"]);
         let expected = if hangs {

@@ -77,7 +77,7 @@ fn a_child_that_does_not_read_holds_nobody_up() {
         Answer::Echo(String::new())
     );
     kill(workers.ids()[1], Signal::STOP);
-    let start = Instant::now();
+    let (start, watch) = (Instant::now(), Stopwatch::start());
     let error = workers
         .send(Rank(1), &Order::Echo("x".repeat(10 << 20)))
         .unwrap_err();
@@ -86,9 +86,8 @@ fn a_child_that_does_not_read_holds_nobody_up() {
         matches!(error, Error::Stuck { rank: Rank(1), .. }),
         "{error}"
     );
-    // Without a limit it would wait for ever.
     assert!(
-        took >= Duration::from_millis(300) && took < PATIENCE,
+        took >= Duration::from_millis(300) && watch.without_withheld(took) < Duration::from_secs(1),
         "{took:?}"
     );
     let error = workers.send(Rank(1), &Order::Look).unwrap_err();
@@ -108,9 +107,11 @@ fn a_child_that_never_says_anything_is_silent_after_its_start() {
     let limit = Duration::from_millis(300);
     spec.limits.start = limit;
     let workers: Ours = Workers::spawn(spec).unwrap();
+    let start = Stopwatch::start();
     let Event::Silent { rank, silence } = next(&workers) else {
         panic!("not silent");
     };
+    assert!(start.elapsed() < Duration::from_secs(1));
     assert_eq!(rank, Rank(0));
     check_silence(silence, limit);
 }

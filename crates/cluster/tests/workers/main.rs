@@ -14,6 +14,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use paceline_base::Rank;
+use paceline_base::testing::Stopwatch;
 use paceline_cluster::processes::{Ending, Signal};
 use paceline_cluster::workers::{Event, Limits, Spec, Workers};
 use rustix::process::{Pid, kill_process, test_kill_process};
@@ -28,18 +29,9 @@ const PATIENCE: Duration = Duration::from_secs(20);
 /// A time to end in that no test waits for: what comes within [`PATIENCE`] did not wait for it.
 const GRACE: Duration = Duration::from_secs(100);
 
-/// Children that obey orders. None is accused of silence because it gets its core late.
+/// Children that obey orders.
 fn spec(ranks: usize) -> Spec {
-    let mut spec = roles::spec("worker", ranks);
-    spec.limits = unlimited();
-    spec
-}
-
-/// [`spec`] with the silence that is allowed by default.
-fn spec_with_silence(ranks: usize) -> Spec {
-    let mut spec = spec(ranks);
-    spec.limits.silence = Limits::default().silence;
-    spec
+    roles::spec("worker", ranks)
 }
 
 fn spawn(ranks: usize) -> Ours {
@@ -52,12 +44,11 @@ fn scripts(scripts: &[&str]) -> Spec {
     Spec::new("sh", args.collect())
 }
 
-/// Limits that no test waits for.
+/// A limit that no test waits for.
 fn unlimited() -> Limits {
     Limits {
         start: PATIENCE * 10,
-        silence: PATIENCE * 10,
-        write: PATIENCE * 10,
+        ..Limits::default()
     }
 }
 

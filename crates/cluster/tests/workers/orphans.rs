@@ -44,17 +44,19 @@ fn orphan(role: &str, prepare: impl Fn(&Family)) -> Duration {
     kill(family.parent.id(), Signal::KILL);
     family.parent.wait().unwrap();
     let gone = || family.ids.iter().all(|id| is_gone(*id));
-    wait_until(PATIENCE, role, gone)
+    let start = Stopwatch::start();
+    wait_until(PATIENCE, role, gone);
+    let took = start.elapsed();
+    assert!(took < Duration::from_secs(1), "{role}: {took:?}");
+    took
 }
 
-/// Half of them are gone within a second, well below the 2 s of a failure that is told; others may
-/// not have had a core to end on.
 #[test]
 fn no_child_outlives_its_parent() {
-    for role in ["parent", "parent of busy"] {
-        let mut times: Vec<_> = (0..10).map(|_| orphan(role, |_| {})).collect();
-        times.sort_unstable();
-        assert!(times[5] < Duration::from_secs(1), "{role}: {times:?}");
+    for _ in 0..10 {
+        for role in ["parent", "parent of busy"] {
+            orphan(role, |_| {});
+        }
     }
 }
 
