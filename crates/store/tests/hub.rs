@@ -5,10 +5,11 @@ mod common;
 
 use std::fs;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use common::*;
 use paceline_base::Bytes;
+use paceline_base::testing::Stopwatch;
 use paceline_store::*;
 
 const PARTIAL: [&str; 2] = [
@@ -88,8 +89,6 @@ fn a_broken_connection_is_resumed_within_the_same_pull() {
     });
     let mut setup = Setup::new(server.url());
     setup.options.retry.attempts = 4;
-    // Longer than the server's thread may be without a core in the other transfers.
-    setup.options.deadlines.stall = Duration::from_secs(4);
     let (pulled, record) = setup.pull(catalogue, "tiny");
     pulled.unwrap();
     assert_eq!(setup.files(), COMPLETE);
@@ -403,14 +402,16 @@ fn an_unreachable_hub_is_given_up_in_the_time_for_it() {
         let (_, catalogue) = body();
         let mut setup = Setup::new(endpoint.clone());
         setup.options.deadlines.reach = Duration::from_millis(700);
-        let started = Instant::now();
+        let started = Stopwatch::start();
         let error = hub_failure(setup.pull(catalogue, "tiny").0);
         assert!(
             matches!(error, Error::HubUnreachable { .. }),
             "{endpoint}: {error:?}"
         );
-        // No other deadline is as short, however busy the machine is.
-        assert!(started.elapsed() < Duration::from_secs(20), "{endpoint}");
+        assert!(
+            started.elapsed() < Duration::from_millis(2700),
+            "{endpoint}"
+        );
         let error = setup.pull(empty_catalogue(), "own/repo").0.unwrap_err();
         assert!(
             matches!(error, Error::HubUnreachable { .. }),
@@ -427,7 +428,7 @@ fn cancelling_does_not_wait_for_a_silent_server() {
     let mut setup = Setup::new(silent.url());
     setup.options.deadlines.reach = Duration::from_secs(60);
     let cancel = setup.cancel.clone();
-    let started = Instant::now();
+    let started = Stopwatch::start();
     std::thread::scope(|scope| {
         scope.spawn(|| {
             while silent.requests().is_empty() {
@@ -438,7 +439,7 @@ fn cancelling_does_not_wait_for_a_silent_server() {
         let (stopped, _) = setup.pull(catalogue, "tiny");
         assert!(matches!(stopped, Err(Error::Cancelled)), "{stopped:?}");
     });
-    assert!(started.elapsed() < Duration::from_secs(20));
+    assert!(started.elapsed() < Duration::from_secs(5));
 }
 
 #[test]

@@ -289,8 +289,7 @@ impl Progress for Record {
     fn finish(&mut self) {}
 }
 
-/// A home of its own, and options for servers on this machine: with short waits, and deadlines that
-/// nothing meets but by hanging. A test that waits for one sets it.
+/// A home of its own, and options with short deadlines for servers on this machine.
 pub struct Setup {
     pub dir: tempfile::TempDir,
     pub home: Home,
@@ -321,10 +320,10 @@ impl Setup {
                 wait_max: Duration::from_millis(20),
             },
             deadlines: Deadlines {
-                reach: Duration::from_secs(60),
-                answer: Duration::from_secs(60),
-                stall: Duration::from_secs(60),
-                pip_stall: Duration::from_secs(60),
+                reach: Duration::from_secs(3),
+                answer: Duration::from_secs(3),
+                stall: Duration::from_millis(1500),
+                pip_stall: Duration::from_secs(3),
             },
             ..PullOptions::default()
         };
