@@ -4,6 +4,7 @@
 use std::io::{Read, Write};
 use std::time::{Duration, Instant};
 
+use paceline_base::testing::Stopwatch;
 use paceline_engine::{Failure, State};
 
 use crate::client::{PATIENCE, connect, receive};
@@ -168,31 +169,21 @@ fn a_service_that_vanishes_is_a_failure() {
     assert_eq!((status, code.as_str()), (500, "answer_lost"));
 }
 
-/// A stream that does not begin before its deadline, because the server got its core late, is
-/// refused instead: then there is another with more time.
 #[test]
 fn deadlines_end_answers() {
-    for request in [300, 3000, 20_000].map(Duration::from_millis) {
-        let rig = Rig::with(|config| {
-            config.times.request = request;
-            config.times.first_reply = request / 6;
-        });
-        rig.service.script(Script::Silence);
-        let (status, code, ..) = refusal(rig.chat(""));
-        assert_eq!((status, code.as_str()), (504, "deadline_exceeded"));
-        rig.service.script(Script::Endless);
-        let response = rig.chat(r#""stream":true"#);
-        if response.status != 200 {
-            assert_eq!(refusal(response).1, "deadline_exceeded");
-            continue;
-        }
-        let events = response.all_events();
-        assert!(events.last().unwrap().contains("deadline_exceeded"));
-        return rig.service.wait("cancelling", |_, cancelled, replying| {
-            (cancelled, replying) == (2, 0)
-        });
-    }
-    panic!("no stream begins before its deadline");
+    let rig = Rig::with(|config| {
+        config.times.request = Duration::from_millis(300);
+        config.times.first_reply = Duration::from_millis(50);
+    });
+    rig.service.script(Script::Silence);
+    let (status, code, ..) = refusal(rig.chat(""));
+    assert_eq!((status, code.as_str()), (504, "deadline_exceeded"));
+    rig.service.script(Script::Endless);
+    let events = rig.chat(r#""stream":true"#).all_events();
+    assert!(events.last().unwrap().contains("deadline_exceeded"));
+    rig.service.wait("cancelling", |_, cancelled, replying| {
+        (cancelled, replying) == (2, 0)
+    });
 }
 
 #[test]
@@ -281,9 +272,9 @@ fn a_model_that_is_not_ready_is_unavailable() {
 fn shutting_down_completes_what_can_be() {
     let rig = Rig::with(|config| config.times.grace = 2 * PATIENCE);
     rig.handle.shutdown();
-    let start = Instant::now();
+    let start = Stopwatch::start();
     rig.join();
-    assert!(start.elapsed() < PATIENCE, "it waited for the grace time");
+    assert!(start.elapsed() < Duration::from_secs(5));
 }
 
 #[test]
@@ -313,7 +304,7 @@ fn shutting_down_ends_streams_after_the_grace_time() {
     let (status, code, ..) = refusal(receive(whole));
     assert_eq!((status, code.as_str()), (503, "shutting_down"));
     rig.join();
-    assert!(start.elapsed() < PATIENCE);
+    assert!(start.elapsed() < Duration::from_secs(5));
     service.wait("cancelling", |_, cancelled, replying| {
         (cancelled, replying) == (2, 0)
     });
@@ -331,8 +322,8 @@ fn shutting_down_does_not_wait_for_who_takes_nothing() {
     stream.write_all(&chat_bytes(r#""stream":true"#)).unwrap();
     rig.service
         .wait("the request", |requests, _, _| requests == 1);
-    let start = Instant::now();
+    let start = Stopwatch::start();
     rig.handle.shutdown();
     rig.join();
-    assert!(start.elapsed() < PATIENCE);
+    assert!(start.elapsed() < Duration::from_secs(5));
 }
