@@ -7,6 +7,9 @@ use paceline_mlx::LIBRARY_NAME;
 
 /// The library of `source`, a file of this folder, in `folder`, compiled with `arguments`; `None`
 /// if there is no compiler.
+///
+/// # Panics
+/// If there is one and it fails.
 pub(crate) fn build(folder: &Path, source: &str, arguments: &[&str]) -> Option<PathBuf> {
     let sources = concat!(env!("CARGO_MANIFEST_DIR"), "/../mlx/tests/fake");
     let library = folder.join(LIBRARY_NAME);
@@ -17,8 +20,8 @@ pub(crate) fn build(folder: &Path, source: &str, arguments: &[&str]) -> Option<P
         .args(arguments)
         .arg("-o")
         .args([&library, &Path::new(sources).join(source)])
-        .status();
-    status
-        .is_ok_and(|status| status.success())
-        .then_some(library)
+        .status()
+        .ok()?;
+    assert!(status.success(), "{source}: {status}");
+    Some(library)
 }
