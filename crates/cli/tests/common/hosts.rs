@@ -7,6 +7,8 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
+use paceline_base::testing::Stopwatch;
+
 use super::collect;
 
 /// A world of its own: temporary files, a folder to be in, a folder with one for each host, of
@@ -86,17 +88,22 @@ pub(crate) struct Ended {
     pub(crate) stdout: String,
     pub(crate) stderr: String,
     pub(crate) took: Duration,
+    /// What it took less what the machine withheld.
+    pub(crate) counted: Duration,
 }
 
 /// Waits for the end of a command.
 pub(crate) fn finish(child: Child) -> Ended {
+    let watch = Stopwatch::start();
     let start = Instant::now();
     let output = collect(child);
+    let took = start.elapsed();
     Ended {
         code: output.status.code(),
         stdout: String::from_utf8(output.stdout).unwrap(),
         stderr: String::from_utf8(output.stderr).unwrap(),
-        took: start.elapsed(),
+        took,
+        counted: watch.without_withheld(took),
     }
 }
 

@@ -8,9 +8,8 @@ use rustix::process::{Pid, Signal, kill_process};
 
 use crate::{World, assert_gone, finish, until};
 
-/// What should come at once comes before this, however busy the machine is. What is not ended here
-/// lives for 1000 s.
-const SOON: Duration = Duration::from_secs(60);
+/// What should come at once comes before this, less what the machine withheld.
+const SOON: Duration = Duration::from_secs(10);
 
 /// Notes the id of itself and of a child of its own, then sleeps.
 const SLEEP: &str = "cd $D; sleep 1000 & echo $! >child.$MLX_RANK; echo $$ >id.$MLX_RANK.part; \
@@ -66,7 +65,7 @@ fn the_first_failure_ends_all_with_its_code() {
         let host = if hosts[0] == "-n" { "127.0.0.1" } else { "b" };
         let expected = format!("error: rank 1 on {host} exited with code 7\n");
         assert_eq!(ended.stderr, expected);
-        assert!(ended.took < SOON, "{ended:?}");
+        assert!(ended.counted < SOON, "{ended:?}");
         assert_gone(&ids(&world, &[0, 2]));
         world.assert_clean();
         ids(&world, &[0, 2])
@@ -140,7 +139,7 @@ fn a_rank_that_will_not_end_is_killed() {
         let words = "rank 1 did not end by itself and was killed\n";
         assert!(ended.stderr.starts_with(words), "{ended:?}");
         assert!(
-            ended.took > Duration::from_secs(1) && ended.took < SOON,
+            ended.took > Duration::from_secs(1) && ended.counted < SOON,
             "{ended:?}"
         );
         assert_gone(&ids(&world, &[1]));
@@ -246,7 +245,7 @@ fn a_connection_that_breaks_ends_all() {
         let ended = finish(child);
         assert_eq!(ended.code, Some(1), "{ended:?}");
         assert!(ended.stderr.contains(words), "{ended:?}");
-        assert!(ended.took < SOON, "{ended:?}");
+        assert!(ended.counted < SOON, "{ended:?}");
         assert_gone(&ids(&world, &[0, 1]));
         world.assert_clean();
     }
@@ -295,7 +294,7 @@ fn a_host_that_hangs_is_given_up() {
     assert_eq!(ended.code, Some(1), "{ended:?}");
     let words = "error: not ready within 1s: a, b\nhint: give them more time with --start";
     assert!(ended.stderr.starts_with(words), "{ended:?}");
-    assert!(ended.took < SOON, "{ended:?}");
+    assert!(ended.counted < SOON, "{ended:?}");
 }
 
 /// What a program leaves behind is ended with it, and does not hold up the launch.
@@ -306,7 +305,7 @@ fn what_a_program_leaves_behind_ends_with_it() {
     for hosts in kinds(&world, 2) {
         let ended = finish(start(&world, &args(&world, &hosts, &[], script))).ok();
         assert_eq!(ended.lines(), ["[0] done", "[1] done"]);
-        assert!(ended.took < SOON, "{ended:?}");
+        assert!(ended.counted < SOON, "{ended:?}");
         assert_gone(&[world.path("here/child.0"), world.path("here/child.1")]);
     }
 }
@@ -326,7 +325,7 @@ fn a_daemon_does_not_hold_up_the_launch() {
         Signal::KILL,
     )
     .unwrap();
-    assert!(ended.took < SOON, "{ended:?}");
+    assert!(ended.counted < SOON, "{ended:?}");
 }
 
 /// Many ranks at once, on both hosts, all done and nothing lost.

@@ -4,13 +4,14 @@
 use std::fs;
 use std::time::{Duration, Instant};
 
+use paceline_base::testing::Stopwatch;
 use rustix::process::Signal;
 use serde_json::{Value, json};
 
-use crate::processes::{Running, assert_gone, children, signal, wait_gone};
+use crate::processes::{Running, assert_gone, children, signal, signal_if_there, wait_gone};
 use crate::server::{Server, chat};
 use crate::tiny::{FAMILIES, Random};
-use crate::{BAR, LIMIT, World, alone, http, smollm2, until};
+use crate::{REPORTED, World, alone, http, smollm2, until};
 
 /// Ways to fail, and what the error says of each.
 const KINDS: [(Signal, &str); 5] = [
@@ -43,26 +44,27 @@ fn endless<'a>(model: &'a str, split: &'a str, nodes: &'a str) -> [&'a str; 13] 
     ]
 }
 
-/// Times from a signal to the end, judged and told at the end of a test.
+/// Times from a signal to the end, told at the end of a test.
 #[derive(Default)]
 struct Times(Vec<(String, Duration)>);
 
 impl Times {
     fn add(&mut self, kind: &str, time: Duration) {
-        assert!(time < LIMIT, "{kind}: {time:?}");
+        assert!(time < REPORTED, "{kind}: {time:?}");
         self.0.push((kind.to_owned(), time));
     }
 
-    /// The median of each kind keeps the bar. Tells it and the worst, for people who read a test's
-    /// output.
-    fn judge(mut self, what: &str) {
+    /// Median and worst of each kind, for people who look at a test's output.
+    fn tell(mut self, what: &str) {
         self.0.sort();
         for same in self.0.chunk_by(|a, b| a.0 == b.0) {
+            let ms = |i: usize| same[i].1.as_millis();
             let (n, kind) = (same.len(), &same[0].0);
-            // Of two the faster one.
-            let (median, worst) = (same[(n - 1) / 2].1, same[n - 1].1);
-            eprintln!("{what}, {kind}: median {median:?}, worst {worst:?} of {n}");
-            assert!(median < BAR, "{what}, {kind}: {same:?}");
+            eprintln!(
+                "{what}, {kind}: median {} ms, worst {} ms of {n}",
+                ms(n / 2),
+                ms(n - 1)
+            );
         }
     }
 }
@@ -70,11 +72,12 @@ impl Times {
 /// Has a worker fail.
 fn fail(worker: u32, kind: Signal) {
     signal(worker, kind);
-    crash(kind, || signal(worker, kind));
+    crash(kind, || signal_if_there(worker, kind));
 }
 
 /// Sends SIGSEGV a second time: Rust's handler, which looks for stacks that are full, takes the
-/// first one from outside for a fault that will come again, and only steps aside.
+/// first one from outside for a fault that will come again, and only steps aside. Where tiles of
+/// AMX are in use the first one ends the process: they leave no room on the handler's stack.
 fn crash(kind: Signal, again: impl FnOnce()) {
     if kind == Signal::SEGV {
         std::thread::sleep(Duration::from_millis(50));
@@ -128,7 +131,7 @@ fn an_answer_ends_when_a_rank_fails() {
             }
         }
     }
-    times.judge("run ends");
+    times.tell("run ends");
     world.assert_clean();
 }
 
@@ -201,7 +204,7 @@ fn workers_end_with_their_parent() {
             if let Some(rank) = stopped {
                 signal(workers[rank], Signal::STOP);
             }
-            let start = Instant::now();
+            let start = Stopwatch::start();
             running.signal(kind);
             crash(kind, || running.signal(kind));
             let took = wait_gone(&workers, start);
@@ -215,7 +218,7 @@ fn workers_end_with_their_parent() {
             assert_eq!(ended.status.code(), handled.then_some(1));
         }
     }
-    times.judge("workers end with their parent");
+    times.tell("workers end with their parent");
 }
 
 /// Seeded random moments from the first sign of a worker to deep in an answer; a real model has
@@ -241,20 +244,24 @@ fn any_moment_will_do() {
         let what = format!("round {round}: {kind_name} to rank {victim} after {moment:?}");
         eprintln!("{what}");
         fail(workers[victim], kind);
-        let start = Instant::now();
+        let start = Stopwatch::start();
         let ended = running.end();
         times.add(&name(kind), start.elapsed());
         assert_eq!(ended.status.code(), Some(1), "{what}: {}", ended.stderr);
         check_error(&ended.stderr, victim, "");
         assert_gone(&workers);
     }
-    times.judge("any moment");
+    times.tell("any moment");
     world.assert_clean();
 }
 
+/// New workers are there half a second after the old ones are lost: whoever asks before this must
+/// find none.
+const AGAIN_THERE: Duration = Duration::from_millis(400);
+
 /// The bar for servers: events and answers end with an error that names the rank, health says so,
-/// and the next request is answered by new workers. These are there half a second later, so whoever
-/// asks for the health after a pause may find it good again; not all do.
+/// and the next request is answered by new workers. Whoever asks for the health only after
+/// [`AGAIN_THERE`] may find it good again; not all do.
 #[test]
 fn a_server_reports_and_goes_on() {
     let _alone = alone();
@@ -288,7 +295,7 @@ fn a_server_reports_and_goes_on() {
         }
     }
     assert!(unhealthy > 0, "its health was never told");
-    times.judge("up reports");
+    times.tell("up reports");
     world.assert_clean();
 }
 
@@ -307,10 +314,12 @@ fn lose(server: &Server, model: &str, victim: usize, kind: Signal, how: &str) ->
     until("both are under way", || {
         http::ask(port, "/health", None).body["running"] == 2
     });
-    let start = Instant::now();
+    let (start, watch) = (Instant::now(), Stopwatch::start());
     fail(before[victim], kind);
     let (error, told) = stream.error();
     let (answer, answered) = waiting.join().unwrap();
+    let told = told.max(answered);
+    let took = watch.without_withheld(told - start);
     for error in [&error, &answer.body["error"]] {
         let message = error["message"].as_str().unwrap();
         assert!(names(message, victim, how), "{victim} {how:?}: {error}");
@@ -321,7 +330,11 @@ fn lose(server: &Server, model: &str, victim: usize, kind: Signal, how: &str) ->
     let short = chat(model, "go", &json!({"max_tokens": 1}));
     let refused = http::ask(port, path, Some(&short));
     let statuses = [health.status, refused.status];
-    let healths = [[503, 503], [503, 200], [200, 200]];
+    let healths: &[_] = if told.elapsed() < AGAIN_THERE {
+        &[[503, 503]]
+    } else {
+        &[[503, 503], [503, 200], [200, 200]]
+    };
     assert!(healths.contains(&statuses), "{health:?}, {refused:?}");
     http::health(port, 200);
     assert_gone(&before);
@@ -334,7 +347,7 @@ fn lose(server: &Server, model: &str, victim: usize, kind: Signal, how: &str) ->
     );
     assert_eq!(next.status, 200, "{}", next.body);
     assert_eq!(next.body["usage"]["completion_tokens"], 5);
-    (told.max(answered) - start, statuses == [503, 503])
+    (took, statuses == [503, 503])
 }
 
 /// Workers that cannot start again are tried again until they can; a model file that is damaged

@@ -34,12 +34,12 @@ use common::{PATIENCE, finish, smollm2, terminal, text, until};
 use paceline_base::lock;
 use tiny::Tiny;
 
-/// The bar: a failure is reported, and what has to end has ended, within this time. It is kept by
-/// the median of several, since any single one may have been without a core.
-const BAR: Duration = Duration::from_secs(2);
+/// A failure is reported within 2 s. This is what a machine that runs other tests too may add to
+/// that, beside what a [`Stopwatch`](paceline_base::testing::Stopwatch) sees of it.
+const REPORTED: Duration = Duration::from_millis(2500);
 
-/// No report and no end comes later, however busy the machine is; without them it would be minutes.
-const LIMIT: Duration = Duration::from_secs(30);
+/// What has to end has ended within this time.
+const ENDED: Duration = Duration::from_secs(1);
 
 /// Tests that measure, and those with many processes, run one after the other.
 fn alone() -> MutexGuard<'static, ()> {

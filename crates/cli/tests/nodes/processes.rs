@@ -3,11 +3,13 @@
 use std::io::Read;
 use std::process::{Child, Command, ExitStatus};
 use std::sync::{Arc, Mutex};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
+use paceline_base::testing::Stopwatch;
+use rustix::io::Errno;
 use rustix::process::{Pid, Signal, kill_process};
 
-use crate::{LIMIT, text, until};
+use crate::{ENDED, text, until};
 
 /// A command under way, its output gathered as it comes.
 pub(crate) struct Running {
@@ -105,9 +107,11 @@ impl Running {
 
     /// Waits for the end; how long that took.
     pub(crate) fn wait(&mut self) -> Duration {
+        let watch = Stopwatch::start();
         until("the command ends", || {
             self.child.try_wait().unwrap().is_some()
-        })
+        });
+        watch.elapsed()
     }
 
     /// Waits for the end, and for all that was printed.
@@ -133,6 +137,13 @@ impl Drop for Running {
 pub(crate) fn signal(worker: u32, signal: Signal) {
     let pid = Pid::from_raw(worker.try_into().unwrap()).unwrap();
     kill_process(pid, signal).unwrap();
+}
+
+/// Sends `signal` to a worker that may be gone.
+pub(crate) fn signal_if_there(worker: u32, signal: Signal) {
+    let pid = Pid::from_raw(worker.try_into().unwrap()).unwrap();
+    let sent = kill_process(pid, signal);
+    assert!(matches!(sent, Ok(()) | Err(Errno::SRCH)), "{sent:?}");
 }
 
 /// Parent and state of a process, while it is known to the system.
@@ -167,12 +178,12 @@ pub(crate) fn assert_gone(ids: &[u32]) {
     }
 }
 
-/// Waits until none of `ids` lives; how long that took from `start`.
-pub(crate) fn wait_gone(ids: &[u32], start: Instant) -> Duration {
+/// Waits until none of `ids` lives, which must come within [`ENDED`] of `start`; how long it took.
+pub(crate) fn wait_gone(ids: &[u32], start: Stopwatch) -> Duration {
     while ids.iter().any(|id| lives(*id)) {
         let parent = |id: &u32| stat(*id).and_then(|(parent, _)| stat(parent));
         let left: Vec<_> = ids.iter().map(|id| (id, stat(*id), parent(id))).collect();
-        assert!(start.elapsed() < LIMIT, "still there: {left:?}");
+        assert!(start.elapsed() < ENDED, "still there: {left:?}");
         std::thread::sleep(Duration::from_millis(1));
     }
     start.elapsed()
