@@ -33,11 +33,9 @@ pub const SIZES: [u32; 7] = [1, 2, 3, 4, 5, 7, 8];
 /// Deadline of calls that are to succeed, or to fail for another reason.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// "At once": ranks learn of a failure by itself, and not when they give up after [`PATIENCE`].
-/// Here up to 80 ranks share the cores with other tests, and beside 8 busy loops on two cores 2.5 s
-/// were seen. That a death is known within 2 s is asserted where ranks are alone: `tests/tcp.rs`
-/// and `shm/tests.rs`, which kill processes.
-const AT_ONCE: Duration = Duration::from_secs(10);
+/// "At once": how soon ranks must learn of a failure, less what the machine withheld: up to 80
+/// ranks share the cores with other tests here. From DESIGN.md: death within 2 s.
+const AT_ONCE: Duration = Duration::from_secs(2);
 
 /// A rank that takes longer than this hangs: more than [`PATIENCE`].
 const HANG: Duration = Duration::from_secs(90);

@@ -18,7 +18,7 @@ use std::time::{Duration, Instant};
 use paceline_comm::rendezvous::{Meeting, Wanted, meet};
 use paceline_comm::{Deadline, Group, Memory, Reduce, shm, tcp};
 use rustix::process::Signal;
-use worker::{NEVER_SILENT, Times, Worker, now};
+use worker::{Harmed, NEVER_SILENT, Worker, now};
 
 fn soon(seconds: u64) -> Deadline {
     Deadline::at(Instant::now() + Duration::from_secs(seconds))
@@ -123,17 +123,11 @@ fn order(round: u64, size: u32, signal: Signal) -> String {
     format!("{round} {size} {}", silence.as_millis())
 }
 
-/// Harms `victim` and checks that all others name it; returns their open files.
-fn harm(
-    run: u64,
-    workers: &mut Vec<Worker>,
-    victim: usize,
-    signal: Signal,
-    times: &mut Times,
-) -> Vec<usize> {
+/// Harms `victim` and checks that all others name it in time; returns their open files.
+fn harm(run: u64, workers: &mut Vec<Worker>, victim: usize, signal: Signal) -> Vec<usize> {
     // Any moment of the work, drawn from the run.
     std::thread::sleep(Duration::from_micros(run * 7919 % 30_000));
-    let harmed = now();
+    let harmed = Harmed::now();
     workers[victim].signal(signal);
     let gone = workers.remove(victim);
     let mut files = Vec::new();
@@ -143,13 +137,13 @@ fn harm(
         let what = format!("run {run}, {signal:?}: {report}");
         files.push(words[1].parse().unwrap());
         assert_eq!(words[2], victim.to_string(), "{what}");
-        times.add(what, harmed, words[0].parse().unwrap());
+        harmed.known(what, words[0].parse().unwrap());
     }
     drop(gone);
     files
 }
 
-fn run(run: u64, times: &mut Times) {
+fn run(run: u64) {
     let folder = tempfile::tempdir().unwrap();
     let transport = ["tcp", "shm"][(run % 2) as usize];
     let size = 3 + (run / 2 % 2) as u32;
@@ -166,13 +160,13 @@ fn run(run: u64, times: &mut Times) {
     let first = order(0, size, signal);
     let mut workers: Vec<Worker> = (0..size).map(|_| start(&first)).collect();
     joined(&mut workers);
-    let before = harm(run, &mut workers, victim, signal, times);
+    let before = harm(run, &mut workers, victim, signal);
 
     // The survivors at once, without the victim; then with a fresh process.
     let second = order(1, size - 1, Signal::KILL);
     workers.iter().for_each(|w| w.tell(&second));
     joined(&mut workers);
-    let after = harm(run, &mut workers, 0, Signal::KILL, times);
+    let after = harm(run, &mut workers, 0, Signal::KILL);
     assert!(
         after.iter().max() <= before.iter().max(),
         "files leak: {before:?}, {after:?}"
@@ -181,13 +175,11 @@ fn run(run: u64, times: &mut Times) {
     workers.iter().for_each(|w| w.tell(&third));
     workers.push(start(&third));
     joined(&mut workers);
-    harm(run, &mut workers, 1, Signal::KILL, times);
+    harm(run, &mut workers, 1, Signal::KILL);
 }
 
 #[test]
 fn survivors_go_on_whoever_dies() {
     let runs = std::env::var("COMM_TEST_RUNS").map_or(6, |runs| runs.parse().unwrap());
-    let mut times = Times::default();
-    (0..runs).for_each(|number| run(number, &mut times));
-    times.keep_the_bar();
+    (0..runs).for_each(run);
 }

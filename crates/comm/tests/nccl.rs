@@ -15,6 +15,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use paceline_base::Rank;
+use paceline_base::testing::Stopwatch;
 use paceline_comm::mlx_ring::Plaintext;
 use paceline_comm::nccl::{self, JoinError, Libraries, Nccl, OpenError};
 use paceline_comm::{Deadline, Error, Group, Reduce, local};
@@ -219,10 +220,12 @@ fn a_missing_rank_is_an_error_at_the_deadline_and_stays_one() {
             return;
         }
         let by = Deadline::at(Instant::now() + Duration::from_millis(200));
+        let started = Stopwatch::start();
         let error = group
             .all_reduce(&mut [1.0_f32; 10], Reduce::Sum, by)
             .unwrap_err();
         assert!(matches!(error, Error::Timeout { .. }), "{error}");
+        assert!(started.elapsed() < Duration::from_secs(2));
         assert_eq!(group.barrier(soon()), Err(error));
     });
 }

@@ -11,6 +11,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use half::{bf16, f16};
+use paceline_base::testing::Stopwatch;
 
 use super::*;
 use crate::{Complex64, Element};
@@ -18,8 +19,8 @@ use crate::{Complex64, Element};
 /// Deadline, in seconds, of what is noticed long before it.
 const FAR: u64 = 90;
 
-/// What is noticed comes before this, and what waits for [`FAR`] does not: no bar for speed.
-const NOTICED: Duration = Duration::from_secs(FAR / 3);
+/// What does not come before this hangs.
+const HANG: Duration = Duration::from_secs(FAR / 3);
 
 fn soon(seconds: u64) -> Deadline {
     Deadline::at(Instant::now() + Duration::from_secs(seconds))
@@ -29,11 +30,11 @@ fn millis(millis: u64) -> Deadline {
     Deadline::at(Instant::now() + Duration::from_millis(millis))
 }
 
-/// Waits until `done`, and no longer than what is noticed takes.
+/// Waits until `done`.
 fn wait_for(done: impl Fn() -> bool) {
     let started = Instant::now();
     while !done() {
-        assert!(started.elapsed() < NOTICED, "it does not come");
+        assert!(started.elapsed() < HANG, "it does not come");
         thread::sleep(Duration::from_millis(1));
     }
 }
@@ -259,7 +260,7 @@ fn check_harm(size: u32, work: fn(&dyn Group) -> Result<(), Error>) {
             if rank == victim {
                 return;
             }
-            let started = Instant::now();
+            let started = Stopwatch::start();
             for _ in 0..4 {
                 let error = work(group).unwrap_err();
                 let Error::PeerLost { rank: lost, .. } = error else {
@@ -272,7 +273,7 @@ fn check_harm(size: u32, work: fn(&dyn Group) -> Result<(), Error>) {
                     "rank {rank}: {error}"
                 );
             }
-            assert!(started.elapsed() < NOTICED);
+            assert!(started.elapsed() < Duration::from_secs(2));
         });
     }
 }
@@ -324,7 +325,7 @@ fn a_dead_neighbour_ends_messages_too() {
 
 #[test]
 fn a_silent_rank_is_an_error_at_the_deadline() {
-    let given_up = AtomicU32::new(0);
+    let (started, given_up) = (Stopwatch::start(), AtomicU32::new(0));
     let results = on_each(3, 1, |ring| {
         let group: &dyn Group = &ring;
         if group.rank() == Rank(2) {
@@ -336,6 +337,7 @@ fn a_silent_rank_is_an_error_at_the_deadline() {
         given_up.fetch_add(1, Ordering::Relaxed);
         Some(result)
     });
+    assert!(started.elapsed() < Duration::from_secs(5));
     // One of the two waits for rank 2; the other may hear of it from the first.
     let errors: Vec<Error> = results
         .into_iter()

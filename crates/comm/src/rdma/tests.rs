@@ -43,9 +43,7 @@ impl Lab {
         self
     }
 
-    fn new(fabric: Fabric, matrix: &Matrix, mut config: Config) -> Self {
-        // Ranks are threads here: none is given up because it gets its core late.
-        config.tcp.silence = Duration::from_secs(3600);
+    fn new(fabric: Fabric, matrix: &Matrix, config: Config) -> Self {
         let verbs = || software::verbs(Limits::APPLE);
         let cabling = |_| Cabling::with(verbs(), matrix.clone(), config.clone());
         let cablings = (0..matrix.size()).map(cabling).collect();

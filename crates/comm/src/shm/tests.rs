@@ -15,7 +15,7 @@ use rustix::process::Signal;
 
 use super::*;
 use crate::{Memory, Reduce, testing};
-use worker::{NEVER_SILENT, Times, Worker, harm, now};
+use worker::{NEVER_SILENT, Worker, harm, now};
 
 fn soon(seconds: u64) -> Deadline {
     Deadline::at(Instant::now() + Duration::from_secs(seconds))
@@ -25,23 +25,18 @@ fn listen() -> Listener {
     Listener::bind("127.0.0.1:0".parse().unwrap()).unwrap()
 }
 
-/// Ranks are threads here: none is given up because it gets its core late.
-fn patient() -> Config {
-    Config {
-        silence: NEVER_SILENT,
-        ..Config::default()
-    }
-}
-
 fn make(size: u32) -> testing::Ranks {
-    make_with(size, &patient())
+    make_with(size, &Config::default())
 }
 
 /// With the algorithm of long sums, whatever was measured.
 #[cfg(target_os = "linux")]
 fn make_two_shot(size: u32) -> testing::Ranks {
     let force = Some(crate::Algorithm::TwoShot);
-    let config = Config { force, ..patient() };
+    let config = Config {
+        force,
+        ..Config::default()
+    };
     make_with(size, &config)
 }
 
@@ -155,7 +150,7 @@ fn memory_that_a_peer_may_still_write_to_is_taken_back_when_a_sum_fails() {
     assert_eq!(find(&memory), None, "known at {place:?} before");
     assert!(memory.iter().all(|byte| *byte == 7));
     let mut late = Memory::<u8>::new(Some(&*second), 100_000);
-    assert!(second.all_reduce(&mut late, Reduce::Sum, soon(60)).is_err());
+    assert!(second.all_reduce(&mut late, Reduce::Sum, soon(5)).is_err());
     assert!(memory.iter().all(|byte| *byte == 7));
 }
 
@@ -258,7 +253,7 @@ fn a_loan_that_was_taken_back_is_an_error_for_both() {
     thread::sleep(Duration::from_millis(10));
     assert!(hasty.join().unwrap().is_err());
     let mut data = vec![0_u8; bytes];
-    assert!(second.broadcast(&mut data, Rank(0), soon(60)).is_err());
+    assert!(second.broadcast(&mut data, Rank(0), soon(5)).is_err());
 }
 
 /// A second process of a rank that is there already: both sides are told, and the group goes on.
@@ -485,7 +480,6 @@ fn names_left() -> Vec<String> {
 
 #[test]
 fn killed_ranks_are_named_by_all_at_once_and_leave_nothing() {
-    let mut times = Times::default();
     for (size, role, victim) in [
         (2, "reduce", 0),
         (4, "reduce", 0),
@@ -496,9 +490,8 @@ fn killed_ranks_are_named_by_all_at_once_and_leave_nothing() {
         (3, "receive", 1),
     ] {
         let mut workers = start(size, role, NEVER_SILENT);
-        times = times.join(harm(&mut workers, victim, Signal::KILL, "PeerLost"));
+        harm(&mut workers, victim, Signal::KILL, "PeerLost");
     }
-    times.keep_the_bar();
     assert!(names_left().is_empty(), "{:?}", names_left());
 }
 
@@ -507,21 +500,18 @@ fn killed_ranks_are_named_by_all_at_once_and_leave_nothing() {
 fn stopped_ranks_are_named_by_all_in_time() {
     let stop = |(size, role, victim)| {
         let mut workers = start(size, role, tcp::SILENCE);
-        harm(&mut workers, victim, Signal::STOP, "Silent")
+        harm(&mut workers, victim, Signal::STOP, "Silent");
     };
-    let mut times = Times::default();
     for [one, two] in [
         [(2, "reduce", 0), (4, "reduce", 3)],
         [(2, "memory", 0), (4, "memory", 1)],
         [(3, "idle", 0), (3, "receive", 1)],
     ] {
-        let two = thread::scope(|scope| {
-            let one = scope.spawn(move || stop(one));
-            stop(two).join(one.join().unwrap())
+        thread::scope(|scope| {
+            scope.spawn(move || stop(one));
+            stop(two);
         });
-        times = times.join(two);
     }
-    times.keep_the_bar();
 }
 
 #[test]

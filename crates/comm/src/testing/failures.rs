@@ -6,6 +6,7 @@ use std::sync::Barrier;
 use std::time::{Duration, Instant};
 
 use paceline_base::Rank;
+use paceline_base::testing::Stopwatch;
 
 use super::steps::{LONG, Step};
 use super::{AT_ONCE, Case, Lab, patient};
@@ -48,7 +49,7 @@ fn come_late(group: &dyn Group, step: &Step) {
 
 /// Runs `work` and checks that it took no longer than "at once", although it could wait long.
 fn at_once<R>(work: impl FnOnce(Deadline) -> R) -> R {
-    let started = Instant::now();
+    let started = Stopwatch::start();
     let result = work(patient());
     let elapsed = started.elapsed();
     assert!(elapsed < AT_ONCE, "waited {elapsed:?} for an error");

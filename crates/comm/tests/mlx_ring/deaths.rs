@@ -5,10 +5,11 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use paceline_base::Rank;
+use paceline_base::testing::Stopwatch;
 use paceline_comm::mlx_ring::{self, MlxRing, Plaintext};
 use paceline_comm::{Deadline, Error, Group};
 
-use crate::python::{Hosts, PATIENCE, Python, one_ring, patient, python};
+use crate::python::{Hosts, Python, one_ring, patient, python};
 
 /// More barriers than are made before the test is over.
 const BARRIERS: usize = 50_000;
@@ -99,10 +100,9 @@ fn a_stopped_mlx_rank_is_an_error_at_the_deadline() {
     };
     let work = |ring: MlxRing| {
         let error = barriers_until_error(&ring, || by_millis(500));
-        let again = Instant::now();
+        let again = Stopwatch::start();
         assert_eq!(barriers_until_error(&ring, patient), error);
-        // It does not wait for its own deadline.
-        assert!(again.elapsed() < PATIENCE / 4, "{:?}", again.elapsed());
+        assert!(again.elapsed() < Duration::from_millis(100));
         error
     };
     let Some((results, _)) = around("mlx-ring: stopped MLX rank", 2, harm, work) else {
@@ -116,12 +116,16 @@ fn a_stopped_mlx_rank_is_an_error_at_the_deadline() {
 fn a_rust_rank_that_leaves_ends_the_mlx_rank_with_an_error() {
     let found = around("mlx-ring: Rust rank leaves", 2, |_| {}, drop);
     let Some((_, mut python)) = found else { return };
-    let started = Instant::now();
+    let started = Stopwatch::start();
     let status = loop {
         if let Some(status) = python.child.try_wait().unwrap() {
             break status;
         }
-        assert!(started.elapsed() < PATIENCE, "{}", python.log());
+        assert!(
+            started.elapsed() < Duration::from_secs(20),
+            "{}",
+            python.log()
+        );
         thread::sleep(Duration::from_millis(10));
     };
     let log = python.log();

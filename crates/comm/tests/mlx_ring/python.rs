@@ -12,7 +12,7 @@ use paceline_comm::Deadline;
 use tempfile::TempDir;
 
 /// Longer than any ring of these tests takes on a busy machine.
-pub(super) const PATIENCE: Duration = Duration::from_secs(40);
+const PATIENCE: Duration = Duration::from_secs(40);
 
 /// One ring at a time: MLX spins a thread for every socket.
 static ONE_RING: Mutex<()> = Mutex::new(());

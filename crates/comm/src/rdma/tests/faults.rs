@@ -7,6 +7,8 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use paceline_base::testing::Stopwatch;
+
 use super::super::soft::{Break, Failure, mix};
 use super::*;
 use crate::Error;
@@ -19,11 +21,8 @@ const PATIENCE: Duration = Duration::from_millis(500);
 /// Elsewhere every call has to succeed, however late, or to learn why not.
 const LONG: Duration = Duration::from_secs(30);
 
-/// What a busy machine may add to a deadline.
-const LATE: Duration = Duration::from_secs(20);
-
 /// Nobody may take longer for all calls.
-const HANG: Duration = Duration::from_secs(120);
+const HANG: Duration = Duration::from_secs(60);
 
 const CALLS: usize = 12;
 
@@ -182,10 +181,13 @@ fn live(joined: Result<Rdma, RdmaError>, run: Run) -> End {
         if run.dies == Some((rank, call)) {
             return End::Well(0);
         }
-        let started = Instant::now();
+        let started = Stopwatch::start();
         if let Err(error) = step(&group, &mut own, call, patience) {
             let took = started.elapsed();
-            assert!(took < patience + LATE, "{took:?} for {error}");
+            assert!(
+                took < patience + Duration::from_secs(3),
+                "{took:?} for {error}"
+            );
             let again = step(&group, &mut own, 3, patience);
             assert!(again.is_err(), "a poisoned group works again");
             let broken = (0..group.size()).find_map(|peer| group.broken(Rank(peer)));
@@ -201,7 +203,7 @@ fn live(joined: Result<Rdma, RdmaError>, run: Run) -> End {
 fn run(seed: u64) -> bool {
     let run = Run::of(seed);
     let lab = run.lab();
-    let started = Instant::now();
+    let started = Stopwatch::start();
     let threads = join_all(&lab)
         .into_iter()
         .map(|joined| thread::spawn(move || live(joined, run)));

@@ -332,7 +332,7 @@ fn ranks_that_were_told_different_things_do_not_join() {
     let listener = Listener::bind("127.0.0.1:0".parse().unwrap()).unwrap();
     let addrs = [listener.addr(); 3];
     let id = GroupId::random();
-    let error = join(&lab.cablings[0], listener, Rank(0), &addrs, id, soon(60)).unwrap_err();
+    let error = join(&lab.cablings[0], listener, Rank(0), &addrs, id, soon(1)).unwrap_err();
     assert_eq!(
         error.to_string(),
         "device matrix: it is for 2 ranks, expected 3"
