@@ -22,8 +22,9 @@ static WITHHELD: AtomicU64 = AtomicU64::new(0);
 /// too, and stays as it is where nobody else wants the cores.
 ///
 /// The ruler is a thread that sleeps and yields, and looks how late it goes on. It sees that
-/// threads wait for a core, not that those which have one share it. Yields are seen because ranks that wait
-/// for each other yield: a scheduler may let who does wait for a slice of all who compute.
+/// threads wait for a core, not that those which have one share it. Yields are seen because ranks
+/// that wait for each other yield: a scheduler may let who does wait for a slice of all who
+/// compute.
 #[derive(Clone, Copy, Debug)]
 pub struct Stopwatch {
     since: Instant,
