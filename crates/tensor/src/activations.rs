@@ -75,8 +75,8 @@ unsafe impl Zeroed for Meta {}
 pub(crate) struct Reads {
     /// Integers, so fine.
     pub(crate) integers: Option<Precision>,
-    /// Copies of integers of 15 bits for panels.
-    pub(crate) panels: bool,
+    /// Copies of integers of 15 bits for panels, by [`Form`].
+    pub(crate) panels: [bool; Form::ALL.len()],
     /// Values rounded to bf16.
     pub(crate) rounded: bool,
 }
@@ -100,7 +100,7 @@ pub struct Activations {
     /// `(rows, cols)`, bits of bf16; empty when no product reads them.
     rounded: Vec<u16>,
     /// The same integers once more, when the rows are many; no room where no product reads them.
-    panel_rows: PanelRows,
+    panel_rows: [PanelRows; Form::ALL.len()],
 }
 
 impl Activations {
@@ -113,7 +113,7 @@ impl Activations {
     pub fn new(max_rows: usize, cols: usize, precision: Option<Precision>) -> Self {
         let reads = Reads {
             integers: precision,
-            panels: precision == Some(Precision::Fifteen),
+            panels: [precision == Some(Precision::Fifteen); Form::ALL.len()],
             rounded: precision == Some(Precision::Eight),
         };
         Self::with(max_rows, cols, reads)
@@ -139,7 +139,10 @@ impl Activations {
             low: Placed::new(len(fifteen), place(1)),
             meta: Placed::new(len(precision.is_some()) / CHUNK, place(2)),
             rounded: vec![0; len(reads.rounded)],
-            panel_rows: PanelRows::new(if reads.panels { max_rows } else { 0 }, cols),
+            panel_rows: Form::ALL.map(|form| {
+                let wanted = reads.panels[form as usize];
+                PanelRows::new(if wanted { max_rows } else { 0 }, cols, form)
+            }),
         }
     }
 
@@ -188,11 +191,14 @@ impl Activations {
 
     /// Writers for disjoint rows, for use from several threads.
     pub fn writer(&mut self) -> Writer<'_> {
-        self.writers(None).0
+        self.writers([false; Form::ALL.len()]).0
     }
 
-    /// As [`writer`](Self::writer), and who copies the rows in the form that panels want.
-    pub(crate) fn writers(&mut self, form: Option<Form>) -> (Writer<'_>, PanelWriter<'_>) {
+    /// As [`writer`](Self::writer), and who copies the rows in the forms that panels want.
+    pub(crate) fn writers(
+        &mut self,
+        forms: [bool; Form::ALL.len()],
+    ) -> (Writer<'_>, [PanelWriter<'_>; Form::ALL.len()]) {
         let writer = Writer {
             cols: self.cols,
             rows: self.rows,
@@ -212,12 +218,19 @@ impl Activations {
             meta: writer.meta,
             _borrow: std::marker::PhantomData,
         };
-        (writer, self.panel_rows.writer(from, self.cols, form))
+        let cols = self.cols;
+        let [bytes, words, floats] = &mut self.panel_rows;
+        let copies = [
+            bytes.writer(from, cols, forms[0]),
+            words.writer(from, cols, forms[1]),
+            floats.writer(from, cols, forms[2]),
+        ];
+        (writer, copies)
     }
 
-    /// The copies for panels.
-    pub(crate) const fn panel_rows(&self) -> &PanelRows {
-        &self.panel_rows
+    /// The copies for panels in a form.
+    pub(crate) const fn panel_rows(&self, form: Form) -> &PanelRows {
+        &self.panel_rows[form as usize]
     }
 
     /// A view whose column 0 is `first_col`, which starts a chunk where there are chunks.

@@ -26,6 +26,8 @@ pub(crate) mod bytes;
 pub(crate) mod emulated;
 pub(crate) mod factors;
 #[cfg(target_arch = "x86_64")]
+pub(crate) mod floats;
+#[cfg(target_arch = "x86_64")]
 mod registers;
 pub(crate) mod rows;
 #[cfg(target_arch = "aarch64")]
@@ -36,8 +38,8 @@ use std::mem::MaybeUninit;
 
 use paceline_base::BlockType;
 
-use crate::batch::rows::{Form, PanelRows, PanelView, PanelWriter};
-use crate::formats::{self, Kind};
+use crate::batch::rows::{Form, PanelView, PanelWriter};
+use crate::formats::{self, Exact, Kind};
 use crate::isa::{Isa, LANES};
 use crate::matmul::{GroupArgs, LEVELS, store_lanes};
 use crate::stored::Chunk;
@@ -46,11 +48,11 @@ use crate::stored::Chunk;
 /// 256 another 1.01 (Zen 4, Q4_0, Q8_0, Q4_K, Q6_K), and sums take memory of a thread's stack:
 /// 288 KiB with 128.
 pub(crate) const ROWS: usize = 128;
-/// Groups to a panel: each activation that is loaded meets both.
-pub(crate) const TOGETHER: usize = 2;
-/// Most chunks of a panel: as many as the first cache holds beside activations. 4 are 0.5 to 2 %
-/// slower (Zen 4).
-pub(crate) const CHUNKS: usize = 8;
+/// Chunks of a panel, of all its groups: as many as the first cache holds beside activations. 8 are
+/// 0.5 to 2 % slower (Zen 4).
+const PANEL_CHUNKS: usize = 16;
+/// Most groups to a panel.
+const TOGETHER_MOST: usize = 4;
 /// Bytes of a panel's chunk of one group, whatever the flavour.
 pub(crate) const CHUNK_BYTES: usize = 1280;
 
@@ -59,20 +61,23 @@ pub(crate) const CHUNK_BYTES: usize = 1280;
 pub(crate) struct Batch {
     /// Rows from which this pays.
     pub(crate) from: usize,
+    /// Groups to a panel, at most 4: each activation that is loaded meets all of them.
+    pub(crate) together: usize,
     /// Types whose rows are multiplied faster without panels, as measured.
     pub(crate) without: &'static [BlockType],
     /// How it reads activations.
-    pub(crate) form: Form,
-    pub(crate) copy_row: unsafe fn(&PanelWriter<'_>, usize),
+    pub(crate) forms: [Form; Exact::COUNT],
+    /// Who makes the copies, by [`Form`]; `None` for those that are not read.
+    pub(crate) copy_row: [Option<unsafe fn(&PanelWriter<'_>, usize)>; Form::ALL.len()],
     pub(crate) unpack: [unsafe fn(Unpack); BlockType::ALL.len()],
-    pub(crate) multiply: [unsafe fn(&Segment<'_>); Kind::COUNT],
+    pub(crate) multiply: [[unsafe fn(&Segment<'_>); Kind::COUNT]; Exact::COUNT],
     pub(crate) fold: unsafe fn(Sums, usize),
     pub(crate) store: unsafe fn(Sums, &GroupArgs<'_>, usize),
 }
 
 /// A panel: memory that is written before it is read.
 #[repr(C, align(64))]
-struct Panel(MaybeUninit<[[[u8; CHUNK_BYTES]; CHUNKS]; TOGETHER]>);
+struct Panel(MaybeUninit<[[u8; CHUNK_BYTES]; PANEL_CHUNKS]>);
 
 /// A run of chunks of one group to unpack.
 #[derive(Clone, Copy, Debug)]
@@ -81,7 +86,7 @@ pub(crate) struct Unpack {
     pub(crate) weights: *const u8,
     /// First chunk of the group.
     pub(crate) first: usize,
-    /// Number of chunks, at most [`CHUNKS`].
+    /// Number of chunks.
     pub(crate) chunks: usize,
     /// Room for as many chunks of a panel, at a cache line.
     pub(crate) out: *mut u8,
@@ -91,7 +96,7 @@ pub(crate) struct Unpack {
 /// group's last ask for those of its neighbour, and a matrix's last for nothing.)
 #[inline(always)]
 unsafe fn ask_for<S: Isa>(args: &Unpack, layout: formats::Layout, c: usize) {
-    let place = layout.place(args.first + CHUNKS + c);
+    let place = layout.place(args.first + args.chunks + c);
     let line = |at: usize| {
         // SAFETY: a hint; any address may be given.
         unsafe { S::prefetch(args.weights.wrapping_add(at)) };
@@ -113,9 +118,11 @@ pub(crate) unsafe fn no_panel(_: Unpack) {
 /// A panel and the rows to multiply it with.
 #[derive(Debug)]
 pub(crate) struct Segment<'a> {
-    /// Chunk `c` of group `g` lies [`CHUNK_BYTES`] times `g * CHUNKS + c` from here.
+    /// Chunk `c` of group `g` lies [`CHUNK_BYTES`] times `g * most + c` from here.
     pub(crate) panel: *const u8,
-    /// Groups of the panel, 1 or 2.
+    /// Most chunks of a group.
+    pub(crate) most: usize,
+    /// Groups of the panel.
     pub(crate) groups: usize,
     /// Chunks of the panel.
     pub(crate) chunks: usize,
@@ -137,12 +144,12 @@ impl Segment<'_> {
     #[inline(always)]
     pub(crate) unsafe fn chunk(&self, g: usize, c: usize) -> *const u8 {
         // SAFETY: by the caller's promise.
-        unsafe { self.panel.add((g * CHUNKS + c) * CHUNK_BYTES) }
+        unsafe { self.panel.add((g * self.most + c) * CHUNK_BYTES) }
     }
 }
 
 /// Floats of one level of sums.
-const LEVEL_LEN: usize = ROWS * TOGETHER * LANES;
+const LEVEL_LEN: usize = ROWS * TOGETHER_MOST * LANES;
 
 /// Sums of the current leaf, then of each level of the tree.
 #[repr(C, align(64))]
@@ -234,30 +241,27 @@ unsafe fn ended<S: Isa>(sums: Sums, v: usize, leaves: usize) -> S::F {
 
 impl Batch {
     /// What products of `count` rows with a storage type need. `None` for floats, for types that do
-    /// better without panels, and for rows that are few or do not lie as panels want them.
+    /// better without panels, and for rows that are few.
     pub(crate) fn functions(
         &'static self,
         block_type: BlockType,
-        rows: &PanelRows,
         count: usize,
     ) -> Option<Functions> {
-        let lie_so = rows.form() == Some(self.form);
-        let kind = self.kind(block_type, count).filter(|_| lie_so)?;
+        self.form(block_type, count)?;
+        let (kind, exact) = (formats::kind(block_type)?, formats::exact(block_type)?);
         Some(Functions {
             batch: self,
             unpack: self.unpack[block_type as usize],
-            multiply: self.multiply[kind as usize],
+            multiply: self.multiply[exact as usize][kind as usize],
         })
     }
 
-    /// Whether products of `count` rows with a storage type are better with panels.
-    pub(crate) fn pays(&self, block_type: BlockType, count: usize) -> bool {
-        self.kind(block_type, count).is_some()
-    }
-
-    fn kind(&self, block_type: BlockType, count: usize) -> Option<Kind> {
+    /// How products of `count` rows with a storage type read activations. `None` where they are
+    /// no better with panels.
+    pub(crate) fn form(&self, block_type: BlockType, count: usize) -> Option<Form> {
         let pays = count >= self.from && !self.without.contains(&block_type);
-        formats::kind(block_type).filter(|_| pays)
+        let exact = formats::exact(block_type).filter(|_| pays)?;
+        Some(self.forms[exact as usize])
     }
 }
 
@@ -270,8 +274,13 @@ pub(crate) struct Functions {
 }
 
 impl Functions {
-    /// Multiplies `groups` neighbouring groups, `group_bytes` apart, at most [`TOGETHER`], with
-    /// rows `args.first..args.end` of `x`, at most [`ROWS`].
+    /// Groups to a panel.
+    pub(crate) const fn together(&self) -> usize {
+        self.batch.together
+    }
+
+    /// Multiplies `groups` neighbouring groups, `group_bytes` apart, at most
+    /// [`together`](Self::together), with rows `args.first..args.end` of `x`, at most [`ROWS`].
     ///
     /// # Safety
     /// Features of the table; the pointers of `args` cover the groups and the outputs; `x` has the
@@ -294,23 +303,25 @@ impl Functions {
         };
         let (chunks, per_leaf) = (args.cols / Chunk::LEN, args.leaf_cols / Chunk::LEN);
         let leaves = args.cols.div_ceil(args.leaf_cols);
+        let most = PANEL_CHUNKS / self.batch.together;
         // SAFETY: chunks lie within the groups and rows; vectors within their buffers.
         unsafe {
             for leaf in 0..leaves {
                 std::ptr::write_bytes(sums.start, 0, sums.vectors * LANES);
                 let end = chunks.min((leaf + 1) * per_leaf);
-                for c in (leaf * per_leaf..end).step_by(CHUNKS) {
-                    let run = CHUNKS.min(end - c);
+                for c in (leaf * per_leaf..end).step_by(most) {
+                    let run = most.min(end - c);
                     for g in 0..groups {
                         (self.unpack)(Unpack {
                             weights: args.weights.add(g * group_bytes),
                             first: args.first_chunk + c,
                             chunks: run,
-                            out: panel.add(g * CHUNKS * CHUNK_BYTES),
+                            out: panel.add(g * most * CHUNK_BYTES),
                         });
                     }
                     (self.multiply)(&Segment {
                         panel,
+                        most,
                         groups,
                         chunks: run,
                         x,

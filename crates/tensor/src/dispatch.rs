@@ -13,9 +13,11 @@ use crate::batch::amx::{AmxState, state as amx_state};
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 use crate::batch::bytes;
 use crate::batch::factors::{HalfMins, NoMin, OneMin};
+#[cfg(target_arch = "x86_64")]
+use crate::batch::floats;
 use crate::batch::rows::{Form, PanelWriter};
 use crate::batch::{Batch, Segment, Sums, Unpack, no_panel, words};
-use crate::formats;
+use crate::formats::{self, Exact};
 use crate::isa::{self, Isa};
 #[cfg(target_arch = "x86_64")]
 use crate::kernels;
@@ -230,28 +232,39 @@ macro_rules! integer_groups {
     };
 }
 
-/// The functions of a batch whose panels `$unpack` makes.
+/// A module `$name` with the product of a panel for each [`formats::Kind`], in their order.
+macro_rules! multiply {
+    ($feature:tt $name:ident $plain:expr, $min:expr, $halves:expr, $halves_min:expr) => {
+        mod $name {
+            #[allow(clippy::wildcard_imports, reason = "a macro's module")]
+            use super::*;
+            kernel!($feature plain(segment: &Segment<'_>) = $plain);
+            kernel!($feature min(segment: &Segment<'_>) = $min);
+            kernel!($feature halves(segment: &Segment<'_>) = $halves);
+            kernel!($feature halves_min(segment: &Segment<'_>) = $halves_min);
+            pub(super) const ALL: [unsafe fn(&Segment<'_>); formats::Kind::COUNT] =
+                [plain, min, halves, halves_min];
+        }
+    };
+}
+
+/// A batch whose panels of so many groups `$unpack` makes: from so many rows on, without types, with the forms and
+/// products for each [`formats::Exact`] and who copies rows in which [`Form`].
 macro_rules! batch {
-    ([$($feature:literal)?] $isa:ty, $unpack:ident, $from:expr, $without:expr, $form:expr,
-     $copy:expr, [$plain:expr, $min:expr, $halves:expr, $halves_min:expr]) => {
-        #[allow(clippy::wildcard_imports, reason = "a macro's module")]
-        use super::*;
-        integer_types!(batch! @unpack [$($feature)?] $isa, $unpack,);
-        kernel!([$($feature)?] copy_row(writer: &PanelWriter<'_>, t: usize) = $copy);
-        kernel!([$($feature)?] plain(segment: &Segment<'_>) = $plain);
-        kernel!([$($feature)?] min(segment: &Segment<'_>) = $min);
-        kernel!([$($feature)?] halves(segment: &Segment<'_>) = $halves);
-        kernel!([$($feature)?] halves_min(segment: &Segment<'_>) = $halves_min);
-        kernel!([$($feature)?] fold(sums: Sums, leaf: usize) = crate::batch::fold::<$isa>);
-        kernel!([$($feature)?] store(sums: Sums, args: &GroupArgs<'_>, leaves: usize)
+    ($feature:tt $isa:ty, $unpack:ident, $from:expr, $together:literal, $without:expr, $forms:expr,
+     $multiply:expr, $copy_row:expr) => {
+        integer_types!(batch! @unpack $feature $isa, $unpack,);
+        kernel!($feature fold(sums: Sums, leaf: usize) = crate::batch::fold::<$isa>);
+        kernel!($feature store(sums: Sums, args: &GroupArgs<'_>, leaves: usize)
             = crate::batch::store::<$isa>);
         pub(super) static BATCH: Batch = Batch {
             from: $from,
+            together: $together,
             without: $without,
-            form: $form,
-            copy_row,
+            forms: $forms,
+            copy_row: $copy_row,
             unpack: UNPACK,
-            multiply: [plain, min, halves, halves_min],
+            multiply: $multiply,
             fold,
             store,
         };
@@ -271,29 +284,77 @@ macro_rules! batch {
 macro_rules! words_batch {
     ($feature:tt $isa:ty, $rows:literal, $from:expr, $without:expr) => {
         mod many {
-            batch!($feature $isa, words, $from, $without, Form::Words,
-                PanelWriter::words::<$isa>, [
-                    words::multiply::<$isa, NoMin, $rows>,
-                    words::multiply::<$isa, OneMin, $rows>,
-                    words::multiply::<$isa, NoMin, $rows>,
-                    words::multiply::<$isa, HalfMins, $rows>
-                ]);
+            #[allow(clippy::wildcard_imports, reason = "a macro's module")]
+            use super::*;
+            kernel!($feature copy_row(writer: &PanelWriter<'_>, t: usize)
+                = PanelWriter::words::<$isa>);
+            multiply!($feature by_words
+                words::multiply::<$isa, NoMin, $rows>,
+                words::multiply::<$isa, OneMin, $rows>,
+                words::multiply::<$isa, NoMin, $rows>,
+                words::multiply::<$isa, HalfMins, $rows>
+            );
+            batch!($feature $isa, words, $from, 2, $without, [Form::Words; Exact::COUNT],
+                [by_words::ALL; Exact::COUNT], [None, Some(copy_row), None]);
         }
     };
 }
 
-/// A batch over panels of bytes for matrix instructions.
+/// Products of panels of bytes for matrix instructions.
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+macro_rules! multiply_bytes {
+    ($feature:tt $isa:ty, $tiles:ty) => {
+        kernel!($feature copy_bytes(writer: &PanelWriter<'_>, t: usize) = PanelWriter::bytes);
+        multiply!($feature by_bytes
+            bytes::multiply::<$isa, $tiles, NoMin, false>,
+            bytes::multiply::<$isa, $tiles, OneMin, false>,
+            bytes::multiply::<$isa, $tiles, NoMin, true>,
+            bytes::multiply::<$isa, $tiles, HalfMins, true>
+        );
+    };
+}
+
+/// A batch over panels of bytes.
+#[cfg(target_arch = "aarch64")]
 macro_rules! bytes_batch {
     ($feature:tt $isa:ty, $tiles:ty) => {
         mod many {
-            batch!($feature $isa, bytes, <$tiles as bytes::Tiles>::FROM, &[], Form::Bytes,
-                PanelWriter::bytes, [
-                    bytes::multiply::<$isa, $tiles, NoMin, false>,
-                    bytes::multiply::<$isa, $tiles, OneMin, false>,
-                    bytes::multiply::<$isa, $tiles, NoMin, true>,
-                    bytes::multiply::<$isa, $tiles, HalfMins, true>
-                ]);
+            #[allow(clippy::wildcard_imports, reason = "a macro's module")]
+            use super::*;
+            multiply_bytes!($feature $isa, $tiles);
+            batch!($feature $isa, bytes, <$tiles as bytes::Tiles>::FROM, 2, &[],
+                [Form::Bytes; Exact::COUNT], [by_bytes::ALL; Exact::COUNT],
+                [Some(copy_bytes), None, None]);
+        }
+    };
+}
+
+/// A batch over panels of bf16 where products of these are exact, and else over those of bytes.
+#[cfg(target_arch = "x86_64")]
+macro_rules! floats_batch {
+    ($feature:tt $isa:ty, $tiles:ty) => {
+        mod many {
+            #[allow(clippy::wildcard_imports, reason = "a macro's module")]
+            use super::*;
+            multiply_bytes!($feature $isa, $tiles);
+            kernel!($feature copy_floats(writer: &PanelWriter<'_>, t: usize)
+                = PanelWriter::floats::<$isa>);
+            multiply!($feature by_chunk
+                floats::multiply::<$isa, $tiles, NoMin, false>,
+                floats::multiply::<$isa, $tiles, OneMin, false>,
+                floats::multiply::<$isa, $tiles, NoMin, false>,
+                floats::multiply::<$isa, $tiles, HalfMins, false>
+            );
+            multiply!($feature by_byte
+                floats::multiply::<$isa, $tiles, NoMin, true>,
+                floats::multiply::<$isa, $tiles, OneMin, true>,
+                floats::multiply::<$isa, $tiles, NoMin, true>,
+                floats::multiply::<$isa, $tiles, HalfMins, true>
+            );
+            batch!($feature $isa, floats, <$tiles as bytes::Tiles>::FROM, 4, &[],
+                [Form::Floats, Form::Floats, Form::Bytes],
+                [by_chunk::ALL, by_byte::ALL, by_bytes::ALL],
+                [Some(copy_bytes), None, Some(copy_floats)]);
         }
     };
 }
@@ -382,6 +443,10 @@ macro_rules! kernels {
         bytes_batch!($feature $isa, $tiles);
         const BATCH_TABLE: Option<&Batch> = Some(&many::BATCH);
     };
+    (@batch $feature:tt $isa:ty, floats $tiles:ty) => {
+        floats_batch!($feature $isa, $tiles);
+        const BATCH_TABLE: Option<&Batch> = Some(&many::BATCH);
+    };
     (@batch $feature:tt $isa:ty, words $rows:literal, $from:expr, $without:expr) => {
         words_batch!($feature $isa, $rows, $from, $without);
         const BATCH_TABLE: Option<&Batch> = Some(&many::BATCH);
@@ -418,13 +483,13 @@ kernels!(
     amx,
     isa::Avx512,
     InstructionSet::AmxInt8,
-    "avx512f,avx512bw,avx512vl,avx512vnni,avx2,fma,f16c"; tiles crate::batch::amx::Amx
+    "avx512f,avx512bw,avx512vl,avx512vnni,avx2,fma,f16c"; floats crate::batch::amx::Amx
 );
 kernels!(
     #[cfg(all(test, target_arch = "x86_64"))]
     emulated,
     isa::Scalar,
-    InstructionSet::AmxInt8,; tiles crate::batch::emulated::Emulated
+    InstructionSet::AmxInt8,; floats crate::batch::emulated::Emulated
 );
 
 /// AMX's kernels over emulated tiles.

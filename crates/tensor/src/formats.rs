@@ -57,7 +57,7 @@ mod mlx;
 use std::marker::PhantomData;
 
 use crate::isa::Isa;
-use crate::stored::CODEBOOK;
+use crate::stored::{CODEBOOK, Chunk};
 use mlx::{Affine, Brain, Floats4};
 
 /// Bytes of sixteen halves.
@@ -157,6 +157,8 @@ pub(crate) trait Planes {
     const OFFSET: i32;
     /// Whether unpacked bytes are signed (then `OFFSET` is 0), or unsigned and at most 127.
     const SIGNED: bool;
+    /// The largest magnitude of a weight, less the offset.
+    const LARGEST: i32;
     /// The quads.
     unsafe fn quads<S: Isa>(chunk: *const u8) -> [S::W; 8];
 }
@@ -167,6 +169,12 @@ pub(crate) struct Nibbles<const OFFSET: i32>;
 /// Nibbles that are codes of a table.
 #[derive(Debug)]
 pub(crate) struct Codes<T>(PhantomData<T>);
+
+/// The largest magnitude of `bits` bits less `offset`.
+const fn largest(bits: u32, offset: i32) -> i32 {
+    let above = (1 << bits) - 1 - offset;
+    if above > offset { above } else { offset }
+}
 
 /// What the codes of [`Codes`] stand for.
 pub(crate) trait Codebook {
@@ -254,6 +262,7 @@ impl<const OFFSET: i32> Planes for Nibbles<OFFSET> {
     const BYTES: usize = NIBBLE_PLANE;
     const OFFSET: i32 = OFFSET;
     const SIGNED: bool = false;
+    const LARGEST: i32 = largest(4, OFFSET);
     #[inline(always)]
     unsafe fn quads<S: Isa>(chunk: *const u8) -> [S::W; 8] {
         // SAFETY: passed on.
@@ -265,6 +274,7 @@ impl<T: Codebook> Planes for Codes<T> {
     const BYTES: usize = NIBBLE_PLANE;
     const OFFSET: i32 = 0;
     const SIGNED: bool = true;
+    const LARGEST: i32 = 128;
     #[inline(always)]
     unsafe fn quads<S: Isa>(chunk: *const u8) -> [S::W; 8] {
         // SAFETY: passed on.
@@ -284,6 +294,7 @@ impl<const OFFSET: i32> Planes for FiveBits<OFFSET> {
     const BYTES: usize = NIBBLE_PLANE + BIT_PLANE;
     const OFFSET: i32 = OFFSET;
     const SIGNED: bool = false;
+    const LARGEST: i32 = largest(5, OFFSET);
     #[inline(always)]
     unsafe fn quads<S: Isa>(chunk: *const u8) -> [S::W; 8] {
         // SAFETY: the bit plane follows the nibble plane.
@@ -295,6 +306,7 @@ impl Planes for SixBits {
     const BYTES: usize = NIBBLE_PLANE + CRUMB_PLANE;
     const OFFSET: i32 = 32;
     const SIGNED: bool = false;
+    const LARGEST: i32 = largest(6, 32);
     #[inline(always)]
     unsafe fn quads<S: Isa>(chunk: *const u8) -> [S::W; 8] {
         // SAFETY: the crumb plane follows the nibble plane.
@@ -314,6 +326,7 @@ impl Planes for TwoBits {
     const BYTES: usize = CRUMB_PLANE;
     const OFFSET: i32 = 0;
     const SIGNED: bool = false;
+    const LARGEST: i32 = largest(2, 0);
     #[inline(always)]
     unsafe fn quads<S: Isa>(chunk: *const u8) -> [S::W; 8] {
         // SAFETY: passed on.
@@ -325,6 +338,7 @@ impl Planes for ThreeBits {
     const BYTES: usize = CRUMB_PLANE + BIT_PLANE;
     const OFFSET: i32 = 4;
     const SIGNED: bool = false;
+    const LARGEST: i32 = largest(3, 4);
     #[inline(always)]
     unsafe fn quads<S: Isa>(chunk: *const u8) -> [S::W; 8] {
         // SAFETY: the bit plane follows the crumb plane.
@@ -336,6 +350,7 @@ impl Planes for EightBits {
     const BYTES: usize = BYTE_PLANE;
     const OFFSET: i32 = 0;
     const SIGNED: bool = true;
+    const LARGEST: i32 = 128;
     #[inline(always)]
     unsafe fn quads<S: Isa>(chunk: *const u8) -> [S::W; 8] {
         // SAFETY: the byte plane is 512 bytes.
@@ -359,6 +374,8 @@ pub(crate) trait Scales {
     const HEADER: usize;
     /// Whether the two halves of 16 columns have integer scales of their own.
     const HALVES: bool;
+    /// The largest magnitude of an integer scale.
+    const LARGEST: i32 = 1;
     /// Whether something is added to each weight.
     const HAS_MIN: bool;
     /// What a header holds, as floats: read once for all its chunks.
@@ -493,6 +510,7 @@ impl Scales for SignedScale {
 }
 
 impl Scales for SignedHalves {
+    const LARGEST: i32 = 128;
     const BYTES: usize = 2 * BYTES;
     const HEADER: usize = HALVES;
     const HALVES: bool = true;
@@ -519,6 +537,7 @@ impl Scales for SignedHalves {
 }
 
 impl Scales for NibbleHalves {
+    const LARGEST: i32 = 15;
     const BYTES: usize = 2 * BYTES;
     const HEADER: usize = 2 * HALVES;
     const HALVES: bool = true;
@@ -579,6 +598,34 @@ impl Kind {
     }
 }
 
+/// How far products of bf16, added in f32, are exact: as long as all sums stay below 2^24. An
+/// activation is 128 times its high byte and its low byte, at most 128 * 127 + 64 together
+/// ([`crate::activations`]).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Exact {
+    /// Over a chunk.
+    Chunk,
+    /// Over a chunk for each byte of the activations by itself.
+    Byte,
+    /// Not even one weight is, with its integer scale, a bf16.
+    No,
+}
+
+impl Exact {
+    /// How many there are.
+    pub(crate) const COUNT: usize = 3;
+
+    /// Of a format.
+    pub(crate) const fn of<F: Format>() -> Self {
+        let largest = F::P::LARGEST * F::S::LARGEST;
+        match () {
+            () if Chunk::LEN as i32 * (128 * 127 + 64) * largest < 1 << 24 => Self::Chunk,
+            () if largest <= 256 => Self::Byte,
+            () => Self::No,
+        }
+    }
+}
+
 /// A packed type: its planes and its scales.
 pub(crate) trait Format {
     type P: Planes;
@@ -605,6 +652,15 @@ macro_rules! formats {
             use paceline_base::BlockType;
             match block_type {
                 $(BlockType::$name => Some(Kind::of::<$name>()),)*
+                BlockType::F32 | BlockType::F16 | BlockType::BF16 => None,
+            }
+        }
+
+        /// How far products of a quantised type are exact in bf16, `None` for floats.
+        pub(crate) fn exact(block_type: paceline_base::BlockType) -> Option<Exact> {
+            use paceline_base::BlockType;
+            match block_type {
+                $(BlockType::$name => Some(Exact::of::<$name>()),)*
                 BlockType::F32 | BlockType::F16 | BlockType::BF16 => None,
             }
         }

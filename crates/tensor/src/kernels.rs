@@ -5,8 +5,8 @@ use std::ops::Range;
 use paceline_base::BlockType;
 
 use crate::activations::{Activations, CHUNK, Precision, Reads};
-use crate::batch::rows::PanelView;
-use crate::batch::{self, Batch, TOGETHER};
+use crate::batch::rows::{Form, PanelView};
+use crate::batch::{self, Batch};
 use crate::dispatch::{InstructionSet, Table};
 use crate::isa::LANES;
 use crate::matmul::GroupArgs;
@@ -148,8 +148,10 @@ impl Kernels {
             if w.reads_integers() {
                 reads.integers = Some(precision);
             }
-            let pays = |batch: &Batch| batch.pays(w.block_type, max_rows);
-            reads.panels |= fifteen && self.table.batch.is_some_and(pays);
+            let form = |batch: &Batch| batch.form(w.block_type, max_rows);
+            if let Some(form) = self.table.batch.and_then(form).filter(|_| fifteen) {
+                reads.panels[form as usize] = true;
+            }
             reads.rounded |= !fifteen && w.block_type == BlockType::BF16;
         }
         Activations::with(max_rows, cols, reads)
@@ -175,8 +177,9 @@ impl Kernels {
         let jobs = || jobs[..count].iter().flatten();
         let total: usize = jobs().map(|job| job.groups).sum();
         let mut per_task = (total / (TASKS_PER_THREAD * self.pool.threads())).max(1);
-        if jobs().any(|job| job.batch.is_some()) {
-            per_task = per_task.next_multiple_of(TOGETHER);
+        let batches = jobs().filter_map(|job| job.batch.as_ref());
+        if let Some(together) = batches.map(|(batch, _)| batch.together()).max() {
+            per_task = per_task.next_multiple_of(together);
         }
         let tasks_of = |job: &Job<'_>| job.groups.div_ceil(per_task);
         let tasks = jobs().map(tasks_of).sum();
@@ -195,16 +198,21 @@ impl Kernels {
     /// Fills rows of `x` by `fill(row, values)` and quantises them, rows in parallel when there
     /// are many.
     pub fn fill_rows(&self, x: &mut Activations, fill: impl Fn(usize, &mut [f32]) + Sync) {
-        let (rows, wanted) = (x.rows(), x.panel_rows().wanted());
-        let many = self.table.batch.filter(|many| wanted && rows >= many.from);
-        let (writer, copies) = x.writers(many.map(|many| many.form));
+        let rows = x.rows();
+        let many = self.table.batch.filter(|many| rows >= many.from);
+        let copy_row = many.map(|many| many.copy_row).unwrap_or_default();
+        let copied =
+            Form::ALL.map(|form| x.panel_rows(form).wanted() && copy_row[form as usize].is_some());
+        let (writer, copies) = x.writers(copied);
         self.for_rows(rows, |t| {
             // SAFETY: each row is visited once; the table was detected.
             unsafe {
                 fill(t, writer.row(t));
                 (self.table.quantise_row)(&writer, t);
-                if let Some(many) = many {
-                    (many.copy_row)(&copies, t);
+                for form in Form::ALL.map(|form| form as usize) {
+                    if let Some(copy_row) = copy_row[form].filter(|_| copied[form]) {
+                        copy_row(&copies[form], t);
+                    }
                 }
             }
         });
@@ -299,10 +307,11 @@ impl<'a> Job<'a> {
         } else {
             w.leaf_cols
         };
-        let (rows, count) = (x.panel_rows(), x.rows());
         let batch = table.batch.and_then(|batch| {
-            let functions = batch.functions(w.block_type, rows, count)?;
-            Some((functions, rows.view(0, product.first_col)))
+            let form = batch.form(w.block_type, x.rows())?;
+            let rows = Some(x.panel_rows(form)).filter(|rows| rows.filled())?;
+            let functions = batch.functions(w.block_type, x.rows())?;
+            Some((functions, rows.view(product.first_col)))
         });
         let rounded = (w.block_type == BlockType::BF16).then(|| x.rounded_view(product.first_col));
         let (kernel, x_view) = match rounded.flatten() {
@@ -351,8 +360,8 @@ impl<'a> Job<'a> {
                 return;
             };
             for start in (0..self.args.end).step_by(batch::ROWS) {
-                for g in groups.clone().step_by(TOGETHER) {
-                    let neighbours = g..groups.end.min(g + TOGETHER);
+                for g in groups.clone().step_by(batch.together()) {
+                    let neighbours = g..groups.end.min(g + batch.together());
                     let args = self.args_of(neighbours.clone(), start..start + batch::ROWS);
                     batch.run(&args, *x, neighbours.len(), self.group_bytes);
                 }

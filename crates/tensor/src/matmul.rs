@@ -220,6 +220,27 @@ impl<F, const TERMS: usize> Copy for Quantised<F, TERMS> {}
 /// instructions to keep than to read again: Q6_K 7 %.
 const MANY: usize = 32;
 
+/// How far ahead of a single row's product weights are asked for, into the first cache and into
+/// the second. One row of 2048 columns from memory, of plain reads, on an Intel Xeon with AMX: Q4_0
+/// 0.52 -> 0.90, Q8_0 0.77 -> 0.93, Q4_K 0.52 -> 0.81; with the first alone 0.79, 0.90 and 0.76, 2
+/// KiB ahead. Zen 4 fetches as much by itself.
+const NEAR: usize = 512;
+const FAR: usize = 4096;
+
+/// Asks for `bytes` bytes of weights [`NEAR`] and [`FAR`] behind `at`, which may lie behind all.
+#[inline(always)]
+pub(crate) unsafe fn ask_for<S: Isa>(at: *const u8, bytes: usize) {
+    let mut line = 0;
+    while line < bytes {
+        // SAFETY: hints; any address may be given.
+        unsafe {
+            S::prefetch(at.wrapping_add(NEAR + line));
+            S::prefetch_far(at.wrapping_add(FAR + line));
+        }
+        line += 64;
+    }
+}
+
 impl<S: Isa, F: Format, const TERMS: usize> Leaf<S> for Quantised<F, TERMS> {
     #[inline(always)]
     unsafe fn leaf<const N: usize>(
@@ -244,6 +265,10 @@ impl<S: Isa, F: Format, const TERMS: usize> Leaf<S> for Quantised<F, TERMS> {
                 let held = F::S::header::<S>(args.weights.add(layout.place(first).header));
                 while c < stop {
                     let place = layout.place(args.first_chunk + c);
+                    if N == 1 {
+                        let chunk = args.weights.add(place.planes);
+                        ask_for::<S>(chunk, layout.planes + layout.scales);
+                    }
                     let header = if by_block {
                         held
                     } else {
@@ -453,6 +478,10 @@ impl<S: Isa, T: FloatWeight> Leaf<S> for Floats<T> {
             let mut k = cols.start;
             while k < cols.end {
                 let steps = (cols.end - k).min(4);
+                if N == 1 {
+                    let bytes = LANES * T::SIZE;
+                    ask_for::<S>(args.weights.add(k * bytes), steps * bytes);
+                }
                 let mut j = 0;
                 while j < steps {
                     let w = T::load::<S>(args.weights.add((k + j) * LANES * T::SIZE));

@@ -13,7 +13,7 @@ use crate::batch::registers::{Registers, shape};
 /// Whether this process may use AMX.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum AmxState {
-    /// The CPU lacks AMX for bytes, or the system does not keep its registers.
+    /// The CPU lacks AMX for bytes or bf16, or the system does not keep its registers.
     Absent,
     /// The system was asked and refused.
     Refused,
@@ -35,11 +35,11 @@ pub(crate) fn state(is_right: fn() -> bool) -> AmxState {
     })
 }
 
-/// CPUID leaf 7: AMX-TILE and AMX-INT8; XCR0: the system keeps tile configuration and data
+/// CPUID leaf 7: AMX-BF16, AMX-TILE and AMX-INT8; XCR0: the system keeps tile configuration and data
 /// (Intel SDM volume 1, section 18.2).
 fn detected() -> bool {
     const OSXSAVE: u32 = 1 << 27;
-    const TILE_AND_INT8: u32 = 1 << 24 | 1 << 25;
+    const PARTS: u32 = 1 << 22 | 1 << 24 | 1 << 25;
     const TILE_STATE: u32 = 1 << 17 | 1 << 18;
     if __cpuid(0).eax < 7 || __cpuid(1).ecx & OSXSAVE == 0 {
         return false;
@@ -49,7 +49,7 @@ fn detected() -> bool {
     unsafe {
         asm!("xgetbv", in("ecx") 0, out("eax") low, out("edx") _, options(nomem, nostack));
     }
-    __cpuid_count(7, 0).edx & TILE_AND_INT8 == TILE_AND_INT8 && low & TILE_STATE == TILE_STATE
+    __cpuid_count(7, 0).edx & PARTS == PARTS && low & TILE_STATE == TILE_STATE
 }
 
 /// Asks for the tiles' space in the saved state of this process's threads.
@@ -129,6 +129,10 @@ macro_rules! tile {
         asm!("tdpbssd tmm{c}, tmm{a}, tmm{b}", c = const $c, a = const $a, b = const $b,
              options(nostack))
     };
+    (dot_floats $c:ident, $a:ident, $b:ident) => {
+        asm!("tdpbf16ps tmm{c}, tmm{a}, tmm{b}", c = const $c, a = const $a, b = const $b,
+             options(nostack))
+    };
     (release) => {
         asm!("tilerelease", options(nostack))
     };
@@ -163,6 +167,10 @@ impl Registers for Amx {
         unsafe { tile!(dot C, A, B) }
     }
     #[inline(always)]
+    unsafe fn dot_floats<const C: u8, const A: u8, const B: u8>(&mut self) {
+        unsafe { tile!(dot_floats C, A, B) }
+    }
+    #[inline(always)]
     unsafe fn release(self) {
         unsafe { tile!(release) }
     }
@@ -181,6 +189,7 @@ mod tests {
             asm!("/* {0} {1} */", in(reg) pointer, in(reg) stride);
             tiles.dot::<0, 4, 6>();
             tiles.dot::<3, 5, 7>();
+            tiles.dot_floats::<0, 4, 6>();
             tiles.zero::<0>();
             tiles.zero::<3>();
             tiles.release();
@@ -197,7 +206,11 @@ mod tests {
     /// the last one in the prefix.
     #[test]
     fn instructions_are_encoded_as_the_manual_says() {
-        const EXPECTED: [(&str, &[u8]); 8] = [
+        const EXPECTED: [(&str, &[u8]); 9] = [
+            (
+                "tdpbf16ps tmm0, tmm4, tmm6",
+                &[0xc4, 0xe2, 0x4a, 0x5c, 0xc4],
+            ),
             ("tdpbssd tmm0, tmm4, tmm6", &[0xc4, 0xe2, 0x4b, 0x5e, 0xc4]),
             ("tdpbssd tmm3, tmm5, tmm7", &[0xc4, 0xe2, 0x43, 0x5e, 0xdd]),
             ("tilezero tmm0", &[0xc4, 0xe2, 0x7b, 0x49, 0xc0]),

@@ -14,6 +14,7 @@
 
 use std::marker::PhantomData;
 use std::mem::MaybeUninit;
+use std::ops::Range;
 
 use crate::activations::Meta;
 use crate::batch::factors::{Factors, Halves, Min, store_halves, weighted};
@@ -50,9 +51,15 @@ pub(crate) trait Tiles {
     const FROM: usize;
     /// For tiles of `rows` rows, at most [`ROWS`](Self::ROWS), and `depth` columns.
     unsafe fn configured(rows: usize, depth: usize) -> Self;
-    /// Multiplies rows of activations by the quads of a chunk as [`Bytes::arranged`] left them; in
-    /// halves if `HALVES`. Writes results of as many rows as were configured.
-    unsafe fn dots<const HALVES: bool>(&mut self, x: Rows, quads: *const u8, out: *mut Results);
+    /// Blocks whose results stay in registers meanwhile.
+    const LAG: usize;
+    /// Starts to multiply rows of activations by the quads of a chunk as [`Bytes::arranged`] left
+    /// them, in halves if `HALVES`, and writes results of the block that was started
+    /// [`LAG`](Self::LAG) steps before (what is in the registers, where there was none), for as many
+    /// rows as were configured.
+    unsafe fn step<const HALVES: bool>(&mut self, x: Rows, quads: *const u8, out: *mut Results);
+    /// As [`step`](Self::step) after the last block.
+    unsafe fn write<const HALVES: bool>(&mut self, out: *mut Results);
     /// Gives registers back.
     unsafe fn release(self);
 }
@@ -83,11 +90,15 @@ pub(crate) unsafe fn unpack<S: Bytes, F: Format>(args: Unpack) {
             ask_for::<S>(&args, layout, c);
             let out = args.out.add(c * CHUNK_BYTES).cast::<PanelChunk>();
             let mut quads = F::P::quads::<S>(args.weights.add(place.planes));
-            if F::P::OFFSET != 0 {
-                quads = quads.map(|quad| S::less(quad, F::P::OFFSET as u8));
+            let mut g = 0;
+            while F::P::OFFSET != 0 && g < quads.len() {
+                quads[g] = S::less(quads[g], F::P::OFFSET as u8);
+                g += 1;
             }
-            for (g, &quad) in S::arranged(quads).iter().enumerate() {
-                S::store_w((&raw mut (*out).quads[g]).cast(), quad);
+            let (quads, mut g) = (S::arranged(quads), 0);
+            while g < quads.len() {
+                S::store_w((&raw mut (*out).quads[g]).cast(), quads[g]);
+                g += 1;
             }
             let (header, scales) = (
                 args.weights.add(place.header),
@@ -108,63 +119,136 @@ pub(crate) unsafe fn unpack<S: Bytes, F: Format>(args: Unpack) {
 #[inline(always)]
 pub(crate) unsafe fn multiply<S: Isa, T: Tiles, M: Min, const HALVES: bool>(segment: &Segment<'_>) {
     let whole = segment.rows / T::ROWS * T::ROWS;
-    let depth = if HALVES { Chunk::LEN / 2 } else { Chunk::LEN };
     // SAFETY: tiles stay within the rows.
     unsafe {
         if whole > 0 {
-            let mut tiles = Tile::<S, T, M, HALVES>(T::configured(T::ROWS, depth), PhantomData);
-            for t in (0..whole).step_by(T::ROWS) {
-                tiles.groups::<true>(segment, t, T::ROWS);
-            }
-            tiles.0.release();
+            Tile::<S, T, M, HALVES>::new(segment, 0..whole, T::ROWS).blocks::<true>();
         }
         if whole < segment.rows {
-            let rest = segment.rows - whole;
-            let mut tiles = Tile::<S, T, M, HALVES>(T::configured(rest, depth), PhantomData);
-            tiles.groups::<false>(segment, whole, rest);
-            tiles.0.release();
+            let rest = whole..segment.rows;
+            Tile::<S, T, M, HALVES>::new(segment, rest.clone(), rest.len()).blocks::<false>();
         }
     }
 }
 
-/// Configured tiles.
-struct Tile<S, T, M, const HALVES: bool>(T, PhantomData<(S, M)>);
+/// Blocks that are started before the floats of one are computed: its integers are in memory by
+/// then, and nothing waits for the other.
+const AHEAD: usize = 2;
 
-impl<S: Isa, T: Tiles, M: Min, const HALVES: bool> Tile<S, T, M, HALVES> {
-    /// `rows` rows from `t` of the segment with each group; `FULL` when they are a whole tile.
+/// Room for results, a power of two: of blocks ahead, and of the one that is read.
+const SLOTS: usize = (AHEAD + 1).next_power_of_two();
+
+/// Configured tiles and their way over *blocks*: chunks of a group with a tile of rows. Over
+/// chunks, then groups, then tiles.
+struct Tile<'a, S, T, M, const HALVES: bool> {
+    tiles: T,
+    segment: &'a Segment<'a>,
+    range: Range<usize>,
+    /// Rows of a tile.
+    rows: usize,
+    /// The next block to start: first row, group, chunk.
+    next: (usize, usize, usize),
+    /// Blocks that were started.
+    started: usize,
+    results: [MaybeUninit<Results>; SLOTS],
+    _types: PhantomData<(S, M)>,
+}
+
+impl<'a, S: Isa, T: Tiles, M: Min, const HALVES: bool> Tile<'a, S, T, M, HALVES> {
     #[inline(always)]
-    unsafe fn groups<const FULL: bool>(&mut self, segment: &Segment<'_>, t: usize, rows: usize) {
-        let rows = if FULL { T::ROWS } else { rows };
-        for g in 0..segment.groups {
-            // SAFETY: by the caller's promise.
-            unsafe {
-                let at = |i: usize| segment.sums.add(((t + i) * segment.groups + g) * LANES);
-                let mut sums = [S::splat(0.0); TILE_ROWS];
+    unsafe fn new(segment: &'a Segment<'a>, range: Range<usize>, rows: usize) -> Self {
+        let depth = if HALVES { Chunk::LEN / 2 } else { Chunk::LEN };
+        Self {
+            // SAFETY: passed on.
+            tiles: unsafe { T::configured(rows, depth) },
+            segment,
+            next: (range.start, 0, 0),
+            range,
+            rows,
+            started: 0,
+            results: [const { MaybeUninit::uninit() }; SLOTS],
+            _types: PhantomData,
+        }
+    }
+
+    /// All blocks; `FULL` when tiles are whole ones.
+    #[inline(always)]
+    unsafe fn blocks<const FULL: bool>(mut self) {
+        // SAFETY: by the caller's promise.
+        unsafe {
+            for _ in 0..AHEAD {
+                self.start();
+            }
+            let (mut t, mut slot) = (self.range.start, 0);
+            while t < self.range.end {
+                for g in 0..self.segment.groups {
+                    slot = self.group::<FULL>(t, g, slot);
+                }
+                t += self.rows;
+            }
+            self.tiles.release();
+        }
+    }
+
+    /// The floats of all chunks of a group with the tile at row `t`, the first chunk's results
+    /// being in `slot`; the slot after the last.
+    #[inline(always)]
+    unsafe fn group<const FULL: bool>(&mut self, t: usize, g: usize, mut slot: usize) -> usize {
+        let segment = self.segment;
+        let rows = if FULL { T::ROWS } else { self.rows };
+        // SAFETY: by the caller's promise.
+        unsafe {
+            let at = |i: usize| segment.sums.add(((t + i) * segment.groups + g) * LANES);
+            let mut sums = [S::splat(0.0); TILE_ROWS];
+            for (i, sum) in sums.iter_mut().enumerate().take(rows) {
+                *sum = S::load(at(i));
+            }
+            for c in 0..segment.chunks {
+                self.start();
+                let chunk = segment.chunk(g, c).cast::<PanelChunk>();
+                let results = self.results[slot].as_ptr();
                 for (i, sum) in sums.iter_mut().enumerate().take(rows) {
-                    *sum = S::load(at(i));
+                    let row = segment.first + t + i;
+                    let meta = segment.x.meta(row, segment.first_chunk + c);
+                    let inner = Self::inner(chunk, results, i, meta);
+                    *sum = S::fma(inner, S::splat(meta.scale), *sum);
                 }
-                // Two buffers in turn: the next chunk's tiles need not wait for this one's lanes.
-                let mut buffers = [const { MaybeUninit::<Results>::uninit() }; 2];
-                for c in 0..segment.chunks {
-                    let (x, row) = (segment.x, segment.first + t);
-                    let bytes = x.bytes(row, segment.first_chunk + c);
-                    let stride = x.stride;
-                    let chunk = segment.chunk(g, c).cast::<PanelChunk>();
-                    let results = buffers[c % 2].as_mut_ptr();
-                    let quads = (&raw const (*chunk).quads).cast();
-                    self.0
-                        .dots::<HALVES>(Rows { bytes, stride }, quads, results);
-                    for (i, sum) in sums.iter_mut().enumerate().take(rows) {
-                        let meta = x.meta(row + i, segment.first_chunk + c);
-                        let inner = Self::inner(chunk, results, i, meta);
-                        *sum = S::fma(inner, S::splat(meta.scale), *sum);
-                    }
-                }
-                for (i, &sum) in sums.iter().enumerate().take(rows) {
-                    S::store(at(i), sum);
-                }
+                slot = (slot + 1) % SLOTS;
+            }
+            for (i, &sum) in sums.iter().enumerate().take(rows) {
+                S::store(at(i), sum);
             }
         }
+        slot
+    }
+
+    /// Starts the next block, if there is one, and has the results written of one before it.
+    #[inline(always)]
+    unsafe fn start(&mut self) {
+        let segment = self.segment;
+        let slot = self.started.wrapping_sub(T::LAG) % SLOTS;
+        let out = self.results[slot].as_mut_ptr();
+        self.started += 1;
+        let (t, g, c) = self.next;
+        // SAFETY: by the caller's promise.
+        unsafe {
+            if t >= self.range.end {
+                self.tiles.write::<HALVES>(out);
+                return;
+            }
+            let rows = Rows {
+                bytes: segment.x.bytes(segment.first + t, segment.first_chunk + c),
+                stride: segment.x.stride,
+            };
+            let chunk = segment.chunk(g, c).cast::<PanelChunk>();
+            let quads = (&raw const (*chunk).quads).cast();
+            self.tiles.step::<HALVES>(rows, quads, out);
+        }
+        self.next = match (g + 1 == segment.groups, c + 1 == segment.chunks) {
+            (_, false) => (t, g, c + 1),
+            (false, true) => (t, g + 1, 0),
+            (true, true) => (t + self.rows, 0, 0),
+        };
     }
 
     /// `inner` of [`crate::matmul`] for row `i` of the results.

@@ -80,5 +80,29 @@ impl Registers for Emulated {
         self.0[usize::from(C)] = c;
     }
 
+    /// Even columns, then odd ones, then both, as the manual adds them; only whole numbers are
+    /// tested, whose sums are exact in any order.
+    unsafe fn dot_floats<const C: u8, const A: u8, const B: u8>(&mut self) {
+        let [mut c, a, b] = [C, A, B].map(|tile| self.0[usize::from(tile)]);
+        assert_eq!((c.rows, a.row_bytes), (a.rows, 4 * b.rows), "shapes");
+        assert_eq!(c.row_bytes, b.row_bytes, "shapes");
+        let float = |tile: &Tile, row: usize, at: usize| {
+            let bits = u16::from_ne_bytes([tile.data[row][2 * at], tile.data[row][2 * at + 1]]);
+            f32::from_bits(u32::from(bits) << 16)
+        };
+        for m in 0..c.rows {
+            for n in 0..c.row_bytes / 4 {
+                let sums = [0, 1].map(|odd| {
+                    let products = (0..a.row_bytes / 4)
+                        .map(|k| (float(&a, m, 2 * k + odd), float(&b, k, 2 * n + odd)));
+                    products.fold(0.0f32, |sum, (a, b)| a.mul_add(b, sum))
+                });
+                let sum = f32::from_bits(c.i32_at(m, n) as u32) + (sums[0] + sums[1]);
+                c.data[m][4 * n..4 * n + 4].copy_from_slice(&sum.to_ne_bytes());
+            }
+        }
+        self.0[usize::from(C)] = c;
+    }
+
     unsafe fn release(self) {}
 }

@@ -3,7 +3,8 @@
 //! [`Registers`] is what AMX offers, one method for each instruction: `crate::batch::amx` is the
 //! processor's, and a test's emulation proves everything but the encodings. Weights of a chunk are
 //! a tile as they lie in a quad (row `k / 4`, bytes `4 n + k % 4`), activations as they lie in
-//! memory (row `t`, bytes `k`), and the results are i32, `(t, n)`.
+//! memory (row `t`, bytes `k`), and the results are i32, `(t, n)`. Of bf16 a row has half as many
+//! (weights in row `k / 2`, at `2 n + k % 2`), and the results are f32.
 
 use crate::batch::bytes::{LINE, Results, Rows, TILE_ROWS, Tiles};
 use crate::stored::Chunk;
@@ -25,6 +26,8 @@ pub(crate) trait Registers {
     unsafe fn zero<const T: u8>(&mut self);
     /// Adds to tile `C` the products of signed bytes of `A`, activations, and `B`, weights.
     unsafe fn dot<const C: u8, const A: u8, const B: u8>(&mut self);
+    /// Adds to the f32 of tile `C` the products of bf16 of `A`, activations, and `B`, weights.
+    unsafe fn dot_floats<const C: u8, const A: u8, const B: u8>(&mut self);
     /// Gives the registers back.
     unsafe fn release(self);
 }
@@ -41,6 +44,9 @@ pub(crate) const fn shape(tile: usize, rows: usize, depth: usize) -> (usize, usi
 impl<R: Registers> Tiles for R {
     const ROWS: usize = TILE_ROWS;
     const FROM: usize = TILE_ROWS;
+    /// A tile that is stored right behind its product holds up the next one: 57 cycles each instead
+    /// of 19, measured on an Intel Xeon with AMX. Before its next product is soon enough.
+    const LAG: usize = 1;
 
     #[inline(always)]
     unsafe fn configured(rows: usize, depth: usize) -> Self {
@@ -49,30 +55,45 @@ impl<R: Registers> Tiles for R {
     }
 
     #[inline(always)]
-    unsafe fn dots<const HALVES: bool>(&mut self, x: Rows, quads: *const u8, out: *mut Results) {
+    unsafe fn step<const HALVES: bool>(&mut self, x: Rows, quads: *const u8, out: *mut Results) {
         // SAFETY: by the caller's promise; a half is 16 bytes of a row, and four quads.
         unsafe {
             let [high, low] = x.bytes.map(|bytes| bytes.cast::<u8>());
+            let result = |tile: usize| (&raw mut (*out).0[tile]).cast::<i32>();
             self.load::<6>(quads, LINE);
             self.load::<4>(high, x.stride);
+            self.store::<0>(result(0));
             self.zero::<0>();
             self.dot::<0, 4, 6>();
             self.load::<5>(low, x.stride);
+            self.store::<1>(result(1));
             self.zero::<1>();
             self.dot::<1, 5, 6>();
-            self.store::<0>((&raw mut (*out).0[0]).cast());
-            self.store::<1>((&raw mut (*out).0[1]).cast());
             if HALVES {
                 let half = Chunk::LEN / 2;
                 self.load::<7>(quads.add(4 * LINE), LINE);
                 self.load::<4>(high.add(half), x.stride);
+                self.store::<2>(result(2));
                 self.zero::<2>();
                 self.dot::<2, 4, 7>();
                 self.load::<5>(low.add(half), x.stride);
+                self.store::<3>(result(3));
                 self.zero::<3>();
                 self.dot::<3, 5, 7>();
-                self.store::<2>((&raw mut (*out).0[2]).cast());
-                self.store::<3>((&raw mut (*out).0[3]).cast());
+            }
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn write<const HALVES: bool>(&mut self, out: *mut Results) {
+        // SAFETY: by the caller's promise.
+        unsafe {
+            let result = |tile: usize| (&raw mut (*out).0[tile]).cast::<i32>();
+            self.store::<0>(result(0));
+            self.store::<1>(result(1));
+            if HALVES {
+                self.store::<2>(result(2));
+                self.store::<3>(result(3));
             }
         }
     }

@@ -8,7 +8,10 @@
 use std::marker::PhantomData;
 
 use crate::activations::{CHUNK, Meta, View};
+#[cfg(target_arch = "x86_64")]
+use crate::isa::Floats;
 use crate::isa::{LANES, Words};
+use crate::memory::Placed;
 
 /// How the integers of a row lie in memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -18,56 +21,82 @@ pub(crate) enum Form {
     /// In one i16 each. Of every four columns the middle two change places, as [`Words::widen`]
     /// gives weights.
     Words,
+    /// As bf16, 16 rows together: of a chunk 128 times their high bytes, row by row, then their low
+    /// bytes, each exact; then their next chunk. Columns as in [`Words`](Self::Words).
+    Floats,
+}
+
+impl Form {
+    /// Every one, in order.
+    pub(crate) const ALL: [Self; 3] = [Self::Bytes, Self::Words, Self::Floats];
+
+    /// Bytes of a column.
+    const fn column(self) -> usize {
+        match self {
+            Self::Bytes | Self::Words => 2,
+            Self::Floats => 4,
+        }
+    }
 }
 
 /// Columns between rows beyond their own, whole chunks: rows of a power of two would all fall into
 /// the same few sets of a cache.
 const PADDING: usize = 64;
 
+/// Rows that lie together in [`Form::Floats`], those of a tile.
+const TILE_ROWS: usize = 16;
+
+/// Bytes of a chunk of so many rows there.
+const FLOATS: usize = TILE_ROWS * CHUNK * 4;
+
 /// A batch of rows of 15-bit integers, in one of the forms.
 #[derive(Clone, Debug)]
 pub(crate) struct PanelRows {
-    /// How the rows lie; `None` when those of the last batch were too few for panels.
-    form: Option<Form>,
+    form: Form,
+    /// Whether the rows are there; those of the last batch may have been too few for panels.
+    filled: bool,
     /// Columns from a row to the next.
     stride: usize,
-    /// `(2, most rows, stride)` bytes, the high ones first, or `(most rows, stride)` words. Zeros
-    /// that are never written take no memory.
-    q: Vec<i8>,
-    /// `(most rows, stride / 32)`
+    /// `(2, most rows, stride)` bytes, the high ones first, `(most rows, stride)` words, or `(most
+    /// rows / 16, stride / 32, 2, 16, 32)` floats. Zeros that are never written take no memory. At
+    /// a cache line: a row of a tile is one.
+    q: Placed<i8>,
+    /// `(most rows, stride / 32)`; `(most rows / 16, stride / 32, 16)` of floats
     meta: Vec<Meta>,
 }
 
 impl PanelRows {
     /// Room for `max_rows` rows of `cols` columns, whole chunks; none for copies that nobody reads.
-    pub(crate) fn new(max_rows: usize, cols: usize) -> Self {
+    pub(crate) fn new(max_rows: usize, cols: usize, form: Form) -> Self {
         let stride = cols + PADDING;
+        let max_rows = max_rows.next_multiple_of(TILE_ROWS);
         Self {
-            form: None,
+            form,
+            filled: false,
             stride,
-            q: vec![0; 2 * max_rows * stride],
+            q: Placed::new(form.column() * max_rows * stride, 0),
             meta: vec![Meta::default(); max_rows * stride / CHUNK],
         }
     }
 
     /// Whether there is room for copies.
-    pub(crate) const fn wanted(&self) -> bool {
+    pub(crate) fn wanted(&self) -> bool {
         !self.q.is_empty()
     }
 
-    /// How the rows lie.
-    pub(crate) const fn form(&self) -> Option<Form> {
-        self.form
+    /// Whether the rows are there.
+    pub(crate) const fn filled(&self) -> bool {
+        self.filled
     }
 
-    /// Copies of rows of `from`, whose length is `cols`, in the given form.
+    /// Who copies rows of `from`, whose length is `cols`, all of them if `filled` and else none.
     pub(crate) fn writer<'a>(
         &'a mut self,
         from: View<'a>,
         cols: usize,
-        form: Option<Form>,
+        filled: bool,
     ) -> PanelWriter<'a> {
-        self.form = form;
+        self.filled = filled;
         PanelWriter {
             from,
             cols,
@@ -79,18 +108,21 @@ impl PanelRows {
         }
     }
 
-    /// A view whose row 0 is `first` and whose column 0 is `first_col`, which starts a chunk.
-    pub(crate) fn view(&self, first: usize, first_col: usize) -> PanelView<'_> {
-        let at = first * self.stride + first_col;
+    /// A view whose column 0 is `first_col`, which starts a chunk.
+    pub(crate) fn view(&self, first_col: usize) -> PanelView<'_> {
         let bytes = match self.form {
-            Some(Form::Words) => [2 * at, 0],
-            Some(Form::Bytes) => [at, self.q.len() / 2 + at],
-            None => [0; 2],
+            Form::Words => [2 * first_col, 0],
+            Form::Bytes => [first_col, self.q.len() / 2 + first_col],
+            Form::Floats => [first_col / CHUNK * FLOATS, 0],
+        };
+        let meta = match self.form {
+            Form::Words | Form::Bytes => first_col / CHUNK,
+            Form::Floats => first_col / CHUNK * TILE_ROWS,
         };
         PanelView {
             stride: self.stride,
             bytes: bytes.map(|at| self.q[at..].as_ptr()),
-            meta: self.meta[at / CHUNK..].as_ptr(),
+            meta: self.meta[meta..].as_ptr(),
             _borrow: PhantomData,
         }
     }
@@ -101,7 +133,7 @@ impl PanelRows {
 pub(crate) struct PanelView<'a> {
     /// Columns from a row to the next.
     pub(crate) stride: usize,
-    /// High and low bytes; in [`Form::Words`] the first is the words.
+    /// High and low bytes; in the other forms the first is all.
     bytes: [*const i8; 2],
     meta: *const Meta,
     _borrow: PhantomData<&'a ()>,
@@ -131,6 +163,22 @@ impl PanelView<'_> {
         let words = self.bytes[0].cast::<i16>();
         // SAFETY: in bounds by the caller's promise.
         unsafe { words.add(t * self.stride + c * CHUNK) }
+    }
+
+    /// Chunk `c` of the 16 rows from `t` on, of rows in [`Form::Floats`]: a tile of high floats and
+    /// one of low floats, [`FLOATS`] bytes, and what belongs to them.
+    ///
+    /// # Safety
+    /// Both lie within the rows, and `t` is a multiple of 16.
+    #[cfg(target_arch = "x86_64")]
+    #[inline(always)]
+    pub(crate) unsafe fn floats(&self, t: usize, c: usize) -> (*const u8, *const Meta) {
+        let tile = t / TILE_ROWS * (self.stride / CHUNK) + c;
+        // SAFETY: in bounds by the caller's promise.
+        unsafe {
+            let floats = self.bytes[0].cast::<u8>().add(tile * FLOATS);
+            (floats, self.meta.add(tile * TILE_ROWS))
+        }
     }
 
     /// Scale and sums of chunk `c` of row `t`.
@@ -199,6 +247,33 @@ impl PanelWriter<'_> {
                 std::ptr::copy_nonoverlapping(bytes[0], to, CHUNK);
                 std::ptr::copy_nonoverlapping(bytes[1], to.add(self.low), CHUNK);
                 *self.meta_at(t, c) = meta;
+            }
+        }
+    }
+
+    /// Copies row `t`, which was quantised, in [`Form::Floats`].
+    ///
+    /// # Safety
+    /// As [`words`](Self::words).
+    #[cfg(target_arch = "x86_64")]
+    #[inline(always)]
+    pub(crate) unsafe fn floats<S: Floats>(&self, t: usize) {
+        for c in 0..self.cols / CHUNK {
+            // SAFETY: the chunk lies within the row.
+            unsafe {
+                let (bytes, meta) = self.from.chunk::<2>(t, c);
+                let tile = t / TILE_ROWS * (self.stride / CHUNK) + c;
+                let floats = self.q.add(tile * FLOATS).cast::<i16>();
+                let floats = floats.add(t % TILE_ROWS * CHUNK);
+                let mut half = 0;
+                while half < CHUNK {
+                    let high = S::shl7_i(S::load_i8(bytes[0].add(half).cast()));
+                    let low = S::load_i8(bytes[1].add(half).cast());
+                    S::store_words(floats.add(half), S::top(S::to_f(high)));
+                    S::store_words(floats.add(TILE_ROWS * CHUNK + half), S::top(S::to_f(low)));
+                    half += LANES;
+                }
+                *self.meta.add(tile * TILE_ROWS + t % TILE_ROWS) = meta;
             }
         }
     }

@@ -44,6 +44,7 @@ impl Tiles for Smmla {
     const ROWS: usize = 2;
     /// Two tiles. An estimate: the emulator that this was tested in has no times.
     const FROM: usize = 4;
+    const LAG: usize = 0;
 
     #[inline(always)]
     unsafe fn configured(rows: usize, _depth: usize) -> Self {
@@ -51,7 +52,7 @@ impl Tiles for Smmla {
     }
 
     #[inline(always)]
-    unsafe fn dots<const HALVES: bool>(&mut self, x: Rows, quads: *const u8, out: *mut Results) {
+    unsafe fn step<const HALVES: bool>(&mut self, x: Rows, quads: *const u8, out: *mut Results) {
         let (halves, columns) = if HALVES { (2, 16) } else { (1, 32) };
         for half in 0..halves {
             // SAFETY: a half is 16 columns of a row and four quads; results of two rows.
@@ -68,6 +69,9 @@ impl Tiles for Smmla {
             }
         }
     }
+
+    #[inline(always)]
+    unsafe fn write<const HALVES: bool>(&mut self, _out: *mut Results) {}
 
     #[inline(always)]
     unsafe fn release(self) {}

@@ -25,10 +25,10 @@ const PAIRS: usize = Chunk::LEN / 2;
 
 /// A chunk of one group in a panel.
 #[repr(C, align(64))]
-struct PanelChunk {
+pub(crate) struct PanelChunk {
     /// `(pair, row, 2)`
-    words: [[i16; 2 * LANES]; PAIRS],
-    factors: Factors,
+    pub(crate) words: [[i16; 2 * LANES]; PAIRS],
+    pub(crate) factors: Factors,
 }
 
 const _: () = assert!(size_of::<PanelChunk>() == CHUNK_BYTES);
@@ -39,6 +39,16 @@ const _: () = assert!(size_of::<PanelChunk>() == CHUNK_BYTES);
 /// Features of `S`; the pointers of `args` cover the chunks.
 #[inline(always)]
 pub(crate) unsafe fn unpack<S: Words, F: Format>(args: Unpack) {
+    // SAFETY: passed on.
+    unsafe { unpack_as::<S, F>(args, |words| words) }
+}
+
+/// As [`unpack`], with words that `form` makes of them.
+///
+/// # Safety
+/// As [`unpack`].
+#[inline(always)]
+pub(crate) unsafe fn unpack_as<S: Words, F: Format>(args: Unpack, form: impl Fn(S::W) -> S::W) {
     let layout: Layout = F::LAYOUT;
     for c in 0..args.chunks {
         let place = layout.place(args.first + c);
@@ -47,7 +57,7 @@ pub(crate) unsafe fn unpack<S: Words, F: Format>(args: Unpack) {
             let out = args.out.add(c * CHUNK_BYTES).cast::<PanelChunk>();
             let scales = args.weights.add(place.scales);
             let header = args.weights.add(place.header);
-            unpack_planes::<S, F>(args.weights.add(place.planes), scales, out);
+            unpack_planes::<S, F>(args.weights.add(place.planes), scales, out, &form);
             ask_for::<S>(&args, layout, c);
             Factors::unpack::<S, F>(&raw mut (*out).factors, header, scales);
         }
@@ -59,6 +69,7 @@ unsafe fn unpack_planes<S: Words, F: Format>(
     planes: *const u8,
     scales: *const u8,
     out: *mut PanelChunk,
+    form: &impl Fn(S::W) -> S::W,
 ) {
     // SAFETY: by the caller's promise.
     unsafe {
@@ -78,7 +89,7 @@ unsafe fn unpack_planes<S: Words, F: Format>(
                 if F::S::HALVES {
                     pair[odd] = S::mul_words(pair[odd], factors[g / 4]);
                 }
-                S::store_w(to, pair[odd]);
+                S::store_w(to, form(pair[odd]));
                 to = to.add(4 * LANES);
                 odd += 1;
             }

@@ -9,7 +9,7 @@ use std::arch::x86_64::*;
 use std::mem::transmute;
 
 use super::avx2::store_exchanged;
-use super::{Bytes, Isa, Pairs, Words};
+use super::{Bytes, Floats, Isa, Pairs, Words};
 
 /// Needs avx512f, avx512bw, avx512vl, avx512vnni and f16c.
 #[derive(Clone, Copy, Debug)]
@@ -25,6 +25,10 @@ impl Isa for Avx512 {
     #[inline(always)]
     unsafe fn prefetch(p: *const u8) {
         unsafe { _mm_prefetch::<_MM_HINT_T0>(p.cast()) }
+    }
+    #[inline(always)]
+    unsafe fn prefetch_far(p: *const u8) {
+        unsafe { _mm_prefetch::<_MM_HINT_T1>(p.cast()) }
     }
     #[inline(always)]
     unsafe fn load_w(p: *const u8) -> __m512i {
@@ -272,6 +276,23 @@ impl Words for Avx512 {
     #[inline(always)]
     unsafe fn store_words(p: *mut i16, x: __m512i) {
         unsafe { store_exchanged(p, _mm512_cvtepi32_epi16(x)) }
+    }
+}
+
+impl Floats for Avx512 {
+    #[inline(always)]
+    unsafe fn as_bf16(words: __m512i) -> __m512i {
+        unsafe {
+            let even = _mm512_srai_epi32::<16>(_mm512_slli_epi32::<16>(words));
+            let even = _mm512_castps_si512(_mm512_cvtepi32_ps(even));
+            let odd = _mm512_cvtepi32_ps(_mm512_srai_epi32::<16>(words));
+            let odd = _mm512_castps_si512(odd);
+            _mm512_mask_blend_epi16(0xaaaa_aaaa, _mm512_srli_epi32::<16>(even), odd)
+        }
+    }
+    #[inline(always)]
+    unsafe fn top(x: __m512) -> __m512i {
+        unsafe { _mm512_srli_epi32::<16>(_mm512_castps_si512(x)) }
     }
 }
 

@@ -48,6 +48,9 @@ pub(crate) trait Isa: Copy {
     /// Asks for the cache line at `p`, which will be read soon: a hint, `p` need not be valid.
     #[inline(always)]
     unsafe fn prefetch(_p: *const u8) {}
+    /// As [`prefetch`](Self::prefetch) for later: into the second cache.
+    #[inline(always)]
+    unsafe fn prefetch_far(_p: *const u8) {}
     /// Loads 64 bytes.
     unsafe fn load_w(p: *const u8) -> Self::W;
     /// Stores 64 bytes.
@@ -174,6 +177,18 @@ pub(crate) trait Words: Isa {
     /// Stores 16 integers that fit, of every four the middle two exchanged: pairs as
     /// [`widen`](Self::widen) gives them.
     unsafe fn store_words(p: *mut i16, x: Self::I);
+}
+
+/// Small integers as bf16, for sets that multiply matrices of them.
+///
+/// # Safety
+/// As for [`Isa`].
+#[cfg(target_arch = "x86_64")]
+pub(crate) trait Floats: Words {
+    /// The bf16 of each word, whose magnitude is at most 256: exact.
+    unsafe fn as_bf16(words: Self::W) -> Self::W;
+    /// The upper 16 bits of each lane: its bf16, where the lower ones are 0.
+    unsafe fn top(x: Self::F) -> Self::I;
 }
 
 /// What panels of signed bytes need, for sets that multiply matrices of them.

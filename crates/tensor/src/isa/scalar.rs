@@ -286,6 +286,19 @@ impl Words for Scalar {
     }
 }
 
+#[cfg(target_arch = "x86_64")]
+impl super::Floats for Scalar {
+    #[inline(always)]
+    unsafe fn as_bf16(w: W) -> W {
+        let w = words(w);
+        bytes(map(|i| (f32::from(w[i]).to_bits() >> 16) as i16))
+    }
+    #[inline(always)]
+    unsafe fn top(x: F) -> I {
+        map(|i| (x[i].to_bits() >> 16) as i32)
+    }
+}
+
 #[cfg(all(test, target_arch = "x86_64"))]
 impl Bytes for Scalar {
     #[inline(always)]

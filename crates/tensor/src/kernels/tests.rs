@@ -355,12 +355,14 @@ fn activations_have_what_their_products_read() {
                 let acts = kernels.activations(rows, COLS, precision, readers);
                 let integers = readers.iter().any(Packed::reads_integers);
                 assert_eq!(acts.precision(), integers.then_some(precision));
-                let pays = |w: &Packed| {
-                    let batch = kernels.table.batch;
-                    batch.is_some_and(|batch| batch.pays(w.block_type, rows))
-                };
-                let panels = precision == Precision::Fifteen && readers.iter().any(pays);
-                assert_eq!(acts.panel_rows().wanted(), panels);
+                for form in Form::ALL {
+                    let reads = |w: &Packed| {
+                        let batch = kernels.table.batch;
+                        batch.and_then(|batch| batch.form(w.block_type, rows)) == Some(form)
+                    };
+                    let panels = precision == Precision::Fifteen && readers.iter().any(reads);
+                    assert_eq!(acts.panel_rows(form).wanted(), panels, "{form:?}");
+                }
                 for w in readers {
                     let all = Activations::new(rows, COLS, Some(precision));
                     let all = product_bits(&kernels, w, all, &x);

@@ -16,7 +16,7 @@ use std::marker::PhantomData;
 use std::ops::Range;
 
 use crate::isa::{BF16_COLUMN, Isa, Pairs};
-use crate::matmul::{GroupArgs, Leaf, tiles};
+use crate::matmul::{GroupArgs, Leaf, ask_for, tiles};
 
 /// 2^-56. Weights and activations that are 0 or at least this are whole multiples of 2^-63, having
 /// 8 bits; products, and sums of them however rounded, are of 2^-126, the smallest normal f32. So
@@ -74,6 +74,10 @@ impl<S: Isa, P: Pairs<S>> Leaf<S> for Rounded<P> {
             let mut acc = [[S::splat(0.0); SUMS]; N];
             let whole = cols.end - cols.len() % (2 * SUMS);
             for k in (cols.start..whole).step_by(2 * SUMS) {
+                if N == 1 {
+                    let bytes = 2 * SUMS * BF16_COLUMN;
+                    ask_for::<S>(args.weights.add(k * BF16_COLUMN), bytes);
+                }
                 let mut p = 0;
                 while p < SUMS {
                     pair::<S, P, N>(args, t, k + 2 * p, &mut acc, p);
