@@ -1,22 +1,22 @@
 //! Products with many activation rows: weights unpacked once for all of them.
 //!
 //! With one row a product waits for memory; with many it waits for arithmetic, and what is not a
-//! dot product is lost time. So up to [`CHUNKS`] chunks of [`TOGETHER`] groups of 16 weight rows
+//! dot product is lost time. So some chunks of neighbouring groups of 16 weight rows
 //! are unpacked into a *panel* in the form that the dot products want, small enough for the first
 //! cache, and every row of a block of [`ROWS`] meets it before the next panel:
 //!
 //! ```text
 //! for each block of rows        sums of leaves and of the tree in memory, (ROWS, groups, 16)
 //!   for each leaf, for each run of chunks within it
-//!     unpack the run of both groups                                      Batch::unpack, by type
+//!     unpack the run of all groups                                       Batch::unpack, by type
 //!     for each tile of rows, for each chunk:  sum = fma(inner, scale, sum)     Batch::multiply
 //!   fold the leaf's sums into the tree                                         Batch::fold
 //! ```
 //!
 //! The order of float operations for one output is that of [`crate::matmul`]: what changes is what
-//! happens between them. The panels of [`words`] hold 16-bit integers, those of `bytes` bytes for
-//! matrix instructions. Activations lie as panels want them in copies ([`rows`]): what few rows are
-//! multiplied by is untouched.
+//! happens between them. The panels of [`words`] hold 16-bit integers, those of `bytes` bytes and
+//! those of `floats` bf16 for matrix instructions. Activations lie as panels want them in copies
+//! ([`rows`]): what few rows are multiplied by is untouched.
 
 #[cfg(target_arch = "x86_64")]
 pub(crate) mod amx;
@@ -46,7 +46,7 @@ use crate::stored::Chunk;
 
 /// Activation rows that meet a panel before the next one. Against 64: 1.02 to 1.03 times the speed,
 /// 256 another 1.01 (Zen 4, Q4_0, Q8_0, Q4_K, Q6_K), and sums take memory of a thread's stack:
-/// 288 KiB with 128.
+/// 576 KiB with 128, of which two groups and one leaf touch 16.
 pub(crate) const ROWS: usize = 128;
 /// Chunks of a panel, of all its groups: as many as the first cache holds beside activations. 8 are
 /// 0.5 to 2 % slower (Zen 4).
@@ -55,6 +55,9 @@ const PANEL_CHUNKS: usize = 16;
 const TOGETHER_MOST: usize = 4;
 /// Bytes of a panel's chunk of one group, whatever the flavour.
 pub(crate) const CHUNK_BYTES: usize = 1280;
+
+/// Copies a row of activations.
+pub(crate) type CopyRow = unsafe fn(&PanelWriter<'_>, usize);
 
 /// Functions of an instruction set for many rows.
 #[derive(Debug)]
@@ -65,10 +68,10 @@ pub(crate) struct Batch {
     pub(crate) together: usize,
     /// Types whose rows are multiplied faster without panels, as measured.
     pub(crate) without: &'static [BlockType],
-    /// How it reads activations.
+    /// How it reads activations, by [`Exact`].
     pub(crate) forms: [Form; Exact::COUNT],
     /// Who makes the copies, by [`Form`]; `None` for those that are not read.
-    pub(crate) copy_row: [Option<unsafe fn(&PanelWriter<'_>, usize)>; Form::ALL.len()],
+    pub(crate) copy_row: [Option<CopyRow>; Form::ALL.len()],
     pub(crate) unpack: [unsafe fn(Unpack); BlockType::ALL.len()],
     pub(crate) multiply: [[unsafe fn(&Segment<'_>); Kind::COUNT]; Exact::COUNT],
     pub(crate) fold: unsafe fn(Sums, usize),

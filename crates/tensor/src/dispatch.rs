@@ -248,8 +248,8 @@ macro_rules! multiply {
     };
 }
 
-/// A batch whose panels of so many groups `$unpack` makes: from so many rows on, without types, with the forms and
-/// products for each [`formats::Exact`] and who copies rows in which [`Form`].
+/// A batch whose panels of so many groups `$unpack` makes: from so many rows on, without types,
+/// with the forms and products for each [`formats::Exact`], and who copies rows in which [`Form`].
 macro_rules! batch {
     ($feature:tt $isa:ty, $unpack:ident, $from:expr, $together:literal, $without:expr, $forms:expr,
      $multiply:expr, $copy_row:expr) => {

@@ -35,8 +35,8 @@ pub(crate) fn state(is_right: fn() -> bool) -> AmxState {
     })
 }
 
-/// CPUID leaf 7: AMX-BF16, AMX-TILE and AMX-INT8; XCR0: the system keeps tile configuration and data
-/// (Intel SDM volume 1, section 18.2).
+/// CPUID leaf 7: AMX-BF16, AMX-TILE and AMX-INT8; XCR0: the system keeps tile configuration and
+/// data (Intel SDM volume 1, section 18.2).
 fn detected() -> bool {
     const OSXSAVE: u32 = 1 << 27;
     const PARTS: u32 = 1 << 22 | 1 << 24 | 1 << 25;

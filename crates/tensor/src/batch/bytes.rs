@@ -49,14 +49,14 @@ pub(crate) trait Tiles {
     const ROWS: usize;
     /// Fewest rows for which panels pay.
     const FROM: usize;
-    /// For tiles of `rows` rows, at most [`ROWS`](Self::ROWS), and `depth` columns.
-    unsafe fn configured(rows: usize, depth: usize) -> Self;
     /// Blocks whose results stay in registers meanwhile.
     const LAG: usize;
+    /// For tiles of `rows` rows, at most [`ROWS`](Self::ROWS), and `depth` columns.
+    unsafe fn configured(rows: usize, depth: usize) -> Self;
     /// Starts to multiply rows of activations by the quads of a chunk as [`Bytes::arranged`] left
     /// them, in halves if `HALVES`, and writes results of the block that was started
-    /// [`LAG`](Self::LAG) steps before (what is in the registers, where there was none), for as many
-    /// rows as were configured.
+    /// [`LAG`](Self::LAG) steps before (what is in the registers, where there was none), for as
+    /// many rows as were configured.
     unsafe fn step<const HALVES: bool>(&mut self, x: Rows, quads: *const u8, out: *mut Results);
     /// As [`step`](Self::step) after the last block.
     unsafe fn write<const HALVES: bool>(&mut self, out: *mut Results);

@@ -1,4 +1,4 @@
-//! Panels of bf16, for AMX's products of these: exact, and so the same bits as products of integers.
+//! Panels of bf16, for AMX's products of these: exact, so the same bits as products of integers.
 //!
 //! A weight with its integer scale and either byte of an activation are whole numbers of 8 bits, so
 //! they are bf16; their products and sums are whole too, and f32 has them exactly as long as they
@@ -9,7 +9,8 @@
 //!
 //! Up to four tiles of results are *in turn*: chunks of a group with a tile of rows. While one turn
 //! is multiplied the one before is stored, tile by tile, since a tile that is stored right behind
-//! its product holds up the next one (57 cycles a product instead of 19, measured on an Intel Xeon).
+//! its product holds up the next one (57 cycles a product instead of 19, measured on an Intel
+//! Xeon).
 
 use std::marker::PhantomData;
 use std::mem::MaybeUninit;
