@@ -152,15 +152,15 @@ pub struct Workspace {
     /// `(T, C)`, quantised
     x: Activations,
     /// `(T, H D)`
-    q: Vec<f32>,
+    q: Memory<f32>,
     /// `(T, K D)` each
-    k: Vec<f32>,
-    v: Vec<f32>,
+    k: Memory<f32>,
+    v: Memory<f32>,
     /// `(T, H D)`, as attention leaves it, then quantised
     attended: Activations,
     /// `(T, F)` each
-    gate: Vec<f32>,
-    up: Vec<f32>,
+    gate: Memory<f32>,
+    up: Memory<f32>,
     /// `(T, F)`, quantised
     hidden: Activations,
     /// `(rope, T, pairs)`
@@ -216,7 +216,8 @@ impl Workspace {
         let attention_outputs = layers.iter().flat_map(|l| l.attention_output.matrices());
         let downs = layers.iter().flat_map(|l| l.down.matrices());
         let head = model.head().map(|(_, output)| &output.matrix);
-        let rows = |n: usize| vec![0.0f32; size.rows * n];
+        // Results of products begin at cache lines, whole ones of which are stored.
+        let rows = |n: usize| Memory::new(None, size.rows * n);
         let logits = |n: usize| vec![0.0f32; size.logit_rows * n];
         Self {
             size,

@@ -75,7 +75,7 @@ unsafe impl Zeroed for Meta {}
 pub(crate) struct Reads {
     /// Integers, so fine.
     pub(crate) integers: Option<Precision>,
-    /// Copies of integers of 15 bits for panels, by [`Form`].
+    /// Copies of integers for panels, by [`Form`].
     pub(crate) panels: [bool; Form::ALL.len()],
     /// Values rounded to bf16.
     pub(crate) rounded: bool,
@@ -113,7 +113,7 @@ impl Activations {
     pub fn new(max_rows: usize, cols: usize, precision: Option<Precision>) -> Self {
         let reads = Reads {
             integers: precision,
-            panels: [precision == Some(Precision::Fifteen); Form::ALL.len()],
+            panels: Form::ALL.map(|form| precision == Some(form.precision())),
             rounded: precision == Some(Precision::Eight),
         };
         Self::with(max_rows, cols, reads)
@@ -218,13 +218,9 @@ impl Activations {
             meta: writer.meta,
             _borrow: std::marker::PhantomData,
         };
-        let cols = self.cols;
-        let [bytes, words, floats] = &mut self.panel_rows;
-        let copies = [
-            bytes.writer(from, cols, forms[0]),
-            words.writer(from, cols, forms[1]),
-            floats.writer(from, cols, forms[2]),
-        ];
+        let (cols, mut forms) = (self.cols, forms.into_iter());
+        let rows = self.panel_rows.each_mut();
+        let copies = rows.map(|rows| rows.writer(from, cols, forms.next() == Some(true)));
         (writer, copies)
     }
 

@@ -38,6 +38,7 @@ use std::mem::MaybeUninit;
 
 use paceline_base::BlockType;
 
+use crate::activations::Precision;
 use crate::batch::rows::{Form, PanelView, PanelWriter};
 use crate::formats::{self, Exact, Kind};
 use crate::isa::{Isa, LANES};
@@ -56,6 +57,9 @@ const TOGETHER_MOST: usize = 4;
 /// Bytes of a panel's chunk of one group, whatever the flavour.
 pub(crate) const CHUNK_BYTES: usize = 1280;
 
+/// Products of a panel, by [`Kind`].
+pub(crate) type Multiply = [unsafe fn(&Segment<'_>); Kind::COUNT];
+
 /// Copies a row of activations.
 pub(crate) type CopyRow = unsafe fn(&PanelWriter<'_>, usize);
 
@@ -68,12 +72,12 @@ pub(crate) struct Batch {
     pub(crate) together: usize,
     /// Types whose rows are multiplied faster without panels, as measured.
     pub(crate) without: &'static [BlockType],
-    /// How it reads activations, by [`Exact`].
-    pub(crate) forms: [Form; Exact::COUNT],
+    /// How it reads activations of each [`Precision`], by [`Exact`]; `None` for what has no panels.
+    pub(crate) forms: [[Option<Form>; Exact::COUNT]; 2],
     /// Who makes the copies, by [`Form`]; `None` for those that are not read.
     pub(crate) copy_row: [Option<CopyRow>; Form::ALL.len()],
     pub(crate) unpack: [unsafe fn(Unpack); BlockType::ALL.len()],
-    pub(crate) multiply: [[unsafe fn(&Segment<'_>); Kind::COUNT]; Exact::COUNT],
+    pub(crate) multiply: [[Multiply; Exact::COUNT]; 2],
     pub(crate) fold: unsafe fn(Sums, usize),
     pub(crate) store: unsafe fn(Sums, &GroupArgs<'_>, usize),
 }
@@ -135,11 +139,28 @@ pub(crate) struct Segment<'a> {
     /// Rows `first..first + rows`.
     pub(crate) first: usize,
     pub(crate) rows: usize,
-    /// Sums of the leaf so far, `(rows, groups, 16)`.
+    /// Sums of the leaf so far, `(rows, groups, 16)`; not written yet if `fresh`, and 0.
     pub(crate) sums: *mut f32,
+    pub(crate) fresh: bool,
 }
 
 impl Segment<'_> {
+    /// The sum at `at`, one of [`sums`](Self::sums), before chunk `c` of the segment.
+    ///
+    /// # Safety
+    /// Features of `S`; it is one of them, and was written when `c` is not 0.
+    #[inline(always)]
+    pub(crate) unsafe fn sum<S: Isa>(&self, at: *const f32, c: usize) -> S::F {
+        // SAFETY: by the caller's promise; it was written where it is not fresh.
+        unsafe {
+            if self.fresh && c == 0 {
+                S::splat(0.0)
+            } else {
+                S::load(at)
+            }
+        }
+    }
+
     /// Chunk `c` of group `g`.
     ///
     /// # Safety
@@ -243,28 +264,42 @@ unsafe fn ended<S: Isa>(sums: Sums, v: usize, leaves: usize) -> S::F {
 }
 
 impl Batch {
-    /// What products of `count` rows with a storage type need. `None` for floats, for types that do
-    /// better without panels, and for rows that are few.
+    /// What products of `count` rows of a precision with a storage type need. `None` for floats,
+    /// for types that do better without panels, and for rows that are few.
     pub(crate) fn functions(
         &'static self,
         block_type: BlockType,
+        precision: Precision,
         count: usize,
     ) -> Option<Functions> {
-        self.form(block_type, count)?;
+        self.form(block_type, precision, count)?;
         let (kind, exact) = (formats::kind(block_type)?, formats::exact(block_type)?);
         Some(Functions {
             batch: self,
             unpack: self.unpack[block_type as usize],
-            multiply: self.multiply[exact as usize][kind as usize],
+            multiply: self.multiply[index(precision)][exact as usize][kind as usize],
         })
     }
 
-    /// How products of `count` rows with a storage type read activations. `None` where they are
-    /// no better with panels.
-    pub(crate) fn form(&self, block_type: BlockType, count: usize) -> Option<Form> {
+    /// How products of `count` rows of a precision with a storage type read activations. `None`
+    /// where they are no better with panels.
+    pub(crate) fn form(
+        &self,
+        block_type: BlockType,
+        precision: Precision,
+        count: usize,
+    ) -> Option<Form> {
         let pays = count >= self.from && !self.without.contains(&block_type);
         let exact = formats::exact(block_type).filter(|_| pays)?;
-        Some(self.forms[exact as usize])
+        self.forms[index(precision)][exact as usize]
+    }
+}
+
+/// Where a precision stands in tables.
+pub(crate) const fn index(precision: Precision) -> usize {
+    match precision {
+        Precision::Eight => 0,
+        Precision::Fifteen => 1,
     }
 }
 
@@ -310,7 +345,6 @@ impl Functions {
         // SAFETY: chunks lie within the groups and rows; vectors within their buffers.
         unsafe {
             for leaf in 0..leaves {
-                std::ptr::write_bytes(sums.start, 0, sums.vectors * LANES);
                 let end = chunks.min((leaf + 1) * per_leaf);
                 for c in (leaf * per_leaf..end).step_by(most) {
                     let run = most.min(end - c);
@@ -331,6 +365,7 @@ impl Functions {
                         first_chunk: c,
                         first: args.first,
                         rows,
+                        fresh: c == leaf * per_leaf,
                         sums: sums.start,
                     });
                 }

@@ -36,7 +36,7 @@ pub enum InstructionSet {
     Avx2,
     /// x86-64 with AVX-512 F, BW, VL and VNNI, and BF16's dot products where it has them.
     Avx512Vnni,
-    /// AVX-512 as above, and products of many rows by AMX's tiles of bytes.
+    /// AVX-512 as above, and products of many rows by AMX's tiles of bf16 and of bytes.
     AmxInt8,
     /// AArch64 with the dot-product extension.
     NeonDotprod,
@@ -294,8 +294,9 @@ macro_rules! words_batch {
                 words::multiply::<$isa, NoMin, $rows>,
                 words::multiply::<$isa, HalfMins, $rows>
             );
-            batch!($feature $isa, words, $from, 2, $without, [Form::Words; Exact::COUNT],
-                [by_words::ALL; Exact::COUNT], [None, Some(copy_row), None]);
+            batch!($feature $isa, words, $from, 2, $without,
+                [[None; Exact::COUNT], [Some(Form::Words); Exact::COUNT]],
+                [[by_words::ALL; Exact::COUNT]; 2], [None, Some(copy_row), None, None]);
         }
     };
 }
@@ -323,8 +324,8 @@ macro_rules! bytes_batch {
             use super::*;
             multiply_bytes!($feature $isa, $tiles);
             batch!($feature $isa, bytes, <$tiles as bytes::Tiles>::FROM, 2, &[],
-                [Form::Bytes; Exact::COUNT], [by_bytes::ALL; Exact::COUNT],
-                [Some(copy_bytes), None, None]);
+                [[None; Exact::COUNT], [Some(Form::Bytes); Exact::COUNT]],
+                [[by_bytes::ALL; Exact::COUNT]; 2], [Some(copy_bytes), None, None, None]);
         }
     };
 }
@@ -338,23 +339,37 @@ macro_rules! floats_batch {
             use super::*;
             multiply_bytes!($feature $isa, $tiles);
             kernel!($feature copy_floats(writer: &PanelWriter<'_>, t: usize)
-                = PanelWriter::floats::<$isa>);
-            multiply!($feature by_chunk
-                floats::multiply::<$isa, $tiles, NoMin, false>,
-                floats::multiply::<$isa, $tiles, OneMin, false>,
-                floats::multiply::<$isa, $tiles, NoMin, false>,
-                floats::multiply::<$isa, $tiles, HalfMins, false>
+                = PanelWriter::floats::<$isa, 2>);
+            kernel!($feature copy_small_floats(writer: &PanelWriter<'_>, t: usize)
+                = PanelWriter::floats::<$isa, 1>);
+            multiply!($feature together
+                floats::multiply::<$isa, $tiles, NoMin, 2, false>,
+                floats::multiply::<$isa, $tiles, OneMin, 2, false>,
+                floats::multiply::<$isa, $tiles, NoMin, 2, false>,
+                floats::multiply::<$isa, $tiles, HalfMins, 2, false>
             );
-            multiply!($feature by_byte
-                floats::multiply::<$isa, $tiles, NoMin, true>,
-                floats::multiply::<$isa, $tiles, OneMin, true>,
-                floats::multiply::<$isa, $tiles, NoMin, true>,
-                floats::multiply::<$isa, $tiles, HalfMins, true>
+            multiply!($feature apart
+                floats::multiply::<$isa, $tiles, NoMin, 2, true>,
+                floats::multiply::<$isa, $tiles, OneMin, 2, true>,
+                floats::multiply::<$isa, $tiles, NoMin, 2, true>,
+                floats::multiply::<$isa, $tiles, HalfMins, 2, true>
+            );
+            multiply!($feature single
+                floats::multiply::<$isa, $tiles, NoMin, 1, false>,
+                floats::multiply::<$isa, $tiles, OneMin, 1, false>,
+                floats::multiply::<$isa, $tiles, NoMin, 1, false>,
+                floats::multiply::<$isa, $tiles, HalfMins, 1, false>
             );
             batch!($feature $isa, floats, <$tiles as bytes::Tiles>::FROM, 4, &[],
-                [Form::Floats, Form::Floats, Form::Bytes],
-                [by_chunk::ALL, by_byte::ALL, by_bytes::ALL],
-                [Some(copy_bytes), None, Some(copy_floats)]);
+                [
+                    [Some(Form::SmallFloats), Some(Form::SmallFloats), None],
+                    [Some(Form::Floats), Some(Form::Floats), Some(Form::Bytes)],
+                ],
+                [
+                    [single::ALL; Exact::COUNT],
+                    [together::ALL, apart::ALL, by_bytes::ALL],
+                ],
+                [Some(copy_bytes), None, Some(copy_floats), Some(copy_small_floats)]);
         }
     };
 }

@@ -140,6 +140,11 @@ impl Layout {
         }
     }
 
+    /// Bytes of a chunk with its share of what its block has in common.
+    pub(crate) const fn chunk_bytes(self) -> usize {
+        self.stride() / self.per_block
+    }
+
     /// Bytes of a group of `chunks` chunks.
     pub(crate) const fn group_bytes(self, chunks: usize) -> usize {
         match chunks % self.per_block {

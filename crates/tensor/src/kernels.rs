@@ -148,8 +148,8 @@ impl Kernels {
             if w.reads_integers() {
                 reads.integers = Some(precision);
             }
-            let form = |batch: &Batch| batch.form(w.block_type, max_rows);
-            if let Some(form) = self.table.batch.and_then(form).filter(|_| fifteen) {
+            let form = |batch: &Batch| batch.form(w.block_type, precision, max_rows);
+            if let Some(form) = self.table.batch.and_then(form) {
                 reads.panels[form as usize] = true;
             }
             reads.rounded |= !fifteen && w.block_type == BlockType::BF16;
@@ -308,9 +308,10 @@ impl<'a> Job<'a> {
             w.leaf_cols
         };
         let batch = table.batch.and_then(|batch| {
-            let form = batch.form(w.block_type, x.rows())?;
+            let precision = x.precision()?;
+            let form = batch.form(w.block_type, precision, x.rows())?;
             let rows = Some(x.panel_rows(form)).filter(|rows| rows.filled())?;
-            let functions = batch.functions(w.block_type, x.rows())?;
+            let functions = batch.functions(w.block_type, precision, x.rows())?;
             Some((functions, rows.view(product.first_col)))
         });
         let rounded = (w.block_type == BlockType::BF16).then(|| x.rounded_view(product.first_col));

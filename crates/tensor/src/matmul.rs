@@ -266,8 +266,9 @@ impl<S: Isa, F: Format, const TERMS: usize> Leaf<S> for Quantised<F, TERMS> {
                 while c < stop {
                     let place = layout.place(args.first_chunk + c);
                     if N == 1 {
-                        let chunk = args.weights.add(place.planes);
-                        ask_for::<S>(chunk, layout.planes + layout.scales);
+                        let bytes = layout.chunk_bytes();
+                        let at = (args.first_chunk + c) * bytes;
+                        ask_for::<S>(args.weights.wrapping_add(at), bytes);
                     }
                     let header = if by_block {
                         held

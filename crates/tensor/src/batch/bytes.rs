@@ -201,7 +201,7 @@ impl<'a, S: Isa, T: Tiles, M: Min, const HALVES: bool> Tile<'a, S, T, M, HALVES>
             let at = |i: usize| segment.sums.add(((t + i) * segment.groups + g) * LANES);
             let mut sums = [S::splat(0.0); TILE_ROWS];
             for (i, sum) in sums.iter_mut().enumerate().take(rows) {
-                *sum = S::load(at(i));
+                *sum = segment.sum::<S>(at(i), 0);
             }
             for c in 0..segment.chunks {
                 self.start();

@@ -21,7 +21,7 @@ use crate::batch::factors::Min;
 use crate::batch::registers::Registers;
 use crate::batch::words::{self, PanelChunk};
 use crate::batch::{Segment, Unpack};
-use crate::formats::{Exact, Format};
+use crate::formats::{Exact, Format, Planes, Scales};
 use crate::isa::{Bytes, Floats, Isa, LANES};
 
 /// Tiles of results.
@@ -35,30 +35,47 @@ const TILES: usize = 4;
 pub(crate) unsafe fn unpack<S: Floats + Bytes, F: Format>(args: Unpack) {
     // SAFETY: passed on.
     unsafe {
-        match const { Exact::of::<F>() } {
-            Exact::No => bytes::unpack::<S, F>(args),
-            Exact::Chunk | Exact::Byte => words::unpack_as::<S, F>(args, |w| S::as_bf16(w)),
+        match const { (Exact::of::<F>(), small::<F>()) } {
+            (Exact::No, _) => bytes::unpack::<S, F>(args),
+            (_, true) => {
+                words::unpack_as::<S, F>(args, |w| S::small_as_bf16(w, F::P::OFFSET > 0));
+            }
+            _ => words::unpack_as::<S, F>(args, |w| S::as_bf16(w)),
         }
     }
 }
 
-/// Multiplies a panel, with the bytes of activations `APART` or together.
+/// Whether weights of a format, with their integer scales, have 5 bits, of either kind that
+/// [`Floats::small_as_bf16`] takes.
+const fn small<F: Format>() -> bool {
+    let most = if F::P::OFFSET > 0 { 16 } else { 31 };
+    !F::P::SIGNED && !F::S::HALVES && F::P::LARGEST <= most
+}
+
+/// Multiplies a panel with activations of `BYTES` bytes, two of which are added `APART` or
+/// together.
 ///
 /// # Safety
 /// Features of `S`, and `R`; the segment's pointers cover its chunks, rows and sums.
 #[inline(always)]
-pub(crate) unsafe fn multiply<S: Isa, R: Registers, M: Min, const APART: bool>(
+pub(crate) unsafe fn multiply<
+    S: Isa,
+    R: Registers,
+    M: Min,
+    const BYTES: usize,
+    const APART: bool,
+>(
     segment: &Segment<'_>,
 ) {
     let whole = segment.rows / TILE_ROWS * TILE_ROWS;
     // SAFETY: tiles stay within the rows.
     unsafe {
         if whole > 0 {
-            Tiles::<S, R, M, APART>::new(segment, 0..whole, TILE_ROWS).run::<true>();
+            Tiles::<S, R, M, BYTES, APART>::new(segment, 0..whole, TILE_ROWS).run::<true>();
         }
         if whole < segment.rows {
             let rest = whole..segment.rows;
-            Tiles::<S, R, M, APART>::new(segment, rest.clone(), rest.len()).run::<false>();
+            Tiles::<S, R, M, BYTES, APART>::new(segment, rest.clone(), rest.len()).run::<false>();
         }
     }
 }
@@ -73,7 +90,7 @@ struct Turn {
 }
 
 /// Configured tiles and their way through rows `rows`, `tile_rows` at a time.
-struct Tiles<'a, S, R, M, const APART: bool> {
+struct Tiles<'a, S, R, M, const BYTES: usize, const APART: bool> {
     registers: R,
     segment: &'a Segment<'a>,
     rows: Range<usize>,
@@ -85,7 +102,9 @@ struct Tiles<'a, S, R, M, const APART: bool> {
 #[repr(C, align(64))]
 struct Results(MaybeUninit<[[[f32; LANES]; TILE_ROWS]; TILES]>);
 
-impl<'a, S: Isa, R: Registers, M: Min, const APART: bool> Tiles<'a, S, R, M, APART> {
+impl<'a, S: Isa, R: Registers, M: Min, const BYTES: usize, const APART: bool>
+    Tiles<'a, S, R, M, BYTES, APART>
+{
     /// Tiles of results to a chunk.
     const EACH: usize = if APART { 2 } else { 1 };
 
@@ -193,6 +212,9 @@ impl<'a, S: Isa, R: Registers, M: Min, const APART: bool> Tiles<'a, S, R, M, APA
             }
             self.registers.zero::<H>();
             self.registers.dot_floats::<H, 4, 6>();
+            if BYTES == 1 {
+                return;
+            }
             self.registers.load::<5>(from.add(TILE_ROWS * LINE), LINE);
             if H != L {
                 if k < stored {
@@ -217,7 +239,7 @@ impl<'a, S: Isa, R: Registers, M: Min, const APART: bool> Tiles<'a, S, R, M, APA
             let mut sums = [S::splat(0.0); TILE_ROWS];
             let (mut i, mut at) = (0, first);
             while i < rows {
-                sums[i] = S::load(at);
+                sums[i] = segment.sum::<S>(at, turn.first);
                 at = at.add(segment.groups * LANES);
                 i += 1;
             }

@@ -7,7 +7,7 @@
 
 use std::marker::PhantomData;
 
-use crate::activations::{CHUNK, Meta, View};
+use crate::activations::{CHUNK, Meta, Precision, View};
 #[cfg(target_arch = "x86_64")]
 use crate::isa::Floats;
 use crate::isa::{LANES, Words};
@@ -24,17 +24,27 @@ pub(crate) enum Form {
     /// As bf16, 16 rows together: of a chunk 128 times their high bytes, row by row, then their low
     /// bytes, each exact; then their next chunk. Columns as in [`Words`](Self::Words).
     Floats,
+    /// The same of rows of 8 bits, which have one byte.
+    SmallFloats,
 }
 
 impl Form {
     /// Every one, in order.
-    pub(crate) const ALL: [Self; 3] = [Self::Bytes, Self::Words, Self::Floats];
+    pub(crate) const ALL: [Self; 4] = [Self::Bytes, Self::Words, Self::Floats, Self::SmallFloats];
 
     /// Bytes of a column.
     const fn column(self) -> usize {
         match self {
-            Self::Bytes | Self::Words => 2,
+            Self::Bytes | Self::Words | Self::SmallFloats => 2,
             Self::Floats => 4,
+        }
+    }
+
+    /// What the integers have that rows are copied of.
+    pub(crate) const fn precision(self) -> Precision {
+        match self {
+            Self::Bytes | Self::Words | Self::Floats => Precision::Fifteen,
+            Self::SmallFloats => Precision::Eight,
         }
     }
 }
@@ -46,10 +56,7 @@ const PADDING: usize = 64;
 /// Rows that lie together in [`Form::Floats`], those of a tile.
 const TILE_ROWS: usize = 16;
 
-/// Bytes of a chunk of so many rows there.
-const FLOATS: usize = TILE_ROWS * CHUNK * 4;
-
-/// A batch of rows of 15-bit integers, in one of the forms.
+/// A batch of rows of integers, in one of the forms.
 #[derive(Clone, Debug)]
 pub(crate) struct PanelRows {
     form: Form,
@@ -113,14 +120,15 @@ impl PanelRows {
         let bytes = match self.form {
             Form::Words => [2 * first_col, 0],
             Form::Bytes => [first_col, self.q.len() / 2 + first_col],
-            Form::Floats => [first_col / CHUNK * FLOATS, 0],
+            Form::Floats | Form::SmallFloats => [first_col * TILE_ROWS * self.form.column(), 0],
         };
         let meta = match self.form {
             Form::Words | Form::Bytes => first_col / CHUNK,
-            Form::Floats => first_col / CHUNK * TILE_ROWS,
+            Form::Floats | Form::SmallFloats => first_col / CHUNK * TILE_ROWS,
         };
         PanelView {
             stride: self.stride,
+            column: self.form.column(),
             bytes: bytes.map(|at| self.q[at..].as_ptr()),
             meta: self.meta[meta..].as_ptr(),
             _borrow: PhantomData,
@@ -133,6 +141,8 @@ impl PanelRows {
 pub(crate) struct PanelView<'a> {
     /// Columns from a row to the next.
     pub(crate) stride: usize,
+    /// Bytes of a column.
+    column: usize,
     /// High and low bytes; in the other forms the first is all.
     bytes: [*const i8; 2],
     meta: *const Meta,
@@ -165,8 +175,8 @@ impl PanelView<'_> {
         unsafe { words.add(t * self.stride + c * CHUNK) }
     }
 
-    /// Chunk `c` of the 16 rows from `t` on, of rows in [`Form::Floats`]: a tile of high floats and
-    /// one of low floats, [`FLOATS`] bytes, and what belongs to them.
+    /// Chunk `c` of the 16 rows from `t` on, of rows in [`Form::Floats`], a tile of high floats and
+    /// one of low floats, or in [`Form::SmallFloats`], one tile; and what belongs to them.
     ///
     /// # Safety
     /// Both lie within the rows, and `t` is a multiple of 16.
@@ -176,7 +186,8 @@ impl PanelView<'_> {
         let tile = t / TILE_ROWS * (self.stride / CHUNK) + c;
         // SAFETY: in bounds by the caller's promise.
         unsafe {
-            let floats = self.bytes[0].cast::<u8>().add(tile * FLOATS);
+            let bytes = TILE_ROWS * CHUNK * self.column;
+            let floats = self.bytes[0].cast::<u8>().add(tile * bytes);
             (floats, self.meta.add(tile * TILE_ROWS))
         }
     }
@@ -251,26 +262,30 @@ impl PanelWriter<'_> {
         }
     }
 
-    /// Copies row `t`, which was quantised, in [`Form::Floats`].
+    /// Copies row `t`, which was quantised, in [`Form::Floats`] for two bytes of integers, and in
+    /// [`Form::SmallFloats`] for one.
     ///
     /// # Safety
-    /// As [`words`](Self::words).
+    /// As [`words`](Self::words), of integers of so many bytes.
     #[cfg(target_arch = "x86_64")]
     #[inline(always)]
-    pub(crate) unsafe fn floats<S: Floats>(&self, t: usize) {
+    pub(crate) unsafe fn floats<S: Floats, const BYTES: usize>(&self, t: usize) {
         for c in 0..self.cols / CHUNK {
             // SAFETY: the chunk lies within the row.
             unsafe {
-                let (bytes, meta) = self.from.chunk::<2>(t, c);
+                let (bytes, meta) = self.from.chunk::<BYTES>(t, c);
                 let tile = t / TILE_ROWS * (self.stride / CHUNK) + c;
-                let floats = self.q.add(tile * FLOATS).cast::<i16>();
+                let floats = self.q.cast::<i16>().add(tile * BYTES * TILE_ROWS * CHUNK);
                 let floats = floats.add(t % TILE_ROWS * CHUNK);
                 let mut half = 0;
                 while half < CHUNK {
-                    let high = S::shl7_i(S::load_i8(bytes[0].add(half).cast()));
-                    let low = S::load_i8(bytes[1].add(half).cast());
-                    S::store_words(floats.add(half), S::top(S::to_f(high)));
-                    S::store_words(floats.add(TILE_ROWS * CHUNK + half), S::top(S::to_f(low)));
+                    let mut first = S::load_i8(bytes[0].add(half).cast());
+                    if BYTES == 2 {
+                        first = S::shl7_i(first);
+                        let low = S::top(S::to_f(S::load_i8(bytes[1].add(half).cast())));
+                        S::store_words(floats.add(TILE_ROWS * CHUNK + half), low);
+                    }
+                    S::store_words(floats.add(half), S::top(S::to_f(first)));
                     half += LANES;
                 }
                 *self.meta.add(tile * TILE_ROWS + t % TILE_ROWS) = meta;

@@ -140,7 +140,7 @@ unsafe fn tile<S: Words, M: Min, const G: usize, const N: usize>(segment: &Segme
     unsafe {
         let at = |i: usize, g: usize| segment.sums.add(((t + i) * G + g) * LANES);
         let mut sums = [[S::splat(0.0); G]; N];
-        each::<G, N>(|i, g| sums[i][g] = S::load(at(i, g)));
+        each::<G, N>(|i, g| sums[i][g] = segment.sum::<S>(at(i, g), 0));
         for c in 0..segment.chunks {
             let dots = dots::<S, G, N>(segment, t, c);
             each::<G, N>(|i, g| {

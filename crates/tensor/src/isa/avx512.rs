@@ -291,6 +291,29 @@ impl Floats for Avx512 {
         }
     }
     #[inline(always)]
+    unsafe fn small_as_bf16(words: __m512i, signed: bool) -> __m512i {
+        /// The bf16 of what the low five bits of a word say.
+        const fn table(signed: bool) -> [u16; 32] {
+            let (mut table, mut i) = ([0; 32], 0);
+            while i < 32 {
+                let value = if signed && i >= 16 {
+                    i as i32 - 32
+                } else {
+                    i as i32
+                };
+                table[i] = ((value as f32).to_bits() >> 16) as u16;
+                i += 1;
+            }
+            table
+        }
+        const SIGNED: [u16; 32] = table(true);
+        const UNSIGNED: [u16; 32] = table(false);
+        unsafe {
+            let table = if signed { &SIGNED } else { &UNSIGNED };
+            _mm512_permutexvar_epi16(words, _mm512_loadu_si512(table.as_ptr().cast()))
+        }
+    }
+    #[inline(always)]
     unsafe fn top(x: __m512) -> __m512i {
         unsafe { _mm512_srli_epi32::<16>(_mm512_castps_si512(x)) }
     }

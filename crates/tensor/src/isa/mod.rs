@@ -187,6 +187,12 @@ pub(crate) trait Words: Isa {
 pub(crate) trait Floats: Words {
     /// The bf16 of each word, whose magnitude is at most 256: exact.
     unsafe fn as_bf16(words: Self::W) -> Self::W;
+    /// The same of 5 bits: of -16..16 if `signed`, else of 0..32.
+    #[inline(always)]
+    unsafe fn small_as_bf16(words: Self::W, _signed: bool) -> Self::W {
+        // SAFETY: passed on.
+        unsafe { Self::as_bf16(words) }
+    }
     /// The upper 16 bits of each lane: its bf16, where the lower ones are 0.
     unsafe fn top(x: Self::F) -> Self::I;
 }

@@ -29,27 +29,33 @@ pub(crate) fn same_products(one: &'static Table, other: &'static Table) -> bool 
     let mut types = BlockType::ALL.into_iter().filter(|t| !t.is_float());
     types.all(|block_type| {
         let bytes = random_row(block_type, ROWS * COLS, 7);
-        [0, 96].into_iter().all(|leaf_cols| {
+        let leaves = [0, 96].map(|cols| [Precision::Eight, Precision::Fifteen].map(|p| (cols, p)));
+        leaves.into_iter().flatten().all(|(leaf_cols, precision)| {
             let stored = StoredMatrix {
                 block_type,
                 rows: ROWS,
                 cols: COLS,
                 bytes: &bytes,
             };
-            let same = product(&one, stored, leaf_cols).zip(product(&other, stored, leaf_cols));
-            same.is_some_and(|(one, other)| one == other)
+            let [one, other] = [&one, &other].map(|k| product(k, stored, leaf_cols, precision));
+            one.zip(other).is_some_and(|(one, other)| one == other)
         })
     })
 }
 
 /// The bits of a product; `None` when there is no memory for it.
-fn product(kernels: &Kernels, stored: StoredMatrix<'_>, leaf_cols: usize) -> Option<Vec<u32>> {
+fn product(
+    kernels: &Kernels,
+    stored: StoredMatrix<'_>,
+    leaf_cols: usize,
+    precision: Precision,
+) -> Option<Vec<u32>> {
     let options = PackOptions {
         leaf_cols,
         as_f32: false,
     };
     let weights = Packed::new(stored, options, kernels.pool()).ok()?;
-    let mut x = Activations::new(BATCH, COLS, Some(Precision::Fifteen));
+    let mut x = Activations::new(BATCH, COLS, Some(precision));
     kernels.fill_rows(&mut x, |t, row| {
         let wave = |k: usize| ((k + 1) * (t + 3) % 101) as f32 - 50.0;
         row.iter_mut().enumerate().for_each(|(k, x)| *x = wave(k));
