@@ -221,15 +221,14 @@ impl<F, const TERMS: usize> Copy for Quantised<F, TERMS> {}
 const MANY: usize = 32;
 
 /// How far ahead of a single row's product weights are asked for, into the first cache and into
-/// the second. One row of 2048 columns from memory, of plain reads, on an Intel Xeon with AMX: Q4_0
-/// 0.52 -> 0.90, Q8_0 0.77 -> 0.93, Q4_K 0.52 -> 0.81; with the first alone 0.79, 0.90 and 0.76, 2
-/// KiB ahead. Zen 4 fetches as much by itself.
+/// the second. `paceline bench kernels` on an Intel Xeon with AMX, of plain reads: Q4_0 0.57 ->
+/// 0.92, Q8_0 0.60 -> 0.94, Q4_K 0.52 -> 0.90. Zen 4 fetches as much by itself.
 const NEAR: usize = 512;
 const FAR: usize = 4096;
 
 /// Asks for `bytes` bytes of weights [`NEAR`] and [`FAR`] behind `at`, which may lie behind all.
 #[inline(always)]
-pub(crate) unsafe fn ask_for<S: Isa>(at: *const u8, bytes: usize) {
+pub(crate) unsafe fn ask_ahead<S: Isa>(at: *const u8, bytes: usize) {
     let mut line = 0;
     while line < bytes {
         // SAFETY: hints; any address may be given.
@@ -268,7 +267,7 @@ impl<S: Isa, F: Format, const TERMS: usize> Leaf<S> for Quantised<F, TERMS> {
                     if N == 1 {
                         let bytes = layout.chunk_bytes();
                         let at = (args.first_chunk + c) * bytes;
-                        ask_for::<S>(args.weights.wrapping_add(at), bytes);
+                        ask_ahead::<S>(args.weights.wrapping_add(at), bytes);
                     }
                     let header = if by_block {
                         held
@@ -481,7 +480,7 @@ impl<S: Isa, T: FloatWeight> Leaf<S> for Floats<T> {
                 let steps = (cols.end - k).min(4);
                 if N == 1 {
                     let bytes = LANES * T::SIZE;
-                    ask_for::<S>(args.weights.add(k * bytes), steps * bytes);
+                    ask_ahead::<S>(args.weights.add(k * bytes), steps * bytes);
                 }
                 let mut j = 0;
                 while j < steps {

@@ -286,7 +286,7 @@ impl Words for Scalar {
     }
 }
 
-#[cfg(target_arch = "x86_64")]
+#[cfg(all(test, target_arch = "x86_64"))]
 impl super::Floats for Scalar {
     #[inline(always)]
     unsafe fn as_bf16(w: W) -> W {

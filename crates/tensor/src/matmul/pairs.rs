@@ -16,7 +16,7 @@ use std::marker::PhantomData;
 use std::ops::Range;
 
 use crate::isa::{BF16_COLUMN, Isa, Pairs};
-use crate::matmul::{GroupArgs, Leaf, ask_for, tiles};
+use crate::matmul::{GroupArgs, Leaf, ask_ahead, tiles};
 
 /// 2^-56. Weights and activations that are 0 or at least this are whole multiples of 2^-63, having
 /// 8 bits; products, and sums of them however rounded, are of 2^-126, the smallest normal f32. So
@@ -76,7 +76,7 @@ impl<S: Isa, P: Pairs<S>> Leaf<S> for Rounded<P> {
             for k in (cols.start..whole).step_by(2 * SUMS) {
                 if N == 1 {
                     let bytes = 2 * SUMS * BF16_COLUMN;
-                    ask_for::<S>(args.weights.add(k * BF16_COLUMN), bytes);
+                    ask_ahead::<S>(args.weights.add(k * BF16_COLUMN), bytes);
                 }
                 let mut p = 0;
                 while p < SUMS {
