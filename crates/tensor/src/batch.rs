@@ -6,7 +6,7 @@
 //! cache, and every row of a block of [`ROWS`] meets it before the next panel:
 //!
 //! ```text
-//! for each block of rows        sums of leaves and of the tree in memory, (ROWS, groups, 16)
+//! for each block of rows        sums of leaves and of the tree in memory, (groups, rows, 16)
 //!   for each leaf, for each run of chunks within it
 //!     unpack the run of all groups                                       Batch::unpack, by type
 //!     for each tile of rows, for each chunk:  sum = fma(inner, scale, sum)     Batch::multiply
@@ -78,6 +78,9 @@ pub(crate) struct Batch {
     pub(crate) copy_row: [Option<CopyRow>; Form::ALL.len()],
     pub(crate) unpack: [unsafe fn(Unpack); BlockType::ALL.len()],
     pub(crate) multiply: [[Multiply; Exact::COUNT]; 2],
+    /// Called before the first product of a block of rows and behind its last one, for types whose
+    /// products are [`Exact`] as floats.
+    pub(crate) around: [unsafe fn(); 2],
     pub(crate) fold: unsafe fn(Sums, usize),
     pub(crate) store: unsafe fn(Sums, &GroupArgs<'_>, usize),
 }
@@ -122,6 +125,12 @@ pub(crate) unsafe fn no_panel(_: Unpack) {
     unreachable!("floats are multiplied as they are")
 }
 
+/// What is to be done around products that need nothing around them.
+///
+/// # Safety
+/// None is needed.
+pub(crate) const unsafe fn nothing() {}
+
 /// A panel and the rows to multiply it with.
 #[derive(Debug)]
 pub(crate) struct Segment<'a> {
@@ -139,7 +148,7 @@ pub(crate) struct Segment<'a> {
     /// Rows `first..first + rows`.
     pub(crate) first: usize,
     pub(crate) rows: usize,
-    /// Sums of the leaf so far, `(rows, groups, 16)`; not written yet if `fresh`, and 0.
+    /// Sums of the leaf so far, `(groups, rows, 16)`; not written yet if `fresh`, and 0.
     pub(crate) sums: *mut f32,
     pub(crate) fresh: bool,
 }
@@ -161,6 +170,16 @@ impl Segment<'_> {
         }
     }
 
+    /// The sums of row `t` of the segment and group `g`.
+    ///
+    /// # Safety
+    /// Both lie within the segment.
+    #[inline(always)]
+    pub(crate) unsafe fn sums_of(&self, t: usize, g: usize) -> *mut f32 {
+        // SAFETY: by the caller's promise.
+        unsafe { self.sums.add(g * GROUP_SUMS + t * LANES) }
+    }
+
     /// Chunk `c` of group `g`.
     ///
     /// # Safety
@@ -172,21 +191,39 @@ impl Segment<'_> {
     }
 }
 
+/// Floats from the sums of a group to those of the next: not a multiple of 4 KiB, or a processor
+/// takes a group's loads to be of what was just stored for the one before.
+pub(crate) const GROUP_SUMS: usize = (ROWS + 16) * LANES;
+
 /// Floats of one level of sums.
-const LEVEL_LEN: usize = ROWS * TOGETHER_MOST * LANES;
+const LEVEL_LEN: usize = TOGETHER_MOST * GROUP_SUMS;
 
 /// Sums of the current leaf, then of each level of the tree.
 #[repr(C, align(64))]
 struct SumsBuffer(MaybeUninit<[[f32; LEVEL_LEN]; 1 + LEVELS]>);
 
-/// Access to the sums: vectors of 16, one for each row and group.
+/// Access to the sums: vectors of 16, one for each row and group, groups [`GROUP_SUMS`] apart.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Sums {
-    pub(crate) start: *mut f32,
-    pub(crate) vectors: usize,
+    start: *mut f32,
+    rows: usize,
+    groups: usize,
 }
 
 impl Sums {
+    /// The vector of row `t` and group `g`.
+    #[inline(always)]
+    const fn vector(t: usize, g: usize) -> usize {
+        g * GROUP_SUMS / LANES + t
+    }
+
+    /// Every vector.
+    #[inline(always)]
+    fn vectors(self) -> impl Iterator<Item = usize> {
+        let rows = move |g| (0..self.rows).map(move |t| Self::vector(t, g));
+        (0..self.groups).flat_map(rows)
+    }
+
     /// Vector `v` of the current leaf.
     #[inline(always)]
     unsafe fn leaf(self, v: usize) -> *mut f32 {
@@ -209,7 +246,7 @@ impl Sums {
 #[inline(always)]
 pub(crate) unsafe fn fold<S: Isa>(sums: Sums, leaf: usize) {
     let end = leaf.trailing_ones() as usize;
-    for v in 0..sums.vectors {
+    for v in sums.vectors() {
         // SAFETY: by the caller's promise.
         unsafe {
             let mut sum = S::load(sums.leaf(v));
@@ -232,7 +269,7 @@ pub(crate) unsafe fn store<S: Isa>(sums: Sums, args: &GroupArgs<'_>, leaves: usi
     let groups = args.lanes.div_ceil(LANES);
     for t in args.first..args.end {
         for g in 0..groups {
-            let v = (t - args.first) * groups + g;
+            let v = Sums::vector(t - args.first, g);
             // SAFETY: by the caller's promise.
             unsafe {
                 let sum = match leaves {
@@ -276,6 +313,7 @@ impl Batch {
         let (kind, exact) = (formats::kind(block_type)?, formats::exact(block_type)?);
         Some(Functions {
             batch: self,
+            around: (exact != Exact::No).then_some(self.around),
             unpack: self.unpack[block_type as usize],
             multiply: self.multiply[index(precision)][exact as usize][kind as usize],
         })
@@ -307,6 +345,7 @@ pub(crate) const fn index(precision: Precision) -> usize {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Functions {
     batch: &'static Batch,
+    around: Option<[unsafe fn(); 2]>,
     unpack: unsafe fn(Unpack),
     multiply: unsafe fn(&Segment<'_>),
 }
@@ -337,13 +376,17 @@ impl Functions {
         let rows = args.end - args.first;
         let sums = Sums {
             start: sums.0.as_mut_ptr().cast(),
-            vectors: rows * groups,
+            rows,
+            groups,
         };
         let (chunks, per_leaf) = (args.cols / Chunk::LEN, args.leaf_cols / Chunk::LEN);
         let leaves = args.cols.div_ceil(args.leaf_cols);
         let most = PANEL_CHUNKS / self.batch.together;
         // SAFETY: chunks lie within the groups and rows; vectors within their buffers.
         unsafe {
+            if let Some([begin, _]) = self.around {
+                begin();
+            }
             for leaf in 0..leaves {
                 let end = chunks.min((leaf + 1) * per_leaf);
                 for c in (leaf * per_leaf..end).step_by(most) {
@@ -372,6 +415,9 @@ impl Functions {
                 if leaves > 1 {
                     (self.batch.fold)(sums, leaf);
                 }
+            }
+            if let Some([_, end]) = self.around {
+                end();
             }
             (self.batch.store)(sums, args, leaves);
         }

@@ -16,7 +16,7 @@ use crate::batch::factors::{HalfMins, NoMin, OneMin};
 #[cfg(target_arch = "x86_64")]
 use crate::batch::floats;
 use crate::batch::rows::{Form, PanelWriter};
-use crate::batch::{Batch, Segment, Sums, Unpack, no_panel, words};
+use crate::batch::{Batch, Segment, Sums, Unpack, no_panel, nothing, words};
 use crate::formats::{self, Exact};
 use crate::isa::{self, Isa};
 #[cfg(target_arch = "x86_64")]
@@ -249,10 +249,11 @@ macro_rules! multiply {
 }
 
 /// A batch whose panels of so many groups `$unpack` makes: from so many rows on, without types,
-/// with the forms and products for each [`formats::Exact`], and who copies rows in which [`Form`].
+/// with the forms and products for each [`formats::Exact`], who copies rows in which [`Form`], and
+/// what is called around products.
 macro_rules! batch {
     ($feature:tt $isa:ty, $unpack:ident, $from:expr, $together:literal, $without:expr, $forms:expr,
-     $multiply:expr, $copy_row:expr) => {
+     $multiply:expr, $copy_row:expr, $around:expr) => {
         integer_types!(batch! @unpack $feature $isa, $unpack,);
         kernel!($feature fold(sums: Sums, leaf: usize) = crate::batch::fold::<$isa>);
         kernel!($feature store(sums: Sums, args: &GroupArgs<'_>, leaves: usize)
@@ -265,6 +266,7 @@ macro_rules! batch {
             copy_row: $copy_row,
             unpack: UNPACK,
             multiply: $multiply,
+            around: $around,
             fold,
             store,
         };
@@ -296,7 +298,7 @@ macro_rules! words_batch {
             );
             batch!($feature $isa, words, $from, 2, $without,
                 [[None; Exact::COUNT], [Some(Form::Words); Exact::COUNT]],
-                [[by_words::ALL; Exact::COUNT]; 2], [None, Some(copy_row), None, None]);
+                [[by_words::ALL; Exact::COUNT]; 2], [None, Some(copy_row), None, None], [nothing; 2]);
         }
     };
 }
@@ -325,7 +327,7 @@ macro_rules! bytes_batch {
             multiply_bytes!($feature $isa, $tiles);
             batch!($feature $isa, bytes, <$tiles as bytes::Tiles>::FROM, 2, &[],
                 [[None; Exact::COUNT], [Some(Form::Bytes); Exact::COUNT]],
-                [[by_bytes::ALL; Exact::COUNT]; 2], [Some(copy_bytes), None, None, None]);
+                [[by_bytes::ALL; Exact::COUNT]; 2], [Some(copy_bytes), None, None, None], [nothing; 2]);
         }
     };
 }
@@ -338,6 +340,8 @@ macro_rules! floats_batch {
             #[allow(clippy::wildcard_imports, reason = "a macro's module")]
             use super::*;
             multiply_bytes!($feature $isa, $tiles);
+            kernel!($feature begin() = floats::begin::<$tiles>);
+            kernel!($feature end() = floats::end::<$tiles>);
             kernel!($feature copy_floats(writer: &PanelWriter<'_>, t: usize)
                 = PanelWriter::floats::<$isa, 2>);
             kernel!($feature copy_small_floats(writer: &PanelWriter<'_>, t: usize)
@@ -369,7 +373,8 @@ macro_rules! floats_batch {
                     [single::ALL; Exact::COUNT],
                     [together::ALL, apart::ALL, by_bytes::ALL],
                 ],
-                [Some(copy_bytes), None, Some(copy_floats), Some(copy_small_floats)]);
+                [Some(copy_bytes), None, Some(copy_floats), Some(copy_small_floats)],
+                [begin, end]);
         }
     };
 }

@@ -118,9 +118,17 @@ macro_rules! tile {
         asm!("tileloadd tmm{t}, [{from} + {stride}*1]", t = const $t, from = in(reg) $from,
              stride = in(reg) $stride, options(nostack))
     };
-    (store $t:ident, $to:expr, $stride:expr) => {
-        asm!("tilestored [{to} + {stride}*1], tmm{t}", t = const $t, to = in(reg) $to,
-             stride = in(reg) $stride, options(nostack))
+    (load_nth $t:ident, $from:expr, $at:expr) => {
+        asm!("tileloadd tmm{t}, [{from} + {stride}*1 + {at}]", t = const $t, from = in(reg) $from,
+             stride = in(reg) 64usize, at = const $at, options(nostack))
+    };
+    (store $t:ident, $to:expr, $at:expr) => {
+        asm!("tilestored [{to} + {stride}*1 + {at}], tmm{t}", t = const $t, to = in(reg) $to,
+             stride = in(reg) 64usize, at = const $at, options(nostack))
+    };
+    (store_next $t:ident, $to:expr, $at:expr) => {
+        asm!("tilestored [{to} + {stride}*1 + {at}], tmm{t}", t = const $t + 1, to = in(reg) $to,
+             stride = in(reg) 64usize, at = const $at, options(nostack))
     };
     (zero $t:ident) => {
         asm!("tilezero tmm{t}", t = const $t, options(nostack))
@@ -151,12 +159,24 @@ impl Registers for Amx {
         Self
     }
     #[inline(always)]
+    unsafe fn left() -> Self {
+        Self
+    }
+    #[inline(always)]
     unsafe fn load<const T: u8>(&mut self, from: *const u8, stride: usize) {
         unsafe { tile!(load T, from, stride) }
     }
     #[inline(always)]
-    unsafe fn store<const T: u8>(&self, to: *mut i32) {
-        unsafe { tile!(store T, to, 64usize) }
+    unsafe fn load_nth<const T: u8, const N: usize, const UNIT: usize>(&mut self, from: *const u8) {
+        unsafe { tile!(load_nth T, from, N * UNIT) }
+    }
+    #[inline(always)]
+    unsafe fn store<const T: u8>(&self, results: *mut i32) {
+        unsafe { tile!(store T, results, T as usize * 1024) }
+    }
+    #[inline(always)]
+    unsafe fn store_next<const T: u8>(&self, results: *mut i32) {
+        unsafe { tile!(store_next T, results, (T as usize + 1) * 1024) }
     }
     #[inline(always)]
     unsafe fn zero<const T: u8>(&mut self) {

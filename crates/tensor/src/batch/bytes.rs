@@ -198,7 +198,7 @@ impl<'a, S: Isa, T: Tiles, M: Min, const HALVES: bool> Tile<'a, S, T, M, HALVES>
         let rows = if FULL { T::ROWS } else { self.rows };
         // SAFETY: by the caller's promise.
         unsafe {
-            let at = |i: usize| segment.sums.add(((t + i) * segment.groups + g) * LANES);
+            let at = |i: usize| segment.sums_of(t + i, g);
             let mut sums = [S::splat(0.0); TILE_ROWS];
             for (i, sum) in sums.iter_mut().enumerate().take(rows) {
                 *sum = segment.sum::<S>(at(i), 0);

@@ -21,6 +21,18 @@ impl Tile {
     }
 }
 
+impl Emulated {
+    /// As [`Registers::store`].
+    unsafe fn store_tile(&self, tile: usize, results: *mut i32) {
+        let to = results.wrapping_add(256 * tile);
+        let tile = &self.0[tile];
+        for row in 0..tile.rows {
+            let (from, to) = (tile.data[row].as_ptr(), to.cast::<u8>());
+            unsafe { std::ptr::copy_nonoverlapping(from, to.add(64 * row), tile.row_bytes) };
+        }
+    }
+}
+
 // SAFETY (whole impl): rows and bytes are those of the configuration.
 #[allow(
     clippy::undocumented_unsafe_blocks,
@@ -42,6 +54,10 @@ impl Registers for Emulated {
         }))
     }
 
+    unsafe fn left() -> Self {
+        unsafe { Self::configured(16, 64) }
+    }
+
     unsafe fn load<const T: u8>(&mut self, from: *const u8, stride: usize) {
         let tile = &mut self.0[usize::from(T)];
         tile.data = [[0; 64]; 16];
@@ -51,14 +67,17 @@ impl Registers for Emulated {
         }
     }
 
-    unsafe fn store<const T: u8>(&self, to: *mut i32) {
-        let tile = &self.0[usize::from(T)];
-        for row in 0..tile.rows {
-            let (from, to) = (tile.data[row].as_ptr(), to.cast::<u8>());
-            unsafe { std::ptr::copy_nonoverlapping(from, to.add(64 * row), tile.row_bytes) };
-        }
+    unsafe fn load_nth<const T: u8, const N: usize, const UNIT: usize>(&mut self, from: *const u8) {
+        unsafe { self.load::<T>(from.add(N * UNIT), 64) }
     }
 
+    unsafe fn store<const T: u8>(&self, results: *mut i32) {
+        unsafe { self.store_tile(usize::from(T), results) }
+    }
+
+    unsafe fn store_next<const T: u8>(&self, results: *mut i32) {
+        unsafe { self.store_tile(usize::from(T) + 1, results) }
+    }
     unsafe fn zero<const T: u8>(&mut self) {
         self.0[usize::from(T)].data = [[0; 64]; 16];
     }

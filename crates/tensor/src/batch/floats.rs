@@ -7,25 +7,28 @@
 //! of bytes costs more than the products. Where only the sums of each byte are exact they have an
 //! accumulator each, and one addition rounds their sum once, as the conversion of `D` does.
 //!
-//! Up to four tiles of results are *in turn*: chunks of a group with a tile of rows. While one turn
-//! is multiplied the one before is stored, tile by tile, since a tile that is stored right behind
-//! its product holds up the next one (57 cycles a product instead of 19, measured on an Intel
-//! Xeon).
+//! Up to four tiles of results are *in turn*: chunks of a group with a tile of rows. A turn has two
+//! halves. While one half is multiplied the half before it is stored, tile by tile, and floats are
+//! made of the half before that: a tile that is stored right behind its product holds up the next
+//! one (57 cycles a product instead of 19, measured on an Intel Xeon), and so do results that are
+//! read right behind their store, or while others are stored a multiple of 4 KiB away.
 
 use std::marker::PhantomData;
 use std::mem::MaybeUninit;
-use std::ops::Range;
 
 use crate::batch::bytes::{self, LINE, TILE_ROWS};
 use crate::batch::factors::Min;
 use crate::batch::registers::Registers;
+use crate::batch::rows::TileMeta;
 use crate::batch::words::{self, PanelChunk};
-use crate::batch::{Segment, Unpack};
+use crate::batch::{CHUNK_BYTES, GROUP_SUMS, Segment, Unpack};
 use crate::formats::{Exact, Format, Planes, Scales};
 use crate::isa::{Bytes, Floats, Isa, LANES};
 
 /// Tiles of results.
 const TILES: usize = 4;
+/// Bytes of a tile.
+const TILE_BYTES: usize = TILE_ROWS * LINE;
 
 /// Unpacks chunks of a group of format `F`, as bytes where bf16 is not exact.
 ///
@@ -52,11 +55,32 @@ const fn small<F: Format>() -> bool {
     !F::P::SIGNED && !F::S::HALVES && F::P::LARGEST <= most
 }
 
-/// Multiplies a panel with activations of `BYTES` bytes, two of which are added `APART` or
-/// together.
+/// Takes the registers for products of panels: once for many of them, since the first product
+/// behind a configuration waits for it.
 ///
 /// # Safety
-/// Features of `S`, and `R`; the segment's pointers cover its chunks, rows and sums.
+/// Features of `R`.
+#[inline(always)]
+pub(crate) unsafe fn begin<R: Registers>() {
+    // SAFETY: passed on. What is forgotten is in the processor, or nothing.
+    std::mem::forget(unsafe { R::configured(TILE_ROWS, LINE) });
+}
+
+/// Gives them back.
+///
+/// # Safety
+/// Features of `R`; behind [`begin`].
+#[inline(always)]
+pub(crate) unsafe fn end<R: Registers>() {
+    // SAFETY: passed on.
+    unsafe { R::left().release() };
+}
+
+/// Multiplies a panel with activations of `BYTES` bytes, two of which are added `APART` or
+/// together. A last tile is a whole one too: activations have room for it, and so have sums.
+///
+/// # Safety
+/// Features of `S`, and `R`; between [`begin`] and [`end`] of `R`; the segment's pointers cover its chunks, rows and sums.
 #[inline(always)]
 pub(crate) unsafe fn multiply<
     S: Isa,
@@ -67,34 +91,47 @@ pub(crate) unsafe fn multiply<
 >(
     segment: &Segment<'_>,
 ) {
-    let whole = segment.rows / TILE_ROWS * TILE_ROWS;
-    // SAFETY: tiles stay within the rows.
+    // SAFETY: passed on.
     unsafe {
-        if whole > 0 {
-            Tiles::<S, R, M, BYTES, APART>::new(segment, 0..whole, TILE_ROWS).run::<true>();
-        }
-        if whole < segment.rows {
-            let rest = whole..segment.rows;
-            Tiles::<S, R, M, BYTES, APART>::new(segment, rest.clone(), rest.len()).run::<false>();
+        let tiles = Tiles::<S, R, M, BYTES, APART>::new(segment);
+        match segment.chunks % TILES {
+            0 if !APART => tiles.run::<TILES>(),
+            0 | 2 => tiles.run::<2>(),
+            _ => tiles.run::<1>(),
         }
     }
 }
 
-/// Neighbouring chunks of a group with a tile of rows.
+/// Does the block for each row of a tile, `$i` being a constant: sums stay in registers, where a
+/// loop that is not unrolled keeps them in memory.
+macro_rules! each_row {
+    ($i:ident $do:block) => {
+        each_row!(@ $i $do, 0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15)
+    };
+    (@ $i:ident $do:block, $($row:literal)*) => {
+        $({
+            const $i: usize = $row;
+            $do
+        })*
+    };
+}
+
+/// Neighbouring chunks of a group with a tile of rows, and where their operands lie.
 #[derive(Clone, Copy)]
 struct Turn {
     row: usize,
     group: usize,
     first: usize,
-    chunks: usize,
+    floats: *const u8,
+    metas: *const TileMeta,
+    weights: *const u8,
+    sums: *mut f32,
 }
 
-/// Configured tiles and their way through rows `rows`, `tile_rows` at a time.
+/// Configured tiles and their way through the rows, a tile of them at a time.
 struct Tiles<'a, S, R, M, const BYTES: usize, const APART: bool> {
     registers: R,
     segment: &'a Segment<'a>,
-    rows: Range<usize>,
-    tile_rows: usize,
     results: Results,
     _types: PhantomData<(S, M)>,
 }
@@ -105,186 +142,277 @@ struct Results(MaybeUninit<[[[f32; LANES]; TILE_ROWS]; TILES]>);
 impl<'a, S: Isa, R: Registers, M: Min, const BYTES: usize, const APART: bool>
     Tiles<'a, S, R, M, BYTES, APART>
 {
-    /// Tiles of results to a chunk.
-    const EACH: usize = if APART { 2 } else { 1 };
+    /// Bytes of a chunk's activations of a tile.
+    const FLOATS: usize = BYTES * TILE_BYTES;
 
     #[inline(always)]
-    unsafe fn new(segment: &'a Segment<'a>, rows: Range<usize>, tile_rows: usize) -> Self {
+    unsafe fn new(segment: &'a Segment<'a>) -> Self {
         Self {
             // SAFETY: passed on.
-            registers: unsafe { R::configured(tile_rows, LINE) },
+            registers: unsafe { R::left() },
             segment,
-            rows,
-            tile_rows,
             results: Results(MaybeUninit::uninit()),
             _types: PhantomData,
         }
     }
 
-    /// All turns; `FULL` when tiles are whole ones.
+    /// All turns, of `C` chunks each.
     #[inline(always)]
-    unsafe fn run<const FULL: bool>(mut self) {
-        let mut turn = self.turn(self.rows.start, 0, 0);
-        // SAFETY: by the caller's promise.
+    unsafe fn run<const C: usize>(mut self) {
+        // SAFETY: by the caller's promise; floats are made of what was stored.
         unsafe {
-            self.start(Some(turn), 0);
+            let mut turn = self.first();
+            self.first_half::<C, false>(turn);
+            self.second_half::<C>(turn);
             loop {
-                let next = self.after(turn);
-                self.start(next, turn.chunks);
-                self.finish::<FULL>(turn);
-                match next {
-                    Some(next) => turn = next,
-                    None => break,
+                let next = self.after::<C>(turn);
+                if next.row >= self.segment.rows {
+                    break;
                 }
+                self.first_half::<C, true>(next);
+                let mut sums = self.sums(turn);
+                self.floats_of_first::<C>(turn, &mut sums);
+                self.second_half::<C>(next);
+                self.floats_of_second::<C>(turn, &mut sums);
+                self.keep(turn, &sums);
+                turn = next;
             }
-            self.registers.release();
+            self.store_last::<C>();
+            let mut sums = self.sums(turn);
+            self.floats_of_first::<C>(turn, &mut sums);
+            self.floats_of_second::<C>(turn, &mut sums);
+            self.keep(turn, &sums);
         }
     }
 
     #[inline(always)]
-    fn turn(&self, row: usize, group: usize, first: usize) -> Turn {
-        let chunks = (self.segment.chunks - first).min(TILES / Self::EACH);
+    unsafe fn first(&self) -> Turn {
+        let segment = self.segment;
+        // SAFETY: by the caller's promise.
+        let (floats, metas) = unsafe { segment.x.floats(segment.first, segment.first_chunk) };
         Turn {
-            row,
-            group,
-            first,
-            chunks,
+            row: 0,
+            group: 0,
+            first: 0,
+            floats,
+            metas,
+            weights: segment.panel,
+            sums: segment.sums,
         }
     }
 
-    /// The turn after `turn`: over chunks, then groups, then tiles of rows.
+    /// The turn after `turn`: over chunks, then groups, then tiles of rows. Behind the last one its
+    /// row is none of the segment's, and its pointers lead nowhere.
     #[inline(always)]
-    fn after(&self, turn: Turn) -> Option<Turn> {
-        let first = turn.first + turn.chunks;
-        if first < self.segment.chunks {
-            return Some(self.turn(turn.row, turn.group, first));
+    fn after<const C: usize>(&self, mut turn: Turn) -> Turn {
+        let segment = self.segment;
+        turn.first += C;
+        turn.floats = turn.floats.wrapping_add(C * Self::FLOATS);
+        turn.metas = turn.metas.wrapping_add(C);
+        turn.weights = turn.weights.wrapping_add(C * CHUNK_BYTES);
+        if turn.first == segment.chunks {
+            turn.first = 0;
+            turn.group += 1;
+            turn.floats = turn.floats.wrapping_sub(segment.chunks * Self::FLOATS);
+            turn.metas = turn.metas.wrapping_sub(segment.chunks);
+            let unused = segment.most - segment.chunks;
+            turn.weights = turn.weights.wrapping_add(unused * CHUNK_BYTES);
+            turn.sums = turn.sums.wrapping_add(GROUP_SUMS);
         }
-        if turn.group + 1 < self.segment.groups {
-            return Some(self.turn(turn.row, turn.group + 1, 0));
+        if turn.group == segment.groups {
+            let chunks = segment.x.tile_chunks();
+            turn.group = 0;
+            turn.row += TILE_ROWS;
+            turn.floats = turn.floats.wrapping_add(chunks * Self::FLOATS);
+            turn.metas = turn.metas.wrapping_add(chunks);
+            turn.weights = segment.panel;
+            turn.sums = segment.sums.wrapping_add(turn.row * LANES);
         }
-        let row = turn.row + self.tile_rows;
-        (row < self.rows.end).then(|| self.turn(row, 0, 0))
+        turn
     }
 
-    /// Stores the tiles of `stored` chunks and starts the products of `turn`.
+    /// Starts the products of a turn's first half, and stores the second half before it if there is
+    /// one. The tiles of the halves are 0 and 1, and 2 and 3.
     #[inline(always)]
-    unsafe fn start(&mut self, turn: Option<Turn>, stored: usize) {
+    unsafe fn first_half<const C: usize, const STORE: bool>(&mut self, turn: Turn) {
         // SAFETY: passed on.
         unsafe {
-            if APART {
-                self.chunk::<0, 1>(0, turn, stored);
-                self.chunk::<2, 3>(1, turn, stored);
-            } else {
-                self.chunk::<0, 0>(0, turn, stored);
-                self.chunk::<1, 1>(1, turn, stored);
-                self.chunk::<2, 2>(2, turn, stored);
-                self.chunk::<3, 3>(3, turn, stored);
+            match (APART, C) {
+                (true, 1) => self.chunk::<0, 0, 1, 0, STORE>(turn),
+                (true, _) => self.chunk::<0, 0, 1, 2, STORE>(turn),
+                (false, 1) => self.chunk::<0, 0, 0, 0, STORE>(turn),
+                (false, 2) => self.chunk::<0, 0, 0, 2, STORE>(turn),
+                (false, _) => {
+                    self.chunk::<0, 0, 0, 2, STORE>(turn);
+                    self.chunk::<1, 1, 1, 3, STORE>(turn);
+                }
             }
         }
     }
 
-    /// As [`start`](Self::start) for chunk `k` of either, whose bytes have tiles `H` and `L`.
+    /// As [`first_half`](Self::first_half) for the second, behind it.
     #[inline(always)]
-    unsafe fn chunk<const H: u8, const L: u8>(
+    unsafe fn second_half<const C: usize>(&mut self, turn: Turn) {
+        // SAFETY: passed on.
+        unsafe {
+            match (APART, C) {
+                (_, 1) => {}
+                (true, _) => self.chunk::<1, 2, 3, 0, true>(turn),
+                (false, 2) => self.chunk::<1, 2, 2, 0, true>(turn),
+                (false, _) => {
+                    self.chunk::<2, 2, 2, 0, true>(turn);
+                    self.chunk::<3, 3, 3, 1, true>(turn);
+                }
+            }
+        }
+    }
+
+    /// Starts the products of chunk `K`, whose bytes have tiles `H` and `L`, and stores from tile
+    /// `O` on as many.
+    #[inline(always)]
+    unsafe fn chunk<
+        const K: usize,
+        const H: u8,
+        const L: u8,
+        const O: u8,
+        const STORE: bool,
+    >(
         &mut self,
-        k: usize,
-        turn: Option<Turn>,
-        stored: usize,
+        turn: Turn,
     ) {
-        let x = self.segment.x;
-        let (high, low) = (self.result(H), self.result(L));
+        let results = self.results().cast();
+        let registers = &mut self.registers;
         // SAFETY: by the caller's promise.
         unsafe {
-            let Some(turn) = turn.filter(|turn| k < turn.chunks) else {
-                if k < stored {
-                    self.registers.store::<H>(high);
-                    self.registers.store::<L>(low);
-                }
-                return;
-            };
-            let c = turn.first + k;
-            let (from, _) = x.floats(self.segment.first + turn.row, self.segment.first_chunk + c);
-            let weights = self.segment.chunk(turn.group, c);
-            self.registers.load::<6>(weights, LINE);
-            self.registers.load::<4>(from, LINE);
-            if k < stored {
-                self.registers.store::<H>(high);
+            registers.load_nth::<6, K, CHUNK_BYTES>(turn.weights);
+            if BYTES == 1 {
+                registers.load_nth::<4, K, TILE_BYTES>(turn.floats);
+            } else {
+                registers.load_nth::<4, K, { 2 * TILE_BYTES }>(turn.floats);
             }
-            self.registers.zero::<H>();
-            self.registers.dot_floats::<H, 4, 6>();
+            if STORE {
+                registers.store::<O>(results);
+                if H != L {
+                    registers.store_next::<O>(results);
+                }
+            }
+            registers.zero::<H>();
+            registers.dot_floats::<H, 4, 6>();
             if BYTES == 1 {
                 return;
             }
-            self.registers.load::<5>(from.add(TILE_ROWS * LINE), LINE);
+            registers.load_nth::<5, K, { 2 * TILE_BYTES }>(turn.floats.add(TILE_BYTES));
             if H != L {
-                if k < stored {
-                    self.registers.store::<L>(low);
-                }
-                self.registers.zero::<L>();
+                registers.zero::<L>();
             }
-            self.registers.dot_floats::<L, 5, 6>();
+            registers.dot_floats::<L, 5, 6>();
         }
     }
 
-    /// The floats of a turn whose results were stored.
+    /// Stores the last half.
     #[inline(always)]
-    unsafe fn finish<const FULL: bool>(&mut self, turn: Turn) {
-        let rows = if FULL { TILE_ROWS } else { self.tile_rows };
-        let segment = self.segment;
+    unsafe fn store_last<const C: usize>(&mut self) {
+        let results = self.results().cast();
         // SAFETY: by the caller's promise.
         unsafe {
-            let first = segment
-                .sums
-                .add((turn.row * segment.groups + turn.group) * LANES);
+            match (APART, C) {
+                (true, 1) => {
+                    self.registers.store::<0>(results);
+                    self.registers.store::<1>(results);
+                }
+                (false, 1) => self.registers.store::<0>(results),
+                (false, 2) => self.registers.store::<2>(results),
+                _ => {
+                    self.registers.store::<2>(results);
+                    self.registers.store::<3>(results);
+                }
+            }
+        }
+    }
+
+    /// The sums before a turn.
+    #[inline(always)]
+    unsafe fn sums(&self, turn: Turn) -> [S::F; TILE_ROWS] {
+        // SAFETY: by the caller's promise.
+        unsafe {
             let mut sums = [S::splat(0.0); TILE_ROWS];
-            let (mut i, mut at) = (0, first);
-            while i < rows {
-                sums[i] = segment.sum::<S>(at, turn.first);
-                at = at.add(segment.groups * LANES);
-                i += 1;
+            if !self.segment.fresh || turn.first > 0 {
+                each_row!(I { sums[I] = S::load(turn.sums.add(I * LANES)) });
             }
-            for k in 0..turn.chunks {
-                let c = turn.first + k;
-                let chunk = segment.chunk(turn.group, c).cast::<PanelChunk>();
-                let row = segment.first + turn.row;
-                let (_, metas) = segment.x.floats(row, segment.first_chunk + c);
-                let mut i = 0;
-                while i < rows {
-                    let meta = *metas.add(i);
-                    let dot = self.dot(k, i);
-                    let inner = M::inner::<S>(dot, &raw const (*chunk).factors, meta);
-                    sums[i] = S::fma(inner, S::splat(meta.scale), sums[i]);
-                    i += 1;
-                }
-            }
-            let (mut i, mut at) = (0, first);
-            while i < rows {
-                S::store(at, sums[i]);
-                at = at.add(segment.groups * LANES);
-                i += 1;
-            }
+            sums
         }
     }
 
-    /// `f32(D)` of chunk `k` and row `i` of the results.
+    /// Writes those behind it.
     #[inline(always)]
-    unsafe fn dot(&mut self, k: usize, i: usize) -> S::F {
+    unsafe fn keep(&self, turn: Turn, sums: &[S::F; TILE_ROWS]) {
         // SAFETY: by the caller's promise.
         unsafe {
-            let of = |tile: *mut f32| S::load(tile.add(i * LANES));
-            if APART {
-                let (high, low) = (self.result(2 * k as u8), self.result(2 * k as u8 + 1));
-                S::add(of(high.cast()), of(low.cast()))
-            } else {
-                of(self.result(k as u8).cast())
+            each_row!(I { S::store(turn.sums.add(I * LANES), sums[I]) });
+        }
+    }
+
+    /// Adds the stored first half of a turn to its sums.
+    #[inline(always)]
+    unsafe fn floats_of_first<const C: usize>(
+        &mut self,
+        turn: Turn,
+        sums: &mut [S::F; TILE_ROWS],
+    ) {
+        // SAFETY: passed on.
+        unsafe {
+            self.add_chunk::<0, 0>(turn, sums);
+            if C == 4 {
+                self.add_chunk::<1, 1>(turn, sums);
             }
         }
     }
 
-    /// Where tile `tile` is stored.
+    /// As [`floats_of_first`](Self::floats_of_first) for the second.
     #[inline(always)]
-    fn result(&mut self, tile: u8) -> *mut i32 {
-        let start: *mut [[f32; LANES]; TILE_ROWS] = self.results.0.as_mut_ptr().cast();
-        start.wrapping_add(usize::from(tile)).cast()
+    unsafe fn floats_of_second<const C: usize>(
+        &mut self,
+        turn: Turn,
+        sums: &mut [S::F; TILE_ROWS],
+    ) {
+        // SAFETY: passed on.
+        unsafe {
+            match C {
+                1 => {}
+                2 => self.add_chunk::<1, 2>(turn, sums),
+                _ => {
+                    self.add_chunk::<2, 2>(turn, sums);
+                    self.add_chunk::<3, 3>(turn, sums);
+                }
+            }
+        }
+    }
+
+    /// Adds chunk `K`, whose results begin with tile `T`.
+    #[inline(always)]
+    unsafe fn add_chunk<const K: usize, const T: usize>(
+        &mut self,
+        turn: Turn,
+        sums: &mut [S::F; TILE_ROWS],
+    ) {
+        let results = self.results();
+        // SAFETY: by the caller's promise.
+        unsafe {
+            let chunk = turn.weights.add(K * CHUNK_BYTES).cast::<PanelChunk>();
+            let metas = turn.metas.add(K);
+            each_row!(I {
+                let meta = (*metas).of(I);
+                let of = |tile: usize| S::load(results.add((tile * TILE_ROWS + I) * LANES));
+                let dot = if APART { S::add(of(T), of(T + 1)) } else { of(T) };
+                let inner = M::inner::<S>(dot, &raw const (*chunk).factors, meta);
+                sums[I] = S::fma(inner, S::splat(meta.scale), sums[I]);
+            });
+        }
+    }
+
+    /// Results, `(TILES, TILE_ROWS, 16)`.
+    #[inline(always)]
+    fn results(&mut self) -> *mut f32 {
+        (&raw mut self.results).cast()
     }
 }

@@ -56,6 +56,45 @@ const PADDING: usize = 64;
 /// Rows that lie together in [`Form::Floats`], those of a tile.
 const TILE_ROWS: usize = 16;
 
+/// What belongs to a chunk of a tile's rows: each part a cache line or two, for a product whose type
+/// has no min reads the first alone.
+#[cfg(target_arch = "x86_64")]
+#[repr(C)]
+pub(crate) struct TileMeta {
+    scale: [f32; TILE_ROWS],
+    sum: [f32; TILE_ROWS],
+    sums: [[i32; TILE_ROWS]; 2],
+}
+
+#[cfg(target_arch = "x86_64")]
+const _: () = assert!(size_of::<TileMeta>() == TILE_ROWS * size_of::<Meta>());
+
+#[cfg(target_arch = "x86_64")]
+impl TileMeta {
+    /// That of row `t` of the tile.
+    #[inline(always)]
+    pub(crate) const fn of(&self, t: usize) -> Meta {
+        Meta {
+            scale: self.scale[t],
+            sums: [self.sums[0][t], self.sums[1][t]],
+            sum: self.sum[t],
+        }
+    }
+
+    /// # Safety
+    /// Row `t` of the tile is nobody else's at the time.
+    #[inline(always)]
+    unsafe fn set(this: *mut Self, t: usize, meta: Meta) {
+        // SAFETY: places of this row alone, through raw pointers.
+        unsafe {
+            (*this).scale[t] = meta.scale;
+            (*this).sum[t] = meta.sum;
+            (*this).sums[0][t] = meta.sums[0];
+            (*this).sums[1][t] = meta.sums[1];
+        }
+    }
+}
+
 /// A batch of rows of integers, in one of the forms.
 #[derive(Clone, Debug)]
 pub(crate) struct PanelRows {
@@ -68,8 +107,8 @@ pub(crate) struct PanelRows {
     /// rows / 16, stride / 32, 2, 16, 32)` floats. Zeros that are never written take no memory. At
     /// a cache line: a row of a tile is one.
     q: Placed<i8>,
-    /// `(most rows, stride / 32)`; `(most rows / 16, stride / 32, 16)` of floats
-    meta: Vec<Meta>,
+    /// `(most rows, stride / 32)`; of floats as many bytes, as [`TileMeta`]
+    meta: Placed<Meta>,
 }
 
 impl PanelRows {
@@ -82,7 +121,7 @@ impl PanelRows {
             filled: false,
             stride,
             q: Placed::new(form.column() * max_rows * stride, 0),
-            meta: vec![Meta::default(); max_rows * stride / CHUNK],
+            meta: Placed::new(max_rows * stride / CHUNK, 0),
         }
     }
 
@@ -182,14 +221,21 @@ impl PanelView<'_> {
     /// Both lie within the rows, and `t` is a multiple of 16.
     #[cfg(target_arch = "x86_64")]
     #[inline(always)]
-    pub(crate) unsafe fn floats(&self, t: usize, c: usize) -> (*const u8, *const Meta) {
+    pub(crate) unsafe fn floats(&self, t: usize, c: usize) -> (*const u8, *const TileMeta) {
         let tile = t / TILE_ROWS * (self.stride / CHUNK) + c;
         // SAFETY: in bounds by the caller's promise.
         unsafe {
             let bytes = TILE_ROWS * CHUNK * self.column;
             let floats = self.bytes[0].cast::<u8>().add(tile * bytes);
-            (floats, self.meta.add(tile * TILE_ROWS))
+            (floats, self.meta.cast::<TileMeta>().add(tile))
         }
+    }
+
+    /// Chunks from a tile to the next, of rows in [`Form::Floats`] or [`Form::SmallFloats`].
+    #[cfg(target_arch = "x86_64")]
+    #[inline(always)]
+    pub(crate) const fn tile_chunks(&self) -> usize {
+        self.stride / CHUNK
     }
 
     /// Scale and sums of chunk `c` of row `t`.
@@ -288,7 +334,8 @@ impl PanelWriter<'_> {
                     S::store_words(floats.add(half), S::top(S::to_f(first)));
                     half += LANES;
                 }
-                *self.meta.add(tile * TILE_ROWS + t % TILE_ROWS) = meta;
+                // Other rows of the tile may be written meanwhile, by other threads.
+                TileMeta::set(self.meta.cast::<TileMeta>().add(tile), t % TILE_ROWS, meta);
             }
         }
     }

@@ -138,7 +138,7 @@ unsafe fn tiles<S: Words, M: Min, const G: usize, const N: usize>(segment: &Segm
 unsafe fn tile<S: Words, M: Min, const G: usize, const N: usize>(segment: &Segment<'_>, t: usize) {
     // SAFETY: chunks and rows lie within the segment, and sums for each row and group.
     unsafe {
-        let at = |i: usize, g: usize| segment.sums.add(((t + i) * G + g) * LANES);
+        let at = |i: usize, g: usize| segment.sums_of(t + i, g);
         let mut sums = [[S::splat(0.0); G]; N];
         each::<G, N>(|i, g| sums[i][g] = segment.sum::<S>(at(i, g), 0));
         for c in 0..segment.chunks {
