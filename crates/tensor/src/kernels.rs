@@ -175,20 +175,21 @@ impl Kernels {
             count += 1;
         }
         let jobs = || jobs[..count].iter().flatten();
-        let total: usize = jobs().map(|job| job.groups).sum();
+        let total: usize = jobs().map(|job| job.groups * job.blocks()).sum();
         let mut per_task = (total / (TASKS_PER_THREAD * self.pool.threads())).max(1);
         let batches = jobs().filter_map(|job| job.batch.as_ref());
         if let Some(together) = batches.map(|(batch, _)| batch.together()).max() {
             per_task = per_task.next_multiple_of(together);
         }
-        let tasks_of = |job: &Job<'_>| job.groups.div_ceil(per_task);
-        let tasks = jobs().map(tasks_of).sum();
+        let of_block = |job: &Job<'_>| job.groups.div_ceil(per_task);
+        let tasks = jobs().map(|job| job.blocks() * of_block(job)).sum();
         self.pool.run(tasks, &|mut task| {
             for job in jobs() {
-                let own = tasks_of(job);
+                let own = job.blocks() * of_block(job);
                 if task < own {
-                    // SAFETY: tasks cover disjoint groups.
-                    return unsafe { job.run(task * per_task, per_task) };
+                    let (block, part) = (task / of_block(job), task % of_block(job));
+                    // SAFETY: tasks cover disjoint blocks or groups.
+                    return unsafe { job.run(block, part * per_task, per_task) };
                 }
                 task -= own;
             }
@@ -343,11 +344,20 @@ impl<'a> Job<'a> {
         }
     }
 
-    /// Groups `first..first + count`, all activation rows.
+    /// Blocks of activation rows that tasks take one by one: a block for panels stays in a
+    /// second-level cache while many groups meet it.
+    const fn blocks(&self) -> usize {
+        match self.batch {
+            Some(_) => self.args.end.div_ceil(batch::ROWS),
+            None => 1,
+        }
+    }
+
+    /// Groups `first..first + count` with a block of activation rows.
     ///
     /// # Safety
-    /// No other task writes these groups' outputs.
-    unsafe fn run(&self, first: usize, count: usize) {
+    /// No other task writes these groups' outputs for the block.
+    unsafe fn run(&self, block: usize, first: usize, count: usize) {
         let groups = first..self.groups.min(first + count);
         // SAFETY: the groups lie within the packed data, their outputs within `out`; lengths were
         // checked by `products`, features by detection; a batch reads activations as they lie.
@@ -360,12 +370,11 @@ impl<'a> Job<'a> {
                 }
                 return;
             };
-            for start in (0..self.args.end).step_by(batch::ROWS) {
-                for g in groups.clone().step_by(batch.together()) {
-                    let neighbours = g..groups.end.min(g + batch.together());
-                    let args = self.args_of(neighbours.clone(), start..start + batch::ROWS);
-                    batch.run(&args, *x, neighbours.len(), self.group_bytes);
-                }
+            let start = block * batch::ROWS;
+            for g in groups.clone().step_by(batch.together()) {
+                let neighbours = g..groups.end.min(g + batch.together());
+                let args = self.args_of(neighbours.clone(), start..start + batch::ROWS);
+                batch.run(&args, *x, neighbours.len(), self.group_bytes);
             }
         }
     }
