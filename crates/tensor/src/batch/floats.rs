@@ -7,11 +7,11 @@
 //! of bytes costs more than the products. Where only the sums of each byte are exact they have an
 //! accumulator each, and one addition rounds their sum once, as the conversion of `D` does.
 //!
-//! Up to four tiles of results are *in turn*: chunks of a group with a tile of rows. A turn has two
-//! halves. While one half is multiplied the half before it is stored, tile by tile, and floats are
-//! made of the half before that: a tile that is stored right behind its product holds up the next
-//! one (57 cycles a product instead of 19, measured on an Intel Xeon), and so do results that are
-//! read right behind their store, or while others are stored a multiple of 4 KiB away.
+//! Up to four tiles of results are *in turn*: chunks of a group with a tile of rows. With each
+//! product that is started the tile from half a turn before is stored, and sums are made of the one
+//! from a whole turn before: a tile that is stored right behind its product holds up the next one
+//! (57 cycles a product instead of 19, measured on an Intel Xeon), and so do results that are read
+//! right behind their store, or while others are stored a multiple of 4 KiB away.
 
 use std::marker::PhantomData;
 use std::mem::MaybeUninit;
@@ -159,36 +159,66 @@ impl<'a, S: Isa, R: Registers, M: Min, const BYTES: usize, const APART: bool>
     /// All turns, of `C` chunks each.
     #[inline(always)]
     unsafe fn run<const C: usize>(mut self) {
-        // SAFETY: by the caller's promise; floats are made of what was stored.
+        let mut turn = self.first();
+        // SAFETY: by the caller's promise; sums are made of what was stored.
         unsafe {
-            let mut turn = self.first();
-            self.first_half::<C, false>(turn);
-            self.second_half::<C>(turn);
+            self.start::<C, 0, false>(turn);
+            if C == 2 {
+                self.start::<C, 1, true>(turn);
+            }
+            if C == 4 {
+                self.start::<C, 1, false>(turn);
+                self.start::<C, 2, true>(turn);
+                self.start::<C, 3, true>(turn);
+            }
             loop {
                 let next = self.after::<C>(turn);
                 if next.row >= self.segment.rows {
                     break;
                 }
-                self.first_half::<C, true>(next);
-                let mut sums = self.sums(turn);
-                self.floats_of_first::<C>(turn, &mut sums);
-                self.second_half::<C>(next);
-                self.floats_of_second::<C>(turn, &mut sums);
-                self.keep(turn, &sums);
+                self.follow::<C>(turn, next);
                 turn = next;
             }
             self.store_last::<C>();
             let mut sums = self.sums(turn);
-            self.floats_of_first::<C>(turn, &mut sums);
-            self.floats_of_second::<C>(turn, &mut sums);
+            self.add::<C, 0>(turn, &mut sums);
+            if C > 1 {
+                self.add::<C, 1>(turn, &mut sums);
+            }
+            if C > 2 {
+                self.add::<C, 2>(turn, &mut sums);
+                self.add::<C, 3>(turn, &mut sums);
+            }
+            self.keep(turn, &sums);
+        }
+    }
+
+    /// Starts the products of the turn behind `turn` and makes its sums.
+    #[inline(always)]
+    unsafe fn follow<const C: usize>(&mut self, turn: Turn, next: Turn) {
+        // SAFETY: passed on.
+        unsafe {
+            let mut sums = self.sums(turn);
+            self.start::<C, 0, true>(next);
+            self.add::<C, 0>(turn, &mut sums);
+            if C > 1 {
+                self.start::<C, 1, true>(next);
+                self.add::<C, 1>(turn, &mut sums);
+            }
+            if C > 2 {
+                self.start::<C, 2, true>(next);
+                self.add::<C, 2>(turn, &mut sums);
+                self.start::<C, 3, true>(next);
+                self.add::<C, 3>(turn, &mut sums);
+            }
             self.keep(turn, &sums);
         }
     }
 
     #[inline(always)]
-    unsafe fn first(&self) -> Turn {
+    fn first(&self) -> Turn {
         let segment = self.segment;
-        // SAFETY: by the caller's promise.
+        // SAFETY: the segment's pointers cover its chunks and rows, as `multiply` is promised.
         let (floats, metas) = unsafe { segment.x.floats(segment.first, segment.first_chunk) };
         Turn {
             row: 0,
@@ -231,38 +261,23 @@ impl<'a, S: Isa, R: Registers, M: Min, const BYTES: usize, const APART: bool>
         turn
     }
 
-    /// Starts the products of a turn's first half, and stores the second half before it if there is
-    /// one. The tiles of the halves are 0 and 1, and 2 and 3.
+    /// Starts the products of chunk `K` of a turn, and stores the results from half a turn before if
+    /// there are any.
     #[inline(always)]
-    unsafe fn first_half<const C: usize, const STORE: bool>(&mut self, turn: Turn) {
+    unsafe fn start<const C: usize, const K: usize, const STORE: bool>(&mut self, turn: Turn) {
         // SAFETY: passed on.
         unsafe {
-            match (APART, C) {
-                (true, 1) => self.chunk::<0, 0, 1, 0, STORE>(turn),
-                (true, _) => self.chunk::<0, 0, 1, 2, STORE>(turn),
-                (false, 1) => self.chunk::<0, 0, 0, 0, STORE>(turn),
-                (false, 2) => self.chunk::<0, 0, 0, 2, STORE>(turn),
-                (false, _) => {
-                    self.chunk::<0, 0, 0, 2, STORE>(turn);
-                    self.chunk::<1, 1, 1, 3, STORE>(turn);
-                }
-            }
-        }
-    }
-
-    /// As [`first_half`](Self::first_half) for the second, behind it.
-    #[inline(always)]
-    unsafe fn second_half<const C: usize>(&mut self, turn: Turn) {
-        // SAFETY: passed on.
-        unsafe {
-            match (APART, C) {
-                (_, 1) => {}
-                (true, _) => self.chunk::<1, 2, 3, 0, true>(turn),
-                (false, 2) => self.chunk::<1, 2, 2, 0, true>(turn),
-                (false, _) => {
-                    self.chunk::<2, 2, 2, 0, true>(turn);
-                    self.chunk::<3, 3, 3, 1, true>(turn);
-                }
+            match (APART, C, K) {
+                (false, 4, 0) => self.chunk::<K, 0, 0, 2, STORE>(turn),
+                (false, 4, 1) => self.chunk::<K, 1, 1, 3, STORE>(turn),
+                (false, 4, 2) => self.chunk::<K, 2, 2, 0, STORE>(turn),
+                (false, 4, _) => self.chunk::<K, 3, 3, 1, STORE>(turn),
+                (false, 2, 0) => self.chunk::<K, 0, 0, 2, STORE>(turn),
+                (false, 2, _) => self.chunk::<K, 2, 2, 0, STORE>(turn),
+                (true, 2, 0) => self.chunk::<K, 0, 1, 2, STORE>(turn),
+                (true, 2, _) => self.chunk::<K, 2, 3, 0, STORE>(turn),
+                (false, ..) => self.chunk::<K, 0, 0, 0, STORE>(turn),
+                (true, ..) => self.chunk::<K, 0, 1, 0, STORE>(turn),
             }
         }
     }
@@ -352,58 +367,25 @@ impl<'a, S: Isa, R: Registers, M: Min, const BYTES: usize, const APART: bool>
         }
     }
 
-    /// Adds the stored first half of a turn to its sums.
+    /// Adds the stored results of chunk `K` to its turn's sums.
     #[inline(always)]
-    unsafe fn floats_of_first<const C: usize>(
+    unsafe fn add<const C: usize, const K: usize>(
         &mut self,
         turn: Turn,
         sums: &mut [S::F; TILE_ROWS],
     ) {
-        // SAFETY: passed on.
-        unsafe {
-            self.add_chunk::<0, 0>(turn, sums);
-            if C == 4 {
-                self.add_chunk::<1, 1>(turn, sums);
-            }
-        }
-    }
-
-    /// As [`floats_of_first`](Self::floats_of_first) for the second.
-    #[inline(always)]
-    unsafe fn floats_of_second<const C: usize>(
-        &mut self,
-        turn: Turn,
-        sums: &mut [S::F; TILE_ROWS],
-    ) {
-        // SAFETY: passed on.
-        unsafe {
-            match C {
-                1 => {}
-                2 => self.add_chunk::<1, 2>(turn, sums),
-                _ => {
-                    self.add_chunk::<2, 2>(turn, sums);
-                    self.add_chunk::<3, 3>(turn, sums);
-                }
-            }
-        }
-    }
-
-    /// Adds chunk `K`, whose results begin with tile `T`.
-    #[inline(always)]
-    unsafe fn add_chunk<const K: usize, const T: usize>(
-        &mut self,
-        turn: Turn,
-        sums: &mut [S::F; TILE_ROWS],
-    ) {
-        let results = self.results();
+        let tile = if C == TILES { K } else { 2 * K };
         // SAFETY: by the caller's promise.
         unsafe {
+            let results = self.results().add(tile * TILE_ROWS * LANES);
             let chunk = turn.weights.add(K * CHUNK_BYTES).cast::<PanelChunk>();
             let metas = turn.metas.add(K);
             each_row!(I {
                 let meta = (*metas).of(I);
-                let of = |tile: usize| S::load(results.add((tile * TILE_ROWS + I) * LANES));
-                let dot = if APART { S::add(of(T), of(T + 1)) } else { of(T) };
+                let mut dot = S::load(results.add(I * LANES));
+                if APART {
+                    dot = S::add(dot, S::load(results.add((TILE_ROWS + I) * LANES)));
+                }
                 let inner = M::inner::<S>(dot, &raw const (*chunk).factors, meta);
                 sums[I] = S::fma(inner, S::splat(meta.scale), sums[I]);
             });
