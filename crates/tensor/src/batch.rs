@@ -20,7 +20,7 @@
 
 #[cfg(target_arch = "x86_64")]
 pub(crate) mod amx;
-#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+#[cfg(target_arch = "aarch64")]
 pub(crate) mod bytes;
 #[cfg(all(test, target_arch = "x86_64"))]
 pub(crate) mod emulated;
@@ -78,8 +78,9 @@ pub(crate) struct Batch {
     pub(crate) copy_row: [Option<CopyRow>; Form::ALL.len()],
     pub(crate) unpack: [unsafe fn(Unpack); BlockType::ALL.len()],
     pub(crate) multiply: [[Multiply; Exact::COUNT]; 2],
-    /// Called before the first product of a block of rows and behind its last one, for types whose
-    /// products are [`Exact`] as floats.
+    /// Places of a panel that a chunk takes, by [`Exact`].
+    pub(crate) places: [usize; Exact::COUNT],
+    /// Called before the first product of a block of rows and behind its last one.
     pub(crate) around: [unsafe fn(); 2],
     pub(crate) fold: unsafe fn(Sums, usize),
     pub(crate) store: unsafe fn(Sums, &GroupArgs<'_>, usize),
@@ -313,7 +314,7 @@ impl Batch {
         let (kind, exact) = (formats::kind(block_type)?, formats::exact(block_type)?);
         Some(Functions {
             batch: self,
-            around: (exact != Exact::No).then_some(self.around),
+            places: self.places[exact as usize],
             unpack: self.unpack[block_type as usize],
             multiply: self.multiply[index(precision)][exact as usize][kind as usize],
         })
@@ -345,7 +346,7 @@ pub(crate) const fn index(precision: Precision) -> usize {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Functions {
     batch: &'static Batch,
-    around: Option<[unsafe fn(); 2]>,
+    places: usize,
     unpack: unsafe fn(Unpack),
     multiply: unsafe fn(&Segment<'_>),
 }
@@ -381,22 +382,21 @@ impl Functions {
         };
         let (chunks, per_leaf) = (args.cols / Chunk::LEN, args.leaf_cols / Chunk::LEN);
         let leaves = args.cols.div_ceil(args.leaf_cols);
-        let most = PANEL_CHUNKS / self.batch.together;
+        let most = PANEL_CHUNKS / self.batch.together / self.places;
         // SAFETY: chunks lie within the groups and rows; vectors within their buffers.
         unsafe {
-            if let Some([begin, _]) = self.around {
-                begin();
-            }
+            let [begin, end] = self.batch.around;
+            begin();
             for leaf in 0..leaves {
-                let end = chunks.min((leaf + 1) * per_leaf);
-                for c in (leaf * per_leaf..end).step_by(most) {
-                    let run = most.min(end - c);
+                let last = chunks.min((leaf + 1) * per_leaf);
+                for c in (leaf * per_leaf..last).step_by(most) {
+                    let run = most.min(last - c);
                     for g in 0..groups {
                         (self.unpack)(Unpack {
                             weights: args.weights.add(g * group_bytes),
                             first: args.first_chunk + c,
                             chunks: run,
-                            out: panel.add(g * most * CHUNK_BYTES),
+                            out: panel.add(g * most * self.places * CHUNK_BYTES),
                         });
                     }
                     (self.multiply)(&Segment {
@@ -416,9 +416,7 @@ impl Functions {
                     (self.batch.fold)(sums, leaf);
                 }
             }
-            if let Some([_, end]) = self.around {
-                end();
-            }
+            end();
             (self.batch.store)(sums, args, leaves);
         }
     }

@@ -10,7 +10,7 @@ use crate::activations::{Precision, Writer};
 use crate::attention::{self, PageView, Query};
 #[cfg(target_arch = "x86_64")]
 use crate::batch::amx::{AmxState, state as amx_state};
-#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+#[cfg(target_arch = "aarch64")]
 use crate::batch::bytes;
 use crate::batch::factors::{HalfMins, NoMin, OneMin};
 #[cfg(target_arch = "x86_64")]
@@ -37,7 +37,7 @@ pub enum InstructionSet {
     /// x86-64 with AVX-512 F, BW, VL and VNNI, and BF16's dot products where it has them.
     Avx512Vnni,
     /// AVX-512 as above, and products of many rows by AMX's tiles of bf16 and of bytes.
-    AmxInt8,
+    AmxBf16,
     /// AArch64 with the dot-product extension.
     NeonDotprod,
     /// The same, and products of many rows by the matrix instructions of the i8mm extension.
@@ -50,7 +50,7 @@ impl InstructionSet {
         Self::Scalar,
         Self::Avx2,
         Self::Avx512Vnni,
-        Self::AmxInt8,
+        Self::AmxBf16,
         Self::NeonDotprod,
         Self::NeonI8mm,
     ];
@@ -61,7 +61,7 @@ impl InstructionSet {
             Self::Scalar => "scalar",
             Self::Avx2 => "avx2",
             Self::Avx512Vnni => "avx512-vnni",
-            Self::AmxInt8 => "amx-int8",
+            Self::AmxBf16 => "amx-bf16",
             Self::NeonDotprod => "neon-dotprod",
             Self::NeonI8mm => "neon-i8mm",
         }
@@ -94,7 +94,7 @@ impl InstructionSet {
             #[cfg(target_arch = "x86_64")]
             Self::Avx512Vnni => has_avx512().then_some(&avx512::TABLE),
             #[cfg(target_arch = "x86_64")]
-            Self::AmxInt8 => (Self::amx() == AmxState::Ready).then_some(&amx::TABLE),
+            Self::AmxBf16 => (Self::amx() == AmxState::Ready).then_some(&amx::TABLE),
             #[cfg(target_arch = "aarch64")]
             Self::NeonDotprod => has_dotprod().then_some(&neon::TABLE),
             #[cfg(target_arch = "aarch64")]
@@ -171,7 +171,7 @@ impl Table {
     pub(crate) fn pairs(&self, tiny: bool) -> unsafe fn(GroupArgs<'_>) {
         #[cfg(target_arch = "x86_64")]
         {
-            let sets = [InstructionSet::Avx512Vnni, InstructionSet::AmxInt8];
+            let sets = [InstructionSet::Avx512Vnni, InstructionSet::AmxBf16];
             let may = sets.contains(&self.set) && is_x86_feature_detected!("avx512bf16");
             if may && !tiny {
                 return dpbf16_group;
@@ -253,7 +253,7 @@ macro_rules! multiply {
 /// what is called around products.
 macro_rules! batch {
     ($feature:tt $isa:ty, $unpack:ident, $from:expr, $together:literal, $without:expr, $forms:expr,
-     $multiply:expr, $copy_row:expr, $around:expr) => {
+     $multiply:expr, $copy_row:expr, $places:expr, $around:expr) => {
         integer_types!(batch! @unpack $feature $isa, $unpack,);
         kernel!($feature fold(sums: Sums, leaf: usize) = crate::batch::fold::<$isa>);
         kernel!($feature store(sums: Sums, args: &GroupArgs<'_>, leaves: usize)
@@ -266,6 +266,7 @@ macro_rules! batch {
             copy_row: $copy_row,
             unpack: UNPACK,
             multiply: $multiply,
+            places: $places,
             around: $around,
             fold,
             store,
@@ -298,13 +299,13 @@ macro_rules! words_batch {
             );
             batch!($feature $isa, words, $from, 2, $without,
                 [[None; Exact::COUNT], [Some(Form::Words); Exact::COUNT]],
-                [[by_words::ALL; Exact::COUNT]; 2], [None, Some(copy_row), None, None], [nothing; 2]);
+                [[by_words::ALL; Exact::COUNT]; 2], [None, Some(copy_row), None, None], [1; Exact::COUNT], [nothing; 2]);
         }
     };
 }
 
 /// Products of panels of bytes for matrix instructions.
-#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+#[cfg(target_arch = "aarch64")]
 macro_rules! multiply_bytes {
     ($feature:tt $isa:ty, $tiles:ty) => {
         kernel!($feature copy_bytes(writer: &PanelWriter<'_>, t: usize) = PanelWriter::bytes);
@@ -327,53 +328,49 @@ macro_rules! bytes_batch {
             multiply_bytes!($feature $isa, $tiles);
             batch!($feature $isa, bytes, <$tiles as bytes::Tiles>::FROM, 2, &[],
                 [[None; Exact::COUNT], [Some(Form::Bytes); Exact::COUNT]],
-                [[by_bytes::ALL; Exact::COUNT]; 2], [Some(copy_bytes), None, None, None], [nothing; 2]);
+                [[by_bytes::ALL; Exact::COUNT]; 2], [Some(copy_bytes), None, None, None], [1; Exact::COUNT], [nothing; 2]);
         }
     };
 }
 
-/// A batch over panels of bf16 where products of these are exact, and else over those of bytes.
+/// Products of panels of bf16.
+#[cfg(target_arch = "x86_64")]
+macro_rules! multiply_floats {
+    ($feature:tt $name:ident $isa:ty, $tiles:ty, $bytes:literal, $parts:literal, $apart:literal) => {
+        multiply!($feature $name
+            floats::multiply::<$isa, $tiles, NoMin, $bytes, $parts, $apart>,
+            floats::multiply::<$isa, $tiles, OneMin, $bytes, $parts, $apart>,
+            floats::multiply::<$isa, $tiles, NoMin, $bytes, $parts, $apart>,
+            floats::multiply::<$isa, $tiles, HalfMins, $bytes, $parts, $apart>
+        );
+    };
+}
+
+/// A batch over panels of bf16.
 #[cfg(target_arch = "x86_64")]
 macro_rules! floats_batch {
     ($feature:tt $isa:ty, $tiles:ty) => {
         mod many {
             #[allow(clippy::wildcard_imports, reason = "a macro's module")]
             use super::*;
-            multiply_bytes!($feature $isa, $tiles);
             kernel!($feature begin() = floats::begin::<$tiles>);
             kernel!($feature end() = floats::end::<$tiles>);
             kernel!($feature copy_floats(writer: &PanelWriter<'_>, t: usize)
                 = PanelWriter::floats::<$isa, 2>);
             kernel!($feature copy_small_floats(writer: &PanelWriter<'_>, t: usize)
                 = PanelWriter::floats::<$isa, 1>);
-            multiply!($feature together
-                floats::multiply::<$isa, $tiles, NoMin, 2, false>,
-                floats::multiply::<$isa, $tiles, OneMin, 2, false>,
-                floats::multiply::<$isa, $tiles, NoMin, 2, false>,
-                floats::multiply::<$isa, $tiles, HalfMins, 2, false>
-            );
-            multiply!($feature apart
-                floats::multiply::<$isa, $tiles, NoMin, 2, true>,
-                floats::multiply::<$isa, $tiles, OneMin, 2, true>,
-                floats::multiply::<$isa, $tiles, NoMin, 2, true>,
-                floats::multiply::<$isa, $tiles, HalfMins, 2, true>
-            );
-            multiply!($feature single
-                floats::multiply::<$isa, $tiles, NoMin, 1, false>,
-                floats::multiply::<$isa, $tiles, OneMin, 1, false>,
-                floats::multiply::<$isa, $tiles, NoMin, 1, false>,
-                floats::multiply::<$isa, $tiles, HalfMins, 1, false>
-            );
-            batch!($feature $isa, floats, <$tiles as bytes::Tiles>::FROM, 4, &[],
+            multiply_floats!($feature together $isa, $tiles, 2, 1, false);
+            multiply_floats!($feature apart $isa, $tiles, 2, 1, true);
+            multiply_floats!($feature parts $isa, $tiles, 2, 2, true);
+            multiply_floats!($feature small $isa, $tiles, 1, 1, false);
+            multiply_floats!($feature small_parts $isa, $tiles, 1, 2, false);
+            batch!($feature $isa, floats, floats::FROM, 4, &[],
+                [[Some(Form::SmallFloats); Exact::COUNT], [Some(Form::Floats); Exact::COUNT]],
                 [
-                    [Some(Form::SmallFloats), Some(Form::SmallFloats), None],
-                    [Some(Form::Floats), Some(Form::Floats), Some(Form::Bytes)],
+                    [small::ALL, small::ALL, small_parts::ALL],
+                    [together::ALL, apart::ALL, parts::ALL],
                 ],
-                [
-                    [single::ALL; Exact::COUNT],
-                    [together::ALL, apart::ALL, by_bytes::ALL],
-                ],
-                [Some(copy_bytes), None, Some(copy_floats), Some(copy_small_floats)],
+                [None, None, Some(copy_floats), Some(copy_small_floats)], [1, 1, 2],
                 [begin, end]);
         }
     };
@@ -502,14 +499,14 @@ kernels!(
     #[cfg(target_arch = "x86_64")]
     amx,
     isa::Avx512,
-    InstructionSet::AmxInt8,
+    InstructionSet::AmxBf16,
     "avx512f,avx512bw,avx512vl,avx512vnni,avx2,fma,f16c"; floats crate::batch::amx::Amx
 );
 kernels!(
     #[cfg(all(test, target_arch = "x86_64"))]
     emulated,
     isa::Scalar,
-    InstructionSet::AmxInt8,; floats crate::batch::emulated::Emulated
+    InstructionSet::AmxBf16,; floats crate::batch::emulated::Emulated
 );
 
 /// AMX's kernels over emulated tiles.

@@ -181,6 +181,18 @@ const fn largest(bits: u32, offset: i32) -> i32 {
     if above > offset { above } else { offset }
 }
 
+/// The largest magnitude of some values.
+const fn largest_of(values: &[i8]) -> i32 {
+    let (mut largest, mut i) = (0, 0);
+    while i < values.len() {
+        if (values[i] as i32).abs() > largest {
+            largest = (values[i] as i32).abs();
+        }
+        i += 1;
+    }
+    largest
+}
+
 /// What the codes of [`Codes`] stand for.
 pub(crate) trait Codebook {
     const VALUES: [i8; 16];
@@ -279,7 +291,7 @@ impl<T: Codebook> Planes for Codes<T> {
     const BYTES: usize = NIBBLE_PLANE;
     const OFFSET: i32 = 0;
     const SIGNED: bool = true;
-    const LARGEST: i32 = 128;
+    const LARGEST: i32 = largest_of(&T::VALUES);
     #[inline(always)]
     unsafe fn quads<S: Isa>(chunk: *const u8) -> [S::W; 8] {
         // SAFETY: passed on.
@@ -409,9 +421,9 @@ pub(crate) struct ScaleMin;
 /// `d * scale`, a signed byte per row (IQ4_XS).
 #[derive(Debug)]
 pub(crate) struct SignedScale;
-/// `d`, and a signed byte per row and half (Q3_K, Q6_K).
+/// `d`, and a signed byte of a magnitude up to `LARGEST` per row and half (Q3_K, Q6_K).
 #[derive(Debug)]
-pub(crate) struct SignedHalves;
+pub(crate) struct SignedHalves<const LARGEST: i32>;
 /// `d` and `-dmin`, and nibbles of scale and min per row and half (Q2_K).
 #[derive(Debug)]
 pub(crate) struct NibbleHalves;
@@ -514,8 +526,8 @@ impl Scales for SignedScale {
     }
 }
 
-impl Scales for SignedHalves {
-    const LARGEST: i32 = 128;
+impl<const LARGEST: i32> Scales for SignedHalves<LARGEST> {
+    const LARGEST: i32 = LARGEST;
     const BYTES: usize = 2 * BYTES;
     const HEADER: usize = HALVES;
     const HALVES: bool = true;
@@ -612,8 +624,11 @@ pub(crate) enum Exact {
     Chunk,
     /// Over a chunk for each byte of the activations by itself.
     Byte,
-    /// Not even one weight is, with its integer scale, a bf16.
-    No,
+    /// A weight is, with its integer scale, no bf16, but two: `128 u` and `v`, of at most 32 and
+    /// 127 by magnitude. Over a chunk low bytes times `v` are exact, and all else together, whose
+    /// terms are multiples of 128: those are at most 32 * (128 * 32 * 127 + 32 * 64) where `u` is
+    /// 32 and `v` is 0, and less where `u` is less.
+    Parts,
 }
 
 impl Exact {
@@ -626,7 +641,8 @@ impl Exact {
         match () {
             () if Chunk::LEN as i32 * (128 * 127 + 64) * largest < 1 << 24 => Self::Chunk,
             () if largest <= 256 => Self::Byte,
-            () => Self::No,
+            () if largest <= 128 * 32 => Self::Parts,
+            () => panic!("weights of more than 12 bits"),
         }
     }
 }
@@ -689,10 +705,10 @@ formats! {
     Q8_0: EightBits, D;
     IQ4_NL: Codes<Iq4>, D;
     Q2_K: TwoBits, NibbleHalves;
-    Q3_K: ThreeBits, SignedHalves;
+    Q3_K: ThreeBits, SignedHalves<32>;
     Q4_K: Nibbles<0>, ScaleMin;
     Q5_K: FiveBits<0>, ScaleMin;
-    Q6_K: SixBits, SignedHalves;
+    Q6_K: SixBits, SignedHalves<128>;
     IQ4_XS: Codes<Iq4>, SignedScale;
     AFFINE2_F16: TwoBits, Affine<0, false>;
     AFFINE2_BF16: TwoBits, Affine<0, true>;

@@ -8,12 +8,13 @@ use std::arch::asm;
 use std::arch::x86_64::{__cpuid, __cpuid_count};
 use std::sync::OnceLock;
 
-use crate::batch::registers::{Registers, shape};
+use crate::batch::registers::{LINE, Registers, TILE_BYTES};
+use crate::batch::rows::TILE_ROWS;
 
 /// Whether this process may use AMX.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum AmxState {
-    /// The CPU lacks AMX for bytes or bf16, or the system does not keep its registers.
+    /// The CPU lacks AMX for bf16, or the system does not keep its registers.
     Absent,
     /// The system was asked and refused.
     Refused,
@@ -35,11 +36,11 @@ pub(crate) fn state(is_right: fn() -> bool) -> AmxState {
     })
 }
 
-/// CPUID leaf 7: AMX-BF16, AMX-TILE and AMX-INT8; XCR0: the system keeps tile configuration and
+/// CPUID leaf 7: AMX-BF16 and AMX-TILE; XCR0: the system keeps tile configuration and
 /// data (Intel SDM volume 1, section 18.2).
 fn detected() -> bool {
     const OSXSAVE: u32 = 1 << 27;
-    const PARTS: u32 = 1 << 22 | 1 << 24 | 1 << 25;
+    const PARTS: u32 = 1 << 22 | 1 << 24;
     const TILE_STATE: u32 = 1 << 17 | 1 << 18;
     if __cpuid(0).eax < 7 || __cpuid(1).ecx & OSXSAVE == 0 {
         return false;
@@ -89,7 +90,8 @@ struct Configuration {
 const _: () = assert!(size_of::<Configuration>() == 64);
 
 impl Configuration {
-    const fn new(rows: usize, depth: usize) -> Self {
+    /// Whole tiles, all eight.
+    const fn new() -> Self {
         let mut this = Self {
             palette: 1,
             start_row: 0,
@@ -99,9 +101,8 @@ impl Configuration {
         };
         let mut tile = 0;
         while tile < 8 {
-            let (tile_rows, bytes) = shape(tile, rows, depth);
-            this.rows[tile] = tile_rows as u8;
-            this.row_bytes[tile] = bytes as u16;
+            this.rows[tile] = TILE_ROWS as u8;
+            this.row_bytes[tile] = LINE as u16;
             tile += 1;
         }
         this
@@ -114,30 +115,18 @@ macro_rules! tile {
     (configure $cfg:expr) => {
         asm!("ldtilecfg [{cfg}]", cfg = in(reg) $cfg, options(nostack))
     };
-    (load $t:ident, $from:expr, $stride:expr) => {
-        asm!("tileloadd tmm{t}, [{from} + {stride}*1]", t = const $t, from = in(reg) $from,
-             stride = in(reg) $stride, options(nostack))
-    };
-    (load_nth $t:ident, $from:expr, $at:expr) => {
+    (load $t:expr, $from:expr, $at:expr) => {
         asm!("tileloadd tmm{t}, [{from} + {stride}*1 + {at}]", t = const $t, from = in(reg) $from,
-             stride = in(reg) 64usize, at = const $at, options(nostack))
+             stride = in(reg) LINE, at = const $at, options(nostack))
     };
-    (store $t:ident, $to:expr, $at:expr) => {
+    (store $t:expr, $to:expr) => {
         asm!("tilestored [{to} + {stride}*1 + {at}], tmm{t}", t = const $t, to = in(reg) $to,
-             stride = in(reg) 64usize, at = const $at, options(nostack))
-    };
-    (store_next $t:ident, $to:expr, $at:expr) => {
-        asm!("tilestored [{to} + {stride}*1 + {at}], tmm{t}", t = const $t + 1, to = in(reg) $to,
-             stride = in(reg) 64usize, at = const $at, options(nostack))
+             stride = in(reg) LINE, at = const $t as usize * TILE_BYTES, options(nostack))
     };
     (zero $t:ident) => {
         asm!("tilezero tmm{t}", t = const $t, options(nostack))
     };
     (dot $c:ident, $a:ident, $b:ident) => {
-        asm!("tdpbssd tmm{c}, tmm{a}, tmm{b}", c = const $c, a = const $a, b = const $b,
-             options(nostack))
-    };
-    (dot_floats $c:ident, $a:ident, $b:ident) => {
         asm!("tdpbf16ps tmm{c}, tmm{a}, tmm{b}", c = const $c, a = const $a, b = const $b,
              options(nostack))
     };
@@ -153,8 +142,9 @@ macro_rules! tile {
 )]
 impl Registers for Amx {
     #[inline(always)]
-    unsafe fn configured(rows: usize, depth: usize) -> Self {
-        let configuration = Configuration::new(rows, depth);
+    unsafe fn configured() -> Self {
+        const WHOLE: Configuration = Configuration::new();
+        let configuration = WHOLE;
         unsafe { tile!(configure & raw const configuration) };
         Self
     }
@@ -163,20 +153,16 @@ impl Registers for Amx {
         Self
     }
     #[inline(always)]
-    unsafe fn load<const T: u8>(&mut self, from: *const u8, stride: usize) {
-        unsafe { tile!(load T, from, stride) }
+    unsafe fn load<const T: u8, const N: usize, const UNIT: usize>(&mut self, from: *const u8) {
+        unsafe { tile!(load T, from, N * UNIT) }
     }
     #[inline(always)]
-    unsafe fn load_nth<const T: u8, const N: usize, const UNIT: usize>(&mut self, from: *const u8) {
-        unsafe { tile!(load_nth T, from, N * UNIT) }
+    unsafe fn store<const T: u8>(&self, results: *mut f32) {
+        unsafe { tile!(store T, results) }
     }
     #[inline(always)]
-    unsafe fn store<const T: u8>(&self, results: *mut i32) {
-        unsafe { tile!(store T, results, T as usize * 1024) }
-    }
-    #[inline(always)]
-    unsafe fn store_next<const T: u8>(&self, results: *mut i32) {
-        unsafe { tile!(store_next T, results, (T as usize + 1) * 1024) }
+    unsafe fn store_next<const T: u8>(&self, results: *mut f32) {
+        unsafe { tile!(store T + 1, results) }
     }
     #[inline(always)]
     unsafe fn zero<const T: u8>(&mut self) {
@@ -185,10 +171,6 @@ impl Registers for Amx {
     #[inline(always)]
     unsafe fn dot<const C: u8, const A: u8, const B: u8>(&mut self) {
         unsafe { tile!(dot C, A, B) }
-    }
-    #[inline(always)]
-    unsafe fn dot_floats<const C: u8, const A: u8, const B: u8>(&mut self) {
-        unsafe { tile!(dot_floats C, A, B) }
     }
     #[inline(always)]
     unsafe fn release(self) {
@@ -209,7 +191,6 @@ mod tests {
             asm!("/* {0} {1} */", in(reg) pointer, in(reg) stride);
             tiles.dot::<0, 4, 6>();
             tiles.dot::<3, 5, 7>();
-            tiles.dot_floats::<0, 4, 6>();
             tiles.zero::<0>();
             tiles.zero::<3>();
             tiles.release();
@@ -222,17 +203,19 @@ mod tests {
     }
 
     /// Encodings by hand from the opcode tables of the Intel SDM, volume 2: VEX prefix, opcode,
-    /// register byte. In `tdpbssd` the middle operand, the activations, is in the register byte and
+    /// register byte. In `tdpbf16ps` the middle operand, the activations, is in the register byte and
     /// the last one in the prefix.
     #[test]
     fn instructions_are_encoded_as_the_manual_says() {
-        const EXPECTED: [(&str, &[u8]); 9] = [
+        const EXPECTED: [(&str, &[u8]); 8] = [
             (
                 "tdpbf16ps tmm0, tmm4, tmm6",
                 &[0xc4, 0xe2, 0x4a, 0x5c, 0xc4],
             ),
-            ("tdpbssd tmm0, tmm4, tmm6", &[0xc4, 0xe2, 0x4b, 0x5e, 0xc4]),
-            ("tdpbssd tmm3, tmm5, tmm7", &[0xc4, 0xe2, 0x43, 0x5e, 0xdd]),
+            (
+                "tdpbf16ps tmm3, tmm5, tmm7",
+                &[0xc4, 0xe2, 0x42, 0x5c, 0xdd],
+            ),
             ("tilezero tmm0", &[0xc4, 0xe2, 0x7b, 0x49, 0xc0]),
             ("tilezero tmm3", &[0xc4, 0xe2, 0x7b, 0x49, 0xd8]),
             ("tilerelease", &[0xc4, 0xe2, 0x78, 0x49, 0xc0]),
@@ -263,10 +246,10 @@ mod tests {
             palette,
             start_row,
             ..
-        } = Configuration::new(5, 32);
+        } = Configuration::new();
         assert_eq!((palette, start_row), (1, 0));
-        assert_eq!(rows, [5, 5, 5, 5, 5, 5, 8, 8, 0, 0, 0, 0, 0, 0, 0, 0]);
-        assert_eq!(row_bytes[..8], [64, 64, 64, 64, 32, 32, 64, 64]);
+        assert_eq!(rows, [16, 16, 16, 16, 16, 16, 16, 16, 0, 0, 0, 0, 0, 0, 0, 0]);
+        assert_eq!(row_bytes[..9], [64, 64, 64, 64, 64, 64, 64, 64, 0]);
     }
 
     #[test]

@@ -1,9 +1,8 @@
 //! Panels of signed bytes, for instructions that multiply small matrices of them.
 //!
 //! High and low bytes of activations are multiplied apart, and so are the halves of types whose
-//! halves have factors of their own. [`Tiles`] multiplies: AMX ([`crate::batch::amx`]) 16 rows of
-//! activations at once, i8mm (`crate::batch::smmla`) two. What is done with the integers is the
-//! same:
+//! halves have factors of their own. [`Tiles`] multiplies: i8mm ([`crate::batch::smmla`]) two rows
+//! of activations at once. What is done with the integers is the same for all of them:
 //!
 //! ```text
 //! for each tile of rows, each group:      sums in registers, (rows, 16)

@@ -16,34 +16,35 @@
 use std::marker::PhantomData;
 use std::mem::MaybeUninit;
 
-use crate::batch::bytes::{self, LINE, TILE_ROWS};
 use crate::batch::factors::Min;
-use crate::batch::registers::Registers;
-use crate::batch::rows::TileMeta;
+use crate::batch::registers::{Registers, TILE_BYTES};
+use crate::batch::rows::{TILE_ROWS, TileMeta};
 use crate::batch::words::{self, PanelChunk};
 use crate::batch::{CHUNK_BYTES, GROUP_SUMS, Segment, Unpack};
 use crate::formats::{Exact, Format, Planes, Scales};
-use crate::isa::{Bytes, Floats, Isa, LANES};
+use crate::isa::{Floats, Isa, LANES};
 
+/// Rows from which panels pay: a whole tile.
+pub(crate) const FROM: usize = TILE_ROWS;
 /// Tiles of results.
 const TILES: usize = 4;
-/// Bytes of a tile.
-const TILE_BYTES: usize = TILE_ROWS * LINE;
 
-/// Unpacks chunks of a group of format `F`, as bytes where bf16 is not exact.
+/// Unpacks chunks of a group of format `F`, each in one place or, in [`Exact::Parts`], in two.
 ///
 /// # Safety
 /// Features of `S`; the pointers of `args` cover the chunks.
 #[inline(always)]
-pub(crate) unsafe fn unpack<S: Floats + Bytes, F: Format>(args: Unpack) {
+pub(crate) unsafe fn unpack<S: Floats, F: Format>(args: Unpack) {
     // SAFETY: passed on.
     unsafe {
         match const { (Exact::of::<F>(), small::<F>()) } {
-            (Exact::No, _) => bytes::unpack::<S, F>(args),
-            (_, true) => {
-                words::unpack_as::<S, F>(args, |w| S::small_as_bf16(w, F::P::OFFSET > 0));
+            (Exact::Parts, _) => {
+                words::unpack_as::<S, F, 2>(args, |w| S::parts(w).map(|w| S::as_bf16(w)));
             }
-            _ => words::unpack_as::<S, F>(args, |w| S::as_bf16(w)),
+            (_, true) => words::unpack_as::<S, F, 1>(args, |w| {
+                [S::small_as_bf16(w, F::P::OFFSET > 0)]
+            }),
+            _ => words::unpack_as::<S, F, 1>(args, |w| [S::as_bf16(w)]),
         }
     }
 }
@@ -63,7 +64,7 @@ const fn small<F: Format>() -> bool {
 #[inline(always)]
 pub(crate) unsafe fn begin<R: Registers>() {
     // SAFETY: passed on. What is forgotten is in the processor, or nothing.
-    std::mem::forget(unsafe { R::configured(TILE_ROWS, LINE) });
+    std::mem::forget(unsafe { R::configured() });
 }
 
 /// Gives them back.
@@ -77,7 +78,7 @@ pub(crate) unsafe fn end<R: Registers>() {
 }
 
 /// Multiplies a panel with activations of `BYTES` bytes, two of which are added `APART` or
-/// together. A last tile is a whole one too: activations have room for it, and so have sums.
+/// together, by weights in `PARTS` parts, of which the second times low bytes is apart. A last tile is a whole one too: activations have room for it, and so have sums.
 ///
 /// # Safety
 /// Features of `S`, and `R`; between [`begin`] and [`end`] of `R`; the segment's pointers cover its chunks, rows and sums.
@@ -87,13 +88,14 @@ pub(crate) unsafe fn multiply<
     R: Registers,
     M: Min,
     const BYTES: usize,
+    const PARTS: usize,
     const APART: bool,
 >(
     segment: &Segment<'_>,
 ) {
     // SAFETY: passed on.
     unsafe {
-        let tiles = Tiles::<S, R, M, BYTES, APART>::new(segment);
+        let tiles = Tiles::<S, R, M, BYTES, PARTS, APART>::new(segment);
         match segment.chunks % TILES {
             0 if !APART => tiles.run::<TILES>(),
             0 | 2 => tiles.run::<2>(),
@@ -129,7 +131,7 @@ struct Turn {
 }
 
 /// Configured tiles and their way through the rows, a tile of them at a time.
-struct Tiles<'a, S, R, M, const BYTES: usize, const APART: bool> {
+struct Tiles<'a, S, R, M, const BYTES: usize, const PARTS: usize, const APART: bool> {
     registers: R,
     segment: &'a Segment<'a>,
     results: Results,
@@ -139,11 +141,17 @@ struct Tiles<'a, S, R, M, const BYTES: usize, const APART: bool> {
 #[repr(C, align(64))]
 struct Results(MaybeUninit<[[[f32; LANES]; TILE_ROWS]; TILES]>);
 
-impl<'a, S: Isa, R: Registers, M: Min, const BYTES: usize, const APART: bool>
-    Tiles<'a, S, R, M, BYTES, APART>
+impl<'a, S, R, M, const BYTES: usize, const PARTS: usize, const APART: bool>
+    Tiles<'a, S, R, M, BYTES, PARTS, APART>
+where
+    S: Isa,
+    R: Registers,
+    M: Min,
 {
     /// Bytes of a chunk's activations of a tile.
     const FLOATS: usize = BYTES * TILE_BYTES;
+    /// Bytes of its weights.
+    const WEIGHTS: usize = PARTS * CHUNK_BYTES;
 
     #[inline(always)]
     unsafe fn new(segment: &'a Segment<'a>) -> Self {
@@ -239,14 +247,14 @@ impl<'a, S: Isa, R: Registers, M: Min, const BYTES: usize, const APART: bool>
         turn.first += C;
         turn.floats = turn.floats.wrapping_add(C * Self::FLOATS);
         turn.metas = turn.metas.wrapping_add(C);
-        turn.weights = turn.weights.wrapping_add(C * CHUNK_BYTES);
+        turn.weights = turn.weights.wrapping_add(C * Self::WEIGHTS);
         if turn.first == segment.chunks {
             turn.first = 0;
             turn.group += 1;
             turn.floats = turn.floats.wrapping_sub(segment.chunks * Self::FLOATS);
             turn.metas = turn.metas.wrapping_sub(segment.chunks);
             let unused = segment.most - segment.chunks;
-            turn.weights = turn.weights.wrapping_add(unused * CHUNK_BYTES);
+            turn.weights = turn.weights.wrapping_add(unused * Self::WEIGHTS);
             turn.sums = turn.sums.wrapping_add(GROUP_SUMS);
         }
         if turn.group == segment.groups {
@@ -295,15 +303,19 @@ impl<'a, S: Isa, R: Registers, M: Min, const BYTES: usize, const APART: bool>
         &mut self,
         turn: Turn,
     ) {
-        let results = self.results().cast();
+        let results = self.results();
         let registers = &mut self.registers;
         // SAFETY: by the caller's promise.
         unsafe {
-            registers.load_nth::<6, K, CHUNK_BYTES>(turn.weights);
-            if BYTES == 1 {
-                registers.load_nth::<4, K, TILE_BYTES>(turn.floats);
+            if PARTS == 1 {
+                registers.load::<6, K, CHUNK_BYTES>(turn.weights);
             } else {
-                registers.load_nth::<4, K, { 2 * TILE_BYTES }>(turn.floats);
+                registers.load::<6, K, { 2 * CHUNK_BYTES }>(turn.weights);
+            }
+            if BYTES == 1 {
+                registers.load::<4, K, TILE_BYTES>(turn.floats);
+            } else {
+                registers.load::<4, K, { 2 * TILE_BYTES }>(turn.floats);
             }
             if STORE {
                 registers.store::<O>(results);
@@ -312,22 +324,33 @@ impl<'a, S: Isa, R: Registers, M: Min, const BYTES: usize, const APART: bool>
                 }
             }
             registers.zero::<H>();
-            registers.dot_floats::<H, 4, 6>();
+            registers.dot::<H, 4, 6>();
+            if PARTS == 2 {
+                registers.load::<7, K, { 2 * CHUNK_BYTES }>(turn.weights.add(CHUNK_BYTES));
+                registers.dot::<H, 4, 7>();
+            }
             if BYTES == 1 {
                 return;
             }
-            registers.load_nth::<5, K, { 2 * TILE_BYTES }>(turn.floats.add(TILE_BYTES));
+            registers.load::<5, K, { 2 * TILE_BYTES }>(turn.floats.add(TILE_BYTES));
+            if PARTS == 2 {
+                registers.dot::<H, 5, 6>();
+            }
             if H != L {
                 registers.zero::<L>();
             }
-            registers.dot_floats::<L, 5, 6>();
+            if PARTS == 1 {
+                registers.dot::<L, 5, 6>();
+            } else {
+                registers.dot::<L, 5, 7>();
+            }
         }
     }
 
     /// Stores the last half.
     #[inline(always)]
     unsafe fn store_last<const C: usize>(&mut self) {
-        let results = self.results().cast();
+        let results = self.results();
         // SAFETY: by the caller's promise.
         unsafe {
             match (APART, C) {
@@ -378,7 +401,7 @@ impl<'a, S: Isa, R: Registers, M: Min, const BYTES: usize, const APART: bool>
         // SAFETY: by the caller's promise.
         unsafe {
             let results = self.results().add(tile * TILE_ROWS * LANES);
-            let chunk = turn.weights.add(K * CHUNK_BYTES).cast::<PanelChunk>();
+            let chunk = turn.weights.add(K * Self::WEIGHTS).cast::<PanelChunk>();
             let metas = turn.metas.add(K);
             each_row!(I {
                 let meta = (*metas).of(I);

@@ -54,7 +54,7 @@ impl Form {
 const PADDING: usize = 64;
 
 /// Rows that lie together in [`Form::Floats`], those of a tile.
-const TILE_ROWS: usize = 16;
+pub(crate) const TILE_ROWS: usize = 16;
 
 /// What belongs to a chunk of a tile's rows: each part a cache line or two, for a product whose type
 /// has no min reads the first alone.
@@ -147,6 +147,7 @@ impl PanelRows {
             from,
             cols,
             stride: self.stride,
+            #[cfg(target_arch = "aarch64")]
             low: self.q.len() / 2,
             q: self.q.as_mut_ptr(),
             meta: self.meta.as_mut_ptr(),
@@ -196,6 +197,7 @@ impl PanelView<'_> {
     ///
     /// # Safety
     /// Both lie within the rows.
+    #[cfg(target_arch = "aarch64")]
     #[inline(always)]
     pub(crate) unsafe fn bytes(&self, t: usize, c: usize) -> [*const i8; 2] {
         // SAFETY: in bounds by the caller's promise.
@@ -256,6 +258,7 @@ pub(crate) struct PanelWriter<'a> {
     cols: usize,
     stride: usize,
     /// Bytes from a high byte to its low one.
+    #[cfg(target_arch = "aarch64")]
     low: usize,
     q: *mut i8,
     meta: *mut Meta,
@@ -293,7 +296,7 @@ impl PanelWriter<'_> {
     ///
     /// # Safety
     /// As [`words`](Self::words).
-    #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+    #[cfg(target_arch = "aarch64")]
     #[inline(always)]
     pub(crate) unsafe fn bytes(&self, t: usize) {
         for c in 0..self.cols / CHUNK {

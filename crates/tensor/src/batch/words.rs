@@ -40,24 +40,28 @@ const _: () = assert!(size_of::<PanelChunk>() == CHUNK_BYTES);
 #[inline(always)]
 pub(crate) unsafe fn unpack<S: Words, F: Format>(args: Unpack) {
     // SAFETY: passed on.
-    unsafe { unpack_as::<S, F>(args, |words| words) }
+    unsafe { unpack_as::<S, F, 1>(args, |words| [words]) }
 }
 
-/// As [`unpack`], with words that `form` makes of them.
+/// As [`unpack`], with words that `form` makes of them, `N` of each: the second in the place of
+/// the chunk behind, and so on.
 ///
 /// # Safety
-/// As [`unpack`].
+/// As [`unpack`]; room for `N` times as many chunks.
 #[inline(always)]
-pub(crate) unsafe fn unpack_as<S: Words, F: Format>(args: Unpack, form: impl Fn(S::W) -> S::W) {
+pub(crate) unsafe fn unpack_as<S: Words, F: Format, const N: usize>(
+    args: Unpack,
+    form: impl Fn(S::W) -> [S::W; N],
+) {
     let layout: Layout = F::LAYOUT;
     for c in 0..args.chunks {
         let place = layout.place(args.first + c);
         // SAFETY: by the caller's promise.
         unsafe {
-            let out = args.out.add(c * CHUNK_BYTES).cast::<PanelChunk>();
+            let out = args.out.add(N * c * CHUNK_BYTES).cast::<PanelChunk>();
             let scales = args.weights.add(place.scales);
             let header = args.weights.add(place.header);
-            unpack_planes::<S, F>(args.weights.add(place.planes), scales, out, &form);
+            unpack_planes::<S, F, N>(args.weights.add(place.planes), scales, out, &form);
             ask_for::<S>(&args, layout, c);
             Factors::unpack::<S, F>(&raw mut (*out).factors, header, scales);
         }
@@ -65,11 +69,11 @@ pub(crate) unsafe fn unpack_as<S: Words, F: Format>(args: Unpack, form: impl Fn(
 }
 
 #[inline(always)]
-unsafe fn unpack_planes<S: Words, F: Format>(
+unsafe fn unpack_planes<S: Words, F: Format, const N: usize>(
     planes: *const u8,
     scales: *const u8,
     out: *mut PanelChunk,
-    form: &impl Fn(S::W) -> S::W,
+    form: &impl Fn(S::W) -> [S::W; N],
 ) {
     // SAFETY: by the caller's promise.
     unsafe {
@@ -89,7 +93,12 @@ unsafe fn unpack_planes<S: Words, F: Format>(
                 if F::S::HALVES {
                     pair[odd] = S::mul_words(pair[odd], factors[g / 4]);
                 }
-                S::store_w(to, form(pair[odd]));
+                let words = form(pair[odd]);
+                let mut n = 0;
+                while n < N {
+                    S::store_w(to.add(n * CHUNK_BYTES), words[n]);
+                    n += 1;
+                }
                 to = to.add(4 * LANES);
                 odd += 1;
             }

@@ -9,7 +9,7 @@ use std::arch::x86_64::*;
 use std::mem::transmute;
 
 use super::avx2::store_exchanged;
-use super::{Bytes, Floats, Isa, Pairs, Words};
+use super::{Floats, Isa, Pairs, Words};
 
 /// Needs avx512f, avx512bw, avx512vl, avx512vnni and f16c.
 #[derive(Clone, Copy, Debug)]
@@ -314,15 +314,17 @@ impl Floats for Avx512 {
         }
     }
     #[inline(always)]
+    unsafe fn parts(words: __m512i) -> [__m512i; 2] {
+        unsafe {
+            let below = _mm512_srli_epi16::<9>(_mm512_srai_epi16::<15>(words)); // 127 where negative
+            let high = _mm512_add_epi16(words, below);
+            let high = _mm512_andnot_si512(_mm512_set1_epi16(127), high);
+            [high, _mm512_sub_epi16(words, high)]
+        }
+    }
+    #[inline(always)]
     unsafe fn top(x: __m512) -> __m512i {
         unsafe { _mm512_srli_epi32::<16>(_mm512_castps_si512(x)) }
-    }
-}
-
-impl Bytes for Avx512 {
-    #[inline(always)]
-    unsafe fn less(w: __m512i, offset: u8) -> __m512i {
-        unsafe { _mm512_sub_epi8(w, _mm512_set1_epi8(offset as i8)) }
     }
 }
 

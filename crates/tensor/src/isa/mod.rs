@@ -193,6 +193,8 @@ pub(crate) trait Floats: Words {
         // SAFETY: passed on.
         unsafe { Self::as_bf16(words) }
     }
+    /// Words of at most 4096 by magnitude as the nearest multiple of 128 towards 0, and the rest.
+    unsafe fn parts(words: Self::W) -> [Self::W; 2];
     /// The upper 16 bits of each lane: its bf16, where the lower ones are 0.
     unsafe fn top(x: Self::F) -> Self::I;
 }
@@ -201,7 +203,7 @@ pub(crate) trait Floats: Words {
 ///
 /// # Safety
 /// As for [`Isa`].
-#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+#[cfg(target_arch = "aarch64")]
 pub(crate) trait Bytes: Isa {
     /// Each byte less `offset`, wrapping.
     unsafe fn less(w: Self::W, offset: u8) -> Self::W;

@@ -2,8 +2,6 @@
 
 use half::{bf16, f16};
 
-#[cfg(all(test, target_arch = "x86_64"))]
-use super::Bytes;
 use super::{Isa, LANES, Words};
 
 /// Arrays and loops; runs everywhere.
@@ -294,15 +292,12 @@ impl super::Floats for Scalar {
         bytes(map(|i| (f32::from(w[i]).to_bits() >> 16) as i16))
     }
     #[inline(always)]
+    unsafe fn parts(w: W) -> [W; 2] {
+        let w = words(w);
+        [bytes(map(|i| w[i] / 128 * 128)), bytes(map(|i| w[i] % 128))]
+    }
+    #[inline(always)]
     unsafe fn top(x: F) -> I {
         map(|i| (x[i].to_bits() >> 16) as i32)
-    }
-}
-
-#[cfg(all(test, target_arch = "x86_64"))]
-impl Bytes for Scalar {
-    #[inline(always)]
-    unsafe fn less(w: W, offset: u8) -> W {
-        w.map(|b| b.wrapping_sub(offset))
     }
 }
