@@ -82,7 +82,8 @@ pub(crate) struct Batch {
     pub(crate) places: [usize; Exact::COUNT],
     /// Called before the first product of a block of rows and behind its last one.
     pub(crate) around: [unsafe fn(); 2],
-    pub(crate) fold: unsafe fn(Sums, usize),
+    /// Adds a leaf to the tree; `None` where products do.
+    pub(crate) fold: Option<unsafe fn(Sums, usize)>,
     pub(crate) store: unsafe fn(Sums, &GroupArgs<'_>, usize),
 }
 
@@ -152,6 +153,8 @@ pub(crate) struct Segment<'a> {
     /// Sums of the leaf so far, `(groups, rows, 16)`; not written yet if `fresh`, and 0.
     pub(crate) sums: *mut f32,
     pub(crate) fresh: bool,
+    /// The leaf's number, if this is its end and there are others.
+    pub(crate) ends: Option<usize>,
 }
 
 impl Segment<'_> {
@@ -197,7 +200,7 @@ impl Segment<'_> {
 pub(crate) const GROUP_SUMS: usize = (ROWS + 16) * LANES;
 
 /// Floats of one level of sums.
-const LEVEL_LEN: usize = TOGETHER_MOST * GROUP_SUMS;
+pub(crate) const LEVEL_LEN: usize = TOGETHER_MOST * GROUP_SUMS;
 
 /// Sums of the current leaf, then of each level of the tree.
 #[repr(C, align(64))]
@@ -218,13 +221,6 @@ impl Sums {
         g * GROUP_SUMS / LANES + t
     }
 
-    /// Every vector.
-    #[inline(always)]
-    fn vectors(self) -> impl Iterator<Item = usize> {
-        let rows = move |g| (0..self.rows).map(move |t| Self::vector(t, g));
-        (0..self.groups).flat_map(rows)
-    }
-
     /// Vector `v` of the current leaf.
     #[inline(always)]
     unsafe fn leaf(self, v: usize) -> *mut f32 {
@@ -240,21 +236,29 @@ impl Sums {
     }
 }
 
+/// Levels that leaf number `leaf` is added to before it is a level's itself.
+pub(crate) const fn carries(leaf: usize) -> usize {
+    leaf.trailing_ones() as usize
+}
+
 /// Adds leaf number `leaf` to the tree: the binary counter of [`crate::matmul`].
 ///
 /// # Safety
 /// Features of `S`; leaves come in order, so that a level is read only after it was written.
 #[inline(always)]
 pub(crate) unsafe fn fold<S: Isa>(sums: Sums, leaf: usize) {
-    let end = leaf.trailing_ones() as usize;
-    for v in sums.vectors() {
-        // SAFETY: by the caller's promise.
-        unsafe {
-            let mut sum = S::load(sums.leaf(v));
-            for level in 0..end {
-                sum = S::add(S::load(sums.level(level, v)), sum);
+    let end = carries(leaf);
+    for g in 0..sums.groups {
+        let first = Sums::vector(0, g);
+        for v in first..first + sums.rows {
+            // SAFETY: by the caller's promise.
+            unsafe {
+                let mut sum = S::load(sums.leaf(v));
+                for level in 0..end {
+                    sum = S::add(S::load(sums.level(level, v)), sum);
+                }
+                S::store(sums.level(end, v), sum);
             }
-            S::store(sums.level(end, v), sum);
         }
     }
 }
@@ -409,11 +413,12 @@ impl Functions {
                         first: args.first,
                         rows,
                         fresh: c == leaf * per_leaf,
+                        ends: (leaves > 1 && c + run == last).then_some(leaf),
                         sums: sums.start,
                     });
                 }
-                if leaves > 1 {
-                    (self.batch.fold)(sums, leaf);
+                if let Some(fold) = self.batch.fold.filter(|_| leaves > 1) {
+                    fold(sums, leaf);
                 }
             }
             end();

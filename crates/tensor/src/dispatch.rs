@@ -253,9 +253,9 @@ macro_rules! multiply {
 /// what is called around products.
 macro_rules! batch {
     ($feature:tt $isa:ty, $unpack:ident, $from:expr, $together:literal, $without:expr, $forms:expr,
-     $multiply:expr, $copy_row:expr, $places:expr, $around:expr) => {
+     $multiply:expr, $copy_row:expr, $places:expr, $around:expr,
+     $fold:expr) => {
         integer_types!(batch! @unpack $feature $isa, $unpack,);
-        kernel!($feature fold(sums: Sums, leaf: usize) = crate::batch::fold::<$isa>);
         kernel!($feature store(sums: Sums, args: &GroupArgs<'_>, leaves: usize)
             = crate::batch::store::<$isa>);
         pub(super) static BATCH: Batch = Batch {
@@ -268,7 +268,7 @@ macro_rules! batch {
             multiply: $multiply,
             places: $places,
             around: $around,
-            fold,
+            fold: $fold,
             store,
         };
     };
@@ -289,6 +289,7 @@ macro_rules! words_batch {
         mod many {
             #[allow(clippy::wildcard_imports, reason = "a macro's module")]
             use super::*;
+            kernel!($feature fold(sums: Sums, leaf: usize) = crate::batch::fold::<$isa>);
             kernel!($feature copy_row(writer: &PanelWriter<'_>, t: usize)
                 = PanelWriter::words::<$isa>);
             multiply!($feature by_words
@@ -299,7 +300,8 @@ macro_rules! words_batch {
             );
             batch!($feature $isa, words, $from, 2, $without,
                 [[None; Exact::COUNT], [Some(Form::Words); Exact::COUNT]],
-                [[by_words::ALL; Exact::COUNT]; 2], [None, Some(copy_row), None, None], [1; Exact::COUNT], [nothing; 2]);
+                [[by_words::ALL; Exact::COUNT]; 2], [None, Some(copy_row), None, None], [1; Exact::COUNT], [nothing; 2],
+                Some(fold));
         }
     };
 }
@@ -326,9 +328,11 @@ macro_rules! bytes_batch {
             #[allow(clippy::wildcard_imports, reason = "a macro's module")]
             use super::*;
             multiply_bytes!($feature $isa, $tiles);
+            kernel!($feature fold(sums: Sums, leaf: usize) = crate::batch::fold::<$isa>);
             batch!($feature $isa, bytes, <$tiles as bytes::Tiles>::FROM, 2, &[],
                 [[None; Exact::COUNT], [Some(Form::Bytes); Exact::COUNT]],
-                [[by_bytes::ALL; Exact::COUNT]; 2], [Some(copy_bytes), None, None, None], [1; Exact::COUNT], [nothing; 2]);
+                [[by_bytes::ALL; Exact::COUNT]; 2], [Some(copy_bytes), None, None, None], [1; Exact::COUNT], [nothing; 2],
+                Some(fold));
         }
     };
 }
@@ -371,7 +375,7 @@ macro_rules! floats_batch {
                     [together::ALL, apart::ALL, parts::ALL],
                 ],
                 [None, None, Some(copy_floats), Some(copy_small_floats)], [1, 1, 2],
-                [begin, end]);
+                [begin, end], None);
         }
     };
 }

@@ -291,6 +291,9 @@ struct Job<'a> {
     kernel: unsafe fn(GroupArgs<'_>),
     /// For many rows.
     batch: Option<(batch::Functions, PanelView<'a>)>,
+    /// Activation rows that a task takes at once: what meets panels stays in a second-level cache
+    /// while many groups meet it.
+    block: usize,
     args: GroupArgs<'a>,
     groups: usize,
     group_bytes: usize,
@@ -308,11 +311,13 @@ impl<'a> Job<'a> {
         } else {
             w.leaf_cols
         };
+        let mut block = x.rows().max(1);
         let batch = table.batch.and_then(|batch| {
             let precision = x.precision()?;
             let form = batch.form(w.block_type, precision, x.rows())?;
             let rows = Some(x.panel_rows(form)).filter(|rows| rows.filled())?;
             let functions = batch.functions(w.block_type, precision, x.rows())?;
+            block = form.block(w.cols);
             Some((functions, rows.view(product.first_col)))
         });
         let rounded = (w.block_type == BlockType::BF16).then(|| x.rounded_view(product.first_col));
@@ -326,6 +331,7 @@ impl<'a> Job<'a> {
         Self {
             kernel,
             batch,
+            block,
             args: GroupArgs {
                 weights: w.data.as_ptr(),
                 first_chunk: w.first_chunk,
@@ -344,13 +350,9 @@ impl<'a> Job<'a> {
         }
     }
 
-    /// Blocks of activation rows that tasks take one by one: a block for panels stays in a
-    /// second-level cache while many groups meet it.
+    /// Blocks of activation rows.
     const fn blocks(&self) -> usize {
-        match self.batch {
-            Some(_) => self.args.end.div_ceil(batch::ROWS),
-            None => 1,
-        }
+        self.args.end.div_ceil(self.block)
     }
 
     /// Groups `first..first + count` with a block of activation rows.
@@ -370,10 +372,10 @@ impl<'a> Job<'a> {
                 }
                 return;
             };
-            let start = block * batch::ROWS;
+            let start = block * self.block;
             for g in groups.clone().step_by(batch.together()) {
                 let neighbours = g..groups.end.min(g + batch.together());
-                let args = self.args_of(neighbours.clone(), start..start + batch::ROWS);
+                let args = self.args_of(neighbours.clone(), start..start + self.block);
                 batch.run(&args, *x, neighbours.len(), self.group_bytes);
             }
         }

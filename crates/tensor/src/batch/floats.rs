@@ -20,7 +20,7 @@ use crate::batch::factors::Min;
 use crate::batch::registers::{Registers, TILE_BYTES};
 use crate::batch::rows::{TILE_ROWS, TileMeta};
 use crate::batch::words::{self, PanelChunk};
-use crate::batch::{CHUNK_BYTES, GROUP_SUMS, Segment, Unpack};
+use crate::batch::{CHUNK_BYTES, GROUP_SUMS, LEVEL_LEN, Segment, Unpack, carries};
 use crate::formats::{Exact, Format, Planes, Scales};
 use crate::isa::{Floats, Isa, LANES};
 
@@ -197,7 +197,7 @@ where
                 self.add::<C, 2>(turn, &mut sums);
                 self.add::<C, 3>(turn, &mut sums);
             }
-            self.keep(turn, &sums);
+            self.keep::<C>(turn, sums);
         }
     }
 
@@ -219,7 +219,7 @@ where
                 self.start::<C, 3, true>(next);
                 self.add::<C, 3>(turn, &mut sums);
             }
-            self.keep(turn, &sums);
+            self.keep::<C>(turn, sums);
         }
     }
 
@@ -381,12 +381,23 @@ where
         }
     }
 
-    /// Writes those behind it.
+    /// Writes those behind it: as the leaf's, or, at its end, into the tree as
+    /// [`fold`](crate::batch::fold) does.
     #[inline(always)]
-    unsafe fn keep(&self, turn: Turn, sums: &[S::F; TILE_ROWS]) {
-        // SAFETY: by the caller's promise.
+    unsafe fn keep<const C: usize>(&self, turn: Turn, mut sums: [S::F; TILE_ROWS]) {
+        let mut to = turn.sums;
+        // SAFETY: by the caller's promise; levels before the leaf's own were written.
         unsafe {
-            each_row!(I { S::store(turn.sums.add(I * LANES), sums[I]) });
+            if let Some(leaf) = self.segment.ends
+                && turn.first + C == self.segment.chunks
+            {
+                for _ in 0..carries(leaf) {
+                    to = to.add(LEVEL_LEN);
+                    each_row!(I { sums[I] = S::add(S::load(to.add(I * LANES)), sums[I]) });
+                }
+                to = to.add(LEVEL_LEN);
+            }
+            each_row!(I { S::store(to.add(I * LANES), sums[I]) });
         }
     }
 

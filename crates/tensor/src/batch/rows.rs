@@ -11,6 +11,7 @@ use crate::activations::{CHUNK, Meta, Precision, View};
 #[cfg(target_arch = "x86_64")]
 use crate::isa::Floats;
 use crate::isa::{LANES, Words};
+use crate::batch::ROWS;
 use crate::memory::Placed;
 
 /// How the integers of a row lie in memory.
@@ -31,6 +32,14 @@ pub(crate) enum Form {
 impl Form {
     /// Every one, in order.
     pub(crate) const ALL: [Self; 4] = [Self::Bytes, Self::Words, Self::Floats, Self::SmallFloats];
+
+    /// Activation rows of `cols` columns that meet a panel before the next one: so many that half
+    /// of a second-level cache of 2 MiB holds them, as they meet the next panel too.
+    pub(crate) fn block(self, cols: usize) -> usize {
+        const BYTES: usize = 1 << 20;
+        let rows = BYTES / (cols * self.column()).max(1);
+        (rows / TILE_ROWS * TILE_ROWS).clamp(LEAST_ROWS, ROWS)
+    }
 
     /// Bytes of a column.
     const fn column(self) -> usize {
@@ -94,6 +103,9 @@ impl TileMeta {
         }
     }
 }
+
+/// Fewest rows of a block: for less, unpacking takes too much of the time.
+const LEAST_ROWS: usize = 32;
 
 /// A batch of rows of integers, in one of the forms.
 #[derive(Clone, Debug)]
