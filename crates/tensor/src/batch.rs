@@ -45,9 +45,9 @@ use crate::isa::{Isa, LANES};
 use crate::matmul::{GroupArgs, LEVELS, store_lanes};
 use crate::stored::Chunk;
 
-/// Activation rows that meet a panel before the next one. Against 64: 1.02 to 1.03 times the speed,
-/// 256 another 1.01 (Zen 4, Q4_0, Q8_0, Q4_K, Q6_K), and sums take memory of a thread's stack:
-/// 576 KiB with 128, of which two groups and one leaf touch 16.
+/// Most activation rows that meet a panel before the next one. Against 64: 1.02 to 1.03 times the
+/// speed, 256 another 1.01 (Zen 4, Q4_0, Q8_0, Q4_K, Q6_K), and sums take memory of a thread's
+/// stack: 648 KiB with 128, of which two groups and one leaf touch 16.
 pub(crate) const ROWS: usize = 128;
 /// Chunks of a panel, of all its groups: as many as the first cache holds beside activations. 8 are
 /// 0.5 to 2 % slower (Zen 4).

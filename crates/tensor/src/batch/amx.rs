@@ -248,7 +248,10 @@ mod tests {
             ..
         } = Configuration::new();
         assert_eq!((palette, start_row), (1, 0));
-        assert_eq!(rows, [16, 16, 16, 16, 16, 16, 16, 16, 0, 0, 0, 0, 0, 0, 0, 0]);
+        assert_eq!(
+            rows,
+            [16, 16, 16, 16, 16, 16, 16, 16, 0, 0, 0, 0, 0, 0, 0, 0]
+        );
         assert_eq!(row_bytes[..9], [64, 64, 64, 64, 64, 64, 64, 64, 0]);
     }
 

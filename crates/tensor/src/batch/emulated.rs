@@ -24,7 +24,12 @@ impl Emulated {
     /// As [`Registers::store`].
     unsafe fn store_tile(&self, tile: usize, results: *mut f32) {
         // SAFETY: room for the tile at its place.
-        unsafe { results.add(tile * 16 * LANES).cast::<Tile>().write(self.0[tile]) }
+        unsafe {
+            results
+                .add(tile * 16 * LANES)
+                .cast::<Tile>()
+                .write(self.0[tile])
+        }
     }
 }
 

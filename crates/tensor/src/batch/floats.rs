@@ -5,7 +5,8 @@
 //! stay below 2^24 ([`Exact`]). One accumulator then takes both bytes, and what comes out is
 //! `f32(D)` of [`crate::matmul`]: neither integers to put together nor to convert, which with tiles
 //! of bytes costs more than the products. Where only the sums of each byte are exact they have an
-//! accumulator each, and one addition rounds their sum once, as the conversion of `D` does.
+//! accumulator each, and one addition rounds their sum once, as the conversion of `D` does. So too
+//! for weights of up to 13 bits, which are two bf16: there the second times low bytes is apart.
 //!
 //! Up to four tiles of results are *in turn*: chunks of a group with a tile of rows. With each
 //! product that is started the tile from half a turn before is stored, and sums are made of the one
@@ -41,9 +42,9 @@ pub(crate) unsafe fn unpack<S: Floats, F: Format>(args: Unpack) {
             (Exact::Parts, _) => {
                 words::unpack_as::<S, F, 2>(args, |w| S::parts(w).map(|w| S::as_bf16(w)));
             }
-            (_, true) => words::unpack_as::<S, F, 1>(args, |w| {
-                [S::small_as_bf16(w, F::P::OFFSET > 0)]
-            }),
+            (_, true) => {
+                words::unpack_as::<S, F, 1>(args, |w| [S::small_as_bf16(w, F::P::OFFSET > 0)])
+            }
             _ => words::unpack_as::<S, F, 1>(args, |w| [S::as_bf16(w)]),
         }
     }
@@ -78,10 +79,12 @@ pub(crate) unsafe fn end<R: Registers>() {
 }
 
 /// Multiplies a panel with activations of `BYTES` bytes, two of which are added `APART` or
-/// together, by weights in `PARTS` parts, of which the second times low bytes is apart. A last tile is a whole one too: activations have room for it, and so have sums.
+/// together, by weights in `PARTS` parts, of which the second times low bytes is apart. A last tile
+/// is a whole one too: activations have room for it, and so have sums.
 ///
 /// # Safety
-/// Features of `S`, and `R`; between [`begin`] and [`end`] of `R`; the segment's pointers cover its chunks, rows and sums.
+/// Features of `S`, and `R`; between [`begin`] and [`end`] of `R`; the segment's pointers cover its
+/// chunks, rows and sums.
 #[inline(always)]
 pub(crate) unsafe fn multiply<
     S: Isa,
@@ -293,13 +296,7 @@ where
     /// Starts the products of chunk `K`, whose bytes have tiles `H` and `L`, and stores from tile
     /// `O` on as many.
     #[inline(always)]
-    unsafe fn chunk<
-        const K: usize,
-        const H: u8,
-        const L: u8,
-        const O: u8,
-        const STORE: bool,
-    >(
+    unsafe fn chunk<const K: usize, const H: u8, const L: u8, const O: u8, const STORE: bool>(
         &mut self,
         turn: Turn,
     ) {

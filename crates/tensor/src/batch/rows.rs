@@ -8,10 +8,10 @@
 use std::marker::PhantomData;
 
 use crate::activations::{CHUNK, Meta, Precision, View};
+use crate::batch::ROWS;
 #[cfg(target_arch = "x86_64")]
 use crate::isa::Floats;
 use crate::isa::{LANES, Words};
-use crate::batch::ROWS;
 use crate::memory::Placed;
 
 /// How the integers of a row lie in memory.

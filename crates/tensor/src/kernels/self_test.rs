@@ -29,7 +29,7 @@ pub(crate) fn same_products(one: &'static Table, other: &'static Table) -> bool 
     let mut types = BlockType::ALL.into_iter().filter(|t| !t.is_float());
     types.all(|block_type| {
         let bytes = random_row(block_type, ROWS * COLS, 7);
-        let leaves = [0, 96].map(|cols| [Precision::Eight, Precision::Fifteen].map(|p| (cols, p)));
+        let leaves = [0, 224].map(|cols| [Precision::Eight, Precision::Fifteen].map(|p| (cols, p)));
         leaves.into_iter().flatten().all(|(leaf_cols, precision)| {
             let stored = StoredMatrix {
                 block_type,

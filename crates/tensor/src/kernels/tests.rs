@@ -152,11 +152,45 @@ fn compare_product(
 
 #[test]
 fn products_equal_naive() {
+    // So wide that rows are taken in several blocks, and with the most leaves that a model has.
+    check_product(BlockType::Q4_0, 16, 8192, 128, 3.0);
     for (rows, cols) in [(1, 32), (16, 64), (17, 96), (35, 256), (48, 576), (20, 768)] {
         for block_type in types_for(cols) {
             for leaf_cols in [0, 32, 64, 160] {
                 check_product(block_type, rows, cols, leaf_cols, 3.0);
             }
+        }
+    }
+}
+
+/// The largest products there are, where sums come nearest to what f32 has exactly: Q6_K of weights
+/// -32 times scales of either end (and of the one whose parts are largest), with activations of all
+/// magnitudes from 127 times 128 down, of one sign and of the other.
+#[test]
+fn the_largest_products_equal_naive() {
+    let d = half::f16::ONE.to_le_bytes();
+    for scale in [-128i8, 127, 126, -127] {
+        let scales = [scale.cast_unsigned(); 16];
+        let block = [&[0; 192], &scales[..], &d].concat();
+        assert_eq!(block.len(), BlockType::Q6_K.bytes());
+        let bytes = block.repeat(17);
+        let matrix = StoredMatrix {
+            block_type: BlockType::Q6_K,
+            rows: 17,
+            cols: 256,
+            bytes: &bytes,
+        };
+        let x = (0..9).map(|t| {
+            let steps = |k: usize| 127.0 * 128.0 - (k % 32 * t * 7) as f32;
+            (0..256)
+                .map(|k| steps(k) * if t % 2 == 0 { 1.0 } else { -1.0 })
+                .collect()
+        });
+        let x: Vec<Vec<f32>> = x.collect();
+        for precision in [Precision::Eight, Precision::Fifteen] {
+            let naive = |x: &Vec<f32>| naive::matvec(matrix, 0, x, precision);
+            let expected: Vec<Vec<f32>> = x.iter().map(naive).collect();
+            compare_product(matrix, 0, precision, &x, &expected);
         }
     }
 }
