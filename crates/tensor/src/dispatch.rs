@@ -300,8 +300,8 @@ macro_rules! words_batch {
             );
             batch!($feature $isa, words, $from, 2, $without,
                 [[None; Exact::COUNT], [Some(Form::Words); Exact::COUNT]],
-                [[by_words::ALL; Exact::COUNT]; 2], [None, Some(copy_row), None, None], [1; Exact::COUNT], [nothing; 2],
-                Some(fold));
+                [[by_words::ALL; Exact::COUNT]; 2], [None, Some(copy_row), None, None],
+                [1; Exact::COUNT], [nothing; 2], Some(fold));
         }
     };
 }
@@ -331,8 +331,8 @@ macro_rules! bytes_batch {
             kernel!($feature fold(sums: Sums, leaf: usize) = crate::batch::fold::<$isa>);
             batch!($feature $isa, bytes, <$tiles as bytes::Tiles>::FROM, 2, &[],
                 [[None; Exact::COUNT], [Some(Form::Bytes); Exact::COUNT]],
-                [[by_bytes::ALL; Exact::COUNT]; 2], [Some(copy_bytes), None, None, None], [1; Exact::COUNT], [nothing; 2],
-                Some(fold));
+                [[by_bytes::ALL; Exact::COUNT]; 2], [Some(copy_bytes), None, None, None],
+                [1; Exact::COUNT], [nothing; 2], Some(fold));
         }
     };
 }
@@ -340,7 +340,8 @@ macro_rules! bytes_batch {
 /// Products of panels of bf16.
 #[cfg(target_arch = "x86_64")]
 macro_rules! multiply_floats {
-    ($feature:tt $name:ident $isa:ty, $tiles:ty, $bytes:literal, $parts:literal, $apart:literal) => {
+    ($feature:tt $name:ident $isa:ty, $tiles:ty, $bytes:literal, $parts:literal,
+     $apart:literal) => {
         multiply!($feature $name
             floats::multiply::<$isa, $tiles, NoMin, $bytes, $parts, $apart>,
             floats::multiply::<$isa, $tiles, OneMin, $bytes, $parts, $apart>,

@@ -203,8 +203,8 @@ mod tests {
     }
 
     /// Encodings by hand from the opcode tables of the Intel SDM, volume 2: VEX prefix, opcode,
-    /// register byte. In `tdpbf16ps` the middle operand, the activations, is in the register byte and
-    /// the last one in the prefix.
+    /// register byte. In `tdpbf16ps` the middle operand, the activations, is in the register byte
+    /// and the last one in the prefix.
     #[test]
     fn instructions_are_encoded_as_the_manual_says() {
         const EXPECTED: [(&str, &[u8]); 8] = [

@@ -272,8 +272,8 @@ where
         turn
     }
 
-    /// Starts the products of chunk `K` of a turn, and stores the results from half a turn before if
-    /// there are any.
+    /// Starts the products of chunk `K` of a turn, and stores the results from half a turn before
+    /// if there are any.
     #[inline(always)]
     unsafe fn start<const C: usize, const K: usize, const STORE: bool>(&mut self, turn: Turn) {
         // SAFETY: passed on.

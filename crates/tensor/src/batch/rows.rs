@@ -65,8 +65,8 @@ const PADDING: usize = 64;
 /// Rows that lie together in [`Form::Floats`], those of a tile.
 pub(crate) const TILE_ROWS: usize = 16;
 
-/// What belongs to a chunk of a tile's rows: each part a cache line or two, for a product whose type
-/// has no min reads the first alone.
+/// What belongs to a chunk of a tile's rows: each part a cache line or two, for a product whose
+/// type has no min reads the first alone.
 #[cfg(target_arch = "x86_64")]
 #[repr(C)]
 pub(crate) struct TileMeta {
