@@ -154,6 +154,10 @@ pub(crate) struct Segment<'a> {
     pub(crate) sums: *mut f32,
     pub(crate) fresh: bool,
     /// The leaf's number, if this is its end and there are others.
+    #[cfg_attr(
+        not(target_arch = "x86_64"),
+        allow(dead_code, reason = "other panels have their leaves folded")
+    )]
     pub(crate) ends: Option<usize>,
 }
 

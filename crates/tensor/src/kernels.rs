@@ -175,19 +175,20 @@ impl Kernels {
             count += 1;
         }
         let jobs = || jobs[..count].iter().flatten();
-        let total: usize = jobs().map(|job| job.groups * job.blocks()).sum();
+        let total: usize = jobs().map(|job| job.groups * job.blocks).sum();
         let mut per_task = (total / (TASKS_PER_THREAD * self.pool.threads())).max(1);
         let batches = jobs().filter_map(|job| job.batch.as_ref());
         if let Some(together) = batches.map(|(batch, _)| batch.together()).max() {
             per_task = per_task.next_multiple_of(together);
         }
         let of_block = |job: &Job<'_>| job.groups.div_ceil(per_task);
-        let tasks = jobs().map(|job| job.blocks() * of_block(job)).sum();
+        let tasks = jobs().map(|job| job.blocks * of_block(job)).sum();
         self.pool.run(tasks, &|mut task| {
             for job in jobs() {
-                let own = job.blocks() * of_block(job);
+                let parts = of_block(job);
+                let own = job.blocks * parts;
                 if task < own {
-                    let (block, part) = (task / of_block(job), task % of_block(job));
+                    let (block, part) = (task / parts, task % parts);
                     // SAFETY: tasks cover disjoint blocks or groups.
                     return unsafe { job.run(block, part * per_task, per_task) };
                 }
@@ -294,6 +295,8 @@ struct Job<'a> {
     /// Activation rows that a task takes at once: what meets panels stays in a second-level cache
     /// while many groups meet it.
     block: usize,
+    /// How many there are.
+    blocks: usize,
     args: GroupArgs<'a>,
     groups: usize,
     group_bytes: usize,
@@ -311,13 +314,14 @@ impl<'a> Job<'a> {
         } else {
             w.leaf_cols
         };
-        let mut block = x.rows().max(1);
+        let (mut block, mut blocks) = (x.rows(), 1);
         let batch = table.batch.and_then(|batch| {
             let precision = x.precision()?;
             let form = batch.form(w.block_type, precision, x.rows())?;
             let rows = Some(x.panel_rows(form)).filter(|rows| rows.filled())?;
             let functions = batch.functions(w.block_type, precision, x.rows())?;
             block = form.block(w.cols);
+            blocks = x.rows().div_ceil(block);
             Some((functions, rows.view(product.first_col)))
         });
         let rounded = (w.block_type == BlockType::BF16).then(|| x.rounded_view(product.first_col));
@@ -332,6 +336,7 @@ impl<'a> Job<'a> {
             kernel,
             batch,
             block,
+            blocks,
             args: GroupArgs {
                 weights: w.data.as_ptr(),
                 first_chunk: w.first_chunk,
@@ -348,11 +353,6 @@ impl<'a> Job<'a> {
             group_bytes: w.group_bytes,
             rows: w.rows,
         }
-    }
-
-    /// Blocks of activation rows.
-    const fn blocks(&self) -> usize {
-        self.args.end.div_ceil(self.block)
     }
 
     /// Groups `first..first + count` with a block of activation rows.

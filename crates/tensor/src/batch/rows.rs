@@ -194,6 +194,10 @@ pub(crate) struct PanelView<'a> {
     /// Columns from a row to the next.
     pub(crate) stride: usize,
     /// Bytes of a column.
+    #[cfg_attr(
+        not(target_arch = "x86_64"),
+        allow(dead_code, reason = "of tiles, which are x86's")
+    )]
     column: usize,
     /// High and low bytes; in the other forms the first is all.
     bytes: [*const i8; 2],
