@@ -487,6 +487,7 @@ impl<'a> Joining<'a> {
             return;
         };
         let reply = Reply::GaveUp(*why);
+        self.call_the_uncalled(deadline);
         for stream in self.links.iter().flatten().flatten() {
             let _ = stream.write(&farewell(reply), &[]);
         }
@@ -509,6 +510,21 @@ impl<'a> Joining<'a> {
             }
             self.wait(until);
         }
+    }
+
+    /// Says hello to members that were not called yet, who would wait for this rank: they see for
+    /// themselves what does not fit, or are told.
+    fn call_the_uncalled(&mut self, deadline: Deadline) {
+        let until = Deadline::at(deadline::now() + FAREWELL).min(deadline);
+        let control = self.origin.config.slots() - 1;
+        let mut dials = std::mem::take(&mut self.dials);
+        for dial in &mut dials {
+            let open = dial.pending.is_none() && dial.slot == control && dial.peer != self.rank;
+            if open && !until.left(deadline::now()).is_zero() {
+                self.call(dial, until);
+            }
+        }
+        self.dials = dials;
     }
 
     /// Tells one who comes too late.

@@ -64,6 +64,15 @@ fn join_each(
     size: u32,
     change: impl Fn(u32, &mut Told),
 ) -> Vec<(Result<Tcp, JoinError>, Duration)> {
+    join_late(size, |_| Duration::ZERO, change)
+}
+
+/// As [`join_each`]; ranks listen, but join so late.
+fn join_late(
+    size: u32,
+    late: impl Fn(u32) -> Duration,
+    change: impl Fn(u32, &mut Told),
+) -> Vec<(Result<Tcp, JoinError>, Duration)> {
     let (listeners, addrs) = listeners(size);
     let id = GroupId::random();
     let start = Stopwatch::start();
@@ -73,7 +82,9 @@ fn join_each(
             let (addrs, config) = (addrs.clone(), Config::default());
             let mut told = Told { addrs, id, config };
             change(rank, &mut told);
+            let late = late(rank);
             thread::spawn(move || {
+                thread::sleep(late);
                 let Told { addrs, id, config } = told;
                 let result = join_with(listener, Rank(rank), &addrs, id, config, soon(20));
                 (result, start.elapsed())
@@ -195,6 +206,29 @@ fn a_wrong_or_missing_key_is_named_on_all_sides_at_once() {
                     "rank {rank} of {size}: {took:?}"
                 );
             }
+        }
+    }
+}
+
+/// Rank 1 hears rank 2 before it has called rank 0, and gives up; rank 2 does so before rank 0 is
+/// there to link. Somebody has to tell rank 0.
+#[test]
+fn who_gives_up_before_it_called_a_member_still_tells_it() {
+    let ways: [fn(u32) -> Protection; 2] = [
+        |rank| key(u8::from(rank == 1)),
+        |rank| match rank {
+            1 => Protection::Loopback,
+            _ => key(0),
+        },
+    ];
+    for own in ways {
+        let late = |rank| Duration::from_millis([300, 100, 0][rank as usize]);
+        let joined = join_late(3, late, |rank, told| told.config.protection = own(rank));
+        for (rank, (result, took)) in (0..).zip(joined) {
+            let error = result.expect_err("the keys differ");
+            let hung = matches!(error, JoinError::Missing { .. });
+            let bound = late(rank) + Duration::from_secs(1);
+            assert!(!hung && took < bound, "rank {rank}: {error} after {took:?}");
         }
     }
 }
