@@ -48,17 +48,11 @@ pub(crate) trait Tiles {
     const ROWS: usize;
     /// Fewest rows for which panels pay.
     const FROM: usize;
-    /// Blocks whose results stay in registers meanwhile.
-    const LAG: usize;
     /// For tiles of `rows` rows, at most [`ROWS`](Self::ROWS), and `depth` columns.
     unsafe fn configured(rows: usize, depth: usize) -> Self;
-    /// Starts to multiply rows of activations by the quads of a chunk as [`Bytes::arranged`] left
-    /// them, in halves if `HALVES`, and writes results of the block that was started
-    /// [`LAG`](Self::LAG) steps before (what is in the registers, where there was none), for as
-    /// many rows as were configured.
+    /// Multiplies rows of activations by the quads of a chunk as [`Bytes::arranged`] left them, in
+    /// halves if `HALVES`, and writes the results, for as many rows as were configured.
     unsafe fn step<const HALVES: bool>(&mut self, x: Rows, quads: *const u8, out: *mut Results);
-    /// As [`step`](Self::step) after the last block.
-    unsafe fn write<const HALVES: bool>(&mut self, out: *mut Results);
     /// Gives registers back.
     unsafe fn release(self);
 }
@@ -221,18 +215,17 @@ impl<'a, S: Isa, T: Tiles, M: Min, const HALVES: bool> Tile<'a, S, T, M, HALVES>
         slot
     }
 
-    /// Starts the next block, if there is one, and has the results written of one before it.
+    /// Multiplies the next block, if there is one.
     #[inline(always)]
     unsafe fn start(&mut self) {
         let segment = self.segment;
-        let slot = self.started.wrapping_sub(T::LAG) % SLOTS;
+        let slot = self.started % SLOTS;
         let out = self.results[slot].as_mut_ptr();
         self.started += 1;
         let (t, g, c) = self.next;
         // SAFETY: by the caller's promise.
         unsafe {
             if t >= self.range.end {
-                self.tiles.write::<HALVES>(out);
                 return;
             }
             let rows = Rows {

@@ -44,7 +44,6 @@ impl Tiles for Smmla {
     const ROWS: usize = 2;
     /// Two tiles. An estimate: the emulator that this was tested in has no times.
     const FROM: usize = 4;
-    const LAG: usize = 0;
 
     #[inline(always)]
     unsafe fn configured(rows: usize, _depth: usize) -> Self {
@@ -69,9 +68,6 @@ impl Tiles for Smmla {
             }
         }
     }
-
-    #[inline(always)]
-    unsafe fn write<const HALVES: bool>(&mut self, _out: *mut Results) {}
 
     #[inline(always)]
     unsafe fn release(self) {}
