@@ -487,10 +487,10 @@ impl<'a> Joining<'a> {
             return;
         };
         let reply = Reply::GaveUp(*why);
-        self.call_the_uncalled(deadline);
         for stream in self.links.iter().flatten().flatten() {
             let _ = stream.write(&farewell(reply), &[]);
         }
+        self.call_the_uncalled(deadline); // may wait for who is not there, so after those who are
         // Who has said welcome, and was not heard yet, counts on this rank too. A sealed connection
         // has no session yet, and without a proof the other does not count on it.
         for (pending, shaking) in self.dials.iter().filter_map(|dial| dial.pending.as_ref()) {
