@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, VecDeque};
 use std::ffi::{CString, c_uint};
-use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU32, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, Weak};
 
 use super::super::abi::{self, Gid, Wc};
@@ -82,8 +82,8 @@ pub(crate) struct Core {
     pub(crate) faults: Faults,
     pub(crate) caps: Caps,
     pairs: RwLock<BTreeMap<u32, Arc<PairCore>>>,
-    /// Calls that still succeed before one fails; negative: none fails.
-    pub(crate) refuse_in: AtomicI64,
+    /// The function one of whose calls fails, and how many of them succeed before.
+    refused_once: Mutex<Option<(&'static str, usize)>>,
     /// The function that always fails, if one does.
     refused: Mutex<Option<&'static str>>,
     refusing: AtomicBool,
@@ -154,7 +154,7 @@ impl Fabric {
             faults,
             caps,
             pairs: RwLock::default(),
-            refuse_in: AtomicI64::new(-1),
+            refused_once: Mutex::new(None),
             refused: Mutex::new(None),
             refusing: AtomicBool::new(false),
             live: AtomicUsize::new(0),
@@ -250,6 +250,19 @@ impl Core {
         self.refusing.store(call.is_some(), Ordering::Release);
     }
 
+    /// Whether the call that was to fail once came.
+    #[allow(dead_code, reason = "the library has no faults")]
+    pub(crate) fn has_refused(&self) -> bool {
+        lock(&self.refused_once).is_none()
+    }
+
+    /// Lets one call of this function fail, after `before` that succeed. Counted for each function:
+    /// how calls of several ranks follow each other differs from run to run.
+    #[allow(dead_code, reason = "the library has no faults")]
+    pub(crate) fn refuse_once(&self, call: &'static str, before: usize) {
+        *lock(&self.refused_once) = Some((call, before));
+    }
+
     /// Whether all calls of this function fail.
     pub(crate) fn is_refused(&self, call: &str) -> bool {
         // Looked at for every request, so without the lock at first.
@@ -259,11 +272,20 @@ impl Core {
 
     /// Whether this call is the one that fails.
     pub(crate) fn refuses(&self, call: &str) -> bool {
-        if self.is_refused(call) {
-            return true;
+        self.is_refused(call) || self.is_refused_once(call)
+    }
+
+    fn is_refused_once(&self, call: &str) -> bool {
+        let mut once = lock(&self.refused_once);
+        match once.as_mut() {
+            Some((refused, before)) if *refused == call && *before > 0 => *before -= 1,
+            Some((refused, _)) if *refused == call => {
+                *once = None;
+                return true;
+            }
+            _ => {}
         }
-        let left = self.refuse_in.load(Ordering::Relaxed);
-        left >= 0 && self.refuse_in.fetch_sub(1, Ordering::AcqRel) == 0
+        false
     }
 
     fn pair(&self, number: u32) -> Option<Arc<PairCore>> {
