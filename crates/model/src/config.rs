@@ -40,7 +40,7 @@ pub struct Config {
     /// Width of the feed-forward (F).
     pub ffn: usize,
     /// Columns of a logical block of the feed-forward's sum: at least 128 and whole blocks of
-    /// every layer's down projection, doubled until there are at most 64. A tensor split cuts the
+    /// every layer's down projection, doubled until there are at most 32. A tensor split cuts the
     /// feed-forward there. Smaller leaves split more evenly (SmolLM2's 1536 columns give 12),
     /// larger ones cost fewer additions.
     pub ffn_leaf: usize,
@@ -198,7 +198,7 @@ impl Config {
 /// See [`Config::ffn_leaf`].
 const fn ffn_leaf(ffn: usize, block_len: usize) -> usize {
     let mut leaf = if block_len > 128 { block_len } else { 128 };
-    while ffn.div_ceil(leaf) > 64 {
+    while ffn.div_ceil(leaf) > 32 {
         leaf *= 2;
     }
     leaf

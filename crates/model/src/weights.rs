@@ -7,7 +7,7 @@ use std::sync::Mutex;
 use paceline_base::{Bytes, KernelClass, lock};
 use paceline_formats::mlx::{BLOCK_BYTES_MAX, Quantised};
 use paceline_formats::tensor::{MappedBytes, Tensor};
-use paceline_tensor::{PackOptions, Packed, StoredMatrix, ThreadPool, stored};
+use paceline_tensor::{PackOptions, Packed, StoredMatrix, ThreadPool, UNIT, stored};
 
 use crate::rope::MIN_DIVISOR;
 use crate::split::{LeafCut, Shard};
@@ -230,11 +230,14 @@ impl Loader<'_> {
         let width = self.config.width;
         let bias = self.names.bias(role, width)?;
         let mine = cut.columns();
-        let part = (0..width, mine.clone());
+        // Whole units: what is packed of one depends on all of it.
+        let held = mine.start / UNIT * UNIT..mine.end.next_multiple_of(UNIT).min(cols);
+        let held = if mine.is_empty() { mine.clone() } else { held };
+        let part = (0..width, held.clone());
         let roots = self.packed(role, [width, cols], part, |stored, mut options| {
             options.leaf_cols = cut.leaf_cols;
-            // Of a file's matrix all columns are there, of a joined one this rank's.
-            let before = if stored.cols == cols { 0 } else { mine.start };
+            // Of a file's matrix all columns are there, of a joined one those held.
+            let before = if stored.cols == cols { 0 } else { held.start };
             let root = |columns: Range<usize>| {
                 let first_col = columns.start - mine.start;
                 let columns = columns.start - before..columns.end - before;

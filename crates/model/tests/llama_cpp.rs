@@ -201,10 +201,11 @@ fn check_kv_bytes(path: &Path, name: &str, golden: &Golden) {
 }
 
 /// Class `cpu-q8` rounds as llama.cpp as stored does, but other runs of values: both turn near ties
-/// over, each its own.
-fn check_q8(path: &Path, name: &str, golden: &Golden, all: bool) {
+/// over, each its own, so that [`TOP1_BAR`] is for positions that are none. (Of all 256 positions
+/// SmolLM2 agrees at 250 with llama.cpp as stored, which agrees at 253 with itself widened.)
+fn check_q8(path: &Path, name: &str, golden: &Golden) {
     let ours = Reading::ours(path, KernelClass::CpuQ8, &golden.tokens);
-    check_stored(name, KernelClass::CpuQ8, golden, &ours, all);
+    check_stored(name, KernelClass::CpuQ8, golden, &ours, false);
     let title = format!("{name} cpu-q8, llama.cpp widened");
     let widened = Difference::print(&title, &ours, &golden.widened);
     let decided = |t: usize| golden.widened.gaps[t] > NEAR_TIE;
@@ -243,7 +244,7 @@ fn smollm2() {
     };
     let golden = Golden::read("smollm2");
     check_cpu(&path, "smollm2", &golden, true);
-    check_q8(&path, "smollm2", &golden, true);
+    check_q8(&path, "smollm2", &golden);
     check_kv_bytes(&path, "smollm2", &golden);
     check_f32(&path, "smollm2", &golden);
 }
@@ -255,7 +256,7 @@ fn gemma3() {
     };
     let golden = Golden::read("gemma3");
     check_cpu(&path, "gemma3", &golden, false);
-    check_q8(&path, "gemma3", &golden, false);
+    check_q8(&path, "gemma3", &golden);
     check_kv_bytes(&path, "gemma3", &golden);
     check_f32(&path, "gemma3", &golden);
 }

@@ -58,7 +58,7 @@ fn product(kernels: &Kernels, block_type: BlockType, batch: usize, rounds: usize
     };
     let weights = Packed::new(stored, PackOptions::default(), kernels.pool()).expect("memory");
     let precision = (!block_type.is_float()).then_some(Precision::Fifteen);
-    let mut x = Activations::new(batch, COLS, precision);
+    let mut x = Activations::new(batch, COLS, 0, precision);
     let mut out = vec![0.0; batch * rows];
     for _ in 0..rounds {
         kernels.fill_rows(&mut x, |_, row| fill(row));

@@ -1,10 +1,12 @@
-//! Activations as the integer kernels read them: integers with a scale per 32 columns.
+//! Activations as the integer kernels read them: integers with a scale per *span* of columns.
 //!
-//! For chunk `c` of row `t`, with `m = max |x|` over its 32 values and `n` steps (below):
+//! For a span of row `t`, with `m = max |x|` over its values and `n` steps (below):
 //! `scale = m / n`, `q[k] = round_ties_even(x[k] * (n / m))`, all in f32 (both 0 when `m` is not
-//! above [`SMALLEST`] or not finite). The sums of `q` over each half of 16 go with it: weight types
-//! with a zero offset or a min need them. One format serves every weight type, so a row is
-//! quantised once however many matrices read it.
+//! above [`SMALLEST`] or not finite). The sums of `q` over each half chunk of 16 go with it: weight
+//! types with a zero offset or a min need them. A span has 256 columns, or as many as divide that
+//! and the leaves of the products that will read them ([`crate::packed::span`]), so that a rank
+//! knows all of each; the last may have fewer. A row is quantised once however many matrices read
+//! it.
 //!
 //! [`Precision::Fifteen`] has n = 16256 = 127 * 128 and keeps `q` as two bytes,
 //! `q = 128 high + low` with `high` in -127..=127 and `low` in -64..=63: a product takes two byte
@@ -17,11 +19,12 @@ use crate::batch::rows::{Form, PanelRows, PanelWriter};
 use crate::isa::{Isa, LANES};
 use crate::matmul::pairs::round;
 use crate::memory::{Placed, Zeroed};
+use crate::packed::span;
 
-/// Columns that share a scale.
+/// Columns whose integers are taken together.
 pub const CHUNK: usize = 32;
 
-/// Chunks whose largest magnitude is not above this are taken as zero: below it `127 / m`
+/// Spans whose largest magnitude is not above this are taken as zero: below it `127 / m`
 /// (or 16256 / m) overflows to infinity.
 const SMALLEST: f32 = 1e-34;
 
@@ -45,7 +48,7 @@ impl Precision {
         }
     }
 
-    /// Steps from zero to the largest magnitude of a chunk.
+    /// Steps from zero to the largest magnitude of a span.
     pub(crate) const fn steps(self) -> f32 {
         match self {
             Self::Eight => 127.0,
@@ -58,23 +61,35 @@ impl Precision {
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 #[repr(C)]
 pub(crate) struct Meta {
-    /// Value of one step of `q`.
+    /// Value of one step of `q`, that of the span.
     pub(crate) scale: f32,
-    /// Sum of `q` over each half of 16.
-    pub(crate) sums: [i32; 2],
-    /// Both sums together, for types with one min: a float that kernels need not make again for
-    /// every row of the weights.
-    pub(crate) sum: f32,
+    /// Sums of the bytes of `q`, high and low (or all of it and 0), over each half of 16.
+    pub(crate) sums: [[i32; 2]; 2],
+    /// Those over both halves, [small](Isa::small), for types with mins.
+    pub(crate) small: [i32; 2],
+    /// Minus 8 times the same, for nibbles: both ready to be loaded.
+    pub(crate) eight_less: [i32; 2],
+}
+
+impl Meta {
+    /// The sums of the bytes over both halves.
+    #[inline(always)]
+    pub(crate) const fn whole(&self) -> [i32; 2] {
+        let [first, second] = self.sums;
+        [first[0] + second[0], first[1] + second[1]]
+    }
 }
 
 // SAFETY: numbers all, for which zeros are values.
 unsafe impl Zeroed for Meta {}
 
 /// What products read of activations, beside their f32.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Reads {
     /// Integers, so fine.
     pub(crate) integers: Option<Precision>,
+    /// With a scale for so many columns.
+    pub(crate) span: usize,
     /// Copies of integers for panels, by [`Form`].
     pub(crate) panels: [bool; Form::ALL.len()],
     /// Values rounded to bf16.
@@ -84,10 +99,11 @@ pub(crate) struct Reads {
 /// A batch of activation rows, `(rows, cols)`, as f32 and (where asked for) quantised.
 ///
 /// Allocated once for the largest batch; [`resize`](Self::resize) only changes the row count.
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 pub struct Activations {
     cols: usize,
     rows: usize,
+    span: usize,
     /// `(rows, cols)`
     values: Vec<f32>,
     precision: Option<Precision>,
@@ -104,15 +120,22 @@ pub struct Activations {
 }
 
 impl Activations {
-    /// Room for `max_rows` rows of `cols` columns, for products with whatever matrix; `precision`
+    /// Room for `max_rows` rows of `cols` columns, for products with whatever matrix with leaves of
+    /// `leaf_cols` columns (0: one leaf, as [`PackOptions`](crate::PackOptions) says); `precision`
     /// says how integer kernels will read them, `None` that none will. Where the matrices are
     /// known, [`Kernels::activations`](crate::Kernels::activations) makes no more than they need.
     ///
     /// # Panics
     /// If there is a precision and `cols` is not a multiple of 32.
-    pub fn new(max_rows: usize, cols: usize, precision: Option<Precision>) -> Self {
+    pub fn new(
+        max_rows: usize,
+        cols: usize,
+        leaf_cols: usize,
+        precision: Option<Precision>,
+    ) -> Self {
         let reads = Reads {
             integers: precision,
+            span: span(leaf_cols, precision.unwrap_or(Precision::Fifteen)),
             panels: Form::ALL.map(|form| precision == Some(form.precision())),
             rounded: precision == Some(Precision::Eight),
         };
@@ -133,6 +156,7 @@ impl Activations {
         Self {
             cols,
             rows: max_rows,
+            span: reads.span,
             values: vec![0.0; max_rows * cols],
             precision,
             high: Placed::new(len(precision.is_some()), 0),
@@ -141,7 +165,7 @@ impl Activations {
             rounded: vec![0; len(reads.rounded)],
             panel_rows: Form::ALL.map(|form| {
                 let wanted = reads.panels[form as usize];
-                PanelRows::new(if wanted { max_rows } else { 0 }, cols, form)
+                PanelRows::new(if wanted { max_rows } else { 0 }, cols, reads.span, form)
             }),
         }
     }
@@ -166,6 +190,11 @@ impl Activations {
     /// Rows in use.
     pub const fn rows(&self) -> usize {
         self.rows
+    }
+
+    /// Columns that share a scale.
+    pub const fn span(&self) -> usize {
+        self.span
     }
 
     /// Row `t`, `(cols,)`.
@@ -202,6 +231,7 @@ impl Activations {
         let writer = Writer {
             cols: self.cols,
             rows: self.rows,
+            span: self.span,
             precision: self.precision,
             values: self.values.as_mut_ptr(),
             high: self.high.as_mut_ptr(),
@@ -335,6 +365,7 @@ impl View<'_> {
 pub struct Writer<'a> {
     cols: usize,
     rows: usize,
+    span: usize,
     precision: Option<Precision>,
     values: *mut f32,
     high: *mut i8,
@@ -376,80 +407,103 @@ impl Writer<'_> {
         let Some(precision) = self.precision else {
             return;
         };
-        for c in 0..self.cols / CHUNK {
-            let start = t * self.cols + c * CHUNK;
-            // SAFETY: a whole chunk lies within row `t`.
+        for first in (0..self.cols).step_by(self.span) {
+            let start = t * self.cols + first;
+            // SAFETY: whole chunks lie within row `t`.
             unsafe {
-                let x = self.values.add(start);
-                let meta = self.meta.add(start / CHUNK);
-                *meta = match precision {
-                    Precision::Eight => quantise::<S, 1>(x, [self.high.add(start)], precision),
-                    Precision::Fifteen => {
-                        let bytes = [self.high.add(start), self.low.add(start)];
-                        quantise::<S, 2>(x, bytes, precision)
-                    }
+                let span = Span {
+                    x: self.values.add(start),
+                    cols: self.span.min(self.cols - first),
+                    high: self.high.add(start),
+                    meta: self.meta.add(start / CHUNK),
+                };
+                match precision {
+                    Precision::Eight => span.quantise::<S, 1>(span.high, precision),
+                    Precision::Fifteen => span.quantise::<S, 2>(self.low.add(start), precision),
+                }
+            }
+        }
+    }
+}
+
+/// Columns to quantise, and where to.
+struct Span {
+    x: *const f32,
+    /// Whole chunks.
+    cols: usize,
+    high: *mut i8,
+    meta: *mut Meta,
+}
+
+impl Span {
+    /// Quantises to one byte each, or to two.
+    #[inline(always)]
+    unsafe fn quantise<S: Isa, const TERMS: usize>(&self, low: *mut i8, precision: Precision) {
+        // SAFETY: all pointers are good for the columns; features by the caller.
+        unsafe {
+            let mut most = S::abs(S::load(self.x));
+            for k in (LANES..self.cols).step_by(LANES) {
+                most = S::max(S::abs(S::load(self.x.add(k))), most);
+            }
+            let largest = S::reduce_max(most);
+            // Written so that NaN counts as too small: it gives zeros, not wild integers.
+            let usable = largest > SMALLEST && largest.is_finite();
+            let (inverse, scale) = if usable {
+                (precision.steps() / largest, largest / precision.steps())
+            } else {
+                (0.0, 0.0)
+            };
+            for c in 0..self.cols / CHUNK {
+                let mut sums = [[0; 2]; 2];
+                let mut half = 0;
+                while half < 2 {
+                    let at = c * CHUNK + half * LANES;
+                    let scaled = S::mul(S::load(self.x.add(at)), S::splat(inverse));
+                    let q = if usable {
+                        S::round(scaled)
+                    } else {
+                        S::splat_i(0)
+                    };
+                    sums[half] = store_terms::<S, TERMS>(q, [self.high, low], at);
+                    half += 1;
+                }
+                let whole = [sums[0][0] + sums[1][0], sums[0][1] + sums[1][1]];
+                let eight_less = [-8 * whole[0], -8 * whole[1]];
+                *self.meta.add(c) = Meta {
+                    scale,
+                    sums,
+                    small: [whole[0] & S::SMALL, whole[1] & S::SMALL],
+                    eight_less,
                 };
             }
         }
     }
 }
 
-/// Quantises 32 values at `x` into 32 bytes for each term.
+/// Stores 16 integers as one byte each, or as a high and a low byte; the sums of these.
 #[inline(always)]
-unsafe fn quantise<S: Isa, const TERMS: usize>(
-    x: *const f32,
-    bytes: [*mut i8; TERMS],
-    precision: Precision,
-) -> Meta {
-    // SAFETY: all pointers are good for 32 elements; features by the caller.
-    unsafe {
-        let values = [S::load(x), S::load(x.add(LANES))];
-        let largest = S::reduce_max(S::max(S::abs(values[0]), S::abs(values[1])));
-        // Written so that NaN counts as too small: it gives zeros, not wild integers.
-        let usable = largest > SMALLEST && largest.is_finite();
-        let inverse = if usable {
-            precision.steps() / largest
-        } else {
-            0.0
-        };
-        let mut sums = [0; 2];
-        let mut half = 0;
-        while half < 2 {
-            let scaled = S::mul(values[half], S::splat(inverse));
-            let q = if usable {
-                S::round(scaled)
-            } else {
-                S::splat_i(0)
-            };
-            store_terms::<S, TERMS>(q, bytes, half * LANES);
-            sums[half] = S::reduce_add_i(q);
-            half += 1;
-        }
-        let scale = if usable {
-            largest / precision.steps()
-        } else {
-            0.0
-        };
-        Meta {
-            scale,
-            sums,
-            sum: (sums[0] + sums[1]) as f32,
-        }
-    }
-}
-
-/// Stores 16 integers as one byte each, or as a high and a low byte.
-#[inline(always)]
-unsafe fn store_terms<S: Isa, const TERMS: usize>(q: S::I, bytes: [*mut i8; TERMS], at: usize) {
+unsafe fn store_terms<S: Isa, const TERMS: usize>(
+    q: S::I,
+    bytes: [*mut i8; 2],
+    at: usize,
+) -> [i32; 2] {
     // SAFETY: passed on.
     unsafe {
         if TERMS == 1 {
-            return S::store_i8(bytes[0].add(at), q);
+            S::store_i8(bytes[0].add(at), q);
+            return [S::reduce_add_i(q), 0];
         }
         let high = S::sar7_i(S::add_i(q, S::splat_i(64)));
         S::store_i8(bytes[0].add(at), high);
         // q - 128 high, as q + 128 (-high): the trait has no subtraction.
         let low = S::add_i(q, S::mul_i(high, S::splat_i(-128)));
-        S::store_i8(bytes[TERMS - 1].add(at), low);
+        S::store_i8(bytes[1].add(at), low);
+        [S::reduce_add_i(high), S::reduce_add_i(low)]
     }
+}
+
+/// What integers are made of: `128 high + low`, or the only byte.
+#[inline(always)]
+pub(crate) const fn joined<const TERMS: usize>([high, low]: [i32; 2]) -> i32 {
+    if TERMS == 2 { 128 * high + low } else { high }
 }

@@ -9,14 +9,14 @@
 //! for each block of rows        sums of leaves and of the tree in memory, (groups, rows, 16)
 //!   for each leaf, for each run of chunks within it
 //!     unpack the run of all groups                                       Batch::unpack, by type
-//!     for each tile of rows, for each chunk:  sum = fma(inner, scale, sum)     Batch::multiply
+//!     for each tile of rows, for each span:   sum = fma(inner, scale, sum)     Batch::multiply
 //!   fold the leaf's sums into the tree                                         Batch::fold
 //! ```
 //!
 //! The order of float operations for one output is that of [`crate::matmul`]: what changes is what
 //! happens between them. The panels of [`words`] hold 16-bit integers, those of `bytes` bytes and
-//! those of `floats` bf16 for matrix instructions. Activations lie as panels want them in copies
-//! ([`rows`]): what few rows are multiplied by is untouched.
+//! those of `tiles` two planes of bytes for matrix instructions. Activations lie as panels want
+//! them in copies ([`rows`]): what few rows are multiplied by is untouched.
 
 #[cfg(target_arch = "x86_64")]
 pub(crate) mod amx;
@@ -24,26 +24,26 @@ pub(crate) mod amx;
 pub(crate) mod bytes;
 #[cfg(all(test, target_arch = "x86_64"))]
 pub(crate) mod emulated;
+#[cfg(target_arch = "aarch64")]
 pub(crate) mod factors;
-#[cfg(target_arch = "x86_64")]
-pub(crate) mod floats;
 #[cfg(target_arch = "x86_64")]
 mod registers;
 pub(crate) mod rows;
 #[cfg(target_arch = "aarch64")]
 pub(crate) mod smmla;
+#[cfg(target_arch = "x86_64")]
+pub(crate) mod tiles;
 pub(crate) mod words;
 
 use std::mem::MaybeUninit;
 
 use paceline_base::BlockType;
 
-use crate::activations::Precision;
+use crate::activations::{CHUNK, Precision};
 use crate::batch::rows::{Form, PanelView, PanelWriter};
-use crate::formats::{self, Exact, Kind};
+use crate::formats::{self, Kind};
 use crate::isa::{Isa, LANES};
 use crate::matmul::{GroupArgs, LEVELS, store_lanes};
-use crate::stored::Chunk;
 
 /// Most activation rows that meet a panel before the next one. Against 64: 1.02 to 1.03 times the
 /// speed, 256 another 1.01 (Zen 4, Q4_0, Q8_0, Q4_K, Q6_K), and sums take memory of a thread's
@@ -52,10 +52,15 @@ pub(crate) const ROWS: usize = 128;
 /// Chunks of a panel, of all its groups: as many as the first cache holds beside activations. 8 are
 /// 0.5 to 2 % slower (Zen 4).
 const PANEL_CHUNKS: usize = 16;
-/// Most groups to a panel.
-const TOGETHER_MOST: usize = 4;
+/// Groups to a panel: each activation that is loaded meets all of them. With one more or less
+/// tiles lose 4 to 10 % (Intel Xeon): their activations and two groups fill the first cache.
+pub(crate) const TOGETHER: usize = 2;
+/// Chunks of a panel of one group: a unit.
+pub(crate) const MOST: usize = PANEL_CHUNKS / TOGETHER;
 /// Bytes of a panel's chunk of one group, whatever the flavour.
-pub(crate) const CHUNK_BYTES: usize = 1280;
+pub(crate) const CHUNK_BYTES: usize = 1344;
+/// Most places of [`CHUNK_BYTES`] that a chunk takes.
+const MOST_PLACES: usize = 3;
 
 /// Products of a panel, by [`Kind`].
 pub(crate) type Multiply = [unsafe fn(&Segment<'_>); Kind::COUNT];
@@ -68,18 +73,15 @@ pub(crate) type CopyRow = unsafe fn(&PanelWriter<'_>, usize);
 pub(crate) struct Batch {
     /// Rows from which this pays.
     pub(crate) from: usize,
-    /// Groups to a panel, at most 4: each activation that is loaded meets all of them.
-    pub(crate) together: usize,
-    /// Types whose rows are multiplied faster without panels, as measured.
-    pub(crate) without: &'static [BlockType],
-    /// How it reads activations of each [`Precision`], by [`Exact`]; `None` for what has no panels.
-    pub(crate) forms: [[Option<Form>; Exact::COUNT]; 2],
+    /// How it reads activations of each [`Precision`]; `None` for what has no panels.
+    pub(crate) forms: [Option<Form>; 2],
     /// Who makes the copies, by [`Form`]; `None` for those that are not read.
     pub(crate) copy_row: [Option<CopyRow>; Form::ALL.len()],
     pub(crate) unpack: [unsafe fn(Unpack); BlockType::ALL.len()],
-    pub(crate) multiply: [[Multiply; Exact::COUNT]; 2],
-    /// Places of a panel that a chunk takes, by [`Exact`].
-    pub(crate) places: [usize; Exact::COUNT],
+    /// By [`Precision`].
+    pub(crate) multiply: [Multiply; 2],
+    /// Places of a panel that a chunk takes, at most [`MOST_PLACES`].
+    pub(crate) places: usize,
     /// Called before the first product of a block of rows and behind its last one.
     pub(crate) around: [unsafe fn(); 2],
     /// Adds a leaf to the tree; `None` where products do.
@@ -89,19 +91,42 @@ pub(crate) struct Batch {
 
 /// A panel: memory that is written before it is read.
 #[repr(C, align(64))]
-struct Panel(MaybeUninit<[[u8; CHUNK_BYTES]; PANEL_CHUNKS]>);
+struct Panel(MaybeUninit<[[u8; CHUNK_BYTES]; MOST_PLACES * PANEL_CHUNKS]>);
 
 /// A run of chunks of one group to unpack.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Unpack {
-    /// The group's packed bytes.
+    /// The group's packed bytes, from its first block on.
     pub(crate) weights: *const u8,
     /// First chunk of the group.
     pub(crate) first: usize,
+    /// Chunks of its first unit that the group lacks.
+    pub(crate) lacks: usize,
     /// Number of chunks.
     pub(crate) chunks: usize,
+    /// Chunks of a span, of which the first starts one.
+    #[cfg_attr(
+        not(target_arch = "x86_64"),
+        allow(dead_code, reason = "of tiles, which are x86's")
+    )]
+    pub(crate) span: usize,
     /// Room for as many chunks of a panel, at a cache line.
     pub(crate) out: *mut u8,
+}
+
+impl Unpack {
+    /// The header of the unit of chunk `c` of the run.
+    ///
+    /// # Safety
+    /// The chunk is there.
+    #[inline(always)]
+    unsafe fn header(&self, layout: formats::Layout, c: usize) -> *const u8 {
+        // SAFETY: headers lie before the first block.
+        unsafe {
+            self.weights
+                .sub(layout.header_before(self.lacks + self.first + c))
+        }
+    }
 }
 
 /// Asks for the bytes of chunk `c` of the next panel: they arrive while this one is multiplied. (A
@@ -136,14 +161,15 @@ pub(crate) const unsafe fn nothing() {}
 /// A panel and the rows to multiply it with.
 #[derive(Debug)]
 pub(crate) struct Segment<'a> {
-    /// Chunk `c` of group `g` lies [`CHUNK_BYTES`] times `g * most + c` from here.
+    /// Chunk `c` of group `g` lies [`CHUNK_BYTES`] times `g * MOST + c` from here; of tiles see
+    /// there.
     pub(crate) panel: *const u8,
-    /// Most chunks of a group.
-    pub(crate) most: usize,
     /// Groups of the panel.
     pub(crate) groups: usize,
-    /// Chunks of the panel.
+    /// Chunks of the panel, at most [`MOST`].
     pub(crate) chunks: usize,
+    /// Chunks of a span; the panel has whole ones, or one that is the leaf's last.
+    pub(crate) span: usize,
     /// Activations, and the chunk of theirs that meets the panel's first.
     pub(crate) x: PanelView<'a>,
     pub(crate) first_chunk: usize,
@@ -162,15 +188,15 @@ pub(crate) struct Segment<'a> {
 }
 
 impl Segment<'_> {
-    /// The sum at `at`, one of [`sums`](Self::sums), before chunk `c` of the segment.
+    /// The sum at `at`, one of [`sums`](Self::sums), before the segment.
     ///
     /// # Safety
-    /// Features of `S`; it is one of them, and was written when `c` is not 0.
+    /// Features of `S`; it is one of them.
     #[inline(always)]
-    pub(crate) unsafe fn sum<S: Isa>(&self, at: *const f32, c: usize) -> S::F {
+    pub(crate) unsafe fn sum<S: Isa>(&self, at: *const f32) -> S::F {
         // SAFETY: by the caller's promise; it was written where it is not fresh.
         unsafe {
-            if self.fresh && c == 0 {
+            if self.fresh {
                 S::splat(0.0)
             } else {
                 S::load(at)
@@ -195,7 +221,7 @@ impl Segment<'_> {
     #[inline(always)]
     pub(crate) unsafe fn chunk(&self, g: usize, c: usize) -> *const u8 {
         // SAFETY: by the caller's promise.
-        unsafe { self.panel.add((g * self.most + c) * CHUNK_BYTES) }
+        unsafe { self.panel.add((g * MOST + c) * CHUNK_BYTES) }
     }
 }
 
@@ -203,8 +229,11 @@ impl Segment<'_> {
 /// takes a group's loads to be of what was just stored for the one before.
 pub(crate) const GROUP_SUMS: usize = (ROWS + 16) * LANES;
 
+/// Bytes of a cache line.
+const LINE: usize = 64;
+
 /// Floats of one level of sums.
-pub(crate) const LEVEL_LEN: usize = TOGETHER_MOST * GROUP_SUMS;
+pub(crate) const LEVEL_LEN: usize = TOGETHER * GROUP_SUMS;
 
 /// Sums of the current leaf, then of each level of the tree.
 #[repr(C, align(64))]
@@ -267,8 +296,10 @@ pub(crate) unsafe fn fold<S: Isa>(sums: Sums, leaf: usize) {
     }
 }
 
-/// Ends the tree over `leaves` leaves and writes the outputs. A single leaf need not have been
-/// folded.
+/// Ends the tree over `leaves` leaves and writes the outputs, past the caches: rows of them lie
+/// apart by a power of two, share sets of a cache and drive each other out, so that each store
+/// would wait for its line (12 % of a prompt's time on an Intel Xeon). A single leaf need not have
+/// been folded.
 ///
 /// # Safety
 /// Features of `S`; all leaves were folded; the outputs of `args` are there, `args.lanes` being
@@ -286,10 +317,17 @@ pub(crate) unsafe fn store<S: Isa>(sums: Sums, args: &GroupArgs<'_>, leaves: usi
                     _ => ended::<S>(sums, v, leaves),
                 };
                 let out = args.out.add(t * args.out_stride + g * LANES);
-                store_lanes::<S>(out, sum, LANES.min(args.lanes - g * LANES));
+                let lanes = LANES.min(args.lanes - g * LANES);
+                if lanes == LANES && out.addr().is_multiple_of(LINE) {
+                    S::store_past(out, sum);
+                } else {
+                    store_lanes::<S>(out, sum, lanes);
+                }
             }
         }
     }
+    // SAFETY: features by the caller.
+    unsafe { S::fence() };
 }
 
 /// What is left of the tree's counter for vector `v`, lowest level first.
@@ -319,12 +357,11 @@ impl Batch {
         count: usize,
     ) -> Option<Functions> {
         self.form(block_type, precision, count)?;
-        let (kind, exact) = (formats::kind(block_type)?, formats::exact(block_type)?);
+        let kind = formats::kind(block_type)?;
         Some(Functions {
             batch: self,
-            places: self.places[exact as usize],
             unpack: self.unpack[block_type as usize],
-            multiply: self.multiply[index(precision)][exact as usize][kind as usize],
+            multiply: self.multiply[index(precision)][kind as usize],
         })
     }
 
@@ -336,9 +373,8 @@ impl Batch {
         precision: Precision,
         count: usize,
     ) -> Option<Form> {
-        let pays = count >= self.from && !self.without.contains(&block_type);
-        let exact = formats::exact(block_type).filter(|_| pays)?;
-        self.forms[index(precision)][exact as usize]
+        let pays = count >= self.from;
+        self.forms[index(precision)].filter(|_| pays && !block_type.is_float())
     }
 }
 
@@ -354,19 +390,13 @@ pub(crate) const fn index(precision: Precision) -> usize {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Functions {
     batch: &'static Batch,
-    places: usize,
     unpack: unsafe fn(Unpack),
     multiply: unsafe fn(&Segment<'_>),
 }
 
 impl Functions {
-    /// Groups to a panel.
-    pub(crate) const fn together(&self) -> usize {
-        self.batch.together
-    }
-
     /// Multiplies `groups` neighbouring groups, `group_bytes` apart, at most
-    /// [`together`](Self::together), with rows `args.first..args.end` of `x`, at most [`ROWS`].
+    /// [`TOGETHER`], with rows `args.first..args.end` of `x`, at most [`ROWS`].
     ///
     /// # Safety
     /// Features of the table; the pointers of `args` cover the groups and the outputs; `x` has the
@@ -388,30 +418,32 @@ impl Functions {
             rows,
             groups,
         };
-        let (chunks, per_leaf) = (args.cols / Chunk::LEN, args.leaf_cols / Chunk::LEN);
+        let (chunks, per_leaf) = (args.cols / CHUNK, args.leaf_cols / CHUNK);
         let leaves = args.cols.div_ceil(args.leaf_cols);
-        let most = PANEL_CHUNKS / self.batch.together / self.places;
+        let span = args.span / CHUNK;
         // SAFETY: chunks lie within the groups and rows; vectors within their buffers.
         unsafe {
             let [begin, end] = self.batch.around;
             begin();
             for leaf in 0..leaves {
                 let last = chunks.min((leaf + 1) * per_leaf);
-                for c in (leaf * per_leaf..last).step_by(most) {
-                    let run = most.min(last - c);
+                for c in (leaf * per_leaf..last).step_by(MOST) {
+                    let run = MOST.min(last - c);
                     for g in 0..groups {
                         (self.unpack)(Unpack {
                             weights: args.weights.add(g * group_bytes),
                             first: args.first_chunk + c,
+                            lacks: args.lacks,
                             chunks: run,
-                            out: panel.add(g * most * self.places * CHUNK_BYTES),
+                            span,
+                            out: panel.add(g * MOST * self.batch.places * CHUNK_BYTES),
                         });
                     }
                     (self.multiply)(&Segment {
                         panel,
-                        most,
                         groups,
                         chunks: run,
+                        span,
                         x,
                         first_chunk: c,
                         first: args.first,

@@ -12,12 +12,11 @@ use crate::attention::{self, PageView, Query};
 use crate::batch::amx::{AmxState, state as amx_state};
 #[cfg(target_arch = "aarch64")]
 use crate::batch::bytes;
-use crate::batch::factors::{HalfMins, NoMin, OneMin};
-#[cfg(target_arch = "x86_64")]
-use crate::batch::floats;
 use crate::batch::rows::{Form, PanelWriter};
+#[cfg(target_arch = "x86_64")]
+use crate::batch::tiles;
 use crate::batch::{Batch, Segment, Sums, Unpack, no_panel, nothing, words};
-use crate::formats::{self, Exact};
+use crate::formats;
 use crate::isa::{self, Isa};
 #[cfg(target_arch = "x86_64")]
 use crate::kernels;
@@ -36,8 +35,8 @@ pub enum InstructionSet {
     Avx2,
     /// x86-64 with AVX-512 F, BW, VL and VNNI, and BF16's dot products where it has them.
     Avx512Vnni,
-    /// AVX-512 as above, and products of many rows by AMX's tiles of bf16 and of bytes.
-    AmxBf16,
+    /// AVX-512 as above, and products of many rows by AMX's tiles of bytes.
+    AmxInt8,
     /// AArch64 with the dot-product extension.
     NeonDotprod,
     /// The same, and products of many rows by the matrix instructions of the i8mm extension.
@@ -50,7 +49,7 @@ impl InstructionSet {
         Self::Scalar,
         Self::Avx2,
         Self::Avx512Vnni,
-        Self::AmxBf16,
+        Self::AmxInt8,
         Self::NeonDotprod,
         Self::NeonI8mm,
     ];
@@ -61,7 +60,7 @@ impl InstructionSet {
             Self::Scalar => "scalar",
             Self::Avx2 => "avx2",
             Self::Avx512Vnni => "avx512-vnni",
-            Self::AmxBf16 => "amx-bf16",
+            Self::AmxInt8 => "amx-int8",
             Self::NeonDotprod => "neon-dotprod",
             Self::NeonI8mm => "neon-i8mm",
         }
@@ -94,7 +93,7 @@ impl InstructionSet {
             #[cfg(target_arch = "x86_64")]
             Self::Avx512Vnni => has_avx512().then_some(&avx512::TABLE),
             #[cfg(target_arch = "x86_64")]
-            Self::AmxBf16 => (Self::amx() == AmxState::Ready).then_some(&amx::TABLE),
+            Self::AmxInt8 => (Self::amx() == AmxState::Ready).then_some(&amx::TABLE),
             #[cfg(target_arch = "aarch64")]
             Self::NeonDotprod => has_dotprod().then_some(&neon::TABLE),
             #[cfg(target_arch = "aarch64")]
@@ -171,7 +170,7 @@ impl Table {
     pub(crate) fn pairs(&self, tiny: bool) -> unsafe fn(GroupArgs<'_>) {
         #[cfg(target_arch = "x86_64")]
         {
-            let sets = [InstructionSet::Avx512Vnni, InstructionSet::AmxBf16];
+            let sets = [InstructionSet::Avx512Vnni, InstructionSet::AmxInt8];
             let may = sets.contains(&self.set) && is_x86_feature_detected!("avx512bf16");
             if may && !tiny {
                 return dpbf16_group;
@@ -234,7 +233,8 @@ macro_rules! integer_groups {
 
 /// A module `$name` with the product of a panel for each [`formats::Kind`], in their order.
 macro_rules! multiply {
-    ($feature:tt $name:ident $plain:expr, $min:expr, $halves:expr, $halves_min:expr) => {
+    ($feature:tt $name:ident $plain:expr, $min:expr, $halves:expr, $halves_min:expr,
+     $wide:expr, $wide_min:expr) => {
         mod $name {
             #[allow(clippy::wildcard_imports, reason = "a macro's module")]
             use super::*;
@@ -242,17 +242,19 @@ macro_rules! multiply {
             kernel!($feature min(segment: &Segment<'_>) = $min);
             kernel!($feature halves(segment: &Segment<'_>) = $halves);
             kernel!($feature halves_min(segment: &Segment<'_>) = $halves_min);
+            kernel!($feature wide(segment: &Segment<'_>) = $wide);
+            kernel!($feature wide_min(segment: &Segment<'_>) = $wide_min);
             pub(super) const ALL: [unsafe fn(&Segment<'_>); formats::Kind::COUNT] =
-                [plain, min, halves, halves_min];
+                [plain, min, halves, halves_min, wide, wide_min];
         }
     };
 }
 
-/// A batch whose panels of so many groups `$unpack` makes: from so many rows on, without types,
-/// with the forms and products for each [`formats::Exact`], who copies rows in which [`Form`], and
-/// what is called around products.
+/// A batch whose panels of so many groups `$unpack` makes: from so many rows on,
+/// with the forms and products for each [`Precision`], who copies rows in which [`Form`], the
+/// places of a chunk, and what is called around products.
 macro_rules! batch {
-    ($feature:tt $isa:ty, $unpack:ident, $from:expr, $together:literal, $without:expr, $forms:expr,
+    ($feature:tt $isa:ty, $unpack:ident, $from:expr, $forms:expr,
      $multiply:expr, $copy_row:expr, $places:expr, $around:expr,
      $fold:expr) => {
         integer_types!(batch! @unpack $feature $isa, $unpack,);
@@ -260,8 +262,6 @@ macro_rules! batch {
             = crate::batch::store::<$isa>);
         pub(super) static BATCH: Batch = Batch {
             from: $from,
-            together: $together,
-            without: $without,
             forms: $forms,
             copy_row: $copy_row,
             unpack: UNPACK,
@@ -282,10 +282,9 @@ macro_rules! batch {
     };
 }
 
-/// A batch over panels of words for `$from` rows and more, with `$rows` activation rows to a tile,
-/// but for types `$without`. The factors of halves are in the words.
+/// A batch over panels of words, with `$rows` activation rows to a tile.
 macro_rules! words_batch {
-    ($feature:tt $isa:ty, $rows:literal, $from:expr, $without:expr) => {
+    ($feature:tt $isa:ty, $rows:literal) => {
         mod many {
             #[allow(clippy::wildcard_imports, reason = "a macro's module")]
             use super::*;
@@ -293,15 +292,16 @@ macro_rules! words_batch {
             kernel!($feature copy_row(writer: &PanelWriter<'_>, t: usize)
                 = PanelWriter::words::<$isa>);
             multiply!($feature by_words
-                words::multiply::<$isa, NoMin, $rows>,
-                words::multiply::<$isa, OneMin, $rows>,
-                words::multiply::<$isa, NoMin, $rows>,
-                words::multiply::<$isa, HalfMins, $rows>
+                words::multiply::<$isa, $rows, false, false, false>,
+                words::multiply::<$isa, $rows, false, true, false>,
+                words::multiply::<$isa, $rows, true, false, false>,
+                words::multiply::<$isa, $rows, true, true, false>,
+                words::multiply::<$isa, $rows, false, false, true>,
+                words::multiply::<$isa, $rows, false, true, true>
             );
-            batch!($feature $isa, words, $from, 2, $without,
-                [[None; Exact::COUNT], [Some(Form::Words); Exact::COUNT]],
-                [[by_words::ALL; Exact::COUNT]; 2], [None, Some(copy_row), None, None],
-                [1; Exact::COUNT], [nothing; 2], Some(fold));
+            batch!($feature $isa, words, words::FROM, [None, Some(Form::Words)],
+                [by_words::ALL; 2], [None, Some(copy_row), None, None],
+                1, [nothing; 2], Some(fold));
         }
     };
 }
@@ -312,10 +312,12 @@ macro_rules! multiply_bytes {
     ($feature:tt $isa:ty, $tiles:ty) => {
         kernel!($feature copy_bytes(writer: &PanelWriter<'_>, t: usize) = PanelWriter::bytes);
         multiply!($feature by_bytes
-            bytes::multiply::<$isa, $tiles, NoMin, false>,
-            bytes::multiply::<$isa, $tiles, OneMin, false>,
-            bytes::multiply::<$isa, $tiles, NoMin, true>,
-            bytes::multiply::<$isa, $tiles, HalfMins, true>
+            bytes::multiply::<$isa, $tiles, false, false, false>,
+            bytes::multiply::<$isa, $tiles, false, true, false>,
+            bytes::multiply::<$isa, $tiles, true, false, false>,
+            bytes::multiply::<$isa, $tiles, true, true, false>,
+            bytes::multiply::<$isa, $tiles, false, false, true>,
+            bytes::multiply::<$isa, $tiles, false, true, true>
         );
     };
 }
@@ -329,53 +331,41 @@ macro_rules! bytes_batch {
             use super::*;
             multiply_bytes!($feature $isa, $tiles);
             kernel!($feature fold(sums: Sums, leaf: usize) = crate::batch::fold::<$isa>);
-            batch!($feature $isa, bytes, <$tiles as bytes::Tiles>::FROM, 2, &[],
-                [[None; Exact::COUNT], [Some(Form::Bytes); Exact::COUNT]],
-                [[by_bytes::ALL; Exact::COUNT]; 2], [Some(copy_bytes), None, None, None],
-                [1; Exact::COUNT], [nothing; 2], Some(fold));
+            batch!($feature $isa, bytes, <$tiles as bytes::Tiles>::FROM,
+                [None, Some(Form::Bytes)], [by_bytes::ALL; 2],
+                [Some(copy_bytes), None, None, None], 1, [nothing; 2], Some(fold));
         }
     };
 }
 
-/// Products of panels of bf16.
+/// A batch over panels of tiles, whose products are the same for all types but the wide.
 #[cfg(target_arch = "x86_64")]
-macro_rules! multiply_floats {
-    ($feature:tt $name:ident $isa:ty, $tiles:ty, $bytes:literal, $parts:literal,
-     $apart:literal) => {
-        multiply!($feature $name
-            floats::multiply::<$isa, $tiles, NoMin, $bytes, $parts, $apart>,
-            floats::multiply::<$isa, $tiles, OneMin, $bytes, $parts, $apart>,
-            floats::multiply::<$isa, $tiles, NoMin, $bytes, $parts, $apart>,
-            floats::multiply::<$isa, $tiles, HalfMins, $bytes, $parts, $apart>
-        );
-    };
-}
-
-/// A batch over panels of bf16.
-#[cfg(target_arch = "x86_64")]
-macro_rules! floats_batch {
-    ($feature:tt $isa:ty, $tiles:ty) => {
+macro_rules! tiles_batch {
+    ($feature:tt $isa:ty, $registers:ty) => {
         mod many {
             #[allow(clippy::wildcard_imports, reason = "a macro's module")]
             use super::*;
-            kernel!($feature begin() = floats::begin::<$tiles>);
-            kernel!($feature end() = floats::end::<$tiles>);
-            kernel!($feature copy_floats(writer: &PanelWriter<'_>, t: usize)
-                = PanelWriter::floats::<$isa, 2>);
-            kernel!($feature copy_small_floats(writer: &PanelWriter<'_>, t: usize)
-                = PanelWriter::floats::<$isa, 1>);
-            multiply_floats!($feature together $isa, $tiles, 2, 1, false);
-            multiply_floats!($feature apart $isa, $tiles, 2, 1, true);
-            multiply_floats!($feature parts $isa, $tiles, 2, 2, true);
-            multiply_floats!($feature small $isa, $tiles, 1, 1, false);
-            multiply_floats!($feature small_parts $isa, $tiles, 1, 2, false);
-            batch!($feature $isa, floats, floats::FROM, 4, &[],
-                [[Some(Form::SmallFloats); Exact::COUNT], [Some(Form::Floats); Exact::COUNT]],
+            kernel!($feature begin() = tiles::begin::<$registers>);
+            kernel!($feature end() = tiles::end::<$registers>);
+            kernel!($feature copy_tiles(writer: &PanelWriter<'_>, t: usize)
+                = PanelWriter::tiles::<2>);
+            kernel!($feature copy_small_tiles(writer: &PanelWriter<'_>, t: usize)
+                = PanelWriter::tiles::<1>);
+            kernel!($feature two(segment: &Segment<'_>)
+                = tiles::multiply::<$isa, $registers, 2, false>);
+            kernel!($feature one(segment: &Segment<'_>)
+                = tiles::multiply::<$isa, $registers, 1, false>);
+            kernel!($feature two_wide(segment: &Segment<'_>)
+                = tiles::multiply::<$isa, $registers, 2, true>);
+            kernel!($feature one_wide(segment: &Segment<'_>)
+                = tiles::multiply::<$isa, $registers, 1, true>);
+            batch!($feature $isa, tiles, tiles::FROM,
+                [Some(Form::SmallTiles), Some(Form::Tiles)],
                 [
-                    [small::ALL, small::ALL, small_parts::ALL],
-                    [together::ALL, apart::ALL, parts::ALL],
+                    [one, one, one, one, one_wide, one_wide],
+                    [two, two, two, two, two_wide, two_wide],
                 ],
-                [None, None, Some(copy_floats), Some(copy_small_floats)], [1, 1, 2],
+                [None, None, Some(copy_tiles), Some(copy_small_tiles)], tiles::PLACES,
                 [begin, end], None);
         }
     };
@@ -465,12 +455,12 @@ macro_rules! kernels {
         bytes_batch!($feature $isa, $tiles);
         const BATCH_TABLE: Option<&Batch> = Some(&many::BATCH);
     };
-    (@batch $feature:tt $isa:ty, floats $tiles:ty) => {
-        floats_batch!($feature $isa, $tiles);
+    (@batch $feature:tt $isa:ty, registers $registers:ty) => {
+        tiles_batch!($feature $isa, $registers);
         const BATCH_TABLE: Option<&Batch> = Some(&many::BATCH);
     };
-    (@batch $feature:tt $isa:ty, words $rows:literal, $from:expr, $without:expr) => {
-        words_batch!($feature $isa, $rows, $from, $without);
+    (@batch $feature:tt $isa:ty, words $rows:literal) => {
+        words_batch!($feature $isa, $rows);
         const BATCH_TABLE: Option<&Batch> = Some(&many::BATCH);
     };
 }
@@ -479,39 +469,35 @@ macro_rules! kernels {
 kernel!(["avx512f,avx512bw,avx512vl,avx512vnni,avx512bf16,avx2,fma,f16c"]
     dpbf16_group(args: GroupArgs<'_>) = matmul::pairs::group::<isa::Avx512, isa::Dpbf16>);
 
-/// Types that AVX-512 multiplies as fast or faster without panels (0.97 to 0.98 of the speed with
-/// 512 rows on Zen 4): they are cheap to unpack and have no factors for halves, so that tiles of
-/// four rows lose no more than panels do.
-#[cfg(target_arch = "x86_64")]
-const AVX512_WITHOUT: &[BlockType] = &[BlockType::Q4_0, BlockType::Q4_1, BlockType::Q8_0];
-
-kernels!(scalar, isa::Scalar, InstructionSet::Scalar,; words 2, words::FROM, &[]);
+// Rows to a tile of words: sums of two rows and two groups are half of AVX2's registers and of
+// AVX-512's those of four. With twice as many 0.67 to 0.88 and 0.89 to 1 of the speed (Intel Xeon).
+kernels!(scalar, isa::Scalar, InstructionSet::Scalar,; words 2);
 kernels!(
     #[cfg(target_arch = "x86_64")]
     avx2,
     isa::Avx2,
     InstructionSet::Avx2,
-    "avx2,fma,f16c"; words 4, words::FROM, &[]
+    "avx2,fma,f16c"; words 2
 );
 kernels!(
     #[cfg(target_arch = "x86_64")]
     avx512,
     isa::Avx512,
     InstructionSet::Avx512Vnni,
-    "avx512f,avx512bw,avx512vl,avx512vnni,avx2,fma,f16c"; words 8, words::FROM_VNNI, AVX512_WITHOUT
+    "avx512f,avx512bw,avx512vl,avx512vnni,avx2,fma,f16c"; words 4
 );
 kernels!(
     #[cfg(target_arch = "x86_64")]
     amx,
     isa::Avx512,
-    InstructionSet::AmxBf16,
-    "avx512f,avx512bw,avx512vl,avx512vnni,avx2,fma,f16c"; floats crate::batch::amx::Amx
+    InstructionSet::AmxInt8,
+    "avx512f,avx512bw,avx512vl,avx512vnni,avx2,fma,f16c"; registers crate::batch::amx::Amx
 );
 kernels!(
     #[cfg(all(test, target_arch = "x86_64"))]
     emulated,
     isa::Scalar,
-    InstructionSet::AmxBf16,; floats crate::batch::emulated::Emulated
+    InstructionSet::AmxInt8,; registers crate::batch::emulated::Emulated
 );
 
 /// AMX's kernels over emulated tiles.

@@ -12,43 +12,45 @@
 //! bytes     512 B  8 bits  : quad g at bytes 64 g..
 //! ```
 //!
-//! | type | planes (value) | per chunk, 16 each | header per 8 chunks | packed / stored |
+//! | type | planes (value) | per chunk, 16 each | per 8 chunks | packed / stored |
 //! |---|---|---|---|---|
-//! | Q4_0 | nibbles (q + 8) | d f16 | | 1.00 |
-//! | Q4_1 | nibbles | d, m f16 | | 1.00 |
-//! | Q5_0 | nibbles, bits (q + 16) | d f16 | | 1.00 |
-//! | Q5_1 | nibbles, bits | d, m f16 | | 1.00 |
-//! | Q8_0 | bytes | d f16 | | 1.00 |
-//! | IQ4_NL | nibbles (code) | d f16 | | 1.00 |
-//! | Q2_K | crumbs | scale + 16 min, u8 x 2 | d, dmin f16 | 1.00 |
-//! | Q3_K | crumbs, bits (q + 4) | scale i8 x 2 | d f16 | 1.05 |
-//! | Q4_K | nibbles | scale u8, min u8 | d, dmin f16 | 1.03 |
-//! | Q5_K | nibbles, bits | scale u8, min u8 | d, dmin f16 | 1.02 |
-//! | Q6_K | nibbles, crumbs (q + 32) | scale i8 x 2 | d f16 | 1.01 |
-//! | IQ4_XS | nibbles (code) | scale i8 | d f16 | 1.03 |
-//! | AFFINE2..8 | of as many bits (8 bits: q - 128) | scale, bias f16 or bf16 | | 1.00 |
-//! | MXFP4 | nibbles (code) | scale bf16 | | 1.06 |
+//! | Q4_0 | nibbles (q + 8) | scale i16 | step bf16 | 1.01 |
+//! | Q4_1 | nibbles | scale, min i16 | step bf16 | 1.01 |
+//! | Q5_0 | nibbles, bits (q + 16) | scale i16 | step bf16 | 1.01 |
+//! | Q5_1 | nibbles, bits | scale, min i16 | step bf16 | 1.01 |
+//! | Q8_0 | bytes | scale i16 | step bf16 | 1.01 |
+//! | IQ4_NL | nibbles (code) | scale i16 | step bf16 | 1.01 |
+//! | Q2_K | crumbs | scale + 16 min, u8 x 2 | step f32, multipliers i16 x 2 | 1.02 |
+//! | Q3_K | crumbs, bits (q + 4) | scale i8 x 2 | step f16 | 1.03 |
+//! | Q4_K | nibbles | scale u8, min u8 | step f32, multipliers i16 x 2 | 1.04 |
+//! | Q5_K | nibbles, bits | scale u8, min u8 | step f32, multipliers i16 x 2 | 1.03 |
+//! | Q6_K | nibbles, crumbs (q + 32) | scale i8 x 2 | step f16 | 1.00 |
+//! | IQ4_XS | nibbles (code) | scale i8 | step f16 | 1.01 |
+//! | AFFINE2..8 | of as many bits (8 bits: q - 128) | scale, min i16 | step bf16 | 1.01 |
+//! | MXFP4 | nibbles (code) | scale i16 | step bf16 | 1.07 |
+//!
+//! Scales, mins, multipliers and steps are those of [`crate::stored::units`].
 //!
 //! [`Format`] says how a kernel reads one chunk; [`crate::packed`] writes it.
 
-/// For the methods of [`Scales`] that a format never calls.
-macro_rules! unused_scale {
-    ($($name:ident($($arg:ident: $in:ty),*) -> $t:ty, $value:expr;)*) => {
-        $(#[inline(always)]
-        unsafe fn $name<S: Isa>($($arg: $in),*) -> $t {
-            // SAFETY: register arithmetic only.
-            unsafe { $value }
-        })*
+/// For [`Scales`] that need no multipliers.
+macro_rules! no_multipliers {
+    () => {
+        type Multipliers<S: Isa> = ();
+        #[inline(always)]
+        unsafe fn multipliers<S: Isa>(_header: *const u8) {}
     };
 }
 
-/// For implementations of [`Scales`] whose blocks have no header.
-macro_rules! no_header {
+/// For [`Scales`] without mins.
+macro_rules! no_mins {
     () => {
-        const HEADER: usize = 0;
-        type Header<S: Isa> = ();
+        const HAS_MIN: bool = false;
         #[inline(always)]
-        unsafe fn header<S: Isa>(_header: *const u8) {}
+        unsafe fn mins<S: Isa>(_: Self::Multipliers<S>, _: *const u8) -> [S::I; 2] {
+            // SAFETY: register arithmetic only.
+            unsafe { [S::splat_i(0); 2] }
+        }
     };
 }
 
@@ -57,11 +59,12 @@ mod mlx;
 use std::marker::PhantomData;
 
 use crate::isa::Isa;
-use crate::stored::{CODEBOOK, Chunk};
-use mlx::{Affine, Brain, Floats4};
+use crate::stored::CODEBOOK;
+use crate::stored::units::UNIT_CHUNKS;
+use mlx::Floats4;
 
-/// Bytes of sixteen halves.
-pub(crate) const HALVES: usize = 32;
+/// Bytes of sixteen scales of 16 bits.
+pub(crate) const WORDS: usize = 32;
 /// Bytes of sixteen byte-sized scales.
 pub(crate) const BYTES: usize = 16;
 pub(crate) const NIBBLE_PLANE: usize = 256;
@@ -69,20 +72,21 @@ pub(crate) const CRUMB_PLANE: usize = 128;
 pub(crate) const BIT_PLANE: usize = 64;
 pub(crate) const BYTE_PLANE: usize = 512;
 /// Bytes of a cache line, and of the widest load. Apple's lines have 128: two of these.
-const LINE: usize = 64;
+pub(crate) const LINE: usize = 64;
 
-/// Where the parts of a block of chunks lie; the same for the packer and the kernels:
+/// Where the parts of a group lie; the same for the packer and the kernels:
 ///
 /// ```text
-/// header | scales of chunk 0, 1, .. | padding to a cache line | planes of chunk 0, 1, ..
+/// .. | header of unit 1 | of unit 0 || block of chunks | block | ..    ||: places count from here
+/// block:  scales of chunk 0, 1, .. | planes of chunk 0, 1, ..
 /// ```
 ///
 /// Planes begin at cache lines, so that no load touches two.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Layout {
-    /// Chunks of a block; the last block of a group may have fewer.
+    /// Chunks of a block: as many as fill a cache line with their scales. The last may have fewer.
     pub(crate) per_block: usize,
-    /// Bytes that all chunks of a block have in common.
+    /// Bytes that the chunks of a unit have in common.
     pub(crate) header: usize,
     /// Bytes of a chunk's scales.
     pub(crate) scales: usize,
@@ -90,29 +94,17 @@ pub(crate) struct Layout {
     pub(crate) planes: usize,
 }
 
-/// Offsets within a group.
+/// Where the parts of a chunk lie, from the first block on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Place {
-    pub(crate) header: usize,
     pub(crate) scales: usize,
     pub(crate) planes: usize,
 }
 
 impl Layout {
-    /// As many chunks to a block as fill a cache line with their scales.
-    const fn legacy(planes: usize, scales: usize) -> Self {
+    const fn new(planes: usize, scales: usize, header: usize) -> Self {
         Self {
             per_block: LINE.div_ceil(scales),
-            header: 0,
-            scales,
-            planes,
-        }
-    }
-
-    /// A super-block of 256 columns.
-    const fn k(planes: usize, scales: usize, header: usize) -> Self {
-        Self {
-            per_block: 8,
             header,
             scales,
             planes,
@@ -121,7 +113,7 @@ impl Layout {
 
     /// Bytes before the planes of a block.
     const fn front(self) -> usize {
-        (self.header + self.per_block * self.scales).next_multiple_of(LINE)
+        (self.per_block * self.scales).next_multiple_of(LINE)
     }
 
     /// Bytes from one block to the next.
@@ -134,10 +126,16 @@ impl Layout {
     pub(crate) const fn place(self, c: usize) -> Place {
         let (block, within) = (c / self.per_block * self.stride(), c % self.per_block);
         Place {
-            header: block,
-            scales: block + self.header + within * self.scales,
+            scales: block + within * self.scales,
             planes: block + self.front() + within * self.planes,
         }
+    }
+
+    /// Bytes before the first block from which the header of chunk `c`'s unit begins, counted from
+    /// the start of the first unit.
+    #[inline(always)]
+    pub(crate) const fn header_before(self, c: usize) -> usize {
+        (c / UNIT_CHUNKS + 1) * self.header
     }
 
     /// Bytes of a chunk with its share of what its block has in common.
@@ -145,12 +143,19 @@ impl Layout {
         self.stride() / self.per_block
     }
 
-    /// Bytes of a group of `chunks` chunks.
-    pub(crate) const fn group_bytes(self, chunks: usize) -> usize {
-        match chunks % self.per_block {
-            0 => chunks / self.per_block * self.stride(),
-            rest => chunks / self.per_block * self.stride() + self.front() + rest * self.planes,
-        }
+    /// Bytes before the first block of a group, of units of `chunks` chunks.
+    pub(crate) const fn headers(self, chunks: usize) -> usize {
+        (chunks.div_ceil(UNIT_CHUNKS) * self.header).next_multiple_of(LINE)
+    }
+
+    /// Bytes of the blocks of a group of `chunks` chunks.
+    pub(crate) const fn blocks(self, chunks: usize) -> usize {
+        let blocks = chunks / self.per_block * self.stride();
+        let last = match chunks % self.per_block {
+            0 => 0,
+            rest => self.front() + rest * self.planes,
+        };
+        blocks + last
     }
 }
 
@@ -179,18 +184,6 @@ pub(crate) struct Codes<T>(PhantomData<T>);
 const fn largest(bits: u32, offset: i32) -> i32 {
     let above = (1 << bits) - 1 - offset;
     if above > offset { above } else { offset }
-}
-
-/// The largest magnitude of some values.
-const fn largest_of(values: &[i8]) -> i32 {
-    let (mut largest, mut i) = (0, 0);
-    while i < values.len() {
-        if (values[i] as i32).abs() > largest {
-            largest = (values[i] as i32).abs();
-        }
-        i += 1;
-    }
-    largest
 }
 
 /// What the codes of [`Codes`] stand for.
@@ -291,7 +284,7 @@ impl<T: Codebook> Planes for Codes<T> {
     const BYTES: usize = NIBBLE_PLANE;
     const OFFSET: i32 = 0;
     const SIGNED: bool = true;
-    const LARGEST: i32 = largest_of(&T::VALUES);
+    const LARGEST: i32 = 128;
     #[inline(always)]
     unsafe fn quads<S: Isa>(chunk: *const u8) -> [S::W; 8] {
         // SAFETY: passed on.
@@ -383,211 +376,222 @@ impl Planes for EightBits {
     }
 }
 
-/// How the scales of a chunk are read.
+/// How the integer scales of a chunk and the step of its unit are read ([`crate::stored::units`]).
 pub(crate) trait Scales {
     /// Bytes of the scales in a chunk.
     const BYTES: usize;
-    /// Bytes of the header of every eight chunks, 0 for none.
+    /// Bytes of the header of a unit.
     const HEADER: usize;
-    /// Whether the two halves of 16 columns have integer scales of their own.
+    /// Whether the two halves of 16 columns have scales of their own.
     const HALVES: bool;
-    /// The largest magnitude of an integer scale.
-    const LARGEST: i32 = 1;
     /// Whether something is added to each weight.
     const HAS_MIN: bool;
-    /// What a header holds, as floats: read once for all its chunks.
-    type Header<S: Isa>: Copy;
-    /// Reads a header.
-    unsafe fn header<S: Isa>(header: *const u8) -> Self::Header<S>;
-    /// `Chunk::scale` of the 16 rows.
-    unsafe fn scale<S: Isa>(header: Self::Header<S>, scales: *const u8) -> S::F;
-    /// `Chunk::min` of the 16 rows; called where `HAS_MIN`.
-    unsafe fn min<S: Isa>(header: Self::Header<S>, scales: *const u8) -> S::F;
-    /// `Chunk::sub` of the 16 rows; called where `HALVES`.
-    unsafe fn sub<S: Isa>(scales: *const u8) -> [S::I; 2];
-    /// `Chunk::min_sub` of the 16 rows; called where `HALVES` and `HAS_MIN`.
-    unsafe fn min_sub<S: Isa>(scales: *const u8) -> [S::I; 2];
+    /// Whether no scale is below 0.
+    const NEVER_NEGATIVE: bool = false;
+    /// Whether weights have 20 bits, and mins are 64 times what is read.
+    const WIDE: bool = false;
+    /// What a header has that scales are multiplied by.
+    type Multipliers<S: Isa>: Copy;
+    /// Reads them.
+    unsafe fn multipliers<S: Isa>(header: *const u8) -> Self::Multipliers<S>;
+    /// The steps of the 16 rows.
+    unsafe fn step<S: Isa>(header: *const u8) -> S::F;
+    /// The scales of the 16 rows for each half, which are the same where not `HALVES`.
+    unsafe fn scales<S: Isa>(multipliers: Self::Multipliers<S>, scales: *const u8) -> [S::I; 2];
+    /// The mins of the 16 rows, so too; called where `HAS_MIN`.
+    unsafe fn mins<S: Isa>(multipliers: Self::Multipliers<S>, scales: *const u8) -> [S::I; 2];
 }
 
-/// A half per row (`d`).
+/// A scale of 16 bits per row.
 #[derive(Debug)]
-pub(crate) struct D;
-/// Two halves per row (`d`, `m`).
+pub(crate) struct One<const WIDE: bool = false>;
+/// A scale and a min of 16 bits per row.
 #[derive(Debug)]
-pub(crate) struct DM;
-/// `d * scale` and `-(dmin * min)`, a byte each per row (Q4_K, Q5_K).
-#[derive(Debug)]
-pub(crate) struct ScaleMin;
-/// `d * scale`, a signed byte per row (IQ4_XS).
+pub(crate) struct OneMin<const WIDE: bool = false>;
+/// A signed byte per row (IQ4_XS).
 #[derive(Debug)]
 pub(crate) struct SignedScale;
-/// `d`, and a signed byte of a magnitude up to `LARGEST` per row and half (Q3_K, Q6_K).
+/// A signed byte per row and half (Q3_K, Q6_K).
 #[derive(Debug)]
-pub(crate) struct SignedHalves<const LARGEST: i32>;
-/// `d` and `-dmin`, and nibbles of scale and min per row and half (Q2_K).
+pub(crate) struct SignedHalves;
+/// A byte each of scale and min per row, times multipliers (Q4_K, Q5_K), and `CENTER` times the
+/// scale added to the min ([`center`]).
+#[derive(Debug)]
+pub(crate) struct ScaleMin<const CENTER: i32>;
+/// Nibbles of scale and min per row and half, times multipliers (Q2_K).
 #[derive(Debug)]
 pub(crate) struct NibbleHalves;
 
-/// `d` and `-dmin`, as the packer stores it.
-#[inline(always)]
-unsafe fn two_halves<S: Isa>(header: *const u8) -> [S::F; 2] {
-    // SAFETY: two times 16 halves at `header`.
-    unsafe {
-        let dmin = S::load_f16(header.add(HALVES).cast());
-        [S::load_f16(header.cast()), dmin]
-    }
-}
-
-impl Scales for D {
-    const BYTES: usize = HALVES;
+impl<const WIDE: bool> Scales for One<WIDE> {
+    const WIDE: bool = WIDE;
+    const BYTES: usize = WORDS;
+    const HEADER: usize = WORDS;
     const HALVES: bool = false;
-    const HAS_MIN: bool = false;
-    no_header!();
+    no_multipliers!();
+    no_mins!();
     #[inline(always)]
-    unsafe fn scale<S: Isa>(_header: (), scales: *const u8) -> S::F {
-        // SAFETY: 16 halves at `scales`.
-        unsafe { S::load_f16(scales.cast()) }
+    unsafe fn step<S: Isa>(header: *const u8) -> S::F {
+        // SAFETY: 16 steps.
+        unsafe { S::load_bf16(header.cast()) }
     }
-    unused_scale! {
-        min(_a: Self::Header<S>, _b: *const u8) -> S::F, S::splat(0.0);
-        sub(_a: *const u8) -> [S::I; 2], [S::splat_i(1); 2];
-        min_sub(_a: *const u8) -> [S::I; 2], [S::splat_i(0); 2];
+    #[inline(always)]
+    unsafe fn scales<S: Isa>((): (), scales: *const u8) -> [S::I; 2] {
+        // SAFETY: 16 scales.
+        unsafe { [S::load_i16(scales); 2] }
     }
 }
 
-impl Scales for DM {
-    const BYTES: usize = 2 * HALVES;
+impl<const WIDE: bool> Scales for OneMin<WIDE> {
+    const WIDE: bool = WIDE;
+    const BYTES: usize = 2 * WORDS;
+    const HEADER: usize = WORDS;
     const HALVES: bool = false;
     const HAS_MIN: bool = true;
-    no_header!();
+    no_multipliers!();
     #[inline(always)]
-    unsafe fn scale<S: Isa>(_header: (), scales: *const u8) -> S::F {
-        // SAFETY: 16 halves at `scales`.
-        unsafe { S::load_f16(scales.cast()) }
-    }
-    #[inline(always)]
-    unsafe fn min<S: Isa>(_header: (), scales: *const u8) -> S::F {
-        // SAFETY: 16 more halves.
-        unsafe { S::load_f16(scales.add(HALVES).cast()) }
-    }
-    unused_scale! {
-        sub(_a: *const u8) -> [S::I; 2], [S::splat_i(1); 2];
-        min_sub(_a: *const u8) -> [S::I; 2], [S::splat_i(1); 2];
-    }
-}
-
-impl Scales for ScaleMin {
-    const BYTES: usize = 2 * BYTES;
-    const HEADER: usize = 2 * HALVES;
-    const HALVES: bool = false;
-    const HAS_MIN: bool = true;
-    type Header<S: Isa> = [S::F; 2];
-    #[inline(always)]
-    unsafe fn header<S: Isa>(header: *const u8) -> [S::F; 2] {
-        // SAFETY: passed on.
-        unsafe { two_halves::<S>(header) }
+    unsafe fn step<S: Isa>(header: *const u8) -> S::F {
+        // SAFETY: 16 steps.
+        unsafe { S::load_bf16(header.cast()) }
     }
     #[inline(always)]
-    unsafe fn scale<S: Isa>([d, _]: [S::F; 2], scales: *const u8) -> S::F {
-        // SAFETY: 16 bytes at `scales`.
-        unsafe { S::mul(d, S::to_f(S::load_u8(scales))) }
+    unsafe fn scales<S: Isa>((): (), scales: *const u8) -> [S::I; 2] {
+        // SAFETY: 16 scales.
+        unsafe { [S::load_i16(scales); 2] }
     }
     #[inline(always)]
-    unsafe fn min<S: Isa>([_, dmin]: [S::F; 2], scales: *const u8) -> S::F {
-        // SAFETY: 16 more bytes.
-        unsafe { S::mul(dmin, S::to_f(S::load_u8(scales.add(BYTES)))) }
-    }
-    unused_scale! {
-        sub(_a: *const u8) -> [S::I; 2], [S::splat_i(1); 2];
-        min_sub(_a: *const u8) -> [S::I; 2], [S::splat_i(1); 2];
+    unsafe fn mins<S: Isa>((): (), scales: *const u8) -> [S::I; 2] {
+        // SAFETY: 16 mins behind them.
+        unsafe { [S::load_i16(scales.add(WORDS)); 2] }
     }
 }
 
 impl Scales for SignedScale {
     const BYTES: usize = BYTES;
-    const HEADER: usize = HALVES;
+    const HEADER: usize = WORDS;
     const HALVES: bool = false;
-    const HAS_MIN: bool = false;
-    type Header<S: Isa> = S::F;
+    no_multipliers!();
+    no_mins!();
     #[inline(always)]
-    unsafe fn header<S: Isa>(header: *const u8) -> S::F {
-        // SAFETY: 16 halves at `header`.
+    unsafe fn step<S: Isa>(header: *const u8) -> S::F {
+        // SAFETY: 16 halves.
         unsafe { S::load_f16(header.cast()) }
     }
     #[inline(always)]
-    unsafe fn scale<S: Isa>(d: S::F, scales: *const u8) -> S::F {
-        // SAFETY: 16 bytes at `scales`.
-        unsafe { S::mul(d, S::to_f(S::load_i8(scales))) }
-    }
-    unused_scale! {
-        min(_a: Self::Header<S>, _b: *const u8) -> S::F, S::splat(0.0);
-        sub(_a: *const u8) -> [S::I; 2], [S::splat_i(1); 2];
-        min_sub(_a: *const u8) -> [S::I; 2], [S::splat_i(0); 2];
+    unsafe fn scales<S: Isa>((): (), scales: *const u8) -> [S::I; 2] {
+        // SAFETY: 16 bytes.
+        unsafe { [S::load_i8(scales); 2] }
     }
 }
 
-impl<const LARGEST: i32> Scales for SignedHalves<LARGEST> {
-    const LARGEST: i32 = LARGEST;
+impl Scales for SignedHalves {
     const BYTES: usize = 2 * BYTES;
-    const HEADER: usize = HALVES;
+    const HEADER: usize = WORDS;
     const HALVES: bool = true;
-    const HAS_MIN: bool = false;
-    type Header<S: Isa> = S::F;
+    no_multipliers!();
+    no_mins!();
     #[inline(always)]
-    unsafe fn header<S: Isa>(header: *const u8) -> S::F {
-        // SAFETY: 16 halves at `header`.
+    unsafe fn step<S: Isa>(header: *const u8) -> S::F {
+        // SAFETY: 16 halves.
         unsafe { S::load_f16(header.cast()) }
     }
     #[inline(always)]
-    unsafe fn scale<S: Isa>(d: S::F, _scales: *const u8) -> S::F {
-        d
-    }
-    #[inline(always)]
-    unsafe fn sub<S: Isa>(scales: *const u8) -> [S::I; 2] {
-        // SAFETY: 32 bytes at `scales`.
+    unsafe fn scales<S: Isa>((): (), scales: *const u8) -> [S::I; 2] {
+        // SAFETY: 32 bytes.
         unsafe { [S::load_i8(scales), S::load_i8(scales.add(BYTES))] }
     }
-    unused_scale! {
-        min(_a: Self::Header<S>, _b: *const u8) -> S::F, S::splat(0.0);
-        min_sub(_a: *const u8) -> [S::I; 2], [S::splat_i(0); 2];
+}
+
+/// The multipliers of scales and of mins, behind the steps.
+#[inline(always)]
+unsafe fn two_multipliers<S: Isa>(header: *const u8) -> [S::I; 2] {
+    // SAFETY: two times 16 words behind the steps.
+    unsafe {
+        let mins = S::load_i16(header.add(3 * WORDS));
+        [S::load_i16(header.add(2 * WORDS)), mins]
+    }
+}
+
+/// `byte * multiplier / 128`, to the nearest, half up.
+#[inline(always)]
+unsafe fn multiplied<S: Isa>(byte: S::I, multiplier: S::I) -> S::I {
+    // SAFETY: register arithmetic.
+    unsafe { S::sar7_i(S::mul_add_small(S::splat_i(64), multiplier, byte)) }
+}
+
+impl<const CENTER: i32> Scales for ScaleMin<CENTER> {
+    const NEVER_NEGATIVE: bool = true;
+    const BYTES: usize = 2 * BYTES;
+    const HEADER: usize = 4 * WORDS;
+    const HALVES: bool = false;
+    const HAS_MIN: bool = true;
+    type Multipliers<S: Isa> = [S::I; 2];
+    #[inline(always)]
+    unsafe fn multipliers<S: Isa>(header: *const u8) -> [S::I; 2] {
+        // SAFETY: passed on.
+        unsafe { two_multipliers::<S>(header) }
+    }
+    #[inline(always)]
+    unsafe fn step<S: Isa>(header: *const u8) -> S::F {
+        // SAFETY: 16 steps.
+        unsafe { S::load(header.cast()) }
+    }
+    #[inline(always)]
+    unsafe fn scales<S: Isa>([multiplier, _]: [S::I; 2], scales: *const u8) -> [S::I; 2] {
+        // SAFETY: 16 bytes.
+        unsafe { [multiplied::<S>(S::load_u8(scales), multiplier); 2] }
+    }
+    #[inline(always)]
+    unsafe fn mins<S: Isa>(multipliers: [S::I; 2], scales: *const u8) -> [S::I; 2] {
+        // SAFETY: 16 more bytes.
+        unsafe {
+            let min = multiplied::<S>(S::load_u8(scales.add(BYTES)), multipliers[1]);
+            if CENTER == 0 {
+                return [min; 2];
+            }
+            let [scale, _] = Self::scales::<S>(multipliers, scales);
+            [S::add_i(min, S::shl3_i(scale)); 2]
+        }
     }
 }
 
 impl Scales for NibbleHalves {
-    const LARGEST: i32 = 15;
+    const NEVER_NEGATIVE: bool = true;
     const BYTES: usize = 2 * BYTES;
-    const HEADER: usize = 2 * HALVES;
+    const HEADER: usize = 4 * WORDS;
     const HALVES: bool = true;
     const HAS_MIN: bool = true;
-    type Header<S: Isa> = [S::F; 2];
+    type Multipliers<S: Isa> = [S::I; 2];
     #[inline(always)]
-    unsafe fn header<S: Isa>(header: *const u8) -> [S::F; 2] {
+    unsafe fn multipliers<S: Isa>(header: *const u8) -> [S::I; 2] {
         // SAFETY: passed on.
-        unsafe { two_halves::<S>(header) }
+        unsafe { two_multipliers::<S>(header) }
     }
     #[inline(always)]
-    unsafe fn scale<S: Isa>([d, _]: [S::F; 2], _scales: *const u8) -> S::F {
-        d
+    unsafe fn step<S: Isa>(header: *const u8) -> S::F {
+        // SAFETY: 16 steps.
+        unsafe { S::load(header.cast()) }
     }
     #[inline(always)]
-    unsafe fn min<S: Isa>([_, dmin]: [S::F; 2], _scales: *const u8) -> S::F {
-        dmin
-    }
-    #[inline(always)]
-    unsafe fn sub<S: Isa>(scales: *const u8) -> [S::I; 2] {
-        // SAFETY: 32 bytes at `scales`.
+    unsafe fn scales<S: Isa>([multiplier, _]: [S::I; 2], scales: *const u8) -> [S::I; 2] {
+        // SAFETY: 32 bytes.
         unsafe {
             let mask = S::splat_i(15);
-            let [low, high] = [S::load_u8(scales), S::load_u8(scales.add(BYTES))];
-            [S::and_i(low, mask), S::and_i(high, mask)]
+            let [first, second] = [S::load_u8(scales), S::load_u8(scales.add(BYTES))];
+            [
+                multiplied::<S>(S::and_i(first, mask), multiplier),
+                multiplied::<S>(S::and_i(second, mask), multiplier),
+            ]
         }
     }
     #[inline(always)]
-    unsafe fn min_sub<S: Isa>(scales: *const u8) -> [S::I; 2] {
-        // SAFETY: 32 bytes at `scales`.
+    unsafe fn mins<S: Isa>([_, multiplier]: [S::I; 2], scales: *const u8) -> [S::I; 2] {
+        // SAFETY: 32 bytes.
         unsafe {
-            let [low, high] = [S::load_u8(scales), S::load_u8(scales.add(BYTES))];
-            [S::shr4_i(low), S::shr4_i(high)]
+            let [first, second] = [S::load_u8(scales), S::load_u8(scales.add(BYTES))];
+            [
+                multiplied::<S>(S::shr4_i(first), multiplier),
+                multiplied::<S>(S::shr4_i(second), multiplier),
+            ]
         }
     }
 }
@@ -599,50 +603,22 @@ pub(crate) enum Kind {
     Min,
     Halves,
     HalvesMin,
+    Wide,
+    WideMin,
 }
 
 impl Kind {
     /// How many there are.
-    pub(crate) const COUNT: usize = 4;
+    pub(crate) const COUNT: usize = 6;
 
     const fn of<F: Format>() -> Self {
-        match (F::S::HALVES, F::S::HAS_MIN) {
-            (false, false) => Self::Plain,
-            (false, true) => Self::Min,
-            (true, false) => Self::Halves,
-            (true, true) => Self::HalvesMin,
-        }
-    }
-}
-
-/// How far products of bf16, added in f32, are exact: as long as all sums stay below 2^24. An
-/// activation is 128 times its high byte and its low byte, at most 128 * 127 + 64 together
-/// ([`crate::activations`]).
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Exact {
-    /// Over a chunk.
-    Chunk,
-    /// Over a chunk for each byte of the activations by itself.
-    Byte,
-    /// A weight is, with its integer scale, no bf16, but two: `128 u` and `v`, of at most 32 and
-    /// 127 by magnitude. Over a chunk low bytes times `v` are exact, and all else together, whose
-    /// terms are multiples of 128: those are at most 32 * (128 * 32 * 127 + 32 * 64) where `u` is
-    /// 32 and `v` is 0, and less where `u` is less.
-    Parts,
-}
-
-impl Exact {
-    /// How many there are.
-    pub(crate) const COUNT: usize = 3;
-
-    /// Of a format.
-    pub(crate) const fn of<F: Format>() -> Self {
-        let largest = F::P::LARGEST * F::S::LARGEST;
-        match () {
-            () if Chunk::LEN as i32 * (128 * 127 + 64) * largest < 1 << 24 => Self::Chunk,
-            () if largest <= 256 => Self::Byte,
-            () if largest <= 128 * 32 => Self::Parts,
-            () => panic!("weights of more than 12 bits"),
+        match (F::S::WIDE, F::S::HALVES, F::S::HAS_MIN) {
+            (true, _, false) => Self::Wide,
+            (true, _, true) => Self::WideMin,
+            (_, false, false) => Self::Plain,
+            (_, false, true) => Self::Min,
+            (_, true, false) => Self::Halves,
+            (_, true, true) => Self::HalvesMin,
         }
     }
 }
@@ -651,11 +627,24 @@ impl Exact {
 pub(crate) trait Format {
     type P: Planes;
     type S: Scales;
-    const LAYOUT: Layout = if Self::S::HEADER == 0 {
-        Layout::legacy(Self::P::BYTES, Self::S::BYTES)
-    } else {
-        Layout::k(Self::P::BYTES, Self::S::BYTES, Self::S::HEADER)
+    /// Whether the dot product of a chunk, or of each half where these have scales, with either
+    /// byte of activations has 16 bits.
+    const SMALL: bool = {
+        let columns = if Self::S::HALVES { 16 } else { 32 };
+        !Self::S::WIDE && Self::P::LARGEST * 127 * columns <= i16::MAX as i32
     };
+    const LAYOUT: Layout = Layout::new(Self::P::BYTES, Self::S::BYTES, Self::S::HEADER);
+}
+
+/// What planes hold more than [`Chunk`](crate::stored::Chunk) says, with the offset taken off:
+/// where nibbles are never negative 8 is taken off all the same, so that dot products have 16 bits,
+/// and 8 times the scale is added to the min.
+pub(crate) const fn center(block_type: paceline_base::BlockType) -> i32 {
+    use paceline_base::BlockType;
+    match block_type {
+        BlockType::Q4_1 | BlockType::AFFINE4_F16 | BlockType::AFFINE4_BF16 | BlockType::Q4_K => 8,
+        _ => 0,
+    }
 }
 
 macro_rules! formats {
@@ -677,15 +666,6 @@ macro_rules! formats {
             }
         }
 
-        /// How far products of a quantised type are exact in bf16, `None` for floats.
-        pub(crate) fn exact(block_type: paceline_base::BlockType) -> Option<Exact> {
-            use paceline_base::BlockType;
-            match block_type {
-                $(BlockType::$name => Some(Exact::of::<$name>()),)*
-                BlockType::F32 | BlockType::F16 | BlockType::BF16 => None,
-            }
-        }
-
         /// The layout of a quantised type, `None` for floats.
         pub(crate) fn layout(block_type: paceline_base::BlockType) -> Option<Layout> {
             use paceline_base::BlockType;
@@ -698,29 +678,29 @@ macro_rules! formats {
 }
 
 formats! {
-    Q4_0: Nibbles<8>, D;
-    Q4_1: Nibbles<0>, DM;
-    Q5_0: FiveBits<16>, D;
-    Q5_1: FiveBits<0>, DM;
-    Q8_0: EightBits, D;
-    IQ4_NL: Codes<Iq4>, D;
+    Q4_0: Nibbles<8>, One;
+    Q4_1: Nibbles<8>, OneMin;
+    Q5_0: FiveBits<16>, One;
+    Q5_1: FiveBits<0>, OneMin;
+    Q8_0: EightBits, One<true>;
+    IQ4_NL: Codes<Iq4>, One<true>;
     Q2_K: TwoBits, NibbleHalves;
-    Q3_K: ThreeBits, SignedHalves<32>;
-    Q4_K: Nibbles<0>, ScaleMin;
-    Q5_K: FiveBits<0>, ScaleMin;
-    Q6_K: SixBits, SignedHalves<128>;
+    Q3_K: ThreeBits, SignedHalves;
+    Q4_K: Nibbles<8>, ScaleMin<8>;
+    Q5_K: FiveBits<0>, ScaleMin<0>;
+    Q6_K: SixBits, SignedHalves;
     IQ4_XS: Codes<Iq4>, SignedScale;
-    AFFINE2_F16: TwoBits, Affine<0, false>;
-    AFFINE2_BF16: TwoBits, Affine<0, true>;
-    AFFINE3_F16: ThreeBits, Affine<4, false>;
-    AFFINE3_BF16: ThreeBits, Affine<4, true>;
-    AFFINE4_F16: Nibbles<0>, Affine<0, false>;
-    AFFINE4_BF16: Nibbles<0>, Affine<0, true>;
-    AFFINE5_F16: FiveBits<0>, Affine<0, false>;
-    AFFINE5_BF16: FiveBits<0>, Affine<0, true>;
-    AFFINE6_F16: SixBits, Affine<32, false>;
-    AFFINE6_BF16: SixBits, Affine<32, true>;
-    AFFINE8_F16: EightBits, Affine<128, false>;
-    AFFINE8_BF16: EightBits, Affine<128, true>;
-    MXFP4: Codes<Floats4>, Brain;
+    AFFINE2_F16: TwoBits, OneMin;
+    AFFINE2_BF16: TwoBits, OneMin;
+    AFFINE3_F16: ThreeBits, OneMin;
+    AFFINE3_BF16: ThreeBits, OneMin;
+    AFFINE4_F16: Nibbles<8>, OneMin;
+    AFFINE4_BF16: Nibbles<8>, OneMin;
+    AFFINE5_F16: FiveBits<0>, OneMin;
+    AFFINE5_BF16: FiveBits<0>, OneMin;
+    AFFINE6_F16: SixBits, OneMin<true>;
+    AFFINE6_BF16: SixBits, OneMin<true>;
+    AFFINE8_F16: EightBits, OneMin<true>;
+    AFFINE8_BF16: EightBits, OneMin<true>;
+    MXFP4: Codes<Floats4>, One;
 }

@@ -6,11 +6,11 @@ use paceline_base::BlockType;
 
 use crate::activations::{Activations, CHUNK, Precision, Reads};
 use crate::batch::rows::{Form, PanelView};
-use crate::batch::{self, Batch};
+use crate::batch::{self, Batch, TOGETHER};
 use crate::dispatch::{InstructionSet, Table};
 use crate::isa::LANES;
 use crate::matmul::GroupArgs;
-use crate::packed::Packed;
+use crate::packed::{Packed, span};
 use crate::pool::{Pinning, ThreadPool};
 
 mod attention;
@@ -32,8 +32,8 @@ const ROW_BLOCK: usize = 64;
 /// share to the others.
 const TASKS_PER_THREAD: usize = 8;
 
-/// Most products of one job: a rank of a tensor split has one for each root of its leaves, and a
-/// range of 64 leaves (the most a model has) has at most 12 roots.
+/// Most products of one job: a rank of a tensor split has one for each root of its leaves, and some
+/// of 2^n leaves have at most 2 n roots: 10 of a feed-forward's 32, 14 of 128 heads.
 pub const MAX_PRODUCTS: usize = 16;
 
 /// Asked for an instruction set that this machine lacks.
@@ -134,7 +134,8 @@ impl Kernels {
     /// `precision` too, or with copies for panels, whose making takes 1 to 2 % of a prompt.
     ///
     /// # Panics
-    /// If a matrix is quantised and `cols` is not a multiple of 32.
+    /// If a matrix is quantised and `cols` is not a multiple of 32, or two are whose
+    /// [spans](Packed::span) differ.
     pub fn activations<'a>(
         &self,
         max_rows: usize,
@@ -143,10 +144,20 @@ impl Kernels {
         matrices: impl IntoIterator<Item = &'a Packed>,
     ) -> Activations {
         let fifteen = precision == Precision::Fifteen;
-        let mut reads = Reads::default();
+        let mut reads = Reads {
+            integers: None,
+            span: span(0, precision),
+            panels: Default::default(),
+            rounded: false,
+        };
         for w in matrices {
             if w.reads_integers() {
-                reads.integers = Some(precision);
+                let read_already = reads.integers.replace(precision).is_some();
+                assert!(
+                    !read_already || reads.span == w.span(precision),
+                    "leaves differ"
+                );
+                reads.span = w.span(precision);
             }
             let form = |batch: &Batch| batch.form(w.block_type, precision, max_rows);
             if let Some(form) = self.table.batch.and_then(form) {
@@ -177,9 +188,8 @@ impl Kernels {
         let jobs = || jobs[..count].iter().flatten();
         let total: usize = jobs().map(|job| job.groups * job.blocks).sum();
         let mut per_task = (total / (TASKS_PER_THREAD * self.pool.threads())).max(1);
-        let batches = jobs().filter_map(|job| job.batch.as_ref());
-        if let Some(together) = batches.map(|(batch, _)| batch.together()).max() {
-            per_task = per_task.next_multiple_of(together);
+        if jobs().any(|job| job.batch.is_some()) {
+            per_task = per_task.next_multiple_of(TOGETHER);
         }
         let of_block = |job: &Job<'_>| job.groups.div_ceil(per_task);
         let tasks = jobs().map(|job| job.blocks * of_block(job)).sum();
@@ -285,6 +295,12 @@ fn check_product(x: &Activations, product: &Product<'_>) {
         x.precision().is_some() || !w.reads_integers(),
         "activations are not quantised"
     );
+    let wanted = x.precision().map(|precision| w.span(precision));
+    assert!(
+        !w.reads_integers() || (wanted == Some(x.span()) && first.is_multiple_of(x.span())),
+        "spans of {} from column {first}, for leaves whose spans are {wanted:?}",
+        x.span(),
+    );
 }
 
 /// A product as tasks see it.
@@ -338,8 +354,10 @@ impl<'a> Job<'a> {
             block,
             blocks,
             args: GroupArgs {
-                weights: w.data.as_ptr(),
+                weights: w.data.as_ptr().wrapping_add(w.headers),
                 first_chunk: w.first_chunk,
+                lacks: w.lacks,
+                span: x.span(),
                 cols: w.cols,
                 leaf_cols: leaf_cols.max(1),
                 x: x_view,
@@ -373,8 +391,8 @@ impl<'a> Job<'a> {
                 return;
             };
             let start = block * self.block;
-            for g in groups.clone().step_by(batch.together()) {
-                let neighbours = g..groups.end.min(g + batch.together());
+            for g in groups.clone().step_by(TOGETHER) {
+                let neighbours = g..groups.end.min(g + TOGETHER);
                 let args = self.args_of(neighbours.clone(), start..start + self.block);
                 batch.run(&args, *x, neighbours.len(), self.group_bytes);
             }

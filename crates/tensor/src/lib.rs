@@ -20,7 +20,7 @@
 //! let stored = StoredMatrix { block_type: BlockType::F32, rows: 2, cols: 2, bytes: &bytes };
 //! let weights = Packed::new(stored, PackOptions::default(), kernels.pool())?;
 //!
-//! let mut x = Activations::new(1, 2, None);
+//! let mut x = Activations::new(1, 2, 0, None);
 //! kernels.fill_rows(&mut x, |_, row| row.copy_from_slice(&[1.0, 10.0]));
 //! let mut y = [0.0; 2];
 //! kernels.products(&x, [Product { weights: &weights, first_col: 0, out: &mut y }]);
@@ -56,4 +56,5 @@ pub use kernels::{
 pub use kv::{KvCache, KvShape, KvType, UnknownKvType};
 pub use packed::{Error, PackOptions, Packed, StoredMatrix};
 pub use pool::{Pinning, ThreadPool};
+pub use stored::units::UNIT;
 pub use vector::RopePairs;

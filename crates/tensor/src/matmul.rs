@@ -4,13 +4,21 @@
 //!
 //! ```text
 //! leaf  = 0
-//! for each chunk c of the leaf, in order:
-//!     D = sum over k of sub[k/16] * w[k] * q[k]         (i32, exact)
-//!     M = sum over k of min_sub[k/16] * q[k]            (i32, exact; types with a min)
-//!     inner = fma(D, scale, min * M)   or   D * scale   (types without)
-//!     leaf  = fma(inner, activation scale, leaf)
+//! for each span of the leaf, in order:
+//!     T = sum over k of (scale[k] * w[k] + min[k]) * q[k]      (an integer, exact)
+//!     H, L = T >> 7, T & 127                                   (wide types: by 14 bits)
+//!     inner = fma(f32(H), 128, f32(L))                         (`cpu-q8`, but for these: f32(T))
+//!     leaf  = fma(inner * step, activation scale, leaf)
 //! y = canonical tree over the leaves (paceline_base::tree)
 //! ```
+//!
+//! where a weight is `step * (scale * w + min)` ([`crate::stored::units`]) and a span has one step
+//! and one activation scale ([`crate::activations`]). `T` has up to 38 bits. It is added up as
+//! `128 high + low`, both i32, the high and the low bytes of activations apart:
+//! `|high| <= 2^15 * 2^7 * 2^8 / 2`, and what the low sums are beside it is as small. Only what
+//! they are in the end must fit, so offsets may be taken off before or afterwards. How `T` is cut
+//! on the way does not matter: `H` and `L` do not depend on it. Of wide types, whose weights have
+//! 20 bits, each chunk's sum is cut at 14 bits before it is multiplied by its scale.
 //!
 //! and float weights: `a[k % 4] = fma(w[k], x[k], a[k % 4])` over the columns of a leaf, then
 //! `(a0 + a1) + (a2 + a3)`, then the tree (BF16 in class `cpu-q8`: `pairs`). Each lane of a
@@ -23,10 +31,9 @@ use std::ops::Range;
 
 use half::{bf16, f16};
 
-use crate::activations::{Meta, View};
-use crate::formats::{Format, Layout, Planes, Scales};
+use crate::activations::{CHUNK, Meta, View, joined};
+use crate::formats::{Format, LINE, Layout, Planes, Scales};
 use crate::isa::{Isa, LANES};
-use crate::stored::Chunk;
 
 pub(crate) mod pairs;
 
@@ -41,10 +48,14 @@ pub(crate) const LEVELS: usize = 17;
 /// One group of 16 rows of a packed matrix, and the activation rows to multiply it with.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct GroupArgs<'a> {
-    /// The group's packed bytes.
+    /// The group's packed bytes, from its first block on.
     pub(crate) weights: *const u8,
     /// Chunks of the group before that of column 0; 0 for floats.
     pub(crate) first_chunk: usize,
+    /// Chunks of its first unit that the group lacks.
+    pub(crate) lacks: usize,
+    /// Columns of a span: whole chunks.
+    pub(crate) span: usize,
     /// Columns of the matrix.
     pub(crate) cols: usize,
     /// Columns of a leaf, at least 1.
@@ -216,27 +227,34 @@ impl<F, const TERMS: usize> Clone for Quantised<F, TERMS> {
 }
 impl<F, const TERMS: usize> Copy for Quantised<F, TERMS> {}
 
-/// Vectors from which on a block's header stays in registers. With 8 (AVX2, NEON) it costs more
-/// instructions to keep than to read again: Q6_K 7 %.
-const MANY: usize = 32;
-
-/// How far ahead of a single row's product weights are asked for, into the first cache and into
+/// How far ahead of products of few rows weights are asked for, into the first cache and into
 /// the second. `paceline bench kernels` on an Intel Xeon with AMX, of plain reads: Q4_0 0.57 ->
 /// 0.92, Q8_0 0.60 -> 0.94, Q4_K 0.52 -> 0.90. Zen 4 fetches as much by itself.
 const NEAR: usize = 512;
 const FAR: usize = 4096;
 
-/// Asks for `bytes` bytes of weights [`NEAR`] and [`FAR`] behind `at`, which may lie behind all.
-#[inline(always)]
-pub(crate) unsafe fn ask_ahead<S: Isa>(at: *const u8, bytes: usize) {
-    let mut line = 0;
-    while line < bytes {
-        // SAFETY: hints; any address may be given.
-        unsafe {
-            S::prefetch(at.wrapping_add(NEAR + line));
-            S::prefetch_far(at.wrapping_add(FAR + line));
+/// Weights that a product will read, asked for a line at a time between its steps: all at once they
+/// fill what the core can wait for, and the products behind them wait too (there, one row: Q4_K
+/// 0.87, Q6_K 0.92 of the speed; four rows without asking: 0.6 to 0.75).
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Ahead {
+    /// Where the product is.
+    pub(crate) at: *const u8,
+    /// Bytes that it reads in these steps.
+    pub(crate) bytes: usize,
+}
+
+impl Ahead {
+    /// Asks for what lies [`NEAR`] and [`FAR`] behind step `step` of `steps`: maybe behind all.
+    #[inline(always)]
+    pub(crate) unsafe fn ask<S: Isa>(self, step: usize, steps: usize) {
+        let lines = self.bytes.div_ceil(LINE);
+        let mut line = lines * step / steps;
+        while line < lines * (step + 1) / steps {
+            // SAFETY: a hint; any address may be given.
+            unsafe { S::prefetch_ahead::<NEAR, FAR>(self.at.wrapping_add(LINE * line)) };
+            line += 1;
         }
-        line += 64;
     }
 }
 
@@ -248,65 +266,90 @@ impl<S: Isa, F: Format, const TERMS: usize> Leaf<S> for Quantised<F, TERMS> {
         t: usize,
         cols: Range<usize>,
     ) -> [S::F; N] {
-        let layout: Layout = F::LAYOUT;
-        let (mut c, end) = (cols.start / Chunk::LEN, cols.end / Chunk::LEN);
+        let (mut c, end) = (cols.start / CHUNK, cols.end / CHUNK);
         // SAFETY: chunks of `cols` lie within the group and the activations.
         unsafe {
-            let mut acc = [S::splat(0.0); N];
-            while c < end {
-                // A block's chunks at a time where registers hold its header.
-                let by_block = F::S::HEADER > 0 && S::REGISTERS >= MANY;
-                let first = args.first_chunk + c;
-                let stop = match layout.per_block - first % layout.per_block {
-                    left if by_block => end.min(c + left),
-                    _ => end,
-                };
-                let held = F::S::header::<S>(args.weights.add(layout.place(first).header));
-                while c < stop {
-                    let place = layout.place(args.first_chunk + c);
-                    if N == 1 {
-                        let bytes = layout.chunk_bytes();
-                        let at = (args.first_chunk + c) * bytes;
-                        ask_ahead::<S>(args.weights.wrapping_add(at), bytes);
-                    }
-                    let header = if by_block {
-                        held
-                    } else {
-                        F::S::header::<S>(args.weights.add(place.header))
-                    };
-                    let weights = ChunkWeights::<S>::load::<F>(
-                        header,
-                        args.weights.add(place.planes),
-                        args.weights.add(place.scales),
-                    );
-                    let mut i = 0;
-                    while i < N {
-                        let (q, meta) = args.x.chunk::<TERMS>(t + i, c);
-                        let inner = weights.dot::<F, TERMS>(q, meta);
-                        acc[i] = S::fma(inner, S::splat(meta.scale), acc[i]);
-                        i += 1;
-                    }
-                    c += 1;
-                }
+            if c == 0 {
+                // What was asked for from the group before ends so many bytes earlier.
+                let layout: Layout = F::LAYOUT;
+                let bytes = layout.headers(args.lacks + args.first_chunk + args.cols / CHUNK);
+                let at = args.weights.wrapping_sub(bytes);
+                Ahead { at, bytes }.ask::<S>(0, 1);
             }
-            acc
+            let mut sums = [S::splat(0.0); N];
+            while c < end {
+                let stop = end.min(c + args.span / CHUNK);
+                let totals = span::<S, F, TERMS, N>(args, t, c..stop);
+                let step = F::S::step::<S>(header::<F>(args, c));
+                let mut i = 0;
+                while i < N {
+                    let (_, meta) = args.x.chunk::<TERMS>(t + i, c);
+                    let inner = S::mul(total::<S, TERMS>(totals[i], F::S::WIDE), step);
+                    sums[i] = S::fma(inner, S::splat(meta.scale), sums[i]);
+                    i += 1;
+                }
+                c = stop;
+            }
+            sums
         }
+    }
+}
+
+/// The header of the unit of chunk `c`.
+#[inline(always)]
+unsafe fn header<F: Format>(args: &GroupArgs<'_>, c: usize) -> *const u8 {
+    let layout: Layout = F::LAYOUT;
+    // SAFETY: headers lie before the first block.
+    unsafe {
+        args.weights
+            .sub(layout.header_before(args.lacks + args.first_chunk + c))
+    }
+}
+
+/// `T` of the module for the chunks of a span and `N` activation rows from `t`, by bytes.
+#[inline(always)]
+unsafe fn span<S: Isa, F: Format, const TERMS: usize, const N: usize>(
+    args: &GroupArgs<'_>,
+    t: usize,
+    chunks: Range<usize>,
+) -> [[S::I; 2]; N] {
+    let layout: Layout = F::LAYOUT;
+    // SAFETY: by the caller's promise.
+    unsafe {
+        let multipliers = F::S::multipliers::<S>(header::<F>(args, chunks.start));
+        let mut totals = [[S::splat_i(0); 2]; N];
+        for c in chunks {
+            let place = layout.place(args.first_chunk + c);
+            let bytes = layout.chunk_bytes();
+            let at = args.weights.wrapping_add((args.first_chunk + c) * bytes);
+            let ahead = Ahead { at, bytes };
+            let weights = ChunkWeights::<S>::load::<F>(
+                multipliers,
+                args.weights.add(place.planes),
+                args.weights.add(place.scales),
+            );
+            let mut i = 0;
+            while i < N {
+                let (q, meta) = args.x.chunk::<TERMS>(t + i, c);
+                weights.add::<F, TERMS>(q, meta, &mut totals[i], ahead);
+                i += 1;
+            }
+        }
+        totals
     }
 }
 
 /// A chunk of 16 rows in registers.
 struct ChunkWeights<S: Isa> {
     quads: [S::W; 8],
-    scale: S::F,
-    min: S::F,
-    sub: [S::I; 2],
-    min_sub: [S::I; 2],
+    scales: [S::I; 2],
+    mins: [S::I; 2],
 }
 
 impl<S: Isa> ChunkWeights<S> {
     #[inline(always)]
     unsafe fn load<F: Format>(
-        header: <F::S as Scales>::Header<S>,
+        multipliers: <F::S as Scales>::Multipliers<S>,
         chunk: *const u8,
         scales: *const u8,
     ) -> Self {
@@ -314,67 +357,77 @@ impl<S: Isa> ChunkWeights<S> {
         unsafe {
             Self {
                 quads: F::P::quads::<S>(chunk),
-                scale: F::S::scale::<S>(header, scales),
-                min: F::S::min::<S>(header, scales),
-                sub: F::S::sub::<S>(scales),
-                min_sub: F::S::min_sub::<S>(scales),
+                scales: F::S::scales::<S>(multipliers, scales),
+                mins: if F::S::HAS_MIN {
+                    F::S::mins::<S>(multipliers, scales)
+                } else {
+                    [S::splat_i(0); 2]
+                },
             }
         }
     }
 
-    /// `inner` of the module's formula, for 32 activations.
+    /// Adds the products with 32 activations to `totals`, and asks for what is `ahead`.
     #[inline(always)]
-    unsafe fn dot<F: Format, const TERMS: usize>(&self, q: [*const i8; TERMS], meta: Meta) -> S::F {
+    unsafe fn add<F: Format, const TERMS: usize>(
+        &self,
+        q: [*const i8; TERMS],
+        meta: Meta,
+        totals: &mut [S::I; 2],
+        ahead: Ahead,
+    ) {
         // SAFETY: register arithmetic and 32 bytes for each term.
         unsafe {
-            let [low, high] = [
-                self.half::<F, TERMS>(0, q, meta.sums),
-                self.half::<F, TERMS>(1, q, meta.sums),
-            ];
-            let dot = if F::S::HALVES {
-                let parts = [join::<S, TERMS>(low), join::<S, TERMS>(high)];
-                S::add_i(
-                    S::mul_i(self.sub[0], parts[0]),
-                    S::mul_i(self.sub[1], parts[1]),
-                )
+            if F::S::HALVES {
+                let mut half = 0;
+                while half < 2 {
+                    let less = less::<S, F, TERMS>(meta.sums[half]);
+                    let dots = self.half::<F, TERMS>(half, q, less, ahead);
+                    let factors = (self.scales[half], self.mins[half]);
+                    let small = meta.sums[half].map(|sum| sum & S::SMALL);
+                    let sums = [meta.sums[half], small];
+                    scaled::<S, F, TERMS>(totals, dots, factors, sums);
+                    half += 1;
+                }
             } else {
-                let mut both = low;
+                let sums = meta.whole();
+                let less = if !F::P::SIGNED && F::P::OFFSET == 8 {
+                    [
+                        S::splat_i(meta.eight_less[0]),
+                        S::splat_i(meta.eight_less[1]),
+                    ]
+                } else {
+                    less::<S, F, TERMS>(sums)
+                };
+                let mut dots = self.half::<F, TERMS>(0, q, less, ahead);
+                let second = self.half::<F, TERMS>(1, q, [S::splat_i(0); 2], ahead);
                 let mut term = 0;
                 while term < TERMS {
-                    both[term] = S::add_i(low[term], high[term]);
+                    dots[term] = S::add_i(dots[term], second[term]);
                     term += 1;
                 }
-                join::<S, TERMS>(both)
-            };
-            let dot = S::to_f(dot);
-            if F::S::HAS_MIN {
-                S::fma(dot, self.scale, S::mul(self.min, self.min_sum::<F>(meta)))
-            } else {
-                S::mul(dot, self.scale)
+                let factors = (self.scales[0], self.mins[0]);
+                scaled::<S, F, TERMS>(totals, dots, factors, [sums, meta.small]);
             }
         }
     }
 
-    /// The dot products of columns `16 * half..` with each term. The zero offset and the sign bias
-    /// are taken off at the start, from the last term.
+    /// The dot products of columns `16 * half..` with each term, added to `less`.
     #[inline(always)]
     unsafe fn half<F: Format, const TERMS: usize>(
         &self,
         half: usize,
         q: [*const i8; TERMS],
-        sums: [i32; 2],
+        less: [S::I; 2],
+        ahead: Ahead,
     ) -> [S::I; TERMS] {
-        let offset = if F::P::SIGNED {
-            S::SIGNED_BIAS
-        } else {
-            F::P::OFFSET
-        };
         // SAFETY: register arithmetic and 16 bytes at `16 * half` of each term.
         unsafe {
-            let mut acc = [S::splat_i(0); TERMS];
-            acc[TERMS - 1] = S::splat_i(-offset * sums[half]);
+            let mut acc = [less[0]; TERMS];
+            acc[TERMS - 1] = less[TERMS - 1];
             let mut g = 4 * half;
             while g < 4 * half + 4 {
+                ahead.ask::<S>(g, 8);
                 let mut term = 0;
                 while term < TERMS {
                     let x = q[term].add(4 * g);
@@ -390,20 +443,81 @@ impl<S: Isa> ChunkWeights<S> {
             acc
         }
     }
+}
 
-    /// `M` of the module's formula.
-    #[inline(always)]
-    unsafe fn min_sum<F: Format>(&self, meta: Meta) -> S::F {
+/// What zero offset and sign bias add to dot products with activations of these sums, negative.
+#[inline(always)]
+unsafe fn less<S: Isa, F: Format, const TERMS: usize>(sums: [i32; 2]) -> [S::I; 2] {
+    let offset = if F::P::SIGNED {
+        S::SIGNED_BIAS
+    } else {
+        F::P::OFFSET
+    };
+    // SAFETY: register arithmetic.
+    unsafe {
+        [
+            S::splat_i(-offset * sums[0]),
+            S::splat_i(-offset * sums[TERMS - 1]),
+        ]
+    }
+}
+
+/// Adds to `totals` the dot products times their scale, and the sums of activations, which are
+/// there as they are and [small](Isa::small), times their min.
+#[inline(always)]
+unsafe fn scaled<S: Isa, F: Format, const TERMS: usize>(
+    totals: &mut [S::I; 2],
+    dots: [S::I; TERMS],
+    (scale, min): (S::I, S::I),
+    [sums, small]: [[i32; 2]; 2],
+) {
+    // SAFETY: register arithmetic.
+    unsafe {
+        if F::S::WIDE {
+            let terms = cut::<S>(join::<S, TERMS>(dots));
+            let sums = wide_terms(joined::<TERMS>(sums));
+            return add_wide::<S, F>(totals, terms, (scale, min), sums);
+        }
+        let mut term = 0;
+        while term < TERMS {
+            totals[term] = if F::SMALL {
+                let scale = if F::S::NEVER_NEGATIVE {
+                    scale
+                } else {
+                    S::small(scale)
+                };
+                S::mul_add_small(totals[term], dots[term], scale)
+            } else {
+                S::add_i(totals[term], S::mul_i(dots[term], scale))
+            };
+            if F::S::HAS_MIN {
+                let sum = S::splat_i(small[term]);
+                totals[term] = S::mul_add_small(totals[term], min, sum);
+            }
+            term += 1;
+        }
+    }
+}
+
+/// As [`scaled`], of wide types: what is cut has 16 bits.
+#[inline(always)]
+unsafe fn add_wide<S: Isa, F: Format>(
+    totals: &mut [S::I; 2],
+    terms: [S::I; 2],
+    (scale, min): (S::I, S::I),
+    sums: [i32; 2],
+) {
+    let mut term = 0;
+    while term < 2 {
         // SAFETY: register arithmetic.
         unsafe {
-            if F::S::HALVES {
-                let low = S::mul_i(self.min_sub[0], S::splat_i(meta.sums[0]));
-                let high = S::mul_i(self.min_sub[1], S::splat_i(meta.sums[1]));
-                S::to_f(S::add_i(low, high))
-            } else {
-                S::splat(meta.sum)
+            totals[term] = S::mul_add_small(totals[term], terms[term], S::small(scale));
+            if F::S::HAS_MIN {
+                let sum = S::splat_i(sums[term] & S::SMALL);
+                totals[term] = S::mul_add_small(totals[term], min, sum);
             }
         }
+        term += 1;
     }
 }
 
@@ -415,6 +529,44 @@ unsafe fn join<S: Isa, const TERMS: usize>(terms: [S::I; TERMS]) -> S::I {
     }
     // SAFETY: register arithmetic.
     unsafe { S::add_i(S::shl7_i(terms[0]), terms[TERMS - 1]) }
+}
+
+/// Bits from which on integers of wide types are cut.
+const WIDE_BITS: u32 = 14;
+
+/// An integer as `[x >> 14, x & 16383]`.
+#[inline(always)]
+pub(crate) unsafe fn cut<S: Isa>(x: S::I) -> [S::I; 2] {
+    // SAFETY: register arithmetic.
+    unsafe {
+        let low = S::splat_i((1 << WIDE_BITS) - 1);
+        [S::sar7_i(S::sar7_i(x)), S::and_i(x, low)]
+    }
+}
+
+/// 64 times a sum ([`WIDE_MIN`](crate::stored::units::WIDE_MIN)), cut as [`cut`] does.
+#[inline(always)]
+pub(crate) const fn wide_terms(sum: i32) -> [i32; 2] {
+    [sum >> 8, (sum & 255) << 6]
+}
+
+/// `inner` of the module: from `[high, low]`, or the first one alone.
+#[inline(always)]
+pub(crate) unsafe fn total<S: Isa, const TERMS: usize>(terms: [S::I; 2], wide: bool) -> S::F {
+    // SAFETY: register arithmetic.
+    unsafe {
+        if wide {
+            let [carry, low] = cut::<S>(terms[1]);
+            let high = S::to_f(S::add_i(terms[0], carry));
+            return S::fma(high, S::splat((1 << WIDE_BITS) as f32), S::to_f(low));
+        }
+        if TERMS == 1 {
+            return S::to_f(terms[0]);
+        }
+        let high = S::add_i(terms[0], S::sar7_i(terms[1]));
+        let low = S::and_i(terms[1], S::splat_i(127));
+        S::fma(S::to_f(high), S::splat(128.0), S::to_f(low))
+    }
 }
 
 /// A float weight type.
@@ -478,12 +630,15 @@ impl<S: Isa, T: FloatWeight> Leaf<S> for Floats<T> {
             let mut k = cols.start;
             while k < cols.end {
                 let steps = (cols.end - k).min(4);
-                if N == 1 {
-                    let bytes = LANES * T::SIZE;
-                    ask_ahead::<S>(args.weights.add(k * bytes), steps * bytes);
-                }
+                let bytes = LANES * T::SIZE;
+                let at = args.weights.add(k * bytes);
+                let ahead = Ahead {
+                    at,
+                    bytes: 4 * bytes,
+                };
                 let mut j = 0;
                 while j < steps {
+                    ahead.ask::<S>(j, 4);
                     let w = T::load::<S>(args.weights.add((k + j) * LANES * T::SIZE));
                     let mut i = 0;
                     while i < N {

@@ -8,32 +8,35 @@ use half::{bf16, f16};
 use paceline_base::{BlockType, tree};
 
 use crate::attention::PAGE;
+use crate::packed::span;
+use crate::stored::units::{UNIT, UNIT_CHUNKS, Unit, is_wide};
 use crate::stored::{self, Chunk};
 use crate::{InstructionSet, Precision, StoredMatrix};
 
-/// Quantised activations of one row: `(q, scale)` per chunk of 32; see [`crate::activations`].
-pub fn quantise(x: &[f32], precision: Precision) -> Vec<([i32; Chunk::LEN], f32)> {
-    x.chunks_exact(Chunk::LEN)
-        .map(|chunk| quantise_chunk(chunk, precision))
+/// Quantised activations of one row: `(q, scale)` per span; see [`crate::activations`].
+pub fn quantise(x: &[f32], span: usize, precision: Precision) -> Vec<(Vec<i32>, f32)> {
+    x.chunks(span)
+        .map(|span| quantise_span(span, precision))
         .collect()
 }
 
-fn quantise_chunk(x: &[f32], precision: Precision) -> ([i32; Chunk::LEN], f32) {
+fn quantise_span(x: &[f32], precision: Precision) -> (Vec<i32>, f32) {
     let largest = x
         .iter()
         .fold(0.0f32, |m, v| if v.abs() > m { v.abs() } else { m });
     if largest <= 1e-34 || !largest.is_finite() {
-        return ([0; Chunk::LEN], 0.0);
+        return (vec![0; x.len()], 0.0);
     }
     let inverse = precision.steps() / largest;
-    let q = std::array::from_fn(|k| (x[k] * inverse).round_ties_even() as i32);
-    (q, largest / precision.steps())
+    let q = x.iter().map(|x| (x * inverse).round_ties_even() as i32);
+    (q.collect(), largest / precision.steps())
 }
 
 /// `y = W x`: `x` is `(cols,)`, the result `(rows,)`. `leaf_cols` as in
 /// [`PackOptions`](crate::PackOptions); `precision` matters for quantised weights.
 pub fn matvec(w: StoredMatrix<'_>, leaf_cols: usize, x: &[f32], precision: Precision) -> Vec<f32> {
     let row_bytes = w.block_type.row_bytes(w.cols).expect("whole blocks");
+    let span = span(leaf_cols, precision);
     let leaf_cols = if leaf_cols == 0 {
         w.cols.max(1)
     } else {
@@ -44,7 +47,7 @@ pub fn matvec(w: StoredMatrix<'_>, leaf_cols: usize, x: &[f32], precision: Preci
         .map(|row| {
             let leaf_at = |start: usize| {
                 let columns = start..(start + leaf_cols).min(w.cols);
-                [leaf(w.block_type, row, x, columns, precision)]
+                [leaf(w.block_type, row, x, columns, (span, precision))]
             };
             let leaves: Vec<[f32; 1]> = (0..w.cols).step_by(leaf_cols).map(leaf_at).collect();
             let leaves: Vec<&[f32]> = leaves.iter().map(|leaf| &leaf[..]).collect();
@@ -59,7 +62,7 @@ fn leaf(
     row: &[u8],
     x: &[f32],
     columns: Range<usize>,
-    precision: Precision,
+    (span, precision): (usize, Precision),
 ) -> f32 {
     if block_type == BlockType::BF16 && precision == Precision::Eight {
         return bf16_leaf(row, x, columns);
@@ -67,35 +70,45 @@ fn leaf(
     if block_type.is_float() {
         return float_leaf(block_type, row, x, columns);
     }
-    let first = columns.start / Chunk::LEN;
     let mut sum = 0.0f32;
-    for (i, (q, scale)) in quantise(&x[columns], precision).iter().enumerate() {
-        let chunk = stored::chunk(block_type, row, first + i);
-        sum = chunk_dot(block_type, &chunk, q).mul_add(*scale, sum);
+    let mut start = columns.start;
+    for (q, scale) in quantise(&x[columns], span, precision) {
+        let unit = Unit::of(block_type, row, start / UNIT);
+        let total = span_dot(block_type, row, &unit, start, &q);
+        let cut = |bits: u32| {
+            let high = (total >> bits) as f32;
+            high.mul_add((1 << bits) as f32, (total & ((1 << bits) - 1)) as f32)
+        };
+        let inner = match precision {
+            _ if is_wide(block_type) => cut(14),
+            Precision::Eight => total as f32,
+            Precision::Fifteen => cut(7),
+        };
+        sum = (inner * unit.step).mul_add(scale, sum);
+        start += q.len();
     }
     sum
 }
 
-/// `inner` of the formula in [`crate::matmul`].
-fn chunk_dot(block_type: BlockType, chunk: &Chunk, q: &[i32; Chunk::LEN]) -> f32 {
-    let mut dot = 0i32;
-    let mut min_sum = 0i32;
-    for (k, (&w, &x)) in chunk.q.iter().zip(q).enumerate() {
-        dot += chunk.sub[k / 16] * i32::from(w) * x;
-        min_sum += chunk.min_sub[k / 16] * x;
+/// `T` of the formula in [`crate::matmul`], of a span from column `start` on.
+fn span_dot(block_type: BlockType, row: &[u8], unit: &Unit, start: usize, q: &[i32]) -> i64 {
+    let mut total = 0;
+    for (c, q) in (start / Chunk::LEN..).zip(q.chunks(Chunk::LEN)) {
+        let (chunk, factors) = (
+            stored::chunk(block_type, row, c),
+            unit.factors[c % UNIT_CHUNKS],
+        );
+        for (k, (&w, &x)) in chunk.q.iter().zip(q).enumerate() {
+            let weight = factors.scale[k / 16] * i32::from(w) + factors.min[k / 16];
+            let bits = if is_wide(block_type) { 20 } else { 16 };
+            assert!(
+                weight.abs() < 1 << (bits - 1),
+                "{block_type}: weights have {bits} bits"
+            );
+            total += i64::from(weight) * i64::from(x);
+        }
     }
-    if has_min(block_type) {
-        (dot as f32).mul_add(chunk.scale, chunk.min * min_sum as f32)
-    } else {
-        dot as f32 * chunk.scale
-    }
-}
-
-const fn has_min(block_type: BlockType) -> bool {
-    matches!(
-        block_type,
-        BlockType::Q4_1 | BlockType::Q5_1 | BlockType::Q2_K | BlockType::Q4_K | BlockType::Q5_K
-    ) || block_type.affine_bits().is_some()
+    total
 }
 
 fn float_leaf(block_type: BlockType, row: &[u8], x: &[f32], columns: Range<usize>) -> f32 {

@@ -6,14 +6,15 @@
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use half::f16;
 use paceline_base::{BlockType, Bytes};
 
 use crate::ThreadPool;
-use crate::formats::{self, CRUMB_PLANE, Layout, NIBBLE_PLANE};
+use crate::activations::Precision;
+use crate::formats::{self, CRUMB_PLANE, Layout, NIBBLE_PLANE, WORDS};
 use crate::isa::LANES;
 use crate::matmul::pairs::is_tiny;
 use crate::memory::HugeMap;
+use crate::stored::units::{self, UNIT, UNIT_CHUNKS, Unit};
 use crate::stored::{self, CODEBOOK, Chunk, e2m1_code};
 
 /// A matrix as it lies in a model file: `(rows, cols)`, row-major, whole blocks per row.
@@ -92,7 +93,11 @@ pub struct Packed {
     /// Chunks of the group before the first that counts: a range of columns may start within a
     /// stored block, of which the kernels need the header.
     pub(crate) first_chunk: usize,
+    /// Chunks of its first unit that a group lacks.
+    pub(crate) lacks: usize,
     pub(crate) group_bytes: usize,
+    /// Bytes of a group before its first block ([`Layout::headers`]).
+    pub(crate) headers: usize,
     /// Whether it has BF16 weights below [`SMALLEST`](crate::matmul::pairs::SMALLEST).
     pub(crate) tiny: bool,
     pub(crate) data: HugeMap,
@@ -137,6 +142,11 @@ impl Packed {
             matrix.cols,
             options.leaf_cols
         );
+        let span = span(options.leaf_cols, Precision::Fifteen);
+        assert!(
+            matrix.block_type.is_float() || columns.start.is_multiple_of(span),
+            "columns {columns:?} in spans of {span}"
+        );
         check_size(matrix)?;
         let as_f32 = options.as_f32 && !matrix.block_type.is_float();
         let block_type = if as_f32 {
@@ -144,25 +154,25 @@ impl Packed {
         } else {
             matrix.block_type
         };
-        let cut = Cut::new(matrix.block_type, &columns);
-        let held = if block_type.is_float() {
-            columns.len()
-        } else {
-            cut.cols
+        let cut = Cut::new(matrix, &columns);
+        let (headers, blocks) = match formats::layout(block_type) {
+            Some(layout) => (layout.headers(cut.chunks()), layout.blocks(cut.kept.len())),
+            None => (0, columns.len() * LANES * block_type.bytes()),
         };
-        let group_bytes = group_bytes(block_type, held);
+        let group_bytes = headers + blocks;
         let data = HugeMap::zeroed(group_bytes * matrix.rows.div_ceil(LANES))?;
         let mut packed = Self {
             block_type,
             rows: matrix.rows,
             cols: columns.len(),
             leaf_cols: options.leaf_cols,
-            first_chunk: if block_type.is_float() {
-                0
-            } else {
-                cut.first / Chunk::LEN
+            first_chunk: match block_type.is_float() {
+                true => 0,
+                false => cut.first / Chunk::LEN - cut.kept.start,
             },
+            lacks: cut.kept.start,
             group_bytes,
+            headers,
             tiny: false,
             data,
         };
@@ -188,6 +198,11 @@ impl Packed {
     /// Memory taken.
     pub fn bytes(&self) -> Bytes {
         Bytes(self.data.len() as u64)
+    }
+
+    /// Columns of activations that share a scale: see [`crate::activations`].
+    pub const fn span(&self, precision: Precision) -> usize {
+        span(self.leaf_cols, precision)
     }
 
     /// Whether the kernels read quantised activations for this matrix.
@@ -217,7 +232,7 @@ impl Packed {
                     tiny.store(true, Ordering::Relaxed);
                 }
                 match formats::layout(block_type) {
-                    Some(layout) => pack_row(block_type, layout, row, lane, cut.cols, out),
+                    Some(layout) => pack_row(block_type, layout, row, lane, cut, out),
                     None => {
                         let wanted = cut.first..cut.first + cols;
                         pack_floats((matrix.block_type, block_type), row, wanted, lane, out);
@@ -227,6 +242,24 @@ impl Packed {
         });
         self.tiny = tiny.into_inner();
     }
+}
+
+/// Columns of activations of 8 bits that share a scale at most: with 256 they lose what makes them
+/// as good as other engines' (docs/numerics.md).
+const EIGHT_SPAN: usize = 32;
+
+/// Columns of activations that share a scale in products with leaves of so many columns, 0 for one
+/// leaf: the most that divide both a leaf and a unit of the weights, or [`EIGHT_SPAN`].
+pub(crate) const fn span(leaf_cols: usize, precision: Precision) -> usize {
+    let most = match precision {
+        Precision::Eight => EIGHT_SPAN,
+        Precision::Fifteen => UNIT,
+    };
+    let (mut span, mut rest) = (most, leaf_cols);
+    while rest > 0 {
+        (span, rest) = (rest, span % rest);
+    }
+    span
 }
 
 /// Whether a row of BF16 has weights that [`is_tiny`] says are.
@@ -239,7 +272,7 @@ fn has_tiny(row: &[u8]) -> bool {
     weights.any(is_tiny)
 }
 
-/// The stored blocks of a row that hold a range of its columns.
+/// The units of a row that hold a range of its columns, or for floats the columns.
 #[derive(Debug)]
 struct Cut {
     /// Their bytes within the row.
@@ -248,16 +281,30 @@ struct Cut {
     cols: usize,
     /// Of these, the first that is wanted.
     first: usize,
+    /// Chunks of them that are kept: those of the stored blocks that hold wanted columns.
+    kept: Range<usize>,
 }
 
 impl Cut {
-    fn new(block_type: BlockType, columns: &Range<usize>) -> Self {
-        let blocks = columns.start / block_type.len()..columns.end.div_ceil(block_type.len());
+    fn new(matrix: StoredMatrix<'_>, columns: &Range<usize>) -> Self {
+        let block = matrix.block_type;
+        let unit = if block.is_float() { 1 } else { UNIT };
+        let start = columns.start / unit * unit;
+        let held = start..matrix.cols.min(columns.end.next_multiple_of(unit));
+        let byte = |col: usize| col / block.len() * block.bytes();
+        let (first, end) = (columns.start - start, columns.end - start);
+        let kept = first / block.len() * block.len()..end.next_multiple_of(block.len());
         Self {
-            bytes: blocks.start * block_type.bytes()..blocks.end * block_type.bytes(),
-            cols: blocks.len() * block_type.len(),
-            first: columns.start % block_type.len(),
+            bytes: byte(held.start)..byte(held.end),
+            cols: held.len(),
+            first,
+            kept: kept.start / Chunk::LEN..kept.end / Chunk::LEN,
         }
+    }
+
+    /// Chunks of the units.
+    const fn chunks(&self) -> usize {
+        self.cols / Chunk::LEN
     }
 }
 
@@ -278,13 +325,6 @@ fn check_size(matrix: StoredMatrix<'_>) -> Result<(), Error> {
             expected: expected.unwrap_or(0),
             got: bytes.len(),
         }),
-    }
-}
-
-fn group_bytes(block_type: BlockType, cols: usize) -> usize {
-    match formats::layout(block_type) {
-        Some(layout) => layout.group_bytes(cols / Chunk::LEN),
-        None => cols * LANES * block_type.bytes(),
     }
 }
 
@@ -312,42 +352,73 @@ fn pack_floats(
     }
 }
 
-/// Writes a quantised row into lane `lane` of a group.
+/// Writes the chunks of a quantised row that `cut` keeps into lane `lane` of a group.
 fn pack_row(
     block_type: BlockType,
     layout: Layout,
     row: &[u8],
     lane: usize,
-    cols: usize,
+    cut: &Cut,
     out: &mut [u8],
 ) {
-    for c in 0..cols / Chunk::LEN {
-        let place = layout.place(c);
-        let chunk = stored::chunk(block_type, row, c);
-        pack_planes(
+    let chunks = cut.chunks();
+    let (headers, blocks) = out.split_at_mut(layout.headers(chunks));
+    for first in (0..chunks).step_by(UNIT_CHUNKS) {
+        let unit = Unit::of(block_type, row, first / UNIT_CHUNKS);
+        let header = headers.len() - layout.header_before(first);
+        pack_header(
             block_type,
-            &chunk,
+            &unit,
             lane,
-            &mut out[place.planes..][..layout.planes],
+            &mut headers[header..][..layout.header],
         );
-        let raw = stored::raw_scales(block_type, row, c);
-        for (i, byte) in raw.bytes.into_iter().flatten().enumerate() {
-            out[place.scales + i * LANES + lane] = byte;
-        }
-        let halves = if layout.header == 0 {
-            place.scales
-        } else {
-            place.header
-        };
-        for (i, half) in raw.header.into_iter().flatten().enumerate() {
-            put_half(&mut out[halves..], i, lane, half);
+        let unit_chunks = first..chunks.min(first + UNIT_CHUNKS);
+        for c in unit_chunks.filter(|c| cut.kept.contains(c)) {
+            let place = layout.place(c - cut.kept.start);
+            let planes = &mut blocks[place.planes..][..layout.planes];
+            pack_planes(block_type, &stored::chunk(block_type, row, c), lane, planes);
+            let raw = stored::raw_scales(block_type, row, c);
+            let scales = &mut blocks[place.scales..][..layout.scales];
+            pack_scales(block_type, raw, unit.factors[c - first], lane, scales);
         }
     }
 }
 
-/// Stores a half at position `lane` of the `index`-th run of sixteen.
-fn put_half(out: &mut [u8], index: usize, lane: usize, half: f16) {
-    out[(index * LANES + lane) * 2..][..2].copy_from_slice(&half.to_bits().to_ne_bytes());
+/// Writes the step of a unit, and its multipliers where the type has some.
+fn pack_header(block_type: BlockType, unit: &Unit, lane: usize, out: &mut [u8]) {
+    let (step, size) = units::step_bytes(block_type, unit.step);
+    out[size * lane..][..size].copy_from_slice(&step[..size]);
+    if out.len() > size * LANES {
+        let multipliers = unit.multipliers.map(|multiplier| multiplier as i16);
+        put_words(&mut out[size * LANES..], lane, multipliers.into_iter());
+    }
+}
+
+/// Writes the scales of a chunk: the file's bytes where it has some, else the factors.
+fn pack_scales(
+    block_type: BlockType,
+    raw: stored::RawScales,
+    units::Factors { scale, min }: units::Factors,
+    lane: usize,
+    out: &mut [u8],
+) {
+    if raw.bytes[0].is_none() {
+        let grain = units::grain(block_type);
+        let min = (min[0] + formats::center(block_type) * scale[0]) / grain;
+        let words = [scale[0] as i16, min as i16];
+        let wanted = out.len() / WORDS;
+        put_words(out, lane, words.into_iter().take(wanted));
+    }
+    for (i, byte) in raw.bytes.into_iter().flatten().enumerate() {
+        out[i * LANES + lane] = byte;
+    }
+}
+
+/// Stores each word at position `lane` of a run of sixteen.
+fn put_words(out: &mut [u8], lane: usize, words: impl Iterator<Item = i16>) {
+    for (i, word) in words.enumerate() {
+        out[(i * LANES + lane) * 2..][..2].copy_from_slice(&word.to_ne_bytes());
+    }
 }
 
 /// Cuts the 32 values of a chunk into planes, lane `lane`; `out` is zero there.

@@ -32,6 +32,7 @@ mod mlx;
 pub mod random;
 #[cfg(test)]
 mod tests;
+pub(crate) mod units;
 
 use half::f16;
 use paceline_base::BlockType;
@@ -121,17 +122,16 @@ impl Chunk {
     }
 }
 
-/// The scales of a chunk as the file has them, for repacking without loss.
+/// The scales of a chunk of a super-block as the file has them.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct RawScales {
-    /// d, and m or *minus* dmin where the type has one.
+    /// d, and *minus* dmin where the type has one.
     pub(crate) header: [Option<f16>; 2],
-    /// Byte-sized scales of this chunk: K-quants and IQ4_XS, in the order of
-    /// [`crate::formats`].
+    /// Byte-sized scales of this chunk, in the order of [`crate::formats`].
     pub(crate) bytes: [Option<u8>; 2],
 }
 
-/// The raw scales of chunk `index` of a row, see [`chunk`].
+/// The raw scales of chunk `index` of a row of super-blocks, see [`chunk`]; none for other types.
 pub(crate) fn raw_scales(block_type: BlockType, row: &[u8], index: usize) -> RawScales {
     let (bytes, part) = (block_type.bytes(), index % (block_type.len() / Chunk::LEN));
     let start = index / (block_type.len() / Chunk::LEN) * bytes;
@@ -139,10 +139,6 @@ pub(crate) fn raw_scales(block_type: BlockType, row: &[u8], index: usize) -> Raw
     let half = |at: usize| f16::from_le_bytes([block[at], block[at + 1]]);
     let byte_pair = |a: u8, b: u8| [Some(a), Some(b)];
     let (header, bytes) = match block_type {
-        BlockType::Q4_0 | BlockType::Q5_0 | BlockType::Q8_0 | BlockType::IQ4_NL => {
-            ([Some(half(0)), None], [None; 2])
-        }
-        BlockType::Q4_1 | BlockType::Q5_1 => ([Some(half(0)), Some(half(2))], [None; 2]),
         BlockType::Q2_K => {
             let bytes = byte_pair(block[2 * part], block[2 * part + 1]);
             ([Some(half(80)), Some(-half(82))], bytes)
@@ -165,8 +161,7 @@ pub(crate) fn raw_scales(block_type: BlockType, row: &[u8], index: usize) -> Raw
             let scale = k_quants::iq4_xs_scale(bytes_at(block, 0), part);
             ([Some(half(0)), None], [Some(scale as i8 as u8), None])
         }
-        BlockType::F32 | BlockType::F16 | BlockType::BF16 => ([None; 2], [None; 2]),
-        mlx => return mlx::raw_scales(mlx, block),
+        _ => ([None; 2], [None; 2]),
     };
     RawScales { header, bytes }
 }

@@ -76,7 +76,7 @@ fn every_instruction_set_gives_the_same_answer() {
         "scalar",
         "avx2",
         "avx512-vnni",
-        "amx-bf16",
+        "amx-int8",
         "neon-dotprod",
         "neon-i8mm",
     ];

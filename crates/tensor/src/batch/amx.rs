@@ -14,7 +14,7 @@ use crate::batch::rows::TILE_ROWS;
 /// Whether this process may use AMX.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum AmxState {
-    /// The CPU lacks AMX for bf16, or the system does not keep its registers.
+    /// The CPU lacks AMX for bytes, or the system does not keep its registers.
     Absent,
     /// The system was asked and refused.
     Refused,
@@ -36,11 +36,11 @@ pub(crate) fn state(is_right: fn() -> bool) -> AmxState {
     })
 }
 
-/// CPUID leaf 7: AMX-BF16 and AMX-TILE; XCR0: the system keeps tile configuration and
+/// CPUID leaf 7: AMX-INT8 and AMX-TILE; XCR0: the system keeps tile configuration and
 /// data (Intel SDM volume 1, section 18.2).
 fn detected() -> bool {
     const OSXSAVE: u32 = 1 << 27;
-    const PARTS: u32 = 1 << 22 | 1 << 24;
+    const PARTS: u32 = 1 << 24 | 1 << 25;
     const TILE_STATE: u32 = 1 << 17 | 1 << 18;
     if __cpuid(0).eax < 7 || __cpuid(1).ecx & OSXSAVE == 0 {
         return false;
@@ -126,8 +126,8 @@ macro_rules! tile {
     (zero $t:ident) => {
         asm!("tilezero tmm{t}", t = const $t, options(nostack))
     };
-    (dot $c:ident, $a:ident, $b:ident) => {
-        asm!("tdpbf16ps tmm{c}, tmm{a}, tmm{b}", c = const $c, a = const $a, b = const $b,
+    ($dot:literal $c:ident, $a:ident, $b:ident) => {
+        asm!(concat!($dot, " tmm{c}, tmm{a}, tmm{b}"), c = const $c, a = const $a, b = const $b,
              options(nostack))
     };
     (release) => {
@@ -157,20 +157,20 @@ impl Registers for Amx {
         unsafe { tile!(load T, from, N * UNIT) }
     }
     #[inline(always)]
-    unsafe fn store<const T: u8>(&self, results: *mut f32) {
+    unsafe fn store<const T: u8>(&self, results: *mut i32) {
         unsafe { tile!(store T, results) }
-    }
-    #[inline(always)]
-    unsafe fn store_next<const T: u8>(&self, results: *mut f32) {
-        unsafe { tile!(store T + 1, results) }
     }
     #[inline(always)]
     unsafe fn zero<const T: u8>(&mut self) {
         unsafe { tile!(zero T) }
     }
     #[inline(always)]
-    unsafe fn dot<const C: u8, const A: u8, const B: u8>(&mut self) {
-        unsafe { tile!(dot C, A, B) }
+    unsafe fn dot_signed<const C: u8, const A: u8, const B: u8>(&mut self) {
+        unsafe { tile!("tdpbssd" C, A, B) }
+    }
+    #[inline(always)]
+    unsafe fn dot_unsigned<const C: u8, const A: u8, const B: u8>(&mut self) {
+        unsafe { tile!("tdpbsud" C, A, B) }
     }
     #[inline(always)]
     unsafe fn release(self) {
@@ -189,8 +189,8 @@ mod tests {
         unsafe {
             let mut tiles = Amx;
             asm!("/* {0} {1} */", in(reg) pointer, in(reg) stride);
-            tiles.dot::<0, 4, 6>();
-            tiles.dot::<3, 5, 7>();
+            tiles.dot_signed::<0, 4, 6>();
+            tiles.dot_unsigned::<3, 5, 7>();
             tiles.zero::<0>();
             tiles.zero::<3>();
             tiles.release();
@@ -203,19 +203,13 @@ mod tests {
     }
 
     /// Encodings by hand from the opcode tables of the Intel SDM, volume 2: VEX prefix, opcode,
-    /// register byte. In `tdpbf16ps` the middle operand, the activations, is in the register byte
+    /// register byte. In products the middle operand, the activations, is in the register byte
     /// and the last one in the prefix.
     #[test]
     fn instructions_are_encoded_as_the_manual_says() {
         const EXPECTED: [(&str, &[u8]); 8] = [
-            (
-                "tdpbf16ps tmm0, tmm4, tmm6",
-                &[0xc4, 0xe2, 0x4a, 0x5c, 0xc4],
-            ),
-            (
-                "tdpbf16ps tmm3, tmm5, tmm7",
-                &[0xc4, 0xe2, 0x42, 0x5c, 0xdd],
-            ),
+            ("tdpbssd tmm0, tmm4, tmm6", &[0xc4, 0xe2, 0x4b, 0x5e, 0xc4]),
+            ("tdpbsud tmm3, tmm5, tmm7", &[0xc4, 0xe2, 0x42, 0x5e, 0xdd]),
             ("tilezero tmm0", &[0xc4, 0xe2, 0x7b, 0x49, 0xc0]),
             ("tilezero tmm3", &[0xc4, 0xe2, 0x7b, 0x49, 0xd8]),
             ("tilerelease", &[0xc4, 0xe2, 0x78, 0x49, 0xc0]),

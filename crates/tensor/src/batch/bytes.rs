@@ -1,14 +1,15 @@
 //! Panels of signed bytes, for instructions that multiply small matrices of them.
 //!
 //! High and low bytes of activations are multiplied apart, and so are the halves of types whose
-//! halves have factors of their own. [`Tiles`] multiplies: i8mm ([`crate::batch::smmla`]) two rows
+//! halves have scales of their own. [`Tiles`] multiplies: i8mm ([`crate::batch::smmla`]) two rows
 //! of activations at once. What is done with the integers is the same for all of them:
 //!
 //! ```text
-//! for each tile of rows, each group:      sums in registers, (rows, 16)
+//! for each tile of rows, each group, each span:      totals in registers, (rows, 2, 16)
 //!   for each chunk
-//!     high, low = the products of the two bytes                     Tiles::dots
-//!     for each row: D = 128 high + low; sum = fma(inner, scale, sum)     lanes
+//!     high, low = the products of the two bytes                     Tiles::step
+//!     for each row: totals += scale * (128 high + low)              Factors::add
+//!   for each row: sum = fma(total * step, scale of the span, sum)
 //! ```
 
 use std::marker::PhantomData;
@@ -16,10 +17,11 @@ use std::mem::MaybeUninit;
 use std::ops::Range;
 
 use crate::activations::Meta;
-use crate::batch::factors::{Factors, Halves, Min, store_halves, weighted};
+use crate::batch::factors::Factors;
 use crate::batch::{CHUNK_BYTES, Segment, Unpack, ask_for};
-use crate::formats::{Format, Layout, Planes, Scales};
+use crate::formats::{Format, Layout, Planes};
 use crate::isa::{Bytes, Isa, LANES};
+use crate::matmul::total;
 use crate::stored::Chunk;
 
 /// Most rows of activations to a tile.
@@ -62,9 +64,7 @@ pub(crate) trait Tiles {
 struct PanelChunk {
     quads: [[i8; LINE]; 8],
     factors: Factors,
-    /// Where the type's halves have factors of their own.
-    sub: Halves,
-    _rest: [u8; 384],
+    _rest: [u8; 512],
 }
 
 const _: () = assert!(size_of::<PanelChunk>() == CHUNK_BYTES);
@@ -93,33 +93,38 @@ pub(crate) unsafe fn unpack<S: Bytes, F: Format>(args: Unpack) {
                 S::store_w((&raw mut (*out).quads[g]).cast(), quads[g]);
                 g += 1;
             }
-            let (header, scales) = (
-                args.weights.add(place.header),
-                args.weights.add(place.scales),
-            );
+            let header = args.header(layout, c);
+            let scales = args.weights.add(place.scales);
             Factors::unpack::<S, F>(&raw mut (*out).factors, header, scales);
-            if F::S::HALVES {
-                store_halves::<S>(&raw mut (*out).sub, F::S::sub::<S>(scales));
-            }
         }
     }
 }
 
-/// Multiplies a panel, whose type has factors for its halves if `HALVES`.
+/// Multiplies a panel, whose type has scales for its halves if `HALVES`, mins if `MIN`, and is wide
+/// if `WIDE`.
 ///
 /// # Safety
 /// Features of `S`, and `T`; the segment's pointers cover its chunks, rows and sums.
 #[inline(always)]
-pub(crate) unsafe fn multiply<S: Isa, T: Tiles, M: Min, const HALVES: bool>(segment: &Segment<'_>) {
+pub(crate) unsafe fn multiply<
+    S: Isa,
+    T: Tiles,
+    const HALVES: bool,
+    const MIN: bool,
+    const WIDE: bool,
+>(
+    segment: &Segment<'_>,
+) {
     let whole = segment.rows / T::ROWS * T::ROWS;
     // SAFETY: tiles stay within the rows.
     unsafe {
         if whole > 0 {
-            Tile::<S, T, M, HALVES>::new(segment, 0..whole, T::ROWS).blocks::<true>();
+            Tile::<S, T, HALVES, MIN, WIDE>::new(segment, 0..whole, T::ROWS).blocks::<true>();
         }
         if whole < segment.rows {
             let rest = whole..segment.rows;
-            Tile::<S, T, M, HALVES>::new(segment, rest.clone(), rest.len()).blocks::<false>();
+            Tile::<S, T, HALVES, MIN, WIDE>::new(segment, rest.clone(), rest.len())
+                .blocks::<false>();
         }
     }
 }
@@ -133,7 +138,7 @@ const SLOTS: usize = (AHEAD + 1).next_power_of_two();
 
 /// Configured tiles and their way over *blocks*: chunks of a group with a tile of rows. Over
 /// chunks, then groups, then tiles.
-struct Tile<'a, S, T, M, const HALVES: bool> {
+struct Tile<'a, S, T, const HALVES: bool, const MIN: bool, const WIDE: bool> {
     tiles: T,
     segment: &'a Segment<'a>,
     range: Range<usize>,
@@ -144,10 +149,12 @@ struct Tile<'a, S, T, M, const HALVES: bool> {
     /// Blocks that were started.
     started: usize,
     results: [MaybeUninit<Results>; SLOTS],
-    _types: PhantomData<(S, M)>,
+    _isa: PhantomData<S>,
 }
 
-impl<'a, S: Isa, T: Tiles, M: Min, const HALVES: bool> Tile<'a, S, T, M, HALVES> {
+impl<'a, S: Isa, T: Tiles, const HALVES: bool, const MIN: bool, const WIDE: bool>
+    Tile<'a, S, T, HALVES, MIN, WIDE>
+{
     #[inline(always)]
     unsafe fn new(segment: &'a Segment<'a>, range: Range<usize>, rows: usize) -> Self {
         let depth = if HALVES { Chunk::LEN / 2 } else { Chunk::LEN };
@@ -160,7 +167,7 @@ impl<'a, S: Isa, T: Tiles, M: Min, const HALVES: bool> Tile<'a, S, T, M, HALVES>
             rows,
             started: 0,
             results: [const { MaybeUninit::uninit() }; SLOTS],
-            _types: PhantomData,
+            _isa: PhantomData,
         }
     }
 
@@ -194,19 +201,29 @@ impl<'a, S: Isa, T: Tiles, M: Min, const HALVES: bool> Tile<'a, S, T, M, HALVES>
             let at = |i: usize| segment.sums_of(t + i, g);
             let mut sums = [S::splat(0.0); TILE_ROWS];
             for (i, sum) in sums.iter_mut().enumerate().take(rows) {
-                *sum = segment.sum::<S>(at(i), 0);
+                *sum = segment.sum::<S>(at(i));
             }
-            for c in 0..segment.chunks {
-                self.start();
-                let chunk = segment.chunk(g, c).cast::<PanelChunk>();
-                let results = self.results[slot].as_ptr();
+            for first in (0..segment.chunks).step_by(segment.span) {
+                let mut totals = [[S::splat_i(0); 2]; TILE_ROWS];
+                for c in first..segment.chunks.min(first + segment.span) {
+                    self.start();
+                    let results = self.results[slot].as_ptr();
+                    for (i, totals) in totals.iter_mut().enumerate().take(rows) {
+                        let meta = segment
+                            .x
+                            .meta(segment.first + t + i, segment.first_chunk + c);
+                        Self::add(factors(segment, g, c), results, i, meta, totals);
+                    }
+                    slot = (slot + 1) % SLOTS;
+                }
+                let step = Factors::step::<S>(factors(segment, g, first));
                 for (i, sum) in sums.iter_mut().enumerate().take(rows) {
-                    let row = segment.first + t + i;
-                    let meta = segment.x.meta(row, segment.first_chunk + c);
-                    let inner = Self::inner(chunk, results, i, meta);
+                    let meta = segment
+                        .x
+                        .meta(segment.first + t + i, segment.first_chunk + first);
+                    let inner = S::mul(total::<S, 2>(totals[i], WIDE), step);
                     *sum = S::fma(inner, S::splat(meta.scale), *sum);
                 }
-                slot = (slot + 1) % SLOTS;
             }
             for (i, &sum) in sums.iter().enumerate().take(rows) {
                 S::store(at(i), sum);
@@ -243,24 +260,32 @@ impl<'a, S: Isa, T: Tiles, M: Min, const HALVES: bool> Tile<'a, S, T, M, HALVES>
         };
     }
 
-    /// `inner` of [`crate::matmul`] for row `i` of the results.
+    /// Adds row `i` of the results to its totals.
     #[inline(always)]
-    unsafe fn inner(
-        chunk: *const PanelChunk,
+    unsafe fn add(
+        factors: *const Factors,
         results: *const Results,
         i: usize,
         meta: Meta,
-    ) -> S::F {
+        totals: &mut [S::I; 2],
+    ) {
         // SAFETY: by the caller's promise.
         unsafe {
             let result = |tile: usize| S::load_i((&raw const (*results).0[tile][i]).cast());
             let joined = |first: usize| S::add_i(S::shl7_i(result(first)), result(first + 1));
-            let dot = if HALVES {
-                weighted::<S>(&raw const (*chunk).sub, [joined(0), joined(2)])
+            if HALVES {
+                Factors::add::<S, MIN, WIDE>(factors, 0, joined(0), meta.sums[0], totals);
+                Factors::add::<S, MIN, WIDE>(factors, 1, joined(2), meta.sums[1], totals);
             } else {
-                joined(0)
-            };
-            M::inner::<S>(S::to_f(dot), &raw const (*chunk).factors, meta)
+                Factors::add::<S, MIN, WIDE>(factors, 0, joined(0), meta.whole(), totals);
+            }
         }
     }
+}
+
+/// Those of chunk `c` of group `g`.
+#[inline(always)]
+unsafe fn factors(segment: &Segment<'_>, g: usize, c: usize) -> *const Factors {
+    // SAFETY: the caller names a chunk of the panel.
+    unsafe { &raw const (*segment.chunk(g, c).cast::<PanelChunk>()).factors }
 }

@@ -10,26 +10,23 @@ type Tile = [[u8; 64]; 16];
 #[derive(Debug)]
 pub(crate) struct Emulated([Tile; 8]);
 
-fn f32_at(tile: &Tile, row: usize, col: usize) -> f32 {
+fn i32_at(tile: &Tile, row: usize, col: usize) -> i32 {
     let four = tile[row][4 * col..].first_chunk().expect("16 columns");
-    f32::from_ne_bytes(*four)
-}
-
-fn bf16_at(tile: &Tile, row: usize, col: usize) -> f32 {
-    let two = tile[row][2 * col..].first_chunk().expect("32 columns");
-    f32::from_bits(u32::from(u16::from_ne_bytes(*two)) << 16)
+    i32::from_ne_bytes(*four)
 }
 
 impl Emulated {
-    /// As [`Registers::store`].
-    unsafe fn store_tile(&self, tile: usize, results: *mut f32) {
-        // SAFETY: room for the tile at its place.
-        unsafe {
-            results
-                .add(tile * 16 * LANES)
-                .cast::<Tile>()
-                .write(self.0[tile])
+    /// Adds the products of signed bytes of `a` and bytes of `b`, as `weight` reads them, to `c`.
+    fn dot(&mut self, [c, a, b]: [u8; 3], weight: fn(u8) -> i32) {
+        let [mut to, a, b] = [c, a, b].map(|tile| self.0[usize::from(tile)]);
+        for m in 0..16 {
+            for n in 0..16 {
+                let product = |k: usize| i32::from(a[m][k] as i8) * weight(b[k / 4][4 * n + k % 4]);
+                let sum = i32_at(&to, m, n) + (0..64).map(product).sum::<i32>();
+                to[m][4 * n..4 * n + 4].copy_from_slice(&sum.to_ne_bytes());
+            }
         }
+        self.0[usize::from(c)] = to;
     }
 }
 
@@ -51,34 +48,24 @@ impl Registers for Emulated {
         self.0[usize::from(T)] = unsafe { from.add(N * UNIT).cast::<Tile>().read_unaligned() };
     }
 
-    unsafe fn store<const T: u8>(&self, results: *mut f32) {
-        unsafe { self.store_tile(usize::from(T), results) }
-    }
-
-    unsafe fn store_next<const T: u8>(&self, results: *mut f32) {
-        unsafe { self.store_tile(usize::from(T) + 1, results) }
+    unsafe fn store<const T: u8>(&self, results: *mut i32) {
+        let tile = usize::from(T);
+        unsafe {
+            let to = results.add(tile * 16 * LANES).cast::<Tile>();
+            to.write(self.0[tile]);
+        }
     }
 
     unsafe fn zero<const T: u8>(&mut self) {
         self.0[usize::from(T)] = [[0; 64]; 16];
     }
 
-    /// Even columns, then odd ones, then both, as the manual adds them; only whole numbers are
-    /// tested, whose sums are exact in any order.
-    unsafe fn dot<const C: u8, const A: u8, const B: u8>(&mut self) {
-        let [mut c, a, b] = [C, A, B].map(|tile| self.0[usize::from(tile)]);
-        for m in 0..16 {
-            for n in 0..16 {
-                let sums = [0, 1].map(|odd| {
-                    let products =
-                        (0..16).map(|k| (bf16_at(&a, m, 2 * k + odd), bf16_at(&b, k, 2 * n + odd)));
-                    products.fold(0.0f32, |sum, (a, b)| a.mul_add(b, sum))
-                });
-                let sum = f32_at(&c, m, n) + (sums[0] + sums[1]);
-                c[m][4 * n..4 * n + 4].copy_from_slice(&sum.to_ne_bytes());
-            }
-        }
-        self.0[usize::from(C)] = c;
+    unsafe fn dot_signed<const C: u8, const A: u8, const B: u8>(&mut self) {
+        self.dot([C, A, B], |weight| i32::from(weight as i8));
+    }
+
+    unsafe fn dot_unsigned<const C: u8, const A: u8, const B: u8>(&mut self) {
+        self.dot([C, A, B], i32::from);
     }
 
     unsafe fn release(self) {}

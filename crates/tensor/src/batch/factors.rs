@@ -1,17 +1,18 @@
-//! What a chunk of a panel has beside its integers, and how the two become a float.
+//! What a chunk of a panel has beside its integers, and how the two are added up.
 
-use crate::activations::Meta;
+use crate::activations::joined;
 use crate::formats::{Format, Scales};
 use crate::isa::{Isa, LANES};
+use crate::matmul::{cut, wide_terms};
 
-/// Scales of a chunk of 16 rows.
+/// Integer scales and mins of a chunk of 16 rows, for each half of 16 columns, and the step of its
+/// unit: see [`crate::stored::units`].
 #[repr(C, align(64))]
 pub(crate) struct Factors {
-    scale: [f32; LANES],
+    scales: [[i32; LANES]; 2],
     /// Where the type has a min.
-    min: [f32; LANES],
-    /// Of the min, where its halves have factors of their own.
-    min_sub: [[i32; LANES]; 2],
+    mins: [[i32; LANES]; 2],
+    step: [f32; LANES],
 }
 
 impl Factors {
@@ -27,111 +28,65 @@ impl Factors {
     ) {
         // SAFETY: by the caller's promise.
         unsafe {
-            let header = F::S::header::<S>(header);
-            let scale = F::S::scale::<S>(header, scales);
-            S::store((&raw mut (*out).scale).cast(), scale);
+            let multipliers = F::S::multipliers::<S>(header);
+            let [first, second] = F::S::scales::<S>(multipliers, scales);
+            S::store_i((&raw mut (*out).scales[0]).cast(), first);
+            S::store_i((&raw mut (*out).scales[1]).cast(), second);
             if F::S::HAS_MIN {
-                S::store((&raw mut (*out).min).cast(), F::S::min::<S>(header, scales));
+                let [first, second] = F::S::mins::<S>(multipliers, scales);
+                S::store_i((&raw mut (*out).mins[0]).cast(), first);
+                S::store_i((&raw mut (*out).mins[1]).cast(), second);
             }
-            if F::S::HAS_MIN && F::S::HALVES {
-                store_halves::<S>(&raw mut (*out).min_sub, F::S::min_sub::<S>(scales));
-            }
+            S::store((&raw mut (*out).step).cast(), F::S::step::<S>(header));
         }
     }
 
-    #[inline(always)]
-    unsafe fn scale<S: Isa>(this: *const Self) -> S::F {
-        // SAFETY: the caller passes factors that were unpacked.
-        unsafe { S::load((&raw const (*this).scale).cast()) }
-    }
-
-    #[inline(always)]
-    unsafe fn min<S: Isa>(this: *const Self) -> S::F {
-        // SAFETY: as `scale`, of a type with a min.
-        unsafe { S::load((&raw const (*this).min).cast()) }
-    }
-}
-
-/// Integer factors for each half of a chunk.
-pub(crate) type Halves = [[i32; LANES]; 2];
-
-/// Writes them.
-///
-/// # Safety
-/// Features of `S`; `to` can be written.
-#[inline(always)]
-pub(crate) unsafe fn store_halves<S: Isa>(to: *mut Halves, factors: [S::I; 2]) {
-    let to = to.cast::<i32>();
-    // SAFETY: two times sixteen factors.
-    unsafe {
-        S::store_i(to, factors[0]);
-        S::store_i(to.add(LANES), factors[1]);
-    }
-}
-
-/// The sum of two halves, each times its factor.
-///
-/// # Safety
-/// Features of `S`; `factors` can be read.
-#[inline(always)]
-pub(crate) unsafe fn weighted<S: Isa>(factors: *const Halves, halves: [S::I; 2]) -> S::I {
-    let factors = factors.cast::<i32>();
-    // SAFETY: two times sixteen factors.
-    unsafe {
-        S::add_i(
-            S::mul_i(S::load_i(factors), halves[0]),
-            S::mul_i(S::load_i(factors.add(LANES)), halves[1]),
-        )
-    }
-}
-
-/// How a chunk's min is added.
-pub(crate) trait Min {
-    /// `inner` of [`crate::matmul`] for one row of activations.
+    /// The steps of the rows.
     ///
     /// # Safety
-    /// Features of `S`; factors that were unpacked from a format with such a min.
-    unsafe fn inner<S: Isa>(dot: S::F, factors: *const Factors, meta: Meta) -> S::F;
-}
-
-/// None.
-#[derive(Debug)]
-pub(crate) struct NoMin;
-/// One for the chunk.
-#[derive(Debug)]
-pub(crate) struct OneMin;
-/// With a factor for each half.
-#[derive(Debug)]
-pub(crate) struct HalfMins;
-
-impl Min for NoMin {
+    /// Features of `S`; factors that were unpacked.
     #[inline(always)]
-    unsafe fn inner<S: Isa>(dot: S::F, factors: *const Factors, _meta: Meta) -> S::F {
-        // SAFETY: passed on.
-        unsafe { S::mul(dot, Factors::scale::<S>(factors)) }
+    pub(crate) unsafe fn step<S: Isa>(this: *const Self) -> S::F {
+        // SAFETY: by the caller's promise.
+        unsafe { S::load((&raw const (*this).step).cast()) }
     }
-}
 
-impl Min for OneMin {
+    /// Adds to `totals` the dot products of a half, or of a chunk whose halves have the same
+    /// factors; `sums` are those of the bytes of its activations.
+    ///
+    /// # Safety
+    /// As [`step`](Self::step), of a format that has a min if `MIN` and is wide if `WIDE`.
     #[inline(always)]
-    unsafe fn inner<S: Isa>(dot: S::F, factors: *const Factors, meta: Meta) -> S::F {
-        // SAFETY: passed on.
+    pub(crate) unsafe fn add<S: Isa, const MIN: bool, const WIDE: bool>(
+        this: *const Self,
+        half: usize,
+        dots: S::I,
+        sums: [i32; 2],
+        totals: &mut [S::I; 2],
+    ) {
+        let sums = if WIDE {
+            wide_terms(joined::<2>(sums))
+        } else {
+            sums
+        };
+        // SAFETY: by the caller's promise.
         unsafe {
-            let min = S::mul(Factors::min::<S>(factors), S::splat(meta.sum));
-            S::fma(dot, Factors::scale::<S>(factors), min)
-        }
-    }
-}
-
-impl Min for HalfMins {
-    #[inline(always)]
-    unsafe fn inner<S: Isa>(dot: S::F, factors: *const Factors, meta: Meta) -> S::F {
-        // SAFETY: passed on.
-        unsafe {
-            let sums = meta.sums.map(|sum| S::splat_i(sum));
-            let sum = S::to_f(weighted::<S>(&raw const (*factors).min_sub, sums));
-            let min = S::mul(Factors::min::<S>(factors), sum);
-            S::fma(dot, Factors::scale::<S>(factors), min)
+            let dots = if WIDE {
+                cut::<S>(dots)
+            } else {
+                [S::sar7_i(dots), S::and_i(dots, S::splat_i(127))]
+            };
+            let scales = S::load_i((&raw const (*this).scales[half]).cast());
+            let mut term = 0;
+            while term < 2 {
+                let mut dot = S::mul_i(dots[term], scales);
+                if MIN {
+                    let mins = S::load_i((&raw const (*this).mins[half]).cast());
+                    dot = S::add_i(dot, S::mul_i(mins, S::splat_i(sums[term])));
+                }
+                totals[term] = S::add_i(totals[term], dot);
+                term += 1;
+            }
         }
     }
 }

@@ -2,13 +2,13 @@
 //!
 //! [`Registers`] is what AMX offers of them, one method for each instruction:
 //! `crate::batch::amx` is the processor's, and a test's emulation proves everything but the
-//! encodings. Weights of a chunk are a tile, row `k / 2`, at `2 n + k % 2`, and activations, row
-//! `t`, at `k`, all bf16; results are f32, `(t, n)`.
+//! encodings. Weights of 64 columns are a tile, row `k / 4`, at `4 n + k % 4`, and activations, row
+//! `t`, at `k`, all bytes; results are i32, `(t, n)`.
 
-use crate::batch::rows::TILE_ROWS;
+use crate::batch::rows::{TILE_COLS, TILE_ROWS};
 
 /// Bytes of a tile's row.
-pub(crate) const LINE: usize = 64;
+pub(crate) const LINE: usize = TILE_COLS;
 /// Bytes of a tile.
 pub(crate) const TILE_BYTES: usize = TILE_ROWS * LINE;
 
@@ -27,13 +27,14 @@ pub(crate) trait Registers {
     /// in the instruction needs none of its own.)
     unsafe fn load<const T: u8, const N: usize, const UNIT: usize>(&mut self, from: *const u8);
     /// Tile `T` to its place in results, `(tiles, 16, 16)`.
-    unsafe fn store<const T: u8>(&self, results: *mut f32);
-    /// As [`store`](Self::store) for the tile behind `T`.
-    unsafe fn store_next<const T: u8>(&self, results: *mut f32);
+    unsafe fn store<const T: u8>(&self, results: *mut i32);
     /// Clears tile `T`.
     unsafe fn zero<const T: u8>(&mut self);
-    /// Adds to the f32 of tile `C` the products of bf16 of `A`, activations, and `B`, weights.
-    unsafe fn dot<const C: u8, const A: u8, const B: u8>(&mut self);
+    /// Adds to the i32 of tile `C` the products of signed bytes of `A`, activations, and signed
+    /// bytes of `B`, weights.
+    unsafe fn dot_signed<const C: u8, const A: u8, const B: u8>(&mut self);
+    /// The same of unsigned bytes of `B`.
+    unsafe fn dot_unsigned<const C: u8, const A: u8, const B: u8>(&mut self);
     /// Gives the registers back.
     unsafe fn release(self);
 }

@@ -8,11 +8,9 @@
 use std::marker::PhantomData;
 
 use crate::activations::{CHUNK, Meta, Precision, View};
-use crate::batch::ROWS;
-#[cfg(target_arch = "x86_64")]
-use crate::isa::Floats;
+use crate::batch::{ROWS, words};
 use crate::isa::{LANES, Words};
-use crate::memory::Placed;
+use crate::memory::{HugeMap, Placed};
 
 /// How the integers of a row lie in memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -22,16 +20,17 @@ pub(crate) enum Form {
     /// In one i16 each. Of every four columns the middle two change places, as [`Words::widen`]
     /// gives weights.
     Words,
-    /// As bf16, 16 rows together: of a chunk 128 times their high bytes, row by row, then their low
-    /// bytes, each exact; then their next chunk. Columns as in [`Words`](Self::Words).
-    Floats,
+    /// As tiles of 16 rows of 64 bytes: of each 64 columns of a span their high bytes, row by row,
+    /// then their low bytes; then the next 64. Where a span ends before a tile does there are
+    /// zeros.
+    Tiles,
     /// The same of rows of 8 bits, which have one byte.
-    SmallFloats,
+    SmallTiles,
 }
 
 impl Form {
     /// Every one, in order.
-    pub(crate) const ALL: [Self; 4] = [Self::Bytes, Self::Words, Self::Floats, Self::SmallFloats];
+    pub(crate) const ALL: [Self; 4] = [Self::Bytes, Self::Words, Self::Tiles, Self::SmallTiles];
 
     /// Activation rows of `cols` columns that meet a panel before the next one: so many that half
     /// of a second-level cache of 2 MiB holds them, as they meet the next panel too.
@@ -44,16 +43,21 @@ impl Form {
     /// Bytes of a column.
     const fn column(self) -> usize {
         match self {
-            Self::Bytes | Self::Words | Self::SmallFloats => 2,
-            Self::Floats => 4,
+            Self::Bytes | Self::Words | Self::Tiles => 2,
+            Self::SmallTiles => 1,
         }
+    }
+
+    /// Whether rows lie in tiles.
+    const fn tiled(self) -> bool {
+        matches!(self, Self::Tiles | Self::SmallTiles)
     }
 
     /// What the integers have that rows are copied of.
     pub(crate) const fn precision(self) -> Precision {
         match self {
-            Self::Bytes | Self::Words | Self::Floats => Precision::Fifteen,
-            Self::SmallFloats => Precision::Eight,
+            Self::Bytes | Self::Words | Self::Tiles => Precision::Fifteen,
+            Self::SmallTiles => Precision::Eight,
         }
     }
 }
@@ -62,78 +66,75 @@ impl Form {
 /// the same few sets of a cache.
 const PADDING: usize = 64;
 
-/// Rows that lie together in [`Form::Floats`], those of a tile.
+/// Rows of a tile.
 pub(crate) const TILE_ROWS: usize = 16;
+/// Columns of a tile.
+pub(crate) const TILE_COLS: usize = 64;
 
-/// What belongs to a chunk of a tile's rows: each part a cache line or two, for a product whose
-/// type has no min reads the first alone.
-#[cfg(target_arch = "x86_64")]
-#[repr(C)]
-pub(crate) struct TileMeta {
-    scale: [f32; TILE_ROWS],
-    sum: [f32; TILE_ROWS],
-    sums: [[i32; TILE_ROWS]; 2],
+/// Tiles that the columns of a span take.
+pub(crate) const fn steps(span: usize) -> usize {
+    span.div_ceil(TILE_COLS)
 }
 
-#[cfg(target_arch = "x86_64")]
-const _: () = assert!(size_of::<TileMeta>() == TILE_ROWS * size_of::<Meta>());
-
-#[cfg(target_arch = "x86_64")]
-impl TileMeta {
-    /// That of row `t` of the tile.
-    #[inline(always)]
-    pub(crate) const fn of(&self, t: usize) -> Meta {
-        Meta {
-            scale: self.scale[t],
-            sums: [self.sums[0][t], self.sums[1][t]],
-            sum: self.sum[t],
-        }
-    }
-
-    /// # Safety
-    /// Row `t` of the tile is nobody else's at the time.
-    #[inline(always)]
-    unsafe fn set(this: *mut Self, t: usize, meta: Meta) {
-        // SAFETY: places of this row alone, through raw pointers.
-        unsafe {
-            (*this).scale[t] = meta.scale;
-            (*this).sum[t] = meta.sum;
-            (*this).sums[0][t] = meta.sums[0];
-            (*this).sums[1][t] = meta.sums[1];
-        }
-    }
+/// The tile of a row's tiles in which chunk `c` lies, of spans of `span` columns, and its place in
+/// it: 0 or 1.
+pub(crate) const fn step_of(c: usize, span: usize) -> (usize, usize) {
+    let (first, within) = (c / (span / CHUNK), c % (span / CHUNK));
+    (first * steps(span) + within / 2, within % 2)
 }
 
 /// Fewest rows of a block: for less, unpacking takes too much of the time.
 const LEAST_ROWS: usize = 32;
 
 /// A batch of rows of integers, in one of the forms.
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 pub(crate) struct PanelRows {
     form: Form,
     /// Whether the rows are there; those of the last batch may have been too few for panels.
     filled: bool,
-    /// Columns from a row to the next.
+    span: usize,
+    /// Columns from a row to the next; of tiles, how many there are from 16 rows to the next.
     stride: usize,
+    /// Spans of a row.
+    spans: usize,
     /// `(2, most rows, stride)` bytes, the high ones first, `(most rows, stride)` words, or `(most
-    /// rows / 16, stride / 32, 2, 16, 32)` floats. Zeros that are never written take no memory. At
+    /// rows / 16, stride, 2 or 1, 16, 64)` bytes. Zeros that are never written take no memory. At
     /// a cache line: a row of a tile is one.
-    q: Placed<i8>,
-    /// `(most rows, stride / 32)`; of floats as many bytes, as [`TileMeta`]
+    q: HugeMap,
+    /// `(most rows, stride / 32)`, but not of tiles.
     meta: Placed<Meta>,
+    /// Of tiles: `(most rows / 16, spans, 16)`.
+    scales: Placed<f32>,
 }
 
 impl PanelRows {
     /// Room for `max_rows` rows of `cols` columns, whole chunks; none for copies that nobody reads.
-    pub(crate) fn new(max_rows: usize, cols: usize, form: Form) -> Self {
-        let stride = cols + PADDING;
+    pub(crate) fn new(max_rows: usize, cols: usize, span: usize, form: Form) -> Self {
         let max_rows = max_rows.next_multiple_of(TILE_ROWS);
+        let (tiles, spans) = (max_rows / TILE_ROWS, cols.div_ceil(span));
+        let (stride, bytes, metas, scales) = if form.tiled() {
+            // A tile more than there are: not all rows in the same sets of a cache.
+            let stride = cols / span * steps(span) + steps(cols % span) + 1;
+            let bytes = tiles * stride * TILE_ROWS * TILE_COLS * form.column();
+            (stride, bytes, 0, tiles * spans * TILE_ROWS)
+        } else {
+            let stride = cols + PADDING;
+            (
+                stride,
+                form.column() * max_rows * stride,
+                max_rows * stride / CHUNK,
+                0,
+            )
+        };
         Self {
             form,
             filled: false,
+            span,
             stride,
-            q: Placed::new(form.column() * max_rows * stride, 0),
-            meta: Placed::new(max_rows * stride / CHUNK, 0),
+            spans,
+            q: HugeMap::zeroed(bytes).unwrap_or_else(|error| panic!("activations: {error}")),
+            meta: Placed::new(metas, 0),
+            scales: Placed::new(scales, 0),
         }
     }
 
@@ -158,31 +159,35 @@ impl PanelRows {
         PanelWriter {
             from,
             cols,
+            span: self.span,
             stride: self.stride,
+            spans: self.spans,
             #[cfg(target_arch = "aarch64")]
             low: self.q.len() / 2,
-            q: self.q.as_mut_ptr(),
+            q: self.q.as_mut_ptr().cast(),
             meta: self.meta.as_mut_ptr(),
+            scales: self.scales.as_mut_ptr(),
             _borrow: PhantomData,
         }
     }
 
-    /// A view whose column 0 is `first_col`, which starts a chunk.
+    /// A view whose column 0 is `first_col`, which starts a span.
     pub(crate) fn view(&self, first_col: usize) -> PanelView<'_> {
+        let (step, _) = step_of(first_col / CHUNK, self.span);
         let bytes = match self.form {
             Form::Words => [2 * first_col, 0],
             Form::Bytes => [first_col, self.q.len() / 2 + first_col],
-            Form::Floats | Form::SmallFloats => [first_col * TILE_ROWS * self.form.column(), 0],
+            tiles => [step * TILE_ROWS * TILE_COLS * tiles.column(), 0],
         };
-        let meta = match self.form {
-            Form::Words | Form::Bytes => first_col / CHUNK,
-            Form::Floats | Form::SmallFloats => first_col / CHUNK * TILE_ROWS,
-        };
+        let from = |n: usize, len: usize| n.min(len); // absent buffers are empty
+        let scales = first_col / self.span * TILE_ROWS;
         PanelView {
             stride: self.stride,
+            spans: self.spans,
             column: self.form.column(),
-            bytes: bytes.map(|at| self.q[at..].as_ptr()),
-            meta: self.meta[meta..].as_ptr(),
+            bytes: bytes.map(|at| self.q[at..].as_ptr().cast()),
+            meta: self.meta[from(first_col / CHUNK, self.meta.len())..].as_ptr(),
+            scales: self.scales[from(scales, self.scales.len())..].as_ptr(),
             _borrow: PhantomData,
         }
     }
@@ -191,8 +196,14 @@ impl PanelRows {
 /// Read access for kernels.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct PanelView<'a> {
-    /// Columns from a row to the next.
+    /// Columns from a row to the next, or tiles from 16 rows to the next.
     pub(crate) stride: usize,
+    /// Spans of a row.
+    #[cfg_attr(
+        not(target_arch = "x86_64"),
+        allow(dead_code, reason = "of tiles, which are x86's")
+    )]
+    pub(crate) spans: usize,
     /// Bytes of a column.
     #[cfg_attr(
         not(target_arch = "x86_64"),
@@ -202,6 +213,11 @@ pub(crate) struct PanelView<'a> {
     /// High and low bytes; in the other forms the first is all.
     bytes: [*const i8; 2],
     meta: *const Meta,
+    #[cfg_attr(
+        not(target_arch = "x86_64"),
+        allow(dead_code, reason = "of tiles, which are x86's")
+    )]
+    scales: *const f32,
     _borrow: PhantomData<&'a ()>,
 }
 
@@ -232,28 +248,23 @@ impl PanelView<'_> {
         unsafe { words.add(t * self.stride + c * CHUNK) }
     }
 
-    /// Chunk `c` of the 16 rows from `t` on, of rows in [`Form::Floats`], a tile of high floats and
-    /// one of low floats, or in [`Form::SmallFloats`], one tile; and what belongs to them.
+    /// The first tile of the span that begins with chunk `c`, of the 16 rows from `t` on, and the
+    /// scales of these rows, of rows in [`Form::Tiles`] or [`Form::SmallTiles`].
     ///
     /// # Safety
-    /// Both lie within the rows, and `t` is a multiple of 16.
+    /// Both lie within the rows, and `t` is a multiple of 16; spans have `span` columns.
     #[cfg(target_arch = "x86_64")]
     #[inline(always)]
-    pub(crate) unsafe fn floats(&self, t: usize, c: usize) -> (*const u8, *const TileMeta) {
-        let tile = t / TILE_ROWS * (self.stride / CHUNK) + c;
+    pub(crate) unsafe fn tiles(&self, t: usize, c: usize, span: usize) -> (*const u8, *const f32) {
+        let (rows, (step, _)) = (t / TILE_ROWS, step_of(c, span));
+        let bytes = TILE_ROWS * TILE_COLS * self.column;
         // SAFETY: in bounds by the caller's promise.
         unsafe {
-            let bytes = TILE_ROWS * CHUNK * self.column;
-            let floats = self.bytes[0].cast::<u8>().add(tile * bytes);
-            (floats, self.meta.cast::<TileMeta>().add(tile))
+            let tiles = self.bytes[0].cast::<u8>();
+            let scales = (rows * self.spans + c * CHUNK / span) * TILE_ROWS;
+            let tiles = tiles.add((rows * self.stride + step) * bytes);
+            (tiles, self.scales.add(scales))
         }
-    }
-
-    /// Chunks from a tile to the next, of rows in [`Form::Floats`] or [`Form::SmallFloats`].
-    #[cfg(target_arch = "x86_64")]
-    #[inline(always)]
-    pub(crate) const fn tile_chunks(&self) -> usize {
-        self.stride / CHUNK
     }
 
     /// Scale and sums of chunk `c` of row `t`.
@@ -272,12 +283,27 @@ impl PanelView<'_> {
 pub(crate) struct PanelWriter<'a> {
     from: View<'a>,
     cols: usize,
+    #[cfg_attr(
+        not(target_arch = "x86_64"),
+        allow(dead_code, reason = "of tiles, which are x86's")
+    )]
+    span: usize,
     stride: usize,
+    #[cfg_attr(
+        not(target_arch = "x86_64"),
+        allow(dead_code, reason = "of tiles, which are x86's")
+    )]
+    spans: usize,
     /// Bytes from a high byte to its low one.
     #[cfg(target_arch = "aarch64")]
     low: usize,
     q: *mut i8,
     meta: *mut Meta,
+    #[cfg_attr(
+        not(target_arch = "x86_64"),
+        allow(dead_code, reason = "of tiles, which are x86's")
+    )]
+    scales: *mut f32,
     _borrow: PhantomData<&'a mut ()>,
 }
 
@@ -303,7 +329,7 @@ impl PanelWriter<'_> {
                     S::store_words(words.add(half), q);
                     half += LANES;
                 }
-                *self.meta_at(t, c) = meta;
+                *self.meta_at(t, c) = words::copied(meta);
             }
         }
     }
@@ -327,34 +353,33 @@ impl PanelWriter<'_> {
         }
     }
 
-    /// Copies row `t`, which was quantised, in [`Form::Floats`] for two bytes of integers, and in
-    /// [`Form::SmallFloats`] for one.
+    /// Copies row `t`, which was quantised, in [`Form::Tiles`] for two bytes of integers, and in
+    /// [`Form::SmallTiles`] for one.
     ///
     /// # Safety
     /// As [`words`](Self::words), of integers of so many bytes.
     #[cfg(target_arch = "x86_64")]
     #[inline(always)]
-    pub(crate) unsafe fn floats<S: Floats, const BYTES: usize>(&self, t: usize) {
+    pub(crate) unsafe fn tiles<const BYTES: usize>(&self, t: usize) {
+        let (rows, row) = (t / TILE_ROWS, t % TILE_ROWS);
         for c in 0..self.cols / CHUNK {
-            // SAFETY: the chunk lies within the row.
+            let (step, half) = step_of(c, self.span);
+            let tile = (rows * self.stride + step) * BYTES * TILE_ROWS * TILE_COLS;
+            let (span, starts) = (c * CHUNK / self.span, (c * CHUNK).is_multiple_of(self.span));
+            // SAFETY: the chunk lies within the row. Other rows of the tile may be written
+            // meanwhile, by other threads.
             unsafe {
                 let (bytes, meta) = self.from.chunk::<BYTES>(t, c);
-                let tile = t / TILE_ROWS * (self.stride / CHUNK) + c;
-                let floats = self.q.cast::<i16>().add(tile * BYTES * TILE_ROWS * CHUNK);
-                let floats = floats.add(t % TILE_ROWS * CHUNK);
-                let mut half = 0;
-                while half < CHUNK {
-                    let mut first = S::load_i8(bytes[0].add(half).cast());
-                    if BYTES == 2 {
-                        first = S::shl7_i(first);
-                        let low = S::top(S::to_f(S::load_i8(bytes[1].add(half).cast())));
-                        S::store_words(floats.add(TILE_ROWS * CHUNK + half), low);
-                    }
-                    S::store_words(floats.add(half), S::top(S::to_f(first)));
-                    half += LANES;
+                let to = self.q.add(tile + row * TILE_COLS + half * CHUNK);
+                for (i, from) in bytes.into_iter().enumerate() {
+                    let to = to.add(i * TILE_ROWS * TILE_COLS);
+                    std::ptr::copy_nonoverlapping(from, to, CHUNK);
                 }
-                // Other rows of the tile may be written meanwhile, by other threads.
-                TileMeta::set(self.meta.cast::<TileMeta>().add(tile), t % TILE_ROWS, meta);
+                if starts {
+                    *self
+                        .scales
+                        .add((rows * self.spans + span) * TILE_ROWS + row) = meta.scale;
+                }
             }
         }
     }

@@ -1,24 +1,24 @@
-//! Panels of 16-bit integers: weights widened and times their integer scales.
+//! Panels of 16-bit integers: weights widened.
 //!
-//! A weight's `sub * w` fits 16 bits (Q6_K: 128 * 32 at most), and so do the 15 bits of an
-//! activation: one multiplication does what takes two of bytes, at half their rate, and nothing is
-//! left to put together per row. 16 pairs of columns of 16 rows make a chunk; pair `2 g + odd`
-//! is columns `4 g + odd` and `4 g + odd + 2` ([`Words::widen`]).
+//! 16 bits hold the 15 of an activation, so one multiplication does what takes two of bytes, at
+//! half their rate. 16 pairs of columns of 16 rows make a chunk; pair `2 g + odd` is columns
+//! `4 g + odd` and `4 g + odd + 2` ([`Words::widen`]). Scales stay apart: with them in the words,
+//! high and low bytes of activations would have to be multiplied apart, which takes more than
+//! multiplying each chunk's sums.
 
-use crate::batch::factors::{Factors, Min};
+use std::ops::Range;
+
+use crate::activations::{Meta, joined};
 use crate::batch::{CHUNK_BYTES, Segment, Unpack, ask_for};
 use crate::formats::{Format, Layout, Planes, Scales};
 use crate::isa::{LANES, Words};
+use crate::matmul::total;
 use crate::stored::Chunk;
+use crate::stored::units::WIDE_MIN;
 
-/// Rows from which unpacking into a panel pays, where a product of bytes takes several
-/// instructions. With 512 rows AVX2 gains 1.22 (Q4_1) to 1.71 (Q8_0).
+/// Rows from which unpacking into a panel pays. With 8 rows AVX-512 has 1.01 (a 1B of Q4_K_M) to
+/// 1.15 (Q8_0) of the speed, with 16 1.19 to 1.35 (Intel Xeon).
 pub(crate) const FROM: usize = 8;
-
-/// The same where it takes one. Zen 4: Q4_K has 0.88 of its speed with 8 rows, 1.02 with 512 (so as
-/// many from about 50 on), Q6_K 1.01 and 1.20, Q5_0 0.97 and 1.17.
-#[cfg(target_arch = "x86_64")]
-pub(crate) const FROM_VNNI: usize = 32;
 
 /// Pairs of columns in a chunk.
 const PAIRS: usize = Chunk::LEN / 2;
@@ -33,72 +33,82 @@ pub(crate) struct PanelChunk {
 
 const _: () = assert!(size_of::<PanelChunk>() == CHUNK_BYTES);
 
+/// What a chunk has beside its integers, as pairs of words to be multiplied by pairs: scale and min
+/// of each half by the low part of a dot product and that of the sum of activations, and min and
+/// scale by the high parts, which lie the other way round. And the step of its unit: see
+/// [`crate::stored::units`].
+#[repr(C, align(64))]
+pub(crate) struct Factors {
+    low: [[i32; LANES]; 2],
+    high: [[i32; LANES]; 2],
+    step: [f32; LANES],
+}
+
+impl Factors {
+    /// Writes those of a chunk of format `F`.
+    #[inline(always)]
+    unsafe fn unpack<S: Words, F: Format>(out: *mut Self, header: *const u8, scales: *const u8) {
+        // SAFETY: by the caller's promise.
+        unsafe {
+            let multipliers = F::S::multipliers::<S>(header);
+            let mins = if F::S::HAS_MIN {
+                F::S::mins::<S>(multipliers, scales)
+            } else {
+                [S::splat_i(0); 2]
+            };
+            let scales = F::S::scales::<S>(multipliers, scales);
+            let mut half = 0;
+            while half < if F::S::HALVES { 2 } else { 1 } {
+                let pairs = |low: S::I, high: S::I| S::merge(low, S::shl_i::<16>(high));
+                let (scale, min) = (scales[half], mins[half]);
+                S::store_i((&raw mut (*out).low[half]).cast(), pairs(scale, min));
+                S::store_i((&raw mut (*out).high[half]).cast(), pairs(min, scale));
+                half += 1;
+            }
+            S::store((&raw mut (*out).step).cast(), F::S::step::<S>(header));
+        }
+    }
+}
+
 /// Unpacks chunks of a group of format `F`.
 ///
 /// # Safety
 /// Features of `S`; the pointers of `args` cover the chunks.
 #[inline(always)]
 pub(crate) unsafe fn unpack<S: Words, F: Format>(args: Unpack) {
-    // SAFETY: passed on.
-    unsafe { unpack_as::<S, F, 1>(args, |words| [words]) }
-}
-
-/// As [`unpack`], with words that `form` makes of them, `N` of each: the second in the place of
-/// the chunk behind, and so on.
-///
-/// # Safety
-/// As [`unpack`]; room for `N` times as many chunks.
-#[inline(always)]
-pub(crate) unsafe fn unpack_as<S: Words, F: Format, const N: usize>(
-    args: Unpack,
-    form: impl Fn(S::W) -> [S::W; N],
-) {
     let layout: Layout = F::LAYOUT;
     for c in 0..args.chunks {
         let place = layout.place(args.first + c);
         // SAFETY: by the caller's promise.
         unsafe {
-            let out = args.out.add(N * c * CHUNK_BYTES).cast::<PanelChunk>();
-            let scales = args.weights.add(place.scales);
-            let header = args.weights.add(place.header);
-            unpack_planes::<S, F, N>(args.weights.add(place.planes), scales, out, &form);
+            let out = args.out.add(c * CHUNK_BYTES).cast::<PanelChunk>();
+            let to = (&raw mut (*out).words).cast::<u8>();
+            unpack_planes::<S, F>(args.weights.add(place.planes), to);
             ask_for::<S>(&args, layout, c);
+            let header = args.header(layout, c);
+            let scales = args.weights.add(place.scales);
             Factors::unpack::<S, F>(&raw mut (*out).factors, header, scales);
         }
     }
 }
 
 #[inline(always)]
-unsafe fn unpack_planes<S: Words, F: Format, const N: usize>(
-    planes: *const u8,
-    scales: *const u8,
-    out: *mut PanelChunk,
-    form: &impl Fn(S::W) -> [S::W; N],
-) {
+unsafe fn unpack_planes<S: Words, F: Format>(planes: *const u8, mut to: *mut u8) {
     // SAFETY: by the caller's promise.
     unsafe {
         let quads = F::P::quads::<S>(planes);
-        let sub = F::S::sub::<S>(scales);
-        let factors = [S::twice(sub[0]), S::twice(sub[1])];
         let offset = S::twice(S::splat_i(F::P::OFFSET));
-        let mut to = (&raw mut (*out).words).cast::<u8>();
         let mut g = 0;
         while g < quads.len() {
-            let mut pair = S::widen(quads[g], F::P::SIGNED);
+            let pair = S::widen(quads[g], F::P::SIGNED);
             let mut odd = 0;
             while odd < 2 {
-                if F::P::OFFSET != 0 {
-                    pair[odd] = S::sub_words(pair[odd], offset);
-                }
-                if F::S::HALVES {
-                    pair[odd] = S::mul_words(pair[odd], factors[g / 4]);
-                }
-                let words = form(pair[odd]);
-                let mut n = 0;
-                while n < N {
-                    S::store_w(to.add(n * CHUNK_BYTES), words[n]);
-                    n += 1;
-                }
+                let words = if F::P::OFFSET == 0 {
+                    pair[odd]
+                } else {
+                    S::sub_words(pair[odd], offset)
+                };
+                S::store_w(to, words);
                 to = to.add(4 * LANES);
                 odd += 1;
             }
@@ -107,98 +117,276 @@ unsafe fn unpack_planes<S: Words, F: Format, const N: usize>(
     }
 }
 
-/// Multiplies a panel, `N` activation rows to a tile.
+/// Multiplies a panel, `N` activation rows to a tile, of a type whose halves have scales of their
+/// own if `HALVES`, has mins if `MIN` and is wide if `WIDE`.
 ///
 /// # Safety
 /// Features of `S`; the segment's pointers cover its chunks, rows and sums.
 #[inline(always)]
-pub(crate) unsafe fn multiply<S: Words, M: Min, const N: usize>(segment: &Segment<'_>) {
+pub(crate) unsafe fn multiply<
+    S: Words,
+    const N: usize,
+    const HALVES: bool,
+    const MIN: bool,
+    const WIDE: bool,
+>(
+    segment: &Segment<'_>,
+) {
     // SAFETY: passed on.
     unsafe {
         if segment.groups == 2 {
-            tiles::<S, M, 2, N>(segment);
+            tiles::<S, 2, N, HALVES, MIN, WIDE>(segment);
         } else {
-            tiles::<S, M, 1, N>(segment);
+            tiles::<S, 1, N, HALVES, MIN, WIDE>(segment);
         }
     }
 }
 
 #[inline(always)]
-unsafe fn tiles<S: Words, M: Min, const G: usize, const N: usize>(segment: &Segment<'_>) {
+unsafe fn tiles<
+    S: Words,
+    const G: usize,
+    const N: usize,
+    const HALVES: bool,
+    const MIN: bool,
+    const WIDE: bool,
+>(
+    segment: &Segment<'_>,
+) {
     let mut t = 0;
     // SAFETY: tiles stay within the rows.
     unsafe {
         while t + N <= segment.rows {
-            tile::<S, M, G, N>(segment, t);
+            tile::<S, G, N, HALVES, MIN, WIDE>(segment, t);
             t += N;
         }
         while t + 2 <= segment.rows {
-            tile::<S, M, G, 2>(segment, t);
+            tile::<S, G, 2, HALVES, MIN, WIDE>(segment, t);
             t += 2;
         }
         if t < segment.rows {
-            tile::<S, M, G, 1>(segment, t);
+            tile::<S, G, 1, HALVES, MIN, WIDE>(segment, t);
         }
     }
 }
 
 /// `N` rows from `t` of the segment.
 #[inline(always)]
-unsafe fn tile<S: Words, M: Min, const G: usize, const N: usize>(segment: &Segment<'_>, t: usize) {
+unsafe fn tile<
+    S: Words,
+    const G: usize,
+    const N: usize,
+    const HALVES: bool,
+    const MIN: bool,
+    const WIDE: bool,
+>(
+    segment: &Segment<'_>,
+    t: usize,
+) {
     // SAFETY: chunks and rows lie within the segment, and sums for each row and group.
     unsafe {
-        let at = |i: usize, g: usize| segment.sums_of(t + i, g);
-        let mut sums = [[S::splat(0.0); G]; N];
-        each::<G, N>(|i, g| sums[i][g] = segment.sum::<S>(at(i, g), 0));
-        for c in 0..segment.chunks {
-            let dots = dots::<S, G, N>(segment, t, c);
-            each::<G, N>(|i, g| {
-                let meta = segment
-                    .x
-                    .meta(segment.first + t + i, segment.first_chunk + c);
-                let factors = &raw const (*segment.chunk(g, c).cast::<PanelChunk>()).factors;
-                let inner = M::inner::<S>(S::to_f(dots[i][g]), factors, meta);
-                sums[i][g] = S::fma(inner, S::splat(meta.scale), sums[i][g]);
-            });
+        let mut first = 0;
+        while first < segment.chunks {
+            let end = segment.chunks.min(first + segment.span);
+            let totals = span::<S, G, N, HALVES, MIN, WIDE>(segment, t, first..end);
+            let mut i = 0;
+            while i < N {
+                let row = segment.first + t + i;
+                let meta = segment.x.meta(row, segment.first_chunk + first);
+                let mut g = 0;
+                while g < G {
+                    let step = S::load((&raw const (*factors(segment, g, first)).step).cast());
+                    let inner = S::mul(Cut::<HALVES, WIDE>::total::<S>(totals[i][g]), step);
+                    let at = segment.sums_of(t + i, g);
+                    let sum = if first == 0 {
+                        segment.sum::<S>(at)
+                    } else {
+                        S::load(at)
+                    };
+                    S::store(at, S::fma(inner, S::splat(meta.scale), sum));
+                    g += 1;
+                }
+                i += 1;
+            }
+            first = end;
         }
-        each::<G, N>(|i, g| S::store(at(i, g), sums[i][g]));
     }
 }
 
-/// Calls `f` for every row and group.
+/// The totals of `N` rows over the chunks of a span.
 #[inline(always)]
-fn each<const G: usize, const N: usize>(mut f: impl FnMut(usize, usize)) {
-    let mut i = 0;
-    while i < N {
-        let mut g = 0;
-        while g < G {
-            f(i, g);
-            g += 1;
+unsafe fn span<
+    S: Words,
+    const G: usize,
+    const N: usize,
+    const HALVES: bool,
+    const MIN: bool,
+    const WIDE: bool,
+>(
+    segment: &Segment<'_>,
+    t: usize,
+    chunks: Range<usize>,
+) -> [[[S::I; 2]; G]; N] {
+    let parts = if HALVES { 2 } else { 1 };
+    let count = PAIRS / parts;
+    // SAFETY: by the caller's promise.
+    unsafe {
+        let mut totals = [[[S::splat_i(0); 2]; G]; N];
+        for c in chunks {
+            let mut part = 0;
+            while part < parts {
+                let pairs = part * count..(part + 1) * count;
+                let dots = dots::<S, G, N>(segment, t, c, pairs);
+                let mut i = 0;
+                while i < N {
+                    let row = segment.first + t + i;
+                    let sums = if MIN {
+                        let meta = segment.x.meta(row, segment.first_chunk + c);
+                        Cut::<HALVES, WIDE>::sum(meta, part)
+                    } else {
+                        [0; 2]
+                    };
+                    let mut g = 0;
+                    while g < G {
+                        let factors = factors(segment, g, c);
+                        let totals = &mut totals[i][g];
+                        Cut::<HALVES, WIDE>::add::<S, MIN>(factors, part, dots[i][g], sums, totals);
+                        g += 1;
+                    }
+                    i += 1;
+                }
+                part += 1;
+            }
         }
-        i += 1;
+        totals
     }
 }
 
-/// The dot products of a chunk.
+/// The factors of chunk `c` of group `g`.
+#[inline(always)]
+unsafe fn factors(segment: &Segment<'_>, g: usize, c: usize) -> *const Factors {
+    // SAFETY: the caller names a chunk of the panel.
+    unsafe { &raw const (*segment.chunk(g, c).cast::<PanelChunk>()).factors }
+}
+
+/// The dot products of some pairs of a chunk.
 #[inline(always)]
 unsafe fn dots<S: Words, const G: usize, const N: usize>(
     segment: &Segment<'_>,
     t: usize,
     c: usize,
+    pairs: Range<usize>,
 ) -> [[S::I; G]; N] {
     // SAFETY: by the caller's promise.
     unsafe {
         let mut dots = [[S::splat_i(0); G]; N];
         let x = segment.x.words(segment.first + t, segment.first_chunk + c);
         let weights = [0, G - 1].map(|g| segment.chunk(g, c));
-        for pair in 0..PAIRS {
+        for pair in pairs {
             let mut w = [S::load_w(weights[0].add(pair * 4 * LANES)); G];
             w[G - 1] = S::load_w(weights[1].add(pair * 4 * LANES));
-            each::<G, N>(|i, g| {
+            let mut i = 0;
+            while i < N {
                 let x = x.add(i * segment.x.stride + 2 * pair);
-                dots[i][g] = S::dot_words(dots[i][g], w[g], x);
-            });
+                let mut g = 0;
+                while g < G {
+                    dots[i][g] = S::dot_words(dots[i][g], w[g], x);
+                    g += 1;
+                }
+                i += 1;
+            }
         }
         dots
+    }
+}
+
+/// What panels read of a chunk of activations beside its integers: the sums over both halves lie
+/// ready to be multiplied.
+#[inline(always)]
+pub(crate) fn copied(meta: Meta) -> Meta {
+    Meta {
+        small: Cut::<false, false>::words(joined::<2>(meta.whole())),
+        ..meta
+    }
+}
+
+/// How dot products are cut into a high and a low part, of a type whose halves have scales of their
+/// own if `HALVES` and that is wide if `WIDE`: both have 16 bits, and the sums over a span of the
+/// low ones times their factors, of which scale and min together have as many bits as a weight, 31.
+struct Cut<const HALVES: bool, const WIDE: bool>;
+
+impl<const HALVES: bool, const WIDE: bool> Cut<HALVES, WIDE> {
+    /// Bits of the low part.
+    const BITS: u32 = match (WIDE, HALVES) {
+        (true, _) => 14, // as `total` wants them; scales have 12 bits, mins 14
+        (_, false) => 13,
+        (_, true) => 12,
+    };
+    const LOW: i32 = (1 << Self::BITS) - 1;
+
+    /// The sum of activations of a half, or of a chunk, as `add` wants it, from what
+    /// [`copied`] made of it.
+    #[inline(always)]
+    fn sum(meta: Meta, half: usize) -> [i32; 2] {
+        match (HALVES, WIDE) {
+            (false, false) => meta.small,
+            (true, _) => Self::words(joined::<2>(meta.sums[half])),
+            (false, true) => Self::words(joined::<2>(meta.whole()) * WIDE_MIN),
+        }
+    }
+
+    /// The high part as the low word, the low part as the high one.
+    #[inline(always)]
+    const fn words(sum: i32) -> [i32; 2] {
+        [sum >> Self::BITS & 0xffff, (sum & Self::LOW) << 16]
+    }
+
+    /// Adds to `totals`, high and low, the dot products of a half, or of a chunk whose halves have
+    /// the same factors.
+    ///
+    /// # Safety
+    /// Features of `S`; factors that were unpacked, of a format that has a min if `MIN`.
+    #[inline(always)]
+    unsafe fn add<S: Words, const MIN: bool>(
+        factors: *const Factors,
+        half: usize,
+        dots: S::I,
+        sums: [i32; 2],
+        totals: &mut [S::I; 2],
+    ) {
+        // SAFETY: by the caller's promise.
+        unsafe {
+            // The high part is the high word.
+            let mut high = match Self::BITS {
+                12 => S::shl_i::<4>(dots),
+                13 => S::shl_i::<3>(dots),
+                _ => S::shl_i::<2>(dots),
+            };
+            let mut low = S::and_i(dots, S::splat_i(Self::LOW));
+            if MIN {
+                high = S::merge(S::splat_i(sums[0]), high);
+                low = S::add_i(low, S::splat_i(sums[1]));
+            }
+            let factor = |of: &[[i32; LANES]; 2]| S::load_i((&raw const of[half]).cast());
+            totals[0] = S::dot_lanes(totals[0], high, factor(&(*factors).high));
+            totals[1] = S::dot_lanes(totals[1], low, factor(&(*factors).low));
+        }
+    }
+
+    /// The float that totals are.
+    ///
+    /// # Safety
+    /// Features of `S`.
+    #[inline(always)]
+    unsafe fn total<S: Words>([high, low]: [S::I; 2]) -> S::F {
+        // SAFETY: register arithmetic.
+        unsafe {
+            let high = match Self::BITS {
+                12 => S::shl_i::<5>(high),
+                13 => S::shl_i::<6>(high),
+                _ => high,
+            };
+            total::<S, 2>([high, low], WIDE)
+        }
     }
 }

@@ -4,9 +4,24 @@
     reason = "one contract for all: the trait's callers guarantee features and pointers"
 )]
 
+use std::arch::asm;
 use std::arch::x86_64::*;
 
 use super::{Isa, Words};
+
+/// [`Isa::prefetch_ahead`] of x86. As text: it stays where it stands, between the steps of a
+/// product; the compiler gathers those of the intrinsic.
+#[inline(always)]
+pub(super) unsafe fn ask_ahead<const NEAR: usize, const FAR: usize>(p: *const u8) {
+    unsafe {
+        asm!(
+            "prefetcht0 [{p} + {near}]",
+            "prefetcht1 [{p} + {far}]",
+            p = in(reg) p, near = const NEAR, far = const FAR,
+            options(nostack, preserves_flags, readonly)
+        );
+    }
+}
 
 /// Needs avx2, fma and f16c.
 #[derive(Clone, Copy, Debug)]
@@ -61,14 +76,15 @@ impl Isa for Avx2 {
     type W = I;
     const REGISTERS: usize = 8;
     const SIGNED_BIAS: i32 = 0;
+    const SMALL: i32 = 0xffff;
 
     #[inline(always)]
     unsafe fn prefetch(p: *const u8) {
         unsafe { _mm_prefetch::<_MM_HINT_T0>(p.cast()) }
     }
     #[inline(always)]
-    unsafe fn prefetch_far(p: *const u8) {
-        unsafe { _mm_prefetch::<_MM_HINT_T1>(p.cast()) }
+    unsafe fn prefetch_ahead<const NEAR: usize, const FAR: usize>(p: *const u8) {
+        unsafe { ask_ahead::<NEAR, FAR>(p) }
     }
     #[inline(always)]
     unsafe fn load_w(p: *const u8) -> I {
@@ -159,6 +175,16 @@ impl Isa for Avx2 {
         both!(_mm256_mullo_epi32, a, b)
     }
     #[inline(always)]
+    unsafe fn small(x: I) -> I {
+        let low = unsafe { [_mm256_set1_epi32(0xffff); 2] };
+        both!(_mm256_and_si256, x, low)
+    }
+    #[inline(always)]
+    unsafe fn mul_add_small(acc: I, a: I, b: I) -> I {
+        let product = both!(_mm256_madd_epi16, a, b);
+        both!(_mm256_add_epi32, acc, product)
+    }
+    #[inline(always)]
     unsafe fn load_i8(p: *const u8) -> I {
         let halves = unsafe { [_mm_loadl_epi64(p.cast()), _mm_loadl_epi64(p.add(8).cast())] };
         both!(_mm256_cvtepi8_epi32, halves)
@@ -167,6 +193,11 @@ impl Isa for Avx2 {
     unsafe fn load_u8(p: *const u8) -> I {
         let halves = unsafe { [_mm_loadl_epi64(p.cast()), _mm_loadl_epi64(p.add(8).cast())] };
         both!(_mm256_cvtepu8_epi32, halves)
+    }
+    #[inline(always)]
+    unsafe fn load_i16(p: *const u8) -> I {
+        let halves = unsafe { [_mm_loadu_si128(p.cast()), _mm_loadu_si128(p.add(16).cast())] };
+        both!(_mm256_cvtepi16_epi32, halves)
     }
     #[inline(always)]
     unsafe fn load_i(p: *const i32) -> I {
@@ -179,6 +210,10 @@ impl Isa for Avx2 {
     #[inline(always)]
     unsafe fn shr4_i(a: I) -> I {
         both!(_mm256_srli_epi32::<4>, a)
+    }
+    #[inline(always)]
+    unsafe fn shl3_i(a: I) -> I {
+        both!(_mm256_slli_epi32::<3>, a)
     }
     #[inline(always)]
     unsafe fn shl7_i(a: I) -> I {
@@ -346,14 +381,24 @@ impl Words for Avx2 {
         both!(_mm256_sub_epi16, a, b)
     }
     #[inline(always)]
-    unsafe fn mul_words(a: I, b: I) -> I {
-        both!(_mm256_mullo_epi16, a, b)
-    }
-    #[inline(always)]
     unsafe fn dot_words(acc: I, w: I, x: *const i16) -> I {
         let x = unsafe { [_mm256_set1_epi32(x.cast::<i32>().read_unaligned()); 2] };
         let pairs = both!(_mm256_madd_epi16, w, x);
         both!(_mm256_add_epi32, acc, pairs)
+    }
+    #[inline(always)]
+    unsafe fn dot_lanes(acc: I, a: I, b: I) -> I {
+        let products = both!(_mm256_madd_epi16, a, b);
+        both!(_mm256_add_epi32, acc, products)
+    }
+    #[inline(always)]
+    unsafe fn merge(low: I, high: I) -> I {
+        both!(_mm256_blend_epi16::<0b1010_1010>, low, high)
+    }
+    #[inline(always)]
+    unsafe fn shl_i<const N: u32>(a: I) -> I {
+        let n = unsafe { _mm_cvtsi32_si128(N as i32) };
+        unsafe { [_mm256_sll_epi32(a[0], n), _mm256_sll_epi32(a[1], n)] }
     }
     #[inline(always)]
     unsafe fn store_words(p: *mut i16, x: I) {

@@ -8,8 +8,8 @@ use std::arch::asm;
 use std::arch::x86_64::*;
 use std::mem::transmute;
 
-use super::avx2::store_exchanged;
-use super::{Floats, Isa, Pairs, Words};
+use super::avx2::{ask_ahead, store_exchanged};
+use super::{BytePlanes, Isa, Pairs, Words};
 
 /// Needs avx512f, avx512bw, avx512vl, avx512vnni and f16c.
 #[derive(Clone, Copy, Debug)]
@@ -21,14 +21,15 @@ impl Isa for Avx512 {
     type W = __m512i;
     const REGISTERS: usize = 32;
     const SIGNED_BIAS: i32 = 128;
+    const SMALL: i32 = 0xffff;
 
     #[inline(always)]
     unsafe fn prefetch(p: *const u8) {
         unsafe { _mm_prefetch::<_MM_HINT_T0>(p.cast()) }
     }
     #[inline(always)]
-    unsafe fn prefetch_far(p: *const u8) {
-        unsafe { _mm_prefetch::<_MM_HINT_T1>(p.cast()) }
+    unsafe fn prefetch_ahead<const NEAR: usize, const FAR: usize>(p: *const u8) {
+        unsafe { ask_ahead::<NEAR, FAR>(p) }
     }
     #[inline(always)]
     unsafe fn load_w(p: *const u8) -> __m512i {
@@ -96,12 +97,24 @@ impl Isa for Avx512 {
         unsafe { _mm512_mullo_epi32(a, b) }
     }
     #[inline(always)]
+    unsafe fn small(x: __m512i) -> __m512i {
+        unsafe { _mm512_and_si512(x, _mm512_set1_epi32(0xffff)) }
+    }
+    #[inline(always)]
+    unsafe fn mul_add_small(acc: __m512i, a: __m512i, b: __m512i) -> __m512i {
+        unsafe { dpwssd(acc, a, b) }
+    }
+    #[inline(always)]
     unsafe fn load_i8(p: *const u8) -> __m512i {
         unsafe { _mm512_cvtepi8_epi32(_mm_loadu_si128(p.cast())) }
     }
     #[inline(always)]
     unsafe fn load_u8(p: *const u8) -> __m512i {
         unsafe { _mm512_cvtepu8_epi32(_mm_loadu_si128(p.cast())) }
+    }
+    #[inline(always)]
+    unsafe fn load_i16(p: *const u8) -> __m512i {
+        unsafe { _mm512_cvtepi16_epi32(_mm256_loadu_si256(p.cast())) }
     }
     #[inline(always)]
     unsafe fn load_i(p: *const i32) -> __m512i {
@@ -114,6 +127,10 @@ impl Isa for Avx512 {
     #[inline(always)]
     unsafe fn shr4_i(a: __m512i) -> __m512i {
         unsafe { _mm512_srli_epi32::<4>(a) }
+    }
+    #[inline(always)]
+    unsafe fn shl3_i(a: __m512i) -> __m512i {
+        unsafe { _mm512_slli_epi32::<3>(a) }
     }
     #[inline(always)]
     unsafe fn shl7_i(a: __m512i) -> __m512i {
@@ -143,6 +160,14 @@ impl Isa for Avx512 {
     #[inline(always)]
     unsafe fn store(p: *mut f32, x: __m512) {
         unsafe { _mm512_storeu_ps(p, x) }
+    }
+    #[inline(always)]
+    unsafe fn store_past(p: *mut f32, x: __m512) {
+        unsafe { _mm512_stream_ps(p, x) }
+    }
+    #[inline(always)]
+    unsafe fn fence() {
+        unsafe { _mm_sfence() }
     }
     #[inline(always)]
     unsafe fn load_f16(p: *const u16) -> __m512 {
@@ -244,6 +269,14 @@ unsafe fn dpwssd(mut acc: __m512i, w: __m512i, x: __m512i) -> __m512i {
     acc
 }
 
+/// Bits of `yes` where `mask` has them, else of `no`.
+#[inline]
+#[target_feature(enable = "avx512f")]
+unsafe fn pick(mask: __m512i, yes: __m512i, no: __m512i) -> __m512i {
+    const CHOOSE: i32 = 0b1100_1010; // of mask, yes and no: the manual's a ? b : c
+    _mm512_ternarylogic_epi32::<CHOOSE>(mask, yes, no)
+}
+
 impl Words for Avx512 {
     #[inline(always)]
     unsafe fn widen(w: __m512i, signed: bool) -> [__m512i; 2] {
@@ -266,12 +299,20 @@ impl Words for Avx512 {
         unsafe { _mm512_sub_epi16(a, b) }
     }
     #[inline(always)]
-    unsafe fn mul_words(a: __m512i, b: __m512i) -> __m512i {
-        unsafe { _mm512_mullo_epi16(a, b) }
-    }
-    #[inline(always)]
     unsafe fn dot_words(acc: __m512i, w: __m512i, x: *const i16) -> __m512i {
         unsafe { dpwssd(acc, w, _mm512_set1_epi32(x.cast::<i32>().read_unaligned())) }
+    }
+    #[inline(always)]
+    unsafe fn dot_lanes(acc: __m512i, a: __m512i, b: __m512i) -> __m512i {
+        unsafe { dpwssd(acc, a, b) }
+    }
+    #[inline(always)]
+    unsafe fn merge(low: __m512i, high: __m512i) -> __m512i {
+        unsafe { _mm512_mask_blend_epi16(0xaaaa_aaaa, low, high) }
+    }
+    #[inline(always)]
+    unsafe fn shl_i<const N: u32>(a: __m512i) -> __m512i {
+        unsafe { _mm512_slli_epi32::<N>(a) }
     }
     #[inline(always)]
     unsafe fn store_words(p: *mut i16, x: __m512i) {
@@ -279,52 +320,38 @@ impl Words for Avx512 {
     }
 }
 
-impl Floats for Avx512 {
+impl BytePlanes for Avx512 {
     #[inline(always)]
-    unsafe fn as_bf16(words: __m512i) -> __m512i {
+    unsafe fn sar16_i(a: __m512i) -> __m512i {
+        unsafe { _mm512_srai_epi32::<16>(a) }
+    }
+    #[inline(always)]
+    unsafe fn mul_add_wide(a: __m512i, b: __m512i, c: [__m512i; 2]) -> [__m512i; 2] {
         unsafe {
-            let even = _mm512_srai_epi32::<16>(_mm512_slli_epi32::<16>(words));
-            let even = _mm512_castps_si512(_mm512_cvtepi32_ps(even));
-            let odd = _mm512_cvtepi32_ps(_mm512_srai_epi32::<16>(words));
-            let odd = _mm512_castps_si512(odd);
-            _mm512_mask_blend_epi16(0xaaaa_aaaa, _mm512_srli_epi32::<16>(even), odd)
+            let low = _mm512_add_epi16(_mm512_mullo_epi16(a, b), c[0]);
+            let high = _mm512_add_epi16(_mm512_mulhi_epi16(a, b), c[1]);
+            let carry = _mm512_cmplt_epu16_mask(low, c[0]);
+            [
+                low,
+                _mm512_mask_sub_epi16(high, carry, high, _mm512_set1_epi16(-1)),
+            ]
         }
     }
     #[inline(always)]
-    unsafe fn small_as_bf16(words: __m512i, signed: bool) -> __m512i {
-        /// The bf16 of what the low five bits of a word say.
-        const fn table(signed: bool) -> [u16; 32] {
-            let (mut table, mut i) = ([0; 32], 0);
-            while i < 32 {
-                let value = if signed && i >= 16 {
-                    i as i32 - 32
-                } else {
-                    i as i32
-                };
-                table[i] = ((value as f32).to_bits() >> 16) as u16;
-                i += 1;
-            }
-            table
-        }
-        const SIGNED: [u16; 32] = table(true);
-        const UNSIGNED: [u16; 32] = table(false);
-        unsafe {
-            let table = if signed { &SIGNED } else { &UNSIGNED };
-            _mm512_permutexvar_epi16(words, _mm512_loadu_si512(table.as_ptr().cast()))
-        }
+    unsafe fn mul_words(a: __m512i, b: __m512i) -> __m512i {
+        unsafe { _mm512_mullo_epi16(a, b) }
     }
     #[inline(always)]
-    unsafe fn parts(words: __m512i) -> [__m512i; 2] {
-        unsafe {
-            let below = _mm512_srli_epi16::<9>(_mm512_srai_epi16::<15>(words)); // 127 where negative
-            let high = _mm512_add_epi16(words, below);
-            let high = _mm512_andnot_si512(_mm512_set1_epi16(127), high);
-            [high, _mm512_sub_epi16(words, high)]
-        }
+    unsafe fn add_words(a: __m512i, b: __m512i) -> __m512i {
+        unsafe { _mm512_add_epi16(a, b) }
     }
     #[inline(always)]
-    unsafe fn top(x: __m512) -> __m512i {
-        unsafe { _mm512_srli_epi32::<16>(_mm512_castps_si512(x)) }
+    unsafe fn narrow([even, odd]: [__m512i; 2]) -> [__m512i; 2] {
+        unsafe {
+            let low = _mm512_set1_epi16(255);
+            let high = pick(low, _mm512_srli_epi16::<8>(even), odd);
+            [high, pick(low, even, _mm512_slli_epi16::<8>(odd))]
+        }
     }
 }
 

@@ -48,9 +48,9 @@ pub(crate) trait Isa: Copy {
     /// Asks for the cache line at `p`, which will be read soon: a hint, `p` need not be valid.
     #[inline(always)]
     unsafe fn prefetch(_p: *const u8) {}
-    /// As [`prefetch`](Self::prefetch) for later: into the second cache.
+    /// Asks for the lines `NEAR` and `FAR` bytes behind `p`, the second one into the second cache.
     #[inline(always)]
-    unsafe fn prefetch_far(_p: *const u8) {}
+    unsafe fn prefetch_ahead<const NEAR: usize, const FAR: usize>(_p: *const u8) {}
     /// Loads 64 bytes.
     unsafe fn load_w(p: *const u8) -> Self::W;
     /// Stores 64 bytes.
@@ -88,16 +88,27 @@ pub(crate) trait Isa: Copy {
     unsafe fn add_i(a: Self::I, b: Self::I) -> Self::I;
     /// Low 32 bits of the product.
     unsafe fn mul_i(a: Self::I, b: Self::I) -> Self::I;
+    /// What is left of a number of 16 bits in [`small`](Self::small): all of it, or its low half.
+    const SMALL: i32 = -1;
+    /// Numbers of 16 bits as [`mul_add_small`](Self::mul_add_small) takes its factors.
+    unsafe fn small(x: Self::I) -> Self::I;
+    /// `acc + a * b`, where `a` has 16 bits and `b` is [`small`](Self::small), or of 15 bits and
+    /// not negative: one instruction where a product of 32 bits takes two.
+    unsafe fn mul_add_small(acc: Self::I, a: Self::I, b: Self::I) -> Self::I;
     /// Sixteen signed bytes, widened.
     unsafe fn load_i8(p: *const u8) -> Self::I;
     /// Sixteen unsigned bytes, widened.
     unsafe fn load_u8(p: *const u8) -> Self::I;
+    /// Sixteen signed words, widened.
+    unsafe fn load_i16(p: *const u8) -> Self::I;
     /// Loads 16 i32.
     unsafe fn load_i(p: *const i32) -> Self::I;
     /// Stores 16 i32.
     unsafe fn store_i(p: *mut i32, x: Self::I);
     /// Logical right shift of every lane by four.
     unsafe fn shr4_i(a: Self::I) -> Self::I;
+    /// Each lane shifted left by three.
+    unsafe fn shl3_i(a: Self::I) -> Self::I;
     /// Left shift of every lane by seven.
     unsafe fn shl7_i(a: Self::I) -> Self::I;
     /// Arithmetic right shift of every lane by seven.
@@ -115,6 +126,16 @@ pub(crate) trait Isa: Copy {
     unsafe fn load(p: *const f32) -> Self::F;
     /// Stores 16 f32.
     unsafe fn store(p: *mut f32, x: Self::F);
+    /// Before other threads may read what was [stored past](Self::store_past) the caches.
+    #[inline(always)]
+    unsafe fn fence() {}
+    /// Stores 16 f32 to a cache line, past the caches where there is a way: it will not be read
+    /// soon.
+    #[inline(always)]
+    unsafe fn store_past(p: *mut f32, x: Self::F) {
+        // SAFETY: passed on.
+        unsafe { Self::store(p, x) }
+    }
     /// Loads 16 f16, exactly.
     unsafe fn load_f16(p: *const u16) -> Self::F;
     /// The f16 at `p` in every lane, exactly.
@@ -169,34 +190,38 @@ pub(crate) trait Words: Isa {
     unsafe fn twice(x: Self::I) -> Self::W;
     /// Wrapping difference of words.
     unsafe fn sub_words(a: Self::W, b: Self::W) -> Self::W;
-    /// Low 16 bits of the products of words.
-    unsafe fn mul_words(a: Self::W, b: Self::W) -> Self::W;
     /// Adds to each lane the dot product of its two words with the two at `x`. Exact while the
     /// sums fit.
     unsafe fn dot_words(acc: Self::I, w: Self::W, x: *const i16) -> Self::I;
+    /// Adds to each lane the dot product of its two words in `a` and in `b`.
+    unsafe fn dot_lanes(acc: Self::I, a: Self::I, b: Self::I) -> Self::I;
+    /// The low words of the lanes of one, the high ones of the other.
+    unsafe fn merge(low: Self::I, high: Self::I) -> Self::I;
+    /// Each lane shifted left by `N`.
+    unsafe fn shl_i<const N: u32>(a: Self::I) -> Self::I;
     /// Stores 16 integers that fit, of every four the middle two exchanged: pairs as
     /// [`widen`](Self::widen) gives them.
     unsafe fn store_words(p: *mut i16, x: Self::I);
 }
 
-/// Small integers as bf16, for sets that multiply matrices of them.
+/// Words as two planes of bytes, for sets that multiply matrices of them.
 ///
 /// # Safety
 /// As for [`Isa`].
 #[cfg(target_arch = "x86_64")]
-pub(crate) trait Floats: Words {
-    /// The bf16 of each word, whose magnitude is at most 256: exact.
-    unsafe fn as_bf16(words: Self::W) -> Self::W;
-    /// The same of 5 bits: of -16..16 if `signed`, else of 0..32.
-    #[inline(always)]
-    unsafe fn small_as_bf16(words: Self::W, _signed: bool) -> Self::W {
-        // SAFETY: passed on.
-        unsafe { Self::as_bf16(words) }
-    }
-    /// Words of at most 4096 by magnitude as the nearest multiple of 128 towards 0, and the rest.
-    unsafe fn parts(words: Self::W) -> [Self::W; 2];
-    /// The upper 16 bits of each lane: its bf16, where the lower ones are 0.
-    unsafe fn top(x: Self::F) -> Self::I;
+pub(crate) trait BytePlanes: Words {
+    /// Arithmetic right shift of every lane by 16.
+    unsafe fn sar16_i(a: Self::I) -> Self::I;
+    /// Words times words plus integers of 32 bits, their low and their high words: of the sums the
+    /// low and the high words.
+    unsafe fn mul_add_wide(a: Self::W, b: Self::W, c: [Self::W; 2]) -> [Self::W; 2];
+    /// Low 16 bits of the products of words.
+    unsafe fn mul_words(a: Self::W, b: Self::W) -> Self::W;
+    /// Wrapping sum of words.
+    unsafe fn add_words(a: Self::W, b: Self::W) -> Self::W;
+    /// What [`widen`](Words::widen) made words of, put together again: the high bytes of the words,
+    /// signed, and the low ones, unsigned.
+    unsafe fn narrow(pair: [Self::W; 2]) -> [Self::W; 2];
 }
 
 /// What panels of signed bytes need, for sets that multiply matrices of them.

@@ -172,6 +172,15 @@ impl Isa for Neon {
         each!(vmulq_s32, a, b)
     }
     #[inline(always)]
+    unsafe fn small(x: I) -> I {
+        x
+    }
+    #[inline(always)]
+    unsafe fn mul_add_small(acc: I, a: I, b: I) -> I {
+        let one = |i: usize| unsafe { vmlaq_s32(acc[i], a[i], b[i]) };
+        [one(0), one(1), one(2), one(3)]
+    }
+    #[inline(always)]
     unsafe fn load_i8(p: *const u8) -> I {
         unsafe {
             let bytes = vld1q_s8(p.cast());
@@ -189,6 +198,19 @@ impl Isa for Neon {
         let mask = unsafe { [vdupq_n_s32(255); 4] };
         let signed = unsafe { Self::load_i8(p) };
         each!(vandq_s32, signed, mask)
+    }
+    #[inline(always)]
+    unsafe fn load_i16(p: *const u8) -> I {
+        let p = p.cast::<i16>();
+        let words = unsafe {
+            [
+                vld1_s16(p),
+                vld1_s16(p.add(4)),
+                vld1_s16(p.add(8)),
+                vld1_s16(p.add(12)),
+            ]
+        };
+        each!(vmovl_s16, words)
     }
     #[inline(always)]
     unsafe fn load_i(p: *const i32) -> I {
@@ -215,6 +237,10 @@ impl Isa for Neon {
         let shift =
             |x| unsafe { vreinterpretq_s32_u32(vshrq_n_u32::<4>(vreinterpretq_u32_s32(x))) };
         a.map(shift)
+    }
+    #[inline(always)]
+    unsafe fn shl3_i(a: I) -> I {
+        each!(vshlq_n_s32::<3>, a)
     }
     #[inline(always)]
     unsafe fn shl7_i(a: I) -> I {

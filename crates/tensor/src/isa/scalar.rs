@@ -105,12 +105,24 @@ impl Isa for Scalar {
         map(|i| a[i].wrapping_mul(b[i]))
     }
     #[inline(always)]
+    unsafe fn small(x: I) -> I {
+        x
+    }
+    #[inline(always)]
+    unsafe fn mul_add_small(acc: I, a: I, b: I) -> I {
+        map(|i| acc[i].wrapping_add(a[i].wrapping_mul(b[i])))
+    }
+    #[inline(always)]
     unsafe fn load_i8(p: *const u8) -> I {
         map(|i| i32::from(unsafe { *p.add(i) } as i8))
     }
     #[inline(always)]
     unsafe fn load_u8(p: *const u8) -> I {
         map(|i| i32::from(unsafe { *p.add(i) }))
+    }
+    #[inline(always)]
+    unsafe fn load_i16(p: *const u8) -> I {
+        map(|i| i32::from(unsafe { p.cast::<i16>().add(i).read_unaligned() }))
     }
     #[inline(always)]
     unsafe fn load_i(p: *const i32) -> I {
@@ -123,6 +135,10 @@ impl Isa for Scalar {
     #[inline(always)]
     unsafe fn shr4_i(a: I) -> I {
         a.map(|x| ((x as u32) >> 4) as i32)
+    }
+    #[inline(always)]
+    unsafe fn shl3_i(a: I) -> I {
+        a.map(|x| x << 3)
     }
     #[inline(always)]
     unsafe fn shl7_i(a: I) -> I {
@@ -263,17 +279,25 @@ impl Words for Scalar {
         bytes(map(|i| a[i].wrapping_sub(b[i])))
     }
     #[inline(always)]
-    unsafe fn mul_words(a: W, b: W) -> W {
-        let (a, b) = (words(a), words(b));
-        bytes(map(|i| a[i].wrapping_mul(b[i])))
-    }
-    #[inline(always)]
     unsafe fn dot_words(acc: I, w: W, x: *const i16) -> I {
         let (w, x) = (
             words(w),
             [0, 1].map(|j| i32::from(unsafe { x.add(j).read_unaligned() })),
         );
         map(|i| acc[i] + i32::from(w[2 * i]) * x[0] + i32::from(w[2 * i + 1]) * x[1])
+    }
+    #[inline(always)]
+    unsafe fn dot_lanes(acc: I, a: I, b: I) -> I {
+        let low = |x: I, i: usize| i32::from(x[i] as i16);
+        map(|i| acc[i] + low(a, i) * low(b, i) + (a[i] >> 16) * (b[i] >> 16))
+    }
+    #[inline(always)]
+    unsafe fn merge(low: I, high: I) -> I {
+        map(|i| low[i] & 0xffff | high[i] & !0xffff)
+    }
+    #[inline(always)]
+    unsafe fn shl_i<const N: u32>(a: I) -> I {
+        a.map(|x| x << N)
     }
     #[inline(always)]
     unsafe fn store_words(p: *mut i16, x: I) {
@@ -285,19 +309,36 @@ impl Words for Scalar {
 }
 
 #[cfg(all(test, target_arch = "x86_64"))]
-impl super::Floats for Scalar {
+impl super::BytePlanes for Scalar {
     #[inline(always)]
-    unsafe fn as_bf16(w: W) -> W {
-        let w = words(w);
-        bytes(map(|i| (f32::from(w[i]).to_bits() >> 16) as i16))
+    unsafe fn sar16_i(a: I) -> I {
+        a.map(|x| x >> 16)
     }
     #[inline(always)]
-    unsafe fn parts(w: W) -> [W; 2] {
-        let w = words(w);
-        [bytes(map(|i| w[i] / 128 * 128)), bytes(map(|i| w[i] % 128))]
+    unsafe fn mul_add_wide(a: W, b: W, c: [W; 2]) -> [W; 2] {
+        let (a, b, c) = (words(a), words(b), c.map(words));
+        let sum = |i: usize| {
+            let c = i32::from(c[1][i]) << 16 | i32::from(c[0][i]) & 0xffff;
+            i32::from(a[i]) * i32::from(b[i]) + c
+        };
+        [
+            bytes(map(|i| sum(i) as i16)),
+            bytes(map(|i| (sum(i) >> 16) as i16)),
+        ]
     }
     #[inline(always)]
-    unsafe fn top(x: F) -> I {
-        map(|i| (x[i].to_bits() >> 16) as i32)
+    unsafe fn mul_words(a: W, b: W) -> W {
+        let (a, b) = (words(a), words(b));
+        bytes(map(|i| a[i].wrapping_mul(b[i])))
+    }
+    #[inline(always)]
+    unsafe fn add_words(a: W, b: W) -> W {
+        let (a, b) = (words(a), words(b));
+        bytes(map(|i| a[i].wrapping_add(b[i])))
+    }
+    #[inline(always)]
+    unsafe fn narrow(pair: [W; 2]) -> [W; 2] {
+        let word = |i: usize, byte: usize| pair[i % 2][i / 2 * 2 + byte];
+        [map(|i| word(i, 1)), map(|i| word(i, 0))] // little-endian, as x86 is
     }
 }

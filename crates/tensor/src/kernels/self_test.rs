@@ -55,7 +55,7 @@ fn product(
         as_f32: false,
     };
     let weights = Packed::new(stored, options, kernels.pool()).ok()?;
-    let mut x = Activations::new(BATCH, COLS, Some(precision));
+    let mut x = Activations::new(BATCH, COLS, leaf_cols, Some(precision));
     kernels.fill_rows(&mut x, |t, row| {
         let wave = |k: usize| ((k + 1) * (t + 3) % 101) as f32 - 50.0;
         row.iter_mut().enumerate().for_each(|(k, x)| *x = wave(k));

@@ -216,7 +216,7 @@ fn check_column_cut(
     let product = |columns: Range<usize>, held: Range<usize>| {
         let packed = Packed::of_columns(matrix, columns.clone(), options, kernels.pool()).unwrap();
         let precision = (!float).then_some(Precision::Fifteen);
-        let mut acts = Activations::new(batch, held.len(), precision);
+        let mut acts = Activations::new(batch, held.len(), leaf_cols, precision);
         kernels.fill_rows(&mut acts, |t, row| {
             row.copy_from_slice(&x[t * cols..][held.clone()]);
         });
@@ -295,7 +295,7 @@ fn several_matrices_in_one_job_give_what_each_gives_alone() {
     let mut random = Random(7);
     let x = random.floats(5 * 96, 2.0);
     for kernels in all_kernels() {
-        let mut acts = Activations::new(5, 96, Some(Precision::Fifteen));
+        let mut acts = Activations::new(5, 96, 0, Some(Precision::Fifteen));
         kernels.fill_rows(&mut acts, |t, row| {
             row.copy_from_slice(&x[t * 96..(t + 1) * 96])
         });
@@ -386,7 +386,8 @@ fn activations_have_what_their_products_read() {
             (64, Precision::Eight),
         ] {
             for readers in [&packed[..0], &packed[..1], &packed[..2], &packed[2..]] {
-                let acts = kernels.activations(rows, COLS, precision, readers);
+                let wanted = || kernels.activations(rows, COLS, precision, readers);
+                let acts = wanted();
                 let integers = readers.iter().any(Packed::reads_integers);
                 assert_eq!(acts.precision(), integers.then_some(precision));
                 for form in Form::ALL {
@@ -399,9 +400,9 @@ fn activations_have_what_their_products_read() {
                     assert_eq!(acts.panel_rows(form).wanted(), panels, "{form:?}");
                 }
                 for w in readers {
-                    let all = Activations::new(rows, COLS, Some(precision));
+                    let all = Activations::new(rows, COLS, 0, Some(precision));
                     let all = product_bits(&kernels, w, all, &x);
-                    assert_eq!(product_bits(&kernels, w, acts.clone(), &x), all);
+                    assert_eq!(product_bits(&kernels, w, wanted(), &x), all);
                 }
             }
         }
@@ -411,25 +412,33 @@ fn activations_have_what_their_products_read() {
 #[test]
 fn quantised_activations_equal_naive() {
     let mut random = Random(3);
-    let mut x = random.floats(320, 5.0);
-    x[32..64].fill(0.0);
-    x[64..96].fill(-0.5); // ties
+    let mut x = random.floats(864, 5.0);
+    x[256..512].fill(0.0);
+    x[512..768].fill(-0.5); // ties
+    x[600] = 127.0;
     for (kernels, precision) in all_kernels()
         .iter()
         .flat_map(|k| [Precision::Eight, Precision::Fifteen].map(|precision| (k, precision)))
     {
-        let mut acts = Activations::new(1, x.len(), Some(precision));
+        let mut acts = Activations::new(1, x.len(), 0, Some(precision));
         kernels.fill_rows(&mut acts, |_, row| row.copy_from_slice(&x));
-        for (c, (q, scale)) in naive::quantise(&x, precision).iter().enumerate() {
+        let spans = naive::quantise(&x, acts.span(), precision);
+        let chunks = spans
+            .iter()
+            .flat_map(|(q, scale)| q.chunks(CHUNK).map(move |q| (q, scale)));
+        for (c, (q, scale)) in chunks.enumerate() {
             let (got, meta) = acts.quantised_chunk(0, c);
             assert_eq!(
                 (&got[..], meta.scale.to_bits()),
-                (&q[..], scale.to_bits()),
+                (q, scale.to_bits()),
                 "chunk {c}"
             );
             let half = |h: usize| q[16 * h..16 * h + 16].iter().sum::<i32>();
-            assert_eq!(meta.sums, [half(0), half(1)]);
-            assert_eq!(meta.sum, (half(0) + half(1)) as f32);
+            let joined = |[high, low]: [i32; 2]| match precision {
+                Precision::Eight => high,
+                Precision::Fifteen => 128 * high + low,
+            };
+            assert_eq!(meta.sums.map(joined), [half(0), half(1)]);
         }
     }
 }

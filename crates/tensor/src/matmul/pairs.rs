@@ -16,7 +16,7 @@ use std::marker::PhantomData;
 use std::ops::Range;
 
 use crate::isa::{BF16_COLUMN, Isa, Pairs};
-use crate::matmul::{GroupArgs, Leaf, ask_ahead, tiles};
+use crate::matmul::{Ahead, GroupArgs, Leaf, tiles};
 
 /// 2^-56. Weights and activations that are 0 or at least this are whole multiples of 2^-63, having
 /// 8 bits; products, and sums of them however rounded, are of 2^-126, the smallest normal f32. So
@@ -74,12 +74,13 @@ impl<S: Isa, P: Pairs<S>> Leaf<S> for Rounded<P> {
             let mut acc = [[S::splat(0.0); SUMS]; N];
             let whole = cols.end - cols.len() % (2 * SUMS);
             for k in (cols.start..whole).step_by(2 * SUMS) {
-                if N == 1 {
-                    let bytes = 2 * SUMS * BF16_COLUMN;
-                    ask_ahead::<S>(args.weights.add(k * BF16_COLUMN), bytes);
-                }
+                let ahead = Ahead {
+                    at: args.weights.add(k * BF16_COLUMN),
+                    bytes: 2 * SUMS * BF16_COLUMN,
+                };
                 let mut p = 0;
                 while p < SUMS {
+                    ahead.ask::<S>(p, SUMS);
                     pair::<S, P, N>(args, t, k + 2 * p, &mut acc, p);
                     p += 1;
                 }

@@ -18,7 +18,7 @@
 use half::bf16;
 use paceline_base::BlockType;
 
-use super::{Chunk, RawScales, bytes_at};
+use super::{Chunk, bytes_at};
 
 /// The 16 values of an e2m1 code, doubled.
 pub(crate) const E2M1_DOUBLED: [i8; 16] = [0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12];
@@ -95,22 +95,6 @@ fn half_power(scale: u8) -> bf16 {
         1 => 0x0040,
         n => (u16::from(n) - 1) << 7,
     })
-}
-
-/// The scales of a block for the packer. Those in bfloat16 stand in the place of halves by their
-/// bits.
-pub(super) fn raw_scales(block_type: BlockType, block: &[u8]) -> RawScales {
-    let bits = |bits| Some(half::f16::from_bits(bits));
-    let header = if block_type == BlockType::MXFP4 {
-        [bits(half_power(block[0]).to_bits()), None]
-    } else {
-        let at = |at: usize| bits(u16::from_le_bytes(*bytes_at(block, at)));
-        [at(0), at(2)]
-    };
-    RawScales {
-        header,
-        bytes: [None; 2],
-    }
 }
 
 /// The code of a doubled e2m1 value; zero has the one without a sign.

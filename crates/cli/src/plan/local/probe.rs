@@ -375,16 +375,16 @@ impl<'k> Step<'k> {
             kv_type: KvType::of(class),
         };
         // Widths that are no whole runs of 32 have float weights, which read no integers.
-        let activations = |cols: usize| {
+        let activations = |cols: usize, leaf_cols: usize| {
             let precision = precision.filter(|_| cols.is_multiple_of(32));
-            Activations::new(rows, cols, precision)
+            Activations::new(rows, cols, leaf_cols, precision)
         };
         let mut step = Self {
             kernels,
             config: config.clone(),
-            normed: activations(config.width),
-            attended: activations(shard.attention.columns().len()),
-            hidden: activations(shard.ffn().len()),
+            normed: activations(config.width, 0),
+            attended: activations(shard.attention.columns().len(), shard.attention.leaf_cols),
+            hidden: activations(shard.ffn().len(), shard.feed_forward.leaf_cols),
             wide: std::array::from_fn(|_| vec![0.5; rows * widest]),
             sums: [&shard.attention, &shard.feed_forward].map(|cut| Sum {
                 first: cut.roots_before(),
