@@ -7,13 +7,13 @@ use std::str::FromStr;
 /// threads, instruction set, split); results of different classes agree only approximately.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum KernelClass {
-    /// Weights as stored; for quantised weights activations are rounded to 15 bits per 32 values,
+    /// Weights as stored; for quantised weights activations are rounded to 15 bits per 256 values,
     /// too finely to change an answer; keys and values in f16. The default.
     #[default]
     Cpu,
     /// As `Cpu` with activations rounded to 8 bits, as other engines do (for BF16 weights to bf16):
-    /// prefill is faster, and the most probable token differs at 2 to 4 of 100 positions
-    /// (docs/numerics.md).
+    /// prefill of BF16 weights is faster, of others mostly slower, and the most probable token
+    /// differs at 2 to 4 of 100 positions (docs/numerics.md).
     CpuQ8,
     /// Weights decoded to f32, activations and cache in f32: four to eight times the memory; the
     /// reference that `Cpu` is measured against.

@@ -16,9 +16,10 @@ pub(crate) struct ComputeArgs {
     #[arg(long, value_name = "N", allow_negative_numbers = true,
           value_parser = clap::value_parser!(u16).range(1..=1024))]
     pub(crate) threads: Option<u16>,
-    /// How numbers are computed. On the CPU: cpu [default], cpu-q8 (reads prompts faster, less
-    /// exact) or cpu-f32 (slow, four to eight times the memory); on MLX: mlx [default], mlx-f32
-    /// or mlx-exact (the same bits over all batches and splits, slower)
+    /// How numbers are computed. On the CPU: cpu [default], cpu-q8 (less exact; reads prompts of
+    /// BF16 models faster, of most others slower) or cpu-f32 (slow, four to eight times the
+    /// memory); on MLX: mlx [default], mlx-f32 or mlx-exact (the same bits over all batches and
+    /// splits, slower)
     #[arg(long, value_name = "CLASS")]
     pub(crate) class: Option<KernelClass>,
     /// How keys and values are kept: f16, f32 or q8_0 (about half of f16's memory, less exact)

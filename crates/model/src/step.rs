@@ -523,13 +523,14 @@ impl<'b> LayerStep for Step<'_, 'b> {
         );
         let q = DisjointMut::new(&mut self.ws.q, q_len.max(1));
         let k = DisjointMut::new(&mut self.ws.k, k_len.max(1));
-        self.model.kernels().for_rows(self.rows, |t| {
+        let kernels = self.model.kernels();
+        kernels.for_rows(self.rows, |t| {
             let angles = &angles[t * pairs..(t + 1) * pairs];
             // SAFETY: each row is visited once.
             let (q, k) = unsafe { (q.part(t), k.part(t)) };
-            vector::rope(q, c.head_dim, angles, rope.pairs);
+            kernels.rope(q, c.head_dim, angles, rope.pairs);
             q.iter_mut().for_each(|x| *x *= c.query_scale);
-            vector::rope(k, c.head_dim, angles, rope.pairs);
+            kernels.rope(k, c.head_dim, angles, rope.pairs);
         });
         Ok(())
     }

@@ -224,16 +224,20 @@ impl Activations {
         self.writers([false; Form::ALL.len()]).0
     }
 
-    /// As [`writer`](Self::writer), and who copies the rows in the forms that panels want.
+    /// As [`writer`](Self::writer), and who makes the rows in the forms that panels want; the
+    /// writer does not quantise what is made in a form [alone](Form::is_alone).
     pub(crate) fn writers(
         &mut self,
         forms: [bool; Form::ALL.len()],
     ) -> (Writer<'_>, [PanelWriter<'_>; Form::ALL.len()]) {
+        let instead = Form::ALL
+            .iter()
+            .any(|&form| forms[form as usize] && form.is_alone());
         let writer = Writer {
             cols: self.cols,
             rows: self.rows,
             span: self.span,
-            precision: self.precision,
+            precision: self.precision.filter(|_| !instead),
             values: self.values.as_mut_ptr(),
             high: self.high.as_mut_ptr(),
             low: self.low.as_mut_ptr(),
@@ -442,42 +446,90 @@ impl Span {
     unsafe fn quantise<S: Isa, const TERMS: usize>(&self, low: *mut i8, precision: Precision) {
         // SAFETY: all pointers are good for the columns; features by the caller.
         unsafe {
-            let mut most = S::abs(S::load(self.x));
-            for k in (LANES..self.cols).step_by(LANES) {
-                most = S::max(S::abs(S::load(self.x.add(k))), most);
-            }
-            let largest = S::reduce_max(most);
-            // Written so that NaN counts as too small: it gives zeros, not wild integers.
-            let usable = largest > SMALLEST && largest.is_finite();
-            let (inverse, scale) = if usable {
-                (precision.steps() / largest, largest / precision.steps())
-            } else {
-                (0.0, 0.0)
-            };
+            let rounding = Rounding::of::<S>(self.x, self.cols, precision);
             for c in 0..self.cols / CHUNK {
                 let mut sums = [[0; 2]; 2];
                 let mut half = 0;
                 while half < 2 {
                     let at = c * CHUNK + half * LANES;
-                    let scaled = S::mul(S::load(self.x.add(at)), S::splat(inverse));
-                    let q = if usable {
-                        S::round(scaled)
-                    } else {
-                        S::splat_i(0)
-                    };
+                    let q = rounding.integers::<S>(self.x.add(at));
                     sums[half] = store_terms::<S, TERMS>(q, [self.high, low], at);
                     half += 1;
                 }
                 let whole = [sums[0][0] + sums[1][0], sums[0][1] + sums[1][1]];
                 let eight_less = [-8 * whole[0], -8 * whole[1]];
                 *self.meta.add(c) = Meta {
-                    scale,
+                    scale: rounding.scale,
                     sums,
                     small: [whole[0] & S::SMALL, whole[1] & S::SMALL],
                     eight_less,
                 };
             }
         }
+    }
+}
+
+/// How a span's values become integers.
+#[derive(Clone, Copy)]
+pub(crate) struct Rounding {
+    /// Steps in a value of 1; 0 where all are taken as zero.
+    inverse: f32,
+    /// Value of a step.
+    pub(crate) scale: f32,
+}
+
+impl Rounding {
+    /// That of the `cols` values at `x`, a multiple of 16.
+    ///
+    /// # Safety
+    /// Features of `S`; the values are there.
+    #[inline(always)]
+    pub(crate) unsafe fn of<S: Isa>(x: *const f32, cols: usize, precision: Precision) -> Self {
+        // SAFETY: by the caller's promise.
+        let largest = unsafe {
+            let mut most = S::abs(S::load(x));
+            for k in (LANES..cols).step_by(LANES) {
+                most = S::max(S::abs(S::load(x.add(k))), most);
+            }
+            S::reduce_max(most)
+        };
+        // Written so that NaN counts as too small: it gives zeros, not wild integers.
+        let usable = largest > SMALLEST && largest.is_finite();
+        let steps = precision.steps();
+        Self {
+            inverse: if usable { steps / largest } else { 0.0 },
+            scale: if usable { largest / steps } else { 0.0 },
+        }
+    }
+
+    /// The integers of 16 values.
+    ///
+    /// # Safety
+    /// As [`of`](Self::of).
+    #[inline(always)]
+    pub(crate) unsafe fn integers<S: Isa>(self, x: *const f32) -> S::I {
+        // SAFETY: by the caller's promise.
+        unsafe {
+            if self.inverse > 0.0 {
+                S::round(S::mul(S::load(x), S::splat(self.inverse)))
+            } else {
+                S::splat_i(0)
+            }
+        }
+    }
+}
+
+/// The high and the low bytes of integers of 15 bits, each in 32.
+///
+/// # Safety
+/// Features of `S`.
+#[inline(always)]
+pub(crate) unsafe fn halves<S: Isa>(q: S::I) -> [S::I; 2] {
+    // SAFETY: by the caller's promise.
+    unsafe {
+        let above = S::add_i(q, S::splat_i(64));
+        let low = S::add_i(S::and_i(above, S::splat_i(127)), S::splat_i(-64));
+        [S::sar7_i(above), low]
     }
 }
 
@@ -494,10 +546,8 @@ unsafe fn store_terms<S: Isa, const TERMS: usize>(
             S::store_i8(bytes[0].add(at), q);
             return [S::reduce_add_i(q), 0];
         }
-        let high = S::sar7_i(S::add_i(q, S::splat_i(64)));
+        let [high, low] = halves::<S>(q);
         S::store_i8(bytes[0].add(at), high);
-        // q - 128 high, as q + 128 (-high): the trait has no subtraction.
-        let low = S::add_i(q, S::mul_i(high, S::splat_i(-128)));
         S::store_i8(bytes[1].add(at), low);
         [S::reduce_add_i(high), S::reduce_add_i(low)]
     }

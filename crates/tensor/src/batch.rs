@@ -45,6 +45,21 @@ use crate::formats::{self, Kind};
 use crate::isa::{Isa, LANES};
 use crate::matmul::{GroupArgs, LEVELS, store_lanes};
 
+#[cfg(target_arch = "x86_64")]
+pub(crate) use tiles::Waiting;
+
+/// Products that are not in their sums yet: only tiles have any.
+#[cfg(not(target_arch = "x86_64"))]
+#[derive(Debug)]
+pub(crate) struct Waiting;
+
+#[cfg(not(target_arch = "x86_64"))]
+impl Waiting {
+    const fn new() -> Self {
+        Self
+    }
+}
+
 /// Most activation rows that meet a panel before the next one. Against 64: 1.02 to 1.03 times the
 /// speed, 256 another 1.01 (Zen 4, Q4_0, Q8_0, Q4_K, Q6_K), and sums take memory of a thread's
 /// stack: 648 KiB with 128, of which two groups and one leaf touch 16.
@@ -65,8 +80,8 @@ const MOST_PLACES: usize = 3;
 /// Products of a panel, by [`Kind`].
 pub(crate) type Multiply = [unsafe fn(&Segment<'_>); Kind::COUNT];
 
-/// Copies a row of activations.
-pub(crate) type CopyRow = unsafe fn(&PanelWriter<'_>, usize);
+/// Makes a row of activations in a form.
+pub(crate) type MakeRow = unsafe fn(&PanelWriter<'_>, usize);
 
 /// Functions of an instruction set for many rows.
 #[derive(Debug)]
@@ -75,14 +90,14 @@ pub(crate) struct Batch {
     pub(crate) from: usize,
     /// How it reads activations of each [`Precision`]; `None` for what has no panels.
     pub(crate) forms: [Option<Form>; 2],
-    /// Who makes the copies, by [`Form`]; `None` for those that are not read.
-    pub(crate) copy_row: [Option<CopyRow>; Form::ALL.len()],
+    /// Who makes rows in a [`Form`], by it; `None` for those that are not read.
+    pub(crate) make_row: [Option<MakeRow>; Form::ALL.len()],
     pub(crate) unpack: [unsafe fn(Unpack); BlockType::ALL.len()],
     /// By [`Precision`].
     pub(crate) multiply: [Multiply; 2],
     /// Places of a panel that a chunk takes, at most [`MOST_PLACES`].
     pub(crate) places: usize,
-    /// Called before the first product of a block of rows and behind its last one.
+    /// Called before the first product of a task and behind its last one.
     pub(crate) around: [unsafe fn(); 2],
     /// Adds a leaf to the tree; `None` where products do.
     pub(crate) fold: Option<unsafe fn(Sums, usize)>,
@@ -92,6 +107,24 @@ pub(crate) struct Batch {
 /// A panel: memory that is written before it is read.
 #[repr(C, align(64))]
 struct Panel(MaybeUninit<[[u8; CHUNK_BYTES]; MOST_PLACES * PANEL_CHUNKS]>);
+
+/// A task's buffers: taken once, as each page of the stack is touched for them.
+struct Room {
+    panel: Panel,
+    sums: SumsBuffer,
+    waiting: Waiting,
+}
+
+impl Room {
+    #[inline(always)]
+    const fn new() -> Self {
+        Self {
+            panel: Panel(MaybeUninit::uninit()),
+            sums: SumsBuffer(MaybeUninit::uninit()),
+            waiting: Waiting::new(),
+        }
+    }
+}
 
 /// A run of chunks of one group to unpack.
 #[derive(Clone, Copy, Debug)]
@@ -185,6 +218,19 @@ pub(crate) struct Segment<'a> {
         allow(dead_code, reason = "other panels have their leaves folded")
     )]
     pub(crate) ends: Option<usize>,
+    /// Whether it is the last with these sums, so that none of its products may stay
+    /// [`waiting`](Self::waiting).
+    #[cfg_attr(
+        not(target_arch = "x86_64"),
+        allow(dead_code, reason = "other panels leave none")
+    )]
+    pub(crate) is_last: bool,
+    /// Products of the segment before.
+    #[cfg_attr(
+        not(target_arch = "x86_64"),
+        allow(dead_code, reason = "other panels leave none")
+    )]
+    pub(crate) waiting: *mut Waiting,
 }
 
 impl Segment<'_> {
@@ -296,10 +342,13 @@ pub(crate) unsafe fn fold<S: Isa>(sums: Sums, leaf: usize) {
     }
 }
 
-/// Ends the tree over `leaves` leaves and writes the outputs, past the caches: rows of them lie
-/// apart by a power of two, share sets of a cache and drive each other out, so that each store
-/// would wait for its line (12 % of a prompt's time on an Intel Xeon). A single leaf need not have
-/// been folded.
+/// Floats between rows of outputs that share sets of the first cache.
+const SHARED: usize = 4096 / size_of::<f32>();
+
+/// Ends the tree over `leaves` leaves and writes the outputs, past the caches where rows of them
+/// share sets and drive each other out, so that each store would wait for its line (12 % of a
+/// prompt's time on an Intel Xeon; elsewhere 5 % are lost so). A single leaf need not have been
+/// folded.
 ///
 /// # Safety
 /// Features of `S`; all leaves were folded; the outputs of `args` are there, `args.lanes` being
@@ -307,6 +356,7 @@ pub(crate) unsafe fn fold<S: Isa>(sums: Sums, leaf: usize) {
 #[inline(always)]
 pub(crate) unsafe fn store<S: Isa>(sums: Sums, args: &GroupArgs<'_>, leaves: usize) {
     let groups = args.lanes.div_ceil(LANES);
+    let past = args.out_stride.is_multiple_of(SHARED);
     for t in args.first..args.end {
         for g in 0..groups {
             let v = Sums::vector(t - args.first, g);
@@ -318,7 +368,7 @@ pub(crate) unsafe fn store<S: Isa>(sums: Sums, args: &GroupArgs<'_>, leaves: usi
                 };
                 let out = args.out.add(t * args.out_stride + g * LANES);
                 let lanes = LANES.min(args.lanes - g * LANES);
-                if lanes == LANES && out.addr().is_multiple_of(LINE) {
+                if past && lanes == LANES && out.addr().is_multiple_of(LINE) {
                     S::store_past(out, sum);
                 } else {
                     store_lanes::<S>(out, sum, lanes);
@@ -395,26 +445,43 @@ pub(crate) struct Functions {
 }
 
 impl Functions {
-    /// Multiplies `groups` neighbouring groups, `group_bytes` apart, at most
-    /// [`TOGETHER`], with rows `args.first..args.end` of `x`, at most [`ROWS`].
+    /// Multiplies parts of a matrix, `(neighbouring groups, how many)`, at most [`TOGETHER`] and
+    /// `group_bytes` apart, with their rows `first..end` of `x`, at most [`ROWS`].
     ///
     /// # Safety
-    /// Features of the table; the pointers of `args` cover the groups and the outputs; `x` has the
+    /// Features of the table; the pointers of each part cover its groups and outputs; `x` has the
     /// rows, in the form of the batch.
     #[inline(never)] // its buffers would be on the stack of products with few rows too
-    pub(crate) unsafe fn run(
+    pub(crate) unsafe fn run<'a>(
+        &self,
+        parts: impl Iterator<Item = (GroupArgs<'a>, usize)>,
+        x: PanelView<'_>,
+        group_bytes: usize,
+    ) {
+        let mut room = Room::new();
+        let [begin, end] = self.batch.around;
+        // SAFETY: passed on.
+        unsafe {
+            begin();
+            for (args, groups) in parts {
+                self.part(&args, x, groups, group_bytes, &mut room);
+            }
+            end();
+        }
+    }
+
+    unsafe fn part(
         &self,
         args: &GroupArgs<'_>,
         x: PanelView<'_>,
         groups: usize,
         group_bytes: usize,
+        room: &mut Room,
     ) {
-        let mut panel = Panel(MaybeUninit::uninit());
-        let mut sums = SumsBuffer(MaybeUninit::uninit());
-        let panel: *mut u8 = panel.0.as_mut_ptr().cast();
+        let panel: *mut u8 = room.panel.0.as_mut_ptr().cast();
         let rows = args.end - args.first;
         let sums = Sums {
-            start: sums.0.as_mut_ptr().cast(),
+            start: room.sums.0.as_mut_ptr().cast(),
             rows,
             groups,
         };
@@ -423,8 +490,6 @@ impl Functions {
         let span = args.span / CHUNK;
         // SAFETY: chunks lie within the groups and rows; vectors within their buffers.
         unsafe {
-            let [begin, end] = self.batch.around;
-            begin();
             for leaf in 0..leaves {
                 let last = chunks.min((leaf + 1) * per_leaf);
                 for c in (leaf * per_leaf..last).step_by(MOST) {
@@ -450,14 +515,15 @@ impl Functions {
                         rows,
                         fresh: c == leaf * per_leaf,
                         ends: (leaves > 1 && c + run == last).then_some(leaf),
+                        is_last: c + run == chunks,
                         sums: sums.start,
+                        waiting: &raw mut room.waiting,
                     });
                 }
                 if let Some(fold) = self.batch.fold.filter(|_| leaves > 1) {
                     fold(sums, leaf);
                 }
             }
-            end();
             (self.batch.store)(sums, args, leaves);
         }
     }

@@ -22,7 +22,7 @@ use crate::isa::{self, Isa};
 use crate::kernels;
 use crate::limits;
 use crate::matmul::{self, GroupArgs};
-use crate::vector;
+use crate::vector::{self, RopePairs};
 
 /// The instruction set that kernels were compiled for.
 ///
@@ -128,6 +128,9 @@ fn has_dotprod() -> bool {
     std::arch::is_aarch64_feature_detected!("dotprod")
 }
 
+/// Rotates heads, as [`vector::rope`].
+type Rotate = unsafe fn(&mut [f32], usize, &[(f32, f32)], RopePairs);
+
 /// Kernels of one instruction set. Calling one is safe only under its contract and on a machine
 /// that has the features; tables are handed out after detection only.
 #[derive(Debug)]
@@ -142,6 +145,7 @@ pub(crate) struct Table {
     pub(crate) silu_mul: unsafe fn(&[f32], &[f32], &mut [f32]),
     pub(crate) gelu_mul: unsafe fn(&[f32], &[f32], &mut [f32]),
     pub(crate) exp_scaled: unsafe fn(&[f32], f32, f32, &mut [f32]),
+    pub(crate) rope: Rotate,
     pub(crate) attend_f16: unsafe fn(PageView, &[Query]),
     pub(crate) attend_f32: unsafe fn(PageView, &[Query]),
     pub(crate) attend_q8: unsafe fn(PageView, &[Query]),
@@ -251,11 +255,11 @@ macro_rules! multiply {
 }
 
 /// A batch whose panels of so many groups `$unpack` makes: from so many rows on,
-/// with the forms and products for each [`Precision`], who copies rows in which [`Form`], the
+/// with the forms and products for each [`Precision`], who makes rows in which [`Form`], the
 /// places of a chunk, and what is called around products.
 macro_rules! batch {
     ($feature:tt $isa:ty, $unpack:ident, $from:expr, $forms:expr,
-     $multiply:expr, $copy_row:expr, $places:expr, $around:expr,
+     $multiply:expr, $make_row:expr, $places:expr, $around:expr,
      $fold:expr) => {
         integer_types!(batch! @unpack $feature $isa, $unpack,);
         kernel!($feature store(sums: Sums, args: &GroupArgs<'_>, leaves: usize)
@@ -263,7 +267,7 @@ macro_rules! batch {
         pub(super) static BATCH: Batch = Batch {
             from: $from,
             forms: $forms,
-            copy_row: $copy_row,
+            make_row: $make_row,
             unpack: UNPACK,
             multiply: $multiply,
             places: $places,
@@ -289,7 +293,7 @@ macro_rules! words_batch {
             #[allow(clippy::wildcard_imports, reason = "a macro's module")]
             use super::*;
             kernel!($feature fold(sums: Sums, leaf: usize) = crate::batch::fold::<$isa>);
-            kernel!($feature copy_row(writer: &PanelWriter<'_>, t: usize)
+            kernel!($feature make_row(writer: &PanelWriter<'_>, t: usize)
                 = PanelWriter::words::<$isa>);
             multiply!($feature by_words
                 words::multiply::<$isa, $rows, false, false, false>,
@@ -300,7 +304,7 @@ macro_rules! words_batch {
                 words::multiply::<$isa, $rows, false, true, true>
             );
             batch!($feature $isa, words, words::FROM, [None, Some(Form::Words)],
-                [by_words::ALL; 2], [None, Some(copy_row), None, None],
+                [by_words::ALL; 2], [None, Some(make_row), None, None],
                 1, [nothing; 2], Some(fold));
         }
     };
@@ -347,10 +351,10 @@ macro_rules! tiles_batch {
             use super::*;
             kernel!($feature begin() = tiles::begin::<$registers>);
             kernel!($feature end() = tiles::end::<$registers>);
-            kernel!($feature copy_tiles(writer: &PanelWriter<'_>, t: usize)
-                = PanelWriter::tiles::<2>);
-            kernel!($feature copy_small_tiles(writer: &PanelWriter<'_>, t: usize)
-                = PanelWriter::tiles::<1>);
+            kernel!($feature tile_row(writer: &PanelWriter<'_>, t: usize)
+                = PanelWriter::tiles::<$isa, 2>);
+            kernel!($feature small_tile_row(writer: &PanelWriter<'_>, t: usize)
+                = PanelWriter::tiles::<$isa, 1>);
             kernel!($feature two(segment: &Segment<'_>)
                 = tiles::multiply::<$isa, $registers, 2, false>);
             kernel!($feature one(segment: &Segment<'_>)
@@ -365,7 +369,7 @@ macro_rules! tiles_batch {
                     [one, one, one, one, one_wide, one_wide],
                     [two, two, two, two, two_wide, two_wide],
                 ],
-                [None, None, Some(copy_tiles), Some(copy_small_tiles)], tiles::PLACES,
+                [None, None, Some(tile_row), Some(small_tile_row)], tiles::PLACES,
                 [begin, end], None);
         }
     };
@@ -408,6 +412,8 @@ macro_rules! kernels {
                 = vector::silu_mul::<$isa>);
             kernel!([$($feature)?] gelu_mul(gate: &[f32], up: &[f32], out: &mut [f32])
                 = vector::gelu_mul::<$isa>);
+            kernel!([$($feature)?] rope(x: &mut [f32], dim: usize, angles: &[(f32, f32)],
+                pairs: RopePairs) = vector::rope);
             kernel!([$($feature)?] exp_scaled(x: &[f32], shift: f32, scale: f32, out: &mut [f32])
                 = vector::exp_scaled::<$isa>);
             kernel!([$($feature)?] attend_f16(page: PageView, queries: &[Query])
@@ -423,7 +429,6 @@ macro_rules! kernels {
             kernel!([$($feature)?] exp(x: &[f32; isa::LANES], out: &mut [f32; isa::LANES])
                 = exp_lanes::<$isa>);
             kernel!([$($feature)?] read(bytes: &[u8], ahead: usize) -> u64 = limits::read::<$isa>);
-            kernel!([$($feature)?] dots(count: u64) -> u64 = limits::dots::<$isa>);
 
             kernels!(@batch [$($feature)?] $isa, $($batch)*);
 
@@ -436,6 +441,7 @@ macro_rules! kernels {
                 silu_mul,
                 gelu_mul,
                 exp_scaled,
+                rope,
                 attend_f16,
                 attend_f32,
                 attend_q8,
@@ -449,17 +455,21 @@ macro_rules! kernels {
         }
     };
     (@batch $feature:tt $isa:ty,) => {
+        kernel!($feature dots(count: u64) -> u64 = limits::dots::<$isa>);
         const BATCH_TABLE: Option<&Batch> = None;
     };
     (@batch $feature:tt $isa:ty, tiles $tiles:ty) => {
+        kernel!($feature dots(count: u64) -> u64 = limits::dots::<$isa>);
         bytes_batch!($feature $isa, $tiles);
         const BATCH_TABLE: Option<&Batch> = Some(&many::BATCH);
     };
     (@batch $feature:tt $isa:ty, registers $registers:ty) => {
+        kernel!($feature dots(count: u64) -> u64 = tiles::dots::<$registers>);
         tiles_batch!($feature $isa, $registers);
         const BATCH_TABLE: Option<&Batch> = Some(&many::BATCH);
     };
     (@batch $feature:tt $isa:ty, words $rows:literal) => {
+        kernel!($feature dots(count: u64) -> u64 = limits::dots::<$isa>);
         words_batch!($feature $isa, $rows);
         const BATCH_TABLE: Option<&Batch> = Some(&many::BATCH);
     };

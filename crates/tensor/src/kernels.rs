@@ -12,6 +12,7 @@ use crate::isa::LANES;
 use crate::matmul::GroupArgs;
 use crate::packed::{Packed, span};
 use crate::pool::{Pinning, ThreadPool};
+use crate::vector::RopePairs;
 
 mod attention;
 #[cfg(target_arch = "x86_64")]
@@ -212,9 +213,9 @@ impl Kernels {
     pub fn fill_rows(&self, x: &mut Activations, fill: impl Fn(usize, &mut [f32]) + Sync) {
         let rows = x.rows();
         let many = self.table.batch.filter(|many| rows >= many.from);
-        let copy_row = many.map(|many| many.copy_row).unwrap_or_default();
+        let make_row = many.map(|many| many.make_row).unwrap_or_default();
         let copied =
-            Form::ALL.map(|form| x.panel_rows(form).wanted() && copy_row[form as usize].is_some());
+            Form::ALL.map(|form| x.panel_rows(form).wanted() && make_row[form as usize].is_some());
         let (writer, copies) = x.writers(copied);
         self.for_rows(rows, |t| {
             // SAFETY: each row is visited once; the table was detected.
@@ -222,8 +223,8 @@ impl Kernels {
                 fill(t, writer.row(t));
                 (self.table.quantise_row)(&writer, t);
                 for form in Form::ALL.map(|form| form as usize) {
-                    if let Some(copy_row) = copy_row[form].filter(|_| copied[form]) {
-                        copy_row(&copies[form], t);
+                    if let Some(make_row) = make_row[form].filter(|_| copied[form]) {
+                        make_row(&copies[form], t);
                     }
                 }
             }
@@ -271,6 +272,20 @@ impl Kernels {
         assert_eq!((gate.len(), gate.len()), (up.len(), out.len()));
         // SAFETY: the table was detected; lengths are checked.
         unsafe { (self.table.gelu_mul)(gate, up, out) }
+    }
+
+    /// Rotates every head of `x`, `(heads, head_dim)`, in place.
+    ///
+    /// `angles` holds `(cos, sin)` of the position for each pair, at most `head_dim / 2`; elements
+    /// beyond the pairs stay (partial rotation). Source: Su et al. 2021 (RoFormer).
+    pub fn rope(&self, x: &mut [f32], head_dim: usize, angles: &[(f32, f32)], pairs: RopePairs) {
+        assert!(
+            2 * angles.len() <= head_dim,
+            "{} pairs of {head_dim}",
+            angles.len()
+        );
+        // SAFETY: the table was detected.
+        unsafe { (self.table.rope)(x, head_dim, angles, pairs) }
     }
 
     /// `out = exp((x - shift) * scale)`, all `(n,)`: weights of a softmax, not yet divided by their
@@ -391,11 +406,12 @@ impl<'a> Job<'a> {
                 return;
             };
             let start = block * self.block;
-            for g in groups.clone().step_by(TOGETHER) {
+            let parts = groups.clone().step_by(TOGETHER).map(|g| {
                 let neighbours = g..groups.end.min(g + TOGETHER);
                 let args = self.args_of(neighbours.clone(), start..start + self.block);
-                batch.run(&args, *x, neighbours.len(), self.group_bytes);
-            }
+                (args, neighbours.len())
+            });
+            batch.run(parts, *x, self.group_bytes);
         }
     }
 

@@ -2,7 +2,7 @@
 //!
 //! Element-wise operations that need no exponential (residual sums, rotations) are plain Rust:
 //! the compiler may vectorise them but never reorders or fuses float operations, so they give
-//! the same bits everywhere.
+//! the same bits everywhere. Rotations are compiled for each set, as most of theirs is shuffling.
 
 use crate::isa::{self, Isa, LANES};
 
@@ -151,20 +151,34 @@ pub enum RopePairs {
     Halves,
 }
 
-/// Rotates every head of `x`, `(heads, head_dim)`, in place.
+/// Rotates every head of `x`, `(heads, head_dim)`, in place, as [`Kernels::rope`] says.
 ///
-/// `angles` holds `(cos, sin)` of the position for each pair, at most `head_dim / 2`; elements
-/// beyond the pairs stay (partial rotation). Source: Su et al. 2021 (RoFormer).
-pub fn rope(x: &mut [f32], head_dim: usize, angles: &[(f32, f32)], pairs: RopePairs) {
+/// # Safety
+/// The features that it is compiled with.
+///
+/// [`Kernels::rope`]: crate::Kernels::rope
+#[inline(always)]
+pub(crate) unsafe fn rope(x: &mut [f32], head_dim: usize, angles: &[(f32, f32)], pairs: RopePairs) {
     for head in x.chunks_exact_mut(head_dim) {
-        for (i, &(cos, sin)) in angles.iter().enumerate() {
-            let (a, b) = match pairs {
-                RopePairs::Adjacent => (2 * i, 2 * i + 1),
-                RopePairs::Halves => (i, i + angles.len()),
-            };
-            let (x0, x1) = (head[a], head[b]);
-            head[a] = x0 * cos - x1 * sin;
-            head[b] = x0 * sin + x1 * cos;
+        let turned = &mut head[..2 * angles.len()];
+        match pairs {
+            RopePairs::Adjacent => {
+                for ([a, b], angle) in turned.as_chunks_mut().0.iter_mut().zip(angles) {
+                    [*a, *b] = turned_by([*a, *b], *angle);
+                }
+            }
+            RopePairs::Halves => {
+                let (first, second) = turned.split_at_mut(angles.len());
+                for ((a, b), angle) in first.iter_mut().zip(second).zip(angles) {
+                    [*a, *b] = turned_by([*a, *b], *angle);
+                }
+            }
         }
     }
+}
+
+/// A pair of elements turned by an angle, `(cos, sin)`.
+#[inline(always)]
+fn turned_by([a, b]: [f32; 2], (cos, sin): (f32, f32)) -> [f32; 2] {
+    [a * cos - b * sin, a * sin + b * cos]
 }

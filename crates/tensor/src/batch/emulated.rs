@@ -1,14 +1,29 @@
 //! The tile instructions as plain loops, after the pseudo-code of the Intel SDM, volume 2.
 
+use std::cell::RefCell;
+
 use crate::batch::registers::Registers;
 use crate::isa::LANES;
 
 /// 16 rows of 64 bytes.
 type Tile = [[u8; 64]; 16];
 
-/// The registers.
+thread_local! {
+    /// A thread's registers.
+    static TILES: RefCell<[Tile; 8]> = const { RefCell::new([[[0; 64]; 16]; 8]) };
+}
+
+/// The registers of the thread.
 #[derive(Debug)]
-pub(crate) struct Emulated([Tile; 8]);
+pub(crate) struct Emulated;
+
+fn tile(t: u8) -> Tile {
+    TILES.with_borrow(|tiles| tiles[usize::from(t)])
+}
+
+fn set(t: u8, tile: Tile) {
+    TILES.with_borrow_mut(|tiles| tiles[usize::from(t)] = tile);
+}
 
 fn i32_at(tile: &Tile, row: usize, col: usize) -> i32 {
     let four = tile[row][4 * col..].first_chunk().expect("16 columns");
@@ -17,8 +32,8 @@ fn i32_at(tile: &Tile, row: usize, col: usize) -> i32 {
 
 impl Emulated {
     /// Adds the products of signed bytes of `a` and bytes of `b`, as `weight` reads them, to `c`.
-    fn dot(&mut self, [c, a, b]: [u8; 3], weight: fn(u8) -> i32) {
-        let [mut to, a, b] = [c, a, b].map(|tile| self.0[usize::from(tile)]);
+    fn dot([c, a, b]: [u8; 3], weight: fn(u8) -> i32) {
+        let [mut to, a, b] = [c, a, b].map(tile);
         for m in 0..16 {
             for n in 0..16 {
                 let product = |k: usize| i32::from(a[m][k] as i8) * weight(b[k / 4][4 * n + k % 4]);
@@ -26,7 +41,7 @@ impl Emulated {
                 to[m][4 * n..4 * n + 4].copy_from_slice(&sum.to_ne_bytes());
             }
         }
-        self.0[usize::from(c)] = to;
+        set(c, to);
     }
 }
 
@@ -37,35 +52,37 @@ impl Emulated {
 )]
 impl Registers for Emulated {
     unsafe fn configured() -> Self {
-        Self([[[0; 64]; 16]; 8])
+        (0..8).for_each(|t| set(t, [[0; 64]; 16]));
+        Self
     }
 
     unsafe fn left() -> Self {
-        unsafe { Self::configured() }
+        Self
     }
 
     unsafe fn load<const T: u8, const N: usize, const UNIT: usize>(&mut self, from: *const u8) {
-        self.0[usize::from(T)] = unsafe { from.add(N * UNIT).cast::<Tile>().read_unaligned() };
+        set(T, unsafe {
+            from.add(N * UNIT).cast::<Tile>().read_unaligned()
+        });
     }
 
     unsafe fn store<const T: u8>(&self, results: *mut i32) {
-        let tile = usize::from(T);
         unsafe {
-            let to = results.add(tile * 16 * LANES).cast::<Tile>();
-            to.write(self.0[tile]);
+            let to = results.add(usize::from(T) * 16 * LANES).cast::<Tile>();
+            to.write(tile(T));
         }
     }
 
     unsafe fn zero<const T: u8>(&mut self) {
-        self.0[usize::from(T)] = [[0; 64]; 16];
+        set(T, [[0; 64]; 16]);
     }
 
     unsafe fn dot_signed<const C: u8, const A: u8, const B: u8>(&mut self) {
-        self.dot([C, A, B], |weight| i32::from(weight as i8));
+        Self::dot([C, A, B], |weight| i32::from(weight as i8));
     }
 
     unsafe fn dot_unsigned<const C: u8, const A: u8, const B: u8>(&mut self) {
-        self.dot([C, A, B], i32::from);
+        Self::dot([C, A, B], i32::from);
     }
 
     unsafe fn release(self) {}

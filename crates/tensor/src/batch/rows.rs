@@ -1,14 +1,17 @@
 //! Activation rows as panels meet them.
 //!
-//! Quantised once more, beside [`Activations`]' own integers: those stay as the kernels for few
-//! rows read them, whose speed from memory hangs on their code.
+//! Words and bytes are copies beside [`Activations`]' own integers: those stay as the kernels for
+//! few rows read them, whose speed from memory hangs on their code. Tiles are made of the values
+//! and instead of those integers, which nobody reads then.
 //!
 //! [`Activations`]: crate::Activations
 
 use std::marker::PhantomData;
 
-use crate::activations::{CHUNK, Meta, Precision, View};
+use crate::activations::{CHUNK, Meta, Precision, Rounding, View};
 use crate::batch::{ROWS, words};
+#[cfg(target_arch = "x86_64")]
+use crate::isa::BytePlanes;
 use crate::isa::{LANES, Words};
 use crate::memory::{HugeMap, Placed};
 
@@ -21,8 +24,8 @@ pub(crate) enum Form {
     /// gives weights.
     Words,
     /// As tiles of 16 rows of 64 bytes: of each 64 columns of a span their high bytes, row by row,
-    /// then their low bytes; then the next 64. Where a span ends before a tile does there are
-    /// zeros.
+    /// then their low bytes, of `256 high + low`, both signed; then the next 64. Where a span ends
+    /// before a tile does there are zeros.
     Tiles,
     /// The same of rows of 8 bits, which have one byte.
     SmallTiles,
@@ -51,6 +54,11 @@ impl Form {
     /// Whether rows lie in tiles.
     const fn tiled(self) -> bool {
         matches!(self, Self::Tiles | Self::SmallTiles)
+    }
+
+    /// Whether rows are made of the values, without integers in any other form.
+    pub(crate) const fn is_alone(self) -> bool {
+        self.tiled()
     }
 
     /// What the integers have that rows are copied of.
@@ -353,32 +361,45 @@ impl PanelWriter<'_> {
         }
     }
 
-    /// Copies row `t`, which was quantised, in [`Form::Tiles`] for two bytes of integers, and in
+    /// Quantises row `t` in [`Form::Tiles`] for two bytes of integers, and in
     /// [`Form::SmallTiles`] for one.
     ///
     /// # Safety
-    /// As [`words`](Self::words), of integers of so many bytes.
+    /// As [`Isa`](crate::isa::Isa); the row is there, and nobody else's at the time.
     #[cfg(target_arch = "x86_64")]
     #[inline(always)]
-    pub(crate) unsafe fn tiles<const BYTES: usize>(&self, t: usize) {
+    pub(crate) unsafe fn tiles<S: BytePlanes, const BYTES: usize>(&self, t: usize) {
+        let precision = if BYTES == 2 {
+            Precision::Fifteen
+        } else {
+            Precision::Eight
+        };
         let (rows, row) = (t / TILE_ROWS, t % TILE_ROWS);
-        for c in 0..self.cols / CHUNK {
-            let (step, half) = step_of(c, self.span);
-            let tile = (rows * self.stride + step) * BYTES * TILE_ROWS * TILE_COLS;
-            let (span, starts) = (c * CHUNK / self.span, (c * CHUNK).is_multiple_of(self.span));
-            // SAFETY: the chunk lies within the row. Other rows of the tile may be written
-            // meanwhile, by other threads.
-            unsafe {
-                let (bytes, meta) = self.from.chunk::<BYTES>(t, c);
-                let to = self.q.add(tile + row * TILE_COLS + half * CHUNK);
-                for (i, from) in bytes.into_iter().enumerate() {
-                    let to = to.add(i * TILE_ROWS * TILE_COLS);
-                    std::ptr::copy_nonoverlapping(from, to, CHUNK);
-                }
-                if starts {
-                    *self
-                        .scales
-                        .add((rows * self.spans + span) * TILE_ROWS + row) = meta.scale;
+        // SAFETY: columns lie within the row. Other rows of the tiles may be written meanwhile, by
+        // other threads.
+        unsafe {
+            let x = self.from.values(t);
+            for first in (0..self.cols).step_by(self.span) {
+                let cols = self.span.min(self.cols - first);
+                let rounding = Rounding::of::<S>(x.add(first), cols, precision);
+                let span = rows * self.spans + first / self.span;
+                *self.scales.add(span * TILE_ROWS + row) = rounding.scale;
+                let (step, _) = step_of(first / CHUNK, self.span);
+                let tiles = (rows * self.stride + step) * BYTES * TILE_ROWS * TILE_COLS;
+                let tiles = self.q.add(tiles + row * TILE_COLS);
+                for k in (0..cols).step_by(LANES) {
+                    let q = rounding.integers::<S>(x.add(first + k));
+                    let (step, within) = (k / TILE_COLS, k % TILE_COLS);
+                    let to = tiles.add(step * BYTES * TILE_ROWS * TILE_COLS + within);
+                    if BYTES == 1 {
+                        S::store_i8(to, q);
+                    } else {
+                        let above = S::add_i(q, S::splat_i(128));
+                        let high = S::sar16_i(S::shl_i::<8>(above));
+                        let low = S::add_i(S::and_i(above, S::splat_i(255)), S::splat_i(-128));
+                        S::store_i8(to, high);
+                        S::store_i8(to.add(TILE_ROWS * TILE_COLS), low);
+                    }
                 }
             }
         }

@@ -4,12 +4,14 @@
 //! low one, an activation's of 15 bits two signed ones: four products of tiles of 16 rows of 64
 //! bytes, each with sums of its own, over a whole span. Below 2^31 all are exact: put together they
 //! are `T` of [`crate::matmul`]. Weights of wide types, of 20 bits, have a third byte, and six
-//! products.
+//! products, of which two and two have sums in common. (Two of the four could; but a product waits
+//! 52 cycles for the one before into the same tile, and takes 16: Intel's optimization manual.)
 //!
 //! A *turn* is a span of a group with a tile of activation rows. While its first products are
 //! started the results of the turn before are stored, and beside the products between sums are made
 //! of those: processors do both at once. What is stored behind the last product of another result
-//! need not be waited for.
+//! need not be waited for. A panel's last turn is left [`Waiting`] for the first of the next panel,
+//! which is unpacked meanwhile.
 
 use std::marker::PhantomData;
 use std::mem::MaybeUninit;
@@ -27,17 +29,25 @@ use crate::stored::units::WIDE_MIN;
 /// (Q4_0, Q4_K_M), and 16 rows take 134 and 140 with them (`bench model --prompt`).
 pub(crate) const FROM: usize = TILE_ROWS / 2;
 
-/// Bytes of the weights of 64 columns in a panel: a tile of their highest bytes, tiles of the lower
-/// ones, and the steps of the rows.
-const STEP_BYTES: usize = 3 * CHUNK_BYTES;
+/// Where the steps of the rows are in the weights of 64 columns in a panel: behind a tile of their
+/// highest bytes and the tiles of the lower ones.
+const fn steps_at(wide: bool) -> usize {
+    (2 + wide as usize) * TILE_BYTES
+}
 
-/// Where the steps of the rows are in these.
-const STEPS_AT: usize = 3 * TILE_BYTES;
+/// Bytes of the weights of 64 columns. (With room for three tiles everywhere the two of most types
+/// took half of the first cache's sets.)
+const fn step_bytes(wide: bool) -> usize {
+    steps_at(wide) + LANES * size_of::<f32>()
+}
+
+const STEP_BYTES: usize = step_bytes(false);
+const WIDE_STEP_BYTES: usize = step_bytes(true);
 
 /// Places of a panel that a chunk takes at most: its own tiles, where spans have no more columns.
 pub(crate) const PLACES: usize = 3;
 
-const _: () = assert!(STEPS_AT + LANES * size_of::<f32>() <= STEP_BYTES);
+const _: () = assert!(WIDE_STEP_BYTES <= PLACES * CHUNK_BYTES);
 
 /// Unpacks chunks of a group of format `F`.
 ///
@@ -51,7 +61,7 @@ pub(crate) unsafe fn unpack<S: BytePlanes, F: Format>(args: Unpack) {
         let place = layout.place(args.first + c);
         // SAFETY: by the caller's promise.
         unsafe {
-            let out = args.out.add(step * STEP_BYTES);
+            let out = args.out.add(step * step_bytes(F::S::WIDE));
             let header = args.header(layout, c);
             let planes = args.weights.add(place.planes);
             let scales = args.weights.add(place.scales);
@@ -59,10 +69,13 @@ pub(crate) unsafe fn unpack<S: BytePlanes, F: Format>(args: Unpack) {
             unpack_planes::<S, F>(planes, scales, header, to);
             ask_for::<S>(&args, layout, c);
             if half == 0 {
-                S::store(out.add(STEPS_AT).cast(), F::S::step::<S>(header));
+                S::store(
+                    out.add(steps_at(F::S::WIDE)).cast(),
+                    F::S::step::<S>(header),
+                );
                 // What is not another chunk's is zeros.
                 if (c + 1) % args.span == 0 || c + 1 == args.chunks {
-                    for plane in 0..3 {
+                    for plane in 0..2 + usize::from(F::S::WIDE) {
                         let rest = out.add(plane * TILE_BYTES + TILE_BYTES / 2);
                         rest.write_bytes(0, TILE_BYTES / 2);
                     }
@@ -146,6 +159,50 @@ pub(crate) unsafe fn end<R: Registers>() {
     unsafe { R::left().release() };
 }
 
+/// For [`crate::limits`]: as many products of tiles of ones as take about the time of `count` dot
+/// products of vectors, rounded up to four; returns the sum of the products. A product of tiles is
+/// 256 of those and takes 16 cycles.
+///
+/// # Safety
+/// Features of `R`.
+#[inline(always)]
+pub(crate) unsafe fn dots<R: Registers>(count: u64) -> u64 {
+    const CYCLES: u64 = 16;
+    let ones = Ones([1; TILE_BYTES]);
+    let mut results = Results(MaybeUninit::uninit());
+    let out: *mut i32 = (&raw mut results).cast();
+    // SAFETY: tiles that are there; four of the results are stored.
+    unsafe {
+        let mut registers = R::configured();
+        let ones = std::hint::black_box(&ones).0.as_ptr();
+        registers.load::<4, 0, 0>(ones);
+        registers.load::<5, 0, 0>(ones);
+        registers.load::<6, 0, 0>(ones);
+        registers.load::<7, 0, 0>(ones);
+        registers.zero::<0>();
+        registers.zero::<1>();
+        registers.zero::<2>();
+        registers.zero::<3>();
+        for _ in 0..count.div_ceil(4 * CYCLES) {
+            registers.dot_signed::<0, 4, 6>();
+            registers.dot_signed::<1, 4, 7>();
+            registers.dot_signed::<2, 5, 6>();
+            registers.dot_signed::<3, 5, 7>();
+        }
+        registers.store::<0>(out);
+        registers.store::<1>(out);
+        registers.store::<2>(out);
+        registers.store::<3>(out);
+        registers.release();
+        let sums = std::slice::from_raw_parts(out, 4 * TILE_ROWS * LANES);
+        sums.iter().map(|&sum| u64::from(sum.unsigned_abs())).sum()
+    }
+}
+
+/// A tile of ones.
+#[repr(C, align(64))]
+struct Ones([u8; TILE_BYTES]);
+
 /// Multiplies a panel, of a wide type if `WIDE`, with activations of `BYTES` bytes. A last tile is
 /// a whole one too: activations have room for it, and so have sums.
 ///
@@ -183,7 +240,7 @@ macro_rules! each_row {
 }
 
 /// A span of a group with a tile of rows, and where its operands lie.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Debug)]
 struct Turn {
     row: usize,
     group: usize,
@@ -191,7 +248,34 @@ struct Turn {
     bytes: *const u8,
     scales: *const f32,
     weights: *const u8,
+    /// The steps of the group's rows.
+    step: *const f32,
     sums: *mut f32,
+    /// Whether it is a leaf's first, before which there are no sums.
+    fresh: bool,
+    /// The leaf's number, if it is its last.
+    ends: Option<usize>,
+}
+
+/// The turn whose products are in the tiles, and room for the results.
+#[derive(Debug)]
+#[repr(C, align(64))]
+pub(crate) struct Waiting {
+    results: Results,
+    /// That turn's, whose panel is overwritten.
+    step: [f32; LANES],
+    turn: Option<Turn>,
+}
+
+impl Waiting {
+    /// No turn.
+    pub(crate) const fn new() -> Self {
+        Self {
+            results: Results(MaybeUninit::uninit()),
+            step: [0.0; LANES],
+            turn: None,
+        }
+    }
 }
 
 /// Configured tiles and their way through the rows, a tile of them at a time.
@@ -200,14 +284,14 @@ struct Tiles<'a, S, R, const BYTES: usize, const WIDE: bool> {
     segment: &'a Segment<'a>,
     /// Spans of the segment.
     spans: usize,
-    results: Results,
     _isa: PhantomData<S>,
 }
 
-/// High bytes of activations times highest bytes of weights, then times lower ones, then low bytes
-/// of activations, so too.
+/// Activations are 2^8 `p` + `q` and weights 2^8 `h` + `l`: sums of `p h`, `p l`, `q h` and `q l`.
+/// Of wide weights, 2^16 `h` + 2^8 `m` + `l`: of `p h`, `p m + q h`, `p l + q m` and `q l`.
+#[derive(Debug)]
 #[repr(C, align(64))]
-struct Results(MaybeUninit<[[[i32; LANES]; TILE_ROWS]; 6]>);
+struct Results(MaybeUninit<[[[i32; LANES]; TILE_ROWS]; 4]>);
 
 impl<'a, S: BytePlanes, R: Registers, const BYTES: usize, const WIDE: bool>
     Tiles<'a, S, R, BYTES, WIDE>
@@ -220,9 +304,8 @@ impl<'a, S: BytePlanes, R: Registers, const BYTES: usize, const WIDE: bool>
         Self {
             // SAFETY: passed on.
             registers: unsafe { R::left() },
-            segment,
             spans: segment.chunks.div_ceil(segment.span),
-            results: Results(MaybeUninit::uninit()),
+            segment,
             _isa: PhantomData,
         }
     }
@@ -233,6 +316,37 @@ impl<'a, S: BytePlanes, R: Registers, const BYTES: usize, const WIDE: bool>
         // SAFETY: by the caller's promise; sums are made of what was stored.
         unsafe {
             let mut turn = self.first();
+            match (*self.segment.waiting).turn.take() {
+                Some(before) => self.follow::<STEPS>(before, turn),
+                None => self.start::<STEPS>(turn),
+            }
+            loop {
+                let next = self.after::<STEPS>(turn);
+                if next.row >= self.segment.rows {
+                    break;
+                }
+                self.follow::<STEPS>(turn, next);
+                turn = next;
+            }
+            if self.segment.is_last {
+                self.store();
+                let mut sums = self.sums(turn);
+                self.add::<0, TILE_ROWS>(turn, &mut sums);
+                self.keep(turn, sums);
+            } else {
+                let waiting = &mut *self.segment.waiting;
+                S::store(waiting.step.as_mut_ptr(), S::load(turn.step));
+                turn.step = waiting.step.as_ptr();
+                waiting.turn = Some(turn);
+            }
+        }
+    }
+
+    /// Starts the products of a turn that has none before it.
+    #[inline(always)]
+    unsafe fn start<const STEPS: usize>(&mut self, turn: Turn) {
+        // SAFETY: passed on.
+        unsafe {
             self.step::<0, false>(turn);
             if STEPS > 1 {
                 self.step::<1, false>(turn);
@@ -243,18 +357,6 @@ impl<'a, S: BytePlanes, R: Registers, const BYTES: usize, const WIDE: bool>
             if STEPS > 3 {
                 self.step::<3, false>(turn);
             }
-            loop {
-                let next = self.after::<STEPS>(turn);
-                if next.row >= self.segment.rows {
-                    break;
-                }
-                self.follow::<STEPS>(turn, next);
-                turn = next;
-            }
-            self.store();
-            let mut sums = self.sums(turn);
-            self.add::<0, TILE_ROWS>(turn, &mut sums);
-            self.keep(turn, sums);
         }
     }
 
@@ -299,14 +401,28 @@ impl<'a, S: BytePlanes, R: Registers, const BYTES: usize, const WIDE: bool>
         let span = segment.span * CHUNK;
         // SAFETY: the segment's pointers cover its chunks and rows, as `multiply` is promised.
         let (bytes, scales) = unsafe { segment.x.tiles(segment.first, segment.first_chunk, span) };
-        Turn {
+        self.whole(Turn {
             row: 0,
             group: 0,
             span: 0,
             bytes,
             scales,
             weights: segment.panel,
+            step: segment.panel.cast(),
             sums: segment.sums,
+            fresh: false,
+            ends: None,
+        })
+    }
+
+    /// With what follows from its place.
+    #[inline(always)]
+    fn whole(&self, turn: Turn) -> Turn {
+        Turn {
+            step: turn.weights.wrapping_add(steps_at(WIDE)).cast(),
+            fresh: self.segment.fresh && turn.span == 0,
+            ends: self.segment.ends.filter(|_| turn.span + 1 == self.spans),
+            ..turn
         }
     }
 
@@ -318,14 +434,14 @@ impl<'a, S: BytePlanes, R: Registers, const BYTES: usize, const WIDE: bool>
         turn.span += 1;
         turn.bytes = turn.bytes.wrapping_add(STEPS * Self::ACTIVATIONS);
         turn.scales = turn.scales.wrapping_add(TILE_ROWS);
-        turn.weights = turn.weights.wrapping_add(STEPS * STEP_BYTES);
+        turn.weights = turn.weights.wrapping_add(STEPS * step_bytes(WIDE));
         if turn.span == self.spans {
             turn.span = 0;
             turn.group += 1;
             let steps = self.spans * STEPS;
             turn.bytes = turn.bytes.wrapping_sub(steps * Self::ACTIVATIONS);
             turn.scales = turn.scales.wrapping_sub(self.spans * TILE_ROWS);
-            let unused = MOST * PLACES * CHUNK_BYTES - steps * STEP_BYTES;
+            let unused = MOST * PLACES * CHUNK_BYTES - steps * step_bytes(WIDE);
             turn.weights = turn.weights.wrapping_add(unused);
             turn.sums = turn.sums.wrapping_add(GROUP_SUMS);
         }
@@ -339,7 +455,7 @@ impl<'a, S: BytePlanes, R: Registers, const BYTES: usize, const WIDE: bool>
             turn.weights = segment.panel;
             turn.sums = segment.sums.wrapping_add(turn.row * LANES);
         }
-        turn
+        self.whole(turn)
     }
 
     /// Starts the products of 64 columns of a turn, its first if `K` is 0; with these the results
@@ -370,38 +486,32 @@ impl<'a, S: BytePlanes, R: Registers, const BYTES: usize, const WIDE: bool>
         }
     }
 
-    /// As [`step`](Self::step) with weights of three bytes: two registers are left for operands.
+    /// As [`step`](Self::step) with weights of three bytes, and so with two products into the
+    /// second and the third tile, far enough apart.
     #[inline(always)]
     unsafe fn wide_step<const K: usize, const STORE: bool>(&mut self, turn: Turn) {
-        let (high, middle, low) = (
-            turn.weights,
-            turn.weights.wrapping_add(TILE_BYTES),
-            turn.weights.wrapping_add(2 * TILE_BYTES),
-        );
+        let middle = turn.weights.wrapping_add(TILE_BYTES);
+        let low = turn.weights.wrapping_add(2 * TILE_BYTES);
         // SAFETY: by the caller's promise.
         unsafe {
-            self.activations::<6, K>(turn.bytes);
-            self.registers.load::<7, K, STEP_BYTES>(high);
-            self.renew::<0, K, STORE>();
-            self.registers.dot_signed::<0, 6, 7>();
-            self.registers.load::<7, K, STEP_BYTES>(middle);
+            self.activations::<4, K>(turn.bytes);
+            self.registers.load::<6, K, WIDE_STEP_BYTES>(middle);
             self.renew::<1, K, STORE>();
-            self.registers.dot_unsigned::<1, 6, 7>();
-            self.registers.load::<7, K, STEP_BYTES>(low);
+            self.registers.dot_unsigned::<1, 4, 6>();
+            self.registers.load::<7, K, WIDE_STEP_BYTES>(low);
             self.renew::<2, K, STORE>();
-            self.registers.dot_unsigned::<2, 6, 7>();
+            self.registers.dot_unsigned::<2, 4, 7>();
+            self.registers.load::<5, K, WIDE_STEP_BYTES>(turn.weights);
+            self.renew::<0, K, STORE>();
+            self.registers.dot_signed::<0, 4, 5>();
             if BYTES == 1 {
                 return;
             }
-            self.activations::<6, K>(turn.bytes.add(TILE_BYTES));
-            self.renew::<5, K, STORE>();
-            self.registers.dot_unsigned::<5, 6, 7>();
-            self.registers.load::<7, K, STEP_BYTES>(middle);
-            self.renew::<4, K, STORE>();
-            self.registers.dot_unsigned::<4, 6, 7>();
-            self.registers.load::<7, K, STEP_BYTES>(high);
+            self.activations::<4, K>(turn.bytes.add(TILE_BYTES));
+            self.registers.dot_signed::<1, 4, 5>();
+            self.registers.dot_unsigned::<2, 4, 6>();
             self.renew::<3, K, STORE>();
-            self.registers.dot_signed::<3, 6, 7>();
+            self.registers.dot_unsigned::<3, 4, 7>();
         }
     }
 
@@ -447,10 +557,6 @@ impl<'a, S: BytePlanes, R: Registers, const BYTES: usize, const WIDE: bool>
             if BYTES == 2 {
                 self.registers.store::<3>(results);
             }
-            if BYTES == 2 && WIDE {
-                self.registers.store::<4>(results);
-                self.registers.store::<5>(results);
-            }
         }
     }
 
@@ -460,7 +566,7 @@ impl<'a, S: BytePlanes, R: Registers, const BYTES: usize, const WIDE: bool>
         // SAFETY: by the caller's promise.
         unsafe {
             let mut sums = [S::splat(0.0); TILE_ROWS];
-            if !self.segment.fresh || turn.span > 0 {
+            if !turn.fresh {
                 each_row!(I { sums[I] = S::load(turn.sums.add(I * LANES)) });
             }
             sums
@@ -474,9 +580,7 @@ impl<'a, S: BytePlanes, R: Registers, const BYTES: usize, const WIDE: bool>
         let mut to = turn.sums;
         // SAFETY: by the caller's promise; levels before the leaf's own were written.
         unsafe {
-            if let Some(leaf) = self.segment.ends
-                && turn.span + 1 == self.spans
-            {
+            if let Some(leaf) = turn.ends {
                 for _ in 0..carries(leaf) {
                     to = to.add(LEVEL_LEN);
                     each_row!(I { sums[I] = S::add(S::load(to.add(I * LANES)), sums[I]) });
@@ -496,7 +600,7 @@ impl<'a, S: BytePlanes, R: Registers, const BYTES: usize, const WIDE: bool>
     ) {
         // SAFETY: by the caller's promise.
         unsafe {
-            let step = S::load(turn.weights.add(STEPS_AT).cast());
+            let step = S::load(turn.step);
             each_row!(I {
                 if (FIRST..END).contains(&I) {
                     let terms = self.terms(I);
@@ -514,25 +618,31 @@ impl<'a, S: BytePlanes, R: Registers, const BYTES: usize, const WIDE: bool>
         // SAFETY: by the caller's promise.
         unsafe {
             let at = |tile: usize| S::load_i(results.add((tile * TILE_ROWS + i) * LANES));
-            let joined = |tile: usize| S::add_i(S::shl_i::<8>(at(tile)), at(tile + 1));
             match (WIDE, BYTES) {
-                (false, 1) => [joined(0); 2],
-                (false, _) => [joined(0), joined(2)],
-                (true, 1) => [S::shl_i::<2>(at(0)), joined(1)],
-                // 2^7 (2^16 a + 2^8 b + c) + 2^16 d + 2^8 e + f: what is a multiple of 2^14, and
-                // the rest, of at most 2^31 - 2^23.
+                (false, 1) => [S::add_i(S::shl_i::<8>(at(0)), at(1)); 2],
+                // 2^16 a + 2^8 (b + c) + d: what is a multiple of 2^7, and the rest.
+                (false, _) => {
+                    let middle = S::add_i(at(1), at(2));
+                    [S::add_i(S::shl_i::<9>(at(0)), S::shl_i::<1>(middle)), at(3)]
+                }
+                (true, 1) => [S::shl_i::<2>(at(0)), S::add_i(S::shl_i::<8>(at(1)), at(2))],
+                // 2^24 a + 2^16 b + 2^8 c + d: what is a multiple of 2^14, and the rest, of at most
+                // 2^24.
                 (true, _) => {
-                    let high = S::add_i(S::shl_i::<9>(at(0)), S::shl_i::<1>(at(1)));
-                    let low = S::add_i(S::shl7_i(at(2)), joined(4));
-                    [S::add_i(high, S::shl_i::<2>(at(3))), low]
+                    let c = at(2);
+                    let rest = S::and_i(c, S::splat_i(63));
+                    let high = S::add_i(S::shl_i::<10>(at(0)), S::shl_i::<2>(at(1)));
+                    let carry = S::sar7_i(S::shl_i::<1>(c));
+                    [S::add_i(high, carry), S::add_i(S::shl_i::<8>(rest), at(3))]
                 }
             }
         }
     }
 
-    /// Results, `(6, TILE_ROWS, 16)`.
+    /// Results, `(4, TILE_ROWS, 16)`.
     #[inline(always)]
     fn results(&mut self) -> *mut i32 {
-        (&raw mut self.results).cast()
+        // SAFETY: the segment's, as `multiply` is promised.
+        unsafe { (&raw mut (*self.segment.waiting).results).cast() }
     }
 }

@@ -453,8 +453,8 @@ impl<'k> Step<'k> {
             heads.for_each(|head| self.kernels.rms_norm_in_place(head, weight, c.norm_eps));
         }
         let pairs = c.ropes[c.layers[0].rope].pairs;
-        vector::rope(q, c.head_dim, &self.angles, pairs);
-        vector::rope(k, c.head_dim, &self.angles, pairs);
+        self.kernels.rope(q, c.head_dim, &self.angles, pairs);
+        self.kernels.rope(k, c.head_dim, &self.angles, pairs);
     }
 
     /// Adds what half a layer gives to the residual stream.
