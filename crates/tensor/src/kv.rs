@@ -176,10 +176,15 @@ impl KvCache {
         ((page * shape.layers + layer) * shape.heads + head) * 2 * shape.head_bytes()
     }
 
-    /// One head of a page; `next` is the page that will be read after it.
-    pub(crate) fn page(&self, layer: usize, page: u32, head: usize, next: Option<u32>) -> PageView {
+    /// One head of a page; `next` are the page and the head that will be read after it.
+    pub(crate) fn page(
+        &self,
+        layer: usize,
+        (page, head): (u32, usize),
+        next: Option<(u32, usize)>,
+    ) -> PageView {
         let start = self.offset(layer, page, head);
-        let next = next.map_or(start, |next| self.offset(layer, next, head));
+        let next = next.map_or(start, |(page, head)| self.offset(layer, page, head));
         let (shape, half) = (self.shape, self.shape.head_bytes());
         let bytes = &self.data[start..start + 2 * half];
         PageView {

@@ -1,14 +1,17 @@
 //! A small thread pool for kernels: numbered tasks, claimed one by one.
 //!
-//! [`ThreadPool::run`] hands out task numbers to the calling thread and to the workers through
-//! one atomic word, so a core that is slow or taken away by the system only delays the task it
-//! holds: the caller never waits for a worker that has claimed nothing. Workers spin for
+//! Each thread has a *share* of a job's tasks, neighbours, and takes them one by one; who has none
+//! left takes those of the others, so a core that is slow or taken away by the system only delays
+//! the task it holds: the caller never waits for a worker that has claimed nothing. A share's state
+//! is an atomic word on a cache line of its own, which stays with its thread as long as nobody
+//! helps. (All threads at one word: its line went to and fro twice a task.) Workers spin for
 //! [`SPINS`] rounds between jobs, then sleep. Which thread runs a task never changes a result:
 //! tasks write disjoint outputs.
 
 use std::cell::Cell;
 use std::fmt;
 use std::marker::PhantomData;
+use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
@@ -21,31 +24,60 @@ const SPINS: u32 = 4_000;
 
 type Task<'a> = &'a (dyn Fn(usize) + Sync);
 
-/// The state of the current job in one word, so that claiming a task checks all of it at once:
-/// 24 bits number of the job, 20 bits tasks, 20 bits next task. The job number wraps; a claim
-/// made on a word of 2^24 jobs ago succeeds only if the word is the same again, and then it is a
-/// valid claim of the present job.
+/// A job's number and a count, in one word: 44 bits and 20. Jobs are numbered from 1 on, and at
+/// 100,000 a second for five years.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Claim(u64);
+struct Word(u64);
 
-impl Claim {
-    const MAX_TASKS: usize = (1 << 20) - 1;
+impl Word {
+    const COUNT_BITS: u32 = 20;
+    const MAX_COUNT: usize = (1 << Self::COUNT_BITS) - 1;
 
-    const fn new(job: u32, tasks: usize) -> Self {
-        Self((job as u64) << 40 | (tasks as u64) << 20)
+    const fn new(job: u64, count: usize) -> Self {
+        Self(job << Self::COUNT_BITS | count as u64)
     }
 
-    const fn job(self) -> u32 {
-        (self.0 >> 40) as u32
+    const fn job(self) -> u64 {
+        self.0 >> Self::COUNT_BITS
     }
 
-    /// The next task, if there is one.
-    const fn next(self) -> Option<usize> {
-        let (tasks, next) = (self.0 >> 20 & 0xf_ffff, self.0 & 0xf_ffff);
-        if next < tasks {
-            Some(next as usize)
-        } else {
-            None
+    const fn count(self) -> usize {
+        self.0 as usize & Self::MAX_COUNT
+    }
+}
+
+/// A thread's tasks of a job: what was claimed of them last.
+///
+/// A [`Word`] of the next task that nobody has claimed, in the last job of which one was: in a
+/// later job none has been, and it need not be told. Claims check job and task at once, so that a
+/// thread that comes late gets nothing.
+#[derive(Debug)]
+#[repr(align(128))] // two lines of x86, which fetches pairs, or one of Apple's
+struct Share(AtomicU64);
+
+impl Share {
+    /// Claims the next of tasks `own` of a job, which is this share's part of it, if there is one.
+    fn claim(&self, job: u64, own: &Range<usize>) -> Option<usize> {
+        let mut word = self.0.load(Ordering::Acquire);
+        loop {
+            let task = match Word(word).job() {
+                last if last < job => own.start,
+                last if last == job => Word(word).count(),
+                _ => return None, // a later one: all of this were claimed
+            };
+            if task >= own.end {
+                return None;
+            }
+            let claimed = self.0.compare_exchange_weak(
+                word,
+                Word::new(job, task + 1).0,
+                Ordering::AcqRel,
+                Ordering::Acquire,
+            );
+            match claimed {
+                Ok(_) => return Some(task),
+                Err(now) => word = now,
+            }
         }
     }
 }
@@ -111,15 +143,17 @@ fn stay(core: Option<usize>) {
     });
 }
 
-/// What the threads share. A job is published by its pointer and then `claim`.
+/// What the threads have in common. A job is published by its pointer and then `job`.
 #[derive(Debug)]
 struct Shared {
-    /// A [`Claim`].
-    claim: AtomicU64,
+    /// The current job's [`Word`], with all of its tasks.
+    job: AtomicU64,
+    /// Its closure: a pointer to a `Task` on the stack of the caller of `run`.
+    task: AtomicPtr<()>,
+    /// The caller's, then the workers'.
+    shares: Box<[Share]>,
     /// Tasks of the current job that have ended.
     ended: AtomicUsize,
-    /// The current job's closure: a pointer to a `Task` on the stack of the caller of `run`.
-    job: AtomicPtr<()>,
     panicked: AtomicBool,
     stop: AtomicBool,
     sleepers: AtomicUsize,
@@ -134,7 +168,7 @@ pub struct ThreadPool {
     /// Where the caller of `run` stays.
     core: Option<usize>,
     /// Held while a job runs: `run` from two threads takes turns.
-    turn: Mutex<u32>,
+    turn: Mutex<u64>,
 }
 
 impl fmt::Debug for ThreadPool {
@@ -166,9 +200,12 @@ impl ThreadPool {
         };
         let core_of = |i: usize| cores.get((first + i) % cores.len().max(1)).copied();
         let shared = Arc::new(Shared {
-            claim: AtomicU64::new(0),
+            job: AtomicU64::new(0),
+            task: AtomicPtr::new(std::ptr::null_mut()),
+            shares: (0..threads.max(1))
+                .map(|_| Share(AtomicU64::new(0)))
+                .collect(),
             ended: AtomicUsize::new(0),
-            job: AtomicPtr::new(std::ptr::null_mut()),
             panicked: AtomicBool::new(false),
             stop: AtomicBool::new(false),
             sleepers: AtomicUsize::new(0),
@@ -188,7 +225,7 @@ impl ThreadPool {
             let core = core_of(i);
             let body = move || {
                 stay(core);
-                shared.work();
+                shared.work(i);
             };
             pool.workers
                 .push(std::thread::Builder::new().name(name).spawn(body)?);
@@ -213,11 +250,12 @@ impl ThreadPool {
             (0..tasks).for_each(task);
             return;
         }
-        assert!(tasks <= Claim::MAX_TASKS, "{tasks} tasks in one job");
+        assert!(tasks <= Word::MAX_COUNT, "{tasks} tasks in one job");
         let mut job = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
-        *job = (*job + 1) & 0xff_ffff;
-        self.shared.publish(*job, tasks, &task);
-        self.shared.take_part(*job);
+        *job += 1;
+        let word = Word::new(*job, tasks);
+        self.shared.publish(word, &task);
+        self.shared.take_part(word, 0);
         self.shared.wait_for_all(tasks);
         let panicked = self.shared.panicked.swap(false, Ordering::Relaxed);
         drop(job);
@@ -239,50 +277,46 @@ impl Drop for ThreadPool {
 impl Shared {
     /// Makes a job visible to the workers. `task` outlives it: `run` returns only when every
     /// claimed task has ended, and nothing is claimed after the last.
-    fn publish(&self, job: u32, tasks: usize, task: &Task<'_>) {
+    fn publish(&self, job: Word, task: &Task<'_>) {
         // All tasks of the previous job were claimed and have ended, so nobody reads these now; a
         // worker reads them only after it has claimed a task of this job.
         self.ended.store(0, Ordering::Relaxed);
-        self.job.store(
+        self.task.store(
             std::ptr::from_ref(task).cast_mut().cast(),
             Ordering::Relaxed,
         );
-        self.claim.store(Claim::new(job, tasks).0, Ordering::SeqCst);
+        self.job.store(job.0, Ordering::SeqCst);
         if self.sleepers.load(Ordering::SeqCst) > 0 {
             drop(self.lock.lock());
             self.wake.notify_all();
         }
     }
 
-    /// Claims and runs tasks of `job` until there are none.
-    fn take_part(&self, job: u32) {
-        let mut word = self.claim.load(Ordering::Acquire);
-        while let (true, Some(task)) = (Claim(word).job() == job, Claim(word).next()) {
-            let claimed = self.claim.compare_exchange_weak(
-                word,
-                word + 1,
-                Ordering::AcqRel,
-                Ordering::Acquire,
-            );
-            word = match claimed {
-                Ok(_) => {
-                    self.run_task(task);
-                    self.claim.load(Ordering::Acquire)
-                }
-                Err(now) => now,
-            };
+    /// Claims and runs tasks of `job` until there are none: those of share `own`, then of the
+    /// others.
+    fn take_part(&self, job: Word, own: usize) {
+        let (shares, tasks) = (self.shares.len(), job.count());
+        let mut done = 0;
+        for of in (own..shares).chain(0..own) {
+            let part = of * tasks / shares..(of + 1) * tasks / shares;
+            while let Some(task) = self.shares[of].claim(job.job(), &part) {
+                self.run_task(task);
+                done += 1;
+            }
+        }
+        if done > 0 {
+            self.ended.fetch_add(done, Ordering::Release);
         }
     }
 
     fn run_task(&self, index: usize) {
-        let job = self.job.load(Ordering::Relaxed).cast::<Task<'_>>();
-        // SAFETY: a task of this job is claimed and has not ended, so `run` is still waiting and
-        // the closure is alive.
-        let task = unsafe { *job };
+        let task = self.task.load(Ordering::Relaxed).cast::<Task<'_>>();
+        // SAFETY: a task of this job is claimed and not counted as ended, so `run` is still
+        // waiting and the closure is alive.
+        let task = unsafe { *task };
         if catch_unwind(AssertUnwindSafe(|| task(index))).is_err() {
             self.panicked.store(true, Ordering::Relaxed);
         }
-        self.ended.fetch_add(1, Ordering::Release);
     }
 
     /// Waits for tasks that other threads have claimed. They run on cores of their own and end in
@@ -299,20 +333,20 @@ impl Shared {
         }
     }
 
-    /// A worker's life.
-    fn work(&self) {
+    /// The life of the worker that has share `own`.
+    fn work(&self, own: usize) {
         let mut seen = 0;
         while let Some(job) = self.next_job(seen) {
-            seen = job;
-            self.take_part(job);
+            seen = job.job();
+            self.take_part(job, own);
         }
     }
 
-    /// Waits for a job other than `seen`; `None` when the pool ends.
-    fn next_job(&self, seen: u32) -> Option<u32> {
+    /// Waits for a job behind `seen`; `None` when the pool ends.
+    fn next_job(&self, seen: u64) -> Option<Word> {
         let look = || {
-            let job = Claim(self.claim.load(Ordering::SeqCst)).job();
-            (job != seen).then_some(job)
+            let job = Word(self.job.load(Ordering::SeqCst));
+            (job.job() != seen).then_some(job)
         };
         for _ in 0..SPINS {
             if let Some(job) = look() {
@@ -410,6 +444,19 @@ mod tests {
                 assert_eq!(counts, vec![50; tasks], "{threads} threads");
             }
         }
+    }
+
+    #[test]
+    fn a_share_gives_each_task_once_and_none_to_who_comes_late() {
+        let share = Share(AtomicU64::new(0));
+        assert_eq!(share.claim(5, &(3..5)), Some(3));
+        assert_eq!(share.claim(5, &(3..5)), Some(4));
+        assert_eq!(share.claim(5, &(3..5)), None);
+        assert_eq!(share.claim(4, &(0..9)), None); // of which all were claimed
+        assert_eq!(share.claim(6, &(2..2)), None);
+        assert_eq!(share.claim(7, &(0..1)), Some(0)); // nobody told it that there is another job
+        assert_eq!(share.claim(7, &(0..1)), None);
+        assert_eq!(share.claim(5, &(3..5)), None);
     }
 
     #[test]

@@ -28,6 +28,10 @@ impl Isa for Avx512 {
         unsafe { _mm_prefetch::<_MM_HINT_T0>(p.cast()) }
     }
     #[inline(always)]
+    unsafe fn prefetch_far(p: *const u8) {
+        unsafe { _mm_prefetch::<_MM_HINT_T1>(p.cast()) }
+    }
+    #[inline(always)]
     unsafe fn prefetch_ahead<const NEAR: usize, const FAR: usize>(p: *const u8) {
         unsafe { ask_ahead::<NEAR, FAR>(p) }
     }

@@ -48,6 +48,9 @@ pub(crate) trait Isa: Copy {
     /// Asks for the cache line at `p`, which will be read soon: a hint, `p` need not be valid.
     #[inline(always)]
     unsafe fn prefetch(_p: *const u8) {}
+    /// The same, into the second cache.
+    #[inline(always)]
+    unsafe fn prefetch_far(_p: *const u8) {}
     /// Asks for the lines `NEAR` and `FAR` bytes behind `p`, the second one into the second cache.
     #[inline(always)]
     unsafe fn prefetch_ahead<const NEAR: usize, const FAR: usize>(_p: *const u8) {}

@@ -188,11 +188,13 @@ impl Task<'_> {
         let run = run.start.max(seen.start)..run.end.min(seen.end);
         for index in run.clone() {
             let (lo, hi) = visible(position, self.step.window, index).expect("a visible page");
-            let next = (index + 1 < run.end).then(|| sequence.pages[index + 1]);
+            // The next task's, maybe: this thread's as a rule.
+            let next = self.behind(&sequence, &seen, index, kv_head);
+            let page = (sequence.pages[index], kv_head);
             let mut queries = Queries::new();
             for head in plan.heads_of(kv_head) {
                 if queries.is_full() {
-                    self.attend(sequence.pages[index], next, kv_head, &mut queries);
+                    self.attend(page, next, &mut queries);
                 }
                 // SAFETY: each (row, head, page) has a slot of its own.
                 let out = unsafe { self.stored.part(plan.slot(row, head, index)) };
@@ -203,8 +205,24 @@ impl Task<'_> {
                     out: out.as_mut_ptr(),
                 });
             }
-            self.attend(sequence.pages[index], next, kv_head, &mut queries);
+            self.attend(page, next, &mut queries);
         }
+    }
+
+    /// What a row reads behind page `index` of those it has `seen` of a KV head: the next of these,
+    /// or the first of the next head.
+    fn behind(
+        &self,
+        sequence: &AttentionRows<'_>,
+        seen: &Range<usize>,
+        index: usize,
+        kv_head: usize,
+    ) -> Option<(u32, usize)> {
+        if index + 1 < seen.end {
+            return Some((sequence.pages[index + 1], kv_head));
+        }
+        let next = kv_head + 1;
+        (next < self.plan.kv_heads).then(|| (sequence.pages[seen.start], next))
     }
 
     /// Merges the stored partial results of all pages for one row and KV head.
@@ -258,7 +276,8 @@ impl Task<'_> {
         let (total, next) = running.split_at_mut(QUERIES * plan.partial);
         let (mut totals, mut nexts) = (parts(total, plan.partial), parts(next, plan.partial));
         let last = (tile.position + tile.rows.len() - 1) / PAGE;
-        for index in first_page(tile.position, window)..=last {
+        let seen = first_page(tile.position, window)..last + 1;
+        for index in seen.clone() {
             let mut queries = Queries::new();
             tile.each(|slot, row, position, head| {
                 let Some((lo, hi)) = visible(position, window, index) else {
@@ -273,13 +292,9 @@ impl Task<'_> {
                     out: into.part(slot).as_mut_ptr(),
                 });
             });
-            let after = (index < last).then(|| tile.sequence.pages[index + 1]);
-            self.attend(
-                tile.sequence.pages[index],
-                after,
-                tile.kv_head,
-                &mut queries,
-            );
+            let page = (tile.sequence.pages[index], tile.kv_head);
+            let next = self.behind(&tile.sequence, &seen, index, tile.kv_head);
+            self.attend(page, next, &mut queries);
             tile.each(|slot, _, position, _| {
                 let seen = first_page(position, window)..position / PAGE + 1;
                 if index > seen.start && index < seen.end {
@@ -297,10 +312,10 @@ impl Task<'_> {
         });
     }
 
-    /// Attends the collected queries to one page, and forgets them.
-    fn attend(&self, page: u32, next: Option<u32>, kv_head: usize, queries: &mut Queries) {
+    /// Attends the collected queries to one page of a KV head, and forgets them.
+    fn attend(&self, page: (u32, usize), next: Option<(u32, usize)>, queries: &mut Queries) {
         let cache = self.step.cache;
-        let view = cache.page(self.step.layer, page, kv_head, next);
+        let view = cache.page(self.step.layer, page, next);
         let kernel = match cache.shape().kv_type {
             KvType::F16 => self.table.attend_f16,
             KvType::F32 => self.table.attend_f32,
