@@ -225,14 +225,14 @@ impl Activations {
     }
 
     /// As [`writer`](Self::writer), and who makes the rows in the forms that panels want; the
-    /// writer does not quantise what is made in a form [alone](Form::is_alone).
+    /// writer does not quantise what lies in [tiles](Form::tiled).
     pub(crate) fn writers(
         &mut self,
         forms: [bool; Form::ALL.len()],
     ) -> (Writer<'_>, [PanelWriter<'_>; Form::ALL.len()]) {
         let instead = Form::ALL
             .iter()
-            .any(|&form| forms[form as usize] && form.is_alone());
+            .any(|&form| forms[form as usize] && form.tiled());
         let writer = Writer {
             cols: self.cols,
             rows: self.rows,
@@ -524,7 +524,7 @@ impl Rounding {
 /// # Safety
 /// Features of `S`.
 #[inline(always)]
-pub(crate) unsafe fn halves<S: Isa>(q: S::I) -> [S::I; 2] {
+unsafe fn halves<S: Isa>(q: S::I) -> [S::I; 2] {
     // SAFETY: by the caller's promise.
     unsafe {
         let above = S::add_i(q, S::splat_i(64));

@@ -51,14 +51,9 @@ impl Form {
         }
     }
 
-    /// Whether rows lie in tiles.
-    const fn tiled(self) -> bool {
+    /// Whether rows lie in tiles: made of the values, without integers in any other form.
+    pub(crate) const fn tiled(self) -> bool {
         matches!(self, Self::Tiles | Self::SmallTiles)
-    }
-
-    /// Whether rows are made of the values, without integers in any other form.
-    pub(crate) const fn is_alone(self) -> bool {
-        self.tiled()
     }
 
     /// What the integers have that rows are copied of.

@@ -186,7 +186,7 @@ impl Task<'_> {
         let seen = first_page(position, self.step.window)..position / PAGE + 1;
         let run = run * plan.run_pages..(run + 1) * plan.run_pages;
         let run = run.start.max(seen.start)..run.end.min(seen.end);
-        for index in run.clone() {
+        for index in run {
             let (lo, hi) = visible(position, self.step.window, index).expect("a visible page");
             // The next task's, maybe: this thread's as a rule.
             let next = self.behind(&sequence, &seen, index, kv_head);
