@@ -33,6 +33,8 @@ pub enum InstructionSet {
     Scalar,
     /// x86-64 with AVX2, FMA and F16C.
     Avx2,
+    /// The same with AVX-VNNI: Intel's Core from Alder Lake (2021) on, AMD's Zen 5.
+    AvxVnni,
     /// x86-64 with AVX-512 F, BW, VL and VNNI, and BF16's dot products where it has them.
     Avx512Vnni,
     /// AVX-512 as above, and products of many rows by AMX's tiles of bytes.
@@ -45,9 +47,10 @@ pub enum InstructionSet {
 
 impl InstructionSet {
     /// Every one, slowest first.
-    pub const ALL: [Self; 6] = [
+    pub const ALL: [Self; 7] = [
         Self::Scalar,
         Self::Avx2,
+        Self::AvxVnni,
         Self::Avx512Vnni,
         Self::AmxInt8,
         Self::NeonDotprod,
@@ -59,6 +62,7 @@ impl InstructionSet {
         match self {
             Self::Scalar => "scalar",
             Self::Avx2 => "avx2",
+            Self::AvxVnni => "avx-vnni",
             Self::Avx512Vnni => "avx512-vnni",
             Self::AmxInt8 => "amx-int8",
             Self::NeonDotprod => "neon-dotprod",
@@ -90,6 +94,11 @@ impl InstructionSet {
             Self::Scalar => Some(&scalar::TABLE),
             #[cfg(target_arch = "x86_64")]
             Self::Avx2 => has_avx2().then_some(&avx2::TABLE),
+            #[cfg(target_arch = "x86_64")]
+            Self::AvxVnni => {
+                let has = has_avx2() && is_x86_feature_detected!("avxvnni");
+                has.then_some(&avx_vnni::TABLE)
+            }
             #[cfg(target_arch = "x86_64")]
             Self::Avx512Vnni => has_avx512().then_some(&avx512::TABLE),
             #[cfg(target_arch = "x86_64")]
@@ -488,6 +497,13 @@ kernels!(
     isa::Avx2,
     InstructionSet::Avx2,
     "avx2,fma,f16c"; words 2
+);
+kernels!(
+    #[cfg(target_arch = "x86_64")]
+    avx_vnni,
+    isa::AvxVnni,
+    InstructionSet::AvxVnni,
+    "avx2,fma,f16c,avxvnni"; words 2
 );
 kernels!(
     #[cfg(target_arch = "x86_64")]

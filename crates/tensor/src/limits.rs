@@ -100,22 +100,26 @@ pub(crate) unsafe fn read<S: Isa>(bytes: &[u8], ahead: usize) -> u64 {
 }
 
 /// Does `count` dot products, rounded up to eight, on registers; returns the sum of their products,
-/// which are all 1.
+/// which are all 1. As many at once as keep two multipliers busy that take four cycles, which is as
+/// many as 16 registers of half the width hold; there each with activations of its own, or AVX2
+/// would multiply once for all.
 ///
 /// # Safety
 /// The features of `S`.
 #[inline(always)]
 pub(crate) unsafe fn dots<S: Isa>(count: u64) -> u64 {
-    let (weights, x) = ([1u8; 64], [1i8; 4]);
-    // SAFETY: 64 bytes and 4 bytes are there.
+    let (weights, x) = ([1u8; 64], [[1i8; 4]; 8]);
+    // SAFETY: 64 bytes are there, and 4 for each accumulator.
     unsafe {
         let weights = S::load_w(std::hint::black_box(&weights).as_ptr());
         let mut acc = [S::splat_i(0); 8];
-        for _ in 0..count.div_ceil(8) {
-            let x = std::hint::black_box(x.as_ptr());
+        let at_once = acc.len().min(S::REGISTERS / 2);
+        let own = usize::from(at_once < acc.len());
+        for _ in 0..count.div_ceil(8) * (8 / at_once) as u64 {
+            let x = std::hint::black_box(&x).as_ptr();
             let mut i = 0;
-            while i < acc.len() {
-                acc[i] = S::dot_unsigned(acc[i], weights, x);
+            while i < at_once {
+                acc[i] = S::dot_unsigned(acc[i], weights, x.add(i * own).cast());
                 i += 1;
             }
         }

@@ -75,6 +75,7 @@ fn every_instruction_set_gives_the_same_answer() {
     let sets = [
         "scalar",
         "avx2",
+        "avx-vnni",
         "avx512-vnni",
         "amx-int8",
         "neon-dotprod",

@@ -233,6 +233,11 @@ unsafe fn span<
     unsafe {
         let mut totals = [[[S::splat_i(0); 2]; G]; N];
         for c in chunks {
+            let parts = if HALVES && S::ROLLED {
+                std::hint::black_box(parts)
+            } else {
+                parts
+            };
             let mut part = 0;
             while part < parts {
                 let pairs = part * count..(part + 1) * count;

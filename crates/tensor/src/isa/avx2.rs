@@ -1,4 +1,4 @@
-//! AVX2 with FMA: lanes 0..8 in the first register of each pair, 8..16 in the second.
+//! AVX2 with FMA, and AVX-VNNI: lanes 0..8 in the first register of each pair, 8..16 in the second.
 #![allow(
     clippy::undocumented_unsafe_blocks,
     reason = "one contract for all: the trait's callers guarantee features and pointers"
@@ -6,6 +6,7 @@
 
 use std::arch::asm;
 use std::arch::x86_64::*;
+use std::marker::PhantomData;
 
 use super::{Isa, Words};
 
@@ -23,9 +24,94 @@ pub(super) unsafe fn ask_ahead<const NEAR: usize, const FAR: usize>(p: *const u8
     }
 }
 
-/// Needs avx2, fma and f16c.
+/// AVX2 alone: needs avx2, fma and f16c.
+pub(crate) type Avx2 = Ymm<MultiplyAdd>;
+
+/// With the dot products of AVX-VNNI: needs avxvnni too.
+pub(crate) type AvxVnni = Ymm<Vnni>;
+
+/// Registers of eight lanes, whose dot products are those of `D`.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Avx2;
+pub(crate) struct Ymm<D>(PhantomData<D>);
+
+/// Dot products of integers, added to lanes of 32 bits. `x` of bytes lie in -127..=127.
+pub(crate) trait Dots: Copy {
+    /// As [`Isa::SIGNED_BIAS`].
+    const SIGNED_BIAS: i32;
+    /// As [`Words::ROLLED`].
+    const ROLLED: bool;
+    /// Of four unsigned bytes of at most 127 with four signed ones.
+    unsafe fn unsigned(acc: __m256i, w: __m256i, x: __m256i) -> __m256i;
+    /// Of four signed bytes with four signed ones, and the bias.
+    unsafe fn signed(acc: __m256i, w: __m256i, x: __m256i) -> __m256i;
+    /// Of two signed words.
+    unsafe fn words(acc: __m256i, a: __m256i, b: __m256i) -> __m256i;
+}
+
+/// AVX2's, in two or three steps.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct MultiplyAdd;
+
+impl Dots for MultiplyAdd {
+    const SIGNED_BIAS: i32 = 0;
+    const ROLLED: bool = false;
+
+    #[inline(always)]
+    unsafe fn unsigned(acc: __m256i, w: __m256i, x: __m256i) -> __m256i {
+        // Pairs stay below 2 * 127 * 127 < 2^15: the 16-bit step cannot saturate.
+        unsafe { Self::words(acc, _mm256_maddubs_epi16(w, x), _mm256_set1_epi16(1)) }
+    }
+    #[inline(always)]
+    unsafe fn signed(acc: __m256i, w: __m256i, x: __m256i) -> __m256i {
+        // |w| * (x with the sign of w): |w| <= 128, |x| <= 127, pairs at most 32,512.
+        unsafe { Self::unsigned(acc, _mm256_abs_epi8(w), _mm256_sign_epi8(x, w)) }
+    }
+    #[inline(always)]
+    unsafe fn words(acc: __m256i, a: __m256i, b: __m256i) -> __m256i {
+        unsafe { _mm256_add_epi32(acc, _mm256_madd_epi16(a, b)) }
+    }
+}
+
+/// AVX-VNNI's, in one.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Vnni;
+
+impl Dots for Vnni {
+    const SIGNED_BIAS: i32 = 128;
+    /// Products as text cannot have an operand in memory, and the compiler spills accumulators in
+    /// the unrolled loop's middle: 512 rows of Q6_K 44 to 110 Gop/s, and 130 to 152 in a loop (EPYC,
+    /// Zen 5). AVX2's have 128, in a loop 115.
+    const ROLLED: bool = true;
+
+    #[inline(always)]
+    unsafe fn unsigned(acc: __m256i, w: __m256i, x: __m256i) -> __m256i {
+        unsafe { _mm256_dpbusd_avx_epi32(acc, w, x) }
+    }
+    #[inline(always)]
+    unsafe fn signed(acc: __m256i, w: __m256i, x: __m256i) -> __m256i {
+        // The instruction multiplies unsigned by signed: flipping the top bit adds 128.
+        unsafe { Self::unsigned(acc, _mm256_xor_si256(w, _mm256_set1_epi8(-128)), x) }
+    }
+    #[inline(always)]
+    unsafe fn words(acc: __m256i, a: __m256i, b: __m256i) -> __m256i {
+        unsafe { dpwssd(acc, a, b) }
+    }
+}
+
+/// `vpdpwssd` as text, as [`super::avx512`] has it: the compiler makes two instructions of the
+/// intrinsic.
+#[inline]
+#[target_feature(enable = "avxvnni")]
+unsafe fn dpwssd(mut acc: __m256i, a: __m256i, b: __m256i) -> __m256i {
+    unsafe {
+        asm!(
+            "{{vex}} vpdpwssd {acc}, {a}, {b}",
+            acc = inout(ymm_reg) acc, a = in(ymm_reg) a, b = in(ymm_reg) b,
+            options(pure, nomem, nostack, preserves_flags)
+        );
+    }
+    acc
+}
 
 type F = [__m256; 2];
 type I = [__m256i; 2];
@@ -64,18 +150,18 @@ unsafe fn spread32(bits: u32) -> __m256i {
     }
 }
 
-/// Adds pairs of 16-bit products into 32-bit lanes.
+/// Four bytes in every lane.
 #[inline(always)]
-unsafe fn widen_add(acc: __m256i, pairs: __m256i) -> __m256i {
-    unsafe { _mm256_add_epi32(acc, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1))) }
+unsafe fn splat_four(x: *const u8) -> I {
+    unsafe { [_mm256_set1_epi32(x.cast::<i32>().read_unaligned()); 2] }
 }
 
-impl Isa for Avx2 {
+impl<D: Dots> Isa for Ymm<D> {
     type F = F;
     type I = I;
     type W = I;
     const REGISTERS: usize = 8;
-    const SIGNED_BIAS: i32 = 0;
+    const SIGNED_BIAS: i32 = D::SIGNED_BIAS;
     const SMALL: i32 = 0xffff;
 
     #[inline(always)]
@@ -151,19 +237,13 @@ impl Isa for Avx2 {
     }
     #[inline(always)]
     unsafe fn dot_unsigned(acc: I, w: I, x: *const i8) -> I {
-        // Pairs stay below 2 * 127 * 127 < 2^15: the 16-bit step cannot saturate.
-        let x = unsafe { [_mm256_set1_epi32(x.cast::<i32>().read_unaligned()); 2] };
-        let pairs = both!(_mm256_maddubs_epi16, w, x);
-        both!(widen_add, acc, pairs)
+        let x = unsafe { splat_four(x.cast()) };
+        both!(D::unsigned, acc, w, x)
     }
     #[inline(always)]
     unsafe fn dot_signed(acc: I, w: I, x: *const i8) -> I {
-        // |w| * (x with the sign of w): |w| <= 128, |x| <= 127, pairs at most 32,512.
-        let x = unsafe { [_mm256_set1_epi32(x.cast::<i32>().read_unaligned()); 2] };
-        let size = both!(_mm256_abs_epi8, w);
-        let signed = both!(_mm256_sign_epi8, x, w);
-        let pairs = both!(_mm256_maddubs_epi16, size, signed);
-        both!(widen_add, acc, pairs)
+        let x = unsafe { splat_four(x.cast()) };
+        both!(D::signed, acc, w, x)
     }
 
     #[inline(always)]
@@ -185,8 +265,7 @@ impl Isa for Avx2 {
     }
     #[inline(always)]
     unsafe fn mul_add_small(acc: I, a: I, b: I) -> I {
-        let product = both!(_mm256_madd_epi16, a, b);
-        both!(_mm256_add_epi32, acc, product)
+        both!(D::words, acc, a, b)
     }
     #[inline(always)]
     unsafe fn load_i8(p: *const u8) -> I {
@@ -358,7 +437,9 @@ impl Isa for Avx2 {
     }
 }
 
-impl Words for Avx2 {
+impl<D: Dots> Words for Ymm<D> {
+    const ROLLED: bool = D::ROLLED;
+
     #[inline(always)]
     unsafe fn widen(w: I, signed: bool) -> [I; 2] {
         if signed {
@@ -386,14 +467,12 @@ impl Words for Avx2 {
     }
     #[inline(always)]
     unsafe fn dot_words(acc: I, w: I, x: *const i16) -> I {
-        let x = unsafe { [_mm256_set1_epi32(x.cast::<i32>().read_unaligned()); 2] };
-        let pairs = both!(_mm256_madd_epi16, w, x);
-        both!(_mm256_add_epi32, acc, pairs)
+        let x = unsafe { splat_four(x.cast()) };
+        both!(D::words, acc, w, x)
     }
     #[inline(always)]
     unsafe fn dot_lanes(acc: I, a: I, b: I) -> I {
-        let products = both!(_mm256_madd_epi16, a, b);
-        both!(_mm256_add_epi32, acc, products)
+        both!(D::words, acc, a, b)
     }
     #[inline(always)]
     unsafe fn merge(low: I, high: I) -> I {

@@ -18,7 +18,7 @@ mod neon;
 mod scalar;
 
 #[cfg(target_arch = "x86_64")]
-pub(crate) use avx2::Avx2;
+pub(crate) use avx2::{Avx2, AvxVnni};
 #[cfg(target_arch = "x86_64")]
 pub(crate) use avx512::{Avx512, Dpbf16};
 #[cfg(target_arch = "aarch64")]
@@ -187,6 +187,9 @@ pub(crate) trait Isa: Copy {
 /// # Safety
 /// As for [`Isa`].
 pub(crate) trait Words: Isa {
+    /// Whether loops of two turns around loops of dot products had better not be unrolled: see
+    /// where it is `true`.
+    const ROLLED: bool = false;
     /// The bytes of each lane as words, signed or not: bytes 0 and 2 of it, and bytes 1 and 3.
     unsafe fn widen(w: Self::W, signed: bool) -> [Self::W; 2];
     /// The low word of each lane, twice.
