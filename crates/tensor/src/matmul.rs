@@ -425,6 +425,18 @@ impl<S: Isa> ChunkWeights<S> {
         unsafe {
             let mut acc = [less[0]; TERMS];
             acc[TERMS - 1] = less[TERMS - 1];
+            if S::FOURS && !F::P::SIGNED {
+                let quads = &*self.quads.as_ptr().add(4 * half).cast();
+                let mut term = 0;
+                while term < TERMS {
+                    ahead.ask::<S>(half * TERMS + term, 2 * TERMS);
+                    let x = q[term].add(16 * half);
+                    let most = F::P::OFFSET + F::P::LARGEST;
+                    acc[term] = S::dot_fours(acc[term], quads, x, most);
+                    term += 1;
+                }
+                return acc;
+            }
             let mut g = 4 * half;
             while g < 4 * half + 4 {
                 ahead.ask::<S>(g, 8);

@@ -4,11 +4,14 @@
     reason = "one contract for all: the trait's callers guarantee features and pointers"
 )]
 
+mod dots;
+
 use std::arch::asm;
 use std::arch::x86_64::*;
 use std::marker::PhantomData;
 
 use super::{Isa, Words};
+use dots::{Dots, MultiplyAdd, Vnni};
 
 /// [`Isa::prefetch_ahead`] of x86. As text: it stays where it stands, between the steps of a
 /// product; the compiler gathers those of the intrinsic.
@@ -33,85 +36,6 @@ pub(crate) type AvxVnni = Ymm<Vnni>;
 /// Registers of eight lanes, whose dot products are those of `D`.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Ymm<D>(PhantomData<D>);
-
-/// Dot products of integers, added to lanes of 32 bits. `x` of bytes lie in -127..=127.
-pub(crate) trait Dots: Copy {
-    /// As [`Isa::SIGNED_BIAS`].
-    const SIGNED_BIAS: i32;
-    /// As [`Words::ROLLED`].
-    const ROLLED: bool;
-    /// Of four unsigned bytes of at most 127 with four signed ones.
-    unsafe fn unsigned(acc: __m256i, w: __m256i, x: __m256i) -> __m256i;
-    /// Of four signed bytes with four signed ones, and the bias.
-    unsafe fn signed(acc: __m256i, w: __m256i, x: __m256i) -> __m256i;
-    /// Of two signed words.
-    unsafe fn words(acc: __m256i, a: __m256i, b: __m256i) -> __m256i;
-}
-
-/// AVX2's, in two or three steps.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct MultiplyAdd;
-
-impl Dots for MultiplyAdd {
-    const SIGNED_BIAS: i32 = 0;
-    const ROLLED: bool = false;
-
-    #[inline(always)]
-    unsafe fn unsigned(acc: __m256i, w: __m256i, x: __m256i) -> __m256i {
-        // Pairs stay below 2 * 127 * 127 < 2^15: the 16-bit step cannot saturate.
-        unsafe { Self::words(acc, _mm256_maddubs_epi16(w, x), _mm256_set1_epi16(1)) }
-    }
-    #[inline(always)]
-    unsafe fn signed(acc: __m256i, w: __m256i, x: __m256i) -> __m256i {
-        // |w| * (x with the sign of w): |w| <= 128, |x| <= 127, pairs at most 32,512.
-        unsafe { Self::unsigned(acc, _mm256_abs_epi8(w), _mm256_sign_epi8(x, w)) }
-    }
-    #[inline(always)]
-    unsafe fn words(acc: __m256i, a: __m256i, b: __m256i) -> __m256i {
-        unsafe { _mm256_add_epi32(acc, _mm256_madd_epi16(a, b)) }
-    }
-}
-
-/// AVX-VNNI's, in one.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Vnni;
-
-impl Dots for Vnni {
-    const SIGNED_BIAS: i32 = 128;
-    /// Products as text cannot have an operand in memory, and the compiler spills accumulators in
-    /// the unrolled loop's middle: 512 rows of Q6_K 44 to 110 Gop/s, and 130 to 152 in a loop (EPYC,
-    /// Zen 5). AVX2's have 128, in a loop 115.
-    const ROLLED: bool = true;
-
-    #[inline(always)]
-    unsafe fn unsigned(acc: __m256i, w: __m256i, x: __m256i) -> __m256i {
-        unsafe { _mm256_dpbusd_avx_epi32(acc, w, x) }
-    }
-    #[inline(always)]
-    unsafe fn signed(acc: __m256i, w: __m256i, x: __m256i) -> __m256i {
-        // The instruction multiplies unsigned by signed: flipping the top bit adds 128.
-        unsafe { Self::unsigned(acc, _mm256_xor_si256(w, _mm256_set1_epi8(-128)), x) }
-    }
-    #[inline(always)]
-    unsafe fn words(acc: __m256i, a: __m256i, b: __m256i) -> __m256i {
-        unsafe { dpwssd(acc, a, b) }
-    }
-}
-
-/// `vpdpwssd` as text, as [`super::avx512`] has it: the compiler makes two instructions of the
-/// intrinsic.
-#[inline]
-#[target_feature(enable = "avxvnni")]
-unsafe fn dpwssd(mut acc: __m256i, a: __m256i, b: __m256i) -> __m256i {
-    unsafe {
-        asm!(
-            "{{vex}} vpdpwssd {acc}, {a}, {b}",
-            acc = inout(ymm_reg) acc, a = in(ymm_reg) a, b = in(ymm_reg) b,
-            options(pure, nomem, nostack, preserves_flags)
-        );
-    }
-    acc
-}
 
 type F = [__m256; 2];
 type I = [__m256i; 2];
@@ -162,6 +86,7 @@ impl<D: Dots> Isa for Ymm<D> {
     type W = I;
     const REGISTERS: usize = 8;
     const SIGNED_BIAS: i32 = D::SIGNED_BIAS;
+    const FOURS: bool = D::FOURS;
     const SMALL: i32 = 0xffff;
 
     #[inline(always)]
@@ -239,6 +164,24 @@ impl<D: Dots> Isa for Ymm<D> {
     unsafe fn dot_unsigned(acc: I, w: I, x: *const i8) -> I {
         let x = unsafe { splat_four(x.cast()) };
         both!(D::unsigned, acc, w, x)
+    }
+    #[inline(always)]
+    unsafe fn dot_fours(acc: I, w: &[I; 4], x: *const i8, most: i32) -> I {
+        let [a, b, c, d] = *w;
+        unsafe {
+            let x = x.cast::<u8>();
+            let x = [
+                splat_four(x),
+                splat_four(x.add(4)),
+                splat_four(x.add(8)),
+                splat_four(x.add(12)),
+            ];
+            let x = [x[0][0], x[1][0], x[2][0], x[3][0]];
+            [
+                D::fours(acc[0], [a[0], b[0], c[0], d[0]], x, most),
+                D::fours(acc[1], [a[1], b[1], c[1], d[1]], x, most),
+            ]
+        }
     }
     #[inline(always)]
     unsafe fn dot_signed(acc: I, w: I, x: *const i8) -> I {

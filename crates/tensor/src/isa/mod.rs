@@ -76,6 +76,20 @@ pub(crate) trait Isa: Copy {
     /// Adds to each lane the dot product of its four bytes, unsigned and at most 127, with the
     /// four signed bytes at `x`. Exact.
     unsafe fn dot_unsigned(acc: Self::I, w: Self::W, x: *const i8) -> Self::I;
+    /// Whether [`dot_fours`](Self::dot_fours) takes fewer instructions than its parts.
+    const FOURS: bool = false;
+    /// [`dot_unsigned`](Self::dot_unsigned) of four registers, one after the other, with the
+    /// sixteen signed bytes at `x`: weights are at most `most`.
+    #[inline(always)]
+    unsafe fn dot_fours(mut acc: Self::I, w: &[Self::W; 4], x: *const i8, _most: i32) -> Self::I {
+        let mut g = 0;
+        while g < w.len() {
+            // SAFETY: passed on.
+            acc = unsafe { Self::dot_unsigned(acc, w[g], x.add(4 * g)) };
+            g += 1;
+        }
+        acc
+    }
     /// As [`dot_unsigned`](Self::dot_unsigned) for signed bytes, **plus** `SIGNED_BIAS` times the
     /// sum of the four bytes at `x`, which must lie in -127..=127. The caller takes the bias off
     /// once per chunk.

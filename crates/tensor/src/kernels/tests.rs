@@ -164,34 +164,44 @@ fn products_equal_naive() {
 }
 
 /// The largest products there are, where sums come nearest to what f32 has exactly: Q6_K of weights
-/// -32 times scales of either end (and of the one whose parts are largest), with activations of all
-/// magnitudes from 127 times 128 down, of one sign and of the other.
+/// at either end times scales of either end (and of the one whose parts are largest). Q4_0 and Q5_0
+/// at theirs, since sums of pairs of theirs have just room in 16 bits.
 #[test]
 fn the_largest_products_equal_naive() {
     let d = half::f16::ONE.to_le_bytes();
-    for scale in [-128i8, 127, 126, -127] {
-        let scales = [scale.cast_unsigned(); 16];
-        let block = [&[0; 192], &scales[..], &d].concat();
-        assert_eq!(block.len(), BlockType::Q6_K.bytes());
-        let bytes = block.repeat(17);
-        let matrix = StoredMatrix {
-            block_type: BlockType::Q6_K,
-            rows: 17,
-            cols: 256,
-            bytes: &bytes,
-        };
-        let x = (0..9).map(|t| {
-            let steps = |k: usize| 127.0 * 128.0 - (k % 32 * t * 7) as f32;
-            (0..256)
-                .map(|k| steps(k) * if t % 2 == 0 { 1.0 } else { -1.0 })
-                .collect()
-        });
-        let x: Vec<Vec<f32>> = x.collect();
-        for precision in [Precision::Eight, Precision::Fifteen] {
-            let naive = |x: &Vec<f32>| naive::matvec(matrix, 0, x, precision);
-            let expected: Vec<Vec<f32>> = x.iter().map(naive).collect();
-            compare_product(matrix, 0, precision, &x, &expected);
+    for fill in [0, 0xff] {
+        for scale in [-128i8, 127, 126, -127] {
+            let scales = [scale.cast_unsigned(); 16];
+            check_repeated(BlockType::Q6_K, &[&[fill; 192], &scales[..], &d].concat());
         }
+        check_repeated(BlockType::Q4_0, &[&d[..], &[fill; 16]].concat());
+        check_repeated(BlockType::Q5_0, &[&d[..], &[fill; 20]].concat());
+    }
+}
+
+/// Rows of 256 columns of one block again and again, with activations of all magnitudes from 127
+/// times 128 down, of one sign and of the other.
+fn check_repeated(block_type: BlockType, block: &[u8]) {
+    let (rows, cols) = (17, 256);
+    assert_eq!(block.len(), block_type.bytes());
+    let bytes = block.repeat(rows * cols / block_type.len());
+    let matrix = StoredMatrix {
+        block_type,
+        rows,
+        cols,
+        bytes: &bytes,
+    };
+    let x = (0..9).map(|t| {
+        let steps = |k: usize| 127.0 * 128.0 - (k % 32 * t * 7) as f32;
+        (0..cols)
+            .map(|k| steps(k) * if t % 2 == 0 { 1.0 } else { -1.0 })
+            .collect()
+    });
+    let x: Vec<Vec<f32>> = x.collect();
+    for precision in [Precision::Eight, Precision::Fifteen] {
+        let naive = |x: &Vec<f32>| naive::matvec(matrix, 0, x, precision);
+        let expected: Vec<Vec<f32>> = x.iter().map(naive).collect();
+        compare_product(matrix, 0, precision, &x, &expected);
     }
 }
 
