@@ -4,6 +4,7 @@ use std::io::Read;
 use std::process::Stdio;
 use std::time::{Duration, Instant};
 
+use paceline_tensor::InstructionSet;
 use serde_json::Value;
 
 use crate::{World, finish, numbers, object, smollm2, test_model, text};
@@ -72,16 +73,7 @@ fn every_instruction_set_gives_the_same_answer() {
     };
     let world = World::new();
     let mut answers: Vec<Value> = Vec::new();
-    let sets = [
-        "scalar",
-        "avx2",
-        "avx-vnni",
-        "avx512-vnni",
-        "amx-int8",
-        "neon-dotprod",
-        "neon-i8mm",
-    ];
-    for set in sets {
+    for set in InstructionSet::ALL.map(InstructionSet::name) {
         let prompt = ["run", &model, "--raw", "The capital of France is", "--json"];
         let options = ["--temperature", "0", "--max-tokens", "6"];
         let mut command = world.paceline(prompt);
