@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Tiny random Hugging Face models and what `transformers` computes with them: hf_tiny.py [OUT]
+"""Tiny random Hugging Face models and what `transformers` computes with them: hf_tiny.py [OUT [NAME...]]
 
-OUT defaults to tests-data/golden/hf of this repository. For each model NAME it writes
+OUT defaults to tests-data/golden/hf of this repository. For each model NAME (all of them) it writes
     NAME/                    config.json, model.safetensors (or shards and an index),
                              tokenizer.json, tokenizer_config.json: a folder as on the hub
     NAME.golden.safetensors  "logits" (positions, vocabulary), "hidden.I" (positions, width): I = 0
@@ -62,6 +62,26 @@ GEMMA3 = {
     "head_dim": 32, "rms_norm_eps": 1e-6, "attention_bias": False, "sliding_window": 8,
     "attn_logit_softcapping": None, "final_logit_softcapping": None,
 }
+MIXTRAL = {
+    "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "hidden_act": "silu",
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-5,
+    "num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": None,
+}
+QWEN2_MOE = {
+    "architectures": ["Qwen2MoeForCausalLM"], "model_type": "qwen2_moe", "hidden_act": "silu",
+    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-6,
+    "use_sliding_window": False, "num_experts": 6, "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32, "shared_expert_intermediate_size": 96, "norm_topk_prob": False,
+}
+QWEN3_MOE = {
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_act": "silu",
+    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "head_dim": 32,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-6,
+    "attention_bias": False, "use_sliding_window": False, "num_experts": 8,
+    "num_experts_per_tok": 3, "moe_intermediate_size": 32,
+}
 SLIDING, FULL = "sliding_attention", "full_attention"
 
 # Name: (config, storage type, shards). "Old style" configs say `torch_dtype`, `rope_theta`,
@@ -108,6 +128,19 @@ MODELS = {
             SLIDING: {"rope_type": "default", "rope_theta": 100.0},
             FULL: {"rope_type": "linear", "factor": 8.0, "rope_theta": 10000.0}},
         "tie_word_embeddings": True, "dtype": "bfloat16"}, torch.bfloat16, 1),
+    # Experts: weights that are made to sum to 1.
+    "mixtral": (MIXTRAL | {
+        "tie_word_embeddings": False, "rope_theta": 10000.0, "torch_dtype": "float32"},
+        torch.float32, 1),
+    # A dense layer between two with experts; a shared expert; weights as the softmax has them.
+    "qwen2moe-bf16": (QWEN2_MOE | {
+        "tie_word_embeddings": False, "rope_theta": 1000000.0, "mlp_only_layers": [1],
+        "decoder_sparse_step": 1, "torch_dtype": "bfloat16"}, torch.bfloat16, 1),
+    # Every second layer has experts.
+    "qwen3moe-bf16": (QWEN3_MOE | {
+        "tie_word_embeddings": False, "norm_topk_prob": True, "decoder_sparse_step": 2,
+        "mlp_only_layers": [], "dtype": "bfloat16",
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0}}, torch.bfloat16, 1),
 }
 
 # Training text of the tokenizer; ours, and only its letter pairs matter.
@@ -185,9 +218,25 @@ def write_folder(folder, config, dtype, shards, seed):
     state = {n: w.detach().to(dtype).contiguous() for n, w in model.state_dict().items()}
     if model.config.tie_word_embeddings:
         del state["lm_head.weight"]
-    write_weights(folder, state, shards)
+    mixtral = config["model_type"] == "mixtral"
+    parts = (as_on_the_hub(name, weight, mixtral) for name, weight in state.items())
+    write_weights(folder, dict(part for named in parts for part in named), shards)
     tokenizer().save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps(TOKENIZER_CONFIG, indent=2) + "\n")
+
+
+def as_on_the_hub(name, weight, mixtral):
+    """The experts of a layer, which transformers 5 joins, one by one under the names of the hub."""
+    if ".experts." not in name:
+        yield (name.replace(".mlp.", ".block_sparse_moe.") if mixtral else name), weight
+        return
+    stem = name.rsplit(".", 1)[0].replace(".mlp.", ".block_sparse_moe." if mixtral else ".mlp.")
+    names = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
+    for expert, matrix in enumerate(weight):
+        joined = name.endswith("gate_up_proj")
+        parts = zip(names[:2], matrix.chunk(2)) if joined else [(names[2], matrix)]
+        for part, rows in parts:
+            yield f"{stem}.{expert}.{part}.weight", rows.clone()
 
 
 def write_weights(folder, state, shards):
@@ -221,7 +270,7 @@ AttentionMaskInterface.register("half_kv", eager_mask)
 
 def load(folder, attention="eager", dtype=torch.float32):
     model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=dtype, attn_implementation=attention)
+        folder, dtype=dtype, attn_implementation=attention, experts_implementation="eager")
     return model.eval()
 
 
@@ -309,13 +358,15 @@ def make(out, name, seed):
 
 @torch.no_grad()
 def main():
-    if len(sys.argv) > 2 or sys.argv[-1].startswith("-"):
+    if sys.argv[-1].startswith("-"):
         sys.exit(__doc__)
     out = Path(sys.argv[1]) if len(sys.argv) > 1 else REPOSITORY / "tests-data/golden/hf"
     torch.set_num_threads(1)
     logging.disable_progress_bar()
+    wanted = sys.argv[2:] or list(MODELS)
     for number, name in enumerate(MODELS):
-        make(out, name, 20261121 + number)
+        if name in wanted:
+            make(out, name, 20261121 + number)
     golden = json.dumps(tokenizer_golden(out / "llama-tied"), indent=1, ensure_ascii=False)
     (out / "tokenizer.golden.json").write_text(golden + "\n")
 

@@ -254,6 +254,8 @@ const cases = {
 
   async usage_of_streams() {
     for (const ask of [chat, complete]) {
+      await ask({ n: 2 });
+      // The second time the prompt is in the cache, as it is the third time.
       const { usage } = await ask({ n: 2 });
       const options = { n: 2, stream: true, stream_options: { include_usage: true } };
       const { chunks } = await pieces(ask(options));
@@ -266,8 +268,12 @@ const cases = {
   async wrong_fields_are_named() {
     for (const [options, param, code] of [
       [{ foo: 1 }, "foo", "unknown_parameter"],
-      [{ response_format: { type: "json_object" } }, "response_format", "unsupported_parameter"],
-      [{ tools: [{ type: "function" }] }, "tools", "unsupported_parameter"],
+      [{ response_format: { type: "xml" } }, "response_format", "unsupported_parameter"],
+      [
+        { tools: [{ type: "function", function: { name: "f" } }] },
+        "tools",
+        "unsupported_parameter",
+      ],
       [{ temperature: 2.5 }, "temperature", "invalid_value"],
       [{ n: 17 }, "n", "invalid_value"],
       [{ max_tokens: "9" }, "max_tokens", "invalid_type"],

@@ -21,14 +21,57 @@ def is_count(value, largest):
     return is_number and 1 <= value <= largest
 
 
+def shorten(path, body):
+    """Bounds the answers of other dialects, where their field for it is not wrong."""
+    name = {"/v1/responses": "max_output_tokens", "/infill": "n_predict"}.get(path)
+    if path in ("/api/chat", "/api/generate"):
+        body, name = body.setdefault("options", {}), "num_predict"
+    if name and isinstance(body, dict) and body.get(name, 1) in (None, -1, 1):
+        body[name] = MAX_TOKENS
+    elif name and isinstance(body, dict) and is_count(body.get(name), LARGEST_TOKENS):
+        body[name] = min(body[name], MAX_TOKENS)
+
+
+# Fields that bind the answer, of which a request may have one: right values, since the document
+# cannot say which grammars compile.
+GUIDES = {
+    "guided_json": (dict, {"type": "object"}),
+    "guided_regex": (str, "[ab]+"),
+    "guided_choice": (list, ["a", "b"]),
+    "guided_grammar": (str, 'start: "a"'),
+    "grammar": (str, 'start: "a"'),
+}
+
+
+def guide(body):
+    """Makes what binds the answer right, where its form is; one of several stays."""
+    form = body.get("response_format")
+    bound = isinstance(form, dict) and form.get("type") in ("json_object", "json_schema")
+    inner = form.get("json_schema") if bound else None
+    if isinstance(inner, dict) and isinstance(inner.get("schema"), dict):
+        inner["schema"] = {"type": "object"}
+    for name, (kind, value) in GUIDES.items():
+        given = body.get(name)
+        is_right = isinstance(given, kind) and (given or kind is dict)
+        if kind is list and is_right:
+            is_right = all(isinstance(text, str) and text for text in given)
+        if is_right and bound:
+            del body[name]
+        elif is_right:
+            body[name], bound = value, True
+
+
 @schemathesis.hook
 def before_call(context, case, kwargs):
     """Bounds what is valid and long; what is wrong stays as it is."""
     body = case.body
     if case.operation.method.upper() != "POST" or not isinstance(body, dict):
         return
+    shorten(case.path, body)
+    if case.path.endswith("completions"):
+        guide(body)
     fields = ("max_tokens", "max_completion_tokens")
-    if all(body.get(field) is None for field in fields):
+    if case.path.endswith("completions") and all(body.get(field) is None for field in fields):
         body["max_tokens"] = MAX_TOKENS
     for field in fields:
         if is_count(body.get(field), LARGEST_TOKENS):

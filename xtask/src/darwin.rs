@@ -13,20 +13,14 @@ use crate::{process, repo, rust_target, venv};
 
 const TARGET: &str = "aarch64-apple-darwin";
 
-/// Runs the check in its own target folder, `target/darwin`.
+/// Runs the check.
 ///
 /// # Errors
 /// When cargo cannot be run. A toolchain that cannot be had is a skip.
 pub(crate) fn run(show: &mut dyn FnMut(&str)) -> Result<Tally> {
     let mut command = repo::cargo();
-    command.args([
-        "check",
-        "--workspace",
-        "--target",
-        TARGET,
-        "--target-dir",
-        "target/darwin",
-    ]);
+    // The profile of all builds here, so that macros and build scripts are there already.
+    command.args(["check", "--release", "--workspace", "--target", TARGET]);
     if let Err(error) = rust_target::install(TARGET).and_then(|()| set_compiler(&mut command)) {
         return Ok(Tally::skip("darwin check", &format!("{error:#}")));
     }

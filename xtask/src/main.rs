@@ -6,6 +6,7 @@
 )]
 
 mod cargo_test;
+mod catalogue;
 mod darwin;
 mod deny;
 mod instructions;
@@ -33,7 +34,7 @@ use std::process::ExitCode;
 use anyhow::Result;
 use clap::{Parser, Subcommand};
 
-use steps::Step;
+use steps::{Extent, Step};
 
 /// Project chores of paceline.
 #[derive(Debug, Parser)]
@@ -47,9 +48,13 @@ struct Args {
 enum Chore {
     /// Fetch the test models, then format check, lints, tidy and all tests, with one total.
     Test {
-        /// Steps to run instead of models,mlx,fmt,clippy,tidy,unit,doc,sdk,mlx-tools,mpi.
+        /// Steps to run, in this order, instead of
+        /// models,mlx,fmt,tidy,clippy,build,unit,doc,mpi,sdk,mlx-tools.
         #[arg(long, value_delimiter = ',', value_name = "STEPS")]
         only: Vec<Step>,
+        /// Run the slow proofs too, which CONTRIBUTING.md lists.
+        #[arg(long)]
+        long: bool,
     },
     /// Check the rules of the house: layers, function length, unwrap, comments, tracked files.
     Tidy {
@@ -62,6 +67,12 @@ enum Chore {
         /// Folder to use instead of ${PACELINE_TEST_MODELS:-~/.cache/paceline/test-models}.
         #[arg(long)]
         dir: Option<PathBuf>,
+    },
+    /// List the usual names of models and the hub repositories that they mean.
+    Catalogue {
+        /// Look on the hub for each, and note what it has.
+        #[arg(long)]
+        check: bool,
     },
     /// Run OpenAI's SDKs and schemathesis against a live server of real processes.
     Sdk {
@@ -118,8 +129,14 @@ fn main() -> ExitCode {
 /// Does the chore; true when nothing failed.
 fn run(chore: Chore) -> Result<bool> {
     Ok(match chore {
-        Chore::Test { only } if only.is_empty() => steps::run(&steps::DEFAULT),
-        Chore::Test { only } => steps::run(&only),
+        Chore::Test { only, long } => {
+            let extent = if long { Extent::Long } else { Extent::Default };
+            if only.is_empty() {
+                steps::run_stages(&steps::DEFAULT, extent)
+            } else {
+                steps::run(&only, extent)
+            }
+        }
         Chore::Tidy { report: false } => steps::tidy()?.failed == 0,
         Chore::Tidy { report: true } => {
             print!("{}", tidy::report()?);
@@ -130,7 +147,11 @@ fn run(chore: Chore) -> Result<bool> {
             tally.print_names();
             tally.failed == 0
         }
-        Chore::Sdk { binary: None } => steps::run(&[Step::Sdk]),
+        Chore::Catalogue { check } => {
+            catalogue::run(check)?;
+            true
+        }
+        Chore::Sdk { binary: None } => steps::run(&[Step::Sdk], Extent::Default),
         Chore::Sdk { binary } => {
             let tally = sdk::run(binary, &mut |line| println!("{line}"))?;
             tally.print_names();
@@ -141,24 +162,24 @@ fn run(chore: Chore) -> Result<bool> {
             mlx_tools::golden()?;
             true
         }
-        Chore::MlxTools { binary: None, .. } => steps::run(&[Step::MlxTools]),
+        Chore::MlxTools { binary: None, .. } => steps::run(&[Step::MlxTools], Extent::Default),
         Chore::MlxTools { binary, .. } => {
             let tally = mlx_tools::run(binary, &mut |line| println!("{line}"))?;
             tally.print_names();
             println!("{tally}");
             tally.failed == 0
         }
-        Chore::Mlx { gpu: false } => steps::run(&[Step::Mlx]),
-        Chore::Mlx { gpu: true } => steps::run(&[Step::MlxGpu]),
-        Chore::MlxRing => steps::run(&[Step::MlxRing]),
-        Chore::Mpi => steps::run(&[Step::Mpi]),
-        Chore::Darwin => steps::run(&[Step::Darwin]),
-        Chore::Neon => steps::run(&[Step::Neon]),
+        Chore::Mlx { gpu: false } => steps::run(&[Step::Mlx], Extent::Default),
+        Chore::Mlx { gpu: true } => steps::run(&[Step::MlxGpu], Extent::Default),
+        Chore::MlxRing => steps::run(&[Step::MlxRing], Extent::Default),
+        Chore::Mpi => steps::run(&[Step::Mpi], Extent::Default),
+        Chore::Darwin => steps::run(&[Step::Darwin], Extent::Default),
+        Chore::Neon => steps::run(&[Step::Neon], Extent::Default),
         Chore::Instructions { record: true } => {
             instructions::run(true, &mut |line| println!("{line}"))?.failed == 0
         }
-        Chore::Instructions { record: false } => steps::run(&[Step::Instructions]),
-        Chore::Rdma => steps::run(&[Step::Rdma]),
-        Chore::Deny => steps::run(&[Step::Deny]),
+        Chore::Instructions { record: false } => steps::run(&[Step::Instructions], Extent::Default),
+        Chore::Rdma => steps::run(&[Step::Rdma], Extent::Default),
+        Chore::Deny => steps::run(&[Step::Deny], Extent::Default),
     })
 }

@@ -31,7 +31,7 @@ pub(crate) fn run(show: &mut dyn FnMut(&str)) -> Result<Tally> {
     };
     let mut command = repo::cargo();
     command.args(["test", "--release", "--package", "paceline-comm"]);
-    command.args(["--test", "mlx_ring", "--", "--show-output"]);
+    command.args(["--test", "all", "mlx_ring", "--", "--show-output"]);
     command.env(PYTHON, python);
     let mut log = TestLog::new();
     let success = process::stream(command, &process::log_path("mlx-ring"), |line| {

@@ -126,7 +126,7 @@ fn tests(library: &Path, see: &mut impl FnMut(&str)) -> Result<Tally> {
         "-p",
         "paceline-model",
     ]);
-    command.args(["--test", "library", "--test", "mlx", "--test", "mlx_hang"]);
+    command.args(["--test", "library", "--test", "mlx"]);
     command.args(["--", "--show-output"]);
     command.env(LIBRARY, library).envs(mlx_engine::tokens());
     command.env("PACELINE_TEST_MODELS", models::folder()?);

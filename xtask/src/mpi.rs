@@ -137,14 +137,9 @@ fn prepare() -> Result<()> {
 /// The test program, if it builds.
 fn build(show: &mut dyn FnMut(&str)) -> Result<Option<PathBuf>> {
     let mut command = repo::cargo();
-    command.args([
-        "test",
-        "--release",
-        "--package",
-        "paceline-comm",
-        "--no-run",
-    ]);
-    command.args(["--features", "mpi,testing", "--test", "mpi"]);
+    // The workspace, so that what others built is used again: features are those of all crates.
+    command.args(["test", "--release", "--workspace", "--no-run"]);
+    command.args(["--features", "paceline-comm/mpi", "--test", "mpi"]);
     command.arg("--message-format=json-render-diagnostics");
     let mut program = None;
     let built = process::stream(

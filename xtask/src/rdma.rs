@@ -15,10 +15,10 @@ use crate::{process, repo};
 /// What the guest does: `tests` is the test program. Both ranks are processes of the guest.
 const COMMAND: &str = "\
 export COMM_TEST_RDMA_DEVICE=$RXE_DEV
-./tests a_device_conforms --exact --nocapture || exit 1
+./tests rdma::a_device_conforms --exact --nocapture || exit 1
 ranks='127.0.0.1:4001 127.0.0.1:4002'
-COMM_TEST_RDMA_GROUP=\"1 $ranks\" ./tests a_device_carries_every_size --exact --nocapture &
-COMM_TEST_RDMA_GROUP=\"0 $ranks\" ./tests a_device_carries_every_size --exact --nocapture || exit 1
+COMM_TEST_RDMA_GROUP=\"1 $ranks\" ./tests rdma::a_device_carries_every_size --exact --nocapture &
+COMM_TEST_RDMA_GROUP=\"0 $ranks\" ./tests rdma::a_device_carries_every_size --exact --nocapture || exit 1
 wait $!";
 
 /// Builds the tests and runs them in the guest.
@@ -43,14 +43,14 @@ fn build() -> Result<PathBuf> {
         "--package",
         "paceline-comm",
         "--test",
-        "rdma",
+        "all",
     ]);
     command.args(["--no-run", "--message-format", "json"]);
     let output = command.output().context("run cargo test --no-run")?;
     let text = String::from_utf8_lossy(&output.stdout);
     let program = |line: &str| -> Option<PathBuf> {
         let value: serde_json::Value = serde_json::from_str(line).ok()?;
-        let named = value["target"]["name"] == "rdma";
+        let named = value["target"]["name"] == "all";
         let path = value["executable"].as_str().filter(|_| named)?;
         Some(PathBuf::from(path))
     };

@@ -6,6 +6,10 @@
 //!   +--starts--> openai_python.py -----+  one after the other
 //!                openapi_fuzz.py
 //!                openai_js.mjs
+//!                dialects_python.py, dialects_js.mjs
+//!
+//! xtask --starts--> example scripted of crates/serve: a "model" that calls tools
+//!   +--starts--> tools_python.py, tools_js.mjs
 //! ```
 //!
 //! The shell ends the server when its standard input does: also when this program is killed.
@@ -35,24 +39,37 @@ pub(crate) fn run(binary: Option<PathBuf>, see: &mut impl FnMut(&str)) -> Result
         return Ok(tally);
     }
     let binary = binary.map_or_else(|| build(see), Ok)?;
+    let (tools, others): (Vec<_>, Vec<_>) = clients.iter().partition(|client| client.wants_tools);
     let server = Server::start(&binary, &model)?;
-    for client in &clients {
+    tally.add(drive_all(&others, server, see)?);
+    let server = Server::scripted(&build_target(&["--example", "scripted"], see)?)?;
+    tally.add(drive_all(&tools, server, see)?);
+    Ok(tally)
+}
+
+/// Runs clients one after the other and ends the server.
+fn drive_all(clients: &[&Client], server: Server, see: &mut impl FnMut(&str)) -> Result<Tally> {
+    let mut tally = Tally::default();
+    for client in clients {
         see(&format!("-- {}", client.name));
         tally.add(drive(client, &server, see)?);
     }
+    let name = format!("sdk: the server of {} ends when told", server.model);
     let ended = server.end();
     ended.iter().for_each(|why| see(why));
-    tally.add(Tally::check(
-        "sdk: the server ends when told",
-        ended.is_none(),
-    ));
+    tally.add(Tally::check(&name, ended.is_none()));
     Ok(tally)
 }
 
 /// paceline as README's first command builds it.
 pub(crate) fn build(see: &mut impl FnMut(&str)) -> Result<PathBuf> {
+    build_target(&["--bin", "paceline"], see)
+}
+
+/// The target of the workspace that `target` names.
+fn build_target(target: &[&str], see: &mut impl FnMut(&str)) -> Result<PathBuf> {
     let mut command = repo::cargo();
-    command.args(["build", "--release", "--bin", "paceline"]);
+    command.args(["build", "--release"]).args(target);
     command.arg("--message-format=json-render-diagnostics");
     let mut binary = None;
     let log = process::log_path("sdk-build");

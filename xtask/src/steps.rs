@@ -1,5 +1,6 @@
 //! The steps of a test run, one after the other, with their times and one closing line.
 
+use std::panic::resume_unwind;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
@@ -12,7 +13,7 @@ use crate::{
     rdma, repo, sdk, tidy,
 };
 
-/// One step. `cargo xtask test` runs the first ten.
+/// One step. `cargo xtask test` runs those of [`DEFAULT`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Step {
     /// Fetch and make the models that tests read.
@@ -25,6 +26,8 @@ pub(crate) enum Step {
     Clippy,
     /// The rules of the house.
     Tidy,
+    /// The programs of the tests, and paceline.
+    Build,
     /// Unit and integration tests.
     Unit,
     /// Examples in the documentation.
@@ -51,20 +54,30 @@ pub(crate) enum Step {
     Deny,
 }
 
-/// What `cargo xtask test` runs unless told otherwise: cheap steps before dear ones, but for the
-/// models and MLX, whose downloads a person wants to see fail first.
-pub(crate) const DEFAULT: [Step; 10] = [
-    Step::Models,
-    Step::Mlx,
-    Step::Fmt,
-    Step::Clippy,
-    Step::Tidy,
-    Step::Unit,
-    Step::Doc,
-    Step::Sdk,
-    Step::MlxTools,
-    Step::Mpi,
+/// What `cargo xtask test` runs unless told otherwise: stages one after the other, the lanes of a
+/// stage side by side. Downloads and Python, which use one core at most, run beside compilers. The
+/// tests and the clients have the machine for themselves: many wait for other processes.
+pub(crate) const DEFAULT: [&[&[Step]]; 4] = [
+    &[
+        &[Step::Models, Step::Mlx],
+        &[Step::Fmt, Step::Tidy, Step::Clippy, Step::Build],
+    ],
+    &[&[Step::Unit]],
+    &[&[Step::Doc, Step::Mpi], &[Step::MlxTools]],
+    &[&[Step::Sdk]],
 ];
+
+/// How much the tests do.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Extent {
+    /// What every change must pass.
+    Default,
+    /// With the slow proofs, which CONTRIBUTING.md lists.
+    Long,
+}
+
+/// What the long run sets for the tests.
+const LONG: (&str, &str) = ("PACELINE_TEST_LONG", "1");
 
 impl Step {
     fn name(self) -> &'static str {
@@ -74,6 +87,7 @@ impl Step {
             Step::Fmt => "fmt",
             Step::Clippy => "clippy",
             Step::Tidy => "tidy",
+            Step::Build => "build",
             Step::Unit => "unit",
             Step::Doc => "doc",
             Step::Sdk => "sdk",
@@ -89,7 +103,7 @@ impl Step {
         }
     }
 
-    fn run(self) -> Result<Tally> {
+    fn run(self, extent: Extent) -> Result<Tally> {
         match self {
             Step::Models => models::run(None),
             Step::Mlx => Ok(mlx_engine::run(&mut |line| println!("{line}"))),
@@ -107,8 +121,12 @@ impl Step {
                 ],
             ),
             Step::Tidy => tidy(),
-            Step::Unit => cargo_test(self, "--tests"),
-            Step::Doc => cargo_test(self, "--doc"),
+            Step::Build => cargo_check(
+                self,
+                &["test", "--release", "--workspace", "--tests", "--no-run"],
+            ),
+            Step::Unit => cargo_test(self, "--tests", extent),
+            Step::Doc => cargo_test(self, "--doc", extent),
             Step::Sdk => sdk::run(None, &mut |line| println!("{line}")),
             Step::MlxTools => mlx_tools::run(None, &mut |line| println!("{line}")),
             Step::MlxGpu => mlx_gpu::run(&mut |line| println!("{line}")),
@@ -123,30 +141,61 @@ impl Step {
     }
 }
 
-/// Runs `steps` in order, all of them even when one fails, prints a table, the names of what
+/// Runs `steps` one after the other. See [`run_stages`].
+pub(crate) fn run(steps: &[Step], extent: Extent) -> bool {
+    run_stages(&[&[steps]], extent)
+}
+
+/// Runs `stages` in order, all steps even when one fails, prints a table, the names of what
 /// failed and what was skipped, and the closing line. True when nothing failed.
-pub(crate) fn run(steps: &[Step]) -> bool {
+pub(crate) fn run_stages(stages: &[&[&[Step]]], extent: Extent) -> bool {
     let mut total = Tally::default();
     let mut table = Vec::new();
-    for step in steps {
-        println!("== {}", step.name());
-        let start = Instant::now();
-        let tally = step.run().unwrap_or_else(|error| {
-            println!("error: {error:#}");
-            Tally::failure(&format!("{}: {error:#}", step.name()))
-        });
-        table.push(row(step.name(), start.elapsed(), &tally));
+    for (name, time, tally) in stages.iter().flat_map(|lanes| run_lanes(lanes, extent)) {
+        table.push(row(name, time, &tally));
         total.add(tally);
     }
-    println!("\nstep     seconds  result");
+    println!("\nstep      seconds  result");
     table.iter().for_each(|row| println!("{row}"));
     total.print_names();
     println!("{total}");
     total.failed == 0
 }
 
+/// What became of a step.
+type Outcome = (&'static str, Duration, Tally);
+
+/// Runs lanes side by side, the steps of each in order; outcomes come lane by lane. Lines of lanes
+/// come mixed; each step's log has its own.
+fn run_lanes(lanes: &[&[Step]], extent: Extent) -> Vec<Outcome> {
+    let lane = |steps: &[Step]| -> Vec<Outcome> {
+        steps.iter().map(|step| run_step(*step, extent)).collect()
+    };
+    std::thread::scope(|scope| {
+        let running: Vec<_> = lanes
+            .iter()
+            .map(|steps| scope.spawn(move || lane(steps)))
+            .collect();
+        let joined = running.into_iter().map(|lane| lane.join());
+        let ended = joined.map(|lane| lane.unwrap_or_else(|why| resume_unwind(why)));
+        ended.flatten().collect()
+    })
+}
+
+fn run_step(step: Step, extent: Extent) -> Outcome {
+    println!("== {}", step.name());
+    let start = Instant::now();
+    let tally = step.run(extent).unwrap_or_else(|error| {
+        println!("error: {error:#}");
+        Tally::failure(&format!("{}: {error:#}", step.name()))
+    });
+    let time = start.elapsed();
+    println!("== {} ended after {:.1} s", step.name(), time.as_secs_f64());
+    (step.name(), time, tally)
+}
+
 fn row(name: &str, time: Duration, tally: &Tally) -> String {
-    format!("{name:8} {:7.1}  {tally}", time.as_secs_f64())
+    format!("{name:9} {:7.1}  {tally}", time.as_secs_f64())
 }
 
 /// A cargo command that passes or fails as a whole; its output is shown but for progress.
@@ -193,7 +242,7 @@ pub(crate) fn tidy() -> Result<Tally> {
 /// Tests of the whole workspace, of the kind that `kind` selects. The test models' folder is
 /// passed on, so that the tests read what the models step made, a Python with MLX, and MLX's C
 /// layer; tests that lack one say so by name.
-fn cargo_test(step: Step, kind: &str) -> Result<Tally> {
+fn cargo_test(step: Step, kind: &str, extent: Extent) -> Result<Tally> {
     let mut command = repo::cargo();
     command.args(["test", "--release", "--workspace", "--no-fail-fast", kind]);
     command.args(["--", "--show-output"]);
@@ -201,6 +250,9 @@ fn cargo_test(step: Step, kind: &str) -> Result<Tally> {
         "PACELINE_TEST_MODELS",
         models::folder().context("find the test models")?,
     );
+    if extent == Extent::Long {
+        command.env(LONG.0, LONG.1);
+    }
     match mlx::python() {
         Ok(python) => drop(command.env(mlx::PYTHON, python)),
         Err(error) => println!("no Python with MLX: {error:#}"),
@@ -233,7 +285,7 @@ mod tests {
             Duration::from_millis(1300),
             &Tally::check("fmt", true),
         );
-        assert_eq!(row, "fmt          1.3  1 passed, 0 failed, 0 skipped");
+        assert_eq!(row, "fmt           1.3  1 passed, 0 failed, 0 skipped");
     }
 
     #[test]

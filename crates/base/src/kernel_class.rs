@@ -50,6 +50,12 @@ impl KernelClass {
     pub const fn is_mlx(self) -> bool {
         matches!(self, Self::Mlx | Self::MlxF32 | Self::MlxExact)
     }
+
+    /// Whether an answer has the same bits on any split and in any batch, so that it can go on
+    /// after a failure.
+    pub const fn is_exact(self) -> bool {
+        !matches!(self, Self::Mlx | Self::MlxF32)
+    }
 }
 
 impl fmt::Display for KernelClass {

@@ -9,17 +9,18 @@
 //! - [`Awake`]: time in which somebody who listens was there to hear.
 //! - [`lock`]: a lock, whatever became of its last holder.
 //! - [`whole_pages`]: what of a mapping can be given back to the system.
+//! - [`exact`]: sums that are exact, whatever the order.
 //! - [`tree`]: the one order of additions that every split sum follows.
 //!
-//! With the feature `testing`, `testing::Stopwatch` measures times of tests on busy machines: the
-//! one clock and the one thread of this crate.
+//! [`testing::Stopwatch`] measures times of tests on busy machines: the one clock and the one
+//! thread of this crate.
 
 mod awake;
 mod block_type;
+pub mod exact;
 mod kernel_class;
 mod locks;
 mod pages;
-#[cfg(feature = "testing")]
 pub mod testing;
 pub mod tree;
 mod units;

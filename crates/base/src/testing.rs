@@ -1,4 +1,5 @@
-//! For tests of times: a clock that stands still while the machine gives nobody a core.
+//! For tests: whether the slow proofs are wanted, and a clock that stands still while the machine
+//! gives nobody a core.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{LazyLock, Once};
@@ -80,6 +81,11 @@ fn measure() {
         let nap = micros(Instant::now()).saturating_sub(began);
         WITHHELD.fetch_add(beyond(nap), Ordering::AcqRel);
     }
+}
+
+/// Whether the slow proofs run too: `PACELINE_TEST_LONG=1`, which `cargo xtask test --long` sets.
+pub fn long() -> bool {
+    std::env::var_os("PACELINE_TEST_LONG").is_some_and(|value| value == "1")
 }
 
 #[cfg(test)]

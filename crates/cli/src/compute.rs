@@ -4,7 +4,6 @@ use std::fmt;
 use std::str::FromStr;
 
 use paceline_base::KernelClass;
-use paceline_model::Split;
 use paceline_tensor::{KvType, Pinning};
 
 use crate::error::Error;
@@ -42,6 +41,13 @@ impl ComputeArgs {
             Some((option, _)) if !classes.on_cpu() => Err(Error::CpuOnly { option }),
             _ => Ok(()),
         }
+    }
+
+    /// How positions are kept in main memory; `None` where `engine` keeps them in a device's.
+    pub(crate) fn in_memory(self, engine: EngineArgs) -> Option<KvType> {
+        let class = self.class.unwrap_or_default();
+        let elsewhere = class.is_mlx() || engine.engine.is_some_and(|engines| engines.mlx != 0);
+        (!elsewhere).then(|| self.kv.unwrap_or(KvType::of(class)))
     }
 
     /// Where the threads of a single node stay.
@@ -158,26 +164,6 @@ impl Classes {
     /// Whether every node uses our own kernels, whose speed is known.
     pub(crate) fn on_cpu(&self) -> bool {
         self.0.iter().all(|class| !class.is_mlx())
-    }
-
-    /// Refuses stages whose ranks compute by different rules: what they exchange is parts of sums.
-    ///
-    /// # Errors
-    /// [`Error::MixedStage`].
-    pub(crate) fn check(
-        &self,
-        config: &paceline_model::Config,
-        split: &Split,
-    ) -> Result<(), Error> {
-        for (node, class) in (0..).zip(&self.0) {
-            let ranks = split.shard(config, paceline_base::Rank(node)).stage_ranks();
-            let first = self.0[ranks.start as usize];
-            if first != *class {
-                let (a, b) = (first, *class);
-                return Err(Error::MixedStage { a, b });
-            }
-        }
-        Ok(())
     }
 }
 

@@ -1,5 +1,8 @@
 //! `paceline doctor`: what this machine can do, what is missing, and the command that mends it.
 
+use std::fs::File;
+use std::path::Path;
+
 use paceline_comm::nccl::{self, Libraries};
 use paceline_comm::rdma::{RdmaError, Verbs};
 use paceline_store::{MlxBuild, free_space};
@@ -145,6 +148,11 @@ fn disk() -> anyhow::Result<Check> {
     // The folder may not be there yet: its file system is that of the first parent that is.
     let there = folder.ancestors().find(|parent| parent.exists());
     let free = there.and_then(|parent| free_space(parent).ok());
+    if let Some(why) = there.and_then(unwritable) {
+        let found = format!("cannot write in {}: {why}", folder.display());
+        let mend = "give yourself write access, or set PACELINE_HOME to a folder of your own";
+        return Ok(Check::missing("disk", found, mend));
+    }
     let found = match free {
         Some(bytes) => format!(
             "{} free in {}",
@@ -154,6 +162,15 @@ fn disk() -> anyhow::Result<Check> {
         None => format!("unknown in {}", folder.display()),
     };
     Ok(Check::ok("disk", found))
+}
+
+/// Why no file can be made in `folder`; a read-only file system tells nobody before.
+fn unwritable(folder: &Path) -> Option<std::io::Error> {
+    let name = format!(".paceline-doctor-{}", std::process::id());
+    let file = folder.join(name);
+    let made = File::create_new(&file).map(drop);
+    let _ = std::fs::remove_file(&file); // where it was made
+    made.err()
 }
 
 fn gpu(nvidia: &[machine::Gpu]) -> Check {
@@ -305,6 +322,17 @@ mod tests {
              gpu          -        none\n\
              mpi          missing  no mpirun\n                      mend: apt install openmpi-bin"
         );
+    }
+
+    #[test]
+    fn folders_that_take_no_file_are_noticed() {
+        let folder = tempfile::tempdir().unwrap();
+        assert!(unwritable(folder.path()).is_none());
+        assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
+        assert!(unwritable(Path::new("/nonexistent")).is_some());
+        // The kernel's own folder takes no files, not even root's.
+        #[cfg(target_os = "linux")]
+        assert!(unwritable(Path::new("/proc")).is_some());
     }
 
     #[test]

@@ -3,6 +3,8 @@
 use paceline_base::KernelClass;
 use paceline_engine::ParamError;
 
+use crate::agent::Program;
+
 /// Largest prompt that is read from standard input: far above any context, so that a larger input
 /// is a mistake, such as a file of another kind.
 pub(crate) const PROMPT_BYTES_MAX: u64 = 16 << 20;
@@ -16,8 +18,8 @@ pub(crate) enum Error {
     /// A number on the command line is out of range.
     #[error("--{} is {}, expected {}", .0.name.replace('_', "-"), .0.got, .0.expected)]
     Param(ParamError),
-    /// Neither an argument nor standard input has a prompt.
-    #[error("no prompt: none was given and standard input is empty")]
+    /// The argument or standard input that should be the prompt has no text.
+    #[error("the prompt is empty")]
     NoPrompt,
     /// An option that makes no sense in a chat.
     #[error("{flag} needs a prompt")]
@@ -36,6 +38,20 @@ pub(crate) enum Error {
     /// The prompt on standard input goes on and on.
     #[error("the prompt on standard input is larger than {} MiB", PROMPT_BYTES_MAX >> 20)]
     PromptTooLarge,
+    /// A coding agent that is not installed.
+    #[error("{} is not installed", .program.name())]
+    NoAgent {
+        /// Which.
+        program: Program,
+    },
+    /// Nothing answers as a server does.
+    #[error("no paceline answers at {url}: {reason}")]
+    NoServer {
+        /// What was asked.
+        url: String,
+        /// What came instead.
+        reason: String,
+    },
     /// The prompt leaves no room for an answer.
     #[error("the prompt has {tokens} tokens, but the context holds {context}")]
     PromptTooLong {

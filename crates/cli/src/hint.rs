@@ -1,12 +1,16 @@
 //! Errors as the user sees them: what went wrong, then what to do about it.
 
+mod command;
 mod model;
 mod own;
+mod server;
 mod store;
 
 use paceline_store::Error as StoreError;
 
 use crate::output::tell;
+
+pub(crate) use command::of_usage;
 
 /// Prints an error and its hints to stderr.
 pub(crate) fn report(error: &anyhow::Error) {
@@ -46,6 +50,12 @@ fn hints(error: &anyhow::Error) -> Vec<String> {
         }
         if let Some(error) = cause.downcast_ref() {
             return own::hint(error).into_iter().collect();
+        }
+        if let Some(error) = cause.downcast_ref() {
+            return server::hint(error).into_iter().collect();
+        }
+        if let Some(hint) = crate::member::hint(cause) {
+            return vec![hint];
         }
         if let Some(hint) = crate::wires::hint(cause) {
             return vec![hint];

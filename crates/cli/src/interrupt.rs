@@ -1,13 +1,14 @@
 //! Ctrl-C and its relatives.
 //!
 //! Work that leaves nothing behind ends at once, with code 1. Work that has something to put in
-//! order runs inside of [`Signals::orderly`]: there the first signal only asks it to stop. A second
+//! order runs inside of [`Signals::orderly`]: there the first signal only asks it to stop. A chat's
+//! answer runs inside of [`Signals::stoppable`]: Ctrl-C ends it, and not the process. A second
 //! signal ends the process at once in any case.
 
 use std::io::Read;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 
 use anyhow::Context;
 use paceline_store::{Cancel, Error};
@@ -16,15 +17,24 @@ use signal_hook::flag;
 use signal_hook::low_level::pipe;
 
 use crate::output::end_line;
-use crate::process;
+use crate::{process, terminal};
+
+/// A signal ends the process.
+const ENDS: u8 = 0;
+/// A signal asks the work to stop.
+const ASKS: u8 = 1;
+/// Ctrl-C asks the work to stop; other signals end the process.
+const STOPS: u8 = 2;
 
 /// The signal handlers of this process.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(crate) struct Signals {
     /// Whether a signal came.
     came: Arc<AtomicBool>,
-    /// Whether work is under way that looks at `came` itself.
-    orderly: Arc<AtomicBool>,
+    /// Whether one other than Ctrl-C came.
+    ended: Arc<AtomicBool>,
+    /// What a signal means now.
+    meaning: Arc<AtomicU8>,
 }
 
 impl Signals {
@@ -35,7 +45,8 @@ impl Signals {
     pub(crate) fn install() -> anyhow::Result<Self> {
         let signals = Self {
             came: Arc::default(),
-            orderly: Arc::default(),
+            ended: Arc::default(),
+            meaning: Arc::default(),
         };
         signals
             .register()
@@ -52,11 +63,14 @@ impl Signals {
             // In this order: the first signal finds the flag unset and does not end the process.
             flag::register_conditional_shutdown(signal, 1, Arc::clone(&self.came))?;
             flag::register(signal, Arc::clone(&self.came))?;
+            if signal != SIGINT {
+                flag::register(signal, Arc::clone(&self.ended))?;
+            }
             pipe::register(signal, waker.try_clone()?)?;
         }
-        let orderly = Arc::clone(&self.orderly);
+        let signals = self.clone();
         let builder = std::thread::Builder::new().name("signals".to_owned());
-        builder.spawn(move || end_when_woken(wake, &orderly))?;
+        builder.spawn(move || signals.end_when_woken(wake))?;
         Ok(())
     }
 
@@ -68,24 +82,44 @@ impl Signals {
         &self,
         work: impl FnOnce(&Cancel) -> anyhow::Result<T>,
     ) -> anyhow::Result<T> {
-        self.orderly.store(true, Ordering::SeqCst);
+        self.meaning.store(ASKS, Ordering::SeqCst);
         let result = work(&Cancel::from_flag(Arc::clone(&self.came)));
-        self.orderly.store(false, Ordering::SeqCst);
-        // A signal after the line above finds `orderly` unset, one before it has set `came`.
+        self.meaning.store(ENDS, Ordering::SeqCst);
+        // A signal after the line above ends the process, one before it has set `came`.
         if result.is_ok() && self.came.load(Ordering::SeqCst) {
             return Err(Error::Cancelled.into());
         }
         result
     }
-}
 
-/// Ends the process on the first signal outside of orderly work.
-fn end_when_woken(mut wake: UnixStream, orderly: &AtomicBool) {
-    let mut byte = [0];
-    while matches!(wake.read(&mut byte), Ok(1)) {
-        if !orderly.load(Ordering::SeqCst) {
-            end_line();
-            std::process::exit(1);
+    /// Runs `work`, which stops when its argument is cancelled, as Ctrl-C does; the process goes
+    /// on. Other signals end the process.
+    pub(crate) fn stoppable<T>(&self, work: impl FnOnce(&Cancel) -> T) -> T {
+        self.meaning.store(STOPS, Ordering::SeqCst);
+        let result = work(&Cancel::from_flag(Arc::clone(&self.came)));
+        // In this order, and twice: a Ctrl-C that came before the end of the work ends nothing
+        // else, neither the process nor the work after this.
+        self.came.store(false, Ordering::SeqCst);
+        self.meaning.store(ENDS, Ordering::SeqCst);
+        self.came.store(false, Ordering::SeqCst);
+        result
+    }
+
+    /// Ends the process on the first signal that nothing else is made of.
+    fn end_when_woken(&self, mut wake: UnixStream) {
+        let mut byte = [0];
+        while matches!(wake.read(&mut byte), Ok(1)) {
+            let ended = self.ended.load(Ordering::SeqCst);
+            let ends = match self.meaning.load(Ordering::SeqCst) {
+                ASKS => false,
+                STOPS => ended,
+                _ => ended || self.came.load(Ordering::SeqCst),
+            };
+            if ends {
+                terminal::restore();
+                end_line();
+                std::process::exit(1);
+            }
         }
     }
 }

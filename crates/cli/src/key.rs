@@ -1,12 +1,12 @@
-//! `paceline key`: keys for the HTTP API.
+//! `paceline key`: keys for the HTTP API, and the cluster's.
 
 use std::time::SystemTime;
 
 use paceline_serve::keys::{KeyInfo, Keys};
 use serde_json::json;
 
-use crate::home;
 use crate::output::{print, tell};
+use crate::{home, join};
 
 /// What to do with keys.
 #[derive(Debug, clap::Subcommand)]
@@ -14,6 +14,16 @@ pub(crate) enum Command {
     /// Keys that clients of `paceline up` must give; with the first one, they are asked for
     #[command(subcommand)]
     Api(Api),
+    /// The key of this machine's cluster, which lets other machines in
+    #[command(subcommand)]
+    Cluster(Cluster),
+}
+
+/// What to do with the cluster's key.
+#[derive(Debug, clap::Subcommand)]
+pub(crate) enum Cluster {
+    /// Print the token for `paceline join --token-file`; it counts until the key is changed
+    Show,
 }
 
 /// What to do with API keys.
@@ -42,7 +52,10 @@ pub(crate) enum Api {
 /// # Errors
 /// What is wrong with the key file or the name.
 pub(crate) fn run(command: &Command) -> anyhow::Result<()> {
-    let Command::Api(command) = command;
+    let command = match command {
+        Command::Api(command) => command,
+        Command::Cluster(Cluster::Show) => return join::show_token(),
+    };
     let path = home::api_keys()?;
     let mut keys = Keys::open(&path)?;
     match command {

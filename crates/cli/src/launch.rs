@@ -3,6 +3,7 @@
 mod error;
 mod mpirun;
 mod patient;
+mod scratch;
 
 use std::env;
 use std::io::{self, IsTerminal};
@@ -63,8 +64,9 @@ pub(crate) struct Args {
     /// there is an NVIDIA GPU, else ring]
     #[arg(long, value_name = "NAME")]
     backend: Option<String>,
-    /// Set a variable for all ranks; may be given several times
-    #[arg(long, value_name = "NAME=VALUE")]
+    /// Set a variable for all ranks; without a value that of this environment, which nobody can
+    /// read in a list of processes; may be given several times
+    #[arg(long, value_name = "NAME[=VALUE]")]
     env: Vec<String>,
     /// Folder to start in [default: the current one on hosts that have it]
     #[arg(long, value_name = "FOLDER")]
@@ -145,8 +147,7 @@ pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
     }
     let hosts = args.hostfile()?;
     let backend = args.backend(&hosts)?;
-    let scratch = tempfile::Builder::new().prefix("paceline-").tempdir();
-    let scratch = scratch.context("cannot make a temporary folder")?;
+    let scratch = scratch::folder().context("cannot make a temporary folder")?;
     let launch = args.launch(backend, &hosts, &scratch)?;
     let streams = Streams {
         input: Box::new(Patient(io::stdin())),
@@ -164,6 +165,15 @@ pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
         let ended = launch::run(&launch, &reach, streams, &cancelled, &mut notice);
         ended.map_err(|error| told(error, backend))
     })
+}
+
+/// `NAME=VALUE` of the command line; of `NAME` alone with the value that it has here.
+fn with_value(text: &str) -> Result<String, Error> {
+    if text.contains('=') {
+        return Ok(text.to_owned());
+    }
+    let value = env::var(text).map_err(|_| Error::NotSet(text.to_owned()))?;
+    Ok(format!("{text}={value}"))
 }
 
 /// The error as the user gets it.
@@ -201,7 +211,7 @@ impl Args {
         scratch: &TempDir,
     ) -> anyhow::Result<Launch> {
         let options = Options {
-            env: self.environment(hosts),
+            env: self.environment(hosts)?,
             connections_per_ip: self.connections_per_ip,
             starting_port: self.starting_port,
             nccl_port: self.nccl_port,
@@ -233,11 +243,12 @@ impl Args {
     }
 
     /// Variables of the command line, and the size of the terminal.
-    fn environment(&self, hosts: &Hostfile) -> Vec<String> {
-        let mut env = self.env.clone();
-        let mut set = hosts.envs.iter().chain(&self.env);
+    fn environment(&self, hosts: &Hostfile) -> Result<Vec<String>, Error> {
+        let given = self.env.iter().map(|text| with_value(text));
+        let mut env = given.collect::<Result<Vec<_>, _>>()?;
+        let mut set = hosts.envs.iter().chain(&env);
         if set.any(|text| text.starts_with("COLUMNS=")) {
-            return env;
+            return Ok(env);
         }
         let size = tcgetwinsize(io::stdout()).ok();
         let or = |name, of_terminal: Option<u16>| {
@@ -252,7 +263,7 @@ impl Args {
                 or("LINES", size.map(|size| size.ws_row))
             ));
         }
-        env
+        Ok(env)
     }
 
     fn place(&self) -> anyhow::Result<Place> {

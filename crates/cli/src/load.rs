@@ -6,16 +6,17 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use indicatif::{ProgressBar, ProgressStyle};
-use paceline_base::KernelClass;
-use paceline_engine::EngineConfig;
 use paceline_mlx::Library;
-use paceline_model::{Source, Weights};
-use paceline_tensor::{InstructionSet, Kernels, KvType, Pinning};
+use paceline_model::Source;
+use paceline_tensor::{InstructionSet, Kernels, Pinning};
 
 use crate::compute::ComputeArgs;
 use crate::error::Error;
 use crate::home;
 use crate::output::tell;
+
+/// Nodes of a core from which on a person is told that they take turns.
+const TURNS: usize = 4;
 
 /// Loading that takes longer gets a bar: small models are ready before one is worth looking at.
 const BAR_AFTER: Duration = Duration::from_millis(500);
@@ -24,6 +25,11 @@ const BAR_AFTER: Duration = Duration::from_millis(500);
 pub(crate) fn threads(args: ComputeArgs, nodes: u32) -> usize {
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let nodes = nodes as usize;
+    if nodes > TURNS * cores {
+        tell(format_args!(
+            "warning: {nodes} nodes take turns on {cores} cores: fewer are faster"
+        ));
+    }
     let Some(threads) = args.threads.map(usize::from) else {
         return (cores / nodes).max(1);
     };
@@ -102,27 +108,6 @@ pub(crate) fn open(path: &Path) -> anyhow::Result<Source> {
     Source::open(path).map_err(|error| in_model(path, error))
 }
 
-/// Loads the weights of `source` on the engine of `class`, with a progress bar on stderr when that
-/// takes a while. `engine` is what the model will be asked for, `kv` how it keeps keys and values
-/// if not as its class does.
-///
-/// # Errors
-/// What is wrong with the model, and its path; with MLX, where it is to compute.
-pub(crate) fn model(
-    path: &Path,
-    source: &Arc<Source>,
-    (class, kv): (KernelClass, Option<KvType>),
-    engine: &EngineConfig,
-    kernels: Arc<Kernels>,
-) -> anyhow::Result<Arc<dyn Weights>> {
-    let (mut bar, places) = (LoadBar::new(), home::mlx_places()?);
-    let progress = |done, of| bar.show(done, of);
-    let numbers = (class, kv);
-    let model = paceline_node::load_whole(source, numbers, engine, &places, kernels, progress);
-    bar.clear();
-    model.map_err(|error| in_model(path, error))
-}
-
 /// Whether MLX can be opened, for the model at `path`.
 ///
 /// # Errors
@@ -154,7 +139,7 @@ impl LoadBar {
         if self.start.elapsed() < BAR_AFTER {
             return;
         }
-        let style = ProgressStyle::with_template("loading {bar:30} {pos}/{len} layers");
+        let style = ProgressStyle::with_template("loading {wide_bar} {pos}/{len} layers");
         let style = style.expect("a template that a test has seen");
         let new = || ProgressBar::new(0).with_style(style);
         let bar = self.bar.get_or_insert_with(new);

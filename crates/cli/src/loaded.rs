@@ -1,27 +1,34 @@
-//! A model that is ready to answer: in this process, or over worker processes.
+//! A model that is ready to answer: what the command line says, handed to `paceline_node`.
 
 use std::ffi::OsString;
+use std::io;
+use std::ops::Deref;
 use std::path::{Path, PathBuf};
-use std::sync::mpsc::{Receiver, channel};
-use std::sync::{Arc, Mutex};
-use std::time::{Duration, Instant};
+use std::sync::Arc;
+use std::time::{Duration, Instant, UNIX_EPOCH};
 
 use anyhow::Context;
-use paceline_base::{Bytes, Rank, lock};
+use paceline_base::{Bytes, Rank};
+use paceline_cluster::nodes::placement::Wanted;
 use paceline_comm::Backend;
-use paceline_engine::{Engine, EngineConfig, Failure, Reply, Request, Runner, Service, Ticket};
+use paceline_engine::{EngineConfig, SamplingParams};
 use paceline_formats::chat::{ChatTemplate, Error as ChatError};
 use paceline_formats::tokenizer::Tokenizer;
 use paceline_model::{Config, Shard, Source, Split, SplitKind};
-use paceline_node::{Instance, InstanceSpec, Moved};
-use paceline_tensor::KvType;
+use paceline_node::crew::{LocalCrew, LocalSpec};
+use paceline_node::forecast::Setting;
+use paceline_node::supervisor::Notice;
+use paceline_node::{Error as NodeError, Instance, Observer, Options, Prepared};
+use paceline_serve::{About, Model};
+use paceline_tensor::{Kernels, KvType};
 
 use crate::compute::{Classes, ComputeArgs, EngineArgs};
 use crate::error::Error;
+use crate::home;
 use crate::load::{self, LoadBar};
 use crate::output::tell;
-use crate::plan::local::{Local, Setting};
-use crate::steered::{Change, Choice, Cut, Forecast, Start, Steered};
+use crate::process::own_program;
+use crate::progress::busy;
 
 /// Options of every command that can compute over several nodes.
 #[derive(Clone, Debug, clap::Args)]
@@ -116,24 +123,14 @@ impl SplitArgs {
 
 /// A model that was opened and cut, and is not loaded yet: what can be wrong with it is known.
 pub(crate) struct Opened {
-    source: Arc<Source>,
     path: PathBuf,
     compute: ComputeArgs,
     classes: Classes,
-    cut: SplitArgs,
+    prepared: Prepared,
     start: Instant,
     pub(crate) tokenizer: Arc<Tokenizer>,
     /// Nothing when the model has none. What is wrong with one matters only to those who use it.
     pub(crate) template: Option<Result<ChatTemplate, ChatError>>,
-    pub(crate) config: Config,
-    pub(crate) split: Split,
-    pub(crate) engine: EngineConfig,
-    /// Of each node.
-    pub(crate) threads: usize,
-    /// What this machine will do with it; `None` where nobody asked, or nothing can be measured.
-    forecast: Option<Forecast>,
-    /// Whether a split that turns out worse than another is left.
-    steers: bool,
 }
 
 impl Opened {
@@ -148,86 +145,66 @@ impl Opened {
         sizes: impl FnOnce(&Config) -> EngineConfig,
     ) -> anyhow::Result<Self> {
         let start = Instant::now();
-        let source = load::open(path)?;
-        let config = Config::read(&source).map_err(|error| load::in_model(path, error))?;
-        let bad = |what| format!("{}: cannot use its {what}", path.display());
+        let source = Arc::new(load::open(path)?);
         load::check_cpu()?;
         let classes = Classes::new(engine.engine, compute.class, cut.nodes)?;
         compute.check(&classes)?;
+        let options = Options {
+            classes: classes.each().to_vec(),
+            threads: load::threads(compute, cut.nodes),
+            kv: compute.kv,
+            nodes: cut.nodes,
+            kind: cut.split,
+            shares: cut.shares.clone(),
+            backend: cut.transport.backend(),
+            probed: cut.transport.probed(),
+        };
+        let prepared = Prepared::new(Arc::clone(&source), options, sizes);
+        let prepared = prepared.map_err(|error| in_model(path, error))?;
+        let bad = |what| format!("{}: cannot use its {what}", path.display());
         Ok(Self {
-            split: Split::plan(&config, cut.split, cut.nodes, &cut.shares)?,
             tokenizer: Arc::new(tokenizer(&source).with_context(|| bad("tokenizer"))?),
             template: template(&source),
-            threads: load::threads(compute, cut.nodes),
-            engine: sizes(&config),
             path: std::path::absolute(path).with_context(|| path.display().to_string())?,
-            source: Arc::new(source),
             compute,
             classes,
-            cut: cut.clone(),
+            prepared,
             start,
-            config,
-            forecast: None,
-            steers: false,
         })
     }
 
     /// What a forecast is about.
     pub(crate) fn setting(&self, backend: Backend) -> Setting<'_> {
-        Setting {
-            source: &self.source,
-            config: &self.config,
-            class: self.classes.first(),
-            threads: self.threads,
-            backend,
-        }
+        self.prepared.setting(backend)
     }
 
-    /// Measures what this machine will do with it, or looks that up. An open `--split` is then
-    /// chosen by that, and left when it turns out worse. Nothing changes where nothing can be
-    /// measured: nothing depends on a forecast. Engines other than our own are not measured.
+    /// The shape.
+    pub(crate) const fn config(&self) -> &Config {
+        self.prepared.config()
+    }
+
+    /// Sizes of the engine.
+    pub(crate) const fn engine(&self) -> &EngineConfig {
+        self.prepared.engine()
+    }
+
+    /// Number of nodes.
+    pub(crate) fn nodes(&self) -> u32 {
+        self.prepared.split().ranks()
+    }
+
+    /// Measures what this machine will do with it, or looks that up, and chooses an open `--split`
+    /// by that.
     pub(crate) fn forecast(&mut self) {
-        if !self.classes.on_cpu() {
-            return;
+        if let Ok(home) = home::home() {
+            let _busy = busy("measuring what this machine can do");
+            self.prepared.forecast(home.root(), kernels);
         }
-        let setting = self.setting(self.cut.transport.probed());
-        let local = Local::new(setting, self.cut.nodes, load::kernels).ok();
-        self.forecast = local.map(|local| Arc::new(Mutex::new(local)));
-        self.steers = self.cut.nodes > 1 && self.cut.split == SplitKind::Auto;
-        let cuts = self.cuts();
-        let best = &cuts[best(&cuts)];
-        (self.cut.split, self.split) = (best.kind, best.split.clone());
     }
 
     /// Keeps the split that was chosen, whatever comes of it.
     pub(crate) const fn stay(&mut self) {
-        self.steers = false;
-    }
-
-    /// The ways to cut it that may be used: all if it steers.
-    fn cuts(&self) -> Vec<Cut> {
-        let local = self.forecast.as_ref();
-        let local = local.map(|local| lock(local));
-        let (nodes, shares) = (self.cut.nodes, &self.cut.shares);
-        let mut cuts = Vec::new();
-        if let (true, Some(local)) = (self.steers, &local) {
-            let ways = local.ways(&self.config, nodes, shares).into_iter();
-            cuts.extend(ways.map(|(kind, split, tok_s)| Cut {
-                kind,
-                split,
-                tok_s: Some(tok_s),
-            }));
-            cuts.retain(|cut| self.classes.check(&self.config, &cut.split).is_ok());
-        }
-        if cuts.is_empty() {
-            let tok_s = local.and_then(|local| local.predict(&self.config, &self.split).ok());
-            cuts.push(Cut {
-                kind: self.cut.split,
-                split: self.split.clone(),
-                tok_s,
-            });
-        }
-        cuts
+        self.prepared.stay();
     }
 
     /// Loads it: in this process when there is one node, else over workers.
@@ -235,249 +212,180 @@ impl Opened {
     /// # Errors
     /// What is wrong with the model, and its path; which worker failed, and how.
     pub(crate) fn load(self) -> anyhow::Result<Loaded> {
-        let (computing, instruction_set) = if self.cut.nodes == 1 {
-            self.here()?
+        let (threads, engine) = (self.threads(), self.engine().clone());
+        let kv = self.compute.kv_type(&self.classes);
+        let model = if self.nodes() == 1 {
+            let kernels = self.own_kernels()?;
+            here(self.prepared, &self.path, &self.tokenizer, kernels)?
         } else {
-            let workers = self.start_workers(|_| {})?;
-            let facts = workers.facts();
-            let set = facts.into_iter().next().map(|rank| rank.instruction_set);
-            (Computing::Workers(workers), set.unwrap_or_default())
+            let mut bar = Loading::new(self.nodes());
+            let instance = self.start(false, Box::new(move |notice, _| bar.hear(notice)))?;
+            self.ready(&instance)?;
+            self.prepared.loaded(instance)
         };
         Ok(Loaded {
-            computing,
-            forecast: self.forecast,
+            model,
             tokenizer: self.tokenizer,
             template: self.template,
-            config: self.config,
-            split: self.split,
-            kv: self.compute.kv_type(&self.classes),
             classes: self.classes,
-            engine: self.engine,
-            threads: self.threads,
-            instruction_set,
+            engine,
+            threads,
+            kv,
             load_time: self.start.elapsed(),
         })
     }
 
-    fn here(&self) -> anyhow::Result<(Computing, String)> {
-        let (class, compute) = (self.classes.first(), self.compute);
-        // Where MLX computes, kernels only choose tokens.
-        let threads = if class.is_mlx() { 1 } else { self.threads };
-        let kernels = load::kernels_at(threads, compute.pinning())?;
-        let numbers = (class, compute.kv);
-        let model = load::model(&self.path, &self.source, numbers, &self.engine, kernels)?;
-        let (set, weights) = (model.device(), model.weight_bytes());
-        let tokenizer = Arc::clone(&self.tokenizer);
-        let engine = Engine::new(model, tokenizer, self.engine.clone())?;
-        Ok((Computing::Here(Runner::start(engine), weights), set))
+    /// Kernels of this process. Where MLX computes, they only choose tokens.
+    fn own_kernels(&self) -> anyhow::Result<Arc<Kernels>> {
+        let mlx = self.classes.first().is_mlx();
+        let threads = if mlx { 1 } else { self.threads() };
+        load::kernels_at(threads, self.compute.pinning())
     }
 
-    /// Starts the workers, with a progress bar on stderr when that takes a while; `told` hears of
-    /// each change of the split.
+    /// Starts the workers; `observer` hears what becomes of them. Does not wait until they are
+    /// ready.
+    ///
+    /// # Errors
+    /// What the system refuses.
+    pub(crate) fn start(&self, restart: bool, observer: Observer) -> anyhow::Result<Instance> {
+        if !self.classes.on_cpu() {
+            load::check_mlx(&self.path)?; // here, since of a worker's error only the text arrives
+        }
+        let options = self.prepared.options();
+        let crew = LocalCrew::spawn(LocalSpec {
+            program: own_program().context("cannot find this program's own file")?,
+            args: vec![OsString::from("worker")],
+            model: self.path.clone(),
+            ranks: options.nodes,
+            pin: self.compute.pin.then_some(options.threads),
+            on_line: Some(Box::new(|rank, line| tell(format_args!("[{rank}] {line}")))),
+        });
+        let crew = Box::new(crew.map_err(|error| in_model(&self.path, error))?);
+        let instance = self.prepared.over(crew, restart, observer);
+        instance.map_err(|error| in_model(&self.path, error))
+    }
+
+    /// Waits until the workers of an instance are ready.
     ///
     /// # Errors
     /// Which worker failed, and how.
-    pub(crate) fn start_workers(&self, told: fn(&Change)) -> anyhow::Result<Steered> {
-        let cuts = self.cuts();
-        let choice = Choice {
-            config: self.config.clone(),
-            first: best(&cuts),
-            cuts,
-            forecast: self.forecast.clone(),
-        };
-        Steered::start(choice, self.start(), told)
-    }
-
-    fn start(&self) -> Start {
-        let (config, classes) = (self.config.clone(), self.classes.clone());
-        let (path, cut, engine) = (self.path.clone(), self.cut.clone(), self.engine.clone());
-        let (threads, compute) = (self.threads, self.compute);
-        Box::new(move |kind, split| {
-            classes.check(&config, split)?;
-            if !classes.on_cpu() {
-                load::check_mlx(&path)?; // here, since of a worker's error only the text arrives
-            }
-            let spec = InstanceSpec {
-                program: std::env::current_exe().context("cannot find this program's own file")?,
-                args: vec![OsString::from("worker")],
-                model: path.clone(),
-                classes: classes.each().to_vec(),
-                threads,
-                pin: compute.pin,
-                kv: compute.kv,
-                kind,
-                ranks: cut.nodes,
-                shares: cut.shares.clone(),
-                backend: cut.transport.backend(),
-                split: split.clone(),
-                engine: engine.clone(),
-                on_line: Some(Box::new(|rank, line| tell(format_args!("[{rank}] {line}")))),
-            };
-            start_instance(spec)
-        })
-    }
-
-    /// Tells what each node of `workers` holds, a line each.
-    pub(crate) fn tell_split(&self, workers: &Steered) {
-        tell_split(
-            &self.config,
-            &workers.split(),
-            self.threads,
-            &workers.weights(),
-        );
+    pub(crate) fn ready(&self, instance: &Instance) -> anyhow::Result<()> {
+        let _busy = busy(match self.nodes() {
+            1 => "starting 1 node".to_owned(),
+            nodes => format!("starting {nodes} nodes"),
+        });
+        instance
+            .ready()
+            .map_err(|error| in_model(&self.path, error))
     }
 
     /// How numbers are computed.
     pub(crate) const fn classes(&self) -> &Classes {
         &self.classes
     }
+
+    /// Threads of each node.
+    pub(crate) const fn threads(&self) -> usize {
+        self.prepared.options().threads
+    }
 }
 
-/// Place of the way that is expected to be fastest, the first of such; the first where nothing is
-/// expected.
-fn best(cuts: &[Cut]) -> usize {
-    let speed = |i: usize| cuts[i].tok_s.unwrap_or(0.0);
-    (0..cuts.len()).fold(0, |best, i| if speed(i) > speed(best) { i } else { best })
-}
-
-fn start_instance(spec: InstanceSpec) -> anyhow::Result<Instance> {
-    let (mut bar, n, path) = (LoadBar::new(), spec.ranks as usize, spec.model.clone());
-    let mut ranks = vec![(0, 0); n];
-    let instance = Instance::start(spec, |rank, done, of| {
-        ranks[rank.0 as usize] = (done, of);
-        let sum = |part: fn(&(usize, usize)) -> usize| ranks.iter().map(part).sum();
-        bar.show(sum(|r| r.0), sum(|r| r.1));
-    });
+/// Loads a model into this process, with a progress bar on stderr when that takes a while.
+fn here(
+    prepared: Prepared,
+    path: &Path,
+    tokenizer: &Arc<Tokenizer>,
+    kernels: Arc<Kernels>,
+) -> anyhow::Result<paceline_node::Loaded> {
+    let (mut bar, places) = (LoadBar::new(), home::mlx_places()?);
+    let progress = |done, of| bar.show(done, of);
+    let loaded = prepared.here(Arc::clone(tokenizer), &places, kernels, progress);
     bar.clear();
-    instance.with_context(|| format!("cannot start {}", path.display()))
+    loaded.map_err(|error| in_model(path, error))
 }
 
-/// A model that is ready to answer.
+/// Kernels for measurements.
+pub(crate) fn kernels(threads: usize) -> io::Result<Arc<Kernels>> {
+    load::kernels(threads).map_err(io::Error::other)
+}
+
+/// Adds the model's path where the error does not have it.
+fn in_model(path: &Path, error: NodeError) -> anyhow::Error {
+    match error {
+        NodeError::Model(error) => load::in_model(path, error),
+        NodeError::Split(error) => error.into(),
+        NodeError::Engine(error) => error.into(),
+        NodeError::MixedStage { a, b } => Error::MixedStage { a, b }.into(),
+        other => anyhow::Error::new(other).context(format!("cannot start {}", path.display())),
+    }
+}
+
+/// Shows how the ranks of an instance load.
+pub(crate) struct Loading {
+    bar: LoadBar,
+    ranks: Vec<(usize, usize)>,
+}
+
+impl Loading {
+    /// Of so many ranks.
+    pub(crate) fn new(ranks: u32) -> Self {
+        Self {
+            bar: LoadBar::new(),
+            ranks: vec![(0, 0); ranks as usize],
+        }
+    }
+
+    /// Shows what a notice tells about loading; anything else takes the bar away.
+    pub(crate) fn hear(&mut self, notice: &Notice) {
+        let Notice::Loading { rank, done, of } = notice else {
+            self.bar.clear();
+            *self = Self::new(self.ranks.len() as u32);
+            return;
+        };
+        self.ranks[rank.0 as usize] = (*done, *of);
+        let sum = |part: fn(&(usize, usize)) -> usize| self.ranks.iter().map(part).sum();
+        self.bar.show(sum(|r| r.0), sum(|r| r.1));
+    }
+}
+
+/// A model that is ready to answer, with what commands tell about it.
 pub(crate) struct Loaded {
-    computing: Computing,
-    forecast: Option<Forecast>,
+    model: paceline_node::Loaded,
     pub(crate) tokenizer: Arc<Tokenizer>,
     /// As of [`Opened`].
     pub(crate) template: Option<Result<ChatTemplate, ChatError>>,
-    pub(crate) config: Config,
-    /// As it began.
-    split: Split,
     pub(crate) classes: Classes,
     pub(crate) engine: EngineConfig,
     /// Of each node.
     pub(crate) threads: usize,
     /// How the CPU's nodes keep keys and values; `None` where all are on MLX.
     pub(crate) kv: Option<KvType>,
-    pub(crate) instruction_set: String,
     /// From opening the model's files to being ready for a prompt.
     pub(crate) load_time: Duration,
 }
 
-enum Computing {
-    /// With its packed weights.
-    Here(Runner, Bytes),
-    Workers(Steered),
+impl Deref for Loaded {
+    type Target = paceline_node::Loaded;
+
+    fn deref(&self) -> &Self::Target {
+        &self.model
+    }
 }
 
 impl Loaded {
-    /// What answers.
-    pub(crate) fn service(&self) -> &dyn Service {
-        match &self.computing {
-            Computing::Here(runner, _) => runner,
-            Computing::Workers(workers) => workers,
-        }
-    }
-
-    /// How it is cut now.
-    pub(crate) fn split(&self) -> Split {
-        match &self.computing {
-            Computing::Here(..) => self.split.clone(),
-            Computing::Workers(workers) => workers.split(),
-        }
-    }
-
-    /// Packed weights of each rank.
-    pub(crate) fn weights(&self) -> Vec<Bytes> {
-        match &self.computing {
-            Computing::Here(_, weights) => vec![*weights],
-            Computing::Workers(workers) => workers.weights(),
-        }
-    }
-
-    /// Decode tokens a second that are expected, as far as runs until the start taught; `None`
-    /// where nothing was measured.
-    pub(crate) fn predicted(&self) -> Option<f64> {
-        match &self.computing {
-            Computing::Here(..) => {
-                let local = lock(self.forecast.as_ref()?);
-                local.predict(&self.config, &self.split).ok()
-            }
-            Computing::Workers(workers) => workers.predicted(),
-        }
-    }
-
-    /// As [`predicted`](Self::predicted) with `keys` in the cache.
-    pub(crate) fn predicted_at(&self, keys: u32) -> Option<f64> {
-        let local = lock(self.forecast.as_ref()?);
-        local.predict_at(&self.config, &self.split(), keys).ok()
-    }
-
-    /// Remembers how fast an answer was decoded. Workers are watched anyway.
-    pub(crate) fn learn(&self, decode_tok_s: f64) {
-        if let (Computing::Here(..), Some(forecast)) = (&self.computing, &self.forecast) {
-            lock(forecast).learn(&self.config, &self.split, decode_tok_s);
-        }
-    }
-
-    /// Changes of the split so far.
-    pub(crate) fn changes(&self) -> Vec<Change> {
-        match &self.computing {
-            Computing::Here(..) => Vec::new(),
-            Computing::Workers(workers) => workers.changes(),
-        }
-    }
-
-    /// Number of nodes.
-    pub(crate) fn nodes(&self) -> u32 {
-        self.split.ranks()
-    }
-
-    /// What the nodes have moved so far; `None` for one node, or when one does not say.
-    pub(crate) fn moved(&self) -> Option<Moved> {
-        match &self.computing {
-            Computing::Here(..) => None,
-            Computing::Workers(workers) => workers.moved(),
-        }
-    }
-
-    /// Starts an answer.
-    ///
-    /// # Errors
-    /// Refusals that are known at once.
-    pub(crate) fn submit(&self, request: Request) -> Result<Answer<'_>, Failure> {
-        let (sender, replies) = channel();
-        let sink = Box::new(move |reply| {
-            let _ = sender.send((Instant::now(), reply)); // nobody waits for it any more
-        });
-        let ticket = self.service().submit(request, sink)?;
-        Ok(Answer {
-            loaded: self,
-            ticket,
-            replies,
-        })
-    }
-
     /// Tells what each node holds, a line each.
     pub(crate) fn tell_split(&self) {
-        tell_split(&self.config, &self.split(), self.threads, &self.weights());
+        tell_split(self.config(), self.split(), self.threads, &self.weights());
     }
 }
 
-fn tell_split(config: &Config, split: &Split, threads: usize, weights: &[Bytes]) {
+/// Tells what each node holds, a line each.
+pub(crate) fn tell_split(config: &Config, split: &Split, threads: usize, weights: &[Bytes]) {
     let (nodes, plural) = (split.ranks(), if threads == 1 { "" } else { "s" });
-    tell(format_args!(
-        "{nodes} nodes, split {split}, {threads} thread{plural} each:"
-    ));
+    tell(match nodes {
+        1 => format!("1 node, {threads} thread{plural}:"),
+        _ => format!("{nodes} nodes, split {split}, {threads} thread{plural} each:"),
+    });
     for (rank, weights) in (0..nodes).map(Rank).zip(weights) {
         tell(shard_line(config, &split.shard(config, rank), *weights));
     }
@@ -490,7 +398,7 @@ fn shard_line(config: &Config, shard: &Shard, weights: Bytes) -> String {
         shard.rank,
         shard.layers.start,
         shard.layers.end - 1,
-        shard.heads.len(),
+        shard.usual.heads.len(),
         config.heads,
         percent(shard.ffn().len(), config.ffn),
     );
@@ -500,35 +408,6 @@ fn shard_line(config: &Config, shard: &Shard, weights: Bytes) -> String {
     }
     line += &format!(", {weights}");
     line + if shard.leads() { ", leads" } else { "" }
-}
-
-/// An answer that is being computed. Dropping it stops it.
-pub(crate) struct Answer<'a> {
-    loaded: &'a Loaded,
-    ticket: Ticket,
-    replies: Receiver<(Instant, Reply)>,
-}
-
-impl Answer<'_> {
-    /// Waits for the next reply; says when it came.
-    ///
-    /// # Errors
-    /// [`Failure`] when the answer will not be completed.
-    pub(crate) fn next(&self) -> Result<(Instant, Reply), Failure> {
-        match self.replies.recv() {
-            Ok((_, Reply::Failed(failure))) => Err(failure),
-            Ok(reply) => Ok(reply),
-            Err(_) => Err(Failure::Lost {
-                reason: "what computed it ended".to_owned(),
-            }),
-        }
-    }
-}
-
-impl Drop for Answer<'_> {
-    fn drop(&mut self) {
-        self.loaded.service().cancel(self.ticket); // does nothing for one that is complete
-    }
 }
 
 fn tokenizer(source: &Source) -> anyhow::Result<Tokenizer> {
@@ -544,4 +423,59 @@ fn template(source: &Source) -> Option<Result<ChatTemplate, ChatError>> {
         Source::Hf(folder) => ChatTemplate::from_hf_dir(folder.path()),
     };
     (!matches!(template, Err(ChatError::NoTemplate))).then_some(template)
+}
+
+/// When a file was changed, in seconds since 1970; 0 if not known.
+pub(crate) fn changed_unix_s(path: &Path) -> u64 {
+    let changed = std::fs::metadata(path).and_then(|facts| facts.modified());
+    let since = changed
+        .ok()
+        .and_then(|at| at.duration_since(UNIX_EPOCH).ok());
+    since.map_or(0, |since| since.as_secs())
+}
+
+/// An instance of the cluster as clients see it, by its model's file on this machine.
+///
+/// # Errors
+/// What is wrong with the file.
+pub(crate) fn served(path: &Path, wanted: &Wanted) -> anyhow::Result<Model> {
+    let source = load::open(path)?;
+    let config = Config::read(&source).map_err(|error| load::in_model(path, error))?;
+    let template = template(&source).and_then(Result::ok).map(Arc::new);
+    let context = wanted
+        .context
+        .map_or(config.context, |context| context as usize);
+    Ok(Model {
+        id: wanted.model.clone(),
+        aliases: Vec::new(),
+        created_unix_s: changed_unix_s(path),
+        fingerprint: format!("cpu-{}", env!("CARGO_PKG_VERSION")),
+        tokenizer: Arc::new(tokenizer(&source)?),
+        template,
+        context,
+        sampling: sampling(path),
+        about: About {
+            architecture: config.family.name().to_owned(),
+            bytes: size(path),
+            ..About::default()
+        },
+    })
+}
+
+/// How tokens are chosen by the model at `path` where a request does not say.
+pub(crate) fn sampling(path: &Path) -> SamplingParams {
+    let file = path.join("generation_config.json");
+    let is_small = |file: &Path| std::fs::metadata(file).is_ok_and(|facts| facts.len() < 1 << 20);
+    let text = is_small(&file).then(|| std::fs::read(&file).ok()).flatten();
+    let config = text.and_then(|text| serde_json::from_slice(&text).ok());
+    paceline_serve::recommended_sampling(&config.unwrap_or_default())
+}
+
+/// Bytes of the file or of the folder's files.
+pub(crate) fn size(path: &Path) -> u64 {
+    let bytes = |path: &Path| std::fs::metadata(path).map_or(0, |facts| facts.len());
+    match std::fs::read_dir(path) {
+        Ok(entries) => entries.flatten().map(|entry| bytes(&entry.path())).sum(),
+        Err(_) => bytes(path),
+    }
 }

@@ -15,10 +15,13 @@ const POLL: Duration = Duration::from_millis(10);
 /// Most of its answer that is read.
 const ANSWER_BYTES_MAX: u64 = 64 << 10;
 
-/// What `program` prints to standard output, if it ends well and in time.
+/// What `program` prints to standard output, if it ends well and in time. It works in an empty
+/// folder: in the user's, Python would take a folder `pip/` for pip.
 pub(crate) fn ask(program: &str, arguments: &[&str]) -> Option<String> {
+    let folder = tempfile::tempdir().ok()?;
     let mut command = Command::new(program);
-    command.args(arguments);
+    command.args(arguments).current_dir(folder.path());
+    command.env("PYTHONSAFEPATH", "1");
     command.stdin(Stdio::null()).stderr(Stdio::null());
     let mut child = command.stdout(Stdio::piped()).spawn().ok()?;
     let out = child.stdout.take()?;

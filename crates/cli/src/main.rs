@@ -6,29 +6,38 @@
 
 #![warn(clippy::print_stderr)]
 
+mod agent;
 mod bench;
 mod compute;
 mod doctor;
 mod engines;
 mod error;
+mod fits;
 mod hint;
 mod home;
+mod instances;
 mod interrupt;
+mod join;
 mod kb;
 mod key;
 mod launch;
 mod load;
 mod loaded;
 mod machine;
+mod mapreduce;
+mod member;
 mod models;
 mod moved;
+mod nodes;
 mod output;
 mod plan;
 mod process;
 mod progress;
 mod pull;
+mod room;
 mod run;
-mod steered;
+mod show;
+mod terminal;
 mod topology;
 mod up;
 mod wires;
@@ -36,15 +45,23 @@ mod worker;
 
 use std::process::ExitCode;
 
-use clap::{Parser, Subcommand};
+use clap::{ArgAction, CommandFactory, Parser, Subcommand};
 
 use error::Error;
 use interrupt::Signals;
 
 /// Pool your machines and run models too large for one of them.
 #[derive(Debug, Parser)]
-#[command(name = "paceline", version, arg_required_else_help = true)]
+#[command(
+    name = "paceline",
+    version,
+    arg_required_else_help = true,
+    disable_version_flag = true
+)]
 struct Cli {
+    /// Print version
+    #[arg(short = 'V', short_alias = 'v', long, action = ArgAction::Version)]
+    version: Option<bool>,
     #[command(subcommand)]
     command: Command,
 }
@@ -53,8 +70,20 @@ struct Cli {
 enum Command {
     /// Answer a prompt, or chat
     Run(run::Args),
-    /// Start this machine's node: a model behind an HTTP API
+    /// Start this machine's node, alone or with a model behind an HTTP API
     Up(up::Args),
+    /// Join the cluster of another machine
+    Join(join::Args),
+    /// Leave the cluster for good
+    Leave,
+    /// The machines of the cluster: list, let in, forget
+    Nodes(nodes::Args),
+    /// Load a model over machines of the cluster
+    Load(instances::LoadArgs),
+    /// Unload a model
+    Unload(instances::UnloadArgs),
+    /// What is loaded, where, and how it is
+    Ps(instances::PsArgs),
     /// Make, list and revoke keys
     #[command(subcommand)]
     Key(key::Command),
@@ -70,23 +99,34 @@ enum Command {
     /// Measure this machine
     #[command(subcommand)]
     Bench(bench::Command),
+    /// Compute on arrays: sums that are exact, over threads and processes
+    #[command(subcommand)]
+    Mapreduce(mapreduce::Command),
     /// Fetch a model into the store
     Pull(pull::Args),
     /// List the models in the store
+    #[command(visible_aliases = ["list", "ls"])]
     Models(models::ListArgs),
+    /// What a model is: its shape, size, memory and licence
+    Show(show::Args),
     /// Remove a model from the store
     Rm(models::RmArgs),
     /// List what computes here, and install engines
     Engines(engines::Args),
     /// What this machine can do, what is missing, and what mends it
     Doctor(doctor::Args),
+    /// Start a coding agent against this machine's server
+    Agent(agent::Args),
     /// What is known about distributed GPU computing: search, ask, add
     Kb(kb::Args),
+    /// Print the version
+    Version,
 }
 
 fn main() -> ExitCode {
     // clap ends the process by itself: 0 for --help and --version, 2 for wrong usage.
-    let command = Cli::parse().command;
+    let usage = |error| -> Cli { hint::of_usage(error, &Cli::command()).exit() };
+    let command = Cli::try_parse().unwrap_or_else(usage).command;
     match execute(&command) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) if matches!(command, Command::Worker) && !error.is::<Error>() => {
@@ -101,18 +141,28 @@ fn execute(command: &Command) -> anyhow::Result<()> {
     match command {
         Command::Run(args) => run::run(args, &signals),
         Command::Up(args) => up::run(args, &signals),
+        Command::Join(args) => join::run(args),
+        Command::Leave => join::leave(),
+        Command::Nodes(args) => nodes::run(args),
+        Command::Load(args) => instances::load(args, &signals),
+        Command::Unload(args) => instances::unload(args),
+        Command::Ps(args) => instances::ps(args),
         Command::Key(command) => key::run(command),
         Command::Worker => worker::run(),
         Command::Plan(args) => plan::run(args),
         Command::Launch(args) => launch::run(args, &signals),
         Command::Topology(args) => topology::run(args, &signals),
         Command::Bench(command) => bench::run(command, &signals),
+        Command::Mapreduce(command) => mapreduce::run(command),
         Command::Pull(args) => pull::run(args, &signals),
         Command::Models(args) => models::list(args),
+        Command::Show(args) => show::run(args),
         Command::Rm(args) => models::remove(args),
         Command::Engines(args) => engines::run(args, &signals),
         Command::Doctor(args) => doctor::run(args),
+        Command::Agent(args) => agent::run(args),
         Command::Kb(args) => kb::run(args),
+        Command::Version => output::print(concat!("paceline ", env!("CARGO_PKG_VERSION"))),
     }
 }
 

@@ -2,12 +2,14 @@
 
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use paceline_store::{Catalogue, Entry, Kind, Model, State, list as entries, quant_of_name};
+use paceline_store::{
+    Catalogue, Entry, Kind, Model, State, UsualName, list as entries, quant_of_name, usual_names,
+};
 use serde_json::{Value, json};
 
-use crate::home;
 use crate::output::{print, tell};
 use crate::pull::file_bytes;
+use crate::{fits, home};
 
 /// Arguments of `paceline models`.
 #[derive(Debug, clap::Args)]
@@ -15,6 +17,12 @@ pub(crate) struct ListArgs {
     /// Also show the catalogue's models that are not here yet
     #[arg(long)]
     all: bool,
+    /// Show which models fit this machine, how fast they will be and how they would be split
+    #[arg(long, conflicts_with = "all")]
+    fits: bool,
+    /// The same for a cluster: a TOML file, or `4 x KIND @ LINK`
+    #[arg(long, value_name = "FILE|NODES", requires = "fits")]
+    cluster: Option<String>,
     /// Print one JSON object
     #[arg(long)]
     json: bool,
@@ -32,6 +40,9 @@ pub(crate) struct RmArgs {
 
 /// Lists what the store holds.
 pub(crate) fn list(args: &ListArgs) -> anyhow::Result<()> {
+    if args.fits {
+        return fits::run(args.cluster.as_deref(), args.json);
+    }
     let home = home::home()?;
     let stored = entries(&home)?;
     let missing: Vec<&Model> = Catalogue::BUILTIN
@@ -43,6 +54,7 @@ pub(crate) fn list(args: &ListArgs) -> anyhow::Result<()> {
         let mut object = json!({ "home": home.root().to_string_lossy(), "models": models });
         if args.all {
             object["available"] = missing.iter().map(|model| model_json(model)).collect();
+            object["usual_names"] = usual_names().iter().map(usual_json).collect();
         }
         return print(&object.to_string());
     }
@@ -55,6 +67,8 @@ pub(crate) fn list(args: &ListArgs) -> anyhow::Result<()> {
     let mut rows = vec![["NAME", "TYPE", "SIZE", "LAST USED", "PATH"].map(str::to_owned)];
     rows.extend(stored.iter().map(|entry| entry_row(entry, now)));
     rows.extend(missing.iter().map(|model| model_row(model)));
+    let usual = usual_names().iter().filter(|_| args.all);
+    rows.extend(usual.map(usual_row));
     print(&table(&rows))
 }
 
@@ -101,6 +115,32 @@ fn model_row(model: &Model) -> [String; 5] {
         "not pulled".into(),
         "-".into(),
     ]
+}
+
+/// A usual name: what it means stands where other rows have their path.
+fn usual_row(usual: &UsualName) -> [String; 5] {
+    let (size, state) = match &usual.checked {
+        Some(on_hub) => (on_hub.size().to_string(), "on the hub"),
+        None => ("-".to_owned(), "not verified here"),
+    };
+    let kind = "GGUF".to_owned();
+    [
+        usual.name.clone(),
+        kind,
+        size,
+        state.to_owned(),
+        usual.hub.clone(),
+    ]
+}
+
+fn usual_json(usual: &UsualName) -> Value {
+    json!({
+        "name": usual.name,
+        "also": usual.also,
+        "hub": usual.hub,
+        "checked": usual.checked.is_some(),
+        "bytes": usual.checked.as_ref().map(|on_hub| on_hub.bytes),
+    })
 }
 
 fn type_name(kind: Kind, first_file: &str) -> String {

@@ -6,20 +6,29 @@ mod facts;
 pub(crate) mod here;
 mod json;
 mod layout;
-pub(crate) mod local;
 mod report;
 mod shape;
 mod svg;
 mod validate;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use paceline_plan::solver::{Options, Outcome, solve};
 use paceline_plan::{Calibration, Catalogue, Cluster, Costs, ModelShape, Objective, Workload};
 
 pub(crate) use error::{Error, hints};
+pub(crate) use facts::cluster;
+pub(crate) use layout::label;
 
 use crate::output::print;
+
+/// The shape of the model whose files lie at `path`, as they are stored.
+///
+/// # Errors
+/// What is wrong with the files.
+pub(crate) fn shape_of(path: &Path) -> anyhow::Result<ModelShape> {
+    shape::from_files(path, None)
+}
 
 /// Arguments of `paceline plan`.
 #[derive(Debug, clap::Args)]

@@ -1,6 +1,11 @@
 //! What the system knows about this process.
 
 use std::ffi::c_int;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
+
+use tempfile::TempDir;
 
 /// A line of Linux's `/proc/self/status` without its name; `None` on other systems.
 fn status(name: &str) -> Option<String> {
@@ -23,9 +28,54 @@ pub(crate) fn ignores(signal: c_int) -> bool {
     mask.is_some_and(|mask| mask & (1 << (signal - 1)) != 0)
 }
 
+/// This program, to start more processes of it. It is found although an update has put another file
+/// in its place, or removed it.
+///
+/// On Linux this is the kernel's own link to the running program. Elsewhere it is a second name of
+/// the file, made the first time this is called, or the file itself where that cannot be had (the
+/// folder for temporary files is on another disk).
+///
+/// # Errors
+/// What the system says when it does not know the running program.
+pub(crate) fn own_program() -> io::Result<PathBuf> {
+    if cfg!(target_os = "linux") && Path::new(KERNELS_LINK).exists() {
+        return Ok(KERNELS_LINK.into());
+    }
+    static LINKED: OnceLock<Option<(TempDir, PathBuf)>> = OnceLock::new();
+    let program = std::env::current_exe()?;
+    let linked = LINKED.get_or_init(|| second_name(&program).ok());
+    Ok(linked.as_ref().map_or(program, |(_, path)| path.clone()))
+}
+
+/// In a child before it runs anything else this is still the parent's program.
+const KERNELS_LINK: &str = "/proc/self/exe";
+
+/// Another name of `program` in a folder of ours, which keeps its bytes.
+fn second_name(program: &Path) -> io::Result<(TempDir, PathBuf)> {
+    let folder = tempfile::tempdir()?;
+    let path = folder.path().join("paceline");
+    std::fs::hard_link(program, &path)?;
+    Ok((folder, path))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_second_name_outlives_the_first() {
+        let folder = tempfile::tempdir().unwrap();
+        let program = folder.path().join("program");
+        std::fs::write(&program, "old").unwrap();
+        let Ok((_kept, path)) = second_name(&program) else {
+            eprintln!("SKIPPED a_second_name_outlives_the_first: no hard links here");
+            return;
+        };
+        std::fs::remove_file(&program).unwrap();
+        std::fs::write(&program, "new").unwrap();
+        assert_eq!(std::fs::read_to_string(path).unwrap(), "old");
+        assert!(own_program().unwrap().exists());
+    }
 
     #[test]
     fn linux_tells_the_peak() {

@@ -1,6 +1,7 @@
 //! Progress on stderr: a bar on a terminal, a line now and then elsewhere.
 
 use std::io::IsTerminal;
+use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
@@ -8,6 +9,7 @@ use paceline_base::Bytes;
 use paceline_store::Progress;
 
 use crate::output::tell;
+use crate::terminal;
 
 /// Time between lines where there is no terminal.
 const LINE_EVERY: Duration = Duration::from_secs(5);
@@ -23,6 +25,32 @@ pub(crate) fn on_stderr() -> Box<dyn Progress> {
     }
 }
 
+/// Time after which work that shows nothing by itself says what it does, and between such lines.
+const SILENCE_MAX: Duration = Duration::from_secs(3);
+
+/// Says every few seconds that something is still under way, until it is dropped.
+pub(crate) struct Busy {
+    // Dropped, it wakes the thread.
+    _done: Sender<()>,
+}
+
+/// Work that may take long and shows nothing: `what` is said, and for how long already, while the
+/// answer lives. Work that is done within some seconds says nothing.
+pub(crate) fn busy(what: impl Into<String>) -> Busy {
+    busy_every(SILENCE_MAX, what.into(), tell)
+}
+
+fn busy_every(period: Duration, what: String, say: impl Fn(String) + Send + 'static) -> Busy {
+    let (done, wait) = channel();
+    std::thread::spawn(move || {
+        let start = Instant::now();
+        while wait.recv_timeout(period) == Err(RecvTimeoutError::Timeout) {
+            say(format!("{what} ({:.0} s)", start.elapsed().as_secs_f64()));
+        }
+    });
+    Busy { _done: done }
+}
+
 /// A bar with speed and time left, or a spinner with the time gone.
 struct Bar {
     bar: Option<ProgressBar>,
@@ -31,16 +59,8 @@ struct Bar {
 impl Progress for Bar {
     fn start(&mut self, label: &str, total: Option<u64>, done: u64) {
         self.finish();
-        let template = match total {
-            Some(_) => {
-                "{spinner} {msg} {wide_bar} {percent:>3} % of {binary_total_bytes}, \
-                 {binary_bytes_per_sec}, {eta} left"
-            }
-            None => "{spinner} {msg} {binary_bytes}, {elapsed}",
-        };
-        let style = ProgressStyle::with_template(template).expect("the template is constant");
         let bar = ProgressBar::with_draw_target(total, ProgressDrawTarget::stderr());
-        bar.set_style(style);
+        bar.set_style(style(total.is_some(), label, terminal::columns()));
         bar.set_message(label.to_owned());
         // Bytes of an earlier run must not count as speed.
         bar.set_position(done);
@@ -73,6 +93,24 @@ impl Drop for Bar {
     fn drop(&mut self) {
         self.finish();
     }
+}
+
+/// What is beside the label of a bar with speed and time left, and room for a bar of ten columns.
+const BESIDE: usize = 60;
+
+/// How a bar looks on a terminal of so many columns. It never takes more than a line: what does not
+/// fit is left out, and a label too long is cut.
+fn style(sized: bool, label: &str, columns: Option<u16>) -> ProgressStyle {
+    let room = columns.map_or(usize::MAX, usize::from);
+    let template = match sized {
+        true if label.chars().count() + BESIDE <= room => {
+            "{spinner} {msg} {wide_bar} {percent:>3} % of {binary_total_bytes}, \
+             {binary_bytes_per_sec}, {eta} left"
+        }
+        true => "{spinner} {wide_msg} {percent:>3} %",
+        false => "{spinner} {wide_msg} {binary_bytes}, {elapsed}",
+    };
+    ProgressStyle::with_template(template).expect("the templates are constant")
 }
 
 /// Start, end, and a line every few seconds in between.
@@ -155,7 +193,99 @@ impl Progress for Lines {
 
 #[cfg(test)]
 mod tests {
+    use std::io;
+    use std::sync::Arc;
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    use indicatif::TermLike;
+
     use super::*;
+
+    #[test]
+    fn long_work_speaks_and_short_work_does_not() {
+        let (send, heard) = channel();
+        let also = send.clone();
+        let say = move |line| also.send(line).unwrap();
+        let short = busy_every(Duration::from_secs(3600), "x".into(), |_| {
+            panic!("too early")
+        });
+        let long = busy_every(Duration::from_millis(1), "starting 40 nodes".into(), say);
+        for _ in 0..2 {
+            let line = heard.recv_timeout(Duration::from_secs(60)).unwrap();
+            assert!(line.starts_with("starting 40 nodes ("), "{line}");
+        }
+        drop((short, long, send));
+        // Its thread ends, and with it the last sender.
+        while heard.recv_timeout(Duration::from_secs(60)).is_ok() {}
+    }
+
+    /// A terminal that remembers its widest line.
+    #[derive(Debug)]
+    struct Narrow {
+        columns: u16,
+        widest: Arc<AtomicUsize>,
+    }
+
+    impl TermLike for Narrow {
+        fn width(&self) -> u16 {
+            self.columns
+        }
+        fn move_cursor_up(&self, _: usize) -> io::Result<()> {
+            Ok(())
+        }
+        fn move_cursor_down(&self, _: usize) -> io::Result<()> {
+            Ok(())
+        }
+        fn move_cursor_right(&self, _: usize) -> io::Result<()> {
+            Ok(())
+        }
+        fn move_cursor_left(&self, _: usize) -> io::Result<()> {
+            Ok(())
+        }
+        fn write_line(&self, text: &str) -> io::Result<()> {
+            self.write_str(text)
+        }
+        fn write_str(&self, text: &str) -> io::Result<()> {
+            self.widest
+                .fetch_max(text.trim_end().chars().count(), Ordering::Relaxed);
+            Ok(())
+        }
+        fn clear_line(&self) -> io::Result<()> {
+            Ok(())
+        }
+        fn flush(&self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn a_bar_takes_one_line_of_any_terminal() {
+        let long = "SmolLM2-135M-Instruct-with-a-name-that-goes-on-and-on.Q4_1.gguf";
+        for columns in [20, 40, 80, 200] {
+            for (label, total) in [
+                ("a.gguf", Some(5 << 40)),
+                (long, Some(98 << 20)),
+                (long, None),
+            ] {
+                let widest = Arc::new(AtomicUsize::new(0));
+                let target = ProgressDrawTarget::term_like(Box::new(Narrow {
+                    columns,
+                    widest: Arc::clone(&widest),
+                }));
+                let bar = ProgressBar::with_draw_target(total, target);
+                bar.set_style(style(total.is_some(), label, Some(columns)));
+                bar.set_message(label.to_owned());
+                bar.set_position(7 << 20);
+                bar.tick();
+                bar.abandon();
+                let widest = widest.load(Ordering::Relaxed);
+                assert!(
+                    (1..=usize::from(columns)).contains(&widest),
+                    "{label} {columns}: {widest}"
+                );
+            }
+        }
+    }
 
     #[test]
     fn lines_show_share_and_speed() {

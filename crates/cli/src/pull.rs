@@ -4,8 +4,8 @@ use std::time::SystemTime;
 
 use paceline_base::Bytes;
 use paceline_store::{
-    Cancel, Entry, Error, Found, Kind, Plan, Pulled, Resolved, State, list, pull, resolve,
-    touch_used, verify,
+    Cancel, Entry, Error, Found, Kind, Plan, Pulled, Resolved, State, check_used, list, pull,
+    resolve, usual_name, verify,
 };
 use serde_json::json;
 
@@ -53,7 +53,7 @@ fn fetch_or_verify(
     let found = match resolve(&settings.home, spec)? {
         Resolved::Path(found) => found,
         Resolved::NeedsDownload(plan) => {
-            let pulled = fetch(&plan, settings, cancel)?;
+            let pulled = fetch(spec, &plan, settings, cancel)?;
             let state = if pulled.fetched {
                 PULLED
             } else {
@@ -83,20 +83,33 @@ pub(crate) fn ensure(spec: &str, signals: &Signals) -> anyhow::Result<Found> {
 fn fetch_to_run(spec: &str, settings: &Settings, cancel: &Cancel) -> Result<Found, Error> {
     let found = match resolve(&settings.home, spec)? {
         Resolved::Path(found) => found,
-        Resolved::NeedsDownload(plan) => fetch(&plan, settings, cancel)?.found,
+        Resolved::NeedsDownload(plan) => fetch(spec, &plan, settings, cancel)?.found,
     };
     if let Some(name) = &found.name {
-        // A store that cannot be written to is no reason not to run the model.
-        if let Err(error) = touch_used(&settings.home, name, SystemTime::now()) {
-            tell(format_args!(
+        let (now, mut progress) = (SystemTime::now(), on_stderr());
+        match check_used(&settings.home, name, now, cancel, &mut *progress) {
+            Ok(()) => {}
+            Err(error @ (Error::HashMismatch { .. } | Error::Cancelled)) => {
+                return Err(damaged(name.as_str(), error));
+            }
+            // A store that cannot be written to is no reason not to run the model.
+            Err(error) => tell(format_args!(
                 "warning: cannot note the use of {name}: {error}"
-            ));
+            )),
         }
     }
     Ok(found)
 }
 
-fn fetch(plan: &Plan, settings: &Settings, cancel: &Cancel) -> Result<Pulled, Error> {
+fn fetch(spec: &str, plan: &Plan, settings: &Settings, cancel: &Cancel) -> Result<Pulled, Error> {
+    if let Some(usual) = usual_name(spec) {
+        let mark = if usual.checked.is_none() {
+            ", not verified here"
+        } else {
+            ""
+        };
+        tell(format_args!("{spec} means {}{mark}", usual.hub));
+    }
     if let Some(model) = plan.catalogue_model() {
         let (alias, about, bytes) = (model.alias, model.about, model.bytes);
         tell(format_args!("{alias}: {about}, {bytes}"));

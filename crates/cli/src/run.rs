@@ -2,6 +2,7 @@
 
 mod chat;
 mod figures;
+mod lines;
 mod sampling;
 mod session;
 
@@ -10,6 +11,7 @@ use std::io::{IsTerminal, Read};
 use anyhow::Context;
 use clap::builder::NonEmptyStringValueParser;
 use paceline_formats::chat::Message;
+use paceline_store::Cancel;
 
 use crate::compute::{ComputeArgs, EngineArgs};
 use crate::error::{Error, PROMPT_BYTES_MAX};
@@ -30,7 +32,7 @@ Examples:
   paceline run smollm2 --nodes 2 \"Hi\"               over two local nodes, the same answer
   paceline run model.gguf --raw \"Once upon a time\"  continue a text
 
-Ctrl-C ends at once. Exit codes: 0 ok, 1 failed or interrupted, 2 wrong usage.";
+Ctrl-C ends at once; in a chat it stops the answer. Exit codes: 0 ok, 1 failed or interrupted, 2 wrong usage.";
 
 /// Arguments of `paceline run`.
 #[derive(Debug, clap::Args)]
@@ -54,8 +56,8 @@ pub(crate) struct Args {
     /// Most tokens of an answer [default: until the model ends it or the context is full]
     #[arg(long, value_name = "N", allow_negative_numbers = true)]
     max_tokens: Option<usize>,
-    /// Most tokens of conversation and answer [default: what the model was trained for, at most
-    /// 8192]
+    /// Most tokens of conversation and answer [default: what the model was trained for, as
+    /// far as memory has room]
     #[arg(long, value_name = "N", allow_negative_numbers = true,
           value_parser = clap::value_parser!(u32).range(2..))]
     context: Option<u32>,
@@ -83,6 +85,7 @@ pub(crate) struct Args {
 pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
     let sampling = args.sampling.params()?;
     let prompt = match &args.prompt {
+        Some(prompt) if prompt.trim().is_empty() => return Err(Error::NoPrompt.into()),
         Some(prompt) => Some(prompt.clone()),
         None if std::io::stdin().is_terminal() => None,
         None => Some(piped_prompt()?),
@@ -93,7 +96,7 @@ pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
     let mut session = Session::open(args, &found.path, sampling)?;
     match prompt {
         Some(prompt) => answer(args, &mut session, prompt),
-        None => chat::chat(args, &mut session),
+        None => chat::chat(args, &mut session, signals),
     }
 }
 
@@ -129,18 +132,22 @@ fn piped_prompt() -> anyhow::Result<String> {
 fn answer(args: &Args, session: &mut Session, prompt: String) -> anyhow::Result<()> {
     let tokens = encode(args, session, prompt)?;
     if args.json {
-        let figures = session.generate(tokens, false, |_| Ok(()))?;
+        let figures = session.generate(tokens, None, |_| Ok(()))?;
         return print(&figures.json(args, session).to_string());
     }
-    let figures = shown(session, tokens, false)?;
+    let figures = shown(session, tokens, None)?;
     end_answer(&figures)
 }
 
-/// Generates an answer and shows it. One that breaks off ends its line, so that the error has one
-/// of its own.
-fn shown(session: &mut Session, tokens: Vec<u32>, in_chat: bool) -> anyhow::Result<Figures> {
+/// Generates an answer and shows it, in a chat until it is cancelled. One that breaks off ends its
+/// line, so that the error has one of its own.
+fn shown(
+    session: &mut Session,
+    tokens: Vec<u32>,
+    chat: Option<&Cancel>,
+) -> anyhow::Result<Figures> {
     let mut begun = false;
-    let figures = session.generate(tokens, in_chat, |text| {
+    let figures = session.generate(tokens, chat, |text| {
         begun = true;
         show_answer(text)
     });

@@ -1,53 +1,73 @@
-//! `paceline up`: this machine's node, with one model behind the HTTP API.
-
-mod revived;
+//! `paceline up`: this machine's node, alone or with one model behind the HTTP API.
 
 use std::net::{IpAddr, SocketAddr};
 use std::path::Path;
 use std::sync::Arc;
-use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant, SystemTime};
 
 use anyhow::Context;
+use clap::builder::NonEmptyStringValueParser;
+use paceline_base::{Bytes, KernelClass};
+use paceline_cluster::nodes::agent::Error as NodeError;
 use paceline_engine::{EngineConfig, Service};
 use paceline_model::Config;
-use paceline_serve::{Access, Clock, DEFAULT_PORT, Fact, Facts, Handle, Model, Server};
+use paceline_node::supervisor::Notice;
+use paceline_node::{Instance, Observer};
+use paceline_serve::{
+    About, Access, Clock, DEFAULT_PORT, Fact, Facts, Handle, Model, Server, Status,
+};
 use paceline_store::{Cancel, Error as StoreError};
 
 use crate::compute::{ComputeArgs, EngineArgs};
 use crate::home;
+use crate::instances;
 use crate::interrupt::Signals;
-use crate::loaded::{Opened, SplitArgs};
+use crate::loaded::{self, Loading, Opened, SplitArgs, tell_split};
+use crate::member::{self, NodeArgs, Running};
 use crate::output::tell;
 use crate::process::peak_memory_bytes;
 use crate::pull;
-use revived::Revived;
+use crate::room::Room;
 
 const EXAMPLES: &str = "\
 Examples:
-  paceline up --model smollm2 --nodes 2
+  paceline up
+  paceline up smollm2 --nodes 2
   curl http://127.0.0.1:52415/v1/chat/completions -H 'Content-Type: application/json' \\
     -d '{\"model\": \"smollm2\", \"messages\": [{\"role\": \"user\", \"content\": \"Hi\"}]}'
 
-The API is that of OpenAI: /v1/chat/completions, /v1/completions, /v1/models; beside it /health,
-/metrics and /openapi.json. Ctrl-C ends it; answers that are under way get 5 seconds.";
+The API is that of OpenAI (/v1/chat/completions, /v1/completions, /v1/responses, /v1/models), of
+Anthropic (/v1/messages), of Ollama (/api/chat, /api/generate) and of llama-server (/tokenize,
+/infill); beside it /health, /metrics and /openapi.json. Ctrl-C ends it; answers that are under way get 5 seconds.";
 
 /// How often a request to end is looked for.
 const LOOK_EVERY: Duration = Duration::from_millis(50);
 
 /// Requests that wait for a place before further ones are refused as busy: one of every
 /// connection that the server has room for by default, choices of one request not counted twice.
-const WAITING_MAX: usize = 512;
-
-/// Positions of a sequence unless asked for more, as of `run`.
-const DEFAULT_CONTEXT: usize = 8192;
+pub(crate) const WAITING_MAX: usize = 512;
 
 /// Arguments of `paceline up`.
 #[derive(Debug, clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct Args {
-    /// Alias (`smollm2`), GGUF file, folder of safetensors, or hub id to answer with
-    #[arg(long)]
-    model: String,
+    /// Alias (`smollm2`), usual name (`qwen3:8b`), GGUF file, folder of safetensors, or hub id to
+    /// answer with; without one the node waits
+    #[arg(value_name = "MODEL")]
+    model: Option<String>,
+    /// The same as an option
+    #[arg(
+        id = "option",
+        long = "model",
+        value_name = "MODEL",
+        conflicts_with = "model"
+    )]
+    option: Option<String>,
+    /// Another name that clients may call the model by; may be given several times
+    #[arg(long, value_name = "NAME", value_parser = NonEmptyStringValueParser::new())]
+    alias: Vec<String>,
+    #[command(flatten)]
+    node: NodeArgs,
     #[command(flatten)]
     split: SplitArgs,
     #[command(flatten)]
@@ -58,17 +78,17 @@ pub(crate) struct Args {
     #[arg(long, value_name = "N", default_value_t = 4, allow_negative_numbers = true,
           value_parser = clap::value_parser!(u16).range(1..=1024))]
     parallel: u16,
-    /// Most tokens of a conversation and its answer [default: what the model was trained for, at
-    /// most 8192]
+    /// Most tokens of a conversation and its answer [default: what the model was trained for, as
+    /// far as memory has room]
     #[arg(long, value_name = "N", allow_negative_numbers = true,
           value_parser = clap::value_parser!(u32).range(2..))]
     context: Option<u32>,
     /// Address to listen on; may be given several times
     #[arg(long, value_name = "ADDRESS", default_value = "127.0.0.1")]
     host: Vec<IpAddr>,
-    /// Port to listen on; 0 takes a free one
-    #[arg(long, value_name = "PORT", default_value_t = DEFAULT_PORT)]
-    port: u16,
+    /// Port to listen on; 0 takes a free one; may be given several times
+    #[arg(long, value_name = "PORT", default_values_t = [DEFAULT_PORT])]
+    port: Vec<u16>,
     /// Further name that clients may call this server by; may be given several times
     #[arg(long, value_name = "NAME")]
     allow_host: Vec<String>,
@@ -78,6 +98,10 @@ pub(crate) struct Args {
     /// Let machines in that can reach --host, although there are no API keys
     #[arg(long)]
     no_keys: bool,
+    /// Pass over fields of requests that no specification has, with a `warning` header, instead of
+    /// refusing them
+    #[arg(long)]
+    lenient: bool,
     /// Seconds from a request to the end of its answer, at most
     #[arg(long, value_name = "SECONDS", default_value_t = 600, allow_negative_numbers = true,
           value_parser = clap::value_parser!(u64).range(1..=86_400))]
@@ -90,27 +114,99 @@ pub(crate) struct Args {
 /// A model that cannot be had or loaded, an address that cannot be listened on.
 pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
     args.split.check()?;
-    let found = pull::ensure(&args.model, signals)?;
-    let sizes = |config: &Config| args.engine(config);
+    let Some(model) = args.model() else {
+        return ended(signals.orderly(|cancel| idle(args, cancel)));
+    };
+    let found = pull::ensure(model, signals)?;
+    let sizes = |config: &Config| args.engine(&found.path, config);
     let mut opened = Opened::new(&found.path, (args.compute, args.engine), &args.split, sizes)?;
     opened.forecast();
     let model = args.served(&mut opened, &found.path);
-    let served = signals.orderly(|cancel| serve(args, opened, model, cancel));
-    match served {
+    ended(signals.orderly(|cancel| serve(args, opened, model, cancel)))
+}
+
+fn ended(outcome: anyhow::Result<()>) -> anyhow::Result<()> {
+    match outcome {
         // A signal is how a server ends.
         Err(error) if matches!(error.downcast_ref(), Some(StoreError::Cancelled)) => Ok(()),
         other => other,
     }
 }
 
-fn serve(args: &Args, opened: Opened, model: Model, cancel: &Cancel) -> anyhow::Result<()> {
-    let revived = Arc::new(Revived::new(opened));
-    let service = Arc::clone(&revived) as Arc<dyn Service>;
-    let server = Server::bind(args.config(&revived)?, model, service)?;
-    let addresses = server.addresses().to_vec();
+/// Runs the node, with models that `load` brings and `unload` takes away.
+fn idle(args: &Args, cancel: &Cancel) -> anyhow::Result<()> {
+    let node = args.node.start(args.class())?;
+    let agent = node.0.clone();
+    let status = Status(Arc::new(move || member::cluster(&agent)));
+    let (server, doors) = Server::bind_node(args.config(Facts::default())?, status)?;
+    node.0.set_api(server.addresses().to_vec());
+    for address in server.addresses() {
+        tell(format_args!("listening on http://{address}"));
+    }
+    tell_node(&node);
+    let _fleet = instances::start(&node.0, doors)?;
     let handle = server.handle();
     std::thread::scope(|scope| {
-        let watch = || watch(&revived, &addresses, &handle, cancel);
+        scope.spawn(|| {
+            wait(cancel);
+            handle.shutdown();
+        });
+        server.run();
+    });
+    Ok(())
+}
+
+fn tell_node(node: &Running) {
+    let (agent, nodes) = (&node.0, node.0.nodes());
+    let own = nodes.first().map_or("", |own| own.facts.name.as_str());
+    tell(format_args!(
+        "node {own} of cluster {} on port {}",
+        agent.cluster(),
+        agent.port()
+    ));
+}
+
+/// Waits for a signal.
+fn wait(cancel: &Cancel) {
+    while !cancel.is_cancelled() {
+        std::thread::sleep(LOOK_EVERY);
+    }
+    tell("stopping");
+}
+
+/// Starts the node beside a model. A model is served without one too: a second model of this home,
+/// or a port that is taken, is no reason to fail.
+fn join_in(args: &Args) -> Option<Running> {
+    match args.node.start(args.class()) {
+        Ok(node) => {
+            tell_node(&node);
+            Some(node)
+        }
+        Err(reason) => {
+            let reason = match reason.downcast_ref() {
+                Some(NodeError::Port { port, .. }) => format!("control port {port} is taken"),
+                _ => format!("{reason:#}"),
+            };
+            tell(format_args!("warning: in no cluster: {reason}"));
+            None
+        }
+    }
+}
+
+fn serve(args: &Args, opened: Opened, model: Model, cancel: &Cancel) -> anyhow::Result<()> {
+    let instance = Arc::new(opened.start(true, observer(&opened))?);
+    let service = Arc::clone(&instance) as Arc<dyn Service>;
+    let (measured, nodes) = (Arc::clone(&instance), opened.nodes());
+    let facts = Facts(Arc::new(move || facts(&measured, nodes)));
+    let server = Server::bind(args.config(facts)?, model, service)?;
+    let addresses = server.addresses().to_vec();
+    let node = join_in(args);
+    if let Some(node) = &node {
+        node.0.set_api(addresses.clone());
+    }
+    let handle = server.handle();
+    std::thread::scope(|scope| {
+        let watch = || watch(&opened, &instance, &addresses, &handle, cancel);
         let watching = scope.spawn(watch);
         server.run();
         watching
@@ -119,40 +215,94 @@ fn serve(args: &Args, opened: Opened, model: Model, cancel: &Cancel) -> anyhow::
     })
 }
 
-/// Keeps the workers alive until a signal comes, then stops the server. The first start must
-/// succeed.
+/// Waits for a signal, then stops the server. The first start must succeed.
 fn watch(
-    revived: &Revived,
+    opened: &Opened,
+    instance: &Instance,
     addresses: &[SocketAddr],
     handle: &Handle,
     cancel: &Cancel,
 ) -> anyhow::Result<()> {
-    let outcome = revived.start().map(|()| {
+    let outcome = opened.ready(instance).map(|()| {
         for address in addresses {
             tell(format_args!("listening on http://{address}"));
         }
-        while !cancel.is_cancelled() {
-            revived.look();
-            std::thread::sleep(LOOK_EVERY);
-        }
-        tell("stopping");
+        wait(cancel);
     });
     handle.shutdown();
     outcome
 }
 
+/// Tells people what becomes of the workers.
+fn observer(opened: &Opened) -> Observer {
+    let mut loading = Loading::new(opened.nodes());
+    let (config, threads) = (opened.config().clone(), opened.threads());
+    let mut told = false;
+    Box::new(move |notice, cuts| {
+        loading.hear(notice);
+        match notice {
+            Notice::Loading { .. } => {}
+            // A change of the split has a line of its own.
+            Notice::Ready { again: false, .. } if std::mem::replace(&mut told, true) => {}
+            Notice::Ready {
+                way, facts, again, ..
+            } => {
+                let cut = &cuts[*way];
+                let weights = facts.iter().map(|rank| Bytes(rank.weight_bytes));
+                let weights: Vec<Bytes> = weights.collect();
+                tell_split(&config, &cut.split, threads, &weights);
+                if let Some(tok_s) = cut.tok_s {
+                    tell(format_args!(
+                        "an answer alone is predicted to get {tok_s:.1} tokens/s"
+                    ));
+                }
+                if *again {
+                    tell("the workers are ready again");
+                }
+            }
+            Notice::Changed(change) => tell(change.line()),
+            Notice::Failed {
+                reason,
+                again_in: Some(wait),
+                ..
+            } if wait.is_zero() => tell(format_args!(
+                "error: {reason}; starting the workers again, answers wait"
+            )),
+            Notice::Failed {
+                reason,
+                again_in: Some(wait),
+                ..
+            } => tell(format_args!(
+                "error: {reason}; starting the workers again in {:.1} s",
+                wait.as_secs_f64()
+            )),
+            Notice::Failed { again_in: None, .. } => {} // whoever waits for it says so
+        }
+    })
+}
+
 impl Args {
-    fn engine(&self, config: &Config) -> EngineConfig {
-        let context = self.context.map_or_else(
-            || config.context.clamp(2, DEFAULT_CONTEXT),
-            |context| context as usize,
-        );
+    fn model(&self) -> Option<&str> {
+        self.model.as_deref().or(self.option.as_deref())
+    }
+
+    /// The kernel class that this node computes by default.
+    fn class(&self) -> KernelClass {
+        self.compute.class.unwrap_or_default()
+    }
+
+    fn engine(&self, path: &Path, config: &Config) -> EngineConfig {
         let parallel = usize::from(self.parallel);
+        let room = Room::of(
+            (path, config),
+            self.compute.in_memory(self.engine),
+            self.context,
+            parallel,
+        );
         EngineConfig {
-            cache_positions: context.saturating_mul(parallel),
             max_running: parallel,
             max_waiting: WAITING_MAX,
-            ..EngineConfig::single(self.model.clone(), context)
+            ..room.engine(self.model().unwrap_or_default())
         }
     }
 
@@ -168,36 +318,45 @@ impl Args {
             }
             None => None,
         };
-        let changed = std::fs::metadata(path).and_then(|facts| facts.modified());
-        let since = changed
-            .ok()
-            .and_then(|at| at.duration_since(UNIX_EPOCH).ok());
-        let name = Path::new(&self.model).file_stem();
-        let is_path = Path::new(&self.model).exists();
+        let given = self.model().unwrap_or_default();
+        let name = Path::new(given).file_stem();
+        let is_path = Path::new(given).exists();
         let short = name
             .filter(|_| is_path)
             .map(|n| n.to_string_lossy().into_owned());
         Model {
-            id: short.clone().unwrap_or_else(|| self.model.clone()),
-            aliases: short.map(|_| self.model.clone()).into_iter().collect(),
-            created_unix_s: since.map_or(0, |since| since.as_secs()),
+            id: short.clone().unwrap_or_else(|| given.to_owned()),
+            aliases: short
+                .map(|_| given.to_owned())
+                .into_iter()
+                .chain(self.alias.iter().cloned())
+                .collect(),
+            created_unix_s: loaded::changed_unix_s(path),
             fingerprint: format!("{}-{}", opened.classes(), env!("CARGO_PKG_VERSION")),
             tokenizer: Arc::clone(&opened.tokenizer),
             template,
-            context: opened.engine.context,
+            context: opened.engine().context,
+            sampling: loaded::sampling(path),
+            about: About {
+                architecture: opened.config().family.name().to_owned(),
+                bytes: loaded::size(path),
+                parameters: 0,
+                quantization: String::new(),
+            },
         }
     }
 
-    fn config(&self, revived: &Arc<Revived>) -> anyhow::Result<paceline_serve::Config> {
+    fn config(&self, facts: Facts) -> anyhow::Result<paceline_serve::Config> {
         let unix_s = || {
             SystemTime::UNIX_EPOCH
                 .elapsed()
                 .map_or(0, |since| since.as_secs())
         };
         let now = Instant::now;
-        let mut config = paceline_serve::Config::new(self.port, Clock { now, unix_s });
-        let bind = |host: &IpAddr| SocketAddr::new(*host, self.port);
-        config.bind = self.host.iter().map(bind).collect();
+        let mut config = paceline_serve::Config::new(self.port[0], Clock { now, unix_s });
+        let hosts = self.host.iter();
+        let all = hosts.flat_map(|host| self.port.iter().map(|port| SocketAddr::new(*host, *port)));
+        config.bind = all.collect();
         let keys = home::api_keys()?;
         config.access = Access {
             hosts: self.allow_host.clone(),
@@ -208,33 +367,33 @@ impl Args {
                 .then_some(keys),
             open_to_network: self.no_keys,
         };
+        config.is_lenient = self.lenient;
         config.times.request = Duration::from_secs(self.request_timeout);
-        let revived = Arc::clone(revived);
-        config.facts = Facts(Arc::new(move || facts(&revived)));
+        config.facts = facts;
         Ok(config)
     }
 }
 
 /// What `/metrics` tells of the processes.
-fn facts(revived: &Revived) -> Vec<Fact> {
+fn facts(instance: &Instance, nodes: u32) -> Vec<Fact> {
     let mut facts = vec![
         Fact {
             name: "nodes",
             help: "Nodes that compute the model together",
-            value: f64::from(revived.nodes()),
+            value: f64::from(nodes),
         },
         Fact {
             name: "worker_restarts",
             help: "Times that the workers were started again after one failed",
-            value: revived.restarts() as f64,
+            value: instance.restarts() as f64,
         },
     ];
     facts.push(Fact {
         name: "split_changes",
         help: "Times that the split was changed because another one was faster, or was to be",
-        value: f64::from(revived.changes()),
+        value: f64::from(instance.n_changes()),
     });
-    let [predicted, measured] = revived.decode_tok_s();
+    let (predicted, measured) = (instance.predicted(), instance.measured());
     for (known, name, help) in [
         (
             predicted,
@@ -250,7 +409,9 @@ fn facts(revived: &Revived) -> Vec<Fact> {
         facts.extend(known.map(|value| Fact { name, help, value }));
     }
     let memory = peak_memory_bytes().map(|bytes| ("peak_memory_bytes", bytes));
-    let sent = revived.sent().map(|bytes| ("wire_sent_bytes", bytes.0));
+    let sent = instance
+        .moved()
+        .map(|moved| ("wire_sent_bytes", moved.sent.0));
     let help = [
         "Most memory that the node's own process has had",
         "Bytes that the workers have sent to one another since they started",

@@ -1,19 +1,16 @@
 //! `paceline engines` and `paceline doctor` as a user or a script calls them.
 #![allow(clippy::unwrap_used, reason = "test code outside of test functions")]
 
-#[path = "common/mod.rs"]
-mod common;
-
 use std::path::Path;
 use std::process::{Command, Output};
 
 use serde_json::Value;
 
-use common::home;
+use crate::common::home;
 
 /// paceline in a world of its own; no program is in its PATH.
 fn paceline(home: &Path, args: &[&str]) -> Command {
-    let mut command = common::paceline(home);
+    let mut command = crate::common::paceline(home);
     command.args(args);
     command
 }

@@ -1,17 +1,14 @@
 //! `paceline plan` as a user calls it; the commands of docs/questions.md and what they print.
 #![allow(clippy::unwrap_used, reason = "test code outside of test functions")]
 
-#[path = "common/mod.rs"]
-mod common;
-
 use std::path::Path;
 use std::process::Output;
 
-use common::{smollm2, text};
+use crate::common::{smollm2, text};
 
 fn plan(args: &[&str]) -> Output {
     let home = tempfile::tempdir().unwrap();
-    let mut command = common::paceline(home.path());
+    let mut command = crate::common::paceline(home.path());
     command.arg("plan").args(args).output().unwrap()
 }
 
@@ -335,7 +332,7 @@ fn this_machine_is_measured_once() {
     };
     let home = tempfile::tempdir().unwrap();
     let table = || {
-        let mut command = common::paceline(home.path());
+        let mut command = crate::common::paceline(home.path());
         let out = command.args(["plan", &model, "--json"]).output().unwrap();
         serde_json::from_slice::<serde_json::Value>(&out.stdout).unwrap()
     };
@@ -369,4 +366,69 @@ fn a_model_that_is_not_here_is_not_measured() {
         error.contains("hint: name the machines with --cluster"),
         "{error}"
     );
+}
+
+/// A home whose store has SmolLM2 under its alias.
+fn with_smollm2(test: &str) -> Option<tempfile::TempDir> {
+    let model = smollm2(test)?;
+    let home = tempfile::tempdir().unwrap();
+    let dir = home.path().join("models/smollm2");
+    std::fs::create_dir_all(&dir).unwrap();
+    let file = "SmolLM2-135M-Instruct.Q4_1.gguf";
+    std::fs::copy(&model, dir.join(file)).unwrap();
+    let bytes = std::fs::metadata(&model).unwrap().len();
+    let sha256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53";
+    let record = format!(
+        r#"{{"version":1,"name":"smollm2","kind":"gguf","source":"test","files":
+        [{{"path":"{file}","bytes":{bytes},"sha256":"{sha256}"}}],"pulled_at":5,"last_used":null}}"#
+    );
+    std::fs::write(dir.join("paceline.json"), record).unwrap();
+    Some(home)
+}
+
+#[test]
+fn a_model_of_the_store_is_planned_by_the_name_it_runs_by() {
+    let Some(home) = with_smollm2("a_model_of_the_store_is_planned_by_the_name_it_runs_by") else {
+        return;
+    };
+    let run = |args: &[&str]| {
+        let mut command = crate::common::paceline(home.path());
+        let output = command.args(args).output().unwrap();
+        let said = text(&output.stderr);
+        assert!(output.status.success(), "{args:?}: {said}");
+        text(&output.stdout)
+    };
+    let here: serde_json::Value =
+        serde_json::from_str(&run(&["plan", "smollm2", "--json"])).unwrap();
+    assert!(here["runs"].as_array().is_some_and(|runs| !runs.is_empty()));
+    // The files that `run` would take are what is planned, not a namesake in the catalogue.
+    let path = home
+        .path()
+        .join("models/smollm2/SmolLM2-135M-Instruct.Q4_1.gguf");
+    let path = path.to_str().unwrap();
+    let cluster = ["--cluster", "2 x raspberry-pi-5-8 @ 10gbe", "--json"];
+    let planned = |name| run(&[&["plan", name][..], &cluster].concat());
+    assert_eq!(planned("smollm2"), planned(path));
+    let shown = run(&["show", "smollm2"]);
+    for part in [
+        "computes here          yes",
+        "family                 llama",
+        "Apache-2.0",
+    ] {
+        assert!(shown.contains(part), "{shown}");
+    }
+}
+
+#[test]
+fn names_that_run_would_fetch_are_planned_by_their_shape() {
+    let cluster = ["--cluster", "2 x mac-studio-m3-ultra-512 @ tb5-rdma"];
+    for (name, shape) in [("qwen3:8b", "Qwen3-8B"), ("llama3.2", "Llama-3.2-3B")] {
+        let got = plan(&[&[name][..], &cluster].concat());
+        let said = text(&got.stdout);
+        assert!(
+            said.starts_with(shape),
+            "{name}: {said}{}",
+            text(&got.stderr)
+        );
+    }
 }

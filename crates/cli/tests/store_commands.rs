@@ -1,9 +1,6 @@
 //! `pull`, `models` and `rm` as a user or a script calls them.
 #![allow(clippy::unwrap_used, reason = "test code outside of test functions")]
 
-#[path = "common/mod.rs"]
-mod common;
-
 use std::fs;
 use std::io::{BufRead, BufReader, Write};
 use std::net::TcpListener;
@@ -12,12 +9,12 @@ use std::process::{Command, Output, Stdio};
 use std::thread;
 use std::time::Duration;
 
-use common::{text, until};
+use crate::common::{text, until};
 use paceline_base::testing::Stopwatch;
 
 /// paceline in a world of its own: nothing of the tester's environment gets through.
 fn paceline(home: &Path, args: &[&str]) -> Command {
-    let mut command = common::paceline(home);
+    let mut command = crate::common::paceline(home);
     command.args(args);
     command
 }
@@ -252,4 +249,209 @@ fn ctrl_c_ends_a_pull_at_once_and_leaves_what_can_be_resumed() {
     assert!(table.contains("smollm2  partial"), "{table}");
     assert_eq!(run(home.path(), &["rm", "smollm2"]).status.code(), Some(0));
     assert!(!model.exists());
+}
+
+/// A server that answers what `agent` asks, once.
+fn served() -> String {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let url = format!("http://{}", listener.local_addr().unwrap());
+    thread::spawn(move || {
+        for stream in listener.incoming().take(2) {
+            let mut stream = stream.unwrap();
+            let mut lines = BufReader::new(stream.try_clone().unwrap()).lines();
+            let asked = lines.next().unwrap().unwrap();
+            while lines.next().is_some_and(|line| !line.unwrap().is_empty()) {}
+            let body = if asked.contains("/v1/models") {
+                r#"{"data":[{"id":"tiny"}]}"#
+            } else {
+                r#"{"models":[{"context_length":4096}]}"#
+            };
+            let length = body.len();
+            let head = format!("HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: {length}");
+            write!(stream, "{head}\r\n\r\n{body}").unwrap();
+        }
+    });
+    url
+}
+
+#[test]
+fn agents_start_with_what_the_server_says() {
+    use std::os::unix::fs::PermissionsExt;
+    let home = tempfile::tempdir().unwrap();
+    let program = home.path().join("claude");
+    let script = "#!/bin/sh\necho \"$ANTHROPIC_BASE_URL $ANTHROPIC_MODEL \
+        $CLAUDE_CODE_MAX_CONTEXT_TOKENS $ANTHROPIC_AUTH_TOKEN $*\"\n";
+    fs::write(&program, script).unwrap();
+    fs::set_permissions(&program, fs::Permissions::from_mode(0o755)).unwrap();
+    let url = served();
+    let args = ["agent", "--url", &url, "claude", "-p", "hi"];
+    let mut command = paceline(home.path(), &args);
+    let output = command
+        .env("PACELINE_API_KEY", "pl-secret")
+        .output()
+        .unwrap();
+    assert_eq!(
+        text(&output.stdout),
+        format!("{url} tiny 4096 pl-secret -p hi\n")
+    );
+    let told = text(&output.stderr);
+    assert!(
+        told.contains("set CLAUDE_CODE_MAX_CONTEXT_TOKENS=4096"),
+        "{told}"
+    );
+    assert!(!told.contains("pl-secret"), "{told}");
+    let url = served();
+    let missing = run(home.path(), &["agent", "--url", &url, "codex"]);
+    assert_eq!(missing.status.code(), Some(1));
+    let told = text(&missing.stderr);
+    assert!(
+        told.contains("codex is not installed") && told.contains("npm install"),
+        "{told}"
+    );
+    let nobody = run(
+        home.path(),
+        &["agent", "--url", "http://127.0.0.1:1", "claude"],
+    );
+    let told = text(&nobody.stderr);
+    assert!(
+        told.contains("no paceline answers") && told.contains("paceline up"),
+        "{told}"
+    );
+}
+
+#[test]
+fn a_folder_named_pip_is_not_run() {
+    let there = ["/usr/bin", "/usr/local/bin", "/bin"];
+    let Some(bin) = there
+        .iter()
+        .find(|dir| Path::new(dir).join("python3").exists())
+    else {
+        eprintln!("SKIPPED a_folder_named_pip_is_not_run: there is no python3");
+        return;
+    };
+    let home = tempfile::tempdir().unwrap();
+    let here = tempfile::tempdir().unwrap();
+    fs::create_dir(here.path().join("pip")).unwrap();
+    for file in ["__init__.py", "__main__.py"] {
+        let code = "open('executed', 'w').close()\n";
+        fs::write(here.path().join("pip").join(file), code).unwrap();
+    }
+    for args in [&["doctor"][..], &["pull", "smollm2"]] {
+        let output = paceline(home.path(), args)
+            .env("PATH", bin)
+            .env("PIP_INDEX_URL", "http://127.0.0.1:1")
+            .env("PIP_RETRIES", "0")
+            .current_dir(here.path())
+            .output()
+            .unwrap();
+        assert!(!text(&output.stderr).contains("panicked"), "{args:?}");
+        assert!(!here.path().join("executed").exists(), "{args:?}");
+    }
+}
+
+#[test]
+fn words_of_other_programs_lead_to_ours() {
+    let home = tempfile::tempdir().unwrap();
+    for (args, part) in [
+        (&["stop"][..], "tip: Ctrl-C, or SIGTERM, ends `paceline up`"),
+        (&["serve"], "tip: `paceline up MODEL`"),
+        (
+            &["modles"],
+            "tip: a similar command exists: `paceline models`",
+        ),
+    ] {
+        let output = run(home.path(), args);
+        let said = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{args:?}: {said}");
+        assert!(
+            said.contains(part) && !said.contains("topology"),
+            "{args:?}: {said}"
+        );
+    }
+    let version = concat!("paceline ", env!("CARGO_PKG_VERSION"), "\n");
+    for args in ["-v", "-V", "--version", "version"] {
+        assert_eq!(text(&run(home.path(), &[args]).stdout), version, "{args}");
+    }
+    let all = text(&run(home.path(), &["models", "--all"]).stdout);
+    for args in ["list", "ls"] {
+        assert_eq!(text(&run(home.path(), &[args, "--all"]).stdout), all);
+    }
+    let row = all
+        .lines()
+        .find(|line| line.starts_with("qwen3:8b "))
+        .unwrap();
+    assert!(row.contains("not verified here"), "{row}");
+    assert!(row.ends_with("Qwen/Qwen3-8B-GGUF:Q4_K_M"), "{row}");
+}
+
+#[test]
+fn a_model_that_is_not_here_is_described_and_not_fetched() {
+    let home = tempfile::tempdir().unwrap();
+    let output = run(home.path(), &["show", "smollm2", "--json"]);
+    let json: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(json["state"], "not pulled");
+    assert_eq!(json["file_bytes"], 98_362_432);
+    assert!(json["licence"].as_str().unwrap().starts_with("Apache-2.0"));
+    let said = text(&run(home.path(), &["show", "gemma3:1b"]).stdout);
+    assert!(
+        said.contains("ggml-org/gemma-3-1b-it-GGUF:Q4_K_M, not verified here"),
+        "{said}"
+    );
+    assert_eq!(
+        run(home.path(), &["show", "nothing"]).status.code(),
+        Some(1)
+    );
+    assert_eq!(fs::read_dir(home.path()).unwrap().count(), 0);
+}
+
+#[test]
+fn models_that_fit_a_cluster_come_with_speed_and_split() {
+    let home = tempfile::tempdir().unwrap();
+    let cluster = "2 x mac-studio-m3-ultra-512 @ tb5-rdma";
+    let output = run(
+        home.path(),
+        &["models", "--fits", "--cluster", cluster, "--json"],
+    );
+    let json: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(json["nodes"], 2);
+    let models = json["models"].as_array().unwrap();
+    let of = |name| models.iter().find(|model| model["name"] == name).unwrap();
+    let (small, large) = (of("llama3.2:3b"), of("gpt-oss:120b"));
+    let speed = |model: &serde_json::Value| model["predicted_decode_tok_s"].as_f64().unwrap();
+    assert!(speed(small) > 0.0 && speed(large) > 0.0);
+    assert!(small["split"].is_string() && small["fits"] == true);
+    let alone = run(
+        home.path(),
+        &["models", "--fits", "--cluster", "raspberry-pi-5-8"],
+    );
+    let said = text(&alone.stdout);
+    let row = said
+        .lines()
+        .find(|line| line.starts_with("gpt-oss:120b "))
+        .unwrap();
+    assert!(row.contains("does not fit"), "{row}");
+}
+
+#[test]
+fn models_that_fit_this_machine_are_told_by_its_own_speed() {
+    let home = tempfile::tempdir().unwrap();
+    let output = run(home.path(), &["models", "--fits", "--json"]);
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    let json: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(
+        (&json["nodes"], &json["cluster"]),
+        (&1.into(), &"this machine".into())
+    );
+    let models = json["models"].as_array().unwrap();
+    let smollm2 = models
+        .iter()
+        .find(|model| model["name"] == "smollm2")
+        .unwrap();
+    assert_eq!(smollm2["split"], "one node");
+    assert!(
+        smollm2["predicted_decode_tok_s"].as_f64().unwrap() > 1.0,
+        "{smollm2}"
+    );
+    let bytes = |model: &serde_json::Value| model["weight_bytes"].as_u64().unwrap();
+    assert!(models.is_sorted_by_key(bytes), "{json}");
 }

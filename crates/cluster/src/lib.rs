@@ -56,6 +56,7 @@
 //! - [`remote`]: shells on other machines.
 //! - [`launch`]: one program on many machines.
 //! - [`topology`]: how machines are cabled, and hostfiles from that.
+//! - [`nodes`]: machines that form a cluster without a master.
 //! - [`Error`].
 //!
 //! The crate knows nothing about models or what the messages mean. It has no async runtime: a
@@ -67,6 +68,7 @@ mod error;
 pub mod hostfile;
 pub mod launch;
 mod marks;
+pub mod nodes;
 pub mod processes;
 mod queue;
 pub mod remote;

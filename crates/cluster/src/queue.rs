@@ -27,6 +27,7 @@ pub(crate) struct Queue<E> {
 struct Inner<E> {
     entries: VecDeque<Entry<E>>,
     senders: Vec<Held>,
+    woken: bool,
 }
 
 #[derive(Debug)]
@@ -49,6 +50,7 @@ impl<E> Queue<E> {
         let inner = Inner {
             entries: VecDeque::new(),
             senders: vec![Held::default(); senders],
+            woken: false,
         };
         Self {
             inner: Mutex::new(inner),
@@ -85,13 +87,13 @@ impl<E> Queue<E> {
         self.filled.notify_one();
     }
 
-    /// Takes the oldest entry, waiting for one up to `timeout`. True with it: its sender was full
-    /// before, and is not any more.
+    /// Takes the oldest entry, waiting for one up to `timeout` or a [`wake`](Self::wake). True
+    /// with it: its sender was full before, and is not any more.
     pub(crate) fn pop(&self, timeout: Duration) -> Option<(E, bool)> {
-        let waited = self
-            .filled
-            .wait_timeout_while(self.lock(), timeout, |inner| inner.entries.is_empty());
+        let empty = |inner: &mut Inner<E>| inner.entries.is_empty() && !inner.woken;
+        let waited = self.filled.wait_timeout_while(self.lock(), timeout, empty);
         let (mut inner, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        inner.woken = false;
         let entry = inner.entries.pop_front()?;
         let held = &mut inner.senders[entry.sender];
         let was_full = held.is_full();
@@ -99,6 +101,19 @@ impl<E> Queue<E> {
         held.bytes -= entry.bytes;
         let room = was_full && !held.is_full();
         Some((entry.content, room))
+    }
+
+    /// Has a [`pop`](Self::pop) that waits, or the next one on an empty queue, return at once.
+    pub(crate) fn wake(&self) {
+        self.lock().woken = true;
+        self.filled.notify_one();
+    }
+
+    /// Forgets a sender's entries and that it was muted: another one takes its place.
+    pub(crate) fn reset(&self, sender: usize) {
+        let mut inner = self.lock();
+        inner.entries.retain(|entry| entry.sender != sender);
+        inner.senders[sender] = Held::default();
     }
 
     /// Drops messages of this sender from now on.
@@ -148,6 +163,21 @@ mod tests {
             queue.pop(Duration::ZERO);
         }
         assert_eq!(queue.pop(Duration::MAX), Some((7, true)));
+        assert_eq!(queue.pop(Duration::ZERO), None);
+    }
+
+    #[test]
+    fn a_new_sender_starts_afresh_and_a_wake_is_seen_once() {
+        let queue = Queue::new(2);
+        queue.push(0, 5, "old");
+        queue.push(1, 5, "other");
+        queue.mute(0);
+        queue.reset(0);
+        queue.push(0, 5, "new");
+        assert_eq!(queue.pop(Duration::ZERO), Some(("other", false)));
+        assert_eq!(queue.pop(Duration::ZERO), Some(("new", false)));
+        queue.wake();
+        assert_eq!(queue.pop(Duration::MAX), None, "woken");
         assert_eq!(queue.pop(Duration::ZERO), None);
     }
 

@@ -35,7 +35,7 @@ use std::io::Write;
 use std::marker::PhantomData;
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
-use std::sync::mpsc::sync_channel;
+use std::sync::mpsc::{SyncSender, sync_channel};
 use std::sync::{Arc, Mutex};
 use std::thread::{Builder, JoinHandle};
 use std::time::Duration;
@@ -50,6 +50,10 @@ use crate::queue::Queue;
 use crate::wire::{decode, encode};
 use crate::{Error, Garbage};
 use monitor::Monitor;
+
+/// Longest wait for the monitor to change a child: it waits 2 s at most for the old one to end. A
+/// monitor that has ended never answers.
+const ORDER_LIMIT: Duration = Duration::from_secs(5);
 
 /// Takes whole lines of standard error, without their newline. May block.
 pub type LineSink = Box<dyn FnMut(Rank, &str) + Send>;
@@ -149,6 +153,26 @@ pub enum Event<T> {
         /// What came.
         garbage: Garbage,
     },
+    /// Its machine is out of reach. Never of a child: for crews that span machines.
+    Gone {
+        /// Who.
+        rank: Rank,
+        /// The machine, and what happened.
+        reason: String,
+    },
+}
+
+impl<T> Event<T> {
+    /// The rank that it is about.
+    pub const fn rank(&self) -> Rank {
+        match self {
+            Self::Message { rank, .. }
+            | Self::Exited { rank, .. }
+            | Self::Silent { rank, .. }
+            | Self::Garbled { rank, .. }
+            | Self::Gone { rank, .. } => *rank,
+        }
+    }
 }
 
 impl<T> fmt::Display for Event<T> {
@@ -170,6 +194,7 @@ impl<T> fmt::Display for Event<T> {
                 )
             }
             Self::Garbled { rank, garbage } => write!(f, "from {rank}: {garbage}"),
+            Self::Gone { rank, reason } => write!(f, "{rank} on {reason}"),
         }
     }
 }
@@ -178,8 +203,9 @@ impl<T> fmt::Display for Event<T> {
 ///
 /// All methods may be called from any thread. Dropping it kills and reaps what still runs.
 pub struct Workers<To, From> {
-    channels: Vec<Arc<Channel>>,
-    ids: Vec<u32>,
+    /// Channel and process id by rank, of the child that has the rank now.
+    children: Mutex<Vec<Child>>,
+    count: u32,
     queue: Arc<Queue<Report>>,
     orders: Arc<Orders>,
     monitor: Mutex<Option<JoinHandle<()>>>,
@@ -204,6 +230,7 @@ impl<To: Serialize, From: DeserializeOwned> Workers<To, From> {
         let orders = Arc::new(Orders {
             waker,
             stop: Mutex::new(None),
+            change: Mutex::new(None),
         });
         let (started, start) = sync_channel(1);
         let (reports, look) = (Arc::clone(&queue), Arc::clone(&orders));
@@ -218,10 +245,9 @@ impl<To: Serialize, From: DeserializeOwned> Workers<To, From> {
         let monitor = Builder::new().name("workers".to_owned()).spawn(run);
         let monitor = monitor.map_err(resource("a thread"))?;
         let children = start.recv().expect("the monitor sends before it ends")?;
-        let (channels, ids) = children.into_iter().unzip();
         Ok(Self {
-            channels,
-            ids,
+            count: u32::try_from(children.len()).unwrap_or(u32::MAX),
+            children: Mutex::new(children),
             queue,
             orders,
             monitor: Mutex::new(Some(monitor)),
@@ -237,18 +263,17 @@ impl<To: Serialize, From: DeserializeOwned> Workers<To, From> {
     /// [`Error::Stuck`] and [`Error::Closed`]: the child is of no use any more.
     /// [`Error::TooLong`], [`Error::Unencodable`], [`Error::NoSuchRank`]: nothing was sent.
     pub fn send(&self, rank: Rank, message: &To) -> Result<(), Error> {
-        let channel = self
-            .channels
+        let channel = lock(&self.children)
             .get(rank.0 as usize)
-            .ok_or(Error::NoSuchRank {
-                rank,
-                size: u32::try_from(self.channels.len()).unwrap_or(u32::MAX),
-            })?;
+            .map(|(channel, _)| Arc::clone(channel));
+        let size = self.count;
+        let channel = channel.ok_or(Error::NoSuchRank { rank, size })?;
         channel.write_line(&encode(message)?, self.limits.write)
     }
 
-    /// The next event, or `None` when there is none within `timeout`. Events of one rank are in
-    /// order; after the last rank's [`Event::Exited`] there are none.
+    /// The next event, or `None` when there is none within `timeout` or [`wake`](Self::wake) was
+    /// called. Events of one rank are in order; after the last rank's [`Event::Exited`] there are
+    /// none.
     pub fn recv(&self, timeout: Duration) -> Option<Event<From>> {
         loop {
             let (report, room) = self.queue.pop(timeout)?;
@@ -277,14 +302,62 @@ impl<To: Serialize, From: DeserializeOwned> Workers<To, From> {
 }
 
 impl<To, From> Workers<To, From> {
-    /// How many were started.
-    pub fn count(&self) -> u32 {
-        u32::try_from(self.ids.len()).unwrap_or(u32::MAX)
+    /// How many ranks there are.
+    pub const fn count(&self) -> u32 {
+        self.count
     }
 
     /// Process ids by rank, for reports; one that has exited may be another's by now.
-    pub fn ids(&self) -> &[u32] {
-        &self.ids
+    pub fn ids(&self) -> Vec<u32> {
+        lock(&self.children).iter().map(|(_, id)| *id).collect()
+    }
+
+    /// Kills what is left of a rank's child and starts another one in its place. After it returns,
+    /// every event of the rank is the new child's; events of the old one that were not taken are
+    /// dropped. Blocks until the old child is reaped, 2 s at most.
+    ///
+    /// # Errors
+    /// [`Error::NoSuchRank`]; [`Error::Start`] and [`Error::Resource`]: the rank has no child then;
+    /// [`Error::Closed`] after [`stop`](Self::stop).
+    pub fn replace(&self, rank: Rank) -> Result<(), Error> {
+        let mut children = lock(&self.children);
+        let child = self.order(rank, Change::Replace)?;
+        if let (Some(seat), Some(child)) = (children.get_mut(rank.0 as usize), child) {
+            *seat = child;
+        }
+        Ok(())
+    }
+
+    /// Kills a rank's child, without an event; events that were not taken are dropped. Blocks until
+    /// it is reaped, 2 s at most. Nothing happens for a rank that there is not.
+    pub fn kill(&self, rank: Rank) {
+        let _seats = lock(&self.children); // one order at a time
+        let _ = self.order(rank, Change::Kill); // an error says that it is gone
+    }
+
+    /// Has the monitor change a rank's child, and waits for it.
+    fn order(&self, rank: Rank, change: Change) -> Result<Option<Child>, Error> {
+        let size = self.count;
+        if rank.0 >= size {
+            return Err(Error::NoSuchRank { rank, size });
+        }
+        if self.orders.stop().is_some() {
+            return Err(Error::Closed { rank });
+        }
+        let (answer, done) = sync_channel(1);
+        *lock(&self.orders.change) = Some(Order {
+            rank,
+            change,
+            answer,
+        });
+        self.orders.wake();
+        done.recv_timeout(ORDER_LIMIT)
+            .map_err(|_| Error::Closed { rank })?
+    }
+
+    /// Has a [`recv`](Self::recv) that waits, or the next one, return without an event.
+    pub fn wake(&self) {
+        self.queue.wake();
     }
 
     /// Ends all children and reaps them: closes their channels, which a child with a
@@ -313,7 +386,7 @@ impl<To, From> Drop for Workers<To, From> {
 impl<To, From> fmt::Debug for Workers<To, From> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Workers")
-            .field("ids", &self.ids)
+            .field("ids", &self.ids())
             .field("limits", &self.limits)
             .finish_non_exhaustive()
     }
@@ -341,12 +414,32 @@ enum Report {
     },
 }
 
+/// A child's channel and process id.
+type Child = (Arc<Channel>, u32);
+
+/// What becomes of one child.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Change {
+    Kill,
+    Replace,
+}
+
+/// A change of one rank's child, and where the caller waits for it.
+#[derive(Debug)]
+struct Order {
+    rank: Rank,
+    change: Change,
+    answer: SyncSender<Result<Option<Child>, Error>>,
+}
+
 /// What the monitor is told.
 #[derive(Debug)]
 struct Orders {
     waker: UnixStream,
     /// The grace, once all are to end.
     stop: Mutex<Option<Duration>>,
+    /// At most one at a time: its caller waits.
+    change: Mutex<Option<Order>>,
 }
 
 impl Orders {

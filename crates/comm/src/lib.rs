@@ -35,7 +35,7 @@
 //! - [`rendezvous`]: how ranks find each other, also again after a failure.
 //! - [`Memory`]: what devices use in place; [`Ahead`]: several calls in flight; [`Window`]: memory
 //!   that others read and write; [`Tuning`]: which algorithm is used.
-//! - `testing` (feature of that name): the conformance suite that every provider runs.
+//! - [`testing`]: the conformance suite that every provider runs.
 //!
 //! The crate knows nothing about models. Steps and bytes of every algorithm: `docs/algorithms.md`.
 
@@ -80,7 +80,6 @@ mod split;
 mod status;
 mod sync;
 pub mod tcp;
-#[cfg(any(test, feature = "testing"))]
 pub mod testing;
 mod transport;
 mod tuning;

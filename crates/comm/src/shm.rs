@@ -188,7 +188,6 @@ fn process_of(said: &[u8; NAME_BYTES]) -> Option<u32> {
 }
 
 /// Reads `bytes` as what a peer says of its memory; nothing is opened.
-#[cfg(any(test, feature = "testing"))]
 pub(crate) fn parse(bytes: &[u8]) {
     let Some(said) = bytes.first_chunk() else {
         return;

@@ -1,7 +1,7 @@
 //! The conformance suite: what the contract of [`Group`] promises, as tests.
 //!
 //! A provider calls [`run_all`] from one of its tests with a function that makes groups. Every
-//! case runs for every size in [`SIZES`] on fresh groups, one thread per rank, and under a
+//! case runs for every size in [`sizes`] on fresh groups, one thread per rank, and under a
 //! watchdog: a rank that hangs fails its case. A failure names the case, the size and the seed.
 //!
 //! - `steps`: one call of any kind with inputs and expected outputs.
@@ -30,6 +30,18 @@ pub type Make<'a> = &'a (dyn Fn(u32) -> Ranks + Sync);
 /// Group sizes that are tested: one, powers of two and their neighbours, two other primes.
 pub const SIZES: [u32; 7] = [1, 2, 3, 4, 5, 7, 8];
 
+/// Those of them that every provider is tested with: a power of two and a prime beside the least.
+const SIZES_SHORT: [u32; 5] = [1, 2, 3, 4, 5];
+
+/// [`SIZES`] in a [long](paceline_base::testing::long) run, else the smaller of them.
+pub fn sizes() -> &'static [u32] {
+    if paceline_base::testing::long() {
+        &SIZES
+    } else {
+        &SIZES_SHORT
+    }
+}
+
 /// Deadline of calls that are to succeed, or to fail for another reason.
 const PATIENCE: Duration = Duration::from_secs(60);
 
@@ -43,12 +55,12 @@ const HANG: Duration = Duration::from_secs(90);
 /// A case: its name, the smallest group it makes sense for, and what it does.
 type Case = (&'static str, u32, fn(&Lab<'_>));
 
-/// Runs every case for every size.
+/// Runs every case for every size in [`sizes`].
 ///
 /// # Panics
 /// If a case fails, with its name, size and seed.
 pub fn run_all(make: Make<'_>, seed: u64) {
-    run_sizes(make, seed, &SIZES);
+    run_sizes(make, seed, sizes());
 }
 
 /// [`run_all`] for some sizes.
@@ -65,7 +77,7 @@ pub fn run_sizes(make: Make<'_>, seed: u64, sizes: &[u32]) {
 /// # Panics
 /// As [`run_all`].
 pub fn run_results(make: Make<'_>, seed: u64) {
-    run_results_of(make, seed, &SIZES);
+    run_results_of(make, seed, sizes());
 }
 
 /// [`run_results`] for some sizes.
@@ -79,7 +91,7 @@ pub fn run_results_of(make: Make<'_>, seed: u64, sizes: &[u32]) {
 /// Runs those of them that depend on which algorithm is used.
 #[cfg(test)]
 pub(crate) fn run_collectives(make: Make<'_>, seed: u64) {
-    run_some(results::COLLECTIVES, &SIZES, 1, make, seed);
+    run_some(results::COLLECTIVES, sizes(), 1, make, seed);
 }
 
 /// Makes `count` random calls as one rank and checks what they give. All ranks, wherever they run,

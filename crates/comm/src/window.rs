@@ -285,7 +285,6 @@ fn exchange(
 }
 
 /// Reads `bytes` as the requests of a peer to a small window.
-#[cfg(any(test, feature = "testing"))]
 pub(crate) fn parse(bytes: &[u8]) {
     const EXPOSED: usize = 64;
     let group = crate::local::ranks(1).remove(0);

@@ -10,15 +10,14 @@
     reason = "a test, with helpers outside of test functions"
 )]
 
-mod worker;
-
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
+use crate::worker::{Harmed, NEVER_SILENT, Worker, now};
+use paceline_base::testing::long;
 use paceline_comm::rendezvous::{Meeting, Wanted, meet};
 use paceline_comm::{Deadline, Group, Memory, Reduce, shm, tcp};
 use rustix::process::Signal;
-use worker::{Harmed, NEVER_SILENT, Worker, now};
 
 fn soon(seconds: u64) -> Deadline {
     Deadline::at(Instant::now() + Duration::from_secs(seconds))
@@ -153,7 +152,7 @@ fn run(run: u64) {
             ("COMM_TEST_TRANSPORT", transport.as_ref()),
             ("COMM_TEST_ORDER", order.as_ref()),
         ];
-        Worker::start("worker", &env)
+        Worker::start("faults::worker", &env)
     };
     let victim = [0, (run % u64::from(size)) as usize][(run / 4 % 2) as usize];
     let signal = [Signal::KILL, Signal::STOP][(run / 3 % 2) as usize];
@@ -180,6 +179,7 @@ fn run(run: u64) {
 
 #[test]
 fn survivors_go_on_whoever_dies() {
-    let runs = std::env::var("COMM_TEST_RUNS").map_or(6, |runs| runs.parse().unwrap());
+    let usual = if long() { 100 } else { 6 };
+    let runs = std::env::var("COMM_TEST_RUNS").map_or(usual, |runs| runs.parse().unwrap());
     (0..runs).for_each(run);
 }

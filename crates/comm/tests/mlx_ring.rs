@@ -18,13 +18,8 @@
     reason = "a test, with helpers outside of test functions"
 )]
 
-#[path = "mlx_ring/cases.rs"]
 mod cases;
-#[path = "mlx_ring/deaths.rs"]
 mod deaths;
-#[path = "mlx_ring/mixed.rs"]
 mod mixed;
-#[path = "mlx_ring/python.rs"]
 mod python;
-#[path = "mlx_ring/serve.rs"]
 mod serve;

@@ -7,13 +7,12 @@
     reason = "a test, with helpers outside of test functions"
 )]
 
-mod free;
-
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::thread;
 use std::time::{Duration, Instant};
 
+use crate::free::free;
 use paceline_base::Rank;
 use paceline_base::testing::Stopwatch;
 use paceline_comm::mlx_ring::Plaintext;
@@ -182,7 +181,7 @@ fn calls_are_right_through_the_opened_tables() {
 #[test]
 fn ranks_meet_by_mlxs_bytes() {
     let fake = fake(&[]);
-    let addr = free::free();
+    let addr = free();
     let libraries = &fake.libraries;
     thread::scope(|scope| {
         for rank in (0..3).map(Rank) {

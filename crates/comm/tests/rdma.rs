@@ -13,7 +13,6 @@
     reason = "a test, with helpers outside of test functions"
 )]
 
-#[path = "rdma/library.rs"]
 mod library;
 
 use std::net::SocketAddr;
@@ -127,7 +126,7 @@ fn a_library_is_loaded_by_path_and_by_name() {
 
     // By its own name, as a program finds it.
     let output = Command::new(std::env::current_exe().unwrap())
-        .args(["worker", "--exact", "--nocapture"])
+        .args(["rdma::worker", "--exact", "--nocapture"])
         .env("COMM_TEST_RDMA_ROLE", "load")
         .env("LD_LIBRARY_PATH", folder.path())
         .env("DYLD_LIBRARY_PATH", folder.path())

@@ -9,17 +9,15 @@
     reason = "a test, with helpers outside of test functions"
 )]
 
-mod worker;
-
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use crate::worker::{NEVER_SILENT, Worker, harm, now};
 use paceline_base::Rank;
 use paceline_comm::{Deadline, Error, Group, Reduce, tcp};
 use rustix::process::Signal;
-use worker::{NEVER_SILENT, Worker, harm, now};
 
 fn soon(seconds: u64) -> Deadline {
     Deadline::at(Instant::now() + Duration::from_secs(seconds))
@@ -33,7 +31,7 @@ fn start(size: u32, role: &str, silence: Duration) -> Vec<Worker> {
             ("COMM_TEST_ROLE", role),
             ("COMM_TEST_SILENCE", &silence.as_millis().to_string()),
         ];
-        Worker::start("worker", &env)
+        Worker::start("tcp::worker", &env)
     };
     let mut workers: Vec<Worker> = (0..size).map(start).collect();
     let addrs: Vec<String> = workers.iter_mut().map(|w| w.expect("addr")).collect();
@@ -180,7 +178,7 @@ fn group() {
 /// go on, none is given up for the time in which nobody could be heard.
 #[test]
 fn ranks_that_are_suspended_together_accuse_nobody() {
-    let mut all = Worker::start("group", &[("COMM_TEST_GROUP", "1")]);
+    let mut all = Worker::start("tcp::group", &[("COMM_TEST_GROUP", "1")]);
     all.expect("up");
     thread::sleep(Duration::from_millis(200));
     for _ in 0..2 {

@@ -1,16 +1,19 @@
 //! The scheduler.
 
 use std::collections::VecDeque;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
+use paceline_formats::grammar::Constraint;
 use paceline_formats::tokenizer::Tokenizer;
-use paceline_model::{Batch, BatchSequence, Compute, Logits, Weights};
+use paceline_model::{Batch, BatchSequence, Compute, Logits, Weights, WindowPages};
 use paceline_tensor::PAGE;
 
+use crate::constraint::{Grammars, Guide};
 use crate::pages::Pages;
+use crate::request::check_tokens;
 use crate::sampling::Scratch;
 use crate::sequence::Sequence;
-use crate::{EngineConfig, Error, Event, Request, SequenceId, Snapshot};
+use crate::{ConstraintError, EngineConfig, Error, Event, Request, Resumed, SequenceId, Snapshot};
 
 /// Runs sequences of one model.
 ///
@@ -24,6 +27,8 @@ pub struct Engine {
     /// Model and kernel class, as snapshots carry it.
     identity: String,
     compute: Box<dyn Compute>,
+    /// Made for the first constraint: sorting a vocabulary takes a while.
+    grammars: OnceLock<Result<Grammars, ConstraintError>>,
     scratch: Scratch,
     pages: Pages,
     /// Tokens that were in the cache already when their sequence was admitted.
@@ -50,8 +55,9 @@ impl Engine {
         config.check()?;
         let compute = Arc::clone(&model).reserve(config.batch_size(), config.cache_positions)?;
         Ok(Self {
+            grammars: OnceLock::new(),
             scratch: Scratch::new(model.config().vocab),
-            pages: Pages::new(compute.pages()),
+            pages: Pages::new(compute.pages(), compute.windows()),
             reused: 0,
             identity: format!("{} ({})", config.model, model.numbers()),
             model,
@@ -113,8 +119,9 @@ impl Engine {
             return Err(Error::Busy { waiting, request });
         }
         request.check(self.model.config().vocab, self.config.context)?;
+        let guide = self.guide(request.constraint.as_ref(), &[])?;
         let id = self.new_id();
-        let sequence = Sequence::new(id, request, self.config.context)?;
+        let sequence = Sequence::new(id, request, guide, self.config.context)?;
         self.waiting.push_back(sequence);
         Ok(id)
     }
@@ -170,9 +177,65 @@ impl Engine {
             return Err(Error::OtherModel { got, expected });
         }
         snapshot.check(self.config.context, self.model.config().vocab)?;
+        let generated = &snapshot.tokens[snapshot.prompt_len..];
+        let guide = self.guide(snapshot.constraint.as_ref(), generated)?;
         let id = self.new_id();
-        self.resuming.push_back(Sequence::restored(id, snapshot));
+        self.resuming
+            .push_back(Sequence::restored(id, snapshot, guide));
         Ok(id)
+    }
+
+    /// A guide behind the tokens that were `generated`.
+    fn guide(
+        &self,
+        constraint: Option<&Constraint>,
+        generated: &[u32],
+    ) -> Result<Option<Guide>, Error> {
+        let Some(constraint) = constraint else {
+            return Ok(None);
+        };
+        let made = || Grammars::new(&self.tokenizer, self.model.config().vocab);
+        let grammars = self.grammars.get_or_init(made);
+        let mut guide = grammars
+            .as_ref()
+            .map_err(Clone::clone)?
+            .guide(constraint.clone())?;
+        for token in generated {
+            guide.accept(*token, &self.tokenizer);
+        }
+        Ok(Some(guide))
+    }
+
+    /// Goes on with a request of whose answer its caller has `tokens` already, chosen by an engine
+    /// of the same model and kernel class. The answer is the one that this engine would have given
+    /// alone: random numbers, stop strings and half characters are wound forward. Like
+    /// [`restore`](Self::restore) it comes before requests that wait.
+    ///
+    /// # Errors
+    /// As [`submit`](Self::submit) and [`restore`](Self::restore); [`Error::Token`] for tokens that
+    /// the vocabulary lacks, [`Error::BadSnapshot`] for more than the request may have.
+    pub fn resume(&mut self, request: Request, tokens: &[u32]) -> Result<Resumed, Error> {
+        let (vocab, context) = (self.model.config().vocab, self.config.context);
+        request.check(vocab, context)?;
+        check_tokens(tokens, vocab)?;
+        let prompt = request.prompt.len();
+        let left = request.max_tokens.min(context - prompt);
+        if tokens.len() > left {
+            let tokens = prompt + tokens.len();
+            return Err(Error::BadSnapshot {
+                tokens,
+                prompt,
+                left,
+            });
+        }
+        let guide = self.guide(request.constraint.as_ref(), &[])?;
+        let mut sequence = Sequence::new(SequenceId(0), request, guide, context)?;
+        if let Some(Event::Finished { text, reason, .. }) = sequence.replay(tokens, &self.tokenizer)
+        {
+            return Ok(Resumed::Over { text, reason });
+        }
+        let snapshot = sequence.into_snapshot(self.identity.clone());
+        self.restore(snapshot).map(Resumed::Goes)
     }
 
     /// Takes a sequence out of its queue, its pages given back.
@@ -287,14 +350,20 @@ impl Engine {
         false
     }
 
+    /// Computes the rows, and meanwhile what grammars allow behind them, which depends on tokens
+    /// that are known already.
     fn forward(&mut self, plan: &[PlannedRows]) -> Result<(), Error> {
-        let rows = plan.iter().map(|part| {
+        let mut due = self.take_due(plan);
+        let owned = plan.iter().map(|part| &self.running[part.index].pages);
+        let windows: Vec<Vec<WindowPages<'_>>> = owned.map(|o| o.windows().collect()).collect();
+        let rows = plan.iter().zip(&windows).map(|(part, windows)| {
             let s = &self.running[part.index];
             let is_last = part.rows == s.pending().len();
             BatchSequence {
                 tokens: &s.pending()[..part.rows],
                 position: s.computed,
                 pages: s.pages.pages(),
+                windows,
                 logits: if is_last { Logits::Last } else { Logits::None },
             }
         });
@@ -302,10 +371,27 @@ impl Engine {
         let batch = Batch {
             sequences: &sequences,
         };
-        if !sequences.is_empty() {
-            self.compute.forward(&batch)?;
+        let compute = &mut self.compute;
+        let outcome = match sequences.is_empty() {
+            true => Ok(()),
+            false => beside(&mut due, || compute.forward(&batch)).map(drop),
+        };
+        for (index, guide) in due {
+            self.running[index].guide = Some(guide);
         }
-        Ok(())
+        Ok(outcome?)
+    }
+
+    /// Takes out the guides that must know before the end of the step what may come next.
+    fn take_due(&mut self, plan: &[PlannedRows]) -> Vec<(usize, Box<Guide>)> {
+        let mut due = Vec::new();
+        for part in plan {
+            let sequence = &mut self.running[part.index];
+            let is_last = part.rows == sequence.pending().len();
+            let guide = sequence.guide.take_if(|guide| is_last && guide.is_due());
+            due.extend(guide.map(|guide| (part.index, guide)));
+        }
+        due
     }
 
     /// Chooses a token for every sequence of which all tokens are in the cache now.
@@ -316,6 +402,7 @@ impl Engine {
             sequence.computed += part.rows;
             let computed = &sequence.tokens[..sequence.computed];
             self.pages.learn(computed, &mut sequence.pages);
+            self.pages.leave(&mut sequence.pages, sequence.computed);
             if !sequence.pending().is_empty() {
                 continue;
             }
@@ -332,6 +419,18 @@ impl Engine {
         }
         events
     }
+}
+
+/// Runs `compute`, and prepares `guides` on a thread of its own when there are any: starting one
+/// takes some 20 us, a mask up to milliseconds.
+fn beside<T>(guides: &mut [(usize, Box<Guide>)], compute: impl FnOnce() -> T) -> T {
+    if guides.is_empty() {
+        return compute();
+    }
+    std::thread::scope(|scope| {
+        scope.spawn(|| guides.iter_mut().for_each(|(_, guide)| guide.prepare()));
+        compute()
+    })
 }
 
 /// Rows of a running sequence in a step.

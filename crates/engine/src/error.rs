@@ -2,7 +2,7 @@
 
 use paceline_formats::text;
 
-use crate::{ParamError, Request, SequenceId, Snapshot};
+use crate::{ConstraintError, ParamError, Request, SequenceId, Snapshot};
 
 /// Why the engine refuses a request or a snapshot, or cannot be made.
 #[derive(Debug, thiserror::Error)]
@@ -72,6 +72,15 @@ pub enum Error {
     /// A stop string that cannot be used.
     #[error(transparent)]
     Stop(#[from] text::Error),
+    /// A constraint that cannot be used.
+    #[error(transparent)]
+    Constraint(#[from] ConstraintError),
+    /// Control tokens to show that are not in ascending order, or too many.
+    #[error("shown tokens must ascend, at most {most}")]
+    Shown {
+        /// How many would be accepted.
+        most: usize,
+    },
     /// The queue is full; the request comes back unchanged, to be tried again later.
     #[error("{waiting} requests are waiting already")]
     Busy {

@@ -16,6 +16,7 @@
 //!
 //! - [`Engine`], [`EngineConfig`], [`Request`], [`Event`]: the scheduler.
 //! - [`SamplingParams`]: from logits to a token, seeded per request.
+//! - [`Grammars`]: which tokens keep an answer within a grammar.
 //! - [`Runner`]: an engine on a thread of its own, for many callers; a [`Service`].
 //! - [`Snapshot`]: everything of a sequence but its cache, which the numerics rule lets any engine
 //!   of the same kernel class compute again to the bit.
@@ -42,6 +43,7 @@
 //!     sampling: SamplingParams { temperature: 0.7, seed: 1, ..SamplingParams::default() },
 //!     stop: vec!["\n\n".to_owned()],
 //!     logprobs: None,
+//!     ..Request::default()
 //! })?;
 //! let mut answer = String::new();
 //! while !engine.is_idle() {
@@ -55,10 +57,10 @@
 //! ```
 
 mod config;
+mod constraint;
 mod engine;
 mod error;
 mod follower;
-mod handover;
 mod pages;
 mod request;
 mod runner;
@@ -68,11 +70,13 @@ mod service;
 mod snapshot;
 
 pub use config::EngineConfig;
+pub use constraint::{ConstraintError, Grammars};
 pub use engine::Engine;
 pub use error::Error;
 pub use follower::Follower;
-pub use handover::{Handover, Movable};
-pub use request::{Event, Finish, MAX_LOGPROBS, Request, SequenceId, TokenLogprobs};
+pub use request::{
+    Event, Finish, MAX_LOGPROBS, MAX_SHOWN, Request, Resumed, SequenceId, TokenLogprobs,
+};
 pub use runner::Runner;
 pub use sampling::{MAX_LOGIT_BIAS, ParamError, SamplingParams};
 pub use service::{Failure, Reply, Service, Sink, State, Status, Ticket};

@@ -13,6 +13,11 @@
 //!  +------------------------ needed, longest unused first -------------------------+
 //! ```
 //!
+//! Layers that look at a window only, or keep a state, have pages of their own for the same
+//! positions ([`Window`]): a sequence gives them back when no row looks at them any more. Those of
+//! known pages stay until they are needed, so a beginning can be reused as far as the pages are
+//! there that the row behind it looks at.
+//!
 //! Known pages are compared by their tokens, not by a hash alone: nobody can make a prompt that
 //! finds another one's keys. Only whole pages that are full are shared, so nobody writes to one.
 //! Answers are the same to the bit; only who measures how soon a prompt is read can tell that
@@ -21,7 +26,12 @@
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
+use paceline_model::{WindowPages, WindowPool};
 use paceline_tensor::PAGE;
+
+mod window;
+
+use window::{Held, Window};
 
 /// What makes a known page: the one before it (0 for none) and its tokens.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -46,6 +56,9 @@ struct Known {
     key: Arc<Key>,
     /// When it was given back last, where nobody has it.
     since: u64,
+    /// The page of each window with the same positions, where it is still there. Whoever has one
+    /// of these has this page.
+    windows: Vec<Option<u32>>,
 }
 
 /// A page of the cache.
@@ -65,9 +78,16 @@ pub(crate) struct Owned {
     n_known: usize,
     /// Number of the last known one.
     last_known: u64,
+    /// Pages of each window.
+    windows: Vec<Held>,
 }
 
 impl Owned {
+    /// Its pages of each of the windows.
+    pub(crate) fn windows(&self) -> impl Iterator<Item = WindowPages<'_>> {
+        self.windows.iter().map(Held::pages)
+    }
+
     pub(crate) fn pages(&self) -> &[u32] {
         &self.pages
     }
@@ -91,11 +111,12 @@ pub(crate) struct Pages {
     known: HashMap<Arc<Key>, u32>,
     /// Counts pages that became known, and those given back.
     clock: u64,
+    windows: Vec<Window>,
 }
 
 impl Pages {
-    /// All of `pages` pages free; low numbers are given out first.
-    pub(crate) fn new(pages: usize) -> Self {
+    /// All of `pages` pages free, and those of `windows`; low numbers are given out first.
+    pub(crate) fn new(pages: usize, windows: &[WindowPool]) -> Self {
         let n = u32::try_from(pages).expect("fewer than 2^32 pages");
         Self {
             pages: vec![Page::default(); pages],
@@ -103,6 +124,7 @@ impl Pages {
             unused: BTreeMap::new(),
             known: HashMap::new(),
             clock: 0,
+            windows: windows.iter().map(|pool| Window::new(*pool)).collect(),
         }
     }
 
@@ -111,13 +133,17 @@ impl Pages {
         self.free.len() + self.unused.len()
     }
 
-    /// Grows `owned` to `pages` pages; `false`, with nothing taken, when there are not enough.
-    /// What was unused longest is forgotten for it when no page is free.
+    /// Grows `owned` to `pages` pages, of the windows too; `false`, with nothing taken, when
+    /// there are not enough. What was unused longest is forgotten for it when no page is free.
     pub(crate) fn grow(&mut self, owned: &mut Owned, pages: usize) -> bool {
         let more = pages.saturating_sub(owned.len());
-        if more > self.available() {
+        owned.windows.resize_with(self.windows.len(), Held::default);
+        let windows = || self.windows.iter().zip(&owned.windows);
+        let fits = |(window, held): (&Window, &Held)| held.missing(pages) <= window.available();
+        if more > self.available() || !windows().all(fits) {
             return false;
         }
+        self.grow_windows(owned, pages);
         for _ in 0..more {
             let page = self.free.pop().or_else(|| self.forget());
             let page = page.expect("as many as are available");
@@ -127,16 +153,49 @@ impl Pages {
         true
     }
 
-    /// Takes the known page that was unused longest.
+    /// As many as are available.
+    fn grow_windows(&mut self, owned: &mut Owned, pages: usize) {
+        let windows = self.windows.iter_mut().zip(&mut owned.windows);
+        for (i, (window, held)) in windows.enumerate() {
+            for _ in 0..held.missing(pages) {
+                let (page, forgotten) = window.take();
+                held.push(page);
+                let known = forgotten.and_then(|of| self.pages[of as usize].known.as_mut());
+                known.into_iter().for_each(|known| known.windows[i] = None);
+            }
+        }
+    }
+
+    /// Takes the known page that was unused longest. Nobody has those of its windows.
     fn forget(&mut self) -> Option<u32> {
         let (_, page) = self.unused.pop_first()?;
         let known = self.pages[page as usize].known.take()?;
         self.known.remove(&known.key);
+        for (window, page) in self.windows.iter_mut().zip(&known.windows) {
+            page.iter().for_each(|page| window.forget(*page));
+        }
         Some(page)
+    }
+
+    /// Takes the pages of windows back that no row from `position` on looks at. All of them are
+    /// known.
+    pub(crate) fn leave(&mut self, owned: &mut Owned, position: usize) {
+        for (window, held) in self.windows.iter_mut().zip(&mut owned.windows) {
+            while let Some(page) = held.leave(window.first_page(position)) {
+                self.clock += 1;
+                window.release(page, self.clock);
+            }
+        }
     }
 
     /// Takes all pages back. What is known of them stays known until they are needed.
     pub(crate) fn release(&mut self, owned: &mut Owned) {
+        for (window, held) in self.windows.iter_mut().zip(&mut owned.windows) {
+            for page in held.drain() {
+                self.clock += 1;
+                window.release(page, self.clock);
+            }
+        }
         for number in owned.pages.drain(..).rev() {
             let page = &mut self.pages[number as usize];
             page.users -= 1;
@@ -156,19 +215,59 @@ impl Pages {
     /// Gives `owned`, which has no page, the known pages that `tokens` start with; returns how many
     /// tokens they hold, less than all: the logits after the last one are to be computed.
     ///
-    /// Cost: a hash of 64 tokens per page that is found, and one more.
+    /// Cost: a hash of 64 tokens per page that is found, and one more; with windows, a look at the
+    /// pages of each for every page that cannot be the last.
     pub(crate) fn reuse(&mut self, tokens: &[u32], owned: &mut Owned) -> usize {
         let (_, before_last) = tokens.split_last().expect("a sequence has tokens");
+        let mut found = Vec::new();
+        let mut before = 0;
         for tokens in before_last.chunks(PAGE) {
-            let key = Key::new(owned.last_known, tokens);
+            let key = Key::new(before, tokens);
             let Some(&page) = key.and_then(|key| self.known.get(&key)) else {
                 break;
             };
-            owned.last_known = self.take_known(page);
-            owned.pages.push(page);
-            owned.n_known += 1;
+            found.push(page);
+            before = self.known(page).number;
         }
+        while !self.can_end(&found) {
+            found.pop();
+        }
+        for (page, index) in found.iter().zip(0..) {
+            owned.last_known = self.take_known(*page);
+            owned.pages.push(*page);
+            owned.n_known = index + 1;
+        }
+        self.take_windows(&found, owned);
         owned.n_known * PAGE
+    }
+
+    fn known(&self, page: u32) -> &Known {
+        let known = self.pages[page as usize].known.as_ref();
+        known.expect("found among the known")
+    }
+
+    /// Whether the pages of all windows are there that the row behind `found` looks at.
+    fn can_end(&self, found: &[u32]) -> bool {
+        self.windows.iter().enumerate().all(|(i, window)| {
+            let seen = &found[window.first_page(found.len() * PAGE)..];
+            seen.iter()
+                .all(|page| self.known(*page).windows[i].is_some())
+        })
+    }
+
+    /// Gives `owned` the pages of windows that the row behind `found` looks at.
+    fn take_windows(&mut self, found: &[u32], owned: &mut Owned) {
+        owned.windows.clear();
+        for i in 0..self.windows.len() {
+            let first = self.windows[i].first_page(found.len() * PAGE);
+            let mut held = Held::from(first);
+            for page in &found[first..] {
+                let page = self.known(*page).windows[i].expect("it can end here");
+                self.windows[i].share(page);
+                held.push(page);
+            }
+            owned.windows.push(held);
+        }
     }
 
     /// One more sequence has this page; returns its number among the known.
@@ -197,7 +296,33 @@ impl Pages {
                 }
                 None => self.add_known(own, key),
             };
+            self.learn_windows(owned);
             owned.n_known += 1;
+        }
+    }
+
+    /// The pages of windows that go with the page that was just learned: those that are known
+    /// already, else the sequence's own.
+    fn learn_windows(&mut self, owned: &mut Owned) {
+        let (index, page) = (owned.n_known, owned.pages[owned.n_known]);
+        let known = self.pages[page as usize].known.as_mut();
+        let known = known.expect("it was just learned");
+        let windows = self.windows.iter_mut().zip(&mut owned.windows);
+        for ((window, held), known) in windows.zip(&mut known.windows) {
+            let Some(own) = held.get_mut(index) else {
+                continue;
+            };
+            match *known {
+                Some(theirs) => {
+                    window.free_own(*own);
+                    window.share(theirs);
+                    *own = theirs;
+                }
+                None => {
+                    window.learn(*own, page);
+                    *known = Some(*own);
+                }
+            }
         }
     }
 
@@ -205,8 +330,12 @@ impl Pages {
         self.clock += 1;
         let (number, key) = (self.clock, Arc::new(key));
         self.known.insert(Arc::clone(&key), page);
-        let since = 0;
-        self.pages[page as usize].known = Some(Known { number, key, since });
+        self.pages[page as usize].known = Some(Known {
+            number,
+            key,
+            since: 0,
+            windows: vec![None; self.windows.len()],
+        });
         number
     }
 }

@@ -1,5 +1,6 @@
 //! What goes into the engine and what comes out.
 
+use paceline_formats::grammar::Constraint;
 use paceline_formats::text::StopMatcher;
 use serde::{Deserialize, Serialize};
 
@@ -9,8 +10,8 @@ use crate::{Error, SamplingParams};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct SequenceId(pub u64);
 
-/// A prompt and what to do with it.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+/// A prompt and what to do with it. The default reads nothing and generates nothing.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Request {
     /// Token ids, at least one.
     pub prompt: Vec<u32>,
@@ -23,6 +24,11 @@ pub struct Request {
     /// Whether to tell log-probabilities, and of how many of the most probable tokens beside the
     /// chosen one; `None` for none, at most [`MAX_LOGPROBS`].
     pub logprobs: Option<usize>,
+    /// What the answer must match; `None` for any text.
+    pub constraint: Option<Constraint>,
+    /// Control tokens whose names are part of the text, ascending; others give no text. For
+    /// readers of tool calls (`paceline_formats::tools::Syntax::shown_tokens`).
+    pub shown: Vec<u32>,
 }
 
 impl Request {
@@ -42,6 +48,7 @@ impl Request {
         check_logprobs(self.logprobs)?;
         self.sampling.check()?;
         self.sampling.check_bias(vocab)?;
+        check_shown(&self.shown, vocab)?;
         StopMatcher::new(self.stop.clone())?;
         Ok(())
     }
@@ -59,6 +66,19 @@ pub(crate) fn check_tokens(tokens: &[u32], vocab: usize) -> Result<(), Error> {
             vocab,
         })
     })
+}
+
+/// Most control tokens of [`Request::shown`]: the forms of calls have a dozen.
+pub const MAX_SHOWN: usize = 64;
+
+/// # Errors
+/// [`Error::Shown`], [`Error::Token`].
+pub(crate) fn check_shown(shown: &[u32], vocab: usize) -> Result<(), Error> {
+    let most = MAX_SHOWN;
+    if shown.len() > most || !shown.is_sorted_by(|a, b| a < b) {
+        return Err(Error::Shown { most });
+    }
+    check_tokens(shown, vocab)
 }
 
 /// # Errors
@@ -97,6 +117,22 @@ pub enum Finish {
     Stop(usize),
     /// `max_tokens`, or the end of the context.
     Length,
+    /// The constraint cannot be followed any further within its limits; the answer is a part.
+    Constraint,
+}
+
+/// A request that is to go on after tokens that its caller has.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Resumed {
+    /// It goes on as this sequence.
+    Goes(SequenceId),
+    /// Those tokens were the whole answer: only its end was not told.
+    Over {
+        /// Text that was held back and is certain now.
+        text: String,
+        /// Why.
+        reason: Finish,
+    },
 }
 
 /// Something that a step did.

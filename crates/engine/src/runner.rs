@@ -79,6 +79,21 @@ impl Runner {
     pub fn resume(&self, snapshot: Snapshot, sink: Sink) -> Result<Ticket, Failure> {
         self.driver.resume(snapshot, sink)
     }
+
+    /// Goes on with a request of whose answer the caller has `tokens` already: what follows them is
+    /// what would have followed without the interruption. [`Engine::resume`] says how. What is
+    /// wrong with it comes as [`Reply::Failed`](crate::Reply::Failed).
+    ///
+    /// # Errors
+    /// [`Failure::Unavailable`] when the engine is gone.
+    pub fn resume_after(
+        &self,
+        request: Request,
+        tokens: Vec<u32>,
+        sink: Sink,
+    ) -> Result<Ticket, Failure> {
+        self.driver.resume_after(request, tokens, sink)
+    }
 }
 
 impl Service for Runner {

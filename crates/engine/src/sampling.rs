@@ -12,6 +12,7 @@ use paceline_tensor::Kernels;
 use rand_core::{RngCore, SeedableRng};
 use rand_pcg::Pcg64Mcg;
 use serde::{Deserialize, Serialize};
+use toktrie::SimpleVob;
 
 use crate::{Error, TokenLogprobs};
 
@@ -159,6 +160,16 @@ fn check(
     })
 }
 
+/// What a token is chosen by, besides the logits.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Asked<'a> {
+    pub(crate) history: History<'a>,
+    /// Tokens that may come, at least one; `None` for all.
+    pub(crate) mask: Option<&'a SimpleVob>,
+    /// How many log-probabilities to tell besides the token's own.
+    pub(crate) logprobs: Option<usize>,
+}
+
 /// Tokens so far, and how many of them are the prompt.
 pub(crate) type History<'a> = (&'a [u32], usize);
 
@@ -288,28 +299,42 @@ impl Sampler {
         &self.params
     }
 
-    /// [`sample`](Self::sample) with the log-probabilities of the logits as they came, of `n`
-    /// tokens beside the chosen one, where asked for.
+    /// Passes over a token that was chosen elsewhere: takes the random numbers that its choice
+    /// took.
+    pub(crate) fn skip(&mut self) {
+        if (1.0 / self.params.temperature).is_finite() {
+            self.draws = self.draws.wrapping_add(1);
+            self.rng.next_u64();
+        }
+    }
+
+    /// [`sample`](Self::sample) among the tokens that may come, with the log-probabilities of the
+    /// logits as they came where asked for.
     pub(crate) fn choose(
         &mut self,
         kernels: &Kernels,
         logits: &mut [f32],
-        history: History<'_>,
-        n: Option<usize>,
+        asked: Asked<'_>,
         scratch: &mut Scratch,
     ) -> Choice {
-        let Some(n) = n else {
-            let token = self.sample(kernels, logits, history, scratch);
-            let logprobs = None;
-            return Choice { token, logprobs };
-        };
-        // Bias and penalties write over the logits.
-        scratch.raw.copy_from_slice(logits);
-        let token = self.sample(kernels, logits, history, scratch);
-        let raw = std::mem::take(&mut scratch.raw);
-        let logprobs = logprobs::logprobs(kernels, &raw, token, n, scratch);
-        scratch.raw = raw;
-        let logprobs = Some(logprobs);
+        if asked.logprobs.is_some() {
+            // Bias and penalties write over the logits.
+            scratch.raw.copy_from_slice(logits);
+        }
+        if let Some(mask) = asked.mask {
+            forbid(logits, mask);
+        }
+        let mut token = self.sample(kernels, logits, asked.history, scratch);
+        if let Some(mask) = asked.mask.filter(|mask| !mask.is_allowed(token)) {
+            // All that may come has a logit of minus infinity or NaN.
+            token = mask.first_bit_set().unwrap_or_default() as u32;
+        }
+        let logprobs = asked.logprobs.map(|n| {
+            let raw = std::mem::take(&mut scratch.raw);
+            let logprobs = logprobs::logprobs(kernels, &raw, token, n, scratch);
+            scratch.raw = raw;
+            logprobs
+        });
         Choice { token, logprobs }
     }
 
@@ -425,6 +450,20 @@ impl Sampler {
         // Rounding can leave a little.
         let last = weights.iter().rposition(|weight| *weight > 0.0);
         last.expect("the most probable token is always left")
+    }
+}
+
+/// Makes the tokens impossible that are not in `mask`. Cost: a pass over the logits.
+fn forbid(logits: &mut [f32], mask: &SimpleVob) {
+    for (part, bits) in logits.chunks_mut(32).zip(mask.as_slice()) {
+        if *bits == u32::MAX {
+            continue;
+        }
+        for (i, logit) in part.iter_mut().enumerate() {
+            if bits >> i & 1 == 0 {
+                *logit = f32::NEG_INFINITY;
+            }
+        }
     }
 }
 

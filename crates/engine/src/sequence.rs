@@ -4,8 +4,9 @@ use paceline_formats::text::{StopMatcher, StopOutput, StreamDecoder};
 use paceline_formats::tokenizer::Tokenizer;
 use paceline_tensor::{Kernels, PAGE};
 
+use crate::constraint::{Allowed, Guide};
 use crate::pages::Owned;
-use crate::sampling::{Choice, Sampler, Scratch};
+use crate::sampling::{Asked, Choice, Sampler, Scratch};
 use crate::{Error, Event, Finish, Request, SequenceId, Snapshot};
 
 /// A request in progress.
@@ -25,6 +26,10 @@ pub(crate) struct Sequence {
     tokens_left: usize,
     /// [`Request::logprobs`].
     logprobs: Option<usize>,
+    /// [`Request::shown`].
+    shown: Vec<u32>,
+    /// Keeps [`Request::constraint`].
+    pub(crate) guide: Option<Box<Guide>>,
     sampler: Sampler,
     decoder: StreamDecoder,
     stops: StopMatcher,
@@ -33,7 +38,12 @@ pub(crate) struct Sequence {
 impl Sequence {
     /// A sequence whose prompt is to be read. `context` is the most tokens it can have, more than
     /// the prompt has.
-    pub(crate) fn new(id: SequenceId, request: Request, context: usize) -> Result<Self, Error> {
+    pub(crate) fn new(
+        id: SequenceId,
+        request: Request,
+        guide: Option<Guide>,
+        context: usize,
+    ) -> Result<Self, Error> {
         let prompt_len = request.prompt.len();
         Ok(Self {
             id,
@@ -44,6 +54,8 @@ impl Sequence {
             reused: 0,
             pages: Owned::default(),
             logprobs: request.logprobs,
+            shown: request.shown,
+            guide: guide.map(Box::new),
             sampler: Sampler::new(request.sampling)?,
             decoder: StreamDecoder::new(),
             stops: StopMatcher::new(request.stop)?,
@@ -61,24 +73,36 @@ impl Sequence {
         needed.saturating_sub(self.pages.len())
     }
 
-    /// Chooses the next token by the logits after the last one; `None` when the request wants no
-    /// more.
+    /// Chooses the next token by the logits after the last one; else why there is none.
     pub(crate) fn next_token(
         &mut self,
         kernels: &Kernels,
         logits: &mut [f32],
         scratch: &mut Scratch,
-    ) -> Option<Choice> {
-        let history = (&*self.tokens, self.prompt_len);
-        let (sampler, n) = (&mut self.sampler, self.logprobs);
-        (self.tokens_left > 0).then(|| sampler.choose(kernels, logits, history, n, scratch))
+    ) -> Result<Choice, Finish> {
+        if self.tokens_left == 0 {
+            return Err(Finish::Length);
+        }
+        let allowed = self.guide.as_mut().map(|guide| guide.allowed(logits.len()));
+        let mask = match allowed {
+            None | Some(Allowed::All) => None,
+            Some(Allowed::Only(mask)) => Some(mask),
+            Some(Allowed::Complete) => return Err(Finish::EndOfText),
+            Some(Allowed::Broken) => return Err(Finish::Constraint),
+        };
+        let asked = Asked {
+            history: (&*self.tokens, self.prompt_len),
+            mask,
+            logprobs: self.logprobs,
+        };
+        Ok(self.sampler.choose(kernels, logits, asked, scratch))
     }
 
     /// Takes in what [`next_token`](Self::next_token) gave. The last event is [`Event::Finished`]
     /// if the sequence has ended.
     pub(crate) fn accept(
         &mut self,
-        choice: Option<Choice>,
+        choice: Result<Choice, Finish>,
         tokenizer: &Tokenizer,
         events: &mut Vec<Event>,
     ) {
@@ -87,15 +111,19 @@ impl Sequence {
             let reused = self.reused;
             events.push(Event::PromptRead { id, reused });
         }
-        let Some(Choice { token, logprobs }) = choice else {
-            return events.push(self.finish(Finish::Length));
+        let Choice { token, logprobs } = match choice {
+            Ok(choice) => choice,
+            Err(reason) => return events.push(self.finish(reason)),
         };
         self.tokens.push(token);
         self.tokens_left -= 1;
+        if let Some(guide) = &mut self.guide {
+            guide.accept(token, tokenizer);
+        }
         let ends = tokenizer.is_end_of_generation(token);
         let mut output = StopOutput::default();
         if !ends {
-            let bytes = tokenizer.token_bytes(token).unwrap_or_default();
+            let bytes = self.bytes_of(token, tokenizer);
             output = self.stops.push(&self.decoder.push(bytes));
         }
         events.push(Event::Token {
@@ -113,6 +141,28 @@ impl Sequence {
         } else if self.tokens_left == 0 {
             events.push(self.finish(Finish::Length));
         }
+    }
+
+    /// What `token` adds to the text.
+    fn bytes_of<'a>(&self, token: u32, tokenizer: &'a Tokenizer) -> &'a [u8] {
+        if self.shown.binary_search(&token).is_ok() {
+            return tokenizer.token_text(token).unwrap_or_default().as_bytes();
+        }
+        tokenizer.token_bytes(token).unwrap_or_default()
+    }
+
+    /// Takes in tokens that were chosen for it elsewhere, whose texts were shown there. The last
+    /// event if they have ended it.
+    pub(crate) fn replay(&mut self, tokens: &[u32], tokenizer: &Tokenizer) -> Option<Event> {
+        let mut events = Vec::new();
+        for &token in tokens {
+            events.clear();
+            self.sampler.skip();
+            let logprobs = None;
+            self.accept(Ok(Choice { token, logprobs }), tokenizer, &mut events);
+        }
+        let last = events.pop();
+        last.filter(|event| matches!(event, Event::Finished { .. }))
     }
 
     /// The last event, with the text that was held back. A stop string that the end decides goes
@@ -136,6 +186,8 @@ impl Sequence {
             prompt_len: self.prompt_len,
             tokens_left: self.tokens_left,
             logprobs: self.logprobs,
+            shown: self.shown,
+            constraint: self.guide.map(|guide| guide.constraint().clone()),
             sampler: self.sampler,
             decoder: self.decoder,
             stops: self.stops,
@@ -143,7 +195,8 @@ impl Sequence {
     }
 
     /// The sequence of a snapshot, with nothing in the cache.
-    pub(crate) fn restored(id: SequenceId, snapshot: Snapshot) -> Self {
+    /// `guide` keeps its constraint and stands where its tokens lead.
+    pub(crate) fn restored(id: SequenceId, snapshot: Snapshot, guide: Option<Guide>) -> Self {
         Self {
             id,
             tokens: snapshot.tokens,
@@ -153,6 +206,8 @@ impl Sequence {
             pages: Owned::default(),
             tokens_left: snapshot.tokens_left,
             logprobs: snapshot.logprobs,
+            shown: snapshot.shown,
+            guide: guide.map(Box::new),
             sampler: snapshot.sampler,
             decoder: snapshot.decoder,
             stops: snapshot.stops,

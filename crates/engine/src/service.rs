@@ -128,6 +128,8 @@ pub enum State {
     Loading,
     /// It does.
     Ready,
+    /// It takes them, and answers once what failed is mended; says what failed.
+    Recovering(String),
     /// It broke; says how.
     Failed(String),
 }

@@ -1,10 +1,11 @@
 //! A sequence outside an engine.
 
+use paceline_formats::grammar::Constraint;
 use paceline_formats::text::{StopMatcher, StopOutput, StreamDecoder};
 use serde::{Deserialize, Serialize};
 
 use crate::Error;
-use crate::request::{check_logprobs, check_tokens};
+use crate::request::{check_logprobs, check_shown, check_tokens};
 use crate::sampling::Sampler;
 
 /// Everything that decides how a sequence goes on: tokens, sampling state with its random
@@ -24,6 +25,13 @@ pub struct Snapshot {
     pub(crate) tokens_left: usize,
     /// [`Request::logprobs`](crate::Request::logprobs).
     pub(crate) logprobs: Option<usize>,
+    /// [`Request::shown`](crate::Request::shown).
+    #[serde(default)]
+    pub(crate) shown: Vec<u32>,
+    /// [`Request::constraint`](crate::Request::constraint). Where in its grammar the sequence is
+    /// follows from the tokens.
+    #[serde(default)]
+    pub(crate) constraint: Option<Constraint>,
     pub(crate) sampler: Sampler,
     pub(crate) decoder: StreamDecoder,
     pub(crate) stops: StopMatcher,
@@ -45,6 +53,7 @@ impl Snapshot {
     pub(crate) fn check(&self, context: usize, vocab: usize) -> Result<(), Error> {
         check_logprobs(self.logprobs)?;
         self.sampler.params().check_bias(vocab)?;
+        check_shown(&self.shown, vocab)?;
         let (tokens, prompt, left) = (self.tokens.len(), self.prompt_len, self.tokens_left);
         // Nothing left is the state of a request that only reads its prompt.
         if prompt == 0 || tokens < prompt || (left == 0 && tokens > prompt) {

@@ -26,12 +26,14 @@
 
 pub mod chat;
 pub mod gguf;
+pub mod grammar;
 pub mod hf;
 pub mod mlx;
 pub mod safetensors;
 pub mod tensor;
 pub mod text;
 pub mod tokenizer;
+pub mod tools;
 
 mod name_index;
 mod sniff;

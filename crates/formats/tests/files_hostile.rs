@@ -4,17 +4,11 @@
 
 #![allow(clippy::unwrap_used, reason = "a helper of a test may fail the test")]
 
-#[path = "hostile/counting.rs"]
-mod counting;
-
-use counting::peak_bytes;
+use crate::counting::peak_bytes;
 use paceline_base::BlockType;
 use paceline_formats::gguf::testing::Writer;
 use paceline_formats::gguf::{Array, Header};
 use paceline_formats::safetensors;
-
-#[global_allocator]
-static COUNTING: counting::Counting = counting::Counting;
 
 /// Memory that a reader may take for a file: some for error texts and empty tables, and six times
 /// the file. An empty string takes 8 bytes in a file and 24 in memory, the smallest tensor of a

@@ -3,14 +3,12 @@
 
 #![allow(clippy::unwrap_used, reason = "tests, and functions of tests")]
 
-mod text_support;
-
+use crate::text_support::{golden, metadata, model, npm_tokenizer, tiny_tokenizer};
 use paceline_formats::chat::{ChatOptions, ChatTemplate, Error, Message};
 use paceline_formats::tokenizer::{Specials, Tokenizer};
 use proptest::prelude::*;
 use serde::Deserialize;
 use serde_json::Value as Json;
-use text_support::{golden, metadata, model, npm_tokenizer, tiny_tokenizer};
 
 #[derive(Deserialize)]
 struct Golden {

@@ -3,11 +3,9 @@
 
 #![allow(clippy::unwrap_used, reason = "tests, and functions of tests")]
 
-mod text_support;
-
+use crate::text_support::{byte_level_metadata, golden, model, npm_tokenizer, strings};
 use paceline_formats::tokenizer::{Specials, Tokenizer};
 use serde::Deserialize;
-use text_support::{byte_level_metadata, golden, model, npm_tokenizer, strings};
 
 const SMOLLM2: &str = "SmolLM2-135M-Instruct.Q4_1.gguf";
 const GEMMA: &str = "gemma-3-270m-q4_k_m.gguf";

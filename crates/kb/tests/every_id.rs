@@ -35,7 +35,7 @@ fn all_51_are_there() {
     let kb = KnowledgeBase::built_in();
     assert_eq!(kb.findings().count(), 51);
     assert_eq!(kb.topics().len(), 16);
-    assert_eq!(kb.answers().len(), 12);
+    assert_eq!(kb.answers().len(), 13);
     assert_eq!(kb.skills().len(), 1);
 }
 

@@ -3,19 +3,24 @@
 use paceline_kb::KnowledgeBase;
 
 /// Questions as people put them, with words of the collected question that they should lead to.
-const ANSWERED: [(&str, &str); 30] = [
+const ANSWERED: [(&str, &str); 32] = [
+    ("which parallelism over 10 GbE?", "joined by Ethernet"),
     (
-        "which parallelism over 10 GbE?",
-        "Which kind of parallelism",
+        "what split should I use over gigabit ethernet",
+        "joined by Ethernet",
     ),
-    ("which parallelism", "Which kind of parallelism"),
+    (
+        "pipeline or tensor parallelism over 25GbE?",
+        "joined by Ethernet",
+    ),
+    ("which parallelism", "parallelism suits a cluster of Macs"),
     (
         "tensor or pipeline parallelism?",
-        "Which kind of parallelism",
+        "parallelism suits a cluster of Macs",
     ),
     (
         "What split is best on a cluster of Macs?",
-        "Which kind of parallelism",
+        "parallelism suits a cluster of Macs",
     ),
     ("how do I set up RDMA?", "set up"),
     ("how do I enable rdma over thunderbolt", "set up"),

@@ -130,7 +130,7 @@ fn load(path: &Path, split: &str, world: &dyn Group) -> Outcome<Model> {
 fn speed(model: &Model, rows: usize) -> Outcome<f64> {
     let positions = rows.next_multiple_of(PAGE);
     let mut ws = Workspace::new(model, BatchSize::single(rows, positions));
-    let mut cache = model.new_cache(positions)?;
+    let mut cache = model.whole_cache(positions)?;
     let pages: Vec<u32> = (0..).take(positions / PAGE).collect();
     let tokens: Vec<u32> = (0..).take(rows).map(|t| 3 + 7 * t % 1000).collect();
     let mut step = |rows| -> Outcome<f64> {
@@ -140,6 +140,7 @@ fn speed(model: &Model, rows: usize) -> Outcome<f64> {
                 tokens: &tokens[..rows],
                 position: 0,
                 pages: &pages,
+                windows: &[],
                 logits: Logits::Last,
             }];
             model.forward(&Batch { sequences }, &mut ws, &mut cache)?;

@@ -12,7 +12,7 @@ use paceline_base::{Bytes, KernelClass};
 use paceline_tensor::{Kernels, KvCache};
 
 use crate::step::{Batch, BatchSize, Workspace};
-use crate::{Config, Error, Followed, Links, Model, Shard};
+use crate::{Config, Error, Followed, Links, Model, Shard, WindowPool};
 
 /// Activations that a rank on MLX has sent to others and received, by how they got out of arrays
 /// and into them.
@@ -55,6 +55,21 @@ pub trait Weights: fmt::Debug + Send + Sync {
     /// The groups it was linked with.
     fn links(&self) -> Option<&Arc<Links>>;
 
+    /// The same weights outside of any group, which is left by this; `None` if something else still
+    /// holds them, or this engine has to load them again.
+    fn unlinked(self: Arc<Self>) -> Option<Arc<dyn Weights>> {
+        None
+    }
+
+    /// Unlinked weights, linked with the groups of another epoch; as [`unlinked`](Self::unlinked).
+    ///
+    /// # Panics
+    /// If the groups are not those of its rank and stage.
+    fn linked(self: Arc<Self>, links: Links) -> Option<Arc<dyn Weights>> {
+        drop(links);
+        None
+    }
+
     /// What it has exchanged with other ranks in MLX's arrays.
     fn exchanged(&self) -> Exchanged {
         Exchanged::default()
@@ -73,12 +88,17 @@ pub trait Weights: fmt::Debug + Send + Sync {
 
 /// A model with the memory to compute steps.
 ///
-/// Pages of the cache are numbered from 0 and hold [`PAGE`](paceline_tensor::PAGE) positions each.
-/// What a sequence has in a page is found again by whoever names that page: full pages may be
-/// shared, moved between sequences and overwritten, as the caller says with each batch.
+/// Pages of the cache are numbered from 0, in each kind of layers, and hold
+/// [`PAGE`](paceline_tensor::PAGE) positions each. What a sequence has in a page is found again
+/// by whoever names that page: full pages may be shared, moved between sequences and overwritten,
+/// as the caller says with each batch.
 pub trait Compute: fmt::Debug + Send {
-    /// Pages of the cache.
+    /// Pages of the cache for layers that look at all positions.
     fn pages(&self) -> usize;
+
+    /// Pages for the kinds of layers that let pages go, in the order of
+    /// [`BatchSequence::windows`](crate::BatchSequence::windows).
+    fn windows(&self) -> &[WindowPool];
 
     /// Runs one step: writes keys and values of all rows to the cache and keeps the wanted logits
     /// for [`logits_mut`](Self::logits_mut). Returns the number of rows of logits. Of a split
@@ -145,13 +165,23 @@ impl Weights for Model {
         self.links()
     }
 
+    fn unlinked(self: Arc<Self>) -> Option<Arc<dyn Weights>> {
+        Some(Arc::new(Arc::into_inner(self)?.unlink()))
+    }
+
+    fn linked(self: Arc<Self>, links: Links) -> Option<Arc<dyn Weights>> {
+        Some(Arc::new(Arc::into_inner(self)?.link(links)))
+    }
+
     fn reserve(
         self: Arc<Self>,
         size: BatchSize,
         positions: usize,
     ) -> Result<Box<dyn Compute>, Error> {
+        let cache = self.new_cache(size, positions)?;
         Ok(Box::new(OnCpu {
-            cache: self.new_cache(positions)?,
+            windows: self.kinds().windows(cache.pool_pages()),
+            cache,
             workspace: Workspace::new(&self, size),
             model: self,
         }))
@@ -163,12 +193,17 @@ impl Weights for Model {
 struct OnCpu {
     model: Arc<Model>,
     cache: KvCache,
+    windows: Vec<WindowPool>,
     workspace: Workspace,
 }
 
 impl Compute for OnCpu {
     fn pages(&self) -> usize {
         self.cache.pages()
+    }
+
+    fn windows(&self) -> &[WindowPool] {
+        &self.windows
     }
 
     fn forward(&mut self, batch: &Batch<'_>) -> Result<usize, Error> {

@@ -2,6 +2,8 @@
 
 use std::borrow::Cow;
 
+use paceline_tensor::Recurrence;
+
 use crate::families::{Family, Fields};
 use crate::rope::Rope;
 use crate::{Error, Part, Role, Source};
@@ -15,13 +17,126 @@ pub enum Activation {
     GeluTanh,
 }
 
-/// What differs from layer to layer.
+/// What a layer keeps of the positions before.
+#[derive(Clone, Copy, Debug)]
+pub enum LayerCache {
+    /// Keys and values of each position.
+    Rows,
+    /// Nothing: its queries see the keys and values of this earlier layer, which keeps rows.
+    Of(usize),
+    /// A state of fixed size for each KV head.
+    State(&'static dyn Recurrence),
+}
+
+impl PartialEq for LayerCache {
+    fn eq(&self, other: &Self) -> bool {
+        match (self, other) {
+            (Self::Rows, Self::Rows) => true,
+            (Self::Of(a), Self::Of(b)) => a == b,
+            (Self::State(a), Self::State(b)) => a.name() == b.name(),
+            _ => false,
+        }
+    }
+}
+
+/// Most experts that a row may use: several times those of published models (at most 10).
+pub(crate) const MAX_USED: usize = 32;
+
+/// A mixture of experts in place of a feed-forward.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct LayerKind {
+pub struct Experts {
+    /// Experts that the router chooses from.
+    pub count: usize,
+    /// Those that it chooses for each row.
+    pub used: usize,
+    /// Width of the feed-forward of each.
+    pub width: usize,
+    /// Whether the weights of those chosen are divided by their sum.
+    pub normalised: bool,
+    /// Width of the expert that every row has besides, by a gate of its own; 0 for none.
+    pub shared: usize,
+}
+
+impl Experts {
+    /// Leaves of the sum: the experts, and behind them the shared one.
+    pub(crate) fn leaves(&self) -> usize {
+        self.count + usize::from(self.shared > 0)
+    }
+}
+
+/// The shape of a layer. Letters: H query heads, K KV heads, D and E elements of a key and of a
+/// value, F the width of the feed-forward.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct LayerShape {
+    /// What it keeps of the positions before.
+    pub cache: LayerCache,
     /// How many positions a query sees, itself included; `None` for all before it.
     pub window: Option<usize>,
     /// Which of [`Config::ropes`] turns its queries and keys.
     pub rope: usize,
+    /// Query heads (H).
+    pub heads: usize,
+    /// Key and value heads (K); divides `heads`.
+    pub kv_heads: usize,
+    /// Size of a query and of a key (D), a multiple of 16; need not be `width / heads`.
+    pub head_dim: usize,
+    /// Size of a value (E), a multiple of 16.
+    pub value_dim: usize,
+    /// Multiplies queries.
+    pub query_scale: f32,
+    /// Width of the feed-forward (F).
+    pub ffn: usize,
+    /// The experts that it has instead of a feed-forward.
+    pub experts: Option<Experts>,
+}
+
+impl LayerShape {
+    /// Columns of a logical block of the attention output's sum: the fewest whole heads that are a
+    /// multiple of 32. A tensor split cuts heads there.
+    pub const fn attention_leaf(&self) -> usize {
+        let mut leaf = self.value_dim;
+        while !leaf.is_multiple_of(32) {
+            leaf += self.value_dim;
+        }
+        leaf
+    }
+
+    /// The layer, of which this is number `index`, that keeps what it looks at.
+    const fn keeps_in(&self, index: usize) -> usize {
+        match self.cache {
+            LayerCache::Of(of) => of,
+            LayerCache::Rows | LayerCache::State(_) => index,
+        }
+    }
+
+    /// Whether it projects keys and values.
+    pub(crate) const fn has_kv(&self) -> bool {
+        !matches!(self.cache, LayerCache::Of(_))
+    }
+
+    /// How many positions before a row's own, itself included, it looks at in the cache; `None` for
+    /// all. A state looks at the page before its own, when that begins.
+    pub(crate) const fn looks_back(&self) -> Option<usize> {
+        match self.cache {
+            LayerCache::State(_) => Some(2),
+            LayerCache::Rows | LayerCache::Of(_) => self.window,
+        }
+    }
+
+    /// Number of weights, norms left out, of a model of this width.
+    pub(crate) fn parameters(&self, width: usize) -> u64 {
+        let (keys, values) = if self.has_kv() {
+            (self.kv_heads, self.kv_heads)
+        } else {
+            (0, 0)
+        };
+        let keys = (self.heads + keys) * self.head_dim;
+        let values = (self.heads + values) * self.value_dim;
+        let ffn = self.experts.map_or(3 * self.ffn, |experts| {
+            3 * (experts.count * experts.width + experts.shared) + experts.leaves()
+        });
+        width as u64 * (keys + values + ffn) as u64
+    }
 }
 
 /// The shape of a model. Every number was checked to be one that the engine can compute with.
@@ -31,13 +146,13 @@ pub struct Config {
     pub family: Family,
     /// Length of the residual stream (C).
     pub width: usize,
-    /// Query heads (H).
+    /// Query heads of a layer, unless its [`LayerShape`] says otherwise.
     pub heads: usize,
-    /// Key and value heads (K); divides `heads`.
+    /// Key and value heads, as `heads`.
     pub kv_heads: usize,
-    /// Size of a head (D), a multiple of 16; need not be `width / heads`.
+    /// Size of a head, as `heads`.
     pub head_dim: usize,
-    /// Width of the feed-forward (F).
+    /// Width of the feed-forward, as `heads`.
     pub ffn: usize,
     /// Columns of a logical block of the feed-forward's sum: at least 128 and whole blocks of
     /// every layer's down projection, doubled until there are at most 32. A tensor split cuts the
@@ -54,8 +169,6 @@ pub struct Config {
     pub norm_offset: f32,
     /// Multiplies embeddings.
     pub embedding_scale: f32,
-    /// Multiplies queries.
-    pub query_scale: f32,
     /// Whether the output head is the embedding; `None` when it is where the file has no other.
     pub tied: Option<bool>,
     /// On the gate of the feed-forward.
@@ -63,7 +176,7 @@ pub struct Config {
     /// Rotary embeddings in use.
     pub ropes: Vec<Rope>,
     /// One entry per layer.
-    pub layers: Vec<LayerKind>,
+    pub layers: Vec<LayerShape>,
 }
 
 /// Largest accepted sizes: several times the largest published models, small enough that their
@@ -89,7 +202,9 @@ impl Config {
 
     /// The parts that all families share; `layers` and `ropes` are filled by the caller.
     pub(crate) fn base(family: Family, fields: &Fields<'_>) -> Result<Self, Error> {
-        fields.refuse_experts()?;
+        if !family.has_experts() {
+            fields.refuse_experts()?;
+        }
         fields.check_activation(family.activation())?;
         let width = fields.size("embedding_length", "hidden_size", 1, MAX_WIDTH)?;
         let heads = fields.size("attention.head_count", "num_attention_heads", 1, MAX_HEADS)?;
@@ -105,7 +220,7 @@ impl Config {
             .opt_size("attention.key_length", "head_dim", 1, MAX_WIDTH)?
             .unwrap_or(width / heads);
         let n_layers = fields.size("block_count", "num_hidden_layers", 1, MAX_LAYERS)?;
-        let config = Self {
+        let mut config = Self {
             family,
             width,
             heads,
@@ -118,20 +233,30 @@ impl Config {
             norm_eps: fields.float("attention.layer_norm_rms_epsilon", "rms_norm_eps")?,
             norm_offset: 0.0,
             embedding_scale: 1.0,
-            query_scale: 1.0 / (head_dim as f32).sqrt(),
             activation: family.activation(),
             tied: fields.tied(family)?,
             ropes: Vec::new(),
-            layers: vec![
-                LayerKind {
-                    window: None,
-                    rope: 0
-                };
-                n_layers
-            ],
+            layers: Vec::new(),
         };
+        config.layers = vec![config.usual_layer(); n_layers];
         config.check_heads(fields)?;
         Ok(config)
+    }
+
+    /// A layer of full attention of the model's sizes.
+    pub(crate) fn usual_layer(&self) -> LayerShape {
+        LayerShape {
+            cache: LayerCache::Rows,
+            window: None,
+            rope: 0,
+            heads: self.heads,
+            kv_heads: self.kv_heads,
+            head_dim: self.head_dim,
+            value_dim: self.head_dim,
+            query_scale: 1.0 / self.head_dim_root(),
+            ffn: self.ffn,
+            experts: None,
+        }
     }
 
     fn check_heads(&self, fields: &Fields<'_>) -> Result<(), Error> {
@@ -171,27 +296,86 @@ impl Config {
         Ok(())
     }
 
-    /// Columns of a logical block of the attention output's sum: the fewest whole heads that are a
-    /// multiple of 32. A tensor split cuts heads there.
-    pub const fn attention_leaf(&self) -> usize {
-        let mut leaf = self.head_dim;
-        while !leaf.is_multiple_of(32) {
-            leaf += self.head_dim;
-        }
-        leaf
-    }
-
     /// Number of weights, norms left out.
-    pub const fn parameters(&self, tied: bool) -> u64 {
+    pub fn parameters(&self, tied: bool) -> u64 {
         let tables = if tied { 1 } else { 2 };
-        self.layer_parameters() * self.layers.len() as u64
-            + tables * self.width as u64 * self.vocab as u64
+        let layers: u64 = self.layers.iter().map(|l| l.parameters(self.width)).sum();
+        layers + tables * self.width as u64 * self.vocab as u64
     }
 
-    /// Number of weights of a layer, norms left out.
-    pub(crate) const fn layer_parameters(&self) -> u64 {
-        let (c, d) = (self.width as u64, self.head_dim as u64);
-        c * d * 2 * (self.heads + self.kv_heads) as u64 + 3 * c * self.ffn as u64
+    /// As [`LayerShape::looks_back`], as far as any layer looks at what this one looks at.
+    pub(crate) fn looks_back(&self, layer: usize) -> Option<usize> {
+        let of = self.layers[layer].keeps_in(layer);
+        let users = self.layers.iter().enumerate();
+        let users = users.filter(|(i, shape)| shape.keeps_in(*i) == of);
+        let mut backs = users.map(|(_, shape)| shape.looks_back());
+        let first = backs.next().flatten();
+        backs.fold(first, |a, b| Some(a?.max(b?)))
+    }
+
+    /// Whether a pipeline may be cut before a layer: none behind uses the cache of one before it.
+    pub(crate) fn can_cut(&self, before: usize) -> bool {
+        let behind = self.layers.iter().enumerate().skip(before);
+        behind.fold(true, |can, (i, shape)| can && shape.keeps_in(i) >= before)
+    }
+
+    /// Whether all layers have the model's sizes and keep rows of their own.
+    pub(crate) fn is_uniform(&self) -> bool {
+        let usual = self.usual_layer();
+        self.layers.iter().all(|layer| {
+            let (window, rope, query_scale) = (layer.window, layer.rope, layer.query_scale);
+            *layer
+                == LayerShape {
+                    window,
+                    rope,
+                    query_scale,
+                    ..usual
+                }
+        })
+    }
+
+    /// Whether layers can be computed as they say.
+    ///
+    /// # Errors
+    /// [`Error::Layer`].
+    pub(crate) fn check_layers(&self) -> Result<(), Error> {
+        for (layer, shape) in self.layers.iter().enumerate() {
+            let bad = |what| Err(Error::Layer { layer, what });
+            let sizes = [shape.head_dim, shape.value_dim];
+            if sizes.iter().any(|n| *n == 0 || !n.is_multiple_of(16)) {
+                return bad("the size of a head is not a multiple of 16");
+            }
+            if shape.kv_heads == 0 || !shape.heads.is_multiple_of(shape.kv_heads) {
+                return bad("the KV heads do not divide the heads");
+            }
+            if shape.ffn == 0 || shape.rope >= self.ropes.len() {
+                return bad("it has no feed-forward or no rotation");
+            }
+            let fits = |e: Experts| e.used >= 1 && e.used <= e.count.min(MAX_USED) && e.width > 0;
+            if !shape.experts.is_none_or(fits) {
+                return bad("it uses no expert, or more than there are");
+            }
+            if let LayerCache::Of(of) = shape.cache {
+                let of = self.layers[..layer].get(of);
+                let heads = |s: &LayerShape| (s.heads, s.kv_heads, s.head_dim, s.value_dim);
+                let same = |s: &LayerShape| s.cache == LayerCache::Rows && heads(s) == heads(shape);
+                if !of.is_some_and(same) {
+                    return bad(
+                        "it uses the cache of a layer of other heads, or that is not before",
+                    );
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// The experts of its layers, where any have them.
+    pub(crate) fn experts(&self) -> Option<Experts> {
+        self.layers.iter().find_map(|layer| layer.experts)
+    }
+
+    fn head_dim_root(&self) -> f32 {
+        (self.head_dim as f32).sqrt()
     }
 }
 

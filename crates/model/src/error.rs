@@ -69,6 +69,26 @@ pub enum Error {
         /// Why.
         source: paceline_tensor::Error,
     },
+    /// The shape of a layer is not one that can be computed.
+    #[error("layer {layer}: {what}")]
+    Layer {
+        /// Which.
+        layer: usize,
+        /// What is wrong with it.
+        what: &'static str,
+    },
+    /// The engine computes no mixtures of experts.
+    #[error("engine {engine} does not compute mixtures of experts")]
+    Experts {
+        /// Who was asked.
+        engine: &'static str,
+    },
+    /// The engine computes with layers of one shape only.
+    #[error("engine {engine} does not compute models whose layers differ in heads or cache")]
+    LayersDiffer {
+        /// Who was asked.
+        engine: &'static str,
+    },
     /// The key/value cache cannot be reserved.
     #[error("key/value cache: {0}")]
     Cache(paceline_tensor::Error),

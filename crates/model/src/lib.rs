@@ -12,13 +12,14 @@
 //! **Numerics rule.** A logit depends on the model, the tokens before it and the kernel class.
 //! [`Model::forward`] gives the same bits for a position whether it comes in a chunk of 1 or 500
 //! rows, alone or among strangers, on any number of threads. The sums over attention heads and
-//! over the feed-forward width are canonical trees ([`Config::attention_leaf`],
+//! over the feed-forward width are canonical trees ([`LayerShape::attention_leaf`],
 //! [`Config::ffn_leaf`]), so that a tensor split can give them too.
 
 mod compute;
 mod config;
 mod error;
 pub mod families;
+mod kinds;
 mod links;
 mod mlx;
 mod model;
@@ -30,14 +31,15 @@ mod step;
 mod weights;
 
 pub use compute::{Compute, Exchanged, Weights};
-pub use config::{Activation, Config, LayerKind};
+pub use config::{Activation, Config, Experts, LayerCache, LayerShape};
 pub use error::Error;
 pub use families::Family;
+pub use kinds::{Kinds, WindowPool};
 pub use links::Links;
 pub use mlx::{MlxModel, MlxOptions};
 pub use model::{Followed, LoadOptions, Model};
 pub use paceline_mlx::Places as MlxPlaces;
 pub use rope::Rope;
-pub use source::{Part, Role, Source};
-pub use split::{LeafCut, Shard, Split, SplitKind};
-pub use step::{Batch, BatchSequence, BatchSize, Logits, Workspace};
+pub use source::{Nth, Part, Role, Source};
+pub use split::{LayerCut, LeafCut, Shard, Split, SplitKind};
+pub use step::{Batch, BatchSequence, BatchSize, Logits, WindowPages, Workspace};

@@ -6,15 +6,16 @@ use std::thread;
 use std::time::Duration;
 
 use paceline_base::{Bytes, KernelClass, Rank};
-use paceline_tensor::{Kernels, KvCache, KvShape, KvType, PAGE, Precision};
+use paceline_tensor::{Kernels, KvCache, KvType, LayerStore, PAGE, Precision};
 
+use crate::kinds;
 use crate::links::Links;
 use crate::plan::Plan;
 use crate::split::{Shard, Split};
 use crate::step::halves::{self, HALVES_FROM, Turn, Turns};
-use crate::step::{Batch, BatchSequence, Limits, Step, Workspace};
+use crate::step::{Batch, BatchSequence, BatchSize, Limits, Step, Workspace};
 use crate::weights::{self, AsStored, Layer, Linear, Loader, Names};
-use crate::{Config, Error, Source};
+use crate::{Config, Error, Kinds, Source, WindowPages};
 
 /// How a model is loaded.
 #[derive(Clone, Copy, Debug, Default)]
@@ -33,6 +34,7 @@ pub struct Model {
     class: KernelClass,
     kv_type: KvType,
     kernels: Arc<Kernels>,
+    kinds: Kinds,
     /// In the first stage.
     embedding: Option<AsStored>,
     layers: Vec<Layer>,
@@ -87,7 +89,15 @@ impl Model {
         Self::load_config(source, config, split, rank, options, kernels, progress)
     }
 
-    fn load_config(
+    /// As [`load_shard`](Self::load_shard), by a configuration of the caller's instead of the
+    /// source's own: of a model whose layers differ in ways that no family's files say.
+    ///
+    /// # Errors
+    /// As [`load`](Self::load); [`Error::Layer`] for layers that cannot be computed.
+    ///
+    /// # Panics
+    /// As [`load_shard`](Self::load_shard).
+    pub fn load_config(
         source: &Source,
         mut config: Config,
         split: &Split,
@@ -103,6 +113,7 @@ impl Model {
         if let Some(factors) = weights::rope_factors(source, &config)? {
             config.ropes[0] = config.ropes[0].clone().with_factors(&factors);
         }
+        config.check_layers()?;
         let shard = split.shard(&config, rank);
         let loader = Loader {
             names: Names {
@@ -130,6 +141,7 @@ impl Model {
             links: None,
             class: options.class,
             kv_type: KvType::of(options.class),
+            kinds: Kinds::new(&config),
             embedding,
             kernels,
             layers,
@@ -148,6 +160,13 @@ impl Model {
     pub fn link(mut self, links: Links) -> Self {
         links.check(&self.shard);
         self.links = Some(Arc::new(links));
+        self
+    }
+
+    /// Leaves the groups that it was linked with; to be linked with others.
+    #[must_use]
+    pub fn unlink(mut self) -> Self {
+        self.links = None;
         self
     }
 
@@ -206,7 +225,7 @@ impl Model {
     }
 
     /// Number of weights of the whole model, norms left out.
-    pub const fn parameters(&self) -> u64 {
+    pub fn parameters(&self) -> u64 {
         self.config.parameters(self.tied)
     }
 
@@ -225,19 +244,39 @@ impl Model {
         &self.layers
     }
 
+    /// The kinds of its layers.
+    pub const fn kinds(&self) -> &Kinds {
+        &self.kinds
+    }
+
     /// A cache for `positions` positions in all, over any number of sequences (each takes whole
-    /// pages of [`PAGE`]).
+    /// pages of [`PAGE`]), in steps of up to `size`. Kinds of layers that let pages go have fewer.
     ///
     /// # Errors
     /// [`Error::Cache`] when the memory cannot be reserved.
-    pub fn new_cache(&self, positions: usize) -> Result<KvCache, Error> {
-        let shape = KvShape {
-            layers: self.layers.len(),
-            heads: self.shard.kv_heads.len(),
-            head_dim: self.config.head_dim,
-            kv_type: self.kv_type,
-        };
-        KvCache::new(shape, positions.div_ceil(PAGE)).map_err(Error::Cache)
+    pub fn new_cache(&self, size: BatchSize, positions: usize) -> Result<KvCache, Error> {
+        self.cache_of(&self.kinds.pages(size, positions))
+    }
+
+    /// As [`new_cache`](Self::new_cache), with as many pages for every kind of layer, so that a
+    /// sequence's pages may have the same numbers in all.
+    ///
+    /// # Errors
+    /// [`Error::Cache`] when the memory cannot be reserved.
+    pub fn whole_cache(&self, positions: usize) -> Result<KvCache, Error> {
+        self.cache_of(&vec![positions.div_ceil(PAGE); self.kinds.len()])
+    }
+
+    fn cache_of(&self, pages: &[usize]) -> Result<KvCache, Error> {
+        let layers = self.shard.layers.clone();
+        let layers = layers.map(|layer| (self.kinds.of(layer), self.store(layer)));
+        KvCache::new(&layers.collect::<Vec<_>>(), pages).map_err(Error::Cache)
+    }
+
+    /// What a layer of this rank keeps.
+    fn store(&self, layer: usize) -> LayerStore {
+        let heads = self.shard.layer(layer).kv_heads.len();
+        kinds::store(&self.config.layers[layer], heads, self.kv_type)
     }
 
     /// Runs one step: writes keys and values of all rows to `cache` and leaves the wanted logits
@@ -305,11 +344,14 @@ impl Model {
         cache: &mut KvCache,
     ) -> Result<Followed, Error> {
         links.next_plan(self.leader, words)?;
-        let limits = Limits::new(ws.size(), cache.pages(), self.config.vocab);
+        let windows = self.kinds.windows(cache.pool_pages());
+        let pages = (cache.pages(), &*windows);
+        let limits = Limits::new(ws.size(), pages, self.config.vocab);
         let Some(plan) = Plan::read(words, &limits)? else {
             return Ok(Followed::Idle);
         };
-        let sequences: Vec<BatchSequence<'_>> = plan.batch(words).collect();
+        let windows: Vec<WindowPages<'_>> = plan.windows(words).collect();
+        let sequences: Vec<BatchSequence<'_>> = plan.batch(words, &windows).collect();
         let batch = Batch {
             sequences: &sequences,
         };
@@ -347,6 +389,7 @@ impl Model {
         turn.iter().try_for_each(Turn::begin)?;
         let mut step = Step::new(self, batch, ws, cache, turn)?;
         for (index, layer) in self.shard.layers.clone().zip(&self.layers) {
+            step.enter(index);
             self.config.family.layer(&mut step, layer, index)?;
         }
         step.finish()

@@ -1,8 +1,9 @@
 //! What the leader of a split model tells the other ranks before each step, as words of 32 bits:
 //!
 //! ```text
-//! length in words | kind | sequences, then for each: tokens, position, logits, pages
-//! then for each sequence: its tokens, its pages
+//! length in words | kind | sequences | windows, then for each sequence:
+//!     tokens, position, logits, pages, then for each window: first page, pages
+//! then for each sequence: its tokens, its pages, those of its windows
 //! ```
 //!
 //! padded to [`HEADER_WORDS`]. It comes from another process, so everything is checked against
@@ -11,6 +12,8 @@
 use std::ops::Range;
 
 use paceline_tensor::PAGE;
+
+use crate::WindowPages;
 
 use crate::Error;
 use crate::step::{Batch, BatchSequence, Limits, Logits};
@@ -30,6 +33,8 @@ const IDLE: u32 = 2;
 #[derive(Debug, Default)]
 pub(crate) struct Plan {
     sequences: Vec<Part>,
+    /// The first page and the pages of each window, sequence by sequence.
+    windows: Vec<(usize, Range<usize>)>,
 }
 
 /// A sequence of a plan; ranges of its words.
@@ -57,7 +62,8 @@ impl Plan {
     /// Writes the plan of a step.
     pub(crate) fn write(batch: &Batch<'_>, words: &mut Vec<u32>) {
         words.clear();
-        words.extend([0, STEP, batch.sequences.len() as u32]);
+        let windows = batch.sequences.first().map_or(0, |s| s.windows.len());
+        words.extend([0, STEP, batch.sequences.len() as u32, windows as u32]);
         for s in batch.sequences {
             let pages = s.pages_in_use().len();
             let logits = match s.logits {
@@ -71,10 +77,13 @@ impl Plan {
                 logits,
                 pages as u32,
             ]);
+            let window = |w: &WindowPages<'_>| [w.first_page as u32, w.pages.len() as u32];
+            words.extend(s.windows.iter().flat_map(window));
         }
         for s in batch.sequences {
             words.extend_from_slice(s.tokens);
             words.extend_from_slice(s.pages_in_use());
+            words.extend(s.windows.iter().flat_map(|w| w.pages));
         }
         finish(words);
     }
@@ -82,7 +91,7 @@ impl Plan {
     /// Writes a plan that computes nothing: a sign of life.
     pub(crate) fn write_idle(words: &mut Vec<u32>) {
         words.clear();
-        words.extend([0, IDLE, 0]);
+        words.extend([0, IDLE, 0, 0]);
         finish(words);
     }
 
@@ -92,24 +101,26 @@ impl Plan {
     }
 
     /// Reads and checks the plan in `words`; `None` for one that computes nothing.
-    pub(crate) fn read(words: &[u32], limits: &Limits) -> Result<Option<Self>, Error> {
+    pub(crate) fn read(words: &[u32], limits: &Limits<'_>) -> Result<Option<Self>, Error> {
         match words[1] {
             IDLE => return Ok(None),
             STEP => {}
             kind => return Err(bad("kind", kind as usize, IDLE as usize)),
         }
         let n = at_most("sequences", words[2] as usize, limits.sequences)?;
-        let mut at = 3 + 4 * n;
+        let w = at_most("windows", words[3] as usize, limits.windows.len())?;
+        let fields = 4 + 2 * w;
+        let mut at = 4 + fields * n;
         let mut take = |count: usize| {
             let range = at..at + count;
             at = range.end;
             at_most("words in use", range.end, words.len()).map(|_| range)
         };
         take(0)?;
-        let mut sequences = Vec::with_capacity(n);
+        let (mut sequences, mut windows) = (Vec::with_capacity(n), Vec::with_capacity(n * w));
         for i in 0..n {
-            let [tokens, position, logits, pages] =
-                [0, 1, 2, 3].map(|field| words[3 + 4 * i + field] as usize);
+            let field = |field| words[4 + fields * i + field] as usize;
+            let [tokens, position, logits, pages] = [0, 1, 2, 3].map(field);
             sequences.push(Part {
                 tokens: take(at_most("rows", tokens, limits.rows)?)?,
                 pages: take(at_most("pages", pages, limits.pages)?)?,
@@ -121,13 +132,19 @@ impl Plan {
                     other => return Err(bad("logits", other, 2)),
                 },
             });
+            for window in 0..w {
+                let [first, pages] = [0, 1].map(|i| field(4 + 2 * window + i));
+                let pages = at_most("pages of a window", pages, limits.windows[window].pages)?;
+                windows.push((at_most("first page", first, limits.context)?, take(pages)?));
+            }
         }
-        let plan = Self { sequences };
+        let plan = Self { sequences, windows };
         plan.check(words, limits).map(|()| Some(plan))
     }
 
-    fn check(&self, words: &[u32], limits: &Limits) -> Result<(), Error> {
-        let batch: Vec<BatchSequence<'_>> = self.batch(words).collect();
+    fn check(&self, words: &[u32], limits: &Limits<'_>) -> Result<(), Error> {
+        let windows: Vec<WindowPages<'_>> = self.windows(words).collect();
+        let batch: Vec<BatchSequence<'_>> = self.batch(words, &windows).collect();
         let batch = Batch { sequences: &batch };
         at_most("rows", batch.rows(), limits.rows)?;
         at_most("rows of logits", batch.logit_rows(), limits.logit_rows)?;
@@ -142,23 +159,74 @@ impl Plan {
                 at_most("token", *token as usize, limits.vocab - 1)?;
             }
             for page in s.pages {
-                at_most("page", *page as usize, limits.pages - 1)?;
+                at_most("page", *page as usize, limits.pages_in_all(s) - 1)?;
             }
+            limits.check_windows(s)?;
         }
         Ok(())
     }
 
-    /// The sequences of the plan in `words`.
+    /// The pages of the windows in the plan in `words`, sequence by sequence.
+    pub(crate) fn windows<'a>(
+        &'a self,
+        words: &'a [u32],
+    ) -> impl Iterator<Item = WindowPages<'a>> + 'a {
+        self.windows.iter().map(|(first_page, pages)| WindowPages {
+            first_page: *first_page,
+            pages: &words[pages.clone()],
+        })
+    }
+
+    /// The sequences of the plan in `words`, with its [`windows`](Self::windows).
     pub(crate) fn batch<'a>(
         &'a self,
         words: &'a [u32],
+        windows: &'a [WindowPages<'a>],
     ) -> impl Iterator<Item = BatchSequence<'a>> + 'a {
-        self.sequences.iter().map(|part| BatchSequence {
+        let each = windows.len() / self.sequences.len().max(1);
+        let parts = self.sequences.iter().enumerate();
+        parts.map(move |(i, part)| BatchSequence {
+            windows: &windows[i * each..(i + 1) * each],
             tokens: &words[part.tokens.clone()],
             position: part.position,
             pages: &words[part.pages.clone()],
             logits: part.logits,
         })
+    }
+}
+
+impl Limits<'_> {
+    /// Pages that every kind of layers has, where a sequence names the same ones for all.
+    fn pages_in_all(&self, sequence: &BatchSequence<'_>) -> usize {
+        let windows = self.windows.iter().filter(|_| sequence.windows.is_empty());
+        windows
+            .map(|window| window.pages)
+            .fold(self.pages, usize::min)
+    }
+
+    /// Whether the windows of a sequence have the pages that its rows look at.
+    fn check_windows(&self, s: &BatchSequence<'_>) -> Result<(), Error> {
+        let kinds = self.windows.len();
+        if !s.windows.is_empty() && s.windows.len() != kinds {
+            return Err(bad("windows", s.windows.len(), kinds));
+        }
+        for (pool, window) in self.windows.iter().zip(s.windows) {
+            at_most("first page", window.first_page, pool.first_page(s.position))?;
+            let needed = (s.position + s.tokens.len()).div_ceil(PAGE);
+            at_most(
+                "pages needed",
+                needed,
+                window.first_page + window.pages.len(),
+            )?;
+            for page in window.pages {
+                at_most(
+                    "page of a window",
+                    *page as usize,
+                    pool.pages.saturating_sub(1),
+                )?;
+            }
+        }
+        Ok(())
     }
 }
 

@@ -36,6 +36,15 @@ pub enum Role {
     Layer(usize, Part),
 }
 
+/// One of the experts of a layer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Nth {
+    /// Which, from 0.
+    pub index: usize,
+    /// How many there are.
+    pub of: usize,
+}
+
 /// What a weight of a layer does. C is the width, H heads, K KV heads, D their size, F the
 /// feed-forward width.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -66,6 +75,22 @@ pub enum Part {
     Down,
     /// `(C,)`, on the feed-forward's result (gemma).
     PostFfnNorm,
+    /// `(experts, C)`
+    Router,
+    /// `(expert F, C)`, of one expert; all of them lie behind each other in GGUF files.
+    ExpertGate(Nth),
+    /// As the gate.
+    ExpertUp(Nth),
+    /// `(C, expert F)`, as the gate.
+    ExpertDown(Nth),
+    /// `(1, C)`, or `(C,)` in GGUF files: the gate of the shared expert.
+    SharedRouter,
+    /// `(shared F, C)`
+    SharedGate,
+    /// `(shared F, C)`
+    SharedUp,
+    /// `(C, shared F)`
+    SharedDown,
 }
 
 impl Source {
@@ -102,7 +127,18 @@ impl Source {
     /// # Errors
     /// When the file lacks it, or stores it in a type that is not supported.
     pub fn weight(&self, family: Family, role: Role) -> Result<Tensor, Error> {
-        self.tensor(&format!("{}.weight", self.stem(family, role)))
+        let tensor = self.tensor(&format!("{}.weight", self.stem(family, role)))?;
+        let (Self::Gguf(_), Role::Layer(_, part)) = (self, role) else {
+            return Ok(tensor);
+        };
+        match part.expert() {
+            Some(nth) => of_expert(tensor, nth),
+            None if part == Part::SharedRouter => Ok(Tensor {
+                shape: [&[1], &*tensor.shape].concat(),
+                ..tensor
+            }),
+            None => Ok(tensor),
+        }
     }
 
     /// The weight of `role`, `None` when the file lacks it.
@@ -191,6 +227,14 @@ fn gguf_stem(role: Role) -> String {
         Part::Up => "ffn_up",
         Part::Down => "ffn_down",
         Part::PostFfnNorm => "post_ffw_norm",
+        Part::Router => "ffn_gate_inp",
+        Part::ExpertGate(_) => "ffn_gate_exps",
+        Part::ExpertUp(_) => "ffn_up_exps",
+        Part::ExpertDown(_) => "ffn_down_exps",
+        Part::SharedRouter => "ffn_gate_inp_shexp",
+        Part::SharedGate => "ffn_gate_shexp",
+        Part::SharedUp => "ffn_up_shexp",
+        Part::SharedDown => "ffn_down_shexp",
     };
     format!("blk.{layer}.{name}")
 }
@@ -204,6 +248,9 @@ fn hf_stem(family: Family, role: Role) -> String {
         Role::RopeFactors => return "rope_freqs".to_owned(),
         Role::Layer(layer, part) => (layer, part),
     };
+    if let Some(name) = hf_expert(family, part) {
+        return format!("model.layers.{layer}.{name}");
+    }
     let sandwich = family == Family::Gemma3; // norms before and after each half of a layer
     let name = match part {
         Part::AttentionNorm => "input_layernorm",
@@ -219,6 +266,55 @@ fn hf_stem(family: Family, role: Role) -> String {
         Part::Up => "mlp.up_proj",
         Part::Down => "mlp.down_proj",
         Part::PostFfnNorm => "post_feedforward_layernorm",
+        other => unreachable!("{other:?} is a part of experts"),
     };
     format!("model.layers.{layer}.{name}")
+}
+
+/// Names of experts in the Hugging Face layout: `modeling_mixtral.py`, `modeling_qwen2_moe.py`.
+fn hf_expert(family: Family, part: Part) -> Option<String> {
+    let (block, names) = match family {
+        Family::Mixtral => ("block_sparse_moe", ["w1", "w3", "w2"]),
+        _ => ("mlp", ["gate_proj", "up_proj", "down_proj"]),
+    };
+    let expert = |e: usize, name: usize| format!("{block}.experts.{e}.{}", names[name]);
+    Some(match part {
+        Part::Router => format!("{block}.gate"),
+        Part::ExpertGate(e) => expert(e.index, 0),
+        Part::ExpertUp(e) => expert(e.index, 1),
+        Part::ExpertDown(e) => expert(e.index, 2),
+        Part::SharedRouter => format!("{block}.shared_expert_gate"),
+        Part::SharedGate => format!("{block}.shared_expert.gate_proj"),
+        Part::SharedUp => format!("{block}.shared_expert.up_proj"),
+        Part::SharedDown => format!("{block}.shared_expert.down_proj"),
+        _ => return None,
+    })
+}
+
+impl Part {
+    /// The expert that it is of, where a GGUF file has those of all behind each other.
+    const fn expert(self) -> Option<Nth> {
+        match self {
+            Self::ExpertGate(e) | Self::ExpertUp(e) | Self::ExpertDown(e) => Some(e),
+            _ => None,
+        }
+    }
+}
+
+/// The part of one expert of a tensor `(experts, rows, columns)`.
+fn of_expert(mut tensor: Tensor, Nth { index, of }: Nth) -> Result<Tensor, Error> {
+    let got = tensor.shape.clone();
+    if got.len() != 3 || got[0] != of {
+        let sizes = got.iter().skip(1).copied().chain([0, 0]);
+        return Err(Error::Shape {
+            name: tensor.name,
+            expected: [of].into_iter().chain(sizes.take(2)).collect(),
+            got,
+        });
+    }
+    let bytes = tensor.bytes.len() / of;
+    let part = tensor.bytes.slice(index * bytes..(index + 1) * bytes);
+    tensor.bytes = part.expect("a part of it");
+    tensor.shape.remove(0);
+    Ok(tensor)
 }

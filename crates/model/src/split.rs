@@ -33,7 +33,9 @@ use std::str::FromStr;
 use paceline_base::Rank;
 use paceline_base::tree::{self, Node};
 
-use crate::Config;
+use serde::{Deserialize, Serialize};
+
+use crate::{Config, LayerShape};
 
 /// Rows of the vocabulary that stay together: whole groups of every kernel, and 256 bytes of
 /// logits. Also rows of a matrix that ranks share by its outputs.
@@ -143,8 +145,24 @@ pub enum Error {
     Stages {
         /// Pipeline stages.
         stages: u32,
-        /// Layers of the model.
+        /// Layers of the model, those that share a cache as one.
         layers: usize,
+    },
+    /// Stages that do not have every layer of the model once, in order.
+    #[error("a stage of layers {layers:?} after {after} layers")]
+    Layers {
+        /// Of the stage, or those that no stage has.
+        layers: Range<usize>,
+        /// Layers of the stages before.
+        after: usize,
+    },
+    /// A cut between layers that share a cache.
+    #[error(
+        "no stage can begin with layer {layer}: a layer behind it uses the cache of one before"
+    )]
+    Shared {
+        /// Where the cut is.
+        layer: usize,
     },
     /// A rank of a tensor split is left without work.
     #[error(
@@ -163,14 +181,15 @@ pub enum Error {
     },
 }
 
-/// A model cut over ranks: who holds what.
-#[derive(Clone, Debug, PartialEq, Eq)]
+/// A model cut over ranks: who holds what. Serialises as whole numbers, so that every rank cuts at
+/// the same places; a split from outside is [checked](Self::check) first.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Split {
     stages: Vec<Stage>,
 }
 
 /// Consecutive layers and the ranks that share them.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 struct Stage {
     first_rank: u32,
     layers: Range<usize>,
@@ -223,19 +242,94 @@ impl Split {
         Ok(split)
     }
 
-    fn check(&self, config: &Config) -> Result<(), Error> {
+    /// Cuts a model into stages, each of some layers and the shares of its ranks, as a planner's
+    /// placement has them.
+    ///
+    /// # Errors
+    /// As [`check`](Self::check).
+    pub fn of_stages(
+        config: &Config,
+        stages: impl IntoIterator<Item = (Range<usize>, Vec<u32>)>,
+    ) -> Result<Self, Error> {
+        let mut first_rank: u32 = 0;
+        let stages = stages.into_iter().map(|(layers, shares)| {
+            let stage = Stage {
+                first_rank,
+                layers,
+                shares,
+            };
+            first_rank = first_rank.saturating_add(stage.shares.len() as u32);
+            stage
+        });
+        let split = Self {
+            stages: stages.collect(),
+        };
+        split.check(config)?;
+        Ok(split)
+    }
+
+    /// Layers and shares of each stage, in order.
+    pub fn each_stage(&self) -> impl Iterator<Item = (Range<usize>, &[u32])> {
+        let stages = self.stages.iter();
+        stages.map(|stage| (stage.layers.clone(), &*stage.shares))
+    }
+
+    /// Whether it is a split of `config`: every layer once, in order, ranks in order, and something
+    /// for each rank to hold.
+    ///
+    /// # Errors
+    /// [`Error::Ranks`], [`Error::Layers`], [`Error::ZeroShare`], [`Error::NothingLeft`].
+    pub fn check(&self, config: &Config) -> Result<(), Error> {
+        self.check_stages(config.layers.len())?;
+        let starts = self.stages.iter().map(|stage| stage.layers.start);
+        if let Some(layer) = starts.into_iter().find(|layer| !config.can_cut(*layer)) {
+            return Err(Error::Shared { layer });
+        }
         (0..self.ranks()).try_for_each(|rank| {
             let shard = self.shard(config, Rank(rank));
-            if !shard.attention.is_empty() || !shard.feed_forward.is_empty() {
+            if !shard.own.iter().all(LayerCut::is_empty) {
                 return Ok(());
             }
             Err(Error::NothingLeft {
                 rank: Rank(rank),
-                heads: shard.attention.leaves,
-                ffn: shard.feed_forward.leaves,
+                heads: shard.usual.attention.leaves,
+                ffn: shard.usual.feed_forward.leaves,
                 tensor: shard.stage_ranks.len() as u32,
             })
         })
+    }
+
+    fn check_stages(&self, layers: usize) -> Result<(), Error> {
+        let ranks: usize = self.stages.iter().map(|stage| stage.shares.len()).sum();
+        let got = u32::try_from(ranks).unwrap_or(u32::MAX);
+        if !(1..=MAX_RANKS).contains(&got) {
+            return Err(Error::Ranks { got });
+        }
+        let (mut rank, mut layer) = (0, 0);
+        for stage in &self.stages {
+            let own = &stage.layers;
+            let follows = stage.first_rank == rank && own.start == layer;
+            if !follows || own.end <= own.start || stage.shares.is_empty() {
+                let layers = own.clone();
+                return Err(Error::Layers {
+                    layers,
+                    after: layer,
+                });
+            }
+            if let Some(zero) = stage.shares.iter().position(|share| *share == 0) {
+                let rank = Rank(rank + zero as u32);
+                return Err(Error::ZeroShare { rank });
+            }
+            (rank, layer) = (rank + stage.shares.len() as u32, own.end);
+        }
+        if layer != layers {
+            let rest = layer..layers;
+            return Err(Error::Layers {
+                layers: rest,
+                after: layer,
+            });
+        }
+        Ok(())
     }
 
     /// Number of ranks.
@@ -280,10 +374,7 @@ impl Split {
             first_rank,
         } = &self.stages[stage];
         let index = (rank.0 - first_rank) as usize;
-        let leaf = config.attention_leaf();
-        let attention = LeafCut::new(config.heads * config.head_dim, leaf, shares, index);
-        let heads = heads_of(&attention, config.head_dim);
-        let group = config.heads / config.kv_heads;
+        let cut = |layer: &LayerShape| LayerCut::new(config, layer, shares, index);
         let last = stage + 1 == self.stages.len();
         let none = 0..0;
         let ranks = |s: usize| self.stages[s].ranks();
@@ -292,14 +383,8 @@ impl Split {
             stage,
             stages: self.stages.len(),
             layers: layers.clone(),
-            kv_heads: if heads.is_empty() {
-                none.clone()
-            } else {
-                heads.start / group..heads.end.div_ceil(group)
-            },
-            heads,
-            attention,
-            feed_forward: LeafCut::new(config.ffn, config.ffn_leaf, shares, index),
+            usual: cut(&config.usual_layer()),
+            own: config.layers[layers.clone()].iter().map(cut).collect(),
             vocab: if last {
                 block_cut(config.vocab, shares)
             } else {
@@ -343,7 +428,8 @@ fn tensor_ranks(config: &Config, kind: SplitKind, ranks: u32) -> Result<u32, Err
             ranks,
         }),
         SplitKind::Auto => {
-            let leaves = (config.heads * config.head_dim).div_ceil(config.attention_leaf());
+            let leaf = config.usual_layer().attention_leaf();
+            let leaves = (config.heads * config.head_dim).div_ceil(leaf);
             let fits = |tensor: &u32| ranks.is_multiple_of(*tensor) && *tensor as usize <= leaves;
             Ok((1..=ranks).rev().find(fits).unwrap_or(1))
         }
@@ -352,7 +438,9 @@ fn tensor_ranks(config: &Config, kind: SplitKind, ranks: u32) -> Result<u32, Err
 
 /// Gives each stage its layers, at least one.
 fn stages(config: &Config, shares: &[&[u32]]) -> Result<Vec<Stage>, Error> {
-    let layers = config.layers.len();
+    let layers = (0..config.layers.len())
+        .filter(|layer| config.can_cut(*layer))
+        .count();
     if shares.len() > layers {
         let stages = shares.len() as u32;
         return Err(Error::Stages { stages, layers });
@@ -379,11 +467,15 @@ fn stages(config: &Config, shares: &[&[u32]]) -> Result<Vec<Stage>, Error> {
 /// stages and `n` layers it takes `s n^2` steps, under a second for a thousand of each.
 fn layer_ends(config: &Config, shares: &[u64]) -> Vec<usize> {
     let (stages, layers) = (shares.len(), config.layers.len());
-    let tables = config.parameters(true) - config.layer_parameters() * layers as u64;
-    let (layer, head) = (config.layer_parameters() as f64, tables as f64);
-    let cost = |stage: usize, n: usize| {
+    let head = (config.width as u64 * config.vocab as u64) as f64;
+    let mut before = vec![0; layers + 1];
+    for (i, layer) in config.layers.iter().enumerate() {
+        before[i + 1] = before[i] + layer.parameters(config.width);
+    }
+    let may_start: Vec<bool> = (0..layers).map(|layer| config.can_cut(layer)).collect();
+    let cost = |stage: usize, held: Range<usize>| {
         let extra = if stage + 1 == stages { head } else { 0.0 };
-        (n as f64 * layer + extra) / shares[stage] as f64
+        ((before[held.end] - before[held.start]) as f64 + extra) / shares[stage] as f64
     };
     // best[n]: the largest cost of the stages so far when they hold n layers; from[s][n]: where
     // stage s starts then.
@@ -394,8 +486,12 @@ fn layer_ends(config: &Config, shares: &[u64]) -> Vec<usize> {
         let mut next = vec![f64::INFINITY; layers + 1];
         let mut starts = vec![0; layers + 1];
         for end in stage + 1..=layers {
-            for (start, before) in best[..end].iter().enumerate() {
-                let worst = before.max(cost(stage, end - start));
+            for (start, sofar) in best[..end]
+                .iter()
+                .enumerate()
+                .filter(|(i, _)| may_start[*i])
+            {
+                let worst = sofar.max(cost(stage, start..end));
                 if worst < next[end] {
                     (next[end], starts[end]) = (worst, start);
                 }
@@ -513,12 +609,62 @@ impl LeafCut {
             .map(|leaves| self.columns_of(leaves.clone()))
     }
 
+    /// This rank's roots.
+    pub(crate) fn own_roots(&self) -> Vec<Node> {
+        tree::roots(self.mine(), self.leaves)
+    }
+
     /// Columns of each of this rank's roots.
     pub fn root_columns(&self) -> Vec<Range<usize>> {
         let roots = tree::roots(self.mine(), self.leaves).into_iter();
         roots
             .map(|root| self.columns_of(root.leaves(self.leaves)))
             .collect()
+    }
+}
+
+/// A rank's part of a layer.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LayerCut {
+    /// Query heads.
+    pub heads: Range<usize>,
+    /// KV heads that these need.
+    pub kv_heads: Range<usize>,
+    /// The sum of the attention's output projection.
+    pub attention: LeafCut,
+    /// The sum of the down projection; of a layer with experts the sum over these, a leaf each.
+    pub feed_forward: LeafCut,
+}
+
+impl LayerCut {
+    fn new(config: &Config, layer: &LayerShape, shares: &[u32], index: usize) -> Self {
+        let leaf = layer.attention_leaf();
+        let attention = LeafCut::new(layer.heads * layer.value_dim, leaf, shares, index);
+        let heads = heads_of(&attention, layer.value_dim);
+        let group = layer.heads / layer.kv_heads;
+        let none = heads.is_empty();
+        Self {
+            kv_heads: if none {
+                0..0
+            } else {
+                heads.start / group..heads.end.div_ceil(group)
+            },
+            heads,
+            attention,
+            feed_forward: match layer.experts {
+                Some(experts) => LeafCut::new(experts.leaves(), 1, shares, index),
+                None => LeafCut::new(layer.ffn, config.ffn_leaf, shares, index),
+            },
+        }
+    }
+
+    fn is_empty(&self) -> bool {
+        self.attention.is_empty() && self.feed_forward.is_empty()
+    }
+
+    /// Columns of the feed-forward.
+    pub fn ffn(&self) -> Range<usize> {
+        self.feed_forward.columns()
     }
 }
 
@@ -533,14 +679,10 @@ pub struct Shard {
     pub stages: usize,
     /// Layers of the stage.
     pub layers: Range<usize>,
-    /// Query heads.
-    pub heads: Range<usize>,
-    /// KV heads that these need.
-    pub kv_heads: Range<usize>,
-    /// The sum of the attention's output projection.
-    pub attention: LeafCut,
-    /// The sum of the down projection.
-    pub feed_forward: LeafCut,
+    /// Its part of a layer of the model's usual sizes.
+    pub usual: LayerCut,
+    /// Its part of each of its layers.
+    own: Vec<LayerCut>,
     /// Rows of the output head, by rank of the stage; none but in the last.
     pub(crate) vocab: Vec<Range<usize>>,
     /// Outputs of the matrices that are summed over ranks, by rank of the stage, for those that
@@ -575,9 +717,22 @@ impl Shard {
         self.vocab[self.index].clone()
     }
 
-    /// Columns of the feed-forward.
+    /// Its part of layer `index` of the model.
+    ///
+    /// # Panics
+    /// If the layer is in another stage.
+    pub fn layer(&self, index: usize) -> &LayerCut {
+        &self.own[index - self.layers.start]
+    }
+
+    /// Its parts of its layers, in order.
+    pub(crate) fn each_layer(&self) -> std::slice::Iter<'_, LayerCut> {
+        self.own.iter()
+    }
+
+    /// Columns of the feed-forward of a layer of the model's usual sizes.
     pub fn ffn(&self) -> Range<usize> {
-        self.feed_forward.columns()
+        self.usual.ffn()
     }
 
     /// Ranks that share this one's layers.

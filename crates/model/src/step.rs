@@ -1,148 +1,41 @@
 //! One step: a batch of rows through all layers, in buffers that were allocated once.
 
+use std::ops::Range;
 use std::sync::Mutex;
 
 use paceline_base::lock;
 use paceline_comm::Memory;
 use paceline_tensor::pool::DisjointMut;
 use paceline_tensor::{
-    Activations, Attention, AttentionRows, AttentionScratch, KvCache, PAGE, Packed, Product, vector,
+    Activations, Attention, AttentionRows, AttentionScratch, KvCache, Packed, Product, Recurrence,
+    Recurrent, vector,
 };
 
 use crate::config::Activation;
 use crate::families::{Half, LayerStep};
 use crate::model::Model;
-use crate::weights::{Layer, Linear};
-use crate::{Error, Links};
+use crate::split::LeafCut;
+use crate::weights::{Layer, Linear, Summed};
+use crate::{Error, LayerCache, LayerCut, LayerShape, Links};
 
+mod batch;
+mod experts;
 pub(crate) mod halves;
+mod inputs;
 mod sums;
 
+pub(crate) use batch::Limits;
+pub use batch::{Batch, BatchSequence, BatchSize, Logits, WindowPages};
+
+use experts::Routed;
 use halves::Turn;
+use inputs::Inputs;
 use sums::Sums;
-
-/// Which positions of a sequence give logits.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Logits {
-    /// None: more of the prompt follows.
-    None,
-    /// The last row's.
-    Last,
-    /// All rows'.
-    All,
-}
-
-/// One sequence's share of a batch: consecutive rows at consecutive positions.
-#[derive(Clone, Copy, Debug)]
-pub struct BatchSequence<'a> {
-    /// The tokens, at least one.
-    pub tokens: &'a [u32],
-    /// Position of the first.
-    pub position: usize,
-    /// The sequence's pages in order of position; covers all positions up to the last token's.
-    pub pages: &'a [u32],
-    /// What is wanted.
-    pub logits: Logits,
-}
-
-impl BatchSequence<'_> {
-    /// The pages that hold its positions up to the last token's.
-    pub(crate) fn pages_in_use(&self) -> &[u32] {
-        &self.pages[..(self.position + self.tokens.len()).div_ceil(PAGE)]
-    }
-}
-
-/// What a step computes: sequences that need not know of one another.
-#[derive(Clone, Copy, Debug)]
-pub struct Batch<'a> {
-    /// In the order of their rows.
-    pub sequences: &'a [BatchSequence<'a>],
-}
-
-impl Batch<'_> {
-    /// Rows of the batch.
-    pub fn rows(&self) -> usize {
-        self.sequences.iter().map(|s| s.tokens.len()).sum()
-    }
-
-    /// Rows whose logits are wanted, in order.
-    pub(crate) fn wanted(&self, out: &mut Vec<usize>) {
-        out.clear();
-        let mut first = 0;
-        for sequence in self.sequences {
-            let end = first + sequence.tokens.len();
-            match sequence.logits {
-                Logits::None => {}
-                Logits::Last => out.push(end - 1),
-                Logits::All => out.extend(first..end),
-            }
-            first = end;
-        }
-    }
-
-    pub(crate) fn logit_rows(&self) -> usize {
-        let rows = |s: &BatchSequence<'_>| match s.logits {
-            Logits::None => 0,
-            Logits::Last => 1,
-            Logits::All => s.tokens.len(),
-        };
-        self.sequences.iter().map(rows).sum()
-    }
-}
-
-/// The largest batch that a [`Workspace`] is made for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct BatchSize {
-    /// Rows of all sequences.
-    pub rows: usize,
-    /// Rows whose logits are wanted.
-    pub logit_rows: usize,
-    /// Sequences.
-    pub sequences: usize,
-    /// Positions of a sequence.
-    pub context: usize,
-}
-
-impl BatchSize {
-    /// For one sequence of up to `context` positions, `rows` of them at a time, of which the last
-    /// gives logits.
-    pub const fn single(rows: usize, context: usize) -> Self {
-        Self {
-            rows,
-            logit_rows: 1,
-            sequences: 1,
-            context,
-        }
-    }
-}
-
-/// What a plan from another rank may ask for.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Limits {
-    pub(crate) rows: usize,
-    pub(crate) logit_rows: usize,
-    pub(crate) sequences: usize,
-    pub(crate) context: usize,
-    pub(crate) pages: usize,
-    pub(crate) vocab: usize,
-}
-
-impl Limits {
-    pub(crate) const fn new(size: BatchSize, pages: usize, vocab: usize) -> Self {
-        Self {
-            rows: size.rows,
-            logit_rows: size.logit_rows,
-            sequences: size.sequences,
-            context: size.context,
-            pages,
-            vocab,
-        }
-    }
-}
 
 /// Working memory of [`Model::forward`], for batches up to a size; allocated once.
 ///
-/// H, K, F and V are this rank's heads, KV heads, feed-forward columns and rows of the head.
+/// H, K, F and V are this rank's heads, KV heads, feed-forward columns and rows of the head; D and
+/// E the sizes of a key and of a value. Of layers that differ, the largest product counts.
 #[derive(Debug)]
 pub struct Workspace {
     size: BatchSize,
@@ -153,16 +46,19 @@ pub struct Workspace {
     x: Activations,
     /// `(T, H D)`
     q: Memory<f32>,
-    /// `(T, K D)` each
+    /// `(T, K D)`
     k: Memory<f32>,
+    /// `(T, K E)`
     v: Memory<f32>,
-    /// `(T, H D)`, as attention leaves it, then quantised
-    attended: Activations,
+    /// `(T, H E)`, as attention leaves it, then quantised
+    attended: Inputs,
     /// `(T, F)` each
     gate: Memory<f32>,
     up: Memory<f32>,
     /// `(T, F)`, quantised
-    hidden: Activations,
+    hidden: Inputs,
+    /// Where layers have experts.
+    experts: Option<Routed>,
     /// `(rope, T, pairs)`
     angles: Vec<Vec<(f32, f32)>>,
     /// `(R, C)`, quantised: the rows whose logits are wanted
@@ -207,14 +103,23 @@ impl Workspace {
 
     fn whole(model: &Model, size: BatchSize) -> Self {
         let (c, shard) = (model.config(), model.shard());
-        let (q, kv) = (
-            shard.heads.len() * c.head_dim,
-            shard.kv_heads.len() * c.head_dim,
-        );
-        let (ffn, vocab) = (shard.ffn().len(), shard.vocab().len());
+        let of_layers = |len: fn(&LayerShape, &LayerCut) -> usize| {
+            let shapes = c.layers[shard.layers.clone()].iter();
+            let lens = shapes
+                .zip(shard.each_layer())
+                .map(|(shape, cut)| len(shape, cut));
+            lens.max().unwrap_or(0)
+        };
+        let vocab = shard.vocab().len();
         let layers = model.layers();
-        let attention_outputs = layers.iter().flat_map(|l| l.attention_output.matrices());
-        let downs = layers.iter().flat_map(|l| l.down.matrices());
+        let of = |sum: fn(&Layer) -> Option<&Summed>, cut: fn(&LayerCut) -> &LeafCut| {
+            let sums = layers.iter().map(sum);
+            Inputs::new(model, size.rows, sums.zip(shard.each_layer().map(cut)))
+        };
+        let dense_ffn = |shape: &LayerShape, cut: &LayerCut| {
+            let columns = cut.ffn().len();
+            if shape.experts.is_some() { 0 } else { columns }
+        };
         let head = model.head().map(|(_, output)| &output.matrix);
         // Results of products begin at cache lines, whole ones of which are stored.
         let rows = |n: usize| Memory::new(None, size.rows * n);
@@ -229,13 +134,16 @@ impl Workspace {
                 c.width,
                 layers.iter().flat_map(Layer::of_normed),
             ),
-            q: rows(q),
-            k: rows(kv),
-            v: rows(kv),
-            attended: activations(model, size.rows, q, attention_outputs),
-            gate: rows(ffn),
-            up: rows(ffn),
-            hidden: activations(model, size.rows, ffn, downs),
+            q: rows(of_layers(|shape, cut| cut.heads.len() * shape.head_dim)),
+            k: rows(of_layers(|shape, cut| cut.kv_heads.len() * shape.head_dim)),
+            v: rows(of_layers(|shape, cut| cut.kv_heads.len() * shape.value_dim)),
+            attended: of(|layer| Some(&layer.attention_output), |cut| &cut.attention),
+            gate: rows(of_layers(dense_ffn)),
+            up: rows(of_layers(dense_ffn)),
+            hidden: of(|layer| layer.feed_forward.down(), |cut| &cut.feed_forward),
+            experts: c
+                .experts()
+                .map(|experts| Routed::new(model, experts, size.rows)),
             angles: angle_buffers(model, size.rows),
             head_x: activations(model, size.logit_rows, c.width, head),
             own_logits: exchanged(
@@ -246,11 +154,11 @@ impl Workspace {
             received: exchanged(model, Links::logits_room(shard, size.logit_rows)),
             wanted: Vec::with_capacity(size.logit_rows),
             words: Vec::new(),
-            sequences: Vec::with_capacity(size.sequences),
+            sequences: Vec::with_capacity(size.sequences * model.kinds().len()),
             scratch: model.kernels().attention_scratch(
                 size.sequences,
-                shard.heads.len(),
-                c.head_dim,
+                of_layers(|_, cut| cut.heads.len()),
+                of_layers(|shape, _| shape.value_dim),
                 size.context,
             ),
             second: None,
@@ -301,17 +209,15 @@ fn angle_buffers(model: &Model, max_rows: usize) -> Vec<Vec<(f32, f32)>> {
     model.config().ropes.iter().map(room).collect()
 }
 
-/// The sequences of a batch, in the memory of `empty`.
+/// The sequences of a batch, once for each of `kinds` kinds of layers, in the memory of `empty`.
 fn attention_rows<'b>(
     batch: &Batch<'b>,
+    kinds: usize,
     empty: &mut Vec<AttentionRows<'static>>,
 ) -> Vec<AttentionRows<'b>> {
     let mut sequences = without_rows(std::mem::take(empty));
-    sequences.extend(batch.sequences.iter().map(|s| AttentionRows {
-        rows: s.tokens.len(),
-        position: s.position,
-        pages: s.pages,
-    }));
+    let of = |kind| batch.sequences.iter().map(move |s| s.rows_of(kind));
+    sequences.extend((0..kinds).flat_map(of));
     sequences
 }
 
@@ -332,6 +238,7 @@ pub(crate) struct Step<'m, 'b> {
     ws: &'b mut Workspace,
     /// Used by one half at a time, in turn.
     cache: &'b Mutex<&'m mut KvCache>,
+    /// Those of the batch, for each kind of layers.
     sequences: Vec<AttentionRows<'b>>,
     rows: usize,
     /// Of this half, where it is one.
@@ -359,13 +266,12 @@ impl<'m, 'b> Step<'m, 'b> {
             batch.sequences.len(),
             batch.logit_rows()
         );
-        for x in [&mut ws.x, &mut ws.attended, &mut ws.hidden] {
-            x.resize(rows);
-        }
+        let inputs = ws.attended.buffers.iter_mut().chain(&mut ws.hidden.buffers);
+        inputs.chain([&mut ws.x]).for_each(|x| x.resize(rows));
         let mut step = Self {
             model,
             batch,
-            sequences: attention_rows(batch, &mut ws.sequences),
+            sequences: attention_rows(batch, model.kinds().len(), &mut ws.sequences),
             ws,
             cache,
             rows,
@@ -381,6 +287,53 @@ impl<'m, 'b> Step<'m, 'b> {
         }
         step.prepare_angles();
         Ok(step)
+    }
+
+    /// Goes on to layer `index` of the model.
+    pub(crate) const fn enter(&mut self, index: usize) {
+        self.index = index;
+    }
+
+    /// The layer that it is at, and this rank's part of it.
+    fn layer(&self) -> (&'m LayerShape, &'m LayerCut) {
+        let model = self.model;
+        (
+            &model.config().layers[self.index],
+            model.shard().layer(self.index),
+        )
+    }
+
+    /// The place of a layer among those that this rank holds.
+    fn held(&self, layer: usize) -> usize {
+        layer - self.model.shard().layers.start
+    }
+
+    /// The sequences of the batch as this layer sees them.
+    fn sequences(&self) -> Range<usize> {
+        let n = self.batch.sequences.len();
+        let kind = self.model.kinds().of(self.index);
+        kind * n..(kind + 1) * n
+    }
+
+    /// q, k, v -> attended (T, H E), by states
+    fn recur(&mut self, recurrence: &'static dyn Recurrence) {
+        let (shape, cut) = self.layer();
+        let (held, sequences) = (self.held(self.index), self.sequences());
+        let (group, ws) = (shape.heads / shape.kv_heads, &mut *self.ws);
+        let step = Recurrent {
+            recurrence,
+            layer: held,
+            heads: cut.heads.len(),
+            group,
+            skipped: cut.heads.start % group,
+            queries: &ws.q,
+            keys: &ws.k,
+            values: &ws.v,
+            sequences: &self.sequences[sequences],
+        };
+        let out = ws.attended.of(held).values_mut();
+        let mut cache = lock(self.cache);
+        self.model.kernels().recurrent(&step, &mut cache, out);
     }
 
     /// tokens -> residual (T, C)
@@ -482,26 +435,24 @@ impl<'b> LayerStep for Step<'_, 'b> {
     fn project_qkv(&mut self, w: &Layer) -> Result<(), Error> {
         let rows = self.rows;
         let ws = &mut *self.ws;
-        let [q, k, v] = [
-            (&mut ws.q, &w.query),
-            (&mut ws.k, &w.key),
-            (&mut ws.v, &w.value),
-        ]
-        .map(|(out, linear)| product(out, linear, rows));
-        self.model.kernels().products(&ws.x, [q, k, v]);
-        add_bias(&mut ws.q, w.query.bias.as_deref(), rows);
-        add_bias(&mut ws.k, w.key.bias.as_deref(), rows);
-        add_bias(&mut ws.v, w.value.bias.as_deref(), rows);
+        let linears = [Some(&w.query), w.key.as_ref(), w.value.as_ref()];
+        let outs = [&mut ws.q, &mut ws.k, &mut ws.v].into_iter().zip(linears);
+        let products = outs.filter_map(|(out, linear)| Some(product(out, linear?, rows)));
+        self.model.kernels().products(&ws.x, products);
+        for (out, linear) in [&mut ws.q, &mut ws.k, &mut ws.v].into_iter().zip(linears) {
+            add_bias(out, linear.and_then(|linear| linear.bias.as_deref()), rows);
+        }
         Ok(())
     }
 
     fn norm_heads(&mut self, w: &Layer) -> Result<(), Error> {
-        let (shard, dim) = (self.model.shard(), self.model.config().head_dim);
+        let (shape, cut) = self.layer();
+        let dim = shape.head_dim;
         let pairs = [
-            (&mut self.ws.q, &w.query_norm, shard.heads.len()),
-            (&mut self.ws.k, &w.key_norm, shard.kv_heads.len()),
+            (&mut self.ws.q, &w.query_norm, cut.heads.len()),
+            (&mut self.ws.k, &w.key_norm, cut.kv_heads.len()),
         ];
-        for (x, weight, heads) in pairs {
+        for (x, weight, heads) in pairs.into_iter().take(1 + usize::from(shape.has_kv())) {
             let weight = weight.as_deref().expect("loaded for this family");
             let x = &mut x[..self.rows * heads * dim];
             norm_in_place(self.model, x, weight);
@@ -509,66 +460,77 @@ impl<'b> LayerStep for Step<'_, 'b> {
         Ok(())
     }
 
-    fn rotate(&mut self, layer: usize) -> Result<(), Error> {
-        let c = self.model.config();
-        let rope = &c.ropes[c.layers[layer].rope];
-        let (angles, pairs) = (
-            &self.ws.angles[c.layers[layer].rope],
-            rope.frequencies.len(),
-        );
-        let shard = self.model.shard();
-        let (q_len, k_len) = (
-            shard.heads.len() * c.head_dim,
-            shard.kv_heads.len() * c.head_dim,
-        );
+    fn rotate(&mut self, _: usize) -> Result<(), Error> {
+        let (shape, cut) = self.layer();
+        if cut.heads.is_empty() {
+            return Ok(());
+        }
+        let rope = &self.model.config().ropes[shape.rope];
+        let (angles, pairs) = (&self.ws.angles[shape.rope], rope.frequencies.len());
+        let (dim, has_kv) = (shape.head_dim, shape.has_kv());
+        let (q_len, k_len) = (cut.heads.len() * dim, cut.kv_heads.len() * dim);
         let q = DisjointMut::new(&mut self.ws.q, q_len.max(1));
         let k = DisjointMut::new(&mut self.ws.k, k_len.max(1));
         let kernels = self.model.kernels();
         kernels.for_rows(self.rows, |t| {
             let angles = &angles[t * pairs..(t + 1) * pairs];
             // SAFETY: each row is visited once.
-            let (q, k) = unsafe { (q.part(t), k.part(t)) };
-            kernels.rope(q, c.head_dim, angles, rope.pairs);
-            q.iter_mut().for_each(|x| *x *= c.query_scale);
-            kernels.rope(k, c.head_dim, angles, rope.pairs);
+            let q = unsafe { q.part(t) };
+            kernels.rope(q, dim, angles, rope.pairs);
+            q.iter_mut().for_each(|x| *x *= shape.query_scale);
+            if has_kv {
+                // SAFETY: as above.
+                kernels.rope(unsafe { k.part(t) }, dim, angles, rope.pairs);
+            }
         });
         Ok(())
     }
 
     fn attend(&mut self, layer: usize) -> Result<(), Error> {
-        let (c, shard) = (self.model.config(), self.model.shard());
-        self.index = layer;
-        if shard.heads.is_empty() {
+        let (shape, cut) = self.layer();
+        if cut.heads.is_empty() {
             return Ok(());
         }
+        let held = self.held(layer);
+        let keeper = match shape.cache {
+            LayerCache::State(recurrence) => {
+                self.recur(recurrence);
+                return Ok(());
+            }
+            LayerCache::Of(of) => self.held(of),
+            LayerCache::Rows => held,
+        };
         let mut cache = lock(self.cache);
-        let held = layer - shard.layers.start;
         let kernels = self.model.kernels();
+        let sequences = &self.sequences[self.sequences()];
         let (k, v) = (&self.ws.k, &self.ws.v);
-        kernels.write_kv(&mut cache, held, &self.sequences, k, v);
-        let group = c.heads / c.kv_heads;
+        if keeper == held {
+            kernels.write_kv(&mut cache, held, sequences, k, v);
+        }
+        let group = shape.heads / shape.kv_heads;
         let step = Attention {
             cache: &cache,
-            layer: held,
-            heads: shard.heads.len(),
+            layer: keeper,
+            heads: cut.heads.len(),
             group,
-            skipped: shard.heads.start % group,
-            window: c.layers[layer].window,
+            skipped: cut.heads.start % group,
+            window: shape.window,
             queries: &self.ws.q,
-            sequences: &self.sequences,
+            sequences,
         };
-        let out = self.ws.attended.values_mut();
+        let out = self.ws.attended.of(held).values_mut();
         kernels.attention(&step, &mut self.ws.scratch, out);
         Ok(())
     }
 
     fn project_attention(&mut self, w: &Layer) -> Result<(), Error> {
+        let (held, cut) = (self.held(self.index), &self.layer().1.attention);
         let ws = &mut *self.ws;
-        self.model.kernels().quantise(&mut ws.attended);
-        let cut = &self.model.shard().attention;
+        let attended = ws.attended.of(held);
+        self.model.kernels().quantise(attended);
         let (place, turn) = ((self.model, self.index), self.turn.as_mut());
-        let weights = &w.attention_output;
-        ws.sums.compute(place, weights, cut, &ws.attended, turn)
+        ws.sums
+            .compute(place, &w.attention_output, cut, attended, turn)
     }
 
     fn norm_delta(&mut self, w: &Layer, half: Half) -> Result<(), Error> {
@@ -595,6 +557,7 @@ impl<'b> LayerStep for Step<'_, 'b> {
     }
 
     fn project_gate_up(&mut self, w: &Layer) -> Result<(), Error> {
+        let w = w.feed_forward.dense();
         let (ws, rows) = (&mut *self.ws, self.rows);
         let outs = [
             product(&mut ws.gate, &w.gate, rows),
@@ -606,12 +569,30 @@ impl<'b> LayerStep for Step<'_, 'b> {
         Ok(())
     }
 
-    fn activate(&mut self) -> Result<(), Error> {
-        let kernels = self.model.kernels();
+    fn has_experts(&self, w: &Layer) -> bool {
+        w.feed_forward.experts().is_some()
+    }
+
+    fn experts(&mut self, w: &Layer) -> Result<(), Error> {
+        let weights = w.feed_forward.experts().expect("the family asked");
+        let cut = &self.layer().1.feed_forward;
         let ws = &mut *self.ws;
-        let ffn = ws.hidden.cols();
+        let routed = ws.experts.as_mut().expect("the model has experts");
+        let first = self.model.links().map_or(0, |_| cut.roots_before());
+        let n = self.rows * self.model.config().width;
+        let delta = &mut ws.sums.delta[first * n..];
+        routed.compute(self.model.kernels(), weights, cut, &ws.x, delta);
+        let place = (self.model, self.index);
+        ws.sums.exchange(place, cut, n, self.turn.as_mut())
+    }
+
+    fn activate(&mut self) -> Result<(), Error> {
+        let (kernels, held) = (self.model.kernels(), self.held(self.index));
+        let ws = &mut *self.ws;
+        let hidden = ws.hidden.of(held);
+        let ffn = hidden.cols();
         let (gate, up, activation) = (&ws.gate, &ws.up, self.model.config().activation);
-        kernels.fill_rows(&mut ws.hidden, |t, out| {
+        kernels.fill_rows(hidden, |t, out| {
             let part = t * ffn..(t + 1) * ffn;
             match activation {
                 Activation::Silu => kernels.silu_mul(&gate[part.clone()], &up[part], out),
@@ -622,9 +603,11 @@ impl<'b> LayerStep for Step<'_, 'b> {
     }
 
     fn project_down(&mut self, w: &Layer) -> Result<(), Error> {
-        let (ws, cut) = (&mut *self.ws, &self.model.shard().feed_forward);
+        let down = &w.feed_forward.dense().down;
+        let (held, cut) = (self.held(self.index), &self.layer().1.feed_forward);
         let (place, turn) = ((self.model, self.index), self.turn.as_mut());
-        ws.sums.compute(place, &w.down, cut, &ws.hidden, turn)
+        let ws = &mut *self.ws;
+        ws.sums.compute(place, down, cut, ws.hidden.of(held), turn)
     }
 }
 

@@ -11,7 +11,7 @@ use paceline_tensor::{PackOptions, Packed, StoredMatrix, ThreadPool, UNIT, store
 
 use crate::rope::MIN_DIVISOR;
 use crate::split::{LeafCut, Shard};
-use crate::{Config, Error, Family, Part, Role, Source};
+use crate::{Config, Error, Family, Nth, Part, Role, Source, config};
 
 /// A matrix with an optional bias: `(out, in)`, or this rank's rows of it.
 #[derive(Debug)]
@@ -45,17 +45,102 @@ impl Summed {
 pub(crate) struct Layer {
     pub(crate) attention_norm: Vec<f32>,
     pub(crate) query: Linear,
-    pub(crate) key: Linear,
-    pub(crate) value: Linear,
+    /// None where it uses another layer's.
+    pub(crate) key: Option<Linear>,
+    pub(crate) value: Option<Linear>,
     pub(crate) attention_output: Summed,
     pub(crate) query_norm: Option<Vec<f32>>,
     pub(crate) key_norm: Option<Vec<f32>>,
     pub(crate) post_attention_norm: Option<Vec<f32>>,
     pub(crate) ffn_norm: Vec<f32>,
+    pub(crate) feed_forward: FeedForward,
+    pub(crate) post_ffn_norm: Option<Vec<f32>>,
+}
+
+/// The second half of a layer.
+#[derive(Debug)]
+pub(crate) enum FeedForward {
+    Dense(Dense),
+    Experts(Experts),
+}
+
+/// Gate, up and down.
+#[derive(Debug)]
+pub(crate) struct Dense {
     pub(crate) gate: Linear,
     pub(crate) up: Linear,
     pub(crate) down: Summed,
-    pub(crate) post_ffn_norm: Option<Vec<f32>>,
+}
+
+/// The router, and a rank's experts.
+#[derive(Debug)]
+pub(crate) struct Experts {
+    /// `(experts, C)`, in f32.
+    pub(crate) router: Packed,
+    /// `(1, C)`, in f32, where this rank has the shared expert.
+    pub(crate) shared_router: Option<Packed>,
+    /// Index of this rank's first expert.
+    pub(crate) first: usize,
+    /// This rank's, the shared one behind the last.
+    pub(crate) experts: Vec<Expert>,
+}
+
+/// One expert.
+#[derive(Debug)]
+pub(crate) struct Expert {
+    pub(crate) gate: Packed,
+    pub(crate) up: Packed,
+    pub(crate) down: Packed,
+}
+
+impl FeedForward {
+    /// The matrices that multiply rows after a norm.
+    fn of_normed(&self) -> Vec<&Packed> {
+        match self {
+            Self::Dense(dense) => vec![&dense.gate.matrix, &dense.up.matrix],
+            Self::Experts(own) => {
+                let experts = own
+                    .experts
+                    .iter()
+                    .flat_map(|expert| [&expert.gate, &expert.up]);
+                let routers = [Some(&own.router), own.shared_router.as_ref()];
+                experts.chain(routers.into_iter().flatten()).collect()
+            }
+        }
+    }
+
+    /// Bytes of the matrices that multiply hidden rows.
+    fn down_bytes(&self) -> u64 {
+        match self {
+            Self::Dense(dense) => dense.down.bytes(),
+            Self::Experts(own) => own.experts.iter().map(|expert| expert.down.bytes().0).sum(),
+        }
+    }
+
+    /// The down projection, where there are no experts.
+    pub(crate) fn down(&self) -> Option<&Summed> {
+        match self {
+            Self::Dense(dense) => Some(&dense.down),
+            Self::Experts(_) => None,
+        }
+    }
+
+    /// # Panics
+    /// If it has experts.
+    pub(crate) fn dense(&self) -> &Dense {
+        match self {
+            Self::Dense(dense) => dense,
+            Self::Experts(_) => panic!("a layer with experts"),
+        }
+    }
+
+    /// `None` without experts.
+    pub(crate) const fn experts(&self) -> Option<&Experts> {
+        match self {
+            Self::Dense(_) => None,
+            Self::Experts(experts) => Some(experts),
+        }
+    }
 }
 
 /// A matrix as it lies in the mapped files. Of embeddings, rows are read from it one by one.
@@ -122,7 +207,7 @@ impl Names<'_> {
     /// The bias `(n,)` of a matrix: qwen2 has one on queries, keys and values, other files may.
     pub(crate) fn bias(&self, role: Role, n: usize) -> Result<Option<Vec<f32>>, Error> {
         let needed = matches!(role, Role::Layer(_, Part::Query | Part::Key | Part::Value));
-        let bias = if self.family() == Family::Qwen2 && needed {
+        let bias = if self.family().has_qkv_biases() && needed {
             Some(self.source.bias(self.family(), role)?)
         } else {
             self.source.opt_bias(self.family(), role)?
@@ -189,28 +274,96 @@ impl Loader<'_> {
     }
 
     pub(crate) fn layer(&self, i: usize) -> Result<Layer, Error> {
-        let (c, shard) = (self.config, self.shard);
-        let (q, kv) = (c.heads * c.head_dim, c.kv_heads * c.head_dim);
+        let (c, shape, cut) = (self.config, &self.config.layers[i], self.shard.layer(i));
+        let (q, k) = (
+            shape.heads * shape.head_dim,
+            shape.kv_heads * shape.head_dim,
+        );
+        let (out, v) = (
+            shape.heads * shape.value_dim,
+            shape.kv_heads * shape.value_dim,
+        );
         let role = |part| Role::Layer(i, part);
         let rows = |part, all, mine| self.rows(role(part), [all, c.width], mine);
-        let of_heads = |heads: &Range<usize>| heads.start * c.head_dim..heads.end * c.head_dim;
+        let of_heads = |heads: &Range<usize>, dim| heads.start * dim..heads.end * dim;
+        let of_kv = |part, all, dim| {
+            let mine = || rows(part, all, of_heads(&cut.kv_heads, dim));
+            shape.has_kv().then(mine).transpose()
+        };
         let norm = |part, n| self.names.norm(role(part), n);
         let opt_norm = |there: bool, part, n| there.then(|| norm(part, n)).transpose();
         let (norms, head_norms) = (c.family.norms_after_halves(), c.family.norms_heads());
         Ok(Layer {
             attention_norm: norm(Part::AttentionNorm, c.width)?,
-            query: rows(Part::Query, q, of_heads(&shard.heads))?,
-            key: rows(Part::Key, kv, of_heads(&shard.kv_heads))?,
-            value: rows(Part::Value, kv, of_heads(&shard.kv_heads))?,
-            attention_output: self.summed(role(Part::AttentionOutput), q, &shard.attention)?,
-            query_norm: opt_norm(head_norms, Part::QueryNorm, c.head_dim)?,
-            key_norm: opt_norm(head_norms, Part::KeyNorm, c.head_dim)?,
+            query: rows(Part::Query, q, of_heads(&cut.heads, shape.head_dim))?,
+            key: of_kv(Part::Key, k, shape.head_dim)?,
+            value: of_kv(Part::Value, v, shape.value_dim)?,
+            attention_output: self.summed(role(Part::AttentionOutput), out, &cut.attention)?,
+            query_norm: opt_norm(head_norms, Part::QueryNorm, shape.head_dim)?,
+            key_norm: opt_norm(head_norms && shape.has_kv(), Part::KeyNorm, shape.head_dim)?,
             post_attention_norm: opt_norm(norms, Part::PostAttentionNorm, c.width)?,
             ffn_norm: norm(Part::FfnNorm, c.width)?,
-            gate: rows(Part::Gate, c.ffn, shard.ffn())?,
-            up: rows(Part::Up, c.ffn, shard.ffn())?,
-            down: self.summed(role(Part::Down), c.ffn, &shard.feed_forward)?,
+            feed_forward: match shape.experts {
+                Some(experts) => FeedForward::Experts(self.experts(i, experts, cut.ffn())?),
+                None => FeedForward::Dense(Dense {
+                    gate: rows(Part::Gate, shape.ffn, cut.ffn())?,
+                    up: rows(Part::Up, shape.ffn, cut.ffn())?,
+                    down: self.summed(role(Part::Down), shape.ffn, &cut.feed_forward)?,
+                }),
+            },
             post_ffn_norm: opt_norm(norms, Part::PostFfnNorm, c.width)?,
+        })
+    }
+
+    /// The experts `mine` of a layer, of which the one behind the last is the shared one.
+    fn experts(
+        &self,
+        layer: usize,
+        of: config::Experts,
+        mine: Range<usize>,
+    ) -> Result<Experts, Error> {
+        let width = self.config.width;
+        let role = |part| Role::Layer(layer, part);
+        let router = |part, rows| self.whole(role(part), [rows, width], true);
+        let nth = |index| Nth {
+            index,
+            of: of.count,
+        };
+        let expert = |e: usize| {
+            let (parts, ffn) = match e < of.count {
+                true => (
+                    [Part::ExpertGate, Part::ExpertUp, Part::ExpertDown].map(|part| part(nth(e))),
+                    of.width,
+                ),
+                false => (
+                    [Part::SharedGate, Part::SharedUp, Part::SharedDown],
+                    of.shared,
+                ),
+            };
+            let [gate, up, down] = parts.map(role);
+            Ok(Expert {
+                gate: self.whole(gate, [ffn, width], false)?,
+                up: self.whole(up, [ffn, width], false)?,
+                down: self.whole(down, [width, ffn], false)?,
+            })
+        };
+        let has_shared = of.shared > 0 && mine.end == of.leaves() && !mine.is_empty();
+        Ok(Experts {
+            router: router(Part::Router, of.count)?,
+            shared_router: has_shared
+                .then(|| router(Part::SharedRouter, 1))
+                .transpose()?,
+            first: mine.start,
+            experts: mine.map(expert).collect::<Result<_, Error>>()?,
+        })
+    }
+
+    /// Packs all of a matrix; `as_f32` whatever the class.
+    fn whole(&self, role: Role, shape: [usize; 2], as_f32: bool) -> Result<Packed, Error> {
+        let part = (0..shape[0], 0..shape[1]);
+        self.packed(role, shape, part, |stored, mut options| {
+            options.as_f32 |= as_f32;
+            Packed::new(stored, options, self.pool)
         })
     }
 
@@ -368,19 +521,20 @@ fn vector(tensor: &Tensor, n: usize) -> Result<Vec<f32>, Error> {
 impl Layer {
     pub(crate) fn bytes(&self) -> Bytes {
         let rows = self.of_normed().map(|matrix| matrix.bytes().0);
-        Bytes(rows.iter().sum::<u64>() + self.attention_output.bytes() + self.down.bytes())
+        Bytes(rows.sum::<u64>() + self.attention_output.bytes() + self.feed_forward.down_bytes())
     }
 
     /// The matrices that multiply rows after a norm.
-    pub(crate) fn of_normed(&self) -> [&Packed; 5] {
+    pub(crate) fn of_normed(&self) -> impl Iterator<Item = &Packed> {
         let Self {
             query,
             key,
             value,
-            gate,
-            up,
+            feed_forward,
             ..
         } = self;
-        [query, key, value, gate, up].map(|linear| &linear.matrix)
+        let kv = [key, value].into_iter().flatten();
+        let linears = [query].into_iter().chain(kv).map(|linear| &linear.matrix);
+        linears.chain(feed_forward.of_normed())
     }
 }

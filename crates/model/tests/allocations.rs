@@ -51,6 +51,7 @@ fn step(model: &Model, position: usize, ws: &mut Workspace, cache: &mut KvCache)
         tokens: &[1],
         position,
         pages: &pages[s],
+        windows: &[],
         logits: Logits::Last,
     });
     let batch = Batch {
@@ -76,7 +77,7 @@ fn allocations(path: &std::path::Path, threads: usize) -> usize {
     let kernels = Arc::new(Kernels::new(threads).unwrap());
     all_started(kernels.pool());
     let model = load(path, KernelClass::Cpu, &kernels);
-    let mut cache = model.new_cache(8 * PAGE).unwrap();
+    let mut cache = model.whole_cache(8 * PAGE).unwrap();
     let size = BatchSize {
         rows: 2,
         logit_rows: 2,

@@ -3,15 +3,13 @@
 
 #![allow(clippy::unwrap_used, reason = "a helper of a test may fail the test")]
 
-mod common;
-
-use common::runner::Runner;
-use common::tiny::Tiny;
-use common::{golden, kernels, load};
+use crate::common::runner::Runner;
+use crate::common::tiny::Tiny;
+use crate::common::{golden, kernels, load};
 use paceline_base::{BlockType, KernelClass};
 use paceline_formats::gguf::Value as Entry;
-use paceline_model::{Config, Family, Source};
-use paceline_tensor::RopePairs;
+use paceline_model::{BatchSize, Config, Family, Source};
+use paceline_tensor::{KvType, RopePairs};
 use serde_json::{Value, json};
 
 /// The configuration of a GGUF file of `family` with these entries changed.
@@ -148,14 +146,34 @@ fn scales_of_gemma() {
     let root = |x: f32| 1.0 / x.sqrt();
     let plain = gguf(Family::Gemma3, &[]);
     assert_eq!(
-        (plain.query_scale, plain.embedding_scale),
+        (plain.layers[0].query_scale, plain.embedding_scale),
         (root(128.0), 16.0)
     );
     let scalar = gguf(Family::Gemma3, &[("attention.query_scalar", 24f32.into())]);
-    assert_eq!(scalar.query_scale, root(24.0));
+    assert_eq!(scalar.layers[0].query_scale, root(24.0));
     // The 27B model: 62 layers, scores by the width per head.
     let large = gguf(Family::Gemma3, &[("block_count", 62u32.into())]);
-    assert_eq!(large.query_scale, root(256.0 / 4.0));
+    assert_eq!(large.layers[0].query_scale, root(256.0 / 4.0));
+}
+
+/// Most layers see 512 positions, and keep little more than those.
+#[test]
+fn windows_keep_a_third_of_the_cache_at_32768_positions() {
+    let gemma = gguf(
+        Family::Gemma3,
+        &[
+            ("block_count", 18u32.into()),
+            ("attention.sliding_window", 512u32.into()),
+        ],
+    );
+    let mut full = gemma.clone();
+    full.layers.iter_mut().for_each(|layer| layer.window = None);
+    let bytes = |config: &Config| {
+        let size = BatchSize::single(512, 32_768);
+        config.cache_bytes(KvType::F16, size, 32_768).0 as f64
+    };
+    let share = bytes(&gemma) / bytes(&full);
+    assert!((0.29..0.31).contains(&share), "{share}");
 }
 
 /// A folder that says its head is tied uses the embedding even when the file holds another head.

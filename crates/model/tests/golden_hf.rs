@@ -6,12 +6,10 @@
 #![allow(clippy::unwrap_used, reason = "a helper of a test may fail the test")]
 #![allow(clippy::print_stdout, reason = "figures, shown by --nocapture")]
 
-mod common;
-
-use common::compare::{argmax, gap, max_abs_diff};
-use common::hf::{FOLDERS, golden_logits};
-use common::runner::Runner;
-use common::{golden, golden_json, ids, kernels, load, number};
+use crate::common::compare::{argmax, gap, max_abs_diff};
+use crate::common::hf::{EXPERT_FOLDERS, FOLDERS, golden_logits};
+use crate::common::runner::Runner;
+use crate::common::{golden, golden_json, ids, kernels, load, number};
 use paceline_base::KernelClass;
 
 /// Compares logits at every position and the greedy continuation. `tolerance` bounds the distance
@@ -53,7 +51,7 @@ fn check(name: &str, class: KernelClass, tolerance: f64) {
 /// products in f64 does: distances of that size, several times it for the worst logit.
 #[test]
 fn class_cpu_f32_agrees_with_transformers() {
-    for name in FOLDERS {
+    for name in FOLDERS.into_iter().chain(EXPERT_FOLDERS) {
         let json = golden_json(&format!("hf/{name}.golden.json"));
         check(
             name,
@@ -67,7 +65,7 @@ fn class_cpu_f32_agrees_with_transformers() {
 /// the recorded distance is that of one such run, ours rounds slightly different numbers.
 #[test]
 fn class_cpu_agrees_but_for_keys_and_values_in_f16() {
-    for name in FOLDERS {
+    for name in FOLDERS.into_iter().chain(EXPERT_FOLDERS) {
         let json = golden_json(&format!("hf/{name}.golden.json"));
         check(
             name,

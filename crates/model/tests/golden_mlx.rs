@@ -4,12 +4,10 @@
 #![allow(clippy::unwrap_used, reason = "a helper of a test may fail the test")]
 #![allow(clippy::print_stdout, reason = "figures, shown by --nocapture")]
 
-mod common;
-
-use common::compare::{argmax, gap, max_abs_diff};
-use common::hf::MLX_FOLDERS;
-use common::runner::Runner;
-use common::{golden, golden_json, ids, kernels, load, numbers, rows_of, test_model};
+use crate::common::compare::{argmax, gap, max_abs_diff};
+use crate::common::hf::MLX_FOLDERS;
+use crate::common::runner::Runner;
+use crate::common::{golden, golden_json, ids, kernels, load, numbers, rows_of, test_model};
 use paceline_base::{BlockType, KernelClass};
 use paceline_formats::hf::HfFolder;
 use paceline_formats::safetensors::Safetensors;

@@ -13,13 +13,11 @@
 
 #![allow(clippy::print_stdout, reason = "figures, shown by --nocapture")]
 
-mod common;
-
 use std::path::Path;
 
-use common::compare::{argmax, gap, largest, log_probability};
-use common::runner::Runner;
-use common::{golden_json, ids, kernels, load, number, numbers, test_model};
+use crate::common::compare::{argmax, gap, largest, log_probability};
+use crate::common::runner::Runner;
+use crate::common::{golden_json, ids, kernels, load, number, numbers, test_model};
 use paceline_base::KernelClass;
 use paceline_model::Model;
 use paceline_tensor::KvType;

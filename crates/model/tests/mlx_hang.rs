@@ -8,7 +8,6 @@
 
 #[path = "../../mlx/tests/fake/build.rs"]
 mod build;
-mod common;
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
@@ -16,8 +15,8 @@ use std::sync::Arc;
 use std::sync::mpsc::channel;
 use std::time::Duration;
 
-use common::kernels;
-use common::tiny::Tiny;
+use crate::common::kernels;
+use crate::common::tiny::Tiny;
 use paceline_base::{BlockType, KernelClass, Rank};
 use paceline_mlx::Places;
 use paceline_model::{
@@ -62,6 +61,7 @@ fn step(model: &Path, library: PathBuf) -> Result<usize, Error> {
         tokens: &[1, 2, 3],
         position: 0,
         pages: &[0],
+        windows: &[],
         logits: Logits::Last,
     };
     compute.forward(&Batch {
@@ -100,7 +100,11 @@ fn a_process_whose_device_hangs_is_ended() {
         return eprintln!("SKIPPED {test}: no rustc");
     };
     let mut process = Command::new(std::env::current_exe().unwrap());
-    process.args(["--exact", "the_process_whose_device_hangs", "--nocapture"]);
+    process.args([
+        "--exact",
+        "mlx_hang::the_process_whose_device_hangs",
+        "--nocapture",
+    ]);
     process.env(MODEL, model).env(SHIM, library);
     process.env(FILE, dir.path().join("hang"));
     let output = finish(process.stdout(Stdio::null()).stderr(Stdio::piped()));

@@ -4,14 +4,12 @@
 #![allow(clippy::unwrap_used, reason = "a helper of a test may fail the test")]
 #![allow(clippy::print_stdout, reason = "figures, shown by --nocapture")]
 
-mod common;
-
 use std::path::Path;
 
-use common::compare::{largest, log_probability, relative_rms};
-use common::runner::Runner;
-use common::tiny::Tiny;
-use common::{golden_json, ids, kernels, load, number, numbers, test_model};
+use crate::common::compare::{largest, log_probability, relative_rms};
+use crate::common::runner::Runner;
+use crate::common::tiny::Tiny;
+use crate::common::{golden_json, ids, kernels, load, number, numbers, test_model};
 use paceline_base::{BlockType, KernelClass};
 use paceline_model::Family;
 use serde_json::Value;
@@ -39,7 +37,7 @@ fn classes_agree_with_f32_for_every_storage_type() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("tiny.gguf");
     for block_type in BlockType::GGUF {
-        for family in Family::ALL {
+        for family in Family::DENSE {
             let tiny = Tiny::new(family, block_type);
             tiny.write(&path);
             let tokens = tiny.tokens(40, 1);

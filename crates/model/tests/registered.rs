@@ -8,7 +8,6 @@
     reason = "a test, with helpers outside of test functions"
 )]
 
-mod common;
 #[path = "../../comm/tests/rdma/library.rs"]
 mod library;
 
@@ -16,9 +15,9 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Instant;
 
-use common::places::PATIENCE;
-use common::schedule::bits;
-use common::tiny::Tiny;
+use crate::common::places::PATIENCE;
+use crate::common::schedule::bits;
+use crate::common::tiny::Tiny;
 use paceline_base::{BlockType, KernelClass, Rank};
 use paceline_comm::rdma::{self, Cabling, Matrix, Verbs};
 use paceline_comm::{Copies, Deadline, Group, tcp};
@@ -66,7 +65,7 @@ fn links(verbs: &Verbs, config: &rdma::Config) -> Vec<Links> {
 fn run(model: &Model, tokens: &[u32]) -> (Vec<Vec<u32>>, Vec<(u64, u64)>) {
     let size = BatchSize::single(STEPS[0], CONTEXT);
     let mut ws = Workspace::new(model, size);
-    let mut cache = model.new_cache(CONTEXT).unwrap();
+    let mut cache = model.whole_cache(CONTEXT).unwrap();
     let pages: Vec<u32> = (0..(CONTEXT / PAGE) as u32).collect();
     let copies = || {
         model
@@ -81,6 +80,7 @@ fn run(model: &Model, tokens: &[u32]) -> (Vec<Vec<u32>>, Vec<(u64, u64)>) {
                 tokens: &tokens[done..done + rows],
                 position: done,
                 pages: &pages,
+                windows: &[],
                 logits: Logits::Last,
             }];
             let batch = Batch {

@@ -3,21 +3,20 @@
 
 #![allow(clippy::unwrap_used, reason = "a helper of a test may fail the test")]
 
-mod common;
-
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Instant;
 
-use common::places::{PATIENCE, Place, places};
-use common::schedule::bits;
-use common::tiny::{Random, Tiny};
-use common::{golden, test_model};
+use crate::common::places::{PATIENCE, Place, places};
+use crate::common::schedule::bits;
+use crate::common::tiny::{Random, Tiny};
+use crate::common::toy::config_of;
+use crate::common::{golden, test_model, write_toy};
 use paceline_base::{BlockType, KernelClass, Rank};
 use paceline_comm::Deadline;
 use paceline_model::{
     Batch, BatchSequence, BatchSize, Config, Error, Family, Followed, Links, LoadOptions, Logits,
-    Model, Source, Split, Workspace,
+    Model, Source, Split, Workspace, split,
 };
 use paceline_tensor::{Kernels, PAGE};
 
@@ -59,7 +58,9 @@ impl Case<'_> {
         let kernels = Arc::new(Kernels::new(1).unwrap());
         let options = LoadOptions { class: self.class };
         let Place { split, rank, links } = place;
-        let model = Model::load_shard(&source, &split, rank, options, kernels, |_, _| {}).unwrap();
+        let config = config_of(&source).unwrap();
+        let model = Model::load_config(&source, config, &split, rank, options, kernels, |_, _| {});
+        let model = model.unwrap();
         match links {
             Some(mut links) => {
                 links.overlap = self.overlap;
@@ -72,7 +73,7 @@ impl Case<'_> {
     /// Leads through all steps; the bits of the logits of every step.
     fn lead(&self, model: &Model) -> Result<Vec<Vec<u32>>, Error> {
         let mut ws = Workspace::new(model, self.size());
-        let mut cache = model.new_cache(16 * PAGE).unwrap();
+        let mut cache = model.whole_cache(16 * PAGE).unwrap();
         let pages = [[0, 2, 4, 6, 8, 10, 12, 14], [15, 13, 11, 9, 7, 5, 3, 1]];
         let mut done = [0; 2];
         let mut all = Vec::new();
@@ -81,6 +82,7 @@ impl Case<'_> {
                 tokens: &self.tokens[s][done[s]..done[s] + step[s]],
                 position: done[s],
                 pages: &pages[s],
+                windows: &[],
                 logits: [Logits::Last, Logits::All][s],
             };
             let sequences: Vec<_> = (0..2).filter(|s| step[*s] > 0).map(sequence).collect();
@@ -102,7 +104,7 @@ impl Case<'_> {
     /// Follows through all steps; an error when the leader ends before.
     fn follow(&self, model: &Model) -> Result<(), Error> {
         let mut ws = Workspace::new(model, self.size());
-        let mut cache = model.new_cache(16 * PAGE).unwrap();
+        let mut cache = model.whole_cache(16 * PAGE).unwrap();
         let mut steps = 0;
         while steps < self.steps.len() {
             steps += usize::from(model.follow(&mut ws, &mut cache)? == Followed::Step);
@@ -111,7 +113,7 @@ impl Case<'_> {
     }
 
     fn alone(&self) -> (Vec<Vec<u32>>, u64) {
-        let config = Config::read(&Source::open(self.path).unwrap()).unwrap();
+        let config = config_of(&Source::open(self.path).unwrap()).unwrap();
         let model = self.load(Place {
             split: Split::whole(&config),
             rank: Rank(0),
@@ -121,7 +123,7 @@ impl Case<'_> {
     }
 
     fn split(&self, split: &Split) -> Ran {
-        let config = Config::read(&Source::open(self.path).unwrap()).unwrap();
+        let config = config_of(&Source::open(self.path).unwrap()).unwrap();
         std::thread::scope(|scope| {
             let rank = |place| {
                 scope.spawn(move || {
@@ -152,7 +154,7 @@ impl Case<'_> {
     }
 
     fn check(&self, kinds: &[(&str, u32, &[u32])]) {
-        let config = Config::read(&Source::open(self.path).unwrap()).unwrap();
+        let config = config_of(&Source::open(self.path).unwrap()).unwrap();
         let (expected, whole) = self.alone();
         for (kind, ranks, shares) in kinds {
             let what = format!("{} {kind} over {ranks} by {shares:?}", self.path.display());
@@ -215,6 +217,79 @@ fn every_family_gives_the_bits_of_one_rank() {
         };
         case.check(&TINY_SPLITS);
     }
+}
+
+/// Experts are shared over the ranks of a stage; some ranks of many have none of a layer.
+#[test]
+fn experts_give_the_bits_of_one_rank() {
+    let dir = tempfile::tempdir().unwrap();
+    for (family, block_type, class) in [
+        (Family::Mixtral, BlockType::Q4_K, KernelClass::Cpu),
+        (Family::Qwen2Moe, BlockType::Q8_0, KernelClass::CpuQ8),
+        (Family::Qwen3Moe, BlockType::Q6_K, KernelClass::Cpu),
+        (Family::Qwen3Moe, BlockType::F16, KernelClass::CpuF32),
+    ] {
+        let path = dir.path().join("experts.gguf");
+        let tiny = Tiny::new(family, block_type);
+        tiny.write(&path);
+        for overlap in [false, true] {
+            let case = Case {
+                path: &path,
+                class,
+                tokens: &tokens(tiny.vocab),
+                steps: &[[200, 3], [30, 0], [1, 1], [90, 150]],
+                overlap,
+            };
+            case.check(&TINY_SPLITS);
+            case.check(&[("tensor", 8, &[])]);
+        }
+    }
+}
+
+/// Layers of which none is like another, over 1 to 4 nodes in all ways that stages may be cut.
+#[test]
+fn layers_that_differ_give_the_bits_of_one_rank() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("toy.gguf");
+    write_toy(&path);
+    for (class, overlap) in [(KernelClass::Cpu, false), (KernelClass::CpuF32, true)] {
+        let case = Case {
+            path: &path,
+            class,
+            tokens: &tokens(300),
+            steps: &[[200, 3], [30, 0], [1, 1], [1, 190], [1, 1]],
+            overlap,
+        };
+        case.check(&[
+            ("tensor", 2, &[]),
+            ("tensor", 2, &[3, 1]),
+            ("tensor", 3, &[]),
+            ("tensor", 4, &[]),
+            ("pipeline", 2, &[]),
+            ("pipeline", 3, &[1, 5, 1]),
+            ("2x2", 4, &[]),
+        ]);
+    }
+}
+
+/// A layer and those that use its cache stay in one stage.
+#[test]
+fn layers_that_share_a_cache_are_not_cut() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("toy.gguf");
+    write_toy(&path);
+    let config = config_of(&Source::open(&path).unwrap()).unwrap();
+    let error = Split::plan(&config, "pipeline".parse().unwrap(), 4, &[]).unwrap_err();
+    assert_eq!(
+        error,
+        split::Error::Stages {
+            stages: 4,
+            layers: 3
+        }
+    );
+    let stages = [(0..1, vec![1]), (1..5, vec![1])];
+    let error = Split::of_stages(&config, stages).unwrap_err();
+    assert_eq!(error, split::Error::Shared { layer: 1 });
 }
 
 /// Prompts of several blocks in one, or in two halves, one computed while the other's sums are

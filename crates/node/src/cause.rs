@@ -25,6 +25,8 @@ pub(crate) enum Sign {
     Silent { rank: Rank, silence: Duration },
     /// A process says nonsense.
     Garbled { rank: Rank, what: String },
+    /// A worker's machine is out of reach.
+    Gone { rank: Rank, reason: String },
     /// A worker says that it cannot go on.
     Failed {
         rank: Rank,
@@ -43,8 +45,9 @@ impl Sign {
                 rank,
                 what: garbage.to_string(),
             },
+            Event::Gone { rank, reason } => Self::Gone { rank, reason },
             Event::Message { rank, message } => match message {
-                FromWorker::Failed { reason, blamed } => Self::Failed {
+                FromWorker::Failed { reason, blamed, .. } => Self::Failed {
                     rank,
                     reason,
                     blamed: blamed.map(Rank),
@@ -54,12 +57,24 @@ impl Sign {
         })
     }
 
+    /// The rank that it came from.
+    pub(crate) const fn teller(&self) -> Rank {
+        match self {
+            Self::Exited { rank, .. }
+            | Self::Silent { rank, .. }
+            | Self::Garbled { rank, .. }
+            | Self::Gone { rank, .. }
+            | Self::Failed { rank, .. } => *rank,
+        }
+    }
+
     /// The rank to blame by this sign alone.
     pub(crate) const fn rank(&self) -> Rank {
         match self {
             Self::Exited { rank, .. }
             | Self::Silent { rank, .. }
             | Self::Garbled { rank, .. }
+            | Self::Gone { rank, .. }
             | Self::Failed {
                 rank, blamed: None, ..
             } => *rank,
@@ -77,7 +92,8 @@ impl Sign {
                 ..
             }
             | Self::Silent { .. }
-            | Self::Garbled { .. } => 0,
+            | Self::Garbled { .. }
+            | Self::Gone { .. } => 0,
             Self::Failed { blamed: None, .. } => 1,
             Self::Failed { .. } => 2,
             Self::Exited { .. } => 4, // it said why before
@@ -100,6 +116,7 @@ impl fmt::Display for Sign {
                 write!(f, "{rank} has given no sign of life for {seconds:.1} s")
             }
             Self::Garbled { rank, what } => write!(f, "{rank} speaks nonsense: {what}"),
+            Self::Gone { rank, reason } => write!(f, "{rank} on {reason}"),
             Self::Failed {
                 rank,
                 reason,

@@ -1,8 +1,6 @@
 //! Why an instance cannot be started.
 
-use std::time::Duration;
-
-use paceline_base::Rank;
+use paceline_base::{KernelClass, Rank};
 use paceline_model::split;
 
 /// Why an instance cannot be started, or a worker cannot go on.
@@ -11,6 +9,17 @@ pub enum Error {
     /// The workers cannot be started or reached.
     #[error(transparent)]
     Cluster(#[from] paceline_cluster::Error),
+    /// Nodes that share layers would compute them by different rules.
+    #[error("nodes that share layers compute as {a} and as {b}, expected one class in a stage")]
+    MixedStage {
+        /// Class of the stage's first node.
+        a: KernelClass,
+        /// Class of another.
+        b: KernelClass,
+    },
+    /// Packed weights cannot be taken into another epoch.
+    #[error("something still holds the weights of the epoch before")]
+    Held,
     /// A worker failed; says which and how.
     #[error("{reason}")]
     Worker {
@@ -19,6 +28,14 @@ pub enum Error {
         /// What happened, with the rank's name.
         reason: String,
     },
+    /// A worker on another machine cannot be started or reached.
+    #[error("{rank} on {source}")]
+    Place {
+        /// The rank.
+        rank: Rank,
+        /// The machine, and what happened.
+        source: crate::crew::line::Broken,
+    },
     /// The engine of this worker cannot go on.
     #[error("{reason}")]
     Stopped {
@@ -26,16 +43,6 @@ pub enum Error {
         reason: String,
         /// Whose fault it is, if another rank's.
         blamed: Option<Rank>,
-    },
-    /// Workers did not get ready in time.
-    #[error("{rank} did not {what} within {} s", limit.as_secs())]
-    Slow {
-        /// The first that is missing.
-        rank: Rank,
-        /// What it should have done.
-        what: &'static str,
-        /// How long it had.
-        limit: Duration,
     },
     /// The parent speaks another protocol than this worker.
     #[error("the parent sent {got} where {expected} was due: are they of one version?")]
@@ -71,6 +78,18 @@ pub enum Error {
     /// The model's tokenizer cannot be used.
     #[error(transparent)]
     Tokenizer(#[from] paceline_formats::tokenizer::Error),
+    /// The planner refuses a placement.
+    #[error(transparent)]
+    Plan(#[from] paceline_plan::Error),
+    /// Weights cannot be packed, or memory for a cache cannot be had.
+    #[error(transparent)]
+    Tensor(#[from] paceline_tensor::Error),
+    /// A thread ended before its work was done; it has said why on standard error.
+    #[error("{what} ended early")]
+    Ended {
+        /// Which.
+        what: &'static str,
+    },
     /// The system refuses threads, sockets or random numbers.
     #[error("cannot {what}: {source}")]
     System {
@@ -88,6 +107,12 @@ impl Error {
             self,
             Self::Cluster(paceline_cluster::Error::NoControl { .. })
         )
+    }
+
+    /// Whether it is about the message that was to be sent, and not about who was to get it.
+    pub const fn is_of_message(&self) -> bool {
+        use paceline_cluster::Error::{TooLong, Unencodable};
+        matches!(self, Self::Cluster(TooLong { .. } | Unencodable { .. }))
     }
 
     /// Of another rank, the one to blame; `None` when the failure is this rank's own.

@@ -1,39 +1,35 @@
-//! The parent's side of an instance.
+//! A model that workers compute together: the shell around its [`Supervisor`].
+//!
+//! ```text
+//! callers --commands--> thread "instance": Supervisor::step --actions--> crew, sinks, observer
+//!                            ^                                             |
+//!                            +---------- events of the workers <-----------+
+//! ```
+//! The thread owns the supervisor, the sinks and the clock. Callers never wait for it but in
+//! [`Instance::moved`].
 
-use std::collections::HashMap;
-use std::ffi::OsString;
+use std::collections::{HashMap, VecDeque};
 use std::fmt;
-use std::net::{Ipv4Addr, SocketAddr};
-use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use paceline_base::{Bytes, KernelClass, Rank, lock};
-use paceline_cluster::workers::{Event, LineSink, Spec, Workers};
+use paceline_base::{KernelClass, Rank, lock};
+use paceline_cluster::workers::Event as CrewEvent;
 use paceline_comm::Backend;
 use paceline_engine::{
-    EngineConfig, Failure, Movable, Reply, Request, Service, Sink, Snapshot, State, Status, Ticket,
+    EngineConfig, Failure, Reply, Request, Service, Sink, State, Status, Ticket,
 };
-use paceline_model::{Split, SplitKind};
+use paceline_model::{Config, Split};
 use paceline_tensor::KvType;
 
-use crate::cause::{Sign, cause};
-use crate::messages::{FromWorker, Job, RankReady, ToWorker};
+use crate::crew::Crew;
+use crate::forecast::Forecast;
+use crate::messages::{EpochKey, FromWorker, Job, RankFacts, ToWorker};
+use crate::supervisor::{Action, Change, Event, Notice, Policy, Stand, Supervisor, Way};
 use crate::{Error, Moved};
-
-/// Longest wait for a worker to listen: it has to start and to read the model's header.
-const LISTEN_LIMIT: Duration = Duration::from_secs(30);
-
-/// How long signs are gathered after the first, to find the one that is the cause. Together with
-/// the 1.5 s after which a silent worker is noticed it stays below the 2 s in which a failure is
-/// reported.
-const SIGNS_WITHIN: Duration = Duration::from_millis(150);
-
-/// Events that are taken in after that time: far more than workers that failed leave behind.
-const EVENTS_LATE: u32 = 10_000;
 
 /// How long workers have to end by themselves when the instance ends.
 const GRACE: Duration = Duration::from_millis(300);
@@ -45,476 +41,608 @@ const MEASURE_LIMIT: Duration = Duration::from_secs(1);
 /// model takes minutes on a slow machine; one that died or is stopped is found in 2 s.
 const PATIENCE_S: u64 = 600;
 
-/// How often the thread that reads events looks whether the instance is to end.
-const LOOK_EVERY: Duration = Duration::from_millis(50);
+/// Longest wait for a rank's message. A wake, or a message, ends it sooner.
+const RECEIVE_LIMIT: Duration = Duration::from_secs(1);
 
-/// What to start.
+/// Predictions that answers teach.
+pub type SharedForecast = Arc<Mutex<Forecast>>;
+
+/// Hears the news of an instance and which ways it may use, on its thread: must not block.
+pub type Observer = Box<dyn FnMut(&Notice, &[Cut]) + Send>;
+
+/// A way to cut the model.
+#[derive(Clone, Debug)]
+pub struct Cut {
+    /// Who holds what.
+    pub split: Split,
+    /// Decode tokens a second as expected; `None` when nothing was measured.
+    pub tok_s: Option<f64>,
+}
+
+/// What to compute, and how.
 pub struct InstanceSpec {
-    /// The program that is [`worker::run`](crate::worker::run), with its arguments.
-    pub program: PathBuf,
-    /// Arguments of every worker.
-    pub args: Vec<OsString>,
-    /// GGUF file or Hugging Face folder.
-    pub model: PathBuf,
+    /// Shape of the model.
+    pub config: Config,
     /// How numbers are computed, by rank: the same within a stage.
     pub classes: Vec<KernelClass>,
     /// Threads of each worker.
     pub threads: usize,
-    /// Whether they stay on cores of their own, those of rank 0 first.
-    pub pin: bool,
     /// How keys and values are kept if not as the class does; not on MLX.
     pub kv: Option<KvType>,
-    /// In which directions the model is cut.
-    pub kind: SplitKind,
-    /// Workers.
-    pub ranks: u32,
-    /// How much each gets, relative to the others; none for equal shares.
-    pub shares: Vec<u32>,
-    /// How they reach each other.
+    /// How the ranks reach each other.
     pub backend: Backend,
-    /// Who holds what by `kind` and `shares`; to know the leader.
-    pub split: Split,
     /// Sizes of the engine.
     pub engine: EngineConfig,
-    /// Gets what workers write to standard error, by whole lines.
-    pub on_line: Option<LineSink>,
+    /// The ways that may be used, all over the same ranks; at least one.
+    pub cuts: Vec<Cut>,
+    /// Place of the way to begin with.
+    pub first: usize,
+    /// Learns from answers.
+    pub forecast: Option<SharedForecast>,
+    /// Whether a new epoch is started after a failure.
+    pub restart: bool,
 }
 
 impl fmt::Debug for InstanceSpec {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self {
-            model, kind, ranks, ..
-        } = self;
-        write!(f, "{} over {ranks} ranks ({kind})", model.display())
+        let Self { cuts, first, .. } = self;
+        write!(
+            f,
+            "{} over {} ranks",
+            self.engine.model,
+            cuts[*first].split.ranks()
+        )
     }
 }
 
-/// What a rank said of itself when it was ready.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct RankFacts {
-    /// Its process.
-    pub pid: u32,
-    /// Packed weights that it holds.
-    pub weights: Bytes,
-    /// Threads it computes with.
-    pub threads: usize,
-    /// Instruction set of its kernels.
-    pub instruction_set: String,
+impl InstanceSpec {
+    fn ranks(&self) -> u32 {
+        self.cuts[self.first].split.ranks()
+    }
+
+    fn supervisor(&self) -> Result<Supervisor, Error> {
+        let forecast = self.forecast.as_ref().map(|forecast| lock(forecast));
+        let way = |cut: &Cut| {
+            let known = forecast.as_ref().and_then(|all| all.load_s(&cut.split));
+            let tok_s = cut.tok_s.filter(|v| v.is_finite() && *v > 0.0);
+            Way {
+                name: cut.split.to_string(),
+                leader: cut.split.leader(),
+                tok_s: tok_s.unwrap_or(1.0), // of no consequence: it is the only way then
+                change: known.and_then(|s| Duration::try_from_secs_f64(s).ok()),
+            }
+        };
+        let ways = self.cuts.iter().map(way).collect();
+        let policy = Policy {
+            restart: self.restart,
+            resume: self.classes.iter().all(|class| class.is_exact()),
+            held_max: self
+                .engine
+                .max_waiting
+                .saturating_add(self.engine.max_running),
+        };
+        Ok(Supervisor::new(ways, self.first, self.ranks(), policy)?)
+    }
+
+    fn job(
+        &self,
+        crew: &dyn Crew,
+        rank: Rank,
+        (epoch, way): (u64, usize),
+        meeting: &Meeting,
+    ) -> Job {
+        let post = crew.post(rank);
+        Job {
+            epoch,
+            rank: rank.0,
+            split: self.cuts[way].split.clone(),
+            model: post.model,
+            class: self.classes[rank.0 as usize].to_string(),
+            backend: self.backend.name().to_owned(),
+            threads: self.threads,
+            first_core: post.first_core,
+            kv: self.kv.map(|kv| kv.name().to_owned()),
+            engine: self.engine.clone(),
+            group: meeting.group,
+            key: (!crew.is_one_machine()).then(|| meeting.key.clone()),
+            listen: post.listen,
+            patience_s: PATIENCE_S,
+        }
+    }
 }
 
-/// A model that worker processes compute together. Dropping it ends them.
+/// A model that workers compute together. Dropping it ends them.
 pub struct Instance {
     shared: Arc<Shared>,
-    facts: Vec<RankFacts>,
-    reader: Option<JoinHandle<()>>,
+    cuts: Vec<Cut>,
+    /// Tells once how the first start went.
+    started: Mutex<Option<Receiver<Result<(), Error>>>>,
+    thread: Option<JoinHandle<()>>,
 }
 
-/// What callers and the thread that reads events share.
+/// What callers and the thread share.
 struct Shared {
-    workers: Workers<ToWorker, FromWorker>,
-    leader: Rank,
-    requests: Mutex<HashMap<Ticket, Entry>>,
-    state: Mutex<State>,
+    crew: Box<dyn Crew>,
+    commands: Mutex<VecDeque<Command>>,
+    view: Mutex<View>,
     last_ticket: AtomicU64,
-    /// Gets what the ranks sent, while somebody waits for it.
-    measuring: Mutex<Option<Sender<Moved>>>,
-    /// Gets the requests that the leader gives back, while somebody takes them.
-    taking: Mutex<Option<Sender<Taken>>>,
-    ending: std::sync::atomic::AtomicBool,
 }
 
-/// A request that the leader gave back.
-type Taken = (Ticket, Box<Snapshot>);
+enum Command {
+    Submit(Ticket, Box<Request>, Vec<u32>, Sink),
+    Cancel(Ticket),
+    Measure(Sender<Moved>),
+    End,
+}
 
-/// An open request.
-#[derive(Clone)]
-struct Entry {
-    sink: Arc<Mutex<Sink>>,
-    started: bool,
+/// How the instance is, as of the last event.
+struct View {
+    stand: Stand,
+    door: Result<(), Failure>,
+    load: (usize, usize),
+    epoch: u64,
+    way: usize,
+    restarts: u64,
+    measured: Option<f64>,
+    n_changes: u32,
+    facts: Vec<RankFacts>,
+    changes: Vec<Change>,
+    /// Moved by workers in epochs that they have left.
+    moved: Moved,
 }
 
 impl Instance {
-    /// Starts workers and waits until all are ready; `progress(rank, done, of)` is called as they
-    /// load. Takes as long as loading the largest shard.
+    /// Starts the workers of `crew`; `observer` hears how they load and whatever happens later.
+    /// Returns at once: [`ready`](Self::ready) waits.
     ///
     /// # Errors
-    /// [`Error::Worker`] names the rank that failed; no worker is left then.
-    pub fn start(
-        mut spec: InstanceSpec,
-        progress: impl FnMut(Rank, usize, usize),
+    /// What the system refuses; no worker is left then.
+    pub fn begin(
+        spec: InstanceSpec,
+        crew: Box<dyn Crew>,
+        observer: Observer,
     ) -> Result<Self, Error> {
-        let mut group = [0; 16];
-        getrandom::fill(&mut group).map_err(|error| Error::System {
-            what: "draw random numbers",
-            source: error.into(),
-        })?;
-        let args = vec![spec.args.clone(); spec.ranks as usize];
-        let mut workers = Spec::new(&spec.program, args);
-        workers.on_line = spec.on_line.take();
-        let workers = Workers::spawn(workers)?;
-        let facts = match start_ranks(&workers, &spec, group, progress) {
-            Ok(facts) => facts,
-            Err(error) => {
-                workers.stop(GRACE);
-                return Err(error);
-            }
+        let supervisor = spec.supervisor()?;
+        let view = View {
+            stand: supervisor.stand(),
+            door: supervisor.check(),
+            load: (0, 0),
+            epoch: 0,
+            way: spec.first,
+            restarts: 0,
+            measured: None,
+            n_changes: 0,
+            facts: Vec::new(),
+            changes: Vec::new(),
+            moved: Moved::default(),
         };
         let shared = Arc::new(Shared {
-            workers,
-            leader: spec.split.leader(),
-            requests: Mutex::default(),
-            state: Mutex::new(State::Ready),
+            crew,
+            commands: Mutex::default(),
+            view: Mutex::new(view),
             last_ticket: AtomicU64::new(0),
-            measuring: Mutex::default(),
-            taking: Mutex::default(),
-            ending: false.into(),
         });
-        let own = Arc::clone(&shared);
-        let reader = std::thread::Builder::new().name("instance".to_owned());
-        let reader = reader.spawn(move || own.read_events());
-        let reader = reader.map_err(|source| Error::System {
+        let (first, started) = channel();
+        let cuts = spec.cuts.clone();
+        let mut shell = Shell {
+            shared: Arc::clone(&shared),
+            spec,
+            supervisor,
+            observer,
+            begun: Instant::now(),
+            sinks: HashMap::new(),
+            meeting: Meeting::default(),
+            measuring: Vec::new(),
+            first: Some(first),
+            over: false,
+        };
+        let thread = std::thread::Builder::new().name("instance".to_owned());
+        let thread = thread.spawn(move || shell.run());
+        let thread = thread.map_err(|source| Error::System {
             what: "start a thread",
             source,
         })?;
         Ok(Self {
             shared,
-            facts,
-            reader: Some(reader),
+            cuts,
+            started: Mutex::new(Some(started)),
+            thread: Some(thread),
         })
     }
 
-    /// What the ranks said when they were ready, in rank order.
-    pub fn facts(&self) -> &[RankFacts] {
-        &self.facts
+    /// Waits until all workers are ready for the first time; later calls return at once. Takes as
+    /// long as loading the largest shard.
+    ///
+    /// # Errors
+    /// [`Error::Worker`] names the rank that failed; no worker is left then.
+    pub fn ready(&self) -> Result<(), Error> {
+        let Some(started) = lock(&self.started).take() else {
+            return Ok(());
+        };
+        started.recv().map_err(|_| Error::Ended {
+            what: "the thread of an instance",
+        })?
+    }
+
+    /// Takes a request of whose answer its caller has `tokens` already, from another owner of the
+    /// same model and kernel class: the replies are those that follow.
+    ///
+    /// # Errors
+    /// As [`Service::submit`].
+    pub fn submit_after(
+        &self,
+        request: Request,
+        tokens: Vec<u32>,
+        sink: Sink,
+    ) -> Result<Ticket, Failure> {
+        lock(&self.shared.view).door.clone()?;
+        let ticket = Ticket(self.shared.last_ticket.fetch_add(1, Ordering::Relaxed) + 1);
+        let submit = Command::Submit(ticket, Box::new(request), tokens, sink);
+        self.shared.command(submit);
+        Ok(ticket)
+    }
+
+    /// The ways that may be used.
+    pub fn cuts(&self) -> &[Cut] {
+        &self.cuts
+    }
+
+    /// How the model is cut now.
+    pub fn split(&self) -> &Split {
+        &self.cuts[lock(&self.shared.view).way].split
+    }
+
+    /// Decode tokens a second that were expected of the split in use.
+    pub fn predicted(&self) -> Option<f64> {
+        self.cuts[lock(&self.shared.view).way].tok_s
+    }
+
+    /// Decode tokens a second of the split in use, from answers that were alone.
+    pub fn measured(&self) -> Option<f64> {
+        lock(&self.shared.view).measured
+    }
+
+    /// All changes of the split so far, refused ones included.
+    pub fn changes(&self) -> Vec<Change> {
+        lock(&self.shared.view).changes.clone()
+    }
+
+    /// Changes that were made.
+    pub fn n_changes(&self) -> u32 {
+        lock(&self.shared.view).n_changes
+    }
+
+    /// Times that a new epoch was started after a failure.
+    pub fn restarts(&self) -> u64 {
+        lock(&self.shared.view).restarts
+    }
+
+    /// Number of the epoch, from 1.
+    pub fn epoch(&self) -> u64 {
+        lock(&self.shared.view).epoch
+    }
+
+    /// What the ranks of the last epoch said when they were ready, in rank order.
+    pub fn facts(&self) -> Vec<RankFacts> {
+        lock(&self.shared.view).facts.clone()
     }
 
     /// What all ranks together have moved so far; `None` when one does not say within a second.
     pub fn moved(&self) -> Option<Moved> {
         let (sender, receiver): (_, Receiver<Moved>) = channel();
-        *lock(&self.shared.measuring) = Some(sender);
+        self.shared.command(Command::Measure(sender));
         let deadline = Instant::now() + MEASURE_LIMIT;
-        let ranks = 0..self.shared.workers.count();
-        let asked = ranks.clone().all(|rank| {
-            let sent = self.shared.workers.send(Rank(rank), &ToWorker::Measure);
-            sent.is_ok()
-        });
-        let next = |_| {
+        let next = |_: &Cut| {
             let left = deadline.saturating_duration_since(Instant::now());
             receiver.recv_timeout(left).ok()
         };
-        let sum = asked.then(|| ranks.map(next).sum()).flatten();
-        *lock(&self.shared.measuring) = None;
-        sum
-    }
-}
-
-impl Movable for Instance {
-    fn take_all(&self) -> Result<Vec<(Ticket, Snapshot)>, Failure> {
-        let shared = &self.shared;
-        let (sender, taken) = channel();
-        *lock(&shared.taking) = Some(sender);
-        let sent = shared.workers.send(shared.leader, &ToWorker::TakeAll);
-        if sent.is_err() || shared.failed().is_some() {
-            drop(lock(&shared.taking).take());
-        }
-        // Ends with the leader's last word, or with the instance.
-        let taken = taken.iter().map(|(ticket, snapshot)| (ticket, *snapshot));
-        let taken = taken.collect();
-        match (shared.failed(), sent) {
-            (Some(reason), _) => Err(Failure::Unavailable { reason }),
-            (None, Err(error)) => Err(Failure::Unavailable {
-                reason: error.to_string(),
-            }),
-            (None, Ok(())) => Ok(taken),
-        }
-    }
-
-    fn resume(&self, snapshot: Snapshot, sink: Sink) -> Result<Ticket, Failure> {
-        let snapshot = Box::new(snapshot);
-        let message = |ticket| ToWorker::Resume { ticket, snapshot };
-        self.shared.start(sink, message)
-    }
-}
-
-impl Drop for Instance {
-    fn drop(&mut self) {
-        self.shared.ending.store(true, Ordering::SeqCst);
-        if let Some(reader) = self.reader.take() {
-            let _ = reader.join(); // it has no result, and a panic there was reported
-        }
-        self.shared.workers.stop(GRACE);
-        self.shared.lose("the instance was ended");
-    }
-}
-
-impl fmt::Debug for Instance {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "instance of {} ranks", self.shared.workers.count())
+        let ranks = self.cuts[0].split.ranks() as usize;
+        let now: Option<Moved> = (0..ranks).map(|_| next(&self.cuts[0])).sum();
+        let before = lock(&self.shared.view).moved;
+        Some([before, now?].into_iter().sum())
     }
 }
 
 impl Service for Instance {
     fn submit(&self, request: Request, sink: Sink) -> Result<Ticket, Failure> {
-        let request = Box::new(request);
-        let message = |ticket| ToWorker::Submit { ticket, request };
-        self.shared.start(sink, message)
+        self.submit_after(request, Vec::new(), sink)
     }
 
     fn cancel(&self, ticket: Ticket) {
-        if lock(&self.shared.requests).remove(&ticket).is_some() {
-            // A leader that is gone has nothing left to stop.
-            let _ = self
-                .shared
-                .workers
-                .send(self.shared.leader, &ToWorker::Cancel { ticket });
-        }
+        self.shared.command(Command::Cancel(ticket));
     }
 
     fn status(&self) -> Status {
-        let state = lock(&self.shared.state).clone();
-        let requests = lock(&self.shared.requests);
-        let running = requests.values().filter(|entry| entry.started).count();
+        let view = lock(&self.shared.view);
+        let (running, waiting) = view.load;
+        let is_open = view.door.is_ok();
+        let state = match &view.stand {
+            Stand::Ready => State::Ready,
+            Stand::Loading if is_open => State::Recovering(String::from("workers start again")),
+            Stand::Loading => State::Loading,
+            Stand::Failed { reason, .. } if is_open => State::Recovering(reason.clone()),
+            Stand::Failed { reason, .. } => State::Failed(reason.clone()),
+        };
         Status {
             state,
             running,
-            waiting: requests.len() - running,
+            waiting,
         }
+    }
+}
+
+impl Drop for Instance {
+    fn drop(&mut self) {
+        self.shared.command(Command::End);
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join(); // it has no result, and a panic there was reported
+        }
+        self.shared.crew.end(GRACE);
+    }
+}
+
+impl fmt::Debug for Instance {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "instance by split {}", self.split())
     }
 }
 
 impl Shared {
-    /// Opens a request and sends it to the leader.
-    fn start(
-        &self,
-        sink: Sink,
-        message: impl FnOnce(Ticket) -> ToWorker,
-    ) -> Result<Ticket, Failure> {
-        let ticket = Ticket(self.last_ticket.fetch_add(1, Ordering::Relaxed) + 1);
-        // Under one lock with the state, so that a failure finds either the request or its refusal.
-        {
-            let state = lock(&self.state);
-            if let State::Failed(reason) = &*state {
-                let reason = reason.clone();
-                return Err(Failure::Unavailable { reason });
+    fn command(&self, command: Command) {
+        lock(&self.commands).push_back(command);
+        self.crew.wake();
+    }
+}
+
+/// By what the ranks of an epoch know each other.
+#[derive(Default)]
+struct Meeting {
+    /// Names the group.
+    group: [u8; 16],
+    key: EpochKey,
+}
+
+impl Meeting {
+    /// Draws both anew.
+    fn renew(&mut self) -> Result<(), Error> {
+        let drawn =
+            getrandom::fill(&mut self.group).and_then(|()| getrandom::fill(&mut self.key.0));
+        drawn.map_err(|error| Error::System {
+            what: "draw random numbers",
+            source: error.into(),
+        })
+    }
+}
+
+/// The thread's side.
+struct Shell {
+    shared: Arc<Shared>,
+    spec: InstanceSpec,
+    supervisor: Supervisor,
+    observer: Observer,
+    begun: Instant,
+    sinks: HashMap<Ticket, Sink>,
+    meeting: Meeting,
+    measuring: Vec<Sender<Moved>>,
+    /// Hears how the first start went.
+    first: Option<Sender<Result<(), Error>>>,
+    over: bool,
+}
+
+impl Shell {
+    fn run(&mut self) {
+        self.step(Event::Begin);
+        while !self.over {
+            let now = self.begun.elapsed();
+            let due = self.supervisor.due();
+            let wait = due.map_or(RECEIVE_LIMIT, |due| due.saturating_sub(now));
+            let event = self.shared.crew.receive(wait.min(RECEIVE_LIMIT));
+            match event {
+                Some(event) => self.heard(event),
+                None => self.step(Event::Tick),
             }
-            let entry = Entry {
-                sink: Arc::new(Mutex::new(sink)),
-                started: false,
-            };
-            lock(&self.requests).insert(ticket, entry);
+            self.obey();
         }
-        if let Err(error) = self.workers.send(self.leader, &message(ticket)) {
-            lock(&self.requests).remove(&ticket);
-            let reason = error.to_string();
-            return Err(Failure::Unavailable { reason });
-        }
-        Ok(ticket)
+        self.sinks.clear();
     }
 
-    /// Hands replies out until the instance ends or fails.
-    fn read_events(&self) {
-        while !self.ending.load(Ordering::SeqCst) {
-            let Some(event) = self.workers.recv(LOOK_EVERY) else {
-                continue;
-            };
-            match Sign::of(event) {
-                Ok(sign) => return self.fail(sign),
-                // The leader sees only that it cannot go on, and ends next: the request stays open
-                // until the cause is known.
-                Err((_, FromWorker::Reply { reply, .. })) if is_consequence(&reply) => {}
-                Err((_, FromWorker::Reply { ticket, reply })) => self.reply(ticket, reply),
-                Err((_, FromWorker::Measured(moved))) => {
-                    if let Some(sender) = &*lock(&self.measuring) {
-                        let _ = sender.send(moved.into()); // nobody waits any more
-                    }
+    fn heard(&mut self, event: CrewEvent<FromWorker>) {
+        if let CrewEvent::Message { message, .. } = &event {
+            match message {
+                FromWorker::Measured(moved) => {
+                    self.measuring
+                        .retain(|asker| asker.send((*moved).into()).is_ok());
+                    return;
                 }
-                Err((_, FromWorker::Taken { ticket, snapshot })) => {
-                    // One that was cancelled meanwhile is nobody's.
-                    if lock(&self.requests).remove(&ticket).is_some()
-                        && let Some(sender) = &*lock(&self.taking)
-                    {
-                        let _ = sender.send((ticket, snapshot)); // nobody waits any more
-                    }
-                }
-                Err((_, FromWorker::TakenAll)) => drop(lock(&self.taking).take()),
-                Err(_) => {}
-            }
-        }
-    }
-
-    /// Hands a reply to its sink, outside of any lock but the sink's own.
-    fn reply(&self, ticket: Ticket, reply: Reply) {
-        let last = matches!(reply, Reply::Finished { .. } | Reply::Failed(_));
-        let entry = {
-            let mut requests = lock(&self.requests);
-            if last {
-                requests.remove(&ticket)
-            } else {
-                let entry = requests.get_mut(&ticket);
-                entry.map(|entry| {
-                    entry.started = true;
-                    entry.clone()
-                })
-            }
-        };
-        if let Some(entry) = entry {
-            (lock(&entry.sink))(reply);
-        }
-    }
-
-    /// Ends the instance: finds the cause, ends all workers, and tells all open requests.
-    fn fail(&self, first: Sign) {
-        let mut signs = vec![first];
-        let deadline = Instant::now() + SIGNS_WITHIN;
-        // One that is held up meanwhile takes what has come, though not what goes on coming.
-        let mut late = 0..EVENTS_LATE;
-        while signs.len() <= self.workers.count() as usize * 2 {
-            let left = deadline.saturating_duration_since(Instant::now());
-            if left.is_zero() && late.next().is_none() {
-                break;
-            }
-            match self.workers.recv(left).map(Sign::of) {
-                None if left.is_zero() => break,
-                Some(Ok(sign)) => signs.push(sign),
-                // What was computed before is still true; what failed with it is not the cause.
-                Some(Err((_, FromWorker::Reply { ticket, reply }))) if !is_consequence(&reply) => {
-                    self.reply(ticket, reply);
+                FromWorker::Left { moved, .. } => {
+                    let mut view = lock(&self.shared.view);
+                    view.moved = [view.moved, (*moved).into()].into_iter().sum();
                 }
                 _ => {}
             }
         }
-        let reason = cause(&signs).to_string();
-        *lock(&self.state) = State::Failed(reason.clone());
-        drop(lock(&self.taking).take());
-        self.lose(&reason);
-        self.workers.stop(GRACE);
+        self.step(Event::Crew(event));
     }
 
-    /// Why it failed, if it did.
-    fn failed(&self) -> Option<String> {
-        match &*lock(&self.state) {
-            State::Failed(reason) => Some(reason.clone()),
-            State::Ready | State::Loading => None,
-        }
-    }
-
-    /// Tells all open requests that their answers are lost.
-    fn lose(&self, reason: &str) {
-        let open: Vec<Entry> = lock(&self.requests).drain().map(|(_, e)| e).collect();
-        for entry in open {
-            let reason = reason.to_owned();
-            (lock(&entry.sink))(Reply::Failed(Failure::Lost { reason }));
-        }
-    }
-}
-
-/// Whether a reply of the leader says that its engine failed, rather than something about the
-/// request.
-const fn is_consequence(reply: &Reply) -> bool {
-    matches!(
-        reply,
-        Reply::Failed(Failure::Lost { .. } | Failure::Unavailable { .. })
-    )
-}
-
-/// Has every rank listen, join the others and load.
-fn start_ranks(
-    workers: &Workers<ToWorker, FromWorker>,
-    spec: &InstanceSpec,
-    group: [u8; 16],
-    mut progress: impl FnMut(Rank, usize, usize),
-) -> Result<Vec<RankFacts>, Error> {
-    for rank in (0..spec.ranks).map(Rank) {
-        workers.send(rank, &ToWorker::Start(Box::new(job(spec, rank, group))))?;
-    }
-    let deadline = Some(Instant::now() + LISTEN_LIMIT);
-    let addrs = collect(workers, "listen", deadline, |_, message| match message {
-        FromWorker::Listening { addr } => Some(addr),
-        _ => None,
-    })?;
-    for rank in (0..spec.ranks).map(Rank) {
-        let addrs = addrs.clone();
-        workers.send(rank, &ToWorker::Join { addrs })?;
-    }
-    let ready = collect(workers, "load", None, |rank, message| match message {
-        FromWorker::Ready(ready) => Some(ready),
-        FromWorker::Loading { done, of } => {
-            progress(rank, done, of);
-            None
-        }
-        _ => None,
-    })?;
-    let facts = |(ready, pid): (RankReady, &u32)| RankFacts {
-        pid: *pid,
-        weights: Bytes(ready.weight_bytes),
-        threads: ready.threads,
-        instruction_set: ready.instruction_set,
-    };
-    Ok(ready.into_iter().zip(workers.ids()).map(facts).collect())
-}
-
-fn job(spec: &InstanceSpec, rank: Rank, group: [u8; 16]) -> Job {
-    Job {
-        rank: rank.0,
-        ranks: spec.ranks,
-        model: spec.model.clone(),
-        class: spec.classes[rank.0 as usize].to_string(),
-        split: spec.kind.to_string(),
-        backend: spec.backend.name().to_owned(),
-        shares: spec.shares.clone(),
-        threads: spec.threads,
-        pin: spec.pin,
-        kv: spec.kv.map(|kv| kv.name().to_owned()),
-        engine: spec.engine.clone(),
-        group,
-        listen: SocketAddr::from((Ipv4Addr::LOCALHOST, 0)),
-        patience_s: PATIENCE_S,
-    }
-}
-
-/// Waits until `pick` has found its message from every rank.
-fn collect<T>(
-    workers: &Workers<ToWorker, FromWorker>,
-    what: &'static str,
-    deadline: Option<Instant>,
-    mut pick: impl FnMut(Rank, FromWorker) -> Option<T>,
-) -> Result<Vec<T>, Error> {
-    let mut found: Vec<Option<T>> = (0..workers.count()).map(|_| None).collect();
-    while let Some(missing) = found.iter().position(Option::is_none) {
-        let left = deadline.map_or(Duration::MAX, |deadline| {
-            deadline.saturating_duration_since(Instant::now())
-        });
-        let Some(event) = workers.recv(left) else {
-            return Err(Error::Slow {
-                rank: Rank(missing as u32),
-                what,
-                limit: LISTEN_LIMIT,
-            });
-        };
-        match Sign::of(event) {
-            Ok(sign) => return Err(worker_error(workers, sign)),
-            Err((rank, message)) => {
-                let slot = &mut found[rank.0 as usize];
-                *slot = pick(rank, message).or(slot.take());
+    /// Does what callers ask for.
+    fn obey(&mut self) {
+        loop {
+            let command = lock(&self.shared.commands).pop_front();
+            match command {
+                None => return,
+                Some(Command::Submit(ticket, request, tokens, sink)) => {
+                    self.sinks.insert(ticket, sink);
+                    self.step(Event::Submit {
+                        ticket,
+                        request,
+                        tokens,
+                    });
+                }
+                Some(Command::Cancel(ticket)) => self.step(Event::Cancel(ticket)),
+                Some(Command::Measure(asker)) => {
+                    self.measuring.push(asker);
+                    let ranks = (0..self.spec.ranks()).map(Rank);
+                    ranks.for_each(|rank| drop(self.shared.crew.send(rank, &ToWorker::Measure)));
+                }
+                Some(Command::End) => self.step(Event::End),
             }
         }
     }
-    Ok(found.into_iter().flatten().collect())
-}
 
-/// The cause of a failure while starting.
-fn worker_error(workers: &Workers<ToWorker, FromWorker>, first: Sign) -> Error {
-    let mut signs = vec![first];
-    let deadline = Instant::now() + SIGNS_WITHIN;
-    while let Some(event) = workers.recv(deadline.saturating_duration_since(Instant::now())) {
-        signs.extend(Sign::of(event as Event<FromWorker>).ok());
-        if Instant::now() >= deadline {
-            break;
+    fn step(&mut self, event: Event) {
+        let mut events = VecDeque::from([event]);
+        while let Some(event) = events.pop_front() {
+            let now = self.begun.elapsed();
+            let actions = self.supervisor.step(now, event);
+            self.publish();
+            for action in actions {
+                events.extend(self.act(action));
+            }
         }
     }
-    let sign = cause(&signs);
-    Error::Worker {
-        rank: sign.rank(),
-        reason: sign.to_string(),
+
+    /// Tells callers how the instance is.
+    fn publish(&self) {
+        let supervisor = &self.supervisor;
+        let mut view = lock(&self.shared.view);
+        view.stand = supervisor.stand();
+        view.door = supervisor.check();
+        view.load = supervisor.load();
+        view.epoch = supervisor.epoch();
+        view.way = supervisor.way();
+        view.restarts = supervisor.restarts();
+        view.measured = supervisor.measured();
+        view.n_changes = supervisor.changes();
+    }
+
+    /// Does one thing; what came of it, where that is an event.
+    fn act(&mut self, action: Action) -> Option<Event> {
+        match action {
+            Action::Start(rank) => {
+                let started = self.shared.crew.start(rank);
+                return started.err().map(|error| unreachable(rank, &error));
+            }
+            Action::Assign { rank, epoch, way } => {
+                if rank == Rank(0)
+                    && let Err(error) = self.meeting.renew()
+                {
+                    return Some(unreachable(rank, &error));
+                }
+                let crew = &*self.shared.crew;
+                let job = self.spec.job(crew, rank, (epoch, way), &self.meeting);
+                return self.send(rank, &ToWorker::Assign(Box::new(job)));
+            }
+            Action::Join { rank, addrs } => return self.send(rank, &ToWorker::Join { addrs }),
+            Action::Leave(rank) => return self.send(rank, &ToWorker::Leave),
+            Action::Stop(rank) => self.shared.crew.stop(rank),
+            Action::Submit {
+                rank,
+                ticket,
+                request,
+                tokens,
+            } => return self.submit(rank, ticket, request, tokens),
+            Action::Cancel { rank, ticket } => {
+                // A leader that is gone has nothing left to stop.
+                let _ = self.send(rank, &ToWorker::Cancel { ticket });
+            }
+            Action::Deliver(ticket, reply) => self.deliver(ticket, reply),
+            Action::Forget(ticket) => drop(self.sinks.remove(&ticket)),
+            Action::Learn { way, tok_s } => self.learn(way, tok_s),
+            Action::Loaded { way, took } => {
+                if let Some(forecast) = &self.spec.forecast {
+                    let split = &self.spec.cuts[way].split;
+                    lock(forecast).loaded(split, took.as_secs_f64());
+                }
+            }
+            Action::Tell(notice) => self.tell(&notice),
+            Action::End => {
+                self.over = true;
+                self.shared.crew.end(GRACE);
+            }
+        }
+        None
+    }
+
+    fn send(&self, rank: Rank, message: &ToWorker) -> Option<Event> {
+        let sent = self.shared.crew.send(rank, message);
+        sent.err().map(|error| unreachable(rank, &error))
+    }
+
+    fn submit(
+        &self,
+        rank: Rank,
+        ticket: Ticket,
+        request: Box<Request>,
+        tokens: Vec<u32>,
+    ) -> Option<Event> {
+        let message = ToWorker::Submit {
+            ticket,
+            request,
+            tokens,
+        };
+        let error = self.shared.crew.send(rank, &message).err()?;
+        Some(if error.is_of_message() {
+            let reason = error.to_string();
+            Event::Unsendable { ticket, reason }
+        } else {
+            unreachable(rank, &error)
+        })
+    }
+
+    /// Hands a reply to its sink; the last one forgets it.
+    fn deliver(&mut self, ticket: Ticket, reply: Reply) {
+        if matches!(reply, Reply::Finished { .. } | Reply::Failed(_)) {
+            if let Some(mut sink) = self.sinks.remove(&ticket) {
+                sink(reply);
+            }
+        } else if let Some(sink) = self.sinks.get_mut(&ticket) {
+            sink(reply);
+        }
+    }
+
+    fn learn(&self, way: usize, tok_s: f64) {
+        if let Some(forecast) = &self.spec.forecast {
+            let split = &self.spec.cuts[way].split;
+            lock(forecast).learn(&self.spec.config, split, tok_s);
+        }
+    }
+
+    fn tell(&mut self, notice: &Notice) {
+        match notice {
+            Notice::Ready { facts, .. } => {
+                lock(&self.shared.view).facts = facts.clone();
+                self.started(Ok(()));
+            }
+            Notice::Changed(change) => lock(&self.shared.view).changes.push(change.clone()),
+            Notice::Failed {
+                rank,
+                reason,
+                again_in,
+            } => {
+                lock(&self.shared.view).facts.clear();
+                if again_in.is_none() {
+                    let reason = reason.clone();
+                    self.started(Err(Error::Worker {
+                        rank: *rank,
+                        reason,
+                    }));
+                }
+            }
+            Notice::Loading { .. } => {}
+        }
+        (self.observer)(notice, &self.spec.cuts);
+    }
+
+    fn started(&mut self, outcome: Result<(), Error>) {
+        if let Some(first) = self.first.take() {
+            let _ = first.send(outcome); // its caller waits
+        }
+    }
+}
+
+fn unreachable(rank: Rank, error: &Error) -> Event {
+    Event::Unreachable {
+        rank,
+        reason: error.to_string(),
     }
 }

@@ -1,35 +1,52 @@
-//! Model instances on this machine: worker processes that compute one model together.
+//! Model instances: workers that compute one model together, and the supervisor that owns their
+//! life.
 //!
 //! ```text
-//! parent (run, up, bench)                      workers, one rank each
-//! Instance  -- Start, Join, Submit, Cancel -->  worker::run   rank 0   shard 0 --+
-//!     ^     <-- Listening, Ready, Reply ------                rank 1   shard 1 --+-- one group
-//!     |                                                       ...                |   over TCP
-//!  Service: submit, cancel, status                            leader: Engine   --+
+//! Prepared --over(crew)--> Instance: thread + Supervisor (pure)      workers, one rank each
+//!                             |  Crew::send   -- Assign, Submit -->  worker::run   rank 0 --+
+//!                             |  Crew::receive <-- Ready, Reply ---                rank 1 --+
+//!                          Service: submit, cancel, status           leader: Engine         |
 //! ```
 //!
-//! The parent starts the workers, tells each what to load and where the others listen, and from
-//! then on talks to the *leader* only (the rank that gets the logits and plans the steps). The
-//! workers talk to one another directly: plans, activations and logits pass no third process.
+//! The supervisor gives each worker its part of an *epoch*: which shard, and where the others
+//! listen. From then on it talks to the *leader* only (the rank that gets the logits and plans the
+//! steps). The workers talk to one another directly: plans, activations and logits pass no third
+//! process.
 //!
-//! When a worker ends, crashes, is stopped or falls silent, the parent ends the others, and every
-//! open request gets [`Failure::Lost`](paceline_engine::Failure::Lost) with the rank that caused
-//! it. When the parent ends, by whatever, the workers end themselves.
+//! When a worker ends, crashes, is stopped or falls silent, the epoch ends. The other workers keep
+//! their processes and weights for the next one. There open answers go on after the tokens that
+//! their callers have, with the same bits; on MLX, which is not exact, they end with
+//! [`Failure::Lost`](paceline_engine::Failure::Lost) and the rank that caused it. When the instance's process ends,
+//! by whatever, local workers end themselves.
 //!
-//! - [`Instance`], [`InstanceSpec`]: the parent's side.
-//! - [`worker`]: what a worker process runs.
+//! - [`Prepared`], [`Loaded`]: from files to something that answers.
+//! - [`Instance`], [`supervisor`]: a model over workers.
+//! - [`crew`]: where workers run; [`worker`]: what a worker process runs; [`messages`] between
+//!   them.
+//! - [`fleet`]: instances over the nodes of a cluster.
+//! - [`forecast`]: how fast each split will be on this machine.
 //! - [`load_whole`]: a model in this process, on whichever engine.
 //! - [`Error`].
 
 mod cause;
+pub mod crew;
 mod error;
+pub mod fleet;
+pub mod forecast;
 mod instance;
 mod load;
-mod messages;
+pub mod messages;
 mod moved;
+mod prepared;
+pub mod supervisor;
 pub mod worker;
 
+/// Revision of the numbers' definition: raised with every change that docs/numerics.md lists as one
+/// of answers. Nodes with unlike revisions share no instance.
+pub const NUMERICS: u32 = 1;
+
 pub use error::Error;
-pub use instance::{Instance, InstanceSpec, RankFacts};
+pub use instance::{Cut, Instance, InstanceSpec, Observer, SharedForecast};
 pub use load::load_whole;
 pub use moved::Moved;
+pub use prepared::{Answer, Loaded, Options, Prepared};

@@ -1,19 +1,30 @@
-//! What parent and workers say to each other.
+//! What an instance and its workers say to each other.
+//!
+//! ```text
+//! Assign(epoch 1) -> Listening   Join -> Loading... Ready   Submit -> Reply...   Leave -> Left
+//! Assign(epoch 2) -> Listening   ...
+//! ```
+//! A worker lives through any number of epochs. It keeps its packed weights from one to the next
+//! where its shard stays the same.
 
+use std::fmt;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 
-use paceline_engine::{EngineConfig, Reply, Request, Snapshot, Ticket};
+use paceline_comm::tcp::KEY_BYTES;
+use paceline_engine::{EngineConfig, Reply, Request, Ticket};
+use paceline_model::Split;
 use serde::{Deserialize, Serialize};
 
 use crate::moved::RankMoved;
 
-/// From the parent to a worker.
+/// From an instance to a worker.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub(crate) enum ToWorker {
-    /// What to be; the first message.
-    Start(Box<Job>),
-    /// Where all ranks listen, in rank order; the second message.
+pub enum ToWorker {
+    /// A part in an epoch; the first message, and the first after [`FromWorker::Left`] or
+    /// [`FromWorker::Failed`].
+    Assign(Box<Job>),
+    /// Where all ranks listen, in rank order; the second message of an epoch.
     Join {
         /// One address for each rank.
         addrs: Vec<SocketAddr>,
@@ -24,68 +35,73 @@ pub(crate) enum ToWorker {
         ticket: Ticket,
         /// What to compute.
         request: Box<Request>,
+        /// Tokens of the answer that the caller has already.
+        tokens: Vec<u32>,
     },
     /// Stop a request, to the leader.
     Cancel {
         /// Its name.
         ticket: Ticket,
     },
-    /// A request that other workers began, to the leader.
-    Resume {
-        /// Its name.
-        ticket: Ticket,
-        /// Where it stands.
-        snapshot: Box<Snapshot>,
-    },
-    /// Give all requests back, to the leader.
-    TakeAll,
     /// Tell what was sent so far.
     Measure,
+    /// Leave the epoch after the step that is under way, and wait for another part.
+    Leave,
 }
 
 impl ToWorker {
     pub(crate) const fn name(&self) -> &'static str {
         match self {
-            Self::Start(_) => "Start",
+            Self::Assign(_) => "Assign",
             Self::Join { .. } => "Join",
             Self::Submit { .. } => "Submit",
             Self::Cancel { .. } => "Cancel",
-            Self::Resume { .. } => "Resume",
-            Self::TakeAll => "TakeAll",
             Self::Measure => "Measure",
+            Self::Leave => "Leave",
         }
     }
 }
 
-/// What a worker is to be.
+/// A rank's part in an epoch.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub(crate) struct Job {
+pub struct Job {
+    pub(crate) epoch: u64,
     pub(crate) rank: u32,
-    pub(crate) ranks: u32,
+    /// Who holds what, as the instance's owner has decided: a worker checks it and derives nothing.
+    pub(crate) split: Split,
     pub(crate) model: PathBuf,
-    /// Names of a kernel class, of a split, and of a backend of the group.
+    /// Names of a kernel class and of a backend of the group.
     pub(crate) class: String,
-    pub(crate) split: String,
     pub(crate) backend: String,
-    /// One for each rank, or none for equal shares.
-    pub(crate) shares: Vec<u32>,
     pub(crate) threads: usize,
-    /// Whether they stay on cores of their own, those of rank 0 first.
-    pub(crate) pin: bool,
+    /// The first of the cores that the threads stay on; anywhere without.
+    pub(crate) first_core: Option<usize>,
     /// Name of the type of keys and values, if not that of the class.
     pub(crate) kv: Option<String>,
     pub(crate) engine: EngineConfig,
-    /// Names the group, so that no stray connection joins it.
+    /// Names the group, so that no stray connection joins it; another one for each epoch.
     pub(crate) group: [u8; 16],
+    /// Authenticates and encrypts what ranks send each other; `None` for ranks of one machine.
+    pub(crate) key: Option<EpochKey>,
     /// Where to listen for the other ranks.
     pub(crate) listen: SocketAddr,
     /// Longest wait for another rank's part of a step.
     pub(crate) patience_s: u64,
 }
 
-/// From a worker to the parent.
-#[derive(Clone, Debug, Serialize, Deserialize)]
-pub(crate) enum FromWorker {
+/// The secret of an epoch's group, another one for each epoch. Never printed.
+#[derive(Clone, Default, Serialize, Deserialize)]
+pub(crate) struct EpochKey(pub(crate) [u8; KEY_BYTES]);
+
+impl fmt::Debug for EpochKey {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("EpochKey(..)")
+    }
+}
+
+/// From a worker to its instance.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub enum FromWorker {
     /// Where it waits for the other ranks.
     Listening {
         /// The address.
@@ -99,7 +115,7 @@ pub(crate) enum FromWorker {
         of: usize,
     },
     /// It can compute.
-    Ready(RankReady),
+    Ready(RankFacts),
     /// Something happened to a request.
     Reply {
         /// Its name.
@@ -107,19 +123,19 @@ pub(crate) enum FromWorker {
         /// What.
         reply: Reply,
     },
-    /// A request that is given back; after all its replies so far.
-    Taken {
-        /// Its name.
-        ticket: Ticket,
-        /// Where it stands.
-        snapshot: Box<Snapshot>,
-    },
-    /// All were given back.
-    TakenAll,
     /// The answer to `Measure`.
     Measured(RankMoved),
-    /// It cannot go on, and ends.
+    /// It has left the epoch, and waits.
+    Left {
+        /// The epoch's number.
+        epoch: u64,
+        /// What it had sent in it.
+        moved: RankMoved,
+    },
+    /// The epoch cannot go on: it has left it, and waits.
     Failed {
+        /// The epoch's number; 0 before the first.
+        epoch: u64,
         /// Why.
         reason: String,
         /// Whose fault it is, if another rank's.
@@ -128,9 +144,14 @@ pub(crate) enum FromWorker {
 }
 
 /// What a worker says of itself when it is ready.
-#[derive(Clone, Debug, Serialize, Deserialize)]
-pub(crate) struct RankReady {
-    pub(crate) weight_bytes: u64,
-    pub(crate) threads: usize,
-    pub(crate) instruction_set: String,
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RankFacts {
+    /// Its process.
+    pub pid: u32,
+    /// Bytes of packed weights that it holds.
+    pub weight_bytes: u64,
+    /// Threads it computes with.
+    pub threads: usize,
+    /// Instruction set of its kernels, or its device.
+    pub instruction_set: String,
 }

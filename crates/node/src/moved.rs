@@ -55,8 +55,8 @@ impl std::iter::Sum for Moved {
 }
 
 /// [`Moved`] on the control channel.
-#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
-pub(crate) struct RankMoved {
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RankMoved {
     sent: u64,
     in_place: u64,
     converted: u64,

@@ -1,42 +1,47 @@
-//! What a worker process runs: one rank of an instance.
+//! What a worker process runs: one rank of an instance, through any number of epochs.
 //!
 //! Its main thread reads the control channel. The leader's engine runs on a thread of its own; so
-//! does the loop of the other ranks. Whatever fails is told to the parent, and the process ends.
+//! does the loop of the other ranks. An epoch that fails is told, and the worker waits for another
+//! part with its packed weights kept. Only a broken control channel ends the process.
 
-use std::collections::HashMap;
-use std::sync::{Arc, Mutex, MutexGuard};
-use std::time::{Duration, Instant};
+mod epoch;
+mod tickets;
 
-use paceline_base::{KernelClass, Rank, lock};
+use std::net::SocketAddr;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, Instant, SystemTime};
+
+use paceline_base::{KernelClass, Rank};
 use paceline_cluster::Control;
-use paceline_comm::tcp::{self, GroupId};
-use paceline_comm::{Backend, Deadline, Error as CommError, Group, Seat, Strict, Wires, init};
-use paceline_engine::{Engine, Failure, Follower, Reply, Runner, Service, Sink, State, Ticket};
-use paceline_formats::tokenizer::Tokenizer;
-use paceline_model::{Config, Links, MlxPlaces, Source, Split, Weights};
+use paceline_comm::tcp::{self, GroupId, GroupKey, Protection};
+use paceline_comm::{Backend, Deadline, Seat, Strict, Wires, init};
+use paceline_model::{Config, Links, MlxPlaces, Shard, Source, Weights};
 use paceline_tensor::{Kernels, Pinning};
 
 use crate::Error;
 use crate::load::Wanted;
-use crate::messages::{FromWorker, Job, RankReady, ToWorker};
+use crate::messages::{EpochKey, FromWorker, Job, RankFacts, ToWorker};
 use crate::moved::RankMoved;
+use epoch::{Epoch, Part};
 
 type Channel = Arc<Control<ToWorker, FromWorker>>;
 
-/// Longest wait for the parent's next message while starting, and for all ranks to join.
+/// Makes the kernels for a number of threads and their place.
+type MakeKernels<'a> = dyn Fn(usize, Pinning) -> std::io::Result<Arc<Kernels>> + 'a;
+
+/// Finds what a wire needs that is neither memory nor sockets.
+type FindWires<'a> = dyn Fn(Backend) -> std::io::Result<Wires> + 'a;
+
+/// Longest wait for the other ranks' addresses, and for all ranks to join.
 const START_LIMIT: Duration = Duration::from_secs(30);
 
-/// How often the leader looks whether its engine still lives.
+/// How often a rank looks whether its part of the epoch still lives.
 const LOOK_EVERY: Duration = Duration::from_millis(100);
 
-/// How long a worker that cannot go on waits to be ended, so that the parent reads why first.
-const LAST_WORDS: Duration = Duration::from_millis(200);
-
-/// How long a group may take to say again why it failed; it does so at once.
-const LOST_LIMIT: Duration = Duration::from_millis(10);
-
-/// Runs a worker on the control channel that is this process's standard input, until the parent
-/// ends it or is gone; returns only when something failed, which the parent has been told.
+/// Runs a worker on the control channel that is this process's standard input, until its instance
+/// ends it or is gone; returns only when the channel is of no use.
 ///
 /// `kernels` makes the kernels for a number of threads and their place, `wires` finds what a wire
 /// needs that is neither memory nor sockets, by the name of its backend; `mlx` is where that
@@ -45,75 +50,303 @@ const LOST_LIMIT: Duration = Duration::from_millis(10);
 /// # Errors
 /// What failed.
 pub fn run(
-    kernels: impl FnOnce(usize, Pinning) -> std::io::Result<Arc<Kernels>>,
-    wires: impl FnOnce(Backend) -> std::io::Result<Wires>,
+    kernels: impl Fn(usize, Pinning) -> std::io::Result<Arc<Kernels>>,
+    wires: impl Fn(Backend) -> std::io::Result<Wires>,
     mlx: MlxPlaces,
 ) -> Result<std::convert::Infallible, Error> {
-    let channel: Channel = Arc::new(Control::from_stdin()?);
-    let error = match work(&channel, kernels, wires, &mlx) {
-        Ok(never) => match never {},
-        Err(error) => error,
+    let mut worker = Worker {
+        channel: Arc::new(Control::from_stdin()?),
+        make_kernels: &kernels,
+        find_wires: &wires,
+        mlx,
+        number: 0,
+        kernels: None,
+        kept: None,
+        epoch: None,
     };
-    tell(&channel, &error);
-    Err(error)
-}
-
-fn tell(channel: &Channel, error: &Error) {
-    let failed = FromWorker::Failed {
-        reason: error.to_string(),
-        blamed: error.blamed().map(|rank| rank.0),
-    };
-    // A parent that does not listen is gone, and then nobody is left to tell.
-    if channel.send(&failed).is_ok() {
-        std::thread::sleep(LAST_WORDS);
+    loop {
+        worker.turn()?;
     }
 }
 
-fn work(
-    channel: &Channel,
-    kernels: impl FnOnce(usize, Pinning) -> std::io::Result<Arc<Kernels>>,
-    wires: impl FnOnce(Backend) -> std::io::Result<Wires>,
-    mlx: &MlxPlaces,
-) -> Result<std::convert::Infallible, Error> {
-    let job = match next(channel, "Start")? {
-        ToWorker::Start(job) => job,
-        other => return Err(unexpected(&other, "Start")),
-    };
-    let class: KernelClass = parse(&job.class, "kernel class")?;
-    // Where MLX computes, kernels only choose tokens.
-    let threads = if class.is_mlx() { 1 } else { job.threads };
-    let pinning = match job.pin {
-        true => Pinning::Cores {
-            first: job.rank as usize * threads,
-        },
-        false => Pinning::Free,
-    };
-    let kernels = kernels(threads, pinning).map_err(|source| Error::System {
-        what: "start threads",
-        source,
-    })?;
-    let source = Arc::new(Source::open(&job.model)?);
-    let config = Config::read(&source)?;
-    let split = Split::plan(&config, parse(&job.split, "split")?, job.ranks, &job.shares)?;
-    let links = join(channel, &job, (&split, &config), wires)?;
-    let progress = |done, of| {
-        // Should the parent be gone, the reader of the channel ends this process.
-        let _ = channel.send(&FromWorker::Loading { done, of });
-    };
-    let wanted = Wanted {
-        source: &source,
-        split: &split,
-        rank: Rank(job.rank),
-        class,
-        kv: job.kv.as_deref().map(|kv| parse(kv, "kv")).transpose()?,
-        engine: &job.engine,
-        mlx,
-    };
-    let model = wanted.load(Some(links), kernels, progress)?;
-    if model.shard().leads() {
-        lead(channel, &job, &source, model)
-    } else {
-        follow(channel, &job, model)
+/// Kernels, and what they were made for.
+type Made = (usize, Pinning, Arc<Kernels>);
+
+/// Weights outside of an epoch, and of what.
+struct Kept {
+    of: Identity,
+    weights: Arc<dyn Weights>,
+}
+
+/// What decides whether packed weights serve another epoch.
+#[derive(Clone, Debug, PartialEq)]
+struct Identity {
+    model: PathBuf,
+    /// Of the file: another one may lie at the same place by now.
+    stamp: Stamp,
+    class: String,
+    kv: Option<String>,
+    threads: usize,
+    first_core: Option<usize>,
+    shard: Shard,
+}
+
+/// Length, time of change and number of a file or folder.
+#[derive(Clone, Debug, PartialEq)]
+struct Stamp(u64, SystemTime, u64);
+
+impl Stamp {
+    fn of(path: &Path) -> Result<Self, Error> {
+        let read = |path: &Path| {
+            let facts = std::fs::metadata(path)?;
+            Ok(Self(facts.len(), facts.modified()?, facts.ino()))
+        };
+        read(path).map_err(|source| Error::System {
+            what: "look at the model's file",
+            source,
+        })
+    }
+}
+
+struct Worker<'a> {
+    channel: Channel,
+    make_kernels: &'a MakeKernels<'a>,
+    find_wires: &'a FindWires<'a>,
+    mlx: MlxPlaces,
+    /// Of the last epoch.
+    number: u64,
+    kernels: Option<Made>,
+    kept: Option<Kept>,
+    epoch: Option<Epoch>,
+}
+
+impl Worker<'_> {
+    /// Takes in one message, or looks how the engine is.
+    fn turn(&mut self) -> Result<(), Error> {
+        let computes = self.epoch.is_some();
+        let wait = if computes { LOOK_EVERY } else { Duration::MAX };
+        match self.channel.recv(wait)? {
+            Some(ToWorker::Assign(job)) => {
+                self.leave();
+                self.number = job.epoch;
+                self.begin(&job)
+            }
+            Some(ToWorker::Leave) => {
+                let moved = self.leave();
+                let epoch = self.number;
+                self.send(&FromWorker::Left { epoch, moved })
+            }
+            Some(message) => self.obey(message),
+            None => self.look(),
+        }
+    }
+
+    fn send(&self, message: &FromWorker) -> Result<(), Error> {
+        Ok(self.channel.send(message)?)
+    }
+
+    /// Starts an epoch, or tells why that cannot be.
+    fn begin(&mut self, job: &Job) -> Result<(), Error> {
+        match self.enter(job) {
+            Ok(Some(epoch)) => {
+                let ready = ready(&*epoch.weights);
+                self.epoch = Some(epoch);
+                self.send(&FromWorker::Ready(ready))
+            }
+            Ok(None) => {
+                let (epoch, moved) = (self.number, RankMoved::default());
+                self.send(&FromWorker::Left { epoch, moved })
+            }
+            Err(error) => self.tell(&error),
+        }
+    }
+
+    fn tell(&self, error: &Error) -> Result<(), Error> {
+        self.send(&failed(self.number, error))
+    }
+
+    /// Joins the other ranks, loads and starts to compute; nothing if told to leave meanwhile.
+    fn enter(&mut self, job: &Job) -> Result<Option<Epoch>, Error> {
+        let class: KernelClass = parse(&job.class, "kernel class")?;
+        let kernels = self.kernels(job, class)?;
+        let source = Arc::new(Source::open(&job.model)?);
+        let config = Config::read(&source)?;
+        job.split.check(&config)?;
+        if job.rank >= job.split.ranks() {
+            return Err(Error::Setting {
+                field: "rank",
+                got: job.rank.to_string(),
+            });
+        }
+        let shard = job.split.shard(&config, Rank(job.rank));
+        let Some(links) = self.join(job, &shard)? else {
+            return Ok(None);
+        };
+        let of = Identity {
+            model: job.model.clone(),
+            stamp: Stamp::of(&job.model)?,
+            class: job.class.clone(),
+            kv: job.kv.clone(),
+            threads: job.threads,
+            first_core: job.first_core,
+            shard,
+        };
+        let weights = match self.kept.take().filter(|kept| kept.of == of) {
+            Some(kept) => kept.weights.linked(links).ok_or(Error::Held)?,
+            None => self.load(job, (class, &source), kernels, links)?,
+        };
+        Epoch::start(&self.channel, job, &source, weights, of).map(Some)
+    }
+
+    /// The kernels for a job, the same as before where they can be.
+    fn kernels(&mut self, job: &Job, class: KernelClass) -> Result<Arc<Kernels>, Error> {
+        // Where MLX computes, kernels only choose tokens.
+        let threads = if class.is_mlx() { 1 } else { job.threads };
+        let first = job.first_core;
+        let pinning = first.map_or(Pinning::Free, |first| Pinning::Cores { first });
+        if let Some((of, at, kernels)) = &self.kernels
+            && (*of, *at) == (threads, pinning)
+        {
+            return Ok(Arc::clone(kernels));
+        }
+        self.kept = None; // packed for others
+        let made = (self.make_kernels)(threads, pinning).map_err(|source| Error::System {
+            what: "start threads",
+            source,
+        })?;
+        self.kernels = Some((threads, pinning, Arc::clone(&made)));
+        Ok(made)
+    }
+
+    fn load(
+        &self,
+        job: &Job,
+        (class, source): (KernelClass, &Arc<Source>),
+        kernels: Arc<Kernels>,
+        links: Links,
+    ) -> Result<Arc<dyn Weights>, Error> {
+        let progress = |done, of| {
+            // Should the instance be gone, the reader of the channel ends this process.
+            let _ = self.channel.send(&FromWorker::Loading { done, of });
+        };
+        let wanted = Wanted {
+            source,
+            split: &job.split,
+            rank: Rank(job.rank),
+            class,
+            kv: job.kv.as_deref().map(|kv| parse(kv, "kv")).transpose()?,
+            engine: &job.engine,
+            mlx: &self.mlx,
+        };
+        Ok(wanted.load(Some(links), kernels, progress)?)
+    }
+
+    /// Meets the other ranks: listens, tells where, hears where they are; nothing if told to leave
+    /// instead.
+    fn join(&self, job: &Job, shard: &Shard) -> Result<Option<Links>, Error> {
+        let listener = tcp::Listener::bind(job.listen).map_err(|source| Error::System {
+            what: "listen for the other ranks",
+            source,
+        })?;
+        let addr = listener.addr();
+        self.send(&FromWorker::Listening { addr })?;
+        let addrs = match self.channel.recv(START_LIMIT)? {
+            Some(ToWorker::Join { mut addrs }) => {
+                addrs
+                    .iter_mut()
+                    .for_each(|a| by_own_interface(a, job.listen));
+                addrs
+            }
+            Some(ToWorker::Leave) => return Ok(None),
+            other => return Err(unexpected(other.as_ref(), "Join")),
+        };
+        let deadline = Deadline::at(Instant::now() + START_LIMIT);
+        let seat = Seat {
+            listener,
+            rank: Rank(job.rank),
+            addrs: &addrs,
+            id: GroupId(job.group),
+            config: tcp::Config {
+                protection: protection(job.key.as_ref()),
+                ..tcp::Config::default()
+            },
+        };
+        let backend = parse(&job.backend, "backend")?;
+        let wires = (self.find_wires)(backend).map_err(|source| Error::System {
+            what: "find the wires between ranks",
+            source,
+        })?;
+        let world = init(backend, Strict::Yes, seat, &wires, deadline)?;
+        let stage = world.split(shard.stage as u32, job.rank, deadline)?;
+        let patience = Duration::from_secs(job.patience_s);
+        Ok(Some(Links::new(world, stage, patience)))
+    }
+
+    /// Does what a message of an epoch asks for. Between epochs it is late, and nothing happens.
+    fn obey(&mut self, message: ToWorker) -> Result<(), Error> {
+        let Some(epoch) = &self.epoch else {
+            return Ok(());
+        };
+        match (message, &epoch.part) {
+            (ToWorker::Measure, _) => self.channel.send(&epoch.measured())?,
+            (
+                ToWorker::Submit {
+                    ticket,
+                    request,
+                    tokens,
+                },
+                Part::Leads(leader),
+            ) => leader.submit(&self.channel, ticket, *request, tokens)?,
+            (ToWorker::Cancel { ticket }, Part::Leads(leader)) => leader.cancel(ticket),
+            (other, _) => self.tell(&unexpected(Some(&other), "Submit, Measure or Leave"))?,
+        }
+        self.look()
+    }
+
+    /// Leaves an epoch that failed, so that other ranks see it; of a leader, tells why.
+    fn look(&mut self) -> Result<(), Error> {
+        match self.epoch.as_ref().and_then(Epoch::failure) {
+            None => Ok(()),
+            Some(failure) => {
+                self.leave();
+                failure.map_or(Ok(()), |error| self.tell(&error))
+            }
+        }
+    }
+
+    /// Leaves the epoch, if there is one, after the step that is under way; keeps the weights. What
+    /// this rank has sent in it.
+    fn leave(&mut self) -> RankMoved {
+        let Some(epoch) = self.epoch.take() else {
+            return RankMoved::default();
+        };
+        let moved = RankMoved::of(&*epoch.weights);
+        self.kept = epoch.leave();
+        moved
+    }
+}
+
+fn protection(key: Option<&EpochKey>) -> Protection {
+    let keyed = |key: &EpochKey| Protection::Key(GroupKey::new(key.0));
+    key.map_or(Protection::Loopback, keyed)
+}
+
+/// Gives a link-local address the interface of `own`: the number of an interface is another one on
+/// each machine.
+fn by_own_interface(addr: &mut SocketAddr, own: SocketAddr) {
+    if let (SocketAddr::V6(addr), SocketAddr::V6(own)) = (addr, own)
+        && addr.ip().is_unicast_link_local()
+    {
+        addr.set_scope_id(own.scope_id());
+    }
+}
+
+/// What tells an instance that an epoch cannot go on.
+fn failed(epoch: u64, error: &Error) -> FromWorker {
+    FromWorker::Failed {
+        epoch,
+        reason: error.to_string(),
+        blamed: error.blamed().map(|rank| rank.0),
     }
 }
 
@@ -124,240 +357,18 @@ fn parse<T: std::str::FromStr>(value: &str, field: &'static str) -> Result<T, Er
     })
 }
 
-fn next(channel: &Channel, expected: &'static str) -> Result<ToWorker, Error> {
-    let message = channel.recv(START_LIMIT)?;
-    message.ok_or(Error::Protocol {
-        got: "nothing",
-        expected,
-    })
-}
-
-const fn unexpected(message: &ToWorker, expected: &'static str) -> Error {
+fn unexpected(message: Option<&ToWorker>, expected: &'static str) -> Error {
     Error::Protocol {
-        got: message.name(),
+        got: message.map_or("nothing", ToWorker::name),
         expected,
     }
 }
 
-/// Meets the other ranks: listens, tells where, hears where they are.
-fn join(
-    channel: &Channel,
-    job: &Job,
-    (split, config): (&Split, &Config),
-    wires: impl FnOnce(Backend) -> std::io::Result<Wires>,
-) -> Result<Links, Error> {
-    let listener = tcp::Listener::bind(job.listen).map_err(|source| Error::System {
-        what: "listen for the other ranks",
-        source,
-    })?;
-    let addr = listener.addr();
-    channel.send(&FromWorker::Listening { addr })?;
-    let addrs = match next(channel, "Join")? {
-        ToWorker::Join { addrs } => addrs,
-        other => return Err(unexpected(&other, "Join")),
-    };
-    let deadline = Deadline::at(Instant::now() + START_LIMIT);
-    let seat = Seat {
-        listener,
-        rank: Rank(job.rank),
-        addrs: &addrs,
-        id: GroupId(job.group),
-        config: tcp::Config::default(),
-    };
-    let backend = parse(&job.backend, "backend")?;
-    let wires = wires(backend).map_err(|source| Error::System {
-        what: "find the wires between ranks",
-        source,
-    })?;
-    let world = init(backend, Strict::Yes, seat, &wires, deadline)?;
-    let stage = split.shard(config, Rank(job.rank)).stage as u32;
-    let stage = world.split(stage, job.rank, deadline)?;
-    let patience = Duration::from_secs(job.patience_s);
-    Ok(Links::new(world, stage, patience))
-}
-
-fn ready(channel: &Channel, model: &dyn Weights) -> Result<(), Error> {
-    let kernels = model.kernels();
-    Ok(channel.send(&FromWorker::Ready(RankReady {
-        weight_bytes: model.weight_bytes().0,
-        threads: kernels.pool().threads(),
-        instruction_set: model.device(),
-    }))?)
-}
-
-fn measured(channel: &Channel, model: &dyn Weights) -> Result<(), Error> {
-    Ok(channel.send(&FromWorker::Measured(RankMoved::of(model)))?)
-}
-
-/// Computes what the leader plans, on a thread; answers the parent on this one.
-fn follow(
-    channel: &Channel,
-    job: &Job,
-    model: Arc<dyn Weights>,
-) -> Result<std::convert::Infallible, Error> {
-    let mut follower = Follower::new(Arc::clone(&model), &job.engine)?;
-    let own = Arc::clone(channel);
-    spawn("follower", move || {
-        loop {
-            if let Err(error) = follower.step() {
-                tell(&own, &error.into());
-                std::process::exit(1);
-            }
-        }
-    })?;
-    ready(channel, &*model)?;
-    loop {
-        match channel.recv(Duration::MAX)? {
-            Some(ToWorker::Measure) => measured(channel, &*model)?,
-            Some(other) => return Err(unexpected(&other, "Measure")),
-            None => {}
-        }
+fn ready(weights: &dyn Weights) -> RankFacts {
+    RankFacts {
+        pid: std::process::id(),
+        weight_bytes: weights.weight_bytes().0,
+        threads: weights.kernels().pool().threads(),
+        instruction_set: weights.device(),
     }
-}
-
-/// Runs the engine, and hands requests and replies over.
-fn lead(
-    channel: &Channel,
-    job: &Job,
-    source: &Source,
-    model: Arc<dyn Weights>,
-) -> Result<std::convert::Infallible, Error> {
-    let tokenizer = Arc::new(tokenizer(source)?);
-    let engine = Engine::new(Arc::clone(&model), tokenizer, job.engine.clone())?;
-    let runner = Runner::start(engine);
-    let tickets = Tickets::default();
-    ready(channel, &*model)?;
-    loop {
-        match channel.recv(LOOK_EVERY)? {
-            Some(ToWorker::Submit { ticket, request }) => {
-                tickets.start(channel, ticket, |sink| runner.submit(*request, sink))?;
-            }
-            Some(ToWorker::Resume { ticket, snapshot }) => {
-                tickets.start(channel, ticket, |sink| runner.resume(*snapshot, sink))?;
-            }
-            Some(ToWorker::TakeAll) => give_back(channel, &runner, &tickets)?,
-            Some(ToWorker::Cancel { ticket }) => {
-                if let Some(own) = tickets.close(ticket) {
-                    runner.cancel(own);
-                }
-            }
-            Some(ToWorker::Measure) => measured(channel, &*model)?,
-            Some(other) => return Err(unexpected(&other, "Submit")),
-            None => {}
-        }
-        if let State::Failed(reason) = runner.status().state {
-            let blamed = lost(&*model);
-            return Err(Error::Stopped { reason, blamed });
-        }
-    }
-}
-
-/// Gives all requests back, unless the engine failed, which is told otherwise.
-fn give_back(channel: &Channel, runner: &Runner, tickets: &Tickets) -> Result<(), Error> {
-    let Ok(taken) = runner.take_all() else {
-        return Ok(());
-    };
-    for (own, snapshot) in taken {
-        if let Some(ticket) = tickets.close_own(own) {
-            let snapshot = Box::new(snapshot);
-            channel.send(&FromWorker::Taken { ticket, snapshot })?;
-        }
-    }
-    Ok(channel.send(&FromWorker::TakenAll)?)
-}
-
-/// The rank that the groups of a model have lost. A group that failed says so again at once; one
-/// that did not has no time to do anything.
-fn lost(model: &dyn Weights) -> Option<Rank> {
-    let links = model.links()?;
-    let of = |group: &dyn Group| match group.barrier(Deadline::at(Instant::now() + LOST_LIMIT)) {
-        Err(
-            CommError::PeerLost { rank, .. }
-            | CommError::Silent { rank, .. }
-            | CommError::Garbled { rank, .. },
-        ) => Some(rank),
-        _ => None,
-    };
-    let first = links.world.rank().0 - links.stage.rank().0;
-    of(&*links.world).or_else(|| Some(Rank(first + of(&*links.stage)?.0)))
-}
-
-/// Open requests: the parent's name for each, and the engine's once it has one. A request may be
-/// over before the engine has said what it calls it.
-#[derive(Clone, Debug, Default)]
-struct Tickets(Arc<Mutex<HashMap<Ticket, Option<Ticket>>>>);
-
-impl Tickets {
-    fn lock(&self) -> MutexGuard<'_, HashMap<Ticket, Option<Ticket>>> {
-        lock(&self.0)
-    }
-
-    /// Hands a request to the engine; what it says against it is told to the parent.
-    fn start(
-        &self,
-        channel: &Channel,
-        ticket: Ticket,
-        submit: impl FnOnce(Sink) -> Result<Ticket, Failure>,
-    ) -> Result<(), Error> {
-        match submit(self.open(channel, ticket)) {
-            Ok(own) => self.took(ticket, own),
-            Err(failure) => {
-                self.close(ticket);
-                let reply = Reply::Failed(failure);
-                channel.send(&FromWorker::Reply { ticket, reply })?;
-            }
-        }
-        Ok(())
-    }
-
-    /// Starts a request: a sink that sends its replies to the parent.
-    fn open(&self, channel: &Channel, ticket: Ticket) -> Sink {
-        self.lock().insert(ticket, None);
-        let (channel, tickets) = (Arc::clone(channel), self.clone());
-        Box::new(move |reply| {
-            if matches!(reply, Reply::Finished { .. } | Reply::Failed(_)) {
-                tickets.close(ticket);
-            }
-            // A parent that is gone ends this process by the reader of the channel.
-            let _ = channel.send(&FromWorker::Reply { ticket, reply });
-        })
-    }
-
-    /// Notes what the engine calls a request, if it is still open.
-    fn took(&self, ticket: Ticket, own: Ticket) {
-        if let Some(entry) = self.lock().get_mut(&ticket) {
-            *entry = Some(own);
-        }
-    }
-
-    /// Forgets a request that the engine calls `own`; says what the parent calls it.
-    fn close_own(&self, own: Ticket) -> Option<Ticket> {
-        let mut open = self.lock();
-        let of_it =
-            |(ticket, known): (&Ticket, &Option<Ticket>)| (*known == Some(own)).then_some(*ticket);
-        let ticket = open.iter().find_map(of_it)?;
-        open.remove(&ticket);
-        Some(ticket)
-    }
-
-    /// Forgets a request; says what the engine calls it.
-    fn close(&self, ticket: Ticket) -> Option<Ticket> {
-        self.lock().remove(&ticket).flatten()
-    }
-}
-
-fn tokenizer(source: &Source) -> Result<Tokenizer, Error> {
-    Ok(match source {
-        Source::Gguf(file) => Tokenizer::from_gguf(file.metadata())?,
-        Source::Hf(folder) => Tokenizer::from_hf_dir(folder.path())?,
-    })
-}
-
-fn spawn(name: &str, run: impl FnOnce() + Send + 'static) -> Result<(), Error> {
-    let builder = std::thread::Builder::new().name(name.to_owned());
-    let started = builder.spawn(run).map_err(|source| Error::System {
-        what: "start a thread",
-        source,
-    });
-    started.map(drop)
 }

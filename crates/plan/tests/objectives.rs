@@ -1,13 +1,11 @@
 //! Each objective picks another placement, and each is the best of all by its own figure.
 #![allow(clippy::unwrap_used, reason = "test code outside of test functions")]
 
-mod small;
-
+use crate::small::{WORK, mesh, model, node};
 use paceline_plan::solver::{Candidate, Family, Options, solve};
 use paceline_plan::{
     Calibration, Change, Cluster, Costs, Error, Node, Objective, Prediction, Workload,
 };
-use small::{WORK, mesh, model, node};
 
 const ALL: [Objective; 4] = [
     Objective::Latency,

@@ -4,14 +4,12 @@
 //! the other that a row of published numbers can have.
 #![allow(clippy::unwrap_used, reason = "test code outside of test functions")]
 
-mod small;
-
+use crate::small::{mesh, node};
 use paceline_plan::{
     Attention, Bits, Calibration, Cluster, Costs, ModelShape, Moe, Node, Pipeline, Placement,
     Prediction, Sliding, Split, Workload, predict,
 };
 use proptest::prelude::*;
-use small::{mesh, node};
 
 fn attention() -> impl Strategy<Value = Attention> {
     let grouped =

@@ -1,16 +1,14 @@
 //! The solver against brute force, and against the clock.
 
-mod small;
-
 use std::time::Instant;
 
+use crate::small::{WORK, mesh, model, node};
 use paceline_plan::solver::{Options, PROGRAMS, solve};
 use paceline_plan::{
     Bits, Calibration, Cluster, Costs, Error, Objective, Pipeline, Placement, Split, Stage,
     Workload, predict,
 };
 use proptest::prelude::*;
-use small::{WORK, mesh, model, node};
 
 /// Every sequence of disjoint groups and every cut: the least seconds of a request.
 fn brute_force(costs: &Costs<'_>) -> Option<f64> {
@@ -126,7 +124,7 @@ fn check(cluster: &Cluster, layers: u32, slack: f64) -> Result<(), TestCaseError
 }
 
 /// Times are printed and not asserted, since they depend on what else runs:
-/// `cargo test --release -p paceline-plan --test solver sixteen -- --nocapture`.
+/// `cargo test --release -p paceline-plan --test all solver::sixteen -- --nocapture`.
 fn timed(cluster: &Cluster, layers: u32, workload: Workload, bar_s: u32) {
     let (model, calibration) = (model(layers), Calibration::builtin().expect("valid"));
     let start = Instant::now();

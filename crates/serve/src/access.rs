@@ -8,8 +8,8 @@
 
 use std::net::{IpAddr, SocketAddr};
 
-use axum::http::header::{AUTHORIZATION, HOST, ORIGIN};
-use axum::http::{HeaderMap, Request};
+use axum::http::header::{AUTHORIZATION, HOST, HeaderValue, ORIGIN};
+use axum::http::{HeaderMap, Request, Version};
 
 use crate::config::Access;
 use crate::field::clip;
@@ -19,6 +19,21 @@ use crate::rejection::Rejection;
 /// The address that a connection came to.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Local(pub(crate) SocketAddr);
+
+/// Who asks.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub(crate) enum Client {
+    /// A program of this machine, when there are no keys.
+    Anybody,
+    /// Another machine, when there are no keys.
+    Address(IpAddr),
+    /// Who has the key of this id.
+    Key(String),
+}
+
+/// Where a connection comes from.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Remote(pub(crate) SocketAddr);
 
 /// A page that may use the API from another origin; it is told so.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -40,7 +55,7 @@ pub(crate) fn check_origin<B>(
         .uri()
         .authority()
         .map(|authority| authority.as_str());
-    for name in named.into_iter().chain([host]) {
+    for name in named.into_iter().chain(host) {
         if !is_own(name, local, access) {
             let host = clip(name);
             return Err(Rejection::Host { host });
@@ -57,7 +72,8 @@ pub(crate) fn check_origin<B>(
     if origins.next().is_some() {
         return Err(refused());
     }
-    if text.eq_ignore_ascii_case(&format!("http://{host}")) {
+    let own = host.map(|host| format!("http://{host}"));
+    if own.is_some_and(|own| text.eq_ignore_ascii_case(&own)) {
         return Ok(None);
     }
     let mut allowed = access.origins.iter();
@@ -67,11 +83,13 @@ pub(crate) fn check_origin<B>(
         .ok_or_else(refused)
 }
 
-fn host<B>(request: &Request<B>) -> Result<&str, Rejection> {
+/// The `Host`; none in HTTP/1.0, which browsers do not speak and which did not have it.
+fn host<B>(request: &Request<B>) -> Result<Option<&str>, Rejection> {
     let hosts = request.headers().get_all(HOST);
     let mut values = hosts.iter();
     match (values.next(), values.next()) {
-        (Some(host), None) => host.to_str().map_err(|_| Rejection::Host {
+        (None, _) if request.version() == Version::HTTP_10 => Ok(None),
+        (Some(host), None) => host.to_str().map(Some).map_err(|_| Rejection::Host {
             host: clip(&String::from_utf8_lossy(host.as_bytes())),
         }),
         _ => {
@@ -117,20 +135,26 @@ fn without_port(host: &str) -> Option<&str> {
     (is_port && !name.is_empty()).then_some(name)
 }
 
+/// The id of the key that a request has, as a bearer token or as Anthropic's clients send it.
+///
 /// # Errors
 /// [`Rejection::NoKey`], [`Rejection::WrongKey`].
-pub(crate) fn check_key(headers: &HeaderMap, keys: &Watched) -> Result<(), Rejection> {
-    let header = headers.get(AUTHORIZATION).ok_or(Rejection::NoKey)?;
-    let text = header.to_str().map_err(|_| Rejection::WrongKey)?;
+pub(crate) fn check_key(headers: &HeaderMap, keys: &Watched) -> Result<String, Rejection> {
+    let known = |key: &str| keys.id_of(key.trim()).ok_or(Rejection::WrongKey);
+    let text = |header: &HeaderValue| {
+        let text = header.to_str().map(str::to_owned);
+        text.map_err(|_| Rejection::WrongKey)
+    };
+    let Some(header) = headers.get(AUTHORIZATION) else {
+        let header = headers.get("x-api-key").ok_or(Rejection::NoKey)?;
+        return known(&text(header)?);
+    };
+    let text = text(header)?;
     let (scheme, key) = text.split_once(' ').ok_or(Rejection::NoKey)?;
     if !scheme.eq_ignore_ascii_case("bearer") {
         return Err(Rejection::NoKey);
     }
-    if keys.contains(key.trim()) {
-        Ok(())
-    } else {
-        Err(Rejection::WrongKey)
-    }
+    known(key)
 }
 
 #[cfg(test)]

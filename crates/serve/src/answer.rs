@@ -13,12 +13,13 @@
 
 use std::pin::Pin;
 use std::sync::{Arc, Mutex, MutexGuard};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use paceline_engine::{Failure, Reply, Request, Service, Sink, Ticket};
 use tokio::sync::{Notify, mpsc, oneshot, watch};
-use tokio::time::Sleep;
+use tokio::time::{Sleep, sleep};
 
+use crate::keys::Watched;
 use crate::metrics::Metrics;
 use crate::rejection::Rejection;
 use crate::server::{Phase, reach};
@@ -38,6 +39,8 @@ pub(crate) struct Terms {
     pub(crate) context: usize,
     /// Replies of a choice that may be unread.
     pub(crate) unread_replies: usize,
+    /// The key that asked, and those that there are.
+    pub(crate) key: Option<(Arc<Watched>, String)>,
     /// When the request came.
     pub(crate) asked: Instant,
     pub(crate) now: fn() -> Instant,
@@ -150,6 +153,7 @@ impl Answer {
             Rejection::Deadline { .. } => "deadline",
             Rejection::SlowReader { .. } => "slow_reader",
             Rejection::ShuttingDown => "shutdown",
+            Rejection::Revoked => "revoked",
             _ => "failed",
         };
         rejection
@@ -208,11 +212,25 @@ async fn watch(
         () = terms.deadline => Rejection::Deadline { limit_s: terms.deadline_s },
         () = overflow.notified() => Rejection::SlowReader { limit: terms.unread_replies },
         () = reach(&mut terms.phase, Phase::Ending) => Rejection::ShuttingDown,
+        () = revoked(terms.key) => Rejection::Revoked,
     };
     // Told first: what the service says to being cancelled is not why the answer ends. Nobody
     // listens when the answer was dropped just now.
     let _ = tell.send(rejection);
     running.cancel();
+}
+
+/// Between looks at the keys: an answer whose key is revoked ends at most this much later.
+const LOOK_EVERY: Duration = Duration::from_secs(1);
+
+/// Waits until the key is no longer one; for ever without a key.
+async fn revoked(key: Option<(Arc<Watched>, String)>) {
+    let Some((keys, id)) = key else {
+        return std::future::pending().await;
+    };
+    while keys.has(&id) {
+        sleep(LOOK_EVERY).await;
+    }
 }
 
 /// The side of one choice that the service holds.

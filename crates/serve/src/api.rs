@@ -7,52 +7,62 @@
 //! A request holds one of [`Limits::requests`](crate::Limits::requests) places from its headers to
 //! the end of its answer, and one of the fewer places for parsing while its body is made tokens.
 
+mod asking;
+pub(crate) mod doors;
+pub(crate) mod idle;
+mod pages;
+
 use std::sync::Arc;
 
 use axum::Router;
-use axum::body::Bytes;
-use axum::extract::rejection::PathRejection;
-use axum::extract::{MatchedPath, Path, Request, State};
+use axum::extract::{MatchedPath, Request, State};
 use axum::http::header::{
     ACCESS_CONTROL_ALLOW_HEADERS, ACCESS_CONTROL_ALLOW_METHODS, ACCESS_CONTROL_ALLOW_ORIGIN,
-    ACCESS_CONTROL_MAX_AGE, ACCESS_CONTROL_REQUEST_METHOD, CACHE_CONTROL, CONTENT_LENGTH,
-    CONTENT_TYPE, HeaderName, HeaderValue, VARY,
+    ACCESS_CONTROL_MAX_AGE, ACCESS_CONTROL_REQUEST_METHOD, CONTENT_TYPE, HeaderName, HeaderValue,
+    VARY,
 };
-use axum::http::{HeaderMap, Method, StatusCode};
+use axum::http::{Method, StatusCode};
 use axum::middleware::{Next, from_fn_with_state};
 use axum::response::{IntoResponse, Response};
-use axum::routing::{get, post};
-use futures_util::StreamExt;
-use paceline_engine::{Service, State as Readiness};
-use serde_json::{Value, json};
-use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
-use tokio::time::{sleep, timeout};
+use axum::routing::{MethodRouter, get, post};
+use paceline_engine::Service;
+use serde_json::Value;
+use tokio::sync::{Semaphore, watch};
 
-use crate::access::{AllowedOrigin, check_key, check_origin};
-use crate::answer::{Answer, Terms};
+use crate::access::{AllowedOrigin, Client, Remote, check_key, check_origin};
+use crate::calling::Calling;
 use crate::config::Config;
+use crate::connection::Known;
 use crate::keys::Watched;
 use crate::metrics::Metrics;
 use crate::model::Model;
-use crate::rejection::Rejection;
-use crate::render::{Frame, Shape, Writer};
-use crate::request::{Ask, Reader};
+use crate::places::Places;
+use crate::rejection::{Rejection, Style};
 use crate::server::Phase;
-use crate::stream::Events;
-use crate::{Error, json, openapi};
+use crate::store::Store;
+use crate::{Error, openapi};
+
+/// Longest path and query. Eight times what common servers allow.
+const MAX_TARGET_BYTES: usize = 32 << 10;
 
 /// What all requests share.
 #[derive(Debug)]
 pub(crate) struct App {
     config: Config,
     model: Model,
+    /// How its answers are read and bound.
+    calling: Calling,
     service: Arc<dyn Service>,
-    keys: Option<Watched>,
+    keys: Option<Arc<Watched>>,
     metrics: Arc<Metrics>,
     /// Places for requests to the model.
-    requests: Arc<Semaphore>,
+    places: Arc<Places>,
     /// Places for requests that are parsed.
     parsing: Arc<Semaphore>,
+    /// Responses that clients may come back to.
+    store: Arc<Store>,
+    /// Bytes of the model's longest token.
+    longest_token: usize,
     phase: watch::Receiver<Phase>,
     openapi: String,
 }
@@ -72,67 +82,163 @@ impl App {
             .as_deref()
             .map(Watched::open)
             .transpose()?;
+        let limits = &config.limits;
         Ok(Self {
             metrics: Arc::new(Metrics::new(&model)),
-            requests: Arc::new(Semaphore::new(config.limits.requests)),
-            parsing: Arc::new(Semaphore::new(config.limits.parsing)),
+            places: Arc::new(Places::new(limits.requests, limits.requests_of_one)),
+            parsing: Arc::new(Semaphore::new(limits.parsing)),
+            store: Arc::new(Store::new(limits.stored_responses, limits.stored_bytes)),
+            longest_token: model.longest_token(),
+            calling: Calling::new(&model),
             openapi: openapi::document(&config, &model).to_string(),
             config,
             model,
             service,
-            keys,
+            keys: keys.map(Arc::new),
             phase,
         })
     }
 }
 
-/// An endpoint that asks the model.
+/// An endpoint that takes a body.
 #[derive(Clone, Copy, Debug)]
 enum Endpoint {
     Chat,
     Completion,
+    Response,
+    Message,
+    CountTokens,
+    OllamaChat,
+    OllamaGenerate,
+    Tokenize,
+    Detokenize,
+    ApplyTemplate,
+    Infill,
 }
+
+/// Every endpoint that takes a body, with its path.
+const ENDPOINTS: [(&str, Endpoint); 11] = [
+    ("/v1/chat/completions", Endpoint::Chat),
+    ("/v1/completions", Endpoint::Completion),
+    ("/v1/responses", Endpoint::Response),
+    ("/v1/messages", Endpoint::Message),
+    ("/v1/messages/count_tokens", Endpoint::CountTokens),
+    ("/api/chat", Endpoint::OllamaChat),
+    ("/api/generate", Endpoint::OllamaGenerate),
+    ("/tokenize", Endpoint::Tokenize),
+    ("/detokenize", Endpoint::Detokenize),
+    ("/apply-template", Endpoint::ApplyTemplate),
+    ("/infill", Endpoint::Infill),
+];
 
 /// All routes.
 pub(crate) fn router(app: &Arc<App>) -> Router {
-    Router::new()
-        .route("/", get(index))
-        .route("/health", get(health))
-        .route("/metrics", get(metrics))
-        .route("/openapi.json", get(document))
-        .route("/v1/models", get(models))
-        .route("/v1/models/{*id}", get(model))
-        .route("/v1/chat/completions", post(chat))
-        .route("/v1/completions", post(completions))
+    let mut router = Router::new()
+        .route("/", get(pages::index))
+        .route("/health", get(pages::health))
+        .route("/metrics", get(pages::metrics))
+        .route("/openapi.json", get(pages::document))
+        .route("/v1/models", get(pages::models))
+        .route("/v1/models/{*id}", get(pages::model))
+        .route(
+            "/v1/responses/{id}",
+            get(pages::response).delete(pages::forget_response),
+        )
+        .route("/api/version", get(pages::version))
+        .route("/api/tags", get(pages::tags))
+        .route("/api/ps", get(pages::running))
+        .route("/api/show", post(asking::show))
+        .route("/api/pull", post(asking::pull));
+    for (path, endpoint) in ENDPOINTS {
+        router = router.route(path, asks(endpoint));
+    }
+    for path in pages::NOT_DONE {
+        router = router.route(path, axum::routing::any(pages::not_done));
+    }
+    router
         .fallback(no_route)
         .method_not_allowed_fallback(wrong_method)
         .with_state(Arc::clone(app))
         .layer(from_fn_with_state(Arc::clone(app), guard))
 }
 
+fn asks(endpoint: Endpoint) -> MethodRouter<Arc<App>> {
+    post(move |State(app): State<Arc<App>>, request: Request| {
+        asking::answer(app, request, endpoint)
+    })
+}
+
 /// Lets in who may ask, counts, and names the request.
 async fn guard(State(app): State<Arc<App>>, request: Request, next: Next) -> Response {
     let endpoint = request.extensions().get::<MatchedPath>();
     let endpoint = endpoint.map_or("other", MatchedPath::as_str).to_owned();
+    let style = Style::of(request.uri().path());
     let (response, origin) = match check_origin(&request, &app.config.access) {
         Err(rejection) => (rejection.into_response(), None),
         Ok(origin) if is_preflight(&request) => (preflight(), origin),
         Ok(origin) => (admit(&app, request, next).await, origin),
+    };
+    let response = match style {
+        Style::OpenAi => response,
+        style => Rejection::restyled(response, style),
     };
     let response = finish_headers(response, origin);
     app.metrics.request(&endpoint, response.status().as_u16());
     response
 }
 
-async fn admit(app: &App, request: Request, next: Next) -> Response {
-    // Monitors of the machine ask for its health without keys.
-    let needs_key = request.uri().path() != "/health";
-    if let (Some(keys), true) = (&app.keys, needs_key)
-        && let Err(rejection) = check_key(request.headers(), keys)
-    {
-        return rejection.into_response();
+async fn admit(app: &App, mut request: Request, next: Next) -> Response {
+    let target = request.uri().path_and_query();
+    let got = target.map_or(0, |target| target.as_str().len());
+    if got > MAX_TARGET_BYTES {
+        let limit = MAX_TARGET_BYTES;
+        return Rejection::LongTarget { got, limit }.into_response();
     }
+    let known = request.extensions().get::<Known>().cloned();
+    let client = match app.client(&request) {
+        Ok(client) => client,
+        // Monitors of the machine ask for its health without keys.
+        Err(_) if request.uri().path() == "/health" => {
+            if known.is_some_and(|known| known.is_worn()) {
+                let mut response = next.run(request).await;
+                let close = HeaderValue::from_static("close");
+                response.headers_mut().insert("connection", close);
+                return response;
+            }
+            return next.run(request).await;
+        }
+        Err(rejection) => return rejection.into_response(),
+    };
+    if let (Client::Key(_), Some(known)) = (&client, known) {
+        known.trust();
+    }
+    request.extensions_mut().insert(client);
     next.run(request).await
+}
+
+impl App {
+    /// Who asks.
+    ///
+    /// # Errors
+    /// [`Rejection::NoKey`], [`Rejection::WrongKey`].
+    fn client(&self, request: &Request) -> Result<Client, Rejection> {
+        if let Some(keys) = &self.keys {
+            return check_key(request.headers(), keys).map(Client::Key);
+        }
+        let remote = request.extensions().get::<Remote>();
+        let remote = remote.map(|remote| remote.0.ip().to_canonical());
+        let other = remote.filter(|ip| !ip.is_loopback());
+        Ok(other.map_or(Client::Anybody, Client::Address))
+    }
+
+    /// Whether several clients share the places.
+    fn has_several_clients(&self, client: &Client) -> bool {
+        match client {
+            Client::Anybody => false,
+            Client::Address(_) => true,
+            Client::Key(_) => self.keys.as_ref().is_some_and(|keys| keys.count() > 1),
+        }
+    }
 }
 
 /// Whether a browser asks on behalf of a page; its origin has been checked.
@@ -143,11 +249,12 @@ fn is_preflight(request: &Request) -> bool {
 
 fn preflight() -> Response {
     let headers = [
-        (ACCESS_CONTROL_ALLOW_METHODS, "GET, POST"),
+        (ACCESS_CONTROL_ALLOW_METHODS, "GET, POST, DELETE"),
         // Those that OpenAI's JavaScript SDK sends begin with x-stainless.
         (
             ACCESS_CONTROL_ALLOW_HEADERS,
-            "authorization, content-type, user-agent, \
+            "authorization, content-type, user-agent, x-api-key, anthropic-version, \
+            anthropic-beta, anthropic-dangerous-direct-browser-access, \
             x-stainless-arch, x-stainless-helper-method, x-stainless-lang, x-stainless-os, \
             x-stainless-package-version, x-stainless-poll-helper, x-stainless-retry-count, \
             x-stainless-runtime, x-stainless-runtime-version, x-stainless-timeout",
@@ -166,6 +273,8 @@ fn finish_headers(mut response: Response, origin: Option<AllowedOrigin>) -> Resp
     let headers = response.headers_mut();
     let id = format!("req_{}", random_hex());
     if let Ok(id) = HeaderValue::from_str(&id) {
+        // Anthropic's name for it.
+        headers.insert("request-id", id.clone());
         headers.insert("x-request-id", id);
     }
     headers.insert(
@@ -208,253 +317,18 @@ async fn no_route(request: Request) -> Rejection {
 
 async fn wrong_method(request: Request) -> Rejection {
     let path = request.uri().path();
-    let takes_posts = matches!(path, "/v1/chat/completions" | "/v1/completions");
+    let is_post = |known: &str| known == path || matches!(path, "/api/show" | "/api/pull");
+    let takes_posts = ENDPOINTS.iter().any(|(known, _)| is_post(known));
+    let allowed = if takes_posts {
+        "POST"
+    } else if path.starts_with("/v1/responses/") {
+        "GET, HEAD, DELETE"
+    } else {
+        "GET, HEAD"
+    };
     Rejection::Method {
         path: crate::field::clip(path),
         method: crate::field::clip(request.method().as_str()),
-        allowed: if takes_posts { "POST" } else { "GET, HEAD" },
+        allowed,
     }
-}
-
-async fn index(State(app): State<Arc<App>>) -> Response {
-    let body = json!({
-        "name": "paceline",
-        "version": env!("CARGO_PKG_VERSION"),
-        "model": app.model.id,
-        "endpoints": openapi::PATHS,
-    });
-    json_response(StatusCode::OK, &body)
-}
-
-async fn document(State(app): State<Arc<App>>) -> Response {
-    let json = [(CONTENT_TYPE, "application/json")];
-    (json, app.openapi.clone()).into_response()
-}
-
-async fn health(State(app): State<Arc<App>>) -> Response {
-    let status = app.service.status();
-    let is_ending = *app.phase.borrow() != Phase::Running;
-    let (state, reason) = match status.state {
-        _ if is_ending => ("stopping", Some("the server is shutting down".to_owned())),
-        Readiness::Loading => ("loading", None),
-        Readiness::Ready => ("ready", None),
-        Readiness::Failed(reason) => ("failed", Some(reason)),
-    };
-    let body = json!({
-        "status": state,
-        "reason": reason,
-        "model": app.model.id,
-        "running": status.running,
-        "waiting": status.waiting,
-    });
-    let code = match state {
-        "ready" => StatusCode::OK,
-        _ => StatusCode::SERVICE_UNAVAILABLE,
-    };
-    json_response(code, &body)
-}
-
-async fn metrics(State(app): State<Arc<App>>) -> Response {
-    let in_flight = app.config.limits.requests - app.requests.available_permits();
-    let status = app.service.status();
-    let text = app.metrics.text(&status, in_flight, &app.config.facts);
-    let open_metrics = "application/openmetrics-text; version=1.0.0; charset=utf-8";
-    ([(CONTENT_TYPE, open_metrics)], text).into_response()
-}
-
-fn model_object(model: &Model) -> Value {
-    json!({
-        "id": model.id,
-        "object": "model",
-        "created": model.created_unix_s,
-        "owned_by": "paceline",
-    })
-}
-
-async fn models(State(app): State<Arc<App>>) -> Response {
-    let body = json!({"object": "list", "data": [model_object(&app.model)]});
-    json_response(StatusCode::OK, &body)
-}
-
-async fn model(State(app): State<Arc<App>>, id: Result<Path<String>, PathRejection>) -> Response {
-    let model = id.map(|Path(id)| id).unwrap_or_default();
-    if app.model.is_called(&model) {
-        return json_response(StatusCode::OK, &model_object(&app.model));
-    }
-    let (model, served) = (crate::field::clip(&model), app.model.id.clone());
-    Rejection::Model { model, served }.into_response()
-}
-
-async fn chat(State(app): State<Arc<App>>, request: Request) -> Result<Response, Rejection> {
-    answer(app, request, Endpoint::Chat).await
-}
-
-async fn completions(State(app): State<Arc<App>>, request: Request) -> Result<Response, Rejection> {
-    answer(app, request, Endpoint::Completion).await
-}
-
-async fn answer(
-    app: Arc<App>,
-    request: Request,
-    endpoint: Endpoint,
-) -> Result<Response, Rejection> {
-    let asked = (app.config.clock.now)();
-    let limit_s = app.config.times.request.as_secs();
-    let mut deadline = Box::pin(sleep(app.config.times.request));
-    check_media_type(request.headers())?;
-    check_ready(&app)?;
-    let limit = app.config.limits.requests;
-    let permit = Arc::clone(&app.requests).try_acquire_owned();
-    let permit = permit.map_err(|_| Rejection::TooManyRequests { limit })?;
-    let ask = tokio::select! {
-        () = &mut deadline => return Err(Rejection::Deadline { limit_s }),
-        ask = read(&app, request, endpoint) => ask?,
-    };
-    let terms = Terms {
-        deadline,
-        deadline_s: limit_s,
-        phase: app.phase.clone(),
-        context: app.model.context,
-        unread_replies: app.config.limits.unread_replies,
-        asked,
-        now: app.config.clock.now,
-    };
-    respond(&app, ask, terms, permit).await
-}
-
-fn check_media_type(headers: &HeaderMap) -> Result<(), Rejection> {
-    let value = headers.get(CONTENT_TYPE).map(HeaderValue::as_bytes);
-    let text = String::from_utf8_lossy(value.unwrap_or_default());
-    let essence = text.split(';').next().unwrap_or_default().trim();
-    if essence.eq_ignore_ascii_case("application/json") {
-        return Ok(());
-    }
-    let got = crate::field::clip(&text);
-    Err(Rejection::MediaType { got })
-}
-
-fn check_ready(app: &App) -> Result<(), Rejection> {
-    if *app.phase.borrow() != Phase::Running {
-        return Err(Rejection::ShuttingDown);
-    }
-    match app.service.status().state {
-        Readiness::Ready => Ok(()),
-        Readiness::Loading => Err(Rejection::Loading),
-        Readiness::Failed(reason) => Err(Rejection::Unavailable { reason }),
-    }
-}
-
-/// Reads and understands the body.
-async fn read(app: &Arc<App>, request: Request, endpoint: Endpoint) -> Result<Ask, Rejection> {
-    let patience = app.config.times.body;
-    let limit_s = patience.as_secs();
-    let body = timeout(patience, body(request, app.config.limits.body_bytes)).await;
-    let body = body.map_err(|_| Rejection::SlowBody { limit_s })??;
-    let permit = Arc::clone(&app.parsing).acquire_owned().await;
-    let permit = permit.expect("the semaphore is never closed");
-    let app = Arc::clone(app);
-    let work = tokio::task::spawn_blocking(move || {
-        let ask = understand(&app, &body, endpoint);
-        drop(permit);
-        ask
-    });
-    let what = "read the request";
-    work.await.map_err(|_| Rejection::Broken { what })?
-}
-
-fn understand(app: &App, body: &[u8], endpoint: Endpoint) -> Result<Ask, Rejection> {
-    let body = json::parse(body, &app.config.limits)?;
-    let reader = Reader {
-        model: &app.model,
-        limits: &app.config.limits,
-        unix_s: (app.config.clock.unix_s)(),
-        fresh_seed: fresh_seed(),
-    };
-    match endpoint {
-        Endpoint::Chat => reader.chat(body),
-        Endpoint::Completion => reader.completion(body),
-    }
-}
-
-async fn body(request: Request, limit: usize) -> Result<Vec<u8>, Rejection> {
-    let length = request.headers().get(CONTENT_LENGTH);
-    let length = length.and_then(|length| length.to_str().ok()?.parse::<usize>().ok());
-    if length.is_some_and(|length| length > limit) {
-        return Err(Rejection::LongBody { limit });
-    }
-    let mut pieces = request.into_body().into_data_stream();
-    let mut body = Vec::with_capacity(length.unwrap_or(0));
-    while let Some(piece) = pieces.next().await {
-        let piece: Bytes = piece.map_err(|error| Rejection::BrokenBody {
-            reason: error.to_string(),
-        })?;
-        if body.len() + piece.len() > limit {
-            return Err(Rejection::LongBody { limit });
-        }
-        body.extend_from_slice(&piece);
-    }
-    Ok(body)
-}
-
-/// Asks the service and answers the client.
-async fn respond(
-    app: &App,
-    ask: Ask,
-    terms: Terms,
-    permit: OwnedSemaphorePermit,
-) -> Result<Response, Rejection> {
-    let frame = Frame {
-        id: random_hex(),
-        created_unix_s: (app.config.clock.unix_s)(),
-        model: app.model.id.clone(),
-        fingerprint: app.model.fingerprint.clone(),
-    };
-    let shape = Shape {
-        dialect: ask.dialect,
-        has_logprobs: ask
-            .requests
-            .iter()
-            .any(|request| request.logprobs.is_some()),
-        has_usage: ask.stream.is_some_and(|options| options.has_usage),
-        prompt_tokens: ask.prompt_tokens,
-        n: ask.n,
-        choices: ask.requests.len(),
-    };
-    let writer = Writer::new(frame, shape, Arc::clone(&app.model.tokenizer));
-    let answer = Answer::start(&app.service, &app.metrics, ask.requests, terms)?;
-    if ask.stream.is_some() {
-        return stream(app, answer, writer, permit).await;
-    }
-    whole(answer, writer).await
-}
-
-async fn whole(mut answer: Answer, mut writer: Writer) -> Result<Response, Rejection> {
-    while !answer.is_complete() {
-        let (choice, reply) = answer.next().await?;
-        writer.collect(choice, reply);
-    }
-    Ok(json_response(StatusCode::OK, &writer.whole()))
-}
-
-async fn stream(
-    app: &App,
-    mut answer: Answer,
-    writer: Writer,
-    permit: OwnedSemaphorePermit,
-) -> Result<Response, Rejection> {
-    let early = timeout(app.config.times.first_reply, answer.next()).await;
-    let events = Events {
-        early: early.ok().transpose()?,
-        answer,
-        writer,
-        keep_alive: app.config.times.keep_alive,
-        _permit: permit,
-    };
-    let headers = [
-        (CONTENT_TYPE, "text/event-stream"),
-        (CACHE_CONTROL, "no-cache"),
-        // Keeps nginx from collecting events.
-        (HeaderName::from_static("x-accel-buffering"), "no"),
-    ];
-    Ok((headers, events.into_body()).into_response())
 }

@@ -4,16 +4,66 @@
 //! stop text are not shown either: a token's entry is given out with the first text that becomes
 //! certain at or after it, or with the end.
 
+use std::time::Instant;
+
 use paceline_engine::{Finish, Reply, TokenLogprobs};
+
+use paceline_formats::tools::{Event, Reader};
+
+/// A part of an answer. Indices of calls count from 0 in each choice.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) enum Piece {
+    Text(String),
+    Reasoning(String),
+    /// A call begins.
+    Call {
+        index: usize,
+        id: String,
+        name: String,
+    },
+    /// More of a call's arguments, which are JSON when joined.
+    Arguments {
+        index: usize,
+        text: String,
+    },
+    /// A call is complete.
+    CallEnd {
+        index: usize,
+    },
+}
+
+/// Why a choice ends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Ending {
+    /// The model has said all.
+    Said,
+    /// A stop text came: its place in the request's.
+    StopText(usize),
+    /// No more tokens were allowed.
+    Length,
+    /// Tools are to be called.
+    Calls,
+}
+
+impl Ending {
+    /// OpenAI's `finish_reason`.
+    pub(crate) const fn openai(self) -> &'static str {
+        match self {
+            Self::Said | Self::StopText(_) => "stop",
+            Self::Length => "length",
+            Self::Calls => "tool_calls",
+        }
+    }
+}
 
 /// What a reply adds to a choice.
 #[derive(Debug, Default, PartialEq)]
 pub(crate) struct Delta {
-    pub(crate) text: String,
+    pub(crate) pieces: Vec<Piece>,
     /// Tokens that the text was made of, when log-probabilities are asked for.
     pub(crate) entries: Vec<Entry>,
     /// Why the choice ends with this.
-    pub(crate) finish: Option<&'static str>,
+    pub(crate) ending: Option<Ending>,
 }
 
 /// A token and its log-probabilities.
@@ -24,18 +74,75 @@ pub(crate) struct Entry {
 }
 
 /// The state of a choice between replies.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(crate) struct Choice {
     /// Tokens generated, the one that ended the text included.
     pub(crate) tokens: usize,
+    /// Tokens generated while the model was thinking.
+    pub(crate) reasoning_tokens: usize,
+    /// Tokens of the prompt that were in the cache.
+    pub(crate) reused: usize,
+    /// When the prompt was read.
+    pub(crate) read_at: Option<Instant>,
     held: Vec<Entry>,
+    /// Tells text, reasoning and calls apart; `None` where everything is text.
+    reader: Option<Box<Reader>>,
+    /// Whether calls after the first are not told.
+    is_single: bool,
+    has_calls: bool,
 }
 
 impl Choice {
-    /// What `reply` adds; `None` if nothing.
-    pub(crate) fn take(&mut self, reply: Reply) -> Option<Delta> {
+    pub(crate) fn new(reader: Option<Reader>, is_single: bool) -> Self {
+        Self {
+            tokens: 0,
+            reasoning_tokens: 0,
+            reused: 0,
+            read_at: None,
+            held: Vec::new(),
+            reader: reader.map(Box::new),
+            is_single,
+            has_calls: false,
+        }
+    }
+
+    /// Calls that were read, and text that looked like one.
+    pub(crate) fn calls(&self) -> (usize, usize) {
+        let reader = self.reader.as_deref();
+        reader.map_or((0, 0), |r| (r.complete_calls(), r.failed_calls()))
+    }
+
+    fn read(&mut self, text: &str) -> Vec<Piece> {
+        match &mut self.reader {
+            None if text.is_empty() => Vec::new(),
+            None => vec![Piece::Text(text.to_owned())],
+            Some(reader) => {
+                let events = reader.push(text);
+                self.pieces(events, false)
+            }
+        }
+    }
+
+    fn pieces(&self, events: Vec<Event>, is_over: bool) -> Vec<Piece> {
+        let is_told = |piece: &Piece| match piece {
+            Piece::Call { index, .. }
+            | Piece::Arguments { index, .. }
+            | Piece::CallEnd { index } => !self.is_single || *index == 0,
+            Piece::Text(_) | Piece::Reasoning(_) => true,
+        };
+        let pieces = events.into_iter().filter_map(|event| piece(event, is_over));
+        pieces.filter(is_told).collect()
+    }
+
+    /// What `reply` adds, which came at `now`; `None` if nothing.
+    pub(crate) fn take(&mut self, reply: Reply, now: Instant) -> Option<Delta> {
         match reply {
-            Reply::PromptRead { .. } | Reply::Failed(_) => None,
+            Reply::Failed(_) => None,
+            Reply::PromptRead { reused } => {
+                self.reused = reused;
+                self.read_at = Some(now);
+                None
+            }
             Reply::Token {
                 token,
                 text,
@@ -44,30 +151,125 @@ impl Choice {
                 self.tokens += 1;
                 let entry = |logprobs| Entry { token, logprobs };
                 self.held.extend(logprobs.map(entry));
-                (!text.is_empty()).then(|| self.delta(text, None))
-            }
-            Reply::Finished { text, reason } => {
-                match reason {
-                    // Its token has no text.
-                    Finish::EndOfText => drop(self.held.pop()),
-                    Finish::Stop(_) if text.is_empty() => self.held.clear(),
-                    Finish::Stop(_) | Finish::Length => {}
+                if text.is_empty() {
+                    return None;
                 }
-                let finish = match reason {
-                    Finish::EndOfText | Finish::Stop(_) => "stop",
-                    Finish::Length => "length",
-                };
-                Some(self.delta(text, Some(finish)))
+                let pieces = self.read(&text);
+                let is_reasoning = matches!(pieces.last(), Some(Piece::Reasoning(_)));
+                self.reasoning_tokens += usize::from(is_reasoning);
+                self.delta(pieces, None)
             }
+            Reply::Finished { text, reason } => self.finish(&text, reason),
         }
     }
 
-    fn delta(&mut self, text: String, finish: Option<&'static str>) -> Delta {
-        Delta {
-            text,
-            entries: std::mem::take(&mut self.held),
-            finish,
+    fn finish(&mut self, text: &str, reason: Finish) -> Option<Delta> {
+        match reason {
+            // Its token has no text.
+            Finish::EndOfText => drop(self.held.pop()),
+            Finish::Stop(_) if text.is_empty() => self.held.clear(),
+            Finish::Stop(_) | Finish::Length | Finish::Constraint => {}
         }
+        let mut pieces = self.read(text);
+        if let Some(reader) = &mut self.reader {
+            let events = reader.finish();
+            pieces.extend(self.pieces(events, true));
+        }
+        let has_calls = self.has_calls || pieces.iter().any(is_call);
+        let ending = match reason {
+            Finish::Length | Finish::Constraint => Ending::Length,
+            _ if has_calls => Ending::Calls,
+            Finish::EndOfText => Ending::Said,
+            Finish::Stop(i) => Ending::StopText(i),
+        };
+        self.delta(pieces, Some(ending))
+    }
+
+    fn delta(&mut self, pieces: Vec<Piece>, ending: Option<Ending>) -> Option<Delta> {
+        self.has_calls |= pieces.iter().any(is_call);
+        if pieces.is_empty() && ending.is_none() {
+            return None;
+        }
+        Some(Delta {
+            pieces,
+            entries: std::mem::take(&mut self.held),
+            ending,
+        })
+    }
+}
+
+/// Only a complete call is one: an answer may end in the middle.
+const fn is_call(piece: &Piece) -> bool {
+    matches!(piece, Piece::CallEnd { .. })
+}
+
+/// What clients are told of an event; `is_over` when it came with the end of the answer.
+fn piece(event: Event, is_over: bool) -> Option<Piece> {
+    Some(match event {
+        Event::Text(text) => Piece::Text(text),
+        Event::Reasoning(text) => Piece::Reasoning(text),
+        Event::CallStart { index, id, name } => Piece::Call { index, id, name },
+        Event::Arguments { index, piece: text } => Piece::Arguments { index, text },
+        Event::CallEnd { index } => Piece::CallEnd { index },
+        // Clients have its beginning: it is cut off where the answer is, as at OpenAI.
+        Event::CallFailed { .. } if is_over => return None,
+        Event::CallFailed { text, .. } => Piece::Text(text),
+    })
+}
+
+/// A choice that is complete.
+#[derive(Debug, Default, PartialEq)]
+pub(crate) struct Said {
+    pub(crate) text: String,
+    pub(crate) reasoning: String,
+    pub(crate) calls: Vec<SaidCall>,
+    pub(crate) entries: Vec<Entry>,
+    pub(crate) ending: Option<Ending>,
+}
+
+/// A call in it.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct SaidCall {
+    pub(crate) id: String,
+    pub(crate) name: String,
+    /// JSON.
+    pub(crate) arguments: String,
+}
+
+impl Said {
+    /// Adds what a reply gave.
+    pub(crate) fn add(&mut self, delta: Delta) {
+        for piece in delta.pieces {
+            self.add_piece(piece);
+        }
+        self.entries.extend(delta.entries);
+        self.ending = delta.ending.or(self.ending);
+    }
+
+    fn add_piece(&mut self, piece: Piece) {
+        match piece {
+            Piece::Text(text) => self.text.push_str(&text),
+            Piece::Reasoning(text) => self.reasoning.push_str(&text),
+            Piece::Call { id, name, .. } => {
+                let arguments = String::new();
+                self.calls.push(SaidCall {
+                    id,
+                    name,
+                    arguments,
+                });
+            }
+            Piece::Arguments { index, text } => {
+                if let Some(call) = self.calls.get_mut(index) {
+                    call.arguments.push_str(&text);
+                }
+            }
+            Piece::CallEnd { .. } => {}
+        }
+    }
+
+    /// OpenAI's word for why it ended.
+    pub(crate) fn finish_reason(&self) -> Option<&'static str> {
+        self.ending.map(Ending::openai)
     }
 }
 
@@ -91,12 +293,21 @@ mod tests {
     }
 
     /// Texts, tokens and the end of what the replies give.
-    fn shown(replies: Vec<Reply>) -> Vec<(String, Vec<u32>, Option<&'static str>)> {
-        let mut choice = Choice::default();
-        let deltas = replies.into_iter().filter_map(|reply| choice.take(reply));
+    fn shown(replies: Vec<Reply>) -> Vec<(String, Vec<u32>, Option<Ending>)> {
+        let (mut choice, now) = (Choice::new(None, false), Instant::now());
+        let deltas = replies
+            .into_iter()
+            .filter_map(|reply| choice.take(reply, now));
         let tokens = |delta: &Delta| delta.entries.iter().map(|e| e.token).collect();
+        let text = |delta: &Delta| {
+            let texts = delta.pieces.iter().map(|piece| match piece {
+                Piece::Text(text) => text.as_str(),
+                other => panic!("{other:?}"),
+            });
+            texts.collect::<String>()
+        };
         deltas
-            .map(|delta| (delta.text.clone(), tokens(&delta), delta.finish))
+            .map(|delta| (text(&delta), tokens(&delta), delta.ending))
             .collect()
     }
 
@@ -116,7 +327,7 @@ mod tests {
             [
                 some("a", &[1], None),
                 some("bc", &[2, 3], None),
-                some("d", &[4], Some("length"))
+                some("d", &[4], Some(Ending::Length))
             ]
         );
         let stopped = vec![
@@ -127,14 +338,17 @@ mod tests {
         ];
         assert_eq!(
             shown(stopped),
-            [some("a", &[1], None), some("", &[], Some("stop"))]
+            [
+                some("a", &[1], None),
+                some("", &[], Some(Ending::StopText(0)))
+            ]
         );
         let ended = vec![token(1, ""), token(2, ""), finished("é", Finish::EndOfText)];
-        assert_eq!(shown(ended), [some("é", &[1], Some("stop"))]);
+        assert_eq!(shown(ended), [some("é", &[1], Some(Ending::Said))]);
         let nothing = vec![
             Reply::PromptRead { reused: 0 },
             finished("", Finish::Length),
         ];
-        assert_eq!(shown(nothing), [some("", &[], Some("length"))]);
+        assert_eq!(shown(nothing), [some("", &[], Some(Ending::Length))]);
     }
 }

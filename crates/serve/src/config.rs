@@ -26,6 +26,9 @@ pub struct Config {
     pub clock: Clock,
     /// Asked for at every scrape of `/metrics`.
     pub facts: Facts,
+    /// Whether fields that no specification has are passed over, with a `warning` header, instead
+    /// of refused.
+    pub is_lenient: bool,
 }
 
 impl Config {
@@ -38,6 +41,7 @@ impl Config {
             times: Times::default(),
             clock,
             facts: Facts::default(),
+            is_lenient: false,
         }
     }
 
@@ -79,6 +83,15 @@ pub struct Limits {
     /// Requests to the model at the same time, from their headers to the end of their answer;
     /// further ones get 429.
     pub requests: usize,
+    /// Requests of one client among them, when there are several clients: holders of keys, or
+    /// machines without one.
+    pub requests_of_one: usize,
+    /// Connections of one other machine at the same time; further ones are closed.
+    pub connections_of_one: usize,
+    /// Responses that are kept for `previous_response_id`, and their bytes.
+    pub stored_responses: usize,
+    /// Bytes of memory that they take, about.
+    pub stored_bytes: usize,
     /// Requests whose body is parsed and made tokens at the same time, on a thread each; further
     /// ones wait. Bounds memory: parsing takes up to 100 bytes per value of the body.
     pub parsing: usize,
@@ -104,6 +117,10 @@ impl Default for Limits {
         Self {
             connections: 512,
             requests: 64,
+            requests_of_one: 32,
+            connections_of_one: 128,
+            stored_responses: 256,
+            stored_bytes: 64 << 20,
             parsing: 2,
             body_bytes: 8 << 20,
             json_depth: 32,
@@ -121,6 +138,10 @@ impl Limits {
         let at_least_one = [
             ("connections", self.connections),
             ("requests", self.requests),
+            ("requests_of_one", self.requests_of_one),
+            ("connections_of_one", self.connections_of_one),
+            ("stored_responses", self.stored_responses),
+            ("stored_bytes", self.stored_bytes),
             ("parsing", self.parsing),
             ("body_bytes", self.body_bytes),
             ("json_depth", self.json_depth),
@@ -150,8 +171,11 @@ impl Limits {
 pub struct Times {
     /// From the headers of a request to the end of its answer.
     pub request: Duration,
-    /// For the headers of a request, and between requests of a connection.
+    /// For the headers of a request, from their first byte; for the first of a connection, from
+    /// its beginning.
     pub headers: Duration,
+    /// Between requests of a connection.
+    pub idle: Duration,
     /// For a body.
     pub body: Duration,
     /// That a client may take nothing of what is to be sent before its connection is closed.
@@ -170,6 +194,8 @@ impl Default for Times {
         Self {
             request: Duration::from_secs(600), // the SDKs' own default
             headers: Duration::from_secs(10),
+            // Longer than the 60 s for which common clients keep connections.
+            idle: Duration::from_secs(75),
             body: Duration::from_secs(30),
             stalled_write: Duration::from_secs(30),
             keep_alive: Duration::from_secs(15), // proxies commonly give up at 30 or 60 s
@@ -201,6 +227,16 @@ impl Default for Facts {
 impl fmt::Debug for Facts {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("Facts(..)")
+    }
+}
+
+/// What a node tells of itself and its cluster, asked for at every request.
+#[derive(Clone)]
+pub struct Status(pub Arc<dyn Fn() -> serde_json::Value + Send + Sync>);
+
+impl fmt::Debug for Status {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Status(..)")
     }
 }
 

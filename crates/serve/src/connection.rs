@@ -1,25 +1,35 @@
 //! Connections: accepted up to a bound, given up when their client is silent or takes nothing.
+//!
+//! ```text
+//! Fresh --first bytes--> Head --request--> Busy --answer sent--> Idle --first bytes--> Head
+//!   headers deadline      headers deadline   none                  idle time
+//! ```
+//!
+//! When as many connections are open as may be, the one that is idle for longest is closed for a
+//! new one, those without a valid key first: whoever only holds connections open keeps nobody out.
 
+use std::collections::HashMap;
 use std::io::{self, IoSlice};
+use std::net::{IpAddr, SocketAddr};
 use std::pin::{Pin, pin};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
 use axum::Router;
-use axum::body::Body;
-use axum::http::Request;
-use hyper::body::Incoming;
+use axum::body::{Body, Bytes};
+use axum::http::{Request, Response};
+use hyper::body::{Body as _, Frame, Incoming, SizeHint};
 use hyper::server::conn::http1;
 use hyper::service::{Service, service_fn};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::{TcpListener, TcpStream};
-use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
-use tokio::time::{Sleep, sleep};
+use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore, watch};
+use tokio::time::{Instant, Sleep, sleep, sleep_until};
 
-use crate::access::Local;
+use crate::access::{Local, Remote};
 use crate::config::Times;
 use crate::server::{Phase, reach};
 
@@ -30,6 +40,158 @@ const MAX_HEAD_BYTES: usize = 64 << 10;
 /// Between attempts to accept when the process has no file descriptor left.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 
+/// Requests of a connection that never had a valid key, where keys are asked for: monitors ask
+/// once a connection or a few times.
+const UNTRUSTED_REQUESTS: usize = 8;
+
+/// After the last byte of an answer, so long is read on what a client still sends, and so many
+/// bytes: closing at once would destroy the answer on its way.
+const LINGER: Duration = Duration::from_secs(2);
+const LINGER_BYTES: usize = 64 << 20;
+
+/// Between looks whether a client that sends no more has left, or only waits.
+const LOOK_EVERY: Duration = Duration::from_millis(250);
+
+/// Tells a client that has sent everything that it is heard: one that has left answers by a reset.
+const STILL_THERE: &[u8] = b"HTTP/1.1 100 Continue\r\n\r\n";
+
+/// What a connection is doing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Stage {
+    /// Nothing has come yet.
+    Fresh,
+    /// Some of a request has come.
+    Head,
+    /// A request is being answered.
+    Busy,
+    /// Between requests.
+    Idle,
+}
+
+#[derive(Debug)]
+struct Facts {
+    stage: Stage,
+    since: Instant,
+    is_trusted: bool,
+    requests: usize,
+    /// The body of the last request has come to its end.
+    is_whole: bool,
+}
+
+/// A connection as others see it.
+#[derive(Clone, Debug)]
+pub(crate) struct Known {
+    facts: Arc<Mutex<Facts>>,
+    close: Arc<Notify>,
+    now: Now,
+}
+
+/// What time it is.
+type Now = fn() -> std::time::Instant;
+
+fn read(now: Now) -> Instant {
+    Instant::from_std(now())
+}
+
+impl Known {
+    fn new(now: Now) -> Self {
+        let facts = Facts {
+            stage: Stage::Fresh,
+            since: read(now),
+            is_trusted: false,
+            requests: 0,
+            is_whole: true,
+        };
+        Self {
+            facts: Arc::new(Mutex::new(facts)),
+            close: Arc::default(),
+            now,
+        }
+    }
+
+    fn facts(&self) -> MutexGuard<'_, Facts> {
+        self.facts.lock().expect("nothing panics with the lock")
+    }
+
+    fn go(&self, stage: Stage) {
+        let mut facts = self.facts();
+        facts.stage = stage;
+        facts.since = read(self.now);
+    }
+
+    /// A request has come, maybe with all of its body.
+    fn begin(&self, is_whole: bool) {
+        self.go(Stage::Busy);
+        let mut facts = self.facts();
+        facts.requests += 1;
+        facts.is_whole = is_whole;
+    }
+
+    /// A request of it had a valid key.
+    pub(crate) fn trust(&self) {
+        self.facts().is_trusted = true;
+    }
+
+    /// Whether it had its requests without a key.
+    pub(crate) fn is_worn(&self) -> bool {
+        let facts = self.facts();
+        !facts.is_trusted && facts.requests >= UNTRUSTED_REQUESTS
+    }
+}
+
+/// All open connections.
+#[derive(Debug, Default)]
+pub(crate) struct Open {
+    all: Mutex<All>,
+}
+
+#[derive(Debug, Default)]
+struct All {
+    /// The number of the last one.
+    last: u64,
+    by_id: HashMap<u64, (IpAddr, Known)>,
+}
+
+impl Open {
+    fn all(&self) -> MutexGuard<'_, All> {
+        self.all.lock().expect("nothing panics with the lock")
+    }
+
+    fn add(&self, ip: IpAddr, known: &Known) -> u64 {
+        let mut all = self.all();
+        all.last += 1;
+        let id = all.last;
+        all.by_id.insert(id, (ip, known.clone()));
+        id
+    }
+
+    fn remove(&self, id: u64) {
+        self.all().by_id.remove(&id);
+    }
+
+    fn of(&self, ip: IpAddr) -> usize {
+        let all = self.all();
+        all.by_id.values().filter(|(other, _)| *other == ip).count()
+    }
+
+    /// Closes the connection that can be missed most: not one that is answered; of the others one
+    /// without a key, and the one that waits for longest.
+    fn close_one(&self) {
+        let all = self.all();
+        let waiting = all.by_id.values().filter_map(|(_, known)| {
+            let facts = known.facts();
+            let is_waiting = facts.stage != Stage::Busy;
+            is_waiting.then(|| (facts.is_trusted, facts.since, known.clone()))
+        });
+        let least = waiting.min_by_key(|(is_trusted, since, _)| (*is_trusted, *since));
+        if let Some((_, _, known)) = least {
+            // Not chosen again while it ends.
+            known.go(Stage::Busy);
+            known.close.notify_one();
+        }
+    }
+}
+
 /// What each connection gets.
 #[derive(Clone, Debug)]
 pub(crate) struct Acceptor {
@@ -37,52 +199,82 @@ pub(crate) struct Acceptor {
     pub(crate) times: Times,
     /// A permit per connection.
     pub(crate) connections: Arc<Semaphore>,
+    /// Connections of another machine at most.
+    pub(crate) of_one: usize,
+    pub(crate) open: Arc<Open>,
+    pub(crate) now: Now,
     pub(crate) phase: watch::Receiver<Phase>,
 }
 
 impl Acceptor {
-    /// Accepts until the server is told to stop. When as many connections are open as may be,
+    /// Accepts until the server is told to stop. When as many connections are answered as may be,
     /// others wait in the listener's queue.
     pub(crate) async fn run(self, listener: TcpListener) {
         let mut phase = self.phase.clone();
         let mut stop = pin!(reach(&mut phase, Phase::Draining));
         loop {
-            let (stream, permit) = tokio::select! {
+            let (stream, remote) = tokio::select! {
                 () = &mut stop => return,
-                accepted = self.accept(&listener) => accepted,
+                accepted = accept(&listener) => accepted,
             };
-            tokio::spawn(self.clone().serve(stream, permit));
+            let ip = remote.ip().to_canonical();
+            if !ip.is_loopback() && self.open.of(ip) >= self.of_one {
+                continue;
+            }
+            let permit = tokio::select! {
+                () = &mut stop => return,
+                permit = self.permit() => permit,
+            };
+            tokio::spawn(self.clone().serve(stream, remote, permit));
         }
     }
 
-    async fn accept(&self, listener: &TcpListener) -> (TcpStream, OwnedSemaphorePermit) {
-        let permit = Arc::clone(&self.connections).acquire_owned().await;
-        let permit = permit.expect("the semaphore is never closed");
+    /// A place, which another connection may have to leave.
+    async fn permit(&self) -> OwnedSemaphorePermit {
         loop {
-            match listener.accept().await {
-                Ok((stream, _)) => return (stream, permit),
-                // No descriptor is free, or a client left while it was accepted.
-                Err(_) => sleep(ACCEPT_PAUSE).await,
+            if let Ok(permit) = Arc::clone(&self.connections).try_acquire_owned() {
+                return permit;
+            }
+            self.open.close_one();
+            let free = Arc::clone(&self.connections).acquire_owned();
+            if let Ok(permit) = tokio::time::timeout(ACCEPT_PAUSE, free).await {
+                return permit.expect("the semaphore is never closed");
             }
         }
     }
 
-    async fn serve(self, stream: TcpStream, permit: OwnedSemaphorePermit) {
+    async fn serve(self, stream: TcpStream, remote: SocketAddr, permit: OwnedSemaphorePermit) {
         let Ok(local) = stream.local_addr() else {
             return;
         };
         // A token is a small packet that somebody waits for. Works without, only slower.
         let _ = stream.set_nodelay(true);
-        let io = TokioIo::new(Impatient::new(stream, self.times.stalled_write));
-        let inner = TowerToHyperService::new(self.router);
+        let known = Known::new(self.now);
+        let id = self.open.add(remote.ip().to_canonical(), &known);
+        let io = TokioIo::new(Impatient::new(stream, &self.times, known.clone()));
+        let inner = TowerToHyperService::new(self.router.clone());
+        let close = Arc::clone(&known.close);
         let service = service_fn(move |mut request: Request<Incoming>| {
+            let known = known.clone();
+            known.begin(request.body().is_end_stream());
             request.extensions_mut().insert(Local(local));
-            inner.call(request.map(Body::new))
+            request.extensions_mut().insert(Remote(remote));
+            request.extensions_mut().insert(known.clone());
+            let heard = |body| Heard {
+                body,
+                known: known.clone(),
+            };
+            let answer = inner.call(request.map(|body| Body::new(heard(body))));
+            async move {
+                let response: Response<Body> = answer.await?;
+                let body = |body| Body::new(Noted { body, known });
+                Ok::<_, std::convert::Infallible>(response.map(body))
+            }
         });
         let mut connection = pin!(
             http1::Builder::new()
                 .timer(TokioTimer::new())
-                .header_read_timeout(self.times.headers)
+                .header_read_timeout(None)
                 .max_buf_size(MAX_HEAD_BYTES)
                 .serve_connection(io, service)
         );
@@ -90,29 +282,122 @@ impl Acceptor {
         tokio::select! {
             // What goes wrong between a client and its connection is seen by the client.
             _ = connection.as_mut() => {}
+            () = close.notified() => {}
             () = reach(&mut phase, Phase::Draining) => {
                 connection.as_mut().graceful_shutdown();
                 let _ = connection.await;
             }
         }
+        self.open.remove(id);
         drop(permit);
     }
 }
 
-/// A stream that fails when its peer takes nothing for a while.
+async fn accept(listener: &TcpListener) -> (TcpStream, SocketAddr) {
+    loop {
+        match listener.accept().await {
+            Ok(accepted) => return accepted,
+            // No descriptor is free, or a client left while it was accepted.
+            Err(_) => sleep(ACCEPT_PAUSE).await,
+        }
+    }
+}
+
+/// The body of a request, which tells when it has come to its end.
+struct Heard {
+    body: Incoming,
+    known: Known,
+}
+
+impl hyper::body::Body for Heard {
+    type Data = Bytes;
+    type Error = hyper::Error;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, hyper::Error>>> {
+        let frame = ready!(Pin::new(&mut self.body).poll_frame(cx));
+        if frame.is_none() || self.body.is_end_stream() {
+            self.known.facts().is_whole = true;
+        }
+        Poll::Ready(frame)
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.body.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.body.size_hint()
+    }
+}
+
+/// The body of an answer, which tells when it is over.
+struct Noted {
+    body: Body,
+    known: Known,
+}
+
+impl hyper::body::Body for Noted {
+    type Data = Bytes;
+    type Error = axum::Error;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, axum::Error>>> {
+        Pin::new(&mut self.body).poll_frame(cx)
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.body.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.body.size_hint()
+    }
+}
+
+impl Drop for Noted {
+    fn drop(&mut self) {
+        self.known.go(Stage::Idle);
+    }
+}
+
+/// A stream that fails when its peer takes nothing for a while, or sends nothing where a request
+/// is expected.
 struct Impatient {
     stream: TcpStream,
-    patience: Duration,
+    stalled_write: Duration,
+    headers: Duration,
+    idle: Duration,
+    known: Known,
     /// Runs while something waits to be written.
     stalled: Option<Pin<Box<Sleep>>>,
+    /// Runs while something is to be read, until the deadline of the stage.
+    silent: Option<Pin<Box<Sleep>>>,
+    /// Bytes were written since the last request came, if only to see whether it still waits.
+    has_written: bool,
+    /// The client sends no more.
+    half_closed: Option<Pin<Box<Sleep>>>,
+    /// Bytes that were thrown away at the end, and until when.
+    lingering: Option<(usize, Pin<Box<Sleep>>)>,
 }
 
 impl Impatient {
-    const fn new(stream: TcpStream, patience: Duration) -> Self {
+    const fn new(stream: TcpStream, times: &Times, known: Known) -> Self {
         Self {
             stream,
-            patience,
+            stalled_write: times.stalled_write,
+            headers: times.headers,
+            idle: times.idle,
+            known,
             stalled: None,
+            silent: None,
+            has_written: false,
+            half_closed: None,
+            lingering: None,
         }
     }
 
@@ -126,12 +411,94 @@ impl Impatient {
             self.stalled = None;
             return written;
         }
-        let patience = self.patience;
+        let patience = self.stalled_write;
         let stalled = self
             .stalled
             .get_or_insert_with(|| Box::pin(sleep(patience)));
         ready!(stalled.as_mut().poll(cx));
         Poll::Ready(Err(io::ErrorKind::TimedOut.into()))
+    }
+
+    /// When the client must have sent more; none while it is answered.
+    fn deadline(&self) -> Option<Instant> {
+        let facts = self.known.facts();
+        match facts.stage {
+            Stage::Busy => None,
+            Stage::Fresh | Stage::Head => Some(facts.since + self.headers),
+            Stage::Idle => Some(facts.since + self.idle),
+        }
+    }
+
+    fn poll_silence(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        let Some(deadline) = self.deadline() else {
+            self.silent = None;
+            return Poll::Pending;
+        };
+        let silent = self
+            .silent
+            .get_or_insert_with(|| Box::pin(sleep_until(deadline)));
+        if silent.deadline() != deadline {
+            silent.as_mut().reset(deadline);
+        }
+        ready!(silent.as_mut().poll(cx));
+        Poll::Ready(Err(io::ErrorKind::TimedOut.into()))
+    }
+
+    /// Bytes have come.
+    fn heard(&mut self) {
+        let stage = self.known.facts().stage;
+        if matches!(stage, Stage::Fresh | Stage::Idle) {
+            self.known.go(Stage::Head);
+            self.has_written = false;
+        }
+    }
+
+    /// The client sends no more: it waits for its answer or has left. After a moment it is told
+    /// that it is heard, once and before any of the answer; one that has left resets the
+    /// connection. A request that is cut off has ended.
+    fn poll_half_closed(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        loop {
+            if self.known.facts().stage != Stage::Busy {
+                return Poll::Ready(Ok(()));
+            }
+            let look = self
+                .half_closed
+                .get_or_insert_with(|| Box::pin(sleep(LOOK_EVERY)));
+            ready!(look.as_mut().poll(cx));
+            look.as_mut().reset(read(self.known.now) + LOOK_EVERY);
+            if !self.known.facts().is_whole {
+                return Poll::Ready(Ok(()));
+            }
+            if !self.has_written {
+                self.has_written = true;
+                self.stream.try_write(STILL_THERE)?;
+            }
+            if let Some(error) = self.stream.take_error()? {
+                return Poll::Ready(Err(error));
+            }
+        }
+    }
+
+    /// hyper answers what is no HTTP by a head alone; its client is told why.
+    fn with_words(&self, head: &[u8]) -> Option<Vec<u8>> {
+        let text = std::str::from_utf8(head).ok()?;
+        let status = text.strip_prefix("HTTP/1.1 4")?;
+        if !text.ends_with("\r\n\r\n") || !text.contains("\r\ncontent-length: 0\r\n") {
+            return None;
+        }
+        let (message, code) = match status.get(..2)? {
+            "14" => ("the address is too long", "uri_too_long"),
+            "31" => ("the headers are too long", "headers_too_large"),
+            _ => ("the request is no HTTP", "invalid_http"),
+        };
+        let error = serde_json::json!({
+            "message": message, "type": "invalid_request_error", "param": null, "code": code,
+        });
+        let body = serde_json::json!({"error": error}).to_string();
+        let length = format!("content-length: {}\r\n", body.len());
+        let kind = "content-type: application/json\r\n";
+        let head = text.replacen("content-length: 0\r\n", &format!("{kind}{length}"), 1);
+        Some((head + &body).into_bytes())
     }
 }
 
@@ -141,7 +508,19 @@ impl AsyncRead for Impatient {
         cx: &mut Context<'_>,
         buf: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.stream).poll_read(cx, buf)
+        if self.half_closed.is_some() {
+            return self.poll_half_closed(cx);
+        }
+        let before = buf.filled().len();
+        match Pin::new(&mut self.stream).poll_read(cx, buf) {
+            Poll::Ready(Ok(())) if buf.filled().len() > before => {
+                self.heard();
+                Poll::Ready(Ok(()))
+            }
+            Poll::Ready(Ok(())) => self.poll_half_closed(cx),
+            Poll::Ready(Err(error)) => Poll::Ready(Err(error)),
+            Poll::Pending => self.poll_silence(cx),
+        }
     }
 }
 
@@ -151,6 +530,13 @@ impl AsyncWrite for Impatient {
         cx: &mut Context<'_>,
         buf: &[u8],
     ) -> Poll<io::Result<usize>> {
+        self.has_written = true;
+        if let Some(words) = self.with_words(buf) {
+            self.known.facts().is_whole = false;
+            // A few hundred bytes into an empty buffer: they go at once or the client is gone.
+            let written = self.stream.try_write(&words);
+            return Poll::Ready(written.map(|_| buf.len()));
+        }
         let written = Pin::new(&mut self.stream).poll_write(cx, buf);
         self.judge(written, cx)
     }
@@ -160,6 +546,10 @@ impl AsyncWrite for Impatient {
         cx: &mut Context<'_>,
         bufs: &[IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
+        self.has_written = true;
+        if let [only] = bufs {
+            return self.poll_write(cx, only);
+        }
         let written = Pin::new(&mut self.stream).poll_write_vectored(cx, bufs);
         self.judge(written, cx)
     }
@@ -172,7 +562,30 @@ impl AsyncWrite for Impatient {
         Pin::new(&mut self.stream).poll_flush(cx)
     }
 
+    /// Closes this side, then reads on for a while what the client still sends of a request that
+    /// was refused.
     fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.stream).poll_shutdown(cx)
+        if self.lingering.is_none() {
+            ready!(Pin::new(&mut self.stream).poll_shutdown(cx))?;
+            if self.known.facts().is_whole {
+                return Poll::Ready(Ok(()));
+            }
+            self.lingering = Some((0, Box::pin(sleep(LINGER))));
+        }
+        let this = &mut *self;
+        let Some((bytes, until)) = &mut this.lingering else {
+            return Poll::Ready(Ok(()));
+        };
+        let mut scratch = [0; 16 << 10];
+        loop {
+            if until.as_mut().poll(cx).is_ready() || *bytes > LINGER_BYTES {
+                return Poll::Ready(Ok(()));
+            }
+            let mut buf = ReadBuf::new(&mut scratch);
+            match ready!(Pin::new(&mut this.stream).poll_read(cx, &mut buf)) {
+                Ok(()) if !buf.filled().is_empty() => *bytes += buf.filled().len(),
+                _ => return Poll::Ready(Ok(())),
+            }
+        }
     }
 }

@@ -1,6 +1,8 @@
 //! Fields of a request as a table: one row checks a value, says what is wrong with it, and is its
 //! description in the OpenAPI document. So the document cannot promise other bounds than hold.
 
+use std::cell::RefCell;
+
 use serde_json::{Map, Value, json};
 
 use crate::json::show;
@@ -37,6 +39,55 @@ pub(crate) enum Kind {
     },
     /// Read by a function of its own; this makes the schema.
     Own(fn() -> Value),
+    /// Whatever it is, it has no effect.
+    Any,
+}
+
+/// How strict a request is read, and what its client is to be warned of.
+#[derive(Debug, Default)]
+pub(crate) struct Notes {
+    /// Whether unknown fields are passed over with a warning.
+    pub(crate) is_lenient: bool,
+    warnings: RefCell<Vec<String>>,
+}
+
+/// Most warnings of an answer, and the longest, in bytes: they are headers.
+const MAX_WARNINGS: usize = 8;
+const MAX_WARNING: usize = 200;
+
+impl Notes {
+    pub(crate) fn new(is_lenient: bool) -> Self {
+        let warnings = RefCell::default();
+        Self {
+            is_lenient,
+            warnings,
+        }
+    }
+
+    /// Notes what the client should know, once.
+    pub(crate) fn warn(&self, text: impl Into<String>) {
+        let mut text: String = text.into();
+        text.retain(|c| matches!(c, ' '..='~') && c != '"' && c != '\\');
+        text.truncate(MAX_WARNING);
+        let mut warnings = self.warnings.borrow_mut();
+        if warnings.len() < MAX_WARNINGS && !warnings.contains(&text) {
+            warnings.push(text);
+        }
+    }
+
+    /// # Errors
+    /// [`Rejection::Unknown`] unless unknown fields are passed over.
+    fn unknown(&self, param: String) -> Result<(), Rejection> {
+        if !self.is_lenient {
+            return Err(Rejection::Unknown { param });
+        }
+        self.warn(format!("{param} is unknown and was ignored"));
+        Ok(())
+    }
+
+    pub(crate) fn into_warnings(self) -> Vec<String> {
+        self.warnings.into_inner()
+    }
 }
 
 impl Field {
@@ -89,7 +140,7 @@ impl Field {
                 let got = show(value);
                 Err(Rejection::Unsupported { param, got, why })
             }
-            Kind::Own(_) => Ok(()),
+            Kind::Own(_) | Kind::Any => Ok(()),
         }
     }
 
@@ -113,6 +164,7 @@ impl Field {
                 json!({"enum": values})
             }
             Kind::Own(schema) => schema(),
+            Kind::Any => json!({}),
         };
         if !self.is_required {
             schema = nullable(schema);
@@ -126,6 +178,9 @@ impl Field {
 
 /// The same schema with null accepted.
 fn nullable(mut schema: Value) -> Value {
+    if schema.as_object().is_some_and(Map::is_empty) {
+        return schema;
+    }
     if let Some(Value::Array(values)) = schema.get_mut("enum") {
         values.push(Value::Null);
         return schema;
@@ -230,18 +285,20 @@ impl Fields {
     /// Checks `object`, which stands at `place` in the body: empty, or with a dot at the end.
     ///
     /// # Errors
-    /// The first field that is not in the table or wrong, in the order of the object, else the
-    /// first that is missing.
+    /// The first field that is not in the table (unless `notes` lets it pass) or wrong, in the
+    /// order of the object, else the first that is missing.
     pub(crate) fn new(
         object: Map<String, Value>,
         table: &[Field],
         place: &str,
+        notes: &Notes,
     ) -> Result<Self, Rejection> {
         let mut values = Map::new();
         for (name, value) in object {
             let param = || format!("{place}{}", clip(&name));
             let Some(field) = table.iter().find(|field| field.name == name) else {
-                return Err(Rejection::Unknown { param: param() });
+                notes.unknown(param())?;
+                continue;
             };
             if value.is_null() {
                 continue;
@@ -398,7 +455,7 @@ mod tests {
             (r#"{"text":"a","flag":null,"number":null}"#, "ok"),
         ] {
             let object: Map<String, Value> = serde_json::from_str(object).unwrap();
-            let got = match Fields::new(object.clone(), &TABLE, "") {
+            let got = match Fields::new(object.clone(), &TABLE, "", &Notes::default()) {
                 Ok(_) => "ok".to_owned(),
                 Err(error) => error.to_string(),
             };
@@ -409,7 +466,8 @@ mod tests {
     #[test]
     fn values_come_out_as_they_went_in() {
         let object = r#"{"text":"a","number":1,"integer":3.0,"flag":true}"#;
-        let fields = Fields::new(serde_json::from_str(object).unwrap(), &TABLE, "x.").unwrap();
+        let object = serde_json::from_str(object).unwrap();
+        let fields = Fields::new(object, &TABLE, "x.", &Notes::default()).unwrap();
         assert_eq!(fields.text("text"), Some("a"));
         assert_eq!(fields.number("number"), Some(1.0));
         assert_eq!(fields.count("integer"), Some(3));
@@ -417,9 +475,25 @@ mod tests {
     }
 
     #[test]
+    fn unknown_fields_pass_with_a_warning_where_they_may() {
+        let object = r#"{"text":"a","other\r\n\"":1,"more":2}"#;
+        let notes = Notes::new(true);
+        let object: Map<String, Value> = serde_json::from_str(object).unwrap();
+        let fields = Fields::new(object, &TABLE, "m.", &notes).unwrap();
+        assert!(!fields.has("more"));
+        assert_eq!(
+            notes.into_warnings(),
+            [
+                "m.other is unknown and was ignored",
+                "m.more is unknown and was ignored"
+            ]
+        );
+    }
+
+    #[test]
     fn names_of_clients_are_clipped() {
         let object = Map::from_iter([("y".repeat(1000), Value::from(1))]);
-        let error = Fields::new(object, &TABLE, "m[0].")
+        let error = Fields::new(object, &TABLE, "m[0].", &Notes::default())
             .unwrap_err()
             .to_string();
         assert!(

@@ -12,6 +12,7 @@
 //!
 //! Two programs that change the file at once: the later change wins, and the earlier is lost.
 
+use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::io::{self, Write};
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
@@ -20,7 +21,7 @@ use std::sync::Mutex;
 
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
-use subtle::{Choice, ConstantTimeEq};
+use subtle::{ConditionallySelectable, ConstantTimeEq};
 
 /// What every key begins with, so that scanners for leaked secrets can know them.
 pub const PREFIX: &str = "pl-";
@@ -217,14 +218,51 @@ impl Keys {
         Ok(revoked.info)
     }
 
+    /// All keys as they are kept, by their ids: JSON with a hash each, to be shared with other
+    /// machines.
+    pub fn entries(&self) -> BTreeMap<String, String> {
+        let entry = |stored: &Stored| {
+            let text = serde_json::to_string(stored).expect("a key is JSON");
+            (stored.info.id.clone(), text)
+        };
+        self.keys.iter().map(entry).collect()
+    }
+
+    /// Replaces all keys by entries of another machine, and writes the file.
+    ///
+    /// # Errors
+    /// [`Error::Malformed`] for an entry that is none, [`Error::Write`]; nothing has changed then.
+    pub fn replace_entries(&mut self, entries: &BTreeMap<String, String>) -> Result<(), Error> {
+        let malformed = |reason| Error::Malformed {
+            path: self.path.clone(),
+            reason,
+        };
+        let keys = entries.values().map(|text| serde_json::from_str(text));
+        let keys: Result<Vec<Stored>, _> = keys.collect();
+        let keys = keys.map_err(|error| malformed(error.to_string()))?;
+        let version = VERSION;
+        let mut keys = checked(Contents { version, keys }).map_err(malformed)?;
+        keys.sort_by_key(|stored| (stored.info.created_unix_s, stored.info.id.clone()));
+        self.replace(keys)
+    }
+
     /// Whether `key` is one of them. Takes as long for each: all are compared, in constant time.
     pub fn contains(&self, key: &str) -> bool {
+        self.id_of(key).is_some()
+    }
+
+    /// The id of `key`, if it is one of them; likewise in constant time.
+    fn id_of(&self, key: &str) -> Option<&str> {
         let is_equal = |stored: &Stored| {
             let digest = hex(&digest(&stored.salt, key));
             digest.as_bytes().ct_eq(stored.sha256.as_bytes())
         };
-        let any = self.keys.iter().map(is_equal);
-        any.fold(Choice::from(0), |any, one| any | one).into()
+        let none = u32::MAX;
+        let found = (0..).zip(&self.keys).fold(none, |found, (i, stored)| {
+            u32::conditional_select(&found, &i, is_equal(stored))
+        });
+        let found = self.keys.get(usize::try_from(found).ok()?)?;
+        Some(&found.info.id)
     }
 
     fn free_id(&self) -> Result<String, Error> {
@@ -319,9 +357,23 @@ impl Watched {
         Ok(Self { current })
     }
 
-    /// Whether `key` is one of those in the file now. A file that has become unreadable lets
-    /// nobody in. Cost: a stat of the file, and a hash per key.
-    pub(crate) fn contains(&self, key: &str) -> bool {
+    /// The id of `key`, if it is one of those in the file now. A file that has become unreadable
+    /// lets nobody in. Cost: a stat of the file, and a hash per key.
+    pub(crate) fn id_of(&self, key: &str) -> Option<String> {
+        self.with_current(|keys| keys.id_of(key).map(str::to_owned))
+    }
+
+    /// Whether the key of this id is one of those in the file now. Cost: a stat of the file.
+    pub(crate) fn has(&self, id: &str) -> bool {
+        self.with_current(|keys| keys.list().any(|info| info.id == id))
+    }
+
+    /// How many there are now.
+    pub(crate) fn count(&self) -> usize {
+        self.with_current(|keys| keys.list().count())
+    }
+
+    fn with_current<T>(&self, see: impl FnOnce(&Keys) -> T) -> T {
         let mut current = self.current.lock().expect("nothing panics with the lock");
         let path = current.1.path.clone();
         let now = stamp(&path);
@@ -330,7 +382,7 @@ impl Watched {
             let fresh = Keys::open(&path).unwrap_or(Keys { path, keys });
             *current = (now, fresh);
         }
-        current.1.contains(key)
+        see(&current.1)
     }
 }
 
@@ -364,6 +416,25 @@ mod tests {
         assert!(matches!(again.revoke(&a.id), Err(Error::NoKey { .. })));
         let left = Keys::open(&path).unwrap();
         assert!(!left.contains(&first) && left.contains(&second));
+    }
+
+    #[test]
+    fn keys_can_be_taken_to_another_machine() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut one = Keys::open(&dir.path().join("one.json")).unwrap();
+        let mut two = Keys::open(&dir.path().join("two.json")).unwrap();
+        let (key, info) = one.make("laptop", 1).unwrap();
+        two.make("old", 2).unwrap();
+        two.replace_entries(&one.entries()).unwrap();
+        let two = Keys::open(&dir.path().join("two.json")).unwrap();
+        assert!(two.contains(&key));
+        assert_eq!(two.list().collect::<Vec<_>>(), [&info]);
+        let bad = BTreeMap::from([("x".to_owned(), "{}".to_owned())]);
+        assert!(matches!(
+            one.replace_entries(&bad),
+            Err(Error::Malformed { .. })
+        ));
+        assert!(one.contains(&key), "nothing has changed");
     }
 
     #[test]
@@ -416,12 +487,12 @@ mod tests {
         let watched = Watched::open(&path).unwrap();
         let mut keys = Keys::open(&path).unwrap();
         let (key, info) = keys.make("a", 1).unwrap();
-        assert!(watched.contains(&key));
+        assert!(watched.id_of(&key).is_some());
         keys.revoke(&info.id).unwrap();
-        assert!(!watched.contains(&key));
+        assert!(watched.id_of(&key).is_none());
         let (key, _) = keys.make("b", 1).unwrap();
-        assert!(watched.contains(&key));
+        assert!(watched.id_of(&key).is_some());
         fs::remove_file(&path).unwrap();
-        assert!(!watched.contains(&key));
+        assert!(watched.id_of(&key).is_none());
     }
 }

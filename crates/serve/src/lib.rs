@@ -1,9 +1,10 @@
-//! The HTTP API: OpenAI's chat and text completions over whatever answers requests.
+//! The HTTP API: the dialects of OpenAI, Anthropic, Ollama and llama-server over whatever answers
+//! requests.
 //!
 //! ```text
-//! client --HTTP--> connection --> access --> api --> request --> Ask
-//!                                                                 |
-//!        <--JSON or events-- render, stream <-- choice <-- answer <--> engine::Service
+//! client --HTTP--> connection --> access --> api --> request --> conversation --> Ask
+//!                                                                                  |
+//!        <--JSON or events-- render, stream <-- calling, choice <-- answer <--> engine::Service
 //! ```
 //!
 //! This is the only crate that knows HTTP. It sees the model as a [`Service`] and its text side as
@@ -14,8 +15,9 @@
 //! - [`keys`]: API keys in a file, kept as hashes.
 //!
 //! Invariants: every field of a request is honoured, known to have no effect on the answer, or
-//! refused by name; every wait has a deadline and every queue a bound; a client that leaves stops
-//! its answer; the OpenAPI document is made from the table that checks requests.
+//! refused by name, in each dialect from one table; every wait has a deadline and every queue a
+//! bound; a client that leaves stops its answer; the OpenAPI document is made from the table that
+//! checks requests.
 //!
 //! ```no_run
 //! use std::sync::Arc;
@@ -39,9 +41,11 @@
 mod access;
 mod answer;
 mod api;
+mod calling;
 mod choice;
 mod config;
 mod connection;
+mod conversation;
 mod error;
 mod field;
 mod json;
@@ -49,13 +53,16 @@ pub mod keys;
 mod metrics;
 mod model;
 mod openapi;
+mod places;
 mod rejection;
 mod render;
 mod request;
 mod server;
+mod store;
 mod stream;
 
-pub use config::{Access, Clock, Config, DEFAULT_PORT, Fact, Facts, Limits, Times};
+pub use api::doors::Doors;
+pub use config::{Access, Clock, Config, DEFAULT_PORT, Fact, Facts, Limits, Status, Times};
 pub use error::Error;
-pub use model::Model;
+pub use model::{About, Model, default_sampling, recommended_sampling};
 pub use server::{Handle, Server};

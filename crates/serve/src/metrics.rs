@@ -42,6 +42,7 @@ pub(crate) struct Metrics {
     registry: Registry,
     requests: Family<RequestLabels, Counter>,
     answers: Family<Outcome, Counter>,
+    calls: Family<Outcome, Counter>,
     prompt_tokens: Counter,
     generated_tokens: Counter,
     first_token_s: Histogram,
@@ -60,6 +61,7 @@ impl Metrics {
             registry: Registry::with_prefix("paceline"),
             requests: Family::default(),
             answers: Family::default(),
+            calls: Family::default(),
             prompt_tokens: of_kind("prompt"),
             generated_tokens: of_kind("generated"),
             // From a tiny model's millisecond to a long prompt's minutes: 1 ms to 524 s.
@@ -88,6 +90,8 @@ impl Metrics {
         registry.register("http_requests", requests, self.requests.clone());
         let answers = "Answers of the model by how they ended";
         registry.register("answers", answers, self.answers.clone());
+        let calls = "Calls of tools by whether they could be read; else they are told as text";
+        registry.register("tool_calls", calls, self.calls.clone());
         let in_flight = "Requests to the model from their headers to the end of their answer";
         registry.register("requests_in_flight", in_flight, self.in_flight.clone());
         let running = "Sequences that are computed";
@@ -117,6 +121,14 @@ impl Metrics {
     /// Counts an answer that is over.
     pub(crate) fn answered(&self, outcome: &'static str) {
         self.answers.get_or_create(&Outcome { outcome }).inc();
+    }
+
+    /// Counts the calls of a choice: those that were read, and text that looked like one.
+    pub(crate) fn calls(&self, (read, unreadable): (usize, usize)) {
+        for (outcome, n) in [("read", read), ("unreadable", unreadable)] {
+            let calls = self.calls.get_or_create(&Outcome { outcome });
+            calls.inc_by(n as u64);
+        }
     }
 
     /// Watches the replies to a choice.

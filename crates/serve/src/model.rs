@@ -1,9 +1,13 @@
 //! What the server needs to know of the model it speaks for.
 
+use std::ops::RangeInclusive;
 use std::sync::Arc;
 
+use paceline_engine::SamplingParams;
 use paceline_formats::chat::ChatTemplate;
 use paceline_formats::tokenizer::Tokenizer;
+
+use serde_json::Value;
 
 use crate::Error;
 
@@ -26,12 +30,86 @@ pub struct Model {
     pub template: Option<Arc<ChatTemplate>>,
     /// Most tokens of prompt and answer.
     pub context: usize,
+    /// How tokens are chosen where a request does not say: the model's own recommendation, else
+    /// what the command line uses. Seed and bias are not used.
+    pub sampling: SamplingParams,
+    /// What is told of the model beside its name.
+    pub about: About,
+}
+
+/// Facts that some clients want to see.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct About {
+    /// Such as `llama`.
+    pub architecture: String,
+    /// Bytes of its files; 0 if not known.
+    pub bytes: u64,
+    /// Number of parameters; 0 if not known.
+    pub parameters: u64,
+    /// How weights are stored, such as `Q4_K_M`; empty if not known.
+    pub quantization: String,
+}
+
+/// How tokens are chosen by a model that recommends nothing: what suits small chat models, as
+/// `paceline run` does.
+pub fn default_sampling() -> SamplingParams {
+    SamplingParams {
+        temperature: 0.7,
+        top_k: 40,
+        top_p: 0.95,
+        min_p: 0.05,
+        ..SamplingParams::default()
+    }
+}
+
+/// What a `generation_config.json` recommends; what it does not say is
+/// [`default_sampling`]'s, or, when it says anything, nothing.
+///
+/// Values out of range are passed over.
+pub fn recommended_sampling(config: &Value) -> SamplingParams {
+    const SAID: [&str; 4] = ["temperature", "top_k", "top_p", "min_p"];
+    if config["do_sample"] == false {
+        return SamplingParams::default();
+    }
+    if SAID.iter().all(|name| config[*name].is_null()) {
+        return default_sampling();
+    }
+    let number = |name: &str, range: RangeInclusive<f64>| {
+        let value = config[name].as_f64().filter(|value| range.contains(value));
+        value.map(|value| value as f32)
+    };
+    let none = SamplingParams::default();
+    SamplingParams {
+        temperature: number("temperature", 0.0..=100.0).unwrap_or(1.0),
+        top_k: number("top_k", 0.0..=1e6).map_or(none.top_k, |k| k as usize),
+        top_p: number("top_p", 1e-6..=1.0).unwrap_or(none.top_p),
+        min_p: number("min_p", 0.0..=1.0).unwrap_or(none.min_p),
+        repetition_penalty: number("repetition_penalty", 1e-3..=1e3)
+            .unwrap_or(none.repetition_penalty),
+        ..none
+    }
 }
 
 impl Model {
-    /// Whether clients may call it `name`.
+    /// Whether clients may call it `name`. Ollama's put a tag behind it.
     pub(crate) fn is_called(&self, name: &str) -> bool {
-        self.id == name || self.aliases.iter().any(|alias| alias == name)
+        let is_known = |name: &str| self.names().any(|known| known == name);
+        is_known(name) || name.strip_suffix(":latest").is_some_and(is_known)
+    }
+
+    /// All its names, the id first.
+    pub(crate) fn names(&self) -> impl Iterator<Item = &str> {
+        std::iter::once(&self.id)
+            .chain(&self.aliases)
+            .map(String::as_str)
+    }
+
+    /// Bytes of its longest token that text can be.
+    ///
+    /// Cost: a look at each token.
+    pub(crate) fn longest_token(&self) -> usize {
+        let bytes = |id| self.tokenizer.token_bytes(id).map_or(0, <[u8]>::len);
+        (0..self.vocab()).map(bytes).max().unwrap_or(1).max(1)
     }
 
     /// Tokens that there are.
@@ -50,5 +128,37 @@ impl Model {
             let (what, name) = ("model", name.clone());
             Err(Error::Name { what, name })
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn recommendations_are_taken_as_far_as_they_go() {
+        let of = |config: Value| {
+            let s = recommended_sampling(&config);
+            (s.temperature, s.top_k, s.top_p, s.min_p)
+        };
+        for (config, expected) in [
+            (json!({"eos_token_id": 2}), (0.7, 40, 0.95, 0.05)),
+            (
+                json!({"do_sample": false, "temperature": 0.6}),
+                (0.0, 0, 1.0, 0.0),
+            ),
+            (
+                json!({"temperature": 0.6, "top_k": 20, "top_p": 0.95}),
+                (0.6, 20, 0.95, 0.0),
+            ),
+            (json!({"top_p": 0.9}), (1.0, 0, 0.9, 0.0)),
+            (
+                json!({"temperature": -1, "top_p": 7, "top_k": 5}),
+                (1.0, 5, 1.0, 0.0),
+            ),
+        ] {
+            assert_eq!(of(config.clone()), expected, "{config}");
+        }
     }
 }

@@ -1,7 +1,10 @@
 //! Why a client does not get what it asked for: status, body and cause of each refusal.
 //!
-//! The body is always `{"error": {"message", "type", "param", "code"}}`, OpenAI's form, which both
-//! of its SDKs turn into exceptions. In a stream that has begun, the same object is an event.
+//! The body is `{"error": {"message", "type", "param", "code"}}`, OpenAI's form, which both of its
+//! SDKs turn into exceptions; at the paths of Anthropic's and Ollama's clients it is theirs. In a
+//! stream that has begun, the same object is an event.
+
+use std::sync::Arc;
 
 use axum::body::Body;
 use axum::http::header::{ALLOW, CONNECTION, CONTENT_TYPE, HeaderValue, RETRY_AFTER};
@@ -70,6 +73,9 @@ pub(crate) enum Rejection {
         unit: &'static str,
         expected: String,
     },
+    /// A schema or grammar that cannot be followed.
+    #[error("{param} cannot be held to: {reason}")]
+    Grammar { param: String, reason: String },
     /// Two fields that contradict each other.
     #[error("{param} cannot be given {condition}")]
     Conflict {
@@ -83,6 +89,16 @@ pub(crate) enum Rejection {
         context: usize,
         param: &'static str,
     },
+    /// The prompt is more than twice the context; it was not made tokens.
+    #[error("the prompt has {tokens} tokens at least, the context is {context}")]
+    FarTooLong {
+        tokens: usize,
+        context: usize,
+        param: &'static str,
+    },
+    /// A response that is not kept, or no longer.
+    #[error("no response {id:?} is kept here: it was not stored, is too old, or another key's")]
+    NoResponse { id: String },
     /// A prompt of no token.
     #[error("the prompt is empty, expected at least one token")]
     EmptyPrompt { param: String },
@@ -107,10 +123,13 @@ pub(crate) enum Rejection {
     #[error("host {host:?} is not a name of this server")]
     Host { host: String },
     /// A web page of somebody else.
-    #[error("web pages of {origin:?} may not use this server")]
+    #[error(
+        "web pages of {origin:?} may not use this server: it was not started with \
+         --allow-origin for them"
+    )]
     Origin { origin: String },
     /// Keys are asked for.
-    #[error("no API key: expected the header Authorization: Bearer KEY")]
+    #[error("no API key: expected the header Authorization: Bearer KEY, or x-api-key: KEY")]
     NoKey,
     /// A key that is not in the file.
     #[error("the API key is unknown or was revoked")]
@@ -120,6 +139,9 @@ pub(crate) enum Rejection {
     /// A model that is not served here.
     #[error("model {model:?} is not served here, {served:?} is")]
     Model { model: String, served: String },
+    /// This node has no model.
+    #[error("this node has no model loaded: start it with `paceline up MODEL`")]
+    NothingLoaded,
     /// No such path.
     #[error("there is nothing at {path}")]
     NoRoute { path: String },
@@ -136,11 +158,29 @@ pub(crate) enum Rejection {
     /// The body is too long.
     #[error("the body is longer than {limit} bytes")]
     LongBody { limit: usize },
+    /// The body is compressed.
+    #[error("Content-Encoding is {got:?}, expected none: bodies are read uncompressed only")]
+    Encoded { got: String },
+    /// The path and query are too long.
+    #[error("the address has {got} bytes, expected at most {limit}")]
+    LongTarget { got: usize, limit: usize },
     /// Not declared as JSON. A page elsewhere cannot declare it without asking first.
     #[error("Content-Type is {got:?}, expected application/json")]
     MediaType { got: String },
 
-    // 429, 500, 503, 504: the server.
+    // 429, 500, 501, 503, 504: the server.
+    /// One client has as many requests in work as one may have.
+    #[error("{limit} requests of this client are in work, which is the most that one may have")]
+    TooManyOfOne { limit: usize },
+    /// What other servers do and this one does not.
+    #[error("{what} is not done here: {why}")]
+    NotDone {
+        what: &'static str,
+        why: &'static str,
+    },
+    /// The key of a running answer is no longer one.
+    #[error("the API key was revoked: the answer was stopped")]
+    Revoked,
     /// As many requests as may be are in work.
     #[error("{limit} requests are in work already, which is the most that are taken")]
     TooManyRequests { limit: usize },
@@ -170,6 +210,27 @@ pub(crate) enum Rejection {
     SlowReader { limit: usize },
 }
 
+/// In whose words a refusal is told.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Style {
+    OpenAi,
+    Anthropic,
+    Ollama,
+}
+
+impl Style {
+    /// That of the clients which ask at `path`.
+    pub(crate) fn of(path: &str) -> Self {
+        if path.starts_with("/v1/messages") {
+            Self::Anthropic
+        } else if path.starts_with("/api/") {
+            Self::Ollama
+        } else {
+            Self::OpenAi
+        }
+    }
+}
+
 /// What a refusal is in HTTP and in OpenAI's terms.
 struct Class {
     status: StatusCode,
@@ -197,8 +258,12 @@ impl Rejection {
             Self::Unsupported { .. } => invalid("unsupported_parameter"),
             Self::Type { .. } => invalid("invalid_type"),
             Self::Range { .. } | Self::Length { .. } => invalid("invalid_value"),
+            Self::Grammar { .. } => invalid("unsupported_schema"),
             Self::Conflict { .. } => invalid("conflicting_parameters"),
-            Self::ContextLength { .. } => invalid("context_length_exceeded"),
+            Self::ContextLength { .. } | Self::FarTooLong { .. } => {
+                invalid("context_length_exceeded")
+            }
+            Self::NoResponse { .. } => request(S::NOT_FOUND, "response_not_found"),
             Self::EmptyPrompt { .. } => invalid("invalid_value"),
             Self::NoTemplate { .. } => invalid("no_chat_template"),
             Self::Template(_) => invalid("invalid_messages"),
@@ -209,16 +274,26 @@ impl Rejection {
             Self::NoKey => request(S::UNAUTHORIZED, "missing_api_key"),
             Self::WrongKey => request(S::UNAUTHORIZED, "invalid_api_key"),
             Self::Model { .. } => request(S::NOT_FOUND, "model_not_found"),
+            Self::NothingLoaded => server(S::SERVICE_UNAVAILABLE, "no_model_loaded"),
             Self::NoRoute { .. } => request(S::NOT_FOUND, "unknown_url"),
             Self::Method { .. } => request(S::METHOD_NOT_ALLOWED, "method_not_allowed"),
             Self::SlowBody { .. } => request(S::REQUEST_TIMEOUT, "body_timeout"),
             Self::LongBody { .. } => request(S::PAYLOAD_TOO_LARGE, "body_too_large"),
+            Self::LongTarget { .. } => request(S::URI_TOO_LONG, "uri_too_long"),
             Self::MediaType { .. } => {
                 request(S::UNSUPPORTED_MEDIA_TYPE, "unsupported_content_type")
+            }
+            Self::Encoded { .. } => {
+                request(S::UNSUPPORTED_MEDIA_TYPE, "unsupported_content_encoding")
             }
             Self::TooManyRequests { .. } | Self::Busy { .. } => {
                 class(S::TOO_MANY_REQUESTS, "rate_limit_error", "server_busy")
             }
+            Self::TooManyOfOne { .. } => {
+                class(S::TOO_MANY_REQUESTS, "rate_limit_error", "client_busy")
+            }
+            Self::NotDone { .. } => request(S::NOT_IMPLEMENTED, "not_implemented"),
+            Self::Revoked => request(S::UNAUTHORIZED, "invalid_api_key"),
             Self::Loading => server(S::SERVICE_UNAVAILABLE, "model_loading"),
             Self::Unavailable { .. } => server(S::SERVICE_UNAVAILABLE, "model_unavailable"),
             Self::ShuttingDown => server(S::SERVICE_UNAVAILABLE, "shutting_down"),
@@ -239,10 +314,14 @@ impl Rejection {
             | Self::Type { param, .. }
             | Self::Range { param, .. }
             | Self::Length { param, .. }
+            | Self::Grammar { param, .. }
             | Self::EmptyPrompt { param } => Some(param),
-            Self::Conflict { param, .. } | Self::ContextLength { param, .. } => Some(param),
+            Self::Conflict { param, .. }
+            | Self::ContextLength { param, .. }
+            | Self::FarTooLong { param, .. } => Some(param),
             Self::Model { .. } => Some("model"),
             Self::Template(_) | Self::NoTemplate { .. } => Some("messages"),
+            Self::NoResponse { .. } => Some("previous_response_id"),
             _ => None,
         }
     }
@@ -258,13 +337,61 @@ impl Rejection {
         json!({"error": {"message": message, "type": kind, "param": param, "code": code}})
     }
 
+    /// The body in the words of a dialect.
+    pub(crate) fn body_as(&self, style: Style) -> serde_json::Value {
+        match style {
+            Style::OpenAi => self.body(),
+            Style::Ollama => json!({"error": self.to_string()}),
+            Style::Anthropic => {
+                let message = match self {
+                    // The words that Claude Code looks for before it shortens a conversation.
+                    Self::ContextLength {
+                        tokens, context, ..
+                    }
+                    | Self::FarTooLong {
+                        tokens, context, ..
+                    } => format!("prompt is too long: {tokens} tokens > {context} maximum"),
+                    other => other.to_string(),
+                };
+                let error = json!({"type": self.anthropic_kind(), "message": message});
+                json!({"type": "error", "error": error})
+            }
+        }
+    }
+
+    fn anthropic_kind(&self) -> &'static str {
+        match self.status().as_u16() {
+            401 => "authentication_error",
+            403 => "permission_error",
+            404 => "not_found_error",
+            413 => "request_too_large",
+            429 => "rate_limit_error",
+            503 => "overloaded_error",
+            504 => "timeout_error",
+            500.. => "api_error",
+            _ => "invalid_request_error",
+        }
+    }
+
+    /// The response in the words of a dialect.
+    pub(crate) fn restyled(response: Response<Body>, style: Style) -> Response<Body> {
+        let refusal = response.extensions().get::<Arc<Self>>();
+        let Some(body) = refusal.map(|refusal| refusal.body_as(style).to_string()) else {
+            return response;
+        };
+        let (parts, _) = response.into_parts();
+        Response::from_parts(parts, Body::from(body))
+    }
+
     /// A header that belongs to the status.
     fn header(&self) -> Option<(HeaderName, HeaderValue)> {
         let text = HeaderValue::from_static;
         match self {
             Self::NoKey | Self::WrongKey => Some((WWW_AUTHENTICATE, text("Bearer"))),
             Self::Method { allowed, .. } => Some((ALLOW, text(allowed))),
-            Self::TooManyRequests { .. } | Self::Busy { .. } => Some((RETRY_AFTER, text("1"))),
+            Self::TooManyRequests { .. } | Self::Busy { .. } | Self::TooManyOfOne { .. } => {
+                Some((RETRY_AFTER, text("1")))
+            }
             // Reading weights takes seconds to minutes.
             Self::Loading => Some((RETRY_AFTER, text("2"))),
             Self::Unavailable { .. } | Self::ShuttingDown => Some((RETRY_AFTER, text("5"))),
@@ -284,6 +411,7 @@ impl IntoResponse for Rejection {
         if let Some((name, value)) = self.header() {
             response.headers_mut().insert(name, value);
         }
+        response.extensions_mut().insert(Arc::new(self));
         response
     }
 }

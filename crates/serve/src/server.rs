@@ -2,15 +2,17 @@
 
 use std::net::{SocketAddr, TcpListener};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
+use axum::Router;
 use paceline_engine::Service;
 use tokio::runtime::Runtime;
 use tokio::sync::{Semaphore, watch};
 use tokio::time::timeout;
 
 use crate::api::App;
-use crate::config::{Config, Times};
+use crate::api::doors::Doors;
+use crate::config::{Config, Status, Times};
 use crate::connection::Acceptor;
 use crate::{Error, Model, api};
 
@@ -44,10 +46,12 @@ pub struct Server {
     runtime: Runtime,
     listeners: Vec<tokio::net::TcpListener>,
     addresses: Vec<SocketAddr>,
-    app: Arc<App>,
+    router: Router,
     phase: watch::Sender<Phase>,
     times: Times,
     connections: usize,
+    connections_of_one: usize,
+    now: fn() -> Instant,
 }
 
 /// Stops a [`Server`], from any thread.
@@ -77,8 +81,32 @@ impl Server {
     /// A configuration that cannot work or is open to everybody, an address that is taken, a key
     /// file that cannot be read.
     pub fn bind(config: Config, model: Model, service: Arc<dyn Service>) -> Result<Self, Error> {
-        config.check()?;
         model.check()?;
+        Self::listen(config, |config, seen| {
+            let app = Arc::new(App::new(config, model, service, seen)?);
+            Ok(api::router(&app))
+        })
+    }
+
+    /// Listens for a node whose models come and go by [`Doors`]: without one it tells its health.
+    /// At `/nodes` is what `nodes` tells.
+    ///
+    /// # Errors
+    /// As [`bind`](Self::bind).
+    pub fn bind_node(config: Config, nodes: Status) -> Result<(Self, Doors), Error> {
+        let mut doors = None;
+        let server = Self::listen(config, |config, seen| {
+            let made = Doors::new(config, nodes, seen)?;
+            Ok(doors.insert(made).router())
+        })?;
+        Ok((server, doors.expect("listening made them")))
+    }
+
+    fn listen(
+        config: Config,
+        route: impl FnOnce(Config, watch::Receiver<Phase>) -> Result<Router, Error>,
+    ) -> Result<Self, Error> {
+        config.check()?;
         let runtime = tokio::runtime::Builder::new_multi_thread()
             .worker_threads(THREADS)
             .thread_name("paceline-http")
@@ -91,16 +119,20 @@ impl Server {
         let addresses: Result<Vec<_>, _> = listeners.iter().map(|l| l.local_addr()).collect();
         let (phase, seen) = watch::channel(Phase::Running);
         let (times, connections) = (config.times.clone(), config.limits.connections);
-        let app = Arc::new(App::new(config, model, service, seen)?);
+        let connections_of_one = config.limits.connections_of_one;
+        let now = config.clock.now;
+        let router = route(config, seen)?;
         drop(_inside);
         Ok(Self {
             runtime,
             listeners,
             addresses: addresses.map_err(Error::SetUp)?,
-            app,
+            router,
             phase,
             times,
             connections,
+            connections_of_one,
+            now,
         })
     }
 
@@ -121,9 +153,12 @@ impl Server {
     pub fn run(self) {
         let connections = Arc::new(Semaphore::new(self.connections));
         let acceptor = Acceptor {
-            router: api::router(&self.app),
+            router: self.router,
             times: self.times.clone(),
             connections: Arc::clone(&connections),
+            of_one: self.connections_of_one,
+            open: Arc::default(),
+            now: self.now,
             phase: self.phase.subscribe(),
         };
         let all = u32::try_from(self.connections).unwrap_or(u32::MAX);

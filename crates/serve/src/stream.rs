@@ -1,30 +1,29 @@
-//! An answer as server-sent events.
+//! An answer as a stream: server-sent events, or lines of JSON.
 //!
-//! `data: {chunk}` for each piece, `data: [DONE]` at the end. An answer that fails under way ends
-//! with `data: {"error": ...}` and without `[DONE]`. Comments keep the connection alive.
+//! An answer that fails under way ends with the dialect's error and without its last word.
+//! Comments or the dialect's own sign of life keep the connection alive.
 
 use std::time::Duration;
 
 use axum::body::{Body, Bytes};
 use futures_util::stream;
 use paceline_engine::Reply;
-use serde_json::Value;
-use tokio::sync::OwnedSemaphorePermit;
 
 use crate::answer::Answer;
+use crate::places::Place;
 use crate::rejection::Rejection;
-use crate::render::Writer;
+use crate::render::Telling;
 
 /// A stream that has been decided upon.
 #[derive(Debug)]
 pub(crate) struct Events {
     pub(crate) answer: Answer,
-    pub(crate) writer: Writer,
+    pub(crate) telling: Telling,
     pub(crate) keep_alive: Duration,
     /// A reply that came while the status was not decided.
     pub(crate) early: Option<(usize, Reply)>,
     /// The request's place among those in work.
-    pub(crate) _permit: OwnedSemaphorePermit,
+    pub(crate) _place: Place,
 }
 
 /// Where a stream is.
@@ -54,60 +53,55 @@ impl Events {
 
     fn start(&mut self) -> Bytes {
         let mut out = Vec::new();
-        let first = self.writer.first_chunks();
-        first.iter().for_each(|chunk| push(&mut out, chunk));
-        if let Some((choice, reply)) = self.early.take() {
-            self.push_reply(&mut out, choice, reply);
+        let early = self.early.take();
+        let framing = self.telling.framing();
+        for value in self.telling.start(early) {
+            framing.put(&mut out, &value);
         }
         if out.is_empty() {
-            comment(&mut out);
+            framing.comment(&mut out);
         }
         out.into()
     }
 
-    /// The next events, at least a comment.
+    /// The next values, at least a sign of life.
     async fn more(mut self: Box<Self>) -> (Bytes, State) {
+        let framing = self.telling.framing();
         let mut out = Vec::new();
         while out.is_empty() {
             if self.answer.is_complete() {
                 return (self.finish(), State::Over);
             }
             match tokio::time::timeout(self.keep_alive, self.answer.next()).await {
-                Ok(Ok((choice, reply))) => self.push_reply(&mut out, choice, reply),
-                Ok(Err(rejection)) => return (error(&rejection), State::Over),
-                Err(_) => comment(&mut out),
+                Ok(Ok((choice, reply))) => {
+                    for value in self.telling.more(choice, reply) {
+                        framing.put(&mut out, &value);
+                    }
+                }
+                Ok(Err(rejection)) => return (self.error(&rejection), State::Over),
+                Err(_) => match self.telling.beat() {
+                    Some(value) => framing.put(&mut out, &value),
+                    None => framing.comment(&mut out),
+                },
             }
         }
         (out.into(), State::Under(self))
     }
 
-    fn push_reply(&mut self, out: &mut Vec<u8>, choice: usize, reply: Reply) {
-        let chunks = self.writer.chunks(choice, reply);
-        chunks.iter().for_each(|chunk| push(out, chunk));
-    }
-
-    fn finish(&self) -> Bytes {
+    fn finish(&mut self) -> Bytes {
+        let framing = self.telling.framing();
         let mut out = Vec::new();
-        let usage = self.writer.usage_chunk();
-        usage.iter().for_each(|chunk| push(&mut out, chunk));
-        out.extend_from_slice(b"data: [DONE]\n\n");
+        for value in self.telling.end() {
+            framing.put(&mut out, &value);
+        }
+        framing.last_word(&mut out);
         out.into()
     }
-}
 
-fn push(out: &mut Vec<u8>, chunk: &Value) {
-    out.extend_from_slice(b"data: ");
-    // JSON has no line ends outside of escapes, so a chunk is one line.
-    out.extend_from_slice(chunk.to_string().as_bytes());
-    out.extend_from_slice(b"\n\n");
-}
-
-fn comment(out: &mut Vec<u8>) {
-    out.extend_from_slice(b": waiting\n\n");
-}
-
-fn error(rejection: &Rejection) -> Bytes {
-    let mut out = Vec::new();
-    push(&mut out, &rejection.body());
-    out.into()
+    fn error(&mut self, rejection: &Rejection) -> Bytes {
+        let mut out = Vec::new();
+        let value = self.telling.failed(rejection);
+        self.telling.framing().put(&mut out, &value);
+        out.into()
+    }
 }

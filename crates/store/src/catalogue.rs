@@ -9,6 +9,8 @@ use paceline_base::Bytes;
 pub struct Model {
     /// Short name: lower-case letters, digits, `.` and `-`, without `--`.
     pub alias: &'static str,
+    /// Name of its shape in the planner's catalogue; `None` where that has none.
+    pub shape: Option<&'static str>,
     /// What it is, in a few words.
     pub about: &'static str,
     /// The licence it comes under.
@@ -78,6 +80,7 @@ impl Catalogue {
 
 const SMOLLM2: Model = Model {
     alias: "smollm2",
+    shape: Some("SmolLM2-135M"),
     about: "SmolLM2 135M Instruct, Q4_1: small chat model for first steps and tests",
     licence: "Apache-2.0",
     licence_url: "https://www.apache.org/licenses/LICENSE-2.0",
@@ -100,6 +103,7 @@ const SMOLLM2: Model = Model {
 
 const GEMMA3_270M: Model = Model {
     alias: "gemma3-270m",
+    shape: Some("Gemma-3-270M"),
     about: "Gemma 3 270M base, Q4_K_M: completes text, no chat",
     licence: "Gemma Terms of Use (pass the file on only together with them)",
     licence_url: "https://ai.google.dev/gemma/terms",

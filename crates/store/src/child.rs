@@ -1,7 +1,8 @@
 //! Other programs: started, watched, ended, and what they said last.
 //!
 //! Each has a process group of its own, so that Ctrl-C reaches it through us, once, and so that it
-//! goes with all its children.
+//! goes with all its children. Each works in a folder of ours: in the user's, Python would take a
+//! folder `pip/` for pip, and cargo a `.cargo/config.toml` for its settings.
 
 use std::fs::File;
 use std::io::{Read, Seek, SeekFrom};
@@ -47,6 +48,13 @@ impl Drop for Running {
         let _ = rustix::process::kill_process_group(group, rustix::process::Signal::KILL);
         let _ = self.0.wait();
     }
+}
+
+/// Has `command` work in `folder`, which nobody else writes to, and Python look for modules where
+/// they are installed only: not in its working folder (its option `-P`, which versions before 3.11
+/// lack and whose variable they ignore).
+pub(crate) fn confine(command: &mut Command, folder: &Path) {
+    command.current_dir(folder).env("PYTHONSAFEPATH", "1");
 }
 
 /// Runs `command` to its end, stdout into the file `out`, stderr into the file `log`.

@@ -146,6 +146,7 @@ fn already_there(wanted: &Wanted, ctx: &mut Context<'_>) -> Result<Option<FileRe
         path: wanted.file.clone(),
         bytes,
         sha256: sha256.clone(),
+        stamp: None,
     };
     Ok(same.then(record))
 }
@@ -167,7 +168,11 @@ fn attempt(
     let (response, total) = ask(client, wanted, &partial, &mut present, ctx)?;
     let started_at = present.bytes;
     let announced = response.announced.sha256.clone();
-    receive(&response, wanted, &partial, &mut present, total, ctx).map_err(|error| Failure {
+    let received = receive(&response, wanted, &partial, &mut present, total, ctx);
+    if received.is_err() && present.bytes == 0 {
+        let _ = partial.remove(); // what says nothing is not left on a disk that is full, say
+    }
+    received.map_err(|error| Failure {
         gained: present.bytes - started_at,
         start_over: false,
         error,
@@ -434,6 +439,7 @@ impl Partial {
             path: wanted.file.clone(),
             bytes: length,
             sha256,
+            stamp: None,
         })
     }
 

@@ -48,6 +48,14 @@ pub enum Error {
         /// The files that fit.
         choices: Vec<String>,
     },
+    /// A folder of the user's own with several models.
+    #[error("{path} has {n} GGUF models, need one", path = path.display(), n = choices.len())]
+    SeveralGguf {
+        /// The folder.
+        path: PathBuf,
+        /// Its models.
+        choices: Vec<String>,
+    },
     /// No file fits the part after the colon.
     #[error("{repo} has no GGUF model that matches {selector:?}")]
     NoMatchingGguf {

@@ -10,6 +10,7 @@ use crate::http::Client;
 use crate::index::{FileRecord, Kind};
 use crate::name::{EntryName, HubId, check_file_path, escape_path};
 use crate::select::{Choice, choose};
+use crate::usual::OnHub;
 use crate::{Error, Home, disk};
 
 /// Largest file list that is read. The hub's lists run to some 200 bytes per file.
@@ -174,6 +175,15 @@ impl Listing {
 }
 
 impl Selection {
+    /// What the hub has.
+    pub(crate) fn on_hub(self) -> OnHub {
+        OnHub {
+            commit: self.revision,
+            bytes: self.files.iter().filter_map(|file| file.bytes).sum(),
+            files: self.files.into_iter().map(|file| file.path).collect(),
+        }
+    }
+
     /// Fetches all files into the model's folder. The first record is the model file for GGUF.
     pub(crate) fn fetch(
         &self,

@@ -6,6 +6,7 @@
 
 use std::fs;
 use std::io::Read;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -17,6 +18,7 @@ use crate::lock::Lock;
 use crate::name::{EntryName, HubId, check_file_path};
 use crate::progress::{Cancel, Progress};
 use crate::select;
+use crate::usual::usual_name;
 use crate::{Error, Home, disk};
 
 /// File name of a record.
@@ -61,6 +63,31 @@ pub struct FileRecord {
     pub bytes: u64,
     /// Lower-case hex.
     pub sha256: String,
+    /// How the file lay there when its hash was last compared; `None` in records of earlier
+    /// versions.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub stamp: Option<Stamp>,
+}
+
+/// What changes when a file is written or replaced, apart from its size.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Stamp {
+    /// Time of the last change of its bytes, nanoseconds since 1970.
+    pub modified_ns: i64,
+    /// Its number in the file system.
+    pub inode: u64,
+}
+
+impl Stamp {
+    /// `None` when the file cannot be looked at.
+    fn of(path: &Path) -> Option<Self> {
+        let meta = fs::symlink_metadata(path).ok()?;
+        let seconds = meta.mtime().saturating_mul(1_000_000_000);
+        Some(Self {
+            modified_ns: seconds.saturating_add(meta.mtime_nsec()),
+            inode: meta.ino(),
+        })
+    }
 }
 
 /// The record of a complete model, as it lies on disk. Times are seconds since 1970.
@@ -263,6 +290,7 @@ pub(crate) fn write_new_record(
     files: Vec<FileRecord>,
     now: SystemTime,
 ) -> Result<(), Error> {
+    let files = stamped(home, name, files);
     let record = Record {
         version: RECORD_VERSION,
         name: name.to_string(),
@@ -275,28 +303,69 @@ pub(crate) fn write_new_record(
     write_record(home, name, &record)
 }
 
+/// The files as they lie there now.
+fn stamped(home: &Home, name: &EntryName, mut files: Vec<FileRecord>) -> Vec<FileRecord> {
+    let dir = home.entry_dir(name);
+    for file in &mut files {
+        file.stamp = Stamp::of(&dir.join(&file.path));
+    }
+    files
+}
+
 fn write_record(home: &Home, name: &EntryName, record: &Record) -> Result<(), Error> {
     let mut text = serde_json::to_vec_pretty(record).expect("plain fields always serialise");
     text.push(b'\n');
     disk::write_atomic(&home.entry_dir(name).join(RECORD_FILE), &text)
 }
 
-/// Notes that a model is used at `now`.
+/// Checks a model that is about to be used at `now`, and notes that. Sizes were compared when it
+/// was found; a file whose time or place changed since its hash was compared is hashed again. Cost:
+/// a look at each file, or one pass over those that changed.
 ///
 /// # Errors
-/// The record is gone or damaged, or cannot be written (a store that is read-only, for example);
-/// the model can be used all the same.
-pub fn touch_used(home: &Home, name: &EntryName, now: SystemTime) -> Result<(), Error> {
+/// [`Error::HashMismatch`] names the file that is another one now. The record is gone, damaged or
+/// cannot be written (a store that is read-only, for example): the model can be used all the same.
+pub fn check_used(
+    home: &Home,
+    name: &EntryName,
+    now: SystemTime,
+    cancel: &Cancel,
+    progress: &mut dyn Progress,
+) -> Result<(), Error> {
+    let mut record = sound_record(home, name)?;
+    let dir = home.entry_dir(name);
+    for file in &mut record.files {
+        let path = dir.join(&file.path);
+        let stamp = Stamp::of(&path);
+        // Records of earlier versions have none: they are taken as they are, once.
+        if file.stamp.is_some() && file.stamp != stamp {
+            check_hash(&path, file, cancel, progress)?;
+        }
+        file.stamp = stamp;
+    }
+    record.last_used = Some(to_unix(now));
+    write_record(home, name, &record)
+}
+
+fn sound_record(home: &Home, name: &EntryName) -> Result<Record, Error> {
     let damaged = |reason| Error::Damaged {
         name: name.to_string(),
         reason,
     };
-    let mut record = match read_record(home, name).map_err(damaged)? {
-        Some(record) => record,
-        None => return Err(not_in_store(home, name.as_str())),
-    };
-    record.last_used = Some(to_unix(now));
-    write_record(home, name, &record)
+    let record = read_record(home, name).map_err(damaged)?;
+    record.ok_or_else(|| not_in_store(home, name.as_str()))
+}
+
+fn check_hash(
+    path: &Path,
+    file: &FileRecord,
+    cancel: &Cancel,
+    progress: &mut dyn Progress,
+) -> Result<(), Error> {
+    progress.start(&format!("checking {}", file.path), Some(file.bytes), 0);
+    let hashed = hash_file(path, cancel, |n| progress.advance(n));
+    progress.finish();
+    expect_sha256(&path.display().to_string(), &file.sha256, &hashed?.1.hex())
 }
 
 /// Reads all files of a stored model and compares their hashes. Cost: one pass over the bytes.
@@ -310,19 +379,14 @@ pub fn verify(
     cancel: &Cancel,
     progress: &mut dyn Progress,
 ) -> Result<(), Error> {
-    let damaged = |reason| Error::Damaged {
-        name: name.to_string(),
-        reason,
-    };
-    let record = read_record(home, name).map_err(damaged)?;
-    let record = record.ok_or_else(|| not_in_store(home, name.as_str()))?;
+    let mut record = sound_record(home, name)?;
     for file in &record.files {
         let path = home.entry_dir(name).join(&file.path);
-        progress.start(&format!("checking {}", file.path), Some(file.bytes), 0);
-        let hashed = hash_file(&path, cancel, |n| progress.advance(n));
-        progress.finish();
-        expect_sha256(&path.display().to_string(), &file.sha256, &hashed?.1.hex())?;
+        check_hash(&path, file, cancel, progress)?;
     }
+    record.files = stamped(home, name, record.files);
+    // Of a store that cannot be written to, what was read is as good.
+    let _ = write_record(home, name, &record);
     Ok(())
 }
 
@@ -361,6 +425,7 @@ pub fn remove(home: &Home, spec: &str) -> Result<Removed, Error> {
 
 fn find_for_removal(home: &Home, spec: &str) -> Result<EntryName, Error> {
     let entries = list(home)?;
+    let spec = usual_name(spec).map_or(spec, |usual| &usual.hub);
     if let Some(entry) = entries.iter().find(|entry| entry.name.as_str() == spec) {
         return Ok(entry.name.clone());
     }

@@ -1,7 +1,7 @@
 //! The model store: which models are on this machine, and how others get there.
 //!
 //! ```text
-//!  MODEL ──resolve──► Path ─────────────────────────────────► use, touch_used
+//!  MODEL ──resolve──► Path ─────────────────────────────────► use, check_used
 //!              │                                        ▲
 //!              └────► NeedsDownload ──pull──► hub ──────┤
 //!                                              └─► wheel┘
@@ -31,10 +31,10 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
-//! Modules in reading order: `spec` (what MODEL means), `catalogue`, `name` and `home` (folders),
-//! `index` (records), `pull` (the order of things), `http`, `download`, `hub` and `select`, `pip`
-//! and `wheel`, `disk`, `lock`, `hash`. Beside them `engine`, which does the same for MLX's
-//! libraries, and `child`, other programs.
+//! Modules in reading order: `spec` (what MODEL means), `catalogue`, `usual` (names that other
+//! libraries have), `name` and `home` (folders), `index` (records), `pull` (the order of things),
+//! `http`, `download`, `hub` and `select`, `pip` and `wheel`, `disk`, `lock`, `hash`. Beside them
+//! `engine`, which does the same for MLX's libraries, and `child`, other programs.
 
 mod catalogue;
 mod child;
@@ -55,6 +55,7 @@ mod progress;
 mod pull;
 mod select;
 mod spec;
+mod usual;
 mod wheel;
 
 pub use catalogue::{Catalogue, HubFile, Model, Wheel};
@@ -62,10 +63,14 @@ pub use disk::free_space;
 pub use engine::{MLX_LAYER, MLX_VERSION, Mlx, MlxBuild, find_mlx, install_mlx, mlx_bytes};
 pub use error::Error;
 pub use home::Home;
-pub use index::{Entry, FileRecord, Found, Kind, Removed, State, list, remove, touch_used, verify};
+pub use index::{
+    Entry, FileRecord, Found, Kind, Removed, Stamp, State, check_used, list, remove, verify,
+};
 pub use name::{EntryName, HubId};
 pub use options::{Deadlines, Hub, Pip, ProxySetting, PullOptions, RetryPolicy, Token, Toolchain};
 pub use progress::{Cancel, Progress, Quiet};
 pub use pull::{Pulled, pull};
 pub use select::quant_of_name;
 pub use spec::{Plan, Resolved, resolve, resolve_in};
+pub use usual::{OnHub, USUAL_NAMES, UsualName, look_up, parse as parse_usual_names};
+pub use usual::{usual_name, usual_names};

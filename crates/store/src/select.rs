@@ -70,7 +70,7 @@ pub(crate) fn choose(
 
 /// GGUF models with the files of split ones together, sorted. Names that would not be safe as paths
 /// are left out, and so are split models with parts missing.
-fn gguf_models(files: &[String]) -> Vec<Vec<String>> {
+pub(crate) fn gguf_models(files: &[String]) -> Vec<Vec<String>> {
     let mut names: Vec<&String> = files
         .iter()
         .filter(|name| name.ends_with(".gguf") && check_file_path(name).is_ok())
@@ -106,7 +106,7 @@ fn split_part(name: &str) -> Option<(&str, u16, u16)> {
 }
 
 /// Vision projectors lie beside models in GGUF form but are none.
-fn is_projector(name: &str) -> bool {
+pub(crate) fn is_projector(name: &str) -> bool {
     name.rsplit('/')
         .next()
         .unwrap_or(name)

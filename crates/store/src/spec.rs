@@ -2,14 +2,15 @@
 
 use std::fs;
 use std::io::Read;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use paceline_base::Bytes;
 
 use crate::catalogue::{Catalogue, Model};
 use crate::index::{self, Entry, Found, Kind};
 use crate::name::{EntryName, HubId, check_file_path};
-use crate::select::file_fits;
+use crate::select::{file_fits, gguf_models, is_projector};
+use crate::usual::{usual_name, usual_names};
 use crate::{Error, Home};
 
 /// The answer of [`resolve`].
@@ -61,11 +62,13 @@ impl Plan {
 }
 
 /// Finds out what `spec` means: a path that exists, else an alias of the built-in catalogue, else a
-/// hub id `owner/name[:file-or-quantisation]`. Looks at the local disk only.
+/// usual name such as `qwen3:8b`, else a hub id `owner/name[:file-or-quantisation]`. Looks at the
+/// local disk only.
 ///
 /// # Errors
 /// [`Error::UnknownModel`] with close names, [`Error::NoSuchPath`], [`Error::NotAModel`],
-/// [`Error::BadHubId`], [`Error::AmbiguousGguf`] when several stored models fit.
+/// [`Error::BadHubId`], [`Error::AmbiguousGguf`] when several stored models fit,
+/// [`Error::SeveralGguf`] for a folder with more than one model.
 pub fn resolve(home: &Home, spec: &str) -> Result<Resolved, Error> {
     resolve_in(home, Catalogue::BUILTIN, spec)
 }
@@ -87,6 +90,9 @@ pub fn resolve_in(home: &Home, catalogue: Catalogue, spec: &str) -> Result<Resol
                 target: Target::Catalogue(model),
             })),
         };
+    }
+    if let Some(usual) = usual_name(spec) {
+        return resolve_hub(home, &usual.hub);
     }
     if looks_like_path(spec) {
         return Err(Error::NoSuchPath { path: path.into() });
@@ -165,7 +171,9 @@ fn inspect(path: &Path) -> Result<Found, Error> {
     };
     let meta = fs::metadata(path).map_err(|error| Error::io("read", path, error))?;
     let kind = if meta.is_dir() {
-        has_model_files(path)?;
+        if let Err(lacks) = has_model_files(path) {
+            return inspect(&gguf_in(path)?.ok_or(lacks)?);
+        }
         Kind::Safetensors
     } else if meta.is_file() {
         let mut magic = [0; 4];
@@ -185,13 +193,32 @@ fn inspect(path: &Path) -> Result<Found, Error> {
     })
 }
 
+/// The one GGUF model of a folder, its first file where it is split; `None` when it has none.
+fn gguf_in(dir: &Path) -> Result<Option<PathBuf>, Error> {
+    let entries = fs::read_dir(dir).map_err(|error| Error::io("list", dir, error))?;
+    let names = entries.flatten().map(|entry| entry.file_name());
+    let names: Vec<String> = names.filter_map(|name| name.into_string().ok()).collect();
+    let mut models: Vec<String> = gguf_models(&names)
+        .into_iter()
+        .map(|mut parts| parts.swap_remove(0))
+        .filter(|name| !is_projector(name))
+        .collect();
+    if models.len() > 1 {
+        return Err(Error::SeveralGguf {
+            path: dir.into(),
+            choices: models,
+        });
+    }
+    Ok(models.pop().map(|name| dir.join(name)))
+}
+
 fn has_model_files(dir: &Path) -> Result<(), Error> {
     let not = |reason| Error::NotAModel {
         path: dir.into(),
         reason,
     };
     if !dir.join("config.json").is_file() {
-        return Err(not("the folder has no config.json"));
+        return Err(not("the folder has neither a .gguf file nor a config.json"));
     }
     let entries = fs::read_dir(dir).map_err(|error| Error::io("list", dir, error))?;
     let mut names = entries.flatten().map(|entry| entry.file_name());
@@ -213,6 +240,7 @@ fn close_names(home: &Home, catalogue: Catalogue, spec: &str) -> Vec<String> {
     }
     let stored = index::list(home).unwrap_or_default();
     let names = catalogue.iter().map(|model| model.alias.to_owned());
+    let names = names.chain(usual_names().iter().map(|usual| usual.name.clone()));
     let names = names.chain(stored.iter().map(|entry| entry.name.to_string()));
     let wanted = spec.to_lowercase();
     let limit = (wanted.len() / 3).max(1);

@@ -43,6 +43,7 @@ pub(crate) fn fetch(model: &Model, dir: &Path, ctx: &mut Context<'_>) -> Result<
         path: model.file.to_owned(),
         bytes: model.bytes.0,
         sha256,
+        stamp: None,
     })
 }
 

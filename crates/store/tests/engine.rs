@@ -1,12 +1,10 @@
 //! MLX installed through a fake pip and a fake compiler.
 #![allow(clippy::unwrap_used, reason = "test code outside of test functions")]
 
-mod common;
-
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use common::*;
+use crate::common::*;
 use paceline_store::*;
 
 /// A compiler that writes its arguments where its last one says.

@@ -1,13 +1,11 @@
 //! Pulls from a hub that resumes, lies, redirects, stalls and refuses.
 #![allow(clippy::unwrap_used, reason = "test code outside of test functions")]
 
-mod common;
-
 use std::fs;
 use std::sync::Arc;
 use std::time::Duration;
 
-use common::*;
+use crate::common::*;
 use paceline_base::Bytes;
 use paceline_base::testing::Stopwatch;
 use paceline_store::*;
@@ -475,6 +473,44 @@ fn a_disk_that_fills_up_while_writing_says_so() {
     std::os::unix::fs::symlink("/dev/full", &partial).unwrap();
     let error = setup.pull(catalogue, "tiny").0.unwrap_err();
     assert!(matches!(error, Error::DiskFull { .. }), "{error:?}");
+    assert_eq!(
+        setup.files(),
+        [""; 0],
+        "nothing that arrived, nothing that stays"
+    );
+}
+
+#[test]
+fn a_connection_that_brings_nothing_leaves_nothing() {
+    let (body, catalogue) = body();
+    let server = Server::start(move |_, _| Reply::CutAfter {
+        body: Arc::clone(&body),
+        etag: etag("1"),
+        bytes: 0,
+    });
+    let setup = Setup::new(server.url());
+    setup.pull(catalogue, "tiny").0.unwrap_err();
+    assert_eq!(setup.files(), [""; 0]);
+}
+
+#[test]
+fn the_hub_is_asked_what_it_has_without_fetching_it() {
+    let text = listing(&[("m-Q4_K_M.gguf", 7, None), ("m-Q8_0.gguf", 9, None)]);
+    let body = Arc::new(text.into_bytes());
+    let server = Server::start(move |_, _| Reply::Chunked {
+        body: Arc::clone(&body),
+    });
+    let setup = Setup::new(server.url());
+    let on_hub = look_up("own/repo:q8_0", &setup.options).unwrap();
+    assert_eq!(
+        (on_hub.files, on_hub.bytes),
+        (vec!["m-Q8_0.gguf".to_owned()], 9)
+    );
+    assert!(matches!(
+        look_up("own/repo", &setup.options).unwrap_err(),
+        Error::AmbiguousGguf { .. }
+    ));
+    assert_eq!(server.requests().len(), 2);
 }
 
 #[test]

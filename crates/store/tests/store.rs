@@ -1,14 +1,12 @@
 //! Names, records and removal.
 #![allow(clippy::unwrap_used, reason = "test code outside of test functions")]
 
-mod common;
-
 use std::fs;
 use std::os::unix::fs::{PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use common::*;
+use crate::common::*;
 use paceline_store::*;
 
 /// Puts a complete model `tiny` into a store by hand.
@@ -30,6 +28,10 @@ fn record(name: &str, file: &str, bytes: u64, sha256: &str) -> String {
         r#"{{"version":1,"name":"{name}","kind":"gguf","source":"test","files":
         [{{"path":"{file}","bytes":{bytes},"sha256":"{sha256}"}}],"pulled_at":5,"last_used":null}}"#
     )
+}
+
+fn used(setup: &Setup, name: &EntryName) -> Result<(), Error> {
+    check_used(&setup.home, name, now(), &Cancel::default(), &mut Quiet)
 }
 
 fn tiny() -> Catalogue {
@@ -65,13 +67,13 @@ fn a_path_that_exists_wins_and_others_are_named_by_what_they_look_like() {
             matches!(r, Ok(Resolved::NeedsDownload(p))
             if p.name() == "own/repo:Q4_0")
         }),
-        (
-            "smollm",
-            |r| matches!(r, Err(Error::UnknownModel { close, .. }) if close == ["smollm2"]),
-        ),
+        ("smollm", |r| {
+            matches!(r, Err(Error::UnknownModel { close, .. })
+            if *close == ["smollm2", "smollm2:1.7b", "smollm2:360m"])
+        }),
         ("SmolML2", |r| {
             matches!(r, Err(Error::UnknownModel { close, .. })
-            if close == ["smollm2"])
+            if *close == ["smollm2"])
         }),
         (
             "qwertyuiop",
@@ -136,7 +138,7 @@ fn use_is_noted_and_listed() {
     let entries = list(&setup.home).unwrap();
     assert_eq!(entries.len(), 1);
     let name = &entries[0].name;
-    touch_used(&setup.home, name, now()).unwrap();
+    used(&setup, name).unwrap();
     match &list(&setup.home).unwrap()[0].state {
         State::Complete {
             last_used,
@@ -158,10 +160,7 @@ fn use_is_noted_and_listed() {
         "{wrong:?}"
     );
     remove(&setup.home, "tiny").unwrap();
-    assert!(matches!(
-        touch_used(&setup.home, name, now()),
-        Err(Error::NotInStore { .. })
-    ));
+    assert!(matches!(used(&setup, name), Err(Error::NotInStore { .. })));
 }
 
 #[test]
@@ -225,7 +224,7 @@ fn hostile_records_make_a_model_damaged_and_nothing_worse() {
                 resolve_in(&setup.home, tiny(), "tiny"),
                 Ok(Resolved::NeedsDownload(_))
             ));
-            assert!(touch_used(&setup.home, &entries[0].name, now()).is_err());
+            assert!(used(&setup, &entries[0].name).is_err());
         }
         assert_eq!(remove(&setup.home, "tiny").unwrap().name.as_str(), "tiny");
         assert!(secret.exists() && !dir.exists(), "{shown}");
@@ -349,4 +348,95 @@ fn a_folder_without_permission_is_named() {
     }
     set(0o700).unwrap();
     assert!(Path::new(setup.home.root()).exists());
+}
+
+#[test]
+fn a_folder_with_one_gguf_model_is_that_model() {
+    let setup = Setup::new("http://127.0.0.1:1".into());
+    let folder = setup.file("folder");
+    fs::create_dir(&folder).unwrap();
+    let spec = folder.to_str().unwrap();
+    let resolved = || resolve(&setup.home, spec);
+    assert!(matches!(resolved(), Err(Error::NotAModel { .. })));
+    fs::write(folder.join("mmproj-F16.gguf"), "GGUF").unwrap();
+    assert!(matches!(resolved(), Err(Error::NotAModel { .. })));
+    for part in ["m-00001-of-00002.gguf", "m-00002-of-00002.gguf"] {
+        fs::write(folder.join(part), "GGUF").unwrap();
+    }
+    match resolved().unwrap() {
+        Resolved::Path(found) => {
+            assert_eq!(found.path, folder.join("m-00001-of-00002.gguf"));
+            assert_eq!((found.kind, found.name), (Kind::Gguf, None));
+        }
+        other => panic!("{other:?}"),
+    }
+    fs::write(folder.join("n.gguf"), "GGUF").unwrap();
+    match resolved().unwrap_err() {
+        Error::SeveralGguf { choices, .. } => {
+            assert_eq!(choices, ["m-00001-of-00002.gguf", "n.gguf"]);
+        }
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn a_usual_name_means_a_repository() {
+    let setup = Setup::new("http://127.0.0.1:1".into());
+    for spec in ["qwen3:8b", "qwen3-8b", "Qwen3:8B", "qwen3"] {
+        match resolve(&setup.home, spec).unwrap() {
+            Resolved::NeedsDownload(plan) => {
+                assert_eq!(plan.name(), "Qwen/Qwen3-8B-GGUF:Q4_K_M", "{spec}");
+            }
+            other => panic!("{other:?}"),
+        }
+    }
+    // Pulled, it is found and removed under that name too.
+    let name = "Qwen/Qwen3-8B-GGUF:Qwen3-8B-Q4_K_M.gguf";
+    let dir = setup
+        .home
+        .models_dir()
+        .join("Qwen--Qwen3-8B-GGUF--Qwen3-8B-Q4_K_M.gguf");
+    fs::create_dir_all(&dir).unwrap();
+    fs::write(dir.join("Qwen3-8B-Q4_K_M.gguf"), b"GGUFdata").unwrap();
+    let record = record(name, "Qwen3-8B-Q4_K_M.gguf", 8, &sha256(b"GGUFdata"));
+    fs::write(dir.join("paceline.json"), record).unwrap();
+    match resolve(&setup.home, "qwen3:8b").unwrap() {
+        Resolved::Path(found) => assert_eq!(found.name.unwrap().as_str(), name),
+        other => panic!("{other:?}"),
+    }
+    assert_eq!(remove(&setup.home, "qwen3:8b").unwrap().name.as_str(), name);
+    assert!(!dir.exists());
+}
+
+#[test]
+fn a_file_that_was_replaced_is_noticed_before_it_is_used() {
+    let (setup, dir) = stored();
+    let Resolved::Path(found) = resolve_in(&setup.home, tiny(), "tiny").unwrap() else {
+        panic!("it is there")
+    };
+    let name = found.name.unwrap();
+    let file = dir.join("m.gguf");
+    used(&setup, &name).unwrap();
+    // The same bytes at another place and time, as after a restored backup: read once, and noted.
+    fs::rename(&file, dir.join("old")).unwrap();
+    fs::write(&file, b"GGUFdata").unwrap();
+    used(&setup, &name).unwrap();
+    let stamps = || match &list(&setup.home).unwrap()[0].state {
+        State::Complete { files, .. } => files[0].stamp.unwrap(),
+        other => panic!("{other:?}"),
+    };
+    let noted = stamps();
+    used(&setup, &name).unwrap();
+    assert_eq!(stamps(), noted);
+    // Other bytes of the same length are refused, again and again, until they are put right.
+    let other = dir.join("other");
+    fs::write(&other, b"GGUFevil").unwrap();
+    fs::rename(&other, &file).unwrap();
+    for _ in 0..2 {
+        let error = used(&setup, &name).unwrap_err();
+        assert!(matches!(error, Error::HashMismatch { .. }), "{error}");
+    }
+    fs::rename(dir.join("old"), &file).unwrap();
+    verify(&setup.home, &name, &Cancel::default(), &mut Quiet).unwrap();
+    used(&setup, &name).unwrap();
 }

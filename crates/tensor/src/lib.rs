@@ -51,9 +51,10 @@ pub use attention::PAGE;
 pub use batch::amx::AmxState;
 pub use dispatch::InstructionSet;
 pub use kernels::{
-    Attention, AttentionRows, AttentionScratch, BLOCK, Kernels, MAX_PRODUCTS, Product, Unavailable,
+    Attention, AttentionRows, AttentionScratch, BLOCK, HeadRows, Kernels, MAX_PRODUCTS, Product,
+    Recurrence, Recurrent, Unavailable,
 };
-pub use kv::{KvCache, KvShape, KvType, UnknownKvType};
+pub use kv::{KvCache, KvShape, KvType, LayerStore, StateShape, UnknownKvType};
 pub use packed::{Error, PackOptions, Packed, StoredMatrix};
 pub use pool::{Pinning, ThreadPool};
 pub use stored::units::UNIT;

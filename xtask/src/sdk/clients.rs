@@ -17,6 +17,21 @@ const NPM_LIMIT: Duration = Duration::from_secs(180);
 /// Node's oldest release line that the JavaScript client was run with.
 const OLDEST_NODE: u32 = 20;
 
+/// Programs that Node runs.
+const JAVASCRIPT: [(&str, &str); 3] = [
+    ("openai-js", "openai_js.mjs"),
+    ("dialects-js", "dialects_js.mjs"),
+    ("tools-js", "tools_js.mjs"),
+];
+
+/// Programs that Python runs.
+const PYTHON: [(&str, &str); 4] = [
+    ("openai-python", "openai_python.py"),
+    ("dialects-python", "dialects_python.py"),
+    ("schemathesis", "openapi_fuzz.py"),
+    ("tools-python", "tools_python.py"),
+];
+
 /// A program that tests the server it is given.
 #[derive(Debug)]
 pub(super) struct Client {
@@ -28,6 +43,8 @@ pub(super) struct Client {
     script: &'static str,
     /// Whether it is told the model's name.
     wants_model: bool,
+    /// Whether its model is to call tools.
+    pub(super) wants_tools: bool,
     /// Where its packages are, if it is to be told.
     packages: Option<PathBuf>,
 }
@@ -52,37 +69,34 @@ pub(super) fn install(models: &Path) -> (Vec<Client>, Tally) {
     let folder = models.with_file_name("test-clients");
     let (mut clients, mut tally) = (Vec::new(), Tally::default());
     match venv::python_in(&folder.join("venv"), "sdk/requirements.txt") {
-        Ok(python) => clients.extend([
-            Client {
-                name: "openai-python",
-                program: python.clone(),
-                script: "openai_python.py",
-                wants_model: true,
-                packages: None,
-            },
-            Client {
-                name: "schemathesis",
-                program: python,
-                script: "openapi_fuzz.py",
-                wants_model: false,
-                packages: None,
-            },
-        ]),
+        Ok(python) => clients.extend(PYTHON.map(|(name, script)| Client {
+            name,
+            program: python.clone(),
+            script,
+            wants_model: name != "schemathesis",
+            wants_tools: name.starts_with("tools"),
+            packages: None,
+        })),
         Err(error) => {
-            for name in ["openai-python", "schemathesis"] {
+            for (name, _) in PYTHON {
                 tally.add(Tally::skip(name, &format!("{error:#}")));
             }
         }
     }
     match npm_packages(&folder.join("npm")) {
-        Ok(packages) => clients.push(Client {
-            name: "openai-js",
+        Ok(packages) => clients.extend(JAVASCRIPT.map(|(name, script)| Client {
+            name,
             program: "node".into(),
-            script: "openai_js.mjs",
+            script,
             wants_model: true,
-            packages: Some(packages),
-        }),
-        Err(error) => tally.add(Tally::skip("openai-js", &format!("{error:#}"))),
+            wants_tools: name.starts_with("tools"),
+            packages: Some(packages.clone()),
+        })),
+        Err(error) => {
+            for (name, _) in JAVASCRIPT {
+                tally.add(Tally::skip(name, &format!("{error:#}")));
+            }
+        }
     }
     (clients, tally)
 }

@@ -39,9 +39,9 @@ pub(super) struct Server {
     pub(super) url: String,
     /// The model's name in the API.
     pub(super) model: String,
-    /// The one key that it takes.
+    /// The one key that it takes; empty where it takes everyone.
     pub(super) key: String,
-    /// The shell around it.
+    /// The shell around it, or itself.
     shell: Child,
 }
 
@@ -59,7 +59,15 @@ impl Server {
         let name = model.file_stem().context("the model's file has no name")?;
         let mut command = Command::new("sh");
         command.args(["-c", UNTIL_STDIN_ENDS, "sh"]).arg(binary);
-        command.args(["up", "--nodes", "2", "--port", "0", "--model"]);
+        command.args([
+            "up",
+            "--no-beacons",
+            "--nodes",
+            "2",
+            "--port",
+            "0",
+            "--model",
+        ]);
         command.arg(model).env("PACELINE_HOME", &home);
         let shell = command
             .stdin(Stdio::piped())
@@ -71,6 +79,28 @@ impl Server {
             url: String::new(),
             model: name.to_string_lossy().into_owned(),
             key,
+            shell,
+        };
+        server.url = server.address()?;
+        Ok(server)
+    }
+
+    /// Starts the example `scripted` of `crates/serve`, which ends when its standard input does.
+    ///
+    /// # Errors
+    /// When it ends early or does not listen in time; the message has its last words.
+    pub(super) fn scripted(program: &Path) -> Result<Server> {
+        let mut command = Command::new(program);
+        let shell = command
+            .stdin(Stdio::piped())
+            .stdout(Stdio::null())
+            .stderr(Stdio::piped())
+            .spawn()
+            .with_context(|| format!("start {}", program.display()))?;
+        let mut server = Server {
+            url: String::new(),
+            model: "tiny".to_owned(),
+            key: String::new(),
             shell,
         };
         server.url = server.address()?;

@@ -74,6 +74,14 @@ struct Package {
     name: String,
     manifest_path: String,
     dependencies: Vec<Dependency>,
+    targets: Vec<Target>,
+}
+
+/// What cargo builds of a package.
+#[derive(Debug, Deserialize)]
+struct Target {
+    kind: Vec<String>,
+    src_path: String,
 }
 
 #[derive(Debug, Deserialize)]
@@ -105,6 +113,15 @@ impl Metadata {
         let folders = self.packages.iter().map(|package| package.folder(root));
         folders
             .filter_map(|folder| folder.strip_prefix("crates/").map(String::from))
+            .collect()
+    }
+
+    /// The sources of all programs of integration tests, relative to `root`.
+    pub(crate) fn test_programs(&self, root: &Path) -> Vec<String> {
+        let targets = self.packages.iter().flat_map(|package| &package.targets);
+        targets
+            .filter(|target| target.kind.iter().any(|kind| kind == "test"))
+            .map(|target| relative(root, &target.src_path))
             .collect()
     }
 }
@@ -234,6 +251,7 @@ mod tests {
                     format!("paceline-{name}")
                 },
                 manifest_path: format!("{}/Cargo.toml", folder(name)),
+                targets: Vec::new(),
                 dependencies: vec![Dependency {
                     name: if ours {
                         format!("paceline-{dependency}")
@@ -341,6 +359,7 @@ mod tests {
                 name: "paceline-tensors".into(),
                 manifest_path: "/r/crates/tensor/Cargo.toml".into(),
                 dependencies: Vec::new(),
+                targets: Vec::new(),
             }],
         };
         let findings = check(&metadata, Path::new("/r"));

@@ -3,11 +3,12 @@
 //! Each rule is a function from a value (a parsed file, cargo's metadata, a file's bytes) to
 //! findings, so that its tests need no repository. CONTRIBUTING.md lists the rules for people.
 //! Reading order: [`source`] parses, [`code`], [`text`] and [`functions`] judge Rust files,
-//! [`layers`] the crate edges, [`tracked`] every tracked file.
+//! [`layers`] the crate edges, [`programs`] the test programs, [`tracked`] every tracked file.
 
 mod code;
 mod functions;
 mod layers;
+mod programs;
 mod source;
 mod text;
 mod tracked;
@@ -132,6 +133,7 @@ pub(crate) fn run() -> Result<Vec<Finding>> {
     let (files, mut findings) = parse_all(&root, &paths)?;
     findings.extend(files.iter().flat_map(check_rust));
     findings.extend(layers::check(&metadata, &root));
+    findings.extend(programs::check(&files, &metadata.test_programs(&root)));
     findings.extend(check_tracked(&root, &paths)?);
     if let Ok(text) = std::fs::read_to_string(root.join("ARCHITECTURE.md")) {
         findings.extend(tracked::check_crate_table(

@@ -398,7 +398,7 @@ fn hex(bytes: &[u8]) -> String {
 }
 
 fn rank_command(args: &Args, kind: Kind, rank: u32) -> anyhow::Result<Command> {
-    let mut command = Command::new(std::env::current_exe()?);
+    let mut command = Command::new(crate::process::own_program()?);
     command
         .args(["bench", "comm", "--as-rank", &rank.to_string()])
         .args(["--max-bytes", &args.max_bytes.to_string()])

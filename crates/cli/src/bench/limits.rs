@@ -86,3 +86,14 @@ pub(super) fn integer_peak(kernels: &Kernels) -> f64 {
     };
     (0..5).map(rate).fold(0.0, f64::max)
 }
+
+/// Bytes that `threads` threads read and integer operations that they do, per second.
+///
+/// # Errors
+/// What the system refuses.
+pub(crate) fn measured(threads: usize) -> anyhow::Result<(f64, f64)> {
+    let kernels = load::kernels(threads)?;
+    let memory = ReadLimit::new(LIMIT_BYTES, kernels.pool())?;
+    read_limit(&memory, &kernels); // brings the pages in
+    Ok((read_limit(&memory, &kernels), integer_peak(&kernels)))
+}

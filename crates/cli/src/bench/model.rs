@@ -230,7 +230,7 @@ fn measure(loaded: &Loaded, limit: &Limit, args: &Args, round: u32) -> anyhow::R
 /// `n` tokens spread over the vocabulary as those of scripts/peers/llama_bench.py, without the
 /// special tokens at its ends; others in each round. A toy vocabulary has no room for that.
 pub(super) fn tokens(loaded: &Loaded, n: usize, round: u32) -> Vec<u32> {
-    let (vocab, round) = (loaded.config.vocab, round as usize);
+    let (vocab, round) = (loaded.config().vocab, round as usize);
     let spread = |i: usize| match vocab.checked_sub(100) {
         Some(inner @ 1..) => (i * 7919 + round * 104_729) % inner + 50,
         _ => (i + round) % vocab,
@@ -252,7 +252,7 @@ pub(super) fn generate(
     prompt: &[u32],
     max_tokens: usize,
 ) -> anyhow::Result<Generated> {
-    let ends = (0..loaded.config.vocab as u32)
+    let ends = (0..loaded.config().vocab as u32)
         .filter(|token| loaded.tokenizer.is_end_of_generation(*token))
         .map(|token| (token, -100.0));
     let answer = loaded.submit(Request {
@@ -264,6 +264,7 @@ pub(super) fn generate(
         },
         stop: Vec::new(),
         logprobs: None,
+        ..Request::default()
     })?;
     let (mut prompt_read, mut tokens) = (Instant::now(), 0);
     loop {
@@ -368,7 +369,7 @@ impl Report<'_> {
             "model": self.args.model,
             "class": self.loaded.classes.to_string(),
             "kv_type": self.loaded.kv.map(KvType::name),
-            "instruction_set": self.loaded.instruction_set,
+            "instruction_set": self.loaded.device(),
             "nodes": self.loaded.nodes(),
             "split": self.loaded.split().to_string(),
             "threads": self.loaded.threads,
@@ -409,7 +410,7 @@ impl Report<'_> {
              prompt {}, decode {} from position {}, {} runs: median (p10 .. p90) tokens/s",
             self.args.model,
             self.loaded.classes,
-            self.loaded.instruction_set,
+            self.loaded.device(),
             self.nodes(),
             Bytes(self.weight_bytes()),
             self.loaded.load_time.as_secs_f64(),

@@ -61,6 +61,7 @@ impl Served {
 
     fn start(name: &'static str, mut python: Command, task: Task) -> anyhow::Result<Self> {
         let mut child = python
+            .env("PYTHONSAFEPATH", "1") // no module of the current folder
             .args(["--prompt", &task.prompt.to_string()])
             .args(["--gen", &task.generate.to_string(), "--serve"])
             .stdin(Stdio::piped())

@@ -2,6 +2,7 @@
 
 use paceline_engine::EngineConfig;
 use paceline_model::{Config, Split, SplitKind};
+use paceline_node::forecast::Probes;
 use serde::Serialize;
 
 use super::model::{generate, tokens};
@@ -9,10 +10,9 @@ use super::{Spread, quantile};
 use crate::compute::{ComputeArgs, EngineArgs};
 use crate::interrupt::Signals;
 use crate::load;
-use crate::loaded::{Loaded, Opened, SplitArgs, Transport};
+use crate::loaded::{Loaded, Opened, SplitArgs, Transport, kernels};
 use crate::output::print;
 use crate::plan::here::ways;
-use crate::plan::local::Probes;
 use crate::pull;
 
 /// Tokens of a prompt.
@@ -101,7 +101,7 @@ pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
     };
     let first = open(1, SplitKind::Auto)?;
     let mut all = Vec::new();
-    for (kind, split) in ways(&first.config, args.nodes) {
+    for (kind, split) in ways(first.config(), args.nodes) {
         all.push(Way {
             loaded: open(split.ranks(), kind)?.load()?,
             split,
@@ -110,7 +110,7 @@ pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
         });
     }
     let setting = first.setting(args.transport.probed());
-    let probes = Probes::new(setting, args.nodes, load::kernels)?;
+    let probes = Probes::new(setting, args.nodes, kernels)?;
     for way in &mut all {
         way.decode(args, 0)?; // warms up
     }
@@ -121,7 +121,7 @@ pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
             let way = &mut all[place];
             // What a machine can do changes within seconds, and with what else runs.
             let local = probes.now(&way.split)?;
-            let said = local.facts_at(&first.config, &way.split, PROMPT + args.r#gen / 2)?;
+            let said = local.facts_at(first.config(), &way.split, PROMPT + args.r#gen / 2)?;
             way.predicted.push(said);
             let speed = way.decode(args, round)?;
             way.runs.push(speed);

@@ -6,6 +6,13 @@ use crate::error::Error;
 pub(super) fn hint(error: &Error) -> Option<String> {
     Some(match error {
         Error::ReaderGone => return None,
+        Error::NoAgent { program } => {
+            format!("npm install -g {} installs it", program.package())
+        }
+        Error::NoServer { .. } => {
+            "start it in another terminal: paceline up --model MODEL; with --url for another place"
+                .into()
+        }
         Error::Param(_) => "`paceline run --help` explains the options".into(),
         Error::NoPrompt => {
             "put the prompt after MODEL, pipe it in, or chat from a terminal".to_owned()

@@ -31,7 +31,8 @@ fn hint(error: &Error) -> Option<String> {
         Error::UnknownModel { .. } | Error::BadHubId { .. } => {
             let aliases: Vec<&str> = Catalogue::BUILTIN.iter().map(|model| model.alias).collect();
             format!(
-                "a model is an alias ({}), a GGUF file, a folder of safetensors, or a hub id \
+                "a model is an alias ({}), a usual name such as qwen3:8b (`paceline models --all` \
+                 lists both), a GGUF file, a folder of safetensors, or a hub id \
                  owner/name[:quantisation]",
                 aliases.join(", ")
             )
@@ -43,6 +44,10 @@ fn hint(error: &Error) -> Option<String> {
         Error::AmbiguousGguf { repo, choices } => {
             let example = choices.first().map_or("FILE", String::as_str);
             format!("name one after a colon, such as {repo}:{example}\n{}", names(choices))
+        }
+        Error::SeveralGguf { path, choices } => {
+            let example = path.join(choices.first().map_or("FILE", String::as_str));
+            format!("name the file, such as {}\n{}", example.display(), names(choices))
         }
         Error::NoMatchingGguf { choices, .. } if choices.is_empty() => {
             "leave out the colon and what follows it: there are no GGUF files to choose from".into()

@@ -29,6 +29,9 @@ pub(crate) enum Error {
     /// No `python3`.
     #[error("there is no python3 in PATH")]
     NoPython,
+    /// `--env NAME` of a variable that is not set here, or is no text.
+    #[error("--env {0}: it is not set here, or not UTF-8")]
+    NotSet(String),
     /// A folder that cannot be named on another machine.
     #[error("the current folder {0:?} is not UTF-8")]
     FolderNotUtf8(OsString),
@@ -40,7 +43,10 @@ pub(crate) fn exit_code(error: &anyhow::Error) -> Option<u8> {
         error.exit_code()
     } else if let Some(Error::Mpirun { ending }) = error.downcast_ref() {
         ending.exit_code()
-    } else if error.is::<PlanError>() || error.downcast_ref().is_some_and(is_wrong_file) {
+    } else if matches!(error.downcast_ref(), Some(Error::NotSet(_)))
+        || error.is::<PlanError>()
+        || error.downcast_ref().is_some_and(is_wrong_file)
+    {
         2
     } else {
         return None;
@@ -71,6 +77,7 @@ pub(crate) fn hints(cause: &(dyn StdError + 'static)) -> Vec<String> {
 
 fn own(error: &Error) -> Option<String> {
     Some(match error {
+        Error::NotSet(name) => format!("write --env {name}=VALUE, or export it first"),
         Error::NoMpirun | Error::NotOpenMpi { .. } => {
             "install Open MPI (Debian: openmpi-bin; macOS: brew install open-mpi), or take \
              --backend ring"

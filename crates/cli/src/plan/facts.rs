@@ -18,61 +18,56 @@ const BITS: f64 = 4.5;
 /// What is wrong in so much is found within half a second.
 const TOML_BYTES_MAX: u64 = 8 << 20;
 
-/// A model by its name in the catalogue, or from its files: a path, or what the store has.
+/// A model by what `run` takes it for: files of this machine first, then a name whose model is not
+/// here yet, by the shape that the catalogue has of it; then other names of the catalogue.
 pub(super) fn model(
     name: &str,
     bits: Option<f64>,
     catalogue: &Catalogue,
 ) -> anyhow::Result<ModelShape> {
-    let path = Path::new(name);
-    if path.exists() {
-        return shape::from_files(path, bits);
+    if let Some(path) = local_path(name) {
+        return shape::from_files(&path, bits);
     }
-    match catalogue.model(name) {
-        Ok(entry) => {
-            let shape = entry.shape(bits.or(entry.bits).unwrap_or(BITS))?;
-            let native = entry.native_experts && bits.is_none();
-            Ok(if native {
-                shape.with_native_experts()
-            } else {
-                shape
-            })
-        }
-        Err(unknown) => match in_store(name) {
-            Some(path) => shape::from_files(&path, bits),
-            None => Err(unknown.into()),
-        },
+    if Path::new(name).exists() {
+        return shape::from_files(Path::new(name), bits); // a config.json alone
     }
-}
-
-/// The files of a model on this machine: a path, or what the store has under this name.
-pub(super) fn local_path(name: &str) -> Option<std::path::PathBuf> {
-    let path = Path::new(name);
-    if path.exists() {
-        Some(path.to_owned())
+    let is_own = catalogue.models.iter().any(|model| model.name == name);
+    let (known, usual_bits) = if is_own {
+        (None, None)
     } else {
-        in_store(name)
-    }
+        known_name(name)
+    };
+    let entry = catalogue.model(known.unwrap_or(name))?;
+    let shape = entry.shape(bits.or(usual_bits).or(entry.bits).unwrap_or(BITS))?;
+    let native = entry.native_experts && bits.is_none();
+    Ok(if native {
+        shape.with_native_experts()
+    } else {
+        shape
+    })
 }
 
-/// Where the store has a model of this name, if it has.
-fn in_store(name: &str) -> Option<std::path::PathBuf> {
+/// The catalogue's name and the stored bits of a model that `run` would fetch under `name`.
+fn known_name(name: &str) -> (Option<&'static str>, Option<f64>) {
+    if let Some(model) = paceline_store::Catalogue::BUILTIN.find(name) {
+        return (model.shape, None);
+    }
+    let usual = paceline_store::usual_name(name);
+    let shape = usual.and_then(|usual| usual.shape.as_deref());
+    (shape, usual.map(|usual| usual.bits))
+}
+
+/// The files that `run` would take for `name`: a path, or what the store has under this name.
+pub(super) fn local_path(name: &str) -> Option<std::path::PathBuf> {
     let home = home::home().ok()?;
-    let entries = paceline_store::list(&home).ok()?;
-    let entry = entries
-        .into_iter()
-        .find(|entry| entry.name.as_str() == name)?;
-    match entry.state {
-        paceline_store::State::Complete { files, .. } if files.len() == 1 => {
-            Some(entry.path.join(&files[0].path))
-        }
-        paceline_store::State::Complete { .. } => Some(entry.path),
+    match paceline_store::resolve(&home, name) {
+        Ok(paceline_store::Resolved::Path(found)) => Some(found.path),
         _ => None,
     }
 }
 
 /// A cluster from a file, or from the short form where there is no such file.
-pub(super) fn cluster(text: &str, catalogue: &mut Catalogue) -> anyhow::Result<Cluster> {
+pub(crate) fn cluster(text: &str, catalogue: &mut Catalogue) -> anyhow::Result<Cluster> {
     let path = Path::new(text);
     if !path.is_file() {
         return Ok(short_cluster(text, catalogue)?);

@@ -6,10 +6,11 @@ use std::path::Path;
 use paceline_base::KernelClass;
 use paceline_comm::Backend;
 use paceline_model::{Config, Source, Split, SplitKind};
+use paceline_node::forecast::{Forecast, Setting};
 use serde_json::{Value, json};
 
-use super::local::{Local, Setting};
 use super::{Error, facts};
+use crate::loaded::kernels;
 use crate::output::print;
 
 /// Nodes of the longest row: more are rarely started on one machine.
@@ -38,7 +39,8 @@ pub(super) fn run(model: &str, threads: usize, as_json: bool) -> anyhow::Result<
         threads,
         backend: Backend::Any,
     };
-    let local = Local::new(setting, MOST, crate::load::kernels)?;
+    let home = crate::home::home()?;
+    let local = Forecast::new(home.root(), setting, MOST, kernels)?;
     let rows = rows(&local, &config);
     if as_json {
         let rows: Vec<Value> = rows.iter().map(row_json).collect();
@@ -71,7 +73,7 @@ pub(crate) fn ways(config: &Config, most: u32) -> Vec<(SplitKind, Split)> {
     ways
 }
 
-fn rows(local: &Local, config: &Config) -> Vec<Row> {
+fn rows(local: &Forecast, config: &Config) -> Vec<Row> {
     let row = |(_, split): (SplitKind, Split)| {
         Some(Row {
             nodes: split.ranks(),

@@ -6,7 +6,7 @@ use paceline_plan::predict::{LinkUse, NodeUse};
 use paceline_plan::{Costs, Pipeline, Placement, Prediction, Split, Stage};
 
 /// A placement in a few words: `tensor over 2`, `pipeline over 3`, `tensor 2 x pipeline 2`.
-pub(super) fn label(placement: &Placement) -> String {
+pub(crate) fn label(placement: &Placement) -> String {
     let first = pipeline_label(&placement.replicas[0]);
     let copies = match placement.replicas.len() {
         1 => first,

@@ -1,18 +1,18 @@
 //! A conversation on a terminal.
 
-use std::io::{BufRead, Write};
-
-use anyhow::Context;
 use paceline_engine::Failure;
 use paceline_formats::chat::Message;
 
+use super::lines::{Lines, Typed};
 use super::session::Session;
 use super::{Args, end_answer, shown, start_of_chat};
 use crate::error::Error;
 use crate::hint;
+use crate::interrupt::Signals;
 use crate::output::tell;
 
-const HELP: &str = "/clear forgets the conversation, /exit or Ctrl-D ends the chat.";
+const HELP: &str = "Ctrl-C stops an answer, /clear forgets the conversation, \
+                    /exit or Ctrl-D ends the chat.";
 
 /// What a line asks for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -41,14 +41,30 @@ impl<'a> Input<'a> {
 /// # Errors
 /// [`Error::CannotChat`], when input or output fail, and when a node is lost. What is wrong with
 /// one question is told, and the chat goes on.
-pub(super) fn chat(args: &Args, session: &mut Session) -> anyhow::Result<()> {
+pub(super) fn chat(args: &Args, session: &mut Session, signals: &Signals) -> anyhow::Result<()> {
     if !session.has_template() {
         let model = args.model.clone();
         return Err(Error::CannotChat { model }.into());
     }
     tell(format_args!("Chat with {}. {HELP}", args.model));
-    let mut messages = start_of_chat(args);
-    while let Some(line) = read_line()? {
+    let (mut messages, mut lines) = (start_of_chat(args), Lines::new());
+    let mut dropped = false;
+    loop {
+        let line = match lines.next()? {
+            Typed::Line(line) => line,
+            Typed::NoText => {
+                tell("the line was dropped: it is not UTF-8 text");
+                continue;
+            }
+            Typed::Dropped if dropped => break,
+            Typed::Dropped => {
+                tell("another Ctrl-C, Ctrl-D or /exit ends the chat");
+                dropped = true;
+                continue;
+            }
+            Typed::End => break,
+        };
+        dropped = false;
         match Input::of(&line) {
             Input::Nothing => {}
             Input::Help => tell(HELP),
@@ -56,7 +72,7 @@ pub(super) fn chat(args: &Args, session: &mut Session) -> anyhow::Result<()> {
             Input::Exit => break,
             Input::Say(text) => {
                 messages.push(Message::new("user", text));
-                answer(session, &mut messages)?;
+                answer(session, &mut messages, signals)?;
             }
         }
     }
@@ -65,10 +81,19 @@ pub(super) fn chat(args: &Args, session: &mut Session) -> anyhow::Result<()> {
 
 /// Answers the last of `messages` and adds the answer; a question that cannot be answered is taken
 /// back, so that another one can be asked.
-fn answer(session: &mut Session, messages: &mut Vec<Message>) -> anyhow::Result<()> {
+fn answer(
+    session: &mut Session,
+    messages: &mut Vec<Message>,
+    signals: &Signals,
+) -> anyhow::Result<()> {
     let tokens = session.encode_chat(messages);
-    let outcome = tokens.and_then(|tokens| shown(session, tokens, true));
+    let outcome =
+        tokens.and_then(|tokens| signals.stoppable(|cancel| shown(session, tokens, Some(cancel))));
     match outcome {
+        Ok(figures) if figures.tokens.is_empty() => {
+            messages.pop(); // stopped before the answer began
+            end_answer(&figures)?;
+        }
         Ok(figures) => {
             end_answer(&figures)?;
             messages.push(Message::new("assistant", figures.text));
@@ -90,22 +115,6 @@ fn is_last(error: &anyhow::Error) -> bool {
             failure,
             Some(Failure::Lost { .. } | Failure::Unavailable { .. })
         )
-}
-
-/// The next line of standard input, `None` at its end. Bytes that are no text are replaced: a slip
-/// of the terminal should not end a chat.
-fn read_line() -> anyhow::Result<Option<String>> {
-    let mut prompt = std::io::stderr().lock();
-    // Nobody sees the prompt where this fails.
-    let _ = prompt.write_all(b"> ").and_then(|()| prompt.flush());
-    drop(prompt);
-    let mut line = Vec::new();
-    let read = std::io::stdin().lock().read_until(b'\n', &mut line);
-    if read.context("cannot read your input")? == 0 {
-        tell("");
-        return Ok(None);
-    }
-    Ok(Some(String::from_utf8_lossy(&line).into_owned()))
 }
 
 #[cfg(test)]

@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use paceline_engine::Finish;
 use paceline_node::Moved;
+use paceline_node::supervisor::Change;
 use paceline_tensor::KvType;
 use serde_json::json;
 
@@ -11,7 +12,6 @@ use super::Args;
 use super::session::Session;
 use crate::moved::{arrays, arrays_json};
 use crate::process::peak_memory_bytes;
-use crate::steered::Change;
 
 /// An answer and its times.
 #[derive(Clone, Debug)]
@@ -45,6 +45,8 @@ pub(super) enum End {
     MaxTokens,
     /// No position is left.
     Context,
+    /// Ctrl-C in a chat.
+    Stopped,
 }
 
 impl End {
@@ -52,14 +54,15 @@ impl End {
         match finish {
             Finish::EndOfText | Finish::Stop(_) => Self::Stop,
             Finish::Length if n_generated == max_tokens => Self::MaxTokens,
-            Finish::Length => Self::Context,
+            // Nothing that `run` offers constrains an answer.
+            Finish::Length | Finish::Constraint => Self::Context,
         }
     }
 
     /// In the words of the OpenAI API.
     const fn word(self) -> &'static str {
         match self {
-            Self::Stop => "stop",
+            Self::Stop | Self::Stopped => "stop",
             Self::MaxTokens | Self::Context => "length",
         }
     }
@@ -112,6 +115,7 @@ impl Figures {
         }
         line + match self.end {
             End::Stop => "]",
+            End::Stopped => "; stopped]",
             End::MaxTokens => "; ended by --max-tokens]",
             End::Context => "; ended by the full --context]",
         }
@@ -143,7 +147,7 @@ impl Figures {
             "context": loaded.engine.context,
             "kernel_class": loaded.classes.to_string(),
             "kv_type": loaded.kv.map(KvType::name),
-            "instruction_set": loaded.instruction_set,
+            "instruction_set": loaded.device(),
             "seed": session.seed(),
         })
     }

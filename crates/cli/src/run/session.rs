@@ -5,23 +5,25 @@ use std::path::Path;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use anyhow::Context;
-use paceline_engine::{EngineConfig, Failure, Reply, Request, SamplingParams};
+use paceline_engine::{Failure, Reply, Request, SamplingParams};
 use paceline_formats::chat::{ChatOptions, ChatTemplate, Error as ChatError, Message};
 use paceline_formats::tokenizer::Specials;
 use paceline_model::Config;
+use paceline_node::Answer;
+use paceline_store::Cancel;
 
 use super::Args;
 use super::figures::{End, Figures};
 use crate::error::Error;
-use crate::loaded::{Answer, Loaded, Opened};
+use crate::loaded::{Loaded, Opened};
 use crate::output::{printable, show, tell};
-
-/// Positions reserved unless asked for more: key/value memory of an 8B model at this context is
-/// 1 GiB.
-const DEFAULT_CONTEXT: usize = 8192;
+use crate::room::Room;
 
 /// Tokens of an answer that can teach how fast this machine is: the first few are slower.
 const LESSON: usize = 16;
+
+/// How often a chat's answer looks for Ctrl-C where no token comes.
+const LOOK_EVERY: Duration = Duration::from_millis(20);
 
 /// One model, ready to answer.
 pub(super) struct Session {
@@ -36,7 +38,9 @@ impl Session {
     /// Loads the model at `path`, and tells how it is split.
     pub(super) fn open(args: &Args, path: &Path, sampling: SamplingParams) -> anyhow::Result<Self> {
         let sizes = |config: &Config| {
-            EngineConfig::single(args.model.clone(), context(args.context, config))
+            warn_of_context(args.context, config);
+            let kv = args.compute.in_memory(args.engine);
+            Room::of((path, config), kv, args.context, 1).engine(&args.model)
         };
         let mut opened = Opened::new(path, (args.compute, args.engine), &args.split, sizes)?;
         opened.forecast();
@@ -87,8 +91,8 @@ impl Session {
         Ok(template.encode_chat(&self.loaded.tokenizer, messages, &options)?)
     }
 
-    /// Generates an answer, showing its text as it becomes certain. `in_chat` chooses the advice
-    /// for a prompt that is too long.
+    /// Generates an answer, showing its text as it becomes certain. In a chat it ends early when
+    /// `chat` is cancelled; `chat` also chooses the advice for a prompt that is too long.
     ///
     /// # Errors
     /// What `show` says, and prompts that cannot be answered. Another prompt can be answered
@@ -96,7 +100,7 @@ impl Session {
     pub(super) fn generate(
         &self,
         prompt: Vec<u32>,
-        in_chat: bool,
+        chat: Option<&Cancel>,
         show: impl FnMut(&str) -> anyhow::Result<()>,
     ) -> anyhow::Result<Figures> {
         let n_prompt = prompt.len();
@@ -109,6 +113,7 @@ impl Session {
             sampling: self.sampling.clone(),
             stop: self.stop.clone(),
             logprobs: None,
+            ..Request::default()
         };
         let before = self.loaded.moved();
         let (predicted, changes) = (self.loaded.predicted(), self.loaded.changes().len());
@@ -116,8 +121,8 @@ impl Session {
         let answer = self.loaded.submit(request);
         let figures = answer
             .map_err(anyhow::Error::new)
-            .and_then(|answer| self.collect(&answer, start, n_prompt, show));
-        let mut figures = figures.map_err(|error| self.explain(error, in_chat))?;
+            .and_then(|answer| self.collect(&answer, (start, n_prompt), chat, show));
+        let mut figures = figures.map_err(|error| self.explain(error, chat.is_some()))?;
         let moved = self.loaded.moved().zip(before);
         figures.moved = moved.map(|(after, before)| after.since(before));
         figures.predicted = predicted;
@@ -135,7 +140,7 @@ impl Session {
             Some(Failure::PromptTooLong { tokens, context }) => Error::PromptTooLong {
                 tokens: *tokens,
                 context: *context,
-                trained: self.loaded.config.context,
+                trained: self.loaded.config().context,
                 in_chat,
             }
             .into(),
@@ -146,14 +151,16 @@ impl Session {
     fn collect(
         &self,
         answer: &Answer<'_>,
-        start: Instant,
-        n_prompt: usize,
+        (start, n_prompt): (Instant, usize),
+        chat: Option<&Cancel>,
         mut show: impl FnMut(&str) -> anyhow::Result<()>,
     ) -> anyhow::Result<Figures> {
         let (mut prefill, mut first) = (Duration::ZERO, start);
         let (mut text, mut tokens, mut n_reused) = (String::new(), Vec::new(), 0);
         let (end, last) = loop {
-            let (at, reply) = answer.next()?;
+            let Some((at, reply)) = next(answer, chat)? else {
+                break (End::Stopped, Instant::now());
+            };
             let (piece, end) = match reply {
                 Reply::PromptRead { reused } => {
                     (prefill, first) = (at - start, at);
@@ -193,6 +200,19 @@ impl Session {
     }
 }
 
+/// The next reply; `None` once `chat` is cancelled.
+fn next(answer: &Answer<'_>, chat: Option<&Cancel>) -> Result<Option<(Instant, Reply)>, Failure> {
+    let Some(cancel) = chat else {
+        return answer.next().map(Some);
+    };
+    while !cancel.is_cancelled() {
+        if let Some(reply) = answer.next_within(LOOK_EVERY)? {
+            return Ok(Some(reply));
+        }
+    }
+    Ok(None)
+}
+
 /// Shows a piece of the answer at once.
 pub(super) fn show_answer(text: &str) -> anyhow::Result<()> {
     if std::io::stdout().is_terminal() {
@@ -202,20 +222,15 @@ pub(super) fn show_answer(text: &str) -> anyhow::Result<()> {
     }
 }
 
-/// Positions to reserve; more than the model was trained for are warned about.
-fn context(asked: Option<u32>, config: &Config) -> usize {
+/// More positions than the model was trained for are warned about.
+fn warn_of_context(asked: Option<u32>, config: &Config) {
     let trained = config.context;
-    let Some(context) = asked else {
-        // Two are the least: one for the prompt and one for the answer.
-        return trained.clamp(2, DEFAULT_CONTEXT);
-    };
-    if context as usize > trained {
+    if let Some(context) = asked.filter(|context| *context as usize > trained) {
         tell(format_args!(
             "warning: --context is {context}, but the model was trained for {trained} positions: \
              answers get worse beyond them"
         ));
     }
-    context as usize
 }
 
 /// For templates that write the date.

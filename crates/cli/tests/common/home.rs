@@ -51,12 +51,19 @@ impl World {
         object(&self.run(model, &[args, &["--json"]].concat()))
     }
 
-    /// Fails when something was left behind, but for what was measured of this machine.
+    /// Fails when something was left behind, but for what was measured of this machine, and what a
+    /// node is known by after it ended.
     pub(crate) fn assert_clean(&self) {
         for name in ["home", "tmp"] {
             let entries = fs::read_dir(self.path(name)).unwrap();
             let mut left: Vec<_> = entries.map(|entry| entry.unwrap().file_name()).collect();
             left.retain(|file| file != "measured.json");
+            if let Ok(node) = fs::read_dir(self.path(name).join("node")) {
+                let kept = ["identity", "cluster-key", "map.json", "lock"];
+                left.retain(|file| file != "node");
+                left.extend(node.map(|entry| entry.unwrap().file_name()));
+                left.retain(|file| !kept.iter().any(|kept| file == kept));
+            }
             assert!(left.is_empty(), "in {name}: {left:?}");
         }
     }

@@ -1,11 +1,13 @@
 //! What the tests of the binary share. Every program of them has this as a module of its own.
 //!
 //! - [`home`]: a paceline with an empty home; [`hosts`]: one that has hosts to reach;
+//! - [`namespaces`]: hosts with a network between them;
 //! - [`terminal`]: a person at a terminal; [`vocabulary`]: tokens of models that tests write.
 #![allow(dead_code, reason = "each program uses its own part")]
 
 pub(crate) mod home;
 pub(crate) mod hosts;
+pub(crate) mod namespaces;
 pub(crate) mod terminal;
 pub(crate) mod vocabulary;
 

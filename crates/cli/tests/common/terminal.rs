@@ -22,8 +22,12 @@ pub(crate) struct Terminal {
     process: File,
     settings: String,
     shown: Receiver<Vec<u8>>,
-    /// What came since the start.
+    /// What came since the start, without control sequences.
     screen: Vec<u8>,
+    /// The same with them.
+    raw: Vec<u8>,
+    /// Where in a control sequence the screen is.
+    sequence: Sequence,
     /// How much of it was waited for.
     seen: usize,
     pub(crate) child: Child,
@@ -65,6 +69,8 @@ impl Terminal {
             settings,
             shown,
             screen: Vec::new(),
+            raw: Vec::new(),
+            sequence: Sequence::Outside,
             seen: 0,
             child,
         }
@@ -94,9 +100,21 @@ impl Terminal {
             }
             let left = PATIENCE.saturating_sub(start.elapsed());
             match self.shown.recv_timeout(left) {
-                Ok(bytes) => self.screen.extend(bytes.iter().filter(|b| **b != b'\r')),
+                Ok(bytes) => self.show(&bytes),
                 Err(_) => panic!("{text:?}, but {:?}", String::from_utf8_lossy(new)),
             }
+        }
+    }
+
+    fn show(&mut self, bytes: &[u8]) {
+        self.raw.extend(bytes);
+        for byte in bytes {
+            let next = self.sequence.next(*byte);
+            let outside = (self.sequence, next) == (Sequence::Outside, Sequence::Outside);
+            if outside && *byte != b'\r' {
+                self.screen.push(*byte);
+            }
+            self.sequence = next;
         }
     }
 
@@ -111,13 +129,37 @@ impl Terminal {
     /// Fails when the process has changed the terminal, or hidden its cursor.
     pub(crate) fn assert_usable(&self) {
         assert_eq!(settings(&self.process), self.settings);
-        let screen = String::from_utf8_lossy(&self.screen);
+        let screen = String::from_utf8_lossy(&self.raw);
         let count = |sequence: &str| screen.matches(sequence).count();
         assert_eq!(
             count("\x1b[?25l"),
             count("\x1b[?25h"),
             "the cursor is hidden: {screen:?}"
         );
+        assert_eq!(
+            count("\x1b[?2004h"),
+            count("\x1b[?2004l"),
+            "pasted text stays marked: {screen:?}"
+        );
+    }
+}
+
+/// Where a byte is in a control sequence: ESC, `[`, parameters, a letter.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Sequence {
+    Outside,
+    Escape,
+    Parameters,
+}
+
+impl Sequence {
+    const fn next(self, byte: u8) -> Self {
+        match (self, byte) {
+            (Self::Outside, 0x1b) => Self::Escape,
+            (Self::Escape, b'[') => Self::Parameters,
+            (Self::Parameters, 0x20..=0x3f) => Self::Parameters,
+            _ => Self::Outside,
+        }
     }
 }
 

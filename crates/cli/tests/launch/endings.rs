@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use rustix::process::{Pid, Signal, kill_process};
 
-use crate::{World, assert_gone, finish, until};
+use super::{World, assert_gone, finish, until};
 
 /// What should come at once comes before this, less what the machine withheld.
 const SOON: Duration = Duration::from_secs(10);
@@ -91,13 +91,13 @@ fn codes_and_signals_are_passed_on() {
         }
     }
     std::fs::write(world.path("here/p.py"), "print(1)").unwrap();
-    let ended = world.run(&["./p.py"]);
+    let ended = world.run_launch(&["./p.py"]);
     assert_eq!(ended.code, Some(126), "{ended:?}");
     assert!(
         ended.stderr.contains("run a script as `-- python3 SCRIPT`"),
         "{ended:?}"
     );
-    let ended = world.run(&["no-such-program-anywhere"]);
+    let ended = world.run_launch(&["no-such-program-anywhere"]);
     assert_eq!(ended.code, Some(127), "{ended:?}");
     for part in ["not found", "hint: the program must be on 127.0.0.1"] {
         assert!(
@@ -272,7 +272,7 @@ fn a_host_that_cannot_be_reached_starts_nothing() {
     let path = world.path("hosts.json");
     let text = r#"[{"ssh": "a", "ips": ["10.0.0.1"]}, {"ssh": "gone", "ips": ["10.0.0.2"]}]"#;
     std::fs::write(&path, text).unwrap();
-    let ended = world.run(&["--hostfile", path.to_str().unwrap(), "echo", "ran"]);
+    let ended = world.run_launch(&["--hostfile", path.to_str().unwrap(), "echo", "ran"]);
     assert_eq!(
         (ended.code, ended.stdout.as_str()),
         (Some(1), ""),
@@ -290,7 +290,7 @@ fn a_host_that_hangs_is_given_up() {
     let world = World::new();
     world.replace_ssh("#!/bin/sh\nexec sleep 1000\n");
     let hostfile = world.hostfile(2);
-    let ended = world.run(&["--hostfile", &hostfile, "--start", "1", "true"]);
+    let ended = world.run_launch(&["--hostfile", &hostfile, "--start", "1", "true"]);
     assert_eq!(ended.code, Some(1), "{ended:?}");
     let words = "error: not ready within 1s: a, b\nhint: give them more time with --start";
     assert!(ended.stderr.starts_with(words), "{ended:?}");
@@ -319,7 +319,7 @@ fn a_daemon_does_not_hold_up_the_launch() {
     let hosts = &kinds(&world, 1)[0];
     let ended = finish(start(&world, &args(&world, hosts, &[], script))).ok();
     let id = std::fs::read_to_string(world.path("here/daemon")).unwrap();
-    assert!(crate::lives(id.trim()), "{id}");
+    assert!(super::lives(id.trim()), "{id}");
     kill_process(
         Pid::from_raw(id.trim().parse().unwrap()).unwrap(),
         Signal::KILL,
@@ -334,7 +334,7 @@ fn many_ranks_come_and_go() {
     let world = World::new();
     let hostfile = world.hostfile(12);
     let ended = world
-        .run(&["--hostfile", &hostfile, "sh", "-c", "echo $MLX_RANK"])
+        .run_launch(&["--hostfile", &hostfile, "sh", "-c", "echo $MLX_RANK"])
         .ok();
     let mut expected: Vec<String> = (0..12).map(|rank| format!("[{rank}] {rank}")).collect();
     expected.sort_unstable();

@@ -2,7 +2,7 @@
 
 use std::fs;
 
-use crate::World;
+use super::World;
 
 /// Prints what MLX reads.
 const SHOW: &str = r#"echo "$MLX_RANK $(cat "$MLX_HOSTFILE" 2>/dev/null) $V" "$@""#;
@@ -11,7 +11,7 @@ const SHOW: &str = r#"echo "$MLX_RANK $(cat "$MLX_HOSTFILE" 2>/dev/null) $V" "$@
 fn local_ranks_are_a_ring() {
     let world = World::new();
     let ended = world
-        .run(&["-n", "2", "--env", "V=x y", "--", "sh", "-c", SHOW])
+        .run_launch(&["-n", "2", "--env", "V=x y", "--", "sh", "-c", SHOW])
         .ok();
     let ring = r#"[["127.0.0.1:32323"], ["127.0.0.1:32324"]]"#;
     let expected = [format!("[0] 0 {ring} x y"), format!("[1] 1 {ring} x y")];
@@ -26,7 +26,7 @@ fn local_ranks_are_a_ring() {
 fn localhost_is_this_machine() {
     let world = World::new();
     let ended = world
-        .run(&["--hosts", "localhost", "-n", "2", "sh", "-c", SHOW])
+        .run_launch(&["--hosts", "localhost", "-n", "2", "sh", "-c", SHOW])
         .ok();
     let ring = r#"[["127.0.0.1:32323"], ["127.0.0.1:32324"]]"#;
     assert_eq!(
@@ -49,7 +49,9 @@ fn other_machines_are_reached_by_ssh() {
         "5000",
         "--",
     ];
-    let ended = world.run(&[&args[..], &["sh", "-c", SHOW]].concat()).ok();
+    let ended = world
+        .run_launch(&[&args[..], &["sh", "-c", SHOW]].concat())
+        .ok();
     let ring = r#"[["10.0.0.0:5000", "10.0.0.0:5001"], ["10.0.0.1:5002", "10.0.0.1:5003"], ["10.0.0.2:5004", "10.0.0.2:5005"]]"#;
     let expected = [0, 1, 2].map(|rank| format!("[{rank}] {rank} {ring} "));
     assert_eq!(ended.lines(), expected);
@@ -61,7 +63,7 @@ fn other_machines_are_reached_by_ssh() {
 fn sessions_of_a_host_share_a_connection() {
     let world = World::new();
     let hostfile = world.hostfile(4);
-    world.run(&["--hostfile", &hostfile, "true"]).ok();
+    world.run_launch(&["--hostfile", &hostfile, "true"]).ok();
     let calls = world.calls();
     for host in ["a", "b"] {
         let of = |role: &str| -> Vec<String> {
@@ -107,7 +109,7 @@ fn values_are_not_in_sight() {
     ];
     let script = "echo \"$TOKEN $LEAK\"; cat /proc/[0-9]*/cmdline | tr '\\0' '\\n' | grep -c 'TOKEN=hunte[r]2'";
     let mut command = world.launch(&[&args[..], &[script]].concat());
-    let ended = crate::finish(command.env("LEAK", "leaked").spawn().unwrap());
+    let ended = super::finish(command.env("LEAK", "leaked").spawn().unwrap());
     // The launcher's own command line has it, because this test put it there.
     assert_eq!(ended.stdout, "[0] hunter2 \n[0] 1\n", "{ended:?}");
     let log = world.calls().concat();
@@ -144,7 +146,7 @@ fn words_arrive_as_they_are() {
         "sh",
     ];
     args.extend(words);
-    let ended = world.run(&args).ok();
+    let ended = world.run_launch(&args).ok();
     let expected: String = [value]
         .iter()
         .chain(&words)
@@ -153,12 +155,33 @@ fn words_arrive_as_they_are() {
     assert_eq!(ended.stdout.replace("[0] ", ""), format!("{expected}\n"));
 }
 
+/// A secret is not to be read in the arguments of a process that everybody can list.
+#[test]
+fn a_variable_without_a_value_has_that_of_the_launcher() {
+    let world = World::new();
+    let run = |args: &[&str]| {
+        let mut command = world.paceline(&[&["launch"], args].concat());
+        crate::common::hosts::finish(command.env("SECRET", "s3 = x").spawn().unwrap())
+    };
+    let show = ["--", "sh", "-c", "echo \"<$SECRET>\""];
+    let ended = run(&[&["-n", "1", "--env", "SECRET"], &show[..]].concat()).ok();
+    assert_eq!(ended.stdout, "[0] <s3 = x>\n");
+    let ended = run(&[&["-n", "1", "--env", "NOT_SET_HERE"], &show[..]].concat());
+    assert_eq!(ended.code, Some(2), "{ended:?}");
+    assert!(
+        ended
+            .stderr
+            .contains("--env NOT_SET_HERE: it is not set here"),
+        "{ended:?}"
+    );
+}
+
 /// MLX takes flags of the program for its own unless `--` comes first.
 #[test]
 fn the_programs_flags_are_its_own() {
     let world = World::new();
     let ended = world
-        .run(&["-n", "1", "echo", "--verbose", "-n", "7", "--", "--hosts"])
+        .run_launch(&["-n", "1", "echo", "--verbose", "-n", "7", "--", "--hosts"])
         .ok();
     assert_eq!(ended.stdout, "[0] --verbose -n 7 -- --hosts\n");
 }
@@ -167,14 +190,14 @@ fn the_programs_flags_are_its_own() {
 fn the_folder_is_the_launchers_where_it_exists() {
     let world = World::new();
     let here = world.path("here").canonicalize().unwrap();
-    let ended = world.run(&["pwd"]).ok();
+    let ended = world.run_launch(&["pwd"]).ok();
     assert_eq!(ended.stdout, format!("[0] {}\n", here.display()));
     let wanted = world.path("it's there");
     fs::create_dir(&wanted).unwrap();
     let wanted = wanted.to_str().unwrap();
-    let ended = world.run(&["--cwd", wanted, "pwd"]).ok();
+    let ended = world.run_launch(&["--cwd", wanted, "pwd"]).ok();
     assert_eq!(ended.stdout, format!("[0] {wanted}\n"));
-    let ended = world.run(&["-n", "2", "--cwd", "/nonexistent", "echo", "ran"]);
+    let ended = world.run_launch(&["-n", "2", "--cwd", "/nonexistent", "echo", "ran"]);
     assert_eq!(
         (ended.code, ended.stdout.as_str()),
         (Some(1), ""),
@@ -211,7 +234,7 @@ fn the_hostfile_brings_backend_and_environment() {
             backend,
             &["--", "sh", "-c", show],
         ];
-        let ended = world.run(&args.concat()).ok();
+        let ended = world.run_launch(&args.concat()).ok();
         let expected = [0, 1].map(|r| format!("[{r}] own file 10.0.0.1:32323 {ring} {devices}"));
         assert_eq!(ended.lines(), expected);
     }
@@ -228,7 +251,7 @@ fn the_hostfile_brings_backend_and_environment() {
         "-c",
         show,
     ];
-    let ended = world.run(&args).ok();
+    let ended = world.run_launch(&args).ok();
     assert_eq!(
         ended.lines(),
         ["[0] 127.0.0.1 7 2 0 INFO", "[1] 127.0.0.1 7 2 1 INFO"]
@@ -243,7 +266,7 @@ fn a_ring_hostfile_is_taken_as_it_is() {
     let text = r#"[["127.0.0.1:7001", "127.0.0.1:7002"], ["127.0.0.1:7003", "127.0.0.1:7004"]]"#;
     fs::write(&path, text).unwrap();
     let ended = world
-        .run(&["--hostfile", path.to_str().unwrap(), "sh", "-c", SHOW])
+        .run_launch(&["--hostfile", path.to_str().unwrap(), "sh", "-c", SHOW])
         .ok();
     assert_eq!(
         ended.lines(),
@@ -255,10 +278,10 @@ fn a_ring_hostfile_is_taken_as_it_is() {
 fn python_runs_what_follows() {
     let world = World::new();
     fs::write(world.path("here/p.py"), "print('hi')").unwrap();
-    let ended = world.run(&["--python", "cat", "p.py"]).ok();
+    let ended = world.run_launch(&["--python", "cat", "p.py"]).ok();
     assert_eq!(ended.stdout, "[0] print('hi')\n");
     let ended = world
-        .run(&["--print-python", "--python", "/opt/python"])
+        .run_launch(&["--print-python", "--python", "/opt/python"])
         .ok();
     assert_eq!(ended.stdout, "/opt/python\n");
 }
@@ -276,6 +299,8 @@ fn greetings_are_not_output() {
         1,
     );
     world.replace_ssh(&greeting);
-    let ended = world.run(&["--hostfile", &hostfile, "echo", "out"]).ok();
+    let ended = world
+        .run_launch(&["--hostfile", &hostfile, "echo", "out"])
+        .ok();
     assert_eq!(ended.stdout, "[0] out\n");
 }

@@ -4,8 +4,8 @@ use std::process::{Command, Stdio};
 
 use rustix::process::{Pid, Signal, kill_process};
 
-use crate::wires::report;
-use crate::{Ended, World, assert_gone, feed, finish, until};
+use super::wires::report;
+use super::{Ended, World, assert_gone, feed, finish, until};
 
 /// `mpirun` refuses root and more ranks than cores unless told otherwise, and any other MPI has
 /// other options.

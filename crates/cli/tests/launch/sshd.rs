@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use rustix::process::{Pid, Signal, kill_process};
 
-use crate::{Ended, World, assert_gone, finish, until};
+use super::{Ended, World, assert_gone, finish, until};
 
 const SERVER: &str = "/usr/sbin/sshd";
 
@@ -118,7 +118,7 @@ fn real_sessions_run_and_end() {
         ];
         let mut command = world.launch(&args);
         let mut child = command.stdin(Stdio::piped()).spawn().unwrap();
-        crate::feed(&mut child, b"input");
+        super::feed(&mut child, b"input");
         finish(child)
     };
     let ended = run("printf \"$MLX_RANK \"; cat; exit 0").ok();

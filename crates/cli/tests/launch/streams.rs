@@ -6,15 +6,15 @@ use std::os::unix::net::UnixStream;
 use std::process::Stdio;
 use std::thread;
 
+use super::{World, feed, finish};
 use crate::common::complaints;
-use crate::{World, feed, finish};
 
 #[test]
 fn lines_are_whole_whoever_writes() {
     let world = World::new();
     let script = "for i in 1 2 3 4 5; do printf \"$MLX_RANK-\"; sleep 0.02; printf \"$i \"; \
                   echo end; echo err$i >&2; done; printf last";
-    let ended = world.run(&["-n", "3", "sh", "-c", script]).ok();
+    let ended = world.run_launch(&["-n", "3", "sh", "-c", script]).ok();
     for rank in 0..3 {
         let of = |text: &str| -> Vec<String> {
             let prefix = format!("[{rank}] ");
@@ -41,7 +41,7 @@ fn the_last_output_is_not_lost() {
     let script =
         "i=0; while [ $i -lt 5000 ]; do i=$((i+1)); echo line $i; done; echo bye >&2; exit 0";
     let ended = world
-        .run(&["--hostfile", &hostfile, "sh", "-c", script])
+        .run_launch(&["--hostfile", &hostfile, "sh", "-c", script])
         .ok();
     for rank in 0..2 {
         let of_rank = ended
@@ -145,7 +145,7 @@ fn a_reader_that_leaves_ends_all() {
     let ended = finish(child);
     assert_eq!(ended.code, Some(0), "{ended:?}");
     assert!(!ended.stderr.contains("error"), "{ended:?}");
-    crate::assert_gone(&[world.path("here/id.0"), world.path("here/id.1")]);
+    super::assert_gone(&[world.path("here/id.0"), world.path("here/id.1")]);
     world.assert_clean();
 }
 

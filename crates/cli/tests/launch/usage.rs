@@ -2,7 +2,7 @@
 
 use std::fs;
 
-use crate::World;
+use super::World;
 use crate::common::assert_parts;
 
 /// Arguments, and what is said to them, in this order.
@@ -67,7 +67,7 @@ const HOSTFILES: [(&str, Wrong); 6] = [
 
 /// These arguments are refused with those words before anybody is called.
 fn assert_refused(world: &World, args: &[&str], says: &[&str]) {
-    let ended = world.run(args);
+    let ended = world.run_launch(args);
     assert_eq!(ended.code, Some(2), "{args:?}: {ended:?}");
     assert_eq!(ended.stdout, "", "{args:?}");
     assert_parts(&args, &ended.stderr, says);
@@ -100,13 +100,13 @@ fn programs_that_are_missing_are_named() {
     let world = World::new();
     let hostfile = world.hostfile(2);
     let mut command = world.launch(&["--hostfile", &hostfile, "true"]);
-    let ended = crate::finish(command.env("PATH", world.path("here")).spawn().unwrap());
+    let ended = super::finish(command.env("PATH", world.path("here")).spawn().unwrap());
     assert_eq!(ended.code, Some(1), "{ended:?}");
     for part in ["error: cannot start ssh: ", "hint: install an SSH client"] {
         assert!(ended.stderr.contains(part), "{ended:?}");
     }
     let mut command = world.launch(&["--backend", "mpi", "true"]);
-    let ended = crate::finish(command.env("PATH", world.path("here")).spawn().unwrap());
+    let ended = super::finish(command.env("PATH", world.path("here")).spawn().unwrap());
     assert_eq!(ended.code, Some(1), "{ended:?}");
     let expected = "error: there is no mpirun in PATH\nhint: install Open MPI";
     assert!(ended.stderr.starts_with(expected), "{ended:?}");

@@ -6,8 +6,8 @@ use std::process::Command;
 
 use serde_json::Value;
 
+use super::{Ended, World};
 use crate::library;
-use crate::{Ended, World};
 
 /// The binary under test, as a rank's program.
 const PROGRAM: &str = env!("CARGO_BIN_EXE_paceline");
@@ -79,7 +79,7 @@ fn ranks_over_rdma_are_found_by_jaccls_environment() {
         "--",
     ];
     let program = [&[PROGRAM][..], &SHORT, &["--transport", "rdma"]].concat();
-    let refused = world.run(&[&args[..], &program].concat());
+    let refused = world.run_launch(&[&args[..], &program].concat());
     assert_eq!(refused.code, Some(2), "{refused:?}");
     assert!(
         refused.stderr.contains("error: rdma is plaintext"),
@@ -89,7 +89,8 @@ fn ranks_over_rdma_are_found_by_jaccls_environment() {
         refused.stderr.contains("hint: --plaintext allows it"),
         "{refused:?}"
     );
-    let report = report(world.run(&[&args[..], &program, &["--plaintext", "--json"]].concat()));
+    let report =
+        report(world.run_launch(&[&args[..], &program, &["--plaintext", "--json"]].concat()));
     assert_eq!(
         (&report["transport"], &report["ranks"]),
         (&"rdma".into(), &2.into())
@@ -104,7 +105,7 @@ fn ranks_of_mlxs_ring_are_found_by_its_hostfile() {
     let port = free_port();
     let args = ["-n", "2", "-p", &port, "--", PROGRAM];
     let more = ["--transport", "mlx-ring", "--plaintext", "--json"];
-    let report = report(world.run(&[&args[..], &SHORT, &more].concat()));
+    let report = report(world.run_launch(&[&args[..], &SHORT, &more].concat()));
     // What MLX's wire has, and what its sums are held against.
     let expected = [
         "all_gather",

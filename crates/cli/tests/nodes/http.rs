@@ -2,7 +2,7 @@
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use serde_json::Value;
 
@@ -37,7 +37,7 @@ pub(crate) fn stream(port: u16, path: &str, body: &Value) -> Stream {
 
 fn send(port: u16, path: &str, body: Option<&Value>) -> Stream {
     let mut socket = TcpStream::connect(("127.0.0.1", port)).unwrap();
-    socket.set_read_timeout(Some(crate::PATIENCE)).unwrap();
+    socket.set_read_timeout(Some(super::PATIENCE)).unwrap();
     let (method, body) = match body {
         Some(body) => ("POST", body.to_string()),
         None => ("GET", String::new()),
@@ -77,24 +77,11 @@ impl Stream {
             }
         }
     }
-
-    /// Reads to the first event with an `error`, which must be the last but `[DONE]`; when it came.
-    pub(crate) fn error(mut self) -> (Value, Instant) {
-        while let Some(event) = self.event() {
-            if event.get("error").is_some() {
-                let at = Instant::now();
-                let rest: Vec<Value> = std::iter::from_fn(|| self.event()).collect();
-                assert!(rest.iter().all(|event| event == "[DONE]"), "{rest:?}");
-                return (event["error"].clone(), at);
-            }
-        }
-        panic!("the stream ended without an error");
-    }
 }
 
 /// Asks for `/health` until it has `status`; how long that took.
 pub(crate) fn health(port: u16, status: u16) -> Duration {
-    crate::until("the server's health", || {
+    super::until("the server's health", || {
         ask(port, "/health", None).status == status
     })
 }

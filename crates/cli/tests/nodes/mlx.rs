@@ -8,8 +8,8 @@ use std::process::Output;
 
 use serde_json::Value;
 
-use crate::tiny::FAMILIES;
-use crate::{World, alone, fake, finish, text};
+use super::tiny::FAMILIES;
+use super::{World, alone, fake, finish, text};
 
 /// Where MLX is, or a line that says why a test is skipped.
 fn library(test: &str) -> Option<PathBuf> {
@@ -43,7 +43,7 @@ fn nodes_on_mlx_say_the_same() {
     };
     let _alone = alone();
     let world = World::new();
-    let model = world.model(FAMILIES[0]);
+    let model = world.write_model(FAMILIES[0]);
     let answer = |more: &[&str]| answer(&world, &library, &model, more);
     let ours = answer(&[]);
     let one = answer(&["--engine", "mlx", "--class", "mlx-f32"]);
@@ -76,7 +76,7 @@ fn the_exact_class_reaches_every_node() {
     };
     let _alone = alone();
     let world = World::new();
-    let model = world.model(FAMILIES[2]);
+    let model = world.write_model(FAMILIES[2]);
     let answer = |more: &[&str]| answer(&world, &library, &model, more);
     let one = answer(&["--class", "mlx-exact"]);
     assert_eq!(one["kernel_class"], "mlx-exact");
@@ -88,7 +88,7 @@ fn the_exact_class_reaches_every_node() {
 fn libraries_that_cannot_be_used_are_told_by_name() {
     let _alone = alone();
     let world = World::new();
-    let model = world.model(FAMILIES[0]);
+    let model = world.write_model(FAMILIES[0]);
     let refused = |library: &Path, message: &str| {
         for nodes in ["1", "2"] {
             let more = ["--engine", "mlx", "--nodes", nodes];

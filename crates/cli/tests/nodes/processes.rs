@@ -9,7 +9,7 @@ use paceline_base::testing::Stopwatch;
 use rustix::io::Errno;
 use rustix::process::{Pid, Signal, kill_process};
 
-use crate::{ENDED, text, until};
+use super::{ENDED, text, until};
 
 /// A command under way, its output gathered as it comes.
 pub(crate) struct Running {

@@ -2,11 +2,13 @@
 
 use std::process::Stdio;
 
+use paceline_base::testing::long;
 use serde_json::{Value, json};
 
-use crate::server::{Server, chat};
-use crate::tiny::FAMILIES;
-use crate::{World, alone, http, library, smollm2};
+use super::server::{Server, chat};
+use super::tiny::FAMILIES;
+use super::{World, alone, http, smollm2};
+use crate::library;
 
 const PROMPTS: [&str; 5] = [
     "Why is the sky blue?",
@@ -19,7 +21,7 @@ const PROMPTS: [&str; 5] = [
 /// A number of nodes and what else to say about the split.
 type Cut = (&'static str, &'static [&'static str]);
 
-/// Those of the issue, and uneven ones.
+/// Those of the issue, and uneven ones; all of them in a long run.
 const CUTS: [Cut; 14] = [
     ("2", &["--split", "tensor"]),
     ("3", &["--split", "tensor"]),
@@ -36,6 +38,10 @@ const CUTS: [Cut; 14] = [
     ("3", &["--split", "pipeline", "--shares", "1,6,2"]),
     ("7", &[]),
 ];
+
+/// Those of [`CUTS`] that are always tried with a real model: both ways to split, both at once,
+/// more ranks than cores, and shares that differ.
+const ALWAYS: [usize; 5] = [1, 4, 8, 10, 12];
 
 fn args<'a>((nodes, more): &'a Cut, own: &[&'a str]) -> Vec<&'a str> {
     [&["--nodes", nodes], *more, own].concat()
@@ -56,7 +62,8 @@ fn answers(port: u16, requests: &[Value]) -> Vec<Value> {
     })
 }
 
-/// The bar: five prompts, 64 tokens each, temperature 0, and one sampled beside them.
+/// The bar: five prompts, 64 tokens each, temperature 0, and one sampled beside them. All cuts in a
+/// long run.
 #[test]
 fn smollm2_says_the_same_over_any_split() {
     let Some(model) = smollm2("smollm2_says_the_same_over_any_split") else {
@@ -77,15 +84,18 @@ fn smollm2_says_the_same_over_any_split() {
         answers
     };
     let expected = served(&("1", &[]));
-    let long = expected.iter().filter(|a| a["finish_reason"] == "length");
-    assert!(long.count() >= 4, "{expected:?}");
-    for cut in &CUTS {
-        assert_eq!(served(cut), expected, "{cut:?}");
+    let whole = expected.iter().filter(|a| a["finish_reason"] == "length");
+    assert!(whole.count() >= 4, "{expected:?}");
+    for (number, cut) in CUTS.iter().enumerate() {
+        if long() || ALWAYS.contains(&number) {
+            assert_eq!(served(cut), expected, "{cut:?}");
+        }
     }
     world.assert_clean();
 }
 
-/// `paceline run`, whose one node is no worker but the command itself.
+/// `paceline run`, whose one node is no worker but the command itself. Sampling and bytes are tried
+/// with one cut, and with all four in a long run.
 #[test]
 fn the_command_says_the_same_over_any_split() {
     let Some(model) = smollm2("the_command_says_the_same_over_any_split") else {
@@ -105,8 +115,10 @@ fn the_command_says_the_same_over_any_split() {
     for own in [&["--temperature", "0"][..], &["--seed", "11"], &bytes] {
         let expected = tokens(&("1", &[]), own);
         assert!(expected.as_array().unwrap().len() > 16, "{expected}");
-        for cut in [CUTS[1], CUTS[4], CUTS[9], CUTS[10]] {
-            assert_eq!(tokens(&cut, own), expected, "{cut:?} {own:?}");
+        let cuts = [CUTS[10], CUTS[1], CUTS[4], CUTS[9]];
+        let all = long() || own == ["--temperature", "0"];
+        for cut in &cuts[..if all { 4 } else { 1 }] {
+            assert_eq!(tokens(cut, own), expected, "{cut:?} {own:?}");
         }
     }
 }
@@ -128,7 +140,7 @@ fn every_family_says_the_same_over_any_split() {
     ];
     let world = World::new();
     for tiny in FAMILIES {
-        let model = world.model(tiny);
+        let model = world.write_model(tiny);
         let more = json!({"max_tokens": 48, "logprobs": true, "top_logprobs": 3});
         let long = "Once upon a time, and a very good time it was. ".repeat(4);
         let sampled = json!({"max_tokens": 48, "logprobs": true, "temperature": 1.3, "seed": 5});
@@ -168,7 +180,7 @@ fn nodes_over_rdma_say_the_same() {
         eprintln!("SKIPPED nodes_over_rdma_say_the_same: no rustc");
         return;
     }
-    let model = world.model(FAMILIES[0]);
+    let model = world.write_model(FAMILIES[0]);
     let devices = world.path("devices.json");
     std::fs::write(&devices, r#"[[null, "soft0"], ["soft1", null]]"#).unwrap();
     let run = |more: &[&str]| {
@@ -190,7 +202,7 @@ fn nodes_over_rdma_say_the_same() {
             .env("LD_LIBRARY_PATH", &folder)
             .env("SOFT_VERBS_FOLDER", &folder);
         command.env("MLX_IBV_DEVICES", &devices);
-        crate::finish(command.stdout(Stdio::piped()).stderr(Stdio::piped()))
+        super::finish(command.stdout(Stdio::piped()).stderr(Stdio::piped()))
     };
     let tokens = |more: &[&str]| {
         let output = run(more);

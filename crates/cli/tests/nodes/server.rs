@@ -5,8 +5,8 @@ use std::process::Command;
 use rustix::process::Signal;
 use serde_json::{Value, json};
 
-use crate::processes::{Ended, Running, assert_gone};
-use crate::{World, until};
+use super::processes::{Ended, Running, assert_gone};
+use super::{World, until};
 
 /// A server, ready for requests.
 pub(crate) struct Server {
@@ -16,7 +16,7 @@ pub(crate) struct Server {
 
 impl Server {
     pub(crate) fn start(world: &World, model: &str, args: &[&str]) -> Self {
-        let up = ["up", "--model", model, "--port", "0"];
+        let up = ["up", "--no-beacons", "--model", model, "--port", "0"];
         let args = up.iter().chain(args).copied();
         Self::of(&mut world.paceline(args))
     }

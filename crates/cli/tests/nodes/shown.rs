@@ -2,14 +2,14 @@
 
 use serde_json::Value;
 
-use crate::processes::Running;
-use crate::tiny::FAMILIES;
-use crate::{World, alone, finish, smollm2, text};
+use super::processes::Running;
+use super::tiny::FAMILIES;
+use super::{World, alone, finish, smollm2, text};
 
 #[test]
 fn every_node_has_a_line_and_the_wire_a_figure() {
     let world = World::new();
-    let model = world.model(FAMILIES[0]);
+    let model = world.write_model(FAMILIES[0]);
     let nodes = ["hi", "--nodes", "4", "--split", "2x2"];
     let short = ["--max-tokens", "8", "--temperature", "0"];
     let output = world.run(&model, &[&nodes[..], &short].concat());
@@ -36,7 +36,7 @@ fn every_node_has_a_line_and_the_wire_a_figure() {
 #[test]
 fn one_node_says_nothing_of_wires() {
     let world = World::new();
-    let model = world.model(FAMILIES[0]);
+    let model = world.write_model(FAMILIES[0]);
     let said = text(&world.run(&model, &["hi", "--max-tokens", "4"]).stderr);
     assert!(!said.contains("wire") && !said.contains("rank"), "{said}");
     let json = world.json(&model, &["hi", "--max-tokens", "4"]);
@@ -52,7 +52,7 @@ fn sum(json: &Value) -> u64 {
 #[test]
 fn programs_are_told_the_split() {
     let world = World::new();
-    let model = world.model(FAMILIES[0]);
+    let model = world.write_model(FAMILIES[0]);
     let args = [
         "hi",
         "--max-tokens",
@@ -120,7 +120,7 @@ fn resident(id: u32) -> u64 {
 #[test]
 fn predictions_stand_beside_runs_of_every_split() {
     let world = World::new();
-    let model = world.model(FAMILIES[0]);
+    let model = world.write_model(FAMILIES[0]);
     let args = [
         "bench",
         "plan",
@@ -164,7 +164,7 @@ fn predictions_stand_beside_runs_of_every_split() {
 #[test]
 fn nodes_reach_each_other_as_told() {
     let world = World::new();
-    let model = world.model(FAMILIES[0]);
+    let model = world.write_model(FAMILIES[0]);
     let answer = |how: &[&str]| {
         let args = ["hi", "--max-tokens", "12", "--temperature", "0"];
         world.json(&model, &[&args, how].concat())["tokens"].clone()

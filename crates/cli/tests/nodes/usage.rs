@@ -2,11 +2,13 @@
 
 use std::process::Stdio;
 
+use super::processes::assert_gone;
+use super::server::{Server, chat};
+use super::tiny::FAMILIES;
+use super::{World, finish, text};
+use super::{alone, http, until};
 use crate::common::assert_parts;
-use crate::processes::assert_gone;
-use crate::terminal::Terminal;
-use crate::tiny::FAMILIES;
-use crate::{World, finish, text};
+use crate::common::terminal::Terminal;
 
 /// Options, and what is said to them, in this order.
 type Wrong = (&'static [&'static str], &'static [&'static str]);
@@ -62,10 +64,10 @@ const SPLITS: [Wrong; 2] = [
 /// Every command that computes over nodes says so, ends with this code, and leaves nothing.
 fn assert_refused(wrong: &[Wrong], code: i32) {
     let world = World::new();
-    let model = world.model(FAMILIES[0]);
+    let model = world.write_model(FAMILIES[0]);
     let commands: [&[&str]; 3] = [
         &["run", &model, "hi"],
-        &["up", "--port", "0", "--model", &model],
+        &["up", "--no-beacons", "--port", "0", "--model", &model],
         &["bench", "model", &model],
     ];
     for (args, says) in wrong {
@@ -109,7 +111,7 @@ fn nothing_is_fetched_for_a_split_that_cannot_be() {
 #[test]
 fn workers_that_cannot_have_memory_say_so() {
     let world = World::new();
-    let model = world.model(FAMILIES[0]);
+    let model = world.write_model(FAMILIES[0]);
     let mut command = world.paceline([""; 0]);
     let paceline = command.get_program().to_owned();
     let mut shell = std::process::Command::new("/bin/sh");
@@ -169,14 +171,14 @@ fn a_worker_started_by_hand_says_what_it_is() {
 #[test]
 fn a_reader_that_leaves_ends_all() {
     let world = World::new();
-    let model = world.model(FAMILIES[0]);
+    let model = world.write_model(FAMILIES[0]);
     let args = ["run", &model, "go", "--context", "60000", "--nodes", "2"];
     let mut child = world.paceline(args).spawn().unwrap();
     drop(child.stdout.take());
     let mut stderr = child.stderr.take().unwrap();
     let mut workers = Vec::new();
-    crate::until("it ends", || {
-        let now = crate::processes::children(child.id());
+    super::until("it ends", || {
+        let now = super::processes::children(child.id());
         if now.len() >= workers.len() {
             workers = now;
         }
@@ -187,4 +189,82 @@ fn a_reader_that_leaves_ends_all() {
     assert_eq!(child.wait().unwrap().code(), Some(0), "{said}");
     assert!(!said.contains("error"), "{said}");
     assert_gone(&workers);
+}
+
+/// Addresses that cannot be listened on, with what helps.
+#[test]
+fn an_address_that_cannot_be_had_comes_with_advice() {
+    let world = World::new();
+    let model = world.write_model(FAMILIES[0]);
+    let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let taken = taken.local_addr().unwrap().port().to_string();
+    for (args, parts) in [
+        (
+            &["--port", &taken][..],
+            &[
+                "error: listening on 127.0.0.1",
+                "hint: another program",
+                "--port N",
+            ][..],
+        ),
+        (
+            &["--host", "0.0.0.0", "--port", "0"],
+            &[
+                "can be reached from other machines",
+                "hint: `paceline key api new",
+                "--no-keys",
+            ],
+        ),
+        (
+            // An address for documents, which no machine has (RFC 5737).
+            &["--host", "192.0.2.1", "--port", "0", "--no-keys"],
+            &[
+                "error: listening on 192.0.2.1",
+                "hint: --host is an address of this machine",
+            ],
+        ),
+    ] {
+        let up = ["up", "--no-beacons", &model]
+            .into_iter()
+            .chain(args.iter().copied());
+        let output = finish(&mut world.paceline(up));
+        let said = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(1), "{args:?}: {said}");
+        assert_parts(&args, &said, parts);
+    }
+}
+
+#[test]
+fn clients_may_use_other_names_and_ports() {
+    let _alone = alone();
+    let world = World::new();
+    let model = world.write_model(FAMILIES[0]);
+    let names = ["--alias", "gpt-4o", "--alias", "claude"];
+    let ports = ["--port", "0", "--port", "0"];
+    let args = ["up", "--no-beacons", &model]
+        .into_iter()
+        .chain(names)
+        .chain(ports);
+    let server = Server::of(&mut world.paceline(args));
+    let mut listening = Vec::new();
+    until("both ports", || {
+        let said = server.running.said();
+        let whole = said.rsplit_once('\n').map_or("", |(lines, _)| lines);
+        let lines = whole.lines();
+        listening = lines
+            .filter_map(|line| line.strip_prefix("listening on http://127.0.0.1:"))
+            .map(|port| port.parse::<u16>().unwrap())
+            .collect();
+        listening.len() == 2
+    });
+    for (port, name) in listening.into_iter().zip(["gpt-4o", "claude"]) {
+        let body = chat(name, "hi", &serde_json::json!({"max_tokens": 2}));
+        let answer = http::ask(port, "/v1/chat/completions", Some(&body));
+        assert_eq!(answer.status, 200, "{}", answer.body);
+    }
+    let said = server.stop(1).stderr;
+    assert!(
+        said.contains("1 node, ") && !said.contains("1 nodes"),
+        "{said}"
+    );
 }

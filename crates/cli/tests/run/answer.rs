@@ -5,9 +5,9 @@ use std::process::Stdio;
 
 use serde_json::Value;
 
+use super::tiny::{ALPHABET, IM_END, Tiny, decode};
+use super::{World, finish, numbers, object, text, wait};
 use crate::common::complaints;
-use crate::tiny::{ALPHABET, IM_END, Tiny, decode};
-use crate::{World, finish, numbers, object, text, wait};
 
 #[test]
 fn help_is_short_and_has_examples() {
@@ -32,7 +32,7 @@ const GREEDY: [&str; 2] = ["--temperature", "0"];
 #[test]
 fn an_answer_goes_to_stdout_and_its_figures_to_stderr() {
     let world = World::new();
-    let model = world.model(Tiny::default());
+    let model = world.tiny_model(Tiny::default());
     let output = world.run(&model, &["hi"]);
     assert_eq!(text(&output.stdout), format!("{ALPHABET}\n"));
     let said = text(&output.stderr);
@@ -78,7 +78,7 @@ const FIELDS: [&str; 24] = [
 #[test]
 fn json_is_one_object_with_all_fields() {
     let world = World::new();
-    let model = world.model(Tiny::default());
+    let model = world.tiny_model(Tiny::default());
     let output = world.run(&model, &["hi", "--json", "--threads", "1", "--seed", "7"]);
     let json = object(&output);
     assert!(output.stderr.is_empty(), "{}", text(&output.stderr));
@@ -123,7 +123,7 @@ fn json_is_one_object_with_all_fields() {
 #[test]
 fn figures_fit_together() {
     let world = World::new();
-    let model = world.model(Tiny::default());
+    let model = world.tiny_model(Tiny::default());
     let json = world.json(&model, &["hi"]);
     let number = |key: &str| {
         json[key]
@@ -149,7 +149,7 @@ fn figures_fit_together() {
 #[test]
 fn what_was_not_measured_is_null() {
     let world = World::new();
-    let model = world.model(Tiny::default());
+    let model = world.tiny_model(Tiny::default());
     for (max, text, reason) in [
         ("0", "", "length"),
         ("1", "a", "length"),
@@ -176,7 +176,7 @@ fn what_was_not_measured_is_null() {
 #[test]
 fn a_full_context_ends_the_answer_and_is_told() {
     let world = World::new();
-    let model = world.model(Tiny::default());
+    let model = world.tiny_model(Tiny::default());
     let output = world.run(&model, &["hi", "--context", "24"]);
     assert_eq!(text(&output.stdout), "abc\n");
     let said = text(&output.stderr);
@@ -190,7 +190,7 @@ fn no_part_of_a_stop_string_leaks() {
         ends: false,
         ..Tiny::default()
     };
-    let model = world.model(endless);
+    let model = world.tiny_model(endless);
     let twice = format!("{ALPHABET}{ALPHABET}");
     for stops in [
         &["fgh"][..],
@@ -231,7 +231,7 @@ fn no_part_of_a_stop_string_leaks() {
 #[test]
 fn text_of_the_user_is_never_a_control_token() {
     let world = World::new();
-    let model = world.model(Tiny::default());
+    let model = world.tiny_model(Tiny::default());
     let n = |args: &[&str]| world.json(&model, args)["n_prompt"].as_u64().unwrap();
     let plain = n(&["hi"]);
     let trick = "<|im_end|>";
@@ -244,7 +244,7 @@ fn text_of_the_user_is_never_a_control_token() {
 #[test]
 fn a_model_without_template_continues_the_text() {
     let world = World::new();
-    let model = world.model(Tiny {
+    let model = world.tiny_model(Tiny {
         chats: false,
         ..Tiny::default()
     });
@@ -272,7 +272,7 @@ fn a_folder_of_safetensors_answers() {
 #[test]
 fn the_prompt_may_come_through_a_pipe() {
     let world = World::new();
-    let model = world.model(Tiny::default());
+    let model = world.tiny_model(Tiny::default());
     let mut command = world.paceline(["run", &model, "--raw", "--json"]);
     command
         .stdin(Stdio::piped())
@@ -292,7 +292,7 @@ fn the_prompt_may_come_through_a_pipe() {
 #[test]
 fn seed_and_threads_settle_the_answer() {
     let world = World::new();
-    let model = world.model(Tiny::default());
+    let model = world.tiny_model(Tiny::default());
     // At this temperature the next letter of the alphabet has a chance of about one in three.
     let hot = ["hi", "--temperature", "6", "--max-tokens", "40"];
     let tokens = |more: &[&str]| numbers(&world.json(&model, &[&hot, more].concat()), "tokens");
@@ -347,7 +347,7 @@ fn full_disks_are_told_where_that_is_possible() {
     use std::fs::File;
 
     let world = World::new();
-    let model = world.model(Tiny::default());
+    let model = world.tiny_model(Tiny::default());
     let full = || File::options().write(true).open("/dev/full").unwrap();
     for json in [&["--json"][..], &[]] {
         let args = ["run", &model, "hi"]

@@ -4,13 +4,13 @@ use std::process::Stdio;
 
 use serde_json::Value;
 
-use crate::tiny::Tiny;
-use crate::{World, finish, object, text};
+use super::tiny::Tiny;
+use super::{World, finish, object, text};
 
 #[test]
 fn bench_model_reports_speeds() {
     let world = World::new();
-    let model = world.model(Tiny::default());
+    let model = world.tiny_model(Tiny::default());
     let small = [
         "--prompt",
         "40",

@@ -2,9 +2,11 @@
 
 use std::process::{Command, Stdio};
 
-use crate::terminal::Terminal;
-use crate::tiny::{ALPHABET, Tiny};
-use crate::{World, finish, text, wait};
+use rustix::process::{Signal, kill_process};
+
+use super::tiny::{ALPHABET, Tiny};
+use super::{World, finish, pid, text, wait};
+use crate::common::terminal::Terminal;
 
 fn chat(world: &World, model: &str, args: &[&str]) -> Terminal {
     let mut terminal = Terminal::start(&mut command(world, model, args));
@@ -35,7 +37,7 @@ const TURN: usize = FIRST + ALPHABET.len() + "\n".len() + 1;
 #[test]
 fn the_model_is_told_the_whole_conversation() {
     let world = World::new();
-    let model = world.model(Tiny::default());
+    let model = world.tiny_model(Tiny::default());
     let mut terminal = chat(&world, &model, &[]);
     assert_eq!(ask(&mut terminal, "hi"), FIRST + 2);
     assert_eq!(ask(&mut terminal, "more"), FIRST + 2 + TURN + 4);
@@ -55,7 +57,7 @@ fn the_model_is_told_the_whole_conversation() {
 #[test]
 fn ctrl_d_ends_a_chat_and_a_system_message_outlives_clear() {
     let world = World::new();
-    let model = world.model(Tiny::default());
+    let model = world.tiny_model(Tiny::default());
     let mut terminal = chat(&world, &model, &["--system", "be brief"]);
     let n = ask(&mut terminal, "hi");
     terminal.type_keys("/clear\n");
@@ -77,7 +79,7 @@ fn ctrl_d_ends_a_chat_and_a_system_message_outlives_clear() {
 #[test]
 fn a_chat_survives_a_question_that_does_not_fit() {
     let world = World::new();
-    let model = world.model(Tiny::default());
+    let model = world.tiny_model(Tiny::default());
     let mut terminal = chat(&world, &model, &["--context", "60"]);
     assert_eq!(ask(&mut terminal, "hi"), FIRST + 2);
     terminal.type_keys("again\n");
@@ -98,20 +100,82 @@ fn a_chat_survives_a_question_that_does_not_fit() {
 #[test]
 fn bytes_that_are_no_text_do_not_end_a_chat() {
     let world = World::new();
-    let model = world.model(Tiny::default());
+    let model = world.tiny_model(Tiny::default());
     let mut terminal = chat(&world, &model, &[]);
-    // A key of a terminal that speaks Latin-1; U+FFFD is three bytes, and three tokens.
+    // A key of a terminal that speaks Latin-1.
     terminal.type_bytes(b"caf\xe9\n");
-    terminal.expect("\n[prompt ");
-    terminal.expect(&format!("{} tokens, answer 29", FIRST + 6));
+    terminal.expect("the line was dropped: it is not UTF-8 text\n> ");
+    assert_eq!(ask(&mut terminal, "hi"), FIRST + 2);
+    terminal.type_keys("/exit\n");
+    assert_eq!(wait(&mut terminal.child).code(), Some(0));
+}
+
+/// Waits for an answer and returns the tokens of its prompt.
+fn answered(terminal: &mut Terminal) -> usize {
+    terminal.expect(&format!("\n{ALPHABET}\n[prompt "));
+    let n = terminal.expect(" tokens, answer 29 tokens; first token after ");
+    terminal.expect(" predicted)]\n> ");
+    n.split(' ').next().unwrap().parse().unwrap()
+}
+
+#[test]
+fn arrow_up_brings_the_line_before_back() {
+    let world = World::new();
+    let model = world.tiny_model(Tiny::default());
+    let mut terminal = chat(&world, &model, &[]);
+    assert_eq!(ask(&mut terminal, "one"), FIRST + 3);
+    terminal.type_keys("/clear\n");
+    terminal.expect("> ");
+    // Up twice, over `/clear`; left over the `e`, and another letter before it.
+    terminal.type_keys("\x1b[A\x1b[A\x1b[Dx\n");
+    terminal.expect("onxe\n");
+    terminal.expect(&format!("{ALPHABET}\n[prompt {} tokens", FIRST + 4));
+    terminal.type_keys("/exit\n");
+    assert_eq!(wait(&mut terminal.child).code(), Some(0));
+    terminal.rest();
+    terminal.assert_usable();
+    world.assert_clean();
+}
+
+#[test]
+fn a_pasted_text_is_one_question() {
+    let world = World::new();
+    let model = world.tiny_model(Tiny::default());
+    let mut terminal = chat(&world, &model, &[]);
+    terminal.type_keys("\x1b[200~one\rtwo\x1b[201~");
+    terminal.expect("two");
+    terminal.type_keys("\n");
+    assert_eq!(answered(&mut terminal), FIRST + "one\ntwo".len());
     terminal.type_keys("/exit\n");
     assert_eq!(wait(&mut terminal.child).code(), Some(0));
 }
 
 #[test]
+fn ctrl_c_ends_an_answer_and_not_the_chat() {
+    let world = World::new();
+    let mut args = world.endless();
+    args.remove(2); // the prompt
+    let mut terminal = Terminal::start(&mut world.paceline(&args));
+    terminal.expect("> ");
+    for _ in 0..2 {
+        terminal.type_keys("go\n");
+        terminal.expect(ALPHABET);
+        kill_process(pid(&terminal.child), Signal::INT).unwrap();
+        terminal.expect("; stopped]\n> ");
+    }
+    // Where nothing is computed it drops the line, and twice in a row ends the chat.
+    terminal.type_keys("half a line\x03");
+    terminal.expect("another Ctrl-C, Ctrl-D or /exit ends the chat\n> ");
+    terminal.type_keys("\x03");
+    assert_eq!(wait(&mut terminal.child).code(), Some(0));
+    terminal.rest();
+    terminal.assert_usable();
+}
+
+#[test]
 fn what_needs_a_prompt_says_so_on_a_terminal() {
     let world = World::new();
-    let model = world.model(Tiny::default());
+    let model = world.tiny_model(Tiny::default());
     let base = world.path("models/base.gguf");
     let without_template = Tiny {
         chats: false,

@@ -4,9 +4,9 @@ use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::process::Stdio;
 
+use super::tiny::Tiny;
+use super::{World, finish, text};
 use crate::common::assert_parts;
-use crate::tiny::Tiny;
-use crate::{World, finish, text};
 
 /// A command line, what it is told, and how it ends.
 struct Case<'a> {
@@ -85,7 +85,7 @@ const WRONG_OPTIONS: [(&str, &str); 15] = [
 #[test]
 fn wrong_options_exit_with_2() {
     let world = World::new();
-    world.model(Tiny::default());
+    world.tiny_model(Tiny::default());
     for (options, says) in WRONG_OPTIONS {
         let options = options.split(' ');
         let args: Vec<&str> = ["run", "tiny.gguf", "hi"]
@@ -115,11 +115,13 @@ fn wrong_options_exit_with_2() {
 #[test]
 fn missing_arguments_exit_with_2() {
     let world = World::new();
-    world.model(Tiny::default());
-    let none = "error: no prompt: none was given and standard input is empty\nhint: ";
+    world.tiny_model(Tiny::default());
+    let none = "error: the prompt is empty\nhint: ";
     for (args, stdin, says) in [
         (&["run"][..], "", "MODEL"),
         (&["run", "tiny.gguf"], "", none),
+        (&["run", "tiny.gguf", ""], "", none),
+        (&["run", "tiny.gguf", "--raw", " \n"], "", none),
         (&["run", "tiny.gguf", "--json"], " \n\t", none),
         (&["bench"], "", "Usage"),
         (
@@ -144,7 +146,7 @@ fn missing_arguments_exit_with_2() {
 #[test]
 fn prompts_that_cannot_be_answered() {
     let world = World::new();
-    world.model(Tiny::default());
+    world.tiny_model(Tiny::default());
     let base = Tiny {
         chats: false,
         ..Tiny::default()
@@ -168,11 +170,6 @@ fn prompts_that_cannot_be_answered() {
                 "has 619 tokens, but the context holds 512\nhint: shorten the prompt: the model was \
                trained for 512 positions",
             ],
-        ),
-        (
-            &["run", "tiny.gguf", "--raw", ""],
-            b"",
-            &["error: the prompt is empty\nhint: "],
         ),
         (
             &["run", "base.gguf", "hi", "--system", "be brief"],
@@ -226,7 +223,12 @@ fn write_bad_models(world: &World) {
         ..tiny
     }
     .write(&models.join("mamba.gguf"));
-    let experts = tiny.writer().meta("llama.expert_count", 8_u32);
+    let architecture = "qwen2";
+    let dense = Tiny {
+        architecture,
+        ..tiny
+    };
+    let experts = dense.writer().meta("qwen2.expert_count", 8_u32);
     experts.write(models.join("experts.gguf"));
     let twice = tiny.writer().meta("tokenizer.ggml.merges", "twice");
     twice.write(models.join("twice.gguf"));
@@ -277,7 +279,7 @@ const BAD_MODELS: [(&str, &str, &str); 12] = [
     ("twice.gguf", "twice.gguf: ", "occurs twice\nhint: "),
     (
         "folder",
-        "folder is not a model: the folder has no config.json",
+        "folder is not a model: the folder has neither a .gguf file nor a config.json",
         "\nhint: ",
     ),
     ("/dev/null", "/dev/null is not a model", "\nhint: "),
@@ -360,7 +362,7 @@ fn parts_of_a_model_that_cannot_be_used() {
 #[test]
 fn machine_settings_that_do_not_work() {
     let world = World::new();
-    world.model(Tiny::default());
+    world.tiny_model(Tiny::default());
     // No machine has both of these.
     let other = if cfg!(target_arch = "x86_64") {
         "neon-dotprod"
@@ -423,7 +425,7 @@ fn machine_settings_that_do_not_work() {
 #[test]
 fn a_file_that_may_not_be_read() {
     let world = World::new();
-    let model = world.model(Tiny::default());
+    let model = world.tiny_model(Tiny::default());
     fs::set_permissions(&model, fs::Permissions::from_mode(0o000)).unwrap();
     if fs::File::open(&model).is_ok() {
         eprintln!("SKIPPED a_file_that_may_not_be_read: this user may read everything");

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use paceline_tensor::InstructionSet;
 use serde_json::Value;
 
-use crate::{World, finish, numbers, object, smollm2, test_model, text};
+use super::{World, finish, numbers, object, smollm2, test_model, text};
 
 const QUESTION: &str = "Why is the sky blue?";
 

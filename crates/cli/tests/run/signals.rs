@@ -8,10 +8,10 @@ use std::time::Duration;
 use paceline_base::testing::Stopwatch;
 use rustix::process::{Signal, kill_process, test_kill_process_group};
 
+use super::tiny::ALPHABET;
+use super::{World, pid, text, until, wait};
 use crate::common::complaints;
-use crate::terminal::Terminal;
-use crate::tiny::ALPHABET;
-use crate::{World, pid, text, until, wait};
+use crate::common::terminal::Terminal;
 
 /// A person takes this for "at once".
 const AT_ONCE: Duration = Duration::from_millis(200);
@@ -81,8 +81,8 @@ mod linux {
     use std::io::Write;
 
     use super::*;
-    use crate::smollm2;
-    use crate::tiny::Tiny;
+    use crate::common::smollm2;
+    use crate::run::tiny::Tiny;
 
     fn status(child: &Child, field: &str) -> Option<String> {
         let status = std::fs::read_to_string(format!("/proc/{}/status", child.id())).ok()?;
@@ -99,7 +99,7 @@ mod linux {
     #[test]
     fn signals_end_the_wait_for_a_piped_prompt() {
         let world = World::new();
-        let model = world.model(Tiny::default());
+        let model = world.tiny_model(Tiny::default());
         let mut command = world.paceline(["run", &model]);
         command.stdin(Stdio::piped()).stdout(Stdio::null());
         interrupt_when(&world, &mut command, Signal::INT, |child| {
@@ -127,7 +127,7 @@ mod linux {
     #[test]
     fn nohup_is_respected() {
         let world = World::new();
-        let model = world.model(Tiny::default());
+        let model = world.tiny_model(Tiny::default());
         let mut command = Command::new("/bin/sh");
         command
             .env_clear()
@@ -160,6 +160,10 @@ fn signals_end_a_chat_and_the_terminal_stays_usable() {
                 terminal.type_keys(typed);
                 if !typed.is_empty() {
                     terminal.expect(ALPHABET);
+                }
+                if !typed.is_empty() && signal == Signal::INT {
+                    kill_process(pid(&terminal.child), signal).unwrap(); // ends the answer
+                    terminal.expect("; stopped]\n> ");
                 }
                 let took = interrupt(&mut terminal.child, signal);
                 let rest = terminal.rest();

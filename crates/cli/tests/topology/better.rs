@@ -4,8 +4,8 @@ use std::process::Stdio;
 
 use serde_json::{Value, json};
 
+use super::{World, macs, replace, write_program};
 use crate::common::complaints;
-use crate::{World, macs, replace, write_program};
 
 const MESH: [(usize, usize); 6] = [(0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3)];
 
@@ -23,7 +23,7 @@ fn names(file: &Value) -> String {
 #[test]
 fn output_is_a_hostfile_and_nobody_is_asked() {
     let world = World::with(&macs(2, &[(0, 1)]));
-    let ended = world.run(&["--hosts", "h0,h1", "--backend", "ring"]);
+    let ended = world.run_topology(&["--hosts", "h0,h1", "--backend", "ring"]);
     assert_eq!(ended.code, Some(0), "{ended:?}");
     let file: Value = serde_json::from_str(&ended.stdout).unwrap();
     assert_eq!(file["backend"], "ring");
@@ -39,7 +39,7 @@ fn output_is_a_hostfile_and_nobody_is_asked() {
 fn the_ring_with_most_cables_is_taken() {
     let cables = [&MESH[..], &[(0, 2), (2, 1), (1, 3), (3, 0)]].concat();
     let world = World::with(&macs(4, &cables));
-    let file = world.hostfile(&["--hosts", "h0,h1,h2,h3", "--backend", "ring"]);
+    let file = world.printed_hostfile(&["--hosts", "h0,h1,h2,h3", "--backend", "ring"]);
     assert_eq!(names(&file), "h0 h2 h1 h3");
     for host in file["hosts"].as_array().unwrap() {
         assert_eq!(host["ips"].as_array().unwrap().len(), 2, "{host}");
@@ -56,7 +56,7 @@ fn a_search_without_result_ends() {
     let world = World::with(&hosts);
     let all: Vec<String> = (0..12).map(|host| format!("h{host}")).collect();
     let start = std::time::Instant::now();
-    let ended = world.run(&["--hosts", &all.join(","), "--backend", "ring"]);
+    let ended = world.run_topology(&["--hosts", &all.join(","), "--backend", "ring"]);
     assert_eq!(ended.code, Some(1), "{ended:?}");
     let expected = "error: no ring through all hosts: h0 is not connected to h11\nhint: ";
     assert!(ended.stderr.starts_with(expected), "{ended:?}");
@@ -67,14 +67,14 @@ fn a_search_without_result_ends() {
 fn missing_cables_are_all_named() {
     let world = World::with(&macs(4, &[(0, 1), (1, 2), (2, 3)]));
     let hosts = ["--hosts", "h0,h1,h2,h3"];
-    let ended = world.run(&[&hosts[..], &["--backend", "jaccl"]].concat());
+    let ended = world.run_topology(&[&hosts[..], &["--backend", "jaccl"]].concat());
     let expected = "error: no mesh: h0 is not connected to h2, h0 is not connected to h3, \
                     h1 is not connected to h3\nhint: ";
     assert!(
         ended.code == Some(1) && ended.stderr.starts_with(expected),
         "{ended:?}"
     );
-    let ended = world.run(&hosts);
+    let ended = world.run_topology(&hosts);
     let expected = "error: no ring through all hosts: h0 is not connected to h3\nhint: ";
     assert!(
         ended.code == Some(1) && ended.stderr.starts_with(expected),
@@ -91,7 +91,7 @@ fn a_literal_address_is_the_only_one() {
     }
     let hosts = ["--hosts", "192.0.2.1,192.0.2.2"];
     for own in [&["--over", "ethernet"], &["--backend", "jaccl"]] {
-        let file = world.hostfile(&[&hosts[..], own].concat());
+        let file = world.printed_hostfile(&[&hosts[..], own].concat());
         let ips: Vec<&Value> = file["hosts"]
             .as_array()
             .unwrap()
@@ -106,7 +106,7 @@ fn a_literal_address_is_the_only_one() {
 #[test]
 fn a_cable_from_a_host_to_itself_is_drawn_once() {
     let world = World::with(&macs(2, &[(0, 0), (0, 1)]));
-    let ended = world.run(&["--hosts", "h0,h1", "--dot"]);
+    let ended = world.run_topology(&["--hosts", "h0,h1", "--dot"]);
     assert_eq!(ended.code, Some(0), "{ended:?}");
     let lines = ended.stdout.lines().filter(|line| line.contains("--"));
     let expected = [
@@ -115,7 +115,7 @@ fn a_cable_from_a_host_to_itself_is_drawn_once() {
     ];
     assert_eq!(lines.collect::<Vec<_>>(), expected);
     assert_eq!(ended.stderr, "warning: a cable leads from h0 to itself\n");
-    let file = world.hostfile(&["--hosts", "h0,h1", "--backend", "ring"]);
+    let file = world.printed_hostfile(&["--hosts", "h0,h1", "--backend", "ring"]);
     assert_eq!(file["hosts"][0]["ips"], json!(["192.168.0.1"]));
 }
 
@@ -126,7 +126,7 @@ fn networks_in_use_are_left_alone() {
     hosts["h1"]["ifconfig.txt"] =
         "en0: flags=8863<UP>\n\tinet 192.168.0.17 netmask 0xffffff00\n".into();
     let world = World::with(&hosts);
-    let file = world.hostfile(&["--hosts", "h0,h1", "--backend", "ring"]);
+    let file = world.printed_hostfile(&["--hosts", "h0,h1", "--backend", "ring"]);
     assert_eq!(file["hosts"][0]["ips"], json!(["192.168.1.1"]));
     assert_eq!(file["hosts"][1]["ips"], json!(["192.168.1.2"]));
 }
@@ -135,7 +135,7 @@ fn networks_in_use_are_left_alone() {
 #[test]
 fn a_setup_can_be_undone() {
     let world = World::with(&macs(2, &[(0, 1)]));
-    let ended = world.run(&["--hosts", "h0,h1", "--undo"]);
+    let ended = world.run_topology(&["--hosts", "h0,h1", "--undo"]);
     assert_eq!(
         (ended.code, ended.stdout.as_str()),
         (Some(0), ""),
@@ -150,7 +150,7 @@ fn a_setup_can_be_undone() {
         "{ended:?}"
     );
     assert_eq!(world.done("h0"), None);
-    let ended = world.run(&["--hosts", "h0,h1", "--undo", "--auto-setup", "--yes"]);
+    let ended = world.run_topology(&["--hosts", "h0,h1", "--undo", "--auto-setup", "--yes"]);
     assert_eq!(ended.code, Some(0), "{ended:?}");
     assert_eq!(world.done("h0").as_deref(), Some(commands));
 }
@@ -166,7 +166,7 @@ fn machines_behind_a_hub_are_found() {
     replace(&mut hosts, "h0", "profiler.json", direct, behind);
     replace(&mut hosts, "h1", "profiler.json", "C0-FROM", "C0-UNKNOWN");
     let world = World::with(&hosts);
-    let file = world.hostfile(&["--hosts", "h0,h1", "--backend", "ring"]);
+    let file = world.printed_hostfile(&["--hosts", "h0,h1", "--backend", "ring"]);
     assert_eq!(names(&file), "h0 h1");
 }
 
@@ -176,7 +176,7 @@ fn a_service_that_is_missing_is_named() {
     let mut hosts = macs(2, &[(0, 1)]);
     replace(&mut hosts, "h1", "hardware.txt", "Thunderbolt 1", "Renamed");
     let world = World::with(&hosts);
-    let ended = world.run(&["--hosts", "h0,h1"]);
+    let ended = world.run_topology(&["--hosts", "h0,h1"]);
     assert_eq!(ended.code, Some(1), "{ended:?}");
     let expected = "error: h1 has a cable in Thunderbolt 1, but no network service of that name\n\
                     hint: add the service \"Thunderbolt 1\"";
@@ -187,7 +187,7 @@ fn a_service_that_is_missing_is_named() {
 #[test]
 fn a_setup_that_cannot_be_done_is_told() {
     let world = World::with(&macs(3, &[(0, 1), (1, 2), (2, 0)]));
-    let run = || world.run(&["--hosts", "h0,h1,h2", "--auto-setup", "--yes"]);
+    let run = || world.run_topology(&["--hosts", "h0,h1,h2", "--auto-setup", "--yes"]);
     let sudo = |script: &str| write_program(&world.path("hosts/h1/bin/sudo"), script);
     sudo("#!/bin/sh\necho sudo: a password is required >&2; exit 1\n");
     let ended = run();
@@ -214,11 +214,11 @@ fn a_setup_that_cannot_be_done_is_told() {
 #[test]
 fn setup_runs_only_after_a_yes() {
     let world = World::with(&macs(2, &[(0, 1)]));
-    let ended = world.run(&["--hosts", "h0,h1", "--auto-setup"]);
+    let ended = world.run_topology(&["--hosts", "h0,h1", "--auto-setup"]);
     assert_eq!(ended.code, Some(2), "{ended:?}");
     assert!(ended.stderr.contains("hint: add --yes"), "{ended:?}");
     assert_eq!((world.done("h0"), ended.stdout.as_str()), (None, ""));
-    let ended = world.run(&["--hosts", "h0,h1", "--auto-setup", "--yes"]);
+    let ended = world.run_topology(&["--hosts", "h0,h1", "--auto-setup", "--yes"]);
     assert_eq!(ended.code, Some(0), "{ended:?}");
     assert!(
         world

@@ -1,72 +1,11 @@
-//! Hosts that are network namespaces of Linux: real addresses, a real network between them. Wants
-//! root; skipped by name without.
+//! `paceline topology` over hosts that are network namespaces.
 
 use std::fs;
-use std::process::Command;
 
 use serde_json::{Value, json};
 
-use crate::{World, finish};
-
-/// Namespaces on one bridge; deleted at the end.
-struct Network {
-    names: Vec<String>,
-}
-
-impl Network {
-    /// `count` namespaces `NAME0` and on, with addresses 10.77.0.1 and on on `eth0`; `None` with a
-    /// line when the system does not let us.
-    fn new(name: &str, count: usize, test: &str) -> Option<Self> {
-        let names: Vec<String> = (0..=count)
-            .map(|number| format!("{name}{number}"))
-            .collect();
-        let network = Self { names };
-        if let Err(why) = network.make(count) {
-            eprintln!("SKIPPED {test}: no network namespaces: {why}");
-            return None;
-        }
-        Some(network)
-    }
-
-    fn make(&self, count: usize) -> Result<(), String> {
-        let bridge = &self.names[count];
-        ip(&["netns", "add", bridge])?;
-        let within = |args: &[&str]| ip(&[&["-n", bridge][..], args].concat());
-        within(&["link", "add", "br0", "type", "bridge"])?;
-        within(&["link", "set", "br0", "up"])?;
-        for (number, host) in self.names[..count].iter().enumerate() {
-            ip(&["netns", "add", host])?;
-            let (port, address) = (format!("p{number}"), format!("10.77.0.{}/24", number + 1));
-            within(&[
-                "link", "add", &port, "type", "veth", "peer", "name", "eth0", "netns", host,
-            ])?;
-            within(&["link", "set", &port, "master", "br0", "up"])?;
-            ip(&["-n", host, "addr", "add", &address, "dev", "eth0"])?;
-            ip(&["-n", host, "link", "set", "eth0", "up"])?;
-            ip(&["-n", host, "link", "set", "lo", "up"])?;
-        }
-        Ok(())
-    }
-}
-
-impl Drop for Network {
-    fn drop(&mut self) {
-        for name in &self.names {
-            let _ = ip(&["netns", "del", name]);
-        }
-    }
-}
-
-fn ip(args: &[&str]) -> Result<(), String> {
-    let output = Command::new("ip")
-        .args(args)
-        .output()
-        .map_err(|e| e.to_string())?;
-    if output.status.success() {
-        return Ok(());
-    }
-    Err(String::from_utf8_lossy(&output.stderr).trim().to_owned())
-}
+use super::{World, finish};
+use crate::common::namespaces::Network;
 
 /// The addresses are found, and ranks that are launched with them reach each other.
 #[test]
@@ -76,7 +15,7 @@ fn an_ethernet_between_namespaces_carries_a_launch() {
         return;
     };
     let world = World::new();
-    for (number, namespace) in network.names[..3].iter().enumerate() {
+    for (number, namespace) in network.hosts().iter().enumerate() {
         fs::create_dir(world.path(&format!("hosts/n{number}"))).unwrap();
         fs::write(world.path(&format!("hosts/n{number}/netns")), namespace).unwrap();
     }
@@ -88,7 +27,7 @@ fn an_ethernet_between_namespaces_carries_a_launch() {
         "--output",
         "hosts.json",
     ];
-    let ended = world.run(&args);
+    let ended = world.run_topology(&args);
     assert_eq!(
         (ended.code, ended.stdout.as_str()),
         (Some(0), ""),

@@ -2,7 +2,7 @@
 
 use serde_json::Value;
 
-use crate::{World, tests_data};
+use super::{World, tests_data};
 
 /// Hostfiles and graphs byte for byte, commands line by line, and whether there is a result.
 #[test]
@@ -40,7 +40,7 @@ fn compare(world: &World, names: &[&str], run: &Value, case: &str) {
     if !own.contains(&"--dot") {
         args.extend(["--output-hostfile", output.to_str().unwrap()]);
     }
-    let ended = world.run(&args);
+    let ended = world.run_topology(&args);
     let title = format!("{case}: {own:?}: {}", ended.stderr);
     assert_eq!(ended.code == Some(0), run["code"] == 0, "{title}");
     let written = std::fs::read_to_string(&output).ok();

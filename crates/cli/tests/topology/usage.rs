@@ -2,12 +2,12 @@
 
 use serde_json::{Value, json};
 
-use crate::{World, macs};
+use super::{World, macs};
 
 #[test]
 fn everything_found_is_one_object() {
     let world = World::with(&macs(3, &[(0, 1), (1, 2)]));
-    let ended = world.run(&["--hosts", "h0,h1", "--json"]);
+    let ended = world.run_topology(&["--hosts", "h0,h1", "--json"]);
     assert_eq!(ended.code, Some(0), "{ended:?}");
     let found: Value = serde_json::from_str(&ended.stdout).unwrap();
     assert_eq!(found["over"], "thunderbolt");
@@ -27,7 +27,7 @@ fn everything_found_is_one_object() {
         found["hostfile"]["hosts"][0]["rdma"],
         json!([null, "rdma_en2"])
     );
-    let ended = world.run(&["--hosts", "h0,h1", "--json", "--over", "ethernet"]);
+    let ended = world.run_topology(&["--hosts", "h0,h1", "--json", "--over", "ethernet"]);
     let found: Value = serde_json::from_str(&ended.stdout).unwrap();
     assert_eq!(found["hostfile"]["hosts"][1]["ips"], json!(["10.0.0.2"]));
 }
@@ -36,7 +36,7 @@ fn everything_found_is_one_object() {
 fn hosts_that_are_silent_are_named_or_left_out() {
     let world = World::with(&macs(3, &[(0, 1), (1, 2), (2, 0)]));
     let hosts = ["--hosts", "h0,gone,h1,away"];
-    let ended = world.run(&hosts);
+    let ended = world.run_topology(&hosts);
     assert_eq!(
         (ended.code, ended.stdout.as_str()),
         (Some(1), ""),
@@ -46,11 +46,11 @@ fn hosts_that_are_silent_are_named_or_left_out() {
     for part in [why("gone"), why("away"), "hint: `ssh away true`".to_owned()] {
         assert!(ended.stderr.contains(&part), "no {part:?} in {ended:?}");
     }
-    let ended = world.run(&[&hosts[..], &["--ignore-unreachable"]].concat());
+    let ended = world.run_topology(&[&hosts[..], &["--ignore-unreachable"]].concat());
     assert_eq!(ended.code, Some(0), "{ended:?}");
     let file: Value = serde_json::from_str(&ended.stdout).unwrap();
     assert_eq!(file["hosts"].as_array().unwrap().len(), 2);
-    let ended = world.run(&["--hosts", "gone", "--ignore-unreachable"]);
+    let ended = world.run_topology(&["--hosts", "gone", "--ignore-unreachable"]);
     assert!(
         ended.code == Some(1) && ended.stderr.contains("none of the hosts answers"),
         "{ended:?}"
@@ -62,7 +62,7 @@ fn a_hostfile_names_hosts_too() {
     let world = World::with(&macs(2, &[(0, 1)]));
     let text = r#"[{"ssh": "h1"}, {"ssh": "h0"}]"#;
     std::fs::write(world.path("here/hosts.json"), text).unwrap();
-    let file = world.hostfile(&[
+    let file = world.printed_hostfile(&[
         "--hostfile",
         "hosts.json",
         "--env",
@@ -109,7 +109,7 @@ fn what_cannot_be_is_said_with_advice() {
         ),
     ];
     for (args, code, says) in cases {
-        let ended = world.run(args);
+        let ended = world.run_topology(args);
         assert_eq!(ended.code, Some(*code), "{args:?}: {ended:?}");
         for part in *says {
             assert!(

@@ -6,9 +6,10 @@ use std::process::ExitStatus;
 
 use paceline_base::Rank;
 use rustix::process::Signal;
+use serde::{Deserialize, Serialize};
 
 /// How a process ended. Prints as the rest of a sentence: `was ended by SIGKILL`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum Ending {
     /// It exited with this code, 0 to 255.
     Code(i32),

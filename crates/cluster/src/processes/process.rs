@@ -92,6 +92,23 @@ impl Process {
         !matches!(waitid(WaitId::Pid(self.pid()), options), Ok(None))
     }
 
+    /// Kills it and what it started, and reaps it. Waits 2 s at most for the kernel; a process that
+    /// a device holds longer is left to whoever inherits it.
+    pub fn kill(&mut self) {
+        if self.ending.is_some() {
+            return;
+        }
+        self.signal(Signal::KILL);
+        let mut waited = Duration::ZERO;
+        while !self.has_ended() && waited < KILLED_LIMIT {
+            thread::sleep(KILLED_PAUSE);
+            waited += KILLED_PAUSE;
+        }
+        if self.has_ended() {
+            self.reap();
+        }
+    }
+
     /// How it ended, waiting for it if it has not. Kills what it started and left behind.
     pub fn reap(&mut self) -> Ending {
         if let Some(ending) = self.ending {
@@ -108,17 +125,6 @@ impl Process {
 
 impl Drop for Process {
     fn drop(&mut self) {
-        if self.ending.is_some() {
-            return;
-        }
-        self.signal(Signal::KILL);
-        let mut waited = Duration::ZERO;
-        while !self.has_ended() && waited < KILLED_LIMIT {
-            thread::sleep(KILLED_PAUSE);
-            waited += KILLED_PAUSE;
-        }
-        if self.has_ended() {
-            self.reap();
-        }
+        self.kill();
     }
 }

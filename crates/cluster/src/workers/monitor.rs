@@ -5,13 +5,13 @@ use std::process::{ChildStderr, Command, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use paceline_base::{Awake, Rank};
+use paceline_base::{Awake, Rank, lock};
 use rustix::event::{PollFd, PollFlags};
 use rustix::process::Signal;
 
 use super::clock::{Clock, Stage};
 use super::sink::{FLUSH_LIMIT, Forward};
-use super::{Limits, Orders, Report, Spec};
+use super::{Change, Orders, Report, Spec};
 use crate::channel::{Channel, read_now, wait_for};
 use crate::processes::{Lines, Process, Tail};
 use crate::queue::Queue;
@@ -49,7 +49,8 @@ pub(super) struct Monitor {
     queue: Arc<Queue<Report>>,
     orders: Arc<Orders>,
     wake: UnixStream,
-    limits: Limits,
+    /// Of which the sink for lines was taken.
+    spec: Spec,
     forward: Forward,
     /// When the order to stop was seen, and what was done since.
     stopping: Option<(Instant, Stage)>,
@@ -96,11 +97,11 @@ impl Monitor {
         let ranks = (0..).map(Rank).take(spec.args.len());
         let workers = ranks.map(|rank| Worker::start(&spec, rank));
         Ok(Self {
-            workers: workers.collect::<Result<_, _>>()?,
+            workers: workers.collect::<Result<_, Error>>()?,
             queue,
             orders,
             wake,
-            limits: spec.limits,
+            spec,
             forward,
             stopping: None,
             buffer: vec![0; READ_BYTES],
@@ -126,8 +127,31 @@ impl Monitor {
                 worker.reap(&self.queue, &mut self.forward, &mut self.buffer);
                 worker.judge(passed, &self.queue);
             }
+            self.change();
             self.obey(now);
         }
+    }
+
+    /// Kills or replaces a child, where that is asked for.
+    fn change(&mut self) {
+        let Some(order) = lock(&self.orders.change).take() else {
+            return;
+        };
+        if self.stopping.is_some() {
+            return; // the caller hears by the sender's end
+        }
+        let index = order.rank.0 as usize;
+        self.workers[index].kill();
+        self.queue.reset(index);
+        let done = match order.change {
+            Change::Kill => Ok(None),
+            Change::Replace => Worker::start(&self.spec, order.rank).map(|worker| {
+                let child = (Arc::clone(&worker.channel), worker.process.id());
+                self.workers[index] = worker;
+                Some(child)
+            }),
+        };
+        let _ = order.answer.send(done); // its caller waits
     }
 
     fn is_over(&self, now: Instant) -> bool {
@@ -182,7 +206,7 @@ impl Monitor {
                     break;
                 }
                 if worker.hearing == Hearing::Open {
-                    worker.clock.heard(self.limits.silence);
+                    worker.clock.heard(self.spec.limits.silence);
                 }
             }
             worker.hear_stderr(READS_PER_TURN, &mut self.forward, &mut self.buffer);
@@ -349,6 +373,14 @@ impl Worker {
             let rank = self.rank;
             queue.push(self.index(), 0, Report::Silent { rank, silence });
         }
+    }
+
+    /// Ends it now, without a report.
+    fn kill(&mut self) {
+        self.channel.close();
+        self.process.kill();
+        self.stderr = None;
+        self.ended = true;
     }
 
     /// Takes it one step nearer to its end.

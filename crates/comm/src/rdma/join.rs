@@ -440,7 +440,6 @@ pub(super) fn decode(bytes: &[u8; DESTINATION_BYTES]) -> Destination {
 }
 
 /// Reads `bytes` as what a peer says of a queue pair, and as addresses of two ranks' devices.
-#[cfg(any(test, feature = "testing"))]
 pub(super) fn parse(bytes: &[u8]) {
     let destination = bytes.first_chunk().map(decode);
     assert!(destination.is_none_or(|there| decode(&encode(&there)) == there));

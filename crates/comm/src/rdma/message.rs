@@ -117,7 +117,6 @@ impl Head {
 }
 
 /// Reads `bytes` as the head of a message.
-#[cfg(any(test, feature = "testing"))]
 pub(super) fn parse(bytes: &[u8]) {
     let head = bytes.first_chunk().and_then(Head::decode);
     assert!(head.is_none_or(|head| Head::decode(&head.encode()) == Some(head)));

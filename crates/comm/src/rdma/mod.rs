@@ -463,14 +463,12 @@ impl Group for Rdma {
 }
 
 /// Reads `bytes` as what peers send over cables, and while they join; for fuzzing.
-#[cfg(any(test, feature = "testing"))]
 pub(crate) fn parse(bytes: &[u8]) {
     message::parse(bytes);
     join::parse(bytes);
 }
 
 /// Reads `bytes` as what ranks say over JACCL's side channel, for fuzzing.
-#[cfg(any(test, feature = "testing"))]
 pub(crate) fn parse_side(bytes: &[u8]) {
     if let Some(said) = side::parse(bytes) {
         let met = meeting(&said);

@@ -188,7 +188,6 @@ impl Announced {
 
 /// Reads `bytes` as containers: how many ranks there are, what they announce, what they send. None
 /// if that is refused, or not there in full.
-#[cfg(any(test, feature = "testing"))]
 pub(super) fn parse(bytes: &[u8]) -> Option<Vec<Vec<u8>>> {
     let (size, rest) = bytes.split_first()?;
     let (words, rest) = rest.split_at_checked(4 * usize::from(*size))?;

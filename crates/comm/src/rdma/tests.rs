@@ -15,7 +15,8 @@ use super::*;
 use crate::{Reduce, testing};
 
 /// Sizes of the conformance suite here: the cases sleep for some 6 s of each size, and what sizes
-/// there are makes no difference to a transport. All of them with `COMM_TEST_SIZES=all`.
+/// there are makes no difference to a transport. All of them with `COMM_TEST_SIZES=all`
+/// and in a long run.
 const SIZES: [u32; 4] = [1, 2, 3, 5];
 
 fn soon(seconds: u64) -> Deadline {
@@ -132,7 +133,8 @@ fn on_each(lab: &Lab, work: impl Fn(Rdma) + Clone + Send + 'static) {
 
 #[test]
 fn conforms() {
-    let all = std::env::var("COMM_TEST_SIZES").is_ok_and(|sizes| sizes == "all");
+    let asked = std::env::var("COMM_TEST_SIZES").is_ok_and(|sizes| sizes == "all");
+    let all = asked || paceline_base::testing::long();
     let sizes = if all { &testing::SIZES[..] } else { &SIZES };
     let make = |size| boxed(&switched(size, Faults::default()));
     testing::run_sizes(&make, 0x5eed_0007, sizes);

@@ -163,7 +163,6 @@ impl Reply {
 }
 
 /// Reads `bytes` as a hello and as a reply.
-#[cfg(any(test, feature = "testing"))]
 pub(crate) fn parse(bytes: &[u8]) {
     if let Some(hello) = bytes.first_chunk().and_then(Hello::decode) {
         assert_eq!(Hello::decode(&hello.encode()), Some(hello));

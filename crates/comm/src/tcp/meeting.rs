@@ -264,7 +264,6 @@ impl<'a> Hall<'a> {
 }
 
 /// Reads `bytes` as an address and as a list.
-#[cfg(any(test, feature = "testing"))]
 pub(crate) fn parse(bytes: &[u8]) {
     if let Some(addr) = bytes.first_chunk().and_then(parse_name) {
         assert_eq!(parse_name(&name(addr)), Some(addr));

@@ -60,17 +60,14 @@ use paceline_base::Rank;
 pub(crate) use self::control::{Controls, Kept};
 use self::door::{Door, Lobby};
 use self::greeting::Pending;
-#[cfg(any(test, feature = "testing"))]
 pub(crate) use self::hello::parse as parse_hello;
 use self::join::Streams;
 pub(crate) use self::kept::{Keeping, Origin, gather, keeping_group};
 pub use self::key::{GroupKey, KEY_BYTES, Protection};
 use self::link::Link;
-#[cfg(any(test, feature = "testing"))]
 pub(crate) use self::meeting::parse as parse_meeting;
 pub(crate) use self::meeting::{Hall, LIST_BYTES, Unmet, parse_list, print_list, visit};
 pub use self::refusal::{JoinError, Refusal};
-#[cfg(any(test, feature = "testing"))]
 pub(crate) use self::seal::parse as parse_sealed;
 pub(crate) use self::seal::{open_note, seal_note};
 use self::sockets::Sockets;

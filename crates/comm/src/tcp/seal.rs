@@ -416,7 +416,6 @@ impl Incoming {
 }
 
 /// Makes both ends of a session with a key that everybody knows.
-#[cfg(any(test, feature = "testing"))]
 pub(crate) fn pair(prologue: &[u8]) -> (Session, Session) {
     let key = GroupKey::new([7; super::key::KEY_BYTES]);
     let (shaking, message) = begin(&key, prologue).expect("the system has random numbers");
@@ -427,7 +426,6 @@ pub(crate) fn pair(prologue: &[u8]) -> (Session, Session) {
 
 /// Reads `bytes` as messages of a handshake, as records, and as the choice of what to do to good
 /// records, for fuzzing: what is read is always the beginning of what was written.
-#[cfg(any(test, feature = "testing"))]
 pub(crate) fn parse(bytes: &[u8]) {
     let key = GroupKey::new([7; super::key::KEY_BYTES]);
     if let Some(message) = bytes.first_chunk() {

@@ -8,8 +8,8 @@ use std::net::{SocketAddr, TcpStream};
 use paceline_base::Rank;
 use paceline_comm::mlx_ring::{self, Plaintext};
 
-use crate::python::{Hosts, one_ring, patient, python};
-use crate::serve;
+use super::python::{Hosts, one_ring, patient, python};
+use super::serve;
 
 /// MLX's ring suite as of the reference has eight common cases and five of its own.
 const CASES: usize = 13;

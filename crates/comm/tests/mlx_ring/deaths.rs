@@ -9,7 +9,7 @@ use paceline_base::testing::Stopwatch;
 use paceline_comm::mlx_ring::{self, MlxRing, Plaintext};
 use paceline_comm::{Deadline, Error, Group};
 
-use crate::python::{Hosts, Python, one_ring, patient, python};
+use super::python::{Hosts, Python, one_ring, patient, python};
 
 /// More barriers than are made before the test is over.
 const BARRIERS: usize = 50_000;

@@ -5,10 +5,11 @@ use std::thread;
 
 use half::{bf16, f16};
 use paceline_base::Rank;
+use paceline_base::testing::long;
 use paceline_comm::mlx_ring::{self, Plaintext};
 use paceline_comm::{Complex64, Element, Group, Reduce};
 
-use crate::python::{Hosts, one_ring, patient, python};
+use super::python::{Hosts, one_ring, patient, python};
 
 /// A call, its type and its elements, as `mixed.py` reads them.
 type Step = (&'static str, &'static str, usize);
@@ -205,9 +206,10 @@ fn two_ranks_in_both_places() {
 }
 
 /// Rings of more ranks: all types, and the longest calls on one of them each. With
-/// `COMM_TEST_MLX=all` on all of them, and every ring with one connection and with two.
+/// `COMM_TEST_MLX=all`, or in a long run, on all of them, and every ring with one connection and
+/// with two.
 fn rings(test: &str, rings: &[(&str, usize)]) {
-    let all = std::env::var("COMM_TEST_MLX").is_ok_and(|what| what == "all");
+    let all = long() || std::env::var("COMM_TEST_MLX").is_ok_and(|what| what == "all");
     for (i, (ranks, connections)) in rings.iter().enumerate() {
         let (long, connections) = match all {
             true => (&TYPES[..], vec![1, 2]),

@@ -57,7 +57,7 @@ class Group:
     def __init__(self):
         listener = socket.create_server(("127.0.0.1", 0))
         env = dict(os.environ, COMM_TEST_CONTROL="%s:%d" % listener.getsockname())
-        command = [env["COMM_TEST_BINARY"], "cases::serve", "--exact", "--nocapture"]
+        command = [env["COMM_TEST_BINARY"], "mlx_ring::cases::serve", "--exact", "--nocapture"]
         self.process = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL)
         listener.settimeout(60)
         connection, _ = listener.accept()

@@ -1,6 +1,7 @@
 //! The engine on tiny random models, and on SmolLM2 where it is there.
 
 mod batching;
+mod constrained;
 mod edges;
 mod hostile;
 pub(crate) mod requests;

@@ -10,6 +10,7 @@ impl Pages {
         let mut users = vec![0; self.pages.len()];
         for (owned, computed) in owners {
             assert!(owned.n_known <= owned.len() && owned.n_known * PAGE <= computed.len());
+            self.check_held(owned, computed.len());
             owned.pages.iter().for_each(|p| users[*p as usize] += 1);
             self.check_tokens(owned, computed);
         }
@@ -31,6 +32,52 @@ impl Pages {
         }
         let n_known = self.pages.iter().filter(|p| p.known.is_some()).count();
         assert_eq!(self.known.len(), n_known);
+        (0..self.windows.len()).for_each(|i| self.check_window(i));
+    }
+
+    /// A sequence has the pages of windows that its next row looks at, each together with the page
+    /// of all positions that it is known with.
+    fn check_held(&self, owned: &Owned, computed: usize) {
+        for (i, held) in owned.windows().enumerate() {
+            let window = &self.windows[i];
+            assert_eq!(held.first_page + held.pages.len(), owned.len());
+            assert!(
+                held.first_page <= window.first_page(computed),
+                "of window {i}"
+            );
+            for (page, all) in held.pages.iter().zip(&owned.pages[held.first_page..]) {
+                let slot = &window.slots[*page as usize];
+                assert!(slot.users > 0 && slot.of.is_none_or(|of| of == *all));
+            }
+        }
+    }
+
+    /// Each page of a window is free, had, or known and unused, and both sides know of it.
+    fn check_window(&self, i: usize) {
+        let window = &self.windows[i];
+        let mut spare = vec![0; window.slots.len()];
+        let unused = window.unused.values();
+        unused
+            .chain(&window.free)
+            .for_each(|p| spare[*p as usize] += 1);
+        for (p, slot) in window.slots.iter().enumerate() {
+            let page = p as u32;
+            assert_eq!(
+                spare[p],
+                usize::from(slot.users == 0),
+                "page {p} of window {i}"
+            );
+            assert!(slot.of.is_none() || !window.free.contains(&page));
+            if let Some(of) = slot.of {
+                let all = &self.pages[of as usize];
+                assert_eq!(all.known.as_ref().unwrap().windows[i], Some(page));
+                assert!(slot.users <= all.users);
+            }
+        }
+        let known = self.pages.iter().filter_map(|page| page.known.as_ref());
+        let n_known = known.filter(|known| known.windows[i].is_some()).count();
+        let n_slots = window.slots.iter().filter(|slot| slot.of.is_some()).count();
+        assert_eq!(n_known, n_slots);
     }
 
     /// The known pages of a sequence hold its tokens.
@@ -81,7 +128,7 @@ fn computed(pages: &mut Pages, tokens: &[u32]) -> (Owned, usize) {
 
 #[test]
 fn a_free_page_has_one_owner() {
-    let mut pages = Pages::new(5);
+    let mut pages = Pages::new(5, &[]);
     let (mut a, mut b) = (Owned::default(), Owned::default());
     assert!(pages.grow(&mut a, 2) && pages.grow(&mut b, 3));
     assert_eq!((a.pages(), b.pages()), (&[0, 1][..], &[2, 3, 4][..]));
@@ -109,7 +156,7 @@ fn what_is_reused_leaves_a_token_to_compute() {
         (3 * PAGE, 3 * PAGE, false, 0),
     ];
     for (before, now, same, expected) in cases {
-        let mut pages = Pages::new(10);
+        let mut pages = Pages::new(10, &[]);
         let (mut owned, _) = computed(&mut pages, &tokens(before, 1));
         pages.release(&mut owned);
         let (_, reused) = computed(&mut pages, &tokens(now, 1 + u32::from(!same)));
@@ -119,7 +166,7 @@ fn what_is_reused_leaves_a_token_to_compute() {
 
 #[test]
 fn a_page_is_known_with_what_is_before_it_only() {
-    let mut pages = Pages::new(10);
+    let mut pages = Pages::new(10, &[]);
     let first = tokens(3 * PAGE, 1);
     let (mut owned, _) = computed(&mut pages, &first);
     pages.release(&mut owned);
@@ -137,7 +184,7 @@ fn a_page_is_known_with_what_is_before_it_only() {
 
 #[test]
 fn sequences_that_compute_the_same_share_it_afterwards() {
-    let mut pages = Pages::new(6);
+    let mut pages = Pages::new(6, &[]);
     let all = tokens(2 * PAGE + 3, 1);
     let (mut a, mut b) = (Owned::default(), Owned::default());
     assert!(pages.grow(&mut a, 3) && pages.grow(&mut b, 3));
@@ -159,7 +206,7 @@ fn sequences_that_compute_the_same_share_it_afterwards() {
 
 #[test]
 fn what_was_unused_longest_is_forgotten_first_and_ends_before_beginnings() {
-    let mut pages = Pages::new(6);
+    let mut pages = Pages::new(6, &[]);
     let (old, new) = (tokens(3 * PAGE, 1), tokens(3 * PAGE, 2));
     for all in [&old, &new, &old] {
         let (mut owned, _) = computed(&mut pages, all);
@@ -172,6 +219,42 @@ fn what_was_unused_longest_is_forgotten_first_and_ends_before_beginnings() {
         assert!(pages.grow(&mut Owned::default(), needed));
         let known = |all: &[u32]| pages.clone().reuse(&longer(all), &mut Owned::default()) / PAGE;
         assert_eq!((known(&old), known(&new)), (of_old, of_new), "{needed}");
+    }
+}
+
+/// What was let go is found again only as far as the windows reach back.
+#[test]
+fn windows_let_pages_go_and_known_ones_stay_until_they_are_needed() {
+    let window = WindowPool {
+        back: PAGE + 1,
+        pages: 4,
+    };
+    let mut pages = Pages::new(20, &[window]);
+    let all = tokens(8 * PAGE, 1);
+    let mut owned = Owned::default();
+    for i in 1..=8 {
+        assert!(pages.grow(&mut owned, i), "two of four pages at a time");
+        pages.learn(&all[..i * PAGE], &mut owned);
+        pages.leave(&mut owned, i * PAGE);
+        pages.check([(&owned, &all[..i * PAGE])].into_iter());
+        assert_eq!(
+            owned
+                .windows()
+                .map(|w| (w.first_page, w.pages.len()))
+                .next(),
+            Some((i - 1, 1))
+        );
+    }
+    pages.release(&mut owned);
+    // Pages 4 to 8 of the window are left: a row at the beginning of page i looks at page i - 1.
+    for (n, expected) in [
+        (8 * PAGE, 7),
+        (6 * PAGE + 1, 6),
+        (5 * PAGE, 0),
+        (4 * PAGE + 1, 0),
+    ] {
+        let reused = pages.clone().reuse(&all[..n], &mut Owned::default());
+        assert_eq!(reused, expected * PAGE, "{n} tokens");
     }
 }
 
@@ -212,8 +295,9 @@ fn branching(kind: u32, branch: usize, len: usize) -> Vec<u32> {
 
 proptest! {
     #[test]
-    fn invariants_hold_whatever_is_done(calls in calls(), n in 4..20usize) {
-        let mut pages = Pages::new(n);
+    fn invariants_hold_whatever_is_done(calls in calls(), n in 4..20usize, few in 1..20usize) {
+        let window = |back, pages| WindowPool { back, pages };
+        let mut pages = Pages::new(n, &[window(100, few.min(n)), window(2, n)]);
         // What is computed and all tokens.
         let mut running: Vec<(Owned, usize, Vec<u32>)> = Vec::new();
         for call in calls {
@@ -225,16 +309,18 @@ proptest! {
                     running.push((owned, reused, all));
                 }
                 Call::Grow { sequence, by } if !running.is_empty() => {
-                    let n = running.len();
-                    let (owned, computed, all) = &mut running[sequence % n];
+                    let at = sequence % running.len();
+                    let (owned, computed, all) = &mut running[at];
                     let wanted = (*computed + by).min(all.len());
                     let (before, missing) = (pages.available(), wanted.div_ceil(PAGE));
                     let more = missing.saturating_sub(owned.len());
                     let grows = pages.grow(owned, missing);
-                    prop_assert_eq!(grows, more <= before);
+                    prop_assert!(!grows || more <= before);
+                    prop_assert!(grows || more > before || few < n, "enough windows");
                     if grows {
                         *computed = wanted;
                         pages.learn(&all[..wanted], owned);
+                        pages.leave(owned, wanted);
                     }
                 }
                 Call::End { sequence } if !running.is_empty() => {
@@ -248,5 +334,7 @@ proptest! {
         }
         running.iter_mut().for_each(|(owned, ..)| pages.release(owned));
         prop_assert_eq!(pages.available(), n);
+        prop_assert_eq!(pages.windows[0].available(), few.min(n));
+        prop_assert_eq!(pages.windows[1].available(), n);
     }
 }

@@ -1,6 +1,6 @@
 //! What a runner needs of an engine, so that tests can put in one that fails on command.
 
-use crate::{Engine, Error, Event, Request, SequenceId, Snapshot};
+use crate::{Engine, Error, Event, Request, Resumed, SequenceId, Snapshot};
 
 /// An engine. Between calls it is idle or has something to step.
 pub(super) trait Core: Send + 'static {
@@ -11,6 +11,7 @@ pub(super) trait Core: Send + 'static {
     fn cancel(&mut self, id: SequenceId);
     fn take_snapshot(&mut self, id: SequenceId) -> Result<Snapshot, Error>;
     fn restore(&mut self, snapshot: Snapshot) -> Result<SequenceId, Error>;
+    fn resume(&mut self, request: Request, tokens: &[u32]) -> Result<Resumed, Error>;
     /// Does of a step what [`load`](Self::load) shows.
     fn admit(&mut self);
     fn step(&mut self) -> Result<Vec<Event>, Error>;
@@ -62,6 +63,10 @@ impl Core for Engine {
 
     fn restore(&mut self, snapshot: Snapshot) -> Result<SequenceId, Error> {
         self.restore(snapshot)
+    }
+
+    fn resume(&mut self, request: Request, tokens: &[u32]) -> Result<Resumed, Error> {
+        self.resume(request, tokens)
     }
 
     fn admit(&mut self) {

@@ -22,6 +22,8 @@ pub(super) struct Submission {
 pub(super) enum Work {
     Begin(Request),
     GoOn(Box<Snapshot>),
+    /// After tokens that the caller has.
+    Resume(Request, Vec<u32>),
 }
 
 /// Whoever takes all sequences out of the engine.
@@ -87,7 +89,7 @@ impl<C> Inbox<C> {
     fn check_ready(&self) -> Result<(), Failure> {
         match &self.state {
             State::Failed(reason) => Err(unavailable(reason)),
-            State::Ready | State::Loading => Ok(()),
+            State::Ready | State::Loading | State::Recovering(_) => Ok(()),
         }
     }
 }
@@ -135,6 +137,18 @@ impl<C: Core> Driver<C> {
         let inbox = self.shared.lock();
         inbox.check_ready()?;
         Ok(self.enqueue(inbox, Work::GoOn(Box::new(snapshot)), sink))
+    }
+
+    /// As [`resume`](Self::resume).
+    pub(super) fn resume_after(
+        &self,
+        request: Request,
+        tokens: Vec<u32>,
+        sink: Sink,
+    ) -> Result<Ticket, Failure> {
+        let inbox = self.shared.lock();
+        inbox.check_ready()?;
+        Ok(self.enqueue(inbox, Work::Resume(request, tokens), sink))
     }
 
     fn enqueue(&self, mut inbox: MutexGuard<'_, Inbox<C>>, work: Work, sink: Sink) -> Ticket {

@@ -18,6 +18,7 @@ fn request(prompt: Vec<u32>, max_tokens: usize) -> Request {
         sampling: SamplingParams::default(),
         stop: Vec::new(),
         logprobs: None,
+        ..Request::default()
     }
 }
 

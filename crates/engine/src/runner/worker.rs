@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use super::core::{Core, Load};
 use super::driver::{Question, Shared, Submission, Taker, Work};
-use crate::{Error, Event, Failure, Reply, SequenceId, Sink, Snapshot, State, Ticket};
+use crate::{Error, Event, Failure, Reply, Resumed, SequenceId, Sink, Snapshot, State, Ticket};
 
 /// What came in since the last step.
 struct Mail<C> {
@@ -137,17 +137,18 @@ impl<C: Core> Worker<C> {
             mut sink,
         } = submission;
         let taken = match work {
-            Work::Begin(request) => self.core.submit(request),
-            Work::GoOn(snapshot) => self.core.restore(*snapshot),
+            Work::Begin(request) => self.core.submit(request).map(Resumed::Goes),
+            Work::GoOn(snapshot) => self.core.restore(*snapshot).map(Resumed::Goes),
+            Work::Resume(request, tokens) => self.core.resume(request, &tokens),
         };
-        match taken {
-            Ok(id) => drop(self.open.insert(id, Open { ticket, sink })),
-            Err(error) => {
-                self.shared.lock().open.remove(&ticket);
-                tell(&mut sink, Reply::Failed(error.into()));
-                discard(sink);
-            }
-        }
+        let last = match taken {
+            Ok(Resumed::Goes(id)) => return drop(self.open.insert(id, Open { ticket, sink })),
+            Ok(Resumed::Over { text, reason }) => Reply::Finished { text, reason },
+            Err(error) => Reply::Failed(error.into()),
+        };
+        self.shared.lock().open.remove(&ticket);
+        tell(&mut sink, last);
+        discard(sink);
     }
 
     /// Takes a sequence out of the engine, and its sink.

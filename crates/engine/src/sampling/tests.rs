@@ -553,6 +553,11 @@ fn top_p_of_a_flat_distribution_takes_the_share_it_says() {
 fn log_probabilities_are_of_the_logits_as_they_came() {
     let logits = random_logits(300, 3);
     let history: History<'_> = (&[5, 9, 5, 7], 1);
+    let asked = |logprobs| Asked {
+        history,
+        mask: None,
+        logprobs,
+    };
     let mut bench = Bench::new(logits.len());
     let plain = {
         let Bench { kernels, scratch } = &mut bench;
@@ -569,14 +574,43 @@ fn log_probabilities_are_of_the_logits_as_they_came() {
         assert_eq!(token, 9);
         let Bench { kernels, scratch } = &mut bench;
         let mut copy = logits.clone();
-        let choice = sampler.choose(kernels, &mut copy, history, Some(3), scratch);
+        let choice = sampler.choose(kernels, &mut copy, asked(Some(3)), scratch);
         let expected = Choice {
             token,
             logprobs: Some(plain.clone()),
         };
         assert_eq!(choice, expected, "{params:?}");
-        let choice = sampler.choose(kernels, &mut logits.clone(), history, None, scratch);
+        let choice = sampler.choose(kernels, &mut logits.clone(), asked(None), scratch);
         assert_eq!(choice.logprobs, None);
+    }
+}
+
+#[test]
+fn a_mask_is_never_left() {
+    let vocab = 300;
+    for params in all_params() {
+        let mut sampler = Sampler::new(params).unwrap();
+        let mut bench = Bench::new(vocab);
+        for seed in 0..40 {
+            let mut logits = random_logits(vocab, seed);
+            let allowed: Vec<u32> = (0..1 + seed % 5)
+                .map(|i| ((i * 67 + seed * 13) % 300) as u32)
+                .collect();
+            let mut mask = SimpleVob::alloc(vocab);
+            allowed.iter().for_each(|token| mask.allow_token(*token));
+            if seed % 7 == 0 {
+                let impossible = allowed.iter().map(|token| *token as usize);
+                impossible.for_each(|token| logits[token] = f32::NEG_INFINITY);
+            }
+            let asked = Asked {
+                history: (&[5, 9, 5, 7], 1),
+                mask: Some(&mask),
+                logprobs: None,
+            };
+            let Bench { kernels, scratch } = &mut bench;
+            let choice = sampler.choose(kernels, &mut logits, asked, scratch);
+            assert!(allowed.contains(&choice.token), "{choice:?} of {allowed:?}");
+        }
     }
 }
 

@@ -17,6 +17,7 @@
 mod clock;
 mod guard;
 mod json;
+mod message;
 mod template;
 
 use std::collections::BTreeMap;
@@ -25,12 +26,13 @@ use std::path::{Path, PathBuf};
 
 use minijinja::value::Serde;
 use minijinja::{Environment, Value};
-use serde::{Deserialize, Serialize};
 use serde_json::Value as Json;
 
 use crate::gguf::Metadata;
 use crate::tokenizer::{self, Fragment, Tokenizer};
 use guard::{Guard, Guise, Place};
+use message::Shape;
+pub use message::{Message, ToolCall};
 
 /// Why a conversation could not be made a prompt.
 #[derive(Debug, thiserror::Error)]
@@ -126,30 +128,6 @@ pub const ROLES: [&str; 8] = [
     "model",
 ];
 
-/// One turn of a conversation.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Message {
-    /// Who speaks, one of [`ROLES`].
-    pub role: String,
-    /// What is said.
-    #[serde(default)]
-    pub content: String,
-    /// What else the template may look at, such as `tool_calls`.
-    #[serde(flatten)]
-    pub extra: serde_json::Map<String, Json>,
-}
-
-impl Message {
-    /// A turn without extras.
-    pub fn new(role: impl Into<String>, content: impl Into<String>) -> Self {
-        Self {
-            role: role.into(),
-            content: content.into(),
-            extra: serde_json::Map::new(),
-        }
-    }
-}
-
 /// How to render a conversation.
 #[derive(Clone, Debug, Default)]
 pub struct ChatOptions {
@@ -158,7 +136,10 @@ pub struct ChatOptions {
     /// Seconds since 1970 (UTC) for templates that write the date. Without it such templates take
     /// the date they were made with.
     pub now_unix_s: Option<i64>,
-    /// More variables for the template, such as `tools` or `enable_thinking`.
+    /// Tools that the model may call: `{"type": "function", "function": {"name", "description",
+    /// "parameters"}}` each. None hides tools from the template.
+    pub tools: Vec<Json>,
+    /// More variables for the template, such as `enable_thinking` or `reasoning_effort`.
     pub variables: serde_json::Map<String, Json>,
 }
 
@@ -167,6 +148,7 @@ pub struct ChatOptions {
 pub struct ChatTemplate {
     env: Environment<'static>,
     source: String,
+    shape: Shape,
 }
 
 const GGUF_KEY: &str = "tokenizer.chat_template";
@@ -180,10 +162,22 @@ impl ChatTemplate {
     /// # Errors
     /// [`Error::Syntax`], [`Error::TooLong`].
     pub fn new(source: &str) -> Result<Self, Error> {
+        let env = template::compile(source)?;
+        let render = |messages: &[Json]| {
+            let mut context = defaults();
+            context.insert("messages", Value::from(Serde(messages)));
+            template::render(&env, context.into()).ok()
+        };
         Ok(Self {
-            env: template::compile(source)?,
+            shape: Shape::of(source, render),
+            env,
             source: source.to_owned(),
         })
+    }
+
+    /// The text of the template.
+    pub fn source(&self) -> &str {
+        &self.source
     }
 
     /// The template in the metadata of a GGUF file (`tokenizer.chat_template`).
@@ -234,7 +228,8 @@ impl ChatTemplate {
         options: &ChatOptions,
     ) -> Result<String, Error> {
         let names = Names::of(tokenizer);
-        self.render_with(&names, messages, &options.variables, options)
+        let messages: Vec<Json> = messages.iter().map(|m| self.shape.dress(m)).collect();
+        self.render_with(&names, &messages, &options.given(), options)
     }
 
     /// The ids of the prompt. The control tokens in it are those that the template writes: a
@@ -258,7 +253,7 @@ impl ChatTemplate {
                 role: bad.role.clone(),
             });
         }
-        let texts = texts_of(messages, &options.variables);
+        let texts = texts_of(messages, &options.given());
         let all = texts
             .iter()
             .map(String::as_str)
@@ -283,27 +278,20 @@ impl ChatTemplate {
         messages: &[Message],
         options: &ChatOptions,
     ) -> Result<String, Error> {
-        let change = |message: &Message| Message {
-            role: message.role.clone(),
-            content: guard.change(&message.content, guise, Place::Content),
-            extra: change_values(&message.extra, guard, guise),
-        };
-        let messages: Vec<Message> = messages.iter().map(change).collect();
-        let variables = change_values(&options.variables, guard, guise);
+        let change = |message: &Message| self.shape.dress(&change_message(message, guard, guise));
+        let messages: Vec<Json> = messages.iter().map(change).collect();
+        let variables = change_values(&options.given(), guard, guise);
         self.render_with(&Names::of(tokenizer), &messages, &variables, options)
     }
 
     fn render_with(
         &self,
         names: &Names<'_>,
-        messages: &[Message],
+        messages: &[Json],
         variables: &serde_json::Map<String, Json>,
         options: &ChatOptions,
     ) -> Result<String, Error> {
-        // `transformers` defines these even if they are not given.
-        let mut context: BTreeMap<&str, Value> = BTreeMap::new();
-        context.insert("tools", Value::from(()));
-        context.insert("documents", Value::from(()));
+        let mut context = defaults();
         for (key, value) in variables {
             context.insert(key, Value::from(Serde(value)));
         }
@@ -322,6 +310,22 @@ impl ChatTemplate {
     }
 }
 
+impl ChatOptions {
+    /// All that the caller gives to the template besides the messages.
+    fn given(&self) -> serde_json::Map<String, Json> {
+        let mut given = self.variables.clone();
+        if !self.tools.is_empty() {
+            given.insert("tools".into(), self.tools.clone().into());
+        }
+        given
+    }
+}
+
+/// Variables that `transformers` defines even if they are not given.
+fn defaults() -> BTreeMap<&'static str, Value> {
+    [("tools", Value::from(())), ("documents", Value::from(()))].into()
+}
+
 /// What the template calls BOS and EOS; empty if the model has none.
 struct Names<'a> {
     bos: &'a str,
@@ -335,6 +339,26 @@ impl<'a> Names<'a> {
             bos: name(tokenizer.bos()).unwrap_or_default(),
             eos: name(tokenizer.eos()).unwrap_or_default(),
         }
+    }
+}
+
+/// The texts of a message changed, but not its role.
+fn change_message(message: &Message, guard: &Guard<'_>, guise: Guise) -> Message {
+    let other = |text: &String| guard.change(text, guise, Place::Other);
+    let call = |call: &ToolCall| ToolCall {
+        id: other(&call.id),
+        name: other(&call.name),
+        arguments: guard.change_json(&call.arguments, guise),
+    };
+    Message {
+        role: message.role.clone(),
+        content: guard.change(&message.content, guise, Place::Content),
+        reasoning: (message.reasoning.as_deref())
+            .map(|text| guard.change(text, guise, Place::Content)),
+        tool_calls: message.tool_calls.iter().map(call).collect(),
+        tool_call_id: message.tool_call_id.as_ref().map(other),
+        name: message.name.as_ref().map(other),
+        extra: change_values(&message.extra, guard, guise),
     }
 }
 
@@ -353,7 +377,19 @@ fn texts_of(messages: &[Message], variables: &serde_json::Map<String, Json>) -> 
     let json = |map: &serde_json::Map<String, Json>| {
         (!map.is_empty()).then(|| serde_json::to_string(map).unwrap_or_default())
     };
-    let message = |m: &Message| [Some(m.content.clone()), json(&m.extra)];
+    let calls = |m: &Message| {
+        (!m.tool_calls.is_empty()).then(|| serde_json::to_string(&m.tool_calls).unwrap_or_default())
+    };
+    let message = |m: &Message| {
+        let plain = [
+            Some(&m.content),
+            m.reasoning.as_ref(),
+            m.tool_call_id.as_ref(),
+            m.name.as_ref(),
+        ];
+        let made = [json(&m.extra), calls(m)];
+        plain.map(Option::<&String>::cloned).into_iter().chain(made)
+    };
     let texts = messages.iter().flat_map(message).flatten();
     texts.chain(json(variables)).collect()
 }

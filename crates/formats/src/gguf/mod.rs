@@ -31,7 +31,6 @@ mod header;
 mod metadata;
 mod split;
 mod tensor_info;
-#[cfg(feature = "testing")]
 pub mod testing;
 mod value;
 

@@ -1,4 +1,4 @@
-//! Writes GGUF files, for tests and fuzz seeds (feature `testing`).
+//! Writes GGUF files, for tests and fuzz seeds.
 //!
 //! Checks nothing: a test that wants a broken file gets one. Panics only when a file cannot be
 //! written.

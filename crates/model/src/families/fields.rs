@@ -12,7 +12,11 @@ use serde_json::Value;
 
 use super::Family;
 use crate::config::Activation;
-use crate::{Config, Error, Source};
+use crate::{Config, Error, Experts, Source};
+
+/// Largest accepted numbers: several times those of published models.
+const MAX_EXPERTS: u64 = 1 << 12;
+const MAX_EXPERT_WIDTH: u64 = 1 << 18;
 
 /// The configuration of an opened model, whichever layout it has.
 #[derive(Debug)]
@@ -45,9 +49,14 @@ impl<'a> Fields<'a> {
             Self::Gguf { architecture, .. } => (architecture, Family::name),
             Self::Hf(_) => (self.model_type()?, Family::hf_name),
         };
+        let mixtral = |family| match self.experts_in_file() {
+            Ok(true) if family == Family::Llama => Family::Mixtral,
+            _ => family,
+        };
         Family::ALL
             .into_iter()
             .find(|f| names(*f) == name)
+            .map(mixtral)
             .ok_or_else(|| Error::Architecture {
                 architecture: shortened(name),
                 supported: Family::ALL.map(names).join(", "),
@@ -144,6 +153,90 @@ impl<'a> Fields<'a> {
         }
     }
 
+    /// Whether it is a GGUF file with experts: those of Mixtral have Llama's name.
+    fn experts_in_file(&self) -> Result<bool, Error> {
+        let Self::Gguf { .. } = self else {
+            return Ok(false);
+        };
+        let count = self.opt_size("expert_count", "", 0, MAX_EXPERTS)?;
+        Ok(count.is_some_and(|n| n > 0))
+    }
+
+    /// The experts, which are `ffn` wide unless it says otherwise; `hf_count` names their number.
+    pub(crate) fn experts(
+        &self,
+        hf_count: &'static str,
+        ffn: usize,
+        normalised: bool,
+    ) -> Result<Experts, Error> {
+        let count = self.size("expert_count", hf_count, 1, MAX_EXPERTS)?;
+        let width = self.opt_size(
+            "expert_feed_forward_length",
+            "moe_intermediate_size",
+            1,
+            MAX_EXPERT_WIDTH,
+        )?;
+        Ok(Experts {
+            count,
+            used: self.size("expert_used_count", "num_experts_per_tok", 1, count as u64)?,
+            width: width.unwrap_or(ffn),
+            normalised,
+            shared: 0,
+        })
+    }
+
+    /// The width of a shared expert.
+    pub(crate) fn shared_expert(&self) -> Result<usize, Error> {
+        self.size(
+            "expert_shared_feed_forward_length",
+            "shared_expert_intermediate_size",
+            1,
+            MAX_EXPERT_WIDTH,
+        )
+    }
+
+    /// Whether the weights of the chosen experts are divided by their sum, `gguf` in GGUF files,
+    /// whose families have no choice; the default of transformers is not to.
+    pub(crate) fn normalises_experts(&self, gguf: bool) -> Result<bool, Error> {
+        match self {
+            Self::Gguf { .. } => Ok(gguf),
+            Self::Hf(_) => {
+                let said = self.hf("norm_topk_prob", "true or false", Value::as_bool)?;
+                Ok(said.unwrap_or(false))
+            }
+        }
+    }
+
+    /// Gives the layers their experts: all of them, but for those that `config.json` makes dense.
+    pub(crate) fn set_sparse_layers(
+        &self,
+        config: &mut Config,
+        experts: Experts,
+    ) -> Result<(), Error> {
+        let step = self.opt_size("", "decoder_sparse_step", 1, 1 << 10);
+        let step = match self {
+            Self::Gguf { .. } => 1,
+            Self::Hf(_) => step?.unwrap_or(1),
+        };
+        let dense = self.hf("mlp_only_layers", "a list", Value::as_array)?;
+        let is_dense = |layer: u64| {
+            let listed = dense.is_some_and(|list| list.iter().any(|i| i.as_u64() == Some(layer)));
+            listed || !(layer + 1).is_multiple_of(step as u64)
+        };
+        for (layer, shape) in (0..).zip(&mut config.layers) {
+            shape.experts = (!is_dense(layer)).then_some(experts);
+        }
+        Ok(())
+    }
+
+    /// Refuses windows that the family's early files name and its later ones do not have.
+    pub(crate) fn refuse_window(&self) -> Result<(), Error> {
+        match self.hf("sliding_window", "a number", Value::as_u64)? {
+            None => Ok(()),
+            Some(n) => Err(wrong_value("sliding_window", n, "null")),
+        }
+    }
+
     /// Refuses mixture-of-experts files of a dense family.
     pub(crate) fn refuse_experts(&self) -> Result<(), Error> {
         match self.opt_size("expert_count", "num_local_experts", 0, u64::MAX)? {
@@ -151,7 +244,7 @@ impl<'a> Fields<'a> {
             Some(n) => Err(wrong_value(
                 "number of experts",
                 n,
-                "none (mixture-of-experts models are not supported yet)",
+                "none (experts of this family are not supported)",
             )),
         }
     }

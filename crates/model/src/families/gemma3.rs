@@ -6,7 +6,6 @@
 use paceline_tensor::RopePairs;
 
 use super::{Family, Fields, Half, LayerStep, RopeKind};
-use crate::config::LayerKind;
 use crate::{Config, Error};
 
 /// Rotary sets in [`Config::ropes`].
@@ -22,7 +21,7 @@ pub(super) fn config(fields: &Fields<'_>) -> Result<Config, Error> {
     let mut config = Config::base(Family::Gemma3, fields)?;
     config.embedding_scale = (config.width as f32).sqrt();
     config.norm_offset = fields.gemma_norm_offset();
-    config.query_scale = 1.0 / fields.gemma_query_scalar(&config)?.sqrt();
+    let query_scale = 1.0 / fields.gemma_query_scalar(&config)?.sqrt();
     fields.refuse_softcaps()?;
     let full = fields.rope(&config, ROPE)?;
     config.ropes = vec![full, fields.gemma_window_rope(&config)?];
@@ -32,16 +31,12 @@ pub(super) fn config(fields: &Fields<'_>) -> Result<Config, Error> {
         .into_iter()
         .enumerate()
     {
-        config.layers[i] = if windowed {
-            LayerKind {
-                window: Some(window),
-                rope: WINDOWED,
-            }
+        let layer = &mut config.layers[i];
+        layer.query_scale = query_scale;
+        (layer.window, layer.rope) = if windowed {
+            (Some(window), WINDOWED)
         } else {
-            LayerKind {
-                window: None,
-                rope: FULL,
-            }
+            (None, FULL)
         };
     }
     Ok(config)

@@ -6,8 +6,11 @@
 mod fields;
 mod gemma3;
 mod llama;
+mod mixtral;
 mod qwen2;
+mod qwen2moe;
 mod qwen3;
+mod qwen3moe;
 
 pub(crate) use fields::{Fields, RopeKind};
 
@@ -63,6 +66,26 @@ pub(crate) trait LayerStep {
 
     /// hidden (T, F) -> delta (T, C), summed over the ranks of the stage
     fn project_down(&mut self, w: &Self::Layer) -> Result<(), Error>;
+
+    /// Whether the layer has experts instead of a feed-forward.
+    fn has_experts(&self, w: &Self::Layer) -> bool;
+
+    /// x (T, C) -> delta (T, C), by the experts that the router chooses for each row, summed over
+    /// the ranks of the stage
+    fn experts(&mut self, w: &Self::Layer) -> Result<(), Error>;
+}
+
+/// The second half of a layer whose norms are before its halves: experts where it has them.
+fn feed_forward<S: LayerStep>(step: &mut S, w: &S::Layer) -> Result<(), Error> {
+    step.norm(w, Half::FeedForward)?; //       residual (T, C) -> x (T, C)
+    if step.has_experts(w) {
+        step.experts(w)?; //                   x (T, C) -> delta (T, C)
+    } else {
+        step.project_gate_up(w)?; //           x (T, C) -> gate, up (T, F)
+        step.activate()?; //                   silu(gate) * up -> hidden (T, F)
+        step.project_down(w)?; //              hidden (T, F) -> delta (T, C)
+    }
+    step.add_delta() //                        residual += delta
 }
 
 /// A model family.
@@ -76,19 +99,38 @@ pub enum Family {
     Qwen3,
     /// Gemma 3, text.
     Gemma3,
+    /// Mixtral: Llama with experts, and `llama` in GGUF files.
+    Mixtral,
+    /// Qwen 1.5 and 2 with experts and a shared one.
+    Qwen2Moe,
+    /// Qwen 3 with experts.
+    Qwen3Moe,
 }
 
 impl Family {
     /// Every family.
-    pub const ALL: [Self; 4] = [Self::Llama, Self::Qwen2, Self::Qwen3, Self::Gemma3];
+    pub const ALL: [Self; 7] = [
+        Self::Llama,
+        Self::Qwen2,
+        Self::Qwen3,
+        Self::Gemma3,
+        Self::Mixtral,
+        Self::Qwen2Moe,
+        Self::Qwen3Moe,
+    ];
+
+    /// Those without experts.
+    pub const DENSE: [Self; 4] = [Self::Llama, Self::Qwen2, Self::Qwen3, Self::Gemma3];
 
     /// The name in `general.architecture` of GGUF files.
     pub const fn name(self) -> &'static str {
         match self {
-            Self::Llama => "llama",
+            Self::Llama | Self::Mixtral => "llama",
             Self::Qwen2 => "qwen2",
             Self::Qwen3 => "qwen3",
             Self::Gemma3 => "gemma3",
+            Self::Qwen2Moe => "qwen2moe",
+            Self::Qwen3Moe => "qwen3moe",
         }
     }
 
@@ -96,6 +138,9 @@ impl Family {
     const fn hf_name(self) -> &'static str {
         match self {
             Self::Gemma3 => "gemma3_text",
+            Self::Mixtral => "mixtral",
+            Self::Qwen2Moe => "qwen2_moe",
+            Self::Qwen3Moe => "qwen3_moe",
             other => other.name(),
         }
     }
@@ -103,14 +148,24 @@ impl Family {
     /// The function on the gate of the feed-forward.
     pub(crate) const fn activation(self) -> Activation {
         match self {
-            Self::Llama | Self::Qwen2 | Self::Qwen3 => Activation::Silu,
             Self::Gemma3 => Activation::GeluTanh,
+            _ => Activation::Silu,
         }
+    }
+
+    /// Whether its layers have experts, all or some.
+    pub(crate) const fn has_experts(self) -> bool {
+        matches!(self, Self::Mixtral | Self::Qwen2Moe | Self::Qwen3Moe)
+    }
+
+    /// Whether queries, keys and values need biases.
+    pub(crate) const fn has_qkv_biases(self) -> bool {
+        matches!(self, Self::Qwen2 | Self::Qwen2Moe)
     }
 
     /// Whether every query and key head has a norm.
     pub(crate) const fn norms_heads(self) -> bool {
-        matches!(self, Self::Qwen3 | Self::Gemma3)
+        matches!(self, Self::Qwen3 | Self::Gemma3 | Self::Qwen3Moe)
     }
 
     /// Whether the results of both halves of a layer have norms.
@@ -124,6 +179,9 @@ impl Family {
             Self::Qwen2 => qwen2::config(fields),
             Self::Qwen3 => qwen3::config(fields),
             Self::Gemma3 => gemma3::config(fields),
+            Self::Mixtral => mixtral::config(fields),
+            Self::Qwen2Moe => qwen2moe::config(fields),
+            Self::Qwen3Moe => qwen3moe::config(fields),
         }
     }
 
@@ -142,6 +200,9 @@ impl Family {
             Self::Qwen2 => qwen2::layer(step, weights, index),
             Self::Qwen3 => qwen3::layer(step, weights, index),
             Self::Gemma3 => gemma3::layer(step, weights, index),
+            Self::Mixtral => mixtral::layer(step, weights, index),
+            Self::Qwen2Moe => qwen2moe::layer(step, weights, index),
+            Self::Qwen3Moe => qwen3moe::layer(step, weights, index),
         }
     }
 }

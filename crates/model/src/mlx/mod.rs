@@ -43,7 +43,7 @@ use crate::compute::{Compute, Exchanged, Weights as Loaded};
 use crate::plan::Plan;
 use crate::step::{Batch, BatchSequence, BatchSize, Limits, Logits};
 use crate::weights::Names;
-use crate::{Config, Error, Followed, Links, Shard, Source, Split};
+use crate::{Config, Error, Followed, Kinds, Links, Shard, Source, Split, WindowPages, WindowPool};
 use cache::Cache;
 use exchange::{Receive, Tally};
 use host::{Host, Patience, Watch};
@@ -110,7 +110,9 @@ struct Device {
 struct Reserved {
     cache: Cache,
     receive: Receive,
-    limits: Limits,
+    size: BatchSize,
+    pages: usize,
+    windows: Vec<WindowPool>,
 }
 
 /// Arrays and tables that follow from the configuration.
@@ -148,13 +150,13 @@ impl Constants {
 
 /// See [`Constants::groups`].
 fn groups(config: &Config, shard: &Shard) -> Vec<Range<i32>> {
-    let (group, heads) = (config.heads / config.kv_heads, &shard.heads);
+    let (group, heads) = (config.heads / config.kv_heads, &shard.usual.heads);
     let of = |kv: usize| {
         let start = (kv * group).max(heads.start) - heads.start;
         let end = ((kv + 1) * group).min(heads.end) - heads.start;
         start as i32..end as i32
     };
-    let groups: Vec<Range<i32>> = shard.kv_heads.clone().map(of).collect();
+    let groups: Vec<Range<i32>> = shard.usual.kv_heads.clone().map(of).collect();
     let even = groups.iter().all(|g| g.len() == groups[0].len());
     if even { Vec::new() } else { groups }
 }
@@ -184,6 +186,12 @@ impl MlxModel {
         let mut config = Config::read(&source)?;
         if let Some(factors) = crate::weights::rope_factors(&source, &config)? {
             config.ropes[0] = config.ropes[0].clone().with_factors(&factors);
+        }
+        if config.experts().is_some() {
+            return Err(Error::Experts { engine: "mlx" });
+        }
+        if !config.is_uniform() {
+            return Err(Error::LayersDiffer { engine: "mlx" });
         }
         let shard = split.shard(&config, rank);
         let (places, class) = (options.places.clone(), options.class);
@@ -308,7 +316,7 @@ impl Device {
         let cache = Bytes(shape.bytes());
         // The residual, its norm and sum; queries, keys, values and scores in passing; gate, up
         // and what comes of them; logits of one row for each sequence are little beside.
-        let wide = 4 * c.width + 4 * shard.heads.len() * c.head_dim + 4 * shard.ffn().len();
+        let wide = 4 * c.width + 4 * shard.usual.heads.len() * c.head_dim + 4 * shard.ffn().len();
         let step = Bytes(4 * (options.rows * wide + shard.vocab().len()) as u64);
         let needed = Bytes(weights.0 + cache.0 + step.0);
         let available = self.stream.available()?;
@@ -338,10 +346,13 @@ impl Device {
     ) -> Result<Option<usize>, Error> {
         let reserved = self.caches.get_mut(&cache).ok_or(Error::Gone)?;
         let (weights, constants) = self.loaded.as_ref().ok_or(Error::Gone)?;
-        let Some(plan) = Plan::read(words, &reserved.limits)? else {
+        let pages = (reserved.pages, &*reserved.windows);
+        let limits = Limits::new(reserved.size, pages, model.config.vocab);
+        let Some(plan) = Plan::read(words, &limits)? else {
             return Ok(None);
         };
-        let sequences = plan.batch(words);
+        let windows: Vec<WindowPages<'_>> = plan.windows(words).collect();
+        let sequences = plan.batch(words, &windows);
         let sequences: Vec<BatchSequence<'_>> = if model.is_exact() {
             sequences.flat_map(rows_of).collect()
         } else {
@@ -372,6 +383,7 @@ fn rows_of(sequence: BatchSequence<'_>) -> impl Iterator<Item = BatchSequence<'_
         tokens: &sequence.tokens[i..=i],
         position: sequence.position + i,
         pages: sequence.pages,
+        windows: sequence.windows,
         logits: match sequence.logits {
             Logits::Last if i < last => Logits::None,
             wanted => wanted,
@@ -382,7 +394,7 @@ fn rows_of(sequence: BatchSequence<'_>) -> impl Iterator<Item = BatchSequence<'_
 fn cache_shape(c: &Config, shard: &Shard, positions: usize, dtype: Dtype) -> cache::Shape {
     cache::Shape {
         layers: shard.layers.len(),
-        heads: shard.kv_heads.len(),
+        heads: shard.usual.kv_heads.len(),
         head_dim: c.head_dim,
         pages: positions.div_ceil(PAGE),
         dtype,
@@ -429,12 +441,19 @@ impl Loaded for MlxModel {
     ) -> Result<Box<dyn Compute>, Error> {
         let id = self.last_cache.fetch_add(1, Ordering::Relaxed);
         let shape = cache_shape(&self.config, &self.shard, positions, self.dtype);
-        let limits = Limits::new(size, shape.pages, self.config.vocab);
+        // Its own pages are for all positions in every layer; ranks on another engine have fewer.
+        let kinds = Kinds::new(&self.config);
+        let windows = kinds.windows(kinds.pages(size, positions));
+        let pages = shape.pages;
+        let own = windows.iter().map(|window| WindowPool { pages, ..*window });
+        let own: Vec<WindowPool> = own.collect();
         let reserve = move |device: &mut Device| {
             let reserved = Reserved {
                 cache: Cache::new(&device.stream, shape)?,
                 receive: Receive::default(),
-                limits,
+                size,
+                pages: shape.pages,
+                windows: own,
             };
             device.caches.insert(id, reserved);
             Ok::<_, Error>(())
@@ -442,6 +461,7 @@ impl Loaded for MlxModel {
         self.host.call(reserve, || ())??;
         Ok(Box::new(OnMlx {
             pages: shape.pages,
+            windows,
             words: Vec::new(),
             logits: Vec::new(),
             model: self,
@@ -456,6 +476,7 @@ struct OnMlx {
     model: Arc<MlxModel>,
     id: u64,
     pages: usize,
+    windows: Vec<WindowPool>,
     /// The plan of the step.
     words: Vec<u32>,
     /// `(R, vocabulary)`; at the leader.
@@ -481,6 +502,10 @@ impl OnMlx {
 impl Compute for OnMlx {
     fn pages(&self) -> usize {
         self.pages
+    }
+
+    fn windows(&self) -> &[WindowPool] {
+        &self.windows
     }
 
     fn forward(&mut self, batch: &Batch<'_>) -> Result<usize, Error> {

@@ -272,7 +272,7 @@ impl<'a> Step<'a> {
             .parts
             .cache
             .read(self.parts.stream, layer - shard.layers.start, view)?;
-        let scale = self.parts.model.config.query_scale;
+        let scale = self.parts.model.config.layers[layer].query_scale;
         if self.parts.constants.groups.is_empty() {
             return Ok(self
                 .parts
@@ -415,7 +415,7 @@ impl LayerStep for Step<'_> {
 
     fn project_attention(&mut self, w: &Layer) -> Result<(), Error> {
         let attended = self.attended.take();
-        let cut = &self.parts.model.shard.attention;
+        let cut = &self.parts.model.shard.usual.attention;
         self.sum(attended.as_ref(), &w.attention_output, cut)
     }
 
@@ -435,6 +435,14 @@ impl LayerStep for Step<'_> {
     fn add_delta(&mut self) -> Result<(), Error> {
         self.residual = self.parts.stream.add(&self.residual, &self.delta)?;
         Ok(())
+    }
+
+    fn has_experts(&self, _: &Self::Layer) -> bool {
+        false
+    }
+
+    fn experts(&mut self, _: &Self::Layer) -> Result<(), Error> {
+        unreachable!("refused when the model was loaded")
     }
 
     fn project_gate_up(&mut self, w: &Layer) -> Result<(), Error> {
@@ -460,7 +468,7 @@ impl LayerStep for Step<'_> {
 
     fn project_down(&mut self, w: &Layer) -> Result<(), Error> {
         let hidden = self.hidden.take();
-        let cut = &self.parts.model.shard.feed_forward;
+        let cut = &self.parts.model.shard.usual.feed_forward;
         self.sum(hidden.as_ref(), &w.down, cut)
     }
 }

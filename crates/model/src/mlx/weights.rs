@@ -274,9 +274,9 @@ impl Loader<'_> {
         let of_heads = |heads: &Range<usize>| heads.start * c.head_dim..heads.end * c.head_dim;
         let qkv = || {
             Ok::<_, Error>([
-                rows(Part::Query, q, of_heads(&shard.heads))?,
-                rows(Part::Key, kv, of_heads(&shard.kv_heads))?,
-                rows(Part::Value, kv, of_heads(&shard.kv_heads))?,
+                rows(Part::Query, q, of_heads(&shard.usual.heads))?,
+                rows(Part::Key, kv, of_heads(&shard.usual.kv_heads))?,
+                rows(Part::Value, kv, of_heads(&shard.usual.kv_heads))?,
             ])
         };
         let gate_up = || {
@@ -288,14 +288,18 @@ impl Loader<'_> {
         let (sandwich, heads) = (c.family.norms_after_halves(), c.family.norms_heads());
         Ok(Layer {
             attention_norm: norm(Part::AttentionNorm, c.width)?,
-            qkv: (!shard.heads.is_empty()).then(qkv).transpose()?,
-            attention_output: self.summed(role(Part::AttentionOutput), q, &shard.attention)?,
+            qkv: (!shard.usual.heads.is_empty()).then(qkv).transpose()?,
+            attention_output: self.summed(
+                role(Part::AttentionOutput),
+                q,
+                &shard.usual.attention,
+            )?,
             query_norm: opt(heads, Part::QueryNorm, c.head_dim)?,
             key_norm: opt(heads, Part::KeyNorm, c.head_dim)?,
             post_attention_norm: opt(sandwich, Part::PostAttentionNorm, c.width)?,
             ffn_norm: norm(Part::FfnNorm, c.width)?,
             gate_up: (!shard.ffn().is_empty()).then(gate_up).transpose()?,
-            down: self.summed(role(Part::Down), c.ffn, &shard.feed_forward)?,
+            down: self.summed(role(Part::Down), c.ffn, &shard.usual.feed_forward)?,
             post_ffn_norm: opt(sandwich, Part::PostFfnNorm, c.width)?,
         })
     }
@@ -408,8 +412,8 @@ pub(super) fn planned(
     };
     let (q, kv, d) = (c.heads * c.head_dim, c.kv_heads * c.head_dim, c.head_dim);
     let (heads, kv_heads, ffn) = (
-        shard.heads.len() * d,
-        shard.kv_heads.len() * d,
+        shard.usual.heads.len() * d,
+        shard.usual.kv_heads.len() * d,
         shard.ffn().len(),
     );
     let mut sum = 0;

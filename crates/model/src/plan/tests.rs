@@ -1,13 +1,18 @@
 //! Plans survive the wire, and hostile ones are refused by name.
 
 use super::*;
+use crate::WindowPool;
 
-const LIMITS: Limits = Limits {
+const LIMITS: Limits<'_> = Limits {
     rows: 300,
     logit_rows: 8,
     sequences: 4,
     context: 400,
     pages: 20,
+    windows: &[WindowPool {
+        back: 70,
+        pages: 20,
+    }],
     vocab: 1000,
 };
 
@@ -16,6 +21,7 @@ fn sequence<'a>(tokens: &'a [u32], position: usize, pages: &'a [u32]) -> BatchSe
         tokens,
         position,
         pages,
+        windows: &[],
         logits: Logits::Last,
     }
 }
@@ -41,7 +47,7 @@ fn a_plan_says_what_was_written() {
         assert_eq!(words.len() == HEADER_WORDS, header_only);
         assert_eq!(Plan::len_of(&words).unwrap(), words.len());
         let plan = Plan::read(&words, &LIMITS).unwrap().unwrap();
-        let read: Vec<_> = plan.batch(&words).collect();
+        let read: Vec<_> = plan.batch(&words, &[]).collect();
         assert_eq!(format!("{read:?}"), format!("{case:?}"));
     }
 }
@@ -50,7 +56,7 @@ fn a_plan_says_what_was_written() {
 fn pages_behind_the_last_position_are_not_sent() {
     let words = written(&[sequence(&[1, 2], 62, &[3, 9, 9, 9])]);
     let plan = Plan::read(&words, &LIMITS).unwrap().unwrap();
-    assert_eq!(plan.batch(&words).next().unwrap().pages, [3]);
+    assert_eq!(plan.batch(&words, &[]).next().unwrap().pages, [3]);
 }
 
 #[test]
@@ -68,17 +74,19 @@ fn plans_that_do_not_fit_name_what_does_not() {
         (1, 77, "kind"),
         (2, 5, "sequences"),
         (2, u32::MAX, "sequences"),
-        (3, 301, "rows"),
-        (3, 0, "rows of a sequence"),
-        (3, u32::MAX, "rows"),
-        (4, 399, "positions"),
-        (4, 70, "pages needed"),
-        (4, u32::MAX, "position"),
-        (5, 3, "logits"),
-        (6, 21, "pages"),
-        (6, 0, "pages needed"),
-        (7, 1000, "token"),
-        (9, 20, "page"),
+        (3, 2, "windows"),
+        (3, u32::MAX, "windows"),
+        (4, 301, "rows"),
+        (4, 0, "rows of a sequence"),
+        (4, u32::MAX, "rows"),
+        (5, 399, "positions"),
+        (5, 70, "pages needed"),
+        (5, u32::MAX, "position"),
+        (6, 3, "logits"),
+        (7, 21, "pages"),
+        (7, 0, "pages needed"),
+        (8, 1000, "token"),
+        (10, 20, "page"),
     ] {
         let mut words = good();
         words[at] = value;
@@ -87,6 +95,34 @@ fn plans_that_do_not_fit_name_what_does_not() {
             panic!("word {at} = {value}: {error:?}");
         };
         assert_eq!(what, name, "word {at} = {value}");
+    }
+}
+
+#[test]
+fn windows_have_the_pages_that_rows_look_at() {
+    let window = |first_page, pages| WindowPages { first_page, pages };
+    for (first, pages, refused) in [
+        (2, &[5, 0][..], None),
+        (1, &[1, 5, 0], None),
+        (3, &[5], Some("first page")),
+        (2, &[5], Some("pages needed")),
+        (2, &[5, 20], Some("page of a window")),
+        (0, &[0; 21], Some("pages of a window")),
+    ] {
+        // Positions 200 and 201 look at 131 and behind.
+        let mut sequence = sequence(&[1, 2], 200, &[3, 4, 19, 6]);
+        let windows = [window(first, pages)];
+        sequence.windows = &windows;
+        let words = written(&[sequence]);
+        let plan = Plan::read(&words, &LIMITS);
+        let what = plan.as_ref().err().map(|error| match error {
+            Error::Plan { what, .. } => *what,
+            other => panic!("{other}"),
+        });
+        assert_eq!(what, refused, "{first} {pages:?}");
+        if let Ok(Some(plan)) = plan {
+            assert_eq!(plan.windows(&words).collect::<Vec<_>>(), windows);
+        }
     }
 }
 
@@ -100,8 +136,10 @@ proptest::proptest! {
         let mut words = head;
         words.extend(tail);
         words[1] = STEP;
+        words[3] %= 2;
         if let Ok(Some(plan)) = Plan::read(&words, &LIMITS) {
-            let rows: usize = plan.batch(&words).map(|s| s.tokens.len()).sum();
+            let windows: Vec<_> = plan.windows(&words).collect();
+            let rows: usize = plan.batch(&words, &windows).map(|s| s.tokens.len()).sum();
             proptest::prop_assert!(rows <= LIMITS.rows);
         }
     }

@@ -1,14 +1,22 @@
 //! Every split gives each head, column, row and layer to somebody, as the documentation says.
 
 use super::*;
-use crate::config::{Activation, LayerKind};
+use crate::config::{Activation, LayerCache};
 use crate::families::Family;
 
 /// SmolLM2-135M.
 fn smollm2() -> Config {
-    let layer = LayerKind {
+    let layer = LayerShape {
+        cache: LayerCache::Rows,
         window: None,
         rope: 0,
+        heads: 9,
+        kv_heads: 3,
+        head_dim: 64,
+        value_dim: 64,
+        query_scale: 0.125,
+        ffn: 1536,
+        experts: None,
     };
     Config {
         family: Family::Llama,
@@ -23,7 +31,6 @@ fn smollm2() -> Config {
         norm_eps: 1e-5,
         norm_offset: 0.0,
         embedding_scale: 1.0,
-        query_scale: 0.125,
         tied: Some(true),
         activation: Activation::Silu,
         ropes: Vec::new(),
@@ -58,8 +65,8 @@ fn the_example_of_the_documentation_is_true() {
     for (rank, shard) in shards.iter().enumerate() {
         let last = rank >= 3;
         assert_eq!(shard.layers, if last { 19..30 } else { 0..19 });
-        assert_eq!(shard.heads, heads[rank % 3]);
-        assert_eq!(shard.kv_heads, rank % 3..rank % 3 + 1);
+        assert_eq!(shard.usual.heads, heads[rank % 3]);
+        assert_eq!(shard.usual.kv_heads, rank % 3..rank % 3 + 1);
         assert_eq!(shard.ffn(), rank % 3 * 512..(rank % 3 + 1) * 512);
         let rows = rank % 3 * 16384..(rank % 3 + 1) * 16384;
         assert_eq!(shard.vocab(), if last { rows } else { 0..0 });
@@ -92,7 +99,7 @@ fn every_split_covers_the_model_once() {
                 check_cover(firsts.map(|s| s.layers.clone()), 30, &what);
                 for stage in 0..split.stages() {
                     let ranks = || shards.iter().filter(|s| s.stage == stage);
-                    check_cover(ranks().map(|s| s.heads.clone()), 9, &what);
+                    check_cover(ranks().map(|s| s.usual.heads.clone()), 9, &what);
                     check_cover(ranks().map(Shard::ffn), 1536, &what);
                 }
                 let last = shards.iter().filter(|s| s.has_head());
@@ -107,9 +114,9 @@ fn kv_heads_are_those_that_the_heads_need() {
     let config = smollm2();
     for ranks in 1..=9 {
         for shard in shards(&config, &plan("tensor", ranks, &[]).unwrap()) {
-            let needed: Vec<usize> = shard.heads.clone().map(|head| head / 3).collect();
-            assert_eq!(shard.kv_heads.start, needed[0]);
-            assert_eq!(shard.kv_heads.end, needed[needed.len() - 1] + 1);
+            let needed: Vec<usize> = shard.usual.heads.clone().map(|head| head / 3).collect();
+            assert_eq!(shard.usual.kv_heads.start, needed[0]);
+            assert_eq!(shard.usual.kv_heads.end, needed[needed.len() - 1] + 1);
         }
     }
 }
@@ -216,7 +223,7 @@ proptest::proptest! {
             for (stage, &end) in ends.iter().enumerate() {
                 let head = (config.vocab * config.width) as f64;
                 let extra = if stage + 1 == stages { head } else { 0.0 };
-                let layers = (end - start) as f64 * config.layer_parameters() as f64;
+                let layers = (end - start) as f64 * config.layers[0].parameters(config.width) as f64;
                 worst = worst.max((layers + extra) / shares[stage] as f64);
                 start = end;
             }

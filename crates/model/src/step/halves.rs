@@ -184,6 +184,7 @@ mod tests {
             tokens,
             position,
             pages: &[],
+            windows: &[],
             logits,
         };
         let sequences = [

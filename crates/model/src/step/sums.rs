@@ -24,7 +24,10 @@ impl Sums {
     pub(super) fn new(model: &Model, rows: usize) -> Self {
         let (shard, n) = (model.shard(), rows * model.config().width);
         let nodes = |cut: &LeafCut| cut.nodes.len();
-        let most = nodes(&shard.attention).max(nodes(&shard.feed_forward));
+        let cuts = shard
+            .each_layer()
+            .map(|cut| nodes(&cut.attention).max(nodes(&cut.feed_forward)));
+        let most = cuts.max().unwrap_or(0);
         Self {
             delta: exchanged(model, n * most),
             counts: Vec::with_capacity(shard.stage_ranks().len()),
@@ -44,7 +47,7 @@ impl Sums {
     ) -> Result<(), Error> {
         let n = x.rows() * model.config().width;
         let links = model.links().filter(|_| cut.roots.len() > 1);
-        let Self { delta, counts } = self;
+        let delta = &mut self.delta;
         // Its roots lie where the others expect them.
         let first = links.map_or(0, |_| cut.roots_before());
         let mine = &mut delta[first * n..(first + weights.roots.len()) * n];
@@ -55,7 +58,22 @@ impl Sums {
             out,
         });
         model.kernels().products(x, products);
-        if let Some(links) = links {
+        self.exchange((model, index), cut, n, turn)?;
+        add_bias(&mut self.delta, weights.bias.as_deref(), x.rows());
+        Ok(())
+    }
+
+    /// This rank's roots, of `n` values each, in their place in delta -> the sum over the roots of
+    /// all ranks.
+    pub(super) fn exchange(
+        &mut self,
+        (model, index): (&Model, usize),
+        cut: &LeafCut,
+        n: usize,
+        turn: Option<&mut Turn<'_>>,
+    ) -> Result<(), Error> {
+        let Self { delta, counts } = self;
+        if let Some(links) = model.links().filter(|_| cut.roots.len() > 1) {
             let sum = &mut delta[..cut.nodes.len() * n];
             let mut exchange = || links.sum(index, cut, sum, counts);
             match turn {
@@ -63,7 +81,6 @@ impl Sums {
                 None => exchange(),
             }?;
         }
-        add_bias(delta, weights.bias.as_deref(), x.rows());
         Ok(())
     }
 }

@@ -11,7 +11,7 @@ mod folders;
 use std::path::Path;
 use std::sync::{Arc, Mutex};
 
-use folders::FOLDERS;
+use folders::{EXPERT_FOLDERS, FOLDERS};
 use paceline_base::KernelClass;
 use paceline_formats::safetensors::Safetensors;
 use paceline_tensor::Kernels;
@@ -65,12 +65,13 @@ fn check_folder(folder: &str) {
     let golden = Safetensors::open(root.join(format!("{folder}.golden.safetensors"))).unwrap();
     let tokens = prompt(&root.join(format!("{folder}.golden.json")));
 
-    let mut cache = model.new_cache(tokens.len()).unwrap();
+    let mut cache = model.whole_cache(tokens.len()).unwrap();
     let mut ws = Workspace::new(&model, BatchSize::single(tokens.len(), tokens.len()));
     let sequence = BatchSequence {
         tokens: &tokens,
         position: 0,
         pages: &[0],
+        windows: &[],
         logits: Logits::None,
     };
     let batch = Batch {
@@ -80,6 +81,7 @@ fn check_folder(folder: &str) {
     let mut step = Step::new(&model, &batch, &mut ws, &cache, None).unwrap();
     check(&golden, "hidden.0", step.residual(), folder);
     for (i, layer) in model.layers().iter().enumerate() {
+        step.enter(i);
         model.config().family.layer(&mut step, layer, i).unwrap();
         check(
             &golden,
@@ -92,5 +94,6 @@ fn check_folder(folder: &str) {
 
 #[test]
 fn every_layer_agrees_with_transformers() {
-    FOLDERS.into_iter().for_each(check_folder);
+    let all = FOLDERS.into_iter().chain(EXPERT_FOLDERS);
+    all.for_each(check_folder);
 }

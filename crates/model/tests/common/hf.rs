@@ -3,7 +3,7 @@
 use paceline_formats::safetensors::Safetensors;
 
 #[allow(unused_imports, reason = "each test binary uses its own part")]
-pub(crate) use super::folders::FOLDERS;
+pub(crate) use super::folders::{EXPERT_FOLDERS, FOLDERS};
 use super::{golden, rows_of};
 
 /// Those of `tests-data/golden/mlx`, with logits of MLX.

@@ -11,13 +11,15 @@ pub(crate) mod places;
 pub(crate) mod runner;
 pub(crate) mod schedule;
 pub(crate) mod tiny;
+pub(crate) mod toy;
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use paceline_base::KernelClass;
+use paceline_base::{KernelClass, Rank};
+use paceline_formats::gguf::testing::Writer;
 use paceline_formats::tensor::Tensor;
-use paceline_model::{Error, LoadOptions, Model, Source};
+use paceline_model::{Error, LoadOptions, Model, Source, Split};
 use paceline_tensor::Kernels;
 use serde_json::Value;
 
@@ -92,12 +94,25 @@ pub(crate) fn try_load(
     kernels: &Arc<Kernels>,
 ) -> Result<Model, Error> {
     let source = Source::open(path)?;
-    Model::load(
+    let config = toy::config_of(&source)?;
+    let split = Split::whole(&config);
+    let (options, kernels) = (LoadOptions { class }, Arc::clone(kernels));
+    Model::load_config(
         &source,
-        LoadOptions { class },
-        Arc::clone(kernels),
+        config,
+        &split,
+        Rank(0),
+        options,
+        kernels,
         |_, _| {},
     )
+}
+
+/// Writes a toy, of 300 tokens.
+pub(crate) fn write_toy(path: &Path) {
+    let tokens: Vec<String> = (0..300).map(|i| format!("t{i}")).collect();
+    let file = Writer::new().meta("general.architecture", "llama");
+    toy::toy(file.meta("tokenizer.ggml.tokens", tokens), 300).write(path);
 }
 
 /// As [`try_load`], for a model that must load.

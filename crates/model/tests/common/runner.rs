@@ -79,6 +79,7 @@ impl Runner {
             tokens,
             position,
             pages: &self.pages,
+            windows: &[],
             logits,
         };
         let batch = Batch {

@@ -185,6 +185,7 @@ impl<'a> Schedule<'a> {
                     tokens: &s.tokens[part.position..part.position + part.rows],
                     position: part.position,
                     pages: &s.pages,
+                    windows: &[],
                     logits: part.logits,
                 }
             })
@@ -234,13 +235,7 @@ impl<'a> Schedule<'a> {
 
 /// A cache of so many pages, full of NaN: what was there before must not matter.
 fn soiled_cache(model: &Model, pages: usize) -> KvCache {
-    let mut cache = model.new_cache(pages * PAGE).unwrap();
-    let shape = cache.shape();
-    let soil = vec![f32::NAN; shape.heads * shape.head_dim];
-    for layer in 0..shape.layers {
-        for page in 0..pages as u32 {
-            (0..PAGE).for_each(|slot| cache.write(layer, page, slot, &soil, &soil));
-        }
-    }
+    let mut cache = model.whole_cache(pages * PAGE).unwrap();
+    cache.soil();
     cache
 }

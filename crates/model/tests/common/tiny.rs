@@ -39,6 +39,10 @@ impl Random {
     }
 }
 
+/// Of families that have them.
+const EXPERTS: usize = 7;
+const EXPERT_FFN: usize = 256;
+
 /// The shape of a random model. Every row is whole super-blocks of 256, so that any storage type
 /// fits; norms and biases are F32.
 #[derive(Clone, Copy, Debug)]
@@ -62,9 +66,9 @@ impl Tiny {
     /// window that ends inside of pages.
     pub(crate) const fn new(family: Family, block_type: BlockType) -> Self {
         let (heads, kv_heads, head_dim, layers) = match family {
-            Family::Llama => (8, 2, 32, 2),
-            Family::Qwen2 => (4, 4, 64, 2),
-            Family::Qwen3 => (8, 4, 64, 2),
+            Family::Llama | Family::Mixtral => (8, 2, 32, 2),
+            Family::Qwen2 | Family::Qwen2Moe => (4, 4, 64, 2),
+            Family::Qwen3 | Family::Qwen3Moe => (8, 4, 64, 2),
             Family::Gemma3 => (4, 1, 128, 6),
         };
         let (width, ffn, vocab, window) = (256, 512, 300, 70);
@@ -130,10 +134,39 @@ impl Tiny {
         }
         add("attention.layer_norm_rms_epsilon", 1e-6f32.into());
         add("rope.freq_base", 1e4f32.into());
+        if !Family::DENSE.contains(&self.family) {
+            for (key, value) in [
+                ("expert_count", EXPERTS),
+                ("expert_used_count", 3),
+                ("expert_feed_forward_length", EXPERT_FFN),
+                ("expert_shared_feed_forward_length", self.ffn),
+            ] {
+                add(key, (value as u32).into());
+            }
+        }
         if self.family == Family::Gemma3 {
             add("attention.sliding_window", (self.window as u32).into());
         }
         entries
+    }
+
+    /// Seven experts, three of which a row uses, and for qwen2moe a shared one.
+    fn experts(&self, file: &mut TinyFile, name: impl Fn(&str) -> String) {
+        let (c, f) = (self.width, EXPERT_FFN);
+        file.put(&name("ffn_gate_inp.weight"), BlockType::F32, &[EXPERTS, c]);
+        for (part, shape) in [
+            ("ffn_gate_exps", [EXPERTS, f, c]),
+            ("ffn_up_exps", [EXPERTS, f, c]),
+            ("ffn_down_exps", [EXPERTS, c, f]),
+        ] {
+            file.put(&name(&format!("{part}.weight")), self.block_type, &shape);
+        }
+        if self.family == Family::Qwen2Moe {
+            file.put(&name("ffn_gate_inp_shexp.weight"), BlockType::F32, &[c]);
+            file.matrix(&name("ffn_gate_shexp"), self.ffn, c);
+            file.matrix(&name("ffn_up_shexp"), self.ffn, c);
+            file.matrix(&name("ffn_down_shexp"), c, self.ffn);
+        }
     }
 
     fn layer(&self, file: &mut TinyFile, i: usize) {
@@ -146,15 +179,22 @@ impl Tiny {
         file.matrix(&name("attn_v"), kv, self.width);
         file.matrix(&name("attn_output"), self.width, q);
         file.vector(&name("ffn_norm.weight"), self.width, 2.0);
-        file.matrix(&name("ffn_gate"), self.ffn, self.width);
-        file.matrix(&name("ffn_up"), self.ffn, self.width);
-        file.matrix(&name("ffn_down"), self.width, self.ffn);
-        if self.family == Family::Qwen2 {
+        if Family::DENSE.contains(&self.family) {
+            file.matrix(&name("ffn_gate"), self.ffn, self.width);
+            file.matrix(&name("ffn_up"), self.ffn, self.width);
+            file.matrix(&name("ffn_down"), self.width, self.ffn);
+        } else {
+            self.experts(file, name);
+        }
+        if matches!(self.family, Family::Qwen2 | Family::Qwen2Moe) {
             file.vector(&name("attn_q.bias"), q, 0.0);
             file.vector(&name("attn_k.bias"), kv, 0.0);
             file.vector(&name("attn_v.bias"), kv, 0.0);
         }
-        if matches!(self.family, Family::Qwen3 | Family::Gemma3) {
+        if matches!(
+            self.family,
+            Family::Qwen3 | Family::Qwen3Moe | Family::Gemma3
+        ) {
             file.vector(&name("attn_q_norm.weight"), self.head_dim, 1.5);
             file.vector(&name("attn_k_norm.weight"), self.head_dim, 1.5);
         }

@@ -6,9 +6,9 @@ use paceline_base::KernelClass;
 use proptest::prelude::*;
 use serde_json::{Value, json};
 
+use super::{check, refusal};
 use crate::common::runner::Runner;
 use crate::common::{golden, kernels, try_load};
-use crate::{check, refusal};
 
 /// A Hugging Face folder whose configuration is rewritten again and again.
 struct Folder {

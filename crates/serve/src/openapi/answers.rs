@@ -81,7 +81,7 @@ fn error() -> Value {
 
 fn health() -> Value {
     object(json!({
-        "status": {"enum": ["ready", "loading", "failed", "stopping"]},
+        "status": {"enum": ["ready", "loading", "recovering", "failed", "stopping"]},
         "reason": {"type": ["string", "null"]},
         "model": text(),
         "running": count(),
@@ -107,6 +107,8 @@ fn usage() -> Value {
         "prompt_tokens": count(),
         "completion_tokens": count(),
         "total_tokens": count(),
+        "prompt_tokens_details": object(json!({"cached_tokens": count()})),
+        "completion_tokens_details": object(json!({"reasoning_tokens": count()})),
     }))
 }
 
@@ -129,17 +131,24 @@ fn answer(kind: &str, choice: Value, is_whole: bool) -> Value {
 }
 
 fn chat_choice() -> Value {
-    let message = object(json!({
+    let mut message = object(json!({
         "role": {"const": "assistant"},
-        "content": text(),
+        "content": {"type": ["string", "null"]},
         "refusal": {"type": "null"},
     }));
+    message["properties"]["reasoning_content"] = text();
+    message["properties"]["tool_calls"] = list(call());
     object(json!({
         "index": count(),
         "message": message,
         "logprobs": or_null(reference("ChatLogprobs")),
-        "finish_reason": {"enum": ["stop", "length"]},
+        "finish_reason": {"enum": ["stop", "length", "tool_calls"]},
     }))
+}
+
+fn call() -> Value {
+    let function = object(json!({"name": text(), "arguments": text()}));
+    object(json!({"id": text(), "type": {"const": "function"}, "function": function}))
 }
 
 fn chunk_choice() -> Value {
@@ -149,6 +158,8 @@ fn chunk_choice() -> Value {
             "role": {"const": "assistant"},
             "content": text(),
             "refusal": {"type": "null"},
+            "reasoning_content": text(),
+            "tool_calls": list(json!({"type": "object"})),
         },
         "additionalProperties": false,
     });
@@ -156,7 +167,7 @@ fn chunk_choice() -> Value {
         "index": count(),
         "delta": delta,
         "logprobs": or_null(reference("ChatLogprobs")),
-        "finish_reason": {"enum": ["stop", "length", null]},
+        "finish_reason": {"enum": ["stop", "length", "tool_calls", null]},
     }))
 }
 

@@ -5,6 +5,7 @@
 //! what is sent.
 
 mod answers;
+mod dialects;
 mod requests;
 
 use serde_json::{Map, Value, json};
@@ -14,7 +15,7 @@ use crate::model::Model;
 use crate::request::schema::reference;
 
 /// What there is, for `/`.
-pub(crate) const PATHS: [&str; 8] = [
+pub(crate) const PATHS: [&str; 24] = [
     "GET /health",
     "GET /metrics",
     "GET /openapi.json",
@@ -22,11 +23,27 @@ pub(crate) const PATHS: [&str; 8] = [
     "GET /v1/models/{id}",
     "POST /v1/chat/completions",
     "POST /v1/completions",
+    "POST /v1/responses",
+    "GET /v1/responses/{id}",
+    "DELETE /v1/responses/{id}",
+    "POST /v1/messages",
+    "POST /v1/messages/count_tokens",
+    "POST /api/chat",
+    "POST /api/generate",
+    "GET /api/tags",
+    "POST /api/show",
+    "GET /api/ps",
+    "GET /api/version",
+    "POST /api/pull",
+    "POST /tokenize",
+    "POST /detokenize",
+    "POST /apply-template",
+    "POST /infill",
     "GET /",
 ];
 
 /// Every status that refuses, and when.
-const REFUSALS: [(&str, &str); 12] = [
+const REFUSALS: [(&str, &str); 14] = [
     (
         "400",
         "Something in the request is wrong; `param` names the field.",
@@ -40,9 +57,14 @@ const REFUSALS: [(&str, &str); 12] = [
     ("405", "The path takes other methods."),
     ("408", "The body did not arrive in time."),
     ("413", "The body is too long."),
-    ("415", "Content-Type is not application/json."),
+    ("414", "The address is too long."),
+    (
+        "415",
+        "Content-Type is not application/json, or the body is compressed.",
+    ),
     ("429", "Too many requests are in work or waiting."),
     ("500", "The answer was lost: what computed it failed."),
+    ("501", "What other servers do and this one does not."),
     (
         "503",
         "The model is being loaded, has failed, or the server is shutting down.",
@@ -67,18 +89,19 @@ pub(crate) fn document(config: &Config, model: &Model) -> Value {
         "info": {
             "title": "paceline",
             "version": env!("CARGO_PKG_VERSION"),
-            "description": "Chat and text completions in the form of OpenAI's API. A field that \
-                would have no effect is refused by name.",
+            "description": "Chat and text completions in the forms of OpenAI's, Anthropic's, \
+                Ollama's and llama-server's APIs. A field that would have no effect is refused by \
+                name.",
             "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
         },
         "servers": [{"url": "/"}],
         "security": if has_keys { json!([{"key": []}]) } else { json!([]) },
-        "paths": paths(has_keys),
+        "paths": paths(model, has_keys),
         "components": components,
     })
 }
 
-fn paths(has_keys: bool) -> Value {
+fn paths(served: &Model, has_keys: bool) -> Value {
     let get = |id: &str, summary: &str, kind: &str, schema: Value| {
         let ok = json!({"description": summary, "content": {kind: {"schema": schema}}});
         let mut responses = refusals(&PLAIN, has_keys);
@@ -114,7 +137,7 @@ fn paths(has_keys: bool) -> Value {
         .remove("404")
         .unwrap_or_default();
     let any = json!({"type": "object"});
-    json!({
+    let mut paths = json!({
         "/": {"get": get("index", "What there is.", json_type, any.clone())},
         "/health": {"get": health},
         "/metrics": {"get": get("metrics", "Figures.", text_type, json!({"type": "string"}))},
@@ -123,7 +146,9 @@ fn paths(has_keys: bool) -> Value {
         "/v1/models/{id}": {"get": model},
         "/v1/chat/completions": {"post": post("chat", "ChatRequest", "ChatCompletion", has_keys)},
         "/v1/completions": {"post": post("complete", "CompletionRequest", "Completion", has_keys)},
-    })
+    });
+    dialects::add(&mut paths, served, has_keys);
+    paths
 }
 
 /// An operation that asks the model.

@@ -1,5 +1,6 @@
 //! Schemas of what is sent to the server.
 
+use paceline_formats::tools::Syntax;
 use serde_json::{Map, Value, json};
 
 use crate::config::Config;
@@ -31,6 +32,11 @@ pub(super) fn schemas(config: &Config, model: &Model) -> Map<String, Value> {
         needs("stream_options", "stream"),
         {"not": {"required": ["max_tokens", "max_completion_tokens"]}},
     ]);
+    let syntax = model.template.as_deref().map(Syntax::of);
+    if syntax.and_then(|syntax| syntax.family()).is_none() {
+        chat["properties"]["tools"] = json!({"enum": [[], null]});
+        chat["properties"]["tool_choice"] = json!({"enum": ["auto", "none", null]});
+    }
     completion["allOf"] = json!([
         needs("stream_options", "stream"),
         {"if": {"required": ["logprobs"]}, "then": {"properties": {"echo": {"enum": [false, null]}}}},
@@ -100,8 +106,8 @@ fn messages() -> Vec<Value> {
             &is_common,
             &["role", "content"],
         ),
-        of(&["assistant"], &is_assistants, &["role", "content"]),
-        of(&["assistant"], &is_assistants, &["role", "tool_calls"]),
+        // Clients send answers without text back, as they came.
+        of(&["assistant"], &is_assistants, &["role"]),
         of(&["tool"], &is_tools, &["role", "content"]),
     ]
 }

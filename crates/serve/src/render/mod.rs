@@ -1,19 +1,29 @@
-//! Answers as OpenAI writes them, whole and in chunks.
+//! Answers as each dialect writes them, whole and in pieces.
+//!
+//! ```text
+//! Reply --Choice--> Delta --Writer of the dialect--> JSON --Framing--> bytes
+//! ```
 
-mod chat;
-mod completion;
+pub(crate) mod anthropic;
+pub(crate) mod llama;
+pub(crate) mod ollama;
+pub(crate) mod openai;
+pub(crate) mod responses;
 mod tokens;
 
-use serde_json::{Map, Value, json};
-
-use crate::choice::{Choice, Delta};
-use crate::request::Dialect;
-use paceline_engine::Reply;
-use paceline_formats::tokenizer::Tokenizer;
+use std::fmt;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use paceline_engine::Reply;
+use serde_json::Value;
+
+use crate::choice::{Choice, Delta, Said};
+use crate::metrics::Metrics;
+use crate::rejection::Rejection;
 
 /// What all parts of an answer repeat.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(crate) struct Frame {
     /// The request's own name, unique.
     pub(crate) id: String,
@@ -22,186 +32,203 @@ pub(crate) struct Frame {
     pub(crate) fingerprint: String,
 }
 
-/// An answer that is being written.
+/// How values follow one another on the wire.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Framing {
+    /// `data: {...}`, and `data: [DONE]` at the end.
+    Data,
+    /// `event: TYPE` and `data: {...}`: the type is the value's own.
+    Named,
+    /// `data: {...}` without a last word.
+    Bare,
+    /// A line each.
+    Lines,
+}
+
+impl Framing {
+    pub(crate) const fn content_type(self) -> &'static str {
+        match self {
+            Self::Lines => "application/x-ndjson",
+            _ => "text/event-stream",
+        }
+    }
+
+    /// Writes `value`. JSON has no line ends outside of escapes, so it is one line.
+    pub(crate) fn put(self, out: &mut Vec<u8>, value: &Value) {
+        if self == Self::Named {
+            let name = value["type"].as_str().unwrap_or_default();
+            out.extend_from_slice(format!("event: {name}\n").as_bytes());
+        }
+        if self != Self::Lines {
+            out.extend_from_slice(b"data: ");
+        }
+        out.extend_from_slice(value.to_string().as_bytes());
+        let end: &[u8] = if self == Self::Lines { b"\n" } else { b"\n\n" };
+        out.extend_from_slice(end);
+    }
+
+    pub(crate) fn last_word(self, out: &mut Vec<u8>) {
+        if self == Self::Data {
+            out.extend_from_slice(b"data: [DONE]\n\n");
+        }
+    }
+
+    /// A sign of life; lines have none.
+    pub(crate) fn comment(self, out: &mut Vec<u8>) {
+        if self != Self::Lines {
+            out.extend_from_slice(b": waiting\n\n");
+        }
+    }
+}
+
+/// Tokens of an answer, and how long they took.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Usage {
+    /// Of all prompts, each counted once.
+    pub(crate) prompt: usize,
+    /// Of these, what the cache had.
+    pub(crate) cached: usize,
+    /// Of all choices.
+    pub(crate) completion: usize,
+    /// Of these, what was thought.
+    pub(crate) reasoning: usize,
+    /// From the request to now.
+    pub(crate) total: Duration,
+    /// From the request to the end of the prompt.
+    pub(crate) reading: Duration,
+}
+
+/// Writes the answers of one dialect.
+pub(crate) trait Writer: fmt::Debug + Send {
+    /// How its streams are framed.
+    fn framing(&self) -> Framing;
+
+    /// What a stream begins with.
+    fn start(&mut self, usage: &Usage) -> Vec<Value>;
+
+    /// What a delta adds to a stream.
+    fn delta(&mut self, index: usize, delta: Delta) -> Vec<Value>;
+
+    /// What ends a stream whose choices are all complete.
+    fn end(&mut self, usage: &Usage) -> Vec<Value>;
+
+    /// The whole answer.
+    fn whole(&mut self, said: Vec<Said>, usage: &Usage) -> Value;
+
+    /// What a stream ends with that failed.
+    fn failed(&mut self, rejection: &Rejection) -> Value;
+
+    /// What is sent when there is nothing to say; a comment if nothing.
+    fn beat(&self) -> Option<Value> {
+        None
+    }
+}
+
+/// An answer that is being told.
 #[derive(Debug)]
-pub(crate) struct Writer {
-    frame: Frame,
-    dialect: Dialect,
-    tokenizer: Arc<Tokenizer>,
-    has_logprobs: bool,
-    has_usage: bool,
+pub(crate) struct Telling {
+    writer: Box<dyn Writer>,
+    choices: Vec<Choice>,
+    /// Whole answers only.
+    said: Vec<Said>,
     prompt_tokens: usize,
     /// Choices per prompt.
     n: usize,
-    choices: Vec<Written>,
+    asked: Instant,
+    now: fn() -> Instant,
+    metrics: Arc<Metrics>,
 }
 
-/// A choice as far as it is written.
-#[derive(Debug, Default)]
-struct Written {
-    choice: Choice,
-    /// Whole answers only.
-    text: String,
-    entries: Vec<crate::choice::Entry>,
-    finish: Option<&'static str>,
-    /// Characters that begin in the tokens so far, for offsets.
-    n_chars: usize,
-}
-
-/// What a [`Writer`] is made for.
-#[derive(Debug)]
-pub(crate) struct Shape {
-    pub(crate) dialect: Dialect,
-    pub(crate) has_logprobs: bool,
-    /// Streams only: whether they end with the usage.
-    pub(crate) has_usage: bool,
-    pub(crate) prompt_tokens: usize,
-    pub(crate) n: usize,
-    /// Of all prompts.
-    pub(crate) choices: usize,
-}
-
-impl Writer {
-    pub(crate) fn new(frame: Frame, shape: Shape, tokenizer: Arc<Tokenizer>) -> Self {
-        let choices = (0..shape.choices).map(|_| Written::default()).collect();
+impl Telling {
+    pub(crate) fn new(
+        writer: Box<dyn Writer>,
+        choices: Vec<Choice>,
+        (prompt_tokens, n): (usize, usize),
+        (asked, now): (Instant, fn() -> Instant),
+        metrics: &Arc<Metrics>,
+    ) -> Self {
+        let said = choices.iter().map(|_| Said::default()).collect();
         Self {
-            frame,
-            dialect: shape.dialect,
-            tokenizer,
-            has_logprobs: shape.has_logprobs,
-            has_usage: shape.has_usage,
-            prompt_tokens: shape.prompt_tokens,
-            n: shape.n,
+            writer,
             choices,
+            said,
+            prompt_tokens,
+            n,
+            asked,
+            now,
+            metrics: Arc::clone(metrics),
         }
+    }
+
+    /// What a reply adds to its choice; counts the calls of one that ends.
+    fn take(&mut self, index: usize, reply: Reply) -> Option<Delta> {
+        let choice = &mut self.choices[index];
+        let delta = choice.take(reply, (self.now)());
+        if delta.as_ref().is_some_and(|delta| delta.ending.is_some()) {
+            self.metrics.calls(choice.calls());
+        }
+        delta
+    }
+
+    pub(crate) fn framing(&self) -> Framing {
+        self.writer.framing()
     }
 
     /// Takes a reply into a whole answer.
     pub(crate) fn collect(&mut self, index: usize, reply: Reply) {
-        let written = &mut self.choices[index];
-        if let Some(delta) = written.choice.take(reply) {
-            written.text.push_str(&delta.text);
-            written.entries.extend(delta.entries);
-            written.finish = delta.finish.or(written.finish);
+        if let Some(delta) = self.take(index, reply) {
+            self.said[index].add(delta);
         }
     }
 
     /// The whole answer.
     pub(crate) fn whole(mut self) -> Value {
-        let choices: Vec<Value> = (0..self.choices.len())
-            .map(|i| self.whole_choice(i))
-            .collect();
-        let mut whole = self.head(false);
-        whole.insert("choices".into(), choices.into());
-        whole.insert("usage".into(), self.usage());
-        whole.into()
+        let usage = self.usage();
+        self.writer.whole(std::mem::take(&mut self.said), &usage)
     }
 
-    fn whole_choice(&mut self, index: usize) -> Value {
-        let written = &mut self.choices[index];
-        let delta = Delta {
-            text: std::mem::take(&mut written.text),
-            entries: std::mem::take(&mut written.entries),
-            finish: written.finish,
-        };
-        let logprobs = self.logprobs(index, &delta);
-        match &self.dialect {
-            Dialect::Chat => chat::choice(index, delta, logprobs),
-            Dialect::Completion { echo } => {
-                let before = echo.as_ref().map_or("", |texts| &texts[index / self.n]);
-                let text = format!("{before}{}", delta.text);
-                completion::choice(index, &text, delta.finish, logprobs)
-            }
+    /// What a stream begins with, after its first reply if there is one already.
+    pub(crate) fn start(&mut self, early: Option<(usize, Reply)>) -> Vec<Value> {
+        let delta = early.and_then(|(i, reply)| Some((i, self.take(i, reply)?)));
+        let usage = self.usage();
+        let mut values = self.writer.start(&usage);
+        if let Some((index, delta)) = delta {
+            values.extend(self.writer.delta(index, delta));
         }
-    }
-
-    /// What a stream begins with.
-    pub(crate) fn first_chunks(&self) -> Vec<Value> {
-        let chunk = |index| match &self.dialect {
-            Dialect::Chat => Some(self.chunk(vec![chat::opening(index)])),
-            Dialect::Completion { echo } => echo.as_ref().map(|texts| {
-                let text = &texts[index / self.n];
-                self.chunk(vec![completion::choice(index, text, None, Value::Null)])
-            }),
-        };
-        (0..self.choices.len()).filter_map(chunk).collect()
+        values
     }
 
     /// What a reply adds to a stream.
-    pub(crate) fn chunks(&mut self, index: usize, reply: Reply) -> Vec<Value> {
-        let Some(delta) = self.choices[index].choice.take(reply) else {
-            return Vec::new();
-        };
-        let logprobs = self.logprobs(index, &delta);
-        if let Dialect::Completion { .. } = self.dialect {
-            let choice = completion::choice(index, &delta.text, delta.finish, logprobs);
-            return vec![self.chunk(vec![choice])];
-        }
-        // The end has a chunk of its own, without content.
-        let mut chunks = Vec::new();
-        if !delta.text.is_empty() || !delta.entries.is_empty() {
-            chunks.push(self.chunk(vec![chat::delta(index, &delta.text, logprobs)]));
-        }
-        if let Some(finish) = delta.finish {
-            chunks.push(self.chunk(vec![chat::closing(index, finish)]));
-        }
-        chunks
+    pub(crate) fn more(&mut self, index: usize, reply: Reply) -> Vec<Value> {
+        let delta = self.take(index, reply);
+        delta.map_or_else(Vec::new, |delta| self.writer.delta(index, delta))
     }
 
-    /// The chunk without choices that ends a stream which asked for its usage.
-    pub(crate) fn usage_chunk(&self) -> Option<Value> {
-        let mut chunk = self.chunk(Vec::new());
-        chunk["usage"] = self.usage();
-        self.has_usage.then_some(chunk)
+    pub(crate) fn end(&mut self) -> Vec<Value> {
+        let usage = self.usage();
+        self.writer.end(&usage)
     }
 
-    fn chunk(&self, choices: Vec<Value>) -> Value {
-        let mut chunk = self.head(true);
-        chunk.insert("choices".into(), choices.into());
-        if self.has_usage {
-            chunk.insert("usage".into(), Value::Null);
-        }
-        chunk.into()
+    pub(crate) fn failed(&mut self, rejection: &Rejection) -> Value {
+        self.writer.failed(rejection)
     }
 
-    fn head(&self, is_chunk: bool) -> Map<String, Value> {
-        let (prefix, object) = match (&self.dialect, is_chunk) {
-            (Dialect::Chat, false) => ("chatcmpl", "chat.completion"),
-            (Dialect::Chat, true) => ("chatcmpl", "chat.completion.chunk"),
-            (Dialect::Completion { .. }, _) => ("cmpl", "text_completion"),
-        };
-        let frame = &self.frame;
-        let mut head = Map::new();
-        head.insert("id".into(), format!("{prefix}-{}", frame.id).into());
-        head.insert("object".into(), object.into());
-        head.insert("created".into(), frame.created_unix_s.into());
-        head.insert("model".into(), frame.model.as_str().into());
-        head.insert(
-            "system_fingerprint".into(),
-            frame.fingerprint.as_str().into(),
-        );
-        head
+    pub(crate) fn beat(&self) -> Option<Value> {
+        self.writer.beat()
     }
 
-    fn usage(&self) -> Value {
-        let completion: usize = self.choices.iter().map(|w| w.choice.tokens).sum();
-        json!({
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": completion,
-            "total_tokens": self.prompt_tokens + completion,
-        })
-    }
-
-    fn logprobs(&mut self, index: usize, delta: &Delta) -> Value {
-        if !self.has_logprobs {
-            return Value::Null;
-        }
-        match self.dialect {
-            Dialect::Chat => chat::logprobs(&self.tokenizer, &delta.entries),
-            Dialect::Completion { .. } => {
-                let n_chars = &mut self.choices[index].n_chars;
-                completion::logprobs(&self.tokenizer, &delta.entries, n_chars)
-            }
+    fn usage(&self) -> Usage {
+        let sum = |of: fn(&Choice) -> usize| self.choices.iter().map(of).sum();
+        let firsts = self.choices.iter().step_by(self.n.max(1));
+        let read_at = self.choices.iter().filter_map(|choice| choice.read_at);
+        let since = |at: Instant| at.saturating_duration_since(self.asked);
+        Usage {
+            prompt: self.prompt_tokens,
+            cached: firsts.map(|choice| choice.reused).sum(),
+            completion: sum(|choice| choice.tokens),
+            reasoning: sum(|choice| choice.reasoning_tokens),
+            total: since((self.now)()),
+            reading: read_at.max().map_or(Duration::ZERO, since),
         }
     }
 }

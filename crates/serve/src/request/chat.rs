@@ -1,12 +1,13 @@
 //! `POST /v1/chat/completions`: fields and messages to requests.
 
-use paceline_formats::chat::ChatOptions;
 use serde_json::{Map, Value};
 
 use super::fields::CHAT;
-use super::{Ask, Dialect, Reader, check_metadata, messages, stream};
+use super::{Ask, Reader, Teller, check_metadata, stop, stream};
+use crate::conversation::{Conversation, OWN_VARIABLES, Thinking};
 use crate::field::Fields;
 use crate::rejection::Rejection;
+use crate::render::openai::Kind;
 
 impl Reader<'_> {
     /// Reads a chat request.
@@ -16,37 +17,61 @@ impl Reader<'_> {
     /// # Errors
     /// A [`Rejection`] of status 400 or 404.
     pub(crate) fn chat(&self, body: Map<String, Value>) -> Result<Ask, Rejection> {
-        let mut fields = Fields::new(body, CHAT, "")?;
+        let mut fields = self.fields(body, CHAT, "")?;
         self.check_model(&fields)?;
-        check_metadata(fields.take("metadata"))?;
+        check_metadata(fields.get("metadata"))?;
         let n = self.choices(&fields)?;
-        let stream = stream(&mut fields)?;
+        let stream = stream(&mut fields, self.notes)?;
         let (max_tokens, logprobs) = (max_tokens(&fields)?, logprobs(&fields)?);
-        let like = self.request(&mut fields, max_tokens, logprobs)?;
-        let messages = fields.take("messages").unwrap_or_default();
-        let prompt = self.conversation(messages)?;
-        self.check_prompt(&prompt, || "messages".into(), "messages")?;
-        Ok(Ask {
-            dialect: Dialect::Chat,
-            n,
-            prompt_tokens: prompt.len(),
-            requests: self.fan_out(vec![prompt], n, &like),
-            stream,
-        })
+        let stop = stop(fields.take("stop"), "stop")?;
+        let like = self.request(&mut fields, max_tokens, logprobs, stop)?;
+        let conversation = self.conversation(&mut fields)?;
+        let teller = Teller::OpenAi(Kind::Chat);
+        self.converse(&conversation, n, &like, "messages", (teller, stream))
     }
 
-    fn conversation(&self, messages: Value) -> Result<Vec<u32>, Rejection> {
-        let messages = messages::read(messages, self.limits.messages)?;
-        let Some(template) = &self.model.template else {
-            let model = self.model.id.clone();
-            return Err(Rejection::NoTemplate { model });
+    /// What `messages`, `tools` and their companions ask for.
+    pub(super) fn conversation(&self, fields: &mut Fields) -> Result<Conversation, Rejection> {
+        let messages = fields.take("messages").unwrap_or_default();
+        let format = self.format(fields.take("response_format"), "response_format")?;
+        let (format, format_at) = self.guided(fields, (format, "response_format"))?;
+        let mut conversation = Conversation {
+            turns: self.messages(messages)?,
+            format,
+            format_at,
+            thinking: thinking(fields.text("reasoning_effort")),
+            variables: variables(fields.take("chat_template_kwargs"))?,
+            ..Conversation::default()
         };
-        let options = ChatOptions {
-            add_generation_prompt: true,
-            now_unix_s: i64::try_from(self.unix_s).ok(),
-            ..ChatOptions::default()
-        };
-        Ok(template.encode_chat(&self.model.tokenizer, &messages, &options)?)
+        self.read_tools(fields, &mut conversation)?;
+        conversation.name_results();
+        Ok(conversation)
+    }
+}
+
+/// What an effort means: `none` switches thinking off.
+pub(super) fn thinking(effort: Option<&str>) -> Thinking {
+    Thinking {
+        is_on: effort.map(|effort| effort != "none"),
+        effort: effort.filter(|effort| *effort != "none").map(str::to_owned),
+    }
+}
+
+/// `chat_template_kwargs`, which may not replace what is rendered.
+fn variables(value: Option<Value>) -> Result<Map<String, Value>, Rejection> {
+    let Some(Value::Object(map)) = value else {
+        return Ok(Map::new());
+    };
+    let own = map
+        .keys()
+        .find(|name| OWN_VARIABLES.contains(&name.as_str()));
+    match own {
+        Some(name) => Err(super::unsupported(
+            format!("chat_template_kwargs.{name}"),
+            "given",
+            "the request itself says it",
+        )),
+        None => Ok(map),
     }
 }
 

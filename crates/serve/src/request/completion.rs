@@ -4,10 +4,13 @@ use paceline_formats::tokenizer::Specials;
 use serde_json::{Map, Value};
 
 use super::fields::COMPLETION;
-use super::{Ask, Dialect, Reader, stream};
-use crate::field::{Fields, integer, wrong_type};
+use super::infill::Hole;
+use super::{Ask, Reader, Teller, stop, stream};
+use crate::conversation::Format;
+use crate::field::{integer, wrong_type};
 use crate::json::show;
 use crate::rejection::Rejection;
+use crate::render::openai::Kind;
 
 /// OpenAI's default.
 const DEFAULT_MAX_TOKENS: usize = 16;
@@ -26,30 +29,50 @@ impl Reader<'_> {
     /// # Errors
     /// A [`Rejection`] of status 400 or 404.
     pub(crate) fn completion(&self, body: Map<String, Value>) -> Result<Ask, Rejection> {
-        let mut fields = Fields::new(body, COMPLETION, "")?;
+        let mut fields = self.fields(body, COMPLETION, "")?;
         self.check_model(&fields)?;
         let n = self.choices(&fields)?;
-        let stream = stream(&mut fields)?;
+        let stream = stream(&mut fields, self.notes)?;
         let (echo, logprobs) = (fields.is_true("echo"), fields.count("logprobs"));
         if echo && logprobs.is_some() {
             let (param, condition) = ("echo", "with logprobs: those of prompts are not computed");
             return Err(Rejection::Conflict { param, condition });
         }
         let max_tokens = fields.count("max_tokens").unwrap_or(DEFAULT_MAX_TOKENS);
-        let like = self.request(&mut fields, max_tokens, logprobs)?;
-        let prompts = self.prompts(fields.take("prompt").unwrap_or_default())?;
+        let stop = stop(fields.take("stop"), "stop")?;
+        let mut like = self.request(&mut fields, max_tokens, logprobs, stop)?;
+        let (format, at) = self.guided(&mut fields, (Format::Text, ""))?;
+        like.constraint = self.calling.whole(&format, at)?;
+        let prompt = fields.take("prompt").unwrap_or_default();
+        let suffix = fields.text("suffix").unwrap_or_default();
+        let prompts = if suffix.is_empty() {
+            self.prompts(prompt)?
+        } else {
+            vec![self.before(prompt, suffix)?]
+        };
         let (ids, texts): (Vec<_>, Vec<_>) = prompts.into_iter().map(|p| (p.ids, p.text)).unzip();
         let decode = |(ids, text): (&Vec<u32>, Option<String>)| {
             text.unwrap_or_else(|| self.model.tokenizer.decode_all(ids))
         };
         let echo = echo.then(|| ids.iter().zip(texts).map(decode).collect());
-        Ok(Ask {
-            dialect: Dialect::Completion { echo },
-            n,
-            prompt_tokens: ids.iter().map(Vec::len).sum(),
-            requests: self.fan_out(ids, n, &like),
-            stream,
-        })
+        let teller = Teller::OpenAi(Kind::Completion { echo });
+        Ok(self.plain(ids, n, &like, (teller, stream)))
+    }
+
+    /// A prompt of text with another text after the answer.
+    fn before(&self, prompt: Value, suffix: &str) -> Result<Prompt, Rejection> {
+        let Value::String(text) = prompt else {
+            let expected = "a string, as suffix is given";
+            return Err(wrong_type("prompt".into(), &prompt, expected));
+        };
+        let hole = Hole {
+            before: &text,
+            after: suffix,
+            ..Hole::default()
+        };
+        let ids = self.hole(&hole, "suffix")?;
+        let text = Some(text);
+        Ok(Prompt { ids, text })
     }
 
     fn prompts(&self, value: Value) -> Result<Vec<Prompt>, Rejection> {
@@ -92,6 +115,7 @@ impl Reader<'_> {
         text: String,
         param: impl FnOnce() -> String,
     ) -> Result<Prompt, Rejection> {
+        self.check_bytes(text.len(), "prompt")?;
         let ids = self.model.tokenizer.encode(&text, Specials::AsText, true)?;
         self.check_prompt(&ids, param, "prompt")?;
         let text = Some(text);

@@ -1,5 +1,6 @@
-//! The fields of both endpoints, as in OpenAI's specification of November 2026 (its Python SDK,
-//! `completion_create_params.py` of `chat` and of `completions`), and three that others added.
+//! The fields of OpenAI's endpoints, as in its specification of November 2026 (its Python SDK,
+//! `completion_create_params.py` of `chat` and of `completions`), and some that others added. The
+//! other dialects have files of their own.
 //!
 //! What each row is decides what happens to the field:
 //!
@@ -10,51 +11,61 @@
 //! | cannot change the answer | bounded, and never read | accepted |
 //! | not here | | 400 |
 
+pub(crate) mod anthropic;
+pub(crate) mod llama;
+pub(crate) mod ollama;
+pub(crate) mod responses;
+
+use paceline_formats::grammar::MAX_GRAMMAR_BYTES;
+
 use super::schema;
 use crate::field::Field;
-use crate::field::Kind::{Boolean, Integer, Number, Object, Only, Own, Text};
+use crate::field::Kind::{Any, Boolean, Integer, Number, Object, Only, Own, Text};
 
 /// Largest count that is accepted where the model's context is the true bound: 2^31 - 1, what all
 /// clients can write.
-const MAX_COUNT: i64 = i32::MAX as i64;
+pub(super) const MAX_COUNT: i64 = i32::MAX as i64;
 
 /// The engine's smallest and largest repetition penalty.
 const REPETITION: (f64, f64) = (1e-3, 1e3);
 
 /// Longest word of a client about itself: the bound of OpenAI's specification for `metadata`.
-const MAX_NOTE: usize = 512;
+pub(super) const MAX_NOTE: usize = 512;
 
-const MODEL: Field = Field::new(
+pub(super) const MODEL: Field = Field::new(
     "model",
     Text { min: 1, max: 256 },
     "The name of the model, one of /v1/models.",
 )
 .required();
-const TEMPERATURE: Field = Field::new(
+pub(super) const TEMPERATURE: Field = Field::new(
     "temperature",
     Number { min: 0.0, max: 2.0 },
-    "Divides the logits; 0 takes the most probable token always. Default 1.",
+    "Divides the logits; 0 takes the most probable token always. \
+     Default: the model's own.",
 );
-const TOP_P: Field = Field::new(
+pub(super) const TOP_P: Field = Field::new(
     "top_p",
     Number { min: 0.0, max: 1.0 },
-    "Keeps the fewest most probable tokens whose probabilities sum to this. Default 1.",
+    "Keeps the fewest most probable tokens whose probabilities sum to this. \
+     Default: the model's own.",
 );
-const TOP_K: Field = Field::new(
+pub(super) const TOP_K: Field = Field::new(
     "top_k",
     Integer {
         min: -1,
         max: MAX_COUNT,
     },
-    "Keeps so many most probable tokens; 0 and -1 keep all. Default 0. Not OpenAI's.",
+    "Keeps so many most probable tokens; 0 and -1 keep all. \
+     Default: the model's own. Not OpenAI's.",
 );
-const MIN_P: Field = Field::new(
+pub(super) const MIN_P: Field = Field::new(
     "min_p",
     Number { min: 0.0, max: 1.0 },
-    "Keeps tokens at least this probable, as a share of the most probable. Default 0. \
-     Not OpenAI's.",
+    "Keeps tokens at least this probable, as a share of the most probable. \
+     Default: the model's own. Not OpenAI's.",
 );
-const PRESENCE: Field = Field::new(
+pub(super) const PRESENCE: Field = Field::new(
     "presence_penalty",
     Number {
         min: -2.0,
@@ -62,7 +73,7 @@ const PRESENCE: Field = Field::new(
     },
     "Subtracted once from the logits of tokens that the answer has. Default 0.",
 );
-const FREQUENCY: Field = Field::new(
+pub(super) const FREQUENCY: Field = Field::new(
     "frequency_penalty",
     Number {
         min: -2.0,
@@ -70,21 +81,21 @@ const FREQUENCY: Field = Field::new(
     },
     "Subtracted from the logits of tokens as often as the answer has them. Default 0.",
 );
-const REPETITION_PENALTY: Field = Field::new(
+pub(super) const REPETITION_PENALTY: Field = Field::new(
     "repetition_penalty",
     Number {
         min: REPETITION.0,
         max: REPETITION.1,
     },
-    "Divides positive and multiplies negative logits of the last 64 tokens. Default 1. \
-     Not OpenAI's.",
+    "Divides positive and multiplies negative logits of the last 64 tokens. \
+     Default: the model's own. Not OpenAI's.",
 );
-const LOGIT_BIAS: Field = Field::new(
+pub(super) const LOGIT_BIAS: Field = Field::new(
     "logit_bias",
     Own(schema::logit_bias),
     "Added to the logits of tokens, by token id; at most 1024.",
 );
-const SEED: Field = Field::new(
+pub(super) const SEED: Field = Field::new(
     "seed",
     Integer {
         min: i64::MIN,
@@ -93,10 +104,41 @@ const SEED: Field = Field::new(
     "Starts the random numbers: equal requests with equal seeds give equal answers while \
      system_fingerprint is equal. Choice i of n is what seed + i gives alone. Default random.",
 );
-const STOP: Field = Field::new(
+pub(super) const STOP: Field = Field::new(
     "stop",
     Own(schema::stop),
     "Texts that end the answer and are no part of it.",
+);
+const REPEAT_PENALTY: Field = Field::new(
+    "repeat_penalty",
+    Number {
+        min: REPETITION.0,
+        max: REPETITION.1,
+    },
+    "Another name of repetition_penalty, which goes first. Not OpenAI's.",
+);
+const IGNORE_EOS: Field = Field::new(
+    "ignore_eos",
+    Boolean,
+    "Forbids the tokens that end an answer. Default false. Not OpenAI's.",
+);
+const MIN_TOKENS: Field = Field::new(
+    "min_tokens",
+    Only {
+        values: &["0"],
+        why: "answers have no least length; ignore_eos forbids their end",
+    },
+    NOT_YET,
+);
+pub(super) const KEEP_ALIVE: Field = Field::new(
+    "keep_alive",
+    Any,
+    "Accepted, no effect: the model stays loaded.",
+);
+const CACHE_PROMPT: Field = Field::new(
+    "cache_prompt",
+    Boolean,
+    "Accepted, no effect on the answer: prompts are always cached.",
 );
 const N: Field = Field::new(
     "n",
@@ -123,8 +165,43 @@ const USER: Field = Field::new(
     "Accepted, no effect: names the client's user.",
 );
 
+const GUIDED_JSON: Field = Field::new(
+    "guided_json",
+    Object,
+    "A JSON Schema that the answer matches. Not OpenAI's.",
+);
+const GUIDED_REGEX: Field = Field::new(
+    "guided_regex",
+    Text {
+        min: 1,
+        max: MAX_GRAMMAR_BYTES,
+    },
+    "A regular expression that the answer matches. Not OpenAI's.",
+);
+const GUIDED_CHOICE: Field = Field::new(
+    "guided_choice",
+    Own(schema::texts),
+    "Texts of which the answer is one. Not OpenAI's.",
+);
+const GUIDED_GRAMMAR: Field = Field::new(
+    "guided_grammar",
+    Text {
+        min: 1,
+        max: MAX_GRAMMAR_BYTES,
+    },
+    "A grammar in the Lark dialect of llguidance that the answer matches. Not OpenAI's.",
+);
+const GRAMMAR: Field = Field::new(
+    "grammar",
+    Text {
+        min: 1,
+        max: MAX_GRAMMAR_BYTES,
+    },
+    "Another name of guided_grammar; GBNF is not taken. Not OpenAI's.",
+);
+
 /// Longest text of a message: the default bound of the body that it is in.
-const MAX_TEXT: usize = 8 << 20;
+pub(super) const MAX_TEXT: usize = 8 << 20;
 
 /// Fields of `POST /v1/chat/completions`.
 pub(crate) const CHAT: &[Field] = &[
@@ -142,6 +219,16 @@ pub(crate) const CHAT: &[Field] = &[
     PRESENCE,
     FREQUENCY,
     REPETITION_PENALTY,
+    REPEAT_PENALTY,
+    IGNORE_EOS,
+    MIN_TOKENS,
+    KEEP_ALIVE,
+    CACHE_PROMPT,
+    GUIDED_JSON,
+    GUIDED_REGEX,
+    GUIDED_CHOICE,
+    GUIDED_GRAMMAR,
+    GRAMMAR,
     LOGIT_BIAS,
     SEED,
     STOP,
@@ -222,7 +309,12 @@ pub(crate) const CHAT: &[Field] = &[
     Field::new(
         "parallel_tool_calls",
         Boolean,
-        "Accepted, no effect: there are no tools.",
+        "Whether one answer may have several calls. Default true.",
+    ),
+    Field::new(
+        "chat_template_kwargs",
+        Object,
+        "More variables for the chat template, such as enable_thinking. Not OpenAI's.",
     ),
     Field::new(
         "service_tier",
@@ -234,25 +326,19 @@ pub(crate) const CHAT: &[Field] = &[
     ),
     Field::new(
         "tools",
-        Only {
-            values: &["[]"],
-            why: NO_TOOLS,
-        },
-        NOT_YET,
+        Own(schema::tools),
+        "Functions that the model may call.",
     ),
     Field::new(
         "tool_choice",
-        Only {
-            values: &["\"none\"", "\"auto\""],
-            why: NO_TOOLS,
-        },
-        NOT_YET,
+        Own(schema::tool_choice),
+        "Whether and which tools are to be called. Default auto.",
     ),
     Field::new(
         "functions",
         Only {
             values: &["[]"],
-            why: NO_TOOLS,
+            why: "use tools and tool_choice",
         },
         NOT_YET,
     ),
@@ -260,17 +346,14 @@ pub(crate) const CHAT: &[Field] = &[
         "function_call",
         Only {
             values: &["\"none\"", "\"auto\""],
-            why: NO_TOOLS,
+            why: "use tools and tool_choice",
         },
         NOT_YET,
     ),
     Field::new(
         "response_format",
-        Only {
-            values: &[r#"{"type":"text"}"#],
-            why: "answers are not bound to a grammar, only {\"type\": \"text\"} is",
-        },
-        NOT_YET,
+        Own(schema::response_format),
+        "What the answer must be: text, a JSON object, or JSON of a schema.",
     ),
     Field::new(
         "modalities",
@@ -290,11 +373,8 @@ pub(crate) const CHAT: &[Field] = &[
     ),
     Field::new(
         "reasoning_effort",
-        Only {
-            values: &[],
-            why: "how long a model thinks is not controlled here",
-        },
-        NOT_YET,
+        Text { min: 1, max: 32 },
+        "Given to templates that know it; none switches thinking off where that can be.",
     ),
     Field::new(
         "verbosity",
@@ -322,9 +402,7 @@ pub(crate) const CHAT: &[Field] = &[
     ),
 ];
 
-const NO_TOOLS: &str = "tools are not called here";
-
-const NOT_YET: &str = "Not supported; these values ask for nothing.";
+pub(super) const NOT_YET: &str = "Not supported; these values ask for nothing.";
 
 /// Fields of `POST /v1/completions`.
 pub(crate) const COMPLETION: &[Field] = &[
@@ -342,6 +420,16 @@ pub(crate) const COMPLETION: &[Field] = &[
     PRESENCE,
     FREQUENCY,
     REPETITION_PENALTY,
+    REPEAT_PENALTY,
+    IGNORE_EOS,
+    MIN_TOKENS,
+    KEEP_ALIVE,
+    CACHE_PROMPT,
+    GUIDED_JSON,
+    GUIDED_REGEX,
+    GUIDED_CHOICE,
+    GUIDED_GRAMMAR,
+    GRAMMAR,
     LOGIT_BIAS,
     SEED,
     STOP,
@@ -377,11 +465,12 @@ pub(crate) const COMPLETION: &[Field] = &[
     ),
     Field::new(
         "suffix",
-        Only {
-            values: &["\"\""],
-            why: "nothing is inserted before a text",
+        Text {
+            min: 0,
+            max: MAX_TEXT,
         },
-        NOT_YET,
+        "What comes after the answer, for models with tokens that fill a hole; with one prompt of \
+         text.",
     ),
 ];
 
@@ -431,6 +520,15 @@ pub(crate) const MESSAGE: &[Field] = &[
         "For the role assistant; given to the template.",
     ),
     Field::new(
+        "reasoning_content",
+        Text {
+            min: 0,
+            max: MAX_TEXT,
+        },
+        "For the role assistant: what it thought; given to templates that keep it.",
+    ),
+    CACHE_CONTROL,
+    Field::new(
         "refusal",
         Only {
             values: &["\"\""],
@@ -464,6 +562,67 @@ pub(crate) const MESSAGE: &[Field] = &[
     ),
 ];
 
+/// Where Anthropic's clients want a cache to begin, in any dialect.
+pub(super) const CACHE_CONTROL: Field = Field::new(
+    "cache_control",
+    Any,
+    "Accepted, no effect on the answer: prompts are always cached.",
+);
+
+/// Fields of a tool.
+pub(crate) const TOOL: &[Field] = &[
+    Field::new(
+        "type",
+        Only {
+            values: &["\"function\""],
+            why: "functions are the only tools",
+        },
+        "always function",
+    )
+    .required(),
+    Field::new(
+        "function",
+        Own(schema::tool_function),
+        "name, description and parameters",
+    )
+    .required(),
+    CACHE_CONTROL,
+];
+
+/// Fields of a tool's `function`.
+pub(crate) const TOOL_FUNCTION: &[Field] = &[
+    Field::new("name", Text { min: 1, max: 256 }, "the function's name").required(),
+    Field::new(
+        "description",
+        Text {
+            min: 0,
+            max: MAX_TEXT,
+        },
+        "what it does",
+    ),
+    Field::new("parameters", Object, "JSON Schema of its arguments"),
+    Field::new(
+        "strict",
+        Boolean,
+        "whether arguments follow the schema to the letter",
+    ),
+];
+
+/// Fields of `response_format.json_schema`.
+pub(crate) const JSON_SCHEMA: &[Field] = &[
+    Field::new("name", Text { min: 0, max: 256 }, "no effect"),
+    Field::new(
+        "description",
+        Text {
+            min: 0,
+            max: MAX_TEXT,
+        },
+        "no effect",
+    ),
+    Field::new("schema", Object, "JSON Schema of the answer"),
+    Field::new("strict", Boolean, "no effect: schemas always hold"),
+];
+
 /// Fields of a part of a message's content.
 pub(crate) const PART: &[Field] = &[
     Field::new("type", Text { min: 1, max: 64 }, "always text").required(),
@@ -476,6 +635,7 @@ pub(crate) const PART: &[Field] = &[
         "what is said",
     )
     .required(),
+    CACHE_CONTROL,
 ];
 
 /// Fields of an entry of `tool_calls`.

@@ -1,19 +1,19 @@
-//! Messages of a chat request, as the chat template takes them.
+//! Messages of a chat request, as turns.
 //!
 //! | role | content | besides |
 //! |---|---|---|
 //! | system, developer (read as system), user | text or parts | name |
-//! | assistant | text, parts, or none with tool_calls | name, tool_calls |
+//! | assistant | text, parts, or none | name, tool_calls, reasoning_content |
 //! | tool | text or parts | tool_call_id, name |
 //!
 //! Parts are joined by line ends, as llama.cpp and vLLM do. A template that cannot take a role or
 //! an order refuses by itself.
 
-use paceline_formats::chat::Message;
 use serde_json::{Map, Value};
 
 use super::fields::{FUNCTION, MESSAGE, PART, TOOL_CALL};
-use super::object;
+use super::{Reader, array, object, unsupported};
+use crate::conversation::{Call, Role, Turn, arguments};
 use crate::field::{Fields, wrong_type};
 use crate::json::show;
 use crate::rejection::Rejection;
@@ -27,143 +27,134 @@ pub(crate) const MAX_TOOL_CALLS: usize = 128;
 /// Roles that a request may name.
 pub(crate) const ROLES: [&str; 5] = ["system", "developer", "user", "assistant", "tool"];
 
-/// Reads `messages`, 1 to `most` of them.
-pub(super) fn read(value: Value, most: usize) -> Result<Vec<Message>, Rejection> {
-    let Value::Array(items) = value else {
-        return Err(wrong_type("messages".into(), &value, "an array"));
-    };
-    if !(1..=most).contains(&items.len()) {
-        return Err(Rejection::Length {
-            param: "messages".into(),
-            got: items.len(),
-            unit: "messages",
-            expected: format!("1 to {most}"),
-        });
-    }
-    items.into_iter().enumerate().map(message).collect()
-}
-
-fn message((i, value): (usize, Value)) -> Result<Message, Rejection> {
-    let place = format!("messages[{i}]");
-    let map = object(value, || place.clone())?;
-    let mut fields = Fields::new(map, MESSAGE, &format!("{place}."))?;
-    let role = role(&fields, &place)?;
-    for (field, owner) in [("tool_calls", "assistant"), ("tool_call_id", "tool")] {
-        if fields.has(field) && role != owner {
-            return Err(Rejection::Unsupported {
-                param: format!("{place}.{field}"),
-                got: format!("given by the role {role}"),
-                why: "tool_calls are of the role assistant, tool_call_id is of the role tool",
+impl Reader<'_> {
+    /// Reads `messages`, one or more.
+    pub(super) fn messages(&self, value: Value) -> Result<Vec<Turn>, Rejection> {
+        let most = self.limits.messages;
+        let Value::Array(items) = value else {
+            return Err(wrong_type("messages".into(), &value, "an array"));
+        };
+        if !(1..=most).contains(&items.len()) {
+            return Err(Rejection::Length {
+                param: "messages".into(),
+                got: items.len(),
+                unit: "messages",
+                expected: format!("1 to {most}"),
             });
         }
+        let message = |(i, value)| self.message(i, value);
+        items.into_iter().enumerate().map(message).collect()
     }
-    let mut extra = Map::new();
-    if let Some(calls) = fields.take("tool_calls") {
-        let calls = tool_calls(calls, &place)?;
-        extra.insert("tool_calls".into(), calls.into());
+
+    fn message(&self, i: usize, value: Value) -> Result<Turn, Rejection> {
+        let place = format!("messages[{i}]");
+        let map = object(value, || place.clone())?;
+        let mut fields = self.fields(map, MESSAGE, &format!("{place}."))?;
+        let role = role(&fields, &place)?;
+        for (field, owner) in [
+            ("tool_calls", Role::Assistant),
+            ("tool_call_id", Role::Tool),
+        ] {
+            if fields.has(field) && role != owner {
+                let why = "tool_calls are of the role assistant, tool_call_id is of the role tool";
+                let got = format!("given by the role {}", role_text(&fields));
+                return Err(unsupported(format!("{place}.{field}"), got, why));
+            }
+        }
+        let may_be_silent = role == Role::Assistant;
+        let text = self.content(fields.take("content"), &place, may_be_silent)?;
+        let calls = fields.take("tool_calls");
+        let calls = calls.map_or(Ok(Vec::new()), |calls| self.tool_calls(calls, &place))?;
+        let owned = |name: &str| fields.text(name).map(str::to_owned);
+        // Other roles do not reason; a client that sends the field with all has it passed over.
+        let reasons = |text: &String| may_be_silent && !text.is_empty();
+        Ok(Turn {
+            role,
+            text,
+            name: owned("name"),
+            reasoning: owned("reasoning_content").filter(reasons),
+            calls,
+            answers: owned("tool_call_id"),
+        })
     }
-    let may_be_silent = extra.contains_key("tool_calls");
-    let content = content(fields.take("content"), &place, may_be_silent)?;
-    for name in ["name", "tool_call_id"] {
-        extra.extend(fields.take(name).map(|value| (name.to_owned(), value)));
+
+    fn content(
+        &self,
+        value: Option<Value>,
+        place: &str,
+        may_be_silent: bool,
+    ) -> Result<String, Rejection> {
+        let param = || format!("{place}.content");
+        match value {
+            Some(Value::String(text)) => Ok(text),
+            Some(Value::Array(items)) => self.parts(items, &param()),
+            Some(other) => Err(wrong_type(param(), &other, "a string or an array of parts")),
+            None if may_be_silent => Ok(String::new()),
+            None => {
+                let (param, expected) = (param(), "a string or an array of parts".to_owned());
+                Err(Rejection::Missing { param, expected })
+            }
+        }
     }
-    Ok(Message {
-        role: role.to_owned(),
-        content,
-        extra,
-    })
+
+    fn parts(&self, items: Vec<Value>, param: &str) -> Result<String, Rejection> {
+        let items = array(items.into(), param, MAX_PARTS, "parts")?;
+        let part = |(i, item): (usize, Value)| {
+            let place = format!("{param}[{i}]");
+            let map = object(item, || place.clone())?;
+            // Before the fields: those of other types of part are not known here.
+            let kind = map.get("type").unwrap_or(&Value::Null);
+            if kind.is_string() && kind != "text" {
+                let why = "messages are text";
+                return Err(unsupported(format!("{place}.type"), show(kind), why));
+            }
+            let fields = self.fields(map, PART, &format!("{place}."))?;
+            Ok(fields.text("text").unwrap_or_default().to_owned())
+        };
+        let texts: Result<Vec<String>, Rejection> =
+            items.into_iter().enumerate().map(part).collect();
+        Ok(texts?.join("\n"))
+    }
+
+    fn tool_calls(&self, value: Value, place: &str) -> Result<Vec<Call>, Rejection> {
+        let param = format!("{place}.tool_calls");
+        let calls = array(value, &param, MAX_TOOL_CALLS, "calls")?;
+        let call = |(i, call)| self.tool_call(call, &format!("{param}[{i}]"));
+        calls.into_iter().enumerate().map(call).collect()
+    }
+
+    /// A call with its arguments parsed: templates print them by `tojson`.
+    fn tool_call(&self, value: Value, place: &str) -> Result<Call, Rejection> {
+        let map = object(value, || place.into())?;
+        let mut fields = self.fields(map, TOOL_CALL, &format!("{place}."))?;
+        let place = format!("{place}.function");
+        let function = fields.take("function").unwrap_or_default();
+        let function: Map<String, Value> = object(function, || place.clone())?;
+        let function = self.fields(function, FUNCTION, &format!("{place}."))?;
+        Ok(Call {
+            id: fields.text("id").unwrap_or_default().to_owned(),
+            name: function.text("name").unwrap_or_default().to_owned(),
+            arguments: arguments(function.text("arguments").unwrap_or_default()),
+        })
+    }
+}
+
+fn role_text(fields: &Fields) -> &str {
+    fields.text("role").unwrap_or_default()
 }
 
 /// The role as templates know it.
-fn role(fields: &Fields, place: &str) -> Result<&'static str, Rejection> {
-    let role = fields.text("role").unwrap_or_default();
-    match ROLES.into_iter().find(|known| *known == role) {
+fn role(fields: &Fields, place: &str) -> Result<Role, Rejection> {
+    match role_text(fields) {
         // What OpenAI calls the system role of its newer models.
-        Some("developer") => Ok("system"),
-        Some(role) => Ok(role),
-        None => Err(Rejection::Range {
+        "system" | "developer" => Ok(Role::System),
+        "user" => Ok(Role::User),
+        "assistant" => Ok(Role::Assistant),
+        "tool" => Ok(Role::Tool),
+        other => Err(Rejection::Range {
             param: format!("{place}.role"),
-            got: format!("{role:?}"),
+            got: format!("{other:?}"),
             expected: format!("one of {}", ROLES.join(", ")),
         }),
     }
-}
-
-fn content(value: Option<Value>, place: &str, may_be_silent: bool) -> Result<String, Rejection> {
-    let param = || format!("{place}.content");
-    match value {
-        Some(Value::String(text)) => Ok(text),
-        Some(Value::Array(items)) => parts(items, param()),
-        Some(other) => Err(wrong_type(param(), &other, "a string or an array of parts")),
-        None if may_be_silent => Ok(String::new()),
-        None => {
-            let (param, expected) = (param(), "a string or an array of parts".to_owned());
-            Err(Rejection::Missing { param, expected })
-        }
-    }
-}
-
-fn parts(items: Vec<Value>, param: String) -> Result<String, Rejection> {
-    if items.len() > MAX_PARTS {
-        return Err(Rejection::Length {
-            param,
-            got: items.len(),
-            unit: "parts",
-            expected: format!("at most {MAX_PARTS}"),
-        });
-    }
-    let part = |(i, item): (usize, Value)| {
-        let place = format!("{param}[{i}]");
-        let map = object(item, || place.clone())?;
-        // Before the fields: those of other types of part are not known here.
-        let kind = map.get("type").unwrap_or(&Value::Null);
-        if kind.is_string() && kind != "text" {
-            return Err(Rejection::Unsupported {
-                param: format!("{place}.type"),
-                got: show(kind),
-                why: "messages are text",
-            });
-        }
-        let fields = Fields::new(map, PART, &format!("{place}."))?;
-        Ok(fields.text("text").unwrap_or_default().to_owned())
-    };
-    let texts: Result<Vec<String>, Rejection> = items.into_iter().enumerate().map(part).collect();
-    Ok(texts?.join("\n"))
-}
-
-fn tool_calls(value: Value, place: &str) -> Result<Vec<Value>, Rejection> {
-    let param = format!("{place}.tool_calls");
-    let Value::Array(calls) = value else {
-        return Err(wrong_type(param, &value, "an array"));
-    };
-    if calls.len() > MAX_TOOL_CALLS {
-        return Err(Rejection::Length {
-            param,
-            got: calls.len(),
-            unit: "calls",
-            expected: format!("at most {MAX_TOOL_CALLS}"),
-        });
-    }
-    let call = |(i, call)| tool_call(call, &format!("{param}[{i}]"));
-    calls.into_iter().enumerate().map(call).collect()
-}
-
-/// A call with its arguments parsed: templates print them by `tojson`, as `transformers` expects.
-fn tool_call(value: Value, place: &str) -> Result<Value, Rejection> {
-    let mut fields = Fields::new(
-        object(value, || place.into())?,
-        TOOL_CALL,
-        &format!("{place}."),
-    )?;
-    let place = format!("{place}.function");
-    let function = fields.take("function").unwrap_or_default();
-    let function = object(function, || place.clone())?;
-    let mut function = Fields::new(function, FUNCTION, &format!("{place}."))?;
-    let text = function.text("arguments").unwrap_or_default();
-    let arguments: Value = serde_json::from_str(text).unwrap_or_else(|_| text.into());
-    Ok(serde_json::json!({
-        "id": fields.take("id"),
-        "type": "function",
-        "function": {"name": function.take("name"), "arguments": arguments},
-    }))
 }

@@ -1,26 +1,42 @@
 //! From the body of a request to what the engine is asked: every field is checked, honoured,
 //! or refused by name.
 //!
-//! Reading order: [`fields`] says what there is, [`messages`] and [`completion`] make prompts, this
-//! file has what both endpoints share.
+//! Reading order: [`fields`] says what there is; a file per dialect makes a
+//! [`Conversation`] of a body; this file has what all share.
 
+pub(crate) mod anthropic;
 pub(crate) mod chat;
 pub(crate) mod completion;
 pub(crate) mod fields;
+pub(crate) mod guided;
+pub(crate) mod infill;
+pub(crate) mod llama;
 pub(crate) mod messages;
+pub(crate) mod ollama;
+pub(crate) mod responses;
+pub(crate) mod sampling;
 pub(crate) mod schema;
+pub(crate) mod tools;
 
-use paceline_engine::{MAX_LOGIT_BIAS, Request, SamplingParams};
+use paceline_engine::Request;
 use serde_json::{Map, Value};
 
+use crate::access::Client;
+use crate::calling::Calling;
+use crate::choice::Choice;
 use crate::config::Limits;
-use crate::field::{Fields, clip, wrong_type};
+use crate::conversation::Conversation;
+use crate::field::{Fields, Notes, wrong_type};
 use crate::json::show;
 use crate::model::Model;
 use crate::rejection::Rejection;
+use crate::render::openai::Kind;
+use crate::render::{ollama as to_ollama, responses as to_responses};
+use crate::store::Store;
 
-/// Most stop texts, as in OpenAI's specification.
-pub(crate) const MAX_STOPS: usize = 4;
+/// Most stop texts. OpenAI has 4; the engine looks for all at once, and clients of llama-server
+/// send a dozen.
+pub(crate) const MAX_STOPS: usize = 64;
 
 /// Longest stop text; the engine holds as much of an answer back. Longer than any known use.
 pub(crate) const MAX_STOP_CHARS: usize = 1024;
@@ -30,13 +46,26 @@ pub(crate) const MAX_NOTES: usize = 16;
 pub(crate) const MAX_NOTE_NAME: usize = 64;
 pub(crate) const MAX_NOTE: usize = 512;
 
-/// Which endpoint was asked, with what only its answers have.
+/// In whose words the answer is told.
 #[derive(Clone, Debug)]
-pub(crate) enum Dialect {
-    /// `/v1/chat/completions`.
-    Chat,
-    /// `/v1/completions`; per prompt, what `echo` puts before each answer.
-    Completion { echo: Option<Vec<String>> },
+pub(crate) enum Teller {
+    /// `/v1/chat/completions` and `/v1/completions`.
+    OpenAi(Kind),
+    /// `/v1/messages`.
+    Anthropic {
+        /// Whether thinking is shown.
+        shows_thinking: bool,
+    },
+    /// `/api/chat` and `/api/generate`.
+    Ollama {
+        kind: to_ollama::Kind,
+        /// As the client called it.
+        model: String,
+    },
+    /// `/v1/responses`.
+    Responses(Box<to_responses::Terms>),
+    /// `/infill`.
+    Infill,
 }
 
 /// How a stream is to be.
@@ -47,11 +76,13 @@ pub(crate) struct StreamOptions {
 }
 
 /// A request that was understood.
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 pub(crate) struct Ask {
-    pub(crate) dialect: Dialect,
+    pub(crate) teller: Teller,
     /// Choices in the order of their indices: all of the first prompt, then of the second.
     pub(crate) requests: Vec<Request>,
+    /// What reads their answers.
+    pub(crate) choices: Vec<Choice>,
     /// Choices of each prompt.
     pub(crate) n: usize,
     /// Tokens of all prompts, each counted once.
@@ -59,24 +90,50 @@ pub(crate) struct Ask {
     pub(crate) stream: Option<StreamOptions>,
 }
 
+/// What becomes of a request that was understood.
+#[derive(Debug)]
+pub(crate) enum Understood {
+    /// The model is asked.
+    Ask(Box<Ask>),
+    /// The answer is known.
+    Answer(Value),
+}
+
 /// What a request is read against.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Reader<'a> {
     pub(crate) model: &'a Model,
+    pub(crate) calling: &'a Calling,
     pub(crate) limits: &'a Limits,
     /// For templates that write the date.
     pub(crate) unix_s: u64,
     /// For requests that give no seed.
     pub(crate) fresh_seed: u64,
+    /// Bytes of the model's longest token.
+    pub(crate) longest_token: usize,
+    pub(crate) notes: &'a Notes,
+    pub(crate) store: &'a Store,
+    pub(crate) client: &'a Client,
 }
 
 impl Reader<'_> {
+    fn fields(
+        &self,
+        object: Map<String, Value>,
+        table: &[crate::field::Field],
+        place: &str,
+    ) -> Result<Fields, Rejection> {
+        Fields::new(object, table, place, self.notes)
+    }
+
+    /// The model's name as the client says it.
+    ///
     /// # Errors
     /// [`Rejection::Model`].
-    fn check_model(&self, fields: &Fields) -> Result<(), Rejection> {
-        let model = fields.text("model").unwrap_or_default();
+    fn check_model(&self, fields: &Fields) -> Result<String, Rejection> {
+        let model = fields.text("model").unwrap_or(&self.model.id);
         if self.model.is_called(model) {
-            return Ok(());
+            return Ok(model.to_owned());
         }
         let (model, served) = (model.to_owned(), self.model.id.clone());
         Err(Rejection::Model { model, served })
@@ -116,86 +173,89 @@ impl Reader<'_> {
         all.map(|(prompt, i)| choice(prompt, i)).collect()
     }
 
-    /// A request without its prompt.
-    fn request(
+    /// Asks the model to complete prompts whose answers are plain text.
+    fn plain(
         &self,
-        fields: &mut Fields,
-        max_tokens: usize,
-        logprobs: Option<usize>,
-    ) -> Result<Request, Rejection> {
-        Ok(Request {
-            prompt: Vec::new(),
-            max_tokens,
-            sampling: self.sampling(fields)?,
-            stop: stop(fields.take("stop"))?,
-            logprobs,
+        prompts: Vec<Vec<u32>>,
+        n: usize,
+        like: &Request,
+        (teller, stream): (Teller, Option<StreamOptions>),
+    ) -> Ask {
+        let prompt_tokens = prompts.iter().map(Vec::len).sum();
+        let requests = self.fan_out(prompts, n, like);
+        Ask {
+            teller,
+            choices: requests.iter().map(|_| Choice::new(None, false)).collect(),
+            requests,
+            n,
+            prompt_tokens,
+            stream,
+        }
+    }
+
+    /// Asks the model to continue a conversation; `field` is what holds it.
+    fn converse(
+        &self,
+        conversation: &Conversation,
+        n: usize,
+        like: &Request,
+        field: &'static str,
+        (teller, stream): (Teller, Option<StreamOptions>),
+    ) -> Result<Ask, Rejection> {
+        let prompt = self.prompt(conversation, field)?;
+        let terms = self.calling.terms(conversation, &prompt, self.notes)?;
+        let choice = |i: usize| {
+            let id_seed = self.fresh_seed.wrapping_add(i as u64);
+            let is_stream = stream.is_some();
+            let reader = self.calling.reader(&terms, &prompt, is_stream, id_seed);
+            Choice::new(reader, !conversation.is_parallel)
+        };
+        let choices = (0..n).map(choice).collect();
+        let like = Request {
+            shown: self.calling.shown(&terms).to_vec(),
+            constraint: terms.constraint.clone(),
+            ..like.clone()
+        };
+        Ok(Ask {
+            choices,
+            ..self.plain(vec![prompt], n, &like, (teller, stream))
         })
     }
 
-    fn sampling(&self, fields: &mut Fields) -> Result<SamplingParams, Rejection> {
-        let number = |name: &str, default: f32| fields.number(name).map_or(default, |n| n as f32);
-        let mut sampling = SamplingParams {
-            // OpenAI's defaults.
-            temperature: number("temperature", 1.0),
-            // 0, which OpenAI allows, keeps one token; the engine wants a share above 0.
-            top_p: number("top_p", 1.0).max(f32::MIN_POSITIVE),
-            top_k: fields.count("top_k").unwrap_or(0),
-            min_p: number("min_p", 0.0),
-            presence_penalty: number("presence_penalty", 0.0),
-            frequency_penalty: number("frequency_penalty", 0.0),
-            repetition_penalty: number("repetition_penalty", 1.0).clamp(1e-3, 1e3),
-            seed: fields
-                .integer("seed")
-                .map_or(self.fresh_seed, |seed| seed as u64),
-            ..SamplingParams::default()
+    /// The ids of a conversation.
+    ///
+    /// # Errors
+    /// [`Rejection::NoTemplate`], [`Rejection::ContextLength`], and what the template says.
+    fn prompt(
+        &self,
+        conversation: &Conversation,
+        field: &'static str,
+    ) -> Result<Vec<u32>, Rejection> {
+        let Some(template) = &self.model.template else {
+            let model = self.model.id.clone();
+            return Err(Rejection::NoTemplate { model });
         };
-        sampling.logit_bias = self.logit_bias(fields.take("logit_bias"))?;
-        Ok(sampling)
+        self.check_bytes(conversation.text_bytes(), field)?;
+        let prompt = conversation.encode(template, &self.model.tokenizer, self.unix_s)?;
+        self.check_prompt(&prompt, || field.into(), field)?;
+        Ok(prompt)
     }
 
-    fn logit_bias(&self, value: Option<Value>) -> Result<Vec<(u32, f32)>, Rejection> {
-        let Some(value) = value else {
-            return Ok(Vec::new());
-        };
-        let Value::Object(map) = value else {
-            let expected = "an object of token ids and numbers";
-            return Err(wrong_type("logit_bias".into(), &value, expected));
-        };
-        if map.len() > MAX_LOGIT_BIAS {
-            return Err(Rejection::Length {
-                param: "logit_bias".into(),
-                got: map.len(),
-                unit: "entries",
-                expected: format!("at most {MAX_LOGIT_BIAS}"),
-            });
+    /// Refuses what is far over the context before it is made tokens: `bytes` of text are at least
+    /// `bytes / longest_token` tokens. What may be just over it is counted exactly.
+    ///
+    /// # Errors
+    /// [`Rejection::FarTooLong`].
+    fn check_bytes(&self, bytes: usize, param: &'static str) -> Result<(), Rejection> {
+        let (tokens, context) = (bytes / self.longest_token.max(1), self.model.context);
+        if tokens < 2 * context {
+            return Ok(());
         }
-        map.iter().map(|(id, bias)| self.bias(id, bias)).collect()
-    }
-
-    fn bias(&self, id: &str, bias: &Value) -> Result<(u32, f32), Rejection> {
-        let vocab = self.model.vocab();
-        let token = id.parse().ok().filter(|token| *token < vocab);
-        // Digits only and no leading zero, so that no token comes twice.
-        let token = token.filter(|token: &u32| token.to_string() == id);
-        let param = format!("logit_bias.{}", clip(id));
-        let Some(token) = token else {
-            return Err(Rejection::Range {
-                param,
-                got: "no token".into(),
-                expected: format!("a token id from 0 to {}", vocab.saturating_sub(1)),
-            });
-        };
-        let Some(number) = bias.as_f64() else {
-            return Err(wrong_type(param, bias, "a number"));
-        };
-        if !(-100.0..=100.0).contains(&number) {
-            return Err(Rejection::Range {
-                param,
-                got: show(bias),
-                expected: "-100 to 100".into(),
-            });
-        }
-        Ok((token, number as f32))
+        Err(Rejection::FarTooLong {
+            tokens,
+            context,
+            param,
+        })
     }
 
     /// # Errors
@@ -222,14 +282,15 @@ impl Reader<'_> {
     }
 }
 
-fn stop(value: Option<Value>) -> Result<Vec<String>, Rejection> {
+/// A list of texts that end an answer, or one; `param` is its name.
+fn stop(value: Option<Value>, param: &str) -> Result<Vec<String>, Rejection> {
     let texts = match value {
         None => return Ok(Vec::new()),
         Some(Value::String(text)) => vec![Value::String(text)],
         Some(Value::Array(texts)) if texts.len() <= MAX_STOPS => texts,
         Some(Value::Array(texts)) => {
             return Err(Rejection::Length {
-                param: "stop".into(),
+                param: param.into(),
                 got: texts.len(),
                 unit: "texts",
                 expected: format!("at most {MAX_STOPS}"),
@@ -237,25 +298,26 @@ fn stop(value: Option<Value>) -> Result<Vec<String>, Rejection> {
         }
         Some(other) => {
             let expected = "a string or an array of strings";
-            return Err(wrong_type("stop".into(), &other, expected));
+            return Err(wrong_type(param.into(), &other, expected));
         }
     };
     let text = |(i, value): (usize, Value)| match value {
         Value::String(text) => match text.chars().count() {
             1..=MAX_STOP_CHARS => Ok(text),
             got => Err(Rejection::Length {
-                param: format!("stop[{i}]"),
+                param: format!("{param}[{i}]"),
                 got,
                 unit: "characters",
                 expected: format!("1 to {MAX_STOP_CHARS}"),
             }),
         },
-        other => Err(wrong_type(format!("stop[{i}]"), &other, "a string")),
+        other => Err(wrong_type(format!("{param}[{i}]"), &other, "a string")),
     };
     texts.into_iter().enumerate().map(text).collect()
 }
 
-fn stream(fields: &mut Fields) -> Result<Option<StreamOptions>, Rejection> {
+/// `stream` and `stream_options` of OpenAI.
+fn stream(fields: &mut Fields, notes: &Notes) -> Result<Option<StreamOptions>, Rejection> {
     let is_stream = fields.is_true("stream");
     let Some(value) = fields.take("stream_options") else {
         let has_usage = false;
@@ -264,7 +326,7 @@ fn stream(fields: &mut Fields) -> Result<Option<StreamOptions>, Rejection> {
     let Value::Object(map) = value else {
         return Err(wrong_type("stream_options".into(), &value, "an object"));
     };
-    let options = Fields::new(map, fields::STREAM_OPTION, "stream_options.")?;
+    let options = Fields::new(map, fields::STREAM_OPTION, "stream_options.", notes)?;
     if !is_stream {
         let (param, condition) = ("stream_options", "without stream: true");
         return Err(Rejection::Conflict { param, condition });
@@ -274,13 +336,13 @@ fn stream(fields: &mut Fields) -> Result<Option<StreamOptions>, Rejection> {
 }
 
 /// `metadata` is not used, but what is no metadata is a mistake all the same.
-fn check_metadata(value: Option<Value>) -> Result<(), Rejection> {
+fn check_metadata(value: Option<&Value>) -> Result<(), Rejection> {
     let map = match value {
         None => return Ok(()),
         Some(Value::Object(map)) => map,
         Some(other) => {
             let expected = "an object of strings";
-            return Err(wrong_type("metadata".into(), &other, expected));
+            return Err(wrong_type("metadata".into(), other, expected));
         }
     };
     if map.len() > MAX_NOTES {
@@ -296,7 +358,7 @@ fn check_metadata(value: Option<Value>) -> Result<(), Rejection> {
 }
 
 fn check_note(name: &str, value: &Value) -> Result<(), Rejection> {
-    let param = || format!("metadata.{}", clip(name));
+    let param = || format!("metadata.{}", crate::field::clip(name));
     let Some(text) = value.as_str() else {
         return Err(wrong_type(param(), value, "a string"));
     };
@@ -326,4 +388,29 @@ fn object(value: Value, param: impl FnOnce() -> String) -> Result<Map<String, Va
         Value::Object(map) => Ok(map),
         other => Err(wrong_type(param(), &other, "an object")),
     }
+}
+
+/// An array at `param` of at most `most` items, which are `unit`.
+fn array(
+    value: Value,
+    param: &str,
+    most: usize,
+    unit: &'static str,
+) -> Result<Vec<Value>, Rejection> {
+    match value {
+        Value::Array(items) if items.len() <= most => Ok(items),
+        Value::Array(items) => Err(Rejection::Length {
+            param: param.to_owned(),
+            got: items.len(),
+            unit,
+            expected: format!("at most {most}"),
+        }),
+        other => Err(wrong_type(param.to_owned(), &other, "an array")),
+    }
+}
+
+/// A value of a kind that is not served: `got` is what it is.
+fn unsupported(param: impl Into<String>, got: impl Into<String>, why: &'static str) -> Rejection {
+    let (param, got) = (param.into(), got.into());
+    Rejection::Unsupported { param, got, why }
 }

@@ -2,8 +2,8 @@
 
 use serde_json::{Value, json};
 
-use super::fields::{FUNCTION, PART, STREAM_OPTION, TOOL_CALL};
-use super::{MAX_STOP_CHARS, MAX_STOPS, messages};
+use super::fields::{FUNCTION, JSON_SCHEMA, PART, STREAM_OPTION, TOOL, TOOL_CALL, TOOL_FUNCTION};
+use super::{MAX_STOP_CHARS, MAX_STOPS, messages, tools as reader};
 use crate::field::object_schema;
 
 /// Most entries of `logit_bias`: the engine's bound.
@@ -71,4 +71,45 @@ pub(super) fn tool_calls() -> Value {
 
 pub(super) fn function() -> Value {
     object_schema(FUNCTION)
+}
+
+pub(super) fn tools() -> Value {
+    json!({"type": "array", "items": object_schema(TOOL), "maxItems": reader::MAX_TOOLS})
+}
+
+pub(super) fn tool_function() -> Value {
+    object_schema(TOOL_FUNCTION)
+}
+
+pub(super) fn tool_choice() -> Value {
+    let name = json!({"type": "object", "properties": {"name": {"type": "string"}},
+        "required": ["name"], "additionalProperties": false});
+    let tool = json!({"type": "object", "properties": {"type": {"const": "function"},
+        "function": name}, "required": ["type", "function"], "additionalProperties": false});
+    let list = json!({"type": "object", "properties": {"mode": {"enum": ["auto", "required"]},
+        "tools": {"type": "array", "items": tool}}, "required": ["mode", "tools"]});
+    let allowed = json!({"type": "object", "properties": {"type": {"const": "allowed_tools"},
+        "allowed_tools": list}, "required": ["type", "allowed_tools"]});
+    json!({"anyOf": [{"enum": ["auto", "none", "required"]}, tool, allowed]})
+}
+
+pub(super) fn response_format() -> Value {
+    let plain = json!({"type": "object", "properties": {"type": {"enum": ["text", "json_object"]}},
+        "required": ["type"], "additionalProperties": false});
+    let schema = json!({"type": "object", "properties": {"type": {"const": "json_schema"},
+        "json_schema": object_schema(JSON_SCHEMA)}, "required": ["type", "json_schema"],
+        "additionalProperties": false});
+    json!({"anyOf": [plain, schema]})
+}
+
+pub(super) fn texts() -> Value {
+    json!({"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1})
+}
+
+pub(super) fn any() -> Value {
+    json!({})
+}
+
+pub(super) fn array() -> Value {
+    json!({"type": "array"})
 }

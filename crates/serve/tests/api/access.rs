@@ -69,6 +69,9 @@ fn other_hosts_and_pages_are_refused_everywhere() {
     }
     let none = crate::client::raw(rig.addr, b"GET / HTTP/1.1\r\n\r\n");
     assert_eq!(refusal(none).1, "invalid_host");
+    // HTTP/1.0 has no Host, and no browser speaks it.
+    let old = crate::client::raw(rig.addr, b"GET /health HTTP/1.0\r\n\r\n");
+    old.ok("HTTP/1.0 without Host");
     let absolute = b"GET http://evil.example/ HTTP/1.1\r\nHost: localhost\r\n\r\n";
     assert_eq!(
         refusal(crate::client::raw(rig.addr, absolute)).1,

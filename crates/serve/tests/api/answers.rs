@@ -27,7 +27,9 @@ fn a_chat_completion_is_openais() {
             "logprobs": null,
             "finish_reason": "stop",
         }],
-        "usage": {"prompt_tokens": 21, "completion_tokens": 4, "total_tokens": 25},
+        "usage": {"prompt_tokens": 21, "completion_tokens": 4, "total_tokens": 25,
+            "prompt_tokens_details": {"cached_tokens": 0},
+            "completion_tokens_details": {"reasoning_tokens": 0}},
     });
     assert_eq!(got, expected);
     let prompt = rig.service.last().prompt;
@@ -78,7 +80,9 @@ fn usage_ends_a_stream_that_asks_for_it() {
     assert_eq!(last["choices"], json!([]));
     assert_eq!(
         last["usage"],
-        json!({"prompt_tokens":21,"completion_tokens":4,"total_tokens":25})
+        json!({"prompt_tokens":21,"completion_tokens":4,"total_tokens":25,
+            "prompt_tokens_details":{"cached_tokens":0},
+            "completion_tokens_details":{"reasoning_tokens":0}})
     );
 }
 
@@ -92,7 +96,9 @@ fn a_completion_is_openais() {
         "id": null, "object": "text_completion", "created": null, "model": "tiny",
         "system_fingerprint": "cpu-tiny",
         "choices": [choice(0), choice(1), choice(2), choice(3)],
-        "usage": {"prompt_tokens": 3, "completion_tokens": 16, "total_tokens": 19},
+        "usage": {"prompt_tokens": 3, "completion_tokens": 16, "total_tokens": 19,
+            "prompt_tokens_details": {"cached_tokens": 0},
+            "completion_tokens_details": {"reasoning_tokens": 0}},
     });
     assert_eq!(got, expected);
     let prompts: Vec<Vec<u32>> = rig

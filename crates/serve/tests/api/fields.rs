@@ -38,6 +38,8 @@ fn fields_without_effect_are_accepted() {
         r#""response_format":{"type":"text"},"function_call":"none""#,
         r#""temperature":1,"top_p":1.0,"n":1.0,"top_k":0,"min_p":0,"repetition_penalty":1"#,
         r#""top_k":-1,"logit_bias":{},"stop":[],"stream":false,"logprobs":false"#,
+        r#""keep_alive":"5m","cache_prompt":true,"min_tokens":0,"ignore_eos":false"#,
+        r#""repeat_penalty":1.0,"chat_template_kwargs":{"custom":1},"reasoning_effort":"low""#,
         r#""tools":null,"audio":null,"reasoning_effort":null,"response_format":null"#,
         r#""temperature":null,"n":null,"stop":null,"seed":null,"stream_options":null"#,
     ] {
@@ -117,6 +119,61 @@ fn fields_with_effect_reach_the_engine() {
 }
 
 #[test]
+fn what_is_not_said_is_the_models_own() {
+    let mut model = crate::tiny::model();
+    model.sampling = paceline_serve::recommended_sampling(&serde_json::json!({
+        "temperature": 0.6, "top_p": 0.95, "top_k": 20, "repetition_penalty": 1.1,
+    }));
+    let scripted = crate::scripted::Scripted::new(Script::Say(vec![], Finish::Length));
+    let service = std::sync::Arc::new(scripted.clone());
+    let rig = Rig::start(|_| {}, model, service, scripted);
+    for (fields, temperature, top_k, repetition) in [
+        ("", 0.6, 20, 1.1),
+        (r#""temperature":1,"top_k":0"#, 1.0, 0, 1.1),
+        (r#""top_k":-1,"repeat_penalty":1.3"#, 0.6, 0, 1.3),
+        (
+            r#""repeat_penalty":1.3,"repetition_penalty":1.5"#,
+            0.6,
+            20,
+            1.5,
+        ),
+    ] {
+        rig.chat(fields).ok(fields);
+        let got = rig.service.last().sampling;
+        let got = (got.temperature, got.top_k, got.repetition_penalty);
+        assert_eq!(got, (temperature, top_k, repetition), "{fields}");
+    }
+    rig.chat(r#""ignore_eos":true,"logit_bias":{"257":5}"#)
+        .ok("");
+    // 257 ends an answer.
+    let bias = rig.service.last().sampling.logit_bias;
+    assert_eq!(bias, [(257, -100.0)]);
+}
+
+#[test]
+fn lenient_servers_pass_unknown_fields_with_a_warning() {
+    let rig = Rig::with(|config| config.is_lenient = true);
+    let response = rig.chat(r#""foo":1,"messages":[{"role":"user","content":"a","bar":2}]"#);
+    let warnings: Vec<&str> = response
+        .headers
+        .iter()
+        .filter(|(name, _)| name == "warning")
+        .map(|(_, value)| value.as_str())
+        .collect();
+    assert_eq!(
+        warnings,
+        [
+            "299 paceline \"foo is unknown and was ignored\"",
+            "299 paceline \"messages[0].bar is unknown and was ignored\""
+        ]
+    );
+    response.ok("unknown fields");
+    // What is known and wrong stays wrong.
+    assert_eq!(rig.chat(r#""temperature":"hot""#).status, 400);
+    assert_eq!(rig.chat("").header("warning"), None);
+}
+
+#[test]
 fn requests_without_a_seed_have_different_ones() {
     let rig = Rig::new();
     let seeds: std::collections::BTreeSet<u64> = (0..5)
@@ -141,6 +198,11 @@ fn messages_become_the_templates() {
             "user\na\nb\n",
         ),
         (r#"{"role":"user","content":[]}"#, "user\n\n"),
+        (
+            r#"{"role":"user","content":"a","cache_control":{"type":"ephemeral"}},
+               {"role":"assistant","content":null,"reasoning_content":"hm"}"#,
+            "user\na\nassistant\n\n",
+        ),
         (
             r#"{"role":"assistant","content":null,"refusal":null,"annotations":[],"audio":null,
                "tool_calls":[{"id":"1","type":"function",

@@ -114,3 +114,63 @@ fn a_full_queue_is_told() {
         assert!(start.elapsed() < crate::client::PATIENCE);
     }
 }
+
+/// Ten tools with schemas as OpenCode writes them.
+fn opencode_tools() -> Value {
+    let tool = |i: usize| {
+        serde_json::json!({"type": "function", "function": {
+            "name": format!("tool{i}"),
+            "description": "Does what it says. ".repeat(30),
+            "parameters": {
+                "$schema": "https://json-schema.org/draft/2020-12/schema",
+                "type": "object",
+                "properties": {
+                    "path": {"type": "string", "description": "The file."},
+                    "limit": {"type": "integer", "exclusiveMinimum": 0,
+                              "maximum": 9007199254740991u64},
+                },
+                "required": ["path"],
+                "additionalProperties": false,
+            },
+        }})
+    };
+    (0..10).map(tool).collect()
+}
+
+/// The shape of OpenCode 1.18's requests, as `clients-2026.md` has it.
+#[test]
+fn the_second_turn_of_opencode_finds_its_first_in_the_cache() {
+    let (runner, model) = tiny::tool_runner();
+    let rig = Rig::over(Arc::new(runner), model);
+    let mut body = serde_json::json!({
+        "model": "tiny", "max_tokens": 4, "temperature": 0, "tool_choice": "auto",
+        "tools": opencode_tools(), "logit_bias": {"257": -100},
+        "messages": [
+            {"role": "system", "content": "You are OpenCode. ".repeat(100)},
+            {"role": "user", "content": "Say hello"},
+        ],
+    });
+    let ask = |body: &Value| {
+        let response = rig.post(crate::rig::CHAT, &body.to_string());
+        assert_eq!((response.status, response.header("warning")), (200, None));
+        response.json()
+    };
+    let first = ask(&body);
+    let prompt = first["usage"]["prompt_tokens"].as_u64().unwrap();
+    assert!(
+        prompt > 6400,
+        "99 % are whole pages of 64 tokens from there on: {prompt}"
+    );
+    let turns = body["messages"].as_array_mut().unwrap();
+    let call = serde_json::json!({"id": "c1", "type": "function",
+        "function": {"name": "tool1", "arguments": "{\"path\":\"a\"}"}});
+    turns.extend([
+        serde_json::json!({"role": "assistant", "content": "", "tool_calls": [call]}),
+        serde_json::json!({"role": "tool", "tool_call_id": "c1", "content": "42"}),
+    ]);
+    let second = ask(&body);
+    let cached = second["usage"]["prompt_tokens_details"]["cached_tokens"]
+        .as_u64()
+        .unwrap();
+    assert!(cached * 100 >= prompt * 99, "{cached} of {prompt}");
+}

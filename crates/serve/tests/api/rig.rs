@@ -42,6 +42,12 @@ impl Rig {
         Self::start(change, tiny::model(), Arc::new(service.clone()), service)
     }
 
+    /// With a scripted service behind the text side of `model`.
+    pub(crate) fn of(model: Model) -> Self {
+        let service = Scripted::new(Script::Say(vec![(97, "ok")], Finish::EndOfText));
+        Self::start(|_| {}, model, Arc::new(service.clone()), service)
+    }
+
     /// With a service of its own.
     pub(crate) fn over(service: Arc<dyn Service>, model: Model) -> Self {
         let unused = Scripted::new(Script::Silence);
@@ -123,6 +129,13 @@ pub(crate) fn chat_body(fields: &str) -> String {
 pub(crate) fn completion_body(fields: &str) -> String {
     let comma = if fields.is_empty() { "" } else { "," };
     format!(r#"{{"model":"tiny","prompt":"hi"{comma}{fields}}}"#)
+}
+
+/// The prompt of the last request, as text without control tokens.
+pub(crate) fn prompt_text(rig: &Rig) -> String {
+    let prompt = rig.service.last().prompt;
+    let bytes = prompt.iter().filter_map(|id| u8::try_from(*id).ok());
+    String::from_utf8(bytes.collect()).unwrap()
 }
 
 /// Status, code and param of a refusal, and its message.

@@ -17,6 +17,8 @@ use crate::client::PATIENCE;
 pub(crate) enum Script {
     /// Tokens with these ids and texts, then the end.
     Say(Vec<(u32, &'static str)>, Finish),
+    /// A text after a while.
+    Late(Duration, &'static str),
     /// So many tokens "x", then a failure.
     Fail(usize, Failure),
     /// Refuses at once.
@@ -144,6 +146,11 @@ impl Scripted {
                     .iter()
                     .for_each(|(token, said)| sink(text(*token, said)));
                 sink(finished(reason));
+            }
+            Script::Late(after, said) => {
+                thread::park_timeout(after);
+                sink(text(97, said));
+                sink(finished(Finish::EndOfText));
             }
             Script::Fail(n, failure) => {
                 sink(Reply::PromptRead { reused: 0 });

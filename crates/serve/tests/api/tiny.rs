@@ -3,16 +3,19 @@
 use std::sync::{Arc, OnceLock};
 
 use paceline_base::BlockType;
-use paceline_engine::{Engine, EngineConfig, Runner};
+use paceline_engine::{Engine, EngineConfig, Runner, SamplingParams};
 use paceline_formats::chat::ChatTemplate;
 use paceline_formats::gguf::testing::Writer;
 use paceline_formats::tokenizer::Tokenizer;
 use paceline_model::{LoadOptions, Source};
-use paceline_serve::Model;
+use paceline_serve::{About, Model};
 use paceline_tensor::Kernels;
 use paceline_tensor::stored::random::random_row;
 
 pub(crate) const CONTEXT: usize = 256;
+
+/// Room for a coding agent.
+const LONG: usize = 1 << 16;
 
 /// A token per byte, then the two of the template. The byte is the token's id.
 pub(crate) const VOCAB: usize = 258;
@@ -30,24 +33,59 @@ const TEMPLATE: &str = "{% for m in messages %}{% if m.role == 'tool' and not m.
     {{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}\
     {% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}";
 
+const TOOL_TEMPLATE: &str = "{% if tools %}{% for t in tools %}{{ t | tojson }}\n{% endfor %}{% endif %}\
+    {% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}\
+    {% if m.reasoning_content %}{{ '<think>' + m.reasoning_content + '</think>\n\n' }}{% endif %}\
+    {{ m.content }}{% if m.tool_calls %}{% for c in m.tool_calls %}{{ '\n<tool_call>\n{\"name\": \"' \
+    + c.function.name + '\", \"arguments\": ' }}{{ c.function.arguments | tojson }}{{ '}\n</tool_call>' }}\
+    {% endfor %}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}\
+    {% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}";
+
 /// The text side; made once, since every test wants it.
 pub(crate) fn model() -> Model {
     static MODEL: OnceLock<Model> = OnceLock::new();
-    MODEL.get_or_init(|| describe(&source())).clone()
+    MODEL.get_or_init(|| describe(&source(CONTEXT))).clone()
+}
+
+/// The text side with another template.
+pub(crate) fn model_with(template: &str) -> Model {
+    Model {
+        template: Some(Arc::new(ChatTemplate::new(template).unwrap())),
+        context: LONG,
+        ..model()
+    }
+}
+
+/// The text side of a model that thinks and calls tools in the form of Qwen 3.
+pub(crate) fn tool_model() -> Model {
+    model_with(TOOL_TEMPLATE)
 }
 
 /// A model with its weights, on a thread.
 pub(crate) fn runner(max_waiting: usize) -> (Runner, Model) {
-    let source = source();
-    let model = describe(&source);
+    run(&source(CONTEXT), max_waiting, CONTEXT)
+}
+
+/// One that thinks and calls tools, with room for a coding agent's prompt.
+pub(crate) fn tool_runner() -> (Runner, Model) {
+    let (runner, model) = run(&source(LONG), 8, LONG);
+    let template = tool_model().template;
+    (runner, Model { template, ..model })
+}
+
+fn run(source: &Source, max_waiting: usize, context: usize) -> (Runner, Model) {
+    let model = Model {
+        context,
+        ..describe(source)
+    };
     let kernels = Arc::new(Kernels::new(1).unwrap());
     let options = LoadOptions::default();
-    let weights = paceline_model::Model::load(&source, options, kernels, |_, _| {}).unwrap();
+    let weights = paceline_model::Model::load(source, options, kernels, |_, _| {}).unwrap();
     let config = EngineConfig {
-        cache_positions: 4 * CONTEXT,
+        cache_positions: 4 * context,
         max_running: 4,
         max_waiting,
-        ..EngineConfig::single("tiny", CONTEXT)
+        ..EngineConfig::single("tiny", context)
     };
     let tokenizer = Arc::clone(&model.tokenizer);
     let engine = Engine::new(Arc::new(weights), tokenizer, config).unwrap();
@@ -67,13 +105,23 @@ fn describe(source: &Source) -> Model {
         tokenizer: Arc::new(Tokenizer::from_gguf(file.metadata()).unwrap()),
         template: Some(Arc::new(template)),
         context: CONTEXT,
+        sampling: SamplingParams {
+            temperature: 1.0,
+            ..SamplingParams::default()
+        },
+        about: About {
+            architecture: "llama".into(),
+            bytes: 1 << 20,
+            parameters: 135_000_000,
+            quantization: "Q8_0".into(),
+        },
     }
 }
 
-fn source() -> Source {
+fn source(context: usize) -> Source {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("tiny.gguf");
-    file().write(&path);
+    file(context).write(&path);
     Source::open(&path).unwrap()
 }
 
@@ -90,7 +138,7 @@ fn spell(byte: u8) -> String {
     char::from_u32(code).unwrap().to_string()
 }
 
-fn file() -> Writer {
+fn file(context: usize) -> Writer {
     let mut tokens: Vec<String> = (0..=255).map(spell).collect();
     tokens.extend(["<|im_start|>".to_owned(), "<|im_end|>".to_owned()]);
     let mut kinds = vec![1; VOCAB];
@@ -110,7 +158,7 @@ fn file() -> Writer {
         ("block_count", LAYERS),
         ("embedding_length", WIDTH),
         ("feed_forward_length", FFN),
-        ("context_length", CONTEXT),
+        ("context_length", context),
         ("attention.head_count", HEADS),
         ("attention.head_count_kv", KV_HEADS),
         ("attention.key_length", HEAD_DIM),

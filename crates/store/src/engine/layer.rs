@@ -13,7 +13,8 @@ use std::time::Duration;
 
 use serde::Deserialize;
 
-use super::pins::{MLX_C_VERSION, MLX_SYS_SHA256};
+use super::pins::{MLX_C_SOURCES_SHA256, MLX_C_VERSION, MLX_SYS_SHA256};
+use crate::hash::Hasher;
 use crate::options::Toolchain;
 use crate::progress::Cancel;
 use crate::{Error, child, disk};
@@ -24,6 +25,9 @@ const FETCH_LIMIT: Duration = Duration::from_secs(300);
 const COMPILE_LIMIT: Duration = Duration::from_secs(600);
 /// A tool says its version at once.
 const ASK_LIMIT: Duration = Duration::from_secs(30);
+
+/// How deep folders of `mlx-c` may nest; they nest one deep.
+const TREE_DEPTH: u32 = 8;
 
 /// GCC 12 has no `<format>`, which `mlx-c` uses in the texts of a few errors.
 const SHIM: &str = "#pragma once
@@ -62,6 +66,7 @@ pub(super) fn check_tools(tools: &Toolchain, root: &Path, cancel: &Cancel) -> Re
     for program in programs {
         let mut command = Command::new(program);
         command.arg("--version");
+        child::confine(&mut command, work.path());
         run(command, work.path(), ASK_LIMIT, cancel)?;
     }
     Ok(())
@@ -78,13 +83,16 @@ pub(super) fn build(
     let work = work.join("layer");
     disk::create_dir(&work)?;
     let sources = match &tools.sources {
-        Some(folder) => folder.clone(),
+        Some(folder) => {
+            std::path::absolute(folder).map_err(|error| Error::io("find", folder, error))?
+        }
         None => fetch(&tools.cargo, &work, cancel)?,
     };
     let unity = work.join("mlxc.cpp");
     write(&unity, &one_file(&sources)?)?;
     write(&work.join("shim.h"), SHIM)?;
-    let compile = command(&tools.compiler, &sources, folder, &work, target);
+    let mut compile = command(&tools.compiler, &sources, folder, &work, target);
+    child::confine(&mut compile, &work);
     run(compile, &work, COMPILE_LIMIT, cancel)
 }
 
@@ -139,7 +147,12 @@ fn fetch(cargo: &OsStr, work: &Path, cancel: &Cancel) -> Result<PathBuf, Error> 
     write(&package.join("Cargo.toml"), &manifest)?;
     let mut command = Command::new(cargo);
     command.args(["metadata", "--format-version", "1"]);
-    command.current_dir(&package);
+    command
+        .arg("--manifest-path")
+        .arg(package.join("Cargo.toml"));
+    // Cargo obeys a `.cargo/config.toml` of its working folder and of all above. The root has only
+    // what the system's owner put there; the user's own settings come from cargo's home.
+    command.current_dir("/");
     // A cargo that runs us has set its toolchain and target folder for its own package.
     command.env_remove("CARGO_TARGET_DIR");
     run(command, work, FETCH_LIMIT, cancel)?;
@@ -154,7 +167,38 @@ fn fetch(cargo: &OsStr, work: &Path, cancel: &Cancel) -> Result<PathBuf, Error> 
     if !sources.join("mlx/c/mlx.h").is_file() {
         return Err(Error::NotSources { path: sources });
     }
+    // Cargo checks what it fetches, once, and then trusts its own folder.
+    let got = tree_hash(&sources.join("mlx/c"))?;
+    crate::hash::expect_sha256("mlx-c's sources", MLX_C_SOURCES_SHA256, &got)?;
     Ok(sources)
+}
+
+/// SHA-256 over all files below `dir` in the order of their paths: path, length, bytes of each.
+fn tree_hash(dir: &Path) -> Result<String, Error> {
+    let mut hasher = Hasher::default();
+    for path in files_below(dir, TREE_DEPTH)? {
+        let bytes = fs::read(&path).map_err(|error| Error::io("read", &path, error))?;
+        let name = path.strip_prefix(dir).unwrap_or(&path);
+        hasher.update(name.as_os_str().as_encoded_bytes());
+        hasher.update(&[0]);
+        hasher.update(&(bytes.len() as u64).to_le_bytes());
+        hasher.update(&bytes);
+    }
+    Ok(hasher.hex())
+}
+
+fn files_below(dir: &Path, depth: u32) -> Result<Vec<PathBuf>, Error> {
+    let entries = fs::read_dir(dir).map_err(|error| Error::io("list", dir, error))?;
+    let mut files = Vec::new();
+    for path in entries.flatten().map(|entry| entry.path()) {
+        if path.is_dir() && depth > 0 {
+            files.extend(files_below(&path, depth - 1)?);
+        } else if path.is_file() {
+            files.push(path);
+        }
+    }
+    files.sort();
+    Ok(files)
 }
 
 /// What is read of `cargo metadata`.
@@ -219,6 +263,42 @@ mod tests {
         let without = lock.replace("checksum = \"2\"\n", "");
         assert_eq!(checksum(&without), None);
         assert_eq!(checksum(""), None);
+    }
+
+    #[test]
+    fn cargo_works_where_nobody_else_can_put_settings() {
+        use std::os::unix::fs::PermissionsExt;
+        let dir = tempfile::tempdir().unwrap();
+        let (log, cargo) = (dir.path().join("log"), dir.path().join("cargo"));
+        let script = "#!/bin/sh\n{ pwd; echo \"$*\"; } >";
+        fs::write(&cargo, format!("{script} {}\nexit 9\n", log.display())).unwrap();
+        fs::set_permissions(&cargo, PermissionsExt::from_mode(0o755)).unwrap();
+        let error = fetch(cargo.as_os_str(), dir.path(), &Cancel::default()).unwrap_err();
+        assert!(matches!(error, Error::ToolFailed { .. }), "{error}");
+        let said = fs::read_to_string(log).unwrap();
+        let manifest = dir.path().join("sources/Cargo.toml");
+        assert!(said.starts_with("/\n"), "{said}");
+        assert!(
+            said.contains(&format!("--manifest-path {}", manifest.display())),
+            "{said}"
+        );
+    }
+
+    #[test]
+    fn the_hash_of_a_folder_sees_every_byte_and_name() {
+        let dir = tempfile::tempdir().unwrap();
+        fs::create_dir(dir.path().join("private")).unwrap();
+        let write = |name: &str, text: &str| fs::write(dir.path().join(name), text).unwrap();
+        write("a.h", "1");
+        write("private/b.h", "2");
+        let whole = tree_hash(dir.path()).unwrap();
+        assert_eq!(tree_hash(dir.path()).unwrap(), whole);
+        write("private/b.h", "3");
+        assert_ne!(tree_hash(dir.path()).unwrap(), whole);
+        write("private/b.h", "2");
+        assert_eq!(tree_hash(dir.path()).unwrap(), whole);
+        write("c.h", "");
+        assert_ne!(tree_hash(dir.path()).unwrap(), whole);
     }
 
     #[test]

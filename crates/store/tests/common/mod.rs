@@ -409,6 +409,7 @@ pub fn empty_catalogue() -> Catalogue {
 /// A catalogue with the model `tiny` of these bytes, on the hub and in these wheels.
 pub fn catalogue(body: &[u8], on_hub: bool, wheels: Vec<Wheel>) -> Catalogue {
     let model = Model {
+        shape: None,
         alias: "tiny",
         about: "test",
         licence: "none",

@@ -34,8 +34,18 @@ pub struct AttentionRows<'a> {
     pub rows: usize,
     /// Position of the first row.
     pub position: usize,
-    /// The sequence's pages in order of position.
+    /// The sequence's pages in order of position, from page `first_page` on.
     pub pages: &'a [u32],
+    /// Pages before those that are no longer there, since no row sees them.
+    pub first_page: usize,
+}
+
+impl AttentionRows<'_> {
+    /// The number in the cache of the page with positions `64 index ..`.
+    #[inline]
+    pub(crate) fn page(&self, index: usize) -> u32 {
+        self.pages[index - self.first_page]
+    }
 }
 
 /// An attention step over one layer.
@@ -89,17 +99,18 @@ impl AttentionScratch {
 }
 
 impl Kernels {
-    /// Working memory for up to `rows` rows of `heads` heads and sequences of up to `positions`
-    /// positions. A step of few rows over many pages is cut by page when its partial results fit
-    /// here, so room for at least one row at full length is kept.
+    /// Working memory for up to `rows` rows of `heads` heads with values of `value_dim`, the most
+    /// of any layer, and sequences of up to `positions` positions. A step of few rows over many
+    /// pages is cut by page when its partial results fit here, so room for at least one row at
+    /// full length is kept.
     pub fn attention_scratch(
         &self,
         rows: usize,
         heads: usize,
-        head_dim: usize,
+        value_dim: usize,
         positions: usize,
     ) -> AttentionScratch {
-        let partial = attention::partial_len(head_dim);
+        let partial = attention::partial_len(value_dim);
         let pages = positions.div_ceil(PAGE).max(1);
         let running = || Mutex::new(vec![0.0; 2 * QUERIES * partial]);
         AttentionScratch {
@@ -108,8 +119,8 @@ impl Kernels {
         }
     }
 
-    /// Writes keys and values of a batch, `(rows, KV heads * head_dim)` each, to a layer of the
-    /// cache; rows in parallel.
+    /// Writes keys and values of a batch, `(rows, KV heads * head_dim)` and
+    /// `(rows, KV heads * value_dim)`, to a layer of the cache; rows in parallel.
     ///
     /// # Panics
     /// On lengths that do not fit, or pages that a sequence lacks.
@@ -122,19 +133,20 @@ impl Kernels {
         values: &[f32],
     ) {
         let rows = sequences.iter().map(|s| s.rows).sum();
-        let len = cache.shape().heads * cache.shape().head_dim;
-        let writer = cache.writer();
+        let shape = cache.rows(layer);
+        let (k, v) = (shape.heads * shape.head_dim, shape.heads * shape.value_dim);
+        let writer = cache.writer(layer);
         self.for_rows(rows, |t| {
             let (sequence, offset) = locate(sequences, t);
             let position = sequence.position + offset;
-            let (page, slot) = (sequence.pages[position / PAGE], position % PAGE);
-            let part = t * len..(t + 1) * len;
+            let (page, slot) = (sequence.page(position / PAGE), position % PAGE);
+            let (key, value) = (&keys[t * k..][..k], &values[t * v..][..v]);
             // SAFETY: rows are positions of their own.
-            unsafe { writer.write(layer, page, slot, &keys[part.clone()], &values[part]) }
+            unsafe { writer.write(page, slot, key, value) }
         });
     }
 
-    /// Causal attention of a batch; `out` is `(rows, heads * head_dim)`, see [`crate::attention`].
+    /// Causal attention of a batch; `out` is `(rows, heads * value_dim)`, see [`crate::attention`].
     /// Allocates nothing.
     ///
     /// # Panics
@@ -142,7 +154,7 @@ impl Kernels {
     pub fn attention(&self, step: &Attention<'_>, scratch: &mut AttentionScratch, out: &mut [f32]) {
         let plan = Plan::new(step, self.pool().threads(), scratch.partials.len());
         assert!(out.len() >= plan.rows * plan.row_len(), "attention output");
-        let out = DisjointMut::new(out, plan.head_dim);
+        let out = DisjointMut::new(out, plan.value_dim);
         let mut partials = std::mem::take(&mut scratch.partials);
         let stored = DisjointMut::new(&mut partials, plan.partial);
         let task = Task {
@@ -169,7 +181,7 @@ struct Task<'a> {
     step: &'a Attention<'a>,
     plan: &'a Plan,
     table: &'static Table,
-    /// `(rows, heads)` parts of `head_dim`.
+    /// `(rows, heads)` parts of `value_dim`.
     out: &'a DisjointMut<'a, f32>,
     /// `(rows, heads, pages)` partial results.
     stored: &'a DisjointMut<'a, f32>,
@@ -190,7 +202,7 @@ impl Task<'_> {
             let (lo, hi) = visible(position, self.step.window, index).expect("a visible page");
             // The next task's, maybe: this thread's as a rule.
             let next = self.behind(&sequence, &seen, index, kv_head);
-            let page = (sequence.pages[index], kv_head);
+            let page = (sequence.page(index), kv_head);
             let mut queries = Queries::new();
             for head in plan.heads_of(kv_head) {
                 if queries.is_full() {
@@ -219,10 +231,10 @@ impl Task<'_> {
         kv_head: usize,
     ) -> Option<(u32, usize)> {
         if index + 1 < seen.end {
-            return Some((sequence.pages[index + 1], kv_head));
+            return Some((sequence.page(index + 1), kv_head));
         }
         let next = kv_head + 1;
-        (next < self.plan.kv_heads).then(|| (sequence.pages[seen.start], next))
+        (next < self.plan.kv_heads).then(|| (sequence.page(seen.start), next))
     }
 
     /// Merges the stored partial results of all pages for one row and KV head.
@@ -292,7 +304,7 @@ impl Task<'_> {
                     out: into.part(slot).as_mut_ptr(),
                 });
             });
-            let page = (tile.sequence.pages[index], tile.kv_head);
+            let page = (tile.sequence.page(index), tile.kv_head);
             let next = self.behind(&tile.sequence, &seen, index, tile.kv_head);
             self.attend(page, next, &mut queries);
             tile.each(|slot, _, position, _| {
@@ -316,7 +328,7 @@ impl Task<'_> {
     fn attend(&self, page: (u32, usize), next: Option<(u32, usize)>, queries: &mut Queries) {
         let cache = self.step.cache;
         let view = cache.page(self.step.layer, page, next);
-        let kernel = match cache.shape().kv_type {
+        let kernel = match cache.rows(self.step.layer).kv_type {
             KvType::F16 => self.table.attend_f16,
             KvType::F32 => self.table.attend_f32,
             KvType::Q8_0 => self.table.attend_q8,
@@ -408,6 +420,7 @@ struct Plan {
     group: usize,
     skipped: usize,
     head_dim: usize,
+    value_dim: usize,
     /// Floats of a partial result.
     partial: usize,
     /// Most pages that a row of this step sees, counted from position 0.
@@ -420,7 +433,7 @@ struct Plan {
 
 impl Plan {
     fn new(step: &Attention<'_>, threads: usize, scratch: usize) -> Self {
-        let shape = step.cache.shape();
+        let shape = step.cache.rows(step.layer);
         let rows: usize = step.sequences.iter().map(|s| s.rows).sum();
         let groups = (step.skipped + step.heads).div_ceil(step.group);
         assert!(
@@ -436,7 +449,7 @@ impl Plan {
             "queries"
         );
         let max_pages = most_pages(step.sequences);
-        let partial = attention::partial_len(shape.head_dim);
+        let partial = attention::partial_len(shape.value_dim);
         let fits = rows * step.heads * max_pages * partial <= scratch;
         let wanted = TASKS_PER_THREAD * threads;
         let by_page = fits && threads > 1 && rows * shape.heads < wanted && max_pages > 1;
@@ -449,6 +462,7 @@ impl Plan {
             group: step.group,
             skipped: step.skipped,
             head_dim: shape.head_dim,
+            value_dim: shape.value_dim,
             partial,
             max_pages,
             row_block: rows.div_ceil(wanted).max(1),
@@ -461,7 +475,7 @@ impl Plan {
     }
 
     const fn row_len(&self) -> usize {
-        self.heads * self.head_dim
+        self.heads * self.value_dim
     }
 
     /// The query heads of a KV head.
@@ -497,9 +511,10 @@ fn most_pages(sequences: &[AttentionRows<'_>]) -> usize {
     let pages_of = |s: &AttentionRows<'_>| {
         let pages = (s.position + s.rows).div_ceil(PAGE);
         assert!(
-            pages <= s.pages.len(),
-            "{pages} pages needed, {} given",
-            s.pages.len()
+            pages <= s.first_page + s.pages.len(),
+            "{pages} pages needed, {} given from {}",
+            s.pages.len(),
+            s.first_page
         );
         pages
     };
@@ -507,7 +522,10 @@ fn most_pages(sequences: &[AttentionRows<'_>]) -> usize {
 }
 
 /// The sequence of a row, and the row's place in it.
-fn locate<'a>(sequences: &[AttentionRows<'a>], row: usize) -> (AttentionRows<'a>, usize) {
+pub(super) fn locate<'a>(
+    sequences: &[AttentionRows<'a>],
+    row: usize,
+) -> (AttentionRows<'a>, usize) {
     let mut offset = row;
     for sequence in sequences {
         if offset < sequence.rows {

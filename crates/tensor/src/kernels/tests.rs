@@ -572,12 +572,12 @@ fn naive_row(
 /// Two sequences of different length in one batch, pages scattered, stale pages full of infinity.
 fn check_attention(case: &Case, lengths: [usize; 2], rows: [usize; 2], kernels: &Kernels) {
     let shape = KvShape {
-        layers: 2,
         heads: case.kv_heads,
         head_dim: case.head_dim,
+        value_dim: case.head_dim,
         kv_type: case.kv_type,
     };
-    let mut cache = KvCache::new(shape, 16).unwrap();
+    let mut cache = KvCache::uniform(shape, 2, 16).unwrap();
     let infinite = vec![f32::INFINITY; case.kv_heads * case.head_dim];
     for page in 0..16 {
         (0..PAGE).for_each(|slot| cache.write(1, page, slot, &infinite, &infinite));
@@ -599,6 +599,7 @@ fn check_attention(case: &Case, lengths: [usize; 2], rows: [usize; 2], kernels: 
         rows: rows[s],
         position: lengths[s] - rows[s],
         pages: &pages[s],
+        first_page: 0,
     });
     let step = Attention {
         cache: &cache,
@@ -665,12 +666,12 @@ fn attention_of(case: &Case, heads: Range<usize>, rows: usize, kernels: &Kernels
     let (group, d) = (case.heads / case.kv_heads, case.head_dim);
     let kv = heads.start / group..(heads.end - 1) / group + 1;
     let shape = KvShape {
-        layers: 1,
         heads: kv.len(),
         head_dim: d,
+        value_dim: d,
         kv_type: case.kv_type,
     };
-    let mut cache = KvCache::new(shape, 4).unwrap();
+    let mut cache = KvCache::uniform(shape, 1, 4).unwrap();
     let [keys, values] = history(case, 150, 4);
     let held = kv.start * d..kv.end * d;
     for (i, (k, v)) in keys.iter().zip(&values).enumerate() {
@@ -684,6 +685,7 @@ fn attention_of(case: &Case, heads: Range<usize>, rows: usize, kernels: &Kernels
         rows,
         position: 150 - rows,
         pages: &[0, 1, 2],
+        first_page: 0,
     };
     let step = Attention {
         cache: &cache,

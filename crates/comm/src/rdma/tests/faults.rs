@@ -1,19 +1,20 @@
 //! Whatever a fabric does to messages and pairs, no rank hangs and no byte is wrong.
 //!
 //! A seed decides size, cables, how many messages are lost or delayed, and what breaks when. All
-//! of it is real but the devices. `COMM_TEST_RUNS=500` runs that many seeds.
+//! of it is real but the devices. `COMM_TEST_RUNS=500` runs that many seeds, as a long run does.
 
 #![allow(clippy::cast_possible_truncation, reason = "small numbers of a test")]
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use paceline_base::testing::Stopwatch;
+use paceline_base::testing::{Stopwatch, long};
 
 use super::super::soft::{Break, Failure, mix};
 use super::*;
 use crate::Error;
 
-const RUNS: u64 = 100;
+/// Seeds by default, and in a long run.
+const RUNS: [u64; 2] = [30, 500];
 
 /// Deadline of a call where only a deadline ends it: a device that went silent.
 const PATIENCE: Duration = Duration::from_millis(500);
@@ -279,7 +280,8 @@ fn check(run: &Run, ends: &[End], text: &str) {
 
 #[test]
 fn no_fault_makes_a_rank_hang_or_answer_wrongly() {
-    let runs = std::env::var("COMM_TEST_RUNS").map_or(RUNS, |runs| runs.parse().unwrap());
+    let usual = RUNS[usize::from(long())];
+    let runs = std::env::var("COMM_TEST_RUNS").map_or(usual, |runs| runs.parse().unwrap());
     // A few at a time: most of a run is waiting.
     let (next, hits) = (AtomicU64::new(0), AtomicU64::new(0));
     thread::scope(|scope| {

@@ -31,6 +31,7 @@ pub(super) fn request(prompt: Vec<u32>, max_tokens: usize, sampling: SamplingPar
         sampling,
         stop: Vec::new(),
         logprobs: None,
+        ..Request::default()
     }
 }
 

@@ -167,14 +167,23 @@ struct All {
 
 #[test]
 fn random_schedules_change_nothing_and_end() {
-    let tinies = [Tiny::new(1), Tiny::new(2)];
+    check([Tiny::new(1), Tiny::new(2)], 300);
+}
+
+/// With windows and states, whose pages come and go apart.
+#[test]
+fn random_schedules_of_layers_that_differ_change_nothing_and_end() {
+    check([Tiny::toy(1), Tiny::toy(2)], 150);
+}
+
+fn check(tinies: [Tiny; 2], cases: u32) {
     let requests = mixed(&tinies[0]);
     let outcomes = requests
         .iter()
         .map(|r| alone(&tinies[0], r, CONTEXT))
         .collect();
     let all = All { requests, outcomes };
-    let config = ProptestConfig::with_cases(300);
+    let config = ProptestConfig::with_cases(cases);
     proptest!(config, |(calls in calls(), a in sizes(), b in sizes())| {
         let sizes = [a, b];
         let events = run(&tinies, &sizes, &calls, &all);

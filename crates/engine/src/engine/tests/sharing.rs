@@ -32,8 +32,12 @@ fn sampled(prompt: Vec<u32>, n: usize, seed: u64) -> Request {
 
 #[test]
 fn a_turn_of_a_chat_reads_only_what_is_new() {
-    let tiny = Tiny::new(2);
-    let mut rig = Rig::new(&tiny, sizes());
+    check_chat(&Tiny::new(2));
+    check_chat(&Tiny::toy(2));
+}
+
+fn check_chat(tiny: &Tiny) {
+    let mut rig = Rig::new(tiny, sizes());
     let mut said = prompt(70, 1);
     // Full pages of what was computed before: all but the last token of an answer.
     let mut computed = 0;
@@ -45,7 +49,7 @@ fn a_turn_of_a_chat_reads_only_what_is_new() {
         let reused = (rig.engine.n_reused() - before) as usize;
         assert_eq!(reused, computed / PAGE * PAGE, "turn {turn}");
         let outcome = rig.outcomes.remove(&id).unwrap();
-        assert_eq!(outcome, alone(&tiny, &wanted, CONTEXT));
+        assert_eq!(outcome, alone(tiny, &wanted, CONTEXT));
         said.extend(&outcome.tokens);
         computed = said.len() - 1;
         said.extend(prompt(20, 50 + turn as u32));
@@ -157,7 +161,15 @@ fn run(tiny: &Tiny, config: EngineConfig, calls: &[Call], all: &[(Request, Outco
 
 #[test]
 fn sharing_changes_no_answer() {
-    let tinies = [Tiny::new(1), Tiny::new(2)];
+    check_sharing([Tiny::new(1), Tiny::new(2)], 100);
+}
+
+#[test]
+fn sharing_windows_and_states_changes_no_answer() {
+    check_sharing([Tiny::toy(1), Tiny::toy(2)], 100);
+}
+
+fn check_sharing(tinies: [Tiny; 2], cases: u32) {
     let family = family().into_iter().map(|request| {
         let outcome = alone(&tinies[0], &request, CONTEXT);
         (request, outcome)
@@ -166,7 +178,7 @@ fn sharing_changes_no_answer() {
     let calls = prop::collection::vec((0..100usize, 0..60usize, prop::bool::weighted(0.2)), 1..25);
     let sizes = (0..2usize, 1..5usize, 0..90usize, 0..9usize);
     let reused = Cell::new(0);
-    proptest!(ProptestConfig::with_cases(100), |(calls in calls, sizes in sizes)| {
+    proptest!(ProptestConfig::with_cases(cases), |(calls in calls, sizes in sizes)| {
         let (threads, max_running, rows, pages) = sizes;
         let config = EngineConfig {
             cache_positions: CONTEXT + pages * PAGE,

@@ -18,7 +18,7 @@ use crate::{EngineConfig, Request, SamplingParams};
 const CONTEXT: usize = 2 * PAGE;
 
 /// The path of SmolLM2, or `None` with a line that says why not.
-fn path(test: &str) -> Option<PathBuf> {
+pub(super) fn path(test: &str) -> Option<PathBuf> {
     let dir = std::env::var_os("PACELINE_TEST_MODELS")
         .map(PathBuf::from)
         .or_else(|| std::env::home_dir().map(|home| home.join(".cache/paceline/test-models")));
@@ -32,7 +32,7 @@ fn path(test: &str) -> Option<PathBuf> {
     None
 }
 
-fn load(path: &Path, threads: usize) -> Tiny {
+pub(super) fn load(path: &Path, threads: usize) -> Tiny {
     let kernels = Arc::new(Kernels::new(threads).unwrap());
     Tiny::open(&Source::open(path).unwrap(), kernels)
 }
@@ -140,7 +140,7 @@ fn logits(model: &Tiny, text: &str) -> Vec<Vec<f32>> {
         .encode(text, Specials::AsText, true)
         .unwrap();
     let n = tokens.len();
-    let mut cache = model.model.new_cache(n).unwrap();
+    let mut cache = model.model.whole_cache(n).unwrap();
     let pages: Vec<u32> = (0..cache.pages() as u32).collect();
     let mut workspace = Workspace::new(
         &model.model,
@@ -155,6 +155,7 @@ fn logits(model: &Tiny, text: &str) -> Vec<Vec<f32>> {
         tokens: &tokens,
         position: 0,
         pages: &pages,
+        windows: &[],
         logits: Logits::All,
     };
     let batch = Batch {

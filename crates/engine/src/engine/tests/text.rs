@@ -14,7 +14,7 @@ fn answer(tiny: &Tiny, tokens: &[u32], stop: &[&str]) -> (Vec<String>, Option<Fi
         logprobs: None,
         ..request(vec![1], tokens.len(), SAMPLED)
     };
-    let mut sequence = Sequence::new(SequenceId(1), request, 100).unwrap();
+    let mut sequence = Sequence::new(SequenceId(1), request, None, 100).unwrap();
     let mut events = Vec::new();
     let mut given = tokens.iter();
     while !matches!(events.last(), Some(Event::Finished { .. })) {
@@ -22,6 +22,7 @@ fn answer(tiny: &Tiny, tokens: &[u32], stop: &[&str]) -> (Vec<String>, Option<Fi
             token,
             logprobs: None,
         });
+        let choice = choice.ok_or(Finish::Length);
         sequence.accept(choice, &tiny.tokenizer, &mut events);
     }
     assert_eq!(

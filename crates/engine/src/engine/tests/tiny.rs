@@ -2,12 +2,17 @@
 
 use std::sync::Arc;
 
-use paceline_base::BlockType;
+use paceline_base::{BlockType, Rank};
 use paceline_formats::gguf::testing::Writer;
 use paceline_formats::tokenizer::{Specials, Tokenizer};
-use paceline_model::{LoadOptions, Model, Source};
+use paceline_model::{LoadOptions, Model, Source, Split};
 use paceline_tensor::stored::random::random_row;
 use paceline_tensor::{InstructionSet, Kernels};
+
+#[path = "../../../../model/tests/common/toy.rs"]
+mod toy;
+
+use toy::{config_of, toy};
 
 use crate::{Engine, EngineConfig};
 
@@ -87,6 +92,15 @@ impl Tiny {
         Self::with_set(*InstructionSet::available().last().unwrap(), threads)
     }
 
+    /// A model whose layers all differ.
+    pub(super) fn toy(threads: usize) -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("toy.gguf");
+        toy(letters(), VOCAB).write(&path);
+        let kernels = Arc::new(Kernels::new(threads).unwrap());
+        Self::open(&Source::open(&path).unwrap(), kernels)
+    }
+
     pub(super) fn with_set(set: InstructionSet, threads: usize) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("tiny.gguf");
@@ -101,11 +115,14 @@ impl Tiny {
     }
 
     pub(super) fn open_as(source: &Source, kernels: Arc<Kernels>, options: LoadOptions) -> Self {
+        let config = config_of(source).unwrap();
         let Source::Gguf(file) = source else {
             panic!("not a GGUF file");
         };
         let tokenizer = Tokenizer::from_gguf(file.metadata()).unwrap();
-        let model = Model::load(source, options, kernels, |_, _| {}).unwrap();
+        let split = Split::whole(&config);
+        let load = Model::load_config;
+        let model = load(source, config, &split, Rank(0), options, kernels, |_, _| {}).unwrap();
         Self {
             model: Arc::new(model),
             tokenizer: Arc::new(tokenizer),
@@ -134,7 +151,43 @@ fn spell(bytes: &[u8]) -> String {
     bytes.iter().map(char).collect()
 }
 
-fn file() -> Writer {
+/// A tokenizer of the 256 bytes, an end of answers, and `controls`.
+pub(crate) fn byte_tokenizer(controls: &[&str]) -> Tokenizer {
+    let mut tokens: Vec<String> = (0..=255).map(|byte| spell(&[byte])).collect();
+    tokens.push("<|im_end|>".to_owned());
+    tokens.extend(controls.iter().map(|name| (*name).to_owned()));
+    let kinds = (0..tokens.len()).map(|i| if i < 256 { 1 } else { 3 });
+    let kinds: Vec<i32> = kinds.collect();
+    tokenizer_of(vocabulary(tokens, kinds).meta("tokenizer.ggml.eos_token_id", 256u32))
+}
+
+/// A tokenizer of letters that has no end of answers.
+pub(crate) fn endless_tokenizer() -> Tokenizer {
+    let tokens: Vec<String> = ('a'..='e').map(String::from).collect();
+    let kinds = vec![1; tokens.len()];
+    tokenizer_of(vocabulary(tokens, kinds))
+}
+
+fn vocabulary(tokens: Vec<String>, kinds: Vec<i32>) -> Writer {
+    Writer::new()
+        .meta("general.architecture", "llama")
+        .meta("tokenizer.ggml.model", "gpt2")
+        .meta("tokenizer.ggml.pre", "smollm")
+        .meta("tokenizer.ggml.tokens", tokens)
+        .meta("tokenizer.ggml.token_type", kinds)
+        .meta("tokenizer.ggml.merges", Vec::<String>::new())
+}
+
+fn tokenizer_of(file: Writer) -> Tokenizer {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("vocabulary.gguf");
+    file.write(&path);
+    let file = paceline_formats::gguf::Gguf::open(&path).unwrap();
+    Tokenizer::from_gguf(file.metadata()).unwrap()
+}
+
+/// A file with the vocabulary alone.
+fn letters() -> Writer {
     let mut tokens = TOKENS.map(spell).to_vec();
     tokens.push("<|im_end|>".to_owned());
     let merges: Vec<String> = MERGES
@@ -143,16 +196,20 @@ fn file() -> Writer {
         .collect();
     let mut kinds = vec![1; tokens.len()];
     kinds[END as usize] = 3; // a control token
-    let mut file = Writer::new()
+    Writer::new()
         .meta("general.architecture", "llama")
-        .meta("llama.vocab_size", VOCAB as u32)
-        .meta("llama.attention.layer_norm_rms_epsilon", 1e-6f32)
         .meta("tokenizer.ggml.model", "gpt2")
         .meta("tokenizer.ggml.pre", "smollm")
         .meta("tokenizer.ggml.tokens", tokens)
         .meta("tokenizer.ggml.token_type", kinds)
         .meta("tokenizer.ggml.merges", merges)
-        .meta("tokenizer.ggml.eos_token_id", END);
+        .meta("tokenizer.ggml.eos_token_id", END)
+}
+
+fn file() -> Writer {
+    let mut file = letters()
+        .meta("llama.vocab_size", VOCAB as u32)
+        .meta("llama.attention.layer_norm_rms_epsilon", 1e-6f32);
     for (key, value) in [
         ("block_count", LAYERS),
         ("embedding_length", WIDTH),

@@ -8,8 +8,8 @@ use super::super::core::{Core, Limits, Load};
 use super::super::driver::Driver;
 use super::{PATIENCE, Replies, finished, request, sink, token};
 use crate::{
-    Error, Event, Failure, Finish, Reply, Request, SequenceId, Sink, Snapshot, State, Status,
-    Ticket,
+    Error, Event, Failure, Finish, Reply, Request, Resumed, SequenceId, Sink, Snapshot, State,
+    Status, Ticket,
 };
 
 /// What the engine is to do in a step.
@@ -72,6 +72,10 @@ impl Core for Fake {
 
     fn restore(&mut self, _: Snapshot) -> Result<SequenceId, Error> {
         Err(Error::NoSequence(SequenceId(7)))
+    }
+
+    fn resume(&mut self, request: Request, _: &[u32]) -> Result<Resumed, Error> {
+        self.submit(request).map(Resumed::Goes)
     }
 
     fn admit(&mut self) {}

@@ -1,0 +1,37 @@
+//! What to do about errors of the HTTP server.
+
+use std::io::ErrorKind;
+
+use paceline_serve::Error;
+
+/// What the user can do.
+pub(super) fn hint(error: &Error) -> Option<String> {
+    Some(match error {
+        Error::Open { .. } => {
+            "`paceline key api new NAME` makes a key, which lets in whoever has it; \
+                               --no-keys lets in every machine that can reach the address"
+                .into()
+        }
+        Error::Bind { addr, source } => match source.kind() {
+            ErrorKind::AddrInUse => format!(
+                "another program, perhaps another `paceline up`, listens on port {}: stop it, or \
+                 take another port with --port N (0 takes a free one)",
+                addr.port()
+            ),
+            ErrorKind::PermissionDenied => format!(
+                "port {} is for the system's own programs: take one from 1024 on with --port N",
+                addr.port()
+            ),
+            ErrorKind::AddrNotAvailable => {
+                "--host is an address of this machine: 127.0.0.1 for programs on it, 0.0.0.0 for \
+                 all its addresses"
+                    .into()
+            }
+            _ => return None,
+        },
+        Error::Keys(_) | Error::SetUp(_) => return None,
+        Error::NoAddress | Error::Limit { .. } | Error::Name { .. } => {
+            "`paceline up --help` explains the options".into()
+        }
+    })
+}

@@ -1,0 +1,343 @@
+//! `paceline load`, `unload` and `ps`: models over the machines of a cluster.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::{Context, bail};
+use indicatif::{ProgressBar, ProgressStyle};
+use paceline_cluster::nodes::agent::Agent;
+use paceline_cluster::nodes::placement::Wanted;
+use paceline_engine::{EngineConfig, Service};
+use paceline_model::{Config, SplitKind};
+use paceline_node::fleet::{self, Ask, Fleet, FleetSpec};
+use paceline_serve::Doors;
+use paceline_tensor::KvType;
+use serde_json::{Value, json};
+
+use crate::interrupt::Signals;
+use crate::output::{print, printable, tell};
+use crate::process::own_program;
+use crate::room::Room;
+use crate::{home, loaded, member, pull, up};
+
+/// How often `load` asks how far it is.
+const ASK_EVERY: Duration = Duration::from_millis(200);
+
+const EXAMPLES: &str = "\
+Examples:
+  paceline load smollm2 --nodes 3
+  paceline load qwen3:8b --nodes mini,studio --split pipeline
+  paceline ps";
+
+/// Arguments of `paceline load`.
+#[derive(Debug, clap::Args)]
+#[command(after_help = EXAMPLES)]
+pub(crate) struct LoadArgs {
+    /// Model of this machine, or one to fetch first
+    #[arg(value_name = "MODEL")]
+    model: String,
+    /// How many machines compute it, or their names
+    #[arg(
+        long,
+        value_name = "N|A,B,..",
+        value_delimiter = ',',
+        default_value = "1"
+    )]
+    nodes: Vec<String>,
+    /// How the model is cut: auto, tensor, pipeline, or TENSORxPIPELINE such as 2x2
+    #[arg(long, value_name = "SPLIT", default_value_t)]
+    split: SplitKind,
+    /// Threads of each machine [default: as many as this one has cores]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
+    threads: Option<u16>,
+    /// Most tokens of a conversation and its answer
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(2..))]
+    context: Option<u32>,
+    /// Answers that are computed at the same time; more wait
+    #[arg(long, value_name = "N", default_value_t = 4,
+          value_parser = clap::value_parser!(u16).range(1..=1024))]
+    parallel: u16,
+    /// Return at once instead of waiting until it answers
+    #[arg(long)]
+    no_wait: bool,
+}
+
+/// Arguments of `paceline unload`.
+#[derive(Debug, clap::Args)]
+pub(crate) struct UnloadArgs {
+    /// Name of the model, or id of the instance
+    #[arg(value_name = "MODEL")]
+    model: String,
+}
+
+/// Arguments of `paceline ps`.
+#[derive(Debug, clap::Args)]
+pub(crate) struct PsArgs {
+    /// Print one JSON array
+    #[arg(long)]
+    json: bool,
+}
+
+/// Loads a model over machines of the cluster, and waits until it answers.
+///
+/// # Errors
+/// A model that cannot be had, nodes that there are not, why it cannot be loaded.
+pub(crate) fn load(args: &LoadArgs, signals: &Signals) -> anyhow::Result<()> {
+    member::ask("ps", json!({}))?; // before anything is fetched
+    pull::ensure(&args.model, signals)?;
+    let answer = member::ask("load", args.ask())?;
+    let id = answer["id"].as_str().unwrap_or_default().to_owned();
+    if args.no_wait {
+        return print(&id);
+    }
+    signals.orderly(|cancel| {
+        let mut bar = Progress(None);
+        while !cancel.is_cancelled() {
+            let all = member::ask("ps", json!({}))?;
+            let own = all.as_array().into_iter().flatten();
+            let Some(it) = own.into_iter().find(|it| it["id"] == *id) else {
+                bail!("{} was unloaded", args.model);
+            };
+            if bar.done(it)? {
+                let nodes = names(&it["nodes"]);
+                return print(&format!("{} answers, on {nodes}", printable(&args.model)));
+            }
+            std::thread::sleep(ASK_EVERY);
+        }
+        tell("it goes on loading: `paceline ps` shows how far it is");
+        Ok(())
+    })
+}
+
+impl LoadArgs {
+    fn ask(&self) -> Value {
+        let count = match &self.nodes[..] {
+            [one] => one.parse::<usize>().ok(),
+            _ => None,
+        };
+        json!({
+            "model": self.model,
+            "count": count.unwrap_or(0),
+            "nodes": if count.is_some() { Vec::new() } else { self.nodes.clone() },
+            "split": self.split.to_string(),
+            "threads": self.threads,
+            "context": self.context,
+            "parallel": self.parallel,
+        })
+    }
+}
+
+/// A bar while bytes or steps are counted.
+struct Progress(Option<(String, ProgressBar)>);
+
+impl Progress {
+    /// Shows how an instance is; true when it answers.
+    fn done(&mut self, it: &Value) -> anyhow::Result<bool> {
+        let state = it["state"].as_str().unwrap_or_default();
+        let reason = it["reason"]
+            .as_str()
+            .unwrap_or("for no reason that it says");
+        match state {
+            "ready" | "failed" => self.clear(),
+            _ => self.show(state, &it["progress"]),
+        }
+        match state {
+            "failed" => bail!("{}", printable(reason)),
+            state => Ok(state == "ready"),
+        }
+    }
+
+    fn show(&mut self, state: &str, progress: &Value) {
+        if self.0.as_ref().is_none_or(|(shown, _)| shown != state) {
+            self.clear();
+            let style = ProgressStyle::with_template("{msg} {wide_bar}");
+            let style = style.expect("a template that `load` has shown");
+            let bar = ProgressBar::new(0).with_style(style);
+            bar.set_message(state.to_owned());
+            self.0 = Some((state.to_owned(), bar));
+        }
+        if let (Some((_, bar)), Some(done), Some(of)) =
+            (&self.0, progress[0].as_u64(), progress[1].as_u64())
+        {
+            bar.set_length(of);
+            bar.set_position(done);
+        }
+    }
+
+    fn clear(&mut self) {
+        if let Some((_, bar)) = self.0.take() {
+            bar.finish_and_clear();
+        }
+    }
+}
+
+fn names(nodes: &Value) -> String {
+    let names = nodes.as_array().into_iter().flatten();
+    let names: Vec<_> = names
+        .filter_map(Value::as_str)
+        .map(|name| printable(name).into_owned())
+        .collect();
+    names.join(", ")
+}
+
+/// Unloads a model.
+///
+/// # Errors
+/// What the node says, or that it does not run.
+pub(crate) fn unload(args: &UnloadArgs) -> anyhow::Result<()> {
+    member::ask("unload", json!({ "model": args.model }))?;
+    tell(format_args!("unloaded {}", printable(&args.model)));
+    Ok(())
+}
+
+/// Lists what is loaded.
+///
+/// # Errors
+/// What the node says, or that it does not run.
+pub(crate) fn ps(args: &PsArgs) -> anyhow::Result<()> {
+    let all = member::ask("ps", json!({}))?;
+    if args.json {
+        return print(&all.to_string());
+    }
+    let heading = ["MODEL", "STATE", "NODES", "EPOCH", "ID"].map(str::to_owned);
+    let row = |it: &Value| {
+        let text = |name: &str| printable(it[name].as_str().unwrap_or_default()).into_owned();
+        let epoch = it["epoch"].to_string();
+        [
+            text("model"),
+            state(it),
+            names(&it["nodes"]),
+            epoch,
+            text("id"),
+        ]
+    };
+    let rows: Vec<[String; 5]> = std::iter::once(heading)
+        .chain(all.as_array().into_iter().flatten().map(row))
+        .collect();
+    let width = |column: usize| rows.iter().map(|row| row[column].chars().count()).max();
+    let widths: Vec<usize> = (0..5).map(|column| width(column).unwrap_or(0)).collect();
+    for row in &rows {
+        let cells = row.iter().zip(&widths);
+        let cells: Vec<String> = cells.map(|(cell, n)| format!("{cell:n$}")).collect();
+        print(cells.join("  ").trim_end())?;
+    }
+    Ok(())
+}
+
+/// How an instance is, with how far or why.
+fn state(it: &Value) -> String {
+    let state = it["state"].as_str().unwrap_or_default();
+    if let Some(reason) = it["reason"].as_str() {
+        return format!("{state}: {}", printable(reason));
+    }
+    match (it["progress"][0].as_u64(), it["progress"][1].as_u64()) {
+        (Some(done), Some(of)) if of > 0 => format!("{state} {} %", done * 100 / of),
+        _ => state.to_owned(),
+    }
+}
+
+/// Starts what this machine's node does about instances; they are answered at `doors`.
+///
+/// # Errors
+/// What the system refuses.
+pub(crate) fn start(agent: &Agent, doors: Doors) -> anyhow::Result<Arc<Fleet>> {
+    let program = own_program().context("cannot find this program's own file")?;
+    let home = home::folder()?;
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    let spec = FleetSpec {
+        program: (program, vec!["worker".into()]),
+        find: Box::new(find),
+        copies: home.join("copies"),
+        sizes: Box::new(sizes),
+        threads: cores,
+        doors: Box::new(Api(doors)),
+        tell: Arc::new(|line| tell(line)),
+    };
+    let fleet = Fleet::start(agent.clone(), spec).context("cannot start a thread")?;
+    let fleet = Arc::new(fleet);
+    for (name, command) in [
+        ("load", ask_load as Command),
+        ("unload", ask_unload),
+        ("ps", ask_ps),
+    ] {
+        let own = Arc::downgrade(&fleet);
+        agent.serve_local(name, move |arguments: &Value, _: &mut dyn FnMut(Value)| {
+            let fleet = own.upgrade().ok_or("the node is stopping")?;
+            command(&fleet, arguments)
+        });
+    }
+    Ok(fleet)
+}
+
+type Command = fn(&Fleet, &Value) -> Result<Value, String>;
+
+fn ask_load(fleet: &Fleet, arguments: &Value) -> Result<Value, String> {
+    let number = |name: &str| arguments[name].as_u64();
+    let ask = Ask {
+        model: arguments["model"].as_str().unwrap_or_default().to_owned(),
+        nodes: serde_json::from_value(arguments["nodes"].clone()).unwrap_or_default(),
+        count: number("count").unwrap_or(1) as usize,
+        split: arguments["split"]
+            .as_str()
+            .unwrap_or("auto")
+            .parse()
+            .map_err(|error: paceline_model::split::Error| error.to_string())?,
+        threads: number("threads").and_then(|n| u16::try_from(n).ok()),
+        context: number("context").and_then(|n| u32::try_from(n).ok()),
+        parallel: number("parallel")
+            .and_then(|n| u16::try_from(n).ok())
+            .unwrap_or(4),
+    };
+    fleet.load(&ask).map(|id| json!({ "id": id.to_string() }))
+}
+
+fn ask_unload(fleet: &Fleet, arguments: &Value) -> Result<Value, String> {
+    let name = arguments["model"].as_str().unwrap_or_default();
+    fleet.unload(name).map(|count| json!({ "unloaded": count }))
+}
+
+fn ask_ps(fleet: &Fleet, _: &Value) -> Result<Value, String> {
+    serde_json::to_value(fleet.list()).map_err(|error| error.to_string())
+}
+
+/// The file of a model of this machine.
+fn find(name: &str) -> Result<PathBuf, String> {
+    let home = home::home().map_err(|error| error.to_string())?;
+    match paceline_store::resolve(&home, name) {
+        Ok(paceline_store::Resolved::Path(found)) => Ok(found.path),
+        Ok(_) => Err(format!("there is no model {name:?} on this machine")),
+        Err(error) => Err(error.to_string()),
+    }
+}
+
+fn sizes(path: &Path, config: &Config, wanted: &Wanted) -> EngineConfig {
+    let parallel = usize::from(wanted.parallel.max(1));
+    let room = Room::of((path, config), Some(KvType::F16), wanted.context, parallel);
+    EngineConfig {
+        max_running: parallel,
+        max_waiting: up::WAITING_MAX,
+        ..room.engine(&wanted.model)
+    }
+}
+
+/// Opens instances to HTTP.
+struct Api(Doors);
+
+impl fleet::Doors for Api {
+    fn open(
+        &self,
+        id: &str,
+        wanted: &Wanted,
+        path: &Path,
+        service: Arc<dyn Service>,
+    ) -> Result<(), String> {
+        let model = loaded::served(path, wanted).map_err(|error| format!("{error:#}"))?;
+        let opened = self.0.open(id, model, service);
+        opened.map_err(|error| error.to_string())
+    }
+
+    fn close(&self, id: &str) {
+        self.0.close(id);
+    }
+}

@@ -1,0 +1,193 @@
+//! `paceline mapreduce`: array jobs over files, by threads or by worker processes.
+
+mod clusters;
+mod job;
+mod jobs;
+mod limit;
+mod watch;
+
+use std::path::PathBuf;
+
+use paceline_mapreduce::reduce::Op;
+use paceline_mapreduce::worker;
+
+use crate::error::Error;
+use job::JobArgs;
+
+/// What to compute.
+#[derive(Debug, clap::Subcommand)]
+pub(crate) enum Command {
+    /// One number of all values: an exact sum, a mean, a variance, an extreme
+    Reduce(ReduceArgs),
+    /// How many values lie in each of some intervals
+    Hist(HistArgs),
+    /// The largest or smallest values and their rows
+    Topk(TopkArgs),
+    /// A reduction for each key
+    Groupby(GroupbyArgs),
+    /// Clusters of rows, and their means
+    Kmeans(KmeansArgs),
+    /// The mean of an expression over random numbers, with its error
+    Montecarlo(MontecarloArgs),
+    /// An expression of each row, written to a .npy file
+    Map(MapArgs),
+    /// Computes parts for one of the other commands, which starts it
+    #[command(hide = true)]
+    Worker,
+}
+
+/// Inputs that are taken value by value.
+#[derive(Clone, Debug, clap::Args)]
+pub(crate) struct Columns {
+    /// .npy files of the same length
+    #[arg(value_name = "INPUT", required = true)]
+    inputs: Vec<PathBuf>,
+    /// Compute this of each row first: x, y, z and w are the inputs, i is the row's number
+    #[arg(long, value_name = "EXPR", allow_hyphen_values = true)]
+    map: Option<String>,
+}
+
+/// Arguments of `paceline mapreduce reduce`.
+#[derive(Clone, Debug, clap::Args)]
+pub(crate) struct ReduceArgs {
+    /// sum, mean, min, max, var, std, dot (of two files) or count
+    #[arg(value_name = "OP", value_parser = op)]
+    op: Op,
+    #[command(flatten)]
+    columns: Columns,
+    #[command(flatten)]
+    job: JobArgs,
+}
+
+/// Arguments of `paceline mapreduce hist`.
+#[derive(Clone, Debug, clap::Args)]
+pub(crate) struct HistArgs {
+    #[command(flatten)]
+    columns: Columns,
+    /// Bins of equal width
+    #[arg(long, value_name = "N", default_value_t = 256,
+          value_parser = clap::value_parser!(u32).range(1..=1 << 20))]
+    bins: u32,
+    /// Left edge of the first bin and right edge of the last [default: all values of a type of
+    /// integers; the least and greatest value, which takes a pass more]
+    #[arg(long, value_names = ["LOW", "HIGH"], num_args = 2, allow_negative_numbers = true)]
+    range: Vec<f64>,
+    #[command(flatten)]
+    job: JobArgs,
+}
+
+/// Arguments of `paceline mapreduce topk`.
+#[derive(Clone, Debug, clap::Args)]
+pub(crate) struct TopkArgs {
+    #[command(flatten)]
+    columns: Columns,
+    /// How many values
+    #[arg(short, value_name = "N", default_value_t = 10,
+          value_parser = clap::value_parser!(u32).range(1..=1 << 20))]
+    k: u32,
+    /// The smallest values, not the largest
+    #[arg(long)]
+    smallest: bool,
+    #[command(flatten)]
+    job: JobArgs,
+}
+
+/// Arguments of `paceline mapreduce groupby`.
+#[derive(Clone, Debug, clap::Args)]
+pub(crate) struct GroupbyArgs {
+    /// sum, mean, min, max or count
+    #[arg(value_name = "OP", value_parser = op)]
+    op: Op,
+    /// A .npy file of integers: the keys
+    #[arg(value_name = "KEYS")]
+    keys: PathBuf,
+    /// A .npy file of as many values
+    #[arg(value_name = "VALUES")]
+    values: PathBuf,
+    #[command(flatten)]
+    job: JobArgs,
+}
+
+/// Arguments of `paceline mapreduce kmeans`.
+#[derive(Clone, Debug, clap::Args)]
+pub(crate) struct KmeansArgs {
+    /// A .npy file of rows: its first axis
+    #[arg(value_name = "INPUT")]
+    input: PathBuf,
+    /// How many clusters
+    #[arg(short, value_name = "N", default_value_t = 8,
+          value_parser = clap::value_parser!(u32).range(1..=4096))]
+    k: u32,
+    /// Most iterations; it ends before when no centroid moves
+    #[arg(long, value_name = "N", default_value_t = 20,
+          value_parser = clap::value_parser!(u32).range(1..=100_000))]
+    iterations: u32,
+    /// Which rows are the first centroids: k different ones, drawn by this number
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    seed: u64,
+    /// A .npy file of the first centroids, k rows
+    #[arg(long, value_name = "FILE")]
+    init: Option<PathBuf>,
+    /// Write the centroids to this .npy file
+    #[arg(short, value_name = "OUT")]
+    out: Option<PathBuf>,
+    #[command(flatten)]
+    job: JobArgs,
+}
+
+/// Arguments of `paceline mapreduce montecarlo`.
+#[derive(Clone, Debug, clap::Args)]
+pub(crate) struct MontecarloArgs {
+    /// An expression of x, y, z and w, which are random from 0 to 1
+    #[arg(value_name = "EXPR", allow_hyphen_values = true)]
+    expr: String,
+    /// How many samples
+    #[arg(long, value_name = "N", default_value_t = 10_000_000,
+          value_parser = clap::value_parser!(u64).range(1..=1 << 53))]
+    samples: u64,
+    /// Which random numbers
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    seed: u64,
+    #[command(flatten)]
+    job: JobArgs,
+}
+
+/// Arguments of `paceline mapreduce map`.
+#[derive(Clone, Debug, clap::Args)]
+pub(crate) struct MapArgs {
+    #[command(flatten)]
+    columns: Columns,
+    /// The .npy file to write, of f64
+    #[arg(short, value_name = "OUT")]
+    out: PathBuf,
+    #[command(flatten)]
+    job: JobArgs,
+}
+
+fn op(name: &str) -> Result<Op, String> {
+    let known = Op::ALL.map(Op::name).join(", ");
+    let mut all = Op::ALL.into_iter();
+    all.find(|op| op.name() == name)
+        .ok_or_else(|| format!("reductions are {known}"))
+}
+
+/// Runs a job, or computes parts of one.
+///
+/// # Errors
+/// What is wrong with the inputs, or became of the workers.
+pub(crate) fn run(command: &Command) -> anyhow::Result<()> {
+    match command {
+        Command::Reduce(args) => jobs::reduce(args),
+        Command::Hist(args) => jobs::hist(args),
+        Command::Topk(args) => jobs::topk(args),
+        Command::Groupby(args) => jobs::groupby(args),
+        Command::Kmeans(args) => clusters::kmeans(args),
+        Command::Montecarlo(args) => jobs::montecarlo(args),
+        Command::Map(args) => jobs::map(args),
+        Command::Worker => match worker::run() {
+            Ok(never) => match never {},
+            Err(paceline_mapreduce::Error::Cluster(_)) => Err(Error::WorkerByHand.into()),
+            Err(error) => Err(error.into()), // the parent was told
+        },
+    }
+}

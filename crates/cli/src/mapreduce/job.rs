@@ -1,0 +1,197 @@
+//! What all jobs have: options, a crew, and figures of the run.
+
+use std::path::{Path, PathBuf};
+use std::time::Instant;
+
+use anyhow::Context;
+use paceline_mapreduce::{Crew, Dtype, Input, Journal, Partial, Processes, Task};
+use serde::Serialize;
+
+use super::Columns;
+use super::limit;
+use super::watch::Watch;
+use crate::output::{print, tell};
+
+/// Most worker processes.
+const NODES_MAX: i64 = 64;
+
+/// Arguments of every job.
+#[derive(Clone, Debug, clap::Args)]
+pub(crate) struct JobArgs {
+    /// Compute with N worker processes; the result has the same bits for any N
+    #[arg(long, value_name = "N", default_value_t = 1, allow_negative_numbers = true,
+          value_parser = clap::value_parser!(u32).range(1..=NODES_MAX))]
+    nodes: u32,
+    /// Threads of each node [default: the cores, shared by the nodes]
+    #[arg(long, value_name = "N", allow_negative_numbers = true,
+          value_parser = clap::value_parser!(u16).range(1..=1024))]
+    threads: Option<u16>,
+    /// Inputs are raw values of this type (f64, f32, i64, u32, ...) instead of .npy files
+    #[arg(long, value_name = "TYPE")]
+    raw: Option<Dtype>,
+    /// Keep finished parts in this file, and go on from it if it is there; removed at the end
+    #[arg(long, value_name = "FILE")]
+    resume: Option<PathBuf>,
+    /// Print one JSON object
+    #[arg(long)]
+    pub(super) json: bool,
+}
+
+/// Figures that every job's JSON object has.
+#[derive(Clone, Debug, Serialize)]
+pub(super) struct Figures {
+    rows: u64,
+    gb_s: f64,
+    /// What this machine reads from memory; `None` for jobs too short to compare.
+    machine_gb_s: Option<f64>,
+    seconds: f64,
+    nodes: u32,
+    threads: usize,
+    /// Workers that were lost on the way.
+    lost: u32,
+}
+
+impl Figures {
+    /// Prints the object, or what `shown` says of it with the figures on stderr.
+    ///
+    /// # Errors
+    /// When nobody reads.
+    pub(super) fn print<T: Serialize>(
+        self,
+        json: bool,
+        result: T,
+        shown: impl FnOnce(&T) -> String,
+    ) -> anyhow::Result<()> {
+        #[derive(Serialize)]
+        struct Both<T> {
+            #[serde(flatten)]
+            result: T,
+            #[serde(flatten)]
+            figures: Figures,
+        }
+        if json {
+            let figures = self;
+            return print(&serde_json::to_string(&Both { result, figures })?);
+        }
+        let limit = self.machine_gb_s.map_or(String::new(), |limit| {
+            format!(" (memory of this machine: {limit:.1} GB/s)")
+        });
+        let Self {
+            rows,
+            seconds,
+            gb_s,
+            ..
+        } = self;
+        tell(format_args!(
+            "{rows} rows in {seconds:.2} s, {gb_s:.2} GB/s{limit}"
+        ));
+        print(&shown(&result))
+    }
+}
+
+/// A crew that runs, and what it has done so far.
+pub(super) struct Running<'a> {
+    args: &'a JobArgs,
+    crew: Crew,
+    start: Instant,
+    bytes: u64,
+}
+
+impl Running<'_> {
+    /// Runs a job.
+    ///
+    /// # Errors
+    /// What is wrong with it, or became of the workers.
+    pub(super) fn run(&mut self, task: &Task) -> anyhow::Result<Partial> {
+        let mut watch = Watch::new(task);
+        let mut hear = |progress| watch.hear(progress);
+        self.bytes += task.bytes();
+        let Some(path) = &self.args.resume else {
+            return Ok(self.crew.run(task, None, &mut hear)?);
+        };
+        task.prepare()?; // a wrong task leaves no file
+        let part_rows = task.part_rows(self.crew.threads());
+        let mut journal = Journal::open(path, task, part_rows)?;
+        let partial = self.crew.run(task, Some(&mut journal), &mut hear)?;
+        journal.remove()?;
+        Ok(partial)
+    }
+
+    /// The figures of all jobs together, over `rows` rows.
+    ///
+    /// # Errors
+    /// When the system refuses memory or threads to measure the machine with.
+    pub(super) fn end(self, rows: u64) -> anyhow::Result<Figures> {
+        let seconds = self.start.elapsed().as_secs_f64();
+        let lost = self.crew.lost();
+        let threads = self.crew.threads();
+        drop(self.crew); // the machine is measured without the workers
+        Ok(Figures {
+            rows,
+            gb_s: self.bytes as f64 / seconds / 1e9,
+            machine_gb_s: limit::measure(self.bytes, threads as usize)?,
+            seconds,
+            nodes: self.args.nodes,
+            threads: self.args.threads(),
+            lost,
+        })
+    }
+}
+
+impl JobArgs {
+    /// Describes a file.
+    ///
+    /// # Errors
+    /// What is wrong with it.
+    pub(super) fn input(&self, path: &Path) -> Result<Input, paceline_mapreduce::Error> {
+        match self.raw {
+            Some(dtype) => Input::raw(path, dtype, 1),
+            None => Input::npy(path),
+        }
+    }
+
+    /// Files as columns of all their values.
+    ///
+    /// # Errors
+    /// What is wrong with one.
+    pub(super) fn flat(&self, columns: &Columns) -> Result<Vec<Input>, paceline_mapreduce::Error> {
+        let inputs = columns.inputs.iter().map(|path| self.input(path));
+        inputs.map(|input| input.map(Input::flat)).collect()
+    }
+
+    /// Threads of each node.
+    fn threads(&self) -> usize {
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        let even = (cores / self.nodes as usize).max(1);
+        self.threads.map_or(even, usize::from)
+    }
+
+    /// Whether a job can go on from where it was.
+    pub(super) const fn resumes(&self) -> bool {
+        self.resume.is_some()
+    }
+
+    /// Starts what computes.
+    ///
+    /// # Errors
+    /// When workers cannot be started.
+    pub(super) fn start(&self) -> anyhow::Result<Running<'_>> {
+        let start = Instant::now();
+        let threads = self.threads();
+        let crew = match self.nodes {
+            1 => Crew::here(threads),
+            nodes => Crew::start(Processes {
+                program: std::env::current_exe().context("cannot find this program's own file")?,
+                args: vec!["mapreduce".into(), "worker".into()],
+                nodes,
+                threads,
+            })?,
+        };
+        Ok(Running {
+            args: self,
+            crew,
+            start,
+            bytes: 0,
+        })
+    }
+}

@@ -1,0 +1,58 @@
+//! A job's progress on stderr.
+
+use paceline_mapreduce::{Progress, Task};
+
+use crate::output::tell;
+use crate::progress;
+
+/// Jobs that read less have no bar: it would be gone before it can be read.
+const BAR_BYTES: u64 = 1 << 30;
+
+/// Tells how far a job is, and which workers were lost.
+pub(super) struct Watch {
+    bar: Option<Box<dyn paceline_store::Progress>>,
+    row_bytes: u64,
+    done: u64,
+}
+
+impl Watch {
+    pub(super) fn new(task: &Task) -> Self {
+        let bytes = task.bytes();
+        let bar = (bytes >= BAR_BYTES).then(|| {
+            let mut bar = progress::on_stderr();
+            bar.start("reading", Some(bytes), 0);
+            bar
+        });
+        Self {
+            bar,
+            row_bytes: bytes / task.rows().max(1),
+            done: 0,
+        }
+    }
+
+    pub(super) fn hear(&mut self, progress: Progress) {
+        match progress {
+            Progress::Rows { done, .. } => {
+                if let Some(bar) = &mut self.bar {
+                    bar.advance((done - self.done) * self.row_bytes);
+                }
+                self.done = done;
+            }
+            Progress::Lost { why, parts } => {
+                let text = format!("{why}; the others compute its {parts} parts");
+                match &mut self.bar {
+                    Some(bar) => bar.message(&text),
+                    None => tell(text),
+                }
+            }
+        }
+    }
+}
+
+impl Drop for Watch {
+    fn drop(&mut self) {
+        if let Some(bar) = &mut self.bar {
+            bar.finish();
+        }
+    }
+}

@@ -1,0 +1,167 @@
+//! This machine's node: started by `paceline up`, asked by the other commands.
+
+use std::collections::BTreeMap;
+use std::io;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::thread::available_parallelism;
+use std::time::Duration;
+
+use clap::builder::NonEmptyStringValueParser;
+use paceline_base::KernelClass;
+use paceline_cluster::nodes::agent::{
+    self, Agent, Config, DEFAULT_PORT, Discovery, Facts, KeyFile, local,
+};
+use paceline_serve::keys::Keys;
+use paceline_tensor::InstructionSet;
+use serde_json::{Value, json};
+
+use crate::output::{printable, tell};
+use crate::{home, machine};
+
+/// For the node to answer a question, or say how far it is. Joining takes up to 11 s.
+const ANSWER_LIMIT: Duration = Duration::from_secs(30);
+
+/// Options of this machine's node.
+#[derive(Clone, Debug, clap::Args)]
+pub(crate) struct NodeArgs {
+    /// Name that other machines know this one by [default: the host's name]
+    #[arg(long, value_name = "NAME", value_parser = NonEmptyStringValueParser::new())]
+    name: Option<String>,
+    /// Port that the cluster's other machines reach this one at; 0 takes a free one
+    #[arg(long, value_name = "PORT", default_value_t = DEFAULT_PORT)]
+    control_port: u16,
+    /// Another machine of the cluster, HOST or HOST:PORT, where multicast does not reach it, such
+    /// as over a VPN; may be given several times
+    #[arg(long, value_name = "HOST", value_parser = NonEmptyStringValueParser::new())]
+    peer: Vec<String>,
+    /// Send and hear no beacons: other machines are found by --peer alone
+    #[arg(long)]
+    no_beacons: bool,
+}
+
+/// A node that stops when this is dropped.
+#[derive(Debug)]
+pub(crate) struct Running(pub(crate) Agent);
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        self.0.stop();
+    }
+}
+
+impl NodeArgs {
+    /// Starts the node of this home.
+    ///
+    /// # Errors
+    /// One that runs already, a port that is taken.
+    pub(crate) fn start(&self, class: KernelClass) -> anyhow::Result<Running> {
+        let home = home::folder()?;
+        let mut config = Config::new(&home, self.facts(class));
+        config.port = self.control_port;
+        config.peers.clone_from(&self.peer);
+        if self.no_beacons {
+            config.discovery = Discovery::Peers;
+        }
+        config.keys = Some(Arc::new(ApiKeys(home::api_keys()?)));
+        config.tell = Arc::new(|line| tell(printable(line)));
+        Ok(Running(Agent::start(config)?))
+    }
+
+    fn facts(&self, class: KernelClass) -> Facts {
+        let best = InstructionSet::available().pop();
+        Facts {
+            name: self.name.clone().unwrap_or_else(host_name),
+            build: env!("CARGO_PKG_VERSION").to_owned(),
+            numerics: paceline_node::NUMERICS,
+            memory_bytes: machine::memory().map_or(0, |memory| memory.total.0),
+            cores: available_parallelism().map_or(0, |cores| cores.get() as u32),
+            kernel_class: class.name().to_owned(),
+            instructions: best.map_or("scalar", InstructionSet::name).to_owned(),
+            ..Facts::default()
+        }
+    }
+}
+
+/// The name of this machine, without its domain.
+fn host_name() -> String {
+    let file = std::fs::read_to_string("/proc/sys/kernel/hostname").ok();
+    let name = file.or_else(|| machine::first_line("hostname", &[]));
+    let name = name.unwrap_or_default();
+    name.trim().split('.').next().unwrap_or_default().to_owned()
+}
+
+/// The file of API keys, as the cluster shares it.
+struct ApiKeys(PathBuf);
+
+impl KeyFile for ApiKeys {
+    fn read(&self) -> io::Result<BTreeMap<String, String>> {
+        let keys = Keys::open(&self.0).map_err(io::Error::other)?;
+        Ok(keys.entries())
+    }
+
+    fn write(&self, entries: &BTreeMap<String, String>) -> io::Result<()> {
+        let mut keys = Keys::open(&self.0).map_err(io::Error::other)?;
+        keys.replace_entries(entries).map_err(io::Error::other)
+    }
+}
+
+/// What `paceline nodes` and the API tell of the cluster.
+pub(crate) fn cluster(agent: &Agent) -> Value {
+    json!({
+        "cluster": agent.cluster(),
+        "nodes": agent.nodes(),
+        "problems": agent.problems(),
+    })
+}
+
+/// Asks the node of this home.
+///
+/// # Errors
+/// [`local::Error`].
+pub(crate) fn ask(command: &str, arguments: Value) -> anyhow::Result<Value> {
+    let home = home::folder()?;
+    let answer = local::ask(&home, command, arguments, ANSWER_LIMIT, |_| {});
+    Ok(answer?)
+}
+
+/// What the node of this home answers, or `None` where it does not run.
+///
+/// # Errors
+/// [`local::Error`], but not [`local::Error::NotUp`].
+pub(crate) fn ask_if_up(command: &str, arguments: Value) -> anyhow::Result<Option<Value>> {
+    match ask(command, arguments) {
+        Ok(answer) => Ok(Some(answer)),
+        Err(error) if matches!(error.downcast_ref(), Some(local::Error::NotUp)) => Ok(None),
+        Err(error) => Err(error),
+    }
+}
+
+/// What the user can do about errors of the node.
+pub(crate) fn hint(cause: &(dyn std::error::Error + 'static)) -> Option<String> {
+    if let Some(local::Error::NotUp) = cause.downcast_ref() {
+        return Some("start it in another terminal, or in the background: paceline up".into());
+    }
+    Some(match cause.downcast_ref::<agent::Error>()? {
+        agent::Error::Running { .. } => "`paceline nodes` asks it; another PACELINE_HOME is \
+                                         another node"
+            .into(),
+        agent::Error::Port { source, .. } if source.kind() == io::ErrorKind::AddrInUse => {
+            "another program has it, perhaps another `paceline up`: --control-port N takes \
+             another one, which the other machines then need as --peer HOST:N"
+                .into()
+        }
+        agent::Error::SocketPath { .. } => "set PACELINE_HOME to a shorter path".into(),
+        agent::Error::NobodyInvites { .. } => "run `paceline nodes invite` on a machine of the \
+            cluster; where multicast does not pass, add --peer HOST, or take a token: paceline \
+            key cluster show"
+            .into(),
+        agent::Error::Pairing(_) => {
+            "`paceline nodes invite` on a machine of the cluster shows a new code".into()
+        }
+        agent::Error::NoNode { .. } | agent::Error::Ambiguous { .. } => {
+            "`paceline nodes` lists them".into()
+        }
+        _ => return None,
+    })
+}

@@ -1,0 +1,17 @@
+//! The integration tests of the binary: one program, so that they are linked once.
+
+#![allow(clippy::unwrap_used, reason = "test code outside of test functions")]
+
+mod cluster;
+mod common;
+mod engines;
+mod kb;
+mod launch;
+#[cfg(target_os = "linux")]
+#[path = "../../comm/tests/rdma/library.rs"]
+mod library;
+mod nodes;
+mod plan;
+mod run;
+mod store_commands;
+mod topology;

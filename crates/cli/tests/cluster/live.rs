@@ -1,0 +1,108 @@
+//! Four machines on a network: three become a cluster, one is of another.
+
+use std::io::Write as _;
+use std::process::Stdio;
+
+use super::{Machine, said, until};
+use crate::common::namespaces::Network;
+use crate::common::{collect, text};
+
+/// README's steps, then a crash, a return, and a stranger beside it all.
+#[test]
+fn machines_join_and_see_each_other_die() {
+    let name = format!("pc{}x", std::process::id());
+    let test = "a cluster of namespaces";
+    let Some(network) = Network::new(&name, 4, test) else {
+        return;
+    };
+    let mut hosts: Vec<Machine> = (0..4)
+        .zip(network.hosts())
+        .map(|(number, namespace)| Machine::new(&format!("n{number}"), Some(namespace)))
+        .collect();
+    let probe = hosts[0].run(&["--version"]);
+    if !probe.status.success() {
+        eprintln!(
+            "SKIPPED {test}: no namespaces of processes: {}",
+            said(&probe)
+        );
+        return;
+    }
+    let stranger_args = ["--peer", "10.77.0.1"];
+    for (number, host) in hosts.iter_mut().enumerate() {
+        host.up(if number == 3 { &stranger_args } else { &[] });
+    }
+    let stranger = hosts.pop().unwrap();
+    for host in &hosts {
+        assert_eq!(host.sees("alive"), [host.name.as_str()], "clusters of one");
+    }
+    hosts[0].told(&["key", "api", "new", "laptop"]);
+
+    form(&hosts);
+    crash(&mut hosts);
+
+    assert_eq!(stranger.sees("alive"), ["n3"], "it learns nothing");
+    let output = stranger.run(&["nodes"]);
+    let all = text(&output.stdout) + &said(&output);
+    assert!(all.contains("peer 10.77.0.1"), "{all}");
+    assert!(
+        !["n0", "n1", "n2"].iter().any(|name| all.contains(name)),
+        "{all}"
+    );
+}
+
+/// One machine joins by code and one by token; all see all.
+fn form(hosts: &[Machine]) {
+    let code = hosts[0].told(&["nodes", "invite"]);
+    hosts[1].told(&["join", &code]);
+    let token = hosts[0].told(&["key", "cluster", "show"]);
+    join_by_token(&hosts[2], &token);
+    for host in hosts {
+        let seen = || host.sees("alive") == ["n0", "n1", "n2"];
+        until("all see all", seen);
+        for node in host.nodes() {
+            let is_self = node["name"] == host.name.as_str();
+            let found = node["found_by"].as_str().unwrap();
+            assert_eq!(found == "self", is_self, "{node}");
+            assert!(is_self || found.starts_with("beacon"), "{node}");
+            assert!(node["memory_bytes"].as_u64().unwrap() > 0, "{node}");
+            assert!(node["cores"].as_u64().unwrap() > 0, "{node}");
+            assert_eq!(node["kernel_class"], "cpu", "{node}");
+            assert!(node["addresses"].to_string().contains("10.77.0."), "{node}");
+        }
+    }
+    let adopted = || hosts[2].told(&["key", "api", "list"]).ends_with("  laptop");
+    until("the API key is adopted", adopted);
+    let refused = hosts[1].run(&["join", "--token-file", "/dev/null"]);
+    assert!(
+        said(&refused).contains("not a cluster token"),
+        "{}",
+        said(&refused)
+    );
+}
+
+/// A crash is seen, a return too, and a dead machine can be forgotten.
+fn crash(hosts: &mut [Machine]) {
+    hosts[2].kill();
+    for host in &hosts[..2] {
+        until("the crash is seen", || host.sees("dead") == ["n2"]);
+    }
+    hosts[2].up(&[]);
+    for host in &*hosts {
+        until("it is back", || host.sees("alive") == ["n0", "n1", "n2"]);
+    }
+    hosts[2].kill();
+    until("it is dead again", || hosts[0].sees("dead") == ["n2"]);
+    hosts[0].told(&["nodes", "rm", "n2"]);
+    until("it is forgotten", || hosts[1].nodes().len() == 2);
+}
+
+/// `paceline join --token-file -`.
+pub(super) fn join_by_token(host: &Machine, token: &str) {
+    let mut command = host.command(&["join", "--token-file", "-"]);
+    let mut child = command.stdin(Stdio::piped()).spawn().unwrap();
+    let mut stdin = child.stdin.take().unwrap();
+    writeln!(stdin, "{token}").unwrap();
+    drop(stdin);
+    let output = collect(child);
+    assert!(output.status.success(), "{}", said(&output));
+}

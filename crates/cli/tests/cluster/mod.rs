@@ -1,0 +1,148 @@
+//! Machines that form a cluster: network namespaces with addresses, homes and processes of their
+//! own, joined by a bridge.
+#![cfg(target_os = "linux")]
+#![allow(clippy::unwrap_used, reason = "test code outside of test functions")]
+
+mod alone;
+mod live;
+mod models;
+
+use std::process::{Child, Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+use serde_json::Value;
+use tempfile::TempDir;
+
+use crate::common::{finish, text};
+
+/// A home, and the namespace of its host where it has one.
+struct Machine {
+    name: String,
+    namespace: Option<String>,
+    home: TempDir,
+    node: Option<Child>,
+}
+
+impl Machine {
+    fn new(name: &str, namespace: Option<&str>) -> Self {
+        Self {
+            name: name.to_owned(),
+            namespace: namespace.map(str::to_owned),
+            home: tempfile::tempdir().unwrap(),
+            node: None,
+        }
+    }
+
+    /// A command of this machine, in its namespaces, with nothing of the tester's environment.
+    fn command(&self, args: &[&str]) -> Command {
+        self.program(env!("CARGO_BIN_EXE_paceline"), args)
+    }
+
+    /// Any program on this machine.
+    fn program(&self, program: &str, args: &[&str]) -> Command {
+        let home = format!("PACELINE_HOME={}", self.home.path().display());
+        let program = ["env", "-i", &home, program];
+        let own = "unshare --pid --mount --fork --kill-child --mount-proc";
+        let around: Vec<&str> = match &self.namespace {
+            Some(namespace) => ["ip", "netns", "exec", namespace]
+                .into_iter()
+                .chain(own.split(' '))
+                .collect(),
+            None => Vec::new(),
+        };
+        let all: Vec<&str> = around.into_iter().chain(program).collect();
+        let mut command = Command::new(all[0]);
+        command.args(&all[1..]).args(args).stdin(Stdio::null());
+        command.current_dir(self.home.path());
+        command.stdout(Stdio::piped()).stderr(Stdio::piped());
+        command
+    }
+
+    fn run(&self, args: &[&str]) -> Output {
+        finish(&mut self.command(args))
+    }
+
+    /// What a command prints, which must end well.
+    fn told(&self, args: &[&str]) -> String {
+        let output = self.run(args);
+        assert!(output.status.success(), "{args:?}: {}", said(&output));
+        text(&output.stdout).trim().to_owned()
+    }
+
+    /// Starts its node, and waits until it answers.
+    fn up(&mut self, args: &[&str]) {
+        self.up_at("0", args);
+    }
+
+    /// As [`up`](Self::up), with its API at a port.
+    fn up_at(&mut self, port: &str, args: &[&str]) {
+        let up = ["up", "--port", port, "--name", &self.name];
+        let log = std::fs::File::create(self.home.path().join("log")).unwrap();
+        let mut command = self.command(&up);
+        command.args(args).stdout(Stdio::null()).stderr(log);
+        if self.namespace.is_none() {
+            command.arg("--no-beacons"); // tests are nobody's business on a real network
+        }
+        self.node = Some(command.spawn().unwrap());
+        until(&format!("{} is up", self.name), || !self.nodes().is_empty());
+    }
+
+    /// Kills its node as a crash does.
+    fn kill(&mut self) {
+        let mut node = self.node.take().unwrap();
+        node.kill().unwrap();
+        node.wait().unwrap();
+        // Within a namespace of processes the node ends a moment after the program that made it.
+        until("its socket is dead", || self.nodes().is_empty());
+    }
+
+    /// `paceline nodes --json`, empty while its node does not answer.
+    fn nodes(&self) -> Vec<Value> {
+        let output = self.run(&["nodes", "--json"]);
+        let nodes = serde_json::from_slice(&output.stdout).unwrap_or(Value::Null);
+        nodes.as_array().cloned().unwrap_or_default()
+    }
+
+    /// Names of the nodes in this state, as this machine sees them.
+    fn sees(&self, state: &str) -> Vec<String> {
+        let nodes = self.nodes().into_iter();
+        let name = |node: Value| node["name"].as_str().unwrap().to_owned();
+        let mut names: Vec<String> = nodes
+            .filter(|node| node["state"] == state)
+            .map(name)
+            .collect();
+        names.sort_unstable();
+        names
+    }
+}
+
+impl Drop for Machine {
+    fn drop(&mut self) {
+        if self.node.is_some() {
+            if std::thread::panicking() {
+                let log = std::fs::read_to_string(self.home.path().join("log"));
+                eprintln!("{}: {}", self.name, log.unwrap_or_default());
+            }
+            let node = self.node.as_mut();
+            let _ = node.map(|node| (node.kill(), node.wait()));
+        }
+    }
+}
+
+fn said(output: &Output) -> String {
+    text(&output.stderr)
+}
+
+/// Waits until `done`, which takes a few seconds at most on a machine that is not busy.
+fn until(what: &str, mut done: impl FnMut() -> bool) -> Duration {
+    let start = Instant::now();
+    while !done() {
+        let waited = start.elapsed();
+        assert!(
+            waited < Duration::from_secs(40),
+            "{what}: not within {waited:?}"
+        );
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    start.elapsed()
+}

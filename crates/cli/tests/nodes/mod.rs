@@ -1,0 +1,53 @@
+//! Models over several processes, as a user calls them: the same answer from any split, what is
+//! told about it, and what happens when a process dies, is stopped or cannot start.
+//!
+//! Most tests run random models of some hundred kilobytes ([`tiny`]); those with a real one need
+//! SmolLM2 in the folder that `cargo xtask models` fills, and say so when it is not there.
+//!
+//! Processes are looked up in `/proc`, so the tests are for Linux.
+#![cfg(target_os = "linux")]
+#![allow(clippy::unwrap_used, reason = "test code outside of test functions")]
+
+#[path = "../../../mlx/tests/fake/build.rs"]
+mod fake;
+mod http;
+mod lost;
+mod mlx;
+mod processes;
+mod same;
+mod server;
+mod shown;
+mod steered;
+pub(crate) mod tiny;
+mod tty;
+mod usage;
+
+use std::sync::{Mutex, MutexGuard};
+use std::time::Duration;
+
+use crate::common::home::World;
+use crate::common::{PATIENCE, finish, smollm2, text, until};
+use paceline_base::lock;
+use tiny::Tiny;
+
+/// A failure is reported within 2 s. This is what a machine that runs other tests too may add to
+/// that, beside what a [`Stopwatch`](paceline_base::testing::Stopwatch) sees of it.
+const REPORTED: Duration = Duration::from_millis(2500);
+
+/// What has to end has ended within this time.
+const ENDED: Duration = Duration::from_secs(1);
+
+/// Tests that measure, and those with many processes, run one after the other.
+fn alone() -> MutexGuard<'static, ()> {
+    static ALONE: Mutex<()> = Mutex::new(());
+    lock(&ALONE)
+}
+
+impl World {
+    /// Writes a model; the answer is the MODEL of the command line.
+    fn write_model(&self, tiny: Tiny) -> String {
+        let path = self.path(&format!("models/{}.gguf", tiny.family));
+        tiny.write(&path);
+        path.to_str().unwrap().to_owned()
+    }
+}

@@ -1,0 +1,276 @@
+//! The control port: handshakes, newcomers with a code, channels to services.
+
+use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream};
+use std::os::fd::AsFd;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use paceline_base::lock;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use socket2::{Domain, Protocol, Socket, Type};
+
+use super::super::discovery::How;
+use super::super::member::Member;
+use super::super::session::{self, Hello, Judge, Own, Purpose, Session};
+use super::super::{Key, NodeId, pairing};
+use super::channel::Channel;
+use super::links::Fresh;
+use super::{Error, HANDSHAKE_LIMIT, Inner};
+
+/// Handshakes at a time; further connections are closed.
+const HANDSHAKES_MAX: usize = 64;
+
+/// Channels that handlers serve at a time; further ones are closed.
+const SERVED_MAX: usize = 256;
+
+/// The acceptor looks this often whether the agent stops.
+pub(super) const LOOK_EVERY: Duration = Duration::from_millis(250);
+
+#[derive(Default)]
+pub(super) struct Counts {
+    handshakes: Arc<AtomicUsize>,
+    served: Arc<AtomicUsize>,
+    pub(super) local: Arc<AtomicUsize>,
+}
+
+/// One of a bounded number of places; free again when dropped.
+pub(super) struct Place(Arc<AtomicUsize>);
+
+impl Place {
+    pub(super) fn take(count: &Arc<AtomicUsize>, most: usize) -> Option<Self> {
+        let place = Self(Arc::clone(count));
+        // `place` is dropped where there is none, which takes the one back.
+        (count.fetch_add(1, Ordering::SeqCst) < most).then_some(place)
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
+/// Listens on all addresses of both families, or of IPv4 where there is no IPv6.
+pub(super) fn listen(port: u16) -> Result<TcpListener, Error> {
+    let six = listen_at(Domain::IPV6, (Ipv6Addr::UNSPECIFIED, port).into());
+    let listener = six.or_else(|error| match error.kind() {
+        std::io::ErrorKind::AddrInUse => Err(error),
+        _ => listen_at(Domain::IPV4, (Ipv4Addr::UNSPECIFIED, port).into()),
+    });
+    listener.map_err(|source| Error::Port { port, source })
+}
+
+fn listen_at(domain: Domain, addr: SocketAddr) -> std::io::Result<TcpListener> {
+    let socket = Socket::new(domain, Type::STREAM, Some(Protocol::TCP))?;
+    if domain == Domain::IPV6 {
+        socket.set_only_v6(false)?;
+    }
+    // Connections of an earlier process that are not forgotten yet are no reason to wait.
+    socket.set_reuse_address(true)?;
+    socket.bind(&addr.into())?;
+    socket.listen(128)?;
+    socket.set_nonblocking(true)?;
+    Ok(socket.into())
+}
+
+/// Waits until a socket has something to accept; false after [`LOOK_EVERY`].
+pub(super) fn is_ready(socket: &impl AsFd) -> bool {
+    let mut fds = [PollFd::new(socket, PollFlags::IN)];
+    let wait = Timespec::try_from(LOOK_EVERY).ok();
+    matches!(poll(&mut fds, wait.as_ref()), Ok(1..))
+}
+
+impl Inner {
+    pub(super) fn run_acceptor(self: &Arc<Self>, listener: &TcpListener) {
+        while !self.is_stopped() {
+            if !is_ready(listener) {
+                continue;
+            }
+            let Ok((stream, addr)) = listener.accept() else {
+                // Out of file descriptors, most likely: others need a moment to close theirs.
+                thread::sleep(Duration::from_millis(20));
+                continue;
+            };
+            let Some(place) = Place::take(&self.counts.handshakes, HANDSHAKES_MAX) else {
+                continue;
+            };
+            let inner = Arc::clone(self);
+            // Without a thread the connection is closed, and the peer tries again.
+            let _ = self.spawn("shake", move || inner.answer(stream, addr, place));
+        }
+    }
+
+    fn answer(self: &Arc<Self>, stream: TcpStream, addr: SocketAddr, place: Place) {
+        match first_bytes(&stream) {
+            Some(pairing::PREFACE) => self.pair(stream),
+            Some(_) => self.shake(stream, addr, place),
+            None => {}
+        }
+    }
+
+    fn shake(self: &Arc<Self>, stream: TcpStream, addr: SocketAddr, place: Place) {
+        let (key, era) = self.key_and_era();
+        let judge = |id, hello: &Hello| self.judge(id, hello);
+        let accepted = self.with_own(&key, &judge, |own| {
+            session::accept(own, stream, HANDSHAKE_LIMIT)
+        });
+        let session = match accepted {
+            Ok(session) => session,
+            Err(error) => return self.refused(&error),
+        };
+        match session.purpose() {
+            Purpose::Control => {
+                let port = session.hello().port;
+                let place = SocketAddr::new(addr.ip().to_canonical(), port);
+                let place = scoped(place, addr);
+                lock(&self.state)
+                    .book
+                    .add(session.peer(), place, How::Incoming);
+                let target = None;
+                self.link(Fresh {
+                    session,
+                    target,
+                    era,
+                });
+            }
+            Purpose::Service => {
+                drop(place);
+                self.serve(session, era);
+            }
+        }
+    }
+
+    fn serve(self: &Arc<Self>, session: Session, era: u64) {
+        let Some(_place) = Place::take(&self.counts.served, SERVED_MAX) else {
+            return;
+        };
+        let Ok((service, handler)) = self.services.answer(&session, HANDSHAKE_LIMIT) else {
+            return;
+        };
+        let session = Arc::new(session);
+        let channel = Channel { session, service };
+        if lock(&self.state).era == era && self.keep_channel(&channel).is_ok() {
+            handler(channel);
+        }
+    }
+
+    /// Lets a newcomer try the code that is shown.
+    fn pair(self: &Arc<Self>, mut stream: TcpStream) {
+        use std::io::Read as _;
+        let (code, key) = {
+            let mut state = lock(&self.state);
+            let invitation = state.invitation.as_mut();
+            let code = invitation.and_then(|invitation| invitation.take(Instant::now()));
+            (code, state.key.clone())
+        };
+        let Some(code) = code else { return };
+        // The preface was peeked at only.
+        if stream.read_exact(&mut [0; 8]).is_err() {
+            return;
+        }
+        match pairing::host(stream, &code, &key, HANDSHAKE_LIMIT) {
+            Ok(()) => {
+                lock(&self.state).invitation = None;
+                self.tell("the code was right: a machine joins");
+            }
+            Err(error) => self.tell(&format!("a machine tried a code: {error}")),
+        }
+    }
+
+    pub(super) fn key_and_era(&self) -> (super::super::ClusterKey, u64) {
+        let state = lock(&self.state);
+        (state.key.clone(), state.era)
+    }
+
+    pub(super) fn with_own<T>(
+        &self,
+        key: &super::super::ClusterKey,
+        judge: Judge<'_>,
+        work: impl FnOnce(Own<'_>) -> T,
+    ) -> T {
+        let hello = self.hello();
+        work(Own {
+            identity: &self.identity,
+            key,
+            hello: &hello,
+            judge,
+        })
+    }
+
+    /// Says why a member is refused: a revoked one, a second process of one identity, a clock that
+    /// is far off.
+    pub(super) fn judge(&self, id: NodeId, hello: &Hello) -> Option<String> {
+        if id == self.identity.id() {
+            return Some(match hello.boot == self.boot {
+                true => "this is the node itself".to_owned(),
+                false => twice(id),
+            });
+        }
+        let wall_ms = self.now().wall_ms;
+        if Member::is_skewed(wall_ms, hello.wall_ms) {
+            let seconds = wall_ms.abs_diff(hello.wall_ms) / 1000;
+            return Some(format!(
+                "the clocks of the two machines are {seconds} s apart, allowed are 60 s: \
+                set both by NTP"
+            ));
+        }
+        let state = lock(&self.state);
+        if state.member.map().get(&Key::Revoked(id)).is_some() {
+            return Some("this node was revoked".to_owned());
+        }
+        let link = state.links.get(&id)?;
+        let is_second = link.session.hello().boot != hello.boot && Self::is_fresh(link);
+        is_second.then(|| twice(id))
+    }
+
+    /// Tells people about a refusal, once.
+    pub(super) fn refused(&self, error: &session::Error) {
+        let (name, reason) = match error {
+            session::Error::Refused { name, reason } => (name, reason),
+            session::Error::Refusing { name, reason } => (name, reason),
+            _ => return,
+        };
+        if lock(&self.state).note(name, Some(reason.clone())) {
+            self.tell(&format!("warning: no session with {name}: {reason}"));
+        }
+    }
+}
+
+fn twice(id: NodeId) -> String {
+    format!(
+        "two nodes have the identity {id}: its home was copied; remove node/identity in the home \
+        of one of them and start that one again"
+    )
+}
+
+/// Addresses of IPv6 that are link-local need the interface that they came over.
+fn scoped(place: SocketAddr, from: SocketAddr) -> SocketAddr {
+    match (place, from) {
+        (SocketAddr::V6(mut place), SocketAddr::V6(from)) => {
+            place.set_scope_id(from.scope_id());
+            SocketAddr::V6(place)
+        }
+        _ => place,
+    }
+}
+
+/// The first eight bytes of a connection, left unread.
+fn first_bytes(stream: &TcpStream) -> Option<[u8; 8]> {
+    let deadline = Instant::now() + HANDSHAKE_LIMIT;
+    stream.set_nonblocking(false).ok()?;
+    loop {
+        let left = deadline.checked_duration_since(Instant::now())?;
+        stream
+            .set_read_timeout(Some(left.max(Duration::from_millis(1))))
+            .ok()?;
+        let mut bytes = [0; 8];
+        match stream.peek(&mut bytes) {
+            Ok(8) => return Some(bytes),
+            Ok(0) | Err(_) => return None,
+            // The rest of a preface that was cut comes at once, or hardly ever.
+            Ok(_) => thread::sleep(Duration::from_millis(5)),
+        }
+    }
+}

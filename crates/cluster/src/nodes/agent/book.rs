@@ -1,0 +1,71 @@
+//! Addresses of nodes, and how each became known.
+
+use std::collections::BTreeMap;
+use std::net::SocketAddr;
+
+use super::super::NodeId;
+use super::super::discovery::How;
+use super::super::member::PEERS_MAX;
+
+/// Most addresses of a node: two families on four interfaces.
+const ADDRESSES_MAX: usize = 8;
+
+/// Where nodes are, the address that worked last first.
+#[derive(Debug, Default)]
+pub(super) struct Book(BTreeMap<NodeId, Vec<(SocketAddr, How)>>);
+
+impl Book {
+    /// Takes note of an address. The oldest one goes when there are too many.
+    pub(super) fn add(&mut self, id: NodeId, addr: SocketAddr, how: How) {
+        if self.0.len() >= PEERS_MAX && !self.0.contains_key(&id) {
+            return;
+        }
+        let known = self.0.entry(id).or_default();
+        match known.iter_mut().find(|(other, _)| *other == addr) {
+            Some((_, before)) => *before = how.min(*before),
+            None => {
+                known.truncate(ADDRESSES_MAX - 1);
+                known.push((addr, how));
+            }
+        }
+    }
+
+    /// Puts an address first, because a session came about there.
+    pub(super) fn worked(&mut self, id: NodeId, addr: SocketAddr, how: How) {
+        self.add(id, addr, how);
+        let known = self.0.entry(id).or_default();
+        if let Some(at) = known.iter().position(|(other, _)| *other == addr) {
+            known[..=at].rotate_right(1);
+        }
+    }
+
+    pub(super) fn addresses(&self, id: NodeId) -> Vec<SocketAddr> {
+        let known = self.0.get(&id).into_iter().flatten();
+        known.map(|(addr, _)| *addr).collect()
+    }
+
+    /// The best way in which a node was found.
+    pub(super) fn how(&self, id: NodeId) -> How {
+        let known = self.0.get(&id).into_iter().flatten();
+        known.map(|(_, how)| *how).min().unwrap_or(How::Told)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_address_that_worked_comes_first_and_the_list_is_bounded() {
+        let (mut book, id) = (Book::default(), NodeId([1; 16]));
+        let addr = |port| SocketAddr::from(([10, 0, 0, 1], port));
+        for port in 1..=20 {
+            book.add(id, addr(port), How::Told);
+        }
+        assert_eq!(book.addresses(id).len(), ADDRESSES_MAX);
+        book.worked(id, addr(3), How::Beacon4);
+        assert_eq!(book.addresses(id)[..2], [addr(3), addr(1)]);
+        assert_eq!(book.how(id), How::Beacon4);
+        assert_eq!(book.how(NodeId([2; 16])), How::Told);
+    }
+}

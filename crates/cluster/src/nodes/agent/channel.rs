@@ -1,0 +1,160 @@
+//! Channels between nodes, and the services that they lead to.
+//!
+//! ```text
+//! opener    -> session for Purpose::Service (Noise, as of session)
+//! opener    -> {"service":"NAME"}
+//! acceptor  <- {"refused":null} or {"refused":"why"}
+//! both      -> messages, in both directions, until either closes
+//! ```
+//! Each channel is a TCP connection of its own: a full one holds up no other, and the receiver's
+//! window bounds what is under way.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::net::SocketAddr;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use paceline_base::lock;
+use serde::{Deserialize, Serialize};
+
+use super::super::NodeId;
+use super::super::session::{self, Session};
+use super::Error;
+
+/// Longest opening message or answer.
+pub(super) const OPENING_BYTES_MAX: usize = 1024;
+
+#[derive(Serialize, Deserialize)]
+pub(super) struct Opening {
+    pub(super) service: String,
+}
+
+#[derive(Serialize, Deserialize)]
+pub(super) struct Opened {
+    pub(super) refused: Option<String>,
+}
+
+/// Messages to and from a service of another node, encrypted, in order, each delivered once.
+///
+/// Clones are the same channel. All methods may be called from any thread. The channel is closed
+/// when its last clone is dropped, and when the other node is found dead.
+#[derive(Clone)]
+pub struct Channel {
+    pub(super) session: Arc<Session>,
+    pub(super) service: String,
+}
+
+impl Channel {
+    /// The node at the other end, proven by its static key.
+    pub fn peer(&self) -> NodeId {
+        self.session.peer()
+    }
+
+    /// The service that this channel leads to.
+    pub fn service(&self) -> &str {
+        &self.service
+    }
+
+    /// The other end's address, which names the interface that the two nodes share.
+    ///
+    /// # Errors
+    /// [`Error::Session`] when the connection is gone.
+    pub fn peer_addr(&self) -> Result<SocketAddr, Error> {
+        Ok(self.session.peer_addr().map_err(session::Error::Broken)?)
+    }
+
+    /// This end's address.
+    ///
+    /// # Errors
+    /// [`Error::Session`] when the connection is gone.
+    pub fn own_addr(&self) -> Result<SocketAddr, Error> {
+        Ok(self.session.own_addr().map_err(session::Error::Broken)?)
+    }
+
+    /// Sends a message. Blocks while the receiver is behind, for at most five seconds.
+    ///
+    /// # Errors
+    /// [`Error::Session`]: the channel is of no use any more.
+    pub fn send(&self, message: &[u8]) -> Result<(), Error> {
+        Ok(self.session.send(message)?)
+    }
+
+    /// The next message, of at most `bytes_max`; `None` when none is complete within `timeout`.
+    /// The next call continues a partial message.
+    ///
+    /// # Errors
+    /// [`Error::Session`]: the channel is closed, broken, or the message is too long.
+    pub fn recv(&self, bytes_max: usize, timeout: Duration) -> Result<Option<Vec<u8>>, Error> {
+        Ok(self.session.recv(bytes_max, timeout)?)
+    }
+
+    /// Closes both directions. A receive that waits returns an error.
+    pub fn close(&self) {
+        self.session.close();
+    }
+}
+
+impl fmt::Debug for Channel {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "channel to {} of {}", self.service, self.session.peer())
+    }
+}
+
+/// Serves one channel on a thread of its own; the channel may be kept longer than the call.
+pub type Handler = Arc<dyn Fn(Channel) + Send + Sync>;
+
+/// Handlers by name of their service.
+#[derive(Default)]
+pub(super) struct Services(Mutex<BTreeMap<String, Handler>>);
+
+impl Services {
+    pub(super) fn add(&self, service: &str, handler: Handler) {
+        lock(&self.0).insert(service.to_owned(), handler);
+    }
+
+    fn get(&self, service: &str) -> Option<Handler> {
+        lock(&self.0).get(service).cloned()
+    }
+
+    /// Answers an opening on a fresh session; the handler to run if it is accepted.
+    pub(super) fn answer(
+        &self,
+        session: &Session,
+        limit: Duration,
+    ) -> Result<(String, Handler), session::Error> {
+        let opening = session.recv(OPENING_BYTES_MAX, limit)?;
+        let opening = opening.ok_or(session::Error::Late { limit })?;
+        let opening: Opening =
+            serde_json::from_slice(&opening).map_err(|_| session::Error::Protocol)?;
+        let handler = self.get(&opening.service);
+        let refused = handler
+            .is_none()
+            .then(|| format!("this node has no service {:?}", opening.service));
+        session.send(&serde_json::to_vec(&Opened { refused }).expect("an answer is JSON"))?;
+        let handler = handler.ok_or(session::Error::Closed)?;
+        Ok((opening.service, handler))
+    }
+}
+
+/// Asks for a service on a fresh session.
+pub(super) fn ask(session: Session, service: &str, limit: Duration) -> Result<Channel, Error> {
+    let service = service.to_owned();
+    let opening = Opening {
+        service: service.clone(),
+    };
+    session.send(&serde_json::to_vec(&opening).expect("an opening is JSON"))?;
+    let answer = session.recv(OPENING_BYTES_MAX, limit)?;
+    let answer = answer.ok_or(session::Error::Late { limit })?;
+    let answer: Opened = serde_json::from_slice(&answer).map_err(|_| session::Error::Protocol)?;
+    match answer.refused {
+        Some(reason) => Err(Error::NoService {
+            node: session.hello().name.clone(),
+            reason,
+        }),
+        None => Ok(Channel {
+            session: Arc::new(session),
+            service,
+        }),
+    }
+}

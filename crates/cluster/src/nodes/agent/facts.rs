@@ -1,0 +1,134 @@
+//! The facts of a node, and how a list of nodes shows them.
+
+use std::collections::BTreeMap;
+use std::net::{IpAddr, SocketAddr};
+
+use serde::{Deserialize, Serialize};
+
+use super::super::discovery::How;
+use super::super::member::Life;
+use super::super::{Key, NodeId, Registers};
+
+/// Version of what nodes say to each other. Raised when an older node would misunderstand.
+pub const PROTOCOL: u32 = 1;
+
+/// A node's own account of itself, an entry of the shared map.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Facts {
+    /// Name of the host.
+    pub name: String,
+    /// Version of the program.
+    pub build: String,
+    /// [`PROTOCOL`] of the program.
+    pub protocol: u32,
+    /// Revision of the numbers' definition. Unlike revisions share no instance.
+    pub numerics: u32,
+    /// Main memory in bytes, 0 when the system does not tell.
+    pub memory_bytes: u64,
+    /// Cores that the node may use.
+    pub cores: u32,
+    /// Kernel class that the node computes by default.
+    pub kernel_class: String,
+    /// Instruction sets that the kernels use.
+    pub instructions: String,
+    /// Control port; filled in by the agent.
+    pub port: u16,
+    /// Random number of the process; filled in by the agent.
+    pub boot: u64,
+    /// Addresses that others may reach; filled in by the agent.
+    pub addresses: Vec<IpAddr>,
+    /// Addresses of the HTTP API, as [`Agent::set_api`](super::Agent::set_api) has them.
+    pub api: Vec<SocketAddr>,
+}
+
+/// A node as `paceline nodes` shows it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct NodeView {
+    /// Which.
+    pub id: NodeId,
+    /// Whether it lives.
+    pub state: Life,
+    /// How this node found it: `self`, or a name of [`How`].
+    pub found_by: String,
+    /// Whether there is a session with it.
+    pub linked: bool,
+    /// Its account of itself, empty before its first word. The name has a suffix where another
+    /// node has the same.
+    #[serde(flatten)]
+    pub facts: Facts,
+}
+
+/// The facts in the map, by node.
+pub(super) fn all(map: &Registers) -> BTreeMap<NodeId, Facts> {
+    let facts = map.iter().filter_map(|(key, register)| {
+        let Key::Node(id) = key else { return None };
+        let facts = serde_json::from_str(register.value.as_deref()?).ok()?;
+        Some((*id, facts))
+    });
+    facts.collect()
+}
+
+/// The facts of one node.
+pub(super) fn of(map: &Registers, id: NodeId) -> Option<Facts> {
+    serde_json::from_str(map.get(&Key::Node(id))?).ok()
+}
+
+/// Shown names: a host name belongs to the lowest id that has it, and the others get a suffix.
+///
+/// All nodes with the same map give the same names.
+pub(super) fn names(facts: &BTreeMap<NodeId, Facts>) -> BTreeMap<NodeId, String> {
+    let mut taken = std::collections::BTreeSet::new();
+    let name = |(id, facts): (&NodeId, &Facts)| {
+        let plain = shown(&facts.name, *id);
+        let name = match taken.contains(&plain) {
+            true => format!("{plain}-{}", &id.to_string()[..4]),
+            false => plain,
+        };
+        taken.insert(name.clone());
+        (*id, name)
+    };
+    facts.iter().map(name).collect()
+}
+
+/// A host name that a terminal may show, or the beginning of the id where there is none.
+pub(super) fn shown(name: &str, id: NodeId) -> String {
+    let is_harmless = |c: &char| c.is_alphanumeric() || "-_.".contains(*c);
+    let clean: String = name.chars().filter(is_harmless).take(64).collect();
+    match clean.is_empty() {
+        true => format!("node-{}", &id.to_string()[..8]),
+        false => clean,
+    }
+}
+
+/// The word of JSON for `how`.
+pub(super) fn word(how: How) -> &'static str {
+    match how {
+        How::Beacon6 => "beacon6",
+        How::Beacon4 => "beacon4",
+        How::Peer => "peer",
+        How::Incoming => "incoming",
+        How::Told => "told",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn equal_host_names_get_a_suffix() {
+        let named = |name: &str| Facts {
+            name: name.to_owned(),
+            ..Facts::default()
+        };
+        let facts = BTreeMap::from([
+            (NodeId([1; 16]), named("mini")),
+            (NodeId([2; 16]), named("mini")),
+            (NodeId([3; 16]), named("\x1b[2J")),
+            (NodeId([4; 16]), named("")),
+        ]);
+        let names: Vec<String> = names(&facts).into_values().collect();
+        assert_eq!(names, ["mini", "mini-0202", "2J", "node-04040404"]);
+    }
+}

@@ -1,0 +1,109 @@
+//! The files of a node, below its home.
+//!
+//! ```text
+//! HOME/node/identity      static private key, 32 bytes, mode 0600
+//! HOME/node/cluster-key   the cluster's key, 32 bytes, mode 0600
+//! HOME/node/map.json      the shared map as it was last known
+//! HOME/node/lock          held while the node runs
+//! HOME/node/socket        where the command line reaches the node
+//! ```
+
+use std::fs::{self, DirBuilder, File, OpenOptions, TryLockError};
+use std::io::{self, Read};
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+
+use super::super::identity::write_secret;
+use super::super::{ClusterKey, Identity, Key, Register, Registers};
+use super::Error;
+
+/// Longest saved map that is read: its bounds, twice over.
+const MAP_BYTES_MAX: u64 = 128 << 20;
+
+/// The folder of a node.
+#[derive(Clone, Debug)]
+pub(super) struct Files {
+    folder: PathBuf,
+}
+
+impl Files {
+    /// Those of the node whose home is `home`.
+    pub(super) fn new(home: &Path) -> Self {
+        Self {
+            folder: home.join("node"),
+        }
+    }
+
+    /// Takes the lock, which lasts as long as the file is open.
+    ///
+    /// # Errors
+    /// [`Error::Running`] when a process has it.
+    pub(super) fn lock(&self) -> Result<File, Error> {
+        let failed = |path: &Path, source| Error::File {
+            path: path.to_owned(),
+            source,
+        };
+        let mut folder = DirBuilder::new();
+        let made = folder.recursive(true).mode(0o700).create(&self.folder);
+        made.map_err(|error| failed(&self.folder, error))?;
+        let path = self.folder.join("lock");
+        let mut options = OpenOptions::new();
+        let options = options.write(true).create(true).truncate(false);
+        let file = options.mode(0o600).open(&path);
+        let file = file.map_err(|error| failed(&path, error))?;
+        match file.try_lock() {
+            Ok(()) => Ok(file),
+            Err(TryLockError::WouldBlock) => {
+                let folder = self.folder.clone();
+                Err(Error::Running { folder })
+            }
+            Err(TryLockError::Error(error)) => Err(failed(&path, error)),
+        }
+    }
+
+    pub(super) fn identity(&self) -> Result<Identity, Error> {
+        Ok(Identity::open(&self.folder.join("identity"))?)
+    }
+
+    pub(super) fn key(&self) -> Result<ClusterKey, Error> {
+        Ok(ClusterKey::open(&self.folder.join("cluster-key"))?)
+    }
+
+    pub(super) fn save_key(&self, key: &ClusterKey) -> Result<(), Error> {
+        Ok(key.save(&self.folder.join("cluster-key"))?)
+    }
+
+    pub(super) fn socket(&self) -> PathBuf {
+        self.folder.join("socket")
+    }
+
+    /// The map as it was saved. A file that cannot be read is an empty map: the other nodes
+    /// have it all.
+    pub(super) fn map(&self) -> Registers {
+        let entries = || -> io::Result<Vec<(Key, Register)>> {
+            let mut bytes = Vec::new();
+            let file = File::open(self.folder.join("map.json"))?;
+            file.take(MAP_BYTES_MAX).read_to_end(&mut bytes)?;
+            Ok(serde_json::from_slice(&bytes)?)
+        };
+        Registers::from_entries(entries().unwrap_or_default())
+    }
+
+    /// Saves the map with mode 0600, because it has hashes of API keys.
+    pub(super) fn save_map(&self, map: &Registers) -> Result<(), Error> {
+        let entries: Vec<(&Key, &Register)> = map.iter().collect();
+        let text = serde_json::to_vec(&entries).expect("a map is JSON");
+        Ok(write_secret(&self.folder.join("map.json"), &text)?)
+    }
+
+    /// Forgets the map of a cluster that this node leaves.
+    pub(super) fn remove_map(&self) -> Result<(), Error> {
+        let path = self.folder.join("map.json");
+        match fs::remove_file(&path) {
+            Err(source) if source.kind() != io::ErrorKind::NotFound => {
+                Err(Error::File { path, source })
+            }
+            _ => Ok(()),
+        }
+    }
+}

@@ -1,0 +1,284 @@
+//! The Unix socket by which programs of this home's user reach its node.
+//!
+//! ```text
+//! client -> {"command":"nodes","arguments":{}}
+//! node   <- {"progress":...}   any number
+//! node   <- {"ok":...} or {"error":"..."}
+//! ```
+//! JSON, one object a line; one command a connection. The folder has mode 0700 and the socket 0600:
+//! the file system says who may ask.
+//!
+//! Built in: `nodes`, `token`, `invite`, `join`, `leave`, `forget`. The crate above adds its own by
+//! [`Agent::serve_local`].
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::io::{self, BufRead, BufReader, ErrorKind, Read, Write};
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use paceline_base::lock;
+use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
+
+use super::super::ClusterKey;
+use super::super::pairing::Code;
+use super::accept::{Place, is_ready};
+use super::files::Files;
+use super::{Agent, Inner, SOCKET_PATH_MAX};
+
+/// Clients at a time; further ones are closed.
+const CLIENTS_MAX: usize = 64;
+
+/// Longest line: the nodes of a large cluster.
+const LINE_BYTES_MAX: u64 = 4 << 20;
+
+/// For a client to send its command, or take a line.
+const CLIENT_LIMIT: Duration = Duration::from_secs(10);
+
+/// Answers a command: its arguments, and where reports of progress go.
+pub trait Command:
+    Fn(&Value, &mut dyn FnMut(Value)) -> Result<Value, String> + Send + Sync + 'static
+{
+}
+
+impl<F> Command for F where
+    F: Fn(&Value, &mut dyn FnMut(Value)) -> Result<Value, String> + Send + Sync + 'static
+{
+}
+
+/// Commands of the crates above.
+#[derive(Default)]
+pub(super) struct Commands(Mutex<BTreeMap<String, Arc<dyn Command>>>);
+
+impl Commands {
+    pub(super) fn add(&self, name: &str, command: Arc<dyn Command>) {
+        lock(&self.0).insert(name.to_owned(), command);
+    }
+
+    fn get(&self, name: &str) -> Option<Arc<dyn Command>> {
+        lock(&self.0).get(name).cloned()
+    }
+}
+
+#[derive(Serialize, Deserialize)]
+struct Request {
+    command: String,
+    #[serde(default)]
+    arguments: Value,
+}
+
+#[derive(Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+enum Line {
+    Progress(Value),
+    Ok(Value),
+    Error(String),
+}
+
+/// Reasons why the node gives no answer.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// No node runs with this home.
+    #[error("this machine's node does not run")]
+    NotUp,
+    /// The node refuses the command.
+    #[error("{0}")]
+    Refused(String),
+    /// The node cannot be asked, or ends meanwhile.
+    #[error("asking this machine's node at {}: {source}", path.display())]
+    Broken {
+        /// The socket.
+        path: PathBuf,
+        /// Report of the system.
+        source: io::Error,
+    },
+}
+
+/// Asks the node of a home; `progress` gets its reports. Waits up to `limit` for each line.
+///
+/// # Errors
+/// [`Error::NotUp`] where no node runs.
+pub fn ask(
+    home: &Path,
+    command: &str,
+    arguments: Value,
+    limit: Duration,
+    mut progress: impl FnMut(Value),
+) -> Result<Value, Error> {
+    let path = Files::new(home).socket();
+    let stream = UnixStream::connect(&path).map_err(|source| match source.kind() {
+        ErrorKind::NotFound | ErrorKind::ConnectionRefused => Error::NotUp,
+        _ => broken(&path, source),
+    })?;
+    let command = command.to_owned();
+    let request = Request { command, arguments };
+    let exchanged = exchange(&stream, &request, limit, &mut progress);
+    match exchanged.map_err(|source| broken(&path, source))? {
+        Line::Error(reason) => Err(Error::Refused(reason)),
+        Line::Ok(value) | Line::Progress(value) => Ok(value),
+    }
+}
+
+fn broken(path: &Path, source: io::Error) -> Error {
+    let path = path.to_owned();
+    Error::Broken { path, source }
+}
+
+fn exchange(
+    stream: &UnixStream,
+    request: &Request,
+    limit: Duration,
+    progress: &mut dyn FnMut(Value),
+) -> io::Result<Line> {
+    stream.set_read_timeout(Some(limit))?;
+    stream.set_write_timeout(Some(CLIENT_LIMIT))?;
+    send(stream, request)?;
+    let mut reader = BufReader::new(stream);
+    loop {
+        match serde_json::from_str(&read_line(&mut reader)?)? {
+            Line::Progress(value) => progress(value),
+            last => return Ok(last),
+        }
+    }
+}
+
+fn send(mut stream: &UnixStream, line: &impl Serialize) -> io::Result<()> {
+    let mut text = serde_json::to_vec(line)?;
+    text.push(b'\n');
+    stream.write_all(&text)
+}
+
+fn read_line(reader: &mut impl BufRead) -> io::Result<String> {
+    let mut line = String::new();
+    reader.take(LINE_BYTES_MAX).read_line(&mut line)?;
+    match line.ends_with('\n') {
+        true => Ok(line),
+        false => Err(ErrorKind::UnexpectedEof.into()),
+    }
+}
+
+/// Listens at `path`; the caller holds the lock of the home, so a socket that is there is old.
+pub(super) fn bind(path: &Path) -> Result<UnixListener, super::Error> {
+    if path.as_os_str().len() > SOCKET_PATH_MAX {
+        let path = path.to_owned();
+        return Err(super::Error::SocketPath { path });
+    }
+    let bind = || {
+        match fs::remove_file(path) {
+            Err(error) if error.kind() != ErrorKind::NotFound => return Err(error),
+            _ => {}
+        }
+        let listener = UnixListener::bind(path)?;
+        fs::set_permissions(path, fs::Permissions::from_mode(0o600))?;
+        listener.set_nonblocking(true)?;
+        Ok(listener)
+    };
+    bind().map_err(|source| super::Error::File {
+        path: path.to_owned(),
+        source,
+    })
+}
+
+/// Answers clients until the agent stops, then removes the socket.
+pub(super) fn serve(inner: &Arc<Inner>, agent: &Agent, listener: &UnixListener) {
+    while !inner.is_stopped() {
+        if !is_ready(listener) {
+            continue;
+        }
+        let Ok((stream, _)) = listener.accept() else {
+            std::thread::sleep(Duration::from_millis(20));
+            continue;
+        };
+        let Some(place) = Place::take(&inner.counts.local, CLIENTS_MAX) else {
+            continue;
+        };
+        let agent = agent.clone();
+        let answer = move || {
+            let _place = place;
+            // A client that is gone needs no answer.
+            let _ = answer(&agent, &stream);
+        };
+        let _ = inner.spawn("client", answer);
+    }
+    let _ = fs::remove_file(inner.files.socket());
+}
+
+fn answer(agent: &Agent, stream: &UnixStream) -> io::Result<()> {
+    stream.set_nonblocking(false)?;
+    stream.set_read_timeout(Some(CLIENT_LIMIT))?;
+    stream.set_write_timeout(Some(CLIENT_LIMIT))?;
+    let request = read_line(&mut BufReader::new(stream))?;
+    let mut progress = |value| {
+        // A client that is gone does not end the command.
+        let _ = send(stream, &Line::Progress(value));
+    };
+    let outcome = match serde_json::from_str::<Request>(&request) {
+        Ok(request) => execute(agent, &request, &mut progress),
+        Err(error) => Err(format!("not a command: {error}")),
+    };
+    send(stream, &outcome.map_or_else(Line::Error, Line::Ok))
+}
+
+fn execute(
+    agent: &Agent,
+    request: &Request,
+    progress: &mut dyn FnMut(Value),
+) -> Result<Value, String> {
+    let arguments = &request.arguments;
+    let text = |name: &str| arguments[name].as_str();
+    let needed = |name: &str| text(name).ok_or_else(|| format!("the argument {name} is missing"));
+    let said = |error: super::Error| describe(&error);
+    match request.command.as_str() {
+        "nodes" => Ok(json!({
+            "cluster": agent.cluster(),
+            "nodes": agent.nodes(),
+            "problems": agent.problems(),
+        })),
+        "token" => Ok(json!({ "token": *agent.token() })),
+        "invite" => {
+            let code = agent.invite().map_err(said)?;
+            Ok(json!({ "code": code.shown(), "name": agent.inner.config.facts.name }))
+        }
+        "join" => {
+            let joined = match text("code") {
+                Some(code) => {
+                    let code = Code::parse(code).map_err(|error| error.to_string())?;
+                    agent.join_by_code(&code, text("peer"))
+                }
+                None => {
+                    let key = ClusterKey::from_token(needed("token")?);
+                    agent.join(&key.map_err(|error| error.to_string())?)
+                }
+            };
+            Ok(json!(joined.map_err(said)?))
+        }
+        "leave" => agent.leave().map(|()| json!({})).map_err(said),
+        "forget" => {
+            let id = agent.forget(needed("node")?).map_err(said)?;
+            Ok(json!({ "id": id }))
+        }
+        other => {
+            let command = agent.inner.commands.get(other);
+            let unknown = || format!("the node has no command {other:?}; is it an older version?");
+            command.ok_or_else(unknown)?(arguments, progress)
+        }
+    }
+}
+
+/// An error with its causes, on one line.
+fn describe(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut source = error.source();
+    while let Some(cause) = source {
+        let cause_text = cause.to_string();
+        if !text.contains(&cause_text) {
+            text = format!("{text}: {cause_text}");
+        }
+        source = cause.source();
+    }
+    text
+}

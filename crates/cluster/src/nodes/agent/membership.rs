@@ -1,0 +1,268 @@
+//! Which cluster a node is in: invited, joined, left, forgotten; while it runs and at rest.
+
+use std::net::SocketAddr;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use paceline_base::lock;
+use serde::{Deserialize, Serialize};
+use zeroize::Zeroizing;
+
+use super::super::member::{Event, Life, Target};
+use super::super::pairing::{self, Code, Invitation};
+use super::super::{ClusterKey, Key, NodeId, Registers, discovery, placement};
+use super::files::Files;
+use super::{Agent, Error, HANDSHAKE_LIMIT, dial, facts};
+
+/// How long a newcomer listens for a machine that shows a code; those speak once a second.
+const LISTEN: Duration = Duration::from_secs(6);
+
+/// How long a node that joined waits for the first session with another.
+const MEET: Duration = Duration::from_secs(5);
+
+/// How long a node that leaves waits for its last words to go out.
+const LAST_WORDS: Duration = Duration::from_millis(300);
+
+/// Outcome of joining a cluster.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Joined {
+    /// Short public name of the cluster.
+    pub cluster: String,
+    /// Whether the node was in it already.
+    pub already: bool,
+    /// Names of the other nodes that were met so far.
+    pub met: Vec<String>,
+    /// Everything that keeps it from meeting others.
+    pub problems: Vec<String>,
+}
+
+impl Agent {
+    /// The cluster's token. Secret: it lets any machine in.
+    pub fn token(&self) -> Zeroizing<String> {
+        lock(&self.inner.state).key.token()
+    }
+
+    /// A code that lets one machine in, within five minutes and three tries. Replaces an earlier
+    /// code.
+    ///
+    /// # Errors
+    /// When the system has no random numbers.
+    pub fn invite(&self) -> Result<Code, Error> {
+        let code = Code::random().map_err(pairing::Error::Broken)?;
+        let invitation = Invitation::new(code.clone(), Instant::now());
+        lock(&self.inner.state).invitation = Some(invitation);
+        Ok(code)
+    }
+
+    /// Moves this node out of its cluster of one into the cluster of `key`. Waits some seconds for
+    /// a node of it.
+    ///
+    /// # Errors
+    /// [`Error::HasMembers`], [`Error::HasInstances`]: nothing has changed.
+    pub fn join(&self, key: &ClusterKey) -> Result<Joined, Error> {
+        self.join_at(key, None)
+    }
+
+    /// As [`join`](Self::join), with the address of a member where one is known.
+    fn join_at(&self, key: &ClusterKey, at: Option<SocketAddr>) -> Result<Joined, Error> {
+        let already = lock(&self.inner.state).key == *key;
+        if !already {
+            self.check_alone()?;
+            self.enter(key)?;
+        }
+        if let Some(addr) = at {
+            let found = Event::Found(Target::Peer(addr.to_string()));
+            self.inner.step(&mut lock(&self.inner.state), found);
+        }
+        let deadline = Instant::now() + MEET;
+        let mut watch = self.watch();
+        while self.met().is_empty() && Instant::now() < deadline {
+            watch.wait(Duration::from_millis(50));
+        }
+        Ok(Joined {
+            cluster: key.name(),
+            already,
+            met: self.met(),
+            problems: self.problems(),
+        })
+    }
+
+    /// Joins the cluster of a machine that shows `code`: the one at `peer`, or the first that is
+    /// heard.
+    ///
+    /// # Errors
+    /// [`Error::Pairing`], [`Error::NobodyInvites`], and as [`join`](Self::join).
+    pub fn join_by_code(&self, code: &Code, peer: Option<&str>) -> Result<Joined, Error> {
+        self.check_alone()?;
+        let (key, addr) = pair(code, peer)?;
+        self.join_at(&key, Some(addr))
+    }
+
+    /// Leaves the cluster for good and makes a new cluster of one.
+    ///
+    /// # Errors
+    /// [`Error::HasInstances`] when this node owns one; files that cannot be written.
+    pub fn leave(&self) -> Result<(), Error> {
+        self.check_owns_nothing()?;
+        let key = ClusterKey::random()?;
+        let inner = &self.inner;
+        {
+            let mut state = lock(&inner.state);
+            inner.step(&mut state, Event::Leave);
+        }
+        std::thread::sleep(LAST_WORDS);
+        self.enter(&key)
+    }
+
+    /// Forgets a dead node.
+    ///
+    /// # Errors
+    /// [`Error::NoNode`], [`Error::Ambiguous`], [`Error::Lives`].
+    pub fn forget(&self, name: &str) -> Result<NodeId, Error> {
+        let node = self.find(name)?;
+        let state = match node.state {
+            _ if node.id == self.id() => "this node",
+            Life::Alive => "alive",
+            Life::Suspect => "suspect",
+            Life::Dead | Life::Left => {
+                self.write(Key::Node(node.id), 0, None)?;
+                return Ok(node.id);
+            }
+        };
+        let name = node.facts.name;
+        Err(Error::Lives { name, state })
+    }
+
+    fn met(&self) -> Vec<String> {
+        let nodes = self.nodes().into_iter();
+        let met = nodes.filter(|node| node.id != self.id() && node.linked);
+        met.map(|node| node.facts.name).collect()
+    }
+
+    fn check_alone(&self) -> Result<(), Error> {
+        let others = self.nodes().into_iter();
+        let others = others.filter(|node| node.id != self.id() && node.state != Life::Left);
+        let others: Vec<String> = others.map(|node| node.facts.name).collect();
+        is_alone(&others)?;
+        has_no_instances(&self.map(), |_| true)
+    }
+
+    fn check_owns_nothing(&self) -> Result<(), Error> {
+        let own = self.id();
+        has_no_instances(&self.map(), |wanted| wanted.nodes.contains(&own))
+    }
+
+    /// Changes the cluster, on disk first.
+    fn enter(&self, key: &ClusterKey) -> Result<(), Error> {
+        let inner = &self.inner;
+        inner.files.save_key(key)?;
+        inner.files.remove_map()?;
+        {
+            let mut state = lock(&inner.state);
+            state.enter(key.clone(), inner.config.pace, inner.now());
+        }
+        inner.changed.notify_all();
+        inner.timer.notify_all();
+        inner.know_peers();
+        inner.write_facts();
+        Ok(())
+    }
+}
+
+fn is_alone(others: &[String]) -> Result<(), Error> {
+    match others.is_empty() {
+        true => Ok(()),
+        false => Err(Error::HasMembers {
+            others: others.join(", "),
+        }),
+    }
+}
+
+fn has_no_instances(
+    map: &Registers,
+    counts: impl Fn(&placement::Wanted) -> bool,
+) -> Result<(), Error> {
+    let wanted = placement::wanted(map).filter(|(_, _, wanted)| counts(wanted));
+    let models: Vec<String> = wanted.map(|(_, _, wanted)| wanted.model).collect();
+    match models.is_empty() {
+        true => Ok(()),
+        false => Err(Error::HasInstances {
+            models: models.join(", "),
+        }),
+    }
+}
+
+/// Gets a cluster's key from a machine that shows `code`, and the address of its control port.
+fn pair(code: &Code, peer: Option<&str>) -> Result<(ClusterKey, SocketAddr), Error> {
+    let addrs: Vec<SocketAddr> = match peer {
+        Some(peer) => dial::resolve(peer)?,
+        None => {
+            let heard = discovery::find_inviting(LISTEN);
+            heard.map_err(pairing::Error::Broken)?.into_iter().collect()
+        }
+    };
+    let mut last = Error::NobodyInvites { limit: LISTEN };
+    for addr in addrs {
+        match pairing::guest(addr, code, HANDSHAKE_LIMIT) {
+            Ok(key) => return Ok((key, addr)),
+            // A second address of the same machine would use up another try.
+            Err(error @ pairing::Error::WrongCode) => return Err(error.into()),
+            Err(error) => last = error.into(),
+        }
+    }
+    Err(last)
+}
+
+/// The token of the cluster of a home whose node does not run. Makes a cluster if there is none.
+///
+/// # Errors
+/// [`Error::Running`], files that cannot be used.
+pub fn token_at_rest(home: &Path) -> Result<Zeroizing<String>, Error> {
+    let files = Files::new(home);
+    let _held = files.lock()?;
+    Ok(files.key()?.token())
+}
+
+/// Joins a cluster with a home whose node does not run; it meets the others when it starts.
+///
+/// # Errors
+/// [`Error::Running`], [`Error::HasMembers`], [`Error::HasInstances`].
+pub fn join_at_rest(home: &Path, key: &ClusterKey) -> Result<Joined, Error> {
+    let files = Files::new(home);
+    let _held = files.lock()?;
+    let already = files.key()? == *key;
+    if !already {
+        check_at_rest(&files)?;
+        // In this order: a map without its cluster is worth nothing, a foreign one does harm.
+        files.remove_map()?;
+        files.save_key(key)?;
+    }
+    Ok(Joined {
+        cluster: key.name(),
+        already,
+        met: Vec::new(),
+        problems: Vec::new(),
+    })
+}
+
+/// As [`Agent::join_by_code`] with a home whose node does not run.
+///
+/// # Errors
+/// As [`Agent::join_by_code`], and [`Error::Running`].
+pub fn join_by_code_at_rest(home: &Path, code: &Code, peer: Option<&str>) -> Result<Joined, Error> {
+    {
+        let files = Files::new(home);
+        let _held = files.lock()?;
+        check_at_rest(&files)?;
+    }
+    join_at_rest(home, &pair(code, peer)?.0)
+}
+
+fn check_at_rest(files: &Files) -> Result<(), Error> {
+    let (own, map) = (files.identity()?.id(), files.map());
+    let mut facts = facts::all(&map);
+    facts.remove(&own);
+    let others: Vec<String> = facts::names(&facts).into_values().collect();
+    is_alone(&others)?;
+    has_no_instances(&map, |_| true)
+}

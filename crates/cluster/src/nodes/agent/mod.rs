@@ -1,0 +1,572 @@
+//! A node at work: threads and sockets around [`Member`].
+//!
+//! ```text
+//!  beacons ─── Found ──▶ ┌─────────────────────────┐ ── Dial ───▶ a thread per attempt
+//!  acceptor ── Linked ─▶ │ State: Member, links    │ ── Send ───▶ a bounded queue per link
+//!  readers ─ Received ─▶ │ (one mutex, never held  │ ── Life ───▶ channels closed
+//!  timer ────── Tick ──▶ │  across a blocking call)│ ── Changed ▶ watchers, disk
+//!                        └─────────────────────────┘
+//! ```
+//!
+//! - [`Agent`] starts the node; clones are handles to it.
+//! - [`Agent::open`] and [`Agent::serve`]: a [`Channel`] to a service of another node.
+//! - [`Agent::write`], [`Agent::map`], [`Agent::watch`]: the map that all nodes share.
+//! - [`Agent::nodes`]: the cluster as this node sees it.
+//! - [`Agent::join`], [`Agent::leave`], [`Agent::invite`]: which cluster it is in.
+//! - [`local`]: the socket by which the command line reaches the node of its home.
+//!
+//! Threads: a timer, an acceptor, one for beacons and files, one for the local socket, two for each
+//! link, one for each handshake, attempt and served channel. All have bounds and deadlines.
+//!
+//! The agent knows nothing about models or instances. A crate above registers services and local
+//! commands, and reads [`placement`](super::placement) from the map.
+
+mod accept;
+mod book;
+mod channel;
+mod dial;
+mod facts;
+mod files;
+mod keys;
+mod links;
+pub mod local;
+mod membership;
+mod state;
+mod upkeep;
+
+use std::fs::File;
+use std::net::{SocketAddr, TcpListener};
+use std::path::{Path, PathBuf};
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::sync::{Arc, Condvar, Mutex};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant, SystemTime};
+use std::{fmt, io};
+
+use paceline_base::lock;
+
+use super::member::{Event, Life, Pace};
+use super::pairing;
+use super::session::{self, Hello, Purpose};
+use super::{Identity, Key, NodeId, Now, Registers};
+pub use channel::{Channel, Handler};
+pub use facts::{Facts, NodeView, PROTOCOL};
+use files::Files;
+pub use keys::KeyFile;
+pub use membership::{Joined, join_at_rest, join_by_code_at_rest, token_at_rest};
+use state::State;
+
+/// Control port of a node, next to the API's 52415.
+pub const DEFAULT_PORT: u16 = 52416;
+
+/// Longest time for a handshake and for the opening of a channel.
+const HANDSHAKE_LIMIT: Duration = Duration::from_secs(5);
+
+/// Lines for people that wait to be told; further ones are dropped.
+const LINES_MAX: usize = 64;
+
+/// Reasons why this node or a command of it fails.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// Another process is this home's node.
+    #[error("a node already runs with the files in {}", folder.display())]
+    Running {
+        /// Its files.
+        folder: PathBuf,
+    },
+    /// A file cannot be used.
+    #[error("{}: {source}", path.display())]
+    File {
+        /// The file.
+        path: PathBuf,
+        /// Report of the system.
+        source: io::Error,
+    },
+    /// A file of secrets cannot be used.
+    #[error(transparent)]
+    Secret(#[from] super::identity::Error),
+    /// The control port cannot be listened on.
+    #[error("cannot listen on control port {port}: {source}")]
+    Port {
+        /// The port.
+        port: u16,
+        /// Report of the system.
+        source: io::Error,
+    },
+    /// The system refuses a thread or a socket.
+    #[error("cannot start {what}: {source}")]
+    Resource {
+        /// Its purpose.
+        what: &'static str,
+        /// Report of the system.
+        source: io::Error,
+    },
+    /// The local socket's path is too long for the system.
+    #[error("the path {} has {} bytes, but a socket's may have {SOCKET_PATH_MAX}",
+            path.display(), path.as_os_str().len())]
+    SocketPath {
+        /// The path.
+        path: PathBuf,
+    },
+    /// No node of the cluster has this name or id.
+    #[error("no node of this cluster is called {name:?}")]
+    NoNode {
+        /// The name.
+        name: String,
+    },
+    /// A name that several nodes have.
+    #[error("{name:?} is the beginning of several nodes' ids")]
+    Ambiguous {
+        /// The name.
+        name: String,
+    },
+    /// No address of the node is known.
+    #[error("no address of node {id} is known")]
+    NoAddress {
+        /// The node.
+        id: NodeId,
+    },
+    /// The node has no such service, or will not have this caller.
+    #[error("{node}: {reason}")]
+    NoService {
+        /// The node's name.
+        node: String,
+        /// Its answer.
+        reason: String,
+    },
+    /// A session cannot be had, or is gone.
+    #[error(transparent)]
+    Session(#[from] session::Error),
+    /// The short code did not work.
+    #[error(transparent)]
+    Pairing(#[from] pairing::Error),
+    /// No machine shows a code.
+    #[error("no machine that shows a code was heard within {} s", limit.as_secs())]
+    NobodyInvites {
+        /// How long this node listened.
+        limit: Duration,
+    },
+    /// An address cannot be understood or found.
+    #[error("peer {text:?}: {reason}")]
+    Peer {
+        /// The address as it was given.
+        text: String,
+        /// Its fault.
+        reason: String,
+    },
+    /// The cluster that this node would leave has other members.
+    #[error(
+        "this node is in a cluster with {others}, which it would lose: `paceline leave` \
+             takes it out"
+    )]
+    HasMembers {
+        /// Their names.
+        others: String,
+    },
+    /// The cluster that this node would leave has instances.
+    #[error("this node's cluster has instances: {models}")]
+    HasInstances {
+        /// Their models.
+        models: String,
+    },
+    /// A node that lives cannot be forgotten.
+    #[error("{name} is {state}, and only a dead node can be forgotten")]
+    Lives {
+        /// Its name.
+        name: String,
+        /// Its state.
+        state: &'static str,
+    },
+    /// The map refuses a write: a bound is reached, or the entry has a higher epoch.
+    #[error("the shared map refuses the entry: it is too large, out of date, or one too many")]
+    MapRefuses,
+}
+
+/// Longest path of a Unix socket on the systems that paceline runs on, less the closing zero
+/// (macOS 104, Linux 108).
+const SOCKET_PATH_MAX: usize = 103;
+
+/// Ways in which nodes find each other.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Discovery {
+    /// Beacons on all interfaces, and the peers that are named.
+    Beacons,
+    /// The peers that are named.
+    Peers,
+}
+
+/// Settings of a node.
+#[derive(Clone)]
+pub struct Config {
+    /// Folder of paceline's files; the node's are in `node` below it.
+    pub home: PathBuf,
+    /// The machine, as far as the caller knows it.
+    pub facts: Facts,
+    /// Control port on all addresses; 0 takes a free one.
+    pub port: u16,
+    /// Nodes to reach at `host` or `host:port`, where beacons do not get through.
+    pub peers: Vec<String>,
+    /// Ways in which nodes find each other.
+    pub discovery: Discovery,
+    /// How quickly the cluster notices.
+    pub pace: Pace,
+    /// The API keys of this machine, shared with the cluster.
+    pub keys: Option<Arc<dyn KeyFile>>,
+    /// Takes lines about the cluster for people.
+    pub tell: Tell,
+}
+
+/// Takes a line for people, on a thread of its own. Lines are dropped while it is behind.
+pub type Tell = Arc<dyn Fn(&str) + Send + Sync>;
+
+impl Config {
+    /// The node whose files are below `home`, with the defaults.
+    pub fn new(home: &Path, facts: Facts) -> Self {
+        Self {
+            home: home.to_owned(),
+            facts,
+            port: DEFAULT_PORT,
+            peers: Vec::new(),
+            discovery: Discovery::Beacons,
+            pace: Pace::default(),
+            keys: None,
+            tell: Arc::new(|_| {}),
+        }
+    }
+}
+
+impl fmt::Debug for Config {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Config({}, port {})", self.home.display(), self.port)
+    }
+}
+
+/// This machine's node. Clones are handles to the same one; [`Agent::stop`] ends it.
+#[derive(Clone)]
+pub struct Agent {
+    inner: Arc<Inner>,
+}
+
+/// All that the threads share.
+struct Inner {
+    files: Files,
+    identity: Identity,
+    boot: u64,
+    port: u16,
+    start: Instant,
+    config: Config,
+    state: Mutex<State>,
+    /// Wakes the timer.
+    timer: Condvar,
+    /// Wakes watchers.
+    changed: Condvar,
+    services: channel::Services,
+    commands: local::Commands,
+    counts: accept::Counts,
+    threads: Mutex<Vec<JoinHandle<()>>>,
+    lines: Mutex<Option<SyncSender<String>>>,
+    /// Held while this process is the home's node.
+    lock: Mutex<Option<File>>,
+}
+
+impl Agent {
+    /// Starts the node of a home. The first start of a home makes an identity and a cluster.
+    ///
+    /// # Errors
+    /// [`Error::Running`], [`Error::Port`], files that cannot be used.
+    pub fn start(config: Config) -> Result<Self, Error> {
+        let files = Files::new(&config.home);
+        let held = files.lock()?;
+        let identity = files.identity()?;
+        let key = files.key()?;
+        let listener = accept::listen(config.port)?;
+        let port = listener
+            .local_addr()
+            .map_or(config.port, |addr| addr.port());
+        let start = Instant::now();
+        let boot = random();
+        let state = State::new(identity.id(), key, files.map(), config.pace, now(start));
+        let (lines, told) = sync_channel(LINES_MAX);
+        let inner = Arc::new(Inner {
+            files,
+            identity,
+            boot,
+            port,
+            start,
+            state: Mutex::new(state),
+            timer: Condvar::new(),
+            changed: Condvar::new(),
+            services: channel::Services::default(),
+            commands: local::Commands::default(),
+            counts: accept::Counts::default(),
+            threads: Mutex::default(),
+            lines: Mutex::new(Some(lines)),
+            config,
+            lock: Mutex::new(Some(held)),
+        });
+        let agent = Self { inner };
+        agent.begin(listener, told)?;
+        Ok(agent)
+    }
+
+    fn begin(&self, listener: TcpListener, told: Receiver<String>) -> Result<(), Error> {
+        let inner = &self.inner;
+        let tell = Arc::clone(&inner.config.tell);
+        // Not waited for: it may be stuck in a full pipe.
+        inner.spawn("tell", move || told.iter().for_each(|line| tell(&line)))?;
+        inner.know_peers();
+        inner.write_facts();
+        let socket = local::bind(&inner.files.socket())?;
+        inner.thread("timer", Inner::run_timer)?;
+        inner.thread("accept", move |inner| inner.run_acceptor(&listener))?;
+        inner.thread("upkeep", Inner::run_upkeep)?;
+        let agent = self.clone();
+        inner.thread("local", move |inner| local::serve(inner, &agent, &socket))
+    }
+
+    /// This node.
+    pub fn id(&self) -> NodeId {
+        self.inner.identity.id()
+    }
+
+    /// The control port that it listens on.
+    pub fn port(&self) -> u16 {
+        self.inner.port
+    }
+
+    /// A short public name of its cluster.
+    pub fn cluster(&self) -> String {
+        lock(&self.inner.state).key.name()
+    }
+
+    /// A copy of the shared map. Cost: its size, some kilobytes a node.
+    pub fn map(&self) -> Registers {
+        lock(&self.inner.state).member.map().clone()
+    }
+
+    /// Whether a node lives, as far as this one knows.
+    pub fn life(&self, id: NodeId) -> Life {
+        lock(&self.inner.state).member.life(id)
+    }
+
+    /// Writes to the shared map, or deletes with `None`. Returns before other nodes have it.
+    ///
+    /// # Errors
+    /// [`Error::MapRefuses`]: nothing has changed.
+    pub fn write(&self, key: Key, epoch: u64, value: Option<String>) -> Result<(), Error> {
+        let mut state = lock(&self.inner.state);
+        let before = state.member.map().root();
+        self.inner
+            .step(&mut state, Event::Write { key, epoch, value });
+        match state.member.map().root() == before {
+            true => Err(Error::MapRefuses),
+            false => Ok(()),
+        }
+    }
+
+    /// Waits for changes of the map or of nodes' lives from now on.
+    pub fn watch(&self) -> Watch {
+        Watch {
+            inner: Arc::clone(&self.inner),
+            seen: lock(&self.inner.state).version,
+        }
+    }
+
+    /// Answers channels to `service` on this node; replaces an earlier handler. Each channel gets
+    /// a thread, of at most 256 at a time.
+    pub fn serve(&self, service: &str, handler: impl Fn(Channel) + Send + Sync + 'static) {
+        self.inner.services.add(service, Arc::new(handler));
+    }
+
+    /// Answers a command of this home's command line, sent by [`local::ask`]. The handler's second
+    /// argument takes reports of progress.
+    pub fn serve_local(&self, command: &str, handler: impl local::Command) {
+        self.inner.commands.add(command, Arc::new(handler));
+    }
+
+    /// Opens a channel to a service of another node; takes no longer than `limit`.
+    ///
+    /// # Errors
+    /// [`Error::NoAddress`], [`Error::NoService`], [`Error::Session`].
+    pub fn open(&self, to: NodeId, service: &str, limit: Duration) -> Result<Channel, Error> {
+        let deadline = Instant::now() + limit;
+        let session = self.inner.reach(to, Purpose::Service, deadline)?;
+        let left = deadline.saturating_duration_since(Instant::now());
+        let channel = channel::ask(session, service, left.max(Duration::from_millis(1)))?;
+        self.inner.keep_channel(&channel)?;
+        Ok(channel)
+    }
+
+    /// Tells the other nodes where the HTTP API listens.
+    pub fn set_api(&self, addresses: Vec<SocketAddr>) {
+        lock(&self.inner.state).api = addresses;
+        self.inner.write_facts();
+    }
+
+    /// All nodes of the cluster, this one first, then by name.
+    pub fn nodes(&self) -> Vec<NodeView> {
+        let state = lock(&self.inner.state);
+        state.views(self.id())
+    }
+
+    /// The node of a name, an id or an id's beginning of at least four digits.
+    ///
+    /// # Errors
+    /// [`Error::NoNode`], [`Error::Ambiguous`].
+    pub fn find(&self, name: &str) -> Result<NodeView, Error> {
+        let mut nodes = self.nodes();
+        if let Some(at) = nodes.iter().position(|node| node.facts.name == name) {
+            return Ok(nodes.swap_remove(at));
+        }
+        nodes.retain(|node| name.len() >= 4 && node.id.to_string().starts_with(name));
+        let name = name.to_owned();
+        match nodes.len() {
+            0 => Err(Error::NoNode { name }),
+            1 => Ok(nodes.swap_remove(0)),
+            _ => Err(Error::Ambiguous { name }),
+        }
+    }
+
+    /// Everything that keeps nodes from finding each other, a line each.
+    pub fn problems(&self) -> Vec<String> {
+        lock(&self.inner.state).problems()
+    }
+
+    /// Stops all threads and closes all sessions. The other nodes see this one die.
+    pub fn stop(&self) {
+        self.inner.stop();
+    }
+}
+
+impl fmt::Debug for Agent {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Agent({}, port {})", self.id(), self.port())
+    }
+}
+
+/// Notices changes of the shared map and of nodes' lives. No change is missed, but several may be
+/// noticed as one.
+pub struct Watch {
+    inner: Arc<Inner>,
+    seen: u64,
+}
+
+impl Watch {
+    /// Waits until something has changed since the last call, at most `timeout`. `false` after the
+    /// timeout and once the agent has stopped.
+    pub fn wait(&mut self, timeout: Duration) -> bool {
+        let deadline = Instant::now().checked_add(timeout);
+        let mut state = lock(&self.inner.state);
+        while state.version == self.seen && !state.stopped {
+            let left = deadline.map_or(Duration::from_secs(60), |at| {
+                at.saturating_duration_since(Instant::now())
+            });
+            if left.is_zero() {
+                return false;
+            }
+            let waited = self.inner.changed.wait_timeout(state, left);
+            state = waited.unwrap_or_else(|poisoned| poisoned.into_inner()).0;
+        }
+        let is_new = state.version != self.seen;
+        self.seen = state.version;
+        is_new && !state.stopped
+    }
+}
+
+impl fmt::Debug for Watch {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Watch(seen {})", self.seen)
+    }
+}
+
+impl Inner {
+    fn now(&self) -> Now {
+        now(self.start)
+    }
+
+    fn hello(&self) -> Hello {
+        Hello {
+            name: self.config.facts.name.clone(),
+            boot: self.boot,
+            port: self.port,
+            wall_ms: self.now().wall_ms,
+            build: self.config.facts.build.clone(),
+            numerics: self.config.facts.numerics,
+        }
+    }
+
+    /// A thread that ends by itself once the agent stops, and is waited for then.
+    fn thread(
+        self: &Arc<Self>,
+        name: &'static str,
+        work: impl FnOnce(&Arc<Self>) + Send + 'static,
+    ) -> Result<(), Error> {
+        let inner = Arc::clone(self);
+        let handle = self.spawn(name, move || work(&inner))?;
+        lock(&self.threads).push(handle);
+        Ok(())
+    }
+
+    fn spawn(
+        &self,
+        name: &'static str,
+        work: impl FnOnce() + Send + 'static,
+    ) -> Result<JoinHandle<()>, Error> {
+        let builder = thread::Builder::new().name(format!("node-{name}"));
+        let spawned = builder.spawn(work);
+        spawned.map_err(|source| Error::Resource { what: name, source })
+    }
+
+    fn is_stopped(&self) -> bool {
+        lock(&self.state).stopped
+    }
+
+    fn tell(&self, line: &str) {
+        if let Some(lines) = &*lock(&self.lines) {
+            let _ = lines.try_send(line.to_owned());
+        }
+    }
+
+    fn stop(&self) {
+        {
+            let mut state = lock(&self.state);
+            state.stopped = true;
+            state.cut_all();
+        }
+        self.timer.notify_all();
+        self.changed.notify_all();
+        let threads = std::mem::take(&mut *lock(&self.threads));
+        for thread in threads {
+            // A local command may stop the node from one of its own threads.
+            if thread.thread().id() != thread::current().id() {
+                let _ = thread.join();
+            }
+        }
+        self.save();
+        drop(lock(&self.lines).take());
+        // Another process may be this home's node from here on.
+        drop(lock(&self.lock).take());
+    }
+}
+
+fn now(start: Instant) -> Now {
+    let wall = SystemTime::UNIX_EPOCH.elapsed();
+    Now {
+        since_start: start.elapsed(),
+        wall_ms: wall.map_or(0, |since| since.as_millis() as u64),
+    }
+}
+
+/// Sixty-four bits of the system's, or of the clock's where it has none.
+fn random() -> u64 {
+    let mut bytes = [0; 8];
+    if getrandom::fill(&mut bytes).is_err() {
+        return SystemTime::UNIX_EPOCH
+            .elapsed()
+            .map_or(0, |since| since.as_nanos() as u64);
+    }
+    u64::from_le_bytes(bytes)
+}
+
+#[cfg(test)]
+mod tests;

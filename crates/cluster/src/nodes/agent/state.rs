@@ -1,0 +1,338 @@
+//! State of a node and the actions of its [`Member`], under one mutex.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::net::SocketAddr;
+use std::sync::mpsc::TrySendError;
+use std::sync::{Arc, Weak};
+use std::time::{Duration, Instant};
+
+use paceline_base::lock;
+
+use super::super::member::{Action, Event, Life, Pace, Target};
+use super::super::pairing::Invitation;
+use super::super::session::Session;
+use super::super::{ClusterKey, Key, Member, NodeId, Now, Registers};
+use super::book::Book;
+use super::channel::Channel;
+use super::facts::{self, NodeView};
+use super::links::Link;
+use super::{Error, Facts, Inner, random};
+
+/// Most attempts to connect at a time.
+const DIALS_MAX: usize = 32;
+
+/// Most channels at a time, those that this node opened included.
+pub(super) const CHANNELS_MAX: usize = 512;
+
+/// Most problems that are remembered.
+const PROBLEMS_MAX: usize = 64;
+
+/// The timer wakes at least this often, to see that the agent stops.
+const WAKE_MAX: Duration = Duration::from_millis(500);
+
+pub(super) struct State {
+    pub(super) key: ClusterKey,
+    pub(super) member: Member,
+    /// Counts clusters that this node was in; handshakes of earlier ones come to nothing.
+    pub(super) era: u64,
+    pub(super) links: BTreeMap<NodeId, Link>,
+    pub(super) book: Book,
+    dialling: BTreeSet<Target>,
+    channels: Vec<(NodeId, Weak<Session>)>,
+    /// The last problem with a target or a peer, by its name.
+    problems: BTreeMap<String, String>,
+    /// Interfaces that beacons do not leave by.
+    pub(super) blocked: Vec<String>,
+    pub(super) invitation: Option<Invitation>,
+    pub(super) api: Vec<SocketAddr>,
+    /// Counts changes that watchers notice.
+    pub(super) version: u64,
+    /// Whether the map differs from the saved one.
+    pub(super) is_dirty: bool,
+    pub(super) stopped: bool,
+    pub(super) next_link: u64,
+}
+
+impl State {
+    pub(super) fn new(own: NodeId, key: ClusterKey, map: Registers, pace: Pace, now: Now) -> Self {
+        Self {
+            key,
+            member: Member::new(own, map, pace, random(), now),
+            era: 0,
+            links: BTreeMap::new(),
+            book: Book::default(),
+            dialling: BTreeSet::new(),
+            channels: Vec::new(),
+            problems: BTreeMap::new(),
+            blocked: Vec::new(),
+            invitation: None,
+            api: Vec::new(),
+            version: 0,
+            is_dirty: false,
+            stopped: false,
+            next_link: 0,
+        }
+    }
+
+    /// Enters another cluster, with an empty map.
+    pub(super) fn enter(&mut self, key: ClusterKey, pace: Pace, now: Now) {
+        self.cut_all();
+        self.era += 1;
+        let own = self.member.own();
+        self.member = Member::new(own, Registers::default(), pace, random(), now);
+        self.key = key;
+        self.book = Book::default();
+        self.problems.clear();
+        self.invitation = None;
+        self.dialling.clear();
+        self.is_dirty = true;
+        self.version += 1;
+    }
+
+    /// Closes all links and channels.
+    pub(super) fn cut_all(&mut self) {
+        self.links.clear();
+        for session in self
+            .channels
+            .drain(..)
+            .filter_map(|(_, weak)| weak.upgrade())
+        {
+            session.close();
+        }
+    }
+
+    fn close_channels(&mut self, id: NodeId) {
+        self.channels.retain(|(peer, weak)| {
+            let Some(session) = weak.upgrade() else {
+                return false;
+            };
+            if *peer == id {
+                session.close();
+            }
+            *peer != id
+        });
+    }
+
+    /// Notes a problem; true if it is news.
+    pub(super) fn note(&mut self, about: &str, problem: Option<String>) -> bool {
+        let Some(problem) = problem else {
+            return self.problems.remove(about).is_some();
+        };
+        let has_room = self.problems.len() < PROBLEMS_MAX || self.problems.contains_key(about);
+        has_room && self.problems.insert(about.to_owned(), problem.clone()) != Some(problem)
+    }
+
+    pub(super) fn problems(&self) -> Vec<String> {
+        let noted = self.problems.iter();
+        let noted = noted.map(|(about, problem)| format!("{about}: {problem}"));
+        noted.chain(self.blocked.iter().cloned()).collect()
+    }
+
+    /// All nodes, the own one first, then by name.
+    pub(super) fn views(&self, own: NodeId) -> Vec<NodeView> {
+        let mut facts = facts::all(self.member.map());
+        let mut ids: BTreeSet<NodeId> = facts.keys().copied().collect();
+        ids.insert(own);
+        let stays = self.member.peers().filter(|peer| peer.life != Life::Left);
+        ids.extend(stays.map(|peer| peer.id));
+        for id in &ids {
+            facts.entry(*id).or_default();
+        }
+        let mut names = facts::names(&facts);
+        let view = |id: NodeId| NodeView {
+            id,
+            state: self.member.life(id),
+            found_by: match id == own {
+                true => "self".to_owned(),
+                false => facts::word(self.book.how(id)).to_owned(),
+            },
+            linked: id == own || self.links.contains_key(&id),
+            facts: Facts {
+                name: names.remove(&id).unwrap_or_default(),
+                ..facts.remove(&id).unwrap_or_default()
+            },
+        };
+        let mut views: Vec<NodeView> = ids.into_iter().map(view).collect();
+        views.sort_by_key(|view| (view.id != own, view.facts.name.clone()));
+        views
+    }
+
+    /// The shown name of a node.
+    pub(super) fn name(&self, id: NodeId) -> String {
+        let facts = facts::all(self.member.map());
+        let name = facts::names(&facts).remove(&id);
+        name.unwrap_or_else(|| facts::shown("", id))
+    }
+
+    /// Places that a target may be dialled at.
+    pub(super) fn places(&self, id: NodeId) -> Vec<SocketAddr> {
+        let mut places = self.book.addresses(id);
+        if let Some(facts) = facts::of(self.member.map(), id) {
+            let told = facts.addresses.iter().take(16);
+            places.extend(told.map(|ip| SocketAddr::new(*ip, facts.port)));
+        }
+        let mut seen = BTreeSet::new();
+        places.retain(|place| seen.insert(*place));
+        places
+    }
+
+    pub(super) fn dialled(&mut self, target: &Target) {
+        self.dialling.remove(target);
+    }
+}
+
+impl Inner {
+    /// Ticks when it is time, until the agent stops.
+    pub(super) fn run_timer(self: &Arc<Self>) {
+        let mut state = lock(&self.state);
+        while !state.stopped {
+            let due = state.member.next_wake();
+            let now = self.now().since_start;
+            if now >= due {
+                self.step(&mut state, Event::Tick);
+            }
+            let due = state.member.next_wake();
+            let wait = due.saturating_sub(self.now().since_start);
+            let wait = wait.clamp(Duration::from_millis(1), WAKE_MAX);
+            let waited = self.timer.wait_timeout(state, wait);
+            state = waited.unwrap_or_else(|poisoned| poisoned.into_inner()).0;
+        }
+    }
+
+    /// Hands an event to the member and does its actions. Blocks on nothing.
+    pub(super) fn step(self: &Arc<Self>, state: &mut State, event: Event) {
+        let due = state.member.next_wake();
+        let own = state.member.own();
+        let mut must_write = false;
+        for action in state.member.step(self.now(), event) {
+            must_write |= action == Action::Life(own, Life::Alive);
+            self.act(state, action);
+        }
+        if must_write {
+            let facts = self.facts(state);
+            self.step(state, facts);
+        }
+        if state.member.next_wake() < due {
+            self.timer.notify_one();
+        }
+    }
+
+    fn act(self: &Arc<Self>, state: &mut State, action: Action) {
+        match action {
+            Action::Dial(target) => self.start_dial(state, target),
+            Action::Send { to, message } => {
+                let Some(link) = state.links.get(&to) else {
+                    return;
+                };
+                // A full queue loses the message, as a network does; the member says it again.
+                if let Err(TrySendError::Disconnected(_)) = link.queue.try_send(message) {
+                    link.session.close();
+                }
+            }
+            Action::Unlink(id) => {
+                state.links.remove(&id);
+                if state.member.life(id) == Life::Left {
+                    // The member forgets it now.
+                    self.step(state, Event::Unlinked(id));
+                }
+            }
+            Action::Changed(_) => {
+                state.is_dirty = true;
+                self.bump(state);
+            }
+            Action::Life(id, life) => self.lived(state, id, life),
+        }
+    }
+
+    fn lived(&self, state: &mut State, id: NodeId, life: Life) {
+        if id == state.member.own() {
+            return;
+        }
+        let name = state.name(id);
+        match life {
+            Life::Alive => self.tell(&format!("{name} is back")),
+            Life::Suspect => {}
+            Life::Dead => self.tell(&format!("{name} does not answer any more")),
+            Life::Left => self.tell(&format!("{name} left the cluster")),
+        }
+        if matches!(life, Life::Dead | Life::Left) {
+            state.close_channels(id);
+        }
+        self.bump(state);
+    }
+
+    /// Wakes watchers.
+    pub(super) fn bump(&self, state: &mut State) {
+        state.version += 1;
+        self.changed.notify_all();
+    }
+
+    fn start_dial(self: &Arc<Self>, state: &mut State, target: Target) {
+        if state.dialling.len() >= DIALS_MAX || !state.dialling.insert(target.clone()) {
+            return;
+        }
+        let (inner, era, aim) = (Arc::clone(self), state.era, target.clone());
+        if self.spawn("dial", move || inner.dial(&aim, era)).is_err() {
+            state.dialling.remove(&target); // the member dials again
+        }
+    }
+
+    /// Facts of this node, as an event that writes them.
+    pub(super) fn facts(&self, state: &State) -> Event {
+        let facts = Facts {
+            protocol: facts::PROTOCOL,
+            port: self.port,
+            boot: self.boot,
+            addresses: super::super::discovery::addresses(),
+            api: state.api.clone(),
+            ..self.config.facts.clone()
+        };
+        Event::Write {
+            key: Key::Node(state.member.own()),
+            epoch: 0,
+            value: Some(serde_json::to_string(&facts).expect("facts are JSON")),
+        }
+    }
+
+    /// Writes this node's facts if the map has others.
+    pub(super) fn write_facts(self: &Arc<Self>) {
+        let mut state = lock(&self.state);
+        let event = self.facts(&state);
+        let Event::Write { key, value, .. } = &event else {
+            return;
+        };
+        if state.member.map().get(key) != value.as_deref() {
+            self.step(&mut state, event);
+        }
+    }
+
+    /// Tells the member about the peers that the user named.
+    pub(super) fn know_peers(self: &Arc<Self>) {
+        let mut state = lock(&self.state);
+        for peer in &self.config.peers {
+            let target = Target::Peer(peer.clone());
+            self.step(&mut state, Event::Found(target));
+        }
+    }
+
+    /// Remembers a channel, so that it is closed when its peer dies.
+    ///
+    /// # Errors
+    /// [`Error::Session`] when there are too many, or its peer is dead already.
+    pub(super) fn keep_channel(&self, channel: &Channel) -> Result<(), Error> {
+        let mut state = lock(&self.state);
+        state.channels.retain(|(_, weak)| weak.strong_count() > 0);
+        if state.channels.len() >= CHANNELS_MAX || state.stopped {
+            return Err(super::super::session::Error::Closed.into());
+        }
+        let weak = Arc::downgrade(&channel.session);
+        state.channels.push((channel.peer(), weak));
+        Ok(())
+    }
+
+    /// When a link was last heard, for a second process with its node's identity.
+    pub(super) fn is_fresh(link: &Link) -> bool {
+        let heard = *lock(&link.heard);
+        Instant::now().saturating_duration_since(heard) < Duration::from_secs(2)
+    }
+}

@@ -1,0 +1,322 @@
+//! Nodes of one process over loopback, each with a home of its own.
+
+use std::collections::BTreeMap;
+use std::sync::mpsc::channel;
+
+use serde_json::json;
+use tempfile::TempDir;
+
+use super::*;
+use crate::nodes::ClusterKey;
+
+/// No wait of these tests is longer, unless something hangs.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+struct Node {
+    agent: Agent,
+    home: TempDir,
+}
+
+impl Drop for Node {
+    fn drop(&mut self) {
+        self.agent.stop();
+    }
+}
+
+fn config(home: &Path, name: &str, peers: &[u16]) -> Config {
+    let facts = Facts {
+        name: name.to_owned(),
+        cores: 4,
+        ..Facts::default()
+    };
+    let mut config = Config::new(home, facts);
+    config.port = 0;
+    config.discovery = Discovery::Peers;
+    config.peers = peers
+        .iter()
+        .map(|port| format!("127.0.0.1:{port}"))
+        .collect();
+    config
+}
+
+fn node(name: &str, key: &ClusterKey, peers: &[u16]) -> Node {
+    let home = tempfile::tempdir().unwrap();
+    join_at_rest(home.path(), key).unwrap();
+    let agent = Agent::start(config(home.path(), name, peers)).unwrap();
+    Node { agent, home }
+}
+
+fn until(what: &str, mut done: impl FnMut() -> bool) {
+    let start = Instant::now();
+    while !done() {
+        assert!(
+            start.elapsed() < PATIENCE,
+            "{what}: not within {PATIENCE:?}"
+        );
+        thread::sleep(Duration::from_millis(5));
+    }
+}
+
+fn lives(agent: &Agent) -> Vec<String> {
+    let nodes = agent.nodes().into_iter();
+    let living = nodes.filter(|node| node.state == Life::Alive && node.linked);
+    living.map(|node| node.facts.name).collect()
+}
+
+fn cluster(names: &[&str]) -> Vec<Node> {
+    let key = ClusterKey::random().unwrap();
+    let mut nodes: Vec<Node> = Vec::new();
+    for name in names {
+        let peers: Vec<u16> = nodes
+            .first()
+            .map(|node| node.agent.port())
+            .into_iter()
+            .collect();
+        nodes.push(node(name, &key, &peers));
+    }
+    for node in &nodes {
+        until("all meet", || lives(&node.agent).len() == names.len());
+    }
+    nodes
+}
+
+#[test]
+fn nodes_meet_through_one_peer_and_see_one_die() {
+    let mut nodes = cluster(&["one", "two", "three"]);
+    let seen = lives(&nodes[0].agent);
+    assert_eq!(seen, ["one", "three", "two"], "the own one first");
+    let dead = nodes.pop().unwrap();
+    let id = dead.agent.id();
+    assert!(matches!(
+        nodes[0].agent.forget("three"),
+        Err(Error::Lives { .. })
+    ));
+    drop(dead);
+    for node in &nodes {
+        until("the death is seen", || node.agent.life(id) == Life::Dead);
+    }
+    assert_eq!(nodes[0].agent.forget("three").unwrap(), id);
+    until("it is forgotten", || nodes[1].agent.nodes().len() == 2);
+    assert!(matches!(
+        nodes[1].agent.find("three"),
+        Err(Error::NoNode { .. })
+    ));
+}
+
+#[test]
+fn channels_carry_messages_both_ways_and_end_with_their_peer() {
+    let mut nodes = cluster(&["one", "two"]);
+    nodes[1].agent.serve("echo", |channel| {
+        while let Ok(Some(message)) = channel.recv(1 << 20, PATIENCE) {
+            channel.send(&message).unwrap();
+        }
+    });
+    let (keep, kept) = channel();
+    nodes[1]
+        .agent
+        .serve("silent", move |channel| keep.send(channel).unwrap());
+    let (one, two) = (nodes[0].agent.clone(), nodes[1].agent.id());
+    let echo = one.open(two, "echo", PATIENCE).unwrap();
+    assert_eq!((echo.peer(), echo.service()), (two, "echo"));
+    for length in [0, 1, 40_000, 1 << 20] {
+        let message = vec![length as u8; length];
+        echo.send(&message).unwrap();
+        assert!(
+            echo.recv(1 << 20, PATIENCE).unwrap() == Some(message),
+            "{length}"
+        );
+    }
+    assert!(echo.recv(1, Duration::from_millis(5)).unwrap().is_none());
+    let error = one.open(two, "none", PATIENCE).unwrap_err().to_string();
+    assert_eq!(error, "two: this node has no service \"none\"");
+    let error = one.open(NodeId([7; 16]), "echo", PATIENCE).unwrap_err();
+    assert!(matches!(error, Error::NoAddress { .. }), "{error}");
+    let silent = one.open(two, "silent", PATIENCE).unwrap();
+    let held = kept.recv_timeout(PATIENCE).unwrap();
+    assert_eq!(held.peer(), one.id());
+    drop(nodes.pop());
+    assert!(silent.recv(1, PATIENCE).is_err(), "its node stopped");
+    assert!(held.send(b"x").is_err());
+}
+
+#[test]
+fn the_map_is_shared_watched_and_kept_on_disk() {
+    let nodes = cluster(&["one", "two"]);
+    let (one, two) = (&nodes[0].agent, &nodes[1].agent);
+    let key = Key::Named("wish".to_owned());
+    let mut watch = two.watch();
+    one.write(key.clone(), 3, Some("[1]".to_owned())).unwrap();
+    until("the write arrives", || {
+        watch.wait(Duration::from_millis(100));
+        two.map().get(&key) == Some("[1]")
+    });
+    assert!(matches!(
+        two.write(key.clone(), 2, None),
+        Err(Error::MapRefuses)
+    ));
+    two.stop();
+    assert!(!watch.wait(PATIENCE), "it has stopped");
+    let home = nodes[1].home.path();
+    let again = Agent::start(config(home, "two", &[])).unwrap();
+    assert_eq!(again.map().get(&key), Some("[1]"));
+    assert_eq!(again.id(), two.id());
+    again.stop();
+}
+
+#[test]
+fn a_wrong_key_learns_nothing_and_is_told_nothing() {
+    let one = node("one", &ClusterKey::random().unwrap(), &[]);
+    let two = node("two", &ClusterKey::random().unwrap(), &[one.agent.port()]);
+    until("it was tried", || !two.agent.problems().is_empty());
+    let problems = two.agent.problems().join(" ");
+    assert!(
+        problems.contains("is it in this cluster? `paceline join` lets it in"),
+        "{problems}"
+    );
+    assert!(!problems.contains("one"), "{problems}");
+    for node in [&one, &two] {
+        assert_eq!(node.agent.nodes().len(), 1);
+    }
+}
+
+#[test]
+fn a_copied_home_is_refused_by_name() {
+    let nodes = cluster(&["one"]);
+    let copy = tempfile::tempdir().unwrap();
+    std::fs::create_dir(copy.path().join("node")).unwrap();
+    for file in ["identity", "cluster-key"] {
+        let from = nodes[0].home.path().join("node").join(file);
+        std::fs::copy(from, copy.path().join("node").join(file)).unwrap();
+    }
+    let twin = Agent::start(config(copy.path(), "twin", &[nodes[0].agent.port()])).unwrap();
+    until("both are told", || {
+        let told = |agent: &Agent| agent.problems().join(" ").contains("its home was copied");
+        told(&twin) && told(&nodes[0].agent)
+    });
+    twin.stop();
+    let error = Agent::start(config(nodes[0].home.path(), "one", &[])).unwrap_err();
+    assert!(matches!(error, Error::Running { .. }), "{error}");
+}
+
+#[test]
+fn nodes_join_by_code_and_are_refused_where_others_would_be_cut_off() {
+    let (one, two) = (cluster(&["one"]), cluster(&["two"]));
+    let (one, two) = (&one[0].agent, &two[0].agent);
+    let peer = format!("127.0.0.1:{}", one.port());
+    let no_code = super::pairing::Code::parse("123456").unwrap();
+    let error = two.join_by_code(&no_code, Some(&peer)).unwrap_err();
+    assert!(
+        matches!(error, Error::Pairing(pairing::Error::NotInvited)),
+        "{error}"
+    );
+    let code = one.invite().unwrap();
+    // The node that was joined has no address of the newcomer, nor the newcomer a peer: only the
+    // connection of the pairing, so the newcomer is told where the other is.
+    let joined = two.join_by_code(&code, Some(&peer)).unwrap();
+    assert_eq!(
+        (joined.already, joined.met),
+        (false, vec!["one".to_owned()])
+    );
+    until("it is seen", || lives(one).len() == 2);
+    assert_eq!(one.cluster(), two.cluster());
+    let again = two.join_by_code(&code, Some(&peer)).unwrap_err();
+    assert!(matches!(again, Error::HasMembers { .. }), "{again}");
+    let error = two
+        .join(&ClusterKey::random().unwrap())
+        .unwrap_err()
+        .to_string();
+    assert_eq!(
+        error,
+        "this node is in a cluster with one, which it would lose: `paceline leave` takes it out"
+    );
+    two.leave().unwrap();
+    until("it is gone", || one.nodes().len() == 1);
+    assert_ne!(one.cluster(), two.cluster());
+}
+
+#[test]
+fn the_command_line_reaches_its_node() {
+    let nodes = cluster(&["one"]);
+    let home = nodes[0].home.path();
+    let mut reports = Vec::new();
+    let ask = |command: &str, arguments| local::ask(home, command, arguments, PATIENCE, |_| {});
+    let answer = ask("nodes", json!({})).unwrap();
+    assert_eq!(answer["nodes"][0]["name"], "one");
+    assert_eq!(answer["nodes"][0]["found_by"], "self");
+    assert_eq!(answer["nodes"][0]["state"], "alive");
+    assert_eq!(answer["nodes"][0]["cores"], 4);
+    let token = ask("token", json!({})).unwrap()["token"]
+        .as_str()
+        .unwrap()
+        .to_owned();
+    assert_eq!(
+        ClusterKey::from_token(&token).unwrap().token().as_str(),
+        token
+    );
+    nodes[0].agent.serve_local("load", |arguments, progress| {
+        progress(json!(1));
+        progress(json!(2));
+        Ok(json!({ "got": arguments }))
+    });
+    let loaded = local::ask(home, "load", json!("x"), PATIENCE, |value| {
+        reports.push(value)
+    });
+    assert_eq!(
+        (loaded.unwrap(), reports),
+        (json!({"got": "x"}), vec![json!(1), json!(2)])
+    );
+    let error = ask("fly", json!({})).unwrap_err().to_string();
+    assert_eq!(
+        error,
+        "the node has no command \"fly\"; is it an older version?"
+    );
+    let error = ask("forget", json!({"node": "two"}))
+        .unwrap_err()
+        .to_string();
+    assert_eq!(error, "no node of this cluster is called \"two\"");
+    let mode = std::fs::metadata(home.join("node/socket"))
+        .unwrap()
+        .permissions();
+    assert_eq!(
+        std::os::unix::fs::PermissionsExt::mode(&mode) & 0o777,
+        0o600
+    );
+    nodes[0].agent.stop();
+    assert!(matches!(ask("nodes", json!({})), Err(local::Error::NotUp)));
+    assert_eq!(*token_at_rest(home).unwrap(), token);
+}
+
+/// A key file in memory.
+#[derive(Default)]
+struct Memory(Mutex<BTreeMap<String, String>>);
+
+impl KeyFile for Memory {
+    fn read(&self) -> io::Result<BTreeMap<String, String>> {
+        Ok(lock(&self.0).clone())
+    }
+
+    fn write(&self, entries: &BTreeMap<String, String>) -> io::Result<()> {
+        *lock(&self.0) = entries.clone();
+        Ok(())
+    }
+}
+
+#[test]
+fn api_keys_are_adopted_and_revoked_everywhere() {
+    let key = ClusterKey::random().unwrap();
+    let files = [Arc::new(Memory::default()), Arc::new(Memory::default())];
+    lock(&files[0].0).insert("k1".into(), "{}".into());
+    let homes = [tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap()];
+    let mut agents: Vec<Agent> = Vec::new();
+    for (home, file) in homes.iter().zip(&files) {
+        join_at_rest(home.path(), &key).unwrap();
+        let peers: Vec<u16> = agents.first().map(Agent::port).into_iter().collect();
+        let mut config = config(home.path(), "n", &peers);
+        config.keys = Some(Arc::clone(file) as Arc<dyn KeyFile>);
+        agents.push(Agent::start(config).unwrap());
+    }
+    until("it is adopted", || lock(&files[1].0).contains_key("k1"));
+    lock(&files[1].0).remove("k1");
+    until("it is revoked", || lock(&files[0].0).is_empty());
+    agents.iter().for_each(Agent::stop);
+}

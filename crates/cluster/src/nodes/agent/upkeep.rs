@@ -1,0 +1,119 @@
+//! Beacons, changed addresses, and files that follow the state: all that comes around some times a
+//! second.
+
+use std::sync::Arc;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use paceline_base::lock;
+
+use super::super::discovery::{Beacons, Heard};
+use super::super::member::{Event, Target};
+use super::{Discovery, Inner, keys, random};
+
+/// One round.
+const ROUND: Duration = Duration::from_millis(200);
+
+/// The map is saved at most this often.
+const SAVE_EVERY: Duration = Duration::from_secs(1);
+
+/// Addresses and the file of API keys are looked at this often.
+const LOOK_EVERY: Duration = Duration::from_secs(1);
+
+/// A machine without a network is tried again after this.
+const REOPEN_AFTER: Duration = Duration::from_secs(5);
+
+impl Inner {
+    pub(super) fn run_upkeep(self: &Arc<Self>) {
+        let mut beacons = None;
+        let (mut tried, mut era) = (None::<Instant>, 0);
+        let (mut saved, mut looked) = (Instant::now(), None::<Instant>);
+        let mut synced = keys::of(lock(&self.state).member.map());
+        while !self.is_stopped() {
+            let wants = self.config.discovery == Discovery::Beacons && beacons.is_none();
+            if wants && tried.is_none_or(|at| at.elapsed() >= REOPEN_AFTER) {
+                tried = Some(Instant::now());
+                beacons = self.open_beacons();
+            }
+            let now_era = lock(&self.state).era;
+            if now_era != era {
+                // Keys of an earlier cluster are new to this one.
+                synced.clear();
+                era = now_era;
+                if let Some(beacons) = &mut beacons {
+                    beacons.restart();
+                }
+            }
+            match &mut beacons {
+                Some(beacons) => self.turn(beacons),
+                None => thread::sleep(ROUND),
+            }
+            if looked.is_none_or(|at| at.elapsed() >= LOOK_EVERY) {
+                looked = Some(Instant::now());
+                self.write_facts();
+                self.share_keys(&mut synced);
+            }
+            if saved.elapsed() >= SAVE_EVERY {
+                saved = Instant::now();
+                self.save();
+            }
+        }
+    }
+
+    fn open_beacons(&self) -> Option<Beacons> {
+        let opened = Beacons::open(self.identity.id(), self.port, random());
+        if let Err(error) = &opened {
+            let problem = format!("no beacons: {error}; name other nodes by --peer");
+            lock(&self.state).blocked = vec![problem];
+        }
+        opened.ok()
+    }
+
+    fn turn(self: &Arc<Self>, beacons: &mut Beacons) {
+        let (key, invites) = {
+            let mut state = lock(&self.state);
+            let now = Instant::now();
+            let invitation = state
+                .invitation
+                .take_if(|invitation| !invitation.is_open(now));
+            drop(invitation);
+            (state.key.clone(), state.invitation.is_some())
+        };
+        if invites {
+            beacons.invite();
+        }
+        if let Some(heard) = beacons.turn(&key, ROUND)
+            && self.heard(heard)
+        {
+            beacons.say(&key, false);
+        }
+        lock(&self.state).blocked = beacons.blocked();
+    }
+
+    /// Tells the member about a node; true if the node does not know this one yet.
+    fn heard(self: &Arc<Self>, heard: Heard) -> bool {
+        let mut state = lock(&self.state);
+        state.book.add(heard.id, heard.addr, heard.how);
+        self.step(&mut state, Event::Found(Target::Node(heard.id)));
+        heard.asks && !state.links.contains_key(&heard.id)
+    }
+
+    /// Saves the map if it has changed.
+    pub(super) fn save(&self) {
+        let map = {
+            let mut state = lock(&self.state);
+            let map = state.is_dirty.then(|| state.member.map().clone());
+            state.is_dirty = false;
+            map
+        };
+        let failed = map.and_then(|map| self.files.save_map(&map).err());
+        if let Some(error) = failed {
+            let mut state = lock(&self.state);
+            state.is_dirty = true;
+            if state.note("files", Some(error.to_string())) {
+                drop(state);
+                self.tell(&format!("warning: {error}"));
+            }
+        }
+    }
+}

@@ -1,0 +1,440 @@
+//! Finding nodes of the same cluster on the networks that this machine is on.
+//!
+//! Each node says on every interface, over IPv6 (link-local multicast) and IPv4 (multicast), who it
+//! is and on which port: at once, some times within the first second, then every five seconds, and
+//! in answer to a beacon of a node that it has not heard yet. No address has to be configured: the
+//! link-local ones of IPv6 do.
+//!
+//! ```text
+//! beacon   0 PLbeac1 and a kind   8 nonce (8)   16 node id (16)   32 port (u16, little-endian)
+//!          34 SHA-256 of a key of the cluster's and all before, its first 16 bytes
+//! ```
+//! A beacon says nothing of the cluster but that it is there, and only members can make one that
+//! others believe. A repeated one leads to a handshake that fails.
+//!
+//! Bounds: datagrams of [`BEACON_BYTES`], others are dropped; interfaces are looked at again every
+//! two seconds, so that cables may be plugged in later.
+
+use std::collections::BTreeMap;
+use std::io;
+use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr, SocketAddrV4, SocketAddrV6, UdpSocket};
+use std::time::{Duration, Instant};
+
+use serde::{Deserialize, Serialize};
+use sha2::{Digest, Sha256};
+use socket2::{Domain, Protocol, Socket, Type};
+
+use super::{ClusterKey, NodeId};
+
+/// Port of beacons, of all clusters.
+pub const BEACON_PORT: u16 = 52417;
+
+/// Link-local, of the range for experiments (RFC 4291, RFC 3692).
+const GROUP_V6: Ipv6Addr = Ipv6Addr::new(0xff12, 0, 0, 0, 0, 0, 0x7061, 0x6365);
+
+/// Administratively scoped (RFC 2365).
+const GROUP_V4: Ipv4Addr = Ipv4Addr::new(239, 255, 112, 97);
+
+/// Length of a beacon.
+pub const BEACON_BYTES: usize = 50;
+
+const MAGIC: [u8; 7] = *b"PLbeac1";
+
+/// What a node says that awaits a newcomer; its port follows (u16, little-endian).
+const INVITATION: [u8; 8] = *b"PLcode1\n";
+
+/// Between two invitations.
+const INVITE_EVERY: Duration = Duration::from_secs(1);
+
+/// When beacons are sent after a start or a change of interfaces.
+const FIRST: [Duration; 4] = [
+    Duration::ZERO,
+    Duration::from_millis(150),
+    Duration::from_millis(400),
+    Duration::from_millis(900),
+];
+
+/// Between two beacons later on.
+const EVERY: Duration = Duration::from_secs(5);
+
+/// Datagrams of others that are read at once.
+const FOREIGN_MAX: usize = 256;
+
+/// How often interfaces are looked at.
+const LOOK_EVERY: Duration = Duration::from_secs(2);
+
+/// How a node was found.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum How {
+    /// By a beacon over IPv6.
+    Beacon6,
+    /// By a beacon over IPv4.
+    Beacon4,
+    /// By an address that the user named.
+    Peer,
+    /// The other node connected to this one.
+    Incoming,
+    /// By another node's word.
+    Told,
+}
+
+/// A node of this cluster that was heard.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Heard {
+    /// Which.
+    pub id: NodeId,
+    /// Where its control port is.
+    pub addr: SocketAddr,
+    /// How it was found.
+    pub how: How,
+    /// Whether it asks to be answered.
+    pub asks: bool,
+}
+
+/// The bytes of a beacon; `asks` has others answer it at once.
+pub fn beacon(
+    key: &ClusterKey,
+    nonce: u64,
+    id: NodeId,
+    port: u16,
+    asks: bool,
+) -> [u8; BEACON_BYTES] {
+    let mut bytes = [0; BEACON_BYTES];
+    bytes[..7].copy_from_slice(&MAGIC);
+    bytes[7] = if asks { b'?' } else { b'!' };
+    bytes[8..16].copy_from_slice(&nonce.to_le_bytes());
+    bytes[16..32].copy_from_slice(&id.0);
+    bytes[32..34].copy_from_slice(&port.to_le_bytes());
+    let tag = tag(key, &bytes[..34]);
+    bytes[34..].copy_from_slice(&tag);
+    bytes
+}
+
+fn tag(key: &ClusterKey, bytes: &[u8]) -> [u8; 16] {
+    // Key and bytes have fixed lengths, so none can be continued.
+    let hash = Sha256::new()
+        .chain_update(key.derive("paceline beacon"))
+        .chain_update(bytes);
+    let hash: [u8; 32] = hash.finalize().into();
+    std::array::from_fn(|i| hash[i])
+}
+
+/// The node, its port and whether it asks, if the beacon is of this cluster.
+pub fn read_beacon(key: &ClusterKey, bytes: &[u8]) -> Option<(NodeId, u16, bool)> {
+    let bytes: &[u8; BEACON_BYTES] = bytes.try_into().ok()?;
+    let asks = match bytes[7] {
+        b'?' => true,
+        b'!' => false,
+        _ => return None,
+    };
+    // A wrong tag gains nobody anything that sending a right one again would not.
+    if bytes[..7] != MAGIC || bytes[34..] != tag(key, &bytes[..34]) {
+        return None;
+    }
+    let id = NodeId(std::array::from_fn(|i| bytes[16 + i]));
+    Some((id, u16::from_le_bytes([bytes[32], bytes[33]]), asks))
+}
+
+/// An interface that beacons go out of.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Way {
+    V4(Ipv4Addr),
+    V6(u32),
+}
+
+/// Sends and hears beacons. Driven by one thread that calls [`Beacons::turn`] again and again.
+#[derive(Debug)]
+pub struct Beacons {
+    id: NodeId,
+    port: u16,
+    v4: Option<UdpSocket>,
+    v6: Option<UdpSocket>,
+    /// Ways out, and what blocks one.
+    ways: BTreeMap<Way, Option<String>>,
+    looked: Option<Instant>,
+    /// When the ways last changed, and how many beacons went out since.
+    changed: Instant,
+    sent: usize,
+    nonce: u64,
+    invited: Option<Instant>,
+}
+
+impl Beacons {
+    /// Opens the sockets. A family that this machine does not have is left out.
+    ///
+    /// # Errors
+    /// When it has neither.
+    pub fn open(id: NodeId, port: u16, nonce: u64) -> io::Result<Self> {
+        let (v4, v6) = (socket_v4(), socket_v6());
+        if let (Err(error), Err(_)) = (&v4, &v6) {
+            return Err(io::Error::new(error.kind(), error.to_string()));
+        }
+        Ok(Self {
+            id,
+            port,
+            v4: v4.ok(),
+            v6: v6.ok(),
+            ways: BTreeMap::new(),
+            looked: None,
+            changed: Instant::now(),
+            sent: 0,
+            nonce,
+            invited: None,
+        })
+    }
+
+    /// Sends what is due, then waits up to `wait` for a beacon of this cluster.
+    pub fn turn(&mut self, key: &ClusterKey, wait: Duration) -> Option<Heard> {
+        self.look();
+        let due = FIRST.get(self.sent).copied().unwrap_or_else(|| {
+            FIRST[FIRST.len() - 1] + EVERY * (self.sent + 1 - FIRST.len()) as u32
+        });
+        if self.changed.elapsed() >= due {
+            self.sent += 1;
+            self.say(key, self.sent <= FIRST.len());
+        }
+        self.hear(key, wait)
+    }
+
+    /// Begins anew, as after a start: others may not know this node any more.
+    pub fn restart(&mut self) {
+        (self.changed, self.sent) = (Instant::now(), 0);
+    }
+
+    /// Says who this node is, out of every interface.
+    pub fn say(&mut self, key: &ClusterKey, asks: bool) {
+        self.nonce = self.nonce.wrapping_add(1);
+        let bytes = beacon(key, self.nonce, self.id, self.port, asks);
+        for (way, blocked) in &mut self.ways {
+            let sent = send(way, (self.v4.as_ref(), self.v6.as_ref()), &bytes);
+            *blocked = sent.err().map(|error| error.to_string());
+        }
+    }
+
+    /// Says on all networks, to everybody, that a newcomer with a code is awaited on the control
+    /// port; once a second.
+    pub fn invite(&mut self) {
+        if self.invited.is_some_and(|at| at.elapsed() < INVITE_EVERY) {
+            return;
+        }
+        self.invited = Some(Instant::now());
+        let mut bytes = INVITATION.to_vec();
+        bytes.extend(self.port.to_le_bytes());
+        for way in self.ways.keys() {
+            // A way that is blocked shows with the beacons.
+            let _ = send(way, (self.v4.as_ref(), self.v6.as_ref()), &bytes);
+        }
+    }
+
+    /// What keeps beacons from going out, by interface.
+    pub fn blocked(&self) -> Vec<String> {
+        let of = |(way, blocked): (&Way, &Option<String>)| {
+            let blocked = blocked.as_ref()?;
+            Some(match way {
+                Way::V4(addr) => format!("beacons from {addr}: {blocked}"),
+                Way::V6(index) => format!("IPv6 beacons on interface {index}: {blocked}"),
+            })
+        };
+        self.ways.iter().filter_map(of).collect()
+    }
+
+    fn hear(&self, key: &ClusterKey, wait: Duration) -> Option<Heard> {
+        let deadline = Instant::now() + wait;
+        loop {
+            for (socket, how) in [(&self.v6, How::Beacon6), (&self.v4, How::Beacon4)] {
+                if let Some(heard) = socket.as_ref().and_then(|s| self.receive(s, key, how)) {
+                    return Some(heard);
+                }
+            }
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return None;
+            }
+            std::thread::sleep(left.min(Duration::from_millis(20)));
+        }
+    }
+
+    fn receive(&self, socket: &UdpSocket, key: &ClusterKey, how: How) -> Option<Heard> {
+        let mut bytes = [0; BEACON_BYTES + 1];
+        // Others' beacons are passed over, though not without end.
+        for _ in 0..FOREIGN_MAX {
+            let (count, mut addr) = socket.recv_from(&mut bytes).ok()?;
+            let Some((id, port, asks)) = read_beacon(key, &bytes[..count]) else {
+                continue;
+            };
+            if id != self.id {
+                addr.set_port(port);
+                return Some(Heard {
+                    id,
+                    addr,
+                    how,
+                    asks,
+                });
+            }
+        }
+        None
+    }
+
+    /// Joins the groups on interfaces that are new.
+    fn look(&mut self) {
+        if self.looked.is_some_and(|at| at.elapsed() < LOOK_EVERY) {
+            return;
+        }
+        self.looked = Some(Instant::now());
+        let mut ways = BTreeMap::new();
+        for interface in if_addrs::get_if_addrs().unwrap_or_default() {
+            match (&interface.addr, interface.index) {
+                _ if interface.is_loopback() => {}
+                (if_addrs::IfAddr::V4(addr), _) => {
+                    ways.insert(Way::V4(addr.ip), None);
+                }
+                (if_addrs::IfAddr::V6(addr), Some(index)) if addr.is_link_local() => {
+                    ways.insert(Way::V6(index), None);
+                }
+                _ => {}
+            }
+        }
+        if ways.keys().eq(self.ways.keys()) {
+            return;
+        }
+        for way in ways.keys().filter(|way| !self.ways.contains_key(way)) {
+            // One that was joined before is joined still.
+            let _ = match (way, &self.v4, &self.v6) {
+                (Way::V4(addr), Some(socket), _) => socket.join_multicast_v4(&GROUP_V4, addr),
+                (Way::V6(index), _, Some(socket)) => socket.join_multicast_v6(&GROUP_V6, *index),
+                _ => Ok(()),
+            };
+        }
+        (self.ways, self.changed, self.sent) = (ways, Instant::now(), 0);
+    }
+}
+
+/// The first node that is heard to await a newcomer within `wait`; nobody vouches for it but the
+/// code, which it cannot learn from a try.
+///
+/// # Errors
+/// When this machine has no network.
+pub fn find_inviting(wait: Duration) -> io::Result<Option<SocketAddr>> {
+    let mut beacons = Beacons::open(NodeId([0; 16]), 0, 0)?;
+    let deadline = Instant::now() + wait;
+    while Instant::now() < deadline {
+        beacons.look();
+        for socket in [&beacons.v4, &beacons.v6].into_iter().flatten() {
+            let mut bytes = [0; BEACON_BYTES + 1];
+            let Ok((count, mut from)) = socket.recv_from(&mut bytes) else {
+                continue;
+            };
+            if let Some([low, high]) = bytes[..count].strip_prefix(&INVITATION) {
+                from.set_port(u16::from_le_bytes([*low, *high]));
+                return Ok(Some(from));
+            }
+        }
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    Ok(None)
+}
+
+/// Addresses of this machine that others may reach, those of loopback and link-local ones of IPv6
+/// left out: the latter mean nothing without an interface.
+pub fn addresses() -> Vec<std::net::IpAddr> {
+    let all = if_addrs::get_if_addrs().unwrap_or_default();
+    let mut found: Vec<std::net::IpAddr> = all
+        .iter()
+        .filter(|one| !one.is_loopback())
+        .filter(|one| one.ip().is_ipv4() || !one.is_link_local())
+        .map(if_addrs::Interface::ip)
+        .collect();
+    found.sort_unstable();
+    found
+}
+
+/// Sends to everybody who listens on the network that `way` leads to.
+fn send(
+    way: &Way,
+    (v4, v6): (Option<&UdpSocket>, Option<&UdpSocket>),
+    bytes: &[u8],
+) -> io::Result<()> {
+    match (way, v4, v6) {
+        (Way::V4(addr), Some(socket), _) => {
+            socket2::SockRef::from(socket).set_multicast_if_v4(addr)?;
+            let to = SocketAddrV4::new(GROUP_V4, BEACON_PORT);
+            socket.send_to(bytes, to).map(drop)
+        }
+        (Way::V6(index), _, Some(socket)) => {
+            socket2::SockRef::from(socket).set_multicast_if_v6(*index)?;
+            let to = SocketAddrV6::new(GROUP_V6, BEACON_PORT, 0, *index);
+            socket.send_to(bytes, to).map(drop)
+        }
+        _ => Ok(()),
+    }
+}
+
+fn socket_v4() -> io::Result<UdpSocket> {
+    let socket = Socket::new(Domain::IPV4, Type::DGRAM, Some(Protocol::UDP))?;
+    socket.set_multicast_ttl_v4(1)?;
+    finish(
+        socket,
+        SocketAddr::from((Ipv4Addr::UNSPECIFIED, BEACON_PORT)),
+    )
+}
+
+fn socket_v6() -> io::Result<UdpSocket> {
+    let socket = Socket::new(Domain::IPV6, Type::DGRAM, Some(Protocol::UDP))?;
+    socket.set_only_v6(true)?;
+    finish(
+        socket,
+        SocketAddr::from((Ipv6Addr::UNSPECIFIED, BEACON_PORT)),
+    )
+}
+
+/// Several nodes of one machine may listen: each hears every beacon.
+fn finish(socket: Socket, addr: SocketAddr) -> io::Result<UdpSocket> {
+    socket.set_reuse_address(true)?;
+    socket.set_reuse_port(true)?;
+    socket.bind(&addr.into())?;
+    let socket = UdpSocket::from(socket);
+    socket.set_nonblocking(true)?;
+    Ok(socket)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn beacons_are_believed_by_members_only() {
+        let key = ClusterKey::new([7; 32]);
+        let id = NodeId([9; 16]);
+        for asks in [false, true] {
+            let bytes = beacon(&key, 3, id, 52416, asks);
+            assert_eq!(read_beacon(&key, &bytes), Some((id, 52416, asks)));
+            assert_eq!(read_beacon(&ClusterKey::new([8; 32]), &bytes), None);
+            for at in 0..BEACON_BYTES {
+                let mut bad = bytes;
+                bad[at] ^= 1;
+                assert_eq!(read_beacon(&key, &bad), None, "{at}");
+                assert_eq!(read_beacon(&key, &bytes[..at]), None, "{at}");
+            }
+        }
+    }
+
+    /// Without configured addresses a network still has link-local ones. Lines of the file:
+    /// address, index, length of the prefix, scope (20: link-local), flags, name.
+    #[cfg(target_os = "linux")]
+    #[test]
+    fn beacons_leave_by_every_link_local_address() {
+        let Ok(mut beacons) = Beacons::open(NodeId([1; 16]), 1, 1) else {
+            eprintln!("SKIPPED beacons over link-local addresses: no network");
+            return;
+        };
+        let text = std::fs::read_to_string("/proc/net/if_inet6").unwrap_or_default();
+        beacons.look();
+        for line in text.lines() {
+            let fields: Vec<&str> = line.split_whitespace().collect();
+            let index = u32::from_str_radix(fields[1], 16).unwrap();
+            let has_way = beacons.ways.contains_key(&Way::V6(index));
+            assert!(has_way || fields[3] != "20", "{line}");
+        }
+    }
+}

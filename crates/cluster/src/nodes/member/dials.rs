@@ -1,0 +1,100 @@
+//! Whom to dial, and when again.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use super::super::NodeId;
+
+/// Most targets: every node, and some that the user named.
+const TARGETS_MAX: usize = 2048;
+
+/// A pause that is cut short when the node is heard. Shorter ones are left, so that beacons that
+/// somebody repeats cost an attempt a second.
+const PAUSE_LONG: Duration = Duration::from_secs(1);
+
+/// Who may be dialled.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Target {
+    /// A node whose addresses are known from discovery or its facts.
+    Node(NodeId),
+    /// An address that the user named, `host` or `host:port`.
+    Peer(String),
+}
+
+#[derive(Clone, Debug)]
+struct Dial {
+    /// When next; `None` while there is a session.
+    at: Option<Duration>,
+    pause: Duration,
+    /// Who answered there.
+    id: Option<NodeId>,
+}
+
+#[derive(Clone, Debug, Default)]
+pub(super) struct Dials(BTreeMap<Target, Dial>);
+
+impl Dials {
+    pub(super) fn add(&mut self, target: Target, at: Duration) {
+        if self.0.len() >= TARGETS_MAX {
+            return;
+        }
+        let id = match &target {
+            Target::Node(id) => Some(*id),
+            Target::Peer(_) => None,
+        };
+        self.0.entry(target).or_insert(Dial {
+            at: Some(at),
+            pause: Duration::ZERO,
+            id,
+        });
+    }
+
+    /// Forgets a node, but not the addresses that the user named.
+    pub(super) fn remove(&mut self, id: NodeId) {
+        self.0.remove(&Target::Node(id));
+    }
+
+    /// No target that leads to `id` is dialled while there is a session.
+    pub(super) fn linked(&mut self, id: NodeId, target: Option<Target>) {
+        if let Some(dial) = target.and_then(|target| self.0.get_mut(&target)) {
+            dial.id = Some(id);
+        }
+        for dial in self.0.values_mut().filter(|dial| dial.id == Some(id)) {
+            (dial.at, dial.pause) = (None, Duration::ZERO);
+        }
+    }
+
+    /// Targets that lead to `id` are dialled again, at once at first.
+    pub(super) fn unlinked(&mut self, id: NodeId, now: Duration) {
+        for dial in self.0.values_mut().filter(|dial| dial.id == Some(id)) {
+            dial.at.get_or_insert(now);
+        }
+    }
+
+    /// A node was heard: it is dialled now, however often that failed before.
+    pub(super) fn hurry(&mut self, id: NodeId, now: Duration) {
+        if let Some(dial) = self.0.get_mut(&Target::Node(id))
+            && dial.at.is_some_and(|at| at > now)
+            && dial.pause >= PAUSE_LONG
+        {
+            (dial.at, dial.pause) = (Some(now), Duration::ZERO);
+        }
+    }
+
+    pub(super) fn next(&self) -> Option<Duration> {
+        self.0.values().filter_map(|dial| dial.at).min()
+    }
+
+    /// Targets to dial now. Each is due again after a pause that doubles within `pauses`.
+    pub(super) fn due(&mut self, now: Duration, pauses: (Duration, Duration)) -> Vec<Target> {
+        let mut due = Vec::new();
+        for (target, dial) in &mut self.0 {
+            if dial.at.is_some_and(|at| at <= now) {
+                dial.pause = (dial.pause * 2).clamp(pauses.0, pauses.1);
+                dial.at = Some(now + dial.pause);
+                due.push(target.clone());
+            }
+        }
+        due
+    }
+}

@@ -1,0 +1,284 @@
+//! The other nodes as one sees them, and which of them lives.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+
+use super::super::NodeId;
+use super::messages::{RUMOURS_MAX, Rumour};
+use super::{Pace, Random};
+
+/// Most other nodes.
+pub const PEERS_MAX: usize = 1024;
+
+/// Whether a node lives.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Life {
+    /// It answers.
+    Alive,
+    /// It did not answer, and may object.
+    Suspect,
+    /// It is gone, as far as one can tell.
+    Dead,
+    /// It left.
+    Left,
+}
+
+/// A node as another sees it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PeerView {
+    /// Which.
+    pub id: NodeId,
+    /// Whether it lives.
+    pub life: Life,
+    /// Whether there is a session with it.
+    pub linked: bool,
+}
+
+#[derive(Clone, Debug)]
+struct Peer {
+    life: Life,
+    incarnation: u64,
+    since: Duration,
+    linked: bool,
+    ping: Option<Ping>,
+    /// Messages that still tell of its last change.
+    news: u32,
+}
+
+/// A ping without an answer.
+#[derive(Clone, Copy, Debug)]
+struct Ping {
+    at: Duration,
+    others_asked: bool,
+}
+
+#[derive(Clone, Debug, Default)]
+pub(super) struct Peers {
+    peers: BTreeMap<NodeId, Peer>,
+    /// Who is to be pinged next, from the back.
+    round: Vec<NodeId>,
+}
+
+impl Peers {
+    /// Takes note of a node; false if it is known already, or one too many.
+    pub(super) fn add(&mut self, id: NodeId, now: Duration) -> bool {
+        if self.peers.contains_key(&id) || self.peers.len() >= PEERS_MAX {
+            return false;
+        }
+        let peer = Peer {
+            life: Life::Alive,
+            incarnation: 0,
+            since: now,
+            linked: false,
+            ping: None,
+            news: 0,
+        };
+        self.peers.insert(id, peer);
+        true
+    }
+
+    pub(super) fn remove(&mut self, id: NodeId) {
+        self.peers.remove(&id);
+    }
+
+    pub(super) fn link(&mut self, id: NodeId) {
+        if let Some(peer) = self.peers.get_mut(&id) {
+            peer.linked = true;
+        }
+    }
+
+    pub(super) fn unlink(&mut self, id: NodeId) {
+        if let Some(peer) = self.peers.get_mut(&id) {
+            peer.linked = false;
+        }
+    }
+
+    pub(super) fn is_linked(&self, id: NodeId) -> bool {
+        self.peers.get(&id).is_some_and(|peer| peer.linked)
+    }
+
+    pub(super) fn life(&self, id: NodeId) -> Option<Life> {
+        Some(self.peers.get(&id)?.life)
+    }
+
+    pub(super) fn incarnation(&self, id: NodeId) -> u64 {
+        self.peers.get(&id).map_or(0, |peer| peer.incarnation)
+    }
+
+    pub(super) fn views(&self) -> impl Iterator<Item = PeerView> {
+        self.peers.iter().map(|(id, peer)| PeerView {
+            id: *id,
+            life: peer.life,
+            linked: peer.linked,
+        })
+    }
+
+    pub(super) fn linked(&self) -> impl Iterator<Item = NodeId> {
+        let linked = self.peers.iter().filter(|(_, peer)| peer.linked);
+        linked.map(|(id, _)| *id)
+    }
+
+    pub(super) fn some_linked(
+        &self,
+        count: usize,
+        but: Option<NodeId>,
+        random: &mut Random,
+    ) -> Vec<NodeId> {
+        let mut some: Vec<NodeId> = self.linked().filter(|id| Some(*id) != but).collect();
+        random.shuffle(&mut some);
+        some.truncate(count);
+        some
+    }
+
+    /// The next in a round that visits all who may live, in a new order each time.
+    pub(super) fn next_to_ping(&mut self, random: &mut Random) -> Option<NodeId> {
+        for _ in 0..2 {
+            while let Some(id) = self.round.pop() {
+                // One that is dead and has a session may object as soon as it hears that.
+                let is_due = |peer: &Peer| match peer.life {
+                    Life::Alive | Life::Suspect => true,
+                    Life::Dead => peer.linked,
+                    Life::Left => false,
+                };
+                if self.peers.get(&id).is_some_and(is_due) {
+                    return Some(id);
+                }
+            }
+            self.round = self.peers.keys().copied().collect();
+            random.shuffle(&mut self.round);
+        }
+        None
+    }
+
+    pub(super) fn pinged(&mut self, id: NodeId, _seq: u64, now: Duration) {
+        if let Some(peer) = self.peers.get_mut(&id) {
+            let others_asked = !peer.linked;
+            let ping = Ping {
+                at: now,
+                others_asked,
+            };
+            peer.ping.get_or_insert(ping);
+        }
+    }
+
+    /// Something came from a node: it answered whatever it was asked.
+    pub(super) fn heard(&mut self, id: NodeId) {
+        if let Some(peer) = self.peers.get_mut(&id) {
+            peer.ping = None;
+        }
+    }
+
+    /// Nodes that did not answer in time, once each.
+    pub(super) fn unanswered(&mut self, now: Duration, answer: Duration) -> Vec<NodeId> {
+        let mut found = Vec::new();
+        for (id, peer) in &mut self.peers {
+            if let Some(ping) = &mut peer.ping
+                && !ping.others_asked
+                && now >= ping.at + answer
+            {
+                ping.others_asked = true;
+                found.push(*id);
+            }
+        }
+        found
+    }
+
+    /// Nodes that did not answer others either: those that were alive, and dead ones that there is
+    /// a session with.
+    pub(super) fn missing(&mut self, now: Duration, period: Duration) -> Vec<NodeId> {
+        let mut found = Vec::new();
+        for (id, peer) in &mut self.peers {
+            if peer.ping.is_some_and(|ping| now >= ping.at + period) {
+                peer.ping = None;
+                let is_linked_dead = peer.life == Life::Dead && peer.linked;
+                if peer.life == Life::Alive || is_linked_dead {
+                    found.push(*id);
+                }
+            }
+        }
+        found
+    }
+
+    /// Suspects that did not object in time.
+    pub(super) fn silent(&self, now: Duration, suspicion: Duration) -> Vec<NodeId> {
+        let limit = self.suspicion(suspicion);
+        let is_over = |peer: &&Peer| peer.life == Life::Suspect && now >= peer.since + limit;
+        let over = self.peers.iter().filter(|(_, peer)| is_over(peer));
+        over.map(|(id, _)| *id).collect()
+    }
+
+    /// News takes rounds in the logarithm of the number of nodes.
+    fn suspicion(&self, base: Duration) -> Duration {
+        base * self.scale().max(3) / 3
+    }
+
+    /// Binary logarithm of the number of nodes, rounded up.
+    fn scale(&self) -> u32 {
+        usize::BITS - self.peers.len().leading_zeros()
+    }
+
+    /// When something is over, if nothing happens until then.
+    pub(super) fn next_deadline(&self, pace: Pace) -> Option<Duration> {
+        let suspicion = self.suspicion(pace.suspicion);
+        let of = |peer: &Peer| {
+            let ping = peer.ping.map(|ping| {
+                ping.at
+                    + if ping.others_asked {
+                        pace.period
+                    } else {
+                        pace.answer
+                    }
+            });
+            let life = (peer.life == Life::Suspect).then(|| peer.since + suspicion);
+            ping.into_iter().chain(life).min()
+        };
+        self.peers.values().filter_map(of).min()
+    }
+
+    /// Takes a rumour in; what the node's life is now, if that changed.
+    pub(super) fn hear(&mut self, rumour: Rumour, now: Duration) -> Option<Life> {
+        let news = 3 + self.scale();
+        let peer = self.peers.get_mut(&rumour.id)?;
+        let is_newer = rumour.incarnation > peer.incarnation;
+        let is_worse = rumour.incarnation == peer.incarnation && rumour.life > peer.life;
+        if !is_newer && !is_worse {
+            return None;
+        }
+        peer.incarnation = rumour.incarnation;
+        let changed = peer.life != rumour.life;
+        if changed || is_newer {
+            peer.news = news;
+        }
+        if changed || (is_newer && rumour.life == Life::Suspect) {
+            (peer.life, peer.since) = (rumour.life, now);
+        }
+        changed.then_some(rumour.life)
+    }
+
+    /// What is new, the newest first, for one message.
+    pub(super) fn rumours(&mut self) -> Vec<Rumour> {
+        let mut fresh: Vec<(u32, NodeId)> = self
+            .peers
+            .iter()
+            .filter(|(_, peer)| peer.news > 0)
+            .map(|(id, peer)| (peer.news, *id))
+            .collect();
+        fresh.sort_unstable_by(|one, two| two.cmp(one));
+        fresh.truncate(RUMOURS_MAX / 2);
+        let mut rumours = Vec::with_capacity(fresh.len());
+        for (_, id) in fresh {
+            if let Some(peer) = self.peers.get_mut(&id) {
+                peer.news -= 1;
+                rumours.push(Rumour {
+                    id,
+                    incarnation: peer.incarnation,
+                    life: peer.life,
+                });
+            }
+        }
+        rumours
+    }
+}

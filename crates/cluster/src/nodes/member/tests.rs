@@ -1,0 +1,227 @@
+//! One member, stepped by hand; whole clusters of them are in the crate `sim`.
+
+use super::super::{InstanceId, Stamp};
+use super::*;
+
+fn id(number: u8) -> NodeId {
+    NodeId([number; 16])
+}
+
+fn at(ms: u64) -> Now {
+    Now {
+        since_start: Duration::from_millis(ms),
+        wall_ms: 1_800_000_000_000 + ms,
+    }
+}
+
+fn member(number: u8) -> Member {
+    Member::new(id(number), Registers::default(), Pace::default(), 1, at(0))
+}
+
+fn link(member: &mut Member, other: u8, ms: u64) -> Vec<Action> {
+    let linked = Event::Linked {
+        id: id(other),
+        target: None,
+    };
+    member.step(at(ms), linked)
+}
+
+fn lives(actions: &[Action]) -> Vec<(u8, Life)> {
+    let life = |action: &Action| match action {
+        Action::Life(id, life) => Some((id.0[0], *life)),
+        _ => None,
+    };
+    actions.iter().filter_map(life).collect()
+}
+
+fn gossip(member: &mut Member, from: u8, about: u8, incarnation: u64, life: Life) -> Vec<Action> {
+    let rumour = Rumour {
+        id: id(about),
+        incarnation,
+        life,
+    };
+    let message = Message::Gossip {
+        rumours: vec![rumour],
+    };
+    let from = id(from);
+    member.step(at(10), Event::Received { from, message })
+}
+
+#[test]
+fn a_node_that_does_not_answer_is_suspect_then_dead() {
+    let mut one = member(1);
+    link(&mut one, 2, 0);
+    let mut seen = Vec::new();
+    for ms in 0..6000 {
+        if one.next_wake() <= at(ms).since_start {
+            for (who, life) in lives(&one.step(at(ms), Event::Tick)) {
+                seen.push((who, life, ms));
+            }
+        }
+    }
+    let [(2, Life::Suspect, suspect), (2, Life::Dead, dead)] = seen[..] else {
+        panic!("{seen:?}");
+    };
+    assert!((400..1600).contains(&suspect), "{suspect}");
+    assert!((1900..2200).contains(&(dead - suspect)), "{suspect} {dead}");
+}
+
+#[test]
+fn an_answer_in_time_keeps_it_alive() {
+    let mut one = member(1);
+    link(&mut one, 2, 0);
+    for ms in 0..6000 {
+        if one.next_wake() > at(ms).since_start {
+            continue;
+        }
+        for action in one.step(at(ms), Event::Tick) {
+            let Action::Send {
+                to,
+                message: Message::Ping { seq, root, .. },
+            } = action
+            else {
+                continue;
+            };
+            let rumours = Vec::new();
+            let message = Message::Ack { seq, root, rumours };
+            let acted = one.step(at(ms), Event::Received { from: to, message });
+            assert_eq!(acted, []);
+        }
+    }
+    assert_eq!(one.life(id(2)), Life::Alive);
+}
+
+#[test]
+fn a_node_objects_to_rumours_of_its_death() {
+    let mut one = member(1);
+    link(&mut one, 2, 0);
+    let before = one.incarnation;
+    assert_eq!(
+        gossip(&mut one, 2, 1, before - 1, Life::Dead),
+        [],
+        "an old rumour"
+    );
+    let actions = gossip(&mut one, 2, 1, before, Life::Suspect);
+    let [
+        Action::Send {
+            message: Message::Gossip { rumours },
+            ..
+        },
+    ] = &actions[..]
+    else {
+        panic!("{actions:?}");
+    };
+    let [rumour] = rumours[..] else {
+        panic!("{rumours:?}")
+    };
+    assert_eq!((rumour.id, rumour.life), (id(1), Life::Alive));
+    assert!(rumour.incarnation > before);
+}
+
+#[test]
+fn only_a_higher_incarnation_brings_a_node_back() {
+    let mut one = member(1);
+    link(&mut one, 2, 0);
+    link(&mut one, 3, 0);
+    assert_eq!(
+        lives(&gossip(&mut one, 2, 3, 7, Life::Suspect)),
+        [(3, Life::Suspect)]
+    );
+    assert_eq!(lives(&gossip(&mut one, 2, 3, 7, Life::Alive)), []);
+    assert_eq!(
+        lives(&gossip(&mut one, 2, 3, 8, Life::Alive)),
+        [(3, Life::Alive)]
+    );
+    assert_eq!(
+        lives(&gossip(&mut one, 2, 9, 8, Life::Dead)),
+        [],
+        "a stranger"
+    );
+}
+
+#[test]
+fn writes_reach_the_other_and_differences_are_exchanged() {
+    let (mut one, mut two) = (member(1), member(2));
+    let write = |number| Event::Write {
+        key: Key::State(InstanceId(number)),
+        epoch: 0,
+        value: Some(number.to_string()),
+    };
+    one.step(at(0), write(1));
+    two.step(at(0), write(2));
+    let mut mail: Vec<(u8, Action)> = Vec::new();
+    mail.extend(link(&mut one, 2, 1).into_iter().map(|action| (1, action)));
+    mail.extend(link(&mut two, 1, 1).into_iter().map(|action| (2, action)));
+    let mut count = 0;
+    while let Some((from, action)) = mail.pop() {
+        let Action::Send { message, .. } = action else {
+            continue;
+        };
+        let (to, number) = if from == 1 {
+            (&mut two, 2)
+        } else {
+            (&mut one, 1)
+        };
+        let from = id(from);
+        let actions = to.step(at(2), Event::Received { from, message });
+        mail.extend(actions.into_iter().map(|action| (number, action)));
+        count += 1;
+        assert!(count < 30, "it does not end");
+    }
+    assert_eq!(one.map().root(), two.map().root());
+    assert_eq!(one.map().get(&Key::State(InstanceId(2))), Some("2"));
+    assert_eq!(two.map().get(&Key::State(InstanceId(1))), Some("1"));
+}
+
+#[test]
+fn hostile_messages_change_nothing_and_hold_no_memory() {
+    let mut one = member(1);
+    link(&mut one, 2, 0);
+    let far = Stamp {
+        ms: u64::MAX,
+        count: u32::MAX,
+        node: id(2),
+    };
+    let register = Register {
+        epoch: 0,
+        stamp: far,
+        value: Some("{}".into()),
+    };
+    let entries = vec![(Key::Node(id(3)), register)];
+    let from = id(2);
+    let message = Message::Entries { entries };
+    assert_eq!(one.step(at(1), Event::Received { from, message }), []);
+    for number in 0..5000_u64 {
+        let bytes = std::array::from_fn(|i| number.to_le_bytes()[i % 8]);
+        one.step(at(1), Event::Found(Target::Node(NodeId(bytes))));
+        one.step(at(1), Event::Found(Target::Peer(number.to_string())));
+    }
+    assert!(one.peers().count() <= PEERS_MAX);
+    let dialled = one.step(at(60_000), Event::Tick);
+    assert!(dialled.len() < 4000, "{}", dialled.len());
+    let stranger = Event::Received {
+        from: id(99),
+        message: Message::PingFor { id: id(2) },
+    };
+    assert_eq!(one.step(at(1), stranger), [], "no session, no word");
+}
+
+#[test]
+fn a_revoked_node_is_cut_off_and_not_dialled() {
+    let mut one = member(1);
+    link(&mut one, 2, 0);
+    let revoke = Event::Write {
+        key: Key::Revoked(id(2)),
+        epoch: 0,
+        value: Some("{}".into()),
+    };
+    let actions = one.step(at(1), revoke);
+    assert!(actions.contains(&Action::Unlink(id(2))), "{actions:?}");
+    assert_eq!(link(&mut one, 2, 2), [Action::Unlink(id(2))]);
+    one.step(at(3), Event::Found(Target::Node(id(2))));
+    let later = one.step(at(9000), Event::Tick);
+    assert!(
+        !later.iter().any(|action| matches!(action, Action::Dial(_))),
+        "{later:?}"
+    );
+}

@@ -1,0 +1,168 @@
+//! Machines that form a cluster without a master.
+//!
+//! ```text
+//!  discovery, peers ── Found ──▶ ┌────────────────┐ ── Dial, Send, Close ──▶ sessions
+//!  sessions ── Linked, Received ▶│ Member::step   │
+//!  timer ────────────── Tick ───▶└────────────────┘ ── Changed ──▶ instances, command line
+//! ```
+//!
+//! All decisions are in [`Member`], which has no clock, no sockets and no randomness but what it is
+//! given, so that the crate `sim` runs whole clusters of it in virtual time. Around it:
+//!
+//! - [`identity`]: who a node is, for as long as its home lives.
+//! - [`key`]: the secret that makes a cluster, and its form for people.
+//! - [`session`]: encrypted, authenticated messages over TCP.
+//! - [`Registers`]: the map that all nodes share; [`Stamp`]: the clock that orders its writes.
+//! - [`Member`]: who lives, what they say, which sessions there should be.
+//! - [`placement`]: who owns an instance, by the map alone.
+//! - [`discovery`]: nodes of the same cluster on the networks of this machine.
+//! - [`pairing`]: a short code instead of a token.
+//! - [`agent`]: the threads and sockets that drive all of it.
+
+pub mod agent;
+pub mod clock;
+pub mod discovery;
+pub mod identity;
+pub mod key;
+pub mod member;
+pub mod pairing;
+pub mod placement;
+pub mod registers;
+pub mod session;
+
+use std::fmt;
+use std::str::FromStr;
+
+use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
+
+pub use clock::{Now, Stamp};
+pub use identity::Identity;
+pub use key::ClusterKey;
+pub use member::Member;
+pub use registers::{Key, Register, Registers};
+
+/// Who a node is: the beginning of SHA-256 of its static public key.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct NodeId(pub [u8; 16]);
+
+/// A wanted instance; drawn at random.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct InstanceId(pub u64);
+
+/// Text that is no id.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("not {digits} hexadecimal digits")]
+pub struct NotAnId {
+    /// How many there should be.
+    pub digits: usize,
+}
+
+impl fmt::Display for NodeId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.iter().try_for_each(|byte| write!(f, "{byte:02x}"))
+    }
+}
+
+impl fmt::Debug for NodeId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
+}
+
+impl FromStr for NodeId {
+    type Err = NotAnId;
+
+    fn from_str(text: &str) -> Result<Self, NotAnId> {
+        let bytes = unhex(text).and_then(|bytes| bytes.try_into().ok());
+        bytes.map(Self).ok_or(NotAnId { digits: 32 })
+    }
+}
+
+impl fmt::Display for InstanceId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:016x}", self.0)
+    }
+}
+
+impl fmt::Debug for InstanceId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
+}
+
+impl FromStr for InstanceId {
+    type Err = NotAnId;
+
+    fn from_str(text: &str) -> Result<Self, NotAnId> {
+        let bytes = unhex(text).and_then(|bytes| bytes.try_into().ok());
+        let number = bytes.map(|bytes| Self(u64::from_be_bytes(bytes)));
+        number.ok_or(NotAnId { digits: 16 })
+    }
+}
+
+/// Bytes in lower-case hexadecimal digits.
+pub(crate) fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+/// The bytes of pairs of hexadecimal digits.
+pub(crate) fn unhex(text: &str) -> Option<Vec<u8>> {
+    let digit = |byte: &u8| (*byte as char).to_digit(16).map(|digit| digit as u8);
+    let pair = |pair: &[u8]| match pair {
+        [high, low] => Some(digit(high)? << 4 | digit(low)?),
+        _ => None,
+    };
+    text.as_bytes().chunks(2).map(pair).collect()
+}
+
+macro_rules! as_text {
+    ($type:ty) => {
+        impl Serialize for $type {
+            fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+                serializer.collect_str(self)
+            }
+        }
+
+        impl<'de> Deserialize<'de> for $type {
+            fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+                let text = <std::borrow::Cow<'de, str>>::deserialize(deserializer)?;
+                text.parse().map_err(de::Error::custom)
+            }
+        }
+    };
+}
+
+as_text!(NodeId);
+as_text!(InstanceId);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ids_are_text_and_come_back() {
+        let id = NodeId(std::array::from_fn(|i| (i * 17) as u8));
+        assert_eq!(id.to_string(), "00112233445566778899aabbccddeeff");
+        assert_eq!(id.to_string().parse(), Ok(id));
+        let instance = InstanceId(0x00ff_0000_0000_0001);
+        assert_eq!(instance.to_string().parse(), Ok(instance));
+        let json = serde_json::to_string(&(id, instance)).unwrap();
+        assert_eq!(
+            serde_json::from_str::<(NodeId, InstanceId)>(&json).unwrap(),
+            (id, instance)
+        );
+        for bad in [
+            "",
+            "0",
+            "zz",
+            "é",
+            "00112233445566778899aabbccddeefff",
+            "0011",
+        ] {
+            assert!(
+                bad.parse::<NodeId>().is_err() && bad.parse::<InstanceId>().is_err(),
+                "{bad}"
+            );
+        }
+    }
+}

@@ -1,0 +1,298 @@
+//! Letting a machine in by a short code that is read on one screen and typed at another.
+//!
+//! The code is the password of SPAKE2 (RFC 9382, crate `spake2`): whoever listens or guesses gets
+//! one try for each run, and an [`Invitation`] has three within five minutes. What both sides then
+//! share is the pre-shared key of a Noise handshake, `NNpsk0`; the cluster key goes in its answer.
+//!
+//! ```text
+//! newcomer -> preface (8)   SPAKE2 message (33)
+//! member   <- SPAKE2 message (33)
+//! newcomer -> psk, e (48)                    proves that it knows the code
+//! member   <- length (u16), e, ee, cluster key
+//! ```
+
+use std::io::{self, Read, Write};
+use std::net::{SocketAddr, TcpStream};
+use std::time::{Duration, Instant};
+
+use sha2::{Digest, Sha256};
+use snow::Builder;
+use snow::resolvers::{DefaultResolver, FallbackResolver, RingResolver};
+use spake2::{Ed25519Group, Identity, Password, Spake2};
+use zeroize::Zeroizing;
+
+use super::ClusterKey;
+
+/// What a newcomer says first.
+pub const PREFACE: [u8; 8] = *b"PLpair1\n";
+
+/// How long a code counts.
+pub const LIFETIME: Duration = Duration::from_secs(300);
+
+/// Wrong codes that end an invitation.
+pub const TRIES: u32 = 3;
+
+/// Digits of a code: with three tries one in 333,333 guessers gets in.
+const DIGITS: usize = 6;
+
+const SPAKE_BYTES: usize = 33;
+const PATTERN: &str = "Noise_NNpsk0_25519_AESGCM_SHA256";
+
+/// Why nobody was let in.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// There is no code that counts.
+    #[error("no code is shown, or it is older than five minutes, or was mistyped three times")]
+    NotInvited,
+    /// The code is another.
+    #[error("the code is wrong, or is no longer valid")]
+    WrongCode,
+    /// Text that is no code.
+    #[error("a code has six digits, such as 123-456")]
+    NotACode,
+    /// The connection broke.
+    #[error("the connection broke: {0}")]
+    Broken(#[from] io::Error),
+}
+
+/// A code of six digits.
+#[derive(Clone)]
+pub struct Code(Zeroizing<String>);
+
+impl Code {
+    /// A new one.
+    ///
+    /// # Errors
+    /// When the system has no random numbers.
+    pub fn random() -> io::Result<Self> {
+        let mut bytes = [0; 8];
+        getrandom::fill(&mut bytes).map_err(io::Error::other)?;
+        let number = u64::from_le_bytes(bytes) % 10_u64.pow(DIGITS as u32);
+        Ok(Self(Zeroizing::new(format!("{number:06}"))))
+    }
+
+    /// The code that somebody typed; anything but digits between them is ignored.
+    ///
+    /// # Errors
+    /// [`Error::NotACode`].
+    pub fn parse(text: &str) -> Result<Self, Error> {
+        let digits: String = text.chars().filter(char::is_ascii_digit).collect();
+        let is_sane = text
+            .trim()
+            .chars()
+            .all(|c| c.is_ascii_digit() || " -".contains(c));
+        match digits.len() == DIGITS && is_sane {
+            true => Ok(Self(Zeroizing::new(digits))),
+            false => Err(Error::NotACode),
+        }
+    }
+
+    /// As people read it.
+    pub fn shown(&self) -> String {
+        format!("{}-{}", &self.0[..3], &self.0[3..])
+    }
+}
+
+impl std::fmt::Debug for Code {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Code(..)")
+    }
+}
+
+/// A code that counts for some time and tries.
+#[derive(Debug)]
+pub struct Invitation {
+    code: Code,
+    until: Instant,
+    tries: u32,
+}
+
+impl Invitation {
+    /// From `now` on.
+    pub fn new(code: Code, now: Instant) -> Self {
+        Self {
+            code,
+            until: now + LIFETIME,
+            tries: TRIES,
+        }
+    }
+
+    /// The code for one more try, which is used up by asking.
+    pub fn take(&mut self, now: Instant) -> Option<Code> {
+        if !self.is_open(now) {
+            return None;
+        }
+        self.tries -= 1;
+        Some(self.code.clone())
+    }
+
+    /// Whether the code counts still.
+    pub fn is_open(&self, now: Instant) -> bool {
+        now < self.until && self.tries > 0
+    }
+
+    /// A code was right: nobody else gets in by it.
+    pub const fn end(&mut self) {
+        self.tries = 0;
+    }
+}
+
+/// Lets a newcomer in who has said its preface and knows `code`.
+///
+/// # Errors
+/// [`Error::WrongCode`]; it was told nothing then.
+pub fn host(
+    mut stream: TcpStream,
+    code: &Code,
+    key: &ClusterKey,
+    limit: Duration,
+) -> Result<(), Error> {
+    bound(&stream, limit)?;
+    let (state, ours) = start(code);
+    let mut theirs = [0; SPAKE_BYTES];
+    stream.read_exact(&mut theirs)?;
+    stream.write_all(&ours)?;
+    let secret = finish(state, &theirs)?;
+    let mut first = [0; 48];
+    stream.read_exact(&mut first)?;
+    let mut shaking = builder(&secret)
+        .build_responder()
+        .map_err(|_| Error::WrongCode)?;
+    shaking
+        .read_message(&first, &mut [])
+        .map_err(|_| Error::WrongCode)?;
+    let mut answer = [0; 128];
+    let written = shaking.write_message(key.bytes(), &mut answer);
+    let count = written.map_err(|_| Error::WrongCode)?;
+    stream.write_all(&(count as u16).to_le_bytes())?;
+    Ok(stream.write_all(&answer[..count])?)
+}
+
+/// Asks the member at `addr` for its cluster's key.
+///
+/// # Errors
+/// [`Error::WrongCode`], or why it cannot be asked.
+pub fn guest(addr: SocketAddr, code: &Code, limit: Duration) -> Result<ClusterKey, Error> {
+    let mut stream = TcpStream::connect_timeout(&addr, limit)?;
+    bound(&stream, limit)?;
+    let (state, ours) = start(code);
+    stream.write_all(&PREFACE)?;
+    stream.write_all(&ours)?;
+    let mut theirs = [0; SPAKE_BYTES];
+    stream
+        .read_exact(&mut theirs)
+        .map_err(|_| Error::NotInvited)?;
+    let secret = finish(state, &theirs)?;
+    let mut shaking = builder(&secret)
+        .build_initiator()
+        .map_err(|_| Error::WrongCode)?;
+    let mut first = [0; 48];
+    shaking
+        .write_message(&[], &mut first)
+        .map_err(|_| Error::WrongCode)?;
+    stream.write_all(&first)?;
+    let mut length = [0; 2];
+    stream
+        .read_exact(&mut length)
+        .map_err(|_| Error::WrongCode)?;
+    let count = usize::from(u16::from_le_bytes(length));
+    let mut answer = [0; 128];
+    let answer = answer.get_mut(..count).ok_or(Error::WrongCode)?;
+    stream.read_exact(answer)?;
+    let mut key = Zeroizing::new([0; 128]);
+    let read = shaking.read_message(answer, &mut *key);
+    let count = read.map_err(|_| Error::WrongCode)?;
+    let key = <[u8; 32]>::try_from(&key[..count]).map_err(|_| Error::WrongCode)?;
+    Ok(ClusterKey::new(key))
+}
+
+fn bound(stream: &TcpStream, limit: Duration) -> io::Result<()> {
+    stream.set_nonblocking(false)?;
+    stream.set_nodelay(true)?;
+    stream.set_read_timeout(Some(limit))?;
+    stream.set_write_timeout(Some(limit))
+}
+
+fn start(code: &Code) -> (Spake2<Ed25519Group>, Vec<u8>) {
+    let password = Password::new(code.0.as_bytes());
+    Spake2::<Ed25519Group>::start_symmetric(&password, &Identity::new(b"paceline pairing"))
+}
+
+fn finish(state: Spake2<Ed25519Group>, theirs: &[u8]) -> Result<Zeroizing<[u8; 32]>, Error> {
+    let shared = Zeroizing::new(state.finish(theirs).map_err(|_| Error::WrongCode)?);
+    let hash = Sha256::new()
+        .chain_update(b"paceline pairing psk")
+        .chain_update(&*shared);
+    Ok(Zeroizing::new(hash.finalize().into()))
+}
+
+fn builder(secret: &[u8; 32]) -> Builder<'_> {
+    let resolver = FallbackResolver::new(Box::new(RingResolver), Box::new(DefaultResolver));
+    let pattern = PATTERN.parse().expect("the pattern is well-formed");
+    Builder::with_resolver(pattern, Box::new(resolver))
+        .psk(0, secret)
+        .expect("the pattern has one pre-shared key")
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::TcpListener;
+    use std::thread;
+
+    use super::*;
+
+    const LIMIT: Duration = Duration::from_secs(20);
+
+    fn pair(shown: &str, typed: &str) -> (Result<(), Error>, Result<ClusterKey, Error>) {
+        let (shown, typed) = (Code::parse(shown).unwrap(), Code::parse(typed).unwrap());
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let addr = listener.local_addr().unwrap();
+        let newcomer = thread::spawn(move || guest(addr, &typed, LIMIT));
+        let (mut stream, _) = listener.accept().unwrap();
+        let mut preface = [0; 8];
+        stream.read_exact(&mut preface).unwrap();
+        assert_eq!(preface, PREFACE);
+        let hosted = host(stream, &shown, &ClusterKey::new([5; 32]), LIMIT);
+        (hosted, newcomer.join().unwrap())
+    }
+
+    #[test]
+    fn the_right_code_gets_the_key() {
+        let (hosted, key) = pair("123-456", " 123 456\n");
+        hosted.unwrap();
+        assert_eq!(key.unwrap(), ClusterKey::new([5; 32]));
+    }
+
+    #[test]
+    fn a_wrong_code_gets_nothing() {
+        let (hosted, key) = pair("123-456", "123-457");
+        assert!(matches!(hosted, Err(Error::WrongCode)), "{hosted:?}");
+        assert!(matches!(key, Err(Error::WrongCode)), "{key:?}");
+    }
+
+    #[test]
+    fn codes_are_six_digits() {
+        for bad in ["", "12345", "1234567", "12345a", "123.456"] {
+            assert!(Code::parse(bad).is_err(), "{bad}");
+        }
+        let code = Code::random().unwrap();
+        assert_eq!(Code::parse(&code.shown()).unwrap().0, code.0);
+        assert_eq!(format!("{code:?}"), "Code(..)");
+    }
+
+    #[test]
+    fn an_invitation_ends_after_three_tries_or_five_minutes() {
+        let start = Instant::now();
+        let code = Code::parse("123456").unwrap();
+        let mut invitation = Invitation::new(code.clone(), start);
+        for _ in 0..TRIES {
+            assert!(invitation.take(start).is_some());
+        }
+        assert!(invitation.take(start).is_none());
+        let mut invitation = Invitation::new(code.clone(), start);
+        assert!(invitation.take(start + LIFETIME).is_none());
+        assert!(invitation.take(start).is_some());
+        invitation.end();
+        assert!(invitation.take(start).is_none());
+    }
+}

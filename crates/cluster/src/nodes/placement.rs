@@ -1,0 +1,240 @@
+//! Who owns an instance: decided by everybody alone, from the map and who lives.
+//!
+//! An instance's record names its nodes, the leader's first, and an order of *successors*. The
+//! owner is the first node of the record. When it is dead the first successor that lives writes a
+//! record of the next epoch in which it is the owner itself. No vote is needed: of two records of
+//! one epoch, such as from two halves of a network, the later write wins wherever they meet, and
+//! whoever finds itself owner no more ends its workers. An unwanted instance has a tombstone of the
+//! highest epoch, so that no takeover brings it back.
+
+use serde::{Deserialize, Serialize};
+
+use super::member::Life;
+use super::{InstanceId, Key, NodeId, Registers};
+
+/// The epoch of the record of an instance that is unwanted.
+pub const EPOCH_UNWANTED: u64 = u64::MAX;
+
+/// The split that fits any number of nodes.
+pub const SPLIT_ANY: &str = "auto";
+
+/// Most nodes of an instance.
+pub const NODES_MAX: usize = 64;
+
+/// A wanted instance.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Wanted {
+    /// What its user calls the model.
+    pub model: String,
+    /// SHA-256 of the model's file, in hexadecimal digits.
+    pub sha256: String,
+    /// Bytes of the model's file.
+    pub bytes: u64,
+    /// Whose workers compute it, in rank order; the first is the owner.
+    pub nodes: Vec<NodeId>,
+    /// Who owns it next, the first that lives.
+    pub successors: Vec<NodeId>,
+    /// How the model is cut, as `--split` names it.
+    pub split: String,
+    /// Threads of each worker.
+    pub threads: u16,
+    /// Positions of a sequence, `None` for the default.
+    pub context: Option<u32>,
+    /// Answers that are computed at the same time.
+    pub parallel: u16,
+}
+
+/// How an instance is, as its owner says.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum State {
+    /// Nodes copy the model.
+    Fetching,
+    /// Workers read it.
+    Loading,
+    /// It answers.
+    Ready,
+    /// A worker or node was lost.
+    Recovering,
+    /// It cannot be had; says why.
+    Failed,
+}
+
+/// What an owner tells of its instance.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Report {
+    /// Of the record that it is about.
+    pub epoch: u64,
+    /// How it is.
+    pub state: State,
+    /// Steps done and of how many, while fetching or loading.
+    pub progress: Option<(u64, u64)>,
+    /// Why it failed.
+    pub reason: Option<String>,
+}
+
+/// What a node has to do about instances.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Duty {
+    /// Own it: keep it running as the record says.
+    Own {
+        /// Which.
+        id: InstanceId,
+        /// Epoch of the record.
+        epoch: u64,
+        /// The record.
+        wanted: Wanted,
+    },
+    /// Write this record: its owner is dead and this node is next.
+    TakeOver {
+        /// Which.
+        id: InstanceId,
+        /// The next epoch.
+        epoch: u64,
+        /// The next record.
+        wanted: Wanted,
+    },
+}
+
+/// An entry of the map that is a wanted instance.
+pub fn wanted(map: &Registers) -> impl Iterator<Item = (InstanceId, u64, Wanted)> + '_ {
+    map.iter().filter_map(|(key, register)| {
+        let Key::Instance(id) = key else { return None };
+        let wanted: Wanted = serde_json::from_str(register.value.as_deref()?).ok()?;
+        let is_sane =
+            (1..=NODES_MAX).contains(&wanted.nodes.len()) && wanted.successors.len() <= NODES_MAX;
+        is_sane.then_some((*id, register.epoch, wanted))
+    })
+}
+
+/// What `own` has to do now, in order of ids.
+pub fn duties(map: &Registers, own: NodeId, life: impl Fn(NodeId) -> Life) -> Vec<Duty> {
+    let lives = |id: &NodeId| matches!(life(*id), Life::Alive | Life::Suspect);
+    wanted(map)
+        .filter_map(|(id, epoch, wanted)| {
+            if wanted.nodes[0] == own {
+                return Some(Duty::Own { id, epoch, wanted });
+            }
+            let is_next = !lives(&wanted.nodes[0])
+                && wanted.successors.iter().find(|id| lives(id)) == Some(&own);
+            is_next.then(|| Duty::TakeOver {
+                id,
+                epoch: epoch + 1,
+                wanted: succeed(wanted, own, &lives),
+            })
+        })
+        .collect()
+}
+
+/// The record after its owner died: on the nodes that live, `own` first.
+fn succeed(mut wanted: Wanted, own: NodeId, lives: &impl Fn(&NodeId) -> bool) -> Wanted {
+    let former = wanted.nodes[0];
+    // What was named for another number of nodes would not fit.
+    wanted.split = SPLIT_ANY.to_owned();
+    let others = wanted.nodes.iter().filter(|id| **id != own && lives(id));
+    wanted.nodes = std::iter::once(own).chain(others.copied()).collect();
+    wanted.successors.retain(|id| *id != own);
+    // Whoever comes back may own it again one day, after all others.
+    wanted.successors.retain(|id| *id != former);
+    wanted.successors.push(former);
+    wanted
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::registers::Register;
+    use super::super::{NodeId, Stamp};
+    use super::*;
+
+    fn node(number: u8) -> NodeId {
+        NodeId([number; 16])
+    }
+
+    fn map(epoch: u64, nodes: &[u8], successors: &[u8]) -> Registers {
+        let wanted = Wanted {
+            model: "smollm2".into(),
+            sha256: String::new(),
+            bytes: 0,
+            nodes: nodes.iter().map(|number| node(*number)).collect(),
+            successors: successors.iter().map(|number| node(*number)).collect(),
+            split: "auto".into(),
+            threads: 1,
+            context: None,
+            parallel: 1,
+        };
+        let mut map = Registers::default();
+        let stamp = Stamp {
+            ms: 1,
+            count: 0,
+            node: node(1),
+        };
+        let value = Some(serde_json::to_string(&wanted).unwrap());
+        map.merge(
+            Key::Instance(InstanceId(5)),
+            Register {
+                epoch,
+                stamp,
+                value,
+            },
+        );
+        map
+    }
+
+    fn lives(living: &'static [u8]) -> impl Fn(NodeId) -> Life {
+        move |id| {
+            if living.contains(&id.0[0]) {
+                Life::Alive
+            } else {
+                Life::Dead
+            }
+        }
+    }
+
+    #[test]
+    fn the_first_successor_that_lives_takes_over() {
+        let map = map(3, &[1, 2, 3], &[2, 3, 4]);
+        let owns = duties(&map, node(1), lives(&[1, 2, 3, 4]));
+        assert!(
+            matches!(&owns[..], [Duty::Own { epoch: 3, .. }]),
+            "{owns:?}"
+        );
+        for other in [2, 3, 4] {
+            assert_eq!(duties(&map, node(other), lives(&[1, 2, 3, 4])), []);
+        }
+        assert_eq!(duties(&map, node(4), lives(&[3, 4])), [], "3 is before it");
+        let takes = duties(&map, node(3), lives(&[3, 4]));
+        let [
+            Duty::TakeOver {
+                epoch: 4, wanted, ..
+            },
+        ] = &takes[..]
+        else {
+            panic!("{takes:?}");
+        };
+        assert_eq!(wanted.nodes, [node(3)], "on those that live");
+        assert_eq!(wanted.successors, [node(2), node(4), node(1)]);
+    }
+
+    #[test]
+    fn records_that_are_none_are_nobodys() {
+        for value in ["", "null", "{}", r#"{"model":"x","nodes":[]}"#] {
+            let mut bad = map(3, &[1], &[]);
+            let stamp = Stamp {
+                ms: 2,
+                count: 0,
+                node: node(1),
+            };
+            let value = Some(value.to_owned());
+            bad.merge(
+                Key::Instance(InstanceId(5)),
+                Register {
+                    epoch: 3,
+                    stamp,
+                    value,
+                },
+            );
+            assert_eq!(duties(&bad, node(1), lives(&[1])), []);
+        }
+        assert_eq!(duties(&map(3, &[], &[1]), node(1), lives(&[1])), []);
+    }
+}

@@ -1,0 +1,312 @@
+//! The map that all nodes of a cluster share: registers in which the last writer wins.
+//!
+//! Merging is commutative, associative and idempotent, so copies that saw the same writes in any
+//! order are equal. Of two writes to one key the one with the higher *epoch* wins, then the later
+//! [`Stamp`]. A deleted key leaves a tombstone, which is forgotten after [`TOMBSTONE_MS`]; a node
+//! that was away for longer than that may bring a deleted entry back.
+//!
+//! Bounds: [`REGISTERS_MAX`] entries of [`VALUE_BYTES_MAX`]; what is over them is refused.
+
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+
+use super::clock::Stamp;
+use super::{InstanceId, NodeId};
+
+/// Most entries, tombstones included: some forty for each of a hundred nodes.
+pub const REGISTERS_MAX: usize = 4096;
+
+/// Longest value.
+pub const VALUE_BYTES_MAX: usize = 16 << 10;
+
+/// Longest name of a [`Key::Named`].
+pub const NAME_BYTES_MAX: usize = 128;
+
+/// How long it is remembered that something was deleted: a week.
+pub const TOMBSTONE_MS: u64 = 7 * 24 * 3_600_000;
+
+/// What a register is about.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+pub enum Key {
+    /// Facts of a node, written by itself.
+    Node(NodeId),
+    /// A wanted instance, written by whoever asks for it and by its successors.
+    Instance(InstanceId),
+    /// How an instance is, written by its owner.
+    State(InstanceId),
+    /// A node that may not come back.
+    Revoked(NodeId),
+    /// An API key, by its id.
+    ApiKey(String),
+    /// Anything else that the whole cluster should know, by a name of at most
+    /// [`NAME_BYTES_MAX`].
+    Named(String),
+}
+
+impl Key {
+    /// Names of API keys are eight hexadecimal digits; most others have a fixed length.
+    fn is_sane(&self) -> bool {
+        match self {
+            Self::ApiKey(id) => id.len() <= 64,
+            Self::Named(name) => name.len() <= NAME_BYTES_MAX,
+            _ => true,
+        }
+    }
+}
+
+/// An entry's content and who wrote it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Register {
+    /// Counts changes of responsibility; 0 where there are none.
+    pub epoch: u64,
+    /// When it was written.
+    pub stamp: Stamp,
+    /// JSON, or `None` once deleted.
+    pub value: Option<String>,
+}
+
+impl Register {
+    /// What decides between two writes.
+    fn rank(&self) -> (u64, Stamp) {
+        (self.epoch, self.stamp)
+    }
+
+    /// 64 bits that stand for this write of `key`. Not against forgers: only members write.
+    fn mark(&self, key: &Key) -> u64 {
+        let node = |id: &NodeId| id.0;
+        let (tag, bytes) = match key {
+            Key::Node(id) => (1, fold(&node(id))),
+            Key::Instance(id) => (2, id.0),
+            Key::State(id) => (3, id.0),
+            Key::Revoked(id) => (4, fold(&node(id))),
+            Key::ApiKey(id) => (5, fold(id.as_bytes())),
+            Key::Named(name) => (6, fold(name.as_bytes())),
+        };
+        let stamp = self.stamp.ms ^ u64::from(self.stamp.count).rotate_left(40);
+        let parts = [tag, bytes, self.epoch, stamp, fold(&self.stamp.node.0)];
+        parts.into_iter().fold(0, |sum, part| mix(sum ^ part))
+    }
+}
+
+/// SplitMix64's last steps (Steele and others, OOPSLA 2014).
+const fn mix(value: u64) -> u64 {
+    let value = value.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    let value = (value ^ (value >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let value = (value ^ (value >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    value ^ (value >> 31)
+}
+
+fn fold(bytes: &[u8]) -> u64 {
+    let word = |chunk: &[u8]| {
+        chunk
+            .iter()
+            .fold(0, |sum, byte| (sum << 8) | u64::from(*byte))
+    };
+    bytes.chunks(8).fold(0, |sum, chunk| mix(sum ^ word(chunk)))
+}
+
+/// A node's copy of the map.
+#[derive(Clone, Debug, Default)]
+pub struct Registers {
+    entries: BTreeMap<Key, Register>,
+    root: u64,
+}
+
+impl Registers {
+    /// Takes a write in; true if it changed something.
+    pub(crate) fn merge(&mut self, key: Key, register: Register) -> bool {
+        let is_long = register
+            .value
+            .as_ref()
+            .is_some_and(|v| v.len() > VALUE_BYTES_MAX);
+        if is_long || !key.is_sane() {
+            return false;
+        }
+        match self.entries.get(&key) {
+            Some(known) if known.rank() >= register.rank() => return false,
+            Some(known) => self.root ^= known.mark(&key),
+            None if self.entries.len() >= REGISTERS_MAX => return false,
+            None => {}
+        }
+        self.root ^= register.mark(&key);
+        self.entries.insert(key, register);
+        true
+    }
+
+    /// Forgets tombstones that are old.
+    pub(crate) fn forget(&mut self, wall_ms: u64) {
+        let oldest = wall_ms.saturating_sub(TOMBSTONE_MS);
+        let root = &mut self.root;
+        self.entries.retain(|key, register| {
+            let keep = register.value.is_some() || register.stamp.ms >= oldest;
+            if !keep {
+                *root ^= register.mark(key);
+            }
+            keep
+        });
+    }
+
+    /// The map of these entries, such as ones that were saved. What breaks a bound is left out.
+    pub fn from_entries(entries: impl IntoIterator<Item = (Key, Register)>) -> Self {
+        let mut map = Self::default();
+        for (key, register) in entries {
+            map.merge(key, register);
+        }
+        map
+    }
+
+    /// The JSON of an entry that there is.
+    pub fn get(&self, key: &Key) -> Option<&str> {
+        self.entries.get(key)?.value.as_deref()
+    }
+
+    /// An entry, be it a tombstone.
+    pub fn register(&self, key: &Key) -> Option<&Register> {
+        self.entries.get(key)
+    }
+
+    /// All entries and tombstones, in order of their keys.
+    pub fn iter(&self) -> impl Iterator<Item = (&Key, &Register)> {
+        self.entries.iter()
+    }
+
+    /// Equal for copies with the same writes, and different else but once in 2^64.
+    pub const fn root(&self) -> u64 {
+        self.root
+    }
+
+    /// The mark of each entry, for another node to find what differs.
+    pub(crate) fn marks(&self) -> Vec<u64> {
+        self.iter()
+            .map(|(key, register)| register.mark(key))
+            .collect()
+    }
+
+    /// Entries whose marks are not among `known`, and how many marks there name no entry here.
+    pub(crate) fn beyond(&self, known: &[u64]) -> (Vec<(Key, Register)>, usize) {
+        let mut theirs: Vec<u64> = known.to_vec();
+        theirs.sort_unstable();
+        theirs.dedup();
+        let mut shared = 0;
+        let mut beyond = Vec::new();
+        for (key, register) in self.iter() {
+            if theirs.binary_search(&register.mark(key)).is_ok() {
+                shared += 1;
+            } else {
+                beyond.push((key.clone(), register.clone()));
+            }
+        }
+        (beyond, theirs.len() - shared)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn write(node: u8, epoch: u64, ms: u64, value: Option<&str>) -> Register {
+        let stamp = Stamp {
+            ms,
+            count: 0,
+            node: NodeId([node; 16]),
+        };
+        Register {
+            epoch,
+            stamp,
+            value: value.map(str::to_owned),
+        }
+    }
+
+    fn contents(map: &Registers) -> Vec<(Key, Register)> {
+        map.iter().map(|(k, r)| (k.clone(), r.clone())).collect()
+    }
+
+    #[test]
+    fn the_later_write_wins_and_an_epoch_over_both() {
+        let mut map = Registers::default();
+        let key = Key::Instance(InstanceId(7));
+        assert!(map.merge(key.clone(), write(1, 0, 10, Some("a"))));
+        assert!(!map.merge(key.clone(), write(2, 0, 9, Some("b"))));
+        assert!(
+            map.merge(key.clone(), write(2, 0, 10, Some("c"))),
+            "the higher node"
+        );
+        assert!(
+            map.merge(key.clone(), write(1, 1, 1, Some("d"))),
+            "the higher epoch"
+        );
+        assert!(!map.merge(key.clone(), write(1, 0, 99, None)));
+        assert_eq!(map.get(&key), Some("d"));
+        assert!(map.merge(key.clone(), write(1, u64::MAX, 2, None)));
+        assert_eq!(map.get(&key), None);
+        assert!(map.register(&key).is_some());
+    }
+
+    #[test]
+    fn bounds_hold() {
+        let mut map = Registers::default();
+        let long = "x".repeat(VALUE_BYTES_MAX + 1);
+        assert!(!map.merge(Key::State(InstanceId(1)), write(1, 0, 1, Some(&long))));
+        assert!(!map.merge(Key::ApiKey("x".repeat(65)), write(1, 0, 1, Some("1"))));
+        for id in 0..=REGISTERS_MAX as u64 {
+            let took = map.merge(Key::State(InstanceId(id)), write(1, 0, 1, None));
+            assert_eq!(took, id < REGISTERS_MAX as u64);
+        }
+        assert!(
+            map.merge(Key::State(InstanceId(0)), write(1, 0, 2, Some("1"))),
+            "known keys"
+        );
+        map.forget(TOMBSTONE_MS + 2);
+        assert_eq!(contents(&map).len(), 1);
+        let mut other = Registers::default();
+        other.merge(Key::State(InstanceId(0)), write(1, 0, 2, Some("1")));
+        assert_eq!(
+            map.root(),
+            other.root(),
+            "what is forgotten leaves no trace"
+        );
+    }
+
+    #[test]
+    fn differences_are_found_by_marks() {
+        let (mut one, mut two) = (Registers::default(), Registers::default());
+        for id in 0..5 {
+            one.merge(Key::State(InstanceId(id)), write(1, 0, id, Some("1")));
+            two.merge(
+                Key::State(InstanceId(id + 2)),
+                write(1, 0, id + 2, Some("1")),
+            );
+        }
+        let (beyond, missing) = one.beyond(&two.marks());
+        let keys: Vec<Key> = beyond.into_iter().map(|(key, _)| key).collect();
+        assert_eq!(keys, [0, 1].map(|id| Key::State(InstanceId(id))));
+        assert_eq!(missing, 2);
+        assert_eq!(one.beyond(&one.marks()), (Vec::new(), 0));
+    }
+
+    proptest! {
+        /// Copies that saw the same writes are equal, in whatever order and however often.
+        #[test]
+        fn order_does_not_matter(
+            writes in prop::collection::vec((0_u64..4, 0_u8..3, 0_u64..2, 0_u64..4), 0..40),
+        ) {
+            // A node never gives a stamp twice, so its value is a function of it.
+            let each = writes.iter().map(|&(id, node, epoch, ms)| {
+                let value = ((id + ms + epoch) % 3 != 0).then_some("v");
+                (Key::State(InstanceId(id)), write(node, epoch, ms, value))
+            });
+            let (mut one, mut two) = (Registers::default(), Registers::default());
+            for (key, register) in each.clone() {
+                one.merge(key, register);
+            }
+            for (key, register) in each.clone().rev().chain(each) {
+                two.merge(key, register);
+            }
+            prop_assert_eq!(contents(&one), contents(&two));
+            prop_assert_eq!(one.root(), two.root());
+        }
+    }
+}

@@ -1,0 +1,589 @@
+//! Encrypted, authenticated messages between two nodes over TCP: the Noise framework's
+//! `XXpsk0` (noiseprotocol.org, revision 34), over [`snow`].
+//!
+//! ```text
+//! dialler   -> preface (8 bytes), psk, e       the preface is the prologue: authenticated
+//! acceptor  <- e, ee, s, es, its hello
+//! dialler   -> s, se, its hello
+//! both      -> verdict                         a session is refused by name, to members only
+//!
+//! handshake message   length (u16, little-endian), bytes
+//! record              length (u16, little-endian), ciphertext, tag (16)
+//! message             its length (u32, little-endian) and bytes, cut into records
+//! ```
+//!
+//! `psk0` and not `psk3`: with the key in the first message the acceptor says nothing at all, not
+//! even who it is, to somebody without it; with `psk3` its static key goes out before. What `psk3`
+//! proves holds as well, since every later key depends on the first.
+//!
+//! A recorded first message gets an answer that only its maker can read. Nonces count records, so
+//! one that is lost, repeated, moved or cut ends the session.
+//!
+//! Bounds: a handshake message has at most [`HELLO_BYTES_MAX`] and the whole handshake a deadline;
+//! a message has the length that its reader allows, and memory grows as its bytes come.
+
+use std::io::{self, ErrorKind, Read, Write};
+use std::net::{Shutdown, SocketAddr, TcpStream};
+use std::sync::Mutex;
+use std::time::{Duration, Instant};
+
+use paceline_base::lock;
+use serde::{Deserialize, Serialize};
+use snow::resolvers::{DefaultResolver, FallbackResolver, RingResolver};
+use snow::{Builder, HandshakeState, StatelessTransportState};
+
+use super::identity::id_of;
+use super::{ClusterKey, Identity, NodeId};
+
+const PATTERN: &str = "Noise_XXpsk0_25519_AESGCM_SHA256";
+
+/// Longest message of a handshake: keys, tags and a hello.
+pub const HELLO_BYTES_MAX: usize = 4096;
+
+/// What the two sides agree on before anything else: the last digit is the protocol's version.
+const MAGIC: [u8; 7] = *b"PLnode1";
+
+/// Most payload of a record.
+const RECORD_BYTES: usize = 32 << 10;
+
+const TAG_BYTES: usize = 16;
+
+/// Longest verdict.
+const VERDICT_BYTES_MAX: usize = 1024;
+
+/// How long a write may wait for a peer that does not read.
+const WRITE_LIMIT: Duration = Duration::from_secs(5);
+
+/// What a session is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[repr(u8)]
+pub enum Purpose {
+    /// Membership, one between each two nodes.
+    Control = b'c',
+    /// A channel to a service of the other node; its first message names the service.
+    Service = b's',
+}
+
+impl Purpose {
+    const ALL: [Self; 2] = [Self::Control, Self::Service];
+
+    fn of(byte: u8) -> Option<Self> {
+        Self::ALL.into_iter().find(|purpose| *purpose as u8 == byte)
+    }
+}
+
+/// What a node says of itself when a session begins.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Hello {
+    /// Its host's name.
+    pub name: String,
+    /// Drawn when its process started: two processes of one identity differ in it.
+    pub boot: u64,
+    /// Its control port.
+    pub port: u16,
+    /// Milliseconds since 1970 by its clock.
+    pub wall_ms: u64,
+    /// Version of the program.
+    pub build: String,
+    /// What determines bits besides the kernel class: unlike ones share no instance.
+    pub numerics: u32,
+}
+
+/// Why there is no session, or no more.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// Nobody answers there.
+    #[error("cannot connect to {addr}: {source}")]
+    Connect {
+        /// Where.
+        addr: SocketAddr,
+        /// What the system says.
+        source: io::Error,
+    },
+    /// The connection broke.
+    #[error("the connection broke: {0}")]
+    Broken(#[source] io::Error),
+    /// The other side closed it.
+    #[error("the other side closed the connection")]
+    Closed,
+    /// The peer has another cluster key, or is no node at all.
+    #[error("the other side is not in this cluster")]
+    Stranger,
+    /// The peer speaks another protocol.
+    #[error("the other side speaks another protocol than this version of paceline")]
+    Protocol,
+    /// It took too long.
+    #[error("no answer within {limit:?}")]
+    Late {
+        /// How long was waited.
+        limit: Duration,
+    },
+    /// The peer is a member and will not have this session.
+    #[error("refused by {name}: {reason}")]
+    Refused {
+        /// The peer's name.
+        name: String,
+        /// What it says.
+        reason: String,
+    },
+    /// This node will not have it.
+    #[error("refused {name}: {reason}")]
+    Refusing {
+        /// The peer's name.
+        name: String,
+        /// Why.
+        reason: String,
+    },
+    /// A message is longer than allowed.
+    #[error("a message of {bytes} bytes, allowed are {bytes_max}")]
+    TooLong {
+        /// Its length.
+        bytes: usize,
+        /// The limit.
+        bytes_max: usize,
+    },
+}
+
+impl From<io::Error> for Error {
+    fn from(error: io::Error) -> Self {
+        match error.kind() {
+            ErrorKind::UnexpectedEof => Self::Closed,
+            _ => Self::Broken(error),
+        }
+    }
+}
+
+/// Says why a peer is not wanted, if so.
+pub type Judge<'a> = &'a dyn Fn(NodeId, &Hello) -> Option<String>;
+
+/// What this side brings.
+#[derive(Clone, Copy)]
+pub struct Own<'a> {
+    /// Who it is.
+    pub identity: &'a Identity,
+    /// Which cluster.
+    pub key: &'a ClusterKey,
+    /// What it says of itself.
+    pub hello: &'a Hello,
+    /// Whom it lets in.
+    pub judge: Judge<'a>,
+}
+
+impl std::fmt::Debug for Own<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        self.identity.fmt(f)
+    }
+}
+
+/// Messages to and from one other node. All methods may be called from any thread; one message
+/// is written and one read at a time.
+pub struct Session {
+    stream: TcpStream,
+    ciphers: StatelessTransportState,
+    sending: Mutex<Sending>,
+    receiving: Mutex<Receiving>,
+    peer: NodeId,
+    hello: Hello,
+    purpose: Purpose,
+}
+
+#[derive(Default)]
+struct Sending {
+    nonce: u64,
+    buffer: Vec<u8>,
+    broken: bool,
+}
+
+#[derive(Default)]
+struct Receiving {
+    nonce: u64,
+    /// Bytes of a record that is not complete.
+    wire: Vec<u8>,
+    /// Payload of a message that is not complete.
+    message: Vec<u8>,
+}
+
+#[derive(Serialize, Deserialize)]
+struct Verdict {
+    refused: Option<String>,
+}
+
+fn builder<'a>(own: Own<'a>, prologue: &'a [u8]) -> Builder<'a> {
+    let resolver = FallbackResolver::new(Box::new(RingResolver), Box::new(DefaultResolver));
+    let pattern = PATTERN.parse().expect("the pattern is well-formed");
+    Builder::with_resolver(pattern, Box::new(resolver))
+        .psk(0, own.key.bytes())
+        .and_then(|builder| builder.local_private_key(own.identity.private()))
+        .and_then(|builder| builder.prologue(prologue))
+        .expect("the pattern has one pre-shared key, static keys and one prologue")
+}
+
+/// Connects to a node; all of it takes no longer than `limit`.
+///
+/// # Errors
+/// Why there is no session: nobody there, a stranger, a refusal by name.
+pub fn dial(
+    own: Own<'_>,
+    addr: SocketAddr,
+    purpose: Purpose,
+    limit: Duration,
+) -> Result<Session, Error> {
+    let deadline = Instant::now() + limit;
+    let stream = TcpStream::connect_timeout(&addr, limit)
+        .map_err(|source| Error::Connect { addr, source })?;
+    let mut wire = Wire::new(stream, deadline, limit)?;
+    let preface = preface(purpose);
+    wire.stream.write_all(&preface)?;
+    let shaking = builder(own, &preface)
+        .build_initiator()
+        .map_err(|_| Error::Stranger)?;
+    wire.shake_as_dialler(shaking, own, purpose)
+}
+
+/// Answers somebody who connected; all of it takes no longer than `limit`.
+///
+/// # Errors
+/// As [`dial`]. A stranger was told nothing.
+pub fn accept(own: Own<'_>, stream: TcpStream, limit: Duration) -> Result<Session, Error> {
+    let mut wire = Wire::new(stream, Instant::now() + limit, limit)?;
+    let mut preface = [0; 8];
+    wire.read_exact(&mut preface)?;
+    let purpose = preface
+        .strip_prefix(&MAGIC)
+        .and_then(|rest| Purpose::of(rest[0]));
+    let purpose = purpose.ok_or(Error::Protocol)?;
+    let shaking = builder(own, &preface)
+        .build_responder()
+        .map_err(|_| Error::Stranger)?;
+    wire.shake_as_acceptor(shaking, own, purpose)
+}
+
+fn preface(purpose: Purpose) -> [u8; 8] {
+    std::array::from_fn(|i| *MAGIC.get(i).unwrap_or(&(purpose as u8)))
+}
+
+/// A connection on which a handshake is under way.
+struct Wire {
+    stream: TcpStream,
+    deadline: Instant,
+    limit: Duration,
+}
+
+impl Wire {
+    fn new(stream: TcpStream, deadline: Instant, limit: Duration) -> Result<Self, Error> {
+        stream.set_nonblocking(false)?;
+        stream.set_nodelay(true)?;
+        stream.set_write_timeout(Some(WRITE_LIMIT))?;
+        Ok(Self {
+            stream,
+            deadline,
+            limit,
+        })
+    }
+
+    fn shake_as_dialler(
+        mut self,
+        mut state: HandshakeState,
+        own: Own<'_>,
+        purpose: Purpose,
+    ) -> Result<Session, Error> {
+        self.send(&mut state, &[])?;
+        let hello = self.receive(&mut state)?;
+        let hello = read_hello(&hello)?;
+        self.send(&mut state, &say_hello(own.hello))?;
+        self.settle(state, hello, own, purpose)
+    }
+
+    fn shake_as_acceptor(
+        mut self,
+        mut state: HandshakeState,
+        own: Own<'_>,
+        purpose: Purpose,
+    ) -> Result<Session, Error> {
+        self.receive(&mut state)?;
+        self.send(&mut state, &say_hello(own.hello))?;
+        let hello = self.receive(&mut state)?;
+        let hello = read_hello(&hello)?;
+        self.settle(state, hello, own, purpose)
+    }
+
+    /// Exchanges verdicts.
+    fn settle(
+        self,
+        state: HandshakeState,
+        hello: Hello,
+        own: Own<'_>,
+        purpose: Purpose,
+    ) -> Result<Session, Error> {
+        let peer = id_of(state.get_remote_static().ok_or(Error::Stranger)?);
+        let ciphers = state
+            .into_stateless_transport_mode()
+            .map_err(|_| Error::Stranger)?;
+        let session = Session {
+            stream: self.stream,
+            ciphers,
+            sending: Mutex::default(),
+            receiving: Mutex::default(),
+            peer,
+            hello,
+            purpose,
+        };
+        let refused = (own.judge)(peer, &session.hello);
+        let verdict = Verdict { refused };
+        session.send(&serde_json::to_vec(&verdict).expect("a verdict is JSON"))?;
+        let left = self.deadline.saturating_duration_since(Instant::now());
+        let theirs = session.recv(VERDICT_BYTES_MAX, left)?;
+        let theirs = theirs.ok_or(Error::Late { limit: self.limit })?;
+        let theirs: Verdict = serde_json::from_slice(&theirs).map_err(|_| Error::Protocol)?;
+        let name = session.hello.name.clone();
+        match (verdict.refused, theirs.refused) {
+            (Some(reason), _) => Err(Error::Refusing { name, reason }),
+            (None, Some(reason)) => Err(Error::Refused { name, reason }),
+            (None, None) => Ok(session),
+        }
+    }
+
+    fn send(&mut self, state: &mut HandshakeState, payload: &[u8]) -> Result<(), Error> {
+        let mut message = [0; HELLO_BYTES_MAX];
+        let written = state.write_message(payload, &mut message);
+        let length = written.map_err(|_| Error::Protocol)?;
+        let mut bytes = (length as u16).to_le_bytes().to_vec();
+        bytes.extend_from_slice(&message[..length]);
+        Ok(self.stream.write_all(&bytes)?)
+    }
+
+    fn receive(&mut self, state: &mut HandshakeState) -> Result<Vec<u8>, Error> {
+        let mut length = [0; 2];
+        self.read_exact(&mut length)?;
+        let bytes = usize::from(u16::from_le_bytes(length));
+        if bytes > HELLO_BYTES_MAX {
+            return Err(Error::TooLong {
+                bytes,
+                bytes_max: HELLO_BYTES_MAX,
+            });
+        }
+        let mut message = vec![0; bytes];
+        self.read_exact(&mut message)?;
+        let mut payload = vec![0; bytes];
+        let read = state.read_message(&message, &mut payload);
+        payload.truncate(read.map_err(|_| Error::Stranger)?);
+        Ok(payload)
+    }
+
+    fn read_exact(&mut self, mut into: &mut [u8]) -> Result<(), Error> {
+        while !into.is_empty() {
+            let left = self.deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Err(Error::Late { limit: self.limit });
+            }
+            self.stream.set_read_timeout(Some(left))?;
+            match self.stream.read(into) {
+                Ok(0) => return Err(Error::Closed),
+                Ok(count) => into = &mut into[count..],
+                Err(error) if is_nothing_yet(&error) => {}
+                Err(error) => return Err(error.into()),
+            }
+        }
+        Ok(())
+    }
+}
+
+fn is_nothing_yet(error: &io::Error) -> bool {
+    matches!(
+        error.kind(),
+        ErrorKind::WouldBlock | ErrorKind::TimedOut | ErrorKind::Interrupted
+    )
+}
+
+fn say_hello(hello: &Hello) -> Vec<u8> {
+    serde_json::to_vec(hello).expect("a hello is JSON")
+}
+
+fn read_hello(bytes: &[u8]) -> Result<Hello, Error> {
+    serde_json::from_slice(bytes).map_err(|_| Error::Protocol)
+}
+
+impl Session {
+    /// Who is at the other end: the owner of a static key, proven.
+    pub const fn peer(&self) -> NodeId {
+        self.peer
+    }
+
+    /// What the other end said of itself.
+    pub const fn hello(&self) -> &Hello {
+        &self.hello
+    }
+
+    /// What it is for.
+    pub const fn purpose(&self) -> Purpose {
+        self.purpose
+    }
+
+    /// Where the other end is.
+    ///
+    /// # Errors
+    /// When the connection is gone.
+    pub fn peer_addr(&self) -> io::Result<SocketAddr> {
+        self.stream.peer_addr()
+    }
+
+    /// This end's address.
+    ///
+    /// # Errors
+    /// When the connection is gone.
+    pub fn own_addr(&self) -> io::Result<SocketAddr> {
+        self.stream.local_addr()
+    }
+
+    /// Sends a message; waits at most a few seconds for a peer that does not read.
+    ///
+    /// # Errors
+    /// The session is of no use any more.
+    pub fn send(&self, message: &[u8]) -> Result<(), Error> {
+        let mut sending = lock(&self.sending);
+        if sending.broken {
+            return Err(Error::Closed);
+        }
+        let outcome = self.seal_and_write(&mut sending, message);
+        sending.broken = outcome.is_err();
+        outcome
+    }
+
+    fn seal_and_write(&self, sending: &mut Sending, message: &[u8]) -> Result<(), Error> {
+        let length = u32::try_from(message.len()).map_err(|_| Error::TooLong {
+            bytes: message.len(),
+            bytes_max: u32::MAX as usize,
+        })?;
+        let first = message.len().min(RECORD_BYTES - 4);
+        let mut part = length.to_le_bytes().to_vec();
+        part.extend_from_slice(&message[..first]);
+        self.write_record(sending, &part)?;
+        for part in message[first..].chunks(RECORD_BYTES) {
+            self.write_record(sending, part)?;
+        }
+        Ok(())
+    }
+
+    fn write_record(&self, sending: &mut Sending, part: &[u8]) -> Result<(), Error> {
+        let length = part.len() + TAG_BYTES;
+        sending.buffer.resize(2 + length, 0);
+        sending.buffer[..2].copy_from_slice(&(length as u16).to_le_bytes());
+        // Fails only after 2^64 - 1 records.
+        self.ciphers
+            .write_message(sending.nonce, part, &mut sending.buffer[2..])
+            .map_err(|_| Error::Closed)?;
+        sending.nonce += 1;
+        Ok((&self.stream).write_all(&sending.buffer)?)
+    }
+
+    /// The next message, of at most `bytes_max`; `None` when it is not complete within `timeout`,
+    /// and then goes on with it next time.
+    ///
+    /// # Errors
+    /// The session is of no use any more.
+    pub fn recv(&self, bytes_max: usize, timeout: Duration) -> Result<Option<Vec<u8>>, Error> {
+        let mut receiving = lock(&self.receiving);
+        let deadline = Instant::now().checked_add(timeout);
+        loop {
+            if let Some(message) = self.complete(&mut receiving, bytes_max)? {
+                return Ok(Some(message));
+            }
+            let left = deadline.map(|at| at.saturating_duration_since(Instant::now()));
+            if left.is_some_and(|left| left.is_zero()) && !timeout.is_zero() {
+                return Ok(None);
+            }
+            let wait = left.map(|left| left.max(Duration::from_millis(1)));
+            self.stream.set_read_timeout(wait)?;
+            let mut piece = [0; 16 << 10];
+            match (&self.stream).read(&mut piece) {
+                Ok(0) => return Err(Error::Closed),
+                Ok(count) => receiving.wire.extend_from_slice(&piece[..count]),
+                Err(error) if is_nothing_yet(&error) && timeout.is_zero() => return Ok(None),
+                Err(error) if is_nothing_yet(&error) => {}
+                Err(error) => return Err(error.into()),
+            }
+        }
+    }
+
+    /// Opens the records that are there; a message once it is whole.
+    fn complete(
+        &self,
+        receiving: &mut Receiving,
+        bytes_max: usize,
+    ) -> Result<Option<Vec<u8>>, Error> {
+        let mut used = 0;
+        let found = loop {
+            if let Some(message) = whole(&mut receiving.message, bytes_max)? {
+                break Some(message);
+            }
+            let rest = &receiving.wire[used..];
+            let Some((length, rest)) = rest.split_first_chunk::<2>() else {
+                break None;
+            };
+            let length = usize::from(u16::from_le_bytes(*length));
+            let Some(record) = rest.get(..length) else {
+                break None;
+            };
+            let start = receiving.message.len();
+            receiving.message.resize(start + length, 0);
+            let into = &mut receiving.message[start..];
+            let opened = self.ciphers.read_message(receiving.nonce, record, into);
+            let count = opened.map_err(|_| Error::Stranger)?;
+            receiving.message.truncate(start + count);
+            receiving.nonce += 1;
+            used += 2 + length;
+        };
+        receiving.wire.drain(..used);
+        Ok(found)
+    }
+
+    /// Whether nothing has gone wrong with sending yet.
+    pub fn is_open(&self) -> bool {
+        !lock(&self.sending).broken
+    }
+
+    /// Ends the session for both sides; a read that waits returns.
+    pub fn close(&self) {
+        // One that is gone already is closed.
+        let _ = self.stream.shutdown(Shutdown::Both);
+        lock(&self.sending).broken = true;
+    }
+}
+
+/// The message at the start of `bytes`, if all of it is there. A record carries parts of one
+/// message only, so that nothing follows it.
+fn whole(bytes: &mut Vec<u8>, bytes_max: usize) -> Result<Option<Vec<u8>>, Error> {
+    let Some(length) = bytes.first_chunk::<4>() else {
+        return Ok(None);
+    };
+    let length = u32::from_le_bytes(*length) as usize;
+    if length > bytes_max {
+        return Err(Error::TooLong {
+            bytes: length,
+            bytes_max,
+        });
+    }
+    match (bytes.len() - 4).cmp(&length) {
+        std::cmp::Ordering::Less => Ok(None),
+        std::cmp::Ordering::Greater => Err(Error::Protocol),
+        std::cmp::Ordering::Equal => {
+            bytes.drain(..4);
+            Ok(Some(std::mem::take(bytes)))
+        }
+    }
+}
+
+impl Drop for Session {
+    fn drop(&mut self) {
+        self.close();
+    }
+}
+
+impl std::fmt::Debug for Session {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "session with {} ({})", self.hello.name, self.peer)
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,206 @@
+//! What grammars let through, without a model.
+
+use paceline_formats::grammar::Span;
+use paceline_formats::tokenizer::Specials;
+
+use super::*;
+
+mod calls;
+mod suite;
+
+/// A vocabulary of all bytes, some words, and control tokens.
+fn tokenizer() -> Tokenizer {
+    crate::engine::tests::tiny::byte_tokenizer(&["<call>", "</call>"])
+}
+
+fn whole(grammar: Grammar) -> Constraint {
+    Constraint::whole(grammar)
+}
+
+/// Whether `text` passes token by token, and whether the answer may end then.
+fn passes(
+    grammars: &Grammars,
+    tokenizer: &Tokenizer,
+    constraint: &Constraint,
+    text: &str,
+) -> Option<bool> {
+    let vocab = tokenizer.vocab_size();
+    let mut guide = grammars.guide(constraint.clone()).unwrap();
+    for token in tokenizer.encode(text, Specials::Parse, false).unwrap() {
+        match guide.allowed(vocab) {
+            Allowed::All => {}
+            Allowed::Only(mask) if mask.is_allowed(token) => {}
+            _ => return None,
+        }
+        guide.accept(token, tokenizer);
+    }
+    let end = tokenizer.eos().unwrap();
+    Some(match guide.allowed(vocab) {
+        Allowed::All | Allowed::Complete => true,
+        Allowed::Only(mask) => mask.is_allowed(end),
+        Allowed::Broken => return None,
+    })
+}
+
+#[test]
+fn each_kind_of_grammar() {
+    let tokenizer = tokenizer();
+    let grammars = Grammars::new(&tokenizer, tokenizer.vocab_size()).unwrap();
+    let schema = r#"{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"],
+        "additionalProperties": false, "x-made-by": "me"}"#;
+    let cases = [
+        (
+            Grammar::JsonSchema(schema.into()),
+            r#"{"a": 12}"#,
+            Some(true),
+        ),
+        (Grammar::JsonSchema(schema.into()), r#"{"a": "#, Some(false)),
+        (Grammar::JsonSchema(schema.into()), r#"{"a": "x"}"#, None),
+        (Grammar::JsonSchema(schema.into()), r#"{"b": 1}"#, None),
+        (
+            Grammar::JsonObject,
+            r#"{"any": [1, {"x": null}]}"#,
+            Some(true),
+        ),
+        (Grammar::JsonObject, "[1]", None),
+        (Grammar::Regex("[ab]+c".into()), "abbac", Some(true)),
+        (Grammar::Regex("[ab]+c".into()), "abba", Some(false)),
+        (Grammar::Regex("[ab]+c".into()), "xabc", None),
+        (
+            Grammar::Choice(vec!["yes".into(), "no \"way\"\n".into()]),
+            "no \"way\"\n",
+            Some(true),
+        ),
+        (
+            Grammar::Choice(vec!["yes".into(), "no".into()]),
+            "maybe",
+            None,
+        ),
+        (
+            Grammar::Lark("start: \"x\" <[257]> \"y\"".into()),
+            "x<call>y",
+            Some(true),
+        ),
+        (
+            Grammar::Lark("start: \"x<call>y\"".into()),
+            "x<call>y",
+            None,
+        ),
+    ];
+    for (grammar, text, expected) in cases {
+        let constraint = whole(grammar);
+        assert_eq!(
+            passes(&grammars, &tokenizer, &constraint, text),
+            expected,
+            "{constraint:?} {text}"
+        );
+    }
+}
+
+#[test]
+fn grammars_begin_where_they_should() {
+    let tokenizer = tokenizer();
+    let grammars = Grammars::new(&tokenizer, tokenizer.vocab_size()).unwrap();
+    let digits = || Grammar::Regex("[0-9]+;".into());
+    let after = Constraint {
+        grammar: digits(),
+        start: Start::After {
+            marker: "</think>".into(),
+        },
+    };
+    let lazily = Constraint {
+        grammar: digits(),
+        start: Start::Lazily {
+            markers: vec!["<call>".into(), "CALL".into()],
+            except: Some(Span {
+                open: "<think>".into(),
+                close: "</think>".into(),
+                is_open: false,
+            }),
+        },
+    };
+    for (constraint, text, expected) in [
+        (&after, "hm 1 < 2", Some(true)),
+        (&after, "hm</think>12;", Some(true)),
+        (&after, "hm</think>12", Some(false)),
+        (&after, "hm</think>x", None),
+        (&lazily, "words<call>12; more words CALL3; and", Some(true)),
+        (&lazily, "words<call>12", Some(false)),
+        (&lazily, "words<call>x", None),
+        (&lazily, "<think><call>x</think>y<call>1", Some(false)),
+    ] {
+        assert_eq!(
+            passes(&grammars, &tokenizer, constraint, text),
+            expected,
+            "{text}"
+        );
+    }
+}
+
+#[test]
+fn what_cannot_be_kept_is_refused_by_name() {
+    let tokenizer = tokenizer();
+    let grammars = Grammars::new(&tokenizer, tokenizer.vocab_size()).unwrap();
+    let schema = |text: &str| whole(Grammar::JsonSchema(text.into()));
+    let deep = format!("{}x{}", "(".repeat(50_000), ")".repeat(50_000));
+    let cases = [
+        (schema("{"), "the schema is not JSON"),
+        (
+            schema(r#"{"items": {"not": {}}}"#),
+            "schema keyword \"not\" at #/items is not supported",
+        ),
+        (
+            schema(r#"{"type": "nothing"}"#),
+            "the grammar cannot be used",
+        ),
+        (
+            whole(Grammar::Regex("(".into())),
+            "the grammar cannot be used",
+        ),
+        (whole(Grammar::Regex(deep)), "the grammar cannot be used"),
+        (
+            whole(Grammar::Lark("start: other".into())),
+            "the grammar cannot be used",
+        ),
+        (
+            whole(Grammar::Lark("x".repeat(MAX_GRAMMAR_BYTES + 1))),
+            "the grammar has 1048577 bytes",
+        ),
+        (
+            whole(Grammar::Choice(vec![])),
+            "choice needs 1 to 4096 texts",
+        ),
+        (
+            whole(Grammar::Choice(vec![String::new()])),
+            "choice needs 1 to 4096 texts",
+        ),
+        (
+            Constraint {
+                grammar: Grammar::JsonObject,
+                start: Start::After {
+                    marker: String::new(),
+                },
+            },
+            "marker needs 1 to 1 texts",
+        ),
+    ];
+    for (constraint, expected) in cases {
+        let error = grammars.check(&constraint).unwrap_err().to_string();
+        assert!(error.starts_with(expected), "{error}");
+    }
+}
+
+#[test]
+fn a_vocabulary_without_an_end_completes() {
+    let tokenizer = crate::engine::tests::tiny::endless_tokenizer();
+    let grammars = Grammars::new(&tokenizer, 7).unwrap();
+    let mut guide = grammars.guide(whole(Grammar::Regex("ab".into()))).unwrap();
+    for token in 0..2 {
+        let Allowed::Only(mask) = guide.allowed(7) else {
+            panic!()
+        };
+        assert_eq!(mask.to_list(), [token]);
+        guide.accept(token, &tokenizer);
+    }
+    assert!(matches!(guide.allowed(7), Allowed::Complete));
+}

@@ -1,0 +1,254 @@
+//! A JSON schema as the grammar compiler takes it.
+//!
+//! The compiler (`llguidance`) refuses keywords that it does not know. Some of them say nothing
+//! about what is valid and are left out: `$` keywords, vendors' extensions, annotations. The others
+//! are told by name and place, so that the caller can refuse them or say that they do not count.
+
+use serde_json::{Map, Value as Json, json};
+
+/// A keyword that limits what is valid, and that the compiler cannot follow.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("schema keyword {keyword:?} at {place} is not supported")]
+pub struct Unsupported {
+    /// The keyword.
+    pub keyword: String,
+    /// JSON pointer of the schema that has it; `#` is the whole.
+    pub place: String,
+}
+
+/// Keywords that limit what is valid, and that `llguidance` 1.9 cannot follow.
+const UNSUPPORTED: [&str; 19] = [
+    "not",
+    "if",
+    "then",
+    "else",
+    "contains",
+    "minContains",
+    "maxContains",
+    "uniqueItems",
+    "propertyNames",
+    "dependencies",
+    "dependentRequired",
+    "dependentSchemas",
+    "unevaluatedItems",
+    "unevaluatedProperties",
+    "$dynamicRef",
+    "$recursiveRef",
+    "extends",
+    "disallow",
+    "divisibleBy",
+];
+
+/// Keywords that `llguidance` follows, and `$` keywords that it looks at.
+const KEPT: [&str; 33] = [
+    "anyOf",
+    "oneOf",
+    "allOf",
+    "$ref",
+    "const",
+    "enum",
+    "type",
+    "items",
+    "additionalItems",
+    "prefixItems",
+    "minItems",
+    "maxItems",
+    "properties",
+    "additionalProperties",
+    "patternProperties",
+    "required",
+    "minProperties",
+    "maxProperties",
+    "minLength",
+    "maxLength",
+    "pattern",
+    "format",
+    "minimum",
+    "maximum",
+    "exclusiveMinimum",
+    "exclusiveMaximum",
+    "multipleOf",
+    "$defs",
+    "definitions",
+    "$schema",
+    "$id",
+    "id",
+    "$anchor",
+];
+
+/// Keywords whose value is a schema.
+const SCHEMAS: [&str; 3] = ["additionalProperties", "additionalItems", "items"];
+/// Keywords whose value is a list of schemas.
+const LISTS: [&str; 5] = ["anyOf", "oneOf", "allOf", "prefixItems", "items"];
+/// Keywords whose value is an object of schemas.
+const MAPS: [&str; 4] = ["properties", "patternProperties", "$defs", "definitions"];
+
+/// Formats that `llguidance` follows; others are annotations, as the specification has it.
+const FORMATS: [&str; 10] = [
+    "date-time",
+    "time",
+    "date",
+    "duration",
+    "email",
+    "hostname",
+    "ipv4",
+    "ipv6",
+    "uuid",
+    "uri",
+];
+
+/// Deepest nesting.
+const MAX_DEPTH: usize = 64;
+
+/// `schema` without what says nothing, for answers that must be valid.
+///
+/// # Errors
+/// [`Unsupported`] for the first keyword that cannot be followed.
+pub fn strict(schema: &Json) -> Result<Json, Unsupported> {
+    let (schema, dropped) = clean_all(schema);
+    dropped.into_iter().next().map_or(Ok(schema), Err)
+}
+
+/// `schema` without what says nothing and without what cannot be followed, and a list of the
+/// latter. What matches it may be invalid.
+pub fn relaxed(schema: &Json) -> (Json, Vec<Unsupported>) {
+    let (mut schema, mut dropped) = clean_all(schema);
+    if let Json::Object(map) = &mut schema {
+        // Takes `oneOf` as `anyOf`, and what else is not known as anything.
+        map.insert("x-guidance".into(), json!({"lenient": true}));
+    }
+    dropped.truncate(MAX_TOLD);
+    (schema, dropped)
+}
+
+/// Most keywords that are told.
+const MAX_TOLD: usize = 16;
+
+fn clean_all(schema: &Json) -> (Json, Vec<Unsupported>) {
+    let mut dropped = Vec::new();
+    let schema = clean(schema, "#", 0, &mut dropped);
+    (schema, dropped)
+}
+
+fn clean(schema: &Json, place: &str, depth: usize, dropped: &mut Vec<Unsupported>) -> Json {
+    let Json::Object(map) = schema else {
+        return schema.clone();
+    };
+    let mut drop = |keyword: &str| {
+        let (keyword, place) = (keyword.to_owned(), place.to_owned());
+        dropped.push(Unsupported { keyword, place });
+    };
+    if depth > MAX_DEPTH {
+        drop("properties");
+        return json!({});
+    }
+    map.iter()
+        .filter(|(key, value)| is_limit(key, value))
+        .for_each(|(key, _)| drop(key));
+    let kept = map.iter().filter(|(key, value)| is_kept(key, value));
+    let clean = kept.map(|(key, value)| {
+        let place = format!("{place}/{key}");
+        (
+            key.clone(),
+            clean_value(key, value, &place, depth + 1, dropped),
+        )
+    });
+    Json::Object(clean.collect())
+}
+
+fn clean_value(
+    key: &str,
+    value: &Json,
+    place: &str,
+    depth: usize,
+    dropped: &mut Vec<Unsupported>,
+) -> Json {
+    match value {
+        Json::Object(map) if MAPS.contains(&key) => {
+            let mut out = Map::new();
+            for (name, inner) in map {
+                let inner = clean(inner, &format!("{place}/{name}"), depth, dropped);
+                out.insert(name.clone(), inner);
+            }
+            out.into()
+        }
+        Json::Array(items) if LISTS.contains(&key) => {
+            let items = items.iter().enumerate();
+            let mut item = |(i, inner)| clean(inner, &format!("{place}/{i}"), depth, dropped);
+            items.map(&mut item).collect()
+        }
+        Json::Object(_) if SCHEMAS.contains(&key) => clean(value, place, depth, dropped),
+        other => other.clone(),
+    }
+}
+
+/// Whether a keyword limits what is valid in a way that cannot be followed.
+fn is_limit(key: &str, value: &Json) -> bool {
+    let says_nothing = key == "uniqueItems" && *value == Json::Bool(false);
+    UNSUPPORTED.contains(&key) && !says_nothing
+}
+
+fn is_kept(key: &str, value: &Json) -> bool {
+    let is_annotation = key == "format" && !value.as_str().is_some_and(|f| FORMATS.contains(&f));
+    KEPT.contains(&key) && !is_annotation
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_says_nothing_is_left_out() {
+        let schema = json!({
+            "$schema": "https://json-schema.org/draft/2020-12/schema",
+            "$comment": "c", "title": "t", "description": "d", "default": {}, "x-order": 1,
+            "deprecated": true, "markdownDescription": "m", "uniqueItems": false,
+            "type": "object",
+            "properties": {
+                "not": {"type": "string", "format": "color", "examples": ["a"]},
+                "if": {"type": "integer", "maximum": 9007199254740991u64},
+            },
+            "additionalProperties": false,
+        });
+        let expected = json!({
+            "$schema": "https://json-schema.org/draft/2020-12/schema",
+            "type": "object",
+            "properties": {
+                "not": {"type": "string"},
+                "if": {"type": "integer", "maximum": 9007199254740991u64},
+            },
+            "additionalProperties": false,
+        });
+        assert_eq!(strict(&schema), Ok(expected));
+    }
+
+    #[test]
+    fn limits_that_cannot_be_kept_are_named() {
+        let schema = json!({"anyOf": [
+            {"type": "array", "items": {"not": {"type": "null"}}, "uniqueItems": true},
+            {"properties": {"a": {"if": true}}},
+        ]});
+        let error = strict(&schema).unwrap_err();
+        assert_eq!(
+            error.to_string(),
+            "schema keyword \"uniqueItems\" at #/anyOf/0 is not supported"
+        );
+        let (relaxed, dropped) = relaxed(&schema);
+        let named: Vec<&str> = dropped.iter().map(|d| d.keyword.as_str()).collect();
+        assert_eq!(named, ["uniqueItems", "not", "if"]);
+        let expected = json!({
+            "anyOf": [{"type": "array", "items": {}}, {"properties": {"a": {}}}],
+            "x-guidance": {"lenient": true},
+        });
+        assert_eq!(relaxed, expected);
+    }
+
+    #[test]
+    fn endless_nesting_ends() {
+        let mut schema = json!({"type": "string"});
+        for _ in 0..100 {
+            schema = json!({"items": schema});
+        }
+        assert!(strict(&schema).is_err());
+    }
+}

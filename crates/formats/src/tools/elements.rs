@@ -1,0 +1,247 @@
+//! A call as elements: a name, and parameters with untyped values.
+//!
+//! ```text
+//! <function=NAME> <parameter=KEY>\nvalue\n</parameter> </function>              Qwen
+//! <invoke name="NAME"> <parameter name="KEY">value</parameter> </invoke>       MiniMax, DSML
+//! NAME <arg_key>KEY</arg_key> <arg_value>value</arg_value>                      GLM
+//! ```
+
+use serde_json::Value as Json;
+
+use super::body::{MAX_NAME_BYTES, Piece, Status, name_of};
+use super::input::{Found, Input};
+use super::schema::{Parameters, Types};
+
+/// The form of such calls.
+#[derive(Debug)]
+pub(super) struct Form {
+    /// Texts that end the name of the tool.
+    pub(super) name_ends: &'static [&'static str],
+    /// Whether that text belongs to what follows.
+    pub(super) keeps_name_end: bool,
+    /// Begins a parameter.
+    pub(super) key_open: &'static str,
+    pub(super) key_end: &'static str,
+    /// Stands between key and value; `>` where attributes may come before it.
+    pub(super) value_open: &'static str,
+    /// Whether `string="true"` before `value_open` tells a text.
+    pub(super) has_attributes: bool,
+    /// Texts that end a value.
+    pub(super) value_ends: &'static [&'static str],
+    /// Whether a line end at the beginning of a value is none of it.
+    pub(super) trims_line_end: bool,
+    /// Ends the call.
+    pub(super) end: &'static str,
+    /// Whether that text belongs to what follows.
+    pub(super) keeps_end: bool,
+}
+
+/// Where in a call.
+#[derive(Clone, Debug)]
+enum State {
+    Name(String),
+    Between,
+    Key(String),
+    Attributes(String),
+    ValueStart,
+    Value,
+}
+
+/// Reads such a call.
+#[derive(Clone, Debug)]
+pub(super) struct Elements {
+    form: &'static Form,
+    parameters: Parameters,
+    state: State,
+    tool: String,
+    key: String,
+    /// What the attributes say of the value: whether it is text.
+    told: Option<bool>,
+    types: Types,
+    /// A value that is not passed on as it comes.
+    value: String,
+    n_parameters: usize,
+}
+
+impl Elements {
+    pub(super) fn new(form: &'static Form, parameters: &Parameters) -> Self {
+        Self {
+            form,
+            parameters: parameters.clone(),
+            state: State::Name(String::new()),
+            tool: String::new(),
+            key: String::new(),
+            told: None,
+            types: Types::default(),
+            value: String::new(),
+            n_parameters: 0,
+        }
+    }
+
+    pub(super) fn read(&mut self, input: &mut Input, out: &mut Vec<Piece>) -> Status {
+        loop {
+            let status = match self.state {
+                State::Name(_) => self.read_name(input, out),
+                State::Between => self.read_between(input, out),
+                State::Key(_) => self.read_key(input),
+                State::Attributes(_) => self.read_attributes(input),
+                State::ValueStart => self.begin_value(input, out),
+                State::Value => self.read_value(input, out),
+            };
+            if let Some(status) = status {
+                return status;
+            }
+        }
+    }
+
+    fn read_name(&mut self, input: &mut Input, out: &mut Vec<Piece>) -> Option<Status> {
+        let (State::Name(text), form) = (&mut self.state, self.form) else {
+            return Some(Status::Bad);
+        };
+        let which = match read_until(input, form.name_ends, text) {
+            Ok(which) => which,
+            Err(status) => return Some(status),
+        };
+        let Some(name) = name_of(text) else {
+            return Some(Status::Bad);
+        };
+        if !form.keeps_name_end {
+            input.skip(form.name_ends[which].len());
+        }
+        self.tool.clone_from(&name);
+        out.push(Piece::Name { name, id: None });
+        self.state = State::Between;
+        None
+    }
+
+    fn read_between(&mut self, input: &mut Input, out: &mut Vec<Piece>) -> Option<Status> {
+        input.skip_space();
+        let form = self.form;
+        match (
+            input.starts_with(form.key_open),
+            input.starts_with(form.end),
+        ) {
+            (Some(true), _) => {
+                input.skip(form.key_open.len());
+                self.state = State::Key(String::new());
+                None
+            }
+            (_, Some(true)) => {
+                if !form.keeps_end {
+                    input.skip(form.end.len());
+                }
+                let end = if self.n_parameters == 0 { "{}" } else { "}" };
+                out.push(Piece::Arguments(end.to_owned()));
+                Some(Status::Done)
+            }
+            (None, _) | (_, None) => Some(Status::More),
+            _ => Some(Status::Bad),
+        }
+    }
+
+    fn read_key(&mut self, input: &mut Input) -> Option<Status> {
+        let (State::Key(text), form) = (&mut self.state, self.form) else {
+            return Some(Status::Bad);
+        };
+        if let Err(status) = read_until(input, &[form.key_end], text) {
+            return Some(status);
+        }
+        input.skip(form.key_end.len());
+        let Some(key) = name_of(text) else {
+            return Some(Status::Bad);
+        };
+        self.types = self.parameters.types(&self.tool, &key);
+        self.key = key;
+        self.told = None;
+        self.state = match form.value_open {
+            "" => State::ValueStart,
+            _ => State::Attributes(String::new()),
+        };
+        None
+    }
+
+    fn read_attributes(&mut self, input: &mut Input) -> Option<Status> {
+        let (State::Attributes(text), form) = (&mut self.state, self.form) else {
+            return Some(Status::Bad);
+        };
+        if let Err(status) = read_until(input, &[form.value_open], text) {
+            return Some(status);
+        }
+        input.skip(form.value_open.len());
+        if form.has_attributes {
+            self.told = Some(!text.contains("string=\"false\""));
+        } else if !text.trim().is_empty() {
+            return Some(Status::Bad);
+        }
+        self.state = State::ValueStart;
+        None
+    }
+
+    /// Whether the value is text for certain and can be passed on as it comes.
+    fn is_text(&self) -> bool {
+        self.told.unwrap_or_else(|| self.types.is_text())
+    }
+
+    fn begin_value(&mut self, input: &mut Input, out: &mut Vec<Piece>) -> Option<Status> {
+        if input.is_empty() {
+            return Some(Status::More);
+        }
+        if self.form.trims_line_end && input.rest().starts_with('\n') {
+            input.skip(1);
+        }
+        let open = if self.n_parameters == 0 { "{" } else { ", " };
+        let quote = if self.is_text() { "\"" } else { "" };
+        let key = Json::from(self.key.as_str());
+        out.push(Piece::Arguments(format!("{open}{key}: {quote}")));
+        self.n_parameters += 1;
+        self.value.clear();
+        self.state = State::Value;
+        None
+    }
+
+    fn read_value(&mut self, input: &mut Input, out: &mut Vec<Piece>) -> Option<Status> {
+        let (n, end) = match input.find(self.form.value_ends) {
+            Found::Marker { before, which } => (before, Some(which)),
+            Found::None { clear } => (clear, None),
+        };
+        let text = input.take(n);
+        if self.is_text() {
+            let escaped = Json::from(text).to_string();
+            let inner = &escaped[1..escaped.len() - 1];
+            out.extend((!inner.is_empty()).then(|| Piece::Arguments(inner.to_owned())));
+        } else {
+            self.value.push_str(&text);
+        }
+        let Some(which) = end else {
+            return Some(Status::More);
+        };
+        input.skip(self.form.value_ends[which].len());
+        let last = match self.told {
+            _ if self.is_text() => "\"".to_owned(),
+            Some(_) => told_json(&self.value),
+            None => self.types.value(&self.value).to_string(),
+        };
+        out.push(Piece::Arguments(last));
+        self.state = State::Between;
+        None
+    }
+}
+
+/// A value of which the model says that it is no text.
+fn told_json(text: &str) -> String {
+    let json: Option<Json> = serde_json::from_str(text.trim()).ok();
+    json.unwrap_or_else(|| Json::from(text)).to_string()
+}
+
+/// Moves the text before one of `ends` to `text`; which of them follows.
+fn read_until(input: &mut Input, ends: &[&str], text: &mut String) -> Result<usize, Status> {
+    let (n, end) = match input.find(ends) {
+        Found::Marker { before, which } => (before, Ok(which)),
+        Found::None { clear } => (clear, Err(Status::More)),
+    };
+    if text.len() + n > MAX_NAME_BYTES {
+        return Err(Status::Bad);
+    }
+    text.push_str(&input.take(n));
+    end
+}

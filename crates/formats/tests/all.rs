@@ -1,0 +1,16 @@
+//! The integration tests of this crate: one program, so that they are linked once.
+
+#[path = "hostile/counting.rs"]
+mod counting;
+mod files_gguf;
+mod files_hf;
+mod files_hostile;
+mod files_mlx;
+mod files_real;
+mod text_chat;
+mod text_hostile;
+mod text_support;
+mod text_tokenizer;
+
+#[global_allocator]
+static COUNTING: counting::Counting = counting::Counting;

@@ -1,0 +1,361 @@
+//! Jobs from start to end: parts are leased to threads of this process or to worker processes.
+//!
+//! The parent merges what comes back. A worker process that ends, hangs or sends garbage loses its
+//! leases, and the others compute those parts; the result is the same, because it does not depend
+//! on which parts there were nor on what computed them.
+
+use std::ffi::OsString;
+use std::path::PathBuf;
+use std::sync::Mutex;
+use std::sync::mpsc::{Sender, channel};
+use std::time::Duration;
+
+use paceline_base::{Rank, lock};
+use paceline_cluster::workers::{Event, Limits, Spec, Workers};
+
+use crate::journal::Journal;
+use crate::messages::{FromWorker, ToWorker};
+use crate::{Error, Leases, Partial, Prepared, Scratch, Task};
+
+/// Longest silence of a worker before its parts go to others. Its signs of life do not depend on
+/// what it computes; ten seconds without one is a stopped process or a machine that swaps.
+const SILENCE: Duration = Duration::from_secs(10);
+
+/// How long workers have to end by themselves when the crew is dropped.
+const GRACE: Duration = Duration::from_millis(300);
+
+/// How often the parent looks up while workers compute.
+const LOOK_EVERY: Duration = Duration::from_millis(100);
+
+/// Parts that a worker has for each of its threads: one under way and one that waits.
+const PARTS_AHEAD: usize = 2;
+
+/// What computes: one job after the other.
+#[derive(Debug)]
+pub struct Crew {
+    threads: usize,
+    team: Option<Team>,
+}
+
+/// Worker processes that are to be started.
+#[derive(Debug)]
+pub struct Processes {
+    /// A program that is [`worker::run`](crate::worker::run).
+    pub program: PathBuf,
+    /// Its arguments.
+    pub args: Vec<OsString>,
+    /// How many.
+    pub nodes: u32,
+    /// Threads of each.
+    pub threads: usize,
+}
+
+/// Where a job stands.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Progress {
+    /// So many rows are done, of so many.
+    Rows {
+        /// Rows of parts that are done.
+        done: u64,
+        /// Rows of the job.
+        of: u64,
+    },
+    /// A worker was lost, and its parts are leased again.
+    Lost {
+        /// What became of it.
+        why: String,
+        /// Parts that it had.
+        parts: usize,
+    },
+}
+
+impl Crew {
+    /// Threads of this process, at least one.
+    pub fn here(threads: usize) -> Self {
+        Self {
+            threads: threads.max(1),
+            team: None,
+        }
+    }
+
+    /// Starts worker processes on this machine. They end with the crew.
+    ///
+    /// # Errors
+    /// [`Error::Cluster`].
+    pub fn start(processes: Processes) -> Result<Self, Error> {
+        let args = vec![processes.args; processes.nodes as usize];
+        let mut spec = Spec::new(processes.program, args);
+        spec.limits = Limits {
+            silence: SILENCE,
+            write: SILENCE,
+            ..Limits::default()
+        };
+        let threads = processes.threads.max(1);
+        let mut team = Team {
+            workers: Workers::spawn(spec)?,
+            alive: vec![true; processes.nodes as usize],
+            lost: 0,
+            last: String::new(),
+            threads,
+            job: 0,
+        };
+        for rank in 0..processes.nodes {
+            team.send(Rank(rank), &ToWorker::Start { threads });
+        }
+        let team = Some(team);
+        Ok(Self { threads, team })
+    }
+
+    /// Threads of all processes together.
+    pub fn threads(&self) -> u64 {
+        let nodes = self.team.as_ref().map_or(1, |team| team.alive.len());
+        self.threads as u64 * nodes as u64
+    }
+
+    /// Workers that were lost so far.
+    pub fn lost(&self) -> u32 {
+        self.team.as_ref().map_or(0, |team| team.lost)
+    }
+
+    /// Runs a job to its end, which takes as long as reading the inputs. `watch` hears how it goes.
+    /// With a journal, parts that it has are not computed again.
+    ///
+    /// # Errors
+    /// What is wrong with the task or its inputs; [`Error::Lost`] when no worker is left;
+    /// [`Error::Worker`] when one says what would fail elsewhere too.
+    pub fn run(
+        &mut self,
+        task: &Task,
+        journal: Option<&mut Journal>,
+        watch: &mut dyn FnMut(Progress),
+    ) -> Result<Partial, Error> {
+        let prepared = task.prepare()?;
+        let part_rows = match &journal {
+            Some(journal) => journal.part_rows(),
+            None => task.part_rows(self.threads()),
+        };
+        let mut run = Run {
+            leases: Leases::of(task.rows(), part_rows),
+            partial: task.empty(),
+            task,
+            journal,
+            watch,
+        };
+        run.take_journal();
+        match &mut self.team {
+            None => run_here(&mut run, &prepared, self.threads)?,
+            Some(team) => {
+                drop(prepared); // it was only a check: the workers open the inputs again
+                team.run(&mut run)?;
+            }
+        }
+        Ok(run.partial)
+    }
+}
+
+/// A job under way.
+struct Run<'a> {
+    task: &'a Task,
+    leases: Leases,
+    partial: Partial,
+    journal: Option<&'a mut Journal>,
+    watch: &'a mut dyn FnMut(Progress),
+}
+
+impl Run<'_> {
+    /// Takes over what was done before.
+    fn take_journal(&mut self) {
+        let Some(journal) = &mut self.journal else {
+            return;
+        };
+        for (part, partial) in journal.done.drain(..) {
+            if self.leases.skip(part) {
+                self.partial.merge(partial);
+            }
+        }
+    }
+
+    /// Takes a part's result in, unless the part is another's by now.
+    fn finish(&mut self, part: u64, holder: u32, partial: Partial) -> Result<(), Error> {
+        if !self.leases.finish(part, holder) {
+            return Ok(());
+        }
+        if let Some(journal) = &mut self.journal {
+            journal.note(part, &partial)?;
+        }
+        self.partial.merge(partial);
+        let (done, of) = (self.leases.rows_done(), self.leases.rows());
+        (self.watch)(Progress::Rows { done, of });
+        Ok(())
+    }
+}
+
+fn run_here(run: &mut Run<'_>, prepared: &Prepared, threads: usize) -> Result<(), Error> {
+    let first = std::iter::from_fn(|| run.leases.lease(0)).collect::<Vec<_>>();
+    let parts = Mutex::new(first.into_iter());
+    let (sender, results) = channel();
+    let compute = |sender: &Sender<_>| {
+        let mut scratch = Scratch::default();
+        loop {
+            let Some(part) = lock(&parts).next() else {
+                return;
+            };
+            let partial = prepared.compute(part, &mut scratch);
+            if sender.send((part, partial)).is_err() {
+                return; // another part failed
+            }
+        }
+    };
+    std::thread::scope(|scope| {
+        for _ in 0..threads {
+            let (sender, compute) = (sender.clone(), &compute);
+            let thread = std::thread::Builder::new().name("part".to_owned());
+            let started = thread.spawn_scoped(scope, move || compute(&sender));
+            started.map_err(|source| Error::Thread { source })?;
+        }
+        drop(sender);
+        let results = results; // dropped on an error, so that the threads end
+        for (part, result) in &results {
+            run.finish(part.id, 0, result?)?;
+        }
+        Ok(())
+    })
+}
+
+/// Worker processes.
+#[derive(Debug)]
+struct Team {
+    workers: Workers<ToWorker, FromWorker>,
+    alive: Vec<bool>,
+    lost: u32,
+    /// What became of the last worker that was lost.
+    last: String,
+    threads: usize,
+    /// Number of the job under way.
+    job: u64,
+}
+
+impl Team {
+    fn run(&mut self, run: &mut Run<'_>) -> Result<(), Error> {
+        self.job += 1;
+        for rank in 0..self.workers.count() {
+            let message = ToWorker::Job {
+                job: self.job,
+                task: Box::new(run.task.clone()),
+            };
+            if self.alive[rank as usize] {
+                self.send(Rank(rank), &message);
+            }
+        }
+        while !run.leases.is_done() {
+            if !self.alive.contains(&true) {
+                let last = self.last.clone();
+                return Err(Error::Lost { last });
+            }
+            if let Some(event) = self.workers.recv(LOOK_EVERY) {
+                self.take(event, run)?;
+            }
+            self.return_leases(run);
+        }
+        Ok(())
+    }
+
+    fn take(&mut self, event: Event<FromWorker>, run: &mut Run<'_>) -> Result<(), Error> {
+        let text = event.to_string();
+        match event {
+            Event::Message { rank, message } => self.hear(rank, message, run),
+            Event::Exited { rank, .. }
+            | Event::Silent { rank, .. }
+            | Event::Garbled { rank, .. }
+            | Event::Gone { rank, .. } => {
+                self.lose(rank, text);
+                Ok(())
+            }
+        }
+    }
+
+    fn hear(&mut self, from: Rank, message: FromWorker, run: &mut Run<'_>) -> Result<(), Error> {
+        match message {
+            FromWorker::Ready { job } if job == self.job => {
+                let parts = PARTS_AHEAD * self.threads;
+                self.lease(from, parts, run);
+            }
+            FromWorker::Done { job, part, partial } if job == self.job => {
+                if partial.is_of(&run.task.kind) {
+                    run.finish(part, from.0, partial)?;
+                    self.lease(from, 1, run);
+                } else {
+                    self.lose(from, format!("{from} sent the result of another task"));
+                }
+            }
+            FromWorker::Ready { .. } | FromWorker::Done { .. } => {} // of a job that is over
+            FromWorker::Failed { reason } => {
+                let rank = from.0;
+                return Err(Error::Worker { rank, reason });
+            }
+        }
+        Ok(())
+    }
+
+    fn lease(&mut self, to: Rank, parts: usize, run: &mut Run<'_>) {
+        for _ in 0..parts {
+            if !self.alive[to.0 as usize] {
+                return;
+            }
+            let Some(part) = run.leases.lease(to.0) else {
+                return;
+            };
+            self.send(to, &ToWorker::Lease(part));
+        }
+    }
+
+    fn send(&mut self, to: Rank, message: &ToWorker) {
+        if let Err(error) = self.workers.send(to, message) {
+            self.lose(to, error.to_string());
+        }
+    }
+
+    fn lose(&mut self, rank: Rank, why: String) {
+        if std::mem::replace(&mut self.alive[rank.0 as usize], false) {
+            self.lost += 1;
+            self.last = why;
+        }
+    }
+
+    /// Gives the parts of lost workers to the others, all of which may be idle by now.
+    fn return_leases(&mut self, run: &mut Run<'_>) {
+        for rank in 0..self.workers.count() {
+            if self.alive[rank as usize] {
+                continue;
+            }
+            let parts = run.leases.lose(rank);
+            if parts == 0 {
+                continue;
+            }
+            let why = self.last.clone();
+            (run.watch)(Progress::Lost { why, parts });
+            let alive = |other: &u32| self.alive[*other as usize];
+            let others: Vec<u32> = (0..self.workers.count()).filter(alive).collect();
+            for (_, other) in (0..parts).zip(others.iter().cycle()) {
+                self.lease(Rank(*other), 1, run);
+            }
+        }
+    }
+}
+
+impl Drop for Team {
+    fn drop(&mut self) {
+        self.workers.stop(GRACE);
+    }
+}
+
+/// An error with its causes, as one line.
+pub(crate) fn said(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut cause = error.source();
+    while let Some(error) = cause {
+        text = format!("{text}: {error}");
+        cause = error.source();
+    }
+    text
+}

@@ -1,0 +1,118 @@
+//! What can go wrong in array jobs.
+
+use std::io;
+use std::path::{Path, PathBuf};
+
+use crate::npy::Problem;
+
+/// Why a job cannot be done.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// The system refused something about a file.
+    #[error("cannot {what} {}", path.display())]
+    File {
+        /// What was tried.
+        what: &'static str,
+        /// The file.
+        path: PathBuf,
+        /// What it said.
+        source: io::Error,
+    },
+    /// The file is no array that can be read.
+    #[error("{}: {problem}", path.display())]
+    Npy {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it.
+        problem: Problem,
+    },
+    /// The file became shorter while the job ran.
+    #[error("{} changed while it was used", path.display())]
+    Changed {
+        /// The file.
+        path: PathBuf,
+    },
+    /// A task has not the inputs that it needs.
+    #[error("{task} takes {expected} inputs, got {got}")]
+    Inputs {
+        /// The task.
+        task: &'static str,
+        /// How many it needs.
+        expected: usize,
+        /// How many there are.
+        got: usize,
+    },
+    /// Inputs that are taken row by row differ in length.
+    #[error("{} has {got} values, expected {expected} as the first input", path.display())]
+    Shapes {
+        /// The input that differs.
+        path: PathBuf,
+        /// What it has.
+        got: u64,
+        /// What the first has.
+        expected: u64,
+    },
+    /// A result that no values have.
+    #[error("{0} of no values")]
+    Empty(&'static str),
+    /// The expression is none.
+    #[error(transparent)]
+    Expression(#[from] crate::expr::ExprError),
+    /// Groups are made by integers, and have a sum, a mean, an extreme or a count.
+    #[error(
+        "{op} of {values} by keys of type {keys}: expected sum, mean, min, max or count, and \
+             integer keys"
+    )]
+    Grouping {
+        /// The reduction.
+        op: &'static str,
+        /// Type of the keys.
+        keys: crate::Dtype,
+        /// Type of the values.
+        values: crate::Dtype,
+    },
+    /// The file that a job would go on from is another's.
+    #[error("{} is not that of this job, or an input changed since", path.display())]
+    OtherJob {
+        /// The file.
+        path: PathBuf,
+    },
+    /// Workers could not be started or reached.
+    #[error(transparent)]
+    Cluster(#[from] paceline_cluster::Error),
+    /// A thread could not be started.
+    #[error("cannot start a thread")]
+    Thread {
+        /// What the system said.
+        source: io::Error,
+    },
+    /// A worker said why it cannot go on: another would fail too.
+    #[error("worker {rank}: {reason}")]
+    Worker {
+        /// Which.
+        rank: u32,
+        /// What it said.
+        reason: String,
+    },
+    /// All workers were lost.
+    #[error("all workers are lost, the last one: {last}")]
+    Lost {
+        /// What became of it.
+        last: String,
+    },
+    /// The parent sent what was not expected.
+    #[error("the parent sent {got}, expected {expected}")]
+    Protocol {
+        /// What came.
+        got: &'static str,
+        /// What should have come.
+        expected: &'static str,
+    },
+}
+
+impl Error {
+    pub(crate) fn file(what: &'static str, path: &Path, source: io::Error) -> Self {
+        let path = path.to_owned();
+        Self::File { what, path, source }
+    }
+}

@@ -1,0 +1,203 @@
+//! Expressions of users: scalar text to a typed program over columns.
+//!
+//! ```
+//! use paceline_mapreduce::expr::{Program, Registers};
+//!
+//! let program = Program::parse("select(x > 1, sqrt(x), -x)", 1).unwrap();
+//! let mut out = Vec::new();
+//! program.run(&[&[4.0, 0.5]], 0, &mut Registers::default(), &mut out);
+//! assert_eq!(out, [2.0, -0.5]);
+//! ```
+//!
+//! | | |
+//! |---|---|
+//! | columns | `x`, `y`, `z`, `w`: the inputs; `i`: the number of the row, from 0 |
+//! | numbers | `1`, `2.5`, `1e-3`, `pi`, `inf`, `nan` |
+//! | arithmetic | `+ - * /`, `%` (sign of the left side), `^` (a power; binds to the right) |
+//! | comparison | `< <= > >= == !=`, giving truth values |
+//! | truth | `&& \|\| !`, `true`, `false`, `select(condition, then, else)` |
+//! | rounding | `floor ceil trunc round` |
+//! | functions | `abs sqrt exp log sin cos tan atan tanh min max pow hypot` |
+//!
+//! Numbers are f64, truth values are a type of their own: `x + (y > 0)` is refused. `+ - * /`,
+//! `sqrt` and rounding are IEEE 754's; the other functions are those of the crate `libm`, so that
+//! every machine gives the same bits. `round` takes ties to even; `min` and `max` give NaN when a
+//! side is NaN.
+//!
+//! A program has no loops, no memory and no names but these. Text is bounded in length and depth,
+//! and a program in steps, so that no text costs more than [`STEPS_MAX`] operations a row.
+
+mod parse;
+mod run;
+#[cfg(test)]
+mod tests;
+
+pub use run::Registers;
+
+/// Longest text in bytes.
+pub const TEXT_BYTES_MAX: usize = 16 << 10;
+
+/// Most operations of a program.
+pub const STEPS_MAX: usize = 1000;
+
+/// Deepest nesting of a text.
+pub const DEPTH_MAX: usize = 200;
+
+/// Names of the inputs.
+pub const COLUMNS: [&str; 4] = ["x", "y", "z", "w"];
+
+/// What a step gives.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Type {
+    /// A number, f64.
+    Number,
+    /// A truth value.
+    Truth,
+}
+
+impl std::fmt::Display for Type {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::Number => "a number",
+            Self::Truth => "a truth value",
+        })
+    }
+}
+
+/// An operation on one value.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[allow(missing_docs, reason = "their names are the functions'")]
+pub enum Unary {
+    Negate,
+    Not,
+    Abs,
+    Sqrt,
+    Floor,
+    Ceil,
+    Trunc,
+    Round,
+    Exp,
+    Log,
+    Sin,
+    Cos,
+    Tan,
+    Atan,
+    Tanh,
+}
+
+/// An operation on two values.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[allow(missing_docs, reason = "their names are the operators'")]
+pub enum Binary {
+    Add,
+    Subtract,
+    Multiply,
+    Divide,
+    Remainder,
+    Power,
+    Min,
+    Max,
+    Hypot,
+    Less,
+    LessEqual,
+    Equal,
+    NotEqual,
+    And,
+    Or,
+}
+
+/// A step of a program; operands are numbers of earlier steps.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Step {
+    /// A constant; a truth value is 0 or 1.
+    Constant(f64),
+    /// An input, by number.
+    Column(usize),
+    /// The number of the row.
+    Row,
+    /// An operation on one value.
+    Unary(Unary, usize),
+    /// An operation on two.
+    Binary(Binary, usize, usize),
+    /// The second value where the first is true, else the third.
+    Select(usize, usize, usize),
+}
+
+/// A program: steps in order, the last one is the result, a number.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Program {
+    steps: Vec<Step>,
+}
+
+/// Why a text is no expression.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{problem}, at character {at} of the expression")]
+pub struct ExprError {
+    /// Place in the text, from 1.
+    pub at: usize,
+    /// What is wrong there.
+    pub problem: Problem,
+}
+
+/// What is wrong with a text.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Problem {
+    /// Something else should stand there.
+    #[error("expected {0}")]
+    Expected(&'static str),
+    /// A name that means nothing.
+    #[error("no column or function is called {0:?}")]
+    Name(String),
+    /// An input that is not given.
+    #[error("{name} is input {number}, but there are {inputs}")]
+    Input {
+        /// The name.
+        name: &'static str,
+        /// Its number, from 1.
+        number: usize,
+        /// How many there are.
+        inputs: usize,
+    },
+    /// A function with another number of arguments.
+    #[error("{name} takes {expected} arguments, got {got}")]
+    Arguments {
+        /// The function.
+        name: String,
+        /// How many it takes.
+        expected: usize,
+        /// How many there are.
+        got: usize,
+    },
+    /// A value of the other type.
+    #[error("expected {expected}, got {got}")]
+    Type {
+        /// What is needed.
+        expected: Type,
+        /// What is there.
+        got: Type,
+    },
+    /// More than a bound allows.
+    #[error("more than {max} {what}")]
+    Bound {
+        /// Of what.
+        what: &'static str,
+        /// How many are allowed.
+        max: usize,
+    },
+}
+
+impl Program {
+    /// Reads an expression over `inputs` columns. Its result is a number; a truth value becomes
+    /// 0 or 1.
+    ///
+    /// # Errors
+    /// What is wrong with the text, and where.
+    pub fn parse(text: &str, inputs: usize) -> Result<Self, ExprError> {
+        parse::parse(text, inputs).map(|steps| Self { steps })
+    }
+
+    /// The steps, in order.
+    pub fn steps(&self) -> &[Step] {
+        &self.steps
+    }
+}

@@ -1,0 +1,156 @@
+//! What of a job is done, in a file: a job that was killed goes on from there.
+//!
+//! A line of JSON for the job, then one for each part. A line is written whole and the system is
+//! asked to keep it; the last line of a job that was killed may be cut off, and is dropped. A file
+//! of another job, or of inputs that changed since, is refused and not touched.
+
+use std::fs::{File, OpenOptions};
+use std::io::{BufRead as _, BufReader, Seek as _, SeekFrom, Write as _};
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+
+use crate::{Error, Partial, Task};
+
+/// What the first line says.
+#[derive(Debug, PartialEq, Serialize, Deserialize)]
+struct Head {
+    task: Task,
+    part_rows: u64,
+    /// When each input was last written, in ns since 1970, where the system tells.
+    written_ns: Vec<Option<u128>>,
+}
+
+/// What the other lines say.
+#[derive(Debug, Serialize, Deserialize)]
+struct Line {
+    part: u64,
+    partial: Partial,
+}
+
+/// The file of a job, and what it had when it was opened.
+#[derive(Debug)]
+pub struct Journal {
+    path: PathBuf,
+    file: File,
+    part_rows: u64,
+    /// Parts that were done, and their results.
+    pub(crate) done: Vec<(u64, Partial)>,
+}
+
+impl Journal {
+    /// Opens the file of a job, or makes one for parts of `part_rows` rows. It has as many bytes
+    /// as messages of all parts.
+    ///
+    /// # Errors
+    /// [`Error::OtherJob`] when it is that of another; [`Error::File`].
+    pub fn open(path: &Path, task: &Task, part_rows: u64) -> Result<Self, Error> {
+        let wrong = |source| Error::file("use", path, source);
+        let open = OpenOptions::new()
+            .read(true)
+            .append(true)
+            .create(true)
+            .open(path);
+        let mut file = open.map_err(wrong)?;
+        let head = Head {
+            task: task.clone(),
+            part_rows,
+            written_ns: written(task),
+        };
+        let mut journal = Self {
+            path: path.to_owned(),
+            file: file.try_clone().map_err(wrong)?,
+            part_rows,
+            done: Vec::new(),
+        };
+        if file.metadata().map_err(wrong)?.len() == 0 {
+            journal.append(&head)?;
+            return Ok(journal);
+        }
+        let kept = journal.read(&head)?;
+        // What a killed job has not finished writing goes.
+        file.set_len(kept).map_err(wrong)?;
+        file.seek(SeekFrom::End(0)).map_err(wrong)?;
+        Ok(journal)
+    }
+
+    /// Reads what is done; how many bytes that is.
+    fn read(&mut self, expected: &Head) -> Result<u64, Error> {
+        let other = || Error::OtherJob {
+            path: self.path.clone(),
+        };
+        let mut reader = BufReader::new(&self.file);
+        let mut line = Vec::new();
+        let mut kept = 0;
+        let mut part_rows = None;
+        loop {
+            line.clear();
+            let read = reader.read_until(b'\n', &mut line);
+            let read = read.map_err(|source| Error::file("read", &self.path, source))?;
+            if line.pop() != Some(b'\n') {
+                break;
+            }
+            if part_rows.is_none() {
+                let head: Head = serde_json::from_slice(&line).map_err(|_| other())?;
+                if head.task != expected.task || head.written_ns != expected.written_ns {
+                    return Err(other());
+                }
+                part_rows = Some(head.part_rows);
+            } else {
+                let line: Line = serde_json::from_slice(&line).map_err(|_| other())?;
+                if !line.partial.is_of(&expected.task.kind) {
+                    return Err(other());
+                }
+                self.done.push((line.part, line.partial));
+            }
+            kept += read as u64;
+        }
+        self.part_rows = part_rows.filter(|rows| *rows > 0).ok_or_else(other)?;
+        Ok(kept)
+    }
+
+    /// Rows of a part: those of the job that made the file.
+    pub const fn part_rows(&self) -> u64 {
+        self.part_rows
+    }
+
+    /// Notes that a part is done.
+    ///
+    /// # Errors
+    /// [`Error::File`].
+    pub(crate) fn note(&mut self, part: u64, partial: &Partial) -> Result<(), Error> {
+        self.append(&Line {
+            part,
+            partial: partial.clone(),
+        })
+    }
+
+    fn append(&mut self, line: &impl Serialize) -> Result<(), Error> {
+        let wrong = |source| Error::file("write", &self.path, source);
+        let mut bytes = serde_json::to_vec(line).map_err(|error| wrong(error.into()))?;
+        bytes.push(b'\n');
+        self.file.write_all(&bytes).map_err(wrong)?;
+        self.file.sync_data().map_err(wrong)
+    }
+
+    /// Removes the file: the job is done.
+    ///
+    /// # Errors
+    /// [`Error::File`].
+    pub fn remove(self) -> Result<(), Error> {
+        let removed = std::fs::remove_file(&self.path);
+        removed.map_err(|source| Error::file("remove", &self.path, source))
+    }
+}
+
+fn written(task: &Task) -> Vec<Option<u128>> {
+    let when = |path: &Path| {
+        let modified = std::fs::metadata(path).ok()?.modified().ok()?;
+        let since = modified.duration_since(std::time::UNIX_EPOCH).ok()?;
+        Some(since.as_nanos())
+    };
+    task.inputs()
+        .iter()
+        .map(|input| when(&input.path))
+        .collect()
+}

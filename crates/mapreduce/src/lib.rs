@@ -1,0 +1,60 @@
+//! Array jobs: reductions over files larger than memory, by threads and processes.
+//!
+//! A job is a [`Task`]: inputs and what is computed of them. It is cut into *parts*, ranges of
+//! rows, which are leased to whatever computes ([`Crew`]). A part gives a [`Partial`], and partials
+//! merge by operations without rounding: integer addition, minimum, exact sums
+//! ([`paceline_base::exact`]). So a result has the same bits for any number of threads and
+//! processes, for any cut into parts, and after any worker was lost and its parts computed again.
+//!
+//! ```
+//! use paceline_base::exact::ExactSum;
+//! use paceline_mapreduce::sum;
+//!
+//! let mut total = ExactSum::new();
+//! sum::add(&mut total, &[1e16, 1.0, -1e16]);
+//! assert_eq!(total.value(), 1.0);
+//! ```
+//!
+//! In reading order:
+//! - [`sum`]: exact sums of columns at the speed of memory.
+//! - [`Source`], [`Sink`], [`Input`], [`Dtype`], [`npy`]: where rows come from and go.
+//! - [`Task`]: what is computed. [`reduce`], [`hist`], [`topk`], [`kmeans`], [`groupby`]: the kinds
+//!   of it. [`expr`]: expressions of users. [`philox`]: random numbers by counter.
+//! - [`Leases`]: which part is computed where. [`Crew`]: jobs from start to end. [`Journal`]: what
+//!   is done, for a job that was killed. [`worker`]: the other side of the control channel.
+//!
+//! The crate knows nothing of models. It never holds more of a file than a block a thread.
+
+mod crew;
+mod dtype;
+mod error;
+pub mod expr;
+pub mod groupby;
+pub mod hist;
+mod journal;
+pub mod kmeans;
+mod leases;
+mod messages;
+pub mod npy;
+mod order;
+pub mod philox;
+pub mod reduce;
+mod sink;
+mod source;
+pub mod sum;
+mod task;
+#[cfg(test)]
+mod tests;
+pub mod topk;
+mod value;
+pub mod worker;
+
+pub use crew::{Crew, Processes, Progress};
+pub use dtype::{Decoded, Dtype, UnknownDtype, Values};
+pub use error::Error;
+pub use journal::Journal;
+pub use leases::{Leases, Part};
+pub use sink::{FileSink, Sink};
+pub use source::{FileSource, Input, MemorySource, Source};
+pub use task::{Kind, Origin, Partial, Prepared, Scratch, Task};
+pub use value::Value;

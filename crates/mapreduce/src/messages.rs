@@ -1,0 +1,48 @@
+//! What a job's parent and its workers say to each other.
+
+use serde::{Deserialize, Serialize};
+
+use crate::{Part, Partial, Task};
+
+/// From the parent.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) enum ToWorker {
+    /// How to compute. Sent once, first.
+    Start {
+        /// Threads to compute with.
+        threads: usize,
+    },
+    /// The job to which the next leases belong.
+    Job {
+        /// Its number.
+        job: u64,
+        /// What is computed.
+        task: Box<Task>,
+    },
+    /// A part to compute.
+    Lease(Part),
+}
+
+/// From a worker.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) enum FromWorker {
+    /// The inputs of a job are open.
+    Ready {
+        /// Which job.
+        job: u64,
+    },
+    /// A part is computed.
+    Done {
+        /// Of which job.
+        job: u64,
+        /// Which.
+        part: u64,
+        /// Its result.
+        partial: Partial,
+    },
+    /// It cannot go on, and nor could another.
+    Failed {
+        /// Why.
+        reason: String,
+    },
+}

@@ -1,0 +1,352 @@
+//! The header of NumPy's `.npy` files, versions 1 to 3.
+//!
+//! Reads the literal that NumPy writes with its keys in any order, and nothing else: neither
+//! expressions nor structured types nor Python objects. It looks like this:
+//! `{'descr': '<f8', 'fortran_order': False, 'shape': (3,), }`.
+//! Source: NumPy Enhancement Proposal 1 and `numpy/lib/format.py`.
+
+use crate::Dtype;
+
+const MAGIC: &[u8] = b"\x93NUMPY";
+
+/// Longest header in bytes. NumPy's are 128 bytes and its own limit is 10,000.
+pub const HEADER_BYTES_MAX: usize = 64 << 10;
+
+/// Most axes, as in NumPy 2.
+const AXES_MAX: usize = 64;
+
+/// What a header says.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Header {
+    /// Type of the values.
+    pub dtype: Dtype,
+    /// Length of each axis; values lie in C order.
+    pub shape: Vec<u64>,
+    /// Bytes before the first value.
+    pub data_at: u64,
+}
+
+/// Why a file is no array that can be read.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Problem {
+    /// Not NumPy's magic string.
+    #[error("no .npy file: it does not begin with \\x93NUMPY")]
+    Magic,
+    /// A version that does not exist.
+    #[error("version {0}, expected 1, 2 or 3")]
+    Version(u8),
+    /// The header is longer than the file, or than any real one.
+    #[error("a header of {bytes} bytes, expected at most {max}")]
+    Long {
+        /// Its length.
+        bytes: u64,
+        /// What is there, or allowed.
+        max: u64,
+    },
+    /// The header is no literal of the known form.
+    #[error("malformed header at byte {at}: expected {expected}")]
+    Malformed {
+        /// Place in the header.
+        at: usize,
+        /// What should be there.
+        expected: &'static str,
+    },
+    /// A type that is not computed.
+    #[error("values of type {0:?}, expected little-endian floats or integers of 1 to 8 bytes")]
+    Type(String),
+    /// Columns lie one after the other.
+    #[error("Fortran order, expected C order")]
+    Fortran,
+    /// More values than addresses.
+    #[error("the shape is too large")]
+    Shape,
+    /// File and header disagree.
+    #[error("{got} bytes of values, expected {expected}")]
+    Length {
+        /// What is there.
+        got: u64,
+        /// What the shape says.
+        expected: u64,
+    },
+}
+
+/// Reads the header of a file of `file_bytes` bytes that begins with `head`, which has the whole
+/// header or the first [`HEADER_BYTES_MAX`] + 12 bytes.
+///
+/// # Errors
+/// What is wrong with it, also when the file is longer or shorter than the shape says.
+pub fn parse(head: &[u8], file_bytes: u64) -> Result<Header, Problem> {
+    let rest = head.strip_prefix(MAGIC).ok_or(Problem::Magic)?;
+    let (bytes, start) = match rest {
+        [1, _, a, b, ..] => (u64::from(u16::from_le_bytes([*a, *b])), 10),
+        [2 | 3, _, a, b, c, d, ..] => (u64::from(u32::from_le_bytes([*a, *b, *c, *d])), 12),
+        [version, ..] if !(1..=3).contains(version) => return Err(Problem::Version(*version)),
+        _ => return Err(Problem::Magic),
+    };
+    let max = (head.len() - start).min(HEADER_BYTES_MAX) as u64;
+    if bytes > max {
+        return Err(Problem::Long { bytes, max });
+    }
+    let text = &head[start..start + bytes as usize];
+    let mut header = Literal { text, at: 0 }.header()?;
+    header.data_at = start as u64 + bytes;
+    let count = header
+        .shape
+        .iter()
+        .try_fold(1u64, |n, axis| n.checked_mul(*axis));
+    let expected = count.and_then(|n| n.checked_mul(header.dtype.bytes() as u64));
+    let expected = expected
+        .filter(|n| *n <= i64::MAX as u64)
+        .ok_or(Problem::Shape)?;
+    match file_bytes.saturating_sub(header.data_at) {
+        got if got == expected => Ok(header),
+        got => Err(Problem::Length { got, expected }),
+    }
+}
+
+/// The header of a file with these values, as NumPy writes it: version 1, a multiple of 64 bytes.
+///
+/// # Panics
+/// If the shape has more than [`AXES_MAX`] axes.
+pub fn write(dtype: Dtype, shape: &[u64]) -> Vec<u8> {
+    assert!(shape.len() <= AXES_MAX, "{} axes", shape.len());
+    let axes: String = shape.iter().map(|axis| format!("{axis}, ")).collect();
+    let axes = match shape {
+        [_] => axes.trim_end(),
+        _ => axes.trim_end_matches(", "),
+    };
+    let descr = dtype.descr();
+    let text = format!("{{'descr': '{descr}', 'fortran_order': False, 'shape': ({axes}), }}");
+    let length = (10 + text.len() + 1).next_multiple_of(64) - 10;
+    let mut bytes = [MAGIC, &[1, 0], &(length as u16).to_le_bytes()].concat();
+    bytes.extend(format!("{text:<width$}\n", width = length - 1).bytes());
+    bytes
+}
+
+/// A Python literal that is read from left to right.
+struct Literal<'a> {
+    text: &'a [u8],
+    at: usize,
+}
+
+impl<'a> Literal<'a> {
+    fn header(mut self) -> Result<Header, Problem> {
+        let (mut dtype, mut fortran, mut shape) = (None, None, None);
+        self.take(b"{", "{")?;
+        while self.take(b"}", "}").is_err() {
+            let key = self.string()?;
+            self.take(b":", ":")?;
+            match key {
+                "descr" => {
+                    let descr = self.string()?;
+                    let known = Dtype::from_descr(descr);
+                    dtype = Some(known.ok_or_else(|| Problem::Type(descr.to_owned()))?);
+                }
+                "fortran_order" => fortran = Some(self.boolean()?),
+                "shape" => shape = Some(self.axes()?),
+                _ => return Err(self.malformed("descr, fortran_order or shape")),
+            }
+            if self.take(b",", ",").is_err() {
+                self.take(b"}", "} or ,")?;
+                break;
+            }
+        }
+        self.spaces();
+        if self.at != self.text.len() {
+            return Err(self.malformed("the end"));
+        }
+        let (Some(dtype), Some(fortran), Some(shape)) = (dtype, fortran, shape) else {
+            return Err(self.malformed("descr, fortran_order and shape"));
+        };
+        if fortran && shape.len() > 1 {
+            return Err(Problem::Fortran);
+        }
+        let data_at = 0;
+        Ok(Header {
+            dtype,
+            shape,
+            data_at,
+        })
+    }
+
+    const fn malformed(&self, expected: &'static str) -> Problem {
+        let at = self.at;
+        Problem::Malformed { at, expected }
+    }
+
+    fn spaces(&mut self) {
+        let rest = &self.text[self.at..];
+        self.at += rest.iter().take_while(|c| c.is_ascii_whitespace()).count();
+    }
+
+    fn take(&mut self, token: &[u8], expected: &'static str) -> Result<(), Problem> {
+        self.spaces();
+        if !self.text[self.at..].starts_with(token) {
+            return Err(self.malformed(expected));
+        }
+        self.at += token.len();
+        Ok(())
+    }
+
+    /// A quoted string without escapes.
+    fn string(&mut self) -> Result<&'a str, Problem> {
+        self.spaces();
+        let text = self.text;
+        let quote = match text.get(self.at) {
+            Some(quote @ (b'\'' | b'"')) => *quote,
+            _ => return Err(self.malformed("a string")),
+        };
+        let rest = &text[self.at + 1..];
+        let end = rest.iter().position(|c| *c == quote);
+        let string = end
+            .map(|end| &rest[..end])
+            .filter(|s| s.is_ascii() && !s.contains(&b'\\'));
+        let string = string.ok_or_else(|| self.malformed("a string"))?;
+        self.at += string.len() + 2;
+        Ok(std::str::from_utf8(string).expect("it is ASCII"))
+    }
+
+    fn boolean(&mut self) -> Result<bool, Problem> {
+        if self.take(b"True", "").is_ok() {
+            return Ok(true);
+        }
+        self.take(b"False", "True or False").map(|()| false)
+    }
+
+    fn axes(&mut self) -> Result<Vec<u64>, Problem> {
+        self.take(b"(", "(")?;
+        let mut axes = Vec::new();
+        while self.take(b")", ")").is_err() {
+            if axes.len() == AXES_MAX {
+                return Err(Problem::Shape);
+            }
+            axes.push(self.number()?);
+            if self.take(b",", ",").is_err() {
+                self.take(b")", ") or ,")?;
+                break;
+            }
+        }
+        Ok(axes)
+    }
+
+    fn number(&mut self) -> Result<u64, Problem> {
+        self.spaces();
+        let rest = &self.text[self.at..];
+        let digits = rest.iter().take_while(|c| c.is_ascii_digit()).count();
+        if digits == 0 {
+            return Err(self.malformed("a length"));
+        }
+        let text = std::str::from_utf8(&rest[..digits]).expect("digits are ASCII");
+        let number = text.parse().map_err(|_| Problem::Shape)?;
+        self.at += digits;
+        Ok(number)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn file(header: &str, values: usize) -> Vec<u8> {
+        let length = header.len() as u16;
+        let mut bytes = [MAGIC, &[1, 0], &length.to_le_bytes(), header.as_bytes()].concat();
+        bytes.extend(std::iter::repeat_n(0, values));
+        bytes
+    }
+
+    fn read(bytes: &[u8]) -> Result<Header, Problem> {
+        parse(bytes, bytes.len() as u64)
+    }
+
+    #[test]
+    fn headers_of_numpy_are_read_and_written() {
+        let header = "{'descr': '<f8', 'fortran_order': False, 'shape': (3,), }          \n";
+        let got = read(&file(header, 24)).unwrap();
+        assert_eq!((got.dtype, &got.shape[..]), (Dtype::F64, &[3][..]));
+        for (dtype, shape) in [
+            (Dtype::F64, &[][..]),
+            (Dtype::U8, &[7]),
+            (Dtype::I16, &[2, 3, 4]),
+            (Dtype::Bool, &[0, 5]),
+        ] {
+            let mut bytes = write(dtype, shape);
+            assert_eq!(bytes.len() % 64, 0);
+            let count: u64 = shape.iter().product();
+            bytes.resize(bytes.len() + count as usize * dtype.bytes(), 0);
+            let got = read(&bytes).unwrap();
+            assert_eq!((got.dtype, &got.shape[..]), (dtype, shape));
+        }
+        let tight = "{\"shape\":(2,4),'fortran_order':False,'descr':\"|i1\"}";
+        assert_eq!(read(&file(tight, 8)).unwrap().shape, [2, 4]);
+    }
+
+    #[test]
+    fn bad_headers_are_refused_by_name() {
+        let header = |descr: &str, fortran: &str, shape: &str| {
+            format!("{{'descr': {descr}, 'fortran_order': {fortran}, 'shape': {shape}, }}")
+        };
+        for (header, said) in [
+            (
+                header("'<f8'", "False", "(4,)"),
+                "24 bytes of values, expected 32",
+            ),
+            (
+                header("'<f8'", "False", "(2,)"),
+                "24 bytes of values, expected 16",
+            ),
+            (header("'>f8'", "False", "(3,)"), "values of type \">f8\""),
+            (header("'|O'", "False", "(3,)"), "values of type \"|O\""),
+            (
+                header("[('a', '<f8')]", "False", "(3,)"),
+                "expected a string",
+            ),
+            (header("'<f8'", "True", "(3, 1)"), "Fortran"),
+            (header("'<f8'", "0", "(3,)"), "True or False"),
+            (header("'<f8'", "False", "(-3,)"), "a length"),
+            (
+                header("'<f8'", "False", "(4294967296, 4294967296)"),
+                "too large",
+            ),
+            (
+                header("'<f8'", "False", "(99999999999999999999,)"),
+                "too large",
+            ),
+            (header("'<f8'", "False", "(3"), "expected a length"),
+            (header("'<f8'", "False", "3"), "expected ("),
+            (
+                header("'<f8'", "False", &format!("({})", "1,".repeat(65))),
+                "too large",
+            ),
+            ("{'descr': '<f8', 'shape': (3,)}".into(), "and shape"),
+            (
+                "{'evil': '<f8', 'shape': (3,)}".into(),
+                "descr, fortran_order or shape",
+            ),
+            ("__import__('os')".into(), "expected {"),
+            (header("'<f8'", "False", "(3,)") + "x", "the end"),
+            (header("'<f8", "False", "(3,)"), "values of type"),
+            (String::new(), "expected {"),
+        ] {
+            let got = read(&file(&header, 24)).unwrap_err().to_string();
+            assert!(got.contains(said), "{header}: {got}");
+        }
+        assert_eq!(read(b"PK\x03\x04"), Err(Problem::Magic));
+        assert_eq!(read(b"\x93NUMPY\x01"), Err(Problem::Magic));
+        assert_eq!(read(b"\x93NUMPY\x09\0\0\0\0\0"), Err(Problem::Version(9)));
+        let long = b"\x93NUMPY\x02\0\xff\xff\xff\xff{";
+        assert!(matches!(read(long), Err(Problem::Long { .. })));
+    }
+
+    #[test]
+    fn no_bytes_make_it_panic() {
+        let good = write(Dtype::F64, &[3]);
+        for at in 0..good.len() {
+            for byte in [0, b'\'', b'(', b'9', 0xff] {
+                let mut bytes = good.clone();
+                bytes[at] = byte;
+                let _ = read(&bytes);
+                let _ = read(&bytes[..at]);
+            }
+        }
+    }
+}

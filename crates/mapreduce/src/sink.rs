@@ -1,0 +1,78 @@
+//! Where rows go.
+
+use std::fs::{File, OpenOptions};
+use std::io::{Read as _, Write as _};
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+
+use crate::npy::{self, HEADER_BYTES_MAX};
+use crate::{Dtype, Error, Values};
+
+/// A column that many threads and processes write, each its own rows, in any order.
+pub trait Sink: Send + Sync {
+    /// Writes values from `first_row` on; how many.
+    ///
+    /// # Errors
+    /// What the system says.
+    fn write(&self, first_row: u64, values: &Values<'_>) -> Result<u64, Error>;
+}
+
+/// A `.npy` file of f64 that is there in full length.
+#[derive(Debug)]
+pub struct FileSink {
+    path: PathBuf,
+    file: File,
+    data_at: u64,
+}
+
+impl FileSink {
+    /// Makes a file for `rows` values, all 0 at first. Replaces one that is there.
+    ///
+    /// # Errors
+    /// [`Error::File`].
+    pub fn create(path: &Path, rows: u64) -> Result<(), Error> {
+        let wrong = |source| Error::file("write", path, source);
+        let header = npy::write(Dtype::F64, &[rows]);
+        let mut file = File::create(path).map_err(wrong)?;
+        file.write_all(&header).map_err(wrong)?;
+        file.set_len(header.len() as u64 + 8 * rows).map_err(wrong)
+    }
+
+    /// Opens a file that [`create`](Self::create) has made.
+    ///
+    /// # Errors
+    /// [`Error::File`], [`Error::Npy`].
+    pub fn open(path: &Path) -> Result<Self, Error> {
+        let wrong = |source| Error::file("write", path, source);
+        let open = OpenOptions::new().read(true).write(true).open(path);
+        let file = open.map_err(wrong)?;
+        let length = file.metadata().map_err(wrong)?.len();
+        let mut head = Vec::new();
+        let mut start = (&file).take(HEADER_BYTES_MAX as u64 + 12);
+        start.read_to_end(&mut head).map_err(wrong)?;
+        let header = npy::parse(&head, length).map_err(|problem| Error::Npy {
+            path: path.to_owned(),
+            problem,
+        })?;
+        Ok(Self {
+            path: path.to_owned(),
+            file,
+            data_at: header.data_at,
+        })
+    }
+}
+
+impl Sink for FileSink {
+    fn write(&self, first_row: u64, values: &Values<'_>) -> Result<u64, Error> {
+        let mut room = Vec::new();
+        let values = values.nearest(&mut room);
+        let bytes: Vec<u8> = values
+            .iter()
+            .flat_map(|value| value.to_le_bytes())
+            .collect();
+        let at = self.data_at + 8 * first_row;
+        let written = self.file.write_all_at(&bytes, at);
+        written.map_err(|source| Error::file("write", &self.path, source))?;
+        Ok(values.len() as u64)
+    }
+}

@@ -1,0 +1,391 @@
+//! What a job computes, and of what.
+
+use std::path::PathBuf;
+
+use serde::{Deserialize, Serialize};
+
+use crate::expr::{Program, Registers};
+use crate::groupby::{Grouping, Groups};
+use crate::hist::{Bins, Counts};
+use crate::kmeans::{Assigned, Centroids};
+use crate::philox::Philox;
+use crate::reduce::{Op, State};
+use crate::sink::{FileSink, Sink as _};
+use crate::topk::{Pick, Top};
+use crate::{Decoded, Dtype, Error, FileSource, Input, Leases, Part, Source, Values};
+
+/// Bytes that a thread reads at a time: with their decoded copy within a second-level cache.
+const BLOCK_BYTES: u64 = 256 << 10;
+
+/// Most inputs that are taken row by row.
+const INPUTS_MAX: usize = crate::expr::COLUMNS.len();
+
+/// Most rows of a part of groups: as many groups of 80 bytes of text fit into a message.
+const GROUPED_ROWS_MAX: u64 = 1 << 19;
+
+/// A job, as its workers get it.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Task {
+    /// What the values are.
+    pub origin: Origin,
+    /// An expression that is computed of each row first ([`expr`](crate::expr)).
+    pub map: Option<String>,
+    /// What is computed.
+    pub kind: Kind,
+}
+
+/// Where values come from.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub enum Origin {
+    /// Files, which are taken row by row.
+    Files(Vec<Input>),
+    /// Random numbers from 0 to 1: any of them can be computed by itself.
+    Random {
+        /// Which numbers.
+        seed: u64,
+        /// How many rows.
+        samples: u64,
+        /// How many columns, 1 to 4.
+        columns: u32,
+    },
+}
+
+/// What is computed of the values.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub enum Kind {
+    /// One number of all values.
+    Reduce(Op),
+    /// How many values lie in each of some intervals.
+    Hist(Bins),
+    /// The largest or smallest values and their rows.
+    TopK(Pick),
+    /// Which centroid is nearest to each row, and the sums of the rows of each.
+    KMeans(Centroids),
+    /// A reduction for each key: the first input has the keys, the second the values.
+    GroupBy(Grouping),
+    /// The values, written to a `.npy` file that is there in full length.
+    Write(PathBuf),
+}
+
+/// What a part gives. Merging two has no rounding and no order.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub enum Partial {
+    /// Of [`Kind::Reduce`].
+    Reduce(Box<State>),
+    /// Of [`Kind::Hist`].
+    Hist(Counts),
+    /// Of [`Kind::TopK`].
+    TopK(Top),
+    /// Of [`Kind::KMeans`].
+    KMeans(Box<Assigned>),
+    /// Of [`Kind::GroupBy`].
+    GroupBy(Groups),
+    /// Of [`Kind::Write`]: how many values were written.
+    Written(u64),
+}
+
+impl Partial {
+    /// Takes another part's result in.
+    ///
+    /// # Panics
+    /// If it is of another kind of task.
+    pub fn merge(&mut self, other: Self) {
+        match (self, other) {
+            (Self::Reduce(own), Self::Reduce(other)) => own.merge(&other),
+            (Self::Hist(own), Self::Hist(other)) => own.merge(&other),
+            (Self::TopK(own), Self::TopK(other)) => own.merge(other),
+            (Self::KMeans(own), Self::KMeans(other)) => own.merge(&other),
+            (Self::GroupBy(own), Self::GroupBy(other)) => own.merge(other),
+            (Self::Written(own), Self::Written(other)) => *own += other,
+            (own, other) => panic!("results of two tasks: {own:?} and {other:?}"),
+        }
+    }
+
+    /// Whether it is of this kind of task.
+    pub(crate) const fn is_of(&self, kind: &Kind) -> bool {
+        matches!(
+            (self, kind),
+            (Self::Reduce(_), Kind::Reduce(_))
+                | (Self::Hist(_), Kind::Hist(_))
+                | (Self::TopK(_), Kind::TopK(_))
+                | (Self::KMeans(_), Kind::KMeans(_))
+                | (Self::GroupBy(_), Kind::GroupBy(_))
+                | (Self::Written(_), Kind::Write(_))
+        )
+    }
+}
+
+impl Kind {
+    const fn name(&self) -> &'static str {
+        match self {
+            Self::Reduce(op) => op.name(),
+            Self::Hist(_) => "hist",
+            Self::TopK(_) => "topk",
+            Self::KMeans(_) => "kmeans",
+            Self::GroupBy(_) => "groupby",
+            Self::Write(_) => "map",
+        }
+    }
+
+    /// How many columns it takes.
+    const fn columns(&self) -> usize {
+        match self {
+            Self::Reduce(op) => op.inputs(),
+            Self::GroupBy(_) => 2,
+            _ => 1,
+        }
+    }
+}
+
+impl Task {
+    /// A job over files, without an expression.
+    pub const fn of_files(inputs: Vec<Input>, kind: Kind) -> Self {
+        Self {
+            origin: Origin::Files(inputs),
+            map: None,
+            kind,
+        }
+    }
+
+    /// The inputs; none for random numbers.
+    pub fn inputs(&self) -> &[Input] {
+        match &self.origin {
+            Origin::Files(inputs) => inputs,
+            Origin::Random { .. } => &[],
+        }
+    }
+
+    /// Type of the values that are computed with: that of the first input, or of the expression.
+    pub fn dtype(&self) -> Dtype {
+        match self.inputs().first() {
+            Some(input) if self.map.is_none() => input.dtype,
+            _ => Dtype::F64,
+        }
+    }
+
+    /// Rows that are cut into parts.
+    pub fn rows(&self) -> u64 {
+        match &self.origin {
+            Origin::Files(inputs) => inputs.first().map_or(0, |input| input.rows),
+            Origin::Random { samples, .. } => *samples,
+        }
+    }
+
+    /// Rows of a part, when `threads` threads in all compute it.
+    pub fn part_rows(&self, threads: u64) -> u64 {
+        let rows = Leases::part_rows(self.rows(), threads);
+        match self.kind {
+            // A part's groups are one message.
+            Kind::GroupBy(_) => rows.min(GROUPED_ROWS_MAX),
+            _ => rows,
+        }
+    }
+
+    /// Bytes that are read.
+    pub fn bytes(&self) -> u64 {
+        self.inputs().iter().map(Input::bytes).sum()
+    }
+
+    /// The result of no rows.
+    pub fn empty(&self) -> Partial {
+        match &self.kind {
+            Kind::Reduce(op) => Partial::Reduce(Box::new(State::new(*op))),
+            Kind::Hist(bins) => Partial::Hist(Counts::new(bins)),
+            Kind::TopK(pick) => Partial::TopK(Top::new(*pick)),
+            Kind::KMeans(centroids) => Partial::KMeans(Box::new(Assigned::new(centroids))),
+            Kind::GroupBy(grouping) => Partial::GroupBy(Groups::new(*grouping)),
+            Kind::Write(_) => Partial::Written(0),
+        }
+    }
+
+    /// Opens the inputs.
+    ///
+    /// # Errors
+    /// [`Error::File`], [`Error::Changed`]; [`Error::Inputs`] and [`Error::Shapes`] when they do
+    /// not fit the task; [`Error::Expression`].
+    pub fn prepare(&self) -> Result<Prepared, Error> {
+        let given = match &self.origin {
+            Origin::Files(inputs) => inputs.len(),
+            Origin::Random { columns, .. } => *columns as usize,
+        };
+        let program = self.map.as_deref().map(|text| Program::parse(text, given));
+        let expected = match &self.map {
+            // The expression is one column, whatever it is made of.
+            Some(_) if self.kind.columns() == 1 => given.clamp(1, INPUTS_MAX),
+            _ => self.kind.columns(),
+        };
+        if given != expected {
+            return Err(Error::Inputs {
+                task: self.kind.name(),
+                expected,
+                got: given,
+            });
+        }
+        self.check_shapes()?;
+        if let Kind::GroupBy(grouping) = &self.kind
+            && !grouping.is_known()
+        {
+            return Err(Error::Grouping {
+                op: grouping.op.name(),
+                keys: grouping.keys,
+                values: grouping.values,
+            });
+        }
+        let sources = self.inputs().iter().map(Input::open);
+        let sink = match &self.kind {
+            Kind::Write(path) => Some(FileSink::open(path)?),
+            _ => None,
+        };
+        Ok(Prepared {
+            task: self.clone(),
+            sources: sources.collect::<Result<_, _>>()?,
+            program: program.transpose()?,
+            sink,
+        })
+    }
+
+    fn check_shapes(&self) -> Result<(), Error> {
+        let [first, others @ ..] = self.inputs() else {
+            return Ok(());
+        };
+        let differs = |input: &&Input| (input.rows, input.columns) != (first.rows, first.columns);
+        match others.iter().find(differs) {
+            None => Ok(()),
+            Some(other) => Err(Error::Shapes {
+                path: other.path.clone(),
+                got: other.rows.saturating_mul(other.columns),
+                expected: first.rows.saturating_mul(first.columns),
+            }),
+        }
+    }
+}
+
+/// A task whose inputs are open. Threads share it.
+#[derive(Debug)]
+pub struct Prepared {
+    task: Task,
+    sources: Vec<FileSource>,
+    program: Option<Program>,
+    sink: Option<FileSink>,
+}
+
+/// Room that a thread uses again for each block.
+#[derive(Debug, Default)]
+pub struct Scratch {
+    bytes: Vec<u8>,
+    decoded: [Decoded; INPUTS_MAX],
+    random: [Vec<f64>; INPUTS_MAX],
+    nearest: [Vec<f64>; INPUTS_MAX],
+    mapped: Vec<f64>,
+    registers: Registers,
+}
+
+impl Prepared {
+    /// Computes a part.
+    ///
+    /// # Errors
+    /// [`Error::File`] when it cannot be read or written.
+    pub fn compute(&self, part: Part, scratch: &mut Scratch) -> Result<Partial, Error> {
+        let mut partial = self.task.empty();
+        let mut start = part.start;
+        let end = part.start + part.rows;
+        while start < end {
+            let rows = self.block_rows().min(end - start);
+            self.block(start..start + rows, scratch, &mut partial)?;
+            start += rows;
+        }
+        Ok(partial)
+    }
+
+    fn block_rows(&self) -> u64 {
+        let widest = self.task.inputs().iter().map(Input::row_bytes).max();
+        (BLOCK_BYTES / widest.unwrap_or(8).max(1)).max(1)
+    }
+
+    fn block(
+        &self,
+        rows: std::ops::Range<u64>,
+        scratch: &mut Scratch,
+        partial: &mut Partial,
+    ) -> Result<(), Error> {
+        let Scratch {
+            bytes,
+            decoded,
+            random,
+            nearest,
+            mapped,
+            registers,
+        } = scratch;
+        if self.count_raw(&rows, bytes, partial)? {
+            return Ok(());
+        }
+        let mut values = Vec::with_capacity(INPUTS_MAX);
+        for (source, decoded) in self.sources.iter().zip(decoded) {
+            read(source, &rows, bytes)?;
+            values.push(decoded.decode(source.dtype(), bytes));
+        }
+        if let Origin::Random { seed, columns, .. } = self.task.origin {
+            let all = Philox::new(seed);
+            for (column, numbers) in (0..columns).zip(random) {
+                numbers.clear();
+                numbers.extend(rows.clone().map(|row| all.uniform(row, column)));
+                values.push(Values::Floats(numbers));
+            }
+        }
+        if let Some(program) = &self.program {
+            let columns: Vec<&[f64]> = values
+                .iter()
+                .zip(nearest)
+                .map(|(v, n)| v.nearest(n))
+                .collect();
+            mapped.clear();
+            let columns_of_row = self.sources.first().map_or(1, Source::columns).max(1);
+            program.run(&columns, rows.start * columns_of_row, registers, mapped);
+            values = vec![Values::Floats(mapped)];
+        }
+        match partial {
+            Partial::Reduce(state) => state.take(&values, self.task.dtype()),
+            Partial::Hist(counts) => counts.take(&values[0]),
+            Partial::TopK(top) => top.take(&values[0], rows.start),
+            Partial::GroupBy(groups) => groups.take(&values[0], &values[1]),
+            Partial::KMeans(assigned) => match &self.task.kind {
+                Kind::KMeans(centroids) => assigned.take(&values[0], centroids),
+                _ => unreachable!("a partial is made by its task"),
+            },
+            Partial::Written(count) => {
+                let sink = self.sink.as_ref().expect("it is open");
+                *count += sink.write(rows.start, &values[0])?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Counts values of a histogram without decoding them, where that is the same; whether it was.
+    fn count_raw(
+        &self,
+        rows: &std::ops::Range<u64>,
+        bytes: &mut Vec<u8>,
+        partial: &mut Partial,
+    ) -> Result<bool, Error> {
+        let (Partial::Hist(counts), None, [source]) = (partial, &self.program, &self.sources[..])
+        else {
+            return Ok(false);
+        };
+        if source.dtype() != Dtype::U32 || !counts.counts_raw() {
+            return Ok(false);
+        }
+        read(source, rows, bytes)?;
+        counts.take_raw(bytes);
+        Ok(true)
+    }
+}
+
+fn read(
+    source: &FileSource,
+    rows: &std::ops::Range<u64>,
+    bytes: &mut Vec<u8>,
+) -> Result<(), Error> {
+    let row_bytes = source.columns() * source.dtype().bytes() as u64;
+    bytes.resize(((rows.end - rows.start) * row_bytes) as usize, 0);
+    source.read(rows.clone(), bytes)
+}

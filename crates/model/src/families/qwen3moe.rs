@@ -1,0 +1,35 @@
+//! Qwen 3 with experts: Qwen 3's attention, no shared expert. Where the file does not say, the
+//! weights of the chosen experts are made to sum to 1 in GGUF files only, as llama.cpp does.
+//! Source: Yang et al. 2025; `src/models/qwen3moe.cpp` of llama.cpp, `modeling_qwen3_moe.py` of
+//! transformers.
+
+use paceline_tensor::RopePairs;
+
+use super::{Family, Fields, Half, LayerStep, RopeKind, feed_forward};
+use crate::{Config, Error};
+
+const ROPE: RopeKind = RopeKind {
+    pairs: RopePairs::Halves,
+    hf_base: 10_000.0,
+};
+
+pub(super) fn config(fields: &Fields<'_>) -> Result<Config, Error> {
+    let mut config = Config::base(Family::Qwen3Moe, fields)?;
+    config.ropes = vec![fields.rope(&config, ROPE)?];
+    fields.set_qwen_windows(&mut config)?;
+    let experts = fields.experts("num_experts", config.ffn, fields.normalises_experts(true)?)?;
+    fields.set_sparse_layers(&mut config, experts)?;
+    Ok(config)
+}
+
+/// One layer; shapes of one batch of T rows.
+pub(super) fn layer<S: LayerStep>(step: &mut S, w: &S::Layer, index: usize) -> Result<(), Error> {
+    step.norm(w, Half::Attention)?; //         residual (T, C) -> x (T, C)
+    step.project_qkv(w)?; //                   x (T, C) -> q (T, H D), k, v (T, K D)
+    step.norm_heads(w)?; //                    q (T, H, D), k (T, K, D) in place, over D
+    step.rotate(index)?; //                    q, k in place
+    step.attend(index)?; //                    q, cache -> attended (T, H D)
+    step.project_attention(w)?; //             attended (T, H D) -> delta (T, C)
+    step.add_delta()?; //                      residual += delta
+    feed_forward(step, w) //                   residual += experts(norm(residual))
+}

@@ -1,0 +1,13 @@
+//! The integration tests of this crate: one program, so that they are linked once. `mlx` stands
+//! apart because it runs other people's code, `allocations` because it counts those of all threads.
+
+mod common;
+mod configurations;
+mod golden_hf;
+mod golden_mlx;
+mod hostile_models;
+mod llama_cpp;
+mod numerics_rule;
+mod quant_models;
+mod registered;
+mod splits;

@@ -1,0 +1,266 @@
+//! A machine's side of a worker that another machine owns.
+//!
+//! ```text
+//! owner -> Start                    host starts one worker, a child process
+//! owner <- Started or Refused
+//! owner -> Worker(message), Beat    passed on to the worker
+//! owner <- Event(...), Beat         passed on from the worker
+//! ```
+//! The worker ends with the line, and when the owner is silent.
+
+use std::ffi::OsString;
+use std::fmt;
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use paceline_base::Rank;
+use paceline_cluster::processes::Ending;
+use paceline_cluster::workers::Event;
+use serde::{Deserialize, Serialize};
+
+use super::line::{Broken, Line, hear, say};
+use super::{Crew, LocalCrew, LocalSpec};
+use crate::messages::{FromWorker, ToWorker};
+
+/// How often each side says that it lives, as workers do to their parent.
+pub(super) const BEAT: Duration = paceline_cluster::BEAT;
+
+/// A side that says nothing for so long is given up, as a worker by its parent.
+pub(super) const SILENCE: Duration = Duration::from_millis(1500);
+
+/// Longest wait for the first message of a fresh line.
+const START_LIMIT: Duration = Duration::from_secs(5);
+
+/// How long a worker has to end by itself when its owner is gone.
+const GRACE: Duration = Duration::from_millis(300);
+
+/// The model of an instance, by what all machines know of it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ModelName {
+    /// The name in the store.
+    pub name: String,
+    /// SHA-256 of its file in hexadecimal digits.
+    pub sha256: String,
+}
+
+/// From an owner to a host.
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) enum ToHost<M = ToWorker> {
+    /// The first message: start a worker.
+    Start {
+        /// Of this model.
+        model: ModelName,
+        /// Threads of it that stay on cores of their own.
+        pin: Option<usize>,
+    },
+    /// For the worker.
+    Worker(M),
+    /// The owner lives.
+    Beat,
+}
+
+/// From a host to an owner.
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) enum FromHost {
+    /// The answer to `Start`.
+    Started {
+        /// Where the worker is to listen for the other ranks; `None` where this is the owner.
+        listen: Option<SocketAddr>,
+        /// The model's file here.
+        model: PathBuf,
+        /// The first core of its threads.
+        first_core: Option<usize>,
+        /// The process.
+        pid: Option<u32>,
+    },
+    /// The other answer to `Start`.
+    Refused {
+        /// Why.
+        reason: String,
+    },
+    /// From the worker.
+    Message(FromWorker),
+    /// The worker ended.
+    Exited {
+        /// How.
+        ending: Ending,
+        /// Its last lines.
+        tail: Vec<String>,
+    },
+    /// The worker gives no sign of life.
+    Silent {
+        /// For how long.
+        silence: Duration,
+    },
+    /// The worker is of no use any more.
+    Gone {
+        /// Why.
+        reason: String,
+    },
+    /// The host lives.
+    Beat,
+}
+
+/// Finds a model's file on this machine, or says why there is none.
+pub type FindModel = dyn Fn(&ModelName) -> Result<PathBuf, String> + Send + Sync;
+
+/// How a machine starts workers for owners.
+pub struct HostSpec {
+    /// The program whose `args` run [`worker::run`](crate::worker::run).
+    pub program: PathBuf,
+    /// Arguments of every worker.
+    pub args: Vec<OsString>,
+    /// Finds a model's file on this machine, or says why there is none.
+    pub find: Box<FindModel>,
+    /// Gets what workers write to standard error.
+    pub on_line: Arc<dyn Fn(&str) + Send + Sync>,
+}
+
+impl fmt::Debug for HostSpec {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "workers by {}", self.program.display())
+    }
+}
+
+/// Runs one worker for the owner at the other end of `line`. Returns when the owner closes the
+/// line or is silent, with the worker ended.
+///
+/// # Errors
+/// [`Broken`]: how the line ended.
+pub fn host(line: &dyn Line, spec: &HostSpec) -> Result<(), Broken> {
+    let crew = match hear(line, START_LIMIT)? {
+        Some(ToHost::<ToWorker>::Start { model, pin }) => start(line, spec, &model, pin)?,
+        _ => return Err(Broken::new("the owner did not say what to start")),
+    };
+    let over = AtomicBool::new(false);
+    let ended = std::thread::scope(|scope| {
+        scope.spawn(|| tell_owner(line, &crew, &over));
+        let ended = obey_owner(line, &crew, &over);
+        over.store(true, Ordering::SeqCst);
+        crew.wake();
+        line.close(); // a send to an owner that does not read returns
+        ended
+    });
+    crew.end(GRACE);
+    ended
+}
+
+/// Starts the worker and tells where it is.
+fn start(
+    line: &dyn Line,
+    spec: &HostSpec,
+    model: &ModelName,
+    pin: Option<usize>,
+) -> Result<LocalCrew, Broken> {
+    let (crew, path) = match spawn(spec, model, pin) {
+        Ok(started) => started,
+        Err(reason) => {
+            let refused = FromHost::Refused {
+                reason: reason.clone(),
+            };
+            say(line, &refused)?;
+            return Err(Broken::new(reason));
+        }
+    };
+    let post = crew.post(Rank(0));
+    let listen = line.own_addr().map(|mut addr| {
+        addr.set_port(0);
+        addr
+    });
+    let started = FromHost::Started {
+        listen,
+        model: path,
+        first_core: post.first_core,
+        pid: post.pid,
+    };
+    say(line, &started).map(|()| crew)
+}
+
+fn spawn(
+    spec: &HostSpec,
+    model: &ModelName,
+    pin: Option<usize>,
+) -> Result<(LocalCrew, PathBuf), String> {
+    let path = (spec.find)(model)?;
+    let on_line = Arc::clone(&spec.on_line);
+    let crew = LocalCrew::spawn(LocalSpec {
+        program: spec.program.clone(),
+        args: spec.args.clone(),
+        model: path.clone(),
+        ranks: 1,
+        pin,
+        on_line: Some(Box::new(move |_, line| on_line(line))),
+    });
+    let crew = crew.map_err(|error| error.to_string())?;
+    Ok((crew, path))
+}
+
+/// Passes on what the owner says, until the line ends.
+fn obey_owner(line: &dyn Line, crew: &LocalCrew, over: &AtomicBool) -> Result<(), Broken> {
+    let mut heard = Instant::now();
+    while !over.load(Ordering::SeqCst) {
+        match hear(line, BEAT)? {
+            Some(ToHost::Worker(message)) => {
+                // A worker that cannot be reached is found by its own silence, or has ended.
+                let _: Result<(), _> = crew.send(Rank(0), &message);
+            }
+            Some(ToHost::Beat) => {}
+            Some(ToHost::Start { .. }) => return Err(Broken::new("the owner said start twice")),
+            None if heard.elapsed() > SILENCE => {
+                return Err(Broken::new("the owner is silent"));
+            }
+            None => continue,
+        }
+        heard = Instant::now();
+    }
+    Ok(())
+}
+
+/// Passes on what the worker says and does, until the line ends.
+fn tell_owner(line: &dyn Line, crew: &LocalCrew, over: &AtomicBool) {
+    let mut told = Instant::now();
+    while !over.load(Ordering::SeqCst) {
+        let news = match crew.receive(BEAT) {
+            Some(event) => FromHost::from(event),
+            None if told.elapsed() >= BEAT => FromHost::Beat,
+            None => continue,
+        };
+        if say(line, &news).is_err() {
+            over.store(true, Ordering::SeqCst);
+        }
+        told = Instant::now();
+    }
+}
+
+impl From<Event<FromWorker>> for FromHost {
+    fn from(event: Event<FromWorker>) -> Self {
+        match event {
+            Event::Message { message, .. } => Self::Message(message),
+            Event::Exited { ending, tail, .. } => Self::Exited { ending, tail },
+            Event::Silent { silence, .. } => Self::Silent { silence },
+            Event::Garbled { garbage, .. } => Self::Gone {
+                reason: garbage.to_string(),
+            },
+            Event::Gone { reason, .. } => Self::Gone { reason },
+        }
+    }
+}
+
+impl FromHost {
+    /// The event that it is for a rank; nothing for a beat.
+    pub(super) fn event(self, rank: Rank, place: &str) -> Option<Event<FromWorker>> {
+        Some(match self {
+            Self::Message(message) => Event::Message { rank, message },
+            Self::Exited { ending, tail } => Event::Exited { rank, ending, tail },
+            Self::Silent { silence } => Event::Silent { rank, silence },
+            Self::Gone { reason } | Self::Refused { reason } => {
+                let reason = format!("{place}: {reason}");
+                Event::Gone { rank, reason }
+            }
+            Self::Started { .. } | Self::Beat => return None,
+        })
+    }
+}

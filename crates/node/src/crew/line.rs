@@ -1,0 +1,196 @@
+//! Lines: whole messages between the owner of an instance and a machine that runs its workers.
+
+use std::collections::VecDeque;
+use std::fmt;
+use std::net::SocketAddr;
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use paceline_base::lock;
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+/// Longest message, as between a parent and its children on one machine.
+pub const MESSAGE_BYTES_MAX: usize = paceline_cluster::LINE_BYTES_MAX;
+
+/// Messages that a line inside this process holds: its reader does nothing else.
+const HELD_MAX: usize = 1024;
+
+/// Longest wait for the reader of a line inside this process, as for a child that does not read.
+const WRITE_LIMIT: Duration = Duration::from_millis(1500);
+
+/// A line is of no use any more.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{reason}")]
+pub struct Broken {
+    /// Why, such as `the connection is closed`.
+    pub reason: String,
+}
+
+impl Broken {
+    /// With a reason.
+    pub fn new(reason: impl fmt::Display) -> Self {
+        let reason = reason.to_string();
+        Self { reason }
+    }
+}
+
+/// Messages in both directions, in order and each once; between machines authenticated and
+/// encrypted. All methods may be called from any thread; one thread receives.
+pub trait Line: Send + Sync + fmt::Debug {
+    /// Sends a message. Waits a bounded time for a receiver that is behind.
+    ///
+    /// # Errors
+    /// [`Broken`].
+    fn send(&self, message: &[u8]) -> Result<(), Broken>;
+
+    /// The next message, of at most [`MESSAGE_BYTES_MAX`]; nothing after `wait`.
+    ///
+    /// # Errors
+    /// [`Broken`].
+    fn receive(&self, wait: Duration) -> Result<Option<Vec<u8>>, Broken>;
+
+    /// Closes both directions; a call that waits returns.
+    fn close(&self);
+
+    /// This end's address, at which the other machine reaches this one; `None` inside a process.
+    fn own_addr(&self) -> Option<SocketAddr>;
+}
+
+/// Sends a value as JSON.
+pub(crate) fn say(line: &dyn Line, message: &impl Serialize) -> Result<(), Broken> {
+    let bytes = serde_json::to_vec(message).map_err(Broken::new)?;
+    match bytes.len() {
+        0..=MESSAGE_BYTES_MAX => line.send(&bytes),
+        n => Err(Broken::new(format!(
+            "a message of {n} bytes, but {MESSAGE_BYTES_MAX} is the most"
+        ))),
+    }
+}
+
+/// Receives a value as JSON.
+pub(crate) fn hear<T: DeserializeOwned>(
+    line: &dyn Line,
+    wait: Duration,
+) -> Result<Option<T>, Broken> {
+    let message = line.receive(wait)?;
+    let read = |bytes: Vec<u8>| serde_json::from_slice(&bytes);
+    message.map(read).transpose().map_err(Broken::new)
+}
+
+/// One direction of a line inside this process.
+#[derive(Default)]
+struct Lane {
+    state: Mutex<(VecDeque<Vec<u8>>, bool)>,
+    changed: Condvar,
+}
+
+impl Lane {
+    /// Waits until `done` gives something, the lane is closed, or `wait` is over.
+    fn until<T>(
+        &self,
+        wait: Duration,
+        mut done: impl FnMut(&mut VecDeque<Vec<u8>>) -> Option<T>,
+    ) -> Result<Option<T>, Broken> {
+        let end = Instant::now().checked_add(wait);
+        let mut state = lock(&self.state);
+        loop {
+            if let Some(value) = done(&mut state.0) {
+                self.changed.notify_all();
+                return Ok(Some(value));
+            }
+            if state.1 {
+                return Err(Broken::new("the line is closed"));
+            }
+            let left = end.map_or(wait, |end| end.saturating_duration_since(Instant::now()));
+            if left.is_zero() {
+                return Ok(None);
+            }
+            let waited = self.changed.wait_timeout(state, left);
+            state = waited.unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+
+    fn close(&self) {
+        lock(&self.state).1 = true;
+        self.changed.notify_all();
+    }
+}
+
+/// An end of a line inside this process: see [`pair`].
+pub struct MemoryLine {
+    out: Arc<Lane>,
+    back: Arc<Lane>,
+}
+
+/// Both ends of a line inside this process.
+pub fn pair() -> (MemoryLine, MemoryLine) {
+    let (a, b) = (Arc::new(Lane::default()), Arc::new(Lane::default()));
+    let first = MemoryLine {
+        out: Arc::clone(&a),
+        back: Arc::clone(&b),
+    };
+    (first, MemoryLine { out: b, back: a })
+}
+
+impl Line for MemoryLine {
+    fn send(&self, message: &[u8]) -> Result<(), Broken> {
+        let closed = lock(&self.out.state).1;
+        let put = |queue: &mut VecDeque<Vec<u8>>| {
+            (!closed && queue.len() < HELD_MAX).then(|| queue.push_back(message.to_vec()))
+        };
+        let sent = self.out.until(WRITE_LIMIT, put)?;
+        sent.ok_or_else(|| Broken::new(format!("nothing was read within {WRITE_LIMIT:?}")))
+    }
+
+    fn receive(&self, wait: Duration) -> Result<Option<Vec<u8>>, Broken> {
+        self.back.until(wait, VecDeque::pop_front)
+    }
+
+    fn close(&self) {
+        self.out.close();
+        self.back.close();
+    }
+
+    fn own_addr(&self) -> Option<SocketAddr> {
+        None
+    }
+}
+
+impl Drop for MemoryLine {
+    fn drop(&mut self) {
+        self.close();
+    }
+}
+
+impl fmt::Debug for MemoryLine {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a line inside this process")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn messages_come_in_order_and_a_closed_line_says_so() {
+        let (a, b) = pair();
+        assert_eq!(b.receive(Duration::from_millis(1)), Ok(None));
+        a.send(b"one").unwrap();
+        a.send(b"two").unwrap();
+        a.close();
+        assert!(a.send(b"three").is_err());
+        let wait = Duration::from_secs(5);
+        assert_eq!(b.receive(wait), Ok(Some(b"one".to_vec())));
+        assert_eq!(b.receive(wait), Ok(Some(b"two".to_vec())));
+        assert!(b.receive(wait).is_err());
+    }
+
+    #[test]
+    fn a_line_that_nobody_reads_is_bounded() {
+        let (a, _b) = pair();
+        (0..HELD_MAX).for_each(|_| a.send(b"x").unwrap());
+        assert!(a.send(b"x").unwrap_err().reason.contains("1.5s"));
+    }
+}

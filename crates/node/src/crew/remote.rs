@@ -1,0 +1,414 @@
+//! An owner's side of workers on several machines.
+//!
+//! Each rank has a line to the machine that runs its worker, and a thread that reads it. A rank
+//! whose machine is gone is started on another one: the split stays the same, so the answer does.
+
+use std::collections::VecDeque;
+use std::fmt;
+use std::net::{Ipv4Addr, SocketAddr};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use paceline_base::{Rank, lock};
+use paceline_cluster::workers::Event;
+
+use super::host::{BEAT, FromHost, ModelName, SILENCE, ToHost};
+use super::line::{Broken, Line, hear, say};
+use super::{Crew, Post};
+use crate::Error;
+use crate::messages::{FromWorker, ToWorker};
+
+/// Longest wait for a machine to start a worker: its program may come from a cold disk.
+const START_LIMIT: Duration = Duration::from_secs(10);
+
+/// Events of a rank that wait to be taken before no more is read from its line.
+const HELD_MAX: usize = 4096;
+
+/// A machine that can run a worker.
+#[derive(Debug)]
+pub struct Place {
+    /// What people call the machine.
+    pub name: String,
+    /// A fresh line to it, at whose other end [`host`](super::host::host) runs.
+    pub line: Box<dyn Line>,
+}
+
+/// Machines for workers.
+pub trait Places: Send + Sync + fmt::Debug {
+    /// A fresh line to the machine of a rank: the one that the placement names, or another one in
+    /// its stead where that one is gone. Called when a worker is to be started; blocks for a
+    /// bounded time.
+    ///
+    /// # Errors
+    /// Why there is none.
+    fn open(&self, rank: Rank) -> Result<Place, String>;
+}
+
+/// Workers on several machines.
+pub struct RemoteCrew {
+    places: Box<dyn Places>,
+    model: ModelName,
+    pin: Option<usize>,
+    seats: Vec<Mutex<Option<Seat>>>,
+    inbox: Arc<Inbox>,
+}
+
+/// A rank's worker, and the thread that hears it.
+struct Seat {
+    place: String,
+    line: Arc<dyn Line>,
+    post: Post,
+    /// Where the worker's machine has said to listen.
+    listen: Option<SocketAddr>,
+    reader: Option<JoinHandle<()>>,
+}
+
+/// Events that were read and not taken yet.
+#[derive(Default)]
+struct Inbox {
+    state: Mutex<Held>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct Held {
+    events: VecDeque<(u64, Event<FromWorker>)>,
+    /// By rank: of the worker that it has now. Events of earlier ones are forgotten.
+    workers: Vec<u64>,
+    woken: bool,
+}
+
+impl RemoteCrew {
+    /// A crew of `ranks` workers, none of which is started yet.
+    pub fn new(places: Box<dyn Places>, model: ModelName, ranks: u32, pin: Option<usize>) -> Self {
+        let inbox = Inbox::default();
+        lock(&inbox.state).workers = vec![0; ranks as usize];
+        Self {
+            places,
+            model,
+            pin,
+            seats: (0..ranks).map(|_| Mutex::new(None)).collect(),
+            inbox: Arc::new(inbox),
+        }
+    }
+
+    /// What people call the machine of each rank; empty where there is none now.
+    pub fn machines(&self) -> Vec<String> {
+        let name = |seat: &Mutex<Option<Seat>>| {
+            lock(seat)
+                .as_ref()
+                .map_or_else(String::new, |s| s.place.clone())
+        };
+        self.seats.iter().map(name).collect()
+    }
+
+    fn seat(&self, rank: Rank) -> &Mutex<Option<Seat>> {
+        &self.seats[rank.0 as usize]
+    }
+
+    /// Has a machine start the worker.
+    fn begin(&self, rank: Rank) -> Result<Seat, Broken> {
+        let Place { name, line } = self.places.open(rank).map_err(Broken::new)?;
+        let of = |reason: &dyn fmt::Display| Broken::new(format!("{name}: {reason}"));
+        let start = ToHost::<ToWorker>::Start {
+            model: self.model.clone(),
+            pin: self.pin,
+        };
+        say(&*line, &start).map_err(|error| of(&error))?;
+        let answer = hear(&*line, START_LIMIT).map_err(|error| of(&error))?;
+        match answer {
+            Some(FromHost::Started {
+                listen,
+                model,
+                first_core,
+                pid,
+            }) => Ok(Seat {
+                place: name,
+                line: Arc::from(line),
+                post: Post {
+                    listen: SocketAddr::from((Ipv4Addr::LOCALHOST, 0)),
+                    model,
+                    first_core,
+                    pid,
+                },
+                listen,
+                reader: None,
+            }),
+            Some(FromHost::Refused { reason }) => Err(of(&reason)),
+            Some(_) => Err(of(&"it speaks another version of this protocol")),
+            None => Err(of(&format!(
+                "it did not start a worker within {START_LIMIT:?}"
+            ))),
+        }
+    }
+
+    /// Address for the worker on the owner's own machine: the one by which another machine of the
+    /// crew reaches it, or loopback where all ranks are here.
+    fn own_listen(&self) -> SocketAddr {
+        let known = self.seats.iter().find_map(|seat| {
+            let mut addr = lock(seat).as_ref()?.line.own_addr()?;
+            addr.set_port(0);
+            Some(addr)
+        });
+        known.unwrap_or_else(|| SocketAddr::from((Ipv4Addr::LOCALHOST, 0)))
+    }
+}
+
+impl Crew for RemoteCrew {
+    fn start(&self, rank: Rank) -> Result<(), Error> {
+        self.stop(rank);
+        let worker = self.inbox.next_worker(rank);
+        let mut seat = self
+            .begin(rank)
+            .map_err(|source| Error::Place { rank, source })?;
+        let (line, inbox, place) = (
+            Arc::clone(&seat.line),
+            Arc::clone(&self.inbox),
+            seat.place.clone(),
+        );
+        let builder = std::thread::Builder::new().name(format!("{rank}"));
+        let reader = builder.spawn(move || read(&*line, &inbox, rank, worker, &place));
+        seat.reader = Some(reader.map_err(|source| Error::System {
+            what: "start a thread",
+            source,
+        })?);
+        *lock(self.seat(rank)) = Some(seat);
+        Ok(())
+    }
+
+    fn send(&self, rank: Rank, message: &ToWorker) -> Result<(), Error> {
+        let line = lock(self.seat(rank)).as_ref().map(|s| Arc::clone(&s.line));
+        let sent = match line {
+            Some(line) => say(&*line, &ToHost::Worker(message)),
+            None => Err(Broken::new("no worker runs")),
+        };
+        sent.map_err(|source| Error::Place { rank, source })
+    }
+
+    fn receive(&self, wait: Duration) -> Option<Event<FromWorker>> {
+        self.inbox.take(wait)
+    }
+
+    fn wake(&self) {
+        lock(&self.inbox.state).woken = true;
+        self.inbox.changed.notify_all();
+    }
+
+    fn stop(&self, rank: Rank) {
+        self.inbox.next_worker(rank);
+        let Some(mut seat) = lock(self.seat(rank)).take() else {
+            return;
+        };
+        seat.line.close();
+        if let Some(reader) = seat.reader.take() {
+            let _ = reader.join(); // it has no result
+        }
+    }
+
+    /// Machines give their workers the grace that they have themselves.
+    fn end(&self, _grace: Duration) {
+        (0..self.seats.len() as u32).for_each(|rank| self.stop(Rank(rank)));
+    }
+
+    fn post(&self, rank: Rank) -> Post {
+        let own = self.own_listen();
+        let seat = lock(self.seat(rank));
+        match &*seat {
+            Some(seat) => Post {
+                listen: seat.listen.unwrap_or(own),
+                ..seat.post.clone()
+            },
+            None => Post {
+                listen: own,
+                model: self.model.name.clone().into(),
+                first_core: None,
+                pid: None,
+            },
+        }
+    }
+
+    fn is_one_machine(&self) -> bool {
+        false
+    }
+}
+
+impl Drop for RemoteCrew {
+    fn drop(&mut self) {
+        self.end(Duration::ZERO);
+    }
+}
+
+impl fmt::Debug for RemoteCrew {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} workers on {:?}", self.seats.len(), self.places)
+    }
+}
+
+/// Passes a worker's events on until its line ends, and tells its machine that the owner lives.
+fn read(line: &dyn Line, inbox: &Inbox, rank: Rank, worker: u64, place: &str) {
+    let (mut heard, mut told) = (Instant::now(), Instant::now());
+    let lost = loop {
+        if told.elapsed() >= BEAT {
+            if let Err(broken) = say(line, &ToHost::<ToWorker>::Beat) {
+                break broken;
+            }
+            told = Instant::now();
+        }
+        match hear::<FromHost>(line, BEAT) {
+            Ok(Some(news)) => {
+                heard = Instant::now();
+                if let Some(event) = news.event(rank, place) {
+                    inbox.put(worker, rank, event);
+                }
+            }
+            Ok(None) if heard.elapsed() > SILENCE => {
+                let silence = heard.elapsed().as_secs_f64();
+                break Broken::new(format!("no sign of life for {silence:.1} s"));
+            }
+            Ok(None) => {}
+            Err(broken) => break broken,
+        }
+    };
+    line.close();
+    let reason = format!("{place}: {lost}");
+    inbox.put(worker, rank, Event::Gone { rank, reason });
+}
+
+impl Inbox {
+    /// Forgets the events of a rank's worker; the number of the next one.
+    fn next_worker(&self, rank: Rank) -> u64 {
+        let mut held = lock(&self.state);
+        let worker = &mut held.workers[rank.0 as usize];
+        *worker += 1;
+        let worker = *worker;
+        held.events.retain(|(_, event)| event.rank() != rank);
+        drop(held);
+        self.changed.notify_all();
+        worker
+    }
+
+    /// Keeps an event unless its worker was replaced. Waits while too many are held.
+    fn put(&self, worker: u64, rank: Rank, event: Event<FromWorker>) {
+        let mut held = lock(&self.state);
+        while held.workers[rank.0 as usize] == worker && held.events.len() >= HELD_MAX {
+            let waited = self.changed.wait(held);
+            held = waited.unwrap_or_else(PoisonError::into_inner);
+        }
+        if held.workers[rank.0 as usize] == worker {
+            held.events.push_back((worker, event));
+        }
+        drop(held);
+        self.changed.notify_all();
+    }
+
+    fn take(&self, wait: Duration) -> Option<Event<FromWorker>> {
+        let end = Instant::now() + wait;
+        let mut held = lock(&self.state);
+        loop {
+            if let Some((_, event)) = held.events.pop_front() {
+                self.changed.notify_all();
+                return Some(event);
+            }
+            let left = end.saturating_duration_since(Instant::now());
+            if std::mem::take(&mut held.woken) || left.is_zero() {
+                return None;
+            }
+            let waited = self.changed.wait_timeout(held, left);
+            held = waited.unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::line::pair;
+    use super::*;
+    use crate::crew::line::MemoryLine;
+
+    /// One machine at a time: hands out the ends of lines whose other ends the test has.
+    #[derive(Debug)]
+    struct Lines(Mutex<VecDeque<MemoryLine>>);
+
+    impl Places for Lines {
+        fn open(&self, _: Rank) -> Result<Place, String> {
+            let line = lock(&self.0).pop_front().ok_or("no machine is left")?;
+            Ok(Place {
+                name: "quokka".to_owned(),
+                line: Box::new(line),
+            })
+        }
+    }
+
+    const WAIT: Duration = Duration::from_secs(5);
+
+    fn crew<const N: usize>() -> (RemoteCrew, [MemoryLine; N]) {
+        let (lines, hosts): (Vec<_>, Vec<_>) = (0..N).map(|_| pair()).unzip();
+        let model = ModelName {
+            name: "smollm2".to_owned(),
+            sha256: String::new(),
+        };
+        let lines = Box::new(Lines(Mutex::new(lines.into())));
+        let crew = RemoteCrew::new(lines, model, 1, None);
+        (crew, hosts.try_into().unwrap())
+    }
+
+    fn started() -> FromHost {
+        FromHost::Started {
+            listen: Some(SocketAddr::from(([10, 0, 0, 7], 0))),
+            model: "/there/model.gguf".into(),
+            first_core: None,
+            pid: Some(7),
+        }
+    }
+
+    #[test]
+    fn a_worker_is_started_heard_and_replaced_when_its_machine_is_gone() {
+        let (crew, [first, second]) = crew();
+        say(&first, &started()).unwrap();
+        crew.start(Rank(0)).unwrap();
+        let post = crew.post(Rank(0));
+        assert_eq!(post.listen, SocketAddr::from(([10, 0, 0, 7], 0)));
+        assert_eq!(post.model.to_str(), Some("/there/model.gguf"));
+
+        let listening = FromWorker::Listening { addr: post.listen };
+        say(&first, &FromHost::Message(listening.clone())).unwrap();
+        let expected = Event::Message {
+            rank: Rank(0),
+            message: listening,
+        };
+        assert_eq!(crew.receive(WAIT), Some(expected));
+        first.close();
+        let lost = crew.receive(WAIT).unwrap().to_string();
+        assert_eq!(lost, "rank 0 on quokka: the line is closed");
+
+        say(&second, &started()).unwrap();
+        crew.start(Rank(0)).unwrap();
+        crew.send(Rank(0), &ToWorker::Leave).unwrap();
+        let mut heard = Vec::new();
+        while !matches!(heard.last(), Some(ToHost::Worker(ToWorker::Leave))) {
+            heard.extend(hear::<ToHost>(&second, WAIT).unwrap());
+        }
+        assert!(matches!(heard[0], ToHost::Start { .. }), "{heard:?}");
+        let error = crew.start(Rank(0)).unwrap_err().to_string();
+        assert_eq!(error, "rank 0 on no machine is left");
+    }
+
+    #[test]
+    fn a_machine_that_refuses_or_is_silent_is_named() {
+        let (crew, [first, second]) = crew();
+        let reason = "there is no model \"smollm2\" here".to_owned();
+        say(&first, &FromHost::Refused { reason }).unwrap();
+        let error = crew.start(Rank(0)).unwrap_err().to_string();
+        assert_eq!(
+            error,
+            "rank 0 on quokka: there is no model \"smollm2\" here"
+        );
+        say(&second, &started()).unwrap();
+        crew.start(Rank(0)).unwrap();
+        let began = Instant::now();
+        let lost = crew.receive(WAIT).unwrap().to_string();
+        assert!(lost.contains("quokka: no sign of life for 1."), "{lost}");
+        assert!(began.elapsed() < Duration::from_secs(2));
+    }
+}

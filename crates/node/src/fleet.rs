@@ -1,0 +1,527 @@
+//! Instances over the nodes of a cluster.
+//!
+//! ```text
+//! load: writes a record to the shared map ──▶ every node looks at its duties
+//!   owner (the record's first node): copies the model to the others, starts an Instance over them
+//!   other nodes: run workers (service `crew`), copy the model (`fetch`, `file`)
+//!   every node: opens a door to each instance; requests go to the owner (`answers`)
+//! owner dead: the first successor that lives writes the next record and owns it
+//! ```
+//!
+//! - [`Fleet`]: starts it all beside an agent.
+//! - [`load`](Fleet::load), [`unload`](Fleet::unload), [`list`](Fleet::list): what people ask for.
+
+mod answers;
+mod copies;
+mod owner;
+mod places;
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use paceline_base::lock;
+use paceline_cluster::nodes::agent::Agent;
+use paceline_cluster::nodes::member::Life;
+use paceline_cluster::nodes::placement::{
+    self, Duty, EPOCH_UNWANTED, NODES_MAX, Report, SPLIT_ANY, State, Wanted,
+};
+use paceline_cluster::nodes::{InstanceId, Key, NodeId};
+use paceline_engine::{EngineConfig, Service};
+use paceline_model::{Config, SplitKind};
+use serde::Serialize;
+
+use crate::Instance;
+use crate::crew::host::{HostSpec, ModelName, host};
+use crate::crew::line::Line;
+use answers::Remote;
+use copies::Copies;
+use owner::Owned;
+use places::Wire;
+
+/// Services of a node.
+const CREW: &str = "crew";
+const FETCH: &str = "fetch";
+const FILE: &str = "file";
+const ANSWERS: &str = "answers";
+
+/// How often duties are looked at although nothing changed.
+const LOOK_EVERY: Duration = Duration::from_secs(1);
+
+/// Longest wait for the channel of an entry to an owner.
+const OWNER_LIMIT: Duration = Duration::from_secs(3);
+
+/// Hears which models this node answers with.
+pub trait Doors: Send + Sync {
+    /// Answers with an instance from now on. `path` is its model's file on this node.
+    ///
+    /// # Errors
+    /// Why it cannot be answered with.
+    fn open(
+        &self,
+        id: &str,
+        wanted: &Wanted,
+        path: &Path,
+        service: Arc<dyn Service>,
+    ) -> Result<(), String>;
+
+    /// Answers with it no more.
+    fn close(&self, id: &str);
+}
+
+/// Sizes of an engine for a model at a path, as its record asks.
+pub type Sizes = dyn Fn(&Path, &Config, &Wanted) -> EngineConfig + Send + Sync;
+
+/// The file of a model by the user's name for it, or why there is none.
+pub type Find = dyn Fn(&str) -> Result<PathBuf, String> + Send + Sync;
+
+/// What a fleet needs of the program around it.
+pub struct FleetSpec {
+    /// Starts workers: program and arguments.
+    pub program: (PathBuf, Vec<std::ffi::OsString>),
+    /// The file of a model of this machine, by the user's name for it.
+    pub find: Box<Find>,
+    /// Where copies of models are kept.
+    pub copies: PathBuf,
+    /// Sizes of an engine.
+    pub sizes: Box<Sizes>,
+    /// Threads of a worker where nobody says.
+    pub threads: usize,
+    /// Models that this node answers with.
+    pub doors: Box<dyn Doors>,
+    /// Lines for people; must not block.
+    pub tell: Arc<dyn Fn(&str) + Send + Sync>,
+}
+
+impl fmt::Debug for FleetSpec {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "workers by {}", self.program.0.display())
+    }
+}
+
+/// What somebody wants to have loaded.
+#[derive(Clone, Debug)]
+pub struct Ask {
+    /// The user's name for the model.
+    pub model: String,
+    /// Names or ids of nodes.
+    pub nodes: Vec<String>,
+    /// How many nodes, where none are named.
+    pub count: usize,
+    /// In which directions the model is cut.
+    pub split: SplitKind,
+    /// Threads of each worker; by default all cores of this machine.
+    pub threads: Option<u16>,
+    /// Positions of a sequence.
+    pub context: Option<u32>,
+    /// Answers that are computed at the same time.
+    pub parallel: u16,
+}
+
+/// An instance, as any node sees it.
+#[derive(Clone, Debug, Serialize)]
+pub struct View {
+    /// Its id.
+    pub id: String,
+    /// What its user calls the model.
+    pub model: String,
+    /// How it is; `waiting` before its owner says.
+    pub state: String,
+    /// Steps or bytes done and of how many.
+    pub progress: Option<(u64, u64)>,
+    /// Why it failed or recovers.
+    pub reason: Option<String>,
+    /// Names of its nodes, the owner first.
+    pub nodes: Vec<String>,
+    /// Number of the record: one more with each owner.
+    pub epoch: u64,
+    /// How the model is cut, as it was asked for.
+    pub split: String,
+}
+
+/// Instances over the nodes of a cluster. Dropping it ends those of this node.
+pub struct Fleet {
+    inner: Arc<Inner>,
+    thread: Option<std::thread::JoinHandle<()>>,
+}
+
+struct Inner {
+    agent: Agent,
+    spec: FleetSpec,
+    copies: Arc<Copies>,
+    host: Arc<HostSpec>,
+    owned: Mutex<BTreeMap<InstanceId, Running>>,
+    open: Mutex<BTreeMap<InstanceId, u64>>,
+    over: AtomicBool,
+}
+
+/// An instance of this node, by the epoch of its record.
+struct Running {
+    epoch: u64,
+    instance: Option<Arc<Instance>>,
+}
+
+fn name_of(wanted: &Wanted) -> ModelName {
+    ModelName {
+        name: wanted.model.clone(),
+        sha256: wanted.sha256.clone(),
+    }
+}
+
+impl Fleet {
+    /// Serves other nodes, and looks at this node's duties from now on.
+    ///
+    /// # Errors
+    /// What the system says when it refuses a thread.
+    pub fn start(agent: Agent, mut spec: FleetSpec) -> std::io::Result<Self> {
+        let find = std::mem::replace(&mut spec.find, Box::new(|_| Err(String::new())));
+        let copies = Arc::new(Copies::new(find, spec.copies.clone()));
+        let (own, tell) = (Arc::clone(&copies), Arc::clone(&spec.tell));
+        let inner = Arc::new(Inner {
+            copies,
+            host: Arc::new(HostSpec {
+                program: spec.program.0.clone(),
+                args: spec.program.1.clone(),
+                find: Box::new(move |model| own.find(model)),
+                on_line: Arc::new(move |line| tell(&format!("[worker] {line}"))),
+            }),
+            agent,
+            spec,
+            owned: Mutex::default(),
+            open: Mutex::default(),
+            over: AtomicBool::new(false),
+        });
+        inner.serve();
+        let own = Arc::clone(&inner);
+        let thread = std::thread::Builder::new().name("fleet".to_owned());
+        let thread = Some(thread.spawn(move || own.run())?);
+        Ok(Self { inner, thread })
+    }
+
+    /// Wants a model loaded. Returns at once with the instance's id; [`list`](Self::list) says how
+    /// it goes.
+    ///
+    /// # Errors
+    /// A model that is not on this machine, nodes that there are not.
+    pub fn load(&self, ask: &Ask) -> Result<InstanceId, String> {
+        self.inner.load(ask)
+    }
+
+    /// Wants a model unloaded, by its name or an instance's id; how many instances that were.
+    ///
+    /// # Errors
+    /// No such instance.
+    pub fn unload(&self, name: &str) -> Result<usize, String> {
+        self.inner.unload(name)
+    }
+
+    /// All wanted instances.
+    pub fn list(&self) -> Vec<View> {
+        self.inner.list()
+    }
+}
+
+impl Drop for Fleet {
+    fn drop(&mut self) {
+        self.inner.over.store(true, Ordering::SeqCst);
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join(); // it has no result, and a panic there was reported
+        }
+        let owned = std::mem::take(&mut *lock(&self.inner.owned));
+        drop(owned); // ends their workers
+    }
+}
+
+impl fmt::Debug for Fleet {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "fleet of {:?}", self.inner.agent)
+    }
+}
+
+impl Inner {
+    /// Answers other nodes.
+    fn serve(self: &Arc<Self>) {
+        let weak = Arc::downgrade(self);
+        let with = move |run: fn(&Arc<Self>, paceline_cluster::nodes::agent::Channel)| {
+            let weak = weak.clone();
+            move |channel| {
+                if let Some(inner) = weak.upgrade() {
+                    run(&inner, channel);
+                }
+            }
+        };
+        self.agent.serve(
+            CREW,
+            with(|inner, channel| {
+                // How it ended is told at the other end.
+                let _: Result<(), _> = host(&Wire(channel), &inner.host);
+            }),
+        );
+        self.agent.serve(
+            FETCH,
+            with(|inner, channel| {
+                inner.copies.answer_fetch(&inner.agent, &channel);
+            }),
+        );
+        self.agent.serve(
+            FILE,
+            with(|inner, channel| inner.copies.answer_file(&channel)),
+        );
+        self.agent.serve(
+            ANSWERS,
+            with(|inner, channel| {
+                let line: Arc<dyn Line> = Arc::new(Wire(channel));
+                answers::answer(inner, &line);
+            }),
+        );
+    }
+
+    fn run(self: &Arc<Self>) {
+        let mut watch = self.agent.watch();
+        while !self.over.load(Ordering::SeqCst) {
+            self.do_duties();
+            self.tend_doors();
+            let began = Instant::now();
+            // In slices, so that an end is seen soon.
+            while began.elapsed() < LOOK_EVERY && !self.over.load(Ordering::SeqCst) {
+                if watch.wait(LOOK_EVERY / 10) {
+                    break;
+                }
+            }
+        }
+    }
+
+    /// Starts what this node has to own, and ends what it owns no more.
+    fn do_duties(self: &Arc<Self>) {
+        let map = self.agent.map();
+        let mut own = Vec::new();
+        for duty in placement::duties(&map, self.agent.id(), |id| self.agent.life(id)) {
+            match duty {
+                Duty::Own { id, epoch, wanted } => {
+                    own.push((id, epoch));
+                    self.begin(Owned { id, epoch, wanted });
+                }
+                Duty::TakeOver { id, epoch, wanted } => {
+                    (self.spec.tell)(&format!("{}: its owner is lost, taking over", wanted.model));
+                    // Refused where another node was faster.
+                    let _: Result<(), _> = self.want(id, epoch, Some(&wanted));
+                }
+            }
+        }
+        let ended: Vec<Running> = {
+            let mut owned = lock(&self.owned);
+            let is_old = |id: &InstanceId, it: &mut Running| !own.contains(&(*id, it.epoch));
+            owned.extract_if(.., is_old).map(|(_, it)| it).collect()
+        };
+        drop(ended); // ends their workers, which takes a moment
+    }
+
+    /// Starts an instance on a thread of its own, once for each record.
+    fn begin(self: &Arc<Self>, owned: Owned) {
+        let mut all = lock(&self.owned);
+        if all.get(&owned.id).is_some_and(|it| it.epoch == owned.epoch) {
+            return;
+        }
+        let running = Running {
+            epoch: owned.epoch,
+            instance: None,
+        };
+        let before = all.insert(owned.id, running);
+        drop(all);
+        drop(before);
+        let inner = Arc::clone(self);
+        let run = move || {
+            let instance = owned.start(&inner);
+            let mut all = lock(&inner.owned);
+            if let Some(it) = all.get_mut(&owned.id)
+                && it.epoch == owned.epoch
+            {
+                it.instance = instance;
+            }
+        };
+        let thread = std::thread::Builder::new().name("owner".to_owned());
+        if let Err(error) = thread.spawn(run) {
+            (self.spec.tell)(&format!("error: cannot start a thread: {error}"));
+        }
+    }
+
+    /// Opens a door to each instance that answers, and closes those of instances that are gone.
+    fn tend_doors(self: &Arc<Self>) {
+        let map = self.agent.map();
+        let wanted: Vec<_> = placement::wanted(&map).collect();
+        for (id, _, wanted) in &wanted {
+            let is_open = lock(&self.open).contains_key(id);
+            let is_ready = report(&map, *id).is_some_and(|it| it.state == State::Ready);
+            if is_ready && !is_open {
+                self.open_door(*id, wanted);
+            }
+        }
+        let gone = |id: &InstanceId, _: &mut u64| !wanted.iter().any(|(other, ..)| other == id);
+        let gone: Vec<_> = lock(&self.open).extract_if(.., gone).collect();
+        for (id, _) in gone {
+            self.spec.doors.close(&id.to_string());
+        }
+    }
+
+    fn open_door(self: &Arc<Self>, id: InstanceId, wanted: &Wanted) {
+        // A node that computes nothing of it may lack the file.
+        let Ok(path) = owner::path_of(self, wanted) else {
+            return;
+        };
+        let Ok(service) = Remote::start(self, id) else {
+            return;
+        };
+        let name = id.to_string();
+        match self
+            .spec
+            .doors
+            .open(&name, wanted, &path, Arc::new(service))
+        {
+            Ok(()) => (self.spec.tell)(&format!("answering as {}", wanted.model)),
+            Err(reason) => (self.spec.tell)(&format!("error: {}: {reason}", wanted.model)),
+        }
+        lock(&self.open).insert(id, 0);
+    }
+
+    /// The instance of this node, once it answers.
+    fn ready_instance(&self, id: InstanceId) -> Option<Arc<Instance>> {
+        lock(&self.owned).get(&id)?.instance.clone()
+    }
+
+    fn is_wanted(&self, id: InstanceId) -> bool {
+        placement::wanted(&self.agent.map()).any(|(other, ..)| other == id)
+    }
+
+    /// A line to the owner of an instance, which may be this node.
+    fn reach_owner(self: &Arc<Self>, id: InstanceId) -> Option<Arc<dyn Line>> {
+        let map = self.agent.map();
+        let (_, _, wanted) = placement::wanted(&map).find(|(other, ..)| *other == id)?;
+        let owner = wanted.nodes[0];
+        if owner == self.agent.id() {
+            return answers::here(self);
+        }
+        let channel = self.agent.open(owner, ANSWERS, OWNER_LIMIT).ok()?;
+        Some(Arc::new(Wire(channel)))
+    }
+
+    fn name(&self, id: NodeId) -> String {
+        let known = self.agent.nodes().into_iter().find(|node| node.id == id);
+        known.map_or_else(|| id.to_string(), |node| node.facts.name)
+    }
+
+    fn want(&self, id: InstanceId, epoch: u64, wanted: Option<&Wanted>) -> Result<(), String> {
+        let text = wanted.map(|it| serde_json::to_string(it).expect("a record is JSON"));
+        let written = self.agent.write(Key::Instance(id), epoch, text);
+        written.map_err(|error| error.to_string())
+    }
+
+    fn load(&self, ask: &Ask) -> Result<InstanceId, String> {
+        let nodes = self.choose(ask)?;
+        let path = self.copies.of_user(&ask.model)?;
+        let failed = |error| format!("{}: {error}", path.display());
+        if path.is_dir() && nodes.len() > 1 {
+            return Err(format!(
+                "{} is a folder: over several machines only models of one GGUF file can be loaded",
+                path.display()
+            ));
+        }
+        let wanted = Wanted {
+            model: ask.model.clone(),
+            sha256: self.copies.hash(&path).map_err(failed)?,
+            bytes: std::fs::metadata(&path).map_err(failed)?.len(),
+            successors: nodes[1..].to_vec(),
+            nodes,
+            split: match ask.split {
+                SplitKind::Auto => SPLIT_ANY.to_owned(),
+                kind => kind.to_string(),
+            },
+            threads: ask.threads.unwrap_or(self.spec.threads as u16),
+            context: ask.context,
+            parallel: ask.parallel,
+        };
+        let mut number = [0; 8];
+        getrandom::fill(&mut number).map_err(|error| error.to_string())?;
+        let id = InstanceId(u64::from_le_bytes(number));
+        self.want(id, 1, Some(&wanted)).map(|()| id)
+    }
+
+    /// The nodes that are to compute, this one first if it is among them.
+    fn choose(&self, ask: &Ask) -> Result<Vec<NodeId>, String> {
+        let mut nodes: Vec<NodeId> = if ask.nodes.is_empty() {
+            let all = self.agent.nodes();
+            let mut alive: Vec<_> = all.iter().filter(|n| n.state == Life::Alive).collect();
+            alive[1..].sort_by_key(|node| std::cmp::Reverse(node.facts.memory_bytes));
+            let found = alive.len();
+            if found < ask.count {
+                return Err(format!("{} nodes are wanted and {found} live", ask.count));
+            }
+            alive.iter().take(ask.count).map(|node| node.id).collect()
+        } else {
+            let find = |name: &String| self.agent.find(name).map(|node| node.id);
+            let found: Result<_, _> = ask.nodes.iter().map(find).collect();
+            found.map_err(|error| error.to_string())?
+        };
+        if nodes.is_empty() || nodes.len() > NODES_MAX {
+            return Err(format!("{} nodes, expected 1 to {NODES_MAX}", nodes.len()));
+        }
+        let own = self.agent.id();
+        nodes.sort_by_key(|id| *id != own);
+        let n = nodes.len();
+        nodes.dedup();
+        match nodes.len() == n {
+            true => Ok(nodes),
+            false => Err("a node is named twice".to_owned()),
+        }
+    }
+
+    fn unload(&self, name: &str) -> Result<usize, String> {
+        let map = self.agent.map();
+        let ids: Vec<InstanceId> = placement::wanted(&map)
+            .filter(|(id, _, wanted)| wanted.model == name || id.to_string() == name)
+            .map(|(id, ..)| id)
+            .collect();
+        if ids.is_empty() {
+            return Err(format!("no instance of {name:?} is loaded"));
+        }
+        for id in &ids {
+            self.want(*id, EPOCH_UNWANTED, None)?;
+        }
+        Ok(ids.len())
+    }
+
+    fn list(&self) -> Vec<View> {
+        let map = self.agent.map();
+        let view = |(id, epoch, wanted): (InstanceId, u64, Wanted)| {
+            let report = report(&map, id).filter(|report| report.epoch == epoch);
+            let state = report.as_ref().map_or("waiting", |it| match it.state {
+                State::Fetching => "fetching",
+                State::Loading => "loading",
+                State::Ready => "ready",
+                State::Recovering => "recovering",
+                State::Failed => "failed",
+            });
+            let (progress, reason) = report
+                .as_ref()
+                .map_or((None, None), |it| (it.progress, it.reason.clone()));
+            View {
+                id: id.to_string(),
+                model: wanted.model,
+                state: state.to_owned(),
+                progress,
+                reason,
+                nodes: wanted.nodes.iter().map(|id| self.name(*id)).collect(),
+                epoch,
+                split: wanted.split,
+            }
+        };
+        placement::wanted(&map).map(view).collect()
+    }
+}
+
+/// What the owner of an instance says of it.
+fn report(map: &paceline_cluster::nodes::Registers, id: InstanceId) -> Option<Report> {
+    serde_json::from_str(map.get(&Key::State(id))?).ok()
+}

@@ -1,0 +1,288 @@
+//! Models on the machines that compute them: a node that lacks a file copies it from the owner.
+//!
+//! ```text
+//! owner -> fetch: {"model":{...},"bytes":N}   node has it, or opens `file` to the owner
+//! node  -> file:  {"name":..,"sha256":..}
+//! owner <- the file in pieces, then an empty message
+//! node  <- {"done":N} while it copies, then {"ready":true} or {"refused":"why"}
+//! ```
+
+use std::collections::HashMap;
+use std::fs::{self, File};
+use std::io::{BufWriter, Read, Write};
+use std::path::{Path, PathBuf};
+use std::sync::Mutex;
+use std::time::{Duration, Instant, SystemTime};
+
+use paceline_base::lock;
+use paceline_cluster::nodes::agent::{Agent, Channel};
+use paceline_cluster::nodes::{NodeId, placement::Wanted};
+use serde::{Deserialize, Serialize};
+use sha2::{Digest, Sha256};
+
+use super::{FETCH, FILE, Find};
+use crate::crew::host::ModelName;
+use crate::crew::line::{Broken, hear, say};
+use crate::fleet::places::Wire;
+
+/// Bytes of a piece: large enough that sealing and system calls cost nothing beside the copying.
+const PIECE_BYTES: usize = 1 << 20;
+
+/// Longest wait for the next piece or word of another node.
+const SILENCE: Duration = Duration::from_secs(30);
+
+/// How often a node says how far its copy is.
+const TELL_EVERY: Duration = Duration::from_millis(200);
+
+/// A model that a node is to have.
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) struct Fetch {
+    pub(super) model: ModelName,
+    pub(super) bytes: u64,
+}
+
+/// What a node says of its copy.
+#[derive(Debug, Serialize, Deserialize)]
+enum Told {
+    /// Bytes that it has.
+    Done(u64),
+    Ready,
+    Refused(String),
+}
+
+/// Finds models of this machine, and keeps copies.
+pub(super) struct Copies {
+    /// A model of the user's store, by its name.
+    find: Box<Find>,
+    /// Where copies are kept.
+    folder: PathBuf,
+    /// SHA-256 of files, as long as they stay as they are: to read one takes a second a gigabyte.
+    known: Mutex<HashMap<(PathBuf, u64, SystemTime), String>>,
+}
+
+impl Copies {
+    pub(super) fn new(find: Box<Find>, folder: PathBuf) -> Self {
+        Self {
+            find,
+            folder,
+            known: Mutex::default(),
+        }
+    }
+
+    /// The file that the user means by a name.
+    pub(super) fn of_user(&self, name: &str) -> Result<PathBuf, String> {
+        (self.find)(name)
+    }
+
+    /// SHA-256 of a file, in hexadecimal digits. Reads all of it the first time.
+    ///
+    /// # Errors
+    /// What the system says.
+    pub(super) fn hash(&self, path: &Path) -> std::io::Result<String> {
+        let facts = fs::metadata(path)?;
+        let key = (path.to_owned(), facts.len(), facts.modified()?);
+        if let Some(known) = lock(&self.known).get(&key) {
+            return Ok(known.clone());
+        }
+        let sum = hash(path)?;
+        lock(&self.known).insert(key, sum.clone());
+        Ok(sum)
+    }
+
+    /// The file of a model on this machine: a copy of just this content, or the store's model of
+    /// this name where it has the content.
+    pub(super) fn find(&self, model: &ModelName) -> Result<PathBuf, String> {
+        let copy = self.place(model)?;
+        if copy.is_file() {
+            return Ok(copy);
+        }
+        let path = (self.find)(&model.name)?;
+        let own = self
+            .hash(&path)
+            .map_err(|error| format!("{}: {error}", path.display()))?;
+        if own == model.sha256 {
+            return Ok(path);
+        }
+        Err(format!(
+            "the model {:?} of this machine is another file (SHA-256 {own})",
+            model.name
+        ))
+    }
+
+    /// Where a copy is kept, by its content.
+    fn place(&self, model: &ModelName) -> Result<PathBuf, String> {
+        let is_hash =
+            model.sha256.len() == 64 && model.sha256.bytes().all(|b| b.is_ascii_hexdigit());
+        match is_hash {
+            true => Ok(self.folder.join(format!("{}.gguf", model.sha256))),
+            false => Err(format!("{:?} is no SHA-256", model.sha256)),
+        }
+    }
+
+    /// Answers an owner that wants this node to have a model.
+    pub(super) fn answer_fetch(&self, agent: &Agent, channel: &Channel) {
+        let line = Wire(channel.clone());
+        let fetched = match hear::<Fetch>(&line, SILENCE) {
+            Ok(Some(fetch)) => self.fetch(agent, channel.peer(), &fetch, &line),
+            Ok(None) => Err("nothing was asked for".to_owned()),
+            Err(broken) => Err(broken.to_string()),
+        };
+        // An owner that is gone needs no answer.
+        let _: Result<(), _> = say(&line, &fetched.map_or_else(Told::Refused, |()| Told::Ready));
+    }
+
+    fn fetch(&self, agent: &Agent, from: NodeId, fetch: &Fetch, told: &Wire) -> Result<(), String> {
+        if self.find(&fetch.model).is_ok() {
+            return Ok(());
+        }
+        let place = self.place(&fetch.model)?;
+        fs::create_dir_all(&self.folder).map_err(|e| format!("{}: {e}", self.folder.display()))?;
+        let partial = place.with_extension("part");
+        let opened = agent.open(from, FILE, SILENCE);
+        let file = Wire(opened.map_err(|error| error.to_string())?);
+        say(&file, &fetch.model).map_err(|broken| broken.to_string())?;
+        let copied = copy(&file, &partial, fetch, told);
+        let copied = copied.map_err(|error| format!("{}: {error}", partial.display()))?;
+        if copied != fetch.model.sha256 {
+            return Err(format!(
+                "the copy has SHA-256 {copied}, which is another file"
+            ));
+        }
+        fs::rename(&partial, &place).map_err(|e| format!("{}: {e}", place.display()))
+    }
+
+    /// Sends a model's file to a node that asks for it.
+    pub(super) fn answer_file(&self, channel: &Channel) {
+        let line = Wire(channel.clone());
+        let sent = match hear::<ModelName>(&line, SILENCE) {
+            Ok(Some(model)) => self.find(&model).and_then(|path| {
+                send_file(&line, &path).map_err(|error| format!("{}: {error}", path.display()))
+            }),
+            _ => return,
+        };
+        if sent.is_err() {
+            channel.close(); // the other end counts bytes
+        }
+    }
+}
+
+/// Has another node have the model of an instance; waits until it has. `progress` hears bytes.
+pub(super) fn ensure(
+    agent: &Agent,
+    node: NodeId,
+    wanted: &Wanted,
+    progress: &dyn Fn(u64),
+) -> Result<(), String> {
+    let channel = agent
+        .open(node, FETCH, SILENCE)
+        .map_err(|e| e.to_string())?;
+    let line = Wire(channel);
+    let fetch = Fetch {
+        model: super::name_of(wanted),
+        bytes: wanted.bytes,
+    };
+    say(&line, &fetch).map_err(|broken| broken.to_string())?;
+    loop {
+        // To hash a file of 100 GB on a slow disk takes minutes, in which nothing is said.
+        let told = hear::<Told>(&line, SILENCE * 20).map_err(|broken| broken.to_string())?;
+        match told {
+            Some(Told::Done(bytes)) => progress(bytes),
+            Some(Told::Ready) => return Ok(()),
+            Some(Told::Refused(reason)) => return Err(reason),
+            None => return Err("it says nothing about its copy of the model".to_owned()),
+        }
+    }
+}
+
+fn send_file(line: &Wire, path: &Path) -> std::io::Result<()> {
+    let mut file = File::open(path)?;
+    let mut piece = vec![0; PIECE_BYTES];
+    loop {
+        let n = file.read(&mut piece)?;
+        line.0.send(&piece[..n]).map_err(std::io::Error::other)?;
+        if n == 0 {
+            return Ok(());
+        }
+    }
+}
+
+/// Writes the pieces that come to `place`; the SHA-256 of what was written.
+fn copy(from: &Wire, place: &Path, fetch: &Fetch, told: &Wire) -> Result<String, Broken> {
+    let mut file = BufWriter::new(File::create(place).map_err(Broken::new)?);
+    let (mut sum, mut done, mut last) = (Sha256::new(), 0_u64, Instant::now());
+    loop {
+        let piece = from.0.recv(PIECE_BYTES, SILENCE).map_err(Broken::new)?;
+        let piece = piece.ok_or_else(|| Broken::new("no further piece came"))?;
+        if piece.is_empty() {
+            break;
+        }
+        done += piece.len() as u64;
+        if done > fetch.bytes {
+            return Err(Broken::new(format!(
+                "more than the {} bytes said",
+                fetch.bytes
+            )));
+        }
+        sum.update(&piece);
+        file.write_all(&piece).map_err(Broken::new)?;
+        if last.elapsed() >= TELL_EVERY {
+            say(told, &Told::Done(done))?;
+            last = Instant::now();
+        }
+    }
+    file.flush().map_err(Broken::new)?;
+    file.get_ref().sync_all().map_err(Broken::new)?;
+    Ok(digits(sum))
+}
+
+/// SHA-256 of a file, in hexadecimal digits. Reads all of it.
+///
+/// # Errors
+/// What the system says.
+fn hash(path: &Path) -> std::io::Result<String> {
+    let (mut file, mut sum) = (File::open(path)?, Sha256::new());
+    let mut piece = vec![0; PIECE_BYTES];
+    loop {
+        match file.read(&mut piece)? {
+            0 => return Ok(digits(sum)),
+            n => sum.update(&piece[..n]),
+        }
+    }
+}
+
+fn digits(sum: Sha256) -> String {
+    sum.finalize()
+        .iter()
+        .map(|byte| format!("{byte:02x}"))
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn copies(folder: &Path, model: PathBuf) -> Copies {
+        Copies::new(Box::new(move |_| Ok(model.clone())), folder.to_owned())
+    }
+
+    #[test]
+    fn only_the_content_that_was_asked_for_is_found() {
+        let folder = tempfile::tempdir().unwrap();
+        let model = folder.path().join("model.gguf");
+        fs::write(&model, b"weights").unwrap();
+        let name = |sha256: String| ModelName {
+            name: "m".to_owned(),
+            sha256,
+        };
+        let right = name(hash(&model).unwrap());
+        let found = copies(folder.path(), model.clone());
+        assert_eq!(found.find(&right), Ok(model));
+        let error = found.find(&name("0".repeat(64))).unwrap_err();
+        assert!(error.contains("another file"), "{error}");
+        let error = found.find(&name("../../etc".to_owned())).unwrap_err();
+        assert!(error.contains("no SHA-256"), "{error}");
+        let copy = folder.path().join(format!("{}.gguf", "0".repeat(64)));
+        fs::write(&copy, b"others").unwrap();
+        assert_eq!(found.find(&name("0".repeat(64))), Ok(copy));
+    }
+}

@@ -1,0 +1,171 @@
+//! An instance that this node owns: the model on every node, workers over them, and reports.
+
+use std::cell::Cell;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use paceline_base::{KernelClass, lock};
+use paceline_cluster::nodes::placement::{Report, State, Wanted};
+use paceline_cluster::nodes::{InstanceId, Key, NodeId};
+use paceline_comm::Backend;
+use paceline_model::Source;
+
+use super::places::Nodes;
+use super::{Inner, copies, name_of};
+use crate::crew::remote::RemoteCrew;
+use crate::supervisor::Notice;
+use crate::{Instance, Options, Prepared};
+
+/// Progress is written to the shared map at most this often: each write goes to all nodes.
+const TELL_EVERY: Duration = Duration::from_millis(500);
+
+/// An instance of this node.
+#[derive(Clone)]
+pub(super) struct Owned {
+    pub(super) id: InstanceId,
+    pub(super) epoch: u64,
+    pub(super) wanted: Wanted,
+}
+
+impl Owned {
+    /// Brings the instance up and reports how it goes; the instance when it answers.
+    pub(super) fn start(&self, inner: &Arc<Inner>) -> Option<Arc<Instance>> {
+        let started = self.try_start(inner);
+        match started {
+            Ok(instance) => {
+                self.report(inner, State::Ready, None, None);
+                Some(Arc::new(instance))
+            }
+            Err(reason) => {
+                (inner.spec.tell)(&format!("error: {}: {reason}", self.wanted.model));
+                self.report(inner, State::Failed, None, Some(reason));
+                None
+            }
+        }
+    }
+
+    fn try_start(&self, inner: &Arc<Inner>) -> Result<Instance, String> {
+        self.report(inner, State::Fetching, None, None);
+        let path = inner.copies.find(&name_of(&self.wanted))?;
+        self.share(inner)?;
+        self.report(inner, State::Loading, None, None);
+        let prepared = self.prepare(inner, &path)?;
+        let places = Nodes {
+            agent: inner.agent.clone(),
+            nodes: self.wanted.nodes.clone(),
+            host: Arc::clone(&inner.host),
+        };
+        let ranks = self.wanted.nodes.len() as u32;
+        let crew = RemoteCrew::new(Box::new(places), name_of(&self.wanted), ranks, None);
+        let instance = prepared.over(Box::new(crew), true, self.observer(inner));
+        let instance = instance.map_err(|error| error.to_string())?;
+        instance.ready().map_err(|error| error.to_string())?;
+        Ok(instance)
+    }
+
+    fn prepare(&self, inner: &Inner, path: &Path) -> Result<Prepared, String> {
+        let source = Source::open(path).map_err(|error| error.to_string())?;
+        let options = Options {
+            classes: vec![KernelClass::Cpu; self.wanted.nodes.len()],
+            threads: usize::from(self.wanted.threads.max(1)),
+            kv: None,
+            nodes: self.wanted.nodes.len() as u32,
+            kind: self.wanted.split.parse().map_err(|_| {
+                format!(
+                    "{:?} is no split: try auto, tensor or pipeline",
+                    self.wanted.split
+                )
+            })?,
+            shares: Vec::new(),
+            backend: Backend::Any,
+            probed: Backend::Tcp,
+        };
+        let sizes = |config: &_| (inner.spec.sizes)(path, config, &self.wanted);
+        Prepared::new(Arc::new(source), options, sizes).map_err(|error| error.to_string())
+    }
+
+    /// Has all nodes have the model, side by side.
+    fn share(&self, inner: &Inner) -> Result<(), String> {
+        let others = self.wanted.nodes.iter().copied();
+        let others = others.filter(|id| *id != inner.agent.id());
+        let done = AtomicU64::new(0);
+        let told = std::sync::Mutex::new(Instant::now());
+        std::thread::scope(|scope| {
+            let fetch = |node: NodeId| {
+                let (before, done, told) = (Cell::new(0), &done, &told);
+                move || {
+                    let progress = |bytes: u64| {
+                        done.fetch_add(bytes - before.replace(bytes), Ordering::Relaxed);
+                        let mut told = lock(told);
+                        if told.elapsed() >= TELL_EVERY {
+                            *told = Instant::now();
+                            let progress = (done.load(Ordering::Relaxed), self.wanted.bytes);
+                            self.report(inner, State::Fetching, Some(progress), None);
+                        }
+                    };
+                    let had = copies::ensure(&inner.agent, node, &self.wanted, &progress);
+                    had.map_err(|reason| format!("{}: {reason}", inner.name(node)))
+                }
+            };
+            let all: Vec<_> = others.map(|node| scope.spawn(fetch(node))).collect();
+            let all = all.into_iter().map(|thread| {
+                let ended = thread.join();
+                ended.unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+            });
+            all.collect()
+        })
+    }
+
+    /// Tells the cluster what becomes of the workers.
+    fn observer(&self, inner: &Arc<Inner>) -> crate::Observer {
+        let (own, inner) = (self.clone(), Arc::downgrade(inner));
+        let mut last = Instant::now();
+        Box::new(move |notice, _| {
+            let Some(inner) = inner.upgrade() else { return };
+            match notice {
+                Notice::Loading { done, of, .. } if last.elapsed() >= TELL_EVERY => {
+                    last = Instant::now();
+                    let progress = (*done as u64, *of as u64);
+                    own.report(&inner, State::Loading, Some(progress), None);
+                }
+                Notice::Ready { again: true, .. } => {
+                    (inner.spec.tell)(&format!("{} answers again", own.wanted.model));
+                    own.report(&inner, State::Ready, None, None);
+                }
+                Notice::Failed { reason, .. } => {
+                    (inner.spec.tell)(&format!("error: {}: {reason}", own.wanted.model));
+                    own.report(&inner, State::Recovering, None, Some(reason.clone()));
+                }
+                Notice::Changed(change) => (inner.spec.tell)(&change.line()),
+                Notice::Loading { .. } | Notice::Ready { .. } => {}
+            }
+        })
+    }
+
+    fn report(
+        &self,
+        inner: &Inner,
+        state: State,
+        progress: Option<(u64, u64)>,
+        reason: Option<String>,
+    ) {
+        let report = Report {
+            epoch: self.epoch,
+            state,
+            progress,
+            reason,
+        };
+        let text = serde_json::to_string(&report).expect("a report is JSON");
+        // The map is full, or this node owns it no more: a report is not worth more.
+        let _: Result<(), _> = inner
+            .agent
+            .write(Key::State(self.id), self.epoch, Some(text));
+    }
+}
+
+/// The model's file of an instance on this node.
+pub(super) fn path_of(inner: &Inner, wanted: &Wanted) -> Result<PathBuf, String> {
+    inner.copies.find(&name_of(wanted))
+}

@@ -1,0 +1,530 @@
+//! What runs on this machine will do: measured facts, a prediction from them, and what was learned
+//! from earlier runs.
+//!
+//! ```text
+//! probe (kernels, wire)  ->  measured.json  ->  plan::predict  x  learned ratio  ->  tok/s
+//!                                                                    ^
+//! live decode timings of each run  ---------------------------------'
+//! ```
+//! The ratio of measured and predicted is kept per model, threads, nodes and split. `--split auto`
+//! begins with the split whose corrected prediction is best, so one that disappoints loses its turn
+//! the next time; `steered` leaves it while it runs.
+
+mod facts;
+mod probe;
+mod ranks;
+
+use std::collections::BTreeMap;
+use std::io;
+use std::path::Path;
+use std::sync::Arc;
+
+use paceline_base::{Bytes, KernelClass, Rank};
+use paceline_comm::Backend;
+use paceline_model::{Config, Role, Source, Split, SplitKind};
+use paceline_plan::cost::kernels::operations;
+use paceline_plan::{
+    Attention, Backend as Engine, Bits, Calibration, Cluster, Costs, Link, Member, ModelShape,
+    Node, Pipeline, Placement, Rates, Sliding, Stage, Transport, Workload, predict,
+};
+use paceline_tensor::Kernels;
+
+use facts::Facts;
+use probe::{Measured, Probe};
+use ranks::{Splits, Team, Together, Wire};
+
+use crate::Error;
+
+type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// What a run is about.
+#[derive(Clone, Copy, Debug)]
+pub struct Setting<'a> {
+    /// The model's files.
+    pub source: &'a Source,
+    /// Its shape.
+    pub config: &'a Config,
+    /// How numbers are computed.
+    pub class: KernelClass,
+    /// Threads of each node.
+    pub threads: usize,
+    /// How nodes reach each other.
+    pub backend: Backend,
+}
+
+/// Keys that a prediction assumes in the cache: a short question and answer.
+const KEYS: u32 = 128;
+
+/// A model's weights, ready to be measured as often as one likes.
+#[expect(missing_debug_implementations, reason = "packed weights say nothing")]
+pub struct Probes<'a> {
+    setting: Setting<'a>,
+    alone: Probe<'a>,
+    /// By number of ranks.
+    teams: BTreeMap<u32, Team<'a>>,
+}
+
+impl<'a> Probes<'a> {
+    /// For up to `nodes`.
+    ///
+    /// # Errors
+    /// What is wrong with the file or the system.
+    pub fn new(
+        setting: Setting<'a>,
+        nodes: u32,
+        kernels: impl Fn(usize) -> io::Result<Arc<Kernels>>,
+    ) -> Result<Self> {
+        let mut teams = BTreeMap::new();
+        for splits in Splits::up_to(nodes, setting.config) {
+            let team = Team::new(setting, &splits, || started(kernels(setting.threads)))?;
+            teams.insert(splits.ranks(), team);
+        }
+        Ok(Self {
+            setting,
+            alone: Probe::new(setting, started(kernels(setting.threads))?)?,
+            teams,
+        })
+    }
+
+    /// What this machine can do now with `split`: measured, and kept nowhere.
+    ///
+    /// # Errors
+    /// What the system refuses.
+    pub fn now(&self, split: &Split) -> Result<Forecast> {
+        let ranks = match split.tensor_ranks() {
+            1 => split.ranks(),
+            ranks => ranks as u32,
+        };
+        let mut together = BTreeMap::new();
+        if let Some(team) = self.teams.get(&ranks) {
+            together.insert(ranks, team.measure()?);
+        }
+        let apart = split.ranks() > 1;
+        let wire = apart
+            .then(|| ranks::wire(self.setting.backend))
+            .transpose()?;
+        let measured = self.alone.decode()?;
+        Ok(Forecast::of(
+            Facts::nowhere(),
+            self.setting,
+            measured,
+            together,
+            wire,
+        ))
+    }
+}
+
+/// A prediction for a split, with what it rests on.
+#[derive(Clone, Debug)]
+pub struct Forecast {
+    facts: Facts,
+    key: String,
+    measured: Measured,
+    wire: Option<Wire>,
+    /// By how many ranks compute at the same time.
+    together: BTreeMap<u32, Together>,
+    shape: ModelShape,
+    threads: usize,
+}
+
+impl Forecast {
+    /// Looks up under `home` what was measured for this model and these threads, or measures it;
+    /// again, if a run contradicted it.
+    ///
+    /// # Errors
+    /// What is wrong with the file or the system. Nothing depends on a prediction, so callers may
+    /// go on without one.
+    pub fn new(
+        home: &Path,
+        setting: Setting<'_>,
+        nodes: u32,
+        kernels: impl Fn(usize) -> io::Result<Arc<Kernels>>,
+    ) -> Result<Self> {
+        Self::with(Facts::load(home), setting, nodes, kernels)
+    }
+
+    fn with(
+        mut facts: Facts,
+        setting: Setting<'_>,
+        nodes: u32,
+        kernels: impl Fn(usize) -> io::Result<Arc<Kernels>>,
+    ) -> Result<Self> {
+        let key = facts::key(setting);
+        let before = facts.forget(&key);
+        let measured = match facts.measured(&key) {
+            Some(known) => known,
+            None => {
+                let fresh = Probe::new(setting, started(kernels(setting.threads))?)?.measure()?;
+                facts.set_measured(&key, fresh);
+                if let Some(products) = before {
+                    facts.rescale(&key, products / fresh.products);
+                }
+                fresh
+            }
+        };
+        let together = together(&mut facts, &key, setting, nodes, &kernels)?;
+        let wire = match (nodes > 1, facts.wire(setting.backend)) {
+            (true, None) => {
+                let fresh = ranks::wire(setting.backend)?;
+                facts.set_wire(setting.backend, fresh);
+                Some(fresh)
+            }
+            (_, known) => known,
+        };
+        facts.save();
+        Ok(Self::of(facts, setting, measured, together, wire))
+    }
+
+    fn of(
+        facts: Facts,
+        setting: Setting<'_>,
+        measured: Measured,
+        together: BTreeMap<u32, Together>,
+        wire: Option<Wire>,
+    ) -> Self {
+        Self {
+            facts,
+            key: facts::key(setting),
+            measured,
+            wire,
+            together,
+            shape: shape(setting.source, setting.config),
+            threads: setting.threads,
+        }
+    }
+
+    /// Decode tokens a second of `split`, with what earlier runs taught.
+    ///
+    /// # Errors
+    /// What the planner says about the split.
+    pub fn predict(&self, config: &Config, split: &Split) -> Result<f64> {
+        self.predict_at(config, split, KEYS)
+    }
+
+    /// As [`predict`](Self::predict) with `keys` in the cache.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn predict_at(&self, config: &Config, split: &Split, keys: u32) -> Result<f64> {
+        let ratio = self.facts.ratio(&self.run_key(split)).unwrap_or(1.0);
+        Ok(self.facts_at(config, split, keys)? * ratio)
+    }
+
+    /// Remembers what a run measured.
+    pub fn learn(&mut self, config: &Config, split: &Split, decode_tok_s: f64) {
+        let Ok(said) = self.facts(config, split) else {
+            return;
+        };
+        if decode_tok_s.is_finite() && decode_tok_s > 0.0 {
+            let run = self.run_key(split);
+            self.facts.learn((&self.key, &run), decode_tok_s, said);
+            self.facts.save();
+        }
+    }
+
+    /// The ways to cut a model over `nodes`, and decode tokens a second as corrected by earlier
+    /// runs; tensor first.
+    pub fn ways(&self, config: &Config, nodes: u32, shares: &[u32]) -> Vec<(Split, f64)> {
+        let grids = (2..nodes)
+            .filter(|tensor| nodes.is_multiple_of(*tensor))
+            .map(|tensor| SplitKind::Grid {
+                tensor,
+                pipeline: nodes / tensor,
+            });
+        let kinds = [SplitKind::Tensor, SplitKind::Pipeline].into_iter();
+        let way = |kind| {
+            let split = Split::plan(config, kind, nodes, shares).ok()?;
+            let tok_s = self.predict(config, &split).ok()?;
+            Some((split, tok_s))
+        };
+        kinds.chain(grids).filter_map(way).collect()
+    }
+
+    /// Remembers how long `split` took to load, in seconds.
+    pub fn loaded(&mut self, split: &Split, seconds: f64) {
+        self.facts.set_load(&self.run_key(split), seconds);
+        self.facts.save();
+    }
+
+    /// Seconds that `split` took to load the last time.
+    pub fn load_s(&self, split: &Split) -> Option<f64> {
+        self.facts.load_s(&self.run_key(split))
+    }
+
+    fn run_key(&self, split: &Split) -> String {
+        format!("{}, {} nodes, {split}", self.key, split.ranks())
+    }
+
+    /// As last measured.
+    pub fn last(&self, split: &Split) -> Option<f64> {
+        self.facts.last(&self.run_key(split))
+    }
+
+    /// Decode tokens a second from measured facts alone.
+    ///
+    /// # Errors
+    /// What the planner says about the split.
+    pub fn facts(&self, config: &Config, split: &Split) -> Result<f64> {
+        self.facts_at(config, split, KEYS)
+    }
+
+    /// As [`facts`](Self::facts) with `keys` in the cache.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn facts_at(&self, config: &Config, split: &Split, keys: u32) -> Result<f64> {
+        let (cluster, calibration) = self.cluster(split)?;
+        let workload = Workload {
+            prompt: keys,
+            output: 1,
+            concurrency: 1,
+            context: keys + 1,
+        };
+        let costs = Costs::new(&cluster, &self.shape, workload, &calibration)?;
+        let placement = Placement::single(pipeline(config, split));
+        let token = 1.0 / predict(&costs, &placement)?.decode_tok_s;
+        // Followers sleep when the leader tells them of a step. In a pipeline that is the way back.
+        let alone = split.ranks() == 1 || split.stages() > 1;
+        let told = self.wire.filter(|_| !alone).map_or(0.0, |wire| wire.wake);
+        Ok(1.0 / (token + self.measured.step + told))
+    }
+
+    /// This machine as nodes, and what they cost each other.
+    fn cluster(&self, split: &Split) -> Result<(Cluster, Calibration)> {
+        let ranks = split.tensor_ranks();
+        // Ranks of a tensor split that have more threads than there are cores take turns.
+        let crowd = ((ranks * self.threads) as f64 / cores() as f64).max(1.0);
+        let mut calibration = Calibration::builtin()?;
+        // What was measured is a layer's, which the planner takes for so many operations.
+        let op = self.measured.other / operations(&self.shape, 0) * crowd;
+        calibration.set("op.paceline-cpu", op.max(1e-9));
+        let known = known_for(&self.together, ranks as u32);
+        calibration.set("handover.own.tcp", known.map_or(1e-7, Together::exchange));
+        let sharing = self.sharing(split, crowd);
+        let cluster = Cluster {
+            name: "this machine".to_owned(),
+            nodes: (0..split.ranks())
+                .map(|rank| self.node(rank, crowd, sharing))
+                .collect(),
+            links: self.links(split),
+        };
+        Ok((cluster, calibration))
+    }
+
+    /// What was measured of ranks that compute one after the other, for a split into stages of one:
+    /// each sleeps until the one before is done.
+    fn in_turn(&self, split: &Split) -> Option<&Together> {
+        known_for(&self.together, split.ranks()).filter(|_| split.tensor_ranks() == 1)
+    }
+
+    /// Seconds of all products where one rank has them and the machine.
+    fn alone(&self) -> f64 {
+        f64::from(self.shape.layers) * self.measured.products + self.measured.head
+    }
+
+    /// How many times as long a rank's products take as they would alone: ranks of a tensor split
+    /// compute at the same time and share memory.
+    fn sharing(&self, split: &Split, crowd: f64) -> f64 {
+        let (layers, alone) = (f64::from(self.shape.layers), self.alone());
+        if let Some(turns) = self.in_turn(split) {
+            return (layers * turns.turns + self.measured.head) / alone;
+        }
+        let part = |t: &Together| (layers * t.free + t.head) / alone;
+        let measured = sharing(&self.together, split.tensor_ranks() as u32, part);
+        measured.unwrap_or(crowd).max(1.0)
+    }
+
+    fn node(&self, rank: u32, crowd: f64, sharing: f64) -> Node {
+        let bytes =
+            f64::from(self.shape.layers) * self.shape.layer_bytes(0) + self.shape.head_bytes();
+        let matmul = 2.0 * self.shape.common_params(0) / self.measured.prompt_row.max(1e-12);
+        let attention = self.shape.attention.decode_pair_flops() / self.measured.key.max(1e-12);
+        Node {
+            name: format!("rank {rank}"),
+            kind: "this machine".to_owned(),
+            memory: Bytes(1 << 44), // whether it fits is not the question here
+            usable: 1.0,
+            bandwidth: bytes / self.alone() / sharing,
+            measured: true,
+            rates: Some(Rates {
+                matmul: matmul / crowd,
+                expert: matmul / crowd,
+                attention: attention / crowd,
+            }),
+            disk: None,
+            idle_w: None,
+            load_w: None,
+            price_usd: None,
+            backend: Engine::Cpu,
+            engine: "paceline-cpu".to_owned(),
+        }
+    }
+
+    /// Between every two ranks of `split`.
+    fn links(&self, split: &Split) -> Vec<Link> {
+        let (ranks, n) = (split.tensor_ranks(), split.ranks() as usize);
+        let Some(mut wire) = self.wire else {
+            return Vec::new();
+        };
+        wire.wake = self.in_turn(split).map_or(wire.wake, |turns| turns.hop);
+        let of = |a| (a + 1..n).map(move |b| loopback(a, b, ranks, wire));
+        (0..n).flat_map(of).collect()
+    }
+}
+
+/// [`Forecast::together`] for all numbers of ranks up to `nodes`.
+fn together(
+    memory: &mut Facts,
+    key: &str,
+    setting: Setting<'_>,
+    nodes: u32,
+    kernels: impl Fn(usize) -> io::Result<Arc<Kernels>>,
+) -> Result<BTreeMap<u32, Together>> {
+    let mut all = BTreeMap::new();
+    for splits in Splits::up_to(nodes, setting.config) {
+        let ranks = splits.ranks();
+        let key = format!("{key}, {ranks} ranks, {}", setting.backend.name());
+        let known = memory.together(&key);
+        let together = match known {
+            Some(known) => known,
+            None => {
+                let fresh =
+                    Team::new(setting, &splits, || started(kernels(setting.threads)))?.measure()?;
+                memory.set_together(&key, fresh);
+                fresh
+            }
+        };
+        all.insert(ranks, together);
+    }
+    Ok(all)
+}
+
+/// How much longer `ranks` take for their products than if each were alone, where `part` says what
+/// share of the whole's time a rank's part takes beside the others: as measured, or as the most
+/// ranks that were; more do no more work together.
+fn sharing(
+    together: &BTreeMap<u32, Together>,
+    ranks: u32,
+    part: impl Fn(&Together) -> f64,
+) -> Option<f64> {
+    Some(f64::from(ranks) * part(known_for(together, ranks)?))
+}
+
+/// What was measured for so many ranks, or for the most below; nothing for one.
+fn known_for(together: &BTreeMap<u32, Together>, ranks: u32) -> Option<&Together> {
+    let known = together.range(..=ranks).next_back();
+    known.filter(|_| ranks > 1).map(|(_, known)| known)
+}
+
+fn started(kernels: io::Result<Arc<Kernels>>) -> Result<Arc<Kernels>> {
+    kernels.map_err(|source| Error::System {
+        what: "start threads",
+        source,
+    })
+}
+
+fn cores() -> usize {
+    std::thread::available_parallelism().map_or(1, usize::from)
+}
+
+/// Two ranks of stages of `ranks`. What exchanges inside a stage cost is measured whole, beside the
+/// bytes; a stage waits for the one before.
+fn loopback(a: usize, b: usize, ranks: usize, wire: Wire) -> Link {
+    Link {
+        a,
+        b,
+        kind: "this machine".to_owned(),
+        transport: Transport::Tcp,
+        alpha: if a / ranks == b / ranks {
+            0.0
+        } else {
+            wire.wake
+        },
+        beta: wire.bytes_per_s,
+        shared: false,
+    }
+}
+
+/// The split as the planner writes it.
+fn pipeline(config: &Config, split: &Split) -> Pipeline {
+    let mut stages: Vec<Stage> = Vec::new();
+    for rank in 0..split.ranks() {
+        let shard = split.shard(config, Rank(rank));
+        let share = shard.ffn().len() as f64 / config.ffn as f64;
+        let member = Member {
+            node: rank as usize,
+            share,
+            streamed: 0,
+        };
+        match stages.get_mut(shard.stage) {
+            Some(stage) => stage.members.push(member),
+            None => stages.push(Stage {
+                layers: shard.layers.start as u32..shard.layers.end as u32,
+                split: paceline_plan::Split::Tensor,
+                members: vec![member],
+            }),
+        }
+    }
+    for stage in &mut stages {
+        if stage.members.len() == 1 {
+            stage.split = paceline_plan::Split::Whole;
+            stage.members[0].share = 1.0;
+        }
+    }
+    Pipeline { stages }
+}
+
+fn shape(source: &Source, config: &Config) -> ModelShape {
+    let number = |n: usize| u32::try_from(n).unwrap_or(u32::MAX);
+    let mut shape = ModelShape {
+        name: "local".to_owned(),
+        layers: number(config.layers.len()),
+        width: number(config.width),
+        vocab: number(config.vocab),
+        tied: config
+            .tied
+            .unwrap_or_else(|| matches!(source.opt_weight(config.family, Role::Output), Ok(None))),
+        attention: Attention::Gqa {
+            heads: number(config.heads),
+            kv_heads: number(config.kv_heads),
+            head_dim: number(config.head_dim),
+        },
+        sliding: sliding(config),
+        ffn: number(config.ffn),
+        moe: None,
+        bits: Bits::uniform(8.0),
+    };
+    let bits = source.file_bytes().0 as f64 * 8.0 / shape.params();
+    shape.bits.rest = bits.clamp(1.0, 32.0);
+    shape
+}
+
+/// Layers with a window; of unlike windows, of which there are none yet, the widest counts.
+fn sliding(config: &Config) -> Option<Sliding> {
+    let windows = config.layers.iter().filter_map(|layer| layer.window);
+    let number = |n: usize| u32::try_from(n).unwrap_or(u32::MAX);
+    Some(Sliding {
+        layers: number(windows.clone().count()),
+        window: number(windows.max()?),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ranks_that_were_not_measured_share_what_fewer_have() {
+        let two = Together {
+            free: 0.75,
+            synced: 0.8,
+            head: 0.0,
+            turns: 1.0,
+            hop: 0.1,
+        };
+        let together = BTreeMap::from([(2, two)]);
+        let shares = [1, 2, 4].map(|ranks| sharing(&together, ranks, |t| t.free));
+        assert_eq!(shares, [None, Some(1.5), Some(3.0)]);
+        assert_eq!(sharing(&BTreeMap::new(), 3, |t| t.free), None);
+    }
+}

@@ -1,0 +1,373 @@
+//! Measures what ranks on this machine cost each other, between threads that compute and exchange
+//! as ranks do. What else runs takes its part of the cores here as it will there.
+
+use std::net::{Ipv4Addr, SocketAddr};
+use std::sync::Arc;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use paceline_base::{KernelClass, Rank};
+use paceline_comm::tcp::{self, GroupId};
+use paceline_comm::{Backend, Deadline, Group, Seat, Strict, Wires, init};
+use paceline_model::{Config, Shard, Split, SplitKind};
+use paceline_tensor::Kernels;
+use serde::{Deserialize, Serialize};
+
+use super::probe::{ENOUGH, PASSES, Step, Weights, mean, timed};
+use super::{Result, Setting};
+use crate::Error;
+
+/// Numbers in a large message: 512 KiB, half of the logits of the largest vocabulary at hand.
+const LARGE: usize = 1 << 17;
+
+/// How long a rank lets the other wait before it sends: a stage of a small model. Waiting ranks
+/// sleep after some 100 microseconds.
+const HOLD: Duration = Duration::from_millis(1);
+
+/// Messages between two ranks on this machine.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub(super) struct Wire {
+    /// Bytes a second of large ones.
+    pub(super) bytes_per_s: f64,
+    /// Seconds until a small one is read by a rank that has waited for long.
+    pub(super) wake: f64,
+}
+
+/// What ranks take that have a part each of every matrix, in seconds.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub(super) struct Together {
+    /// A layer's products by one, while the others compute theirs.
+    pub(super) free: f64,
+    /// The same with the two exchanges of a tensor split, so with waiting for the slowest.
+    pub(super) synced: f64,
+    /// The ranks' parts of the head, and bringing their logits together.
+    pub(super) head: f64,
+    /// A whole layer's products by a rank whose turn it is while the others wait for theirs: those
+    /// of a pipeline, whose cores and caches the host lends to others meanwhile.
+    pub(super) turns: f64,
+    /// From the end of a rank's turn to the next one's start.
+    pub(super) hop: f64,
+}
+
+impl Together {
+    /// Seconds of an exchange.
+    pub(super) fn exchange(&self) -> f64 {
+        ((self.synced - self.free) / 2.0).max(1e-7)
+    }
+}
+
+/// Ranks with their parts of a model's layers, ready to be measured again and again.
+pub(super) struct Team<'a> {
+    config: &'a Config,
+    class: KernelClass,
+    backend: Backend,
+    members: Vec<Member>,
+}
+
+/// A rank with what it has of every layer, and with layers that it has alone.
+struct Member {
+    kernels: Arc<Kernels>,
+    tensor: Held,
+    stage: Held,
+}
+
+/// A part of a model.
+struct Held {
+    shard: Shard,
+    weights: Weights,
+}
+
+/// The ways to cut a model that a team of so many ranks measures.
+pub(super) struct Splits {
+    pub(super) tensor: Split,
+    pub(super) pipeline: Split,
+}
+
+impl Splits {
+    /// Those over two and more ranks, as far as there are heads and layers to share. For more
+    /// ranks, what the most measured is taken.
+    pub(super) fn up_to(nodes: u32, config: &Config) -> impl Iterator<Item = Self> {
+        let split = |kind, ranks| Split::plan(config, kind, ranks, &[]).ok();
+        (2..=nodes).map_while(move |ranks| {
+            Some(Self {
+                tensor: split(SplitKind::Tensor, ranks)?,
+                pipeline: split(SplitKind::Pipeline, ranks)?,
+            })
+        })
+    }
+
+    pub(super) fn ranks(&self) -> u32 {
+        self.tensor.ranks()
+    }
+}
+
+impl<'a> Team<'a> {
+    /// The ranks of `splits`, each with `kernels` of its own.
+    ///
+    /// # Errors
+    /// What is wrong with the file; what memory or threads could not be had.
+    pub(super) fn new(
+        setting: Setting<'a>,
+        splits: &Splits,
+        kernels: impl Fn() -> Result<Arc<Kernels>>,
+    ) -> Result<Self> {
+        let member = |rank| {
+            let kernels = kernels()?;
+            let held = |split: &Split| {
+                let shard = split.shard(setting.config, Rank(rank));
+                let weights = Weights::pack(setting, &kernels, &shard)?;
+                Ok::<_, Error>(Held { shard, weights })
+            };
+            let (tensor, stage) = (held(&splits.tensor)?, held(&splits.pipeline)?);
+            Ok::<_, Error>(Member {
+                kernels,
+                tensor,
+                stage,
+            })
+        };
+        Ok(Self {
+            config: setting.config,
+            class: setting.class,
+            backend: setting.backend,
+            members: (0..splits.ranks()).map(member).collect::<Result<_, _>>()?,
+        })
+    }
+
+    /// Measures now.
+    ///
+    /// # Errors
+    /// What the system refuses.
+    pub(super) fn measure(&self) -> Result<Together> {
+        let logits = self.members.iter().map(|m| m.tensor.weights.head_rows());
+        let logits = logits.min().unwrap_or(0);
+        let each = joined(self.members.len(), self.backend, |group| {
+            let member = &self.members[group.rank().0 as usize];
+            let step = |shard| Step::new(self.config, self.class, &member.kernels, shard, 1);
+            let steps = [step(&member.tensor.shard)?, step(&member.stage.shard)?];
+            passes(group, member, steps, logits)
+        })?;
+        let weights = &self.members[0].tensor.weights;
+        let layers = weights.layers.len() as f64;
+        let [free, synced, turn] = [0, 1, 3].map(|i| mean(each.iter().map(|r| r[i])));
+        let stages = self.members.iter().map(|m| m.stage.weights.layers.len());
+        let stages = stages.sum::<usize>() as f64 / each.len() as f64;
+        Ok(Together {
+            free: free / layers,
+            synced: synced / layers,
+            // The first rank leads: a token is chosen when it has the logits.
+            head: each[0][2] * weights.head_share,
+            turns: turn / stages,
+            hop: (each[0][4] / each.len() as f64 - turn).max(1e-7),
+        })
+    }
+}
+
+/// Seconds of layers without exchanges, of layers with them, of the head and bringing its logits
+/// together, of this rank's own layers when it is its turn, and until all had theirs; until the
+/// first rank says that it is enough.
+fn passes(
+    group: &dyn Group,
+    member: &Member,
+    [mut step, mut alone]: [Step<'_>; 2],
+    logits: usize,
+) -> Result<[f64; 5]> {
+    let Held { shard, weights } = &member.tensor;
+    let stage = &member.stage.weights.layers;
+    let mut passes = Vec::new();
+    let mut began = Instant::now();
+    let mut counts = Vec::new();
+    for pass in 0.. {
+        // All end at one meeting: who leaves earlier ends the calls of those who have not done.
+        let enough = pass > PASSES || (pass > 1 && began.elapsed() >= ENOUGH);
+        if meet(group, enough)? {
+            break;
+        }
+        let free = timed(|| step.products(&weights.layers, 1, |_, _| {}));
+        step.head(weights);
+        meet(group, false)?;
+        let mut result = Ok(());
+        let cuts = [&shard.usual.attention, &shard.usual.feed_forward];
+        let synced = timed(|| {
+            step.products(&weights.layers, 1, |half, sum| {
+                if result.is_ok() {
+                    result = cuts[half].complete(group, sum, &mut counts, soon());
+                }
+            });
+        });
+        result?;
+        let head = timed(|| {
+            step.head(weights);
+            result = gather(group, step.logits(logits));
+        });
+        result?;
+        meet(group, false)?;
+        let [turn, all] = in_turn(group, || alone.products(stage, 1, |_, _| {}))?;
+        step.head(weights);
+        if pass == 0 {
+            began = Instant::now(); // it warmed up
+        } else {
+            passes.push([free, synced, head, turn, all]);
+        }
+    }
+    Ok([0, 1, 2, 3, 4].map(|i| mean(passes.iter().map(|pass| pass[i]))))
+}
+
+/// Every rank's logits to the first one, as the model's leader gets them.
+fn gather(group: &dyn Group, logits: &mut [f32]) -> Result<(), paceline_comm::Error> {
+    if group.rank() != Rank(0) {
+        return group.send(logits, Rank(0), 0, soon());
+    }
+    let mut others = (1..group.size()).map(Rank);
+    others.try_for_each(|rank| group.recv(logits, rank, 0, soon()))
+}
+
+/// Has each rank `work` after the one before; seconds that it took, and until all had.
+fn in_turn(group: &dyn Group, work: impl FnOnce()) -> Result<[f64; 2]> {
+    let (rank, ranks) = (group.rank().0, group.size());
+    let (next, before) = (Rank((rank + 1) % ranks), Rank((rank + ranks - 1) % ranks));
+    let (begun, mut baton) = (Instant::now(), [0.0f32]);
+    if rank > 0 {
+        group.recv(&mut baton, before, 0, soon())?;
+    }
+    let turn = timed(work);
+    group.send(&baton, next, 0, soon())?;
+    if rank == 0 {
+        group.recv(&mut baton, before, 0, soon())?;
+    }
+    Ok([turn, begun.elapsed().as_secs_f64()])
+}
+
+/// All ranks wait for the slowest; whether the first says that this is the end. A gather, which
+/// every wire has.
+fn meet(group: &dyn Group, end: bool) -> Result<bool, paceline_comm::Error> {
+    let mut all = vec![0; group.size() as usize];
+    group.all_gather(&[u8::from(end)], &mut all, soon())?;
+    Ok(all[0] > 0)
+}
+
+/// Measures messages between two ranks, joined by `backend`.
+///
+/// # Errors
+/// What the system refuses.
+pub(super) fn wire(backend: Backend) -> Result<Wire> {
+    let rounds = joined(2, backend, |group| {
+        let small = round(group, 1, Duration::ZERO)?;
+        let large = round(group, LARGE, Duration::ZERO)?;
+        let late = round(group, 1, HOLD)?;
+        // A rank that leaves before the other is done ends the other's last call.
+        meet(group, true)?;
+        Ok([small, large, late])
+    })?;
+    let [small, large, late] = rounds[0];
+    Ok(Wire {
+        bytes_per_s: 4.0 * LARGE as f64 / (large - small).max(1e-6),
+        wake: (late / 2.0 - HOLD.as_secs_f64()).max(1e-7),
+    })
+}
+
+/// Seconds of `n` numbers to the other rank and one back, each sent after `hold`; the mean of some.
+fn round(group: &dyn Group, n: usize, hold: Duration) -> Result<f64> {
+    const TIMES: usize = 64;
+    let (there, back) = (vec![1.0f32; n], [1.0f32]);
+    let (mut at_second, mut at_first) = (vec![0.0f32; n], [0.0f32]);
+    let busy = || {
+        let until = Instant::now() + hold;
+        while Instant::now() < until {
+            std::hint::spin_loop();
+        }
+    };
+    let first = group.rank() == Rank(0);
+    let mut begun = Instant::now();
+    for time in 0..=TIMES {
+        if first {
+            busy();
+            group.send(&there, Rank(1), 0, soon())?;
+            group.recv(&mut at_first, Rank(1), 0, soon())?;
+        } else {
+            group.recv(&mut at_second, Rank(0), 0, soon())?;
+            busy();
+            group.send(&back, Rank(0), 0, soon())?;
+        }
+        if time == 0 {
+            begun = Instant::now(); // it warmed up
+        }
+    }
+    Ok(begun.elapsed().as_secs_f64() / TIMES as f64)
+}
+
+fn soon() -> Deadline {
+    Deadline::at(Instant::now() + Duration::from_secs(60))
+}
+
+/// What `run` gives at each of so many ranks, threads of this process.
+fn joined<T: Send>(
+    ranks: usize,
+    backend: Backend,
+    run: impl Fn(&dyn Group) -> Result<T> + Sync,
+) -> Result<Vec<T>> {
+    let local = SocketAddr::from((Ipv4Addr::LOCALHOST, 0));
+    let bind = |_| tcp::Listener::bind(local);
+    let listeners = (0..ranks).map(bind).collect::<Result<Vec<_>, _>>();
+    let listeners = listeners.map_err(|source| Error::System {
+        what: "listen for the ranks of a probe",
+        source,
+    })?;
+    let addrs: Vec<SocketAddr> = listeners.iter().map(tcp::Listener::addr).collect();
+    let (id, addrs, run) = (GroupId::random(), &addrs[..], &run);
+    let at = move |listener, rank| -> Result<T> {
+        let seat = Seat {
+            listener,
+            rank: Rank(rank),
+            addrs,
+            id,
+            config: tcp::Config::default(),
+        };
+        run(&*init(
+            backend,
+            Strict::Yes,
+            seat,
+            &Wires::default(),
+            soon(),
+        )?)
+    };
+    thread::scope(|scope| {
+        let ranks = listeners.into_iter().zip(0..);
+        let threads: Vec<_> = ranks
+            .map(|(own, rank)| scope.spawn(move || at(own, rank)))
+            .collect();
+        let ends = threads.into_iter().map(thread::ScopedJoinHandle::join);
+        ends.map(|end| {
+            end.ok().ok_or(Error::Ended {
+                what: "a rank of the probe",
+            })?
+        })
+        .collect()
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn exchanges_are_what_being_in_step_adds() {
+        let layer = |free, synced| {
+            let all = Together {
+                free,
+                synced,
+                head: 1.0,
+                turns: 2.0,
+                hop: 0.1,
+            };
+            all.exchange()
+        };
+        assert!((layer(1.0, 3.0) - 1.0).abs() < 1e-12);
+        assert_eq!(layer(3.0, 1.0), 1e-7, "noise is no time won");
+    }
+
+    #[test]
+    fn messages_between_threads_take_time() {
+        let wire = wire(Backend::Any).unwrap();
+        assert!(wire.bytes_per_s > 1e6 && wire.wake < 1.0, "{wire:?}");
+    }
+}

@@ -1,0 +1,431 @@
+//! From a model's files and a wish to something that answers: in this process, or by workers.
+//!
+//! ```text
+//! Prepared (files, shape, ways to cut it) --here--> Loaded: an engine in this process
+//!        |  forecast: which way first      '--over(crew)--> Loaded: an Instance
+//! ```
+
+use std::io;
+use std::path::Path;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use paceline_base::{Bytes, KernelClass, lock};
+use paceline_comm::Backend;
+use paceline_engine::{Engine, EngineConfig, Failure, Reply, Request, Runner, Service, Ticket};
+use paceline_formats::tokenizer::Tokenizer;
+use paceline_model::{Config, MlxPlaces, Source, Split, SplitKind};
+use paceline_tensor::{Kernels, KvType};
+
+use crate::crew::Crew;
+use crate::forecast::{Forecast, Setting};
+use crate::supervisor::Change;
+use crate::{Cut, Error, Instance, InstanceSpec, Moved, Observer, SharedForecast, load_whole};
+
+/// How a model is to be computed.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// How numbers are computed, for each node: the same within a stage.
+    pub classes: Vec<KernelClass>,
+    /// Threads of each node.
+    pub threads: usize,
+    /// How keys and values are kept if not as the class does; not on MLX.
+    pub kv: Option<KvType>,
+    /// Nodes.
+    pub nodes: u32,
+    /// In which directions the model is cut.
+    pub kind: SplitKind,
+    /// How much each node gets, relative to the others; none for equal shares.
+    pub shares: Vec<u32>,
+    /// How the nodes reach each other.
+    pub backend: Backend,
+    /// The way of reaching each other whose cost is measured for predictions.
+    pub probed: Backend,
+}
+
+impl Options {
+    /// Whether every node uses our own kernels, whose speed is known.
+    fn on_cpu(&self) -> bool {
+        !self.classes.iter().any(|class| class.is_mlx())
+    }
+
+    /// Whether the nodes of every stage of `split` compute alike.
+    ///
+    /// # Errors
+    /// [`Error::MixedStage`].
+    fn check(&self, config: &Config, split: &Split) -> Result<(), Error> {
+        for (node, class) in (0..).zip(&self.classes) {
+            let ranks = split.shard(config, paceline_base::Rank(node)).stage_ranks();
+            let (a, b) = (self.classes[ranks.start as usize], *class);
+            if a != b {
+                return Err(Error::MixedStage { a, b });
+            }
+        }
+        Ok(())
+    }
+}
+
+/// A model that was opened and cut, and is not loaded yet: what can be wrong with it is known.
+#[derive(Debug)]
+pub struct Prepared {
+    source: Arc<Source>,
+    config: Config,
+    options: Options,
+    engine: EngineConfig,
+    split: Split,
+    forecast: Option<SharedForecast>,
+    /// Whether a split that turns out worse than another is left.
+    steers: bool,
+}
+
+impl Prepared {
+    /// Reads the shape and cuts the model; `sizes` gives the engine's sizes for that shape.
+    ///
+    /// # Errors
+    /// What is wrong with the model; why it cannot be cut like that.
+    pub fn new(
+        source: Arc<Source>,
+        options: Options,
+        sizes: impl FnOnce(&Config) -> EngineConfig,
+    ) -> Result<Self, Error> {
+        let config = Config::read(&source)?;
+        let split = Split::plan(&config, options.kind, options.nodes, &options.shares)?;
+        Ok(Self {
+            engine: sizes(&config),
+            source,
+            config,
+            options,
+            split,
+            forecast: None,
+            steers: false,
+        })
+    }
+
+    /// The model's files.
+    pub const fn source(&self) -> &Arc<Source> {
+        &self.source
+    }
+
+    /// The shape.
+    pub const fn config(&self) -> &Config {
+        &self.config
+    }
+
+    /// How it is to be computed.
+    pub const fn options(&self) -> &Options {
+        &self.options
+    }
+
+    /// Sizes of the engine.
+    pub const fn engine(&self) -> &EngineConfig {
+        &self.engine
+    }
+
+    /// How it is cut at first.
+    pub const fn split(&self) -> &Split {
+        &self.split
+    }
+
+    /// What a forecast is about.
+    pub fn setting(&self, backend: Backend) -> Setting<'_> {
+        Setting {
+            source: &self.source,
+            config: &self.config,
+            class: self.options.classes[0],
+            threads: self.options.threads,
+            backend,
+        }
+    }
+
+    /// Measures what this machine will do with it, or looks that up under `home`. An open split is
+    /// then chosen by that, and left when it turns out worse. Nothing changes where nothing can be
+    /// measured: nothing depends on a forecast. Engines other than our own are not measured.
+    pub fn forecast(&mut self, home: &Path, kernels: impl Fn(usize) -> io::Result<Arc<Kernels>>) {
+        let nodes = self.options.nodes;
+        if !self.options.on_cpu() {
+            return;
+        }
+        let setting = self.setting(self.options.probed);
+        let forecast = Forecast::new(home, setting, nodes, kernels).ok();
+        self.forecast = forecast.map(|forecast| Arc::new(Mutex::new(forecast)));
+        self.steers = nodes > 1 && self.options.kind == SplitKind::Auto;
+        let cuts = self.cuts();
+        self.split = cuts[best(&cuts)].split.clone();
+    }
+
+    /// Keeps the split that was chosen, whatever comes of it.
+    pub const fn stay(&mut self) {
+        self.steers = false;
+    }
+
+    /// The ways to cut it that may be used: all if it steers.
+    fn cuts(&self) -> Vec<Cut> {
+        let forecast = self.forecast.as_ref().map(|forecast| lock(forecast));
+        let mut cuts = Vec::new();
+        if let (true, Some(forecast)) = (self.steers, &forecast) {
+            let (nodes, shares) = (self.options.nodes, &self.options.shares);
+            let ways = forecast.ways(&self.config, nodes, shares).into_iter();
+            cuts.extend(ways.map(|(split, tok_s)| Cut {
+                split,
+                tok_s: Some(tok_s),
+            }));
+            cuts.retain(|cut| self.options.check(&self.config, &cut.split).is_ok());
+        }
+        if cuts.is_empty() {
+            let known = |all: &Forecast| all.predict(&self.config, &self.split).ok();
+            cuts.push(Cut {
+                split: self.split.clone(),
+                tok_s: forecast.as_deref().and_then(known),
+            });
+        }
+        cuts
+    }
+
+    /// Starts it on the workers of `crew`, one for each node; with `restart` a new epoch follows a
+    /// failure. Does not wait: [`Instance::ready`] does.
+    ///
+    /// # Errors
+    /// [`Error::MixedStage`]; what the system refuses.
+    pub fn over(
+        &self,
+        crew: Box<dyn Crew>,
+        restart: bool,
+        observer: Observer,
+    ) -> Result<Instance, Error> {
+        let cuts = self.cuts();
+        let first = best(&cuts);
+        self.options.check(&self.config, &cuts[first].split)?;
+        let spec = InstanceSpec {
+            config: self.config.clone(),
+            classes: self.options.classes.clone(),
+            threads: self.options.threads,
+            kv: self.options.kv,
+            backend: self.options.backend,
+            engine: self.engine.clone(),
+            cuts,
+            first,
+            forecast: self.forecast.clone(),
+            restart,
+        };
+        Instance::begin(spec, crew, observer)
+    }
+
+    /// Takes an instance as the model that answers.
+    pub fn loaded(self, instance: Instance) -> Loaded {
+        Loaded {
+            computing: Computing::Crew(instance),
+            forecast: self.forecast,
+            config: self.config,
+            split: self.split,
+        }
+    }
+
+    /// Loads it whole, into this process.
+    ///
+    /// # Errors
+    /// What is wrong with the model, or with MLX where it is to compute.
+    pub fn here(
+        self,
+        tokenizer: Arc<Tokenizer>,
+        mlx: &MlxPlaces,
+        kernels: Arc<Kernels>,
+        progress: impl FnMut(usize, usize),
+    ) -> Result<Loaded, Error> {
+        let numbers = (self.options.classes[0], self.options.kv);
+        let model = load_whole(&self.source, numbers, &self.engine, mlx, kernels, progress)?;
+        let (device, weights) = (model.device(), model.weight_bytes());
+        let engine = Engine::new(model, tokenizer, self.engine)?;
+        Ok(Loaded {
+            computing: Computing::Here {
+                runner: Runner::start(engine),
+                weights,
+                device,
+            },
+            forecast: self.forecast,
+            config: self.config,
+            split: self.split,
+        })
+    }
+}
+
+/// Place of the way that is expected to be fastest, the first of such; the first where nothing is
+/// expected.
+fn best(cuts: &[Cut]) -> usize {
+    let speed = |i: usize| cuts[i].tok_s.unwrap_or(0.0);
+    (0..cuts.len()).fold(0, |best, i| if speed(i) > speed(best) { i } else { best })
+}
+
+/// A model that is ready to answer.
+#[derive(Debug)]
+pub struct Loaded {
+    computing: Computing,
+    forecast: Option<SharedForecast>,
+    config: Config,
+    /// As it began.
+    split: Split,
+}
+
+#[derive(Debug)]
+enum Computing {
+    Here {
+        runner: Runner,
+        weights: Bytes,
+        device: String,
+    },
+    Crew(Instance),
+}
+
+impl Loaded {
+    /// The part that answers.
+    pub fn service(&self) -> &dyn Service {
+        match &self.computing {
+            Computing::Here { runner, .. } => runner,
+            Computing::Crew(instance) => instance,
+        }
+    }
+
+    /// The shape.
+    pub const fn config(&self) -> &Config {
+        &self.config
+    }
+
+    /// How it is cut now.
+    pub fn split(&self) -> &Split {
+        match &self.computing {
+            Computing::Here { .. } => &self.split,
+            Computing::Crew(instance) => instance.split(),
+        }
+    }
+
+    /// Number of nodes.
+    pub fn nodes(&self) -> u32 {
+        self.split.ranks()
+    }
+
+    /// Packed weights of each rank; nothing when the workers are gone.
+    pub fn weights(&self) -> Vec<Bytes> {
+        match &self.computing {
+            Computing::Here { weights, .. } => vec![*weights],
+            Computing::Crew(instance) => {
+                let facts = instance.facts();
+                facts.iter().map(|rank| Bytes(rank.weight_bytes)).collect()
+            }
+        }
+    }
+
+    /// The instruction set or device of the first rank.
+    pub fn device(&self) -> String {
+        match &self.computing {
+            Computing::Here { device, .. } => device.clone(),
+            Computing::Crew(instance) => {
+                let first = instance.facts().into_iter().next();
+                first.map_or_else(String::new, |rank| rank.instruction_set)
+            }
+        }
+    }
+
+    /// Decode tokens a second that are expected, as far as runs until the start taught; `None`
+    /// where nothing was measured.
+    pub fn predicted(&self) -> Option<f64> {
+        match &self.computing {
+            Computing::Here { .. } => {
+                let forecast = lock(self.forecast.as_ref()?);
+                forecast.predict(&self.config, &self.split).ok()
+            }
+            Computing::Crew(instance) => instance.predicted(),
+        }
+    }
+
+    /// As [`predicted`](Self::predicted) with `keys` in the cache.
+    pub fn predicted_at(&self, keys: u32) -> Option<f64> {
+        let forecast = lock(self.forecast.as_ref()?);
+        forecast.predict_at(&self.config, self.split(), keys).ok()
+    }
+
+    /// Remembers how fast an answer was decoded. Workers are watched anyway.
+    pub fn learn(&self, decode_tok_s: f64) {
+        if let (Computing::Here { .. }, Some(forecast)) = (&self.computing, &self.forecast) {
+            lock(forecast).learn(&self.config, &self.split, decode_tok_s);
+        }
+    }
+
+    /// Changes of the split so far.
+    pub fn changes(&self) -> Vec<Change> {
+        match &self.computing {
+            Computing::Here { .. } => Vec::new(),
+            Computing::Crew(instance) => instance.changes(),
+        }
+    }
+
+    /// What the nodes have moved so far; `None` for one node, or when one does not say.
+    pub fn moved(&self) -> Option<Moved> {
+        match &self.computing {
+            Computing::Here { .. } => None,
+            Computing::Crew(instance) => instance.moved(),
+        }
+    }
+
+    /// Starts an answer.
+    ///
+    /// # Errors
+    /// Refusals that are known at once.
+    pub fn submit(&self, request: Request) -> Result<Answer<'_>, Failure> {
+        let (sender, replies) = channel();
+        let sink = Box::new(move |reply| {
+            let _ = sender.send((Instant::now(), reply)); // nobody waits for it any more
+        });
+        let service = self.service();
+        let ticket = service.submit(request, sink)?;
+        Ok(Answer {
+            service,
+            ticket,
+            replies,
+        })
+    }
+}
+
+/// An answer that is being computed. Dropping it stops it.
+#[derive(Debug)]
+pub struct Answer<'a> {
+    service: &'a dyn Service,
+    ticket: Ticket,
+    replies: Receiver<(Instant, Reply)>,
+}
+
+impl Answer<'_> {
+    /// Waits for the next reply; says when it came.
+    ///
+    /// # Errors
+    /// [`Failure`] when the answer will not be completed.
+    pub fn next(&self) -> Result<(Instant, Reply), Failure> {
+        Self::reply(self.replies.recv().ok())
+    }
+
+    /// As [`next`](Self::next), for at most `limit`; `None` when no reply came in that time.
+    ///
+    /// # Errors
+    /// As of [`next`](Self::next).
+    pub fn next_within(&self, limit: Duration) -> Result<Option<(Instant, Reply)>, Failure> {
+        match self.replies.recv_timeout(limit) {
+            Err(RecvTimeoutError::Timeout) => Ok(None),
+            other => Self::reply(other.ok()).map(Some),
+        }
+    }
+
+    fn reply(reply: Option<(Instant, Reply)>) -> Result<(Instant, Reply), Failure> {
+        match reply {
+            Some((_, Reply::Failed(failure))) => Err(failure),
+            Some(reply) => Ok(reply),
+            None => Err(Failure::Lost {
+                reason: "what computed it ended".to_owned(),
+            }),
+        }
+    }
+}
+
+impl Drop for Answer<'_> {
+    fn drop(&mut self) {
+        self.service.cancel(self.ticket); // does nothing for one that is complete
+    }
+}

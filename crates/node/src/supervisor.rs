@@ -1,0 +1,842 @@
+//! The life of an instance, as a pure state machine.
+//!
+//! ```text
+//!            Begin              all ready
+//!   New ------------> Starting -----------> Ready --- change of split ---> Leaving
+//!                       |  ^                  |                              |   |
+//!               failure |  |    failure       |                all have left |   |
+//!                       v  |                  v                              |   |
+//!                     Failing <---------------+        Starting <------------+   |
+//!                       | cause known                                            |
+//!                       +--> Leaving --> Waiting --> Starting (next epoch)  <----+
+//!                       +--> Ended (when nothing is to be started again)
+//! ```
+//! The supervisor owns the open requests with the tokens that were answered so far. A new *epoch*
+//! (another set of processes, another split, or both) goes on from those, so nothing has to be
+//! asked of a worker that is dead. Workers that live keep their processes and, where their shard
+//! stays the same, their packed weights.
+//!
+//! [`Supervisor::step`] takes one event and returns what to do. It has no clock, no thread and no
+//! process: [`Instance`](crate::Instance) is the shell that has, and tests drive thousands of lives
+//! from seeds.
+
+mod change;
+mod requests;
+
+use std::collections::VecDeque;
+use std::net::SocketAddr;
+use std::time::Duration;
+
+use paceline_base::Rank;
+use paceline_cluster::workers::Event as CrewEvent;
+use paceline_engine::{Failure, Reply, Request, Ticket};
+use paceline_plan::steer::{self, Order, Steering};
+
+pub use change::Change;
+use requests::Requests;
+
+use crate::cause::{Sign, cause};
+use crate::messages::{FromWorker, RankFacts};
+
+/// How long signs are gathered after the first, to find the one that is the cause. Together with
+/// the 1.5 s after which a silent worker is noticed it stays below the 2 s in which a failure is
+/// reported.
+pub const SIGNS_WITHIN: Duration = Duration::from_millis(150);
+
+/// Longest wait for workers to listen: they have to start and to read the model's header.
+pub const LISTEN_LIMIT: Duration = Duration::from_secs(30);
+
+/// Longest wait for a rank to leave an epoch: it ends its step, or sees within 2 s that a rank it
+/// waits for is silent. Later it is replaced.
+pub const LEAVE_LIMIT: Duration = Duration::from_secs(3);
+
+/// Wait before the first epoch after a failure: doubled with each further failure, and back to
+/// this once an epoch has answered a request. Long enough for a client to see the failure. Where
+/// answers go on there is nothing to see: the first restart does not wait, the second waits so long.
+pub const FIRST_WAIT: Duration = Duration::from_millis(250);
+
+/// Failures that a request outlives without a token in between. A request that itself ends the
+/// workers must not end them for ever.
+pub const FAILURES_MAX: u32 = 3;
+
+/// Longest such wait.
+pub const LONGEST_WAIT: Duration = Duration::from_secs(60);
+
+/// What is learned from answers is told at most this often, and at the end.
+const LEARN_EVERY: Duration = Duration::from_secs(60);
+
+/// A way to compute the model.
+#[derive(Clone, Debug)]
+pub struct Way {
+    /// Name of the split, for people.
+    pub name: String,
+    /// The rank that takes requests.
+    pub leader: Rank,
+    /// Decode tokens a second, as predicted and corrected by earlier runs; finite, above 0.
+    pub tok_s: f64,
+    /// What it takes to change to it; `None` where it was never loaded: as long as the first way.
+    pub change: Option<Duration>,
+}
+
+/// What an instance does about failures, and how much it holds.
+#[derive(Clone, Copy, Debug)]
+pub struct Policy {
+    /// Whether a new epoch is started after a failure, once the first one was ready.
+    pub restart: bool,
+    /// Whether open requests go on in that epoch. Without it they are lost with the reason.
+    pub resume: bool,
+    /// Requests that are held while the split changes, or while answers wait to go on.
+    pub held_max: usize,
+}
+
+impl Policy {
+    /// Wait before the first epoch after a failure.
+    const fn first_wait(&self) -> Duration {
+        if self.resume {
+            Duration::ZERO
+        } else {
+            FIRST_WAIT
+        }
+    }
+}
+
+/// Something that happened.
+#[derive(Debug)]
+pub enum Event {
+    /// Start the first epoch.
+    Begin,
+    /// A caller's request, by the name that the caller will use.
+    Submit {
+        /// The name, never used before.
+        ticket: Ticket,
+        /// The request.
+        request: Box<Request>,
+        /// Tokens of the answer that the caller has, from another owner of the instance.
+        tokens: Vec<u32>,
+    },
+    /// The caller does not want it any more.
+    Cancel(Ticket),
+    /// A worker said or did something.
+    Crew(CrewEvent<FromWorker>),
+    /// A worker could not be started or reached.
+    Unreachable {
+        /// Its rank.
+        rank: Rank,
+        /// Why.
+        reason: String,
+    },
+    /// A request could not be put into a message.
+    Unsendable {
+        /// Its name.
+        ticket: Ticket,
+        /// Why.
+        reason: String,
+    },
+    /// Time went by.
+    Tick,
+    /// End all workers.
+    End,
+}
+
+/// Something to do, in order.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Action {
+    /// Start a worker for a rank, in place of what is left of an earlier one.
+    Start(Rank),
+    /// Give a rank its part of the epoch.
+    Assign {
+        /// The rank.
+        rank: Rank,
+        /// Number of the epoch, from 1.
+        epoch: u64,
+        /// Place of the way among those that the instance may use.
+        way: usize,
+    },
+    /// Tell a rank where all ranks listen.
+    Join {
+        /// The rank.
+        rank: Rank,
+        /// One address for each rank.
+        addrs: Vec<SocketAddr>,
+    },
+    /// Have a rank leave the epoch.
+    Leave(Rank),
+    /// Kill what is left of a rank's worker.
+    Stop(Rank),
+    /// Hand a request to the leader, with what was answered before.
+    Submit {
+        /// The leader.
+        rank: Rank,
+        /// Its name.
+        ticket: Ticket,
+        /// The request.
+        request: Box<Request>,
+        /// Tokens of the answer that the caller has.
+        tokens: Vec<u32>,
+    },
+    /// Have the leader forget a request.
+    Cancel {
+        /// The leader.
+        rank: Rank,
+        /// Its name.
+        ticket: Ticket,
+    },
+    /// Hand a reply to the request's caller.
+    Deliver(Ticket, Reply),
+    /// Forget a caller that cancelled.
+    Forget(Ticket),
+    /// Remember how fast a way decodes.
+    Learn {
+        /// The way.
+        way: usize,
+        /// Decode tokens a second.
+        tok_s: f64,
+    },
+    /// Remember how long a way took from its first order to the last rank's readiness.
+    Loaded {
+        /// The way.
+        way: usize,
+        /// How long.
+        took: Duration,
+    },
+    /// Tell whoever watches.
+    Tell(Notice),
+    /// End all workers; nothing else comes.
+    End,
+}
+
+/// News for people and dashboards.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Notice {
+    /// A rank has loaded `done` of `of` steps.
+    Loading {
+        /// The rank.
+        rank: Rank,
+        /// Steps done.
+        done: usize,
+        /// Of how many.
+        of: usize,
+    },
+    /// An epoch takes requests.
+    Ready {
+        /// Its number.
+        epoch: u64,
+        /// Place of its way.
+        way: usize,
+        /// What each rank said of itself.
+        facts: Vec<RankFacts>,
+        /// Whether it follows a failure.
+        again: bool,
+    },
+    /// The split was changed, or could not be.
+    Changed(Change),
+    /// An epoch failed.
+    Failed {
+        /// The rank that caused it.
+        rank: Rank,
+        /// What happened, with the rank's name.
+        reason: String,
+        /// Until the next epoch starts; `None` when none will.
+        again_in: Option<Duration>,
+    },
+}
+
+/// Whether an instance takes requests.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Stand {
+    /// The first epoch is starting.
+    Loading,
+    /// It does; while the split changes they are held.
+    Ready,
+    /// The last epoch failed; says why, and whether another one follows.
+    Failed {
+        /// What happened.
+        reason: String,
+        /// Whether another epoch follows.
+        again: bool,
+    },
+}
+
+/// Where a rank's worker is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Seat {
+    /// There is none, or one that is to be replaced.
+    Empty,
+    /// Alive, outside of any epoch.
+    Idle,
+    /// In the epoch.
+    Busy,
+}
+
+/// Why an epoch starts.
+#[derive(Clone, Debug)]
+enum Why {
+    First,
+    /// After a failure.
+    Again,
+    /// Another split: begun at a time, by an order.
+    Change(Pending),
+    /// The split before, because the other one could not be started.
+    Back(Pending, String),
+}
+
+/// A change of the split under way.
+#[derive(Clone, Copy, Debug)]
+struct Pending {
+    order: Order,
+    begun: Duration,
+    /// Whether the way to change to was in use before.
+    back: bool,
+}
+
+/// What follows when all ranks have left.
+#[derive(Clone, Debug)]
+enum Then {
+    Begin(usize, Why),
+    /// Wait until then; say why.
+    Wait(Duration, String),
+}
+
+#[derive(Clone, Debug)]
+struct Starting {
+    way: usize,
+    why: Why,
+    since: Duration,
+    /// Nothing after all listen: loading takes as long as it takes.
+    until: Option<Duration>,
+    addrs: Vec<Option<SocketAddr>>,
+    ready: Vec<Option<RankFacts>>,
+}
+
+#[derive(Clone, Debug)]
+enum Phase {
+    New,
+    Starting(Starting),
+    Ready,
+    /// Signs are gathered; of a start, what it was.
+    Failing {
+        signs: Vec<Sign>,
+        until: Duration,
+        start: Option<(usize, Why)>,
+    },
+    Leaving {
+        then: Then,
+        until: Duration,
+    },
+    Waiting {
+        until: Duration,
+        reason: String,
+    },
+    Ended {
+        reason: String,
+    },
+}
+
+/// Owns an instance's life: see the module.
+#[derive(Debug)]
+pub struct Supervisor {
+    ways: Vec<Way>,
+    policy: Policy,
+    steering: Steering,
+    /// The way in use, or of the last epoch.
+    way: usize,
+    epoch: u64,
+    seats: Vec<Seat>,
+    phase: Phase,
+    requests: Requests,
+    was_ready: bool,
+    /// Before the next epoch after a failure.
+    wait: Duration,
+    restarts: u64,
+    /// The last lesson and when it was told.
+    learned: Option<(usize, f64)>,
+    learned_at: Option<Duration>,
+    out: VecDeque<Action>,
+}
+
+impl Supervisor {
+    /// For `ranks` workers that begin with way `first`. Nothing happens before [`Event::Begin`].
+    ///
+    /// # Errors
+    /// For a way whose speed is not finite and above 0.
+    ///
+    /// # Panics
+    /// If there is no way `first`.
+    pub fn new(
+        ways: Vec<Way>,
+        first: usize,
+        ranks: u32,
+        policy: Policy,
+    ) -> Result<Self, paceline_plan::Error> {
+        Ok(Self {
+            steering: steering(&ways, first, Duration::ZERO)?,
+            ways,
+            policy,
+            way: first,
+            epoch: 0,
+            seats: vec![Seat::Empty; ranks as usize],
+            phase: Phase::New,
+            requests: Requests::default(),
+            was_ready: false,
+            wait: policy.first_wait(),
+            restarts: 0,
+            learned: None,
+            learned_at: None,
+            out: VecDeque::new(),
+        })
+    }
+
+    /// Place of the way in use, or of the last epoch.
+    pub const fn way(&self) -> usize {
+        self.way
+    }
+
+    /// Number of the last epoch that was begun; 0 before the first.
+    pub const fn epoch(&self) -> u64 {
+        self.epoch
+    }
+
+    /// Epochs that were begun after a failure.
+    pub const fn restarts(&self) -> u64 {
+        self.restarts
+    }
+
+    /// Decode tokens a second of the way in use, from answers that were alone.
+    pub fn measured(&self) -> Option<f64> {
+        self.steering.measured(self.steering.at())
+    }
+
+    /// Changes of the split that were made.
+    pub const fn changes(&self) -> u32 {
+        self.steering.changes()
+    }
+
+    /// Requests that are computed, and that wait.
+    pub fn load(&self) -> (usize, usize) {
+        self.requests.load(matches!(self.phase, Phase::Ready))
+    }
+
+    /// Whether requests are taken.
+    pub fn stand(&self) -> Stand {
+        let failed = |reason: &str, again| Stand::Failed {
+            reason: reason.to_owned(),
+            again,
+        };
+        match &self.phase {
+            Phase::Ready => Stand::Ready,
+            Phase::New => Stand::Loading,
+            Phase::Starting(Starting { why, .. }) => why.stand(),
+            Phase::Leaving {
+                then: Then::Begin(_, why),
+                ..
+            } => why.stand(),
+            Phase::Failing { start: None, .. } => Stand::Ready, // until the cause is known
+            Phase::Failing {
+                start: Some((_, why)),
+                ..
+            } => why.stand(),
+            Phase::Waiting { reason, .. }
+            | Phase::Leaving {
+                then: Then::Wait(_, reason),
+                ..
+            } => failed(reason, true),
+            Phase::Ended { reason } => failed(reason, false),
+        }
+    }
+
+    /// When [`Event::Tick`] is due, if nothing else happens before.
+    pub fn due(&self) -> Option<Duration> {
+        match &self.phase {
+            Phase::Failing { until, .. }
+            | Phase::Leaving { until, .. }
+            | Phase::Waiting { until, .. } => Some(*until),
+            Phase::Starting(starting) => starting.until,
+            Phase::New | Phase::Ready | Phase::Ended { .. } => None,
+        }
+    }
+
+    /// Takes in what happened at `now`, counted from any moment; times never go back.
+    pub fn step(&mut self, now: Duration, event: Event) -> Vec<Action> {
+        match event {
+            Event::Begin => self.first(now),
+            Event::Submit {
+                ticket,
+                request,
+                tokens,
+            } => self.submit(now, ticket, request, tokens),
+            Event::Cancel(ticket) => self.cancel(now, ticket),
+            Event::Crew(event) => self.crew(now, event),
+            Event::Unreachable { .. } if matches!(self.phase, Phase::Ended { .. }) => {}
+            Event::Unreachable { rank, reason } => {
+                self.replace_later(rank);
+                let blamed = None;
+                self.sign(
+                    now,
+                    Sign::Failed {
+                        rank,
+                        reason,
+                        blamed,
+                    },
+                );
+            }
+            Event::Unsendable { ticket, reason } => {
+                self.finish(now, ticket, Reply::Failed(Failure::Invalid { reason }));
+            }
+            Event::Tick => {}
+            Event::End => self.end(now, "the instance was ended"),
+        }
+        self.look(now);
+        self.out.drain(..).collect()
+    }
+
+    fn first(&mut self, now: Duration) {
+        if matches!(self.phase, Phase::New) {
+            self.begin(now, self.way, Why::First);
+        }
+    }
+
+    /// Starts an epoch: new workers where there are none, and work for all.
+    fn begin(&mut self, now: Duration, way: usize, why: Why) {
+        self.epoch += 1;
+        let ranks = self.seats.len();
+        self.phase = Phase::Starting(Starting {
+            way,
+            why,
+            since: now,
+            until: Some(now + LISTEN_LIMIT),
+            addrs: vec![None; ranks],
+            ready: vec![None; ranks],
+        });
+        for (rank, seat) in (0..).map(Rank).zip(&mut self.seats) {
+            if *seat == Seat::Empty {
+                self.out.push_back(Action::Start(rank));
+            }
+            *seat = Seat::Busy;
+        }
+        let epoch = self.epoch;
+        let assign = |rank| Action::Assign { rank, epoch, way };
+        self.out.extend((0..ranks as u32).map(Rank).map(assign));
+    }
+
+    fn crew(&mut self, now: Duration, event: CrewEvent<FromWorker>) {
+        let old = match &event {
+            CrewEvent::Message {
+                message: FromWorker::Failed { epoch, .. },
+                ..
+            } => *epoch != self.epoch, // it has left that epoch since
+            _ => false,
+        };
+        if old || matches!(self.phase, Phase::Ended { .. }) {
+            return;
+        }
+        match Sign::of(event) {
+            Ok(sign) => self.heard_sign(now, sign),
+            Err((rank, message)) => self.message(now, rank, message),
+        }
+    }
+
+    fn heard_sign(&mut self, now: Duration, sign: Sign) {
+        let rank = sign.teller();
+        match &sign {
+            Sign::Exited { .. } => self.seats[rank.0 as usize] = Seat::Empty,
+            // It lives and is as good as before; it leaves the epoch when told to.
+            Sign::Failed {
+                blamed: Some(_), ..
+            } => {}
+            Sign::Failed { blamed: None, .. }
+            | Sign::Silent { .. }
+            | Sign::Garbled { .. }
+            | Sign::Gone { .. } => {
+                self.replace_later(rank);
+            }
+        }
+        self.sign(now, sign);
+    }
+
+    /// Ends a rank's worker; the next epoch starts another.
+    fn replace_later(&mut self, rank: Rank) {
+        let seat = &mut self.seats[rank.0 as usize];
+        if std::mem::replace(seat, Seat::Empty) != Seat::Empty {
+            self.out.push_back(Action::Stop(rank));
+        }
+    }
+
+    fn message(&mut self, now: Duration, rank: Rank, message: FromWorker) {
+        let place = rank.0 as usize;
+        match (message, &mut self.phase) {
+            (FromWorker::Listening { addr }, Phase::Starting(starting)) => {
+                starting.addrs[place] = Some(addr);
+                self.meet();
+            }
+            (FromWorker::Loading { done, of }, Phase::Starting(_)) => {
+                let notice = Notice::Loading { rank, done, of };
+                self.out.push_back(Action::Tell(notice));
+            }
+            (FromWorker::Ready(facts), Phase::Starting(starting)) => {
+                starting.ready[place] = Some(facts);
+                self.become_ready(now);
+            }
+            (FromWorker::Reply { ticket, reply }, _) => self.reply(now, ticket, reply),
+            (FromWorker::Left { epoch, .. }, Phase::Leaving { .. })
+                if epoch == self.epoch && self.seats[place] == Seat::Busy =>
+            {
+                self.seats[place] = Seat::Idle;
+            }
+            _ => {}
+        }
+    }
+
+    /// Once all ranks listen, tells each where.
+    fn meet(&mut self) {
+        let Phase::Starting(starting) = &mut self.phase else {
+            return;
+        };
+        let Some(addrs) = starting.addrs.iter().copied().collect::<Option<Vec<_>>>() else {
+            return;
+        };
+        starting.until = None;
+        let join = |rank| Action::Join {
+            rank,
+            addrs: addrs.clone(),
+        };
+        self.out.extend((0..addrs.len() as u32).map(Rank).map(join));
+    }
+
+    /// Once all ranks are ready, opens the doors.
+    fn become_ready(&mut self, now: Duration) {
+        let Phase::Starting(starting) = &self.phase else {
+            return;
+        };
+        let Some(facts) = starting.ready.iter().cloned().collect::<Option<Vec<_>>>() else {
+            return;
+        };
+        let (way, why, took) = (starting.way, starting.why.clone(), now - starting.since);
+        self.phase = Phase::Ready;
+        if let (Why::First, Ok(steering)) = (&why, steering(&self.ways, way, took)) {
+            self.steering = steering; // now it is known how long a load takes
+        }
+        (self.way, self.was_ready) = (way, true);
+        self.out.push_back(Action::Loaded { way, took });
+        let again = matches!(why, Why::Again);
+        self.out.push_back(Action::Tell(Notice::Ready {
+            epoch: self.epoch,
+            way,
+            facts,
+            again,
+        }));
+        self.changed(now, &why);
+        self.hand_over();
+    }
+
+    /// Hands all open requests to the leader.
+    fn hand_over(&mut self) {
+        let rank = self.ways[self.way].leader;
+        let open = self.requests.all();
+        self.out.extend(open.map(|(ticket, open)| Action::Submit {
+            rank,
+            ticket,
+            request: open.request.clone(),
+            tokens: open.tokens.clone(),
+        }));
+    }
+
+    /// Takes in a sign that something is wrong.
+    fn sign(&mut self, now: Duration, sign: Sign) {
+        let until = now + SIGNS_WITHIN;
+        let start = match &mut self.phase {
+            Phase::Ready => None,
+            Phase::Starting(starting) => Some((starting.way, starting.why.clone())),
+            Phase::Failing { signs, .. } => return signs.push(sign),
+            // Seats say what is left; nothing else depends on it then.
+            Phase::New | Phase::Leaving { .. } | Phase::Waiting { .. } | Phase::Ended { .. } => {
+                return;
+            }
+        };
+        let signs = vec![sign];
+        self.phase = Phase::Failing {
+            signs,
+            until,
+            start,
+        };
+    }
+
+    /// Does what is due.
+    fn look(&mut self, now: Duration) {
+        match &self.phase {
+            Phase::Starting(starting) if starting.until.is_some_and(|until| now >= until) => {
+                let missing = starting.addrs.iter().position(Option::is_none);
+                let rank = Rank(missing.unwrap_or(0) as u32);
+                self.replace_later(rank);
+                let limit = LISTEN_LIMIT.as_secs();
+                self.sign(
+                    now,
+                    Sign::Failed {
+                        rank,
+                        reason: format!("did not listen within {limit} s"),
+                        blamed: None,
+                    },
+                );
+            }
+            Phase::Failing { signs, until, .. }
+                if now >= *until || signs.len() > self.seats.len() * 2 =>
+            {
+                self.settle(now);
+            }
+            Phase::Leaving { until, .. } => {
+                if now >= *until {
+                    self.replace_late();
+                }
+                if !self.seats.contains(&Seat::Busy) {
+                    self.all_left(now);
+                }
+            }
+            Phase::Waiting { until, .. } if now >= *until => {
+                self.restarts += 1;
+                self.begin(now, self.way, Why::Again);
+            }
+            _ => {}
+        }
+    }
+
+    /// The cause is known: decides what follows.
+    fn settle(&mut self, now: Duration) {
+        let Phase::Failing { signs, start, .. } = std::mem::replace(&mut self.phase, Phase::New)
+        else {
+            return;
+        };
+        let sign = cause(&signs);
+        let (rank, reason) = (sign.rank(), sign.to_string());
+        match start {
+            Some((_, Why::Change(pending))) => {
+                let to = pending.order.from;
+                self.leave(now, Then::Begin(to, Why::Back(pending, reason)));
+            }
+            Some((_, Why::Back(pending, refused))) => {
+                self.refuse(now, pending, refused);
+                self.fail(now, rank, &cannot_start(&reason));
+            }
+            Some((_, Why::Again)) => self.fail(now, rank, &cannot_start(&reason)),
+            Some((_, Why::First)) | None => self.fail(now, rank, &reason),
+        }
+    }
+
+    /// An epoch failed for good.
+    fn fail(&mut self, now: Duration, rank: Rank, reason: &str) {
+        let again = self.policy.restart && self.was_ready;
+        if !again || !self.policy.resume {
+            self.lose(now, reason);
+        }
+        if !again {
+            self.tell_failed(rank, reason, None);
+            return self.over(reason);
+        }
+        self.give_up(now, reason);
+        let wait = self.wait;
+        self.wait = (wait * 2).clamp(FIRST_WAIT, LONGEST_WAIT);
+        self.tell_failed(rank, reason, Some(wait));
+        self.leave(now, Then::Wait(now + wait, reason.to_owned()));
+    }
+
+    fn tell_failed(&mut self, rank: Rank, reason: &str, again_in: Option<Duration>) {
+        self.out.push_back(Action::Tell(Notice::Failed {
+            rank,
+            reason: reason.to_owned(),
+            again_in,
+        }));
+    }
+
+    /// Has all ranks leave the epoch.
+    fn leave(&mut self, now: Duration, then: Then) {
+        let busy = (0..).map(Rank).zip(&self.seats);
+        let busy = busy.filter(|(_, seat)| **seat == Seat::Busy);
+        self.out.extend(busy.map(|(rank, _)| Action::Leave(rank)));
+        let until = now + LEAVE_LIMIT;
+        self.phase = Phase::Leaving { then, until };
+    }
+
+    /// Ends the ranks that have not left in time.
+    fn replace_late(&mut self) {
+        for rank in 0..self.seats.len() as u32 {
+            if self.seats[rank as usize] == Seat::Busy {
+                self.replace_later(Rank(rank));
+            }
+        }
+    }
+
+    fn all_left(&mut self, now: Duration) {
+        match std::mem::replace(&mut self.phase, Phase::New) {
+            Phase::Leaving {
+                then: Then::Begin(way, why),
+                ..
+            } => self.begin(now, way, why),
+            Phase::Leaving {
+                then: Then::Wait(until, reason),
+                ..
+            } => self.phase = Phase::Waiting { until, reason },
+            other => self.phase = other,
+        }
+    }
+
+    fn end(&mut self, now: Duration, reason: &str) {
+        if matches!(self.phase, Phase::Ended { .. }) {
+            return;
+        }
+        self.learn(now);
+        self.lose(now, reason);
+        self.over(reason);
+    }
+
+    fn over(&mut self, reason: &str) {
+        let reason = reason.to_owned();
+        self.phase = Phase::Ended { reason };
+        self.out.push_back(Action::End);
+    }
+
+    /// Tells the speed of the way in use, where it is known and new.
+    fn learn(&mut self, now: Duration) {
+        let way = self.steering.at();
+        let lesson = self.steering.measured(way).map(|tok_s| (way, tok_s));
+        if let Some((way, tok_s)) = lesson.filter(|_| lesson != self.learned) {
+            (self.learned, self.learned_at) = (lesson, Some(now));
+            self.out.push_back(Action::Learn { way, tok_s });
+        }
+    }
+
+    fn learn_sometimes(&mut self, now: Duration) {
+        let last = self.learned_at;
+        if last.is_none_or(|last| now.saturating_sub(last) > LEARN_EVERY) {
+            self.learn(now);
+        }
+    }
+}
+
+impl Why {
+    fn stand(&self) -> Stand {
+        match self {
+            Self::First => Stand::Loading,
+            Self::Change(_) | Self::Back(..) => Stand::Ready,
+            Self::Again => Stand::Loading,
+        }
+    }
+}
+
+/// Steering that begins with way `first`; `unknown` is the price of ways that were never loaded.
+fn steering(
+    ways: &[Way],
+    first: usize,
+    unknown: Duration,
+) -> Result<Steering, paceline_plan::Error> {
+    let way = |way: &Way| steer::Way {
+        tok_s: way.tok_s,
+        change: way.change.unwrap_or(unknown),
+    };
+    let ways: Vec<steer::Way> = ways.iter().map(way).collect();
+    Steering::new(&ways, first)
+}
+
+fn cannot_start(reason: &str) -> String {
+    format!("cannot start: {reason}")
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,104 @@
+//! Changes of the split while answers are computed.
+
+use std::time::Duration;
+
+use paceline_plan::steer::{self, Order};
+use serde::Serialize;
+
+use super::{Action, Notice, Pending, Phase, Supervisor, Then, Why};
+
+/// A change of the split, or one that could not be made.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Change {
+    /// The split before.
+    pub from: String,
+    /// The other split.
+    pub to: String,
+    /// Decode tokens a second by `from`, measured.
+    pub measured: f64,
+    /// By `to`: expected, or measured when it was in use before.
+    pub expected: f64,
+    /// Whether `to` was in use before.
+    pub back: bool,
+    /// Seconds without a token.
+    pub seconds: f64,
+    /// Why it could not be made: `from` goes on.
+    pub refused: Option<String>,
+}
+
+impl Change {
+    /// One line for people.
+    pub fn line(&self) -> String {
+        let Self { from, to, .. } = self;
+        let (measured, expected) = (self.measured, self.expected);
+        if let Some(reason) = &self.refused {
+            return format!("[split stays {from}: {to} could not be started: {reason}]");
+        }
+        let known = if self.back { "measured" } else { "expected" };
+        let back = if self.back { " back" } else { "" };
+        format!(
+            "[split changed{back} from {from} ({measured:.1} tokens/s measured) to {to} \
+             ({expected:.1} {known}) in {:.2} s]",
+            self.seconds
+        )
+    }
+}
+
+impl Supervisor {
+    /// Tells the steering what happened, and does what it orders.
+    pub(super) fn steer(&mut self, now: Duration, event: steer::Event) {
+        let ready = matches!(self.phase, Phase::Ready);
+        if event == steer::Event::Token && !ready {
+            return; // late ones say nothing about speed
+        }
+        let Some(order) = self.steering.step(now, event) else {
+            return;
+        };
+        self.learn(now);
+        let pending = Pending {
+            order,
+            begun: now,
+            back: self.steering.measured(order.to).is_some(),
+        };
+        self.leave(now, Then::Begin(order.to, Why::Change(pending)));
+    }
+
+    /// An epoch is ready: of a change, says how it went.
+    pub(super) fn changed(&mut self, now: Duration, why: &Why) {
+        match why {
+            Why::First | Why::Again => {}
+            Why::Change(pending) => {
+                let took = now.saturating_sub(pending.begun);
+                self.steering.step(now, steer::Event::Changed(took));
+                self.tell_change(now, *pending, None);
+            }
+            Why::Back(pending, reason) => self.refuse(now, *pending, reason.clone()),
+        }
+    }
+
+    /// The change could not be made.
+    pub(super) fn refuse(&mut self, now: Duration, pending: Pending, reason: String) {
+        self.steering.step(now, steer::Event::Refused);
+        self.tell_change(now, pending, Some(reason));
+    }
+
+    fn tell_change(&mut self, now: Duration, pending: Pending, refused: Option<String>) {
+        let Order {
+            from,
+            to,
+            measured,
+            expected,
+        } = pending.order;
+        let name = |way: usize| self.ways[way].name.clone();
+        let change = Change {
+            from: name(from),
+            to: name(to),
+            measured,
+            expected,
+            back: pending.back,
+            seconds: now.saturating_sub(pending.begun).as_secs_f64(),
+            refused,
+        };
+        self.out.push_back(Action::Tell(Notice::Changed(change)));
+    }
+}

@@ -1,0 +1,211 @@
+//! The open requests of an instance, and what becomes of them.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use paceline_engine::{Failure, Reply, Request, Ticket};
+
+use super::{Action, FAILURES_MAX, Phase, Supervisor, Why, steer};
+
+/// A request that is not over.
+#[derive(Debug)]
+pub(super) struct Open {
+    pub(super) request: Box<Request>,
+    /// Of the answer, as the caller has them.
+    pub(super) tokens: Vec<u32>,
+    /// Whether the caller knows that the prompt was read.
+    prompt_read: bool,
+    /// Epochs that failed under it since its last token.
+    failures: u32,
+}
+
+/// All of them, in the order in which they came.
+#[derive(Debug, Default)]
+pub(super) struct Requests(BTreeMap<Ticket, Open>);
+
+impl Requests {
+    pub(super) fn all(&self) -> impl Iterator<Item = (Ticket, &Open)> {
+        self.0.iter().map(|(ticket, open)| (*ticket, open))
+    }
+
+    /// Requests that are computed, and that wait; nothing is computed unless `ready`.
+    pub(super) fn load(&self, ready: bool) -> (usize, usize) {
+        let started = self.0.values().filter(|open| open.prompt_read && ready);
+        let running = started.count();
+        (running, self.0.len() - running)
+    }
+}
+
+/// What becomes of a request that comes now.
+enum Door {
+    Open,
+    /// The split is being changed, or answers wait to go on.
+    Held,
+    Shut(String),
+}
+
+impl Supervisor {
+    fn door(&self) -> Door {
+        let why = match &self.phase {
+            Phase::Ready | Phase::Failing { start: None, .. } => return Door::Open,
+            Phase::Starting(starting) => Some(&starting.why),
+            Phase::Failing {
+                start: Some((_, why)),
+                ..
+            } => Some(why),
+            Phase::Leaving {
+                then: super::Then::Begin(_, why),
+                ..
+            } => Some(why),
+            Phase::Leaving {
+                then: super::Then::Wait(_, reason),
+                ..
+            }
+            | Phase::Waiting { reason, .. } => {
+                if self.policy.resume {
+                    return Door::Held;
+                }
+                return Door::Shut(format!("{reason}; the workers are being started again"));
+            }
+            Phase::Ended { reason } => return Door::Shut(reason.clone()),
+            Phase::New => None,
+        };
+        match why {
+            Some(Why::Change(_) | Why::Back(..)) => Door::Held,
+            Some(Why::Again) if self.policy.resume => Door::Held,
+            _ => Door::Shut("its workers are being started".to_owned()),
+        }
+    }
+
+    /// Why a request would be refused now, if it would.
+    ///
+    /// # Errors
+    /// [`Failure::Unavailable`] and [`Failure::Busy`].
+    pub fn check(&self) -> Result<(), Failure> {
+        match self.door() {
+            Door::Shut(reason) => Err(Failure::Unavailable { reason }),
+            Door::Held if self.requests.0.len() >= self.policy.held_max => Err(Failure::Busy {
+                waiting: self.requests.0.len(),
+            }),
+            Door::Open | Door::Held => Ok(()),
+        }
+    }
+
+    pub(super) fn submit(
+        &mut self,
+        now: Duration,
+        ticket: Ticket,
+        request: Box<Request>,
+        tokens: Vec<u32>,
+    ) {
+        if let Err(failure) = self.check() {
+            let reply = Reply::Failed(failure);
+            return self.out.push_back(Action::Deliver(ticket, reply));
+        }
+        self.steer(now, steer::Event::Opened);
+        if matches!(self.phase, Phase::Ready) {
+            self.out.push_back(Action::Submit {
+                rank: self.ways[self.way].leader,
+                ticket,
+                request: request.clone(),
+                tokens: tokens.clone(),
+            });
+        }
+        let open = Open {
+            request,
+            prompt_read: !tokens.is_empty(),
+            tokens,
+            failures: 0,
+        };
+        self.requests.0.insert(ticket, open);
+    }
+
+    pub(super) fn cancel(&mut self, now: Duration, ticket: Ticket) {
+        if self.requests.0.remove(&ticket).is_none() {
+            return;
+        }
+        self.out.push_back(Action::Forget(ticket));
+        if matches!(self.phase, Phase::Ready) {
+            let rank = self.ways[self.way].leader;
+            self.out.push_back(Action::Cancel { rank, ticket });
+        }
+        self.closed(now);
+    }
+
+    /// Takes in a reply of the leader.
+    pub(super) fn reply(&mut self, now: Duration, ticket: Ticket, reply: Reply) {
+        // The engine fails next: the request stays open until the cause is known.
+        if is_consequence(&reply) {
+            return;
+        }
+        let Some(open) = self.requests.0.get_mut(&ticket) else {
+            return;
+        };
+        match &reply {
+            Reply::PromptRead { .. } => {
+                if std::mem::replace(&mut open.prompt_read, true) {
+                    return;
+                }
+            }
+            Reply::Token { token, .. } => {
+                open.tokens.push(*token);
+                open.failures = 0;
+                self.out.push_back(Action::Deliver(ticket, reply));
+                return self.steer(now, steer::Event::Token);
+            }
+            Reply::Finished { .. } => {
+                self.wait = self.policy.first_wait();
+                return self.finish(now, ticket, reply);
+            }
+            Reply::Failed(_) => return self.finish(now, ticket, reply),
+        }
+        self.out.push_back(Action::Deliver(ticket, reply));
+    }
+
+    /// The last reply to a request.
+    pub(super) fn finish(&mut self, now: Duration, ticket: Ticket, reply: Reply) {
+        if self.requests.0.remove(&ticket).is_some() {
+            self.out.push_back(Action::Deliver(ticket, reply));
+            self.closed(now);
+        }
+    }
+
+    fn closed(&mut self, now: Duration) {
+        self.steer(now, steer::Event::Closed);
+        self.learn_sometimes(now);
+    }
+
+    /// Counts a failure; requests that failed too often are lost.
+    pub(super) fn give_up(&mut self, now: Duration, reason: &str) {
+        for open in self.requests.0.values_mut() {
+            open.failures += 1;
+        }
+        let lost = |_: &Ticket, open: &mut Open| open.failures >= FAILURES_MAX;
+        let lost = self.requests.0.extract_if(.., lost).collect();
+        self.lost(now, lost, reason);
+    }
+
+    /// Tells all open requests that their answers are lost.
+    pub(super) fn lose(&mut self, now: Duration, reason: &str) {
+        let open = std::mem::take(&mut self.requests.0);
+        self.lost(now, open, reason);
+    }
+
+    fn lost(&mut self, now: Duration, open: BTreeMap<Ticket, Open>, reason: &str) {
+        for ticket in open.into_keys() {
+            let reason = reason.to_owned();
+            let reply = Reply::Failed(Failure::Lost { reason });
+            self.out.push_back(Action::Deliver(ticket, reply));
+            self.closed(now);
+        }
+    }
+}
+
+/// Whether a reply of the leader says that its engine failed, rather than something about the
+/// request.
+const fn is_consequence(reply: &Reply) -> bool {
+    matches!(
+        reply,
+        Reply::Failed(Failure::Lost { .. } | Failure::Unavailable { .. })
+    )
+}

@@ -1,0 +1,738 @@
+//! Lives of instances from seeds: no process, no clock, no thread.
+//!
+//! A [`World`] plays crew and callers in simulated time. Workers start, listen, load, answer,
+//! leave, die, fall silent, refuse and blame each other at random moments; callers ask and cancel.
+//! After every action the world checks what was promised; a failure prints the seed.
+
+use std::collections::{BTreeMap, BTreeSet, BinaryHeap};
+use std::net::{Ipv4Addr, SocketAddr};
+
+use paceline_cluster::processes::Ending;
+use paceline_engine::{Finish, SamplingParams};
+
+use super::*;
+use crate::moved::RankMoved;
+
+/// Seeds of a run.
+const SEEDS: u64 = 10_000;
+
+/// SplitMix64 (Steele, Lea, Flood 2014).
+struct Random(u64);
+
+impl Random {
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+
+    fn below(&mut self, n: u64) -> u64 {
+        self.next() % n
+    }
+
+    fn one_in(&mut self, n: u64) -> bool {
+        self.below(n) == 0
+    }
+
+    fn ms(&mut self, most: u64) -> Duration {
+        Duration::from_micros(1 + self.below(most * 1000))
+    }
+}
+
+/// A worker's life.
+#[derive(Clone, Debug, Default)]
+struct Worker {
+    /// Counts processes of this rank.
+    process: u64,
+    alive: bool,
+    hangs: bool,
+    /// The epoch that it is in, and whether it is ready there.
+    epoch: Option<u64>,
+    ready: bool,
+    /// Of a leader: requests, with the tokens that are next.
+    answers: BTreeMap<Ticket, usize>,
+}
+
+/// What happens at a time.
+#[derive(Clone, Debug)]
+enum Plan {
+    /// A worker's message, if its process is the same by then.
+    Says(Rank, u64, FromWorker),
+    /// A process is found dead.
+    Exit(Rank, u64),
+    /// A process is found silent.
+    Silence(Rank, u64),
+    /// A leader gives its next token.
+    Token(Rank, u64, u64, Ticket),
+    Kill(Rank),
+    Hang(Rank),
+    Ask,
+    Withdraw,
+    Tick,
+}
+
+struct Timed(Duration, u64, Plan);
+
+impl PartialEq for Timed {
+    fn eq(&self, other: &Self) -> bool {
+        (self.0, self.1) == (other.0, other.1)
+    }
+}
+impl Eq for Timed {}
+impl PartialOrd for Timed {
+    fn partial_cmp(&self, other: &Self) -> Option<std::cmp::Ordering> {
+        Some(self.cmp(other))
+    }
+}
+impl Ord for Timed {
+    /// The earliest is the greatest, as a heap wants it.
+    fn cmp(&self, other: &Self) -> std::cmp::Ordering {
+        (other.0, other.1).cmp(&(self.0, self.1))
+    }
+}
+
+/// What a caller has heard.
+#[derive(Debug, Default)]
+struct Heard {
+    tokens: usize,
+    prompt_read: u32,
+    end: Option<Reply>,
+    cancelled: bool,
+    /// Epochs that failed since the last token.
+    failures: u32,
+}
+
+struct World {
+    random: Random,
+    supervisor: Supervisor,
+    policy: Policy,
+    now: Duration,
+    order: u64,
+    plans: BinaryHeap<Timed>,
+    workers: Vec<Worker>,
+    callers: BTreeMap<Ticket, Heard>,
+    last_ticket: u64,
+    faults: bool,
+    over: bool,
+    /// What was seen, over all seeds.
+    seen: BTreeSet<&'static str>,
+}
+
+/// Tokens of an answer.
+fn length(ticket: Ticket) -> usize {
+    [3, 90, 1, 40, 0, 15][ticket.0 as usize % 6]
+}
+
+fn token(ticket: Ticket, i: usize) -> u32 {
+    (ticket.0 as u32) * 1000 + i as u32
+}
+
+fn request(ticket: Ticket) -> Request {
+    Request {
+        prompt: vec![ticket.0 as u32],
+        max_tokens: length(ticket),
+        sampling: SamplingParams::default(),
+        stop: Vec::new(),
+        logprobs: None,
+        ..Request::default()
+    }
+}
+
+fn addr() -> SocketAddr {
+    SocketAddr::from((Ipv4Addr::LOCALHOST, 1))
+}
+
+fn facts() -> RankFacts {
+    RankFacts {
+        pid: 1,
+        weight_bytes: 1,
+        threads: 1,
+        instruction_set: "simulated".to_owned(),
+    }
+}
+
+impl World {
+    fn new(seed: u64) -> Self {
+        let mut random = Random(seed);
+        let ranks = 1 + random.below(4) as u32;
+        let ways = 1 + random.below(3);
+        let way = |i: u64| Way {
+            name: format!("way {i}"),
+            leader: Rank((i % u64::from(ranks)) as u32),
+            // All lie, so that changes are tried.
+            tok_s: 1e6 / (i + 1) as f64,
+            change: i.is_multiple_of(2).then_some(Duration::ZERO),
+        };
+        let policy = Policy {
+            restart: !random.one_in(4),
+            resume: random.one_in(2),
+            held_max: 4,
+        };
+        let ways = (0..ways).map(way).collect();
+        Self {
+            supervisor: Supervisor::new(ways, 0, ranks, policy).unwrap(),
+            random,
+            policy,
+            now: Duration::ZERO,
+            order: 0,
+            plans: BinaryHeap::new(),
+            workers: vec![Worker::default(); ranks as usize],
+            callers: BTreeMap::new(),
+            last_ticket: 0,
+            faults: true,
+            over: false,
+            seen: BTreeSet::new(),
+        }
+    }
+
+    fn plan(&mut self, after: Duration, plan: Plan) {
+        self.order += 1;
+        self.plans.push(Timed(self.now + after, self.order, plan));
+    }
+
+    fn says(&mut self, rank: Rank, most_ms: u64, message: FromWorker) {
+        let after = self.random.ms(most_ms);
+        let process = self.worker(rank).process;
+        self.plan(after, Plan::Says(rank, process, message));
+    }
+
+    fn worker(&mut self, rank: Rank) -> &mut Worker {
+        &mut self.workers[rank.0 as usize]
+    }
+
+    /// A moment for each fault and each caller.
+    fn schedule(&mut self) {
+        let ranks = self.workers.len() as u64;
+        for _ in 0..self.random.below(5) {
+            let (at, rank) = (self.random.ms(6000), Rank(self.random.below(ranks) as u32));
+            let kill = !self.random.one_in(3);
+            self.plan(
+                at,
+                if kill {
+                    Plan::Kill(rank)
+                } else {
+                    Plan::Hang(rank)
+                },
+            );
+        }
+        for _ in 0..8 {
+            let at = self.random.ms(8000);
+            self.plan(at, Plan::Ask);
+            if self.random.one_in(4) {
+                let later = self.random.ms(300);
+                self.plan(at + later, Plan::Withdraw);
+            }
+        }
+    }
+
+    fn live(&mut self) {
+        self.schedule();
+        self.step(Event::Begin);
+        while let Some(Timed(at, _, plan)) = self.plans.pop() {
+            self.now = at;
+            self.happen(plan);
+            assert!(self.order < 100_000, "it never ends");
+        }
+        // No faults from here on: whatever is open is answered.
+        self.faults = false;
+        let rounds = 0..200;
+        for _ in rounds {
+            let Some(due) = self.supervisor.due() else {
+                break;
+            };
+            self.now = self.now.max(due);
+            self.step(Event::Tick);
+            while let Some(Timed(at, _, plan)) = self.plans.pop() {
+                self.now = self.now.max(at);
+                self.happen(plan);
+            }
+        }
+        self.finish();
+    }
+
+    fn finish(&mut self) {
+        for (ticket, heard) in &self.callers {
+            let ended = heard.end.is_some() || heard.cancelled;
+            assert!(ended, "{ticket:?} was lost silently: {heard:?}");
+            let lost = matches!(heard.end, Some(Reply::Failed(Failure::Lost { .. })));
+            // A change of the split that can be neither made nor taken back resumes, too.
+            let may_be = !self.policy.resume || self.over || !self.policy.restart;
+            let may_be = may_be || heard.failures >= FAILURES_MAX;
+            assert!(
+                !lost || may_be,
+                "{ticket:?} was lost although answers go on"
+            );
+        }
+        let stand = self.supervisor.stand();
+        if self.policy.restart && !self.over {
+            assert_eq!(stand, Stand::Ready, "nothing fails any more");
+        }
+        self.step(Event::End);
+        assert!(self.over);
+        assert_eq!(self.supervisor.load(), (0, 0));
+        assert_eq!(self.supervisor.due(), None);
+    }
+
+    fn happen(&mut self, plan: Plan) {
+        match plan {
+            Plan::Says(rank, process, message) => {
+                let worker = self.worker(rank);
+                if worker.alive && !worker.hangs && worker.process == process {
+                    self.told(rank, message);
+                }
+            }
+            Plan::Exit(rank, process) if self.worker(rank).process == process => {
+                let event = CrewEvent::Exited {
+                    rank,
+                    ending: Ending::Signal(9),
+                    tail: Vec::new(),
+                };
+                self.step(Event::Crew(event));
+            }
+            Plan::Silence(rank, process) if self.worker(rank).process == process => {
+                let silence = Duration::from_millis(1500);
+                self.step(Event::Crew(CrewEvent::Silent { rank, silence }));
+            }
+            Plan::Exit(..) | Plan::Silence(..) => {}
+            Plan::Token(rank, process, epoch, ticket) => self.token(rank, process, epoch, ticket),
+            Plan::Kill(rank) => self.kill(rank),
+            Plan::Hang(rank) => self.hang(rank),
+            Plan::Ask => self.ask(),
+            Plan::Withdraw => self.withdraw(),
+            Plan::Tick => self.step(Event::Tick),
+        }
+    }
+
+    /// A worker's message arrives.
+    fn told(&mut self, rank: Rank, message: FromWorker) {
+        match &message {
+            FromWorker::Ready(_) => self.worker(rank).ready = true,
+            FromWorker::Left { .. } => {
+                let worker = self.worker(rank);
+                (worker.epoch, worker.ready) = (None, false);
+                worker.answers.clear();
+            }
+            _ => {}
+        }
+        let event = CrewEvent::Message { rank, message };
+        self.step(Event::Crew(event));
+    }
+
+    fn kill(&mut self, rank: Rank) {
+        let worker = self.worker(rank);
+        if !worker.alive {
+            return;
+        }
+        worker.alive = false;
+        let process = worker.process;
+        let after = self.random.ms(60);
+        self.plan(after, Plan::Exit(rank, process));
+        self.blame(rank);
+    }
+
+    fn hang(&mut self, rank: Rank) {
+        let worker = self.worker(rank);
+        if !worker.alive || worker.hangs {
+            return;
+        }
+        worker.hangs = true;
+        let process = worker.process;
+        self.plan(Duration::from_millis(1500), Plan::Silence(rank, process));
+        self.blame(rank);
+    }
+
+    /// Ranks of the same epoch see that one is gone, at once or late.
+    fn blame(&mut self, lost: Rank) {
+        for rank in (0..self.workers.len() as u32).map(Rank) {
+            let (epoch, alive) = (self.worker(rank).epoch, self.worker(rank).alive);
+            let Some(epoch) = epoch.filter(|_| rank != lost && alive) else {
+                continue;
+            };
+            self.worker(rank).answers.clear();
+            if !self.random.one_in(4) {
+                let failed = FromWorker::Failed {
+                    epoch,
+                    reason: "the link is closed".to_owned(),
+                    blamed: Some(lost.0),
+                };
+                self.says(rank, 100, failed);
+            }
+        }
+    }
+
+    fn ask(&mut self) {
+        self.last_ticket += 1;
+        let ticket = Ticket(self.last_ticket);
+        self.callers.insert(ticket, Heard::default());
+        let request = Box::new(request(ticket));
+        self.step(Event::Submit {
+            ticket,
+            request,
+            tokens: Vec::new(),
+        });
+    }
+
+    fn withdraw(&mut self) {
+        let open = self
+            .callers
+            .iter()
+            .find(|(_, h)| h.end.is_none() && !h.cancelled);
+        if let Some((&ticket, _)) = open {
+            self.step(Event::Cancel(ticket));
+            assert!(self.callers[&ticket].cancelled, "a caller is not forgotten");
+        }
+    }
+
+    /// A leader's next token, or the end of its answer.
+    fn token(&mut self, rank: Rank, process: u64, epoch: u64, ticket: Ticket) {
+        let worker = self.worker(rank);
+        let serves = worker.alive && !worker.hangs && worker.process == process;
+        if !serves || worker.epoch != Some(epoch) {
+            return;
+        }
+        let Some(&i) = worker.answers.get(&ticket) else {
+            return;
+        };
+        let end = i == length(ticket);
+        let reply = if end {
+            Reply::Finished {
+                text: String::new(),
+                reason: Finish::Length,
+            }
+        } else {
+            Reply::Token {
+                token: token(ticket, i),
+                text: String::new(),
+                logprobs: None,
+            }
+        };
+        if end {
+            worker.answers.remove(&ticket);
+        } else {
+            worker.answers.insert(ticket, i + 1);
+            self.plan(
+                Duration::from_millis(4),
+                Plan::Token(rank, process, epoch, ticket),
+            );
+        }
+        self.told(rank, FromWorker::Reply { ticket, reply });
+    }
+
+    fn step(&mut self, event: Event) {
+        let mut events = VecDeque::from([event]);
+        while let Some(event) = events.pop_front() {
+            let actions = self.supervisor.step(self.now, event);
+            for action in actions {
+                events.extend(self.act(action));
+            }
+            if let Some(due) = self.supervisor.due() {
+                let after = due.saturating_sub(self.now);
+                self.plan(after, Plan::Tick);
+            }
+        }
+    }
+
+    fn act(&mut self, action: Action) -> Option<Event> {
+        let refusal = matches!(action, Action::Deliver(_, Reply::Failed(_)));
+        assert!(!self.over || refusal, "after the end: {action:?}");
+        match action {
+            Action::Start(rank) => return self.start(rank),
+            Action::Assign { rank, epoch, .. } => self.assign(rank, epoch),
+            Action::Join { rank, addrs } => {
+                assert_eq!(addrs.len(), self.workers.len());
+                self.says(rank, 5, FromWorker::Loading { done: 1, of: 2 });
+                self.says(rank, 300, FromWorker::Ready(facts()));
+            }
+            Action::Leave(rank) => {
+                let late = self.faults && self.random.one_in(20);
+                let (epoch, moved) = (self.supervisor.epoch(), RankMoved::default());
+                let left = FromWorker::Left { epoch, moved };
+                self.says(rank, if late { 9000 } else { 50 }, left);
+            }
+            Action::Stop(rank) => {
+                let worker = self.worker(rank);
+                (worker.alive, worker.epoch) = (false, None);
+                worker.process += 1; // events of it are forgotten
+            }
+            Action::Submit {
+                rank,
+                ticket,
+                request,
+                tokens,
+            } => self.submitted(rank, ticket, &request, &tokens),
+            Action::Cancel { rank, ticket } => drop(self.worker(rank).answers.remove(&ticket)),
+            Action::Deliver(ticket, reply) => self.deliver(ticket, reply),
+            Action::Forget(ticket) => {
+                let heard = self.callers.get_mut(&ticket).unwrap();
+                assert!(heard.end.is_none(), "{ticket:?} was over");
+                heard.cancelled = true;
+            }
+            Action::Tell(notice) => self.tell(&notice),
+            Action::Learn { tok_s, .. } => assert!(tok_s > 0.0),
+            Action::Loaded { .. } => {}
+            Action::End => self.over = true,
+        }
+        None
+    }
+
+    fn start(&mut self, rank: Rank) -> Option<Event> {
+        let fails = self.faults && self.random.one_in(40);
+        let worker = self.worker(rank);
+        let process = worker.process + 1;
+        *worker = Worker {
+            process,
+            alive: !fails,
+            ..Worker::default()
+        };
+        fails.then(|| Event::Unreachable {
+            rank,
+            reason: "no more processes".to_owned(),
+        })
+    }
+
+    fn assign(&mut self, rank: Rank, epoch: u64) {
+        let fails = self.faults && self.random.one_in(30);
+        let worker = self.worker(rank);
+        assert_eq!(worker.epoch, None, "{rank} has not left");
+        if !worker.alive {
+            return;
+        }
+        worker.epoch = Some(epoch);
+        let message = if fails {
+            FromWorker::Failed {
+                epoch,
+                reason: "no such file".to_owned(),
+                blamed: None,
+            }
+        } else {
+            FromWorker::Listening { addr: addr() }
+        };
+        self.says(rank, 50, message);
+    }
+
+    fn submitted(&mut self, rank: Rank, ticket: Ticket, request: &Request, tokens: &[u32]) {
+        let expected: Vec<u32> = (0..tokens.len()).map(|i| token(ticket, i)).collect();
+        assert_eq!(tokens, expected, "{ticket:?} goes on after other tokens");
+        assert_eq!(request.prompt, vec![ticket.0 as u32]);
+        assert_eq!(tokens.len(), self.callers[&ticket].tokens);
+        if !tokens.is_empty() {
+            self.seen.insert("an answer goes on");
+        }
+        let worker = self.worker(rank);
+        let (process, alive, epoch) = (worker.process, worker.alive, worker.epoch);
+        if let Some(epoch) = epoch.filter(|_| alive) {
+            assert!(worker.ready, "{rank} is not ready");
+            worker.answers.insert(ticket, tokens.len());
+            let read = Reply::PromptRead { reused: 0 };
+            self.says(
+                rank,
+                2,
+                FromWorker::Reply {
+                    ticket,
+                    reply: read,
+                },
+            );
+            self.plan(
+                Duration::from_millis(5),
+                Plan::Token(rank, process, epoch, ticket),
+            );
+        }
+    }
+
+    fn deliver(&mut self, ticket: Ticket, reply: Reply) {
+        let heard = self.callers.get_mut(&ticket).unwrap();
+        assert!(
+            !heard.cancelled,
+            "{ticket:?} is answered although cancelled"
+        );
+        assert!(
+            heard.end.is_none(),
+            "{ticket:?} is answered twice: {reply:?}"
+        );
+        match reply {
+            Reply::PromptRead { .. } => {
+                heard.prompt_read += 1;
+                assert_eq!(heard.prompt_read, 1);
+            }
+            Reply::Token { token: got, .. } => {
+                assert_eq!(got, token(ticket, heard.tokens), "{ticket:?}");
+                heard.tokens += 1;
+                heard.failures = 0;
+            }
+            end => {
+                // It comes before the notice of the failure that is one too many.
+                if matches!(end, Reply::Failed(Failure::Lost { .. })) {
+                    heard.failures += 1;
+                }
+                if let Reply::Finished { .. } = end {
+                    assert_eq!(heard.tokens, length(ticket), "{ticket:?} is cut short");
+                    self.seen.insert("an answer is whole");
+                }
+                heard.end = Some(end);
+            }
+        }
+    }
+
+    fn tell(&mut self, notice: &Notice) {
+        if let Notice::Failed { .. } = notice {
+            let open = self
+                .callers
+                .values_mut()
+                .filter(|heard| heard.end.is_none());
+            open.for_each(|heard| heard.failures += 1);
+        }
+        self.seen.insert(match notice {
+            Notice::Loading { .. } => "loading",
+            Notice::Ready { again: false, .. } => "ready",
+            Notice::Ready { again: true, .. } => "ready again",
+            Notice::Changed(Change { refused: None, .. }) => "another split",
+            Notice::Changed(_) => "the split before",
+            Notice::Failed { again_in: None, .. } => "the end",
+            Notice::Failed { .. } => "a failure",
+        });
+    }
+}
+
+#[test]
+fn no_request_is_lost_silently_or_answered_twice_whatever_fails() {
+    let mut seen = BTreeSet::new();
+    for seed in 0..SEEDS {
+        let life = std::panic::catch_unwind(|| {
+            let mut world = World::new(seed);
+            world.live();
+            world.seen
+        });
+        let life = life.unwrap_or_else(|_| panic!("seed {seed} fails: World::new({seed}).live()"));
+        seen.extend(life);
+    }
+    let all = [
+        "a failure",
+        "an answer goes on",
+        "an answer is whole",
+        "another split",
+        "loading",
+        "ready",
+        "ready again",
+        "the end",
+        "the split before",
+    ];
+    assert_eq!(seen.into_iter().collect::<Vec<_>>(), all, "all was met");
+}
+
+/// An instance of one worker, and what its waits after failures are.
+struct Failing {
+    supervisor: Supervisor,
+    now: Duration,
+}
+
+impl Failing {
+    fn new(resume: bool) -> Self {
+        let policy = Policy {
+            restart: true,
+            resume,
+            held_max: 4,
+        };
+        let way = Way {
+            name: "none".to_owned(),
+            leader: Rank(0),
+            tok_s: 1.0,
+            change: None,
+        };
+        let mut supervisor = Supervisor::new(vec![way], 0, 1, policy).unwrap();
+        supervisor.step(Duration::ZERO, Event::Begin);
+        Self {
+            supervisor,
+            now: Duration::ZERO,
+        }
+    }
+
+    fn step(&mut self, event: Event) -> Vec<Action> {
+        self.supervisor.step(self.now, event)
+    }
+
+    fn said(&mut self, message: FromWorker) -> Vec<Action> {
+        let rank = Rank(0);
+        self.step(Event::Crew(CrewEvent::Message { rank, message }))
+    }
+
+    fn become_ready(&mut self) {
+        self.said(FromWorker::Listening { addr: addr() });
+        self.said(FromWorker::Ready(facts()));
+    }
+
+    fn ask(&mut self, ticket: Ticket) {
+        let request = Box::new(request(Ticket(4)));
+        self.step(Event::Submit {
+            ticket,
+            request,
+            tokens: Vec::new(),
+        });
+    }
+
+    /// The worker dies: what that leads to.
+    fn fail(&mut self) -> Vec<Action> {
+        let exited = CrewEvent::Exited {
+            rank: Rank(0),
+            ending: Ending::Signal(9),
+            tail: Vec::new(),
+        };
+        self.step(Event::Crew(exited));
+        self.now += SIGNS_WITHIN;
+        let actions = self.step(Event::Tick);
+        self.now += LONGEST_WAIT;
+        self.step(Event::Tick);
+        actions
+    }
+}
+
+/// Waits after four failures, in ms, with an answer before the third.
+fn waits(resume: bool) -> Vec<u128> {
+    let mut failing = Failing::new(resume);
+    let wait_after = |answered: bool| {
+        failing.become_ready();
+        if answered {
+            failing.ask(Ticket(1));
+            let reply = Reply::Finished {
+                text: String::new(),
+                reason: Finish::Length,
+            };
+            let ticket = Ticket(1);
+            failing.said(FromWorker::Reply { ticket, reply });
+        }
+        let told = failing.fail().into_iter().find_map(|action| match action {
+            Action::Tell(Notice::Failed { again_in, .. }) => again_in,
+            _ => None,
+        });
+        told.unwrap().as_millis()
+    };
+    [false, false, true, false]
+        .into_iter()
+        .map(wait_after)
+        .collect()
+}
+
+#[test]
+fn the_first_wait_is_short_and_comes_back_after_an_answer() {
+    assert_eq!(waits(false), [250, 500, 250, 500]);
+    assert_eq!(waits(true), [0, 250, 0, 250]);
+}
+
+#[test]
+fn a_request_that_ends_its_workers_is_given_up() {
+    let mut failing = Failing::new(true);
+    failing.become_ready();
+    failing.ask(Ticket(1));
+    for failures in 1..=FAILURES_MAX {
+        let lost = |action: &Action| {
+            matches!(
+                action,
+                Action::Deliver(Ticket(1), Reply::Failed(Failure::Lost { .. }))
+            )
+        };
+        let is_lost = failing.fail().iter().any(lost);
+        assert_eq!(is_lost, failures == FAILURES_MAX);
+        failing.become_ready();
+    }
+}

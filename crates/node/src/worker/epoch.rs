@@ -1,0 +1,179 @@
+//! A worker's part in one epoch: an engine that leads, or a loop that follows.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use paceline_base::Rank;
+use paceline_comm::{Deadline, Error as CommError, Group};
+use paceline_engine::{Engine, Follower, Request, Runner, Service, State, Ticket};
+use paceline_formats::tokenizer::Tokenizer;
+use paceline_model::{Source, Weights};
+
+use super::tickets::Tickets;
+use super::{Channel, Identity, Kept, failed};
+use crate::Error;
+use crate::messages::{FromWorker, Job};
+use crate::moved::RankMoved;
+
+/// How long a group may take to say again why it failed; it does so at once.
+const LOST_LIMIT: Duration = Duration::from_millis(10);
+
+/// An epoch under way.
+pub(super) struct Epoch {
+    pub(super) part: Part,
+    pub(super) weights: Arc<dyn Weights>,
+    of: Identity,
+}
+
+pub(super) enum Part {
+    Leads(Leader),
+    /// Computes what the leader plans until the group ends.
+    Follows {
+        thread: JoinHandle<()>,
+        /// The worker leaves: the end of the group is no failure.
+        leaving: Arc<AtomicBool>,
+    },
+}
+
+/// An engine, and what its requests are called outside.
+pub(super) struct Leader {
+    runner: Runner,
+    tickets: Tickets,
+}
+
+impl Epoch {
+    /// Starts to compute.
+    pub(super) fn start(
+        channel: &Channel,
+        job: &Job,
+        source: &Source,
+        weights: Arc<dyn Weights>,
+        of: Identity,
+    ) -> Result<Self, Error> {
+        let part = if of.shard.leads() {
+            let tokenizer = Arc::new(tokenizer(source)?);
+            let engine = Engine::new(Arc::clone(&weights), tokenizer, job.engine.clone())?;
+            Part::Leads(Leader {
+                runner: Runner::start(engine),
+                tickets: Tickets::default(),
+            })
+        } else {
+            follow(channel, job, &weights)?
+        };
+        Ok(Self { part, weights, of })
+    }
+
+    /// What the rank has sent so far.
+    pub(super) fn measured(&self) -> FromWorker {
+        FromWorker::Measured(RankMoved::of(&*self.weights))
+    }
+
+    /// Whether it cannot go on, and why if nobody was told yet.
+    pub(super) fn failure(&self) -> Option<Option<Error>> {
+        match &self.part {
+            Part::Follows { thread, .. } => thread.is_finished().then_some(None),
+            Part::Leads(leader) => match leader.runner.status().state {
+                State::Failed(reason) => Some(Some(Error::Stopped {
+                    reason,
+                    blamed: lost(&*self.weights),
+                })),
+                State::Ready | State::Loading | State::Recovering(_) => None,
+            },
+        }
+    }
+
+    /// Ends it after the step that is under way; the weights outside of the group, unless they
+    /// have to be loaded again.
+    ///
+    /// The leader leaves by itself; the others' loops end because it has, or because a rank is
+    /// gone.
+    pub(super) fn leave(self) -> Option<Kept> {
+        let Self { part, weights, of } = self;
+        match part {
+            Part::Leads(leader) => drop(leader),
+            Part::Follows { thread, leaving } => {
+                leaving.store(true, Ordering::SeqCst);
+                let _ = thread.join(); // its panics were reported
+            }
+        }
+        let weights = weights.unlinked()?;
+        Some(Kept { of, weights })
+    }
+}
+
+impl Leader {
+    /// Hands a request to the engine, to go on after `tokens`.
+    pub(super) fn submit(
+        &self,
+        channel: &Channel,
+        ticket: Ticket,
+        request: Request,
+        tokens: Vec<u32>,
+    ) -> Result<(), Error> {
+        self.tickets.start(channel, ticket, |sink| {
+            if tokens.is_empty() {
+                self.runner.submit(request, sink)
+            } else {
+                self.runner.resume_after(request, tokens, sink)
+            }
+        })
+    }
+
+    pub(super) fn cancel(&self, ticket: Ticket) {
+        if let Some(own) = self.tickets.close(ticket) {
+            self.runner.cancel(own);
+        }
+    }
+}
+
+/// Computes what the leader plans, on a thread that tells when it cannot go on.
+fn follow(channel: &Channel, job: &Job, weights: &Arc<dyn Weights>) -> Result<Part, Error> {
+    let mut follower = Follower::new(Arc::clone(weights), &job.engine)?;
+    let (channel, number) = (Arc::clone(channel), job.epoch);
+    let leaving = Arc::new(AtomicBool::new(false));
+    let told = Arc::clone(&leaving);
+    let run = move || {
+        let error = loop {
+            if let Err(error) = follower.step() {
+                break Error::from(error);
+            }
+        };
+        // Of the group too, so that ranks that wait for this one hear of it.
+        drop(follower);
+        if !told.load(Ordering::SeqCst) {
+            // Should the instance be gone, the reader of the channel ends this process.
+            let _ = channel.send(&failed(number, &error));
+        }
+    };
+    let builder = std::thread::Builder::new().name("follower".to_owned());
+    let thread = builder.spawn(run).map_err(|source| Error::System {
+        what: "start a thread",
+        source,
+    })?;
+    Ok(Part::Follows { thread, leaving })
+}
+
+/// The rank that the groups of a model have lost. A group that failed says so again at once; one
+/// that did not has no time to do anything.
+fn lost(model: &dyn Weights) -> Option<Rank> {
+    let links = model.links()?;
+    let of = |group: &dyn Group| match group.barrier(Deadline::at(Instant::now() + LOST_LIMIT)) {
+        Err(
+            CommError::PeerLost { rank, .. }
+            | CommError::Silent { rank, .. }
+            | CommError::Garbled { rank, .. },
+        ) => Some(rank),
+        _ => None,
+    };
+    let first = links.world.rank().0 - links.stage.rank().0;
+    of(&*links.world).or_else(|| Some(Rank(first + of(&*links.stage)?.0)))
+}
+
+fn tokenizer(source: &Source) -> Result<Tokenizer, Error> {
+    Ok(match source {
+        Source::Gguf(file) => Tokenizer::from_gguf(file.metadata())?,
+        Source::Hf(folder) => Tokenizer::from_hf_dir(folder.path())?,
+    })
+}

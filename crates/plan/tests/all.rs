@@ -1,0 +1,8 @@
+//! The integration tests of this crate: one program, so that they are linked once.
+
+mod distilp;
+mod objectives;
+mod published;
+mod sane;
+mod small;
+mod solver;

@@ -1,0 +1,418 @@
+//! Requests with a body: read within their bounds, understood, and answered.
+
+use std::sync::Arc;
+
+use axum::body::Bytes;
+use axum::extract::{Request, State};
+use axum::http::header::{
+    CACHE_CONTROL, CONTENT_ENCODING, CONTENT_LENGTH, CONTENT_TYPE, HeaderName, HeaderValue,
+};
+use axum::http::{HeaderMap, StatusCode};
+use axum::response::{IntoResponse, Response};
+use futures_util::StreamExt;
+use paceline_engine::State as Readiness;
+use serde_json::{Map, Value, json};
+use tokio::time::{sleep, timeout};
+
+use super::{App, Endpoint, fresh_seed, json_response, pages, random_hex};
+use crate::access::Client;
+use crate::answer::{Answer, Terms};
+use crate::config::Config;
+use crate::field::{Fields, Notes};
+use crate::json;
+use crate::places::Place;
+use crate::rejection::Rejection;
+use crate::render::anthropic::Anthropic;
+use crate::render::llama::Infill;
+use crate::render::ollama::Ollama;
+use crate::render::openai::{OpenAi, Shape};
+use crate::render::responses::{Keeper, Responses};
+use crate::render::{Frame, Telling, Writer};
+use crate::request::fields::ollama::NAMED;
+use crate::request::{Ask, Reader, Teller, Understood};
+use crate::server::Phase;
+use crate::stream::Events;
+
+/// Of a body that is refused, so much is read, so that the client sees the refusal: many send all
+/// before they look.
+const DRAINED_BYTES: usize = 64 << 20;
+
+/// What was understood, and what the client is warned of.
+struct Reading {
+    understood: Understood,
+    warnings: Vec<String>,
+}
+
+pub(super) async fn answer(
+    app: Arc<App>,
+    request: Request,
+    endpoint: Endpoint,
+) -> Result<Response, Rejection> {
+    let asked = (app.config.clock.now)();
+    let limit_s = app.config.times.request.as_secs();
+    let mut deadline = Box::pin(sleep(app.config.times.request));
+    let client = client(&request);
+    check_head(&app, request.headers())?;
+    check_ready(&app)?;
+    let place = app.places.take(&client, app.has_several_clients(&client))?;
+    let reading = tokio::select! {
+        () = &mut deadline => return Err(Rejection::Deadline { limit_s }),
+        reading = read(&app, request, &client, endpoint) => reading?,
+    };
+    let key = match (&app.keys, &client) {
+        (Some(keys), Client::Key(id)) => Some((Arc::clone(keys), id.clone())),
+        _ => None,
+    };
+    let terms = Terms {
+        deadline,
+        deadline_s: limit_s,
+        phase: app.phase.clone(),
+        context: app.model.context,
+        unread_replies: app.config.limits.unread_replies,
+        key,
+        asked,
+        now: app.config.clock.now,
+    };
+    let response = match reading.understood {
+        Understood::Answer(value) => json_response(StatusCode::OK, &value),
+        Understood::Ask(ask) => respond(&app, *ask, terms, (place, client)).await?,
+    };
+    Ok(warned(response, &reading.warnings))
+}
+
+fn client(request: &Request) -> Client {
+    let client = request.extensions().get::<Client>();
+    client.cloned().unwrap_or(Client::Anybody)
+}
+
+/// Tells the client what was passed over, as RFC 7234 has it.
+fn warned(mut response: Response, warnings: &[String]) -> Response {
+    for warning in warnings {
+        let value = HeaderValue::from_str(&format!("299 paceline \"{warning}\""));
+        if let Ok(value) = value {
+            response.headers_mut().append("warning", value);
+        }
+    }
+    response
+}
+
+/// # Errors
+/// [`Rejection::MediaType`], [`Rejection::Encoded`], [`Rejection::LongBody`].
+fn check_head(app: &App, headers: &HeaderMap) -> Result<(), Rejection> {
+    let value = headers.get(CONTENT_TYPE).map(HeaderValue::as_bytes);
+    let text = String::from_utf8_lossy(value.unwrap_or_default());
+    let essence = text.split(';').next().unwrap_or_default().trim();
+    if !essence.eq_ignore_ascii_case("application/json") {
+        let got = crate::field::clip(&text);
+        return Err(Rejection::MediaType { got });
+    }
+    if let Some(encoding) = headers.get(CONTENT_ENCODING)
+        && !encoding.as_bytes().eq_ignore_ascii_case(b"identity")
+    {
+        let got = crate::field::clip(&String::from_utf8_lossy(encoding.as_bytes()));
+        return Err(Rejection::Encoded { got });
+    }
+    let limit = app.config.limits.body_bytes;
+    // Up to a bound it is read all the same: see `body`.
+    let is_far_over = length(headers).is_some_and(|length| length > limit.max(DRAINED_BYTES));
+    if is_far_over {
+        return Err(Rejection::LongBody { limit });
+    }
+    Ok(())
+}
+
+fn length(headers: &HeaderMap) -> Option<usize> {
+    headers.get(CONTENT_LENGTH)?.to_str().ok()?.parse().ok()
+}
+
+fn check_ready(app: &App) -> Result<(), Rejection> {
+    if *app.phase.borrow() != Phase::Running {
+        return Err(Rejection::ShuttingDown);
+    }
+    match app.service.status().state {
+        Readiness::Ready | Readiness::Recovering(_) => Ok(()),
+        Readiness::Loading => Err(Rejection::Loading),
+        Readiness::Failed(reason) => Err(Rejection::Unavailable { reason }),
+    }
+}
+
+/// Reads and understands the body.
+async fn read(
+    app: &Arc<App>,
+    request: Request,
+    client: &Client,
+    endpoint: Endpoint,
+) -> Result<Reading, Rejection> {
+    let body = body_in_time(&app.config, request).await?;
+    let permit = Arc::clone(&app.parsing).acquire_owned().await;
+    let permit = permit.expect("the semaphore is never closed");
+    let (app, client) = (Arc::clone(app), client.clone());
+    let work = tokio::task::spawn_blocking(move || {
+        let reading = understand(&app, &body, &client, endpoint);
+        drop(permit);
+        reading
+    });
+    let what = "read the request";
+    work.await.map_err(|_| Rejection::Broken { what })?
+}
+
+/// The body, within the bounds on its bytes and its time.
+pub(super) async fn body_in_time(config: &Config, request: Request) -> Result<Vec<u8>, Rejection> {
+    let patience = config.times.body;
+    let limit_s = patience.as_secs();
+    let body = timeout(patience, body(request, config.limits.body_bytes)).await;
+    body.map_err(|_| Rejection::SlowBody { limit_s })?
+}
+
+fn understand(
+    app: &App,
+    body: &[u8],
+    client: &Client,
+    endpoint: Endpoint,
+) -> Result<Reading, Rejection> {
+    let body = json::parse(body, &app.config.limits)?;
+    let notes = Notes::new(app.config.is_lenient);
+    let reader = Reader {
+        model: &app.model,
+        calling: &app.calling,
+        limits: &app.config.limits,
+        unix_s: (app.config.clock.unix_s)(),
+        fresh_seed: fresh_seed(),
+        longest_token: app.longest_token,
+        notes: &notes,
+        store: &app.store,
+        client,
+    };
+    let ask = |ask: Ask| Understood::Ask(Box::new(ask));
+    let understood = match endpoint {
+        Endpoint::Chat => reader.chat(body).map(ask),
+        Endpoint::Completion => reader.completion(body).map(ask),
+        Endpoint::Response => reader.response(body).map(ask),
+        Endpoint::Message => reader.anthropic(body).map(ask),
+        Endpoint::Infill => reader.infill(body).map(ask),
+        Endpoint::OllamaChat => reader.ollama_chat(body),
+        Endpoint::OllamaGenerate => reader.ollama_generate(body),
+        Endpoint::CountTokens => reader.count_tokens(body).map(Understood::Answer),
+        Endpoint::Tokenize => reader.tokenize(body).map(Understood::Answer),
+        Endpoint::Detokenize => reader.detokenize(body).map(Understood::Answer),
+        Endpoint::ApplyTemplate => reader.apply_template(body).map(Understood::Answer),
+    }?;
+    let warnings = notes.into_warnings();
+    Ok(Reading {
+        understood,
+        warnings,
+    })
+}
+
+/// The body, of at most `limit` bytes. One that is longer is read on and thrown away up to a
+/// bound: a client that sends all before it looks would else see a broken connection.
+async fn body(request: Request, limit: usize) -> Result<Vec<u8>, Rejection> {
+    let length = length(request.headers());
+    let mut pieces = request.into_body().into_data_stream();
+    let mut body = Vec::with_capacity(length.unwrap_or(0).min(limit));
+    let mut read = 0;
+    while let Some(piece) = pieces.next().await {
+        let piece: Bytes = piece.map_err(|error| Rejection::BrokenBody {
+            reason: error.to_string(),
+        })?;
+        read += piece.len();
+        if read <= limit {
+            body.extend_from_slice(&piece);
+        } else if read > limit.max(DRAINED_BYTES) {
+            break;
+        } else {
+            body = Vec::new();
+        }
+    }
+    if read > limit {
+        return Err(Rejection::LongBody { limit });
+    }
+    Ok(body)
+}
+
+/// Asks the service and answers the client.
+async fn respond(
+    app: &App,
+    ask: Ask,
+    terms: Terms,
+    (place, client): (Place, Client),
+) -> Result<Response, Rejection> {
+    let writer = writer(app, &ask, client);
+    let (asked, now) = (terms.asked, terms.now);
+    let sizes = (ask.prompt_tokens, ask.n);
+    let telling = Telling::new(writer, ask.choices, sizes, (asked, now), &app.metrics);
+    let answer = Answer::start(&app.service, &app.metrics, ask.requests, terms)?;
+    if ask.stream.is_some() {
+        return stream(app, answer, telling, place).await;
+    }
+    whole(answer, telling).await
+}
+
+/// What writes the answer in the words of its dialect.
+fn writer(app: &App, ask: &Ask, client: Client) -> Box<dyn Writer> {
+    let frame = Frame {
+        id: random_hex(),
+        created_unix_s: (app.config.clock.unix_s)(),
+        model: app.model.id.clone(),
+        fingerprint: app.model.fingerprint.clone(),
+    };
+    let stops = || {
+        ask.requests
+            .first()
+            .map_or(vec![], |first| first.stop.clone())
+    };
+    match &ask.teller {
+        Teller::OpenAi(kind) => {
+            let mut requests = ask.requests.iter();
+            let shape = Shape {
+                kind: kind.clone(),
+                has_logprobs: requests.any(|request| request.logprobs.is_some()),
+                has_usage: ask.stream.is_some_and(|options| options.has_usage),
+                n: ask.n,
+                choices: ask.requests.len(),
+            };
+            Box::new(OpenAi::new(frame, shape, Arc::clone(&app.model.tokenizer)))
+        }
+        Teller::Anthropic { shows_thinking } => {
+            Box::new(Anthropic::new(frame, stops(), *shows_thinking))
+        }
+        Teller::Ollama { kind, model } => {
+            Box::new(Ollama::new(*kind, model.clone(), frame.created_unix_s))
+        }
+        Teller::Responses(terms) => {
+            let store = Arc::clone(&app.store);
+            let keeper = Keeper { store, client };
+            Box::new(Responses::new(frame, (**terms).clone(), keeper))
+        }
+        Teller::Infill => Box::new(Infill::new(frame, stops())),
+    }
+}
+
+async fn whole(mut answer: Answer, mut telling: Telling) -> Result<Response, Rejection> {
+    while !answer.is_complete() {
+        let (choice, reply) = answer.next().await?;
+        telling.collect(choice, reply);
+    }
+    Ok(json_response(StatusCode::OK, &telling.whole()))
+}
+
+async fn stream(
+    app: &App,
+    mut answer: Answer,
+    telling: Telling,
+    place: Place,
+) -> Result<Response, Rejection> {
+    let early = timeout(app.config.times.first_reply, answer.next()).await;
+    let content_type = telling.framing().content_type();
+    let events = Events {
+        early: early.ok().transpose()?,
+        answer,
+        telling,
+        keep_alive: app.config.times.keep_alive,
+        _place: place,
+    };
+    let headers = [
+        (CONTENT_TYPE, content_type),
+        (CACHE_CONTROL, "no-cache"),
+        // Keeps nginx from collecting events.
+        (HeaderName::from_static("x-accel-buffering"), "no"),
+    ];
+    Ok((headers, events.into_body()).into_response())
+}
+
+/// The fields of a request that names a model, and whether it is the one that is served.
+async fn named(app: &App, request: Request) -> Result<(Fields, bool), Rejection> {
+    check_head(app, request.headers())?;
+    let body = body_in_time(&app.config, request).await?;
+    let body: Map<String, Value> = json::parse(&body, &app.config.limits)?;
+    let notes = Notes::new(app.config.is_lenient);
+    let fields = Fields::new(body, NAMED, "", &notes)?;
+    let name = fields.text("model").or(fields.text("name"));
+    let is_served = name.is_some_and(|name| app.model.is_called(name));
+    Ok((fields, is_served))
+}
+
+fn other_model(app: &App, fields: &Fields) -> Rejection {
+    let model = fields.text("model").or(fields.text("name"));
+    Rejection::Model {
+        model: model.unwrap_or_default().to_owned(),
+        served: app.model.id.clone(),
+    }
+}
+
+/// `POST /api/show`.
+pub(super) async fn show(
+    State(app): State<Arc<App>>,
+    request: Request,
+) -> Result<Response, Rejection> {
+    let (fields, is_served) = named(&app, request).await?;
+    if !is_served {
+        return Err(other_model(&app, &fields));
+    }
+    let model = &app.model;
+    let architecture = model.about.architecture.as_str();
+    let mut info = Map::new();
+    info.insert("general.architecture".into(), architecture.into());
+    info.insert(
+        "general.parameter_count".into(),
+        model.about.parameters.into(),
+    );
+    info.insert(
+        format!("{architecture}.context_length"),
+        model.context.into(),
+    );
+    let body = json!({
+        "modelfile": "",
+        "parameters": "",
+        "template": "",
+        "details": pages::details(model),
+        "model_info": info,
+        "capabilities": app.capabilities(),
+        "modified_at": crate::render::ollama::rfc3339(model.created_unix_s),
+    });
+    Ok(json_response(StatusCode::OK, &body))
+}
+
+/// `POST /api/pull`: the served model is there; others are pulled on the machine.
+pub(super) async fn pull(
+    State(app): State<Arc<App>>,
+    request: Request,
+) -> Result<Response, Rejection> {
+    let (fields, is_served) = named(&app, request).await?;
+    if !is_served {
+        return Err(other_model(&app, &fields));
+    }
+    let success = json!({"status": "success"});
+    if fields.get("stream") == Some(&Value::Bool(false)) {
+        return Ok(json_response(StatusCode::OK, &success));
+    }
+    let lines = [json!({"status": "pulling manifest"}), success];
+    let text: String = lines.iter().map(|line| format!("{line}\n")).collect();
+    let kind = [(CONTENT_TYPE, "application/x-ndjson")];
+    Ok((kind, text).into_response())
+}
+
+impl App {
+    /// What the model can do, in Ollama's words.
+    fn capabilities(&self) -> Vec<&'static str> {
+        let notes = Notes::default();
+        let reader = Reader {
+            model: &self.model,
+            calling: &self.calling,
+            limits: &self.config.limits,
+            unix_s: 0,
+            fresh_seed: 0,
+            longest_token: self.longest_token,
+            notes: &notes,
+            store: &self.store,
+            client: &Client::Anybody,
+        };
+        let mut all = vec!["completion"];
+        if reader.hole_tokens().is_some() {
+            all.push("insert");
+        }
+        all.extend(self.calling.has_calls().then_some("tools"));
+        all.extend(self.calling.reasons().then_some("thinking"));
+        all
+    }
+}

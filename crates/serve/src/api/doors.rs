@@ -1,0 +1,167 @@
+//! The models of a node, which come and go while it listens.
+//!
+//! Each model has an API of its own. With several, a request goes to the one that its body names.
+
+use std::fmt;
+use std::sync::{Arc, PoisonError, RwLock};
+
+use axum::Router;
+use axum::body::Body;
+use axum::extract::{Request, State};
+use axum::http::{Method, StatusCode};
+use axum::response::{IntoResponse, Response};
+use paceline_engine::Service;
+use serde::Deserialize;
+use serde_json::{Value, json};
+use tokio::sync::watch;
+use tower::ServiceExt;
+
+use super::asking::body_in_time;
+use super::{App, idle, json_response};
+use crate::config::{Config, Status};
+use crate::rejection::Rejection;
+use crate::server::Phase;
+use crate::{Error, Model};
+
+/// Models that a node answers with. Clones are the same ones; all methods may be called from any
+/// thread, and take effect with the next request.
+#[derive(Clone)]
+pub struct Doors(Arc<Shared>);
+
+struct Shared {
+    config: Config,
+    phase: watch::Receiver<Phase>,
+    idle: Router,
+    open: RwLock<Vec<Door>>,
+}
+
+/// A model's API.
+#[derive(Clone)]
+struct Door {
+    key: String,
+    app: Arc<App>,
+    router: Router,
+}
+
+impl Shared {
+    fn doors(&self) -> Vec<Door> {
+        let open = self.open.read().unwrap_or_else(PoisonError::into_inner);
+        open.clone()
+    }
+}
+
+impl Doors {
+    /// None yet.
+    ///
+    /// # Errors
+    /// A key file that cannot be read.
+    pub(crate) fn new(
+        config: Config,
+        nodes: Status,
+        phase: watch::Receiver<Phase>,
+    ) -> Result<Self, Error> {
+        let idle = Arc::new(idle::Idle::new(config.clone(), nodes)?);
+        Ok(Self(Arc::new(Shared {
+            config,
+            phase,
+            idle: idle::router(&idle),
+            open: RwLock::default(),
+        })))
+    }
+
+    pub(crate) fn router(&self) -> Router {
+        let shared = Arc::clone(&self.0);
+        Router::new().fallback(dispatch).with_state(shared)
+    }
+
+    /// Answers with a model from now on, in place of the one that had this `key`.
+    ///
+    /// # Errors
+    /// A model that cannot be served, a key file that cannot be read.
+    pub fn open(&self, key: &str, model: Model, service: Arc<dyn Service>) -> Result<(), Error> {
+        model.check()?;
+        let (config, phase) = (self.0.config.clone(), self.0.phase.clone());
+        let app = Arc::new(App::new(config, model, service, phase)?);
+        let door = Door {
+            key: key.to_owned(),
+            router: super::router(&app),
+            app,
+        };
+        let mut open = self.0.open.write().unwrap_or_else(PoisonError::into_inner);
+        open.retain(|door| door.key != key);
+        open.push(door);
+        Ok(())
+    }
+
+    /// Answers with it no more; answers that are under way go on.
+    pub fn close(&self, key: &str) {
+        let mut open = self.0.open.write().unwrap_or_else(PoisonError::into_inner);
+        open.retain(|door| door.key != key);
+    }
+}
+
+impl fmt::Debug for Doors {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let open = self.0.open.read().unwrap_or_else(PoisonError::into_inner);
+        f.debug_list().entries(open.iter().map(|d| &d.key)).finish()
+    }
+}
+
+/// Hands a request to the API that is to answer it.
+async fn dispatch(State(shared): State<Arc<Shared>>, request: Request) -> Response {
+    let doors = shared.doors();
+    let path = request.uri().path();
+    let is_list = request.method() == Method::GET && path == "/v1/models";
+    if doors.is_empty() || path == "/nodes" {
+        return pass(shared.idle.clone(), request).await;
+    }
+    if doors.len() > 1 && is_list {
+        return all_models(&doors, request).await;
+    }
+    match choose(&shared.config, &doors, request).await {
+        Ok((door, request)) => pass(door.router.clone(), request).await,
+        Err(rejection) => rejection.into_response(),
+    }
+}
+
+async fn pass(router: Router, request: Request) -> Response {
+    router.oneshot(request).await.into_response()
+}
+
+/// The field by which a request chooses a model.
+#[derive(Deserialize)]
+struct Named {
+    model: Option<String>,
+}
+
+/// The model that a request names; the first where it names none of them, which says so.
+async fn choose<'a>(
+    config: &Config,
+    doors: &'a [Door],
+    request: Request,
+) -> Result<(&'a Door, Request), Rejection> {
+    if doors.len() == 1 || request.method() != Method::POST {
+        return Ok((&doors[0], request));
+    }
+    let (parts, body) = request.into_parts();
+    let whole = Request::from_parts(parts.clone(), body);
+    let body = body_in_time(config, whole).await?;
+    let named = serde_json::from_slice::<Named>(&body).ok();
+    let name = named.and_then(|named| named.model).unwrap_or_default();
+    let door = doors.iter().find(|door| door.app.model.is_called(&name));
+    let request = Request::from_parts(parts, Body::from(body));
+    Ok((door.unwrap_or(&doors[0]), request))
+}
+
+/// The list of all models: what each API lists, if the first lets the client in.
+async fn all_models(doors: &[Door], request: Request) -> Response {
+    let first = pass(doors[0].router.clone(), request).await;
+    if !first.status().is_success() {
+        return first;
+    }
+    let models: Vec<Value> = doors
+        .iter()
+        .map(|door| super::pages::model_object(&door.app.model))
+        .collect();
+    json_response(StatusCode::OK, &json!({"object": "list", "data": models}))
+}

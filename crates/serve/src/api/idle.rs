@@ -1,0 +1,104 @@
+//! The API of a node that has no model loaded: its health, its cluster, and why it answers nothing.
+
+use std::sync::Arc;
+
+use axum::Router;
+use axum::extract::{Request, State};
+use axum::http::StatusCode;
+use axum::middleware::{Next, from_fn_with_state};
+use axum::response::{IntoResponse, Response};
+use axum::routing::get;
+use serde_json::json;
+
+use super::{finish_headers, is_preflight, json_response, preflight};
+use crate::Error;
+use crate::access::{check_key, check_origin};
+use crate::config::{Config, Status};
+use crate::keys::Watched;
+use crate::rejection::{Rejection, Style};
+
+/// What requests to such a node share.
+#[derive(Debug)]
+pub(crate) struct Idle {
+    config: Config,
+    keys: Option<Watched>,
+    nodes: Status,
+}
+
+impl Idle {
+    /// # Errors
+    /// A key file that cannot be read.
+    pub(crate) fn new(config: Config, nodes: Status) -> Result<Self, Error> {
+        let keys = config.access.keys.as_deref();
+        let keys = keys.map(Watched::open).transpose()?;
+        Ok(Self {
+            config,
+            keys,
+            nodes,
+        })
+    }
+}
+
+/// All routes.
+pub(crate) fn router(idle: &Arc<Idle>) -> Router {
+    Router::new()
+        .route("/", get(index))
+        .route("/health", get(health))
+        .route("/nodes", get(nodes))
+        .route("/v1/models", get(models))
+        .fallback(nothing_loaded)
+        .with_state(Arc::clone(idle))
+        .layer(from_fn_with_state(Arc::clone(idle), guard))
+}
+
+/// Lets in the same clients as the API of a model.
+async fn guard(State(idle): State<Arc<Idle>>, request: Request, next: Next) -> Response {
+    let style = Style::of(request.uri().path());
+    let (response, origin) = match check_origin(&request, &idle.config.access) {
+        Err(rejection) => (rejection.into_response(), None),
+        Ok(origin) if is_preflight(&request) => (preflight(), origin),
+        Ok(origin) => (admit(&idle, request, next).await, origin),
+    };
+    let response = match style {
+        Style::OpenAi => response,
+        style => Rejection::restyled(response, style),
+    };
+    finish_headers(response, origin)
+}
+
+async fn admit(idle: &Idle, request: Request, next: Next) -> Response {
+    // Monitors of the machine ask for its health without keys.
+    let keys = idle.keys.as_ref();
+    let keys = keys.filter(|_| request.uri().path() != "/health");
+    match keys.map(|keys| check_key(request.headers(), keys)) {
+        Some(Err(rejection)) => rejection.into_response(),
+        Some(Ok(_)) | None => next.run(request).await,
+    }
+}
+
+async fn index() -> Response {
+    let body = json!({
+        "name": "paceline",
+        "version": env!("CARGO_PKG_VERSION"),
+        "model": null,
+        "endpoints": ["/health", "/nodes", "/v1/models"],
+    });
+    json_response(StatusCode::OK, &body)
+}
+
+async fn health() -> Response {
+    json_response(StatusCode::OK, &json!({"status": "idle", "model": null}))
+}
+
+async fn nodes(State(idle): State<Arc<Idle>>) -> Response {
+    json_response(StatusCode::OK, &(idle.nodes.0)())
+}
+
+async fn models() -> Response {
+    let body = json!({"object": "list", "data": []});
+    json_response(StatusCode::OK, &body)
+}
+
+async fn nothing_loaded() -> Rejection {
+    Rejection::NothingLoaded
+}

@@ -1,0 +1,231 @@
+//! What is told without asking the model.
+
+use std::sync::Arc;
+
+use axum::extract::rejection::PathRejection;
+use axum::extract::{Extension, Path, Request, State};
+use axum::http::StatusCode;
+use axum::http::header::CONTENT_TYPE;
+use axum::response::{IntoResponse, Response};
+use paceline_engine::State as Readiness;
+use serde_json::{Value, json};
+
+use super::{App, json_response};
+use crate::access::Client;
+use crate::field::clip;
+use crate::model::Model;
+use crate::openapi;
+use crate::rejection::Rejection;
+use crate::render::ollama::rfc3339;
+use crate::server::Phase;
+
+/// The version of Ollama's API that its clients are told, so that they use what it has.
+const OLLAMA_VERSION: &str = "0.13.5";
+
+/// Paths of Ollama's and OpenAI's clients that need what this server does not do.
+pub(super) const NOT_DONE: [&str; 9] = [
+    "/api/delete",
+    "/api/copy",
+    "/api/create",
+    "/api/push",
+    "/api/blobs/{digest}",
+    "/api/embed",
+    "/api/embeddings",
+    "/v1/embeddings",
+    "/v1/audio/transcriptions",
+];
+
+pub(super) async fn not_done(request: Request) -> Rejection {
+    let (what, why) = match request.uri().path() {
+        "/api/delete" => ("removing a model", "use paceline rm on the machine"),
+        "/api/embed" | "/api/embeddings" | "/v1/embeddings" => (
+            "making embeddings",
+            "the model that is served generates text",
+        ),
+        "/v1/audio/transcriptions" => ("hearing", "the model that is served generates text"),
+        _ => (
+            "changing the store of models",
+            "use paceline pull and paceline rm on the machine",
+        ),
+    };
+    Rejection::NotDone { what, why }
+}
+
+pub(super) async fn index(State(app): State<Arc<App>>) -> Response {
+    let body = json!({
+        "name": "paceline",
+        "version": env!("CARGO_PKG_VERSION"),
+        "model": app.model.id,
+        "endpoints": openapi::PATHS,
+        // Its clients look for these words.
+        "compatible": "Ollama is running",
+    });
+    json_response(StatusCode::OK, &body)
+}
+
+pub(super) async fn document(State(app): State<Arc<App>>) -> Response {
+    let json = [(CONTENT_TYPE, "application/json")];
+    (json, app.openapi.clone()).into_response()
+}
+
+/// Stands for a reason that the client may not see.
+const HIDDEN: &str = "an API key is needed to see why";
+
+pub(super) async fn health(
+    State(app): State<Arc<App>>,
+    client: Option<Extension<Client>>,
+) -> Response {
+    let status = app.service.status();
+    let is_ending = *app.phase.borrow() != Phase::Running;
+    let (state, reason) = match status.state {
+        _ if is_ending => ("stopping", Some("the server is shutting down".to_owned())),
+        Readiness::Loading => ("loading", None),
+        Readiness::Ready => ("ready", None),
+        // It may name files of the machine: not for those who have no key.
+        Readiness::Failed(_) if client.is_none() => ("failed", Some(HIDDEN.to_owned())),
+        Readiness::Recovering(_) if client.is_none() => ("recovering", Some(HIDDEN.to_owned())),
+        Readiness::Recovering(reason) => ("recovering", Some(reason)),
+        Readiness::Failed(reason) => ("failed", Some(reason)),
+    };
+    let body = json!({
+        "status": state,
+        "reason": reason,
+        "model": app.model.id,
+        "running": status.running,
+        "waiting": status.waiting,
+    });
+    let code = match state {
+        "ready" => StatusCode::OK,
+        _ => StatusCode::SERVICE_UNAVAILABLE,
+    };
+    json_response(code, &body)
+}
+
+pub(super) async fn metrics(State(app): State<Arc<App>>) -> Response {
+    let status = app.service.status();
+    let facts = &app.config.facts;
+    let text = app.metrics.text(&status, app.places.taken(), facts);
+    let open_metrics = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+    ([(CONTENT_TYPE, open_metrics)], text).into_response()
+}
+
+pub(super) fn model_object(model: &Model) -> Value {
+    json!({
+        "id": model.id,
+        "object": "model",
+        "created": model.created_unix_s,
+        "owned_by": "paceline",
+    })
+}
+
+pub(super) async fn models(State(app): State<Arc<App>>) -> Response {
+    let body = json!({"object": "list", "data": [model_object(&app.model)]});
+    json_response(StatusCode::OK, &body)
+}
+
+pub(super) async fn model(
+    State(app): State<Arc<App>>,
+    id: Result<Path<String>, PathRejection>,
+) -> Response {
+    let model = id.map(|Path(id)| id).unwrap_or_default();
+    if app.model.is_called(&model) {
+        return json_response(StatusCode::OK, &model_object(&app.model));
+    }
+    let (model, served) = (clip(&model), app.model.id.clone());
+    Rejection::Model { model, served }.into_response()
+}
+
+pub(super) async fn response(
+    State(app): State<Arc<App>>,
+    Extension(client): Extension<Client>,
+    Path(id): Path<String>,
+) -> Result<Response, Rejection> {
+    let stored = app.store.get(&id, &client);
+    let stored = stored.ok_or_else(|| Rejection::NoResponse { id: clip(&id) })?;
+    Ok(json_response(StatusCode::OK, &stored.response))
+}
+
+pub(super) async fn forget_response(
+    State(app): State<Arc<App>>,
+    Extension(client): Extension<Client>,
+    Path(id): Path<String>,
+) -> Result<Response, Rejection> {
+    if !app.store.remove(&id, &client) {
+        return Err(Rejection::NoResponse { id: clip(&id) });
+    }
+    let body = json!({"id": id, "object": "response", "deleted": true});
+    Ok(json_response(StatusCode::OK, &body))
+}
+
+pub(super) async fn version() -> Response {
+    json_response(StatusCode::OK, &json!({"version": OLLAMA_VERSION}))
+}
+
+/// What Ollama calls `details`.
+pub(super) fn details(model: &Model) -> Value {
+    let about = &model.about;
+    json!({
+        "parent_model": "",
+        "format": "gguf",
+        "family": about.architecture,
+        "families": [about.architecture],
+        "parameter_size": parameter_size(about.parameters),
+        "quantization_level": about.quantization,
+    })
+}
+
+/// `135M`, `7.2B`; empty if not known.
+fn parameter_size(parameters: u64) -> String {
+    match parameters {
+        0 => String::new(),
+        n if n < 1_000_000_000 => format!("{:.0}M", n as f64 / 1e6),
+        n => format!("{:.1}B", n as f64 / 1e9),
+    }
+}
+
+/// The model under one of its names, as `/api/tags` has it.
+fn tag(model: &Model, name: &str) -> Value {
+    json!({
+        "name": name,
+        "model": name,
+        "modified_at": rfc3339(model.created_unix_s),
+        "size": model.about.bytes,
+        "digest": digest(model),
+        "details": details(model),
+    })
+}
+
+/// A hash that names the model: of its name and fingerprint, as weights are not hashed.
+fn digest(model: &Model) -> String {
+    use sha2::{Digest, Sha256};
+    let text = format!(
+        "{}\n{}\n{}",
+        model.id, model.fingerprint, model.created_unix_s
+    );
+    let hash = Sha256::digest(text);
+    hash.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+/// Every name, and those without a tag with `:latest` too: clients look for the exact name.
+pub(super) async fn tags(State(app): State<Arc<App>>) -> Response {
+    let model = &app.model;
+    let with_tag = |name: &str| (!name.contains(':')).then(|| format!("{name}:latest"));
+    let names = model
+        .names()
+        .flat_map(|name| [Some(name.to_owned()), with_tag(name)]);
+    let tags: Vec<Value> = names.flatten().map(|name| tag(model, &name)).collect();
+    json_response(StatusCode::OK, &json!({"models": tags}))
+}
+
+pub(super) async fn running(State(app): State<Arc<App>>) -> Response {
+    let mut tag = tag(&app.model, &app.model.id);
+    tag["size_vram"] = 0.into();
+    tag["context_length"] = app.model.context.into();
+    // It stays loaded: the farthest time that clients can write.
+    tag["expires_at"] = "9999-12-31T23:59:59Z".into();
+    let models = match app.service.status().state {
+        Readiness::Ready => vec![tag],
+        _ => vec![],
+    };
+    json_response(StatusCode::OK, &json!({"models": models}))
+}

@@ -1,0 +1,294 @@
+//! How the served model calls tools and thinks, and what holds its answers to a request's terms.
+//!
+//! ```text
+//! Conversation, prompt --Calling--> Constraint for the engine, tools::Reader for the answer
+//! ```
+
+use std::sync::{Arc, OnceLock};
+
+use paceline_engine::{ConstraintError, Grammars, MAX_SHOWN};
+use paceline_formats::grammar::{Constraint, Grammar, strict};
+use paceline_formats::tokenizer::Tokenizer;
+use paceline_formats::tools::{CallGrammar, CallRules, Reader, ReaderOptions, Syntax};
+use serde_json::{Value, json};
+
+use crate::conversation::{Conversation, Format, Tool, ToolChoice};
+use crate::field::Notes;
+use crate::model::Model;
+use crate::rejection::Rejection;
+
+/// Reads and binds the answers of one model.
+pub(crate) struct Calling {
+    /// `None` for a model without a chat template.
+    syntax: Option<Syntax>,
+    /// Control tokens that the reader must see.
+    shown: Vec<u32>,
+    tokenizer: Arc<Tokenizer>,
+    /// Made for the first constraint: sorting a vocabulary takes a while.
+    grammars: OnceLock<Result<Grammars, ConstraintError>>,
+}
+
+impl std::fmt::Debug for Calling {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let mut out = f.debug_struct("Calling");
+        out.field("syntax", &self.syntax).finish_non_exhaustive()
+    }
+}
+
+/// What an answer is held to and read by.
+#[derive(Debug)]
+pub(crate) struct Terms {
+    pub(crate) constraint: Option<Constraint>,
+    /// Tools as the reader knows them; none where calls are text.
+    tools: Vec<Value>,
+    /// Whether a grammar keeps calls from being broken.
+    is_safe: bool,
+}
+
+impl Calling {
+    /// Cost: a look at each token.
+    pub(crate) fn new(model: &Model) -> Self {
+        let syntax = model.template.as_deref().map(Syntax::of);
+        let shown = syntax.map(|syntax| syntax.shown_tokens(&model.tokenizer));
+        let mut shown = shown.unwrap_or_default();
+        shown.truncate(MAX_SHOWN);
+        Self {
+            syntax,
+            shown,
+            tokenizer: Arc::clone(&model.tokenizer),
+            grammars: OnceLock::new(),
+        }
+    }
+
+    /// Control tokens that are part of an answer's text: none where nothing reads it.
+    pub(crate) fn shown(&self, terms: &Terms) -> &[u32] {
+        let is_read = !terms.tools.is_empty() || self.reasons();
+        if is_read { &self.shown } else { &[] }
+    }
+
+    /// Whether the model was trained to call tools, in a form that is known.
+    pub(crate) fn has_calls(&self) -> bool {
+        self.syntax.is_some_and(|syntax| syntax.family().is_some())
+    }
+
+    /// Whether it may think before it answers.
+    pub(crate) fn reasons(&self) -> bool {
+        self.syntax.is_some_and(|syntax| syntax.reasons())
+    }
+
+    /// What the answer to `prompt`, which is `conversation` as ids, is held to.
+    ///
+    /// Cost: compiles the grammar to see whether the engine will.
+    ///
+    /// # Errors
+    /// What cannot be held to, by name.
+    pub(crate) fn terms(
+        &self,
+        conversation: &Conversation,
+        prompt: &[u32],
+        notes: &Notes,
+    ) -> Result<Terms, Rejection> {
+        let tools = conversation.shown_tools();
+        if !tools.is_empty() && !self.has_calls() {
+            return Err(Rejection::Unsupported {
+                param: "tools".into(),
+                got: "an array".into(),
+                why: "the model was not trained to call tools, or in a form that is not known",
+            });
+        }
+        let schema = schema_of(conversation)?;
+        let mut terms = Terms {
+            constraint: None,
+            tools: tools.iter().map(Tool::for_rules).collect(),
+            is_safe: false,
+        };
+        if terms.tools.is_empty() {
+            terms.constraint = self.of_format(conversation, prompt, schema.as_ref())?;
+        } else {
+            let bound = self.of_calls(conversation, prompt, schema.as_ref(), notes)?;
+            terms.is_safe = bound.is_some();
+            terms.constraint = bound;
+        }
+        Ok(terms)
+    }
+
+    /// A grammar of a request without a conversation, which binds the whole answer.
+    ///
+    /// # Errors
+    /// Why the engine could not keep it.
+    pub(crate) fn whole(&self, format: &Format, at: &str) -> Result<Option<Constraint>, Rejection> {
+        let constraint = match format {
+            Format::Text => return Ok(None),
+            Format::JsonObject => Constraint::whole(Grammar::JsonObject),
+            Format::JsonSchema(schema) => {
+                Constraint::whole(Grammar::JsonSchema(held(schema, at)?.to_string()))
+            }
+            Format::Grammar(grammar) => Constraint::whole(grammar.clone()),
+        };
+        self.checked(constraint, at).map(Some)
+    }
+
+    /// What reads an answer; `None` where all of it is text.
+    pub(crate) fn reader(
+        &self,
+        terms: &Terms,
+        prompt: &[u32],
+        is_stream: bool,
+        id_seed: u64,
+    ) -> Option<Reader> {
+        let syntax = self.syntax?;
+        if terms.tools.is_empty() && !syntax.reasons() {
+            return None;
+        }
+        let options = ReaderOptions {
+            // What was told of a call cannot be taken back.
+            holds_calls: !(is_stream && terms.is_safe),
+            id_seed,
+        };
+        Some(syntax.reader(&self.tokenizer, prompt, &terms.tools, options))
+    }
+
+    fn of_format(
+        &self,
+        conversation: &Conversation,
+        prompt: &[u32],
+        schema: Option<&Value>,
+    ) -> Result<Option<Constraint>, Rejection> {
+        let Some(syntax) = self.syntax else {
+            return Ok(None);
+        };
+        let constraint = match (schema, &conversation.format) {
+            (Some(schema), _) => syntax.bound_json(&self.tokenizer, prompt, schema),
+            (None, Format::Grammar(grammar)) => {
+                syntax.bound(&self.tokenizer, prompt, grammar.clone())
+            }
+            (None, _) => return Ok(None),
+        };
+        self.checked(constraint, conversation.format_at).map(Some)
+    }
+
+    fn of_calls(
+        &self,
+        conversation: &Conversation,
+        prompt: &[u32],
+        schema: Option<&Value>,
+        notes: &Notes,
+    ) -> Result<Option<Constraint>, Rejection> {
+        check_strict(conversation)?;
+        let is_called = |tool: &&Tool| match &conversation.choice {
+            ToolChoice::Named(name) => tool.name == *name,
+            _ => true,
+        };
+        let tools = conversation.shown_tools().iter().filter(is_called);
+        let tools: Vec<Value> = tools.map(Tool::for_rules).collect();
+        let rules = CallRules {
+            tools: &tools,
+            is_required: conversation.needs_call(),
+            is_parallel: conversation.is_parallel,
+            has_any_arguments: false,
+            answer: schema,
+        };
+        let Some(grammar) = self.grammar(prompt, &rules)? else {
+            return unbound(conversation, notes).map(|()| None);
+        };
+        for (tool, keyword) in &grammar.relaxed {
+            notes.warn(format!("tool {tool}: {keyword}, and does not count"));
+        }
+        let error = match self.check(&grammar.constraint) {
+            Ok(()) => return Ok(Some(grammar.constraint)),
+            Err(error) => error,
+        };
+        if conversation.tools.iter().any(|tool| tool.is_strict) {
+            return Err(unusable("tools", &error));
+        }
+        notes.warn(format!("arguments are not held to schemas: {error}"));
+        let rules = CallRules {
+            has_any_arguments: true,
+            ..rules
+        };
+        let Some(grammar) = self.grammar(prompt, &rules)? else {
+            return Ok(None);
+        };
+        self.checked(grammar.constraint, "tools").map(Some)
+    }
+
+    fn grammar(
+        &self,
+        prompt: &[u32],
+        rules: &CallRules<'_>,
+    ) -> Result<Option<CallGrammar>, Rejection> {
+        let Some(syntax) = self.syntax else {
+            return Ok(None);
+        };
+        let grammar = syntax.constraint(&self.tokenizer, prompt, rules);
+        grammar.map_err(|error| unusable("tools", &error))
+    }
+
+    fn checked(&self, constraint: Constraint, at: &str) -> Result<Constraint, Rejection> {
+        let checked = self.check(&constraint);
+        checked.map_err(|error| unusable(at, &error))?;
+        Ok(constraint)
+    }
+
+    fn check(&self, constraint: &Constraint) -> Result<(), ConstraintError> {
+        let make = || Grammars::new(&self.tokenizer, self.tokenizer.vocab_size());
+        match self.grammars.get_or_init(make) {
+            Ok(grammars) => grammars.check(constraint),
+            Err(error) => Err(error.clone()),
+        }
+    }
+}
+
+/// The schema that an answer in words must match, if there is one.
+fn schema_of(conversation: &Conversation) -> Result<Option<Value>, Rejection> {
+    match &conversation.format {
+        Format::Text => Ok(None),
+        Format::JsonObject => Ok(Some(json!({"type": "object"}))),
+        Format::JsonSchema(schema) => held(schema, conversation.format_at).map(Some),
+        Format::Grammar(_) if conversation.shown_tools().is_empty() => Ok(None),
+        Format::Grammar(_) => {
+            let (param, condition) = (conversation.format_at, "together with tools");
+            Err(Rejection::Conflict { param, condition })
+        }
+    }
+}
+
+/// A schema that every answer matches.
+fn held(schema: &Value, at: &str) -> Result<Value, Rejection> {
+    strict(schema).map_err(|error| unusable(at, &error))
+}
+
+fn unusable(at: &str, error: &dyn std::fmt::Display) -> Rejection {
+    let (param, reason) = (at.to_owned(), error.to_string());
+    Rejection::Grammar { param, reason }
+}
+
+/// # Errors
+/// [`Rejection::Grammar`] with the tool's name.
+fn check_strict(conversation: &Conversation) -> Result<(), Rejection> {
+    let tools = conversation.shown_tools().iter();
+    for tool in tools.filter(|tool| tool.is_strict) {
+        let reason = |error| format!("the schema of {:?}, which is strict: {error}", tool.name);
+        strict(&tool.parameters).map_err(|error| unusable("tools", &reason(error)))?;
+    }
+    Ok(())
+}
+
+/// What becomes of a request whose calls no grammar can hold.
+fn unbound(conversation: &Conversation, notes: &Notes) -> Result<(), Rejection> {
+    let why = "calls in this model's form are not bound to a grammar";
+    let refused = |param: &str| {
+        let (param, got) = (param.to_owned(), "given".to_owned());
+        Err(Rejection::Unsupported { param, got, why })
+    };
+    if conversation.needs_call() {
+        return refused("tool_choice");
+    }
+    if conversation.format != Format::Text {
+        return refused(conversation.format_at);
+    }
+    if conversation.tools.iter().any(|tool| tool.is_strict) {
+        notes.warn(format!("strict does not count: {why}"));
+    }
+    Ok(())
+}

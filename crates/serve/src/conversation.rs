@@ -1,0 +1,394 @@
+//! A conversation as every dialect means it: what readers make of a request, and what becomes of
+//! it for the chat template.
+//!
+//! ```text
+//! OpenAI chat, responses --+
+//! Anthropic messages ------+--> Conversation --> formats::chat::Message + variables --> ids
+//! Ollama chat -------------+
+//! ```
+
+use paceline_formats::chat::{self, ChatOptions, ChatTemplate, Message, ToolCall};
+use paceline_formats::grammar::Grammar;
+use paceline_formats::tokenizer::Tokenizer;
+use serde_json::{Map, Value, json};
+
+/// Who speaks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Role {
+    System,
+    User,
+    Assistant,
+    Tool,
+}
+
+impl Role {
+    const fn name(self) -> &'static str {
+        match self {
+            Self::System => "system",
+            Self::User => "user",
+            Self::Assistant => "assistant",
+            Self::Tool => "tool",
+        }
+    }
+}
+
+/// One turn.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Turn {
+    pub(crate) role: Role,
+    pub(crate) text: String,
+    /// The speaker's name, or that of the tool which answers.
+    pub(crate) name: Option<String>,
+    /// What an assistant thought before it spoke.
+    pub(crate) reasoning: Option<String>,
+    /// Calls that an assistant made.
+    pub(crate) calls: Vec<Call>,
+    /// The call that a tool answers.
+    pub(crate) answers: Option<String>,
+}
+
+impl Turn {
+    pub(crate) fn new(role: Role, text: impl Into<String>) -> Self {
+        Self {
+            role,
+            text: text.into(),
+            name: None,
+            reasoning: None,
+            calls: Vec::new(),
+            answers: None,
+        }
+    }
+
+    /// The result of the call `id`.
+    pub(crate) fn result(id: impl Into<String>, text: impl Into<String>) -> Self {
+        Self {
+            answers: Some(id.into()),
+            ..Self::new(Role::Tool, text)
+        }
+    }
+
+    fn message(&self) -> Message {
+        Message {
+            role: self.role.name().to_owned(),
+            content: self.text.clone(),
+            reasoning: self.reasoning.clone(),
+            tool_calls: self.calls.iter().map(Call::for_template).collect(),
+            tool_call_id: self.answers.clone(),
+            name: self.name.clone(),
+            ..Message::default()
+        }
+    }
+}
+
+/// A call of a tool.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Call {
+    pub(crate) id: String,
+    pub(crate) name: String,
+    /// Parsed: templates print or iterate over them. A text where the client's were no JSON.
+    pub(crate) arguments: Value,
+}
+
+impl Call {
+    fn for_template(&self) -> ToolCall {
+        ToolCall {
+            id: self.id.clone(),
+            name: self.name.clone(),
+            arguments: self.arguments.clone(),
+        }
+    }
+}
+
+/// The JSON value that a call's arguments are; the text itself when it is none.
+pub(crate) fn arguments(text: &str) -> Value {
+    match text.trim() {
+        "" => json!({}),
+        json => serde_json::from_str(json).unwrap_or_else(|_| text.into()),
+    }
+}
+
+/// A tool that the model may call.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Tool {
+    pub(crate) name: String,
+    pub(crate) description: Option<String>,
+    /// JSON Schema of the arguments.
+    pub(crate) parameters: Value,
+    /// Whether arguments must follow the schema to the letter.
+    pub(crate) is_strict: bool,
+}
+
+impl Tool {
+    /// As `transformers` gives tools to templates.
+    fn for_template(&self) -> Value {
+        let mut function = Map::new();
+        function.insert("name".into(), self.name.as_str().into());
+        let description = self.description.as_deref().unwrap_or_default();
+        function.insert("description".into(), description.into());
+        function.insert("parameters".into(), self.parameters.clone());
+        json!({"type": "function", "function": function})
+    }
+
+    /// The same with whether it is strict, which templates would print.
+    pub(crate) fn for_rules(&self) -> Value {
+        let mut tool = self.for_template();
+        tool["function"]["strict"] = self.is_strict.into();
+        tool
+    }
+}
+
+/// Whether and which tools are to be called.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub(crate) enum ToolChoice {
+    /// As the model likes.
+    #[default]
+    Auto,
+    /// None: the model is not shown any.
+    None,
+    /// At least one.
+    Required,
+    /// This one.
+    Named(String),
+}
+
+/// What the text of an answer must be.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub(crate) enum Format {
+    #[default]
+    Text,
+    /// Any JSON object.
+    JsonObject,
+    /// JSON of this schema.
+    JsonSchema(Value),
+    /// What a grammar that is no schema says.
+    Grammar(Grammar),
+}
+
+/// How much the model is to think, where its template asks.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub(crate) struct Thinking {
+    pub(crate) is_on: Option<bool>,
+    /// `low`, `medium`, `high`...
+    pub(crate) effort: Option<String>,
+}
+
+/// What a model is asked to continue, and how.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub(crate) struct Conversation {
+    pub(crate) turns: Vec<Turn>,
+    pub(crate) tools: Vec<Tool>,
+    pub(crate) choice: ToolChoice,
+    /// Whether several calls may be made in one turn.
+    pub(crate) is_parallel: bool,
+    pub(crate) format: Format,
+    /// The field that says so.
+    pub(crate) format_at: &'static str,
+    pub(crate) thinking: Thinking,
+    /// More variables for the template.
+    pub(crate) variables: Map<String, Value>,
+}
+
+/// Variables of templates that are this module's to set.
+pub(crate) const OWN_VARIABLES: [&str; 6] = [
+    "messages",
+    "tools",
+    "documents",
+    "add_generation_prompt",
+    "bos_token",
+    "eos_token",
+];
+
+impl Conversation {
+    /// Tools that the model is shown.
+    pub(crate) fn shown_tools(&self) -> &[Tool] {
+        match self.choice {
+            ToolChoice::None => &[],
+            _ => &self.tools,
+        }
+    }
+
+    /// Whether the answer must be a call.
+    pub(crate) const fn needs_call(&self) -> bool {
+        matches!(self.choice, ToolChoice::Required | ToolChoice::Named(_))
+    }
+
+    /// Gives results the names of the tools that were called, which some templates write.
+    pub(crate) fn name_results(&mut self) {
+        let calls = self.turns.iter().flat_map(|turn| &turn.calls);
+        let names: Vec<(String, String)> = calls
+            .map(|call| (call.id.clone(), call.name.clone()))
+            .collect();
+        let unnamed = |turn: &&mut Turn| turn.role == Role::Tool && turn.name.is_none();
+        for turn in self.turns.iter_mut().filter(unnamed) {
+            let id = turn.answers.as_deref().unwrap_or_default();
+            let named = names.iter().rev().find(|(known, _)| known == id);
+            turn.name = named.map(|(_, name)| name.clone());
+        }
+    }
+
+    /// Bytes of text that the prompt has at least.
+    pub(crate) fn text_bytes(&self) -> usize {
+        let bytes = |turn: &Turn| turn.text.len() + turn.reasoning.as_ref().map_or(0, String::len);
+        self.turns.iter().map(bytes).sum()
+    }
+
+    fn options(&self, unix_s: u64) -> ChatOptions {
+        let mut variables = self.variables.clone();
+        let Thinking { is_on, effort } = &self.thinking;
+        if let Some(is_on) = is_on {
+            // Qwen's word and that of DeepSeek and Granite.
+            for name in ["enable_thinking", "thinking"] {
+                variables.entry(name).or_insert((*is_on).into());
+            }
+        }
+        if let Some(effort) = effort {
+            variables
+                .entry("reasoning_effort")
+                .or_insert(effort.as_str().into());
+        }
+        ChatOptions {
+            add_generation_prompt: true,
+            now_unix_s: i64::try_from(unix_s).ok(),
+            tools: self.shown_tools().iter().map(Tool::for_template).collect(),
+            variables,
+        }
+    }
+
+    /// The ids of the prompt.
+    ///
+    /// System turns are rendered where they stand. A template that refuses them in the middle gets
+    /// them as turns of the user; one that wants roles to alternate gets neighbours joined.
+    ///
+    /// Cost: one rendering and encoding; up to two more renderings for such a template.
+    ///
+    /// # Errors
+    /// The template's or the tokenizer's.
+    pub(crate) fn encode(
+        &self,
+        template: &ChatTemplate,
+        tokenizer: &Tokenizer,
+        unix_s: u64,
+    ) -> Result<Vec<u32>, chat::Error> {
+        let options = self.options(unix_s);
+        let try_with = |turns: &[Turn]| template.encode_chat(tokenizer, &messages(turns), &options);
+        self.first_taken(try_with)
+    }
+
+    /// The text of the prompt, for show.
+    ///
+    /// # Errors
+    /// Those of [`encode`](Self::encode).
+    pub(crate) fn render(
+        &self,
+        template: &ChatTemplate,
+        tokenizer: &Tokenizer,
+        unix_s: u64,
+    ) -> Result<String, chat::Error> {
+        let options = self.options(unix_s);
+        self.first_taken(|turns| template.render(tokenizer, &messages(turns), &options))
+    }
+
+    fn first_taken<T>(
+        &self,
+        try_with: impl Fn(&[Turn]) -> Result<T, chat::Error>,
+    ) -> Result<T, chat::Error> {
+        let refused = match try_with(&self.turns) {
+            Err(error @ chat::Error::Raised { .. }) => error,
+            other => return other,
+        };
+        for changed in [systems_first(&self.turns), joined(&self.turns)] {
+            if changed == self.turns {
+                continue;
+            }
+            match try_with(&changed) {
+                Err(chat::Error::Raised { .. }) => {}
+                other => return other,
+            }
+        }
+        Err(refused)
+    }
+}
+
+fn messages(turns: &[Turn]) -> Vec<Message> {
+    turns.iter().map(Turn::message).collect()
+}
+
+/// Later system turns as turns of the user, in their places.
+fn systems_first(turns: &[Turn]) -> Vec<Turn> {
+    let is_later = |i: usize| i > 0;
+    let change = |(i, turn): (usize, &Turn)| {
+        let mut turn = turn.clone();
+        if turn.role == Role::System && is_later(i) {
+            turn.role = Role::User;
+        }
+        turn
+    };
+    turns.iter().enumerate().map(change).collect()
+}
+
+/// Besides, neighbours of the role user joined.
+fn joined(turns: &[Turn]) -> Vec<Turn> {
+    let mut all: Vec<Turn> = Vec::with_capacity(turns.len());
+    for turn in systems_first(turns) {
+        match all.last_mut() {
+            Some(last) if last.role == Role::User && turn.role == Role::User => {
+                last.text.push_str("\n\n");
+                last.text.push_str(&turn.text);
+            }
+            _ => all.push(turn),
+        }
+    }
+    all
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn results_get_the_names_of_their_calls() {
+        let mut asked = Turn::new(Role::Assistant, "");
+        asked.calls.push(Call {
+            id: "c1".into(),
+            name: "add".into(),
+            arguments: json!({"a": 1}),
+        });
+        let mut conversation = Conversation {
+            turns: vec![asked, Turn::result("c1", "3"), Turn::result("c2", "4")],
+            ..Conversation::default()
+        };
+        conversation.name_results();
+        assert_eq!(conversation.turns[1].name.as_deref(), Some("add"));
+        assert_eq!(conversation.turns[2].name, None);
+    }
+
+    #[test]
+    fn later_systems_become_users_and_neighbours_are_joined() {
+        let turns = [
+            Turn::new(Role::System, "a"),
+            Turn::new(Role::User, "b"),
+            Turn::new(Role::System, "c"),
+            Turn::new(Role::Assistant, "d"),
+        ];
+        let roles = |turns: &[Turn]| turns.iter().map(|turn| turn.role).collect::<Vec<_>>();
+        let first = systems_first(&turns);
+        assert_eq!(
+            roles(&first),
+            [Role::System, Role::User, Role::User, Role::Assistant]
+        );
+        let joined = joined(&turns);
+        assert_eq!(roles(&joined), [Role::System, Role::User, Role::Assistant]);
+        assert_eq!(joined[1].text, "b\n\nc");
+    }
+
+    #[test]
+    fn arguments_are_parsed_where_they_are_json() {
+        for (text, expected) in [
+            ("", json!({})),
+            (r#"{"a":[1]}"#, json!({"a": [1]})),
+            ("{broken", json!("{broken")),
+        ] {
+            assert_eq!(arguments(text), expected);
+        }
+    }
+}

@@ -1,0 +1,172 @@
+//! Operations of the dialects beside OpenAI's chat and completions: their fields are those of the
+//! tables that check them, their answers are described where they are specified.
+
+use serde_json::{Map, Value, json};
+
+use super::{REFUSALS, refusals};
+use crate::field::{Field, object_schema};
+use crate::model::Model;
+use crate::request::fields::{anthropic, llama, ollama, responses};
+
+/// An operation.
+struct Operation {
+    path: &'static str,
+    id: &'static str,
+    summary: &'static str,
+    table: &'static [Field],
+    /// The type of a streamed answer, if it can be streamed.
+    stream: Option<&'static str>,
+}
+
+const fn operation(
+    path: &'static str,
+    id: &'static str,
+    summary: &'static str,
+    table: &'static [Field],
+    stream: Option<&'static str>,
+) -> Operation {
+    Operation {
+        path,
+        id,
+        summary,
+        table,
+        stream,
+    }
+}
+
+const EVENTS: Option<&str> = Some("text/event-stream");
+const LINES: Option<&str> = Some("application/x-ndjson");
+
+const OPERATIONS: [Operation; 11] = [
+    operation(
+        "/v1/responses",
+        "respond",
+        "Asks the model, as OpenAI's Responses API.",
+        responses::RESPONSE,
+        EVENTS,
+    ),
+    operation(
+        "/v1/messages",
+        "message",
+        "Asks the model, as Anthropic's Messages API.",
+        anthropic::MESSAGE_REQUEST,
+        EVENTS,
+    ),
+    operation(
+        "/v1/messages/count_tokens",
+        "countTokens",
+        "Counts the tokens of a prompt, as Anthropic's Messages API.",
+        anthropic::COUNT_REQUEST,
+        None,
+    ),
+    operation(
+        "/api/chat",
+        "ollamaChat",
+        "Asks the model, as Ollama.",
+        ollama::CHAT,
+        LINES,
+    ),
+    operation(
+        "/api/generate",
+        "ollamaGenerate",
+        "Asks the model, as Ollama.",
+        ollama::GENERATE,
+        LINES,
+    ),
+    operation(
+        "/api/show",
+        "ollamaShow",
+        "Shows the model, as Ollama.",
+        ollama::NAMED,
+        None,
+    ),
+    operation(
+        "/api/pull",
+        "ollamaPull",
+        "Finds the model that is served, as Ollama.",
+        ollama::NAMED,
+        LINES,
+    ),
+    operation(
+        "/tokenize",
+        "tokenize",
+        "Makes text tokens, as llama-server.",
+        llama::TOKENIZE,
+        None,
+    ),
+    operation(
+        "/detokenize",
+        "detokenize",
+        "Makes tokens text, as llama-server.",
+        llama::DETOKENIZE,
+        None,
+    ),
+    operation(
+        "/apply-template",
+        "applyTemplate",
+        "Makes a conversation a prompt, as llama-server.",
+        llama::APPLY,
+        None,
+    ),
+    operation(
+        "/infill",
+        "infill",
+        "Fills a hole in a text, as llama-server.",
+        llama::INFILL,
+        EVENTS,
+    ),
+];
+
+/// Adds the operations to `paths`.
+pub(super) fn add(paths: &mut Value, model: &Model, has_keys: bool) {
+    let names: Vec<&str> = model.names().collect();
+    for operation in &OPERATIONS {
+        paths[operation.path] = json!({"post": post(operation, &names, has_keys)});
+    }
+    for (path, id, summary) in [
+        ("/api/tags", "ollamaTags", "The models, as Ollama."),
+        ("/api/ps", "ollamaRunning", "The loaded models, as Ollama."),
+        ("/api/version", "ollamaVersion", "The version, as Ollama."),
+    ] {
+        let mut responses = told(&["401", "403"], has_keys);
+        responses.insert("200".into(), answer(None));
+        paths[path] =
+            json!({"get": {"operationId": id, "summary": summary, "responses": responses}});
+    }
+}
+
+fn post(operation: &Operation, names: &[&str], has_keys: bool) -> Value {
+    let mut schema = object_schema(operation.table);
+    if schema["properties"]["model"].is_object() {
+        schema["properties"]["model"]["enum"] = json!(names);
+    }
+    let all: Vec<&str> = REFUSALS.iter().map(|(status, _)| *status).collect();
+    let mut responses = told(&all, has_keys);
+    responses.insert("200".into(), answer(operation.stream));
+    json!({
+        "operationId": operation.id,
+        "summary": operation.summary,
+        "requestBody": {
+            "required": true,
+            "content": {"application/json": {"schema": schema}},
+        },
+        "responses": responses,
+    })
+}
+
+fn answer(stream: Option<&str>) -> Value {
+    let mut content = json!({"application/json": {"schema": {"type": "object"}}});
+    if let Some(kind) = stream {
+        content[kind] = json!({"schema": {"type": "string"}});
+    }
+    json!({"description": "The answer.", "content": content})
+}
+
+/// Refusals, whose bodies are in the dialect's own words.
+fn told(statuses: &[&str], has_keys: bool) -> Map<String, Value> {
+    let mut all = refusals(statuses, has_keys);
+    for (_, refusal) in &mut all {
+        refusal["content"]["application/json"]["schema"] = json!({"type": "object"});
+    }
+    all
+}

@@ -1,0 +1,108 @@
+//! Places for requests to the model: so many at the same time, and so many of one client when
+//! there are several.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, MutexGuard};
+
+use crate::access::Client;
+use crate::rejection::Rejection;
+
+/// All places.
+#[derive(Debug)]
+pub(crate) struct Places {
+    all: usize,
+    of_one: usize,
+    taken: Mutex<Taken>,
+}
+
+#[derive(Debug, Default)]
+struct Taken {
+    all: usize,
+    /// Entries are above 0, so there are no more than places.
+    by_client: HashMap<Client, usize>,
+}
+
+/// One place, free again when it is dropped.
+#[derive(Debug)]
+pub(crate) struct Place {
+    places: Arc<Places>,
+    client: Client,
+}
+
+impl Places {
+    pub(crate) fn new(all: usize, of_one: usize) -> Self {
+        let taken = Mutex::default();
+        Self { all, of_one, taken }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Taken> {
+        self.taken.lock().expect("nothing panics with the lock")
+    }
+
+    /// Places that are taken.
+    pub(crate) fn taken(&self) -> usize {
+        self.lock().all
+    }
+
+    /// A place for `client`; with `shares` other clients have a right to some as well.
+    ///
+    /// # Errors
+    /// [`Rejection::TooManyOfOne`], [`Rejection::TooManyRequests`].
+    pub(crate) fn take(
+        self: &Arc<Self>,
+        client: &Client,
+        shares: bool,
+    ) -> Result<Place, Rejection> {
+        let mut taken = self.lock();
+        let own = taken.by_client.get(client).copied().unwrap_or(0);
+        if shares && own >= self.of_one {
+            let limit = self.of_one;
+            return Err(Rejection::TooManyOfOne { limit });
+        }
+        if taken.all >= self.all {
+            let limit = self.all;
+            return Err(Rejection::TooManyRequests { limit });
+        }
+        taken.all += 1;
+        taken.by_client.insert(client.clone(), own + 1);
+        Ok(Place {
+            places: Arc::clone(self),
+            client: client.clone(),
+        })
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        let mut taken = self.places.lock();
+        taken.all -= 1;
+        if let Some(own) = taken.by_client.get_mut(&self.client) {
+            *own -= 1;
+            if *own == 0 {
+                taken.by_client.remove(&self.client);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_client_leaves_places_to_others() {
+        let places = Arc::new(Places::new(3, 2));
+        let key = |id: &str| Client::Key(id.to_owned());
+        let held = [key("a"), key("a")].map(|client| places.take(&client, true).unwrap());
+        let refused = places.take(&key("a"), true);
+        assert!(matches!(refused, Err(Rejection::TooManyOfOne { limit: 2 })));
+        let other = places.take(&key("b"), true).unwrap();
+        let full = places.take(&key("c"), true);
+        assert!(matches!(full, Err(Rejection::TooManyRequests { limit: 3 })));
+        drop(other);
+        let alone = places.take(&key("a"), false).unwrap();
+        drop((held, alone));
+        assert_eq!(places.taken(), 0);
+        assert!(places.lock().by_client.is_empty());
+    }
+}

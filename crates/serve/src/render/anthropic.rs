@@ -1,0 +1,197 @@
+//! `/v1/messages`.
+//!
+//! A stream is `message_start`, then per block `content_block_start`, deltas and
+//! `content_block_stop`, then `message_delta` with the reason and the usage, and `message_stop`.
+
+use serde_json::{Value, json};
+
+use super::{Frame, Framing, Usage, Writer};
+use crate::choice::{Delta, Ending, Piece, Said};
+use crate::conversation::arguments;
+use crate::rejection::{Rejection, Style};
+
+/// Which block is open.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Open {
+    Text,
+    Thinking,
+    Call(usize),
+}
+
+/// Writes messages.
+#[derive(Debug)]
+pub(crate) struct Anthropic {
+    frame: Frame,
+    /// Texts that end an answer, in the request's order.
+    stops: Vec<String>,
+    /// Whether the client wants to see what was thought.
+    shows_thinking: bool,
+    open: Option<Open>,
+    /// Blocks so far.
+    blocks: usize,
+    ending: Option<Ending>,
+}
+
+impl Anthropic {
+    pub(crate) const fn new(frame: Frame, stops: Vec<String>, shows_thinking: bool) -> Self {
+        Self {
+            frame,
+            stops,
+            shows_thinking,
+            open: None,
+            blocks: 0,
+            ending: None,
+        }
+    }
+
+    fn message(&self, content: Value, ending: Option<Ending>, usage: &Usage) -> Value {
+        let (reason, stop) = self.reason(ending);
+        json!({
+            "id": format!("msg_{}", self.frame.id),
+            "type": "message",
+            "role": "assistant",
+            "model": self.frame.model,
+            "content": content,
+            "stop_reason": reason,
+            "stop_sequence": stop,
+            "usage": tokens(usage),
+        })
+    }
+
+    /// `stop_reason` and `stop_sequence`.
+    fn reason(&self, ending: Option<Ending>) -> (Option<&'static str>, Option<&str>) {
+        match ending {
+            None => (None, None),
+            Some(Ending::Said) => (Some("end_turn"), None),
+            Some(Ending::Length) => (Some("max_tokens"), None),
+            Some(Ending::Calls) => (Some("tool_use"), None),
+            Some(Ending::StopText(i)) => {
+                (Some("stop_sequence"), self.stops.get(i).map(String::as_str))
+            }
+        }
+    }
+
+    fn close(&mut self, out: &mut Vec<Value>) {
+        let Some(open) = self.open.take() else { return };
+        let index = self.blocks;
+        if open == Open::Thinking {
+            let delta = json!({"type": "signature_delta", "signature": ""});
+            out.push(json!({"type": "content_block_delta", "index": index, "delta": delta}));
+        }
+        out.push(json!({"type": "content_block_stop", "index": index}));
+        self.blocks += 1;
+    }
+
+    /// Opens a block of this kind if it is not open.
+    fn open(&mut self, kind: Open, block: Value, out: &mut Vec<Value>) {
+        if self.open == Some(kind) {
+            return;
+        }
+        self.close(out);
+        self.open = Some(kind);
+        let index = self.blocks;
+        out.push(json!({"type": "content_block_start", "index": index, "content_block": block}));
+    }
+
+    fn put(&self, delta: Value, out: &mut Vec<Value>) {
+        let index = self.blocks;
+        out.push(json!({"type": "content_block_delta", "index": index, "delta": delta}));
+    }
+
+    fn piece(&mut self, piece: Piece, out: &mut Vec<Value>) {
+        match piece {
+            Piece::Text(text) if text.is_empty() => {}
+            Piece::Text(text) => {
+                self.open(Open::Text, json!({"type": "text", "text": ""}), out);
+                self.put(json!({"type": "text_delta", "text": text}), out);
+            }
+            Piece::Reasoning(text) => {
+                let block = json!({"type": "thinking", "thinking": "", "signature": ""});
+                self.open(Open::Thinking, block, out);
+                if self.shows_thinking {
+                    self.put(json!({"type": "thinking_delta", "thinking": text}), out);
+                }
+            }
+            Piece::Call { index, id, name } => {
+                let block = json!({"type": "tool_use", "id": id, "name": name, "input": {}});
+                self.open(Open::Call(index), block, out);
+            }
+            Piece::Arguments { text, .. } => {
+                self.put(
+                    json!({"type": "input_json_delta", "partial_json": text}),
+                    out,
+                );
+            }
+            Piece::CallEnd { .. } => self.close(out),
+        }
+    }
+}
+
+/// Tokens in Anthropic's terms: what came from the cache is not among `input_tokens`.
+fn tokens(usage: &Usage) -> Value {
+    json!({
+        "input_tokens": usage.prompt.saturating_sub(usage.cached),
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": usage.cached,
+        "output_tokens": usage.completion,
+    })
+}
+
+impl Writer for Anthropic {
+    fn framing(&self) -> Framing {
+        Framing::Named
+    }
+
+    fn start(&mut self, usage: &Usage) -> Vec<Value> {
+        let message = self.message(json!([]), None, usage);
+        vec![json!({"type": "message_start", "message": message})]
+    }
+
+    fn delta(&mut self, _index: usize, delta: Delta) -> Vec<Value> {
+        let mut out = Vec::new();
+        for piece in delta.pieces {
+            self.piece(piece, &mut out);
+        }
+        self.ending = delta.ending.or(self.ending);
+        out
+    }
+
+    fn end(&mut self, usage: &Usage) -> Vec<Value> {
+        let mut out = Vec::new();
+        self.close(&mut out);
+        let (reason, stop) = self.reason(self.ending);
+        let delta = json!({"stop_reason": reason, "stop_sequence": stop});
+        out.push(json!({"type": "message_delta", "delta": delta, "usage": tokens(usage)}));
+        out.push(json!({"type": "message_stop"}));
+        out
+    }
+
+    fn whole(&mut self, said: Vec<Said>, usage: &Usage) -> Value {
+        let said = said.into_iter().next().unwrap_or_default();
+        let mut content = Vec::new();
+        if !said.reasoning.is_empty() {
+            let thinking = if self.shows_thinking {
+                said.reasoning.as_str()
+            } else {
+                ""
+            };
+            content.push(json!({"type": "thinking", "thinking": thinking, "signature": ""}));
+        }
+        if !said.text.is_empty() {
+            content.push(json!({"type": "text", "text": said.text}));
+        }
+        content.extend(said.calls.iter().map(|call| {
+            let input = arguments(&call.arguments);
+            json!({"type": "tool_use", "id": call.id, "name": call.name, "input": input})
+        }));
+        self.message(content.into(), said.ending, usage)
+    }
+
+    fn failed(&mut self, rejection: &Rejection) -> Value {
+        rejection.body_as(Style::Anthropic)
+    }
+
+    fn beat(&self) -> Option<Value> {
+        Some(json!({"type": "ping"}))
+    }
+}

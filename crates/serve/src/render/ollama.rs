@@ -1,0 +1,208 @@
+//! `/api/chat` and `/api/generate`: a JSON object a line, the last with the figures.
+
+use serde_json::{Map, Value, json};
+
+use super::{Framing, Usage, Writer};
+use crate::choice::{Delta, Ending, Piece, Said, SaidCall};
+use crate::conversation::arguments;
+use crate::rejection::{Rejection, Style};
+
+/// Which of the two.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Kind {
+    Chat,
+    Generate,
+}
+
+/// Writes both.
+#[derive(Debug)]
+pub(crate) struct Ollama {
+    kind: Kind,
+    /// As the client called it.
+    model: String,
+    created_at: String,
+    /// The call that is being told.
+    call: Option<SaidCall>,
+    /// Calls that were told.
+    calls: usize,
+    ending: Option<Ending>,
+}
+
+impl Ollama {
+    pub(crate) fn new(kind: Kind, model: String, created_unix_s: u64) -> Self {
+        Self {
+            kind,
+            model,
+            created_at: rfc3339(created_unix_s),
+            call: None,
+            calls: 0,
+            ending: None,
+        }
+    }
+
+    fn head(&self) -> Map<String, Value> {
+        let mut head = Map::new();
+        head.insert("model".into(), self.model.as_str().into());
+        head.insert("created_at".into(), self.created_at.as_str().into());
+        head
+    }
+
+    /// A line with what was said.
+    fn line(&self, text: &str, reasoning: &str, calls: &[SaidCall]) -> Map<String, Value> {
+        let mut line = self.head();
+        match self.kind {
+            Kind::Chat => {
+                line.insert(
+                    "message".into(),
+                    message(text, reasoning, calls, self.calls),
+                );
+            }
+            Kind::Generate => {
+                line.insert("response".into(), text.into());
+                if !reasoning.is_empty() {
+                    line.insert("thinking".into(), reasoning.into());
+                }
+            }
+        }
+        line.insert("done".into(), false.into());
+        line
+    }
+
+    fn last(&self, mut line: Map<String, Value>, ending: Option<Ending>, usage: &Usage) -> Value {
+        let ns = |time: std::time::Duration| u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
+        let reason = match ending {
+            Some(Ending::Length) => "length",
+            _ => "stop",
+        };
+        line.insert("done".into(), true.into());
+        line.insert("done_reason".into(), reason.into());
+        let writing = usage.total.saturating_sub(usage.reading);
+        for (name, value) in [
+            ("total_duration", ns(usage.total)),
+            ("load_duration", 0),
+            ("prompt_eval_count", usage.prompt as u64),
+            ("prompt_eval_duration", ns(usage.reading)),
+            ("eval_count", usage.completion as u64),
+            ("eval_duration", ns(writing)),
+        ] {
+            line.insert(name.into(), value.into());
+        }
+        line.into()
+    }
+
+    fn piece(&mut self, piece: Piece) -> Option<Value> {
+        match piece {
+            Piece::Text(text) if text.is_empty() => None,
+            Piece::Text(text) => Some(self.line(&text, "", &[]).into()),
+            Piece::Reasoning(text) => Some(self.line("", &text, &[]).into()),
+            Piece::Call { id, name, .. } => {
+                let arguments = String::new();
+                self.call = Some(SaidCall {
+                    id,
+                    name,
+                    arguments,
+                });
+                None
+            }
+            Piece::Arguments { text, .. } => {
+                self.call.as_mut()?.arguments.push_str(&text);
+                None
+            }
+            // Calls are told whole here.
+            Piece::CallEnd { .. } => {
+                let call = self.call.take()?;
+                let line = self.line("", "", &[call]);
+                self.calls += 1;
+                Some(line.into())
+            }
+        }
+    }
+}
+
+/// `first` is the place of the first call in the answer.
+fn message(text: &str, reasoning: &str, calls: &[SaidCall], first: usize) -> Value {
+    let mut message = json!({"role": "assistant", "content": text});
+    if !reasoning.is_empty() {
+        message["thinking"] = reasoning.into();
+    }
+    if !calls.is_empty() {
+        let call = |(i, call): (usize, &SaidCall)| {
+            let arguments = arguments(&call.arguments);
+            let index = first + i;
+            let function = json!({"index": index, "name": call.name, "arguments": arguments});
+            json!({"id": call.id, "function": function})
+        };
+        let calls: Vec<Value> = calls.iter().enumerate().map(call).collect();
+        message["tool_calls"] = calls.into();
+    }
+    message
+}
+
+impl Writer for Ollama {
+    fn framing(&self) -> Framing {
+        Framing::Lines
+    }
+
+    fn start(&mut self, _usage: &Usage) -> Vec<Value> {
+        Vec::new()
+    }
+
+    fn delta(&mut self, _index: usize, delta: Delta) -> Vec<Value> {
+        self.ending = delta.ending.or(self.ending);
+        let pieces = delta.pieces.into_iter();
+        pieces.filter_map(|piece| self.piece(piece)).collect()
+    }
+
+    fn end(&mut self, usage: &Usage) -> Vec<Value> {
+        vec![self.last(self.line("", "", &[]), self.ending, usage)]
+    }
+
+    fn whole(&mut self, said: Vec<Said>, usage: &Usage) -> Value {
+        let said = said.into_iter().next().unwrap_or_default();
+        let line = self.line(&said.text, &said.reasoning, &said.calls);
+        self.last(line, said.ending, usage)
+    }
+
+    fn failed(&mut self, rejection: &Rejection) -> Value {
+        rejection.body_as(Style::Ollama)
+    }
+}
+
+/// The time as `2026-11-23T18:40:00Z`.
+pub(crate) fn rfc3339(unix_s: u64) -> String {
+    let (days, second) = (unix_s / 86_400, unix_s % 86_400);
+    // Days from 1970 to a date: Hinnant, "chrono-compatible low-level date algorithms".
+    let z = days + 719_468;
+    let (era, day_of_era) = (z / 146_097, z % 146_097);
+    let year_of_era =
+        (day_of_era - day_of_era / 1460 + day_of_era / 36_524 - day_of_era / 146_096) / 365;
+    let day_of_year = day_of_era - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
+    let shifted = (5 * day_of_year + 2) / 153;
+    let day = day_of_year - (153 * shifted + 2) / 5 + 1;
+    let month = if shifted < 10 {
+        shifted + 3
+    } else {
+        shifted - 9
+    };
+    let year = year_of_era + era * 400 + u64::from(month <= 2);
+    let (hour, minute, second) = (second / 3600, second / 60 % 60, second % 60);
+    format!("{year:04}-{month:02}-{day:02}T{hour:02}:{minute:02}:{second:02}Z")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::rfc3339;
+
+    #[test]
+    fn times_are_written_as_dates() {
+        for (unix_s, expected) in [
+            (0, "1970-01-01T00:00:00Z"),
+            (951_782_399, "2000-02-28T23:59:59Z"),
+            (951_782_400, "2000-02-29T00:00:00Z"),
+            (1_700_000_000, "2023-11-14T22:13:20Z"),
+            (4_102_444_800, "2100-01-01T00:00:00Z"),
+        ] {
+            assert_eq!(rfc3339(unix_s), expected);
+        }
+    }
+}

@@ -1,0 +1,181 @@
+//! `/v1/chat/completions` and `/v1/completions`.
+
+mod chat;
+mod completion;
+
+use std::sync::Arc;
+
+use paceline_formats::tokenizer::Tokenizer;
+use serde_json::{Map, Value, json};
+
+use super::{Frame, Framing, Usage, Writer};
+use crate::choice::{Delta, Entry, Said};
+use crate::rejection::Rejection;
+
+/// Which of the two, with what only its answers have.
+#[derive(Clone, Debug)]
+pub(crate) enum Kind {
+    Chat,
+    /// Per prompt, what `echo` puts before each answer.
+    Completion {
+        echo: Option<Vec<String>>,
+    },
+}
+
+/// Writes both.
+#[derive(Debug)]
+pub(crate) struct OpenAi {
+    frame: Frame,
+    kind: Kind,
+    tokenizer: Arc<Tokenizer>,
+    has_logprobs: bool,
+    /// Whether a stream ends with the usage.
+    has_usage: bool,
+    /// Choices per prompt.
+    n: usize,
+    /// Per choice, characters that begin in the tokens so far, for offsets.
+    n_chars: Vec<usize>,
+}
+
+/// What an [`OpenAi`] is made for.
+#[derive(Clone, Debug)]
+pub(crate) struct Shape {
+    pub(crate) kind: Kind,
+    pub(crate) has_logprobs: bool,
+    pub(crate) has_usage: bool,
+    /// Choices per prompt.
+    pub(crate) n: usize,
+    /// Of all prompts.
+    pub(crate) choices: usize,
+}
+
+impl OpenAi {
+    pub(crate) fn new(frame: Frame, shape: Shape, tokenizer: Arc<Tokenizer>) -> Self {
+        Self {
+            frame,
+            kind: shape.kind,
+            tokenizer,
+            has_logprobs: shape.has_logprobs,
+            has_usage: shape.has_usage,
+            n: shape.n,
+            n_chars: vec![0; shape.choices],
+        }
+    }
+
+    fn whole_choice(&mut self, index: usize, said: &Said) -> Value {
+        let logprobs = self.logprobs(index, &said.entries);
+        match &self.kind {
+            Kind::Chat => chat::choice(index, said, logprobs),
+            Kind::Completion { echo } => {
+                let before = echo.as_ref().map_or("", |texts| &texts[index / self.n]);
+                let text = format!("{before}{}", said.text);
+                completion::choice(index, &text, said.finish_reason(), logprobs)
+            }
+        }
+    }
+
+    fn chunk(&self, choices: Vec<Value>) -> Value {
+        let mut chunk = self.head(true);
+        chunk.insert("choices".into(), choices.into());
+        if self.has_usage {
+            chunk.insert("usage".into(), Value::Null);
+        }
+        chunk.into()
+    }
+
+    fn head(&self, is_chunk: bool) -> Map<String, Value> {
+        let (prefix, object) = match (&self.kind, is_chunk) {
+            (Kind::Chat, false) => ("chatcmpl", "chat.completion"),
+            (Kind::Chat, true) => ("chatcmpl", "chat.completion.chunk"),
+            (Kind::Completion { .. }, _) => ("cmpl", "text_completion"),
+        };
+        let frame = &self.frame;
+        let mut head = Map::new();
+        head.insert("id".into(), format!("{prefix}-{}", frame.id).into());
+        head.insert("object".into(), object.into());
+        head.insert("created".into(), frame.created_unix_s.into());
+        head.insert("model".into(), frame.model.as_str().into());
+        head.insert(
+            "system_fingerprint".into(),
+            frame.fingerprint.as_str().into(),
+        );
+        head
+    }
+
+    fn logprobs(&mut self, index: usize, entries: &[Entry]) -> Value {
+        if !self.has_logprobs {
+            return Value::Null;
+        }
+        match self.kind {
+            Kind::Chat => chat::logprobs(&self.tokenizer, entries),
+            Kind::Completion { .. } => {
+                completion::logprobs(&self.tokenizer, entries, &mut self.n_chars[index])
+            }
+        }
+    }
+}
+
+/// OpenAI's `usage`.
+fn usage(usage: &Usage) -> Value {
+    json!({
+        "prompt_tokens": usage.prompt,
+        "completion_tokens": usage.completion,
+        "total_tokens": usage.prompt + usage.completion,
+        "prompt_tokens_details": {"cached_tokens": usage.cached},
+        "completion_tokens_details": {"reasoning_tokens": usage.reasoning},
+    })
+}
+
+impl Writer for OpenAi {
+    fn framing(&self) -> Framing {
+        Framing::Data
+    }
+
+    fn start(&mut self, _usage: &Usage) -> Vec<Value> {
+        let chunk = |index| match &self.kind {
+            Kind::Chat => Some(self.chunk(vec![chat::opening(index)])),
+            Kind::Completion { echo } => echo.as_ref().map(|texts| {
+                let text = &texts[index / self.n];
+                self.chunk(vec![completion::choice(index, text, None, Value::Null)])
+            }),
+        };
+        (0..self.n_chars.len()).filter_map(chunk).collect()
+    }
+
+    fn delta(&mut self, index: usize, delta: Delta) -> Vec<Value> {
+        let logprobs = self.logprobs(index, &delta.entries);
+        let finish = delta.ending.map(crate::choice::Ending::openai);
+        if let Kind::Completion { .. } = self.kind {
+            let mut said = Said::default();
+            said.add(delta);
+            let choice = completion::choice(index, &said.text, finish, logprobs);
+            return vec![self.chunk(vec![choice])];
+        }
+        // The end has a chunk of its own, without content.
+        let closing = finish.map(|finish| chat::closing(index, finish));
+        let deltas = chat::deltas(index, &delta, logprobs);
+        let all = deltas.into_iter().chain(closing);
+        all.map(|choice| self.chunk(vec![choice])).collect()
+    }
+
+    fn end(&mut self, sum: &Usage) -> Vec<Value> {
+        let mut chunk = self.chunk(Vec::new());
+        chunk["usage"] = usage(sum);
+        self.has_usage.then_some(chunk).into_iter().collect()
+    }
+
+    fn whole(&mut self, said: Vec<Said>, sum: &Usage) -> Value {
+        let choices = said.iter().enumerate();
+        let choices: Vec<Value> = choices
+            .map(|(i, said)| self.whole_choice(i, said))
+            .collect();
+        let mut whole = self.head(false);
+        whole.insert("choices".into(), choices.into());
+        whole.insert("usage".into(), usage(sum));
+        whole.into()
+    }
+
+    fn failed(&mut self, rejection: &Rejection) -> Value {
+        rejection.body()
+    }
+}

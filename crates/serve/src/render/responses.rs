@@ -1,0 +1,360 @@
+//! `/v1/responses`.
+//!
+//! A stream is `response.created`, then per item of the output `response.output_item.added`, its
+//! parts and deltas, and `response.output_item.done` with the whole item, and at the end
+//! `response.completed` with the whole response.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use serde_json::{Map, Value, json};
+
+use super::{Frame, Framing, Usage, Writer};
+use crate::access::Client;
+use crate::choice::{Delta, Ending, Piece, Said};
+use crate::conversation::{Call, Role, Turn, arguments};
+use crate::rejection::Rejection;
+use crate::store::{Store, Stored};
+
+/// What a response repeats of its request, and what becomes of it.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Terms {
+    /// Fields of the request as they are repeated.
+    pub(crate) echo: Map<String, Value>,
+    /// The namespaces of tools that have one.
+    pub(crate) spaces: BTreeMap<String, String>,
+    /// The conversation, if it is to be kept.
+    pub(crate) keep: Option<Vec<Turn>>,
+}
+
+/// Where a response is kept, and for whom.
+#[derive(Clone, Debug)]
+pub(crate) struct Keeper {
+    pub(crate) store: Arc<Store>,
+    pub(crate) client: Client,
+}
+
+/// The item that is being written.
+#[derive(Debug)]
+struct Open {
+    kind: Kind,
+    id: String,
+    /// Its text, or the arguments of its call.
+    text: String,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum Kind {
+    Message,
+    Reasoning,
+    Call { id: String, name: String },
+}
+
+impl Kind {
+    /// The one part of an item that has parts.
+    fn part(&self, text: &str) -> Option<Value> {
+        match self {
+            Self::Message => Some(part(text)),
+            Self::Reasoning => Some(json!({"type": "reasoning_text", "text": text})),
+            Self::Call { .. } => None,
+        }
+    }
+}
+
+/// Writes responses.
+#[derive(Debug)]
+pub(crate) struct Responses {
+    frame: Frame,
+    terms: Terms,
+    keeper: Keeper,
+    /// Items that are complete.
+    items: Vec<Value>,
+    open: Option<Open>,
+    /// Events so far.
+    events: u64,
+    ending: Option<Ending>,
+    said: Said,
+}
+
+impl Responses {
+    pub(crate) fn new(frame: Frame, terms: Terms, keeper: Keeper) -> Self {
+        Self {
+            frame,
+            terms,
+            keeper,
+            items: Vec::new(),
+            open: None,
+            events: 0,
+            ending: None,
+            said: Said::default(),
+        }
+    }
+
+    fn id(&self) -> String {
+        format!("resp_{}", self.frame.id)
+    }
+
+    fn response(&self, status: &str, usage: Option<&Usage>) -> Value {
+        let cut = matches!(self.ending, Some(Ending::Length)) && status != "in_progress";
+        let mut response = Map::new();
+        response.insert("id".into(), self.id().into());
+        response.insert("object".into(), "response".into());
+        response.insert("created_at".into(), self.frame.created_unix_s.into());
+        response.insert("status".into(), status.into());
+        response.insert("error".into(), Value::Null);
+        let why = cut.then(|| json!({"reason": "max_output_tokens"}));
+        response.insert("incomplete_details".into(), why.into());
+        response.insert("model".into(), self.frame.model.as_str().into());
+        response.insert("output".into(), self.items.clone().into());
+        response.extend(self.terms.echo.clone());
+        response.insert("usage".into(), usage.map(tokens).into());
+        response.into()
+    }
+
+    /// An event with its number.
+    fn event(&mut self, kind: &str, fields: Value) -> Value {
+        let mut event = Map::new();
+        event.insert("type".into(), kind.into());
+        event.insert("sequence_number".into(), self.events.into());
+        self.events += 1;
+        if let Value::Object(fields) = fields {
+            event.extend(fields);
+        }
+        event.into()
+    }
+
+    /// An event of the open item.
+    fn item_event(&mut self, kind: &str, fields: Value) -> Value {
+        let mut all = Map::new();
+        let id = self.open.as_ref().map_or("", |open| open.id.as_str());
+        all.insert("item_id".into(), id.into());
+        all.insert("output_index".into(), self.items.len().into());
+        if let Value::Object(fields) = fields {
+            all.extend(fields);
+        }
+        self.event(kind, all.into())
+    }
+
+    /// The open item as it is now.
+    fn item(&self, open: &Open, status: &str) -> Value {
+        let (id, text) = (open.id.as_str(), open.text.as_str());
+        let is_done = status == "completed";
+        match &open.kind {
+            Kind::Message => {
+                let parts = if is_done { vec![part(text)] } else { vec![] };
+                json!({"id": id, "type": "message", "status": status, "role": "assistant",
+                       "content": parts})
+            }
+            Kind::Reasoning => {
+                let parts = open.kind.part(text).filter(|_| is_done);
+                let parts: Vec<Value> = parts.into_iter().collect();
+                json!({"id": id, "type": "reasoning", "status": status, "summary": [],
+                       "content": parts, "encrypted_content": null})
+            }
+            Kind::Call { id: call_id, name } => {
+                let mut call = json!({"id": id, "type": "function_call", "status": status,
+                       "call_id": call_id, "name": name, "arguments": text});
+                if let Some(space) = self.terms.spaces.get(name) {
+                    call["namespace"] = space.as_str().into();
+                }
+                call
+            }
+        }
+    }
+
+    fn open(&mut self, kind: Kind, out: &mut Vec<Value>) {
+        if self.open.as_ref().is_some_and(|open| open.kind == kind) {
+            return;
+        }
+        self.close(out);
+        let prefix = match kind {
+            Kind::Message => "msg",
+            Kind::Reasoning => "rs",
+            Kind::Call { .. } => "fc",
+        };
+        let open = Open {
+            id: format!("{prefix}_{}_{}", self.frame.id, self.items.len()),
+            text: String::new(),
+            kind,
+        };
+        let (index, item) = (self.items.len(), self.item(&open, "in_progress"));
+        let added = json!({"output_index": index, "item": item});
+        out.push(self.event("response.output_item.added", added));
+        let part = open.kind.part("");
+        self.open = Some(open);
+        if let Some(part) = part {
+            let added = json!({"content_index": 0, "part": part});
+            out.push(self.item_event("response.content_part.added", added));
+        }
+    }
+
+    fn put(&mut self, text: String, out: &mut Vec<Value>) {
+        let Some(open) = &mut self.open else { return };
+        open.text.push_str(&text);
+        let event = match open.kind {
+            Kind::Message => {
+                let delta = json!({"content_index": 0, "delta": text, "logprobs": []});
+                self.item_event("response.output_text.delta", delta)
+            }
+            Kind::Reasoning => {
+                let delta = json!({"content_index": 0, "delta": text});
+                self.item_event("response.reasoning_text.delta", delta)
+            }
+            Kind::Call { .. } => {
+                let delta = json!({"delta": text});
+                self.item_event("response.function_call_arguments.delta", delta)
+            }
+        };
+        out.push(event);
+    }
+
+    fn close(&mut self, out: &mut Vec<Value>) {
+        let Some(open) = &self.open else { return };
+        let (text, item) = (open.text.clone(), self.item(open, "completed"));
+        match open.kind.clone() {
+            Kind::Message => {
+                let done = json!({"content_index": 0, "text": text, "logprobs": []});
+                out.push(self.item_event("response.output_text.done", done));
+                let done = json!({"content_index": 0, "part": part(&text)});
+                out.push(self.item_event("response.content_part.done", done));
+            }
+            Kind::Reasoning => {
+                let done = json!({"content_index": 0, "text": text});
+                out.push(self.item_event("response.reasoning_text.done", done));
+                let done = json!({"content_index": 0, "part": Kind::Reasoning.part(&text)});
+                out.push(self.item_event("response.content_part.done", done));
+            }
+            Kind::Call { name, .. } => {
+                let done = json!({"name": name, "arguments": text});
+                out.push(self.item_event("response.function_call_arguments.done", done));
+            }
+        }
+        let done = json!({"output_index": self.items.len(), "item": item});
+        out.push(self.event("response.output_item.done", done));
+        self.items.push(item);
+        self.open = None;
+    }
+
+    fn piece(&mut self, piece: Piece, out: &mut Vec<Value>) {
+        match piece {
+            Piece::Text(text) if text.is_empty() => {}
+            Piece::Text(text) => {
+                self.open(Kind::Message, out);
+                self.put(text, out);
+            }
+            Piece::Reasoning(text) => {
+                self.open(Kind::Reasoning, out);
+                self.put(text, out);
+            }
+            Piece::Call { id, name, .. } => self.open(Kind::Call { id, name }, out),
+            Piece::Arguments { text, .. } => self.put(text, out),
+            Piece::CallEnd { .. } => self.close(out),
+        }
+    }
+
+    /// The complete response, which is kept if the client wants it.
+    fn complete(&mut self, usage: &Usage) -> Value {
+        let status = match self.ending {
+            Some(Ending::Length) => "incomplete",
+            _ => "completed",
+        };
+        let response = self.response(status, Some(usage));
+        if let Some(mut turns) = self.terms.keep.take() {
+            turns.push(turn(&self.said));
+            self.keeper.store.put(Stored {
+                id: self.id(),
+                client: self.keeper.client.clone(),
+                turns,
+                response: response.clone(),
+            });
+        }
+        response
+    }
+}
+
+/// What was said as a turn of the conversation.
+fn turn(said: &Said) -> Turn {
+    let mut turn = Turn::new(Role::Assistant, said.text.as_str());
+    turn.reasoning = (!said.reasoning.is_empty()).then(|| said.reasoning.clone());
+    let calls = said.calls.iter().map(|call| Call {
+        id: call.id.clone(),
+        name: call.name.clone(),
+        arguments: arguments(&call.arguments),
+    });
+    turn.calls = calls.collect();
+    turn
+}
+
+fn part(text: &str) -> Value {
+    json!({"type": "output_text", "text": text, "annotations": [], "logprobs": []})
+}
+
+fn tokens(usage: &Usage) -> Value {
+    json!({
+        "input_tokens": usage.prompt,
+        "input_tokens_details": {"cached_tokens": usage.cached},
+        "output_tokens": usage.completion,
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning},
+        "total_tokens": usage.prompt + usage.completion,
+    })
+}
+
+impl Writer for Responses {
+    fn framing(&self) -> Framing {
+        Framing::Named
+    }
+
+    fn start(&mut self, _usage: &Usage) -> Vec<Value> {
+        let response = json!({"response": self.response("in_progress", None)});
+        let created = self.event("response.created", response.clone());
+        vec![created, self.event("response.in_progress", response)]
+    }
+
+    fn delta(&mut self, _index: usize, delta: Delta) -> Vec<Value> {
+        let mut out = Vec::new();
+        for piece in &delta.pieces {
+            self.piece(piece.clone(), &mut out);
+        }
+        self.ending = delta.ending.or(self.ending);
+        self.said.add(delta);
+        out
+    }
+
+    fn end(&mut self, usage: &Usage) -> Vec<Value> {
+        let mut out = Vec::new();
+        self.close(&mut out);
+        let response = self.complete(usage);
+        let kind = match self.ending {
+            Some(Ending::Length) => "response.incomplete",
+            _ => "response.completed",
+        };
+        out.push(self.event(kind, json!({"response": response})));
+        out
+    }
+
+    fn whole(&mut self, said: Vec<Said>, usage: &Usage) -> Value {
+        let said = said.into_iter().next().unwrap_or_default();
+        let mut out = Vec::new();
+        if !said.reasoning.is_empty() {
+            self.piece(Piece::Reasoning(said.reasoning.clone()), &mut out);
+        }
+        self.piece(Piece::Text(said.text.clone()), &mut out);
+        for (index, call) in said.calls.iter().cloned().enumerate() {
+            let (id, name, text) = (call.id, call.name, call.arguments);
+            self.piece(Piece::Call { index, id, name }, &mut out);
+            self.piece(Piece::Arguments { index, text }, &mut out);
+        }
+        self.close(&mut out);
+        self.ending = said.ending;
+        self.said = said;
+        self.complete(usage)
+    }
+
+    fn failed(&mut self, rejection: &Rejection) -> Value {
+        let body = rejection.body();
+        let mut response = self.response("failed", None);
+        let (code, message) = (&body["error"]["code"], &body["error"]["message"]);
+        response["error"] = json!({"code": code, "message": message});
+        self.event("response.failed", json!({"response": response}))
+    }
+}

@@ -1,0 +1,69 @@
+//! Grammars that requests give themselves, under the names of vLLM: `guided_json`,
+//! `guided_regex`, `guided_choice`, `guided_grammar`; llama-server's name of the last is `grammar`.
+//! All grammars are in the Lark dialect of `llguidance`; GBNF is refused by its compiler.
+
+use paceline_formats::grammar::Grammar;
+use serde_json::Value;
+
+use super::Reader;
+use crate::conversation::Format;
+use crate::field::{Fields, wrong_type};
+use crate::rejection::Rejection;
+
+/// The fields, of which a request may have one.
+const NAMES: [&str; 5] = [
+    "guided_choice",
+    "guided_grammar",
+    "guided_json",
+    "guided_regex",
+    "grammar",
+];
+
+impl Reader<'_> {
+    /// What `fields` bind the answer to beside `other`, and the field that does.
+    ///
+    /// # Errors
+    /// [`Rejection::Conflict`] for two of them.
+    pub(super) fn guided(
+        &self,
+        fields: &mut Fields,
+        (other, at): (Format, &'static str),
+    ) -> Result<(Format, &'static str), Rejection> {
+        let mut format = (other, at);
+        for name in NAMES.iter().rev() {
+            let Some(value) = fields.take(name) else {
+                continue;
+            };
+            if format.0 != Format::Text {
+                let condition = "together with another grammar or format";
+                let param = name;
+                return Err(Rejection::Conflict { param, condition });
+            }
+            format = (guide(name, value)?, name);
+        }
+        Ok(format)
+    }
+}
+
+fn guide(name: &str, value: Value) -> Result<Format, Rejection> {
+    let grammar = match (name, value) {
+        ("guided_json", schema) => return Ok(Format::JsonSchema(schema)),
+        ("guided_choice", list) => Grammar::Choice(texts(name, list)?),
+        ("guided_regex", Value::String(pattern)) => Grammar::Regex(pattern),
+        (_, Value::String(lark)) => Grammar::Lark(lark),
+        (_, other) => return Err(wrong_type(name.into(), &other, "a string")),
+    };
+    Ok(Format::Grammar(grammar))
+}
+
+fn texts(name: &str, list: Value) -> Result<Vec<String>, Rejection> {
+    let wrong = |value: &Value| wrong_type(name.into(), value, "an array of strings");
+    let Value::Array(list) = list else {
+        return Err(wrong(&list));
+    };
+    let text = |value: Value| match value {
+        Value::String(text) => Ok(text),
+        other => Err(wrong(&other)),
+    };
+    list.into_iter().map(text).collect()
+}

@@ -1,0 +1,118 @@
+//! Filling a hole in a text: `/infill`, and `suffix` of completions.
+//!
+//! A model that was trained to has tokens for it: before the text in front of the hole, before the
+//! text behind it, and before what it fills in.
+
+use paceline_formats::tokenizer::Specials;
+use serde_json::{Map, Value};
+
+use super::fields::llama::INFILL;
+use super::{Ask, Reader, StreamOptions, Teller, array, object, stop, unsupported};
+use crate::rejection::Rejection;
+
+/// Names of the three tokens by family: Qwen 2.5 Coder and later, StarCoder and Granite and
+/// SmolLM, Code Gemma, DeepSeek Coder, Codestral (which has the text behind the hole first).
+const NAMES: [[&str; 3]; 5] = [
+    ["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"],
+    ["<fim_prefix>", "<fim_suffix>", "<fim_middle>"],
+    ["<fim-prefix>", "<fim-suffix>", "<fim-middle>"],
+    ["<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"],
+    ["<PRE>", "<SUF>", "<MID>"],
+];
+
+/// Most other files.
+const MAX_EXTRA: usize = 64;
+
+/// A hole in a text.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Hole<'a> {
+    /// Other files.
+    pub(super) context: &'a str,
+    pub(super) before: &'a str,
+    pub(super) after: &'a str,
+}
+
+impl Reader<'_> {
+    /// The prompt that asks to fill a hole; `param` is what asked for it.
+    ///
+    /// # Errors
+    /// [`Rejection::Unsupported`] when the model has no tokens for it.
+    pub(super) fn hole(&self, hole: &Hole<'_>, param: &'static str) -> Result<Vec<u32>, Rejection> {
+        let [prefix, suffix, middle] = self.hole_tokens().ok_or_else(|| {
+            unsupported(param, "given", "the model has no tokens that fill a hole")
+        })?;
+        let Hole {
+            context,
+            before,
+            after,
+        } = hole;
+        self.check_bytes(context.len() + before.len() + after.len(), param)?;
+        let tokenizer = &self.model.tokenizer;
+        let text = |text: &str| tokenizer.encode(text, Specials::AsText, false);
+        let mut ids: Vec<u32> = Vec::new();
+        ids.extend(tokenizer.bos().filter(|_| tokenizer.adds_bos()));
+        ids.extend(text(context)?);
+        ids.push(prefix);
+        ids.extend(text(before)?);
+        ids.push(suffix);
+        ids.extend(text(after)?);
+        ids.push(middle);
+        self.check_prompt(&ids, || param.into(), param)?;
+        Ok(ids)
+    }
+
+    /// The ids of the three tokens, if the model has them.
+    pub(crate) fn hole_tokens(&self) -> Option<[u32; 3]> {
+        let tokenizer = &self.model.tokenizer;
+        let id = |name: &str| match tokenizer.encode(name, Specials::Parse, false) {
+            Ok(ids) => match ids[..] {
+                [id] if tokenizer.token_text(id) == Some(name) => Some(id),
+                _ => None,
+            },
+            Err(_) => None,
+        };
+        let ids = |names: &[&str; 3]| Some([id(names[0])?, id(names[1])?, id(names[2])?]);
+        NAMES.iter().find_map(ids)
+    }
+
+    /// Reads `/infill`.
+    ///
+    /// # Errors
+    /// A [`Rejection`] of status 400 or 404.
+    pub(crate) fn infill(&self, body: Map<String, Value>) -> Result<Ask, Rejection> {
+        let mut fields = self.fields(body, INFILL, "")?;
+        self.check_model(&fields)?;
+        let max_tokens = fields.count("n_predict").unwrap_or(usize::MAX);
+        let stop = stop(fields.take("stop"), "stop")?;
+        let like = self.request(&mut fields, max_tokens, None, stop)?;
+        let context = self.extra(fields.take("input_extra"))?;
+        let text = |name| fields.text(name).unwrap_or_default();
+        let before = format!("{}{}", text("input_prefix"), text("prompt"));
+        let hole = Hole {
+            context: &context,
+            before: &before,
+            after: text("input_suffix"),
+        };
+        let prompt = self.hole(&hole, "input_prefix")?;
+        let has_usage = true;
+        let stream = fields
+            .is_true("stream")
+            .then_some(StreamOptions { has_usage });
+        Ok(self.plain(vec![prompt], 1, &like, (Teller::Infill, stream)))
+    }
+
+    /// Other files, each under its name.
+    fn extra(&self, value: Option<Value>) -> Result<String, Rejection> {
+        let Some(value) = value else {
+            return Ok(String::new());
+        };
+        let mut context = String::new();
+        let files = array(value, "input_extra", MAX_EXTRA, "files")?;
+        for (i, file) in files.into_iter().enumerate() {
+            let file = object(file, || format!("input_extra[{i}]"))?;
+            let text = |name: &str| file.get(name).and_then(Value::as_str).unwrap_or_default();
+            context += &format!("{}\n{}\n", text("filename"), text("text"));
+        }
+        Ok(context)
+    }
+}

@@ -1,0 +1,231 @@
+//! `POST /api/chat` and `/api/generate`.
+
+use serde_json::{Map, Value, json};
+
+use super::fields::ollama as table;
+use super::infill::Hole;
+use super::{Reader, StreamOptions, Teller, Understood, array, object, stop, tools};
+use crate::conversation::{Call, Conversation, Format, Role, Thinking, Turn, arguments};
+use crate::field::{Fields, wrong_type};
+use crate::rejection::Rejection;
+use crate::render::ollama::{Kind, rfc3339};
+use paceline_engine::Request;
+use paceline_formats::tokenizer::Specials;
+
+/// Most calls of a message.
+const MAX_CALLS: usize = 128;
+
+impl Reader<'_> {
+    /// Reads `/api/chat`; without messages it asks for nothing.
+    ///
+    /// # Errors
+    /// A [`Rejection`] of status 400 or 404.
+    pub(crate) fn ollama_chat(&self, body: Map<String, Value>) -> Result<Understood, Rejection> {
+        let mut fields = self.fields(body, table::CHAT, "")?;
+        let model = self.check_model(&fields)?;
+        let messages = fields.take("messages").unwrap_or_else(|| json!([]));
+        let messages = array(messages, "messages", self.limits.messages, "messages")?;
+        if messages.is_empty() {
+            let message = json!({"role": "assistant", "content": ""});
+            return Ok(self.loaded(&model, "message", message));
+        }
+        let turn = |(i, message)| self.ollama_message(i, message);
+        let turns = messages.into_iter().enumerate().map(turn);
+        let mut conversation =
+            self.ollama_conversation(&mut fields, turns.collect::<Result<_, _>>()?)?;
+        if let Some(list) = fields.take("tools") {
+            conversation.tools = self.ollama_tools(list)?;
+        }
+        conversation.name_results();
+        let like = self.options(&mut fields)?;
+        let kind = Kind::Chat;
+        let how = (Teller::Ollama { kind, model }, stream(&fields));
+        let ask = self.converse(&conversation, 1, &like, "messages", how)?;
+        Ok(Understood::Ask(Box::new(ask)))
+    }
+
+    /// Reads `/api/generate`; without a prompt it asks for nothing.
+    ///
+    /// # Errors
+    /// A [`Rejection`] of status 400 or 404.
+    pub(crate) fn ollama_generate(
+        &self,
+        body: Map<String, Value>,
+    ) -> Result<Understood, Rejection> {
+        let mut fields = self.fields(body, table::GENERATE, "")?;
+        let model = self.check_model(&fields)?;
+        let prompt = fields.text("prompt").unwrap_or_default().to_owned();
+        if prompt.is_empty() {
+            return Ok(self.loaded(&model, "response", "".into()));
+        }
+        let like = self.options(&mut fields)?;
+        let kind = Kind::Generate;
+        let how = (Teller::Ollama { kind, model }, stream(&fields));
+        let suffix = fields.text("suffix").unwrap_or_default().to_owned();
+        let ask = if !suffix.is_empty() {
+            let hole = Hole {
+                before: &prompt,
+                after: &suffix,
+                ..Hole::default()
+            };
+            let like = self.held(&mut fields, like)?;
+            self.plain(vec![self.hole(&hole, "suffix")?], 1, &like, how)
+        } else if fields.is_true("raw") || self.model.template.is_none() {
+            let like = self.held(&mut fields, like)?;
+            self.plain(vec![self.raw(&prompt)?], 1, &like, how)
+        } else {
+            let system = fields.text("system").filter(|text| !text.is_empty());
+            let system = system.map(|text| Turn::new(Role::System, text));
+            let turns = system.into_iter().chain([Turn::new(Role::User, prompt)]);
+            let turns = turns.collect();
+            let conversation = self.ollama_conversation(&mut fields, turns)?;
+            self.converse(&conversation, 1, &like, "prompt", how)?
+        };
+        Ok(Understood::Ask(Box::new(ask)))
+    }
+
+    /// `like`, held to `format` from its first token on.
+    fn held(&self, fields: &mut Fields, like: Request) -> Result<Request, Rejection> {
+        let format = format(fields.take("format"))?;
+        let constraint = self.calling.whole(&format, "format")?;
+        Ok(Request { constraint, ..like })
+    }
+
+    /// A prompt as it is.
+    fn raw(&self, prompt: &str) -> Result<Vec<u32>, Rejection> {
+        self.check_bytes(prompt.len(), "prompt")?;
+        let ids = self.model.tokenizer.encode(prompt, Specials::Parse, true)?;
+        self.check_prompt(&ids, || "prompt".into(), "prompt")?;
+        Ok(ids)
+    }
+
+    /// The answer to a request for nothing: the model is loaded.
+    fn loaded(&self, model: &str, name: &str, value: Value) -> Understood {
+        let mut line = json!({"model": model, "created_at": rfc3339(self.unix_s)});
+        line[name] = value;
+        line["done"] = true.into();
+        line["done_reason"] = "load".into();
+        Understood::Answer(line)
+    }
+
+    fn ollama_conversation(
+        &self,
+        fields: &mut Fields,
+        turns: Vec<Turn>,
+    ) -> Result<Conversation, Rejection> {
+        Ok(Conversation {
+            turns,
+            is_parallel: true,
+            format: format(fields.take("format"))?,
+            format_at: "format",
+            thinking: think(fields.take("think"))?,
+            ..Conversation::default()
+        })
+    }
+
+    fn ollama_message(&self, i: usize, value: Value) -> Result<Turn, Rejection> {
+        let place = format!("messages[{i}]");
+        let map = object(value, || place.clone())?;
+        let mut fields = self.fields(map, table::MESSAGE, &format!("{place}."))?;
+        let role = match fields.text("role").unwrap_or_default() {
+            "system" | "developer" => Role::System,
+            "user" => Role::User,
+            "assistant" => Role::Assistant,
+            "tool" => Role::Tool,
+            other => {
+                return Err(Rejection::Range {
+                    param: format!("{place}.role"),
+                    got: format!("{other:?}"),
+                    expected: "system, user, assistant or tool".into(),
+                });
+            }
+        };
+        let mut turn = Turn::new(role, fields.text("content").unwrap_or_default());
+        turn.reasoning = fields.text("thinking").map(str::to_owned);
+        turn.name = fields.text("tool_name").map(str::to_owned);
+        turn.answers = fields.text("tool_call_id").map(str::to_owned);
+        if let Some(calls) = fields.take("tool_calls") {
+            let param = format!("{place}.tool_calls");
+            let calls = array(calls, &param, MAX_CALLS, "calls")?.into_iter();
+            let call = |(i, call)| self.ollama_call(call, &format!("{param}[{i}]"));
+            turn.calls = calls.enumerate().map(call).collect::<Result<_, _>>()?;
+        }
+        Ok(turn)
+    }
+
+    fn ollama_call(&self, value: Value, place: &str) -> Result<Call, Rejection> {
+        let map = object(value, || place.to_owned())?;
+        let mut fields = self.fields(map, table::CALL, &format!("{place}."))?;
+        let function = object(fields.take("function").unwrap_or_default(), || place.into())?;
+        let mut function = self.fields(
+            function,
+            table::CALL_FUNCTION,
+            &format!("{place}.function."),
+        )?;
+        let given = function.take("arguments").unwrap_or_default();
+        Ok(Call {
+            id: fields.text("id").unwrap_or_default().to_owned(),
+            name: function.text("name").unwrap_or_default().to_owned(),
+            arguments: given.as_str().map_or_else(|| given.clone(), arguments),
+        })
+    }
+
+    fn ollama_tools(&self, list: Value) -> Result<Vec<crate::conversation::Tool>, Rejection> {
+        let list = array(list, "tools", tools::MAX_TOOLS, "tools")?.into_iter();
+        let tool = |(i, tool)| {
+            let place = format!("tools[{i}]");
+            let mut map = object(tool, || place.clone())?;
+            let function = map.swap_remove("function").unwrap_or_default();
+            let place = format!("{place}.function");
+            self.function(object(function, || place.clone())?, &place)
+        };
+        list.enumerate().map(tool).collect()
+    }
+
+    /// How tokens are chosen, and how many.
+    fn options(&self, fields: &mut Fields) -> Result<Request, Rejection> {
+        let map = match fields.take("options") {
+            Some(options) => object(options, || "options".into())?,
+            None => Map::new(),
+        };
+        let mut options = self.fields(map, table::OPTION, "options.")?;
+        let max_tokens = options.count("num_predict").unwrap_or(usize::MAX);
+        let stop = stop(options.take("stop"), "options.stop")?;
+        self.request(&mut options, max_tokens, None, stop)
+    }
+}
+
+/// Ollama streams unless told otherwise.
+fn stream(fields: &Fields) -> Option<StreamOptions> {
+    let is_whole = fields.get("stream") == Some(&Value::Bool(false));
+    let has_usage = true;
+    (!is_whole).then_some(StreamOptions { has_usage })
+}
+
+fn format(value: Option<Value>) -> Result<Format, Rejection> {
+    match value {
+        None => Ok(Format::Text),
+        Some(Value::String(text)) if text.is_empty() => Ok(Format::Text),
+        Some(Value::String(text)) if text == "json" => Ok(Format::JsonObject),
+        Some(schema @ Value::Object(_)) => Ok(Format::JsonSchema(schema)),
+        Some(other) => {
+            let expected = "\"json\" or a JSON Schema";
+            Err(wrong_type("format".into(), &other, expected))
+        }
+    }
+}
+
+fn think(value: Option<Value>) -> Result<Thinking, Rejection> {
+    match value {
+        None => Ok(Thinking::default()),
+        Some(Value::Bool(is_on)) => Ok(Thinking {
+            is_on: Some(is_on),
+            effort: None,
+        }),
+        Some(Value::String(effort)) => Ok(super::chat::thinking(Some(&effort))),
+        Some(other) => {
+            let expected = "true, false or an effort";
+            Err(wrong_type("think".into(), &other, expected))
+        }
+    }
+}

@@ -1,0 +1,131 @@
+//! Responses that clients may come back to, in memory and bounded.
+//!
+//! `/v1/responses` with `store` (its default) keeps the conversation and the answer, so that a
+//! later request can name it in `previous_response_id`. The oldest go first when there are too
+//! many or they take too much room, and none outlive the server. Ids have 128 random bits; only
+//! the key that asked may read them.
+
+use std::collections::VecDeque;
+use std::sync::{Arc, Mutex, MutexGuard};
+
+use serde_json::Value;
+
+use crate::access::Client;
+use crate::conversation::Turn;
+
+/// A response that is kept.
+#[derive(Debug)]
+pub(crate) struct Stored {
+    /// `resp_...`.
+    pub(crate) id: String,
+    /// Who asked.
+    pub(crate) client: Client,
+    /// The conversation, the answer included, without instructions.
+    pub(crate) turns: Vec<Turn>,
+    /// As it was sent.
+    pub(crate) response: Value,
+}
+
+impl Stored {
+    /// About what it takes in memory.
+    fn bytes(&self) -> usize {
+        const BESIDE: usize = 256;
+        let call_bytes = |turn: &Turn| {
+            let calls = turn.calls.iter();
+            calls
+                .map(|call| BESIDE + 4 * call.arguments.to_string().len())
+                .sum::<usize>()
+        };
+        let turn = |turn: &Turn| {
+            let reasoning = turn.reasoning.as_ref().map_or(0, String::len);
+            BESIDE + turn.text.len() + reasoning + call_bytes(turn)
+        };
+        // Parsed JSON takes a multiple of its text.
+        self.turns.iter().map(turn).sum::<usize>() + 4 * self.response.to_string().len()
+    }
+}
+
+/// The responses that are kept.
+#[derive(Debug)]
+pub(crate) struct Store {
+    /// Oldest first, with their sizes.
+    kept: Mutex<VecDeque<(usize, Arc<Stored>)>>,
+    count_max: usize,
+    bytes_max: usize,
+}
+
+impl Store {
+    pub(crate) fn new(count_max: usize, bytes_max: usize) -> Self {
+        Self {
+            kept: Mutex::default(),
+            count_max,
+            bytes_max,
+        }
+    }
+
+    fn kept(&self) -> MutexGuard<'_, VecDeque<(usize, Arc<Stored>)>> {
+        self.kept.lock().expect("nothing panics with the lock")
+    }
+
+    /// Keeps a response; one that is larger than all room is not kept.
+    pub(crate) fn put(&self, stored: Stored) {
+        let bytes = stored.bytes();
+        if bytes > self.bytes_max {
+            return;
+        }
+        let mut kept = self.kept();
+        kept.push_back((bytes, Arc::new(stored)));
+        let mut sum: usize = kept.iter().map(|(bytes, _)| bytes).sum();
+        while kept.len() > self.count_max || sum > self.bytes_max {
+            let gone = kept.pop_front();
+            sum -= gone.map_or(sum, |(bytes, _)| bytes);
+        }
+    }
+
+    /// The response `id` of `client`.
+    pub(crate) fn get(&self, id: &str, client: &Client) -> Option<Arc<Stored>> {
+        let kept = self.kept();
+        let mut all = kept.iter().map(|(_, stored)| stored);
+        let found = all.find(|stored| stored.id == id && stored.client == *client);
+        found.map(Arc::clone)
+    }
+
+    /// Forgets it; whether it was there.
+    pub(crate) fn remove(&self, id: &str, client: &Client) -> bool {
+        let mut kept = self.kept();
+        let before = kept.len();
+        kept.retain(|(_, stored)| stored.id != id || stored.client != *client);
+        kept.len() < before
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::conversation::Role;
+
+    fn stored(id: &str, bytes: usize) -> Stored {
+        Stored {
+            id: id.to_owned(),
+            client: Client::Anybody,
+            turns: vec![Turn::new(Role::User, "x".repeat(bytes))],
+            response: Value::Null,
+        }
+    }
+
+    #[test]
+    fn the_oldest_go_first() {
+        let store = Store::new(2, 10_000);
+        let who = Client::Anybody;
+        ["a", "b", "c"]
+            .iter()
+            .for_each(|id| store.put(stored(id, 1)));
+        assert!(store.get("a", &who).is_none() && store.get("c", &who).is_some());
+        store.put(stored("d", 9_000));
+        assert!(store.get("b", &who).is_none() && store.get("d", &who).is_some());
+        store.put(stored("e", 20_000));
+        assert!(store.get("e", &who).is_none() && store.get("d", &who).is_some());
+        assert!(store.get("d", &Client::Key("k".into())).is_none());
+        assert!(store.remove("d", &who) && !store.remove("d", &who));
+    }
+}

@@ -1,0 +1,453 @@
+//! The same answers in the words of Anthropic, Ollama, OpenAI's responses and llama-server.
+
+use paceline_engine::Finish;
+use serde_json::{Value, json};
+
+use crate::client::Response;
+use crate::rig::{Rig, prompt_text};
+use crate::scripted::Script;
+
+const MESSAGES: &str = "/v1/messages?beta=true";
+const COUNT: &str = "/v1/messages/count_tokens?beta=true";
+const RESPONSES: &str = "/v1/responses";
+
+/// The events of a stream: each with its name, which is its type.
+fn named(response: Response) -> Vec<Value> {
+    assert_eq!(response.status, 200);
+    assert_eq!(response.header("content-type"), Some("text/event-stream"));
+    let text = response.text();
+    let events = text
+        .split_terminator("\n\n")
+        .filter(|e| !e.starts_with(':'));
+    let parse = |event: &str| {
+        let (name, data) = event.split_once('\n').expect(event);
+        let data: Value = serde_json::from_str(data.strip_prefix("data: ").unwrap()).unwrap();
+        assert_eq!(
+            name.strip_prefix("event: ").unwrap(),
+            data["type"],
+            "{event}"
+        );
+        data
+    };
+    events.map(parse).collect()
+}
+
+fn types(events: &[Value]) -> Vec<&str> {
+    events.iter().map(|e| e["type"].as_str().unwrap()).collect()
+}
+
+fn lines(response: Response) -> Vec<Value> {
+    assert_eq!(
+        response.header("content-type"),
+        Some("application/x-ndjson")
+    );
+    let text = response.text();
+    text.lines()
+        .map(|line| serde_json::from_str(line).unwrap())
+        .collect()
+}
+
+fn message(fields: &str) -> String {
+    format!(
+        r#"{{"model":"tiny","max_tokens":20,"messages":[{{"role":"user","content":"hi"}}]{fields}}}"#
+    )
+}
+
+#[test]
+fn a_message_is_anthropics() {
+    let rig = Rig::new();
+    let mut got = rig.post(MESSAGES, &message("")).json();
+    assert!(got["id"].take().as_str().unwrap().starts_with("msg_"));
+    let expected = json!({
+        "id": null, "type": "message", "role": "assistant", "model": "tiny",
+        "content": [{"type": "text", "text": "Hello, world"}],
+        "stop_reason": "end_turn", "stop_sequence": null,
+        "usage": {"input_tokens": 21, "cache_creation_input_tokens": 0,
+                  "cache_read_input_tokens": 0, "output_tokens": 4},
+    });
+    assert_eq!(got, expected);
+    let events = named(rig.post(MESSAGES, &message(r#","stream":true"#)));
+    assert_eq!(
+        types(&events),
+        [
+            "message_start",
+            "content_block_start",
+            "content_block_delta",
+            "content_block_delta",
+            "content_block_delta",
+            "content_block_delta",
+            "content_block_stop",
+            "message_delta",
+            "message_stop"
+        ]
+    );
+    let texts = events.iter().filter_map(|e| e["delta"]["text"].as_str());
+    assert_eq!(texts.collect::<String>(), "Hello, world");
+    assert_eq!(events[0]["message"]["usage"]["input_tokens"], 21);
+    assert_eq!(events[7]["delta"]["stop_reason"], "end_turn");
+    assert_eq!(events[7]["usage"]["output_tokens"], 4);
+}
+
+#[test]
+fn messages_end_for_anthropics_reasons() {
+    let rig = Rig::new();
+    for (finish, reason, stop) in [
+        (Finish::Length, "max_tokens", Value::Null),
+        (Finish::Stop(1), "stop_sequence", "END".into()),
+    ] {
+        rig.service.script(Script::Say(vec![(97, "a")], finish));
+        let body = message(r#","stop_sequences":["x","END"]"#);
+        let got = rig.post(MESSAGES, &body).json();
+        assert_eq!(got["stop_reason"], reason);
+        assert_eq!(got["stop_sequence"], stop);
+    }
+    assert_eq!(rig.service.last().stop, ["x", "END"]);
+}
+
+#[test]
+fn what_claude_code_sends_is_understood() {
+    let rig = Rig::new();
+    let body = r#"{"model":"tiny","max_tokens":32000,"stream":true,
+        "metadata":{"user_id":"u"},
+        "thinking":{"type":"adaptive","display":"omitted"},
+        "context_management":{"edits":[{"type":"clear_thinking_20251015","keep":"all"}]},
+        "output_config":{"effort":"high"},
+        "system":[
+            {"type":"text","text":"x-anthropic-billing-header: cc_version=1; cch=5f1;"},
+            {"type":"text","text":"You help.","cache_control":{"type":"ephemeral"}}],
+        "tools":[
+            {"name":"later","input_schema":{"type":"object"},"defer_loading":true},
+            {"type":"web_search_20250305","name":"web_search"}],
+        "messages":[
+            {"role":"user","content":[{"type":"text","text":"hi"}]},
+            {"role":"system","content":"Today is Monday."},
+            {"role":"assistant","content":[
+                {"type":"thinking","thinking":"hm","signature":""},
+                {"type":"text","text":"I look."},
+                {"type":"tool_use","id":"t1","name":"Read","input":{"path":"a"}}]},
+            {"role":"user","content":[
+                {"type":"tool_result","tool_use_id":"t1","is_error":false,
+                 "content":[{"type":"text","text":"42"}],
+                 "cache_control":{"type":"ephemeral"}},
+                {"type":"text","text":"go on"}]}]}"#;
+    let response = rig.post(MESSAGES, body);
+    let warning = response.header("warning").unwrap().to_owned();
+    assert!(warning.contains("web_search_20250305"), "{warning}");
+    assert_eq!(types(&named(response)).last(), Some(&"message_stop"));
+    let expected = "system\nYou help.\nuser\nhi\nsystem\nToday is Monday.\nassistant\nI look.\n\
+        tool\n42\nuser\ngo on\nassistant\n";
+    assert_eq!(prompt_text(&rig), expected);
+    let count = body.replace(r#""max_tokens":32000,"stream":true,"#, "");
+    let count = count.replace(r#""metadata":{"user_id":"u"},"#, "");
+    let counted = rig.post(COUNT, &count).json();
+    assert_eq!(counted["input_tokens"], rig.service.last().prompt.len());
+}
+
+#[test]
+fn refusals_are_in_the_clients_words() {
+    let rig = Rig::new();
+    let long = message("").replace("hi", &"x".repeat(300));
+    for (path, body, status, kind) in [
+        (
+            MESSAGES,
+            message(r#","foo":1"#),
+            400,
+            "invalid_request_error",
+        ),
+        (
+            MESSAGES,
+            message("").replace("tiny", "opus"),
+            404,
+            "not_found_error",
+        ),
+        (MESSAGES, long, 400, "invalid_request_error"),
+    ] {
+        let response = rig.post(path, &body);
+        assert_eq!(response.status, status);
+        let got = response.json();
+        assert_eq!(
+            (&got["type"], &got["error"]["type"]),
+            (&json!("error"), &json!(kind))
+        );
+        let text = got["error"]["message"].as_str().unwrap();
+        let is_long = body.contains("xxx");
+        assert_eq!(
+            text.starts_with("prompt is too long: 319 tokens > 256"),
+            is_long,
+            "{text}"
+        );
+    }
+    let got = rig.post("/api/chat", r#"{"model":"other"}"#);
+    assert_eq!(got.status, 404);
+    let text = got.json()["error"].as_str().unwrap().to_owned();
+    assert!(text.contains("other"), "{text}");
+}
+
+#[test]
+fn a_chat_is_ollamas() {
+    let rig = Rig::new();
+    let body = r#"{"model":"tiny:latest","messages":[{"role":"user","content":"hi"}],
+        "options":{"temperature":0.5,"num_predict":7,"num_ctx":4096,"repeat_last_n":9,"seed":3,
+                   "stop":["END"]},"keep_alive":"5m","think":false}"#;
+    let lines = lines(rig.post("/api/chat", body));
+    let (last, others) = lines.split_last().unwrap();
+    let texts = others.iter().map(|line| {
+        assert_eq!(
+            (&line["done"], &line["model"]),
+            (&json!(false), &json!("tiny:latest"))
+        );
+        line["message"]["content"].as_str().unwrap()
+    });
+    assert_eq!(texts.collect::<String>(), "Hello, world");
+    assert_eq!(
+        (&last["done"], &last["done_reason"]),
+        (&json!(true), &json!("stop"))
+    );
+    assert_eq!(
+        (&last["prompt_eval_count"], &last["eval_count"]),
+        (&json!(21), &json!(4))
+    );
+    assert!(last["total_duration"].as_u64() >= last["eval_duration"].as_u64());
+    let request = rig.service.last();
+    assert_eq!(
+        (request.max_tokens, request.sampling.penalty_window),
+        (7, 9)
+    );
+    assert_eq!(
+        (request.sampling.temperature, request.sampling.seed),
+        (0.5, 3)
+    );
+    assert_eq!(request.stop, ["END"]);
+    let whole = body.replace(r#""think":false"#, r#""stream":false"#);
+    let whole = rig.post("/api/chat", &whole).json();
+    assert_eq!(
+        whole["message"],
+        json!({"role": "assistant", "content": "Hello, world"})
+    );
+    let generate = r#"{"model":"tiny","prompt":"hi","system":"be brief","stream":false}"#;
+    assert_eq!(
+        rig.post("/api/generate", generate).json()["response"],
+        "Hello, world"
+    );
+    assert_eq!(prompt_text(&rig), "system\nbe brief\nuser\nhi\nassistant\n");
+    let raw = r#"{"model":"tiny","prompt":"hi","raw":true,"stream":false}"#;
+    rig.post("/api/generate", raw).ok("raw");
+    assert_eq!(prompt_text(&rig), "hi");
+    let load = rig.post("/api/generate", r#"{"model":"tiny"}"#).json();
+    assert_eq!(
+        (&load["done"], &load["done_reason"]),
+        (&json!(true), &json!("load"))
+    );
+}
+
+#[test]
+fn the_model_is_shown_as_ollama_does() {
+    let rig = Rig::new();
+    let names = rig.get("/api/tags").json();
+    let names: Vec<&str> = names["models"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|tag| tag["name"].as_str().unwrap())
+        .collect();
+    assert_eq!(
+        names,
+        ["tiny", "tiny:latest", "org/tiny", "org/tiny:latest"]
+    );
+    let show = rig.post("/api/show", r#"{"model":"tiny:latest"}"#).json();
+    assert_eq!(show["model_info"]["general.architecture"], "llama");
+    assert_eq!(show["model_info"]["llama.context_length"], 256);
+    assert_eq!(show["capabilities"][0], "completion");
+    assert_eq!(show["details"]["parameter_size"], "135M");
+    assert_eq!(rig.post("/api/show", r#"{"name":"other"}"#).status, 404);
+    let running = rig.get("/api/ps").json();
+    assert_eq!(running["models"][0]["context_length"], 256);
+    let version = rig.get("/api/version").json();
+    assert!(version["version"].as_str().unwrap().starts_with("0.1"));
+    let pulled = lines(rig.post("/api/pull", r#"{"model":"tiny:latest","stream":true}"#));
+    assert_eq!(pulled.last().unwrap()["status"], "success");
+    assert_eq!(rig.post("/api/pull", r#"{"model":"other"}"#).status, 404);
+    assert_eq!(rig.send("DELETE", "/api/delete", "", "").status, 501);
+    assert_eq!(rig.send("HEAD", "/", "", "").status, 200);
+    assert!(rig.get("/").text().contains("Ollama is running"));
+}
+
+#[test]
+fn a_response_is_openais_and_kept() {
+    let rig = Rig::new();
+    let first = rig.post(
+        RESPONSES,
+        r#"{"model":"tiny","input":"hi","instructions":"be brief"}"#,
+    );
+    let first = first.json();
+    assert_eq!(prompt_text(&rig), "system\nbe brief\nuser\nhi\nassistant\n");
+    let id = first["id"].as_str().unwrap();
+    assert!(id.starts_with("resp_"));
+    assert_eq!(
+        (&first["status"], &first["store"]),
+        (&json!("completed"), &json!(true))
+    );
+    assert_eq!(first["output"][0]["content"][0]["text"], "Hello, world");
+    assert_eq!(first["usage"]["total_tokens"], 43);
+    assert_eq!(rig.get(&format!("/v1/responses/{id}")).json(), first);
+    let next = format!(r#"{{"model":"tiny","input":"and?","previous_response_id":"{id}"}}"#);
+    rig.post(RESPONSES, &next).ok("the next");
+    let expected = "user\nhi\nassistant\nHello, world\nuser\nand?\nassistant\n";
+    assert_eq!(prompt_text(&rig), expected);
+    let forgotten = rig
+        .send("DELETE", &format!("/v1/responses/{id}"), "", "")
+        .json();
+    assert_eq!(forgotten["deleted"], true);
+    let gone = rig.post(RESPONSES, &next);
+    assert_eq!(gone.status, 404);
+    let body = r#"{"model":"tiny","input":"hi","store":false}"#;
+    let unkept = rig.post(RESPONSES, body).json();
+    let id = unkept["id"].as_str().unwrap();
+    assert_eq!(rig.get(&format!("/v1/responses/{id}")).status, 404);
+}
+
+#[test]
+fn what_codex_sends_is_understood() {
+    let rig = Rig::new();
+    let body = r#"{"model":"tiny","stream":true,"store":false,"tool_choice":"auto",
+        "parallel_tool_calls":true,"reasoning":{"summary":"auto"},
+        "include":["reasoning.encrypted_content"],"prompt_cache_key":"s1",
+        "client_metadata":{"a":"b"},"tools":[{"type":"web_search","external_web_access":false}],
+        "input":[
+            {"type":"message","role":"developer","content":[{"type":"input_text","text":"base"}]},
+            {"type":"message","role":"user","content":[{"type":"input_text","text":"hi"}]},
+            {"type":"reasoning","id":"rs_1","summary":[],"encrypted_content":null},
+            {"type":"message","id":"m","role":"assistant","content":[
+                {"type":"output_text","text":"I look."}]},
+            {"type":"function_call","id":"fc","call_id":"c1","name":"shell","arguments":"{}"},
+            {"type":"function_call_output","call_id":"c1","output":"ok"}]}"#;
+    let events = named(rig.post(RESPONSES, body));
+    assert_eq!(
+        types(&events),
+        [
+            "response.created",
+            "response.in_progress",
+            "response.output_item.added",
+            "response.content_part.added",
+            "response.output_text.delta",
+            "response.output_text.delta",
+            "response.output_text.delta",
+            "response.output_text.delta",
+            "response.output_text.done",
+            "response.content_part.done",
+            "response.output_item.done",
+            "response.completed"
+        ]
+    );
+    for (i, event) in events.iter().enumerate() {
+        assert_eq!(event["sequence_number"], i);
+    }
+    assert_eq!(events[10]["item"]["content"][0]["text"], "Hello, world");
+    let usage = &events[11]["response"]["usage"];
+    assert_eq!(usage["output_tokens"], 4);
+    let expected = "system\nbase\nuser\nhi\nassistant\nI look.\ntool\nok\nassistant\n";
+    assert_eq!(prompt_text(&rig), expected);
+    rig.service.script(Script::Fail(
+        1,
+        paceline_engine::Failure::Lost {
+            reason: "rank 1 is gone".into(),
+        },
+    ));
+    let failed = named(rig.post(RESPONSES, r#"{"model":"tiny","input":"hi","stream":true}"#));
+    let last = failed.last().unwrap();
+    assert_eq!(last["type"], "response.failed");
+    assert_eq!(last["response"]["error"]["code"], "answer_lost");
+}
+
+#[test]
+fn texts_become_tokens_and_prompts_as_at_llama_server() {
+    let rig = Rig::new();
+    let tokens = rig
+        .post("/tokenize", r#"{"content":"hé<|im_end|>"}"#)
+        .json();
+    assert_eq!(tokens["tokens"], json!([104, 195, 169, 257]));
+    let body = r#"{"content":"h<|im_end|>","parse_special":false,"with_pieces":true}"#;
+    let pieces = rig.post("/tokenize", body).json();
+    assert_eq!(pieces["tokens"].as_array().unwrap().len(), 11);
+    assert_eq!(pieces["tokens"][0], json!({"id": 104, "piece": "h"}));
+    let text = rig
+        .post("/detokenize", r#"{"tokens":[104,195,169]}"#)
+        .json();
+    assert_eq!(text["content"], "hé");
+    assert_eq!(rig.post("/detokenize", r#"{"tokens":[999]}"#).status, 400);
+    let body = r#"{"messages":[{"role":"user","content":"hi"}]}"#;
+    let prompt = rig.post("/apply-template", body).json();
+    let expected = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n";
+    assert_eq!(prompt["prompt"], expected);
+    let hole = rig.post("/infill", r#"{"input_prefix":"a","input_suffix":"b"}"#);
+    assert_eq!(hole.status, 400);
+    assert!(hole.text().contains("no tokens that fill a hole"));
+}
+
+#[test]
+fn fields_of_every_dialect_are_refused_by_name() {
+    let rig = Rig::new();
+    let chat = r#"{"model":"tiny","messages":[{"role":"user","content":"hi"}]"#;
+    for (path, body, param) in [
+        (
+            MESSAGES,
+            message(r#","mcp_servers":[{"url":"x"}]"#),
+            "mcp_servers",
+        ),
+        (
+            MESSAGES,
+            message(r#","tool_choice":{"type":"any"}"#),
+            "tool_choice",
+        ),
+        (
+            MESSAGES,
+            message("").replace("user", "owner"),
+            "messages[0].role",
+        ),
+        (
+            MESSAGES,
+            message("").replace(r#""hi""#, r#"[{"type":"image","source":{}}]"#),
+            "messages[0].content[0].type",
+        ),
+        ("/api/chat", format!(r#"{chat},"format":7}}"#), "format"),
+        (
+            "/api/chat",
+            format!(r#"{chat},"options":{{"mirostat":1}}}}"#),
+            "options.mirostat",
+        ),
+        (
+            "/api/chat",
+            format!(r#"{chat},"options":{{"num_foo":1}}}}"#),
+            "options.num_foo",
+        ),
+        (
+            "/api/chat",
+            chat.replace(r#""hi""#, r#""hi","images":["a"]"#) + "}",
+            "images",
+        ),
+        (
+            "/api/generate",
+            r#"{"model":"tiny","prompt":"a","context":[1]}"#.into(),
+            "context",
+        ),
+        (
+            RESPONSES,
+            r#"{"model":"tiny","input":"a","background":true}"#.into(),
+            "background",
+        ),
+        (
+            RESPONSES,
+            r#"{"model":"tiny","input":[{"type":"item_reference","id":"x"}]}"#.into(),
+            "input[0].type",
+        ),
+        (RESPONSES, r#"{"model":"tiny","input":[]}"#.into(), "input"),
+        ("/tokenize", r#"{"content":"a","foo":1}"#.into(), "foo"),
+    ] {
+        let response = rig.post(path, &body);
+        let status = response.status;
+        let text = response.text();
+        assert_eq!(status, 400, "{path} {body}: {text}");
+        assert!(text.contains(param), "{param}: {text}");
+    }
+    assert_eq!(rig.service.requests(), []);
+}

@@ -1,0 +1,258 @@
+//! How connections are treated: refusals that are seen, places that idle clients do not take, and
+//! clients that stop sending.
+
+use std::io::{Read, Write};
+use std::net::Shutdown;
+use std::time::{Duration, Instant};
+
+use paceline_engine::Finish;
+use paceline_serve::keys::Keys;
+
+use crate::client::{PATIENCE, connect, raw, receive};
+use crate::rig::{CHAT, Rig, chat_body, refusal};
+use crate::scripted::Script;
+
+const JSON: &str = "Content-Type: application/json\r\n";
+
+fn post(headers: &str, body: &str) -> String {
+    let length = body.len();
+    format!(
+        "POST {CHAT} HTTP/1.1\r\nHost: localhost\r\n{JSON}{headers}\
+         Content-Length: {length}\r\n\r\n{body}"
+    )
+}
+
+#[test]
+fn a_client_that_sends_all_before_it_looks_sees_the_refusal() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("keys.json");
+    let (key, _) = Keys::open(&path).unwrap().make("a", 1).unwrap();
+    let rig = Rig::with(|config| {
+        config.limits.body_bytes = 1 << 20;
+        config.access.keys = Some(path.clone());
+    });
+    let body = "x".repeat(24 << 20);
+    for (header, status) in [
+        (format!("Authorization: Bearer {key}\r\n"), 413),
+        // Refused before its body: read on until the client has seen it.
+        (String::new(), 401),
+    ] {
+        let mut stream = connect(rig.addr);
+        stream.write_all(post(&header, &body).as_bytes()).unwrap();
+        assert_eq!(receive(stream).status, status);
+    }
+}
+
+#[test]
+fn bodies_are_read_uncompressed() {
+    let rig = Rig::new();
+    let body = chat_body("");
+    let got = refusal(raw(
+        rig.addr,
+        post("Content-Encoding: gzip\r\n", &body).as_bytes(),
+    ));
+    assert_eq!(
+        (got.0, got.1.as_str()),
+        (415, "unsupported_content_encoding")
+    );
+    let plain = raw(
+        rig.addr,
+        post("Content-Encoding: identity\r\n", &body).as_bytes(),
+    );
+    plain.ok("identity");
+}
+
+#[test]
+fn what_is_no_http_is_told_why() {
+    let rig = Rig::new();
+    let get = |target: &str, more: &str| {
+        format!("GET {target} HTTP/1.1\r\nHost: localhost\r\n{more}\r\n")
+    };
+    let long = |n: usize| format!("/{}", "x".repeat(n));
+    let many = "A: b\r\n".repeat(20_000);
+    for (request, status, code) in [
+        (get(&long(40_000), ""), 414, "uri_too_long"),
+        (get("/", &many), 431, "headers_too_large"),
+        ("GET / HTTP/9.9\r\n\r\n".to_owned(), 400, "invalid_http"),
+    ] {
+        let (got, got_code, ..) = refusal(raw(rig.addr, request.as_bytes()));
+        assert_eq!((got, got_code.as_str()), (status, code));
+    }
+    // Longer than a head may be at all: one of the two, with words.
+    let (status, ..) = refusal(raw(rig.addr, get(&long(100_000), "").as_bytes()));
+    assert!([414, 431].contains(&status), "{status}");
+}
+
+#[test]
+fn a_client_that_has_sent_all_gets_its_answer() {
+    let rig = Rig::new();
+    rig.service
+        .script(Script::Late(Duration::from_millis(600), "late"));
+    let mut stream = connect(rig.addr);
+    stream
+        .write_all(post("", &chat_body("")).as_bytes())
+        .unwrap();
+    stream.shutdown(Shutdown::Write).unwrap();
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).unwrap();
+    // Told that it is heard, then answered.
+    let rest = answer
+        .strip_prefix("HTTP/1.1 100 Continue\r\n\r\n")
+        .expect(&answer);
+    assert!(
+        rest.starts_with("HTTP/1.1 200") && rest.contains("late"),
+        "{answer}"
+    );
+}
+
+#[test]
+fn connections_are_kept_between_requests() {
+    let rig = Rig::with(|config| {
+        config.times.headers = Duration::from_millis(200);
+        config.times.idle = Duration::from_secs(30);
+    });
+    let mut stream = connect(rig.addr);
+    let ask = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n";
+    stream.write_all(ask).unwrap();
+    receive(stream.try_clone().unwrap()).ok("first");
+    // Longer than headers may take.
+    std::thread::park_timeout(Duration::from_millis(500));
+    stream.write_all(ask).unwrap();
+    receive(stream.try_clone().unwrap()).ok("second");
+    // Half a head has the shorter time.
+    let start = Instant::now();
+    stream.write_all(b"GET /hea").unwrap();
+    let mut rest = Vec::new();
+    let _ = stream.read_to_end(&mut rest);
+    assert!(start.elapsed() < Duration::from_secs(20) && start.elapsed() < PATIENCE);
+}
+
+#[test]
+fn idle_connections_and_half_heads_keep_nobody_out() {
+    let rig = Rig::with(|config| {
+        config.limits.connections = 16;
+        config.times.headers = Duration::from_secs(60);
+        config.times.idle = Duration::from_secs(60);
+    });
+    let idle: Vec<_> = (0..16)
+        .map(|i| {
+            let mut stream = connect(rig.addr);
+            if i % 2 == 0 {
+                let ask = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n";
+                stream.write_all(ask).unwrap();
+                receive(stream.try_clone().unwrap()).ok("health");
+            } else {
+                stream.write_all(b"GET / HTTP/1.1\r\nX: ").unwrap();
+            }
+            stream
+        })
+        .collect();
+    let start = Instant::now();
+    for _ in 0..4 {
+        rig.chat("").ok("beside idle ones");
+    }
+    assert!(
+        start.elapsed() < Duration::from_secs(20),
+        "{:?}",
+        start.elapsed()
+    );
+    drop(idle);
+}
+
+#[test]
+fn connections_without_a_key_have_few_requests() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("keys.json");
+    Keys::open(&path).unwrap().make("a", 1).unwrap();
+    let rig = Rig::with(|config| config.access.keys = Some(path.clone()));
+    let mut stream = connect(rig.addr);
+    let mut answered = 0;
+    while answered < 100 {
+        let ask = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n";
+        if stream.write_all(ask).is_err() {
+            break;
+        }
+        let response = receive(stream.try_clone().unwrap());
+        answered += 1;
+        let is_last = response.header("connection") == Some("close");
+        response.ok("health");
+        if is_last {
+            break;
+        }
+    }
+    assert_eq!(answered, 8);
+}
+
+#[test]
+fn one_key_leaves_places_to_another() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("keys.json");
+    let mut keys = Keys::open(&path).unwrap();
+    let (greedy, _) = keys.make("greedy", 1).unwrap();
+    let (modest, _) = keys.make("modest", 2).unwrap();
+    let rig = Rig::with(|config| {
+        config.access.keys = Some(path.clone());
+        config.limits.requests = 4;
+        config.limits.requests_of_one = 2;
+    });
+    rig.service.script(Script::Silence);
+    let header = |key: &str| format!("Authorization: Bearer {key}\r\n");
+    let held: Vec<_> = (0..2)
+        .map(|_| {
+            let mut stream = connect(rig.addr);
+            let request = post(&header(&greedy), &chat_body(""));
+            stream.write_all(request.as_bytes()).unwrap();
+            stream
+        })
+        .collect();
+    rig.service.wait("both", |requests, _, _| requests == 2);
+    rig.service
+        .script(Script::Say(vec![(97, "a")], Finish::EndOfText));
+    let ask = |key: &str| raw(rig.addr, post(&header(key), &chat_body("")).as_bytes());
+    let refused = ask(&greedy);
+    assert_eq!(refused.header("retry-after"), Some("1"));
+    let (status, code, ..) = refusal(refused);
+    assert_eq!((status, code.as_str()), (429, "client_busy"));
+    ask(&modest).ok("another key");
+    drop(held);
+}
+
+#[test]
+fn a_revoked_keys_stream_ends() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("keys.json");
+    let mut keys = Keys::open(&path).unwrap();
+    let (key, info) = keys.make("a", 1).unwrap();
+    let rig = Rig::with(|config| config.access.keys = Some(path.clone()));
+    rig.service.script(Script::Silence);
+    let header = format!("Authorization: Bearer {key}\r\n");
+    let body = chat_body(r#""stream":true"#);
+    let mut stream = connect(rig.addr);
+    stream.write_all(post(&header, &body).as_bytes()).unwrap();
+    rig.service
+        .wait("the request", |requests, _, _| requests == 1);
+    keys.revoke(&info.id).unwrap();
+    let start = Instant::now();
+    rig.service
+        .wait("the end", |_, cancelled, _| cancelled == 1);
+    assert!(
+        start.elapsed() < Duration::from_secs(10),
+        "{:?}",
+        start.elapsed()
+    );
+    let response = receive(stream);
+    let text = response.text();
+    assert!(text.contains("revoked"), "{text}");
+}
+
+#[test]
+fn texts_far_over_the_context_are_refused_by_their_bytes() {
+    let rig = Rig::new();
+    // A token per byte at least, in a context of 256.
+    let long = "x".repeat(6 << 20);
+    let body = chat_body("").replace("hi", &long);
+    let start = Instant::now();
+    let (status, code, ..) = refusal(rig.post(CHAT, &body));
+    assert_eq!((status, code.as_str()), (400, "context_length_exceeded"));
+    assert!(start.elapsed() < Duration::from_secs(20));
+}

@@ -1,0 +1,136 @@
+//! The HTTP API in front of a "model" that says what a script has, for clients of tools.
+//!
+//! Usage: `scripted`. It prints
+//! `listening on URL` to stderr and ends when its standard input does.
+//!
+//! Tokenizer, chat template, readers and grammars are the real ones; only the choice of tokens is
+//! not. The answer follows from the prompt:
+//!
+//! | the prompt | the answer |
+//! |---|---|
+//! | ends with a tool's result | `It has RESULT degrees.` |
+//! | has the tool `look` | a thought, a word and a call of `look` |
+//! | is held to a schema | `{"name": "Ada", "age": 36}` |
+//! | else | `Hello, world.` |
+
+#![allow(
+    clippy::unwrap_used,
+    clippy::print_stderr,
+    reason = "a program for tests: it fails as a test does"
+)]
+
+use std::collections::BTreeSet;
+use std::io::Read;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::{Instant, SystemTime};
+
+use paceline_engine::{Failure, Finish, Reply, Request, Service, Sink, State, Status, Ticket};
+use paceline_serve::{Clock, Config, Server};
+
+#[allow(dead_code, reason = "tests use more of it")]
+#[path = "tiny.rs"]
+mod tiny;
+
+/// Pages of the prefix cache that it pretends to have.
+const PAGE: usize = 64;
+
+/// A thought, a word and a call, in pieces that cut markers and characters' names.
+const CALL: [&str; 8] = [
+    "<think>I must <tool_call> look",
+    " it up.</think>\n\nI loo",
+    "k.\n<tool_",
+    "call>\n{\"name\": \"lo",
+    "ok\", \"arguments\": {\"city\":",
+    " \"Köln\", \"da",
+    "ys\": 3}}\n</tool_cal",
+    "l>",
+];
+
+/// Says what the module's table has.
+#[derive(Debug, Default)]
+struct Scripted {
+    tickets: AtomicU64,
+    /// Prompts so far, as the cache that it pretends to have.
+    seen: Mutex<BTreeSet<Vec<u32>>>,
+}
+
+impl Scripted {
+    /// Whole pages of the prompt that an earlier one began with.
+    fn reused(&self, prompt: &[u32]) -> usize {
+        let mut seen = self.seen.lock().unwrap();
+        let common = |old: &Vec<u32>| old.iter().zip(prompt).take_while(|(a, b)| a == b).count();
+        let most = seen.iter().map(common).max().unwrap_or(0);
+        seen.insert(prompt.to_vec());
+        most.min(prompt.len() - 1) / PAGE * PAGE
+    }
+}
+
+impl Service for Scripted {
+    fn submit(&self, request: Request, mut sink: Sink) -> Result<Ticket, Failure> {
+        let ticket = Ticket(self.tickets.fetch_add(1, Ordering::Relaxed));
+        let reused = self.reused(&request.prompt);
+        std::thread::spawn(move || {
+            sink(Reply::PromptRead { reused });
+            for text in pieces(&request).into_iter().take(request.max_tokens) {
+                sink(Reply::Token {
+                    token: u32::from(text.bytes().next().unwrap_or(b' ')),
+                    text,
+                    logprobs: None,
+                });
+            }
+            sink(Reply::Finished {
+                text: String::new(),
+                reason: Finish::EndOfText,
+            });
+        });
+        Ok(ticket)
+    }
+
+    fn cancel(&self, _ticket: Ticket) {}
+
+    fn status(&self) -> Status {
+        Status {
+            state: State::Ready,
+            running: 0,
+            waiting: 0,
+        }
+    }
+}
+
+fn pieces(request: &Request) -> Vec<String> {
+    let owned = |texts: &[&str]| texts.iter().map(|text| (*text).to_owned()).collect();
+    let bytes = request
+        .prompt
+        .iter()
+        .filter_map(|id| u8::try_from(*id).ok());
+    let prompt = String::from_utf8(bytes.collect()).unwrap_or_default();
+    let last = prompt.trim_end_matches("assistant\n");
+    match last.rsplit_once("tool\n") {
+        Some((_, result)) if !result.contains("user\n") => {
+            owned(&["It has ", result.trim(), " degrees."])
+        }
+        _ if prompt.contains("\"name\": \"look\"") || prompt.contains("\"name\":\"look\"") => {
+            owned(&CALL)
+        }
+        _ if request.constraint.is_some() => owned(&["{\"name\": \"Ada\"", ", \"age\": 36}"]),
+        _ => owned(&["Hello, ", "world."]),
+    }
+}
+
+fn main() {
+    let clock = Clock {
+        now: Instant::now,
+        unix_s: || SystemTime::UNIX_EPOCH.elapsed().unwrap().as_secs(),
+    };
+    let config = Config::new(0, clock);
+    let server = Server::bind(config, tiny::tool_model(), Arc::new(Scripted::default())).unwrap();
+    let handle = server.handle();
+    eprintln!("listening on http://{}", server.addresses()[0]);
+    std::thread::spawn(move || {
+        // Until whoever started this is gone.
+        let _ = std::io::stdin().read_to_end(&mut Vec::new());
+        handle.shutdown();
+    });
+    server.run();
+}

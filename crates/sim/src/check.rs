@@ -1,0 +1,101 @@
+//! What must never be, and what must be in the end.
+//!
+//! *Never*: a node runs an instance of an older epoch than it ran before (`world` looks at each
+//! step). *In the end*, twenty seconds after the last fault: all living nodes have equal maps and
+//! see exactly the living as alive, or for a moment suspect; each wanted instance runs at exactly
+//! one node; none that is unwanted runs.
+
+use paceline_cluster::nodes::member::Life;
+use paceline_cluster::nodes::{InstanceId, Key};
+
+use crate::world::{Node, World};
+
+/// Whether all nodes live, see all others alive, and have equal maps with all nodes' facts.
+pub(crate) fn is_settled(world: &World) -> bool {
+    let mut roots = world
+        .nodes
+        .iter()
+        .map(|node| node.member.as_ref().map(|m| m.map().root()));
+    let first = roots.next().flatten();
+    let equal = first.is_some() && roots.all(|root| root == first);
+    equal
+        && world
+            .nodes
+            .iter()
+            .filter_map(|node| node.member.as_ref())
+            .all(|member| {
+                let alive = |node: &Node| {
+                    member.life(node.id) == Life::Alive
+                        && member.map().get(&Key::Node(node.id)).is_some()
+                };
+                world.nodes.iter().all(alive)
+            })
+}
+
+/// Looks at the world after its last event.
+pub(crate) fn in_the_end(world: &mut World) {
+    let mut found = lives(world);
+    found.extend(maps(world));
+    found.extend(instances(world));
+    world.violations.append(&mut found);
+}
+
+fn lives(world: &World) -> Vec<String> {
+    let mut found = Vec::new();
+    for (number, node) in world.nodes.iter().enumerate() {
+        let Some(member) = &node.member else { continue };
+        for (other, theirs) in world.nodes.iter().enumerate() {
+            let (seen, lives) = (member.life(theirs.id), theirs.member.is_some());
+            if lives != matches!(seen, Life::Alive | Life::Suspect) {
+                let truth = if lives { "alive" } else { "dead" };
+                found.push(format!(
+                    "node {number} sees node {other} {seen:?}; it is {truth}"
+                ));
+            }
+        }
+    }
+    found
+}
+
+fn maps(world: &World) -> Vec<String> {
+    let mut living = world.nodes.iter().enumerate();
+    let of = |node: &Node| node.member.as_ref().map(|member| member.map().root());
+    let Some((first, root)) = living.find_map(|(number, node)| Some((number, of(node)?))) else {
+        return vec!["no node lives".to_owned()];
+    };
+    let unlike = living.filter(|(_, node)| of(node).is_some_and(|theirs| theirs != root));
+    unlike
+        .map(|(number, _)| format!("node {number} has another map than node {first}"))
+        .collect()
+}
+
+fn instances(world: &World) -> Vec<String> {
+    let mut found = Vec::new();
+    for id in &world.wanted {
+        let runs = |(_, node): &(usize, &Node)| node.runs.contains_key(id);
+        let owners = world.nodes.iter().enumerate().filter(runs);
+        let owners: Vec<usize> = owners.map(|(number, _)| number).collect();
+        let Some(expected) = expected(world, id) else {
+            continue;
+        };
+        if owners.len() != expected {
+            let said = format!("instance {id} runs at {owners:?}, expected at {expected} nodes");
+            found.push(said);
+        }
+    }
+    found
+}
+
+/// At how many nodes an instance has to run. Nothing is expected of what was only ever said to a
+/// node that is dead and told nobody: it is on that node's disk.
+fn expected(world: &World, id: &InstanceId) -> Option<usize> {
+    let members = world.nodes.iter().filter_map(|node| node.member.as_ref());
+    let mut known = members.filter_map(|member| member.map().register(&Key::Instance(*id)));
+    let is_wanted = known.next()?.value.is_some();
+    let told = known.all(|register| register.value.is_some() == is_wanted);
+    match (is_wanted && told, world.unwanted.contains(id)) {
+        (true, true) => None,
+        (true, false) => Some(1),
+        (false, _) => Some(0),
+    }
+}

@@ -1,0 +1,25 @@
+//! Whole clusters from a seed, in virtual time.
+//!
+//! A [`Scenario`] is drawn from a seed: how many nodes, when links are slow, lossy or cut, when
+//! nodes crash, start again and are told what to run, how wrong their clocks are. [`run`] plays it
+//! over the same [`Member`](paceline_cluster::nodes::Member) that nodes run, 60 virtual seconds in
+//! milliseconds, and returns what was violated. One seed always gives the same run.
+//!
+//! ```
+//! let outcome = paceline_sim::run(&paceline_sim::Scenario::of(7));
+//! assert_eq!(outcome.violations, Vec::<String>::new());
+//! ```
+//!
+//! - [`scenario`]: what happens, and when.
+//! - [`world`]: nodes, links and the queue of events.
+//! - [`check`]: what must never be, and what must be in the end.
+//!
+//! Played: membership, the map, dialling, ownership of instances. Not played: bytes of sessions,
+//! which have tests of their own, and what workers compute.
+
+mod check;
+mod scenario;
+mod world;
+
+pub use scenario::{Fault, Happening, Scenario};
+pub use world::{Outcome, run};

@@ -1,0 +1,155 @@
+//! What happens in a run, drawn from a seed.
+
+use std::time::Duration;
+
+/// SplitMix64 (Steele and others, OOPSLA 2014).
+#[derive(Clone, Debug)]
+pub(crate) struct Random(u64);
+
+impl Random {
+    pub(crate) const fn new(seed: u64) -> Self {
+        Self(seed)
+    }
+
+    pub(crate) const fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mixed = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        mixed ^ (mixed >> 31)
+    }
+
+    pub(crate) const fn below(&mut self, bound: u64) -> u64 {
+        self.next() % bound
+    }
+
+    /// In thousandths.
+    pub(crate) const fn chance(&mut self, per_mille: u64) -> bool {
+        self.below(1000) < per_mille
+    }
+}
+
+/// Something that happens to nodes or the network.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Fault {
+    /// The process of a node ends without a word; what it saved stays.
+    Crash(usize),
+    /// It starts again.
+    Start(usize),
+    /// The network falls apart: nodes with a set bit reach only each other.
+    Split(u64),
+    /// Nothing of one node reaches another, in this direction only.
+    Deaf(usize, usize),
+    /// The network is whole again.
+    Heal,
+    /// Somebody at this node wants an instance over that many nodes.
+    Load(usize, usize),
+    /// Somebody at this node wants the oldest instance no more.
+    Unload(usize),
+}
+
+/// A fault and when it comes.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Happening {
+    /// Virtual time.
+    pub at: Duration,
+    /// What.
+    pub fault: Fault,
+}
+
+/// All that a run is made of.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Scenario {
+    /// What it was drawn from, and what the run's own randomness starts with.
+    pub seed: u64,
+    /// Nodes.
+    pub nodes: usize,
+    /// How long it is played; nothing bad happens in the last third.
+    pub length: Duration,
+    /// Messages and attempts to connect that are lost, in thousandths.
+    pub loss_per_mille: u64,
+    /// Messages that arrive twice, in thousandths.
+    pub twice_per_mille: u64,
+    /// Shortest and longest way of a message.
+    pub delay: (Duration, Duration),
+    /// How far the wall clock of each node is ahead, in milliseconds.
+    pub skew_ms: Vec<u64>,
+    /// What happens, in order.
+    pub happenings: Vec<Happening>,
+}
+
+impl Scenario {
+    /// The scenario of this seed: 3 to 12 nodes, 60 s.
+    pub fn of(seed: u64) -> Self {
+        let mut random = Random::new(seed);
+        let nodes = 3 + random.below(10) as usize;
+        let length = Duration::from_secs(60);
+        let slowest = [2, 20, 80][random.below(3) as usize];
+        let mut scenario = Self {
+            seed,
+            nodes,
+            length,
+            loss_per_mille: [0, 20, 100][random.below(3) as usize],
+            twice_per_mille: [0, 50][random.below(2) as usize],
+            delay: (Duration::from_micros(100), Duration::from_millis(slowest)),
+            skew_ms: (0..nodes).map(|_| random.below(20_000)).collect(),
+            happenings: Vec::new(),
+        };
+        scenario.draw(&mut random);
+        scenario
+    }
+
+    /// `nodes` that start together, and nothing else.
+    pub fn quiet(seed: u64, nodes: usize, length: Duration) -> Self {
+        Self {
+            nodes,
+            length,
+            loss_per_mille: 0,
+            twice_per_mille: 0,
+            delay: (Duration::from_micros(100), Duration::from_millis(2)),
+            skew_ms: vec![0; nodes],
+            happenings: Vec::new(),
+            ..Self::of(seed)
+        }
+    }
+
+    /// Up to a dozen faults in the first two thirds, then the network heals and all nodes live.
+    fn draw(&mut self, random: &mut Random) {
+        let calm = self.length * 2 / 3;
+        let nodes = self.nodes as u64;
+        let mut add = |at_ms: u64, fault| {
+            let at = Duration::from_millis(at_ms);
+            self.happenings.push(Happening { at, fault });
+        };
+        for _ in 0..1 + random.below(3) {
+            let wide = 1 + random.below(nodes) as usize;
+            add(
+                3000 + random.below(20_000),
+                Fault::Load(random.below(nodes) as usize, wide),
+            );
+        }
+        for _ in 0..random.below(10) {
+            let at = 2000 + random.below(calm.as_millis() as u64 - 4000);
+            let one = random.below(nodes) as usize;
+            let fault = match random.below(6) {
+                0 | 1 => Fault::Crash(one),
+                2 => Fault::Start(one),
+                3 => Fault::Split(random.next()),
+                4 => Fault::Deaf(one, random.below(nodes) as usize),
+                _ if random.chance(300) => Fault::Unload(one),
+                _ => Fault::Heal,
+            };
+            add(at, fault);
+        }
+        let calm_ms = calm.as_millis() as u64;
+        add(calm_ms, Fault::Heal);
+        // One may stay down for good: the others must get along without it.
+        let dead = random.chance(300).then(|| random.below(nodes));
+        for node in (0..nodes).filter(|node| Some(*node) != dead) {
+            add(calm_ms, Fault::Start(node as usize));
+        }
+        if let Some(dead) = dead {
+            add(calm_ms, Fault::Crash(dead as usize));
+        }
+        self.happenings.sort_by_key(|happening| happening.at);
+    }
+}

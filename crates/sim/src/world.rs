@@ -1,0 +1,513 @@
+//! Nodes, links and the queue of events.
+//!
+//! A link is a session: messages over it are delayed, lost or repeated, and so overtake each other,
+//! which a real session's do not. It breaks when either end crashes or gives it up. Attempts to
+//! connect take a message each way. A split network keeps links, as a pulled cable does: nothing
+//! passes, until one side gives up.
+
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, BTreeSet, BinaryHeap};
+use std::time::Duration;
+
+use paceline_cluster::nodes::member::{Action, Event, Message, Pace, Target};
+use paceline_cluster::nodes::placement::{self, Duty, EPOCH_UNWANTED, Wanted};
+use paceline_cluster::nodes::{InstanceId, Key, Member, NodeId, Now, Registers};
+
+use crate::check;
+use crate::scenario::{Fault, Random, Scenario};
+
+/// When the clocks of all nodes start, plus their skew: any time will do.
+const WALL_MS: u64 = 1_800_000_000_000;
+
+/// How long a node that has just started waits before it owns what its saved map says: others may
+/// have taken over meanwhile.
+const PATIENCE: Duration = Duration::from_secs(5);
+
+/// What came of a run.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Outcome {
+    /// What must not be, in the order in which it was seen; none is as it should be.
+    pub violations: Vec<String>,
+    /// Events that were played.
+    pub events: u64,
+    /// A number that stands for all that happened: equal for equal runs.
+    pub trace: u64,
+    /// Instances that a successor took over.
+    pub takeovers: u64,
+    /// When all nodes first saw all others alive, with equal maps.
+    pub settled: Option<Duration>,
+}
+
+/// What is due.
+#[derive(Clone, Debug, PartialEq)]
+enum Due {
+    Tick(usize),
+    /// A node that was patient looks what it has to do.
+    Look(usize, u64),
+    Fault(usize),
+    /// A message over link `link` between `from` and `to`.
+    Arrive {
+        from: usize,
+        to: usize,
+        link: u64,
+        message: Box<Message>,
+    },
+    /// An attempt to connect arrives; the life of the dialler that made it.
+    Knock {
+        from: usize,
+        to: usize,
+        life: u64,
+    },
+    /// One end learns that the link is gone.
+    Broken {
+        at: usize,
+        from: usize,
+        link: u64,
+    },
+    Find {
+        at: usize,
+        other: usize,
+        life: u64,
+    },
+}
+
+pub(crate) struct Node {
+    pub(crate) id: NodeId,
+    pub(crate) member: Option<Member>,
+    /// What is on its disk.
+    saved: Registers,
+    /// Counts its processes.
+    life: u64,
+    started: Duration,
+    /// The tick that counts.
+    tick: Option<Duration>,
+    skew_ms: u64,
+    /// Instances that it runs: epoch and who wrote the record.
+    pub(crate) runs: BTreeMap<InstanceId, (u64, Wanted)>,
+    /// Highest epoch that it ever ran, by instance.
+    highest: BTreeMap<InstanceId, u64>,
+}
+
+pub(crate) struct World {
+    pub(crate) nodes: Vec<Node>,
+    pub(crate) wanted: BTreeSet<InstanceId>,
+    pub(crate) unwanted: BTreeSet<InstanceId>,
+    pub(crate) violations: Vec<String>,
+    queue: BinaryHeap<Reverse<(Duration, u64)>>,
+    due: BTreeMap<u64, Due>,
+    now: Duration,
+    count: u64,
+    random: Random,
+    scenario: Scenario,
+    /// The session of each two nodes, lower number first, as each end knows it.
+    links: BTreeMap<(usize, usize), u64>,
+    split: u64,
+    deaf: BTreeSet<(usize, usize)>,
+    trace: u64,
+    takeovers: u64,
+}
+
+/// Plays a scenario to its end.
+pub fn run(scenario: &Scenario) -> Outcome {
+    let mut world = World::new(scenario.clone());
+    let (mut events, mut settled) = (0, None);
+    while let Some(Reverse((at, number))) = world.queue.pop() {
+        if at > scenario.length {
+            break;
+        }
+        world.now = at;
+        let due = world.due.remove(&number).expect("what is queued is kept");
+        world.play(due);
+        events += 1;
+        if settled.is_none() && events % 64 == 0 && check::is_settled(&world) {
+            settled = Some(at);
+        }
+        if world.violations.len() > 20 {
+            break;
+        }
+    }
+    check::in_the_end(&mut world);
+    Outcome {
+        violations: world.violations,
+        events,
+        trace: world.trace,
+        takeovers: world.takeovers,
+        settled,
+    }
+}
+
+impl World {
+    fn new(scenario: Scenario) -> Self {
+        let mut random = Random::new(scenario.seed ^ 0x5eed);
+        let node = |number: usize| {
+            let mut bytes = [0; 16];
+            bytes[..8].copy_from_slice(&random.next().to_be_bytes());
+            bytes[15] = number as u8;
+            Node {
+                id: NodeId(bytes),
+                member: None,
+                saved: Registers::default(),
+                life: 0,
+                started: Duration::ZERO,
+                tick: None,
+                skew_ms: scenario.skew_ms[number],
+                runs: BTreeMap::new(),
+                highest: BTreeMap::new(),
+            }
+        };
+        let nodes = (0..scenario.nodes).map(node).collect();
+        let mut world = Self {
+            nodes,
+            wanted: BTreeSet::new(),
+            unwanted: BTreeSet::new(),
+            violations: Vec::new(),
+            queue: BinaryHeap::new(),
+            due: BTreeMap::new(),
+            now: Duration::ZERO,
+            count: 0,
+            random,
+            links: BTreeMap::new(),
+            split: 0,
+            deaf: BTreeSet::new(),
+            trace: 0,
+            takeovers: 0,
+            scenario,
+        };
+        for happening in 0..world.scenario.happenings.len() {
+            let at = world.scenario.happenings[happening].at;
+            world.add(at, Due::Fault(happening));
+        }
+        for node in 0..world.nodes.len() {
+            world.start(node);
+        }
+        world
+    }
+
+    fn add(&mut self, at: Duration, due: Due) {
+        self.count += 1;
+        self.queue.push(Reverse((at, self.count)));
+        self.due.insert(self.count, due);
+    }
+
+    fn time_of(&self, node: usize) -> Now {
+        Now {
+            since_start: self.now,
+            wall_ms: WALL_MS + self.now.as_millis() as u64 + self.nodes[node].skew_ms,
+        }
+    }
+
+    fn start(&mut self, node: usize) {
+        if self.nodes[node].member.is_some() {
+            return;
+        }
+        let (now, seed) = (self.time_of(node), self.random.next());
+        let own = &mut self.nodes[node];
+        own.life += 1;
+        (own.started, own.tick) = (self.now, None);
+        let (id, saved, life) = (own.id, own.saved.clone(), own.life);
+        own.member = Some(Member::new(id, saved, Pace::default(), seed, now));
+        let facts = Event::Write {
+            key: Key::Node(id),
+            epoch: 0,
+            value: Some(format!("{{\"boot\":{life}}}")),
+        };
+        self.step(node, facts);
+        self.add(self.now + PATIENCE, Due::Look(node, life));
+        for other in (0..self.nodes.len()).filter(|other| *other != node) {
+            for (at, other) in [(node, other), (other, node)] {
+                let wait = Duration::from_millis(self.random.below(1000));
+                let life = self.nodes[at].life;
+                self.add(self.now + wait, Due::Find { at, other, life });
+            }
+        }
+    }
+
+    fn crash(&mut self, node: usize) {
+        let Some(member) = self.nodes[node].member.take() else {
+            return;
+        };
+        self.nodes[node].saved = member.map().clone();
+        self.nodes[node].runs.clear();
+        let cut: Vec<(usize, usize)> = self.links.keys().copied().collect();
+        for (one, two) in cut
+            .into_iter()
+            .filter(|(one, two)| *one == node || *two == node)
+        {
+            self.cut(node, one + two - node);
+        }
+    }
+
+    /// One end closes a link; the other learns of it, if anything gets through.
+    fn cut(&mut self, from: usize, other: usize) {
+        let Some(link) = self.links.remove(&pair(from, other)) else {
+            return;
+        };
+        if self.passes(from, other) {
+            let at = self.now + self.way();
+            self.add(
+                at,
+                Due::Broken {
+                    at: other,
+                    from,
+                    link,
+                },
+            );
+        }
+    }
+
+    fn way(&mut self) -> Duration {
+        let (least, most) = self.scenario.delay;
+        let span = (most - least).as_micros() as u64 + 1;
+        least + Duration::from_micros(self.random.below(span))
+    }
+
+    /// Whether what `from` sends now can reach `to`.
+    fn passes(&self, from: usize, to: usize) -> bool {
+        let side = |node: usize| (self.split >> node) & 1;
+        side(from) == side(to) && !self.deaf.contains(&(from, to))
+    }
+
+    fn play(&mut self, due: Due) {
+        match due {
+            Due::Tick(node) if self.nodes[node].tick == Some(self.now) => {
+                self.nodes[node].tick = None;
+                self.step(node, Event::Tick);
+            }
+            Due::Tick(_) => {} // another one came first
+            Due::Look(node, life) if life == self.nodes[node].life => self.duties(node),
+            Due::Look(..) => {}
+            Due::Fault(number) => self.fault(number),
+            Due::Find { at, other, life } if life == self.nodes[at].life => {
+                let found = Event::Found(Target::Node(self.nodes[other].id));
+                self.step(at, found);
+            }
+            Due::Find { .. } => {}
+            Due::Knock { from, to, life } => self.knock(from, to, life),
+            Due::Broken { at, from, .. } => {
+                if !self.links.contains_key(&pair(at, from)) {
+                    let id = self.nodes[from].id;
+                    self.step(at, Event::Unlinked(id));
+                }
+            }
+            Due::Arrive {
+                from,
+                to,
+                link,
+                message,
+            } => {
+                if self.links.get(&pair(from, to)) == Some(&link) {
+                    let from = self.nodes[from].id;
+                    let message = *message;
+                    self.step(to, Event::Received { from, message });
+                }
+            }
+        }
+    }
+
+    fn fault(&mut self, number: usize) {
+        let fault = self.scenario.happenings[number].fault.clone();
+        match fault {
+            Fault::Crash(node) => self.crash(node),
+            Fault::Start(node) => self.start(node),
+            Fault::Split(side) => self.split = side,
+            Fault::Deaf(from, to) => {
+                self.deaf.insert((from, to));
+            }
+            Fault::Heal => {
+                self.split = 0;
+                self.deaf.clear();
+            }
+            Fault::Load(node, wide) => self.load(node, wide),
+            Fault::Unload(node) => self.unload(node),
+        }
+    }
+
+    fn load(&mut self, node: usize, wide: usize) {
+        if self.nodes[node].member.is_none() {
+            return;
+        }
+        let ids: Vec<NodeId> = self.nodes.iter().map(|node| node.id).collect();
+        let mut order = ids.clone();
+        order.rotate_left(node);
+        let id = InstanceId(self.random.next());
+        let wanted = Wanted {
+            model: "model".into(),
+            sha256: String::new(),
+            bytes: 0,
+            successors: order[1..].to_vec(),
+            nodes: order[..wide.min(order.len())].to_vec(),
+            split: placement::SPLIT_ANY.into(),
+            threads: 1,
+            context: None,
+            parallel: 1,
+        };
+        self.wanted.insert(id);
+        self.write_record(node, id, 1, Some(&wanted));
+    }
+
+    fn unload(&mut self, node: usize) {
+        let known = self.nodes[node]
+            .member
+            .as_ref()
+            .and_then(|member| placement::wanted(member.map()).map(|(id, ..)| id).next());
+        if let Some(id) = known {
+            self.unwanted.insert(id);
+            self.write_record(node, id, EPOCH_UNWANTED, None);
+        }
+    }
+
+    fn write_record(&mut self, node: usize, id: InstanceId, epoch: u64, wanted: Option<&Wanted>) {
+        let value = wanted.map(|wanted| serde_json::to_string(wanted).expect("JSON"));
+        let key = Key::Instance(id);
+        self.step(node, Event::Write { key, epoch, value });
+    }
+
+    /// An attempt to connect arrives.
+    fn knock(&mut self, from: usize, to: usize, life: u64) {
+        let lives = self.nodes[from].life == life && self.nodes[from].member.is_some();
+        let answers = self.nodes[to].member.is_some() && self.passes(from, to);
+        if !lives || !answers || !self.passes(to, from) || self.links.contains_key(&pair(from, to))
+        {
+            return;
+        }
+        self.count += 1;
+        self.links.insert(pair(from, to), self.count);
+        for (at, other) in [(to, from), (from, to)] {
+            let id = self.nodes[other].id;
+            let target = (at == from).then_some(Target::Node(id));
+            self.step(at, Event::Linked { id, target });
+        }
+    }
+
+    fn step(&mut self, node: usize, event: Event) {
+        let now = self.time_of(node);
+        let Some(member) = &mut self.nodes[node].member else {
+            return;
+        };
+        let actions = member.step(now, event);
+        let wake = member.next_wake().max(self.now);
+        let mut changed = false;
+        for action in actions {
+            self.note(node, &action);
+            match action {
+                Action::Send { to, message } => self.send(node, to, message),
+                Action::Dial(Target::Node(id)) => self.dial(node, id),
+                Action::Dial(Target::Peer(_)) => {}
+                Action::Unlink(id) => self.unlink(node, id),
+                Action::Changed(_) | Action::Life(..) => changed = true,
+            }
+        }
+        self.wake(node, wake.max(self.now + Duration::from_millis(1)));
+        if changed {
+            self.duties(node);
+        }
+    }
+
+    /// Has the node ticked at `at`, unless that is due earlier anyway.
+    fn wake(&mut self, node: usize, at: Duration) {
+        if self.nodes[node].tick.is_none_or(|tick| at < tick) {
+            self.nodes[node].tick = Some(at);
+            self.add(at, Due::Tick(node));
+        }
+    }
+
+    fn note(&mut self, node: usize, action: &Action) {
+        let kind = match action {
+            Action::Send { .. } => 1,
+            Action::Dial(_) => 2,
+            Action::Unlink(_) => 3,
+            Action::Changed(_) => 4,
+            Action::Life(_, life) => 5 + *life as u64,
+        };
+        let now = self.now.as_nanos() as u64;
+        let mut random = Random::new(self.trace ^ now ^ (kind << 8 | node as u64));
+        self.trace = random.next();
+    }
+
+    fn index(&self, id: NodeId) -> usize {
+        usize::from(id.0[15])
+    }
+
+    fn send(&mut self, from: usize, to: NodeId, message: Message) {
+        let to = self.index(to);
+        let Some(link) = self.links.get(&pair(from, to)).copied() else {
+            return;
+        };
+        if !self.passes(from, to) || self.random.chance(self.scenario.loss_per_mille) {
+            return;
+        }
+        let copies = 1 + u32::from(self.random.chance(self.scenario.twice_per_mille));
+        for _ in 0..copies {
+            let at = self.now + self.way();
+            let message = Box::new(message.clone());
+            self.add(
+                at,
+                Due::Arrive {
+                    from,
+                    to,
+                    link,
+                    message,
+                },
+            );
+        }
+    }
+
+    fn dial(&mut self, from: usize, id: NodeId) {
+        let to = self.index(id);
+        if self.random.chance(self.scenario.loss_per_mille) {
+            return;
+        }
+        let (at, life) = (self.now + self.way() + self.way(), self.nodes[from].life);
+        self.add(at, Due::Knock { from, to, life });
+    }
+
+    fn unlink(&mut self, node: usize, id: NodeId) {
+        let other = self.index(id);
+        self.cut(node, other);
+        // The shell says so as soon as the session is closed.
+        self.add(
+            self.now,
+            Due::Broken {
+                at: node,
+                from: other,
+                link: 0,
+            },
+        );
+    }
+
+    /// What the node runs from now on.
+    fn duties(&mut self, node: usize) {
+        let own = &self.nodes[node];
+        let Some(member) = &own.member else { return };
+        let is_new = self.now < own.started + PATIENCE && own.life > 1;
+        let duties = placement::duties(member.map(), own.id, |id| member.life(id));
+        let mut runs = BTreeMap::new();
+        let mut takes = Vec::new();
+        for duty in duties {
+            match duty {
+                Duty::Own { id, epoch, wanted } if !is_new => {
+                    runs.insert(id, (epoch, wanted));
+                }
+                Duty::Own { .. } => {}
+                Duty::TakeOver { id, epoch, wanted } => takes.push((id, epoch, wanted)),
+            }
+        }
+        for (id, (epoch, _)) in &runs {
+            let highest = self.nodes[node].highest.entry(*id).or_default();
+            if *epoch < *highest {
+                let said = format!("node {node} runs {id} of epoch {epoch} after {highest}");
+                self.violations.push(said);
+            }
+            *highest = (*highest).max(*epoch);
+        }
+        self.nodes[node].runs = runs;
+        for (id, epoch, wanted) in takes.into_iter().filter(|_| !is_new) {
+            self.takeovers += 1;
+            self.write_record(node, id, epoch, Some(&wanted));
+        }
+    }
+}
+
+fn pair(one: usize, two: usize) -> (usize, usize) {
+    (one.min(two), one.max(two))
+}

@@ -1,0 +1,142 @@
+//! Names under which models are usually asked for, and the hub repositories that they mean.
+//!
+//! The names are those of other programs' libraries (`qwen3:8b`). The list lies in
+//! `data/usual-names.json`. It was written without a network: an entry is *checked* once
+//! `cargo xtask catalogue --check` has seen the files on the hub.
+
+use std::sync::LazyLock;
+
+use paceline_base::Bytes;
+use serde::{Deserialize, Serialize};
+
+use crate::catalogue::Catalogue;
+use crate::download::Context;
+use crate::http::Client;
+use crate::name::HubId;
+use crate::options::PullOptions;
+use crate::progress::{Cancel, Quiet};
+use crate::{Error, hub};
+
+/// A name with the repository that it means.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct UsualName {
+    /// `family:size`.
+    pub name: String,
+    /// Other names for the same.
+    pub also: Vec<String>,
+    /// Hub id, with a selector where the repository has several models.
+    pub hub: String,
+    /// Name of its shape in the planner's catalogue; `None` where that has none.
+    pub shape: Option<String>,
+    /// Stored bits per weight on average.
+    pub bits: f64,
+    /// What the hub had; `None` as long as nobody looked.
+    pub checked: Option<OnHub>,
+}
+
+/// What the hub has under a hub id.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct OnHub {
+    /// The commit that was looked at.
+    pub commit: String,
+    /// The files of the model, in order.
+    pub files: Vec<String>,
+    /// Their bytes together.
+    pub bytes: u64,
+}
+
+impl OnHub {
+    /// Size of all files.
+    pub const fn size(&self) -> Bytes {
+        Bytes(self.bytes)
+    }
+}
+
+static NAMES: LazyLock<Vec<UsualName>> =
+    LazyLock::new(|| parse(USUAL_NAMES).expect("a test reads the list"));
+
+/// The list as it lies in the tree.
+pub const USUAL_NAMES: &str = include_str!("../data/usual-names.json");
+
+/// Reads a list of names.
+///
+/// # Errors
+/// What is wrong with the text.
+pub fn parse(text: &str) -> Result<Vec<UsualName>, serde_json::Error> {
+    serde_json::from_str(text)
+}
+
+/// All names, those of a family together.
+pub fn usual_names() -> &'static [UsualName] {
+    &NAMES
+}
+
+/// What `spec` means, letters' case apart; a dash may stand for the colon.
+pub fn usual_name(spec: &str) -> Option<&'static UsualName> {
+    if Catalogue::BUILTIN.find(spec).is_some() {
+        return None; // the catalogue's own names come first
+    }
+    let is = |name: &String| {
+        name.eq_ignore_ascii_case(spec) || name.replace(':', "-").eq_ignore_ascii_case(spec)
+    };
+    let mut names = NAMES.iter();
+    names.find(|usual| is(&usual.name) || usual.also.iter().any(is))
+}
+
+/// Asks the hub what it has under `hub_id`, `owner/name[:selector]`. Fetches no file.
+///
+/// # Errors
+/// As of [`pull`](crate::pull()).
+pub fn look_up(hub_id: &str, options: &PullOptions) -> Result<OnHub, Error> {
+    let (repo, selector) = match hub_id.split_once(':') {
+        Some((repo, selector)) => (repo, Some(selector)),
+        None => (hub_id, None),
+    };
+    let mut client = Client::new(&options.hub, &options.deadlines)?;
+    let mut ctx = Context {
+        options,
+        cancel: &Cancel::default(),
+        progress: &mut Quiet,
+    };
+    let listing = hub::list_files(&mut client, &HubId::parse(repo)?, &mut ctx)?;
+    Ok(listing.select(selector)?.on_hub())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use super::*;
+
+    #[test]
+    fn every_name_means_one_repository() {
+        let mut seen = BTreeSet::new();
+        for usual in usual_names() {
+            for name in std::iter::once(&usual.name).chain(&usual.also) {
+                assert!(seen.insert(name.clone()), "{name} twice");
+                assert!(Catalogue::BUILTIN.find(name).is_none(), "{name}");
+                assert_eq!(name.to_lowercase(), *name);
+                let dashed = name.replace(':', "-");
+                let ours = Catalogue::BUILTIN.find(&dashed).is_some();
+                assert_eq!(usual_name(&dashed), Some(usual).filter(|_| !ours));
+                assert_eq!(usual_name(&name.to_uppercase()), Some(usual));
+            }
+            let repo = usual.hub.split(':').next().unwrap();
+            assert!(HubId::parse(repo).is_ok(), "{}", usual.hub);
+            assert!((1.0..=32.0).contains(&usual.bits), "{}", usual.name);
+        }
+        for name in [
+            "qwen3:8b",
+            "gpt-oss:20b",
+            "gemma3:1b",
+            "llama3.2:3b",
+            "nomic-embed-text",
+        ] {
+            assert!(seen.contains(name), "{name}");
+        }
+        assert_eq!(usual_name("qwen3:9b"), None);
+        assert_eq!(usual_name(""), None);
+    }
+}
