@@ -52,7 +52,8 @@ pub const LEAVE_LIMIT: Duration = Duration::from_secs(3);
 
 /// Wait before the first epoch after a failure: doubled with each further failure, and back to
 /// this once an epoch has answered a request. Long enough for a client to see the failure. Where
-/// answers go on there is nothing to see: the first restart does not wait, the second waits so long.
+/// answers go on there is nothing to see: the first restart does not wait, the second waits this
+/// long.
 pub const FIRST_WAIT: Duration = Duration::from_millis(250);
 
 /// Failures that a request outlives without a token in between. A request that itself ends the

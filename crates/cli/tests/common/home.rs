@@ -57,7 +57,8 @@ impl World {
         for name in ["home", "tmp"] {
             let entries = fs::read_dir(self.path(name)).unwrap();
             let mut left: Vec<_> = entries.map(|entry| entry.unwrap().file_name()).collect();
-            left.retain(|file| file != "measured.json");
+            // What is being written when a signal ends it goes with the next run.
+            left.retain(|file| !file.to_string_lossy().starts_with("measured."));
             if let Ok(node) = fs::read_dir(self.path(name).join("node")) {
                 let kept = ["identity", "cluster-key", "map.json", "lock"];
                 left.retain(|file| file != "node");

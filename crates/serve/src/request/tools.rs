@@ -187,6 +187,12 @@ impl Reader<'_> {
                         let place = format!("{place}.json_schema");
                         (object(inner, || place.clone())?, place)
                     }
+                    None if place == "response_format" => {
+                        return Err(Rejection::Missing {
+                            param: format!("{place}.json_schema"),
+                            expected: "an object".to_owned(),
+                        });
+                    }
                     None => {
                         map.swap_remove("type");
                         (map, place.to_owned())
