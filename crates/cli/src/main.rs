@@ -8,6 +8,7 @@
 
 mod agent;
 mod bench;
+mod chaos;
 mod compute;
 mod doctor;
 mod engines;
@@ -117,6 +118,8 @@ enum Command {
     Doctor(doctor::Args),
     /// Start a coding agent against this machine's server
     Agent(agent::Args),
+    /// Break a cluster on this machine on purpose, and compare its answers
+    Chaos(chaos::Args),
     /// What is known about distributed GPU computing: search, ask, add
     Kb(kb::Args),
     /// Print the version
@@ -161,6 +164,7 @@ fn execute(command: &Command) -> anyhow::Result<()> {
         Command::Engines(args) => engines::run(args, &signals),
         Command::Doctor(args) => doctor::run(args),
         Command::Agent(args) => agent::run(args),
+        Command::Chaos(args) => chaos::run(args, &signals),
         Command::Kb(args) => kb::run(args),
         Command::Version => output::print(concat!("paceline ", env!("CARGO_PKG_VERSION"))),
     }
