@@ -9,6 +9,7 @@
 //! - [`Awake`]: time in which somebody who listens was there to hear.
 //! - [`lock`]: a lock, whatever became of its last holder.
 //! - [`whole_pages`]: what of a mapping can be given back to the system.
+//! - [`printable`]: text from outside, without orders to a terminal.
 //! - [`exact`]: sums that are exact, whatever the order.
 //! - [`tree`]: the one order of additions that every split sum follows.
 //!
@@ -21,6 +22,7 @@ pub mod exact;
 mod kernel_class;
 mod locks;
 mod pages;
+mod printable;
 pub mod testing;
 pub mod tree;
 mod units;
@@ -30,4 +32,5 @@ pub use block_type::{BlockType, UnknownBlockType};
 pub use kernel_class::{KernelClass, UnknownKernelClass};
 pub use locks::lock;
 pub use pages::whole_pages;
+pub use printable::printable;
 pub use units::{Bytes, LayerIdx, Micros, Rank};

@@ -8,9 +8,11 @@ use std::time::{Duration, Instant, SystemTime};
 use anyhow::Context;
 use clap::builder::NonEmptyStringValueParser;
 use paceline_base::{Bytes, KernelClass};
+use paceline_cluster::machine;
 use paceline_cluster::nodes::agent::Error as NodeError;
 use paceline_engine::{EngineConfig, Service};
 use paceline_model::Config;
+use paceline_node::room::Room;
 use paceline_node::supervisor::Notice;
 use paceline_node::{Instance, Observer};
 use paceline_serve::{
@@ -27,7 +29,6 @@ use crate::member::{self, NodeArgs, Running};
 use crate::output::tell;
 use crate::process::peak_memory_bytes;
 use crate::pull;
-use crate::room::Room;
 
 const EXAMPLES: &str = "\
 Examples:
@@ -295,7 +296,7 @@ impl Args {
         let parallel = usize::from(self.parallel);
         let room = Room::of(
             (path, config),
-            self.compute.in_memory(self.engine),
+            (self.compute.in_memory(self.engine), machine::available()),
             self.context,
             parallel,
         );
