@@ -10,6 +10,7 @@
 //! - [`lock`]: a lock, whatever became of its last holder.
 //! - [`whole_pages`]: what of a mapping can be given back to the system.
 //! - [`SplitMix64`]: random numbers for choices that need no secrecy.
+//! - [`printable`]: text from outside, without orders to a terminal.
 //! - [`exact`]: sums that are exact, whatever the order.
 //! - [`tree`]: the one order of additions that every split sum follows.
 //!
@@ -23,6 +24,7 @@ mod kernel_class;
 mod locks;
 mod pages;
 mod random;
+mod printable;
 pub mod testing;
 pub mod tree;
 mod units;
@@ -33,4 +35,5 @@ pub use kernel_class::{KernelClass, UnknownKernelClass};
 pub use locks::lock;
 pub use pages::whole_pages;
 pub use random::SplitMix64;
+pub use printable::printable;
 pub use units::{Bytes, LayerIdx, Micros, Rank};

@@ -6,11 +6,13 @@ use std::time::Duration;
 
 use anyhow::{Context, bail};
 use indicatif::{ProgressBar, ProgressStyle};
+use paceline_cluster::machine;
 use paceline_cluster::nodes::agent::Agent;
 use paceline_cluster::nodes::placement::Wanted;
 use paceline_engine::{EngineConfig, Service};
 use paceline_model::{Config, SplitKind};
 use paceline_node::fleet::{self, Ask, Fleet, FleetSpec};
+use paceline_node::room::Room;
 use paceline_serve::Doors;
 use paceline_tensor::KvType;
 use serde_json::{Value, json};
@@ -18,7 +20,6 @@ use serde_json::{Value, json};
 use crate::interrupt::Signals;
 use crate::output::{print, printable, tell};
 use crate::process::own_program;
-use crate::room::Room;
 use crate::{home, loaded, member, pull, up};
 
 /// How often `load` asks how far it is.
@@ -313,7 +314,8 @@ fn find(name: &str) -> Result<PathBuf, String> {
 
 fn sizes(path: &Path, config: &Config, wanted: &Wanted) -> EngineConfig {
     let parallel = usize::from(wanted.parallel.max(1));
-    let room = Room::of((path, config), Some(KvType::F16), wanted.context, parallel);
+    let memory = (Some(KvType::F16), machine::available());
+    let room = Room::of((path, config), memory, wanted.context, parallel);
     EngineConfig {
         max_running: parallel,
         max_waiting: up::WAITING_MAX,

@@ -1,4 +1,4 @@
-//! `paceline up`: this machine's node, alone or with one model behind the HTTP API.
+//! `paceline up`: this machine's node, alone or with models behind the HTTP API.
 
 use std::net::{IpAddr, SocketAddr};
 use std::path::Path;
@@ -8,9 +8,11 @@ use std::time::{Duration, Instant, SystemTime};
 use anyhow::Context;
 use clap::builder::NonEmptyStringValueParser;
 use paceline_base::{Bytes, KernelClass};
+use paceline_cluster::machine;
 use paceline_cluster::nodes::agent::Error as NodeError;
 use paceline_engine::{EngineConfig, Service};
 use paceline_model::Config;
+use paceline_node::room::Room;
 use paceline_node::supervisor::Notice;
 use paceline_node::{Instance, Observer};
 use paceline_serve::{
@@ -27,12 +29,12 @@ use crate::member::{self, NodeArgs, Running};
 use crate::output::tell;
 use crate::process::peak_memory_bytes;
 use crate::pull;
-use crate::room::Room;
 
 const EXAMPLES: &str = "\
 Examples:
   paceline up
   paceline up smollm2 --nodes 2
+  paceline up smollm2 gemma3-270m
   curl http://127.0.0.1:52415/v1/chat/completions -H 'Content-Type: application/json' \\
     -d '{\"model\": \"smollm2\", \"messages\": [{\"role\": \"user\", \"content\": \"Hi\"}]}'
 
@@ -43,18 +45,21 @@ Anthropic (/v1/messages), of Ollama (/api/chat, /api/generate) and of llama-serv
 /// How often a request to end is looked for.
 const LOOK_EVERY: Duration = Duration::from_millis(50);
 
+mod several;
+
 /// Requests that wait for a place before further ones are refused as busy: one of every
 /// connection that the server has room for by default, choices of one request not counted twice.
 pub(crate) const WAITING_MAX: usize = 512;
 
 /// Arguments of `paceline up`.
-#[derive(Debug, clap::Args)]
+#[derive(Clone, Debug, clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct Args {
     /// Alias (`smollm2`), usual name (`qwen3:8b`), GGUF file, folder of safetensors, or hub id to
-    /// answer with; without one the node waits
+    /// answer with; several are chosen among by the `model` of a request; without one the node
+    /// waits
     #[arg(value_name = "MODEL")]
-    model: Option<String>,
+    model: Vec<String>,
     /// The same as an option
     #[arg(
         id = "option",
@@ -62,8 +67,9 @@ pub(crate) struct Args {
         value_name = "MODEL",
         conflicts_with = "model"
     )]
-    option: Option<String>,
-    /// Another name that clients may call the model by; may be given several times
+    option: Vec<String>,
+    /// Another name that clients may call the model by, the first of several; may be given several
+    /// times
     #[arg(long, value_name = "NAME", value_parser = NonEmptyStringValueParser::new())]
     alias: Vec<String>,
     #[command(flatten)]
@@ -114,6 +120,10 @@ pub(crate) struct Args {
 /// A model that cannot be had or loaded, an address that cannot be listened on.
 pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
     args.split.check()?;
+    let each = args.each();
+    if each.len() > 1 {
+        return several::run(args, &each, signals);
+    }
     let Some(model) = args.model() else {
         return ended(signals.orderly(|cancel| idle(args, cancel)));
     };
@@ -283,7 +293,32 @@ fn observer(opened: &Opened) -> Observer {
 
 impl Args {
     fn model(&self) -> Option<&str> {
-        self.model.as_deref().or(self.option.as_deref())
+        self.models().next()
+    }
+
+    fn models(&self) -> impl Iterator<Item = &str> {
+        self.model.iter().chain(&self.option).map(String::as_str)
+    }
+
+    /// Arguments for each model alone, once; aliases are the first one's.
+    fn each(&self) -> Vec<Self> {
+        let mut each: Vec<Self> = Vec::new();
+        for model in self.models() {
+            if each.iter().all(|one| one.model() != Some(model)) {
+                let alias = if each.is_empty() {
+                    &self.alias[..]
+                } else {
+                    &[]
+                };
+                each.push(Self {
+                    model: vec![model.to_owned()],
+                    option: Vec::new(),
+                    alias: alias.to_vec(),
+                    ..self.clone()
+                });
+            }
+        }
+        each
     }
 
     /// The kernel class that this node computes by default.
@@ -295,7 +330,7 @@ impl Args {
         let parallel = usize::from(self.parallel);
         let room = Room::of(
             (path, config),
-            self.compute.in_memory(self.engine),
+            (self.compute.in_memory(self.engine), machine::available()),
             self.context,
             parallel,
         );

@@ -57,6 +57,7 @@
 //! - [`launch`]: one program on many machines.
 //! - [`topology`]: how machines are cabled, and hostfiles from that.
 //! - [`nodes`]: machines that form a cluster without a master.
+//! - [`machine`]: what this machine has.
 //! - [`Error`].
 //!
 //! The crate knows nothing about models or what the messages mean. It has no async runtime: a
@@ -67,6 +68,7 @@ mod control;
 mod error;
 pub mod hostfile;
 pub mod launch;
+pub mod machine;
 mod marks;
 pub mod nodes;
 pub mod processes;

@@ -17,7 +17,7 @@ const ANSWER_BYTES_MAX: u64 = 64 << 10;
 
 /// What `program` prints to standard output, if it ends well and in time. It works in an empty
 /// folder: in the user's, Python would take a folder `pip/` for pip.
-pub(crate) fn ask(program: &str, arguments: &[&str]) -> Option<String> {
+pub fn ask(program: &str, arguments: &[&str]) -> Option<String> {
     let folder = tempfile::tempdir().ok()?;
     let mut command = Command::new(program);
     command.args(arguments).current_dir(folder.path());
@@ -46,7 +46,7 @@ pub(crate) fn ask(program: &str, arguments: &[&str]) -> Option<String> {
 }
 
 /// The first line of what `program` prints.
-pub(crate) fn first_line(program: &str, arguments: &[&str]) -> Option<String> {
+pub fn first_line(program: &str, arguments: &[&str]) -> Option<String> {
     let text = ask(program, arguments)?;
     let line = text.lines().map(str::trim).find(|line| !line.is_empty())?;
     Some(line.to_owned())
@@ -54,15 +54,20 @@ pub(crate) fn first_line(program: &str, arguments: &[&str]) -> Option<String> {
 
 /// Main memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Memory {
+pub struct Memory {
     /// All of it.
-    pub(crate) total: Bytes,
+    pub total: Bytes,
     /// What programs can still have, where the system says.
-    pub(crate) available: Option<Bytes>,
+    pub available: Option<Bytes>,
+}
+
+/// Memory that programs can still have; all of it where the system does not say.
+pub fn available() -> Option<Bytes> {
+    memory().map(|memory| memory.available.unwrap_or(memory.total))
 }
 
 /// This machine's memory.
-pub(crate) fn memory() -> Option<Memory> {
+pub fn memory() -> Option<Memory> {
     if let Ok(text) = std::fs::read_to_string("/proc/meminfo") {
         return parse_meminfo(&text);
     }
@@ -87,15 +92,15 @@ fn parse_meminfo(text: &str) -> Option<Memory> {
 
 /// A GPU of NVIDIA's.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Gpu {
+pub struct Gpu {
     /// Its name.
-    pub(crate) name: String,
+    pub name: String,
     /// Its memory.
-    pub(crate) memory: Bytes,
+    pub memory: Bytes,
 }
 
 /// NVIDIA's GPUs, as their driver lists them.
-pub(crate) fn nvidia() -> Vec<Gpu> {
+pub fn nvidia() -> Vec<Gpu> {
     let query = [
         "--query-gpu=name,memory.total",
         "--format=csv,noheader,nounits",
@@ -113,7 +118,7 @@ fn parse_gpu(line: &str) -> Option<Gpu> {
 }
 
 /// Major version of the newest CUDA that NVIDIA's driver runs.
-pub(crate) fn cuda_major() -> Option<u32> {
+pub fn cuda_major() -> Option<u32> {
     parse_cuda_major(&ask("nvidia-smi", &[])?)
 }
 
@@ -126,7 +131,7 @@ fn parse_cuda_major(text: &str) -> Option<u32> {
 }
 
 /// Thunderbolt ports or controllers that the system shows.
-pub(crate) fn thunderbolt() -> usize {
+pub fn thunderbolt() -> usize {
     if cfg!(target_os = "macos") {
         let text = ask("networksetup", &["-listallhardwareports"]).unwrap_or_default();
         let ports = text

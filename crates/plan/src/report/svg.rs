@@ -3,7 +3,7 @@
 use std::fmt::Write;
 
 use super::compare::Row;
-use super::report::or_dash;
+use super::or_dash;
 
 const ROW: usize = 46; // height of a row, px
 const LEFT: f64 = 300.0; // where bars start

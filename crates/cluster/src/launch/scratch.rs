@@ -14,13 +14,12 @@ use tempfile::TempDir;
 /// sockets lie in it, and their paths may have some hundred bytes.
 const PREFIX: &str = "paceline-";
 
-/// A folder for this launch. Those of launches of the same user that were killed are removed.
+/// A folder for this launch, in the folder `all` for temporary files. Those of launches of the same user that were killed are removed.
 ///
 /// # Errors
 /// What the system says.
-pub(super) fn folder() -> io::Result<TempDir> {
-    let all = std::env::temp_dir();
-    for folder in left(&all) {
+pub fn folder(all: &Path) -> io::Result<TempDir> {
+    for folder in left(all) {
         let _ = std::fs::remove_dir_all(folder); // somebody else may be at it
     }
     let prefix = format!("{PREFIX}{}-", std::process::id());

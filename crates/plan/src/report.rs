@@ -1,15 +1,131 @@
-//! A plan as text.
+//! Questions to the planner and their answers, as text, as JSON and as a picture.
+//!
+//! ```
+//! use paceline_plan::catalogue::short_cluster;
+//! use paceline_plan::report::Question;
+//! use paceline_plan::{Calibration, Catalogue, Workload};
+//!
+//! let mut catalogue = Catalogue::builtin()?;
+//! let question = Question {
+//!     clusters: vec![short_cluster("2 x mac-studio-m3-ultra-256 @ tb5-rdma", &mut catalogue)?],
+//!     model: catalogue.model("Llama-3.1-8B")?.shape(4.5)?,
+//!     calibration: Calibration::builtin()?,
+//!     workload: Workload::ONE,
+//!     options: Default::default(),
+//!     catalogue,
+//! };
+//! let costs = question.costs(&question.clusters[0])?;
+//! let answer = question.answer(&costs, false)?;
+//! assert!(answer.text(&question, &costs).contains("tok/s"));
+//! # Ok::<(), paceline_plan::Error>(())
+//! ```
+
+mod compare;
+mod json;
+mod layout;
+mod svg;
+mod validate;
 
 use std::fmt::Write;
 
-use paceline_plan::advice::Sensitivity;
-use paceline_plan::solver::{Candidate, Family, Outcome};
-use paceline_plan::{Costs, Objective};
+use serde_json::Value;
 
-use super::{Question, layout};
+use crate::advice::{Sensitivity, sensitivity as changes_of};
+use crate::catalogue::LinkKind;
+use crate::solver::{Candidate, Family, Options, Outcome, solve, stream_from_disk};
+use crate::{Calibration, Catalogue, Cluster, Costs, Error, ModelShape, Objective, Workload};
 
-/// The whole report.
-pub(super) fn plan(
+pub use compare::Comparison;
+pub use layout::label;
+pub use validate::{scores, scores_json};
+
+/// A question with everything looked up.
+#[derive(Debug)]
+pub struct Question {
+    /// Machines and links that changes are tried with.
+    pub catalogue: Catalogue,
+    /// Constants of the engines.
+    pub calibration: Calibration,
+    /// The clusters in question; a plan is for the first.
+    pub clusters: Vec<Cluster>,
+    /// The model.
+    pub model: ModelShape,
+    /// Requests, and how long they are.
+    pub workload: Workload,
+    /// What is best, and how long is looked for it.
+    pub options: Options,
+}
+
+/// The best placement, others, and what would change it.
+#[derive(Debug)]
+pub struct Answer {
+    /// What the solver found.
+    pub outcome: Outcome,
+    /// Changes of the cluster, each with its gain.
+    pub changes: Vec<Sensitivity>,
+}
+
+impl Question {
+    /// What the model costs on one of the clusters.
+    ///
+    /// # Errors
+    /// A cluster or a workload that cannot be planned for.
+    pub fn costs<'a>(&'a self, cluster: &'a Cluster) -> Result<Costs<'a>, Error> {
+        Costs::new(cluster, &self.model, self.workload, &self.calibration)
+    }
+
+    /// The plan for `costs`. With `disk` a model that fits nowhere may read layers from disk for
+    /// every token.
+    ///
+    /// # Errors
+    /// [`Error::Infeasible`] with changes that each suffice.
+    pub fn answer(&self, costs: &Costs<'_>, disk: bool) -> Result<Answer, Error> {
+        let outcome = match (solve(costs, &self.options), disk) {
+            (Err(Error::Infeasible(_)), true) => streamed(costs)?,
+            (outcome, _) => outcome?,
+        };
+        let links = self.other_links()?;
+        let changes = changes_of(costs, &self.calibration, &self.options, &outcome, &links)?;
+        Ok(Answer { outcome, changes })
+    }
+
+    /// Links to try in place of those that are there.
+    fn other_links(&self) -> Result<Vec<LinkKind>, Error> {
+        let kinds = ["tb5-rdma", "tb5-tcp", "roce-200g", "10gbe"];
+        let link = |kind: &&str| self.catalogue.link(kind).cloned();
+        kinds.iter().map(link).collect()
+    }
+}
+
+/// The plan with layers from disk, as an outcome of its own.
+fn streamed(costs: &Costs<'_>) -> Result<Outcome, Error> {
+    let (placement, prediction) = stream_from_disk(costs)?;
+    Ok(Outcome {
+        best: Candidate {
+            family: Family::Pipeline,
+            score: prediction.request_s,
+            placement,
+            prediction,
+        },
+        alternatives: Vec::new(),
+        considered: 1,
+        exact: false,
+    })
+}
+
+impl Answer {
+    /// The whole report, for people.
+    pub fn text(&self, question: &Question, costs: &Costs<'_>) -> String {
+        plan(question, costs, &self.outcome, &self.changes)
+    }
+
+    /// The plan, its alternatives and what would change it, for programs.
+    pub fn json(&self, costs: &Costs<'_>) -> Value {
+        json::plan(costs, &self.outcome, &self.changes)
+    }
+}
+
+fn plan(
     question: &Question,
     costs: &Costs<'_>,
     outcome: &Outcome,
@@ -70,7 +186,7 @@ fn heading(question: &Question, costs: &Costs<'_>) -> String {
 }
 
 /// `1 node`, `2 nodes`.
-pub(super) fn count(n: usize, what: &str) -> String {
+fn count(n: usize, what: &str) -> String {
     format!("{n} {what}{}", if n == 1 { "" } else { "s" })
 }
 
@@ -84,7 +200,7 @@ fn objective(objective: Objective) -> &'static str {
 }
 
 /// A number, or a dash where something it needs is not known.
-pub(super) fn or_dash(value: Option<f64>, digits: usize) -> String {
+fn or_dash(value: Option<f64>, digits: usize) -> String {
     value.map_or_else(|| "-".to_owned(), |value| format!("{value:.digits$}"))
 }
 
@@ -150,7 +266,7 @@ fn alternatives(outcome: &Outcome, objective: Objective) -> String {
 }
 
 /// Why `other` lost against `best`.
-pub(super) fn lost(best: &Candidate, other: &Candidate, objective: Objective) -> String {
+fn lost(best: &Candidate, other: &Candidate, objective: Objective) -> String {
     let (mine, theirs) = (&best.prediction, &other.prediction);
     let worse = (other.score / best.score - 1.0) * 100.0;
     let amount = match objective {
@@ -233,7 +349,7 @@ fn sensitivity(changes: &[Sensitivity]) -> String {
 }
 
 /// `2.4x`, `+9 %` or `-12 %`.
-pub(super) fn gain(gain: f64) -> String {
+fn gain(gain: f64) -> String {
     if gain >= 1.5 {
         format!("{gain:.1}x")
     } else {

@@ -1,15 +1,14 @@
 //! What the knowledge base says, for people.
 
-use paceline_kb::{
+use crate::{
     Assumption, Conflict, Finding, Fit, Found, KnowledgeBase, Origin, QuickAnswer, Skill, Topic,
 };
 
-use super::command;
-use super::own::Added;
 use super::page::Page;
+use super::{Added, Known};
 
 /// All skills with their topics.
-pub(super) fn areas(kb: &KnowledgeBase, page: &mut Page) {
+pub fn areas(kb: &KnowledgeBase, page: &mut Page) {
     for skill in kb.skills() {
         let n = kb.findings().filter(|f| f.skill == skill.name).count();
         page.heading(&format!("{}  {n} findings", skill.name));
@@ -28,7 +27,7 @@ pub(super) fn areas(kb: &KnowledgeBase, page: &mut Page) {
 }
 
 /// A skill: its topics with all findings in short, quick answers, and where findings disagree.
-pub(super) fn skill(kb: &KnowledgeBase, skill: &Skill, page: &mut Page) {
+pub fn skill(kb: &KnowledgeBase, skill: &Skill, page: &mut Page) {
     page.heading(&skill.name);
     page.paragraph("", &skill.description);
     for topic in super::topics_of_skill(kb, skill) {
@@ -66,7 +65,7 @@ pub(super) fn skill(kb: &KnowledgeBase, skill: &Skill, page: &mut Page) {
 }
 
 /// A topic with its findings.
-pub(super) fn topic(kb: &KnowledgeBase, topic: &Topic, page: &mut Page) {
+pub fn topic(kb: &KnowledgeBase, topic: &Topic, page: &mut Page) {
     page.heading(&topic.name);
     page.paragraph("", &topic.description);
     for finding in topic.findings().filter_map(|id| kb.finding(id)) {
@@ -96,7 +95,7 @@ pub(super) fn topic(kb: &KnowledgeBase, topic: &Topic, page: &mut Page) {
 }
 
 /// A finding with everything that is known about it.
-pub(super) fn detail(kb: &KnowledgeBase, finding: &Finding, page: &mut Page) {
+pub fn detail(kb: &KnowledgeBase, finding: &Finding, known: Known, page: &mut Page) {
     page.emphasised(&lead(finding.id), &finding.statement);
     page.gap();
     let topics = kb.topics_of(finding.id);
@@ -122,7 +121,7 @@ pub(super) fn detail(kb: &KnowledgeBase, finding: &Finding, page: &mut Page) {
         }
     }
     disagreements(kb, finding, page);
-    checks(kb, finding, page);
+    checks(kb, finding, known, page);
     let answers = kb.answers_on(finding.id);
     if !answers.is_empty() {
         page.heading("Questions that it helps to answer");
@@ -177,13 +176,13 @@ fn assumed(assumption: &Assumption, page: &mut Page) {
     page.paragraph("    because  ", &assumption.why);
 }
 
-fn checks(kb: &KnowledgeBase, finding: &Finding, page: &mut Page) {
+fn checks(kb: &KnowledgeBase, finding: &Finding, known: Known, page: &mut Page) {
     let checks = kb.checks_of(finding.id);
     if !checks.is_empty() {
         page.heading("Check it on your machines");
     }
     for check in checks {
-        let here = command::exists(&check.command);
+        let here = known(&check.command);
         let note = if here {
             ""
         } else {
@@ -195,7 +194,7 @@ fn checks(kb: &KnowledgeBase, finding: &Finding, page: &mut Page) {
 }
 
 /// What a search found.
-pub(super) fn search(kb: &KnowledgeBase, found: &Found, page: &mut Page) {
+pub fn search(kb: &KnowledgeBase, found: &Found, page: &mut Page) {
     for hit in &found.hits {
         let Some(finding) = kb.finding(hit.id) else {
             continue;
@@ -206,7 +205,7 @@ pub(super) fn search(kb: &KnowledgeBase, found: &Found, page: &mut Page) {
             &format!("{}, {}", finding.topic, about(finding)),
         );
         let field = match hit.field {
-            paceline_kb::Field::Statement => "     ".to_owned(),
+            crate::Field::Statement => "     ".to_owned(),
             other => format!("     {}: ", other.name().replace('_', " ")),
         };
         let shift = field.len() - 5;
@@ -226,7 +225,7 @@ pub(super) fn search(kb: &KnowledgeBase, found: &Found, page: &mut Page) {
 }
 
 /// The answer to a question, and findings near to it.
-pub(super) fn ask(kb: &KnowledgeBase, fit: Option<Fit<'_>>, near: &Found, page: &mut Page) {
+pub fn ask(kb: &KnowledgeBase, fit: Option<Fit<'_>>, near: &Found, page: &mut Page) {
     match fit {
         Some(fit) => {
             quick_answer(fit.answer, page);
@@ -271,9 +270,9 @@ fn quick_answer(answer: &QuickAnswer, page: &mut Page) {
 }
 
 /// Counts of everything.
-pub(super) fn stats(kb: &KnowledgeBase, page: &mut Page) {
+pub fn stats(kb: &KnowledgeBase, page: &mut Page) {
     let stats = kb.stats();
-    let grade = |c: Option<paceline_kb::Confidence>| c.map_or("not graded", |c| c.name());
+    let grade = |c: Option<crate::Confidence>| c.map_or("not graded", |c| c.name());
     let grades = stats.by_confidence.iter();
     let grades: Vec<String> = grades.map(|(c, n)| format!("{n} {}", grade(*c))).collect();
     for (label, n, more) in [
@@ -311,7 +310,7 @@ pub(super) fn stats(kb: &KnowledgeBase, page: &mut Page) {
 }
 
 /// What a file brought.
-pub(super) fn added(added: &Added, page: &mut Page) {
+pub fn added(added: &Added, page: &mut Page) {
     let contents = &added.contents;
     let path = added.path.display();
     if !added.changed {

@@ -1,19 +1,14 @@
 //! Text for people: wrapped to the terminal, bold and faint only where a terminal shows it.
 
-use std::env;
-use std::io::IsTerminal;
 use std::ops::Range;
 
+use paceline_base::printable;
 use unicode_width::UnicodeWidthStr;
-
-use crate::output::printable;
 
 /// Widest that text is set: longer lines are hard to read, whatever the window.
 const WIDTH_MAX: usize = 100;
 /// Narrowest: below this nearly every line would be one word.
 const WIDTH_MIN: usize = 30;
-/// Width where no terminal says one.
-const WIDTH_DEFAULT: usize = 80;
 
 const BOLD: &str = "\x1b[1m";
 const FAINT: &str = "\x1b[2m";
@@ -21,7 +16,7 @@ const PLAIN: &str = "\x1b[0m";
 
 /// Text that grows line by line.
 #[derive(Debug)]
-pub(super) struct Page {
+pub struct Page {
     text: String,
     width: usize,
     colour: bool,
@@ -34,26 +29,8 @@ struct Piece {
 }
 
 impl Page {
-    /// A page for stdout. `COLUMNS` counts where stdout is no terminal, `NO_COLOR` and `TERM=dumb`
-    /// where it is one.
-    pub(super) fn for_stdout() -> Self {
-        let stdout = std::io::stdout();
-        let terminal = stdout.is_terminal();
-        let width = if terminal {
-            let size = rustix::termios::tcgetwinsize(&stdout).ok();
-            size.map(|size| usize::from(size.ws_col))
-        } else {
-            env::var("COLUMNS")
-                .ok()
-                .and_then(|value| value.parse().ok())
-        };
-        let asked_not_to = env::var_os("NO_COLOR").is_some_and(|value| !value.is_empty());
-        let dumb = env::var_os("TERM").is_none_or(|term| term == "dumb");
-        let width = width.filter(|width| *width > 0).unwrap_or(WIDTH_DEFAULT);
-        Self::new(width, terminal && !asked_not_to && !dumb)
-    }
-
-    fn new(width: usize, colour: bool) -> Self {
+    /// A page of so many columns, within what can be read; `colour` where a terminal shows bold.
+    pub fn new(width: usize, colour: bool) -> Self {
         Self {
             text: String::new(),
             width: width.clamp(WIDTH_MIN, WIDTH_MAX),
@@ -62,37 +39,37 @@ impl Page {
     }
 
     /// All of it, without the last newline.
-    pub(super) fn into_text(self) -> String {
+    pub fn into_text(self) -> String {
         self.text.trim_end_matches('\n').to_owned()
     }
 
     /// An empty line, except at the top and after another.
-    pub(super) fn gap(&mut self) {
+    pub fn gap(&mut self) {
         if !self.text.is_empty() && !self.text.ends_with("\n\n") {
             self.text.push('\n');
         }
     }
 
     /// A line in bold.
-    pub(super) fn heading(&mut self, text: &str) {
+    pub fn heading(&mut self, text: &str) {
         self.gap();
         self.emphasised("", text);
     }
 
     /// `lead`, then `text` wrapped below itself.
-    pub(super) fn paragraph(&mut self, lead: &str, text: &str) {
+    pub fn paragraph(&mut self, lead: &str, text: &str) {
         self.marked(lead, text, &[]);
     }
 
     /// As [`Self::paragraph`], in bold.
-    pub(super) fn emphasised(&mut self, lead: &str, text: &str) {
+    pub fn emphasised(&mut self, lead: &str, text: &str) {
         let text = printable(text);
         let all = 0..text.len();
         self.marked(lead, &text, &[all]);
     }
 
     /// As [`Self::paragraph`], faint.
-    pub(super) fn aside(&mut self, lead: &str, text: &str) {
+    pub fn aside(&mut self, lead: &str, text: &str) {
         let text = printable(text);
         let all = 0..text.len();
         let pieces = pieces(&text, &[all], self.style(FAINT));
@@ -100,7 +77,7 @@ impl Page {
     }
 
     /// As [`Self::paragraph`], with the byte ranges `marks` of `text` in bold.
-    pub(super) fn marked(&mut self, lead: &str, text: &str, marks: &[Range<usize>]) {
+    pub fn marked(&mut self, lead: &str, text: &str, marks: &[Range<usize>]) {
         // Replacing characters would move the marks; what is marked has none to replace.
         let clean = printable(text);
         let marks = if clean == text { marks } else { &[] };

@@ -2,11 +2,11 @@
 
 use std::fmt::Write;
 
-use paceline_plan::predict::{LinkUse, NodeUse};
-use paceline_plan::{Costs, Pipeline, Placement, Prediction, Split, Stage};
+use crate::predict::{LinkUse, NodeUse};
+use crate::{Costs, Pipeline, Placement, Prediction, Split, Stage};
 
 /// A placement in a few words: `tensor over 2`, `pipeline over 3`, `tensor 2 x pipeline 2`.
-pub(crate) fn label(placement: &Placement) -> String {
+pub fn label(placement: &Placement) -> String {
     let first = pipeline_label(&placement.replicas[0]);
     let copies = match placement.replicas.len() {
         1 => first,

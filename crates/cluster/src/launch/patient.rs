@@ -11,7 +11,7 @@ use rustix::event::{PollFd, PollFlags, poll};
 
 /// A stream that waits.
 #[derive(Debug)]
-pub(super) struct Patient<S>(pub(super) S);
+pub struct Patient<S>(pub S);
 
 impl<S: AsFd> Patient<S> {
     fn until(&self, ready: PollFlags) -> io::Result<()> {

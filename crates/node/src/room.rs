@@ -11,8 +11,6 @@ use paceline_engine::EngineConfig;
 use paceline_model::{BatchSize, Config};
 use paceline_tensor::{KvType, PAGE};
 
-use crate::machine;
-
 /// What a model gets in any case, if it was trained for as many: some pages of text, on machines
 /// that say nothing about their memory too.
 const LEAST: usize = 8192;
@@ -29,19 +27,20 @@ const STEP: usize = 1024;
 
 /// What positions there are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Room {
-    /// Of one sequence.
-    pub(crate) context: usize,
+pub struct Room {
+    /// Of one sequence, in positions.
+    pub context: usize,
     /// Of all sequences together.
-    pub(crate) all: usize,
+    pub all: usize,
 }
 
 impl Room {
     /// For the model at `path`, of which `parallel` sequences are computed at a time. `kv` is how
-    /// main memory keeps them, `None` where another memory does; `asked` is `--context`.
-    pub(crate) fn of(
+    /// main memory keeps them, `None` where another memory does; `memory` is what programs can have of
+    /// it, where that is known. `asked` positions of each sequence are taken as they are.
+    pub fn of(
         (path, config): (&Path, &Config),
-        kv: Option<KvType>,
+        (kv, memory): (Option<KvType>, Option<Bytes>),
         asked: Option<u32>,
         parallel: usize,
     ) -> Self {
@@ -52,7 +51,6 @@ impl Room {
         let Some(kv) = kv else {
             return Self::within(config.context, 1, None, parallel);
         };
-        let memory = machine::memory().map(|memory| memory.available.unwrap_or(memory.total));
         let left = memory.map(|memory| {
             let weights = bytes_at(path) as f64 * WEIGHTS;
             Bytes((memory.0 as f64 - weights).max(0.0) as u64)
@@ -77,7 +75,7 @@ impl Room {
     }
 
     /// An engine of this room.
-    pub(crate) fn engine(self, model: &str) -> EngineConfig {
+    pub fn engine(self, model: &str) -> EngineConfig {
         EngineConfig {
             cache_positions: self.all,
             ..EngineConfig::single(model.to_owned(), self.context)

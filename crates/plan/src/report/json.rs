@@ -1,9 +1,9 @@
 //! A plan as one JSON object.
 
-use paceline_plan::advice::Sensitivity;
-use paceline_plan::predict::{LinkUse, NodeUse};
-use paceline_plan::solver::{Candidate, Outcome};
-use paceline_plan::{Costs, Member, Pipeline, Placement, Prediction, Split, Stage};
+use crate::advice::Sensitivity;
+use crate::predict::{LinkUse, NodeUse};
+use crate::solver::{Candidate, Outcome};
+use crate::{Costs, Member, Pipeline, Placement, Prediction, Split, Stage};
 use serde_json::{Value, json};
 
 use super::layout;

@@ -1,16 +1,15 @@
-//! The same as [`super::show`] says, for programs.
+//! The same as [`show`](super::show) says, for programs.
 
-use paceline_kb::{
+use crate::{
     Assumption, Conflict, Finding, Fit, Found, Hit, KnowledgeBase, Origin, QuickAnswer, Skill,
     Topic,
 };
 use serde_json::{Value, json};
 
-use super::command;
-use super::own::Added;
+use super::{Added, Known};
 
 /// All skills with their topics.
-pub(super) fn areas(kb: &KnowledgeBase) -> Value {
+pub fn areas(kb: &KnowledgeBase) -> Value {
     let skill = |skill: &Skill| json!({ "name": skill.name, "description": skill.description });
     json!({
         "skills": kb.skills().iter().map(skill).collect::<Vec<_>>(),
@@ -19,7 +18,7 @@ pub(super) fn areas(kb: &KnowledgeBase) -> Value {
 }
 
 /// A skill: its topics with all findings in short, quick answers, and where findings disagree.
-pub(super) fn skill(kb: &KnowledgeBase, skill: &Skill) -> Value {
+pub fn skill(kb: &KnowledgeBase, skill: &Skill) -> Value {
     let of_skill = |f: &&Finding| f.skill == skill.name;
     let topics = super::topics_of_skill(kb, skill).into_iter().map(|topic| {
         let findings = topic.findings().filter_map(|id| kb.finding(id));
@@ -38,11 +37,11 @@ pub(super) fn skill(kb: &KnowledgeBase, skill: &Skill) -> Value {
 }
 
 /// A topic with all of its findings.
-pub(super) fn topic(kb: &KnowledgeBase, topic: &Topic) -> Value {
+pub fn topic(kb: &KnowledgeBase, topic: &Topic, known: Known) -> Value {
     let findings = topic.findings().filter_map(|id| kb.finding(id));
     let mut object = topic_head(topic);
     object["topic"] = topic.name.clone().into();
-    object["findings"] = findings.map(|f| detail(kb, f)).collect();
+    object["findings"] = findings.map(|f| detail(kb, f, known)).collect();
     object
 }
 
@@ -57,7 +56,7 @@ fn topic_head(topic: &Topic) -> Value {
 }
 
 /// A finding with everything that is known about it.
-pub(super) fn detail(kb: &KnowledgeBase, finding: &Finding) -> Value {
+pub fn detail(kb: &KnowledgeBase, finding: &Finding, known: Known) -> Value {
     let mut object = head(finding);
     let id = finding.id;
     let topics = kb.topics_of(id);
@@ -69,7 +68,7 @@ pub(super) fn detail(kb: &KnowledgeBase, finding: &Finding) -> Value {
         json!({
             "command": check.command,
             "shows": check.shows,
-            "available": command::exists(&check.command),
+            "available": known(&check.command),
         })
     });
     let answers = kb.answers_on(id);
@@ -132,7 +131,7 @@ fn origin(origin: &Origin) -> &str {
 }
 
 /// What a search found.
-pub(super) fn search(kb: &KnowledgeBase, query: &str, found: &Found) -> Value {
+pub fn search(kb: &KnowledgeBase, query: &str, found: &Found) -> Value {
     let unknown = found.unknown.iter();
     let unknown = unknown.map(|u| json!({ "word": u.word, "nearest": u.nearest }));
     json!({
@@ -154,7 +153,7 @@ fn hit(kb: &KnowledgeBase, hit: &Hit) -> Option<Value> {
 }
 
 /// The answer to a question, or `null`, and findings near to it.
-pub(super) fn ask(kb: &KnowledgeBase, question: &str, fit: Option<Fit<'_>>, near: &Found) -> Value {
+pub fn ask(kb: &KnowledgeBase, question: &str, fit: Option<Fit<'_>>, near: &Found) -> Value {
     let answered = fit.map(|fit| {
         let mut object = answer(fit.answer);
         let assumptions = kb.assumptions_for(fit.answer);
@@ -170,9 +169,9 @@ pub(super) fn ask(kb: &KnowledgeBase, question: &str, fit: Option<Fit<'_>>, near
 }
 
 /// Counts of everything.
-pub(super) fn stats(kb: &KnowledgeBase) -> Value {
+pub fn stats(kb: &KnowledgeBase) -> Value {
     let stats = kb.stats();
-    let name = |c: Option<paceline_kb::Confidence>| c.map_or("none", |c| c.name());
+    let name = |c: Option<crate::Confidence>| c.map_or("none", |c| c.name());
     let grades = stats.by_confidence.iter();
     let grades = grades.map(|(c, n)| (name(*c).to_owned(), json!(n)));
     json!({
@@ -190,7 +189,7 @@ pub(super) fn stats(kb: &KnowledgeBase) -> Value {
 }
 
 /// What a file brought.
-pub(super) fn added(added: &Added) -> Value {
+pub fn added(added: &Added) -> Value {
     json!({
         "file": added.path.to_string_lossy(),
         "changed": added.changed,

@@ -1,17 +1,14 @@
 //! Clusters side by side.
 
 use std::fmt::Write;
-use std::path::Path;
 
-use anyhow::Context;
-use paceline_plan::solver::{Candidate, solve};
 use serde_json::{Value, json};
 
-use super::report::{count, or_dash};
-use super::{Question, json as plan_json, layout, svg};
-use crate::output::print;
+use super::{Question, count, json as plan_json, layout, or_dash, svg};
+use crate::solver::{Candidate, solve};
 
 /// A cluster and its plan, or why there is none.
+#[derive(Debug)]
 pub(super) struct Row {
     /// The cluster's name.
     pub(super) name: String,
@@ -22,21 +19,41 @@ pub(super) struct Row {
     json: Value,
 }
 
-/// Plans for every cluster, and prints the table.
-pub(super) fn run(question: &Question, picture: Option<&Path>, json: bool) -> anyhow::Result<()> {
-    let rows: Vec<Row> = question.clusters.iter().map(|c| row(question, c)).collect();
-    if let Some(path) = picture {
-        let text = svg::bars(&question.model.name, &rows);
-        std::fs::write(path, text).with_context(|| format!("cannot write {}", path.display()))?;
-    }
-    if json {
-        let rows: Vec<Value> = rows.into_iter().map(|row| row.json).collect();
-        return print(&json!({ "model": question.model.name, "clusters": rows }).to_string());
-    }
-    print(table(question, &rows).trim_end())
+/// One model on several clusters.
+#[derive(Debug)]
+pub struct Comparison<'a> {
+    question: &'a Question,
+    rows: Vec<Row>,
 }
 
-fn row(question: &Question, cluster: &paceline_plan::Cluster) -> Row {
+impl<'a> Comparison<'a> {
+    /// Plans for every cluster of the question. A cluster without a plan says why.
+    pub fn new(question: &'a Question) -> Self {
+        let rows = question.clusters.iter().map(|c| row(question, c));
+        Self {
+            question,
+            rows: rows.collect(),
+        }
+    }
+
+    /// A table, for people.
+    pub fn text(&self) -> String {
+        table(self.question, &self.rows).trim_end().to_owned()
+    }
+
+    /// One object, for programs.
+    pub fn json(&self) -> Value {
+        let rows: Vec<&Value> = self.rows.iter().map(|row| &row.json).collect();
+        json!({ "model": self.question.model.name, "clusters": rows })
+    }
+
+    /// A picture as SVG text: bars of tokens a second.
+    pub fn svg(&self) -> String {
+        svg::bars(&self.question.model.name, &self.rows)
+    }
+}
+
+fn row(question: &Question, cluster: &crate::Cluster) -> Row {
     let solved = question.costs(cluster).and_then(|costs| {
         let outcome = solve(&costs, &question.options)?;
         let json = plan_json::candidate(&costs, &outcome.best);

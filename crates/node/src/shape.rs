@@ -1,24 +1,66 @@
 //! The shape of a model from a GGUF header or a `config.json`, experts and low ranks included:
 //! more than the engine can compute, since a plan only needs sizes.
 
-use std::path::Path;
+use std::fs::File;
+use std::io::Read;
+use std::path::{Path, PathBuf};
 
-use paceline_formats::gguf::Gguf;
-use paceline_formats::hf::HfFolder;
+use paceline_formats::gguf::{self, Gguf};
+use paceline_formats::hf::{self, HfFolder};
 use paceline_plan::{Attention, Bits, ModelShape, Moe, Sliding};
 use serde_json::Value;
 
-use super::Error;
+/// Longest `config.json` that is read: those of the largest families have some 100 KB.
+const CONFIG_BYTES_MAX: u64 = 8 << 20;
+
+/// Why a model's shape cannot be read.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// The files do not say a size that a plan needs.
+    #[error("the model's files do not say {gguf} ({hf} in config.json)")]
+    Field {
+        /// Its name in GGUF files.
+        gguf: String,
+        /// Its name in `config.json`.
+        hf: String,
+    },
+    /// The file is no GGUF file that can be read.
+    #[error(transparent)]
+    Gguf(#[from] gguf::Error),
+    /// The folder is no model that can be read.
+    #[error(transparent)]
+    Hf(#[from] hf::Error),
+    /// The configuration is no JSON.
+    #[error("{}: {source}", path.display())]
+    Json {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong, and where.
+        source: serde_json::Error,
+    },
+    /// The configuration cannot be read.
+    #[error("cannot read {}: {source}", path.display())]
+    Read {
+        /// The file.
+        path: PathBuf,
+        /// What the system says.
+        source: std::io::Error,
+    },
+    /// A size that no model can have.
+    #[error(transparent)]
+    Plan(#[from] paceline_plan::Error),
+}
 
 /// Reads the shape of the model at `path`: a folder is read in the Hugging Face layout, a `.json`
 /// file as its configuration alone, anything else as GGUF. `bits` replaces what the file stores.
-pub(super) fn from_files(path: &Path, bits: Option<f64>) -> anyhow::Result<ModelShape> {
+///
+/// # Errors
+/// What is wrong with the files, by name.
+pub fn from_files(path: &Path, bits: Option<f64>) -> Result<ModelShape, Error> {
     let mut shape = if path.is_dir() {
         from_folder(path)?
     } else if path.extension().is_some_and(|ext| ext == "json") {
-        let text = super::facts::read(path)?;
-        let config: Value = serde_json::from_str(&text)?;
-        from_config(&name_of(path), &config)?
+        from_config(&name_of(path), &json_at(path)?)?
     } else {
         from_gguf(&name_of(path), &Gguf::open(path)?)?
     };
@@ -27,6 +69,24 @@ pub(super) fn from_files(path: &Path, bits: Option<f64>) -> anyhow::Result<Model
     }
     shape.check()?;
     Ok(shape)
+}
+
+/// A JSON file of bounded size.
+fn json_at(path: &Path) -> Result<Value, Error> {
+    let read = || {
+        let mut text = String::new();
+        let file = File::open(path)?;
+        file.take(CONFIG_BYTES_MAX).read_to_string(&mut text)?;
+        Ok(text)
+    };
+    let text = read().map_err(|source| Error::Read {
+        path: path.to_owned(),
+        source,
+    })?;
+    serde_json::from_str(&text).map_err(|source| Error::Json {
+        path: path.to_owned(),
+        source,
+    })
 }
 
 fn name_of(path: &Path) -> String {
@@ -175,7 +235,7 @@ impl Fields<'_> {
     }
 }
 
-fn from_gguf(name: &str, file: &Gguf) -> anyhow::Result<ModelShape> {
+fn from_gguf(name: &str, file: &Gguf) -> Result<ModelShape, Error> {
     let meta = file.metadata();
     let arch = meta.str("general.architecture")?.to_owned();
     // Some files have a list where layers differ; the largest serves every layer.
@@ -224,7 +284,7 @@ fn stored_bits(file: &Gguf) -> Bits {
     }
 }
 
-fn from_folder(path: &Path) -> anyhow::Result<ModelShape> {
+fn from_folder(path: &Path) -> Result<ModelShape, Error> {
     let config = path.join("config.json");
     let stated = name_of(path);
     match HfFolder::open(path) {
@@ -235,10 +295,7 @@ fn from_folder(path: &Path) -> anyhow::Result<ModelShape> {
             Ok(shape)
         }
         // Without weights the configuration still says the shape.
-        Err(_) if config.is_file() => {
-            let text = super::facts::read(&config)?;
-            Ok(from_config(&stated, &serde_json::from_str(&text)?)?)
-        }
+        Err(_) if config.is_file() => from_config(&stated, &json_at(&config)?),
         Err(error) => Err(error.into()),
     }
 }
