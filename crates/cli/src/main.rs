@@ -8,6 +8,7 @@
 
 mod agent;
 mod bench;
+mod board;
 mod compute;
 mod doctor;
 mod engines;
