@@ -330,3 +330,79 @@ fn machine_facts(sample: &Sample) -> Vec<Fact> {
     });
     known.collect()
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use paceline_cluster::telemetry::Network;
+    use paceline_serve::METRIC_NAMES;
+
+    /// A sample of a machine that tells everything.
+    fn full() -> Sample {
+        Sample {
+            cpu_busy: Some(0.5),
+            cpu_mhz: Some(1.0),
+            memory_bytes: Some(1),
+            memory_available_bytes: Some(1),
+            swap_used_bytes: Some(1),
+            cpu_pressure: Some(0.1),
+            memory_pressure: Some(0.1),
+            io_pressure: Some(0.1),
+            disk_read_bytes_s: Some(1.0),
+            disk_write_bytes_s: Some(1.0),
+            networks: vec![Network::default()],
+            temperature_c: Some(40.0),
+            package_watts: Some(9.0),
+            battery: Some(0.5),
+            ..Sample::default()
+        }
+    }
+
+    /// Names of metrics in a text: words that begin with `paceline_`.
+    fn names(text: &str) -> Vec<String> {
+        let is_part = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '_';
+        let words = text.split(|c| !is_part(c));
+        words
+            .filter(|word| word.starts_with("paceline_"))
+            .map(str::to_owned)
+            .collect()
+    }
+
+    #[test]
+    fn dashboard_and_alerts_name_metrics_that_there_are() {
+        let machine: Vec<String> = machine_facts(&full())
+            .iter()
+            .map(|fact| format!("paceline_{}", fact.name))
+            .collect();
+        assert_eq!(machine.len(), 15);
+        // Figures of an instance have their names there.
+        let up = include_str!("up.rs");
+        let is_known = |name: &String| {
+            let short = name.trim_start_matches("paceline_");
+            METRIC_NAMES.contains(&name.as_str())
+                || machine.contains(name)
+                || up.contains(&format!("\"{short}\""))
+        };
+        let grafana = include_str!("../../../docs/monitoring/grafana.json");
+        let alerts = include_str!("../../../docs/monitoring/alerts.yml");
+        let _: Value = serde_json::from_str(grafana).unwrap();
+        for (text, least) in [(grafana, 20), (alerts, 7)] {
+            let used = names(text);
+            assert!(used.len() >= least, "{used:?}");
+            let unknown: Vec<_> = used.iter().filter(|name| !is_known(name)).collect();
+            assert!(unknown.is_empty(), "{unknown:?}");
+        }
+        // A dashboard that forgot most of what there is would pass the above.
+        let used = names(grafana);
+        let forgotten = machine.iter().filter(|name| !used.contains(name)).count();
+        assert!(
+            forgotten <= 5,
+            "{forgotten} of the machine's metrics are shown nowhere"
+        );
+    }
+
+    #[test]
+    fn figures_that_a_machine_does_not_tell_are_absent() {
+        assert!(machine_facts(&Sample::default()).is_empty());
+    }
+}

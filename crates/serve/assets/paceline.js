@@ -177,9 +177,10 @@ function drawMap(nodes) {
   const map = $("map"), n = nodes.length;
   map.style.display = n > 1 ? "" : "none"; // one machine alone needs no map
   if (n < 2) return;
-  const place = (at) => at === 0 ? [200, 100] : [200 + 140 * Math.cos(2 * Math.PI * (at - 1) / (n - 1) + Math.PI), 92 + 62 * Math.sin(2 * Math.PI * (at - 1) / (n - 1) + Math.PI)];
+  const place = (at) => at === 0 ? [200, 92] : [200 + 140 * Math.cos(2 * Math.PI * (at - 1) / (n - 1) + Math.PI), 92 + 62 * Math.sin(2 * Math.PI * (at - 1) / (n - 1) + Math.PI)];
   const spots = n === 2 ? [[120, 92], [280, 92]] : nodes.map((_, at) => place(at));
   const r = n > 12 ? 12 : 24;
+  map.setAttribute("viewBox", n > 3 ? "0 0 400 200" : "0 58 400 76");
   const parts = [];
   nodes.slice(1).forEach((node, at) => {
     const [x1, y1] = spots[0], [x2, y2] = spots[at + 1];
@@ -292,7 +293,7 @@ function drawRequests(requests) {
   keyed(table.tBodies[0], requests, (request) => `${request.node} ${request.request}`,
     () => el("tr", {}, ...Array.from({ length: 8 }, (_, at) => el("td", { class: at > 3 ? "n" : null }))),
     (row, it) => {
-      const stage = it.ttft_s === undefined ? `reads the prompt, ${seconds(it.age_s)}` : "writes";
+      const stage = it.ttft_s === undefined ? "reads" : "writes";
       [it.request, it.model, it.node || "here", stage, it.prompt_tokens, it.tokens, rate(it.tok_s), seconds(it.ttft_s)]
         .forEach((value, at) => text(row.children[at], String(value)));
     });

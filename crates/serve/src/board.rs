@@ -44,7 +44,7 @@ const STYLE: &str = include_str!("../assets/paceline.css");
 const SCRIPT: &str = include_str!("../assets/paceline.js");
 
 /// Only the page's own files may be loaded, and only this server be asked.
-const POLICY: &str = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; \
+const POLICY: &str = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; \
                       connect-src 'self'; base-uri 'none'; form-action 'none'; \
                       frame-ancestors 'none'";
 
@@ -208,7 +208,10 @@ impl Shared {
     fn events(&self, request: &Request) -> Result<Response, Rejection> {
         self.admit(request)?;
         let query = request.uri().query().unwrap_or_default();
-        let after = query.strip_prefix("after=").unwrap_or("0");
+        let after = match query {
+            "" => "0",
+            query => query.strip_prefix("after=").unwrap_or(query),
+        };
         let after: u64 = after.parse().map_err(|_| Rejection::Range {
             param: "after".into(),
             got: crate::field::clip(after),

@@ -70,5 +70,6 @@ pub use config::{
 };
 pub use error::Error;
 pub use live::{Live, Running};
+pub use metrics::METRIC_NAMES;
 pub use model::{About, Model, default_sampling, recommended_sampling};
 pub use server::{Handle, Server};

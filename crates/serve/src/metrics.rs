@@ -22,6 +22,22 @@ use crate::model::Model;
 /// The media type of `/metrics`.
 pub(crate) const OPEN_METRICS: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 
+/// Every metric of a model's `/metrics` by the name that Prometheus stores, but for the caller's
+/// figures. Of a histogram, `_bucket` stands for its three.
+pub const METRIC_NAMES: [&str; 11] = [
+    "paceline_build_info",
+    "paceline_http_requests_total",
+    "paceline_answers_total",
+    "paceline_tool_calls_total",
+    "paceline_requests_in_flight",
+    "paceline_sequences_running",
+    "paceline_sequences_waiting",
+    "paceline_tokens_total",
+    "paceline_first_token_seconds_bucket",
+    "paceline_inter_token_seconds_bucket",
+    "paceline_tokens_per_second_bucket",
+];
+
 /// A request as counted.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct RequestLabels {

@@ -137,7 +137,7 @@ pub(crate) enum Rejection {
 
     /// Without keys, other machines may look and not change.
     #[error(
-        "this node is managed from itself, or with an API key where `paceline key create` made \
+        "this node is managed from itself, or with an API key where `paceline key api new` made \
          one, and not while it serves the model of its command line"
     )]
     NoManaging,
