@@ -90,6 +90,11 @@ impl Board {
         if self.0.agent.set(agent.clone()).is_ok() {
             let own = Arc::downgrade(&self.0);
             agent.serve(peers::SERVICE, move |channel| peers::answer(&own, &channel));
+            let own = Arc::downgrade(&self.0);
+            agent.serve_local("board", move |_: &Value, _: &mut dyn FnMut(Value)| {
+                let own = own.upgrade().ok_or("the node is stopping")?;
+                Ok(Self(own).status())
+            });
         }
     }
 

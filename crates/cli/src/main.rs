@@ -39,6 +39,7 @@ mod room;
 mod run;
 mod show;
 mod terminal;
+mod top;
 mod topology;
 mod up;
 mod wires;
@@ -85,6 +86,8 @@ enum Command {
     Unload(instances::UnloadArgs),
     /// What is loaded, where, and how it is
     Ps(instances::PsArgs),
+    /// The cluster in a terminal: machines, models, requests
+    Top(top::Args),
     /// Make, list and revoke keys
     #[command(subcommand)]
     Key(key::Command),
@@ -148,6 +151,7 @@ fn execute(command: &Command) -> anyhow::Result<()> {
         Command::Load(args) => instances::load(args, &signals),
         Command::Unload(args) => instances::unload(args),
         Command::Ps(args) => instances::ps(args),
+        Command::Top(args) => top::run(args),
         Command::Key(command) => key::run(command),
         Command::Worker => worker::run(),
         Command::Plan(args) => plan::run(args),
