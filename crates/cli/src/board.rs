@@ -251,7 +251,7 @@ impl Inner {
         })
     }
 
-    /// The nodes with their telemetry, this one first; this machine alone where it is in no cluster.
+    /// The nodes with their telemetry, this one first; this machine alone without a cluster.
     fn nodes(&self, others: &BTreeMap<String, Value>) -> Vec<Value> {
         let own = json!(*lock(&self.sample));
         let Some(agent) = self.agent.get() else {

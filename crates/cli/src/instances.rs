@@ -286,8 +286,13 @@ pub(crate) fn manage(
             let home = home::home().map_err(|error| error.to_string())?;
             let all = paceline_store::list(&home).map_err(|error| error.to_string())?;
             let whole = all.iter().filter(|entry| entry.found().is_ok());
-            let told = |entry: &paceline_store::Entry| json!({ "name": entry.name.to_string(), "bytes": entry.bytes.0 });
-            Ok(json!({ "models": whole.map(told).collect::<Vec<_>>() }))
+            let told: Vec<Value> = whole
+                .map(|entry| {
+                    let name = entry.name.to_string();
+                    json!({ "name": name, "bytes": entry.bytes.0 })
+                })
+                .collect();
+            Ok(json!({ "models": told }))
         }
         "invite" => {
             let code = agent.invite().map_err(|error| error.to_string())?;
