@@ -271,6 +271,38 @@ pub(crate) fn start(agent: &Agent, doors: Doors) -> anyhow::Result<Arc<Fleet>> {
     Ok(fleet)
 }
 
+/// What the dashboard asks of a node whose models come and go.
+///
+/// # Errors
+/// A reason for people.
+pub(crate) fn manage(
+    (agent, fleet): (&Agent, &Fleet),
+    command: &str,
+    arguments: &Value,
+) -> Result<Value, String> {
+    match command {
+        "load" => ask_load(fleet, arguments),
+        "unload" => ask_unload(fleet, arguments),
+        "models" => {
+            let home = home::home().map_err(|error| error.to_string())?;
+            let all = paceline_store::list(&home).map_err(|error| error.to_string())?;
+            let whole = all.iter().filter(|entry| entry.found().is_ok());
+            let told: Vec<Value> = whole
+                .map(|entry| {
+                    let name = entry.name.to_string();
+                    json!({ "name": name, "bytes": entry.bytes.0 })
+                })
+                .collect();
+            Ok(json!({ "models": told }))
+        }
+        "invite" => {
+            let code = agent.invite().map_err(|error| error.to_string())?;
+            Ok(json!({ "code": code.shown(), "port": agent.port() }))
+        }
+        other => Err(format!("the node has no command {other:?}")),
+    }
+}
+
 type Command = fn(&Fleet, &Value) -> Result<Value, String>;
 
 fn ask_load(fleet: &Fleet, arguments: &Value) -> Result<Value, String> {

@@ -8,6 +8,7 @@
 
 mod agent;
 mod bench;
+mod board;
 mod chaos;
 mod compute;
 mod doctor;
@@ -37,6 +38,7 @@ mod pull;
 mod run;
 mod show;
 mod terminal;
+mod top;
 mod topology;
 mod up;
 mod wires;
@@ -83,6 +85,8 @@ enum Command {
     Unload(instances::UnloadArgs),
     /// What is loaded, where, and how it is
     Ps(instances::PsArgs),
+    /// The cluster in a terminal: machines, models, requests
+    Top(top::Args),
     /// Make, list and revoke keys
     #[command(subcommand)]
     Key(key::Command),
@@ -148,6 +152,7 @@ fn execute(command: &Command) -> anyhow::Result<()> {
         Command::Load(args) => instances::load(args, &signals),
         Command::Unload(args) => instances::unload(args),
         Command::Ps(args) => instances::ps(args),
+        Command::Top(args) => top::run(args),
         Command::Key(command) => key::run(command),
         Command::Worker => worker::run(),
         Command::Plan(args) => plan::run(args),

@@ -1,7 +1,8 @@
 //! `paceline up`: this machine's node, alone or with models behind the HTTP API.
 
+use std::collections::BTreeMap;
 use std::net::{IpAddr, SocketAddr};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 
@@ -9,9 +10,11 @@ use anyhow::Context;
 use clap::builder::NonEmptyStringValueParser;
 use paceline_base::{Bytes, KernelClass};
 use paceline_cluster::machine;
+use paceline_cluster::nodes::agent::Agent;
 use paceline_cluster::nodes::agent::Error as NodeError;
-use paceline_engine::{EngineConfig, Service};
+use paceline_engine::{EngineConfig, Service, State};
 use paceline_model::Config;
+use paceline_node::fleet::Fleet;
 use paceline_node::room::Room;
 use paceline_node::supervisor::Notice;
 use paceline_node::{Instance, Observer};
@@ -19,7 +22,9 @@ use paceline_serve::{
     About, Access, Clock, DEFAULT_PORT, Fact, Facts, Handle, Model, Server, Status,
 };
 use paceline_store::{Cancel, Error as StoreError};
+use serde_json::json;
 
+use crate::board::Board;
 use crate::compute::{ComputeArgs, EngineArgs};
 use crate::home;
 use crate::instances;
@@ -108,6 +113,9 @@ pub(crate) struct Args {
     /// refusing them
     #[arg(long)]
     lenient: bool,
+    /// Append the node's events to FILE, a line of JSON each
+    #[arg(long, value_name = "FILE")]
+    events: Option<PathBuf>,
     /// Seconds from a request to the end of its answer, at most
     #[arg(long, value_name = "SECONDS", default_value_t = 600, allow_negative_numbers = true,
           value_parser = clap::value_parser!(u64).range(1..=86_400))]
@@ -148,13 +156,16 @@ fn idle(args: &Args, cancel: &Cancel) -> anyhow::Result<()> {
     let node = args.node.start(args.class())?;
     let agent = node.0.clone();
     let status = Status(Arc::new(move || member::cluster(&agent)));
-    let (server, doors) = Server::bind_node(args.config(Facts::default())?, status)?;
+    let (config, board) = args.with_board(args.config(Facts::default())?, true);
+    let (server, doors) = Server::bind_node(config, status)?;
     node.0.set_api(server.addresses().to_vec());
     for address in server.addresses() {
         tell(format_args!("listening on http://{address}"));
     }
     tell_node(&node);
-    let _fleet = instances::start(&node.0, doors)?;
+    let fleet = instances::start(&node.0, doors)?;
+    show_fleet(&board, &node.0, &fleet);
+    let _watching = board.watch(args.events.as_deref())?;
     let handle = server.handle();
     std::thread::scope(|scope| {
         scope.spawn(|| {
@@ -164,6 +175,46 @@ fn idle(args: &Args, cancel: &Cancel) -> anyhow::Result<()> {
         server.run();
     });
     Ok(())
+}
+
+/// Has the dashboard show and manage what is loaded over the cluster.
+fn show_fleet(board: &Board, agent: &Agent, fleet: &Arc<Fleet>) {
+    board.set_agent(agent);
+    let own = Arc::downgrade(fleet);
+    board.set_instances(Box::new(move || {
+        own.upgrade().map_or_else(Default::default, |fleet| {
+            let views = fleet.list().into_iter().map(|view| json!(view));
+            (views.collect(), fleet.portraits())
+        })
+    }));
+    let (own, agent) = (Arc::downgrade(fleet), agent.clone());
+    board.set_manage(Box::new(move |command, arguments| {
+        let fleet = own.upgrade().ok_or("the node is stopping")?;
+        instances::manage((&agent, &fleet), command, arguments)
+    }));
+}
+
+/// Has the dashboard show the one model of this process.
+fn show_instance(board: &Board, name: &str, instance: &Arc<Instance>, nodes: u32) {
+    let (name, own) = (name.to_owned(), Arc::downgrade(instance));
+    board.set_instances(Box::new(move || {
+        own.upgrade().map_or_else(Default::default, |instance| {
+            let (state, reason) = match instance.status().state {
+                State::Loading => ("loading", None),
+                State::Ready => ("ready", None),
+                State::Recovering(reason) => ("recovering", Some(reason)),
+                State::Failed(reason) => ("failed", Some(reason)),
+            };
+            let workers: Vec<String> = (0..nodes).map(|rank| format!("worker {rank}")).collect();
+            let view = json!({
+                "id": "local", "model": name, "state": state, "reason": reason,
+                "nodes": workers, "epoch": instance.epoch(),
+                "split": instance.split().to_string(),
+            });
+            let portraits = BTreeMap::from([("local".to_owned(), instance.portrait())]);
+            (vec![view], portraits)
+        })
+    }));
 }
 
 fn tell_node(node: &Running) {
@@ -208,12 +259,16 @@ fn serve(args: &Args, opened: Opened, model: Model, cancel: &Cancel) -> anyhow::
     let service = Arc::clone(&instance) as Arc<dyn Service>;
     let (measured, nodes) = (Arc::clone(&instance), opened.nodes());
     let facts = Facts(Arc::new(move || facts(&measured, nodes)));
-    let server = Server::bind(args.config(facts)?, model, service)?;
+    let (config, board) = args.with_board(args.config(facts)?, false);
+    show_instance(&board, &model.id, &instance, nodes);
+    let server = Server::bind(config, model, service)?;
     let addresses = server.addresses().to_vec();
     let node = join_in(args);
     if let Some(node) = &node {
         node.0.set_api(addresses.clone());
+        board.set_agent(&node.0);
     }
+    let _watching = board.watch(args.events.as_deref())?;
     let handle = server.handle();
     std::thread::scope(|scope| {
         let watch = || watch(&opened, &instance, &addresses, &handle, cancel);
@@ -379,6 +434,23 @@ impl Args {
                 quantization: String::new(),
             },
         }
+    }
+
+    /// The same with a dashboard.
+    fn with_board(
+        &self,
+        mut config: paceline_serve::Config,
+        manages: bool,
+    ) -> (paceline_serve::Config, Board) {
+        let board = Board::new(config.live.clone());
+        let (own, others) = (board.clone(), config.facts);
+        config.facts = Facts(Arc::new(move || {
+            let mut facts = (others.0)();
+            facts.extend(own.facts());
+            facts
+        }));
+        config.board = board.for_server(manages);
+        (config, board)
     }
 
     fn config(&self, facts: Facts) -> anyhow::Result<paceline_serve::Config> {

@@ -58,6 +58,7 @@
 //! - [`topology`]: how machines are cabled, and hostfiles from that.
 //! - [`nodes`]: machines that form a cluster without a master.
 //! - [`machine`]: what this machine has.
+//! - [`telemetry`]: how loaded, full and hot this machine is.
 //! - [`Error`].
 //!
 //! The crate knows nothing about models or what the messages mean. It has no async runtime: a
@@ -74,6 +75,7 @@ pub mod nodes;
 pub mod processes;
 mod queue;
 pub mod remote;
+pub mod telemetry;
 pub mod topology;
 mod wire;
 pub mod workers;
