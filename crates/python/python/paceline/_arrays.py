@@ -38,14 +38,15 @@ def library(x: Any) -> str:
 def borrow(x: Any) -> tuple[np.ndarray, int]:
     """`x` as a C-contiguous array, without a copy where its memory allows, and its kind.
 
-    Scalars and lists become arrays as by `numpy.asarray`, `bytes` an array of uint8.
+    Python's numbers become int32, float32 and complex64, as with MLX; lists become arrays as by
+    `numpy.asarray`, `bytes` an array of uint8.
 
     Raises:
         TypeError: the element type cannot travel.
     """
     if type(x) is not np.ndarray:
         x = _as_numpy(x)
-    kind = KINDS.get(x.dtype)
+    kind = BF16 if type(x) is _Bits else KINDS.get(x.dtype)
     if kind is None and not x.dtype.isnative:
         x = x.astype(x.dtype.newbyteorder("="))
         kind = KINDS.get(x.dtype)
@@ -62,7 +63,13 @@ def _names() -> str:
     return ", ".join([str(dtype) for dtype in KINDS] + ["bfloat16"])
 
 
+#: What MLX makes of Python's numbers.
+_SCALARS = {bool: np.bool_, int: np.int32, float: np.float32, complex: np.complex64}
+
+
 def _as_numpy(x: Any) -> np.ndarray:
+    if type(x) in _SCALARS:
+        return np.asarray(x, _SCALARS[type(x)])
     name = library(x)
     if name == "torch":
         return _of_torch(x)
