@@ -167,7 +167,7 @@ fn run(chore: Chore) -> Result<bool> {
         }
         Chore::Wheel { binary: None } => steps::run(&[Step::Wheel], Extent::Default),
         Chore::Wheel { binary } => {
-            let tally = wheel::run(binary, &mut |line| println!("{line}"))?;
+            let tally = wheel::run(binary, Extent::Default, &mut |line| println!("{line}"))?;
             tally.print_names();
             println!("{tally}");
             tally.failed == 0

@@ -16,6 +16,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 
+use crate::steps::Extent;
 use crate::tally::{Skip, Tally};
 use crate::{mlx, models, process, repo, sdk, steps, venv};
 
@@ -26,7 +27,11 @@ const LIMIT: Duration = Duration::from_secs(300);
 ///
 /// # Errors
 /// When a program cannot be started or fails. Tools that cannot be had are a skip.
-pub(crate) fn run(binary: Option<PathBuf>, see: &mut impl FnMut(&str)) -> Result<Tally> {
+pub(crate) fn run(
+    binary: Option<PathBuf>,
+    extent: Extent,
+    see: &mut impl FnMut(&str),
+) -> Result<Tally> {
     let folder = models::folder()?.with_file_name("test-clients/python");
     let tools = match venv::python_in(&folder, "python/requirements.txt") {
         Ok(python) => python,
@@ -47,6 +52,9 @@ pub(crate) fn run(binary: Option<PathBuf>, see: &mut impl FnMut(&str)) -> Result
         Err(error) => tally.add(Tally::skip("answers in Python", &format!("{error:#}"))),
     }
     tally.add(beside_mlx(see)?);
+    if extent == Extent::Long {
+        tally.add(beside_gloo(see)?);
+    }
     Ok(tally)
 }
 
@@ -138,8 +146,21 @@ fn beside_mlx(see: &mut impl FnMut(&str)) -> Result<Tally> {
         Ok(python) => python,
         Err(error) => return Ok(Tally::skip("programs for MLX", &format!("{error:#}"))),
     };
-    let site = only(&scratch_path("venv").join("lib"))?.join("site-packages");
-    test(&python, "mlx_test.py", &[site.as_ref()], see)
+    test(&python, "mlx_test.py", &[], see)
+}
+
+/// The backend of `torch.distributed`, where torch can be had.
+fn beside_gloo(see: &mut impl FnMut(&str)) -> Result<Tally> {
+    let folder = models::folder()?.with_file_name("test-clients/torch");
+    match venv::python_in(&folder, "python/requirements-torch.txt") {
+        Ok(python) => test(&python, "torch_test.py", &[], see),
+        Err(error) => Ok(Tally::skip("torch.distributed", &format!("{error:#}"))),
+    }
+}
+
+/// The installed package, for an interpreter of another environment.
+fn site() -> Result<PathBuf> {
+    Ok(only(&scratch_path("venv").join("lib"))?.join("site-packages"))
 }
 
 /// Runs one script of the package's tests to its end and counts its cases.
@@ -155,7 +176,7 @@ fn test(
     // The package's own program is meant, and no source tree.
     command
         .env_remove("PACELINE_BINARY")
-        .env_remove("PYTHONPATH");
+        .env("PYTHONPATH", site()?);
     let mut tally = Tally::default();
     let log = process::log_path(&format!("wheel-{script}"));
     let passed = process::stream(command, &log, |line| {

@@ -146,7 +146,9 @@ impl PyGroup {
         })
     }
 
-    /// Sends each rank its part of `input` and receives one from each; parts have one length.
+    /// Sends each rank its part of `input` and receives one from each. Parts have one length, or
+    /// `splits`: elements to each rank, and from each.
+    #[pyo3(signature = (input, output, kind, seconds, splits=None))]
     fn all_to_all(
         &self,
         py: Python<'_>,
@@ -154,16 +156,23 @@ impl PyGroup {
         output: &Bound<'_, PyAny>,
         kind: usize,
         seconds: f64,
+        splits: Option<(Vec<usize>, Vec<usize>)>,
     ) -> PyResult<()> {
-        let ranks = self.0.size() as usize;
-        self.pair(py, (input, output), kind, seconds, |input, output| {
-            let each = Counts::Even(input.len() / ranks);
-            Collective::AllToAll {
+        let dtype = dtype(kind)?;
+        let from = Memory::of(input, dtype)?;
+        let mut into = Memory::writable(output, dtype)?;
+        let output = into.bytes_mut(&[&from])?;
+        let input = Data::of_bytes(dtype, from.bytes());
+        self.call(py, seconds, |group, by| {
+            let each = Counts::Even(input.len() / group.size() as usize);
+            let given = splits.as_ref();
+            let call = Collective::AllToAll {
                 input,
-                output,
-                sends: each,
-                receives: each,
-            }
+                output: DataMut::of_bytes(dtype, output),
+                sends: given.map_or(each, |(sends, _)| Counts::Each(sends)),
+                receives: given.map_or(each, |(_, receives)| Counts::Each(receives)),
+            };
+            group.run(call, by)
         })
     }
 

@@ -1,6 +1,6 @@
 """A program for MLX with one changed import gives MLX's results, also among MLX's own ranks.
 
-    python mlx_test.py SITE         of a Python that has MLX; SITE is the folder that has paceline
+    python mlx_test.py              of a Python that has MLX and finds paceline
 """
 
 from __future__ import annotations
@@ -31,8 +31,6 @@ def results(folder: str, texts: list[str]) -> list:
     ranks = []
     for rank, text in enumerate(texts):
         env = {**os.environ, "MLX_RANK": str(rank), "MLX_HOSTFILE": str(file)}
-        # Its own packages first: paceline's environment has a NumPy of its own.
-        text = f"import sys; sys.path.append({sys.argv[1]!r})\n{text}"
         ranks.append(subprocess.Popen([sys.executable, "-c", text], text=True, env=env,
                                       stdout=subprocess.PIPE, stderr=subprocess.PIPE))
     return [json.loads(out) for out in end(ranks)]
