@@ -306,6 +306,22 @@ def launched() -> None:
                                              "MLX_HOSTFILE": str(file)}) for rank in range(3)]
             for out in end(ranks):
                 assert out == "[6.0, 6.0, 6.0]\n", f"{backend}: {out!r}"
+        keyed(program, file)
+
+
+def keyed(program: str, file: pathlib.Path) -> None:
+    """Ranks with one key sum; what is no key is named."""
+    def ranks(keys: list[str]) -> list:
+        return [subprocess.Popen(
+            [sys.executable, "-c", program, "tcp"], text=True, stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE, env={**os.environ, "MLX_RANK": str(rank),
+                                         "MLX_HOSTFILE": str(file), "PACELINE_GROUP_KEY": key})
+            for rank, key in enumerate(keys)]
+
+    for out in end(ranks(["5a" * 32] * 3)):
+        assert out == "[6.0, 6.0, 6.0]\n", out
+    _, err = ranks(["xyz"])[0].communicate(timeout=60)
+    assert "PACELINE_GROUP_KEY is not 64 hexadecimal digits" in err, err
 
 
 def main() -> int:

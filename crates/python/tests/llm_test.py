@@ -50,7 +50,7 @@ def coroutines(llm: paceline.LLM) -> None:
 
 
 def connections(llm: paceline.LLM) -> None:
-    other = paceline.LLM.connect(llm.url, key=llm._server.key)
+    other = paceline.LLM.connect(llm.url, key=llm.key)
     assert other.model == llm.model
     assert other.chat(QUESTION, **GREEDY).text == llm.chat(QUESTION, **GREEDY).text
     for expected, work in {
@@ -93,7 +93,7 @@ def orphans(model: str) -> None:
     """A killed interpreter leaves no node behind."""
     program = ("import sys, time, paceline\n"
                "llm = paceline.LLM(sys.argv[1], threads=1)\n"
-               "print(llm.url, llm._server.key, flush=True)\n"
+               "print(llm.url, llm.key, flush=True)\n"
                "time.sleep(60)\n")
     child = subprocess.Popen([sys.executable, "-c", program, model], text=True,
                              stdout=subprocess.PIPE)

@@ -47,5 +47,6 @@ else:
     passed = mx.array([4, -5], mx.int16)
     mx.eval(distributed.send(passed, 0))
 result = [losses, weights.tolist(), half.tolist(), everyone.tolist(), most.item(), least.item(),
-          passed.tolist(), str(everyone.dtype), distributed.all_sum(1).item(), distributed.all_sum(0.1 + rank).item()]
+          passed.tolist(), str(everyone.dtype), distributed.all_sum(1).item(),
+          distributed.all_sum(0.1 + rank).item()]
 print(json.dumps(result), flush=True)

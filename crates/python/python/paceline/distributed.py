@@ -113,13 +113,16 @@ def init(strict: bool = False, backend: str = "any", *, deadline: float = DEADLI
     """Joins the group that this process was started as a rank of. Collective.
 
     Args:
-        strict: raise where there is no group; otherwise this rank goes on alone.
+        strict: raise where no launcher has named a group; otherwise this process goes on alone. A
+            group that was named and does not come about is an error in both cases.
         backend: `any` (shared memory, else TCP), `shm` or `tcp`, for ranks of paceline;
             `ring`, `jaccl` or `mpi` for groups with MLX ranks in them; `local` for a group of one.
         deadline: seconds to wait for the others here and, by default, in every call.
-        key: 32 random bytes, the same on all ranks: encrypts what `tcp` sends. Without it only
-            loopback addresses are used.
-        plaintext: allow bytes to leave this machine unencrypted.
+        key: 32 random bytes, the same on all ranks, or the 64 hexadecimal digits in
+            `PACELINE_GROUP_KEY`: encrypts what `tcp` sends. Without it only loopback addresses
+            are used.
+        plaintext: allow bytes to leave this machine unencrypted, as `PACELINE_PLAINTEXT=1` does;
+            MLX's own wires cannot encrypt.
 
     The rank comes from `MLX_RANK`, the addresses from the file that `MLX_HOSTFILE` names. A second
     call for the same backend returns the same group.
@@ -134,7 +137,7 @@ def init(strict: bool = False, backend: str = "any", *, deadline: float = DEADLI
     if backend in _groups:
         return _groups[backend]
     try:
-        native = _start(backend, deadline, key, plaintext)
+        native = _start(backend, deadline, key or _key(), plaintext or _may_be_plain())
     except JoinError:
         # A group that was named and did not meet is a failure, strict or not.
         if strict or _is_launched():
@@ -144,6 +147,25 @@ def init(strict: bool = False, backend: str = "any", *, deadline: float = DEADLI
     _groups[backend] = group
     _groups.setdefault("any", group)
     return group
+
+
+def _key() -> bytes | None:
+    """The key in `PACELINE_GROUP_KEY`."""
+    import os
+
+    text = os.environ.get("PACELINE_GROUP_KEY")
+    if not text:
+        return None
+    try:
+        return bytes.fromhex(text)
+    except ValueError:
+        raise JoinError("PACELINE_GROUP_KEY is not 64 hexadecimal digits") from None
+
+
+def _may_be_plain() -> bool:
+    import os
+
+    return os.environ.get("PACELINE_PLAINTEXT") == "1"
 
 
 def _is_launched() -> bool:

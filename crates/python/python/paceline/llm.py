@@ -11,6 +11,7 @@ nodes, on the split or on what else is answered at the time.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import http.client
 import json
@@ -22,7 +23,7 @@ from ._server import Server
 from .errors import ServerError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+    from collections.abc import AsyncIterator, Generator, Iterable, Iterator, Sequence
     from types import TracebackType
 
 __all__ = ["LLM", "Answer", "AsyncLLM"]
@@ -123,6 +124,11 @@ class LLM:
         """Where the node listens."""
         return self._http.url
 
+    @property
+    def key(self) -> str | None:
+        """The key that the node asks for, to give it to other clients of its API."""
+        return self._http.key
+
     def generate(self, prompt: str, **options: Any) -> Answer:
         """Continues `prompt`, without a chat template.
 
@@ -146,7 +152,8 @@ class LLM:
         """
         return _chat(self._http.call("POST", "/v1/chat/completions", self._talk(messages, options)))
 
-    def stream(self, messages: str | Sequence[dict[str, Any]], **options: Any) -> Iterator[str]:
+    def stream(self, messages: str | Sequence[dict[str, Any]],
+               **options: Any) -> Generator[str, None, None]:
         """As `chat`, piece by piece as it comes. Leaving the loop early ends the answer.
 
         The pieces joined are the text of `chat` with the same options and seed.
@@ -218,8 +225,12 @@ class AsyncLLM:
                      **options: Any) -> AsyncIterator[str]:
         """`LLM.stream`."""
         pieces = self.llm.stream(messages, **options)
-        while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
-            yield piece
+        try:
+            while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
+                yield piece
+        finally:
+            with contextlib.suppress(ValueError):  # a thread still waits for the next piece
+                pieces.close()
 
     async def batch(self, prompts: Iterable[str | Sequence[dict[str, Any]]],
                     **options: Any) -> list[Answer]:
@@ -262,6 +273,7 @@ class _Http:
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ServerError(f"the URL is {url!r}, expected http://HOST:PORT")
         self.url = url.rstrip("/")
+        self.key = key
         self._parts = parts
         self._headers = {"Content-Type": "application/json"}
         if key:

@@ -292,14 +292,14 @@ def _exchange(store: Any, name: str, rank: int, size: int, own: str) -> list[str
 
 def _create(store: Any, rank: int, size: int, timeout: timedelta) -> ProcessGroup:
     """What `init_process_group` and `new_group` call on each rank."""
-    host, key = _own_host(), os.environ.get("PACELINE_GROUP_KEY")
+    host, key = _own_host(), dist._key()
     if len(set(_exchange(store, "host", rank, size, host))) == 1 and not key:
         host = "127.0.0.1"
     listener = dist.Listener([f"{host}:0"])
     hosts = _exchange(store, "at", rank, size, listener.addrs[0])
     ids = _exchange(store, "id", rank, size, os.urandom(16).hex())
     group = dist.join(listener, rank, [[one] for one in hosts], id=bytes.fromhex(ids[0]),
-                      deadline=timeout.total_seconds(), key=bytes.fromhex(key) if key else None)
+                      deadline=timeout.total_seconds(), key=key)
     return ProcessGroup(group, timeout)
 
 
