@@ -9,7 +9,7 @@ use anyhow::Context;
 use clap::builder::NonEmptyStringValueParser;
 use paceline_base::{Bytes, KernelClass};
 use paceline_cluster::nodes::agent::Error as NodeError;
-use paceline_engine::{EngineConfig, Service};
+use paceline_engine::{EngineConfig, Pace, Service};
 use paceline_model::Config;
 use paceline_node::supervisor::Notice;
 use paceline_node::{Instance, Observer};
@@ -78,6 +78,10 @@ pub(crate) struct Args {
     #[arg(long, value_name = "N", default_value_t = 4, allow_negative_numbers = true,
           value_parser = clap::value_parser!(u16).range(1..=1024))]
     parallel: u16,
+    /// Milliseconds between two tokens of an answer while prompts of other requests are read;
+    /// `auto`: 2.5 times of what it takes without them; `off`: prompts first
+    #[arg(long, value_name = "MS", default_value_t = Pace::Auto)]
+    pace: Pace,
     /// Most tokens of a conversation and its answer [default: what the model was trained for, as
     /// far as memory has room]
     #[arg(long, value_name = "N", allow_negative_numbers = true,
@@ -302,6 +306,7 @@ impl Args {
         EngineConfig {
             max_running: parallel,
             max_waiting: WAITING_MAX,
+            pace: self.pace,
             ..room.engine(self.model().unwrap_or_default())
         }
     }

@@ -5,7 +5,7 @@ use paceline_tensor::PAGE;
 
 use serde::{Deserialize, Serialize};
 
-use crate::Error;
+use crate::{Error, Pace};
 
 /// Sizes of an engine; the memory of its cache and of its steps follows from them.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -23,6 +23,9 @@ pub struct EngineConfig {
     /// Rows of a step: decode rows, then prompt chunks; at least `max_running`. More rows read
     /// prompts faster and make others wait longer.
     pub max_rows: usize,
+    /// How long a step with rows of prompts may take while answers are decoded. Kept only where the
+    /// owner tells how long steps took ([`Engine::took`](crate::Engine::took)).
+    pub pace: Pace,
 }
 
 /// The rows of a step unless told otherwise. On two threads (EPYC VM, November 2026) SmolLM2 and
@@ -44,6 +47,7 @@ impl EngineConfig {
             max_running: 1,
             max_waiting: 1,
             max_rows: DEFAULT_ROWS,
+            pace: Pace::Auto,
         }
     }
 

@@ -2,6 +2,7 @@
 
 use std::collections::VecDeque;
 use std::sync::{Arc, OnceLock};
+use std::time::Duration;
 
 use paceline_formats::grammar::Constraint;
 use paceline_formats::tokenizer::Tokenizer;
@@ -9,6 +10,7 @@ use paceline_model::{Batch, BatchSequence, Compute, Logits, Weights, WindowPages
 use paceline_tensor::PAGE;
 
 use crate::constraint::{Grammars, Guide};
+use crate::pace::{Composition, Pacer, share};
 use crate::pages::Pages;
 use crate::request::check_tokens;
 use crate::sampling::Scratch;
@@ -31,6 +33,9 @@ pub struct Engine {
     grammars: OnceLock<Result<Grammars, ConstraintError>>,
     scratch: Scratch,
     pages: Pages,
+    pacer: Pacer,
+    /// Of the last step.
+    composition: Composition,
     /// Tokens that were in the cache already when their sequence was admitted.
     reused: u64,
     /// In order of admission; only these own pages.
@@ -58,6 +63,8 @@ impl Engine {
             grammars: OnceLock::new(),
             scratch: Scratch::new(model.config().vocab),
             pages: Pages::new(compute.pages(), compute.windows()),
+            pacer: Pacer::new(config.pace),
+            composition: Composition::default(),
             reused: 0,
             identity: format!("{} ({})", config.model, model.numbers()),
             model,
@@ -261,8 +268,9 @@ impl Engine {
 
     /// Runs one batch and returns what happened, in order; nothing when the engine is idle.
     ///
-    /// Every running sequence that is past its prompt gets one row; the rest of
-    /// [`EngineConfig::max_rows`] goes to prompts, oldest first. A sequence that needs a page when
+    /// Every running sequence that is past its prompt gets one row. Prompts get what
+    /// [`EngineConfig::pace`] allows of the remaining [`EngineConfig::max_rows`]: at least half of
+    /// it goes to the oldest, and the shortest comes before others. A sequence that needs a page when
     /// none is free makes the youngest give up its pages and wait; that one computes them again
     /// later and loses nothing. The oldest never gives up, so every sequence ends.
     ///
@@ -276,6 +284,7 @@ impl Engine {
     pub fn step(&mut self) -> Result<Vec<Event>, Error> {
         self.admit();
         let plan = self.plan();
+        self.composition = self.composition_of(&plan);
         self.forward(&plan)?;
         Ok(self.take_results(&plan))
     }
@@ -313,26 +322,50 @@ impl Engine {
         }
     }
 
-    /// Decides the rows of a step and gets the pages for them; not empty when a sequence runs.
+    /// Tells how long the last [`step`](Self::step) took. By this the next steps keep
+    /// [`EngineConfig::pace`]; an engine that is never told keeps none.
+    pub fn took(&mut self, duration: Duration) {
+        self.pacer
+            .took(std::mem::take(&mut self.composition), duration);
+    }
+
+    /// Decides the rows of a step and gets the pages for them. Empty when nothing runs, and when
+    /// all that was to decode gave up its pages.
     fn plan(&mut self) -> Vec<PlannedRows> {
         let mut plan = Vec::with_capacity(self.running.len());
-        let mut rows_left = self.config.max_rows;
-        let mut index = 0;
-        while index < self.running.len() {
-            // A row for each sequence behind that decodes is set aside, so that long prompts do
-            // not stall answers.
-            let decodes = |s: &&Sequence| s.pending().len() == 1;
-            let reserved = self.running[index + 1..].iter().filter(decodes).count();
-            let pending = self.running[index].pending().len();
-            let rows = pending.min(rows_left.saturating_sub(reserved));
+        for (index, rows) in self.wanted_rows().into_iter().enumerate() {
             // Preemption takes from the end, so what is planned stays where it is.
             if rows > 0 && self.get_pages(index, rows) {
                 plan.push(PlannedRows { index, rows });
-                rows_left -= rows;
             }
-            index += 1;
         }
         plan
+    }
+
+    /// Rows for each running sequence. One is for each that decodes, so that long prompts do not
+    /// stall answers.
+    fn wanted_rows(&self) -> Vec<usize> {
+        let pending = |s: &Sequence| s.pending().len();
+        let mut rows: Vec<usize> = self.running.iter().map(pending).collect();
+        let prompts: Vec<usize> = rows.iter().copied().filter(|rows| *rows > 1).collect();
+        let decoding = rows.len() - prompts.len();
+        let room = self.config.max_rows.saturating_sub(decoding);
+        let mut shares = share(&prompts, self.pacer.budget(decoding, room)).into_iter();
+        for rows in rows.iter_mut().filter(|rows| **rows > 1) {
+            *rows = shares.next().expect("a share for every prompt");
+        }
+        rows
+    }
+
+    fn composition_of(&self, plan: &[PlannedRows]) -> Composition {
+        let mut composition = Composition::default();
+        for part in plan {
+            match self.running[part.index].pending().len() {
+                1 => composition.decoding += 1,
+                _ => composition.prompt += part.rows,
+            }
+        }
+        composition
     }
 
     /// Gets pages for `rows` more rows of a running sequence, preempting younger ones if needed.

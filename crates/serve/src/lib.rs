@@ -50,6 +50,7 @@ mod error;
 mod field;
 mod json;
 pub mod keys;
+pub mod load;
 mod metrics;
 mod model;
 mod openapi;

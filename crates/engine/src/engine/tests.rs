@@ -4,6 +4,7 @@ mod batching;
 mod constrained;
 mod edges;
 mod hostile;
+mod paced;
 pub(crate) mod requests;
 mod rig;
 mod schedules;

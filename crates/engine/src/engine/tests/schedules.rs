@@ -6,7 +6,7 @@ use proptest::prelude::*;
 use super::requests::mixed;
 use super::rig::{Outcome, Rig, alone};
 use super::tiny::Tiny;
-use crate::{EngineConfig, Error, Event, Request, SequenceId};
+use crate::{EngineConfig, Error, Event, Pace, Request, SequenceId};
 
 const CONTEXT: usize = 3 * PAGE;
 
@@ -54,6 +54,7 @@ fn sizes() -> impl Strategy<Value = EngineConfig> {
         max_running,
         max_waiting,
         max_rows: max_running + rows,
+        pace: Pace::Auto,
     })
 }
 

@@ -8,7 +8,7 @@ use proptest::prelude::*;
 use super::requests::{SAMPLED, prompt, request};
 use super::rig::{Outcome, Rig, alone};
 use super::tiny::Tiny;
-use crate::{EngineConfig, Request, SamplingParams};
+use crate::{EngineConfig, Pace, Request, SamplingParams};
 
 const CONTEXT: usize = 5 * PAGE;
 
@@ -20,6 +20,7 @@ fn sizes() -> EngineConfig {
         max_running: 4,
         max_waiting: 20,
         max_rows: 40,
+        pace: Pace::Auto,
     }
 }
 
