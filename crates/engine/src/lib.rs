@@ -59,6 +59,7 @@
 
 mod config;
 mod constraint;
+mod draft;
 mod engine;
 mod error;
 mod follower;

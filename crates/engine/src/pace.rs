@@ -100,6 +100,8 @@ pub(crate) struct Composition {
     pub(crate) decoding: usize,
     /// Rows of prompts.
     pub(crate) prompt: usize,
+    /// Rows that check guesses.
+    pub(crate) drafted: usize,
 }
 
 /// The last durations of steps of one kind, in seconds.
@@ -176,20 +178,12 @@ impl Pacer {
     /// Takes in how long a step took.
     pub(crate) fn took(&mut self, step: Composition, duration: Duration) {
         let seconds = duration.as_secs_f64();
-        match step {
-            Composition {
-                prompt: 0,
-                decoding: 0,
-            } => return,
-            Composition {
-                prompt: 0,
-                decoding,
-            } => self.took_decoding(decoding, seconds),
-            Composition {
-                prompt,
-                decoding: 0,
-            } => self.row_alone_s = Some(seconds / prompt as f64),
-            Composition { prompt, decoding } => self.took_mixed(prompt, decoding, seconds),
+        match (step.prompt, step.decoding) {
+            (0, 0) => return,
+            (0, decoding) if step.drafted == 0 => self.took_decoding(decoding, seconds),
+            (0, _) => {} // longer than a step without drafts, which a prompt's steps have none of
+            (prompt, 0) => self.row_alone_s = Some(seconds / prompt as f64),
+            (prompt, decoding) => self.took_mixed(prompt, decoding, seconds),
         }
         self.is_told = true;
     }

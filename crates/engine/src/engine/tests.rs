@@ -2,6 +2,7 @@
 
 mod batching;
 mod constrained;
+mod drafts;
 mod edges;
 mod hostile;
 mod paced;

@@ -4,6 +4,14 @@ use proptest::prelude::*;
 
 use super::*;
 
+fn rows(decoding: usize, prompt: usize) -> Composition {
+    Composition {
+        decoding,
+        prompt,
+        drafted: 0,
+    }
+}
+
 /// A machine whose steps take `step_s + decoding x answer_s`, and with prompt rows `mix_s` and
 /// `row_s` a row more.
 #[derive(Clone, Copy, Debug)]
@@ -42,7 +50,7 @@ fn machines() -> impl Strategy<Value = Machine> {
 fn steps(pacer: &mut Pacer, machine: Machine, decoding: usize, n: usize) -> Vec<(usize, f64)> {
     let step = |_| {
         let prompt = pacer.budget(decoding, 512);
-        let step = Composition { decoding, prompt };
+        let step = rows(decoding, prompt);
         let seconds = machine.time(step);
         pacer.took(step, Duration::from_secs_f64(seconds));
         (prompt, seconds)
@@ -53,10 +61,7 @@ fn steps(pacer: &mut Pacer, machine: Machine, decoding: usize, n: usize) -> Vec<
 /// A pacer that has seen a step of prompts only, as every engine has before its first answer.
 fn begun(pace: Pace, machine: Machine) -> Pacer {
     let mut pacer = Pacer::new(pace);
-    let first = Composition {
-        decoding: 0,
-        prompt: 100,
-    };
+    let first = rows(0, 100);
     pacer.took(first, Duration::from_secs_f64(machine.time(first)));
     pacer
 }
@@ -66,7 +71,7 @@ proptest! {
     #[test]
     fn answers_keep_their_pace(machine in machines(), decoding in 1..32usize) {
         let mut pacer = begun(Pace::Auto, machine);
-        let base = machine.time(Composition { decoding, prompt: 0 });
+        let base = machine.time(rows(decoding, 0));
         let steps = steps(&mut pacer, machine, decoding, 60);
         prop_assert!(steps[..PROBES].iter().all(|(rows, _)| *rows == 0));
         for (rows, seconds) in &steps[PROBES..] {
@@ -136,10 +141,7 @@ fn one_delayed_step_changes_little() {
     };
     let mut pacer = begun(Pace::Auto, machine);
     let usual = steps(&mut pacer, machine, 4, 40)[39].0;
-    let step = Composition {
-        decoding: 4,
-        prompt: usual,
-    };
+    let step = rows(4, usual);
     pacer.took(step, Duration::from_secs(5));
     let after = steps(&mut pacer, machine, 4, 10);
     assert!(after[0].0 >= usual / 2, "{after:?} after {usual}");
@@ -150,13 +152,7 @@ fn one_delayed_step_changes_little() {
 fn without_times_or_a_pace_prompts_get_all_room() {
     let told = |pace| {
         let mut pacer = Pacer::new(pace);
-        pacer.took(
-            Composition {
-                decoding: 1,
-                prompt: 0,
-            },
-            Duration::from_millis(10),
-        );
+        pacer.took(rows(1, 0), Duration::from_millis(10));
         pacer
     };
     assert_eq!(Pacer::new(Pace::Auto).budget(3, 509), 509);

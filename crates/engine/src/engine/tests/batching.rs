@@ -28,6 +28,7 @@ fn config(max_running: usize, max_rows: usize, cache_positions: usize) -> Engine
         max_waiting: 100,
         max_rows,
         pace: Pace::Auto,
+        drafts: 0,
     }
 }
 

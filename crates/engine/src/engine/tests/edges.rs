@@ -22,6 +22,7 @@ fn sizes() -> EngineConfig {
         max_waiting: 4,
         max_rows: 16,
         pace: Pace::Auto,
+        drafts: 0,
     }
 }
 

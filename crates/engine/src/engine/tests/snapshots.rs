@@ -20,6 +20,7 @@ fn other_sizes() -> EngineConfig {
         max_waiting: 2,
         max_rows: 17,
         pace: Pace::Auto,
+        drafts: 0,
     }
 }
 

@@ -26,6 +26,7 @@ fn sizes() -> EngineConfig {
         max_waiting: 100,
         max_rows: 19,
         pace: Pace::Auto,
+        drafts: 0,
     }
 }
 
