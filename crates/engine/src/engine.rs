@@ -328,8 +328,11 @@ impl Engine {
     /// Tells how long the last [`step`](Self::step) took. By this the next steps keep
     /// [`EngineConfig::pace`]; an engine that is never told keeps none.
     pub fn took(&mut self, duration: Duration) {
-        self.pacer
-            .took(std::mem::take(&mut self.composition), duration);
+        let step = std::mem::take(&mut self.composition);
+        self.pacer.took(step, duration);
+        if step.prompt == 0 && step.decoding > 0 {
+            self.costs.took(step.decoding + step.drafted, duration);
+        }
     }
 
     /// Decides the rows of a step and gets the pages for them. Empty when nothing runs, and when
