@@ -338,7 +338,7 @@ impl Engine {
     /// Decides the rows of a step and gets the pages for them. Empty when nothing runs, and when
     /// all that was to decode gave up its pages.
     fn plan(&mut self) -> Vec<PlannedRows> {
-        (1..self.running.len()).for_each(|index| self.catch_up(index));
+        (0..self.running.len()).for_each(|index| self.catch_up(index));
         let mut plan = Vec::with_capacity(self.running.len());
         for (index, rows) in self.wanted_rows().into_iter().enumerate() {
             // Preemption takes from the end, so what is planned stays where it is.
@@ -398,7 +398,7 @@ impl Engine {
         }
     }
 
-    /// Gives a sequence the pages that an older one has computed since it was admitted.
+    /// Gives a sequence the pages that another one has computed since it was admitted.
     fn catch_up(&mut self, index: usize) {
         let sequence = &mut self.running[index];
         let at = sequence.computed;
