@@ -12,7 +12,7 @@ use paceline_base::{Bytes, KernelClass};
 use paceline_cluster::machine;
 use paceline_cluster::nodes::agent::Agent;
 use paceline_cluster::nodes::agent::Error as NodeError;
-use paceline_engine::{EngineConfig, Service, State};
+use paceline_engine::{EngineConfig, Pace, Service, State};
 use paceline_model::Config;
 use paceline_node::fleet::Fleet;
 use paceline_node::room::Room;
@@ -89,6 +89,14 @@ pub(crate) struct Args {
     #[arg(long, value_name = "N", default_value_t = 4, allow_negative_numbers = true,
           value_parser = clap::value_parser!(u16).range(1..=1024))]
     parallel: u16,
+    /// Milliseconds between two tokens of an answer while prompts of other requests are read;
+    /// `auto`: 2.5 times of what it takes without them; `off`: prompts first
+    #[arg(long, value_name = "MS", default_value_t = Pace::Auto)]
+    pace: Pace,
+    /// Most tokens of an answer that are guessed from its own text and checked in one step, where
+    /// that pays; 0 for none [default: 8 on one node, 0 on several]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u8).range(0..=16))]
+    drafts: Option<u8>,
     /// Most tokens of a conversation and its answer [default: what the model was trained for, as
     /// far as memory has room]
     #[arg(long, value_name = "N", allow_negative_numbers = true,
@@ -392,8 +400,17 @@ impl Args {
         EngineConfig {
             max_running: parallel,
             max_waiting: WAITING_MAX,
+            pace: self.pace,
+            drafts: self.drafts(),
             ..room.engine(self.model().unwrap_or_default())
         }
+    }
+
+    /// Over several nodes the measured speed of answers decides which split is kept, and answers
+    /// with drafts are no measure of a split.
+    fn drafts(&self) -> usize {
+        let default = if self.split.nodes == 1 { 8 } else { 0 };
+        self.drafts.unwrap_or(default).into()
     }
 
     /// The model as clients see it.

@@ -205,7 +205,7 @@ impl Default for Times {
             // Longer than the 60 s for which common clients keep connections.
             idle: Duration::from_secs(75),
             body: Duration::from_secs(30),
-            stalled_write: Duration::from_secs(30),
+            stalled_write: Duration::from_secs(15),
             keep_alive: Duration::from_secs(15), // proxies commonly give up at 30 or 60 s
             first_reply: Duration::from_secs(2),
             grace: Duration::from_secs(5),

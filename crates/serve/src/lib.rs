@@ -53,6 +53,7 @@ mod field;
 mod json;
 pub mod keys;
 mod live;
+pub mod load;
 mod metrics;
 mod model;
 mod openapi;

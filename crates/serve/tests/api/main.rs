@@ -14,6 +14,7 @@ mod connections;
 mod dialects;
 mod endings;
 mod fields;
+mod load;
 mod manners;
 mod openapi;
 mod real;
