@@ -26,7 +26,10 @@ use crate::name_index::NameIndex;
 use crate::safetensors::{self, Safetensors};
 use crate::tensor::Tensor;
 
+mod stacked;
 mod weight_map;
+
+pub use stacked::Wanted;
 
 use weight_map::WeightMap;
 
@@ -149,6 +152,18 @@ pub enum Error {
         /// Its type.
         dtype: String,
         /// The type wanted.
+        expected: &'static str,
+    },
+    /// A stack of experts has another shape than it must have.
+    #[error("{}: tensor {tensor}: shape {got:?}, expected {expected}", path.display())]
+    Stack {
+        /// The folder.
+        path: PathBuf,
+        /// The stack, or a part of it.
+        tensor: String,
+        /// Its shape.
+        got: Vec<usize>,
+        /// What it must be.
         expected: &'static str,
     },
     /// The parts of a quantised matrix do not fit each other.
