@@ -141,8 +141,19 @@ impl Source {
     /// # Errors
     /// When the file lacks it, or stores it in a type that is not supported.
     pub fn weight(&self, family: Family, role: Role) -> Result<Tensor, Error> {
+        if let Some((folder, module, nth)) = self.mlx_stack(family, role) {
+            return match folder.quantised_expert(&module, nth.index, nth.of)? {
+                Some(quantised) => Ok(quantised.joined()?),
+                None => of_expert(folder.tensor(&format!("{module}.weight"))?, nth),
+            };
+        }
         if let Some((folder, stack, wanted)) = self.stacked(family, role) {
             return Ok(folder.stacked(&stack, wanted)?);
+        }
+        if let (Self::Gguf(file), Role::Layer(layer, part)) = (self, role)
+            && let Some(tensor) = other_expert(file, layer, part)?
+        {
+            return Ok(tensor);
         }
         let tensor = self.tensor(&self.name(family, role))?;
         let (Self::Gguf(_), Role::Layer(_, part)) = (self, role) else {
@@ -201,9 +212,12 @@ impl Source {
         family: Family,
         role: Role,
     ) -> Result<Option<(Tensor, usize, usize)>, Error> {
-        let (name, first, step) = match self.stacked(family, role) {
-            Some((_, stack, wanted)) => (format!("{stack}_bias"), wanted.first, wanted.step),
-            None => (format!("{}.bias", self.stem(family, role)), 0, 1),
+        let (name, first, step) = match self.mlx_stack(family, role) {
+            Some((_, module, _)) => (format!("{module}.bias"), 0, 1),
+            None => match self.stacked(family, role) {
+                Some((_, stack, wanted)) => (format!("{stack}_bias"), wanted.first, wanted.step),
+                None => (format!("{}.bias", self.stem(family, role)), 0, 1),
+            },
         };
         Ok(self.opt_tensor(&name)?.map(|biases| (biases, first, step)))
     }
@@ -214,10 +228,34 @@ impl Source {
     /// # Errors
     /// When the pieces do not fit each other or the configuration.
     pub fn quantised(&self, family: Family, role: Role) -> Result<Option<Quantised>, Error> {
+        if let Some((folder, module, nth)) = self.mlx_stack(family, role) {
+            return Ok(folder.quantised_expert(&module, nth.index, nth.of)?);
+        }
         match self {
             Self::Gguf(_) => Ok(None),
             Self::Hf(folder) => Ok(folder.quantised(&self.stem(family, role))?),
         }
+    }
+
+    /// The module of a folder of MLX's that holds all experts of a layer, and the expert of `role`.
+    fn mlx_stack(&self, family: Family, role: Role) -> Option<(&HfFolder, String, Nth)> {
+        let (Self::Hf(folder), Role::Layer(layer, part)) = (self, role) else {
+            return None;
+        };
+        let nth = part.expert()?;
+        let name = match part {
+            Part::ExpertGate(_) => "gate_proj",
+            Part::ExpertUp(_) => "up_proj",
+            _ => "down_proj",
+        };
+        let stack = match family {
+            Family::Mixtral | Family::MiniMaxM2 => "block_sparse_moe.switch_mlp",
+            Family::GptOss => "mlp.experts",
+            _ => "mlp.switch_mlp",
+        };
+        let module = format!("model.layers.{layer}.{stack}.{name}");
+        let there = folder.has(&format!("{module}.weight"));
+        there.then_some((folder, module, nth))
     }
 
     /// Columns of `role`'s weight that share a scale, 1 for floats. Copies nothing.
@@ -373,6 +411,43 @@ impl Part {
             Self::ExpertGate(e) | Self::ExpertUp(e) | Self::ExpertDown(e) => Some(e),
             _ => None,
         }
+    }
+}
+
+/// The matrix of an expert in a GGUF file that has the experts of a layer in other tensors than most:
+/// one for each, as early ones of Mixtral, or gate and up behind each other.
+fn other_expert(file: &Gguf, layer: usize, part: Part) -> Result<Option<Tensor>, Error> {
+    let (name, half) = match part {
+        Part::ExpertGate(_) => ("gate", Some(0)),
+        Part::ExpertUp(_) => ("up", Some(1)),
+        Part::ExpertDown(_) => ("down", None),
+        _ => return Ok(None),
+    };
+    if file.has(&format!("blk.{layer}.ffn_{name}_exps.weight")) {
+        return Ok(None);
+    }
+    let nth = part.expert().expect("it is of an expert");
+    let own = format!("blk.{layer}.ffn_{name}.{}.weight", nth.index);
+    let both = format!("blk.{layer}.ffn_gate_up_exps.weight");
+    match half {
+        _ if file.has(&own) => Ok(Some(file.tensor(&own)?)),
+        Some(half) if file.has(&both) => {
+            let mut tensor = of_expert(file.tensor(&both)?, nth)?;
+            let rows = tensor.shape[0];
+            if !rows.is_multiple_of(2) {
+                return Err(Error::Shape {
+                    expected: vec![rows + 1, tensor.shape[1]],
+                    got: tensor.shape,
+                    name: tensor.name,
+                });
+            }
+            let bytes = tensor.bytes.len() / 2;
+            let part = tensor.bytes.slice(half * bytes..(half + 1) * bytes);
+            tensor.bytes = part.expect("a half of it");
+            tensor.shape[0] = rows / 2;
+            Ok(Some(tensor))
+        }
+        _ => Ok(None),
     }
 }
 

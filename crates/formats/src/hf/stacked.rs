@@ -7,13 +7,15 @@
 //! NAME          floats (experts, inputs, outputs)
 //! ```
 //!
+//! Folders that MLX wrote have all experts in one quantised matrix with a size more in front.
+//!
 //! Outputs of gate and up take turns, so a matrix is every second of them
 //! (`modeling_gpt_oss.py`, `integrations/mxfp4.py` of transformers).
 
 use paceline_base::BlockType;
 
 use super::{Error, HfFolder};
-use crate::mlx::Part;
+use crate::mlx::{Part, Quantised};
 use crate::tensor::{MappedBytes, Tensor};
 
 /// Bytes of the values of a block.
@@ -43,6 +45,33 @@ impl HfFolder {
             Some(blocks) => self.stacked_mxfp4(name, &blocks, wanted),
             None => self.stacked_floats(name, wanted),
         }
+    }
+
+    /// The quantised matrix of expert `index` of `of` in the module `module`, which holds all of
+    /// them; `None` when that has no scales. Copies no weights.
+    ///
+    /// # Errors
+    /// As [`quantised`](Self::quantised); [`Error::Stack`].
+    pub fn quantised_expert(
+        &self,
+        module: &str,
+        index: usize,
+        of: usize,
+    ) -> Result<Option<Quantised>, Error> {
+        self.quantised_by(module, |name| {
+            let Some(mut part) = self.part(name) else {
+                return Ok(None);
+            };
+            if part.shape.len() != 3 || part.shape[0] != of || index >= of {
+                let expected = "as many experts as config.json says, of two sizes each";
+                return Err(self.stack(name.to_owned(), &part.shape, expected));
+            }
+            part.shape.remove(0);
+            let each = part.bytes.len() / of;
+            let own = part.bytes.slice(index * each..(index + 1) * each);
+            part.bytes = own.expect("a part of it");
+            Ok(Some(part))
+        })
     }
 
     fn stacked_mxfp4(&self, name: &str, blocks: &Part, wanted: Wanted) -> Result<Tensor, Error> {

@@ -57,15 +57,24 @@ impl Fields<'_> {
         ffn: usize,
     ) -> Result<Experts, Error> {
         let gating = self.opt_size("expert_gating_func", "", 0, u64::MAX);
-        if let (Self::Gguf { .. }, Some(other)) = (self, gating?.filter(|g| *g != SIGMOID)) {
+        if let (Self::Gguf { .. }, Some(other)) =
+            (self, gating?.filter(|g| ![0, SIGMOID].contains(g)))
+        {
             return Err(wrong_value("expert_gating_func", other, "2 (sigmoid)"));
         }
         self.refuse_groups()?;
+        // What is not said is that of llama.cpp and of transformers.
         let normalised = match self {
-            Self::Gguf { metadata, .. } => metadata.opt_bool(&self.key("expert_weights_norm"))?,
-            Self::Hf(_) => self.hf("norm_topk_prob", "true or false", Value::as_bool)?,
+            Self::Gguf { metadata, .. } => {
+                let said = metadata.opt_bool(&self.key("expert_weights_norm"))?;
+                said.unwrap_or(false)
+            }
+            Self::Hf(_) => {
+                let said = self.hf("norm_topk_prob", "true or false", Value::as_bool)?;
+                said.unwrap_or(true)
+            }
         };
-        let mut experts = self.experts(hf_count, ffn, normalised.unwrap_or(true))?;
+        let mut experts = self.experts(hf_count, ffn, normalised)?;
         experts.gating = Gating::Sigmoid;
         experts.corrected = true;
         experts.scale = self.expert_scale()?;
