@@ -94,7 +94,7 @@ impl BlockType {
         Self::MXFP4_SPLIT,
     ];
 
-    /// Those that GGUF files have.
+    /// The types that GGUF files have.
     pub const GGUF: [Self; 16] = [
         Self::F32,
         Self::F16,

@@ -163,7 +163,7 @@ pub enum Error {
         tensor: String,
         /// Its shape.
         got: Vec<usize>,
-        /// What it must be.
+        /// The shape that it must have.
         expected: &'static str,
     },
     /// The parts of a quantised matrix do not fit each other.

@@ -66,7 +66,7 @@ pub enum Error {
     NotFinite {
         /// Name in the file.
         name: String,
-        /// What it holds.
+        /// The value found.
         got: f32,
     },
     /// Weights cannot be packed.

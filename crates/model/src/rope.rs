@@ -117,7 +117,7 @@ impl Rope {
 }
 
 impl Yarn {
-    /// What cosines and sines are multiplied by unless a file says otherwise.
+    /// The factor of cosines and sines unless a file says otherwise.
     pub fn usual_magnitude(factor: f64, weight: f64) -> f64 {
         if factor <= 1.0 {
             1.0

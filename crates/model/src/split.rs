@@ -539,7 +539,7 @@ pub(crate) struct HeadsHeld {
 }
 
 impl HeadsHeld {
-    /// Those whose `columns` of the attention's output a rank owns.
+    /// The heads whose `columns` of the attention's output a rank owns.
     fn new(layer: &LayerShape, columns: &Range<usize>) -> Self {
         let dim = layer.value_dim;
         let heads = columns.start / dim..columns.end / dim;

@@ -238,12 +238,11 @@ impl Names<'_> {
             };
         };
         check_shape(&biases, &[nth.of, n * step])?;
-        let mut all = vec![0.0; nth.of * n * step];
-        stored::dequantise(biases.block_type, &biases.bytes, &mut all);
-        let own = &all[nth.index * n * step..][..n * step];
-        Ok(Some(
-            own.iter().skip(first).step_by(step).copied().collect(),
-        ))
+        let mut all = vec![0.0; n * step];
+        let row = biases.bytes.len() / nth.of;
+        let bytes = &biases.bytes[nth.index * row..(nth.index + 1) * row];
+        stored::dequantise(biases.block_type, bytes, &mut all);
+        Ok(Some(all.into_iter().skip(first).step_by(step).collect()))
     }
 
     /// A vector `(n,)` of finite numbers.

@@ -358,6 +358,11 @@ fn numbers_of_sigmoid_experts_that_lie_are_refused() {
         1u32.into(),
         "expert_weights_norm: expected bool",
     );
+}
+
+#[test]
+fn numbers_of_yarn_that_lie_are_refused() {
+    let dir = tempfile::tempdir().unwrap();
     let gpt_oss = |key, value: Value, expected| {
         check_entry(dir.path(), Family::GptOss, key, Some(value), expected);
     };
@@ -383,7 +388,7 @@ fn numbers_of_sigmoid_experts_that_lie_are_refused() {
     );
 }
 
-/// What would turn every choice of a router, or every score of a head.
+/// Such numbers would turn every choice of a router, or every score of a head.
 #[test]
 fn biases_and_sinks_that_are_not_numbers_are_refused() {
     let dir = tempfile::tempdir().unwrap();

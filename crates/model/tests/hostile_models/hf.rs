@@ -209,7 +209,7 @@ fn numbers_of_gemma_that_lie_are_refused() {
 }
 
 #[test]
-fn experts_that_lie_are_refused() {
+fn numbers_of_gpt_oss_that_lie_are_refused() {
     let folder = Folder::copy("gpt-oss-mxfp4");
     let gpt_oss = |field, value, expected| folder.check(field, value, expected);
     gpt_oss("num_local_experts", json!(5), "router.weight: shape [6,");
@@ -246,6 +246,10 @@ fn experts_that_lie_are_refused() {
         scaling[field] = value;
         gpt_oss("rope_scaling", scaling, expected);
     }
+}
+
+#[test]
+fn numbers_of_glm_that_lie_are_refused() {
     let folder = Folder::copy("glm4moe-bf16");
     let glm = |field, value, expected| folder.check(field, value, expected);
     glm("n_group", json!(8), "number of groups of experts is 8");
@@ -281,6 +285,10 @@ fn experts_that_lie_are_refused() {
         json!(0.01),
         "rotated elements is 0",
     );
+}
+
+#[test]
+fn numbers_of_minimax_that_lie_are_refused() {
     let folder = Folder::copy("minimax-m2-bf16");
     let minimax = |field, value, expected| folder.check(field, value, expected);
     minimax("rotary_dim", json!(64), "rotary_dim is 64");

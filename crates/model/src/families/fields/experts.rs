@@ -81,7 +81,7 @@ impl Fields<'_> {
         Ok(experts)
     }
 
-    /// What the weights of chosen experts are multiplied by; 0 in a file means 1.
+    /// The factor of the weights of chosen experts; 0 in a file means 1.
     fn expert_scale(&self) -> Result<f32, Error> {
         let said = self.opt_float("expert_weights_scale", "routed_scaling_factor")?;
         match said {
@@ -173,7 +173,7 @@ impl Fields<'_> {
         }
     }
 
-    /// Refuses what configurations of MiniMax's earlier and later models say.
+    /// Refuses configurations of MiniMax's earlier and later models.
     pub(crate) fn check_minimax(&self) -> Result<(), Error> {
         let text = self.hf("scoring_func", "a string", Value::as_str)?;
         if let Some(other) = text.filter(|text| *text != "sigmoid") {
