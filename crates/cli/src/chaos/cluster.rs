@@ -18,7 +18,7 @@ use serde_json::{Value, json};
 use tempfile::TempDir;
 
 use super::faults::Fault;
-use super::stage;
+use super::{stage, streams};
 use crate::process::own_program;
 
 /// For a node to answer a question over its socket.
@@ -171,7 +171,7 @@ impl Cluster {
             if instance["state"] == "failed" {
                 bail!("the model cannot be loaded: {}", instance["reason"]);
             }
-            Ok(instance["state"] == "ready")
+            Ok(instance["state"] == "ready" && streams::model(self.port())?.is_some())
         })
     }
 

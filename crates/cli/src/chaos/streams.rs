@@ -60,17 +60,10 @@ impl Request {
         at_token: u32,
         reached: &Sender<()>,
     ) -> anyhow::Result<()> {
-        let config = ureq::Agent::config_builder()
-            .timeout_global(Some(ANSWER_LIMIT))
-            .http_status_as_error(false)
-            .proxy(None)
-            .build();
-        let agent = ureq::Agent::new_with_config(config);
-        let base = format!("http://127.0.0.1:{port}");
         let mut body = self.0.clone();
-        body["model"] = model(&agent, &base)?;
-        let url = format!("{base}/v1/chat/completions");
-        let request = agent.post(url).header("Content-Type", "application/json");
+        body["model"] = model(port)?.context("the node has no model")?;
+        let url = format!("http://127.0.0.1:{port}/v1/chat/completions");
+        let request = agent().post(url).header("Content-Type", "application/json");
         let mut response = request.send(body.to_string())?;
         if response.status() != 200 {
             let said = response.body_mut().read_to_string()?;
@@ -91,13 +84,22 @@ impl Request {
     }
 }
 
-/// The name of the model that the node answers with.
-fn model(agent: &ureq::Agent, base: &str) -> anyhow::Result<Value> {
-    let mut response = agent.get(format!("{base}/v1/models")).call()?;
+fn agent() -> ureq::Agent {
+    let config = ureq::Agent::config_builder()
+        .timeout_global(Some(ANSWER_LIMIT))
+        .http_status_as_error(false)
+        .proxy(None)
+        .build();
+    ureq::Agent::new_with_config(config)
+}
+
+/// The name of the model that the node at `port` answers with; `None` where it has none yet.
+pub(super) fn model(port: u16) -> anyhow::Result<Option<Value>> {
+    let models = format!("http://127.0.0.1:{port}/v1/models");
+    let mut response = agent().get(models).call()?;
     let models: Value = serde_json::from_str(&response.body_mut().read_to_string()?)?;
     let name = models["data"][0]["id"].clone();
-    anyhow::ensure!(name.is_string(), "the node has no model");
-    Ok(name)
+    Ok(Some(name).filter(Value::is_string))
 }
 
 impl Answer {
