@@ -23,7 +23,20 @@ use crate::output::print;
 /// # Errors
 /// What is wrong with the files.
 pub(crate) fn shape_of(path: &Path) -> anyhow::Result<ModelShape> {
-    Ok(shape::from_files(path, None)?)
+    read_shape(path, None)
+}
+
+/// The same with `bits` a weight in place of what is stored.
+///
+/// # Errors
+/// What is wrong with the files; the error of the part that reads them, which advice is known for.
+fn read_shape(path: &Path, bits: Option<f64>) -> anyhow::Result<ModelShape> {
+    shape::from_files(path, bits).map_err(|error| match error {
+        shape::Error::Gguf(error) => error.into(),
+        shape::Error::Hf(error) => error.into(),
+        shape::Error::Plan(error) => error.into(),
+        other => other.into(),
+    })
 }
 
 /// Arguments of `paceline plan`.

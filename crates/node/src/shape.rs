@@ -31,7 +31,7 @@ pub enum Error {
     #[error(transparent)]
     Hf(#[from] hf::Error),
     /// The configuration is no JSON.
-    #[error("{}: {source}", path.display())]
+    #[error("{} is no JSON", path.display())]
     Json {
         /// The file.
         path: PathBuf,
@@ -39,7 +39,7 @@ pub enum Error {
         source: serde_json::Error,
     },
     /// The configuration cannot be read.
-    #[error("cannot read {}: {source}", path.display())]
+    #[error("cannot read {}", path.display())]
     Read {
         /// The file.
         path: PathBuf,

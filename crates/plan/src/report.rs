@@ -5,9 +5,9 @@
 //! use paceline_plan::report::Question;
 //! use paceline_plan::{Calibration, Catalogue, Workload};
 //!
-//! let mut catalogue = Catalogue::builtin()?;
+//! let catalogue = Catalogue::builtin()?;
 //! let question = Question {
-//!     clusters: vec![short_cluster("2 x mac-studio-m3-ultra-256 @ tb5-rdma", &mut catalogue)?],
+//!     clusters: vec![short_cluster("2 x mac-studio-m3-ultra-256 @ tb5-rdma", &catalogue)?],
 //!     model: catalogue.model("Llama-3.1-8B")?.shape(4.5)?,
 //!     calibration: Calibration::builtin()?,
 //!     workload: Workload::ONE,

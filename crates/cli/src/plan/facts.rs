@@ -3,10 +3,10 @@
 use std::path::Path;
 
 use anyhow::Context;
-use paceline_node::shape;
 use paceline_plan::catalogue::{parse_cluster, short_cluster};
 use paceline_plan::{Calibration, Catalogue, Cluster, ModelShape};
 
+use super::read_shape;
 use crate::home;
 use crate::output::print;
 
@@ -26,10 +26,10 @@ pub(super) fn model(
     catalogue: &Catalogue,
 ) -> anyhow::Result<ModelShape> {
     if let Some(path) = local_path(name) {
-        return Ok(shape::from_files(&path, bits)?);
+        return read_shape(&path, bits);
     }
     if Path::new(name).exists() {
-        return Ok(shape::from_files(Path::new(name), bits)?); // a config.json alone
+        return read_shape(Path::new(name), bits); // a config.json alone
     }
     let is_own = catalogue.models.iter().any(|model| model.name == name);
     let (known, usual_bits) = if is_own {

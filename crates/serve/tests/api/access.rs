@@ -239,3 +239,13 @@ fn configurations_that_cannot_work_are_refused() {
     let named = Server::bind(Config::new(0, CLOCK), model, service);
     assert!(matches!(named, Err(Error::Name { .. })));
 }
+
+#[test]
+fn the_refusal_of_a_page_names_the_option() {
+    let rig = Rig::new();
+    let page = "Origin: https://evil.example\r\n";
+    let response = rig.send("GET", "/v1/models", page, "");
+    assert_eq!(response.status, 403);
+    let said = response.text();
+    assert!(said.contains("--allow-origin"), "{said}");
+}
