@@ -8,6 +8,7 @@
 
 mod access;
 mod answers;
+mod board;
 mod client;
 mod connections;
 mod dialects;
