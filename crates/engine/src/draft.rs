@@ -30,7 +30,7 @@ pub(crate) const DRAFT_ROWS: usize = 32;
 const LAST_WEIGHT: f64 = 0.08;
 
 /// Acceptance before the first guess: too little to draft anything.
-const FIRST_ACCEPTANCE: f64 = 0.3;
+const FIRST_ACCEPTANCE: f64 = 0.2;
 
 /// Expected tokens a second with drafts must be so many times those without.
 const LEAST_GAIN: f64 = 1.1;
@@ -251,7 +251,7 @@ mod tests {
 
     #[test]
     fn drafts_need_to_pay() {
-        let cheap = costs(&[(1, 1.0), (9, 1.5)]);
+        let cheap = costs(&[(1, 1.0), (9, 2.5)]);
         let dear = costs(&[(1, 1.0), (2, 2.0), (3, 3.0), (5, 5.0), (9, 9.0)]);
         let of = |drafts: &Drafts, costs: &Costs| {
             let candidate = Candidate { drafts, guesses: 8 };

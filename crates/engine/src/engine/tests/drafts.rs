@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use paceline_tensor::PAGE;
 
-use super::requests::mixed;
+use super::requests::{SAMPLED, mixed, prompt, request};
 use super::rig::{Outcome, Rig, alone};
 use super::tiny::{END, Tiny};
 use crate::{EngineConfig, Request, SamplingParams};
@@ -50,8 +50,23 @@ fn run(rig: &mut Rig, requests: &[Request]) -> (Vec<Outcome>, usize, usize) {
     (ids.into_iter().map(outcome).collect(), checked, gained)
 }
 
+/// Sampled from three tokens, so that guesses are often right and often wrong.
+fn babble(seed: u64) -> Request {
+    let sampling = SamplingParams {
+        temperature: 2.0,
+        seed,
+        logit_bias: vec![(2, 60.0), (3, 60.0), (14, 60.0)],
+        ..SAMPLED
+    };
+    Request {
+        logprobs: Some(2),
+        ..request(prompt(10, 1), 100, sampling)
+    }
+}
+
 fn check(tiny: &Tiny) {
-    let requests = mixed(tiny);
+    let mut requests = mixed(tiny);
+    requests.extend((0..4).map(babble));
     let expected: Vec<Outcome> = requests.iter().map(|r| alone(tiny, r, CONTEXT)).collect();
     for drafts in [1, 3, 8] {
         let (outcomes, checked, gained) = run(&mut eager(tiny, drafts), &requests);
