@@ -139,12 +139,13 @@ fn memory_share(node: &Value) -> Option<f64> {
 /// One frame as text, its lines without spaces at their ends.
 pub(super) fn plain(view: &mut View, (width, height): (u16, u16)) -> String {
     let mut buffer = Buffer::empty(Rect::new(0, 0, width, height));
-    draw(view, buffer.area, &mut buffer);
+    let area = buffer.area;
+    draw(view, area, &mut buffer);
     let line = |y: u16| {
-        let cells = (0..width).map(|x| buffer[(x, y)].symbol());
+        let cells = (0..area.width).map(|x| buffer[(x, y)].symbol());
         cells.collect::<String>().trim_end().to_owned()
     };
-    let lines: Vec<String> = (0..height).map(line).collect();
+    let lines: Vec<String> = (0..area.height).map(line).collect();
     lines.join("\n").trim_end().to_owned()
 }
 
@@ -162,9 +163,9 @@ fn draw(view: &mut View, area: Rect, buffer: &mut Buffer) {
     let parts = Layout::vertical([
         Constraint::Length(1),
         Constraint::Length(if has_graph { GRAPH_ROWS } else { 0 }),
-        Constraint::Max(nodes.min(area.height / 2)),
+        Constraint::Length(nodes.min(area.height / 2)),
         Constraint::Length(1),
-        Constraint::Max(instances.min(area.height / 3)),
+        Constraint::Length(instances.min(area.height / 3)),
         Constraint::Length(1),
         Constraint::Fill(1),
         Constraint::Length(1),
