@@ -3,9 +3,11 @@
 // All text from the server enters the page as text nodes.
 "use strict";
 
-const KEPT_EVENTS = 300; // rows of the list; the page's memory stays flat
+const KEPT_EVENTS = 200; // rows of the list; the page's memory stays flat
 const LOOK_MS = 1000;
+const DRAW_MS = 500; // between drawings of new events
 const SPEED_POINTS = 120;
+const CLOCK = new Intl.DateTimeFormat([], { timeStyle: "medium", hour12: false });
 
 const $ = (id) => document.getElementById(id);
 const state = { status: null, speed: [], seen: 0, queue: [], talk: [], chat: null, node: null };
@@ -341,7 +343,7 @@ function hearEvent(event) {
   state.seen = event.seq;
   state.queue.push(event);
   if (state.queue.length > KEPT_EVENTS) state.queue.shift();
-  if (state.queue.length === 1) setTimeout(drawEvents, 250); // many at once are one change
+  if (state.queue.length === 1) setTimeout(drawEvents, DRAW_MS); // many at once are one change
   if (event.kind === "node_went" || event.kind === "node_silent") look();
 }
 
@@ -349,7 +351,7 @@ function drawEvents() {
   const rows = state.queue.splice(0).reverse().map((event) => {
     const [kind, word, rest] = describe(event);
     const at = new Date(event.unix_ms);
-    return el("li", { class: kind }, el("time", { datetime: at.toISOString() }, at.toLocaleTimeString([], { hour12: false })), el("b", {}, word), el("span", {}, rest));
+    return el("li", { class: kind }, el("time", { datetime: at.toISOString() }, CLOCK.format(at)), el("b", {}, word), el("span", {}, rest));
   });
   const list = $("events");
   list.prepend(...rows);
