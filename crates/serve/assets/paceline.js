@@ -434,7 +434,13 @@ async function sendChat(event) {
 async function streamChat(signal, show) {
   const asked = performance.now();
   const body = { model: $("chat-model").value, messages: state.talk, stream: true, stream_options: { include_usage: true } };
-  const response = await fetch("/v1/chat/completions", { method: "POST", signal, headers: headers({ "Content-Type": "application/json" }), body: JSON.stringify(body) });
+  const post = { method: "POST", signal, headers: headers({ "Content-Type": "application/json" }), body: JSON.stringify(body) };
+  let response = await fetch("/v1/chat/completions", post);
+  // A node answers for a model some moments after the model's owner is ready.
+  for (let again = 0; response.status === 503 && again < 4; again += 1) {
+    await new Promise((done) => setTimeout(done, 500));
+    response = await fetch("/v1/chat/completions", post);
+  }
   if (!response.ok) throw new Error(await reason(response));
   let answer = "", first = 0, tokens = 0;
   text($("chat-said"), "");
