@@ -52,6 +52,8 @@ function bytes(n) {
   return `${n < 10 && at > 0 ? n.toFixed(1) : Math.round(n)} ${units[at]}`;
 }
 
+// A model's file goes by its name.
+const nick = (model) => (model.startsWith("/") || model.startsWith(".") ? model.split("/").pop() : model);
 const percent = (share) => `${Math.round(share * 100)} %`;
 const rate = (tokS) => (tokS === undefined || tokS === null ? "–" : tokS.toFixed(tokS < 10 ? 2 : 1));
 const seconds = (s) => (s === undefined || s === null ? "–" : s < 1 ? `${Math.round(s * 1000)} ms` : `${s.toFixed(1)} s`);
@@ -258,8 +260,8 @@ function updateNode(node, it) {
 
 function makeInstance(it) {
   const unload = el("button", { type: "button", onclick: () => unloadModel(it, unload) }, "Unload");
-  unload.setAttribute("aria-label", `Unload ${it.model}`);
-  return el("li", {}, el("div", { class: "title" }, el("strong", {}, it.model), el("span", { class: "pill" }), unload), el("p", { class: "facts" }),
+  unload.setAttribute("aria-label", `Unload ${nick(it.model)}`);
+  return el("li", {}, el("div", { class: "title" }, el("strong", { title: it.model }, nick(it.model)), el("span", { class: "pill" }), unload), el("p", { class: "facts" }),
     meter("Progress"), el("div", { class: "shards" }), el("p", { class: "beside" }, el("span", {}), el("span", {})), el("p", { class: "facts" }));
 }
 
@@ -296,7 +298,7 @@ function drawRequests(requests) {
     () => el("tr", {}, ...Array.from({ length: 8 }, (_, at) => el("td", { class: at > 3 ? "n" : null }))),
     (row, it) => {
       const stage = it.ttft_s === undefined ? "reads" : "writes";
-      [it.request, it.model, it.node || "here", stage, it.prompt_tokens, it.tokens, rate(it.tok_s), seconds(it.ttft_s)]
+      [it.request, nick(it.model), it.node || "here", stage, it.prompt_tokens, it.tokens, rate(it.tok_s), seconds(it.ttft_s)]
         .forEach((value, at) => text(row.children[at], String(value)));
     });
 }
@@ -314,7 +316,7 @@ function drawSpeed(requests) {
 function drawModels(instances) {
   const ready = instances.filter((it) => it.state === "ready");
   const choice = $("chat-model");
-  keyed(choice, ready, (it) => it.id, (it) => el("option", { value: it.model }, it.model), () => {});
+  keyed(choice, ready, (it) => it.id, (it) => el("option", { value: it.model }, nick(it.model)), () => {});
   if (!state.chat) $("send").disabled = ready.length === 0;
   if (state.talk.length === 0) {
     const words = ready.length ? "Ask the model something." : "Load a model to chat with it.";
@@ -329,10 +331,10 @@ function describe(event) {
     case "node_came": return ["good", "came", event.node];
     case "node_silent": return ["warn", "silent", event.node];
     case "node_went": return ["bad", "went", event.node];
-    case "instance": return [stateKind(event.state), event.state, [event.model, event.nodes.length && `on ${event.nodes.join(", ")}`, event.reason].filter(Boolean).join(" · ")];
-    case "split_changed": return ["warn", "split", `${event.model} ${event.text}`];
+    case "instance": return [stateKind(event.state), event.state, [nick(event.model), event.nodes.length && `on ${event.nodes.join(", ")}`, event.reason].filter(Boolean).join(" · ")];
+    case "split_changed": return ["warn", "split", `${nick(event.model)} ${event.text}`];
     case "fault": return ["bad", "fault", event.text];
-    case "request_started": return ["request", "asked", `no. ${event.request}, ${event.prompt_tokens} tokens to ${event.model}`];
+    case "request_started": return ["request", "asked", `no. ${event.request}, ${event.prompt_tokens} tokens to ${nick(event.model)}`];
     case "first_token": return ["request", "first token", `no. ${event.request} after ${seconds(event.ttft_s)}`];
     case "request_ended": return [event.outcome === "failed" ? "bad request" : "request", event.outcome, `no. ${event.request}, ${event.tokens} tokens${event.tok_s ? ` at ${rate(event.tok_s)}/s` : ""}`];
     default: return ["", event.kind, ""];
@@ -361,7 +363,7 @@ function drawEvents() {
 // ---- doing
 
 async function unloadModel(it, button) {
-  if (!confirm(`Unload ${it.model}? Answers under way end.`)) return;
+  if (!confirm(`Unload ${nick(it.model)}? Answers under way end.`)) return;
   button.disabled = true;
   try { await ask("unload", { model: it.id }); await look(); } catch (error) { alert(error.message); button.disabled = false; }
 }

@@ -127,7 +127,8 @@ impl View {
 fn tok_s(status: &Value) -> f64 {
     let requests = status["requests"].as_array().into_iter().flatten();
     let speeds = requests.filter_map(|request| request["tok_s"].as_f64());
-    speeds.sum()
+    // A sum of nothing would be -0.0.
+    speeds.fold(0.0, |a, b| a + b)
 }
 
 fn memory_share(node: &Value) -> Option<f64> {
@@ -416,6 +417,8 @@ q end  s sort (name)  / filter  arrows scroll";
                 plain(&mut View::default(), (width, height));
             }
         }
+        let empty = plain(&mut View::default(), (80, 24));
+        assert!(empty.contains("0 requests · 0.0 tokens/s"), "{empty}");
         let wide = plain(&mut view(), (200, 60));
         assert!(wide.contains("1.0 MiB/s in, 512 B/s out"), "{wide}");
     }
