@@ -169,6 +169,7 @@ async function cluster() {
       await page.locator("#instances .pill.good").waitFor();
       await page.waitForFunction(() => document.querySelectorAll("#instances .shards span").length === 2);
       await page.locator("#send:not([disabled])").waitFor();
+      await page.waitForTimeout(1500); // this node opens its API for the model
       await chat(page, "Name three colours of the rainbow.");
       await page.locator("#chat-said:not(:empty)").waitFor();
       const said = await page.locator("#talk .assistant").textContent();

@@ -506,6 +506,10 @@ impl Inner {
 
     fn list(&self) -> Vec<View> {
         let map = self.agent.map();
+        // Once: each look at the nodes reads all of their facts.
+        let nodes = self.agent.nodes().into_iter();
+        let names: BTreeMap<NodeId, String> = nodes.map(|n| (n.id, n.facts.name)).collect();
+        let name = |id: &NodeId| names.get(id).cloned().unwrap_or_else(|| id.to_string());
         let view = |(id, epoch, wanted): (InstanceId, u64, Wanted)| {
             let report = report(&map, id).filter(|report| report.epoch == epoch);
             let state = report.as_ref().map_or("waiting", |it| match it.state {
@@ -524,7 +528,7 @@ impl Inner {
                 state: state.to_owned(),
                 progress,
                 reason,
-                nodes: wanted.nodes.iter().map(|id| self.name(*id)).collect(),
+                nodes: wanted.nodes.iter().map(name).collect(),
                 epoch,
                 split: wanted.split,
             }

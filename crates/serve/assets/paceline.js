@@ -3,9 +3,11 @@
 // All text from the server enters the page as text nodes.
 "use strict";
 
-const KEPT_EVENTS = 300; // rows of the list; the page's memory stays flat
+const KEPT_EVENTS = 200; // rows of the list; the page's memory stays flat
 const LOOK_MS = 1000;
+const DRAW_MS = 500; // between drawings of new events
 const SPEED_POINTS = 120;
+const CLOCK = new Intl.DateTimeFormat([], { timeStyle: "medium", hour12: false });
 
 const $ = (id) => document.getElementById(id);
 const state = { status: null, speed: [], seen: 0, queue: [], talk: [], chat: null, node: null };
@@ -50,6 +52,8 @@ function bytes(n) {
   return `${n < 10 && at > 0 ? n.toFixed(1) : Math.round(n)} ${units[at]}`;
 }
 
+// A model's file goes by its name.
+const nick = (model) => (model.startsWith("/") || model.startsWith(".") ? model.split("/").pop() : model);
 const percent = (share) => `${Math.round(share * 100)} %`;
 const rate = (tokS) => (tokS === undefined || tokS === null ? "–" : tokS.toFixed(tokS < 10 ? 2 : 1));
 const seconds = (s) => (s === undefined || s === null ? "–" : s < 1 ? `${Math.round(s * 1000)} ms` : `${s.toFixed(1)} s`);
@@ -256,8 +260,8 @@ function updateNode(node, it) {
 
 function makeInstance(it) {
   const unload = el("button", { type: "button", onclick: () => unloadModel(it, unload) }, "Unload");
-  unload.setAttribute("aria-label", `Unload ${it.model}`);
-  return el("li", {}, el("div", { class: "title" }, el("strong", {}, it.model), el("span", { class: "pill" }), unload), el("p", { class: "facts" }),
+  unload.setAttribute("aria-label", `Unload ${nick(it.model)}`);
+  return el("li", {}, el("div", { class: "title" }, el("strong", { title: it.model }, nick(it.model)), el("span", { class: "pill" }), unload), el("p", { class: "facts" }),
     meter("Progress"), el("div", { class: "shards" }), el("p", { class: "beside" }, el("span", {}), el("span", {})), el("p", { class: "facts" }));
 }
 
@@ -294,7 +298,7 @@ function drawRequests(requests) {
     () => el("tr", {}, ...Array.from({ length: 8 }, (_, at) => el("td", { class: at > 3 ? "n" : null }))),
     (row, it) => {
       const stage = it.ttft_s === undefined ? "reads" : "writes";
-      [it.request, it.model, it.node || "here", stage, it.prompt_tokens, it.tokens, rate(it.tok_s), seconds(it.ttft_s)]
+      [it.request, nick(it.model), it.node || "here", stage, it.prompt_tokens, it.tokens, rate(it.tok_s), seconds(it.ttft_s)]
         .forEach((value, at) => text(row.children[at], String(value)));
     });
 }
@@ -312,7 +316,7 @@ function drawSpeed(requests) {
 function drawModels(instances) {
   const ready = instances.filter((it) => it.state === "ready");
   const choice = $("chat-model");
-  keyed(choice, ready, (it) => it.id, (it) => el("option", { value: it.model }, it.model), () => {});
+  keyed(choice, ready, (it) => it.id, (it) => el("option", { value: it.model }, nick(it.model)), () => {});
   if (!state.chat) $("send").disabled = ready.length === 0;
   if (state.talk.length === 0) {
     const words = ready.length ? "Ask the model something." : "Load a model to chat with it.";
@@ -327,10 +331,10 @@ function describe(event) {
     case "node_came": return ["good", "came", event.node];
     case "node_silent": return ["warn", "silent", event.node];
     case "node_went": return ["bad", "went", event.node];
-    case "instance": return [stateKind(event.state), event.state, [event.model, event.nodes.length && `on ${event.nodes.join(", ")}`, event.reason].filter(Boolean).join(" · ")];
-    case "split_changed": return ["warn", "split", `${event.model} ${event.text}`];
+    case "instance": return [stateKind(event.state), event.state, [nick(event.model), event.nodes.length && `on ${event.nodes.join(", ")}`, event.reason].filter(Boolean).join(" · ")];
+    case "split_changed": return ["warn", "split", `${nick(event.model)} ${event.text}`];
     case "fault": return ["bad", "fault", event.text];
-    case "request_started": return ["request", "asked", `no. ${event.request}, ${event.prompt_tokens} tokens to ${event.model}`];
+    case "request_started": return ["request", "asked", `no. ${event.request}, ${event.prompt_tokens} tokens to ${nick(event.model)}`];
     case "first_token": return ["request", "first token", `no. ${event.request} after ${seconds(event.ttft_s)}`];
     case "request_ended": return [event.outcome === "failed" ? "bad request" : "request", event.outcome, `no. ${event.request}, ${event.tokens} tokens${event.tok_s ? ` at ${rate(event.tok_s)}/s` : ""}`];
     default: return ["", event.kind, ""];
@@ -341,7 +345,7 @@ function hearEvent(event) {
   state.seen = event.seq;
   state.queue.push(event);
   if (state.queue.length > KEPT_EVENTS) state.queue.shift();
-  if (state.queue.length === 1) setTimeout(drawEvents, 250); // many at once are one change
+  if (state.queue.length === 1) setTimeout(drawEvents, DRAW_MS); // many at once are one change
   if (event.kind === "node_went" || event.kind === "node_silent") look();
 }
 
@@ -349,7 +353,7 @@ function drawEvents() {
   const rows = state.queue.splice(0).reverse().map((event) => {
     const [kind, word, rest] = describe(event);
     const at = new Date(event.unix_ms);
-    return el("li", { class: kind }, el("time", { datetime: at.toISOString() }, at.toLocaleTimeString([], { hour12: false })), el("b", {}, word), el("span", {}, rest));
+    return el("li", { class: kind }, el("time", { datetime: at.toISOString() }, CLOCK.format(at)), el("b", {}, word), el("span", {}, rest));
   });
   const list = $("events");
   list.prepend(...rows);
@@ -359,7 +363,7 @@ function drawEvents() {
 // ---- doing
 
 async function unloadModel(it, button) {
-  if (!confirm(`Unload ${it.model}? Answers under way end.`)) return;
+  if (!confirm(`Unload ${nick(it.model)}? Answers under way end.`)) return;
   button.disabled = true;
   try { await ask("unload", { model: it.id }); await look(); } catch (error) { alert(error.message); button.disabled = false; }
 }
@@ -432,7 +436,13 @@ async function sendChat(event) {
 async function streamChat(signal, show) {
   const asked = performance.now();
   const body = { model: $("chat-model").value, messages: state.talk, stream: true, stream_options: { include_usage: true } };
-  const response = await fetch("/v1/chat/completions", { method: "POST", signal, headers: headers({ "Content-Type": "application/json" }), body: JSON.stringify(body) });
+  const post = { method: "POST", signal, headers: headers({ "Content-Type": "application/json" }), body: JSON.stringify(body) };
+  let response = await fetch("/v1/chat/completions", post);
+  // A node answers for a model some moments after the model's owner is ready.
+  for (let again = 0; response.status === 503 && again < 4; again += 1) {
+    await new Promise((done) => setTimeout(done, 500));
+    response = await fetch("/v1/chat/completions", post);
+  }
   if (!response.ok) throw new Error(await reason(response));
   let answer = "", first = 0, tokens = 0;
   text($("chat-said"), "");

@@ -255,6 +255,10 @@ impl Outlet {
         }
         self.is_over = matches!(reply, Reply::Finished { .. } | Reply::Failed(_));
         self.meter.reply(&reply, (self.now)());
+        self.send(reply);
+    }
+
+    fn send(&mut self, reply: Reply) {
         match self.sender.try_send((self.choice, reply)) {
             Ok(()) => {}
             Err(mpsc::error::TrySendError::Closed(_)) => self.is_over = true,
@@ -269,7 +273,11 @@ impl Outlet {
 impl Drop for Outlet {
     /// A service that drops a sink before its last reply would leave the client waiting.
     fn drop(&mut self) {
+        if self.is_over {
+            return;
+        }
+        // The meter does not hear of it: a cancelled answer ends so, and did not fail.
         let reason = "its replies ended early".to_owned();
-        self.put(Reply::Failed(Failure::Lost { reason }));
+        self.send(Reply::Failed(Failure::Lost { reason }));
     }
 }

@@ -34,7 +34,7 @@ use crate::Error;
 use crate::access::{Remote, check_key, check_origin};
 use crate::api::asking::body_in_time;
 use crate::config::Config;
-use crate::events::Events;
+use crate::events::{Event, Events};
 use crate::keys::Watched;
 use crate::rejection::Rejection;
 use crate::server::{Phase, reach};
@@ -90,6 +90,7 @@ pub(crate) fn over(
     Ok(Router::new().fallback(answer).with_state(Arc::new(shared)))
 }
 
+/// Answers a request of the dashboard; passes others on.
 async fn answer(State(shared): State<Arc<Shared>>, request: Request) -> Response {
     let reads = matches!(*request.method(), Method::GET | Method::HEAD);
     let path = request.uri().path().to_owned();
@@ -255,32 +256,37 @@ struct Feed {
 impl Feed {
     /// The next events, or a comment as a sign of life; `None` when the server stops.
     async fn next(&mut self) -> Option<Bytes> {
-        self.newest.borrow_and_update();
-        let events = self.events.after(self.seen, PIECE_EVENTS);
-        if let Some(last) = events.last() {
-            self.seen = last.seq;
-            self.has_begun = true;
-            let mut out = String::new();
-            for event in &events {
-                let json = serde_json::to_string(event).expect("an event is JSON");
-                out += &format!("id: {}\ndata: {json}\n\n", event.seq);
+        loop {
+            self.newest.borrow_and_update();
+            let events = self.events.after(self.seen, PIECE_EVENTS);
+            let is_first = !std::mem::replace(&mut self.has_begun, true);
+            if let Some(last) = events.last() {
+                self.seen = last.seq;
+                return Some(piece(&events));
             }
-            return Some(out.into());
-        }
-        // Says at once that the stream stands, so that a client sees its status.
-        if !std::mem::replace(&mut self.has_begun, true) {
-            return Some(Bytes::from_static(b": begun\n\n"));
-        }
-        tokio::select! {
-            () = reach(&mut self.phase, Phase::Draining) => return None,
-            changed = self.newest.changed() => changed.ok()?,
-            () = tokio::time::sleep(self.keep_alive) => {}
-        }
-        match *self.newest.borrow() > self.seen {
-            true => Some(Bytes::new()),
-            false => Some(Bytes::from_static(b": alive\n\n")),
+            // Said at once, so that the client sees the status.
+            if is_first {
+                return Some(Bytes::from_static(b": begun\n\n"));
+            }
+            tokio::select! {
+                () = reach(&mut self.phase, Phase::Draining) => return None,
+                changed = self.newest.changed() => changed.ok()?,
+                () = tokio::time::sleep(self.keep_alive) => {
+                    return Some(Bytes::from_static(b": alive\n\n"));
+                }
+            }
         }
     }
+}
+
+/// Events as SSE, each with its number.
+fn piece(events: &[Event]) -> Bytes {
+    let mut out = String::new();
+    for event in events {
+        let json = serde_json::to_string(event).expect("an event is JSON");
+        out += &format!("id: {}\ndata: {json}\n\n", event.seq);
+    }
+    out.into()
 }
 
 /// The result of `work` on a thread that may block; `None` when it panicked or took too long.

@@ -127,7 +127,8 @@ impl View {
 fn tok_s(status: &Value) -> f64 {
     let requests = status["requests"].as_array().into_iter().flatten();
     let speeds = requests.filter_map(|request| request["tok_s"].as_f64());
-    speeds.sum()
+    // A sum of nothing would be -0.0.
+    speeds.fold(0.0, |a, b| a + b)
 }
 
 fn memory_share(node: &Value) -> Option<f64> {
@@ -139,12 +140,13 @@ fn memory_share(node: &Value) -> Option<f64> {
 /// One frame as text, its lines without spaces at their ends.
 pub(super) fn plain(view: &mut View, (width, height): (u16, u16)) -> String {
     let mut buffer = Buffer::empty(Rect::new(0, 0, width, height));
-    draw(view, buffer.area, &mut buffer);
+    let area = buffer.area;
+    draw(view, area, &mut buffer);
     let line = |y: u16| {
-        let cells = (0..width).map(|x| buffer[(x, y)].symbol());
+        let cells = (0..area.width).map(|x| buffer[(x, y)].symbol());
         cells.collect::<String>().trim_end().to_owned()
     };
-    let lines: Vec<String> = (0..height).map(line).collect();
+    let lines: Vec<String> = (0..area.height).map(line).collect();
     lines.join("\n").trim_end().to_owned()
 }
 
@@ -162,9 +164,9 @@ fn draw(view: &mut View, area: Rect, buffer: &mut Buffer) {
     let parts = Layout::vertical([
         Constraint::Length(1),
         Constraint::Length(if has_graph { GRAPH_ROWS } else { 0 }),
-        Constraint::Max(nodes.min(area.height / 2)),
+        Constraint::Length(nodes.min(area.height / 2)),
         Constraint::Length(1),
-        Constraint::Max(instances.min(area.height / 3)),
+        Constraint::Length(instances.min(area.height / 3)),
         Constraint::Length(1),
         Constraint::Fill(1),
         Constraint::Length(1),
@@ -415,6 +417,8 @@ q end  s sort (name)  / filter  arrows scroll";
                 plain(&mut View::default(), (width, height));
             }
         }
+        let empty = plain(&mut View::default(), (80, 24));
+        assert!(empty.contains("0 requests · 0.0 tokens/s"), "{empty}");
         let wide = plain(&mut view(), (200, 60));
         assert!(wide.contains("1.0 MiB/s in, 512 B/s out"), "{wide}");
     }
