@@ -266,8 +266,8 @@ impl Names<'_> {
         }
     }
 
-    /// Refuses a router `(experts, C)` whose weights or biases are not numbers: what it chooses then
-    /// would depend on the processor.
+    /// Refuses a router `(experts, C)` whose weights or biases are not numbers: its choice would
+    /// depend on the processor.
     fn check_router(&self, role: Role, shape: [usize; 2]) -> Result<(), Error> {
         let stored = self.as_stored(role, shape)?;
         let bad = |values: &[f32]| values.iter().copied().find(|x| !x.is_finite());
