@@ -160,6 +160,14 @@ pub(crate) enum AsStored {
 }
 
 impl AsStored {
+    /// The name in the file.
+    fn name(&self) -> &str {
+        match self {
+            Self::Whole(tensor) => &tensor.name,
+            Self::Mlx(matrix) => &matrix.name,
+        }
+    }
+
     /// Writes the embedding of `token`, `(width,)`, as stored.
     pub(crate) fn row(&self, token: u32, out: &mut [f32]) {
         match self {
@@ -254,6 +262,27 @@ impl Names<'_> {
             Some(bad) => Err(Error::NotFinite {
                 name: tensor.name,
                 got: *bad,
+            }),
+        }
+    }
+
+    /// Refuses a router `(experts, C)` whose weights or biases are not numbers: its choice would
+    /// depend on the processor.
+    fn check_router(&self, role: Role, shape: [usize; 2]) -> Result<(), Error> {
+        let stored = self.as_stored(role, shape)?;
+        let bad = |values: &[f32]| values.iter().copied().find(|x| !x.is_finite());
+        let mut row = vec![0.0; shape[1]];
+        let rows = (0..shape[0] as u32).map(|expert| {
+            stored.row(expert, &mut row);
+            bad(&row)
+        });
+        let weight = rows.flatten().next();
+        let bias = self.bias(role, shape[0])?;
+        match weight.or_else(|| bad(bias.as_deref().unwrap_or(&[]))) {
+            None => Ok(()),
+            Some(got) => Err(Error::NotFinite {
+                name: stored.name().to_owned(),
+                got,
             }),
         }
     }
@@ -418,7 +447,11 @@ impl Loader<'_> {
     ) -> Result<Experts, Error> {
         let width = self.config.width;
         let role = |part| Role::Layer(layer, part);
-        let router = |part, rows| self.whole(role(part), [rows, width], true);
+        let router = |part, rows| {
+            let shape = [rows, width];
+            self.names.check_router(role(part), shape)?;
+            self.whole(role(part), shape, true)
+        };
         let nth = |index| Nth {
             index,
             of: of.count,
