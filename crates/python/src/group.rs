@@ -23,7 +23,7 @@ const SECONDS_MAX: f64 = 3.2e7;
 /// # Errors
 /// `ValueError` if that is no number of seconds.
 pub(crate) fn deadline(seconds: f64) -> PyResult<Deadline> {
-    if !(seconds >= 0.0) {
+    if seconds.is_nan() || seconds < 0.0 {
         let text = format!("the deadline is {seconds} s, expected 0 or more");
         return Err(PyValueError::new_err(text));
     }
