@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as c10d
-from torch._C._distributed_c10d import _create_work_from_future
+from torch._C import _distributed_c10d as native
 from torch.futures import Future
 
 from . import distributed as dist
@@ -43,11 +43,19 @@ _OPS = {"SUM": 0, "AVG": 0, "MAX": 1, "MIN": 2, "PRODUCT": 3}
 _OWN_TAGS = 1 << 31
 
 
+def _op(op: Any) -> str:
+    """The name of a reduction."""
+    for name in _OPS:
+        if op == getattr(c10d.ReduceOp, name):
+            return name
+    raise NotImplementedError(f"paceline has no reduction {op}; use one of {', '.join(_OPS)}")
+
+
 def _done(value: Any) -> Any:
     """A work that is over."""
     future: Future[Any] = Future()
     future.set_result(value)
-    return _create_work_from_future(future)
+    return native._create_work_from_future(future)
 
 
 def _started(future: Any, value: Any) -> Any:
@@ -59,7 +67,7 @@ def _started(future: Any, value: Any) -> Any:
         ours.set_exception(error) if error else ours.set_result(value)
 
     future.add_done_callback(end)
-    return _create_work_from_future(ours)
+    return native._create_work_from_future(ours)
 
 
 class _Staged:
@@ -90,6 +98,15 @@ class ProcessGroup(c10d.ProcessGroup):
     def getBackendName(self) -> str:  # noqa: N802, torch's name
         return "paceline"
 
+    @property
+    def group_name(self) -> str:
+        """The name that torch has given this group; its own keeps it with a backend in C++."""
+        return c10d.distributed_c10d._world.pg_names[self]
+
+    def _get_backend(self, device: Any) -> ProcessGroup:
+        """Itself: there is no backend in C++ below. It has no `supports_coalescing`."""
+        return self
+
     def _limit(self, opts: Any) -> float:
         seconds = getattr(getattr(opts, "timeout", None), "total_seconds", lambda: -1.0)()
         return seconds if seconds > 0 else self._seconds
@@ -97,35 +114,31 @@ class ProcessGroup(c10d.ProcessGroup):
     # Reductions.
 
     def _sum(self, tensor: torch.Tensor, op: Any, seconds: float) -> None:
-        name = str(op).rpartition(".")[2]
-        if name not in _OPS:
-            raise NotImplementedError(f"paceline has no reduction {name}; use one of {list(_OPS)}")
+        name = _op(op)
         staged = _Staged(tensor)
         self._native.all_reduce(staged.array, staged.array, (staged.kind, _OPS[name]), seconds)
         if name == "AVG":
             staged.here.div_(self.size())
         staged.keep()
 
-    def allreduce(self, tensors: Any, opts: Any = c10d.AllreduceOptions()) -> Any:
+    def allreduce(self, tensors: Any, opts: Any = native.AllreduceOptions()) -> Any:
         for tensor in tensors:
             self._sum(tensor, opts.reduceOp, self._limit(opts))
         return _done(tensors)
 
-    def allreduce_coalesced(self, tensors: Any, opts: Any = c10d.AllreduceOptions()) -> Any:
+    def allreduce_coalesced(self, tensors: Any, opts: Any = native.AllreduceOptions()) -> Any:
         return self.allreduce(tensors, opts)
 
-    def reduce(self, tensors: Any, opts: Any = c10d.ReduceOptions()) -> Any:
+    def reduce(self, tensors: Any, opts: Any = native.ReduceOptions()) -> Any:
         for tensor in tensors:
             result = tensor if self.rank() == opts.rootRank else tensor.clone()
             self._sum(result, opts.reduceOp, self._limit(opts))
         return _done(tensors)
 
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor,
-                              opts: Any = c10d.ReduceScatterOptions()) -> Any:
-        name = str(opts.reduceOp).rpartition(".")[2]
-        if name not in _OPS:
-            raise NotImplementedError(f"paceline has no reduction {name}; use one of {list(_OPS)}")
-        into, values = _Staged(output), _Staged(input)
+                              opts: Any = native.ReduceScatterOptions()) -> Any:
+        name = _op(opts.reduceOp)
+        into, values = _Staged(output), _Staged(_apart(input, output))
         kind = (into.kind, _OPS[name])
         self._native.reduce_scatter(values.array, into.array, kind, self._limit(opts))
         if name == "AVG":
@@ -134,20 +147,20 @@ class ProcessGroup(c10d.ProcessGroup):
         return _done(output)
 
     def reduce_scatter(self, outputs: Any, inputs: Any,
-                       opts: Any = c10d.ReduceScatterOptions()) -> Any:
+                       opts: Any = native.ReduceScatterOptions()) -> Any:
         for output, parts in zip(outputs, inputs, strict=True):
             self.reduce_scatter_single(output, _joined(parts, output), opts)
         return _done(outputs)
 
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any,
-                                        opts: Any = c10d.ReduceScatterOptions()) -> Any:
+                                        opts: Any = native.ReduceScatterOptions()) -> Any:
         for output, input in zip(outputs, inputs, strict=True):
             self.reduce_scatter_single(output, input, opts)
         return _done(outputs)
 
     # Movements.
 
-    def broadcast(self, tensors: Any, opts: Any = c10d.BroadcastOptions()) -> Any:
+    def broadcast(self, tensors: Any, opts: Any = native.BroadcastOptions()) -> Any:
         for tensor in tensors:
             staged = _Staged(tensor)
             self._native.broadcast(staged.array, opts.rootRank, staged.kind, self._limit(opts))
@@ -155,13 +168,13 @@ class ProcessGroup(c10d.ProcessGroup):
         return _done(tensors)
 
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor,
-                          opts: Any = c10d.AllgatherOptions()) -> Any:
-        into, values = _Staged(output), _Staged(input)
+                          opts: Any = native.AllgatherOptions()) -> Any:
+        into, values = _Staged(output), _Staged(_apart(input, output))
         self._native.all_gather(values.array, into.array, values.kind, self._limit(opts))
         into.keep()
         return _done(output)
 
-    def allgather(self, outputs: Any, inputs: Any, opts: Any = c10d.AllgatherOptions()) -> Any:
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = native.AllgatherOptions()) -> Any:
         for parts, input in zip(outputs, inputs, strict=True):
             whole = input.new_empty((self.size(), input.numel()))
             self.all_gather_single(whole, input, opts)
@@ -170,7 +183,7 @@ class ProcessGroup(c10d.ProcessGroup):
         return _done(outputs)
 
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any,
-                                    opts: Any = c10d.AllgatherOptions()) -> Any:
+                                    opts: Any = native.AllgatherOptions()) -> Any:
         for output, input in zip(outputs, inputs, strict=True):
             self.all_gather_single(output, input, opts)
         return _done(outputs)
@@ -178,8 +191,8 @@ class ProcessGroup(c10d.ProcessGroup):
     def all_to_all_single(self, output: torch.Tensor, input: torch.Tensor,
                           output_splits: Sequence[int] | None = None,
                           input_splits: Sequence[int] | None = None,
-                          opts: Any = c10d.AllToAllOptions()) -> Any:
-        into, values = _Staged(output), _Staged(input)
+                          opts: Any = native.AllToAllOptions()) -> Any:
+        into, values = _Staged(output), _Staged(_apart(input, output))
         splits = None
         if output_splits or input_splits:
             splits = (self._counts(input, input_splits), self._counts(output, output_splits))
@@ -193,7 +206,7 @@ class ProcessGroup(c10d.ProcessGroup):
         row = tensor.numel() // rows if rows else 0
         return [count * row for count in splits or [rows // self.size()] * self.size()]
 
-    def alltoall(self, outputs: Any, inputs: Any, opts: Any = c10d.AllToAllOptions()) -> Any:
+    def alltoall(self, outputs: Any, inputs: Any, opts: Any = native.AllToAllOptions()) -> Any:
         whole = torch.cat([input.detach().reshape(-1) for input in inputs])
         sizes = [output.numel() for output in outputs]
         into = whole.new_empty(sum(sizes))
@@ -202,7 +215,7 @@ class ProcessGroup(c10d.ProcessGroup):
             output.detach().copy_(part.view(output.shape))
         return _done(outputs)
 
-    def gather(self, outputs: Any, inputs: Any, opts: Any = c10d.GatherOptions()) -> Any:
+    def gather(self, outputs: Any, inputs: Any, opts: Any = native.GatherOptions()) -> Any:
         root = opts.rootRank
         for input in inputs:
             if self.rank() != root:
@@ -215,7 +228,7 @@ class ProcessGroup(c10d.ProcessGroup):
                     self._recv(part, rank, _OWN_TAGS, self._limit(opts))
         return _done(outputs)
 
-    def scatter(self, outputs: Any, inputs: Any, opts: Any = c10d.ScatterOptions()) -> Any:
+    def scatter(self, outputs: Any, inputs: Any, opts: Any = native.ScatterOptions()) -> Any:
         root = opts.rootRank
         for output in outputs:
             if self.rank() != root:
@@ -228,7 +241,7 @@ class ProcessGroup(c10d.ProcessGroup):
                     self._send(part, rank, _OWN_TAGS + 1, self._limit(opts))
         return _done(outputs)
 
-    def barrier(self, opts: Any = c10d.BarrierOptions()) -> Any:
+    def barrier(self, opts: Any = native.BarrierOptions()) -> Any:
         self._native.barrier(self._limit(opts))
         return _done(None)
 
@@ -267,6 +280,12 @@ class ProcessGroup(c10d.ProcessGroup):
 
     def __repr__(self) -> str:
         return f"paceline.torch.ProcessGroup(rank={self.rank()}, size={self.size()})"
+
+
+def _apart(input: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+    """`input`, copied where it may lie in the memory of `output`, as FSDP's does."""
+    same = input.untyped_storage().data_ptr() == output.untyped_storage().data_ptr()
+    return input.clone() if same else input
 
 
 def _joined(parts: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
