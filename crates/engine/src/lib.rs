@@ -58,6 +58,7 @@
 
 mod config;
 mod constraint;
+mod embedding;
 mod engine;
 mod error;
 mod follower;
@@ -71,6 +72,7 @@ mod snapshot;
 
 pub use config::EngineConfig;
 pub use constraint::{ConstraintError, Grammars};
+pub use embedding::{Embedder, EncoderService};
 pub use engine::Engine;
 pub use error::Error;
 pub use follower::Follower;

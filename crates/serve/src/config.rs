@@ -29,6 +29,8 @@ pub struct Config {
     /// Whether fields that no specification has are passed over, with a `warning` header, instead
     /// of refused.
     pub is_lenient: bool,
+    /// Lets clients remove models; nobody may without it.
+    pub remover: Option<Remover>,
 }
 
 impl Config {
@@ -42,6 +44,7 @@ impl Config {
             clock,
             facts: Facts::default(),
             is_lenient: false,
+            remover: None,
         }
     }
 
@@ -227,6 +230,17 @@ impl Default for Facts {
 impl fmt::Debug for Facts {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("Facts(..)")
+    }
+}
+
+/// Removes the model of this name from the machine's store. False where there is none; what went
+/// wrong, for the client.
+#[derive(Clone)]
+pub struct Remover(pub Arc<dyn Fn(&str) -> Result<bool, String> + Send + Sync>);
+
+impl fmt::Debug for Remover {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Remover(..)")
     }
 }
 

@@ -62,7 +62,9 @@ mod store;
 mod stream;
 
 pub use api::doors::Doors;
-pub use config::{Access, Clock, Config, DEFAULT_PORT, Fact, Facts, Limits, Status, Times};
+pub use config::{
+    Access, Clock, Config, DEFAULT_PORT, Fact, Facts, Limits, Remover, Status, Times,
+};
 pub use error::Error;
 pub use model::{About, Model, default_sampling, recommended_sampling};
 pub use server::{Handle, Server};

@@ -11,6 +11,7 @@ mod answers;
 mod client;
 mod connections;
 mod dialects;
+mod embeddings;
 mod endings;
 mod fields;
 mod manners;
