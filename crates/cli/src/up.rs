@@ -370,7 +370,7 @@ impl Args {
         }
     }
 
-    /// What clients call the model: a file's or folder's own name, and all that was given.
+    /// The model's names for clients: a file's or folder's own name, and the argument as given.
     fn named(&self, given: &str) -> Named {
         let name = Path::new(given).file_stem();
         let is_path = Path::new(given).exists();

@@ -16,12 +16,12 @@ pub trait Embedder: Send + Sync + Debug {
     /// Most tokens of a text.
     fn context(&self) -> usize;
 
-    /// One vector of length 1 for each of `texts`, in order. Blocks while it computes; gives up
-    /// between steps, of a second or so at most, once `is_over` says so.
+    /// Computes a vector of length 1 for each of `texts`, in order. Blocks. Gives up between steps,
+    /// of about a second at most, once `is_over` is true.
     ///
     /// # Errors
     /// [`Failure::Invalid`] for a text that cannot be computed, by its index;
-    /// [`Failure::Unavailable`] once `is_over` said so.
+    /// [`Failure::Unavailable`] where `is_over` was true.
     fn embed(
         &self,
         texts: &[Vec<u32>],

@@ -31,7 +31,7 @@ pub trait Service: Send + Sync + std::fmt::Debug {
     /// How it is.
     fn status(&self) -> Status;
 
-    /// What makes vectors of texts, where the model is an encoder: then it generates nothing.
+    /// The encoder that makes vectors of texts; a service that has one generates nothing.
     fn embedder(&self) -> Option<&dyn Embedder> {
         None
     }

@@ -29,7 +29,7 @@ pub struct Config {
     /// Whether fields that no specification has are passed over, with a `warning` header, instead
     /// of refused.
     pub is_lenient: bool,
-    /// Lets clients remove models; nobody may without it.
+    /// Lets clients remove models; without it such requests are refused.
     pub remover: Option<Remover>,
 }
 

@@ -24,7 +24,7 @@ pub(super) fn source(path: &Path) -> Option<Source> {
 /// Loads it, for clients to call it `named`.
 ///
 /// # Errors
-/// What is wrong with its files, by name.
+/// A file that is missing or cannot be computed with, by name.
 pub(super) fn load(
     args: &Args,
     path: &Path,

@@ -10,7 +10,7 @@
 //! - `bpe`: byte-level byte-pair encoding of a GGUF (`tokenizer.ggml.model` = `gpt2`): words cut
 //!   by `pretokenize`, merged by the `tokenizers` crate;
 //! - `spm`: SentencePiece by scores of a GGUF (`llama`), our own, for the crate cannot express it;
-//! - `json`: whatever a `tokenizer.json` describes (WordPiece of BERT too), run by the crate.
+//! - `json`: any model of a `tokenizer.json` (WordPiece of BERT too), run by the crate.
 //!
 //! Invariant: with [`Specials::AsText`] no id of a control token comes out, whatever the text.
 //!

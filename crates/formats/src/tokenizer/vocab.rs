@@ -48,11 +48,11 @@ pub(super) enum Spelling {
     ByteLevel,
     /// Plain text with U+2581 for a space, as in SentencePiece.
     Sentence,
-    /// Plain words; a piece that goes on a word begins with `##`, as in BERT.
+    /// Plain words; a piece that continues a word begins with `##`, as in BERT.
     WordPiece,
 }
 
-/// What begins a piece that goes on a word.
+/// Prefix of a piece that continues a word.
 const CONTINUING: &str = "##";
 
 /// U+2581, which SentencePiece writes for a space.

@@ -123,7 +123,7 @@ fn is_strict(tool: &Json) -> bool {
     function["strict"] == true || tool["strict"] == true
 }
 
-/// What is told of a tool whose arguments no schema holds.
+/// The warning about a tool whose arguments are held to no schema.
 fn unheld(tool: &Tool) -> (String, Unsupported) {
     let (keyword, place) = ("properties".to_owned(), "#".to_owned());
     (tool.name.clone(), Unsupported { keyword, place })

@@ -1,4 +1,4 @@
-//! What the files of an encoder say about its shape, checked.
+//! The shape of an encoder, read from its files and checked.
 
 use std::borrow::Cow;
 
@@ -9,10 +9,10 @@ use crate::{Error, Source};
 
 /// Largest accepted sizes: several times those of published encoders.
 const MAX_WIDTH: u64 = 1 << 14;
-const MAX_FFN: u64 = 1 << 16;
+const MAX_FFN: u64 = 1 << 15;
 const MAX_LAYERS: u64 = 1 << 8;
 const MAX_VOCAB: u64 = 1 << 22;
-const MAX_POSITIONS: u64 = 1 << 16;
+const MAX_POSITIONS: u64 = 1 << 14;
 
 /// Encoders that are computed, by `model_type`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -147,7 +147,7 @@ impl EncoderConfig {
     }
 }
 
-/// Refuses what would be computed wrongly.
+/// Refuses settings that would be computed wrongly.
 fn refuse_what_differs(config: &Value) -> Result<(), Error> {
     let kind = text(config, "position_embedding_type")?.unwrap_or("absolute");
     if kind != "absolute" {

@@ -1,4 +1,4 @@
-//! One step of an encoder. T rows of all its texts, C width, H heads of D, F feed-forward width.
+//! A step of an encoder. T rows of all its texts, C width, H heads of D, F feed-forward width.
 //!
 //! Every sum has one order: products that of [`paceline_tensor::matmul`], norms and pooling that of
 //! the row in f64, attention that of the keys.
@@ -172,7 +172,7 @@ impl<'a> Step<'a> {
         );
     }
 
-    /// One vector of length 1 of the rows of a text.
+    /// The vector of a text's rows, scaled to length 1.
     fn pooled(&self, rows: Range<usize>) -> Vec<f32> {
         let n = rows.len() as f64;
         let mut sums: Vec<f64> = vec![0.0; self.config.width];

@@ -46,7 +46,7 @@ impl Encoder {
     /// Loads the encoder of a Hugging Face folder. Cost: one copy of its weights.
     ///
     /// # Errors
-    /// What the files lack, or hold and cannot be computed with.
+    /// A weight or field that is missing or cannot be computed with, by name.
     pub fn load(source: &Source, kernels: Arc<Kernels>) -> Result<Self, Error> {
         let Source::Hf(folder) = source else {
             let architecture = "a GGUF file".to_owned();

@@ -8,7 +8,7 @@ use paceline_tensor::{PackOptions, Packed, StoredMatrix, ThreadPool, stored};
 use super::EncoderConfig;
 use crate::Error;
 
-/// What names may begin with: a bare model's with nothing.
+/// Prefixes of names; a bare model's have none.
 const PREFIXES: [&str; 3] = ["", "bert.", "roberta."];
 
 /// Everything. C width, F feed-forward width.

@@ -1,4 +1,4 @@
-//! Vectors of texts: computed on a thread of their own, given up when nobody waits for them.
+//! Vectors of texts, computed on a blocking thread, which gives up when the client has left.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -25,7 +25,7 @@ impl Drop for Over {
     }
 }
 
-/// What computed in the background gives back.
+/// The result of the blocking thread.
 type Computed = Result<Vec<Vec<f32>>, Failure>;
 
 /// Computes and tells the vectors of `ask`. `place` is held until the work has ended.
@@ -67,7 +67,7 @@ pub(super) async fn respond(
 }
 
 impl App {
-    /// What makes vectors.
+    /// The model's encoder.
     ///
     /// # Errors
     /// [`Rejection::NotDone`] where the model generates text.

@@ -117,7 +117,7 @@ const OPERATIONS: [Operation; 11] = [
     ),
 ];
 
-/// Those of models that make vectors.
+/// Operations of models that make vectors.
 const EMBEDDING: [Operation; 3] = [
     operation(
         "/v1/embeddings",

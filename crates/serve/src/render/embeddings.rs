@@ -11,7 +11,7 @@ use serde::Serialize;
 
 use crate::request::embeddings::Form;
 
-/// What is told beside the vectors.
+/// Facts that are told beside the vectors.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Facts<'a> {
     /// The model's own name.

@@ -33,7 +33,7 @@ pub(crate) enum Form {
     OllamaOld,
 }
 
-/// What becomes of texts that are too long or empty.
+/// The treatment of texts that are too long or empty.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Care {
     /// Both are refused.

@@ -172,7 +172,7 @@ fn draw(state: &mut u64, n: usize) -> usize {
     (*state % n as u64) as usize
 }
 
-/// What ends texts, which chance alone would never write.
+/// Ends of free texts, which chance alone would never write.
 const ENDS: [&str; 6] = [
     "</arg_value>",
     "\n</parameter>",
@@ -242,7 +242,7 @@ fn drawn(
     None
 }
 
-/// What a grammar lets through its family's reader takes for calls of these tools, whatever it is.
+/// A family's reader finds calls of these tools in every answer that its grammar lets through.
 #[test]
 fn what_passes_is_a_call_for_the_reader() {
     const DRAWS: usize = 16;
