@@ -284,8 +284,7 @@ impl Look<'_> {
         let (mut scores, mut weights) = (vec![0.0_f32; n], vec![0.0_f32; n]);
         for (h, out) in out.chunks_exact_mut(d).enumerate() {
             scores.fill(0.0);
-            for i in h * d..(h + 1) * d {
-                let query = queries[i];
+            for (i, query) in queries.iter().enumerate().skip(h * d).take(d) {
                 let keys = &keys[i * n..(i + 1) * n];
                 scores
                     .iter_mut()
