@@ -10,6 +10,7 @@ mod catalogue;
 mod darwin;
 mod deny;
 mod instructions;
+mod minilm;
 mod mlx;
 mod mlx_engine;
 mod mlx_gpu;

@@ -21,6 +21,18 @@ pub(crate) enum Error {
     /// The argument or standard input that should be the prompt has no text.
     #[error("the prompt is empty")]
     NoPrompt,
+    /// A model that is to make embeddings and does not.
+    #[error("{model} makes no embeddings: expected a folder of bert, roberta or xlm-roberta")]
+    NoEncoder {
+        /// The model as it was given.
+        model: String,
+    },
+    /// An option that has no effect on models that make embeddings.
+    #[error("{option} has no effect: the model makes embeddings, on one node and in f32")]
+    OfDecoders {
+        /// The option.
+        option: &'static str,
+    },
     /// An option that makes no sense in a chat.
     #[error("{flag} needs a prompt")]
     NotInChat {

@@ -1,5 +1,8 @@
 //! `paceline up`: this machine's node, alone or with models behind the HTTP API.
 
+mod encoder;
+mod several;
+
 use std::collections::BTreeMap;
 use std::net::{IpAddr, SocketAddr};
 use std::path::{Path, PathBuf};
@@ -19,13 +22,14 @@ use paceline_node::room::Room;
 use paceline_node::supervisor::Notice;
 use paceline_node::{Instance, Observer};
 use paceline_serve::{
-    About, Access, Clock, DEFAULT_PORT, Fact, Facts, Handle, Model, Server, Status,
+    About, Access, Clock, DEFAULT_PORT, Fact, Facts, Handle, Model, Remover, Server, Status,
 };
 use paceline_store::{Cancel, Error as StoreError};
 use serde_json::json;
 
 use crate::board::Board;
 use crate::compute::{ComputeArgs, EngineArgs};
+use crate::error::Error;
 use crate::home;
 use crate::instances;
 use crate::interrupt::Signals;
@@ -43,9 +47,19 @@ Examples:
   curl http://127.0.0.1:52415/v1/chat/completions -H 'Content-Type: application/json' \\
     -d '{\"model\": \"smollm2\", \"messages\": [{\"role\": \"user\", \"content\": \"Hi\"}]}'
 
-The API is that of OpenAI (/v1/chat/completions, /v1/completions, /v1/responses, /v1/models), of
+The API is that of OpenAI (/v1/chat/completions, /v1/completions, /v1/responses, /v1/models,
+/v1/embeddings for encoders such as all-MiniLM-L6-v2), of
 Anthropic (/v1/messages), of Ollama (/api/chat, /api/generate) and of llama-server (/tokenize,
 /infill); beside it /health, /metrics and /openapi.json. Ctrl-C ends it; answers that are under way get 5 seconds.";
+
+/// A model and what answers with it.
+type Serving = (Model, Arc<dyn Service>);
+
+/// A model's names.
+struct Named {
+    id: String,
+    aliases: Vec<String>,
+}
 
 /// How often a request to end is looked for.
 const LOOK_EVERY: Duration = Duration::from_millis(50);
@@ -77,6 +91,9 @@ pub(crate) struct Args {
     /// times
     #[arg(long, value_name = "NAME", value_parser = NonEmptyStringValueParser::new())]
     alias: Vec<String>,
+    /// An encoder such as all-MiniLM-L6-v2 beside MODEL, for /v1/embeddings and /api/embed
+    #[arg(long, value_name = "MODEL")]
+    embed: Option<String>,
     #[command(flatten)]
     node: NodeArgs,
     #[command(flatten)]
@@ -124,6 +141,10 @@ pub(crate) struct Args {
     /// Append the node's events to FILE, a line of JSON each
     #[arg(long, value_name = "FILE")]
     events: Option<PathBuf>,
+    /// Let clients remove models of this machine's store (Ollama's DELETE /api/delete), but not one
+    /// that is being served
+    #[arg(long)]
+    allow_delete: bool,
     /// Seconds from a request to the end of its answer, at most
     #[arg(long, value_name = "SECONDS", default_value_t = 600, allow_negative_numbers = true,
           value_parser = clap::value_parser!(u64).range(1..=86_400))]
@@ -140,15 +161,29 @@ pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
     if each.len() > 1 {
         return several::run(args, &each, signals);
     }
-    let Some(model) = args.model() else {
+    let Some(model) = args.model().or(args.embed.as_deref()) else {
         return ended(signals.orderly(|cancel| idle(args, cancel)));
     };
     let found = pull::ensure(model, signals)?;
+    if let Some(source) = encoder::source(&found.path) {
+        args.check_encoder()?;
+        let mut all = vec![encoder::load(
+            args,
+            &found.path,
+            &source,
+            args.named(model),
+        )?];
+        if args.model().is_some() {
+            all.extend(args.beside(signals)?);
+        }
+        return ended(signals.orderly(|cancel| embed(args, all, cancel)));
+    }
+    let beside = args.beside(signals)?;
     let sizes = |config: &Config| args.engine(&found.path, config);
     let mut opened = Opened::new(&found.path, (args.compute, args.engine), &args.split, sizes)?;
     opened.forecast();
     let model = args.served(&mut opened, &found.path);
-    ended(signals.orderly(|cancel| serve(args, opened, model, cancel)))
+    ended(signals.orderly(|cancel| serve(args, opened, (model, beside), cancel)))
 }
 
 fn ended(outcome: anyhow::Result<()>) -> anyhow::Result<()> {
@@ -262,14 +297,22 @@ fn join_in(args: &Args) -> Option<Running> {
     }
 }
 
-fn serve(args: &Args, opened: Opened, model: Model, cancel: &Cancel) -> anyhow::Result<()> {
+fn serve(
+    args: &Args,
+    opened: Opened,
+    (model, beside): (Model, Option<Serving>),
+    cancel: &Cancel,
+) -> anyhow::Result<()> {
     let instance = Arc::new(opened.start(true, observer(&opened))?);
     let service = Arc::clone(&instance) as Arc<dyn Service>;
     let (measured, nodes) = (Arc::clone(&instance), opened.nodes());
     let facts = Facts(Arc::new(move || facts(&measured, nodes)));
     let (config, board) = args.with_board(args.config(facts)?, false);
     show_instance(&board, &model.id, &instance, nodes);
-    let server = Server::bind(config, model, service)?;
+    let server = match beside {
+        None => Server::bind(config, model, service)?,
+        Some(beside) => Server::bind_all(config, vec![(model, service), beside])?,
+    };
     let addresses = server.addresses().to_vec();
     let node = join_in(args);
     if let Some(node) = &node {
@@ -286,6 +329,27 @@ fn serve(args: &Args, opened: Opened, model: Model, cancel: &Cancel) -> anyhow::
             .join()
             .unwrap_or_else(|panic| std::panic::resume_unwind(panic))
     })
+}
+
+/// Makes embeddings until a signal comes.
+fn embed(args: &Args, all: Vec<Serving>, cancel: &Cancel) -> anyhow::Result<()> {
+    let server = Server::bind_all(args.config(Facts::default())?, all)?;
+    let node = join_in(args);
+    if let Some(node) = &node {
+        node.0.set_api(server.addresses().to_vec());
+    }
+    for address in server.addresses() {
+        tell(format_args!("listening on http://{address}"));
+    }
+    let handle = server.handle();
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            wait(cancel);
+            handle.shutdown();
+        });
+        server.run();
+    });
+    Ok(())
 }
 
 /// Waits for a signal, then stops the server. The first start must succeed.
@@ -406,11 +470,67 @@ impl Args {
         }
     }
 
+<<<<<<< HEAD
     /// Over several nodes the measured speed of answers decides which split is kept, and answers
     /// with drafts are no measure of a split.
     fn drafts(&self) -> usize {
         let default = if self.split.nodes == 1 { 8 } else { 0 };
         self.drafts.unwrap_or(default).into()
+    }
+
+    /// The model's names for clients: a file's or folder's own name, and the argument as given.
+    fn named(&self, given: &str) -> Named {
+        let name = Path::new(given).file_stem();
+        let is_path = Path::new(given).exists();
+        let short = name
+            .filter(|_| is_path)
+            .map(|n| n.to_string_lossy().into_owned());
+        let aliases = short.is_some().then(|| given.to_owned()).into_iter();
+        Named {
+            aliases: aliases.chain(self.alias.iter().cloned()).collect(),
+            id: short.unwrap_or_else(|| given.to_owned()),
+        }
+    }
+
+    /// The encoder of `--embed`, which has none of the model's further names.
+    ///
+    /// # Errors
+    /// A model that cannot be had or is no encoder.
+    fn beside(&self, signals: &Signals) -> anyhow::Result<Option<Serving>> {
+        let Some(given) = self.embed.as_deref() else {
+            return Ok(None);
+        };
+        let found = pull::ensure(given, signals)?;
+        let no_encoder = || Error::NoEncoder {
+            model: given.to_owned(),
+        };
+        let source = encoder::source(&found.path).ok_or_else(no_encoder)?;
+        let mut named = self.named(given);
+        named.aliases.retain(|name| !self.alias.contains(name));
+        encoder::load(self, &found.path, &source, named).map(Some)
+    }
+
+    /// Refuses what an encoder cannot follow.
+    ///
+    /// # Errors
+    /// [`Error::OfDecoders`].
+    fn check_encoder(&self) -> Result<(), Error> {
+        let class = self.compute.class;
+        let given = [
+            ("--nodes", self.split.nodes != 1),
+            ("--shares", !self.split.shares.is_empty()),
+            ("--context", self.context.is_some()),
+            ("--engine", self.engine.engine.is_some()),
+            (
+                "--class",
+                class.is_some_and(|class| class != KernelClass::CpuF32),
+            ),
+            ("--kv", self.compute.kv.is_some()),
+        ];
+        match given.into_iter().find(|(_, is_given)| *is_given) {
+            Some((option, _)) => Err(Error::OfDecoders { option }),
+            None => Ok(()),
+        }
     }
 
     /// The model as clients see it.
@@ -425,19 +545,10 @@ impl Args {
             }
             None => None,
         };
-        let given = self.model().unwrap_or_default();
-        let name = Path::new(given).file_stem();
-        let is_path = Path::new(given).exists();
-        let short = name
-            .filter(|_| is_path)
-            .map(|n| n.to_string_lossy().into_owned());
+        let Named { id, aliases } = self.named(self.model().unwrap_or_default());
         Model {
-            id: short.clone().unwrap_or_else(|| given.to_owned()),
-            aliases: short
-                .map(|_| given.to_owned())
-                .into_iter()
-                .chain(self.alias.iter().cloned())
-                .collect(),
+            id,
+            aliases,
             created_unix_s: loaded::changed_unix_s(path),
             fingerprint: format!("{}-{}", opened.classes(), env!("CARGO_PKG_VERSION")),
             tokenizer: Arc::clone(&opened.tokenizer),
@@ -492,10 +603,27 @@ impl Args {
             open_to_network: self.no_keys,
         };
         config.is_lenient = self.lenient;
+        config.remover = self.allow_delete.then(remover).transpose()?;
         config.times.request = Duration::from_secs(self.request_timeout);
         config.facts = facts;
         Ok(config)
     }
+}
+
+/// Removes models from the store, by their names there: clients name no paths.
+fn remover() -> anyhow::Result<Remover> {
+    let home = home::home()?;
+    let remove = move |name: &str| {
+        if Path::new(name).exists() {
+            return Ok(false);
+        }
+        match paceline_store::remove(&home, name) {
+            Ok(_) => Ok(true),
+            Err(StoreError::NotInStore { .. }) => Ok(false),
+            Err(error) => Err(error.to_string()),
+        }
+    };
+    Ok(Remover(Arc::new(remove)))
 }
 
 /// What `/metrics` tells of the processes.

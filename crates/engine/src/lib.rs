@@ -60,6 +60,7 @@
 mod config;
 mod constraint;
 mod draft;
+mod embedding;
 mod engine;
 mod error;
 mod follower;
@@ -74,6 +75,7 @@ mod snapshot;
 
 pub use config::EngineConfig;
 pub use constraint::{ConstraintError, Grammars};
+pub use embedding::{Embedder, EncoderService};
 pub use engine::Engine;
 pub use error::Error;
 pub use follower::Follower;

@@ -4,7 +4,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::{Error, Finish, Request, TokenLogprobs};
+use crate::{Embedder, Error, Finish, Request, TokenLogprobs};
 
 /// A request that a [`Service`] took. Never used twice by the same service.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
@@ -30,6 +30,11 @@ pub trait Service: Send + Sync + std::fmt::Debug {
 
     /// How it is.
     fn status(&self) -> Status;
+
+    /// The encoder that makes vectors of texts; a service that has one generates nothing.
+    fn embedder(&self) -> Option<&dyn Embedder> {
+        None
+    }
 }
 
 /// Something that happened to a request.

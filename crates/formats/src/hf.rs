@@ -264,6 +264,15 @@ impl HfFolder {
         self.generation_config.as_ref()
     }
 
+    /// A further settings file of the folder, such as `1_Pooling/config.json`; `None` where there
+    /// is none.
+    ///
+    /// # Errors
+    /// [`Error::Io`], [`Error::NotAFile`], [`Error::TooLarge`], [`Error::Json`].
+    pub fn settings(&self, name: &'static str) -> Result<Option<Value>, Error> {
+        read_json(&self.path.join(name))
+    }
+
     /// Path of `tokenizer.json`; whether it is there is for its reader to find out.
     pub fn tokenizer_json(&self) -> PathBuf {
         self.path.join("tokenizer.json")

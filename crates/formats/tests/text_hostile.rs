@@ -142,7 +142,7 @@ fn files_that_contradict_themselves_are_errors() {
             "decoder",
             with(
                 "/decoder",
-                json!({"type": "WordPiece", "prefix": "##", "cleanup": true}),
+                json!({"type": "WordPiece", "prefix": "@@", "cleanup": true}),
             ),
         ),
         ("far id", with("/model/vocab/ab", json!(4_294_967_295_u32))),

@@ -4,6 +4,7 @@
 //! - [`Config`] is what a model file says about its shape, checked.
 //! - [`Model`] holds packed weights; [`Model::forward`] runs one step over a batch of sequences.
 //! - [`Weights`] and [`Compute`] are what an engine needs of it, and what MLX gives as well.
+//! - [`encoder`]: a text in, one vector out; one node, no cache.
 //! - [`families`] has one file per family, each a configuration reader and one layer.
 //!
 //! A model knows nothing of requests, sampling or text. Which pages of the cache belong to which
@@ -17,6 +18,7 @@
 
 mod compute;
 mod config;
+pub mod encoder;
 mod error;
 pub mod families;
 mod kinds;

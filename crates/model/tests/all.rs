@@ -3,6 +3,7 @@
 
 mod common;
 mod configurations;
+mod encoder;
 mod golden_hf;
 mod golden_mlx;
 mod hostile_models;

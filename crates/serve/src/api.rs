@@ -9,6 +9,7 @@
 
 pub(crate) mod asking;
 pub(crate) mod doors;
+mod embedding;
 pub(crate) mod idle;
 mod pages;
 
@@ -24,7 +25,7 @@ use axum::http::header::{
 use axum::http::{Method, StatusCode};
 use axum::middleware::{Next, from_fn_with_state};
 use axum::response::{IntoResponse, Response};
-use axum::routing::{MethodRouter, get, post};
+use axum::routing::{MethodRouter, delete, get, post};
 use paceline_engine::Service;
 use serde_json::Value;
 use tokio::sync::{Semaphore, watch};
@@ -90,7 +91,7 @@ impl App {
             store: Arc::new(Store::new(limits.stored_responses, limits.stored_bytes)),
             longest_token: model.longest_token(),
             calling: Calling::new(&model),
-            openapi: openapi::document(&config, &model).to_string(),
+            openapi: openapi::document(&config, &model, service.embedder().is_some()).to_string(),
             config,
             model,
             service,
@@ -114,10 +115,13 @@ enum Endpoint {
     Detokenize,
     ApplyTemplate,
     Infill,
+    Embeddings,
+    OllamaEmbed,
+    OllamaEmbeddings,
 }
 
 /// Every endpoint that takes a body, with its path.
-const ENDPOINTS: [(&str, Endpoint); 11] = [
+const ENDPOINTS: [(&str, Endpoint); 14] = [
     ("/v1/chat/completions", Endpoint::Chat),
     ("/v1/completions", Endpoint::Completion),
     ("/v1/responses", Endpoint::Response),
@@ -129,6 +133,9 @@ const ENDPOINTS: [(&str, Endpoint); 11] = [
     ("/detokenize", Endpoint::Detokenize),
     ("/apply-template", Endpoint::ApplyTemplate),
     ("/infill", Endpoint::Infill),
+    ("/v1/embeddings", Endpoint::Embeddings),
+    ("/api/embed", Endpoint::OllamaEmbed),
+    ("/api/embeddings", Endpoint::OllamaEmbeddings),
 ];
 
 /// All routes.
@@ -148,7 +155,8 @@ pub(crate) fn router(app: &Arc<App>) -> Router {
         .route("/api/tags", get(pages::tags))
         .route("/api/ps", get(pages::running))
         .route("/api/show", post(asking::show))
-        .route("/api/pull", post(asking::pull));
+        .route("/api/pull", post(asking::pull))
+        .route("/api/delete", delete(asking::remove));
     for (path, endpoint) in ENDPOINTS {
         router = router.route(path, asks(endpoint));
     }
@@ -323,6 +331,8 @@ async fn wrong_method(request: Request) -> Rejection {
         "POST"
     } else if path.starts_with("/v1/responses/") {
         "GET, HEAD, DELETE"
+    } else if path == "/api/delete" {
+        "DELETE"
     } else {
         "GET, HEAD"
     };

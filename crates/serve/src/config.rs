@@ -35,6 +35,8 @@ pub struct Config {
     pub live: Live,
     /// What the dashboard shows and does.
     pub board: Board,
+    /// Lets clients remove models; without it such requests are refused.
+    pub remover: Option<Remover>,
 }
 
 impl Config {
@@ -50,6 +52,7 @@ impl Config {
             is_lenient: false,
             live: Live::new(Events::new(clock)),
             board: Board::default(),
+            remover: None,
         }
     }
 
@@ -235,6 +238,17 @@ impl Default for Facts {
 impl fmt::Debug for Facts {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("Facts(..)")
+    }
+}
+
+/// Removes the model of this name from the machine's store. False where there is none; what went
+/// wrong, for the client.
+#[derive(Clone)]
+pub struct Remover(pub Arc<dyn Fn(&str) -> Result<bool, String> + Send + Sync>);
+
+impl fmt::Debug for Remover {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Remover(..)")
     }
 }
 

@@ -162,6 +162,11 @@ impl Metrics {
         self.answers.get_or_create(&Outcome { outcome }).inc();
     }
 
+    /// Counts the tokens of texts whose vectors were made.
+    pub(crate) fn embedded(&self, tokens: usize) {
+        self.prompt_tokens.inc_by(tokens as u64);
+    }
+
     /// Counts the calls of a choice: those that were read, and text that looked like one.
     pub(crate) fn calls(&self, (read, unreadable): (usize, usize)) {
         for (outcome, n) in [("read", read), ("unreadable", unreadable)] {

@@ -96,6 +96,13 @@ pub(crate) enum Rejection {
         context: usize,
         param: &'static str,
     },
+    /// A text whose vector is wanted is longer than the model takes.
+    #[error("{param} has {tokens} tokens, the context is {context}")]
+    LongInput {
+        param: String,
+        tokens: usize,
+        context: usize,
+    },
     /// A response that is not kept, or no longer.
     #[error("no response {id:?} is kept here: it was not stored, is too old, or another key's")]
     NoResponse { id: String },
@@ -146,6 +153,12 @@ pub(crate) enum Rejection {
     /// A model that is not served here.
     #[error("model {model:?} is not served here, {served:?} is")]
     Model { model: String, served: String },
+    /// A model that is not in the store.
+    #[error("no model {model:?} is kept on this machine")]
+    NotKept { model: String },
+    /// A model that cannot be removed while it is served.
+    #[error("model {model:?} is being served: it can be removed when the server has ended")]
+    InUse { model: String },
     /// This node has no model.
     #[error("this node has no model loaded: start it with `paceline up MODEL`")]
     NothingLoaded,
@@ -267,7 +280,7 @@ impl Rejection {
             Self::Range { .. } | Self::Length { .. } => invalid("invalid_value"),
             Self::Grammar { .. } => invalid("unsupported_schema"),
             Self::Conflict { .. } => invalid("conflicting_parameters"),
-            Self::ContextLength { .. } | Self::FarTooLong { .. } => {
+            Self::ContextLength { .. } | Self::FarTooLong { .. } | Self::LongInput { .. } => {
                 invalid("context_length_exceeded")
             }
             Self::NoResponse { .. } => request(S::NOT_FOUND, "response_not_found"),
@@ -282,6 +295,8 @@ impl Rejection {
             Self::WrongKey => request(S::UNAUTHORIZED, "invalid_api_key"),
             Self::NoManaging => request(S::FORBIDDEN, "managing_not_allowed"),
             Self::Model { .. } => request(S::NOT_FOUND, "model_not_found"),
+            Self::NotKept { .. } => request(S::NOT_FOUND, "model_not_found"),
+            Self::InUse { .. } => request(S::CONFLICT, "model_in_use"),
             Self::NothingLoaded => server(S::SERVICE_UNAVAILABLE, "no_model_loaded"),
             Self::NoRoute { .. } => request(S::NOT_FOUND, "unknown_url"),
             Self::Method { .. } => request(S::METHOD_NOT_ALLOWED, "method_not_allowed"),
@@ -323,11 +338,12 @@ impl Rejection {
             | Self::Range { param, .. }
             | Self::Length { param, .. }
             | Self::Grammar { param, .. }
+            | Self::LongInput { param, .. }
             | Self::EmptyPrompt { param } => Some(param),
             Self::Conflict { param, .. }
             | Self::ContextLength { param, .. }
             | Self::FarTooLong { param, .. } => Some(param),
-            Self::Model { .. } => Some("model"),
+            Self::Model { .. } | Self::NotKept { .. } | Self::InUse { .. } => Some("model"),
             Self::Template(_) | Self::NoTemplate { .. } => Some("messages"),
             Self::NoResponse { .. } => Some("previous_response_id"),
             _ => None,

@@ -88,6 +88,21 @@ impl Server {
         })
     }
 
+    /// Listens for several models. A request goes to the one that it names, or else to the first.
+    ///
+    /// # Errors
+    /// As [`bind`](Self::bind).
+    pub fn bind_all(config: Config, models: Vec<(Model, Arc<dyn Service>)>) -> Result<Self, Error> {
+        Self::listen(config, |config, seen| {
+            let nodes = Status(Arc::new(|| serde_json::Value::Null));
+            let doors = Doors::new(config, nodes, seen)?;
+            for (i, (model, service)) in models.into_iter().enumerate() {
+                doors.open(&i.to_string(), model, service)?;
+            }
+            Ok(doors.router())
+        })
+    }
+
     /// Listens for a node whose models come and go by [`Doors`]: without one it tells its health.
     /// At `/nodes` is what `nodes` tells.
     ///

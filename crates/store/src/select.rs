@@ -4,8 +4,9 @@ use crate::Error;
 use crate::index::Entry;
 use crate::name::{HubId, check_file_path};
 
-/// Files of a safetensors folder besides the weights.
-const FOLDER_FILES: [&str; 11] = [
+/// Files of a safetensors folder besides the weights. The last two say how an encoder's rows become
+/// a vector, which differs between encoders.
+const FOLDER_FILES: [&str; 13] = [
     "config.json",
     "generation_config.json",
     "tokenizer.json",
@@ -17,6 +18,8 @@ const FOLDER_FILES: [&str; 11] = [
     "merges.txt",
     "chat_template.jinja",
     "chat_template.json",
+    "sentence_bert_config.json",
+    "1_Pooling/config.json",
 ];
 /// The index of split weights.
 const WEIGHT_INDEX: &str = "model.safetensors.index.json";
@@ -152,7 +155,8 @@ pub(crate) fn entry_fits(entry: &Entry, spec: &str) -> bool {
 fn folder(files: &[String]) -> Option<Choice> {
     let mut names: Vec<&String> = files
         .iter()
-        .filter(|name| !name.contains('/') && check_file_path(name).is_ok())
+        .filter(|name| !name.contains('/') || FOLDER_FILES.contains(&name.as_str()))
+        .filter(|name| check_file_path(name).is_ok())
         .collect();
     names.sort();
     names.dedup();
@@ -265,6 +269,8 @@ mod tests {
             "tokenizer.json",
             "pytorch_model.bin",
             "original/params.json",
+            "1_Pooling/config.json",
+            "2_Dense/model.safetensors",
             "../config.json",
             "run.py",
         ]);
@@ -274,6 +280,7 @@ mod tests {
         assert_eq!(
             chosen,
             names(&[
+                "1_Pooling/config.json",
                 "config.json",
                 "model-00001-of-00002.safetensors",
                 "model-00002-of-00002.safetensors",

@@ -69,6 +69,11 @@ fn of_model(error: &paceline_model::Error) -> Option<&'static str> {
     match error {
         Error::Gguf(error) => of_gguf(error),
         Error::Hf(error) => of_folder(error),
+        Error::Architecture { architecture, .. }
+            if matches!(architecture.as_str(), "bert" | "roberta" | "xlm-roberta") =>
+        {
+            Some("it makes embeddings: serve it with `paceline up`")
+        }
         Error::Architecture { .. } => Some("take a model of one of these families"),
         Error::Value { .. } => Some(UNUSUAL),
         Error::Pack { source, .. } | Error::Cache(source) => Some(of_memory(source)),

@@ -17,6 +17,8 @@ pub(super) fn hint(error: &Error) -> Option<String> {
         Error::NoPrompt => {
             "put the prompt after MODEL, pipe it in, or chat from a terminal".to_owned()
         }
+        Error::NoEncoder { .. } => "all-MiniLM-L6-v2 is one".into(),
+        Error::OfDecoders { option } => format!("leave out {option}"),
         Error::NotInChat { .. } => "put the prompt after MODEL, or pipe it in".into(),
         Error::PromptNotUtf8 { .. } => {
             "convert it, for example with `iconv -f latin1 -t utf-8`".into()

@@ -10,7 +10,7 @@ use paceline_serve::{Doors, Facts, Server, Status};
 use paceline_store::{Cancel, Error as StoreError};
 use serde_json::Value;
 
-use super::{Args, ended, join_in, observer, wait};
+use super::{Args, Serving, encoder, ended, join_in, observer, wait};
 use crate::interrupt::Signals;
 use crate::loaded::Opened;
 use crate::output::tell;
@@ -26,10 +26,16 @@ pub(super) fn run(args: &Args, each: &[Args], signals: &Signals) -> anyhow::Resu
         let found = pull::ensure(one.model().unwrap_or_default(), signals)?;
         models.push((one, found.path));
     }
-    ended(signals.orderly(|cancel| serve(args, &models, cancel)))
+    let beside = args.beside(signals)?;
+    ended(signals.orderly(|cancel| serve(args, &models, beside, cancel)))
 }
 
-fn serve(args: &Args, models: &[(&Args, PathBuf)], cancel: &Cancel) -> anyhow::Result<()> {
+fn serve(
+    args: &Args,
+    models: &[(&Args, PathBuf)],
+    beside: Option<Serving>,
+    cancel: &Cancel,
+) -> anyhow::Result<()> {
     let node = join_in(args);
     let agent = node.as_ref().map(|node| node.0.clone());
     let tell_cluster = move || agent.as_ref().map_or(Value::Null, member::cluster);
@@ -42,7 +48,9 @@ fn serve(args: &Args, models: &[(&Args, PathBuf)], cancel: &Cancel) -> anyhow::R
     let handle = server.handle();
     std::thread::scope(|scope| {
         let loading = scope.spawn(|| {
-            let loaded = load_all(models, &doors, cancel);
+            let loaded = beside
+                .map_or(Ok(()), |beside| open(&doors, beside))
+                .and_then(|()| load_all(models, &doors, cancel));
             if loaded.is_ok() {
                 for address in &addresses {
                     tell(format_args!("listening on http://{address}"));
@@ -70,6 +78,11 @@ fn load_all(
         if cancel.is_cancelled() {
             return Err(StoreError::Cancelled.into());
         }
+        if let Some(source) = encoder::source(path) {
+            let named = one.named(one.model().unwrap_or_default());
+            open(doors, encoder::load(one, path, &source, named)?)?;
+            continue;
+        }
         let sizes = |config: &Config| one.engine(path, config);
         let mut opened = Opened::new(path, (one.compute, one.engine), &one.split, sizes)?;
         opened.forecast();
@@ -78,8 +91,14 @@ fn load_all(
         opened.ready(&instance)?;
         tell(format_args!("{} is ready", model.id));
         let service = Arc::clone(&instance) as Arc<dyn Service>;
-        doors.open(&model.id.clone(), model, service)?;
+        open(doors, (model, service))?;
         instances.push(instance);
     }
     Ok(instances)
+}
+
+/// Opens a model to HTTP under its own name.
+fn open(doors: &Doors, (model, service): Serving) -> anyhow::Result<()> {
+    doors.open(&model.id.clone(), model, service)?;
+    Ok(())
 }

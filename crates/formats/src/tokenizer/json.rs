@@ -256,6 +256,7 @@ fn read_vocab(
     }
     let unknown = match inner.get_model() {
         ModelWrapper::BPE(model) => model.unk_token.clone(),
+        ModelWrapper::WordPiece(model) => Some(model.unk_token.clone()),
         _ => None,
     };
     let is_unknown = |text: &str| unknown.as_deref() == Some(text) || text == "<unk>";
@@ -337,7 +338,8 @@ fn type_of(decoder: &Value) -> &str {
         .unwrap_or("null")
 }
 
-/// How the decoder reads tokens. Only decoders that treat each token by itself are supported.
+/// How the decoder reads tokens. Only decoders that treat each token by itself are supported: of
+/// WordPiece's the clean-up around punctuation, which looks at neighbours, is left out.
 fn spelling(decoder: &Value) -> Result<Spelling, Error> {
     let mut found = None;
     for part in decoders(decoder) {
@@ -346,6 +348,7 @@ fn spelling(decoder: &Value) -> Result<Spelling, Error> {
             "Replace" | "Metaspace" | "ByteFallback" => {
                 found = found.or(Some(Spelling::Sentence));
             }
+            "WordPiece" if part["prefix"] == "##" => found = Some(Spelling::WordPiece),
             "Fuse" | "Strip" => {}
             other => {
                 return Err(Error::UnknownDecoder {
@@ -364,6 +367,7 @@ fn strips_space(decoder: &Value) -> bool {
     decoders(decoder).iter().any(|part| match type_of(part) {
         "Strip" => part["content"] == " " && part["start"].as_u64() > Some(0),
         "Metaspace" => part["prepend_scheme"] != "never",
+        "WordPiece" => true,
         _ => false,
     })
 }

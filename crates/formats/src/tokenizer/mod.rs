@@ -10,7 +10,7 @@
 //! - `bpe`: byte-level byte-pair encoding of a GGUF (`tokenizer.ggml.model` = `gpt2`): words cut
 //!   by `pretokenize`, merged by the `tokenizers` crate;
 //! - `spm`: SentencePiece by scores of a GGUF (`llama`), our own, for the crate cannot express it;
-//! - `json`: whatever a `tokenizer.json` describes, run by the crate.
+//! - `json`: any model of a `tokenizer.json` (WordPiece of BERT too), run by the crate.
 //!
 //! Invariant: with [`Specials::AsText`] no id of a control token comes out, whatever the text.
 //!
@@ -287,6 +287,19 @@ impl Tokenizer {
         Ok(out)
     }
 
+    /// The ids of a whole text that a user wrote, with the tokens around it that the model was
+    /// trained with: BOS and EOS, `[CLS]` and `[SEP]` for BERT. Encoders read such texts.
+    ///
+    /// # Errors
+    /// As [`encode`](Self::encode).
+    pub fn encode_whole(&self, text: &str) -> Result<Vec<u32>, Error> {
+        let mut ids = self.encode(text, Specials::AsText, true)?;
+        if self.add_eos {
+            ids.extend(self.eos);
+        }
+        Ok(ids)
+    }
+
     /// The ids of fragments of one text; texts of fragments are encoded as ordinary text.
     pub(crate) fn encode_pieces(&self, pieces: &[Fragment<'_>]) -> Result<Vec<u32>, Error> {
         let mut fragments = Vec::with_capacity(pieces.len());
@@ -378,7 +391,8 @@ impl Tokenizer {
         self.add_bos && self.bos.is_some()
     }
 
-    /// Whether the model was trained with EOS after a text (said by the file, never done here).
+    /// Whether the model was trained with EOS after a text;
+    /// [`encode_whole`](Self::encode_whole) adds it.
     pub fn adds_eos(&self) -> bool {
         self.add_eos
     }

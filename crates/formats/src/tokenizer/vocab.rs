@@ -48,7 +48,12 @@ pub(super) enum Spelling {
     ByteLevel,
     /// Plain text with U+2581 for a space, as in SentencePiece.
     Sentence,
+    /// Plain words; a piece that continues a word begins with `##`, as in BERT.
+    WordPiece,
 }
+
+/// Prefix of a piece that continues a word.
+const CONTINUING: &str = "##";
 
 /// U+2581, which SentencePiece writes for a space.
 pub(super) const SPACE_MARK: char = '\u{2581}';
@@ -147,6 +152,13 @@ fn push_bytes(out: &mut Vec<u8>, text: &str, kind: Kind, spelling: Spelling) {
         },
         (Kind::UserDefined, Spelling::ByteLevel) => out.extend_from_slice(text.as_bytes()),
         (_, Spelling::ByteLevel) => push_byte_level(out, text),
+        (_, Spelling::WordPiece) => match text.strip_prefix(CONTINUING) {
+            Some(rest) => out.extend_from_slice(rest.as_bytes()),
+            None => {
+                out.push(b' ');
+                out.extend_from_slice(text.as_bytes());
+            }
+        },
         (_, Spelling::Sentence) => {
             let mut rest = text;
             while let Some(at) = rest.find(SPACE_MARK) {

@@ -14,7 +14,7 @@ use paceline_engine::State as Readiness;
 use serde_json::{Map, Value, json};
 use tokio::time::{sleep, timeout};
 
-use super::{App, Endpoint, fresh_seed, json_response, pages, random_hex};
+use super::{App, Endpoint, embedding, fresh_seed, json_response, pages, random_hex};
 use crate::access::Client;
 use crate::answer::{Answer, Terms};
 use crate::config::Config;
@@ -54,6 +54,7 @@ pub(super) async fn answer(
     let client = client(&request);
     check_head(&app, request.headers())?;
     check_ready(&app)?;
+    app.check_ability(endpoint)?;
     let place = app.places.take(&client, app.has_several_clients(&client))?;
     let reading = tokio::select! {
         () = &mut deadline => return Err(Rejection::Deadline { limit_s }),
@@ -75,6 +76,7 @@ pub(super) async fn answer(
     };
     let response = match reading.understood {
         Understood::Answer(value) => json_response(StatusCode::OK, &value),
+        Understood::Embed(ask) => embedding::respond(&app, ask, terms, place).await?,
         Understood::Ask(ask) => respond(&app, *ask, terms, (place, client)).await?,
     };
     Ok(warned(response, &reading.warnings))
@@ -195,6 +197,15 @@ fn understand(
         Endpoint::CountTokens => reader.count_tokens(body).map(Understood::Answer),
         Endpoint::Tokenize => reader.tokenize(body).map(Understood::Answer),
         Endpoint::Detokenize => reader.detokenize(body).map(Understood::Answer),
+        Endpoint::Embeddings => reader
+            .embeddings(body, app.embedder()?)
+            .map(Understood::Embed),
+        Endpoint::OllamaEmbed => reader
+            .ollama_embed(body, app.embedder()?)
+            .map(Understood::Embed),
+        Endpoint::OllamaEmbeddings => reader
+            .ollama_embeddings(body, app.embedder()?)
+            .map(Understood::Embed),
         Endpoint::ApplyTemplate => reader.apply_template(body).map(Understood::Answer),
     }?;
     let warnings = notes.into_warnings();
@@ -392,6 +403,36 @@ pub(super) async fn pull(
     Ok((kind, text).into_response())
 }
 
+/// `DELETE /api/delete`: removes a model from the machine's store, where that was allowed.
+pub(super) async fn remove(
+    State(app): State<Arc<App>>,
+    request: Request,
+) -> Result<Response, Rejection> {
+    let Some(remover) = app.config.remover.clone() else {
+        return Err(Rejection::NotDone {
+            what: "removing a model",
+            why: "the server was started without --allow-delete",
+        });
+    };
+    let (fields, is_served) = named(&app, request).await?;
+    let Some(model) = fields.text("model").or(fields.text("name")) else {
+        let (param, expected) = ("model".into(), "the name of a model".into());
+        return Err(Rejection::Missing { param, expected });
+    };
+    let model = model.to_owned();
+    if is_served {
+        return Err(Rejection::InUse { model });
+    }
+    let name = model.clone();
+    let removed = tokio::task::spawn_blocking(move || (remover.0)(&name)).await;
+    let what = "remove the model";
+    match removed.map_err(|_| Rejection::Broken { what })? {
+        Ok(true) => Ok(StatusCode::OK.into_response()),
+        Ok(false) => Err(Rejection::NotKept { model }),
+        Err(reason) => Err(Rejection::Invalid { reason }),
+    }
+}
+
 impl App {
     /// What the model can do, in Ollama's words.
     fn capabilities(&self) -> Vec<&'static str> {
@@ -407,6 +448,9 @@ impl App {
             store: &self.store,
             client: &Client::Anybody,
         };
+        if self.service.embedder().is_some() {
+            return vec!["embedding"];
+        }
         let mut all = vec!["completion"];
         if reader.hole_tokens().is_some() {
             all.push("insert");

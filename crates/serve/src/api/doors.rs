@@ -6,13 +6,13 @@ use std::fmt;
 use std::sync::{Arc, PoisonError, RwLock};
 
 use axum::Router;
-use axum::body::Body;
+use axum::body::{Body, to_bytes};
 use axum::extract::{Request, State};
 use axum::http::{Method, StatusCode};
 use axum::response::{IntoResponse, Response};
 use paceline_engine::Service;
 use serde::Deserialize;
-use serde_json::{Value, json};
+use serde_json::Value;
 use tokio::sync::watch;
 use tower::ServiceExt;
 
@@ -111,12 +111,13 @@ impl fmt::Debug for Doors {
 async fn dispatch(State(shared): State<Arc<Shared>>, request: Request) -> Response {
     let doors = shared.doors();
     let path = request.uri().path();
-    let is_list = request.method() == Method::GET && path == "/v1/models";
+    let list = LISTS.iter().find(|(known, _)| *known == path);
+    let list = list.filter(|_| request.method() == Method::GET);
     if doors.is_empty() || path == "/nodes" {
         return pass(shared.idle.clone(), request).await;
     }
-    if doors.len() > 1 && is_list {
-        return all_models(&doors, request).await;
+    if let (2.., Some((_, key))) = (doors.len(), list) {
+        return all_models(&doors, request, key).await;
     }
     match choose(&shared.config, &doors, request).await {
         Ok((door, request)) => pass(door.router.clone(), request).await,
@@ -128,10 +129,21 @@ async fn pass(router: Router, request: Request) -> Response {
     router.oneshot(request).await.into_response()
 }
 
-/// The field by which a request chooses a model.
+/// Paths that list the models, with the field that holds the list.
+const LISTS: [(&str, &str); 3] = [
+    ("/v1/models", "data"),
+    ("/api/tags", "models"),
+    ("/api/ps", "models"),
+];
+
+/// Longest answer of one model to a request for a list.
+const LIST_BYTES: usize = 1 << 20;
+
+/// The fields by which a request chooses a model; `name` is the older one of Ollama.
 #[derive(Deserialize)]
 struct Named {
     model: Option<String>,
+    name: Option<String>,
 }
 
 /// The model that a request names; the first where it names none of them, which says so.
@@ -140,28 +152,56 @@ async fn choose<'a>(
     doors: &'a [Door],
     request: Request,
 ) -> Result<(&'a Door, Request), Rejection> {
-    if doors.len() == 1 || request.method() != Method::POST {
+    if doors.len() == 1 {
         return Ok((&doors[0], request));
+    }
+    let called = |name: &str| doors.iter().find(|door| door.app.model.is_called(name));
+    let has_name = request.method() == Method::POST || request.uri().path() == "/api/delete";
+    if !has_name {
+        let id = request.uri().path().strip_prefix("/v1/models/");
+        let door = id.and_then(called).unwrap_or(&doors[0]);
+        return Ok((door, request));
     }
     let (parts, body) = request.into_parts();
     let whole = Request::from_parts(parts.clone(), body);
     let body = body_in_time(config, whole).await?;
     let named = serde_json::from_slice::<Named>(&body).ok();
-    let name = named.and_then(|named| named.model).unwrap_or_default();
-    let door = doors.iter().find(|door| door.app.model.is_called(&name));
+    let name = named.and_then(|named| named.model.or(named.name));
+    let door = name.as_deref().and_then(called);
     let request = Request::from_parts(parts, Body::from(body));
     Ok((door.unwrap_or(&doors[0]), request))
 }
 
-/// The list of all models: what each API lists, if the first lets the client in.
-async fn all_models(doors: &[Door], request: Request) -> Response {
-    let first = pass(doors[0].router.clone(), request).await;
-    if !first.status().is_success() {
-        return first;
+/// The lists of all models as one, under `key`. A model that refuses the client answers for all.
+async fn all_models(doors: &[Door], request: Request, key: &str) -> Response {
+    let (mut parts, _) = request.into_parts();
+    // Each API reads the extensions itself; bodies of these requests are not read.
+    let extensions = std::mem::take(&mut parts.extensions);
+    let mut all: Option<Value> = None;
+    for door in doors {
+        let mut parts = parts.clone();
+        parts.extensions = extensions.clone();
+        let response = pass(
+            door.router.clone(),
+            Request::from_parts(parts, Body::empty()),
+        )
+        .await;
+        if !response.status().is_success() {
+            return response;
+        }
+        let body = to_bytes(response.into_body(), LIST_BYTES).await;
+        let one: Value = body.map_or(Value::Null, |b| {
+            serde_json::from_slice(&b).unwrap_or_default()
+        });
+        match (&mut all, one) {
+            (None, one) => all = Some(one),
+            (Some(all), mut one) => {
+                let more = one[key].take();
+                if let (Some(list), Value::Array(more)) = (all[key].as_array_mut(), more) {
+                    list.extend(more);
+                }
+            }
+        }
     }
-    let models: Vec<Value> = doors
-        .iter()
-        .map(|door| super::pages::model_object(&door.app.model))
-        .collect();
-    json_response(StatusCode::OK, &json!({"object": "list", "data": models}))
+    json_response(StatusCode::OK, &all.unwrap_or_default())
 }

@@ -24,25 +24,16 @@ use crate::server::Phase;
 const OLLAMA_VERSION: &str = "0.13.5";
 
 /// Paths of Ollama's and OpenAI's clients that need what this server does not do.
-pub(super) const NOT_DONE: [&str; 9] = [
-    "/api/delete",
+pub(super) const NOT_DONE: [&str; 5] = [
     "/api/copy",
     "/api/create",
     "/api/push",
     "/api/blobs/{digest}",
-    "/api/embed",
-    "/api/embeddings",
-    "/v1/embeddings",
     "/v1/audio/transcriptions",
 ];
 
 pub(super) async fn not_done(request: Request) -> Rejection {
     let (what, why) = match request.uri().path() {
-        "/api/delete" => ("removing a model", "use paceline rm on the machine"),
-        "/api/embed" | "/api/embeddings" | "/v1/embeddings" => (
-            "making embeddings",
-            "the model that is served generates text",
-        ),
         "/v1/audio/transcriptions" => ("hearing", "the model that is served generates text"),
         _ => (
             "changing the store of models",

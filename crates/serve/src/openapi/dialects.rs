@@ -6,7 +6,7 @@ use serde_json::{Map, Value, json};
 use super::{REFUSALS, refusals};
 use crate::field::{Field, object_schema};
 use crate::model::Model;
-use crate::request::fields::{anthropic, llama, ollama, responses};
+use crate::request::fields::{anthropic, embeddings, llama, ollama, responses};
 
 /// An operation.
 struct Operation {
@@ -116,6 +116,39 @@ const OPERATIONS: [Operation; 11] = [
         EVENTS,
     ),
 ];
+
+/// Operations of models that make vectors.
+const EMBEDDING: [Operation; 3] = [
+    operation(
+        "/v1/embeddings",
+        "embed",
+        "Makes vectors of texts.",
+        embeddings::OPENAI,
+        None,
+    ),
+    operation(
+        "/api/embed",
+        "ollamaEmbed",
+        "Makes vectors of texts, as Ollama.",
+        embeddings::OLLAMA,
+        None,
+    ),
+    operation(
+        "/api/embeddings",
+        "ollamaEmbeddings",
+        "Makes the vector of a text, as Ollama.",
+        embeddings::OLLAMA_OLD,
+        None,
+    ),
+];
+
+/// Adds the operations of models that make vectors to `paths`.
+pub(super) fn add_embedding(paths: &mut Value, model: &Model, has_keys: bool) {
+    let names: Vec<&str> = model.names().collect();
+    for operation in &EMBEDDING {
+        paths[operation.path] = json!({"post": post(operation, &names, has_keys)});
+    }
+}
 
 /// Adds the operations to `paths`.
 pub(super) fn add(paths: &mut Value, model: &Model, has_keys: bool) {

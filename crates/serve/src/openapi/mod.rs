@@ -15,7 +15,7 @@ use crate::model::Model;
 use crate::request::schema::reference;
 
 /// What there is, for `/`.
-pub(crate) const PATHS: [&str; 24] = [
+pub(crate) const PATHS: [&str; 28] = [
     "GET /health",
     "GET /metrics",
     "GET /openapi.json",
@@ -23,6 +23,7 @@ pub(crate) const PATHS: [&str; 24] = [
     "GET /v1/models/{id}",
     "POST /v1/chat/completions",
     "POST /v1/completions",
+    "POST /v1/embeddings",
     "POST /v1/responses",
     "GET /v1/responses/{id}",
     "DELETE /v1/responses/{id}",
@@ -30,11 +31,14 @@ pub(crate) const PATHS: [&str; 24] = [
     "POST /v1/messages/count_tokens",
     "POST /api/chat",
     "POST /api/generate",
+    "POST /api/embed",
+    "POST /api/embeddings",
     "GET /api/tags",
     "POST /api/show",
     "GET /api/ps",
     "GET /api/version",
     "POST /api/pull",
+    "DELETE /api/delete",
     "POST /tokenize",
     "POST /detokenize",
     "POST /apply-template",
@@ -75,8 +79,8 @@ const REFUSALS: [(&str, &str); 14] = [
 /// Those of requests that do not ask the model.
 const PLAIN: [&str; 4] = ["400", "401", "403", "405"];
 
-/// The document for one server.
-pub(crate) fn document(config: &Config, model: &Model) -> Value {
+/// The document for one server; `embeds` where its model makes vectors.
+pub(crate) fn document(config: &Config, model: &Model, embeds: bool) -> Value {
     let has_keys = config.access.keys.is_some();
     let mut schemas = requests::schemas(config, model);
     schemas.extend(answers::schemas());
@@ -96,12 +100,12 @@ pub(crate) fn document(config: &Config, model: &Model) -> Value {
         },
         "servers": [{"url": "/"}],
         "security": if has_keys { json!([{"key": []}]) } else { json!([]) },
-        "paths": paths(model, has_keys),
+        "paths": paths(model, has_keys, embeds),
         "components": components,
     })
 }
 
-fn paths(served: &Model, has_keys: bool) -> Value {
+fn paths(served: &Model, has_keys: bool, embeds: bool) -> Value {
     let get = |id: &str, summary: &str, kind: &str, schema: Value| {
         let ok = json!({"description": summary, "content": {kind: {"schema": schema}}});
         let mut responses = refusals(&PLAIN, has_keys);
@@ -148,6 +152,9 @@ fn paths(served: &Model, has_keys: bool) -> Value {
         "/v1/completions": {"post": post("complete", "CompletionRequest", "Completion", has_keys)},
     });
     dialects::add(&mut paths, served, has_keys);
+    if embeds {
+        dialects::add_embedding(&mut paths, served, has_keys);
+    }
     paths
 }
 

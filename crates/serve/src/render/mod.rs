@@ -5,6 +5,7 @@
 //! ```
 
 pub(crate) mod anthropic;
+pub(crate) mod embeddings;
 pub(crate) mod llama;
 pub(crate) mod ollama;
 pub(crate) mod openai;

@@ -12,6 +12,7 @@
 //! | not here | | 400 |
 
 pub(crate) mod anthropic;
+pub(crate) mod embeddings;
 pub(crate) mod llama;
 pub(crate) mod ollama;
 pub(crate) mod responses;

@@ -7,6 +7,7 @@
 pub(crate) mod anthropic;
 pub(crate) mod chat;
 pub(crate) mod completion;
+pub(crate) mod embeddings;
 pub(crate) mod fields;
 pub(crate) mod guided;
 pub(crate) mod infill;
@@ -97,6 +98,8 @@ pub(crate) enum Understood {
     Ask(Box<Ask>),
     /// The answer is known.
     Answer(Value),
+    /// Vectors are to be made.
+    Embed(embeddings::Embed),
 }
 
 /// What a request is read against.

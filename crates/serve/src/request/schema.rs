@@ -106,6 +106,15 @@ pub(super) fn texts() -> Value {
     json!({"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1})
 }
 
+pub(super) fn input() -> Value {
+    let text = json!({"type": "string"});
+    let ids = json!({"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1});
+    let most = super::embeddings::MAX_INPUTS;
+    let list =
+        |items: &Value| json!({"type": "array", "items": items, "minItems": 1, "maxItems": most});
+    json!({"anyOf": [text, list(&text), ids, list(&ids)]})
+}
+
 pub(super) fn any() -> Value {
     json!({})
 }

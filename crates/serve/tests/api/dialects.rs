@@ -1,6 +1,9 @@
 //! The same answers in the words of Anthropic, Ollama, OpenAI's responses and llama-server.
 
+use std::sync::{Arc, Mutex};
+
 use paceline_engine::Finish;
+use paceline_serve::Remover;
 use serde_json::{Value, json};
 
 use crate::client::Response;
@@ -270,6 +273,42 @@ fn the_model_is_shown_as_ollama_does() {
     assert_eq!(rig.send("DELETE", "/api/delete", "", "").status, 501);
     assert_eq!(rig.send("HEAD", "/", "", "").status, 200);
     assert!(rig.get("/").text().contains("Ollama is running"));
+}
+
+#[test]
+fn models_are_removed_where_that_was_allowed() {
+    let kept = Arc::new(Mutex::new(vec!["old".to_owned()]));
+    let shelf = Arc::clone(&kept);
+    let remove = move |name: &str| {
+        let mut kept = shelf.lock().unwrap();
+        match name {
+            "held" => Err("another process reads it".to_owned()),
+            name => Ok(kept
+                .iter()
+                .position(|k| k == name)
+                .map(|i| kept.remove(i))
+                .is_some()),
+        }
+    };
+    let rig = Rig::with(|config| config.remover = Some(Remover(Arc::new(remove))));
+    let ask = |body: &str| {
+        let json = "Content-Type: application/json\r\n";
+        rig.send("DELETE", "/api/delete", json, body)
+    };
+    for (body, status, message) in [
+        (r#"{"model":"tiny:latest"}"#, 409, "being served"),
+        (r#"{"model":"new"}"#, 404, "no model \"new\""),
+        (r#"{"name":"held"}"#, 400, "another process"),
+        ("{}", 400, "model is missing"),
+    ] {
+        let response = ask(body);
+        assert_eq!(response.status, status, "{body}");
+        let error = response.json()["error"].as_str().unwrap().to_owned();
+        assert!(error.contains(message), "{body}: {error}");
+    }
+    assert_eq!(ask(r#"{"model":"old"}"#).status, 200);
+    assert!(kept.lock().unwrap().is_empty());
+    assert_eq!(rig.post("/api/delete", "{}").status, 405);
 }
 
 #[test]

@@ -12,6 +12,7 @@ mod board;
 mod client;
 mod connections;
 mod dialects;
+mod embeddings;
 mod endings;
 mod fields;
 mod load;

@@ -481,3 +481,51 @@ fn models_whose_calls_no_grammar_holds_say_so() {
         "{message}"
     );
 }
+
+/// Both turns of Codex 0.169 around a call, in the shape that `clients-2026.md` has.
+#[test]
+fn a_second_turn_of_codex_begins_with_its_first() {
+    let rig = rig(&ANSWER, Finish::EndOfText);
+    let text = |kind: &str, text: &str| json!([{"type": kind, "text": text}]);
+    let mut body = json!({
+        "model": "tiny", "stream": true, "store": false, "tool_choice": "auto",
+        "parallel_tool_calls": true, "reasoning": {"summary": "auto"},
+        "include": ["reasoning.encrypted_content"], "prompt_cache_key": "0193-aa",
+        "client_metadata": {"session": "0193-aa"},
+        "tools": [
+            {"type": "function", "name": "exec", "description": "Runs.", "strict": false,
+             "parameters": {"type": "object", "properties": {"cmd": {"type": "string"}}}},
+            {"type": "namespace", "name": "crew", "description": "d", "tools": [
+                {"type": "function", "name": "look", "description": "Looks.", "strict": false,
+                 "parameters": {"type": "object",
+                     "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}}]},
+            {"type": "web_search", "external_web_access": false}],
+        "input": [
+            {"type": "message", "id": "m1", "role": "developer",
+             "content": text("input_text", "You are Codex. ")},
+            {"type": "message", "id": "m2", "role": "user", "content": text("input_text", "hi")}],
+    });
+    let all = events(rig.post("/v1/responses", &body.to_string()));
+    assert_eq!(all.last().unwrap()["type"], "response.completed");
+    let first = rig.service.last().prompt;
+    let done = all
+        .iter()
+        .filter(|event| event["type"] == "response.output_item.done");
+    let mut items: Vec<Value> = done.map(|event| event["item"].clone()).collect();
+    // Codex sends reasoning back as it came, and nothing that was encrypted.
+    items[0]["encrypted_content"] = Value::Null;
+    let call_id = items[2]["call_id"].clone();
+    let output = json!({"type": "function_call_output", "call_id": call_id, "output": "42"});
+    let input = body["input"].as_array_mut().unwrap();
+    input.extend(items);
+    input.push(output);
+    let again = events(rig.post("/v1/responses", &body.to_string()));
+    assert_eq!(again.last().unwrap()["type"], "response.completed");
+    let second = rig.service.last().prompt;
+    assert!(second.starts_with(&first), "{}", prompt_text(&rig));
+    let text = prompt_text(&rig);
+    assert!(
+        text.contains("\"city\": \"Köln\"") && text.contains("tool\n42"),
+        "{text}"
+    );
+}

@@ -1,0 +1,62 @@
+//! Models that make vectors of texts: loaded into this process, since they are small.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use anyhow::Context;
+use paceline_engine::EncoderService;
+use paceline_formats::tokenizer::Tokenizer;
+use paceline_model::Source;
+use paceline_model::encoder::{Encoder, EncoderConfig};
+use paceline_serve::{About, Model, default_sampling};
+
+use super::{Args, Named, Serving};
+use crate::load;
+use crate::loaded;
+use crate::output::tell;
+
+/// The encoder at `path`, if it is one: what is wrong with other models is not told here.
+pub(super) fn source(path: &Path) -> Option<Source> {
+    let source = Source::open(path).ok();
+    source.filter(EncoderConfig::is_encoder)
+}
+
+/// Loads it, for clients to call it `named`.
+///
+/// # Errors
+/// A file that is missing or cannot be computed with, by name.
+pub(super) fn load(
+    args: &Args,
+    path: &Path,
+    source: &Source,
+    named: Named,
+) -> anyhow::Result<Serving> {
+    let kernels = load::kernels_at(load::threads(args.compute, 1), args.compute.pinning())?;
+    let tokenizer = Tokenizer::from_hf_dir(path)
+        .with_context(|| format!("{}: cannot use its tokenizer", path.display()))?;
+    let encoder = Encoder::load(source, kernels).map_err(|error| load::in_model(path, error))?;
+    let config = encoder.config();
+    tell(format_args!(
+        "{}: embeddings of {} numbers, texts of at most {} tokens, {}",
+        named.id,
+        config.width,
+        config.context,
+        encoder.bytes()
+    ));
+    let model = Model {
+        id: named.id,
+        aliases: named.aliases,
+        created_unix_s: loaded::changed_unix_s(path),
+        fingerprint: format!("cpu-f32-{}", env!("CARGO_PKG_VERSION")),
+        tokenizer: Arc::new(tokenizer),
+        template: None,
+        context: config.context,
+        sampling: default_sampling(),
+        about: About {
+            architecture: config.family.name().to_owned(),
+            bytes: loaded::size(path),
+            ..About::default()
+        },
+    };
+    Ok((model, Arc::new(EncoderService::new(encoder))))
+}

@@ -1,0 +1,143 @@
+//! Texts to vectors, seen from above: what a [`Service`] may do besides generating.
+
+use std::fmt::Debug;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Mutex, PoisonError};
+
+use paceline_model::encoder::Encoder;
+
+use crate::{Failure, Request, Service, Sink, State, Status, Ticket};
+
+/// Makes vectors of texts. A vector depends on the model and its own text only.
+pub trait Embedder: Send + Sync + Debug {
+    /// Numbers of a vector.
+    fn dimensions(&self) -> usize;
+
+    /// Most tokens of a text.
+    fn context(&self) -> usize;
+
+    /// Computes a vector of length 1 for each of `texts`, in order. Blocks. Gives up between steps,
+    /// of about a second at most, once `is_over` is true.
+    ///
+    /// # Errors
+    /// [`Failure::Invalid`] for a text that cannot be computed, by its index;
+    /// [`Failure::Unavailable`] where `is_over` was true.
+    fn embed(
+        &self,
+        texts: &[Vec<u32>],
+        is_over: &dyn Fn() -> bool,
+    ) -> Result<Vec<Vec<f32>>, Failure>;
+}
+
+/// An encoder as a [`Service`], which makes vectors and generates nothing.
+#[derive(Debug)]
+pub struct EncoderService {
+    encoder: Encoder,
+    /// Held for one step, so that requests take turns.
+    step: Mutex<()>,
+    asked: AtomicUsize,
+}
+
+/// Counts a request for as long as it lives.
+struct Asked<'a>(&'a AtomicUsize);
+
+impl<'a> Asked<'a> {
+    fn new(count: &'a AtomicUsize) -> Self {
+        count.fetch_add(1, Ordering::Relaxed);
+        Self(count)
+    }
+}
+
+impl Drop for Asked<'_> {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+impl EncoderService {
+    /// Answers with `encoder`.
+    pub const fn new(encoder: Encoder) -> Self {
+        Self {
+            encoder,
+            step: Mutex::new(()),
+            asked: AtomicUsize::new(0),
+        }
+    }
+
+    /// The encoder.
+    pub const fn encoder(&self) -> &Encoder {
+        &self.encoder
+    }
+
+    /// # Errors
+    /// [`Failure::Invalid`]: an empty text, one that is too long, an unknown token.
+    fn check(&self, i: usize, text: &[u32]) -> Result<(), Failure> {
+        let config = self.encoder.config();
+        let (context, vocab) = (config.context, config.vocab);
+        let unknown = text.iter().find(|id| **id as usize >= vocab);
+        let reason = match (text.len(), unknown) {
+            (0, _) => format!("text {i} has no tokens"),
+            (tokens, _) if tokens > context => {
+                format!("text {i} has {tokens} tokens, expected at most {context}")
+            }
+            (_, Some(id)) => format!("token {id} of text {i} is unknown, expected below {vocab}"),
+            (_, None) => return Ok(()),
+        };
+        Err(Failure::Invalid { reason })
+    }
+}
+
+impl Embedder for EncoderService {
+    fn dimensions(&self) -> usize {
+        self.encoder.config().width
+    }
+
+    fn context(&self) -> usize {
+        self.encoder.config().context
+    }
+
+    fn embed(
+        &self,
+        texts: &[Vec<u32>],
+        is_over: &dyn Fn() -> bool,
+    ) -> Result<Vec<Vec<f32>>, Failure> {
+        let _asked = Asked::new(&self.asked);
+        for (i, text) in texts.iter().enumerate() {
+            self.check(i, text)?;
+        }
+        let lengths: Vec<usize> = texts.iter().map(Vec::len).collect();
+        let mut vectors = Vec::with_capacity(texts.len());
+        for step in Encoder::steps(&lengths) {
+            let of_step: Vec<&[u32]> = texts[step].iter().map(Vec::as_slice).collect();
+            let _turn = self.step.lock().unwrap_or_else(PoisonError::into_inner);
+            if is_over() {
+                let reason = "the request is over".to_owned();
+                return Err(Failure::Unavailable { reason });
+            }
+            vectors.extend(self.encoder.embed(&of_step));
+        }
+        Ok(vectors)
+    }
+}
+
+impl Service for EncoderService {
+    fn submit(&self, _request: Request, _sink: Sink) -> Result<Ticket, Failure> {
+        let reason = "the model makes embeddings and generates no text".to_owned();
+        Err(Failure::Invalid { reason })
+    }
+
+    fn cancel(&self, _ticket: Ticket) {}
+
+    fn status(&self) -> Status {
+        let asked = self.asked.load(Ordering::Relaxed);
+        Status {
+            state: State::Ready,
+            running: asked.min(1),
+            waiting: asked.saturating_sub(1),
+        }
+    }
+
+    fn embedder(&self) -> Option<&dyn Embedder> {
+        Some(self)
+    }
+}

@@ -1,0 +1,182 @@
+//! Encoders against what `transformers` computes with them (`tests-data/golden/encoder`, made by
+//! `scripts/golden/encoder_tiny.py`).
+
+#![allow(clippy::unwrap_used, reason = "a helper of a test may fail the test")]
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use paceline_formats::tokenizer::Tokenizer;
+use paceline_model::encoder::{Encoder, EncoderConfig, Pooling};
+use paceline_model::{Error, Source};
+use paceline_tensor::{InstructionSet, Kernels};
+use serde_json::{Value, json};
+
+use crate::common::{golden, golden_json, test_model};
+
+const TINY: [&str; 2] = ["bert-mean", "roberta-first"];
+
+fn folder(name: &str) -> PathBuf {
+    golden(&format!("encoder/{name}"))
+}
+
+fn load(folder: &Path, kernels: Kernels) -> Encoder {
+    Encoder::load(&Source::open(folder).unwrap(), Arc::new(kernels)).unwrap()
+}
+
+/// Texts of a golden file with their ids and vectors.
+fn cases(name: &str) -> Vec<(String, Vec<u32>, Vec<f64>)> {
+    let json = golden_json(&format!("encoder/{name}.golden.json"));
+    let case = |case: &Value| {
+        let ids = case["ids"].as_array().unwrap().iter();
+        let vector = case["vector"].as_array().unwrap().iter();
+        (
+            case["text"].as_str().unwrap().to_owned(),
+            ids.map(|id| id.as_u64().unwrap() as u32).collect(),
+            vector.map(|x| x.as_f64().unwrap()).collect(),
+        )
+    };
+    json["cases"].as_array().unwrap().iter().map(case).collect()
+}
+
+fn embed(encoder: &Encoder, texts: &[&[u32]]) -> Vec<Vec<f32>> {
+    let lengths: Vec<usize> = texts.iter().map(|text| text.len()).collect();
+    let steps = Encoder::steps(&lengths).into_iter();
+    steps.flat_map(|step| encoder.embed(&texts[step])).collect()
+}
+
+/// Ids and vectors of `transformers`: both in float32, in another order. 1e-6 is several times the
+/// distance seen, in vectors of length 1.
+fn check(name: &str, folder: &Path) {
+    let tokenizer = Tokenizer::from_hf_dir(folder).unwrap();
+    let encoder = load(folder, Kernels::new(2).unwrap());
+    let cases = cases(name);
+    for (text, ids, _) in &cases {
+        assert_eq!(
+            &tokenizer.encode_whole(text).unwrap(),
+            ids,
+            "{name} {text:?}"
+        );
+    }
+    let texts: Vec<&[u32]> = cases.iter().map(|(_, ids, _)| ids.as_slice()).collect();
+    for (got, (text, _, expected)) in embed(&encoder, &texts).iter().zip(&cases) {
+        let off = got
+            .iter()
+            .zip(expected)
+            .map(|(x, y)| (f64::from(*x) - y).abs());
+        let worst = off.fold(0.0, f64::max);
+        assert!(worst <= 1e-6, "{name} {text:?}: {worst:.2e}");
+        assert_eq!(got.len(), expected.len(), "{name}");
+    }
+}
+
+#[test]
+fn vectors_are_those_of_transformers() {
+    for name in TINY {
+        check(name, &folder(name));
+    }
+}
+
+#[test]
+fn minilm_is_that_of_transformers() {
+    if let Some(folder) = test_model("minilm", "all-minilm-l6-v2") {
+        check("minilm", &folder);
+    }
+}
+
+/// The same bits alone and among others, on any number of threads and with every instruction set.
+#[test]
+fn a_vector_depends_on_its_own_text_only() {
+    for name in TINY {
+        let folder = folder(name);
+        let cases = cases(name);
+        let mut texts: Vec<&[u32]> = cases.iter().map(|(_, ids, _)| ids.as_slice()).collect();
+        let alone = load(&folder, Kernels::new(1).unwrap());
+        let expected: Vec<Vec<f32>> = texts.iter().flat_map(|text| alone.embed(&[text])).collect();
+        for set in InstructionSet::available() {
+            let encoder = load(&folder, Kernels::with_set(set, 3).unwrap());
+            assert_eq!(embed(&encoder, &texts), expected, "{name} {}", set.name());
+        }
+        let encoder = load(&folder, Kernels::new(2).unwrap());
+        texts.reverse();
+        let mut turned = embed(&encoder, &texts);
+        turned.reverse();
+        assert_eq!(turned, expected, "{name} in another order");
+    }
+}
+
+#[test]
+fn folders_say_how_rows_are_pooled_and_how_long_texts_are() {
+    for (name, pooling, context) in [
+        ("bert-mean", Pooling::Mean, 60),
+        ("roberta-first", Pooling::First, 64),
+    ] {
+        let source = Source::open(&folder(name)).unwrap();
+        assert!(EncoderConfig::is_encoder(&source));
+        let Source::Hf(folder) = &source else {
+            panic!("{name} is a folder");
+        };
+        let config = EncoderConfig::read(folder).unwrap();
+        assert_eq!((config.pooling, config.context), (pooling, context));
+    }
+    let decoder = Source::open(&golden("hf/llama-tied")).unwrap();
+    assert!(!EncoderConfig::is_encoder(&decoder));
+}
+
+/// Reads the tiny model with one field of one file changed.
+fn changed(file: &str, field: &str, value: Value) -> Result<Encoder, Error> {
+    let copy = tempfile::tempdir().unwrap();
+    let from = folder("bert-mean");
+    std::fs::create_dir(copy.path().join("1_Pooling")).unwrap();
+    for name in ["config.json", "model.safetensors", "1_Pooling/config.json"] {
+        std::fs::copy(from.join(name), copy.path().join(name)).unwrap();
+    }
+    let path = copy.path().join(file);
+    let text = std::fs::read_to_string(&path).unwrap();
+    let mut config: Value = serde_json::from_str(&text).unwrap();
+    config[field] = value;
+    std::fs::write(&path, config.to_string()).unwrap();
+    Encoder::load(
+        &Source::open(copy.path()).unwrap(),
+        Arc::new(Kernels::new(1).unwrap()),
+    )
+}
+
+#[test]
+fn what_would_be_computed_wrongly_is_refused_by_name() {
+    for (field, value) in [
+        ("hidden_size", json!(0)),
+        ("hidden_size", json!("48")),
+        ("hidden_size", json!(1_u64 << 40)),
+        ("num_attention_heads", json!(5)),
+        ("num_hidden_layers", json!(null)),
+        ("hidden_act", json!("swish")),
+        ("hidden_act", json!(7)),
+        ("layer_norm_eps", json!(-1.0)),
+        ("max_position_embeddings", json!(1)),
+        ("position_embedding_type", json!("relative_key")),
+        ("is_decoder", json!(true)),
+    ] {
+        let error = changed("config.json", field, value.clone()).unwrap_err();
+        let text = error.to_string();
+        assert!(text.contains(field), "{field} = {value}: {text}");
+    }
+    for (field, value, expected) in [
+        ("intermediate_size", json!(95), "intermediate.dense"),
+        ("num_hidden_layers", json!(4), "encoder.layer.3"),
+        ("vocab_size", json!(301), "word_embeddings"),
+        ("max_position_embeddings", json!(63), "position_embeddings"),
+        ("model_type", json!("deberta"), "deberta"),
+    ] {
+        let text = changed("config.json", field, value)
+            .unwrap_err()
+            .to_string();
+        assert!(text.contains(expected), "{field}: {text}");
+    }
+    let file = "1_Pooling/config.json";
+    let error = changed(file, "pooling_mode_max_tokens", json!(true)).unwrap_err();
+    assert!(
+        error.to_string().contains("pooling_mode_max_tokens"),
+        "{error}"
+    );
+}

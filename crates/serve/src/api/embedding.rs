@@ -1,0 +1,119 @@
+//! Vectors of texts, computed on a blocking thread, which gives up when the client has left.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use axum::http::StatusCode;
+use axum::http::header::CONTENT_TYPE;
+use axum::response::{IntoResponse, Response};
+use paceline_engine::{Embedder, Failure};
+
+use super::{App, Endpoint};
+use crate::answer::Terms;
+use crate::places::Place;
+use crate::rejection::Rejection;
+use crate::render::embeddings::{Facts, body, shorten};
+use crate::request::embeddings::Embed;
+use crate::server::{Phase, reach};
+
+/// Set when dropped: the client left, or the answer is complete.
+struct Over(Arc<AtomicBool>);
+
+impl Drop for Over {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
+
+/// The result of the blocking thread.
+type Computed = Result<Vec<Vec<f32>>, Failure>;
+
+/// Computes and tells the vectors of `ask`. `place` is held until the work has ended.
+pub(super) async fn respond(
+    app: &Arc<App>,
+    ask: Embed,
+    mut terms: Terms,
+    place: Place,
+) -> Result<Response, Rejection> {
+    let over = Over(Arc::default());
+    let is_over = Arc::clone(&over.0);
+    let tokens = ask.texts.iter().map(Vec::len).sum();
+    let (service, texts) = (Arc::clone(&app.service), ask.texts);
+    let work = tokio::task::spawn_blocking(move || -> Option<Computed> {
+        let _place = place;
+        let is_over = || is_over.load(Ordering::Relaxed);
+        Some(service.embedder()?.embed(&texts, &is_over))
+    });
+    let limit_s = terms.deadline_s;
+    let computed = tokio::select! {
+        () = &mut terms.deadline => return Err(Rejection::Deadline { limit_s }),
+        () = reach(&mut terms.phase, Phase::Ending) => return Err(Rejection::ShuttingDown),
+        computed = work => computed,
+    };
+    let what = "compute the vectors";
+    let computed = computed.map_err(|_| Rejection::Broken { what })?;
+    let mut vectors = computed.ok_or(Rejection::Broken { what })??;
+    vectors
+        .iter_mut()
+        .for_each(|vector| shorten(vector, ask.dimensions));
+    app.metrics.embedded(tokens);
+    let facts = Facts {
+        model: &app.model.id,
+        tokens,
+        took: (terms.now)().saturating_duration_since(terms.asked),
+    };
+    let json = [(CONTENT_TYPE, "application/json")];
+    Ok((StatusCode::OK, json, body(&ask.form, &vectors, facts)).into_response())
+}
+
+impl App {
+    /// The model's encoder.
+    ///
+    /// # Errors
+    /// [`Rejection::NotDone`] where the model generates text.
+    pub(super) fn embedder(&self) -> Result<&dyn Embedder, Rejection> {
+        self.service.embedder().ok_or(Rejection::NotDone {
+            what: "making embeddings",
+            why: "the model that is served generates text",
+        })
+    }
+
+    /// Whether the model does what `endpoint` asks for, known before the body is read.
+    ///
+    /// # Errors
+    /// [`Rejection::NotDone`].
+    pub(super) fn check_ability(&self, endpoint: Endpoint) -> Result<(), Rejection> {
+        if endpoint.embeds() {
+            return self.embedder().map(drop);
+        }
+        if endpoint.generates() && self.service.embedder().is_some() {
+            return Err(Rejection::NotDone {
+                what: "generating text",
+                why: "the model that is served makes embeddings",
+            });
+        }
+        Ok(())
+    }
+}
+
+impl Endpoint {
+    const fn embeds(self) -> bool {
+        matches!(
+            self,
+            Self::Embeddings | Self::OllamaEmbed | Self::OllamaEmbeddings
+        )
+    }
+
+    const fn generates(self) -> bool {
+        matches!(
+            self,
+            Self::Chat
+                | Self::Completion
+                | Self::Response
+                | Self::Message
+                | Self::OllamaChat
+                | Self::OllamaGenerate
+                | Self::Infill
+        )
+    }
+}

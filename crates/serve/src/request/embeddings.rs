@@ -1,0 +1,224 @@
+//! Requests for vectors: `/v1/embeddings`, `/api/embed`, `/api/embeddings`.
+
+use paceline_engine::Embedder;
+use serde_json::{Map, Value};
+
+use super::Reader;
+use super::fields::embeddings::{OLLAMA, OLLAMA_OLD, OPENAI};
+use crate::field::{Field, Fields, integer, wrong_type};
+use crate::json::show;
+use crate::rejection::Rejection;
+
+/// Most texts of a request: OpenAI's bound.
+pub(crate) const MAX_INPUTS: usize = 2048;
+
+/// A request for vectors that was understood.
+#[derive(Debug, PartialEq)]
+pub(crate) struct Embed {
+    /// Each of 1 to the model's context tokens.
+    pub(crate) texts: Vec<Vec<u32>>,
+    /// Numbers of a vector that are kept.
+    pub(crate) dimensions: usize,
+    pub(crate) form: Form,
+}
+
+/// In whose words vectors are told.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) enum Form {
+    /// As a list of objects; in base64 if so.
+    OpenAi { is_base64: bool },
+    /// As a list of vectors; the model as the client called it.
+    Ollama { model: String },
+    /// As one vector.
+    OllamaOld,
+}
+
+/// The treatment of texts that are too long or empty.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Care {
+    /// Both are refused.
+    Refuse,
+    /// Long ones are refused, empty ones are not.
+    Whole,
+    /// Long ones are cut, empty ones are not refused.
+    Cut,
+}
+
+impl Reader<'_> {
+    /// Reads OpenAI's request.
+    ///
+    /// # Errors
+    /// A [`Rejection`] of status 400 or 404.
+    pub(crate) fn embeddings(
+        &self,
+        body: Map<String, Value>,
+        embedder: &dyn Embedder,
+    ) -> Result<Embed, Rejection> {
+        let mut fields = self.named_fields(body, OPENAI)?;
+        let dimensions = dimensions(&fields, embedder)?;
+        let is_base64 = fields.text("encoding_format") == Some("base64");
+        let input = fields.take("input").unwrap_or_default();
+        Ok(Embed {
+            texts: self.inputs(input, Care::Refuse)?,
+            dimensions,
+            form: Form::OpenAi { is_base64 },
+        })
+    }
+
+    /// Reads Ollama's request. An empty text as input has no vector, as there.
+    ///
+    /// # Errors
+    /// A [`Rejection`] of status 400 or 404.
+    pub(crate) fn ollama_embed(
+        &self,
+        body: Map<String, Value>,
+        embedder: &dyn Embedder,
+    ) -> Result<Embed, Rejection> {
+        let mut fields = self.named_fields(body, OLLAMA)?;
+        let care = match fields.get("truncate") {
+            Some(Value::Bool(false)) => Care::Whole,
+            _ => Care::Cut,
+        };
+        let input = fields.take("input").unwrap_or_default();
+        let is_nothing = matches!(&input, Value::String(text) if text.is_empty());
+        Ok(Embed {
+            texts: match is_nothing {
+                true => Vec::new(),
+                false => self.inputs(input, care)?,
+            },
+            dimensions: dimensions(&fields, embedder)?,
+            form: Form::Ollama {
+                model: self.check_model(&fields)?,
+            },
+        })
+    }
+
+    /// Reads Ollama's older request.
+    ///
+    /// # Errors
+    /// A [`Rejection`] of status 400 or 404.
+    pub(crate) fn ollama_embeddings(
+        &self,
+        body: Map<String, Value>,
+        embedder: &dyn Embedder,
+    ) -> Result<Embed, Rejection> {
+        let fields = self.named_fields(body, OLLAMA_OLD)?;
+        let text = fields.text("prompt").unwrap_or_default();
+        Ok(Embed {
+            texts: vec![self.text_input(text, "prompt", Care::Cut)?],
+            dimensions: embedder.dimensions(),
+            form: Form::OllamaOld,
+        })
+    }
+
+    fn named_fields(&self, body: Map<String, Value>, table: &[Field]) -> Result<Fields, Rejection> {
+        let fields = self.fields(body, table, "")?;
+        self.check_model(&fields)?;
+        Ok(fields)
+    }
+
+    fn inputs(&self, input: Value, care: Care) -> Result<Vec<Vec<u32>>, Rejection> {
+        let items = match input {
+            Value::String(text) => return Ok(vec![self.text_input(&text, "input", care)?]),
+            Value::Array(items) => items,
+            other => {
+                let expected = "a string, or an array of strings or token ids";
+                return Err(wrong_type("input".into(), &other, expected));
+            }
+        };
+        if items.iter().any(Value::is_number) {
+            return Ok(vec![self.id_input(&items, "input", care)?]);
+        }
+        if !(1..=MAX_INPUTS).contains(&items.len()) {
+            return Err(Rejection::Length {
+                param: "input".into(),
+                got: items.len(),
+                unit: "texts",
+                expected: format!("1 to {MAX_INPUTS}"),
+            });
+        }
+        let item = |(i, item): (usize, &Value)| {
+            let param = format!("input[{i}]");
+            match item {
+                Value::String(text) => self.text_input(text, &param, care),
+                Value::Array(ids) => self.id_input(ids, &param, care),
+                other => {
+                    let expected = "a string or an array of token ids";
+                    Err(wrong_type(param, other, expected))
+                }
+            }
+        };
+        items.iter().enumerate().map(item).collect()
+    }
+
+    fn text_input(&self, text: &str, param: &str, care: Care) -> Result<Vec<u32>, Rejection> {
+        if text.is_empty() && care == Care::Refuse {
+            let param = param.to_owned();
+            return Err(Rejection::EmptyPrompt { param });
+        }
+        let tokenizer = &self.model.tokenizer;
+        let ids = tokenizer.encode_whole(text)?;
+        let last = tokenizer.eos().filter(|_| tokenizer.adds_eos());
+        self.fitted(ids, last, param, care)
+    }
+
+    /// Ids are taken as they are: nothing is put around them.
+    fn id_input(&self, items: &[Value], param: &str, care: Care) -> Result<Vec<u32>, Rejection> {
+        let vocab = self.model.vocab();
+        let id = |(i, item): (usize, &Value)| {
+            let at = || format!("{param}[{i}]");
+            let id = integer(item).ok_or_else(|| wrong_type(at(), item, "a token id"))?;
+            let id = u32::try_from(id).ok().filter(|id| *id < vocab);
+            id.ok_or_else(|| Rejection::Range {
+                param: at(),
+                got: show(item),
+                expected: format!("0 to {}", vocab.saturating_sub(1)),
+            })
+        };
+        let ids: Result<Vec<u32>, Rejection> = items.iter().enumerate().map(id).collect();
+        self.fitted(ids?, None, param, care)
+    }
+
+    /// `ids` within the context; `last` stays the last where they are cut.
+    fn fitted(
+        &self,
+        mut ids: Vec<u32>,
+        last: Option<u32>,
+        param: &str,
+        care: Care,
+    ) -> Result<Vec<u32>, Rejection> {
+        let (tokens, context) = (ids.len(), self.model.context);
+        let param = || param.to_owned();
+        if tokens == 0 {
+            return Err(Rejection::EmptyPrompt { param: param() });
+        }
+        if tokens <= context {
+            return Ok(ids);
+        }
+        if care != Care::Cut {
+            return Err(Rejection::LongInput {
+                param: param(),
+                tokens,
+                context,
+            });
+        }
+        ids.truncate(context - last.iter().len());
+        ids.extend(last);
+        Ok(ids)
+    }
+}
+
+/// # Errors
+/// [`Rejection::Range`] for more than the model's.
+fn dimensions(fields: &Fields, embedder: &dyn Embedder) -> Result<usize, Rejection> {
+    let most = embedder.dimensions();
+    let wanted = fields.count("dimensions").unwrap_or(most);
+    if wanted <= most {
+        return Ok(wanted);
+    }
+    Err(Rejection::Range {
+        param: "dimensions".into(),
+        got: wanted.to_string(),
+        expected: format!("1 to {most}"),
+    })
+}

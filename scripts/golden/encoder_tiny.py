@@ -1,0 +1,138 @@
+#!/usr/bin/env python3
+"""Tiny random encoders and what `transformers` computes with them: encoder_tiny.py [OUT]
+
+OUT defaults to tests-data/golden/encoder of this repository. For each model it writes
+    NAME/                 config.json, model.safetensors, tokenizer.json, and the files of
+                          sentence-transformers that say how rows are pooled
+    NAME.golden.json      texts, their token ids by `tokenizers`, their vectors of length 1
+With a folder of all-MiniLM-L6-v2 as MINILM in the environment, minilm.golden.json too.
+
+Needs torch (a CPU build will do), transformers, tokenizers, safetensors, numpy: requirements.txt.
+"""
+
+import json
+import os
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import AutoConfig, AutoModel
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+AUSTEN = REPOSITORY / "tests-data/austen-1056.txt"
+TEXTS = [
+    "It is a truth universally acknowledged, that a single man must want a wife.",
+    "CAFÉ: naïve façade — 12,5 €?", "", "a", "你好 world", "Zebra\tquartz\n\nfox!", "word " * 40,
+]
+BERT = {
+    "architectures": ["BertModel"], "model_type": "bert", "hidden_act": "gelu", "hidden_size": 48,
+    "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 300,
+    "max_position_embeddings": 64, "type_vocab_size": 2, "layer_norm_eps": 1e-12,
+    "pad_token_id": 0, "position_embedding_type": "absolute",
+}
+ROBERTA = {
+    "architectures": ["XLMRobertaModel"], "model_type": "xlm-roberta", "hidden_act": "gelu_new",
+    "hidden_size": 40, "intermediate_size": 72, "num_hidden_layers": 2, "num_attention_heads": 5,
+    "vocab_size": 300, "max_position_embeddings": 66, "type_vocab_size": 1, "layer_norm_eps": 1e-5,
+    "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2,
+}
+
+
+def wordpiece():
+    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=300, special_tokens=special, show_progress=False)
+    tokenizer.train([str(AUSTEN)], trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)])
+    tokenizer.decoder = decoders.WordPiece()
+    return tokenizer
+
+
+def byte_bpe():
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["<s>", "<pad>", "</s>", "<unk>"], show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+    tokenizer.train([str(AUSTEN)], trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 2)])
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def draw(model, rng):
+    """Weights large enough that each part matters."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            shape = tuple(parameter.shape)
+            values = rng.standard_normal(shape).astype(np.float32)
+            is_scale = "LayerNorm.weight" in name
+            values = 1 + 0.2 * values if is_scale else values * (0.3 if len(shape) == 2 else 0.1)
+            parameter.copy_(torch.from_numpy(values.astype(np.float32)))
+
+
+def vectors(model, all_ids, pooling):
+    rows = []
+    for ids in all_ids:
+        with torch.no_grad():
+            hidden = model(input_ids=torch.tensor([ids])).last_hidden_state[0].double()
+        pooled = hidden.mean(0) if pooling == "mean_tokens" else hidden[0]
+        rows.append((pooled / pooled.norm()).numpy().tolist())
+    return rows
+
+
+def write_golden(path, tokenizer, model, pooling, most):
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    ids = [tokenizer.encode(text).ids for text in TEXTS]
+    kept = [(text, i) for text, i in zip(TEXTS, ids) if len(i) <= most]
+    rows = vectors(model, [i for _, i in kept], pooling)
+    cases = [{"text": text, "ids": i, "vector": [round(x, 9) for x in row]}
+             for (text, i), row in zip(kept, rows)]
+    versions = {name: version(name) for name in ("torch", "transformers", "tokenizers")}
+    path.write_text(json.dumps({"versions": versions, "cases": cases}, ensure_ascii=False) + "\n")
+
+
+def write(out, name, config, tokenizer, pooling, longest, prefix):
+    folder = out / name
+    (folder / "1_Pooling").mkdir(parents=True, exist_ok=True)
+    model = AutoModel.from_config(
+        AutoConfig.for_model(**config), attn_implementation="eager").eval()
+    draw(model, np.random.default_rng(28))
+    tensors = {prefix + n: p.contiguous() for n, p in model.state_dict().items()
+               if "pooler" not in n}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+    tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
+    mode = {f"pooling_mode_{kind}": kind == pooling
+            for kind in ("cls_token", "mean_tokens", "max_tokens")}
+    settings = {"word_embedding_dimension": config["hidden_size"], **mode}
+    (folder / "1_Pooling/config.json").write_text(json.dumps(settings) + "\n")
+    (folder / "sentence_bert_config.json").write_text(
+        json.dumps({"max_seq_length": longest, "do_lower_case": False}) + "\n")
+    write_golden(out / f"{name}.golden.json", tokenizer, model, pooling, longest)
+
+
+def main():
+    out = Path(sys.argv[1]) if len(sys.argv) > 1 else REPOSITORY / "tests-data/golden/encoder"
+    out.mkdir(parents=True, exist_ok=True)
+    write(out, "bert-mean", BERT, wordpiece(), "mean_tokens", 60, "")
+    write(out, "roberta-first", ROBERTA, byte_bpe(), "cls_token", 64, "roberta.")
+    minilm = os.environ.get("MINILM")
+    if minilm:
+        model = AutoModel.from_pretrained(minilm, attn_implementation="eager").float().eval()
+        tokenizer = Tokenizer.from_file(f"{minilm}/tokenizer.json")
+        write_golden(out / "minilm.golden.json", tokenizer, model, "mean_tokens", 256)
+
+
+if __name__ == "__main__":
+    main()
