@@ -1,7 +1,7 @@
 //! `paceline up`: this machine's node, alone or with one model behind the HTTP API.
 
 use std::net::{IpAddr, SocketAddr};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 
@@ -18,6 +18,7 @@ use paceline_serve::{
 };
 use paceline_store::{Cancel, Error as StoreError};
 
+use crate::adapter;
 use crate::compute::{ComputeArgs, EngineArgs};
 use crate::home;
 use crate::instances;
@@ -63,6 +64,9 @@ pub(crate) struct Args {
         conflicts_with = "model"
     )]
     option: Option<String>,
+    /// Put this adapter into the model: its folder, or its file of weights (PEFT's or MLX's form)
+    #[arg(long, value_name = "FILE")]
+    adapter: Option<PathBuf>,
     /// Another name that clients may call the model by; may be given several times
     #[arg(long, value_name = "NAME", value_parser = NonEmptyStringValueParser::new())]
     alias: Vec<String>,
@@ -118,10 +122,11 @@ pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
         return ended(signals.orderly(|cancel| idle(args, cancel)));
     };
     let found = pull::ensure(model, signals)?;
-    let sizes = |config: &Config| args.engine(&found.path, config);
-    let mut opened = Opened::new(&found.path, (args.compute, args.engine), &args.split, sizes)?;
+    let path = adapter::applied(found.path, args.adapter.as_deref())?;
+    let sizes = |config: &Config| args.engine(&path, config);
+    let mut opened = Opened::new(&path, (args.compute, args.engine), &args.split, sizes)?;
     opened.forecast();
-    let model = args.served(&mut opened, &found.path);
+    let model = args.served(&mut opened, &path);
     ended(signals.orderly(|cancel| serve(args, opened, model, cancel)))
 }
 

@@ -1,0 +1,4 @@
+//! Training as its users see it.
+
+mod gradients;
+mod runs;
