@@ -140,7 +140,8 @@ fn main() -> ExitCode {
     match execute(&command) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error)
-            if matches!(command, Command::Worker | Command::TrainWorker) && !error.is::<Error>() =>
+            if matches!(command, Command::Worker | Command::TrainWorker)
+                && !error.is::<Error>() =>
         {
             ExitCode::FAILURE // the parent was told
         }

@@ -332,6 +332,7 @@ impl Team {
                 member.speed = (end - start) as f64 / (now - member.since).max(1e-6);
                 member.since = now;
                 self.fruitless = 0;
+                let losses = losses.into_iter().map(f64::from_bits).collect();
                 given.insert(start, (end, losses, roots));
             }
         }

@@ -30,8 +30,8 @@ pub(crate) enum FromWorker {
         step: u64,
         start: usize,
         end: usize,
-        /// Of each leaf.
-        losses: Vec<f64>,
+        /// Of each leaf, as bits: text would round.
+        losses: Vec<u64>,
         /// SHA-256 of the file.
         digest: String,
     },

@@ -375,6 +375,8 @@ impl Run {
             Ok(there) => {
                 let there: Value =
                     serde_json::from_slice(&there).map_err(|e| Error::malformed(&path, e))?;
+                // Through text, as what is there: reading a number may round it.
+                let here = serde_json::from_str(&here.to_string()).unwrap_or_default();
                 let (there, here) = (flat(&there), flat(&here));
                 let differs = here
                     .iter()
@@ -446,16 +448,20 @@ struct Metrics {
 }
 
 impl Metrics {
-    /// Keeps the lines of the first `step` steps: what came after was not saved.
+    /// Keeps the lines of the first `step` steps, as they are: what came after was not saved.
     fn open(path: &Path, step: u64) -> Result<Self, Error> {
-        let kept = read_metrics(path)?.into_iter().filter(|m| m.step <= step);
-        let kept: Vec<Measured> = kept.collect();
-        let text: String = kept.iter().map(line).collect();
-        tensors::replace(path, |file| file.write_all(text.as_bytes()))?;
+        let text = std::fs::read_to_string(path).unwrap_or_default();
+        let read = |line: &str| serde_json::from_str::<Measured>(line).ok();
+        let kept = text.lines().map_while(|line| Some((line, read(line)?)));
+        let kept: Vec<_> = kept.filter(|(_, measured)| measured.step <= step).collect();
+        tensors::replace(path, |file| {
+            kept.iter()
+                .try_for_each(|(line, _)| writeln!(file, "{line}"))
+        })?;
         Ok(Self {
             path: path.to_owned(),
-            first: kept.first().cloned(),
-            last: kept.last().cloned(),
+            first: kept.first().map(|(_, measured)| measured.clone()),
+            last: kept.last().map(|(_, measured)| measured.clone()),
         })
     }
 

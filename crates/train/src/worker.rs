@@ -70,6 +70,7 @@ fn work(
             }
         }
         let (losses, roots) = compute(&run, &values.1, step, start..end);
+        let losses = losses.into_iter().map(f64::to_bits).collect();
         let digest = publish(&roots_file(&exchange, step, start, end), &roots)?;
         channel.send(&FromWorker::Done {
             step,

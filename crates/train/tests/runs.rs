@@ -260,7 +260,12 @@ fn a_file_that_lies_is_named_with_line_and_reason() {
     let share_gpt = json!({"conversations": [
         {"from": "human", "value": "x"}, {"from": "gpt", "value": "y"}]});
     let alpaca = json!({"instruction": "x", "input": "z", "output": "y"});
-    let forms = [chat, share_gpt, alpaca, json!({"prompt": "x", "completion": "y"})];
+    let forms = [
+        chat,
+        share_gpt,
+        alpaca,
+        json!({"prompt": "x", "completion": "y"}),
+    ];
     for form in forms {
         open(&form.to_string()).unwrap_or_else(|error| panic!("{form}: {error}"));
     }
