@@ -208,7 +208,7 @@ impl Team {
     ) -> Result<(f64, Vec<f32>), Error> {
         let file = params_file(&self.exchange, at.step);
         publish(&file, params)?;
-        let mut open = vec![0..at.leaves];
+        let mut open: Vec<Range<usize>> = std::iter::once(0..at.leaves).collect();
         let mut given = Given::new();
         while given
             .values()

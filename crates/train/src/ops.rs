@@ -122,7 +122,7 @@ pub(crate) enum Gate {
 }
 
 /// sqrt(2 / pi) and the cubic factor of GELU's tanh form.
-const GELU: (f32, f32) = (0.797_884_56, 0.044_715);
+const GELU: (f32, f32) = (0.797_884_6, 0.044_715);
 
 impl Gate {
     /// The value and its derivative.

@@ -170,7 +170,7 @@ mod tests {
         layout.add("x".to_owned(), vec![1]);
         let (mut optimiser, mut x) = (Optimiser::new(OPTIONS, 1), [1.0]);
         optimiser.apply(0, &layout, &mut [0.5], &mut x);
-        assert!((x[0] - 0.949_500_02).abs() < 1e-6, "{}", x[0]);
+        assert!((x[0] - 0.949_5).abs() < 1e-6, "{}", x[0]);
         optimiser.apply(1, &layout, &mut [-0.25], &mut x);
         assert!((x[0] - 0.921_916_8).abs() < 1e-5, "{}", x[0]);
     }

@@ -37,7 +37,7 @@ pub(crate) fn write(path: &Path, tensors: &[(&str, &[usize], &[f32])]) -> Result
     header.insert("__metadata__".to_owned(), json!({ "format": "pt" }));
     let mut start = 0;
     for (name, shape, values) in tensors {
-        let end = start + size_of_val::<[f32]>(values);
+        let end = start + size_of_val(*values);
         let of = json!({ "dtype": "F32", "shape": shape, "data_offsets": [start, end] });
         header.insert((*name).to_owned(), of);
         start = end;
