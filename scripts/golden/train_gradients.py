@@ -114,6 +114,7 @@ def main():
         (out / f"{name}.json").write_text(json.dumps(about, indent=1) + "\n")
         print(name, loss, full_loss, max(distance.values()), min(distance.values()))
     model = adapted("llama-tied", torch.float32).eval()
+    model.peft_config["default"].base_model_name_or_path = "hf/llama-tied"
     model.save_pretrained(out / "adapter")
     (out / "adapter/README.md").unlink(missing_ok=True)
     with torch.no_grad():
