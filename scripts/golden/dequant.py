@@ -29,8 +29,12 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 HALF_FIELDS = {
     "Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q5_1": [0, 2], "Q8_0": [0],
     "Q2_K": [80, 82], "Q3_K": [108], "Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208],
-    "IQ4_NL": [0], "IQ4_XS": [0],
+    "IQ4_NL": [0], "IQ4_XS": [0], "MXFP4": [],
 }
+
+# Exponents of successive MXFP4 blocks: both subnormal scales, the smallest normal ones, usual ones
+# and the largest but 255, which is NaN here and 2^128 in llama.cpp.
+EXPONENTS = [0, 1, 2, 3, 64, 118, 119, 120, 121, 126, 127, 128, 200, 251]
 
 # (first field, second field) of successive blocks. 2^-24 is the smallest subnormal half,
 # 1023 * 2^-24 the largest, 2^-14 the smallest normal, 65504 the largest finite.
@@ -50,6 +54,8 @@ def quantised(name, rng):
         pair = HALVES[block % len(HALVES)]
         for offset, value in zip(HALF_FIELDS[name], pair):
             raw[block, offset : offset + 2] = np.frombuffer(np.float16(value).tobytes(), np.uint8)
+        if name == "MXFP4":
+            raw[block, 0] = EXPONENTS[block % len(EXPONENTS)]
     return raw
 
 

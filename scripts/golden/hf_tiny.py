@@ -22,10 +22,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import (
     AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast)
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 from transformers.utils import logging
 
@@ -82,7 +83,33 @@ QWEN3_MOE = {
     "attention_bias": False, "use_sliding_window": False, "num_experts": 8,
     "num_experts_per_tok": 3, "moe_intermediate_size": 32,
 }
+GPT_OSS = {
+    "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "hidden_act": "silu",
+    "hidden_size": 96, "intermediate_size": 32, "num_hidden_layers": 3, "head_dim": 32,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-5,
+    "attention_bias": True, "sliding_window": 8, "num_local_experts": 6,
+    "num_experts_per_tok": 3, "tie_word_embeddings": False,
+}
+GLM4_MOE = {
+    "architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe", "hidden_act": "silu",
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "head_dim": 32,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-5,
+    "n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32,
+    "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+    "partial_rotary_factor": 0.5, "tie_word_embeddings": False, "num_nextn_predict_layers": 0,
+}
+MINIMAX_M2 = {
+    "architectures": ["MiniMaxM2ForCausalLM"], "model_type": "minimax_m2", "hidden_act": "silu",
+    "hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 32,
+    "num_attention_heads": 6, "num_key_value_heads": 3, "rms_norm_eps": 1e-6,
+    "num_local_experts": 6, "num_experts_per_tok": 3, "rotary_dim": 16, "use_qk_norm": True,
+    "qk_norm_type": "per_layer", "scoring_func": "sigmoid", "use_routing_bias": True,
+    "shared_intermediate_size": 0, "attn_type_list": [1, 1], "tie_word_embeddings": False,
+}
 SLIDING, FULL = "sliding_attention", "full_attention"
+# With 32 elements of a head: three pairs are kept, those from the seventh on stretched.
+YARN = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
+        "truncate": False, "original_max_position_embeddings": 1024}
 
 # Name: (config, storage type, shards). "Old style" configs say `torch_dtype`, `rope_theta`,
 # `rope_scaling`, as files on the hub up to 2025 do; "new style" ones say `dtype` and
@@ -141,6 +168,32 @@ MODELS = {
         "tie_word_embeddings": False, "norm_topk_prob": True, "decoder_sparse_step": 2,
         "mlp_only_layers": [], "dtype": "bfloat16",
         "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0}}, torch.bfloat16, 1),
+    # As on the hub: experts in MXFP4, old style.
+    "gpt-oss-mxfp4": (GPT_OSS | {
+        "rope_theta": 150000.0, "rope_scaling": YARN, "torch_dtype": "bfloat16",
+        "layer_types": [SLIDING, FULL, SLIDING], "experts_per_token": 3, "swiglu_limit": 7.0,
+        "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": [
+            "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens",
+            "lm_head"]}}, torch.bfloat16, 1),
+    # New style: experts as floats, inputs by outputs; a limit that cuts; a ramp of whole pairs.
+    "gpt-oss-bf16": (GPT_OSS | {
+        "num_hidden_layers": 2, "num_local_experts": 4, "num_experts_per_tok": 2,
+        "swiglu_limit": 0.75, "dtype": "bfloat16",
+        "rope_parameters": YARN | {"rope_theta": 10000.0, "truncate": True}}, torch.bfloat16, 1),
+    # As GLM 4.5's 355B: norms on heads; biases; weights that are scaled.
+    "glm4moe-bf16": (GLM4_MOE | {
+        "rope_theta": 1000000.0, "rope_scaling": None, "attention_bias": True,
+        "use_qk_norm": True, "norm_topk_prob": True, "routed_scaling_factor": 2.5,
+        "torch_dtype": "bfloat16"}, torch.bfloat16, 1),
+    # As GLM 4.5 Air: no norms on heads; two dense layers, weights as the sigmoid has them.
+    "glm4moe-air-bf16": (GLM4_MOE | {
+        "attention_bias": True, "use_qk_norm": False, "norm_topk_prob": False,
+        "routed_scaling_factor": 1.0, "first_k_dense_replace": 2, "n_shared_experts": 2,
+        "dtype": "bfloat16", "rope_parameters": {
+            "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}},
+        torch.bfloat16, 1),
+    "minimax-m2-bf16": (MINIMAX_M2 | {
+        "rope_theta": 5000000.0, "torch_dtype": "bfloat16"}, torch.bfloat16, 1),
 }
 
 # Training text of the tokenizer; ours, and only its letter pairs matter.
@@ -197,6 +250,8 @@ def draw(model, rng):
             values *= 12.0 if gemma and name == "model.norm.weight" else 1.0
         elif name.endswith("bias"):
             values *= 0.5
+        elif name.endswith("sinks"):
+            pass  # among the scores
         elif "embed" in name or "lm_head" in name:
             # Gemma multiplies by sqrt(width) and adds normed outputs: larger rows would drown
             # the layers.
@@ -213,20 +268,61 @@ def write_folder(folder, config, dtype, shards, seed):
         "vocab_size": VOCABULARY, "max_position_embeddings": 256, "pad_token_id": PAD,
         "eos_token_id": EOS, "bos_token_id": BOS}
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    model = AutoModelForCausalLM.from_config(plain_config(folder))
     draw(model, np.random.default_rng(seed))
     state = {n: w.detach().to(dtype).contiguous() for n, w in model.state_dict().items()}
     if model.config.tie_word_embeddings:
         del state["lm_head.weight"]
-    mixtral = config["model_type"] == "mixtral"
-    parts = (as_on_the_hub(name, weight, mixtral) for name, weight in state.items())
-    write_weights(folder, dict(part for named in parts for part in named), shards)
+    if "quantization_config" in config:
+        state = dict(part for n, w in state.items() for part in in_mxfp4(n, w, seed))
+    elif config["model_type"] != "gpt_oss":
+        mixtral = config["model_type"] in ("mixtral", "minimax_m2")
+        parts = (as_on_the_hub(name, weight, mixtral) for name, weight in state.items())
+        state = dict(part for named in parts for part in named)
+    write_weights(folder, state, shards)
     tokenizer().save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps(TOKENIZER_CONFIG, indent=2) + "\n")
 
 
+def plain_config(folder):
+    """The configuration of a folder, without a word on how its weights are stored."""
+    config = AutoConfig.from_pretrained(folder)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    return config
+
+
+def in_mxfp4(name, weight, seed):
+    """A stack of experts of gpt-oss, (experts, inputs, outputs), drawn anew in blocks of MXFP4."""
+    if not name.endswith(("gate_up_proj", "down_proj")):
+        yield name, weight
+        return
+    experts, inputs, outputs = weight.shape
+    rng = np.random.default_rng([seed, 2, *name.encode()])
+    shape = (experts, outputs, inputs // 32)
+    blocks = rng.integers(0, 256, (*shape, 16), dtype=np.uint8)
+    yield f"{name}_blocks", torch.from_numpy(blocks)
+    yield f"{name}_scales", torch.from_numpy(rng.integers(122, 125, shape, dtype=np.uint8))
+
+
+def from_mxfp4(folder, dtype):
+    """A model of a folder in MXFP4, which transformers itself reads on GPUs only."""
+    state = load_file(folder / "model.safetensors")
+    for name in [n for n in state if n.endswith("_blocks")]:
+        stem = name.removesuffix("_blocks")
+        state[stem] = convert_moe_packed_tensors(
+            state.pop(name), state.pop(f"{stem}_scales"), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(
+        plain_config(folder), dtype=dtype, attn_implementation="eager",
+        experts_implementation="eager")
+    model.load_state_dict(state)
+    return model
+
+
 def as_on_the_hub(name, weight, mixtral):
     """The experts of a layer, which transformers 5 joins, one by one under the names of the hub."""
+    if name.endswith("e_score_correction_bias"):
+        weight = weight.float()
     if ".experts." not in name:
         yield (name.replace(".mlp.", ".block_sparse_moe.") if mixtral else name), weight
         return
@@ -261,6 +357,10 @@ def half_kv(module, query, key, value, attention_mask, scaling, **_):
     repeats = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(repeats, 1) for x in (key, value))
     scores = query @ key.transpose(2, 3) * scaling + attention_mask[..., : key.shape[2]]
+    if hasattr(module, "sinks"):
+        sinks = module.sinks.reshape(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
+        return (scores @ value).transpose(1, 2).contiguous(), None
     return (scores.softmax(-1) @ value).transpose(1, 2).contiguous(), None
 
 
@@ -269,6 +369,10 @@ AttentionMaskInterface.register("half_kv", eager_mask)
 
 
 def load(folder, attention="eager", dtype=torch.float32):
+    if "quantization_config" in json.loads((folder / "config.json").read_text()):
+        model = from_mxfp4(folder, dtype)
+        model.set_attn_implementation(attention)
+        return model.eval()
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=dtype, attn_implementation=attention, experts_implementation="eager")
     return model.eval()
@@ -284,13 +388,17 @@ def greedy(model, prompt):
     return ids[len(prompt):], gaps
 
 
-def choose_prompt(model, seed):
-    """The first drawn prompt whose greedy continuation is decided by at least GREEDY_GAP."""
+def choose_prompt(model, folder, seed):
+    """The first drawn prompt whose greedy continuation is decided by at least GREEDY_GAP, and at
+    which rounded keys and values turn no router to another expert."""
     rng = np.random.default_rng([seed, 1])
     for _ in range(200):
         prompt = [BOS, *rng.integers(3, VOCABULARY, PROMPT - 1).tolist()]
         ids, gaps = greedy(model, prompt)
-        if min(gaps) >= GREEDY_GAP and len(set(ids)) > GREEDY // 2:
+        if min(gaps) < GREEDY_GAP or len(set(ids)) <= GREEDY // 2:
+            continue
+        logits = model(torch.tensor([prompt]), use_cache=False).logits[0]
+        if deviation(logits, folder, prompt, attention="half_kv") < 0.1 * float(logits.std()):
             return prompt, ids, gaps
     sys.exit("no prompt with a decided continuation")
 
@@ -338,7 +446,7 @@ def make(out, name, seed):
     folder = out / name
     write_folder(folder, config, dtype, shards, seed)
     model = load(folder)
-    prompt, ids, gaps = choose_prompt(model, seed)
+    prompt, ids, gaps = choose_prompt(model, folder, seed)
     tensors = {n: t.float().contiguous() for n, t in trace(model, prompt).items()}
     save_file(tensors, out / f"{name}.golden.safetensors")
     logits = tensors["logits"]

@@ -11,7 +11,8 @@ OUT defaults to tests-data/golden/mlx of this repository. Written are
 
 The logits are those of mlx_lm's model with all floats widened to float32, so that only the order of
 its sums differs from the definition; a folder as stored computes in its 16 bits. The same versions
-give the same bytes of folders. Needs mlx and mlx-lm: scripts/mlx/requirements-lm.txt.
+give the same bytes of folders. Needs mlx and mlx-lm: scripts/mlx/requirements-lm.txt; folders with
+experts were made with mlx 0.32.4, which mlx-lm needs for them.
 """
 
 import json
@@ -42,6 +43,13 @@ MODELS = {
     "gemma3-5bit": ("gemma3-bf16", {"q_bits": 5, "q_group_size": 32}),
     "llama-2bit-sharded": ("llama-rope3-sharded", {
         "q_bits": 2, "q_group_size": 32, "dtype": "bfloat16"}),
+    # Experts, all of a layer in one matrix.
+    "qwen3moe-4bit": ("qwen3moe-bf16", {"q_bits": 4, "q_group_size": 32}),
+    "glm4moe-4bit": ("glm4moe-bf16", {"q_bits": 4, "q_group_size": 32}),
+    "minimax-m2-6bit": ("minimax-m2-bf16", {"q_bits": 6, "q_group_size": 32}),
+    "gpt-oss-mxfp4": ("gpt-oss-mxfp4", {
+        "q_mode": "mxfp4", "q_bits": 4, "q_group_size": 32,
+        "quant_predicate": lambda path, module: "router" not in path}),
 }
 
 
@@ -106,6 +114,8 @@ def old_style(source, into):
     config = json.loads(path.read_text())
     config |= {key: value for key, value in config.pop("rope_parameters", {}).items()
                if key == "rope_theta"}
+    if (config.get("rope_scaling") or {}).get("truncate") is False:
+        config["rope_scaling"]["truncate"] = True  # the only ramp that mlx_lm has
     path.write_text(json.dumps(config))
     return str(copy)
 
@@ -141,4 +151,5 @@ def main():
         folder(name, source, arguments, out)
 
 
-main()
+if __name__ == "__main__":
+    main()

@@ -27,6 +27,7 @@ mod tally;
 mod tidy;
 mod tokenizers;
 mod venv;
+mod wheel;
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -49,7 +50,7 @@ enum Chore {
     /// Fetch the test models, then format check, lints, tidy and all tests, with one total.
     Test {
         /// Steps to run, in this order, instead of
-        /// models,mlx,fmt,tidy,clippy,build,unit,doc,mpi,sdk,mlx-tools.
+        /// models,mlx,fmt,tidy,clippy,build,unit,doc,mpi,mlx-tools,sdk,wheel.
         #[arg(long, value_delimiter = ',', value_name = "STEPS")]
         only: Vec<Step>,
         /// Run the slow proofs too, which CONTRIBUTING.md lists.
@@ -77,6 +78,12 @@ enum Chore {
     /// Run OpenAI's SDKs and schemathesis against a live server of real processes.
     Sdk {
         /// paceline to test instead of what is built here.
+        #[arg(long)]
+        binary: Option<PathBuf>,
+    },
+    /// Build the package for Python, install it into a fresh environment and test it there.
+    Wheel {
+        /// paceline to put into it instead of what is built here.
         #[arg(long)]
         binary: Option<PathBuf>,
     },
@@ -154,6 +161,13 @@ fn run(chore: Chore) -> Result<bool> {
         Chore::Sdk { binary: None } => steps::run(&[Step::Sdk], Extent::Default),
         Chore::Sdk { binary } => {
             let tally = sdk::run(binary, &mut |line| println!("{line}"))?;
+            tally.print_names();
+            println!("{tally}");
+            tally.failed == 0
+        }
+        Chore::Wheel { binary: None } => steps::run(&[Step::Wheel], Extent::Default),
+        Chore::Wheel { binary } => {
+            let tally = wheel::run(binary, Extent::Default, &mut |line| println!("{line}"))?;
             tally.print_names();
             println!("{tally}");
             tally.failed == 0

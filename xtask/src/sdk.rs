@@ -7,6 +7,7 @@
 //!                openapi_fuzz.py
 //!                openai_js.mjs
 //!                dialects_python.py, dialects_js.mjs
+//!                dashboard.mjs --> Chromium, two more nodes
 //!
 //! xtask --starts--> example scripted of crates/serve: a "model" that calls tools
 //!   +--starts--> tools_python.py, tools_js.mjs
@@ -42,7 +43,10 @@ pub(crate) fn run(binary: Option<PathBuf>, see: &mut impl FnMut(&str)) -> Result
     let (tools, others): (Vec<_>, Vec<_>) = clients.iter().partition(|client| client.wants_tools);
     let server = Server::start(&binary, &model)?;
     tally.add(drive_all(&others, server, see)?);
-    let server = Server::scripted(&build_target(&["--workspace", "--example", "scripted"], see)?)?;
+    let server = Server::scripted(&build_target(
+        &["--workspace", "--example", "scripted"],
+        see,
+    )?)?;
     tally.add(drive_all(&tools, server, see)?);
     Ok(tally)
 }

@@ -10,7 +10,7 @@ use crate::cargo_test::TestLog;
 use crate::tally::Tally;
 use crate::{
     darwin, deny, instructions, mlx, mlx_engine, mlx_gpu, mlx_tools, models, mpi, neon, process,
-    rdma, repo, sdk, tidy,
+    rdma, repo, sdk, tidy, wheel,
 };
 
 /// One step. `cargo xtask test` runs those of [`DEFAULT`].
@@ -34,6 +34,8 @@ pub(crate) enum Step {
     Doc,
     /// Clients that others wrote, against a live server.
     Sdk,
+    /// The package for Python, in an environment of its own.
+    Wheel,
     /// MLX's own tools, and programs that use MLX.
     MlxTools,
     /// The MLX engine on this machine's GPU.
@@ -64,7 +66,7 @@ pub(crate) const DEFAULT: [&[&[Step]]; 4] = [
     ],
     &[&[Step::Unit]],
     &[&[Step::Doc, Step::Mpi], &[Step::MlxTools]],
-    &[&[Step::Sdk]],
+    &[&[Step::Sdk, Step::Wheel]],
 ];
 
 /// How much the tests do.
@@ -91,6 +93,7 @@ impl Step {
             Step::Unit => "unit",
             Step::Doc => "doc",
             Step::Sdk => "sdk",
+            Step::Wheel => "wheel",
             Step::MlxTools => "mlx-tools",
             Step::MlxGpu => "mlx-gpu",
             Step::Mpi => "mpi",
@@ -128,6 +131,7 @@ impl Step {
             Step::Unit => cargo_test(self, "--tests", extent),
             Step::Doc => cargo_test(self, "--doc", extent),
             Step::Sdk => sdk::run(None, &mut |line| println!("{line}")),
+            Step::Wheel => wheel::run(None, extent, &mut |line| println!("{line}")),
             Step::MlxTools => mlx_tools::run(None, &mut |line| println!("{line}")),
             Step::MlxGpu => mlx_gpu::run(&mut |line| println!("{line}")),
             Step::Mpi => mpi::run(&mut |line| println!("{line}")),

@@ -10,7 +10,8 @@ use std::fmt;
 ///
 /// The types from `AFFINE2_F16` on are those of MLX's folders, where integers, scales and biases
 /// are tensors of their own: a block here is 32 columns of all three, joined when the model is
-/// opened (`paceline-formats::mlx`). `MXFP4` has MLX's order of nibbles, not llama.cpp's.
+/// opened (`paceline-formats::mlx`). `MXFP4` has the order of nibbles of MLX and Hugging Face,
+/// `MXFP4_SPLIT` that of GGUF files; both are computed as [`MXFP4`](Self::MXFP4).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[allow(
     missing_docs,
@@ -46,6 +47,7 @@ pub enum BlockType {
     AFFINE8_F16,
     AFFINE8_BF16,
     MXFP4,
+    MXFP4_SPLIT,
 }
 
 /// A GGUF type number that paceline does not read.
@@ -60,7 +62,7 @@ pub struct UnknownBlockType {
 
 impl BlockType {
     /// Every supported type.
-    pub const ALL: [Self; 28] = [
+    pub const ALL: [Self; 29] = [
         Self::F32,
         Self::F16,
         Self::BF16,
@@ -89,10 +91,40 @@ impl BlockType {
         Self::AFFINE8_F16,
         Self::AFFINE8_BF16,
         Self::MXFP4,
+        Self::MXFP4_SPLIT,
     ];
 
-    /// Those that GGUF files have: the first of [`ALL`](Self::ALL).
-    pub const GGUF: [Self; 15] = *Self::ALL.first_chunk().expect("more than 15");
+    /// The types that GGUF files have.
+    pub const GGUF: [Self; 16] = [
+        Self::F32,
+        Self::F16,
+        Self::BF16,
+        Self::Q4_0,
+        Self::Q4_1,
+        Self::Q5_0,
+        Self::Q5_1,
+        Self::Q8_0,
+        Self::Q2_K,
+        Self::Q3_K,
+        Self::Q4_K,
+        Self::Q5_K,
+        Self::Q6_K,
+        Self::IQ4_NL,
+        Self::IQ4_XS,
+        Self::MXFP4_SPLIT,
+    ];
+
+    /// How many types kernels compute with: the first of [`ALL`](Self::ALL).
+    pub const COMPUTED: usize = Self::MXFP4 as usize + 1;
+
+    /// The type that kernels compute with when a matrix of this type was repacked.
+    #[must_use]
+    pub const fn computed(self) -> Self {
+        match self {
+            Self::MXFP4_SPLIT => Self::MXFP4,
+            other => other,
+        }
+    }
 
     /// The name used by GGUF tools, for example `Q4_K`.
     pub const fn name(self) -> &'static str {
@@ -124,7 +156,7 @@ impl BlockType {
             Self::AFFINE6_BF16 => "AFFINE6_BF16",
             Self::AFFINE8_F16 => "AFFINE8_F16",
             Self::AFFINE8_BF16 => "AFFINE8_BF16",
-            Self::MXFP4 => "MXFP4",
+            Self::MXFP4 | Self::MXFP4_SPLIT => "MXFP4",
         }
     }
 
@@ -160,7 +192,7 @@ impl BlockType {
             Self::AFFINE5_F16 | Self::AFFINE5_BF16 => 24,
             Self::AFFINE6_F16 | Self::AFFINE6_BF16 => 28,
             Self::AFFINE8_F16 | Self::AFFINE8_BF16 => 36,
-            Self::MXFP4 => 17,
+            Self::MXFP4 | Self::MXFP4_SPLIT => 17,
         }
     }
 
@@ -199,6 +231,7 @@ impl BlockType {
             20 => Self::IQ4_NL,
             23 => Self::IQ4_XS,
             30 => Self::BF16,
+            39 => Self::MXFP4_SPLIT,
             _ => {
                 return Err(UnknownBlockType {
                     id,
@@ -226,6 +259,7 @@ impl BlockType {
             Self::IQ4_NL => 20,
             Self::IQ4_XS => 23,
             Self::BF16 => 30,
+            Self::MXFP4_SPLIT => 39,
             _ => return None,
         })
     }
@@ -289,7 +323,6 @@ const fn unsupported_name(id: u32) -> &'static str {
         29 => "IQ1_M",
         34 => "TQ1_0",
         35 => "TQ2_0",
-        39 => "MXFP4",
         40 => "NVFP4",
         _ => "unknown",
     }
@@ -305,8 +338,9 @@ mod tests {
             let number = t.to_gguf().expect("a number");
             assert_eq!(BlockType::from_gguf(number), Ok(t));
         }
-        let others = &BlockType::ALL[BlockType::GGUF.len()..];
-        assert!(others.iter().all(|t| t.to_gguf().is_none()));
+        let others = BlockType::ALL.into_iter();
+        let mut others = others.filter(|t| !BlockType::GGUF.contains(t));
+        assert!(others.all(|t| t.to_gguf().is_none()));
     }
 
     #[test]
@@ -333,10 +367,10 @@ mod tests {
 
     #[test]
     fn others_are_refused_by_name() {
-        let error = BlockType::from_gguf(39).unwrap_err();
+        let error = BlockType::from_gguf(40).unwrap_err();
         assert_eq!(
             error.to_string(),
-            "storage type MXFP4 (GGUF type number 39) is not supported"
+            "storage type NVFP4 (GGUF type number 40) is not supported"
         );
         assert_eq!(BlockType::from_gguf(999).unwrap_err().name, "unknown");
     }

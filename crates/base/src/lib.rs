@@ -9,6 +9,8 @@
 //! - [`Awake`]: time in which somebody who listens was there to hear.
 //! - [`lock`]: a lock, whatever became of its last holder.
 //! - [`whole_pages`]: what of a mapping can be given back to the system.
+//! - [`SplitMix64`]: random numbers for choices that need no secrecy.
+//! - [`printable`]: text from outside, without orders to a terminal.
 //! - [`exact`]: sums that are exact, whatever the order.
 //! - [`tree`]: the one order of additions that every split sum follows.
 //!
@@ -21,6 +23,8 @@ pub mod exact;
 mod kernel_class;
 mod locks;
 mod pages;
+mod printable;
+mod random;
 pub mod testing;
 pub mod tree;
 mod units;
@@ -30,4 +34,6 @@ pub use block_type::{BlockType, UnknownBlockType};
 pub use kernel_class::{KernelClass, UnknownKernelClass};
 pub use locks::lock;
 pub use pages::whole_pages;
+pub use printable::printable;
+pub use random::SplitMix64;
 pub use units::{Bytes, LayerIdx, Micros, Rank};

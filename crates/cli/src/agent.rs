@@ -240,7 +240,11 @@ impl Served {
     }
 }
 
-fn get(url: &str, key: Option<&str>) -> anyhow::Result<Value> {
+/// Asks a server.
+///
+/// # Errors
+/// [`Error::NoServer`] says why it does not answer.
+pub(crate) fn get(url: &str, key: Option<&str>) -> anyhow::Result<Value> {
     let failed = |reason: String| Error::NoServer {
         url: url.to_owned(),
         reason,

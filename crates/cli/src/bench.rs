@@ -1,5 +1,6 @@
 //! `paceline bench`: measurements as commands of the product.
 
+mod api;
 mod comm;
 mod kernels;
 mod limits;
@@ -22,6 +23,8 @@ pub(crate) enum Command {
     Kernels(kernels::Args),
     /// Latency and bandwidth of the collectives, beside MLX or Open MPI if asked
     Comm(comm::Args),
+    /// Load on a server of OpenAI's API: latencies, throughput, goodput
+    Api(api::Args),
 }
 
 /// Runs a measurement.
@@ -31,6 +34,7 @@ pub(crate) fn run(command: &Command, signals: &Signals) -> anyhow::Result<()> {
         Command::Plan(args) => plan::run(args, signals),
         Command::Kernels(args) => kernels::run(args),
         Command::Comm(args) => comm::run(args),
+        Command::Api(args) => api::run(args, signals),
     }
 }
 

@@ -3,6 +3,7 @@
 use std::fs::File;
 use std::path::Path;
 
+use paceline_cluster::machine;
 use paceline_comm::nccl::{self, Libraries};
 use paceline_comm::rdma::{RdmaError, Verbs};
 use paceline_store::{MlxBuild, free_space};
@@ -11,8 +12,8 @@ use serde::Serialize;
 use serde_json::json;
 
 use crate::engines::{self, Engine};
+use crate::home;
 use crate::output::print;
-use crate::{home, machine};
 
 /// Arguments of `paceline doctor`.
 #[derive(Debug, clap::Args)]

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 
 use clap::{Subcommand, ValueEnum};
 use paceline_base::Bytes;
+use paceline_cluster::machine;
 use paceline_mlx::{Device, Library};
 use paceline_store::{MLX_VERSION, Mlx, MlxBuild, Toolchain, install_mlx, mlx_bytes};
 use paceline_tensor::InstructionSet;
@@ -14,7 +15,6 @@ use serde_json::json;
 use crate::error::Error;
 use crate::home::{self, Settings};
 use crate::interrupt::Signals;
-use crate::machine;
 use crate::output::{print, tell};
 use crate::progress::on_stderr;
 

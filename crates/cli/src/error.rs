@@ -133,6 +133,9 @@ pub(crate) enum Error {
     /// A person started what paceline starts.
     #[error("`paceline worker` is a part of a model that other commands start, not a command")]
     WorkerByHand,
+    /// One adapter, and several models.
+    #[error("--adapter is for one model, and there are several")]
+    AdapterOfSeveral,
     /// Something lies where a result is to go.
     #[error("{} is there already", path.display())]
     OutputThere {

@@ -4,7 +4,9 @@
 //! cluster come from the planner's catalogue. Speeds are predictions of the planner, for one
 //! request with a short prompt, and no model is fetched for them.
 
+use paceline_cluster::machine;
 use paceline_plan::catalogue::HardwareEntry;
+use paceline_plan::report;
 use paceline_plan::solver::{Options, solve};
 use paceline_plan::{Calibration, Catalogue, Cluster, Costs, ModelShape, Workload};
 use paceline_store::{Catalogue as Names, usual_names};
@@ -12,7 +14,7 @@ use serde_json::{Value, json};
 
 use crate::bench::measured_limits;
 use crate::output::print;
-use crate::{machine, plan};
+use crate::plan;
 
 /// A model that could be run.
 struct Candidate {
@@ -57,7 +59,7 @@ pub(crate) fn run(cluster: Option<&str>, as_json: bool) -> anyhow::Result<()> {
 fn this_machine() -> anyhow::Result<Cluster> {
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
     let (read, operations) = measured_limits(threads)?;
-    let memory = machine::memory().map(|memory| memory.available.unwrap_or(memory.total));
+    let memory = machine::available();
     let entry = HardwareEntry {
         kind: "this machine".to_owned(),
         memory_gb: memory.map(|bytes| bytes.0 as f64 / 1e9),
@@ -128,7 +130,7 @@ fn rows(
         let fit = match solve(&costs, &Options::default()) {
             Ok(outcome) => Some(Fit {
                 decode_tok_s: outcome.best.prediction.decode_tok_s,
-                split: plan::label(&outcome.best.placement),
+                split: report::label(&outcome.best.placement),
                 nodes: outcome.best.placement.nodes().len(),
             }),
             Err(paceline_plan::Error::Infeasible(_)) => None,

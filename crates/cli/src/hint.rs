@@ -54,6 +54,9 @@ fn hints(error: &anyhow::Error) -> Vec<String> {
         if let Some(error) = cause.downcast_ref() {
             return server::hint(error).into_iter().collect();
         }
+        if let Some(error) = cause.downcast_ref() {
+            return server::hint_of_load(error).into_iter().collect();
+        }
         if let Some(hint) = crate::member::hint(cause) {
             return vec![hint];
         }

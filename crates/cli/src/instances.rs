@@ -6,11 +6,13 @@ use std::time::Duration;
 
 use anyhow::{Context, bail};
 use indicatif::{ProgressBar, ProgressStyle};
+use paceline_cluster::machine;
 use paceline_cluster::nodes::agent::Agent;
 use paceline_cluster::nodes::placement::Wanted;
 use paceline_engine::{EngineConfig, Service};
 use paceline_model::{Config, SplitKind};
 use paceline_node::fleet::{self, Ask, Fleet, FleetSpec};
+use paceline_node::room::Room;
 use paceline_serve::Doors;
 use paceline_tensor::KvType;
 use serde_json::{Value, json};
@@ -18,7 +20,6 @@ use serde_json::{Value, json};
 use crate::interrupt::Signals;
 use crate::output::{print, printable, tell};
 use crate::process::own_program;
-use crate::room::Room;
 use crate::{home, loaded, member, pull, up};
 
 /// How often `load` asks how far it is.
@@ -270,6 +271,38 @@ pub(crate) fn start(agent: &Agent, doors: Doors) -> anyhow::Result<Arc<Fleet>> {
     Ok(fleet)
 }
 
+/// What the dashboard asks of a node whose models come and go.
+///
+/// # Errors
+/// A reason for people.
+pub(crate) fn manage(
+    (agent, fleet): (&Agent, &Fleet),
+    command: &str,
+    arguments: &Value,
+) -> Result<Value, String> {
+    match command {
+        "load" => ask_load(fleet, arguments),
+        "unload" => ask_unload(fleet, arguments),
+        "models" => {
+            let home = home::home().map_err(|error| error.to_string())?;
+            let all = paceline_store::list(&home).map_err(|error| error.to_string())?;
+            let whole = all.iter().filter(|entry| entry.found().is_ok());
+            let told: Vec<Value> = whole
+                .map(|entry| {
+                    let name = entry.name.to_string();
+                    json!({ "name": name, "bytes": entry.bytes.0 })
+                })
+                .collect();
+            Ok(json!({ "models": told }))
+        }
+        "invite" => {
+            let code = agent.invite().map_err(|error| error.to_string())?;
+            Ok(json!({ "code": code.shown(), "port": agent.port() }))
+        }
+        other => Err(format!("the node has no command {other:?}")),
+    }
+}
+
 type Command = fn(&Fleet, &Value) -> Result<Value, String>;
 
 fn ask_load(fleet: &Fleet, arguments: &Value) -> Result<Value, String> {
@@ -313,7 +346,8 @@ fn find(name: &str) -> Result<PathBuf, String> {
 
 fn sizes(path: &Path, config: &Config, wanted: &Wanted) -> EngineConfig {
     let parallel = usize::from(wanted.parallel.max(1));
-    let room = Room::of((path, config), Some(KvType::F16), wanted.context, parallel);
+    let memory = (Some(KvType::F16), machine::available());
+    let room = Room::of((path, config), memory, wanted.context, parallel);
     EngineConfig {
         max_running: parallel,
         max_waiting: up::WAITING_MAX,

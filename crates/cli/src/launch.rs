@@ -2,8 +2,6 @@
 
 mod error;
 mod mpirun;
-mod patient;
-mod scratch;
 
 use std::env;
 use std::io::{self, IsTerminal};
@@ -13,8 +11,8 @@ use std::time::Duration;
 use anyhow::Context;
 use paceline_cluster::hostfile::Hostfile;
 use paceline_cluster::launch::{
-    self, Backend, Error as LaunchError, Launch, Limits, Notice, Options, Place, StdinTo, Streams,
-    Tags,
+    self, Backend, Error as LaunchError, Launch, Limits, Notice, Options, Patient, Place, StdinTo,
+    Streams, Tags,
 };
 use paceline_cluster::remote::Reach;
 use rustix::process::getpgrp;
@@ -22,7 +20,6 @@ use rustix::termios::{tcgetpgrp, tcgetwinsize};
 use tempfile::TempDir;
 
 pub(crate) use error::{Error, exit_code, hints, ssh_works};
-use patient::Patient;
 
 use crate::error::Error as CliError;
 use crate::interrupt::Signals;
@@ -147,7 +144,7 @@ pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
     }
     let hosts = args.hostfile()?;
     let backend = args.backend(&hosts)?;
-    let scratch = scratch::folder().context("cannot make a temporary folder")?;
+    let scratch = launch::folder(&env::temp_dir()).context("cannot make a temporary folder")?;
     let launch = args.launch(backend, &hosts, &scratch)?;
     let streams = Streams {
         input: Box::new(Patient(io::stdin())),

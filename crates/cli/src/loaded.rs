@@ -14,15 +14,16 @@ use paceline_comm::Backend;
 use paceline_engine::{EngineConfig, SamplingParams};
 use paceline_formats::chat::{ChatTemplate, Error as ChatError};
 use paceline_formats::tokenizer::Tokenizer;
-use paceline_model::{Config, Shard, Source, Split, SplitKind};
+use paceline_model::{Config, Shard, Split, SplitKind};
+use paceline_node::classes::Classes;
 use paceline_node::crew::{LocalCrew, LocalSpec};
 use paceline_node::forecast::Setting;
 use paceline_node::supervisor::Notice;
-use paceline_node::{Error as NodeError, Instance, Observer, Options, Prepared};
+use paceline_node::{Error as NodeError, Instance, Observer, Options, Prepared, texts};
 use paceline_serve::{About, Model};
 use paceline_tensor::{Kernels, KvType};
 
-use crate::compute::{Classes, ComputeArgs, EngineArgs};
+use crate::compute::{self, ComputeArgs, EngineArgs};
 use crate::error::Error;
 use crate::home;
 use crate::load::{self, LoadBar};
@@ -147,7 +148,7 @@ impl Opened {
         let start = Instant::now();
         let source = Arc::new(load::open(path)?);
         load::check_cpu()?;
-        let classes = Classes::new(engine.engine, compute.class, cut.nodes)?;
+        let classes = compute::classes(engine, compute.class, cut.nodes)?;
         compute.check(&classes)?;
         let options = Options {
             classes: classes.each().to_vec(),
@@ -163,8 +164,8 @@ impl Opened {
         let prepared = prepared.map_err(|error| in_model(path, error))?;
         let bad = |what| format!("{}: cannot use its {what}", path.display());
         Ok(Self {
-            tokenizer: Arc::new(tokenizer(&source).with_context(|| bad("tokenizer"))?),
-            template: template(&source),
+            tokenizer: Arc::new(texts::tokenizer(&source).with_context(|| bad("tokenizer"))?),
+            template: texts::template(&source),
             path: std::path::absolute(path).with_context(|| path.display().to_string())?,
             compute,
             classes,
@@ -410,21 +411,6 @@ fn shard_line(config: &Config, shard: &Shard, weights: Bytes) -> String {
     line + if shard.leads() { ", leads" } else { "" }
 }
 
-fn tokenizer(source: &Source) -> anyhow::Result<Tokenizer> {
-    Ok(match source {
-        Source::Gguf(file) => Tokenizer::from_gguf(file.metadata())?,
-        Source::Hf(folder) => Tokenizer::from_hf_dir(folder.path())?,
-    })
-}
-
-fn template(source: &Source) -> Option<Result<ChatTemplate, ChatError>> {
-    let template = match source {
-        Source::Gguf(file) => ChatTemplate::from_gguf(file.metadata()),
-        Source::Hf(folder) => ChatTemplate::from_hf_dir(folder.path()),
-    };
-    (!matches!(template, Err(ChatError::NoTemplate))).then_some(template)
-}
-
 /// When a file was changed, in seconds since 1970; 0 if not known.
 pub(crate) fn changed_unix_s(path: &Path) -> u64 {
     let changed = std::fs::metadata(path).and_then(|facts| facts.modified());
@@ -441,7 +427,7 @@ pub(crate) fn changed_unix_s(path: &Path) -> u64 {
 pub(crate) fn served(path: &Path, wanted: &Wanted) -> anyhow::Result<Model> {
     let source = load::open(path)?;
     let config = Config::read(&source).map_err(|error| load::in_model(path, error))?;
-    let template = template(&source).and_then(Result::ok).map(Arc::new);
+    let template = texts::template(&source).and_then(Result::ok).map(Arc::new);
     let context = wanted
         .context
         .map_or(config.context, |context| context as usize);
@@ -450,7 +436,7 @@ pub(crate) fn served(path: &Path, wanted: &Wanted) -> anyhow::Result<Model> {
         aliases: Vec::new(),
         created_unix_s: changed_unix_s(path),
         fingerprint: format!("cpu-{}", env!("CARGO_PKG_VERSION")),
-        tokenizer: Arc::new(tokenizer(&source)?),
+        tokenizer: Arc::new(texts::tokenizer(&source)?),
         template,
         context,
         sampling: sampling(path),

@@ -9,6 +9,8 @@
 mod adapter;
 mod agent;
 mod bench;
+mod board;
+mod chaos;
 mod compute;
 mod doctor;
 mod engines;
@@ -24,7 +26,6 @@ mod key;
 mod launch;
 mod load;
 mod loaded;
-mod machine;
 mod mapreduce;
 mod member;
 mod models;
@@ -35,10 +36,10 @@ mod plan;
 mod process;
 mod progress;
 mod pull;
-mod room;
 mod run;
 mod show;
 mod terminal;
+mod top;
 mod topology;
 mod train;
 mod up;
@@ -86,6 +87,8 @@ enum Command {
     Unload(instances::UnloadArgs),
     /// What is loaded, where, and how it is
     Ps(instances::PsArgs),
+    /// The cluster in a terminal: machines, models, requests
+    Top(top::Args),
     /// Make, list and revoke keys
     #[command(subcommand)]
     Key(key::Command),
@@ -127,6 +130,8 @@ enum Command {
     Doctor(doctor::Args),
     /// Start a coding agent against this machine's server
     Agent(agent::Args),
+    /// Break a cluster on this machine on purpose, and compare its answers
+    Chaos(chaos::Args),
     /// What is known about distributed GPU computing: search, ask, add
     Kb(kb::Args),
     /// Print the version
@@ -160,6 +165,7 @@ fn execute(command: &Command) -> anyhow::Result<()> {
         Command::Load(args) => instances::load(args, &signals),
         Command::Unload(args) => instances::unload(args),
         Command::Ps(args) => instances::ps(args),
+        Command::Top(args) => top::run(args),
         Command::Key(command) => key::run(command),
         Command::Worker => worker::run(),
         Command::Plan(args) => plan::run(args),
@@ -177,6 +183,7 @@ fn execute(command: &Command) -> anyhow::Result<()> {
         Command::Engines(args) => engines::run(args, &signals),
         Command::Doctor(args) => doctor::run(args),
         Command::Agent(args) => agent::run(args),
+        Command::Chaos(args) => chaos::run(args, &signals),
         Command::Kb(args) => kb::run(args),
         Command::Version => output::print(concat!("paceline ", env!("CARGO_PKG_VERSION"))),
     }

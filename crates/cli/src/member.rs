@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use clap::builder::NonEmptyStringValueParser;
 use paceline_base::KernelClass;
+use paceline_cluster::machine;
 use paceline_cluster::nodes::agent::{
     self, Agent, Config, DEFAULT_PORT, Discovery, Facts, KeyFile, local,
 };
@@ -16,8 +17,8 @@ use paceline_serve::keys::Keys;
 use paceline_tensor::InstructionSet;
 use serde_json::{Value, json};
 
+use crate::home;
 use crate::output::{printable, tell};
-use crate::{home, machine};
 
 /// For the node to answer a question, or say how far it is. Joining takes up to 11 s.
 const ANSWER_LIMIT: Duration = Duration::from_secs(30);

@@ -1,6 +1,5 @@
 //! Results to stdout, everything else to stderr; neither may panic when nobody reads.
 
-use std::borrow::Cow;
 use std::fmt::Display;
 use std::io::{ErrorKind, IsTerminal, Write};
 use std::sync::{Mutex, TryLockError};
@@ -8,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use paceline_base::lock;
+pub(crate) use paceline_base::printable;
 
 use crate::error::Error;
 
@@ -62,32 +62,4 @@ pub(crate) fn show(text: &str) -> anyhow::Result<()> {
 /// dropped (`eprintln!` would panic).
 pub(crate) fn tell(line: impl Display) {
     let _ = writeln!(std::io::stderr().lock(), "{line}");
-}
-
-/// Text of a model as a terminal may show it. Control characters could move the cursor, change
-/// settings of the terminal or reach the clipboard, so all but newline and tab are replaced.
-pub(crate) fn printable(text: &str) -> Cow<'_, str> {
-    let harmful = |c: char| c.is_control() && !matches!(c, '\n' | '\t');
-    if text.contains(harmful) {
-        text.replace('\r', "").replace(harmful, "\u{fffd}").into()
-    } else {
-        text.into()
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn control_characters_do_not_reach_a_terminal() {
-        for (text, shown) in [
-            ("plain\n\ttext ü 🙂", "plain\n\ttext ü 🙂"),
-            ("a\r\nb", "a\nb"),
-            ("\x1b]52;c;eA==\x07", "\u{fffd}]52;c;eA==\u{fffd}"),
-            ("\u{9b}31m\x7f\0", "\u{fffd}31m\u{fffd}\u{fffd}"),
-        ] {
-            assert_eq!(printable(text), shown, "{text:?}");
-        }
-    }
 }

@@ -1,25 +1,21 @@
 //! `paceline plan`: which machines, which split, how fast.
 
-mod compare;
 mod error;
 mod facts;
 pub(crate) mod here;
-mod json;
-mod layout;
-mod report;
-mod shape;
-mod svg;
 mod train;
 mod validate;
 
 use std::path::{Path, PathBuf};
 
-use paceline_plan::solver::{Options, Outcome, solve};
-use paceline_plan::{Calibration, Catalogue, Cluster, Costs, ModelShape, Objective, Workload};
+use anyhow::Context;
+use paceline_node::shape;
+use paceline_plan::report::{Comparison, Question};
+use paceline_plan::solver::Options;
+use paceline_plan::{Calibration, Catalogue, ModelShape, Objective, Workload};
 
 pub(crate) use error::{Error, hints};
 pub(crate) use facts::cluster;
-pub(crate) use layout::label;
 
 use crate::output::print;
 
@@ -28,7 +24,7 @@ use crate::output::print;
 /// # Errors
 /// What is wrong with the files.
 pub(crate) fn shape_of(path: &Path) -> anyhow::Result<ModelShape> {
-    shape::from_files(path, None)
+    Ok(shape::from_files(path, None)?)
 }
 
 /// Arguments of `paceline plan`.
@@ -116,16 +112,6 @@ impl Goal {
     }
 }
 
-/// A question with everything looked up.
-struct Question {
-    catalogue: Catalogue,
-    calibration: Calibration,
-    clusters: Vec<Cluster>,
-    model: ModelShape,
-    workload: Workload,
-    options: Options,
-}
-
 /// Plans, compares, or checks the model against published numbers.
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     if let Some(file) = &args.validate {
@@ -147,7 +133,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     }
     let question = question(args)?;
     if args.compare {
-        return compare::run(&question, args.svg.as_deref(), args.json);
+        return compare(&question, args);
     }
     if question.clusters.len() > 1 {
         return Err(Error::Clusters(question.clusters.len()).into());
@@ -157,38 +143,24 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
 
 fn one(question: &Question, args: &Args) -> anyhow::Result<()> {
     let costs = question.costs(&question.clusters[0])?;
-    let outcome = match (solve(&costs, &question.options), args.disk) {
-        (Err(paceline_plan::Error::Infeasible(_)), true) => streamed(&costs)?,
-        (outcome, _) => outcome?,
-    };
-    let links = facts::other_links(&question.catalogue)?;
-    let changes = paceline_plan::advice::sensitivity(
-        &costs,
-        &question.calibration,
-        &question.options,
-        &outcome,
-        &links,
-    )?;
+    let answer = question.answer(&costs, args.disk)?;
     if args.json {
-        return print(&json::plan(&costs, &outcome, &changes).to_string());
+        return print(&answer.json(&costs).to_string());
     }
-    print(&report::plan(question, &costs, &outcome, &changes))
+    print(&answer.text(question, &costs))
 }
 
-/// The plan with layers from disk, as an outcome of its own.
-fn streamed(costs: &Costs<'_>) -> Result<Outcome, paceline_plan::Error> {
-    let (placement, prediction) = paceline_plan::solver::stream_from_disk(costs)?;
-    Ok(Outcome {
-        best: paceline_plan::solver::Candidate {
-            family: paceline_plan::solver::Family::Pipeline,
-            score: prediction.request_s,
-            placement,
-            prediction,
-        },
-        alternatives: Vec::new(),
-        considered: 1,
-        exact: false,
-    })
+/// Puts the clusters side by side.
+fn compare(question: &Question, args: &Args) -> anyhow::Result<()> {
+    let comparison = Comparison::new(question);
+    if let Some(path) = &args.svg {
+        let written = std::fs::write(path, comparison.svg());
+        written.with_context(|| format!("cannot write {}", path.display()))?;
+    }
+    if args.json {
+        return print(&comparison.json().to_string());
+    }
+    print(&comparison.text())
 }
 
 fn question(args: &Args) -> anyhow::Result<Question> {
@@ -220,10 +192,4 @@ fn question(args: &Args) -> anyhow::Result<Question> {
             ..Options::default()
         },
     })
-}
-
-impl Question {
-    fn costs<'a>(&'a self, cluster: &'a Cluster) -> Result<Costs<'a>, paceline_plan::Error> {
-        Costs::new(cluster, &self.model, self.workload, &self.calibration)
-    }
 }

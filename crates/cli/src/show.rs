@@ -3,8 +3,8 @@
 use std::path::Path;
 
 use paceline_base::Bytes;
-use paceline_formats::chat::{ChatTemplate, Error as ChatError};
 use paceline_model::{Config, Source};
+use paceline_node::texts;
 use paceline_plan::ModelShape;
 use paceline_store::{
     Catalogue, Entry, Found, Kind, Resolved, State, list, quant_of_name, resolve, usual_name,
@@ -141,14 +141,10 @@ fn here(found: &Found, entry: Option<&Entry>) -> anyhow::Result<Facts> {
     facts.bytes("file", source.file_bytes());
     add_shape(&mut facts, &found.path)?;
     add_config(&mut facts, &source);
-    let template = match &source {
-        Source::Gguf(file) => ChatTemplate::from_gguf(file.metadata()),
-        Source::Hf(folder) => ChatTemplate::from_hf_dir(folder.path()),
-    };
-    let (text, value) = match template {
-        Ok(_) => ("yes".to_owned(), json!(true)),
-        Err(ChatError::NoTemplate) => ("no: it completes text".to_owned(), json!(false)),
-        Err(error) => (format!("cannot be used: {error}"), json!(false)),
+    let (text, value) = match texts::template(&source) {
+        Some(Ok(_)) => ("yes".to_owned(), json!(true)),
+        None => ("no: it completes text".to_owned(), json!(false)),
+        Some(Err(error)) => (format!("cannot be used: {error}"), json!(false)),
     };
     facts.add("chats", text, value);
     Ok(facts)

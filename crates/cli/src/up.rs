@@ -1,5 +1,6 @@
-//! `paceline up`: this machine's node, alone or with one model behind the HTTP API.
+//! `paceline up`: this machine's node, alone or with models behind the HTTP API.
 
+use std::collections::BTreeMap;
 use std::net::{IpAddr, SocketAddr};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -8,18 +9,25 @@ use std::time::{Duration, Instant, SystemTime};
 use anyhow::Context;
 use clap::builder::NonEmptyStringValueParser;
 use paceline_base::{Bytes, KernelClass};
+use paceline_cluster::machine;
+use paceline_cluster::nodes::agent::Agent;
 use paceline_cluster::nodes::agent::Error as NodeError;
-use paceline_engine::{EngineConfig, Service};
+use paceline_engine::{EngineConfig, Pace, Service, State};
 use paceline_model::Config;
+use paceline_node::fleet::Fleet;
+use paceline_node::room::Room;
 use paceline_node::supervisor::Notice;
 use paceline_node::{Instance, Observer};
 use paceline_serve::{
     About, Access, Clock, DEFAULT_PORT, Fact, Facts, Handle, Model, Server, Status,
 };
 use paceline_store::{Cancel, Error as StoreError};
+use serde_json::json;
 
 use crate::adapter;
+use crate::board::Board;
 use crate::compute::{ComputeArgs, EngineArgs};
+use crate::error::Error;
 use crate::home;
 use crate::instances;
 use crate::interrupt::Signals;
@@ -28,12 +36,12 @@ use crate::member::{self, NodeArgs, Running};
 use crate::output::tell;
 use crate::process::peak_memory_bytes;
 use crate::pull;
-use crate::room::Room;
 
 const EXAMPLES: &str = "\
 Examples:
   paceline up
   paceline up smollm2 --nodes 2
+  paceline up smollm2 gemma3-270m
   curl http://127.0.0.1:52415/v1/chat/completions -H 'Content-Type: application/json' \\
     -d '{\"model\": \"smollm2\", \"messages\": [{\"role\": \"user\", \"content\": \"Hi\"}]}'
 
@@ -44,18 +52,21 @@ Anthropic (/v1/messages), of Ollama (/api/chat, /api/generate) and of llama-serv
 /// How often a request to end is looked for.
 const LOOK_EVERY: Duration = Duration::from_millis(50);
 
+mod several;
+
 /// Requests that wait for a place before further ones are refused as busy: one of every
 /// connection that the server has room for by default, choices of one request not counted twice.
 pub(crate) const WAITING_MAX: usize = 512;
 
 /// Arguments of `paceline up`.
-#[derive(Debug, clap::Args)]
+#[derive(Clone, Debug, clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct Args {
     /// Alias (`smollm2`), usual name (`qwen3:8b`), GGUF file, folder of safetensors, or hub id to
-    /// answer with; without one the node waits
+    /// answer with; several are chosen among by the `model` of a request; without one the node
+    /// waits
     #[arg(value_name = "MODEL")]
-    model: Option<String>,
+    model: Vec<String>,
     /// The same as an option
     #[arg(
         id = "option",
@@ -63,11 +74,12 @@ pub(crate) struct Args {
         value_name = "MODEL",
         conflicts_with = "model"
     )]
-    option: Option<String>,
+    option: Vec<String>,
     /// Put this adapter into the model: its folder, or its file of weights (PEFT's or MLX's form)
     #[arg(long, value_name = "FILE")]
     adapter: Option<PathBuf>,
-    /// Another name that clients may call the model by; may be given several times
+    /// Another name that clients may call the model by, the first of several; may be given several
+    /// times
     #[arg(long, value_name = "NAME", value_parser = NonEmptyStringValueParser::new())]
     alias: Vec<String>,
     #[command(flatten)]
@@ -82,6 +94,14 @@ pub(crate) struct Args {
     #[arg(long, value_name = "N", default_value_t = 4, allow_negative_numbers = true,
           value_parser = clap::value_parser!(u16).range(1..=1024))]
     parallel: u16,
+    /// Milliseconds between two tokens of an answer while prompts of other requests are read;
+    /// `auto`: 2.5 times of what it takes without them; `off`: prompts first
+    #[arg(long, value_name = "MS", default_value_t = Pace::Auto)]
+    pace: Pace,
+    /// Most tokens of an answer that are guessed from its own text and checked in one step, where
+    /// that pays; 0 for none [default: 8 on one node, 0 on several]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u8).range(0..=16))]
+    drafts: Option<u8>,
     /// Most tokens of a conversation and its answer [default: what the model was trained for, as
     /// far as memory has room]
     #[arg(long, value_name = "N", allow_negative_numbers = true,
@@ -106,6 +126,9 @@ pub(crate) struct Args {
     /// refusing them
     #[arg(long)]
     lenient: bool,
+    /// Append the node's events to FILE, a line of JSON each
+    #[arg(long, value_name = "FILE")]
+    events: Option<PathBuf>,
     /// Seconds from a request to the end of its answer, at most
     #[arg(long, value_name = "SECONDS", default_value_t = 600, allow_negative_numbers = true,
           value_parser = clap::value_parser!(u64).range(1..=86_400))]
@@ -118,6 +141,13 @@ pub(crate) struct Args {
 /// A model that cannot be had or loaded, an address that cannot be listened on.
 pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
     args.split.check()?;
+    let each = args.each();
+    if each.len() > 1 {
+        if args.adapter.is_some() {
+            return Err(Error::AdapterOfSeveral.into());
+        }
+        return several::run(args, &each, signals);
+    }
     let Some(model) = args.model() else {
         return ended(signals.orderly(|cancel| idle(args, cancel)));
     };
@@ -143,13 +173,16 @@ fn idle(args: &Args, cancel: &Cancel) -> anyhow::Result<()> {
     let node = args.node.start(args.class())?;
     let agent = node.0.clone();
     let status = Status(Arc::new(move || member::cluster(&agent)));
-    let (server, doors) = Server::bind_node(args.config(Facts::default())?, status)?;
+    let (config, board) = args.with_board(args.config(Facts::default())?, true);
+    let (server, doors) = Server::bind_node(config, status)?;
     node.0.set_api(server.addresses().to_vec());
     for address in server.addresses() {
         tell(format_args!("listening on http://{address}"));
     }
     tell_node(&node);
-    let _fleet = instances::start(&node.0, doors)?;
+    let fleet = instances::start(&node.0, doors)?;
+    show_fleet(&board, &node.0, &fleet);
+    let _watching = board.watch(args.events.as_deref())?;
     let handle = server.handle();
     std::thread::scope(|scope| {
         scope.spawn(|| {
@@ -159,6 +192,46 @@ fn idle(args: &Args, cancel: &Cancel) -> anyhow::Result<()> {
         server.run();
     });
     Ok(())
+}
+
+/// Has the dashboard show and manage what is loaded over the cluster.
+fn show_fleet(board: &Board, agent: &Agent, fleet: &Arc<Fleet>) {
+    board.set_agent(agent);
+    let own = Arc::downgrade(fleet);
+    board.set_instances(Box::new(move || {
+        own.upgrade().map_or_else(Default::default, |fleet| {
+            let views = fleet.list().into_iter().map(|view| json!(view));
+            (views.collect(), fleet.portraits())
+        })
+    }));
+    let (own, agent) = (Arc::downgrade(fleet), agent.clone());
+    board.set_manage(Box::new(move |command, arguments| {
+        let fleet = own.upgrade().ok_or("the node is stopping")?;
+        instances::manage((&agent, &fleet), command, arguments)
+    }));
+}
+
+/// Has the dashboard show the one model of this process.
+fn show_instance(board: &Board, name: &str, instance: &Arc<Instance>, nodes: u32) {
+    let (name, own) = (name.to_owned(), Arc::downgrade(instance));
+    board.set_instances(Box::new(move || {
+        own.upgrade().map_or_else(Default::default, |instance| {
+            let (state, reason) = match instance.status().state {
+                State::Loading => ("loading", None),
+                State::Ready => ("ready", None),
+                State::Recovering(reason) => ("recovering", Some(reason)),
+                State::Failed(reason) => ("failed", Some(reason)),
+            };
+            let workers: Vec<String> = (0..nodes).map(|rank| format!("worker {rank}")).collect();
+            let view = json!({
+                "id": "local", "model": name, "state": state, "reason": reason,
+                "nodes": workers, "epoch": instance.epoch(),
+                "split": instance.split().to_string(),
+            });
+            let portraits = BTreeMap::from([("local".to_owned(), instance.portrait())]);
+            (vec![view], portraits)
+        })
+    }));
 }
 
 fn tell_node(node: &Running) {
@@ -203,12 +276,16 @@ fn serve(args: &Args, opened: Opened, model: Model, cancel: &Cancel) -> anyhow::
     let service = Arc::clone(&instance) as Arc<dyn Service>;
     let (measured, nodes) = (Arc::clone(&instance), opened.nodes());
     let facts = Facts(Arc::new(move || facts(&measured, nodes)));
-    let server = Server::bind(args.config(facts)?, model, service)?;
+    let (config, board) = args.with_board(args.config(facts)?, false);
+    show_instance(&board, &model.id, &instance, nodes);
+    let server = Server::bind(config, model, service)?;
     let addresses = server.addresses().to_vec();
     let node = join_in(args);
     if let Some(node) = &node {
         node.0.set_api(addresses.clone());
+        board.set_agent(&node.0);
     }
+    let _watching = board.watch(args.events.as_deref())?;
     let handle = server.handle();
     std::thread::scope(|scope| {
         let watch = || watch(&opened, &instance, &addresses, &handle, cancel);
@@ -288,7 +365,32 @@ fn observer(opened: &Opened) -> Observer {
 
 impl Args {
     fn model(&self) -> Option<&str> {
-        self.model.as_deref().or(self.option.as_deref())
+        self.models().next()
+    }
+
+    fn models(&self) -> impl Iterator<Item = &str> {
+        self.model.iter().chain(&self.option).map(String::as_str)
+    }
+
+    /// Arguments for each model alone, once; aliases are the first one's.
+    fn each(&self) -> Vec<Self> {
+        let mut each: Vec<Self> = Vec::new();
+        for model in self.models() {
+            if each.iter().all(|one| one.model() != Some(model)) {
+                let alias = if each.is_empty() {
+                    &self.alias[..]
+                } else {
+                    &[]
+                };
+                each.push(Self {
+                    model: vec![model.to_owned()],
+                    option: Vec::new(),
+                    alias: alias.to_vec(),
+                    ..self.clone()
+                });
+            }
+        }
+        each
     }
 
     /// The kernel class that this node computes by default.
@@ -300,15 +402,24 @@ impl Args {
         let parallel = usize::from(self.parallel);
         let room = Room::of(
             (path, config),
-            self.compute.in_memory(self.engine),
+            (self.compute.in_memory(self.engine), machine::available()),
             self.context,
             parallel,
         );
         EngineConfig {
             max_running: parallel,
             max_waiting: WAITING_MAX,
+            pace: self.pace,
+            drafts: self.drafts(),
             ..room.engine(self.model().unwrap_or_default())
         }
+    }
+
+    /// Over several nodes the measured speed of answers decides which split is kept, and answers
+    /// with drafts are no measure of a split.
+    fn drafts(&self) -> usize {
+        let default = if self.split.nodes == 1 { 8 } else { 0 };
+        self.drafts.unwrap_or(default).into()
     }
 
     /// The model as clients see it.
@@ -349,6 +460,23 @@ impl Args {
                 quantization: String::new(),
             },
         }
+    }
+
+    /// The same with a dashboard.
+    fn with_board(
+        &self,
+        mut config: paceline_serve::Config,
+        manages: bool,
+    ) -> (paceline_serve::Config, Board) {
+        let board = Board::new(config.live.clone());
+        let (own, others) = (board.clone(), config.facts);
+        config.facts = Facts(Arc::new(move || {
+            let mut facts = (others.0)();
+            facts.extend(own.facts());
+            facts
+        }));
+        config.board = board.for_server(manages);
+        (config, board)
     }
 
     fn config(&self, facts: Facts) -> anyhow::Result<paceline_serve::Config> {

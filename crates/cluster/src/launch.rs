@@ -27,7 +27,9 @@ mod course;
 mod error;
 pub mod mpi;
 mod output;
+mod patient;
 mod plan;
+mod scratch;
 mod script;
 mod session;
 
@@ -40,7 +42,9 @@ use paceline_base::Rank;
 use crate::processes::Ending;
 
 pub use error::Error;
+pub use patient::Patient;
 pub use plan::{Backend, Options, PlanError, RankPlan, plan};
+pub use scratch::folder;
 pub use session::run;
 
 /// What is to be started.

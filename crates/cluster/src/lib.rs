@@ -57,6 +57,8 @@
 //! - [`launch`]: one program on many machines.
 //! - [`topology`]: how machines are cabled, and hostfiles from that.
 //! - [`nodes`]: machines that form a cluster without a master.
+//! - [`machine`]: what this machine has.
+//! - [`telemetry`]: how loaded, full and hot this machine is.
 //! - [`Error`].
 //!
 //! The crate knows nothing about models or what the messages mean. It has no async runtime: a
@@ -67,11 +69,13 @@ mod control;
 mod error;
 pub mod hostfile;
 pub mod launch;
+pub mod machine;
 mod marks;
 pub mod nodes;
 pub mod processes;
 mod queue;
 pub mod remote;
+pub mod telemetry;
 pub mod topology;
 mod wire;
 pub mod workers;

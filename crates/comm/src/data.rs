@@ -120,9 +120,12 @@ impl<'a> Data<'a> {
         }
     }
 
-    /// Elements of this type by their bytes.
-    #[cfg(test)]
-    pub(crate) const fn of_bytes(dtype: Dtype, bytes: &'a [u8]) -> Self {
+    /// Elements of `dtype` by their bytes, aligned or not; bytes of a `bool` other than 0 are true.
+    ///
+    /// # Panics
+    /// If `bytes` is not a whole number of elements.
+    pub const fn of_bytes(dtype: Dtype, bytes: &'a [u8]) -> Self {
+        assert!(bytes.len().is_multiple_of(dtype.bytes()), "whole elements");
         Self { dtype, bytes }
     }
 
@@ -170,9 +173,12 @@ impl<'a> DataMut<'a> {
         }
     }
 
-    /// Elements of this type by their bytes, which are put in order if it is `bool`.
-    #[cfg(test)]
-    pub(crate) const fn of_bytes(dtype: Dtype, bytes: &'a mut [u8]) -> Self {
+    /// Elements of `dtype` by their bytes, aligned or not. Bytes of a `bool` become 0 or 1.
+    ///
+    /// # Panics
+    /// If `bytes` is not a whole number of elements.
+    pub const fn of_bytes(dtype: Dtype, bytes: &'a mut [u8]) -> Self {
+        assert!(bytes.len().is_multiple_of(dtype.bytes()), "whole elements");
         Self { dtype, bytes }
     }
 

@@ -5,7 +5,8 @@ use paceline_tensor::PAGE;
 
 use serde::{Deserialize, Serialize};
 
-use crate::Error;
+use crate::draft::DRAFT_ROWS;
+use crate::{Error, Pace};
 
 /// Sizes of an engine; the memory of its cache and of its steps follows from them.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -23,6 +24,12 @@ pub struct EngineConfig {
     /// Rows of a step: decode rows, then prompt chunks; at least `max_running`. More rows read
     /// prompts faster and make others wait longer.
     pub max_rows: usize,
+    /// How long a step with rows of prompts may take while answers are decoded. Kept only where the
+    /// owner tells how long steps took ([`Engine::took`](crate::Engine::took)).
+    pub pace: Pace,
+    /// Most tokens of a sequence that are guessed and checked in one step, where what the text
+    /// repeated so far says that it pays; 0 for none. Answers do not depend on it.
+    pub drafts: usize,
 }
 
 /// The rows of a step unless told otherwise. On two threads (EPYC VM, November 2026) SmolLM2 and
@@ -44,6 +51,8 @@ impl EngineConfig {
             max_running: 1,
             max_waiting: 1,
             max_rows: DEFAULT_ROWS,
+            pace: Pace::Auto,
+            drafts: 0,
         }
     }
 
@@ -62,8 +71,16 @@ impl EngineConfig {
         self.max_running.min(self.pages())
     }
 
+    /// Most guesses that a step checks, over all sequences.
+    const fn draft_rows(&self) -> usize {
+        match self.drafts {
+            0 => 0,
+            _ => DRAFT_ROWS,
+        }
+    }
+
     /// Most rows of a step: each has a position.
-    fn step_rows(&self) -> usize {
+    pub(crate) fn step_rows(&self) -> usize {
         self.max_rows.min(self.pages() * PAGE)
     }
 
@@ -71,7 +88,7 @@ impl EngineConfig {
     pub(crate) fn batch_size(&self) -> BatchSize {
         BatchSize {
             rows: self.step_rows(),
-            logit_rows: self.step_sequences(),
+            logit_rows: self.step_sequences() + self.draft_rows(),
             sequences: self.step_sequences(),
             context: self.context,
         }

@@ -2,6 +2,7 @@
 
 use std::collections::VecDeque;
 use std::sync::{Arc, OnceLock};
+use std::time::Duration;
 
 use paceline_formats::grammar::Constraint;
 use paceline_formats::tokenizer::Tokenizer;
@@ -9,7 +10,9 @@ use paceline_model::{Batch, BatchSequence, Compute, Logits, Weights, WindowPages
 use paceline_tensor::PAGE;
 
 use crate::constraint::{Grammars, Guide};
-use crate::pages::Pages;
+use crate::draft::{Bounds, Candidate, Costs, DRAFT_ROWS, depths};
+use crate::pace::{Composition, Pacer, share};
+use crate::pages::{Pages, follows};
 use crate::request::check_tokens;
 use crate::sampling::Scratch;
 use crate::sequence::Sequence;
@@ -31,6 +34,10 @@ pub struct Engine {
     grammars: OnceLock<Result<Grammars, ConstraintError>>,
     scratch: Scratch,
     pages: Pages,
+    pacer: Pacer,
+    costs: Costs,
+    /// Of the last step.
+    composition: Composition,
     /// Tokens that were in the cache already when their sequence was admitted.
     reused: u64,
     /// In order of admission; only these own pages.
@@ -58,6 +65,9 @@ impl Engine {
             grammars: OnceLock::new(),
             scratch: Scratch::new(model.config().vocab),
             pages: Pages::new(compute.pages(), compute.windows()),
+            pacer: Pacer::new(config.pace),
+            costs: Costs::default(),
+            composition: Composition::default(),
             reused: 0,
             identity: format!("{} ({})", config.model, model.numbers()),
             model,
@@ -261,8 +271,9 @@ impl Engine {
 
     /// Runs one batch and returns what happened, in order; nothing when the engine is idle.
     ///
-    /// Every running sequence that is past its prompt gets one row; the rest of
-    /// [`EngineConfig::max_rows`] goes to prompts, oldest first. A sequence that needs a page when
+    /// Every running sequence that is past its prompt gets one row. Prompts get what
+    /// [`EngineConfig::pace`] allows of the remaining [`EngineConfig::max_rows`]: at least half of
+    /// it goes to the oldest, and the shortest comes before others. A sequence that needs a page when
     /// none is free makes the youngest give up its pages and wait; that one computes them again
     /// later and loses nothing. The oldest never gives up, so every sequence ends.
     ///
@@ -276,6 +287,7 @@ impl Engine {
     pub fn step(&mut self) -> Result<Vec<Event>, Error> {
         self.admit();
         let plan = self.plan();
+        self.composition = self.composition_of(&plan);
         self.forward(&plan)?;
         Ok(self.take_results(&plan))
     }
@@ -313,26 +325,139 @@ impl Engine {
         }
     }
 
-    /// Decides the rows of a step and gets the pages for them; not empty when a sequence runs.
+    /// Tells how long the last [`step`](Self::step) took. By this the next steps keep
+    /// [`EngineConfig::pace`]; an engine that is never told keeps none.
+    pub fn took(&mut self, duration: Duration) {
+        let step = std::mem::take(&mut self.composition);
+        self.pacer.took(step, duration);
+        if step.prompt == 0 && step.decoding > 0 {
+            self.costs.took(step.decoding + step.drafted, duration);
+        }
+    }
+
+    /// Decides the rows of a step and gets the pages for them. Empty when nothing runs, and when
+    /// all that was to decode gave up its pages.
     fn plan(&mut self) -> Vec<PlannedRows> {
+        (0..self.running.len()).for_each(|index| self.catch_up(index));
         let mut plan = Vec::with_capacity(self.running.len());
-        let mut rows_left = self.config.max_rows;
-        let mut index = 0;
-        while index < self.running.len() {
-            // A row for each sequence behind that decodes is set aside, so that long prompts do
-            // not stall answers.
-            let decodes = |s: &&Sequence| s.pending().len() == 1;
-            let reserved = self.running[index + 1..].iter().filter(decodes).count();
-            let pending = self.running[index].pending().len();
-            let rows = pending.min(rows_left.saturating_sub(reserved));
+        for (index, rows) in self.wanted_rows().into_iter().enumerate() {
             // Preemption takes from the end, so what is planned stays where it is.
             if rows > 0 && self.get_pages(index, rows) {
-                plan.push(PlannedRows { index, rows });
-                rows_left -= rows;
+                plan.push(PlannedRows::new(index, rows));
             }
-            index += 1;
+        }
+        if self.drafts() {
+            self.draft(&mut plan);
         }
         plan
+    }
+
+    /// Whether a step may check guesses: all sequences decode. MLX computes few rows no faster than
+    /// one by one.
+    fn drafts(&self) -> bool {
+        let decodes = |s: &Sequence| s.pending().len() == 1;
+        let is_on = self.config.drafts > 0 && !self.model.class().is_mlx();
+        is_on && self.running.iter().all(decodes)
+    }
+
+    /// Adds guesses to the rows of sequences that decode, where they are expected to pay. Grammars
+    /// must know each token before the next, so sequences with one have no guesses.
+    fn draft(&mut self, plan: &mut [PlannedRows]) {
+        let most = self.config.drafts;
+        // States of recurrent layers change with the last row of a page and cannot go back.
+        let kept = usize::from(!self.compute.windows().is_empty());
+        for part in &mut *plan {
+            let sequence = &mut self.running[part.index];
+            if sequence.guide.is_none() {
+                part.guesses = sequence.drafts.guess(&sequence.tokens, most);
+            }
+        }
+        let candidate = |part: &PlannedRows| {
+            let sequence = &self.running[part.index];
+            let room = sequence.draft_room().saturating_sub(kept);
+            Candidate {
+                drafts: &sequence.drafts,
+                guesses: part.guesses.len().min(room),
+            }
+        };
+        let candidates: Vec<Candidate<'_>> = plan.iter().map(candidate).collect();
+        let bounds = Bounds {
+            decoding: plan.len(),
+            most,
+            rows: DRAFT_ROWS.min(self.config.step_rows().saturating_sub(plan.len())),
+        };
+        let depths = match candidates.iter().any(|candidate| candidate.guesses > 0) {
+            true => depths(&candidates, bounds, &self.costs),
+            false => return,
+        };
+        for (part, depth) in plan.iter_mut().zip(depths).filter(|(_, depth)| *depth > 0) {
+            let pending = self.running[part.index].pending().iter().copied();
+            part.checked = pending
+                .chain(part.guesses[..depth].iter().copied())
+                .collect();
+        }
+    }
+
+    /// Gives a sequence the pages that another one has computed since it was admitted.
+    fn catch_up(&mut self, index: usize) {
+        let sequence = &mut self.running[index];
+        let at = sequence.computed;
+        if at != sequence.pages.len() * PAGE
+            || !sequence.pages.is_known()
+            || !self.pages.is_next_known(&sequence.tokens, &sequence.pages)
+        {
+            return;
+        }
+        // What is given back stays known and is found again at once.
+        self.pages.release(&mut sequence.pages);
+        sequence.computed = self.pages.reuse(&sequence.tokens, &mut sequence.pages);
+        let more = sequence.computed.saturating_sub(at);
+        sequence.reused += more;
+        self.reused += more as u64;
+    }
+
+    /// Whether a sequence waits for a page of its prompt that an older one is about to compute: of
+    /// several answers to one prompt, the first one computes it.
+    fn waits(&self, index: usize) -> bool {
+        let own = &self.running[index];
+        let is_at_page = own.computed == own.pages.len() * PAGE && own.pages.is_known();
+        let goes_before = |older: &Sequence| {
+            let is_reading = older.pending().len() > 1;
+            is_reading && follows((&own.tokens, &own.pages), (&older.tokens, &older.pages))
+        };
+        is_at_page && self.running[..index].iter().any(goes_before)
+    }
+
+    /// Rows for each running sequence. One is for each that decodes, so that long prompts do not
+    /// stall answers.
+    fn wanted_rows(&self) -> Vec<usize> {
+        let pending = |index: usize| match self.waits(index) {
+            true => 0,
+            false => self.running[index].pending().len(),
+        };
+        let mut rows: Vec<usize> = (0..self.running.len()).map(pending).collect();
+        let prompts: Vec<usize> = rows.iter().copied().filter(|rows| *rows > 1).collect();
+        let decoding = rows.iter().filter(|rows| **rows == 1).count();
+        let room = self.config.max_rows.saturating_sub(decoding);
+        let mut shares = share(&prompts, self.pacer.budget(decoding, room)).into_iter();
+        for rows in rows.iter_mut().filter(|rows| **rows > 1) {
+            *rows = shares.next().expect("a share for every prompt");
+        }
+        rows
+    }
+
+    fn composition_of(&self, plan: &[PlannedRows]) -> Composition {
+        let mut composition = Composition::default();
+        for part in plan {
+            match self.running[part.index].pending().len() {
+                1 => {
+                    composition.decoding += 1;
+                    composition.drafted += part.drafted();
+                }
+                _ => composition.prompt += part.rows,
+            }
+        }
+        composition
     }
 
     /// Gets pages for `rows` more rows of a running sequence, preempting younger ones if needed.
@@ -359,12 +484,17 @@ impl Engine {
         let rows = plan.iter().zip(&windows).map(|(part, windows)| {
             let s = &self.running[part.index];
             let is_last = part.rows == s.pending().len();
+            let (tokens, logits) = match is_last {
+                _ if part.drafted() > 0 => (&*part.checked, Logits::All),
+                true => (s.pending(), Logits::Last),
+                false => (&s.pending()[..part.rows], Logits::None),
+            };
             BatchSequence {
-                tokens: &s.pending()[..part.rows],
+                tokens,
                 position: s.computed,
                 pages: s.pages.pages(),
                 windows,
-                logits: if is_last { Logits::Last } else { Logits::None },
+                logits,
             }
         });
         let sequences: Vec<BatchSequence<'_>> = rows.collect();
@@ -394,23 +524,20 @@ impl Engine {
         due
     }
 
-    /// Chooses a token for every sequence of which all tokens are in the cache now.
+    /// Chooses tokens for every sequence of which all tokens are in the cache now.
     fn take_results(&mut self, plan: &[PlannedRows]) -> Vec<Event> {
         let (mut events, mut finished, mut logits_row) = (Vec::new(), Vec::new(), 0);
         for part in plan {
-            let sequence = &mut self.running[part.index];
-            sequence.computed += part.rows;
-            let computed = &sequence.tokens[..sequence.computed];
-            self.pages.learn(computed, &mut sequence.pages);
-            self.pages.leave(&mut sequence.pages, sequence.computed);
-            if !sequence.pending().is_empty() {
-                continue;
+            self.running[part.index].computed += part.rows;
+            if self.running[part.index].pending().is_empty() {
+                self.choose(part, logits_row, &mut events);
+                logits_row += 1 + part.drafted();
             }
-            let logits = self.compute.logits_mut(logits_row);
-            logits_row += 1;
-            let choice = sequence.next_token(self.model.kernels(), logits, &mut self.scratch);
-            sequence.accept(choice, &self.tokenizer, &mut events);
-            if let Some(Event::Finished { .. }) = events.last() {
+            self.keep(part.index);
+            let last = events.last();
+            if let Some(Event::Finished { id, .. }) = last
+                && *id == self.running[part.index].id
+            {
                 finished.push(part.index);
             }
         }
@@ -418,6 +545,37 @@ impl Engine {
             self.stop_running(index);
         }
         events
+    }
+
+    /// Remembers what a sequence has in full pages, and gives back what it looks at no more.
+    fn keep(&mut self, index: usize) {
+        let sequence = &mut self.running[index];
+        let computed = &sequence.tokens[..sequence.computed];
+        self.pages.learn(computed, &mut sequence.pages);
+        self.pages.leave(&mut sequence.pages, sequence.computed);
+    }
+
+    /// Chooses the next token of a sequence by the logits in `row`, and by the rows after it further
+    /// ones, as long as the token before was guessed.
+    fn choose(&mut self, part: &PlannedRows, row: usize, events: &mut Vec<Event>) {
+        let sequence = &mut self.running[part.index];
+        for i in 0..=part.drafted() {
+            let logits = self.compute.logits_mut(row + i);
+            let choice = sequence.next_token(self.model.kernels(), logits, &mut self.scratch);
+            let chosen = choice.as_ref().ok().map(|choice| choice.token);
+            sequence.accept(choice, &self.tokenizer, events);
+            if let Some(Event::Finished { .. }) = events.last() {
+                return;
+            }
+            let is_guessed = part.guesses.get(i).map(|guess| Some(*guess) == chosen);
+            if let Some(is_right) = is_guessed {
+                sequence.drafts.judge(is_right);
+            }
+            if is_guessed != Some(true) || i == part.drafted() {
+                return;
+            }
+            sequence.computed += 1; // the next row was computed for this token
+        }
     }
 }
 
@@ -434,11 +592,32 @@ fn beside<T>(guides: &mut [(usize, Box<Guide>)], compute: impl FnOnce() -> T) ->
 }
 
 /// Rows of a running sequence in a step.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 struct PlannedRows {
     /// Its place among the running.
     index: usize,
+    /// Of its tokens.
     rows: usize,
+    /// What may follow its tokens; the first is judged although it is not checked.
+    guesses: Vec<u32>,
+    /// The pending token and the guesses that this step checks; empty when it checks none.
+    checked: Vec<u32>,
+}
+
+impl PlannedRows {
+    const fn new(index: usize, rows: usize) -> Self {
+        Self {
+            index,
+            rows,
+            guesses: Vec::new(),
+            checked: Vec::new(),
+        }
+    }
+
+    /// Guesses that this step checks.
+    const fn drafted(&self) -> usize {
+        self.checked.len().saturating_sub(1)
+    }
 }
 
 #[cfg(test)]

@@ -39,6 +39,12 @@ pub enum Error {
         /// How many would be told.
         most: usize,
     },
+    /// Not a pace.
+    #[error("pace is {got:?}, expected `auto`, `off` or milliseconds from 1 to 60000")]
+    Pace {
+        /// The text.
+        got: String,
+    },
     /// A bias on too many tokens.
     #[error("logit_bias has {got} tokens, expected at most {most}")]
     BiasCount {

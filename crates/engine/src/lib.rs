@@ -15,6 +15,7 @@
 //! it, in whole pages: the next turn of a chat reads only what is new.
 //!
 //! - [`Engine`], [`EngineConfig`], [`Request`], [`Event`]: the scheduler.
+//! - [`Pace`]: how long other answers may pause while a prompt is read.
 //! - [`SamplingParams`]: from logits to a token, seeded per request.
 //! - [`Grammars`]: which tokens keep an answer within a grammar.
 //! - [`Runner`]: an engine on a thread of its own, for many callers; a [`Service`].
@@ -58,9 +59,11 @@
 
 mod config;
 mod constraint;
+mod draft;
 mod engine;
 mod error;
 mod follower;
+mod pace;
 mod pages;
 mod request;
 mod runner;
@@ -74,6 +77,7 @@ pub use constraint::{ConstraintError, Grammars};
 pub use engine::Engine;
 pub use error::Error;
 pub use follower::Follower;
+pub use pace::Pace;
 pub use request::{
     Event, Finish, MAX_LOGPROBS, MAX_SHOWN, Request, Resumed, SequenceId, TokenLogprobs,
 };

@@ -92,9 +92,33 @@ impl Owned {
         &self.pages
     }
 
+    /// Whether it ends with known pages: nothing of its own is in them.
+    pub(crate) const fn is_known(&self) -> bool {
+        self.n_known == self.pages.len()
+    }
+
     pub(crate) const fn len(&self) -> usize {
         self.pages.len()
     }
+}
+
+/// The tokens of the page behind those that `owned` has, where they fill it and are not the last of
+/// `tokens`: the logits after the last one are to be computed.
+fn next_page<'a>(tokens: &'a [u32], owned: &Owned) -> Option<&'a [u32]> {
+    let begin = owned.n_known * PAGE;
+    let page = tokens.get(begin..begin + PAGE)?;
+    (begin + PAGE < tokens.len()).then_some(page)
+}
+
+/// Whether `older`, a sequence of `tokens`, is on its way to the page that the sequence of `own`
+/// needs next: both have the same pages so far, and the tokens of the next page are the same.
+/// `owned` has known pages only.
+pub(crate) fn follows((own, owned): (&[u32], &Owned), (tokens, older): (&[u32], &Owned)) -> bool {
+    let n = owned.n_known;
+    let begins_alike = n == 0 || older.pages.get(n - 1) == owned.pages.last();
+    let page = next_page(own, owned);
+    let is_to_come = older.n_known == n;
+    is_to_come && begins_alike && page.is_some() && tokens.get(n * PAGE..(n + 1) * PAGE) == page
 }
 
 /// All pages of a cache. Beside the cache it takes some 300 bytes per known page.
@@ -239,6 +263,14 @@ impl Pages {
         }
         self.take_windows(&found, owned);
         owned.n_known * PAGE
+    }
+
+    /// Whether the page of `tokens` behind those that `owned` has is known, and could be reused.
+    /// `owned` has known pages only.
+    pub(crate) fn is_next_known(&self, tokens: &[u32], owned: &Owned) -> bool {
+        let page = next_page(tokens, owned);
+        let key = page.and_then(|page| Key::new(owned.last_known, page));
+        key.is_some_and(|key| self.known.contains_key(&key))
     }
 
     fn known(&self, page: u32) -> &Known {

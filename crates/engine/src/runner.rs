@@ -11,11 +11,11 @@
 //! [`submit`](Service::submit) on, so the inbox needs no bound of its own.
 //!
 //! When the engine fails or panics, or the runner is dropped, every request that is open gets
-//! [`Failure::Lost`]: nobody waits for ever. The runner measures no time: callers know when replies
-//! reach them, and [`Runner::inspect`] gives the engine's own figures.
+//! [`Failure::Lost`]: nobody waits for ever. The runner measures how long a step takes, by
+//! the clock that its owner gives, and tells the engine, which keeps its pace by that.
 
 use std::fmt;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crate::{Engine, Failure, Request, Service, Sink, Snapshot, Status, Ticket};
 
@@ -29,6 +29,9 @@ use driver::Driver;
 /// Costs a wake of some microseconds each time; short beside any deadline of a network.
 const IDLE_INTERVAL: Duration = Duration::from_millis(250);
 
+/// What time it is, for durations.
+pub(crate) type Now = fn() -> Instant;
+
 /// An engine on its own thread. Dropping it waits for the step that runs and ends the thread.
 pub struct Runner {
     driver: Driver<Engine>,
@@ -36,15 +39,16 @@ pub struct Runner {
 
 impl Runner {
     /// Starts the thread. Should the system refuse one, requests are refused with its reason.
-    pub fn start(engine: Engine) -> Self {
-        Self::with_idle(engine, IDLE_INTERVAL)
+    /// `now` is the clock that measures steps.
+    pub fn start(engine: Engine, now: fn() -> Instant) -> Self {
+        Self::with_idle(engine, now, IDLE_INTERVAL)
     }
 
     /// As [`start`](Self::start), with [`Engine::idle`] called at least every `interval` while
     /// there is nothing to compute.
-    pub fn with_idle(engine: Engine, interval: Duration) -> Self {
+    pub fn with_idle(engine: Engine, now: fn() -> Instant, interval: Duration) -> Self {
         Self {
-            driver: Driver::start(engine, interval),
+            driver: Driver::start(engine, now, interval),
         }
     }
 

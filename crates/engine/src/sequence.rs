@@ -5,6 +5,7 @@ use paceline_formats::tokenizer::Tokenizer;
 use paceline_tensor::{Kernels, PAGE};
 
 use crate::constraint::{Allowed, Guide};
+use crate::draft::Drafts;
 use crate::pages::Owned;
 use crate::sampling::{Asked, Choice, Sampler, Scratch};
 use crate::{Error, Event, Finish, Request, SequenceId, Snapshot};
@@ -22,6 +23,7 @@ pub(crate) struct Sequence {
     pub(crate) reused: usize,
     /// Cover at least `computed` positions.
     pub(crate) pages: Owned,
+    pub(crate) drafts: Drafts,
     /// Tokens that may still be generated.
     tokens_left: usize,
     /// [`Request::logprobs`].
@@ -53,6 +55,7 @@ impl Sequence {
             computed: 0,
             reused: 0,
             pages: Owned::default(),
+            drafts: Drafts::default(),
             logprobs: request.logprobs,
             shown: request.shown,
             guide: guide.map(Box::new),
@@ -65,6 +68,18 @@ impl Sequence {
     /// The tokens that are not in the cache yet.
     pub(crate) fn pending(&self) -> &[u32] {
         &self.tokens[self.computed..]
+    }
+
+    /// Rows behind the pending token that a draft may have: positions that need no further page,
+    /// and tokens that the answer may still have.
+    pub(crate) const fn draft_room(&self) -> usize {
+        let positions = self.pages.len() * PAGE - self.computed - 1;
+        let tokens = self.tokens_left.saturating_sub(1);
+        if positions < tokens {
+            positions
+        } else {
+            tokens
+        }
     }
 
     /// Pages that its tokens need beyond those it owns.
@@ -204,6 +219,7 @@ impl Sequence {
             computed: 0,
             reused: 0,
             pages: Owned::default(),
+            drafts: Drafts::default(),
             tokens_left: snapshot.tokens_left,
             logprobs: snapshot.logprobs,
             shown: snapshot.shown,

@@ -26,7 +26,10 @@ use crate::name_index::NameIndex;
 use crate::safetensors::{self, Safetensors};
 use crate::tensor::{MappedBytes, Tensor};
 
+mod stacked;
 mod weight_map;
+
+pub use stacked::Wanted;
 
 use weight_map::WeightMap;
 
@@ -149,6 +152,18 @@ pub enum Error {
         /// Its type.
         dtype: String,
         /// The type wanted.
+        expected: &'static str,
+    },
+    /// A stack of experts has another shape than it must have.
+    #[error("{}: tensor {tensor}: shape {got:?}, expected {expected}", path.display())]
+    Stack {
+        /// The folder.
+        path: PathBuf,
+        /// The stack, or a part of it.
+        tensor: String,
+        /// Its shape.
+        got: Vec<usize>,
+        /// The shape that it must have.
         expected: &'static str,
     },
     /// The parts of a quantised matrix do not fit each other.
@@ -304,17 +319,26 @@ impl HfFolder {
     /// [`Error::Quantization`], [`Error::QuantisedDtype`], [`Error::Misfit`], and
     /// [`Error::MissingTensor`] for what belongs to the scales.
     pub fn quantised(&self, module: &str) -> Result<Option<Quantised>, Error> {
-        let part = |suffix: &str| self.part(&format!("{module}.{suffix}"));
-        let Some(scales) = part("scales") else {
+        self.quantised_by(module, |name| Ok(self.part(name)))
+    }
+
+    /// As [`quantised`](Self::quantised), of the parts that `part` finds.
+    fn quantised_by(
+        &self,
+        module: &str,
+        part: impl Fn(&str) -> Result<Option<Part>, Error>,
+    ) -> Result<Option<Quantised>, Error> {
+        let part = |suffix: &str| part(&format!("{module}.{suffix}"));
+        let Some(scales) = part("scales")? else {
             return Ok(None);
         };
         let path = || self.path.clone();
         let scheme = Scheme::of(&self.config, module, || self.path.join("config.json"))?;
-        let weight = part("weight").ok_or_else(|| Error::MissingTensor {
+        let weight = part("weight")?.ok_or_else(|| Error::MissingTensor {
             path: path(),
             tensor: format!("{module}.weight"),
         })?;
-        Quantised::new(module, scheme, [weight, scales], part("biases"), path).map(Some)
+        Quantised::new(module, scheme, [weight, scales], part("biases")?, path).map(Some)
     }
 
     /// A tensor of whatever dtype.

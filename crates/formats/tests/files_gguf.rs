@@ -22,7 +22,7 @@ fn sample() -> Writer {
             &[2, 64],
             (0..136).collect::<Vec<u8>>(),
         )
-        .raw_tensor("exotic", 39, &[2, 32], vec![7; 34])
+        .raw_tensor("exotic", 40, &[2, 64], vec![7; 72])
         .tensor("scalar", BlockType::F16, &[], vec![0, 0x3c])
 }
 
@@ -99,7 +99,7 @@ fn unsupported_tensors_are_refused_when_asked_for() {
     assert_eq!(
         model.tensor("exotic").unwrap_err().to_string(),
         format!(
-            "{shown}: tensor exotic: storage type MXFP4 (GGUF type number 39) is not supported"
+            "{shown}: tensor exotic: storage type NVFP4 (GGUF type number 40) is not supported"
         )
     );
     assert_eq!(

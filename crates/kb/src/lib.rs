@@ -17,7 +17,7 @@
 //!
 //! Reading order: [`entry`](crate::Finding) says what there is, `read` takes files apart and names
 //! line and key of what is wrong, [`KnowledgeBase`] links the entries, `words` makes terms of text,
-//! `search` ranks, `snippet` shows why, `ask` picks quick answers.
+//! `search` ranks, `snippet` shows why, `ask` picks quick answers, [`report`] says it.
 //!
 //! What it does not do: no stored index (a start reads and indexes all in some milliseconds), no
 //! query language, no language but English, no meaning of words.
@@ -30,6 +30,7 @@ mod entry;
 mod error;
 mod nearest;
 mod read;
+pub mod report;
 mod search;
 mod snippet;
 mod words;

@@ -42,8 +42,19 @@ impl PartialEq for LayerCache {
 /// Most experts that a row may use: several times those of published models (at most 10).
 pub(crate) const MAX_USED: usize = 32;
 
-/// A mixture of experts in place of a feed-forward.
+/// How a router's scores become the weights of experts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Gating {
+    /// A softmax over all.
+    Softmax,
+    /// A sigmoid of each.
+    Sigmoid,
+    /// A softmax over those chosen.
+    OfChosen,
+}
+
+/// A mixture of experts in place of a feed-forward.
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Experts {
     /// Experts that the router chooses from.
     pub count: usize,
@@ -51,10 +62,20 @@ pub struct Experts {
     pub used: usize,
     /// Width of the feed-forward of each.
     pub width: usize,
+    /// How scores become weights.
+    pub gating: Gating,
     /// Whether the weights of those chosen are divided by their sum.
     pub normalised: bool,
-    /// Width of the expert that every row has besides, by a gate of its own; 0 for none.
+    /// Multiplies the weights of those chosen.
+    pub scale: f32,
+    /// Whether the choice adds a bias of its own to each weight.
+    pub corrected: bool,
+    /// Width of the expert that every row has besides; 0 for none.
     pub shared: usize,
+    /// Whether that has a gate of its own, or the weight 1.
+    pub shared_gate: bool,
+    /// The limit of gpt-oss's gate, in place of the model's activation.
+    pub clamp: Option<f32>,
 }
 
 impl Experts {
@@ -133,7 +154,8 @@ impl LayerShape {
         let keys = (self.heads + keys) * self.head_dim;
         let values = (self.heads + values) * self.value_dim;
         let ffn = self.experts.map_or(3 * self.ffn, |experts| {
-            3 * (experts.count * experts.width + experts.shared) + experts.leaves()
+            let gate = usize::from(experts.shared > 0 && experts.shared_gate);
+            3 * (experts.count * experts.width + experts.shared) + experts.count + gate
         });
         width as u64 * (keys + values + ffn) as u64
     }
@@ -171,6 +193,9 @@ pub struct Config {
     pub embedding_scale: f32,
     /// Whether the output head is the embedding; `None` when it is where the file has no other.
     pub tied: Option<bool>,
+    /// Whether heads have norms, where the family does not decide it; `None` when they have where
+    /// the file has the weights.
+    pub head_norms: Option<bool>,
     /// On the gate of the feed-forward.
     pub activation: Activation,
     /// Rotary embeddings in use.
@@ -235,6 +260,7 @@ impl Config {
             embedding_scale: 1.0,
             activation: family.activation(),
             tied: fields.tied(family)?,
+            head_norms: Some(family.norms_heads()),
             ropes: Vec::new(),
             layers: Vec::new(),
         };

@@ -61,6 +61,14 @@ pub enum Error {
         /// Shape by the configuration.
         expected: Vec<usize>,
     },
+    /// A weight is infinite or not a number, where that would decide everything else.
+    #[error("tensor {name} holds {got}, expected finite numbers")]
+    NotFinite {
+        /// Name in the file.
+        name: String,
+        /// The value found.
+        got: f32,
+    },
     /// Weights cannot be packed.
     #[error("tensor {name}: {source}")]
     Pack {

@@ -183,6 +183,21 @@ impl Links {
         completed.map_err(|error| self.stage_error(error))
     }
 
+    /// Gathers values of layer `index` over the stage: `values` has those of all ranks in order,
+    /// `counts` of each, of which this rank's are in their place.
+    pub(crate) fn gather(
+        &self,
+        index: usize,
+        values: &mut [f32],
+        counts: &[usize],
+    ) -> Result<(), Error> {
+        self.enter(index);
+        let gathered = self
+            .stage
+            .all_gather_in_place(values, counts, self.deadline());
+        gathered.map_err(|error| self.stage_error(error))
+    }
+
     /// Waits for the residual stream, `(T, C)`, of the stage before, if there is one.
     pub(crate) fn receive_residual(&self, shard: &Shard, into: &mut [f32]) -> Result<(), Error> {
         let Some(rank) = shard.source() else {

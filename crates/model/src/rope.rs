@@ -21,6 +21,27 @@ pub struct Rope {
     pub pairs: RopePairs,
     /// Radians per position for each pair.
     pub frequencies: Vec<f64>,
+    /// Multiplies cosines and sines: 1 but for [`Yarn`].
+    pub magnitude: f64,
+}
+
+/// YaRN: long wavelengths are stretched, short ones kept, with a ramp between.
+///
+/// Source: Peng et al. 2023; `_compute_yarn_parameters` in transformers' `modeling_rope_utils.py`.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Yarn {
+    /// How far long wavelengths are stretched.
+    pub factor: f64,
+    /// Context of the first training.
+    pub original_context: f64,
+    /// Pairs that turn so often in the original context, or more, are kept.
+    pub fast: f64,
+    /// Pairs that turn so often, or less, are stretched fully.
+    pub slow: f64,
+    /// Whether the ends of the ramp are rounded to whole pairs.
+    pub whole_pairs: bool,
+    /// Multiplies cosines and sines.
+    pub magnitude: f64,
 }
 
 /// Frequency scaling of Llama 3.1: long wavelengths are stretched, short ones kept.
@@ -45,7 +66,21 @@ impl Rope {
         Self {
             pairs,
             frequencies: (0..rotated / 2).map(frequency).collect(),
+            magnitude: 1.0,
         }
+    }
+
+    /// Applies YaRN to plain frequencies of base `base`.
+    #[must_use]
+    pub fn with_yarn(mut self, base: f64, yarn: Yarn) -> Self {
+        let rotated = 2.0 * self.frequencies.len() as f64;
+        let (first, last) = yarn.ramp(base, rotated);
+        for (j, frequency) in self.frequencies.iter_mut().enumerate() {
+            let stretched = ((j as f64 - first) / (last - first)).clamp(0.0, 1.0);
+            *frequency = *frequency / yarn.factor * stretched + *frequency * (1.0 - stretched);
+        }
+        self.magnitude = yarn.magnitude;
+        self
     }
 
     /// Applies Llama 3.1's scaling.
@@ -75,9 +110,37 @@ impl Rope {
         for position in positions {
             out.extend(self.frequencies.iter().map(|frequency| {
                 let (sin, cos) = libm::sincos(position as f64 * frequency);
-                (cos as f32, sin as f32)
+                ((cos * self.magnitude) as f32, (sin * self.magnitude) as f32)
             }));
         }
+    }
+}
+
+impl Yarn {
+    /// The factor of cosines and sines unless a file says otherwise.
+    pub fn usual_magnitude(factor: f64, weight: f64) -> f64 {
+        if factor <= 1.0 {
+            1.0
+        } else {
+            0.1 * weight * libm::log(factor) + 1.0
+        }
+    }
+
+    /// The last pair that is kept and the first that is stretched fully, as fractions of pairs.
+    fn ramp(self, base: f64, rotated: f64) -> (f64, f64) {
+        let pair = |turns: f64| {
+            let wavelengths = self.original_context / (turns * std::f64::consts::TAU);
+            rotated * libm::log(wavelengths) / (2.0 * libm::log(base))
+        };
+        let (mut first, mut last) = (pair(self.fast), pair(self.slow));
+        if self.whole_pairs {
+            (first, last) = (first.floor(), last.ceil());
+        }
+        (first, last) = (first.max(0.0), last.min(rotated - 1.0));
+        if first == last {
+            last += 0.001;
+        }
+        (first, last)
     }
 }
 
@@ -107,6 +170,31 @@ mod tests {
         assert_eq!(angles.len(), 32);
         assert_eq!(angles[0], (3.0f64.cos() as f32, 3.0f64.sin() as f32));
         assert!((rope.frequencies[16] - 0.01).abs() < 1e-15);
+    }
+
+    /// gpt-oss: pairs up to 8.09 are kept, from 17.4 on stretched 32 times.
+    #[test]
+    fn yarn_keeps_the_first_pairs_and_stretches_the_last() {
+        let yarn = Yarn {
+            factor: 32.0,
+            original_context: 4096.0,
+            fast: 32.0,
+            slow: 1.0,
+            whole_pairs: false,
+            magnitude: Yarn::usual_magnitude(32.0, 1.0),
+        };
+        let plain = Rope::new(RopePairs::Halves, 64, 150_000.0, 1.0);
+        let scaled = plain.clone().with_yarn(150_000.0, yarn);
+        let ratio = |j: usize| plain.frequencies[j] / scaled.frequencies[j];
+        assert_eq!(
+            (ratio(0), ratio(8), ratio(18), ratio(31)),
+            (1.0, 1.0, 32.0, 32.0)
+        );
+        assert!(ratio(9) > 1.0 && ratio(17) < 32.0 && ratio(12) < ratio(13));
+        assert!((scaled.magnitude - 1.346_573_59).abs() < 1e-8);
+        let mut angles = Vec::new();
+        scaled.angles(0..1, &mut angles);
+        assert_eq!(angles[0], (scaled.magnitude as f32, 0.0));
     }
 
     #[test]

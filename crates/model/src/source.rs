@@ -4,7 +4,7 @@ use std::path::Path;
 
 use paceline_base::Bytes;
 use paceline_formats::gguf::Gguf;
-use paceline_formats::hf::HfFolder;
+use paceline_formats::hf::{HfFolder, Wanted};
 use paceline_formats::mlx::Quantised;
 use paceline_formats::tensor::Tensor;
 
@@ -59,10 +59,12 @@ pub enum Part {
     Value,
     /// `(C, H D)`
     AttentionOutput,
-    /// `(D,)`, per head.
+    /// `(D,)`, per head; `(H D,)` over all heads (MiniMax).
     QueryNorm,
-    /// `(D,)`, per head.
+    /// `(D,)`, per head; `(K D,)` over all heads (MiniMax).
     KeyNorm,
+    /// `(H,)`: a score of each head without a value (gpt-oss).
+    Sinks,
     /// `(C,)`, on the attention's result (gemma).
     PostAttentionNorm,
     /// `(C,)`, before the feed-forward.
@@ -77,6 +79,8 @@ pub enum Part {
     PostFfnNorm,
     /// `(experts, C)`
     Router,
+    /// `(experts,)`: added to weights for the choice alone.
+    RouterChoice,
     /// `(expert F, C)`, of one expert; all of them lie behind each other in GGUF files.
     ExpertGate(Nth),
     /// As the gate.
@@ -117,8 +121,18 @@ impl Source {
     /// The name of a weight, without `.weight` or `.bias`.
     fn stem(&self, family: Family, role: Role) -> String {
         match self {
-            Self::Gguf(_) => gguf_stem(role),
+            Self::Gguf(_) => gguf_stem(family, role),
             Self::Hf(_) => hf_stem(family, role),
+        }
+    }
+
+    /// The name of a weight. Some that are vectors end in another word, or in none.
+    fn name(&self, family: Family, role: Role) -> String {
+        let stem = self.stem(family, role);
+        match (self, role) {
+            (Self::Gguf(_), Role::Layer(_, Part::RouterChoice)) => format!("{stem}.bias"),
+            (Self::Hf(_), Role::Layer(_, Part::Sinks | Part::RouterChoice)) => stem,
+            _ => format!("{stem}.weight"),
         }
     }
 
@@ -127,7 +141,21 @@ impl Source {
     /// # Errors
     /// When the file lacks it, or stores it in a type that is not supported.
     pub fn weight(&self, family: Family, role: Role) -> Result<Tensor, Error> {
-        let tensor = self.tensor(&format!("{}.weight", self.stem(family, role)))?;
+        if let Some((folder, module, nth)) = self.mlx_stack(family, role) {
+            return match folder.quantised_expert(&module, nth.index, nth.of)? {
+                Some(quantised) => Ok(quantised.joined()?),
+                None => of_expert(folder.tensor(&format!("{module}.weight"))?, nth),
+            };
+        }
+        if let Some((folder, stack, wanted)) = self.stacked(family, role) {
+            return Ok(folder.stacked(&stack, wanted)?);
+        }
+        if let (Self::Gguf(file), Role::Layer(layer, part)) = (self, role)
+            && let Some(tensor) = other_expert(file, layer, part)?
+        {
+            return Ok(tensor);
+        }
+        let tensor = self.tensor(&self.name(family, role))?;
         let (Self::Gguf(_), Role::Layer(_, part)) = (self, role) else {
             return Ok(tensor);
         };
@@ -146,7 +174,52 @@ impl Source {
     /// # Errors
     /// As [`weight`](Self::weight).
     pub fn opt_weight(&self, family: Family, role: Role) -> Result<Option<Tensor>, Error> {
-        self.opt_tensor(&format!("{}.weight", self.stem(family, role)))
+        self.opt_tensor(&self.name(family, role))
+    }
+
+    /// The stack of a folder of gpt-oss that an expert's matrix is in, and where.
+    fn stacked(&self, family: Family, role: Role) -> Option<(&HfFolder, String, Wanted)> {
+        let (Self::Hf(folder), Family::GptOss, Role::Layer(layer, part)) = (self, family, role)
+        else {
+            return None;
+        };
+        let (name, first, step) = match part {
+            Part::ExpertGate(_) => ("gate_up_proj", 0, 2),
+            Part::ExpertUp(_) => ("gate_up_proj", 1, 2),
+            _ => ("down_proj", 0, 1),
+        };
+        let Nth { index, of } = part.expert()?;
+        let stack = format!("model.layers.{layer}.mlp.experts.{name}");
+        Some((
+            folder,
+            stack,
+            Wanted {
+                index,
+                of,
+                first,
+                step,
+            },
+        ))
+    }
+
+    /// The biases of all experts of a layer for `role`, `(experts, n)`; and of those of an expert,
+    /// which belong to `role`: the first, and from one to the next. `None` when the file has none.
+    ///
+    /// # Errors
+    /// As [`weight`](Self::weight).
+    pub fn expert_biases(
+        &self,
+        family: Family,
+        role: Role,
+    ) -> Result<Option<(Tensor, usize, usize)>, Error> {
+        let (name, first, step) = match self.mlx_stack(family, role) {
+            Some((_, module, _)) => (format!("{module}.bias"), 0, 1),
+            None => match self.stacked(family, role) {
+                Some((_, stack, wanted)) => (format!("{stack}_bias"), wanted.first, wanted.step),
+                None => (format!("{}.bias", self.stem(family, role)), 0, 1),
+            },
+        };
+        Ok(self.opt_tensor(&name)?.map(|biases| (biases, first, step)))
     }
 
     /// The weight of `role` as it lies in a folder that MLX quantised; `None` when it is in one
@@ -155,10 +228,34 @@ impl Source {
     /// # Errors
     /// When the pieces do not fit each other or the configuration.
     pub fn quantised(&self, family: Family, role: Role) -> Result<Option<Quantised>, Error> {
+        if let Some((folder, module, nth)) = self.mlx_stack(family, role) {
+            return Ok(folder.quantised_expert(&module, nth.index, nth.of)?);
+        }
         match self {
             Self::Gguf(_) => Ok(None),
             Self::Hf(folder) => Ok(folder.quantised(&self.stem(family, role))?),
         }
+    }
+
+    /// The module of a folder of MLX's that holds all experts of a layer, and the expert of `role`.
+    fn mlx_stack(&self, family: Family, role: Role) -> Option<(&HfFolder, String, Nth)> {
+        let (Self::Hf(folder), Role::Layer(layer, part)) = (self, role) else {
+            return None;
+        };
+        let nth = part.expert()?;
+        let name = match part {
+            Part::ExpertGate(_) => "gate_proj",
+            Part::ExpertUp(_) => "up_proj",
+            _ => "down_proj",
+        };
+        let stack = match family {
+            Family::Mixtral | Family::MiniMaxM2 => "block_sparse_moe.switch_mlp",
+            Family::GptOss => "mlp.experts",
+            _ => "mlp.switch_mlp",
+        };
+        let module = format!("model.layers.{layer}.{stack}.{name}");
+        let there = folder.has(&format!("{module}.weight"));
+        there.then_some((folder, module, nth))
     }
 
     /// Columns of `role`'s weight that share a scale, 1 for floats. Copies nothing.
@@ -205,7 +302,7 @@ impl Source {
 }
 
 /// Names in GGUF files: `gguf-py/gguf/constants.py` of llama.cpp.
-fn gguf_stem(role: Role) -> String {
+fn gguf_stem(family: Family, role: Role) -> String {
     let (layer, part) = match role {
         Role::TokenEmbedding => return "token_embd".to_owned(),
         Role::OutputNorm => return "output_norm".to_owned(),
@@ -214,6 +311,9 @@ fn gguf_stem(role: Role) -> String {
         Role::Layer(layer, part) => (layer, part),
     };
     let name = match part {
+        Part::FfnNorm if matches!(family, Family::GptOss | Family::Glm4Moe) => {
+            "post_attention_norm" // which is before the feed-forward, whatever its name
+        }
         Part::AttentionNorm => "attn_norm",
         Part::Query => "attn_q",
         Part::Key => "attn_k",
@@ -221,6 +321,7 @@ fn gguf_stem(role: Role) -> String {
         Part::AttentionOutput => "attn_output",
         Part::QueryNorm => "attn_q_norm",
         Part::KeyNorm => "attn_k_norm",
+        Part::Sinks => "attn_sinks",
         Part::PostAttentionNorm => "post_attention_norm",
         Part::FfnNorm => "ffn_norm",
         Part::Gate => "ffn_gate",
@@ -228,6 +329,7 @@ fn gguf_stem(role: Role) -> String {
         Part::Down => "ffn_down",
         Part::PostFfnNorm => "post_ffw_norm",
         Part::Router => "ffn_gate_inp",
+        Part::RouterChoice => "exp_probs_b",
         Part::ExpertGate(_) => "ffn_gate_exps",
         Part::ExpertUp(_) => "ffn_up_exps",
         Part::ExpertDown(_) => "ffn_down_exps",
@@ -260,6 +362,7 @@ fn hf_stem(family: Family, role: Role) -> String {
         Part::AttentionOutput => "self_attn.o_proj",
         Part::QueryNorm => "self_attn.q_norm",
         Part::KeyNorm => "self_attn.k_norm",
+        Part::Sinks => "self_attn.sinks",
         Part::FfnNorm if sandwich => "pre_feedforward_layernorm",
         Part::FfnNorm | Part::PostAttentionNorm => "post_attention_layernorm",
         Part::Gate => "mlp.gate_proj",
@@ -271,22 +374,32 @@ fn hf_stem(family: Family, role: Role) -> String {
     format!("model.layers.{layer}.{name}")
 }
 
-/// Names of experts in the Hugging Face layout: `modeling_mixtral.py`, `modeling_qwen2_moe.py`.
+/// Names of experts in the Hugging Face layout: `modeling_mixtral.py`, `modeling_qwen2_moe.py`,
+/// `modeling_glm4_moe.py`. Those of gpt-oss lie in stacks.
 fn hf_expert(family: Family, part: Part) -> Option<String> {
     let (block, names) = match family {
-        Family::Mixtral => ("block_sparse_moe", ["w1", "w3", "w2"]),
+        Family::Mixtral | Family::MiniMaxM2 => ("block_sparse_moe", ["w1", "w3", "w2"]),
         _ => ("mlp", ["gate_proj", "up_proj", "down_proj"]),
     };
     let expert = |e: usize, name: usize| format!("{block}.experts.{e}.{}", names[name]);
+    let shared = match family {
+        Family::Glm4Moe => "shared_experts",
+        _ => "shared_expert",
+    };
     Some(match part {
+        Part::Router if family == Family::GptOss => format!("{block}.router"),
         Part::Router => format!("{block}.gate"),
+        Part::RouterChoice if family == Family::MiniMaxM2 => {
+            format!("{block}.e_score_correction_bias")
+        }
+        Part::RouterChoice => format!("{block}.gate.e_score_correction_bias"),
         Part::ExpertGate(e) => expert(e.index, 0),
         Part::ExpertUp(e) => expert(e.index, 1),
         Part::ExpertDown(e) => expert(e.index, 2),
         Part::SharedRouter => format!("{block}.shared_expert_gate"),
-        Part::SharedGate => format!("{block}.shared_expert.gate_proj"),
-        Part::SharedUp => format!("{block}.shared_expert.up_proj"),
-        Part::SharedDown => format!("{block}.shared_expert.down_proj"),
+        Part::SharedGate => format!("{block}.{shared}.gate_proj"),
+        Part::SharedUp => format!("{block}.{shared}.up_proj"),
+        Part::SharedDown => format!("{block}.{shared}.down_proj"),
         _ => return None,
     })
 }
@@ -298,6 +411,43 @@ impl Part {
             Self::ExpertGate(e) | Self::ExpertUp(e) | Self::ExpertDown(e) => Some(e),
             _ => None,
         }
+    }
+}
+
+/// The matrix of an expert in a GGUF file that has the experts of a layer in other tensors than most:
+/// one for each, as early ones of Mixtral, or gate and up behind each other.
+fn other_expert(file: &Gguf, layer: usize, part: Part) -> Result<Option<Tensor>, Error> {
+    let (name, half) = match part {
+        Part::ExpertGate(_) => ("gate", Some(0)),
+        Part::ExpertUp(_) => ("up", Some(1)),
+        Part::ExpertDown(_) => ("down", None),
+        _ => return Ok(None),
+    };
+    if file.has(&format!("blk.{layer}.ffn_{name}_exps.weight")) {
+        return Ok(None);
+    }
+    let nth = part.expert().expect("it is of an expert");
+    let own = format!("blk.{layer}.ffn_{name}.{}.weight", nth.index);
+    let both = format!("blk.{layer}.ffn_gate_up_exps.weight");
+    match half {
+        _ if file.has(&own) => Ok(Some(file.tensor(&own)?)),
+        Some(half) if file.has(&both) => {
+            let mut tensor = of_expert(file.tensor(&both)?, nth)?;
+            let rows = tensor.shape[0];
+            if !rows.is_multiple_of(2) {
+                return Err(Error::Shape {
+                    expected: vec![rows + 1, tensor.shape[1]],
+                    got: tensor.shape,
+                    name: tensor.name,
+                });
+            }
+            let bytes = tensor.bytes.len() / 2;
+            let part = tensor.bytes.slice(half * bytes..(half + 1) * bytes);
+            tensor.bytes = part.expect("a half of it");
+            tensor.shape[0] = rows / 2;
+            Ok(Some(tensor))
+        }
+        _ => Ok(None),
     }
 }
 

@@ -529,10 +529,32 @@ fn block_cut(n: usize, shares: &[u32]) -> Vec<Range<usize>> {
     blocks.map(|b| rows(b.start)..rows(b.end)).collect()
 }
 
-/// The heads whose columns a rank owns.
-fn heads_of(attention: &LeafCut, head_dim: usize) -> Range<usize> {
-    let columns = attention.columns();
-    columns.start / head_dim..columns.end / head_dim
+/// The heads that a rank has of a layer.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct HeadsHeld {
+    /// Query heads.
+    pub(crate) heads: Range<usize>,
+    /// KV heads that these need; another rank may have the first and the last too.
+    pub(crate) kv_heads: Range<usize>,
+}
+
+impl HeadsHeld {
+    /// The heads whose `columns` of the attention's output a rank owns.
+    fn new(layer: &LayerShape, columns: &Range<usize>) -> Self {
+        let dim = layer.value_dim;
+        let heads = columns.start / dim..columns.end / dim;
+        let group = layer.heads / layer.kv_heads;
+        let kv_heads = match heads.is_empty() {
+            true => 0..0,
+            false => heads.start / group..heads.end.div_ceil(group),
+        };
+        Self { heads, kv_heads }
+    }
+
+    /// Query and KV heads together.
+    pub(crate) fn len(&self) -> usize {
+        self.heads.len() + self.kv_heads.len()
+    }
 }
 
 /// A canonical sum cut over the ranks of a stage, as one of them sees it.
@@ -630,6 +652,8 @@ pub struct LayerCut {
     pub heads: Range<usize>,
     /// KV heads that these need.
     pub kv_heads: Range<usize>,
+    /// The heads of each rank of the stage.
+    pub(crate) heads_by_rank: Vec<HeadsHeld>,
     /// The sum of the attention's output projection.
     pub attention: LeafCut,
     /// The sum of the down projection; of a layer with experts the sum over these, a leaf each.
@@ -640,16 +664,14 @@ impl LayerCut {
     fn new(config: &Config, layer: &LayerShape, shares: &[u32], index: usize) -> Self {
         let leaf = layer.attention_leaf();
         let attention = LeafCut::new(layer.heads * layer.value_dim, leaf, shares, index);
-        let heads = heads_of(&attention, layer.value_dim);
-        let group = layer.heads / layer.kv_heads;
-        let none = heads.is_empty();
+        let held = attention
+            .columns_by_rank()
+            .map(|columns| HeadsHeld::new(layer, &columns));
+        let heads_by_rank: Vec<HeadsHeld> = held.collect();
         Self {
-            kv_heads: if none {
-                0..0
-            } else {
-                heads.start / group..heads.end.div_ceil(group)
-            },
-            heads,
+            kv_heads: heads_by_rank[index].kv_heads.clone(),
+            heads: heads_by_rank[index].heads.clone(),
+            heads_by_rank,
             attention,
             feed_forward: match layer.experts {
                 Some(experts) => LeafCut::new(experts.leaves(), 1, shares, index),

@@ -22,6 +22,7 @@ mod batch;
 mod experts;
 pub(crate) mod halves;
 mod inputs;
+mod projections;
 mod sums;
 
 pub(crate) use batch::Limits;
@@ -30,6 +31,7 @@ pub use batch::{Batch, BatchSequence, BatchSize, Logits, WindowPages};
 use experts::Routed;
 use halves::Turn;
 use inputs::Inputs;
+use projections::{Projected, Projections};
 use sums::Sums;
 
 /// Working memory of [`Model::forward`], for batches up to a size; allocated once.
@@ -57,6 +59,8 @@ pub struct Workspace {
     up: Memory<f32>,
     /// `(T, F)`, quantised
     hidden: Inputs,
+    /// Where queries and keys have norms over all heads.
+    projections: Option<Projections>,
     /// Where layers have experts.
     experts: Option<Routed>,
     /// `(rope, T, pairs)`
@@ -141,6 +145,7 @@ impl Workspace {
             gate: rows(of_layers(dense_ffn)),
             up: rows(of_layers(dense_ffn)),
             hidden: of(|layer| layer.feed_forward.down(), |cut| &cut.feed_forward),
+            projections: Projections::new(model, size.rows),
             experts: c
                 .experts()
                 .map(|experts| Routed::new(model, experts, size.rows)),
@@ -460,6 +465,22 @@ impl<'b> LayerStep for Step<'_, 'b> {
         Ok(())
     }
 
+    fn norms_heads(&self, w: &Layer) -> bool {
+        w.query_norm.is_some()
+    }
+
+    fn norm_projections(&mut self, w: &Layer) -> Result<(), Error> {
+        let ws = &mut *self.ws;
+        let projections = ws.projections.as_mut().expect("made for this family");
+        let parts = [(&mut ws.q, &w.query_norm), (&mut ws.k, &w.key_norm)];
+        let parts = parts.map(|(values, norm)| Projected {
+            values,
+            weight: norm.as_deref().expect("loaded for this family"),
+        });
+        let place = (self.model, self.index);
+        projections.norm(place, self.rows, parts, self.turn.as_mut())
+    }
+
     fn rotate(&mut self, _: usize) -> Result<(), Error> {
         let (shape, cut) = self.layer();
         if cut.heads.is_empty() {
@@ -486,7 +507,7 @@ impl<'b> LayerStep for Step<'_, 'b> {
         Ok(())
     }
 
-    fn attend(&mut self, layer: usize) -> Result<(), Error> {
+    fn attend(&mut self, w: &Layer, layer: usize) -> Result<(), Error> {
         let (shape, cut) = self.layer();
         if cut.heads.is_empty() {
             return Ok(());
@@ -515,6 +536,7 @@ impl<'b> LayerStep for Step<'_, 'b> {
             group,
             skipped: cut.heads.start % group,
             window: shape.window,
+            sinks: w.sinks.as_deref(),
             queries: &self.ws.q,
             sequences,
         };

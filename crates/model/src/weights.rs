@@ -51,6 +51,8 @@ pub(crate) struct Layer {
     pub(crate) attention_output: Summed,
     pub(crate) query_norm: Option<Vec<f32>>,
     pub(crate) key_norm: Option<Vec<f32>>,
+    /// Of this rank's heads.
+    pub(crate) sinks: Option<Vec<f32>>,
     pub(crate) post_attention_norm: Option<Vec<f32>>,
     pub(crate) ffn_norm: Vec<f32>,
     pub(crate) feed_forward: FeedForward,
@@ -76,8 +78,10 @@ pub(crate) struct Dense {
 #[derive(Debug)]
 pub(crate) struct Experts {
     /// `(experts, C)`, in f32.
-    pub(crate) router: Packed,
-    /// `(1, C)`, in f32, where this rank has the shared expert.
+    pub(crate) router: Linear,
+    /// `(experts,)`: added to weights for the choice alone.
+    pub(crate) choice: Option<Vec<f32>>,
+    /// `(1, C)`, in f32, where this rank has the shared expert and that a gate.
     pub(crate) shared_router: Option<Packed>,
     /// Index of this rank's first expert.
     pub(crate) first: usize,
@@ -88,9 +92,9 @@ pub(crate) struct Experts {
 /// One expert.
 #[derive(Debug)]
 pub(crate) struct Expert {
-    pub(crate) gate: Packed,
-    pub(crate) up: Packed,
-    pub(crate) down: Packed,
+    pub(crate) gate: Linear,
+    pub(crate) up: Linear,
+    pub(crate) down: Linear,
 }
 
 impl FeedForward {
@@ -102,8 +106,8 @@ impl FeedForward {
                 let experts = own
                     .experts
                     .iter()
-                    .flat_map(|expert| [&expert.gate, &expert.up]);
-                let routers = [Some(&own.router), own.shared_router.as_ref()];
+                    .flat_map(|expert| [&expert.gate.matrix, &expert.up.matrix]);
+                let routers = [Some(&own.router.matrix), own.shared_router.as_ref()];
                 experts.chain(routers.into_iter().flatten()).collect()
             }
         }
@@ -113,7 +117,10 @@ impl FeedForward {
     fn down_bytes(&self) -> u64 {
         match self {
             Self::Dense(dense) => dense.down.bytes(),
-            Self::Experts(own) => own.experts.iter().map(|expert| expert.down.bytes().0).sum(),
+            Self::Experts(own) => {
+                let downs = own.experts.iter().map(|expert| &expert.down.matrix);
+                downs.map(|down| down.bytes().0).sum()
+            }
         }
     }
 
@@ -204,15 +211,62 @@ impl Names<'_> {
         Ok(tensor)
     }
 
-    /// The bias `(n,)` of a matrix: qwen2 has one on queries, keys and values, other files may.
+    /// The bias `(n,)` of a matrix: qwen2 has one on queries, keys and values, gpt-oss more, other
+    /// files may.
     pub(crate) fn bias(&self, role: Role, n: usize) -> Result<Option<Vec<f32>>, Error> {
-        let needed = matches!(role, Role::Layer(_, Part::Query | Part::Key | Part::Value));
-        let bias = if self.family().has_qkv_biases() && needed {
+        let needed = match role {
+            Role::Layer(_, Part::Query | Part::Key | Part::Value) => self.family().has_qkv_biases(),
+            Role::Layer(_, Part::AttentionOutput | Part::Router) => {
+                self.family().has_sinks_and_biases()
+            }
+            _ => false,
+        };
+        let bias = if needed {
             Some(self.source.bias(self.family(), role)?)
         } else {
             self.source.opt_bias(self.family(), role)?
         };
         bias.map(|bias| vector(&bias, n)).transpose()
+    }
+
+    /// The bias `(n,)` of one expert's matrix.
+    fn expert_bias(&self, role: Role, nth: Nth, n: usize) -> Result<Option<Vec<f32>>, Error> {
+        let Some((biases, first, step)) = self.source.expert_biases(self.family(), role)? else {
+            return match self.family().has_sinks_and_biases() {
+                true => self.source.bias(self.family(), role).map(|_| None),
+                false => Ok(None),
+            };
+        };
+        check_shape(&biases, &[nth.of, n * step])?;
+        let mut all = vec![0.0; n * step];
+        let row = biases.bytes.len() / nth.of;
+        let bytes = &biases.bytes[nth.index * row..(nth.index + 1) * row];
+        stored::dequantise(biases.block_type, bytes, &mut all);
+        Ok(Some(all.into_iter().skip(first).step_by(step).collect()))
+    }
+
+    /// A vector `(n,)` of finite numbers.
+    fn finite(&self, role: Role, n: usize) -> Result<Vec<f32>, Error> {
+        let tensor = self.source.weight(self.family(), role)?;
+        let values = vector(&tensor, n)?;
+        match values.iter().find(|value| !value.is_finite()) {
+            None => Ok(values),
+            Some(bad) => Err(Error::NotFinite {
+                name: tensor.name,
+                got: *bad,
+            }),
+        }
+    }
+
+    /// Whether heads have norms.
+    fn norms_heads(&self, layer: usize) -> Result<bool, Error> {
+        match self.config.head_norms {
+            Some(norms) => Ok(norms),
+            None => {
+                let role = Role::Layer(layer, Part::QueryNorm);
+                Ok(self.source.opt_weight(self.family(), role)?.is_some())
+            }
+        }
     }
 
     /// The weights `(n,)` of a norm.
@@ -292,15 +346,17 @@ impl Loader<'_> {
         };
         let norm = |part, n| self.names.norm(role(part), n);
         let opt_norm = |there: bool, part, n| there.then(|| norm(part, n)).transpose();
-        let (norms, head_norms) = (c.family.norms_after_halves(), c.family.norms_heads());
+        let norms = c.family.norms_after_halves();
+        let [query_norm, key_norm] = self.query_key_norms(i)?;
         Ok(Layer {
             attention_norm: norm(Part::AttentionNorm, c.width)?,
             query: rows(Part::Query, q, of_heads(&cut.heads, shape.head_dim))?,
             key: of_kv(Part::Key, k, shape.head_dim)?,
             value: of_kv(Part::Value, v, shape.value_dim)?,
             attention_output: self.summed(role(Part::AttentionOutput), out, &cut.attention)?,
-            query_norm: opt_norm(head_norms, Part::QueryNorm, shape.head_dim)?,
-            key_norm: opt_norm(head_norms && shape.has_kv(), Part::KeyNorm, shape.head_dim)?,
+            query_norm,
+            key_norm,
+            sinks: self.sinks(i)?,
             post_attention_norm: opt_norm(norms, Part::PostAttentionNorm, c.width)?,
             ffn_norm: norm(Part::FfnNorm, c.width)?,
             feed_forward: match shape.experts {
@@ -313,6 +369,44 @@ impl Loader<'_> {
             },
             post_ffn_norm: opt_norm(norms, Part::PostFfnNorm, c.width)?,
         })
+    }
+
+    /// The norms on queries and keys: of a head, or this rank's part of those over all heads.
+    fn query_key_norms(&self, layer: usize) -> Result<[Option<Vec<f32>>; 2], Error> {
+        let (c, shape, cut) = (
+            self.config,
+            &self.config.layers[layer],
+            self.shard.layer(layer),
+        );
+        let norm = |part, n| self.names.norm(Role::Layer(layer, part), n);
+        let dim = shape.head_dim;
+        if c.family.norms_projections() {
+            let of = |part, all: usize, mine: &Range<usize>| {
+                let whole = norm(part, all * dim)?;
+                Ok::<_, Error>(Some(whole[mine.start * dim..mine.end * dim].to_vec()))
+            };
+            return Ok([
+                of(Part::QueryNorm, shape.heads, &cut.heads)?,
+                of(Part::KeyNorm, shape.kv_heads, &cut.kv_heads)?,
+            ]);
+        }
+        let there = self.names.norms_heads(layer)?;
+        let of = |there: bool, part| there.then(|| norm(part, dim)).transpose();
+        Ok([
+            of(there, Part::QueryNorm)?,
+            of(there && shape.has_kv(), Part::KeyNorm)?,
+        ])
+    }
+
+    /// The sinks of this rank's heads.
+    fn sinks(&self, layer: usize) -> Result<Option<Vec<f32>>, Error> {
+        if !self.config.family.has_sinks_and_biases() {
+            return Ok(None);
+        }
+        let heads = self.shard.layer(layer).heads.clone();
+        let role = Role::Layer(layer, Part::Sinks);
+        let all = self.names.finite(role, self.config.layers[layer].heads)?;
+        Ok(Some(all[heads].to_vec()))
     }
 
     /// The experts `mine` of a layer, of which the one behind the last is the shared one.
@@ -329,7 +423,15 @@ impl Loader<'_> {
             index,
             of: of.count,
         };
+        let linear = |role, shape: [usize; 2], of: Option<Nth>| {
+            let bias = of.map(|nth| self.names.expert_bias(role, nth, shape[0]));
+            Ok::<_, Error>(Linear {
+                matrix: self.whole(role, shape, false)?,
+                bias: bias.transpose()?.flatten(),
+            })
+        };
         let expert = |e: usize| {
+            let routed = (e < of.count).then(|| nth(e));
             let (parts, ffn) = match e < of.count {
                 true => (
                     [Part::ExpertGate, Part::ExpertUp, Part::ExpertDown].map(|part| part(nth(e))),
@@ -342,15 +444,23 @@ impl Loader<'_> {
             };
             let [gate, up, down] = parts.map(role);
             Ok(Expert {
-                gate: self.whole(gate, [ffn, width], false)?,
-                up: self.whole(up, [ffn, width], false)?,
-                down: self.whole(down, [width, ffn], false)?,
+                gate: linear(gate, [ffn, width], routed)?,
+                up: linear(up, [ffn, width], routed)?,
+                down: linear(down, [width, ffn], routed)?,
             })
         };
-        let has_shared = of.shared > 0 && mine.end == of.leaves() && !mine.is_empty();
+        let gated = of.shared > 0 && of.shared_gate;
+        let has_gate = gated && mine.end == of.leaves() && !mine.is_empty();
         Ok(Experts {
-            router: router(Part::Router, of.count)?,
-            shared_router: has_shared
+            router: Linear {
+                matrix: router(Part::Router, of.count)?,
+                bias: self.names.bias(role(Part::Router), of.count)?,
+            },
+            choice: of
+                .corrected
+                .then(|| self.names.finite(role(Part::RouterChoice), of.count))
+                .transpose()?,
+            shared_router: has_gate
                 .then(|| router(Part::SharedRouter, 1))
                 .transpose()?,
             first: mine.start,

@@ -7,6 +7,7 @@ mod golden_hf;
 mod golden_mlx;
 mod hostile_models;
 mod llama_cpp;
+mod llama_cpp_tiny;
 mod numerics_rule;
 mod quant_models;
 mod registered;

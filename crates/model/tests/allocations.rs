@@ -94,7 +94,15 @@ fn allocations(path: &std::path::Path, threads: usize) -> usize {
 #[test]
 fn a_decode_step_allocates_nothing() {
     let dir = tempfile::tempdir().unwrap();
-    for family in [Family::Llama, Family::Qwen2, Family::Qwen3, Family::Gemma3] {
+    for family in [
+        Family::Llama,
+        Family::Qwen2,
+        Family::Qwen3,
+        Family::Gemma3,
+        Family::GptOss,
+        Family::Glm4Moe,
+        Family::MiniMaxM2,
+    ] {
         let path = dir.path().join("model.gguf");
         Tiny::new(family, BlockType::Q4_K).write(&path);
         for threads in [1, 3] {

@@ -4,7 +4,7 @@
 #![allow(clippy::unwrap_used, reason = "a helper of a test may fail the test")]
 
 use crate::common::runner::Runner;
-use crate::common::tiny::Tiny;
+use crate::common::tiny::{Tiny, TinyTensor};
 use crate::common::{golden, kernels, load};
 use paceline_base::{BlockType, KernelClass};
 use paceline_formats::gguf::Value as Entry;
@@ -189,6 +189,57 @@ fn the_word_of_the_folder_decides_whether_the_head_is_tied() {
     let ((own_size, own), (tied_size, tied)) = (logits(false), logits(true));
     assert_eq!(own_size - tied_size, 300 * 64);
     assert_ne!(own, tied);
+}
+
+/// Early files of Mixtral have a tensor for each expert, some have gate and up behind each other.
+#[test]
+fn experts_in_other_tensors_are_the_same() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("model.gguf");
+    let whole = Tiny::new(Family::Mixtral, BlockType::Q4_0).file();
+    let mut apart = whole.clone();
+    let mut joined = whole.clone();
+    let stacks = ["gate", "up", "down"].map(|part| format!(".ffn_{part}_exps."));
+    apart
+        .tensors
+        .retain(|t| !stacks.iter().any(|s| t.name.contains(s)));
+    joined
+        .tensors
+        .retain(|t| !stacks[..2].iter().any(|s| t.name.contains(s)));
+    for stack in &whole.tensors {
+        if let Some(at) = stack.name.find("_exps.") {
+            let (stem, of) = (&stack.name[..at], stack.shape[0]);
+            let each = stack.bytes.chunks_exact(stack.bytes.len() / of).enumerate();
+            apart.tensors.extend(each.map(|(e, bytes)| TinyTensor {
+                name: format!("{stem}.{e}.weight"),
+                shape: stack.shape[1..].to_vec(),
+                bytes: bytes.to_vec(),
+                ..stack.clone()
+            }));
+        }
+        if stack.name.contains(&stacks[0]) {
+            let up = stack.name.replace("_gate_", "_up_");
+            let up = whole.tensors.iter().find(|t| t.name == up).unwrap();
+            let half = stack.bytes.len() / stack.shape[0];
+            let pairs = stack
+                .bytes
+                .chunks_exact(half)
+                .zip(up.bytes.chunks_exact(half));
+            joined.tensors.push(TinyTensor {
+                name: stack.name.replace("_gate_", "_gate_up_"),
+                shape: vec![stack.shape[0], 2 * stack.shape[1], stack.shape[2]],
+                bytes: pairs.flat_map(|(gate, up)| [gate, up].concat()).collect(),
+                ..stack.clone()
+            });
+        }
+    }
+    let logits = [whole, apart, joined].map(|file| {
+        file.write(&path);
+        let model = load(&path, KernelClass::Cpu, &kernels());
+        Runner::new(model, 5).all(&[1, 2, 3, 4, 5])
+    });
+    assert!(logits[0] == logits[1], "a tensor for each expert");
+    assert!(logits[0] == logits[2], "gate and up in one");
 }
 
 /// `rope_freqs` divides the frequencies, so equal factors do what linear scaling does.

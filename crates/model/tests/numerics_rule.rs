@@ -114,6 +114,9 @@ fn experts_follow_the_rule() {
         (Family::Mixtral, BlockType::Q4_K),
         (Family::Qwen2Moe, BlockType::Q5_0),
         (Family::Qwen3Moe, BlockType::BF16),
+        (Family::GptOss, BlockType::MXFP4_SPLIT),
+        (Family::Glm4Moe, BlockType::Q8_0),
+        (Family::MiniMaxM2, BlockType::Q4_0),
     ] {
         let path = dir.path().join("experts.gguf");
         Tiny::new(family, block_type).write(&path);

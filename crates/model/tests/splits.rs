@@ -228,6 +228,10 @@ fn experts_give_the_bits_of_one_rank() {
         (Family::Qwen2Moe, BlockType::Q8_0, KernelClass::CpuQ8),
         (Family::Qwen3Moe, BlockType::Q6_K, KernelClass::Cpu),
         (Family::Qwen3Moe, BlockType::F16, KernelClass::CpuF32),
+        (Family::GptOss, BlockType::MXFP4_SPLIT, KernelClass::Cpu),
+        (Family::Glm4Moe, BlockType::Q5_K, KernelClass::CpuQ8),
+        (Family::MiniMaxM2, BlockType::Q4_K, KernelClass::Cpu),
+        (Family::MiniMaxM2, BlockType::F32, KernelClass::CpuF32),
     ] {
         let path = dir.path().join("experts.gguf");
         let tiny = Tiny::new(family, block_type);

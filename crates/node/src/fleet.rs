@@ -34,9 +34,9 @@ use paceline_engine::{EngineConfig, Service};
 use paceline_model::{Config, SplitKind};
 use serde::Serialize;
 
-use crate::Instance;
 use crate::crew::host::{HostSpec, ModelName, host};
 use crate::crew::line::Line;
+use crate::{Instance, Portrait};
 use answers::Remote;
 use copies::Copies;
 use owner::Owned;
@@ -221,6 +221,18 @@ impl Fleet {
     /// All wanted instances.
     pub fn list(&self) -> Vec<View> {
         self.inner.list()
+    }
+
+    /// How the instances that this node owns compute, by id; those that are ready.
+    pub fn portraits(&self) -> BTreeMap<String, Portrait> {
+        let owned = lock(&self.inner.owned);
+        let ready: Vec<_> = owned
+            .iter()
+            .filter_map(|(id, it)| Some((id.to_string(), it.instance.clone()?)))
+            .collect();
+        drop(owned);
+        let told = ready.into_iter().map(|(id, it)| (id, it.portrait()));
+        told.collect()
     }
 }
 

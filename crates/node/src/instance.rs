@@ -600,8 +600,11 @@ impl Shell {
         }
     }
 
+    /// Teaches the forecast a measured speed, unless drafts make it one of the text.
     fn learn(&self, way: usize, tok_s: f64) {
-        if let Some(forecast) = &self.spec.forecast {
+        if self.spec.engine.drafts == 0
+            && let Some(forecast) = &self.spec.forecast
+        {
             let split = &self.spec.cuts[way].split;
             lock(forecast).learn(&self.spec.config, split, tok_s);
         }

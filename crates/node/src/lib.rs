@@ -25,10 +25,14 @@
 //!   them.
 //! - [`fleet`]: instances over the nodes of a cluster.
 //! - [`forecast`]: how fast each split will be on this machine.
+//! - [`shape`]: a model's sizes for the planner; [`room`]: how long its conversations may be here.
+//! - [`texts`]: tokenizer and chat template of a model.
+//! - [`classes`]: the kernel class of each node.
 //! - [`load_whole`]: a model in this process, on whichever engine.
 //! - [`Error`].
 
 mod cause;
+pub mod classes;
 pub mod crew;
 mod error;
 pub mod fleet;
@@ -37,8 +41,12 @@ mod instance;
 mod load;
 pub mod messages;
 mod moved;
+mod portrait;
 mod prepared;
+pub mod room;
+pub mod shape;
 pub mod supervisor;
+pub mod texts;
 pub mod worker;
 
 /// Revision of the numbers' definition: raised with every change that docs/numerics.md lists as one
@@ -49,4 +57,5 @@ pub use error::Error;
 pub use instance::{Cut, Instance, InstanceSpec, Observer, SharedForecast};
 pub use load::load_whole;
 pub use moved::Moved;
+pub use portrait::{Portrait, Shard};
 pub use prepared::{Answer, Loaded, Options, Prepared};

@@ -238,7 +238,7 @@ impl Prepared {
         let engine = Engine::new(model, tokenizer, self.engine)?;
         Ok(Loaded {
             computing: Computing::Here {
-                runner: Runner::start(engine),
+                runner: Runner::start(engine, Instant::now),
                 weights,
                 device,
             },

@@ -41,6 +41,7 @@ mod network;
 pub mod placement;
 pub mod predict;
 pub mod published;
+pub mod report;
 pub mod solver;
 pub mod steer;
 pub mod validate;

@@ -7,7 +7,7 @@
 //! A request holds one of [`Limits::requests`](crate::Limits::requests) places from its headers to
 //! the end of its answer, and one of the fewer places for parsing while its body is made tokens.
 
-mod asking;
+pub(crate) mod asking;
 pub(crate) mod doors;
 pub(crate) mod idle;
 mod pages;
@@ -84,7 +84,7 @@ impl App {
             .transpose()?;
         let limits = &config.limits;
         Ok(Self {
-            metrics: Arc::new(Metrics::new(&model)),
+            metrics: Arc::new(Metrics::new(&model, config.live.clone())),
             places: Arc::new(Places::new(limits.requests, limits.requests_of_one)),
             parsing: Arc::new(Semaphore::new(limits.parsing)),
             store: Arc::new(Store::new(limits.stored_responses, limits.stored_bytes)),

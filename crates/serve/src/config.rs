@@ -7,6 +7,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::Error;
+use crate::events::Events;
+use crate::live::Live;
 
 /// The port of exo's API: clients that were set up for it find paceline there.
 pub const DEFAULT_PORT: u16 = 52415;
@@ -29,6 +31,10 @@ pub struct Config {
     /// Whether fields that no specification has are passed over, with a `warning` header, instead
     /// of refused.
     pub is_lenient: bool,
+    /// Requests as they run, with the events of this node.
+    pub live: Live,
+    /// What the dashboard shows and does.
+    pub board: Board,
 }
 
 impl Config {
@@ -42,6 +48,8 @@ impl Config {
             clock,
             facts: Facts::default(),
             is_lenient: false,
+            live: Live::new(Events::new(clock)),
+            board: Board::default(),
         }
     }
 
@@ -197,7 +205,7 @@ impl Default for Times {
             // Longer than the 60 s for which common clients keep connections.
             idle: Duration::from_secs(75),
             body: Duration::from_secs(30),
-            stalled_write: Duration::from_secs(30),
+            stalled_write: Duration::from_secs(15),
             keep_alive: Duration::from_secs(15), // proxies commonly give up at 30 or 60 s
             first_reply: Duration::from_secs(2),
             grace: Duration::from_secs(5),
@@ -237,6 +245,33 @@ pub struct Status(pub Arc<dyn Fn() -> serde_json::Value + Send + Sync>);
 impl fmt::Debug for Status {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("Status(..)")
+    }
+}
+
+/// A command of the dashboard with its arguments: its answer, or a reason for people.
+pub type Manage =
+    dyn Fn(&str, &serde_json::Value) -> Result<serde_json::Value, String> + Send + Sync;
+
+/// What the dashboard of a node shows and does. Both are called on threads that may block.
+#[derive(Clone)]
+pub struct Board {
+    /// Nodes, instances and requests, asked for at every look.
+    pub status: Status,
+    /// `load`, `unload`, `models` and `invite`; `None` where nothing can be managed.
+    pub manage: Option<Arc<Manage>>,
+}
+
+impl Default for Board {
+    fn default() -> Self {
+        let status = Status(Arc::new(|| serde_json::json!({})));
+        let manage = None;
+        Self { status, manage }
+    }
+}
+
+impl fmt::Debug for Board {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Board(manages: {})", self.manage.is_some())
     }
 }
 

@@ -24,6 +24,7 @@ use hyper::server::conn::http1;
 use hyper::service::{Service, service_fn};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
+use socket2::SockRef;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore, watch};
@@ -48,6 +49,11 @@ const UNTRUSTED_REQUESTS: usize = 8;
 /// bytes: closing at once would destroy the answer on its way.
 const LINGER: Duration = Duration::from_secs(2);
 const LINGER_BYTES: usize = 64 << 20;
+
+/// What the system may hold of an answer that its client does not read. Left to itself Linux takes
+/// megabytes, which are ten thousand tokens: a client that reads nothing would hold its place until
+/// all of them are computed. The system doubles the number for its own bookkeeping.
+const SEND_BUFFER_BYTES: usize = 64 << 10;
 
 /// Between looks whether a client that sends no more has left, or only waits.
 const LOOK_EVERY: Duration = Duration::from_millis(250);
@@ -249,6 +255,8 @@ impl Acceptor {
         };
         // A token is a small packet that somebody waits for. Works without, only slower.
         let _ = stream.set_nodelay(true);
+        // Works without, only that a client that does not read is noticed later.
+        let _ = SockRef::from(&stream).set_send_buffer_size(SEND_BUFFER_BYTES);
         let known = Known::new(self.now);
         let id = self.open.add(remote.ip().to_canonical(), &known);
         let io = TokioIo::new(Impatient::new(stream, &self.times, known.clone()));

@@ -41,15 +41,19 @@
 mod access;
 mod answer;
 mod api;
+mod board;
 mod calling;
 mod choice;
 mod config;
 mod connection;
 mod conversation;
 mod error;
+pub mod events;
 mod field;
 mod json;
 pub mod keys;
+mod live;
+pub mod load;
 mod metrics;
 mod model;
 mod openapi;
@@ -62,7 +66,11 @@ mod store;
 mod stream;
 
 pub use api::doors::Doors;
-pub use config::{Access, Clock, Config, DEFAULT_PORT, Fact, Facts, Limits, Status, Times};
+pub use config::{
+    Access, Board, Clock, Config, DEFAULT_PORT, Fact, Facts, Limits, Manage, Status, Times,
+};
 pub use error::Error;
+pub use live::{Live, Running};
+pub use metrics::METRIC_NAMES;
 pub use model::{About, Model, default_sampling, recommended_sampling};
 pub use server::{Handle, Server};

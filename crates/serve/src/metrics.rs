@@ -16,7 +16,27 @@ use prometheus_client::metrics::info::Info;
 use prometheus_client::registry::Registry;
 
 use crate::config::{Fact, Facts};
+use crate::live::{Live, Watched};
 use crate::model::Model;
+
+/// The media type of `/metrics`.
+pub(crate) const OPEN_METRICS: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+
+/// Every metric of a model's `/metrics` by the name that Prometheus stores, but for the caller's
+/// figures. Of a histogram, `_bucket` stands for its three.
+pub const METRIC_NAMES: [&str; 11] = [
+    "paceline_build_info",
+    "paceline_http_requests_total",
+    "paceline_answers_total",
+    "paceline_tool_calls_total",
+    "paceline_requests_in_flight",
+    "paceline_sequences_running",
+    "paceline_sequences_waiting",
+    "paceline_tokens_total",
+    "paceline_first_token_seconds_bucket",
+    "paceline_inter_token_seconds_bucket",
+    "paceline_tokens_per_second_bucket",
+];
 
 /// A request as counted.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
@@ -32,6 +52,15 @@ struct Outcome {
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct ModelLabels {
+    /// The name that the server has for it, not the client's.
+    model: String,
+}
+
+/// Makes a histogram's buckets.
+type Buckets = fn() -> Histogram;
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct TokenKind {
     kind: &'static str,
 }
@@ -45,16 +74,18 @@ pub(crate) struct Metrics {
     calls: Family<Outcome, Counter>,
     prompt_tokens: Counter,
     generated_tokens: Counter,
-    first_token_s: Histogram,
-    between_tokens_s: Histogram,
+    first_token_s: Family<ModelLabels, Histogram, Buckets>,
+    between_tokens_s: Family<ModelLabels, Histogram, Buckets>,
     tokens_per_s: Histogram,
     in_flight: Gauge,
     running: Gauge,
     waiting: Gauge,
+    live: Live,
+    model: ModelLabels,
 }
 
 impl Metrics {
-    pub(crate) fn new(model: &Model) -> Self {
+    pub(crate) fn new(model: &Model, live: Live) -> Self {
         let tokens = Family::<TokenKind, Counter>::default();
         let of_kind = |kind| tokens.get_or_create(&TokenKind { kind }).clone();
         let mut metrics = Self {
@@ -65,14 +96,22 @@ impl Metrics {
             prompt_tokens: of_kind("prompt"),
             generated_tokens: of_kind("generated"),
             // From a tiny model's millisecond to a long prompt's minutes: 1 ms to 524 s.
-            first_token_s: Histogram::new(exponential_buckets(1e-3, 2.0, 20)),
+            first_token_s: Family::new_with_constructor(|| {
+                Histogram::new(exponential_buckets(1e-3, 2.0, 20))
+            }),
             // 0.1 ms to 3.3 s.
-            between_tokens_s: Histogram::new(exponential_buckets(1e-4, 2.0, 16)),
+            between_tokens_s: Family::new_with_constructor(|| {
+                Histogram::new(exponential_buckets(1e-4, 2.0, 16))
+            }),
             // 0.5 to 16 k.
             tokens_per_s: Histogram::new(exponential_buckets(0.5, 2.0, 16)),
             in_flight: Gauge::default(),
             running: Gauge::default(),
             waiting: Gauge::default(),
+            live,
+            model: ModelLabels {
+                model: model.id.clone(),
+            },
         };
         metrics.register(model, tokens);
         metrics
@@ -140,6 +179,9 @@ impl Metrics {
             first: None,
             last: asked,
             tokens: 0,
+            watched: self
+                .live
+                .begin(&self.model.model, asked, prompt_tokens as u64),
         }
     }
 
@@ -153,12 +195,18 @@ impl Metrics {
         // The last line ends the text, and the caller's figures go before it.
         const END: &str = "# EOF\n";
         text.truncate(text.len() - END.len());
-        for Fact { name, help, value } in (facts.0)() {
-            text += &format!("# HELP paceline_{name} {help}.\n# TYPE paceline_{name} gauge\n");
-            text += &format!("paceline_{name} {value}\n");
-        }
-        text + END
+        text + &facts_text(facts) + END
     }
+}
+
+/// The caller's figures as gauges.
+pub(crate) fn facts_text(facts: &Facts) -> String {
+    let mut text = String::new();
+    for Fact { name, help, value } in (facts.0)() {
+        text += &format!("# HELP paceline_{name} {help}.\n# TYPE paceline_{name} gauge\n");
+        text += &format!("paceline_{name} {value}\n");
+    }
+    text
 }
 
 /// Times and counts the replies to one choice.
@@ -171,6 +219,7 @@ pub(crate) struct Meter {
     first: Option<Instant>,
     last: Instant,
     tokens: u64,
+    watched: Watched,
 }
 
 impl Meter {
@@ -179,25 +228,35 @@ impl Meter {
             Reply::PromptRead { .. } => drop(self.metrics.prompt_tokens.inc_by(self.prompt_tokens)),
             Reply::Token { .. } => self.token(now),
             Reply::Finished { .. } => self.finished(),
-            Reply::Failed(_) => {}
+            Reply::Failed(_) => self.watched.end("failed"),
         }
     }
 
     fn token(&mut self, now: Instant) {
         self.metrics.generated_tokens.inc();
         self.tokens += 1;
+        self.watched.token(now);
         if self.first.is_none() {
             self.first = Some(now);
             let took = now.saturating_duration_since(self.asked);
-            self.metrics.first_token_s.observe(took.as_secs_f64());
+            let times = self
+                .metrics
+                .first_token_s
+                .get_or_create(&self.metrics.model);
+            times.observe(took.as_secs_f64());
         } else {
             let took = now.saturating_duration_since(self.last);
-            self.metrics.between_tokens_s.observe(took.as_secs_f64());
+            let times = self
+                .metrics
+                .between_tokens_s
+                .get_or_create(&self.metrics.model);
+            times.observe(took.as_secs_f64());
         }
         self.last = now;
     }
 
-    fn finished(&self) {
+    fn finished(&mut self) {
+        self.watched.end("complete");
         let Some(first) = self.first else { return };
         let seconds = self.last.saturating_duration_since(first).as_secs_f64();
         if self.tokens > 1 && seconds > 0.0 {

@@ -135,6 +135,13 @@ pub(crate) enum Rejection {
     #[error("the API key is unknown or was revoked")]
     WrongKey,
 
+    /// Without keys, other machines may look and not change.
+    #[error(
+        "this node is managed from itself, or with an API key where `paceline key api new` made \
+         one, and not while it serves the model of its command line"
+    )]
+    NoManaging,
+
     // 404, 405, 408, 413, 415: the way of asking.
     /// A model that is not served here.
     #[error("model {model:?} is not served here, {served:?} is")]
@@ -273,6 +280,7 @@ impl Rejection {
             Self::Origin { .. } => request(S::FORBIDDEN, "origin_not_allowed"),
             Self::NoKey => request(S::UNAUTHORIZED, "missing_api_key"),
             Self::WrongKey => request(S::UNAUTHORIZED, "invalid_api_key"),
+            Self::NoManaging => request(S::FORBIDDEN, "managing_not_allowed"),
             Self::Model { .. } => request(S::NOT_FOUND, "model_not_found"),
             Self::NothingLoaded => server(S::SERVICE_UNAVAILABLE, "no_model_loaded"),
             Self::NoRoute { .. } => request(S::NOT_FOUND, "unknown_url"),

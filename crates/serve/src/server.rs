@@ -14,7 +14,7 @@ use crate::api::App;
 use crate::api::doors::Doors;
 use crate::config::{Config, Status, Times};
 use crate::connection::Acceptor;
-use crate::{Error, Model, api};
+use crate::{Error, Model, api, board};
 
 /// Threads for HTTP. The work is small: parsing and templates have threads of their own, and the
 /// cores are for the model.
@@ -121,7 +121,8 @@ impl Server {
         let (times, connections) = (config.times.clone(), config.limits.connections);
         let connections_of_one = config.limits.connections_of_one;
         let now = config.clock.now;
-        let router = route(config, seen)?;
+        let below = route(config.clone(), seen.clone())?;
+        let router = board::over(below, config, seen)?;
         drop(_inside);
         Ok(Self {
             runtime,

@@ -115,6 +115,7 @@ impl<'k> Bench<'k> {
                 group: self.heads / self.cache.rows(0).heads,
                 skipped: 0,
                 window: None,
+                sinks: None,
                 queries: &self.queries,
                 sequences: &[sequence],
             };

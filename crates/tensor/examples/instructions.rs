@@ -102,6 +102,7 @@ fn attention(kernels: &Kernels, kv_type: KvType, rows: usize, rounds: usize) {
             group: heads / kv_heads,
             skipped: 0,
             window: None,
+            sinks: None,
             queries: &queries,
             sequences: &sequences,
         };

@@ -11,7 +11,8 @@
 //! o[d] = for i in lo..hi, in order: fma(p[i], v[i][d], o[d])
 //! ```
 //!
-//! Pages are merged in order of position ([`merge`]) and the result is `o / l`. Nothing depends on
+//! Pages are merged in order of position ([`merge`]), then the head's [`sink`] where the model has
+//! some, and the result is `o / l`. Nothing depends on
 //! how many queries share a page or on which thread takes which page, so prefill and decode agree
 //! to the bit. Source: Dao et al., FlashAttention (2022) and flash-decoding (2023).
 
@@ -454,6 +455,28 @@ pub(crate) unsafe fn merge<S: Isa>(into: &mut [f32], next: &[f32]) {
             let o = S::mul(S::load(next.as_ptr().add(at)), b);
             let p = into.as_mut_ptr().add(at);
             S::store(p, S::fma(S::load(p), a, o));
+            at += LANES;
+        }
+    }
+}
+
+/// Merges a sink into `into`, as a page whose only score is `score` and whose value is 0.
+///
+/// # Safety
+/// As [`merge`].
+#[inline(always)]
+pub(crate) unsafe fn sink<S: Isa>(into: &mut [f32], score: f32) {
+    // SAFETY: lengths by the contract.
+    unsafe {
+        let m = if into[0] > score { into[0] } else { score };
+        let (a, b) = (weight::<S>(into[0] - m), weight::<S>(score - m));
+        let l = S::fma(S::splat(into[1]), a, b);
+        into[0] = m;
+        into[1] = first_lane::<S>(l);
+        let mut at = 2;
+        while at < into.len() {
+            let p = into.as_mut_ptr().add(at);
+            S::store(p, S::mul(S::load(p), a));
             at += LANES;
         }
     }

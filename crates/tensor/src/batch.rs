@@ -92,7 +92,7 @@ pub(crate) struct Batch {
     pub(crate) forms: [Option<Form>; 2],
     /// Who makes rows in a [`Form`], by it; `None` for those that are not read.
     pub(crate) make_row: [Option<MakeRow>; Form::ALL.len()],
-    pub(crate) unpack: [unsafe fn(Unpack); BlockType::ALL.len()],
+    pub(crate) unpack: [unsafe fn(Unpack); BlockType::COMPUTED],
     /// By [`Precision`].
     pub(crate) multiply: [Multiply; 2],
     /// Places of a panel that a chunk takes, at most [`MOST_PLACES`].

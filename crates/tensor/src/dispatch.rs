@@ -146,11 +146,12 @@ type Rotate = unsafe fn(&mut [f32], usize, &[(f32, f32)], RopePairs);
 pub(crate) struct Table {
     pub(crate) set: InstructionSet,
     /// By weight type, for [`Precision::Eight`] and for [`Precision::Fifteen`].
-    groups: [[unsafe fn(GroupArgs<'_>); BlockType::ALL.len()]; 2],
+    groups: [[unsafe fn(GroupArgs<'_>); BlockType::COMPUTED]; 2],
     /// For BF16 weights and activations rounded to bf16.
     pairs: unsafe fn(GroupArgs<'_>),
     pub(crate) quantise_row: unsafe fn(&Writer<'_>, usize),
     pub(crate) rms_norm: unsafe fn(*const f32, &[f32], f32, *mut f32),
+    pub(crate) square_sum: unsafe fn(&[f32]) -> f32,
     pub(crate) silu_mul: unsafe fn(&[f32], &[f32], &mut [f32]),
     pub(crate) gelu_mul: unsafe fn(&[f32], &[f32], &mut [f32]),
     pub(crate) exp_scaled: unsafe fn(&[f32], f32, f32, &mut [f32]),
@@ -159,6 +160,7 @@ pub(crate) struct Table {
     pub(crate) attend_f32: unsafe fn(PageView, &[Query]),
     pub(crate) attend_q8: unsafe fn(PageView, &[Query]),
     pub(crate) merge: unsafe fn(&mut [f32], &[f32]),
+    pub(crate) sink: unsafe fn(&mut [f32], f32),
     pub(crate) finish: unsafe fn(&[f32], &mut [f32]),
     pub(crate) exp: unsafe fn(&[f32; isa::LANES], &mut [f32; isa::LANES]),
     pub(crate) read: unsafe fn(&[u8], usize) -> u64,
@@ -235,7 +237,7 @@ macro_rules! integer_groups {
     };
     (@each [$($feature:literal)?] $isa:ty, $terms:literal, $($name:ident $format:ident),*) => {
         integer_groups!(@functions $isa, $terms, [$($feature)?], $($name $format),*);
-        pub(super) const GROUPS: [unsafe fn(GroupArgs<'_>); BlockType::ALL.len()] =
+        pub(super) const GROUPS: [unsafe fn(GroupArgs<'_>); BlockType::COMPUTED] =
             [f32_group, f16_group, bf16_group, $($name),*];
     };
     (@functions $isa:ty, $terms:literal, $feature:tt, $($name:ident $format:ident),*) => {
@@ -287,7 +289,7 @@ macro_rules! batch {
     };
     (@unpack $feature:tt $isa:ty, $unpack:ident, $($name:ident $format:ident),*) => {
         batch!(@unpack_each $feature $isa, $unpack, $($name $format),*);
-        const UNPACK: [unsafe fn(Unpack); BlockType::ALL.len()] =
+        const UNPACK: [unsafe fn(Unpack); BlockType::COMPUTED] =
             [no_panel, no_panel, no_panel, $($name),*];
     };
     (@unpack_each $feature:tt $isa:ty, $unpack:ident, $($name:ident $format:ident),*) => {
@@ -417,6 +419,7 @@ macro_rules! kernels {
                 = Writer::quantise_row::<$isa>);
             kernel!([$($feature)?] rms_norm(x: *const f32, w: &[f32], eps: f32, out: *mut f32)
                 = vector::rms_norm::<$isa>);
+            kernel!([$($feature)?] square_sum(x: &[f32]) -> f32 = vector::square_sum::<$isa>);
             kernel!([$($feature)?] silu_mul(gate: &[f32], up: &[f32], out: &mut [f32])
                 = vector::silu_mul::<$isa>);
             kernel!([$($feature)?] gelu_mul(gate: &[f32], up: &[f32], out: &mut [f32])
@@ -433,6 +436,8 @@ macro_rules! kernels {
                 = attention::attend::<$isa, i8>);
             kernel!([$($feature)?] merge(into: &mut [f32], next: &[f32])
                 = attention::merge::<$isa>);
+            kernel!([$($feature)?] sink(into: &mut [f32], score: f32)
+                = attention::sink::<$isa>);
             kernel!([$($feature)?] finish(partial: &[f32], out: &mut [f32])
                 = attention::finish::<$isa>);
             kernel!([$($feature)?] exp(x: &[f32; isa::LANES], out: &mut [f32; isa::LANES])
@@ -447,6 +452,7 @@ macro_rules! kernels {
                 pairs,
                 quantise_row,
                 rms_norm,
+                square_sum,
                 silu_mul,
                 gelu_mul,
                 exp_scaled,
@@ -455,6 +461,7 @@ macro_rules! kernels {
                 attend_f32,
                 attend_q8,
                 merge,
+                sink,
                 finish,
                 exp,
                 read,

@@ -660,18 +660,18 @@ macro_rules! formats {
         /// The kind of a quantised type, `None` for floats.
         pub(crate) fn kind(block_type: paceline_base::BlockType) -> Option<Kind> {
             use paceline_base::BlockType;
-            match block_type {
+            match block_type.computed() {
                 $(BlockType::$name => Some(Kind::of::<$name>()),)*
-                BlockType::F32 | BlockType::F16 | BlockType::BF16 => None,
+                BlockType::F32 | BlockType::F16 | BlockType::BF16 | BlockType::MXFP4_SPLIT => None,
             }
         }
 
         /// The layout of a quantised type, `None` for floats.
         pub(crate) fn layout(block_type: paceline_base::BlockType) -> Option<Layout> {
             use paceline_base::BlockType;
-            match block_type {
+            match block_type.computed() {
                 $(BlockType::$name => Some($name::LAYOUT),)*
-                BlockType::F32 | BlockType::F16 | BlockType::BF16 => None,
+                BlockType::F32 | BlockType::F16 | BlockType::BF16 | BlockType::MXFP4_SPLIT => None,
             }
         }
     };

@@ -253,6 +253,12 @@ impl Kernels {
         unsafe { (self.table.rms_norm)(x.as_ptr(), weight, eps, out.as_mut_ptr()) }
     }
 
+    /// The sum of squares of `x`, as [`rms_norm`](Self::rms_norm) adds them.
+    pub fn square_sum(&self, x: &[f32]) -> f32 {
+        // SAFETY: the table was detected.
+        unsafe { (self.table.square_sum)(x) }
+    }
+
     /// [`rms_norm`](Self::rms_norm) that overwrites its input.
     pub fn rms_norm_in_place(&self, x: &mut [f32], weight: &[f32], eps: f32) {
         assert_eq!(x.len(), weight.len());

@@ -146,7 +146,15 @@ fn bf16_leaf(row: &[u8], x: &[f32], columns: Range<usize>) -> f32 {
 /// Causal attention of one query head over all positions it sees, as [`crate::attention`] defines
 /// it: `query` `(head_dim,)` scaled, `keys` and `values` `(position + 1, head_dim)` as the cache
 /// holds them, the query standing at the last position.
-pub fn attention(query: &[f32], keys: &[&[f32]], values: &[&[f32]], window: usize) -> Vec<f32> {
+///
+/// `sink`: a score that takes part in the softmax and has no value.
+pub fn attention(
+    query: &[f32],
+    keys: &[&[f32]],
+    values: &[&[f32]],
+    window: usize,
+    sink: Option<f32>,
+) -> Vec<f32> {
     let start = keys.len().saturating_sub(window);
     let mut merged: Option<Partial> = None;
     for page in start / PAGE..keys.len().div_ceil(PAGE) {
@@ -157,7 +165,11 @@ pub fn attention(query: &[f32], keys: &[&[f32]], values: &[&[f32]], window: usiz
             Some(before) => before.merge(&next),
         });
     }
-    let Partial { l, o, .. } = merged.expect("a query sees itself");
+    let mut merged = merged.expect("a query sees itself");
+    if let Some(score) = sink {
+        merged = merged.sink(score);
+    }
+    let Partial { l, o, .. } = merged;
     o.iter().map(|o| o / l).collect()
 }
 
@@ -183,6 +195,14 @@ struct Partial {
 }
 
 impl Partial {
+    fn sink(&self, score: f32) -> Self {
+        let m = self.m.max(score);
+        let (a, b) = (exp(self.m - m), exp(score - m));
+        let l = self.l.mul_add(a, b);
+        let o = self.o.iter().map(|o| o * a).collect();
+        Self { m, l, o }
+    }
+
     fn merge(&self, next: &Self) -> Self {
         let m = self.m.max(next.m);
         let (a, b) = (exp(self.m - m), exp(next.m - m));

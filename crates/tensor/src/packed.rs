@@ -152,7 +152,7 @@ impl Packed {
         let block_type = if as_f32 {
             BlockType::F32
         } else {
-            matrix.block_type
+            matrix.block_type.computed()
         };
         let cut = Cut::new(matrix, &columns);
         let (headers, blocks) = match formats::layout(block_type) {
@@ -232,7 +232,7 @@ impl Packed {
                     tiny.store(true, Ordering::Relaxed);
                 }
                 match formats::layout(block_type) {
-                    Some(layout) => pack_row(block_type, layout, row, lane, cut, out),
+                    Some(layout) => pack_row(matrix.block_type, layout, row, lane, cut, out),
                     None => {
                         let wanted = cut.first..cut.first + cols;
                         pack_floats((matrix.block_type, block_type), row, wanted, lane, out);
@@ -438,7 +438,9 @@ fn pack_planes(block_type: BlockType, chunk: &Chunk, lane: usize, out: &mut [u8]
             put_crumbs(out, lane, &values);
             put_bits(&mut out[CRUMB_PLANE..], lane, &values.map(|v| v >> 2));
         }
-        BlockType::MXFP4 => put_nibbles(out, lane, &chunk.q.map(e2m1_code)),
+        BlockType::MXFP4 | BlockType::MXFP4_SPLIT => {
+            put_nibbles(out, lane, &chunk.q.map(e2m1_code));
+        }
         BlockType::F32 | BlockType::F16 | BlockType::BF16 => {
             unreachable!("floats have no planes")
         }

@@ -9,6 +9,7 @@
 //! ```text
 //! legacy block (Q4_0 .. Q8_0, IQ4_NL)   32 columns = 1 chunk
 //! MLX block    (AFFINEb_T, MXFP4)        32 columns = 1 chunk
+//! GGUF's MXFP4 (MXFP4_SPLIT)             32 columns = 1 chunk
 //! super-block  (Q2_K .. Q6_K, IQ4_XS)  256 columns = chunks 0 1 2 3 4 5 6 7
 //!                                                    each with a sub-scale per 32 or 2 x 16
 //! ```
@@ -63,7 +64,7 @@ use mlx::is_brain;
 /// | IQ4_XS | codebook, -127..=113 | 1 | d * (-32..=31) | none | 0 |
 /// | AFFINE2, 4, 5 | 0..=3, 15, 31 | 1 | s | b | 1 |
 /// | AFFINE3, 6, 8 | -4..=3, -32..=31, -128..=127 | 1 | s | b + 4 s, 32 s, 128 s | 1 |
-/// | MXFP4 | twice e2m1, -12..=12 | 1 | 2^(s - 128) | none | 0 |
+/// | MXFP4, MXFP4_SPLIT | twice e2m1, -12..=12 | 1 | 2^(s - 128) | none | 0 |
 ///
 /// d, m and dmin are the block's halves, s and b the scale and bias of MLX's types. "None" is -0.0,
 /// the float that changes no sum. Kernels that treat types with and without a min differently
@@ -190,6 +191,7 @@ pub fn chunk(block_type: BlockType, row: &[u8], index: usize) -> Chunk {
         BlockType::Q6_K => k_quants::q6_k(block(row, super_block), part),
         BlockType::IQ4_XS => k_quants::iq4_xs(block(row, super_block), part),
         BlockType::MXFP4 => mlx::mxfp4(block(row, index)),
+        BlockType::MXFP4_SPLIT => mlx::mxfp4_split(block(row, index)),
         other => {
             let bits = other.affine_bits().expect("no type is left but the affine");
             let bytes = other.bytes();

@@ -73,6 +73,23 @@ pub(crate) unsafe fn rms_norm<S: Isa>(x: *const f32, weight: &[f32], eps: f32, o
     }
 }
 
+/// The sum of squares of `x`, as [`rms_norm`] adds them.
+///
+/// # Safety
+/// Features of `S`.
+#[inline(always)]
+pub(crate) unsafe fn square_sum<S: Isa>(x: &[f32]) -> f32 {
+    // SAFETY: runs stay within the slice.
+    unsafe {
+        let mut squares = S::splat(0.0);
+        for_runs!(x.len(), |at, len| {
+            let v = load_some::<S>(x.as_ptr().add(at), len);
+            squares = S::fma(v, v, squares);
+        });
+        isa::reduce_add::<S>(squares)
+    }
+}
+
 /// `out = silu(gate) * up` with `silu(g) = g / (1 + exp(-g))`.
 ///
 /// # Safety

@@ -17,8 +17,15 @@ const NPM_LIMIT: Duration = Duration::from_secs(180);
 /// Node's oldest release line that the JavaScript client was run with.
 const OLDEST_NODE: u32 = 20;
 
+/// The client that is a browser.
+const DASHBOARD: &str = "dashboard";
+
+/// The browser of [`DASHBOARD`], as Debian's package `chromium` has it.
+const CHROMIUM: &str = "/usr/bin/chromium";
+
 /// Programs that Node runs.
-const JAVASCRIPT: [(&str, &str); 3] = [
+const JAVASCRIPT: [(&str, &str); 4] = [
+    (DASHBOARD, "dashboard.mjs"),
     ("openai-js", "openai_js.mjs"),
     ("dialects-js", "dialects_js.mjs"),
     ("tools-js", "tools_js.mjs"),
@@ -58,6 +65,10 @@ impl Client {
         command.args(self.wants_model.then_some(&server.model));
         command.args(&self.packages);
         command.env("OPENAI_API_KEY", &server.key);
+        if let Some((binary, model)) = &server.program {
+            command.env("PACELINE_BINARY", binary);
+            command.env("PACELINE_MODEL", model);
+        }
         command.env("PYTHONDONTWRITEBYTECODE", "1");
         command
     }
@@ -97,6 +108,10 @@ pub(super) fn install(models: &Path) -> (Vec<Client>, Tally) {
                 tally.add(Tally::skip(name, &format!("{error:#}")));
             }
         }
+    }
+    if !Path::new(CHROMIUM).exists() && clients.iter().any(|client| client.name == DASHBOARD) {
+        clients.retain(|client| client.name != DASHBOARD);
+        tally.add(Tally::skip(DASHBOARD, &format!("{CHROMIUM} is not here")));
     }
     (clients, tally)
 }

@@ -2,7 +2,7 @@
 
 use std::fs::{self, File};
 use std::io::{BufRead, BufReader, Read, Write};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::time::{Duration, Instant};
@@ -41,6 +41,8 @@ pub(super) struct Server {
     pub(super) model: String,
     /// The one key that it takes; empty where it takes everyone.
     pub(super) key: String,
+    /// The program and the model's file; not of the scripted one.
+    pub(super) program: Option<(PathBuf, PathBuf)>,
     /// The shell around it, or itself.
     shell: Child,
 }
@@ -79,6 +81,7 @@ impl Server {
             url: String::new(),
             model: name.to_string_lossy().into_owned(),
             key,
+            program: Some((binary.to_owned(), model.to_owned())),
             shell,
         };
         server.url = server.address()?;
@@ -101,6 +104,7 @@ impl Server {
             url: String::new(),
             model: "tiny".to_owned(),
             key: String::new(),
+            program: None,
             shell,
         };
         server.url = server.address()?;

@@ -2,7 +2,7 @@
 
 use std::io::ErrorKind;
 
-use paceline_serve::Error;
+use paceline_serve::{Error, load};
 
 /// What the user can do.
 pub(super) fn hint(error: &Error) -> Option<String> {
@@ -33,5 +33,19 @@ pub(super) fn hint(error: &Error) -> Option<String> {
         Error::NoAddress | Error::Limit { .. } | Error::Name { .. } => {
             "`paceline up --help` explains the options".into()
         }
+    })
+}
+
+/// What the user can do where no load can be put on a server.
+pub(super) fn hint_of_load(error: &load::Error) -> Option<String> {
+    Some(match error {
+        load::Error::NoServer { .. } => {
+            "start it in another terminal: paceline up MODEL; with --url for another place".into()
+        }
+        load::Error::NoModel { .. } => "`paceline load MODEL` gives the server one".into(),
+        load::Error::Line { .. } | load::Error::NoLengths => {
+            "a line is the tokens of a prompt, a space, and those of its answer: 512 128".into()
+        }
+        load::Error::Length { .. } => return None,
     })
 }

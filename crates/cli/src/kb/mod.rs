@@ -1,26 +1,26 @@
 //! `paceline kb`: findings on distributed computing, searched and answered from.
 //!
-//! [`paceline_kb`] knows and finds, this module reads the user's files ([`own`]) and says it, to
-//! people ([`show`] on a [`page`]) and to programs ([`json`]).
+//! [`paceline_kb`] knows, finds and says it, this module reads the user's files ([`own`]) and
+//! prints.
 //!
 //! A search without hits and a question without an answer are results, not failures: exit code 0.
 
 mod command;
 mod error;
-mod json;
 mod own;
-mod page;
-mod show;
 
+use std::env;
+use std::io::IsTerminal;
 use std::path::PathBuf;
 
-use paceline_kb::{Area, Finding, Found, KnowledgeBase, Skill, Topic};
+use paceline_kb::report::{Page, json, show};
+use paceline_kb::{Area, Finding, Found, KnowledgeBase};
 use serde_json::Value;
 
 pub(crate) use error::Error;
 
 use crate::output::{print, printable, tell};
-use page::Page;
+use command::exists;
 
 /// How many findings go with an answer.
 const RELATED: usize = 3;
@@ -82,7 +82,7 @@ fn id(text: &str) -> Result<u32, std::num::ParseIntError> {
 
 /// Runs the command.
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
-    let mut page = Page::for_stdout();
+    let mut page = page_for_stdout();
     let object = match &args.command {
         Command::Skill { topic } if topic.is_empty() => {
             let kb = own::load();
@@ -96,8 +96,8 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         Command::Detail { id } => {
             let kb = own::load();
             let finding = finding(&kb, *id)?;
-            show::detail(&kb, finding, &mut page);
-            json::detail(&kb, finding)
+            show::detail(&kb, finding, exists, &mut page);
+            json::detail(&kb, finding, exists)
         }
         Command::Stats => {
             let kb = own::load();
@@ -128,7 +128,7 @@ fn area(kb: &KnowledgeBase, name: &str, page: &mut Page) -> Result<Value, Error>
         }
         Area::Topic(topic) => {
             show::topic(kb, topic, page);
-            Ok(json::topic(kb, topic))
+            Ok(json::topic(kb, topic, exists))
         }
         Area::Ambiguous(topics) => Err(Error::AmbiguousTopic {
             name: name.to_owned(),
@@ -194,13 +194,26 @@ fn ask(kb: &KnowledgeBase, question: &str, page: &mut Page) -> Result<Value, Err
     Ok(json::ask(kb, question, fit, &near))
 }
 
-/// The topics with findings of a skill.
-fn topics_of_skill<'a>(kb: &'a KnowledgeBase, skill: &Skill) -> Vec<&'a Topic> {
-    let of_skill = |id: u32| kb.finding(id).is_some_and(|f| f.skill == skill.name);
-    let topics = kb.topics().iter();
-    topics
-        .filter(|topic| topic.findings().any(of_skill))
-        .collect()
+/// Width where no terminal says one.
+const WIDTH_DEFAULT: usize = 80;
+
+/// A page for stdout. `COLUMNS` counts where stdout is no terminal, `NO_COLOR` and `TERM=dumb`
+/// where it is one.
+fn page_for_stdout() -> Page {
+    let stdout = std::io::stdout();
+    let terminal = stdout.is_terminal();
+    let width = if terminal {
+        let size = rustix::termios::tcgetwinsize(&stdout).ok();
+        size.map(|size| usize::from(size.ws_col))
+    } else {
+        env::var("COLUMNS")
+            .ok()
+            .and_then(|value| value.parse().ok())
+    };
+    let asked_not_to = env::var_os("NO_COLOR").is_some_and(|value| !value.is_empty());
+    let dumb = env::var_os("TERM").is_none_or(|term| term == "dumb");
+    let width = width.filter(|width| *width > 0).unwrap_or(WIDTH_DEFAULT);
+    Page::new(width, terminal && !asked_not_to && !dumb)
 }
 
 #[cfg(test)]

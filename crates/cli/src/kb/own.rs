@@ -9,6 +9,7 @@ use std::io::{ErrorKind, Read, Write};
 use std::path::{Path, PathBuf};
 
 use anyhow::Context;
+use paceline_kb::report::Added;
 use paceline_kb::{Contents, FILE_BYTES_MAX, KnowledgeBase, UserFile};
 
 use super::Error;
@@ -25,17 +26,6 @@ const BYTES_MAX: usize = 16 * FILE_BYTES_MAX;
 struct Kept {
     name: String,
     bytes: Vec<u8>,
-}
-
-/// What `add` did.
-#[derive(Debug)]
-pub(super) struct Added {
-    /// What the file brings.
-    pub(super) contents: Contents,
-    /// Where it is kept.
-    pub(super) path: PathBuf,
-    /// False when the same file was there already.
-    pub(super) changed: bool,
 }
 
 /// The built-in findings and the user's. Tells of files that are left out.

@@ -1,6 +1,7 @@
 //! What can go wrong in `paceline plan` itself, and advice for what the planner says.
 
 use paceline_base::Bytes;
+use paceline_node::shape::Error as ShapeError;
 use paceline_plan::{Change, Infeasible};
 
 /// Why there is no plan, as far as the command knows.
@@ -20,14 +21,6 @@ pub(crate) enum Error {
         /// Main memory.
         has: Bytes,
     },
-    /// A model's files do not say a size that a plan needs.
-    #[error("the model's files do not say {gguf} ({hf} in config.json)")]
-    Field {
-        /// Its name in GGUF files.
-        gguf: String,
-        /// Its name in `config.json`.
-        hf: String,
-    },
 }
 
 /// Advice for an error of the planner or of the command, none for others.
@@ -42,8 +35,10 @@ pub(crate) fn hints(cause: &(dyn std::error::Error + 'static)) -> Vec<String> {
                                                fewer --nodes"
                 .to_owned(),
             Error::Clusters(_) => "--compare puts them side by side".to_owned(),
-            Error::Field { .. } => "take another conversion of the model".to_owned(),
         }];
+    }
+    if let Some(ShapeError::Field { .. }) = cause.downcast_ref() {
+        return vec!["take another conversion of the model".to_owned()];
     }
     cause.downcast_ref().map_or_else(Vec::new, of_planner)
 }

@@ -3,10 +3,10 @@
 use std::path::Path;
 
 use anyhow::Context;
-use paceline_plan::catalogue::{LinkKind, parse_cluster, short_cluster};
+use paceline_node::shape;
+use paceline_plan::catalogue::{parse_cluster, short_cluster};
 use paceline_plan::{Calibration, Catalogue, Cluster, ModelShape};
 
-use super::shape;
 use crate::home;
 use crate::output::print;
 
@@ -26,10 +26,10 @@ pub(super) fn model(
     catalogue: &Catalogue,
 ) -> anyhow::Result<ModelShape> {
     if let Some(path) = local_path(name) {
-        return shape::from_files(&path, bits);
+        return Ok(shape::from_files(&path, bits)?);
     }
     if Path::new(name).exists() {
-        return shape::from_files(Path::new(name), bits); // a config.json alone
+        return Ok(shape::from_files(Path::new(name), bits)?); // a config.json alone
     }
     let is_own = catalogue.models.iter().any(|model| model.name == name);
     let (known, usual_bits) = if is_own {
@@ -116,15 +116,6 @@ pub(super) fn set_engine(
         node.engine = name.to_owned();
     }
     Ok(())
-}
-
-/// Links to try in place of those that are there.
-pub(super) fn other_links(catalogue: &Catalogue) -> Result<Vec<LinkKind>, paceline_plan::Error> {
-    let kinds = ["tb5-rdma", "tb5-tcp", "roce-200g", "10gbe"];
-    kinds
-        .iter()
-        .map(|kind| catalogue.link(kind).cloned())
-        .collect()
 }
 
 /// Prints names that `--cluster`, MODEL and `--engine` take.

@@ -4,14 +4,15 @@ use std::path::Path;
 use std::time::Instant;
 
 use paceline_base::Bytes;
+use paceline_cluster::machine;
 use paceline_model::{Config, Source};
 use paceline_train::{Lora, Method, Plan, TARGETS, forecast, measured_flops};
 use serde_json::json;
 
 use super::{Error, facts};
+use crate::load;
 use crate::output::print;
 use crate::train::of_name;
-use crate::{load, machine};
 
 /// What is asked about a training.
 #[derive(Clone, Debug, clap::Args)]

@@ -5,11 +5,13 @@ use std::path::Path;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use anyhow::Context;
+use paceline_cluster::machine;
 use paceline_engine::{Failure, Reply, Request, SamplingParams};
 use paceline_formats::chat::{ChatOptions, ChatTemplate, Error as ChatError, Message};
 use paceline_formats::tokenizer::Specials;
 use paceline_model::Config;
 use paceline_node::Answer;
+use paceline_node::room::Room;
 use paceline_store::Cancel;
 
 use super::Args;
@@ -17,7 +19,6 @@ use super::figures::{End, Figures};
 use crate::error::Error;
 use crate::loaded::{Loaded, Opened};
 use crate::output::{printable, show, tell};
-use crate::room::Room;
 
 /// Tokens of an answer that can teach how fast this machine is: the first few are slower.
 const LESSON: usize = 16;
@@ -40,7 +41,8 @@ impl Session {
         let sizes = |config: &Config| {
             warn_of_context(args.context, config);
             let kv = args.compute.in_memory(args.engine);
-            Room::of((path, config), kv, args.context, 1).engine(&args.model)
+            let memory = (kv, machine::available());
+            Room::of((path, config), memory, args.context, 1).engine(&args.model)
         };
         let mut opened = Opened::new(path, (args.compute, args.engine), &args.split, sizes)?;
         opened.forecast();

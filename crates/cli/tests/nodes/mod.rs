@@ -11,6 +11,7 @@
 #[path = "../../../mlx/tests/fake/build.rs"]
 mod fake;
 mod http;
+mod load;
 mod lost;
 mod mlx;
 mod processes;

@@ -268,3 +268,28 @@ fn clients_may_use_other_names_and_ports() {
         "{said}"
     );
 }
+
+#[test]
+fn several_models_stand_behind_one_server() {
+    let _alone = alone();
+    let world = World::new();
+    let models = [FAMILIES[0], FAMILIES[1]].map(|family| world.write_model(family));
+    let args = ["up", "--no-beacons", "--port", "0", "--context", "256"];
+    let args = args.into_iter().chain(models.iter().map(String::as_str));
+    let server = Server::of(&mut world.paceline(args));
+    let list = http::ask(server.port, "/v1/models", None);
+    let listed: Vec<&str> = list.body["data"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|model| model["id"].as_str().unwrap())
+        .collect();
+    assert_eq!(listed.len(), 2, "{}", list.body);
+    for name in listed {
+        let body = chat(name, "hi", &serde_json::json!({"max_tokens": 2}));
+        let answer = http::ask(server.port, "/v1/chat/completions", Some(&body));
+        assert_eq!(answer.status, 200, "{}", answer.body);
+        assert_eq!(answer.body["model"], name, "{}", answer.body);
+    }
+    server.stop(2);
+}

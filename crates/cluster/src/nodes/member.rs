@@ -24,6 +24,8 @@ mod peers;
 use std::collections::BTreeMap;
 use std::time::Duration;
 
+use paceline_base::SplitMix64;
+
 use super::clock::{Clock, Now, SKEW_MAX};
 use super::registers::TOMBSTONE_MS;
 use super::{Key, NodeId, Register, Registers};
@@ -125,31 +127,12 @@ pub struct Member {
     dials: Dials,
     incarnation: u64,
     left: bool,
-    random: Random,
+    random: SplitMix64,
     next_ping: Duration,
     next_forget: Duration,
     next_seq: u64,
     /// When the map was last compared with a node's.
     compared: BTreeMap<NodeId, Duration>,
-}
-
-/// SplitMix64 (Steele and others, OOPSLA 2014): for choices that need no secrecy.
-#[derive(Clone, Debug)]
-pub(crate) struct Random(u64);
-
-impl Random {
-    fn below(&mut self, bound: usize) -> usize {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mixed = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        let mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        ((mixed ^ (mixed >> 31)) % bound.max(1) as u64) as usize
-    }
-
-    fn shuffle<T>(&mut self, items: &mut [T]) {
-        for end in (1..items.len()).rev() {
-            items.swap(end, self.below(end + 1));
-        }
-    }
 }
 
 /// How often two maps that differ are compared, at most.
@@ -174,7 +157,7 @@ impl Member {
             // A process that starts later has a higher one, and raises it when that was wrong.
             incarnation: now.wall_ms,
             left: false,
-            random: Random(seed),
+            random: SplitMix64::new(seed),
             next_ping: now.since_start,
             next_forget: now.since_start + FORGET_EVERY,
             next_seq: 0,

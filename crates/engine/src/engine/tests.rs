@@ -2,8 +2,10 @@
 
 mod batching;
 mod constrained;
+mod drafts;
 mod edges;
 mod hostile;
+mod paced;
 pub(crate) mod requests;
 mod rig;
 mod schedules;

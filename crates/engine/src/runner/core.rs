@@ -1,5 +1,7 @@
 //! What a runner needs of an engine, so that tests can put in one that fails on command.
 
+use std::time::Duration;
+
 use crate::{Engine, Error, Event, Request, Resumed, SequenceId, Snapshot};
 
 /// An engine. Between calls it is idle or has something to step.
@@ -15,6 +17,8 @@ pub(super) trait Core: Send + 'static {
     /// Does of a step what [`load`](Self::load) shows.
     fn admit(&mut self);
     fn step(&mut self) -> Result<Vec<Event>, Error>;
+    /// How long the last step took.
+    fn took(&mut self, duration: Duration);
     fn idle(&mut self) -> Result<(), Error>;
     fn is_idle(&self) -> bool;
     fn load(&self) -> Load;
@@ -75,6 +79,10 @@ impl Core for Engine {
 
     fn step(&mut self) -> Result<Vec<Event>, Error> {
         self.step()
+    }
+
+    fn took(&mut self, duration: Duration) {
+        self.took(duration);
     }
 
     fn idle(&mut self) -> Result<(), Error> {

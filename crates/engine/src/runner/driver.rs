@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use paceline_base::lock;
 
+use super::Now;
 use super::core::{Core, Limits, Load};
 use super::worker::Worker;
 use crate::{Failure, Request, Sink, Snapshot, State, Status, Ticket};
@@ -107,9 +108,9 @@ pub(super) struct Driver<C: Core> {
 }
 
 impl<C: Core> Driver<C> {
-    pub(super) fn start(core: C, idle_interval: Duration) -> Self {
+    pub(super) fn start(core: C, now: Now, idle_interval: Duration) -> Self {
         let shared = Arc::new(Shared::new(core.limits()));
-        let worker = Worker::new(core, Arc::clone(&shared), idle_interval);
+        let worker = Worker::new(core, Arc::clone(&shared), now, idle_interval);
         let builder = thread::Builder::new().name("engine".to_owned());
         let thread = builder.spawn(move || worker.run());
         if let Err(error) = &thread {

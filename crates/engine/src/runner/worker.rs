@@ -6,6 +6,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
+use super::Now;
 use super::core::{Core, Load};
 use super::driver::{Question, Shared, Submission, Taker, Work};
 use crate::{Error, Event, Failure, Reply, Resumed, SequenceId, Sink, Snapshot, State, Ticket};
@@ -28,15 +29,17 @@ struct Open {
 pub(super) struct Worker<C: Core> {
     core: C,
     shared: Arc<Shared<C>>,
+    now: Now,
     idle_interval: Duration,
     open: BTreeMap<SequenceId, Open>,
 }
 
 impl<C: Core> Worker<C> {
-    pub(super) fn new(core: C, shared: Arc<Shared<C>>, idle_interval: Duration) -> Self {
+    pub(super) fn new(core: C, shared: Arc<Shared<C>>, now: Now, idle_interval: Duration) -> Self {
         Self {
             core,
             shared,
+            now,
             idle_interval,
             open: BTreeMap::new(),
         }
@@ -65,7 +68,9 @@ impl<C: Core> Worker<C> {
                 self.core.idle()?;
                 continue;
             }
+            let began = (self.now)();
             let events = self.core.step()?;
+            self.core.took((self.now)().duration_since(began));
             // Before the replies: who hears of an end finds the place free.
             self.publish(&events);
             events.into_iter().for_each(|event| self.pass_on(event));

@@ -112,13 +112,17 @@ impl Scheme {
             "llama-bpe" | "llama3" | "llama-v3" | "falcon3" | "falcon-h1" | "pixtral" | "lfm2" => {
                 whole_words(scheme(&[LLAMA3], true))
             }
-            "dbrx" | "smaug-bpe" | "chatglm-bpe" | "glm4" => scheme(&[LLAMA3], true),
+            "dbrx" | "smaug-bpe" | "chatglm-bpe" => scheme(&[LLAMA3], true),
+            "glm4" | "glm5" => Self {
+                ignore_merges: true,
+                ..scheme(&[LLAMA3], true)
+            },
             "qwen2" | "deepseek-r1-qwen" | "megrez" | "stablelm2" | "hunyuan" | "grok-2" => {
                 scheme(&[QWEN2], true)
             }
             "qwen35" => scheme(&[QWEN35], true),
             "tekken" => whole_words(scheme(&[TEKKEN], true)),
-            "gpt-4o" | "llama4" => scheme(&[GPT4O], true),
+            "gpt-4o" | "llama4" | "minimax-m2" => scheme(&[GPT4O], true),
             "deepseek-v3" | "hunyuan-dense" => scheme(DEEPSEEK3, true),
             _ => {
                 return Err(Error::UnknownPre {
@@ -220,7 +224,7 @@ mod tests {
         let read = |text: &str| -> serde_json::Value { serde_json::from_str(text).unwrap() };
         let strings = read(include_str!("../../tests/golden/text/strings.json"));
         let segments = read(include_str!("../../tests/golden/text/segments.json"));
-        for name in ["llama-bpe", "qwen2", "gpt-2", "smollm", "default"] {
+        for name in ["llama-bpe", "qwen2", "gpt-2", "smollm", "gpt-4o", "default"] {
             let cutter = PreTokenizer::new(Scheme::by_name(name).unwrap());
             let rows = segments[name].as_array().unwrap();
             let texts = strings["strings"].as_array().unwrap();
@@ -247,6 +251,20 @@ mod tests {
             assert_eq!(pieces.last(), Some(&" x"), "{name}");
             assert_eq!(pieces.concat().len(), text.len());
         }
+    }
+
+    /// Names of families whose patterns are those of others.
+    #[test]
+    fn families_share_patterns() {
+        let text = "It's ABCdef 12345, x/y\n\n z";
+        for (name, of) in [
+            ("minimax-m2", "gpt-4o"),
+            ("glm4", "llama-bpe"),
+            ("dbrx", "llama-bpe"),
+        ] {
+            assert_eq!(cut(name, text), cut(of, text), "{name}");
+        }
+        assert!(Scheme::by_name("glm4").unwrap().ignore_merges);
     }
 
     #[test]

@@ -1,5 +1,6 @@
 //! Reading configuration values from GGUF metadata or `config.json` under their two names.
 
+mod experts;
 mod rope;
 
 pub(crate) use rope::RopeKind;
@@ -12,11 +13,8 @@ use serde_json::Value;
 
 use super::Family;
 use crate::config::Activation;
-use crate::{Config, Error, Experts, Source};
-
-/// Largest accepted numbers: several times those of published models.
-const MAX_EXPERTS: u64 = 1 << 12;
-const MAX_EXPERT_WIDTH: u64 = 1 << 18;
+use crate::{Config, Error, Source};
+use experts::MAX_EXPERTS;
 
 /// The configuration of an opened model, whichever layout it has.
 #[derive(Debug)]
@@ -162,73 +160,6 @@ impl<'a> Fields<'a> {
         Ok(count.is_some_and(|n| n > 0))
     }
 
-    /// The experts, which are `ffn` wide unless it says otherwise; `hf_count` names their number.
-    pub(crate) fn experts(
-        &self,
-        hf_count: &'static str,
-        ffn: usize,
-        normalised: bool,
-    ) -> Result<Experts, Error> {
-        let count = self.size("expert_count", hf_count, 1, MAX_EXPERTS)?;
-        let width = self.opt_size(
-            "expert_feed_forward_length",
-            "moe_intermediate_size",
-            1,
-            MAX_EXPERT_WIDTH,
-        )?;
-        Ok(Experts {
-            count,
-            used: self.size("expert_used_count", "num_experts_per_tok", 1, count as u64)?,
-            width: width.unwrap_or(ffn),
-            normalised,
-            shared: 0,
-        })
-    }
-
-    /// The width of a shared expert.
-    pub(crate) fn shared_expert(&self) -> Result<usize, Error> {
-        self.size(
-            "expert_shared_feed_forward_length",
-            "shared_expert_intermediate_size",
-            1,
-            MAX_EXPERT_WIDTH,
-        )
-    }
-
-    /// Whether the weights of the chosen experts are divided by their sum, `gguf` in GGUF files,
-    /// whose families have no choice; the default of transformers is not to.
-    pub(crate) fn normalises_experts(&self, gguf: bool) -> Result<bool, Error> {
-        match self {
-            Self::Gguf { .. } => Ok(gguf),
-            Self::Hf(_) => {
-                let said = self.hf("norm_topk_prob", "true or false", Value::as_bool)?;
-                Ok(said.unwrap_or(false))
-            }
-        }
-    }
-
-    /// Gives the layers their experts: all of them, but for those that `config.json` makes dense.
-    pub(crate) fn set_sparse_layers(
-        &self,
-        config: &mut Config,
-        experts: Experts,
-    ) -> Result<(), Error> {
-        let step = self.opt_size("", "decoder_sparse_step", 1, 1 << 10);
-        let step = match self {
-            Self::Gguf { .. } => 1,
-            Self::Hf(_) => step?.unwrap_or(1),
-        };
-        let dense = self.hf("mlp_only_layers", "a list", Value::as_array)?;
-        let is_dense = |layer: u64| {
-            let listed = dense.is_some_and(|list| list.iter().any(|i| i.as_u64() == Some(layer)));
-            listed || !(layer + 1).is_multiple_of(step as u64)
-        };
-        for (layer, shape) in (0..).zip(&mut config.layers) {
-            shape.experts = (!is_dense(layer)).then_some(experts);
-        }
-        Ok(())
-    }
-
     /// Refuses windows that the family's early files name and its later ones do not have.
     pub(crate) fn refuse_window(&self) -> Result<(), Error> {
         match self.hf("sliding_window", "a number", Value::as_u64)? {
@@ -331,7 +262,8 @@ impl<'a> Fields<'a> {
         Ok(())
     }
 
-    pub(crate) fn gemma_window(&self) -> Result<usize, Error> {
+    /// Positions that windowed layers see.
+    pub(crate) fn window(&self) -> Result<usize, Error> {
         self.size(
             "attention.sliding_window",
             "sliding_window",
@@ -340,9 +272,8 @@ impl<'a> Fields<'a> {
         )
     }
 
-    /// Which layers see a window only: all but every sixth, unless said otherwise.
-    pub(crate) fn gemma_windowed(&self, layers: usize) -> Result<Vec<bool>, Error> {
-        const PATTERN: usize = 6;
+    /// Which layers see a window only: all but every `usual`th, unless said otherwise.
+    pub(crate) fn windowed(&self, layers: usize, usual: usize) -> Result<Vec<bool>, Error> {
         if let Self::Hf(json) = self
             && let Some(windowed) = layer_types(json, layers)?
         {
@@ -354,7 +285,7 @@ impl<'a> Fields<'a> {
             1,
             u64::from(u32::MAX),
         )?;
-        let full = |i: usize| (i + 1).is_multiple_of(pattern.unwrap_or(PATTERN));
+        let full = |i: usize| (i + 1).is_multiple_of(pattern.unwrap_or(usual));
         Ok((0..layers).map(|i| !full(i)).collect())
     }
 

@@ -8,14 +8,14 @@ use paceline_tensor::RopePairs;
 use super::{Family, Fields, Half, LayerStep, RopeKind};
 use crate::{Config, Error};
 
+/// Of so many layers, one sees all positions.
+const PATTERN: usize = 6;
+
 /// Rotary sets in [`Config::ropes`].
 const FULL: usize = 0;
 const WINDOWED: usize = 1;
 
-const ROPE: RopeKind = RopeKind {
-    pairs: RopePairs::Halves,
-    hf_base: 1_000_000.0,
-};
+const ROPE: RopeKind = RopeKind::plain(RopePairs::Halves, 1_000_000.0);
 
 pub(super) fn config(fields: &Fields<'_>) -> Result<Config, Error> {
     let mut config = Config::base(Family::Gemma3, fields)?;
@@ -25,9 +25,9 @@ pub(super) fn config(fields: &Fields<'_>) -> Result<Config, Error> {
     fields.refuse_softcaps()?;
     let full = fields.rope(&config, ROPE)?;
     config.ropes = vec![full, fields.gemma_window_rope(&config)?];
-    let window = fields.gemma_window()?;
+    let window = fields.window()?;
     for (i, windowed) in fields
-        .gemma_windowed(config.layers.len())?
+        .windowed(config.layers.len(), PATTERN)?
         .into_iter()
         .enumerate()
     {
@@ -48,7 +48,7 @@ pub(super) fn layer<S: LayerStep>(step: &mut S, w: &S::Layer, index: usize) -> R
     step.project_qkv(w)?; //                   x (T, C) -> q (T, H D), k, v (T, K D)
     step.norm_heads(w)?; //                    q (T, H, D), k (T, K, D) in place, over D
     step.rotate(index)?; //                    q, k in place, by the layer's own base
-    step.attend(index)?; //                    q, cache -> attended (T, H D), window or all
+    step.attend(w, index)?; //                 q, cache -> attended (T, H D), window or all
     step.project_attention(w)?; //             attended (T, H D) -> delta (T, C)
     step.norm_delta(w, Half::Attention)?; //   delta (T, C) in place
     step.add_delta()?; //                      residual += delta

@@ -8,10 +8,7 @@ use crate::{Config, Error};
 /// layout turns the two halves of a head.
 pub(super) fn config(fields: &Fields<'_>) -> Result<Config, Error> {
     let mut config = Config::base(Family::Llama, fields)?;
-    let rope = RopeKind {
-        pairs: fields.permuted_pairs(),
-        hf_base: 10_000.0,
-    };
+    let rope = RopeKind::plain(fields.permuted_pairs(), 10_000.0);
     config.ropes = vec![fields.rope(&config, rope)?];
     Ok(config)
 }
@@ -21,7 +18,7 @@ pub(super) fn layer<S: LayerStep>(step: &mut S, w: &S::Layer, index: usize) -> R
     step.norm(w, Half::Attention)?; //         residual (T, C) -> x (T, C)
     step.project_qkv(w)?; //                   x (T, C) -> q (T, H D), k, v (T, K D)
     step.rotate(index)?; //                    q, k in place
-    step.attend(index)?; //                    q, cache -> attended (T, H D)
+    step.attend(w, index)?; //                 q, cache -> attended (T, H D)
     step.project_attention(w)?; //             attended (T, H D) -> delta (T, C)
     step.add_delta()?; //                      residual += delta
     step.norm(w, Half::FeedForward)?; //       residual (T, C) -> x (T, C)

@@ -8,10 +8,7 @@ use crate::{Config, Error};
 /// GGUF files are of the architecture `llama`, query and key rows permuted as there.
 pub(super) fn config(fields: &Fields<'_>) -> Result<Config, Error> {
     let mut config = Config::base(Family::Mixtral, fields)?;
-    let rope = RopeKind {
-        pairs: fields.permuted_pairs(),
-        hf_base: 1_000_000.0,
-    };
+    let rope = RopeKind::plain(fields.permuted_pairs(), 1_000_000.0);
     config.ropes = vec![fields.rope(&config, rope)?];
     let experts = fields.experts("num_local_experts", config.ffn, true)?;
     config
@@ -27,7 +24,7 @@ pub(super) fn layer<S: LayerStep>(step: &mut S, w: &S::Layer, index: usize) -> R
     step.norm(w, Half::Attention)?; //         residual (T, C) -> x (T, C)
     step.project_qkv(w)?; //                   x (T, C) -> q (T, H D), k, v (T, K D)
     step.rotate(index)?; //                    q, k in place
-    step.attend(index)?; //                    q, cache -> attended (T, H D)
+    step.attend(w, index)?; //                 q, cache -> attended (T, H D)
     step.project_attention(w)?; //             attended (T, H D) -> delta (T, C)
     step.add_delta()?; //                      residual += delta
     feed_forward(step, w) //                   residual += experts(norm(residual))

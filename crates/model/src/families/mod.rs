@@ -5,7 +5,10 @@
 
 mod fields;
 mod gemma3;
+mod glm4moe;
+mod gpt_oss;
 mod llama;
+mod minimax_m2;
 mod mixtral;
 mod qwen2;
 mod qwen2moe;
@@ -43,11 +46,18 @@ pub(crate) trait LayerStep {
     /// Norms every head of q (T, H, D) and k (T, K, D) in place.
     fn norm_heads(&mut self, w: &Self::Layer) -> Result<(), Error>;
 
+    /// Whether the weights of norms on heads are there, of families that have them or not.
+    fn norms_heads(&self, w: &Self::Layer) -> bool;
+
+    /// Norms q (T, H D) over all heads, and k (T, K D) over all of theirs, in place; sums of
+    /// squares are exchanged with the ranks of the stage.
+    fn norm_projections(&mut self, w: &Self::Layer) -> Result<(), Error>;
+
     /// Rotates and scales q, rotates k, by the positions of the rows.
     fn rotate(&mut self, index: usize) -> Result<(), Error>;
 
     /// Writes k and v to the cache, then q (T, H D) -> attended (T, H D).
-    fn attend(&mut self, index: usize) -> Result<(), Error>;
+    fn attend(&mut self, w: &Self::Layer, index: usize) -> Result<(), Error>;
 
     /// attended (T, H D) -> delta (T, C), summed over the ranks of the stage
     fn project_attention(&mut self, w: &Self::Layer) -> Result<(), Error>;
@@ -105,11 +115,17 @@ pub enum Family {
     Qwen2Moe,
     /// Qwen 3 with experts.
     Qwen3Moe,
+    /// gpt-oss.
+    GptOss,
+    /// GLM 4.5 to 4.7, with experts.
+    Glm4Moe,
+    /// MiniMax M2 to M2.7.
+    MiniMaxM2,
 }
 
 impl Family {
     /// Every family.
-    pub const ALL: [Self; 7] = [
+    pub const ALL: [Self; 10] = [
         Self::Llama,
         Self::Qwen2,
         Self::Qwen3,
@@ -117,6 +133,9 @@ impl Family {
         Self::Mixtral,
         Self::Qwen2Moe,
         Self::Qwen3Moe,
+        Self::GptOss,
+        Self::Glm4Moe,
+        Self::MiniMaxM2,
     ];
 
     /// Those without experts.
@@ -131,6 +150,9 @@ impl Family {
             Self::Gemma3 => "gemma3",
             Self::Qwen2Moe => "qwen2moe",
             Self::Qwen3Moe => "qwen3moe",
+            Self::GptOss => "gpt-oss",
+            Self::Glm4Moe => "glm4moe",
+            Self::MiniMaxM2 => "minimax-m2",
         }
     }
 
@@ -141,6 +163,9 @@ impl Family {
             Self::Mixtral => "mixtral",
             Self::Qwen2Moe => "qwen2_moe",
             Self::Qwen3Moe => "qwen3_moe",
+            Self::GptOss => "gpt_oss",
+            Self::Glm4Moe => "glm4_moe",
+            Self::MiniMaxM2 => "minimax_m2",
             other => other.name(),
         }
     }
@@ -155,12 +180,22 @@ impl Family {
 
     /// Whether its layers have experts, all or some.
     pub(crate) const fn has_experts(self) -> bool {
-        matches!(self, Self::Mixtral | Self::Qwen2Moe | Self::Qwen3Moe)
+        !matches!(self, Self::Llama | Self::Qwen2 | Self::Qwen3 | Self::Gemma3)
     }
 
     /// Whether queries, keys and values need biases.
     pub(crate) const fn has_qkv_biases(self) -> bool {
-        matches!(self, Self::Qwen2 | Self::Qwen2Moe)
+        matches!(self, Self::Qwen2 | Self::Qwen2Moe | Self::GptOss)
+    }
+
+    /// Whether the attention's output, the router and the experts need biases, and heads sinks.
+    pub(crate) const fn has_sinks_and_biases(self) -> bool {
+        matches!(self, Self::GptOss)
+    }
+
+    /// Whether queries and keys have a norm over all heads.
+    pub(crate) const fn norms_projections(self) -> bool {
+        matches!(self, Self::MiniMaxM2)
     }
 
     /// Whether every query and key head has a norm.
@@ -182,6 +217,9 @@ impl Family {
             Self::Mixtral => mixtral::config(fields),
             Self::Qwen2Moe => qwen2moe::config(fields),
             Self::Qwen3Moe => qwen3moe::config(fields),
+            Self::GptOss => gpt_oss::config(fields),
+            Self::Glm4Moe => glm4moe::config(fields),
+            Self::MiniMaxM2 => minimax_m2::config(fields),
         }
     }
 
@@ -203,6 +241,9 @@ impl Family {
             Self::Mixtral => mixtral::layer(step, weights, index),
             Self::Qwen2Moe => qwen2moe::layer(step, weights, index),
             Self::Qwen3Moe => qwen3moe::layer(step, weights, index),
+            Self::GptOss => gpt_oss::layer(step, weights, index),
+            Self::Glm4Moe => glm4moe::layer(step, weights, index),
+            Self::MiniMaxM2 => minimax_m2::layer(step, weights, index),
         }
     }
 }

@@ -7,10 +7,7 @@ use paceline_tensor::RopePairs;
 use super::{Family, Fields, Half, LayerStep, RopeKind, feed_forward};
 use crate::{Config, Error};
 
-const ROPE: RopeKind = RopeKind {
-    pairs: RopePairs::Halves,
-    hf_base: 10_000.0,
-};
+const ROPE: RopeKind = RopeKind::plain(RopePairs::Halves, 10_000.0);
 
 pub(super) fn config(fields: &Fields<'_>) -> Result<Config, Error> {
     let mut config = Config::base(Family::Qwen2Moe, fields)?;
@@ -28,7 +25,7 @@ pub(super) fn layer<S: LayerStep>(step: &mut S, w: &S::Layer, index: usize) -> R
     step.norm(w, Half::Attention)?; //         residual (T, C) -> x (T, C)
     step.project_qkv(w)?; //                   x (T, C) -> q (T, H D), k, v (T, K D), with biases
     step.rotate(index)?; //                    q, k in place
-    step.attend(index)?; //                    q, cache -> attended (T, H D)
+    step.attend(w, index)?; //                 q, cache -> attended (T, H D)
     step.project_attention(w)?; //             attended (T, H D) -> delta (T, C)
     step.add_delta()?; //                      residual += delta
     feed_forward(step, w) //                   residual += experts(norm(residual))

@@ -389,7 +389,7 @@ impl LayerStep for Step<'_> {
         Ok(())
     }
 
-    fn attend(&mut self, index: usize) -> Result<(), Error> {
+    fn attend(&mut self, _: &Layer, index: usize) -> Result<(), Error> {
         let turned = std::mem::take(&mut self.turned);
         let held = index - self.parts.model.shard.layers.start;
         for ([_, k, v], span) in turned.iter().zip(&self.spans) {
@@ -435,6 +435,14 @@ impl LayerStep for Step<'_> {
     fn add_delta(&mut self) -> Result<(), Error> {
         self.residual = self.parts.stream.add(&self.residual, &self.delta)?;
         Ok(())
+    }
+
+    fn norms_heads(&self, _: &Self::Layer) -> bool {
+        unreachable!("asked by families with experts")
+    }
+
+    fn norm_projections(&mut self, _: &Self::Layer) -> Result<(), Error> {
+        unreachable!("asked by families with experts")
     }
 
     fn has_experts(&self, _: &Self::Layer) -> bool {

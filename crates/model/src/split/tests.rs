@@ -32,6 +32,7 @@ fn smollm2() -> Config {
         norm_offset: 0.0,
         embedding_scale: 1.0,
         tied: Some(true),
+        head_norms: Some(false),
         activation: Activation::Silu,
         ropes: Vec::new(),
         layers: vec![layer; 30],

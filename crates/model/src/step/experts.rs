@@ -16,8 +16,8 @@ use paceline_comm::Memory;
 use paceline_tensor::pool::DisjointMut;
 use paceline_tensor::{Activations, Kernels, Packed, Product, vector};
 
-use super::activations;
-use crate::config::{self, MAX_USED};
+use super::{activations, add_bias};
+use crate::config::{self, Gating, MAX_USED};
 use crate::model::Model;
 use crate::split::LeafCut;
 use crate::weights::{Expert, Experts};
@@ -71,10 +71,10 @@ impl Routed {
                 .filter_map(|layer| layer.feed_forward.experts())
         };
         let own = || layers().flat_map(|layer| &layer.experts);
-        let inputs = own().flat_map(|expert| [&expert.gate, &expert.up]);
+        let inputs = own().flat_map(|expert| [&expert.gate.matrix, &expert.up.matrix]);
         let downs = |ffn: usize| {
             own()
-                .map(|e| &e.down)
+                .map(|e| &e.down.matrix)
                 .filter(move |down| down.cols() == ffn)
         };
         let (wide, each) = (of.width.max(of.shared), Self::each(of));
@@ -127,11 +127,12 @@ impl Routed {
     fn choose(&mut self, kernels: &Kernels, weights: &Experts, x: &Activations) {
         let (rows, of, each) = (x.rows(), self.of, Self::each(self.of));
         let scores = &mut self.scores[..rows * of.count];
-        kernels.products(x, [whole(&weights.router, scores)]);
+        kernels.products(x, [whole(&weights.router.matrix, scores)]);
+        add_bias(scores, weights.router.bias.as_deref(), rows);
         if let Some(router) = &weights.shared_router {
             kernels.products(x, [whole(router, &mut self.shared_scores[..rows])]);
         }
-        let shared = &self.shared_scores;
+        let (shared, choice) = (&self.shared_scores, weights.choice.as_deref());
         let weights = DisjointMut::new(&mut self.weights[..rows * of.count], of.count);
         let choices = DisjointMut::new(&mut self.choices[..rows * each], each);
         kernels.for_rows(rows, |t| {
@@ -139,17 +140,20 @@ impl Routed {
             let (weights, choices) = unsafe { (weights.part(t), choices.part(t)) };
             let scores = &scores[t * of.count..(t + 1) * of.count];
             choose_row(
-                (kernels, of.normalised),
+                (kernels, &of),
                 scores,
+                choice,
                 weights,
                 &mut choices[..of.used],
             );
             if let Some(last) = choices.get_mut(of.used) {
-                let mut exp = [0.0];
-                kernels.exp_scaled(&shared[t..=t], 0.0, -1.0, &mut exp);
+                let mut weight = [1.0];
+                if of.shared_gate {
+                    sigmoid(kernels, &shared[t..=t], &mut weight);
+                }
                 *last = Choice {
                     expert: of.count,
-                    weight: 1.0 / (1.0 + exp[0]),
+                    weight: weight[0],
                     slot: 0,
                 };
             }
@@ -174,7 +178,7 @@ impl Routed {
         let Self {
             members, gate, up, ..
         } = self;
-        let (rows, ffn) = (members.len(), expert.gate.rows());
+        let (rows, ffn) = (members.len(), expert.gate.matrix.rows());
         let x = if rows == x.rows() {
             x
         } else {
@@ -183,17 +187,28 @@ impl Routed {
             &self.x
         };
         let (gate, up) = (&mut gate[..rows * ffn], &mut up[..rows * ffn]);
-        kernels.products(x, [whole(&expert.gate, gate), whole(&expert.up, up)]);
+        let outs = [
+            whole(&expert.gate.matrix, gate),
+            whole(&expert.up.matrix, up),
+        ];
+        kernels.products(x, outs);
+        add_bias(gate, expert.gate.bias.as_deref(), rows);
+        add_bias(up, expert.up.bias.as_deref(), rows);
+        let clamp = self.of.clamp;
         let hidden = self.hidden.iter_mut().find(|hidden| hidden.cols() == ffn);
         let hidden = hidden.expect("a buffer for each width");
         hidden.resize(rows);
         kernels.fill_rows(hidden, |i, out| {
             let part = i * ffn..(i + 1) * ffn;
-            kernels.silu_mul(&gate[part.clone()], &up[part], out);
+            match clamp {
+                None => kernels.silu_mul(&gate[part.clone()], &up[part], out),
+                Some(limit) => clamped(kernels, limit, [&gate[part.clone()], &up[part]], out),
+            }
         });
-        let width = expert.down.rows();
+        let width = expert.down.matrix.rows();
         let out = &mut self.results[slot * width..(slot + rows) * width];
-        kernels.products(hidden, [whole(&expert.down, out)]);
+        kernels.products(hidden, [whole(&expert.down.matrix, out)]);
+        add_bias(out, expert.down.bias.as_deref(), rows);
     }
 
     /// The subtree over the experts `leaves`, `(T, width)`: zeros where a row chose none of them.
@@ -255,24 +270,66 @@ fn whole<'a>(weights: &'a Packed, out: &'a mut [f32]) -> Product<'a> {
     }
 }
 
-/// The largest probabilities of a softmax over `scores`, by index where equal, and their experts in
-/// order of index.
+/// Slope of the clamped gate.
+const SLOPE: f32 = 1.702;
+
+/// Values of a gate that are computed at once.
+const RUN: usize = 64;
+
+/// `out = g / (1 + exp(-1.702 g)) * (u + 1)`, where g is `gate` up to `limit` and u is `up` within
+/// `-limit..=limit`.
+fn clamped(kernels: &Kernels, limit: f32, [gate, up]: [&[f32]; 2], out: &mut [f32]) {
+    let most = |x: f32| if x > limit { limit } else { x };
+    let least = |x: f32| if x < -limit { -limit } else { x };
+    let (mut g, mut exp) = ([0.0; RUN], [0.0; RUN]);
+    let runs = gate.chunks(RUN).zip(up.chunks(RUN));
+    for (out, (gate, up)) in out.chunks_mut(RUN).zip(runs) {
+        let n = gate.len();
+        g.iter_mut().zip(gate).for_each(|(g, x)| *g = most(*x));
+        kernels.exp_scaled(&g[..n], 0.0, -SLOPE, &mut exp[..n]);
+        for (i, out) in out.iter_mut().enumerate() {
+            *out = g[i] / (1.0 + exp[i]) * (least(most(up[i])) + 1.0);
+        }
+    }
+}
+
+/// `out = 1 / (1 + exp(-x))`
+fn sigmoid(kernels: &Kernels, x: &[f32], out: &mut [f32]) {
+    kernels.exp_scaled(x, 0.0, -1.0, out);
+    out.iter_mut().for_each(|e| *e = 1.0 / (1.0 + *e));
+}
+
+/// Turns scores into weights, `(experts,)` each.
+fn weigh(kernels: &Kernels, gating: Gating, scores: &[f32], weights: &mut [f32]) {
+    match gating {
+        Gating::OfChosen => weights.copy_from_slice(scores),
+        Gating::Sigmoid => sigmoid(kernels, scores, weights),
+        Gating::Softmax => {
+            let largest = scores.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+            kernels.exp_scaled(scores, largest, 1.0, weights);
+            let sum: f32 = weights.iter().sum();
+            weights.iter_mut().for_each(|weight| *weight /= sum);
+        }
+    }
+}
+
+/// The experts of the largest weights, `choice` added to these where there is one, by index where
+/// equal; in order of index.
 fn choose_row(
-    (kernels, normalised): (&Kernels, bool),
+    (kernels, of): (&Kernels, &config::Experts),
     scores: &[f32],
+    choice: Option<&[f32]>,
     weights: &mut [f32],
     choices: &mut [Choice],
 ) {
-    let largest = scores.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-    kernels.exp_scaled(scores, largest, 1.0, weights);
-    let sum: f32 = weights.iter().sum();
-    weights.iter_mut().for_each(|weight| *weight /= sum);
+    weigh(kernels, of.gating, scores, weights);
+    let rank = |e: usize| weights[e] + choice.map_or(0.0, |choice| choice[e]);
     for n in 0..choices.len() {
         let taken = &choices[..n];
         let is_free = |e: &usize| taken.iter().all(|choice| choice.expert != *e);
         // The first of equal ones: `max_by` takes the last.
         let free = (0..weights.len()).filter(is_free).rev();
-        let best = free.max_by(|a, b| weights[*a].total_cmp(&weights[*b]));
+        let best = free.max_by(|a, b| rank(*a).total_cmp(&rank(*b)));
         let expert = best.expect("no more are used than there are");
         choices[n] = Choice {
             expert,
@@ -280,11 +337,29 @@ fn choose_row(
             slot: 0,
         };
     }
-    if normalised {
+    if of.gating == Gating::OfChosen {
+        soften(kernels, choices);
+    }
+    if of.normalised {
         let sum: f32 = choices.iter().map(|choice| choice.weight).sum();
         choices
             .iter_mut()
             .for_each(|choice| choice.weight /= sum.max(LEAST_SUM));
     }
+    choices
+        .iter_mut()
+        .for_each(|choice| choice.weight *= of.scale);
     choices.sort_unstable_by_key(|choice| choice.expert);
+}
+
+/// The softmax over the scores of `choices`, of which the first is the largest.
+fn soften(kernels: &Kernels, choices: &mut [Choice]) {
+    let (mut scores, mut exp) = ([0.0; MAX_USED], [0.0; MAX_USED]);
+    let n = choices.len();
+    let each = scores.iter_mut().zip(&*choices);
+    each.for_each(|(score, choice)| *score = choice.weight);
+    kernels.exp_scaled(&scores[..n], scores[0], 1.0, &mut exp[..n]);
+    let sum: f32 = exp[..n].iter().sum();
+    let each = choices.iter_mut().zip(exp);
+    each.for_each(|(choice, exp)| choice.weight = exp / sum);
 }

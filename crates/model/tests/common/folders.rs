@@ -12,4 +12,13 @@ pub(crate) const FOLDERS: [&str; 7] = [
 ];
 
 /// Those with experts, which MLX does not compute yet.
-pub(crate) const EXPERT_FOLDERS: [&str; 3] = ["mixtral", "qwen2moe-bf16", "qwen3moe-bf16"];
+pub(crate) const EXPERT_FOLDERS: [&str; 8] = [
+    "mixtral",
+    "qwen2moe-bf16",
+    "qwen3moe-bf16",
+    "gpt-oss-mxfp4",
+    "gpt-oss-bf16",
+    "glm4moe-bf16",
+    "glm4moe-air-bf16",
+    "minimax-m2-bf16",
+];

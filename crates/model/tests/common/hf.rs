@@ -16,6 +16,14 @@ pub(crate) const MLX_FOLDERS: [&str; 6] = [
     "gemma3-5bit",
 ];
 
+/// As those, with experts, which MLX does not compute here.
+pub(crate) const MLX_EXPERT_FOLDERS: [&str; 4] = [
+    "qwen3moe-4bit",
+    "glm4moe-4bit",
+    "minimax-m2-6bit",
+    "gpt-oss-mxfp4",
+];
+
 /// Logits at all positions of the prompt, `(positions, vocabulary)`.
 pub(crate) fn golden_logits(name: &str) -> Vec<Vec<f32>> {
     let file = Safetensors::open(golden(&format!("hf/{name}.golden.safetensors"))).unwrap();

@@ -56,7 +56,7 @@ pub(crate) struct Tiny {
     pub(crate) ffn: usize,
     pub(crate) vocab: usize,
     pub(crate) layers: usize,
-    /// Of gemma's windowed layers.
+    /// Of windowed layers of gemma and gpt-oss.
     pub(crate) window: usize,
 }
 
@@ -66,7 +66,9 @@ impl Tiny {
     /// window that ends inside of pages.
     pub(crate) const fn new(family: Family, block_type: BlockType) -> Self {
         let (heads, kv_heads, head_dim, layers) = match family {
-            Family::Llama | Family::Mixtral => (8, 2, 32, 2),
+            Family::Llama | Family::Mixtral | Family::GptOss => (8, 2, 32, 2),
+            Family::MiniMaxM2 => (8, 4, 32, 2),
+            Family::Glm4Moe => (8, 2, 32, 3),
             Family::Qwen2 | Family::Qwen2Moe => (4, 4, 64, 2),
             Family::Qwen3 | Family::Qwen3Moe => (8, 4, 64, 2),
             Family::Gemma3 => (4, 1, 128, 6),
@@ -121,7 +123,7 @@ impl Tiny {
         ];
         let mut add = |key: &str, value| entries.push((format!("{name}.{key}"), value));
         for (key, value) in [
-            ("block_count", self.layers),
+            ("block_count", self.layers + self.more_blocks()),
             ("embedding_length", self.width),
             ("feed_forward_length", self.ffn),
             ("context_length", 4096),
@@ -144,13 +146,45 @@ impl Tiny {
                 add(key, (value as u32).into());
             }
         }
-        if self.family == Family::Gemma3 {
+        if matches!(self.family, Family::Gemma3 | Family::GptOss) {
             add("attention.sliding_window", (self.window as u32).into());
+        }
+        match self.family {
+            Family::GptOss => {
+                add("rope.scaling.type", "yarn".into());
+                add("rope.scaling.factor", 8f32.into());
+                add("rope.scaling.original_context_length", 512u32.into());
+            }
+            Family::Glm4Moe => {
+                for (key, value) in [
+                    ("nextn_predict_layers", 1u32),
+                    ("leading_dense_block_count", 1),
+                    ("expert_shared_count", 2),
+                    ("expert_gating_func", 2),
+                    ("rope.dimension_count", 16),
+                ] {
+                    add(key, value.into());
+                }
+                add("expert_weights_scale", 2.5f32.into());
+                add("expert_weights_norm", true.into());
+            }
+            Family::MiniMaxM2 => add("rope.dimension_count", 16u32.into()),
+            _ => {}
         }
         entries
     }
 
-    /// Seven experts, three of which a row uses, and for qwen2moe a shared one.
+    /// Blocks behind the layers, for predicting more than one token: their weights are not read.
+    fn more_blocks(&self) -> usize {
+        usize::from(self.family == Family::Glm4Moe)
+    }
+
+    /// Whether layer `i` has experts.
+    fn has_experts(&self, i: usize) -> bool {
+        !Family::DENSE.contains(&self.family) && (self.family != Family::Glm4Moe || i > 0)
+    }
+
+    /// Seven experts, three of which a row uses, and for qwen2moe and glm4moe a shared one.
     fn experts(&self, file: &mut TinyFile, name: impl Fn(&str) -> String) {
         let (c, f) = (self.width, EXPERT_FFN);
         file.put(&name("ffn_gate_inp.weight"), BlockType::F32, &[EXPERTS, c]);
@@ -161,11 +195,34 @@ impl Tiny {
         ] {
             file.put(&name(&format!("{part}.weight")), self.block_type, &shape);
         }
+        if self.family == Family::GptOss {
+            file.vector(&name("ffn_gate_inp.bias"), EXPERTS, 0.0);
+            for (part, n) in [
+                ("ffn_gate_exps", f),
+                ("ffn_up_exps", f),
+                ("ffn_down_exps", c),
+            ] {
+                file.put(
+                    &name(&format!("{part}.bias")),
+                    BlockType::F32,
+                    &[EXPERTS, n],
+                );
+            }
+        }
+        if matches!(self.family, Family::Glm4Moe | Family::MiniMaxM2) {
+            file.vector(&name("exp_probs_b.bias"), EXPERTS, 0.0);
+        }
         if self.family == Family::Qwen2Moe {
             file.put(&name("ffn_gate_inp_shexp.weight"), BlockType::F32, &[c]);
-            file.matrix(&name("ffn_gate_shexp"), self.ffn, c);
-            file.matrix(&name("ffn_up_shexp"), self.ffn, c);
-            file.matrix(&name("ffn_down_shexp"), c, self.ffn);
+        }
+        if matches!(self.family, Family::Qwen2Moe | Family::Glm4Moe) {
+            let shared = match self.family {
+                Family::Glm4Moe => 2 * EXPERT_FFN,
+                _ => self.ffn,
+            };
+            file.matrix(&name("ffn_gate_shexp"), shared, c);
+            file.matrix(&name("ffn_up_shexp"), shared, c);
+            file.matrix(&name("ffn_down_shexp"), c, shared);
         }
     }
 
@@ -178,22 +235,37 @@ impl Tiny {
         file.matrix(&name("attn_k"), kv, self.width);
         file.matrix(&name("attn_v"), kv, self.width);
         file.matrix(&name("attn_output"), self.width, q);
-        file.vector(&name("ffn_norm.weight"), self.width, 2.0);
-        if Family::DENSE.contains(&self.family) {
+        let second = match self.family {
+            Family::GptOss | Family::Glm4Moe => "post_attention_norm.weight",
+            _ => "ffn_norm.weight",
+        };
+        file.vector(&name(second), self.width, 2.0);
+        if !self.has_experts(i) {
             file.matrix(&name("ffn_gate"), self.ffn, self.width);
             file.matrix(&name("ffn_up"), self.ffn, self.width);
             file.matrix(&name("ffn_down"), self.width, self.ffn);
         } else {
             self.experts(file, name);
         }
-        if matches!(self.family, Family::Qwen2 | Family::Qwen2Moe) {
+        if self.family == Family::GptOss {
+            file.vector(&name("attn_output.bias"), self.width, 0.0);
+            file.vector(&name("attn_sinks.weight"), self.heads, 0.5);
+        }
+        if self.family == Family::MiniMaxM2 {
+            file.vector(&name("attn_q_norm.weight"), q, 1.5);
+            file.vector(&name("attn_k_norm.weight"), kv, 1.5);
+        }
+        if matches!(
+            self.family,
+            Family::Qwen2 | Family::Qwen2Moe | Family::GptOss | Family::Glm4Moe
+        ) {
             file.vector(&name("attn_q.bias"), q, 0.0);
             file.vector(&name("attn_k.bias"), kv, 0.0);
             file.vector(&name("attn_v.bias"), kv, 0.0);
         }
         if matches!(
             self.family,
-            Family::Qwen3 | Family::Qwen3Moe | Family::Gemma3
+            Family::Qwen3 | Family::Qwen3Moe | Family::Gemma3 | Family::Glm4Moe
         ) {
             file.vector(&name("attn_q_norm.weight"), self.head_dim, 1.5);
             file.vector(&name("attn_k_norm.weight"), self.head_dim, 1.5);

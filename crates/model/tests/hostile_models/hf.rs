@@ -209,6 +209,106 @@ fn numbers_of_gemma_that_lie_are_refused() {
 }
 
 #[test]
+fn numbers_of_gpt_oss_that_lie_are_refused() {
+    let folder = Folder::copy("gpt-oss-mxfp4");
+    let gpt_oss = |field, value, expected| folder.check(field, value, expected);
+    gpt_oss("num_local_experts", json!(5), "router.weight: shape [6,");
+    gpt_oss("num_local_experts", json!(0), "num_local_experts is 0");
+    gpt_oss("num_experts_per_tok", json!(7), "num_experts_per_tok is 7");
+    gpt_oss(
+        "intermediate_size",
+        json!(64),
+        "gate_up_proj_blocks: shape [32,",
+    );
+    gpt_oss("swiglu_limit", json!(-7), "swiglu_limit is -7");
+    gpt_oss("swiglu_alpha", json!(1.5), "swiglu_alpha is 1.5");
+    gpt_oss("sliding_window", Value::Null, "no sliding_window");
+    gpt_oss("layer_types", json!(["full_attention"]), "layer_types is");
+    for (field, value, expected) in [
+        ("factor", json!(0), "rope scaling factor is 0"),
+        ("factor", json!("32"), "factor is \"32\""),
+        ("factor", Value::Null, "no factor"),
+        ("beta_fast", json!(0.5), "beta_fast of yarn is 0.5"),
+        ("beta_slow", json!(-1), "beta_slow of yarn is -1"),
+        (
+            "attention_factor",
+            json!(0),
+            "attention factor of yarn is 0",
+        ),
+        ("truncate", json!(1), "truncate is 1"),
+        (
+            "original_max_position_embeddings",
+            json!(0),
+            "original context of yarn is 0",
+        ),
+    ] {
+        let mut scaling = folder.config["rope_scaling"].clone();
+        scaling[field] = value;
+        gpt_oss("rope_scaling", scaling, expected);
+    }
+}
+
+#[test]
+fn numbers_of_glm_that_lie_are_refused() {
+    let folder = Folder::copy("glm4moe-bf16");
+    let glm = |field, value, expected| folder.check(field, value, expected);
+    glm("n_group", json!(8), "number of groups of experts is 8");
+    glm("n_routed_experts", json!(7), "mlp.gate.weight: shape [6,");
+    glm(
+        "first_k_dense_replace",
+        json!(0),
+        "mlp.gate.weight is missing",
+    );
+    glm(
+        "n_shared_experts",
+        json!(2),
+        "shared_experts.gate_proj.weight: shape [32,",
+    );
+    glm(
+        "n_shared_experts",
+        json!(1 << 10),
+        "shared_experts.gate_proj.weight",
+    );
+    glm(
+        "routed_scaling_factor",
+        json!(-1),
+        "scale of expert weights is -1",
+    );
+    glm("norm_topk_prob", json!("yes"), "norm_topk_prob is \"yes\"");
+    glm(
+        "partial_rotary_factor",
+        json!(1.5),
+        "partial_rotary_factor is 1.5",
+    );
+    glm(
+        "partial_rotary_factor",
+        json!(0.01),
+        "rotated elements is 0",
+    );
+}
+
+#[test]
+fn numbers_of_minimax_that_lie_are_refused() {
+    let folder = Folder::copy("minimax-m2-bf16");
+    let minimax = |field, value, expected| folder.check(field, value, expected);
+    minimax("rotary_dim", json!(64), "rotary_dim is 64");
+    minimax("rotary_dim", json!(7), "rotated elements is 7");
+    minimax("scoring_func", json!("softmax"), "scoring_func is softmax");
+    minimax(
+        "qk_norm_type",
+        json!("per_head"),
+        "qk_norm_type is per_head",
+    );
+    minimax("use_qk_norm", json!(false), "use_qk_norm is false");
+    minimax("attn_type_list", json!([1, 0]), "attn_type_list is 0");
+    minimax(
+        "shared_intermediate_size",
+        json!(32),
+        "shared_intermediate_size is 32",
+    );
+}
+
+#[test]
 fn rotations_that_lie_are_refused() {
     let folder = Folder::copy("llama-tied");
     folder.check("rope_theta", json!("10000"), "rope_theta is \"10000\"");
@@ -301,7 +401,10 @@ proptest! {
     /// Whatever two fields say, the model is refused or it computes.
     #[test]
     fn any_two_fields_are_refused_or_compute(
-        folder in prop::sample::select(vec!["llama-tied", "qwen2-f16", "gemma3-bf16", "gemma3-linear-bf16"]),
+        folder in prop::sample::select(vec![
+            "llama-tied", "qwen2-f16", "gemma3-bf16", "gemma3-linear-bf16", "gpt-oss-mxfp4",
+            "gpt-oss-bf16", "glm4moe-bf16", "minimax-m2-bf16",
+        ]),
         places in prop::array::uniform2(any::<prop::sample::Index>()),
         values in prop::array::uniform2(any_json()),
     ) {

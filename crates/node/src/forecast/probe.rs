@@ -561,6 +561,7 @@ impl<'k> Step<'k> {
             group: c.heads / c.kv_heads,
             skipped: 0,
             window: None,
+            sinks: None,
             queries: &a[..q],
             sequences: &[sequence],
         };

@@ -56,7 +56,7 @@ impl Epoch {
             let tokenizer = Arc::new(tokenizer(source)?);
             let engine = Engine::new(Arc::clone(&weights), tokenizer, job.engine.clone())?;
             Part::Leads(Leader {
-                runner: Runner::start(engine),
+                runner: Runner::start(engine, Instant::now),
                 tickets: Tickets::default(),
             })
         } else {

@@ -157,7 +157,7 @@ async fn read(
 }
 
 /// The body, within the bounds on its bytes and its time.
-pub(super) async fn body_in_time(config: &Config, request: Request) -> Result<Vec<u8>, Rejection> {
+pub(crate) async fn body_in_time(config: &Config, request: Request) -> Result<Vec<u8>, Rejection> {
     let patience = config.times.body;
     let limit_s = patience.as_secs();
     let body = timeout(patience, body(request, config.limits.body_bytes)).await;

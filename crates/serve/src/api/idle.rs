@@ -5,6 +5,7 @@ use std::sync::Arc;
 use axum::Router;
 use axum::extract::{Request, State};
 use axum::http::StatusCode;
+use axum::http::header::CONTENT_TYPE;
 use axum::middleware::{Next, from_fn_with_state};
 use axum::response::{IntoResponse, Response};
 use axum::routing::get;
@@ -15,6 +16,7 @@ use crate::Error;
 use crate::access::{check_key, check_origin};
 use crate::config::{Config, Status};
 use crate::keys::Watched;
+use crate::metrics::{OPEN_METRICS, facts_text};
 use crate::rejection::{Rejection, Style};
 
 /// What requests to such a node share.
@@ -45,6 +47,7 @@ pub(crate) fn router(idle: &Arc<Idle>) -> Router {
         .route("/", get(index))
         .route("/health", get(health))
         .route("/nodes", get(nodes))
+        .route("/metrics", get(metrics))
         .route("/v1/models", get(models))
         .fallback(nothing_loaded)
         .with_state(Arc::clone(idle))
@@ -81,7 +84,9 @@ async fn index() -> Response {
         "name": "paceline",
         "version": env!("CARGO_PKG_VERSION"),
         "model": null,
-        "endpoints": ["/health", "/nodes", "/v1/models"],
+        "endpoints": ["/health", "/metrics", "/nodes", "/v1/models"],
+        // Ollama's clients look for these words.
+        "compatible": "Ollama is running",
     });
     json_response(StatusCode::OK, &body)
 }
@@ -92,6 +97,11 @@ async fn health() -> Response {
 
 async fn nodes(State(idle): State<Arc<Idle>>) -> Response {
     json_response(StatusCode::OK, &(idle.nodes.0)())
+}
+
+async fn metrics(State(idle): State<Arc<Idle>>) -> Response {
+    let text = facts_text(&idle.config.facts) + "# EOF\n";
+    ([(CONTENT_TYPE, OPEN_METRICS)], text).into_response()
 }
 
 async fn models() -> Response {

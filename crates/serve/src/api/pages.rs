@@ -13,6 +13,7 @@ use serde_json::{Value, json};
 use super::{App, json_response};
 use crate::access::Client;
 use crate::field::clip;
+use crate::metrics::OPEN_METRICS;
 use crate::model::Model;
 use crate::openapi;
 use crate::rejection::Rejection;
@@ -105,8 +106,7 @@ pub(super) async fn metrics(State(app): State<Arc<App>>) -> Response {
     let status = app.service.status();
     let facts = &app.config.facts;
     let text = app.metrics.text(&status, app.places.taken(), facts);
-    let open_metrics = "application/openmetrics-text; version=1.0.0; charset=utf-8";
-    ([(CONTENT_TYPE, open_metrics)], text).into_response()
+    ([(CONTENT_TYPE, OPEN_METRICS)], text).into_response()
 }
 
 pub(super) fn model_object(model: &Model) -> Value {

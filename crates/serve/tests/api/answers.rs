@@ -284,12 +284,22 @@ fn metrics_count_what_happened() {
         r#"paceline_answers_total{outcome="complete"} 1"#,
         r#"paceline_tokens_total{kind="prompt"} 21"#,
         r#"paceline_tokens_total{kind="generated"} 4"#,
-        "paceline_first_token_seconds_count 1",
-        "paceline_inter_token_seconds_count 3",
+        r#"paceline_first_token_seconds_count{model="tiny"} 1"#,
+        r#"paceline_inter_token_seconds_count{model="tiny"} 3"#,
         "paceline_requests_in_flight 0",
         "paceline_wire_bytes 7",
     ] {
         assert!(text.lines().any(|known| known == line), "{line} in\n{text}");
     }
     assert!(text.ends_with("# EOF\n"));
+    let types = text.lines().filter_map(|line| line.strip_prefix("# TYPE "));
+    let told = types.map(|line| line.split(' ').next().unwrap().to_owned());
+    let base = |name: &&str| {
+        let end = name.find("_total").or(name.find("_bucket"));
+        let end = end.or(name.find("_info")).unwrap_or(name.len());
+        name[..end].to_owned()
+    };
+    let mut known: Vec<String> = paceline_serve::METRIC_NAMES.iter().map(base).collect();
+    known.push("paceline_wire_bytes".to_owned());
+    assert_eq!(told.collect::<Vec<_>>(), known);
 }

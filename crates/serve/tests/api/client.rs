@@ -135,6 +135,14 @@ impl Response {
         Some(data.collect())
     }
 
+    /// The events of the next piece that have a number before their data; `None` at the end.
+    pub(crate) fn pieces_with_ids(&mut self) -> Option<Vec<String>> {
+        let piece = self.piece();
+        let text = String::from_utf8(piece).unwrap();
+        let lines = text.lines().filter_map(|line| line.strip_prefix("data: "));
+        (!text.is_empty()).then(|| lines.map(str::to_owned).collect())
+    }
+
     /// All events of a stream.
     pub(crate) fn all_events(mut self) -> Vec<String> {
         assert_eq!(self.header("content-type"), Some("text/event-stream"));

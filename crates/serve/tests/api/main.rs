@@ -8,11 +8,13 @@
 
 mod access;
 mod answers;
+mod board;
 mod client;
 mod connections;
 mod dialects;
 mod endings;
 mod fields;
+mod load;
 mod manners;
 mod openapi;
 mod real;

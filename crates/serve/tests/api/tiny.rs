@@ -1,6 +1,7 @@
 //! A random model of two layers with a token per byte, and its text side alone.
 
 use std::sync::{Arc, OnceLock};
+use std::time::Instant;
 
 use paceline_base::BlockType;
 use paceline_engine::{Engine, EngineConfig, Runner, SamplingParams};
@@ -89,7 +90,7 @@ fn run(source: &Source, max_waiting: usize, context: usize) -> (Runner, Model) {
     };
     let tokenizer = Arc::clone(&model.tokenizer);
     let engine = Engine::new(Arc::new(weights), tokenizer, config).unwrap();
-    (Runner::start(engine), model)
+    (Runner::start(engine, Instant::now), model)
 }
 
 fn describe(source: &Source) -> Model {

@@ -64,6 +64,8 @@ pub struct Attention<'a> {
     pub skipped: usize,
     /// How many positions a query sees, itself included; `None` for all.
     pub window: Option<usize>,
+    /// `(heads,)`: a score of each head that takes part in its softmax and has no value.
+    pub sinks: Option<&'a [f32]>,
     /// `(rows, heads * head_dim)`, scaled by `1 / sqrt(head_dim)` or what the model says.
     pub queries: &'a [f32],
     /// The sequences of the batch.
@@ -252,7 +254,7 @@ impl Task<'_> {
                 for index in first + 1..=position / PAGE {
                     (self.table.merge)(into, self.stored.part(plan.slot(row, head, index)));
                 }
-                (self.table.finish)(into, self.out.part(row * plan.heads + head));
+                self.finish(into, row, head);
             }
         }
     }
@@ -316,12 +318,24 @@ impl Task<'_> {
             });
         }
         tile.each(|slot, row, _, head| {
-            // SAFETY: this task alone writes this (row, head); features were detected.
-            unsafe {
-                let out = self.out.part(row * plan.heads + head);
-                (self.table.finish)(totals.part(slot), out);
-            }
+            // SAFETY: this task alone writes this (row, head).
+            unsafe { self.finish(totals.part(slot), row, head) }
         });
+    }
+
+    /// Writes the result of a row and head whose pages are merged, its sink merged last.
+    ///
+    /// # Safety
+    /// Nobody else writes this (row, head).
+    unsafe fn finish(&self, merged: &mut [f32], row: usize, head: usize) {
+        // SAFETY: by the contract; features were detected, lengths are the plan's.
+        unsafe {
+            if let Some(sinks) = self.step.sinks {
+                (self.table.sink)(merged, sinks[head]);
+            }
+            let out = self.out.part(row * self.plan.heads + head);
+            (self.table.finish)(merged, out);
+        }
     }
 
     /// Attends the collected queries to one page of a KV head, and forgets them.
@@ -447,6 +461,10 @@ impl Plan {
         assert!(
             step.queries.len() >= rows * step.heads * shape.head_dim,
             "queries"
+        );
+        assert!(
+            step.sinks.is_none_or(|sinks| sinks.len() == step.heads),
+            "sinks"
         );
         let max_pages = most_pages(step.sequences);
         let partial = attention::partial_len(shape.value_dim);

@@ -523,7 +523,19 @@ struct Case {
     head_dim: usize,
     window: Option<usize>,
     kv_type: KvType,
+    sinks: bool,
 }
+
+/// Scores of sinks, below, among and above those of keys.
+const SINKS: [f32; 26] = {
+    let mut sinks = [0.0; 26];
+    let mut i = 0;
+    while i < sinks.len() {
+        sinks[i] = (i as f32 * 1.7) % 9.0 - 4.0;
+        i += 1;
+    }
+    sinks
+};
 
 /// Keys and values of `n` positions, as the cache rounds them.
 fn history(case: &Case, n: usize, seed: u64) -> [Vec<Vec<f32>>; 2] {
@@ -564,6 +576,7 @@ fn naive_row(
             &k,
             &v,
             case.window.unwrap_or(usize::MAX),
+            case.sinks.then_some(SINKS[h]),
         )
     };
     (0..case.heads).flat_map(head).collect()
@@ -608,6 +621,7 @@ fn check_attention(case: &Case, lengths: [usize; 2], rows: [usize; 2], kernels: 
         group: case.heads / case.kv_heads,
         skipped: 0,
         window: case.window,
+        sinks: case.sinks.then_some(&SINKS[..case.heads]),
         queries: &queries,
         sequences: &sequences,
     };
@@ -650,6 +664,7 @@ fn attention_equals_naive() {
                 head_dim,
                 window,
                 kv_type,
+                sinks: i % 2 == 1,
             };
             for kernels in all_kernels() {
                 check_attention(&case, [1, 64], [1, 1], &kernels);
@@ -694,6 +709,7 @@ fn attention_of(case: &Case, heads: Range<usize>, rows: usize, kernels: &Kernels
         group,
         skipped: heads.start % group,
         window: case.window,
+        sinks: None,
         queries: &queries,
         sequences: &[sequence],
     };
@@ -711,6 +727,7 @@ fn attention_over_some_heads_equals_those_of_all() {
         head_dim: 32,
         window: None,
         kv_type: KvType::F16,
+        sinks: false,
     };
     for kernels in all_kernels() {
         for rows in [1, 40] {

@@ -57,7 +57,7 @@ pub(super) fn codebook(qs: &[u8; 16]) -> [i8; Chunk::LEN] {
 }
 
 /// 32 nibbles: the low ones of all 16 bytes, then the high ones.
-fn nibbles(qs: &[u8; 16]) -> [u8; Chunk::LEN] {
+pub(super) fn nibbles(qs: &[u8; 16]) -> [u8; Chunk::LEN] {
     std::array::from_fn(|k| if k < 16 { qs[k] & 15 } else { qs[k - 16] >> 4 })
 }
 

@@ -18,7 +18,7 @@
 use half::bf16;
 use paceline_base::BlockType;
 
-use super::{Chunk, bytes_at};
+use super::{Chunk, bytes_at, legacy};
 
 /// The 16 values of an e2m1 code, doubled.
 pub(crate) const E2M1_DOUBLED: [i8; 16] = [0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12];
@@ -80,6 +80,16 @@ fn integers(bits: u32, packed: &[u8]) -> [u8; Chunk::LEN] {
 /// A block of [`BlockType::MXFP4`].
 pub(super) fn mxfp4(block: &[u8; BlockType::MXFP4.bytes()]) -> Chunk {
     let codes = integers(4, &block[1..]);
+    Chunk::scaled(
+        half_power(block[0]).to_f32(),
+        codes.map(|code| E2M1_DOUBLED[usize::from(code)]),
+    )
+}
+
+/// A block of [`BlockType::MXFP4_SPLIT`]: `scale: u8, qs: [u8; 16]`, byte i with columns i (low
+/// nibble) and i + 16 (high nibble), as llama.cpp writes it.
+pub(super) fn mxfp4_split(block: &[u8; BlockType::MXFP4_SPLIT.bytes()]) -> Chunk {
+    let codes = legacy::nibbles(bytes_at(block, 1));
     Chunk::scaled(
         half_power(block[0]).to_f32(),
         codes.map(|code| E2M1_DOUBLED[usize::from(code)]),

@@ -37,7 +37,7 @@ pub fn random_row(block_type: BlockType, cols: usize, seed: u64) -> Vec<u8> {
                     };
                     block[at..at + 2].copy_from_slice(&bytes);
                 }
-                if quantised == BlockType::MXFP4 {
+                if quantised.computed() == BlockType::MXFP4 {
                     block[0] = 119 + (rng.next() % 2) as u8; // 2^-8 or 2^-7
                 }
             }
@@ -63,7 +63,7 @@ pub(super) const fn halves(block_type: BlockType) -> &'static [(usize, f32)] {
         BlockType::Q4_K => &[(0, 1.0), (2, 7.5)],
         BlockType::Q5_K => &[(0, 1.0), (2, 15.5)],
         BlockType::Q6_K => &[(208, 1.0)],
-        BlockType::MXFP4 => &[],
+        BlockType::MXFP4 | BlockType::MXFP4_SPLIT => &[],
         BlockType::AFFINE2_F16 | BlockType::AFFINE2_BF16 => &[(0, 1.0), (2, -1.5)],
         BlockType::AFFINE3_F16 | BlockType::AFFINE3_BF16 => &[(0, 1.0), (2, -3.5)],
         BlockType::AFFINE4_F16 | BlockType::AFFINE4_BF16 => &[(0, 1.0), (2, -7.5)],
@@ -89,7 +89,7 @@ const fn unit(block_type: BlockType) -> f32 {
         BlockType::Q6_K => 0.000_015,
         BlockType::IQ4_NL => 0.000_28,
         BlockType::IQ4_XS => 0.000_015,
-        BlockType::MXFP4 => 1.0, // a power of two: see `random_row`
+        BlockType::MXFP4 | BlockType::MXFP4_SPLIT => 1.0, // a power of two: see `random_row`
         BlockType::AFFINE2_F16 | BlockType::AFFINE2_BF16 => 0.0173,
         BlockType::AFFINE3_F16 | BlockType::AFFINE3_BF16 => 0.0085,
         BlockType::AFFINE4_F16 | BlockType::AFFINE4_BF16 => 0.0042,

@@ -157,6 +157,10 @@ fn exact_weight(block_type: BlockType, block: &[u8], k: usize) -> f64 {
             let (scale, value) = exact_mxfp4(block, k);
             (scale, value, 0.0, 1)
         }
+        BlockType::MXFP4_SPLIT => {
+            let (scale, value) = exact_mxfp4(block, if k < 16 { 2 * k } else { 2 * k - 31 });
+            (scale, value, 0.0, 1)
+        }
         long if long.len() == 256 => exact_super(long, block, k),
         affine => {
             let (scale, integer, bias) = exact_affine(affine, block, k);

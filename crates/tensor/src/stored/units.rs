@@ -179,7 +179,7 @@ fn range(block_type: BlockType) -> [f32; 2] {
         BlockType::IQ4_NL => [-127.0, 113.0],
         BlockType::Q4_1 => [0.0, 15.0],
         BlockType::Q5_1 => [0.0, 31.0],
-        BlockType::MXFP4 => [-12.0, 12.0],
+        BlockType::MXFP4 | BlockType::MXFP4_SPLIT => [-12.0, 12.0],
         affine => {
             let bits = affine
                 .affine_bits()

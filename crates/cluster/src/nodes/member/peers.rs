@@ -3,11 +3,12 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
+use paceline_base::SplitMix64;
 use serde::{Deserialize, Serialize};
 
 use super::super::NodeId;
+use super::Pace;
 use super::messages::{RUMOURS_MAX, Rumour};
-use super::{Pace, Random};
 
 /// Most other nodes.
 pub const PEERS_MAX: usize = 1024;
@@ -125,7 +126,7 @@ impl Peers {
         &self,
         count: usize,
         but: Option<NodeId>,
-        random: &mut Random,
+        random: &mut SplitMix64,
     ) -> Vec<NodeId> {
         let mut some: Vec<NodeId> = self.linked().filter(|id| Some(*id) != but).collect();
         random.shuffle(&mut some);
@@ -134,7 +135,7 @@ impl Peers {
     }
 
     /// The next in a round that visits all who may live, in a new order each time.
-    pub(super) fn next_to_ping(&mut self, random: &mut Random) -> Option<NodeId> {
+    pub(super) fn next_to_ping(&mut self, random: &mut SplitMix64) -> Option<NodeId> {
         for _ in 0..2 {
             while let Some(id) = self.round.pop() {
                 // One that is dead and has a session may object as soon as it hears that.

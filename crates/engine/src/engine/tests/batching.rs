@@ -5,7 +5,7 @@ use paceline_tensor::{InstructionSet, PAGE};
 use super::requests::mixed;
 use super::rig::{Outcome, Rig, alone};
 use super::tiny::Tiny;
-use crate::{EngineConfig, Request, SequenceId};
+use crate::{EngineConfig, Pace, Request, SequenceId};
 
 /// Positions of a sequence: three pages.
 const CONTEXT: usize = 3 * PAGE;
@@ -27,6 +27,8 @@ fn config(max_running: usize, max_rows: usize, cache_positions: usize) -> Engine
         max_running,
         max_waiting: 100,
         max_rows,
+        pace: Pace::Auto,
+        drafts: 0,
     }
 }
 

@@ -7,7 +7,9 @@ use paceline_tensor::PAGE;
 use super::requests::{SAMPLED, prompt, request};
 use super::rig::{Rig, alone, id_of};
 use super::tiny::{END, Tiny, VOCAB};
-use crate::{Engine, EngineConfig, Error, Event, Finish, Request, SamplingParams, SequenceId};
+use crate::{
+    Engine, EngineConfig, Error, Event, Finish, Pace, Request, SamplingParams, SequenceId,
+};
 
 const CONTEXT: usize = 2 * PAGE;
 
@@ -19,6 +21,8 @@ fn sizes() -> EngineConfig {
         max_running: 4,
         max_waiting: 4,
         max_rows: 16,
+        pace: Pace::Auto,
+        drafts: 0,
     }
 }
 

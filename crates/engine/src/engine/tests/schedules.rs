@@ -6,7 +6,7 @@ use proptest::prelude::*;
 use super::requests::mixed;
 use super::rig::{Outcome, Rig, alone};
 use super::tiny::Tiny;
-use crate::{EngineConfig, Error, Event, Request, SequenceId};
+use crate::{EngineConfig, Error, Event, Pace, Request, SequenceId};
 
 const CONTEXT: usize = 3 * PAGE;
 
@@ -46,15 +46,19 @@ fn calls() -> impl Strategy<Value = Vec<Call>> {
 }
 
 fn sizes() -> impl Strategy<Value = EngineConfig> {
-    let sizes = (1..7usize, 1..5usize, 0..80usize, 0..4usize);
-    sizes.prop_map(|(max_running, max_waiting, rows, pages)| EngineConfig {
-        model: "tiny".to_owned(),
-        context: CONTEXT,
-        cache_positions: CONTEXT + pages * PAGE,
-        max_running,
-        max_waiting,
-        max_rows: max_running + rows,
-    })
+    let sizes = (1..7usize, 1..5usize, 0..80usize, 0..4usize, 0..9usize);
+    sizes.prop_map(
+        |(max_running, max_waiting, rows, pages, drafts)| EngineConfig {
+            model: "tiny".to_owned(),
+            context: CONTEXT,
+            cache_positions: CONTEXT + pages * PAGE,
+            max_running,
+            max_waiting,
+            max_rows: max_running + rows,
+            pace: Pace::Auto,
+            drafts,
+        },
+    )
 }
 
 /// Where a sequence is, and which request it answers.

@@ -8,7 +8,7 @@ use proptest::prelude::*;
 use super::requests::{SAMPLED, prompt, request};
 use super::rig::{Outcome, Rig, alone};
 use super::tiny::Tiny;
-use crate::{EngineConfig, Request, SamplingParams};
+use crate::{EngineConfig, Pace, Request, SamplingParams};
 
 const CONTEXT: usize = 5 * PAGE;
 
@@ -20,6 +20,8 @@ fn sizes() -> EngineConfig {
         max_running: 4,
         max_waiting: 20,
         max_rows: 40,
+        pace: Pace::Auto,
+        drafts: 0,
     }
 }
 
@@ -113,6 +115,44 @@ fn a_sequence_that_gave_up_its_pages_finds_them_again() {
     for (id, wanted) in ids.iter().zip(&wanted) {
         assert_eq!(rig.outcomes[id], alone(&tiny, wanted, CONTEXT));
     }
+}
+
+/// As `n` of an API's request has it: all come at once, and nothing is known of the prompt.
+#[test]
+fn answers_to_one_prompt_compute_it_once() {
+    for tiny in [Tiny::new(1), Tiny::toy(1)] {
+        let config = EngineConfig {
+            cache_positions: 5 * CONTEXT,
+            ..sizes()
+        };
+        let mut rig = Rig::new(&tiny, config);
+        let wanted = |seed| sampled(prompt(3 * PAGE + 2, 1), 20, seed);
+        let ids: Vec<_> = (0..4).map(|seed| rig.submit(&wanted(seed))).collect();
+        rig.drain();
+        assert_eq!(rig.engine.n_reused(), 3 * 3 * PAGE as u64);
+        for (id, seed) in ids.iter().zip(0..) {
+            assert_eq!(rig.outcomes[id], alone(&tiny, &wanted(seed), CONTEXT));
+        }
+    }
+}
+
+/// The one that computes it goes away in the middle: another goes on.
+#[test]
+fn nobody_waits_for_a_prompt_that_was_cancelled() {
+    let tiny = Tiny::new(1);
+    let config = EngineConfig {
+        cache_positions: 5 * CONTEXT,
+        ..sizes()
+    };
+    let mut rig = Rig::new(&tiny, config);
+    let wanted = |seed| sampled(prompt(3 * PAGE + 2, 1), 20, seed);
+    let first = rig.submit(&wanted(0));
+    let second = rig.submit(&wanted(1));
+    rig.steps(2); // 80 of 194 rows
+    rig.cancel(first);
+    rig.drain();
+    assert_eq!(rig.engine.n_reused(), PAGE as u64);
+    assert_eq!(rig.outcomes[&second], alone(&tiny, &wanted(1), CONTEXT));
 }
 
 fn prompt_after(n: usize) -> Vec<u32> {

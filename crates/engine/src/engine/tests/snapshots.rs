@@ -6,7 +6,7 @@ use paceline_tensor::PAGE;
 use super::requests::{mixed, prompt, request, stops};
 use super::rig::{Outcome, Rig, alone};
 use super::tiny::Tiny;
-use crate::{EngineConfig, Error, Request, SamplingParams, Snapshot};
+use crate::{EngineConfig, Error, Pace, Request, SamplingParams, Snapshot};
 
 const CONTEXT: usize = 3 * PAGE;
 
@@ -19,6 +19,8 @@ fn other_sizes() -> EngineConfig {
         max_running: 3,
         max_waiting: 2,
         max_rows: 17,
+        pace: Pace::Auto,
+        drafts: 0,
     }
 }
 

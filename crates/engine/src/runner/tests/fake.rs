@@ -2,7 +2,7 @@
 
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use super::super::core::{Core, Limits, Load};
 use super::super::driver::Driver;
@@ -110,6 +110,8 @@ impl Core for Fake {
         }
     }
 
+    fn took(&mut self, _: Duration) {}
+
     fn idle(&mut self) -> Result<(), Error> {
         let _ = self.did.send(Did::Idle);
         match self.idle_fails {
@@ -161,7 +163,7 @@ impl Stage {
             last_id: 0,
             idle_fails,
         };
-        let driver = Arc::new(Driver::start(fake, interval));
+        let driver = Arc::new(Driver::start(fake, Instant::now, interval));
         Self { driver, acts, did }
     }
 

@@ -3,6 +3,7 @@
 use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, mpsc};
 use std::thread;
+use std::time::Instant;
 
 use paceline_tensor::PAGE;
 use proptest::prelude::*;
@@ -11,7 +12,7 @@ use super::super::Runner;
 use super::{PATIENCE, Replies, sink};
 use crate::engine::tests::requests::mixed;
 use crate::engine::tests::tiny::Tiny;
-use crate::{EngineConfig, Event, Failure, Reply, Request, Service, Sink, State};
+use crate::{EngineConfig, Event, Failure, Pace, Reply, Request, Service, Sink, State};
 
 const CONTEXT: usize = 3 * PAGE;
 
@@ -24,6 +25,8 @@ fn sizes() -> EngineConfig {
         max_running: 4,
         max_waiting: 100,
         max_rows: 19,
+        pace: Pace::Auto,
+        drafts: 0,
     }
 }
 
@@ -69,7 +72,7 @@ fn answers_of_many_callers_are_those_of_the_engine_alone() {
     let tiny = Tiny::new(2);
     let requests = mixed(&tiny);
     let expected: Vec<Vec<Reply>> = requests.iter().map(|r| alone(&tiny, r)).collect();
-    let runner = Arc::new(Runner::start(tiny.engine(sizes())));
+    let runner = Arc::new(Runner::start(tiny.engine(sizes()), Instant::now));
     thread::scope(|scope| {
         for caller in 0..4 {
             let (runner, requests, expected) = (&runner, &requests, &expected);
@@ -89,7 +92,10 @@ fn answers_of_many_callers_are_those_of_the_engine_alone() {
 #[test]
 fn an_engine_for_one_is_busy_as_it_says() {
     let tiny = Tiny::new(1);
-    let runner = Runner::start(tiny.engine(EngineConfig::single("tiny", CONTEXT)));
+    let runner = Runner::start(
+        tiny.engine(EngineConfig::single("tiny", CONTEXT)),
+        Instant::now,
+    );
     let request = &mixed(&tiny)[5];
     // One runs, one waits at most; how soon the first runs is up to the thread.
     let mut taken = Vec::new();
@@ -171,7 +177,7 @@ fn random_callers_get_what_they_asked_for() {
     let expected: Vec<Vec<Reply>> = requests.iter().map(|r| alone(&tiny, r)).collect();
     let config = ProptestConfig::with_cases(60);
     proptest!(config, |(callers in prop::collection::vec(calls(), 1..4))| {
-        let runner = Runner::start(tiny.engine(sizes()));
+        let runner = Runner::start(tiny.engine(sizes()), Instant::now);
         thread::scope(|scope| {
             for calls in callers {
                 let mut caller = Caller {
@@ -215,7 +221,7 @@ fn moved(tiny: &Tiny, requests: &[Request], n: usize) -> Vec<Vec<Reply>> {
         let sender = sender.clone();
         Box::new(move |reply| drop(sender.send((i, reply))))
     };
-    let [here, there] = [(); 2].map(|()| Runner::start(tiny.engine(sizes())));
+    let [here, there] = [(); 2].map(|()| Runner::start(tiny.engine(sizes()), Instant::now));
     let mut tickets = HashMap::new();
     for (i, request) in requests.iter().enumerate() {
         let ticket = here.submit(request.clone(), sink(i)).unwrap();
@@ -253,7 +259,7 @@ fn requests_that_are_moved_lose_and_repeat_nothing() {
 #[test]
 fn nothing_is_taken_from_a_sink_s_own_thread_or_a_runner_that_is_empty() {
     let tiny = Tiny::new(1);
-    let runner = Arc::new(Runner::start(tiny.engine(sizes())));
+    let runner = Arc::new(Runner::start(tiny.engine(sizes()), Instant::now));
     assert_eq!(runner.take_all().unwrap().len(), 0);
     let (sender, refused) = mpsc::channel();
     let own = Arc::clone(&runner);

@@ -4,7 +4,7 @@ use paceline_tensor::RopePairs;
 use serde_json::Value;
 
 use super::{Fields, field, wrong_type, wrong_value};
-use crate::rope::{Llama3Scaling, MAX_PAIRS, MIN_DIVISOR, Rope};
+use crate::rope::{Llama3Scaling, MAX_PAIRS, MIN_DIVISOR, Rope, Yarn};
 use crate::{Config, Error};
 
 /// What [`Fields::rope`] needs to know of the family.
@@ -14,6 +14,22 @@ pub(crate) struct RopeKind {
     pub(crate) pairs: RopePairs,
     /// Base when `config.json` has none (the default of the family's class in transformers).
     pub(crate) hf_base: f64,
+    /// Whether `YaRN` is computed.
+    pub(crate) yarn: bool,
+    /// The part of a head that turns where `config.json` does not say; `None` when all of it must.
+    pub(crate) partial: Option<f64>,
+}
+
+impl RopeKind {
+    /// All of each head turns, without `YaRN`.
+    pub(crate) const fn plain(pairs: RopePairs, hf_base: f64) -> Self {
+        Self {
+            pairs,
+            hf_base,
+            yarn: false,
+            partial: None,
+        }
+    }
 }
 
 impl Fields<'_> {
@@ -26,8 +42,13 @@ impl Fields<'_> {
                 let rotated = self
                     .opt_size("rope.dimension_count", "", 2, config.head_dim as u64)?
                     .unwrap_or(config.head_dim);
+                let base = f64::from(base);
+                if kind.yarn && self.gguf_scaling()? == Some("yarn") {
+                    let plain = checked(kind.pairs, rotated, base, 1.0)?;
+                    return Ok(plain.with_yarn(base, self.gguf_yarn()?));
+                }
                 let linear = self.gguf_linear_factor()?;
-                checked(kind.pairs, rotated, f64::from(base), linear)
+                checked(kind.pairs, rotated, base, linear)
             }
             Self::Hf(json) => {
                 let parameters = match hf_parameters(json, "full_attention")? {
@@ -41,10 +62,7 @@ impl Fields<'_> {
 
     /// The rotary embedding of windowed layers: base 10000 unless said otherwise, never scaled.
     pub(crate) fn gemma_window_rope(&self, config: &Config) -> Result<Rope, Error> {
-        let kind = RopeKind {
-            pairs: RopePairs::Halves,
-            hf_base: 10_000.0,
-        };
+        let kind = RopeKind::plain(RopePairs::Halves, 10_000.0);
         match self {
             Self::Gguf { .. } => {
                 let base = self.opt_float("rope.freq_base_swa", "")?;
@@ -61,18 +79,74 @@ impl Fields<'_> {
     /// The divisor of all frequencies; a file without a type of scaling means `linear`, as in
     /// llama.cpp (`src/llama-model.cpp`).
     fn gguf_linear_factor(&self) -> Result<f64, Error> {
-        const KEY: &str = "rope.scaling.type";
-        let scaling = match self {
-            Self::Gguf { metadata, .. } => metadata.opt_str(&self.key(KEY))?,
-            Self::Hf(_) => None,
-        };
-        match scaling {
+        match self.gguf_scaling()? {
             Some("none") => Ok(1.0),
             None | Some("linear") => {
                 let factor = self.opt_float("rope.scaling.factor", "")?;
                 Ok(f64::from(factor.unwrap_or(1.0)))
             }
             Some(other) => Err(wrong_value("rope scaling", other, "none or linear")),
+        }
+    }
+
+    fn gguf_scaling(&self) -> Result<Option<&str>, Error> {
+        const KEY: &str = "rope.scaling.type";
+        match self {
+            Self::Gguf { metadata, .. } => Ok(metadata.opt_str(&self.key(KEY))?),
+            Self::Hf(_) => Ok(None),
+        }
+    }
+
+    /// `YaRN` as llama.cpp computes it, the ends of its ramp rounded to whole pairs.
+    fn gguf_yarn(&self) -> Result<Yarn, Error> {
+        let of = |key| Ok::<_, Error>(self.opt_float(key, "")?.map(f64::from));
+        let context = self.size("rope.scaling.original_context_length", "", 1, 1 << 27)?;
+        let factor = of("rope.scaling.factor")?.unwrap_or(1.0);
+        let magnitude = of("rope.scaling.attn_factor")?.unwrap_or(1.0);
+        checked_yarn(Yarn {
+            factor,
+            original_context: context as f64,
+            fast: of("rope.scaling.yarn_beta_fast")?.unwrap_or(32.0),
+            slow: of("rope.scaling.yarn_beta_slow")?.unwrap_or(1.0),
+            whole_pairs: true,
+            magnitude: magnitude * Yarn::usual_magnitude(factor, 1.0),
+        })
+    }
+
+    /// Elements of a head that turn: all, or by `rotary_dim` or `partial_rotary_factor` where the
+    /// family has that.
+    fn hf_rotated(
+        &self,
+        head_dim: usize,
+        kind: RopeKind,
+        parameters: Option<&Value>,
+    ) -> Result<usize, Error> {
+        const PARTIAL: &str = "partial_rotary_factor";
+        let said = [
+            number(parameters, PARTIAL)?,
+            self.hf(PARTIAL, "a number", Value::as_f64)?,
+        ];
+        let Some(usual) = kind.partial else {
+            let mut parts = said.into_iter().flatten();
+            return match parts.find(|part| *part != 1.0) {
+                Some(part) => Err(wrong_value(PARTIAL, part, "1")),
+                None => Ok(head_dim),
+            };
+        };
+        let part = said.into_iter().flatten().next();
+        if let (None, Some(rotated)) = (part, self.opt_size("", "rotary_dim", 2, head_dim as u64)?)
+        {
+            return Ok(rotated);
+        }
+        let part = part.unwrap_or(usual);
+        if part > 0.0 && part <= 1.0 {
+            let rotated = (head_dim as f64 * part) as usize;
+            if rotated < 2 {
+                return Err(wrong_value("rotated elements", rotated, "2 or more"));
+            }
+            Ok(rotated)
+        } else {
+            Err(wrong_value(PARTIAL, part, "above 0, at most 1"))
         }
     }
 
@@ -92,17 +166,15 @@ impl Fields<'_> {
                 .hf(theta, "a number", Value::as_f64)?
                 .unwrap_or(kind.hf_base),
         };
-        const PARTIAL: &str = "partial_rotary_factor";
-        for part in [of(PARTIAL)?, self.hf(PARTIAL, "a number", Value::as_f64)?] {
-            if part.is_some_and(|part| part != 1.0) {
-                return Err(wrong_value(PARTIAL, part.unwrap_or(0.0), "1"));
-            }
-        }
-        let plain = |linear| checked(kind.pairs, head_dim, base, linear);
+        let rotated = self.hf_rotated(head_dim, kind, parameters)?;
+        let plain = |linear| checked(kind.pairs, rotated, base, linear);
         match scaling_type(parameters)? {
             None | Some("default") => plain(1.0),
             Some("linear") => plain(needed(parameters, "factor")?),
             Some("llama3") => Ok(plain(1.0)?.with_llama3(llama3(parameters)?)),
+            Some("yarn") if kind.yarn => {
+                Ok(plain(1.0)?.with_yarn(base, checked_yarn(yarn(parameters)?)?))
+            }
             Some(other) => Err(wrong_value("rope_type", other, "default, linear or llama3")),
         }
     }
@@ -166,6 +238,55 @@ fn llama3(parameters: Option<&Value>) -> Result<Llama3Scaling, Error> {
             "high_freq_factor",
             scaling.high,
             "above low_freq_factor",
+        ))
+    }
+}
+
+/// `YaRN` of `config.json`.
+fn yarn(parameters: Option<&Value>) -> Result<Yarn, Error> {
+    let of = |name| number(parameters, name);
+    let factor = needed(parameters, "factor")?;
+    let usual = match (of("mscale")?, of("mscale_all_dim")?) {
+        (Some(one), Some(all)) if one != 0.0 && all != 0.0 => {
+            Yarn::usual_magnitude(factor, one) / Yarn::usual_magnitude(factor, all)
+        }
+        _ => Yarn::usual_magnitude(factor, 1.0),
+    };
+    let truncate = match parameters {
+        Some(parameters) => field(parameters, "truncate", "true or false", Value::as_bool)?,
+        None => None,
+    };
+    Ok(Yarn {
+        factor,
+        original_context: needed(parameters, "original_max_position_embeddings")?,
+        fast: of("beta_fast")?.unwrap_or(32.0),
+        slow: of("beta_slow")?.unwrap_or(1.0),
+        whole_pairs: truncate.unwrap_or(true),
+        magnitude: of("attention_factor")?.unwrap_or(usual),
+    })
+}
+
+/// `YaRN` whose ramp and frequencies are numbers.
+fn checked_yarn(yarn: Yarn) -> Result<Yarn, Error> {
+    let positive = [
+        ("rope scaling factor", yarn.factor),
+        ("original context of yarn", yarn.original_context),
+        ("beta_fast of yarn", yarn.fast),
+        ("beta_slow of yarn", yarn.slow),
+        ("attention factor of yarn", yarn.magnitude),
+    ];
+    for (name, value) in positive {
+        if !(value.is_finite() && value >= MIN_DIVISOR) {
+            return Err(wrong_value(name, value, "0.001 or more"));
+        }
+    }
+    if yarn.fast > yarn.slow {
+        Ok(yarn)
+    } else {
+        Err(wrong_value(
+            "beta_fast of yarn",
+            yarn.fast,
+            "above beta_slow",
         ))
     }
 }

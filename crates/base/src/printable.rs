@@ -1,0 +1,31 @@
+//! Text from outside, for a terminal.
+
+use std::borrow::Cow;
+
+/// Text of a model or a file as a terminal may show it. Control characters could move the cursor,
+/// change settings of the terminal or reach the clipboard, so all but newline and tab are replaced.
+pub fn printable(text: &str) -> Cow<'_, str> {
+    let harmful = |c: char| c.is_control() && !matches!(c, '\n' | '\t');
+    if text.contains(harmful) {
+        text.replace('\r', "").replace(harmful, "\u{fffd}").into()
+    } else {
+        text.into()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn control_characters_do_not_reach_a_terminal() {
+        for (text, shown) in [
+            ("plain\n\ttext ü 🙂", "plain\n\ttext ü 🙂"),
+            ("a\r\nb", "a\nb"),
+            ("\x1b]52;c;eA==\x07", "\u{fffd}]52;c;eA==\u{fffd}"),
+            ("\u{9b}31m\x7f\0", "\u{fffd}31m\u{fffd}\u{fffd}"),
+        ] {
+            assert_eq!(printable(text), shown, "{text:?}");
+        }
+    }
+}

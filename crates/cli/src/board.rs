@@ -1,0 +1,413 @@
+//! What the dashboard of this node shows: the cluster, telemetry, instances and requests.
+//!
+//! ```text
+//! agent, fleet or instance --every 200 ms--> changes --> events (SSE, --events FILE)
+//! /proc, /sys              --every 2 s-----> telemetry
+//! other nodes              --service "board", once a second while somebody looks--> their parts
+//! ```
+//!
+//! Each node tells of itself what only it knows: telemetry, its running requests, and how the
+//! instances that it owns compute. A node asks the others only while its own page is looked at.
+
+mod changes;
+mod peers;
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io::Write;
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, OnceLock};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use anyhow::Context;
+use paceline_base::lock;
+use paceline_cluster::nodes::agent::Agent;
+use paceline_cluster::telemetry::{Sample, Sampler};
+use paceline_node::Portrait;
+use paceline_serve::{Fact, Live, Manage, Status};
+use serde_json::{Value, json};
+
+use crate::output::tell;
+use changes::Changes;
+use peers::Peers;
+
+/// Between looks for changes.
+const LOOK_EVERY: Duration = Duration::from_millis(200);
+
+/// Between samples of the machine. Two seconds smooth a decode step's pauses.
+const SAMPLE_EVERY: Duration = Duration::from_secs(2);
+
+/// An instance as it is told, and its portrait where this node owns it.
+pub(crate) type Instances = dyn Fn() -> (Vec<Value>, BTreeMap<String, Portrait>) + Send + Sync;
+
+/// What this node tells of itself and its cluster. Clones are the same.
+#[derive(Clone)]
+pub(crate) struct Board(Arc<Inner>);
+
+struct Inner {
+    live: Live,
+    agent: OnceLock<Agent>,
+    instances: OnceLock<Box<Instances>>,
+    manage: OnceLock<Box<Manage>>,
+    sample: Mutex<Sample>,
+    peers: Peers,
+    over: AtomicBool,
+}
+
+/// Ends the threads of a [`Board`] when it is dropped.
+pub(crate) struct Watching {
+    board: Board,
+    threads: Vec<JoinHandle<()>>,
+}
+
+impl Drop for Watching {
+    fn drop(&mut self) {
+        self.board.0.over.store(true, Ordering::SeqCst);
+        for thread in self.threads.drain(..) {
+            let _ = thread.join(); // it has no result, and a panic there was reported
+        }
+    }
+}
+
+impl Board {
+    /// Tells of nothing yet but the requests of `live`.
+    pub(crate) fn new(live: Live) -> Self {
+        Self(Arc::new(Inner {
+            live,
+            agent: OnceLock::new(),
+            instances: OnceLock::new(),
+            manage: OnceLock::new(),
+            sample: Mutex::default(),
+            peers: Peers::default(),
+            over: AtomicBool::new(false),
+        }))
+    }
+
+    /// Tells of the cluster from now on, and tells the other nodes of this one. Once.
+    pub(crate) fn set_agent(&self, agent: &Agent) {
+        if self.0.agent.set(agent.clone()).is_ok() {
+            let own = Arc::downgrade(&self.0);
+            agent.serve(peers::SERVICE, move |channel| peers::answer(&own, &channel));
+            let own = Arc::downgrade(&self.0);
+            agent.serve_local("board", move |_: &Value, _: &mut dyn FnMut(Value)| {
+                let own = own.upgrade().ok_or("the node is stopping")?;
+                Ok(Self(own).status())
+            });
+        }
+    }
+
+    /// Tells of instances from now on. Once.
+    pub(crate) fn set_instances(&self, instances: Box<Instances>) {
+        let _ = self.0.instances.set(instances); // the first one stays
+    }
+
+    /// Takes commands from now on. Once.
+    pub(crate) fn set_manage(&self, manage: Box<Manage>) {
+        let _ = self.0.manage.set(manage); // the first one stays
+    }
+
+    /// As the HTTP server asks for it. `manages` says whether commands are taken.
+    pub(crate) fn for_server(&self, manages: bool) -> paceline_serve::Board {
+        let (status, manage) = (self.clone(), self.clone());
+        let manage = move |command: &str, arguments: &Value| match manage.0.manage.get() {
+            Some(manage) => manage(command, arguments),
+            None => Err("the node is starting".to_owned()),
+        };
+        let manage: Arc<Manage> = Arc::new(manage);
+        paceline_serve::Board {
+            status: Status(Arc::new(move || status.status())),
+            manage: manages.then_some(manage),
+        }
+    }
+
+    /// Starts to look at the machine and for changes. Events go to the file `log` too, a line of
+    /// JSON each, after what it has.
+    ///
+    /// # Errors
+    /// A file that cannot be written, a thread that cannot be started.
+    pub(crate) fn watch(&self, log: Option<&Path>) -> anyhow::Result<Watching> {
+        let mut watching = Watching {
+            board: self.clone(),
+            threads: Vec::new(),
+        };
+        let inner = Arc::clone(&self.0);
+        watching.spawn("board", move || inner.run())?;
+        if let Some(path) = log {
+            let file = File::options().append(true).create(true).open(path);
+            let file =
+                file.with_context(|| format!("cannot write events to {}", path.display()))?;
+            let (inner, path) = (Arc::clone(&self.0), path.to_owned());
+            watching.spawn("events", move || {
+                if let Err(error) = inner.log(file) {
+                    let path = path.display();
+                    tell(format_args!("warning: no more events to {path}: {error}"));
+                }
+            })?;
+        }
+        Ok(watching)
+    }
+
+    /// Everything that the page shows.
+    fn status(&self) -> Value {
+        let inner = &self.0;
+        let agent = inner.agent.get();
+        inner.peers.ask(inner);
+        let others = inner.peers.heard();
+        let (mut instances, portraits) = inner.instances();
+        for it in &mut instances {
+            let id = it["id"].as_str().unwrap_or_default().to_owned();
+            let own = portraits.get(&id).map(|portrait| json!(portrait));
+            let told = others.values().find_map(|part| part["portraits"].get(&id));
+            if let Some(portrait) = own.or_else(|| told.cloned()) {
+                it["portrait"] = portrait;
+            }
+        }
+        let name = agent.and_then(|agent| Some(agent.nodes().first()?.facts.name.clone()));
+        json!({
+            "name": name,
+            "cluster": agent.map(Agent::cluster),
+            "nodes": inner.nodes(&others),
+            "problems": agent.map(Agent::problems).unwrap_or_default(),
+            "instances": instances,
+            "requests": inner.requests(name.as_deref(), &others),
+        })
+    }
+
+    /// What `/metrics` tells of the machine.
+    pub(crate) fn facts(&self) -> Vec<Fact> {
+        machine_facts(&lock(&self.0.sample))
+    }
+}
+
+impl Watching {
+    fn spawn(&mut self, name: &str, run: impl FnOnce() + Send + 'static) -> anyhow::Result<()> {
+        let thread = std::thread::Builder::new().name(name.to_owned());
+        let thread = thread.spawn(run).context("cannot start a thread")?;
+        self.threads.push(thread);
+        Ok(())
+    }
+}
+
+impl Inner {
+    fn is_over(&self) -> bool {
+        self.over.load(Ordering::SeqCst)
+    }
+
+    fn instances(&self) -> (Vec<Value>, BTreeMap<String, Portrait>) {
+        let instances = self.instances.get();
+        instances.map_or_else(Default::default, |instances| instances())
+    }
+
+    /// Samples and looks for changes until the end.
+    fn run(&self) {
+        let mut sampler = Sampler::new("/");
+        let mut changes = Changes::default();
+        let begun = Instant::now();
+        let mut next_sample = begun;
+        while !self.is_over() {
+            if Instant::now() >= next_sample {
+                next_sample += SAMPLE_EVERY;
+                let sample = sampler.sample(begun.elapsed());
+                *lock(&self.sample) = sample;
+            }
+            let nodes = self.agent.get().map(Agent::nodes).unwrap_or_default();
+            let (instances, portraits) = self.instances();
+            for kind in changes.see(&nodes, &instances, &portraits) {
+                self.live.events().put(kind);
+            }
+            std::thread::sleep(LOOK_EVERY);
+        }
+    }
+
+    /// Appends events until the end, with those of the last moment.
+    fn log(&self, mut file: File) -> std::io::Result<()> {
+        let mut seen = 0;
+        loop {
+            let is_last = self.is_over();
+            let events = self.live.events().after(seen, usize::MAX);
+            let mut text = String::new();
+            for event in &events {
+                text += &serde_json::to_string(event).expect("an event is JSON");
+                text.push('\n');
+                seen = event.seq;
+            }
+            file.write_all(text.as_bytes())?;
+            if is_last {
+                return Ok(());
+            }
+            std::thread::sleep(LOOK_EVERY);
+        }
+    }
+
+    /// This node's own part, for its page and for other nodes.
+    fn own_part(&self) -> Value {
+        let (_, portraits) = self.instances();
+        json!({
+            "telemetry": *lock(&self.sample),
+            "requests": self.live.running(Instant::now()),
+            "portraits": portraits,
+        })
+    }
+
+    /// The nodes with their telemetry, this one first; this machine alone without a cluster.
+    fn nodes(&self, others: &BTreeMap<String, Value>) -> Vec<Value> {
+        let own = json!(*lock(&self.sample));
+        let Some(agent) = self.agent.get() else {
+            return vec![
+                json!({ "name": "this machine", "state": "alive", "found_by": "self",
+                                "linked": true, "telemetry": own }),
+            ];
+        };
+        let told = |node: paceline_cluster::nodes::agent::NodeView| {
+            let id = node.id.to_string();
+            let is_own = node.id == agent.id();
+            let mut value = json!(node);
+            let other = others.get(&id).map(|part| part["telemetry"].clone());
+            if let Some(telemetry) = other.or_else(|| is_own.then(|| own.clone())) {
+                value["telemetry"] = telemetry;
+            }
+            value
+        };
+        agent.nodes().into_iter().map(told).collect()
+    }
+
+    /// Running requests of all nodes, each with the name of the node that it came to.
+    fn requests(&self, own: Option<&str>, others: &BTreeMap<String, Value>) -> Vec<Value> {
+        let agent = self.agent.get();
+        let nodes = agent.map(Agent::nodes).unwrap_or_default();
+        let name = |id: &String| {
+            let node = nodes.iter().find(|node| node.id.to_string() == *id);
+            node.map(|node| node.facts.name.clone())
+        };
+        let running = json!(self.live.running(Instant::now()));
+        let mut all = Vec::new();
+        let parts = std::iter::once((own.map(str::to_owned), &running));
+        let told = others
+            .iter()
+            .map(|(id, part)| (name(id), &part["requests"]));
+        for (node, requests) in parts.chain(told) {
+            for request in requests.as_array().into_iter().flatten() {
+                let mut request = request.clone();
+                request["node"] = json!(node);
+                all.push(request);
+            }
+        }
+        all
+    }
+}
+
+/// Figures of the machine under the names that Prometheus gets.
+fn machine_facts(sample: &Sample) -> Vec<Fact> {
+    let bytes = |bytes: Option<u64>| bytes.map(|bytes| bytes as f64);
+    let sum = |of: fn(&paceline_cluster::telemetry::Network) -> f64| {
+        let rates = sample.networks.iter().map(of);
+        rates.reduce(|a, b| a + b)
+    };
+    #[rustfmt::skip]
+    let all = [
+        ("node_cpu_busy_ratio", "Share of time that the cores were busy", sample.cpu_busy),
+        ("node_cpu_mhz", "Mean frequency of the cores", sample.cpu_mhz),
+        ("node_memory_bytes", "Main memory", bytes(sample.memory_bytes)),
+        ("node_memory_available_bytes", "Main memory that programs can still take",
+         bytes(sample.memory_available_bytes)),
+        ("node_swap_used_bytes", "Swap space in use", bytes(sample.swap_used_bytes)),
+        ("node_cpu_pressure_ratio", "Share of time that a task waited for a core",
+         sample.cpu_pressure),
+        ("node_memory_pressure_ratio", "Share of time that a task waited for memory",
+         sample.memory_pressure),
+        ("node_io_pressure_ratio", "Share of time that a task waited for a disk",
+         sample.io_pressure),
+        ("node_disk_read_bytes_per_second", "Read from all disks", sample.disk_read_bytes_s),
+        ("node_disk_written_bytes_per_second", "Written to all disks", sample.disk_write_bytes_s),
+        ("node_network_received_bytes_per_second", "Received without loopback",
+         sum(|network| network.received_bytes_s)),
+        ("node_network_sent_bytes_per_second", "Sent without loopback",
+         sum(|network| network.sent_bytes_s)),
+        ("node_temperature_celsius", "The hottest sensor", sample.temperature_c),
+        ("node_package_watts", "Power of all processor packages", sample.package_watts),
+        ("node_battery_ratio", "Charge of the battery", sample.battery),
+    ];
+    let known = all.into_iter().filter_map(|(name, help, value)| {
+        let value = value?;
+        Some(Fact { name, help, value })
+    });
+    known.collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use paceline_cluster::telemetry::Network;
+    use paceline_serve::METRIC_NAMES;
+
+    /// A sample of a machine that tells everything.
+    fn full() -> Sample {
+        Sample {
+            cpu_busy: Some(0.5),
+            cpu_mhz: Some(1.0),
+            memory_bytes: Some(1),
+            memory_available_bytes: Some(1),
+            swap_used_bytes: Some(1),
+            cpu_pressure: Some(0.1),
+            memory_pressure: Some(0.1),
+            io_pressure: Some(0.1),
+            disk_read_bytes_s: Some(1.0),
+            disk_write_bytes_s: Some(1.0),
+            networks: vec![Network::default()],
+            temperature_c: Some(40.0),
+            package_watts: Some(9.0),
+            battery: Some(0.5),
+            ..Sample::default()
+        }
+    }
+
+    /// Names of metrics in a text: words that begin with `paceline_`.
+    fn names(text: &str) -> Vec<String> {
+        let is_part = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '_';
+        let words = text.split(|c| !is_part(c));
+        words
+            .filter(|word| word.starts_with("paceline_"))
+            .map(str::to_owned)
+            .collect()
+    }
+
+    #[test]
+    fn dashboard_and_alerts_name_metrics_that_there_are() {
+        let machine: Vec<String> = machine_facts(&full())
+            .iter()
+            .map(|fact| format!("paceline_{}", fact.name))
+            .collect();
+        assert_eq!(machine.len(), 15);
+        // Figures of an instance have their names there.
+        let up = include_str!("up.rs");
+        let is_known = |name: &String| {
+            let short = name.trim_start_matches("paceline_");
+            METRIC_NAMES.contains(&name.as_str())
+                || machine.contains(name)
+                || up.contains(&format!("\"{short}\""))
+        };
+        let grafana = include_str!("../../../docs/monitoring/grafana.json");
+        let alerts = include_str!("../../../docs/monitoring/alerts.yml");
+        let _: Value = serde_json::from_str(grafana).unwrap();
+        for (text, least) in [(grafana, 20), (alerts, 7)] {
+            let used = names(text);
+            assert!(used.len() >= least, "{used:?}");
+            let unknown: Vec<_> = used.iter().filter(|name| !is_known(name)).collect();
+            assert!(unknown.is_empty(), "{unknown:?}");
+        }
+        // A dashboard that forgot most of what there is would pass the above.
+        let used = names(grafana);
+        let forgotten = machine.iter().filter(|name| !used.contains(name)).count();
+        assert!(
+            forgotten <= 5,
+            "{forgotten} of the machine's metrics are shown nowhere"
+        );
+    }
+
+    #[test]
+    fn figures_that_a_machine_does_not_tell_are_absent() {
+        assert!(machine_facts(&Sample::default()).is_empty());
+    }
+}

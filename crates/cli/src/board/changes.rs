@@ -1,0 +1,222 @@
+//! Differences between two looks at the cluster, as events.
+
+use std::collections::BTreeMap;
+
+use paceline_cluster::nodes::agent::NodeView;
+use paceline_cluster::nodes::member::Life;
+use paceline_node::Portrait;
+use paceline_serve::events::Kind;
+use serde_json::Value;
+
+/// The last look.
+#[derive(Default)]
+pub(super) struct Changes {
+    /// Name and life by id.
+    nodes: BTreeMap<String, (String, Life)>,
+    /// State and model by id.
+    instances: BTreeMap<String, Seen>,
+    /// Changes of the split and restarts by id.
+    counts: BTreeMap<String, (usize, u64)>,
+}
+
+/// An instance at the last look.
+#[derive(Clone, PartialEq)]
+struct Seen {
+    model: String,
+    state: String,
+    reason: Option<String>,
+    nodes: Vec<String>,
+}
+
+impl Changes {
+    /// Takes another look; what is new since the last.
+    pub(super) fn see(
+        &mut self,
+        nodes: &[NodeView],
+        instances: &[Value],
+        portraits: &BTreeMap<String, Portrait>,
+    ) -> Vec<Kind> {
+        let mut news = self.of_nodes(nodes);
+        news.extend(self.of_instances(instances));
+        news.extend(self.of_splits(portraits));
+        news
+    }
+
+    fn of_nodes(&mut self, nodes: &[NodeView]) -> Vec<Kind> {
+        // A node is told when its name is known.
+        let named = nodes.iter().filter(|node| !node.facts.name.is_empty());
+        let now: BTreeMap<_, _> = named
+            .map(|node| (node.id.to_string(), (node.facts.name.clone(), node.state)))
+            .collect();
+        let mut news = Vec::new();
+        for (id, (name, life)) in &now {
+            let before = self.nodes.get(id).map(|(_, life)| *life);
+            if before == Some(*life) {
+                continue;
+            }
+            let node = name.clone();
+            match (life, before) {
+                (Life::Alive, _) => news.push(Kind::NodeCame { node }),
+                (Life::Suspect, _) => news.push(Kind::NodeSilent { node }),
+                // It was dead before this node began to look.
+                (Life::Dead | Life::Left, None) => {}
+                (Life::Dead, Some(Life::Left)) | (Life::Left, Some(Life::Dead)) => {}
+                (Life::Dead | Life::Left, Some(_)) => news.push(Kind::NodeWent { node }),
+            }
+        }
+        for (id, (name, life)) in &self.nodes {
+            if !now.contains_key(id) && !matches!(life, Life::Dead | Life::Left) {
+                let node = name.clone();
+                news.push(Kind::NodeWent { node });
+            }
+        }
+        self.nodes = now;
+        news
+    }
+
+    fn of_instances(&mut self, instances: &[Value]) -> Vec<Kind> {
+        let now: BTreeMap<String, Seen> = instances.iter().map(seen).collect();
+        let changed = now
+            .iter()
+            .filter(|(id, seen)| self.instances.get(*id) != Some(seen))
+            .map(|(id, seen)| event(id, seen));
+        let gone = self
+            .instances
+            .iter()
+            .filter(|(id, _)| !now.contains_key(*id))
+            .map(|(id, last)| {
+                let state = "unloaded".to_owned();
+                let reason = None;
+                let seen = Seen {
+                    state,
+                    reason,
+                    ..last.clone()
+                };
+                event(id, &seen)
+            });
+        let news = changed.chain(gone).collect();
+        self.instances = now;
+        news
+    }
+
+    fn of_splits(&mut self, portraits: &BTreeMap<String, Portrait>) -> Vec<Kind> {
+        let mut news = Vec::new();
+        for (id, it) in portraits {
+            let model = self.instances.get(id).map(|seen| seen.model.clone());
+            let model = model.unwrap_or_else(|| id.clone());
+            let now = (it.n_changes, it.restarts);
+            let before = self.counts.insert(id.clone(), now).unwrap_or(now);
+            let new = now.0.saturating_sub(before.0).min(it.changes.len());
+            for text in &it.changes[it.changes.len() - new..] {
+                let (model, text) = (model.clone(), text.clone());
+                news.push(Kind::SplitChanged { model, text });
+            }
+            if now.1 > before.1 {
+                let text = format!("{model}: its workers were started again after a failure");
+                news.push(Kind::Fault { text });
+            }
+        }
+        self.counts.retain(|id, _| portraits.contains_key(id));
+        news
+    }
+}
+
+fn seen(it: &Value) -> (String, Seen) {
+    let text = |name: &str| it[name].as_str().unwrap_or_default().to_owned();
+    let nodes = it["nodes"].as_array().into_iter().flatten();
+    let seen = Seen {
+        model: text("model"),
+        state: text("state"),
+        reason: it["reason"].as_str().map(str::to_owned),
+        nodes: nodes.filter_map(Value::as_str).map(str::to_owned).collect(),
+    };
+    (text("id"), seen)
+}
+
+fn event(id: &str, seen: &Seen) -> Kind {
+    Kind::Instance {
+        id: id.to_owned(),
+        model: seen.model.clone(),
+        state: seen.state.clone(),
+        reason: seen.reason.clone(),
+        nodes: seen.nodes.clone(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use paceline_cluster::nodes::NodeId;
+    use paceline_cluster::nodes::agent::Facts;
+    use serde_json::json;
+
+    fn node(number: u8, name: &str, state: Life) -> NodeView {
+        let name = name.to_owned();
+        NodeView {
+            id: NodeId([number; 16]),
+            state,
+            found_by: "beacon".into(),
+            linked: true,
+            facts: Facts {
+                name,
+                ..Facts::default()
+            },
+        }
+    }
+
+    fn kinds(news: &[Kind]) -> Vec<String> {
+        let kind = |kind: &Kind| json!(kind)["kind"].as_str().unwrap().to_owned();
+        news.iter().map(kind).collect()
+    }
+
+    #[test]
+    fn nodes_come_fall_silent_and_go() {
+        let mut changes = Changes::default();
+        let mut see = |nodes: &[NodeView]| kinds(&changes.see(nodes, &[], &BTreeMap::new()));
+        let own = || node(1, "a", Life::Alive);
+        assert_eq!(see(&[own(), node(2, "old", Life::Dead)]), ["node_came"]);
+        assert_eq!(see(&[own(), node(2, "old", Life::Dead)]), [""; 0]);
+        assert_eq!(see(&[own(), node(3, "", Life::Alive)]), [""; 0]);
+        assert_eq!(see(&[own(), node(3, "b", Life::Alive)]), ["node_came"]);
+        assert_eq!(see(&[own(), node(3, "b", Life::Suspect)]), ["node_silent"]);
+        assert_eq!(see(&[own(), node(3, "b", Life::Dead)]), ["node_went"]);
+        assert_eq!(see(&[own(), node(3, "b", Life::Alive)]), ["node_came"]);
+        assert_eq!(see(&[own()]), ["node_went"]);
+    }
+
+    #[test]
+    fn instances_change_state_and_are_unloaded() {
+        let mut changes = Changes::default();
+        let it = |state: &str| json!({"id": "7", "model": "m", "state": state, "nodes": ["a"]});
+        let mut see = |all: &[Value]| changes.see(&[], all, &BTreeMap::new());
+        assert_eq!(kinds(&see(&[it("loading")])), ["instance"]);
+        assert_eq!(see(&[it("loading")]), []);
+        let news = see(&[it("ready")]);
+        assert_eq!(json!(news[0])["state"], "ready");
+        let news = see(&[]);
+        assert_eq!(json!(news[0])["state"], "unloaded");
+        assert_eq!(json!(news[0])["model"], "m");
+    }
+
+    #[test]
+    fn restarts_and_changes_of_the_split_are_told_once() {
+        let portrait = |n_changes: usize, restarts| Portrait {
+            split: "tensor".into(),
+            predicted_tok_s: None,
+            measured_tok_s: None,
+            restarts,
+            n_changes,
+            changes: (0..n_changes.min(8)).map(|n| n.to_string()).collect(),
+            shards: Vec::new(),
+        };
+        let mut changes = Changes::default();
+        let mut see = |n, restarts| {
+            let all = BTreeMap::from([("7".to_owned(), portrait(n, restarts))]);
+            kinds(&changes.see(&[], &[], &all))
+        };
+        assert_eq!(see(1, 2), [""; 0]);
+        assert_eq!(see(3, 2), ["split_changed", "split_changed"]);
+        assert_eq!(see(3, 3), ["fault"]);
+        assert_eq!(see(3, 3), [""; 0]);
+    }
+}

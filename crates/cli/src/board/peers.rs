@@ -1,0 +1,132 @@
+//! The parts of other nodes, asked for while somebody looks.
+//!
+//! A node that is looked at opens a channel to each other node that lives; over it the other sends
+//! its part once a second. When nobody has looked for a while, the channels are closed, so a
+//! cluster that nobody looks at sends nothing.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::{Arc, Mutex, Weak};
+use std::time::{Duration, Instant};
+
+use paceline_base::lock;
+use paceline_cluster::nodes::NodeId;
+use paceline_cluster::nodes::agent::Channel;
+use paceline_cluster::nodes::member::Life;
+use serde_json::Value;
+
+use super::Inner;
+
+/// The service that tells a node's part.
+pub(super) const SERVICE: &str = "board";
+
+/// Between parts.
+const TELL_EVERY: Duration = Duration::from_secs(1);
+
+/// Time after the last look in which channels are kept.
+const INTEREST: Duration = Duration::from_secs(10);
+
+/// Age from which a part is not shown any more.
+const STALE: Duration = Duration::from_secs(6);
+
+/// Longest part: 256 requests and the telemetry of 1,024 cores.
+const PART_BYTES_MAX: usize = 512 << 10;
+
+/// Longest time to open a channel.
+const OPEN_LIMIT: Duration = Duration::from_secs(3);
+
+/// Other nodes that are asked at the same time; each takes a thread.
+const PEERS_MAX: usize = 64;
+
+/// What other nodes said.
+#[derive(Default)]
+pub(super) struct Peers {
+    looked: Mutex<Option<Instant>>,
+    /// Nodes that a thread reads from.
+    asked: Mutex<BTreeSet<NodeId>>,
+    parts: Mutex<BTreeMap<NodeId, (Instant, Value)>>,
+}
+
+/// Sends this node's part until the other end closes.
+pub(super) fn answer(inner: &Weak<Inner>, channel: &Channel) {
+    loop {
+        let Some(inner) = inner.upgrade().filter(|inner| !inner.is_over()) else {
+            return channel.close();
+        };
+        let part = inner.own_part().to_string();
+        drop(inner);
+        if part.len() > PART_BYTES_MAX || channel.send(part.as_bytes()).is_err() {
+            return channel.close();
+        }
+        // The other end sends nothing, so this waits, and ends early when it closes.
+        if channel.recv(1, TELL_EVERY).is_err() {
+            return;
+        }
+    }
+}
+
+impl Peers {
+    /// Notes that somebody looks, and asks the nodes that are not asked yet.
+    pub(super) fn ask(&self, inner: &Arc<Inner>) {
+        *lock(&self.looked) = Some(Instant::now());
+        let Some(agent) = inner.agent.get() else {
+            return;
+        };
+        let own = agent.id();
+        for node in agent.nodes() {
+            let mut asked = lock(&self.asked);
+            let is_wanted = node.id != own && node.state == Life::Alive;
+            if !is_wanted || asked.len() >= PEERS_MAX || !asked.insert(node.id) {
+                continue;
+            }
+            drop(asked);
+            let weak = Arc::downgrade(inner);
+            let thread = std::thread::Builder::new().name("board-peer".to_owned());
+            let id = node.id;
+            if thread.spawn(move || read(&weak, id)).is_err() {
+                lock(&self.asked).remove(&id);
+            }
+        }
+    }
+
+    /// The parts of other nodes by id, without old ones.
+    pub(super) fn heard(&self) -> BTreeMap<String, Value> {
+        let mut parts = lock(&self.parts);
+        parts.retain(|_, (at, _)| at.elapsed() < STALE);
+        let parts = parts.iter();
+        parts
+            .map(|(id, (_, part))| (id.to_string(), part.clone()))
+            .collect()
+    }
+
+    fn is_wanted(&self) -> bool {
+        lock(&self.looked).is_some_and(|at| at.elapsed() < INTEREST)
+    }
+}
+
+/// Reads parts of a node while somebody looks.
+fn read(weak: &Weak<Inner>, id: NodeId) {
+    let channel = weak.upgrade().and_then(|inner| {
+        let agent = inner.agent.get()?.clone();
+        drop(inner);
+        agent.open(id, SERVICE, OPEN_LIMIT).ok()
+    });
+    while let Some(channel) = &channel {
+        let part = channel.recv(PART_BYTES_MAX, TELL_EVERY);
+        let Some(inner) = weak.upgrade().filter(|inner| !inner.is_over()) else {
+            break;
+        };
+        let Ok(part) = part else { break };
+        if let Some(part) = part.and_then(|part| serde_json::from_slice(&part).ok()) {
+            lock(&inner.peers.parts).insert(id, (Instant::now(), part));
+        }
+        if !inner.peers.is_wanted() {
+            break;
+        }
+    }
+    if let Some(channel) = channel {
+        channel.close();
+    }
+    if let Some(inner) = weak.upgrade() {
+        lock(&inner.peers.asked).remove(&id);
+    }
+}

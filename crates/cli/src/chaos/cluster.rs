@@ -1,0 +1,410 @@
+//! Nodes with homes and ports of their own on this machine, joined into a cluster.
+
+use std::fs::{self, File};
+use std::net::TcpListener;
+use std::os::unix::process::CommandExt as _;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, bail, ensure};
+use paceline_cluster::nodes::agent::local;
+use paceline_model::SplitKind;
+use rustix::process::{Pid, Signal, kill_process};
+use serde_json::{Value, json};
+use tempfile::TempDir;
+
+use super::faults::Fault;
+use super::stage;
+use crate::process::own_program;
+
+/// For a node to answer a question over its socket.
+const ASK_LIMIT: Duration = Duration::from_secs(30);
+
+/// For nodes to start and to see each other.
+const MEET_LIMIT: Duration = Duration::from_secs(60);
+
+/// For a model to load, and to be copied to the other nodes.
+const LOAD_LIMIT: Duration = Duration::from_secs(300);
+
+/// Between two questions while something is awaited.
+const ASK_EVERY: Duration = Duration::from_millis(20);
+
+/// A cluster that ends, with its files, when this is dropped.
+pub(super) struct Cluster {
+    nodes: Vec<Node>,
+    /// What `load` was asked for, to ask again after nodes were lost.
+    wanted: Value,
+    stopped: Vec<Pid>,
+    folder: TempDir,
+}
+
+struct Node {
+    name: String,
+    home: PathBuf,
+    api: u16,
+    control: u16,
+    process: Option<Child>,
+}
+
+/// A thread that waits for the entry node to tell that its instance is disturbed.
+pub(super) struct Watch {
+    thread: JoinHandle<Option<Instant>>,
+    over: Arc<AtomicBool>,
+}
+
+impl Watch {
+    /// From `moment` to when the node told of it; `None` where it never did.
+    pub(super) fn since(self, moment: Instant) -> Option<Duration> {
+        self.over.store(true, Ordering::Relaxed);
+        let told = self.thread.join().ok()??;
+        Some(told.saturating_duration_since(moment))
+    }
+}
+
+impl Cluster {
+    /// Starts `count` nodes that find each other by address and join the first one's cluster.
+    ///
+    /// # Errors
+    /// A node that does not start, or the system's refusals.
+    pub(super) fn start(count: usize) -> anyhow::Result<Self> {
+        stage(&format!("{count} nodes form a cluster on this machine"));
+        let folder = tempfile::Builder::new().prefix("pl-chaos").tempdir()?;
+        let nodes = (0..count)
+            .map(|number| Node::new(folder.path(), number))
+            .collect::<anyhow::Result<_>>()?;
+        let mut cluster = Self {
+            nodes,
+            wanted: Value::Null,
+            stopped: Vec::new(),
+            folder,
+        };
+        for number in 0..count {
+            cluster.up(number)?;
+        }
+        cluster.join()?;
+        Ok(cluster)
+    }
+
+    /// Starts the process of a node and waits until it answers.
+    fn up(&mut self, number: usize) -> anyhow::Result<()> {
+        let first = self.nodes[0].control;
+        let node = &mut self.nodes[number];
+        node.start((number > 0).then_some(first))?;
+        until(MEET_LIMIT, &format!("{} starts", node.name), || {
+            node.check()?;
+            Ok(node.ask("nodes", json!({})).is_ok())
+        })
+    }
+
+    fn join(&self) -> anyhow::Result<()> {
+        let key = self.nodes[0].ask("token", json!({}))?; // {"token": ...}, as `join` takes it
+        for node in &self.nodes[1..] {
+            node.ask("join", key.clone())?;
+        }
+        until(MEET_LIMIT, "all nodes see each other", || {
+            Ok(self.alive() == self.nodes.len())
+        })
+    }
+
+    /// Nodes that the entry node sees alive, itself included.
+    fn alive(&self) -> usize {
+        let told = self.entry().ask("nodes", json!({})).unwrap_or_default();
+        let all = told["nodes"].as_array().into_iter().flatten();
+        all.filter(|node| node["state"] == "alive").count()
+    }
+
+    /// The node that clients ask, and that no fault hits.
+    fn entry(&self) -> &Node {
+        self.nodes.last().expect("a cluster has two nodes at least")
+    }
+
+    /// The port of the API that clients ask.
+    pub(super) fn port(&self) -> u16 {
+        self.entry().api
+    }
+
+    pub(super) fn name(&self, victim: usize) -> String {
+        self.nodes[victim].name.clone()
+    }
+
+    /// Loads `model` over all nodes.
+    ///
+    /// # Errors
+    /// Why it cannot be loaded.
+    pub(super) fn load(
+        &mut self,
+        model: &Path,
+        split: SplitKind,
+        (threads, parallel): (u16, u16),
+    ) -> anyhow::Result<()> {
+        let model =
+            fs::canonicalize(model).with_context(|| format!("cannot find {}", model.display()))?;
+        ensure!(
+            model.is_file(),
+            "{}: a cluster loads models of one GGUF file",
+            model.display()
+        );
+        self.wanted = json!({
+            "model": model.to_str().context("the model's path is not UTF-8")?,
+            "count": self.nodes.len(),
+            "nodes": [],
+            "split": split.to_string(),
+            "threads": threads,
+            "parallel": parallel,
+        });
+        self.load_wanted()
+    }
+
+    fn load_wanted(&self) -> anyhow::Result<()> {
+        stage("the model is loaded over all nodes");
+        self.nodes[0].ask("load", self.wanted.clone())?;
+        self.ready(LOAD_LIMIT)
+    }
+
+    fn ready(&self, limit: Duration) -> anyhow::Result<()> {
+        until(limit, "the model is ready", || {
+            let instance = self.instance()?;
+            if instance["state"] == "failed" {
+                bail!("the model cannot be loaded: {}", instance["reason"]);
+            }
+            Ok(instance["state"] == "ready")
+        })
+    }
+
+    /// The only instance, as the entry node sees it; null where it knows none.
+    fn instance(&self) -> anyhow::Result<Value> {
+        Ok(self.entry().ask("ps", json!({}))?[0].clone())
+    }
+
+    /// A node of the instance other than the entry.
+    ///
+    /// # Errors
+    /// An instance that the entry node computes alone.
+    pub(super) fn victim(&self, choice: usize) -> anyhow::Result<usize> {
+        let nodes = self.instance()?["nodes"].clone();
+        let has = |node: &Node| {
+            nodes
+                .as_array()
+                .is_some_and(|all| all.contains(&json!(node.name)))
+        };
+        let others = 0..self.nodes.len() - 1;
+        let able: Vec<usize> = others.filter(|number| has(&self.nodes[*number])).collect();
+        ensure!(!able.is_empty(), "no other node computes the model");
+        Ok(able[choice % able.len()])
+    }
+
+    /// Begins to look for the moment at which the entry node tells of a fault.
+    ///
+    /// # Errors
+    /// An entry node that does not answer.
+    pub(super) fn watch(&self) -> anyhow::Result<Watch> {
+        let before = self.instance()?;
+        let home = self.entry().home.clone();
+        let over = Arc::new(AtomicBool::new(false));
+        let is_over = over.clone();
+        let thread = thread::spawn(move || {
+            while !is_over.load(Ordering::Relaxed) {
+                let told = local::ask(&home, "ps", json!({}), ASK_LIMIT, |_| {}).ok()?;
+                let now = &told[0];
+                if ["state", "epoch", "nodes"]
+                    .iter()
+                    .any(|name| now[name] != before[name])
+                {
+                    return Some(Instant::now());
+                }
+                thread::sleep(ASK_EVERY / 4);
+            }
+            None
+        });
+        Ok(Watch { thread, over })
+    }
+
+    /// Does to the node what `fault` says.
+    ///
+    /// # Errors
+    /// What the system refuses, or a node that has no worker.
+    pub(super) fn hit(&mut self, fault: Fault, victim: usize) -> anyhow::Result<()> {
+        let node = &mut self.nodes[victim];
+        match fault {
+            Fault::KillNode => node.kill(),
+            Fault::KillWorker => signal(&node.workers()?, Signal::KILL),
+            Fault::FreezeWorker => {
+                let workers = node.workers()?;
+                signal(&workers, Signal::STOP)?;
+                self.stopped.extend(workers);
+                Ok(())
+            }
+            Fault::FreezeNode => {
+                let mut all = node.workers()?;
+                all.insert(0, node.pid()?);
+                signal(&all, Signal::STOP)?;
+                self.stopped.extend(all);
+                Ok(())
+            }
+        }
+    }
+
+    /// Wakes what a fault stopped, starts what it killed, and waits until all nodes compute the
+    /// model again.
+    ///
+    /// # Errors
+    /// A cluster that does not come back within `limit`.
+    pub(super) fn heal(&mut self, limit: Duration) -> anyhow::Result<()> {
+        for pid in std::mem::take(&mut self.stopped) {
+            let _ = kill_process(pid, Signal::CONT); // some were killed meanwhile
+        }
+        for number in 0..self.nodes.len() {
+            if self.nodes[number].process.is_none() {
+                self.up(number)?;
+            }
+        }
+        until(limit, "all nodes are back", || {
+            Ok(self.alive() == self.nodes.len())
+        })?;
+        let whole = |instance: &Value| {
+            let nodes = instance["nodes"].as_array().map_or(0, Vec::len);
+            nodes == self.nodes.len()
+        };
+        if whole(&self.instance()?) {
+            return self.ready(limit);
+        }
+        let name = self.instance()?["id"].clone();
+        self.entry().ask("unload", json!({ "model": name }))?;
+        until(limit, "the model is unloaded", || {
+            Ok(self.instance()?.is_null())
+        })?;
+        self.load_wanted()
+    }
+}
+
+impl Drop for Cluster {
+    fn drop(&mut self) {
+        for pid in std::mem::take(&mut self.stopped) {
+            let _ = kill_process(pid, Signal::CONT);
+        }
+        for node in &mut self.nodes {
+            let _ = node.kill();
+        }
+        if thread::panicking() {
+            return;
+        }
+        let _ = fs::remove_dir_all(self.folder.path());
+    }
+}
+
+impl Node {
+    fn new(folder: &Path, number: usize) -> anyhow::Result<Self> {
+        let name = format!("n{number}");
+        let home = folder.join(&name);
+        fs::create_dir(&home)?;
+        Ok(Self {
+            name,
+            home,
+            api: free_port()?,
+            control: free_port()?,
+            process: None,
+        })
+    }
+
+    fn start(&mut self, peer: Option<u16>) -> anyhow::Result<()> {
+        let log = File::options()
+            .append(true)
+            .create(true)
+            .open(self.home.join("log"))?;
+        let mut command = Command::new(own_program()?);
+        command
+            .args(["up", "--no-beacons", "--name", &self.name])
+            .args(["--port", &self.api.to_string()])
+            .args(["--control-port", &self.control.to_string()])
+            .env("PACELINE_HOME", &self.home)
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(log)
+            .process_group(0); // Ctrl-C is for this program, which ends them
+        if let Some(port) = peer {
+            command.args(["--peer", &format!("127.0.0.1:{port}")]);
+        }
+        self.process = Some(command.spawn().context("cannot start a node")?);
+        Ok(())
+    }
+
+    /// # Errors
+    /// A node that ended, with the end of its log.
+    fn check(&mut self) -> anyhow::Result<()> {
+        let process = self.process.as_mut().context("it was not started")?;
+        let Some(status) = process.try_wait()? else {
+            return Ok(());
+        };
+        let log = fs::read_to_string(self.home.join("log")).unwrap_or_default();
+        bail!("{} ended with {status}: {}", self.name, log.trim());
+    }
+
+    fn ask(&self, command: &str, arguments: Value) -> Result<Value, local::Error> {
+        local::ask(&self.home, command, arguments, ASK_LIMIT, |_| {})
+    }
+
+    fn pid(&self) -> anyhow::Result<Pid> {
+        let process = self.process.as_ref().context("the node does not run")?;
+        Pid::from_raw(process.id().cast_signed()).context("a process without a number")
+    }
+
+    fn kill(&mut self) -> anyhow::Result<()> {
+        let Some(mut process) = self.process.take() else {
+            return Ok(());
+        };
+        process.kill()?;
+        process.wait()?;
+        Ok(())
+    }
+
+    /// Processes that the node started.
+    fn workers(&self) -> anyhow::Result<Vec<Pid>> {
+        let own = self.pid()?.as_raw_nonzero().get();
+        let file = format!("/proc/{own}/task");
+        let mut found = Vec::new();
+        for thread in fs::read_dir(&file).with_context(|| format!("cannot read {file}"))? {
+            let children = thread?.path().join("children");
+            let children = fs::read_to_string(children).unwrap_or_default(); // the thread ended
+            let pids = children
+                .split_whitespace()
+                .filter_map(|pid| pid.parse().ok());
+            found.extend(pids.filter_map(Pid::from_raw));
+        }
+        ensure!(!found.is_empty(), "{} has no worker", self.name);
+        Ok(found)
+    }
+}
+
+fn signal(pids: &[Pid], signal: Signal) -> anyhow::Result<()> {
+    for pid in pids {
+        kill_process(*pid, signal).context("cannot send a signal")?;
+    }
+    Ok(())
+}
+
+/// A port that nothing listens on. Another program may take it before the node does, which then
+/// says so.
+fn free_port() -> anyhow::Result<u16> {
+    Ok(TcpListener::bind(("127.0.0.1", 0))?.local_addr()?.port())
+}
+
+/// Waits until `done`.
+///
+/// # Errors
+/// The first error of `done`; `what` where it takes longer than `limit`.
+fn until(
+    limit: Duration,
+    what: &str,
+    mut done: impl FnMut() -> anyhow::Result<bool>,
+) -> anyhow::Result<()> {
+    let begun = Instant::now();
+    while !done()? {
+        ensure!(begun.elapsed() < limit, "{what}: not within {limit:?}");
+        thread::sleep(ASK_EVERY);
+    }
+    Ok(())
+}

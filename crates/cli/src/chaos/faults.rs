@@ -1,0 +1,109 @@
+//! Which fault, whom it hits and when: a schedule that follows from a seed.
+
+use std::fmt;
+
+use anyhow::bail;
+use paceline_base::SplitMix64;
+
+/// Something that happens to a node.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub(super) enum Fault {
+    /// SIGKILL to the node's process: a crash or a power cut
+    KillNode,
+    /// SIGKILL to the node's worker alone: the node lives
+    KillWorker,
+    /// SIGSTOP to the node and its worker, SIGCONT when the answers ended: a sleeping machine
+    FreezeNode,
+    /// SIGSTOP to the worker alone: a hang in a driver
+    FreezeWorker,
+}
+
+impl Fault {
+    const ALL: [Self; 4] = [
+        Self::KillNode,
+        Self::KillWorker,
+        Self::FreezeNode,
+        Self::FreezeWorker,
+    ];
+
+    /// Whether this system tells which processes belong to a node.
+    const fn can_be(self) -> bool {
+        cfg!(target_os = "linux") || matches!(self, Self::KillNode)
+    }
+}
+
+impl fmt::Display for Fault {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            Self::KillNode => "kill-node",
+            Self::KillWorker => "kill-worker",
+            Self::FreezeNode => "freeze-node",
+            Self::FreezeWorker => "freeze-worker",
+        })
+    }
+}
+
+/// A fault of the schedule.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Round {
+    pub(super) fault: Fault,
+    /// Chooses among the nodes that the instance has at that moment.
+    pub(super) victim: usize,
+    /// Pieces of the answer that comes first, after which it happens.
+    pub(super) at_token: u32,
+}
+
+/// The faults to choose from: `asked`, or all that this system allows.
+///
+/// # Errors
+/// A fault that was asked for and cannot be had here.
+pub(super) fn of(asked: &[Fault]) -> anyhow::Result<Vec<Fault>> {
+    if let Some(fault) = asked.iter().find(|fault| !fault.can_be()) {
+        bail!("{fault} needs Linux, which tells the processes of a node");
+    }
+    if !asked.is_empty() {
+        return Ok(asked.to_vec());
+    }
+    Ok(Fault::ALL
+        .into_iter()
+        .filter(|fault| fault.can_be())
+        .collect())
+}
+
+/// `rounds` faults. Each kind comes as often as every other, in random order.
+pub(super) fn schedule(seed: u64, rounds: u32, faults: &[Fault], tokens: u32) -> Vec<Round> {
+    let mut random = SplitMix64::new(seed);
+    let mut bag: Vec<Fault> = Vec::new();
+    let mut next = |_| {
+        if bag.is_empty() {
+            bag = faults.to_vec();
+            random.shuffle(&mut bag);
+        }
+        Round {
+            fault: bag.pop().unwrap_or(Fault::KillNode),
+            victim: random.below(1 << 16),
+            // Early enough that all answers are under way, and that a third is still to come.
+            at_token: 2 + random.below((tokens as usize * 2 / 3).max(1)) as u32,
+        }
+    };
+    (0..rounds).map(&mut next).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_schedule_follows_from_its_seed() {
+        let of = |seed| schedule(seed, 40, &Fault::ALL, 300);
+        assert_eq!(of(3), of(3));
+        assert_ne!(of(3), of(4));
+        for fault in Fault::ALL {
+            assert_eq!(
+                of(3).iter().filter(|round| round.fault == fault).count(),
+                10
+            );
+        }
+        assert!(of(3).iter().all(|round| (2..202).contains(&round.at_token)));
+    }
+}

@@ -1,0 +1,149 @@
+//! What came of the rounds, as a table and as JSON.
+
+use std::time::Duration;
+
+use anyhow::bail;
+use serde_json::{Value, json};
+
+use super::faults::Round;
+use crate::output::{print, printable};
+
+/// What a round showed.
+#[derive(Debug)]
+pub(super) struct Seen {
+    pub(super) round: Round,
+    pub(super) victim: String,
+    /// From the fault to the first time that the entry node told of it; `None` where the state
+    /// was over before it was asked for again.
+    pub(super) detected: Option<Duration>,
+    /// Longest wait of a client for its next token.
+    pub(super) pause: Option<Duration>,
+    pub(super) answers: usize,
+    pub(super) lost: usize,
+    pub(super) altered: usize,
+    /// What the first lost answer said.
+    pub(super) reason: Option<String>,
+}
+
+/// All rounds.
+#[derive(Debug)]
+pub(super) struct Report {
+    seed: u64,
+    nodes: usize,
+    rounds: Vec<Seen>,
+}
+
+impl Report {
+    pub(super) const fn new(seed: u64, nodes: usize) -> Self {
+        let rounds = Vec::new();
+        Self {
+            seed,
+            nodes,
+            rounds,
+        }
+    }
+
+    pub(super) fn add(&mut self, seen: Seen) {
+        self.rounds.push(seen);
+    }
+
+    /// Prints a line of the table, below its heading the first time.
+    pub(super) fn show(&self, seen: &Seen) -> anyhow::Result<()> {
+        if self.rounds.is_empty() {
+            print("FAULT          VICTIM  AT TOKEN  DETECTED AFTER  LONGEST PAUSE  LOST  ALTERED")?;
+        }
+        print(&format!(
+            "{:<13}  {:<6}  {:>8}  {:>14}  {:>13}  {:>4}  {:>7}",
+            seen.round.fault,
+            printable(&seen.victim),
+            seen.round.at_token,
+            seconds(seen.detected),
+            seconds(seen.pause),
+            seen.lost,
+            seen.altered,
+        ))?;
+        match &seen.reason {
+            Some(reason) => print(&format!("  {}", printable(reason))),
+            None => Ok(()),
+        }
+    }
+
+    /// Prints the totals.
+    pub(super) fn close(&self) -> anyhow::Result<()> {
+        let [answers, lost, altered] = self.totals();
+        print(&format!(
+            "{} faults, {answers} answers: {lost} lost, {altered} altered; median pause {}, \
+             longest {} (seed {})",
+            self.rounds.len(),
+            seconds(median(self.pauses())),
+            seconds(self.pauses().into_iter().max()),
+            self.seed,
+        ))
+    }
+
+    pub(super) fn json(&self) -> Value {
+        let [answers, lost, altered] = self.totals();
+        let rounds: Vec<Value> = self.rounds.iter().map(Seen::json).collect();
+        json!({
+            "seed": self.seed,
+            "nodes": self.nodes,
+            "answers": answers,
+            "lost": lost,
+            "altered": altered,
+            "pause_median_s": median(self.pauses()).map(|pause| pause.as_secs_f64()),
+            "rounds": rounds,
+        })
+    }
+
+    /// # Errors
+    /// Answers that were lost or altered.
+    pub(super) fn verdict(&self) -> anyhow::Result<()> {
+        match self.totals() {
+            [_, 0, 0] => Ok(()),
+            [answers, lost, altered] => {
+                bail!("of {answers} answers {lost} were lost and {altered} altered")
+            }
+        }
+    }
+
+    fn totals(&self) -> [usize; 3] {
+        let sum = |of: fn(&Seen) -> usize| self.rounds.iter().map(of).sum();
+        [
+            sum(|it| it.answers),
+            sum(|it| it.lost),
+            sum(|it| it.altered),
+        ]
+    }
+
+    fn pauses(&self) -> Vec<Duration> {
+        self.rounds.iter().filter_map(|seen| seen.pause).collect()
+    }
+}
+
+impl Seen {
+    fn json(&self) -> Value {
+        json!({
+            "fault": self.round.fault.to_string(),
+            "victim": self.victim,
+            "at_token": self.round.at_token,
+            "detected_s": self.detected.map(|time| time.as_secs_f64()),
+            "pause_s": self.pause.map(|time| time.as_secs_f64()),
+            "answers": self.answers,
+            "lost": self.lost,
+            "altered": self.altered,
+            "reason": self.reason,
+        })
+    }
+}
+
+fn median(mut times: Vec<Duration>) -> Option<Duration> {
+    times.sort_unstable();
+    times.get(times.len() / 2).copied()
+}
+
+fn seconds(time: Option<Duration>) -> String {
+    time.map_or_else(
+        || "-".to_owned(),
+        |time| format!("{:.2} s", time.as_secs_f64()),
+    )
+}

@@ -1,0 +1,162 @@
+//! `paceline top`: the cluster in a terminal.
+//!
+//! ```text
+//! node of this home --local socket-->  status (JSON) --> View --> frame of ratatui --> terminal
+//! or --url          --HTTP---------->
+//! ```
+//!
+//! The frame uses bold and reversed text and no colour, so it reads the same on every terminal and
+//! over ssh. A thread asks the node, so keys are answered while the node is slow.
+
+mod draw;
+
+use std::io::IsTerminal;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
+use std::time::Duration;
+
+use anyhow::Context;
+use ratatui::crossterm::event::{self, Event, KeyCode, KeyEvent, KeyEventKind, KeyModifiers};
+use serde_json::{Value, json};
+
+use crate::output::print;
+use crate::{agent, member};
+use draw::View;
+
+const EXAMPLES: &str = "\
+Examples:
+  paceline top
+  paceline top --once
+  PACELINE_API_KEY=pl-... paceline top --url http://192.168.1.5:52415
+
+Keys: q ends, s sorts the machines by another column, / filters by text, Esc clears the filter,
+arrows and page keys scroll.";
+
+/// Between looks at the node.
+const LOOK_EVERY: Duration = Duration::from_secs(1);
+
+/// Longest wait for a key before an answer of the node is drawn.
+const KEY_WAIT: Duration = Duration::from_millis(100);
+
+/// Columns and rows of `--once` where standard output is no terminal.
+const PLAIN: (u16, u16) = (100, 40);
+
+/// Arguments of `paceline top`.
+#[derive(Debug, clap::Args)]
+#[command(after_help = EXAMPLES)]
+pub(crate) struct Args {
+    /// Node to ask over HTTP, with the key in PACELINE_API_KEY if it wants one [default: the node
+    /// of this machine]
+    #[arg(long, value_name = "URL")]
+    url: Option<String>,
+    /// Print one frame as text and end
+    #[arg(long)]
+    once: bool,
+}
+
+/// Shows the cluster until the user ends it.
+///
+/// # Errors
+/// A node that does not answer the first time, a terminal that cannot be used.
+pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
+    let first = ask(args.url.as_deref())?;
+    let mut view = View::default();
+    view.hear(Ok(first));
+    if args.once || !std::io::stdout().is_terminal() {
+        let size = ratatui::crossterm::terminal::size().ok();
+        let size = size.filter(|_| std::io::stdout().is_terminal());
+        return print(&draw::plain(&mut view, size.unwrap_or(PLAIN)));
+    }
+    let (sender, heard) = sync_channel(1);
+    let url = args.url.clone();
+    // Not waited for at the end: it may be in a request.
+    let asking = std::thread::Builder::new().name("top".to_owned());
+    asking
+        .spawn(move || keep_asking(url.as_deref(), &sender))
+        .context("cannot start a thread")?;
+    let mut terminal = ratatui::try_init().context("cannot use this terminal")?;
+    let outcome = show(&mut terminal, &mut view, &heard);
+    ratatui::restore();
+    outcome
+}
+
+/// Draws and reads keys until the user ends it.
+fn show(
+    terminal: &mut ratatui::DefaultTerminal,
+    view: &mut View,
+    heard: &Receiver<Result<Value, String>>,
+) -> anyhow::Result<()> {
+    loop {
+        let drawn = terminal.draw(|frame| draw::frame(view, frame));
+        drawn.context("cannot draw on the terminal")?;
+        if event::poll(KEY_WAIT).context("cannot read keys")? {
+            match event::read().context("cannot read keys")? {
+                Event::Key(key) if key.kind == KeyEventKind::Press && is_end(view, key) => {
+                    return Ok(());
+                }
+                // The next frame has the new size.
+                _ => {}
+            }
+        }
+        match heard.recv_timeout(Duration::ZERO) {
+            Ok(status) => view.hear(status),
+            Err(RecvTimeoutError::Timeout) => {}
+            Err(RecvTimeoutError::Disconnected) => return Ok(()),
+        }
+    }
+}
+
+/// Does what a key says; whether it ends the program.
+fn is_end(view: &mut View, key: KeyEvent) -> bool {
+    let is_control = key.modifiers.contains(KeyModifiers::CONTROL);
+    if let KeyCode::Char('c' | 'd') = key.code
+        && is_control
+    {
+        return true;
+    }
+    if let Some(filter) = view.filter.as_mut().filter(|_| view.is_typing) {
+        match key.code {
+            KeyCode::Char(c) if filter.chars().count() < 64 => filter.push(c),
+            KeyCode::Backspace => drop(filter.pop()),
+            KeyCode::Enter => view.is_typing = false,
+            KeyCode::Esc => view.clear_filter(),
+            _ => {}
+        }
+        return false;
+    }
+    match key.code {
+        KeyCode::Char('q') => return true,
+        KeyCode::Char('s') => view.sort = view.sort.next(),
+        KeyCode::Char('/') => view.type_filter(),
+        KeyCode::Esc => view.clear_filter(),
+        KeyCode::Down | KeyCode::Char('j') => view.scroll = view.scroll.saturating_add(1),
+        KeyCode::Up | KeyCode::Char('k') => view.scroll = view.scroll.saturating_sub(1),
+        KeyCode::PageDown => view.scroll = view.scroll.saturating_add(10),
+        KeyCode::PageUp => view.scroll = view.scroll.saturating_sub(10),
+        KeyCode::Home => view.scroll = 0,
+        _ => {}
+    }
+    false
+}
+
+/// Asks the node once a second until nobody listens.
+fn keep_asking(url: Option<&str>, heard: &SyncSender<Result<Value, String>>) {
+    loop {
+        std::thread::sleep(LOOK_EVERY);
+        let status = ask(url).map_err(|error| format!("{error:#}"));
+        if heard.send(status).is_err() {
+            return;
+        }
+    }
+}
+
+/// # Errors
+/// Why the node does not answer.
+fn ask(url: Option<&str>) -> anyhow::Result<Value> {
+    let Some(url) = url else {
+        return member::ask("board", json!({}));
+    };
+    let key = std::env::var("PACELINE_API_KEY").ok();
+    let key = key.filter(|key| !key.is_empty());
+    let url = url.trim_end_matches('/');
+    agent::get(&format!("{url}/v1/paceline/status"), key.as_deref())
+}

@@ -1,0 +1,460 @@
+//! The frame of `paceline top`: pure, from what the node said and what the user typed.
+
+use std::cmp::Ordering;
+use std::collections::VecDeque;
+
+use paceline_base::Bytes;
+use ratatui::Frame;
+use ratatui::buffer::Buffer;
+use ratatui::layout::{Constraint, Layout, Rect};
+use ratatui::style::{Modifier, Style};
+use ratatui::text::{Line, Span};
+use ratatui::widgets::{Cell, Row, Sparkline, Table, Widget};
+use serde_json::Value;
+
+use crate::output::printable;
+
+/// Points of the graph of tokens a second: two minutes.
+const SPEEDS_MAX: usize = 120;
+
+/// Rows of the graph.
+const GRAPH_ROWS: u16 = 3;
+
+/// The column that machines are sorted by.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) enum Sort {
+    /// This node first, then by name.
+    #[default]
+    Name,
+    /// The busiest first.
+    Cpu,
+    /// The fullest first.
+    Memory,
+}
+
+impl Sort {
+    pub(super) const fn next(self) -> Self {
+        match self {
+            Self::Name => Self::Cpu,
+            Self::Cpu => Self::Memory,
+            Self::Memory => Self::Name,
+        }
+    }
+
+    const fn name(self) -> &'static str {
+        match self {
+            Self::Name => "name",
+            Self::Cpu => "CPU",
+            Self::Memory => "memory",
+        }
+    }
+}
+
+/// What is shown, and how the user wants it.
+#[derive(Debug, Default)]
+pub(super) struct View {
+    status: Value,
+    /// Why the last look failed.
+    problem: Option<String>,
+    /// Tokens a second at the last looks.
+    speeds: VecDeque<u64>,
+    pub(super) sort: Sort,
+    pub(super) filter: Option<String>,
+    pub(super) is_typing: bool,
+    pub(super) scroll: usize,
+}
+
+impl View {
+    /// Takes what the node said.
+    pub(super) fn hear(&mut self, status: Result<Value, String>) {
+        match status {
+            Ok(status) => {
+                let speed = tok_s(&status);
+                self.status = status;
+                self.problem = None;
+                self.speeds.push_back(speed.round() as u64);
+                if self.speeds.len() > SPEEDS_MAX {
+                    self.speeds.pop_front();
+                }
+            }
+            Err(problem) => self.problem = Some(problem),
+        }
+    }
+
+    pub(super) fn type_filter(&mut self) {
+        self.is_typing = true;
+        self.filter.get_or_insert_default();
+    }
+
+    pub(super) fn clear_filter(&mut self) {
+        self.is_typing = false;
+        self.filter = None;
+    }
+
+    /// Items of a list that the filter lets through.
+    fn items(&self, name: &str) -> Vec<&Value> {
+        let filter = self.filter.as_deref().unwrap_or_default();
+        let all = self.status[name].as_array().into_iter().flatten();
+        let has = |value: &Value| match value {
+            Value::String(text) => text.contains(filter),
+            Value::Array(all) => all
+                .iter()
+                .filter_map(Value::as_str)
+                .any(|t| t.contains(filter)),
+            _ => false,
+        };
+        let passes = |item: &&Value| {
+            let names = ["name", "model", "state", "node", "nodes"];
+            filter.is_empty() || names.iter().any(|name| has(&item[*name]))
+        };
+        all.filter(passes).collect()
+    }
+
+    fn nodes(&self) -> Vec<&Value> {
+        let mut nodes = self.items("nodes");
+        let by = |of: fn(&Value) -> f64| {
+            move |a: &&Value, b: &&Value| of(b).partial_cmp(&of(a)).unwrap_or(Ordering::Equal)
+        };
+        match self.sort {
+            Sort::Name => {}
+            Sort::Cpu => nodes.sort_by(by(|n| n["telemetry"]["cpu_busy"].as_f64().unwrap_or(-1.0))),
+            Sort::Memory => nodes.sort_by(by(|n| memory_share(n).unwrap_or(-1.0))),
+        }
+        nodes
+    }
+}
+
+fn tok_s(status: &Value) -> f64 {
+    let requests = status["requests"].as_array().into_iter().flatten();
+    let speeds = requests.filter_map(|request| request["tok_s"].as_f64());
+    speeds.sum()
+}
+
+fn memory_share(node: &Value) -> Option<f64> {
+    let all = node["telemetry"]["memory_bytes"].as_f64()?;
+    let free = node["telemetry"]["memory_available_bytes"].as_f64()?;
+    (all > 0.0).then(|| 1.0 - free / all)
+}
+
+/// One frame as text, its lines without spaces at their ends.
+pub(super) fn plain(view: &mut View, (width, height): (u16, u16)) -> String {
+    let mut buffer = Buffer::empty(Rect::new(0, 0, width, height));
+    draw(view, buffer.area, &mut buffer);
+    let line = |y: u16| {
+        let cells = (0..width).map(|x| buffer[(x, y)].symbol());
+        cells.collect::<String>().trim_end().to_owned()
+    };
+    let lines: Vec<String> = (0..height).map(line).collect();
+    lines.join("\n").trim_end().to_owned()
+}
+
+/// Draws on the terminal.
+pub(super) fn frame(view: &mut View, frame: &mut Frame) {
+    let area = frame.area();
+    draw(view, area, frame.buffer_mut());
+}
+
+/// Draws everything; what has no room is cut.
+fn draw(view: &mut View, area: Rect, buffer: &mut Buffer) {
+    let nodes = view.nodes().len().max(1) as u16 + 1;
+    let instances = view.items("instances").len() as u16 + 1;
+    let has_graph = area.height >= 20;
+    let parts = Layout::vertical([
+        Constraint::Length(1),
+        Constraint::Length(if has_graph { GRAPH_ROWS } else { 0 }),
+        Constraint::Max(nodes.min(area.height / 2)),
+        Constraint::Length(1),
+        Constraint::Max(instances.min(area.height / 3)),
+        Constraint::Length(1),
+        Constraint::Fill(1),
+        Constraint::Length(1),
+    ]);
+    let [head, graph, machines, _, models, _, requests, foot] = parts.areas(area);
+    header(view).render(head, buffer);
+    let speeds = view.speeds.make_contiguous();
+    let last = &speeds[speeds.len().saturating_sub(usize::from(area.width))..];
+    Sparkline::default().data(last).render(graph, buffer);
+    // Scrolling moves the list of machines first; it is the one that grows with the cluster.
+    let shown = usize::from(machines.height.saturating_sub(1));
+    view.scroll = view.scroll.min(view.nodes().len().saturating_sub(shown));
+    let rows: Vec<[String; 8]> = view
+        .nodes()
+        .into_iter()
+        .skip(view.scroll)
+        .map(node)
+        .collect();
+    let names = [
+        "MACHINE", "STATE", "CPU", "GHZ", "MEMORY", "TEMP", "POWER", "NETWORK",
+    ];
+    table(names, rows, [18, 8, 6, 5, 16, 6, 7, 0]).render(machines, buffer);
+    let rows: Vec<[String; 5]> = view.items("instances").into_iter().map(instance).collect();
+    let names = ["MODEL", "STATE", "SPLIT", "TOK/S (PREDICTED)", "ON"];
+    table(names, rows, [18, 15, 9, 18, 0]).render(models, buffer);
+    let rows: Vec<[String; 7]> = view.items("requests").into_iter().map(request).collect();
+    let names = [
+        "REQUEST", "MODEL", "PROMPT", "TOKENS", "TOK/S", "FIRST", "AT",
+    ];
+    table(names, rows, [8, 22, 7, 7, 7, 8, 0]).render(requests, buffer);
+    footer(view).render(foot, buffer);
+}
+
+/// A table whose last column takes what is left.
+fn table<const N: usize>(
+    names: [&'static str; N],
+    rows: Vec<[String; N]>,
+    widths: [u16; N],
+) -> Table<'static> {
+    let widths = widths.map(|width| match width {
+        0 => Constraint::Fill(1),
+        width => Constraint::Length(width),
+    });
+    let rows = rows
+        .into_iter()
+        .map(|cells| Row::new(cells.map(Cell::from)));
+    let bold = Style::new().add_modifier(Modifier::BOLD);
+    Table::new(rows, widths).header(Row::new(names).style(bold))
+}
+
+fn header(view: &View) -> Line<'static> {
+    let status = &view.status;
+    let text = |name: &str| printable(status[name].as_str().unwrap_or("-")).into_owned();
+    let nodes = status["nodes"].as_array().map_or(&[][..], Vec::as_slice);
+    let alive = nodes.iter().filter(|node| node["state"] == "alive").count();
+    let requests = status["requests"].as_array().map_or(0, Vec::len);
+    let about = format!(
+        "  {} · cluster {} · {alive} of {} machines · {requests} requests · {:.1} tokens/s",
+        text("name"),
+        text("cluster"),
+        nodes.len(),
+        tok_s(status)
+    );
+    let bold = Style::new().add_modifier(Modifier::BOLD);
+    Line::from(vec![Span::styled("paceline", bold), Span::raw(about)])
+}
+
+fn footer(view: &View) -> Line<'static> {
+    let reversed = Style::new().add_modifier(Modifier::REVERSED);
+    if let Some(problem) = &view.problem {
+        let problem = printable(problem).into_owned();
+        return Line::styled(format!("the node does not answer: {problem}"), reversed);
+    }
+    let filter = match (&view.filter, view.is_typing) {
+        (Some(filter), true) => format!("/{filter}_  "),
+        (Some(filter), false) => format!("/{filter}  "),
+        (None, _) => String::new(),
+    };
+    let sort = view.sort.name();
+    Line::raw(format!(
+        "{filter}q end  s sort ({sort})  / filter  arrows scroll"
+    ))
+}
+
+fn text(value: &Value) -> String {
+    printable(value.as_str().unwrap_or("-")).into_owned()
+}
+
+/// A number with its unit, or a dash where there is none.
+fn number(value: &Value, write: impl Fn(f64) -> String) -> String {
+    value.as_f64().map_or_else(|| "-".to_owned(), write)
+}
+
+fn node(node: &Value) -> [String; 8] {
+    let t = &node["telemetry"];
+    let memory = memory_share(node).map_or_else(
+        || "-".to_owned(),
+        |share| {
+            let all = Bytes(t["memory_bytes"].as_u64().unwrap_or(0));
+            format!("{:.0} % of {all}", share * 100.0)
+        },
+    );
+    let sum = |name: &str| {
+        let networks = t["networks"].as_array()?.iter();
+        Some(
+            networks
+                .filter_map(|network| network[name].as_f64())
+                .sum::<f64>(),
+        )
+    };
+    let traffic = sum("received_bytes_s").zip(sum("sent_bytes_s"));
+    let traffic = traffic.map_or_else(
+        || "-".to_owned(),
+        |(down, up)| format!("{}/s in, {}/s out", Bytes(down as u64), Bytes(up as u64)),
+    );
+    [
+        text(&node["name"]),
+        text(&node["state"]),
+        number(&t["cpu_busy"], |busy| format!("{:.0} %", busy * 100.0)),
+        number(&t["cpu_mhz"], |mhz| format!("{:.1}", mhz / 1000.0)),
+        memory,
+        number(&t["temperature_c"], |c| format!("{c:.0} C")),
+        number(&t["package_watts"], |watts| format!("{watts:.0} W")),
+        traffic,
+    ]
+}
+
+fn instance(it: &Value) -> [String; 5] {
+    let portrait = &it["portrait"];
+    let state = match (it["progress"][0].as_u64(), it["progress"][1].as_u64()) {
+        (Some(done), Some(of)) if of > 0 && it["state"] != "ready" => {
+            format!("{} {} %", text(&it["state"]), done.min(of) * 100 / of)
+        }
+        _ => text(&it["state"]),
+    };
+    let speed = number(&portrait["measured_tok_s"], |v| format!("{v:.1}"));
+    let predicted = number(&portrait["predicted_tok_s"], |v| format!("{v:.1}"));
+    let split = portrait["split"].as_str().or(it["split"].as_str());
+    let nodes = it["nodes"].as_array().into_iter().flatten();
+    let nodes: Vec<String> = nodes.map(text).collect();
+    let place = match it["reason"].as_str() {
+        Some(reason) => printable(reason).into_owned(),
+        None => nodes.join(", "),
+    };
+    let split = printable(split.unwrap_or("-")).into_owned();
+    [
+        text(&it["model"]),
+        state,
+        split,
+        format!("{speed} ({predicted})"),
+        place,
+    ]
+}
+
+fn request(it: &Value) -> [String; 7] {
+    [
+        it["request"].to_string(),
+        text(&it["model"]),
+        it["prompt_tokens"].to_string(),
+        it["tokens"].to_string(),
+        number(&it["tok_s"], |v| format!("{v:.1}")),
+        match it["ttft_s"].as_f64() {
+            Some(seconds) => format!("{seconds:.2} s"),
+            None => number(&it["age_s"], |age| format!("({age:.0} s)")),
+        },
+        it["node"]
+            .as_str()
+            .map_or_else(|| "here".to_owned(), |node| printable(node).into_owned()),
+    ]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    fn status() -> Value {
+        json!({
+            "name": "mini", "cluster": "blue-otter-31",
+            "nodes": [
+                {"name": "mini", "state": "alive", "telemetry": {
+                    "cpu_busy": 0.83, "cpu_mhz": 3400.0, "memory_bytes": 68_719_476_736_u64,
+                    "memory_available_bytes": 17_179_869_184_u64, "temperature_c": 71.4,
+                    "package_watts": 64.2, "networks": [
+                        {"name": "eth0", "received_bytes_s": 1048576.0, "sent_bytes_s": 512.0}]}},
+                {"name": "studio", "state": "alive", "telemetry": {"cpu_busy": 0.91}},
+                {"name": "tower", "state": "dead"},
+            ],
+            "instances": [
+                {"id": "1", "model": "qwen3:8b", "state": "ready", "split": "auto",
+                 "nodes": ["mini", "studio"], "progress": null, "portrait": {
+                    "split": "pipeline", "measured_tok_s": 14.2, "predicted_tok_s": 14.9}},
+                {"id": "2", "model": "smollm2", "state": "fetching", "split": "tensor",
+                 "nodes": ["mini"], "progress": [25, 100]},
+                {"id": "3", "model": "broken", "state": "failed", "split": "auto",
+                 "nodes": ["mini"], "reason": "no tensor blk.3.attn_q.weight"},
+            ],
+            "requests": [
+                {"request": 21, "model": "qwen3:8b", "prompt_tokens": 812, "tokens": 71,
+                 "tok_s": 14.9, "ttft_s": 1.31, "age_s": 6.0, "node": "mini"},
+                {"request": 22, "model": "qwen3:8b", "prompt_tokens": 12, "tokens": 0,
+                 "age_s": 2.0, "node": null},
+            ],
+        })
+    }
+
+    fn view() -> View {
+        let mut view = View::default();
+        view.hear(Ok(status()));
+        view
+    }
+
+    #[test]
+    fn a_frame_of_80_by_24() {
+        let expected = "\
+paceline  mini · cluster blue-otter-31 · 2 of 3 machines · 2 requests · 14.9 tok
+█
+█
+█
+MACHINE            STATE    CPU    GHZ   MEMORY           TEMP   POWER   NETWORK
+mini               alive    83 %   3.4   75 % of 64.0 GiB 71 C   64 W    1.0 MiB
+studio             alive    91 %   -     -                -      -       -
+tower              dead     -      -     -                -      -       -
+
+MODEL              STATE           SPLIT     TOK/S (PREDICTED)  ON
+qwen3:8b           ready           pipeline  14.2 (14.9)        mini, studio
+smollm2            fetching 25 %   tensor    - (-)              mini
+broken             failed          auto      - (-)              no tensor blk.3.
+
+REQUEST  MODEL                  PROMPT  TOKENS  TOK/S   FIRST    AT
+21       qwen3:8b               812     71      14.9    1.31 s   mini
+22       qwen3:8b               12      0       -       (2 s)    here
+
+
+
+
+
+
+q end  s sort (name)  / filter  arrows scroll";
+        assert_eq!(plain(&mut view(), (80, 24)), expected);
+    }
+
+    #[test]
+    fn every_size_is_drawn_without_a_panic() {
+        for width in [0, 1, 3, 20, 79, 200, 500] {
+            for height in [0, 1, 2, 7, 19, 60, 200] {
+                plain(&mut view(), (width, height));
+                plain(&mut View::default(), (width, height));
+            }
+        }
+        let wide = plain(&mut view(), (200, 60));
+        assert!(wide.contains("1.0 MiB/s in, 512 B/s out"), "{wide}");
+    }
+
+    #[test]
+    fn sorting_filtering_and_scrolling() {
+        let mut view = view();
+        let first = |view: &mut View| {
+            let text = plain(view, (80, 24));
+            text.lines()
+                .nth(5)
+                .unwrap()
+                .split(' ')
+                .next()
+                .unwrap()
+                .to_owned()
+        };
+        view.sort = view.sort.next();
+        assert_eq!(first(&mut view), "studio");
+        view.sort = Sort::Name;
+        view.filter = Some("tower".into());
+        assert_eq!(first(&mut view), "tower");
+        assert!(!plain(&mut view, (80, 24)).contains("qwen3"));
+        view.clear_filter();
+        view.scroll = usize::MAX;
+        assert_eq!(first(&mut view), "mini", "there is room for all");
+        view.scroll = 2;
+        plain(&mut view, (80, 8));
+        assert!(view.scroll <= 2);
+    }
+
+    #[test]
+    fn names_from_other_machines_cannot_drive_the_terminal() {
+        let mut view = View::default();
+        view.hear(Ok(
+            json!({"nodes": [{"name": "a\u{1b}[2Jb", "state": "alive"}]}),
+        ));
+        assert!(!plain(&mut view, (80, 24)).contains('\u{1b}'));
+        view.hear(Err("gone\u{7}".into()));
+        let text = plain(&mut view, (80, 24));
+        assert!(text.contains("does not answer") && !text.contains('\u{7}'));
+    }
+}

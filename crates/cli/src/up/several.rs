@@ -1,0 +1,85 @@
+//! Several models behind one API: a request's `model` chooses, the first answers other names.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use paceline_engine::Service;
+use paceline_model::Config;
+use paceline_node::Instance;
+use paceline_serve::{Doors, Facts, Server, Status};
+use paceline_store::{Cancel, Error as StoreError};
+use serde_json::Value;
+
+use super::{Args, ended, join_in, observer, wait};
+use crate::interrupt::Signals;
+use crate::loaded::Opened;
+use crate::output::tell;
+use crate::{member, pull};
+
+/// Answers with the models of `each` until a signal comes.
+///
+/// # Errors
+/// A model that cannot be had or loaded, an address that cannot be listened on.
+pub(super) fn run(args: &Args, each: &[Args], signals: &Signals) -> anyhow::Result<()> {
+    let mut models = Vec::new();
+    for one in each {
+        let found = pull::ensure(one.model().unwrap_or_default(), signals)?;
+        models.push((one, found.path));
+    }
+    ended(signals.orderly(|cancel| serve(args, &models, cancel)))
+}
+
+fn serve(args: &Args, models: &[(&Args, PathBuf)], cancel: &Cancel) -> anyhow::Result<()> {
+    let node = join_in(args);
+    let agent = node.as_ref().map(|node| node.0.clone());
+    let tell_cluster = move || agent.as_ref().map_or(Value::Null, member::cluster);
+    let status = Status(Arc::new(tell_cluster));
+    let (server, doors) = Server::bind_node(args.config(Facts::default())?, status)?;
+    let addresses = server.addresses().to_vec();
+    if let Some(node) = &node {
+        node.0.set_api(addresses.clone());
+    }
+    let handle = server.handle();
+    std::thread::scope(|scope| {
+        let loading = scope.spawn(|| {
+            let loaded = load_all(models, &doors, cancel);
+            if loaded.is_ok() {
+                for address in &addresses {
+                    tell(format_args!("listening on http://{address}"));
+                }
+                wait(cancel);
+            }
+            handle.shutdown();
+            loaded.map(drop)
+        });
+        server.run();
+        loading
+            .join()
+            .unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+    })
+}
+
+/// Loads one after the other, so that each sees the memory that those before it have left.
+fn load_all(
+    models: &[(&Args, PathBuf)],
+    doors: &Doors,
+    cancel: &Cancel,
+) -> anyhow::Result<Vec<Arc<Instance>>> {
+    let mut instances = Vec::new();
+    for (one, path) in models {
+        if cancel.is_cancelled() {
+            return Err(StoreError::Cancelled.into());
+        }
+        let sizes = |config: &Config| one.engine(path, config);
+        let mut opened = Opened::new(path, (one.compute, one.engine), &one.split, sizes)?;
+        opened.forecast();
+        let model = one.served(&mut opened, path);
+        let instance = Arc::new(opened.start(true, observer(&opened))?);
+        opened.ready(&instance)?;
+        tell(format_args!("{} is ready", model.id));
+        let service = Arc::clone(&instance) as Arc<dyn Service>;
+        doors.open(&model.id.clone(), model, service)?;
+        instances.push(instance);
+    }
+    Ok(instances)
+}

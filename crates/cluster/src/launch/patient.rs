@@ -1,0 +1,58 @@
+//! Streams that were opened not to block.
+//!
+//! Whether reads and writes wait is a property of the open file, which all processes share that
+//! have it: the program before in a pipeline, or the one that had the terminal last, may have
+//! switched it off. Then "would block" is neither the end of the input nor a lost reader.
+
+use std::io::{self, ErrorKind, Read, Write};
+use std::os::fd::AsFd;
+
+use rustix::event::{PollFd, PollFlags, poll};
+
+/// A stream that waits.
+#[derive(Debug)]
+pub struct Patient<S>(pub S);
+
+impl<S: AsFd> Patient<S> {
+    fn until(&self, ready: PollFlags) -> io::Result<()> {
+        match poll(&mut [PollFd::new(&self.0, ready)], None) {
+            Ok(_) | Err(rustix::io::Errno::INTR) => Ok(()),
+            Err(error) => Err(error.into()),
+        }
+    }
+}
+
+impl<S: Read + AsFd> Read for Patient<S> {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        loop {
+            match self.0.read(buffer) {
+                Err(error) if error.kind() == ErrorKind::WouldBlock => self.until(PollFlags::IN)?,
+                done => return done,
+            }
+        }
+    }
+}
+
+impl<S: Write + AsFd> Write for Patient<S> {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        loop {
+            match self.0.write(bytes) {
+                Err(error) if error.kind() == ErrorKind::WouldBlock => {
+                    self.until(PollFlags::OUT)?
+                }
+                done => return done,
+            }
+        }
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        loop {
+            match self.0.flush() {
+                Err(error) if error.kind() == ErrorKind::WouldBlock => {
+                    self.until(PollFlags::OUT)?
+                }
+                done => return done,
+            }
+        }
+    }
+}

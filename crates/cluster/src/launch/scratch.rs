@@ -1,0 +1,73 @@
+//! The temporary folder of a launch, with sockets of ssh and files for mpirun in it.
+//!
+//! It goes with the launch. A launch that is killed cannot remove its own, so the next one does.
+
+use std::io;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+
+use rustix::io::Errno;
+use rustix::process::{Pid, getuid, test_kill_process};
+use tempfile::TempDir;
+
+/// Begins the folders' names; the id of the process that made it follows, and a hyphen. Short:
+/// sockets lie in it, and their paths may have some hundred bytes.
+const PREFIX: &str = "paceline-";
+
+/// A folder for this launch, in the folder `all` for temporary files. Those of launches of the same user that were killed are removed.
+///
+/// # Errors
+/// What the system says.
+pub fn folder(all: &Path) -> io::Result<TempDir> {
+    for folder in left(all) {
+        let _ = std::fs::remove_dir_all(folder); // somebody else may be at it
+    }
+    let prefix = format!("{PREFIX}{}-", std::process::id());
+    tempfile::Builder::new().prefix(&prefix).tempdir_in(all)
+}
+
+/// Folders of processes that are gone.
+fn left(all: &Path) -> Vec<PathBuf> {
+    let entries = std::fs::read_dir(all).into_iter().flatten().flatten();
+    let is_left = |path: &PathBuf| {
+        let owner = path.file_name().and_then(|name| owner(name.to_str()?));
+        let own = path
+            .symlink_metadata()
+            .is_ok_and(|meta| meta.is_dir() && meta.uid() == getuid().as_raw());
+        own && owner.is_some_and(|id| test_kill_process(id) == Err(Errno::SRCH))
+    };
+    entries.map(|entry| entry.path()).filter(is_left).collect()
+}
+
+/// The process that a folder's name is of.
+fn owner(name: &str) -> Option<Pid> {
+    let (id, _) = name.strip_prefix(PREFIX)?.split_once('-')?;
+    Pid::from_raw(id.parse().ok()?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn folders_of_processes_that_are_gone_are_found() {
+        let all = tempfile::tempdir().unwrap();
+        let mut child = std::process::Command::new("true").spawn().unwrap();
+        let gone = child.id();
+        child.wait().unwrap();
+        let own = std::process::id();
+        for name in [
+            format!("paceline-{gone}-x"),
+            format!("paceline-{own}-x"),
+            "paceline-x".to_owned(),
+            format!("other-{gone}-x"),
+        ] {
+            std::fs::create_dir(all.path().join(name)).unwrap();
+        }
+        assert_eq!(
+            left(all.path()),
+            [all.path().join(format!("paceline-{gone}-x"))]
+        );
+        assert!(owner("paceline-0-x").is_none() && owner("paceline--1-x").is_none());
+    }
+}

@@ -1,0 +1,199 @@
+//! What this machine has: memory, GPUs, programs. Asked, never assumed; every answer may be absent.
+
+use std::io::Read;
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use paceline_base::Bytes;
+
+/// How long a program may take to say its version. `nvidia-smi` takes 2 s on machines whose driver
+/// is not kept loaded.
+const ASK_LIMIT: Duration = Duration::from_secs(10);
+/// How often it is looked at.
+const POLL: Duration = Duration::from_millis(10);
+/// Most of its answer that is read.
+const ANSWER_BYTES_MAX: u64 = 64 << 10;
+
+/// What `program` prints to standard output, if it ends well and in time. It works in an empty
+/// folder: in the user's, Python would take a folder `pip/` for pip.
+pub fn ask(program: &str, arguments: &[&str]) -> Option<String> {
+    let folder = tempfile::tempdir().ok()?;
+    let mut command = Command::new(program);
+    command.args(arguments).current_dir(folder.path());
+    command.env("PYTHONSAFEPATH", "1");
+    command.stdin(Stdio::null()).stderr(Stdio::null());
+    let mut child = command.stdout(Stdio::piped()).spawn().ok()?;
+    let out = child.stdout.take()?;
+    let reader = std::thread::spawn(move || {
+        let mut text = String::new();
+        let read = out.take(ANSWER_BYTES_MAX).read_to_string(&mut text);
+        read.is_ok().then_some(text)
+    });
+    let start = Instant::now();
+    let status = loop {
+        match child.try_wait() {
+            Ok(Some(status)) => break status,
+            Ok(None) if start.elapsed() < ASK_LIMIT => std::thread::sleep(POLL),
+            _ => {
+                let _ = child.kill();
+                let _ = child.wait();
+                return None;
+            }
+        }
+    };
+    reader.join().ok().flatten().filter(|_| status.success())
+}
+
+/// The first line of what `program` prints.
+pub fn first_line(program: &str, arguments: &[&str]) -> Option<String> {
+    let text = ask(program, arguments)?;
+    let line = text.lines().map(str::trim).find(|line| !line.is_empty())?;
+    Some(line.to_owned())
+}
+
+/// Main memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Memory {
+    /// All of it.
+    pub total: Bytes,
+    /// What programs can still have, where the system says.
+    pub available: Option<Bytes>,
+}
+
+/// Memory that programs can still have; all of it where the system does not say.
+pub fn available() -> Option<Bytes> {
+    memory().map(|memory| memory.available.unwrap_or(memory.total))
+}
+
+/// This machine's memory.
+pub fn memory() -> Option<Memory> {
+    if let Ok(text) = std::fs::read_to_string("/proc/meminfo") {
+        return parse_meminfo(&text);
+    }
+    let total = first_line("sysctl", &["-n", "hw.memsize"])?.parse().ok()?;
+    Some(Memory {
+        total: Bytes(total),
+        available: None,
+    })
+}
+
+fn parse_meminfo(text: &str) -> Option<Memory> {
+    let field = |name: &str| -> Option<Bytes> {
+        let line = text.lines().find_map(|line| line.strip_prefix(name))?;
+        let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
+        Some(Bytes(kib << 10))
+    };
+    Some(Memory {
+        total: field("MemTotal:")?,
+        available: field("MemAvailable:"),
+    })
+}
+
+/// A GPU of NVIDIA's.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Gpu {
+    /// Its name.
+    pub name: String,
+    /// Its memory.
+    pub memory: Bytes,
+}
+
+/// NVIDIA's GPUs, as their driver lists them.
+pub fn nvidia() -> Vec<Gpu> {
+    let query = [
+        "--query-gpu=name,memory.total",
+        "--format=csv,noheader,nounits",
+    ];
+    let text = ask("nvidia-smi", &query).unwrap_or_default();
+    text.lines().filter_map(parse_gpu).collect()
+}
+
+fn parse_gpu(line: &str) -> Option<Gpu> {
+    let (name, mib) = line.rsplit_once(',')?;
+    Some(Gpu {
+        name: name.trim().to_owned(),
+        memory: Bytes(mib.trim().parse::<u64>().ok()?.checked_mul(1 << 20)?),
+    })
+}
+
+/// Major version of the newest CUDA that NVIDIA's driver runs.
+pub fn cuda_major() -> Option<u32> {
+    parse_cuda_major(&ask("nvidia-smi", &[])?)
+}
+
+fn parse_cuda_major(text: &str) -> Option<u32> {
+    let (_, rest) = text.split_once("CUDA Version: ")?;
+    rest.split(|c: char| !c.is_ascii_digit())
+        .next()?
+        .parse()
+        .ok()
+}
+
+/// Thunderbolt ports or controllers that the system shows.
+pub fn thunderbolt() -> usize {
+    if cfg!(target_os = "macos") {
+        let text = ask("networksetup", &["-listallhardwareports"]).unwrap_or_default();
+        let ports = text
+            .lines()
+            .filter(|line| line.starts_with("Hardware Port: Thunderbolt"));
+        return ports.count();
+    }
+    let domains = std::fs::read_dir(Path::new("/sys/bus/thunderbolt/devices"));
+    let names = domains
+        .into_iter()
+        .flatten()
+        .flatten()
+        .map(|entry| entry.file_name());
+    names
+        .filter(|name| name.to_string_lossy().starts_with("domain"))
+        .count()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn answers_come_from_programs_that_end_well() {
+        assert_eq!(
+            first_line("sh", &["-c", "echo; echo ' a '; echo b"]).as_deref(),
+            Some("a")
+        );
+        assert_eq!(first_line("sh", &["-c", "echo a; exit 3"]), None);
+        assert_eq!(first_line("sh", &["-c", "echo a >&2"]), None);
+        assert_eq!(first_line("/nonexistent/program", &[]), None);
+    }
+
+    #[test]
+    fn memory_is_read_from_the_kernels_table() {
+        let text = "MemTotal:       24000000 kB\nMemFree: 1 kB\nMemAvailable:   1000 kB\n";
+        let memory = parse_meminfo(text).unwrap();
+        assert_eq!(memory.total, Bytes(24_000_000 << 10));
+        assert_eq!(memory.available, Some(Bytes(1000 << 10)));
+        for text in ["", "MemTotal: x kB", "MemTotal: 5", "MemTotalX: 5 kB"] {
+            assert_eq!(parse_meminfo(text), None, "{text}");
+        }
+        assert!(memory_of_this_machine_is_sound());
+    }
+
+    fn memory_of_this_machine_is_sound() -> bool {
+        memory().is_none_or(|memory| memory.total.0 > 1 << 28)
+    }
+
+    #[test]
+    fn gpus_are_read_from_nvidias_list() {
+        let gpu = parse_gpu("NVIDIA H200, 143771").unwrap();
+        assert_eq!(
+            (gpu.name.as_str(), gpu.memory),
+            ("NVIDIA H200", Bytes(143_771 << 20))
+        );
+        for line in ["", "no comma", "name, [N/A]", "name, 99999999999999999999"] {
+            assert_eq!(parse_gpu(line), None, "{line}");
+        }
+        let text = "| NVIDIA-SMI 580.1  Driver Version: 580.1  CUDA Version: 13.0  |";
+        assert_eq!(parse_cuda_major(text), Some(13));
+        assert_eq!(parse_cuda_major("CUDA Version: N/A"), None);
+        assert_eq!(parse_cuda_major(""), None);
+    }
+}

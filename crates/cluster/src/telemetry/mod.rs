@@ -1,0 +1,138 @@
+//! How loaded, full and hot this machine is, sampled cheaply.
+//!
+//! [`Sampler::sample`] reads some twenty small files of `/proc` and `/sys`, which takes well below
+//! a millisecond. Rates are means since the previous sample, so the first one has none. What a
+//! system does not tell is absent, never zero. On systems without `/proc` everything is absent.
+//!
+//! The files are read below a root folder, so that recordings of other machines test the reader.
+
+mod files;
+mod rates;
+#[cfg(test)]
+mod tests;
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+
+use files::Files;
+use rates::Counters;
+
+/// Load of a machine, as far as its system tells.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Sample {
+    /// Share of time that all cores together were busy, 0 to 1.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub cpu_busy: Option<f64>,
+    /// The same of each core.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub core_busy: Vec<f64>,
+    /// Mean frequency of the cores in MHz.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub cpu_mhz: Option<f64>,
+    /// Bytes of main memory.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub memory_bytes: Option<u64>,
+    /// Bytes that programs could still take without swapping.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub memory_available_bytes: Option<u64>,
+    /// Bytes of swap space.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub swap_bytes: Option<u64>,
+    /// Bytes of it in use.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub swap_used_bytes: Option<u64>,
+    /// Share of the last 10 s in which some task waited for a core, 0 to 1.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub cpu_pressure: Option<f64>,
+    /// The same for memory.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub memory_pressure: Option<f64>,
+    /// The same for input and output.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub io_pressure: Option<f64>,
+    /// Bytes a second read from all disks.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub disk_read_bytes_s: Option<f64>,
+    /// Bytes a second written to all disks.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub disk_write_bytes_s: Option<f64>,
+    /// Networks, without loopback.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub networks: Vec<Network>,
+    /// The hottest sensor in degrees Celsius.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub temperature_c: Option<f64>,
+    /// Power of all processor packages in watts.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub package_watts: Option<f64>,
+    /// Charge of the battery, 0 to 1.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub battery: Option<f64>,
+    /// Whether the battery is being used up.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub on_battery: Option<bool>,
+    /// Graphics processors whose driver tells of them in `/sys`.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub gpus: Vec<Gpu>,
+}
+
+/// Traffic of a network interface.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Network {
+    /// Name of the interface.
+    pub name: String,
+    /// Bytes a second received.
+    pub received_bytes_s: f64,
+    /// Bytes a second sent.
+    pub sent_bytes_s: f64,
+}
+
+/// Load of a graphics processor.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Gpu {
+    /// Name of its device file.
+    pub name: String,
+    /// Share of time that it was busy, 0 to 1.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub busy: Option<f64>,
+    /// Bytes of its memory.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub memory_bytes: Option<u64>,
+    /// Bytes of it in use.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub memory_used_bytes: Option<u64>,
+}
+
+/// Samples one machine.
+#[derive(Debug)]
+pub struct Sampler {
+    files: Files,
+    before: Option<(Duration, Counters)>,
+}
+
+impl Sampler {
+    /// Reads below `root`, which is `/` on a real machine.
+    pub fn new(root: impl Into<PathBuf>) -> Self {
+        let files = Files(root.into());
+        let before = None;
+        Self { files, before }
+    }
+
+    /// Reads everything; `now` is any clock that does not go back.
+    pub fn sample(&mut self, now: Duration) -> Sample {
+        let files = &self.files;
+        let mut sample = Sample::default();
+        files.memory(&mut sample);
+        files.sensors(&mut sample);
+        let counters = Counters::read(files);
+        if let Some((then, before)) = &self.before {
+            counters.rates(before, now.saturating_sub(*then), &mut sample);
+        }
+        self.before = Some((now, counters));
+        sample
+    }
+}

@@ -1,0 +1,106 @@
+//! Drafts change how many steps an answer takes, and nothing of the answer.
+
+use std::time::Duration;
+
+use paceline_tensor::PAGE;
+
+use super::requests::mixed;
+use super::rig::{Outcome, Rig, alone};
+use super::tiny::{END, Tiny};
+use crate::{EngineConfig, Request, SamplingParams};
+
+const CONTEXT: usize = 3 * PAGE;
+
+fn sizes(drafts: usize) -> EngineConfig {
+    EngineConfig {
+        cache_positions: 4 * CONTEXT,
+        max_running: 4,
+        max_waiting: 100,
+        drafts,
+        ..EngineConfig::single("tiny", CONTEXT)
+    }
+}
+
+/// An engine that finds further rows to cost nothing, so that it drafts wherever it has a guess.
+fn eager(tiny: &Tiny, drafts: usize) -> Rig {
+    let mut rig = Rig::new(tiny, sizes(drafts));
+    (1..=64).for_each(|rows| rig.engine.costs.took(rows, Duration::from_millis(1)));
+    rig
+}
+
+/// Outcomes of all requests together, guesses that were checked, and tokens beyond those that as
+/// many steps give without.
+fn run(rig: &mut Rig, requests: &[Request]) -> (Vec<Outcome>, usize, usize) {
+    let ids: Vec<_> = requests.iter().map(|request| rig.submit(request)).collect();
+    let (mut checked, mut gained) = (0, 0);
+    while !rig.engine.is_idle() {
+        let events = rig.step();
+        let step = rig.engine.composition;
+        let is_token = |event: &&crate::Event| matches!(event, crate::Event::Token { .. });
+        checked += step.drafted;
+        if step.drafted > 0 {
+            gained += events
+                .iter()
+                .filter(is_token)
+                .count()
+                .saturating_sub(step.decoding);
+        }
+    }
+    let outcome = |id| rig.outcomes.remove(&id).unwrap();
+    (ids.into_iter().map(outcome).collect(), checked, gained)
+}
+
+fn check(tiny: &Tiny) {
+    let requests = mixed(tiny);
+    let expected: Vec<Outcome> = requests.iter().map(|r| alone(tiny, r, CONTEXT)).collect();
+    for drafts in [1, 3, 8] {
+        let (outcomes, checked, gained) = run(&mut eager(tiny, drafts), &requests);
+        for (outcome, expected) in outcomes.iter().zip(&expected) {
+            assert_eq!(outcome, expected, "{drafts} drafts");
+        }
+        assert!(
+            0 < gained && gained < checked,
+            "{gained} of {checked} guesses were right"
+        );
+    }
+}
+
+#[test]
+fn drafts_change_no_answer() {
+    check(&Tiny::new(1));
+}
+
+/// With windows and recurrent states.
+#[test]
+fn drafts_change_no_answer_of_layers_that_differ() {
+    check(&Tiny::toy(2));
+}
+
+/// A greedy answer that runs in a circle takes a fraction of the steps.
+#[test]
+fn repetitions_take_few_steps() {
+    let tiny = Tiny::new(1);
+    let request = Request {
+        prompt: vec![1, 2, 3],
+        max_tokens: CONTEXT - 10,
+        sampling: SamplingParams {
+            temperature: 0.0,
+            logit_bias: vec![(5, 100.0), (END, -100.0)],
+            ..SamplingParams::default()
+        },
+        ..Request::default()
+    };
+    let steps = |drafts| {
+        let mut rig = eager(&tiny, drafts);
+        let (outcomes, ..) = run(&mut rig, std::slice::from_ref(&request));
+        (outcomes[0].tokens.clone(), rig.n_steps)
+    };
+    let (plain, drafted) = (steps(0), steps(8));
+    assert_eq!(plain.0, drafted.0);
+    assert!(
+        3 * drafted.1 < plain.1,
+        "{} of {} steps",
+        drafted.1,
+        plain.1
+    );
+}

@@ -1,0 +1,36 @@
+//! What the knowledge base says: to people ([`show`], on a [`Page`]) and to programs ([`json`]).
+//!
+//! Texts and values only: the caller knows the terminal and prints.
+
+pub mod json;
+mod page;
+pub mod show;
+
+use std::path::PathBuf;
+
+pub use page::Page;
+
+use crate::{Contents, KnowledgeBase, Skill, Topic};
+
+/// Whether the program has a command with the options of a line such as `paceline plan MODEL`.
+pub type Known = fn(&str) -> bool;
+
+/// A file of the user's that was taken in.
+#[derive(Debug)]
+pub struct Added {
+    /// What the file brings.
+    pub contents: Contents,
+    /// Where it is kept.
+    pub path: PathBuf,
+    /// False when the same file was there already.
+    pub changed: bool,
+}
+
+/// The topics with findings of a skill.
+fn topics_of_skill<'a>(kb: &'a KnowledgeBase, skill: &Skill) -> Vec<&'a Topic> {
+    let of_skill = |id: u32| kb.finding(id).is_some_and(|f| f.skill == skill.name);
+    let topics = kb.topics().iter();
+    topics
+        .filter(|topic| topic.findings().any(of_skill))
+        .collect()
+}

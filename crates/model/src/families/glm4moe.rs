@@ -1,0 +1,45 @@
+//! GLM 4.5 to 4.7: the first layers are dense; a sigmoid router with biases on its choice, and a
+//! shared expert without a gate; half of each head turns; some have norms on heads.
+//! Source: GLM-4.5 Team 2025; `src/models/glm4-moe.cpp` of llama.cpp, `modeling_glm4_moe.py` of
+//! transformers.
+
+use paceline_tensor::RopePairs;
+
+use super::{Family, Fields, Half, LayerStep, RopeKind, feed_forward};
+use crate::{Config, Error};
+
+const ROPE: RopeKind = RopeKind {
+    yarn: true,
+    partial: Some(0.5),
+    ..RopeKind::plain(RopePairs::Halves, 10_000.0)
+};
+
+pub(super) fn config(fields: &Fields<'_>) -> Result<Config, Error> {
+    let mut config = Config::base(Family::Glm4Moe, fields)?;
+    config
+        .layers
+        .truncate(fields.decoder_layers(config.layers.len())?);
+    config.head_norms = fields.glm_head_norms()?;
+    config.ropes = vec![fields.rope(&config, ROPE)?];
+    let experts = fields.sigmoid_experts("n_routed_experts", config.ffn)?;
+    let experts = fields.with_ungated_shared(experts)?;
+    let dense = fields.dense_layers()?;
+    for layer in config.layers.iter_mut().skip(dense) {
+        layer.experts = Some(experts);
+    }
+    Ok(config)
+}
+
+/// One layer; shapes of one batch of T rows.
+pub(super) fn layer<S: LayerStep>(step: &mut S, w: &S::Layer, index: usize) -> Result<(), Error> {
+    step.norm(w, Half::Attention)?; //         residual (T, C) -> x (T, C)
+    step.project_qkv(w)?; //                   x (T, C) -> q (T, H D), k, v (T, K D), with biases
+    if step.norms_heads(w) {
+        step.norm_heads(w)?; //                q (T, H, D), k (T, K, D) in place, over D
+    }
+    step.rotate(index)?; //                    the first half of each head of q, k in place
+    step.attend(w, index)?; //                 q, cache -> attended (T, H D)
+    step.project_attention(w)?; //             attended (T, H D) -> delta (T, C)
+    step.add_delta()?; //                      residual += delta
+    feed_forward(step, w) //                   residual += experts(norm(residual))
+}

@@ -1,0 +1,41 @@
+//! gpt-oss: every second layer sees a window only; heads have sinks; `YaRN`; biases everywhere; the
+//! router's choice is weighed by a softmax over itself, and experts have a clamped gate.
+//! Source: OpenAI 2025; `src/models/openai-moe.cpp` of llama.cpp, `modeling_gpt_oss.py` of
+//! transformers.
+
+use paceline_tensor::RopePairs;
+
+use super::{Family, Fields, Half, LayerStep, RopeKind, feed_forward};
+use crate::config::Gating;
+use crate::{Config, Error};
+
+const ROPE: RopeKind = RopeKind {
+    yarn: true,
+    ..RopeKind::plain(RopePairs::Halves, 150_000.0)
+};
+
+pub(super) fn config(fields: &Fields<'_>) -> Result<Config, Error> {
+    let mut config = Config::base(Family::GptOss, fields)?;
+    config.ropes = vec![fields.rope(&config, ROPE)?];
+    let mut experts = fields.experts("num_local_experts", config.ffn, false)?;
+    experts.gating = Gating::OfChosen;
+    experts.clamp = Some(fields.gpt_oss_clamp()?);
+    let window = fields.window()?;
+    let windowed = fields.windowed(config.layers.len(), 2)?;
+    for (layer, windowed) in config.layers.iter_mut().zip(windowed) {
+        layer.experts = Some(experts);
+        layer.window = windowed.then_some(window);
+    }
+    Ok(config)
+}
+
+/// One layer; shapes of one batch of T rows.
+pub(super) fn layer<S: LayerStep>(step: &mut S, w: &S::Layer, index: usize) -> Result<(), Error> {
+    step.norm(w, Half::Attention)?; //         residual (T, C) -> x (T, C)
+    step.project_qkv(w)?; //                   x (T, C) -> q (T, H D), k, v (T, K D), with biases
+    step.rotate(index)?; //                    q, k in place
+    step.attend(w, index)?; //                 q, cache -> attended (T, H D), with sinks
+    step.project_attention(w)?; //             attended (T, H D) -> delta (T, C), with bias
+    step.add_delta()?; //                      residual += delta
+    feed_forward(step, w) //                   residual += experts(norm(residual))
+}

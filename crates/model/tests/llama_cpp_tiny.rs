@@ -1,0 +1,78 @@
+//! Tiny GGUF files of families with experts, in float32, against what llama.cpp computes with them
+//! (`tests-data/golden/llama_cpp/tiny`, made by `scripts/golden/llama_cpp_tiny.py`).
+
+#![allow(clippy::unwrap_used, reason = "a helper of a test may fail the test")]
+#![allow(clippy::print_stdout, reason = "figures, shown by --nocapture")]
+
+use crate::common::compare::{argmax, gap, relative_rms};
+use crate::common::runner::Runner;
+use crate::common::{golden, kernels, load, rows_of};
+use paceline_base::KernelClass;
+use paceline_formats::safetensors::Safetensors;
+
+/// Both round products of float32; llama.cpp has keys and values in f16, as class `cpu`.
+const DISTANCE: f64 = 1e-3;
+
+/// Where the first logit leads the second by less than this part of their deviation, rounding may
+/// turn them.
+const NEAR: f32 = 0.02;
+
+/// The root of the mean square of all logits about their mean.
+fn deviation(rows: &[Vec<f32>]) -> f32 {
+    let n = rows.iter().map(Vec::len).sum::<usize>() as f32;
+    let mean = rows.iter().flatten().sum::<f32>() / n;
+    let squares = rows.iter().flatten().map(|x| (x - mean) * (x - mean));
+    (squares.sum::<f32>() / n).sqrt()
+}
+
+fn check(name: &str, class: KernelClass) {
+    let file = golden(&format!("llama_cpp/tiny/{name}.golden.safetensors"));
+    let file = Safetensors::open(file).unwrap();
+    let expected = rows_of(&file.tensor("logits").unwrap());
+    let info = file.info("tokens").unwrap();
+    let ids = file.bytes_of(info);
+    let ids = ids
+        .as_chunks()
+        .0
+        .iter()
+        .map(|id| i32::from_le_bytes(*id) as u32);
+    let ids: Vec<u32> = ids.collect();
+    let model = load(
+        &golden(&format!("llama_cpp/tiny/{name}.gguf")),
+        class,
+        &kernels(),
+    );
+    let got = Runner::new(model, ids.len()).all(&ids);
+    let distance = relative_rms(&got.concat(), &expected.concat());
+    let decided = NEAR * deviation(&expected);
+    let mut excluded = 0;
+    for (position, (got, expected)) in got.iter().zip(&expected).enumerate() {
+        if gap(expected) > decided {
+            assert_eq!(
+                argmax(got),
+                argmax(expected),
+                "{name} {class}, position {position}"
+            );
+        } else {
+            excluded += 1;
+        }
+    }
+    println!("{name} {class}: relative distance {distance:.2e}, {excluded} positions undecided");
+    assert!(
+        distance <= DISTANCE,
+        "{name} {class}: {distance:.2e} of the logits apart"
+    );
+    assert!(
+        excluded * 5 <= got.len(),
+        "{name}: {excluded} positions undecided"
+    );
+}
+
+#[test]
+fn families_with_experts_agree_with_llama_cpp() {
+    for name in ["gpt-oss", "glm4moe", "minimax-m2"] {
+        for class in [KernelClass::Cpu, KernelClass::CpuF32] {
+            check(name, class);
+        }
+    }
+}

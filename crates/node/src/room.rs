@@ -1,0 +1,142 @@
+//! How many positions a model gets where nobody says: as many as it was trained for, as far as
+//! memory has room for them.
+//!
+//! Memory of positions is taken only as they are used, so this is a bound and no cost. A long
+//! conversation may have all of the room, or several have a part each.
+
+use std::path::Path;
+
+use paceline_base::Bytes;
+use paceline_engine::EngineConfig;
+use paceline_model::{BatchSize, Config};
+use paceline_tensor::{KvType, PAGE};
+
+/// What a model gets in any case, if it was trained for as many: some pages of text, on machines
+/// that say nothing about their memory too.
+const LEAST: usize = 8192;
+
+/// Share of the memory beside the weights that positions may take: the rest is for buffers, the
+/// system and other programs.
+const SHARE: f64 = 0.5;
+
+/// Memory that weights take, as a multiple of their files': some are packed another way.
+const WEIGHTS: f64 = 1.2;
+
+/// Multiples that a bound by memory is rounded down to.
+const STEP: usize = 1024;
+
+/// What positions there are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Room {
+    /// Of one sequence, in positions.
+    pub context: usize,
+    /// Of all sequences together.
+    pub all: usize,
+}
+
+impl Room {
+    /// For the model at `path`, of which `parallel` sequences are computed at a time. `kv` is how
+    /// main memory keeps them, `None` where another memory does; `memory` is what programs can have of
+    /// it, where that is known. `asked` positions of each sequence are taken as they are.
+    pub fn of(
+        (path, config): (&Path, &Config),
+        (kv, memory): (Option<KvType>, Option<Bytes>),
+        asked: Option<u32>,
+        parallel: usize,
+    ) -> Self {
+        if let Some(context) = asked.map(|context| context as usize) {
+            let all = context.saturating_mul(parallel);
+            return Self { context, all };
+        }
+        let Some(kv) = kv else {
+            return Self::within(config.context, 1, None, parallel);
+        };
+        let left = memory.map(|memory| {
+            let weights = bytes_at(path) as f64 * WEIGHTS;
+            Bytes((memory.0 as f64 - weights).max(0.0) as u64)
+        });
+        Self::within(config.context, page_bytes(config, kv), left, parallel)
+    }
+
+    /// For a model that was `trained` for so many positions, where `left` is the memory beside its
+    /// weights.
+    fn within(trained: usize, page_bytes: usize, left: Option<Bytes>, parallel: usize) -> Self {
+        let fitting = left.map(|left| {
+            let pages = left.0 as f64 * SHARE / page_bytes.max(1) as f64;
+            ((pages * PAGE as f64) as usize / STEP * STEP).max(LEAST)
+        });
+        // Two are the least: one for the prompt and one for the answer.
+        let context = trained.min(fitting.unwrap_or(LEAST)).max(2);
+        let all = context.saturating_mul(parallel);
+        Self {
+            context,
+            all: all.min(fitting.unwrap_or(all)),
+        }
+    }
+
+    /// An engine of this room.
+    pub fn engine(self, model: &str) -> EngineConfig {
+        EngineConfig {
+            cache_positions: self.all,
+            ..EngineConfig::single(model.to_owned(), self.context)
+        }
+    }
+}
+
+/// Bytes of a file, or of the files of a folder; of a split model those of all parts.
+fn bytes_at(path: &Path) -> u64 {
+    let size = |path: &Path| std::fs::metadata(path).map_or(0, |facts| facts.len());
+    let is_part = path
+        .to_str()
+        .is_some_and(|name| name.contains("-00001-of-"));
+    let folder = match path.parent() {
+        _ if path.is_dir() => Some(path),
+        Some(parent) if is_part => Some(parent),
+        _ => None,
+    };
+    let Some(entries) = folder.and_then(|folder| std::fs::read_dir(folder).ok()) else {
+        return size(path);
+    };
+    entries.flatten().map(|entry| size(&entry.path())).sum()
+}
+
+/// Bytes that [`PAGE`] more positions take over all layers, where there are many: layers with a
+/// window keep some of them only.
+fn page_bytes(config: &Config, kv_type: KvType) -> usize {
+    const MANY: usize = 1 << 20;
+    let bytes = |positions| {
+        config
+            .cache_bytes(kv_type, BatchSize::single(1, 1), positions)
+            .0
+    };
+    let pages = (MANY / PAGE) as u64;
+    ((bytes(2 * MANY) - bytes(MANY)) / pages) as usize
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Of 64 KiB a position.
+    const PAGE_BYTES: usize = PAGE << 16;
+
+    #[test]
+    fn room_follows_model_and_memory() {
+        let gib = |n: u64| Some(Bytes(n << 30));
+        for (trained, left, parallel, context, all) in [
+            // Trained for little: all of it for everybody.
+            (2048, gib(8), 4, 2048, 8192),
+            // Half of 8 GiB are 65536 positions: one sequence may have them all.
+            (131_072, gib(8), 4, 65_536, 65_536),
+            (32_768, gib(8), 4, 32_768, 65_536),
+            (131_072, gib(64), 1, 131_072, 131_072),
+            // Little memory: 8192 for all; none that is known: for each.
+            (131_072, gib(0), 4, 8192, 8192),
+            (131_072, None, 2, 8192, 16_384),
+            (512, gib(0), 2, 512, 1024),
+        ] {
+            let room = Room::within(trained, PAGE_BYTES, left, parallel);
+            assert_eq!(room, Room { context, all }, "{trained} {left:?} {parallel}");
+        }
+    }
+}

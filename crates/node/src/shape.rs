@@ -1,0 +1,394 @@
+//! The shape of a model from a GGUF header or a `config.json`, experts and low ranks included:
+//! more than the engine can compute, since a plan only needs sizes.
+
+use std::fs::File;
+use std::io::Read;
+use std::path::{Path, PathBuf};
+
+use paceline_formats::gguf::{self, Gguf};
+use paceline_formats::hf::{self, HfFolder};
+use paceline_plan::{Attention, Bits, ModelShape, Moe, Sliding};
+use serde_json::Value;
+
+/// Longest `config.json` that is read: those of the largest families have some 100 KB.
+const CONFIG_BYTES_MAX: u64 = 8 << 20;
+
+/// Why a model's shape cannot be read.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// The files do not say a size that a plan needs.
+    #[error("the model's files do not say {gguf} ({hf} in config.json)")]
+    Field {
+        /// Its name in GGUF files.
+        gguf: String,
+        /// Its name in `config.json`.
+        hf: String,
+    },
+    /// The file is no GGUF file that can be read.
+    #[error(transparent)]
+    Gguf(#[from] gguf::Error),
+    /// The folder is no model that can be read.
+    #[error(transparent)]
+    Hf(#[from] hf::Error),
+    /// The configuration is no JSON.
+    #[error("{}: {source}", path.display())]
+    Json {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong, and where.
+        source: serde_json::Error,
+    },
+    /// The configuration cannot be read.
+    #[error("cannot read {}: {source}", path.display())]
+    Read {
+        /// The file.
+        path: PathBuf,
+        /// What the system says.
+        source: std::io::Error,
+    },
+    /// A size that no model can have.
+    #[error(transparent)]
+    Plan(#[from] paceline_plan::Error),
+}
+
+/// Reads the shape of the model at `path`: a folder is read in the Hugging Face layout, a `.json`
+/// file as its configuration alone, anything else as GGUF. `bits` replaces what the file stores.
+///
+/// # Errors
+/// What is wrong with the files, by name.
+pub fn from_files(path: &Path, bits: Option<f64>) -> Result<ModelShape, Error> {
+    let mut shape = if path.is_dir() {
+        from_folder(path)?
+    } else if path.extension().is_some_and(|ext| ext == "json") {
+        from_config(&name_of(path), &json_at(path)?)?
+    } else {
+        from_gguf(&name_of(path), &Gguf::open(path)?)?
+    };
+    if let Some(bits) = bits {
+        shape.bits = Bits::uniform(bits);
+    }
+    shape.check()?;
+    Ok(shape)
+}
+
+/// A JSON file of bounded size.
+fn json_at(path: &Path) -> Result<Value, Error> {
+    let read = || {
+        let mut text = String::new();
+        let file = File::open(path)?;
+        file.take(CONFIG_BYTES_MAX).read_to_string(&mut text)?;
+        Ok(text)
+    };
+    let text = read().map_err(|source| Error::Read {
+        path: path.to_owned(),
+        source,
+    })?;
+    serde_json::from_str(&text).map_err(|source| Error::Json {
+        path: path.to_owned(),
+        source,
+    })
+}
+
+fn name_of(path: &Path) -> String {
+    path.file_stem()
+        .map_or_else(String::new, |stem| stem.to_string_lossy().into_owned())
+}
+
+/// The fields of either format by the names of both.
+struct Fields<'a> {
+    number: &'a dyn Fn(&str, &str) -> Option<u64>,
+    /// The family as the format calls it.
+    family: &'a str,
+    /// Layers with a window, where the file lists its layers.
+    sliding: Option<u32>,
+}
+
+impl Fields<'_> {
+    fn get(&self, gguf: &str, hf: &str) -> Option<u32> {
+        (self.number)(gguf, hf).and_then(|value| u32::try_from(value).ok())
+    }
+
+    fn need(&self, gguf: &str, hf: &str) -> Result<u32, Error> {
+        self.get(gguf, hf).ok_or_else(|| Error::Field {
+            gguf: gguf.to_owned(),
+            hf: hf.to_owned(),
+        })
+    }
+
+    fn shape(&self, name: &str, vocab: u32, tied: bool) -> Result<ModelShape, Error> {
+        let heads = self.need("attention.head_count", "num_attention_heads")?;
+        let width = self.need("embedding_length", "hidden_size")?;
+        let layers = self.need("block_count", "num_hidden_layers")?;
+        Ok(ModelShape {
+            name: name.to_owned(),
+            layers,
+            width,
+            vocab,
+            tied,
+            attention: self.attention(heads, width),
+            sliding: self.sliding(layers),
+            ffn: self
+                .get("feed_forward_length", "intermediate_size")
+                .unwrap_or(0),
+            moe: self.moe()?,
+            bits: Bits::uniform(16.0),
+        })
+    }
+
+    /// Of so many layers every n-th looks at everything: as the file says, or as its family is
+    /// known to do. Other families that state a window do not use it, or use it nowhere here.
+    fn sliding(&self, layers: u32) -> Option<Sliding> {
+        let window = self.get("attention.sliding_window", "sliding_window");
+        let every = self.get("attention.sliding_window_pattern", "sliding_window_pattern");
+        let family = match self.family {
+            "gemma2" | "gpt-oss" | "gpt_oss" => Some(2),
+            "gemma3" | "gemma3_text" => Some(6),
+            _ => None,
+        };
+        let every = every.filter(|&n| n > 1).or(family);
+        let count = self
+            .sliding
+            .or(every.map(|every| layers - layers / every))?;
+        let window = window.filter(|&positions| positions > 0 && count > 0)?;
+        Some(Sliding {
+            layers: count,
+            window,
+        })
+    }
+
+    fn attention(&self, heads: u32, width: u32) -> Attention {
+        let rank = self
+            .get("attention.kv_lora_rank", "kv_lora_rank")
+            .unwrap_or(0);
+        let head_dim = self.get("attention.key_length", "head_dim");
+        let head_dim = head_dim.unwrap_or_else(|| width / heads.max(1));
+        if rank == 0 {
+            let kv = self.get("attention.head_count_kv", "num_key_value_heads");
+            return Attention::Gqa {
+                heads,
+                kv_heads: kv.unwrap_or(heads),
+                head_dim,
+            };
+        }
+        let rope = self
+            .get("rope.dimension_count", "qk_rope_head_dim")
+            .unwrap_or(64);
+        // GGUF files of absorbed models state latent sizes as key_length, those of a head apart.
+        let key = self.get("attention.key_length_mla", "").unwrap_or(head_dim);
+        let value = self
+            .get("attention.value_length_mla", "v_head_dim")
+            .unwrap_or(128);
+        Attention::Mla {
+            heads,
+            q_rank: self
+                .get("attention.q_lora_rank", "q_lora_rank")
+                .unwrap_or(0),
+            kv_rank: rank,
+            nope_dim: self
+                .get("", "qk_nope_head_dim")
+                .unwrap_or(key.saturating_sub(rope)),
+            rope_dim: rope,
+            value_dim: value,
+        }
+    }
+
+    /// Names of experts differ among families; the first that is there counts.
+    fn moe(&self) -> Result<Option<Moe>, Error> {
+        let first = |names: [(&str, &str); 3]| names.iter().find_map(|(g, h)| self.get(g, h));
+        let experts = first([
+            ("expert_count", "num_experts"),
+            ("", "n_routed_experts"),
+            ("", "num_local_experts"),
+        ]);
+        let Some(experts) = experts.filter(|&n| n > 0) else {
+            return Ok(None);
+        };
+        let active = first([
+            ("expert_used_count", "num_experts_per_tok"),
+            ("", "experts_per_token"),
+            ("", "moe_topk"),
+        ]);
+        let width = first([
+            ("expert_feed_forward_length", "moe_intermediate_size"),
+            ("feed_forward_length", "intermediate_size"),
+            ("", "expert_dim"),
+        ]);
+        let missing = |name: &str| Error::Field {
+            gguf: name.to_owned(),
+            hf: name.to_owned(),
+        };
+        Ok(Some(Moe {
+            experts,
+            active: active.ok_or_else(|| missing("expert_used_count"))?,
+            shared: self
+                .get("expert_shared_count", "n_shared_experts")
+                .unwrap_or(0),
+            ffn: width.ok_or_else(|| missing("expert_feed_forward_length"))?,
+            dense_layers: self
+                .get("leading_dense_block_count", "first_k_dense_replace")
+                .unwrap_or(0),
+            groups: self
+                .get("expert_group_count", "n_group")
+                .unwrap_or(1)
+                .max(1),
+        }))
+    }
+}
+
+fn from_gguf(name: &str, file: &Gguf) -> Result<ModelShape, Error> {
+    let meta = file.metadata();
+    let arch = meta.str("general.architecture")?.to_owned();
+    // Some files have a list where layers differ; the largest serves every layer.
+    let number = |gguf: &str, _: &str| {
+        let key = format!("{arch}.{gguf}");
+        match meta.get(&key)? {
+            paceline_formats::gguf::Value::Array(list) => list.to_u64s()?.into_iter().max(),
+            value => value.as_u64(),
+        }
+    };
+    let fields = Fields {
+        number: &number,
+        family: &arch,
+        sliding: None,
+    };
+    let vocab = file
+        .info("token_embd.weight")
+        .and_then(|info| info.shape().first().copied());
+    let vocab = vocab.and_then(|rows| u32::try_from(rows).ok()).unwrap_or(0);
+    let mut shape = fields.shape(name, vocab, !file.has("output.weight"))?;
+    shape.bits = stored_bits(file);
+    Ok(shape)
+}
+
+/// Bits per weight of routed experts and of the rest, from the tensor table.
+fn stored_bits(file: &Gguf) -> Bits {
+    let mut experts = (0.0, 0.0);
+    let mut rest = (0.0, 0.0);
+    for info in file.tensors() {
+        let Some(bytes) = info.range().map(|range| range.len()) else {
+            continue;
+        };
+        let part = if info.name().contains("_exps") {
+            &mut experts
+        } else {
+            &mut rest
+        };
+        *part = (part.0 + bytes as f64 * 8.0, part.1 + info.values() as f64);
+    }
+    let mean = |(bits, values): (f64, f64)| if values > 0.0 { bits / values } else { 16.0 };
+    let rest = mean(rest);
+    Bits {
+        experts: if experts.1 > 0.0 { mean(experts) } else { rest },
+        rest,
+        kv: 16.0,
+    }
+}
+
+fn from_folder(path: &Path) -> Result<ModelShape, Error> {
+    let config = path.join("config.json");
+    let stated = name_of(path);
+    match HfFolder::open(path) {
+        Ok(folder) => {
+            let mut shape = from_config(&stated, folder.config())?;
+            let bits = folder.file_bytes().0 as f64 * 8.0 / shape.params();
+            shape.bits = Bits::uniform(bits.clamp(1.0, 32.0));
+            Ok(shape)
+        }
+        // Without weights the configuration still says the shape.
+        Err(_) if config.is_file() => from_config(&stated, &json_at(&config)?),
+        Err(error) => Err(error.into()),
+    }
+}
+
+fn from_config(name: &str, config: &Value) -> Result<ModelShape, Error> {
+    // Models with pictures keep the text part apart.
+    let text = config.get("text_config").unwrap_or(config);
+    let number = |_: &str, hf: &str| text.get(hf).and_then(Value::as_u64);
+    let family = text.get("model_type").and_then(Value::as_str);
+    let kinds = text.get("layer_types").and_then(Value::as_array);
+    let sliding = kinds.map(|kinds| kinds.iter().filter(|kind| *kind == "sliding_attention"));
+    let fields = Fields {
+        number: &number,
+        family: family.unwrap_or_default(),
+        sliding: sliding.map(|kinds| u32::try_from(kinds.count()).unwrap_or(u32::MAX)),
+    };
+    let vocab = fields.need("vocab_size", "vocab_size")?;
+    let tied = [text, config]
+        .iter()
+        .find_map(|c| c.get("tie_word_embeddings")?.as_bool());
+    fields.shape(name, vocab, tied.unwrap_or(false))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_configuration_with_experts_and_low_ranks_reads() {
+        let config = serde_json::json!({
+            "hidden_size": 7168, "num_hidden_layers": 61, "num_attention_heads": 128,
+            "num_key_value_heads": 128, "intermediate_size": 18432, "vocab_size": 129_280,
+            "n_routed_experts": 256, "num_experts_per_tok": 8, "n_shared_experts": 1,
+            "moe_intermediate_size": 2048, "first_k_dense_replace": 3, "n_group": 8,
+            "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+            "v_head_dim": 128, "tie_word_embeddings": false
+        });
+        let shape = from_config("deepseek", &config).unwrap();
+        let catalogue = paceline_plan::Catalogue::builtin().unwrap();
+        let known = catalogue
+            .model("DeepSeek-V3.1-671B")
+            .unwrap()
+            .shape(16.0)
+            .unwrap();
+        assert_eq!((shape.attention, shape.moe), (known.attention, known.moe));
+        assert!(
+            (shape.params() / 671e9 - 1.0).abs() < 0.01,
+            "{}",
+            shape.params()
+        );
+    }
+
+    #[test]
+    fn layers_with_a_window_are_counted() {
+        let with = |more: Value| {
+            let mut config = serde_json::json!({
+                "hidden_size": 640, "num_hidden_layers": 18, "num_attention_heads": 4,
+                "num_key_value_heads": 1, "head_dim": 256, "intermediate_size": 2048,
+                "vocab_size": 262_144, "sliding_window": 512
+            });
+            let fields = config.as_object_mut().unwrap();
+            fields.extend(more.as_object().unwrap().clone());
+            let sliding = from_config("x", &config).unwrap().sliding;
+            sliding.map(|sliding| (sliding.layers, sliding.window))
+        };
+        let kinds = ["sliding_attention", "full_attention", "sliding_attention"];
+        for (more, expected) in [
+            (
+                serde_json::json!({ "model_type": "gemma3_text" }),
+                Some((15, 512)),
+            ),
+            (
+                serde_json::json!({ "sliding_window_pattern": 3 }),
+                Some((12, 512)),
+            ),
+            (serde_json::json!({ "layer_types": kinds }), Some((2, 512))),
+            (
+                serde_json::json!({ "layer_types": ["full_attention"] }),
+                None,
+            ),
+            (serde_json::json!({ "model_type": "qwen2" }), None),
+            (
+                serde_json::json!({ "model_type": "gemma3", "sliding_window": null }),
+                None,
+            ),
+        ] {
+            assert_eq!(with(more.clone()), expected, "{more}");
+        }
+    }
+
+    #[test]
+    fn a_missing_field_is_named() {
+        let error = from_config("x", &serde_json::json!({ "vocab_size": 5 })).unwrap_err();
+        assert!(error.to_string().contains("num_attention_heads"), "{error}");
+    }
+}

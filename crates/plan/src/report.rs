@@ -1,0 +1,370 @@
+//! Questions to the planner and their answers, as text, as JSON and as a picture.
+//!
+//! ```
+//! use paceline_plan::catalogue::short_cluster;
+//! use paceline_plan::report::Question;
+//! use paceline_plan::{Calibration, Catalogue, Workload};
+//!
+//! let mut catalogue = Catalogue::builtin()?;
+//! let question = Question {
+//!     clusters: vec![short_cluster("2 x mac-studio-m3-ultra-256 @ tb5-rdma", &mut catalogue)?],
+//!     model: catalogue.model("Llama-3.1-8B")?.shape(4.5)?,
+//!     calibration: Calibration::builtin()?,
+//!     workload: Workload::ONE,
+//!     options: Default::default(),
+//!     catalogue,
+//! };
+//! let costs = question.costs(&question.clusters[0])?;
+//! let answer = question.answer(&costs, false)?;
+//! assert!(answer.text(&question, &costs).contains("tok/s"));
+//! # Ok::<(), paceline_plan::Error>(())
+//! ```
+
+mod compare;
+mod json;
+mod layout;
+mod svg;
+mod validate;
+
+use std::fmt::Write;
+
+use serde_json::Value;
+
+use crate::advice::{Sensitivity, sensitivity as changes_of};
+use crate::catalogue::LinkKind;
+use crate::solver::{Candidate, Family, Options, Outcome, solve, stream_from_disk};
+use crate::{Calibration, Catalogue, Cluster, Costs, Error, ModelShape, Objective, Workload};
+
+pub use compare::Comparison;
+pub use layout::label;
+pub use validate::{scores, scores_json};
+
+/// A question with everything looked up.
+#[derive(Debug)]
+pub struct Question {
+    /// Machines and links that changes are tried with.
+    pub catalogue: Catalogue,
+    /// Constants of the engines.
+    pub calibration: Calibration,
+    /// The clusters in question; a plan is for the first.
+    pub clusters: Vec<Cluster>,
+    /// The model.
+    pub model: ModelShape,
+    /// Requests, and how long they are.
+    pub workload: Workload,
+    /// What is best, and how long is looked for it.
+    pub options: Options,
+}
+
+/// The best placement, others, and what would change it.
+#[derive(Debug)]
+pub struct Answer {
+    /// What the solver found.
+    pub outcome: Outcome,
+    /// Changes of the cluster, each with its gain.
+    pub changes: Vec<Sensitivity>,
+}
+
+impl Question {
+    /// What the model costs on one of the clusters.
+    ///
+    /// # Errors
+    /// A cluster or a workload that cannot be planned for.
+    pub fn costs<'a>(&'a self, cluster: &'a Cluster) -> Result<Costs<'a>, Error> {
+        Costs::new(cluster, &self.model, self.workload, &self.calibration)
+    }
+
+    /// The plan for `costs`. With `disk` a model that fits nowhere may read layers from disk for
+    /// every token.
+    ///
+    /// # Errors
+    /// [`Error::Infeasible`] with changes that each suffice.
+    pub fn answer(&self, costs: &Costs<'_>, disk: bool) -> Result<Answer, Error> {
+        let outcome = match (solve(costs, &self.options), disk) {
+            (Err(Error::Infeasible(_)), true) => streamed(costs)?,
+            (outcome, _) => outcome?,
+        };
+        let links = self.other_links()?;
+        let changes = changes_of(costs, &self.calibration, &self.options, &outcome, &links)?;
+        Ok(Answer { outcome, changes })
+    }
+
+    /// Links to try in place of those that are there.
+    fn other_links(&self) -> Result<Vec<LinkKind>, Error> {
+        let kinds = ["tb5-rdma", "tb5-tcp", "roce-200g", "10gbe"];
+        let link = |kind: &&str| self.catalogue.link(kind).cloned();
+        kinds.iter().map(link).collect()
+    }
+}
+
+/// The plan with layers from disk, as an outcome of its own.
+fn streamed(costs: &Costs<'_>) -> Result<Outcome, Error> {
+    let (placement, prediction) = stream_from_disk(costs)?;
+    Ok(Outcome {
+        best: Candidate {
+            family: Family::Pipeline,
+            score: prediction.request_s,
+            placement,
+            prediction,
+        },
+        alternatives: Vec::new(),
+        considered: 1,
+        exact: false,
+    })
+}
+
+impl Answer {
+    /// The whole report, for people.
+    pub fn text(&self, question: &Question, costs: &Costs<'_>) -> String {
+        plan(question, costs, &self.outcome, &self.changes)
+    }
+
+    /// The plan, its alternatives and what would change it, for programs.
+    pub fn json(&self, costs: &Costs<'_>) -> Value {
+        json::plan(costs, &self.outcome, &self.changes)
+    }
+}
+
+fn plan(
+    question: &Question,
+    costs: &Costs<'_>,
+    outcome: &Outcome,
+    changes: &[Sensitivity],
+) -> String {
+    let mut text = heading(question, costs);
+    let best = &outcome.best;
+    let _ = writeln!(text, "\nplan: {}\n", layout::label(&best.placement));
+    text.push_str(&layout::drawing(costs, &best.placement, &best.prediction));
+    text.push('\n');
+    text.push_str(&figures(best));
+    text.push_str(&alternatives(outcome, question.options.objective));
+    text.push_str(&sensitivity(changes));
+    let how = if outcome.exact {
+        "every sequence of groups and cut"
+    } else {
+        "chosen orders"
+    };
+    let _ = write!(
+        text,
+        "\n{} placements predicted ({how})",
+        outcome.considered
+    );
+    let _ = write!(text, "; engine constants: {}", engines(costs, best));
+    text
+}
+
+fn heading(question: &Question, costs: &Costs<'_>) -> String {
+    let model = costs.model;
+    let workload = costs.workload;
+    let bits = if (model.bits.experts - model.bits.rest).abs() > 0.05 {
+        format!(
+            "{:.2} bits experts, {:.2} rest",
+            model.bits.experts, model.bits.rest
+        )
+    } else {
+        format!("{:.2} bits", model.bits.rest)
+    };
+    let active = if model.moe.is_some() {
+        format!(", {:.1} B active", model.active_params() / 1e9)
+    } else {
+        String::new()
+    };
+    let size = model.weight_bytes() / 1e9;
+    format!(
+        "{}: {:.1} B parameters{active}, {bits}, {size:.1} GB of weights\n\
+         {}: {}; {} of {} + {} tokens, {} positions each; best {}\n",
+        model.name,
+        model.params() / 1e9,
+        costs.cluster.name,
+        count(costs.cluster.nodes.len(), "node"),
+        count(workload.concurrency as usize, "request"),
+        workload.prompt,
+        workload.output,
+        workload.context,
+        objective(question.options.objective),
+    )
+}
+
+/// `1 node`, `2 nodes`.
+fn count(n: usize, what: &str) -> String {
+    format!("{n} {what}{}", if n == 1 { "" } else { "s" })
+}
+
+fn objective(objective: Objective) -> &'static str {
+    match objective {
+        Objective::Latency => "latency",
+        Objective::Throughput => "throughput",
+        Objective::Energy => "energy",
+        Objective::Nodes => "with fewest nodes",
+    }
+}
+
+/// A number, or a dash where something it needs is not known.
+fn or_dash(value: Option<f64>, digits: usize) -> String {
+    value.map_or_else(|| "-".to_owned(), |value| format!("{value:.digits$}"))
+}
+
+fn figures(best: &Candidate) -> String {
+    let said = &best.prediction;
+    let rows = [
+        (
+            "decode, one request",
+            format!("{:.1} tok/s", said.decode_tok_s),
+        ),
+        (
+            "decode, all requests",
+            format!("{:.1} tok/s", said.throughput_tok_s),
+        ),
+        (
+            "time to first token",
+            format!("{} s", or_dash(said.ttft_s, 2)),
+        ),
+        (
+            "prefill",
+            format!("{} tok/s", or_dash(said.prefill_tok_s, 0)),
+        ),
+        ("whole request", format!("{:.1} s", said.request_s)),
+        (
+            "communication",
+            format!("{:.0} % of a token", said.comm_share * 100.0),
+        ),
+        ("power", format!("{} W", or_dash(said.watts, 0))),
+        (
+            "energy",
+            format!("{} J/token", or_dash(said.joules_per_token, 1)),
+        ),
+        ("price", format!("{} USD", or_dash(said.price_usd, 0))),
+        (
+            "price per tok/s",
+            format!("{} USD", or_dash(said.usd_per_tok_s(), 0)),
+        ),
+    ];
+    let line = |(name, value): &(&str, String)| format!("  {name:<21} {value}\n");
+    rows.iter().map(line).collect()
+}
+
+fn alternatives(outcome: &Outcome, objective: Objective) -> String {
+    if outcome.alternatives.is_empty() {
+        return String::new();
+    }
+    let mut text =
+        String::from("\nalternatives                      tok/s   all    TTFT  nodes  why not\n");
+    for other in &outcome.alternatives {
+        let said = &other.prediction;
+        let _ = writeln!(
+            text,
+            "  {:<30} {:>6.1} {:>6.1} {:>6}  {:>5}  {}",
+            layout::label(&other.placement),
+            said.decode_tok_s,
+            said.throughput_tok_s,
+            or_dash(said.ttft_s, 2),
+            said.nodes.len(),
+            lost(&outcome.best, other, objective),
+        );
+    }
+    text
+}
+
+/// Why `other` lost against `best`.
+fn lost(best: &Candidate, other: &Candidate, objective: Objective) -> String {
+    let (mine, theirs) = (&best.prediction, &other.prediction);
+    let worse = (other.score / best.score - 1.0) * 100.0;
+    let amount = match objective {
+        Objective::Latency => format!("a request takes {worse:.0} % longer"),
+        Objective::Throughput => {
+            let share = 100.0 * theirs.throughput_tok_s / mine.throughput_tok_s;
+            format!("{share:.0} % of the throughput")
+        }
+        Objective::Energy => format!("{worse:.0} % more energy a token"),
+        Objective::Nodes if theirs.nodes.len() > mine.nodes.len() => {
+            return format!(
+                "{} nodes, {} are enough",
+                theirs.nodes.len(),
+                mine.nodes.len()
+            );
+        }
+        Objective::Nodes => format!("{:.1} s a request", theirs.request_s),
+    };
+    if worse < 0.5 && theirs.nodes.len() > mine.nodes.len() {
+        let more = theirs.nodes.len() - mine.nodes.len();
+        return format!("no better, and {} more", count(more, "node"));
+    }
+    let because = because(best, other);
+    format!("{amount}: {because}")
+}
+
+fn because(best: &Candidate, other: &Candidate) -> String {
+    let (mine, theirs) = (&best.prediction, &other.prediction);
+    let prompts = theirs
+        .ttft_s
+        .zip(mine.ttft_s)
+        .map(|(theirs, mine)| (theirs, theirs - mine));
+    let half = 0.5 * (theirs.request_s - mine.request_s);
+    if let Some((ttft, _)) = prompts.filter(|&(_, more)| more > 0.0 && more > half) {
+        return format!("the prompt takes {ttft:.2} s");
+    }
+    if theirs.comm_share > mine.comm_share + 0.05 {
+        return format!(
+            "communication is {:.0} % of a token",
+            theirs.comm_share * 100.0
+        );
+    }
+    match other.family {
+        Family::OneNode => "one memory reads all weights".to_owned(),
+        Family::Pipeline => "stages take turns, one memory reads at a time".to_owned(),
+        Family::Expert => {
+            "attention is whole on every node, and the busiest has most experts".to_owned()
+        }
+        Family::Replicas => "each request has only its copy's nodes".to_owned(),
+        Family::PrefillApart => "the prompt's nodes wait while answers run".to_owned(),
+        Family::Tensor | Family::TensorPipeline => {
+            if theirs.nodes.len() < mine.nodes.len() {
+                "fewer memories read at a time".to_owned()
+            } else {
+                "every layer pays for its exchanges".to_owned()
+            }
+        }
+    }
+}
+
+fn sensitivity(changes: &[Sensitivity]) -> String {
+    let mut text = String::new();
+    let shown: Vec<&Sensitivity> = changes
+        .iter()
+        .filter(|change| (change.gain - 1.0).abs() >= 0.005)
+        .collect();
+    if !shown.is_empty() {
+        text.push_str("\nwhat would change it\n");
+    }
+    for change in shown {
+        let _ = writeln!(
+            text,
+            "  {:<36} {:>8}  {:.1} tok/s",
+            change.change,
+            gain(change.gain),
+            change.decode_tok_s
+        );
+    }
+    text
+}
+
+/// `2.4x`, `+9 %` or `-12 %`.
+fn gain(gain: f64) -> String {
+    if gain >= 1.5 {
+        format!("{gain:.1}x")
+    } else {
+        format!("{:+.0} %", (gain - 1.0) * 100.0)
+    }
+}
+
+fn engines(costs: &Costs<'_>, best: &Candidate) -> String {
+    let mut names: Vec<&str> = best
+        .placement
+        .nodes()
+        .iter()
+        .map(|&node| costs.engine(node).name.as_str())
+        .collect();
+    names.sort_unstable();
+    names.dedup();
+    names.join(", ")
+}

@@ -1,0 +1,122 @@
+//! Clusters side by side.
+
+use std::fmt::Write;
+
+use serde_json::{Value, json};
+
+use super::{Question, count, json as plan_json, layout, or_dash, svg};
+use crate::solver::{Candidate, solve};
+
+/// A cluster and its plan, or why there is none.
+#[derive(Debug)]
+pub(super) struct Row {
+    /// The cluster's name.
+    pub(super) name: String,
+    /// Nodes in it.
+    pub(super) nodes: usize,
+    /// What was found.
+    pub(super) found: Result<Candidate, String>,
+    json: Value,
+}
+
+/// One model on several clusters.
+#[derive(Debug)]
+pub struct Comparison<'a> {
+    question: &'a Question,
+    rows: Vec<Row>,
+}
+
+impl<'a> Comparison<'a> {
+    /// Plans for every cluster of the question. A cluster without a plan says why.
+    pub fn new(question: &'a Question) -> Self {
+        let rows = question.clusters.iter().map(|c| row(question, c));
+        Self {
+            question,
+            rows: rows.collect(),
+        }
+    }
+
+    /// A table, for people.
+    pub fn text(&self) -> String {
+        table(self.question, &self.rows).trim_end().to_owned()
+    }
+
+    /// One object, for programs.
+    pub fn json(&self) -> Value {
+        let rows: Vec<&Value> = self.rows.iter().map(|row| &row.json).collect();
+        json!({ "model": self.question.model.name, "clusters": rows })
+    }
+
+    /// A picture as SVG text: bars of tokens a second.
+    pub fn svg(&self) -> String {
+        svg::bars(&self.question.model.name, &self.rows)
+    }
+}
+
+fn row(question: &Question, cluster: &crate::Cluster) -> Row {
+    let solved = question.costs(cluster).and_then(|costs| {
+        let outcome = solve(&costs, &question.options)?;
+        let json = plan_json::candidate(&costs, &outcome.best);
+        Ok((outcome.best, json))
+    });
+    let (found, json) = match solved {
+        Ok((best, json)) => (Ok(best), json),
+        Err(error) => (
+            Err(error.to_string()),
+            json!({ "error": error.to_string() }),
+        ),
+    };
+    Row {
+        name: cluster.name.clone(),
+        nodes: cluster.nodes.len(),
+        found,
+        json: json!({ "cluster": cluster.name, "plan": json }),
+    }
+}
+
+fn table(question: &Question, rows: &[Row]) -> String {
+    let width = rows
+        .iter()
+        .map(|row| row.name.chars().count())
+        .max()
+        .unwrap_or(0)
+        .max(7);
+    let requests = count(question.workload.concurrency as usize, "request");
+    let mut text = format!("{}, {requests}\n", question.model.name);
+    let _ = writeln!(
+        text,
+        "{:<width$}  {:<26} {:>6} {:>7} {:>6} {:>6} {:>6} {:>8} {:>7}",
+        "cluster", "plan", "tok/s", "all", "TTFT", "W", "J/tok", "USD", "USD/t/s"
+    );
+    for row in rows {
+        match &row.found {
+            Err(why) => {
+                let _ = writeln!(text, "{:<width$}  no plan: {why}", row.name);
+            }
+            Ok(best) => {
+                let said = &best.prediction;
+                let used = said.nodes.len();
+                let label = layout::label(&best.placement);
+                let of = if used < row.nodes {
+                    format!(" ({used} of {})", row.nodes)
+                } else {
+                    String::new()
+                };
+                let _ = writeln!(
+                    text,
+                    "{:<width$}  {:<26} {:>6.1} {:>7.1} {:>6} {:>6} {:>6} {:>8} {:>7}",
+                    row.name,
+                    format!("{label}{of}"),
+                    said.decode_tok_s,
+                    said.throughput_tok_s,
+                    or_dash(said.ttft_s, 2),
+                    or_dash(said.watts, 0),
+                    or_dash(said.joules_per_token, 1),
+                    or_dash(said.price_usd, 0),
+                    or_dash(said.usd_per_tok_s(), 0),
+                );
+            }
+        }
+    }
+    text
+}

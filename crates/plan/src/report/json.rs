@@ -1,0 +1,110 @@
+//! A plan as one JSON object.
+
+use crate::advice::Sensitivity;
+use crate::predict::{LinkUse, NodeUse};
+use crate::solver::{Candidate, Outcome};
+use crate::{Costs, Member, Pipeline, Placement, Prediction, Split, Stage};
+use serde_json::{Value, json};
+
+use super::layout;
+
+/// The plan, its alternatives and what would change it.
+pub(super) fn plan(costs: &Costs<'_>, outcome: &Outcome, changes: &[Sensitivity]) -> Value {
+    let others = outcome.alternatives.iter().map(|c| candidate(costs, c));
+    json!({
+        "model": costs.model.name,
+        "cluster": costs.cluster.name,
+        "workload": {
+            "prompt": costs.workload.prompt,
+            "output": costs.workload.output,
+            "concurrency": costs.workload.concurrency,
+            "context": costs.workload.context,
+        },
+        "plan": candidate(costs, &outcome.best),
+        "alternatives": others.collect::<Vec<_>>(),
+        "changes": changes.iter().map(change).collect::<Vec<_>>(),
+        "considered": outcome.considered,
+        "exact": outcome.exact,
+    })
+}
+
+fn change(change: &Sensitivity) -> Value {
+    json!({
+        "change": change.change,
+        "gain": change.gain,
+        "decode_tok_s": change.decode_tok_s,
+    })
+}
+
+/// A placement with its prediction.
+pub(super) fn candidate(costs: &Costs<'_>, candidate: &Candidate) -> Value {
+    json!({
+        "label": layout::label(&candidate.placement),
+        "placement": placement(costs, &candidate.placement),
+        "prediction": prediction(costs, &candidate.prediction),
+    })
+}
+
+fn placement(costs: &Costs<'_>, placement: &Placement) -> Value {
+    let used = placement.nodes();
+    let out = (0..costs.cluster.nodes.len()).filter(|node| !used.contains(node));
+    json!({
+        "replicas": placement.replicas.iter().map(|p| pipeline(costs, p)).collect::<Vec<_>>(),
+        "prefill": placement.prefill.as_ref().map(|p| pipeline(costs, p)),
+        "left_out": out.map(|node| costs.cluster.nodes[node].name.as_str()).collect::<Vec<_>>(),
+    })
+}
+
+fn pipeline(costs: &Costs<'_>, pipeline: &Pipeline) -> Value {
+    pipeline.stages.iter().map(|s| stage(costs, s)).collect()
+}
+
+fn stage(costs: &Costs<'_>, stage: &Stage) -> Value {
+    let split = match stage.split {
+        Split::Whole => "whole",
+        Split::Tensor => "tensor",
+        Split::Expert => "expert",
+    };
+    let member = |m: &Member| {
+        json!({
+            "node": costs.cluster.nodes[m.node].name,
+            "share": m.share,
+            "streamed_layers": m.streamed,
+        })
+    };
+    json!({
+        "layers": [stage.layers.start, stage.layers.end],
+        "split": split,
+        "nodes": stage.members.iter().map(member).collect::<Vec<_>>(),
+    })
+}
+
+fn prediction(costs: &Costs<'_>, said: &Prediction) -> Value {
+    let node = |node: &NodeUse| {
+        json!({
+            "node": costs.cluster.nodes[node.node].name,
+            "weight_bytes": node.usage.weights as u64,
+            "cache_bytes": node.usage.cache as u64,
+            "buffer_bytes": node.usage.buffers as u64,
+            "headroom_bytes": (node.budget - node.usage.total()) as i64,
+            "busy": node.busy,
+            "watts": node.watts,
+        })
+    };
+    let link =
+        |link: &LinkUse| json!({ "stages": [link.stages.0, link.stages.1], "kind": link.kind });
+    json!({
+        "ttft_s": said.ttft_s,
+        "prefill_tok_s": said.prefill_tok_s,
+        "decode_tok_s": said.decode_tok_s,
+        "throughput_tok_s": said.throughput_tok_s,
+        "request_s": said.request_s,
+        "comm_share": said.comm_share,
+        "watts": said.watts,
+        "joules_per_token": said.joules_per_token,
+        "price_usd": said.price_usd,
+        "usd_per_tok_s": said.usd_per_tok_s(),
+        "nodes": said.nodes.iter().map(node).collect::<Vec<_>>(),
+        "links": said.links.iter().map(link).collect::<Vec<_>>(),
+    })
+}

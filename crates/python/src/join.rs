@@ -1,0 +1,192 @@
+//! How a group comes into being.
+
+use std::collections::HashMap;
+use std::net::{SocketAddr, ToSocketAddrs};
+use std::sync::{Mutex, PoisonError};
+
+use paceline_base::Rank;
+use paceline_comm::mlx_ring::Plaintext;
+use paceline_comm::nccl::Libraries;
+use paceline_comm::rdma::Settings;
+use paceline_comm::tcp::{Config, GroupId, GroupKey, KEY_BYTES, Listener, Protection};
+use paceline_comm::{
+    Backend, Group, MlxBackend, MlxPlace, Seat, Strict, Wires, init, init_mlx, local,
+};
+use pyo3::exceptions::{PyOSError, PyValueError};
+use pyo3::prelude::*;
+
+use crate::error::of_join;
+use crate::group::{PyGroup, deadline};
+
+/// Where the other ranks reach this one, until it joins.
+#[pyclass(frozen, name = "Listener", module = "paceline._native")]
+#[derive(Debug)]
+pub(crate) struct PyListener {
+    listener: Mutex<Option<Listener>>,
+    addrs: Vec<String>,
+}
+
+#[pymethods]
+impl PyListener {
+    /// Listens at all of `addrs`, each `host:port`; port 0 lets the system choose.
+    #[new]
+    fn bind(addrs: Vec<String>) -> PyResult<Self> {
+        let addrs: Vec<SocketAddr> = addrs.iter().map(|a| resolve(a)).collect::<PyResult<_>>()?;
+        let listener = Listener::bind_all(&addrs)
+            .map_err(|error| PyOSError::new_err(format!("cannot listen at {addrs:?}: {error}")))?;
+        let addrs = listener.addrs().iter().map(SocketAddr::to_string).collect();
+        let listener = Mutex::new(Some(listener));
+        Ok(Self { listener, addrs })
+    }
+
+    /// The addresses, each `ip:port`.
+    #[getter]
+    fn addrs(&self) -> Vec<String> {
+        self.addrs.clone()
+    }
+}
+
+/// A group of one.
+#[pyfunction]
+pub(crate) fn alone() -> PyGroup {
+    PyGroup::new(Box::new(local::ranks(1).remove(0)))
+}
+
+/// What all ranks of a group have alike.
+#[derive(FromPyObject)]
+pub(crate) struct Terms {
+    /// Addresses by rank, each `host:port`.
+    #[pyo3(item)]
+    addrs: Vec<Vec<String>>,
+    /// Keeps groups apart that meet by mistake.
+    #[pyo3(item)]
+    id: [u8; 16],
+    /// Encrypts.
+    #[pyo3(item)]
+    key: Option<[u8; KEY_BYTES]>,
+    /// Whether bytes may leave this machine unencrypted.
+    #[pyo3(item)]
+    plaintext: bool,
+}
+
+impl Terms {
+    fn protection(&self) -> Protection {
+        match (self.key, self.plaintext) {
+            (Some(key), _) => Protection::Key(GroupKey::new(key)),
+            (None, true) => Protection::Plaintext,
+            (None, false) => Protection::Loopback,
+        }
+    }
+}
+
+/// Joins the ranks at `terms["addrs"]` by shared memory or TCP. Collective.
+#[pyfunction]
+pub(crate) fn join(
+    py: Python<'_>,
+    backend: &str,
+    listener: &PyListener,
+    rank: u32,
+    terms: Terms,
+    seconds: f64,
+) -> PyResult<PyGroup> {
+    let backend: Backend = backend
+        .parse()
+        .map_err(|error| PyValueError::new_err(format!("{error}")))?;
+    let by = deadline(seconds)?;
+    let mut slot = listener
+        .listener
+        .lock()
+        .unwrap_or_else(PoisonError::into_inner);
+    let taken = slot.take();
+    drop(slot);
+    let listener = taken.ok_or_else(|| PyValueError::new_err("this listener has joined before"))?;
+    let config = Config {
+        protection: terms.protection(),
+        ..Config::default()
+    };
+    let addrs = hosts(&terms.addrs)?;
+    let seat = Seat {
+        listener,
+        rank: Rank(rank),
+        addrs: &addrs,
+        id: GroupId(terms.id),
+        config,
+    };
+    let made = py.detach(|| init(backend, Strict::Yes, seat, &Wires::default(), by));
+    made.map(PyGroup::new).map_err(|error| of_join(py, &error))
+}
+
+/// What a launcher has said, as MLX's backends read it.
+#[derive(FromPyObject)]
+pub(crate) struct Launched {
+    /// Variables of the environment.
+    #[pyo3(item)]
+    env: HashMap<String, String>,
+    /// Addresses of a ring, by rank.
+    #[pyo3(item)]
+    hosts: Option<Vec<Vec<String>>>,
+    /// Text of the file of RDMA devices.
+    #[pyo3(item)]
+    devices: Option<String>,
+    /// Whether bytes may leave this machine unencrypted.
+    #[pyo3(item)]
+    plaintext: bool,
+}
+
+/// Joins by a wire of MLX: `ring`, `jaccl` or `mpi`. Collective.
+#[pyfunction]
+pub(crate) fn join_launched(
+    py: Python<'_>,
+    backend: &str,
+    launched: Launched,
+    seconds: f64,
+) -> PyResult<PyGroup> {
+    let by = deadline(seconds)?;
+    let made = py.detach(|| launched.join(backend, by));
+    let made = made.map_err(|error| of_join(py, &*error))?;
+    Ok(PyGroup::new(made))
+}
+
+impl Launched {
+    fn join(
+        &self,
+        backend: &str,
+        by: paceline_comm::Deadline,
+    ) -> Result<Box<dyn Group>, Box<dyn std::error::Error + Send + Sync>> {
+        let backend: MlxBackend = backend.parse()?;
+        let lookup = |name: &str| self.env.get(name).cloned();
+        let jaccl = match &self.devices {
+            Some(devices) => Some(Settings::parse(&lookup, devices)?),
+            None => None,
+        };
+        let rank = lookup("MLX_RANK").map(|text| text.trim().parse::<u32>());
+        let hosts = self.hosts.as_deref().map(hosts).transpose()?;
+        let place = MlxPlace {
+            rank: rank.transpose()?.map(Rank),
+            hosts: hosts.as_deref(),
+            nccl: None,
+            jaccl: jaccl.as_ref(),
+            libraries: &Libraries::default(),
+            plaintext: match self.plaintext {
+                true => Plaintext::Allowed,
+                false => Plaintext::Refused,
+            },
+        };
+        Ok(init_mlx(backend, Strict::Yes, &place, by)?)
+    }
+}
+
+fn hosts(texts: &[Vec<String>]) -> PyResult<Vec<Vec<SocketAddr>>> {
+    let rank = |own: &Vec<String>| own.iter().map(|text| resolve(text)).collect();
+    texts.iter().map(rank).collect()
+}
+
+fn resolve(text: &str) -> PyResult<SocketAddr> {
+    let wrong = |why: String| PyValueError::new_err(format!("cannot use address {text:?}: {why}"));
+    let mut found = text
+        .to_socket_addrs()
+        .map_err(|error| wrong(error.to_string()))?;
+    found
+        .next()
+        .ok_or_else(|| wrong("it leads nowhere".to_owned()))
+}

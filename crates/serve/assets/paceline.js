@@ -1,0 +1,482 @@
+// The dashboard of a paceline node: plain DOM, no framework. It asks three things of its own
+// server: /v1/paceline/status once a second, /v1/paceline/events as a stream, and the chat API.
+// All text from the server enters the page as text nodes.
+"use strict";
+
+const KEPT_EVENTS = 300; // rows of the list; the page's memory stays flat
+const LOOK_MS = 1000;
+const SPEED_POINTS = 120;
+
+const $ = (id) => document.getElementById(id);
+const state = { status: null, speed: [], seen: 0, queue: [], talk: [], chat: null, node: null };
+
+// ---- small parts
+
+function el(tag, attributes, ...children) {
+  const svg = ["svg", "g", "circle", "line", "path", "text", "title"].includes(tag);
+  const node = svg ? document.createElementNS("http://www.w3.org/2000/svg", tag) : document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes || {})) {
+    if (value === null || value === undefined || value === false) continue;
+    if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
+    else node.setAttribute(name, value === true ? "" : value);
+  }
+  node.append(...children.filter((child) => child !== null && child !== undefined));
+  return node;
+}
+
+function text(node, value) {
+  if (node.textContent !== value) node.textContent = value;
+}
+
+// Keeps one element for each item of a list, by key, in order.
+function keyed(parent, items, key, make, update) {
+  parent.kept = parent.kept || new Map();
+  const kept = parent.kept;
+  const keys = new Set(items.map(key));
+  for (const [old, node] of kept) if (!keys.has(old)) { node.remove(); kept.delete(old); }
+  items.forEach((item, at) => {
+    let node = kept.get(key(item));
+    if (!node) { node = make(item); kept.set(key(item), node); }
+    if (parent.children[at] !== node) parent.insertBefore(node, parent.children[at] || null);
+    update(node, item);
+  });
+}
+
+function bytes(n) {
+  if (n === undefined || n === null) return "";
+  const units = ["B", "KiB", "MiB", "GiB", "TiB"];
+  let at = 0;
+  while (n >= 1024 && at < 4) { n /= 1024; at += 1; }
+  return `${n < 10 && at > 0 ? n.toFixed(1) : Math.round(n)} ${units[at]}`;
+}
+
+const percent = (share) => `${Math.round(share * 100)} %`;
+const rate = (tokS) => (tokS === undefined || tokS === null ? "–" : tokS.toFixed(tokS < 10 ? 2 : 1));
+const seconds = (s) => (s === undefined || s === null ? "–" : s < 1 ? `${Math.round(s * 1000)} ms` : `${s.toFixed(1)} s`);
+
+// ---- asking the server
+
+const key = () => sessionStorage.getItem("key");
+
+function headers(more) {
+  return key() ? { ...more, Authorization: `Bearer ${key()}` } : { ...more };
+}
+
+async function reason(response) {
+  try { return (await response.json()).error.message; } catch { return `status ${response.status}`; }
+}
+
+async function ask(command, body) {
+  const response = await fetch(`/v1/paceline/${command}`, {
+    method: "POST", headers: headers({ "Content-Type": "application/json" }), body: JSON.stringify(body),
+  });
+  if (!response.ok) throw new Error(await reason(response));
+  return response.json();
+}
+
+function needKey(said) {
+  link("a key is needed", "warn");
+  $("login-said").textContent = key() ? said : "";
+  if (!$("login").open) $("login").showModal();
+}
+
+function link(words, kind) {
+  text($("link"), words);
+  $("link").className = `pill ${kind}`;
+}
+
+async function look() {
+  try {
+    const response = await fetch("/v1/paceline/status", { headers: headers(), signal: AbortSignal.timeout(5000) });
+    if (response.status === 401) return needKey(await reason(response));
+    if (!response.ok) throw new Error(await reason(response));
+    state.status = await response.json();
+    link("live", "good");
+    $("logout").hidden = !key();
+    draw(state.status);
+  } catch {
+    link("the node does not answer", "bad");
+  }
+}
+
+async function lookOn() {
+  if (!document.hidden && !$("login").open) await look();
+  setTimeout(lookOn, LOOK_MS);
+}
+
+// Reads server-sent events of a response; `hear` gets the data of each.
+async function readEvents(response, hear) {
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  for (;;) {
+    const { value, done } = await reader.read();
+    if (done) return;
+    const pieces = (rest + value).split("\n\n");
+    rest = pieces.pop();
+    for (const piece of pieces) {
+      for (const line of piece.split("\n")) if (line.startsWith("data: ")) hear(line.slice(6));
+    }
+  }
+}
+
+async function follow() {
+  for (;;) {
+    if ($("login").open) { await new Promise((done) => setTimeout(done, 500)); continue; }
+    try {
+      const response = await fetch(`/v1/paceline/events?after=${state.seen}`, { headers: headers() });
+      if (response.ok) await readEvents(response, (data) => hearEvent(JSON.parse(data)));
+    } catch { /* the pill says that the node does not answer */ }
+    await new Promise((done) => setTimeout(done, 1000));
+  }
+}
+
+// ---- drawing
+
+function draw(status) {
+  const nodes = status.nodes || [], instances = status.instances || [], requests = status.requests || [];
+  text($("where"), [status.name, status.cluster && `cluster ${status.cluster}`, status.version && `version ${status.version}`].filter(Boolean).join(" · "));
+  document.title = status.name ? `${status.name} – paceline` : "paceline";
+  keyed($("problems"), status.problems || [], (line) => line, (line) => el("p", {}, line), () => {});
+  drawSums(nodes, requests);
+  drawMap(nodes);
+  keyed($("nodes"), nodes, (node) => node.id || node.name, makeNode, updateNode);
+  $("none-loaded").hidden = instances.length > 0;
+  keyed($("instances"), instances, (it) => it.id, makeInstance, updateInstance);
+  drawRequests(requests);
+  drawSpeed(requests);
+  drawModels(instances);
+  $("load").hidden = $("invite").hidden = !status.may_manage;
+  $("no-managing").hidden = status.may_manage;
+}
+
+function drawSums(nodes, requests) {
+  const alive = nodes.filter((node) => node.state === "alive");
+  const samples = alive.map((node) => node.telemetry || {});
+  const total = (of) => {
+    const known = samples.map(of).filter((value) => value !== undefined);
+    return known.length ? known.reduce((a, b) => a + b, 0) : undefined;
+  };
+  const memory = total((s) => s.memory_bytes), free = total((s) => s.memory_available_bytes);
+  const speed = requests.reduce((sum, request) => sum + (request.tok_s || 0), 0);
+  const watts = total((s) => s.package_watts);
+  const heat = Math.max(...samples.map((s) => s.temperature_c ?? -Infinity));
+  const sums = [
+    ["Machines", `${alive.length} of ${nodes.length}`],
+    ["Being answered", String(requests.length)],
+    ["Tokens a second", rate(speed)],
+  ];
+  if (memory && free !== undefined) sums.push(["Memory in use", `${percent(1 - free / memory)} of ${bytes(memory)}`]);
+  if (heat > -Infinity) sums.push(["Hottest", `${heat.toFixed(0)} °C`]);
+  if (watts !== undefined) sums.push(["Processors", `${watts.toFixed(0)} W`]);
+  if (watts !== undefined && speed > 0) sums.push(["Energy a token", `${(watts / speed).toFixed(1)} J`]);
+  keyed($("sums"), sums, (sum) => sum[0], (sum) => el("div", {}, el("dt", {}, sum[0]), el("dd", {})),
+    (node, sum) => text(node.lastChild, sum[1]));
+}
+
+function drawMap(nodes) {
+  const map = $("map"), n = nodes.length;
+  map.style.display = n > 1 ? "" : "none"; // one machine alone needs no map
+  if (n < 2) return;
+  const place = (at) => at === 0 ? [200, 92] : [200 + 140 * Math.cos(2 * Math.PI * (at - 1) / (n - 1) + Math.PI), 92 + 62 * Math.sin(2 * Math.PI * (at - 1) / (n - 1) + Math.PI)];
+  const spots = n === 2 ? [[120, 92], [280, 92]] : nodes.map((_, at) => place(at));
+  const r = n > 12 ? 12 : 24;
+  map.setAttribute("viewBox", n > 3 ? "0 0 400 200" : "0 58 400 76");
+  const parts = [];
+  nodes.slice(1).forEach((node, at) => {
+    const [x1, y1] = spots[0], [x2, y2] = spots[at + 1];
+    parts.push(el("line", { x1, y1, x2, y2, class: node.linked ? "" : "off" }));
+  });
+  nodes.forEach((node, at) => {
+    const [x, y] = spots[at], t = node.telemetry || {};
+    const group = el("g", { class: node.state === "alive" ? "" : "dead" }, el("circle", { class: "disc", cx: x, cy: y, r }));
+    const busy = t.cpu_busy;
+    if (busy !== undefined && node.state === "alive") {
+      const turn = 2 * Math.PI * Math.min(busy, .999), large = busy > .5 ? 1 : 0;
+      const end = [x + r * Math.sin(turn), y - r * Math.cos(turn)].map((v) => v.toFixed(1));
+      group.append(el("path", { class: "load", d: `M${x} ${y - r} A${r} ${r} 0 ${large} 1 ${end[0]} ${end[1]}` }));
+      if (n <= 12) group.append(el("text", { x, y: y + 4 }, percent(busy)));
+    }
+    group.append(el("text", { x, y: y + r + 13 }, node.name || "?"));
+    if (node.state !== "alive" && n <= 12) group.append(el("text", { class: "sub", x, y: y + 4 }, node.state));
+    parts.push(group);
+  });
+  map.setAttribute("aria-label", nodes.map((node) => `${node.name}: ${node.state}${node.linked ? "" : ", no link"}`).join("; "));
+  map.replaceChildren(...parts);
+}
+
+function meter(name) {
+  return el("div", { class: "meter" }, el("span", {}, name), el("span", { class: "bar" }, el("i", {})), el("span", {}));
+}
+
+function setMeter(node, share, words) {
+  node.hidden = share === undefined;
+  if (share === undefined) return;
+  const bar = node.children[1].firstChild;
+  bar.style.width = `${Math.min(share, 1) * 100}%`;
+  bar.className = share > .97 ? "bad" : share > .88 ? "warn" : "";
+  text(node.lastChild, words);
+}
+
+function stateKind(word) {
+  return { alive: "good", ready: "good", suspect: "warn", recovering: "warn", failed: "bad", dead: "bad" }[word] || "";
+}
+
+function makeNode() {
+  return el("li", {}, el("div", { class: "title" }, el("strong", {}), el("span", { class: "pill" })), el("p", { class: "facts" }),
+    meter("CPU"), meter("Memory"), meter("Swap"), meter("GPU"), meter("Battery"), el("div", { class: "cores", "aria-hidden": "true" }), el("p", { class: "facts" }));
+}
+
+function updateNode(node, it) {
+  const [title, about, cpu, memory, swap, gpu, battery, cores, more] = node.children;
+  const t = it.telemetry || {};
+  text(title.firstChild, it.name || "?");
+  text(title.lastChild, it.found_by === "self" && it.state === "alive" ? "this node" : it.state);
+  title.lastChild.className = `pill ${stateKind(it.state)}`;
+  text(about, [it.cores && `${it.cores} cores`, it.memory_bytes && bytes(it.memory_bytes), it.instructions, it.build && `version ${it.build}`].filter(Boolean).join(" · "));
+  setMeter(cpu, t.cpu_busy, `${percent(t.cpu_busy || 0)}${t.cpu_mhz ? ` · ${(t.cpu_mhz / 1000).toFixed(1)} GHz` : ""}`);
+  const used = t.memory_bytes && t.memory_available_bytes !== undefined ? t.memory_bytes - t.memory_available_bytes : undefined;
+  setMeter(memory, used === undefined ? undefined : used / t.memory_bytes, bytes(used));
+  setMeter(swap, t.swap_bytes ? t.swap_used_bytes / t.swap_bytes : undefined, bytes(t.swap_used_bytes));
+  const card = (t.gpus || [])[0] || {};
+  setMeter(gpu, card.busy, `${percent(card.busy || 0)} · ${bytes(card.memory_used_bytes)}`);
+  setMeter(battery, t.battery, `${percent(t.battery || 0)}${t.on_battery ? " · in use" : ""}`);
+  const each = (t.core_busy || []).slice(0, 256);
+  keyed(cores, each.map((busy, at) => ({ busy, at })), (core) => core.at, () => el("i", {}), (bar, core) => { bar.style.height = `${Math.max(core.busy * 100, 6)}%`; });
+  cores.hidden = each.length < 2;
+  const traffic = (t.networks || []).reduce(([down, up], net) => [down + net.received_bytes_s, up + net.sent_bytes_s], [0, 0]);
+  const pressure = [["cores", t.cpu_pressure], ["memory", t.memory_pressure], ["disks", t.io_pressure]].filter(([, share]) => share > .05);
+  text(more, [
+    t.networks && `network ${bytes(traffic[0])}/s in, ${bytes(traffic[1])}/s out`,
+    t.disk_read_bytes_s !== undefined && `disks ${bytes(t.disk_read_bytes_s)}/s read, ${bytes(t.disk_write_bytes_s)}/s written`,
+    t.temperature_c !== undefined && `${t.temperature_c.toFixed(0)} °C`,
+    t.package_watts !== undefined && `${t.package_watts.toFixed(0)} W`,
+    ...pressure.map(([what, share]) => `waits for ${what} ${percent(share)}`),
+  ].filter(Boolean).join(" · "));
+}
+
+function makeInstance(it) {
+  const unload = el("button", { type: "button", onclick: () => unloadModel(it, unload) }, "Unload");
+  unload.setAttribute("aria-label", `Unload ${it.model}`);
+  return el("li", {}, el("div", { class: "title" }, el("strong", {}, it.model), el("span", { class: "pill" }), unload), el("p", { class: "facts" }),
+    meter("Progress"), el("div", { class: "shards" }), el("p", { class: "beside" }, el("span", {}), el("span", {})), el("p", { class: "facts" }));
+}
+
+function updateInstance(node, it) {
+  const [title, about, progress, shards, beside, more] = node.children;
+  const portrait = it.portrait || {};
+  text(title.children[1], it.state);
+  title.children[1].className = `pill ${stateKind(it.state)}`;
+  title.children[2].hidden = !state.status.may_manage;
+  text(about, it.reason || `on ${it.nodes.join(", ")} · split ${portrait.split || it.split}${it.epoch > 1 ? ` · epoch ${it.epoch}` : ""}`);
+  const [done, of] = it.progress || [];
+  setMeter(progress, of > 0 && it.state !== "ready" ? done / of : undefined, of > 100000 ? `${bytes(done)} of ${bytes(of)}` : `${done} of ${of}`);
+  keyed(shards, portrait.shards || [], (shard) => shard.rank, () => el("span", {}), (part, shard) => {
+    const where = it.nodes[shard.rank] || `rank ${shard.rank}`;
+    const share = shard.share < .999 ? ` · ${percent(shard.share)}` : "";
+    text(part, `${where}: layers ${shard.first_layer}–${shard.end_layer - 1}${share} · ${bytes(shard.weight_bytes)}`);
+    part.title = `${shard.threads} threads, ${shard.device}`;
+    part.style.flexGrow = Math.max(shard.weight_bytes / 1e6, .2);
+  });
+  const known = portrait.predicted_tok_s !== undefined || portrait.measured_tok_s !== undefined;
+  beside.hidden = !known;
+  if (known) {
+    beside.children[0].replaceChildren("predicted ", el("b", {}, rate(portrait.predicted_tok_s)), " tokens/s");
+    beside.children[1].replaceChildren("measured ", el("b", {}, rate(portrait.measured_tok_s)), " tokens/s");
+  }
+  text(more, [portrait.restarts > 0 && `restarts: ${portrait.restarts}`, (portrait.changes || []).at(-1)].filter(Boolean).join(" · "));
+}
+
+function drawRequests(requests) {
+  const table = $("requests");
+  table.hidden = requests.length === 0;
+  $("no-requests").hidden = requests.length > 0;
+  keyed(table.tBodies[0], requests, (request) => `${request.node} ${request.request}`,
+    () => el("tr", {}, ...Array.from({ length: 8 }, (_, at) => el("td", { class: at > 3 ? "n" : null }))),
+    (row, it) => {
+      const stage = it.ttft_s === undefined ? "reads" : "writes";
+      [it.request, it.model, it.node || "here", stage, it.prompt_tokens, it.tokens, rate(it.tok_s), seconds(it.ttft_s)]
+        .forEach((value, at) => text(row.children[at], String(value)));
+    });
+}
+
+function drawSpeed(requests) {
+  state.speed.push(requests.reduce((sum, request) => sum + (request.tok_s || 0), 0));
+  if (state.speed.length > SPEED_POINTS) state.speed.shift();
+  const most = Math.max(...state.speed, 1);
+  const points = state.speed.map((v, at) => `${(240 - 2 * (state.speed.length - 1 - at)).toFixed(0)} ${(46 - 42 * v / most).toFixed(1)}`);
+  const first = 240 - 2 * (state.speed.length - 1);
+  $("speed").replaceChildren(el("path", { d: `M${first} 48 L${points.join(" L")} L240 48` }));
+  $("speed").setAttribute("aria-label", `Tokens a second over the last two minutes: now ${rate(state.speed.at(-1))}, most ${rate(Math.max(...state.speed))}`);
+}
+
+function drawModels(instances) {
+  const ready = instances.filter((it) => it.state === "ready");
+  const choice = $("chat-model");
+  keyed(choice, ready, (it) => it.id, (it) => el("option", { value: it.model }, it.model), () => {});
+  if (!state.chat) $("send").disabled = ready.length === 0;
+  if (state.talk.length === 0) {
+    const words = ready.length ? "Ask the model something." : "Load a model to chat with it.";
+    if (!$("talk").firstChild || $("talk").firstChild.textContent !== words) $("talk").replaceChildren(el("p", { class: "empty" }, words));
+  }
+}
+
+// ---- events
+
+function describe(event) {
+  switch (event.kind) {
+    case "node_came": return ["good", "came", event.node];
+    case "node_silent": return ["warn", "silent", event.node];
+    case "node_went": return ["bad", "went", event.node];
+    case "instance": return [stateKind(event.state), event.state, [event.model, event.nodes.length && `on ${event.nodes.join(", ")}`, event.reason].filter(Boolean).join(" · ")];
+    case "split_changed": return ["warn", "split", `${event.model} ${event.text}`];
+    case "fault": return ["bad", "fault", event.text];
+    case "request_started": return ["request", "asked", `no. ${event.request}, ${event.prompt_tokens} tokens to ${event.model}`];
+    case "first_token": return ["request", "first token", `no. ${event.request} after ${seconds(event.ttft_s)}`];
+    case "request_ended": return [event.outcome === "failed" ? "bad request" : "request", event.outcome, `no. ${event.request}, ${event.tokens} tokens${event.tok_s ? ` at ${rate(event.tok_s)}/s` : ""}`];
+    default: return ["", event.kind, ""];
+  }
+}
+
+function hearEvent(event) {
+  state.seen = event.seq;
+  state.queue.push(event);
+  if (state.queue.length > KEPT_EVENTS) state.queue.shift();
+  if (state.queue.length === 1) setTimeout(drawEvents, 250); // many at once are one change
+  if (event.kind === "node_went" || event.kind === "node_silent") look();
+}
+
+function drawEvents() {
+  const rows = state.queue.splice(0).reverse().map((event) => {
+    const [kind, word, rest] = describe(event);
+    const at = new Date(event.unix_ms);
+    return el("li", { class: kind }, el("time", { datetime: at.toISOString() }, at.toLocaleTimeString([], { hour12: false })), el("b", {}, word), el("span", {}, rest));
+  });
+  const list = $("events");
+  list.prepend(...rows);
+  while (list.childElementCount > KEPT_EVENTS) list.lastChild.remove();
+}
+
+// ---- doing
+
+async function unloadModel(it, button) {
+  if (!confirm(`Unload ${it.model}? Answers under way end.`)) return;
+  button.disabled = true;
+  try { await ask("unload", { model: it.id }); await look(); } catch (error) { alert(error.message); button.disabled = false; }
+}
+
+async function loadModel(event) {
+  event.preventDefault();
+  const form = new FormData($("load-form")), said = $("load-said");
+  text(said, "asking");
+  try {
+    await ask("load", { model: form.get("model"), count: Number(form.get("count")), split: form.get("split") });
+    text(said, "");
+    $("load").open = false;
+    await look();
+  } catch (error) { text(said, error.message); }
+}
+
+async function listModels() {
+  if (!$("load").open) return;
+  try {
+    const { models } = await ask("models", {});
+    $("models").replaceChildren(...models.map((model) => el("option", { value: model.name }, bytes(model.bytes))));
+  } catch (error) { text($("load-said"), error.message); }
+}
+
+async function invite() {
+  try {
+    const { code } = await ask("invite", {});
+    $("code").replaceChildren("On the other machine, within five minutes:", el("b", {}, code), el("code", {}, `paceline join ${code}`));
+  } catch (error) { text($("code"), error.message); }
+}
+
+function addWords(role, words) {
+  const node = el("p", { class: role }, words);
+  if (state.talk.length === 0 || $("talk").querySelector(".empty")) $("talk").replaceChildren();
+  $("talk").append(node);
+  $("talk").scrollTop = $("talk").scrollHeight;
+  return node;
+}
+
+async function sendChat(event) {
+  event.preventDefault();
+  const words = $("say").value.trim();
+  if (!words || state.chat || !$("chat-model").value) return;
+  addWords("user", words);
+  state.talk.push({ role: "user", content: words });
+  $("say").value = "";
+  const abort = new AbortController();
+  state.chat = abort;
+  $("send").hidden = true;
+  $("stop").hidden = false;
+  $("talk").setAttribute("aria-busy", "true");
+  const node = addWords("assistant", "");
+  let answer = "";
+  try {
+    answer = await streamChat(abort.signal, (so_far) => { text(node, so_far); answer = so_far; $("talk").scrollTop = $("talk").scrollHeight; });
+  } catch (error) {
+    if (error.name !== "AbortError") addWords("error", error.message);
+    else text($("chat-said"), "stopped");
+  }
+  answer = node.textContent;
+  if (answer) state.talk.push({ role: "assistant", content: answer });
+  else { node.remove(); state.talk.pop(); }
+  state.chat = null;
+  $("send").hidden = false;
+  $("stop").hidden = true;
+  $("talk").removeAttribute("aria-busy");
+  $("say").focus();
+}
+
+async function streamChat(signal, show) {
+  const asked = performance.now();
+  const body = { model: $("chat-model").value, messages: state.talk, stream: true, stream_options: { include_usage: true } };
+  const response = await fetch("/v1/chat/completions", { method: "POST", signal, headers: headers({ "Content-Type": "application/json" }), body: JSON.stringify(body) });
+  if (!response.ok) throw new Error(await reason(response));
+  let answer = "", first = 0, tokens = 0;
+  text($("chat-said"), "");
+  await readEvents(response, (data) => {
+    if (data === "[DONE]") return;
+    const chunk = JSON.parse(data);
+    if (chunk.error) throw new Error(chunk.error.message);
+    if (chunk.usage) tokens = chunk.usage.completion_tokens;
+    const piece = chunk.choices?.[0]?.delta?.content;
+    if (!piece) return;
+    first = first || performance.now();
+    answer += piece;
+    show(answer);
+  });
+  if (first) {
+    const took = (performance.now() - first) / 1000;
+    const speed = tokens > 1 && took > 0 ? ` · ${rate((tokens - 1) / took)} tokens/s` : "";
+    text($("chat-said"), `${tokens} tokens · first after ${seconds((first - asked) / 1000)}${speed}`);
+  }
+  return answer;
+}
+
+// ---- beginning
+
+const THEMES = ["", "light", "dark"];
+function setTheme(theme) {
+  if (theme) document.documentElement.dataset.theme = theme; else delete document.documentElement.dataset.theme;
+  localStorage.setItem("theme", theme);
+  $("theme").setAttribute("aria-label", `Colours: ${theme || "as the system"}`);
+  text($("theme"), { light: "☀", dark: "☾" }[theme] || "◐");
+}
+
+$("theme").addEventListener("click", () => setTheme(THEMES[(THEMES.indexOf(localStorage.getItem("theme") || "") + 1) % 3]));
+$("logout").addEventListener("click", () => { sessionStorage.removeItem("key"); location.reload(); });
+$("login-form").addEventListener("submit", () => { sessionStorage.setItem("key", $("key").value.trim()); $("key").value = ""; look(); });
+$("login").addEventListener("cancel", (event) => event.preventDefault()); // without a key there is nothing to see
+$("load-form").addEventListener("submit", loadModel);
+$("load").addEventListener("toggle", listModels);
+$("invite").addEventListener("click", invite);
+$("chat-form").addEventListener("submit", sendChat);
+$("say").addEventListener("keydown", (event) => { if (event.key === "Enter" && !event.shiftKey && !event.isComposing) sendChat(event); });
+$("stop").addEventListener("click", () => state.chat && state.chat.abort());
+$("chat-clear").addEventListener("click", () => { if (state.chat) state.chat.abort(); state.talk = []; $("talk").replaceChildren(); text($("chat-said"), ""); if (state.status) drawModels(state.status.instances || []); });
+$("with-requests").addEventListener("change", () => $("events").classList.toggle("bare", !$("with-requests").checked));
+setTheme(THEMES.includes(localStorage.getItem("theme")) ? localStorage.getItem("theme") : "");
+lookOn();
+follow();

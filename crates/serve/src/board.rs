@@ -1,0 +1,298 @@
+//! The dashboard of a node: a page, and the routes that it asks.
+//!
+//! ```text
+//! GET  /                            the page, for clients that accept HTML; others get the API's
+//! GET  /assets/paceline.css, .js    its parts; public, as they tell nothing
+//! GET  /v1/paceline/status          nodes, telemetry, instances, requests as JSON
+//! GET  /v1/paceline/events?after=N  events as SSE, those kept first
+//! POST /v1/paceline/load, unload, models, invite
+//! ```
+//!
+//! All but the page itself need an API key where keys are in use. Where none are, commands that
+//! change something are for loopback clients only. Every other path goes to the API below.
+
+use std::convert::Infallible;
+use std::net::IpAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::Router;
+use axum::body::{Body, Bytes};
+use axum::extract::{Request, State};
+use axum::http::header::{
+    ACCEPT, CACHE_CONTROL, CONTENT_SECURITY_POLICY, CONTENT_TYPE, REFERRER_POLICY, VARY,
+    X_CONTENT_TYPE_OPTIONS, X_FRAME_OPTIONS,
+};
+use axum::http::{HeaderMap, Method, StatusCode};
+use axum::response::{IntoResponse, Response};
+use futures_util::stream;
+use serde_json::Value;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
+use tower::ServiceExt;
+
+use crate::Error;
+use crate::access::{Remote, check_key, check_origin};
+use crate::api::asking::body_in_time;
+use crate::config::Config;
+use crate::events::Events;
+use crate::keys::Watched;
+use crate::rejection::Rejection;
+use crate::server::{Phase, reach};
+
+const PAGE: &str = include_str!("../assets/index.html");
+const STYLE: &str = include_str!("../assets/paceline.css");
+const SCRIPT: &str = include_str!("../assets/paceline.js");
+
+/// Only the page's own files may be loaded, and only this server be asked.
+const POLICY: &str = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; \
+                      connect-src 'self'; base-uri 'none'; form-action 'none'; \
+                      frame-ancestors 'none'";
+
+/// Streams of events at the same time; each is a connection that is never idle.
+const STREAMS_MAX: usize = 32;
+
+/// Events in one piece of a stream.
+const PIECE_EVENTS: usize = 256;
+
+/// Longest time for a status or command.
+const ANSWER_LIMIT: Duration = Duration::from_secs(30);
+
+/// Commands that the dashboard sends.
+const COMMANDS: [&str; 4] = ["load", "unload", "models", "invite"];
+
+/// What the dashboard's requests share.
+struct Shared {
+    config: Config,
+    keys: Option<Watched>,
+    phase: watch::Receiver<Phase>,
+    streams: Arc<Semaphore>,
+    /// The API below.
+    api: Router,
+}
+
+/// The dashboard over `api`, which answers all other requests.
+///
+/// # Errors
+/// A key file that cannot be read.
+pub(crate) fn over(
+    api: Router,
+    config: Config,
+    phase: watch::Receiver<Phase>,
+) -> Result<Router, Error> {
+    let keys = config.access.keys.as_deref();
+    let shared = Shared {
+        keys: keys.map(Watched::open).transpose()?,
+        config,
+        phase,
+        streams: Arc::new(Semaphore::new(STREAMS_MAX)),
+        api,
+    };
+    Ok(Router::new().fallback(answer).with_state(Arc::new(shared)))
+}
+
+async fn answer(State(shared): State<Arc<Shared>>, request: Request) -> Response {
+    let reads = matches!(*request.method(), Method::GET | Method::HEAD);
+    let path = request.uri().path().to_owned();
+    let command = path.strip_prefix("/v1/paceline/").unwrap_or_default();
+    let answered = match path.as_str() {
+        "/" if reads && wants_html(request.headers()) => shared.page(&request),
+        "/assets/paceline.css" if reads => shared.asset(&request, "text/css", STYLE),
+        "/assets/paceline.js" if reads => shared.asset(&request, "text/javascript", SCRIPT),
+        "/v1/paceline/status" if reads => match shared.looks(&request) {
+            Ok(may_manage) => shared.status(may_manage).await,
+            Err(rejection) => Err(rejection),
+        },
+        "/v1/paceline/events" if reads => shared.events(&request),
+        _ if request.method() == Method::POST && COMMANDS.contains(&command) => {
+            let command = command.to_owned();
+            shared.manage(request, &command).await
+        }
+        _ => {
+            let api = shared.api.clone();
+            return api.oneshot(request).await.into_response();
+        }
+    };
+    let mut response = answered.unwrap_or_else(Rejection::into_response);
+    let headers = response.headers_mut();
+    let nosniff = axum::http::HeaderValue::from_static("nosniff");
+    headers.insert(X_CONTENT_TYPE_OPTIONS, nosniff);
+    response
+}
+
+/// Whether a client that shows pages asks.
+fn wants_html(headers: &HeaderMap) -> bool {
+    let accept = headers.get(ACCEPT).and_then(|value| value.to_str().ok());
+    accept.is_some_and(|accept| accept.contains("text/html"))
+}
+
+impl Shared {
+    fn page(&self, request: &Request) -> Result<Response, Rejection> {
+        let mut response = self.asset(request, "text/html", PAGE)?;
+        let headers = response.headers_mut();
+        let vary = axum::http::HeaderValue::from_static("accept, origin");
+        headers.insert(VARY, vary);
+        Ok(response)
+    }
+
+    fn asset(
+        &self,
+        request: &Request,
+        mime: &str,
+        text: &'static str,
+    ) -> Result<Response, Rejection> {
+        check_origin(request, &self.config.access)?;
+        let headers = [
+            (CONTENT_TYPE, format!("{mime}; charset=utf-8")),
+            (CONTENT_SECURITY_POLICY, POLICY.to_owned()),
+            (CACHE_CONTROL, "no-cache".to_owned()),
+            (REFERRER_POLICY, "no-referrer".to_owned()),
+            (X_FRAME_OPTIONS, "DENY".to_owned()),
+        ];
+        Ok((headers, text).into_response())
+    }
+
+    /// # Errors
+    /// As [`check_origin`] and [`check_key`].
+    fn admit(&self, request: &Request) -> Result<(), Rejection> {
+        check_origin(request, &self.config.access)?;
+        let keys = self.keys.as_ref();
+        keys.map_or(Ok(()), |keys| check_key(request.headers(), keys).map(drop))
+    }
+
+    /// Lets a client in that looks; whether it may change something too.
+    fn looks(&self, request: &Request) -> Result<bool, Rejection> {
+        self.admit(request)?;
+        Ok(self.may_manage(request))
+    }
+
+    async fn status(&self, may_manage: bool) -> Result<Response, Rejection> {
+        let status = self.config.board.status.clone();
+        let told = blocking(move || (status.0)()).await;
+        let mut told = told.ok_or(Rejection::Broken { what: "look" })?;
+        if let Some(object) = told.as_object_mut() {
+            let version = env!("CARGO_PKG_VERSION").into();
+            object.insert("version".into(), version);
+            object.insert("may_manage".into(), may_manage.into());
+        }
+        Ok(json(&told))
+    }
+
+    /// Whether the client may change something, provided that it was admitted.
+    fn may_manage(&self, request: &Request) -> bool {
+        let remote = request.extensions().get::<Remote>();
+        let ip = remote.map(|remote| remote.0.ip().to_canonical());
+        let is_guarded = self.keys.is_some() || ip.is_some_and(|ip: IpAddr| ip.is_loopback());
+        is_guarded && self.config.board.manage.is_some()
+    }
+
+    async fn manage(&self, request: Request, command: &str) -> Result<Response, Rejection> {
+        self.admit(&request)?;
+        let mime = request.headers().get(CONTENT_TYPE);
+        let mime = mime.and_then(|mime| mime.to_str().ok()).unwrap_or_default();
+        if !mime.starts_with("application/json") {
+            let got = crate::field::clip(mime);
+            return Err(Rejection::MediaType { got });
+        }
+        let may = self.may_manage(&request);
+        let manage = self.config.board.manage.clone().filter(|_| may);
+        let manage = manage.ok_or(Rejection::NoManaging)?;
+        let body = body_in_time(&self.config, request).await?;
+        let arguments: Value = crate::json::parse(&body, &self.config.limits)?.into();
+        let command = command.to_owned();
+        let done = blocking(move || manage(&command, &arguments)).await;
+        let done = done.ok_or(Rejection::Broken { what: "do this" })?;
+        done.map(|answer| json(&answer))
+            .map_err(|reason| Rejection::Invalid { reason })
+    }
+
+    fn events(&self, request: &Request) -> Result<Response, Rejection> {
+        self.admit(request)?;
+        let query = request.uri().query().unwrap_or_default();
+        let after = match query {
+            "" => "0",
+            query => query.strip_prefix("after=").unwrap_or(query),
+        };
+        let after: u64 = after.parse().map_err(|_| Rejection::Range {
+            param: "after".into(),
+            got: crate::field::clip(after),
+            expected: "the number of an event".into(),
+        })?;
+        let permit = Arc::clone(&self.streams).try_acquire_owned();
+        let permit = permit.map_err(|_| Rejection::TooManyOfOne { limit: STREAMS_MAX })?;
+        let feed = Feed {
+            seen: after,
+            newest: self.config.live.events().subscribe(),
+            events: self.config.live.events().clone(),
+            phase: self.phase.clone(),
+            keep_alive: self.config.times.keep_alive,
+            has_begun: false,
+            _permit: permit,
+        };
+        let pieces = stream::unfold(feed, |mut feed| async {
+            let piece = feed.next().await?;
+            Some((Ok::<_, Infallible>(piece), feed))
+        });
+        let headers = [
+            (CONTENT_TYPE, "text/event-stream"),
+            (CACHE_CONTROL, "no-store"),
+        ];
+        Ok((headers, Body::from_stream(pieces)).into_response())
+    }
+}
+
+/// A reader of events.
+struct Feed {
+    events: Events,
+    /// Number of the last event that was sent.
+    seen: u64,
+    newest: watch::Receiver<u64>,
+    phase: watch::Receiver<Phase>,
+    keep_alive: Duration,
+    has_begun: bool,
+    _permit: OwnedSemaphorePermit,
+}
+
+impl Feed {
+    /// The next events, or a comment as a sign of life; `None` when the server stops.
+    async fn next(&mut self) -> Option<Bytes> {
+        self.newest.borrow_and_update();
+        let events = self.events.after(self.seen, PIECE_EVENTS);
+        if let Some(last) = events.last() {
+            self.seen = last.seq;
+            self.has_begun = true;
+            let mut out = String::new();
+            for event in &events {
+                let json = serde_json::to_string(event).expect("an event is JSON");
+                out += &format!("id: {}\ndata: {json}\n\n", event.seq);
+            }
+            return Some(out.into());
+        }
+        // Says at once that the stream stands, so that a client sees its status.
+        if !std::mem::replace(&mut self.has_begun, true) {
+            return Some(Bytes::from_static(b": begun\n\n"));
+        }
+        tokio::select! {
+            () = reach(&mut self.phase, Phase::Draining) => return None,
+            changed = self.newest.changed() => changed.ok()?,
+            () = tokio::time::sleep(self.keep_alive) => {}
+        }
+        match *self.newest.borrow() > self.seen {
+            true => Some(Bytes::new()),
+            false => Some(Bytes::from_static(b": alive\n\n")),
+        }
+    }
+}
+
+/// The result of `work` on a thread that may block; `None` when it panicked or took too long.
+async fn blocking<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> Option<T> {
+    let work = tokio::task::spawn_blocking(work);
+    tokio::time::timeout(ANSWER_LIMIT, work).await.ok()?.ok()
+}
+
+fn json(value: &Value) -> Response {
+    let headers = [
+        (CONTENT_TYPE, "application/json"),
+        (CACHE_CONTROL, "no-store"),
+    ];
+    (StatusCode::OK, headers, value.to_string()).into_response()
+}

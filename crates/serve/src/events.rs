@@ -1,0 +1,276 @@
+//! The stream of events of a node: typed, numbered, and kept in a bounded ring.
+//!
+//! ```text
+//! membership, instances, requests --put--> ring of EVENTS_MAX --after(seq)--> SSE, JSON lines
+//! ```
+//!
+//! Writers never wait: when the ring is full, the oldest event goes. A reader asks for the events
+//! after the number it has, so it needs no queue, and a gap in the numbers tells it what it missed.
+
+use std::collections::VecDeque;
+use std::fmt;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use serde::Serialize;
+use tokio::sync::watch;
+
+use crate::config::Clock;
+
+/// Events that a node keeps. At 300 bytes each they take 1.2 MB at most.
+pub const EVENTS_MAX: usize = 4096;
+
+/// Longest text of an event in bytes; longer ones are cut.
+const TEXT_BYTES_MAX: usize = 300;
+
+/// News about this node and its cluster.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+#[serde(tag = "kind", rename_all = "snake_case")]
+pub enum Kind {
+    /// A node of the cluster is alive.
+    NodeCame {
+        /// Its name.
+        node: String,
+    },
+    /// A node does not answer at the moment.
+    NodeSilent {
+        /// Its name.
+        node: String,
+    },
+    /// A node is dead, or was taken out of the cluster.
+    NodeWent {
+        /// Its name.
+        node: String,
+    },
+    /// An instance has another state.
+    Instance {
+        /// Its id.
+        id: String,
+        /// The name of its model.
+        model: String,
+        /// `waiting`, `fetching`, `loading`, `ready`, `recovering`, `failed` or `unloaded`.
+        state: String,
+        /// Why it failed or recovers.
+        #[serde(skip_serializing_if = "Option::is_none")]
+        reason: Option<String>,
+        /// Names of its nodes.
+        nodes: Vec<String>,
+    },
+    /// The split of an instance was changed, or could not be.
+    SplitChanged {
+        /// The name of its model.
+        model: String,
+        /// The change in words.
+        text: String,
+    },
+    /// A worker or a link failed.
+    Fault {
+        /// The failure in words.
+        text: String,
+    },
+    /// A choice of a request was handed to the model.
+    RequestStarted {
+        /// Number of the choice, from 1.
+        request: u64,
+        /// The name of its model.
+        model: String,
+        /// Tokens of its prompt.
+        prompt_tokens: u64,
+    },
+    /// A choice has its first token.
+    FirstToken {
+        /// Number of the choice.
+        request: u64,
+        /// Seconds since the request's headers.
+        ttft_s: f64,
+    },
+    /// A choice is over.
+    RequestEnded {
+        /// Number of the choice.
+        request: u64,
+        /// The name of its model.
+        model: String,
+        /// `complete`, `failed`, or `stopped` where the client or a limit ended it.
+        outcome: &'static str,
+        /// Tokens generated.
+        tokens: u64,
+        /// Tokens a second after the first; absent below two tokens.
+        #[serde(skip_serializing_if = "Option::is_none")]
+        tok_s: Option<f64>,
+    },
+}
+
+/// An event with its number and time.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Event {
+    /// Counts from 1; without gaps at the node that it happened on.
+    pub seq: u64,
+    /// Milliseconds since 1970, UTC.
+    pub unix_ms: u64,
+    /// The news.
+    #[serde(flatten)]
+    pub kind: Kind,
+}
+
+/// The events of a node. Clones are the same ring; all methods may be called from any thread and
+/// take microseconds.
+#[derive(Clone)]
+pub struct Events(Arc<Shared>);
+
+struct Shared {
+    now: fn() -> Instant,
+    begun: (Instant, Duration),
+    ring: Mutex<VecDeque<Event>>,
+    /// Number of the newest event, for readers that wait.
+    newest: watch::Sender<u64>,
+}
+
+impl Events {
+    /// An empty ring.
+    pub fn new(clock: Clock) -> Self {
+        let unix = Duration::from_secs((clock.unix_s)());
+        Self(Arc::new(Shared {
+            now: clock.now,
+            begun: ((clock.now)(), unix),
+            ring: Mutex::default(),
+            newest: watch::channel(0).0,
+        }))
+    }
+
+    /// Adds an event; drops the oldest when the ring is full.
+    pub fn put(&self, kind: Kind) {
+        let unix_ms = self.unix_ms();
+        let mut ring = self.0.ring.lock().unwrap_or_else(PoisonError::into_inner);
+        let seq = *self.0.newest.borrow() + 1;
+        if ring.len() == EVENTS_MAX {
+            ring.pop_front();
+        }
+        let kind = kind.cut();
+        ring.push_back(Event { seq, unix_ms, kind });
+        self.0.newest.send_replace(seq);
+    }
+
+    /// Milliseconds since 1970. They do not jump when the system's clock is set.
+    fn unix_ms(&self) -> u64 {
+        let (start, unix) = self.0.begun;
+        let since = (self.0.now)().saturating_duration_since(start);
+        (unix + since).as_millis() as u64
+    }
+
+    /// The kept events with a number above `seq`, oldest first, at most `limit`.
+    pub fn after(&self, seq: u64, limit: usize) -> Vec<Event> {
+        let ring = self.0.ring.lock().unwrap_or_else(PoisonError::into_inner);
+        let first = ring.front().map_or(0, |event| event.seq);
+        let skip = (seq + 1).saturating_sub(first) as usize;
+        ring.iter().skip(skip).take(limit).cloned().collect()
+    }
+
+    /// The number of the newest event, 0 before the first.
+    pub fn newest(&self) -> u64 {
+        *self.0.newest.borrow()
+    }
+
+    /// Tells a reader when there is a newer event.
+    pub(crate) fn subscribe(&self) -> watch::Receiver<u64> {
+        self.0.newest.subscribe()
+    }
+}
+
+impl fmt::Debug for Events {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Events(newest {})", self.newest())
+    }
+}
+
+impl Kind {
+    /// The same with texts of bounded length.
+    fn cut(mut self) -> Self {
+        match &mut self {
+            Self::NodeCame { node } | Self::NodeSilent { node } | Self::NodeWent { node } => {
+                cut(node);
+            }
+            Self::Instance {
+                model,
+                reason,
+                nodes,
+                ..
+            } => {
+                cut(model);
+                reason.as_mut().into_iter().for_each(cut);
+                nodes.truncate(64);
+                nodes.iter_mut().for_each(cut);
+            }
+            Self::SplitChanged { model, text } => {
+                cut(model);
+                cut(text);
+            }
+            Self::Fault { text } => cut(text),
+            Self::RequestStarted { model, .. } | Self::RequestEnded { model, .. } => cut(model),
+            Self::FirstToken { .. } => {}
+        }
+        self
+    }
+}
+
+fn cut(text: &mut String) {
+    if text.len() > TEXT_BYTES_MAX {
+        let end = text.floor_char_boundary(TEXT_BYTES_MAX);
+        text.truncate(end);
+        text.push('…');
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn events() -> Events {
+        Events::new(Clock {
+            now: Instant::now,
+            unix_s: || 1_790_000_000,
+        })
+    }
+
+    fn fault(text: &str) -> Kind {
+        let text = text.to_owned();
+        Kind::Fault { text }
+    }
+
+    #[test]
+    fn numbers_go_on_when_the_ring_is_full() {
+        let events = events();
+        assert_eq!(events.after(0, 10), []);
+        for n in 0..EVENTS_MAX + 5 {
+            events.put(fault(&n.to_string()));
+        }
+        let all = events.after(0, usize::MAX);
+        assert_eq!((all.len(), all[0].seq), (EVENTS_MAX, 6));
+        let newest = events.newest();
+        assert_eq!(newest, EVENTS_MAX as u64 + 5);
+        assert_eq!(events.after(newest, 10), []);
+        assert_eq!(events.after(newest + 7, 10), []);
+        let last: Vec<u64> = events.after(newest - 3, 2).iter().map(|e| e.seq).collect();
+        assert_eq!(last, [newest - 2, newest - 1]);
+    }
+
+    #[test]
+    fn events_are_flat_json_with_a_kind() {
+        let events = events();
+        events.put(fault("rank 1 died"));
+        let json = serde_json::to_value(&events.after(0, 1)[0]).unwrap();
+        assert_eq!(json["kind"], "fault");
+        assert_eq!(json["text"], "rank 1 died");
+        assert_eq!(json["seq"], 1);
+        assert_eq!(json["unix_ms"].as_u64().unwrap() / 10_000, 179_000_000);
+    }
+
+    #[test]
+    fn long_texts_are_cut_at_a_character() {
+        let events = events();
+        events.put(fault(&"é".repeat(400)));
+        let Kind::Fault { text } = &events.after(0, 1)[0].kind else {
+            panic!("another kind");
+        };
+        assert!(text.len() <= TEXT_BYTES_MAX + 3 && text.ends_with('…'));
+    }
+}

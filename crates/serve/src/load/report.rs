@@ -1,0 +1,217 @@
+//! What a run measured.
+
+use std::collections::BTreeMap;
+use std::time::{Duration, Instant};
+
+use serde::Serialize;
+
+use super::client::{Answered, Outcome};
+
+/// Limits that make an answer good: goodput counts only answers that keep all of them.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Goals {
+    /// Longest time to the first token.
+    pub ttft: Option<Duration>,
+    /// Longest mean gap between two tokens of the answer.
+    pub gap: Option<Duration>,
+}
+
+impl Goals {
+    fn are_kept(&self, answer: &Answered) -> bool {
+        let within = |time: Option<f64>, limit: Option<Duration>| match (time, limit) {
+            (Some(ms), Some(limit)) => ms <= limit.as_secs_f64() * 1e3,
+            (None, Some(_)) => false,
+            (_, None) => true,
+        };
+        let gaps: Vec<f64> = gaps_ms(answer).collect();
+        // An answer of one token has no gaps that could be too long.
+        let mean = gaps.iter().sum::<f64>() / gaps.len().max(1) as f64;
+        within(ttft_ms(answer), self.ttft) && within(Some(mean), self.gap)
+    }
+}
+
+/// Times of one kind, in milliseconds.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct Times {
+    /// How many.
+    pub n: usize,
+    /// Their mean.
+    pub mean: f64,
+    /// Half are at most as long.
+    pub p50: f64,
+    /// 95 of 100 are at most as long.
+    pub p95: f64,
+    /// 99 of 100 are at most as long.
+    pub p99: f64,
+    /// The longest.
+    pub max: f64,
+}
+
+impl Times {
+    /// `None` without any. A quantile is the smallest time that is at least as long as its share of
+    /// all (nearest rank).
+    fn of(mut ms: Vec<f64>) -> Option<Self> {
+        ms.sort_by(f64::total_cmp);
+        let n = ms.len();
+        let max = *ms.last()?;
+        let at = |percent: usize| ms[(n * percent).div_ceil(100).max(1) - 1];
+        Some(Self {
+            n,
+            mean: ms.iter().sum::<f64>() / n as f64,
+            p50: at(50),
+            p95: at(95),
+            p99: at(99),
+            max,
+        })
+    }
+}
+
+/// What a run measured. Rates are over the whole run, from the first request to the last answer.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Report {
+    /// Requests that were sent, or were to be sent.
+    pub requests: usize,
+    /// Those that were answered to the end.
+    pub answered: usize,
+    /// The others, by what was wrong.
+    pub errors: BTreeMap<String, usize>,
+    /// Seconds of the run.
+    pub duration_s: f64,
+    /// Tokens of the prompts that were answered, as the server counts them.
+    pub prompt_tokens: u64,
+    /// Of these, tokens that the server had computed before.
+    pub cached_tokens: u64,
+    /// Tokens of the answers.
+    pub output_tokens: u64,
+    /// Answers a second.
+    pub answers_per_s: f64,
+    /// Tokens of answers a second, of all answers together.
+    pub output_tok_s: f64,
+    /// Tokens of prompts and answers a second.
+    pub total_tok_s: f64,
+    /// Answers that keep the [`Goals`].
+    pub good: usize,
+    /// Of these, a second.
+    pub goodput_per_s: f64,
+    /// From sending a request to the first piece of its answer.
+    pub ttft_ms: Option<Times>,
+    /// Between two pieces of an answer, over all answers.
+    pub gap_ms: Option<Times>,
+    /// From sending a request to the end of its answer.
+    pub whole_ms: Option<Times>,
+}
+
+impl Report {
+    pub(super) fn of(outcomes: &[Outcome], duration: Duration, goals: Goals) -> Self {
+        let answers: Vec<&Answered> = outcomes.iter().flatten().collect();
+        let mut errors = BTreeMap::new();
+        for error in outcomes.iter().filter_map(|outcome| outcome.as_ref().err()) {
+            *errors.entry(error.clone()).or_insert(0) += 1;
+        }
+        let sum = |part: fn(&Answered) -> u64| answers.iter().map(|a| part(a)).sum::<u64>();
+        let (prompt_tokens, output_tokens) = (sum(|a| a.prompt_tokens), sum(|a| a.output_tokens));
+        let good = answers.iter().filter(|a| goals.are_kept(a)).count();
+        let duration_s = duration.as_secs_f64();
+        let a_second = |n: u64| {
+            if duration_s > 0.0 {
+                n as f64 / duration_s
+            } else {
+                0.0
+            }
+        };
+        Self {
+            requests: outcomes.len(),
+            answered: answers.len(),
+            errors,
+            duration_s,
+            prompt_tokens,
+            cached_tokens: sum(|a| a.cached_tokens),
+            output_tokens,
+            answers_per_s: a_second(answers.len() as u64),
+            output_tok_s: a_second(output_tokens),
+            total_tok_s: a_second(prompt_tokens + output_tokens),
+            good,
+            goodput_per_s: a_second(good as u64),
+            ttft_ms: Times::of(answers.iter().filter_map(|a| ttft_ms(a)).collect()),
+            gap_ms: Times::of(answers.iter().flat_map(|a| gaps_ms(a)).collect()),
+            whole_ms: Times::of(answers.iter().map(|a| ms(a.sent, a.ended)).collect()),
+        }
+    }
+}
+
+fn ms(from: Instant, to: Instant) -> f64 {
+    to.saturating_duration_since(from).as_secs_f64() * 1e3
+}
+
+fn ttft_ms(answer: &Answered) -> Option<f64> {
+    answer.pieces.first().map(|first| ms(answer.sent, *first))
+}
+
+fn gaps_ms(answer: &Answered) -> impl Iterator<Item = f64> {
+    answer.pieces.windows(2).map(|pair| ms(pair[0], pair[1]))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn answered(sent: Instant, pieces_ms: &[u64]) -> Outcome {
+        let at = |ms: &u64| sent + Duration::from_millis(*ms);
+        let pieces: Vec<Instant> = pieces_ms.iter().map(at).collect();
+        Ok(Answered {
+            sent,
+            ended: pieces.last().copied().unwrap_or(sent),
+            prompt_tokens: 10,
+            output_tokens: pieces.len() as u64,
+            cached_tokens: 3,
+            pieces,
+        })
+    }
+
+    #[test]
+    fn figures_are_those_of_a_hand_calculation() {
+        let sent = Instant::now();
+        let outcomes = [
+            answered(sent, &[100, 110, 140]),
+            answered(sent, &[300, 310]),
+            answered(sent, &[]),
+            Err("429".to_owned()),
+            Err("429".to_owned()),
+        ];
+        let ms = |ms| Some(Duration::from_millis(ms));
+        let goals = Goals {
+            ttft: ms(200),
+            gap: ms(20),
+        };
+        let report = Report::of(&outcomes, Duration::from_secs(2), goals);
+        assert_eq!((report.requests, report.answered, report.good), (5, 3, 1));
+        assert_eq!(report.errors, BTreeMap::from([("429".to_owned(), 2)]));
+        assert_eq!((report.prompt_tokens, report.output_tokens), (30, 5));
+        assert_eq!((report.cached_tokens, report.goodput_per_s), (9, 0.5));
+        assert_eq!((report.output_tok_s, report.total_tok_s), (2.5, 17.5));
+        let gaps = report.gap_ms.unwrap();
+        assert_eq!(
+            (gaps.n, gaps.p50, gaps.p99, gaps.max),
+            (3, 10.0, 30.0, 30.0)
+        );
+        assert!((gaps.mean - 50.0 / 3.0).abs() < 1e-9);
+        assert_eq!(report.ttft_ms.unwrap().p95, 300.0);
+    }
+
+    #[test]
+    fn quantiles_are_nearest_ranks() {
+        let times = Times::of((1..=200).map(f64::from).collect()).unwrap();
+        assert_eq!(
+            (times.p50, times.p95, times.p99, times.max),
+            (100.0, 190.0, 198.0, 200.0)
+        );
+        assert_eq!(Times::of(Vec::new()), None);
+        assert_eq!(Times::of(vec![7.0]).unwrap().p50, 7.0);
+    }
+
+    #[test]
+    fn nothing_at_all_is_no_division_by_nothing() {
+        let report = Report::of(&[], Duration::ZERO, Goals::default());
+        assert_eq!((report.output_tok_s, report.ttft_ms), (0.0, None));
+    }
+}

@@ -1,0 +1,196 @@
+//! The dashboard of a node: its page, its data, its events, and its commands.
+
+use std::sync::Arc;
+
+use paceline_serve::events::{EVENTS_MAX, Kind};
+use paceline_serve::keys::Keys;
+use paceline_serve::{Board, Status};
+use serde_json::{Value, json};
+
+use crate::rig::Rig;
+
+const HTML: &str = "Accept: text/html,application/xhtml+xml\r\n";
+
+#[test]
+fn browsers_get_the_page_and_others_what_they_got() {
+    let rig = Rig::new();
+    let page = rig.send("GET", "/", HTML, "");
+    assert_eq!(
+        page.header("content-type"),
+        Some("text/html; charset=utf-8")
+    );
+    let policy = page.header("content-security-policy").unwrap().to_owned();
+    assert!(policy.contains("default-src 'none'") && !policy.contains("unsafe"));
+    assert!(page.text().contains("Ollama is running"));
+    assert_eq!(rig.send("HEAD", "/", HTML, "").status, 200);
+    for accept in ["", "Accept: */*\r\n", "Accept: application/json\r\n"] {
+        let index = rig.send("GET", "/", accept, "").json();
+        assert_eq!(index["name"], "paceline", "{accept}");
+    }
+    let mut bytes = 0;
+    for path in ["/assets/paceline.css", "/assets/paceline.js"] {
+        let asset = rig.get(path);
+        assert_eq!(asset.status, 200, "{path}");
+        bytes += asset.text().len();
+    }
+    assert!(bytes < 150_000, "{bytes} bytes");
+    let evil = rig.send("GET", "/", &format!("{HTML}Host: evil.example\r\n"), "");
+    assert_eq!(evil.status, 403);
+}
+
+/// What a page may load and run by its policy, it says in its own files.
+#[test]
+fn the_page_has_no_inline_code_and_no_other_server() {
+    let rig = Rig::new();
+    let page = rig.send("GET", "/", HTML, "").text();
+    for bad in [
+        "style=",
+        "onclick",
+        "http://",
+        "https://",
+        "<style",
+        "javascript:",
+    ] {
+        assert!(!page.contains(bad), "{bad}");
+    }
+    assert_eq!(page.matches("<script").count(), 1);
+    let script = rig.get("/assets/paceline.js").text();
+    for bad in [
+        "innerHTML",
+        "outerHTML",
+        "insertAdjacentHTML",
+        "eval(",
+        "https://",
+    ] {
+        assert!(!script.contains(bad), "{bad}");
+    }
+}
+
+fn board() -> Board {
+    Board {
+        status: Status(Arc::new(|| json!({"name": "mini", "nodes": []}))),
+        manage: Some(Arc::new(|command: &str, arguments: &Value| match command {
+            "load" => Ok(json!({ "id": arguments["model"] })),
+            _ => Err(format!("no {command} here")),
+        })),
+    }
+}
+
+#[test]
+fn commands_reach_the_node_and_their_reasons_the_client() {
+    let rig = Rig::with(|config| config.board = board());
+    let status = rig.get("/v1/paceline/status").json();
+    assert_eq!(
+        (&status["name"], &status["may_manage"]),
+        (&json!("mini"), &json!(true))
+    );
+    let loaded = rig.post("/v1/paceline/load", r#"{"model": "tiny"}"#);
+    assert_eq!(loaded.json(), json!({"id": "tiny"}));
+    let refused = rig.post("/v1/paceline/unload", "{}");
+    assert_eq!(refused.status, 400);
+    assert_eq!(refused.json()["error"]["message"], "no unload here");
+    assert_eq!(rig.post("/v1/paceline/load", "[1]").status, 400);
+    assert_eq!(rig.post("/v1/paceline/nothing", "{}").status, 404);
+    let plain = rig.send(
+        "POST",
+        "/v1/paceline/load",
+        "Content-Type: text/plain\r\n",
+        "{}",
+    );
+    assert_eq!(plain.status, 415);
+    let other = "Content-Type: application/json\r\nOrigin: https://evil.example\r\n";
+    assert_eq!(
+        rig.send("POST", "/v1/paceline/load", other, "{}").status,
+        403
+    );
+    // A node with the model of its command line takes no commands.
+    let fixed = Rig::new();
+    assert_eq!(fixed.post("/v1/paceline/load", "{}").status, 403);
+    assert_eq!(fixed.get("/v1/paceline/status").json()["may_manage"], false);
+}
+
+#[test]
+fn data_and_commands_need_a_key_where_keys_are_and_the_page_does_not() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("keys.json");
+    let (key, _) = Keys::open(&path).unwrap().make("laptop", 1).unwrap();
+    let rig = Rig::with(|config| {
+        config.board = board();
+        config.access.keys = Some(path);
+    });
+    let bearer = format!("Authorization: Bearer {key}\r\n");
+    for path in ["/v1/paceline/status", "/v1/paceline/events"] {
+        let refused = rig.get(path);
+        assert_eq!(refused.header("www-authenticate"), Some("Bearer"));
+        assert_eq!(refused.status, 401, "{path}");
+        assert_eq!(rig.send("GET", path, &bearer, "").status, 200, "{path}");
+    }
+    assert_eq!(rig.post("/v1/paceline/load", "{}").status, 401);
+    let typed = format!("{bearer}Content-Type: application/json\r\n");
+    assert_eq!(
+        rig.send("POST", "/v1/paceline/load", &typed, "{}").status,
+        200
+    );
+    assert_eq!(rig.send("GET", "/", HTML, "").status, 200);
+    assert_eq!(rig.get("/assets/paceline.js").status, 200);
+}
+
+/// The events of one piece, without their ids.
+fn heard(stream: &mut crate::client::Response) -> Vec<Value> {
+    let pieces = stream.pieces_with_ids().unwrap();
+    pieces
+        .iter()
+        .map(|data| serde_json::from_str(data).unwrap())
+        .collect()
+}
+
+#[test]
+fn events_of_a_request_come_as_they_happen() {
+    let mut live = None;
+    let rig = Rig::with(|config| live = Some(config.live.clone()));
+    let live = live.unwrap();
+    let mut stream = rig.get("/v1/paceline/events");
+    assert_eq!(stream.header("content-type"), Some("text/event-stream"));
+    assert!(heard(&mut stream).is_empty());
+    rig.chat("").ok("a chat");
+    let mut events = Vec::new();
+    while events.len() < 3 {
+        events.extend(heard(&mut stream));
+    }
+    let kinds: Vec<_> = events
+        .iter()
+        .map(|event| event["kind"].as_str().unwrap())
+        .collect();
+    assert_eq!(kinds, ["request_started", "first_token", "request_ended"]);
+    assert_eq!(events[0]["model"], "tiny");
+    assert_eq!(
+        (&events[2]["outcome"], &events[2]["tokens"]),
+        (&json!("complete"), &json!(4))
+    );
+    // Those that are kept come first, from the number that a client has.
+    let mut later = rig.get("/v1/paceline/events?after=2");
+    assert_eq!(heard(&mut later)[0]["seq"], 3);
+    for bad in ["after=x", "after=-1", "from=3"] {
+        let got = rig.get(&format!("/v1/paceline/events?{bad}")).status;
+        assert_eq!(got, 400, "{bad}");
+    }
+    for n in 0..EVENTS_MAX {
+        let text = n.to_string();
+        live.events().put(Kind::Fault { text });
+    }
+    let mut behind = rig.get("/v1/paceline/events?after=1");
+    assert_eq!(heard(&mut behind)[0]["seq"], 4, "the oldest that is kept");
+}
+
+#[test]
+fn streams_of_events_are_bounded_and_end_with_the_server() {
+    let rig = Rig::new();
+    let streams: Vec<_> = (0..32).map(|_| rig.get("/v1/paceline/events")).collect();
+    assert!(streams.iter().all(|stream| stream.status == 200));
+    assert_eq!(rig.get("/v1/paceline/events").status, 429);
+    rig.handle.shutdown();
+    for stream in streams {
+        assert!(stream.text().starts_with(": begun"));
+    }
+    rig.join();
+}

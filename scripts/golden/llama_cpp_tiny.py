@@ -1,0 +1,173 @@
+#!/usr/bin/env python3
+"""Tiny random GGUF files and what llama.cpp computes with them: llama_cpp_tiny.py NPM_DIR [OUT]
+
+NPM_DIR holds the npm package node-llama-cpp (see scripts/peers/llama_bench.py). OUT defaults to
+tests-data/golden/llama_cpp/tiny. For each family it writes
+    NAME.gguf                  float32 weights, no tokenizer
+    NAME.golden.safetensors    "tokens" (positions,) int32; "logits" (positions, vocabulary) float32
+and versions.json. llama.cpp leaves the activations of float32 weights alone and rounds keys and
+values to half precision. The weights are drawn by numpy from a fixed seed.
+Needs numpy, gguf, safetensors: requirements.txt.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import gguf
+import numpy as np
+from safetensors.numpy import save_file
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(REPOSITORY / "scripts/peers"))
+import llama_bench  # noqa: E402
+
+VOCABULARY, POSITIONS, WIDTH, HEADS, KV_HEADS, HEAD, LAYERS = 64, 80, 32, 4, 2, 16, 3
+EXPERTS, USED, EXPERT_FFN, FFN = 4, 2, 32, 96
+Q, KV = HEADS * HEAD, KV_HEADS * HEAD
+
+
+def gpt_oss(w, i):
+    """Norms, biases, sinks and experts beyond the plain set."""
+    w.norm(f"blk.{i}.post_attention_norm", WIDTH)
+    for part, n in (("attn_q", Q), ("attn_k", KV), ("attn_v", KV), ("attn_output", WIDTH),
+                    ("ffn_gate_inp", EXPERTS)):
+        w.put(f"blk.{i}.{part}.bias", (n,), 0.5)
+    w.put(f"blk.{i}.attn_sinks.weight", (HEADS,), 1.0)
+    w.experts(i)
+    for part, n in (("gate", EXPERT_FFN), ("up", EXPERT_FFN), ("down", WIDTH)):
+        w.put(f"blk.{i}.ffn_{part}_exps.bias", (EXPERTS, n), 0.5)
+
+
+def glm4moe(w, i):
+    """The first layer is dense; the shared expert is as wide as two."""
+    w.norm(f"blk.{i}.post_attention_norm", WIDTH)
+    for part, n in (("attn_q", Q), ("attn_k", KV), ("attn_v", KV)):
+        w.put(f"blk.{i}.{part}.bias", (n,), 0.5)
+    w.norm(f"blk.{i}.attn_q_norm", HEAD)
+    w.norm(f"blk.{i}.attn_k_norm", HEAD)
+    if i == 0:
+        return w.dense(i, "", FFN)
+    w.experts(i)
+    w.put(f"blk.{i}.exp_probs_b.bias", (EXPERTS,), 0.5)
+    w.dense(i, "_shexp", 2 * EXPERT_FFN)
+
+
+def minimax_m2(w, i):
+    """Norms over all heads."""
+    w.norm(f"blk.{i}.ffn_norm", WIDTH)
+    w.norm(f"blk.{i}.attn_q_norm", Q)
+    w.norm(f"blk.{i}.attn_k_norm", KV)
+    w.experts(i)
+    w.put(f"blk.{i}.exp_probs_b.bias", (EXPERTS,), 0.5)
+
+
+# Name: (architecture, keys, what a layer has beyond the plain set).
+MODELS = {
+    "gpt-oss": ("gpt-oss", {
+        "attention.sliding_window": 24, "rope.freq_base": 150000.0, "rope.scaling.type": "yarn",
+        "rope.scaling.factor": 32.0, "rope.scaling.original_context_length": 1024,
+        "expert_feed_forward_length": EXPERT_FFN}, gpt_oss),
+    "glm4moe": ("glm4moe", {
+        "rope.freq_base": 10000.0, "rope.dimension_count": HEAD // 2,
+        "expert_feed_forward_length": EXPERT_FFN, "expert_shared_count": 2,
+        "leading_dense_block_count": 1, "expert_weights_scale": 2.5, "expert_weights_norm": True,
+        "expert_gating_func": 2}, glm4moe),
+    "minimax-m2": ("minimax-m2", {
+        "feed_forward_length": EXPERT_FFN,  # which llama.cpp has for experts here
+        "rope.freq_base": 5000000.0, "rope.dimension_count": HEAD // 2,
+        "expert_feed_forward_length": EXPERT_FFN, "expert_gating_func": 2}, minimax_m2),
+}
+
+
+class Weights:
+    """A GGUF file that random tensors are added to."""
+
+    def __init__(self, writer, seed):
+        self.writer, self.rng = writer, np.random.default_rng(seed)
+
+    def put(self, name, shape, deviation, mean=0.0):
+        values = self.rng.standard_normal(shape, dtype=np.float32) * deviation + mean
+        self.writer.add_tensor(name, values.astype(np.float32))
+
+    def norm(self, stem, n):
+        self.put(f"{stem}.weight", (n,), 0.3, 1.0)
+
+    def matrix(self, stem, *shape):
+        self.put(f"{stem}.weight", shape, 0.25)
+
+    def dense(self, i, suffix, ffn):
+        self.matrix(f"blk.{i}.ffn_gate{suffix}", ffn, WIDTH)
+        self.matrix(f"blk.{i}.ffn_up{suffix}", ffn, WIDTH)
+        self.matrix(f"blk.{i}.ffn_down{suffix}", WIDTH, ffn)
+
+    def experts(self, i):
+        self.matrix(f"blk.{i}.ffn_gate_inp", EXPERTS, WIDTH)
+        self.matrix(f"blk.{i}.ffn_gate_exps", EXPERTS, EXPERT_FFN, WIDTH)
+        self.matrix(f"blk.{i}.ffn_up_exps", EXPERTS, EXPERT_FFN, WIDTH)
+        self.matrix(f"blk.{i}.ffn_down_exps", EXPERTS, WIDTH, EXPERT_FFN)
+
+
+def add(writer, key, value):
+    """A metadata entry of the type of its value."""
+    kinds = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32,
+             str: writer.add_string}
+    kinds[type(value)](key, value)
+
+
+def write(path, name, seed):
+    architecture, keys, layer = MODELS[name]
+    writer = gguf.GGUFWriter(path, architecture)
+    usual = {
+        "block_count": LAYERS, "context_length": 4096, "embedding_length": WIDTH,
+        "feed_forward_length": FFN, "attention.head_count": HEADS,
+        "attention.head_count_kv": KV_HEADS, "attention.key_length": HEAD,
+        "attention.value_length": HEAD, "attention.layer_norm_rms_epsilon": 1e-5,
+        "expert_count": EXPERTS, "expert_used_count": USED, "vocab_size": VOCABULARY,
+    }
+    for key, value in (usual | keys).items():
+        add(writer, f"{architecture}.{key}", value)
+    add(writer, "tokenizer.ggml.model", "none")
+    writer.add_array("tokenizer.ggml.tokens", [f"t{i}" for i in range(VOCABULARY)])
+    weights = Weights(writer, seed)
+    weights.put("token_embd.weight", (VOCABULARY, WIDTH), 0.5)
+    weights.norm("output_norm", WIDTH)
+    weights.put("output.weight", (VOCABULARY, WIDTH), 0.5)
+    for i in range(LAYERS):
+        weights.norm(f"blk.{i}.attn_norm", WIDTH)
+        weights.matrix(f"blk.{i}.attn_q", Q, WIDTH)
+        weights.matrix(f"blk.{i}.attn_k", KV, WIDTH)
+        weights.matrix(f"blk.{i}.attn_v", KV, WIDTH)
+        weights.matrix(f"blk.{i}.attn_output", WIDTH, Q)
+        layer(weights, i)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def main():
+    if not 2 <= len(sys.argv) <= 3 or sys.argv[-1].startswith("-"):
+        sys.exit(__doc__)
+    default = REPOSITORY / "tests-data/golden/llama_cpp/tiny"
+    out = Path(sys.argv[2]) if len(sys.argv) > 2 else default
+    out.mkdir(parents=True, exist_ok=True)
+    llama = llama_bench.library(sys.argv[1])
+    for number, name in enumerate(MODELS):
+        path = out / f"{name}.gguf"
+        write(path, name, 20261124 + number)
+        session = llama_bench.Session(llama, str(path))
+        session.open(256, 1)
+        tokens = np.random.default_rng(number).integers(0, VOCABULARY, POSITIONS)
+        session.decode([int(t) for t in tokens], 0, all_logits=True)
+        logits = np.stack([session.logits(i) for i in range(POSITIONS)]).astype(np.float32)
+        golden = {"tokens": tokens.astype(np.int32), "logits": logits}
+        save_file(golden, out / f"{name}.golden.safetensors")
+        print(f"{name}: std {logits.std():.3f}")
+    (out / "versions.json").write_text(json.dumps({
+        "made_by": "scripts/golden/llama_cpp_tiny.py",
+        "versions": llama_bench.versions(sys.argv[1])}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

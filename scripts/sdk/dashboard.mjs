@@ -1,0 +1,201 @@
+#!/usr/bin/env node
+// The dashboard in a real browser: one line per case, `ok NAME` or `FAILED NAME: why`.
+//
+// Usage: OPENAI_API_KEY=KEY dashboard.mjs BASE_URL MODEL FOLDER
+//
+// BASE_URL serves MODEL and asks for KEY; FOLDER has the packages of package.json here in
+// node_modules. Chromium is /usr/bin/chromium. Where PACELINE_BINARY and PACELINE_MODEL (a GGUF
+// file) are set, two nodes of a cluster are started, too: the page pairs them, loads and unloads a
+// model, and tells of a node that is killed. SHOTS=FOLDER keeps pictures.
+// Ends with 1 when a case failed. `cargo xtask sdk` runs this.
+
+import { spawn } from "node:child_process";
+import { mkdirSync, mkdtempSync, readFileSync, rmSync } from "node:fs";
+import { createRequire } from "node:module";
+import { tmpdir } from "node:os";
+import { join, resolve } from "node:path";
+
+const [url, , folder] = process.argv.slice(2);
+const load = createRequire(resolve(folder, "package.json"));
+const { chromium } = load("playwright-core");
+const axe = readFileSync(load.resolve("axe-core/axe.min.js"), "utf8");
+const { OPENAI_API_KEY: KEY, PACELINE_BINARY: BINARY, PACELINE_MODEL: MODEL, SHOTS } = process.env;
+const PATIENCE_MS = 30_000;
+const WENT_WITHIN_MS = 3_000;
+const FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+  "--disable-background-networking", "--disable-component-update", "--disable-sync"];
+
+const browser = await chromium.launch({ executablePath: "/usr/bin/chromium", args: FLAGS });
+let failed = false;
+
+async function run(name, action) {
+  try {
+    await action();
+    console.log(`ok ${name}`);
+  } catch (error) {
+    failed = true;
+    console.log(`FAILED ${name}: ${String(error.message).replaceAll("\n", " ").slice(0, 400)}`);
+  }
+}
+
+function check(holds, what) {
+  if (!holds) throw new Error(what);
+}
+
+/** A page at `at`, whose errors and requests to others are collected. */
+async function open(at, { width = 1280, height = 1000, scheme = "light", bypassCSP = false } = {}) {
+  const context = await browser.newContext({ viewport: { width, height }, colorScheme: scheme, bypassCSP });
+  const page = await context.newPage();
+  page.setDefaultTimeout(PATIENCE_MS);
+  page.wrong = [];
+  page.on("console", (line) => {
+    // Chromium reports the 401 that asks for the key as an error of its own.
+    if (line.type() === "error" && !line.text().includes("401")) page.wrong.push(line.text());
+  });
+  page.on("pageerror", (error) => page.wrong.push(error.message));
+  page.on("request", (request) => {
+    if (!request.url().startsWith(at) && !request.url().startsWith("data:")) page.wrong.push(request.url());
+  });
+  await page.goto(at);
+  return page;
+}
+
+async function logIn(page, key) {
+  await page.locator("#login[open]").waitFor();
+  await page.fill("#key", key);
+  await page.press("#key", "Enter");
+  await page.locator("#link.good").waitFor();
+}
+
+async function chat(page, words) {
+  await page.fill("#say", words);
+  await page.press("#say", "Enter");
+}
+
+async function oneNode() {
+  const page = await open(url);
+  await run("dashboard: asks for a key and takes it", () => logIn(page, KEY));
+  await run("dashboard: shows the model, its shards and this machine", async () => {
+    await page.locator("#instances .pill.good").waitFor();
+    check((await page.locator("#instances .shards span").count()) === 2, "two shards are expected");
+    check((await page.locator("#nodes li").count()) >= 1, "no machine is shown");
+    await page.getByText("CPU", { exact: true }).first().waitFor();
+  });
+  await run("dashboard: a chat streams, and its request is told", async () => {
+    await chat(page, "Name three colours of the rainbow.");
+    await page.waitForFunction(() => document.querySelector("#talk .assistant")?.textContent.length > 0);
+    await page.locator("#chat-said:not(:empty)").waitFor();
+    await page.locator("#events b", { hasText: "complete" }).first().waitFor();
+  });
+  await run("dashboard: an answer is stopped", async () => {
+    await page.click("#chat-clear");
+    await chat(page, "Write a very long story about the sea.");
+    await page.waitForFunction(() => document.querySelector("#talk .assistant")?.textContent.length > 0);
+    await page.click("#stop");
+    await page.locator("#send:not([hidden])").waitFor();
+    await page.locator("#events b", { hasText: "stopped" }).first().waitFor();
+  });
+  await run("dashboard: no error in the console and no other server", () => check(page.wrong.length === 0, page.wrong.join("; ")));
+  for (const [width, scheme] of [[390, "light"], [1280, "dark"], [2560, "light"]]) {
+    await run(`dashboard: ${width} px, ${scheme}: nothing serious for axe, nothing cut`, () => looks(url, width, scheme, KEY));
+  }
+}
+
+async function looks(at, width, scheme, key) {
+  const page = await open(at, { width, scheme, bypassCSP: true }); // axe is run inside the page
+  if (key) await logIn(page, key);
+  await page.locator("#nodes li").first().waitFor();
+  const over = await page.evaluate(() => document.documentElement.scrollWidth - window.innerWidth);
+  check(over <= 0, `the page is ${over} px too wide`);
+  await page.evaluate(axe);
+  const found = await page.evaluate(() => window.axe.run());
+  const serious = found.violations.filter(({ impact }) => ["serious", "critical"].includes(impact));
+  check(serious.length === 0, serious.map(({ id, nodes }) => `${id} at ${nodes[0].target}`).join("; "));
+  if (SHOTS) {
+    mkdirSync(SHOTS, { recursive: true });
+    await page.screenshot({ path: join(SHOTS, `${new URL(at).port}-${width}-${scheme}.png`), fullPage: true });
+  }
+  await page.context().close();
+}
+
+/** `paceline up` in a home of its own, when it listens. */
+function up(home, name) {
+  const child = spawn(BINARY, ["up", "--name", name, "--port", "0", "--control-port", "0", "--no-beacons"],
+    { env: { ...process.env, PACELINE_HOME: home, OPENAI_API_KEY: "" }, stdio: ["ignore", "ignore", "pipe"] });
+  let said = "";
+  const listening = new Promise((found, lost) => {
+    setTimeout(() => lost(new Error(`${name} does not listen: ${said}`)), PATIENCE_MS).unref();
+    child.stderr.on("data", (data) => {
+      said += data;
+      const at = /listening on (\S+)/.exec(said), port = /on port (\d+)/.exec(said);
+      if (at && port) found({ child, home, url: at[1], port: port[1] });
+    });
+  });
+  return listening;
+}
+
+/** Runs a command of the program; its output. */
+function paceline(home, ...args) {
+  return new Promise((done, lost) => {
+    const child = spawn(BINARY, args, { env: { ...process.env, PACELINE_HOME: home }, timeout: PATIENCE_MS });
+    let said = "";
+    child.stdout.on("data", (data) => (said += data));
+    child.stderr.on("data", (data) => (said += data));
+    child.on("close", (code) => (code === 0 ? done(said) : lost(new Error(`${args.join(" ")}: ${said}`))));
+  });
+}
+
+async function cluster() {
+  const homes = ["one", "two"].map(() => mkdtempSync(join(tmpdir(), "dash-")));
+  const nodes = await Promise.all(homes.map((home, at) => up(home, ["one", "two"][at])));
+  const [one, two] = nodes;
+  try {
+    const page = await open(one.url);
+    page.on("dialog", (dialog) => dialog.accept());
+    await run("dashboard: a node is paired by the page's code", async () => {
+      await page.click("#invite");
+      const code = await page.locator("#code b").textContent();
+      await paceline(two.home, "join", code, "--peer", `127.0.0.1:${one.port}`);
+      await page.locator("#nodes li").nth(1).waitFor();
+      await page.locator("#events li.good", { hasText: "two" }).waitFor();
+      // The other's telemetry comes over the cluster.
+      await page.locator("#nodes li").nth(1).getByText("Memory", { exact: true }).waitFor();
+    });
+    await run("dashboard: a model is loaded over both and answers", async () => {
+      await page.click("#load summary");
+      await page.fill("[name=model]", MODEL);
+      await page.fill("[name=count]", "2");
+      await page.click("#load-form button");
+      await page.locator("#instances .pill.good").waitFor();
+      await page.waitForFunction(() => document.querySelectorAll("#instances .shards span").length === 2);
+      await page.locator("#send:not([disabled])").waitFor();
+      await chat(page, "Name three colours of the rainbow.");
+      await page.locator("#chat-said:not(:empty)").waitFor();
+      const said = await page.locator("#talk .assistant").textContent();
+      check(said.length > 0, "the model said nothing");
+    });
+    await run("dashboard: the cluster for axe, nothing cut", () => looks(one.url, 1280, "light"));
+    await run("dashboard: the model is unloaded", async () => {
+      await page.click("#instances button");
+      await page.locator("#none-loaded:not([hidden])").waitFor();
+    });
+    await run(`dashboard: a killed node is told within ${WENT_WITHIN_MS} ms`, async () => {
+      const killed = Date.now();
+      two.child.kill("SIGKILL");
+      await page.locator("#events li.bad, #events li.warn", { hasText: "two" }).first().waitFor({ timeout: 20_000 });
+      const took = Date.now() - killed;
+      check(took <= WENT_WITHIN_MS, `it took ${took} ms`);
+    });
+    await run("dashboard: the cluster: no error in the console", () => check(page.wrong.length === 0, page.wrong.join("; ")));
+  } finally {
+    for (const { child } of nodes) child.kill("SIGTERM");
+    await new Promise((done) => setTimeout(done, 500));
+    for (const { child } of nodes) child.kill("SIGKILL");
+    for (const home of homes) rmSync(home, { recursive: true, force: true });
+  }
+}
+
+if (url) await oneNode();
+if (BINARY && MODEL) await run("dashboard: the cluster ends", cluster);
+await browser.close();
+process.exit(failed ? 1 : 0);

@@ -1,0 +1,256 @@
+//! `cargo xtask wheel`: the package for Python, built, installed into a fresh environment, tested.
+//!
+//! ```text
+//! maturin build ──▶ wheel of crates/python ──▶ wheel unpack, the program paceline, wheel pack
+//!                                                   │ target/wheels/
+//! tests in crates/python/tests ◀── pip install ◀────┘ into target/xtask/wheel/venv
+//! ```
+//!
+//! The tests print a line for each case, as those of `cargo xtask sdk` do; they also run by hand.
+
+use std::ffi::OsStr;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+
+use crate::steps::Extent;
+use crate::tally::{Skip, Tally};
+use crate::{mlx, models, process, repo, sdk, steps, venv};
+
+/// Each program besides the compiler: pip may fetch NumPy.
+const LIMIT: Duration = Duration::from_secs(300);
+
+/// Builds the wheel with `binary`, or what is built here, and runs the package's tests.
+///
+/// # Errors
+/// When a program cannot be started or fails. Tools that cannot be had are a skip.
+pub(crate) fn run(
+    binary: Option<PathBuf>,
+    extent: Extent,
+    see: &mut impl FnMut(&str),
+) -> Result<Tally> {
+    let folder = models::folder()?.with_file_name("test-clients/python");
+    let tools = match venv::python_in(&folder, "python/requirements.txt") {
+        Ok(python) => python,
+        Err(error) => return Ok(Tally::skip("the wheel", &format!("{error:#}"))),
+    };
+    let binary = binary.map_or_else(|| sdk::build(see), Ok)?;
+    let wheel = build(&tools, &binary, see)?;
+    see(&format!(
+        "{}: {} bytes",
+        wheel.display(),
+        fs::metadata(&wheel)?.len()
+    ));
+    let python = install(&wheel)?;
+    let mut tally = Tally::check("the wheel installs into a fresh environment", true);
+    tally.add(test(&python, "distributed_test.py", &[], see)?);
+    match models::smollm2() {
+        Ok(model) => tally.add(test(&python, "llm_test.py", &[model.as_ref()], see)?),
+        Err(error) => tally.add(Tally::skip("answers in Python", &format!("{error:#}"))),
+    }
+    tally.add(beside_mlx(see)?);
+    if extent == Extent::Long {
+        tally.add(beside_gloo(see)?);
+    }
+    Ok(tally)
+}
+
+/// Makes `target/wheels/paceline-*.whl`, the only one there.
+fn build(tools: &Path, binary: &Path, see: &mut impl FnMut(&str)) -> Result<PathBuf> {
+    let (made, wheels) = (scratch("made")?, repo::root().join("target/wheels"));
+    let mut command = Command::new(tools.with_file_name("maturin"));
+    command
+        .args(["build", "--release", "--interpreter"])
+        .arg(tools);
+    command
+        .arg("--manifest-path")
+        .arg(repo::root().join("crates/python/Cargo.toml"));
+    command.arg("--out").arg(&made);
+    let log = process::log_path("wheel-build");
+    let built = process::stream(command, &log, |line| {
+        if !steps::is_progress(line) {
+            see(line);
+        }
+    })?;
+    ensure!(built, "maturin fails: see {}", log.display());
+    let unpacked = scratch("unpacked")?;
+    wheel_tool(
+        tools,
+        &[
+            "unpack".as_ref(),
+            only(&made)?.as_ref(),
+            "-d".as_ref(),
+            unpacked.as_ref(),
+        ],
+    )?;
+    let package = only(&unpacked)?;
+    add_program(&package, binary)?;
+    // A wheel of an earlier version would be a second one.
+    let _ = fs::remove_dir_all(&wheels);
+    fs::create_dir_all(&wheels)?;
+    wheel_tool(
+        tools,
+        &[
+            "pack".as_ref(),
+            package.as_ref(),
+            "-d".as_ref(),
+            wheels.as_ref(),
+        ],
+    )?;
+    only(&wheels)
+}
+
+/// Puts the program into the unpacked wheel, without its symbols where `strip` is there.
+fn add_program(package: &Path, binary: &Path) -> Result<()> {
+    let name = package
+        .file_name()
+        .context("the wheel has no name")?
+        .to_string_lossy();
+    let scripts = package.join(format!("{name}.data/scripts"));
+    fs::create_dir_all(&scripts)?;
+    let program = scripts.join("paceline");
+    fs::copy(binary, &program).with_context(|| format!("copy {}", binary.display()))?;
+    let mut strip = Command::new("strip");
+    strip.arg(&program);
+    // Symbols cost space and nothing else.
+    let _ = process::capture(strip, LIMIT);
+    Ok(())
+}
+
+/// Makes an environment of its own and installs the wheel; gives its Python.
+fn install(wheel: &Path) -> Result<PathBuf> {
+    let folder = scratch("venv")?;
+    let mut command = Command::new("python3");
+    command.args(["-m", "venv"]).arg(&folder);
+    process::capture(command, LIMIT)?;
+    let python = folder.join("bin/python");
+    let mut command = Command::new(&python);
+    command.args([
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--disable-pip-version-check",
+    ]);
+    command.args(["--only-binary", ":all:"]).arg(wheel);
+    process::capture(command, LIMIT)?;
+    Ok(python)
+}
+
+/// The same programs with MLX's module and ours, where MLX can be had.
+fn beside_mlx(see: &mut impl FnMut(&str)) -> Result<Tally> {
+    let python = match mlx::python() {
+        Ok(python) => python,
+        Err(error) => return Ok(Tally::skip("programs for MLX", &format!("{error:#}"))),
+    };
+    test(&python, "mlx_test.py", &[], see)
+}
+
+/// The backend of `torch.distributed`, where torch can be had.
+fn beside_gloo(see: &mut impl FnMut(&str)) -> Result<Tally> {
+    let folder = models::folder()?.with_file_name("test-clients/torch");
+    match venv::python_in(&folder, "python/requirements-torch.txt") {
+        Ok(python) => test(&python, "torch_test.py", &[], see),
+        Err(error) => Ok(Tally::skip("torch.distributed", &format!("{error:#}"))),
+    }
+}
+
+/// The installed package, for an interpreter of another environment.
+fn site() -> Result<PathBuf> {
+    Ok(only(&scratch_path("venv").join("lib"))?.join("site-packages"))
+}
+
+/// Runs one script of the package's tests to its end and counts its cases.
+fn test(
+    python: &Path,
+    script: &str,
+    arguments: &[&OsStr],
+    see: &mut impl FnMut(&str),
+) -> Result<Tally> {
+    let mut command = Command::new(python);
+    command.arg(repo::root().join("crates/python/tests").join(script));
+    command.args(arguments).env("PYTHONDONTWRITEBYTECODE", "1");
+    // The package's own program is meant, and no source tree.
+    command
+        .env_remove("PACELINE_BINARY")
+        .env("PYTHONPATH", site()?);
+    let mut tally = Tally::default();
+    let log = process::log_path(&format!("wheel-{script}"));
+    let passed = process::stream(command, &log, |line| {
+        let skip = Skip::find(line).map(|skip| Tally::skip(&skip.name, &skip.reason));
+        if let Some(case) = skip.or_else(|| sdk::case("python", line)) {
+            see(line);
+            tally.add(case);
+        }
+    })?;
+    if tally.failed == 0 && (!passed || tally.passed == 0) {
+        tally.add(Tally::failure(&format!("{script}: ended early")));
+    }
+    if tally.failed > 0 {
+        see(&format!("see {}", log.display()));
+    }
+    Ok(tally)
+}
+
+fn wheel_tool(python: &Path, arguments: &[&OsStr]) -> Result<()> {
+    let mut command = Command::new(python);
+    command.args(["-m", "wheel"]).args(arguments);
+    process::capture(command, LIMIT).map(drop)
+}
+
+fn scratch_path(name: &str) -> PathBuf {
+    repo::root().join("target/xtask/wheel").join(name)
+}
+
+/// An empty folder.
+fn scratch(name: &str) -> Result<PathBuf> {
+    let folder = scratch_path(name);
+    // Left from an earlier run, if at all.
+    let _ = fs::remove_dir_all(&folder);
+    fs::create_dir_all(&folder).with_context(|| format!("create {}", folder.display()))?;
+    Ok(folder)
+}
+
+/// The one thing in a folder.
+fn only(folder: &Path) -> Result<PathBuf> {
+    let entries = fs::read_dir(folder).with_context(|| format!("read {}", folder.display()))?;
+    let paths: Vec<PathBuf> = entries
+        .map(|entry| Ok(entry?.path()))
+        .collect::<Result<_>>()?;
+    ensure!(
+        paths.len() == 1,
+        "{}: {} entries, expected 1",
+        folder.display(),
+        paths.len()
+    );
+    paths.into_iter().next().context("there is one")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_wants_one_entry() {
+        let folder = tempfile::tempdir().unwrap();
+        assert!(
+            only(folder.path())
+                .unwrap_err()
+                .to_string()
+                .ends_with("0 entries, expected 1")
+        );
+        let file = folder.path().join("one");
+        fs::write(&file, "").unwrap();
+        assert_eq!(only(folder.path()).unwrap(), file);
+        fs::write(folder.path().join("two"), "").unwrap();
+        assert!(
+            only(folder.path())
+                .unwrap_err()
+                .to_string()
+                .contains("2 entries")
+        );
+    }
+}
