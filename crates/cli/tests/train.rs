@@ -133,7 +133,7 @@ fn an_adapter_is_shown_converted_and_run() {
     };
     let (plain, own) = (answer(&[]), answer(&["--adapter", "own"]));
     assert_ne!(plain, own);
-    assert_eq!(own, answer(&["--adapter", "mlx", "--nodes", "2"]));
+    assert_eq!(own, answer(&["--adapter", "mlx"]));
     let fuse = [
         "adapter",
         "fuse",
