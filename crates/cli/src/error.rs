@@ -1,5 +1,7 @@
 //! What can go wrong in the commands themselves.
 
+use std::path::PathBuf;
+
 use paceline_base::KernelClass;
 use paceline_engine::ParamError;
 
@@ -143,6 +145,15 @@ pub(crate) enum Error {
     /// A person started what paceline starts.
     #[error("`paceline worker` is a part of a model that other commands start, not a command")]
     WorkerByHand,
+    /// One adapter, and several models.
+    #[error("--adapter is for one model, and there are several")]
+    AdapterOfSeveral,
+    /// Something lies where a result is to go.
+    #[error("{} is there already", path.display())]
+    OutputThere {
+        /// The path.
+        path: PathBuf,
+    },
     /// MLX is not published for a system.
     #[error("{build} is not published for {os} on {arch}")]
     NoMlx {

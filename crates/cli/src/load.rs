@@ -61,7 +61,11 @@ pub(crate) fn kernels_at(threads: usize, pinning: Pinning) -> anyhow::Result<Arc
     }
 }
 
-fn free_kernels(threads: usize) -> anyhow::Result<Kernels> {
+/// As [`kernels`], not shared.
+///
+/// # Errors
+/// As [`kernels`].
+pub(crate) fn free_kernels(threads: usize) -> anyhow::Result<Kernels> {
     let refused = || format!("cannot start {threads} threads");
     match check_cpu()? {
         Some(set) => Kernels::with_set(set, threads).with_context(refused),

@@ -6,6 +6,7 @@
 
 #![warn(clippy::print_stderr)]
 
+mod adapter;
 mod agent;
 mod bench;
 mod board;
@@ -40,6 +41,7 @@ mod show;
 mod terminal;
 mod top;
 mod topology;
+mod train;
 mod up;
 mod wires;
 mod worker;
@@ -105,6 +107,14 @@ enum Command {
     /// Compute on arrays: sums that are exact, over threads and processes
     #[command(subcommand)]
     Mapreduce(mapreduce::Command),
+    /// Train a model, or an adapter of one, on several processes with the same bits
+    Train(train::Args),
+    /// One process of a training: started by the other commands
+    #[command(hide = true)]
+    TrainWorker,
+    /// Show, convert and fuse adapters
+    #[command(subcommand)]
+    Adapter(adapter::Command),
     /// Fetch a model into the store
     Pull(pull::Args),
     /// List the models in the store
@@ -134,7 +144,10 @@ fn main() -> ExitCode {
     let command = Cli::try_parse().unwrap_or_else(usage).command;
     match execute(&command) {
         Ok(()) => ExitCode::SUCCESS,
-        Err(error) if matches!(command, Command::Worker) && !error.is::<Error>() => {
+        Err(error)
+            if matches!(command, Command::Worker | Command::TrainWorker)
+                && !error.is::<Error>() =>
+        {
             ExitCode::FAILURE // the parent was told
         }
         Err(error) => exit_code(&error),
@@ -160,6 +173,9 @@ fn execute(command: &Command) -> anyhow::Result<()> {
         Command::Topology(args) => topology::run(args, &signals),
         Command::Bench(command) => bench::run(command, &signals),
         Command::Mapreduce(command) => mapreduce::run(command),
+        Command::Train(args) => train::run(args, &signals),
+        Command::TrainWorker => train::work(),
+        Command::Adapter(command) => adapter::run(command, &signals),
         Command::Pull(args) => pull::run(args, &signals),
         Command::Models(args) => models::list(args),
         Command::Show(args) => show::run(args),

@@ -3,6 +3,7 @@
 mod error;
 mod facts;
 pub(crate) mod here;
+mod train;
 mod validate;
 
 use std::path::{Path, PathBuf};
@@ -92,6 +93,8 @@ pub(crate) struct Args {
     #[arg(long, value_name = "N", default_value_t = 1, conflicts_with = "cluster",
           value_parser = clap::value_parser!(u16).range(1..=1024))]
     threads: u16,
+    #[command(flatten)]
+    train: train::TrainPlan,
     /// Print one JSON object
     #[arg(long)]
     json: bool,
@@ -132,6 +135,10 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     }
     if args.list {
         return facts::list(&Catalogue::builtin()?, &Calibration::builtin()?);
+    }
+    if args.train.is_asked() {
+        let model = args.model.as_deref().unwrap_or_default();
+        return train::run(model, &args.train, args.json);
     }
     if args.cluster.is_empty() {
         let model = args.model.as_deref().unwrap_or_default();

@@ -7,12 +7,14 @@ mod sampling;
 mod session;
 
 use std::io::{IsTerminal, Read};
+use std::path::PathBuf;
 
 use anyhow::Context;
 use clap::builder::NonEmptyStringValueParser;
 use paceline_formats::chat::Message;
 use paceline_store::Cancel;
 
+use crate::adapter;
 use crate::compute::{ComputeArgs, EngineArgs};
 use crate::error::{Error, PROMPT_BYTES_MAX};
 use crate::interrupt::Signals;
@@ -42,6 +44,9 @@ pub(crate) struct Args {
     model: String,
     /// What to answer; without it, a chat on a terminal, else what standard input holds
     prompt: Option<String>,
+    /// Put this adapter into the model: its folder, or its file of weights (PEFT's or MLX's form)
+    #[arg(long, value_name = "FILE")]
+    adapter: Option<PathBuf>,
     /// What the model is told before the conversation
     #[arg(
         long,
@@ -93,7 +98,8 @@ pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
     check_chat(args, prompt.as_deref())?;
     args.split.check()?;
     let found = pull::ensure(&args.model, signals)?;
-    let mut session = Session::open(args, &found.path, sampling)?;
+    let path = adapter::applied(found.path, args.adapter.as_deref())?;
+    let mut session = Session::open(args, &path, sampling)?;
     match prompt {
         Some(prompt) => answer(args, &mut session, prompt),
         None => chat::chat(args, &mut session, signals),

@@ -27,6 +27,7 @@ use paceline_serve::{
 use paceline_store::{Cancel, Error as StoreError};
 use serde_json::json;
 
+use crate::adapter;
 use crate::board::Board;
 use crate::compute::{ComputeArgs, EngineArgs};
 use crate::error::Error;
@@ -64,8 +65,6 @@ struct Named {
 /// How often a request to end is looked for.
 const LOOK_EVERY: Duration = Duration::from_millis(50);
 
-mod several;
-
 /// Requests that wait for a place before further ones are refused as busy: one of every
 /// connection that the server has room for by default, choices of one request not counted twice.
 pub(crate) const WAITING_MAX: usize = 512;
@@ -87,6 +86,9 @@ pub(crate) struct Args {
         conflicts_with = "model"
     )]
     option: Vec<String>,
+    /// Put this adapter into the model: its folder, or its file of weights (PEFT's or MLX's form)
+    #[arg(long, value_name = "FILE")]
+    adapter: Option<PathBuf>,
     /// Another name that clients may call the model by, the first of several; may be given several
     /// times
     #[arg(long, value_name = "NAME", value_parser = NonEmptyStringValueParser::new())]
@@ -159,6 +161,9 @@ pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
     args.split.check()?;
     let each = args.each();
     if each.len() > 1 {
+        if args.adapter.is_some() {
+            return Err(Error::AdapterOfSeveral.into());
+        }
         return several::run(args, &each, signals);
     }
     let Some(model) = args.model().or(args.embed.as_deref()) else {
@@ -179,10 +184,11 @@ pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
         return ended(signals.orderly(|cancel| embed(args, all, cancel)));
     }
     let beside = args.beside(signals)?;
-    let sizes = |config: &Config| args.engine(&found.path, config);
-    let mut opened = Opened::new(&found.path, (args.compute, args.engine), &args.split, sizes)?;
+    let path = adapter::applied(found.path, args.adapter.as_deref())?;
+    let sizes = |config: &Config| args.engine(&path, config);
+    let mut opened = Opened::new(&path, (args.compute, args.engine), &args.split, sizes)?;
     opened.forecast();
-    let model = args.served(&mut opened, &found.path);
+    let model = args.served(&mut opened, &path);
     ended(signals.orderly(|cancel| serve(args, opened, (model, beside), cancel)))
 }
 
@@ -470,7 +476,6 @@ impl Args {
         }
     }
 
-<<<<<<< HEAD
     /// Over several nodes the measured speed of answers decides which split is kept, and answers
     /// with drafts are no measure of a split.
     fn drafts(&self) -> usize {

@@ -15,3 +15,4 @@ mod plan;
 mod run;
 mod store_commands;
 mod topology;
+mod train;

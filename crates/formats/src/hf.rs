@@ -24,7 +24,7 @@ use serde_json::Value;
 use crate::mlx::{self, Part, Quantised, Scheme};
 use crate::name_index::NameIndex;
 use crate::safetensors::{self, Safetensors};
-use crate::tensor::Tensor;
+use crate::tensor::{MappedBytes, Tensor};
 
 mod stacked;
 mod weight_map;
@@ -359,6 +359,12 @@ impl HfFolder {
             shape: info.shape().to_vec(),
             bytes: shard.bytes_of(info),
         })
+    }
+
+    /// The bytes of a tensor, of whatever dtype.
+    pub fn bytes_of(&self, name: &str) -> Option<MappedBytes> {
+        let shard = &self.shards[self.place(name)?.shard];
+        Some(shard.bytes_of(shard.info(name)?))
     }
 
     /// Size of all weight files.

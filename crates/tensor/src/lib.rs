@@ -31,6 +31,7 @@
 pub mod activations;
 pub mod attention;
 mod batch;
+pub mod chain;
 mod dispatch;
 mod formats;
 mod isa;

@@ -51,6 +51,11 @@ pub(super) fn hint(error: &Error) -> Option<String> {
             "--plaintext allows it, for cables and networks that you trust".into()
         }
         Error::CpuOnly { option } => format!("leave out {option} or --engine"),
+        Error::AdapterOfSeveral => {
+            "`paceline adapter fuse` writes a model with its adapter in it, to serve beside others"
+                .into()
+        }
+        Error::OutputThere { .. } => "choose another place, or move away what is there".into(),
         Error::WorkerByHand => "`paceline run MODEL --nodes 2` starts two of them".into(),
         Error::NoMlx { build, .. } if build != "MLX" => {
             "leave out --build for the one that fits this machine".into()

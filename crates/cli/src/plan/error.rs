@@ -13,6 +13,14 @@ pub(crate) enum Error {
     /// A model that is not on this machine cannot be measured.
     #[error("{0} is neither a file nor in the store, so it cannot be measured here")]
     NotHere(String),
+    /// A training that memory has no room for.
+    #[error("this training needs {needs}, and the machine has {has}")]
+    TrainingTooLarge {
+        /// All processes together.
+        needs: Bytes,
+        /// Main memory.
+        has: Bytes,
+    },
 }
 
 /// Advice for an error of the planner or of the command, none for others.
@@ -21,6 +29,10 @@ pub(crate) fn hints(cause: &(dyn std::error::Error + 'static)) -> Vec<String> {
         return vec![match error {
             Error::NotHere(_) => "name the machines with --cluster, or fetch the model with \
                                   `paceline pull`"
+                .to_owned(),
+            Error::TrainingTooLarge { .. } => "--method qlora keeps the base as it is stored; a \
+                                               smaller --rank or --row takes less, and so do \
+                                               fewer --nodes"
                 .to_owned(),
             Error::Clusters(_) => "--compare puts them side by side".to_owned(),
         }];

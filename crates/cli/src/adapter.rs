@@ -1,0 +1,194 @@
+//! `paceline adapter`: files of adapters, shown, converted, and fused into models.
+
+use std::path::{Path, PathBuf};
+
+use anyhow::Context;
+use paceline_train::adapter::{Adapter, Form};
+use paceline_train::fuse::fuse;
+use serde_json::json;
+use sha2::{Digest, Sha256};
+
+use crate::error::Error;
+use crate::interrupt::Signals;
+use crate::output::{print, tell};
+use crate::{home, load, pull};
+
+/// What to do with adapters.
+#[derive(Debug, clap::Subcommand)]
+pub(crate) enum Command {
+    /// What an adapter is
+    Show(ShowArgs),
+    /// Write an adapter in PEFT's or MLX's form
+    Convert(ConvertArgs),
+    /// Write a model with an adapter in its matrices
+    Fuse(FuseArgs),
+}
+
+/// Arguments of `paceline adapter show`.
+#[derive(Debug, clap::Args)]
+pub(crate) struct ShowArgs {
+    /// Folder of an adapter, or its file of weights
+    adapter: PathBuf,
+    /// Print one JSON object
+    #[arg(long)]
+    json: bool,
+}
+
+/// Arguments of `paceline adapter convert`.
+#[derive(Debug, clap::Args)]
+pub(crate) struct ConvertArgs {
+    /// Folder of an adapter, or its file of weights
+    adapter: PathBuf,
+    /// The form: peft or mlx
+    #[arg(long, value_name = "FORM", value_enum)]
+    to: FormName,
+    /// Folder for both files
+    #[arg(long, value_name = "DIR")]
+    output: PathBuf,
+}
+
+/// Arguments of `paceline adapter fuse`.
+#[derive(Debug, clap::Args)]
+pub(crate) struct FuseArgs {
+    /// Alias (`smollm2`), GGUF file, folder of safetensors, or hub id `owner/name[:quantisation]`
+    model: String,
+    /// Folder of an adapter, or its file of weights
+    #[arg(long, value_name = "FILE")]
+    adapter: PathBuf,
+    /// Where the model goes: a folder for a folder, a file for a GGUF file
+    #[arg(long, value_name = "PATH")]
+    output: PathBuf,
+}
+
+/// Forms by name.
+#[derive(Clone, Copy, Debug, clap::ValueEnum)]
+enum FormName {
+    /// Hugging Face's
+    Peft,
+    /// That of `mlx_lm.lora`
+    Mlx,
+}
+
+/// Does it.
+///
+/// # Errors
+/// What is wrong with the adapter or the model.
+pub(crate) fn run(command: &Command, signals: &Signals) -> anyhow::Result<()> {
+    match command {
+        Command::Show(args) => show(args),
+        Command::Convert(args) => {
+            let (adapter, _) = Adapter::read(&args.adapter)?;
+            let form = match args.to {
+                FormName::Peft => Form::Peft,
+                FormName::Mlx => Form::Mlx,
+            };
+            adapter.write(&args.output, form)?;
+            print(&args.output.display().to_string())
+        }
+        Command::Fuse(args) => {
+            let found = pull::ensure(&args.model, signals)?;
+            if args.output.exists() {
+                return Err(Error::OutputThere {
+                    path: args.output.clone(),
+                }
+                .into());
+            }
+            let (adapter, _) = Adapter::read(&args.adapter)?;
+            let threads = std::thread::available_parallelism().map_or(1, usize::from);
+            let kernels = load::free_kernels(threads)?;
+            fuse(
+                &found.path,
+                (&adapter, &args.adapter),
+                &args.output,
+                &kernels,
+            )?;
+            print(&args.output.display().to_string())
+        }
+    }
+}
+
+fn show(args: &ShowArgs) -> anyhow::Result<()> {
+    let (adapter, form) = Adapter::read(&args.adapter)?;
+    let form = if form == Form::Peft { "peft" } else { "mlx" };
+    let (targets, scale) = (adapter.targets(), adapter.scale());
+    let matrices = adapter.pairs().len();
+    if args.json {
+        let facts = json!({
+            "form": form,
+            "base": adapter.base,
+            "rank": adapter.rank,
+            "alpha": adapter.alpha,
+            "scale": scale,
+            "targets": targets,
+            "matrices": matrices,
+            "numbers": adapter.numbers(),
+        });
+        return print(&facts.to_string());
+    }
+    let base = adapter.base.as_deref().unwrap_or("not said");
+    print(&format!(
+        "form      {form}\nbase      {base}\nrank      {}\nalpha     {} (scale {scale})\n\
+         targets   {}\nmatrices  {matrices}\nnumbers   {}",
+        adapter.rank,
+        adapter.alpha,
+        targets.join(", "),
+        adapter.numbers()
+    ))
+}
+
+/// The model to open: with an adapter, if there is one.
+///
+/// # Errors
+/// As [`fused`].
+pub(crate) fn applied(model: PathBuf, adapter: Option<&Path>) -> anyhow::Result<PathBuf> {
+    adapter.map_or(Ok(model.clone()), |adapter| fused(&model, adapter))
+}
+
+/// The model at `model` with an adapter in it: fused once, and kept below paceline's home.
+///
+/// # Errors
+/// What is wrong with either; what the system refuses.
+fn fused(model: &Path, adapter: &Path) -> anyhow::Result<PathBuf> {
+    let (read, _) = Adapter::read(adapter)?;
+    let mut hash = Sha256::new();
+    let changed = crate::loaded::changed_unix_s(model);
+    let absolute = std::path::absolute(model)?;
+    hash.update(format!(
+        "{}\0{changed}\0{}\0",
+        absolute.display(),
+        read.scale()
+    ));
+    for pair in read.pairs() {
+        hash.update(pair.matrix);
+        [pair.a, pair.b]
+            .into_iter()
+            .flatten()
+            .for_each(|x| hash.update(x.to_le_bytes()));
+    }
+    let name: String = hash
+        .finalize()
+        .iter()
+        .take(16)
+        .map(|b| format!("{b:02x}"))
+        .collect();
+    let folder = home::home()?.root().join("fused");
+    let ending = if model.is_dir() { "" } else { ".gguf" };
+    let path = folder.join(format!("{name}{ending}"));
+    if path.exists() {
+        return Ok(path);
+    }
+    std::fs::create_dir_all(&folder).with_context(|| folder.display().to_string())?;
+    tell(format_args!(
+        "putting the adapter into the model, once: {}",
+        path.display()
+    ));
+    let threads = std::thread::available_parallelism().map_or(1, usize::from);
+    let own = folder.join(format!(".{name}-{}{ending}", std::process::id()));
+    fuse(model, (&read, adapter), &own, &load::free_kernels(threads)?)?;
+    if let Err(error) = std::fs::rename(&own, &path)
+        && !path.exists()
+    {
+        return Err(error).with_context(|| path.display().to_string());
+    }
+    Ok(path)
+}

@@ -1,0 +1,177 @@
+//! `paceline train` and `paceline adapter`, as a script uses them.
+
+use std::fs;
+use std::path::PathBuf;
+
+use crate::common::home::{World, object};
+use crate::common::{finish, text, until};
+
+/// The tiny model of these tests.
+fn model() -> String {
+    let golden = concat!(
+        env!("CARGO_MANIFEST_DIR"),
+        "/../../tests-data/golden/hf/llama-tied"
+    );
+    golden.to_owned()
+}
+
+fn data(world: &World) -> String {
+    let line = |i: usize| {
+        let answer = ["the front", "a line of riders", "one machine alone"][i % 3];
+        format!("{{\"prompt\": \"who rides at {i}\", \"completion\": \"{answer}\"}}\n")
+    };
+    let path = world.path("models").join("data.jsonl");
+    fs::write(&path, (0..12).map(line).collect::<String>()).unwrap();
+    path.display().to_string()
+}
+
+fn args<'a>(data: &'a str, output: &'a str, more: &[&'a str]) -> Vec<String> {
+    let model = model();
+    let fixed = [
+        "--method", "lora", "--rank", "4", "--batch", "6", "--seed", "3",
+    ];
+    let rate: &[&str] = if more.contains(&"--lr") {
+        &[]
+    } else {
+        &["--lr", "1e-2"]
+    };
+    let all = ["train", &model, "--data", data, "--output", output];
+    let all = all.iter().chain(&fixed).chain(rate).chain(more);
+    all.map(|arg| (*arg).to_owned()).collect()
+}
+
+#[test]
+fn workers_and_a_killed_run_leave_the_same_bytes() {
+    let world = World::new();
+    let data = data(&world);
+    let adapter = |output: &str| {
+        let folder = world.path("models").join(output);
+        fs::read(folder.join("adapter_model.safetensors")).unwrap()
+    };
+    let mut one = world.paceline(args(&data, "one", &["--steps", "30", "--json"]));
+    let report = object(&finish(&mut one));
+    assert_eq!(report["steps"], 30);
+    assert!(
+        report["loss"].as_f64() < report["first_loss"].as_f64(),
+        "{report}"
+    );
+    let more = ["--steps", "30", "--nodes", "3", "--threads", "1", "--json"];
+    let report = object(&finish(&mut world.paceline(args(&data, "three", &more))));
+    assert_eq!(report["nodes"], 3);
+    assert!(adapter("one") == adapter("three"));
+
+    // Killed after its second checkpoint, whatever it was doing.
+    let more = ["--steps", "30", "--save-every", "2", "--nodes", "2"];
+    let mut killed = world
+        .paceline(args(&data, "killed", &more))
+        .spawn()
+        .unwrap();
+    let saved: PathBuf = world.path("models").join("killed/step-0000004");
+    until("a checkpoint", || {
+        saved.exists() || killed.try_wait().unwrap().is_some()
+    });
+    let _ = killed.kill();
+    killed.wait().unwrap();
+    let again = finish(&mut world.paceline(args(&data, "killed", &more)));
+    if !again.status.success() {
+        assert!(
+            text(&again.stderr).contains("--resume"),
+            "{}",
+            text(&again.stderr)
+        );
+        let more = [&more[..], &["--resume", "--json"]].concat();
+        object(&finish(&mut world.paceline(args(&data, "killed", &more))));
+    }
+    assert!(adapter("one") == adapter("killed"));
+    let curve = fs::read_to_string(world.path("models").join("three/loss.svg")).unwrap();
+    assert!(curve.starts_with("<svg"));
+}
+
+#[test]
+fn an_adapter_is_shown_converted_and_run() {
+    let world = World::new();
+    let data = data(&world);
+    let more = ["--steps", "40", "--json"];
+    object(&finish(&mut world.paceline(args(&data, "own", &more))));
+    let paceline = |args: &[&str]| finish(&mut world.paceline(args));
+    let shown = object(&paceline(&["adapter", "show", "own", "--json"]));
+    assert_eq!(
+        (&shown["form"], &shown["rank"]),
+        (&"peft".into(), &4.into())
+    );
+    assert_eq!(
+        (&shown["matrices"], &shown["scale"]),
+        (&21.into(), &2.0.into())
+    );
+    assert!(
+        paceline(&[
+            "adapter", "convert", "own", "--to", "mlx", "--output", "mlx"
+        ])
+        .status
+        .success()
+    );
+    let shown = object(&paceline(&[
+        "adapter",
+        "show",
+        "mlx/adapters.safetensors",
+        "--json",
+    ]));
+    assert_eq!(shown["form"], "mlx");
+    let (model, prompt) = (model(), "who rides at 4");
+    let answer = |more: &[&str]| {
+        let fixed = [
+            "run",
+            &model,
+            prompt,
+            "--temperature",
+            "0",
+            "--max-tokens",
+            "12",
+            "--json",
+        ];
+        object(&paceline(&[&fixed, more].concat()))["tokens"].clone()
+    };
+    let (plain, own) = (answer(&[]), answer(&["--adapter", "own"]));
+    assert_ne!(plain, own);
+    assert_eq!(own, answer(&["--adapter", "mlx"]));
+    let fuse = [
+        "adapter",
+        "fuse",
+        &model,
+        "--adapter",
+        "own",
+        "--output",
+        "fused",
+    ];
+    assert!(paceline(&fuse).status.success());
+    let refused = paceline(&fuse);
+    assert!(
+        text(&refused.stderr).contains("fused is there already"),
+        "{}",
+        text(&refused.stderr)
+    );
+}
+
+#[test]
+fn what_cannot_be_trained_is_told_before_the_first_step() {
+    let world = World::new();
+    let data = data(&world);
+    let complaint = |more: &[&str]| {
+        let output = finish(&mut world.paceline(args(&data, "out", more)));
+        assert!(!output.status.success());
+        text(&output.stderr)
+    };
+    for (more, said) in [
+        (&["--targets", "q_proj,head"][..], "--targets is head"),
+        (&["--leaf", "7"], "--leaf is 7, expected 1 to the batch"),
+        (&["--lr", "nan"], "--lr is NaN"),
+        (
+            &["--method", "dora"],
+            "expected one of `lora`, `qlora`, `full`",
+        ),
+        (&["--valid", "missing.jsonl"], "missing.jsonl"),
+    ] {
+        let told = complaint(more);
+        assert!(told.contains(said), "{more:?}: {told}");
+    }
+}

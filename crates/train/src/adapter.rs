@@ -1,0 +1,379 @@
+//! Files of adapters: PEFT's form and MLX's.
+//!
+//! ```text
+//! PEFT  adapter_config.json, adapter_model.safetensors
+//!       base_model.model.model.layers.I.BLOCK.NAME.lora_A.weight (r, in), .lora_B.weight (out, r)
+//! MLX   adapter_config.json, adapters.safetensors
+//!       model.layers.I.BLOCK.NAME.lora_a (in, r), .lora_b (r, out); scale for alpha / r
+//! ```
+//!
+//! Values are never changed by a conversion, only turned: f32 both ways.
+
+use std::path::{Path, PathBuf};
+
+use serde_json::{Value, json};
+
+use crate::error::Error;
+use crate::tensors::{self, Named};
+
+/// The two forms.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Form {
+    /// Hugging Face's.
+    Peft,
+    /// That of `mlx_lm.lora`.
+    Mlx,
+}
+
+/// File names of weights, by form.
+const PEFT_FILE: &str = "adapter_model.safetensors";
+const MLX_FILE: &str = "adapters.safetensors";
+const CONFIG: &str = "adapter_config.json";
+
+/// How names of tensors begin in PEFT's form.
+const PREFIX: &str = "base_model.model.";
+
+/// An adapter, its tensors under PEFT's names.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Adapter {
+    /// Inner dimension of every pair.
+    pub rank: usize,
+    /// What the product of a pair is multiplied by, times the rank.
+    pub alpha: f64,
+    /// The model that it is for, as the file says it.
+    pub base: Option<String>,
+    tensors: Vec<Named>,
+}
+
+/// A pair of an adapter.
+#[derive(Clone, Copy, Debug)]
+pub struct PairOf<'a> {
+    /// Name of the matrix, such as `model.layers.0.mlp.up_proj`.
+    pub matrix: &'a str,
+    /// Outputs of the matrix.
+    pub rows: usize,
+    /// Inputs of the matrix.
+    pub cols: usize,
+    /// (rank, cols)
+    pub a: &'a [f32],
+    /// (rows, rank)
+    pub b: &'a [f32],
+}
+
+impl Adapter {
+    /// An adapter of these tensors, with PEFT's names.
+    pub(crate) fn new(rank: usize, alpha: f64, base: String, mut tensors: Vec<Named>) -> Self {
+        tensors.sort_by(|a, b| order(&a.0).cmp(&order(&b.0)));
+        Self {
+            rank,
+            alpha,
+            base: Some(base),
+            tensors,
+        }
+    }
+
+    /// What the product of a pair is multiplied by.
+    pub fn scale(&self) -> f32 {
+        (self.alpha / self.rank as f64) as f32
+    }
+
+    /// How many numbers there are.
+    pub fn numbers(&self) -> usize {
+        self.tensors.iter().map(|(_, _, values)| values.len()).sum()
+    }
+
+    /// Reads a folder, or the file of weights in one.
+    ///
+    /// # Errors
+    /// [`Error::Malformed`] with what is wrong or not supported; [`Error::File`].
+    pub fn read(path: &Path) -> Result<(Self, Form), Error> {
+        let folder = if path.is_dir() {
+            path
+        } else {
+            path.parent().unwrap_or(Path::new("."))
+        };
+        let config_path = folder.join(CONFIG);
+        let text = std::fs::read(&config_path).map_err(Error::file("read", &config_path))?;
+        let config: Value =
+            serde_json::from_slice(&text).map_err(|e| Error::malformed(&config_path, e))?;
+        let form = match config.get("peft_type") {
+            Some(_) => Form::Peft,
+            None if config.get("fine_tune_type").is_some() => Form::Mlx,
+            None => {
+                let reason = "has neither peft_type (PEFT) nor fine_tune_type (MLX)";
+                return Err(Error::malformed(&config_path, reason));
+            }
+        };
+        let weights = match form {
+            Form::Peft => folder.join(PEFT_FILE),
+            Form::Mlx => folder.join(MLX_FILE),
+        };
+        let (rank, alpha) = match form {
+            Form::Peft => peft_sizes(&config),
+            Form::Mlx => mlx_sizes(&config),
+        }
+        .map_err(|reason| Error::malformed(&config_path, reason))?;
+        let base_key = if form == Form::Peft {
+            "base_model_name_or_path"
+        } else {
+            "model"
+        };
+        let mut tensors = tensors::read(&weights)?;
+        if form == Form::Mlx {
+            tensors = tensors.into_iter().map(from_mlx).collect();
+        }
+        tensors.sort_by(|a, b| order(&a.0).cmp(&order(&b.0)));
+        let adapter = Self {
+            rank,
+            alpha,
+            base: config[base_key].as_str().map(str::to_owned),
+            tensors,
+        };
+        adapter.check(&weights)?;
+        Ok((adapter, form))
+    }
+
+    /// Writes both files into `folder`, which is made.
+    ///
+    /// # Errors
+    /// [`Error::File`].
+    pub fn write(&self, folder: &Path, form: Form) -> Result<(), Error> {
+        std::fs::create_dir_all(folder).map_err(Error::file("make", folder))?;
+        let (file, config, turned): (_, _, Vec<Named>) = match form {
+            Form::Peft => (PEFT_FILE, self.peft_config(), self.tensors.clone()),
+            Form::Mlx => {
+                let turned = self.tensors.iter().map(to_mlx).collect();
+                (MLX_FILE, self.mlx_config(), turned)
+            }
+        };
+        let borrowed = turned
+            .iter()
+            .map(|(name, shape, values)| (name.as_str(), shape.as_slice(), values.as_slice()));
+        tensors::write(&folder.join(file), &borrowed.collect::<Vec<_>>())?;
+        let config = serde_json::to_string_pretty(&config).unwrap_or_default();
+        tensors::replace(&folder.join(CONFIG), |file| {
+            file.write_all(config.as_bytes())
+        })
+    }
+
+    /// The pairs, in order of layers.
+    pub fn pairs<'a>(&'a self) -> Vec<PairOf<'a>> {
+        let (twos, _) = self.tensors.as_chunks::<2>();
+        let pair = |two: &'a [Named; 2]| {
+            let [a, b] = two;
+            PairOf {
+                matrix: matrix_of(&a.0).unwrap_or_default(),
+                rows: b.1[0],
+                cols: a.1[1],
+                a: &a.2,
+                b: &b.2,
+            }
+        };
+        twos.iter().map(pair).collect()
+    }
+
+    /// Short names of the matrices that have pairs.
+    pub fn targets(&self) -> Vec<String> {
+        let short = |name: &str| name.rsplit('.').next().unwrap_or_default().to_owned();
+        let mut names: Vec<String> = self
+            .tensors
+            .iter()
+            .filter_map(|t| matrix_of(&t.0))
+            .map(short)
+            .collect();
+        names.sort_unstable();
+        names.dedup();
+        names
+    }
+
+    /// Whether all tensors are pairs that fit each other.
+    fn check(&self, path: &Path) -> Result<(), Error> {
+        let (twos, rest) = self.tensors.as_chunks::<2>();
+        if let Some((name, _, _)) = rest.first() {
+            return Err(Error::malformed(
+                path,
+                format!("tensor {name} has no other half"),
+            ));
+        }
+        for [a, b] in twos {
+            let halves = a.0.ends_with("lora_A.weight") && b.0.ends_with("lora_B.weight");
+            if !halves || matrix_of(&a.0) != matrix_of(&b.0) {
+                let reason = format!("tensors {} and {} are no pair of LoRA", a.0, b.0);
+                return Err(Error::malformed(path, reason));
+            }
+            let fits =
+                a.1.len() == 2 && b.1.len() == 2 && a.1[0] == self.rank && b.1[1] == self.rank;
+            if !fits {
+                let reason = format!(
+                    "{} is {:?} and {} is {:?}, expected rank {}",
+                    a.0, a.1, b.0, b.1, self.rank
+                );
+                return Err(Error::malformed(path, reason));
+            }
+        }
+        Ok(())
+    }
+
+    fn peft_config(&self) -> Value {
+        json!({
+            "base_model_name_or_path": self.base,
+            "bias": "none",
+            "fan_in_fan_out": false,
+            "inference_mode": true,
+            "init_lora_weights": true,
+            "lora_alpha": number(self.alpha),
+            "lora_dropout": 0.0,
+            "modules_to_save": null,
+            "peft_type": "LORA",
+            "r": self.rank,
+            "target_modules": self.targets(),
+            "task_type": "CAUSAL_LM",
+            "use_dora": false,
+            "use_rslora": false,
+        })
+    }
+
+    fn mlx_config(&self) -> Value {
+        let mut keys: Vec<String> = self.pairs().iter().map(|p| mlx_key(p.matrix)).collect();
+        keys.sort_unstable();
+        keys.dedup();
+        json!({
+            "fine_tune_type": "lora",
+            "model": self.base,
+            "num_layers": -1,
+            "lora_parameters": {
+                "rank": self.rank,
+                "dropout": 0.0,
+                "scale": self.alpha / self.rank as f64,
+                "keys": keys,
+            },
+        })
+    }
+}
+
+/// Whole numbers without a fraction, as PEFT writes them.
+fn number(x: f64) -> Value {
+    if x.fract() == 0.0 && x.abs() < 1e9 {
+        json!(x as i64)
+    } else {
+        json!(x)
+    }
+}
+
+/// `BLOCK.NAME` of a matrix.
+fn mlx_key(matrix: &str) -> String {
+    matrix.splitn(4, '.').last().unwrap_or_default().to_owned()
+}
+
+/// The matrix of a tensor with PEFT's name.
+fn matrix_of(name: &str) -> Option<&str> {
+    let stem = name.strip_prefix(PREFIX)?;
+    stem.strip_suffix(".lora_A.weight")
+        .or_else(|| stem.strip_suffix(".lora_B.weight"))
+}
+
+/// Layers by number, and in them the order of names.
+fn order(name: &str) -> (usize, &str) {
+    let layer = name.split('.').find_map(|part| part.parse().ok());
+    (layer.unwrap_or(usize::MAX), name)
+}
+
+fn turned(shape: &[usize], values: &[f32]) -> (Vec<usize>, Vec<f32>) {
+    let [rows, cols] = *shape else {
+        return (shape.to_vec(), values.to_vec());
+    };
+    let mut out = Vec::with_capacity(values.len());
+    for col in 0..cols {
+        out.extend((0..rows).map(|row| values[row * cols + col]));
+    }
+    (vec![cols, rows], out)
+}
+
+fn from_mlx((name, shape, values): Named) -> Named {
+    let name = match name.rsplit_once('.') {
+        Some((stem, "lora_a")) => format!("{PREFIX}{stem}.lora_A.weight"),
+        Some((stem, "lora_b")) => format!("{PREFIX}{stem}.lora_B.weight"),
+        _ => name,
+    };
+    let (shape, values) = turned(&shape, &values);
+    (name, shape, values)
+}
+
+fn to_mlx((name, shape, values): &Named) -> Named {
+    let half = if name.ends_with("lora_A.weight") {
+        "lora_a"
+    } else {
+        "lora_b"
+    };
+    let name = format!("{}.{half}", matrix_of(name).unwrap_or(name));
+    let (shape, values) = turned(shape, values);
+    (name, shape, values)
+}
+
+/// Rank and alpha of PEFT's configuration.
+fn peft_sizes(config: &Value) -> Result<(usize, f64), String> {
+    if config["peft_type"] != "LORA" {
+        return Err(format!(
+            "peft_type is {}, expected \"LORA\"",
+            config["peft_type"]
+        ));
+    }
+    for field in ["use_dora", "fan_in_fan_out"] {
+        if config[field] == true {
+            return Err(format!("{field} is not supported"));
+        }
+    }
+    for field in ["rank_pattern", "alpha_pattern", "modules_to_save"] {
+        let value = &config[field];
+        let is_empty = value.is_null()
+            || value.as_object().is_some_and(serde_json::Map::is_empty)
+            || value.as_array().is_some_and(Vec::is_empty);
+        if !is_empty {
+            return Err(format!("{field} is {value}, which is not supported"));
+        }
+    }
+    let rank = rank(&config["r"])?;
+    let alpha = config["lora_alpha"]
+        .as_f64()
+        .ok_or("lora_alpha is missing")?;
+    let root = libm::sqrt(rank as f64);
+    Ok((
+        rank,
+        if config["use_rslora"] == true {
+            alpha * root
+        } else {
+            alpha
+        },
+    ))
+}
+
+/// Rank and alpha of MLX's configuration.
+fn mlx_sizes(config: &Value) -> Result<(usize, f64), String> {
+    if config["fine_tune_type"] != "lora" {
+        return Err(format!(
+            "fine_tune_type is {}, expected \"lora\"",
+            config["fine_tune_type"]
+        ));
+    }
+    let parameters = &config["lora_parameters"];
+    let rank = rank(&parameters["rank"])?;
+    let scale = parameters["scale"]
+        .as_f64()
+        .ok_or("lora_parameters.scale is missing")?;
+    Ok((rank, scale * rank as f64))
+}
+
+fn rank(value: &Value) -> Result<usize, String> {
+    let rank = value.as_u64().filter(|rank| (1..=1 << 16).contains(rank));
+    let rank = rank.and_then(|rank| usize::try_from(rank).ok());
+    rank.ok_or_else(|| format!("the rank is {value}, expected 1 to 65536"))
+}
+
+/// Where an adapter's weights lie in a folder.
+pub fn weights_file(folder: &Path, form: Form) -> PathBuf {
+    folder.join(if form == Form::Peft {
+        PEFT_FILE
+    } else {
+        MLX_FILE
+    })
+}

@@ -1,0 +1,380 @@
+//! The engine over our own kernels: every sum is one chain or has the order of `ops`.
+//!
+//! Letters: T tokens, C width, H query heads, K KV heads, D their size, F feed-forward, r rank.
+
+mod attention;
+mod linear;
+
+use paceline_model::{Activation, Config};
+use paceline_tensor::Kernels;
+
+use crate::engine::{Engine, Rows};
+use crate::ops::{self, Gate, Norm};
+use crate::pool;
+use crate::weights::{Layer, Vector, Weights};
+use attention::Attention;
+
+/// Computes layers on this machine's threads.
+pub(crate) struct Cpu<'a> {
+    pub(crate) kernels: &'a Kernels,
+    pub(crate) config: &'a Config,
+    pub(crate) weights: &'a Weights,
+    /// What pairs are multiplied by.
+    pub(crate) scale: f32,
+}
+
+/// What a layer's forward pass leaves for its backward pass.
+#[derive(Debug)]
+pub(crate) struct Activations {
+    /// (T, C) after the norm before attention.
+    normed: Vec<f32>,
+    /// (T, H D) and (T, K D) before norms of heads, if there are any.
+    raw: Option<(Vec<f32>, Vec<f32>)>,
+    query: Vec<f32>,
+    key: Vec<f32>,
+    value: Vec<f32>,
+    /// (T, H D)
+    attended: Vec<f32>,
+    /// (T, C) before the norm after attention, if there is one.
+    attention_delta: Option<Vec<f32>>,
+    /// (T, C) between the halves.
+    middle: Vec<f32>,
+    ffn_normed: Vec<f32>,
+    gate: Vec<f32>,
+    up: Vec<f32>,
+    hidden: Vec<f32>,
+    ffn_delta: Option<Vec<f32>>,
+}
+
+/// Indices into the matrices of a layer.
+const QUERY: usize = 0;
+const KEY: usize = 1;
+const VALUE: usize = 2;
+const OUT: usize = 3;
+const GATE: usize = 4;
+const UP: usize = 5;
+const DOWN: usize = 6;
+
+impl Engine for Cpu<'_> {
+    type Kept = Activations;
+
+    fn forward(
+        &self,
+        params: &[f32],
+        layer: usize,
+        rows: &Rows,
+        x: &[f32],
+    ) -> (Vec<f32>, Activations) {
+        let w = &self.weights.layers[layer];
+        let normed = self.norm(&w.attention_norm, params, x);
+        let mut query = self.linear(&w.matrices[QUERY], params, &normed);
+        let mut key = self.linear(&w.matrices[KEY], params, &normed);
+        let value = self.linear(&w.matrices[VALUE], params, &normed);
+        let mut raw = None;
+        if let (Some(q), Some(k)) = (&w.query_norm, &w.key_norm) {
+            let (q, k) = (self.norm(q, params, &query), self.norm(k, params, &key));
+            raw = Some((
+                std::mem::replace(&mut query, q),
+                std::mem::replace(&mut key, k),
+            ));
+        }
+        let attention = self.attention(layer, rows);
+        attention.rotate(&mut query, &mut key, false);
+        let attended = attention.forward(&query, &key, &value);
+        let delta = self.linear(&w.matrices[OUT], params, &attended);
+        let (delta, attention_delta) = self.after(w.post_attention_norm.as_ref(), params, delta);
+        let middle = self.plus(x, &delta);
+        let ffn_normed = self.norm(&w.ffn_norm, params, &middle);
+        let gate = self.linear(&w.matrices[GATE], params, &ffn_normed);
+        let up = self.linear(&w.matrices[UP], params, &ffn_normed);
+        let mut hidden = vec![0.0; gate.len()];
+        let of = gate.len() / rows.tokens().max(1);
+        pool::chunks(self.kernels.pool(), &mut hidden, of, |i, hidden| {
+            let at = i * of..i * of + hidden.len();
+            self.gate().forward(&gate[at.clone()], &up[at], hidden);
+        });
+        let delta = self.linear(&w.matrices[DOWN], params, &hidden);
+        let (delta, ffn_delta) = self.after(w.post_ffn_norm.as_ref(), params, delta);
+        let y = self.plus(&middle, &delta);
+        let kept = Activations {
+            normed,
+            raw,
+            query,
+            key,
+            value,
+            attended,
+            attention_delta,
+            middle,
+            ffn_normed,
+            gate,
+            up,
+            hidden,
+            ffn_delta,
+        };
+        (y, kept)
+    }
+
+    fn backward(
+        &self,
+        params: &[f32],
+        (layer, rows, x): (usize, &Rows, &[f32]),
+        kept: Option<Activations>,
+        dy: &[f32],
+        grads: &mut [f32],
+    ) -> Vec<f32> {
+        let kept = kept.unwrap_or_else(|| self.forward(params, layer, rows, x).1);
+        let w = &self.weights.layers[layer];
+        let (kept, d_middle) = self.backward_ffn(params, w, kept, dy, grads);
+        let attention = self.attention(layer, rows);
+        let post = w.post_attention_norm.as_ref();
+        let d_delta = self.before(
+            post,
+            params,
+            kept.attention_delta.as_deref(),
+            &d_middle,
+            grads,
+        );
+        let mut d_attended = vec![0.0; kept.attended.len()];
+        let out = (&w.matrices[OUT], kept.attended.as_slice());
+        self.linear_back(out, params, &d_delta, (&mut d_attended, false), grads);
+        let [mut dq, mut dk, dv] =
+            attention.backward([&kept.query, &kept.key, &kept.value], &d_attended);
+        attention.rotate(&mut dq, &mut dk, true);
+        if let (Some(q), Some(k), Some(raw)) = (&w.query_norm, &w.key_norm, &kept.raw) {
+            let zeros = |like: &[f32]| vec![0.0; like.len()];
+            let (mut before_q, mut before_k) = (zeros(&dq), zeros(&dk));
+            self.norm_back(q, params, (&raw.0, &dq), &mut before_q, grads);
+            self.norm_back(k, params, (&raw.1, &dk), &mut before_k, grads);
+            (dq, dk) = (before_q, before_k);
+        }
+        let mut d_normed = vec![0.0; kept.normed.len()];
+        for (n, d) in [(QUERY, &dq), (KEY, &dk), (VALUE, &dv)] {
+            let at = (&w.matrices[n], kept.normed.as_slice());
+            self.linear_back(at, params, d, (&mut d_normed, n != QUERY), grads);
+        }
+        let mut dx = d_middle;
+        self.norm_back(&w.attention_norm, params, (x, &d_normed), &mut dx, grads);
+        dx
+    }
+}
+
+impl Cpu<'_> {
+    /// The second half of a layer, backwards; gives the gradient between the halves.
+    fn backward_ffn(
+        &self,
+        params: &[f32],
+        w: &Layer,
+        mut kept: Activations,
+        dy: &[f32],
+        grads: &mut [f32],
+    ) -> (Activations, Vec<f32>) {
+        let post = w.post_ffn_norm.as_ref();
+        let d_delta = self.before(post, params, kept.ffn_delta.as_deref(), dy, grads);
+        let mut d_hidden = vec![0.0; kept.hidden.len()];
+        let down = (&w.matrices[DOWN], kept.hidden.as_slice());
+        self.linear_back(down, params, &d_delta, (&mut d_hidden, false), grads);
+        let of = w.matrices[GATE].rows;
+        let mut rows: Vec<_> = kept
+            .gate
+            .chunks_mut(of)
+            .zip(kept.up.chunks_mut(of))
+            .collect();
+        pool::chunks(self.kernels.pool(), &mut rows, 1, |i, row| {
+            let (gate, up) = &mut row[0];
+            self.gate()
+                .backward(gate, up, &d_hidden[i * of..(i + 1) * of]);
+        });
+        let mut d_normed = vec![0.0; kept.ffn_normed.len()];
+        let at = (&w.matrices[GATE], kept.ffn_normed.as_slice());
+        self.linear_back(at, params, &kept.gate, (&mut d_normed, false), grads);
+        let at = (&w.matrices[UP], kept.ffn_normed.as_slice());
+        self.linear_back(at, params, &kept.up, (&mut d_normed, true), grads);
+        let mut d_middle = dy.to_vec();
+        self.norm_back(
+            &w.ffn_norm,
+            params,
+            (&kept.middle, &d_normed),
+            &mut d_middle,
+            grads,
+        );
+        (kept, d_middle)
+    }
+
+    fn attention<'a>(&'a self, layer: usize, rows: &'a Rows) -> Attention<'a> {
+        Attention {
+            kernels: self.kernels,
+            shape: self.config.layers[layer],
+            rows,
+        }
+    }
+
+    fn gate(&self) -> Gate {
+        match self.config.activation {
+            Activation::Silu => Gate::Silu,
+            Activation::GeluTanh => Gate::GeluTanh,
+        }
+    }
+
+    pub(crate) fn norm_of<'a>(&self, weight: &'a Vector, params: &'a [f32]) -> Norm<'a> {
+        Norm {
+            weight: weight.get(params),
+            offset: self.config.norm_offset,
+            eps: self.config.norm_eps,
+        }
+    }
+
+    /// Norms every run of as many elements as there are weights.
+    pub(crate) fn norm(&self, weight: &Vector, params: &[f32], x: &[f32]) -> Vec<f32> {
+        let norm = self.norm_of(weight, params);
+        let n = norm.weight.len();
+        let mut out = vec![0.0; x.len()];
+        pool::chunks(self.kernels.pool(), &mut out, n, |i, out| {
+            norm.forward(&x[i * n..(i + 1) * n], out);
+        });
+        out
+    }
+
+    /// Adds to `dx` the gradient of a norm at `x`.
+    pub(crate) fn norm_back(
+        &self,
+        weight: &Vector,
+        params: &[f32],
+        (x, dy): (&[f32], &[f32]),
+        dx: &mut [f32],
+        grads: &mut [f32],
+    ) {
+        let norm = self.norm_of(weight, params);
+        let n = norm.weight.len();
+        match weight.grads(grads) {
+            None => pool::chunks(self.kernels.pool(), dx, n, |i, dx| {
+                let at = i * n..(i + 1) * n;
+                norm.backward(&x[at.clone()], &dy[at], dx, None);
+            }),
+            Some(dw) => {
+                // The weights' gradient is a sum over rows, in their order.
+                for (i, dx) in dx.chunks_mut(n).enumerate() {
+                    let at = i * n..(i + 1) * n;
+                    norm.backward(&x[at.clone()], &dy[at], dx, Some(dw));
+                }
+            }
+        }
+    }
+
+    /// A half's result through the norm after it, if there is one, and what it was before.
+    fn after(
+        &self,
+        norm: Option<&Vector>,
+        params: &[f32],
+        delta: Vec<f32>,
+    ) -> (Vec<f32>, Option<Vec<f32>>) {
+        match norm {
+            None => (delta, None),
+            Some(norm) => (self.norm(norm, params, &delta), Some(delta)),
+        }
+    }
+
+    /// The gradient before the norm after a half.
+    fn before(
+        &self,
+        norm: Option<&Vector>,
+        params: &[f32],
+        delta: Option<&[f32]>,
+        dy: &[f32],
+        grads: &mut [f32],
+    ) -> Vec<f32> {
+        let (Some(norm), Some(delta)) = (norm, delta) else {
+            return dy.to_vec();
+        };
+        let mut out = vec![0.0; dy.len()];
+        self.norm_back(norm, params, (delta, dy), &mut out, grads);
+        out
+    }
+
+    fn plus(&self, a: &[f32], b: &[f32]) -> Vec<f32> {
+        a.iter().zip(b).map(|(a, b)| a + b).collect()
+    }
+
+    /// The sequences' tokens -> x (T, C)
+    pub(crate) fn embed(&self, params: &[f32], tokens: &[u32]) -> Vec<f32> {
+        let c = self.config.width;
+        let mut x = vec![0.0; tokens.len() * c];
+        pool::chunks(self.kernels.pool(), &mut x, c, |i, out| {
+            self.weights.embedding.row(params, tokens[i] as usize, out);
+            if self.config.embedding_scale != 1.0 {
+                out.iter_mut()
+                    .for_each(|x| *x *= self.config.embedding_scale);
+            }
+        });
+        x
+    }
+
+    /// Adds what the embedding gets, token by token.
+    pub(crate) fn embed_back(&self, tokens: &[u32], dx: &[f32], grads: &mut [f32]) {
+        let crate::weights::Kept::Trained(range) = &self.weights.embedding.kept else {
+            return;
+        };
+        let c = self.config.width;
+        let table = &mut grads[range.clone()];
+        for (token, dx) in tokens.iter().zip(dx.chunks(c)) {
+            let row = &mut table[*token as usize * c..][..c];
+            for (g, d) in row.iter_mut().zip(dx) {
+                *g += d * self.config.embedding_scale;
+            }
+        }
+    }
+
+    /// The head and its loss over the rows that have a target: the sum of their negative log
+    /// likelihoods, and with `grads` the gradient of that sum times `weight` at `x` (T, C).
+    pub(crate) fn head(
+        &self,
+        params: &[f32],
+        x: &[f32],
+        targets: &[Option<u32>],
+        weight: f32,
+        mut grads: Option<&mut [f32]>,
+    ) -> (f64, Vec<f32>) {
+        let c = self.config.width;
+        let mut dx = vec![0.0; if grads.is_some() { x.len() } else { 0 }];
+        let wanted = targets.iter().enumerate();
+        let wanted: Vec<(usize, usize)> = wanted
+            .filter_map(|(row, t)| t.map(|t| (row, t as usize)))
+            .collect();
+        let mut loss = 0.0;
+        for block in wanted.chunks(HEAD_ROWS) {
+            let rows: Vec<f32> = block
+                .iter()
+                .flat_map(|(row, _)| x[row * c..][..c].iter().copied())
+                .collect();
+            let normed = self.norm(&self.weights.output_norm, params, &rows);
+            let matrix = self
+                .weights
+                .output
+                .as_ref()
+                .unwrap_or(&self.weights.embedding);
+            let mut logits = self.linear(matrix, params, &normed);
+            let losses = pool::chunks_map(
+                self.kernels.pool(),
+                &mut logits,
+                self.config.vocab,
+                |i, logits| ops::cross_entropy(logits, block[i].1, weight),
+            );
+            loss = losses.iter().fold(loss, |sum, loss| sum + loss);
+            let Some(grads) = grads.as_deref_mut() else {
+                continue;
+            };
+            let mut d_normed = vec![0.0; rows.len()];
+            let at = (matrix, normed.as_slice());
+            self.linear_back(at, params, &logits, (&mut d_normed, false), grads);
+            let mut d_rows = vec![0.0; rows.len()];
+            let norm = &self.weights.output_norm;
+            self.norm_back(norm, params, (&rows, &d_normed), &mut d_rows, grads);
+            for ((row, _), d) in block.iter().zip(d_rows.chunks(c)) {
+                dx[row * c..][..c].copy_from_slice(d);
+            }
+        }
+        (loss, dx)
+    }
+}
+
+/// Rows whose logits are there at once: 48 MiB for a vocabulary of 49,152.
+const HEAD_ROWS: usize = 256;

@@ -1,0 +1,167 @@
+//! A matrix with its adapter: `y = x W^T + s (x A^T) B^T + bias`, and its gradients.
+
+use paceline_tensor::chain::{Sizes, Strided, Target};
+
+use super::Cpu;
+use crate::weights::{Kept, Matrix, Pair};
+
+impl Cpu<'_> {
+    /// x (T, in) -> y (T, out): the chain over W goes on over the rank.
+    pub(crate) fn linear(&self, matrix: &Matrix, params: &[f32], x: &[f32]) -> Vec<f32> {
+        let (out, cols) = (matrix.rows, matrix.cols);
+        let m = x.len() / cols;
+        let mut y = vec![0.0; m * out];
+        matrix.tiles(params, self.kernels, |rows, tile| {
+            let sizes = Sizes {
+                m,
+                n: rows.len(),
+                k: cols,
+            };
+            let at = Target {
+                values: &mut y[rows.start.min(m * out)..],
+                stride: out,
+                goes_on: false,
+            };
+            self.kernels.chains(
+                sizes,
+                Strided::rows(x, cols),
+                Strided::rows(tile, cols).t(),
+                at,
+            );
+        });
+        if let Some(pair) = &matrix.pair {
+            let (u, r) = self.inner(pair, params, x, cols);
+            let b = Strided::rows(&params[pair.b.clone()], r).t();
+            let sizes = Sizes { m, n: out, k: r };
+            self.kernels.chains(
+                sizes,
+                Strided::rows(&u, r),
+                b,
+                Target::rows(&mut y, out).more(),
+            );
+        }
+        if let Some(bias) = &matrix.bias {
+            for y in y.chunks_mut(out) {
+                y.iter_mut()
+                    .zip(bias.get(params))
+                    .for_each(|(y, b)| *y += b);
+            }
+        }
+        y
+    }
+
+    /// s x A^T (T, r), and r.
+    fn inner(&self, pair: &Pair, params: &[f32], x: &[f32], cols: usize) -> (Vec<f32>, usize) {
+        let (m, r) = (x.len() / cols, pair.a.len() / cols);
+        let mut u = vec![0.0; m * r];
+        let a = Strided::rows(&params[pair.a.clone()], cols).t();
+        let sizes = Sizes { m, n: r, k: cols };
+        self.kernels
+            .chains(sizes, Strided::rows(x, cols), a, Target::rows(&mut u, r));
+        u.iter_mut().for_each(|u| *u *= self.scale);
+        (u, r)
+    }
+
+    /// dy (T, out) at the input x (T, in) -> dx (T, in), begun at 0 or going on from what is
+    /// there; the chain over W's rows goes on over the rank. Adds what is trained to `grads`.
+    pub(crate) fn linear_back(
+        &self,
+        (matrix, x): (&Matrix, &[f32]),
+        params: &[f32],
+        dy: &[f32],
+        (dx, goes_on): (&mut [f32], bool),
+        grads: &mut [f32],
+    ) {
+        let (out, cols) = (matrix.rows, matrix.cols);
+        let m = x.len() / cols;
+        matrix.tiles(params, self.kernels, |rows, tile| {
+            let sizes = Sizes {
+                m,
+                n: cols,
+                k: rows.len(),
+            };
+            let dy = Strided {
+                values: &dy[rows.start..],
+                row: out,
+                col: 1,
+            };
+            let goes_on = goes_on || rows.start > 0;
+            let at = Target {
+                values: &mut *dx,
+                stride: cols,
+                goes_on,
+            };
+            self.kernels
+                .chains(sizes, dy, Strided::rows(tile, cols), at);
+        });
+        if let Some(pair) = &matrix.pair {
+            self.pair_back((matrix, pair, x), params, dy, dx, grads);
+        }
+        if let Kept::Trained(range) = &matrix.kept {
+            let sizes = Sizes {
+                m: out,
+                n: cols,
+                k: m,
+            };
+            let at = Target::rows(&mut grads[range.clone()], cols).more();
+            self.kernels.chains(
+                sizes,
+                Strided::rows(dy, out).t(),
+                Strided::rows(x, cols),
+                at,
+            );
+        }
+        if let Some(db) = matrix.bias.as_ref().and_then(|bias| bias.grads(grads)) {
+            for dy in dy.chunks(out) {
+                db.iter_mut().zip(dy).for_each(|(db, dy)| *db += dy);
+            }
+        }
+    }
+
+    /// dB = dy^T (s u), dA = (s dy B)^T x, and what the pair adds to dx.
+    fn pair_back(
+        &self,
+        (matrix, pair, x): (&Matrix, &Pair, &[f32]),
+        params: &[f32],
+        dy: &[f32],
+        dx: &mut [f32],
+        grads: &mut [f32],
+    ) {
+        let (out, cols) = (matrix.rows, matrix.cols);
+        let (u, r) = self.inner(pair, params, x, cols);
+        let m = x.len() / cols;
+        let dy = Strided::rows(dy, out);
+        // As (r, out), so that the long side lies in lanes.
+        let mut db = vec![0.0; r * out];
+        let at = Target::rows(&mut db, out);
+        self.kernels.chains(
+            Sizes { m: r, n: out, k: m },
+            Strided::rows(&u, r).t(),
+            dy,
+            at,
+        );
+        for (i, grad) in grads[pair.b.clone()].iter_mut().enumerate() {
+            *grad += db[i % r * out + i / r];
+        }
+        let mut du = vec![0.0; m * r];
+        let b = Strided::rows(&params[pair.b.clone()], r);
+        self.kernels
+            .chains(Sizes { m, n: r, k: out }, dy, b, Target::rows(&mut du, r));
+        du.iter_mut().for_each(|du| *du *= self.scale);
+        let du = Strided::rows(&du, r);
+        let at = Target::rows(&mut grads[pair.a.clone()], cols).more();
+        self.kernels.chains(
+            Sizes {
+                m: r,
+                n: cols,
+                k: m,
+            },
+            du.t(),
+            Strided::rows(x, cols),
+            at,
+        );
+        let a = Strided::rows(&params[pair.a.clone()], cols);
+        let at = Target::rows(dx, cols).more();
+        self.kernels.chains(Sizes { m, n: cols, k: r }, du, a, at);
+    }
+}

@@ -1,0 +1,359 @@
+//! What is trained on: lines of JSON, as tokens and a mask.
+//!
+//! Forms of a line, by the keys that it has: `messages` (role, content), `conversations` (from,
+//! value: ShareGPT), `instruction`, `input`, `output` (Alpaca), `prompt` and `completion`, `text`.
+//! All but the last are conversations and go through the model's template; prompt and completion
+//! of a model without one are put together. Everything is checked before the first step.
+
+use std::path::{Path, PathBuf};
+
+use paceline_formats::chat::{ChatOptions, ChatTemplate, Error as ChatError, Message};
+use paceline_formats::tokenizer::{Specials, Tokenizer};
+use paceline_model::Source;
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+use sha2::{Digest, Sha256};
+
+use crate::error::Error;
+use crate::net::Leaf;
+
+/// Which tokens of a conversation are judged. Of plain text all are.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum TrainOn {
+    /// Those of the assistant's turns.
+    #[default]
+    Assistant,
+    /// Those of the last turn of the assistant.
+    Last,
+    /// All.
+    All,
+}
+
+/// Tokens of one example, and which of them are judged.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Example {
+    tokens: Vec<u32>,
+    judged: Vec<bool>,
+}
+
+/// Examples, in the order of their files.
+#[derive(Clone, Debug)]
+pub struct Examples {
+    examples: Vec<Example>,
+    /// How many were cut to the longest length.
+    pub cut: usize,
+    /// SHA-256 of all tokens and masks.
+    pub digest: String,
+}
+
+/// A model's way from text to tokens.
+#[derive(Debug)]
+pub struct Reader {
+    tokenizer: Tokenizer,
+    template: Option<ChatTemplate>,
+    train_on: TrainOn,
+    /// Longest example; the rest of a longer one is left out.
+    tokens_max: usize,
+}
+
+impl Reader {
+    /// The reader of the model at `model`.
+    ///
+    /// # Errors
+    /// What is wrong with its tokenizer or template.
+    pub fn new(model: &Path, train_on: TrainOn, tokens_max: usize) -> Result<Self, Error> {
+        let source = Source::open(model)?;
+        let (tokenizer, template) = match &source {
+            Source::Gguf(file) => (
+                Tokenizer::from_gguf(file.metadata())?,
+                ChatTemplate::from_gguf(file.metadata()),
+            ),
+            Source::Hf(folder) => (
+                Tokenizer::from_hf_dir(folder.path())?,
+                ChatTemplate::from_hf_dir(folder.path()),
+            ),
+        };
+        let template = match template {
+            Ok(template) => Some(template),
+            Err(ChatError::NoTemplate) => None,
+            Err(error) => return Err(Error::Template(error)),
+        };
+        Ok(Self {
+            tokenizer,
+            template,
+            train_on,
+            tokens_max,
+        })
+    }
+
+    /// The examples of a file, or of `NAME.jsonl` in a folder.
+    ///
+    /// # Errors
+    /// [`Error::Data`] with file, line and reason; [`Error::NoExamples`]; [`Error::File`].
+    pub fn read(&self, path: &Path, name: &str) -> Result<Examples, Error> {
+        let path: PathBuf = match path.is_dir() {
+            true => path.join(format!("{name}.jsonl")),
+            false => path.to_owned(),
+        };
+        let text = std::fs::read_to_string(&path).map_err(Error::file("read", &path))?;
+        let (mut examples, mut cut) = (Vec::new(), 0);
+        for (i, line) in text.lines().enumerate() {
+            if line.trim().is_empty() {
+                continue;
+            }
+            let at = |reason| Error::Data {
+                path: path.clone(),
+                line: i + 1,
+                reason,
+            };
+            let mut example = self.example(line).map_err(at)?;
+            if example.tokens.len() > self.tokens_max {
+                example.tokens.truncate(self.tokens_max);
+                example.judged.truncate(self.tokens_max);
+                cut += 1;
+            }
+            if !example.judged.iter().skip(1).any(|judged| *judged) {
+                let n = example.tokens.len();
+                return Err(at(format!("none of its {n} tokens is trained on")));
+            }
+            examples.push(example);
+        }
+        if examples.is_empty() {
+            return Err(Error::NoExamples { path });
+        }
+        let digest = digest(&examples);
+        Ok(Examples {
+            examples,
+            cut,
+            digest,
+        })
+    }
+
+    fn example(&self, line: &str) -> Result<Example, String> {
+        let value: Value = serde_json::from_str(line).map_err(|e| format!("no JSON: {e}"))?;
+        let Some(object) = value.as_object() else {
+            return Err("no JSON object".to_owned());
+        };
+        let has = |key| object.contains_key(key);
+        if has("messages") {
+            return self.chat(messages(&object["messages"], ["role", "content"])?, &value);
+        }
+        if has("conversations") {
+            return self.chat(
+                messages(&object["conversations"], ["from", "value"])?,
+                &value,
+            );
+        }
+        if has("instruction") && has("output") {
+            let (task, answer) = (text(&value, "instruction")?, text(&value, "output")?);
+            let input = if has("input") {
+                text(&value, "input")?
+            } else {
+                ""
+            };
+            let task = match input {
+                "" => task.to_owned(),
+                input => format!("{task}\n\n{input}"),
+            };
+            return self.turn(&task, answer, &value);
+        }
+        if has("prompt") && has("completion") {
+            return self.turn(text(&value, "prompt")?, text(&value, "completion")?, &value);
+        }
+        if has("text") {
+            return self.plain("", text(&value, "text")?, true);
+        }
+        let keys: Vec<&str> = object.keys().map(String::as_str).take(8).collect();
+        Err(format!(
+            "has the keys {keys:?}, expected messages, conversations, instruction and output, \
+             prompt and completion, or text"
+        ))
+    }
+
+    /// A question and its answer.
+    fn turn(&self, task: &str, answer: &str, value: &Value) -> Result<Example, String> {
+        if self.template.is_none() {
+            return self.plain(task, answer, self.train_on == TrainOn::All);
+        }
+        let turns = vec![
+            Message::new("user", task),
+            Message::new("assistant", answer),
+        ];
+        self.chat(turns, value)
+    }
+
+    /// Text that ends with the end of a text. What comes before `after` is judged with `all`.
+    fn plain(&self, before: &str, after: &str, all: bool) -> Result<Example, String> {
+        let encode = |text: &str, bos| {
+            let ids = self.tokenizer.encode(text, Specials::AsText, bos);
+            ids.map_err(|e| e.to_string())
+        };
+        let mut tokens = encode(before, true)?;
+        let asked = tokens.len();
+        tokens.extend(encode(after, false)?);
+        tokens.extend(self.tokenizer.eos());
+        let judged = (0..tokens.len()).map(|i| all || i >= asked).collect();
+        Ok(Example { tokens, judged })
+    }
+
+    fn chat(&self, turns: Vec<Message>, value: &Value) -> Result<Example, String> {
+        let template = self.template.as_ref();
+        let template = template.ok_or("the model has no chat template for a conversation")?;
+        let tools = value
+            .get("tools")
+            .and_then(Value::as_array)
+            .cloned()
+            .unwrap_or_default();
+        let encode = |turns: &[Message], add_generation_prompt| {
+            let options = ChatOptions {
+                add_generation_prompt,
+                tools: tools.clone(),
+                ..ChatOptions::default()
+            };
+            let ids = template.encode_chat(&self.tokenizer, turns, &options);
+            ids.map_err(|e| e.to_string())
+        };
+        let tokens = encode(&turns, false)?;
+        let mut judged = vec![self.train_on == TrainOn::All; tokens.len()];
+        let answers = |turn: &&usize| matches!(turns[**turn].role.as_str(), "assistant" | "model");
+        let mut answers: Vec<usize> = (0..turns.len())
+            .collect::<Vec<_>>()
+            .iter()
+            .filter(answers)
+            .copied()
+            .collect();
+        match self.train_on {
+            TrainOn::All => answers.clear(),
+            TrainOn::Last => drop(answers.drain(..answers.len().saturating_sub(1))),
+            TrainOn::Assistant => {}
+        }
+        if answers.is_empty() && self.train_on != TrainOn::All {
+            return Err("no turn of an assistant".to_owned());
+        }
+        for turn in answers {
+            let (before, after) = (
+                encode(&turns[..turn], true)?,
+                encode(&turns[..=turn], false)?,
+            );
+            if !tokens.starts_with(&after) || !after.starts_with(&before) {
+                return Err(format!(
+                    "the template writes turn {} in another way once more turns follow, so its \
+                     tokens cannot be told apart: train on all",
+                    turn + 1
+                ));
+            }
+            judged[before.len()..after.len()].fill(true);
+        }
+        Ok(Example { tokens, judged })
+    }
+}
+
+fn text<'a>(value: &'a Value, key: &str) -> Result<&'a str, String> {
+    let wrong = || format!("{key} is {}, expected a text", kind(&value[key]));
+    value[key].as_str().ok_or_else(wrong)
+}
+
+const fn kind(value: &Value) -> &'static str {
+    match value {
+        Value::Null => "null",
+        Value::Bool(_) => "a truth value",
+        Value::Number(_) => "a number",
+        Value::String(_) => "a text",
+        Value::Array(_) => "an array",
+        Value::Object(_) => "an object",
+    }
+}
+
+/// Turns whose speaker and words are under these keys.
+fn messages(turns: &Value, [role, words]: [&str; 2]) -> Result<Vec<Message>, String> {
+    let wrong = || format!("the conversation is {}, expected an array", kind(turns));
+    let turns = turns.as_array().ok_or_else(wrong)?;
+    let turn = |(i, turn): (usize, &Value)| {
+        if role == "role" && turn.is_object() {
+            let message = serde_json::from_value(turn.clone());
+            return message.map_err(|e| format!("turn {}: {e}", i + 1));
+        }
+        let of = |key| text(turn, key).map_err(|reason| format!("turn {}: {reason}", i + 1));
+        let role = match of(role)? {
+            "human" => "user",
+            "gpt" | "chatgpt" | "bot" => "assistant",
+            other => other,
+        };
+        Ok(Message::new(role, of(words)?))
+    };
+    let turns: Vec<Message> = turns
+        .iter()
+        .enumerate()
+        .map(turn)
+        .collect::<Result<_, String>>()?;
+    match turns.is_empty() {
+        true => Err("the conversation has no turns".to_owned()),
+        false => Ok(turns),
+    }
+}
+
+fn digest(examples: &[Example]) -> String {
+    let mut hash = Sha256::new();
+    for example in examples {
+        hash.update((example.tokens.len() as u64).to_le_bytes());
+        for (token, judged) in example.tokens.iter().zip(&example.judged) {
+            hash.update(token.to_le_bytes());
+            hash.update([u8::from(*judged)]);
+        }
+    }
+    hex(&hash.finalize())
+}
+
+/// Bytes as digits of base 16.
+pub(crate) fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+impl Examples {
+    /// How many there are, at least one.
+    pub fn count(&self) -> usize {
+        self.examples.len()
+    }
+
+    /// The largest token of all.
+    pub fn largest_token(&self) -> u32 {
+        let all = self.examples.iter().flat_map(|example| &example.tokens);
+        all.copied().max().unwrap_or(0)
+    }
+
+    /// How many tokens they have together.
+    pub fn tokens(&self) -> u64 {
+        self.examples
+            .iter()
+            .map(|example| example.tokens.len() as u64)
+            .sum()
+    }
+
+    /// These examples as one leaf. The last token of each is only a target.
+    pub fn leaf(&self, which: &[usize]) -> Leaf {
+        let mut leaf = Leaf::default();
+        for example in which.iter().map(|i| &self.examples[*i]) {
+            let n = example.tokens.len() - 1;
+            leaf.tokens.extend(&example.tokens[..n]);
+            let next = example.tokens.iter().zip(&example.judged).skip(1);
+            leaf.targets
+                .extend(next.map(|(token, judged)| judged.then_some(*token)));
+            leaf.lengths.push(n);
+        }
+        leaf
+    }
+
+    /// How many tokens of these are judged.
+    pub fn judged(&self, which: &[usize]) -> u64 {
+        let of = |i: &usize| {
+            self.examples[*i]
+                .judged
+                .iter()
+                .skip(1)
+                .filter(|j| **j)
+                .count() as u64
+        };
+        which.iter().map(of).sum()
+    }
+}

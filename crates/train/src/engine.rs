@@ -1,0 +1,72 @@
+//! What computes layers and their gradients.
+//!
+//! Training goes layer by layer: [`Engine::forward`] from the first to the last, then
+//! [`Engine::backward`] from the last to the first. An engine keeps nothing between the two but
+//! what it hands out, so a caller may drop that and have it computed again, with the same bits.
+
+use paceline_model::Rope;
+
+/// The tokens of a leaf by their sequences: what attention may see, and their angles.
+#[derive(Clone, Debug)]
+pub struct Rows {
+    /// Length of each sequence; they lie one after the other, and never see one another.
+    pub lengths: Vec<usize>,
+    /// For each of the model's rotations: `(cos, sin)` of each pair, by position in a sequence.
+    pub(crate) angles: Vec<Vec<(f32, f32)>>,
+}
+
+impl Rows {
+    /// Sequences of these lengths, turned by `ropes`.
+    pub(crate) fn new(lengths: Vec<usize>, ropes: &[Rope]) -> Self {
+        let longest = lengths.iter().copied().max().unwrap_or(0);
+        let angles = ropes.iter().map(|rope| {
+            let mut angles = Vec::new();
+            rope.angles(0..longest, &mut angles);
+            angles
+        });
+        Self {
+            angles: angles.collect(),
+            lengths,
+        }
+    }
+
+    /// How many tokens there are.
+    pub fn tokens(&self) -> usize {
+        self.lengths.iter().sum()
+    }
+
+    /// The first token and the length of each sequence.
+    pub(crate) fn sequences(&self) -> impl Iterator<Item = (usize, usize)> {
+        self.lengths.iter().scan(0, |next, len| {
+            let first = *next;
+            *next += len;
+            Some((first, *len))
+        })
+    }
+}
+
+/// Layers and their gradients. T tokens, C the model's width.
+pub trait Engine {
+    /// What a forward pass may keep for the backward one.
+    type Kept;
+
+    /// x (T, C) -> y (T, C)
+    fn forward(
+        &self,
+        params: &[f32],
+        layer: usize,
+        rows: &Rows,
+        x: &[f32],
+    ) -> (Vec<f32>, Self::Kept);
+
+    /// dy (T, C) -> dx (T, C), at the layer's input `x`. Adds to `grads`, as long as `params`, what
+    /// the layer's trained tensors get. Without `kept` the forward pass is computed again.
+    fn backward(
+        &self,
+        params: &[f32],
+        at: (usize, &Rows, &[f32]),
+        kept: Option<Self::Kept>,
+        dy: &[f32],
+        grads: &mut [f32],
+    ) -> Vec<f32>;
+}

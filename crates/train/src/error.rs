@@ -1,0 +1,156 @@
+//! What can go wrong in training.
+
+use std::io;
+use std::path::{Path, PathBuf};
+
+/// Why training cannot go on.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// The model cannot be read.
+    #[error(transparent)]
+    Model(#[from] paceline_model::Error),
+    /// The model is of a family whose gradients are not written.
+    #[error("training of {family} is not supported: {why}")]
+    Family {
+        /// The family.
+        family: String,
+        /// What is missing.
+        why: &'static str,
+    },
+    /// The model's tokenizer cannot be read.
+    #[error("the model's tokenizer")]
+    Tokenizer(#[from] paceline_formats::tokenizer::Error),
+    /// The model's chat template cannot be read.
+    #[error("the model's chat template")]
+    Template(#[source] paceline_formats::chat::Error),
+    /// The system refused something about a file.
+    #[error("cannot {what} {}", path.display())]
+    File {
+        /// What was tried.
+        what: &'static str,
+        /// The file.
+        path: PathBuf,
+        /// What it said.
+        source: io::Error,
+    },
+    /// A line of data cannot be trained on.
+    #[error("{}:{line}: {reason}", path.display())]
+    Data {
+        /// The file.
+        path: PathBuf,
+        /// From 1.
+        line: usize,
+        /// What is wrong.
+        reason: String,
+    },
+    /// A file without examples.
+    #[error("{} has no examples", path.display())]
+    NoExamples {
+        /// The file.
+        path: PathBuf,
+    },
+    /// An option has a value that nothing can be done with.
+    #[error("{option} is {got}, expected {expected}")]
+    Option {
+        /// The option.
+        option: &'static str,
+        /// Its value.
+        got: String,
+        /// What it may be.
+        expected: String,
+    },
+    /// A file of an adapter or a checkpoint is not as it should be.
+    #[error("{}: {reason}", path.display())]
+    Malformed {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong.
+        reason: String,
+    },
+    /// The folder has a run of other options.
+    #[error(
+        "{} has a run with {field} {there}, this one has {here}: choose another folder",
+        path.display()
+    )]
+    OtherRun {
+        /// The folder.
+        path: PathBuf,
+        /// The option that differs.
+        field: String,
+        /// In the folder.
+        there: String,
+        /// Of this command.
+        here: String,
+    },
+    /// The folder has a run, and it was not said to go on.
+    #[error("{} has a run already: --resume goes on with it", path.display())]
+    RunThere {
+        /// The folder.
+        path: PathBuf,
+    },
+    /// The loss is no number: the learning rate is too high, or the model is broken.
+    #[error("the loss of step {step} is {loss}: a lower learning rate may help")]
+    Diverged {
+        /// The step, from 1.
+        step: u64,
+        /// The loss.
+        loss: f64,
+    },
+    /// Worker processes cannot be started or reached.
+    #[error(transparent)]
+    Cluster(#[from] paceline_cluster::Error),
+    /// No worker is left.
+    #[error("no worker is left; the last one was lost because {last}")]
+    Lost {
+        /// What became of the last.
+        last: String,
+    },
+    /// A worker cannot go on, and nor could another.
+    #[error("worker {rank}: {reason}")]
+    Worker {
+        /// Its rank.
+        rank: u32,
+        /// What it said.
+        reason: String,
+    },
+    /// A worker got a message out of turn.
+    #[error("got {got}, expected {expected}")]
+    Protocol {
+        /// What came.
+        got: &'static str,
+        /// What was expected.
+        expected: &'static str,
+    },
+    /// The system refused threads.
+    #[error("cannot start {threads} threads")]
+    Threads {
+        /// How many.
+        threads: usize,
+        /// What it said.
+        source: io::Error,
+    },
+    /// The caller asked for the end. What was saved last is there.
+    #[error("stopped before step {step}")]
+    Stopped {
+        /// The step, from 1.
+        step: u64,
+    },
+}
+
+impl Error {
+    /// The system's answer about a file.
+    pub(crate) fn file(what: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Self {
+        move |source| Self::File {
+            what,
+            path: path.to_owned(),
+            source,
+        }
+    }
+
+    pub(crate) fn malformed(path: &Path, reason: impl ToString) -> Self {
+        Self::Malformed {
+            path: path.to_owned(),
+            reason: reason.to_string(),
+        }
+    }
+}

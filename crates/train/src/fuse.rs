@@ -1,0 +1,214 @@
+//! A model with an adapter in its matrices: `W + s B A`, as f32.
+//!
+//! Matrices without an adapter stay as they are stored. A folder gives a folder, a GGUF file a
+//! GGUF file. Of an MLX folder the changed matrices lose their scales, and so are plain ones.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+use paceline_base::BlockType;
+use paceline_formats::gguf::{Gguf, testing::Writer};
+use paceline_formats::hf::HfFolder;
+use paceline_model::{Config, Part, Role, Source};
+use paceline_tensor::chain::{Sizes, Strided, Target};
+use paceline_tensor::{Kernels, RopePairs, stored};
+use serde_json::{Map, json};
+
+use crate::adapter::{Adapter, PairOf};
+use crate::error::Error;
+use crate::tensors;
+use crate::weights::{TARGETS, file_row};
+
+/// Largest file beside weights that is taken over: a tokenizer has at most some ten megabytes.
+const BESIDE_MAX: u64 = 64 << 20;
+
+/// What replaces a tensor of a file.
+type Changed = BTreeMap<String, (Vec<usize>, Vec<f32>)>;
+
+/// Writes the model at `model` with `adapter` in it to `output`: a folder, or a GGUF file. Gives
+/// the path to open.
+///
+/// # Errors
+/// [`Error::Malformed`] when the adapter does not fit the model; what is wrong with the model;
+/// [`Error::File`].
+pub fn fuse(
+    model: &Path,
+    (adapter, from): (&Adapter, &Path),
+    output: &Path,
+    kernels: &Kernels,
+) -> Result<PathBuf, Error> {
+    let source = Source::open(model)?;
+    let config = Config::read(&source)?;
+    let mut changed = Changed::new();
+    for pair in adapter.pairs() {
+        let (layer, part) = role_of(pair.matrix)
+            .filter(|(layer, _)| *layer < config.layers.len())
+            .ok_or_else(|| {
+                Error::malformed(from, format!("the model has no matrix {}", pair.matrix))
+            })?;
+        let tensor = source.weight(config.family, Role::Layer(layer, part))?;
+        if tensor.shape != [pair.rows, pair.cols] {
+            let reason = format!(
+                "{} is {:?} in the model, and [{}, {}] in the adapter",
+                pair.matrix, tensor.shape, pair.rows, pair.cols
+            );
+            return Err(Error::malformed(from, reason));
+        }
+        let mut values = vec![0.0; pair.rows * pair.cols];
+        stored::dequantise(tensor.block_type, &tensor.bytes, &mut values);
+        let shape = config.layers[layer];
+        let turned = config.ropes[shape.rope].pairs == RopePairs::Adjacent
+            && matches!(part, Part::Query | Part::Key);
+        let heads = turned.then_some(shape.head_dim);
+        add(&pair, adapter.scale(), heads, kernels, &mut values);
+        let name = match &source {
+            Source::Hf(_) => format!("{}.weight", pair.matrix),
+            Source::Gguf(_) => tensor.name.clone(),
+        };
+        changed.insert(name, (tensor.shape.clone(), values));
+    }
+    match &source {
+        Source::Hf(folder) => {
+            std::fs::create_dir_all(output).map_err(Error::file("make", output))?;
+            take_over(folder.path(), output)?;
+            write_folder(folder, &changed, &output.join("model.safetensors"))?;
+        }
+        Source::Gguf(file) => write_gguf(file, &changed, output)?,
+    }
+    Ok(output.to_owned())
+}
+
+/// Writes all tensors of a trained model into `output`, beside what else its folder has.
+pub(crate) fn write_model(
+    model: &Path,
+    output: &Path,
+    found: &[(String, &[usize], &[f32])],
+) -> Result<Vec<PathBuf>, Error> {
+    take_over(model, output)?;
+    let path = output.join("model.safetensors");
+    let borrowed = found
+        .iter()
+        .map(|(name, shape, values)| (name.as_str(), *shape, *values));
+    tensors::write(&path, &borrowed.collect::<Vec<_>>())?;
+    Ok(vec![path, output.join("config.json")])
+}
+
+/// W + s (B A), each element of B A one chain over the rank.
+fn add(pair: &PairOf<'_>, scale: f32, heads: Option<usize>, kernels: &Kernels, values: &mut [f32]) {
+    let (m, n, k) = (pair.rows, pair.cols, pair.a.len() / pair.cols);
+    let mut delta = vec![0.0; m * n];
+    let (a, b) = (Strided::rows(pair.a, n), Strided::rows(pair.b, k));
+    kernels.chains(Sizes { m, n, k }, b, a, Target::rows(&mut delta, n));
+    for (row, delta) in delta.chunks(n).enumerate() {
+        let at = file_row(row, heads) * n;
+        values[at..at + n]
+            .iter_mut()
+            .zip(delta)
+            .for_each(|(w, d)| *w += scale * d);
+    }
+}
+
+/// The layer and the part of a matrix with a name of Hugging Face's.
+fn role_of(matrix: &str) -> Option<(usize, Part)> {
+    let (layer, rest) = matrix.strip_prefix("model.layers.")?.split_once('.')?;
+    let (block, name) = rest.split_once('.')?;
+    let found = TARGETS.iter().find(|(_, b, n)| *b == block && *n == name);
+    Some((layer.parse().ok()?, found?.0))
+}
+
+/// Copies what lies beside the weights of a folder.
+fn take_over(from: &Path, to: &Path) -> Result<(), Error> {
+    const ENDINGS: [&str; 4] = ["json", "jinja", "model", "txt"];
+    for entry in std::fs::read_dir(from).map_err(Error::file("list", from))? {
+        let path = entry.map_err(Error::file("list", from))?.path();
+        let ending = path
+            .extension()
+            .and_then(|e| e.to_str())
+            .unwrap_or_default();
+        let name = path.file_name().unwrap_or_default();
+        let is_index = name.to_string_lossy().ends_with(".index.json");
+        let small = path
+            .metadata()
+            .is_ok_and(|m| m.is_file() && m.len() <= BESIDE_MAX);
+        if small && !is_index && ENDINGS.contains(&ending) {
+            std::fs::copy(&path, to.join(name)).map_err(Error::file("copy", &path))?;
+        }
+    }
+    Ok(())
+}
+
+fn write_folder(folder: &HfFolder, changed: &Changed, path: &Path) -> Result<(), Error> {
+    let mut header = Map::new();
+    header.insert("__metadata__".to_owned(), json!({ "format": "pt" }));
+    let (mut start, mut parts) = (0, Vec::new());
+    let stems: Vec<&str> = changed
+        .keys()
+        .filter_map(|name| name.strip_suffix(".weight"))
+        .collect();
+    for name in folder.names() {
+        let is_scale = [".scales", ".biases"].iter().any(|end| {
+            name.strip_suffix(end)
+                .is_some_and(|stem| stems.contains(&stem))
+        });
+        if is_scale {
+            continue;
+        }
+        let (dtype, shape, len) = match changed.get(name) {
+            Some((shape, values)) => ("F32".to_owned(), shape.clone(), size_of_val(&**values)),
+            None => {
+                let info = folder.info(name).expect("a name of the folder");
+                (
+                    info.dtype().to_owned(),
+                    info.shape().to_vec(),
+                    info.range().len(),
+                )
+            }
+        };
+        let range = [start, start + len];
+        start += len;
+        let of = json!({ "dtype": dtype, "shape": shape, "data_offsets": range });
+        header.insert(name.to_owned(), of);
+        parts.push(name.to_owned());
+    }
+    let mut header = serde_json::Value::Object(header).to_string();
+    while !header.len().is_multiple_of(8) {
+        header.push(' ');
+    }
+    let kept: Vec<_> = parts.iter().map(|name| folder.bytes_of(name)).collect();
+    tensors::replace(path, |file| {
+        file.write_all(&(header.len() as u64).to_le_bytes())?;
+        file.write_all(header.as_bytes())?;
+        for (name, bytes) in parts.iter().zip(&kept) {
+            match (changed.get(name), bytes) {
+                (Some((_, values)), _) => tensors::write_floats(file, values)?,
+                (None, bytes) => file.write_all(bytes.as_deref().unwrap_or_default())?,
+            }
+        }
+        Ok(())
+    })
+}
+
+/// Writes a GGUF file. It is made in memory, so it takes as much of that as of the disk.
+fn write_gguf(file: &Gguf, changed: &Changed, path: &Path) -> Result<(), Error> {
+    let in_model = |error| Error::Model(paceline_model::Error::Gguf(error));
+    let mut writer = Writer::new();
+    for (key, value) in file
+        .metadata()
+        .iter()
+        .filter(|(key, _)| !key.starts_with("split."))
+    {
+        writer = writer.meta(key, value.clone());
+    }
+    for info in file.tensors() {
+        writer = match changed.get(info.name()) {
+            Some((shape, values)) => writer.f32s(info.name(), shape, values),
+            None => {
+                let tensor = file.tensor(info.name()).map_err(in_model)?;
+                let kind: BlockType = tensor.block_type;
+                writer.tensor(info.name(), kind, &tensor.shape, tensor.bytes.to_vec())
+            }
+        };
+    }
+    let bytes = writer.to_bytes();
+    tensors::replace(path, |file| file.write_all(&bytes))
+}

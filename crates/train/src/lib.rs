@@ -1,0 +1,58 @@
+//! Training that gives the same bits on any number of workers, and after any of them was lost.
+//!
+//! A *step* takes `batch` sequences, cut into *leaves*: logical micro-batches that depend on seed
+//! and step, and on no machine. Whatever computes a leaf gets the same gradient, the gradients are
+//! added by the tree of [`paceline_base::tree`], and one optimiser applies the sum. So a step is a
+//! pure function of the values before it, and what a lost worker had is computed again by others.
+//!
+//! ```text
+//! data --examples--> leaves of step s --Net::gradient--> roots --tree--> sum --Optimiser--> values
+//!                    (any worker)                        (files)        (the run's process)
+//! ```
+//!
+//! In reading order:
+//! - [`Engine`]: layers and their gradients, layer by layer. [`Net`]: a model of such layers.
+//! - [`Examples`]: what is trained on. [`Order`]: which of it a step sees.
+//! - [`Optimiser`]: AdamW, schedules, clipping.
+//! - [`Run`]: a training from start to end, its checkpoints and its metrics. [`Crew`]: what
+//!   computes leaves. [`worker`]: the other side.
+//! - [`adapter`]: files of adapters, in PEFT's and MLX's form. [`fuse`]: a model with one in it.
+//!
+//! **Numerics.** Products are chains of fused multiply-adds ([`paceline_tensor::chain`]), the rest
+//! is plain f32 in a written order: threads, blocking and instruction set cannot show in a bit.
+
+pub mod adapter;
+mod checkpoint;
+mod cpu;
+mod crew;
+mod curve;
+mod data;
+mod engine;
+mod error;
+mod forecast;
+pub mod fuse;
+mod messages;
+mod net;
+mod ops;
+mod optimiser;
+mod order;
+mod params;
+mod pool;
+mod random;
+mod run;
+mod tensors;
+mod weights;
+pub mod worker;
+
+pub use crew::{Crew, Processes};
+pub use curve::svg;
+pub use data::{Examples, Reader, TrainOn};
+pub use engine::{Engine, Rows};
+pub use error::Error;
+pub use forecast::{Forecast, Plan, forecast, measured_flops};
+pub use net::{Leaf, Net, Trained};
+pub use optimiser::{Optimiser, OptimiserOptions, Rule, Schedule};
+pub use order::Order;
+pub use params::{Layout, Lora, Slot};
+pub use run::{Job, Measured, Progress, Report, Run, RunOptions, read_metrics};
+pub use weights::{Method, TARGETS};

@@ -1,0 +1,407 @@
+//! A model's weights for training: as f32, as stored, or part of what is trained.
+
+use std::ops::Range;
+
+use paceline_formats::tensor::Tensor;
+use paceline_model::{Config, Family, LayerShape, Part, Role, Source};
+use paceline_tensor::{Kernels, RopePairs, stored};
+
+use crate::error::Error;
+use crate::params::{Layout, Lora};
+use crate::pool;
+
+/// Floats of a tile of a matrix that is kept as stored: 4 MiB.
+const TILE_FLOATS: usize = 1 << 20;
+
+/// Rows of a tile of other matrices: a gradient's columns that meet them, 256 tokens by 2048, are
+/// 2 MiB, which the second or third cache holds. With all 49,152 rows of a table at once the
+/// product took four times as long.
+const TILE_ROWS: usize = 2048;
+
+/// What is called for each tile.
+type Tile<'a> = &'a mut dyn FnMut(Range<usize>, &[f32]);
+
+/// What is trained, and how the rest is kept.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Method {
+    /// Pairs beside matrices that are f32.
+    Lora,
+    /// Pairs beside matrices that stay as they are stored.
+    Qlora,
+    /// Every weight.
+    Full,
+}
+
+/// Matrices of a layer that may have an adapter: their part and their name in PEFT's files.
+pub const TARGETS: [(Part, &str, &str); 7] = [
+    (Part::Query, "self_attn", "q_proj"),
+    (Part::Key, "self_attn", "k_proj"),
+    (Part::Value, "self_attn", "v_proj"),
+    (Part::AttentionOutput, "self_attn", "o_proj"),
+    (Part::Gate, "mlp", "gate_proj"),
+    (Part::Up, "mlp", "up_proj"),
+    (Part::Down, "mlp", "down_proj"),
+];
+
+/// Outputs and inputs of the matrices of a layer, in the order of [`TARGETS`].
+pub(crate) fn sizes(width: usize, shape: &LayerShape) -> [[usize; 2]; 7] {
+    let q = shape.heads * shape.head_dim;
+    let kv = shape.kv_heads * shape.head_dim;
+    let (up, down) = ([shape.ffn, width], [width, shape.ffn]);
+    [
+        [q, width],
+        [kv, width],
+        [kv, width],
+        [width, q],
+        up,
+        up,
+        down,
+    ]
+}
+
+/// Numbers of a norm or a bias.
+#[derive(Debug)]
+pub(crate) enum Vector {
+    Fixed(Vec<f32>),
+    Trained(Range<usize>),
+}
+
+impl Vector {
+    pub(crate) fn get<'a>(&'a self, params: &'a [f32]) -> &'a [f32] {
+        match self {
+            Self::Fixed(values) => values,
+            Self::Trained(range) => &params[range.clone()],
+        }
+    }
+
+    pub(crate) fn grads<'a>(&self, grads: &'a mut [f32]) -> Option<&'a mut [f32]> {
+        match self {
+            Self::Fixed(_) => None,
+            Self::Trained(range) => Some(&mut grads[range.clone()]),
+        }
+    }
+}
+
+/// How a matrix is kept.
+#[derive(Debug)]
+pub(crate) enum Kept {
+    Fixed(Vec<f32>),
+    /// Rows are unpacked when they are used; with a size of heads, rows of a head are turned from
+    /// neighbours to halves.
+    Stored(Tensor, Option<usize>),
+    Trained(Range<usize>),
+}
+
+/// The two factors of an adapter: `(rank, cols)` and `(rows, rank)`.
+#[derive(Clone, Debug)]
+pub(crate) struct Pair {
+    pub(crate) a: Range<usize>,
+    pub(crate) b: Range<usize>,
+}
+
+/// A matrix `(rows, cols)`: outputs, inputs.
+#[derive(Debug)]
+pub(crate) struct Matrix {
+    pub(crate) kept: Kept,
+    pub(crate) rows: usize,
+    pub(crate) cols: usize,
+    pub(crate) bias: Option<Vector>,
+    pub(crate) pair: Option<Pair>,
+}
+
+impl Matrix {
+    /// Calls `with` for tiles of whole rows in order: the first row and the tile's values.
+    pub(crate) fn tiles(
+        &self,
+        params: &[f32],
+        kernels: &Kernels,
+        mut with: impl FnMut(Range<usize>, &[f32]),
+    ) {
+        let plain = |values: &[f32], with: Tile<'_>| {
+            for (i, tile) in values.chunks(TILE_ROWS * self.cols).enumerate() {
+                let first = i * TILE_ROWS;
+                with(first..first + tile.len() / self.cols, tile);
+            }
+        };
+        let (tensor, heads) = match &self.kept {
+            Kept::Fixed(values) => return plain(values, &mut with),
+            Kept::Trained(range) => return plain(&params[range.clone()], &mut with),
+            Kept::Stored(tensor, heads) => (tensor, *heads),
+        };
+        let tile = (TILE_FLOATS / self.cols).clamp(1, self.rows);
+        let mut values = vec![0.0; tile * self.cols];
+        for first in (0..self.rows).step_by(tile) {
+            let rows = first..(first + tile).min(self.rows);
+            let out = &mut values[..rows.len() * self.cols];
+            pool::chunks(kernels.pool(), out, self.cols, |i, out| {
+                unpack(tensor, file_row(first + i, heads), out);
+            });
+            with(rows, out);
+        }
+    }
+
+    /// One row of a table.
+    pub(crate) fn row(&self, params: &[f32], row: usize, out: &mut [f32]) {
+        let at = row * self.cols..(row + 1) * self.cols;
+        match &self.kept {
+            Kept::Fixed(values) => out.copy_from_slice(&values[at]),
+            Kept::Trained(range) => out.copy_from_slice(&params[range.clone()][at]),
+            Kept::Stored(tensor, heads) => unpack(tensor, file_row(row, *heads), out),
+        }
+    }
+}
+
+fn unpack(tensor: &Tensor, row: usize, out: &mut [f32]) {
+    let bytes = tensor.bytes.len() / tensor.rows().max(1);
+    let stored = &tensor.bytes[row * bytes..(row + 1) * bytes];
+    stored::dequantise(tensor.block_type, stored, out);
+}
+
+/// Row of a file whose heads have pairs of neighbours (`heads` is their size), for a row of heads
+/// by halves: llama.cpp's `permute`.
+pub(crate) fn file_row(row: usize, heads: Option<usize>) -> usize {
+    let Some(size) = heads else { return row };
+    let (head, i) = (row / size, row % size);
+    let half = size / 2;
+    head * size + 2 * (i % half) + i / half
+}
+
+/// The weights of a layer.
+#[derive(Debug)]
+pub(crate) struct Layer {
+    pub(crate) attention_norm: Vector,
+    pub(crate) query_norm: Option<Vector>,
+    pub(crate) key_norm: Option<Vector>,
+    pub(crate) post_attention_norm: Option<Vector>,
+    pub(crate) ffn_norm: Vector,
+    pub(crate) post_ffn_norm: Option<Vector>,
+    /// In the order of [`TARGETS`].
+    pub(crate) matrices: [Matrix; 7],
+}
+
+/// All weights, and where what is trained lies.
+#[derive(Debug)]
+pub(crate) struct Weights {
+    pub(crate) embedding: Matrix,
+    pub(crate) layers: Vec<Layer>,
+    pub(crate) output_norm: Vector,
+    /// None where it is the embedding.
+    pub(crate) output: Option<Matrix>,
+    pub(crate) layout: Layout,
+    /// What a whole model's training begins with; empty for adapters.
+    pub(crate) first: Vec<f32>,
+}
+
+/// Reads weights.
+pub(crate) struct Loader<'a> {
+    pub(crate) source: &'a Source,
+    pub(crate) config: &'a Config,
+    pub(crate) kernels: &'a Kernels,
+    pub(crate) method: Method,
+    pub(crate) lora: Lora,
+    /// Names out of [`TARGETS`].
+    pub(crate) targets: &'a [String],
+    pub(crate) layout: Layout,
+    pub(crate) first: Vec<f32>,
+}
+
+impl Loader<'_> {
+    pub(crate) fn load(mut self) -> Result<Weights, Error> {
+        let c = self.config;
+        let table = [c.vocab, c.width];
+        let role = Role::TokenEmbedding;
+        let embedding = self.matrix(role, table, "model.embed_tokens", None)?;
+        let layers = (0..c.layers.len()).map(|i| self.layer(i));
+        let layers = layers.collect::<Result<Vec<_>, _>>()?;
+        let output_norm = self.vector(Role::OutputNorm, c.width, "model.norm.weight")?;
+        let tied = match c.tied {
+            Some(tied) => tied,
+            None => self.source.opt_weight(c.family, Role::Output)?.is_none(),
+        };
+        let output = (!tied).then(|| self.matrix(Role::Output, table, "lm_head", None));
+        Ok(Weights {
+            embedding,
+            layers,
+            output_norm,
+            output: output.transpose()?,
+            layout: self.layout,
+            first: self.first,
+        })
+    }
+
+    fn layer(&mut self, i: usize) -> Result<Layer, Error> {
+        let (c, shape) = (self.config, self.config.layers[i]);
+        let sizes = sizes(c.width, &shape);
+        let norm_name = |name: &str| format!("model.layers.{i}.{name}.weight");
+        let sandwich = c.family == Family::Gemma3;
+        let before_ffn = match sandwich {
+            true => "pre_feedforward_layernorm",
+            false => "post_attention_layernorm",
+        };
+        let role = |part| Role::Layer(i, part);
+        let head_norms = matches!(c.family, Family::Qwen3 | Family::Gemma3);
+        let norm = role(Part::AttentionNorm);
+        let attention_norm = self.vector(norm, c.width, &norm_name("input_layernorm"))?;
+        let [query, key, value, out, gate, up, down] = sizes;
+        let nth = |this: &mut Self, n: usize, size: [usize; 2]| {
+            let (part, block, name) = TARGETS[n];
+            let heads = this.turned(i, part).then_some(shape.head_dim);
+            let name = format!("model.layers.{i}.{block}.{name}");
+            this.matrix(role(part), size, &name, heads)
+        };
+        let matrices = [
+            nth(self, 0, query)?,
+            nth(self, 1, key)?,
+            nth(self, 2, value)?,
+            nth(self, 3, out)?,
+            nth(self, 4, gate)?,
+            nth(self, 5, up)?,
+            nth(self, 6, down)?,
+        ];
+        let mut opt = |there: bool, part, n, name: &str| {
+            there
+                .then(|| self.vector(role(part), n, &norm_name(name)))
+                .transpose()
+        };
+        let dim = shape.head_dim;
+        Ok(Layer {
+            query_norm: opt(head_norms, Part::QueryNorm, dim, "self_attn.q_norm")?,
+            key_norm: opt(head_norms, Part::KeyNorm, dim, "self_attn.k_norm")?,
+            post_attention_norm: opt(
+                sandwich,
+                Part::PostAttentionNorm,
+                c.width,
+                "post_attention_layernorm",
+            )?,
+            post_ffn_norm: opt(
+                sandwich,
+                Part::PostFfnNorm,
+                c.width,
+                "post_feedforward_layernorm",
+            )?,
+            ffn_norm: self.vector(role(Part::FfnNorm), c.width, &norm_name(before_ffn))?,
+            attention_norm,
+            matrices,
+        })
+    }
+
+    /// Whether a file's rows lie by neighbours and ours by halves.
+    fn turned(&self, layer: usize, part: Part) -> bool {
+        let pairs = self.config.ropes[self.config.layers[layer].rope].pairs;
+        pairs == RopePairs::Adjacent && matches!(part, Part::Query | Part::Key)
+    }
+
+    fn matrix(
+        &mut self,
+        role: Role,
+        [rows, cols]: [usize; 2],
+        name: &str,
+        heads: Option<usize>,
+    ) -> Result<Matrix, Error> {
+        let tensor = self.source.weight(self.config.family, role)?;
+        check(&tensor, &[rows, cols])?;
+        let is_table = !matches!(role, Role::Layer(..));
+        let mut matrix = Matrix {
+            kept: Kept::Stored(tensor, heads),
+            rows,
+            cols,
+            bias: self.bias(role, rows, name, heads)?,
+            pair: None,
+        };
+        match self.method {
+            Method::Qlora => {}
+            // Few rows of a table that is no head are used, and those by their number.
+            Method::Lora if is_table && role == Role::TokenEmbedding && !self.is_tied()? => {}
+            Method::Lora => matrix.kept = Kept::Fixed(self.unpacked(&matrix)),
+            Method::Full => {
+                let values = self.unpacked(&matrix);
+                matrix.kept =
+                    Kept::Trained(self.add(format!("{name}.weight"), &[rows, cols], &values));
+            }
+        }
+        let short = name.rsplit('.').next().unwrap_or(name);
+        if self.method != Method::Full && !is_table && self.targets.iter().any(|t| t == short) {
+            let of = |part| format!("base_model.model.{name}.{part}.weight");
+            let a = self.layout.add(of("lora_A"), vec![self.lora.rank, cols]);
+            let b = self.layout.add(of("lora_B"), vec![rows, self.lora.rank]);
+            matrix.pair = Some(Pair { a, b });
+        }
+        Ok(matrix)
+    }
+
+    fn is_tied(&self) -> Result<bool, Error> {
+        Ok(match self.config.tied {
+            Some(tied) => tied,
+            None => self
+                .source
+                .opt_weight(self.config.family, Role::Output)?
+                .is_none(),
+        })
+    }
+
+    fn unpacked(&self, matrix: &Matrix) -> Vec<f32> {
+        let mut values = Vec::with_capacity(matrix.rows * matrix.cols);
+        matrix.tiles(&[], self.kernels, |_, tile| values.extend_from_slice(tile));
+        if let Kept::Stored(tensor, _) = &matrix.kept {
+            tensor.bytes.discard();
+        }
+        values
+    }
+
+    fn bias(
+        &mut self,
+        role: Role,
+        n: usize,
+        name: &str,
+        heads: Option<usize>,
+    ) -> Result<Option<Vector>, Error> {
+        let family = self.config.family;
+        let needed = family == Family::Qwen2
+            && matches!(role, Role::Layer(_, Part::Query | Part::Key | Part::Value));
+        let bias = match needed {
+            true => Some(self.source.bias(family, role)?),
+            false => self.source.opt_bias(family, role)?,
+        };
+        let Some(tensor) = bias else { return Ok(None) };
+        let values = numbers(&tensor, n)?;
+        let values: Vec<f32> = (0..n).map(|i| values[file_row(i, heads)]).collect();
+        Ok(Some(self.trained(values, format!("{name}.bias"))))
+    }
+
+    fn vector(&mut self, role: Role, n: usize, name: &str) -> Result<Vector, Error> {
+        let tensor = self.source.weight(self.config.family, role)?;
+        let values = numbers(&tensor, n)?;
+        Ok(self.trained(values, name.to_owned()))
+    }
+
+    fn trained(&mut self, values: Vec<f32>, name: String) -> Vector {
+        match self.method {
+            Method::Full => Vector::Trained(self.add(name, &[values.len()], &values)),
+            Method::Lora | Method::Qlora => Vector::Fixed(values),
+        }
+    }
+
+    fn add(&mut self, name: String, shape: &[usize], values: &[f32]) -> Range<usize> {
+        self.first.extend_from_slice(values);
+        self.layout.add(name, shape.to_vec())
+    }
+}
+
+pub(crate) fn numbers(tensor: &Tensor, n: usize) -> Result<Vec<f32>, Error> {
+    check(tensor, &[n])?;
+    let mut values = vec![0.0; n];
+    stored::dequantise(tensor.block_type, &tensor.bytes, &mut values);
+    Ok(values)
+}
+
+fn check(tensor: &Tensor, expected: &[usize]) -> Result<(), Error> {
+    if tensor.shape == expected {
+        return Ok(());
+    }
+    Err(Error::Model(paceline_model::Error::Shape {
+        name: tensor.name.clone(),
+        got: tensor.shape.clone(),
+        expected: expected.to_vec(),
+    }))
+}

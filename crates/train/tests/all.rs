@@ -1,0 +1,6 @@
+//! Training as its users see it.
+
+#![allow(clippy::unwrap_used, reason = "test code outside of test functions")]
+
+mod gradients;
+mod runs;

@@ -1,0 +1,282 @@
+//! Gradients against PyTorch's in float64 and against differences of the loss.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+use paceline_formats::safetensors::Safetensors;
+use paceline_tensor::{InstructionSet, Kernels, stored};
+use paceline_train::adapter::{Adapter, Form};
+use paceline_train::{Leaf, Lora, Method, Net, TARGETS, Trained};
+use serde_json::Value;
+
+/// Sizes of `scripts/golden/train_gradients.py`.
+const LORA: Lora = Lora {
+    rank: 2,
+    alpha: 4.0,
+};
+const LENGTHS: [usize; 2] = [13, 21];
+const SAMPLES: usize = 32;
+
+const MODELS: [&str; 5] = [
+    "llama-tied",
+    "llama-rope3-sharded",
+    "qwen2-f16",
+    "qwen3-bf16",
+    "gemma3-linear-bf16",
+];
+
+pub(crate) fn golden() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests-data/golden")
+}
+
+fn number(j: usize) -> f32 {
+    let word = (j as u64 * 2_654_435_761 + 12_345) % (1 << 32);
+    (word as f64 / f64::from(2.0f32.powi(32)) * 0.2 - 0.1) as f32
+}
+
+fn token(sequence: usize, i: usize) -> u32 {
+    ((7 + 31 * i + 101 * sequence + i * i) % 300) as u32
+}
+
+fn sequence(s: usize) -> Leaf {
+    let n = LENGTHS[s] - 1;
+    let judged = |i: usize| s == 1 || !i.is_multiple_of(3);
+    Leaf {
+        tokens: (0..n).map(|i| token(s, i)).collect(),
+        targets: (1..=n).map(|i| judged(i).then(|| token(s, i))).collect(),
+        lengths: vec![n],
+    }
+}
+
+/// Both sequences, which do not see each other.
+fn both() -> Leaf {
+    let [a, b] = [sequence(0), sequence(1)];
+    Leaf {
+        tokens: [a.tokens, b.tokens].concat(),
+        targets: [a.targets, b.targets].concat(),
+        lengths: [a.lengths, b.lengths].concat(),
+    }
+}
+
+pub(crate) fn trained(model: &str, method: Method) -> Trained {
+    Trained {
+        model: golden().join("hf").join(model),
+        method,
+        lora: LORA,
+        targets: TARGETS.map(|(_, _, name)| name.to_owned()).to_vec(),
+    }
+}
+
+fn net(model: &str, method: Method, kernels: Kernels) -> Net {
+    Net::load(&trained(model, method), kernels).unwrap()
+}
+
+/// The formula's values for adapters, the model's own for all weights.
+fn values(net: &Net, method: Method) -> Vec<f32> {
+    match method {
+        Method::Full => net.first_values(0),
+        _ => (0..net.layout().len()).map(number).collect(),
+    }
+}
+
+fn recorded(model: &str) -> (BTreeMap<String, Vec<f32>>, Value) {
+    let file = Safetensors::open(golden().join(format!("train/{model}.safetensors"))).unwrap();
+    let names: Vec<String> = file.tensors().map(|info| info.name().to_owned()).collect();
+    let read = |name: String| {
+        let tensor = file.tensor(&name).unwrap();
+        let mut values = vec![0.0; tensor.shape.iter().product()];
+        stored::dequantise(tensor.block_type, &tensor.bytes, &mut values);
+        (name, values)
+    };
+    let text = std::fs::read(golden().join(format!("train/{model}.json"))).unwrap();
+    (
+        names.into_iter().map(read).collect(),
+        serde_json::from_slice(&text).unwrap(),
+    )
+}
+
+fn distance(got: &[f32], exact: &[f32]) -> f64 {
+    assert_eq!(got.len(), exact.len());
+    let square = |x: f64| x * x;
+    let off: f64 = got
+        .iter()
+        .zip(exact)
+        .map(|(g, e)| square(f64::from(*g) - f64::from(*e)))
+        .sum();
+    let length: f64 = exact.iter().map(|e| square(f64::from(*e))).sum();
+    (off / length).sqrt()
+}
+
+/// The median of the distances of PyTorch's samples of whole weights.
+fn median_of_samples(about: &Value) -> f64 {
+    let all = about["float32_distance"].as_object().unwrap().iter();
+    let samples = all.filter(|(name, _)| name.starts_with("full."));
+    let mut samples: Vec<f64> = samples.map(|(_, off)| off.as_f64().unwrap()).collect();
+    samples.sort_by(f64::total_cmp);
+    samples[samples.len() / 2]
+}
+
+/// Every family, adapters and whole models: at most four times as far from float64 as PyTorch in
+/// float32 is. Of whole weights few elements are compared, which PyTorch may have by luck: there
+/// its median counts where its own distance is smaller.
+#[test]
+fn gradients_are_as_near_to_float64_as_pytorchs() {
+    for model in MODELS {
+        let (exact, about) = recorded(model);
+        for method in [Method::Lora, Method::Full] {
+            let net = net(model, method, Kernels::new(2).unwrap());
+            let leaf = both();
+            let (loss, grads) = net.gradient(&values(&net, method), &leaf, leaf.judged());
+            let key = if method == Method::Full {
+                "full_loss"
+            } else {
+                "loss"
+            };
+            let loss = loss / leaf.judged() as f64;
+            let off = (loss - about[key].as_f64().unwrap()).abs();
+            assert!(off < 2e-5, "{model} {method:?}: loss {loss}, off by {off}");
+            let mut compared = 0;
+            for slot in net.layout().slots() {
+                let (name, got) = match method {
+                    Method::Full => {
+                        let all = &grads[slot.range.clone()];
+                        let every = (all.len() / SAMPLES).max(1);
+                        let some = all.iter().step_by(every).take(SAMPLES).copied().collect();
+                        (format!("full.{}", slot.name), some)
+                    }
+                    _ => (slot.name.clone(), grads[slot.range.clone()].to_vec()),
+                };
+                let Some(exact) = exact.get(&name) else {
+                    panic!("{model}: nothing was recorded for {name}");
+                };
+                let own = about["float32_distance"][&name].as_f64().unwrap();
+                let bar = match method {
+                    Method::Full => 4.0 * own.max(median_of_samples(&about)),
+                    _ => 4.0 * own,
+                };
+                let got: f64 = distance(&got, exact);
+                assert!(
+                    got <= bar.max(4e-7),
+                    "{model} {name}: {got:e}, at most {bar:e}"
+                );
+                compared += 1;
+            }
+            assert!(compared > 20, "{model} {method:?}");
+        }
+    }
+}
+
+/// The slope of the loss along the gradient is the gradient's length.
+#[test]
+fn gradients_are_slopes_of_the_loss() {
+    for model in MODELS {
+        for method in [Method::Lora, Method::Full] {
+            let net = net(model, method, Kernels::new(1).unwrap());
+            let (leaf, at) = (both(), values(&net, method));
+            let grads = net.gradient(&at, &leaf, leaf.judged()).1;
+            let length = grads
+                .iter()
+                .map(|g| f64::from(*g).powi(2))
+                .sum::<f64>()
+                .sqrt();
+            let h = 2e-3;
+            let loss = |sign: f64| {
+                let moved = at.iter().zip(&grads);
+                let moved = moved.map(|(x, g)| x + (sign * h / length) as f32 * g);
+                net.loss(&moved.collect::<Vec<_>>(), &leaf) / leaf.judged() as f64
+            };
+            let slope = (loss(1.0) - loss(-1.0)) / (2.0 * h);
+            let off = (slope - length).abs() / length;
+            assert!(
+                off < 5e-3,
+                "{model} {method:?}: slope {slope}, length {length}"
+            );
+        }
+    }
+}
+
+#[test]
+fn bits_depend_on_no_instruction_set_and_no_threads() {
+    for model in ["qwen3-bf16", "gemma3-linear-bf16"] {
+        let mut first: Option<(u64, Vec<u32>)> = None;
+        for set in InstructionSet::available() {
+            for threads in [1, 3] {
+                let net = net(
+                    model,
+                    Method::Lora,
+                    Kernels::with_set(set, threads).unwrap(),
+                );
+                let leaf = both();
+                let (loss, grads) = net.gradient(&values(&net, Method::Lora), &leaf, leaf.judged());
+                let bits = (loss.to_bits(), grads.iter().map(|g| g.to_bits()).collect());
+                let first = first.get_or_insert_with(|| bits.clone());
+                assert!(*first == bits, "{model} {set:?} {threads}");
+            }
+        }
+    }
+}
+
+/// Sequences beside each other in a leaf do not see each other, and a base that stays as it is
+/// stored gives the bits of one that is unpacked.
+#[test]
+fn neighbours_and_storage_do_not_show() {
+    let lora = net("qwen2-f16", Method::Lora, Kernels::new(1).unwrap());
+    let stored = net("qwen2-f16", Method::Qlora, Kernels::new(2).unwrap());
+    let at = values(&lora, Method::Lora);
+    let judged = both().judged();
+    let (loss, grads) = lora.gradient(&at, &both(), judged);
+    let (stored_loss, stored_grads) = stored.gradient(&at, &both(), judged);
+    assert!(
+        loss == stored_loss && grads == stored_grads,
+        "a stored base"
+    );
+    let alone: Vec<f64> = (0..2).map(|s| lora.loss(&at, &sequence(s))).collect();
+    assert!(
+        (alone[0] + alone[1] - loss).abs() < 1e-12 * loss.abs(),
+        "{alone:?} {loss}"
+    );
+}
+
+#[test]
+fn families_without_gradients_are_refused_by_name() {
+    for (model, family) in [("mixtral", "mixtral"), ("qwen3moe-bf16", "qwen3moe")] {
+        let error = Net::load(&trained(model, Method::Lora), Kernels::new(1).unwrap()).unwrap_err();
+        assert!(error.to_string().contains(family), "{error}");
+    }
+    let mut bad = trained("llama-tied", Method::Lora);
+    bad.targets.push("lm_head".to_owned());
+    let error = Net::load(&bad, Kernels::new(1).unwrap())
+        .unwrap_err()
+        .to_string();
+    assert!(
+        error.contains("lm_head") && error.contains("q_proj"),
+        "{error}"
+    );
+}
+
+/// peft's files are read, and go through MLX's form and back without a change.
+#[test]
+fn adapters_keep_their_bytes_through_both_forms() {
+    let from = golden().join("train/adapter");
+    let (adapter, form) = Adapter::read(&from).unwrap();
+    assert_eq!((form, adapter.rank, adapter.scale()), (Form::Peft, 2, 2.0));
+    assert_eq!(adapter.pairs().len(), 21);
+    let folder = tempfile::tempdir().unwrap();
+    adapter
+        .write(&folder.path().join("mlx"), Form::Mlx)
+        .unwrap();
+    let (back, form) = Adapter::read(&folder.path().join("mlx/adapters.safetensors")).unwrap();
+    assert_eq!(form, Form::Mlx);
+    back.write(&folder.path().join("peft"), Form::Peft).unwrap();
+    let read = |path: PathBuf| {
+        let file = Safetensors::open(path.join("adapter_model.safetensors")).unwrap();
+        let of = |info: &paceline_formats::safetensors::TensorInfo| {
+            (
+                info.name().to_owned(),
+                (info.shape().to_vec(), file.bytes_of(info).to_vec()),
+            )
+        };
+        file.tensors().map(of).collect::<BTreeMap<_, _>>()
+    };
+    assert_eq!(read(from), read(folder.path().join("peft")));
+}

@@ -1,0 +1,340 @@
+//! Whole runs: any number of workers, lost ones, stopped ones, and data that lies.
+
+use std::cell::Cell;
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
+
+use paceline_formats::safetensors::Safetensors;
+use paceline_tensor::{Kernels, stored};
+use paceline_train::adapter::{Adapter, Form};
+use paceline_train::{
+    Crew, Error, Job, Leaf, Method, Net, OptimiserOptions, Processes, Progress, Report, Rule, Run,
+    RunOptions, Schedule, TrainOn, fuse, read_metrics, svg, worker,
+};
+use rustix::process::{Pid, Signal, kill_process};
+use serde_json::json;
+
+use crate::gradients::{golden, trained};
+
+const STEPS: u64 = 16;
+
+/// Not a test: what the worker processes of this file run. With another standard input than a
+/// parent's channel it ends at once.
+#[test]
+fn as_worker() {
+    assert!(worker::run(Kernels::new).is_err());
+}
+
+/// Short lines of letters, whose lengths differ.
+fn data(folder: &Path) -> PathBuf {
+    let words = ["turn", "front", "rider", "line", "machine", "wind"];
+    let line = |i: usize| {
+        let text: Vec<&str> = (0..3 + i % 5).map(|j| words[(i * 7 + j * j) % 6]).collect();
+        json!({ "text": text.join(" ") }).to_string() + "\n"
+    };
+    let path = folder.join("data.jsonl");
+    std::fs::write(&path, (0..23).map(line).collect::<String>()).unwrap();
+    path
+}
+
+fn job(data: &Path, steps: u64) -> Job {
+    Job {
+        trained: trained("llama-tied", Method::Lora),
+        data: data.to_owned(),
+        valid: Some(data.to_owned()),
+        train_on: TrainOn::Assistant,
+        tokens_max: 64,
+        batch: 13,
+        leaf: 2,
+        seed: 7,
+        optimiser: OptimiserOptions {
+            rule: Rule::AdamW,
+            lr: 1e-2,
+            warmup: 3,
+            schedule: Schedule::Cosine,
+            steps,
+            decay: 0.01,
+            clip: 1.0,
+        },
+    }
+}
+
+fn crew(job: &Job, nodes: u32, output: &Path) -> Crew {
+    if nodes == 1 {
+        return Crew::here();
+    }
+    let processes = Processes {
+        program: std::env::current_exe().unwrap(),
+        args: ["runs::as_worker", "--exact", "--nocapture"]
+            .map(OsString::from)
+            .to_vec(),
+        nodes,
+        threads: 1,
+        exchange: output.join(".exchange"),
+    };
+    Crew::start(processes, job).unwrap()
+}
+
+/// Trains, and hears of every progress together with the workers' ids at the start.
+fn train(
+    job: &Job,
+    nodes: u32,
+    output: &Path,
+    (resume, stop): (bool, &dyn Fn() -> bool),
+    mut hear: impl FnMut(&Progress, &[u32]),
+) -> Result<Report, Error> {
+    let run = Run::open(job, Kernels::new(1).unwrap(), nodes == 1)?;
+    let mut crew = crew(job, nodes, output);
+    let ids = crew.ids();
+    let start = std::time::Instant::now();
+    let options = RunOptions {
+        output,
+        resume,
+        save_every: 5,
+        eval_every: 8,
+        clock: &|| start.elapsed().as_secs_f64(),
+        stop,
+    };
+    run.train(&mut crew, options, &mut |progress| hear(&progress, &ids))
+}
+
+/// The adapter's bytes, and the curve without times.
+fn result(output: &Path) -> (Vec<u8>, Vec<String>) {
+    let metrics = read_metrics(&output.join("metrics.jsonl")).unwrap();
+    let line = |m: &paceline_train::Measured| {
+        format!(
+            "{} {:?} {:?} {:?} {:?}",
+            m.step, m.loss, m.lr, m.grad_norm, m.val_loss
+        )
+    };
+    let adapter = std::fs::read(output.join("adapter_model.safetensors")).unwrap();
+    (adapter, metrics.iter().map(line).collect())
+}
+
+#[test]
+fn any_number_of_workers_gives_the_same_bytes() {
+    let folder = tempfile::tempdir().unwrap();
+    let data = data(folder.path());
+    let job = job(&data, STEPS);
+    let mut first = None;
+    for nodes in [1, 2, 3, 4, 6] {
+        let output = folder.path().join(format!("nodes-{nodes}"));
+        let report = train(&job, nodes, &output, (false, &|| false), |_, _| {}).unwrap();
+        assert!(report.loss[1] < report.loss[0] - 1.0, "{:?}", report.loss);
+        let result = result(&output);
+        assert_eq!(result.1.len() as u64, STEPS);
+        let first = first.get_or_insert_with(|| result.clone());
+        assert!(*first == result, "{nodes} workers");
+        assert!(!output.join(".exchange").exists());
+    }
+    let picture = svg(&read_metrics(&folder.path().join("nodes-3/metrics.jsonl")).unwrap());
+    assert!(
+        picture.contains("held out") && picture.contains("step 16"),
+        "{picture}"
+    );
+}
+
+/// Three are killed and one is stopped; their leaves are computed by others, and others join.
+#[test]
+fn lost_workers_do_not_show() {
+    let folder = tempfile::tempdir().unwrap();
+    let data = data(folder.path());
+    let job = job(&data, 2 * STEPS);
+    let (calm, rough) = (folder.path().join("calm"), folder.path().join("rough"));
+    train(&job, 1, &calm, (false, &|| false), |_, _| {}).unwrap();
+    let send = |ids: &[u32], rank: usize, signal| {
+        let id = Pid::from_raw(i32::try_from(ids[rank]).unwrap()).unwrap();
+        kill_process(id, signal).unwrap();
+    };
+    let mut lost = 0;
+    let report = train(
+        &job,
+        4,
+        &rough,
+        (false, &|| false),
+        |progress, ids| match progress {
+            Progress::Step(m) if m.step == 3 => send(ids, 0, Signal::KILL),
+            Progress::Step(m) if m.step == 8 => {
+                send(ids, 1, Signal::KILL);
+                send(ids, 2, Signal::KILL);
+            }
+            Progress::Step(m) if m.step == 15 => send(ids, 3, Signal::STOP),
+            Progress::Lost { .. } => lost += 1,
+            _ => {}
+        },
+    );
+    assert_eq!((report.unwrap().lost, lost), (4, 4));
+    assert!(result(&calm) == result(&rough));
+}
+
+/// Stopped in the middle, with the rest of a checkpoint that was being written and a line that
+/// was cut off: going on gives the bytes of not having stopped. Another job is refused.
+#[test]
+fn going_on_gives_the_bytes_of_not_having_stopped() {
+    let folder = tempfile::tempdir().unwrap();
+    let data = data(folder.path());
+    let job = job(&data, STEPS);
+    let (whole, cut) = (folder.path().join("whole"), folder.path().join("cut"));
+    train(&job, 1, &whole, (false, &|| false), |_, _| {}).unwrap();
+    let asked = Cell::new(0);
+    let stop = || {
+        asked.set(asked.get() + 1);
+        asked.get() > 9
+    };
+    let error = train(&job, 1, &cut, (false, &stop), |_, _| {}).unwrap_err();
+    assert!(matches!(error, Error::Stopped { step: 10 }), "{error}");
+    let steps = |name: &str| cut.join(name).exists();
+    assert!(steps("step-0000009") && steps("step-0000005") && !steps("adapter_config.json"));
+    // As after a kill: the newest is gone, one was not finished, and metrics are ahead.
+    std::fs::remove_dir_all(cut.join("step-0000009")).unwrap();
+    std::fs::create_dir(cut.join(".step-0000010.tmp")).unwrap();
+    let metrics = std::fs::read_to_string(cut.join("metrics.jsonl")).unwrap();
+    std::fs::write(cut.join("metrics.jsonl"), metrics + "{\"step\":10,\"lo").unwrap();
+    let there = train(&job, 1, &cut, (false, &|| false), |_, _| {}).unwrap_err();
+    assert!(there.to_string().contains("--resume"), "{there}");
+    let mut other = job.clone();
+    other.optimiser.lr = 0.5;
+    let refused = train(&other, 1, &cut, (true, &|| false), |_, _| {})
+        .unwrap_err()
+        .to_string();
+    assert!(
+        refused.contains("optimiser.lr") && refused.contains("0.5"),
+        "{refused}"
+    );
+    train(&job, 2, &cut, (true, &|| false), |_, _| {}).unwrap();
+    assert!(result(&whole) == result(&cut));
+    // A checkpoint whose numbers changed is not gone on from.
+    let path = cut.join("step-0000016/params.safetensors");
+    let mut bytes = std::fs::read(&path).unwrap();
+    *bytes.last_mut().unwrap() ^= 1;
+    std::fs::write(&path, bytes).unwrap();
+    let refused = train(&job, 1, &cut, (true, &|| false), |_, _| {})
+        .unwrap_err()
+        .to_string();
+    assert!(refused.contains("digest"), "{refused}");
+}
+
+#[test]
+fn a_file_that_lies_is_named_with_line_and_reason() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("data.jsonl");
+    let good = "{\"text\": \"a line of riders\"}\n\n";
+    let turns = |turns: &str| format!("{{\"messages\": {turns}}}");
+    let cases = [
+        ("{\"text\": ".to_owned(), "no JSON"),
+        ("[1]".to_owned(), "no JSON object"),
+        ("{\"txt\": \"x\"}".to_owned(), "[\"txt\"]"),
+        ("{\"text\": 5}".to_owned(), "text is a number"),
+        (
+            "{\"prompt\": \"x\", \"completion\": null}".to_owned(),
+            "completion is null",
+        ),
+        (turns("\"x\""), "the conversation is a text"),
+        (turns("[]"), "no turns"),
+        (
+            turns("[{\"role\": \"user\", \"content\": \"x\"}]"),
+            "no turn of an assistant",
+        ),
+        (turns("[{\"role\": \"king\", \"content\": \"x\"}]"), "king"),
+        (
+            "{\"conversations\": [{\"from\": \"gpt\"}]}".to_owned(),
+            "turn 1: value is null",
+        ),
+    ];
+    let open = |text: &str| {
+        std::fs::write(&path, text).unwrap();
+        Run::open(&job(&path, 1), Kernels::new(1).unwrap(), true).map(|_| ())
+    };
+    for (line, reason) in cases {
+        let error = open(&format!("{good}{line}\n")).unwrap_err().to_string();
+        assert!(
+            error.contains("data.jsonl:3: ") && error.contains(reason),
+            "{line}: {error}"
+        );
+    }
+    let error = open("\n").unwrap_err().to_string();
+    assert!(error.contains("has no examples"), "{error}");
+    // Forms that are read.
+    let chat = json!({"messages": [
+        {"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]});
+    let share_gpt = json!({"conversations": [
+        {"from": "human", "value": "x"}, {"from": "gpt", "value": "y"}]});
+    let alpaca = json!({"instruction": "x", "input": "z", "output": "y"});
+    let forms = [
+        chat,
+        share_gpt,
+        alpaca,
+        json!({"prompt": "x", "completion": "y"}),
+    ];
+    for form in forms {
+        open(&form.to_string()).unwrap_or_else(|error| panic!("{form}: {error}"));
+    }
+}
+
+/// peft's adapter in peft's logits, and fused by us.
+#[test]
+fn a_fused_adapter_gives_the_logits_of_peft() {
+    let folder = tempfile::tempdir().unwrap();
+    let from = golden().join("train/adapter");
+    let (adapter, form) = Adapter::read(&from).unwrap();
+    assert_eq!(form, Form::Peft);
+    let model = golden().join("hf/llama-tied");
+    let output = folder.path().join("fused");
+    let kernels = Kernels::new(2).unwrap();
+    fuse::fuse(&model, (&adapter, &from), &output, &kernels).unwrap();
+    let mut of = trained("llama-tied", Method::Lora);
+    of.model = output;
+    let net = Net::load(&of, Kernels::new(1).unwrap()).unwrap();
+    let zeros = vec![0.0; net.layout().len()];
+    let logits = Safetensors::open(golden().join("train/adapter.logits.safetensors")).unwrap();
+    let logits = logits.tensor("logits").unwrap();
+    let (rows, vocab) = (logits.shape[0], logits.shape[1]);
+    let mut values = vec![0.0; rows * vocab];
+    stored::dequantise(logits.block_type, &logits.bytes, &mut values);
+    let token = |i: usize| ((7 + 31 * i + i * i) % 300) as u32;
+    for row in 0..rows {
+        let wanted = 37 * row % vocab;
+        let mut leaf = Leaf {
+            tokens: (0..=row).map(token).collect(),
+            targets: vec![None; row + 1],
+            lengths: vec![row + 1],
+        };
+        leaf.targets[row] = Some(wanted as u32);
+        let row = &values[row * vocab..(row + 1) * vocab];
+        let total: f64 = row.iter().map(|x| f64::from(*x).exp()).sum();
+        let expected = total.ln() - f64::from(row[wanted]);
+        let got = net.loss(&zeros, &leaf);
+        assert!((got - expected).abs() < 1e-4, "{got} {expected}");
+    }
+    let other = fuse::fuse(
+        &golden().join("hf/qwen3-bf16"),
+        (&adapter, &from),
+        &folder.path().join("other"),
+        &kernels,
+    );
+    assert!(other.unwrap_err().to_string().contains("in the model, and"));
+}
+
+/// Every weight is trained, and what is written is a model that can be trained on.
+#[test]
+fn a_whole_model_learns_and_is_read_back() {
+    let folder = tempfile::tempdir().unwrap();
+    let data = data(folder.path());
+    let mut job = job(&data, 6);
+    job.trained = trained("qwen2-f16", Method::Full);
+    job.optimiser.lr = 1e-3;
+    let output = folder.path().join("full");
+    let report = train(&job, 2, &output, (false, &|| false), |_, _| {}).unwrap();
+    assert!(report.loss[1] < report.loss[0], "{:?}", report.loss);
+    let mut again = job.clone();
+    again.trained.model = output;
+    again.optimiser.steps = 1;
+    let output = folder.path().join("again");
+    let next = train(&again, 1, &output, (false, &|| false), |_, _| {}).unwrap();
+    assert!(
+        next.loss[0] < report.loss[0],
+        "{:?} {:?}",
+        next.loss,
+        report.loss
+    );
+}

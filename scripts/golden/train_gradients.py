@@ -1,0 +1,126 @@
+#!/usr/bin/env python3
+"""Gradients by PyTorch, transformers and peft: train_gradients.py [OUT]
+
+OUT defaults to tests-data/golden/train. For the dense tiny models of tests-data/golden/hf it writes
+    NAME.safetensors  gradients of the mean loss in float64, rounded to float32: of every adapter tensor under PEFT's name,
+                      and "full.TENSOR": 32 evenly spaced elements of each weight's gradient
+    NAME.json         loss, and by tensor how far float32 is from float64 (L2, relative)
+    adapter/          peft's files of a small adapter, and logits with it
+
+The values of adapters are formulas (`number`), so that files need not carry them; the test has the
+same. Two sequences, of which some tokens are judged. Everything runs on one thread.
+Needs torch (a CPU build will do), transformers, peft, safetensors, numpy: requirements.txt.
+"""
+
+import json
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import numpy as np
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.numpy import save_file
+from transformers import AutoModelForCausalLM
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+MODELS = ["llama-tied", "llama-rope3-sharded", "qwen2-f16", "qwen3-bf16", "gemma3-linear-bf16"]
+TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+RANK, ALPHA, LENGTHS, SAMPLES = 2, 4, [13, 21], 32
+
+
+def number(j):
+    """Element j of all adapters' numbers, in -0.1..0.1, as float32."""
+    return np.float32(((j * 2654435761 + 12345) % 2**32) / 2**32 * 0.2 - 0.1)
+
+
+def token(sequence, i):
+    return (7 + 31 * i + 101 * sequence + i * i) % 300
+
+
+def judged(sequence, i):
+    return sequence == 1 or i % 3 != 0
+
+
+def loss_of(model):
+    """Mean over judged tokens of both sequences; token i + 1 is what token i is judged by."""
+    total, count = 0, 0
+    for sequence, length in enumerate(LENGTHS):
+        ids = torch.tensor([[token(sequence, i) for i in range(length)]])
+        logits = model(ids, use_cache=False).logits[0, :-1]
+        losses = torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="none")
+        mask = torch.tensor([judged(sequence, i) for i in range(1, length)])
+        total, count = total + losses[mask].sum(), count + int(mask.sum())
+    return total / count
+
+
+def load(name, dtype):
+    folder = REPOSITORY / "tests-data/golden/hf" / name
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager")
+    return model.to(dtype).train()
+
+
+def adapted(name, dtype):
+    config = LoraConfig(r=RANK, lora_alpha=ALPHA, lora_dropout=0.0, target_modules=TARGETS)
+    model = get_peft_model(load(name, dtype), config)
+    j = 0
+    by_name = dict(model.named_parameters())
+    for layer in range(model.config.num_hidden_layers):
+        for target in TARGETS:
+            block = "self_attn" if target in TARGETS[:4] else "mlp"
+            for half in "AB":
+                key = f"base_model.model.model.layers.{layer}.{block}.{target}.lora_{half}"
+                tensor = by_name[f"{key}.default.weight"]
+                n = tensor.numel()
+                values = np.array([number(j + i) for i in range(n)], np.float32)
+                tensor.data = torch.from_numpy(values.reshape(tensor.shape)).to(dtype)
+                j += n
+    return model
+
+
+def gradients(model, rename):
+    loss = loss_of(model)
+    model.zero_grad()
+    loss.backward()
+    found = {rename(n): p.grad.double().numpy() for n, p in model.named_parameters()
+             if p.grad is not None}
+    return float(loss), found
+
+
+def sample(grads):
+    def some(values):
+        flat = values.reshape(-1)
+        return flat[:: max(1, len(flat) // SAMPLES)][:SAMPLES].copy()
+    return {f"full.{name}": some(values) for name, values in grads.items()}
+
+
+def main():
+    out = Path(sys.argv[1]) if len(sys.argv) > 1 else REPOSITORY / "tests-data/golden/train"
+    out.mkdir(parents=True, exist_ok=True)
+    torch.set_num_threads(1)
+    for name in MODELS:
+        found = []
+        for dtype in (torch.float64, torch.float32):
+            loss, lora = gradients(adapted(name, dtype), lambda n: n.replace(".default", ""))
+            full_loss, full = gradients(load(name, dtype), lambda n: n)
+            found.append((loss, full_loss, lora | sample(full)))
+        (loss, full_loss, exact), (_, _, single) = found
+        distance = {n: float(np.linalg.norm(single[n] - exact[n]) / np.linalg.norm(exact[n]))
+                    for n in exact}
+        save_file({n: g.astype(np.float32) for n, g in exact.items()}, out / f"{name}.safetensors")
+        about = {"loss": loss, "full_loss": full_loss, "float32_distance": distance,
+                 "versions": {p: version(p) for p in ("torch", "transformers", "peft")}}
+        (out / f"{name}.json").write_text(json.dumps(about, indent=1) + "\n")
+        print(name, loss, full_loss, max(distance.values()), min(distance.values()))
+    model = adapted("llama-tied", torch.float32).eval()
+    model.peft_config["default"].base_model_name_or_path = "hf/llama-tied"
+    model.save_pretrained(out / "adapter")
+    (out / "adapter/README.md").unlink(missing_ok=True)
+    with torch.no_grad():
+        ids = torch.tensor([[token(0, i) for i in range(LENGTHS[0])]])
+        logits = model(ids).logits[0].numpy()
+    save_file({"logits": logits}, out / "adapter.logits.safetensors")
+
+
+main()
