@@ -94,8 +94,8 @@ impl Drafts {
         self.acceptance += LAST_WEIGHT * (was - self.acceptance);
     }
 
-    /// Tokens that a draft of so many guesses is expected to give beside the first: each counts only
-    /// when those before it are right.
+    /// Tokens that a draft of so many guesses is expected to give beside the first: each counts
+    /// only when those before it are right.
     fn expected(&self, guesses: usize) -> f64 {
         let mut chance = 1.0;
         let of_one = |_| {

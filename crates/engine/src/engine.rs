@@ -273,8 +273,8 @@ impl Engine {
     ///
     /// Every running sequence that is past its prompt gets one row. Prompts get what
     /// [`EngineConfig::pace`] allows of the remaining [`EngineConfig::max_rows`]: at least half of
-    /// it goes to the oldest, and the shortest comes before others. A sequence that needs a page when
-    /// none is free makes the youngest give up its pages and wait; that one computes them again
+    /// it goes to the oldest, and the shortest comes before others. A sequence that needs a page
+    /// when none is free makes the youngest give up its pages and wait; that one computes them again
     /// later and loses nothing. The oldest never gives up, so every sequence ends.
     ///
     /// The forward pass allocates a few words per sequence and layer and nothing per row; besides,
@@ -555,8 +555,8 @@ impl Engine {
         self.pages.leave(&mut sequence.pages, sequence.computed);
     }
 
-    /// Chooses the next token of a sequence by the logits in `row`, and by the rows after it further
-    /// ones, as long as the token before was guessed.
+    /// Chooses the next token of a sequence by the logits in `row`, and by the rows after it
+    /// further ones, as long as the token before was guessed.
     fn choose(&mut self, part: &PlannedRows, row: usize, events: &mut Vec<Event>) {
         let sequence = &mut self.running[part.index];
         for i in 0..=part.drafted() {

@@ -42,8 +42,8 @@ pub enum Pace {
 /// steps that other programs delay.
 const AUTO_FACTOR: f64 = 2.5;
 
-/// Rows that prompts get in any step that has some, so that every prompt is read in the end. Kernels
-/// for several rows unpack weights once for 8 or more of them.
+/// Rows that prompts get in any step that has some, so that every prompt is read in the end.
+/// Kernels for several rows unpack weights once for 8 or more of them.
 const LEAST_ROWS: usize = 8;
 
 /// Budgets above this are whole multiples of it, because kernels multiply tiles of 16 rows.
@@ -59,7 +59,7 @@ const KEPT: usize = 9;
 /// Weight of the last step in the cost of a row.
 const LAST_WEIGHT: f64 = 0.5;
 
-/// How much a row may cost beside answers, relative to a step of prompts only, until it is measured.
+/// Cost of a row beside answers, relative to a step of prompts only, until it is measured.
 const FIRST_GUESS: f64 = 3.0;
 
 /// Largest change of the cost of a row by one step: a step that the system held up must not stop

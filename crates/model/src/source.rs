@@ -414,8 +414,8 @@ impl Part {
     }
 }
 
-/// The matrix of an expert in a GGUF file that has the experts of a layer in other tensors than most:
-/// one for each, as early ones of Mixtral, or gate and up behind each other.
+/// The matrix of an expert in a GGUF file whose layers have their experts in unusual tensors: one
+/// for each, as early ones of Mixtral, or gate and up behind each other.
 fn other_expert(file: &Gguf, layer: usize, part: Part) -> Result<Option<Tensor>, Error> {
     let (name, half) = match part {
         Part::ExpertGate(_) => ("gate", Some(0)),

@@ -36,8 +36,8 @@ pub struct Room {
 
 impl Room {
     /// For the model at `path`, of which `parallel` sequences are computed at a time. `kv` is how
-    /// main memory keeps them, `None` where another memory does; `memory` is what programs can have of
-    /// it, where that is known. `asked` positions of each sequence are taken as they are.
+    /// main memory keeps them, `None` where another memory does; `memory` is what programs can have
+    /// of it, where that is known. `asked` positions of each sequence are taken as they are.
     pub fn of(
         (path, config): (&Path, &Config),
         (kv, memory): (Option<KvType>, Option<Bytes>),

@@ -244,7 +244,10 @@ impl fmt::Debug for Facts {
 /// Removes the model of this name from the machine's store. False where there is none; what went
 /// wrong, for the client.
 #[derive(Clone)]
-pub struct Remover(pub Arc<dyn Fn(&str) -> Result<bool, String> + Send + Sync>);
+pub struct Remover(pub Arc<Remove>);
+
+/// Takes a model's name.
+type Remove = dyn Fn(&str) -> Result<bool, String> + Send + Sync;
 
 impl fmt::Debug for Remover {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

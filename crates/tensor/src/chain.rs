@@ -499,7 +499,7 @@ mod tests {
     fn a_part_of_wider_rows_is_left_alone_around() {
         let kernels = Kernels::new(1).unwrap();
         let (a, b) = (values(6, 1), values(6, 2));
-        let mut c = vec![9.0; 10];
+        let mut c = [9.0; 10];
         let sizes = Sizes { m: 2, n: 2, k: 3 };
         let at = Target {
             values: &mut c[1..],

@@ -14,7 +14,8 @@ use tempfile::TempDir;
 /// sockets lie in it, and their paths may have some hundred bytes.
 const PREFIX: &str = "paceline-";
 
-/// A folder for this launch, in the folder `all` for temporary files. Those of launches of the same user that were killed are removed.
+/// A folder for this launch, in the folder `all` for temporary files. Folders that killed launches
+/// of the same user left are removed.
 ///
 /// # Errors
 /// What the system says.

@@ -126,8 +126,8 @@ fn milliseconds_are_kept() {
     let mut pacer = begun(Pace::Millis(100), machine);
     let steps = steps(&mut pacer, machine, 4, 40);
     let (rows, seconds) = steps[39];
-    // 24 ms without prompts, 4 ms more with some: 144 rows would fill the 72 ms that are left. From a
-    // tile less, one more looks too dear by the 4 ms.
+    // 24 ms without prompts, 4 ms more with some: 144 rows would fill the 72 ms that are left. From
+    // a tile less, one more looks too dear by the 4 ms.
     assert_eq!((rows, (seconds * 1e3).round() as u64), (128, 92));
 }
 

@@ -123,7 +123,7 @@ mod tests {
     fn steps_hold_whole_texts_in_order() {
         for (lengths, expected) in [
             (vec![], vec![]),
-            (vec![1], vec![0..1]),
+            (vec![1, ROWS], vec![0..1, 1..2]),
             (vec![ROWS, 1], vec![0..1, 1..2]),
             (vec![ROWS - 1, 1, 1], vec![0..2, 2..3]),
             (vec![ROWS + 1, 3, 4], vec![0..1, 1..3]),
