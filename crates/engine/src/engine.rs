@@ -274,8 +274,8 @@ impl Engine {
     /// Every running sequence that is past its prompt gets one row. Prompts get what
     /// [`EngineConfig::pace`] allows of the remaining [`EngineConfig::max_rows`]: at least half of
     /// it goes to the oldest, and the shortest comes before others. A sequence that needs a page
-    /// when none is free makes the youngest give up its pages and wait; that one computes them again
-    /// later and loses nothing. The oldest never gives up, so every sequence ends.
+    /// when none is free makes the youngest give up its pages and wait; that one computes them
+    /// again later and loses nothing. The oldest never gives up, so every sequence ends.
     ///
     /// The forward pass allocates a few words per sequence and layer and nothing per row; besides,
     /// a step allocates its plan, its events with their texts, and a copy of the tokens of each
