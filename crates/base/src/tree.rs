@@ -84,18 +84,24 @@ impl Node {
 /// # Panics
 /// If `range` does not lie within `0..n`.
 pub fn roots(range: Range<usize>, n: usize) -> Vec<Node> {
+    each_root(range, n).collect()
+}
+
+/// As [`roots`], one after the other, without memory for them.
+///
+/// # Panics
+/// If `range` does not lie within `0..n`.
+pub fn each_root(range: Range<usize>, n: usize) -> impl Iterator<Item = Node> {
     assert!(
         range.start <= range.end && range.end <= n,
         "leaves {range:?} of a tree over {n}"
     );
-    let mut nodes = Vec::new();
     let mut start = range.start;
-    while start < range.end {
-        let node = widest(start, range.end, n);
+    std::iter::from_fn(move || {
+        let node = (start < range.end).then(|| widest(start, range.end, n))?;
         start = node.leaves(n).end;
-        nodes.push(node);
-    }
-    nodes
+        Some(node)
+    })
 }
 
 /// The node with the most leaves that starts at `start` and does not pass `end`.

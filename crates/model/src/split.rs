@@ -632,8 +632,8 @@ impl LeafCut {
     }
 
     /// This rank's roots.
-    pub(crate) fn own_roots(&self) -> Vec<Node> {
-        tree::roots(self.mine(), self.leaves)
+    pub(crate) fn own_roots(&self) -> impl Iterator<Item = Node> {
+        tree::each_root(self.mine(), self.leaves)
     }
 
     /// Columns of each of this rank's roots.

@@ -236,17 +236,24 @@ impl Reader {
                 encode(&turns[..turn], true)?,
                 encode(&turns[..=turn], false)?,
             );
-            if !tokens.starts_with(&after) || !after.starts_with(&before) {
+            // A token may join the end of one text with the beginning of the next: it is judged.
+            let (begin, end) = (common(&before, &after), common(&after, &tokens));
+            if begin + 1 < before.len() || end + 1 < after.len() {
                 return Err(format!(
                     "the template writes turn {} in another way once more turns follow, so its \
                      tokens cannot be told apart: train on all",
                     turn + 1
                 ));
             }
-            judged[before.len()..after.len()].fill(true);
+            judged[begin..end].fill(true);
         }
         Ok(Example { tokens, judged })
     }
+}
+
+/// Tokens that both begin with.
+fn common(one: &[u32], other: &[u32]) -> usize {
+    one.iter().zip(other).take_while(|(a, b)| a == b).count()
 }
 
 fn text<'a>(value: &'a Value, key: &str) -> Result<&'a str, String> {

@@ -176,8 +176,9 @@ pub fn guest(addr: SocketAddr, code: &Code, limit: Duration) -> Result<ClusterKe
     let mut stream = TcpStream::connect_timeout(&addr, limit)?;
     bound(&stream, limit)?;
     let (state, ours) = start(code);
-    stream.write_all(&PREFACE)?;
-    stream.write_all(&ours)?;
+    // One write: a host that shows no code closes after the preface, and a second write would fail
+    // before its answer, the end of the stream, is read.
+    stream.write_all(&[&PREFACE[..], &ours].concat())?;
     let mut theirs = [0; SPAKE_BYTES];
     stream
         .read_exact(&mut theirs)

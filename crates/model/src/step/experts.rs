@@ -118,7 +118,7 @@ impl Routed {
             slot += self.members.len();
         }
         let n = x.rows() * x.cols();
-        for (root, out) in cut.own_roots().into_iter().zip(out.chunks_exact_mut(n)) {
+        for (root, out) in cut.own_roots().zip(out.chunks_exact_mut(n)) {
             self.sum(kernels, root.leaves(cut.leaves), x.cols(), out);
         }
     }

@@ -12,6 +12,7 @@ use std::fs::{self, DirBuilder, File, OpenOptions, TryLockError};
 use std::io::{self, Read};
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use super::super::identity::write_secret;
 use super::super::{ClusterKey, Identity, Key, Register, Registers};
@@ -19,6 +20,11 @@ use super::Error;
 
 /// Longest saved map that is read: its bounds, twice over.
 const MAP_BYTES_MAX: u64 = 128 << 20;
+
+/// Tries to take the lock, with pauses between them: a process that was just forked holds copies of
+/// its parent's files until it runs its own program.
+const LOCK_TRIES: u32 = 10;
+const LOCK_PAUSE: Duration = Duration::from_millis(20);
 
 /// The folder of a node.
 #[derive(Clone, Debug)]
@@ -51,14 +57,15 @@ impl Files {
         let options = options.write(true).create(true).truncate(false);
         let file = options.mode(0o600).open(&path);
         let file = file.map_err(|error| failed(&path, error))?;
-        match file.try_lock() {
-            Ok(()) => Ok(file),
-            Err(TryLockError::WouldBlock) => {
-                let folder = self.folder.clone();
-                Err(Error::Running { folder })
+        for _ in 0..LOCK_TRIES {
+            match file.try_lock() {
+                Ok(()) => return Ok(file),
+                Err(TryLockError::WouldBlock) => std::thread::sleep(LOCK_PAUSE),
+                Err(TryLockError::Error(error)) => return Err(failed(&path, error)),
             }
-            Err(TryLockError::Error(error)) => Err(failed(&path, error)),
         }
+        let folder = self.folder.clone();
+        Err(Error::Running { folder })
     }
 
     pub(super) fn identity(&self) -> Result<Identity, Error> {
