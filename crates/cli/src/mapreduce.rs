@@ -4,6 +4,7 @@ mod clusters;
 mod job;
 mod jobs;
 mod limit;
+mod sort;
 mod watch;
 
 use std::path::PathBuf;
@@ -23,6 +24,8 @@ pub(crate) enum Command {
     Hist(HistArgs),
     /// The largest or smallest values and their rows
     Topk(TopkArgs),
+    /// The values in ascending order, written to a .npy file; also of files larger than memory
+    Sort(SortArgs),
     /// A reduction for each key
     Groupby(GroupbyArgs),
     /// Clusters of rows, and their means
@@ -88,6 +91,22 @@ pub(crate) struct TopkArgs {
     /// The smallest values, not the largest
     #[arg(long)]
     smallest: bool,
+    #[command(flatten)]
+    job: JobArgs,
+}
+
+/// Arguments of `paceline mapreduce sort`.
+#[derive(Clone, Debug, clap::Args)]
+pub(crate) struct SortArgs {
+    /// A .npy file; of floats -0 comes before 0, and NaN last, or first with a negative sign
+    #[arg(value_name = "INPUT")]
+    input: PathBuf,
+    /// The .npy file to write, of the same type. OUT.part and OUT.sort lie beside it meanwhile
+    #[arg(short, value_name = "OUT")]
+    out: PathBuf,
+    /// Bytes for all nodes together, as 500M or 2G [default: half of what is available]
+    #[arg(long, value_name = "BYTES", value_parser = sort::memory)]
+    memory: Option<u64>,
     #[command(flatten)]
     job: JobArgs,
 }
@@ -180,6 +199,7 @@ pub(crate) fn run(command: &Command) -> anyhow::Result<()> {
         Command::Reduce(args) => jobs::reduce(args),
         Command::Hist(args) => jobs::hist(args),
         Command::Topk(args) => jobs::topk(args),
+        Command::Sort(args) => sort::sort(args),
         Command::Groupby(args) => jobs::groupby(args),
         Command::Kmeans(args) => clusters::kmeans(args),
         Command::Montecarlo(args) => jobs::montecarlo(args),

@@ -10,6 +10,7 @@ mod launch;
 #[cfg(target_os = "linux")]
 #[path = "../../comm/tests/rdma/library.rs"]
 mod library;
+mod mapreduce;
 mod nodes;
 mod plan;
 mod run;

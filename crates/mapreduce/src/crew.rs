@@ -4,10 +4,11 @@
 //! leases, and the others compute those parts; the result is the same, because it does not depend
 //! on which parts there were nor on what computed them.
 
+use std::collections::BTreeMap;
 use std::ffi::OsString;
 use std::path::PathBuf;
-use std::sync::Mutex;
 use std::sync::mpsc::{Sender, channel};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use paceline_base::{Rank, lock};
@@ -15,6 +16,7 @@ use paceline_cluster::workers::{Event, Limits, Spec, Workers};
 
 use crate::journal::Journal;
 use crate::messages::{FromWorker, ToWorker};
+use crate::sort::Store;
 use crate::{Error, Leases, Partial, Prepared, Scratch, Task};
 
 /// Longest silence of a worker before its parts go to others. Its signs of life do not depend on
@@ -98,12 +100,18 @@ impl Crew {
             last: String::new(),
             threads,
             job: 0,
+            pieces: BTreeMap::new(),
         };
         for rank in 0..processes.nodes {
             team.send(Rank(rank), &ToWorker::Start { threads });
         }
         let team = Some(team);
         Ok(Self { threads, team })
+    }
+
+    /// Whether it is processes, which have no memory in common.
+    pub const fn is_processes(&self) -> bool {
+        self.team.is_some()
     }
 
     /// Threads of all processes together.
@@ -129,7 +137,31 @@ impl Crew {
         journal: Option<&mut Journal>,
         watch: &mut dyn FnMut(Progress),
     ) -> Result<Partial, Error> {
-        let prepared = task.prepare()?;
+        self.run_prepared(task, task.prepare()?, journal, watch)
+    }
+
+    /// Runs half of a sort, which keeps its parts in `store`.
+    ///
+    /// # Errors
+    /// As [`run`](Self::run).
+    pub(crate) fn run_stored(
+        &mut self,
+        task: &Task,
+        store: &Arc<Store>,
+        journal: Option<&mut Journal>,
+        watch: &mut dyn FnMut(Progress),
+    ) -> Result<Partial, Error> {
+        let prepared = task.prepare()?.with_store(Arc::clone(store));
+        self.run_prepared(task, prepared, journal, watch)
+    }
+
+    fn run_prepared(
+        &mut self,
+        task: &Task,
+        prepared: Prepared,
+        journal: Option<&mut Journal>,
+        watch: &mut dyn FnMut(Progress),
+    ) -> Result<Partial, Error> {
         let part_rows = match &journal {
             Some(journal) => journal.part_rows(),
             None => task.part_rows(self.threads()),
@@ -175,15 +207,30 @@ impl Run<'_> {
         }
     }
 
-    /// Takes a part's result in, unless the part is another's by now.
-    fn finish(&mut self, part: u64, holder: u32, partial: Partial) -> Result<(), Error> {
+    /// Takes a part's result in, which is `pieces` merged and `rest`, unless the part is another's
+    /// by now.
+    fn finish(
+        &mut self,
+        part: u64,
+        holder: u32,
+        pieces: Vec<Partial>,
+        mut rest: Partial,
+    ) -> Result<(), Error> {
         if !self.leases.finish(part, holder) {
             return Ok(());
         }
         if let Some(journal) = &mut self.journal {
-            journal.note(part, &partial)?;
+            let mut whole = self.task.empty();
+            pieces.into_iter().for_each(|piece| whole.merge(piece));
+            whole.merge(rest);
+            journal.note(part, &whole)?;
+            rest = whole;
+        } else {
+            pieces
+                .into_iter()
+                .for_each(|piece| self.partial.merge(piece));
         }
-        self.partial.merge(partial);
+        self.partial.merge(rest);
         let (done, of) = (self.leases.rows_done(), self.leases.rows());
         (self.watch)(Progress::Rows { done, of });
         Ok(())
@@ -216,7 +263,7 @@ fn run_here(run: &mut Run<'_>, prepared: &Prepared, threads: usize) -> Result<()
         drop(sender);
         let results = results; // dropped on an error, so that the threads end
         for (part, result) in &results {
-            run.finish(part.id, 0, result?)?;
+            run.finish(part.id, 0, Vec::new(), result?)?;
         }
         Ok(())
     })
@@ -233,11 +280,14 @@ struct Team {
     threads: usize,
     /// Number of the job under way.
     job: u64,
+    /// Of parts under way: the pieces that came.
+    pieces: BTreeMap<(u32, u64), Vec<Partial>>,
 }
 
 impl Team {
     fn run(&mut self, run: &mut Run<'_>) -> Result<(), Error> {
         self.job += 1;
+        self.pieces.clear();
         for rank in 0..self.workers.count() {
             let message = ToWorker::Job {
                 job: self.job,
@@ -282,13 +332,22 @@ impl Team {
             }
             FromWorker::Done { job, part, partial } if job == self.job => {
                 if partial.is_of(&run.task.kind) {
-                    run.finish(part, from.0, partial)?;
+                    let pieces = self.pieces.remove(&(from.0, part)).unwrap_or_default();
+                    run.finish(part, from.0, pieces, partial)?;
                     self.lease(from, 1, run);
                 } else {
                     self.lose(from, format!("{from} sent the result of another task"));
                 }
             }
-            FromWorker::Ready { .. } | FromWorker::Done { .. } => {} // of a job that is over
+            FromWorker::Piece { job, part, partial } if job == self.job => {
+                if partial.is_of(&run.task.kind) {
+                    self.pieces.entry((from.0, part)).or_default().push(partial);
+                } else {
+                    self.lose(from, format!("{from} sent the result of another task"));
+                }
+            }
+            // Of a job that is over.
+            FromWorker::Ready { .. } | FromWorker::Piece { .. } | FromWorker::Done { .. } => {}
             FromWorker::Failed { reason } => {
                 let rank = from.0;
                 return Err(Error::Worker { rank, reason });
@@ -319,6 +378,7 @@ impl Team {
         if std::mem::replace(&mut self.alive[rank.0 as usize], false) {
             self.lost += 1;
             self.last = why;
+            self.pieces.retain(|(of, _), _| *of != rank.0);
         }
     }
 

@@ -71,6 +71,30 @@ pub enum Error {
         /// Type of the values.
         values: crate::Dtype,
     },
+    /// A sort has too little memory for its values.
+    #[error("{memory} bytes of memory are too few, expected at least {needed}")]
+    Memory {
+        /// What it has.
+        memory: u64,
+        /// What it needs about.
+        needed: u64,
+    },
+    /// Splitters drawn again and again left a bucket that is larger than its share of memory.
+    #[error("values fall into a bucket of {bytes} bytes, which has room for {most}")]
+    Bucket {
+        /// The largest bucket.
+        bytes: u64,
+        /// Its room.
+        most: u64,
+    },
+    /// A journal says that some of a result is written, but the result is not there.
+    #[error("{} is gone, of which {} says that it is written in part", path.display(), journal.display())]
+    Gone {
+        /// The result.
+        path: PathBuf,
+        /// The journal.
+        journal: PathBuf,
+    },
     /// The file that a job would go on from is another's.
     #[error("{} is not that of this job, or an input changed since", path.display())]
     OtherJob {

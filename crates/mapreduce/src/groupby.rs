@@ -23,11 +23,15 @@ const BIAS: i32 = 1088;
 /// Additions to a window before it is emptied into the side map: an `i64` takes 2^31.
 const ADDITIONS_MAX: u32 = 1 << 30;
 
+/// Most groups of a message: at most 1.3 kB of text each, of values from both ends of f64's range;
+/// usually 60 bytes.
+const PIECE_MAX: usize = 1 << 15;
+
 /// Groups of an empty table.
 const CAPACITY_MIN: usize = 64;
 
 /// A group: 88 bytes.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 struct Group {
     key: i64,
     rows: u64,
@@ -76,15 +80,64 @@ impl Grouping {
 #[derive(Clone, Debug, Serialize, Deserialize)]
 struct Wire {
     grouping: Grouping,
-    groups: Vec<Group>,
+    /// Group after group: key and rows; of sums base, additions and window; else the extreme and
+    /// whether there is a NaN.
+    numbers: Vec<i64>,
     side: Vec<(u32, String)>,
+}
+
+impl Grouping {
+    /// Numbers of a group in messages.
+    const fn numbers(&self) -> usize {
+        if self.sums() { 4 + WINDOW } else { 4 }
+    }
+
+    const fn sums(&self) -> bool {
+        matches!(self.op, Op::Sum | Op::Mean)
+    }
+}
+
+/// Whether a window can begin there: values have slices from 0 to 64.
+const fn is_base(base: i32) -> bool {
+    base == UNSET || -1 <= base && base <= 63
+}
+
+impl Group {
+    fn append_to(&self, numbers: &mut Vec<i64>, sums: bool) {
+        numbers.extend([self.key, self.rows as i64]);
+        if sums {
+            numbers.extend([i64::from(self.base), i64::from(self.additions)]);
+            numbers.extend(self.window);
+        } else {
+            numbers.extend([self.extreme, i64::from(self.has_nan)]);
+        }
+    }
+
+    /// The group of as many numbers as it has in messages.
+    fn of(numbers: &[i64], op: Op) -> Option<Self> {
+        let mut group = Self::new(numbers[0], op);
+        group.rows = u64::try_from(numbers[1]).ok()?;
+        if numbers.len() > 4 {
+            group.base = i32::try_from(numbers[2]).ok().filter(|b| is_base(*b))?;
+            group.additions = numbers[3].try_into().ok()?;
+            group.window = numbers[4..].try_into().ok()?;
+        } else {
+            (group.extreme, group.has_nan) = (numbers[2], numbers[3] != 0);
+        }
+        Some(group)
+    }
 }
 
 impl From<Groups> for Wire {
     fn from(of: Groups) -> Self {
+        let sums = of.grouping.sums();
+        let mut numbers = Vec::with_capacity(of.groups.len() * of.grouping.numbers());
+        for group in &of.groups {
+            group.append_to(&mut numbers, sums);
+        }
         Self {
             grouping: of.grouping,
-            groups: of.groups,
+            numbers,
             side: of
                 .side
                 .iter()
@@ -99,7 +152,14 @@ impl TryFrom<Wire> for Groups {
 
     fn try_from(wire: Wire) -> Result<Self, String> {
         let mut all = Self::new(wire.grouping);
-        for group in wire.groups {
+        let (groups, op) = (
+            wire.numbers.chunks(wire.grouping.numbers()),
+            wire.grouping.op,
+        );
+        for numbers in groups {
+            let whole = numbers.len() == wire.grouping.numbers();
+            let group = whole.then(|| Group::of(numbers, op)).flatten();
+            let group = group.ok_or_else(|| format!("no group is {numbers:?}"))?;
             let number = all.number(group.key);
             all.groups[number as usize] = group;
         }
@@ -172,7 +232,7 @@ impl Groups {
     }
 
     const fn sums(&self) -> bool {
-        matches!(self.grouping.op, Op::Sum | Op::Mean)
+        self.grouping.sums()
     }
 
     #[inline(always)]
@@ -233,6 +293,27 @@ impl Groups {
             }
             self.table[at] = number;
         }
+    }
+
+    /// Cuts them into groups that fit a message each: some, and the rest.
+    pub(crate) fn into_pieces(mut self) -> (Vec<Self>, Self) {
+        let mut pieces = Vec::new();
+        while self.groups.len() > PIECE_MAX {
+            let at = self.groups.len() - PIECE_MAX;
+            let groups = self.groups.split_off(at);
+            let side = self.side.split_off(&(at as u32));
+            pieces.push(Self {
+                grouping: self.grouping,
+                groups,
+                table: Vec::new(),
+                side: side
+                    .into_iter()
+                    .map(|(i, sum)| (i - at as u32, sum))
+                    .collect(),
+            });
+        }
+        self.table = Vec::new();
+        (pieces, self)
     }
 
     /// Takes in the groups of other rows.
@@ -465,6 +546,41 @@ mod tests {
                     "{op} of {key}"
                 );
             }
+        }
+    }
+
+    #[test]
+    fn pieces_merge_to_the_whole_and_garbage_is_refused() {
+        let n = 3 * PIECE_MAX as u64 + 5;
+        let keys: Vec<f64> = (0..n).map(|i| (i % (n - 3)) as f64).collect();
+        let values: Vec<f64> = (0..n).map(|i| 1e300 / (i as f64).exp2().max(1.0)).collect();
+        for op in [Op::Sum, Op::Min] {
+            let mut whole = Groups::new(Grouping { op, ..SUM });
+            whole.take(&Values::Floats(&keys), &Values::Floats(&values));
+            let (pieces, rest) = whole.clone().into_pieces();
+            assert_eq!(pieces.len(), 3);
+            let mut merged = Groups::new(Grouping { op, ..SUM });
+            for piece in pieces.into_iter().chain([rest]) {
+                let text = serde_json::to_string(&piece).unwrap();
+                assert!(text.len() < 8 << 20);
+                merged.merge(serde_json::from_str(&text).unwrap());
+            }
+            assert_eq!(merged.values(), whole.values());
+        }
+        let mut one = Groups::new(SUM);
+        one.take(&Values::Floats(&[1.0]), &Values::Floats(&[2.0]));
+        let text = serde_json::to_string(&one).unwrap();
+        assert!(serde_json::from_str::<Groups>(&text).is_ok());
+        for (right, wrong) in [
+            ("[1,1,", "[1,"),
+            ("[1,1,", "[1,-1,"),
+            ("[1,1,", "[1,1,9e9,"),
+        ] {
+            let text = text.replace(right, wrong);
+            assert!(serde_json::from_str::<Groups>(&text).is_err(), "{text}");
+        }
+        for base in [-2, 64, i64::MAX] {
+            assert_eq!(Group::of(&[1, 1, base, 1, 0, 0, 0, 0, 0], Op::Sum), None);
         }
     }
 

@@ -74,6 +74,15 @@ impl Journal {
         Ok(journal)
     }
 
+    /// The job that a file is of; `None` when there is no file, or one of something else.
+    pub(crate) fn task_of(path: &Path) -> Option<Task> {
+        let mut line = Vec::new();
+        let file = File::open(path).ok()?;
+        BufReader::new(file).read_until(b'\n', &mut line).ok()?;
+        let head: Head = serde_json::from_slice(&line).ok()?;
+        Some(head.task)
+    }
+
     /// Reads what is done; how many bytes that is.
     fn read(&mut self, expected: &Head) -> Result<u64, Error> {
         let other = || Error::OtherJob {

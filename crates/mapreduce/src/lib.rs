@@ -18,13 +18,15 @@
 //! In reading order:
 //! - [`sum`]: exact sums of columns at the speed of memory.
 //! - [`Source`], [`Sink`], [`Input`], [`Dtype`], [`npy`]: where rows come from and go.
-//! - [`Task`]: what is computed. [`reduce`], [`hist`], [`topk`], [`kmeans`], [`groupby`]: the kinds
-//!   of it. [`expr`]: expressions of users. [`philox`]: random numbers by counter.
+//! - [`Task`]: what is computed. [`reduce`], [`hist`], [`topk`], [`kmeans`], [`groupby`],
+//!   [`sort`]: the kinds of it. [`expr`]: expressions of users. [`philox`]: random numbers by counter.
 //! - [`Leases`]: which part is computed where. [`Crew`]: jobs from start to end. [`Journal`]: what
 //!   is done, for a job that was killed. [`worker`]: the other side of the control channel.
 //!
 //! The crate knows nothing of models. It never holds more of a file than a block a thread.
 
+#[cfg(test)]
+mod bars;
 mod crew;
 mod dtype;
 mod error;
@@ -40,6 +42,7 @@ mod order;
 pub mod philox;
 pub mod reduce;
 mod sink;
+pub mod sort;
 mod source;
 pub mod sum;
 mod task;

@@ -31,13 +31,22 @@ pub(crate) enum FromWorker {
         /// Which job.
         job: u64,
     },
+    /// Some of a part's result, which is too long for one message. Counts once the rest came.
+    Piece {
+        /// Of which job.
+        job: u64,
+        /// Of which part.
+        part: u64,
+        /// What is to be merged into the rest.
+        partial: Partial,
+    },
     /// A part is computed.
     Done {
         /// Of which job.
         job: u64,
         /// Which.
         part: u64,
-        /// Its result.
+        /// Its result, or what is left of it.
         partial: Partial,
     },
     /// It cannot go on, and nor could another.

@@ -10,18 +10,37 @@ use crate::{Dtype, Error, Values};
 
 /// A column that many threads and processes write, each its own rows, in any order.
 pub trait Sink: Send + Sync {
-    /// Writes values from `first_row` on; how many.
+    /// Type of the values.
+    fn dtype(&self) -> Dtype;
+
+    /// Writes values, little-endian, from `first_row` on.
     ///
     /// # Errors
     /// What the system says.
-    fn write(&self, first_row: u64, values: &Values<'_>) -> Result<u64, Error>;
+    fn write_bytes(&self, first_row: u64, bytes: &[u8]) -> Result<(), Error>;
+
+    /// Writes values to a column of f64, wide integers as the nearest ones; how many.
+    ///
+    /// # Errors
+    /// As [`write_bytes`](Self::write_bytes).
+    fn write(&self, first_row: u64, values: &Values<'_>) -> Result<u64, Error> {
+        let mut room = Vec::new();
+        let values = values.nearest(&mut room);
+        let bytes: Vec<u8> = values
+            .iter()
+            .flat_map(|value| value.to_le_bytes())
+            .collect();
+        self.write_bytes(first_row, &bytes)?;
+        Ok(values.len() as u64)
+    }
 }
 
-/// A `.npy` file of f64 that is there in full length.
+/// A `.npy` file of one axis that is there in full length.
 #[derive(Debug)]
 pub struct FileSink {
     path: PathBuf,
     file: File,
+    dtype: Dtype,
     data_at: u64,
 }
 
@@ -30,12 +49,13 @@ impl FileSink {
     ///
     /// # Errors
     /// [`Error::File`].
-    pub fn create(path: &Path, rows: u64) -> Result<(), Error> {
+    pub fn create(path: &Path, dtype: Dtype, rows: u64) -> Result<(), Error> {
         let wrong = |source| Error::file("write", path, source);
-        let header = npy::write(Dtype::F64, &[rows]);
+        let header = npy::write(dtype, &[rows]);
         let mut file = File::create(path).map_err(wrong)?;
         file.write_all(&header).map_err(wrong)?;
-        file.set_len(header.len() as u64 + 8 * rows).map_err(wrong)
+        let bytes = header.len() as u64 + dtype.bytes() as u64 * rows;
+        file.set_len(bytes).map_err(wrong)
     }
 
     /// Opens a file that [`create`](Self::create) has made.
@@ -57,22 +77,20 @@ impl FileSink {
         Ok(Self {
             path: path.to_owned(),
             file,
+            dtype: header.dtype,
             data_at: header.data_at,
         })
     }
 }
 
 impl Sink for FileSink {
-    fn write(&self, first_row: u64, values: &Values<'_>) -> Result<u64, Error> {
-        let mut room = Vec::new();
-        let values = values.nearest(&mut room);
-        let bytes: Vec<u8> = values
-            .iter()
-            .flat_map(|value| value.to_le_bytes())
-            .collect();
-        let at = self.data_at + 8 * first_row;
-        let written = self.file.write_all_at(&bytes, at);
-        written.map_err(|source| Error::file("write", &self.path, source))?;
-        Ok(values.len() as u64)
+    fn dtype(&self) -> Dtype {
+        self.dtype
+    }
+
+    fn write_bytes(&self, first_row: u64, bytes: &[u8]) -> Result<(), Error> {
+        let at = self.data_at + self.dtype.bytes() as u64 * first_row;
+        let written = self.file.write_all_at(bytes, at);
+        written.map_err(|source| Error::file("write", &self.path, source))
     }
 }

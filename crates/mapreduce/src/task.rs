@@ -1,6 +1,7 @@
 //! What a job computes, and of what.
 
 use std::path::PathBuf;
+use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
@@ -11,6 +12,7 @@ use crate::kmeans::{Assigned, Centroids};
 use crate::philox::Philox;
 use crate::reduce::{Op, State};
 use crate::sink::{FileSink, Sink as _};
+use crate::sort::{self, Gather, Scatter, Store};
 use crate::topk::{Pick, Top};
 use crate::{Decoded, Dtype, Error, FileSource, Input, Leases, Part, Source, Values};
 
@@ -19,9 +21,6 @@ const BLOCK_BYTES: u64 = 256 << 10;
 
 /// Most inputs that are taken row by row.
 const INPUTS_MAX: usize = crate::expr::COLUMNS.len();
-
-/// Most rows of a part of groups: as many groups of 80 bytes of text fit into a message.
-const GROUPED_ROWS_MAX: u64 = 1 << 19;
 
 /// A job, as its workers get it.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -65,6 +64,10 @@ pub enum Kind {
     GroupBy(Grouping),
     /// The values, written to a `.npy` file that is there in full length.
     Write(PathBuf),
+    /// The first half of a sort.
+    Scatter(Scatter),
+    /// The second half of a sort, without inputs: its rows are buckets.
+    Gather(Gather),
 }
 
 /// What a part gives. Merging two has no rounding and no order.
@@ -80,8 +83,10 @@ pub enum Partial {
     KMeans(Box<Assigned>),
     /// Of [`Kind::GroupBy`].
     GroupBy(Groups),
-    /// Of [`Kind::Write`]: how many values were written.
+    /// Of [`Kind::Write`] and [`Kind::Gather`]: how many values were written.
     Written(u64),
+    /// Of [`Kind::Scatter`]: rows of each bucket.
+    Scattered(Vec<u64>),
 }
 
 impl Partial {
@@ -97,7 +102,24 @@ impl Partial {
             (Self::KMeans(own), Self::KMeans(other)) => own.merge(&other),
             (Self::GroupBy(own), Self::GroupBy(other)) => own.merge(other),
             (Self::Written(own), Self::Written(other)) => *own += other,
+            (Self::Scattered(own), Self::Scattered(other)) => {
+                own.iter_mut()
+                    .zip(other)
+                    .for_each(|(own, other)| *own += other);
+            }
             (own, other) => panic!("results of two tasks: {own:?} and {other:?}"),
+        }
+    }
+
+    /// Cuts it into results that each fit a message: some, and the rest. All merge to it.
+    pub(crate) fn into_pieces(self) -> (Vec<Self>, Self) {
+        match self {
+            Self::GroupBy(groups) => {
+                let (pieces, rest) = groups.into_pieces();
+                let pieces = pieces.into_iter().map(Self::GroupBy);
+                (pieces.collect(), Self::GroupBy(rest))
+            }
+            other => (Vec::new(), other),
         }
     }
 
@@ -110,7 +132,8 @@ impl Partial {
                 | (Self::TopK(_), Kind::TopK(_))
                 | (Self::KMeans(_), Kind::KMeans(_))
                 | (Self::GroupBy(_), Kind::GroupBy(_))
-                | (Self::Written(_), Kind::Write(_))
+                | (Self::Written(_), Kind::Write(_) | Kind::Gather(_))
+                | (Self::Scattered(_), Kind::Scatter(_))
         )
     }
 }
@@ -124,6 +147,7 @@ impl Kind {
             Self::KMeans(_) => "kmeans",
             Self::GroupBy(_) => "groupby",
             Self::Write(_) => "map",
+            Self::Scatter(_) | Self::Gather(_) => "sort",
         }
     }
 
@@ -132,6 +156,7 @@ impl Kind {
         match self {
             Self::Reduce(op) => op.inputs(),
             Self::GroupBy(_) => 2,
+            Self::Gather(_) => 0,
             _ => 1,
         }
     }
@@ -165,6 +190,9 @@ impl Task {
 
     /// Rows that are cut into parts.
     pub fn rows(&self) -> u64 {
+        if let Kind::Gather(gather) = &self.kind {
+            return gather.scatter.buckets() as u64;
+        }
         match &self.origin {
             Origin::Files(inputs) => inputs.first().map_or(0, |input| input.rows),
             Origin::Random { samples, .. } => *samples,
@@ -174,15 +202,18 @@ impl Task {
     /// Rows of a part, when `threads` threads in all compute it.
     pub fn part_rows(&self, threads: u64) -> u64 {
         let rows = Leases::part_rows(self.rows(), threads);
-        match self.kind {
-            // A part's groups are one message.
-            Kind::GroupBy(_) => rows.min(GROUPED_ROWS_MAX),
+        match &self.kind {
+            Kind::Scatter(scatter) => scatter.part_rows,
+            Kind::Gather(_) => 1,
             _ => rows,
         }
     }
 
     /// Bytes that are read.
     pub fn bytes(&self) -> u64 {
+        if let Kind::Gather(gather) = &self.kind {
+            return gather.bytes();
+        }
         self.inputs().iter().map(Input::bytes).sum()
     }
 
@@ -194,7 +225,8 @@ impl Task {
             Kind::TopK(pick) => Partial::TopK(Top::new(*pick)),
             Kind::KMeans(centroids) => Partial::KMeans(Box::new(Assigned::new(centroids))),
             Kind::GroupBy(grouping) => Partial::GroupBy(Groups::new(*grouping)),
-            Kind::Write(_) => Partial::Written(0),
+            Kind::Write(_) | Kind::Gather(_) => Partial::Written(0),
+            Kind::Scatter(scatter) => Partial::Scattered(vec![0; scatter.buckets()]),
         }
     }
 
@@ -211,7 +243,7 @@ impl Task {
         let program = self.map.as_deref().map(|text| Program::parse(text, given));
         let expected = match &self.map {
             // The expression is one column, whatever it is made of.
-            Some(_) if self.kind.columns() == 1 => given.clamp(1, INPUTS_MAX),
+            Some(_) if self.kind.columns() == 1 && !self.sorts() => given.clamp(1, INPUTS_MAX),
             _ => self.kind.columns(),
         };
         if given != expected {
@@ -232,16 +264,26 @@ impl Task {
             });
         }
         let sources = self.inputs().iter().map(Input::open);
-        let sink = match &self.kind {
-            Kind::Write(path) => Some(FileSink::open(path)?),
-            _ => None,
+        let (sink, folder) = match &self.kind {
+            Kind::Write(path) => (Some(FileSink::open(path)?), None),
+            Kind::Gather(gather) => {
+                let sink = FileSink::open(&gather.out)?;
+                (Some(sink), gather.scatter.folder.as_deref())
+            }
+            Kind::Scatter(scatter) => (None, scatter.folder.as_deref()),
+            _ => (None, None),
         };
         Ok(Prepared {
             task: self.clone(),
             sources: sources.collect::<Result<_, _>>()?,
             program: program.transpose()?,
             sink,
+            store: Arc::new(Store::new(folder)),
         })
+    }
+
+    const fn sorts(&self) -> bool {
+        matches!(self.kind, Kind::Scatter(_) | Kind::Gather(_))
     }
 
     fn check_shapes(&self) -> Result<(), Error> {
@@ -267,6 +309,7 @@ pub struct Prepared {
     sources: Vec<FileSource>,
     program: Option<Program>,
     sink: Option<FileSink>,
+    store: Arc<Store>,
 }
 
 /// Room that a thread uses again for each block.
@@ -281,11 +324,26 @@ pub struct Scratch {
 }
 
 impl Prepared {
+    /// Keeps the parts of a sort in `store`, which both halves have.
+    pub fn with_store(mut self, store: Arc<Store>) -> Self {
+        self.store = store;
+        self
+    }
+
     /// Computes a part.
     ///
     /// # Errors
     /// [`Error::File`] when it cannot be read or written.
     pub fn compute(&self, part: Part, scratch: &mut Scratch) -> Result<Partial, Error> {
+        if let Kind::Scatter(scatter) = &self.task.kind {
+            let counts = sort::scatter(scatter, &self.sources[0], part, &self.store)?;
+            return Ok(Partial::Scattered(counts));
+        }
+        if let (Kind::Gather(gather), Some(sink)) = (&self.task.kind, &self.sink) {
+            let buckets = part.start..part.start + part.rows;
+            let rows = buckets.map(|bucket| sort::gather(gather, bucket, &self.store, sink));
+            return Ok(Partial::Written(rows.sum::<Result<u64, Error>>()?));
+        }
         let mut partial = self.task.empty();
         let mut start = part.start;
         let end = part.start + part.rows;
@@ -356,6 +414,7 @@ impl Prepared {
                 let sink = self.sink.as_ref().expect("it is open");
                 *count += sink.write(rows.start, &values[0])?;
             }
+            Partial::Scattered(_) => unreachable!("parts of a sort have no blocks"),
         }
         Ok(())
     }

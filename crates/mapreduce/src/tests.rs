@@ -5,12 +5,47 @@ use std::path::{Path, PathBuf};
 
 use serde::Deserialize;
 
+use crate::groupby::Grouping;
+use crate::hist::Bins;
+use crate::kmeans::Centroids;
+use crate::philox::Philox;
 use crate::reduce::{Op, exact_avg, exact_dot, exact_sum, exact_var};
-use crate::{Crew, Dtype, Input, Journal, Kind, Leases, Origin, Partial, Scratch, Task, Value};
+use crate::sort::Sort;
+use crate::topk::Pick;
+use crate::{
+    Crew, Decoded, Dtype, Error, Input, Journal, Kind, Leases, Origin, Partial, Scratch,
+    Source as _, Task, Value,
+};
 
 #[derive(Deserialize)]
 struct Index {
     arrays: BTreeMap<String, BTreeMap<String, String>>,
+    jobs: Jobs,
+}
+
+/// Other answers of NumPy and `math.fsum`.
+#[derive(Deserialize)]
+struct Jobs {
+    hist: Vec<u64>,
+    topk: TopAnswer,
+    groupby: BTreeMap<u8, String>,
+    kmeans: KMeansAnswer,
+    map: String,
+    /// Hashes of the sorted values' bytes.
+    sort: BTreeMap<String, String>,
+}
+
+#[derive(Deserialize)]
+struct TopAnswer {
+    values: Vec<i128>,
+    indices: Vec<u64>,
+}
+
+#[derive(Deserialize)]
+struct KMeansAnswer {
+    counts: Vec<u64>,
+    inertia: String,
+    centroids: Vec<String>,
 }
 
 fn golden() -> (PathBuf, Index) {
@@ -230,11 +265,235 @@ fn written_columns_are_read_again() {
     let home = tempfile::tempdir().unwrap();
     let path = home.path().join("out.npy");
     let input = Input::npy(&folder.join("normal.npy")).unwrap();
-    crate::FileSink::create(&path, input.rows).unwrap();
+    crate::FileSink::create(&path, Dtype::F64, input.rows).unwrap();
     let mut task = Task::of_files(vec![input], Kind::Write(path.clone()));
     task.map = Some("2 * x".to_owned());
     assert_eq!(run(&task, 2), Partial::Written(3000));
     let sum = reduction(&path, Op::Sum);
     let expected = 2.0 * index.arrays["normal"]["sum"].parse::<f64>().unwrap();
     assert_eq!(value(&sum, &run(&sum, 1)), Value::Float(expected));
+}
+
+#[test]
+fn other_jobs_are_those_of_numpy() {
+    let (folder, Index { jobs, .. }) = golden();
+    let path = |name: &str| folder.join(format!("{name}.npy"));
+    let flat = |name: &str| Input::npy(&path(name)).unwrap().flat();
+
+    let bins = Bins::new(-2.5, 2.5, 16).unwrap();
+    let hist = Task::of_files(vec![flat("normal")], Kind::Hist(bins));
+    let Partial::Hist(counts) = run(&hist, 2) else {
+        panic!("no counts");
+    };
+    assert_eq!(counts.counts(), jobs.hist);
+
+    let pick = Pick {
+        k: 5,
+        largest: true,
+        dtype: Dtype::I64,
+    };
+    let top = Task::of_files(vec![flat("int64")], Kind::TopK(pick));
+    let Partial::TopK(top) = run(&top, 2) else {
+        panic!("no values");
+    };
+    let expected = jobs.topk.values.into_iter().map(Value::Int);
+    let expected: Vec<_> = expected.zip(jobs.topk.indices).collect();
+    assert_eq!(top.values(), expected);
+
+    let grouping = Grouping {
+        op: Op::Sum,
+        keys: Dtype::U8,
+        values: Dtype::F64,
+    };
+    let inputs = vec![flat("uint8"), flat("mixed")];
+    let groups = Task::of_files(inputs, Kind::GroupBy(grouping));
+    let Partial::GroupBy(groups) = run(&groups, 2) else {
+        panic!("no groups");
+    };
+    let text = |(key, value): (i128, Value)| (key, Value::Float(value.as_f64()));
+    let expected = jobs.groupby.iter();
+    let expected =
+        expected.map(|(key, sum)| (i128::from(*key), Value::Float(sum.parse().unwrap())));
+    assert!(groups.values().into_iter().map(text).eq(expected));
+
+    let mut map = Task::of_files(vec![flat("uniform"), flat("normal")], Kind::Reduce(Op::Sum));
+    map.map = Some("x * x - 3 * y".to_owned());
+    assert_eq!(
+        value(&map, &run(&map, 2)),
+        Value::Float(jobs.map.parse().unwrap())
+    );
+}
+
+#[test]
+fn clusters_are_those_of_numpy() {
+    let (folder, Index { jobs, .. }) = golden();
+    let input = Input::npy(&folder.join("float32.npy")).unwrap();
+    let mut bytes = vec![0; 4 * input.row_bytes() as usize];
+    input.open().unwrap().read(0..4, &mut bytes).unwrap();
+    let (mut decoded, mut room) = (Decoded::default(), Vec::new());
+    let first = decoded.decode(input.dtype, &bytes);
+    let mut centroids = Centroids {
+        k: 4,
+        columns: 10,
+        values: first.nearest(&mut room).to_vec(),
+    };
+    for iteration in 1..=5 {
+        let kind = Kind::KMeans(centroids.clone());
+        let task = Task::of_files(vec![input.clone()], kind);
+        let Partial::KMeans(assigned) = run(&task, 2) else {
+            panic!("no clusters");
+        };
+        centroids = assigned.means(&centroids);
+        if iteration == 5 {
+            assert_eq!(assigned.rows(), jobs.kmeans.counts);
+            assert_eq!(Ok(assigned.inertia()), jobs.kmeans.inertia.parse());
+        }
+    }
+    let expected = jobs.kmeans.centroids.iter();
+    let expected: Vec<f64> = expected.map(|text| text.parse().unwrap()).collect();
+    assert_eq!(centroids.values, expected);
+}
+
+/// Memory that is too little for columns of 400,000 f64.
+const LITTLE: u64 = 4 << 20;
+
+fn sorted(input: &Input, out: &Path, threads: usize, memory: u64, journal: Option<&Path>) -> Sort {
+    let sort = Sort {
+        input: input.clone(),
+        out: out.to_owned(),
+        memory,
+        journal: journal.map(Path::to_owned),
+    };
+    let sorted = sort.run(&mut Crew::here(threads), &mut |_, _| {}).unwrap();
+    assert_eq!(sorted.rows, input.rows);
+    assert_eq!(sorted.in_memory, memory > LITTLE && journal.is_none());
+    sort
+}
+
+/// The values of a `.npy` file with one axis.
+fn values_of(path: &Path) -> (Dtype, Vec<u8>) {
+    let input = Input::npy(path).unwrap();
+    let mut bytes = vec![0; input.bytes() as usize];
+    input
+        .open()
+        .unwrap()
+        .read(0..input.rows, &mut bytes)
+        .unwrap();
+    (input.dtype, bytes)
+}
+
+/// FNV-1a, as in scripts/golden/mapreduce.py.
+fn hash(bytes: &[u8]) -> String {
+    let step = |hash: u64, byte: &u8| (hash ^ u64::from(*byte)).wrapping_mul(0x100_0000_01b3);
+    format!("{:016x}", bytes.iter().fold(0xcbf2_9ce4_8422_2325, step))
+}
+
+#[test]
+fn sorted_columns_are_those_of_numpy() {
+    let (folder, Index { jobs, .. }) = golden();
+    let home = tempfile::tempdir().unwrap();
+    let [out, journal] = ["out.npy", "journal"].map(|name| home.path().join(name));
+    for (name, expected) in jobs.sort {
+        let input = Input::npy(&folder.join(format!("{name}.npy")))
+            .unwrap()
+            .flat();
+        for (threads, journal) in [(1, None), (3, Some(&journal))] {
+            sorted(
+                &input,
+                &out,
+                threads,
+                1 << 30,
+                journal.map(PathBuf::as_path),
+            );
+            let (dtype, bytes) = values_of(&out);
+            assert_eq!(dtype, input.dtype);
+            assert_eq!(hash(&bytes), expected, "{name} over {threads} threads");
+        }
+        let left = std::fs::read_dir(home.path()).unwrap().count();
+        assert_eq!(left, 1, "something is left beside {}", out.display());
+    }
+}
+
+/// Columns that samples do not see through: few values, many equal ones, all in order.
+fn columns_to_sort(rows: u64) -> Vec<(&'static str, Vec<f64>)> {
+    let random = Philox::new(41);
+    let column = |f: &dyn Fn(u64) -> f64| (0..rows).map(f).collect();
+    vec![
+        ("any", column(&|i| f64::from_bits(random.word(i, 0)))),
+        ("signs", column(&|i| if i % 3 == 0 { -0.0 } else { 0.0 })),
+        ("few", column(&|i| (random.uniform(i, 0) * 5.0).floor())),
+        ("one", column(&|i| if i == 77 { -1.0 } else { 2.0 })),
+        ("falling", column(&|i| -(i as f64))),
+        ("skewed", column(&|i| (random.uniform(i, 0) * 700.0).exp())),
+    ]
+}
+
+#[test]
+fn sorts_larger_than_memory_have_the_same_bits() {
+    let home = tempfile::tempdir().unwrap();
+    let [path, out, journal] = ["x.raw", "out.npy", "journal"].map(|name| home.path().join(name));
+    let rows = 400_000;
+    for (name, values) in columns_to_sort(rows) {
+        let bytes = |values: &[f64]| -> Vec<u8> {
+            let bytes = values.iter().flat_map(|value| value.to_le_bytes());
+            bytes.collect()
+        };
+        std::fs::write(&path, bytes(&values)).unwrap();
+        let mut expected = values;
+        expected.sort_unstable_by(f64::total_cmp);
+        let input = Input::raw(&path, Dtype::F64, 1).unwrap();
+        for (threads, memory, journal) in [
+            (1, 1 << 30, None),
+            (2, 1 << 30, None),
+            (3, LITTLE, None),
+            (2, LITTLE, Some(journal.as_path())),
+        ] {
+            sorted(&input, &out, threads, memory, journal);
+            let same = values_of(&out).1 == bytes(&expected);
+            assert!(same, "{name} over {threads} threads with {memory} bytes");
+        }
+        assert_eq!(std::fs::read_dir(home.path()).unwrap().count(), 2);
+    }
+}
+
+#[test]
+fn a_sort_goes_on_from_its_journals() {
+    let home = tempfile::tempdir().unwrap();
+    let [path, out, journal] = ["x.raw", "out.npy", "journal"].map(|name| home.path().join(name));
+    let random = Philox::new(42);
+    let bytes: Vec<u8> = (0..300_000)
+        .flat_map(|i| random.word(i, 0).to_le_bytes())
+        .collect();
+    std::fs::write(&path, bytes).unwrap();
+    let input = Input::raw(&path, Dtype::U64, 1).unwrap();
+    sorted(&input, &out, 1, 1 << 30, None);
+    let expected = values_of(&out);
+    let sort = Sort {
+        input,
+        out: out.clone(),
+        memory: LITTLE,
+        journal: Some(journal.clone()),
+    };
+    // Killed after some parts of the first half, and of the second.
+    for stop_after in [3, 8] {
+        let mut parts = 0;
+        let stopped = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+            sort.run(&mut Crew::here(1), &mut |_, _| {
+                parts += 1;
+                assert!(parts < stop_after, "killed");
+            })
+        }));
+        assert!(stopped.is_err() && journal.exists());
+        let mut more = 0;
+        sort.run(&mut Crew::here(2), &mut |_, _| more += 1).unwrap();
+        assert!(more > 0 && values_of(&out) == expected);
+        let mut all = 0;
+        sort.run(&mut Crew::here(1), &mut |_, _| all += 1).unwrap();
+        assert_eq!(more + stop_after, all, "parts were computed twice");
+    }
+    // Without the file that the second half has written to, there is nothing to go on from.
+    let gather = home.path().join("journal.gather0");
+    std::fs::write(&gather, "").unwrap();
+    let gone = sort.run(&mut Crew::here(1), &mut |_, _| {}).unwrap_err();
+    assert!(matches!(gone, Error::Gone { .. }), "{gone}");
 }

@@ -88,7 +88,11 @@ fn compute(channel: &Channel, waiting: &Mutex<Receiver<Work>>) {
         let computed = prepared.compute(part, &mut scratch);
         let sent = computed.and_then(|partial| {
             let part = part.id;
+            let (pieces, partial) = partial.into_pieces();
             // A parent that is gone ends this process by the reader of the channel.
+            for partial in pieces {
+                channel.send(&FromWorker::Piece { job, part, partial })?;
+            }
             Ok(channel.send(&FromWorker::Done { job, part, partial })?)
         });
         if let Err(error) = sent {

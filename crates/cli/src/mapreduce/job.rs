@@ -4,7 +4,8 @@ use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use anyhow::Context;
-use paceline_mapreduce::{Crew, Dtype, Input, Journal, Partial, Processes, Task};
+use paceline_mapreduce::sort::{Sort, Sorted};
+use paceline_mapreduce::{Crew, Dtype, Input, Journal, Kind, Partial, Processes, Task};
 use serde::Serialize;
 
 use super::Columns;
@@ -27,8 +28,11 @@ pub(crate) struct JobArgs {
           value_parser = clap::value_parser!(u16).range(1..=1024))]
     threads: Option<u16>,
     /// Inputs are raw values of this type (f64, f32, i64, u32, ...) instead of .npy files
-    #[arg(long, value_name = "TYPE")]
+    #[arg(long, visible_alias = "dtype", value_name = "TYPE")]
     raw: Option<Dtype>,
+    /// What computes: this machine's CPU. No GPU computes array jobs yet
+    #[arg(long, value_name = "DEVICE", default_value = "auto", value_parser = device)]
+    device: Device,
     /// Keep finished parts in this file, and go on from it if it is there; removed at the end
     #[arg(long, value_name = "FILE")]
     resume: Option<PathBuf>,
@@ -47,6 +51,7 @@ pub(super) struct Figures {
     seconds: f64,
     nodes: u32,
     threads: usize,
+    device: &'static str,
     /// Workers that were lost on the way.
     lost: u32,
 }
@@ -98,6 +103,28 @@ pub(super) struct Running<'a> {
 }
 
 impl Running<'_> {
+    /// Sorts a file.
+    ///
+    /// # Errors
+    /// What is wrong with it, or became of the workers.
+    pub(super) fn sort(&mut self, sort: &Sort) -> anyhow::Result<Sorted> {
+        let mut watch: Option<(bool, Watch)> = None;
+        self.bytes += sort.input.bytes();
+        let sorted = sort.run(&mut self.crew, &mut |task, progress| {
+            let is_second = matches!(task.kind, Kind::Gather(_));
+            if watch
+                .as_ref()
+                .is_none_or(|(second, _)| *second != is_second)
+            {
+                watch = Some((is_second, Watch::new(task)));
+            }
+            if let Some((_, watch)) = &mut watch {
+                watch.hear(progress);
+            }
+        })?;
+        Ok(sorted)
+    }
+
     /// Runs a job.
     ///
     /// # Errors
@@ -133,6 +160,7 @@ impl Running<'_> {
             seconds,
             nodes: self.args.nodes,
             threads: self.args.threads(),
+            device: self.args.device.name(),
             lost,
         })
     }
@@ -171,6 +199,11 @@ impl JobArgs {
         self.resume.is_some()
     }
 
+    /// The file that keeps finished parts.
+    pub(super) fn journal(&self) -> Option<&Path> {
+        self.resume.as_deref()
+    }
+
     /// Starts what computes.
     ///
     /// # Errors
@@ -193,5 +226,28 @@ impl JobArgs {
             start,
             bytes: 0,
         })
+    }
+}
+
+/// What computes array jobs.
+#[derive(Clone, Copy, Debug)]
+enum Device {
+    Cpu,
+}
+
+impl Device {
+    const fn name(self) -> &'static str {
+        match self {
+            Self::Cpu => "cpu",
+        }
+    }
+}
+
+/// The device of this name.
+fn device(name: &str) -> Result<Device, String> {
+    match name {
+        "auto" | "cpu" => Ok(Device::Cpu),
+        "gpu" => Err("array jobs run on no GPU yet, expected auto or cpu".to_owned()),
+        _ => Err("expected auto or cpu".to_owned()),
     }
 }

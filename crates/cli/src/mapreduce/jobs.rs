@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use anyhow::{Context, bail};
+use anyhow::{Context, bail, ensure};
 use paceline_mapreduce::expr::COLUMNS;
 use paceline_mapreduce::groupby::Grouping;
 use paceline_mapreduce::hist::Bins;
@@ -215,8 +215,14 @@ pub(super) fn map(args: &MapArgs) -> anyhow::Result<()> {
     part.push(".part");
     let part = std::path::PathBuf::from(part);
     let task = task(&args.columns, &args.job, Kind::Write(part.clone()))?;
-    if !(args.job.resumes() && part.exists()) {
-        FileSink::create(&part, task.rows())?;
+    let goes_on = args.job.journal().is_some_and(Path::exists);
+    ensure!(
+        !goes_on || part.exists(),
+        "{} is gone, which this job has written in part",
+        part.display()
+    );
+    if !goes_on {
+        FileSink::create(&part, Dtype::F64, task.rows())?;
     }
     let mut running = args.job.start()?;
     let ran = running.run(&task);

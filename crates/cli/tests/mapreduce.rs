@@ -1,0 +1,338 @@
+//! `paceline mapreduce` as a script calls it: the same bits over any number of worker processes,
+//! after a killed worker, and after a job that was killed and resumed.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Child;
+
+use rustix::process::{Pid, Signal, kill_process};
+use serde_json::Value;
+
+use crate::common::home::World;
+use crate::common::{assert_parts, collect, finish, text, until};
+
+/// Rows of the columns: seven parts of the smallest size.
+const ROWS: u64 = 400_000;
+
+/// Samples of a job that is killed: half a second of computing or more.
+const SAMPLES: &str = "10000000";
+
+/// Figures of a run, which differ between two of them.
+const FIGURES: [&str; 9] = [
+    "gb_s",
+    "machine_gb_s",
+    "seconds",
+    "nodes",
+    "threads",
+    "lost",
+    "memory",
+    "buckets",
+    "in_memory",
+];
+
+/// Numbers for tests, from a linear congruence of Knuth.
+fn numbers() -> impl Iterator<Item = u64> {
+    let step = |state: &mut u64| {
+        *state = state.wrapping_mul(6364136223846793005);
+        *state = state.wrapping_add(1442695040888963407);
+        Some(*state ^ *state >> 31)
+    };
+    std::iter::repeat(()).scan(36, move |state, ()| step(state))
+}
+
+/// Writes a `.npy` file.
+fn write_npy(path: &Path, descr: &str, shape: &str, values: &[u8]) {
+    let header = format!("{{'descr': '{descr}', 'fortran_order': False, 'shape': {shape}, }}");
+    let length = (10 + header.len() + 1).next_multiple_of(64) - 10;
+    let mut bytes = b"\x93NUMPY\x01\x00".to_vec();
+    bytes.extend((length as u16).to_le_bytes());
+    bytes.extend(format!("{header:<width$}\n", width = length - 1).bytes());
+    bytes.extend(values);
+    fs::write(path, bytes).unwrap();
+}
+
+/// The last `bytes` bytes of a file: the values of a `.npy` file.
+fn values(path: &Path, bytes: usize) -> Vec<u8> {
+    let all = fs::read(path).unwrap();
+    all[all.len() - bytes..].to_vec()
+}
+
+fn bytes_of(values: impl Iterator<Item = f64>) -> Vec<u8> {
+    values.flat_map(f64::to_le_bytes).collect()
+}
+
+/// A world with columns: values over many binary orders, keys of 1,000 groups, the same rows
+/// shuffled, and points of two axes.
+fn stocked() -> World {
+    let world = World::new();
+    let rows: Vec<(f64, u64)> = numbers()
+        .zip(numbers().skip(7))
+        .take(ROWS as usize)
+        .map(|(a, b)| {
+            let scale = 2f64.powi((b >> 40) as i32 % 60 - 30);
+            (
+                (a >> 11) as f64 * scale * if a & 1 == 0 { 1.0 } else { -1.0 },
+                b % 1000,
+            )
+        })
+        .collect();
+    let mut shuffled = rows.clone();
+    shuffled.sort_by_key(|(value, key)| value.to_bits().rotate_left(17) ^ key << 9);
+    for (rows, [values, keys]) in [
+        (&rows, ["values.npy", "keys.npy"]),
+        (&shuffled, ["values2.npy", "keys2.npy"]),
+    ] {
+        let shape = format!("({ROWS},)");
+        let floats = bytes_of(rows.iter().map(|row| row.0));
+        write_npy(&world.path("models").join(values), "<f8", &shape, &floats);
+        let all: Vec<u8> = rows
+            .iter()
+            .flat_map(|row| (row.1 as i32).to_le_bytes())
+            .collect();
+        write_npy(&world.path("models").join(keys), "<i4", &shape, &all);
+    }
+    let points = bytes_of(rows.iter().map(|row| row.0 % 97.0));
+    let shape = format!("({}, 4)", ROWS / 4);
+    write_npy(
+        &world.path("models").join("points.npy"),
+        "<f8",
+        &shape,
+        &points,
+    );
+    world
+}
+
+fn start(world: &World, args: &[&str]) -> Child {
+    let args = ["mapreduce"].into_iter().chain(args.iter().copied());
+    world.paceline(args.chain(["--json"])).spawn().unwrap()
+}
+
+fn object(child: Child) -> Value {
+    let output = collect(child);
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    serde_json::from_slice(&output.stdout).unwrap()
+}
+
+/// What a job prints, without the figures of the run.
+fn result(mut object: Value) -> Value {
+    let fields = object.as_object_mut().unwrap();
+    fields.retain(|name, _| !FIGURES.contains(&name.as_str()));
+    object
+}
+
+fn json(world: &World, args: &[&str], nodes: &str) -> Value {
+    result(object(start(world, &[args, &["--nodes", nodes]].concat())))
+}
+
+#[test]
+fn jobs_have_the_same_bits_over_any_number_of_nodes() {
+    let world = stocked();
+    for args in [
+        &["reduce", "sum", "values.npy"][..],
+        &["reduce", "var", "values.npy", "--map", "x / 2"],
+        &["hist", "values.npy", "--bins", "20"],
+        &["topk", "values.npy", "-k", "30"],
+        &["groupby", "sum", "keys.npy", "values.npy"],
+        &["groupby", "mean", "keys.npy", "values.npy"],
+        &["kmeans", "points.npy", "-k", "5", "--iterations", "4"],
+    ] {
+        let one = json(&world, args, "1");
+        for nodes in ["2", "3"] {
+            assert_eq!(json(&world, args, nodes), one, "{args:?} over {nodes}");
+        }
+    }
+    let pi = [
+        "montecarlo",
+        "select(x*x + y*y < 1, 4, 0)",
+        "--samples",
+        "1000000",
+    ];
+    let one = json(&world, &pi, "1");
+    assert!((one["value"].as_f64().unwrap() - std::f64::consts::PI).abs() < 0.01);
+    assert_eq!(json(&world, &pi, "4"), one);
+}
+
+#[test]
+fn groups_have_the_same_bits_for_shuffled_rows() {
+    let world = stocked();
+    for op in ["sum", "mean", "min", "max", "count"] {
+        let one = json(&world, &["groupby", op, "keys.npy", "values.npy"], "1");
+        assert_eq!(one["groups"], 1000);
+        let other = json(&world, &["groupby", op, "keys2.npy", "values2.npy"], "2");
+        assert_eq!(one, other, "{op}");
+    }
+}
+
+/// The values of `values.npy` in order.
+fn in_order(world: &World) -> Vec<u8> {
+    let bytes = values(&world.path("models").join("values.npy"), 8 * ROWS as usize);
+    let floats = bytes
+        .as_chunks::<8>()
+        .0
+        .iter()
+        .map(|b| f64::from_le_bytes(*b));
+    let mut floats: Vec<f64> = floats.collect();
+    floats.sort_unstable_by(f64::total_cmp);
+    bytes_of(floats.into_iter())
+}
+
+#[test]
+fn sorted_files_are_in_order_over_nodes_and_beyond_memory() {
+    let world = stocked();
+    let expected = in_order(&world);
+    let out = world.path("models").join("out.npy");
+    for (more, in_memory) in [
+        (&["--threads", "1"][..], true),
+        (&["--memory", "4M"], false),
+        (&["--nodes", "3", "--memory", "8M"], false),
+    ] {
+        let args = [&["sort", "values.npy", "-o", "out.npy"], more].concat();
+        let said = object(start(&world, &args));
+        assert_eq!(said["rows"], ROWS);
+        assert_eq!(said["in_memory"], in_memory, "{more:?}");
+        assert!(values(&out, expected.len()) == expected, "{more:?}");
+        let left = fs::read_dir(world.path("models")).unwrap();
+        assert_eq!(left.count(), 6, "something is left beside out.npy");
+        fs::remove_file(&out).unwrap();
+    }
+}
+
+#[test]
+fn mapped_columns_are_files_that_numpy_reads() {
+    let world = stocked();
+    let args = ["map", "values.npy", "--map", "2 * x", "-o", "out.npy"];
+    let said = json(&world, &args, "2");
+    assert_eq!(said["out"], "out.npy");
+    let bytes = 8 * ROWS as usize;
+    let [before, after] = ["values.npy", "out.npy"].map(|name| {
+        let all = values(&world.path("models").join(name), bytes);
+        let floats = all
+            .as_chunks::<8>()
+            .0
+            .iter()
+            .map(|b| f64::from_le_bytes(*b));
+        floats.collect::<Vec<f64>>()
+    });
+    assert!(before.iter().map(|x| 2.0 * x).eq(after));
+}
+
+#[test]
+fn what_cannot_be_computed_is_refused_by_name() {
+    let world = stocked();
+    fs::write(world.path("models").join("bad.npy"), "\u{93}NUMPY").unwrap();
+    for (args, code, parts) in [
+        (
+            &["reduce", "sum", "values.npy", "--device", "gpu"][..],
+            2,
+            &["--device", "no GPU yet"][..],
+        ),
+        (
+            &["reduce", "sum", "values.npy", "--map", "x; y"],
+            1,
+            &["expected an operator", "character 2"],
+        ),
+        (
+            &["sort", "values.npy", "-o", "o.npy", "--memory", "1000"],
+            1,
+            &["1000 bytes of memory are too few"],
+        ),
+        (
+            &["sort", "values.npy", "-o", "o.npy", "--memory", "much"],
+            2,
+            &["--memory", "expected a number of bytes"],
+        ),
+        (&["sort", "bad.npy", "-o", "o.npy"], 1, &["bad.npy"]),
+        (
+            &["groupby", "sum", "values.npy", "keys.npy"],
+            1,
+            &["by keys of type f64"],
+        ),
+    ] {
+        let output = finish(&mut world.paceline([&["mapreduce"], args].concat()));
+        let said = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(code), "{args:?}: {said}");
+        assert_parts(&args, &said, parts);
+    }
+}
+
+/// Processes whose parent is `parent`.
+#[cfg(target_os = "linux")]
+fn children(parent: u32) -> Vec<u32> {
+    let entries = fs::read_dir("/proc").unwrap();
+    let child = |path: PathBuf| {
+        let stat = fs::read_to_string(path.join("stat")).ok()?;
+        let of: u32 = stat
+            .rsplit_once(')')?
+            .1
+            .split_whitespace()
+            .nth(1)?
+            .parse()
+            .ok()?;
+        let pid = path.file_name()?.to_str()?.parse().ok()?;
+        (of == parent).then_some(pid)
+    };
+    entries
+        .filter_map(|entry| child(entry.unwrap().path()))
+        .collect()
+}
+
+/// Kills a process, which may have ended by itself.
+fn kill(pid: u32) {
+    let pid = Pid::from_raw(pid as i32).unwrap();
+    let _ = kill_process(pid, Signal::KILL);
+}
+
+/// Waits until `done` or the end of a short job.
+fn until_in(job: &mut Child, what: &str, mut done: impl FnMut(u32) -> bool) {
+    let pid = job.id();
+    until(what, || done(pid) || job.try_wait().unwrap().is_some());
+}
+
+#[cfg(target_os = "linux")]
+#[test]
+fn a_killed_worker_changes_no_bit() {
+    let world = stocked();
+    let samples = ["montecarlo", "sin(x) * y", "--samples", SAMPLES];
+    let sort = ["sort", "values.npy", "-o", "out.npy"];
+    let groups = ["groupby", "sum", "keys.npy", "values.npy"];
+    for args in [&samples[..], &sort, &groups] {
+        let alone = json(&world, args, "1");
+        let mut job = start(&world, &[args, &["--nodes", "3"]].concat());
+        until_in(&mut job, "workers", |pid| children(pid).len() == 3);
+        if let Some(worker) = children(job.id()).get(1) {
+            kill(*worker);
+        }
+        let said = object(job);
+        assert!(said["lost"] == 1 || args != samples, "{said}");
+        assert_eq!(result(said), alone, "{args:?}");
+    }
+    let out = values(&world.path("models").join("out.npy"), 8 * ROWS as usize);
+    assert!(out == in_order(&world));
+}
+
+/// How many lines a file has.
+fn lines(path: &Path) -> usize {
+    fs::read(path).map_or(0, |text| text.iter().filter(|c| **c == b'\n').count())
+}
+
+#[test]
+fn a_killed_job_goes_on_where_it_was() {
+    let world = stocked();
+    let journal = world.path("models").join("journal");
+    for (args, nodes) in [
+        (&["montecarlo", "sin(x) * y", "--samples", SAMPLES][..], "2"),
+        (&["sort", "values.npy", "-o", "out.npy"], "2"),
+    ] {
+        let alone = json(&world, args, nodes);
+        let args = [args, &["--resume", "journal", "--nodes", nodes]].concat();
+        let mut job = start(&world, &args);
+        until_in(&mut job, "a part", |_| lines(&journal) > 2);
+        kill(job.id());
+        collect(job);
+        assert!(args[0] == "sort" || lines(&journal) > 2, "it was over");
+        assert_eq!(result(object(start(&world, &args))), alone, "{args:?}");
+        assert!(!journal.exists());
+    }
+    let out = values(&world.path("models").join("out.npy"), 8 * ROWS as usize);
+    assert!(out == in_order(&world));
+}

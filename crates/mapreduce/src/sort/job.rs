@@ -1,0 +1,233 @@
+//! A sort from start to end, by whatever computes.
+
+use std::ffi::OsStr;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use super::{Gather, Plan, Scatter, Store};
+use crate::{Crew, Error, FileSink, Input, Journal, Kind, Partial, Progress, Task};
+
+/// How often splitters are drawn before buckets are found too large.
+const ATTEMPTS: u32 = 4;
+
+/// A file that is to be sorted.
+#[derive(Clone, Debug)]
+pub struct Sort {
+    /// Its values, rows of one.
+    pub input: Input,
+    /// The `.npy` file to write. Beside it lie `OUT.part` and `OUT.sort` while the sort runs.
+    pub out: PathBuf,
+    /// Bytes of memory for all threads together.
+    pub memory: u64,
+    /// Where finished parts are noted, to go on from there.
+    pub journal: Option<PathBuf>,
+}
+
+/// What was sorted.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Sorted {
+    /// Rows that were written.
+    pub rows: u64,
+    /// Buckets that were sorted, each by itself.
+    pub buckets: usize,
+    /// Whether the values stayed in memory; else they were written and read once more.
+    pub in_memory: bool,
+}
+
+impl Sort {
+    /// Sorts. `watch` hears how the halves of the sort go.
+    ///
+    /// # Errors
+    /// [`Error::Memory`], [`Error::Bucket`], [`Error::Gone`], and those of [`Crew::run`].
+    pub fn run(
+        &self,
+        crew: &mut Crew,
+        watch: &mut dyn FnMut(&Task, Progress),
+    ) -> Result<Sorted, Error> {
+        let (input, width) = (&self.input, self.input.dtype.bytes() as u64);
+        let shared = crew.is_processes() || self.journal.is_some();
+        let plan = Plan::new(input.bytes(), width, crew.threads(), self.memory, shared)?;
+        let folder = (!plan.in_memory).then(|| with_end(&self.out, "sort"));
+        if let Some(folder) = &folder {
+            let made = std::fs::create_dir_all(folder);
+            made.map_err(|source| Error::file("make", folder, source))?;
+        }
+        let store = Arc::new(Store::new(folder.as_deref()));
+        let mut overfull = 0;
+        for attempt in 0..ATTEMPTS {
+            let scatter = match self.recorded(attempt) {
+                Some(scatter) => scatter,
+                None => plan.scatter(input, attempt, folder.clone())?,
+            };
+            let mut halves = Halves {
+                sort: self,
+                store: &store,
+                attempt,
+            };
+            let counts = halves.scatter(&scatter, crew, watch)?;
+            if let Some(bytes) = plan.overfull(&counts, width) {
+                overfull = bytes;
+                continue;
+            }
+            let rows = halves.gather(scatter.clone(), &counts, crew, watch)?;
+            self.tidy(folder.as_deref())?;
+            return Ok(Sorted {
+                rows,
+                buckets: scatter.buckets(),
+                in_memory: plan.in_memory,
+            });
+        }
+        self.tidy(folder.as_deref())?;
+        Err(Error::Bucket {
+            bytes: overfull,
+            most: plan.bucket_bytes_max,
+        })
+    }
+
+    /// How a sort that was killed was cut, by more or fewer threads perhaps.
+    fn recorded(&self, attempt: u32) -> Option<Scatter> {
+        let task = Journal::task_of(&self.journal("scatter", attempt)?)?;
+        match task.kind {
+            Kind::Scatter(scatter) => Some(scatter),
+            _ => None,
+        }
+    }
+
+    /// The journal of a half.
+    fn journal(&self, half: &str, attempt: u32) -> Option<PathBuf> {
+        let journal = self.journal.as_ref()?;
+        Some(match (half, attempt) {
+            ("scatter", 0) => journal.clone(),
+            _ => with_end(journal, &format!("{half}{attempt}")),
+        })
+    }
+
+    /// Removes parts and journals.
+    fn tidy(&self, folder: Option<&Path>) -> Result<(), Error> {
+        for attempt in 0..ATTEMPTS {
+            for half in ["scatter", "gather"] {
+                if let Some(journal) = self.journal(half, attempt) {
+                    remove(&journal)?;
+                }
+            }
+        }
+        let Some(folder) = folder else {
+            return Ok(());
+        };
+        let wrong = |source| Error::file("remove", folder, source);
+        for entry in std::fs::read_dir(folder).map_err(wrong)? {
+            let path = entry.map_err(wrong)?.path();
+            if is_part(&path) {
+                remove(&path)?;
+            }
+        }
+        // A folder with a user's files in it stays.
+        let _ = std::fs::remove_dir(folder);
+        Ok(())
+    }
+}
+
+/// The halves of a sort.
+struct Halves<'a> {
+    sort: &'a Sort,
+    store: &'a Arc<Store>,
+    attempt: u32,
+}
+
+impl Halves<'_> {
+    /// Cuts all parts; rows of each bucket.
+    fn scatter(
+        &mut self,
+        scatter: &Scatter,
+        crew: &mut Crew,
+        watch: &mut dyn FnMut(&Task, Progress),
+    ) -> Result<Vec<u64>, Error> {
+        let kind = Kind::Scatter(scatter.clone());
+        let task = Task::of_files(vec![self.sort.input.clone()], kind);
+        match self.half("scatter", &task, crew, watch)? {
+            Partial::Scattered(counts) => Ok(counts),
+            other => unreachable!("parts give counts, not {other:?}"),
+        }
+    }
+
+    /// Sorts all buckets; how many rows were written.
+    fn gather(
+        &mut self,
+        scatter: Scatter,
+        counts: &[u64],
+        crew: &mut Crew,
+        watch: &mut dyn FnMut(&Task, Progress),
+    ) -> Result<u64, Error> {
+        let (out, input) = (&self.sort.out, &self.sort.input);
+        let part = with_end(out, "part");
+        let journal = self.sort.journal("gather", self.attempt);
+        create_part(&part, journal.as_deref(), input)?;
+        let parts = input.rows.div_ceil(scatter.part_rows);
+        let gather = Gather::new(scatter, parts, counts, part.clone());
+        let task = Task::of_files(Vec::new(), Kind::Gather(gather));
+        let Partial::Written(rows) = self.half("gather", &task, crew, watch)? else {
+            unreachable!("buckets are written");
+        };
+        // Without its journal, a half that is killed here is done again, not taken as gone.
+        if let Some(journal) = &journal {
+            remove(journal)?;
+        }
+        let renamed = std::fs::rename(&part, out);
+        renamed.map_err(|source| Error::file("make", out, source))?;
+        Ok(rows)
+    }
+
+    fn half(
+        &self,
+        half: &'static str,
+        task: &Task,
+        crew: &mut Crew,
+        watch: &mut dyn FnMut(&Task, Progress),
+    ) -> Result<Partial, Error> {
+        let path = self.sort.journal(half, self.attempt);
+        let part_rows = task.part_rows(crew.threads());
+        let journal = path.map(|path| Journal::open(&path, task, part_rows));
+        let mut journal = journal.transpose()?;
+        let mut hear = |progress| watch(task, progress);
+        crew.run_stored(task, self.store, journal.as_mut(), &mut hear)
+    }
+}
+
+/// Makes the file of a result, unless a journal says that some of it is there.
+fn create_part(part: &Path, journal: Option<&Path>, input: &Input) -> Result<(), Error> {
+    match journal {
+        Some(journal) if journal.exists() && part.exists() => Ok(()),
+        Some(journal) if journal.exists() => Err(Error::Gone {
+            path: part.to_owned(),
+            journal: journal.to_owned(),
+        }),
+        _ => FileSink::create(part, input.dtype, input.rows),
+    }
+}
+
+/// A path with one more ending.
+fn with_end(path: &Path, end: &str) -> PathBuf {
+    let mut name = path.as_os_str().to_owned();
+    name.push(".");
+    name.push(end);
+    name.into()
+}
+
+/// Whether a file is one that a store has made: `7.part` or, when a worker was killed, `7.1234`.
+fn is_part(path: &Path) -> bool {
+    let is_number = |text: Option<&OsStr>| {
+        let text = text.and_then(OsStr::to_str);
+        text.is_some_and(|text| !text.is_empty() && text.bytes().all(|c| c.is_ascii_digit()))
+    };
+    let end = path.extension();
+    is_number(path.file_stem()) && (end == Some(OsStr::new("part")) || is_number(end))
+}
+
+fn remove(path: &Path) -> Result<(), Error> {
+    match std::fs::remove_file(path) {
+        Err(source) if source.kind() != std::io::ErrorKind::NotFound => {
+            Err(Error::file("remove", path, source))
+        }
+        _ => Ok(()),
+    }
+}

@@ -1,0 +1,307 @@
+//! Sorting: values in the total order of their type, larger than memory and over processes.
+//!
+//! ```text
+//! sample -> splitters     [ .. | s0 | .. | s1 | .. ]      buckets: between and equal to splitters
+//! scatter, a part each    rows -> keys -> the part's keys, bucket by bucket      -> Store
+//! gather, a bucket each   the bucket's keys of all parts -> radix sort -> values -> Sink
+//! ```
+//!
+//! A *key* is a value's bits changed so that unsigned integers order as the values do: integers by
+//! value, floats by IEEE 754's totalOrder (-NaN, -inf, ..., -0, 0, ..., inf, NaN). Equal keys are
+//! equal bits, so a sorted file has the same bits however it was computed. A value that is drawn as
+//! a splitter has a bucket of its own, which is counted and never stored: many equal values cost
+//! no memory. Source of the method: Frazer and McKellar, "Samplesort", JACM 1970.
+//!
+//! [`Plan`] chooses parts and buckets for a limit of memory. [`radix`] sorts a bucket.
+
+mod job;
+mod plan;
+mod radix;
+mod split;
+mod store;
+
+use std::path::PathBuf;
+
+use serde::{Deserialize, Serialize};
+
+pub use job::{Sort, Sorted};
+pub use plan::{MEMORY_MIN, Plan};
+#[cfg(test)]
+pub(crate) use radix::sort as radix_sort;
+pub(crate) use split::Splitters;
+pub use store::Store;
+use store::Wanted;
+
+use crate::{Dtype, Error, FileSource, Part, Sink, Source as _};
+
+/// Most splitters: a bucket's number fits 16 bits.
+pub const SPLITTERS_MAX: usize = 1023;
+
+/// Bytes that are read or written at a time.
+const BLOCK_BYTES: usize = 1 << 18;
+
+/// The first half of a sort: parts are cut into buckets.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Scatter {
+    /// Type of the values.
+    pub dtype: Dtype,
+    /// Keys in ascending order.
+    pub splitters: Vec<u64>,
+    /// Rows of a part.
+    pub part_rows: u64,
+    /// Where parts are stored; `None` in the memory of this process.
+    pub folder: Option<PathBuf>,
+}
+
+/// The second half of a sort: buckets are sorted. Its rows are buckets.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Gather {
+    /// The first half.
+    pub scatter: Scatter,
+    /// How many parts it had.
+    pub parts: u64,
+    /// First row of each bucket, and the number of rows.
+    pub starts: Vec<u64>,
+    /// A `.npy` file that is there in full length.
+    pub out: PathBuf,
+}
+
+impl Scatter {
+    /// How many buckets there are.
+    pub const fn buckets(&self) -> usize {
+        2 * self.splitters.len() + 1
+    }
+}
+
+impl Gather {
+    /// Of a first half whose buckets have `counts` rows.
+    pub fn new(scatter: Scatter, parts: u64, counts: &[u64], out: PathBuf) -> Self {
+        let ends = counts.iter().scan(0, |sum, count| {
+            *sum += count;
+            Some(*sum)
+        });
+        Self {
+            starts: std::iter::once(0).chain(ends).collect(),
+            scatter,
+            parts,
+            out,
+        }
+    }
+
+    /// Bytes of all values.
+    pub(crate) fn bytes(&self) -> u64 {
+        let rows = self.starts.last().copied().unwrap_or(0);
+        rows * self.scatter.dtype.bytes() as u64
+    }
+}
+
+/// How the bits of a type become keys.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Order {
+    Unsigned,
+    Signed,
+    Float,
+}
+
+impl Order {
+    const fn of(dtype: Dtype) -> Self {
+        match dtype {
+            Dtype::F64 | Dtype::F32 => Self::Float,
+            Dtype::I64 | Dtype::I32 | Dtype::I16 | Dtype::I8 => Self::Signed,
+            _ => Self::Unsigned,
+        }
+    }
+
+    /// The key of a value of `N` bytes.
+    #[inline(always)]
+    fn key<const N: usize>(self, value: [u8; N]) -> u64 {
+        let (bits, sign, all) = (number(value), 1 << (8 * N - 1), u64::MAX >> (64 - 8 * N));
+        match self {
+            Self::Unsigned => bits,
+            Self::Signed => bits ^ sign,
+            Self::Float if bits & sign != 0 => bits ^ all,
+            Self::Float => bits | sign,
+        }
+    }
+
+    /// The value of a key.
+    #[inline(always)]
+    fn value<const N: usize>(self, key: u64) -> [u8; N] {
+        let (sign, all) = (1 << (8 * N - 1), u64::MAX >> (64 - 8 * N));
+        bytes(match self {
+            Self::Unsigned => key,
+            Self::Signed => key ^ sign,
+            Self::Float if key & sign != 0 => key ^ sign,
+            Self::Float => key ^ all,
+        })
+    }
+}
+
+/// The number of `N` bytes, little-endian.
+#[inline(always)]
+fn number<const N: usize>(value: [u8; N]) -> u64 {
+    let mut all = [0; 8];
+    all[..N].copy_from_slice(&value);
+    u64::from_le_bytes(all)
+}
+
+/// The lowest `N` bytes of a number.
+#[inline(always)]
+fn bytes<const N: usize>(number: u64) -> [u8; N] {
+    let mut some = [0; N];
+    some.copy_from_slice(&number.to_le_bytes()[..N]);
+    some
+}
+
+/// Calls a function with the bytes of a value as its constant.
+macro_rules! of_width {
+    ($dtype:expr, $function:ident($($arg:expr),*)) => {
+        match $dtype.bytes() {
+            1 => $function::<1>($($arg),*),
+            2 => $function::<2>($($arg),*),
+            4 => $function::<4>($($arg),*),
+            _ => $function::<8>($($arg),*),
+        }
+    };
+}
+use of_width;
+
+/// Cuts a part of `source` into buckets and stores it; rows of each bucket.
+///
+/// # Errors
+/// [`Error::File`].
+pub(crate) fn scatter(
+    scatter: &Scatter,
+    source: &FileSource,
+    part: Part,
+    store: &Store,
+) -> Result<Vec<u64>, Error> {
+    of_width!(scatter.dtype, scatter_keys(scatter, source, part, store))
+}
+
+fn scatter_keys<const N: usize>(
+    scatter: &Scatter,
+    source: &FileSource,
+    part: Part,
+    store: &Store,
+) -> Result<Vec<u64>, Error> {
+    let order = Order::of(scatter.dtype);
+    let mut keys = vec![[0; N]; part.rows as usize];
+    let mut first = part.start;
+    for block in keys.chunks_mut(BLOCK_BYTES / N) {
+        let rows = block.len() as u64;
+        source.read(first..first + rows, block.as_flattened_mut())?;
+        for value in block {
+            *value = bytes(order.key(*value));
+        }
+        first += rows;
+    }
+    let splitters = Splitters::new(&scatter.splitters);
+    let (counts, keys) = splitters.partition(keys);
+    store.put(part.id, &counts, keys.into_flattened())?;
+    Ok(counts)
+}
+
+/// Sorts a bucket and writes it; how many rows it has.
+///
+/// # Errors
+/// [`Error::File`]; [`Error::Changed`] when a part is not stored as it was.
+pub(crate) fn gather(
+    gather: &Gather,
+    bucket: u64,
+    store: &Store,
+    sink: &dyn Sink,
+) -> Result<u64, Error> {
+    of_width!(
+        gather.scatter.dtype,
+        gather_bucket(gather, bucket as usize, store, sink)
+    )
+}
+
+fn gather_bucket<const N: usize>(
+    gather: &Gather,
+    bucket: usize,
+    store: &Store,
+    sink: &dyn Sink,
+) -> Result<u64, Error> {
+    let (start, end) = (gather.starts[bucket], gather.starts[bucket + 1]);
+    let order = Order::of(gather.scatter.dtype);
+    if bucket % 2 == 1 {
+        let value = order.value::<N>(gather.scatter.splitters[bucket / 2]);
+        fill(value, start..end, sink)?;
+        return Ok(end - start);
+    }
+    let mut keys = vec![[0; N]; (end - start) as usize];
+    let wanted = Wanted {
+        parts: gather.parts,
+        buckets: gather.scatter.buckets(),
+        bucket,
+        width: N,
+    };
+    store.collect(&wanted, keys.as_flattened_mut())?;
+    radix::sort(&mut keys);
+    let mut first = start;
+    for block in keys.chunks_mut(BLOCK_BYTES / N) {
+        for key in &mut *block {
+            *key = order.value(number(*key));
+        }
+        sink.write_bytes(first, block.as_flattened())?;
+        first += block.len() as u64;
+    }
+    Ok(end - start)
+}
+
+/// Writes one value to many rows.
+fn fill<const N: usize>(
+    value: [u8; N],
+    rows: std::ops::Range<u64>,
+    sink: &dyn Sink,
+) -> Result<(), Error> {
+    let count = rows.end - rows.start;
+    let block = vec![value; count.min((BLOCK_BYTES / N) as u64) as usize];
+    for first in rows.clone().step_by(block.len().max(1)) {
+        let some = (rows.end - first).min(block.len() as u64) as usize;
+        sink.write_bytes(first, block[..some].as_flattened())?;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn keys_order_as_values_and_come_back() {
+        let floats = [
+            f64::from_bits(u64::MAX), // -NaN
+            f64::NEG_INFINITY,
+            f64::MIN,
+            -1.0,
+            -5e-324,
+            -0.0,
+            0.0,
+            5e-324,
+            1.0,
+            f64::INFINITY,
+            f64::NAN,
+        ];
+        assert!(floats.is_sorted_by(|a, b| a.total_cmp(b).is_lt()));
+        let keys = floats.map(|value| Order::Float.key(value.to_le_bytes()));
+        assert!(keys.is_sorted_by(|a, b| a < b));
+        for (value, key) in floats.iter().zip(keys) {
+            assert_eq!(Order::Float.value(key), value.to_le_bytes());
+        }
+        let singles = [-f32::NAN, -2.5, -0.0, 0.0, 1e-40, f32::INFINITY];
+        let keys = singles.map(|value| Order::Float.key(value.to_le_bytes()));
+        assert!(keys.is_sorted_by(|a, b| a < b) && keys.iter().all(|key| *key >> 32 == 0));
+        for (value, key) in singles.iter().zip(keys) {
+            assert_eq!(Order::Float.value(key), value.to_le_bytes());
+        }
+        let bytes = [i8::MIN, -1, 0, 1, i8::MAX];
+        let keys = bytes.map(|value| Order::Signed.key(value.to_le_bytes()));
+        assert!(keys.is_sorted_by(|a, b| a < b));
+        for (value, key) in bytes.iter().zip(keys) {
+            assert_eq!(Order::Signed.value(key), value.to_le_bytes());
+        }
+    }
+}
