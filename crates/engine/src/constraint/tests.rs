@@ -6,6 +6,7 @@ use paceline_formats::tokenizer::Specials;
 use super::*;
 
 mod calls;
+mod families;
 mod suite;
 
 /// A vocabulary of all bytes, some words, and control tokens.

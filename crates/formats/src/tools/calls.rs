@@ -62,9 +62,7 @@ impl Syntax {
         prompt: &[u32],
         rules: &CallRules<'_>,
     ) -> Result<Option<CallGrammar>, Unsupported> {
-        // The grammars of the other families are not proven against their readers yet.
-        let proven = [Family::JsonTags, Family::QwenXml];
-        let Some(family) = self.family().filter(|family| proven.contains(family)) else {
+        let Some(family) = self.family() else {
             return Ok(None);
         };
         // Text that a control token ends cannot be told from the token's own beginning.
@@ -84,15 +82,28 @@ impl Syntax {
         if rules.tools.is_empty() || is_bare && !is_whole {
             return Ok(None);
         }
+        // An answer of gpt-oss that is no call stands in a channel of its own.
+        if family == Family::Harmony && rules.answer.is_some() && !rules.is_required {
+            return Ok(None);
+        }
+        // Gemma's grammar holds names and form of calls, and their arguments to no schema yet.
+        let is_formal = family == Family::Gemma4;
+        if is_formal && rules.tools.iter().any(is_strict) {
+            return Ok(None);
+        }
         let mut relaxed = Vec::new();
         let tools: Result<Vec<Tool>, Unsupported> = rules
             .tools
             .iter()
             .filter_map(|tool| read(tool, rules, &mut relaxed))
             .collect();
+        let tools = tools?;
+        if is_formal {
+            relaxed = tools.iter().map(unheld).collect();
+        }
         let writer = Writer {
             tokenizer,
-            tools: &tools?,
+            tools: &tools,
             rules,
         };
         let tail = super::detect::tail_of(tokenizer, prompt);
@@ -107,6 +118,17 @@ impl Syntax {
     }
 }
 
+fn is_strict(tool: &Json) -> bool {
+    let function = tool.get("function").unwrap_or(tool);
+    function["strict"] == true || tool["strict"] == true
+}
+
+/// The warning about a tool whose arguments are held to no schema.
+fn unheld(tool: &Tool) -> (String, Unsupported) {
+    let (keyword, place) = ("properties".to_owned(), "#".to_owned());
+    (tool.name.clone(), Unsupported { keyword, place })
+}
+
 fn read(
     tool: &Json,
     rules: &CallRules<'_>,
@@ -114,7 +136,7 @@ fn read(
 ) -> Option<Result<Tool, Unsupported>> {
     let function = tool.get("function").unwrap_or(tool);
     let name = function.get("name")?.as_str()?.to_owned();
-    let is_strict = function["strict"] == true || tool["strict"] == true;
+    let is_strict = is_strict(tool);
     let parameters = function
         .get("parameters")
         .filter(|schema| schema.is_object());
@@ -360,14 +382,22 @@ impl Writer<'_> {
         (name, schema): (&str, &Json),
     ) -> String {
         let is_text = schema["type"] == "string";
-        let open = format!("{}{name}{}", form.key_open, form.key_end);
-        let open = match (form.has_attributes, is_text) {
-            (false, _) => format!("{open}{}", form.value_open),
-            (true, true) => format!("{open} string=\"true\">"),
-            (true, false) => format!("{open} string=\"false\">"),
-        };
+        let key = format!("{}{name}{}", form.key_open, form.key_end);
         let line = if form.trims_line_end { "\n" } else { "" };
-        let (open, close) = (self.literal(&(open + line)), form.value_ends[0]);
+        let open = match (form.has_attributes, is_text) {
+            // Some models write a line end between key and value.
+            (false, _) if !form.value_open.is_empty() => {
+                format!(
+                    "{} WS? {}",
+                    self.literal(&key),
+                    self.literal(form.value_open)
+                )
+            }
+            (false, _) => self.literal(&(key + line)),
+            (true, true) => self.literal(&format!("{key} string=\"true\">")),
+            (true, false) => self.literal(&format!("{key} string=\"false\">")),
+        };
+        let close = form.value_ends[0];
         let choices = schema["enum"].as_array().filter(|_| is_text);
         if let Some(choices) = choices {
             let texts = choices.iter().filter_map(Json::as_str).map(quote);
@@ -399,7 +429,12 @@ impl Writer<'_> {
         } else {
             String::new()
         };
-        let (key, value) = (self.literal(form.key_end), self.literal(form.value_open));
+        let key = self.literal(form.key_end);
+        let value = match form.value_open {
+            "" => String::new(),
+            mark if form.has_attributes => self.literal(mark),
+            mark => format!("WS? {}", self.literal(mark)),
+        };
         let free = self.free_text(rule, form.value_ends[0]);
         format!(
             "{rule}: {open} /[A-Za-z0-9_.-]{{1,64}}/ {key} {string} {value} {rule}v WS?\n{free}"
@@ -414,16 +449,18 @@ impl Writer<'_> {
     fn gemma(&self) -> String {
         let mark = self.literal(super::gemma::QUOTE);
         let call = |tool: &Tool, _| quote(&format!("call:{}", tool.name));
-        let names = self.alternatives(call);
+        let (names, text) = (
+            self.alternatives(call),
+            self.free_text("text", super::gemma::QUOTE),
+        );
         format!(
-            "call: ({names}) object\n\
+            "call: ({names}) object\n{text}\
              object: \"{{\" (pair (\",\" pair)*)? \"}}\"\n\
              pair: /[A-Za-z_$][A-Za-z0-9_.$-]{{0,63}}/ \":\" value\n\
              value: text | NUMBER | \"true\" | \"false\" | \"null\" | object | list\n\
              list: \"[\" (value (\",\" value)*)? \"]\"\n\
              NUMBER: /-?(0|[1-9][0-9]*)(\\.[0-9]+)?([eE][+-]?[0-9]+)?/\n\
-             text: {mark} TEXT? {mark}\n\
-             TEXT: /(?s:[^<]|<[^|])+/\n"
+             text: {mark} textv\n"
         )
     }
 

@@ -470,11 +470,16 @@ fn an_answer_may_be_a_call_or_of_a_schema() {
 
 #[test]
 fn models_whose_calls_no_grammar_holds_say_so() {
-    let model = || -> Model { tiny::model_with("{{ tools }}{{ messages }}<|python_tag|>") };
+    let model = || -> Model { tiny::model_with("{{ tools }}{{ messages }}<|tool_call>") };
     let rig = Rig::of(model());
     rig.post(CHAT, &with_tool("")).ok("auto");
-    let (status, _, param, message) =
-        refusal(rig.post(CHAT, &with_tool(r#","tool_choice":"required""#)));
+    let (status, _, param, message) = refusal(
+        rig.post(
+            CHAT,
+            &with_tool(r#","tool_choice":"required""#)
+                .replace("\"parameters\"", "\"strict\":true,\"parameters\""),
+        ),
+    );
     assert_eq!(
         (status, param.as_deref()),
         (400, Some("tool_choice")),

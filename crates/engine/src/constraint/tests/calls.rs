@@ -1,9 +1,10 @@
 //! Grammars of calls: what a family's reader takes for a call passes, and nothing else does.
 
 use paceline_formats::chat::ChatTemplate;
-use paceline_formats::tools::{CallRules, Event, ReaderOptions, Syntax};
+use paceline_formats::tools::{CallGrammar, CallRules, Event, Family, ReaderOptions, Syntax};
 use serde_json::{Value as Json, json};
 
+use super::families::{CASES, Case};
 use super::*;
 
 fn tools() -> Vec<Json> {
@@ -25,46 +26,9 @@ fn tools() -> Vec<Json> {
         .to_vec()
 }
 
-/// A family: markers of its template, its control tokens, calls that pass, calls that do not.
-struct Case {
-    template: &'static str,
-    controls: &'static [&'static str],
-    calls: &'static [&'static str],
-    broken: &'static [&'static str],
-}
-
-const CASES: [Case; 2] = [
-    Case {
-        template: "<tool_call> </think>",
-        controls: &[],
-        calls: &[
-            "<tool_call>\n{\"name\": \"look\", \"arguments\": {\"city\": \"<b>\", \"days\": 3}}\n</tool_call>",
-            "<tool_call>{\"name\":\"run\",\"arguments\":{\"code\":\"a\\nb\"}}</tool_call>",
-        ],
-        broken: &[
-            "<tool_call>\n{\"name\": \"other\"",
-            "<tool_call>\n{\"name\": \"look\", \"arguments\": {\"days\"",
-            "<tool_call>\n{\"name\": \"look\", \"arguments\": {\"city\": \"x\"}}x",
-        ],
-    },
-    Case {
-        template: "<tool_call> <function= <parameter= </think>",
-        controls: &[],
-        calls: &[
-            "<tool_call>\n<function=look>\n<parameter=city>\nKöln < 3\n</parameter>\n<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>",
-            "<tool_call>\n<function=run>\n<parameter=code>\nif a:\n  b\n</parameter>\n</function>\n</tool_call>",
-            "<tool_call>\n<function=look>\n<parameter=city>\nB\n</parameter>\n<parameter=unit>\nc\n</parameter>\n</function>\n</tool_call>",
-        ],
-        broken: &[
-            "<tool_call>\n<function=other>",
-            "<tool_call>\n<function=look>\n<parameter=unit>\n",
-            "<tool_call>\n<function=look>\n<parameter=city>\nx\n</parameter>\n<parameter=days>\nx",
-        ],
-    },
-];
-
 impl Case {
-    fn constraint(&self, tokenizer: &Tokenizer, is_required: bool) -> Constraint {
+    /// `None` where nothing marks a call that may be left out.
+    fn constraint(&self, tokenizer: &Tokenizer, is_required: bool) -> Option<Constraint> {
         let tools = tools();
         let rules = CallRules {
             tools: &tools,
@@ -73,22 +37,22 @@ impl Case {
             has_any_arguments: false,
             answer: None,
         };
-        let grammar = self
-            .syntax()
-            .constraint(tokenizer, &[], &rules)
-            .unwrap()
-            .unwrap();
+        let grammar = self.syntax().constraint(tokenizer, &[], &rules).unwrap()?;
         let relaxed: Vec<&str> = grammar
             .relaxed
             .iter()
             .map(|(_, u)| u.keyword.as_str())
             .collect();
         assert_eq!(relaxed, ["uniqueItems"]);
-        grammar.constraint
+        Some(grammar.constraint)
     }
 
     fn syntax(&self) -> Syntax {
         Syntax::of(&ChatTemplate::new(self.template).unwrap())
+    }
+
+    fn is(&self, family: Family) -> bool {
+        self.syntax().family() == Some(family)
     }
 
     /// The calls that the reader finds.
@@ -122,8 +86,13 @@ fn an_answer_of_a_schema_stands_beside_calls() {
             has_any_arguments: false,
             answer: Some(&schema),
         };
-        let grammar = case.syntax().constraint(&tokenizer, &[], &rules);
-        let constraint = grammar.unwrap().unwrap().constraint;
+        let grammar = case.syntax().constraint(&tokenizer, &[], &rules).unwrap();
+        if case.is(Family::Harmony) {
+            // Its answers stand in a channel, which no grammar of both has yet.
+            assert!(grammar.is_none());
+            continue;
+        }
+        let constraint = grammar.unwrap().constraint;
         let passed = |text: &str| passes(&grammars, &tokenizer, &constraint, text);
         assert_eq!(passed(case.calls[0]), Some(true), "{constraint:?}");
         assert_eq!(passed(r#"{"n": 1}"#), Some(true));
@@ -173,7 +142,10 @@ fn what_the_reader_takes_for_a_call_passes() {
         let tokenizer = crate::engine::tests::tiny::byte_tokenizer(case.controls);
         let grammars = Grammars::new(&tokenizer, tokenizer.vocab_size()).unwrap();
         for is_required in [false, true] {
-            let constraint = case.constraint(&tokenizer, is_required);
+            let Some(constraint) = case.constraint(&tokenizer, is_required) else {
+                assert!(!is_required && case.is(Family::Llama3), "{}", case.template);
+                continue;
+            };
             grammars
                 .check(&constraint)
                 .unwrap_or_else(|e| panic!("{e}: {constraint:?}"));
@@ -189,5 +161,158 @@ fn what_the_reader_takes_for_a_call_passes() {
             let words = passes(&grammars, &tokenizer, &constraint, "Words.");
             assert_eq!(words.is_some(), !is_required, "{}", case.template);
         }
+    }
+}
+
+/// A number below `n`, from a state that goes on (xorshift, Marsaglia 2003).
+fn draw(state: &mut u64, n: usize) -> usize {
+    *state ^= *state << 13;
+    *state ^= *state >> 7;
+    *state ^= *state << 17;
+    (*state % n as u64) as usize
+}
+
+/// Ends of free texts, which chance alone would never write.
+const ENDS: [&str; 6] = [
+    "</arg_value>",
+    "\n</parameter>",
+    "</parameter>",
+    "</｜DSML｜parameter>",
+    "</think>",
+    "\"}",
+];
+
+/// The next byte or control token: what was begun goes on, else chance decides; marks are likelier,
+/// since texts go on for ever when each byte is as probable as the others.
+fn choose(allowed: &[u32], begun: &mut Vec<u8>, state: &mut u64) -> u32 {
+    if begun.is_empty() && draw(state, 8) == 0 {
+        *begun = ENDS[draw(state, ENDS.len())].bytes().rev().collect();
+    }
+    if let Some(byte) = begun.pop() {
+        if allowed.contains(&byte.into()) {
+            return byte.into();
+        }
+        begun.clear();
+    }
+    let is_control = |id: u32| id > 256;
+    let is_mark = |id: u32| is_control(id) || b"<>{}[]\":,/\n|=ao".contains(&(id as u8));
+    let is_plain = |id: u32| is_control(id) || id < 127;
+    let pick = |is: &dyn Fn(u32) -> bool| -> Vec<u32> {
+        allowed.iter().copied().filter(|id| is(*id)).collect()
+    };
+    let (marks, plain) = (pick(&is_mark), pick(&is_plain));
+    let pool = match draw(state, 4) {
+        1.. if !marks.is_empty() => &marks,
+        _ if !plain.is_empty() => &plain,
+        _ => allowed,
+    };
+    pool[draw(state, pool.len())]
+}
+
+/// An answer that is drawn token by token from what the grammar allows; `None` if it does not end
+/// soon.
+fn drawn(
+    grammars: &Grammars,
+    tokenizer: &Tokenizer,
+    constraint: &Constraint,
+    state: &mut u64,
+) -> Option<String> {
+    const TOKENS: usize = 800;
+    let (vocab, end) = (tokenizer.vocab_size(), tokenizer.eos().unwrap());
+    let mut guide = grammars.guide(constraint.clone()).unwrap();
+    let (mut answer, mut begun) = (Vec::new(), Vec::new());
+    for _ in 0..TOKENS {
+        let allowed: Vec<u32> = match guide.allowed(vocab) {
+            Allowed::Only(mask) => {
+                let ids = 0..vocab as u32;
+                ids.filter(|id| mask.is_allowed(*id)).collect()
+            }
+            _ => return None,
+        };
+        if allowed.contains(&end) {
+            return String::from_utf8(answer).ok();
+        }
+        let token = choose(&allowed, &mut begun, state);
+        match u8::try_from(token) {
+            Ok(byte) => answer.push(byte),
+            Err(_) => answer.extend(tokenizer.token_text(token).unwrap().bytes()),
+        }
+        guide.accept(token, tokenizer);
+    }
+    None
+}
+
+/// A family's reader finds calls of these tools in every answer that its grammar lets through.
+#[test]
+fn what_passes_is_a_call_for_the_reader() {
+    const DRAWS: usize = 16;
+    for case in &CASES {
+        let tokenizer = crate::engine::tests::tiny::byte_tokenizer(case.controls);
+        let grammars = Grammars::new(&tokenizer, tokenizer.vocab_size()).unwrap();
+        let constraint = case.constraint(&tokenizer, true).unwrap();
+        let mut state = 0x2545_f491_4f6c_dd1d;
+        let draw = |_| drawn(&grammars, &tokenizer, &constraint, &mut state);
+        let answers: Vec<String> = (0..DRAWS).filter_map(draw).collect();
+        assert!(answers.len() > DRAWS / 4, "{}: {answers:?}", case.template);
+        for answer in answers {
+            assert!(case.read(&answer) > 0, "{}: {answer}", case.template);
+        }
+    }
+}
+
+/// Gemma's calls are held to the names of tools and to their form.
+#[test]
+fn gemmas_calls_are_held_to_their_form() {
+    let controls = [
+        "<|tool_call>",
+        "<tool_call|>",
+        "<|\"|>",
+        "<|channel>",
+        "<channel|>",
+    ];
+    let case = Case {
+        template: "<|tool_call> <channel|>",
+        controls: &[],
+        calls: &[],
+        broken: &[],
+    };
+    let strict = tools();
+    for controls in [&controls[..], &[]] {
+        let tokenizer = crate::engine::tests::tiny::byte_tokenizer(controls);
+        let grammars = Grammars::new(&tokenizer, tokenizer.vocab_size()).unwrap();
+        let rules = CallRules {
+            tools: &strict[1..],
+            is_required: true,
+            is_parallel: true,
+            has_any_arguments: false,
+            answer: None,
+        };
+        let grammar = case.syntax().constraint(&tokenizer, &[], &rules);
+        let CallGrammar {
+            constraint,
+            relaxed,
+        } = grammar.unwrap().unwrap();
+        assert_eq!(relaxed[0].1.keyword, "properties");
+        let passed = |text: &str| passes(&grammars, &tokenizer, &constraint, text);
+        for call in [
+            "<|tool_call>call:run{code:<|\"|>a < \"b\"\n<|\"|>,n:[1,-2.5,true,null]}<tool_call|>",
+            "<|tool_call>call:run{}<tool_call|><|tool_call>call:run{a:{b:<|\"|><|\"|>}}<tool_call|>",
+        ] {
+            assert_eq!(passed(call), Some(true), "{call}\n{constraint:?}");
+            assert!(case.read(call) > 0, "{call}");
+        }
+        for broken in [
+            "Words.",
+            "<|tool_call>call:look",
+            "<|tool_call>call:run{a:b",
+        ] {
+            assert_eq!(passed(broken), None, "{broken}");
+        }
+        let rules = CallRules {
+            tools: &strict,
+            ..rules
+        };
+        let grammar = case.syntax().constraint(&tokenizer, &[], &rules);
+        assert!(grammar.unwrap().is_none());
     }
 }
