@@ -2,12 +2,12 @@
 
 use std::path::Path;
 
+use paceline_cluster::machine;
 use paceline_mapreduce::Dtype;
 use paceline_mapreduce::sort::Sort;
 use serde::Serialize;
 
 use super::SortArgs;
-use crate::machine;
 
 /// Memory when the system does not say how much is available.
 const MEMORY: u64 = 1 << 30;
