@@ -19,7 +19,8 @@
 //! - [`sum`]: exact sums of columns at the speed of memory.
 //! - [`Source`], [`Sink`], [`Input`], [`Dtype`], [`npy`]: where rows come from and go.
 //! - [`Task`]: what is computed. [`reduce`], [`hist`], [`topk`], [`kmeans`], [`groupby`],
-//!   [`sort`]: the kinds of it. [`expr`]: expressions of users. [`philox`]: random numbers by counter.
+//!   [`sort`]: the kinds of it. [`expr`]: expressions of users. [`philox`]: random numbers by
+//!   counter.
 //! - [`Leases`]: which part is computed where. [`Crew`]: jobs from start to end. [`Journal`]: what
 //!   is done, for a job that was killed. [`worker`]: the other side of the control channel.
 //!
