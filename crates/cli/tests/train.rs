@@ -27,16 +27,24 @@ fn data(world: &World) -> String {
 
 fn args<'a>(data: &'a str, output: &'a str, more: &[&'a str]) -> Vec<String> {
     let model = model();
-    let fixed = [
-        "--method", "lora", "--rank", "4", "--batch", "6", "--seed", "3",
-    ];
+    let method: &[&str] = if more.contains(&"--method") {
+        &[]
+    } else {
+        &["--method", "lora"]
+    };
+    let fixed = ["--rank", "4", "--batch", "6", "--seed", "3"];
     let rate: &[&str] = if more.contains(&"--lr") {
         &[]
     } else {
         &["--lr", "1e-2"]
     };
     let all = ["train", &model, "--data", data, "--output", output];
-    let all = all.iter().chain(&fixed).chain(rate).chain(more);
+    let all = all
+        .iter()
+        .chain(method)
+        .chain(&fixed)
+        .chain(rate)
+        .chain(more);
     all.map(|arg| (*arg).to_owned()).collect()
 }
 
