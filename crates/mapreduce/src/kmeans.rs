@@ -17,6 +17,54 @@ pub const CELLS_MAX: u64 = 1 << 16;
 /// Centroids whose distances are computed together.
 const LANES: usize = 16;
 
+/// Rows after which cells are emptied: [`Cell`] has room for as many.
+const CELL_ROWS: usize = 1 << 13;
+
+/// How far a value's exponent may lie above a cell's unit: 53 bits of mantissa, 13 bits of rows and
+/// a sign fit 127 bits.
+const CELL_EXPONENTS: i32 = 58;
+
+/// The exact sum of some values whose exponents are near each other.
+#[derive(Clone, Copy, Debug, Default)]
+struct Cell {
+    units: i128,
+    /// Biased exponent of the unit; `None` before the first value.
+    exponent: Option<i32>,
+}
+
+impl Cell {
+    /// Adds a finite value, if the cell holds it. The sign of -0 is for a full sum.
+    #[inline(always)]
+    fn add(&mut self, value: f64) -> bool {
+        let bits = value.to_bits();
+        if bits == 1 << 63 {
+            return false;
+        }
+        let exponent = (bits >> 52 & 0x7ff) as i32;
+        let mantissa = bits & ((1 << 52) - 1) | u64::from(exponent > 0) << 52;
+        let exponent = exponent.max(1);
+        let unit = *self.exponent.get_or_insert(exponent - CELL_EXPONENTS / 2);
+        let shift = exponent - unit;
+        if !(0..=CELL_EXPONENTS).contains(&shift) {
+            return false;
+        }
+        let units = i128::from(mantissa) << shift;
+        self.units += if bits >> 63 == 0 { units } else { -units };
+        true
+    }
+
+    fn empty_into(&mut self, sum: &mut ExactSum) {
+        let Self { units, exponent } = std::mem::take(self);
+        let Some(exponent) = exponent else {
+            return;
+        };
+        let unit = exponent - 1075;
+        sum.add_scaled((units as u32).into(), unit);
+        sum.add_scaled(((units >> 32) as u32).into(), unit + 32);
+        sum.add_scaled((units >> 64) as i64, unit + 64);
+    }
+}
+
 /// Points that rows are compared with: `(k, d)`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Centroids {
@@ -74,18 +122,34 @@ impl Assigned {
         let mut room = Vec::new();
         let columns = self.columns as usize;
         let lanes = transposed(centroids);
-        for row in values.nearest(&mut room).chunks_exact(columns) {
-            let (nearest, distance) = nearest(row, &lanes, centroids.k as usize);
-            if !distance.is_finite() {
-                self.skipped += 1;
-                continue;
+        let mut cells = vec![Cell::default(); self.sums.len()];
+        for rows in values
+            .nearest(&mut room)
+            .chunks(CELL_ROWS.saturating_mul(columns))
+        {
+            for row in rows.chunks_exact(columns) {
+                let (nearest, distance) = nearest(row, &lanes, centroids.k as usize);
+                self.assign(row, nearest, distance, &mut cells);
             }
-            self.rows[nearest] += 1;
-            self.inertia.add(distance);
-            let sums = &mut self.sums[nearest * columns..][..columns];
-            sums.iter_mut()
-                .zip(row)
-                .for_each(|(sum, value)| sum.add(*value));
+            for (cell, sum) in cells.iter_mut().zip(&mut self.sums) {
+                cell.empty_into(sum);
+            }
+        }
+    }
+
+    fn assign(&mut self, row: &[f64], nearest: usize, distance: f64, cells: &mut [Cell]) {
+        if !distance.is_finite() {
+            self.skipped += 1;
+            return;
+        }
+        self.rows[nearest] += 1;
+        self.inertia.add(distance);
+        let range = nearest * row.len()..(nearest + 1) * row.len();
+        let sums = &mut self.sums[range.clone()];
+        for ((cell, sum), value) in cells[range].iter_mut().zip(sums).zip(row) {
+            if !cell.add(*value) {
+                sum.add(*value);
+            }
         }
     }
 
@@ -127,11 +191,11 @@ fn transposed(centroids: &Centroids) -> Vec<[f64; LANES]> {
     lanes
 }
 
-/// The nearest of `k` centroids, and its squared distance.
+/// The nearest of `k` centroids, and its squared distance. Each lane keeps its nearest one.
 #[inline(always)]
 fn nearest_lanes(row: &[f64], lanes: &[[f64; LANES]], k: usize) -> (usize, f64) {
-    let mut best = (0, f64::INFINITY);
-    for (group, centroids) in lanes.chunks_exact(row.len()).enumerate() {
+    let (mut best, mut group_of) = ([f64::INFINITY; LANES], [0u64; LANES]);
+    for (group, centroids) in (0..).zip(lanes.chunks_exact(row.len())) {
         let mut sums = [0.0; LANES];
         for (x, coordinates) in row.iter().zip(centroids) {
             for i in 0..LANES {
@@ -139,15 +203,20 @@ fn nearest_lanes(row: &[f64], lanes: &[[f64; LANES]], k: usize) -> (usize, f64) 
                 sums[i] += difference * difference;
             }
         }
-        let least = sums
-            .iter()
-            .fold(f64::INFINITY, |a, b| if *b < a { *b } else { a });
-        if least < best.1 {
-            let lane = sums.iter().position(|sum| *sum == least).unwrap_or(0);
-            best = (group * LANES + lane, least);
+        for i in 0..LANES {
+            let is_nearer = sums[i] < best[i];
+            best[i] = if is_nearer { sums[i] } else { best[i] };
+            group_of[i] = if is_nearer { group } else { group_of[i] };
         }
     }
-    (best.0.min(k - 1), best.1)
+    let least = best.iter().fold(f64::INFINITY, |a, b| a.min(*b));
+    let mut nearest = u64::MAX;
+    for i in 0..LANES {
+        let centroid = group_of[i] * LANES as u64 + i as u64;
+        let is_it = best[i] == least;
+        nearest = nearest.min(if is_it { centroid } else { u64::MAX });
+    }
+    ((nearest as usize).min(k - 1), least)
 }
 
 for_each_cpu!(
@@ -187,6 +256,37 @@ mod tests {
             assert_eq!(assigned.rows(), expected);
             assert_eq!(assigned.inertia(), inertia);
         }
+    }
+
+    #[test]
+    fn cells_have_the_sums_of_the_definition() {
+        let random = Philox::new(13);
+        let one = Centroids {
+            k: 1,
+            columns: 1,
+            values: vec![0.0],
+        };
+        // From one size to all finite ones whose squares are finite.
+        for range in [0.0, 50.0, 200.0, 1000.0] {
+            let value = |i: u64| match i % 40 {
+                0 => -0.0,
+                1 => f64::from_bits(random.word(i, 2) >> 13),
+                _ => {
+                    let scale = ((random.uniform(i, 0) - 0.5) * range) as i32;
+                    (random.uniform(i, 1) - 0.5) * 2f64.powi(scale)
+                }
+            };
+            let rows: Vec<f64> = (0..30_000).map(value).collect();
+            let mut defined = ExactSum::new();
+            defined.extend(rows.iter().copied());
+            let mut assigned = Assigned::new(&one);
+            assigned.take(&Values::Floats(&rows), &one);
+            assert_eq!(assigned.sums[0].to_bytes(), defined.to_bytes(), "{range}");
+        }
+        let (mut sum, mut assigned) = (ExactSum::new(), Assigned::new(&one));
+        sum.extend([-0.0; 5]);
+        assigned.take(&Values::Floats(&[-0.0; 5]), &one);
+        assert_eq!(assigned.sums[0].to_bytes(), sum.to_bytes());
     }
 
     #[test]
