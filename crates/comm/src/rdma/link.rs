@@ -110,6 +110,8 @@ pub(super) struct Link {
     hungry: Option<u64>,
     gone: bool,
     broken: Option<Arc<RdmaError>>,
+    /// It broke with messages under way: the peer may wait for them.
+    cut: bool,
     /// Why the first of several cables is dead.
     lost: Option<Arc<RdmaError>>,
 }
@@ -147,6 +149,7 @@ impl Link {
             hungry: None,
             gone: false,
             broken: None,
+            cut: false,
             lost: None,
         }
     }
@@ -179,6 +182,11 @@ impl Link {
     /// Why it carries nothing any more.
     pub(super) fn broken(&self) -> Option<&Arc<RdmaError>> {
         self.broken.as_ref()
+    }
+
+    /// Whether it broke before the peer had all that was sent.
+    pub(super) const fn is_cut(&self) -> bool {
+        self.cut
     }
 
     /// Why a cable carries nothing any more, although others do.
@@ -228,6 +236,7 @@ impl Link {
 
     fn break_with(&mut self, error: RdmaError) {
         self.broken.get_or_insert(Arc::new(error));
+        self.cut |= self.outgoing.iter().any(|lane| !lane.flights.is_empty());
         // What is under way completes with an error, or never; it is not waited for.
         for cable in &self.cables {
             let _ = cable.pair().fail();

@@ -268,6 +268,11 @@ impl Kept for Links {
         self.sockets.close();
     }
 
+    fn cut(&self) -> Option<usize> {
+        let is_cut = |peer: &usize| self.link(*peer).is_some_and(|link| link.is_cut());
+        (0..self.links.len()).find(is_cut)
+    }
+
     fn has_wire(&self) -> bool {
         self.links.iter().any(Option::is_some) || self.sockets.has_wire()
     }

@@ -45,6 +45,12 @@ pub(crate) trait Kept: Transport {
     /// Gives back what is of no use any more. Called now and then.
     fn tidy(&self) {}
 
+    /// A peer whose link broke with messages under way. The rank that sent them may have completed
+    /// its call, so nothing but the control lane can tell the peer not to wait.
+    fn cut(&self) -> Option<usize> {
+        None
+    }
+
     /// Whether bytes to some peer leave this machine, or a device moves them.
     fn has_wire(&self) -> bool;
 }
@@ -169,6 +175,10 @@ pub(super) fn keep<T: Kept>(group: &Linked<T>, silence: Duration) {
         if now >= next_look {
             group.tend();
             group.transport().tidy();
+            if let Some(peer) = group.transport().cut() {
+                let (cause, at) = (Cause::Left(rank(peer)), 0);
+                group.poison(News { cause, at });
+            }
             // A group that failed has no door: who comes most likely means the next one.
             if group.status_cause().is_none() {
                 controls.door.answer();
