@@ -448,12 +448,13 @@ pub(crate) const COMPLETION: &[Field] = &[
     Field::new(
         "logprobs",
         Integer { min: 0, max: 5 },
-        "Tells log-probabilities of the answer's tokens and of so many most probable ones.",
+        "Tells log-probabilities of the answer's tokens and of so many most probable ones; with \
+         echo of the prompt's too, null for the first.",
     ),
     Field::new(
         "echo",
         Boolean,
-        "Puts the prompt before the answer; not with logprobs. Default false.",
+        "Puts the prompt before the answer. Default false.",
     ),
     USER,
     Field::new(

@@ -562,12 +562,6 @@ const COMPLETIONS: &[Bad] = &[
         "no tokens that fill a hole",
     ),
     (
-        r#""echo":true,"logprobs":0"#,
-        "conflicting_parameters",
-        "echo",
-        "with logprobs",
-    ),
-    (
         r#""messages":[]"#,
         "unknown_parameter",
         "messages",
