@@ -269,6 +269,29 @@ fn log_probabilities_of_a_text_agree_with_numpy() {
     }
 }
 
+/// What an echo tells of a prompt, against `transformers` (`scripts/golden/echo.py`).
+#[test]
+fn scores_of_a_prompt_agree_with_transformers() {
+    let Some(path) = path("scores_of_a_prompt_agree_with_transformers") else {
+        return;
+    };
+    let golden = include_str!("../../../../../tests-data/golden/echo.json");
+    let golden: serde_json::Value = serde_json::from_str(golden).unwrap();
+    let ids = golden["ids"].as_array().unwrap().iter();
+    let ids: Vec<u32> = ids.map(|id| id.as_u64().unwrap() as u32).collect();
+    let expected = golden["logprobs"].as_array().unwrap();
+    assert!(expected[0].is_null());
+    let scored = Request {
+        prompt_logprobs: true,
+        ..request(ids, 0, SamplingParams::default())
+    };
+    let scores = alone(&load_f32(&path), &scored, 5 * PAGE).scores.unwrap();
+    assert_eq!(scores.len() + 1, expected.len());
+    for (score, expected) in scores.iter().zip(&expected[1..]) {
+        assert_close(score.logprob, expected.as_f64().unwrap() as f32);
+    }
+}
+
 /// The figures in the documentation of `sampling::FIRST_CUT`.
 #[test]
 fn most_top_p_cuts_need_few_candidates() {
