@@ -15,6 +15,8 @@ const MAX_FFN: u64 = 1 << 15;
 const MAX_LAYERS: u64 = 1 << 8;
 const MAX_VOCAB: u64 = 1 << 22;
 const MAX_POSITIONS: u64 = 1 << 14;
+/// Of decoders that make vectors: 32768 in E5-Mistral.
+const MAX_LONGEST: u64 = 1 << 20;
 
 /// Encoders that are computed, by `model_type`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -300,7 +302,7 @@ pub(super) fn longest(folder: &HfFolder) -> Result<Option<usize>, Error> {
     const FIELD: &str = "max_seq_length";
     let settings = folder.settings("sentence_bert_config.json")?;
     let settings = settings.filter(|settings| !settings[FIELD].is_null());
-    let longest = settings.map(|settings| size(&settings, FIELD, 2..=MAX_POSITIONS));
+    let longest = settings.map(|settings| size(&settings, FIELD, 2..=MAX_LONGEST));
     longest.transpose()
 }
 
