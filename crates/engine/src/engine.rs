@@ -583,6 +583,9 @@ impl Engine {
         let sequence = &mut self.running[part.index];
         for i in 0..=part.drafted() {
             let logits = self.compute.logits_mut(row + i);
+            if sequence.must_go_on() {
+                forbid(logits, self.tokenizer.end_of_generation());
+            }
             let choice = sequence.next_token(self.model.kernels(), logits, &mut self.scratch);
             let chosen = choice.as_ref().ok().map(|choice| choice.token);
             sequence.accept(choice, &self.tokenizer, events);
@@ -597,6 +600,15 @@ impl Engine {
                 return;
             }
             sequence.computed += 1; // the next row was computed for this token
+        }
+    }
+}
+
+/// Makes tokens impossible.
+fn forbid(logits: &mut [f32], tokens: &[u32]) {
+    for token in tokens {
+        if let Some(logit) = logits.get_mut(*token as usize) {
+            *logit = f32::NEG_INFINITY;
         }
     }
 }

@@ -17,6 +17,10 @@ pub struct Request {
     pub prompt: Vec<u32>,
     /// Most tokens to generate; 0 only reads the prompt. The context bounds it as well.
     pub max_tokens: usize,
+    /// Tokens before which no token that ends the answer is chosen; a stop text still ends it.
+    /// Without effect where a constraint says what may come.
+    #[serde(default)]
+    pub min_tokens: usize,
     /// How tokens are chosen.
     pub sampling: SamplingParams,
     /// Texts that end the answer; they are not part of it.

@@ -27,6 +27,8 @@ pub(crate) struct Sequence {
     pub(crate) drafts: Drafts,
     /// Tokens that may still be generated.
     tokens_left: usize,
+    /// [`Request::min_tokens`].
+    min_tokens: usize,
     /// [`Request::logprobs`].
     logprobs: Option<usize>,
     /// Of the prompt's tokens from the second on, as far as they are known, where they are to be
@@ -55,6 +57,7 @@ impl Sequence {
             id,
             prompt_len,
             tokens_left: request.max_tokens.min(context - prompt_len),
+            min_tokens: request.min_tokens,
             tokens: request.prompt,
             computed: 0,
             reused: 0,
@@ -146,6 +149,11 @@ impl Sequence {
     pub(crate) fn pages_missing(&self) -> usize {
         let needed = self.tokens.len().div_ceil(PAGE);
         needed.saturating_sub(self.pages.len())
+    }
+
+    /// Whether its next token must not end the answer.
+    pub(crate) fn must_go_on(&self) -> bool {
+        self.guide.is_none() && self.tokens.len() - self.prompt_len < self.min_tokens
     }
 
     /// Chooses the next token by the logits after the last one; else why there is none.
@@ -264,6 +272,7 @@ impl Sequence {
             tokens: self.tokens,
             prompt_len: self.prompt_len,
             tokens_left: self.tokens_left,
+            min_tokens: self.min_tokens,
             logprobs: self.logprobs,
             prompt_logprobs: self.scores.is_some(),
             shown: self.shown,
@@ -287,6 +296,7 @@ impl Sequence {
             pages: Owned::default(),
             drafts: Drafts::default(),
             tokens_left: snapshot.tokens_left,
+            min_tokens: snapshot.min_tokens,
             logprobs: snapshot.logprobs,
             scores: (snapshot.prompt_logprobs && is_new).then(Vec::new),
             shown: snapshot.shown,

@@ -23,6 +23,9 @@ pub struct Snapshot {
     pub(crate) tokens: Vec<u32>,
     pub(crate) prompt_len: usize,
     pub(crate) tokens_left: usize,
+    /// [`Request::min_tokens`](crate::Request::min_tokens).
+    #[serde(default)]
+    pub(crate) min_tokens: usize,
     /// [`Request::logprobs`](crate::Request::logprobs).
     pub(crate) logprobs: Option<usize>,
     /// [`Request::prompt_logprobs`](crate::Request::prompt_logprobs), where they were not told yet.

@@ -21,7 +21,7 @@ use crate::config::Config;
 use crate::field::{Fields, Notes};
 use crate::json;
 use crate::places::Place;
-use crate::rejection::Rejection;
+use crate::rejection::{Rejection, Style};
 use crate::render::anthropic::Anthropic;
 use crate::render::llama::Infill;
 use crate::render::ollama::Ollama;
@@ -52,7 +52,7 @@ pub(super) async fn answer(
     let limit_s = app.config.times.request.as_secs();
     let mut deadline = Box::pin(sleep(app.config.times.request));
     let client = client(&request);
-    check_head(&app.config, request.headers())?;
+    check_head(&app.config, &request)?;
     check_ready(&app)?;
     app.check_ability(endpoint)?;
     let place = app.places.take(&client, app.has_several_clients(&client))?;
@@ -98,13 +98,17 @@ fn warned(mut response: Response, warnings: &[String]) -> Response {
     response
 }
 
+/// Clients of Ollama, LiteLLM among them, may leave out the type of a body: it is JSON there.
+///
 /// # Errors
 /// [`Rejection::MediaType`], [`Rejection::Encoded`], [`Rejection::LongBody`].
-fn check_head(config: &Config, headers: &HeaderMap) -> Result<(), Rejection> {
+fn check_head(config: &Config, request: &Request) -> Result<(), Rejection> {
+    let headers = request.headers();
     let value = headers.get(CONTENT_TYPE).map(HeaderValue::as_bytes);
+    let is_untyped = value.is_none() && Style::of(request.uri().path()) == Style::Ollama;
     let text = String::from_utf8_lossy(value.unwrap_or_default());
     let essence = text.split(';').next().unwrap_or_default().trim();
-    if !essence.eq_ignore_ascii_case("application/json") {
+    if !is_untyped && !essence.eq_ignore_ascii_case("application/json") {
         let got = crate::field::clip(&text);
         return Err(Rejection::MediaType { got });
     }
@@ -341,7 +345,7 @@ pub(super) async fn named(app: &App, request: Request) -> Result<(Fields, bool),
 
 /// The fields of a request that names a model.
 pub(super) async fn fields_of_name(config: &Config, request: Request) -> Result<Fields, Rejection> {
-    check_head(config, request.headers())?;
+    check_head(config, &request)?;
     let body = body_in_time(config, request).await?;
     let body: Map<String, Value> = json::parse(&body, &config.limits)?;
     Fields::new(body, NAMED, "", &Notes::new(config.is_lenient))

@@ -125,11 +125,11 @@ const IGNORE_EOS: Field = Field::new(
 );
 const MIN_TOKENS: Field = Field::new(
     "min_tokens",
-    Only {
-        values: &["0"],
-        why: "answers have no least length; ignore_eos forbids their end",
+    Integer {
+        min: 0,
+        max: MAX_COUNT,
     },
-    NOT_YET,
+    "Tokens before which the answer does not end by itself. Default 0. Not OpenAI's.",
 );
 pub(super) const KEEP_ALIVE: Field = Field::new(
     "keep_alive",

@@ -311,6 +311,18 @@ fn models_are_removed_where_that_was_allowed() {
     assert_eq!(rig.post("/api/delete", "{}").status, 405);
 }
 
+/// LiteLLM's `ollama_chat/` sends JSON and does not say so.
+#[test]
+fn ollamas_bodies_need_no_type() {
+    let rig = Rig::new();
+    let body = r#"{"model":"tiny","messages":[{"role":"user","content":"hi"}],"stream":false}"#;
+    assert_eq!(rig.send("POST", "/api/chat", "", body).status, 200);
+    let typed = "Content-Type: text/plain\r\n";
+    assert_eq!(rig.send("POST", "/api/chat", typed, body).status, 415);
+    let body = r#"{"model":"tiny","prompt":"hi"}"#;
+    assert_eq!(rig.send("POST", "/v1/completions", "", body).status, 415);
+}
+
 /// As Ollama's clients read it: files told apart by digest, sizes, a status at the end.
 #[test]
 fn models_are_fetched_where_that_was_allowed() {

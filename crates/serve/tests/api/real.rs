@@ -89,6 +89,12 @@ fn parameters_change_the_answer() {
     assert_eq!(choice["message"]["content"], "");
     assert_eq!(choice["finish_reason"], "stop");
     assert_eq!(choice["logprobs"]["content"], serde_json::json!([]));
+    // Three tokens, then the one that ends it.
+    let late = rig
+        .complete(r#""logit_bias":{"257":100},"min_tokens":3,"max_tokens":9"#)
+        .json();
+    assert_eq!(late["usage"]["completion_tokens"], 4, "{late}");
+    assert_eq!(late["choices"][0]["finish_reason"], "stop");
     let nothing = rig.complete(r#""max_tokens":0"#).json();
     assert_eq!(nothing["choices"][0]["finish_reason"], "length");
     assert_eq!(nothing["usage"]["completion_tokens"], 0);

@@ -331,12 +331,6 @@ const CHATS: &[Bad] = &[
         "the request itself",
     ),
     (
-        r#""min_tokens":5"#,
-        "unsupported_parameter",
-        "min_tokens",
-        "no least length",
-    ),
-    (
         r#""repeat_penalty":0"#,
         "invalid_value",
         "repeat_penalty",
