@@ -22,6 +22,7 @@ mod process;
 mod rdma;
 mod repo;
 mod rust_target;
+mod schemas;
 mod sdk;
 mod steps;
 mod tally;
@@ -81,6 +82,9 @@ enum Chore {
         /// paceline to test instead of what is built here.
         #[arg(long)]
         binary: Option<PathBuf>,
+        /// Coding agents from npm too, 1.1 GB of them.
+        #[arg(long)]
+        long: bool,
     },
     /// Build the package for Python, install it into a fresh environment and test it there.
     Wheel {
@@ -138,7 +142,7 @@ fn main() -> ExitCode {
 fn run(chore: Chore) -> Result<bool> {
     Ok(match chore {
         Chore::Test { only, long } => {
-            let extent = if long { Extent::Long } else { Extent::Default };
+            let extent = extent(long);
             if only.is_empty() {
                 steps::run_stages(&steps::DEFAULT, extent)
             } else {
@@ -159,9 +163,9 @@ fn run(chore: Chore) -> Result<bool> {
             catalogue::run(check)?;
             true
         }
-        Chore::Sdk { binary: None } => steps::run(&[Step::Sdk], Extent::Default),
-        Chore::Sdk { binary } => {
-            let tally = sdk::run(binary, &mut |line| println!("{line}"))?;
+        Chore::Sdk { binary: None, long } => steps::run(&[Step::Sdk], extent(long)),
+        Chore::Sdk { binary, long } => {
+            let tally = sdk::run(binary, extent(long), &mut |line| println!("{line}"))?;
             tally.print_names();
             println!("{tally}");
             tally.failed == 0
@@ -197,4 +201,12 @@ fn run(chore: Chore) -> Result<bool> {
         Chore::Rdma => steps::run(&[Step::Rdma], Extent::Default),
         Chore::Deny => steps::run(&[Step::Deny], Extent::Default),
     })
+}
+
+const fn extent(is_long: bool) -> Extent {
+    if is_long {
+        Extent::Long
+    } else {
+        Extent::Default
+    }
 }

@@ -130,7 +130,7 @@ impl Step {
             ),
             Step::Unit => cargo_test(self, "--tests", extent),
             Step::Doc => cargo_test(self, "--doc", extent),
-            Step::Sdk => sdk::run(None, &mut |line| println!("{line}")),
+            Step::Sdk => sdk::run(None, extent, &mut |line| println!("{line}")),
             Step::Wheel => wheel::run(None, extent, &mut |line| println!("{line}")),
             Step::MlxTools => mlx_tools::run(None, &mut |line| println!("{line}")),
             Step::MlxGpu => mlx_gpu::run(&mut |line| println!("{line}")),

@@ -14,13 +14,14 @@ use paceline_comm::Backend;
 use paceline_engine::{EngineConfig, SamplingParams};
 use paceline_formats::chat::{ChatTemplate, Error as ChatError};
 use paceline_formats::tokenizer::Tokenizer;
-use paceline_model::{Config, Shard, Split, SplitKind};
+use paceline_model::encoder::EncoderConfig;
+use paceline_model::{Config, Shard, Source, Split, SplitKind};
 use paceline_node::classes::Classes;
 use paceline_node::crew::{LocalCrew, LocalSpec};
 use paceline_node::forecast::Setting;
 use paceline_node::supervisor::Notice;
 use paceline_node::{Error as NodeError, Instance, Observer, Options, Prepared, texts};
-use paceline_serve::{About, Model};
+use paceline_serve::{About, Model, default_sampling};
 use paceline_tensor::{Kernels, KvType};
 
 use crate::compute::{self, ComputeArgs, EngineArgs};
@@ -426,6 +427,11 @@ pub(crate) fn changed_unix_s(path: &Path) -> u64 {
 /// What is wrong with the file.
 pub(crate) fn served(path: &Path, wanted: &Wanted) -> anyhow::Result<Model> {
     let source = load::open(path)?;
+    if EncoderConfig::is_encoder(&source) {
+        let config = EncoderConfig::read(&source).map_err(|error| load::in_model(path, error))?;
+        let names = (wanted.model.clone(), Vec::new());
+        return encoder_served(path, &source, &config, names);
+    }
     let config = Config::read(&source).map_err(|error| load::in_model(path, error))?;
     let template = texts::template(&source).and_then(Result::ok).map(Arc::new);
     let context = wanted
@@ -440,6 +446,33 @@ pub(crate) fn served(path: &Path, wanted: &Wanted) -> anyhow::Result<Model> {
         template,
         context,
         sampling: sampling(path),
+        about: About {
+            architecture: config.family.name().to_owned(),
+            bytes: size(path),
+            ..About::default()
+        },
+    })
+}
+
+/// An encoder as clients see it, by its id and further names.
+///
+/// # Errors
+/// A tokenizer that cannot be used.
+pub(crate) fn encoder_served(
+    path: &Path,
+    source: &Source,
+    config: &EncoderConfig,
+    (id, aliases): (String, Vec<String>),
+) -> anyhow::Result<Model> {
+    Ok(Model {
+        id,
+        aliases,
+        created_unix_s: changed_unix_s(path),
+        fingerprint: format!("cpu-f32-{}", env!("CARGO_PKG_VERSION")),
+        tokenizer: Arc::new(texts::tokenizer(source)?),
+        template: None,
+        context: config.context,
+        sampling: default_sampling(),
         about: About {
             architecture: config.family.name().to_owned(),
             bytes: size(path),

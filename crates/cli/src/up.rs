@@ -147,6 +147,9 @@ pub(crate) struct Args {
     /// that is being served
     #[arg(long)]
     allow_delete: bool,
+    /// Let clients fetch models into this machine's store (Ollama's POST /api/pull)
+    #[arg(long)]
+    allow_pull: bool,
     /// Seconds from a request to the end of its answer, at most
     #[arg(long, value_name = "SECONDS", default_value_t = 600, allow_negative_numbers = true,
           value_parser = clap::value_parser!(u64).range(1..=86_400))]
@@ -609,6 +612,7 @@ impl Args {
         };
         config.is_lenient = self.lenient;
         config.remover = self.allow_delete.then(remover).transpose()?;
+        config.puller = self.allow_pull.then(pull::for_clients).transpose()?;
         config.times.request = Duration::from_secs(self.request_timeout);
         config.facts = facts;
         Ok(config)

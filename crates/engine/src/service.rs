@@ -44,6 +44,9 @@ pub enum Reply {
     PromptRead {
         /// Tokens of the prompt that did not have to be computed.
         reused: usize,
+        /// Of the prompt's tokens from the second on, when the request asked for them.
+        #[serde(default)]
+        logprobs: Option<Vec<TokenLogprobs>>,
     },
     /// A token was generated. `text` holds what became certain, and may be empty.
     Token {

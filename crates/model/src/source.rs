@@ -288,17 +288,24 @@ impl Source {
     fn tensor(&self, name: &str) -> Result<Tensor, Error> {
         Ok(match self {
             Self::Gguf(file) => file.tensor(name)?,
-            Self::Hf(folder) => folder.tensor(name)?,
+            Self::Hf(folder) => folder.tensor(bare(folder, name))?,
         })
     }
 
     fn opt_tensor(&self, name: &str) -> Result<Option<Tensor>, Error> {
         let there = match self {
             Self::Gguf(file) => file.has(name),
-            Self::Hf(folder) => folder.has(name),
+            Self::Hf(folder) => folder.has(bare(folder, name)),
         };
         there.then(|| self.tensor(name)).transpose()
     }
+}
+
+/// `name` as it is in `folder`: a decoder that was saved without its head, as those that make
+/// embeddings are, has no `model.` before its names.
+fn bare<'a>(folder: &HfFolder, name: &'a str) -> &'a str {
+    let bare = name.strip_prefix("model.").filter(|bare| folder.has(bare));
+    bare.filter(|_| !folder.has(name)).unwrap_or(name)
 }
 
 /// Names in GGUF files: `gguf-py/gguf/constants.py` of llama.cpp.

@@ -74,6 +74,8 @@ pub struct Workspace {
     /// One rank's logits; at the leader.
     received: Memory<f32>,
     wanted: Vec<usize>,
+    /// Whether wanted rows are normed and have no logits.
+    is_headless: bool,
     /// The plan of the step, for the other ranks or from the leader.
     words: Vec<u32>,
     /// Empty: memory that each step describes its sequences in.
@@ -103,6 +105,25 @@ impl Workspace {
             second,
             ..Self::whole(model, size)
         }
+    }
+
+    /// As [`new`](Self::new), for steps that give the [normed rows](Self::normed) that are wanted
+    /// and no logits. The model must not be split.
+    pub(crate) fn headless(model: &Model, size: BatchSize) -> Self {
+        let logit_rows = 0;
+        let head = model.head().map(|(_, output)| &output.matrix);
+        Self {
+            size,
+            is_headless: true,
+            head_x: activations(model, size.logit_rows, model.config().width, head),
+            wanted: Vec::with_capacity(size.logit_rows),
+            ..Self::whole(model, BatchSize { logit_rows, ..size })
+        }
+    }
+
+    /// Wanted row `i` of the last step behind the output norm, `(C,)`.
+    pub(crate) fn normed(&self, i: usize) -> &[f32] {
+        self.head_x.row(i)
     }
 
     fn whole(model: &Model, size: BatchSize) -> Self {
@@ -158,6 +179,7 @@ impl Workspace {
             logits: logits(if shard.leads() { c.vocab } else { 0 }),
             received: exchanged(model, Links::logits_room(shard, size.logit_rows)),
             wanted: Vec::with_capacity(size.logit_rows),
+            is_headless: false,
             words: Vec::new(),
             sequences: Vec::with_capacity(size.sequences * model.kinds().len()),
             scratch: model.kernels().attention_scratch(
@@ -396,6 +418,9 @@ impl<'m, 'b> Step<'m, 'b> {
             let t = wanted[i];
             kernels.rms_norm(&residual[t * width..(t + 1) * width], norm, eps, out);
         });
+        if ws.is_headless {
+            return Ok(rows);
+        }
         let (shard, vocab) = (self.model.shard(), self.model.config().vocab);
         let Some(links) = self.model.links().filter(|_| shard.vocab().len() < vocab) else {
             let out = product(&mut ws.logits, output, rows);

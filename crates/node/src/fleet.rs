@@ -13,6 +13,7 @@
 
 mod answers;
 mod copies;
+mod encoders;
 mod owner;
 mod places;
 
@@ -30,7 +31,7 @@ use paceline_cluster::nodes::placement::{
     self, Duty, EPOCH_UNWANTED, NODES_MAX, Report, SPLIT_ANY, State, Wanted,
 };
 use paceline_cluster::nodes::{InstanceId, Key, NodeId};
-use paceline_engine::{EngineConfig, Service};
+use paceline_engine::{EncoderService, EngineConfig, Service};
 use paceline_model::{Config, SplitKind};
 use serde::Serialize;
 
@@ -161,7 +162,26 @@ struct Inner {
 /// An instance of this node, by the epoch of its record.
 struct Running {
     epoch: u64,
-    instance: Option<Arc<Instance>>,
+    /// Once it answers.
+    answers: Option<Answers>,
+}
+
+/// What answers for an instance on its owner.
+#[derive(Clone)]
+enum Answers {
+    /// Workers.
+    Instance(Arc<Instance>),
+    /// This process: an encoder.
+    Encoder(Arc<EncoderService>),
+}
+
+impl Answers {
+    fn instance(&self) -> Option<&Arc<Instance>> {
+        match self {
+            Self::Instance(instance) => Some(instance),
+            Self::Encoder(_) => None,
+        }
+    }
 }
 
 fn name_of(wanted: &Wanted) -> ModelName {
@@ -228,7 +248,7 @@ impl Fleet {
         let owned = lock(&self.inner.owned);
         let ready: Vec<_> = owned
             .iter()
-            .filter_map(|(id, it)| Some((id.to_string(), it.instance.clone()?)))
+            .filter_map(|(id, it)| Some((id.to_string(), it.answers.as_ref()?.instance()?.clone())))
             .collect();
         drop(owned);
         let told = ready.into_iter().map(|(id, it)| (id, it.portrait()));
@@ -339,19 +359,19 @@ impl Inner {
         }
         let running = Running {
             epoch: owned.epoch,
-            instance: None,
+            answers: None,
         };
         let before = all.insert(owned.id, running);
         drop(all);
         drop(before);
         let inner = Arc::clone(self);
         let run = move || {
-            let instance = owned.start(&inner);
+            let answers = owned.start(&inner);
             let mut all = lock(&inner.owned);
             if let Some(it) = all.get_mut(&owned.id)
                 && it.epoch == owned.epoch
             {
-                it.instance = instance;
+                it.answers = answers;
             }
         };
         let thread = std::thread::Builder::new().name("owner".to_owned());
@@ -383,24 +403,52 @@ impl Inner {
         let Ok(path) = owner::path_of(self, wanted) else {
             return;
         };
+        if encoders::is_encoder(&path) {
+            return self.open_encoder(id, wanted.clone(), path);
+        }
         let Ok(service) = Remote::start(self, id) else {
             return;
         };
-        let name = id.to_string();
-        match self
-            .spec
-            .doors
-            .open(&name, wanted, &path, Arc::new(service))
-        {
+        self.answer_with(id, wanted, &path, Arc::new(service));
+        lock(&self.open).insert(id, 0);
+    }
+
+    fn answer_with(&self, id: InstanceId, wanted: &Wanted, path: &Path, with: Arc<dyn Service>) {
+        match self.spec.doors.open(&id.to_string(), wanted, path, with) {
             Ok(()) => (self.spec.tell)(&format!("answering as {}", wanted.model)),
             Err(reason) => (self.spec.tell)(&format!("error: {}: {reason}", wanted.model)),
         }
+    }
+
+    /// Opens a door to this node's own copy of an encoder, which a thread loads.
+    fn open_encoder(self: &Arc<Self>, id: InstanceId, wanted: Wanted, path: PathBuf) {
         lock(&self.open).insert(id, 0);
+        let own = lock(&self.owned).get(&id).and_then(|it| it.answers.clone());
+        let inner = Arc::clone(self);
+        let run = move || {
+            let loaded = match own {
+                Some(Answers::Encoder(service)) => Ok(service),
+                _ => encoders::load(&path, &wanted),
+            };
+            match loaded {
+                Ok(service) => inner.answer_with(id, &wanted, &path, service),
+                Err(reason) => (inner.spec.tell)(&format!("error: {}: {reason}", wanted.model)),
+            }
+            // It may have been unloaded meanwhile, when there was no door to close.
+            if !lock(&inner.open).contains_key(&id) {
+                inner.spec.doors.close(&id.to_string());
+            }
+        };
+        let thread = std::thread::Builder::new().name("encoder".to_owned());
+        if let Err(error) = thread.spawn(run) {
+            (self.spec.tell)(&format!("error: cannot start a thread: {error}"));
+        }
     }
 
     /// The instance of this node, once it answers.
     fn ready_instance(&self, id: InstanceId) -> Option<Arc<Instance>> {
-        lock(&self.owned).get(&id)?.instance.clone()
+        let owned = lock(&self.owned);
+        owned.get(&id)?.answers.as_ref()?.instance().cloned()
     }
 
     fn is_wanted(&self, id: InstanceId) -> bool {

@@ -12,6 +12,7 @@ pub(crate) mod doors;
 mod embedding;
 pub(crate) mod idle;
 mod pages;
+mod pulling;
 
 use std::sync::Arc;
 
@@ -155,7 +156,7 @@ pub(crate) fn router(app: &Arc<App>) -> Router {
         .route("/api/tags", get(pages::tags))
         .route("/api/ps", get(pages::running))
         .route("/api/show", post(asking::show))
-        .route("/api/pull", post(asking::pull))
+        .route("/api/pull", post(pulling::pull))
         .route("/api/delete", delete(asking::remove));
     for (path, endpoint) in ENDPOINTS {
         router = router.route(path, asks(endpoint));

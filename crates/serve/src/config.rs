@@ -37,6 +37,8 @@ pub struct Config {
     pub board: Board,
     /// Lets clients remove models; without it such requests are refused.
     pub remover: Option<Remover>,
+    /// Lets clients fetch models; without it only those that are served are said to be there.
+    pub puller: Option<Puller>,
 }
 
 impl Config {
@@ -53,6 +55,7 @@ impl Config {
             live: Live::new(Events::new(clock)),
             board: Board::default(),
             remover: None,
+            puller: None,
         }
     }
 
@@ -252,6 +255,32 @@ type Remove = dyn Fn(&str) -> Result<bool, String> + Send + Sync;
 impl fmt::Debug for Remover {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("Remover(..)")
+    }
+}
+
+/// How far a pull is with one of the model's files.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PullStep {
+    /// What is fetched.
+    pub part: String,
+    /// Its bytes, if they are known.
+    pub total: Option<u64>,
+    /// Bytes of it that are there.
+    pub done: u64,
+}
+
+/// Fetches the model of a name into the machine's store and blocks until it is there. The second
+/// argument takes each step, and is false where nobody waits for the model any more: the pull is
+/// to end then. False where no model has the name; what went wrong, for the client.
+#[derive(Clone)]
+pub struct Puller(pub Arc<Pull>);
+
+/// See [`Puller`].
+type Pull = dyn Fn(&str, &mut dyn FnMut(PullStep) -> bool) -> Result<bool, String> + Send + Sync;
+
+impl fmt::Debug for Puller {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Puller(..)")
     }
 }
 

@@ -67,7 +67,8 @@ mod stream;
 
 pub use api::doors::Doors;
 pub use config::{
-    Access, Board, Clock, Config, DEFAULT_PORT, Fact, Facts, Limits, Manage, Remover, Status, Times,
+    Access, Board, Clock, Config, DEFAULT_PORT, Fact, Facts, Limits, Manage, PullStep, Puller,
+    Remover, Status, Times,
 };
 pub use error::Error;
 pub use live::{Live, Running};

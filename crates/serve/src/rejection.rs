@@ -156,6 +156,9 @@ pub(crate) enum Rejection {
     /// A model that is not in the store.
     #[error("no model {model:?} is kept on this machine")]
     NotKept { model: String },
+    /// A model that cannot be fetched, as there is none of that name.
+    #[error("no model is called {model:?}")]
+    NoSuchModel { model: String },
     /// A model that cannot be removed while it is served.
     #[error("model {model:?} is being served: it can be removed when the server has ended")]
     InUse { model: String },
@@ -295,7 +298,9 @@ impl Rejection {
             Self::WrongKey => request(S::UNAUTHORIZED, "invalid_api_key"),
             Self::NoManaging => request(S::FORBIDDEN, "managing_not_allowed"),
             Self::Model { .. } => request(S::NOT_FOUND, "model_not_found"),
-            Self::NotKept { .. } => request(S::NOT_FOUND, "model_not_found"),
+            Self::NotKept { .. } | Self::NoSuchModel { .. } => {
+                request(S::NOT_FOUND, "model_not_found")
+            }
             Self::InUse { .. } => request(S::CONFLICT, "model_in_use"),
             Self::NothingLoaded => server(S::SERVICE_UNAVAILABLE, "no_model_loaded"),
             Self::NoRoute { .. } => request(S::NOT_FOUND, "unknown_url"),
@@ -343,7 +348,10 @@ impl Rejection {
             Self::Conflict { param, .. }
             | Self::ContextLength { param, .. }
             | Self::FarTooLong { param, .. } => Some(param),
-            Self::Model { .. } | Self::NotKept { .. } | Self::InUse { .. } => Some("model"),
+            Self::Model { .. }
+            | Self::NotKept { .. }
+            | Self::NoSuchModel { .. }
+            | Self::InUse { .. } => Some("model"),
             Self::Template(_) | Self::NoTemplate { .. } => Some("messages"),
             Self::NoResponse { .. } => Some("previous_response_id"),
             _ => None,

@@ -164,7 +164,7 @@ impl Session {
                 break (End::Stopped, Instant::now());
             };
             let (piece, end) = match reply {
-                Reply::PromptRead { reused } => {
+                Reply::PromptRead { reused, .. } => {
                     (prefill, first) = (at - start, at);
                     n_reused = reused;
                     continue;

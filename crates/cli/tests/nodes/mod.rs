@@ -8,10 +8,10 @@
 #![cfg(target_os = "linux")]
 #![allow(clippy::unwrap_used, reason = "test code outside of test functions")]
 
-mod embeddings;
+pub(crate) mod embeddings;
 #[path = "../../../mlx/tests/fake/build.rs"]
 mod fake;
-mod http;
+pub(crate) mod http;
 mod load;
 mod lost;
 mod mlx;

@@ -100,6 +100,7 @@ fn build(inner: tokenizers::Tokenizer, config: &Config) -> Result<Tokenizer, Err
     let id_of = |text: &String| inner.token_to_id(text);
     let (before, after) = surroundings(&inner);
     let known = |id: &u32| vocab.text(*id).is_some();
+    let after = after.filter(known);
     let configured = config.bos.as_ref().and_then(id_of).or(config.bos_id);
     let bos = configured.or(before).filter(known);
     let first_end = config.end_ids.first().copied();
@@ -120,6 +121,7 @@ fn build(inner: tokenizers::Tokenizer, config: &Config) -> Result<Tokenizer, Err
         ends,
         add_bos: config.add_bos.unwrap_or(before.is_some() && before == bos),
         add_eos: config.add_eos.unwrap_or(after.is_some() && after == eos),
+        after,
     })
 }
 

@@ -189,6 +189,8 @@ pub struct Tokenizer {
     ends: Vec<u32>,
     add_bos: bool,
     add_eos: bool,
+    /// What a post-processor puts behind a whole text, where it is not EOS.
+    after: Option<u32>,
 }
 
 /// How text between special tokens becomes ids.
@@ -209,6 +211,7 @@ struct Parts {
     ends: Vec<u32>,
     add_bos: bool,
     add_eos: bool,
+    after: Option<u32>,
 }
 
 impl Tokenizer {
@@ -263,6 +266,7 @@ impl Tokenizer {
             ends: parts.ends,
             add_bos: parts.add_bos,
             add_eos: parts.add_eos,
+            after: parts.after,
         })
     }
 
@@ -294,10 +298,13 @@ impl Tokenizer {
     /// As [`encode`](Self::encode).
     pub fn encode_whole(&self, text: &str) -> Result<Vec<u32>, Error> {
         let mut ids = self.encode(text, Specials::AsText, true)?;
-        if self.add_eos {
-            ids.extend(self.eos);
-        }
+        ids.extend(self.last());
         Ok(ids)
+    }
+
+    /// The token that ends a [whole text](Self::encode_whole), if the model was trained with one.
+    pub fn last(&self) -> Option<u32> {
+        self.eos.filter(|_| self.add_eos).or(self.after)
     }
 
     /// The ids of fragments of one text; texts of fragments are encoded as ordinary text.

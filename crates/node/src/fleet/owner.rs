@@ -13,10 +13,10 @@ use paceline_comm::Backend;
 use paceline_model::Source;
 
 use super::places::Nodes;
-use super::{Inner, copies, name_of};
+use super::{Answers, Inner, copies, encoders, name_of};
 use crate::crew::remote::RemoteCrew;
 use crate::supervisor::Notice;
-use crate::{Instance, Options, Prepared};
+use crate::{Options, Prepared};
 
 /// Progress is written to the shared map at most this often: each write goes to all nodes.
 const TELL_EVERY: Duration = Duration::from_millis(500);
@@ -30,13 +30,13 @@ pub(super) struct Owned {
 }
 
 impl Owned {
-    /// Brings the instance up and reports how it goes; the instance when it answers.
-    pub(super) fn start(&self, inner: &Arc<Inner>) -> Option<Arc<Instance>> {
+    /// Brings the instance up and reports how it goes; what answers for it.
+    pub(super) fn start(&self, inner: &Arc<Inner>) -> Option<Answers> {
         let started = self.try_start(inner);
         match started {
-            Ok(instance) => {
+            Ok(answers) => {
                 self.report(inner, State::Ready, None, None);
-                Some(Arc::new(instance))
+                Some(answers)
             }
             Err(reason) => {
                 (inner.spec.tell)(&format!("error: {}: {reason}", self.wanted.model));
@@ -46,11 +46,14 @@ impl Owned {
         }
     }
 
-    fn try_start(&self, inner: &Arc<Inner>) -> Result<Instance, String> {
+    fn try_start(&self, inner: &Arc<Inner>) -> Result<Answers, String> {
         self.report(inner, State::Fetching, None, None);
         let path = inner.copies.find(&name_of(&self.wanted))?;
         self.share(inner)?;
         self.report(inner, State::Loading, None, None);
+        if encoders::is_encoder(&path) {
+            return encoders::load(&path, &self.wanted).map(Answers::Encoder);
+        }
         let prepared = self.prepare(inner, &path)?;
         let places = Nodes {
             agent: inner.agent.clone(),
@@ -62,7 +65,7 @@ impl Owned {
         let instance = prepared.over(Box::new(crew), true, self.observer(inner));
         let instance = instance.map_err(|error| error.to_string())?;
         instance.ready().map_err(|error| error.to_string())?;
-        Ok(instance)
+        Ok(Answers::Instance(Arc::new(instance)))
     }
 
     fn prepare(&self, inner: &Inner, path: &Path) -> Result<Prepared, String> {

@@ -21,7 +21,7 @@ use crate::config::Config;
 use crate::field::{Fields, Notes};
 use crate::json;
 use crate::places::Place;
-use crate::rejection::Rejection;
+use crate::rejection::{Rejection, Style};
 use crate::render::anthropic::Anthropic;
 use crate::render::llama::Infill;
 use crate::render::ollama::Ollama;
@@ -52,7 +52,7 @@ pub(super) async fn answer(
     let limit_s = app.config.times.request.as_secs();
     let mut deadline = Box::pin(sleep(app.config.times.request));
     let client = client(&request);
-    check_head(&app, request.headers())?;
+    check_head(&app.config, &request)?;
     check_ready(&app)?;
     app.check_ability(endpoint)?;
     let place = app.places.take(&client, app.has_several_clients(&client))?;
@@ -98,13 +98,17 @@ fn warned(mut response: Response, warnings: &[String]) -> Response {
     response
 }
 
+/// Clients of Ollama, LiteLLM among them, may leave out the type of a body: it is JSON there.
+///
 /// # Errors
 /// [`Rejection::MediaType`], [`Rejection::Encoded`], [`Rejection::LongBody`].
-fn check_head(app: &App, headers: &HeaderMap) -> Result<(), Rejection> {
+fn check_head(config: &Config, request: &Request) -> Result<(), Rejection> {
+    let headers = request.headers();
     let value = headers.get(CONTENT_TYPE).map(HeaderValue::as_bytes);
+    let is_untyped = value.is_none() && Style::of(request.uri().path()) == Style::Ollama;
     let text = String::from_utf8_lossy(value.unwrap_or_default());
     let essence = text.split(';').next().unwrap_or_default().trim();
-    if !essence.eq_ignore_ascii_case("application/json") {
+    if !is_untyped && !essence.eq_ignore_ascii_case("application/json") {
         let got = crate::field::clip(&text);
         return Err(Rejection::MediaType { got });
     }
@@ -114,7 +118,7 @@ fn check_head(app: &App, headers: &HeaderMap) -> Result<(), Rejection> {
         let got = crate::field::clip(&String::from_utf8_lossy(encoding.as_bytes()));
         return Err(Rejection::Encoded { got });
     }
-    let limit = app.config.limits.body_bytes;
+    let limit = config.limits.body_bytes;
     // Up to a bound it is read all the same: see `body`.
     let is_far_over = length(headers).is_some_and(|length| length > limit.max(DRAINED_BYTES));
     if is_far_over {
@@ -332,15 +336,19 @@ async fn stream(
 }
 
 /// The fields of a request that names a model, and whether it is the one that is served.
-async fn named(app: &App, request: Request) -> Result<(Fields, bool), Rejection> {
-    check_head(app, request.headers())?;
-    let body = body_in_time(&app.config, request).await?;
-    let body: Map<String, Value> = json::parse(&body, &app.config.limits)?;
-    let notes = Notes::new(app.config.is_lenient);
-    let fields = Fields::new(body, NAMED, "", &notes)?;
+pub(super) async fn named(app: &App, request: Request) -> Result<(Fields, bool), Rejection> {
+    let fields = fields_of_name(&app.config, request).await?;
     let name = fields.text("model").or(fields.text("name"));
     let is_served = name.is_some_and(|name| app.model.is_called(name));
     Ok((fields, is_served))
+}
+
+/// The fields of a request that names a model.
+pub(super) async fn fields_of_name(config: &Config, request: Request) -> Result<Fields, Rejection> {
+    check_head(config, &request)?;
+    let body = body_in_time(config, request).await?;
+    let body: Map<String, Value> = json::parse(&body, &config.limits)?;
+    Fields::new(body, NAMED, "", &Notes::new(config.is_lenient))
 }
 
 fn other_model(app: &App, fields: &Fields) -> Rejection {
@@ -382,25 +390,6 @@ pub(super) async fn show(
         "modified_at": crate::render::ollama::rfc3339(model.created_unix_s),
     });
     Ok(json_response(StatusCode::OK, &body))
-}
-
-/// `POST /api/pull`: the served model is there; others are pulled on the machine.
-pub(super) async fn pull(
-    State(app): State<Arc<App>>,
-    request: Request,
-) -> Result<Response, Rejection> {
-    let (fields, is_served) = named(&app, request).await?;
-    if !is_served {
-        return Err(other_model(&app, &fields));
-    }
-    let success = json!({"status": "success"});
-    if fields.get("stream") == Some(&Value::Bool(false)) {
-        return Ok(json_response(StatusCode::OK, &success));
-    }
-    let lines = [json!({"status": "pulling manifest"}), success];
-    let text: String = lines.iter().map(|line| format!("{line}\n")).collect();
-    let kind = [(CONTENT_TYPE, "application/x-ndjson")];
-    Ok((kind, text).into_response())
 }
 
 /// `DELETE /api/delete`: removes a model from the machine's store, where that was allowed.

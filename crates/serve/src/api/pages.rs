@@ -10,8 +10,10 @@ use axum::response::{IntoResponse, Response};
 use paceline_engine::State as Readiness;
 use serde_json::{Value, json};
 
+use super::doors::OneOfSeveral;
 use super::{App, json_response};
 use crate::access::Client;
+use crate::config::Facts;
 use crate::field::clip;
 use crate::metrics::OPEN_METRICS;
 use crate::model::Model;
@@ -93,9 +95,13 @@ pub(super) async fn health(
     json_response(code, &body)
 }
 
-pub(super) async fn metrics(State(app): State<Arc<App>>) -> Response {
+pub(super) async fn metrics(
+    State(app): State<Arc<App>>,
+    several: Option<Extension<OneOfSeveral>>,
+) -> Response {
     let status = app.service.status();
-    let facts = &app.config.facts;
+    let none = Facts::default();
+    let facts = several.map_or(&app.config.facts, |_| &none);
     let text = app.metrics.text(&status, app.places.taken(), facts);
     ([(CONTENT_TYPE, OPEN_METRICS)], text).into_response()
 }

@@ -22,5 +22,6 @@ mod real;
 mod refusals;
 mod rig;
 mod scripted;
+mod several;
 mod tiny;
 mod tools;

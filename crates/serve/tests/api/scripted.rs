@@ -141,7 +141,10 @@ impl Scripted {
         };
         match script {
             Script::Say(tokens, reason) => {
-                sink(Reply::PromptRead { reused: 0 });
+                sink(Reply::PromptRead {
+                    reused: 0,
+                    logprobs: None,
+                });
                 tokens
                     .iter()
                     .for_each(|(token, said)| sink(text(*token, said)));
@@ -153,13 +156,19 @@ impl Scripted {
                 sink(finished(Finish::EndOfText));
             }
             Script::Fail(n, failure) => {
-                sink(Reply::PromptRead { reused: 0 });
+                sink(Reply::PromptRead {
+                    reused: 0,
+                    logprobs: None,
+                });
                 (0..n).for_each(|_| sink(text(97, "x")));
                 sink(Reply::Failed(failure));
             }
             Script::Silence => self.until_cancelled(ticket),
             Script::Endless => {
-                sink(Reply::PromptRead { reused: 0 });
+                sink(Reply::PromptRead {
+                    reused: 0,
+                    logprobs: None,
+                });
                 // Long, so that sockets fill soon where this thread gets its core late too.
                 let long = "x".repeat(1000);
                 while !self.is_cancelled(ticket) {
