@@ -17,8 +17,8 @@ use tracing_subscriber::layer::SubscriberExt;
 use tracing_subscriber::util::SubscriberInitExt;
 use tracing_subscriber::{Layer, fmt};
 
-/// The target of lines for people.
-const LINES: &str = "paceline";
+/// The target of lines for people. Levels go by prefix, so it begins no name of a crate.
+const LINES: &str = "cli";
 
 /// The format, and the levels of the command line, for workers.
 static CHOSEN: OnceLock<(Format, Option<String>)> = OnceLock::new();
@@ -149,7 +149,7 @@ mod tests {
         assert!(!human.would_enable(LINES, &Level::INFO));
         let json = filter(None, Format::Json).unwrap();
         assert!(json.would_enable(LINES, &Level::INFO));
-        let quiet = filter(Some("off,paceline=error"), Format::Json).unwrap();
+        let quiet = filter(Some("off,cli=error"), Format::Json).unwrap();
         assert!(!quiet.would_enable(LINES, &Level::INFO));
         let error = filter(Some("paceline_node=loud"), Format::Human).unwrap_err();
         assert!(error.to_string().contains("loud"), "{error}");

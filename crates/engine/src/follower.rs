@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use paceline_model::trace::{Kind, Tracer};
+use paceline_model::trace::Tracer;
 use paceline_model::{Compute, Followed, Weights};
 
 use crate::engine::tracer;
@@ -36,10 +36,10 @@ impl Follower {
     /// [`Error::Model`] when another rank fails or the leader asks for a step that does not fit.
     /// This rank cannot go on then.
     pub fn step(&mut self) -> Result<Followed, Error> {
-        let began = self.tracer.begin();
         let followed = self.compute.follow()?;
-        let is_step = matches!(followed, Followed::Step);
-        self.tracer.end(began.filter(|_| is_step), Kind::Step, 0);
+        if matches!(followed, Followed::Step) {
+            self.tracer.end_step();
+        }
         Ok(followed)
     }
 }

@@ -171,6 +171,7 @@ impl Links {
         }
         self.trace.next_step();
         self.trace.end(began, Kind::Plan, 0);
+        self.trace.begin_step();
         Ok(())
     }
 

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! leader    Schedule | Step: Plan, compute, Sum, compute, ... Logits | Choose | Between | ...
-//! follower  Step: Plan (waits for the leader), compute, Sum, compute, ...             | ...
+//! follower  Plan (waits for the leader) | Step: compute, Sum, compute, ...            | Plan ...
 //! ```
 //!
 //! A [`Tracer`] that is off costs a relaxed load and a branch for each span, and reads no clock.
@@ -29,8 +29,8 @@ pub(crate) const SECOND_HALF: &str = "second half";
 pub enum Kind {
     /// The leader decides which rows a step computes.
     Schedule,
-    /// A step through this rank's layers, exchanges included; of a follower, the wait for its plan
-    /// too. The number of the span is that of the rows, 0 where it is not known.
+    /// A step through this rank's layers, exchanges included; of a follower, from the moment at which
+    /// it has the plan. The number of the span is that of the rows, 0 where it is not known.
     Step,
     /// The leader chooses tokens and makes text of them.
     Choose,
@@ -137,6 +137,8 @@ struct Inner {
 #[derive(Debug, Default)]
 struct Book {
     start: Option<Instant>,
+    /// When this follower had its plan.
+    planned: Option<Instant>,
     trace: RankTrace,
 }
 
@@ -146,6 +148,7 @@ impl Tracer {
         let since = SystemTime::now().duration_since(UNIX_EPOCH);
         let mut book = lock(&self.0.book);
         book.start = Some(Instant::now());
+        book.planned = None;
         book.trace = RankTrace {
             start_unix_ns: since.map_or(0, |since| since.as_nanos() as u64),
             ..RankTrace::default()
@@ -168,6 +171,21 @@ impl Tracer {
     pub fn end(&self, began: Option<Instant>, kind: Kind, n: usize) {
         if let Some(began) = began {
             self.record(began, kind, n);
+        }
+    }
+
+    /// Notes that this follower has the plan of a step, which begins.
+    pub fn begin_step(&self) {
+        if let Some(now) = self.begin() {
+            lock(&self.0.book).planned = Some(now);
+        }
+    }
+
+    /// Records the step that [`begin_step`](Self::begin_step) began; nothing where none did.
+    pub fn end_step(&self) {
+        if self.begin().is_some() {
+            let planned = lock(&self.0.book).planned.take();
+            self.end(planned, Kind::Step, 0);
         }
     }
 
@@ -218,6 +236,20 @@ mod tests {
         assert!(trace.start_unix_ns > 0 && trace.spans[0].begin_ns <= trace.spans[0].end_ns);
         tracer.end(late, Kind::Sum, 3);
         assert_eq!(tracer.stop(), RankTrace::default(), "stopped meanwhile");
+    }
+
+    /// A follower waits for its plan for long before somebody traces it.
+    #[test]
+    fn a_step_is_recorded_from_its_plan_on() {
+        let tracer = Tracer::default();
+        tracer.begin_step();
+        tracer.start();
+        tracer.end_step();
+        tracer.begin_step();
+        tracer.end_step();
+        let trace = tracer.stop();
+        let kinds: Vec<Kind> = trace.spans.iter().map(|span| span.kind).collect();
+        assert_eq!(kinds, [Kind::Step], "not of the plan that came before");
     }
 
     #[test]

@@ -77,6 +77,6 @@ fn an_answer_of_a_loaded_model_is_traced_from_any_node() {
         has("message", "assign shard") && has("message", "node came"),
         "{log}"
     );
-    assert!(has("target", "paceline") && has("level", "DEBUG"), "{log}");
+    assert!(has("target", "cli") && has("level", "DEBUG"), "{log}");
     assert!(!log.contains(question), "a prompt is in the log");
 }

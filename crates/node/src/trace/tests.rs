@@ -39,7 +39,7 @@ fn two() -> Vec<Vec<Aligned>> {
         vec![
             span(Kind::Plan, 1, 0, 5, 25),
             span(Kind::Sum, 1, 0, 80, 95),
-            span(Kind::Step, 1, 0, 5, 110),
+            span(Kind::Step, 1, 0, 25, 110),
         ],
     );
     [leader, follower].iter().map(|t| aligned(t, 0)).collect()

@@ -132,7 +132,7 @@ impl Lines {
         let points = || self.series.iter().flat_map(|series| &series.points);
         let x = Range::of(self.x.scale, points().map(|point| point.0));
         let y = Range::of(self.y.scale, points().map(|point| point.1));
-        let top = 48.0 + if self.series.len() > 1 { LINE } else { 0.0 };
+        let top = 62.0 + if self.series.len() > 1 { LINE } else { 0.0 };
         let (bottom, right) = (top + HIGH, LEFT + WIDE);
         let mut canvas = Canvas::new(right + 24.0, bottom + 52.0, &self.title);
         let names = self
@@ -227,7 +227,7 @@ mod tests {
         };
         let svg = lines.svg();
         // Left and low, and in the middle of 1 to 16 and high; what has no place is left out.
-        assert!(svg.contains("points=\"72.0,348.0 382.0,48.0\""), "{svg}");
+        assert!(svg.contains("points=\"72.0,362.0 382.0,62.0\""), "{svg}");
         assert!(svg.contains("stroke-dasharray"), "{svg}");
     }
 

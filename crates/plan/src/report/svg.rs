@@ -7,10 +7,20 @@ use super::or_dash;
 
 /// The picture as SVG text.
 pub(super) fn bars(model: &str, rows: &[Row]) -> String {
+    // One request at a time gets all there is: a bar for both.
+    let same = |row: &Row| {
+        let said = row.found.as_ref().map(|found| &found.prediction);
+        said.is_ok_and(|said| said.decode_tok_s == said.throughput_tok_s)
+    };
+    let n = if rows.iter().filter(|row| row.found.is_ok()).all(same) {
+        1
+    } else {
+        2
+    };
     let row = |row: &Row| {
         let label = row.name.clone();
         let Ok(found) = &row.found else {
-            let (values, note) = (vec![None, None], "no plan".to_owned());
+            let (values, note) = (vec![None; n], "no plan".to_owned());
             return Bar {
                 label,
                 values,
@@ -21,13 +31,20 @@ pub(super) fn bars(model: &str, rows: &[Row]) -> String {
         let (watts, usd) = (or_dash(said.watts, 0), or_dash(said.price_usd, 0));
         Bar {
             label,
-            values: vec![Some(said.decode_tok_s), Some(said.throughput_tok_s)],
+            values: [said.decode_tok_s, said.throughput_tok_s][..n]
+                .iter()
+                .copied()
+                .map(Some)
+                .collect(),
             note: format!("{watts} W, {usd} USD"),
         }
     };
     let bars = Bars {
         title: format!("{model}: tokens a second, predicted"),
-        series: vec!["one request".to_owned(), "all requests".to_owned()],
+        series: ["one request", "all requests"][..n]
+            .iter()
+            .map(ToString::to_string)
+            .collect(),
         rows: rows.iter().map(row).collect(),
     };
     bars.svg()
