@@ -449,11 +449,10 @@ async function listKeys() {
 
 async function makeKey() {
   const made = await ask("new_key", { name: new FormData($("key-form")).get("name") });
-  // With the first key, this page needs one too.
-  if (!key()) sessionStorage.setItem("key", made.key);
   $("key-form").reset();
   await listKeys();
-  return `It is shown only now: ${made.key}`;
+  const later = state.status.asks_for_keys ? "" : ". This node asks for keys from its next start on.";
+  return `It is shown only now: ${made.key}${later}`;
 }
 
 async function revokeKey(it) {

@@ -186,6 +186,7 @@ impl Shared {
             let version = env!("CARGO_PKG_VERSION").into();
             object.insert("version".into(), version);
             object.insert("may_manage".into(), may_manage.into());
+            object.insert("asks_for_keys".into(), self.keys.is_some().into());
         }
         Ok(json(&told))
     }
