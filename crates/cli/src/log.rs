@@ -28,22 +28,16 @@ static CHOSEN: OnceLock<(Format, Option<String>)> = OnceLock::new();
 pub(crate) struct LogArgs {
     /// Least severe events to log: `info`, or by module, such as `warn,paceline_node=debug`. Text of
     /// prompts is logged for `prompts=trace` only [default: PACELINE_LOG, else warn]
-    #[arg(
-        long,
-        global = true,
-        value_name = "LEVELS",
-        hide_short_help = true,
-        help_heading = "Logs"
-    )]
+    #[arg(long, global = true, value_name = "LEVELS", help_heading = "Logs")]
     log: Option<String>,
-    /// How logs are written to standard error
+    /// How logs are written to standard error: human, or json for an object a line
     #[arg(
         long,
         global = true,
         value_name = "FORMAT",
         value_enum,
         default_value_t,
-        hide_short_help = true,
+        hide_possible_values = true,
         help_heading = "Logs"
     )]
     log_format: Format,
