@@ -1,4 +1,4 @@
-//! A timeline as a table: where the time of each rank went.
+//! A timeline as tables: where the time of each rank went.
 
 use std::fmt::Write;
 
@@ -99,18 +99,49 @@ fn ms(ns: i64) -> f64 {
     ns as f64 / 1e6
 }
 
+/// A table of 80 columns: the rank, then time and share of each part.
 fn phase(out: &mut String, title: &str, whole: i64, ranks: &[Parts]) {
-    let _ = writeln!(out, "{title}: {:.1} ms", ms(whole));
-    let names = COLUMNS.iter().map(|(name, _)| format!("{name:>16}"));
-    let _ = writeln!(out, "  rank{}", names.collect::<String>());
+    let (unit, digits, per_ms) = match ms(whole) {
+        0.0..1e3 => ("ms", 1, 1.0),
+        1e3..1e4 => ("ms", 0, 1.0),
+        _ => ("s", 1, 1e3),
+    };
+    let time = |ns: i64| format!("{:.digits$}", ms(ns) / per_ms);
+    let _ = writeln!(out, "{title}: {} {unit}", time(whole));
+    let names = COLUMNS.iter().map(|(name, _)| format!("{name:>11}"));
+    let _ = writeln!(out, "  #{}", names.collect::<String>());
     for (rank, parts) in ranks.iter().enumerate() {
         let cell = |(_, of): &Column| {
-            let ns = of(parts);
-            let percent = 100.0 * ns as f64 / whole.max(1) as f64;
-            format!("{:>8.1} ms {percent:>3.0} %", ms(ns))
+            let percent = 100.0 * of(parts) as f64 / whole.max(1) as f64;
+            format!(" {:>5} {percent:>3.0}%", time(of(parts)))
         };
         let cells: String = COLUMNS.iter().map(cell).collect();
-        let _ = writeln!(out, "  {rank:>4}{cells}");
+        let _ = writeln!(out, "{rank:>3}{cells}");
     }
     out.push('\n');
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_table_has_80_columns_whatever_the_time() {
+        for (whole, title) in [
+            (12_345_678, "answer: 12.3 ms"),
+            (5_000_400_000, "answer: 5000 ms"),
+            (240_000_000_000, "answer: 240.0 s"),
+        ] {
+            let parts = Parts {
+                compute_ns: whole,
+                ..Parts::default()
+            };
+            let mut out = String::new();
+            phase(&mut out, "answer", whole, &[parts, parts]);
+            let lines: Vec<&str> = out.trim_end().lines().collect();
+            assert_eq!((lines.len(), lines[0]), (4, title));
+            assert!(lines[1..].iter().all(|line| line.len() == 80), "{out}");
+            assert!(lines[2].contains(" 100%"), "{out}");
+        }
+    }
 }
