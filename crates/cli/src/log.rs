@@ -26,8 +26,8 @@ static CHOSEN: OnceLock<(Format, Option<String>)> = OnceLock::new();
 /// How much is logged, and how.
 #[derive(Debug, clap::Args)]
 pub(crate) struct LogArgs {
-    /// Least severe events to log: `info`, or by module, such as `warn,paceline_node=debug`. Text of
-    /// prompts is logged for `prompts=trace` only [default: PACELINE_LOG, else warn]
+    /// Least severe events to log: `info`, or by module, such as `warn,paceline_node=debug`; text
+    /// of prompts for `prompts=trace` only [default: PACELINE_LOG, else warn]
     #[arg(long, global = true, value_name = "LEVELS", help_heading = "Logs")]
     log: Option<String>,
     /// How logs are written to standard error: human, or json for an object a line

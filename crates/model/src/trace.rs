@@ -29,8 +29,8 @@ pub(crate) const SECOND_HALF: &str = "second half";
 pub enum Kind {
     /// The leader decides which rows a step computes.
     Schedule,
-    /// A step through this rank's layers, exchanges included; of a follower, from the moment at which
-    /// it has the plan. The number of the span is that of the rows, 0 where it is not known.
+    /// A step through this rank's layers, exchanges included; of a follower, from the moment at
+    /// which it has the plan. The number of the span is that of the rows, 0 where it is not known.
     Step,
     /// The leader chooses tokens and makes text of them.
     Choose,

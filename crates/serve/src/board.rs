@@ -5,7 +5,8 @@
 //! GET  /assets/paceline.css, .js    its parts; public, as they tell nothing
 //! GET  /v1/paceline/status          nodes, telemetry, instances, requests as JSON
 //! GET  /v1/paceline/events?after=N  events as SSE, those kept first
-//! POST /v1/paceline/load, unload, preview, models, pull, invite, join, forget, keys, new_key, revoke_key
+//! POST /v1/paceline/load, unload, preview, models, pull,
+//!                   invite, join, forget, keys, new_key, revoke_key
 //! ```
 //!
 //! All but the page itself need an API key where keys are in use. Where none are, commands that

@@ -2,7 +2,8 @@
 //!
 //! [`Sampler::sample`] reads some twenty small files of `/proc` and `/sys`, which takes well below
 //! a millisecond. Rates are means since the previous sample, so the first one has none. What a
-//! system does not tell is absent, never zero. Macs are asked through IOReport and SMC, which takes a tenth of a second of waiting.
+//! system does not tell is absent, never zero. Macs are asked
+//! through IOReport and SMC, which takes a tenth of a second of waiting.
 //!
 //! The files are read below a root folder, so that recordings of other machines test the reader.
 
