@@ -101,10 +101,12 @@ fn ms(ns: i64) -> f64 {
 
 /// A table of 80 columns: the rank, then time and share of each part.
 fn phase(out: &mut String, title: &str, whole: i64, ranks: &[Parts]) {
-    let (unit, digits, per_ms) = match ms(whole) {
-        0.0..1e3 => ("ms", 1, 1.0),
-        1e3..1e4 => ("ms", 0, 1.0),
-        _ => ("s", 1, 1e3),
+    let (unit, digits, per_ms) = if ms(whole) < 1e3 {
+        ("ms", 1, 1.0)
+    } else if ms(whole) < 1e4 {
+        ("ms", 0, 1.0)
+    } else {
+        ("s", 1, 1e3)
     };
     let time = |ns: i64| format!("{:.digits$}", ms(ns) / per_ms);
     let _ = writeln!(out, "{title}: {} {unit}", time(whole));
