@@ -8,10 +8,11 @@ use anyhow::{Context, bail};
 use indicatif::{ProgressBar, ProgressStyle};
 use paceline_cluster::machine;
 use paceline_cluster::nodes::agent::Agent;
+use paceline_cluster::nodes::pairing::Code;
 use paceline_cluster::nodes::placement::Wanted;
 use paceline_engine::{EngineConfig, Service};
 use paceline_model::{Config, SplitKind};
-use paceline_node::fleet::{self, Ask, Fleet, FleetSpec};
+use paceline_node::fleet::{self, Ask, Fleet, FleetSpec, TraceAsk};
 use paceline_node::room::Room;
 use paceline_serve::Doors;
 use paceline_tensor::KvType;
@@ -20,7 +21,7 @@ use serde_json::{Value, json};
 use crate::interrupt::Signals;
 use crate::output::{print, printable, tell};
 use crate::process::own_program;
-use crate::{home, loaded, member, pull, up};
+use crate::{home, key, loaded, log, member, pull, up};
 
 /// How often `load` asks how far it is.
 const ASK_EVERY: Duration = Duration::from_millis(200);
@@ -247,7 +248,7 @@ pub(crate) fn start(agent: &Agent, doors: Doors) -> anyhow::Result<Arc<Fleet>> {
     let home = home::folder()?;
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let spec = FleetSpec {
-        program: (program, vec!["worker".into()]),
+        program: (program, log::worker_args()),
         find: Box::new(find),
         copies: home.join("copies"),
         sizes: Box::new(sizes),
@@ -261,6 +262,7 @@ pub(crate) fn start(agent: &Agent, doors: Doors) -> anyhow::Result<Arc<Fleet>> {
         ("load", ask_load as Command),
         ("unload", ask_unload),
         ("ps", ask_ps),
+        ("trace", ask_trace),
     ] {
         let own = Arc::downgrade(&fleet);
         agent.serve_local(name, move |arguments: &Value, _: &mut dyn FnMut(Value)| {
@@ -295,6 +297,14 @@ pub(crate) fn manage(
                 .collect();
             Ok(json!({ "models": told }))
         }
+        "preview" => {
+            let preview = fleet.preview(&wish(arguments)?)?;
+            serde_json::to_value(preview).map_err(|error| error.to_string())
+        }
+        "join" | "forget" => of_cluster(agent, command, arguments),
+        "keys" | "new_key" | "revoke_key" => {
+            key::manage(command, arguments).map_err(|error| format!("{error:#}"))
+        }
         "invite" => {
             let code = agent.invite().map_err(|error| error.to_string())?;
             Ok(json!({ "code": code.shown(), "port": agent.port() }))
@@ -305,9 +315,29 @@ pub(crate) fn manage(
 
 type Command = fn(&Fleet, &Value) -> Result<Value, String>;
 
+/// Joins another cluster, or forgets a machine of this one.
+fn of_cluster(agent: &Agent, command: &str, arguments: &Value) -> Result<Value, String> {
+    let text = |name: &str| arguments[name].as_str().unwrap_or_default();
+    if command == "forget" {
+        let forgot = agent.forget(text("node"));
+        return forgot.map(|_| json!({})).map_err(|error| error.to_string());
+    }
+    let code = Code::parse(text("code")).map_err(|error| error.to_string())?;
+    let peer = Some(text("peer")).filter(|peer| !peer.is_empty());
+    let joined = agent.join_by_code(&code, peer);
+    serde_json::to_value(joined.map_err(|error| error.to_string())?)
+        .map_err(|error| error.to_string())
+}
+
 fn ask_load(fleet: &Fleet, arguments: &Value) -> Result<Value, String> {
+    let id = fleet.load(&wish(arguments)?)?;
+    Ok(json!({ "id": id.to_string() }))
+}
+
+/// What is to be loaded, and how.
+fn wish(arguments: &Value) -> Result<Ask, String> {
     let number = |name: &str| arguments[name].as_u64();
-    let ask = Ask {
+    Ok(Ask {
         model: arguments["model"].as_str().unwrap_or_default().to_owned(),
         nodes: serde_json::from_value(arguments["nodes"].clone()).unwrap_or_default(),
         count: number("count").unwrap_or(1) as usize,
@@ -321,8 +351,7 @@ fn ask_load(fleet: &Fleet, arguments: &Value) -> Result<Value, String> {
         parallel: number("parallel")
             .and_then(|n| u16::try_from(n).ok())
             .unwrap_or(4),
-    };
-    fleet.load(&ask).map(|id| json!({ "id": id.to_string() }))
+    })
 }
 
 fn ask_unload(fleet: &Fleet, arguments: &Value) -> Result<Value, String> {
@@ -332,6 +361,13 @@ fn ask_unload(fleet: &Fleet, arguments: &Value) -> Result<Value, String> {
 
 fn ask_ps(fleet: &Fleet, _: &Value) -> Result<Value, String> {
     serde_json::to_value(fleet.list()).map_err(|error| error.to_string())
+}
+
+fn ask_trace(fleet: &Fleet, arguments: &Value) -> Result<Value, String> {
+    let ask: TraceAsk =
+        serde_json::from_value(arguments.clone()).map_err(|error| error.to_string())?;
+    let recording = fleet.trace(&ask)?;
+    serde_json::to_value(recording).map_err(|error| error.to_string())
 }
 
 /// The file of a model of this machine.

@@ -3,7 +3,7 @@
 use std::time::SystemTime;
 
 use paceline_serve::keys::{KeyInfo, Keys};
-use serde_json::json;
+use serde_json::{Value, json};
 
 use crate::output::{print, tell};
 use crate::{home, join};
@@ -56,17 +56,10 @@ pub(crate) fn run(command: &Command) -> anyhow::Result<()> {
         Command::Api(command) => command,
         Command::Cluster(Cluster::Show) => return join::show_token(),
     };
-    let path = home::api_keys()?;
-    let mut keys = Keys::open(&path)?;
+    let mut keys = Keys::open(&home::api_keys()?)?;
     match command {
         Api::New { name } => {
-            if let Some(folder) = path.parent() {
-                std::fs::create_dir_all(folder)?;
-            }
-            let now = SystemTime::UNIX_EPOCH
-                .elapsed()
-                .map_or(0, |since| since.as_secs());
-            let (key, info) = keys.make(name, now)?;
+            let (key, info) = make(&mut keys, name)?;
             tell(format_args!(
                 "key {} for {name}; it is shown only now:",
                 info.id
@@ -86,4 +79,33 @@ pub(crate) fn run(command: &Command) -> anyhow::Result<()> {
             Ok(())
         }
     }
+}
+
+/// Makes a key; itself, and what is kept of it.
+fn make(keys: &mut Keys, name: &str) -> anyhow::Result<(String, KeyInfo)> {
+    if let Some(folder) = home::api_keys()?.parent() {
+        std::fs::create_dir_all(folder)?;
+    }
+    let now = SystemTime::UNIX_EPOCH.elapsed();
+    Ok(keys.make(name, now.map_or(0, |since| since.as_secs()))?)
+}
+
+/// What the dashboard asks about keys: `keys`, `new_key`, `revoke_key`.
+///
+/// # Errors
+/// What is wrong with the key file, the name or the id.
+pub(crate) fn manage(command: &str, arguments: &Value) -> anyhow::Result<Value> {
+    let mut keys = Keys::open(&home::api_keys()?)?;
+    let text = |name: &str| arguments[name].as_str().unwrap_or_default();
+    Ok(match command {
+        "new_key" => {
+            let (key, info) = make(&mut keys, text("name"))?;
+            json!({ "key": key, "id": info.id })
+        }
+        "revoke_key" => json!({ "id": keys.revoke(text("id"))?.id }),
+        _ => {
+            let all: Vec<&KeyInfo> = keys.list().collect();
+            json!({ "keys": all })
+        }
+    })
 }

@@ -1,6 +1,5 @@
 //! A model that is ready to answer: what the command line says, handed to `paceline_node`.
 
-use std::ffi::OsString;
 use std::io;
 use std::ops::Deref;
 use std::path::{Path, PathBuf};
@@ -28,6 +27,7 @@ use crate::compute::{self, ComputeArgs, EngineArgs};
 use crate::error::Error;
 use crate::home;
 use crate::load::{self, LoadBar};
+use crate::log;
 use crate::output::tell;
 use crate::process::own_program;
 use crate::progress::busy;
@@ -256,7 +256,7 @@ impl Opened {
         let options = self.prepared.options();
         let crew = LocalCrew::spawn(LocalSpec {
             program: own_program().context("cannot find this program's own file")?,
-            args: vec![OsString::from("worker")],
+            args: log::worker_args(),
             model: self.path.clone(),
             ranks: options.nodes,
             pin: self.compute.pin.then_some(options.threads),

@@ -26,6 +26,7 @@ mod key;
 mod launch;
 mod load;
 mod loaded;
+mod log;
 mod mapreduce;
 mod member;
 mod models;
@@ -41,6 +42,7 @@ mod show;
 mod terminal;
 mod top;
 mod topology;
+mod trace;
 mod train;
 mod up;
 mod wires;
@@ -65,6 +67,8 @@ struct Cli {
     /// Print version
     #[arg(short = 'V', short_alias = 'v', long, action = ArgAction::Version)]
     version: Option<bool>,
+    #[command(flatten)]
+    log: log::LogArgs,
     #[command(subcommand)]
     command: Command,
 }
@@ -89,6 +93,8 @@ enum Command {
     Ps(instances::PsArgs),
     /// The cluster in a terminal: machines, models, requests
     Top(top::Args),
+    /// Where the time of an answer went, node by node
+    Trace(trace::Args),
     /// Make, list and revoke keys
     #[command(subcommand)]
     Key(key::Command),
@@ -141,8 +147,9 @@ enum Command {
 fn main() -> ExitCode {
     // clap ends the process by itself: 0 for --help and --version, 2 for wrong usage.
     let usage = |error| -> Cli { hint::of_usage(error, &Cli::command()).exit() };
-    let command = Cli::try_parse().unwrap_or_else(usage).command;
-    match execute(&command) {
+    let Cli { command, log, .. } = Cli::try_parse().unwrap_or_else(usage);
+    let begun = log::start(&log);
+    match begun.and_then(|()| execute(&command)) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error)
             if matches!(command, Command::Worker | Command::TrainWorker)
@@ -166,6 +173,7 @@ fn execute(command: &Command) -> anyhow::Result<()> {
         Command::Unload(args) => instances::unload(args),
         Command::Ps(args) => instances::ps(args),
         Command::Top(args) => top::run(args),
+        Command::Trace(args) => trace::run(args, &signals),
         Command::Key(command) => key::run(command),
         Command::Worker => worker::run(),
         Command::Plan(args) => plan::run(args),

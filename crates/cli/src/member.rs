@@ -126,6 +126,19 @@ pub(crate) fn ask(command: &str, arguments: Value) -> anyhow::Result<Value> {
     Ok(answer?)
 }
 
+/// As [`ask`], for what takes as long as `limit`.
+///
+/// # Errors
+/// As [`ask`].
+pub(crate) fn ask_within(
+    command: &str,
+    arguments: Value,
+    limit: Duration,
+) -> anyhow::Result<Value> {
+    let home = home::folder()?;
+    Ok(local::ask(&home, command, arguments, limit, |_| {})?)
+}
+
 /// What the node of this home answers, or `None` where it does not run.
 ///
 /// # Errors

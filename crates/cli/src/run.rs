@@ -11,8 +11,11 @@ use std::path::PathBuf;
 
 use anyhow::Context;
 use clap::builder::NonEmptyStringValueParser;
+use paceline_engine::SamplingParams;
 use paceline_formats::chat::Message;
+use paceline_node::trace::Timeline;
 use paceline_store::Cancel;
+use serde_json::Value;
 
 use crate::adapter;
 use crate::compute::{ComputeArgs, EngineArgs};
@@ -41,7 +44,7 @@ Ctrl-C ends at once; in a chat it stops the answer. Exit codes: 0 ok, 1 failed o
 #[command(after_help = EXAMPLES)]
 pub(crate) struct Args {
     /// Alias (`smollm2`), GGUF file, folder of safetensors, or hub id `owner/name[:quantisation]`
-    model: String,
+    pub(crate) model: String,
     /// What to answer; without it, a chat on a terminal, else what standard input holds
     prompt: Option<String>,
     /// Put this adapter into the model: its folder, or its file of weights (PEFT's or MLX's form)
@@ -60,7 +63,7 @@ pub(crate) struct Args {
     raw: bool,
     /// Most tokens of an answer [default: until the model ends it or the context is full]
     #[arg(long, value_name = "N", allow_negative_numbers = true)]
-    max_tokens: Option<usize>,
+    pub(crate) max_tokens: Option<usize>,
     /// Most tokens of conversation and answer [default: what the model was trained for, as
     /// far as memory has room]
     #[arg(long, value_name = "N", allow_negative_numbers = true,
@@ -72,7 +75,7 @@ pub(crate) struct Args {
     stop: Vec<String>,
     /// Print one JSON object when the answer is complete
     #[arg(long)]
-    json: bool,
+    pub(crate) json: bool,
     #[command(flatten)]
     compute: ComputeArgs,
     #[command(flatten)]
@@ -96,14 +99,64 @@ pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
         None => Some(piped_prompt()?),
     };
     check_chat(args, prompt.as_deref())?;
-    args.split.check()?;
-    let found = pull::ensure(&args.model, signals)?;
-    let path = adapter::applied(found.path, args.adapter.as_deref())?;
-    let mut session = Session::open(args, &path, sampling)?;
+    let mut session = open(args, sampling, signals, false)?;
     match prompt {
         Some(prompt) => answer(args, &mut session, prompt),
         None => chat::chat(args, &mut session, signals),
     }
+}
+
+/// Loads the model; `stays` keeps the split that was chosen first.
+fn open(
+    args: &Args,
+    sampling: SamplingParams,
+    signals: &Signals,
+    stays: bool,
+) -> anyhow::Result<Session> {
+    args.split.check()?;
+    let found = pull::ensure(&args.model, signals)?;
+    let path = adapter::applied(found.path, args.adapter.as_deref())?;
+    Session::open(args, &path, sampling, stays)
+}
+
+/// An answer that was traced.
+pub(crate) struct Traced {
+    /// Where its time went.
+    pub(crate) timeline: Timeline,
+    /// What it cost, as `run --json` says it.
+    pub(crate) figures: Value,
+    /// The same as a line.
+    pub(crate) line: String,
+}
+
+/// The prompt, of the command line or of a standard input that is no terminal.
+///
+/// # Errors
+/// [`Error::NoPrompt`], and what is wrong with the input.
+pub(crate) fn prompt(args: &Args) -> anyhow::Result<String> {
+    match &args.prompt {
+        Some(prompt) if !prompt.trim().is_empty() => Ok(prompt.clone()),
+        None if !std::io::stdin().is_terminal() => piped_prompt(),
+        _ => Err(Error::NoPrompt.into()),
+    }
+}
+
+/// Answers the prompt and records what every node does meanwhile.
+///
+/// # Errors
+/// As [`run`]; [`Error::NoPrompt`] on a terminal without one.
+pub(crate) fn traced(args: &Args, max_tokens: usize, signals: &Signals) -> anyhow::Result<Traced> {
+    let sampling = args.sampling.params()?;
+    let prompt = prompt(args)?;
+    let mut session = open(args, sampling, signals, true)?;
+    session.limit(max_tokens);
+    let tokens = encode(args, &session, prompt)?;
+    let (figures, timeline) = session.trace(tokens)?;
+    Ok(Traced {
+        timeline,
+        figures: figures.json(args, &session),
+        line: figures.line(),
+    })
 }
 
 /// Refuses options that need a prompt when there is none.

@@ -143,6 +143,9 @@ pub(crate) struct Args {
     /// Append the node's events to FILE, a line of JSON each
     #[arg(long, value_name = "FILE")]
     events: Option<PathBuf>,
+    /// Price of a kilowatt-hour, for what a million tokens cost on the dashboard
+    #[arg(long, value_name = "PRICE", value_parser = price)]
+    kwh_price: Option<f64>,
     /// Let clients remove models of this machine's store (Ollama's DELETE /api/delete), but not one
     /// that is being served
     #[arg(long)]
@@ -201,6 +204,15 @@ fn ended(outcome: anyhow::Result<()>) -> anyhow::Result<()> {
         Err(error) if matches!(error.downcast_ref(), Some(StoreError::Cancelled)) => Ok(()),
         other => other,
     }
+}
+
+/// A price that can be multiplied.
+fn price(text: &str) -> Result<f64, String> {
+    let price: f64 = text.parse().map_err(|_| "expected a number".to_owned())?;
+    let is_price = price.is_finite() && price >= 0.0;
+    is_price
+        .then_some(price)
+        .ok_or_else(|| "expected a number from 0 on".to_owned())
 }
 
 /// Runs the node, with models that `load` brings and `unload` takes away.
@@ -586,6 +598,9 @@ impl Args {
             facts
         }));
         config.board = board.for_server(manages);
+        if let Some(price) = self.kwh_price {
+            board.set_kwh_price(price);
+        }
         (config, board)
     }
 

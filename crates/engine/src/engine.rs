@@ -2,10 +2,11 @@
 
 use std::collections::VecDeque;
 use std::sync::{Arc, OnceLock};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use paceline_formats::grammar::Constraint;
 use paceline_formats::tokenizer::Tokenizer;
+use paceline_model::trace::{Kind, Tracer};
 use paceline_model::{Batch, BatchSequence, Compute, Logits, Weights, WindowPages};
 use paceline_tensor::PAGE;
 
@@ -30,6 +31,10 @@ pub struct Engine {
     /// Model and kernel class, as snapshots carry it.
     identity: String,
     compute: Box<dyn Compute>,
+    /// That of the links, where the model has some.
+    tracer: Tracer,
+    /// End of the last step of a trace, when sequences were left.
+    stepped: Option<Instant>,
     /// Made for the first constraint: sorting a vocabulary takes a while.
     grammars: OnceLock<Result<Grammars, ConstraintError>>,
     scratch: Scratch,
@@ -69,6 +74,8 @@ impl Engine {
             costs: Costs::default(),
             composition: Composition::default(),
             reused: 0,
+            tracer: tracer(&*model),
+            stepped: None,
             identity: format!("{} ({})", config.model, model.numbers()),
             model,
             tokenizer,
@@ -115,6 +122,11 @@ impl Engine {
     /// before it gave up its pages, had begun with the same ones: whole pages of 64.
     pub const fn n_reused(&self) -> u64 {
         self.reused
+    }
+
+    /// Records what steps take, in this rank, where somebody asks.
+    pub const fn tracer(&self) -> &Tracer {
+        &self.tracer
     }
 
     /// Queues a request.
@@ -285,11 +297,18 @@ impl Engine {
     /// When the forward pass fails: nothing can be computed any more, and what the sequences have
     /// in the cache is unknown. [`take_snapshot`](Self::take_snapshot) still works.
     pub fn step(&mut self) -> Result<Vec<Event>, Error> {
+        self.tracer.end(self.stepped.take(), Kind::Between, 0);
+        let began = self.tracer.begin();
         self.admit();
         let plan = self.plan();
         self.composition = self.composition_of(&plan);
+        self.tracer.end(began, Kind::Schedule, plan.len());
         self.forward(&plan)?;
-        Ok(self.take_results(&plan))
+        let began = self.tracer.begin();
+        let events = self.take_results(&plan);
+        self.tracer.end(began, Kind::Choose, events.len());
+        self.stepped = self.tracer.begin().filter(|_| !self.is_idle());
+        Ok(events)
     }
 
     /// Keeps the other ranks of a split model waiting. Called now and then by an owner that has
@@ -509,11 +528,16 @@ impl Engine {
         let batch = Batch {
             sequences: &sequences,
         };
+        if self.model.links().is_none() {
+            self.tracer.next_step(); // else the links count
+        }
+        let began = self.tracer.begin();
         let compute = &mut self.compute;
         let outcome = match sequences.is_empty() {
             true => Ok(()),
             false => beside(&mut due, || compute.forward(&batch)).map(drop),
         };
+        self.tracer.end(began, Kind::Step, batch.rows());
         for (index, guide) in due {
             self.running[index].guide = Some(guide);
         }
@@ -611,6 +635,12 @@ fn forbid(logits: &mut [f32], tokens: &[u32]) {
             *logit = f32::NEG_INFINITY;
         }
     }
+}
+
+/// The tracer of a model's links; for one without, a new one.
+pub(crate) fn tracer(model: &dyn Weights) -> Tracer {
+    let of_links = model.links().map(|links| links.trace.clone());
+    of_links.unwrap_or_default()
 }
 
 /// Runs `compute`, and prepares `guides` on a thread of its own when there are any: starting one

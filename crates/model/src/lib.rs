@@ -4,6 +4,7 @@
 //! - [`Config`] is what a model file says about its shape, checked.
 //! - [`Model`] holds packed weights; [`Model::forward`] runs one step over a batch of sequences.
 //! - [`Weights`] and [`Compute`] are what an engine needs of it, and what MLX gives as well.
+//! - [`trace`]: what a rank did when, for `paceline trace`.
 //! - [`encoder`]: a text in, one vector out; one node, no cache.
 //! - [`families`] has one file per family, each a configuration reader and one layer.
 //!
@@ -30,6 +31,7 @@ mod rope;
 mod source;
 pub mod split;
 mod step;
+pub mod trace;
 mod weights;
 
 pub use compute::{Compute, Exchanged, Weights};

@@ -14,6 +14,7 @@ use crate::plan::Plan;
 use crate::split::{Shard, Split};
 use crate::step::halves::{self, HALVES_FROM, Turn, Turns};
 use crate::step::{Batch, BatchSequence, BatchSize, Limits, Step, Workspace};
+use crate::trace::{Kind, SECOND_HALF, Tracer};
 use crate::weights::{self, AsStored, Layer, Linear, Loader, Names};
 use crate::{Config, Error, Kinds, Source, WindowPages};
 
@@ -387,12 +388,18 @@ impl Model {
         turn: Option<Turn<'_>>,
     ) -> Result<usize, Error> {
         turn.iter().try_for_each(Turn::begin)?;
+        let tracer = self.links.as_ref().map(|links| &links.trace);
+        let began = tracer.filter(|_| turn.is_some()).and_then(Tracer::begin);
         let mut step = Step::new(self, batch, ws, cache, turn)?;
         for (index, layer) in self.shard.layers.clone().zip(&self.layers) {
             step.enter(index);
             self.config.family.layer(&mut step, layer, index)?;
         }
-        step.finish()
+        let finished = step.finish();
+        if let Some(tracer) = tracer {
+            tracer.end(began, Kind::Half, batch.rows());
+        }
+        finished
     }
 
     /// A step as two, one computed while the sums of the other are exchanged. A half waits for the
@@ -412,7 +419,7 @@ impl Model {
         let [turn, second_turn] = turns.both();
         let (first, second) = thread::scope(|scope| {
             let run = || self.whole(&second, second_ws, cache, Some(second_turn));
-            let thread = thread::Builder::new().name("second half".into());
+            let thread = thread::Builder::new().name(SECOND_HALF.into());
             let thread = thread.spawn_scoped(scope, run).map_err(Error::Thread)?;
             let first = self.whole(&first, ws, cache, Some(turn));
             let second = thread.join().unwrap_or_else(|panic| resume_unwind(panic));

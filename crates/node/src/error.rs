@@ -84,6 +84,12 @@ pub enum Error {
     /// Weights cannot be packed, or memory for a cache cannot be had.
     #[error(transparent)]
     Tensor(#[from] paceline_tensor::Error),
+    /// A rank did not tell what it recorded.
+    #[error("{rank} did not tell what it recorded: trace again")]
+    NotTraced {
+        /// The rank.
+        rank: Rank,
+    },
     /// A thread ended before its work was done; it has said why on standard error.
     #[error("{what} ended early")]
     Ended {

@@ -16,6 +16,8 @@ mod copies;
 mod encoders;
 mod owner;
 mod places;
+mod preview;
+mod traced;
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -37,17 +39,21 @@ use serde::Serialize;
 
 use crate::crew::host::{HostSpec, ModelName, host};
 use crate::crew::line::Line;
+use crate::trace::Recording;
 use crate::{Instance, Portrait};
 use answers::Remote;
 use copies::Copies;
 use owner::Owned;
 use places::Wire;
+pub use preview::{Planned, Preview};
+pub use traced::TraceAsk;
 
 /// Services of a node.
 const CREW: &str = "crew";
 const FETCH: &str = "fetch";
 const FILE: &str = "file";
 const ANSWERS: &str = "answers";
+const TRACE: &str = "trace";
 
 /// How often duties are looked at although nothing changed.
 const LOOK_EVERY: Duration = Duration::from_secs(1);
@@ -230,12 +236,29 @@ impl Fleet {
         self.inner.load(ask)
     }
 
+    /// Where a model would lie if it were loaded like that.
+    ///
+    /// # Errors
+    /// As [`load`](Self::load); a model that cannot be cut so.
+    pub fn preview(&self, ask: &Ask) -> Result<Preview, String> {
+        preview::preview(&self.inner, ask)
+    }
+
     /// Wants a model unloaded, by its name or an instance's id; how many instances that were.
     ///
     /// # Errors
     /// No such instance.
     pub fn unload(&self, name: &str) -> Result<usize, String> {
         self.inner.unload(name)
+    }
+
+    /// Has an instance answer a prompt, and every rank of it record what that takes. The node that
+    /// owns the instance does so; blocks until the answer is complete, at most some minutes.
+    ///
+    /// # Errors
+    /// No such instance, one that does not answer.
+    pub fn trace(&self, ask: &TraceAsk) -> Result<Recording, String> {
+        traced::trace(&self.inner, ask)
     }
 
     /// All wanted instances.
@@ -308,6 +331,10 @@ impl Inner {
                 let line: Arc<dyn Line> = Arc::new(Wire(channel));
                 answers::answer(inner, &line);
             }),
+        );
+        self.agent.serve(
+            TRACE,
+            with(|inner, channel| traced::answer(inner, &Wire(channel))),
         );
     }
 

@@ -22,8 +22,10 @@ use paceline_comm::Backend;
 use paceline_engine::{
     EngineConfig, Failure, Reply, Request, Service, Sink, State, Status, Ticket,
 };
+use paceline_model::trace::RankTrace;
 use paceline_model::{Config, Split};
 use paceline_tensor::KvType;
+use tracing::{debug, info, warn};
 
 use crate::crew::Crew;
 use crate::forecast::Forecast;
@@ -36,6 +38,9 @@ const GRACE: Duration = Duration::from_millis(300);
 
 /// Longest wait for what the ranks say they sent: they answer between two messages.
 const MEASURE_LIMIT: Duration = Duration::from_secs(1);
+
+/// Longest wait for what the ranks recorded: up to 12 MB each, over a network.
+const TRACE_LIMIT: Duration = Duration::from_secs(20);
 
 /// Longest wait of a rank for another's part of a step, in seconds. A step of 512 rows of an 8B
 /// model takes minutes on a slow machine; one that died or is stopped is found in 2 s.
@@ -172,6 +177,8 @@ enum Command {
     Submit(Ticket, Box<Request>, Vec<u32>, Sink),
     Cancel(Ticket),
     Measure(Sender<Moved>),
+    Trace,
+    Traced(Sender<(Rank, RankTrace)>),
     End,
 }
 
@@ -233,6 +240,7 @@ impl Instance {
             sinks: HashMap::new(),
             meeting: Meeting::default(),
             measuring: Vec::new(),
+            tracing: Vec::new(),
             first: Some(first),
             over: false,
         };
@@ -341,6 +349,33 @@ impl Instance {
         let before = lock(&self.shared.view).moved;
         Some([before, now?].into_iter().sum())
     }
+
+    /// Has every rank record what takes how long from now on, until [`traced`](Self::traced).
+    /// Waits up to a second until all ranks do.
+    pub fn trace(&self) {
+        self.shared.command(Command::Trace);
+        let _ = self.moved(); // asked after it on the same channels, so answered after it
+    }
+
+    /// Ends a trace; what each rank recorded, in rank order. Blocks for up to 20 s.
+    ///
+    /// # Errors
+    /// [`Error::NotTraced`] when a rank did not tell, as after a failure in the meantime.
+    pub fn traced(&self) -> Result<Vec<RankTrace>, Error> {
+        let (sender, receiver) = channel();
+        self.shared.command(Command::Traced(sender));
+        let deadline = Instant::now() + TRACE_LIMIT;
+        let mut told: Vec<Option<RankTrace>> = vec![None; self.cuts[0].split.ranks() as usize];
+        while let Some(silent) = told.iter().position(Option::is_none) {
+            let left = deadline.saturating_duration_since(Instant::now());
+            let heard = receiver.recv_timeout(left);
+            let (rank, trace) = heard.map_err(|_| Error::NotTraced {
+                rank: Rank(silent as u32),
+            })?;
+            told[rank.0 as usize] = Some(trace);
+        }
+        Ok(told.into_iter().flatten().collect())
+    }
 }
 
 impl Service for Instance {
@@ -424,6 +459,7 @@ struct Shell {
     sinks: HashMap<Ticket, Sink>,
     meeting: Meeting,
     measuring: Vec<Sender<Moved>>,
+    tracing: Vec<Sender<(Rank, RankTrace)>>,
     /// Hears how the first start went.
     first: Option<Sender<Result<(), Error>>>,
     over: bool,
@@ -447,6 +483,17 @@ impl Shell {
     }
 
     fn heard(&mut self, event: CrewEvent<FromWorker>) {
+        let event = match event {
+            CrewEvent::Message {
+                rank,
+                message: FromWorker::Traced(trace),
+            } => {
+                self.tracing
+                    .retain(|asker| asker.send((rank, (*trace).clone())).is_ok());
+                return;
+            }
+            event => event,
+        };
         if let CrewEvent::Message { message, .. } = &event {
             match message {
                 FromWorker::Measured(moved) => {
@@ -481,12 +528,22 @@ impl Shell {
                 Some(Command::Cancel(ticket)) => self.step(Event::Cancel(ticket)),
                 Some(Command::Measure(asker)) => {
                     self.measuring.push(asker);
-                    let ranks = (0..self.spec.ranks()).map(Rank);
-                    ranks.for_each(|rank| drop(self.shared.crew.send(rank, &ToWorker::Measure)));
+                    self.tell_all(&ToWorker::Measure);
+                }
+                Some(Command::Trace) => self.tell_all(&ToWorker::Trace { on: true }),
+                Some(Command::Traced(asker)) => {
+                    self.tracing.push(asker);
+                    self.tell_all(&ToWorker::Trace { on: false });
                 }
                 Some(Command::End) => self.step(Event::End),
             }
         }
+    }
+
+    /// Sends a message to every rank; one that is gone is found by others.
+    fn tell_all(&self, message: &ToWorker) {
+        let ranks = (0..self.spec.ranks()).map(Rank);
+        ranks.for_each(|rank| drop(self.shared.crew.send(rank, message)));
     }
 
     fn step(&mut self, event: Event) {
@@ -517,6 +574,7 @@ impl Shell {
 
     /// Does one thing; what came of it, where that is an event.
     fn act(&mut self, action: Action) -> Option<Event> {
+        self.log(&action);
         match action {
             Action::Start(rank) => {
                 let started = self.shared.crew.start(rank);
@@ -610,6 +668,33 @@ impl Shell {
         }
     }
 
+    /// Logs what is done to workers; requests and their text are none of it.
+    fn log(&self, action: &Action) {
+        let model = self.spec.engine.model.as_str();
+        match action {
+            Action::Start(rank) => info!(model, rank = rank.0, "start worker"),
+            Action::Stop(rank) => warn!(model, rank = rank.0, "stop worker"),
+            Action::Assign { rank, epoch, way } => {
+                let split = self.spec.cuts[*way].split.to_string();
+                info!(model, rank = rank.0, epoch, split, "assign shard");
+            }
+            Action::Join { rank, .. } => debug!(model, rank = rank.0, "join ranks"),
+            Action::Leave(rank) => debug!(model, rank = rank.0, "leave epoch"),
+            Action::Submit { rank, ticket, .. } => {
+                debug!(model, rank = rank.0, ticket = ticket.0, "submit request");
+            }
+            Action::Cancel { rank, ticket } => {
+                debug!(model, rank = rank.0, ticket = ticket.0, "cancel request");
+            }
+            Action::Learn { tok_s, .. } => debug!(model, tok_s, "measured decode speed"),
+            Action::Loaded { took, .. } => {
+                info!(model, seconds = took.as_secs_f64(), "shards are loaded");
+            }
+            Action::End => info!(model, "end instance"),
+            Action::Deliver(..) | Action::Forget(_) | Action::Tell(_) => {}
+        }
+    }
+
     fn tell(&mut self, notice: &Notice) {
         match notice {
             Notice::Ready { facts, .. } => {
@@ -622,6 +707,12 @@ impl Shell {
                 reason,
                 again_in,
             } => {
+                warn!(
+                    model = self.spec.engine.model,
+                    rank = rank.0,
+                    reason,
+                    "epoch failed"
+                );
                 lock(&self.shared.view).facts.clear();
                 if again_in.is_none() {
                     let reason = reason.clone();

@@ -26,6 +26,7 @@
 //! - [`fleet`]: instances over the nodes of a cluster.
 //! - [`forecast`]: how fast each split will be on this machine.
 //! - [`shape`]: a model's sizes for the planner; [`room`]: how long its conversations may be here.
+//! - [`trace`]: where the time of an answer went, over all ranks.
 //! - [`texts`]: tokenizer and chat template of a model.
 //! - [`classes`]: the kernel class of each node.
 //! - [`load_whole`]: a model in this process, on whichever engine.
@@ -47,6 +48,7 @@ pub mod room;
 pub mod shape;
 pub mod supervisor;
 pub mod texts;
+pub mod trace;
 pub mod worker;
 
 /// Revision of the numbers' definition: raised with every change that docs/numerics.md lists as one

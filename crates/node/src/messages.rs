@@ -14,6 +14,7 @@ use std::path::PathBuf;
 use paceline_comm::tcp::KEY_BYTES;
 use paceline_engine::{EngineConfig, Reply, Request, Ticket};
 use paceline_model::Split;
+use paceline_model::trace::RankTrace;
 use serde::{Deserialize, Serialize};
 
 use crate::moved::RankMoved;
@@ -45,6 +46,11 @@ pub enum ToWorker {
     },
     /// Tell what was sent so far.
     Measure,
+    /// Record what takes how long from now on, or tell what was recorded since.
+    Trace {
+        /// Whether to record.
+        on: bool,
+    },
     /// Leave the epoch after the step that is under way, and wait for another part.
     Leave,
 }
@@ -57,6 +63,7 @@ impl ToWorker {
             Self::Submit { .. } => "Submit",
             Self::Cancel { .. } => "Cancel",
             Self::Measure => "Measure",
+            Self::Trace { .. } => "Trace",
             Self::Leave => "Leave",
         }
     }
@@ -125,6 +132,8 @@ pub enum FromWorker {
     },
     /// The answer to `Measure`.
     Measured(RankMoved),
+    /// The answer to `Trace` that ends one.
+    Traced(Box<RankTrace>),
     /// It has left the epoch, and waits.
     Left {
         /// The epoch's number.

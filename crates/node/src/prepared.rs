@@ -15,6 +15,7 @@ use paceline_base::{Bytes, KernelClass, lock};
 use paceline_comm::Backend;
 use paceline_engine::{Engine, EngineConfig, Failure, Reply, Request, Runner, Service, Ticket};
 use paceline_formats::tokenizer::Tokenizer;
+use paceline_model::trace::{RankTrace, Tracer};
 use paceline_model::{Config, MlxPlaces, Source, Split, SplitKind};
 use paceline_tensor::{Kernels, KvType};
 
@@ -238,6 +239,7 @@ impl Prepared {
         let engine = Engine::new(model, tokenizer, self.engine)?;
         Ok(Loaded {
             computing: Computing::Here {
+                tracer: engine.tracer().clone(),
                 runner: Runner::start(engine, Instant::now),
                 weights,
                 device,
@@ -269,6 +271,7 @@ pub struct Loaded {
 #[derive(Debug)]
 enum Computing {
     Here {
+        tracer: Tracer,
         runner: Runner,
         weights: Bytes,
         device: String,
@@ -363,6 +366,25 @@ impl Loaded {
         match &self.computing {
             Computing::Here { .. } => None,
             Computing::Crew(instance) => instance.moved(),
+        }
+    }
+
+    /// Records what takes how long from now on, on every rank, until [`traced`](Self::traced).
+    pub fn trace(&self) {
+        match &self.computing {
+            Computing::Here { tracer, .. } => tracer.start(),
+            Computing::Crew(instance) => instance.trace(),
+        }
+    }
+
+    /// Ends a trace; what each rank recorded, in rank order.
+    ///
+    /// # Errors
+    /// As [`Instance::traced`].
+    pub fn traced(&self) -> Result<Vec<RankTrace>, Error> {
+        match &self.computing {
+            Computing::Here { tracer, .. } => Ok(vec![tracer.stop()]),
+            Computing::Crew(instance) => instance.traced(),
         }
     }
 

@@ -19,6 +19,7 @@ use paceline_comm::tcp::{self, GroupId, GroupKey, Protection};
 use paceline_comm::{Backend, Deadline, Seat, Strict, Wires, init};
 use paceline_model::{Config, Links, MlxPlaces, Shard, Source, Weights};
 use paceline_tensor::{Kernels, Pinning};
+use tracing::{debug, info, warn};
 
 use crate::Error;
 use crate::load::Wanted;
@@ -147,9 +148,21 @@ impl Worker<'_> {
 
     /// Starts an epoch, or tells why that cannot be.
     fn begin(&mut self, job: &Job) -> Result<(), Error> {
+        debug!(
+            rank = job.rank,
+            epoch = job.epoch,
+            backend = job.backend,
+            "enter epoch"
+        );
         match self.enter(job) {
             Ok(Some(epoch)) => {
                 let ready = ready(&*epoch.weights);
+                info!(
+                    rank = job.rank,
+                    epoch = job.epoch,
+                    bytes = ready.weight_bytes,
+                    "ready"
+                );
                 self.epoch = Some(epoch);
                 self.send(&FromWorker::Ready(ready))
             }
@@ -162,6 +175,7 @@ impl Worker<'_> {
     }
 
     fn tell(&self, error: &Error) -> Result<(), Error> {
+        warn!(epoch = self.number, %error, "cannot go on");
         self.send(&failed(self.number, error))
     }
 
@@ -289,6 +303,7 @@ impl Worker<'_> {
         };
         match (message, &epoch.part) {
             (ToWorker::Measure, _) => self.channel.send(&epoch.measured())?,
+            (ToWorker::Trace { on }, _) => epoch.trace(&self.channel, on)?,
             (
                 ToWorker::Submit {
                     ticket,
@@ -298,7 +313,9 @@ impl Worker<'_> {
                 Part::Leads(leader),
             ) => leader.submit(&self.channel, ticket, *request, tokens)?,
             (ToWorker::Cancel { ticket }, Part::Leads(leader)) => leader.cancel(ticket),
-            (other, _) => self.tell(&unexpected(Some(&other), "Submit, Measure or Leave"))?,
+            (other, _) => {
+                self.tell(&unexpected(Some(&other), "Submit, Measure, Trace or Leave"))?
+            }
         }
         self.look()
     }

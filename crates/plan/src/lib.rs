@@ -24,7 +24,8 @@
 //!
 //! In reading order: [`model`] and [`cluster`] (facts), [`placement`] (decisions), [`cost`]
 //! (seconds and bytes), [`predict()`], [`calibration`] and [`mod@fit`] (constants),
-//! [`published`] and [`mod@validate`] (the check against reality), [`solver`], [`advice`].
+//! [`published`] and [`mod@validate`] (the check against reality), [`solver`], [`advice`];
+//! [`draw`] makes pictures of any of it.
 
 #![forbid(unsafe_code)]
 
@@ -34,6 +35,7 @@ pub mod catalogue;
 mod check;
 pub mod cluster;
 pub mod cost;
+pub mod draw;
 mod error;
 pub mod fit;
 pub mod model;

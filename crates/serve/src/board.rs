@@ -5,7 +5,8 @@
 //! GET  /assets/paceline.css, .js    its parts; public, as they tell nothing
 //! GET  /v1/paceline/status          nodes, telemetry, instances, requests as JSON
 //! GET  /v1/paceline/events?after=N  events as SSE, those kept first
-//! POST /v1/paceline/load, unload, models, invite
+//! POST /v1/paceline/load, unload, preview, models, pull,
+//!                   invite, join, forget, keys, new_key, revoke_key
 //! ```
 //!
 //! All but the page itself need an API key where keys are in use. Where none are, commands that
@@ -58,7 +59,19 @@ const PIECE_EVENTS: usize = 256;
 const ANSWER_LIMIT: Duration = Duration::from_secs(30);
 
 /// Commands that the dashboard sends.
-const COMMANDS: [&str; 4] = ["load", "unload", "models", "invite"];
+const COMMANDS: [&str; 11] = [
+    "load",
+    "unload",
+    "preview",
+    "models",
+    "pull",
+    "invite",
+    "join",
+    "forget",
+    "keys",
+    "new_key",
+    "revoke_key",
+];
 
 /// What the dashboard's requests share.
 struct Shared {
@@ -174,6 +187,7 @@ impl Shared {
             let version = env!("CARGO_PKG_VERSION").into();
             object.insert("version".into(), version);
             object.insert("may_manage".into(), may_manage.into());
+            object.insert("asks_for_keys".into(), self.keys.is_some().into());
         }
         Ok(json(&told))
     }

@@ -139,6 +139,7 @@ impl Events {
 
     /// Adds an event; drops the oldest when the ring is full.
     pub fn put(&self, kind: Kind) {
+        kind.log();
         let unix_ms = self.unix_ms();
         let mut ring = self.0.ring.lock().unwrap_or_else(PoisonError::into_inner);
         let seq = *self.0.newest.borrow() + 1;

@@ -54,6 +54,7 @@ mod json;
 pub mod keys;
 mod live;
 pub mod load;
+mod log;
 mod metrics;
 mod model;
 mod openapi;
@@ -72,6 +73,7 @@ pub use config::{
 };
 pub use error::Error;
 pub use live::{Live, Running};
+pub use log::PROMPTS;
 pub use metrics::METRIC_NAMES;
 pub use model::{About, Model, default_sampling, recommended_sampling};
 pub use server::{Handle, Server};

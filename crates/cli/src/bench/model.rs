@@ -7,6 +7,7 @@ use paceline_base::Bytes;
 use paceline_engine::{EngineConfig, Reply, Request, SamplingParams};
 use paceline_model::Config;
 use paceline_node::Moved;
+use paceline_plan::draw::{Bar, Bars};
 use paceline_tensor::{KvType, PAGE};
 use serde_json::json;
 
@@ -17,7 +18,7 @@ use crate::compute::{ComputeArgs, EngineArgs};
 use crate::interrupt::Signals;
 use crate::loaded::{Loaded, Opened, SplitArgs};
 use crate::moved::{arrays, arrays_json};
-use crate::output::print;
+use crate::output::{draw, print};
 use crate::pull;
 
 /// Arguments of `paceline bench model`.
@@ -57,6 +58,9 @@ pub(crate) struct Args {
     /// Alternate with one node that has the threads of all nodes
     #[arg(long, conflicts_with_all = ["against", "against_one"])]
     against_process: bool,
+    /// Also write the speeds as a picture
+    #[arg(long, value_name = "FILE.svg")]
+    plot: Option<PathBuf>,
     /// Print one JSON object
     #[arg(long)]
     json: bool,
@@ -131,6 +135,7 @@ pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
         ours,
         theirs,
     };
+    draw(args.plot.as_deref(), || report.svg())?;
     print(&if args.json {
         report.json().to_string()
     } else {
@@ -344,6 +349,44 @@ impl Report<'_> {
     fn of_limit(&self) -> f64 {
         let share = |run: &Run| 1e9 * self.weight_rate(run.decode) / run.limit;
         quantile(&Self::column(&self.ours, share), 0.5)
+    }
+
+    /// Decode speeds of both and of the prediction, and the reading of the prompt.
+    fn svg(&self) -> String {
+        let median = |runs: &[Run], of: fn(&Run) -> f64| {
+            (!runs.is_empty()).then(|| quantile(&Self::column(runs, of), 0.5))
+        };
+        let row = |label: &str, value: Option<f64>| Bar {
+            label: label.to_owned(),
+            values: vec![value],
+            note: String::new(),
+        };
+        let (decode, prefill): (fn(&Run) -> f64, fn(&Run) -> f64) = (|r| r.decode, |r| r.prefill);
+        let mut rows = vec![row("decode", median(&self.ours, decode))];
+        rows.extend(
+            self.predicted()
+                .map(|tok_s| row("decode, predicted", Some(tok_s))),
+        );
+        if !self.theirs.is_empty() {
+            rows.push(row(
+                &format!("decode, {}", self.peer),
+                median(&self.theirs, decode),
+            ));
+        }
+        rows.push(row("prompt", median(&self.ours, prefill)));
+        if !self.theirs.is_empty() {
+            rows.push(row(
+                &format!("prompt, {}", self.peer),
+                median(&self.theirs, prefill),
+            ));
+        }
+        let (model, nodes) = (&self.args.model, self.nodes());
+        let bars = Bars {
+            title: format!("{model}: tokens a second, {nodes}"),
+            series: vec!["median".to_owned()],
+            rows,
+        };
+        bars.svg()
     }
 
     fn json(&self) -> serde_json::Value {

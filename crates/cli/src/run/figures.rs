@@ -1,6 +1,6 @@
 //! What an answer cost.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use paceline_engine::Finish;
 use paceline_node::Moved;
@@ -16,6 +16,8 @@ use crate::process::peak_memory_bytes;
 /// An answer and its times.
 #[derive(Clone, Debug)]
 pub(super) struct Figures {
+    /// When the request was handed over.
+    pub(super) asked: Instant,
     /// Without the tokens that ended it.
     pub(super) text: String,
     /// All that were generated, the one that ended the answer included.
@@ -164,6 +166,7 @@ mod tests {
 
     fn figures(n_tokens: usize, end: End) -> Figures {
         Figures {
+            asked: Instant::now(),
             text: String::new(),
             tokens: vec![7; n_tokens],
             n_prompt: 50,

@@ -12,6 +12,7 @@ use paceline_formats::tokenizer::Specials;
 use paceline_model::Config;
 use paceline_node::Answer;
 use paceline_node::room::Room;
+use paceline_node::trace::{Clock, Recording, Timeline, Times};
 use paceline_store::Cancel;
 
 use super::Args;
@@ -37,7 +38,13 @@ pub(super) struct Session {
 
 impl Session {
     /// Loads the model at `path`, and tells how it is split.
-    pub(super) fn open(args: &Args, path: &Path, sampling: SamplingParams) -> anyhow::Result<Self> {
+    /// `stays` keeps the split that was chosen first, whatever comes of it.
+    pub(super) fn open(
+        args: &Args,
+        path: &Path,
+        sampling: SamplingParams,
+        stays: bool,
+    ) -> anyhow::Result<Self> {
         let sizes = |config: &Config| {
             warn_of_context(args.context, config);
             let kv = args.compute.in_memory(args.engine);
@@ -46,6 +53,9 @@ impl Session {
         };
         let mut opened = Opened::new(path, (args.compute, args.engine), &args.split, sizes)?;
         opened.forecast();
+        if stays {
+            opened.stay();
+        }
         let mut loaded = opened.load()?;
         let template = loaded.template.take().filter(|_| !args.raw).transpose();
         let bad = || format!("{}: cannot use its chat template", path.display());
@@ -60,6 +70,32 @@ impl Session {
             max_tokens: args.max_tokens.unwrap_or(usize::MAX),
             stop: args.stop.clone(),
         })
+    }
+
+    /// Bounds answers from now on, where the command line does not.
+    pub(super) fn limit(&mut self, max_tokens: usize) {
+        self.max_tokens = self.max_tokens.min(max_tokens);
+    }
+
+    /// Generates an answer, and records what every node does meanwhile.
+    ///
+    /// # Errors
+    /// As [`generate`](Self::generate); a node that does not tell.
+    pub(super) fn trace(&self, prompt: Vec<u32>) -> anyhow::Result<(Figures, Timeline)> {
+        let clock = Clock::now();
+        self.loaded.trace();
+        let figures = self.generate(prompt, None, |_| Ok(()));
+        let traces = self.loaded.traced();
+        let (figures, traces) = (figures?, traces?);
+        let first = figures.asked + figures.prefill;
+        let times = Times {
+            asked_unix_ns: clock.unix_ns(figures.asked),
+            first_unix_ns: clock.unix_ns(first),
+            ended_unix_ns: clock.unix_ns(first + figures.decode),
+        };
+        let (split, config) = (self.loaded.split(), self.loaded.config());
+        let recording = Recording::new(traces, times, split, config);
+        Ok((figures, Timeline::new(&recording)))
     }
 
     /// Whether the model was made for chats, and may use what it has for them.
@@ -188,6 +224,7 @@ impl Session {
             }
         };
         Ok(Figures {
+            asked: start,
             text,
             tokens,
             n_prompt,

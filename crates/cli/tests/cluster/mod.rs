@@ -7,6 +7,7 @@ mod alone;
 mod chaos;
 mod live;
 mod models;
+mod traced;
 
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};

@@ -21,6 +21,7 @@ mod server;
 mod shown;
 mod steered;
 pub(crate) mod tiny;
+mod trace;
 mod tty;
 mod usage;
 

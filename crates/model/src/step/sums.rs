@@ -77,7 +77,7 @@ impl Sums {
             let sum = &mut delta[..cut.nodes.len() * n];
             let mut exchange = || links.sum(index, cut, sum, counts);
             match turn {
-                Some(turn) => turn.exchange(exchange),
+                Some(turn) => links.in_turn(turn, index, exchange),
                 None => exchange(),
             }?;
         }

@@ -70,6 +70,17 @@ impl Epoch {
         FromWorker::Measured(RankMoved::of(&*self.weights))
     }
 
+    /// Begins a trace of this rank, or ends it and tells what was recorded.
+    pub(super) fn trace(&self, channel: &Channel, on: bool) -> Result<(), Error> {
+        let links = self.weights.links();
+        let tracer = links.map(|links| links.trace.clone()).unwrap_or_default();
+        if on {
+            tracer.start();
+            return Ok(());
+        }
+        Ok(channel.send(&FromWorker::Traced(Box::new(tracer.stop())))?)
+    }
+
     /// Whether it cannot go on, and why if nobody was told yet.
     pub(super) fn failure(&self) -> Option<Option<Error>> {
         match &self.part {

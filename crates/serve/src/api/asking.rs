@@ -20,6 +20,7 @@ use crate::answer::{Answer, Terms};
 use crate::config::Config;
 use crate::field::{Fields, Notes};
 use crate::json;
+use crate::log;
 use crate::places::Place;
 use crate::rejection::{Rejection, Style};
 use crate::render::anthropic::Anthropic;
@@ -256,6 +257,7 @@ async fn respond(
     let (asked, now) = (terms.asked, terms.now);
     let sizes = (ask.prompt_tokens, ask.n);
     let telling = Telling::new(writer, ask.choices, sizes, (asked, now), &app.metrics);
+    log::prompts(&app.model.tokenizer, &ask.requests);
     let answer = Answer::start(&app.service, &app.metrics, ask.requests, terms)?;
     if ask.stream.is_some() {
         return stream(app, answer, telling, place).await;
