@@ -19,6 +19,7 @@ use paceline_comm::{Deadline, Group};
 
 use crate::Error;
 use crate::plan::{HEADER_WORDS, Plan};
+use crate::progress::Progress;
 use crate::split::{LeafCut, Shard};
 
 /// Streams of messages between two ranks.
@@ -40,6 +41,8 @@ pub struct Links {
     /// exchanged, or next stages compute the other: the same on all ranks of the world. It changes
     /// no bit.
     pub overlap: bool,
+    /// Where this rank is in a step. Steps on MLX are not counted.
+    pub progress: Progress,
 }
 
 impl LeafCut {
@@ -76,6 +79,7 @@ impl Links {
             stage,
             patience,
             overlap,
+            progress: Progress::default(),
         }
     }
 
@@ -129,12 +133,14 @@ impl Links {
         all: &mut [u8],
         counts: &[usize],
     ) -> Result<(), Error> {
+        let _exchange = self.progress.exchange();
         let gathered = self.stage.all_gather_v(mine, all, counts, self.deadline());
         gathered.map_err(|error| self.stage_error(error))
     }
 
     /// Tells every other rank what the next step computes. The leader calls it.
     pub(crate) fn announce(&self, words: &[u32]) -> Result<(), Error> {
+        let _exchange = self.progress.exchange();
         let deadline = self.deadline();
         let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
         let (header, rest) = bytes.split_at(4 * HEADER_WORDS);
@@ -178,6 +184,7 @@ impl Links {
         sum: &mut [f32],
         counts: &mut Vec<usize>,
     ) -> Result<(), Error> {
+        let _exchange = self.progress.exchange();
         self.enter(index);
         let completed = cut.complete(&*self.stage, sum, counts, self.deadline());
         completed.map_err(|error| self.stage_error(error))
@@ -191,6 +198,7 @@ impl Links {
         values: &mut [f32],
         counts: &[usize],
     ) -> Result<(), Error> {
+        let _exchange = self.progress.exchange();
         self.enter(index);
         let gathered = self
             .stage
@@ -203,11 +211,13 @@ impl Links {
         let Some(rank) = shard.source() else {
             return Ok(());
         };
+        let _exchange = self.progress.exchange();
         Ok(self.world.recv(into, rank, RESIDUAL, self.deadline())?)
     }
 
     /// Sends the residual stream on to the stage after, if there is one.
     pub(crate) fn send_residual(&self, shard: &Shard, residual: &[f32]) -> Result<(), Error> {
+        let _exchange = self.progress.exchange();
         for rank in shard.targets() {
             self.world.send(residual, rank, RESIDUAL, self.deadline())?;
         }
@@ -232,6 +242,7 @@ impl Links {
         all: &mut [f32],
         scratch: &mut [f32],
     ) -> Result<(), Error> {
+        let _exchange = self.progress.exchange();
         let leader = Rank(shard.stage_ranks.start);
         if !shard.leads() {
             if mine.is_empty() {
