@@ -495,6 +495,11 @@ impl Inner {
         if owner == self.agent.id() {
             return answers::here(self);
         }
+        // A frozen machine still accepts connections: asking it would cost the whole limit, while
+        // its successor gets ready.
+        if !matches!(self.agent.life(owner), Life::Alive | Life::Suspect) {
+            return None;
+        }
         let channel = self.agent.open(owner, ANSWERS, OWNER_LIMIT).ok()?;
         Some(Arc::new(Wire(channel)))
     }

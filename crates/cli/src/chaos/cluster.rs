@@ -34,6 +34,9 @@ const LOAD_LIMIT: Duration = Duration::from_secs(300);
 /// Times that a worker is killed before its node must be left out.
 const FLAPS: u32 = 3;
 
+/// Between two kills of a worker.
+const FLAP_PAUSE: Duration = Duration::from_millis(500);
+
 /// For a worker's loss to be noticed, and for the model to answer again.
 const FLAP_LIMIT: Duration = Duration::from_secs(60);
 
@@ -287,14 +290,18 @@ impl Cluster {
             if told.contains("left out") {
                 return Ok(());
             }
-            let workers = self.nodes[victim].workers()?;
-            signal(&workers, Signal::KILL)?;
-            // It is not ready again before the loss was noticed.
-            let gone = || Ok(!self.nodes[victim].workers().is_ok_and(|now| now == workers));
-            until(FLAP_LIMIT, "the worker is gone", gone)?;
+            let before = self.nodes[victim].workers()?;
+            signal(&before, Signal::KILL)?;
+            // Ready by another worker: its loss may not have been noticed yet.
             until(FLAP_LIMIT, "the model answers again", || {
-                Ok(self.instance()?["state"] == "ready")
+                let now = self.instance()?;
+                let out = now["reason"].to_string().contains("left out");
+                let workers = self.nodes[victim].workers();
+                let is_new = workers.is_ok_and(|workers| workers != before);
+                Ok(now["state"] == "ready" && (out || is_new))
             })?;
+            // Answers get on a little, so that no request has only failures.
+            thread::sleep(FLAP_PAUSE);
         }
         let instance = self.instance()?;
         let told = instance["reason"].as_str().unwrap_or_default();

@@ -212,6 +212,9 @@ impl Answer {
         }
         let event: Value = serde_json::from_str(data).context("not an event")?;
         self.last = self.next.take().or(self.last.take());
+        if event["error"]["code"] == "shutting_down" {
+            bail!("the node goes");
+        }
         if !event["error"].is_null() {
             self.error = Some(event["error"].to_string());
         }
