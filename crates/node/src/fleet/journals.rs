@@ -11,8 +11,8 @@
 //! last is taken when that one is dead or silent; it answers `Gap` and gets all.
 
 use std::collections::BTreeMap;
-use std::sync::Mutex;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, TrySendError, sync_channel};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use paceline_base::lock;
@@ -47,6 +47,13 @@ const SHUN: Duration = Duration::from_secs(10);
 
 /// Longest wait for the copy of a journal that another node has.
 const FIND_LIMIT: Duration = Duration::from_secs(2);
+
+/// Once a copy has come, a longer one is awaited for so long: nodes that live answer in some
+/// milliseconds. A shorter copy gives the same answer, computed again from there on.
+const FIND_MORE: Duration = Duration::from_millis(100);
+
+/// Nodes that are asked for a copy.
+const NODES_MAX: usize = 64;
 
 /// Pieces that wait to be sent: some of each stream that a node takes.
 const QUEUE_MAX: usize = 1024;
@@ -323,27 +330,42 @@ pub(super) fn answer_journal(inner: &Inner, line: &dyn Line) {
     let _: Result<(), Broken> = line.send(&found.unwrap_or_default()); // it asks another one then
 }
 
-/// The longest copy of a journal.
-pub(super) fn find(inner: &Inner, id: &str, key: Option<&str>) -> Option<Vec<u8>> {
+/// The longest copy of a journal that comes soon. A node that was frozen just now holds nobody up.
+pub(super) fn find(inner: &Arc<Inner>, id: &str, key: Option<&str>) -> Option<Vec<u8>> {
     if let Some(own) = inner.shelf.find(id, Instant::now()) {
         return Some(own);
     }
-    let wish = Wish {
-        id: id.to_owned(),
-        key: key.map(str::to_owned),
-    };
-    let ask = |node| -> Option<Vec<u8>> {
-        let line = Wire(inner.agent.open(node, JOURNAL, FIND_LIMIT).ok()?);
-        say(&line, &wish).ok()?;
-        line.receive(FIND_LIMIT).ok()?
-    };
-    std::thread::scope(|scope| {
-        let ask = &ask;
-        let asked = others(&inner.agent).into_iter();
-        let asked: Vec<_> = asked.map(|node| scope.spawn(move || ask(node))).collect();
-        let found = asked.into_iter().filter_map(|thread| thread.join().ok()?);
-        found.max_by_key(Vec::len).filter(|copy| !copy.is_empty())
-    })
+    let (tell, told) = sync_channel(NODES_MAX);
+    for node in others(&inner.agent).into_iter().take(NODES_MAX) {
+        let (inner, tell) = (Arc::clone(inner), tell.clone());
+        let wish = Wish {
+            id: id.to_owned(),
+            key: key.map(str::to_owned),
+        };
+        let ask = move || {
+            // Whoever asked may have gone on with another copy.
+            let _ = tell.send(ask(&inner.agent, node, &wish).unwrap_or_default());
+        };
+        let thread = std::thread::Builder::new().name("journal".to_owned());
+        thread.spawn(ask).ok()?;
+    }
+    drop(tell);
+    let mut end = Instant::now() + FIND_LIMIT;
+    let mut best = Vec::new();
+    while let Ok(copy) = told.recv_timeout(end.saturating_duration_since(Instant::now())) {
+        if copy.len() > best.len() {
+            best = copy;
+            end = end.min(Instant::now() + FIND_MORE);
+        }
+    }
+    (!best.is_empty()).then_some(best)
+}
+
+/// The copy that a node has; nothing where it has none.
+fn ask(agent: &Agent, node: NodeId, wish: &Wish) -> Option<Vec<u8>> {
+    let line = Wire(agent.open(node, JOURNAL, FIND_LIMIT).ok()?);
+    say(&line, wish).ok()?;
+    line.receive(FIND_LIMIT).ok()?
 }
 
 #[cfg(test)]
