@@ -108,8 +108,8 @@ pub(crate) enum Rejection {
     NoResponse { id: String },
     /// A streamed answer that is not kept, or no longer.
     #[error(
-        "no streamed answer {id:?} is kept: it was left over {stay_s} s ago, is too old, or another \
-         key's"
+        "no streamed answer {id:?} is kept: it was left over {stay_s} s ago, there was no room, \
+         or it is another key's"
     )]
     NoAnswer { id: String, stay_s: u64 },
     /// A prompt of no token.

@@ -53,8 +53,8 @@ impl Report {
     pub(super) fn show(&self, seen: &Seen) -> anyhow::Result<()> {
         if self.rounds.is_empty() {
             print(
-                "FAULT          SECOND         VICTIM  AT TOKEN  DETECTED AFTER  LONGEST PAUSE  MOVED  LOST  \
-                ALTERED",
+                "FAULT          SECOND         VICTIM  AT TOKEN  DETECTED AFTER  LONGEST PAUSE  \
+                 MOVED  LOST  ALTERED",
             )?;
         }
         print(&format!(

@@ -54,8 +54,8 @@ pub(super) struct Answer {
 }
 
 impl Request {
-    /// Different requests in turn: greedy, seeded, with log-probabilities, of two choices, one whose
-    /// client cancels, one held to a schema as calls of tools are.
+    /// Different requests in turn: greedy, seeded, with log-probabilities, of two choices, one
+    /// whose client cancels, one held to a schema as calls of tools are.
     pub(super) fn several(count: usize, tokens: u32) -> Vec<Self> {
         let one = |number: usize| {
             let mut body = json!({
