@@ -1,7 +1,7 @@
 //! `paceline load`, `unload` and `ps`: models over the machines of a cluster.
 
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use anyhow::{Context, bail};
@@ -12,9 +12,9 @@ use paceline_cluster::nodes::pairing::Code;
 use paceline_cluster::nodes::placement::Wanted;
 use paceline_engine::{EngineConfig, Service};
 use paceline_model::{Config, SplitKind};
-use paceline_node::fleet::{self, Ask, Fleet, FleetSpec, TraceAsk};
+use paceline_node::fleet::{self, Ask, Fleet, FleetSpec, TraceAsk, journals};
 use paceline_node::room::Room;
-use paceline_serve::Doors;
+use paceline_serve::{Done, Doors, Kept, Mirror, Piece};
 use paceline_tensor::KvType;
 use serde_json::{Value, json};
 
@@ -60,6 +60,11 @@ pub(crate) struct LoadArgs {
     #[arg(long, value_name = "N", default_value_t = 4,
           value_parser = clap::value_parser!(u16).range(1..=1024))]
     parallel: u16,
+    /// Further copies of each machine's part that wait packed on another one, so that an answer
+    /// whose machine is lost goes on without loading
+    #[arg(long, value_name = "N", default_value_t = 0,
+          value_parser = clap::value_parser!(u16).range(0..=1))]
+    spare: u16,
     /// Return at once instead of waiting until it answers
     #[arg(long)]
     no_wait: bool,
@@ -126,6 +131,7 @@ impl LoadArgs {
             "threads": self.threads,
             "context": self.context,
             "parallel": self.parallel,
+            "spare": self.spare,
         })
     }
 }
@@ -253,11 +259,13 @@ pub(crate) fn start(agent: &Agent, doors: Doors) -> anyhow::Result<Arc<Fleet>> {
         copies: home.join("copies"),
         sizes: Box::new(sizes),
         threads: cores,
-        doors: Box::new(Api(doors)),
+        doors: Box::new(Api(doors.clone())),
         tell: Arc::new(|line| tell(line)),
     };
     let fleet = Fleet::start(agent.clone(), spec).context("cannot start a thread")?;
     let fleet = Arc::new(fleet);
+    let copies = Copies(Arc::downgrade(&fleet));
+    doors.journals().mirror_to(Arc::new(copies));
     for (name, command) in [
         ("load", ask_load as Command),
         ("unload", ask_unload),
@@ -270,6 +278,11 @@ pub(crate) fn start(agent: &Agent, doors: Doors) -> anyhow::Result<Arc<Fleet>> {
             command(&fleet, arguments)
         });
     }
+    let own = Arc::downgrade(&fleet);
+    agent.serve_local("move", move |_: &Value, progress: &mut dyn FnMut(Value)| {
+        let fleet = own.upgrade().ok_or("the node is stopping")?;
+        leave(&fleet, &mut || progress(Value::Null)).map(|()| json!({}))
+    });
     Ok(fleet)
 }
 
@@ -313,6 +326,24 @@ pub(crate) fn manage(
     }
 }
 
+/// Longest wait for work to move: the load of a large model from disk.
+const MOVE_LIMIT: Duration = Duration::from_secs(120);
+
+/// Moves this node's work to others before it goes.
+///
+/// # Errors
+/// Names of the models that could not be moved.
+pub(crate) fn leave(fleet: &Fleet, wait: &mut dyn FnMut()) -> Result<(), String> {
+    let stuck = fleet.leave(MOVE_LIMIT, wait);
+    match stuck.is_empty() {
+        true => Ok(()),
+        false => Err(format!(
+            "no other machine could take over {}",
+            stuck.join(", ")
+        )),
+    }
+}
+
 type Command = fn(&Fleet, &Value) -> Result<Value, String>;
 
 /// Joins another cluster, or forgets a machine of this one.
@@ -351,6 +382,7 @@ fn wish(arguments: &Value) -> Result<Ask, String> {
         parallel: number("parallel")
             .and_then(|n| u16::try_from(n).ok())
             .unwrap_or(4),
+        spare: number("spare").map_or(0, |n| n.min(1) as u16),
     })
 }
 
@@ -409,5 +441,32 @@ impl fleet::Doors for Api {
 
     fn close(&self, id: &str) {
         self.0.close(id);
+    }
+
+    fn journal(&self, id: &str, key: Option<&str>) -> Option<Vec<u8>> {
+        self.0.journals().give(id, key)
+    }
+}
+
+/// Has other nodes keep what streamed answers were made of.
+struct Copies(Weak<Fleet>);
+
+impl Mirror for Copies {
+    fn put(&self, piece: Piece, done: Done) {
+        let Some(fleet) = self.0.upgrade() else {
+            return done(Kept::No("the node is stopping".to_owned()));
+        };
+        let Piece { id, at, bytes } = piece;
+        let kept = |kept| match kept {
+            journals::Kept::Yes => Kept::Yes,
+            journals::Kept::Gap => Kept::Gap,
+            journals::Kept::No(reason) => Kept::No(reason),
+        };
+        let piece = journals::Piece { id, at, bytes };
+        fleet.keep(piece, Box::new(move |it| done(kept(it))));
+    }
+
+    fn find(&self, id: &str, key: Option<&str>) -> Option<Vec<u8>> {
+        self.0.upgrade()?.find_journal(id, key)
     }
 }

@@ -234,6 +234,9 @@ fn idle(args: &Args, cancel: &Cancel) -> anyhow::Result<()> {
     std::thread::scope(|scope| {
         scope.spawn(|| {
             wait(cancel);
+            if let Err(reason) = instances::leave(&fleet, &mut || {}) {
+                tell(format_args!("warning: {reason}"));
+            }
             handle.shutdown();
         });
         server.run();

@@ -127,7 +127,12 @@ impl Embedder for EncoderService {
 }
 
 impl Service for EncoderService {
-    fn submit(&self, _request: Request, _sink: Sink) -> Result<Ticket, Failure> {
+    fn submit_after(
+        &self,
+        _request: Request,
+        _tokens: Vec<u32>,
+        _sink: Sink,
+    ) -> Result<Ticket, Failure> {
         let reason = "the model makes embeddings and generates no text".to_owned();
         Err(Failure::Invalid { reason })
     }

@@ -19,6 +19,7 @@ use paceline_comm::{Deadline, Group};
 
 use crate::Error;
 use crate::plan::{HEADER_WORDS, Plan};
+use crate::progress::Progress;
 use crate::split::{LeafCut, Shard};
 use crate::step::halves::Turn;
 use crate::trace::{Kind, Tracer};
@@ -44,6 +45,8 @@ pub struct Links {
     pub overlap: bool,
     /// Records how long exchanges take, where somebody asks.
     pub trace: Tracer,
+    /// Where this rank is in a step. Steps on MLX are not counted.
+    pub progress: Progress,
 }
 
 impl LeafCut {
@@ -81,6 +84,7 @@ impl Links {
             patience,
             overlap,
             trace: Tracer::default(),
+            progress: Progress::default(),
         }
     }
 
@@ -134,6 +138,7 @@ impl Links {
         all: &mut [u8],
         counts: &[usize],
     ) -> Result<(), Error> {
+        let _exchange = self.progress.exchange();
         let began = self.trace.begin();
         let gathered = self.stage.all_gather_v(mine, all, counts, self.deadline());
         self.trace.end(began, Kind::Sum, 0);
@@ -142,6 +147,7 @@ impl Links {
 
     /// Tells every other rank what the next step computes. The leader calls it.
     pub(crate) fn announce(&self, words: &[u32]) -> Result<(), Error> {
+        let _exchange = self.progress.exchange();
         let deadline = self.deadline();
         self.trace.next_step();
         let began = self.trace.begin();
@@ -192,6 +198,7 @@ impl Links {
         sum: &mut [f32],
         counts: &mut Vec<usize>,
     ) -> Result<(), Error> {
+        let _exchange = self.progress.exchange();
         self.enter(index);
         let began = self.trace.begin();
         let completed = cut.complete(&*self.stage, sum, counts, self.deadline());
@@ -220,6 +227,7 @@ impl Links {
         values: &mut [f32],
         counts: &[usize],
     ) -> Result<(), Error> {
+        let _exchange = self.progress.exchange();
         self.enter(index);
         let began = self.trace.begin();
         let gathered = self
@@ -234,6 +242,7 @@ impl Links {
         let Some(rank) = shard.source() else {
             return Ok(());
         };
+        let _exchange = self.progress.exchange();
         let began = self.trace.begin();
         self.world.recv(into, rank, RESIDUAL, self.deadline())?;
         self.trace.end(began, Kind::Receive, 0);
@@ -242,6 +251,7 @@ impl Links {
 
     /// Sends the residual stream on to the stage after, if there is one.
     pub(crate) fn send_residual(&self, shard: &Shard, residual: &[f32]) -> Result<(), Error> {
+        let _exchange = self.progress.exchange();
         let began = self.trace.begin();
         let mut sends = false;
         for rank in shard.targets() {
@@ -270,6 +280,7 @@ impl Links {
         all: &mut [f32],
         scratch: &mut [f32],
     ) -> Result<(), Error> {
+        let _exchange = self.progress.exchange();
         let leader = Rank(shard.stage_ranks.start);
         let began = self.trace.begin();
         if !shard.leads() {

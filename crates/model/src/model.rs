@@ -366,6 +366,8 @@ impl Model {
         cache: &mut KvCache,
     ) -> Result<usize, Error> {
         let cache = Mutex::new(&mut *cache);
+        let progress = self.links.as_ref().map(|links| &links.progress);
+        let _step = progress.map(|it| it.step(batch.rows(), self.layers.len()));
         match ws.second.take() {
             Some(mut second) if batch.rows() >= HALVES_FROM => {
                 let rows = self.halves(batch, [ws, &mut second], &cache);
@@ -393,6 +395,9 @@ impl Model {
         let mut step = Step::new(self, batch, ws, cache, turn)?;
         for (index, layer) in self.shard.layers.clone().zip(&self.layers) {
             step.enter(index);
+            if let Some(links) = &self.links {
+                links.progress.enter(index);
+            }
             self.config.family.layer(&mut step, layer, index)?;
         }
         let finished = step.finish();

@@ -63,6 +63,23 @@ pub trait Crew: Send + Sync + fmt::Debug {
     /// Ends all workers, which get `grace` to end by themselves. Returns when none is left.
     fn end(&self, grace: Duration);
 
+    /// Keeps a second worker of a rank on another machine, which [`start`](Self::start) takes in
+    /// place of a new one. `message` prepares it, by its place; another `tag` than the last time
+    /// prepares it anew. Blocks as `start` does. False where no other machine can: the machines of
+    /// a crew of one are none.
+    ///
+    /// # Errors
+    /// Why there is none.
+    fn keep_spare(
+        &self,
+        rank: Rank,
+        tag: u64,
+        message: &dyn Fn(Post) -> ToWorker,
+    ) -> Result<bool, Error> {
+        let (_, _, _) = (rank, tag, message);
+        Ok(false)
+    }
+
     /// What a rank's machine says of its place.
     fn post(&self, rank: Rank) -> Post;
 

@@ -52,6 +52,19 @@ pub enum Error {
         /// What should have come.
         expected: &'static str,
     },
+    /// This rank computes and does not get on, in a kernel or a driver.
+    #[error(
+        "hangs: layer {layer} has not ended within {:.1} s, expected {:.1} s at most",
+        stalled.as_secs_f64(), limit.as_secs_f64()
+    )]
+    Hang {
+        /// The layer, counted from 0.
+        layer: u32,
+        /// For how long nothing was computed.
+        stalled: std::time::Duration,
+        /// How long a layer may take.
+        limit: std::time::Duration,
+    },
     /// A setting that the parent sent cannot be read.
     #[error("{field} is {got:?}, which this worker does not know")]
     Setting {

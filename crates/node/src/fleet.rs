@@ -10,10 +10,14 @@
 //!
 //! - [`Fleet`]: starts it all beside an agent.
 //! - [`load`](Fleet::load), [`unload`](Fleet::unload), [`list`](Fleet::list): what people ask for.
+//! - [`journals`]: copies of streamed answers, for clients that come back to another node.
 
 mod answers;
 mod copies;
 mod encoders;
+mod flaps;
+pub mod journals;
+mod leaving;
 mod owner;
 mod places;
 mod preview;
@@ -43,6 +47,7 @@ use crate::trace::Recording;
 use crate::{Instance, Portrait};
 use answers::Remote;
 use copies::Copies;
+use journals::{Copier, Shelf};
 use owner::Owned;
 use places::Wire;
 pub use preview::{Planned, Preview};
@@ -77,6 +82,10 @@ pub trait Doors: Send + Sync {
 
     /// Answers with it no more.
     fn close(&self, id: &str);
+
+    /// The journal of a streamed answer of this node, which stops answering it: its client, who has
+    /// the key with this id, goes on at another node.
+    fn journal(&self, id: &str, key: Option<&str>) -> Option<Vec<u8>>;
 }
 
 /// Sizes of an engine for a model at a path, as its record asks.
@@ -126,6 +135,8 @@ pub struct Ask {
     pub context: Option<u32>,
     /// Answers that are computed at the same time.
     pub parallel: u16,
+    /// Further copies of each shard that wait packed on other nodes; 0 or 1.
+    pub spare: u16,
 }
 
 /// An instance, as any node sees it.
@@ -139,7 +150,7 @@ pub struct View {
     pub state: String,
     /// Steps or bytes done and of how many.
     pub progress: Option<(u64, u64)>,
-    /// Why it failed or recovers.
+    /// Why it failed or recovers, or which nodes are left out.
     pub reason: Option<String>,
     /// Names of its nodes, the owner first.
     pub nodes: Vec<String>,
@@ -163,6 +174,10 @@ struct Inner {
     owned: Mutex<BTreeMap<InstanceId, Running>>,
     open: Mutex<BTreeMap<InstanceId, u64>>,
     over: AtomicBool,
+    /// This node goes: its work moves to others.
+    leaving: AtomicBool,
+    copier: Copier,
+    shelf: Shelf,
 }
 
 /// An instance of this node, by the epoch of its record.
@@ -170,6 +185,8 @@ struct Running {
     epoch: u64,
     /// Once it answers.
     answers: Option<Answers>,
+    /// Of the record before, which answers until this one does.
+    former: Option<Answers>,
 }
 
 /// What answers for an instance on its owner.
@@ -214,11 +231,14 @@ impl Fleet {
                 find: Box::new(move |model| own.find(model)),
                 on_line: Arc::new(move |line| tell(&format!("[worker] {line}"))),
             }),
+            copier: Copier::start(agent.clone())?,
+            shelf: Shelf::default(),
             agent,
             spec,
             owned: Mutex::default(),
             open: Mutex::default(),
             over: AtomicBool::new(false),
+            leaving: AtomicBool::new(false),
         });
         inner.serve();
         let own = Arc::clone(&inner);
@@ -261,9 +281,27 @@ impl Fleet {
         traced::trace(&self.inner, ask)
     }
 
+    /// Moves what this node computes to others, before it goes: the instances answer all the while.
+    /// Waits until others answer with them, at most `limit`; `wait` is called about once a second.
+    /// Names of the models that could not be moved; none where no other node lives.
+    pub fn leave(&self, limit: Duration, wait: &mut dyn FnMut()) -> Vec<String> {
+        self.inner.leave(limit, wait)
+    }
+
     /// All wanted instances.
     pub fn list(&self) -> Vec<View> {
         self.inner.list()
+    }
+
+    /// Has another node keep a piece of a journal; `done` hears whether one does. Does not block.
+    pub fn keep(&self, piece: journals::Piece, done: journals::Done) {
+        self.inner.copier.put(piece, done);
+    }
+
+    /// The longest copy of a journal that any node has, for the holder of the key with this id. May
+    /// block for some seconds.
+    pub fn find_journal(&self, id: &str, key: Option<&str>) -> Option<Vec<u8>> {
+        journals::find(&self.inner, id, key)
     }
 
     /// How the instances that this node owns compute, by id; those that are ready.
@@ -336,6 +374,14 @@ impl Inner {
             TRACE,
             with(|inner, channel| traced::answer(inner, &Wire(channel))),
         );
+        self.agent.serve(
+            journals::KEEP,
+            with(|inner, channel| journals::answer_keep(inner, &Wire(channel))),
+        );
+        self.agent.serve(
+            journals::JOURNAL,
+            with(|inner, channel| journals::answer_journal(inner, &Wire(channel))),
+        );
     }
 
     fn run(self: &Arc<Self>) {
@@ -359,9 +405,21 @@ impl Inner {
         let mut own = Vec::new();
         for duty in placement::duties(&map, self.agent.id(), |id| self.agent.life(id)) {
             match duty {
+                // What was handed to this node while it goes is handed on.
+                Duty::Own { id, epoch, wanted } if self.is_leaving() && !self.runs(id) => {
+                    // With no other node left it ends here.
+                    self.hand_on(id, epoch, wanted);
+                }
+                Duty::TakeOver { .. } if self.is_leaving() => {}
                 Duty::Own { id, epoch, wanted } => {
                     own.push((id, epoch));
-                    self.begin(Owned { id, epoch, wanted });
+                    let flaps = Arc::default();
+                    self.begin(Owned {
+                        id,
+                        epoch,
+                        wanted,
+                        flaps,
+                    });
                 }
                 Duty::TakeOver { id, epoch, wanted } => {
                     (self.spec.tell)(&format!("{}: its owner is lost, taking over", wanted.model));
@@ -372,7 +430,9 @@ impl Inner {
         }
         let ended: Vec<Running> = {
             let mut owned = lock(&self.owned);
-            let is_old = |id: &InstanceId, it: &mut Running| !own.contains(&(*id, it.epoch));
+            let is_old = |id: &InstanceId, it: &mut Running| {
+                !own.contains(&(*id, it.epoch)) && !self.bridges(&map, *id)
+            };
             owned.extract_if(.., is_old).map(|(_, it)| it).collect()
         };
         drop(ended); // ends their workers, which takes a moment
@@ -387,19 +447,27 @@ impl Inner {
         let running = Running {
             epoch: owned.epoch,
             answers: None,
+            former: None,
         };
         let before = all.insert(owned.id, running);
+        let former = before.and_then(|it| it.answers.or(it.former));
+        if let Some(it) = all.get_mut(&owned.id) {
+            it.former = former;
+        }
         drop(all);
-        drop(before);
         let inner = Arc::clone(self);
         let run = move || {
             let answers = owned.start(&inner);
             let mut all = lock(&inner.owned);
-            if let Some(it) = all.get_mut(&owned.id)
-                && it.epoch == owned.epoch
-            {
-                it.answers = answers;
-            }
+            let former = match all.get_mut(&owned.id) {
+                Some(it) if it.epoch == owned.epoch && answers.is_some() => {
+                    it.answers = answers;
+                    it.former.take()
+                }
+                _ => None,
+            };
+            drop(all);
+            drop(former); // ends its workers, which takes a moment
         };
         let thread = std::thread::Builder::new().name("owner".to_owned());
         if let Err(error) = thread.spawn(run) {
@@ -475,7 +543,19 @@ impl Inner {
     /// The instance of this node, once it answers.
     fn ready_instance(&self, id: InstanceId) -> Option<Arc<Instance>> {
         let owned = lock(&self.owned);
-        owned.get(&id)?.answers.as_ref()?.instance().cloned()
+        let running = owned.get(&id)?;
+        let answers = running.answers.as_ref().or(running.former.as_ref());
+        answers?.instance().cloned()
+    }
+
+    /// Whether requests for an instance of this node are still for this one.
+    fn answers_with(&self, id: InstanceId, instance: &Arc<Instance>) -> bool {
+        let current = self.ready_instance(id);
+        current.is_some_and(|current| Arc::ptr_eq(&current, instance))
+    }
+
+    fn is_over(&self) -> bool {
+        self.over.load(Ordering::SeqCst)
     }
 
     fn is_wanted(&self, id: InstanceId) -> bool {
@@ -489,6 +569,11 @@ impl Inner {
         let owner = wanted.nodes[0];
         if owner == self.agent.id() {
             return answers::here(self);
+        }
+        // A frozen machine still accepts connections: asking it would cost the whole limit, while
+        // its successor gets ready.
+        if !matches!(self.agent.life(owner), Life::Alive | Life::Suspect) {
+            return None;
         }
         let channel = self.agent.open(owner, ANSWERS, OWNER_LIMIT).ok()?;
         Some(Arc::new(Wire(channel)))
@@ -528,6 +613,7 @@ impl Inner {
             threads: ask.threads.unwrap_or(self.spec.threads as u16),
             context: ask.context,
             parallel: ask.parallel,
+            spare: ask.spare,
         };
         let mut number = [0; 8];
         getrandom::fill(&mut number).map_err(|error| error.to_string())?;

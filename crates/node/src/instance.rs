@@ -27,7 +27,7 @@ use paceline_model::{Config, Split};
 use paceline_tensor::KvType;
 use tracing::{debug, info, warn};
 
-use crate::crew::Crew;
+use crate::crew::{Crew, Post};
 use crate::forecast::Forecast;
 use crate::messages::{EpochKey, FromWorker, Job, RankFacts, ToWorker};
 use crate::supervisor::{Action, Change, Event, Notice, Policy, Stand, Supervisor, Way};
@@ -86,6 +86,8 @@ pub struct InstanceSpec {
     pub forecast: Option<SharedForecast>,
     /// Whether a new epoch is started after a failure.
     pub restart: bool,
+    /// Whether a second worker of each rank waits on another machine with its weights packed.
+    pub spares: bool,
 }
 
 impl fmt::Debug for InstanceSpec {
@@ -272,24 +274,6 @@ impl Instance {
         })?
     }
 
-    /// Takes a request of whose answer its caller has `tokens` already, from another owner of the
-    /// same model and kernel class: the replies are those that follow.
-    ///
-    /// # Errors
-    /// As [`Service::submit`].
-    pub fn submit_after(
-        &self,
-        request: Request,
-        tokens: Vec<u32>,
-        sink: Sink,
-    ) -> Result<Ticket, Failure> {
-        lock(&self.shared.view).door.clone()?;
-        let ticket = Ticket(self.shared.last_ticket.fetch_add(1, Ordering::Relaxed) + 1);
-        let submit = Command::Submit(ticket, Box::new(request), tokens, sink);
-        self.shared.command(submit);
-        Ok(ticket)
-    }
-
     /// The ways that may be used.
     pub fn cuts(&self) -> &[Cut] {
         &self.cuts
@@ -379,8 +363,17 @@ impl Instance {
 }
 
 impl Service for Instance {
-    fn submit(&self, request: Request, sink: Sink) -> Result<Ticket, Failure> {
-        self.submit_after(request, Vec::new(), sink)
+    fn submit_after(
+        &self,
+        request: Request,
+        tokens: Vec<u32>,
+        sink: Sink,
+    ) -> Result<Ticket, Failure> {
+        lock(&self.shared.view).door.clone()?;
+        let ticket = Ticket(self.shared.last_ticket.fetch_add(1, Ordering::Relaxed) + 1);
+        let submit = Command::Submit(ticket, Box::new(request), tokens, sink);
+        self.shared.command(submit);
+        Ok(ticket)
     }
 
     fn cancel(&self, ticket: Ticket) {
@@ -697,9 +690,12 @@ impl Shell {
 
     fn tell(&mut self, notice: &Notice) {
         match notice {
-            Notice::Ready { facts, .. } => {
+            Notice::Ready {
+                facts, way, epoch, ..
+            } => {
                 lock(&self.shared.view).facts = facts.clone();
                 self.started(Ok(()));
+                self.keep_spares(*epoch, *way);
             }
             Notice::Changed(change) => lock(&self.shared.view).changes.push(change.clone()),
             Notice::Failed {
@@ -725,6 +721,32 @@ impl Shell {
             Notice::Loading { .. } => {}
         }
         (self.observer)(notice, &self.spec.cuts);
+    }
+
+    /// Has second workers wait, on a thread of its own: to start them takes a moment. One that
+    /// cannot be had is missed when it is needed, and tried again in the next epoch.
+    fn keep_spares(&self, epoch: u64, way: usize) {
+        if !self.spec.spares {
+            return;
+        }
+        let jobs = (0..self.spec.ranks()).map(Rank);
+        let crew = &*self.shared.crew;
+        let jobs = jobs.map(|rank| self.spec.job(crew, rank, (epoch, way), &self.meeting));
+        let (jobs, shared): (Vec<Job>, _) = (jobs.collect(), Arc::clone(&self.shared));
+        let run = move || {
+            for job in jobs {
+                let prepare = |post: Post| {
+                    ToWorker::Prepare(Box::new(Job {
+                        model: post.model,
+                        first_core: post.first_core,
+                        ..job.clone()
+                    }))
+                };
+                let _ = shared.crew.keep_spare(Rank(job.rank), way as u64, &prepare);
+            }
+        };
+        let thread = std::thread::Builder::new().name("spares".to_owned());
+        let _ = thread.spawn(run); // without it a recovery loads
     }
 
     fn started(&mut self, outcome: Result<(), Error>) {

@@ -25,6 +25,8 @@ pub enum ToWorker {
     /// A part in an epoch; the first message, and the first after [`FromWorker::Left`] or
     /// [`FromWorker::Failed`].
     Assign(Box<Job>),
+    /// Pack the weights of a part, and wait: another worker may need to be replaced.
+    Prepare(Box<Job>),
     /// Where all ranks listen, in rank order; the second message of an epoch.
     Join {
         /// One address for each rank.
@@ -59,6 +61,7 @@ impl ToWorker {
     pub(crate) const fn name(&self) -> &'static str {
         match self {
             Self::Assign(_) => "Assign",
+            Self::Prepare(_) => "Prepare",
             Self::Join { .. } => "Join",
             Self::Submit { .. } => "Submit",
             Self::Cancel { .. } => "Cancel",

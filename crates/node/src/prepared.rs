@@ -78,6 +78,8 @@ pub struct Prepared {
     forecast: Option<SharedForecast>,
     /// Whether a split that turns out worse than another is left.
     steers: bool,
+    /// A second copy of each shard waits.
+    spares: bool,
 }
 
 impl Prepared {
@@ -100,6 +102,7 @@ impl Prepared {
             split,
             forecast: None,
             steers: false,
+            spares: false,
         })
     }
 
@@ -160,6 +163,12 @@ impl Prepared {
         self.steers = false;
     }
 
+    /// Keeps a second copy of each shard packed on another machine than the first, where there is
+    /// one: recovery needs no loading then.
+    pub const fn keep_spares(&mut self) {
+        self.spares = true;
+    }
+
     /// The ways to cut it that may be used: all if it steers.
     fn cuts(&self) -> Vec<Cut> {
         let forecast = self.forecast.as_ref().map(|forecast| lock(forecast));
@@ -208,6 +217,7 @@ impl Prepared {
             first,
             forecast: self.forecast.clone(),
             restart,
+            spares: self.spares,
         };
         Instance::begin(spec, crew, observer)
     }

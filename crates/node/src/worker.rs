@@ -6,6 +6,7 @@
 
 mod epoch;
 mod tickets;
+mod watchdog;
 
 use std::net::SocketAddr;
 use std::os::unix::fs::MetadataExt;
@@ -26,6 +27,7 @@ use crate::load::Wanted;
 use crate::messages::{EpochKey, FromWorker, Job, RankFacts, ToWorker};
 use crate::moved::RankMoved;
 use epoch::{Epoch, Part};
+use watchdog::Watchdog;
 
 type Channel = Arc<Control<ToWorker, FromWorker>>;
 
@@ -132,6 +134,10 @@ impl Worker<'_> {
                 self.number = job.epoch;
                 self.begin(&job)
             }
+            Some(ToWorker::Prepare(job)) => {
+                self.leave();
+                self.prepare(&job)
+            }
             Some(ToWorker::Leave) => {
                 let moved = self.leave();
                 let epoch = self.number;
@@ -179,10 +185,31 @@ impl Worker<'_> {
         self.send(&failed(self.number, error))
     }
 
-    /// Joins the other ranks, loads and starts to compute; nothing if told to leave meanwhile.
-    fn enter(&mut self, job: &Job) -> Result<Option<Epoch>, Error> {
-        let class: KernelClass = parse(&job.class, "kernel class")?;
+    /// Packs the weights of a part that it may get, outside of any group.
+    fn prepare(&mut self, job: &Job) -> Result<(), Error> {
+        match self.pack(job) {
+            Ok(kept) => {
+                self.kept = Some(kept);
+                Ok(())
+            }
+            // Whoever is replaced by it loads again.
+            Err(error) => self.tell(&error),
+        }
+    }
+
+    fn pack(&mut self, job: &Job) -> Result<Kept, Error> {
+        let (source, of) = self.part(job)?;
+        let class = parse(&job.class, "kernel class")?;
         let kernels = self.kernels(job, class)?;
+        if let Some(kept) = self.kept.take().filter(|kept| kept.of == of) {
+            return Ok(kept);
+        }
+        let weights = self.load(job, (class, &source), kernels, None)?;
+        Ok(Kept { of, weights })
+    }
+
+    /// The model of a job, and what its weights are.
+    fn part(&self, job: &Job) -> Result<(Arc<Source>, Identity), Error> {
         let source = Arc::new(Source::open(&job.model)?);
         let config = Config::read(&source)?;
         job.split.check(&config)?;
@@ -192,10 +219,6 @@ impl Worker<'_> {
                 got: job.rank.to_string(),
             });
         }
-        let shard = job.split.shard(&config, Rank(job.rank));
-        let Some(links) = self.join(job, &shard)? else {
-            return Ok(None);
-        };
         let of = Identity {
             model: job.model.clone(),
             stamp: Stamp::of(&job.model)?,
@@ -203,11 +226,22 @@ impl Worker<'_> {
             kv: job.kv.clone(),
             threads: job.threads,
             first_core: job.first_core,
-            shard,
+            shard: job.split.shard(&config, Rank(job.rank)),
+        };
+        Ok((source, of))
+    }
+
+    /// Joins the other ranks, loads and starts to compute; nothing if told to leave meanwhile.
+    fn enter(&mut self, job: &Job) -> Result<Option<Epoch>, Error> {
+        let class: KernelClass = parse(&job.class, "kernel class")?;
+        let kernels = self.kernels(job, class)?;
+        let (source, of) = self.part(job)?;
+        let Some(links) = self.join(job, &of.shard)? else {
+            return Ok(None);
         };
         let weights = match self.kept.take().filter(|kept| kept.of == of) {
             Some(kept) => kept.weights.linked(links).ok_or(Error::Held)?,
-            None => self.load(job, (class, &source), kernels, links)?,
+            None => self.load(job, (class, &source), kernels, Some(links))?,
         };
         Epoch::start(&self.channel, job, &source, weights, of).map(Some)
     }
@@ -237,7 +271,7 @@ impl Worker<'_> {
         job: &Job,
         (class, source): (KernelClass, &Arc<Source>),
         kernels: Arc<Kernels>,
-        links: Links,
+        links: Option<Links>,
     ) -> Result<Arc<dyn Weights>, Error> {
         let progress = |done, of| {
             // Should the instance be gone, the reader of the channel ends this process.
@@ -252,7 +286,7 @@ impl Worker<'_> {
             engine: &job.engine,
             mlx: &self.mlx,
         };
-        Ok(wanted.load(Some(links), kernels, progress)?)
+        Ok(wanted.load(links, kernels, progress)?)
     }
 
     /// Meets the other ranks: listens, tells where, hears where they are; nothing if told to leave
@@ -320,8 +354,13 @@ impl Worker<'_> {
         self.look()
     }
 
-    /// Leaves an epoch that failed, so that other ranks see it; of a leader, tells why.
+    /// Leaves an epoch that failed, so that other ranks see it; of a leader, tells why. Of a rank
+    /// that hangs, tells so: its instance ends this process.
     fn look(&mut self) -> Result<(), Error> {
+        let hang = self.epoch.as_mut().and_then(Epoch::hang);
+        if let Some(error) = hang {
+            return self.tell(&error);
+        }
         match self.epoch.as_ref().and_then(Epoch::failure) {
             None => Ok(()),
             Some(failure) => {

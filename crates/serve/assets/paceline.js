@@ -345,6 +345,7 @@ function describe(event) {
     case "split_changed": return ["warn", "split", `${nick(event.model)} ${event.text}`];
     case "fault": return ["bad", "fault", event.text];
     case "request_started": return ["request", "asked", `no. ${event.request}, ${event.prompt_tokens} tokens to ${nick(event.model)}`];
+    case "unprotected": return ["bad", "unprotected", event.reason];
     case "first_token": return ["request", "first token", `no. ${event.request} after ${seconds(event.ttft_s)}`];
     case "request_ended": return [event.outcome === "failed" ? "bad request" : "request", event.outcome, `no. ${event.request}, ${event.tokens} tokens${event.tok_s ? ` at ${rate(event.tok_s)}/s` : ""}`];
     default: return ["", event.kind, ""];

@@ -13,6 +13,7 @@ mod embedding;
 pub(crate) mod idle;
 mod pages;
 mod pulling;
+mod resuming;
 
 use std::sync::Arc;
 
@@ -28,6 +29,7 @@ use axum::middleware::{Next, from_fn_with_state};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{MethodRouter, delete, get, post};
 use paceline_engine::Service;
+use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use tokio::sync::{Semaphore, watch};
 
@@ -103,8 +105,8 @@ impl App {
 }
 
 /// An endpoint that takes a body.
-#[derive(Clone, Copy, Debug)]
-enum Endpoint {
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) enum Endpoint {
     Chat,
     Completion,
     Response,
@@ -240,6 +242,14 @@ impl App {
         Ok(other.map_or(Client::Anybody, Client::Address))
     }
 
+    /// Whether it has answered with the response of this id.
+    fn has_response(&self, id: &str) -> bool {
+        let answer = id.strip_prefix("resp_").unwrap_or(id);
+        let model = self.config.journals.model_of(answer);
+        let is_own = model.is_some_and(|model| self.model.is_called(&model));
+        is_own || self.store.has(id)
+    }
+
     /// Whether several clients share the places.
     fn has_several_clients(&self, client: &Client) -> bool {
         match client {
@@ -262,7 +272,7 @@ fn preflight() -> Response {
         // Those that OpenAI's JavaScript SDK sends begin with x-stainless.
         (
             ACCESS_CONTROL_ALLOW_HEADERS,
-            "authorization, content-type, user-agent, x-api-key, anthropic-version, \
+            "authorization, content-type, last-event-id, user-agent, x-api-key, anthropic-version, \
             anthropic-beta, anthropic-dangerous-direct-browser-access, \
             x-stainless-arch, x-stainless-helper-method, x-stainless-lang, x-stainless-os, \
             x-stainless-package-version, x-stainless-poll-helper, x-stainless-retry-count, \

@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use crate::Error;
 use crate::events::Events;
+use crate::journal::{Bounds, Journals};
 use crate::live::Live;
 
 /// The port of exo's API: clients that were set up for it find paceline there.
@@ -39,6 +40,8 @@ pub struct Config {
     pub remover: Option<Remover>,
     /// Lets clients fetch models; without it only those that are served are said to be there.
     pub puller: Option<Puller>,
+    /// What streamed answers were made of, for clients that come back.
+    pub journals: Journals,
 }
 
 impl Config {
@@ -56,6 +59,16 @@ impl Config {
             board: Board::default(),
             remover: None,
             puller: None,
+            journals: Journals::default(),
+        }
+    }
+
+    /// Of journals.
+    pub(crate) const fn bounds(&self) -> Bounds {
+        Bounds {
+            count: self.limits.journals,
+            bytes: self.limits.journal_bytes,
+            stay: self.times.reconnect,
         }
     }
 
@@ -106,6 +119,11 @@ pub struct Limits {
     pub stored_responses: usize,
     /// Bytes of memory that they take, about.
     pub stored_bytes: usize,
+    /// Streamed answers that clients may come back to, those under way among them. Streams beyond
+    /// that cannot be come back to.
+    pub journals: usize,
+    /// Bytes of memory that they take; one takes a quarter at most.
+    pub journal_bytes: usize,
     /// Requests whose body is parsed and made tokens at the same time, on a thread each; further
     /// ones wait. Bounds memory: parsing takes up to 100 bytes per value of the body.
     pub parsing: usize,
@@ -135,6 +153,8 @@ impl Default for Limits {
             connections_of_one: 128,
             stored_responses: 256,
             stored_bytes: 64 << 20,
+            journals: 256,
+            journal_bytes: 64 << 20,
             parsing: 2,
             body_bytes: 8 << 20,
             json_depth: 32,
@@ -156,6 +176,8 @@ impl Limits {
             ("connections_of_one", self.connections_of_one),
             ("stored_responses", self.stored_responses),
             ("stored_bytes", self.stored_bytes),
+            ("journals", self.journals),
+            ("journal_bytes", self.journal_bytes),
             ("parsing", self.parsing),
             ("body_bytes", self.body_bytes),
             ("json_depth", self.json_depth),
@@ -199,6 +221,8 @@ pub struct Times {
     /// That a stream's status waits for the model's first reply, so that an early failure is an
     /// HTTP status and not an event.
     pub first_reply: Duration,
+    /// That a client may take to come back to a streamed answer.
+    pub reconnect: Duration,
     /// For answers that are under way when the server is told to stop.
     pub grace: Duration,
 }
@@ -214,6 +238,7 @@ impl Default for Times {
             stalled_write: Duration::from_secs(15),
             keep_alive: Duration::from_secs(15), // proxies commonly give up at 30 or 60 s
             first_reply: Duration::from_secs(2),
+            reconnect: Duration::from_secs(60),
             grace: Duration::from_secs(5),
         }
     }

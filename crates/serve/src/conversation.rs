@@ -10,10 +10,11 @@
 use paceline_formats::chat::{self, ChatOptions, ChatTemplate, Message, ToolCall};
 use paceline_formats::grammar::Grammar;
 use paceline_formats::tokenizer::Tokenizer;
+use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
 /// Who speaks.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum Role {
     System,
     User,
@@ -33,7 +34,7 @@ impl Role {
 }
 
 /// One turn.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) struct Turn {
     pub(crate) role: Role,
     pub(crate) text: String,
@@ -81,7 +82,7 @@ impl Turn {
 }
 
 /// A call of a tool.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) struct Call {
     pub(crate) id: String,
     pub(crate) name: String,

@@ -68,6 +68,11 @@ pub enum Kind {
         /// The failure in words.
         text: String,
     },
+    /// Tokens of an answer go out although no other node has them.
+    Unprotected {
+        /// Why no other node has them.
+        reason: String,
+    },
     /// A choice of a request was handed to the model.
     RequestStarted {
         /// Number of the choice, from 1.
@@ -205,7 +210,7 @@ impl Kind {
                 cut(model);
                 cut(text);
             }
-            Self::Fault { text } => cut(text),
+            Self::Fault { text } | Self::Unprotected { reason: text } => cut(text),
             Self::RequestStarted { model, .. } | Self::RequestEnded { model, .. } => cut(model),
             Self::FirstToken { .. } => {}
         }

@@ -106,6 +106,12 @@ pub(crate) enum Rejection {
     /// A response that is not kept, or no longer.
     #[error("no response {id:?} is kept here: it was not stored, is too old, or another key's")]
     NoResponse { id: String },
+    /// A streamed answer that is not kept, or no longer.
+    #[error(
+        "no streamed answer {id:?} is kept: it was left over {stay_s} s ago, there was no room, \
+         or it is another key's"
+    )]
+    NoAnswer { id: String, stay_s: u64 },
     /// A prompt of no token.
     #[error("the prompt is empty, expected at least one token")]
     EmptyPrompt { param: String },
@@ -287,6 +293,7 @@ impl Rejection {
                 invalid("context_length_exceeded")
             }
             Self::NoResponse { .. } => request(S::NOT_FOUND, "response_not_found"),
+            Self::NoAnswer { .. } => request(S::NOT_FOUND, "answer_not_found"),
             Self::EmptyPrompt { .. } => invalid("invalid_value"),
             Self::NoTemplate { .. } => invalid("no_chat_template"),
             Self::Template(_) => invalid("invalid_messages"),

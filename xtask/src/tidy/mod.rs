@@ -100,6 +100,10 @@ const EXEMPT: [Exemption; 10] = [
         "a device that hangs is given up after a deadline",
     ),
     clock(
+        "crates/model/src/progress.rs",
+        "what a layer takes is measured, so that a hang is known from a slow layer",
+    ),
+    clock(
         "crates/python/src/group.rs",
         "Python hands over seconds, which become deadlines here",
     ),

@@ -6,6 +6,7 @@
 use std::collections::VecDeque;
 use std::fmt;
 use std::net::{Ipv4Addr, SocketAddr};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -43,6 +44,15 @@ pub trait Places: Send + Sync + fmt::Debug {
     /// # Errors
     /// Why there is none.
     fn open(&self, rank: Rank) -> Result<Place, String>;
+
+    /// A fresh line to a machine for a second worker of a rank: another one than that of the first.
+    ///
+    /// # Errors
+    /// Why there is none.
+    fn open_spare(&self, rank: Rank) -> Result<Place, String>;
+
+    /// The second worker of a rank takes the first one's place.
+    fn promoted(&self, rank: Rank);
 }
 
 /// Workers on several machines.
@@ -51,7 +61,29 @@ pub struct RemoteCrew {
     model: ModelName,
     pin: Option<usize>,
     seats: Vec<Mutex<Option<Seat>>>,
+    spares: Vec<Mutex<Option<Spare>>>,
     inbox: Arc<Inbox>,
+    /// Number of the next spare worker.
+    next_spare: AtomicU64,
+}
+
+/// Numbers of spare workers, and of those that replace them, are this far apart: more workers than
+/// one rank ever has.
+const SPARE_STEP: u64 = 1 << 32;
+
+/// A second worker of a rank.
+struct Spare {
+    seat: Seat,
+    /// Its events are forgotten until the rank's worker has this number.
+    worker: u64,
+    tag: u64,
+}
+
+impl Spare {
+    fn lives(&self) -> bool {
+        let reader = self.seat.reader.as_ref();
+        reader.is_some_and(|reader| !reader.is_finished())
+    }
 }
 
 /// A rank's worker, and the thread that hears it.
@@ -89,7 +121,9 @@ impl RemoteCrew {
             model,
             pin,
             seats: (0..ranks).map(|_| Mutex::new(None)).collect(),
+            spares: (0..ranks).map(|_| Mutex::new(None)).collect(),
             inbox: Arc::new(inbox),
+            next_spare: AtomicU64::new(SPARE_STEP),
         }
     }
 
@@ -107,9 +141,9 @@ impl RemoteCrew {
         &self.seats[rank.0 as usize]
     }
 
-    /// Has a machine start the worker.
-    fn begin(&self, rank: Rank) -> Result<Seat, Broken> {
-        let Place { name, line } = self.places.open(rank).map_err(Broken::new)?;
+    /// Has a machine start a worker.
+    fn begin(&self, place: Place) -> Result<Seat, Broken> {
+        let Place { name, line } = place;
         let of = |reason: &dyn fmt::Display| Broken::new(format!("{name}: {reason}"));
         let start = ToHost::<ToWorker>::Start {
             model: self.model.clone(),
@@ -143,6 +177,25 @@ impl RemoteCrew {
         }
     }
 
+    /// Starts a worker at a place, and a thread that hears it.
+    fn sit(&self, rank: Rank, worker: u64, place: Result<Place, String>) -> Result<Seat, Error> {
+        let place = place.map_err(Broken::new);
+        let seat = place.and_then(|place| self.begin(place));
+        let mut seat = seat.map_err(|source| Error::Place { rank, source })?;
+        let (line, inbox, place) = (
+            Arc::clone(&seat.line),
+            Arc::clone(&self.inbox),
+            seat.place.clone(),
+        );
+        let builder = std::thread::Builder::new().name(format!("{rank}"));
+        let reader = builder.spawn(move || read(&*line, &inbox, rank, worker, &place));
+        seat.reader = Some(reader.map_err(|source| Error::System {
+            what: "start a thread",
+            source,
+        })?);
+        Ok(seat)
+    }
+
     /// Address for the worker on the owner's own machine: the one by which another machine of the
     /// crew reaches it, or loopback where all ranks are here.
     fn own_listen(&self) -> SocketAddr {
@@ -158,23 +211,48 @@ impl RemoteCrew {
 impl Crew for RemoteCrew {
     fn start(&self, rank: Rank) -> Result<(), Error> {
         self.stop(rank);
+        // One that is being started just now is of no use yet.
+        let spare = self.spares[rank.0 as usize].try_lock();
+        let spare = spare.ok().and_then(|mut spare| spare.take());
+        if let Some(spare) = spare.filter(Spare::lives) {
+            self.places.promoted(rank);
+            self.inbox.adopt(rank, spare.worker);
+            *lock(self.seat(rank)) = Some(spare.seat);
+            return Ok(());
+        }
         let worker = self.inbox.next_worker(rank);
-        let mut seat = self
-            .begin(rank)
-            .map_err(|source| Error::Place { rank, source })?;
-        let (line, inbox, place) = (
-            Arc::clone(&seat.line),
-            Arc::clone(&self.inbox),
-            seat.place.clone(),
-        );
-        let builder = std::thread::Builder::new().name(format!("{rank}"));
-        let reader = builder.spawn(move || read(&*line, &inbox, rank, worker, &place));
-        seat.reader = Some(reader.map_err(|source| Error::System {
-            what: "start a thread",
-            source,
-        })?);
+        let seat = self.sit(rank, worker, self.places.open(rank))?;
         *lock(self.seat(rank)) = Some(seat);
         Ok(())
+    }
+
+    fn keep_spare(
+        &self,
+        rank: Rank,
+        tag: u64,
+        message: &dyn Fn(Post) -> ToWorker,
+    ) -> Result<bool, Error> {
+        let mut spare = lock(&self.spares[rank.0 as usize]);
+        let fresh = match spare.take().filter(Spare::lives) {
+            Some(ready) if ready.tag == tag => {
+                *spare = Some(ready);
+                return Ok(true);
+            }
+            Some(other) => Spare { tag, ..other },
+            None => {
+                let Ok(place) = self.places.open_spare(rank) else {
+                    return Ok(false);
+                };
+                let worker = self.next_spare.fetch_add(SPARE_STEP, Ordering::Relaxed);
+                let seat = self.sit(rank, worker, Ok(place))?;
+                Spare { seat, worker, tag }
+            }
+        };
+        let prepare = ToHost::Worker(message(fresh.seat.post.clone()));
+        let said = say(&*fresh.seat.line, &prepare);
+        said.map_err(|source| Error::Place { rank, source })?;
+        *spare = Some(fresh);
+        Ok(true)
     }
 
     fn send(&self, rank: Rank, message: &ToWorker) -> Result<(), Error> {
@@ -209,6 +287,13 @@ impl Crew for RemoteCrew {
     /// Machines give their workers the grace that they have themselves.
     fn end(&self, _grace: Duration) {
         (0..self.seats.len() as u32).for_each(|rank| self.stop(Rank(rank)));
+        let spares = self.spares.iter().filter_map(|spare| lock(spare).take());
+        for mut spare in spares.collect::<Vec<_>>() {
+            spare.seat.line.close();
+            if let Some(reader) = spare.seat.reader.take() {
+                let _ = reader.join(); // it has no result
+            }
+        }
     }
 
     fn post(&self, rank: Rank) -> Post {
@@ -288,6 +373,13 @@ impl Inbox {
         worker
     }
 
+    /// A rank's worker is another one from now on.
+    fn adopt(&self, rank: Rank, worker: u64) {
+        let mut held = lock(&self.state);
+        held.workers[rank.0 as usize] = worker;
+        held.events.retain(|(_, event)| event.rank() != rank);
+    }
+
     /// Keeps an event unless its worker was replaced. Waits while too many are held.
     fn put(&self, worker: u64, rank: Rank, event: Event<FromWorker>) {
         let mut held = lock(&self.state);
@@ -338,6 +430,12 @@ mod tests {
                 line: Box::new(line),
             })
         }
+
+        fn open_spare(&self, rank: Rank) -> Result<Place, String> {
+            self.open(rank)
+        }
+
+        fn promoted(&self, _: Rank) {}
     }
 
     const WAIT: Duration = Duration::from_secs(5);
@@ -392,6 +490,56 @@ mod tests {
         assert!(matches!(heard[0], ToHost::Start { .. }), "{heard:?}");
         let error = crew.start(Rank(0)).unwrap_err().to_string();
         assert_eq!(error, "rank 0 on no machine is left");
+    }
+
+    #[test]
+    fn a_spare_takes_the_place_of_a_lost_worker_and_keeps_its_line() {
+        let (crew, [first, second]) = crew();
+        say(&first, &started()).unwrap();
+        crew.start(Rank(0)).unwrap();
+        say(&second, &started()).unwrap();
+        let message = |post: Post| {
+            assert_eq!(post.model.to_str(), Some("/there/model.gguf"));
+            ToWorker::Measure
+        };
+        assert!(crew.keep_spare(Rank(0), 1, &message).unwrap());
+        assert!(crew.keep_spare(Rank(0), 1, &message).unwrap(), "the same");
+        assert!(crew.keep_spare(Rank(0), 2, &message).unwrap());
+        let loading = FromWorker::Loading { done: 1, of: 2 };
+        say(&second, &FromHost::Message(loading)).unwrap();
+        first.close();
+        let lost = crew.receive(WAIT).unwrap().to_string();
+        assert_eq!(
+            lost, "rank 0 on quokka: the line is closed",
+            "and nothing of the spare"
+        );
+        crew.start(Rank(0)).unwrap();
+        let left = FromWorker::Listening {
+            addr: SocketAddr::from(([10, 0, 0, 7], 1)),
+        };
+        say(&second, &FromHost::Message(left.clone())).unwrap();
+        let expected = Event::Message {
+            rank: Rank(0),
+            message: left,
+        };
+        assert_eq!(crew.receive(WAIT), Some(expected));
+        let mut prepared = 0;
+        crew.send(Rank(0), &ToWorker::Leave).unwrap();
+        loop {
+            match hear::<ToHost>(&second, WAIT).unwrap() {
+                Some(ToHost::Worker(ToWorker::Measure)) => prepared += 1,
+                Some(ToHost::Worker(ToWorker::Leave)) => break,
+                _ => {}
+            }
+        }
+        assert_eq!(prepared, 2);
+        second.close();
+        let lost = crew.receive(WAIT).unwrap().to_string();
+        assert_eq!(lost, "rank 0 on quokka: the line is closed");
+        assert!(
+            !crew.keep_spare(Rank(0), 2, &message).unwrap(),
+            "no machine is left"
+        );
     }
 
     #[test]

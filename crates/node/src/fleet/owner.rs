@@ -2,8 +2,8 @@
 
 use std::cell::Cell;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use paceline_base::{KernelClass, lock};
@@ -12,6 +12,7 @@ use paceline_cluster::nodes::{InstanceId, Key, NodeId};
 use paceline_comm::Backend;
 use paceline_model::Source;
 
+use super::flaps::{Flaps, LOSSES_MAX};
 use super::places::Nodes;
 use super::{Answers, Inner, copies, encoders, name_of};
 use crate::crew::remote::RemoteCrew;
@@ -27,6 +28,8 @@ pub(super) struct Owned {
     pub(super) id: InstanceId,
     pub(super) epoch: u64,
     pub(super) wanted: Wanted,
+    /// What was lost of it so far.
+    pub(super) flaps: Arc<Flaps>,
 }
 
 impl Owned {
@@ -54,11 +57,16 @@ impl Owned {
         if encoders::is_encoder(&path) {
             return encoders::load(&path, &self.wanted).map(Answers::Encoder);
         }
-        let prepared = self.prepare(inner, &path)?;
+        let mut prepared = self.prepare(inner, &path)?;
+        if self.wanted.spare > 0 {
+            prepared.keep_spares();
+        }
         let places = Nodes {
             agent: inner.agent.clone(),
             nodes: self.wanted.nodes.clone(),
             host: Arc::clone(&inner.host),
+            flaps: Arc::clone(&self.flaps),
+            spares: Mutex::default(),
         };
         let ranks = self.wanted.nodes.len() as u32;
         let crew = RemoteCrew::new(Box::new(places), name_of(&self.wanted), ranks, None);
@@ -134,8 +142,12 @@ impl Owned {
                     own.report(&inner, State::Loading, Some(progress), None);
                 }
                 Notice::Ready { again: true, .. } => {
-                    (inner.spec.tell)(&format!("{} answers again", own.wanted.model));
-                    own.report(&inner, State::Ready, None, None);
+                    let without = own.left_out(&inner);
+                    let note = without
+                        .as_ref()
+                        .map_or(String::new(), |it| format!(", {it}"));
+                    (inner.spec.tell)(&format!("{} answers again{note}", own.wanted.model));
+                    own.report(&inner, State::Ready, None, without);
                 }
                 Notice::Failed { reason, .. } => {
                     (inner.spec.tell)(&format!("error: {}: {reason}", own.wanted.model));
@@ -144,6 +156,19 @@ impl Owned {
                 Notice::Changed(change) => (inner.spec.tell)(&change.line()),
                 Notice::Loading { .. } | Notice::Ready { .. } => {}
             }
+        })
+    }
+
+    /// Which nodes are left out, and why.
+    fn left_out(&self, inner: &Inner) -> Option<String> {
+        let out = self.flaps.out(Instant::now());
+        let names: Vec<String> = out.into_iter().map(|id| inner.name(id)).collect();
+        let verb = if names.len() == 1 { "is" } else { "are" };
+        (!names.is_empty()).then(|| {
+            format!(
+                "{} {verb} left out: lost {LOSSES_MAX} workers within minutes",
+                names.join(", ")
+            )
         })
     }
 

@@ -1,17 +1,19 @@
 //! Where an instance's workers run: on the nodes that its record names, or on others of them when
 //! one is gone.
 
+use std::collections::BTreeMap;
 use std::fmt;
 use std::net::SocketAddr;
-use std::sync::Arc;
-use std::time::Duration;
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
 
-use paceline_base::Rank;
+use paceline_base::{Rank, lock};
 use paceline_cluster::nodes::NodeId;
 use paceline_cluster::nodes::agent::{Agent, Channel};
 use paceline_cluster::nodes::member::Life;
 
 use super::CREW;
+use super::flaps::Flaps;
 use crate::crew::host::{HostSpec, host};
 use crate::crew::line::{Broken, Line, MESSAGE_BYTES_MAX, pair};
 use crate::crew::remote::{Place, Places};
@@ -46,16 +48,25 @@ pub(super) struct Nodes {
     pub(super) agent: Agent,
     pub(super) nodes: Vec<NodeId>,
     pub(super) host: Arc<HostSpec>,
+    /// What was lost of the instance so far.
+    pub(super) flaps: Arc<Flaps>,
+    /// Who has the second worker of each rank.
+    pub(super) spares: Mutex<BTreeMap<Rank, NodeId>>,
 }
 
 impl Nodes {
     /// The nodes to try for a rank: its own, then the others that live, each rank from another one
-    /// on, so that the ranks of a lost node are shared out.
+    /// on, so that the ranks of a lost node are shared out. Those that lose workers again and again
+    /// come last.
     fn candidates(&self, rank: Rank) -> Vec<NodeId> {
         let first = rank.0 as usize % self.nodes.len();
         let others = self.nodes.iter().cycle().skip(first).take(self.nodes.len());
         let lives = |id: &&NodeId| **id == self.agent.id() || self.agent.life(**id) != Life::Dead;
-        others.filter(lives).copied().collect()
+        let mut all: Vec<NodeId> = others.filter(lives).copied().collect();
+        // One that is left out is better than none.
+        let now = Instant::now();
+        all.sort_by_key(|id| self.flaps.is_out(*id, now));
+        all
     }
 
     fn name(&self, id: NodeId) -> String {
@@ -92,9 +103,13 @@ fn here(name: String, spec: &Arc<HostSpec>) -> Result<Place, String> {
 impl Places for Nodes {
     fn open(&self, rank: Rank) -> Result<Place, String> {
         let mut reasons = Vec::new();
+        self.flaps.lost(rank, Instant::now());
         for id in self.candidates(rank) {
             match self.reach(id) {
-                Ok(place) => return Ok(place),
+                Ok(place) => {
+                    self.flaps.started(rank, id);
+                    return Ok(place);
+                }
                 Err(reason) => reasons.push(reason),
             }
         }
@@ -102,6 +117,40 @@ impl Places for Nodes {
             true => Err("none of its nodes lives".to_owned()),
             false => Err(reasons.join("; ")),
         }
+    }
+
+    fn open_spare(&self, rank: Rank) -> Result<Place, String> {
+        let mut reason = "no other node lives".to_owned();
+        for id in self.spare_candidates(rank) {
+            match self.reach(id) {
+                Ok(place) => {
+                    lock(&self.spares).insert(rank, id);
+                    return Ok(place);
+                }
+                Err(why) => reason = why,
+            }
+        }
+        Err(reason)
+    }
+
+    fn promoted(&self, rank: Rank) {
+        self.flaps.lost(rank, Instant::now());
+        if let Some(node) = lock(&self.spares).remove(&rank) {
+            self.flaps.started(rank, node);
+        }
+    }
+}
+
+impl Nodes {
+    /// The nodes to try for a second worker of a rank, those with the fewest first.
+    fn spare_candidates(&self, rank: Rank) -> Vec<NodeId> {
+        let at = self.flaps.node_of(rank);
+        let now = Instant::now();
+        let mut all = self.candidates(rank);
+        all.retain(|id| Some(*id) != at && !self.flaps.is_out(*id, now));
+        let spares = lock(&self.spares);
+        all.sort_by_key(|id| spares.values().filter(|node| *node == id).count());
+        all
     }
 }
 

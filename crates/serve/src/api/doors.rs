@@ -20,6 +20,7 @@ use tower::ServiceExt;
 use super::asking::body_in_time;
 use super::{App, idle, json_response};
 use crate::config::{Config, Status};
+use crate::journal::Journals;
 use crate::metrics::{END, OPEN_METRICS, facts_text, merged};
 use crate::rejection::Rejection;
 use crate::server::Phase;
@@ -93,6 +94,11 @@ impl Doors {
         open.retain(|door| door.key != key);
         open.push(door);
         Ok(())
+    }
+
+    /// What the streamed answers of all models were made of.
+    pub fn journals(&self) -> &Journals {
+        &self.0.config.journals
     }
 
     /// Answers with it no more; answers that are under way go on.
@@ -171,9 +177,12 @@ async fn choose<'a>(
     let called = |name: &str| doors.iter().find(|door| door.app.model.is_called(name));
     let has_name = request.method() == Method::POST || request.uri().path() == "/api/delete";
     if !has_name {
-        let id = request.uri().path().strip_prefix("/v1/models/");
-        let door = id.and_then(called).unwrap_or(&doors[0]);
-        return Ok((door, request));
+        let path = request.uri().path();
+        let id = path.strip_prefix("/v1/models/");
+        let response = path.strip_prefix("/v1/responses/");
+        let holds = |id: &str| doors.iter().find(|door| door.app.has_response(id));
+        let door = id.and_then(called).or(response.and_then(holds));
+        return Ok((door.unwrap_or(&doors[0]), request));
     }
     let (parts, body) = request.into_parts();
     let whole = Request::from_parts(parts.clone(), body);

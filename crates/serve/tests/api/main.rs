@@ -20,6 +20,7 @@ mod manners;
 mod openapi;
 mod real;
 mod refusals;
+mod resuming;
 mod rig;
 mod scripted;
 mod several;

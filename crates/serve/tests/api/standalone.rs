@@ -113,7 +113,12 @@ impl Scripted {
 }
 
 impl Service for Scripted {
-    fn submit(&self, request: Request, mut sink: Sink) -> Result<Ticket, Failure> {
+    fn submit_after(
+        &self,
+        request: Request,
+        tokens: Vec<u32>,
+        mut sink: Sink,
+    ) -> Result<Ticket, Failure> {
         let ticket = Ticket(self.tickets.fetch_add(1, Ordering::Relaxed));
         let reused = self.reused(&request.prompt);
         std::thread::spawn(move || {
@@ -121,7 +126,8 @@ impl Service for Scripted {
                 reused,
                 logprobs: None,
             });
-            for text in pieces(&request).into_iter().take(request.max_tokens) {
+            let pieces = pieces(&request).into_iter().take(request.max_tokens);
+            for text in pieces.skip(tokens.len()) {
                 sink(Reply::Token {
                     token: u32::from(text.bytes().next().unwrap_or(b' ')),
                     text,
