@@ -95,6 +95,9 @@ enum Command {
     /// One rank of a model over several processes: started by the other commands
     #[command(hide = true)]
     Worker,
+    /// The chat template of a model: started by the other commands
+    #[command(hide = true)]
+    Template,
     /// Which machines, which split, how fast
     Plan(plan::Args),
     /// Run a program on many machines, a rank each
@@ -145,8 +148,10 @@ fn main() -> ExitCode {
     match execute(&command) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error)
-            if matches!(command, Command::Worker | Command::TrainWorker)
-                && !error.is::<Error>() =>
+            if matches!(
+                command,
+                Command::Worker | Command::Template | Command::TrainWorker
+            ) && !error.is::<Error>() =>
         {
             ExitCode::FAILURE // the parent was told
         }
@@ -168,6 +173,7 @@ fn execute(command: &Command) -> anyhow::Result<()> {
         Command::Top(args) => top::run(args),
         Command::Key(command) => key::run(command),
         Command::Worker => worker::run(),
+        Command::Template => worker::template(),
         Command::Plan(args) => plan::run(args),
         Command::Launch(args) => launch::run(args, &signals),
         Command::Topology(args) => topology::run(args, &signals),

@@ -81,6 +81,8 @@ pub struct InstanceSpec {
     pub forecast: Option<SharedForecast>,
     /// Whether a new epoch is started after a failure.
     pub restart: bool,
+    /// Which model its files are, as [`identity`](crate::identity) says: workers refuse another.
+    pub identity: String,
 }
 
 impl fmt::Debug for InstanceSpec {
@@ -137,6 +139,7 @@ impl InstanceSpec {
             rank: rank.0,
             split: self.cuts[way].split.clone(),
             model: post.model,
+            identity: self.identity.clone(),
             class: self.classes[rank.0 as usize].to_string(),
             backend: self.backend.name().to_owned(),
             threads: self.threads,

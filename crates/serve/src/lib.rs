@@ -64,6 +64,7 @@ mod request;
 mod server;
 mod store;
 mod stream;
+mod tally;
 
 pub use api::doors::Doors;
 pub use config::{

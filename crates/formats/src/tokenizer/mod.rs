@@ -148,6 +148,12 @@ pub enum Error {
         /// The byte.
         byte: u8,
     },
+    /// The text has more tokens than the caller takes.
+    #[error("the text has more than {tokens_max} tokens")]
+    TooManyTokens {
+        /// The limit.
+        tokens_max: usize,
+    },
     /// The `tokenizers` crate could not encode a text.
     #[error("encoding failed: {reason}")]
     Encode {
@@ -189,6 +195,15 @@ pub struct Tokenizer {
     ends: Vec<u32>,
     add_bos: bool,
     add_eos: bool,
+}
+
+/// # Errors
+/// [`Error::TooManyTokens`] if there are.
+fn within(ids: &[u32], tokens_max: usize) -> Result<(), Error> {
+    if ids.len() > tokens_max {
+        return Err(Error::TooManyTokens { tokens_max });
+    }
+    Ok(())
 }
 
 /// How text between special tokens becomes ids.
@@ -275,6 +290,23 @@ impl Tokenizer {
     /// [`Error::TextTooLong`], [`Error::NoByteToken`], [`Error::Encode`],
     /// [`Error::ControlFromText`].
     pub fn encode(&self, text: &str, specials: Specials, add_bos: bool) -> Result<Vec<u32>, Error> {
+        self.encode_within(text, specials, add_bos, usize::MAX)
+    }
+
+    /// As [`encode`](Self::encode), but stops when there are more than `tokens_max` tokens.
+    ///
+    /// Cost: linear in the words of `tokens_max` tokens. A SentencePiece vocabulary joins a whole
+    /// text at once, so there a text is refused by its length before, or encoded whole.
+    ///
+    /// # Errors
+    /// [`Error::TooManyTokens`], and those of [`encode`](Self::encode).
+    pub fn encode_within(
+        &self,
+        text: &str,
+        specials: Specials,
+        add_bos: bool,
+        tokens_max: usize,
+    ) -> Result<Vec<u32>, Error> {
         let cutter = match specials {
             Specials::AsText => &self.user_defined,
             Specials::Parse => &self.all_special,
@@ -283,7 +315,7 @@ impl Tokenizer {
         if add_bos && self.add_bos {
             out.extend(self.bos);
         }
-        self.encode_fragments(&cutter.cut(text), &mut out)?;
+        self.encode_fragments(&cutter.cut(text), tokens_max, &mut out)?;
         Ok(out)
     }
 
@@ -300,8 +332,13 @@ impl Tokenizer {
         Ok(ids)
     }
 
-    /// The ids of fragments of one text; texts of fragments are encoded as ordinary text.
-    pub(crate) fn encode_pieces(&self, pieces: &[Fragment<'_>]) -> Result<Vec<u32>, Error> {
+    /// The ids of fragments of one text; texts of fragments are encoded as ordinary text. Stops
+    /// when there are more than `tokens_max`.
+    pub(crate) fn encode_pieces(
+        &self,
+        pieces: &[Fragment<'_>],
+        tokens_max: usize,
+    ) -> Result<Vec<u32>, Error> {
         let mut fragments = Vec::with_capacity(pieces.len());
         for piece in pieces {
             match *piece {
@@ -310,7 +347,7 @@ impl Tokenizer {
             }
         }
         let mut out = Vec::new();
-        self.encode_fragments(&fragments, &mut out)?;
+        self.encode_fragments(&fragments, tokens_max, &mut out)?;
         Ok(out)
     }
 
@@ -327,24 +364,30 @@ impl Tokenizer {
     fn encode_fragments(
         &self,
         fragments: &[Fragment<'_>],
+        tokens_max: usize,
         out: &mut Vec<u32>,
     ) -> Result<(), Error> {
         if let Algorithm::Json(pipeline) = &self.algorithm {
             let is_control = |id| self.is_control(id);
-            return pipeline.encode(fragments, &self.control, &is_control, out);
+            let left = tokens_max.saturating_sub(out.len());
+            let ids = pipeline.encode(fragments, &self.control, &is_control, left)?;
+            out.extend(ids);
+            return within(out, tokens_max);
         }
         let mut after_text = false;
         for fragment in fragments {
             match *fragment {
                 Fragment::Token { id, .. } => out.push(id),
                 Fragment::Text(text) => match &self.algorithm {
-                    Algorithm::ByteBpe(model) => model.encode(text, out)?,
+                    Algorithm::ByteBpe(model) => model.encode(text, tokens_max, out)?,
                     Algorithm::Sentence(model) => {
+                        model.check_length(text, tokens_max.saturating_sub(out.len()))?;
                         model.encode(&self.vocab, text, after_text, out)?
                     }
                     Algorithm::Json(_) => unreachable!("handled above"),
                 },
             }
+            within(out, tokens_max)?;
             after_text = matches!(fragment, Fragment::Text(_));
         }
         Ok(())
