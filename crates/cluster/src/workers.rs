@@ -47,6 +47,7 @@ use serde::de::DeserializeOwned;
 use crate::channel::Channel;
 use crate::processes::Ending;
 use crate::queue::Queue;
+use crate::sandbox::Sandbox;
 use crate::wire::{decode, encode};
 use crate::{Error, Garbage};
 use monitor::Monitor;
@@ -68,6 +69,8 @@ pub struct Spec {
     pub env: Vec<(OsString, OsString)>,
     /// How long things may take.
     pub limits: Limits,
+    /// What all children share and none can leave; nothing by default.
+    pub sandbox: Option<Sandbox>,
     /// Where lines of standard error go; nowhere without. The last are kept for
     /// [`Event::Exited`] in any case.
     pub on_line: Option<LineSink>,
@@ -81,6 +84,7 @@ impl Spec {
             args,
             env: Vec::new(),
             limits: Limits::default(),
+            sandbox: None,
             on_line: None,
         }
     }

@@ -11,6 +11,7 @@
 mod embeddings;
 #[path = "../../../mlx/tests/fake/build.rs"]
 mod fake;
+mod hostile;
 mod http;
 mod load;
 mod lost;

@@ -94,6 +94,10 @@ impl Monitor {
             what: "a thread",
             source,
         })?;
+        if let Some(sandbox) = spec.sandbox {
+            // This thread's rights are its children's. It needs none of the others itself.
+            sandbox.enter();
+        }
         let ranks = (0..).map(Rank).take(spec.args.len());
         let workers = ranks.map(|rank| Worker::start(&spec, rank));
         Ok(Self {

@@ -4,6 +4,7 @@ use std::convert::Infallible;
 use std::time::Duration;
 
 use paceline_cluster::Control;
+use paceline_cluster::sandbox::Sandbox;
 use paceline_formats::chat::{Failure, Here, Interpreter};
 
 use super::{Answer, Ask, limits};
@@ -16,17 +17,20 @@ use crate::Error;
 /// [`Error::Cluster`] when there is no parent there, or it sends what is no message;
 /// [`Error::System`] when the limits cannot be set.
 pub fn run() -> Result<Infallible, Error> {
-    let control: Control<Ask, Answer> = Control::from_stdin()?;
+    let clock = limits::Clock::open();
     limits::set().map_err(|source| Error::System {
         what: "set the limits of a template's process",
         source,
     })?;
+    // Before the threads of the control channel, which then have no more rights either.
+    Sandbox::Template.enter();
+    let control: Control<Ask, Answer> = Control::from_stdin()?;
     let mut template = None;
     loop {
         let Some(ask) = control.recv(Duration::MAX)? else {
             continue;
         };
-        limits::allow_computing();
+        clock.allow();
         let answer = obey(&mut template, ask);
         match control.send(&answer) {
             Ok(()) => {}

@@ -1,6 +1,8 @@
 //! The limits of a template's process.
 
+use std::fs::File;
 use std::io;
+use std::os::unix::fs::FileExt as _;
 use std::time::Duration;
 
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
@@ -41,18 +43,42 @@ pub(super) fn set() -> io::Result<()> {
     Ok(())
 }
 
-/// Allows [`COMPUTING`] from now on; the kernel ends the process after it by SIGXCPU.
-pub(super) fn allow_computing() {
-    let Some(used_s) = computed_s() else {
-        return; // the parent's deadline holds
-    };
-    let hard = getrlimit(Resource::Cpu).maximum;
-    let soft = used_s + COMPUTING.as_secs();
-    let new = Rlimit {
-        current: Some(soft),
-        maximum: hard,
-    };
-    let _ = setrlimit(Resource::Cpu, new); // a lower limit of the user's stays
+/// The time that this process may compute.
+pub(super) struct Clock {
+    /// What the process has used, opened before it may open no more files.
+    stat: Option<File>,
+}
+
+impl Clock {
+    pub(super) fn open() -> Self {
+        let stat = File::open("/proc/self/stat").ok();
+        Self { stat }
+    }
+
+    /// Allows [`COMPUTING`] from now on; the kernel ends the process after it by SIGXCPU.
+    pub(super) fn allow(&self) {
+        let Some(used_s) = self.computed_s() else {
+            return; // the parent's deadline holds
+        };
+        let hard = getrlimit(Resource::Cpu).maximum;
+        let new = Rlimit {
+            current: Some(used_s + COMPUTING.as_secs()),
+            maximum: hard,
+        };
+        let _ = setrlimit(Resource::Cpu, new); // a lower limit of the user's stays
+    }
+
+    /// Whole seconds that this process has computed; `None` where the system does not say.
+    fn computed_s(&self) -> Option<u64> {
+        let mut bytes = [0; 1024];
+        let len = self.stat.as_ref()?.read_at(&mut bytes, 0).ok()?;
+        let text = std::str::from_utf8(&bytes[..len]).ok()?;
+        // The name, second of the fields, may hold spaces and brackets.
+        let rest = text.get(text.rfind(')')? + 2..)?;
+        let mut fields = rest.split(' ').skip(11);
+        let mut ticks = || fields.next()?.parse::<u64>().ok();
+        Some((ticks()? + ticks()?) / TICKS_PER_S)
+    }
 }
 
 fn limit(resource: Resource, value: u64) -> io::Result<()> {
@@ -74,16 +100,6 @@ fn status_bytes(name: &str) -> Option<u64> {
     Some(kib << 10)
 }
 
-/// Whole seconds that this process has computed; `None` where the system does not say.
-fn computed_s() -> Option<u64> {
-    let text = std::fs::read_to_string("/proc/self/stat").ok()?;
-    // The name, second of the fields, may hold spaces and brackets.
-    let rest = text.get(text.rfind(')')? + 2..)?;
-    let mut fields = rest.split(' ').skip(11);
-    let mut ticks = || fields.next()?.parse::<u64>().ok();
-    Some((ticks()? + ticks()?) / TICKS_PER_S)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -91,7 +107,7 @@ mod tests {
     #[test]
     fn linux_tells_what_a_process_uses() {
         let is_linux = cfg!(target_os = "linux");
-        assert_eq!(computed_s().is_some(), is_linux);
+        assert_eq!(Clock::open().computed_s().is_some(), is_linux);
         assert_eq!(status_bytes("VmData:").is_some(), is_linux);
         assert_eq!(status_bytes("VmNothing:"), None);
     }

@@ -1,6 +1,7 @@
 use std::sync::Arc;
 use std::thread;
 
+use paceline_base::SplitMix64;
 use serde_json::json;
 
 use super::*;
@@ -180,4 +181,119 @@ fn a_rendering_costs_little() {
     let (least, median) = (costs[0], costs[100]);
     eprintln!("rendering 2 KB in a child: {least:?} at least, median {median:?}");
     assert!(least < Duration::from_millis(1), "{least:?}");
+}
+
+/// Templates that mutations begin with.
+const SEEDS: [&str; 4] = [
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m.content | trim }}\n{% endfor %}\
+     {% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",
+    "{%- set ns = namespace(x='', n=0) -%}{%- for m in messages -%}{%- if m.role == 'user' -%}\
+     {%- set ns.x = ns.x ~ m.content -%}{%- elif loop.last -%}{%- set ns.n = ns.n + 1 -%}\
+     {%- endif -%}{%- endfor -%}{{ ns.x }}{{ ns.n }}",
+    "{% macro show(x, deep=true) %}{{ x | tojson(indent=2) }}{% endmacro %}\
+     {% for m in messages[::-1] %}{{ show(m) }}{{ m.content.split(' ') | join(', ') }}{% endfor %}",
+    "{{ messages | map(attribute='content') | list | sort | join('|') | upper | replace('A', 'b') }}",
+];
+
+/// What a hostile model would put in.
+const PIECES: [&str; 24] = [
+    "{{",
+    "}}",
+    "{% ",
+    " %}",
+    "{% for i in range(10000) %}",
+    "{% endfor %}",
+    "{% endif %}",
+    "{% set ns.x = ns.x ~ ns.x %}",
+    "{% set ns.x = [ns.x, ns.x] %}",
+    "{{ show(show) }}",
+    " * 100000",
+    " * 1000000000",
+    " ** 99",
+    " | replace('', 'aaaaaaaa')",
+    " | indent(4000000000)",
+    " | join('aaaaaaaaaaaaaaaa')",
+    " | sort",
+    " | list",
+    " | batch(1000000000)",
+    " in messages",
+    "[::-1]",
+    "(((((((((",
+    "{% if true %}",
+    "{#",
+];
+
+/// Cuts, repeats or adds pieces.
+fn mutate(source: &mut String, random: &mut SplitMix64) {
+    let at = source.floor_char_boundary(random.below(source.len() + 1));
+    let end = source.floor_char_boundary(at + random.below(40)).max(at);
+    match random.below(4) {
+        0 => drop(source.drain(at..end)),
+        1 => {
+            let again = source[at..end].repeat(1 + random.below(3));
+            source.insert_str(at, &again);
+        }
+        _ => source.insert_str(at, PIECES[random.below(PIECES.len())]),
+    }
+}
+
+/// Most memory that a process had, in bytes; `None` when it is gone.
+#[cfg(target_os = "linux")]
+fn peak_bytes(child: &Child) -> Option<u64> {
+    let id = *child.workers.ids().first()?;
+    let text = std::fs::read_to_string(format!("/proc/{id}/status")).ok()?;
+    let line = text.lines().find_map(|line| line.strip_prefix("VmHWM:"))?;
+    let kib: u64 = line.trim().strip_suffix(" kB")?.parse().ok()?;
+    Some(kib << 10)
+}
+
+/// Templates that are tried: few of them here, 10,000 where a record is made.
+fn mutations() -> u64 {
+    let asked = std::env::var("PACELINE_MUTATIONS").ok();
+    asked.map_or(150, |count| count.parse().unwrap())
+}
+
+#[cfg(target_os = "linux")]
+#[test]
+fn mutated_templates_end_within_their_limits() {
+    let (mut kept, mut slowest, mut largest) = (None, Duration::ZERO, 0);
+    let mut endings = std::collections::BTreeMap::new();
+    for seed in 0..mutations() {
+        let mut random = SplitMix64::new(seed);
+        let mut source = SEEDS[random.below(SEEDS.len())].to_owned();
+        for _ in 0..=random.below(6) {
+            mutate(&mut source, &mut random);
+        }
+        let child = kept
+            .take()
+            .unwrap_or_else(|| Child::start(&program(), "").unwrap());
+        for ask in [Ask::Load(source.clone()), Ask::Render(job("a b"))] {
+            let start = Instant::now();
+            let answer = child.ask(&ask);
+            slowest = slowest.max(start.elapsed());
+            largest = peak_bytes(&child).unwrap_or(0).max(largest);
+            let name = match &answer {
+                Ok(Ok(_)) => "text".to_owned(),
+                Ok(Err(failure)) | Err(failure) => {
+                    let name = format!("{failure:?}");
+                    name.split([' ', '{']).next().unwrap().to_owned()
+                }
+            };
+            *endings.entry(name).or_insert(0) += 1;
+            match answer {
+                Ok(Ok(_)) => {}
+                Ok(Err(_)) => break,
+                Err(Failure::TooSlow { limit_ms: 2000 } | Failure::TooLarge { .. }) => break,
+                // A deep value overflows the stack when it is dropped.
+                Err(Failure::Ended { reason }) if reason.contains("stack") => break,
+                Err(failure) => panic!("seed {seed}: {failure}: {source}"),
+            }
+        }
+        kept = Some(child).filter(Child::lives);
+    }
+    let n = mutations();
+    eprintln!("{n} mutated templates: slowest {slowest:?}, largest {largest} bytes, {endings:?}");
+    assert!(largest <= 256 << 20, "{largest} bytes");
+    // The bar is 2 s; a machine that is busy with other things gets more.
+    assert!(slowest <= DEADLINE + Duration::from_secs(4), "{slowest:?}");
 }
