@@ -144,6 +144,7 @@ enum Command {
 fn main() -> ExitCode {
     // clap ends the process by itself: 0 for --help and --version, 2 for wrong usage.
     let usage = |error| -> Cli { hint::of_usage(error, &Cli::command()).exit() };
+    hush_caught_panics();
     let command = Cli::try_parse().unwrap_or_else(usage).command;
     match execute(&command) {
         Ok(()) => ExitCode::SUCCESS,
@@ -157,6 +158,16 @@ fn main() -> ExitCode {
         }
         Err(error) => exit_code(&error),
     }
+}
+
+/// Keeps panics that become errors, of a library that reads tokenizers, from the terminal.
+fn hush_caught_panics() {
+    let usual = std::panic::take_hook();
+    std::panic::set_hook(Box::new(move |panic| {
+        if !paceline_formats::tokenizer::catches_panics() {
+            usual(panic);
+        }
+    }));
 }
 
 fn execute(command: &Command) -> anyhow::Result<()> {

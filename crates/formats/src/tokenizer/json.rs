@@ -9,7 +9,8 @@
 //! files make it panic. So its size and depth are limited before anything is parsed, ids are
 //! checked before they size an allocation, padding and truncation (which could ask for any amount
 //! of memory) are never run, and as a last line a panic of the crate is caught and becomes an
-//! error. (The panic's message still goes where the program's panics go.)
+//! error. (Its message goes where the program's panics go, unless the program's hook asks
+//! [`catches_panics`].)
 
 use std::any::Any;
 use std::cell::Cell;
@@ -255,7 +256,20 @@ fn cut_names<'a>(fragments: &[Fragment<'a>], control: &Cutter) -> Vec<Fragment<'
 
 /// Runs code of the crate; a panic is an error that says what it said.
 fn guarded<T>(run: impl FnOnce() -> T) -> Result<T, String> {
-    catch_unwind(AssertUnwindSafe(run)).map_err(|panic| panic_text(&*panic))
+    let before = GUARDED.replace(true);
+    let result = catch_unwind(AssertUnwindSafe(run));
+    GUARDED.set(before);
+    result.map_err(|panic| panic_text(&*panic))
+}
+
+thread_local! {
+    static GUARDED: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Whether a panic of this thread, at this moment, is one that becomes an error: a program's panic
+/// hook need not report it.
+pub fn catches_panics() -> bool {
+    GUARDED.get()
 }
 
 fn panic_text(panic: &(dyn Any + Send)) -> String {
