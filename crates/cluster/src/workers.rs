@@ -67,6 +67,8 @@ pub struct Spec {
     pub args: Vec<Vec<OsString>>,
     /// Variables to set on top of this process's environment, for all ranks.
     pub env: Vec<(OsString, OsString)>,
+    /// Whether children get none of this process's environment, but `env` alone.
+    pub env_alone: bool,
     /// How long things may take.
     pub limits: Limits,
     /// What all children share and none can leave; nothing by default.
@@ -83,6 +85,7 @@ impl Spec {
             program: program.into(),
             args,
             env: Vec::new(),
+            env_alone: false,
             limits: Limits::default(),
             sandbox: None,
             on_line: None,

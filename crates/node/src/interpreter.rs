@@ -9,7 +9,8 @@
 //! A template is a program that came with a model. Its interpreter counts steps and output, but
 //! `x * 1000000000`, `replace`, `sort` or a deep value take memory, time or stack within one step.
 //! So the template runs in a process of its own, which has 192 MiB of memory beside the program
-//! itself, 1 to 2 s of computing per rendering, no core dumps, and no file to open. The process is
+//! itself, 1 to 2 s of computing per rendering, no core dumps, no environment, and no right to open
+//! a file or a socket (`paceline_cluster::sandbox`). The process is
 //! started when the model is opened, and stays. When a template breaks it, the conversation gets a
 //! [`Failure`] that says how, and the next conversation gets a new process.
 //!
@@ -61,7 +62,7 @@ pub struct Program {
     pub path: PathBuf,
     /// Its arguments.
     pub args: Vec<OsString>,
-    /// Variables of its environment that it gets on top of this process's.
+    /// Its environment: it gets nothing of this process's.
     pub env: Vec<(OsString, OsString)>,
 }
 
@@ -182,6 +183,7 @@ impl Child {
     fn start(program: &Program, source: &str) -> Result<Self, Failure> {
         let spec = Spec {
             env: program.env.clone(),
+            env_alone: true,
             limits: Limits {
                 start: DEADLINE,
                 // Not looked at: a rendering has a deadline.

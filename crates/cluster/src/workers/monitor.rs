@@ -241,6 +241,9 @@ impl Worker {
         let resource = |what| move |source| Error::Resource { what, source };
         let (channel, theirs) = Channel::pair(rank).map_err(resource("a control channel"))?;
         let mut command = Command::new(&spec.program);
+        if spec.env_alone {
+            command.env_clear();
+        }
         command
             .args(&spec.args[rank.0 as usize])
             .envs(spec.env.iter().map(|(name, value)| (name, value)))
