@@ -155,7 +155,7 @@ mod tests {
     #[test]
     fn no_bytes_of_another_machine_panic() {
         let id = NodeId([9; 16]);
-        let beacon = discovery::beacon(&ClusterKey::new([7; 32]), 1, id, (1, true));
+        let beacon = discovery::beacon(&ClusterKey::new([7; 32]), 1, id, 1, true);
         let ping = member::Message::PingFor { id };
         let ping = serde_json::to_vec(&ping).unwrap();
         let token = ClusterKey::new([7; 32]).token().as_bytes().to_vec();
