@@ -58,7 +58,10 @@ pub fn identity(source: &Source) -> io::Result<String> {
             }
         }
     }
-    let digits = hash.finalize().into_iter().map(|byte| format!("{byte:02x}"));
+    let digits = hash
+        .finalize()
+        .into_iter()
+        .map(|byte| format!("{byte:02x}"));
     let mut digits: String = digits.collect();
     digits.truncate(DIGITS);
     Ok(digits)
