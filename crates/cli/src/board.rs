@@ -28,9 +28,10 @@ use paceline_cluster::nodes::agent::Agent;
 use paceline_cluster::telemetry::{Energy, Sample, Sampler};
 use paceline_node::Portrait;
 use paceline_serve::{Fact, Live, Manage, Status};
-use paceline_store::Cancel;
+use paceline_store::{Audit, Cancel};
 use serde_json::{Value, json};
 
+use crate::home;
 use crate::output::tell;
 use changes::Changes;
 use downloads::Downloads;
@@ -168,6 +169,13 @@ impl Board {
                 }
             })?;
         }
+        match Audit::open(&home::home()?) {
+            Ok(audit) => {
+                let inner = Arc::clone(&self.0);
+                watching.spawn("audit", move || inner.audit(&audit))?;
+            }
+            Err(error) => tell(format_args!("warning: no audit log: {error}")),
+        }
         Ok(watching)
     }
 
@@ -265,6 +273,31 @@ impl Inner {
             file.write_all(text.as_bytes())?;
             if is_last {
                 return Ok(());
+            }
+            std::thread::sleep(LOOK_EVERY);
+        }
+    }
+
+    /// Appends to the audit log until the end. A line that cannot be written is told once.
+    fn audit(&self, audit: &Audit) {
+        let (mut seen, mut is_told) = (0, false);
+        loop {
+            let is_last = self.is_over();
+            for event in self.live.events().after(seen, usize::MAX) {
+                seen = event.seq;
+                if !event.kind.is_audited() {
+                    continue;
+                }
+                let line = serde_json::to_string(&event).expect("an event is JSON");
+                if let Err(error) = audit.append(&line)
+                    && !is_told
+                {
+                    is_told = true;
+                    tell(format_args!("warning: the audit log has gaps: {error}"));
+                }
+            }
+            if is_last {
+                return;
             }
             std::thread::sleep(LOOK_EVERY);
         }

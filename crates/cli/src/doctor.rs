@@ -4,6 +4,7 @@ use std::fs::File;
 use std::path::Path;
 
 use paceline_cluster::machine;
+use paceline_cluster::sandbox::{Enforced, Level, Sandbox};
 use paceline_comm::nccl::{self, Libraries};
 use paceline_comm::rdma::{RdmaError, Verbs};
 use paceline_store::{MlxBuild, free_space};
@@ -99,6 +100,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         mpi(),
         thunderbolt(machine::thunderbolt()),
         ssh(),
+        sandbox(Sandbox::Worker.tried()),
     ];
     if args.json {
         return print(&json!({ "checks": checks }).to_string());
@@ -115,6 +117,26 @@ fn text(checks: &[Check]) -> String {
         lines.extend(mend.map(|mend| format!("{:21} mend: {mend}", "")));
     }
     lines.join("\n")
+}
+
+/// What keeps workers and templates from files and calls that they do not need.
+fn sandbox(enforced: Enforced) -> Check {
+    let files = match enforced.files {
+        Level::Full => "Landlock",
+        Level::Part => "Landlock in part",
+        Level::Nothing => "no Landlock",
+    };
+    let calls = if enforced.calls {
+        "seccomp"
+    } else {
+        "no seccomp"
+    };
+    let found = format!("{files}, {calls}");
+    if enforced.files == Level::Nothing || !enforced.calls {
+        let found = format!("{found}: workers run with all rights of this user");
+        return Check::absent("sandbox", found);
+    }
+    Check::ok("sandbox", found)
 }
 
 fn cpu() -> Check {

@@ -29,7 +29,7 @@ use crate::home;
 use crate::load::{self, LoadBar};
 use crate::log;
 use crate::output::tell;
-use crate::process::own_program;
+use crate::process::{own_program, template_program};
 use crate::progress::busy;
 
 /// Options of every command that can compute over several nodes.
@@ -166,7 +166,7 @@ impl Opened {
         let bad = |what| format!("{}: cannot use its {what}", path.display());
         Ok(Self {
             tokenizer: Arc::new(texts::tokenizer(&source).with_context(|| bad("tokenizer"))?),
-            template: texts::template(&source),
+            template: texts::template(&source, &template_program()?),
             path: std::path::absolute(path).with_context(|| path.display().to_string())?,
             compute,
             classes,
@@ -178,6 +178,11 @@ impl Opened {
     /// What a forecast is about.
     pub(crate) fn setting(&self, backend: Backend) -> Setting<'_> {
         self.prepared.setting(backend)
+    }
+
+    /// What determines the bits of an answer besides request and seed.
+    pub(crate) fn fingerprint(&self) -> String {
+        fingerprint(&self.classes().to_string(), self.prepared.identity())
     }
 
     /// The shape.
@@ -412,6 +417,15 @@ fn shard_line(config: &Config, shard: &Shard, weights: Bytes) -> String {
     line + if shard.leads() { ", leads" } else { "" }
 }
 
+/// Kernel classes, version and identity of the model; no identity where its files cannot be read.
+fn fingerprint<E>(classes: &str, identity: Result<String, E>) -> String {
+    let version = env!("CARGO_PKG_VERSION");
+    match identity {
+        Ok(identity) => format!("{classes}-{version}-{identity}"),
+        Err(_) => format!("{classes}-{version}"),
+    }
+}
+
 /// When a file was changed, in seconds since 1970; 0 if not known.
 pub(crate) fn changed_unix_s(path: &Path) -> u64 {
     let changed = std::fs::metadata(path).and_then(|facts| facts.modified());
@@ -433,7 +447,9 @@ pub(crate) fn served(path: &Path, wanted: &Wanted) -> anyhow::Result<Model> {
         return encoder_served(path, &source, &config, names);
     }
     let config = Config::read(&source).map_err(|error| load::in_model(path, error))?;
-    let template = texts::template(&source).and_then(Result::ok).map(Arc::new);
+    let template = texts::template(&source, &template_program()?)
+        .and_then(Result::ok)
+        .map(Arc::new);
     let context = wanted
         .context
         .map_or(config.context, |context| context as usize);
@@ -441,7 +457,7 @@ pub(crate) fn served(path: &Path, wanted: &Wanted) -> anyhow::Result<Model> {
         id: wanted.model.clone(),
         aliases: Vec::new(),
         created_unix_s: changed_unix_s(path),
-        fingerprint: format!("cpu-{}", env!("CARGO_PKG_VERSION")),
+        fingerprint: fingerprint("cpu", paceline_node::identity(&source)),
         tokenizer: Arc::new(texts::tokenizer(&source)?),
         template,
         context,

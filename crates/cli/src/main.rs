@@ -101,6 +101,9 @@ enum Command {
     /// One rank of a model over several processes: started by the other commands
     #[command(hide = true)]
     Worker,
+    /// The chat template of a model: started by the other commands
+    #[command(hide = true)]
+    Template,
     /// Which machines, which split, how fast
     Plan(plan::Args),
     /// Run a program on many machines, a rank each
@@ -147,18 +150,31 @@ enum Command {
 fn main() -> ExitCode {
     // clap ends the process by itself: 0 for --help and --version, 2 for wrong usage.
     let usage = |error| -> Cli { hint::of_usage(error, &Cli::command()).exit() };
+    hush_caught_panics();
     let Cli { command, log, .. } = Cli::try_parse().unwrap_or_else(usage);
     let begun = log::start(&log);
     match begun.and_then(|()| execute(&command)) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error)
-            if matches!(command, Command::Worker | Command::TrainWorker)
-                && !error.is::<Error>() =>
+            if matches!(
+                command,
+                Command::Worker | Command::Template | Command::TrainWorker
+            ) && !error.is::<Error>() =>
         {
             ExitCode::FAILURE // the parent was told
         }
         Err(error) => exit_code(&error),
     }
+}
+
+/// Keeps panics that become errors, of a library that reads tokenizers, from the terminal.
+fn hush_caught_panics() {
+    let usual = std::panic::take_hook();
+    std::panic::set_hook(Box::new(move |panic| {
+        if !paceline_formats::tokenizer::catches_panics() {
+            usual(panic);
+        }
+    }));
 }
 
 fn execute(command: &Command) -> anyhow::Result<()> {
@@ -176,6 +192,7 @@ fn execute(command: &Command) -> anyhow::Result<()> {
         Command::Trace(args) => trace::run(args, &signals),
         Command::Key(command) => key::run(command),
         Command::Worker => worker::run(),
+        Command::Template => worker::template(),
         Command::Plan(args) => plan::run(args),
         Command::Launch(args) => launch::run(args, &signals),
         Command::Topology(args) => topology::run(args, &signals),

@@ -573,7 +573,7 @@ impl Args {
             id,
             aliases,
             created_unix_s: loaded::changed_unix_s(path),
-            fingerprint: format!("{}-{}", opened.classes(), env!("CARGO_PKG_VERSION")),
+            fingerprint: opened.fingerprint(),
             tokenizer: Arc::clone(&opened.tokenizer),
             template,
             context: opened.engine().context,

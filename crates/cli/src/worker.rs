@@ -20,3 +20,15 @@ pub(crate) fn run() -> anyhow::Result<()> {
         Err(error) => Err(error.into()),
     }
 }
+
+/// `paceline template`: the chat template of one model, within limits.
+///
+/// # Errors
+/// As of [`run`].
+pub(crate) fn template() -> anyhow::Result<()> {
+    match paceline_node::interpreter::run() {
+        Ok(never) => match never {},
+        Err(error) if error.is_by_hand() => Err(Error::WorkerByHand.into()),
+        Err(error) => Err(error.into()),
+    }
+}

@@ -16,6 +16,7 @@ use std::sync::Mutex;
 use std::time::Duration;
 
 use paceline_base::{Rank, lock};
+use paceline_cluster::sandbox::Sandbox;
 use paceline_cluster::workers::{Event, LineSink, Spec, Workers};
 
 use crate::Error;
@@ -128,6 +129,7 @@ impl LocalCrew {
         let args = vec![spec.args; spec.ranks as usize];
         let mut workers = Spec::new(&spec.program, args);
         workers.on_line = spec.on_line;
+        workers.sandbox = Some(Sandbox::Worker);
         Ok(Self {
             model: spec.model,
             pin: spec.pin,

@@ -36,6 +36,16 @@ pub enum Error {
         /// The machine, and what happened.
         source: crate::crew::line::Broken,
     },
+    /// Another file lies where the model was when its instance was loaded.
+    #[error("{}: the file was replaced: it is model {got}, the instance is of {expected}", path.display())]
+    OtherModel {
+        /// Where.
+        path: std::path::PathBuf,
+        /// Which model is there.
+        got: String,
+        /// Which should be.
+        expected: String,
+    },
     /// The engine of this worker cannot go on.
     #[error("{reason}")]
     Stopped {

@@ -88,6 +88,8 @@ pub struct InstanceSpec {
     pub restart: bool,
     /// Whether a second worker of each rank waits on another machine with its weights packed.
     pub spares: bool,
+    /// Which model its files are, as [`identity`](crate::identity) says: workers refuse another.
+    pub identity: String,
 }
 
 impl fmt::Debug for InstanceSpec {
@@ -144,6 +146,7 @@ impl InstanceSpec {
             rank: rank.0,
             split: self.cuts[way].split.clone(),
             model: post.model,
+            identity: self.identity.clone(),
             class: self.classes[rank.0 as usize].to_string(),
             backend: self.backend.name().to_owned(),
             threads: self.threads,

@@ -27,7 +27,9 @@
 //! - [`forecast`]: how fast each split will be on this machine.
 //! - [`shape`]: a model's sizes for the planner; [`room`]: how long its conversations may be here.
 //! - [`trace`]: where the time of an answer went, over all ranks.
-//! - [`texts`]: tokenizer and chat template of a model.
+//! - [`texts`]: tokenizer and chat template of a model; [`interpreter`]: the template in a process
+//!   of its own.
+//! - [`identity`]: which model some files are.
 //! - [`classes`]: the kernel class of each node.
 //! - [`load_whole`]: a model in this process, on whichever engine.
 //! - [`Error`].
@@ -38,7 +40,9 @@ pub mod crew;
 mod error;
 pub mod fleet;
 pub mod forecast;
+mod identity;
 mod instance;
+pub mod interpreter;
 mod load;
 pub mod messages;
 mod moved;
@@ -56,6 +60,7 @@ pub mod worker;
 pub const NUMERICS: u32 = 1;
 
 pub use error::Error;
+pub use identity::identity;
 pub use instance::{Cut, Instance, InstanceSpec, Observer, SharedForecast};
 pub use load::load_whole;
 pub use moved::Moved;

@@ -80,6 +80,8 @@ pub struct Job {
     /// Who holds what, as the instance's owner has decided: a worker checks it and derives nothing.
     pub(crate) split: Split,
     pub(crate) model: PathBuf,
+    /// Which model that is to be.
+    pub(crate) identity: String,
     /// Names of a kernel class and of a backend of the group.
     pub(crate) class: String,
     pub(crate) backend: String,

@@ -22,7 +22,8 @@ use paceline_tensor::{Kernels, KvType};
 use crate::crew::Crew;
 use crate::forecast::{Forecast, Setting};
 use crate::supervisor::Change;
-use crate::{Cut, Error, Instance, InstanceSpec, Moved, Observer, SharedForecast, load_whole};
+use crate::{Cut, Error, Instance, InstanceSpec, Moved, Observer, SharedForecast};
+use crate::{identity, load_whole};
 
 /// How a model is to be computed.
 #[derive(Clone, Debug)]
@@ -109,6 +110,17 @@ impl Prepared {
     /// The model's files.
     pub const fn source(&self) -> &Arc<Source> {
         &self.source
+    }
+
+    /// Which model the files are.
+    ///
+    /// # Errors
+    /// [`Error::System`].
+    pub fn identity(&self) -> Result<String, Error> {
+        identity(&self.source).map_err(|source| Error::System {
+            what: "read the model's files",
+            source,
+        })
     }
 
     /// The shape.
@@ -207,6 +219,7 @@ impl Prepared {
         let first = best(&cuts);
         self.options.check(&self.config, &cuts[first].split)?;
         let spec = InstanceSpec {
+            identity: self.identity()?,
             config: self.config.clone(),
             classes: self.options.classes.clone(),
             threads: self.options.threads,

@@ -211,6 +211,7 @@ impl Worker<'_> {
     /// The model of a job, and what its weights are.
     fn part(&self, job: &Job) -> Result<(Arc<Source>, Identity), Error> {
         let source = Arc::new(Source::open(&job.model)?);
+        check_identity(job, &source)?;
         let config = Config::read(&source)?;
         job.split.check(&config)?;
         if job.rank >= job.split.ranks() {
@@ -380,6 +381,25 @@ impl Worker<'_> {
         self.kept = epoch.leave();
         moved
     }
+}
+
+/// Refuses files that are another model than the instance was loaded from.
+///
+/// # Errors
+/// [`Error::OtherModel`]; [`Error::System`].
+fn check_identity(job: &Job, source: &Source) -> Result<(), Error> {
+    let got = crate::identity(source).map_err(|source| Error::System {
+        what: "read the model's files",
+        source,
+    })?;
+    if got == job.identity {
+        return Ok(());
+    }
+    Err(Error::OtherModel {
+        path: job.model.clone(),
+        got,
+        expected: job.identity.clone(),
+    })
 }
 
 fn protection(key: Option<&EpochKey>) -> Protection {

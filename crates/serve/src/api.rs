@@ -44,6 +44,7 @@ use crate::places::Places;
 use crate::rejection::{Rejection, Style};
 use crate::server::Phase;
 use crate::store::Store;
+use crate::tally::Tally;
 use crate::{Error, openapi};
 
 /// Longest path and query. Eight times what common servers allow.
@@ -59,6 +60,8 @@ pub(crate) struct App {
     service: Arc<dyn Service>,
     keys: Option<Arc<Watched>>,
     metrics: Arc<Metrics>,
+    /// Tells of keys and refusals.
+    tally: Tally,
     /// Places for requests to the model.
     places: Arc<Places>,
     /// Places for requests that are parsed.
@@ -89,6 +92,7 @@ impl App {
         let limits = &config.limits;
         Ok(Self {
             metrics: Arc::new(Metrics::new(&model, config.live.clone())),
+            tally: Tally::new(config.live.events().clone()),
             places: Arc::new(Places::new(limits.requests, limits.requests_of_one)),
             parsing: Arc::new(Semaphore::new(limits.parsing)),
             store: Arc::new(Store::new(limits.stored_responses, limits.stored_bytes)),
@@ -184,11 +188,16 @@ async fn guard(State(app): State<Arc<App>>, request: Request, next: Next) -> Res
     let endpoint = request.extensions().get::<MatchedPath>();
     let endpoint = endpoint.map_or("other", MatchedPath::as_str).to_owned();
     let style = Style::of(request.uri().path());
+    let client = address(&request);
     let (response, origin) = match check_origin(&request, &app.config.access) {
         Err(rejection) => (rejection.into_response(), None),
         Ok(origin) if is_preflight(&request) => (preflight(), origin),
         Ok(origin) => (admit(&app, request, next).await, origin),
     };
+    let refusal = response.extensions().get::<Arc<Rejection>>();
+    if let Some(code) = refusal.and_then(|refusal| refusal.audited()) {
+        app.tally.refused(client, code);
+    }
     let response = match style {
         Style::OpenAi => response,
         style => Rejection::restyled(response, style),
@@ -223,8 +232,19 @@ async fn admit(app: &App, mut request: Request, next: Next) -> Response {
     if let (Client::Key(_), Some(known)) = (&client, known) {
         known.trust();
     }
+    if let Client::Key(key) = &client {
+        app.tally.key_used(address(&request), key);
+    }
     request.extensions_mut().insert(client);
     next.run(request).await
+}
+
+/// The address of the client, as the log of events tells it.
+fn address(request: &Request) -> String {
+    let remote = request.extensions().get::<Remote>();
+    remote.map_or_else(String::new, |remote| {
+        remote.0.ip().to_canonical().to_string()
+    })
 }
 
 impl App {

@@ -7,7 +7,7 @@
 //! Ollama chat -------------+
 //! ```
 
-use paceline_formats::chat::{self, ChatOptions, ChatTemplate, Message, ToolCall};
+use paceline_formats::chat::{self, Bounds, ChatOptions, ChatTemplate, Failure, Message, ToolCall};
 use paceline_formats::grammar::Grammar;
 use paceline_formats::tokenizer::Tokenizer;
 use serde::{Deserialize, Serialize};
@@ -233,7 +233,7 @@ impl Conversation {
         self.turns.iter().map(bytes).sum()
     }
 
-    fn options(&self, unix_s: u64) -> ChatOptions {
+    fn options(&self, (unix_s, bounds): (u64, Bounds)) -> ChatOptions {
         let mut variables = self.variables.clone();
         let Thinking { is_on, effort } = &self.thinking;
         if let Some(is_on) = is_on {
@@ -252,6 +252,7 @@ impl Conversation {
             now_unix_s: i64::try_from(unix_s).ok(),
             tools: self.shown_tools().iter().map(Tool::for_template).collect(),
             variables,
+            bounds,
         }
     }
 
@@ -268,9 +269,9 @@ impl Conversation {
         &self,
         template: &ChatTemplate,
         tokenizer: &Tokenizer,
-        unix_s: u64,
+        (unix_s, bounds): (u64, Bounds),
     ) -> Result<Vec<u32>, chat::Error> {
-        let options = self.options(unix_s);
+        let options = self.options((unix_s, bounds));
         let try_with = |turns: &[Turn]| template.encode_chat(tokenizer, &messages(turns), &options);
         self.first_taken(try_with)
     }
@@ -283,9 +284,9 @@ impl Conversation {
         &self,
         template: &ChatTemplate,
         tokenizer: &Tokenizer,
-        unix_s: u64,
+        (unix_s, bounds): (u64, Bounds),
     ) -> Result<String, chat::Error> {
-        let options = self.options(unix_s);
+        let options = self.options((unix_s, bounds));
         self.first_taken(|turns| template.render(tokenizer, &messages(turns), &options))
     }
 
@@ -294,7 +295,7 @@ impl Conversation {
         try_with: impl Fn(&[Turn]) -> Result<T, chat::Error>,
     ) -> Result<T, chat::Error> {
         let refused = match try_with(&self.turns) {
-            Err(error @ chat::Error::Raised { .. }) => error,
+            Err(error @ chat::Error::Template(Failure::Raised { .. })) => error,
             other => return other,
         };
         for changed in [systems_first(&self.turns), joined(&self.turns)] {
@@ -302,7 +303,7 @@ impl Conversation {
                 continue;
             }
             match try_with(&changed) {
-                Err(chat::Error::Raised { .. }) => {}
+                Err(chat::Error::Template(Failure::Raised { .. })) => {}
                 other => return other,
             }
         }

@@ -73,6 +73,24 @@ pub enum Kind {
         /// Why no other node has them.
         reason: String,
     },
+    /// A client used a key, which is told once a minute.
+    KeyUsed {
+        /// The key's id.
+        key: String,
+        /// The client's address.
+        client: String,
+        /// How often since it was told last.
+        times: u64,
+    },
+    /// A client was refused for want of a right or a place, which is told once a minute.
+    Refused {
+        /// The cause, as the API tells it.
+        code: &'static str,
+        /// The client's address.
+        client: String,
+        /// How often since it was told last.
+        times: u64,
+    },
     /// A choice of a request was handed to the model.
     RequestStarted {
         /// Number of the choice, from 1.
@@ -157,7 +175,7 @@ impl Events {
     }
 
     /// Milliseconds since 1970. They do not jump when the system's clock is set.
-    fn unix_ms(&self) -> u64 {
+    pub(crate) fn unix_ms(&self) -> u64 {
         let (start, unix) = self.0.begun;
         let since = (self.0.now)().saturating_duration_since(start);
         (unix + since).as_millis() as u64
@@ -189,6 +207,24 @@ impl fmt::Debug for Events {
 }
 
 impl Kind {
+    /// Whether it belongs into a log of what was done to the node: joins, refusals, use of keys,
+    /// loads and unloads. Such a log has no prompts, and nothing of single requests.
+    pub const fn is_audited(&self) -> bool {
+        match self {
+            Self::NodeCame { .. }
+            | Self::NodeWent { .. }
+            | Self::Instance { .. }
+            | Self::KeyUsed { .. }
+            | Self::Refused { .. } => true,
+            Self::NodeSilent { .. }
+            | Self::SplitChanged { .. }
+            | Self::Fault { .. }
+            | Self::RequestStarted { .. }
+            | Self::FirstToken { .. }
+            | Self::RequestEnded { .. } => false,
+        }
+    }
+
     /// The same with texts of bounded length.
     fn cut(mut self) -> Self {
         match &mut self {
@@ -210,6 +246,11 @@ impl Kind {
                 cut(model);
                 cut(text);
             }
+            Self::KeyUsed { key, client, .. } => {
+                cut(key);
+                cut(client);
+            }
+            Self::Refused { client, .. } => cut(client),
             Self::Fault { text } | Self::Unprotected { reason: text } => cut(text),
             Self::RequestStarted { model, .. } | Self::RequestEnded { model, .. } => cut(model),
             Self::FirstToken { .. } => {}

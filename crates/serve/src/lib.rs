@@ -70,6 +70,7 @@ mod request;
 mod server;
 mod store;
 mod stream;
+mod tally;
 
 pub use api::doors::Doors;
 pub use config::{

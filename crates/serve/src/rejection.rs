@@ -296,6 +296,15 @@ impl Rejection {
             Self::NoAnswer { .. } => request(S::NOT_FOUND, "answer_not_found"),
             Self::EmptyPrompt { .. } => invalid("invalid_value"),
             Self::NoTemplate { .. } => invalid("no_chat_template"),
+            Self::Template(chat::Error::Template(failure)) if failure.is_of_model() => {
+                server(S::INTERNAL_SERVER_ERROR, "template_failed")
+            }
+            Self::Template(chat::Error::Template(chat::Failure::Busy)) => {
+                server(S::SERVICE_UNAVAILABLE, "template_busy")
+            }
+            Self::Template(chat::Error::Template(chat::Failure::OutputTooLong { .. })) => {
+                invalid("context_length_exceeded")
+            }
             Self::Template(_) => invalid("invalid_messages"),
             Self::Tokenizer(_) | Self::Invalid { .. } => invalid("invalid_value"),
             Self::HostCount { .. } => invalid("invalid_host"),
@@ -367,6 +376,12 @@ impl Rejection {
 
     pub(crate) fn status(&self) -> StatusCode {
         self.class().status
+    }
+
+    /// The code of a refusal for want of a right or a place.
+    pub(crate) fn audited(&self) -> Option<&'static str> {
+        let Class { status, code, .. } = self.class();
+        code.filter(|_| matches!(status.as_u16(), 401 | 403 | 429))
     }
 
     /// `{"error": {...}}`.

@@ -457,11 +457,17 @@ impl Node {
             let pids = children
                 .split_whitespace()
                 .filter_map(|pid| pid.parse().ok());
-            found.extend(pids.filter_map(Pid::from_raw));
+            found.extend(pids.filter(|pid| is_worker(*pid)).filter_map(Pid::from_raw));
         }
         ensure!(!found.is_empty(), "{} has no worker", self.name);
         Ok(found)
     }
+}
+
+/// Whether a child computes: not the interpreter of a chat template.
+fn is_worker(pid: i32) -> bool {
+    let line = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+    !line.ends_with(b"\0template\0")
 }
 
 fn signal(pids: &[Pid], signal: Signal) -> anyhow::Result<()> {

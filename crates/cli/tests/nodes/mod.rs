@@ -11,6 +11,7 @@
 pub(crate) mod embeddings;
 #[path = "../../../mlx/tests/fake/build.rs"]
 mod fake;
+mod hostile;
 pub(crate) mod http;
 mod load;
 mod lost;

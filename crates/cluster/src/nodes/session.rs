@@ -399,6 +399,12 @@ fn say_hello(hello: &Hello) -> Vec<u8> {
     serde_json::to_vec(hello).expect("a hello is JSON")
 }
 
+/// Reads `bytes` as what a session begins with, for fuzzing.
+pub(super) fn parse(bytes: &[u8]) {
+    let _ = read_hello(bytes);
+    let _ = serde_json::from_slice::<Verdict>(bytes);
+}
+
 fn read_hello(bytes: &[u8]) -> Result<Hello, Error> {
     serde_json::from_slice(bytes).map_err(|_| Error::Protocol)
 }

@@ -8,9 +8,9 @@ use std::collections::HashSet;
 use tokenizers::Model as _;
 use tokenizers::models::bpe::{BPE, Merges, Vocab as Texts};
 
-use super::Error;
 use super::pretokenize::{PreTokenizer, Scheme};
 use super::vocab::{Kind, Vocab, byte_level_char};
+use super::{Error, within};
 
 #[derive(Debug)]
 pub(super) struct ByteBpe {
@@ -59,7 +59,15 @@ impl ByteBpe {
     /// llama.cpp; only vocabularies without all 256 bytes have such.
     ///
     /// Cost: O(n log n) for the longest word, linear in the number of words.
-    pub(super) fn encode(&self, text: &str, out: &mut Vec<u32>) -> Result<(), Error> {
+    ///
+    /// # Errors
+    /// [`Error::TooManyTokens`] after the word that makes `out` longer than `tokens_max`.
+    pub(super) fn encode(
+        &self,
+        text: &str,
+        tokens_max: usize,
+        out: &mut Vec<u32>,
+    ) -> Result<(), Error> {
         let mut word = String::new();
         for piece in self.cutter.cut(text) {
             // The crate would join what is left and right of a byte that it cannot spell.
@@ -72,6 +80,7 @@ impl ByteBpe {
                 })?;
                 out.extend(tokens.iter().map(|t| t.id));
             }
+            within(out, tokens_max)?;
         }
         Ok(())
     }
@@ -138,7 +147,7 @@ mod tests {
 
     fn ids(bpe: &ByteBpe, text: &str) -> Vec<u32> {
         let mut out = Vec::new();
-        bpe.encode(text, &mut out).unwrap();
+        bpe.encode(text, usize::MAX, &mut out).unwrap();
         out
     }
 

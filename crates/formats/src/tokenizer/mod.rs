@@ -32,6 +32,7 @@ use crate::gguf::Metadata;
 use crate::text::StreamDecoder;
 pub(crate) use fragments::Fragment;
 use fragments::{Cutter, Special};
+pub use json::catches_panics;
 use vocab::{Kind, Vocab};
 
 /// Why a tokenizer could not be read, or could not encode a text.
@@ -148,6 +149,12 @@ pub enum Error {
         /// The byte.
         byte: u8,
     },
+    /// The text has more tokens than the caller takes.
+    #[error("the text has more than {tokens_max} tokens")]
+    TooManyTokens {
+        /// The limit.
+        tokens_max: usize,
+    },
     /// The `tokenizers` crate could not encode a text.
     #[error("encoding failed: {reason}")]
     Encode {
@@ -191,6 +198,15 @@ pub struct Tokenizer {
     add_eos: bool,
     /// What a post-processor puts behind a whole text, where it is not EOS.
     after: Option<u32>,
+}
+
+/// # Errors
+/// [`Error::TooManyTokens`] if there are.
+fn within(ids: &[u32], tokens_max: usize) -> Result<(), Error> {
+    if ids.len() > tokens_max {
+        return Err(Error::TooManyTokens { tokens_max });
+    }
+    Ok(())
 }
 
 /// How text between special tokens becomes ids.
@@ -279,6 +295,23 @@ impl Tokenizer {
     /// [`Error::TextTooLong`], [`Error::NoByteToken`], [`Error::Encode`],
     /// [`Error::ControlFromText`].
     pub fn encode(&self, text: &str, specials: Specials, add_bos: bool) -> Result<Vec<u32>, Error> {
+        self.encode_within(text, specials, add_bos, usize::MAX)
+    }
+
+    /// As [`encode`](Self::encode), but stops when there are more than `tokens_max` tokens.
+    ///
+    /// Cost: linear in the words of `tokens_max` tokens. A SentencePiece vocabulary joins a whole
+    /// text at once, so there a text is refused by its length before, or encoded whole.
+    ///
+    /// # Errors
+    /// [`Error::TooManyTokens`], and those of [`encode`](Self::encode).
+    pub fn encode_within(
+        &self,
+        text: &str,
+        specials: Specials,
+        add_bos: bool,
+        tokens_max: usize,
+    ) -> Result<Vec<u32>, Error> {
         let cutter = match specials {
             Specials::AsText => &self.user_defined,
             Specials::Parse => &self.all_special,
@@ -287,7 +320,7 @@ impl Tokenizer {
         if add_bos && self.add_bos {
             out.extend(self.bos);
         }
-        self.encode_fragments(&cutter.cut(text), &mut out)?;
+        self.encode_fragments(&cutter.cut(text), tokens_max, &mut out)?;
         Ok(out)
     }
 
@@ -307,8 +340,13 @@ impl Tokenizer {
         self.eos.filter(|_| self.add_eos).or(self.after)
     }
 
-    /// The ids of fragments of one text; texts of fragments are encoded as ordinary text.
-    pub(crate) fn encode_pieces(&self, pieces: &[Fragment<'_>]) -> Result<Vec<u32>, Error> {
+    /// The ids of fragments of one text; texts of fragments are encoded as ordinary text. Stops
+    /// when there are more than `tokens_max`.
+    pub(crate) fn encode_pieces(
+        &self,
+        pieces: &[Fragment<'_>],
+        tokens_max: usize,
+    ) -> Result<Vec<u32>, Error> {
         let mut fragments = Vec::with_capacity(pieces.len());
         for piece in pieces {
             match *piece {
@@ -317,7 +355,7 @@ impl Tokenizer {
             }
         }
         let mut out = Vec::new();
-        self.encode_fragments(&fragments, &mut out)?;
+        self.encode_fragments(&fragments, tokens_max, &mut out)?;
         Ok(out)
     }
 
@@ -334,24 +372,30 @@ impl Tokenizer {
     fn encode_fragments(
         &self,
         fragments: &[Fragment<'_>],
+        tokens_max: usize,
         out: &mut Vec<u32>,
     ) -> Result<(), Error> {
         if let Algorithm::Json(pipeline) = &self.algorithm {
             let is_control = |id| self.is_control(id);
-            return pipeline.encode(fragments, &self.control, &is_control, out);
+            let left = tokens_max.saturating_sub(out.len());
+            let ids = pipeline.encode(fragments, &self.control, &is_control, left)?;
+            out.extend(ids);
+            return within(out, tokens_max);
         }
         let mut after_text = false;
         for fragment in fragments {
             match *fragment {
                 Fragment::Token { id, .. } => out.push(id),
                 Fragment::Text(text) => match &self.algorithm {
-                    Algorithm::ByteBpe(model) => model.encode(text, out)?,
+                    Algorithm::ByteBpe(model) => model.encode(text, tokens_max, out)?,
                     Algorithm::Sentence(model) => {
+                        model.check_length(text, tokens_max.saturating_sub(out.len()))?;
                         model.encode(&self.vocab, text, after_text, out)?
                     }
                     Algorithm::Json(_) => unreachable!("handled above"),
                 },
             }
+            within(out, tokens_max)?;
             after_text = matches!(fragment, Fragment::Text(_));
         }
         Ok(())

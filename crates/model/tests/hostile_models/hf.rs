@@ -395,8 +395,14 @@ fn any_json() -> impl Strategy<Value = Value> {
     ]
 }
 
+/// Configurations that are tried: few of them here, 10,000 where a record is made.
+fn mutations() -> u32 {
+    let asked = std::env::var("PACELINE_MUTATIONS").ok();
+    asked.map_or(64, |count| count.parse().unwrap())
+}
+
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 64, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: mutations(), ..ProptestConfig::default() })]
 
     /// Whatever two fields say, the model is refused or it computes.
     #[test]

@@ -114,7 +114,7 @@ impl Reader<'_> {
         param: impl FnOnce() -> String,
     ) -> Result<Prompt, Rejection> {
         self.check_bytes(text.len(), "prompt")?;
-        let ids = self.model.tokenizer.encode(&text, Specials::AsText, true)?;
+        let ids = self.encode(&text, (Specials::AsText, true), "prompt")?;
         self.check_prompt(&ids, param, "prompt")?;
         let text = Some(text);
         Ok(Prompt { ids, text })
