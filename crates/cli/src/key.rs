@@ -2,7 +2,7 @@
 
 use std::time::SystemTime;
 
-use paceline_serve::keys::{KeyInfo, Keys};
+use paceline_serve::keys::{KeyInfo, Keys, Role};
 use serde_json::json;
 
 use crate::output::{print, tell};
@@ -33,6 +33,9 @@ pub(crate) enum Api {
     New {
         /// What it is for
         name: String,
+        /// Let its holder load and unload models, remove them, and let machines in, too
+        #[arg(long)]
+        admin: bool,
     },
     /// List the keys, without the keys themselves
     List {
@@ -47,6 +50,15 @@ pub(crate) enum Api {
     },
 }
 
+/// A key for people; a user's says nothing of its role.
+fn line(key: &KeyInfo) -> String {
+    let role = match key.role {
+        Role::Admin => "  (admin)",
+        Role::User => "",
+    };
+    format!("{}  {}{role}", key.id, key.name)
+}
+
 /// Makes, lists or revokes keys.
 ///
 /// # Errors
@@ -59,14 +71,15 @@ pub(crate) fn run(command: &Command) -> anyhow::Result<()> {
     let path = home::api_keys()?;
     let mut keys = Keys::open(&path)?;
     match command {
-        Api::New { name } => {
+        Api::New { name, admin } => {
             if let Some(folder) = path.parent() {
                 std::fs::create_dir_all(folder)?;
             }
             let now = SystemTime::UNIX_EPOCH
                 .elapsed()
                 .map_or(0, |since| since.as_secs());
-            let (key, info) = keys.make(name, now)?;
+            let role = if *admin { Role::Admin } else { Role::User };
+            let (key, info) = keys.make(name, role, now)?;
             tell(format_args!(
                 "key {} for {name}; it is shown only now:",
                 info.id
@@ -77,9 +90,7 @@ pub(crate) fn run(command: &Command) -> anyhow::Result<()> {
             let keys: Vec<&KeyInfo> = keys.list().collect();
             print(&json!({ "keys": keys }).to_string())
         }
-        Api::List { json: false } => keys
-            .list()
-            .try_for_each(|key| print(&format!("{}  {}", key.id, key.name))),
+        Api::List { json: false } => keys.list().try_for_each(|key| print(&line(key))),
         Api::Revoke { id } => {
             let key = keys.revoke(id)?;
             tell(format_args!("revoked {} ({})", key.id, key.name));

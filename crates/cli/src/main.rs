@@ -37,6 +37,7 @@ mod process;
 mod progress;
 mod pull;
 mod run;
+mod shared;
 mod show;
 mod terminal;
 mod top;
@@ -94,7 +95,7 @@ enum Command {
     Key(key::Command),
     /// One rank of a model over several processes: started by the other commands
     #[command(hide = true)]
-    Worker,
+    Worker(worker::Args),
     /// Which machines, which split, how fast
     Plan(plan::Args),
     /// Run a program on many machines, a rank each
@@ -145,7 +146,7 @@ fn main() -> ExitCode {
     match execute(&command) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error)
-            if matches!(command, Command::Worker | Command::TrainWorker)
+            if matches!(command, Command::Worker(_) | Command::TrainWorker)
                 && !error.is::<Error>() =>
         {
             ExitCode::FAILURE // the parent was told
@@ -167,7 +168,7 @@ fn execute(command: &Command) -> anyhow::Result<()> {
         Command::Ps(args) => instances::ps(args),
         Command::Top(args) => top::run(args),
         Command::Key(command) => key::run(command),
-        Command::Worker => worker::run(),
+        Command::Worker(args) => worker::run(args),
         Command::Plan(args) => plan::run(args),
         Command::Launch(args) => launch::run(args, &signals),
         Command::Topology(args) => topology::run(args, &signals),

@@ -7,6 +7,8 @@ mod alone;
 mod chaos;
 mod live;
 mod models;
+mod shared;
+mod ways;
 
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
