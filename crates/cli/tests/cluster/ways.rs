@@ -92,7 +92,8 @@ fn the_best_cable_is_used_left_and_taken_again() {
     FAMILIES[0].write(&hosts[0].home.path().join(MODEL));
     form(&mut hosts, &[]);
     until("both cables are measured", || {
-        let up: Vec<_> = ways(&hosts[0]).into_iter().filter(|way| way.1).collect();
+        let up = ways(&hosts[0]).into_iter().filter(|way| way.1);
+        let up: std::collections::BTreeSet<String> = up.map(|way| way.0).collect();
         up.len() == 2 && used(&hosts[0]).is_some()
     });
     let first = used(&hosts[0]).unwrap();

@@ -10,12 +10,12 @@ pub(crate) struct Network {
     names: Vec<String>,
 }
 
-/// Writes all frames that pass a bridge to a file.
+/// Writes all frames from and to the first host to a file.
 const CAPTURE: &str = "\
 import socket, sys
 raw = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(3))
 raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 << 20)
-raw.bind(('br0', 0))
+raw.bind(('p0', 0))
 with open(sys.argv[1], 'wb', buffering=0) as out:
     print('listening', flush=True)
     while True:

@@ -129,6 +129,15 @@ pub struct Due {
     pub bandwidth: bool,
 }
 
+/// How much of a way is to be measured.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Wanted {
+    /// Whether it answers, and how soon.
+    Latency,
+    /// How many bytes a second it takes, too.
+    Bandwidth,
+}
+
 /// A change that people are told.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum News {
@@ -212,8 +221,8 @@ pub struct Table {
     entries: BTreeMap<(NodeId, SocketAddr), Entry>,
     /// The way that is used, by node.
     preferred: BTreeMap<NodeId, SocketAddr>,
-    /// The way that was preferred before it was lost.
-    lost: BTreeMap<NodeId, SocketAddr>,
+    /// The interface of the way that was preferred before it was lost.
+    lost: BTreeMap<NodeId, String>,
 }
 
 impl Table {
@@ -239,11 +248,12 @@ impl Table {
         self.lost.retain(|id, _| known.contains(id));
     }
 
-    /// Has a node's ways measured now; `bandwidth` has theirs measured anew.
-    pub fn hurry(&mut self, to: NodeId, bandwidth: bool, now: Duration) {
-        for entry in self.of_mut(to) {
+    /// Has a node's ways measured now, but not those that never answered.
+    pub fn hurry(&mut self, to: NodeId, wanted: Wanted, now: Duration) {
+        let may_answer = |entry: &&mut Entry| entry.was_up || entry.misses < MISSES;
+        for entry in self.of_mut(to).filter(may_answer) {
             entry.next = now;
-            entry.wants_bandwidth |= bandwidth;
+            entry.wants_bandwidth |= wanted == Wanted::Bandwidth;
         }
     }
 
@@ -258,12 +268,19 @@ impl Table {
         })
     }
 
-    /// Measurements so far of the way of each address of a node: one that waits for a fresh figure
-    /// waits until all have grown.
-    pub fn counts(&self, to: NodeId) -> BTreeMap<SocketAddr, u64> {
-        let own = self.entries.iter().filter(|((id, _), _)| *id == to);
-        own.map(|((_, remote), entry)| (*remote, entry.count))
-            .collect()
+    /// Measurements so far of each way, for [`is_settled`](Self::is_settled).
+    pub fn counts(&self) -> BTreeMap<(NodeId, SocketAddr), u64> {
+        let counts = self.entries.iter();
+        counts.map(|(key, entry)| (*key, entry.count)).collect()
+    }
+
+    /// Whether every way has been measured since `counts` and is either up or down.
+    pub fn is_settled(&self, counts: &BTreeMap<(NodeId, SocketAddr), u64>) -> bool {
+        self.entries.iter().all(|(key, entry)| {
+            let is_fresh = counts.get(key).is_none_or(|before| entry.count > *before);
+            let is_down = entry.misses >= MISSES;
+            is_down || (is_fresh && entry.misses == 0)
+        })
     }
 
     /// Takes in a measurement: a sample, or nothing where the way did not answer.
@@ -284,18 +301,21 @@ impl Table {
 
     /// Looks whether another way of a node is to be used.
     fn choose(&mut self, to: NodeId) -> Option<News> {
-        let best = self.up(to).min_by(|a, b| a.cost().total_cmp(&b.cost()));
-        let best = best?.clone();
+        let usable = self.usable(to);
+        let best = usable
+            .iter()
+            .min_by(|a, b| a.cost().total_cmp(&b.cost()))?
+            .clone();
+        let is_usable = |path: &Path| usable.iter().any(|other| other.remote == path.remote);
         let key = |remote: &SocketAddr| (to, *remote);
         let before = self.preferred.get(&to).copied();
         let known = before.and_then(|remote| self.entries.get(&key(&remote)));
         let before = known.map(|entry| entry.path.clone());
         // The one that was lost comes back although it is hardly better: it was chosen once.
-        let lost = self
-            .lost
-            .get(&to)
-            .and_then(|lost| self.entries.get(&key(lost)));
-        let lost = lost.map(|entry| &entry.path).filter(|path| path.up);
+        let lost = self.lost.get(&to).and_then(|interface| {
+            let own = usable.iter().filter(|path| path.interface == *interface);
+            own.min_by(|a, b| a.cost().total_cmp(&b.cost()))
+        });
         let best = match (&before, lost) {
             (Some(it), Some(lost)) if lost.cost() * GAIN <= it.cost() => lost.clone(),
             _ => best,
@@ -303,17 +323,19 @@ impl Table {
         let is_lost = lost.is_some_and(|lost| lost.remote == best.remote);
         let keeps = before
             .as_ref()
-            .is_some_and(|it| it.up && !is_lost && best.cost() >= it.cost() * GAIN);
+            .is_some_and(|it| is_usable(it) && !is_lost && best.cost() >= it.cost() * GAIN);
         if keeps || before.as_ref().is_some_and(|it| it.remote == best.remote) {
             return None;
         }
         self.preferred.insert(to, best.remote);
         match before {
+            Some(before) if before.interface == best.interface => None,
             Some(before) if !before.up => {
                 if is_lost {
                     self.lost.remove(&to);
                 } else {
-                    self.lost.entry(to).or_insert(before.remote);
+                    let interface = before.interface.clone();
+                    self.lost.entry(to).or_insert(interface);
                 }
                 Some(News::Fell { now: best, before })
             }
@@ -333,9 +355,18 @@ impl Table {
         own.map(|(_, entry)| entry)
     }
 
-    fn up(&self, to: NodeId) -> impl Iterator<Item = &Path> {
-        let own = self.entries.iter().filter(move |((id, _), _)| *id == to);
-        own.map(|(_, entry)| &entry.path).filter(|path| path.up)
+    /// Ways to a node that answer, without link-local ones where their interface has another.
+    fn usable(&self, to: NodeId) -> Vec<Path> {
+        let own = self.entries.values().map(|entry| &entry.path);
+        let up: Vec<&Path> = own.filter(|path| path.to == to && path.up).collect();
+        let has_other = |path: &Path| {
+            let mut others = up.iter();
+            others.any(|other| other.is_routable() && other.interface == path.interface)
+        };
+        let usable = up
+            .iter()
+            .filter(|path| path.is_routable() || !has_other(path));
+        usable.map(|path| (*path).clone()).collect()
     }
 
     /// The way that is used to a node; `None` while none answers.
@@ -469,7 +500,7 @@ mod tests {
         assert_eq!(table.preferred(NODE).unwrap().interface, "eth0");
         assert_eq!(table.due(60 * SECOND), None);
         assert_eq!(table.due(61 * SECOND).unwrap().remote, place(0));
-        table.hurry(NODE, true, 5 * SECOND);
+        table.hurry(NODE, Wanted::Bandwidth, 5 * SECOND);
         assert!(table.due(5 * SECOND).unwrap().bandwidth);
     }
 
@@ -505,6 +536,7 @@ mod tests {
         for _ in 0..MISSES {
             table.measured((NODE, place(9)), None, SECOND);
         }
+        table.hurry(NODE, Wanted::Latency, 2 * SECOND);
         assert_eq!(table.due(300 * SECOND), None);
         assert!(table.due(301 * SECOND).is_some());
         assert_eq!(table.paths(), [], "it never answered");

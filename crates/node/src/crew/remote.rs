@@ -50,6 +50,10 @@ pub trait Places: Send + Sync + fmt::Debug {
     /// Where a worker on `from` best reaches one on `to`, by what was measured; the port means
     /// nothing.
     fn route(&self, from: NodeId, to: NodeId) -> Option<SocketAddr>;
+
+    /// Looks anew which ways between `nodes` answer, because a group over them broke; blocks for a
+    /// bounded time.
+    fn settle(&self, nodes: &[NodeId]);
 }
 
 /// Workers on several machines.
@@ -59,6 +63,8 @@ pub struct RemoteCrew {
     pin: Option<usize>,
     seats: Vec<Mutex<Option<Seat>>>,
     inbox: Arc<Inbox>,
+    /// Epochs that a rank was assigned to, and the last whose ways were settled.
+    epochs: Mutex<(u64, u64)>,
 }
 
 /// A rank's worker, and the thread that hears it.
@@ -98,6 +104,7 @@ impl RemoteCrew {
             pin,
             seats: (0..ranks).map(|_| Mutex::new(None)).collect(),
             inbox: Arc::new(inbox),
+            epochs: Mutex::new((0, 0)),
         }
     }
 
@@ -172,6 +179,21 @@ impl RemoteCrew {
         self.seats.iter().all(is_here)
     }
 
+    /// Before the ranks of an epoch meet that follows a broken one: which ways answer now.
+    fn settle(&self) {
+        let mut epochs = lock(&self.epochs);
+        if epochs.0 <= 1 || epochs.0 == epochs.1 {
+            return;
+        }
+        epochs.1 = epochs.0;
+        let seats = self.seats.iter();
+        let nodes = seats.filter_map(|seat| lock(seat).as_ref().map(|seat| seat.node));
+        let nodes: std::collections::BTreeSet<NodeId> = nodes.collect();
+        if nodes.len() > 1 {
+            self.places.settle(&Vec::from_iter(nodes));
+        }
+    }
+
     /// Where the ranks listen as `rank` reaches them: over the best way between the two machines.
     /// One that listens at one address is reached there.
     fn seen_by(&self, rank: Rank, addrs: &[SocketAddr]) -> Vec<SocketAddr> {
@@ -218,10 +240,15 @@ impl Crew for RemoteCrew {
 
     fn send(&self, rank: Rank, message: &ToWorker) -> Result<(), Error> {
         let line = lock(self.seat(rank)).as_ref().map(|s| Arc::clone(&s.line));
+        if let ToWorker::Assign(job) = message {
+            lock(&self.epochs).0 = job.epoch;
+        }
         let join = match message {
-            ToWorker::Join { addrs } => Some(ToWorker::Join {
-                addrs: self.seen_by(rank, addrs),
-            }),
+            ToWorker::Join { addrs } => {
+                self.settle();
+                let addrs = self.seen_by(rank, addrs);
+                Some(ToWorker::Join { addrs })
+            }
             _ => None,
         };
         let message = join.as_ref().unwrap_or(message);
@@ -390,6 +417,8 @@ mod tests {
         fn route(&self, _: NodeId, _: NodeId) -> Option<SocketAddr> {
             None
         }
+
+        fn settle(&self, _: &[NodeId]) {}
     }
 
     const WAIT: Duration = Duration::from_secs(5);

@@ -10,6 +10,7 @@ use paceline_base::Rank;
 use paceline_cluster::nodes::NodeId;
 use paceline_cluster::nodes::agent::{Agent, Channel};
 use paceline_cluster::nodes::member::Life;
+use paceline_cluster::nodes::paths::Wanted;
 
 use super::CREW;
 use crate::crew::host::{HostSpec, host};
@@ -106,6 +107,10 @@ impl Places for Nodes {
 
     fn route(&self, from: NodeId, to: NodeId) -> Option<SocketAddr> {
         self.agent.route(from, to)
+    }
+
+    fn settle(&self, nodes: &[NodeId]) {
+        self.agent.measure(nodes, Wanted::Latency);
     }
 }
 

@@ -7,6 +7,7 @@
 use std::cmp::Reverse;
 use std::path::Path;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use paceline_base::{Bytes, KernelClass};
 use paceline_cluster::nodes::NodeId;
@@ -30,6 +31,9 @@ const USABLE: f64 = 0.8;
 
 /// Nodes of the largest placement that is proposed where no number is given.
 const COUNT_MAX: usize = 8;
+
+/// Longest wait for what another node measured between two others to arrive.
+const TOLD_LIMIT: Duration = Duration::from_secs(2);
 
 /// A way of loading a model.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -161,8 +165,14 @@ impl Inner {
     /// Has all of `nodes` measure their ways unless every pair is known.
     pub(super) fn measure_unknown(&self, nodes: &[NodeId]) {
         let is_known = |(from, to): (NodeId, NodeId)| self.way(from, to).is_some();
-        if !pairs(nodes).all(is_known) {
-            self.agent.measure(nodes);
+        if pairs(nodes).all(is_known) {
+            return;
+        }
+        self.agent.measure(nodes, paths::Wanted::Bandwidth);
+        // What others measured comes with the shared map.
+        let until = Instant::now() + TOLD_LIMIT;
+        while !pairs(nodes).all(is_known) && Instant::now() < until {
+            std::thread::sleep(TOLD_LIMIT / 40);
         }
     }
 

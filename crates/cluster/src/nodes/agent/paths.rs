@@ -5,7 +5,8 @@
 //!          -> "e" and 8 bytes      the node sends them back; the shortest of some round trips counts
 //!          -> "b" and bytes        any number, for BURST at most
 //!          -> "f"                  <- bytes since the first "b" (u64), nanoseconds (u64)
-//!          -> "m"                  the node measures its own ways now, <- "m" when it has
+//!          -> "m" or "l"           the node measures its own ways now, with bandwidth or without;
+//!                               <- the same when it has
 //! ```
 //! One thread measures, one way after the other: measurements at a time would disturb each other.
 
@@ -17,7 +18,7 @@ use std::time::{Duration, Instant};
 use paceline_base::lock;
 
 use super::super::member::{Event, Life};
-use super::super::paths::{Due, News, Path, Sample, is_link_local, is_news};
+use super::super::paths::{Due, News, Path, Sample, Wanted, is_link_local, is_news};
 use super::super::session::{self, Purpose};
 use super::super::{Key, NodeId};
 use super::channel::{self, Channel};
@@ -68,23 +69,26 @@ impl Agent {
         lock(&self.inner.state).route(from, to)
     }
 
-    /// Has `nodes` measure their ways now, bandwidth too, and waits until they have, at most some
-    /// seconds. Nodes that do not answer are passed over.
-    pub fn measure(&self, nodes: &[NodeId]) {
+    /// Has `nodes` measure their ways now, and waits until they have, at most some seconds. Nodes
+    /// that do not answer are passed over.
+    pub fn measure(&self, nodes: &[NodeId], wanted: Wanted) {
         let own = self.id();
         thread::scope(|scope| {
             for id in nodes.iter().copied() {
                 scope.spawn(move || match id == own {
-                    true => self.inner.measure_now(MEASURE_LIMIT),
-                    false => drop(self.ask_to_measure(id)),
+                    true => self.inner.measure_now(wanted),
+                    false => drop(self.ask_to_measure(id, wanted)),
                 });
             }
         });
     }
 
-    fn ask_to_measure(&self, id: NodeId) -> Result<(), Error> {
-        let channel = self.open(id, SERVICE, LIMIT)?;
-        channel.send(b"m")?;
+    fn ask_to_measure(&self, id: NodeId, wanted: Wanted) -> Result<(), Error> {
+        let channel = self.open(id, SERVICE, LIMIT * 2)?;
+        channel.send(match wanted {
+            Wanted::Latency => b"l",
+            Wanted::Bandwidth => b"m",
+        })?;
         channel.recv(1, MEASURE_LIMIT + LIMIT).map(drop)
     }
 }
@@ -175,8 +179,11 @@ impl Inner {
     fn publish(self: &Arc<Self>, told: &mut Vec<Path>, told_at: &mut Option<Instant>) {
         let mut state = lock(&self.state);
         let (own, paths) = (state.member.own(), state.paths.paths());
-        let states = |paths: &[Path]| -> Vec<(SocketAddr, bool, bool)> {
-            let of = |path: &Path| (path.remote, path.up, path.preferred);
+        let states = |paths: &[Path]| -> Vec<(SocketAddr, [bool; 3])> {
+            let of = |path: &Path| {
+                let states = [path.up, path.preferred, path.bytes_per_s.is_some()];
+                (path.remote, states)
+            };
             paths.iter().map(of).collect()
         };
         let is_urgent = states(told) != states(&paths);
@@ -192,28 +199,20 @@ impl Inner {
         (*told, *told_at) = (paths, Some(Instant::now()));
     }
 
-    /// Measures all ways of this node anew, and returns when that is done or `limit` is over.
-    fn measure_now(&self, limit: Duration) {
-        let deadline = Instant::now() + limit;
+    /// Measures all ways of this node anew, and returns when that is done, after some seconds at
+    /// most.
+    fn measure_now(&self, wanted: Wanted) {
+        let deadline = Instant::now() + MEASURE_LIMIT;
         let now = self.now().since_start;
         let mut state = lock(&self.state);
         state.refresh_paths(now);
-        let peers = state.living();
-        let before: Vec<_> = peers.iter().map(|id| state.paths.counts(*id)).collect();
-        peers
-            .iter()
-            .for_each(|id| state.paths.hurry(*id, true, now));
+        let before = state.paths.counts();
+        for id in state.living() {
+            state.paths.hurry(id, wanted, now);
+        }
         loop {
-            let grown = peers.iter().zip(&before).all(|(id, before)| {
-                let counts = state.paths.counts(*id);
-                let is_old = |(remote, count): (&SocketAddr, &u64)| {
-                    !state.paths.is_down(*id, *remote)
-                        && before.get(remote).is_some_and(|old| old >= count)
-                };
-                !counts.iter().any(is_old)
-            });
             let left = deadline.saturating_duration_since(Instant::now());
-            if grown || left.is_zero() || state.stopped {
+            if state.paths.is_settled(&before) || left.is_zero() || state.stopped {
                 return;
             }
             let waited = self.measured.wait_timeout(state, left.min(LOOK_EVERY));
@@ -246,8 +245,12 @@ impl Inner {
                     channel.send(&answer)
                 }
                 Some(b'm') => {
-                    self.measure_now(MEASURE_LIMIT);
+                    self.measure_now(Wanted::Bandwidth);
                     channel.send(b"m")
+                }
+                Some(b'l') => {
+                    self.measure_now(Wanted::Latency);
+                    channel.send(b"l")
                 }
                 _ => return,
             };

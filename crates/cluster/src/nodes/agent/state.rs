@@ -10,7 +10,7 @@ use paceline_base::lock;
 
 use super::super::member::{Action, Event, Life, Pace, Target};
 use super::super::pairing::Invitation;
-use super::super::paths::Table;
+use super::super::paths::{Table, Wanted};
 use super::super::session::Session;
 use super::super::{ClusterKey, Key, Member, NodeId, Now, Registers};
 use super::book::Book;
@@ -263,8 +263,9 @@ impl Inner {
             return;
         }
         let name = state.name(id);
-        let bandwidth = false;
-        state.paths.hurry(id, bandwidth, self.now().since_start);
+        state
+            .paths
+            .hurry(id, Wanted::Latency, self.now().since_start);
         match life {
             Life::Alive => self.tell(&format!("{name} is back")),
             Life::Suspect => {}

@@ -351,7 +351,8 @@ fn ways_are_measured_told_and_used() {
             assert_eq!(route.port(), port);
         }
     }
-    one.measure(&[one.id(), two.id(), NodeId([9; 16])]);
+    let wanted = super::super::paths::Wanted::Bandwidth;
+    one.measure(&[one.id(), two.id(), NodeId([9; 16])], wanted);
     assert_eq!(one.route(one.id(), NodeId([9; 16])), None);
 }
 
@@ -364,7 +365,12 @@ fn a_clock_that_is_off_is_refused_by_name_and_examined() {
     late.clock_ahead_ms = 90_000;
     let late = Agent::start(late).unwrap();
     until("both are told", || {
-        let told = |agent: &Agent| agent.problems().join(" ").contains("90 s apart");
+        let told = |agent: &Agent| {
+            agent
+                .problems()
+                .join(" ")
+                .contains(" s apart, allowed are 60 s")
+        };
         told(&late) && told(&one.agent)
     });
     let mut found = Vec::new();
