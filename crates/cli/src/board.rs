@@ -25,6 +25,7 @@ use std::time::{Duration, Instant};
 use anyhow::Context;
 use paceline_base::lock;
 use paceline_cluster::nodes::agent::Agent;
+use paceline_cluster::nodes::agent::local::Progress;
 use paceline_cluster::telemetry::{Energy, Sample, Sampler};
 use paceline_node::Portrait;
 use paceline_serve::{Fact, Live, Manage, Status};
@@ -104,7 +105,7 @@ impl Board {
             let own = Arc::downgrade(&self.0);
             agent.serve(peers::SERVICE, move |channel| peers::answer(&own, &channel));
             let own = Arc::downgrade(&self.0);
-            agent.serve_local("board", move |_: &Value, _: &mut dyn FnMut(Value)| {
+            agent.serve_local("board", move |_: &Value, _: &mut Progress<'_>| {
                 let own = own.upgrade().ok_or("the node is stopping")?;
                 Ok(Self(own).status())
             });

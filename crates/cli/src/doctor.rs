@@ -1,8 +1,11 @@
 //! `paceline doctor`: what this machine can do, what is missing, and the command that mends it.
 
+mod peer;
+
 use std::fs::File;
 use std::path::Path;
 
+use clap::builder::NonEmptyStringValueParser;
 use paceline_cluster::machine;
 use paceline_cluster::sandbox::{Enforced, Level, Sandbox};
 use paceline_comm::nccl::{self, Libraries};
@@ -22,6 +25,10 @@ pub(crate) struct Args {
     /// Print one JSON object
     #[arg(long)]
     json: bool,
+    /// Test what keeps this machine and HOST (or HOST:PORT) apart, in both directions: ports,
+    /// multicast, packet size, clocks
+    #[arg(long, value_name = "HOST", value_parser = NonEmptyStringValueParser::new())]
+    peer: Option<String>,
 }
 
 /// How something stands.
@@ -34,6 +41,8 @@ enum State {
     Missing,
     /// This machine has no such hardware.
     Absent,
+    /// Another machine cannot be reached that way.
+    Blocked,
 }
 
 impl State {
@@ -42,6 +51,7 @@ impl State {
             Self::Ok => "ok",
             Self::Missing => "missing",
             Self::Absent => "-",
+            Self::Blocked => "blocked",
         }
     }
 }
@@ -85,6 +95,9 @@ impl Check {
 
 /// Looks at everything and prints it. What is missing is no failure.
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
+    if let Some(host) = &args.peer {
+        return peer::run(host, args.json);
+    }
     let gpus = machine::nvidia();
     let checks = vec![
         cpu(),
@@ -109,13 +122,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
 }
 
 fn text(checks: &[Check]) -> String {
-    let mut lines = Vec::new();
-    for check in checks {
-        let Check { name, found, .. } = check;
-        lines.push(format!("{name:12} {:8} {found}", check.state.mark()));
-        let mend = check.mend.as_ref();
-        lines.extend(mend.map(|mend| format!("{:21} mend: {mend}", "")));
-    }
+    let lines: Vec<String> = checks.iter().map(line).collect();
     lines.join("\n")
 }
 
@@ -137,6 +144,16 @@ fn sandbox(enforced: Enforced) -> Check {
         return Check::absent("sandbox", found);
     }
     Check::ok("sandbox", found)
+}
+
+/// A check, and on a second line what mends it.
+fn line(check: &Check) -> String {
+    let Check { name, found, .. } = check;
+    let line = format!("{name:12} {:8} {found}", check.state.mark());
+    match &check.mend {
+        Some(mend) => format!("{line}\n{:21} mend: {mend}", ""),
+        None => line,
+    }
 }
 
 fn cpu() -> Check {

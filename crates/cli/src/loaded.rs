@@ -10,7 +10,7 @@ use anyhow::Context;
 use paceline_base::{Bytes, Rank};
 use paceline_cluster::nodes::placement::Wanted;
 use paceline_comm::Backend;
-use paceline_engine::{EngineConfig, SamplingParams};
+use paceline_engine::{EngineConfig, SamplingParams, Service};
 use paceline_formats::chat::{ChatTemplate, Error as ChatError};
 use paceline_formats::tokenizer::Tokenizer;
 use paceline_model::encoder::EncoderConfig;
@@ -58,7 +58,7 @@ pub(crate) struct SplitArgs {
 }
 
 /// How the nodes of a model reach each other.
-#[derive(Clone, Copy, Debug, clap::ValueEnum)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub(crate) enum Transport {
     /// Shared memory where it can be had, else TCP
     Any,
@@ -240,6 +240,20 @@ impl Opened {
             kv,
             load_time: self.start.elapsed(),
         })
+    }
+
+    /// Takes a service of this machine's node as what answers; `on` names its nodes.
+    pub(crate) fn elsewhere(self, service: Arc<dyn Service>, on: String) -> Loaded {
+        Loaded {
+            threads: self.threads(),
+            engine: self.engine().clone(),
+            kv: self.compute.kv_type(&self.classes),
+            model: self.prepared.elsewhere(service, on),
+            tokenizer: self.tokenizer,
+            template: self.template,
+            classes: self.classes,
+            load_time: self.start.elapsed(),
+        }
     }
 
     /// Kernels of this process. Where MLX computes, they only choose tokens.

@@ -38,6 +38,7 @@ mod process;
 mod progress;
 mod pull;
 mod run;
+mod shared;
 mod show;
 mod terminal;
 mod top;
@@ -100,7 +101,7 @@ enum Command {
     Key(key::Command),
     /// One rank of a model over several processes: started by the other commands
     #[command(hide = true)]
-    Worker,
+    Worker(worker::Args),
     /// The chat template of a model: started by the other commands
     #[command(hide = true)]
     Template,
@@ -158,7 +159,7 @@ fn main() -> ExitCode {
         Err(error)
             if matches!(
                 command,
-                Command::Worker | Command::Template | Command::TrainWorker
+                Command::Worker(_) | Command::Template | Command::TrainWorker
             ) && !error.is::<Error>() =>
         {
             ExitCode::FAILURE // the parent was told
@@ -191,7 +192,7 @@ fn execute(command: &Command) -> anyhow::Result<()> {
         Command::Top(args) => top::run(args),
         Command::Trace(args) => trace::run(args, &signals),
         Command::Key(command) => key::run(command),
-        Command::Worker => worker::run(),
+        Command::Worker(args) => worker::run(args),
         Command::Template => worker::template(),
         Command::Plan(args) => plan::run(args),
         Command::Launch(args) => launch::run(args, &signals),

@@ -21,9 +21,10 @@ use crate::adapter;
 use crate::compute::{ComputeArgs, EngineArgs};
 use crate::error::{Error, PROMPT_BYTES_MAX};
 use crate::interrupt::Signals;
-use crate::loaded::SplitArgs;
+use crate::loaded::{SplitArgs, Transport};
 use crate::output::{print, tell};
 use crate::pull;
+use crate::shared::{self, Wish};
 use figures::Figures;
 use sampling::SamplingArgs;
 use session::{Session, show_answer};
@@ -34,7 +35,7 @@ Examples:
   paceline run smollm2 \"Why is the sky blue?\"       one answer
   paceline run smollm2 < question.txt               the same, from a file
   paceline run smollm2 --temperature 0 --json \"Hi\"  reproducible, for programs
-  paceline run smollm2 --nodes 2 \"Hi\"               over two local nodes, the same answer
+  paceline run smollm2 --nodes 2 \"Hi\"               over two nodes, the same answer
   paceline run model.gguf --raw \"Once upon a time\"  continue a text
 
 Ctrl-C ends at once; in a chat it stops the answer. Exit codes: 0 ok, 1 failed or interrupted, 2 wrong usage.";
@@ -76,6 +77,9 @@ pub(crate) struct Args {
     /// Print one JSON object when the answer is complete
     #[arg(long)]
     pub(crate) json: bool,
+    /// Compute in this process, whatever this machine's node has loaded
+    #[arg(long)]
+    local: bool,
     #[command(flatten)]
     compute: ComputeArgs,
     #[command(flatten)]
@@ -99,7 +103,12 @@ pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
         None => Some(piped_prompt()?),
     };
     check_chat(args, prompt.as_deref())?;
-    let mut session = open(args, sampling, signals, false)?;
+    args.split.check()?;
+    let shared = shared::instance(&args.wish(), signals)?;
+    let mut session = match &shared {
+        Some(instance) => Session::at(args, instance, sampling)?,
+        None => open(args, sampling, signals, false)?,
+    };
     match prompt {
         Some(prompt) => answer(args, &mut session, prompt),
         None => chat::chat(args, &mut session, signals),
@@ -157,6 +166,37 @@ pub(crate) fn traced(args: &Args, max_tokens: usize, signals: &Signals) -> anyho
         figures: figures.json(args, &session),
         line: figures.line(),
     })
+}
+
+impl Args {
+    /// What decides whether a node is asked.
+    fn wish(&self) -> Wish<'_> {
+        Wish {
+            model: &self.model,
+            nodes: self.split.nodes,
+            split: self.split.split,
+            context: self.context,
+            never: self.local,
+            only_here: self.only_here(),
+        }
+    }
+
+    /// An option that only this process can follow.
+    fn only_here(&self) -> Option<&'static str> {
+        let compute = &self.compute;
+        let given = [
+            ("--adapter", self.adapter.is_some()),
+            ("--engine", self.engine.engine.is_some()),
+            ("--class", compute.class.is_some()),
+            ("--kv", compute.kv.is_some()),
+            ("--pin", compute.pin),
+            ("--threads", compute.threads.is_some()),
+            ("--shares", !self.split.shares.is_empty()),
+            ("--transport", self.split.transport != Transport::Any),
+        ];
+        let first = given.into_iter().find(|(_, is_given)| *is_given);
+        first.map(|(option, _)| option)
+    }
 }
 
 /// Refuses options that need a prompt when there is none.

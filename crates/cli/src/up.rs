@@ -227,7 +227,7 @@ fn idle(args: &Args, cancel: &Cancel) -> anyhow::Result<()> {
         tell(format_args!("listening on http://{address}"));
     }
     tell_node(&node);
-    let fleet = instances::start(&node.0, doors)?;
+    let fleet = instances::start((&node.0, &args.node), doors)?;
     show_fleet(&board, &node.0, &fleet);
     let _watching = board.watch(args.events.as_deref())?;
     let handle = server.handle();

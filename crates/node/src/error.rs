@@ -119,6 +119,14 @@ pub enum Error {
         /// Which.
         what: &'static str,
     },
+    /// All ports that a worker may listen at are taken.
+    #[error("ports {first} to {last} are taken, and a worker may listen at no other")]
+    Ports {
+        /// The first of them.
+        first: u16,
+        /// The last.
+        last: u16,
+    },
     /// The system refuses threads, sockets or random numbers.
     #[error("cannot {what}: {source}")]
     System {

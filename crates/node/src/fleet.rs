@@ -9,6 +9,8 @@
 //! ```
 //!
 //! - [`Fleet`]: starts it all beside an agent.
+//! - [`preview`](Fleet::preview): placements with predictions, before anything loads.
+//! - [`lent`]: instances for programs of this machine's user.
 //! - [`load`](Fleet::load), [`unload`](Fleet::unload), [`list`](Fleet::list): what people ask for.
 //! - [`journals`]: copies of streamed answers, for clients that come back to another node.
 
@@ -18,9 +20,11 @@ mod encoders;
 mod flaps;
 pub mod journals;
 mod leaving;
+pub mod lent;
 mod owner;
 mod places;
 mod preview;
+mod speed;
 mod traced;
 
 use std::collections::BTreeMap;
@@ -32,17 +36,17 @@ use std::time::{Duration, Instant};
 
 use paceline_base::lock;
 use paceline_cluster::nodes::agent::Agent;
-use paceline_cluster::nodes::member::Life;
 use paceline_cluster::nodes::placement::{
     self, Duty, EPOCH_UNWANTED, NODES_MAX, Report, SPLIT_ANY, State, Wanted,
 };
 use paceline_cluster::nodes::{InstanceId, Key, NodeId};
 use paceline_engine::{EncoderService, EngineConfig, Service};
 use paceline_model::{Config, SplitKind};
+use paceline_tensor::Kernels;
 use serde::Serialize;
 
 use crate::crew::host::{HostSpec, ModelName, host};
-use crate::crew::line::Line;
+use crate::crew::line::{Line, say};
 use crate::trace::Recording;
 use crate::{Instance, Portrait};
 use answers::Remote;
@@ -50,7 +54,7 @@ use copies::Copies;
 use journals::{Copier, Shelf};
 use owner::Owned;
 use places::Wire;
-pub use preview::{Planned, Preview};
+pub use preview::{Preview, Proposal};
 pub use traced::TraceAsk;
 
 /// Services of a node.
@@ -59,6 +63,7 @@ const FETCH: &str = "fetch";
 const FILE: &str = "file";
 const ANSWERS: &str = "answers";
 const TRACE: &str = "trace";
+const SPEED: &str = "speed";
 
 /// How often duties are looked at although nothing changed.
 const LOOK_EVERY: Duration = Duration::from_secs(1);
@@ -94,6 +99,9 @@ pub type Sizes = dyn Fn(&Path, &Config, &Wanted) -> EngineConfig + Send + Sync;
 /// The file of a model by the user's name for it, or why there is none.
 pub type Find = dyn Fn(&str) -> Result<PathBuf, String> + Send + Sync;
 
+/// Makes kernels on so many threads.
+pub type MakeKernels = dyn Fn(usize) -> std::io::Result<Arc<Kernels>> + Send + Sync;
+
 /// What a fleet needs of the program around it.
 pub struct FleetSpec {
     /// Starts workers: program and arguments.
@@ -102,6 +110,12 @@ pub struct FleetSpec {
     pub find: Box<Find>,
     /// Where copies of models are kept.
     pub copies: PathBuf,
+    /// Paceline's files, with what was measured for forecasts.
+    pub home: PathBuf,
+    /// Kernels on so many threads.
+    pub kernels: Box<MakeKernels>,
+    /// The only interface that workers listen at; all without.
+    pub interface: Option<String>,
     /// Sizes of an engine.
     pub sizes: Box<Sizes>,
     /// Threads of a worker where nobody says.
@@ -160,6 +174,16 @@ pub struct View {
     pub split: String,
 }
 
+/// An instance that this node can ask.
+#[derive(Clone, Debug, Serialize)]
+pub struct Using {
+    /// The instance.
+    #[serde(flatten)]
+    pub view: View,
+    /// The model's file on this node.
+    pub path: PathBuf,
+}
+
 /// Instances over the nodes of a cluster. Dropping it ends those of this node.
 pub struct Fleet {
     inner: Arc<Inner>,
@@ -171,6 +195,7 @@ struct Inner {
     spec: FleetSpec,
     copies: Arc<Copies>,
     host: Arc<HostSpec>,
+    speed: speed::Known,
     owned: Mutex<BTreeMap<InstanceId, Running>>,
     open: Mutex<BTreeMap<InstanceId, u64>>,
     over: AtomicBool,
@@ -229,12 +254,14 @@ impl Fleet {
                 program: spec.program.0.clone(),
                 args: spec.program.1.clone(),
                 find: Box::new(move |model| own.find(model)),
+                interface: spec.interface.clone(),
                 on_line: Arc::new(move |line| tell(&format!("[worker] {line}"))),
             }),
             copier: Copier::start(agent.clone())?,
             shelf: Shelf::default(),
             agent,
             spec,
+            speed: speed::Known::default(),
             owned: Mutex::default(),
             open: Mutex::default(),
             over: AtomicBool::new(false),
@@ -256,12 +283,13 @@ impl Fleet {
         self.inner.load(ask)
     }
 
-    /// Where a model would lie if it were loaded like that.
+    /// Placements of a model over living nodes, each with a prediction; loads nothing. Measures
+    /// what is not known yet, which takes a second or two the first time.
     ///
     /// # Errors
-    /// As [`load`](Self::load); a model that cannot be cut so.
+    /// A model that is not on this machine, nodes that there are not.
     pub fn preview(&self, ask: &Ask) -> Result<Preview, String> {
-        preview::preview(&self.inner, ask)
+        self.inner.preview(ask)
     }
 
     /// Wants a model unloaded, by its name or an instance's id; how many instances that were.
@@ -302,6 +330,31 @@ impl Fleet {
     /// block for some seconds.
     pub fn find_journal(&self, id: &str, key: Option<&str>) -> Option<Vec<u8>> {
         journals::find(&self.inner, id, key)
+    }
+
+    /// The instance of a name or id that answers, if this node can tell its tokens: it needs the
+    /// model's file for that.
+    pub fn using(&self, model: &str) -> Option<Using> {
+        let is_it = |it: &View| it.state == "ready" && (it.model == model || it.id == model);
+        let view = self.list().into_iter().find(is_it)?;
+        let id: InstanceId = view.id.parse().ok()?;
+        let map = self.inner.agent.map();
+        let (_, _, wanted) = placement::wanted(&map).find(|(other, ..)| *other == id)?;
+        let path = owner::path_of(&self.inner, &wanted).ok()?;
+        Some(Using { view, path })
+    }
+
+    /// An instance of the cluster, wherever it runs, as a service of this node.
+    ///
+    /// # Errors
+    /// An id that is none, what the system says when it refuses a thread.
+    pub fn service(&self, id: &str) -> Result<Arc<dyn Service>, String> {
+        let id: InstanceId = id.parse().map_err(|_| format!("{id:?} is no instance"))?;
+        if !self.inner.is_wanted(id) {
+            return Err(format!("instance {id} is not loaded"));
+        }
+        let service = Remote::start(&self.inner, id).map_err(|error| error.to_string())?;
+        Ok(Arc::new(service))
     }
 
     /// How the instances that this node owns compute, by id; those that are ready.
@@ -362,6 +415,13 @@ impl Inner {
         self.agent.serve(
             FILE,
             with(|inner, channel| inner.copies.answer_file(&channel)),
+        );
+        self.agent.serve(
+            SPEED,
+            with(|inner, channel| {
+                // A node that plans does without, if it is gone or this one cannot say.
+                let _: Result<(), _> = say(&Wire(channel), &inner.own_speed());
+            }),
         );
         self.agent.serve(
             ANSWERS,
@@ -594,11 +654,10 @@ impl Inner {
         let nodes = self.choose(ask)?;
         let path = self.copies.of_user(&ask.model)?;
         let failed = |error| format!("{}: {error}", path.display());
-        if path.is_dir() && nodes.len() > 1 {
-            return Err(format!(
-                "{} is a folder: over several machines only models of one GGUF file can be loaded",
-                path.display()
-            ));
+        preview::check_file(&path, nodes.len())?;
+        self.measure_unknown(&nodes);
+        for way in self.ways_told(&nodes) {
+            (self.spec.tell)(&format!("{}: {way}", ask.model));
         }
         let wanted = Wanted {
             model: ask.model.clone(),
@@ -624,14 +683,13 @@ impl Inner {
     /// The nodes that are to compute, this one first if it is among them.
     fn choose(&self, ask: &Ask) -> Result<Vec<NodeId>, String> {
         let mut nodes: Vec<NodeId> = if ask.nodes.is_empty() {
-            let all = self.agent.nodes();
-            let mut alive: Vec<_> = all.iter().filter(|n| n.state == Life::Alive).collect();
-            alive[1..].sort_by_key(|node| std::cmp::Reverse(node.facts.memory_bytes));
-            let found = alive.len();
-            if found < ask.count {
-                return Err(format!("{} nodes are wanted and {found} live", ask.count));
+            let (order, notes) = self.ranked();
+            if order.len() < ask.count {
+                let (wanted, live) = (ask.count, order.len());
+                let notes: String = notes.iter().map(|note| format!("; {note}")).collect();
+                return Err(format!("{wanted} nodes are wanted and {live} live{notes}"));
             }
-            alive.iter().take(ask.count).map(|node| node.id).collect()
+            order.into_iter().take(ask.count).collect()
         } else {
             let find = |name: &String| self.agent.find(name).map(|node| node.id);
             let found: Result<_, _> = ask.nodes.iter().map(find).collect();

@@ -10,6 +10,7 @@
 //! begins with the split whose corrected prediction is best, so one that disappoints loses its turn
 //! the next time; `steered` leaves it while it runs.
 
+pub mod across;
 mod facts;
 mod probe;
 mod ranks;

@@ -245,6 +245,16 @@ impl Prepared {
         }
     }
 
+    /// Takes what answers elsewhere as the model that answers; `device` is what computes there.
+    pub fn elsewhere(self, service: Arc<dyn Service>, device: String) -> Loaded {
+        Loaded {
+            computing: Computing::Elsewhere { service, device },
+            forecast: None,
+            config: self.config,
+            split: self.split,
+        }
+    }
+
     /// Loads it whole, into this process.
     ///
     /// # Errors
@@ -300,6 +310,11 @@ enum Computing {
         device: String,
     },
     Crew(Instance),
+    /// A node has it.
+    Elsewhere {
+        service: Arc<dyn Service>,
+        device: String,
+    },
 }
 
 impl Loaded {
@@ -308,6 +323,7 @@ impl Loaded {
         match &self.computing {
             Computing::Here { runner, .. } => runner,
             Computing::Crew(instance) => instance,
+            Computing::Elsewhere { service, .. } => &**service,
         }
     }
 
@@ -319,7 +335,7 @@ impl Loaded {
     /// How it is cut now.
     pub fn split(&self) -> &Split {
         match &self.computing {
-            Computing::Here { .. } => &self.split,
+            Computing::Here { .. } | Computing::Elsewhere { .. } => &self.split,
             Computing::Crew(instance) => instance.split(),
         }
     }
@@ -333,6 +349,7 @@ impl Loaded {
     pub fn weights(&self) -> Vec<Bytes> {
         match &self.computing {
             Computing::Here { weights, .. } => vec![*weights],
+            Computing::Elsewhere { .. } => Vec::new(),
             Computing::Crew(instance) => {
                 let facts = instance.facts();
                 facts.iter().map(|rank| Bytes(rank.weight_bytes)).collect()
@@ -343,7 +360,7 @@ impl Loaded {
     /// The instruction set or device of the first rank.
     pub fn device(&self) -> String {
         match &self.computing {
-            Computing::Here { device, .. } => device.clone(),
+            Computing::Here { device, .. } | Computing::Elsewhere { device, .. } => device.clone(),
             Computing::Crew(instance) => {
                 let first = instance.facts().into_iter().next();
                 first.map_or_else(String::new, |rank| rank.instruction_set)
@@ -355,6 +372,7 @@ impl Loaded {
     /// where nothing was measured.
     pub fn predicted(&self) -> Option<f64> {
         match &self.computing {
+            Computing::Elsewhere { .. } => None,
             Computing::Here { .. } => {
                 let forecast = lock(self.forecast.as_ref()?);
                 forecast.predict(&self.config, &self.split).ok()
@@ -379,7 +397,7 @@ impl Loaded {
     /// Changes of the split so far.
     pub fn changes(&self) -> Vec<Change> {
         match &self.computing {
-            Computing::Here { .. } => Vec::new(),
+            Computing::Here { .. } | Computing::Elsewhere { .. } => Vec::new(),
             Computing::Crew(instance) => instance.changes(),
         }
     }
@@ -387,7 +405,7 @@ impl Loaded {
     /// What the nodes have moved so far; `None` for one node, or when one does not say.
     pub fn moved(&self) -> Option<Moved> {
         match &self.computing {
-            Computing::Here { .. } => None,
+            Computing::Here { .. } | Computing::Elsewhere { .. } => None,
             Computing::Crew(instance) => instance.moved(),
         }
     }

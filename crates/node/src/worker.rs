@@ -9,6 +9,7 @@ mod tickets;
 mod watchdog;
 
 use std::net::SocketAddr;
+use std::ops::RangeInclusive;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -48,7 +49,7 @@ const LOOK_EVERY: Duration = Duration::from_millis(100);
 ///
 /// `kernels` makes the kernels for a number of threads and their place, `wires` finds what a wire
 /// needs that is neither memory nor sockets, by the name of its backend; `mlx` is where that
-/// library is looked for.
+/// library is looked for, `ports` are those that it may listen at for ranks of other machines.
 ///
 /// # Errors
 /// What failed.
@@ -56,12 +57,14 @@ pub fn run(
     kernels: impl Fn(usize, Pinning) -> std::io::Result<Arc<Kernels>>,
     wires: impl Fn(Backend) -> std::io::Result<Wires>,
     mlx: MlxPlaces,
+    ports: Option<RangeInclusive<u16>>,
 ) -> Result<std::convert::Infallible, Error> {
     let mut worker = Worker {
         channel: Arc::new(Control::from_stdin()?),
         make_kernels: &kernels,
         find_wires: &wires,
         mlx,
+        ports,
         number: 0,
         kernels: None,
         kept: None,
@@ -116,6 +119,8 @@ struct Worker<'a> {
     make_kernels: &'a MakeKernels<'a>,
     find_wires: &'a FindWires<'a>,
     mlx: MlxPlaces,
+    /// Where it listens for ranks of other machines; anywhere without.
+    ports: Option<RangeInclusive<u16>>,
     /// Of the last epoch.
     number: u64,
     kernels: Option<Made>,
@@ -293,10 +298,7 @@ impl Worker<'_> {
     /// Meets the other ranks: listens, tells where, hears where they are; nothing if told to leave
     /// instead.
     fn join(&self, job: &Job, shard: &Shard) -> Result<Option<Links>, Error> {
-        let listener = tcp::Listener::bind(job.listen).map_err(|source| Error::System {
-            what: "listen for the other ranks",
-            source,
-        })?;
+        let listener = listen(job.listen, self.ports.clone())?;
         let addr = listener.addr();
         self.send(&FromWorker::Listening { addr })?;
         let addrs = match self.channel.recv(START_LIMIT)? {
@@ -402,16 +404,41 @@ fn check_identity(job: &Job, source: &Source) -> Result<(), Error> {
     })
 }
 
+/// Listens at `addr`: at its port, or at the first free one of `ports` where those are given.
+///
+/// # Errors
+/// [`Error::Ports`] when all are taken, and what the system says.
+fn listen(addr: SocketAddr, ports: Option<RangeInclusive<u16>>) -> Result<tcp::Listener, Error> {
+    let failed = |source| Error::System {
+        what: "listen for the other ranks",
+        source,
+    };
+    let Some(ports) = ports.filter(|_| !addr.ip().is_loopback()) else {
+        return tcp::Listener::bind(addr).map_err(failed);
+    };
+    for port in ports.clone() {
+        match tcp::Listener::bind(SocketAddr::new(addr.ip(), port)) {
+            Err(error) if error.kind() == std::io::ErrorKind::AddrInUse => {}
+            bound => return bound.map_err(failed),
+        }
+    }
+    Err(Error::Ports {
+        first: *ports.start(),
+        last: *ports.end(),
+    })
+}
+
 fn protection(key: Option<&EpochKey>) -> Protection {
     let keyed = |key: &EpochKey| Protection::Key(GroupKey::new(key.0));
     key.map_or(Protection::Loopback, keyed)
 }
 
-/// Gives a link-local address the interface of `own`: the number of an interface is another one on
+/// Gives a link-local address the interface of `own`, if that has one: the number of an interface is another one on
 /// each machine.
 fn by_own_interface(addr: &mut SocketAddr, own: SocketAddr) {
     if let (SocketAddr::V6(addr), SocketAddr::V6(own)) = (addr, own)
         && addr.ip().is_unicast_link_local()
+        && own.scope_id() != 0
     {
         addr.set_scope_id(own.scope_id());
     }

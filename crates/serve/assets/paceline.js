@@ -419,11 +419,11 @@ async function inForm(said, words, run) {
 }
 
 async function preview() {
-  const plan = await ask("preview", wish());
-  $("preview").replaceChildren(...plan.parts.map((part) => el("li", {},
-    el("div", { class: "title" }, el("strong", {}, part.node), el("span", { class: `pill ${part.fits ? "good" : "bad"}` }, part.fits ? "fits" : "too large")),
-    el("p", { class: "facts" }, `layers ${part.first_layer}–${part.end_layer - 1}${part.share < .999 ? ` · ${percent(part.share)}` : ""} · about ${bytes(part.weight_bytes)}${part.memory_bytes ? ` of ${bytes(part.memory_bytes)}` : ""}`))));
-  return `split ${plan.split}, ${bytes(plan.bytes)} in all`;
+  const { placements, notes } = await ask("preview", wish());
+  $("preview").replaceChildren(...placements.map((it) => el("li", {},
+    el("div", { class: "title" }, el("strong", {}, `${it.nodes.join(", ")} · ${it.split}`), el("span", { class: `pill ${it.fits ? "good" : "bad"}` }, it.fits ? "fits" : "too large")),
+    el("p", { class: "facts" }, `about ${number(it.decode_tok_s)} tok/s${it.ttft_ms == null ? "" : ` · first token ${number(it.ttft_ms)} ms`} · ${it.nodes.map((node, i) => `${node} ${bytes(it.bytes[i])}`).join(", ")}`))));
+  return [placements.length ? "" : "no placement", ...notes].filter(Boolean).join("; ");
 }
 
 async function forgetNode(button) {

@@ -150,10 +150,16 @@ pub(crate) enum Rejection {
 
     /// Without keys, other machines may look and not change.
     #[error(
-        "this node is managed from itself, or with an API key where `paceline key api new` made \
-         one, and not while it serves the model of its command line"
+        "this node is managed from itself, or with an admin's API key where `paceline key api new \
+         --admin` made one, and not while it serves the model of its command line"
     )]
     NoManaging,
+    /// A key whose holder may ask models only.
+    #[error(
+        "this API key may ask models and not manage the node: `paceline key api new NAME --admin` \
+         makes one that may"
+    )]
+    NoAdmin,
 
     // 404, 405, 408, 413, 415: the way of asking.
     /// A model that is not served here.
@@ -313,6 +319,7 @@ impl Rejection {
             Self::NoKey => request(S::UNAUTHORIZED, "missing_api_key"),
             Self::WrongKey => request(S::UNAUTHORIZED, "invalid_api_key"),
             Self::NoManaging => request(S::FORBIDDEN, "managing_not_allowed"),
+            Self::NoAdmin => request(S::FORBIDDEN, "admin_key_needed"),
             Self::Model { .. } => request(S::NOT_FOUND, "model_not_found"),
             Self::NotKept { .. } | Self::NoSuchModel { .. } => {
                 request(S::NOT_FOUND, "model_not_found")

@@ -2,6 +2,7 @@
 
 use std::io::IsTerminal;
 use std::path::Path;
+use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use anyhow::Context;
@@ -18,8 +19,9 @@ use paceline_store::Cancel;
 use super::Args;
 use super::figures::{End, Figures};
 use crate::error::Error;
-use crate::loaded::{Loaded, Opened};
+use crate::loaded::{Loaded, Opened, SplitArgs};
 use crate::output::{printable, show, tell};
+use crate::shared::Instance;
 
 /// Tokens of an answer that can teach how fast this machine is: the first few are slower.
 const LESSON: usize = 16;
@@ -45,24 +47,43 @@ impl Session {
         sampling: SamplingParams,
         stays: bool,
     ) -> anyhow::Result<Self> {
-        let sizes = |config: &Config| {
-            warn_of_context(args.context, config);
-            let kv = args.compute.in_memory(args.engine);
-            let memory = (kv, machine::available());
-            Room::of((path, config), memory, args.context, 1).engine(&args.model)
-        };
-        let mut opened = Opened::new(path, (args.compute, args.engine), &args.split, sizes)?;
+        let mut opened = open(args, path, &args.split)?;
         opened.forecast();
         if stays {
             opened.stay();
         }
-        let mut loaded = opened.load()?;
-        let template = loaded.template.take().filter(|_| !args.raw).transpose();
-        let bad = || format!("{}: cannot use its chat template", path.display());
-        let template = template.with_context(bad)?;
+        let loaded = opened.load()?;
         if loaded.nodes() > 1 && !args.json {
             loaded.tell_split();
         }
+        Self::of(args, path, loaded, sampling)
+    }
+
+    /// Answers by an instance of this machine's node.
+    pub(super) fn at(
+        args: &Args,
+        instance: &Instance,
+        sampling: SamplingParams,
+    ) -> anyhow::Result<Self> {
+        let split = SplitArgs {
+            nodes: instance.nodes,
+            split: instance.split,
+            ..SplitArgs::one_node()
+        };
+        let opened = open(args, &instance.path, &split)?;
+        let loaded = opened.elsewhere(Arc::clone(&instance.service), instance.on.clone());
+        Self::of(args, &instance.path, loaded, sampling)
+    }
+
+    fn of(
+        args: &Args,
+        path: &Path,
+        mut loaded: Loaded,
+        sampling: SamplingParams,
+    ) -> anyhow::Result<Self> {
+        let template = loaded.template.take().filter(|_| !args.raw).transpose();
+        let bad = || format!("{}: cannot use its chat template", path.display());
+        let template = template.with_context(bad)?;
         Ok(Self {
             loaded,
             template,
@@ -237,6 +258,17 @@ impl Session {
             changes: Vec::new(),
         })
     }
+}
+
+/// Opens the model at `path`, cut as `split` says.
+fn open(args: &Args, path: &Path, split: &SplitArgs) -> anyhow::Result<Opened> {
+    let sizes = |config: &Config| {
+        warn_of_context(args.context, config);
+        let kv = args.compute.in_memory(args.engine);
+        let memory = (kv, machine::available());
+        Room::of((path, config), memory, args.context, 1).engine(&args.model)
+    };
+    Opened::new(path, (args.compute, args.engine), split, sizes)
 }
 
 /// The next reply; `None` once `chat` is cancelled.

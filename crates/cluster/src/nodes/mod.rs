@@ -15,7 +15,9 @@
 //! - [`Registers`]: the map that all nodes share; [`Stamp`]: the clock that orders its writes.
 //! - [`Member`]: who lives, what they say, which sessions there should be.
 //! - [`placement`]: who owns an instance, by the map alone.
-//! - [`discovery`]: nodes of the same cluster on the networks of this machine.
+//! - [`paths`]: ways to other nodes, measured, and which of them is used.
+//! - [`discovery`]: nodes of the same cluster on the networks of this machine; [`mdns`]: the same by
+//!   multicast DNS.
 //! - [`pairing`]: a short code instead of a token.
 //! - [`agent`]: the threads and sockets that drive all of it.
 
@@ -24,8 +26,10 @@ pub mod clock;
 pub mod discovery;
 pub mod identity;
 pub mod key;
+pub mod mdns;
 pub mod member;
 pub mod pairing;
+pub mod paths;
 pub mod placement;
 pub mod registers;
 pub mod session;

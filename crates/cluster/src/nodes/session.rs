@@ -441,6 +441,12 @@ impl Session {
         self.stream.local_addr()
     }
 
+    /// Bytes of a segment that the connection sends at most, headers and options not counted; `None`
+    /// where the system does not tell.
+    pub fn segment_bytes(&self) -> Option<u32> {
+        socket2::SockRef::from(&self.stream).tcp_mss().ok()
+    }
+
     /// Sends a message; waits at most a few seconds for a peer that does not read.
     ///
     /// # Errors

@@ -12,6 +12,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use paceline_base::{Rank, lock};
+use paceline_cluster::nodes::NodeId;
 use paceline_cluster::workers::Event;
 
 use super::host::{BEAT, FromHost, ModelName, SILENCE, ToHost};
@@ -31,6 +32,8 @@ const HELD_MAX: usize = 4096;
 pub struct Place {
     /// What people call the machine.
     pub name: String,
+    /// Its node.
+    pub node: NodeId,
     /// A fresh line to it, at whose other end [`host`](super::host::host) runs.
     pub line: Box<dyn Line>,
 }
@@ -53,6 +56,13 @@ pub trait Places: Send + Sync + fmt::Debug {
 
     /// The second worker of a rank takes the first one's place.
     fn promoted(&self, rank: Rank);
+    /// Where a worker on `from` best reaches one on `to`, by what was measured; the port means
+    /// nothing.
+    fn route(&self, from: NodeId, to: NodeId) -> Option<SocketAddr>;
+
+    /// Looks anew which ways between `nodes` answer, because a group over them broke; blocks for a
+    /// bounded time.
+    fn settle(&self, nodes: &[NodeId]);
 }
 
 /// Workers on several machines.
@@ -65,6 +75,8 @@ pub struct RemoteCrew {
     inbox: Arc<Inbox>,
     /// Number of the next spare worker.
     next_spare: AtomicU64,
+    /// Epochs that a rank was assigned to, and the last whose ways were settled.
+    epochs: Mutex<(u64, u64)>,
 }
 
 /// Numbers of spare workers, and of those that replace them, are this far apart: more workers than
@@ -89,9 +101,10 @@ impl Spare {
 /// A rank's worker, and the thread that hears it.
 struct Seat {
     place: String,
+    node: NodeId,
     line: Arc<dyn Line>,
     post: Post,
-    /// Where the worker's machine has said to listen.
+    /// Where the owner reaches the worker's machine; `None` where that is this one.
     listen: Option<SocketAddr>,
     reader: Option<JoinHandle<()>>,
 }
@@ -124,6 +137,7 @@ impl RemoteCrew {
             spares: (0..ranks).map(|_| Mutex::new(None)).collect(),
             inbox: Arc::new(inbox),
             next_spare: AtomicU64::new(SPARE_STEP),
+            epochs: Mutex::new((0, 0)),
         }
     }
 
@@ -143,7 +157,7 @@ impl RemoteCrew {
 
     /// Has a machine start a worker.
     fn begin(&self, place: Place) -> Result<Seat, Broken> {
-        let Place { name, line } = place;
+        let Place { name, node, line } = place;
         let of = |reason: &dyn fmt::Display| Broken::new(format!("{name}: {reason}"));
         let start = ToHost::<ToWorker>::Start {
             model: self.model.clone(),
@@ -154,14 +168,16 @@ impl RemoteCrew {
         match answer {
             Some(FromHost::Started {
                 listen,
+                bind,
                 model,
                 first_core,
                 pid,
             }) => Ok(Seat {
                 place: name,
+                node,
                 line: Arc::from(line),
                 post: Post {
-                    listen: SocketAddr::from((Ipv4Addr::LOCALHOST, 0)),
+                    listen: bind,
                     model,
                     first_core,
                     pid,
@@ -205,6 +221,50 @@ impl RemoteCrew {
             Some(addr)
         });
         known.unwrap_or_else(|| SocketAddr::from((Ipv4Addr::LOCALHOST, 0)))
+    }
+
+    /// Whether every rank that has a worker has it on this machine.
+    fn is_all_here(&self) -> bool {
+        let is_here = |seat: &Mutex<Option<Seat>>| {
+            lock(seat).as_ref().is_none_or(|seat| seat.listen.is_none())
+        };
+        self.seats.iter().all(is_here)
+    }
+
+    /// Before the ranks of an epoch meet that follows a broken one: which ways answer now.
+    fn settle(&self) {
+        let mut epochs = lock(&self.epochs);
+        if epochs.0 <= 1 || epochs.0 == epochs.1 {
+            return;
+        }
+        epochs.1 = epochs.0;
+        let seats = self.seats.iter();
+        let nodes = seats.filter_map(|seat| lock(seat).as_ref().map(|seat| seat.node));
+        let nodes: std::collections::BTreeSet<NodeId> = nodes.collect();
+        if nodes.len() > 1 {
+            self.places.settle(&Vec::from_iter(nodes));
+        }
+    }
+
+    /// Where the ranks listen as `rank` reaches them: over the best way between the two machines.
+    /// One that listens at one address is reached there.
+    fn seen_by(&self, rank: Rank, addrs: &[SocketAddr]) -> Vec<SocketAddr> {
+        let from = lock(self.seat(rank)).as_ref().map(|seat| seat.node);
+        let own = self.own_listen();
+        let seen = |(to, addr): (usize, &SocketAddr)| {
+            if to == rank.0 as usize || !addr.ip().is_unspecified() {
+                return *addr;
+            }
+            let seat = lock(&self.seats[to]);
+            let told = seat.as_ref().and_then(|seat| seat.listen).unwrap_or(own);
+            let to = seat.as_ref().map(|seat| seat.node);
+            let ends = from.zip(to).filter(|(from, to)| from != to);
+            let route = ends.and_then(|(from, to)| self.places.route(from, to));
+            let mut place = route.unwrap_or(told);
+            place.set_port(addr.port());
+            place
+        };
+        addrs.iter().enumerate().map(seen).collect()
     }
 }
 
@@ -257,6 +317,18 @@ impl Crew for RemoteCrew {
 
     fn send(&self, rank: Rank, message: &ToWorker) -> Result<(), Error> {
         let line = lock(self.seat(rank)).as_ref().map(|s| Arc::clone(&s.line));
+        if let ToWorker::Assign(job) = message {
+            lock(&self.epochs).0 = job.epoch;
+        }
+        let join = match message {
+            ToWorker::Join { addrs } => {
+                self.settle();
+                let addrs = self.seen_by(rank, addrs);
+                Some(ToWorker::Join { addrs })
+            }
+            _ => None,
+        };
+        let message = join.as_ref().unwrap_or(message);
         let sent = match line {
             Some(line) => say(&*line, &ToHost::Worker(message)),
             None => Err(Broken::new("no worker runs")),
@@ -297,13 +369,14 @@ impl Crew for RemoteCrew {
     }
 
     fn post(&self, rank: Rank) -> Post {
-        let own = self.own_listen();
+        let (own, is_all_here) = (self.own_listen(), self.is_all_here());
         let seat = lock(self.seat(rank));
         match &*seat {
-            Some(seat) => Post {
-                listen: seat.listen.unwrap_or(own),
+            Some(seat) if is_all_here => Post {
+                listen: own,
                 ..seat.post.clone()
             },
+            Some(seat) => seat.post.clone(),
             None => Post {
                 listen: own,
                 model: self.model.name.clone().into(),
@@ -427,6 +500,7 @@ mod tests {
             let line = lock(&self.0).pop_front().ok_or("no machine is left")?;
             Ok(Place {
                 name: "quokka".to_owned(),
+                node: NodeId([7; 16]),
                 line: Box::new(line),
             })
         }
@@ -436,6 +510,12 @@ mod tests {
         }
 
         fn promoted(&self, _: Rank) {}
+
+        fn route(&self, _: NodeId, _: NodeId) -> Option<SocketAddr> {
+            None
+        }
+
+        fn settle(&self, _: &[NodeId]) {}
     }
 
     const WAIT: Duration = Duration::from_secs(5);
@@ -454,6 +534,7 @@ mod tests {
     fn started() -> FromHost {
         FromHost::Started {
             listen: Some(SocketAddr::from(([10, 0, 0, 7], 0))),
+            bind: SocketAddr::from(([0, 0, 0, 0], 0)),
             model: "/there/model.gguf".into(),
             first_core: None,
             pid: Some(7),
@@ -466,7 +547,9 @@ mod tests {
         say(&first, &started()).unwrap();
         crew.start(Rank(0)).unwrap();
         let post = crew.post(Rank(0));
-        assert_eq!(post.listen, SocketAddr::from(([10, 0, 0, 7], 0)));
+        assert_eq!(post.listen, SocketAddr::from(([0, 0, 0, 0], 0)));
+        let heard = [SocketAddr::from(([0, 0, 0, 0], 77))];
+        assert_eq!(crew.seen_by(Rank(0), &heard), heard, "its own");
         assert_eq!(post.model.to_str(), Some("/there/model.gguf"));
 
         let listening = FromWorker::Listening { addr: post.listen };

@@ -11,6 +11,7 @@ use paceline_base::{Rank, lock};
 use paceline_cluster::nodes::NodeId;
 use paceline_cluster::nodes::agent::{Agent, Channel};
 use paceline_cluster::nodes::member::Life;
+use paceline_cluster::nodes::paths::Wanted;
 
 use super::CREW;
 use super::flaps::Flaps;
@@ -77,17 +78,17 @@ impl Nodes {
     fn reach(&self, id: NodeId) -> Result<Place, String> {
         let name = self.name(id);
         if id == self.agent.id() {
-            return here(name, &self.host);
+            return here(name, id, &self.host);
         }
         let opened = self.agent.open(id, CREW, OPEN_LIMIT);
         let channel = opened.map_err(|error| format!("{name}: {error}"))?;
-        let line = Box::new(Wire(channel));
-        Ok(Place { name, line })
+        let (node, line) = (id, Box::new(Wire(channel)));
+        Ok(Place { name, node, line })
     }
 }
 
 /// This machine as a place.
-fn here(name: String, spec: &Arc<HostSpec>) -> Result<Place, String> {
+fn here(name: String, node: NodeId, spec: &Arc<HostSpec>) -> Result<Place, String> {
     let (line, there) = pair();
     let spec = Arc::clone(spec);
     // The thread ends with the line; how is told at the other end.
@@ -97,7 +98,7 @@ fn here(name: String, spec: &Arc<HostSpec>) -> Result<Place, String> {
         .spawn(run);
     started.map_err(|error| format!("{name}: cannot start a thread: {error}"))?;
     let line = Box::new(line);
-    Ok(Place { name, line })
+    Ok(Place { name, node, line })
 }
 
 impl Places for Nodes {
@@ -138,6 +139,14 @@ impl Places for Nodes {
         if let Some(node) = lock(&self.spares).remove(&rank) {
             self.flaps.started(rank, node);
         }
+    }
+
+    fn route(&self, from: NodeId, to: NodeId) -> Option<SocketAddr> {
+        self.agent.route(from, to)
+    }
+
+    fn settle(&self, nodes: &[NodeId]) {
+        self.agent.measure(nodes, Wanted::Latency);
     }
 }
 

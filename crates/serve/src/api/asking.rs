@@ -477,6 +477,11 @@ pub(super) async fn remove(
             why: "the server was started without --allow-delete",
         });
     };
+    if let (Some(keys), Some(Client::Key(id))) = (&app.keys, request.extensions().get())
+        && !keys.is_admin(id)
+    {
+        return Err(Rejection::NoAdmin);
+    }
     let (fields, is_served) = named(&app, request).await?;
     let Some(model) = fields.text("model").or(fields.text("name")) else {
         let (param, expected) = ("model".into(), "the name of a model".into());
