@@ -26,6 +26,7 @@
 //! - [`fleet`]: instances over the nodes of a cluster.
 //! - [`forecast`]: how fast each split will be on this machine.
 //! - [`shape`]: a model's sizes for the planner; [`room`]: how long its conversations may be here.
+//! - [`service`]: a node that the operating system starts.
 //! - [`texts`]: tokenizer and chat template of a model.
 //! - [`classes`]: the kernel class of each node.
 //! - [`load_whole`]: a model in this process, on whichever engine.
@@ -44,6 +45,7 @@ mod moved;
 mod portrait;
 mod prepared;
 pub mod room;
+pub mod service;
 pub mod shape;
 pub mod supervisor;
 pub mod texts;
