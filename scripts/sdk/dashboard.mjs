@@ -228,8 +228,9 @@ async function cluster() {
       await page.fill("[name=model]", MODEL);
       await page.fill("[name=count]", "2");
       await page.click("#try");
+      // A placement of each kind over both machines, with its prediction.
       await page.waitForFunction(() => document.querySelectorAll("#preview .pill.good").length === 2);
-      await page.locator("#load-said", { hasText: "in all" }).waitFor();
+      await page.locator("#preview .facts", { hasText: "tok/s" }).first().waitFor();
       await page.click("#load-form [type=submit]");
       await page.locator("#instances .pill.good").waitFor();
       await page.waitForFunction(() => document.querySelectorAll("#instances .shards span").length === 2);

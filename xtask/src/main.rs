@@ -18,6 +18,7 @@ mod mlx_tools;
 mod models;
 mod mpi;
 mod neon;
+mod package;
 mod process;
 mod rdma;
 mod repo;
@@ -52,7 +53,7 @@ enum Chore {
     /// Fetch the test models, then format check, lints, tidy and all tests, with one total.
     Test {
         /// Steps to run, in this order, instead of
-        /// models,mlx,fmt,tidy,clippy,build,unit,doc,mpi,mlx-tools,sdk,wheel.
+        /// models,mlx,fmt,tidy,clippy,build,unit,doc,mpi,mlx-tools,sdk,wheel,package.
         #[arg(long, value_delimiter = ',', value_name = "STEPS")]
         only: Vec<Step>,
         /// Run the slow proofs too, which CONTRIBUTING.md lists.
@@ -91,6 +92,12 @@ enum Chore {
         /// paceline to put into it instead of what is built here.
         #[arg(long)]
         binary: Option<PathBuf>,
+    },
+    /// Make packages, and check them, the C library, service units and samples.
+    Package {
+        /// Install the package into a fresh Debian too.
+        #[arg(long)]
+        long: bool,
     },
     /// Compare `paceline launch` and `topology` with MLX's own tools, and start MLX programs.
     MlxTools {
@@ -176,6 +183,10 @@ fn run(chore: Chore) -> Result<bool> {
             tally.print_names();
             println!("{tally}");
             tally.failed == 0
+        }
+        Chore::Package { long } => {
+            let extent = if long { Extent::Long } else { Extent::Default };
+            steps::run(&[Step::Package], extent)
         }
         Chore::MlxTools { golden: true, .. } => {
             mlx_tools::golden()?;

@@ -38,7 +38,9 @@ mod process;
 mod progress;
 mod pull;
 mod run;
+mod service;
 mod shared;
+mod shell;
 mod show;
 mod terminal;
 mod top;
@@ -144,6 +146,14 @@ enum Command {
     Chaos(chaos::Args),
     /// What is known about distributed GPU computing: search, ask, add
     Kb(kb::Args),
+    /// Start this machine's node by itself: install, status, remove
+    #[command(subcommand)]
+    Service(service::Command),
+    /// Print a script that completes commands in a shell
+    Completions(shell::CompletionArgs),
+    /// Print the manual, or write its pages
+    #[command(hide = true)]
+    Man(shell::ManArgs),
     /// Print the version
     Version,
 }
@@ -211,6 +221,9 @@ fn execute(command: &Command) -> anyhow::Result<()> {
         Command::Agent(args) => agent::run(args),
         Command::Chaos(args) => chaos::run(args, &signals),
         Command::Kb(args) => kb::run(args),
+        Command::Service(command) => service::run(command),
+        Command::Completions(args) => shell::completions(args),
+        Command::Man(args) => shell::man(args),
         Command::Version => output::print(concat!("paceline ", env!("CARGO_PKG_VERSION"))),
     }
 }

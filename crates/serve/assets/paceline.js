@@ -422,7 +422,7 @@ async function preview() {
   const { placements, notes } = await ask("preview", wish());
   $("preview").replaceChildren(...placements.map((it) => el("li", {},
     el("div", { class: "title" }, el("strong", {}, `${it.nodes.join(", ")} · ${it.split}`), el("span", { class: `pill ${it.fits ? "good" : "bad"}` }, it.fits ? "fits" : "too large")),
-    el("p", { class: "facts" }, `about ${number(it.decode_tok_s)} tok/s${it.ttft_ms == null ? "" : ` · first token ${number(it.ttft_ms)} ms`} · ${it.nodes.map((node, i) => `${node} ${bytes(it.bytes[i])}`).join(", ")}`))));
+    el("p", { class: "facts" }, `about ${rate(it.decode_tok_s)} tok/s${it.ttft_ms == null ? "" : ` · first token ${seconds(it.ttft_ms / 1000)}`} · ${it.nodes.map((node, i) => `${node} ${bytes(it.bytes[i])}`).join(", ")}`))));
   return [placements.length ? "" : "no placement", ...notes].filter(Boolean).join("; ");
 }
 
