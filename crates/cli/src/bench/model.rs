@@ -396,7 +396,8 @@ impl Report<'_> {
             values: vec![value],
             note: String::new(),
         };
-        let (decode, prefill): (fn(&Run) -> f64, fn(&Run) -> f64) = (|r| r.decode, |r| r.prefill);
+        let decode: fn(&Run) -> f64 = |run| run.decode;
+        let prefill: fn(&Run) -> f64 = |run| run.prefill;
         let mut rows = vec![row("decode", median(&self.ours, decode))];
         rows.extend(
             self.predicted()
