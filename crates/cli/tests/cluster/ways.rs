@@ -261,18 +261,7 @@ fn doctor_names_what_blocks_a_machine() {
     }
     let found = wrong(&hosts[0], "10.77.0.2");
     assert!(found.contains(&"data port there".to_owned()), "{found:?}");
-    let control = [
-        "-n",
-        host,
-        "rule",
-        "add",
-        "ipproto",
-        "tcp",
-        "sport",
-        "52416",
-        "blackhole",
-    ];
-    ip(&control).unwrap();
+    drop_from("52416").unwrap();
     assert_eq!(wrong(&hosts[0], "10.77.0.2"), ["control port there"]);
     let back = wrong(&hosts[1], "10.77.0.1");
     assert!(back.contains(&"control port here".to_owned()), "{back:?}");
