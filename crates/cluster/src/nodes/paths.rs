@@ -257,9 +257,26 @@ impl Table {
         }
     }
 
-    /// The next measurement that is due, the longest overdue first.
-    pub fn due(&self, now: Duration) -> Option<Due> {
+    /// A node is dead: none of its ways answers, and none is preferred when it comes back. The one
+    /// that was used is looked for first.
+    pub fn died(&mut self, id: NodeId) {
+        let used = self.preferred.remove(&id);
+        let used = used.and_then(|remote| self.entries.get(&(id, remote)));
+        if let Some(interface) = used.map(|entry| entry.path.interface.clone()) {
+            self.lost.entry(id).or_insert(interface);
+        }
+        for entry in self.of_mut(id) {
+            entry.path.up = false;
+            entry.misses = MISSES;
+            entry.round_trips.clear();
+        }
+    }
+
+    /// The next measurement of a node of `living` that is due, the longest overdue first.
+    pub fn due(&self, living: &[NodeId], now: Duration) -> Option<Due> {
+        let lives = |entry: &&Entry| living.contains(&entry.path.to);
         let due = self.entries.values().filter(|entry| entry.next <= now);
+        let due = due.filter(lives);
         let first = due.min_by_key(|entry| entry.next)?;
         Some(Due {
             to: first.path.to,
@@ -274,9 +291,18 @@ impl Table {
         counts.map(|(key, entry)| (*key, entry.count)).collect()
     }
 
-    /// Whether every way has been measured since `counts` and is either up or down.
-    pub fn is_settled(&self, counts: &BTreeMap<(NodeId, SocketAddr), u64>) -> bool {
-        self.entries.iter().all(|(key, entry)| {
+    /// Whether every way to nodes of `living` has been measured since `counts` and is either up or
+    /// down.
+    pub fn is_settled(
+        &self,
+        living: &[NodeId],
+        counts: &BTreeMap<(NodeId, SocketAddr), u64>,
+    ) -> bool {
+        let mut own = self
+            .entries
+            .iter()
+            .filter(|(key, _)| living.contains(&key.0));
+        own.all(|(key, entry)| {
             let is_fresh = counts.get(key).is_none_or(|before| entry.count > *before);
             let is_down = entry.misses >= MISSES;
             is_down || (is_fresh && entry.misses == 0)
@@ -468,7 +494,7 @@ mod tests {
     fn the_fast_way_is_left_when_it_is_lost_and_taken_again() {
         let mut table = two();
         assert_eq!(table.measured((NODE, place(0)), None, 2 * SECOND), None);
-        let due = table.due(2 * SECOND).unwrap();
+        let due = table.due(&[NODE], 2 * SECOND).unwrap();
         assert_eq!((due.remote, due.bandwidth), (place(0), false), "at once");
         let news = table.measured((NODE, place(0)), None, 3 * SECOND);
         let Some(News::Fell { now, before }) = news else {
@@ -482,8 +508,12 @@ mod tests {
             )
         );
         assert!(table.is_down(NODE, place(0)));
-        assert_eq!(table.due(7 * SECOND), None);
-        assert_eq!(table.due(8 * SECOND).unwrap().remote, place(0), "soon");
+        assert_eq!(table.due(&[NODE], 7 * SECOND), None);
+        assert_eq!(
+            table.due(&[NODE], 8 * SECOND).unwrap().remote,
+            place(0),
+            "soon"
+        );
         let news = table.measured((NODE, place(0)), Some(&sample(0, 100, 1000)), 8 * SECOND);
         assert!(matches!(news, Some(News::Returned(path)) if path.interface == "eth0"));
         assert_eq!(table.measured((NODE, place(0)), None, 9 * SECOND), None);
@@ -498,10 +528,10 @@ mod tests {
             None
         );
         assert_eq!(table.preferred(NODE).unwrap().interface, "eth0");
-        assert_eq!(table.due(60 * SECOND), None);
-        assert_eq!(table.due(61 * SECOND).unwrap().remote, place(0));
+        assert_eq!(table.due(&[NODE], 60 * SECOND), None);
+        assert_eq!(table.due(&[NODE], 61 * SECOND).unwrap().remote, place(0));
         table.hurry(NODE, Wanted::Bandwidth, 5 * SECOND);
-        assert!(table.due(5 * SECOND).unwrap().bandwidth);
+        assert!(table.due(&[NODE], 5 * SECOND).unwrap().bandwidth);
     }
 
     #[test]
@@ -537,9 +567,23 @@ mod tests {
             table.measured((NODE, place(9)), None, SECOND);
         }
         table.hurry(NODE, Wanted::Latency, 2 * SECOND);
-        assert_eq!(table.due(300 * SECOND), None);
-        assert!(table.due(301 * SECOND).is_some());
+        assert_eq!(table.due(&[NODE], 300 * SECOND), None);
+        assert!(table.due(&[NODE], 301 * SECOND).is_some());
         assert_eq!(table.paths(), [], "it never answered");
+    }
+
+    #[test]
+    fn a_node_that_was_dead_gets_its_cable_back() {
+        let mut table = two();
+        table.died(NODE);
+        assert!(table.preferred(NODE).is_none() && table.paths().iter().all(|path| !path.up));
+        assert_eq!(table.due(&[], 99 * SECOND), None, "the dead are left alone");
+        table.hurry(NODE, Wanted::Latency, 3 * SECOND);
+        assert!(table.due(&[NODE], 3 * SECOND).is_some());
+        table.measured((NODE, place(1)), Some(&sample(1, 100, 1000)), 3 * SECOND);
+        assert_eq!(table.preferred(NODE).unwrap().interface, "eth1");
+        let news = table.measured((NODE, place(0)), Some(&sample(0, 100, 1000)), 4 * SECOND);
+        assert!(matches!(news, Some(News::Returned(path)) if path.interface == "eth0"));
     }
 
     #[test]

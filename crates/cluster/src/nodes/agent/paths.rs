@@ -117,7 +117,9 @@ impl Inner {
 
     fn next_due(&self) -> Option<(Due, u64)> {
         let state = lock(&self.state);
-        Some((state.paths.due(self.now().since_start)?, state.era))
+        let living = state.living();
+        let due = state.paths.due(&living, self.now().since_start)?;
+        Some((due, state.era))
     }
 
     fn measure_one(&self, due: Due) -> Result<Sample, Error> {
@@ -212,7 +214,8 @@ impl Inner {
         }
         loop {
             let left = deadline.saturating_duration_since(Instant::now());
-            if state.paths.is_settled(&before) || left.is_zero() || state.stopped {
+            let living = state.living();
+            if state.paths.is_settled(&living, &before) || left.is_zero() || state.stopped {
                 return;
             }
             let waited = self.measured.wait_timeout(state, left.min(LOOK_EVERY));
@@ -272,7 +275,8 @@ impl super::state::State {
     /// Takes in at which addresses other nodes may be reached.
     pub(super) fn refresh_paths(&mut self, now: Duration) {
         let living = self.living();
-        self.paths.keep(&living);
+        let known: Vec<NodeId> = self.member.peers().map(|peer| peer.id).collect();
+        self.paths.keep(&known);
         // Networks of containers have the same addresses on every machine.
         let own = facts::of(self.member.map(), self.member.own()).unwrap_or_default();
         let is_own = |place: &SocketAddr| {

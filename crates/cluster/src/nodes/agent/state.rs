@@ -263,9 +263,13 @@ impl Inner {
             return;
         }
         let name = state.name(id);
-        state
-            .paths
-            .hurry(id, Wanted::Latency, self.now().since_start);
+        match life {
+            Life::Dead | Life::Left => state.paths.died(id),
+            Life::Alive | Life::Suspect => {
+                let now = self.now().since_start;
+                state.paths.hurry(id, Wanted::Latency, now);
+            }
+        }
         match life {
             Life::Alive => self.tell(&format!("{name} is back")),
             Life::Suspect => {}
