@@ -222,7 +222,6 @@ unsafe fn call<'a>(
     make: impl FnOnce(&dyn Group) -> Result<Collective<'a>, Failure>,
 ) -> PacelineStatus {
     guarded(|| {
-        let dtype = element(dtype)?;
         // SAFETY: the caller's promise.
         let group =
             unsafe { group.as_ref() }.ok_or_else(|| Failure::invalid("the group is null"))?;

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use paceline_base::KernelClass;
 use paceline_engine::{Engine, EngineConfig, Reply, Request, Runner, SamplingParams, Service};
-use paceline_formats::chat::{ChatOptions, ChatTemplate, Message};
+use paceline_formats::chat::{ChatOptions, ChatTemplate, Error as ChatError, Message};
 use paceline_formats::tokenizer::{Specials, Tokenizer};
 use paceline_model::{LoadOptions, Model, Source};
 use paceline_tensor::Kernels;
@@ -106,8 +106,16 @@ fn open(path: &Path, threads: u32, context: u32) -> Result<PacelineModel, Failur
         runner: Runner::start(engine.map_err(|error| in_model(&error))?, Instant::now),
         tokenizer,
         // A model without a usable template still continues text.
-        template: paceline_node::texts::template(&source).and_then(Result::ok),
+        template: template(&source).ok(),
     })
+}
+
+/// The model's chat template. It runs in this process: whoever links this library chose the model.
+fn template(source: &Source) -> Result<ChatTemplate, ChatError> {
+    match source {
+        Source::Gguf(file) => ChatTemplate::from_gguf(file.metadata()),
+        Source::Hf(folder) => ChatTemplate::from_hf_dir(folder.path()),
+    }
 }
 
 /// Ends a model and gives its memory back. Null is allowed.

@@ -26,7 +26,7 @@ use crate::member::NodeArgs;
 use crate::nodes::aligned;
 use crate::output::{print, printable, tell};
 use crate::process::own_program;
-use crate::{home, key, loaded, log, member, pull, up};
+use crate::{home, key, loaded, member, pull, up};
 
 /// How often `load` asks how far it is.
 const ASK_EVERY: Duration = Duration::from_millis(200);
@@ -349,7 +349,10 @@ pub(crate) fn start(
     let own = Arc::downgrade(&fleet);
     agent.serve_local("move", move |_: &Value, progress: &mut Progress<'_>| {
         let fleet = own.upgrade().ok_or("the node is stopping")?;
-        leave(&fleet, &mut || progress(Value::Null)).map(|()| json!({}))
+        let mut beat = || {
+            progress(Value::Null);
+        };
+        leave(&fleet, &mut beat).map(|()| json!({}))
     });
     let own = Arc::downgrade(&fleet);
     agent.serve_local(

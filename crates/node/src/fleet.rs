@@ -36,6 +36,7 @@ use std::time::{Duration, Instant};
 
 use paceline_base::lock;
 use paceline_cluster::nodes::agent::Agent;
+use paceline_cluster::nodes::member::Life;
 use paceline_cluster::nodes::placement::{
     self, Duty, EPOCH_UNWANTED, NODES_MAX, Report, SPLIT_ANY, State, Wanted,
 };

@@ -415,6 +415,7 @@ impl Loaded {
         match &self.computing {
             Computing::Here { tracer, .. } => tracer.start(),
             Computing::Crew(instance) => instance.trace(),
+            Computing::Elsewhere { .. } => {} // `Fleet::trace` does that
         }
     }
 
@@ -426,6 +427,7 @@ impl Loaded {
         match &self.computing {
             Computing::Here { tracer, .. } => Ok(vec![tracer.stop()]),
             Computing::Crew(instance) => instance.traced(),
+            Computing::Elsewhere { .. } => Ok(Vec::new()),
         }
     }
 

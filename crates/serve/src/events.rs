@@ -219,6 +219,7 @@ impl Kind {
             Self::NodeSilent { .. }
             | Self::SplitChanged { .. }
             | Self::Fault { .. }
+            | Self::Unprotected { .. }
             | Self::RequestStarted { .. }
             | Self::FirstToken { .. }
             | Self::RequestEnded { .. } => false,

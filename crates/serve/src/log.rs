@@ -47,6 +47,13 @@ impl Kind {
             }
             Self::SplitChanged { model, text } => info!(model, text, "split changed"),
             Self::Fault { text } => warn!(text, "fault"),
+            Self::Unprotected { reason } => warn!(reason, "answers have no copy"),
+            Self::KeyUsed { key, client, times } => debug!(key, client, times, "key used"),
+            Self::Refused {
+                code,
+                client,
+                times,
+            } => warn!(code, client, times, "refused"),
             Self::RequestStarted {
                 request,
                 model,

@@ -43,6 +43,8 @@ pub fn answer(
 ) -> Result<Value, String> {
     let id = arguments["id"].as_str().unwrap_or_default();
     let request = Request::deserialize(&arguments["request"]).map_err(|error| error.to_string())?;
+    let tokens =
+        Vec::<u32>::deserialize(&arguments["tokens"]).map_err(|error| error.to_string())?;
     let service = fleet.service(id)?;
     let (sender, replies) = sync_channel(REPLIES_MAX);
     let mut sender = Some(sender);
@@ -50,7 +52,7 @@ pub fn answer(
         // Once one is lost, so is the answer.
         sender.take_if(|sender| sender.try_send(reply).is_err());
     });
-    let ticket = match service.submit(request, sink) {
+    let ticket = match service.submit_after(request, tokens, sink) {
         Ok(ticket) => ticket,
         Err(failure) => {
             progress(json!(Reply::Failed(failure)));
@@ -120,12 +122,17 @@ impl AtNode {
 }
 
 impl Service for AtNode {
-    fn submit(&self, request: Request, mut sink: Sink) -> Result<Ticket, Failure> {
+    fn submit_after(
+        &self,
+        request: Request,
+        tokens: Vec<u32>,
+        mut sink: Sink,
+    ) -> Result<Ticket, Failure> {
         let ticket = Ticket(self.last_ticket.fetch_add(1, Ordering::Relaxed) + 1);
         let over = Arc::new(AtomicBool::new(false));
         lock(&self.open).insert(ticket, Arc::clone(&over));
         let (home, open) = (self.home.clone(), Arc::clone(&self.open));
-        let arguments = json!({ "id": self.id, "request": request });
+        let arguments = json!({ "id": self.id, "request": request, "tokens": tokens });
         let run = move || {
             let mut is_complete = false;
             let told = |value: Value| {

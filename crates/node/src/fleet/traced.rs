@@ -14,6 +14,7 @@ use serde::{Deserialize, Serialize};
 use super::places::Wire;
 use super::{Inner, OWNER_LIMIT, owner};
 use crate::crew::line::{Line, hear, say};
+use crate::interpreter::Program;
 use crate::texts;
 use crate::trace::Recording;
 
@@ -81,8 +82,13 @@ fn record(
     let path = owner::path_of(inner, wanted)?;
     let source = Source::open(&path).map_err(|error| error.to_string())?;
     let config = Config::read(&source).map_err(|error| error.to_string())?;
+    let program = Program {
+        path: inner.spec.program.0.clone(),
+        args: vec!["template".into()],
+        env: Vec::new(),
+    };
     let request = Request {
-        prompt: encode(&source, &ask.prompt)?,
+        prompt: encode(&source, &program, &ask.prompt)?,
         max_tokens: ask.max_tokens,
         sampling: SamplingParams {
             temperature: 0.0,
@@ -94,9 +100,9 @@ fn record(
 }
 
 /// The tokens of a prompt, in the chat template where there is one.
-fn encode(source: &Source, prompt: &str) -> Result<Vec<u32>, String> {
+fn encode(source: &Source, program: &Program, prompt: &str) -> Result<Vec<u32>, String> {
     let tokenizer = texts::tokenizer(source).map_err(|error| error.to_string())?;
-    let encoded = match texts::template(source) {
+    let encoded = match texts::template(source, program) {
         Some(template) => {
             let template = template.map_err(|error| error.to_string())?;
             let options = ChatOptions {

@@ -45,7 +45,15 @@ fn a_second_reader_gets_all_and_the_first_adds_nothing_more() {
     let journal = journals.begin(head("a", None), BOUNDS, now).unwrap();
     let (first, past) = journal.take_over().unwrap();
     assert_eq!(past, []);
-    let read = || (0, Reply::PromptRead { reused: 0 });
+    let read = || {
+        (
+            0,
+            Reply::PromptRead {
+                reused: 0,
+                logprobs: None,
+            },
+        )
+    };
     assert_eq!(appended(&journal, &first, read()).unwrap(), 1);
     appended(&journal, &first, token(1)).unwrap();
     let (second, past) = journal.take_over().unwrap();

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use paceline_engine::Finish;
-use paceline_serve::keys::Keys;
+use paceline_serve::keys::{Keys, Role};
 use paceline_serve::{Done, Kept, Mirror, Piece};
 use serde_json::Value;
 
@@ -208,8 +208,8 @@ fn answers_are_for_the_key_that_asked_and_for_a_while() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("keys");
     let mut keys = Keys::open(&file).unwrap();
-    let own = keys.make("own", 0).unwrap().0;
-    let other = keys.make("other", 0).unwrap().0;
+    let own = keys.make("own", Role::User, 0).unwrap().0;
+    let other = keys.make("other", Role::User, 0).unwrap().0;
     let rig = Rig::with(|config| {
         config.access.keys = Some(file.clone());
         config.times.reconnect = Duration::from_millis(200);

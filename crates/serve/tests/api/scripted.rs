@@ -167,7 +167,10 @@ impl Scripted {
                 sink(finished(reason));
             }
             Script::Halt(tokens) => {
-                sink(Reply::PromptRead { reused: 0 });
+                sink(Reply::PromptRead {
+                    reused: 0,
+                    logprobs: None,
+                });
                 let said = tokens.iter().skip(had);
                 said.for_each(|(token, said)| sink(text(*token, said)));
                 self.until_cancelled(ticket);
