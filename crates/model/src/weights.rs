@@ -2,9 +2,9 @@
 
 use std::borrow::Cow;
 use std::ops::Range;
-use std::sync::Mutex;
+use std::sync::{Mutex, PoisonError};
 
-use paceline_base::{Bytes, KernelClass, lock};
+use paceline_base::{BlockType, Bytes, KernelClass, lock};
 use paceline_formats::mlx::{BLOCK_BYTES_MAX, Quantised};
 use paceline_formats::tensor::{MappedBytes, Tensor};
 use paceline_tensor::{PackOptions, Packed, StoredMatrix, ThreadPool, UNIT, stored};
@@ -44,10 +44,13 @@ impl Summed {
 #[derive(Debug)]
 pub(crate) struct Layer {
     pub(crate) attention_norm: Vec<f32>,
+    /// Of compressed queries, where there are such.
     pub(crate) query: Linear,
     /// None where it uses another layer's.
     pub(crate) key: Option<Linear>,
     pub(crate) value: Option<Linear>,
+    /// Where all heads share one key.
+    pub(crate) latent: Option<Latent>,
     pub(crate) attention_output: Summed,
     pub(crate) query_norm: Option<Vec<f32>>,
     pub(crate) key_norm: Option<Vec<f32>>,
@@ -57,6 +60,19 @@ pub(crate) struct Layer {
     pub(crate) ffn_norm: Vec<f32>,
     pub(crate) feed_forward: FeedForward,
     pub(crate) post_ffn_norm: Option<Vec<f32>>,
+}
+
+/// What makes keys and values of latent attention, and what heads make of them; shapes in [`Part`].
+#[derive(Debug)]
+pub(crate) struct Latent {
+    /// The compression of queries and its norm.
+    pub(crate) query_down: Option<(Linear, Vec<f32>)>,
+    pub(crate) down: Linear,
+    pub(crate) norm: Vec<f32>,
+    /// `(latent, plain)` of each of this rank's heads.
+    pub(crate) keys: Vec<Packed>,
+    /// `(value, latent)` of each of this rank's heads.
+    pub(crate) values: Vec<Packed>,
 }
 
 /// The second half of a layer.
@@ -165,6 +181,49 @@ impl AsStored {
         match self {
             Self::Whole(tensor) => &tensor.name,
             Self::Mlx(matrix) => &matrix.name,
+        }
+    }
+
+    /// `rows` rows from `first` on of `cols` columns, turned: `[cols, rows]` is what it takes, as
+    /// the shape of the result. Floats stay what they are, other types become f32.
+    fn turned(&self, first: usize, [cols, rows]: [usize; 2]) -> (BlockType, Vec<u8>) {
+        if let Self::Whole(tensor) = self
+            && tensor.block_type.is_float()
+        {
+            let size = tensor.block_type.bytes();
+            let from = &tensor.bytes[first * cols * size..(first + rows) * cols * size];
+            let mut out = vec![0; from.len()];
+            for (i, element) in from.chunks_exact(size).enumerate() {
+                let at = (i % cols * rows + i / cols) * size;
+                out[at..at + size].copy_from_slice(element);
+            }
+            return (tensor.block_type, out);
+        }
+        let (mut out, mut row) = (vec![0; 4 * rows * cols], vec![0.0; cols]);
+        for i in 0..rows {
+            self.row((first + i) as u32, &mut row);
+            for (j, x) in row.iter().enumerate() {
+                let at = 4 * (j * rows + i);
+                out[at..at + 4].copy_from_slice(&x.to_le_bytes());
+            }
+        }
+        (BlockType::F32, out)
+    }
+
+    /// The first scale, or weight of a float type, that is infinite or NaN.
+    fn not_finite(&self, pool: &ThreadPool) -> Option<f32> {
+        match self {
+            Self::Whole(tensor) => not_finite(tensor.block_type, &tensor.bytes, pool),
+            Self::Mlx(matrix) => {
+                let scales = match (&matrix.biases, is_bf16(matrix.block_type)) {
+                    (None, _) => return matrix.scales.contains(&u8::MAX).then_some(f32::NAN),
+                    (_, true) => BlockType::BF16,
+                    (_, false) => BlockType::F16,
+                };
+                let parts = [Some(&matrix.scales), matrix.biases.as_ref()];
+                let mut parts = parts.into_iter().flatten();
+                parts.find_map(|part| not_finite(scales, part, pool))
+            }
         }
     }
 
@@ -322,6 +381,27 @@ impl Names<'_> {
     }
 }
 
+/// Whether scales of MLX's integers are bfloat16.
+fn is_bf16(block_type: BlockType) -> bool {
+    block_type.name().ends_with("BF16")
+}
+
+/// Bytes that a thread looks at before the next part: far more than it takes to ask for one.
+const LOOKED_AT: usize = 1 << 18;
+
+/// As [`stored::not_finite`], on all threads; which of several is told may vary.
+fn not_finite(block_type: BlockType, bytes: &[u8], pool: &ThreadPool) -> Option<f32> {
+    let part = LOOKED_AT / block_type.bytes() * block_type.bytes();
+    let found = Mutex::new(None);
+    pool.run(bytes.len().div_ceil(part), &|i| {
+        let part = &bytes[i * part..bytes.len().min((i + 1) * part)];
+        if let Some(bad) = stored::not_finite(block_type, part) {
+            *lock(&found) = Some(bad);
+        }
+    });
+    found.into_inner().unwrap_or_else(PoisonError::into_inner)
+}
+
 /// Rows that a thread joins at a time: a hundred kilobytes of an 8B model's, far fewer than there
 /// are.
 const ROWS_JOINED: usize = 64;
@@ -363,15 +443,17 @@ impl Loader<'_> {
             shape.kv_heads * shape.head_dim,
         );
         let (out, v) = (
-            shape.heads * shape.value_dim,
+            shape.heads * shape.output_dim(),
             shape.kv_heads * shape.value_dim,
         );
         let role = |part| Role::Layer(i, part);
         let rows = |part, all, mine| self.rows(role(part), [all, c.width], mine);
+        let latent = shape.latent.map(|latent| self.latent(i, latent));
         let of_heads = |heads: &Range<usize>, dim| heads.start * dim..heads.end * dim;
         let of_kv = |part, all, dim| {
             let mine = || rows(part, all, of_heads(&cut.kv_heads, dim));
-            shape.has_kv().then(mine).transpose()
+            let there = shape.has_kv() && shape.latent.is_none();
+            there.then(mine).transpose()
         };
         let norm = |part, n| self.names.norm(role(part), n);
         let opt_norm = |there: bool, part, n| there.then(|| norm(part, n)).transpose();
@@ -379,9 +461,13 @@ impl Loader<'_> {
         let [query_norm, key_norm] = self.query_key_norms(i)?;
         Ok(Layer {
             attention_norm: norm(Part::AttentionNorm, c.width)?,
-            query: rows(Part::Query, q, of_heads(&cut.heads, shape.head_dim))?,
+            query: match shape.latent {
+                Some(latent) => self.latent_query(i, latent)?,
+                None => rows(Part::Query, q, of_heads(&cut.heads, shape.head_dim))?,
+            },
             key: of_kv(Part::Key, k, shape.head_dim)?,
             value: of_kv(Part::Value, v, shape.value_dim)?,
+            latent: latent.transpose()?,
             attention_output: self.summed(role(Part::AttentionOutput), out, &cut.attention)?,
             query_norm,
             key_norm,
@@ -397,6 +483,109 @@ impl Loader<'_> {
                 }),
             },
             post_ffn_norm: opt_norm(norms, Part::PostFfnNorm, c.width)?,
+        })
+    }
+
+    /// This rank's heads of the queries of latent attention.
+    fn latent_query(&self, layer: usize, latent: config::Latent) -> Result<Linear, Error> {
+        let (shape, heads) = (&self.config.layers[layer], &self.shard.layer(layer).heads);
+        let dim = latent.query_dim();
+        let (part, cols) = match latent.query_rank {
+            Some(rank) => (Part::QueryUp, rank),
+            None => (Part::Query, self.config.width),
+        };
+        let all = [shape.heads * dim, cols];
+        let mine = heads.start * dim..heads.end * dim;
+        self.rows(Role::Layer(layer, part), all, mine)
+    }
+
+    /// What every rank of a stage has of latent attention, and this rank's heads.
+    fn latent(&self, layer: usize, latent: config::Latent) -> Result<Latent, Error> {
+        let heads = self.shard.layer(layer).heads.clone();
+        let rows = |part, rows| {
+            let shape = [rows, self.config.width];
+            self.rows(Role::Layer(layer, part), shape, 0..rows)
+        };
+        let norm = |part, n| self.names.norm(Role::Layer(layer, part), n);
+        let query_down = latent.query_rank.map(|rank| {
+            let down = rows(Part::QueryDown, rank)?;
+            Ok::<_, Error>((down, norm(Part::QueryDownNorm, rank)?))
+        });
+        let keys = heads.clone().map(|head| self.key_up(layer, latent, head));
+        let values = heads.map(|head| self.value_up(layer, latent, head));
+        Ok(Latent {
+            query_down: query_down.transpose()?,
+            down: rows(Part::LatentDown, latent.key_dim())?,
+            norm: norm(Part::LatentNorm, latent.rank)?,
+            keys: keys.collect::<Result<_, Error>>()?,
+            values: values.collect::<Result<_, Error>>()?,
+        })
+    }
+
+    /// A head's expansion of queries to latent numbers, `(latent, plain)`.
+    fn key_up(&self, layer: usize, latent: config::Latent, head: usize) -> Result<Packed, Error> {
+        let (heads, shape) = (self.config.layers[layer].heads, [latent.rank, latent.plain]);
+        let role = Role::Layer(
+            layer,
+            Part::KeyUp(Nth {
+                index: head,
+                of: heads,
+            }),
+        );
+        if !self.is_joined(layer) {
+            return self.of_head(role, shape, 0..shape[0]);
+        }
+        let role = Role::Layer(layer, Part::LatentUp);
+        let dim = latent.plain + latent.value_dim;
+        let both = self.names.as_stored(role, [heads * dim, latent.rank])?;
+        let (block_type, bytes) = both.turned(head * dim, shape);
+        let stored = StoredMatrix {
+            block_type,
+            rows: shape[0],
+            cols: shape[1],
+            bytes: &bytes,
+        };
+        let options = PackOptions {
+            leaf_cols: latent.plain,
+            as_f32: self.class == KernelClass::CpuF32,
+        };
+        let packed = Packed::new(stored, options, self.pool);
+        packed.map_err(|source| pack_error(both.name(), source))
+    }
+
+    /// A head's expansion of latent numbers to a value, `(value, latent)`.
+    fn value_up(&self, layer: usize, latent: config::Latent, head: usize) -> Result<Packed, Error> {
+        let (heads, shape) = (
+            self.config.layers[layer].heads,
+            [latent.value_dim, latent.rank],
+        );
+        let role = Role::Layer(
+            layer,
+            Part::ValueUp(Nth {
+                index: head,
+                of: heads,
+            }),
+        );
+        if !self.is_joined(layer) {
+            return self.of_head(role, shape, 0..shape[0]);
+        }
+        let role = Role::Layer(layer, Part::LatentUp);
+        let dim = latent.plain + latent.value_dim;
+        let mine = head * dim + latent.plain..(head + 1) * dim;
+        self.of_head(role, [heads * dim, latent.rank], mine)
+    }
+
+    /// Whether the expansions of a layer to keys and to values are one matrix.
+    fn is_joined(&self, layer: usize) -> bool {
+        let role = Role::Layer(layer, Part::LatentUp);
+        self.names.source.has_any(self.config.family, role)
+    }
+
+    /// Packs rows of a matrix that meet some columns of an input whose leaves are as wide.
+    fn of_head(&self, role: Role, shape: [usize; 2], rows: Range<usize>) -> Result<Packed, Error> {
+        self.packed(role, shape, (rows, 0..shape[1]), |stored, mut options| {
+            options.leaf_cols = shape[1];
+            Packed::new(stored, options, self.pool)
         })
     }
 
@@ -458,6 +647,7 @@ impl Loader<'_> {
         };
         let linear = |role, shape: [usize; 2], of: Option<Nth>| {
             let bias = of.map(|nth| self.names.expert_bias(role, nth, shape[0]));
+            self.check_finite(role, shape)?;
             Ok::<_, Error>(Linear {
                 matrix: self.whole(role, shape, false)?,
                 bias: bias.transpose()?.flatten(),
@@ -499,6 +689,19 @@ impl Loader<'_> {
             first: mine.start,
             experts: mine.map(expert).collect::<Result<_, Error>>()?,
         })
+    }
+
+    /// Refuses a matrix of an expert whose weights are not all numbers: a row that chose it would be
+    /// none, and others, in its batch or not, would not tell.
+    fn check_finite(&self, role: Role, shape: [usize; 2]) -> Result<(), Error> {
+        let stored = self.names.as_stored(role, shape)?;
+        match stored.not_finite(self.pool) {
+            None => Ok(()),
+            Some(got) => Err(Error::NotFinite {
+                name: stored.name().to_owned(),
+                got,
+            }),
+        }
     }
 
     /// Packs all of a matrix; `as_f32` whatever the class.
@@ -663,21 +866,37 @@ fn vector(tensor: &Tensor, n: usize) -> Result<Vec<f32>, Error> {
 
 impl Layer {
     pub(crate) fn bytes(&self) -> Bytes {
-        let rows = self.of_normed().map(|matrix| matrix.bytes().0);
-        Bytes(rows.sum::<u64>() + self.attention_output.bytes() + self.feed_forward.down_bytes())
+        let rows = self.of_normed().into_iter().map(|matrix| matrix.bytes().0);
+        let latent = self.latent.iter().flat_map(|latent| {
+            let query = latent.query_down.is_some().then_some(&self.query.matrix);
+            latent.keys.iter().chain(&latent.values).chain(query)
+        });
+        let latent: u64 = latent.map(|matrix| matrix.bytes().0).sum();
+        Bytes(
+            rows.sum::<u64>()
+                + latent
+                + self.attention_output.bytes()
+                + self.feed_forward.down_bytes(),
+        )
     }
 
     /// The matrices that multiply rows after a norm.
-    pub(crate) fn of_normed(&self) -> impl Iterator<Item = &Packed> {
+    pub(crate) fn of_normed(&self) -> Vec<&Packed> {
         let Self {
             query,
             key,
             value,
+            latent,
             feed_forward,
             ..
         } = self;
-        let kv = [key, value].into_iter().flatten();
-        let linears = [query].into_iter().chain(kv).map(|linear| &linear.matrix);
-        linears.chain(feed_forward.of_normed())
+        let compressed = latent
+            .as_ref()
+            .and_then(|latent| latent.query_down.as_ref());
+        let query = compressed.map_or(query, |(down, _)| down);
+        let down = latent.as_ref().map(|latent| &latent.down);
+        let more = [key.as_ref(), value.as_ref(), down].into_iter().flatten();
+        let linears = [query].into_iter().chain(more).map(|linear| &linear.matrix);
+        linears.chain(feed_forward.of_normed()).collect()
     }
 }

@@ -70,7 +70,14 @@ fn check(name: &str, class: KernelClass) {
 
 #[test]
 fn families_with_experts_agree_with_llama_cpp() {
-    for name in ["gpt-oss", "glm4moe", "minimax-m2"] {
+    for name in [
+        "gpt-oss",
+        "glm4moe",
+        "minimax-m2",
+        "deepseek2",
+        "deepseek2-old",
+        "mistral4",
+    ] {
         for class in [KernelClass::Cpu, KernelClass::CpuF32] {
             check(name, class);
         }

@@ -17,9 +17,10 @@ use paceline_tensor::pool::DisjointMut;
 use paceline_tensor::{Activations, Kernels, Packed, Product, vector};
 
 use super::{activations, add_bias};
-use crate::config::{self, Gating, MAX_USED};
+use crate::config::{self, Gating, Groups, MAX_GROUPS, MAX_USED};
 use crate::model::Model;
 use crate::split::LeafCut;
+use crate::uses::LayerUses;
 use crate::weights::{Expert, Experts};
 
 /// Least sum that weights are divided by: llama.cpp's, the smallest normal half.
@@ -103,12 +104,14 @@ impl Routed {
     pub(super) fn compute(
         &mut self,
         kernels: &Kernels,
-        weights: &Experts,
+        (weights, uses): (&Experts, &LayerUses),
         cut: &LeafCut,
         x: &Activations,
         out: &mut [f32],
     ) {
         self.choose(kernels, weights, x);
+        let chosen = self.choices[..x.rows() * Self::each(self.of)].iter();
+        uses.count(chosen.map(|choice| choice.expert));
         let mut slot = 0;
         for (index, expert) in (weights.first..).zip(&weights.experts) {
             self.gather(index, slot, x.rows());
@@ -324,9 +327,13 @@ fn choose_row(
 ) {
     weigh(kernels, of.gating, scores, weights);
     let rank = |e: usize| weights[e] + choice.map_or(0.0, |choice| choice[e]);
+    let open = of
+        .groups
+        .map(|groups| (of.count / groups.count, open_groups(of.count, groups, rank)));
+    let is_open = |e: usize| open.is_none_or(|(each, open)| open >> (e / each) & 1 == 1);
     for n in 0..choices.len() {
         let taken = &choices[..n];
-        let is_free = |e: &usize| taken.iter().all(|choice| choice.expert != *e);
+        let is_free = |e: &usize| is_open(*e) && taken.iter().all(|choice| choice.expert != *e);
         // The first of equal ones: `max_by` takes the last.
         let free = (0..weights.len()).filter(is_free).rev();
         let best = free.max_by(|a, b| rank(*a).total_cmp(&rank(*b)));
@@ -350,6 +357,40 @@ fn choose_row(
         .iter_mut()
         .for_each(|choice| choice.weight *= of.scale);
     choices.sort_unstable_by_key(|choice| choice.expert);
+}
+
+/// The groups, a bit each, whose scores are largest, by index where equal: the score of a group is
+/// the sum of the largest `rank` of its experts, added from the largest on.
+fn open_groups(experts: usize, groups: Groups, rank: impl Fn(usize) -> f32) -> u64 {
+    let each = experts / groups.count;
+    let score = |group: usize| {
+        let mut sum = 0.0;
+        let mut before = (f32::INFINITY, 0); // rank and index of the one added last
+        for n in 0..groups.largest {
+            let behind = |e: &usize| {
+                let order = rank(*e).total_cmp(&before.0);
+                n == 0 || order.is_lt() || order.is_eq() && *e > before.1
+            };
+            let rest = (group * each..(group + 1) * each).filter(behind).rev();
+            let best = rest.max_by(|a, b| rank(*a).total_cmp(&rank(*b)));
+            let best = best.expect("a group has more experts than count for its score");
+            before = (rank(best), best);
+            sum += before.0;
+        }
+        sum
+    };
+    let mut scores = [0.0; MAX_GROUPS];
+    let each_score = scores.iter_mut().enumerate().take(groups.count);
+    each_score.for_each(|(group, to)| *to = score(group));
+    let mut open = 0u64;
+    for _ in 0..groups.used {
+        let closed = (0..groups.count)
+            .filter(|group| open >> group & 1 == 0)
+            .rev();
+        let best = closed.max_by(|a, b| scores[*a].total_cmp(&scores[*b]));
+        open |= 1 << best.expect("no more are used than there are");
+    }
+    open
 }
 
 /// The softmax over the scores of `choices`, of which the first is the largest.
