@@ -13,7 +13,7 @@ use std::path::PathBuf;
 
 use paceline_comm::tcp::KEY_BYTES;
 use paceline_engine::{EngineConfig, Reply, Request, Ticket};
-use paceline_model::Split;
+use paceline_model::{ExpertUses, Split};
 use serde::{Deserialize, Serialize};
 
 use crate::moved::RankMoved;
@@ -43,7 +43,7 @@ pub enum ToWorker {
         /// Its name.
         ticket: Ticket,
     },
-    /// Tell what was sent so far.
+    /// Tell what was sent so far, and how often experts were chosen.
     Measure,
     /// Leave the epoch after the step that is under way, and wait for another part.
     Leave,
@@ -124,7 +124,12 @@ pub enum FromWorker {
         reply: Reply,
     },
     /// The answer to `Measure`.
-    Measured(RankMoved),
+    Measured {
+        /// What it has sent.
+        moved: RankMoved,
+        /// How often its layers' experts were chosen since their weights were loaded.
+        uses: Vec<ExpertUses>,
+    },
     /// It has left the epoch, and waits.
     Left {
         /// The epoch's number.

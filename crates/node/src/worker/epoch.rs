@@ -67,7 +67,10 @@ impl Epoch {
 
     /// What the rank has sent so far.
     pub(super) fn measured(&self) -> FromWorker {
-        FromWorker::Measured(RankMoved::of(&*self.weights))
+        FromWorker::Measured {
+            moved: RankMoved::of(&*self.weights),
+            uses: self.weights.expert_uses(),
+        }
     }
 
     /// Whether it cannot go on, and why if nobody was told yet.
