@@ -65,29 +65,23 @@ def minimax_m2(w, i):
 LATENT, TURNED, PLAIN, VALUE, COMPRESSED = 32, 16, 32, 32, 32
 
 
-def latent(w, i, compressed, apart):
-    """Latent attention; both halves of the expansion apart, or in one as in old files."""
+def latent(w, i):
+    """Latent attention, both halves of the expansion apart."""
     rows = HEADS * (PLAIN + TURNED)
     w.norm(f"blk.{i}.ffn_norm", WIDTH)
-    if compressed:
-        w.matrix(f"blk.{i}.attn_q_a", COMPRESSED, WIDTH)
-        w.norm(f"blk.{i}.attn_q_a_norm", COMPRESSED)
-        w.matrix(f"blk.{i}.attn_q_b", rows, COMPRESSED)
-    else:
-        w.matrix(f"blk.{i}.attn_q", rows, WIDTH)
+    w.matrix(f"blk.{i}.attn_q_a", COMPRESSED, WIDTH)
+    w.norm(f"blk.{i}.attn_q_a_norm", COMPRESSED)
+    w.matrix(f"blk.{i}.attn_q_b", rows, COMPRESSED)
     w.matrix(f"blk.{i}.attn_kv_a_mqa", LATENT + TURNED, WIDTH)
     w.norm(f"blk.{i}.attn_kv_a_norm", LATENT)
-    if apart:
-        w.matrix(f"blk.{i}.attn_k_b", HEADS, LATENT, PLAIN)
-        w.matrix(f"blk.{i}.attn_v_b", HEADS, VALUE, LATENT)
-    else:
-        w.matrix(f"blk.{i}.attn_kv_b", HEADS * (PLAIN + VALUE), LATENT)
+    w.matrix(f"blk.{i}.attn_k_b", HEADS, LATENT, PLAIN)
+    w.matrix(f"blk.{i}.attn_v_b", HEADS, VALUE, LATENT)
     w.matrix(f"blk.{i}.attn_output", WIDTH, HEADS * VALUE)
 
 
 def deepseek_v3(w, i):
     """The first layer is dense; groups of experts."""
-    latent(w, i, True, True)
+    latent(w, i)
     if i == 0:
         return w.dense(i, "", FFN)
     w.experts(i, 2 * EXPERTS)
@@ -95,30 +89,18 @@ def deepseek_v3(w, i):
     w.dense(i, "_shexp", EXPERT_FFN)
 
 
-def deepseek_v2(w, i):
-    """As files before 2025: queries at once, keys and values expanded by one matrix."""
-    latent(w, i, False, False)
-    if i == 0:
-        return w.dense(i, "", FFN)
-    w.experts(i)
-    w.dense(i, "_shexp", 2 * EXPERT_FFN)
-
-
 def mistral4(w, i):
     """Experts in every layer."""
-    latent(w, i, True, True)
+    latent(w, i)
     w.experts(i)
     w.dense(i, "_shexp", EXPERT_FFN)
 
 
-LATENT_YARN = {
+LATENT_KEYS = {
     "attention.kv_lora_rank": LATENT, "rope.dimension_count": TURNED, "rope.freq_base": 10000.0,
     "rope.scaling.type": "yarn", "rope.scaling.factor": 40.0,
     "rope.scaling.original_context_length": 1024,
-    "expert_feed_forward_length": EXPERT_FFN,
-}
-LATENT_APART = LATENT_YARN | {
-    "attention.q_lora_rank": COMPRESSED, "attention.head_count_kv": 1,
+    "expert_feed_forward_length": EXPERT_FFN, "attention.q_lora_rank": COMPRESSED, "attention.head_count_kv": 1,
     "attention.key_length": LATENT + TURNED, "attention.value_length": LATENT,
     "attention.key_length_mla": PLAIN + TURNED, "attention.value_length_mla": VALUE,
     "rope.scaling.yarn_log_multiplier": 0.1, "expert_shared_count": 1,
@@ -140,16 +122,11 @@ MODELS = {
         "feed_forward_length": EXPERT_FFN,  # which llama.cpp has for experts here
         "rope.freq_base": 5000000.0, "rope.dimension_count": HEAD // 2,
         "expert_feed_forward_length": EXPERT_FFN, "expert_gating_func": 2}, minimax_m2),
-    "deepseek2": ("deepseek2", LATENT_APART | {
+    "deepseek2": ("deepseek2", LATENT_KEYS | {
         "leading_dense_block_count": 1, "expert_count": 2 * EXPERTS, "expert_used_count": 3,
         "expert_group_count": 4, "expert_group_used_count": 2, "expert_weights_scale": 2.5,
         "expert_gating_func": 2}, deepseek_v3),
-    "deepseek2-old": ("deepseek2", LATENT_YARN | {
-        "attention.q_lora_rank": 0, "attention.head_count_kv": HEADS,
-        "attention.key_length": PLAIN + TURNED, "attention.value_length": VALUE,
-        "rope.scaling.yarn_log_multiplier": 0.0707, "leading_dense_block_count": 1,
-        "expert_shared_count": 2, "expert_weights_scale": 4.0}, deepseek_v2),
-    "mistral4": ("mistral4", LATENT_APART | {
+    "mistral4": ("mistral4", LATENT_KEYS | {
         "attention.temperature_scale": 0.1, "attention.temperature_length": 16,
         "leading_dense_block_count": 0, "expert_weights_scale": 1.0,
         "expert_gating_func": 1}, mistral4),
@@ -223,6 +200,35 @@ def write(path, name, seed):
     writer.close()
 
 
+def join(path, old):
+    """The model of `path` as files before 2025 have it, keys and values expanded by one matrix.
+    llama.cpp keeps what was expanded of such, and so rounds other numbers to half precision."""
+    sizes = {"attention.key_length": PLAIN + TURNED, "attention.value_length": VALUE,
+             "attention.head_count_kv": HEADS}
+    reader, writer = gguf.GGUFReader(path), gguf.GGUFWriter(old, "deepseek2")
+    for key, field in reader.fields.items():
+        if key.startswith("GGUF.") or key == "general.architecture" or key.endswith("_mla"):
+            continue
+        value = sizes.get(key.removeprefix("deepseek2."), field.contents())
+        if field.types[0] == gguf.GGUFValueType.ARRAY:
+            writer.add_array(key, value)
+        else:
+            writer.add_key_value(key, value, field.types[0])
+    tensors = {tensor.name: np.array(tensor.data) for tensor in reader.tensors}
+    for name, data in tensors.items():
+        if "attn_v_b" in name:
+            continue
+        if "attn_k_b" in name:
+            values = tensors[name.replace("attn_k_b", "attn_v_b")]
+            heads = [np.concatenate([k.T, v]) for k, v in zip(data, values)]
+            name, data = name.replace("attn_k_b", "attn_kv_b"), np.concatenate(heads)
+        writer.add_tensor(name, np.ascontiguousarray(data))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
 def main():
     if len(sys.argv) < 2 or sys.argv[-1].startswith("-"):
         sys.exit(__doc__)
@@ -243,6 +249,9 @@ def main():
         logits = np.stack([session.logits(i) for i in range(POSITIONS)]).astype(np.float32)
         golden = {"tokens": tokens.astype(np.int32), "logits": logits}
         save_file(golden, out / f"{name}.golden.safetensors")
+        if name == "deepseek2":
+            join(path, out / "deepseek2-old.gguf")
+            save_file(golden, out / "deepseek2-old.golden.safetensors")
         print(f"{name}: std {logits.std():.3f}")
     (out / "versions.json").write_text(json.dumps({
         "made_by": "scripts/golden/llama_cpp_tiny.py",

@@ -318,12 +318,12 @@ fn latent_attention_and_groups() {
     let latent = file.latent.unwrap();
     assert_eq!(
         (latent.plain, latent.turned, latent.value_dim),
-        (256, 16, 64)
+        (64, 16, 16)
     );
     assert_eq!(latent.growth.unwrap().length, 512.0);
-    // Keys alone, in f16: 272 numbers a position and layer.
+    // Keys alone, in f16: 80 numbers a position and layer.
     let size = BatchSize::single(1, 64);
-    assert_eq!(file.cache_bytes(KvType::F16, size, 64).0, 3 * 64 * 272 * 2);
+    assert_eq!(file.cache_bytes(KvType::F16, size, 64).0, 3 * 64 * 80 * 2);
 }
 
 #[test]
@@ -338,4 +338,39 @@ fn an_indexer_bounds_the_context() {
         text.contains("context is 65, expected at most 64: beyond, the model's indexer"),
         "{text}"
     );
+}
+
+/// Rows that chose each expert, of layers that have some; a shared expert is not among them.
+#[test]
+fn uses_of_experts_are_counted() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("model.gguf");
+    for (family, layers, experts) in [
+        (Family::DeepSeek, 1..3, 8),
+        (Family::Qwen2Moe, 0..2, 7),
+        (Family::Llama, 0..0, 0),
+    ] {
+        let tiny = Tiny::new(family, BlockType::Q8_0);
+        tiny.write(&path);
+        let model: Arc<dyn Weights> = Arc::new(load(&path, KernelClass::Cpu, &kernels()));
+        let mut runner = Runner::of(Arc::clone(&model), 70);
+        runner.all(&tiny.tokens(70, 1));
+        let uses = model.expert_uses();
+        assert_eq!(
+            uses.iter().map(|uses| uses.layer).collect::<Vec<_>>(),
+            Vec::from_iter(layers)
+        );
+        for uses in uses {
+            assert_eq!(
+                (uses.rows.len(), uses.rows.iter().sum::<u64>()),
+                (experts, 70 * 3),
+                "{family:?}"
+            );
+            assert!(
+                uses.rows.iter().all(|rows| *rows <= 70),
+                "{family:?} {:?}",
+                uses.rows
+            );
+        }
+    }
 }

@@ -404,3 +404,53 @@ fn soften(kernels: &Kernels, choices: &mut [Choice]) {
     let each = choices.iter_mut().zip(exp);
     each.for_each(|(choice, exp)| choice.weight = exp / sum);
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Against sorting; values of which many are equal.
+    #[test]
+    fn groups_are_those_of_the_largest_sums() {
+        let mut seed = 1u32;
+        for round in 0..2000 {
+            let (count, each) = [(4, 2), (8, 4), (3, 5), (1, 6), (64, 2)][round % 5];
+            let ranks: Vec<f32> = (0..count * each)
+                .map(|_| {
+                    seed = seed.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+                    (seed >> 28) as f32 / 8.0 - 0.5
+                })
+                .collect();
+            for (used, largest) in [(1, 1), (count.min(2), 2), (count, 1)] {
+                let groups = Groups {
+                    count,
+                    used,
+                    largest,
+                };
+                let score = |group: usize| {
+                    let mut own = ranks[group * each..(group + 1) * each].to_vec();
+                    own.sort_by(|a, b| b.total_cmp(a));
+                    own[..largest].iter().sum::<f32>()
+                };
+                let mut order: Vec<usize> = (0..count).collect();
+                order.sort_by(|a, b| score(*b).total_cmp(&score(*a))); // stable
+                let expected = order[..used]
+                    .iter()
+                    .fold(0, |open, group| open | 1u64 << group);
+                let got = open_groups(ranks.len(), groups, |e| ranks[e]);
+                assert_eq!(got, expected, "{groups:?} {ranks:?}");
+            }
+        }
+    }
+
+    /// Scores that are not numbers are told apart by their order too.
+    #[test]
+    fn groups_of_no_numbers_are_chosen() {
+        let groups = Groups {
+            count: 2,
+            used: 2,
+            largest: 2,
+        };
+        assert_eq!(open_groups(4, groups, |_| f32::NAN), 0b11);
+    }
+}

@@ -61,7 +61,7 @@ impl Latents {
         let heads = model.shard().each_layer().next()?.heads.len();
         let layers = || {
             let layers = model.layers().iter();
-            layers.filter_map(|layer| Some((layer, layer.latent.as_ref()?)))
+            layers.filter_map(|layer| Some((layer, layer.latent.as_deref()?)))
         };
         let memory = |n: usize| Memory::new(None, rows * n);
         let (rank, plain) = (of.query_rank.unwrap_or(0), heads * of.plain);
@@ -93,7 +93,7 @@ impl Latents {
         x: &Activations,
         [q, k]: [&mut [f32]; 2],
     ) {
-        let own = w.latent.as_ref().expect("loaded for this family");
+        let own = w.latent.as_deref().expect("loaded for this family");
         self.make_factors(place);
         self.make_queries(place.kernels, (w, own), x, k);
         self.finish_keys(place, own, &mut k[..x.rows() * self.of.key_dim()]);
@@ -198,7 +198,7 @@ impl Latents {
 
     /// What was read -> attended `(T, H, V)`
     pub(super) fn expand(&mut self, kernels: &Kernels, w: &Layer, attended: &mut [f32]) {
-        let own = w.latent.as_ref().expect("loaded for this family");
+        let own = w.latent.as_deref().expect("loaded for this family");
         kernels.quantise(&mut self.read);
         let (rows, dim) = (self.read.rows(), self.of.value_dim);
         let by_head = &mut self.by_head[..rows * self.heads * dim];

@@ -47,7 +47,7 @@ const GROUPED: usize = 8;
 /// Elements of a query that turn, of DeepSeek's.
 const TURNED: usize = 16;
 /// Types of files of DeepSeek's that expand keys and values by one matrix.
-const JOINED: [BlockType; 2] = [BlockType::Q5_K, BlockType::BF16];
+const JOINED: [BlockType; 2] = [BlockType::Q5_1, BlockType::BF16];
 
 /// Sizes of latent attention: of a query and of a value, and of what both come from.
 struct Heads {
@@ -85,7 +85,7 @@ impl Tiny {
             Family::Qwen2 | Family::Qwen2Moe => (4, 4, 64, 2),
             Family::Qwen3 | Family::Qwen3Moe => (8, 4, 64, 2),
             Family::Gemma3 => (4, 1, 128, 6),
-            Family::DeepSeek => (4, 1, 256, 3),
+            Family::DeepSeek => (4, 1, if block_type.len() > 32 { 256 } else { 64 }, 3),
         };
         let (width, ffn, vocab, window) = (256, 512, 300, 70);
         Self {

@@ -26,6 +26,11 @@ use crate::pool::DisjointMut;
 /// that their running results (264 bytes each at 64 elements) stay in a first-level cache.
 const QUERIES: usize = 24;
 
+/// As [`QUERIES`], where values are turned out of a page's keys first: 64 x 512 elements of GLM 4.7
+/// Flash, against 64 x 1088 multiply-adds for each query. More queries share that; their results
+/// (2 x 2 KiB each) stay in a second-level cache of 1 MiB.
+const LATENT_QUERIES: usize = 72;
+
 /// One sequence's share of an attention step: rows of the batch, behind those of the sequence
 /// before it.
 #[derive(Clone, Copy, Debug)]
@@ -77,8 +82,8 @@ pub struct Attention<'a> {
 pub struct AttentionScratch {
     /// Of a step that is cut by page, for each (row, head, page).
     partials: Vec<f32>,
-    /// For each thread, two partial results for each of [`QUERIES`], and behind them the values of
-    /// a page, where these are part of the keys.
+    /// For each thread, two partial results for each of [`LATENT_QUERIES`] or fewer, and behind them
+    /// the values of a page, where these are part of the keys.
     running: Vec<Mutex<Vec<f32>>>,
 }
 
@@ -115,7 +120,7 @@ impl Kernels {
     ) -> AttentionScratch {
         let partial = attention::partial_len(value_dim);
         let pages = positions.div_ceil(PAGE).max(1);
-        let running = || Mutex::new(vec![0.0; 2 * QUERIES * partial + PAGE * value_dim]);
+        let running = || Mutex::new(vec![0.0; 2 * LATENT_QUERIES * partial + PAGE * value_dim]);
         AttentionScratch {
             partials: vec![0.0; heads * partial * (rows + pages)],
             running: (0..self.pool().threads()).map(|_| running()).collect(),
@@ -215,7 +220,7 @@ impl Task<'_> {
             // The next task's, maybe: this thread's as a rule.
             let next = self.behind(&sequence, &seen, index, kv_head);
             let page = (sequence.page(index), kv_head);
-            let mut queries = Queries::new();
+            let mut queries = Queries::new(plan.queries);
             for head in plan.heads_of(kv_head) {
                 if queries.is_full() {
                     self.attend(page, next, &mut queries, &mut values);
@@ -278,14 +283,14 @@ impl Task<'_> {
         let mut row = block * plan.row_block;
         while row < end {
             let (sequence, offset) = locate(self.step.sequences, row);
-            let together = (QUERIES / heads.len()).max(1);
+            let together = (plan.queries / heads.len()).max(1);
             let rows = together.min(end - row).min(sequence.rows - offset);
-            for first in heads.clone().step_by(QUERIES) {
+            for first in heads.clone().step_by(plan.queries) {
                 let tile = Tile {
                     sequence,
                     position: sequence.position + offset,
                     rows: row..row + rows,
-                    heads: first..heads.end.min(first + QUERIES),
+                    heads: first..heads.end.min(first + plan.queries),
                     kv_head,
                 };
                 self.tile(&tile, running);
@@ -298,12 +303,12 @@ impl Task<'_> {
     fn tile(&self, tile: &Tile<'_>, running: &mut [f32]) {
         let (plan, window) = (self.plan, self.step.window);
         let (running, mut values) = PageValues::at_end(running, plan.value_dim);
-        let (total, next) = running.split_at_mut(QUERIES * plan.partial);
+        let (total, next) = running.split_at_mut(plan.queries * plan.partial);
         let (mut totals, mut nexts) = (parts(total, plan.partial), parts(next, plan.partial));
         let last = (tile.position + tile.rows.len() - 1) / PAGE;
         let seen = first_page(tile.position, window)..last + 1;
+        let mut queries = Queries::new(plan.queries);
         for index in seen.clone() {
-            let mut queries = Queries::new();
             tile.each(|slot, row, position, head| {
                 let Some((lo, hi)) = visible(position, window, index) else {
                     return;
@@ -425,7 +430,7 @@ impl Parts<'_> {
     }
 }
 
-/// Up to [`QUERIES`] queries of one sequence and KV head.
+/// Up to [`Plan::queries`] queries of one sequence and KV head.
 struct Tile<'a> {
     sequence: AttentionRows<'a>,
     /// Of the first row.
@@ -451,12 +456,13 @@ impl Tile<'_> {
 
 /// Queries collected for a page.
 struct Queries {
-    all: [Query; QUERIES],
+    all: [Query; LATENT_QUERIES],
     len: usize,
+    most: usize,
 }
 
 impl Queries {
-    const fn new() -> Self {
+    const fn new(most: usize) -> Self {
         let none = Query {
             q: std::ptr::null(),
             lo: 0,
@@ -464,13 +470,14 @@ impl Queries {
             out: std::ptr::null_mut(),
         };
         Self {
-            all: [none; QUERIES],
+            all: [none; LATENT_QUERIES],
             len: 0,
+            most,
         }
     }
 
     const fn is_full(&self) -> bool {
-        self.len == QUERIES
+        self.len == self.most
     }
 
     fn push(&mut self, query: Query) {
@@ -492,6 +499,8 @@ struct Plan {
     value_dim: usize,
     /// Floats of a partial result.
     partial: usize,
+    /// Most queries that go through a page together.
+    queries: usize,
     /// Most pages that a row of this step sees, counted from position 0.
     max_pages: usize,
     /// Rows of a task.
@@ -537,6 +546,10 @@ impl Plan {
             head_dim: shape.head_dim,
             value_dim: shape.value_dim,
             partial,
+            queries: match step.cache.is_latent(step.layer) {
+                true => LATENT_QUERIES,
+                false => QUERIES,
+            },
             max_pages,
             row_block: rows.div_ceil(wanted).max(1),
             run_pages: if by_page { max_pages.div_ceil(runs) } else { 0 },

@@ -5,12 +5,13 @@ use std::ops::Range;
 use super::*;
 use crate::activations::Precision;
 use crate::attention::PAGE;
-use crate::kv::{KvCache, KvShape, KvType, LayerStore};
+use crate::kv::{KvCache, KvShape, KvType};
 use crate::packed::{PackOptions, StoredMatrix};
 use crate::{naive, stored};
 use half::f16;
 use paceline_base::{BlockType, tree};
 
+mod latent;
 mod rounded;
 
 /// A small generator: the tests need variety, not quality (Steele et al. 2014, SplitMix64).
@@ -737,75 +738,6 @@ fn attention_over_some_heads_equals_those_of_all() {
                 let mine = |row: &[f32]| row[heads.start * 32..heads.end * 32].to_vec();
                 let expected: Vec<f32> = all.chunks_exact(9 * 32).flat_map(mine).collect();
                 assert_eq!(bits(&got), bits(&expected), "heads {heads:?}, {rows} rows");
-            }
-        }
-    }
-}
-
-/// The last `rows` of 150 rows, of `heads` heads of 48 elements over values of 32, which are the
-/// first of the keys: kept twice, or once.
-fn latent(
-    kv_type: KvType,
-    once: bool,
-    (heads, rows): (usize, usize),
-    kernels: &Kernels,
-) -> Vec<f32> {
-    const DIMS: (usize, usize) = (48, 32);
-    let shape = KvShape {
-        heads: 1,
-        head_dim: DIMS.0,
-        value_dim: DIMS.1,
-        kv_type,
-    };
-    let store = match once {
-        true => LayerStore::Latent(shape),
-        false => LayerStore::Rows(shape),
-    };
-    let mut cache = KvCache::new(&[(0, store); 2], &[4]).unwrap();
-    cache.soil();
-    let keys = Random(5).floats(150 * DIMS.0, 1.0);
-    let values: Vec<&[f32]> = keys
-        .chunks_exact(DIMS.0)
-        .map(|key| &key[..DIMS.1])
-        .collect();
-    let values = if once { vec![] } else { values.concat() };
-    let sequence = |rows| AttentionRows {
-        rows,
-        position: 150 - rows,
-        pages: &[2, 0, 3],
-        first_page: 0,
-    };
-    kernels.write_kv(&mut cache, 1, &[sequence(150)], &keys, &values);
-    let queries = Random(6).floats(rows * heads * DIMS.0, 0.5);
-    let step = Attention {
-        cache: &cache,
-        layer: 1,
-        heads,
-        group: heads,
-        skipped: 0,
-        window: None,
-        sinks: None,
-        queries: &queries,
-        sequences: &[sequence(rows)],
-    };
-    let mut scratch = kernels.attention_scratch(1, heads, DIMS.1, 256);
-    let mut out = vec![f32::NAN; rows * heads * DIMS.1];
-    kernels.attention(&step, &mut scratch, &mut out);
-    out
-}
-
-#[test]
-fn values_within_keys_are_as_good_as_values() {
-    for kv_type in KvType::ALL {
-        for sizes in [(4, 1), (30, 1), (4, 70), (50, 3)] {
-            for kernels in all_kernels() {
-                let expected = latent(kv_type, false, sizes, &kernels);
-                let got = latent(kv_type, true, sizes, &kernels);
-                assert_eq!(
-                    bits(&got),
-                    bits(&expected),
-                    "{kv_type:?} {sizes:?} {kernels:?}"
-                );
             }
         }
     }

@@ -70,8 +70,8 @@ impl Fields<'_> {
         };
         for (field, got, of) in [
             ("number of latent elements", latent.rank, 32),
-            ("elements of a query without rotation", plain, 32),
             ("rotated elements", turned, 16),
+            ("elements of a query without rotation", plain, 32),
             ("size of a value head", value_dim, 16),
             (
                 "elements of a compressed query",
