@@ -4,7 +4,9 @@
 NPM_DIR holds the npm package node-llama-cpp (see scripts/peers/llama_bench.py). OUT defaults to
 crates/formats/tests/golden/text/pretokenizers.json. Writes one vocabulary, trained on the strings
 without any pre-tokenizer so that its merges reach over every border that one might cut at, and for
-each NAME in `tokenizer.ggml.pre` a hash of the ids of every hundred of 10,000 strings.
+each NAME in `tokenizer.ggml.pre` a hash of the ids of every hundred of 10,000 strings. `gpt-4o` (also
+minimax-m2's) and `tekken` are not among them: llama.cpp approximates their cases of letters, where
+we have the models' own patterns.
 
 The strings come from SplitMix64, so that a test makes the same ones: string i has n % 24 parts,
 each of which is alphabet[n % len(alphabet)], n being the next number every time.
@@ -24,8 +26,8 @@ sys.path.insert(0, str(REPOSITORY / "scripts"))
 import golden_text  # noqa: E402
 
 SEED, STRINGS, GROUP, VOCABULARY = 20261125, 10_000, 100, 2000
-NAMES = ["kimi-k2", "deepseek-llm", "deepseek-v3", "llama-bpe", "qwen2", "gpt-4o", "minimax-m2",
-         "glm4", "dbrx", "gpt-2", "smollm"]
+NAMES = ["kimi-k2", "deepseek-llm", "deepseek-v3", "llama-bpe", "qwen2", "glm4", "dbrx",
+         "gpt-2", "smollm"]
 ALPHABET = [
     *"abcdefgstxyzABCDEGLMRSTZ0123456789",
     "th", "The", "ing", "camelCase", "HTTPServer", "naïve", "élan", "ß", "ẞ", "ı", "İ", "ǅ", "ſ",

@@ -75,8 +75,6 @@ fn random_strings_equal_llama_cpp() {
         "deepseek-v3",
         "llama-bpe",
         "qwen2",
-        "gpt-4o",
-        "minimax-m2",
         "glm4",
         "dbrx",
         "gpt-2",
