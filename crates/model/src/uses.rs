@@ -38,7 +38,7 @@ impl LayerUses {
         }
     }
 
-    /// What was counted, of layer `layer` of the model; `None` without experts.
+    /// The counts so far, of layer `layer` of the model; `None` without experts.
     pub(crate) fn told(&self, layer: usize) -> Option<ExpertUses> {
         let rows = self.0.iter().map(|counter| counter.load(Ordering::Relaxed));
         (!self.0.is_empty()).then(|| ExpertUses {

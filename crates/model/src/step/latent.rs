@@ -39,11 +39,11 @@ pub(super) struct Latents {
     read: Activations,
     /// `(H, T, R)` or `(H, T, V)`: products of each head.
     by_head: Memory<f32>,
-    /// `(T,)`: what queries are multiplied by.
+    /// `(T,)`: factors of queries.
     factors: Vec<f32>,
 }
 
-/// What a step is at.
+/// The layer and the rows of a step.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Place<'a> {
     pub(super) kernels: &'a Kernels,
@@ -190,13 +190,13 @@ impl Latents {
         });
     }
 
-    /// Where attention leaves what each head reads, `(T, H, R)`.
+    /// Memory for the latent numbers that each head reads, `(T, H, R)`.
     pub(super) fn read(&mut self, rows: usize) -> &mut [f32] {
         self.read.resize(rows);
         self.read.values_mut()
     }
 
-    /// What was read -> attended `(T, H, V)`
+    /// Expands the latent numbers that were read to attended `(T, H, V)`.
     pub(super) fn expand(&mut self, kernels: &Kernels, w: &Layer, attended: &mut [f32]) {
         let own = w.latent.as_deref().expect("loaded for this family");
         kernels.quantise(&mut self.read);

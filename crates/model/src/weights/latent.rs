@@ -1,4 +1,5 @@
-//! Weights of latent attention: what every rank of a stage has, and the expansions of its heads.
+//! Weights of latent attention: parts that every rank of a stage has, and the expansions of its
+//! heads.
 
 use std::ops::Range;
 
@@ -8,7 +9,8 @@ use paceline_tensor::{PackOptions, Packed, StoredMatrix};
 use super::{AsStored, Linear, Loader, pack_error};
 use crate::{Error, Nth, Part, Role, config};
 
-/// What makes keys and values of latent attention, and what heads make of them; shapes in [`Part`].
+/// The projections that make keys and values of latent attention, and each head's expansions; shapes
+/// in [`Part`].
 #[derive(Debug)]
 pub(crate) struct Latent {
     /// The compression of queries and its norm.
@@ -39,7 +41,7 @@ impl Loader<'_> {
         self.rows(Role::Layer(layer, part), all, mine)
     }
 
-    /// What every rank of a stage has of latent attention, and this rank's heads.
+    /// Loads the parts that every rank of a stage has, and the expansions of this rank's heads.
     pub(super) fn latent(&self, layer: usize, latent: config::Latent) -> Result<Latent, Error> {
         let heads = self.shard.layer(layer).heads.clone();
         let rows = |part, rows| {

@@ -23,7 +23,7 @@ const INDEXED: [&str; 4] = ["deepseek32", "glm-dsa", "deepseek_v32", "glm_moe_ds
 const SOFTMAX: usize = 1;
 const SIGMOID: usize = 2;
 
-/// What defaults depend on.
+/// Models whose defaults differ.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Kind {
     V2,
@@ -308,7 +308,7 @@ impl Fields<'_> {
         }))
     }
 
-    /// Which of so many layers have no experts: the first, or those that a list names.
+    /// Whether each of so many layers lacks experts: the first do, or a list names them.
     pub(crate) fn dense_of(&self, layers: usize) -> Result<Vec<bool>, Error> {
         let usual = match self.latent_kind()? {
             Kind::V3 => 3,
