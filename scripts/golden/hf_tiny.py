@@ -28,6 +28,7 @@ from transformers import (
     AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast)
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
+from transformers.models.mistral4 import Mistral4Config, Mistral4ForCausalLM
 from transformers.utils import logging
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -105,6 +106,36 @@ MINIMAX_M2 = {
     "num_local_experts": 6, "num_experts_per_tok": 3, "rotary_dim": 16, "use_qk_norm": True,
     "qk_norm_type": "per_layer", "scoring_func": "sigmoid", "use_routing_bias": True,
     "shared_intermediate_size": 0, "attn_type_list": [1, 1], "tie_word_embeddings": False,
+}
+LATENT = {
+    "hidden_act": "silu", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 4, "kv_lora_rank": 32,
+    "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32, "rms_norm_eps": 1e-6,
+    "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32,
+    "n_shared_experts": 1, "attention_bias": False, "tie_word_embeddings": False,
+}
+DEEPSEEK_V3 = LATENT | {
+    "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "q_lora_rank": 32,
+    "n_group": 4, "topk_group": 2, "topk_method": "noaux_tc", "scoring_func": "sigmoid",
+    "norm_topk_prob": True, "routed_scaling_factor": 2.5, "first_k_dense_replace": 1,
+    "moe_layer_freq": 1, "num_nextn_predict_layers": 0,
+}
+DEEPSEEK_V2 = LATENT | {
+    "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "q_lora_rank": None,
+    "n_group": 4, "topk_group": 2, "topk_method": "group_limited_greedy",
+    "scoring_func": "softmax", "norm_topk_prob": False, "routed_scaling_factor": 4.0,
+    "first_k_dense_replace": 1, "n_shared_experts": 2, "moe_layer_freq": 1,
+}
+GLM4_MOE_LITE = LATENT | {
+    "architectures": ["Glm4MoeLiteForCausalLM"], "model_type": "glm4_moe_lite",
+    "q_lora_rank": 64, "n_group": 1, "topk_group": 1, "norm_topk_prob": True,
+    "routed_scaling_factor": 1.8, "mlp_layer_types": ["dense", "sparse", "sparse"],
+    "qk_nope_head_dim": 64, "v_head_dim": 48, "rms_norm_eps": 1e-5,
+}
+MISTRAL4 = LATENT | {
+    "architectures": ["Mistral4ForCausalLM"], "model_type": "mistral4", "q_lora_rank": 32,
+    "kv_lora_rank": 64, "n_group": 1, "topk_group": 1, "norm_topk_prob": True,
+    "routed_scaling_factor": 1.0, "first_k_dense_replace": 0, "num_hidden_layers": 2,
 }
 SLIDING, FULL = "sliding_attention", "full_attention"
 # With 32 elements of a head: three pairs are kept, those from the seventh on stretched.
@@ -194,6 +225,35 @@ MODELS = {
         torch.bfloat16, 1),
     "minimax-m2-bf16": (MINIMAX_M2 | {
         "rope_theta": 5000000.0, "torch_dtype": "bfloat16"}, torch.bfloat16, 1),
+    # As V3: groups of experts of which the two largest count; YaRN whose factors cancel but for
+    # the scores.
+    "deepseek-v3-bf16": (DEEPSEEK_V3 | {
+        "rope_theta": 10000.0, "torch_dtype": "bfloat16",
+        "rope_scaling": {"type": "yarn", "factor": 40.0, "beta_fast": 32, "beta_slow": 1,
+                         "mscale": 1.0, "mscale_all_dim": 1.0,
+                         "original_max_position_embeddings": 1024}}, torch.bfloat16, 1),
+    # As V2: queries at once; groups whose largest counts; factors of YaRN that differ.
+    "deepseek-v2": (DEEPSEEK_V2 | {
+        "rope_theta": 10000.0, "torch_dtype": "float32",
+        "rope_scaling": {"type": "yarn", "factor": 40.0, "beta_fast": 32, "beta_slow": 1,
+                         "mscale": 1.0, "mscale_all_dim": 0.707,
+                         "original_max_position_embeddings": 1024}}, torch.float32, 1),
+    # As GLM 4.7 Flash: new style, layers by list, larger queries than values.
+    "glm4-moe-lite-bf16": (GLM4_MOE_LITE | {
+        "dtype": "bfloat16",
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0}}, torch.bfloat16, 1),
+    # As Mistral 4: queries that grow, here every 16 positions; halves that turn together.
+    "mistral4-bf16": (MISTRAL4 | {
+        "dtype": "bfloat16", "rope_interleave": False, "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 10000.0, "factor": 16.0, "beta_fast": 32.0,
+            "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 16}},
+        torch.bfloat16, 1),
+    # As V3.2, whose indexer takes all of so few positions.
+    "deepseek-v32-bf16": ({k: v for k, v in DEEPSEEK_V3.items() if k != "moe_layer_freq"} | {
+        "architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32",
+        "index_topk": 64, "index_n_heads": 2, "index_head_dim": 32, "dtype": "bfloat16",
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}, torch.bfloat16, 1),
 }
 
 # Training text of the tokenizer; ours, and only its letter pairs matter.
@@ -275,7 +335,7 @@ def write_folder(folder, config, dtype, shards, seed):
         del state["lm_head.weight"]
     if "quantization_config" in config:
         state = dict(part for n, w in state.items() for part in in_mxfp4(n, w, seed))
-    elif config["model_type"] != "gpt_oss":
+    elif config["model_type"] not in ("gpt_oss", "mistral4"):  # joined on the hub too
         mixtral = config["model_type"] in ("mixtral", "minimax_m2")
         parts = (as_on_the_hub(name, weight, mixtral) for name, weight in state.items())
         state = dict(part for named in parts for part in named)
@@ -364,6 +424,14 @@ def half_kv(module, query, key, value, attention_mask, scaling, **_):
     return (scores.softmax(-1) @ value).transpose(1, 2).contiguous(), None
 
 
+def half_latent(attention):
+    """Rounds latent numbers and rotated keys to half precision: they are what our cache holds."""
+    expand = attention.expand_kv
+    attention.expand_kv = lambda *parts: expand(*(x.half().to(x.dtype) for x in parts))
+
+
+# Which has no entry of its own: its files on the hub are of a model for images too.
+AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)
 AttentionInterface.register("half_kv", half_kv)
 AttentionMaskInterface.register("half_kv", eager_mask)
 
@@ -372,6 +440,13 @@ def load(folder, attention="eager", dtype=torch.float32):
     if "quantization_config" in json.loads((folder / "config.json").read_text()):
         model = from_mxfp4(folder, dtype)
         model.set_attn_implementation(attention)
+        return model.eval()
+    latent = "kv_lora_rank" in json.loads((folder / "config.json").read_text())
+    if latent and attention == "half_kv":
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, attn_implementation="eager", experts_implementation="eager")
+        for layer in model.model.layers:
+            half_latent(layer.self_attn)
         return model.eval()
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=dtype, attn_implementation=attention, experts_implementation="eager")

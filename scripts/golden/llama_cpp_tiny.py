@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Tiny random GGUF files and what llama.cpp computes with them: llama_cpp_tiny.py NPM_DIR [OUT]
+"""Tiny random GGUF files and what llama.cpp computes with them: llama_cpp_tiny.py NPM_DIR [OUT [NAME...]]
 
 NPM_DIR holds the npm package node-llama-cpp (see scripts/peers/llama_bench.py). OUT defaults to
-tests-data/golden/llama_cpp/tiny. For each family it writes
+tests-data/golden/llama_cpp/tiny. For each NAME (all of them) it writes
     NAME.gguf                  float32 weights, no tokenizer
     NAME.golden.safetensors    "tokens" (positions,) int32; "logits" (positions, vocabulary) float32
 and versions.json. llama.cpp leaves the activations of float32 weights alone and rounds keys and
@@ -62,6 +62,51 @@ def minimax_m2(w, i):
     w.put(f"blk.{i}.exp_probs_b.bias", (EXPERTS,), 0.5)
 
 
+LATENT, TURNED, PLAIN, VALUE, COMPRESSED = 32, 16, 32, 32, 32
+
+
+def latent(w, i):
+    """Latent attention, both halves of the expansion apart."""
+    rows = HEADS * (PLAIN + TURNED)
+    w.norm(f"blk.{i}.ffn_norm", WIDTH)
+    w.matrix(f"blk.{i}.attn_q_a", COMPRESSED, WIDTH)
+    w.norm(f"blk.{i}.attn_q_a_norm", COMPRESSED)
+    w.matrix(f"blk.{i}.attn_q_b", rows, COMPRESSED)
+    w.matrix(f"blk.{i}.attn_kv_a_mqa", LATENT + TURNED, WIDTH)
+    w.norm(f"blk.{i}.attn_kv_a_norm", LATENT)
+    w.matrix(f"blk.{i}.attn_k_b", HEADS, LATENT, PLAIN)
+    w.matrix(f"blk.{i}.attn_v_b", HEADS, VALUE, LATENT)
+    w.matrix(f"blk.{i}.attn_output", WIDTH, HEADS * VALUE)
+
+
+def deepseek_v3(w, i):
+    """The first layer is dense; groups of experts."""
+    latent(w, i)
+    if i == 0:
+        return w.dense(i, "", FFN)
+    w.experts(i, 2 * EXPERTS)
+    w.put(f"blk.{i}.exp_probs_b.bias", (2 * EXPERTS,), 0.5)
+    w.dense(i, "_shexp", EXPERT_FFN)
+
+
+def mistral4(w, i):
+    """Experts in every layer."""
+    latent(w, i)
+    w.experts(i)
+    w.dense(i, "_shexp", EXPERT_FFN)
+
+
+LATENT_KEYS = {
+    "attention.kv_lora_rank": LATENT, "rope.dimension_count": TURNED, "rope.freq_base": 10000.0,
+    "rope.scaling.type": "yarn", "rope.scaling.factor": 40.0,
+    "rope.scaling.original_context_length": 1024,
+    "expert_feed_forward_length": EXPERT_FFN, "attention.q_lora_rank": COMPRESSED, "attention.head_count_kv": 1,
+    "attention.key_length": LATENT + TURNED, "attention.value_length": LATENT,
+    "attention.key_length_mla": PLAIN + TURNED, "attention.value_length_mla": VALUE,
+    "rope.scaling.yarn_log_multiplier": 0.1, "expert_shared_count": 1,
+    "expert_weights_norm": True,
+}
+
 # Name: (architecture, keys, what a layer has beyond the plain set).
 MODELS = {
     "gpt-oss": ("gpt-oss", {
@@ -77,6 +122,14 @@ MODELS = {
         "feed_forward_length": EXPERT_FFN,  # which llama.cpp has for experts here
         "rope.freq_base": 5000000.0, "rope.dimension_count": HEAD // 2,
         "expert_feed_forward_length": EXPERT_FFN, "expert_gating_func": 2}, minimax_m2),
+    "deepseek2": ("deepseek2", LATENT_KEYS | {
+        "leading_dense_block_count": 1, "expert_count": 2 * EXPERTS, "expert_used_count": 3,
+        "expert_group_count": 4, "expert_group_used_count": 2, "expert_weights_scale": 2.5,
+        "expert_gating_func": 2}, deepseek_v3),
+    "mistral4": ("mistral4", LATENT_KEYS | {
+        "attention.temperature_scale": 0.1, "attention.temperature_length": 16,
+        "leading_dense_block_count": 0, "expert_weights_scale": 1.0,
+        "expert_gating_func": 1}, mistral4),
 }
 
 
@@ -101,11 +154,11 @@ class Weights:
         self.matrix(f"blk.{i}.ffn_up{suffix}", ffn, WIDTH)
         self.matrix(f"blk.{i}.ffn_down{suffix}", WIDTH, ffn)
 
-    def experts(self, i):
-        self.matrix(f"blk.{i}.ffn_gate_inp", EXPERTS, WIDTH)
-        self.matrix(f"blk.{i}.ffn_gate_exps", EXPERTS, EXPERT_FFN, WIDTH)
-        self.matrix(f"blk.{i}.ffn_up_exps", EXPERTS, EXPERT_FFN, WIDTH)
-        self.matrix(f"blk.{i}.ffn_down_exps", EXPERTS, WIDTH, EXPERT_FFN)
+    def experts(self, i, count=EXPERTS):
+        self.matrix(f"blk.{i}.ffn_gate_inp", count, WIDTH)
+        self.matrix(f"blk.{i}.ffn_gate_exps", count, EXPERT_FFN, WIDTH)
+        self.matrix(f"blk.{i}.ffn_up_exps", count, EXPERT_FFN, WIDTH)
+        self.matrix(f"blk.{i}.ffn_down_exps", count, WIDTH, EXPERT_FFN)
 
 
 def add(writer, key, value):
@@ -135,10 +188,11 @@ def write(path, name, seed):
     weights.put("output.weight", (VOCABULARY, WIDTH), 0.5)
     for i in range(LAYERS):
         weights.norm(f"blk.{i}.attn_norm", WIDTH)
-        weights.matrix(f"blk.{i}.attn_q", Q, WIDTH)
-        weights.matrix(f"blk.{i}.attn_k", KV, WIDTH)
-        weights.matrix(f"blk.{i}.attn_v", KV, WIDTH)
-        weights.matrix(f"blk.{i}.attn_output", WIDTH, Q)
+        if "attention.kv_lora_rank" not in keys:
+            weights.matrix(f"blk.{i}.attn_q", Q, WIDTH)
+            weights.matrix(f"blk.{i}.attn_k", KV, WIDTH)
+            weights.matrix(f"blk.{i}.attn_v", KV, WIDTH)
+            weights.matrix(f"blk.{i}.attn_output", WIDTH, Q)
         layer(weights, i)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -146,14 +200,46 @@ def write(path, name, seed):
     writer.close()
 
 
+def join(path, old):
+    """The model of `path` as files before 2025 have it, keys and values expanded by one matrix.
+    llama.cpp keeps what was expanded of such, and so rounds other numbers to half precision."""
+    sizes = {"attention.key_length": PLAIN + TURNED, "attention.value_length": VALUE,
+             "attention.head_count_kv": HEADS}
+    reader, writer = gguf.GGUFReader(path), gguf.GGUFWriter(old, "deepseek2")
+    for key, field in reader.fields.items():
+        if key.startswith("GGUF.") or key == "general.architecture" or key.endswith("_mla"):
+            continue
+        value = sizes.get(key.removeprefix("deepseek2."), field.contents())
+        if field.types[0] == gguf.GGUFValueType.ARRAY:
+            writer.add_array(key, value)
+        else:
+            writer.add_key_value(key, value, field.types[0])
+    tensors = {tensor.name: np.array(tensor.data) for tensor in reader.tensors}
+    for name, data in tensors.items():
+        if "attn_v_b" in name:
+            continue
+        if "attn_k_b" in name:
+            values = tensors[name.replace("attn_k_b", "attn_v_b")]
+            heads = [np.concatenate([k.T, v]) for k, v in zip(data, values)]
+            name, data = name.replace("attn_k_b", "attn_kv_b"), np.concatenate(heads)
+        writer.add_tensor(name, np.ascontiguousarray(data))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
 def main():
-    if not 2 <= len(sys.argv) <= 3 or sys.argv[-1].startswith("-"):
+    if len(sys.argv) < 2 or sys.argv[-1].startswith("-"):
         sys.exit(__doc__)
     default = REPOSITORY / "tests-data/golden/llama_cpp/tiny"
     out = Path(sys.argv[2]) if len(sys.argv) > 2 else default
     out.mkdir(parents=True, exist_ok=True)
     llama = llama_bench.library(sys.argv[1])
+    wanted = sys.argv[3:] or list(MODELS)
     for number, name in enumerate(MODELS):
+        if name not in wanted:
+            continue
         path = out / f"{name}.gguf"
         write(path, name, 20261124 + number)
         session = llama_bench.Session(llama, str(path))
@@ -163,6 +249,9 @@ def main():
         logits = np.stack([session.logits(i) for i in range(POSITIONS)]).astype(np.float32)
         golden = {"tokens": tokens.astype(np.int32), "logits": logits}
         save_file(golden, out / f"{name}.golden.safetensors")
+        if name == "deepseek2":
+            join(path, out / "deepseek2-old.gguf")
+            save_file(golden, out / "deepseek2-old.golden.safetensors")
         print(f"{name}: std {logits.std():.3f}")
     (out / "versions.json").write_text(json.dumps({
         "made_by": "scripts/golden/llama_cpp_tiny.py",

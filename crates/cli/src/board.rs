@@ -410,7 +410,12 @@ fn machine_facts(sample: &Sample) -> Vec<Fact> {
     ];
     let known = all.into_iter().filter_map(|(name, help, value)| {
         let value = value?;
-        Some(Fact { name, help, value })
+        Some(Fact {
+            name,
+            help,
+            labels: String::new(),
+            value,
+        })
     });
     known.collect()
 }

@@ -16,7 +16,7 @@ use paceline_cluster::machine;
 use paceline_cluster::nodes::agent::Agent;
 use paceline_cluster::nodes::agent::Error as NodeError;
 use paceline_engine::{EngineConfig, Pace, Service, State};
-use paceline_model::Config;
+use paceline_model::{Config, ExpertUses};
 use paceline_node::fleet::Fleet;
 use paceline_node::room::Room;
 use paceline_node::supervisor::Notice;
@@ -659,17 +659,20 @@ fn facts(instance: &Instance, nodes: u32) -> Vec<Fact> {
         Fact {
             name: "nodes",
             help: "Nodes that compute the model together",
+            labels: String::new(),
             value: f64::from(nodes),
         },
         Fact {
             name: "worker_restarts",
             help: "Times that the workers were started again after one failed",
+            labels: String::new(),
             value: instance.restarts() as f64,
         },
     ];
     facts.push(Fact {
         name: "split_changes",
         help: "Times that the split was changed because another one was faster, or was to be",
+        labels: String::new(),
         value: f64::from(instance.n_changes()),
     });
     let (predicted, measured) = (instance.predicted(), instance.measured());
@@ -685,7 +688,12 @@ fn facts(instance: &Instance, nodes: u32) -> Vec<Fact> {
             "Tokens a second of the last answers that were alone",
         ),
     ] {
-        facts.extend(known.map(|value| Fact { name, help, value }));
+        facts.extend(known.map(|value| Fact {
+            name,
+            help,
+            labels: String::new(),
+            value,
+        }));
     }
     let memory = peak_memory_bytes().map(|bytes| ("peak_memory_bytes", bytes));
     let sent = instance
@@ -699,8 +707,21 @@ fn facts(instance: &Instance, nodes: u32) -> Vec<Fact> {
         facts.extend(known.map(|(name, value)| Fact {
             name,
             help,
+            labels: String::new(),
             value: value as f64,
         }));
     }
+    facts.extend(instance.expert_uses().iter().flat_map(uses_of_layer));
     facts
+}
+
+/// How often each expert of a layer was chosen.
+fn uses_of_layer(uses: &ExpertUses) -> impl Iterator<Item = Fact> {
+    let of = |(expert, rows): (usize, &u64)| Fact {
+        name: "expert_rows",
+        help: "Rows that chose the expert of the layer since the weights were loaded",
+        labels: format!("layer=\"{}\",expert=\"{expert}\"", uses.layer),
+        value: *rows as f64,
+    };
+    uses.rows.iter().enumerate().map(of)
 }

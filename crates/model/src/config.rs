@@ -42,6 +42,9 @@ impl PartialEq for LayerCache {
 /// Most experts that a row may use: several times those of published models (at most 10).
 pub(crate) const MAX_USED: usize = 32;
 
+/// Most groups of experts: several times those of published models (at most 8).
+pub(crate) const MAX_GROUPS: usize = 64;
+
 /// How a router's scores become the weights of experts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Gating {
@@ -76,6 +79,86 @@ pub struct Experts {
     pub shared_gate: bool,
     /// The limit of gpt-oss's gate, in place of the model's activation.
     pub clamp: Option<f32>,
+    /// Groups of experts of which the router chooses some first; `None` without.
+    pub groups: Option<Groups>,
+}
+
+/// Groups of experts: consecutive ones, equally many in each.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Groups {
+    /// How many there are; divides the experts.
+    pub count: usize,
+    /// Those that a row's experts come from.
+    pub used: usize,
+    /// A group's score is the sum of so many of its largest: 2 of DeepSeek V3, 1 of V2.
+    pub largest: usize,
+}
+
+/// Attention over vectors that all heads share and expand: a key is `rank` latent numbers and
+/// `rope` rotated ones, a value the same latent numbers. H heads.
+///
+/// Source: DeepSeek-AI 2024 (DeepSeek-V2), section 2.1; the absorbed form of its appendix C.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Latent {
+    /// Numbers that queries are compressed to first; `None` where they are not.
+    pub query_rank: Option<usize>,
+    /// Latent numbers of a position (r), a multiple of 32.
+    pub rank: usize,
+    /// Elements of a query that meet latent numbers, expanded (N), a multiple of 32.
+    pub plain: usize,
+    /// Elements of a query and of a key that turn, a multiple of 16.
+    pub turned: usize,
+    /// Size of a head's expanded value (V), a multiple of 16.
+    pub value_dim: usize,
+    /// Added to the mean square in the norms of compressed queries and of latent numbers.
+    pub norm_eps: f32,
+    /// How queries grow with their position (Mistral); `None` where they do not.
+    pub growth: Option<Growth>,
+}
+
+/// Queries at position p are multiplied by `1 + rate * ln(1 + floor(p / length))`.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Growth {
+    /// See above.
+    pub rate: f64,
+    /// Positions; at least 1.
+    pub length: f64,
+}
+
+impl Growth {
+    /// The factor at `position`, computed in f64 and rounded once.
+    pub(crate) fn at(self, position: usize) -> f32 {
+        let periods = libm::floor(position as f64 / self.length);
+        (1.0 + self.rate * libm::log(1.0 + periods)) as f32
+    }
+}
+
+impl Latent {
+    /// Elements of a head's query before its plain part is expanded.
+    pub(crate) const fn query_dim(&self) -> usize {
+        self.plain + self.turned
+    }
+
+    /// Numbers that are kept of a position.
+    pub(crate) const fn key_dim(&self) -> usize {
+        self.rank + self.turned
+    }
+}
+
+impl Groups {
+    /// Whether the groups of `experts` are equally large and enough for a row's.
+    fn fit(self, experts: Experts) -> bool {
+        let Self {
+            count,
+            used,
+            largest,
+        } = self;
+        if count == 0 || count > MAX_GROUPS || !experts.count.is_multiple_of(count) {
+            return false;
+        }
+        let each = experts.count / count;
+        (1..=count).contains(&used) && (1..=each).contains(&largest) && experts.used <= used * each
+    }
 }
 
 impl Experts {
@@ -86,7 +169,7 @@ impl Experts {
 }
 
 /// The shape of a layer. Letters: H query heads, K KV heads, D and E elements of a key and of a
-/// value, F the width of the feed-forward.
+/// value as they are kept, F the width of the feed-forward.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct LayerShape {
     /// What it keeps of the positions before.
@@ -109,15 +192,25 @@ pub struct LayerShape {
     pub ffn: usize,
     /// The experts that it has instead of a feed-forward.
     pub experts: Option<Experts>,
+    /// Where all heads share one key, whose first elements are the value.
+    pub latent: Option<Latent>,
 }
 
 impl LayerShape {
+    /// Elements of a head's part of the attention's output.
+    pub const fn output_dim(&self) -> usize {
+        match self.latent {
+            Some(latent) => latent.value_dim,
+            None => self.value_dim,
+        }
+    }
+
     /// Columns of a logical block of the attention output's sum: the fewest whole heads that are a
     /// multiple of 32. A tensor split cuts heads there.
     pub const fn attention_leaf(&self) -> usize {
-        let mut leaf = self.value_dim;
+        let mut leaf = self.output_dim();
         while !leaf.is_multiple_of(32) {
-            leaf += self.value_dim;
+            leaf += self.output_dim();
         }
         leaf
     }
@@ -151,13 +244,30 @@ impl LayerShape {
         } else {
             (0, 0)
         };
-        let keys = (self.heads + keys) * self.head_dim;
-        let values = (self.heads + values) * self.value_dim;
+        let attention = match self.latent {
+            Some(latent) => self.latent_parameters(latent, width),
+            None => {
+                let keys = (self.heads + keys) * self.head_dim;
+                width * (keys + (self.heads + values) * self.value_dim)
+            }
+        };
         let ffn = self.experts.map_or(3 * self.ffn, |experts| {
             let gate = usize::from(experts.shared > 0 && experts.shared_gate);
             3 * (experts.count * experts.width + experts.shared) + experts.count + gate
         });
-        width as u64 * (keys + values + ffn) as u64
+        attention as u64 + width as u64 * ffn as u64
+    }
+
+    /// Number of weights of latent attention, norms left out.
+    const fn latent_parameters(&self, latent: Latent, width: usize) -> usize {
+        let queries = self.heads * latent.query_dim();
+        let queries = match latent.query_rank {
+            Some(rank) => rank * (width + queries),
+            None => width * queries,
+        };
+        let expanded = self.heads * latent.rank * (latent.plain + latent.value_dim);
+        let output = self.heads * latent.value_dim * width;
+        queries + width * latent.key_dim() + expanded + output
     }
 }
 
@@ -172,8 +282,13 @@ pub struct Config {
     pub heads: usize,
     /// Key and value heads, as `heads`.
     pub kv_heads: usize,
-    /// Size of a head, as `heads`.
+    /// Size of a head, as `heads`; of a key that all heads share.
     pub head_dim: usize,
+    /// Latent attention, as `heads`.
+    pub latent: Option<Latent>,
+    /// Positions up to which attention looks at all: beyond, an indexer would choose as many of
+    /// them, which is not computed. `None` without an indexer.
+    pub indexed: Option<usize>,
     /// Width of the feed-forward, as `heads`.
     pub ffn: usize,
     /// Columns of a logical block of the feed-forward's sum: at least 128 and whole blocks of
@@ -221,6 +336,9 @@ impl Config {
         let fields = Fields::of(source)?;
         let family = fields.family()?;
         let mut config = family.config(&fields)?;
+        if family == Family::DeepSeek {
+            config.find_corrections(source)?;
+        }
         config.ffn_leaf = ffn_leaf(config.ffn, longest_down_block(source, &config));
         Ok(config)
     }
@@ -233,17 +351,12 @@ impl Config {
         fields.check_activation(family.activation())?;
         let width = fields.size("embedding_length", "hidden_size", 1, MAX_WIDTH)?;
         let heads = fields.size("attention.head_count", "num_attention_heads", 1, MAX_HEADS)?;
-        let kv_heads = fields
-            .opt_size(
-                "attention.head_count_kv",
-                "num_key_value_heads",
-                1,
-                MAX_HEADS,
-            )?
-            .unwrap_or(heads);
-        let head_dim = fields
-            .opt_size("attention.key_length", "head_dim", 1, MAX_WIDTH)?
-            .unwrap_or(width / heads);
+        let latent = (family == Family::DeepSeek).then(|| fields.latent());
+        let latent = latent.transpose()?;
+        let (kv_heads, head_dim) = match latent {
+            Some(latent) => (1, latent.key_dim()),
+            None => Self::kv_heads(fields, heads, width)?,
+        };
         let n_layers = fields.size("block_count", "num_hidden_layers", 1, MAX_LAYERS)?;
         let mut config = Self {
             family,
@@ -251,6 +364,8 @@ impl Config {
             heads,
             kv_heads,
             head_dim,
+            latent,
+            indexed: None,
             ffn: fields.size("feed_forward_length", "intermediate_size", 1, MAX_WIDTH)?,
             ffn_leaf: 0, // known with the types of the weights: see `read`
             vocab: fields.vocab()?,
@@ -269,6 +384,30 @@ impl Config {
         Ok(config)
     }
 
+    /// KV heads and the size of a head, where heads have keys of their own.
+    fn kv_heads(fields: &Fields<'_>, heads: usize, width: usize) -> Result<(usize, usize), Error> {
+        let kv_heads = fields.opt_size(
+            "attention.head_count_kv",
+            "num_key_value_heads",
+            1,
+            MAX_HEADS,
+        )?;
+        let head_dim = fields.opt_size("attention.key_length", "head_dim", 1, MAX_WIDTH)?;
+        Ok((kv_heads.unwrap_or(heads), head_dim.unwrap_or(width / heads)))
+    }
+
+    /// Whether routers have biases on their choice, by whether the file has them.
+    fn find_corrections(&mut self, source: &Source) -> Result<(), Error> {
+        let family = self.family;
+        for (i, layer) in self.layers.iter_mut().enumerate() {
+            if let Some(experts) = &mut layer.experts {
+                let role = Role::Layer(i, Part::RouterChoice);
+                experts.corrected = source.opt_weight(family, role)?.is_some();
+            }
+        }
+        Ok(())
+    }
+
     /// A layer of full attention of the model's sizes.
     pub(crate) fn usual_layer(&self) -> LayerShape {
         LayerShape {
@@ -278,10 +417,11 @@ impl Config {
             heads: self.heads,
             kv_heads: self.kv_heads,
             head_dim: self.head_dim,
-            value_dim: self.head_dim,
+            value_dim: self.latent.map_or(self.head_dim, |latent| latent.rank),
             query_scale: 1.0 / self.head_dim_root(),
             ffn: self.ffn,
             experts: None,
+            latent: self.latent,
         }
     }
 
@@ -304,6 +444,7 @@ impl Config {
             return value("head size", self.head_dim, "a multiple of 16");
         }
         let value_dim = fields.opt_size("attention.value_length", "v_head_dim", 1, MAX_WIDTH)?;
+        let value_dim = value_dim.filter(|_| self.latent.is_none());
         if value_dim.is_some_and(|dim| dim != self.head_dim) {
             return value(
                 "size of a value head",
@@ -348,7 +489,7 @@ impl Config {
     /// Whether all layers have the model's sizes and keep rows of their own.
     pub(crate) fn is_uniform(&self) -> bool {
         let usual = self.usual_layer();
-        self.layers.iter().all(|layer| {
+        let alike = |layer: &LayerShape| {
             let (window, rope, query_scale) = (layer.window, layer.rope, layer.query_scale);
             *layer
                 == LayerShape {
@@ -357,7 +498,8 @@ impl Config {
                     query_scale,
                     ..usual
                 }
-        })
+        };
+        self.latent.is_none() && self.layers.iter().all(alike)
     }
 
     /// Whether layers can be computed as they say.
@@ -374,12 +516,18 @@ impl Config {
             if shape.kv_heads == 0 || !shape.heads.is_multiple_of(shape.kv_heads) {
                 return bad("the KV heads do not divide the heads");
             }
+            if shape.latent != self.latent || !self.fits_latent(shape) {
+                return bad("its latent attention is not the model's");
+            }
             if shape.ffn == 0 || shape.rope >= self.ropes.len() {
                 return bad("it has no feed-forward or no rotation");
             }
-            let fits = |e: Experts| e.used >= 1 && e.used <= e.count.min(MAX_USED) && e.width > 0;
+            let fits = |e: Experts| {
+                let chosen = e.used >= 1 && e.used <= e.count.min(MAX_USED) && e.width > 0;
+                chosen && e.groups.is_none_or(|groups| groups.fit(e))
+            };
             if !shape.experts.is_none_or(fits) {
-                return bad("it uses no expert, or more than there are");
+                return bad("it uses no expert, or more than there are or than its groups have");
             }
             if let LayerCache::Of(of) = shape.cache {
                 let of = self.layers[..layer].get(of);
@@ -393,6 +541,26 @@ impl Config {
             }
         }
         Ok(())
+    }
+
+    /// Refuses sequences of so many positions where an indexer would choose among them.
+    ///
+    /// # Errors
+    /// [`Error::Indexer`].
+    pub(crate) fn check_context(&self, context: usize) -> Result<(), Error> {
+        match self.indexed.filter(|top_k| context > *top_k) {
+            None => Ok(()),
+            Some(top_k) => Err(Error::Indexer { context, top_k }),
+        }
+    }
+
+    /// Whether a layer of latent attention keeps what that needs, for the model's heads.
+    fn fits_latent(&self, shape: &LayerShape) -> bool {
+        self.latent.is_none_or(|latent| {
+            let heads = (shape.heads, shape.kv_heads) == (self.heads, 1);
+            let sizes = (shape.head_dim, shape.value_dim) == (latent.key_dim(), latent.rank);
+            heads && sizes && shape.cache == LayerCache::Rows
+        })
     }
 
     /// The experts of its layers, where any have them.

@@ -97,6 +97,17 @@ pub enum Error {
         /// Who was asked.
         engine: &'static str,
     },
+    /// Positions beyond those that a sparse attention's indexer takes all of.
+    #[error(
+        "context is {context}, expected at most {top_k}: beyond, the model's indexer chooses which \
+         positions a row sees, and paceline does not compute it"
+    )]
+    Indexer {
+        /// Positions asked for.
+        context: usize,
+        /// Positions that the indexer chooses.
+        top_k: usize,
+    },
     /// The key/value cache cannot be reserved.
     #[error("key/value cache: {0}")]
     Cache(paceline_tensor::Error),

@@ -86,16 +86,22 @@ impl Kinds {
 }
 
 /// What a layer keeps of so many KV heads.
-pub(crate) fn store(shape: &LayerShape, heads: usize, kv_type: KvType) -> LayerStore {
-    let (head_dim, value_dim) = (shape.head_dim, shape.value_dim);
-    match shape.cache {
+pub(crate) fn store(layer: &LayerShape, heads: usize, kv_type: KvType) -> LayerStore {
+    let (head_dim, value_dim) = (layer.head_dim, layer.value_dim);
+    match layer.cache {
         LayerCache::Of(_) => LayerStore::Nothing,
-        LayerCache::Rows => LayerStore::Rows(KvShape {
-            heads,
-            head_dim,
-            value_dim,
-            kv_type,
-        }),
+        LayerCache::Rows => {
+            let shape = KvShape {
+                heads,
+                head_dim,
+                value_dim,
+                kv_type,
+            };
+            match layer.latent {
+                Some(_) => LayerStore::Latent(shape),
+                None => LayerStore::Rows(shape),
+            }
+        }
         LayerCache::State(recurrence) => LayerStore::State(StateShape {
             heads,
             len: recurrence.state_len(head_dim, value_dim),

@@ -33,10 +33,13 @@ mod source;
 pub mod split;
 mod step;
 pub mod trace;
+mod uses;
 mod weights;
 
 pub use compute::{Compute, Exchanged, Weights};
-pub use config::{Activation, Config, Experts, Gating, LayerCache, LayerShape};
+pub use config::{
+    Activation, Config, Experts, Gating, Groups, Growth, Latent, LayerCache, LayerShape,
+};
 pub use error::Error;
 pub use families::Family;
 pub use kinds::{Kinds, WindowPool};
@@ -49,3 +52,4 @@ pub use rope::Rope;
 pub use source::{Nth, Part, Role, Source};
 pub use split::{LayerCut, LeafCut, Shard, Split, SplitKind};
 pub use step::{Batch, BatchSequence, BatchSize, Logits, WindowPages, Workspace};
+pub use uses::ExpertUses;

@@ -15,6 +15,7 @@ use crate::split::{Shard, Split};
 use crate::step::halves::{self, HALVES_FROM, Turn, Turns};
 use crate::step::{Batch, BatchSequence, BatchSize, Limits, Step, Workspace};
 use crate::trace::{Kind, SECOND_HALF, Tracer};
+use crate::uses::{ExpertUses, LayerUses};
 use crate::weights::{self, AsStored, Layer, Linear, Loader, Names};
 use crate::{Config, Error, Kinds, Source, WindowPages};
 
@@ -39,6 +40,8 @@ pub struct Model {
     /// In the first stage.
     embedding: Option<AsStored>,
     layers: Vec<Layer>,
+    /// Of each of its layers.
+    uses: Vec<LayerUses>,
     /// Norm and output head, in the last stage.
     head: Option<(Vec<f32>, Linear)>,
     tied: bool,
@@ -143,6 +146,7 @@ impl Model {
             class: options.class,
             kv_type: KvType::of(options.class),
             kinds: Kinds::new(&config),
+            uses: LayerUses::of(&config, shard.layers.clone()),
             embedding,
             kernels,
             layers,
@@ -239,6 +243,20 @@ impl Model {
     /// Norm and output head, in the last stage.
     pub(crate) fn head(&self) -> Option<(&[f32], &Linear)> {
         self.head.as_ref().map(|(norm, output)| (&norm[..], output))
+    }
+
+    /// The counters of layer `index` of the model.
+    pub(crate) fn uses(&self, index: usize) -> &LayerUses {
+        &self.uses[index - self.shard.layers.start]
+    }
+
+    /// How often the experts of its layers were chosen since it was loaded: none without experts.
+    /// Every rank of a stage counts the same.
+    pub fn expert_uses(&self) -> Vec<ExpertUses> {
+        let layers = self.shard.layers.clone().zip(&self.uses);
+        layers
+            .filter_map(|(layer, uses)| uses.told(layer))
+            .collect()
     }
 
     pub(crate) fn layers(&self) -> &[Layer] {

@@ -95,6 +95,23 @@ pub enum Part {
     SharedUp,
     /// `(C, shared F)`
     SharedDown,
+    /// `(compressed, C)`: of queries, where these are compressed first.
+    QueryDown,
+    /// `(compressed,)`
+    QueryDownNorm,
+    /// `(H (plain + turned), compressed)`
+    QueryUp,
+    /// `(latent + turned, C)`: what all heads share of a position.
+    LatentDown,
+    /// `(latent,)`
+    LatentNorm,
+    /// `(H (plain + value), latent)`: the expansion to keys and values, behind each other for each
+    /// head. Newer GGUF files and MLX's have it as the next two instead.
+    LatentUp,
+    /// `(latent, plain)` of one head: its part of the expansion to keys, turned.
+    KeyUp(Nth),
+    /// `(value, latent)` of one head.
+    ValueUp(Nth),
 }
 
 impl Source {
@@ -150,6 +167,11 @@ impl Source {
         if let Some((folder, stack, wanted)) = self.stacked(family, role) {
             return Ok(folder.stacked(&stack, wanted)?);
         }
+        if let (Self::Hf(folder), Role::Layer(layer, part)) = (self, role)
+            && let Some(tensor) = joined_expert(folder, layer, part)?
+        {
+            return Ok(tensor);
+        }
         if let (Self::Gguf(file), Role::Layer(layer, part)) = (self, role)
             && let Some(tensor) = other_expert(file, layer, part)?
         {
@@ -175,6 +197,15 @@ impl Source {
     /// As [`weight`](Self::weight).
     pub fn opt_weight(&self, family: Family, role: Role) -> Result<Option<Tensor>, Error> {
         self.opt_tensor(&self.name(family, role))
+    }
+
+    /// Whether the file has the weight of `role` under its usual name, in whatever form.
+    pub(crate) fn has_any(&self, family: Family, role: Role) -> bool {
+        let name = self.name(family, role);
+        match self {
+            Self::Gguf(file) => file.has(&name),
+            Self::Hf(folder) => folder.has(&name),
+        }
     }
 
     /// The stack of a folder of gpt-oss that an expert's matrix is in, and where.
@@ -237,7 +268,8 @@ impl Source {
         }
     }
 
-    /// The module of a folder of MLX's that holds all experts of a layer, and the expert of `role`.
+    /// The module of a folder of MLX's that holds all experts or heads of a layer, and which of
+    /// these `role` is.
     fn mlx_stack(&self, family: Family, role: Role) -> Option<(&HfFolder, String, Nth)> {
         let (Self::Hf(folder), Role::Layer(layer, part)) = (self, role) else {
             return None;
@@ -246,9 +278,12 @@ impl Source {
         let name = match part {
             Part::ExpertGate(_) => "gate_proj",
             Part::ExpertUp(_) => "up_proj",
+            Part::KeyUp(_) => "embed_q",
+            Part::ValueUp(_) => "unembed_out",
             _ => "down_proj",
         };
         let stack = match family {
+            _ if matches!(part, Part::KeyUp(_) | Part::ValueUp(_)) => "self_attn",
             Family::Mixtral | Family::MiniMaxM2 => "block_sparse_moe.switch_mlp",
             Family::GptOss => "mlp.experts",
             _ => "mlp.switch_mlp",
@@ -344,6 +379,14 @@ fn gguf_stem(family: Family, role: Role) -> String {
         Part::SharedGate => "ffn_gate_shexp",
         Part::SharedUp => "ffn_up_shexp",
         Part::SharedDown => "ffn_down_shexp",
+        Part::QueryDown => "attn_q_a",
+        Part::QueryDownNorm => "attn_q_a_norm",
+        Part::QueryUp => "attn_q_b",
+        Part::LatentDown => "attn_kv_a_mqa",
+        Part::LatentNorm => "attn_kv_a_norm",
+        Part::LatentUp => "attn_kv_b",
+        Part::KeyUp(_) => "attn_k_b",
+        Part::ValueUp(_) => "attn_v_b",
     };
     format!("blk.{layer}.{name}")
 }
@@ -376,6 +419,14 @@ fn hf_stem(family: Family, role: Role) -> String {
         Part::Up => "mlp.up_proj",
         Part::Down => "mlp.down_proj",
         Part::PostFfnNorm => "post_feedforward_layernorm",
+        Part::QueryDown => "self_attn.q_a_proj",
+        Part::QueryDownNorm => "self_attn.q_a_layernorm",
+        Part::QueryUp => "self_attn.q_b_proj",
+        Part::LatentDown => "self_attn.kv_a_proj_with_mqa",
+        Part::LatentNorm => "self_attn.kv_a_layernorm",
+        Part::LatentUp => "self_attn.kv_b_proj",
+        Part::KeyUp(_) => "self_attn.embed_q",
+        Part::ValueUp(_) => "self_attn.unembed_out",
         other => unreachable!("{other:?} is a part of experts"),
     };
     format!("model.layers.{layer}.{name}")
@@ -390,7 +441,7 @@ fn hf_expert(family: Family, part: Part) -> Option<String> {
     };
     let expert = |e: usize, name: usize| format!("{block}.experts.{e}.{}", names[name]);
     let shared = match family {
-        Family::Glm4Moe => "shared_experts",
+        Family::Glm4Moe | Family::DeepSeek => "shared_experts",
         _ => "shared_expert",
     };
     Some(match part {
@@ -412,10 +463,11 @@ fn hf_expert(family: Family, part: Part) -> Option<String> {
 }
 
 impl Part {
-    /// The expert that it is of, where a GGUF file has those of all behind each other.
+    /// The expert or head that it is of, where a GGUF file has those of all behind each other.
     const fn expert(self) -> Option<Nth> {
         match self {
             Self::ExpertGate(e) | Self::ExpertUp(e) | Self::ExpertDown(e) => Some(e),
+            Self::KeyUp(head) | Self::ValueUp(head) => Some(head),
             _ => None,
         }
     }
@@ -439,23 +491,48 @@ fn other_expert(file: &Gguf, layer: usize, part: Part) -> Result<Option<Tensor>,
     match half {
         _ if file.has(&own) => Ok(Some(file.tensor(&own)?)),
         Some(half) if file.has(&both) => {
-            let mut tensor = of_expert(file.tensor(&both)?, nth)?;
-            let rows = tensor.shape[0];
-            if !rows.is_multiple_of(2) {
-                return Err(Error::Shape {
-                    expected: vec![rows + 1, tensor.shape[1]],
-                    got: tensor.shape,
-                    name: tensor.name,
-                });
-            }
-            let bytes = tensor.bytes.len() / 2;
-            let part = tensor.bytes.slice(half * bytes..(half + 1) * bytes);
-            tensor.bytes = part.expect("a half of it");
-            tensor.shape[0] = rows / 2;
-            Ok(Some(tensor))
+            half_of(of_expert(file.tensor(&both)?, nth)?, half).map(Some)
         }
         _ => Ok(None),
     }
+}
+
+/// The matrix of an expert in a folder that has those of all experts as one tensor, gate and up
+/// behind each other, as transformers 5 does.
+fn joined_expert(folder: &HfFolder, layer: usize, part: Part) -> Result<Option<Tensor>, Error> {
+    let (name, half) = match part {
+        Part::ExpertGate(_) => ("gate_up_proj", Some(0)),
+        Part::ExpertUp(_) => ("gate_up_proj", Some(1)),
+        Part::ExpertDown(_) => ("down_proj", None),
+        _ => return Ok(None),
+    };
+    let name = format!("model.layers.{layer}.mlp.experts.{name}");
+    if !folder.has(&name) {
+        return Ok(None);
+    }
+    let nth = part.expert().expect("it is of an expert");
+    let tensor = of_expert(folder.tensor(&name)?, nth)?;
+    Ok(Some(match half {
+        Some(half) => half_of(tensor, half)?,
+        None => tensor,
+    }))
+}
+
+/// The first or the second half of the rows of a matrix.
+fn half_of(mut tensor: Tensor, half: usize) -> Result<Tensor, Error> {
+    let rows = tensor.shape[0];
+    if !rows.is_multiple_of(2) {
+        return Err(Error::Shape {
+            expected: vec![rows + 1, tensor.shape[1]],
+            got: tensor.shape,
+            name: tensor.name,
+        });
+    }
+    let bytes = tensor.bytes.len() / 2;
+    let part = tensor.bytes.slice(half * bytes..(half + 1) * bytes);
+    tensor.bytes = part.expect("a half of it");
+    tensor.shape[0] = rows / 2;
+    Ok(tensor)
 }
 
 /// The part of one expert of a tensor `(experts, rows, columns)`.

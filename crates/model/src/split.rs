@@ -428,8 +428,8 @@ fn tensor_ranks(config: &Config, kind: SplitKind, ranks: u32) -> Result<u32, Err
             ranks,
         }),
         SplitKind::Auto => {
-            let leaf = config.usual_layer().attention_leaf();
-            let leaves = (config.heads * config.head_dim).div_ceil(leaf);
+            let usual = config.usual_layer();
+            let leaves = (usual.heads * usual.output_dim()).div_ceil(usual.attention_leaf());
             let fits = |tensor: &u32| ranks.is_multiple_of(*tensor) && *tensor as usize <= leaves;
             Ok((1..=ranks).rev().find(fits).unwrap_or(1))
         }
@@ -541,7 +541,7 @@ pub(crate) struct HeadsHeld {
 impl HeadsHeld {
     /// The heads whose `columns` of the attention's output a rank owns.
     fn new(layer: &LayerShape, columns: &Range<usize>) -> Self {
-        let dim = layer.value_dim;
+        let dim = layer.output_dim();
         let heads = columns.start / dim..columns.end / dim;
         let group = layer.heads / layer.kv_heads;
         let kv_heads = match heads.is_empty() {
@@ -663,7 +663,7 @@ pub struct LayerCut {
 impl LayerCut {
     fn new(config: &Config, layer: &LayerShape, shares: &[u32], index: usize) -> Self {
         let leaf = layer.attention_leaf();
-        let attention = LeafCut::new(layer.heads * layer.value_dim, leaf, shares, index);
+        let attention = LeafCut::new(layer.heads * layer.output_dim(), leaf, shares, index);
         let held = attention
             .columns_by_rank()
             .map(|columns| HeadsHeld::new(layer, &columns));

@@ -22,6 +22,7 @@ mod batch;
 mod experts;
 pub(crate) mod halves;
 mod inputs;
+mod latent;
 mod projections;
 mod sums;
 
@@ -31,6 +32,7 @@ pub use batch::{Batch, BatchSequence, BatchSize, Logits, WindowPages};
 use experts::Routed;
 use halves::Turn;
 use inputs::Inputs;
+use latent::{Latents, Place};
 use projections::{Projected, Projections};
 use sums::Sums;
 
@@ -61,6 +63,8 @@ pub struct Workspace {
     hidden: Inputs,
     /// Where queries and keys have norms over all heads.
     projections: Option<Projections>,
+    /// Where attention is latent.
+    latents: Option<Latents>,
     /// Where layers have experts.
     experts: Option<Routed>,
     /// `(rope, T, pairs)`
@@ -161,12 +165,16 @@ impl Workspace {
             ),
             q: rows(of_layers(|shape, cut| cut.heads.len() * shape.head_dim)),
             k: rows(of_layers(|shape, cut| cut.kv_heads.len() * shape.head_dim)),
-            v: rows(of_layers(|shape, cut| cut.kv_heads.len() * shape.value_dim)),
+            v: rows(of_layers(|shape, cut| match shape.latent {
+                Some(_) => 0, // part of the keys
+                None => cut.kv_heads.len() * shape.value_dim,
+            })),
             attended: of(|layer| Some(&layer.attention_output), |cut| &cut.attention),
             gate: rows(of_layers(dense_ffn)),
             up: rows(of_layers(dense_ffn)),
             hidden: of(|layer| layer.feed_forward.down(), |cut| &cut.feed_forward),
             projections: Projections::new(model, size.rows),
+            latents: Latents::new(model, size.rows),
             experts: c
                 .experts()
                 .map(|experts| Routed::new(model, experts, size.rows)),
@@ -570,6 +578,56 @@ impl<'b> LayerStep for Step<'_, 'b> {
         Ok(())
     }
 
+    fn project_latent(&mut self, w: &Layer) -> Result<(), Error> {
+        let (shape, cut) = self.layer();
+        if cut.heads.is_empty() {
+            return Ok(());
+        }
+        let config = self.model.config();
+        let rope = &config.ropes[shape.rope];
+        let ws = &mut *self.ws;
+        let place = Place {
+            kernels: self.model.kernels(),
+            shape,
+            rope,
+            angles: &ws.angles[shape.rope],
+            batch: self.batch,
+        };
+        let latents = ws.latents.as_mut().expect("made for this family");
+        latents.project(&place, w, &ws.x, [&mut ws.q, &mut ws.k]);
+        Ok(())
+    }
+
+    fn attend_latent(&mut self, w: &Layer, layer: usize) -> Result<(), Error> {
+        let (shape, cut) = self.layer();
+        if cut.heads.is_empty() {
+            return Ok(());
+        }
+        let held = self.held(layer);
+        let sequences = &self.sequences[self.sequences()];
+        let kernels = self.model.kernels();
+        let ws = &mut *self.ws;
+        let latents = ws.latents.as_mut().expect("made for this family");
+        {
+            let mut cache = lock(self.cache);
+            kernels.write_kv(&mut cache, held, sequences, &ws.k, &[]);
+            let step = Attention {
+                cache: &cache,
+                layer: held,
+                heads: cut.heads.len(),
+                group: shape.heads,
+                skipped: cut.heads.start,
+                window: shape.window,
+                sinks: None,
+                queries: &ws.q,
+                sequences,
+            };
+            kernels.attention(&step, &mut ws.scratch, latents.read(self.rows));
+        }
+        latents.expand(kernels, w, ws.attended.of(held).values_mut());
+        Ok(())
+    }
+
     fn project_attention(&mut self, w: &Layer) -> Result<(), Error> {
         let (held, cut) = (self.held(self.index), &self.layer().1.attention);
         let ws = &mut *self.ws;
@@ -628,6 +686,7 @@ impl<'b> LayerStep for Step<'_, 'b> {
         let first = self.model.links().map_or(0, |_| cut.roots_before());
         let n = self.rows * self.model.config().width;
         let delta = &mut ws.sums.delta[first * n..];
+        let weights = (weights, self.model.uses(self.index));
         routed.compute(self.model.kernels(), weights, cut, &ws.x, delta);
         let place = (self.model, self.index);
         ws.sums.exchange(place, cut, n, self.turn.as_mut())

@@ -1,10 +1,12 @@
 //! Weights in memory: packed matrices, norms and biases, checked against the configuration.
 
+mod latent;
+
 use std::borrow::Cow;
 use std::ops::Range;
-use std::sync::Mutex;
+use std::sync::{Mutex, PoisonError};
 
-use paceline_base::{Bytes, KernelClass, lock};
+use paceline_base::{BlockType, Bytes, KernelClass, lock};
 use paceline_formats::mlx::{BLOCK_BYTES_MAX, Quantised};
 use paceline_formats::tensor::{MappedBytes, Tensor};
 use paceline_tensor::{PackOptions, Packed, StoredMatrix, ThreadPool, UNIT, stored};
@@ -12,6 +14,8 @@ use paceline_tensor::{PackOptions, Packed, StoredMatrix, ThreadPool, UNIT, store
 use crate::rope::MIN_DIVISOR;
 use crate::split::{LeafCut, Shard};
 use crate::{Config, Error, Family, Nth, Part, Role, Source, config};
+
+pub(crate) use latent::Latent;
 
 /// A matrix with an optional bias: `(out, in)`, or this rank's rows of it.
 #[derive(Debug)]
@@ -44,10 +48,13 @@ impl Summed {
 #[derive(Debug)]
 pub(crate) struct Layer {
     pub(crate) attention_norm: Vec<f32>,
+    /// Of compressed queries, where there are such.
     pub(crate) query: Linear,
     /// None where it uses another layer's.
     pub(crate) key: Option<Linear>,
     pub(crate) value: Option<Linear>,
+    /// Where all heads share one key.
+    pub(crate) latent: Option<Box<Latent>>,
     pub(crate) attention_output: Summed,
     pub(crate) query_norm: Option<Vec<f32>>,
     pub(crate) key_norm: Option<Vec<f32>>,
@@ -165,6 +172,23 @@ impl AsStored {
         match self {
             Self::Whole(tensor) => &tensor.name,
             Self::Mlx(matrix) => &matrix.name,
+        }
+    }
+
+    /// The first scale, or weight of a float type, that is infinite or NaN.
+    fn not_finite(&self, pool: &ThreadPool) -> Option<f32> {
+        match self {
+            Self::Whole(tensor) => not_finite(tensor.block_type, &tensor.bytes, pool),
+            Self::Mlx(matrix) => {
+                let scales = match (&matrix.biases, is_bf16(matrix.block_type)) {
+                    (None, _) => return matrix.scales.contains(&u8::MAX).then_some(f32::NAN),
+                    (_, true) => BlockType::BF16,
+                    (_, false) => BlockType::F16,
+                };
+                let parts = [Some(&matrix.scales), matrix.biases.as_ref()];
+                let mut parts = parts.into_iter().flatten();
+                parts.find_map(|part| not_finite(scales, part, pool))
+            }
         }
     }
 
@@ -322,6 +346,27 @@ impl Names<'_> {
     }
 }
 
+/// Whether scales of MLX's integers are bfloat16.
+fn is_bf16(block_type: BlockType) -> bool {
+    block_type.name().ends_with("BF16")
+}
+
+/// Bytes that a thread looks at before the next part: far more than it takes to ask for one.
+const LOOKED_AT: usize = 1 << 18;
+
+/// As [`stored::not_finite`], on all threads; which of several is told may vary.
+fn not_finite(block_type: BlockType, bytes: &[u8], pool: &ThreadPool) -> Option<f32> {
+    let part = LOOKED_AT / block_type.bytes() * block_type.bytes();
+    let found = Mutex::new(None);
+    pool.run(bytes.len().div_ceil(part), &|i| {
+        let part = &bytes[i * part..bytes.len().min((i + 1) * part)];
+        if let Some(bad) = stored::not_finite(block_type, part) {
+            *lock(&found) = Some(bad);
+        }
+    });
+    found.into_inner().unwrap_or_else(PoisonError::into_inner)
+}
+
 /// Rows that a thread joins at a time: a hundred kilobytes of an 8B model's, far fewer than there
 /// are.
 const ROWS_JOINED: usize = 64;
@@ -363,15 +408,17 @@ impl Loader<'_> {
             shape.kv_heads * shape.head_dim,
         );
         let (out, v) = (
-            shape.heads * shape.value_dim,
+            shape.heads * shape.output_dim(),
             shape.kv_heads * shape.value_dim,
         );
         let role = |part| Role::Layer(i, part);
         let rows = |part, all, mine| self.rows(role(part), [all, c.width], mine);
+        let latent = shape.latent.map(|latent| self.latent(i, latent));
         let of_heads = |heads: &Range<usize>, dim| heads.start * dim..heads.end * dim;
         let of_kv = |part, all, dim| {
             let mine = || rows(part, all, of_heads(&cut.kv_heads, dim));
-            shape.has_kv().then(mine).transpose()
+            let there = shape.has_kv() && shape.latent.is_none();
+            there.then(mine).transpose()
         };
         let norm = |part, n| self.names.norm(role(part), n);
         let opt_norm = |there: bool, part, n| there.then(|| norm(part, n)).transpose();
@@ -379,9 +426,13 @@ impl Loader<'_> {
         let [query_norm, key_norm] = self.query_key_norms(i)?;
         Ok(Layer {
             attention_norm: norm(Part::AttentionNorm, c.width)?,
-            query: rows(Part::Query, q, of_heads(&cut.heads, shape.head_dim))?,
+            query: match shape.latent {
+                Some(latent) => self.latent_query(i, latent)?,
+                None => rows(Part::Query, q, of_heads(&cut.heads, shape.head_dim))?,
+            },
             key: of_kv(Part::Key, k, shape.head_dim)?,
             value: of_kv(Part::Value, v, shape.value_dim)?,
+            latent: latent.transpose()?.map(Box::new),
             attention_output: self.summed(role(Part::AttentionOutput), out, &cut.attention)?,
             query_norm,
             key_norm,
@@ -458,6 +509,7 @@ impl Loader<'_> {
         };
         let linear = |role, shape: [usize; 2], of: Option<Nth>| {
             let bias = of.map(|nth| self.names.expert_bias(role, nth, shape[0]));
+            self.check_finite(role, shape)?;
             Ok::<_, Error>(Linear {
                 matrix: self.whole(role, shape, false)?,
                 bias: bias.transpose()?.flatten(),
@@ -499,6 +551,19 @@ impl Loader<'_> {
             first: mine.start,
             experts: mine.map(expert).collect::<Result<_, Error>>()?,
         })
+    }
+
+    /// Refuses a matrix of an expert whose weights are not all numbers: a row that chose it would be
+    /// none, and others, in its batch or not, would not tell.
+    fn check_finite(&self, role: Role, shape: [usize; 2]) -> Result<(), Error> {
+        let stored = self.names.as_stored(role, shape)?;
+        match stored.not_finite(self.pool) {
+            None => Ok(()),
+            Some(got) => Err(Error::NotFinite {
+                name: stored.name().to_owned(),
+                got,
+            }),
+        }
     }
 
     /// Packs all of a matrix; `as_f32` whatever the class.
@@ -663,21 +728,37 @@ fn vector(tensor: &Tensor, n: usize) -> Result<Vec<f32>, Error> {
 
 impl Layer {
     pub(crate) fn bytes(&self) -> Bytes {
-        let rows = self.of_normed().map(|matrix| matrix.bytes().0);
-        Bytes(rows.sum::<u64>() + self.attention_output.bytes() + self.feed_forward.down_bytes())
+        let rows = self.of_normed().into_iter().map(|matrix| matrix.bytes().0);
+        let latent = self.latent.iter().flat_map(|latent| {
+            let query = latent.query_down.is_some().then_some(&self.query.matrix);
+            latent.keys.iter().chain(&latent.values).chain(query)
+        });
+        let latent: u64 = latent.map(|matrix| matrix.bytes().0).sum();
+        Bytes(
+            rows.sum::<u64>()
+                + latent
+                + self.attention_output.bytes()
+                + self.feed_forward.down_bytes(),
+        )
     }
 
     /// The matrices that multiply rows after a norm.
-    pub(crate) fn of_normed(&self) -> impl Iterator<Item = &Packed> {
+    pub(crate) fn of_normed(&self) -> Vec<&Packed> {
         let Self {
             query,
             key,
             value,
+            latent,
             feed_forward,
             ..
         } = self;
-        let kv = [key, value].into_iter().flatten();
-        let linears = [query].into_iter().chain(kv).map(|linear| &linear.matrix);
-        linears.chain(feed_forward.of_normed())
+        let compressed = latent
+            .as_ref()
+            .and_then(|latent| latent.query_down.as_ref());
+        let query = compressed.map_or(query, |(down, _)| down);
+        let down = latent.as_ref().map(|latent| &latent.down);
+        let more = [key.as_ref(), value.as_ref(), down].into_iter().flatten();
+        let linears = [query].into_iter().chain(more).map(|linear| &linear.matrix);
+        linears.chain(feed_forward.of_normed()).collect()
     }
 }

@@ -102,6 +102,7 @@ fn a_decode_step_allocates_nothing() {
         Family::GptOss,
         Family::Glm4Moe,
         Family::MiniMaxM2,
+        Family::DeepSeek,
     ] {
         let path = dir.path().join("model.gguf");
         Tiny::new(family, BlockType::Q4_K).write(&path);

@@ -117,6 +117,8 @@ fn experts_follow_the_rule() {
         (Family::GptOss, BlockType::MXFP4_SPLIT),
         (Family::Glm4Moe, BlockType::Q8_0),
         (Family::MiniMaxM2, BlockType::Q4_0),
+        (Family::DeepSeek, BlockType::Q4_1),
+        (Family::DeepSeek, BlockType::BF16),
     ] {
         let path = dir.path().join("experts.gguf");
         Tiny::new(family, block_type).write(&path);

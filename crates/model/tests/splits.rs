@@ -232,6 +232,9 @@ fn experts_give_the_bits_of_one_rank() {
         (Family::Glm4Moe, BlockType::Q5_K, KernelClass::CpuQ8),
         (Family::MiniMaxM2, BlockType::Q4_K, KernelClass::Cpu),
         (Family::MiniMaxM2, BlockType::F32, KernelClass::CpuF32),
+        (Family::DeepSeek, BlockType::Q8_0, KernelClass::Cpu),
+        (Family::DeepSeek, BlockType::Q5_1, KernelClass::CpuQ8),
+        (Family::DeepSeek, BlockType::F16, KernelClass::CpuF32),
     ] {
         let path = dir.path().join("experts.gguf");
         let tiny = Tiny::new(family, block_type);

@@ -23,7 +23,7 @@ use paceline_engine::{
     EngineConfig, Failure, Reply, Request, Service, Sink, State, Status, Ticket,
 };
 use paceline_model::trace::RankTrace;
-use paceline_model::{Config, Split};
+use paceline_model::{Config, ExpertUses, Split};
 use paceline_tensor::KvType;
 use tracing::{debug, info, warn};
 
@@ -178,10 +178,13 @@ struct Shared {
     last_ticket: AtomicU64,
 }
 
+/// What a rank has moved, and how often its layers' experts were chosen.
+type RankMeasured = (Moved, Vec<ExpertUses>);
+
 enum Command {
     Submit(Ticket, Box<Request>, Vec<u32>, Sink),
     Cancel(Ticket),
-    Measure(Sender<Moved>),
+    Measure(Sender<RankMeasured>),
     Trace,
     Traced(Sender<(Rank, RankTrace)>),
     End,
@@ -324,17 +327,32 @@ impl Instance {
 
     /// What all ranks together have moved so far; `None` when one does not say within a second.
     pub fn moved(&self) -> Option<Moved> {
-        let (sender, receiver): (_, Receiver<Moved>) = channel();
+        let now = self.measure()?.into_iter().map(|(moved, _)| moved).sum();
+        let before = lock(&self.shared.view).moved;
+        Some([before, now].into_iter().sum())
+    }
+
+    /// How often the experts of each layer were chosen since the weights were loaded; none without
+    /// experts, or when a rank does not say within a second.
+    pub fn expert_uses(&self) -> Vec<ExpertUses> {
+        let ranks = self.measure().unwrap_or_default().into_iter();
+        let mut uses: Vec<ExpertUses> = ranks.flat_map(|(_, uses)| uses).collect();
+        // The ranks of a stage count the same.
+        uses.sort_by_key(|uses| uses.layer);
+        uses.dedup_by_key(|uses| uses.layer);
+        uses
+    }
+
+    /// What each rank says now; `None` when one does not within a second.
+    fn measure(&self) -> Option<Vec<RankMeasured>> {
+        let (sender, receiver): (_, Receiver<RankMeasured>) = channel();
         self.shared.command(Command::Measure(sender));
         let deadline = Instant::now() + MEASURE_LIMIT;
-        let next = |_: &Cut| {
+        let next = |_| {
             let left = deadline.saturating_duration_since(Instant::now());
             receiver.recv_timeout(left).ok()
         };
-        let ranks = self.cuts[0].split.ranks() as usize;
-        let now: Option<Moved> = (0..ranks).map(|_| next(&self.cuts[0])).sum();
-        let before = lock(&self.shared.view).moved;
-        Some([before, now?].into_iter().sum())
+        (0..self.cuts[0].split.ranks()).map(next).collect()
     }
 
     /// Has every rank record what takes how long from now on, until [`traced`](Self::traced).
@@ -454,7 +472,7 @@ struct Shell {
     begun: Instant,
     sinks: HashMap<Ticket, Sink>,
     meeting: Meeting,
-    measuring: Vec<Sender<Moved>>,
+    measuring: Vec<Sender<RankMeasured>>,
     tracing: Vec<Sender<(Rank, RankTrace)>>,
     /// Hears how the first start went.
     first: Option<Sender<Result<(), Error>>>,
@@ -492,9 +510,10 @@ impl Shell {
         };
         if let CrewEvent::Message { message, .. } = &event {
             match message {
-                FromWorker::Measured(moved) => {
+                FromWorker::Measured { moved, uses } => {
+                    let measured = || ((*moved).into(), uses.clone());
                     self.measuring
-                        .retain(|asker| asker.send((*moved).into()).is_ok());
+                        .retain(|asker| asker.send(measured()).is_ok());
                     return;
                 }
                 FromWorker::Left { moved, .. } => {

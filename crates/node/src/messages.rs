@@ -13,8 +13,8 @@ use std::path::PathBuf;
 
 use paceline_comm::tcp::KEY_BYTES;
 use paceline_engine::{EngineConfig, Reply, Request, Ticket};
-use paceline_model::Split;
 use paceline_model::trace::RankTrace;
+use paceline_model::{ExpertUses, Split};
 use serde::{Deserialize, Serialize};
 
 use crate::moved::RankMoved;
@@ -46,7 +46,7 @@ pub enum ToWorker {
         /// Its name.
         ticket: Ticket,
     },
-    /// Tell what was sent so far.
+    /// Tell what was sent so far, and how often experts were chosen.
     Measure,
     /// Record what takes how long from now on, or tell what was recorded since.
     Trace {
@@ -136,7 +136,12 @@ pub enum FromWorker {
         reply: Reply,
     },
     /// The answer to `Measure`.
-    Measured(RankMoved),
+    Measured {
+        /// What it has sent.
+        moved: RankMoved,
+        /// How often its layers' experts were chosen since their weights were loaded.
+        uses: Vec<ExpertUses>,
+    },
     /// The answer to `Trace` that ends one.
     Traced(Box<RankTrace>),
     /// It has left the epoch, and waits.

@@ -16,7 +16,7 @@ use paceline_comm::Backend;
 use paceline_engine::{Engine, EngineConfig, Failure, Reply, Request, Runner, Service, Ticket};
 use paceline_formats::tokenizer::Tokenizer;
 use paceline_model::trace::{RankTrace, Tracer};
-use paceline_model::{Config, MlxPlaces, Source, Split, SplitKind};
+use paceline_model::{Config, ExpertUses, MlxPlaces, Source, Split, SplitKind};
 use paceline_tensor::{Kernels, KvType};
 
 use crate::crew::Crew;
@@ -428,6 +428,19 @@ impl Loaded {
             Computing::Here { tracer, .. } => Ok(vec![tracer.stop()]),
             Computing::Crew(instance) => instance.traced(),
             Computing::Elsewhere { .. } => Ok(Vec::new()),
+        }
+    }
+
+    /// How often the experts of each layer were chosen since the weights were loaded; none without
+    /// experts, or when a node does not say.
+    pub fn expert_uses(&self) -> Vec<ExpertUses> {
+        match &self.computing {
+            Computing::Here { runner, .. } => {
+                let uses = runner.inspect(|engine| engine.model().expert_uses());
+                uses.unwrap_or_default()
+            }
+            Computing::Crew(instance) => instance.expert_uses(),
+            Computing::Elsewhere { .. } => Vec::new(),
         }
     }
 

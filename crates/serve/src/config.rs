@@ -353,6 +353,9 @@ pub struct Fact {
     pub name: &'static str,
     /// A line without a full stop at its end.
     pub help: &'static str,
+    /// What tells values of one name apart, as `layer="3",expert="7"`; empty for one value. Values
+    /// of one name follow one another.
+    pub labels: String,
     /// The value now.
     pub value: f64,
 }

@@ -254,10 +254,23 @@ fn labelled(line: &str, model: &str) -> String {
 
 /// The caller's figures as gauges.
 pub(crate) fn facts_text(facts: &Facts) -> String {
-    let mut text = String::new();
-    for Fact { name, help, value } in (facts.0)() {
-        text += &format!("# HELP paceline_{name} {help}.\n# TYPE paceline_{name} gauge\n");
-        text += &format!("paceline_{name} {value}\n");
+    let (mut text, mut last) = (String::new(), "");
+    for fact in (facts.0)() {
+        let Fact {
+            name,
+            help,
+            labels,
+            value,
+        } = fact;
+        if name != last {
+            text += &format!("# HELP paceline_{name} {help}.\n# TYPE paceline_{name} gauge\n");
+            last = name;
+        }
+        let labels = match labels.is_empty() {
+            true => labels,
+            false => format!("{{{labels}}}"),
+        };
+        text += &format!("paceline_{name}{labels} {value}\n");
     }
     text
 }

@@ -19,6 +19,9 @@
 //! `scale = f16(max / 127)`, `q = round_ties_even(x / scale)`; keys and values are each followed by
 //! their scales, `(ceil(head_dim / 32), 64)`. What attention computes with is `scale * q`, rounded
 //! once to f32.
+//!
+//! Layers of latent attention ([`LayerStore::Latent`]) keep keys alone, of which the first
+//! `value_dim` elements are the values.
 
 use std::str::FromStr;
 
@@ -166,6 +169,9 @@ impl StateShape {
 pub enum LayerStore {
     /// Keys and values of each position.
     Rows(KvShape),
+    /// Keys of each position, whose first `value_dim` elements are the values too: latent
+    /// attention, which so keeps each number once.
+    Latent(KvShape),
     /// A state of fixed size.
     State(StateShape),
     /// Nothing: it reads what another layer keeps.
@@ -175,7 +181,7 @@ pub enum LayerStore {
 impl LayerStore {
     const fn heads(self) -> usize {
         match self {
-            Self::Rows(shape) => shape.heads,
+            Self::Rows(shape) | Self::Latent(shape) => shape.heads,
             Self::State(shape) => shape.heads,
             Self::Nothing => 0,
         }
@@ -185,6 +191,7 @@ impl LayerStore {
     pub const fn page_bytes(self) -> usize {
         match self {
             Self::Rows(shape) => shape.page_bytes(),
+            Self::Latent(shape) => shape.heads * shape.part_bytes(shape.head_dim),
             Self::State(shape) => shape.page_bytes(),
             Self::Nothing => 0,
         }
@@ -224,17 +231,15 @@ impl KvCache {
     /// [`Error::Memory`] when the address space cannot be reserved.
     ///
     /// # Panics
-    /// If the size of a key or value is not a multiple of 16, or there is no such pool.
+    /// If the size of a key or value is not a multiple of 16, a value that is part of its key is
+    /// longer, or there is no such pool.
     pub fn new(layers: &[(usize, LayerStore)], pages: &[usize]) -> Result<Self, Error> {
         let mut page_bytes = vec![0; pages.len()];
         let place = |&(pool, store): &(usize, LayerStore)| {
-            if let LayerStore::Rows(KvShape {
-                head_dim,
-                value_dim,
-                ..
-            }) = store
-            {
-                let fits = head_dim.is_multiple_of(16) && value_dim.is_multiple_of(16);
+            if let LayerStore::Rows(shape) | LayerStore::Latent(shape) = store {
+                let (head_dim, value_dim) = (shape.head_dim, shape.value_dim);
+                let within = matches!(store, LayerStore::Rows(_)) || value_dim <= head_dim;
+                let fits = head_dim.is_multiple_of(16) && value_dim.is_multiple_of(16) && within;
                 assert!(fits, "head_dim {head_dim}, value_dim {value_dim}");
             }
             let start = page_bytes[pool];
@@ -296,9 +301,14 @@ impl KvCache {
     /// If it keeps none.
     pub fn rows(&self, layer: usize) -> KvShape {
         match self.layers[layer].store {
-            LayerStore::Rows(shape) => shape,
+            LayerStore::Rows(shape) | LayerStore::Latent(shape) => shape,
             other => panic!("layer {layer} keeps {other:?}"),
         }
+    }
+
+    /// Whether a layer's values are the first elements of its keys.
+    pub(crate) fn is_latent(&self, layer: usize) -> bool {
+        matches!(self.layers[layer].store, LayerStore::Latent(_))
     }
 
     /// The shape of a layer's states.
@@ -330,7 +340,8 @@ impl KvCache {
         page * pool.page_bytes + place.start + head * place.head_bytes
     }
 
-    /// One head of a page; `next` are the page and the head that will be read after it.
+    /// One head of a page; `next` are the page and the head that will be read after it. Values that
+    /// are part of the keys lie as these do, `(value_dim, 64)`.
     pub(crate) fn page(
         &self,
         layer: usize,
@@ -340,24 +351,27 @@ impl KvCache {
         let shape = self.rows(layer);
         let start = self.offset(layer, page, head);
         let next = next.map_or(start, |(page, head)| self.offset(layer, page, head));
-        let data = &self.pools[self.layers[layer].pool].data;
-        let bytes = &data[start..start + shape.head_bytes()];
+        let place = &self.layers[layer];
+        let bytes = &self.pools[place.pool].data[start..start + place.head_bytes];
         let (keys, values) = bytes.split_at(shape.part_bytes(shape.head_dim));
+        let (values, scales) = match self.is_latent(layer) {
+            true => (keys, &keys[shape.element_bytes(shape.head_dim)..]),
+            false => (values, &values[shape.element_bytes(shape.value_dim)..]),
+        };
         PageView {
             keys: keys.as_ptr(),
             key_scales: keys[shape.element_bytes(shape.head_dim)..].as_ptr().cast(),
             values: values.as_ptr(),
-            value_scales: values[shape.element_bytes(shape.value_dim)..]
-                .as_ptr()
-                .cast(),
+            value_scales: scales.as_ptr().cast(),
             head_dim: shape.head_dim,
             value_dim: shape.value_dim,
             to_next: next as isize - start as isize,
+            values_to_next: next as isize - start as isize,
         }
     }
 
     /// Writes key and value of one position, `(heads, head_dim)` and `(heads, value_dim)`, into
-    /// slot `slot` (0..64) of a page.
+    /// slot `slot` (0..64) of a page. Where values are part of the keys `value` is empty.
     pub fn write(&mut self, layer: usize, page: u32, slot: usize, key: &[f32], value: &[f32]) {
         // SAFETY: one thread.
         unsafe { self.writer(layer).write(page, slot, key, value) }
@@ -402,7 +416,8 @@ impl Writer<'_> {
     pub(crate) unsafe fn write(&self, page: u32, slot: usize, key: &[f32], value: &[f32]) {
         assert!(slot < PAGE, "slot {slot}");
         let shape = self.cache.rows(self.layer);
-        let (k, v) = (shape.head_dim, shape.value_dim);
+        let latent = self.cache.is_latent(self.layer);
+        let (k, v) = (shape.head_dim, if latent { 0 } else { shape.value_dim });
         assert_eq!((key.len(), value.len()), (shape.heads * k, shape.heads * v));
         for head in 0..shape.heads {
             let start = self.cache.offset(self.layer, page, head);
@@ -420,6 +435,9 @@ impl Writer<'_> {
             unsafe {
                 let keys = self.data.add(start);
                 write_head(shape, key, keys, slot, column);
+                if latent {
+                    continue;
+                }
                 write_head(shape, value, keys.add(shape.part_bytes(k)), slot, row);
             }
         }

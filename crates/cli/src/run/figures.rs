@@ -3,6 +3,7 @@
 use std::time::{Duration, Instant};
 
 use paceline_engine::Finish;
+use paceline_model::ExpertUses;
 use paceline_node::Moved;
 use paceline_node::supervisor::Change;
 use paceline_tensor::KvType;
@@ -151,7 +152,17 @@ impl Figures {
             "kv_type": loaded.kv.map(KvType::name),
             "instruction_set": loaded.device(),
             "seed": session.seed(),
+            "expert_uses": expert_uses(&loaded.expert_uses()),
         })
+    }
+}
+
+/// How often each expert was chosen, by layer; null without experts.
+fn expert_uses(uses: &[ExpertUses]) -> serde_json::Value {
+    let of = |uses: &ExpertUses| json!({"layer": uses.layer, "rows": uses.rows});
+    match uses {
+        [] => serde_json::Value::Null,
+        uses => uses.iter().map(of).collect(),
     }
 }
 

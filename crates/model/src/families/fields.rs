@@ -1,6 +1,7 @@
 //! Reading configuration values from GGUF metadata or `config.json` under their two names.
 
 mod experts;
+mod latent;
 mod rope;
 
 pub(crate) use rope::RopeKind;
@@ -53,7 +54,7 @@ impl<'a> Fields<'a> {
         };
         Family::ALL
             .into_iter()
-            .find(|f| names(*f) == name)
+            .find(|f| names(*f) == name || f.other_names().contains(&name))
             .map(mixtral)
             .ok_or_else(|| Error::Architecture {
                 architecture: shortened(name),

@@ -23,7 +23,7 @@ pub(super) fn config(fields: &Fields<'_>) -> Result<Config, Error> {
     config.ropes = vec![fields.rope(&config, ROPE)?];
     let experts = fields.sigmoid_experts("n_routed_experts", config.ffn)?;
     let experts = fields.with_ungated_shared(experts)?;
-    let dense = fields.dense_layers()?;
+    let dense = fields.dense_layers(1)?;
     for layer in config.layers.iter_mut().skip(dense) {
         layer.experts = Some(experts);
     }

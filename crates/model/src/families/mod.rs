@@ -3,6 +3,7 @@
 //! Letters in shape comments: T rows of the batch, C width, H heads, K KV heads, D head size,
 //! F feed-forward width, V vocabulary.
 
+mod deepseek;
 mod fields;
 mod gemma3;
 mod glm4moe;
@@ -58,6 +59,14 @@ pub(crate) trait LayerStep {
 
     /// Writes k and v to the cache, then q (T, H D) -> attended (T, H D).
     fn attend(&mut self, w: &Self::Layer, index: usize) -> Result<(), Error>;
+
+    /// x (T, C) -> q (T, H, R + P), k (T, R + P), of latent attention: R latent numbers and P that
+    /// turn, rotated by the positions of the rows; q scaled.
+    fn project_latent(&mut self, w: &Self::Layer) -> Result<(), Error>;
+
+    /// Writes k to the cache, then q -> attended (T, H V): what a head reads of latent numbers,
+    /// expanded.
+    fn attend_latent(&mut self, w: &Self::Layer, index: usize) -> Result<(), Error>;
 
     /// attended (T, H D) -> delta (T, C), summed over the ranks of the stage
     fn project_attention(&mut self, w: &Self::Layer) -> Result<(), Error>;
@@ -121,11 +130,13 @@ pub enum Family {
     Glm4Moe,
     /// MiniMax M2 to M2.7.
     MiniMaxM2,
+    /// DeepSeek V2, V3 and R1, Kimi K2, GLM 4.7 Flash, Mistral 4: latent attention and experts.
+    DeepSeek,
 }
 
 impl Family {
     /// Every family.
-    pub const ALL: [Self; 10] = [
+    pub const ALL: [Self; 11] = [
         Self::Llama,
         Self::Qwen2,
         Self::Qwen3,
@@ -136,6 +147,7 @@ impl Family {
         Self::GptOss,
         Self::Glm4Moe,
         Self::MiniMaxM2,
+        Self::DeepSeek,
     ];
 
     /// Those without experts.
@@ -153,6 +165,7 @@ impl Family {
             Self::GptOss => "gpt-oss",
             Self::Glm4Moe => "glm4moe",
             Self::MiniMaxM2 => "minimax-m2",
+            Self::DeepSeek => "deepseek2",
         }
     }
 
@@ -166,7 +179,25 @@ impl Family {
             Self::GptOss => "gpt_oss",
             Self::Glm4Moe => "glm4_moe",
             Self::MiniMaxM2 => "minimax_m2",
+            Self::DeepSeek => "deepseek_v3",
             other => other.name(),
+        }
+    }
+
+    /// More names that files have for it, in either layout.
+    const fn other_names(self) -> &'static [&'static str] {
+        match self {
+            Self::DeepSeek => &[
+                "mistral4",
+                "deepseek_v2",
+                "kimi_k2",
+                "glm4_moe_lite",
+                "deepseek32",
+                "deepseek_v32",
+                "glm-dsa",
+                "glm_moe_dsa",
+            ],
+            _ => &[],
         }
     }
 
@@ -220,6 +251,7 @@ impl Family {
             Self::GptOss => gpt_oss::config(fields),
             Self::Glm4Moe => glm4moe::config(fields),
             Self::MiniMaxM2 => minimax_m2::config(fields),
+            Self::DeepSeek => deepseek::config(fields),
         }
     }
 
@@ -244,6 +276,7 @@ impl Family {
             Self::GptOss => gpt_oss::layer(step, weights, index),
             Self::Glm4Moe => glm4moe::layer(step, weights, index),
             Self::MiniMaxM2 => minimax_m2::layer(step, weights, index),
+            Self::DeepSeek => deepseek::layer(step, weights, index),
         }
     }
 }

@@ -445,6 +445,14 @@ impl LayerStep for Step<'_> {
         unreachable!("asked by families with experts")
     }
 
+    fn project_latent(&mut self, _: &Self::Layer) -> Result<(), Error> {
+        unreachable!("refused when the model was loaded")
+    }
+
+    fn attend_latent(&mut self, _: &Self::Layer, _: usize) -> Result<(), Error> {
+        unreachable!("refused when the model was loaded")
+    }
+
     fn has_experts(&self, _: &Self::Layer) -> bool {
         false
     }

@@ -17,6 +17,7 @@ fn smollm2() -> Config {
         query_scale: 0.125,
         ffn: 1536,
         experts: None,
+        latent: None,
     };
     Config {
         family: Family::Llama,
@@ -24,6 +25,8 @@ fn smollm2() -> Config {
         heads: 9,
         kv_heads: 3,
         head_dim: 64,
+        latent: None,
+        indexed: None,
         ffn: 1536,
         ffn_leaf: 128,
         vocab: 49152,

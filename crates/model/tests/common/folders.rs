@@ -12,7 +12,7 @@ pub(crate) const FOLDERS: [&str; 7] = [
 ];
 
 /// Those with experts, which MLX does not compute yet.
-pub(crate) const EXPERT_FOLDERS: [&str; 8] = [
+pub(crate) const EXPERT_FOLDERS: [&str; 13] = [
     "mixtral",
     "qwen2moe-bf16",
     "qwen3moe-bf16",
@@ -21,4 +21,9 @@ pub(crate) const EXPERT_FOLDERS: [&str; 8] = [
     "glm4moe-bf16",
     "glm4moe-air-bf16",
     "minimax-m2-bf16",
+    "deepseek-v3-bf16",
+    "deepseek-v2",
+    "glm4-moe-lite-bf16",
+    "mistral4-bf16",
+    "deepseek-v32-bf16",
 ];

@@ -17,11 +17,12 @@ pub(crate) const MLX_FOLDERS: [&str; 6] = [
 ];
 
 /// As those, with experts, which MLX does not compute here.
-pub(crate) const MLX_EXPERT_FOLDERS: [&str; 4] = [
+pub(crate) const MLX_EXPERT_FOLDERS: [&str; 5] = [
     "qwen3moe-4bit",
     "glm4moe-4bit",
     "minimax-m2-6bit",
     "gpt-oss-mxfp4",
+    "deepseek-v3-4bit",
 ];
 
 /// Logits at all positions of the prompt, `(positions, vocabulary)`.

@@ -42,6 +42,19 @@ impl Random {
 /// Of families that have them.
 const EXPERTS: usize = 7;
 const EXPERT_FFN: usize = 256;
+/// Those of DeepSeek's, in four groups.
+const GROUPED: usize = 8;
+/// Elements of a query that turn, of DeepSeek's.
+const TURNED: usize = 16;
+/// Types of files of DeepSeek's that expand keys and values by one matrix.
+const JOINED: [BlockType; 2] = [BlockType::Q5_1, BlockType::BF16];
+
+/// Sizes of latent attention: of a query and of a value, and of what both come from.
+struct Heads {
+    plain: usize,
+    value: usize,
+    latent: usize,
+}
 
 /// The shape of a random model. Every row is whole super-blocks of 256, so that any storage type
 /// fits; norms and biases are F32.
@@ -72,6 +85,7 @@ impl Tiny {
             Family::Qwen2 | Family::Qwen2Moe => (4, 4, 64, 2),
             Family::Qwen3 | Family::Qwen3Moe => (8, 4, 64, 2),
             Family::Gemma3 => (4, 1, 128, 6),
+            Family::DeepSeek => (4, 1, if block_type.len() > 32 { 256 } else { 64 }, 3),
         };
         let (width, ffn, vocab, window) = (256, 512, 300, 70);
         Self {
@@ -134,11 +148,39 @@ impl Tiny {
         ] {
             add(key, (value as u32).into());
         }
+        if self.family == Family::DeepSeek {
+            let Heads {
+                plain,
+                value,
+                latent,
+            } = self.latent_heads();
+            for (key, size) in [
+                ("attention.key_length_mla", plain + TURNED),
+                ("attention.value_length_mla", value),
+                ("attention.q_lora_rank", latent),
+                ("attention.kv_lora_rank", latent),
+                ("rope.dimension_count", TURNED),
+                ("nextn_predict_layers", 1),
+                ("leading_dense_block_count", 1),
+                ("expert_shared_count", 1),
+                ("expert_gating_func", 2),
+                ("expert_group_count", 4),
+                ("expert_group_used_count", 2),
+                ("rope.scaling.original_context_length", 512),
+            ] {
+                add(key, (size as u32).into());
+            }
+            add("expert_weights_scale", 2.5f32.into());
+            add("expert_weights_norm", true.into());
+            add("rope.scaling.type", "yarn".into());
+            add("rope.scaling.factor", 8f32.into());
+            add("rope.scaling.yarn_log_multiplier", 0.1f32.into());
+        }
         add("attention.layer_norm_rms_epsilon", 1e-6f32.into());
         add("rope.freq_base", 1e4f32.into());
         if !Family::DENSE.contains(&self.family) {
             for (key, value) in [
-                ("expert_count", EXPERTS),
+                ("expert_count", self.experts_of()),
                 ("expert_used_count", 3),
                 ("expert_feed_forward_length", EXPERT_FFN),
                 ("expert_shared_feed_forward_length", self.ffn),
@@ -176,22 +218,65 @@ impl Tiny {
 
     /// Blocks behind the layers, for predicting more than one token: their weights are not read.
     fn more_blocks(&self) -> usize {
-        usize::from(self.family == Family::Glm4Moe)
+        usize::from(matches!(self.family, Family::Glm4Moe | Family::DeepSeek))
+    }
+
+    fn experts_of(&self) -> usize {
+        match self.family {
+            Family::DeepSeek => GROUPED,
+            _ => EXPERTS,
+        }
+    }
+
+    /// Sizes of latent attention.
+    fn latent_heads(&self) -> Heads {
+        let plain = self.head_dim.max(32);
+        Heads {
+            plain,
+            value: (self.head_dim / 4).max(16),
+            latent: plain,
+        }
+    }
+
+    /// Attention of DeepSeek's: keys and values expanded apart, or by one matrix as in old files.
+    fn latent(&self, file: &mut TinyFile, name: impl Fn(&str) -> String) {
+        let Heads {
+            plain,
+            value,
+            latent,
+        } = self.latent_heads();
+        file.matrix(&name("attn_q_a"), latent, self.width);
+        file.vector(&name("attn_q_a_norm.weight"), latent, 1.5);
+        file.matrix(&name("attn_q_b"), self.heads * (plain + TURNED), latent);
+        file.matrix(&name("attn_kv_a_mqa"), latent + TURNED, self.width);
+        file.vector(&name("attn_kv_a_norm.weight"), latent, 1.5);
+        if JOINED.contains(&self.block_type) {
+            file.matrix(&name("attn_kv_b"), self.heads * (plain + value), latent);
+        } else {
+            for (part, shape) in [
+                ("attn_k_b", [self.heads, latent, plain]),
+                ("attn_v_b", [self.heads, value, latent]),
+            ] {
+                file.put(&name(&format!("{part}.weight")), self.block_type, &shape);
+            }
+        }
+        file.matrix(&name("attn_output"), self.width, self.heads * value);
     }
 
     /// Whether layer `i` has experts.
     fn has_experts(&self, i: usize) -> bool {
-        !Family::DENSE.contains(&self.family) && (self.family != Family::Glm4Moe || i > 0)
+        let first_is_dense = matches!(self.family, Family::Glm4Moe | Family::DeepSeek);
+        !Family::DENSE.contains(&self.family) && (!first_is_dense || i > 0)
     }
 
     /// Seven experts, three of which a row uses, and for qwen2moe and glm4moe a shared one.
     fn experts(&self, file: &mut TinyFile, name: impl Fn(&str) -> String) {
-        let (c, f) = (self.width, EXPERT_FFN);
-        file.put(&name("ffn_gate_inp.weight"), BlockType::F32, &[EXPERTS, c]);
+        let (c, f, n) = (self.width, EXPERT_FFN, self.experts_of());
+        file.put(&name("ffn_gate_inp.weight"), BlockType::F32, &[n, c]);
         for (part, shape) in [
-            ("ffn_gate_exps", [EXPERTS, f, c]),
-            ("ffn_up_exps", [EXPERTS, f, c]),
-            ("ffn_down_exps", [EXPERTS, c, f]),
+            ("ffn_gate_exps", [n, f, c]),
+            ("ffn_up_exps", [n, f, c]),
+            ("ffn_down_exps", [n, c, f]),
         ] {
             file.put(&name(&format!("{part}.weight")), self.block_type, &shape);
         }
@@ -209,15 +294,22 @@ impl Tiny {
                 );
             }
         }
-        if matches!(self.family, Family::Glm4Moe | Family::MiniMaxM2) {
-            file.vector(&name("exp_probs_b.bias"), EXPERTS, 0.0);
+        if matches!(
+            self.family,
+            Family::Glm4Moe | Family::MiniMaxM2 | Family::DeepSeek
+        ) {
+            file.vector(&name("exp_probs_b.bias"), n, 0.0);
         }
         if self.family == Family::Qwen2Moe {
             file.put(&name("ffn_gate_inp_shexp.weight"), BlockType::F32, &[c]);
         }
-        if matches!(self.family, Family::Qwen2Moe | Family::Glm4Moe) {
+        if matches!(
+            self.family,
+            Family::Qwen2Moe | Family::Glm4Moe | Family::DeepSeek
+        ) {
             let shared = match self.family {
                 Family::Glm4Moe => 2 * EXPERT_FFN,
+                Family::DeepSeek => EXPERT_FFN,
                 _ => self.ffn,
             };
             file.matrix(&name("ffn_gate_shexp"), shared, c);
@@ -231,10 +323,14 @@ impl Tiny {
         let name = |part: &str| format!("blk.{i}.{part}");
         // Norm weights around 4 make scores spread, so that attention is not a plain mean.
         file.vector(&name("attn_norm.weight"), self.width, 4.0);
-        file.matrix(&name("attn_q"), q, self.width);
-        file.matrix(&name("attn_k"), kv, self.width);
-        file.matrix(&name("attn_v"), kv, self.width);
-        file.matrix(&name("attn_output"), self.width, q);
+        if self.family == Family::DeepSeek {
+            self.latent(file, name);
+        } else {
+            file.matrix(&name("attn_q"), q, self.width);
+            file.matrix(&name("attn_k"), kv, self.width);
+            file.matrix(&name("attn_v"), kv, self.width);
+            file.matrix(&name("attn_output"), self.width, q);
+        }
         let second = match self.family {
             Family::GptOss | Family::Glm4Moe => "post_attention_norm.weight",
             _ => "ffn_norm.weight",

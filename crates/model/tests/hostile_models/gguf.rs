@@ -20,8 +20,8 @@ fn small(family: Family) -> Tiny {
         head_dim: 16,
         ffn: 96,
         vocab: 50,
-        // The first of glm4moe is dense.
-        layers: if matches!(family, Family::Glm4Moe) {
+        // The first of glm4moe and deepseek2 is dense.
+        layers: if matches!(family, Family::Glm4Moe | Family::DeepSeek) {
             2
         } else {
             1
@@ -242,7 +242,10 @@ fn sizes_that_the_weights_do_not_have_are_refused() {
 /// neither biases nor norms on heads.
 fn may_lack(family: Family, name: &str) -> bool {
     let of_glm = name.ends_with(".bias") && name.contains(".attn_") || name.contains("attn_q_norm");
-    name == "output.weight" || family == Family::Glm4Moe && of_glm
+    let of_deepseek = name.ends_with("exp_probs_b.bias");
+    name == "output.weight"
+        || family == Family::Glm4Moe && of_glm
+        || family == Family::DeepSeek && of_deepseek
 }
 
 /// Every tensor of every family: absent, of other shapes, of a type that is not read.
@@ -361,6 +364,85 @@ fn numbers_of_sigmoid_experts_that_lie_are_refused() {
 }
 
 #[test]
+fn numbers_of_latent_attention_and_groups_that_lie_are_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    for (key, value, expected) in [
+        ("attention.kv_lora_rank", 0, "attention.kv_lora_rank is 0"),
+        ("attention.kv_lora_rank", 33, "latent elements is 33"),
+        (
+            "attention.kv_lora_rank",
+            64,
+            "tensor blk.0.attn_kv_a_mqa.weight",
+        ),
+        (
+            "attention.kv_lora_rank",
+            u32::MAX,
+            "attention.kv_lora_rank is 4294967295",
+        ),
+        ("attention.q_lora_rank", 0, "tensor blk.0.attn_q.weight"),
+        ("attention.q_lora_rank", 64, "tensor blk.0.attn_q_"),
+        ("attention.key_length_mla", 16, "size of a key head is 16"),
+        ("attention.key_length_mla", 80, "tensor blk.0.attn_"),
+        ("attention.value_length_mla", 32, "tensor blk.0.attn_"),
+        ("rope.dimension_count", 8, "rotated elements is 8"),
+        ("rope.dimension_count", 32, "without rotation is 16"),
+        ("expert_group_count", 3, "number of groups of experts is 3"),
+        ("expert_group_count", 8, "number of groups of experts is 8"),
+        (
+            "expert_group_count",
+            u32::MAX,
+            "expert_group_count is 4294967295",
+        ),
+        ("expert_group_used_count", 0, "expert_group_used_count is 0"),
+        ("expert_group_used_count", 5, "expert_group_used_count is 5"),
+        (
+            "expert_group_used_count",
+            1,
+            "layer 1: it uses no expert, or more",
+        ),
+        ("expert_gating_func", 3, "expert_gating_func is 3"),
+    ] {
+        check_entry(
+            dir.path(),
+            Family::DeepSeek,
+            key,
+            Some(value.into()),
+            expected,
+        );
+    }
+    for (key, value, expected) in [
+        (
+            "rope.scaling.factor",
+            f32::INFINITY,
+            "rope scaling factor is inf",
+        ),
+        (
+            "rope.scaling.yarn_log_multiplier",
+            f32::NAN,
+            "attention factor of yarn is NaN",
+        ),
+        (
+            "rope.scaling.yarn_log_multiplier",
+            -1e9,
+            "attention factor of yarn is -",
+        ),
+        (
+            "attention.temperature_scale",
+            f32::NAN,
+            "growth of queries is NaN",
+        ),
+    ] {
+        check_entry(
+            dir.path(),
+            Family::DeepSeek,
+            key,
+            Some(value.into()),
+            expected,
+        );
+    }
+}
+
+#[test]
 fn numbers_of_yarn_that_lie_are_refused() {
     let dir = tempfile::tempdir().unwrap();
     let gpt_oss = |key, value: Value, expected| {
@@ -394,6 +476,7 @@ fn biases_and_sinks_that_are_not_numbers_are_refused() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("lies.gguf");
     for (family, name) in [
+        (Family::DeepSeek, "blk.1.exp_probs_b.bias"),
         (Family::MiniMaxM2, "blk.0.exp_probs_b.bias"),
         (Family::Glm4Moe, "blk.1.exp_probs_b.bias"),
         (Family::GptOss, "blk.0.attn_sinks.weight"),
@@ -424,6 +507,34 @@ fn routers_that_are_not_numbers_are_refused() {
             &format!("{family:?}"),
             &format!("tensor {name} holds NaN"),
         );
+    }
+}
+
+/// A scale that is infinite or NaN, in one block of one expert.
+#[test]
+fn experts_that_are_not_numbers_are_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("nan.gguf");
+    for (block_type, at, bad) in [
+        (BlockType::Q8_0, 0, "NaN"),
+        (BlockType::Q4_K, 2, "NaN"),
+        (BlockType::Q6_K, 208, "NaN"),
+        (BlockType::F16, 6, "NaN"),
+        (BlockType::MXFP4_SPLIT, 0, "NaN"),
+    ] {
+        let tiny = Tiny {
+            layers: 2,
+            ..Tiny::new(Family::DeepSeek, block_type)
+        };
+        for part in ["gate", "up", "down"] {
+            let mut file = tiny.file();
+            let name = format!("blk.1.ffn_{part}_exps.weight");
+            let tensor = file.tensors.iter_mut().find(|t| t.name == name).unwrap();
+            let block = tensor.bytes.len() / block_type.bytes() / 2 * block_type.bytes();
+            tensor.bytes[block + at..block + at + 2].fill(0xff);
+            file.write(&path);
+            check(&path, &name, &format!("tensor {name} holds {bad}"));
+        }
     }
 }
 

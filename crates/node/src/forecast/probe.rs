@@ -267,6 +267,10 @@ impl Packing<'_> {
     }
 
     fn layer(&self, index: usize) -> Result<Layer> {
+        if self.setting.config.latent.is_some() {
+            let what = "latent attention is not measured";
+            return Err(paceline_model::Error::Layer { layer: index, what }.into());
+        }
         let (shard, head_dim) = (self.shard, self.setting.config.head_dim);
         let of = |heads: &Range<usize>| heads.start * head_dim..heads.end * head_dim;
         let role = |part| Role::Layer(index, part);

@@ -79,7 +79,10 @@ impl Epoch {
 
     /// What the rank has sent so far.
     pub(super) fn measured(&self) -> FromWorker {
-        FromWorker::Measured(RankMoved::of(&*self.weights))
+        FromWorker::Measured {
+            moved: RankMoved::of(&*self.weights),
+            uses: self.weights.expert_uses(),
+        }
     }
 
     /// Begins a trace of this rank, or ends it and tells what was recorded.

@@ -72,6 +72,7 @@ impl Rig {
         let shared = || Fact {
             name: "shared",
             help: "Of the node",
+            labels: String::new(),
             value: 7.0,
         };
         config.facts = Facts(Arc::new(move || vec![shared()]));
