@@ -1,5 +1,10 @@
 //! A model that is ready to answer: what the command line says, handed to `paceline_node`.
 
+<<<<<<< ours
+=======
+use std::ffi::OsString;
+use std::fmt::Display;
+>>>>>>> theirs
 use std::io;
 use std::ops::Deref;
 use std::path::{Path, PathBuf};
@@ -273,6 +278,8 @@ impl Opened {
             load::check_mlx(&self.path)?; // here, since of a worker's error only the text arrives
         }
         let options = self.prepared.options();
+        // Before there are workers, which would wait for it.
+        self.prepared.identity()?;
         let crew = LocalCrew::spawn(LocalSpec {
             program: own_program().context("cannot find this program's own file")?,
             args: log::worker_args(),
@@ -432,7 +439,7 @@ fn shard_line(config: &Config, shard: &Shard, weights: Bytes) -> String {
 }
 
 /// Kernel classes, version and identity of the model; no identity where its files cannot be read.
-fn fingerprint<E>(classes: &str, identity: Result<String, E>) -> String {
+fn fingerprint<S: Display, E>(classes: &str, identity: Result<S, E>) -> String {
     let version = env!("CARGO_PKG_VERSION");
     match identity {
         Ok(identity) => format!("{classes}-{version}-{identity}"),

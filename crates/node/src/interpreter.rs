@@ -43,6 +43,9 @@ const DEADLINE: Duration = Duration::from_secs(6);
 /// Longest wait for other renderings of the same template.
 const WAIT: Duration = Duration::from_secs(10);
 
+/// Longest wait for the end of a child that has closed its channel.
+const END_LIMIT: Duration = Duration::from_secs(1);
+
 /// What the child is told.
 #[derive(Debug, Serialize, Deserialize)]
 enum Ask {
@@ -208,6 +211,16 @@ impl Child {
         )
     }
 
+    /// How it ended, of a child that takes no message: `reason` where its end is known already.
+    fn ended(&self, reason: &str) -> Failure {
+        match self.workers.recv(END_LIMIT) {
+            Some(Event::Exited { ending, tail, .. }) => cause(ending, &tail),
+            _ => Failure::Ended {
+                reason: format!("is gone: {reason}"),
+            },
+        }
+    }
+
     /// Its answer.
     ///
     /// # Errors
@@ -219,7 +232,8 @@ impl Child {
                 let reason = format!("takes no such conversation: {error}");
                 return Ok(Err(Failure::Ended { reason }));
             }
-            _ => {} // any other error shows as the child's end
+            Err(error) => return Err(self.ended(&error.to_string())),
+            Ok(()) => {}
         }
         loop {
             let left = DEADLINE.saturating_sub(start.elapsed());

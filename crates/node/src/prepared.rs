@@ -8,7 +8,7 @@
 use std::io;
 use std::path::Path;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
 use paceline_base::{Bytes, KernelClass, lock};
@@ -72,6 +72,7 @@ impl Options {
 #[derive(Debug)]
 pub struct Prepared {
     source: Arc<Source>,
+    identity: OnceLock<String>,
     config: Config,
     options: Options,
     engine: EngineConfig,
@@ -98,6 +99,7 @@ impl Prepared {
         Ok(Self {
             engine: sizes(&config),
             source,
+            identity: OnceLock::new(),
             config,
             options,
             split,
@@ -112,15 +114,19 @@ impl Prepared {
         &self.source
     }
 
-    /// Which model the files are.
+    /// Which model the files are, as [`identity`](crate::identity) says. Cost: once, its own.
     ///
     /// # Errors
     /// [`Error::System`].
-    pub fn identity(&self) -> Result<String, Error> {
-        identity(&self.source).map_err(|source| Error::System {
+    pub fn identity(&self) -> Result<&str, Error> {
+        if let Some(known) = self.identity.get() {
+            return Ok(known);
+        }
+        let found = identity(&self.source).map_err(|source| Error::System {
             what: "read the model's files",
             source,
-        })
+        })?;
+        Ok(self.identity.get_or_init(|| found))
     }
 
     /// The shape.
@@ -219,7 +225,7 @@ impl Prepared {
         let first = best(&cuts);
         self.options.check(&self.config, &cuts[first].split)?;
         let spec = InstanceSpec {
-            identity: self.identity()?,
+            identity: self.identity()?.to_owned(),
             config: self.config.clone(),
             classes: self.options.classes.clone(),
             threads: self.options.threads,

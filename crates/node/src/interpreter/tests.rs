@@ -142,12 +142,11 @@ fn a_child_that_was_killed_is_replaced() {
     let pid = rustix::process::Pid::from_raw(id).unwrap();
     rustix::process::kill_process(pid, Signal::KILL).unwrap();
     let start = Instant::now();
-    while lock(&template.seat.room)
-        .child
-        .as_ref()
-        .is_some_and(Child::lives)
-    {
-        assert!(start.elapsed() < Duration::from_secs(60));
+    while rustix::process::test_kill_process(pid).is_ok() {
+        assert!(
+            start.elapsed() < Duration::from_secs(60),
+            "it is not reaped"
+        );
         thread::sleep(Duration::from_millis(1));
     }
     assert_eq!(template.render(job("hello")).as_deref(), Ok("hello"));
@@ -195,45 +194,57 @@ const SEEDS: [&str; 4] = [
     "{{ messages | map(attribute='content') | list | sort | join('|') | upper | replace('A', 'b') }}",
 ];
 
-/// What a hostile model would put in.
-const PIECES: [&str; 24] = [
-    "{{",
-    "}}",
-    "{% ",
-    " %}",
-    "{% for i in range(10000) %}",
-    "{% endfor %}",
-    "{% endif %}",
-    "{% set ns.x = ns.x ~ ns.x %}",
-    "{% set ns.x = [ns.x, ns.x] %}",
-    "{{ show(show) }}",
+/// Filters and operators that a hostile model would add to a value.
+const TAILS: [&str; 12] = [
     " * 100000",
     " * 1000000000",
     " ** 99",
+    " ~ (range(10000) | list)",
     " | replace('', 'aaaaaaaa')",
     " | indent(4000000000)",
     " | join('aaaaaaaaaaaaaaaa')",
     " | sort",
     " | list",
-    " | batch(1000000000)",
-    " in messages",
+    " | batch(1000000000) | list",
+    " | tojson | tojson",
     "[::-1]",
-    "(((((((((",
-    "{% if true %}",
-    "{#",
 ];
 
-/// Cuts, repeats or adds pieces.
+/// Statements that it would add between others.
+const STATEMENTS: [&str; 8] = [
+    "{% for i in range(10000) %}{{ i }}{% endfor %}",
+    "{% set ns = namespace(x='a') %}{% for i in range(40) %}{% set ns.x = ns.x ~ ns.x %}\
+     {% endfor %}{{ ns.x }}",
+    "{% set ns = namespace(x=[]) %}{% for i in range(10000) %}{% set ns.x = [ns.x, i] %}\
+     {% endfor %}{{ ns.x }}",
+    "{% set x = ('ab' * 100000) | list %}{% for i in range(10000) %}{{ (x | sort)[0] }}{% endfor %}",
+    "{% macro f(n) %}{{ f(n + 1) }}{{ f(n + 1) }}{% endmacro %}{{ f(0) }}",
+    "{{ '-' * 100000000 }}",
+    "{{",
+    "{% if true %}",
+];
+
+/// Adds to a value, adds a statement, or cuts or repeats a piece.
 fn mutate(source: &mut String, random: &mut SplitMix64) {
+    let (ends, starts): (Vec<_>, Vec<_>) = (
+        source.match_indices(" }}").map(|(at, _)| at).collect(),
+        source.match_indices("{{").map(|(at, _)| at).collect(),
+    );
     let at = source.floor_char_boundary(random.below(source.len() + 1));
-    let end = source.floor_char_boundary(at + random.below(40)).max(at);
-    match random.below(4) {
-        0 => drop(source.drain(at..end)),
-        1 => {
-            let again = source[at..end].repeat(1 + random.below(3));
-            source.insert_str(at, &again);
+    match random.below(8) {
+        0..4 if !ends.is_empty() => {
+            let tail = TAILS[random.below(TAILS.len())];
+            source.insert_str(ends[random.below(ends.len())], tail);
         }
-        _ => source.insert_str(at, PIECES[random.below(PIECES.len())]),
+        4..6 if !starts.is_empty() => {
+            let statement = STATEMENTS[random.below(STATEMENTS.len())];
+            source.insert_str(starts[random.below(starts.len())], statement);
+        }
+        6 => {
+            let end = source.floor_char_boundary(at + random.below(10)).max(at);
+            source.drain(at..end);
+        }
+        _ => source.insert_str(at, STATEMENTS[random.below(STATEMENTS.len())]),
     }
 }
 
@@ -250,7 +261,7 @@ fn peak_bytes(child: &Child) -> Option<u64> {
 /// Templates that are tried: few of them here, 10,000 where a record is made.
 fn mutations() -> u64 {
     let asked = std::env::var("PACELINE_MUTATIONS").ok();
-    asked.map_or(150, |count| count.parse().unwrap())
+    asked.map_or(60, |count| count.parse().unwrap())
 }
 
 #[cfg(target_os = "linux")]
@@ -261,12 +272,13 @@ fn mutated_templates_end_within_their_limits() {
     for seed in 0..mutations() {
         let mut random = SplitMix64::new(seed);
         let mut source = SEEDS[random.below(SEEDS.len())].to_owned();
-        for _ in 0..=random.below(6) {
+        for _ in 0..=random.below(3) {
             mutate(&mut source, &mut random);
         }
         let child = kept
             .take()
             .unwrap_or_else(|| Child::start(&program(), "").unwrap());
+        let mut is_whole = true;
         for ask in [Ask::Load(source.clone()), Ask::Render(job("a b"))] {
             let start = Instant::now();
             let answer = child.ask(&ask);
@@ -280,6 +292,7 @@ fn mutated_templates_end_within_their_limits() {
                 }
             };
             *endings.entry(name).or_insert(0) += 1;
+            is_whole = answer.is_ok();
             match answer {
                 Ok(Ok(_)) => {}
                 Ok(Err(_)) => break,
@@ -289,7 +302,8 @@ fn mutated_templates_end_within_their_limits() {
                 Err(failure) => panic!("seed {seed}: {failure}: {source}"),
             }
         }
-        kept = Some(child).filter(Child::lives);
+        // A child that broke has told its end; it is not asked again.
+        kept = is_whole.then_some(child);
     }
     let n = mutations();
     eprintln!("{n} mutated templates: slowest {slowest:?}, largest {largest} bytes, {endings:?}");
