@@ -117,6 +117,7 @@ fn experts_follow_the_rule() {
         (Family::GptOss, BlockType::MXFP4_SPLIT),
         (Family::Glm4Moe, BlockType::Q8_0),
         (Family::MiniMaxM2, BlockType::Q4_0),
+        (Family::Gemma4, BlockType::Q5_K),
     ] {
         let path = dir.path().join("experts.gguf");
         Tiny::new(family, block_type).write(&path);

@@ -232,6 +232,8 @@ fn experts_give_the_bits_of_one_rank() {
         (Family::Glm4Moe, BlockType::Q5_K, KernelClass::CpuQ8),
         (Family::MiniMaxM2, BlockType::Q4_K, KernelClass::Cpu),
         (Family::MiniMaxM2, BlockType::F32, KernelClass::CpuF32),
+        (Family::Gemma4, BlockType::Q4_K, KernelClass::Cpu),
+        (Family::Gemma4, BlockType::BF16, KernelClass::CpuF32),
     ] {
         let path = dir.path().join("experts.gguf");
         let tiny = Tiny::new(family, block_type);

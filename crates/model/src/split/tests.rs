@@ -17,6 +17,9 @@ fn smollm2() -> Config {
         query_scale: 0.125,
         ffn: 1536,
         experts: None,
+        dense_beside: false,
+        value_norm: false,
+        keys_as_values: false,
     };
     Config {
         family: Family::Llama,
@@ -36,6 +39,8 @@ fn smollm2() -> Config {
         activation: Activation::Silu,
         ropes: Vec::new(),
         layers: vec![layer; 30],
+        per_layer: 0,
+        softcap: None,
     }
 }
 

@@ -11,8 +11,8 @@ pub(crate) const FOLDERS: [&str; 7] = [
     "gemma3-linear-bf16",
 ];
 
-/// Those with experts, which MLX does not compute yet.
-pub(crate) const EXPERT_FOLDERS: [&str; 8] = [
+/// Those with experts and those of Gemma 4, which MLX does not compute yet.
+pub(crate) const EXPERT_FOLDERS: [&str; 10] = [
     "mixtral",
     "qwen2moe-bf16",
     "qwen3moe-bf16",
@@ -21,4 +21,6 @@ pub(crate) const EXPERT_FOLDERS: [&str; 8] = [
     "glm4moe-bf16",
     "glm4moe-air-bf16",
     "minimax-m2-bf16",
+    "gemma4-e-bf16",
+    "gemma4-moe-bf16",
 ];

@@ -47,6 +47,7 @@ impl Fields<'_> {
             shared: 0,
             shared_gate: true,
             clamp: None,
+            scaled: false,
         })
     }
 
