@@ -138,6 +138,14 @@ MISTRAL4 = LATENT | {
     "routed_scaling_factor": 1.0, "first_k_dense_replace": 0, "num_hidden_layers": 2,
 }
 SLIDING, FULL = "sliding_attention", "full_attention"
+GEMMA4 = {
+    "architectures": ["Gemma4ForCausalLM"], "model_type": "gemma4_text",
+    "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 64, "intermediate_size": 96,
+    "head_dim": 16, "global_head_dim": 32, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-6, "attention_bias": False, "sliding_window": 8,
+    "final_logit_softcapping": 6.0, "vocab_size_per_layer_input": VOCABULARY,
+    "use_bidirectional_attention": None, "tie_word_embeddings": True,
+}
 # With 32 elements of a head: three pairs are kept, those from the seventh on stretched.
 YARN = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
         "truncate": False, "original_max_position_embeddings": 1024}
@@ -256,6 +264,33 @@ MODELS = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}, torch.bfloat16, 1),
 }
 
+MODELS |= {
+    # As Gemma 4 E2B: the last layers have no cache of their own and a wider feed-forward; every
+    # layer has embeddings of its own; a quarter of the pairs of full layers turn.
+    "gemma4-e-bf16": (GEMMA4 | {
+        "num_hidden_layers": 6, "layer_types": [SLIDING, FULL, SLIDING, FULL, SLIDING, FULL],
+        "num_kv_shared_layers": 2, "use_double_wide_mlp": True,
+        "hidden_size_per_layer_input": 32, "rope_parameters": {
+            SLIDING: {"rope_type": "default", "rope_theta": 10000.0},
+            FULL: {"rope_type": "proportional", "rope_theta": 1000000.0,
+                   "partial_rotary_factor": 0.25}},
+        "dtype": "bfloat16"}, torch.bfloat16, 1),
+    # As Gemma 4 26B-A4B: experts beside each feed-forward; full layers have one KV head, and their
+    # keys are their values; a folder of a model that also sees, of which this is the text part.
+    "gemma4-moe-bf16": (GEMMA4 | {
+        "num_hidden_layers": 3, "layer_types": [SLIDING, SLIDING, FULL],
+        "attention_k_eq_v": True, "num_global_key_value_heads": 1, "enable_moe_block": True,
+        "num_experts": 6, "top_k_experts": 3, "moe_intermediate_size": 32,
+        "hidden_size_per_layer_input": 0, "use_bidirectional_attention": "vision",
+        "rope_parameters": {
+            SLIDING: {"rope_type": "default", "rope_theta": 100.0},
+            FULL: {"rope_type": "proportional", "rope_theta": 10000.0,
+                   "partial_rotary_factor": 0.5}},
+        "dtype": "bfloat16"}, torch.bfloat16, 1),
+}
+# Folders whose configuration and weights have the text part in a place of its own.
+WITH_PICTURES = ["gemma4-moe-bf16"]
+
 # Training text of the tokenizer; ours, and only its letter pairs matter.
 CORPUS = [
     "A paceline is a line of riders who take turns at the front.",
@@ -299,19 +334,24 @@ CHAT = [
 def draw(model, rng):
     """Random weights in place: sizes that keep scores and logits well away from flat."""
     gemma = model.config.model_type.startswith("gemma")
+    gemma4 = model.config.model_type == "gemma4_text"  # which stores its norms' weights as they are
     for name, weight in sorted(model.state_dict().items()):
         if name == "lm_head.weight" and model.config.tie_word_embeddings:
             continue
         values = rng.standard_normal(tuple(weight.shape), dtype=np.float32)
         if "norm" in name:
-            values = 0.3 * values + (0.0 if gemma else 1.0)  # Gemma stores the weight less one
+            # Gemma 3 stores the weight less one.
+            is_last = name == "model.norm.weight"
+            values = 0.3 * values + (0.0 if gemma and (not gemma4 or is_last) else 1.0)
             # Gemma's rows are small (below), which its output norm makes up for, as in trained
             # models; of both signs, or the tied head would say the last token again.
-            values *= 12.0 if gemma and name == "model.norm.weight" else 1.0
+            values *= 12.0 if gemma and is_last else 1.0
         elif name.endswith("bias"):
             values *= 0.5
         elif name.endswith("sinks"):
             pass  # among the scores
+        elif name.endswith(("layer_scalar", "router.scale", "per_expert_scale")):
+            values = 0.2 * values + (0.9 if name.endswith("layer_scalar") else 1.5)
         elif "embed" in name or "lm_head" in name:
             # Gemma multiplies by sqrt(width) and adds normed outputs: larger rows would drown
             # the layers.
@@ -327,7 +367,12 @@ def write_folder(folder, config, dtype, shards, seed):
     config = config | {
         "vocab_size": VOCABULARY, "max_position_embeddings": 256, "pad_token_id": PAD,
         "eos_token_id": EOS, "bos_token_id": BOS}
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    if folder.name in WITH_PICTURES:
+        outer = {"architectures": ["Gemma4ForConditionalGeneration"], "model_type": "gemma4"}
+        outer |= {"text_config": config, "vision_config": {"model_type": "gemma4_vision"}}
+    else:
+        outer = config
+    (folder / "config.json").write_text(json.dumps(outer, indent=2) + "\n")
     model = AutoModelForCausalLM.from_config(plain_config(folder))
     draw(model, np.random.default_rng(seed))
     state = {n: w.detach().to(dtype).contiguous() for n, w in model.state_dict().items()}
@@ -335,10 +380,12 @@ def write_folder(folder, config, dtype, shards, seed):
         del state["lm_head.weight"]
     if "quantization_config" in config:
         state = dict(part for n, w in state.items() for part in in_mxfp4(n, w, seed))
-    elif config["model_type"] not in ("gpt_oss", "mistral4"):  # joined on the hub too
+    elif config["model_type"] not in ("gpt_oss", "mistral4", "gemma4_text"):  # joined there too
         mixtral = config["model_type"] in ("mixtral", "minimax_m2")
         parts = (as_on_the_hub(name, weight, mixtral) for name, weight in state.items())
         state = dict(part for named in parts for part in named)
+    if folder.name in WITH_PICTURES:
+        state = {n.replace("model.", "model.language_model.", 1): w for n, w in state.items()}
     write_weights(folder, state, shards)
     tokenizer().save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps(TOKENIZER_CONFIG, indent=2) + "\n")
@@ -346,6 +393,9 @@ def write_folder(folder, config, dtype, shards, seed):
 
 def plain_config(folder):
     """The configuration of a folder, without a word on how its weights are stored."""
+    if folder.name in WITH_PICTURES:
+        config = json.loads((folder / "config.json").read_text())["text_config"]
+        return AutoConfig.for_model(**config)
     config = AutoConfig.from_pretrained(folder)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
@@ -447,6 +497,16 @@ def load(folder, attention="eager", dtype=torch.float32):
             folder, dtype=dtype, attn_implementation="eager", experts_implementation="eager")
         for layer in model.model.layers:
             half_latent(layer.self_attn)
+        return model.eval()
+    if folder.name in WITH_PICTURES:
+        state = load_file(folder / "model.safetensors")
+        state = {n.replace("language_model.", "", 1): w for n, w in state.items()}
+        model = AutoModelForCausalLM.from_config(
+            plain_config(folder), dtype=dtype, attn_implementation=attention,
+            experts_implementation="eager")
+        missing, unexpected = model.load_state_dict(state, strict=False)
+        assert missing == ["lm_head.weight"] and not unexpected, (missing, unexpected)
+        model.tie_weights()
         return model.eval()
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=dtype, attn_implementation=attention, experts_implementation="eager")

@@ -2,7 +2,7 @@
 
 use std::borrow::Cow;
 
-use paceline_tensor::Recurrence;
+use paceline_tensor::{KvType, Recurrence};
 
 use crate::families::{Family, Fields};
 use crate::rope::Rope;
@@ -81,6 +81,8 @@ pub struct Experts {
     pub clamp: Option<f32>,
     /// Groups of experts of which the router chooses some first; `None` without.
     pub groups: Option<Groups>,
+    /// Whether the router has a norm of its own, and each expert a factor of its weight (Gemma 4).
+    pub scaled: bool,
 }
 
 /// Groups of experts: consecutive ones, equally many in each.
@@ -194,6 +196,12 @@ pub struct LayerShape {
     pub experts: Option<Experts>,
     /// Where all heads share one key, whose first elements are the value.
     pub latent: Option<Latent>,
+    /// Whether it has a feed-forward beside its experts.
+    pub dense_beside: bool,
+    /// Whether values have a norm, which has no weights.
+    pub value_norm: bool,
+    /// Whether its keys, before norm and rotation, are its values too.
+    pub keys_as_values: bool,
 }
 
 impl LayerShape {
@@ -239,11 +247,8 @@ impl LayerShape {
 
     /// Number of weights, norms left out, of a model of this width.
     pub(crate) fn parameters(&self, width: usize) -> u64 {
-        let (keys, values) = if self.has_kv() {
-            (self.kv_heads, self.kv_heads)
-        } else {
-            (0, 0)
-        };
+        let heads = |there: bool| if there { self.kv_heads } else { 0 };
+        let (keys, values) = (heads(self.has_kv()), heads(self.has_values()));
         let attention = match self.latent {
             Some(latent) => self.latent_parameters(latent, width),
             None => {
@@ -251,11 +256,12 @@ impl LayerShape {
                 width * (keys + (self.heads + values) * self.value_dim)
             }
         };
-        let ffn = self.experts.map_or(3 * self.ffn, |experts| {
+        let experts = self.experts.map_or(0, |experts| {
             let gate = usize::from(experts.shared > 0 && experts.shared_gate);
             3 * (experts.count * experts.width + experts.shared) + experts.count + gate
         });
-        attention as u64 + width as u64 * ffn as u64
+        let ffn = if self.has_dense() { 3 * self.ffn } else { 0 };
+        attention as u64 + width as u64 * (ffn + experts) as u64
     }
 
     /// Number of weights of latent attention, norms left out.
@@ -268,6 +274,28 @@ impl LayerShape {
         let expanded = self.heads * latent.rank * (latent.plain + latent.value_dim);
         let output = self.heads * latent.value_dim * width;
         queries + width * latent.key_dim() + expanded + output
+    }
+
+    /// Bytes of its state, with the rows that came since it changed; `None` where it keeps none.
+    pub fn state_bytes(&self) -> Option<u64> {
+        let of = |store: paceline_tensor::LayerStore| store.page_bytes() as u64;
+        let is_state = matches!(self.cache, LayerCache::State(_));
+        is_state.then(|| of(crate::kinds::store(self, self.kv_heads, KvType::F32)))
+    }
+
+    /// Whether it projects keys of each KV head.
+    pub(crate) const fn has_keys(&self) -> bool {
+        self.has_kv() && self.latent.is_none()
+    }
+
+    /// Whether it projects values of each KV head.
+    pub(crate) const fn has_values(&self) -> bool {
+        self.has_keys() && !self.keys_as_values
+    }
+
+    /// Whether it has a feed-forward, alone or beside experts.
+    pub const fn has_dense(&self) -> bool {
+        self.experts.is_none() || self.dense_beside
     }
 }
 
@@ -317,12 +345,16 @@ pub struct Config {
     pub ropes: Vec<Rope>,
     /// One entry per layer.
     pub layers: Vec<LayerShape>,
+    /// Width of the embeddings that every layer has of its own (P); 0 for none.
+    pub per_layer: usize,
+    /// What logits are capped at: `cap * tanh(z / cap)`.
+    pub softcap: Option<f32>,
 }
 
 /// Largest accepted sizes: several times the largest published models, small enough that their
 /// products cannot overflow 64 bits.
 const MAX_LAYERS: u64 = 1 << 10;
-const MAX_WIDTH: u64 = 1 << 18;
+pub(crate) const MAX_WIDTH: u64 = 1 << 18;
 const MAX_HEADS: u64 = 1 << 12;
 const MAX_CONTEXT: u64 = 1 << 27;
 
@@ -339,7 +371,9 @@ impl Config {
         if family == Family::DeepSeek {
             config.find_corrections(source)?;
         }
-        config.ffn_leaf = ffn_leaf(config.ffn, longest_down_block(source, &config));
+        let widest = config.layers.iter().map(|layer| layer.ffn).max();
+        let widest = widest.unwrap_or(config.ffn);
+        config.ffn_leaf = ffn_leaf(widest, longest_down_block(source, &config));
         Ok(config)
     }
 
@@ -353,20 +387,23 @@ impl Config {
         let heads = fields.size("attention.head_count", "num_attention_heads", 1, MAX_HEADS)?;
         let latent = (family == Family::DeepSeek).then(|| fields.latent());
         let latent = latent.transpose()?;
-        let (kv_heads, head_dim) = match latent {
-            Some(latent) => (1, latent.key_dim()),
-            None => Self::kv_heads(fields, heads, width)?,
-        };
         let n_layers = fields.size("block_count", "num_hidden_layers", 1, MAX_LAYERS)?;
+        let (kv_heads, head_dim) = match latent {
+            Some(latent) => (vec![1; n_layers], latent.key_dim()),
+            None => Self::kv_heads(fields, n_layers, heads, width)?,
+        };
+        let names = ("feed_forward_length", "intermediate_size");
+        let ffns = fields.sizes(names, n_layers, (1, MAX_WIDTH))?;
+        let most = |list: &[usize]| list.iter().copied().max().unwrap_or(0);
         let mut config = Self {
             family,
             width,
             heads,
-            kv_heads,
+            kv_heads: most(&kv_heads),
             head_dim,
             latent,
             indexed: None,
-            ffn: fields.size("feed_forward_length", "intermediate_size", 1, MAX_WIDTH)?,
+            ffn: most(&ffns),
             ffn_leaf: 0, // known with the types of the weights: see `read`
             vocab: fields.vocab()?,
             context: fields.size("context_length", "max_position_embeddings", 1, MAX_CONTEXT)?,
@@ -378,22 +415,30 @@ impl Config {
             head_norms: Some(family.norms_heads()),
             ropes: Vec::new(),
             layers: Vec::new(),
+            per_layer: 0,
+            softcap: None,
         };
         config.layers = vec![config.usual_layer(); n_layers];
+        for (i, layer) in config.layers.iter_mut().enumerate() {
+            layer.ffn = ffns[i];
+            layer.kv_heads = kv_heads[i];
+        }
         config.check_heads(fields)?;
         Ok(config)
     }
 
-    /// KV heads and the size of a head, where heads have keys of their own.
-    fn kv_heads(fields: &Fields<'_>, heads: usize, width: usize) -> Result<(usize, usize), Error> {
-        let kv_heads = fields.opt_size(
-            "attention.head_count_kv",
-            "num_key_value_heads",
-            1,
-            MAX_HEADS,
-        )?;
+    /// KV heads of each layer and the size of a head, where heads have keys of their own.
+    fn kv_heads(
+        fields: &Fields<'_>,
+        n_layers: usize,
+        heads: usize,
+        width: usize,
+    ) -> Result<(Vec<usize>, usize), Error> {
+        let names = ("attention.head_count_kv", "num_key_value_heads");
+        let kv_heads = fields.opt_sizes(names, n_layers, (1, MAX_HEADS))?;
         let head_dim = fields.opt_size("attention.key_length", "head_dim", 1, MAX_WIDTH)?;
-        Ok((kv_heads.unwrap_or(heads), head_dim.unwrap_or(width / heads)))
+        let kv_heads = kv_heads.unwrap_or_else(|| vec![heads; n_layers]);
+        Ok((kv_heads, head_dim.unwrap_or(width / heads)))
     }
 
     /// Whether routers have biases on their choice, by whether the file has them.
@@ -422,6 +467,9 @@ impl Config {
             ffn: self.ffn,
             experts: None,
             latent: self.latent,
+            dense_beside: false,
+            value_norm: false,
+            keys_as_values: false,
         }
     }
 
@@ -467,7 +515,9 @@ impl Config {
     pub fn parameters(&self, tied: bool) -> u64 {
         let tables = if tied { 1 } else { 2 };
         let layers: u64 = self.layers.iter().map(|l| l.parameters(self.width)).sum();
-        layers + tables * self.width as u64 * self.vocab as u64
+        let (width, n) = (self.per_layer as u64, self.layers.len() as u64);
+        let per_layer = n * width * (3 * self.width + self.vocab) as u64;
+        layers + per_layer + tables * self.width as u64 * self.vocab as u64
     }
 
     /// As [`LayerShape::looks_back`], as far as any layer looks at what this one looks at.
@@ -481,25 +531,29 @@ impl Config {
     }
 
     /// Whether a pipeline may be cut before a layer: none behind uses the cache of one before it.
-    pub(crate) fn can_cut(&self, before: usize) -> bool {
+    pub fn can_cut(&self, before: usize) -> bool {
         let behind = self.layers.iter().enumerate().skip(before);
         behind.fold(true, |can, (i, shape)| can && shape.keeps_in(i) >= before)
     }
 
     /// Whether all layers have the model's sizes and keep rows of their own.
     pub(crate) fn is_uniform(&self) -> bool {
-        let usual = self.usual_layer();
-        let alike = |layer: &LayerShape| {
-            let (window, rope, query_scale) = (layer.window, layer.rope, layer.query_scale);
-            *layer
-                == LayerShape {
-                    window,
-                    rope,
-                    query_scale,
-                    ..usual
-                }
+        self.latent.is_none()
+            && (0..self.layers.len())
+                .all(|layer| self.is_usual(layer) && !self.layers[layer].value_norm)
+    }
+
+    /// Whether a layer has the model's sizes and matrices, and keeps rows of its own.
+    pub fn is_usual(&self, layer: usize) -> bool {
+        let layer = self.layers[layer];
+        let usual = LayerShape {
+            window: layer.window,
+            rope: layer.rope,
+            query_scale: layer.query_scale,
+            value_norm: layer.value_norm,
+            ..self.usual_layer()
         };
-        self.latent.is_none() && self.layers.iter().all(alike)
+        layer == usual
     }
 
     /// Whether layers can be computed as they say.
@@ -526,6 +580,9 @@ impl Config {
                 let chosen = e.used >= 1 && e.used <= e.count.min(MAX_USED) && e.width > 0;
                 chosen && e.groups.is_none_or(|groups| groups.fit(e))
             };
+            if shape.keys_as_values && shape.head_dim != shape.value_dim {
+                return bad("its keys are its values, which are of another size");
+            }
             if !shape.experts.is_none_or(fits) {
                 return bad("it uses no expert, or more than there are or than its groups have");
             }

@@ -658,6 +658,8 @@ pub struct LayerCut {
     pub attention: LeafCut,
     /// The sum of the down projection; of a layer with experts the sum over these, a leaf each.
     pub feed_forward: LeafCut,
+    /// The sum of the down projection of a feed-forward that has experts beside it.
+    beside: Option<LeafCut>,
 }
 
 impl LayerCut {
@@ -668,6 +670,7 @@ impl LayerCut {
             .columns_by_rank()
             .map(|columns| HeadsHeld::new(layer, &columns));
         let heads_by_rank: Vec<HeadsHeld> = held.collect();
+        let dense = || LeafCut::new(layer.ffn, config.ffn_leaf, shares, index);
         Self {
             kv_heads: heads_by_rank[index].kv_heads.clone(),
             heads: heads_by_rank[index].heads.clone(),
@@ -675,13 +678,23 @@ impl LayerCut {
             attention,
             feed_forward: match layer.experts {
                 Some(experts) => LeafCut::new(experts.leaves(), 1, shares, index),
-                None => LeafCut::new(layer.ffn, config.ffn_leaf, shares, index),
+                None => dense(),
             },
+            beside: layer.dense_beside.then(dense),
         }
     }
 
     fn is_empty(&self) -> bool {
-        self.attention.is_empty() && self.feed_forward.is_empty()
+        let beside = self.beside.as_ref().is_none_or(LeafCut::is_empty);
+        self.attention.is_empty() && self.feed_forward.is_empty() && beside
+    }
+
+    /// The sum of the down projection, of a layer that has a feed-forward.
+    pub const fn dense(&self) -> &LeafCut {
+        match &self.beside {
+            Some(beside) => beside,
+            None => &self.feed_forward,
+        }
     }
 
     /// Columns of the feed-forward.

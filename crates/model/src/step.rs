@@ -15,7 +15,7 @@ use crate::config::Activation;
 use crate::families::{Half, LayerStep};
 use crate::model::Model;
 use crate::split::LeafCut;
-use crate::weights::{Layer, Linear, Summed};
+use crate::weights::{Beside, Layer, Linear, Summed};
 use crate::{Error, LayerCache, LayerCut, LayerShape, Links};
 
 mod batch;
@@ -23,7 +23,9 @@ mod experts;
 pub(crate) mod halves;
 mod inputs;
 mod latent;
+mod per_layer;
 mod projections;
+mod softcap;
 mod sums;
 
 pub(crate) use batch::Limits;
@@ -33,6 +35,7 @@ use experts::Routed;
 use halves::Turn;
 use inputs::Inputs;
 use latent::{Latents, Place};
+use per_layer::PerLayerRows;
 use projections::{Projected, Projections};
 use sums::Sums;
 
@@ -67,6 +70,10 @@ pub struct Workspace {
     latents: Option<Latents>,
     /// Where layers have experts.
     experts: Option<Routed>,
+    /// `(T, C)`: what a feed-forward gave that has experts beside it; empty where none has.
+    aside: Memory<f32>,
+    /// Where layers have embeddings of their own.
+    per_layer: Option<PerLayerRows>,
     /// `(rope, T, pairs)`
     angles: Vec<Vec<(f32, f32)>>,
     /// `(R, C)`, quantised: the rows whose logits are wanted
@@ -125,10 +132,12 @@ impl Workspace {
             Inputs::new(model, size.rows, sums.zip(shard.each_layer().map(cut)))
         };
         let dense_ffn = |shape: &LayerShape, cut: &LayerCut| {
-            let columns = cut.ffn().len();
-            if shape.experts.is_some() { 0 } else { columns }
+            let columns = cut.dense().columns().len();
+            if shape.has_dense() { columns } else { 0 }
         };
         let head = model.head().map(|(_, output)| &output.matrix);
+        let inputs = model.per_layer().map(|inputs| &inputs.projection);
+        let has_beside = c.layers.iter().any(|layer| layer.dense_beside);
         // Results of products begin at cache lines, whole ones of which are stored.
         let rows = |n: usize| Memory::new(None, size.rows * n);
         let logits = |n: usize| vec![0.0f32; size.logit_rows * n];
@@ -140,7 +149,7 @@ impl Workspace {
                 model,
                 size.rows,
                 c.width,
-                layers.iter().flat_map(Layer::of_normed),
+                layers.iter().flat_map(Layer::of_normed).chain(inputs),
             ),
             q: rows(of_layers(|shape, cut| cut.heads.len() * shape.head_dim)),
             k: rows(of_layers(|shape, cut| cut.kv_heads.len() * shape.head_dim)),
@@ -151,12 +160,14 @@ impl Workspace {
             attended: of(|layer| Some(&layer.attention_output), |cut| &cut.attention),
             gate: rows(of_layers(dense_ffn)),
             up: rows(of_layers(dense_ffn)),
-            hidden: of(|layer| layer.feed_forward.down(), |cut| &cut.feed_forward),
+            hidden: of(|layer| layer.feed_forward.down(), LayerCut::dense),
             projections: Projections::new(model, size.rows),
             latents: Latents::new(model, size.rows),
             experts: c
                 .experts()
                 .map(|experts| Routed::new(model, experts, size.rows)),
+            aside: rows(if has_beside { c.width } else { 0 }),
+            per_layer: PerLayerRows::new(model, size.rows),
             angles: angle_buffers(model, size.rows),
             head_x: activations(model, size.logit_rows, c.width, head),
             own_logits: exchanged(
@@ -220,6 +231,15 @@ fn exchanged(model: &Model, len: usize) -> Memory<f32> {
 fn angle_buffers(model: &Model, max_rows: usize) -> Vec<Vec<(f32, f32)>> {
     let room = |rope: &crate::Rope| Vec::with_capacity(max_rows * rope.frequencies.len());
     model.config().ropes.iter().map(room).collect()
+}
+
+/// The embedding of a token, `(C,)`, as it begins its way through the layers.
+fn embed_token(model: &Model, token: u32, out: &mut [f32]) {
+    model.embedding().row(token, out);
+    let scale = model.config().embedding_scale;
+    if scale != 1.0 {
+        out.iter_mut().for_each(|x| *x *= scale);
+    }
 }
 
 /// The sequences of a batch, once for each of `kinds` kinds of layers, in the memory of `empty`.
@@ -298,6 +318,7 @@ impl<'m, 'b> Step<'m, 'b> {
             }
             _ => step.embed(),
         }
+        step.prepare_per_layer();
         step.prepare_angles();
         Ok(step)
     }
@@ -351,18 +372,26 @@ impl<'m, 'b> Step<'m, 'b> {
 
     /// tokens -> residual (T, C)
     fn embed(&mut self) {
-        let (width, scale) = (
-            self.model.config().width,
-            self.model.config().embedding_scale,
-        );
-        let embedding = self.model.embedding();
+        let width = self.model.config().width;
         let tokens = self.batch.sequences.iter().flat_map(|s| s.tokens);
         for (out, &token) in self.ws.residual.chunks_exact_mut(width).zip(tokens) {
-            embedding.row(token, out);
-            if scale != 1.0 {
-                out.iter_mut().for_each(|x| *x *= scale);
-            }
+            embed_token(self.model, token, out);
         }
+    }
+
+    /// tokens -> the inputs of layers that have embeddings of their own
+    fn prepare_per_layer(&mut self) {
+        let model = self.model;
+        let (Some(weights), Some(buffers)) = (model.per_layer(), &mut self.ws.per_layer) else {
+            return;
+        };
+        let tokens = self.batch.sequences.iter().flat_map(|s| s.tokens);
+        buffers.tokens.clear();
+        buffers.tokens.extend(tokens);
+        let (x, tokens) = (&mut self.ws.x, &buffers.tokens);
+        let embed = |t: usize, out: &mut [f32]| embed_token(model, tokens[t], out);
+        model.kernels().fill_rows(x, embed);
+        buffers.prepare(model, weights, x);
     }
 
     fn prepare_angles(&mut self) {
@@ -390,22 +419,39 @@ impl<'m, 'b> Step<'m, 'b> {
         }
     }
 
+    /// The logits of the wanted rows, at the leader.
     fn logits(self, norm: &[f32], output: &Linear) -> Result<usize, Error> {
-        let ws = &mut *self.ws;
-        self.batch.wanted(&mut ws.wanted);
+        let (model, ws) = (self.model, &mut *self.ws);
+        let rows = Self::raw_logits(model, self.batch, ws, norm, output)?;
+        if let Some(cap) = model.config().softcap {
+            let logits = &mut ws.logits[..rows * model.config().vocab];
+            softcap::softcap(model.kernels(), cap, logits);
+        }
+        Ok(rows)
+    }
+
+    /// As [`logits`](Self::logits), as the head gives them.
+    fn raw_logits(
+        model: &Model,
+        batch: &Batch<'_>,
+        ws: &mut Workspace,
+        norm: &[f32],
+        output: &Linear,
+    ) -> Result<usize, Error> {
+        batch.wanted(&mut ws.wanted);
         let rows = ws.wanted.len();
         if rows == 0 {
             return Ok(0);
         }
         ws.head_x.resize(rows);
-        let (kernels, eps) = (self.model.kernels(), self.model.config().norm_eps);
+        let (kernels, eps) = (model.kernels(), model.config().norm_eps);
         let (width, residual, wanted) = (norm.len(), &ws.residual, &ws.wanted);
         kernels.fill_rows(&mut ws.head_x, |i, out| {
             let t = wanted[i];
             kernels.rms_norm(&residual[t * width..(t + 1) * width], norm, eps, out);
         });
-        let (shard, vocab) = (self.model.shard(), self.model.config().vocab);
-        let Some(links) = self.model.links().filter(|_| shard.vocab().len() < vocab) else {
+        let (shard, vocab) = (model.shard(), model.config().vocab);
+        let Some(links) = model.links().filter(|_| shard.vocab().len() < vocab) else {
             let out = product(&mut ws.logits, output, rows);
             kernels.products(&ws.head_x, [out]);
             return Ok(rows);
@@ -436,6 +482,7 @@ impl<'b> LayerStep for Step<'_, 'b> {
         let weight = match half {
             Half::Attention => &w.attention_norm,
             Half::FeedForward => &w.ffn_norm,
+            Half::Beside => &beside(w).before,
         };
         let (kernels, eps) = (self.model.kernels(), self.model.config().norm_eps);
         let (width, residual) = (weight.len(), &self.ws.residual);
@@ -455,6 +502,10 @@ impl<'b> LayerStep for Step<'_, 'b> {
         for (out, linear) in [&mut ws.q, &mut ws.k, &mut ws.v].into_iter().zip(linears) {
             add_bias(out, linear.and_then(|linear| linear.bias.as_deref()), rows);
         }
+        if let (Some(key), None) = (&w.key, &w.value) {
+            let n = rows * key.matrix.rows();
+            ws.v[..n].copy_from_slice(&ws.k[..n]); // keys as values
+        }
         Ok(())
     }
 
@@ -469,6 +520,15 @@ impl<'b> LayerStep for Step<'_, 'b> {
             let weight = weight.as_deref().expect("loaded for this family");
             let x = &mut x[..self.rows * heads * dim];
             norm_in_place(self.model, x, weight);
+        }
+        Ok(())
+    }
+
+    fn norm_values(&mut self, w: &Layer) -> Result<(), Error> {
+        let (shape, cut) = self.layer();
+        if let Some(weight) = w.value_norm.as_deref().filter(|_| shape.has_kv()) {
+            let n = self.rows * cut.kv_heads.len() * shape.value_dim;
+            norm_in_place(self.model, &mut self.ws.v[..n], weight);
         }
         Ok(())
     }
@@ -617,6 +677,7 @@ impl<'b> LayerStep for Step<'_, 'b> {
         let weight = match half {
             Half::Attention => w.post_attention_norm.as_deref(),
             Half::FeedForward => w.post_ffn_norm.as_deref(),
+            Half::Beside => Some(&*beside(w).after),
         };
         let weight = weight.expect("loaded for this family");
         let delta = &mut self.ws.sums.delta[..self.rows * weight.len()];
@@ -656,8 +717,10 @@ impl<'b> LayerStep for Step<'_, 'b> {
     fn experts(&mut self, w: &Layer) -> Result<(), Error> {
         let weights = w.feed_forward.experts().expect("the family asked");
         let cut = &self.layer().1.feed_forward;
-        let ws = &mut *self.ws;
+        let (rows, ws) = (self.rows, &mut *self.ws);
         let routed = ws.experts.as_mut().expect("the model has experts");
+        let width = self.model.config().width;
+        routed.norm(self.model, weights, &ws.residual[..rows * width]);
         let first = self.model.links().map_or(0, |_| cut.roots_before());
         let n = self.rows * self.model.config().width;
         let delta = &mut ws.sums.delta[first * n..];
@@ -685,11 +748,63 @@ impl<'b> LayerStep for Step<'_, 'b> {
 
     fn project_down(&mut self, w: &Layer) -> Result<(), Error> {
         let down = &w.feed_forward.dense().down;
-        let (held, cut) = (self.held(self.index), &self.layer().1.feed_forward);
+        let (held, cut) = (self.held(self.index), self.layer().1.dense());
         let (place, turn) = ((self.model, self.index), self.turn.as_mut());
         let ws = &mut *self.ws;
         ws.sums.compute(place, down, cut, ws.hidden.of(held), turn)
     }
+
+    fn set_aside(&mut self, w: &Layer) -> Result<(), Error> {
+        let weight = &beside(w).dense;
+        let n = self.rows * weight.len();
+        let ws = &mut *self.ws;
+        ws.aside[..n].copy_from_slice(&ws.sums.delta[..n]);
+        norm_in_place(self.model, &mut ws.aside[..n], weight);
+        Ok(())
+    }
+
+    fn add_aside(&mut self) -> Result<(), Error> {
+        let n = self.rows * self.model.config().width;
+        let ws = &mut *self.ws;
+        vector::add_assign(&mut ws.sums.delta[..n], &ws.aside[..n]);
+        Ok(())
+    }
+
+    fn add_per_layer(&mut self, w: &Layer, index: usize) -> Result<(), Error> {
+        let Some(weights) = &w.per_layer else {
+            return Ok(());
+        };
+        let (held, model, width) = (self.held(index), self.model, self.model.config().width);
+        let (n, ws) = (self.rows * width, &mut *self.ws);
+        let residual = &ws.residual;
+        let kernels = model.kernels();
+        kernels.fill_rows(&mut ws.x, |t, out| {
+            out.copy_from_slice(&residual[t * width..(t + 1) * width]);
+        });
+        let buffers = ws
+            .per_layer
+            .as_mut()
+            .expect("the model has such embeddings");
+        let delta = &mut ws.sums.delta[..n];
+        buffers.layer(kernels, weights, held, &ws.x, delta);
+        per_layer::norm(model, weights, delta);
+        self.add_delta()
+    }
+
+    fn scale_residual(&mut self, w: &Layer) -> Result<(), Error> {
+        if let Some(scale) = w.output_scale {
+            let n = self.rows * self.model.config().width;
+            let residual = self.ws.residual[..n].iter_mut();
+            residual.for_each(|x| *x *= scale);
+        }
+        Ok(())
+    }
+}
+
+/// # Panics
+/// If no experts are beside the layer's feed-forward.
+const fn beside(w: &Layer) -> &Beside {
+    w.beside.as_ref().expect("loaded for this family")
 }
 
 fn product<'a>(out: &'a mut [f32], linear: &'a Linear, rows: usize) -> Product<'a> {

@@ -1,5 +1,6 @@
-//! Tiny GGUF files of families with experts, in float32, against what llama.cpp computes with them
-//! (`tests-data/golden/llama_cpp/tiny`, made by `scripts/golden/llama_cpp_tiny.py`).
+//! Tiny GGUF files of families with experts and of Gemma 4, in float32, against what llama.cpp
+//! computes with them (`tests-data/golden/llama_cpp/tiny`, made by
+//! `scripts/golden/llama_cpp_tiny.py`).
 
 #![allow(clippy::unwrap_used, reason = "a helper of a test may fail the test")]
 #![allow(clippy::print_stdout, reason = "figures, shown by --nocapture")]
@@ -72,7 +73,7 @@ fn check(name: &str, class: KernelClass) {
 }
 
 #[test]
-fn families_with_experts_agree_with_llama_cpp() {
+fn families_agree_with_llama_cpp() {
     for name in [
         "gpt-oss",
         "glm4moe",
@@ -80,6 +81,8 @@ fn families_with_experts_agree_with_llama_cpp() {
         "deepseek2",
         "deepseek2-old",
         "mistral4",
+        "gemma4",
+        "gemma4-moe",
     ] {
         for class in [KernelClass::Cpu, KernelClass::CpuF32] {
             check(name, class);

@@ -119,6 +119,7 @@ fn experts_follow_the_rule() {
         (Family::MiniMaxM2, BlockType::Q4_0),
         (Family::DeepSeek, BlockType::Q4_1),
         (Family::DeepSeek, BlockType::BF16),
+        (Family::Gemma4, BlockType::Q5_K),
     ] {
         let path = dir.path().join("experts.gguf");
         Tiny::new(family, block_type).write(&path);

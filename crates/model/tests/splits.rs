@@ -235,6 +235,8 @@ fn experts_give_the_bits_of_one_rank() {
         (Family::DeepSeek, BlockType::Q8_0, KernelClass::Cpu),
         (Family::DeepSeek, BlockType::Q5_1, KernelClass::CpuQ8),
         (Family::DeepSeek, BlockType::F16, KernelClass::CpuF32),
+        (Family::Gemma4, BlockType::Q4_K, KernelClass::Cpu),
+        (Family::Gemma4, BlockType::BF16, KernelClass::CpuF32),
     ] {
         let path = dir.path().join("experts.gguf");
         let tiny = Tiny::new(family, block_type);

@@ -84,6 +84,12 @@ pub enum Error {
     /// Weights cannot be packed, or memory for a cache cannot be had.
     #[error(transparent)]
     Tensor(#[from] paceline_tensor::Error),
+    /// What the model will do on this machine cannot be measured with a part of it.
+    #[error("speed cannot be measured: {what}")]
+    NotMeasured {
+        /// Why.
+        what: &'static str,
+    },
     /// A thread ended before its work was done; it has said why on standard error.
     #[error("{what} ended early")]
     Ended {

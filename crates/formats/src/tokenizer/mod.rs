@@ -6,9 +6,10 @@
 //! id --> bytes (always the same for an id) --> text::StreamDecoder --> text
 //! ```
 //!
-//! Three ways of encoding a fragment of text:
+//! Four ways of encoding a fragment of text:
 //! - `bpe`: byte-level byte-pair encoding of a GGUF (`tokenizer.ggml.model` = `gpt2`): words cut
 //!   by `pretokenize`, merged by the `tokenizers` crate;
+//! - `bpe` too: pairs over the characters of a line (`gemma4`), merged by the same crate;
 //! - `spm`: SentencePiece by scores of a GGUF (`llama`), our own, for the crate cannot express it;
 //! - `json`: any model of a `tokenizer.json` (WordPiece of BERT too), run by the crate.
 //!
@@ -41,7 +42,7 @@ pub enum Error {
     #[error(transparent)]
     Metadata(#[from] crate::gguf::Error),
     /// `tokenizer.ggml.model` names a kind of vocabulary that is not supported.
-    #[error("tokenizer model {name} is not supported, expected gpt2 or llama")]
+    #[error("tokenizer model {name} is not supported, expected gpt2, llama or gemma4")]
     UnknownModel {
         /// The name.
         name: String,
@@ -195,6 +196,7 @@ pub struct Tokenizer {
 #[derive(Debug)]
 enum Algorithm {
     ByteBpe(Box<bpe::ByteBpe>),
+    TextBpe(Box<bpe::TextBpe>),
     Sentence(Box<spm::Spm>),
     Json(Box<json::Pipeline>),
 }
@@ -339,6 +341,7 @@ impl Tokenizer {
                 Fragment::Token { id, .. } => out.push(id),
                 Fragment::Text(text) => match &self.algorithm {
                     Algorithm::ByteBpe(model) => model.encode(text, out)?,
+                    Algorithm::TextBpe(model) => model.encode(text, out)?,
                     Algorithm::Sentence(model) => {
                         model.encode(&self.vocab, text, after_text, out)?
                     }
@@ -400,7 +403,7 @@ impl Tokenizer {
     /// Whether encoding puts a space before a text, which decoding from the start must drop.
     pub fn adds_space_prefix(&self) -> bool {
         match &self.algorithm {
-            Algorithm::ByteBpe(_) => false,
+            Algorithm::ByteBpe(_) | Algorithm::TextBpe(_) => false,
             Algorithm::Sentence(model) => model.space_prefix,
             Algorithm::Json(pipeline) => pipeline.space_prefix(),
         }

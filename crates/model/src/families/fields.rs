@@ -1,6 +1,7 @@
 //! Reading configuration values from GGUF metadata or `config.json` under their two names.
 
 mod experts;
+mod gemma4;
 mod latent;
 mod rope;
 
@@ -8,7 +9,7 @@ pub(crate) use rope::RopeKind;
 
 use std::borrow::Cow;
 
-use paceline_formats::gguf::{self, Metadata};
+use paceline_formats::gguf::{self, Array, Gguf, Metadata};
 use paceline_tensor::RopePairs;
 use serde_json::Value;
 
@@ -22,6 +23,7 @@ use experts::MAX_EXPERTS;
 pub(crate) enum Fields<'a> {
     /// Keys carry the architecture as prefix.
     Gguf {
+        file: &'a Gguf,
         metadata: &'a Metadata,
         architecture: &'a str,
     },
@@ -35,11 +37,12 @@ impl<'a> Fields<'a> {
             Source::Gguf(file) => {
                 let metadata = file.metadata();
                 Self::Gguf {
+                    file,
                     metadata,
                     architecture: metadata.str("general.architecture")?,
                 }
             }
-            Source::Hf(folder) => Self::Hf(folder.config()),
+            Source::Hf(folder) => Self::Hf(text_part(folder.config())),
         })
     }
 
@@ -109,6 +112,42 @@ impl<'a> Fields<'a> {
             return Err(wrong_value(field, number, format!("{low} to {high}")));
         }
         Ok(Some(number as usize))
+    }
+
+    /// An integer in `low..=high` for each of `layers` layers: of GGUF files one for all, or a
+    /// list. `None` when absent or null.
+    pub(crate) fn opt_sizes(
+        &self,
+        (gguf, hf): (&'static str, &'static str),
+        layers: usize,
+        (low, high): (u64, u64),
+    ) -> Result<Option<Vec<usize>>, Error> {
+        let Self::Gguf { metadata, .. } = self else {
+            let one = self.opt_size(gguf, hf, low, high)?;
+            return Ok(one.map(|one| vec![one; layers]));
+        };
+        let key = self.key(gguf);
+        let Some(gguf::Value::Array(_)) = metadata.get(&key) else {
+            let one = self.opt_size(gguf, hf, low, high)?;
+            return Ok(one.map(|one| vec![one; layers]));
+        };
+        let list = metadata.u64s(&key)?;
+        check_layers(gguf, list.len(), layers)?;
+        match list.iter().find(|n| !(low..=high).contains(n)) {
+            Some(bad) => Err(wrong_value(gguf, bad, format!("{low} to {high}"))),
+            None => Ok(Some(list.iter().map(|n| *n as usize).collect())),
+        }
+    }
+
+    /// As [`opt_sizes`](Self::opt_sizes), of what must be there.
+    pub(crate) fn sizes(
+        &self,
+        (gguf, hf): (&'static str, &'static str),
+        layers: usize,
+        range: (u64, u64),
+    ) -> Result<Vec<usize>, Error> {
+        self.opt_sizes((gguf, hf), layers, range)?
+            .ok_or_else(|| self.missing(gguf, hf))
     }
 
     pub(crate) fn float(&self, gguf: &'static str, hf: &'static str) -> Result<f32, Error> {
@@ -205,7 +244,7 @@ impl<'a> Fields<'a> {
         let said = self.hf("tie_word_embeddings", "true or false", Value::as_bool)?;
         Ok(match self {
             Self::Gguf { .. } => None,
-            Self::Hf(_) => Some(said.unwrap_or(family == Family::Gemma3)),
+            Self::Hf(_) => Some(said.unwrap_or(family.is_usually_tied())),
         })
     }
 
@@ -280,12 +319,21 @@ impl<'a> Fields<'a> {
         {
             return Ok(windowed);
         }
-        let pattern = self.opt_size(
-            "attention.sliding_window_pattern",
-            "sliding_window_pattern",
-            1,
-            u64::from(u32::MAX),
-        )?;
+        const GGUF: &str = "attention.sliding_window_pattern";
+        if let Self::Gguf { metadata, .. } = self
+            && let Some(gguf::Value::Array(list)) = metadata.get(&self.key(GGUF))
+        {
+            check_layers(GGUF, list.len(), layers)?;
+            return match list {
+                Array::Bool(windowed) => Ok(windowed.clone()),
+                _ => Ok(metadata
+                    .u64s(&self.key(GGUF))?
+                    .iter()
+                    .map(|n| *n != 0)
+                    .collect()),
+            };
+        }
+        let pattern = self.opt_size(GGUF, "sliding_window_pattern", 1, u64::from(u32::MAX))?;
         let full = |i: usize| (i + 1).is_multiple_of(pattern.unwrap_or(usual));
         Ok((0..layers).map(|i| !full(i)).collect())
     }
@@ -309,6 +357,30 @@ impl<'a> Fields<'a> {
             Self::Hf(config) => field(config, name, expected, convert),
         }
     }
+}
+
+/// The part of a configuration that is about text: of models that also see or hear it is apart.
+fn text_part(config: &Value) -> &Value {
+    const WITH_TEXT: &str = "gemma4";
+    match config.get("text_config") {
+        Some(text)
+            if config
+                .get("model_type")
+                .is_some_and(|name| name == WITH_TEXT) =>
+        {
+            text
+        }
+        _ => config,
+    }
+}
+
+/// Refuses lists that do not have one entry for each layer.
+fn check_layers(field: &'static str, got: usize, layers: usize) -> Result<(), Error> {
+    if got == layers {
+        return Ok(());
+    }
+    let expected = format!("one for each of {layers} layers");
+    Err(wrong_value(field, format!("a list of {got}"), expected))
 }
 
 /// The field `name` of a JSON object; `None` when absent or null.

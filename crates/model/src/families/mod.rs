@@ -6,17 +6,20 @@
 mod deepseek;
 mod fields;
 mod gemma3;
+mod gemma4;
 mod glm4moe;
 mod gpt_oss;
 mod llama;
 mod minimax_m2;
 mod mixtral;
+mod names;
 mod qwen2;
 mod qwen2moe;
 mod qwen3;
 mod qwen3moe;
 
 pub(crate) use fields::{Fields, RopeKind};
+pub(crate) use names::{FileNames, Stacks};
 
 use crate::config::Activation;
 use crate::{Config, Error};
@@ -28,6 +31,8 @@ pub(crate) enum Half {
     Attention,
     /// Gate, up and down.
     FeedForward,
+    /// Experts beside gate, up and down: a part of the second half with norms of its own.
+    Beside,
 }
 
 /// What layers are made of, on whatever computes them: a step in progress, whose rows are this
@@ -49,6 +54,9 @@ pub(crate) trait LayerStep {
 
     /// Whether the weights of norms on heads are there, of families that have them or not.
     fn norms_heads(&self, w: &Self::Layer) -> bool;
+
+    /// Norms every head of v (T, K, D) in place, without weights.
+    fn norm_values(&mut self, w: &Self::Layer) -> Result<(), Error>;
 
     /// Norms q (T, H D) over all heads, and k (T, K D) over all of theirs, in place; sums of
     /// squares are exchanged with the ranks of the stage.
@@ -92,6 +100,18 @@ pub(crate) trait LayerStep {
     /// x (T, C) -> delta (T, C), by the experts that the router chooses for each row, summed over
     /// the ranks of the stage
     fn experts(&mut self, w: &Self::Layer) -> Result<(), Error>;
+
+    /// delta (T, C) -> aside (T, C), by the norm after a feed-forward that has experts beside it.
+    fn set_aside(&mut self, w: &Self::Layer) -> Result<(), Error>;
+
+    /// delta (T, C) += aside (T, C)
+    fn add_aside(&mut self) -> Result<(), Error>;
+
+    /// residual (T, C) += what the layer's own embeddings give; nothing where a model has none.
+    fn add_per_layer(&mut self, w: &Self::Layer, index: usize) -> Result<(), Error>;
+
+    /// residual (T, C) *= the layer's own factor, where it has one.
+    fn scale_residual(&mut self, w: &Self::Layer) -> Result<(), Error>;
 }
 
 /// The second half of a layer whose norms are before its halves: experts where it has them.
@@ -118,6 +138,8 @@ pub enum Family {
     Qwen3,
     /// Gemma 3, text.
     Gemma3,
+    /// Gemma 4, text.
+    Gemma4,
     /// Mixtral: Llama with experts, and `llama` in GGUF files.
     Mixtral,
     /// Qwen 1.5 and 2 with experts and a shared one.
@@ -136,11 +158,12 @@ pub enum Family {
 
 impl Family {
     /// Every family.
-    pub const ALL: [Self; 11] = [
+    pub const ALL: [Self; 12] = [
         Self::Llama,
         Self::Qwen2,
         Self::Qwen3,
         Self::Gemma3,
+        Self::Gemma4,
         Self::Mixtral,
         Self::Qwen2Moe,
         Self::Qwen3Moe,
@@ -160,6 +183,7 @@ impl Family {
             Self::Qwen2 => "qwen2",
             Self::Qwen3 => "qwen3",
             Self::Gemma3 => "gemma3",
+            Self::Gemma4 => "gemma4",
             Self::Qwen2Moe => "qwen2moe",
             Self::Qwen3Moe => "qwen3moe",
             Self::GptOss => "gpt-oss",
@@ -173,6 +197,7 @@ impl Family {
     const fn hf_name(self) -> &'static str {
         match self {
             Self::Gemma3 => "gemma3_text",
+            Self::Gemma4 => "gemma4_text",
             Self::Mixtral => "mixtral",
             Self::Qwen2Moe => "qwen2_moe",
             Self::Qwen3Moe => "qwen3_moe",
@@ -204,7 +229,7 @@ impl Family {
     /// The function on the gate of the feed-forward.
     pub(crate) const fn activation(self) -> Activation {
         match self {
-            Self::Gemma3 => Activation::GeluTanh,
+            Self::Gemma3 | Self::Gemma4 => Activation::GeluTanh,
             _ => Activation::Silu,
         }
     }
@@ -230,13 +255,46 @@ impl Family {
     }
 
     /// Whether every query and key head has a norm.
-    pub(crate) const fn norms_heads(self) -> bool {
-        matches!(self, Self::Qwen3 | Self::Gemma3 | Self::Qwen3Moe)
+    pub const fn norms_heads(self) -> bool {
+        matches!(
+            self,
+            Self::Qwen3 | Self::Gemma3 | Self::Gemma4 | Self::Qwen3Moe
+        )
     }
 
     /// Whether the results of both halves of a layer have norms.
-    pub(crate) const fn norms_after_halves(self) -> bool {
-        matches!(self, Self::Gemma3)
+    pub const fn norms_after_halves(self) -> bool {
+        matches!(self, Self::Gemma3 | Self::Gemma4)
+    }
+
+    /// Whether half precision is too narrow for its activations.
+    pub(crate) const fn needs_wide_activations(self) -> bool {
+        matches!(self, Self::Gemma3 | Self::Gemma4)
+    }
+
+    /// Whether the output head is the embedding where `config.json` does not say.
+    pub(crate) const fn is_usually_tied(self) -> bool {
+        matches!(self, Self::Gemma3 | Self::Gemma4)
+    }
+
+    /// Whether MLX computes it; of families with experts none.
+    pub(crate) const fn runs_on_mlx(self) -> bool {
+        !matches!(self, Self::Gemma4)
+    }
+
+    /// What files call its weights.
+    pub(crate) const fn file_names(self) -> &'static FileNames {
+        match self {
+            Self::Gemma3 => &gemma3::NAMES,
+            Self::Gemma4 => &gemma4::NAMES,
+            Self::Mixtral | Self::MiniMaxM2 => &FileNames::MIXTRAL,
+            Self::GptOss => &gpt_oss::NAMES,
+            Self::Glm4Moe => &glm4moe::NAMES,
+            Self::DeepSeek => &deepseek::NAMES,
+            Self::Llama | Self::Qwen2 | Self::Qwen3 | Self::Qwen2Moe | Self::Qwen3Moe => {
+                &FileNames::USUAL
+            }
+        }
     }
 
     pub(crate) fn config(self, fields: &Fields<'_>) -> Result<Config, Error> {
@@ -245,6 +303,7 @@ impl Family {
             Self::Qwen2 => qwen2::config(fields),
             Self::Qwen3 => qwen3::config(fields),
             Self::Gemma3 => gemma3::config(fields),
+            Self::Gemma4 => gemma4::config(fields),
             Self::Mixtral => mixtral::config(fields),
             Self::Qwen2Moe => qwen2moe::config(fields),
             Self::Qwen3Moe => qwen3moe::config(fields),
@@ -270,6 +329,7 @@ impl Family {
             Self::Qwen2 => qwen2::layer(step, weights, index),
             Self::Qwen3 => qwen3::layer(step, weights, index),
             Self::Gemma3 => gemma3::layer(step, weights, index),
+            Self::Gemma4 => gemma4::layer(step, weights, index),
             Self::Mixtral => mixtral::layer(step, weights, index),
             Self::Qwen2Moe => qwen2moe::layer(step, weights, index),
             Self::Qwen3Moe => qwen3moe::layer(step, weights, index),

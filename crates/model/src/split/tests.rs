@@ -18,6 +18,9 @@ fn smollm2() -> Config {
         ffn: 1536,
         experts: None,
         latent: None,
+        dense_beside: false,
+        value_norm: false,
+        keys_as_values: false,
     };
     Config {
         family: Family::Llama,
@@ -39,6 +42,8 @@ fn smollm2() -> Config {
         activation: Activation::Silu,
         ropes: Vec::new(),
         layers: vec![layer; 30],
+        per_layer: 0,
+        softcap: None,
     }
 }
 

@@ -8,6 +8,8 @@ use paceline_formats::gguf::testing::Writer;
 use paceline_model::Family;
 use paceline_tensor::stored::random::random_row;
 
+use super::gemma4;
+
 /// A generator of test data: SplitMix64 (Steele, Lea and Flood 2014).
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Random(pub(crate) u64);
@@ -85,6 +87,7 @@ impl Tiny {
             Family::Qwen2 | Family::Qwen2Moe => (4, 4, 64, 2),
             Family::Qwen3 | Family::Qwen3Moe => (8, 4, 64, 2),
             Family::Gemma3 => (4, 1, 128, 6),
+            Family::Gemma4 => (8, 2, 32, 6),
             Family::DeepSeek => (4, 1, if block_type.len() > 32 { 256 } else { 64 }, 3),
         };
         let (width, ffn, vocab, window) = (256, 512, 300, 70);
@@ -124,6 +127,9 @@ impl Tiny {
         file.matrix("token_embd", self.vocab, self.width);
         file.vector("output_norm.weight", self.width, 1.0);
         file.matrix("output", self.vocab, self.width);
+        if self.family == Family::Gemma4 {
+            gemma4::tables(self, &mut file);
+        }
         (0..self.layers).for_each(|i| self.layer(&mut file, i));
         file
     }
@@ -188,7 +194,10 @@ impl Tiny {
                 add(key, (value as u32).into());
             }
         }
-        if matches!(self.family, Family::Gemma3 | Family::GptOss) {
+        if matches!(
+            self.family,
+            Family::Gemma3 | Family::Gemma4 | Family::GptOss
+        ) {
             add("attention.sliding_window", (self.window as u32).into());
         }
         match self.family {
@@ -212,6 +221,13 @@ impl Tiny {
             }
             Family::MiniMaxM2 => add("rope.dimension_count", 16u32.into()),
             _ => {}
+        }
+        if self.family == Family::Gemma4 {
+            for (key, value) in gemma4::entries(self) {
+                let key = format!("{name}.{key}");
+                entries.retain(|(known, _)| *known != key);
+                entries.push((key, value));
+            }
         }
         entries
     }
@@ -319,6 +335,11 @@ impl Tiny {
     }
 
     fn layer(&self, file: &mut TinyFile, i: usize) {
+        if self.family == Family::Gemma4 {
+            gemma4::layer(self, file, i);
+            self.experts(file, |part| format!("blk.{i}.{part}"));
+            return gemma4::scales(self, file, EXPERTS, i);
+        }
         let (q, kv) = (self.heads * self.head_dim, self.kv_heads * self.head_dim);
         let name = |part: &str| format!("blk.{i}.{part}");
         // Norm weights around 4 make scores spread, so that attention is not a plain mean.
@@ -428,12 +449,12 @@ impl TinyFile {
     }
 
     /// The weight of `stem`, `(rows, cols)`.
-    fn matrix(&mut self, stem: &str, rows: usize, cols: usize) {
+    pub(super) fn matrix(&mut self, stem: &str, rows: usize, cols: usize) {
         self.put(&format!("{stem}.weight"), self.block_type, &[rows, cols]);
     }
 
     /// `n` values within half of `centre`.
-    fn vector(&mut self, name: &str, n: usize, centre: f32) {
+    pub(super) fn vector(&mut self, name: &str, n: usize, centre: f32) {
         let values: Vec<f32> = (0..n).map(|_| centre + 0.5 * self.random.unit()).collect();
         self.put_f32(name, &values);
     }

@@ -3,13 +3,13 @@
 use std::path::Path;
 
 use paceline_base::{BlockType, KernelClass};
-use paceline_formats::gguf::Value;
+use paceline_formats::gguf::{Array, Value};
 use paceline_model::{Config, Error, Family, Source};
 
 use super::{check, refusal};
 use crate::common::runner::Runner;
 use crate::common::tiny::{Random, Tiny, TinyFile};
-use crate::common::{kernels, try_load};
+use crate::common::{gemma4, kernels, try_load};
 
 /// A model of one layer or two, small enough to be written hundreds of times.
 fn small(family: Family) -> Tiny {
@@ -20,11 +20,10 @@ fn small(family: Family) -> Tiny {
         head_dim: 16,
         ffn: 96,
         vocab: 50,
-        // The first of glm4moe and deepseek2 is dense.
-        layers: if matches!(family, Family::Glm4Moe | Family::DeepSeek) {
-            2
-        } else {
-            1
+        layers: match family {
+            Family::Glm4Moe | Family::DeepSeek => 2, // of which the first is dense
+            Family::Gemma4 => 4,                     // of which two use the caches of two
+            _ => 1,
         },
         window: 8,
         family,
@@ -246,6 +245,7 @@ fn may_lack(family: Family, name: &str) -> bool {
     name == "output.weight"
         || family == Family::Glm4Moe && of_glm
         || family == Family::DeepSeek && of_deepseek
+        || family == Family::Gemma4 && gemma4::may_lack(name)
 }
 
 /// Every tensor of every family: absent, of other shapes, of a type that is not read.
@@ -443,6 +443,99 @@ fn numbers_of_latent_attention_and_groups_that_lie_are_refused() {
 }
 
 #[test]
+fn numbers_of_gemma4_that_lie_are_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let list = |list: &[u32]| Some(Value::Array(Array::U32(list.to_vec())));
+    let one = |n: u32| Some(Value::U32(n));
+    for (key, value, expected) in [
+        (
+            "attention.shared_kv_layers",
+            one(5),
+            "shared_kv_layers is 5, expected 0 to 4",
+        ),
+        (
+            "attention.shared_kv_layers",
+            one(3),
+            "no layer of the kind of layer 1 keeps a cache",
+        ),
+        (
+            "attention.shared_kv_layers",
+            one(4),
+            "no layer of the kind of layer 0 keeps a cache",
+        ),
+        (
+            "attention.head_count_kv",
+            list(&[2, 1]),
+            "head_count_kv is a list of 2",
+        ),
+        (
+            "attention.head_count_kv",
+            list(&[2, 0, 2, 1]),
+            "head_count_kv is 0",
+        ),
+        (
+            "attention.head_count_kv",
+            list(&[3, 1, 3, 1]),
+            "number of KV heads is 3",
+        ),
+        (
+            "feed_forward_length",
+            list(&[96; 5]),
+            "feed_forward_length is a list of 5",
+        ),
+        (
+            "feed_forward_length",
+            list(&[96; 4]),
+            "ffn_gate.weight: shape [192, 64]",
+        ),
+        (
+            "attention.sliding_window_pattern",
+            list(&[1; 3]),
+            "pattern is a list of 3",
+        ),
+        (
+            "attention.key_length_swa",
+            one(24),
+            "value head is 16, expected the size of a key head",
+        ),
+        (
+            "attention.key_length",
+            one(48),
+            "size of a value head is 32",
+        ),
+        (
+            "rope.dimension_count_swa",
+            one(64),
+            "dimension_count_swa is 64, expected 2 to 16",
+        ),
+        ("embedding_length_per_layer_input", one(32), "per_layer_"),
+        (
+            "embedding_length_per_layer_input",
+            one(u32::MAX),
+            "embedding_length_per_layer_input is",
+        ),
+        (
+            "final_logit_softcapping",
+            Some(Value::F32(-1.0)),
+            "final_logit_softcapping is -1",
+        ),
+        (
+            "final_logit_softcapping",
+            Some(Value::F32(f32::NAN)),
+            "final_logit_softcapping is NaN",
+        ),
+        ("expert_used_count", one(8), "expert_used_count is 8"),
+        (
+            "expert_feed_forward_length",
+            None,
+            "expert_feed_forward_length",
+        ),
+    ] {
+        check_entry(dir.path(), Family::Gemma4, key, value, expected);
+    }
+}
+
+#[test]
 fn numbers_of_yarn_that_lie_are_refused() {
     let dir = tempfile::tempdir().unwrap();
     let gpt_oss = |key, value: Value, expected| {
@@ -496,7 +589,12 @@ fn biases_and_sinks_that_are_not_numbers_are_refused() {
 fn routers_that_are_not_numbers_are_refused() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("nan.gguf");
-    for family in [Family::Mixtral, Family::GptOss, Family::MiniMaxM2] {
+    for family in [
+        Family::Mixtral,
+        Family::GptOss,
+        Family::MiniMaxM2,
+        Family::Gemma4,
+    ] {
         let mut file = small(family).file();
         let name = "blk.0.ffn_gate_inp.weight";
         let tensor = file.tensors.iter_mut().find(|t| t.name == name).unwrap();
