@@ -2,7 +2,7 @@
 
 use std::borrow::Cow;
 
-use paceline_tensor::Recurrence;
+use paceline_tensor::{PAGE, Recurrence};
 
 use crate::families::{Family, Fields};
 use crate::rope::Rope;
@@ -26,7 +26,32 @@ pub enum LayerCache {
     Of(usize),
     /// A state of fixed size for each KV head.
     State(&'static dyn Recurrence),
+    /// The states of a gated delta net.
+    Delta(DeltaNet),
 }
+
+/// A gated delta net in place of attention: the layer's heads are those of its values, its KV heads
+/// those of queries and keys.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DeltaNet {
+    /// Inputs that the convolution looks at, the newest included: 1 to [`MAX_TAPS`].
+    pub taps: usize,
+    /// Which value heads share a key head.
+    pub order: HeadOrder,
+}
+
+/// Which of H value heads belong to which of K key heads.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum HeadOrder {
+    /// Value head h has key head h K / H: neighbours share one.
+    Grouped,
+    /// Value head h has key head h mod K, as in GGUF files of Qwen 3.5.
+    Interleaved,
+}
+
+/// Most inputs of a convolution, four times those of published models: fewer than a page has
+/// positions, so that those of the page before are enough.
+pub(crate) const MAX_TAPS: usize = 16;
 
 impl PartialEq for LayerCache {
     fn eq(&self, other: &Self) -> bool {
@@ -34,6 +59,7 @@ impl PartialEq for LayerCache {
             (Self::Rows, Self::Rows) => true,
             (Self::Of(a), Self::Of(b)) => a == b,
             (Self::State(a), Self::State(b)) => a.name() == b.name(),
+            (Self::Delta(a), Self::Delta(b)) => a == b,
             _ => false,
         }
     }
@@ -105,6 +131,9 @@ pub struct LayerShape {
     pub value_dim: usize,
     /// Multiplies queries.
     pub query_scale: f32,
+    /// Whether the query's projection has a gate of each head behind its query, and the sigmoid of
+    /// that multiplies what attention gives.
+    pub gated: bool,
     /// Width of the feed-forward (F).
     pub ffn: usize,
     /// The experts that it has instead of a feed-forward.
@@ -126,7 +155,7 @@ impl LayerShape {
     const fn keeps_in(&self, index: usize) -> usize {
         match self.cache {
             LayerCache::Of(of) => of,
-            LayerCache::Rows | LayerCache::State(_) => index,
+            LayerCache::Rows | LayerCache::State(_) | LayerCache::Delta(_) => index,
         }
     }
 
@@ -136,10 +165,12 @@ impl LayerShape {
     }
 
     /// How many positions before a row's own, itself included, it looks at in the cache; `None` for
-    /// all. A state looks at the page before its own, when that begins.
+    /// all. A state looks at the page before its own, when that begins; that of a delta net keeps it
+    /// all along, so that a sequence leaves the state of its last full page to the next one.
     pub(crate) const fn looks_back(&self) -> Option<usize> {
         match self.cache {
             LayerCache::State(_) => Some(2),
+            LayerCache::Delta(_) => Some(PAGE + 1),
             LayerCache::Rows | LayerCache::Of(_) => self.window,
         }
     }
@@ -151,8 +182,16 @@ impl LayerShape {
         } else {
             (0, 0)
         };
-        let keys = (self.heads + keys) * self.head_dim;
-        let values = (self.heads + values) * self.value_dim;
+        let (keys, values) = match self.cache {
+            LayerCache::Delta(_) => (
+                2 * self.kv_heads * self.head_dim,
+                self.heads * (3 * self.value_dim + 2), // of values, their gates, outputs; two gates
+            ),
+            _ => (
+                ((1 + usize::from(self.gated)) * self.heads + keys) * self.head_dim,
+                (self.heads + values) * self.value_dim,
+            ),
+        };
         let ffn = self.experts.map_or(3 * self.ffn, |experts| {
             let gate = usize::from(experts.shared > 0 && experts.shared_gate);
             3 * (experts.count * experts.width + experts.shared) + experts.count + gate
@@ -207,8 +246,8 @@ pub struct Config {
 /// Largest accepted sizes: several times the largest published models, small enough that their
 /// products cannot overflow 64 bits.
 const MAX_LAYERS: u64 = 1 << 10;
-const MAX_WIDTH: u64 = 1 << 18;
-const MAX_HEADS: u64 = 1 << 12;
+pub(crate) const MAX_WIDTH: u64 = 1 << 18;
+pub(crate) const MAX_HEADS: u64 = 1 << 12;
 const MAX_CONTEXT: u64 = 1 << 27;
 
 impl Config {
@@ -221,6 +260,9 @@ impl Config {
         let fields = Fields::of(source)?;
         let family = fields.family()?;
         let mut config = family.config(&fields)?;
+        if let Some(tied) = outer_tied(source) {
+            config.tied = Some(tied);
+        }
         config.ffn_leaf = ffn_leaf(config.ffn, longest_down_block(source, &config));
         Ok(config)
     }
@@ -251,7 +293,7 @@ impl Config {
             heads,
             kv_heads,
             head_dim,
-            ffn: fields.size("feed_forward_length", "intermediate_size", 1, MAX_WIDTH)?,
+            ffn: fields.ffn(family)?,
             ffn_leaf: 0, // known with the types of the weights: see `read`
             vocab: fields.vocab()?,
             context: fields.size("context_length", "max_position_embeddings", 1, MAX_CONTEXT)?,
@@ -280,6 +322,7 @@ impl Config {
             head_dim: self.head_dim,
             value_dim: self.head_dim,
             query_scale: 1.0 / self.head_dim_root(),
+            gated: false,
             ffn: self.ffn,
             experts: None,
         }
@@ -374,6 +417,10 @@ impl Config {
             if shape.kv_heads == 0 || !shape.heads.is_multiple_of(shape.kv_heads) {
                 return bad("the KV heads do not divide the heads");
             }
+            let taps = |net: DeltaNet| (1..=MAX_TAPS).contains(&net.taps);
+            if matches!(shape.cache, LayerCache::Delta(net) if !taps(net)) {
+                return bad("its convolution looks at no input, or at more than 16");
+            }
             if shape.ffn == 0 || shape.rope >= self.ropes.len() {
                 return bad("it has no feed-forward or no rotation");
             }
@@ -403,6 +450,15 @@ impl Config {
     fn head_dim_root(&self) -> f32 {
         (self.head_dim as f32).sqrt()
     }
+}
+
+/// What a folder says outside of its text part of whether the output head is the embedding.
+fn outer_tied(source: &Source) -> Option<bool> {
+    let Source::Hf(folder) = source else {
+        return None;
+    };
+    folder.config().get("text_config")?;
+    folder.config().get("tie_word_embeddings")?.as_bool()
 }
 
 /// See [`Config::ffn_leaf`].

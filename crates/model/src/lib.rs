@@ -33,7 +33,9 @@ mod step;
 mod weights;
 
 pub use compute::{Compute, Exchanged, Weights};
-pub use config::{Activation, Config, Experts, Gating, LayerCache, LayerShape};
+pub use config::{
+    Activation, Config, DeltaNet, Experts, Gating, HeadOrder, LayerCache, LayerShape,
+};
 pub use error::Error;
 pub use families::Family;
 pub use kinds::{Kinds, WindowPool};

@@ -95,6 +95,28 @@ pub enum Part {
     SharedUp,
     /// `(C, shared F)`
     SharedDown,
+    /// Of a gated delta net, as all that follow: `(2 K D + H E, C)`, queries, keys and values.
+    DeltaQkv,
+    /// `(H E, C)`: gates of the values.
+    DeltaGate,
+    /// `(2 K D + 2 H E, C)`: for each key head query, key, values and gates.
+    DeltaQkvGate,
+    /// `(H, C)`: how much of a difference is taken in.
+    DeltaStep,
+    /// `(H, C)`: how much of the state goes.
+    DeltaDecay,
+    /// `(2 H, C)`: for each key head steps and decays.
+    DeltaStepDecay,
+    /// `(2 K D + H E, taps)`, or with a 1 between.
+    DeltaConv,
+    /// `(H,)`: added to what the decay comes from.
+    DeltaBias,
+    /// `(H,)`: the decay's factor, in GGUF files; its logarithm otherwise.
+    DeltaScale,
+    /// `(E,)`: the norm of each head's result.
+    DeltaNorm,
+    /// `(C, H E)`
+    DeltaOutput,
 }
 
 impl Source {
@@ -122,7 +144,7 @@ impl Source {
     fn stem(&self, family: Family, role: Role) -> String {
         match self {
             Self::Gguf(_) => gguf_stem(family, role),
-            Self::Hf(_) => hf_stem(family, role),
+            Self::Hf(folder) => in_text_part(folder, hf_stem(family, role)),
         }
     }
 
@@ -132,6 +154,8 @@ impl Source {
         match (self, role) {
             (Self::Gguf(_), Role::Layer(_, Part::RouterChoice)) => format!("{stem}.bias"),
             (Self::Hf(_), Role::Layer(_, Part::Sinks | Part::RouterChoice)) => stem,
+            (Self::Gguf(_), Role::Layer(_, Part::DeltaBias)) => format!("{stem}.bias"),
+            (_, Role::Layer(_, Part::DeltaScale | Part::DeltaBias)) => stem,
             _ => format!("{stem}.weight"),
         }
     }
@@ -150,6 +174,11 @@ impl Source {
         if let Some((folder, stack, wanted)) = self.stacked(family, role) {
             return Ok(folder.stacked(&stack, wanted)?);
         }
+        if let (Self::Hf(folder), Role::Layer(layer, part)) = (self, role)
+            && let Some(tensor) = joined_expert(folder, layer, part)?
+        {
+            return Ok(tensor);
+        }
         if let (Self::Gguf(file), Role::Layer(layer, part)) = (self, role)
             && let Some(tensor) = other_expert(file, layer, part)?
         {
@@ -166,6 +195,15 @@ impl Source {
                 ..tensor
             }),
             None => Ok(tensor),
+        }
+    }
+
+    /// Whether the weight of `role` is there.
+    pub(crate) fn has(&self, family: Family, role: Role) -> bool {
+        let name = self.name(family, role);
+        match self {
+            Self::Gguf(file) => file.has(&name),
+            Self::Hf(folder) => folder.has(&name),
         }
     }
 
@@ -253,7 +291,7 @@ impl Source {
             Family::GptOss => "mlp.experts",
             _ => "mlp.switch_mlp",
         };
-        let module = format!("model.layers.{layer}.{stack}.{name}");
+        let module = in_text_part(folder, format!("model.layers.{layer}.{stack}.{name}"));
         let there = folder.has(&format!("{module}.weight"));
         there.then_some((folder, module, nth))
     }
@@ -314,6 +352,7 @@ fn gguf_stem(family: Family, role: Role) -> String {
         Part::FfnNorm if matches!(family, Family::GptOss | Family::Glm4Moe) => {
             "post_attention_norm" // which is before the feed-forward, whatever its name
         }
+        Part::FfnNorm if family.has_delta_nets() => "post_attention_norm",
         Part::AttentionNorm => "attn_norm",
         Part::Query => "attn_q",
         Part::Key => "attn_k",
@@ -337,6 +376,17 @@ fn gguf_stem(family: Family, role: Role) -> String {
         Part::SharedGate => "ffn_gate_shexp",
         Part::SharedUp => "ffn_up_shexp",
         Part::SharedDown => "ffn_down_shexp",
+        Part::DeltaQkv => "attn_qkv",
+        Part::DeltaGate => "attn_gate",
+        Part::DeltaQkvGate => "ssm_in",
+        Part::DeltaStep => "ssm_beta",
+        Part::DeltaDecay => "ssm_alpha",
+        Part::DeltaStepDecay => "ssm_ba",
+        Part::DeltaConv => "ssm_conv1d",
+        Part::DeltaBias => "ssm_dt",
+        Part::DeltaScale => "ssm_a",
+        Part::DeltaNorm => "ssm_norm",
+        Part::DeltaOutput => "ssm_out",
     };
     format!("blk.{layer}.{name}")
 }
@@ -369,6 +419,17 @@ fn hf_stem(family: Family, role: Role) -> String {
         Part::Up => "mlp.up_proj",
         Part::Down => "mlp.down_proj",
         Part::PostFfnNorm => "post_feedforward_layernorm",
+        Part::DeltaQkv => "linear_attn.in_proj_qkv",
+        Part::DeltaGate => "linear_attn.in_proj_z",
+        Part::DeltaQkvGate => "linear_attn.in_proj_qkvz",
+        Part::DeltaStep => "linear_attn.in_proj_b",
+        Part::DeltaDecay => "linear_attn.in_proj_a",
+        Part::DeltaStepDecay => "linear_attn.in_proj_ba",
+        Part::DeltaConv => "linear_attn.conv1d",
+        Part::DeltaBias => "linear_attn.dt_bias",
+        Part::DeltaScale => "linear_attn.A_log",
+        Part::DeltaNorm => "linear_attn.norm",
+        Part::DeltaOutput => "linear_attn.out_proj",
         other => unreachable!("{other:?} is a part of experts"),
     };
     format!("model.layers.{layer}.{name}")
@@ -414,6 +475,58 @@ impl Part {
     }
 }
 
+/// The name of a weight of text in a folder whose model has other parts too.
+fn in_text_part(folder: &HfFolder, stem: String) -> String {
+    if folder.has("model.language_model.embed_tokens.weight") {
+        return match stem.strip_prefix("model.") {
+            Some(rest) => format!("model.language_model.{rest}"),
+            None => stem,
+        };
+    }
+    match folder.has("language_model.model.embed_tokens.weight") {
+        true => format!("language_model.{stem}"),
+        false => stem,
+    }
+}
+
+/// The matrix of an expert in a folder that has those of a layer in one tensor, outputs by inputs
+/// (Qwen 3.5): gate and up behind each other.
+fn joined_expert(folder: &HfFolder, layer: usize, part: Part) -> Result<Option<Tensor>, Error> {
+    let (name, half) = match part {
+        Part::ExpertGate(_) => ("gate_up_proj", Some(0)),
+        Part::ExpertUp(_) => ("gate_up_proj", Some(1)),
+        Part::ExpertDown(_) => ("down_proj", None),
+        _ => return Ok(None),
+    };
+    let name = in_text_part(folder, format!("model.layers.{layer}.mlp.experts.{name}"));
+    if !folder.has(&name) {
+        return Ok(None);
+    }
+    let nth = part.expert().expect("it is of an expert");
+    let tensor = of_expert(folder.tensor(&name)?, nth)?;
+    match half {
+        None => Ok(Some(tensor)),
+        Some(half) => half_of(tensor, half).map(Some),
+    }
+}
+
+/// The first or the second half of the rows of a matrix.
+fn half_of(mut tensor: Tensor, half: usize) -> Result<Tensor, Error> {
+    let rows = tensor.shape[0];
+    if !rows.is_multiple_of(2) {
+        return Err(Error::Shape {
+            expected: vec![rows + 1, tensor.shape[1]],
+            got: tensor.shape,
+            name: tensor.name,
+        });
+    }
+    let bytes = tensor.bytes.len() / 2;
+    let part = tensor.bytes.slice(half * bytes..(half + 1) * bytes);
+    tensor.bytes = part.expect("a half of it");
+    tensor.shape[0] = rows / 2;
+    Ok(tensor)
+}
+
 /// The matrix of an expert in a GGUF file whose layers have their experts in unusual tensors: one
 /// for each, as early ones of Mixtral, or gate and up behind each other.
 fn other_expert(file: &Gguf, layer: usize, part: Part) -> Result<Option<Tensor>, Error> {
@@ -432,20 +545,7 @@ fn other_expert(file: &Gguf, layer: usize, part: Part) -> Result<Option<Tensor>,
     match half {
         _ if file.has(&own) => Ok(Some(file.tensor(&own)?)),
         Some(half) if file.has(&both) => {
-            let mut tensor = of_expert(file.tensor(&both)?, nth)?;
-            let rows = tensor.shape[0];
-            if !rows.is_multiple_of(2) {
-                return Err(Error::Shape {
-                    expected: vec![rows + 1, tensor.shape[1]],
-                    got: tensor.shape,
-                    name: tensor.name,
-                });
-            }
-            let bytes = tensor.bytes.len() / 2;
-            let part = tensor.bytes.slice(half * bytes..(half + 1) * bytes);
-            tensor.bytes = part.expect("a half of it");
-            tensor.shape[0] = rows / 2;
-            Ok(Some(tensor))
+            half_of(of_expert(file.tensor(&both)?, nth)?, half).map(Some)
         }
         _ => Ok(None),
     }

@@ -11,7 +11,11 @@ use paceline_tensor::{PackOptions, Packed, StoredMatrix, ThreadPool, UNIT, store
 
 use crate::rope::MIN_DIVISOR;
 use crate::split::{LeafCut, Shard};
-use crate::{Config, Error, Family, Nth, Part, Role, Source, config};
+use crate::{Config, Error, Family, LayerCache, Nth, Part, Role, Source, config};
+
+mod delta_net;
+
+pub(crate) use delta_net::DeltaNet;
 
 /// A matrix with an optional bias: `(out, in)`, or this rank's rows of it.
 #[derive(Debug)]
@@ -53,6 +57,8 @@ pub(crate) struct Layer {
     pub(crate) key_norm: Option<Vec<f32>>,
     /// Of this rank's heads.
     pub(crate) sinks: Option<Vec<f32>>,
+    /// What a gated delta net has besides.
+    pub(crate) delta_net: Option<DeltaNet>,
     pub(crate) post_attention_norm: Option<Vec<f32>>,
     pub(crate) ffn_norm: Vec<f32>,
     pub(crate) feed_forward: FeedForward,
@@ -358,10 +364,7 @@ impl Loader<'_> {
 
     pub(crate) fn layer(&self, i: usize) -> Result<Layer, Error> {
         let (c, shape, cut) = (self.config, &self.config.layers[i], self.shard.layer(i));
-        let (q, k) = (
-            shape.heads * shape.head_dim,
-            shape.kv_heads * shape.head_dim,
-        );
+        let k = shape.kv_heads * shape.head_dim;
         let (out, v) = (
             shape.heads * shape.value_dim,
             shape.kv_heads * shape.value_dim,
@@ -377,12 +380,29 @@ impl Loader<'_> {
         let opt_norm = |there: bool, part, n| there.then(|| norm(part, n)).transpose();
         let norms = c.family.norms_after_halves();
         let [query_norm, key_norm] = self.query_key_norms(i)?;
+        let ([query, key, value], delta_net, output) = match shape.cache {
+            LayerCache::Delta(net) => {
+                let ([q, k, v], net) = self.delta_net(i, net)?;
+                ([Some(q), Some(k), Some(v)], Some(net), Part::DeltaOutput)
+            }
+            _ => {
+                let each = (1 + usize::from(shape.gated)) * shape.head_dim;
+                let all = shape.heads * each;
+                let of = [
+                    Some(rows(Part::Query, all, of_heads(&cut.heads, each))?),
+                    of_kv(Part::Key, k, shape.head_dim)?,
+                    of_kv(Part::Value, v, shape.value_dim)?,
+                ];
+                (of, None, Part::AttentionOutput)
+            }
+        };
         Ok(Layer {
             attention_norm: norm(Part::AttentionNorm, c.width)?,
-            query: rows(Part::Query, q, of_heads(&cut.heads, shape.head_dim))?,
-            key: of_kv(Part::Key, k, shape.head_dim)?,
-            value: of_kv(Part::Value, v, shape.value_dim)?,
-            attention_output: self.summed(role(Part::AttentionOutput), out, &cut.attention)?,
+            query: query.expect("every layer has queries"),
+            key,
+            value,
+            delta_net,
+            attention_output: self.summed(role(output), out, &cut.attention)?,
             query_norm,
             key_norm,
             sinks: self.sinks(i)?,
@@ -418,6 +438,9 @@ impl Loader<'_> {
                 of(Part::QueryNorm, shape.heads, &cut.heads)?,
                 of(Part::KeyNorm, shape.kv_heads, &cut.kv_heads)?,
             ]);
+        }
+        if matches!(shape.cache, LayerCache::Delta(_)) {
+            return Ok([None, None]);
         }
         let there = self.names.norms_heads(layer)?;
         let of = |there: bool, part| there.then(|| norm(part, dim)).transpose();
@@ -673,11 +696,13 @@ impl Layer {
             query,
             key,
             value,
+            delta_net,
             feed_forward,
             ..
         } = self;
         let kv = [key, value].into_iter().flatten();
         let linears = [query].into_iter().chain(kv).map(|linear| &linear.matrix);
-        linears.chain(feed_forward.of_normed())
+        let net = delta_net.iter().flat_map(DeltaNet::matrices);
+        linears.chain(net).chain(feed_forward.of_normed())
     }
 }

@@ -102,6 +102,8 @@ fn a_decode_step_allocates_nothing() {
         Family::GptOss,
         Family::Glm4Moe,
         Family::MiniMaxM2,
+        Family::Qwen35,
+        Family::Qwen35Moe,
     ] {
         let path = dir.path().join("model.gguf");
         Tiny::new(family, BlockType::Q4_K).write(&path);

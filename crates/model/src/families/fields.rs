@@ -1,5 +1,6 @@
 //! Reading configuration values from GGUF metadata or `config.json` under their two names.
 
+mod delta_net;
 mod experts;
 mod rope;
 
@@ -12,7 +13,7 @@ use paceline_tensor::RopePairs;
 use serde_json::Value;
 
 use super::Family;
-use crate::config::Activation;
+use crate::config::{Activation, MAX_WIDTH};
 use crate::{Config, Error, Source};
 use experts::MAX_EXPERTS;
 
@@ -24,8 +25,20 @@ pub(crate) enum Fields<'a> {
         metadata: &'a Metadata,
         architecture: &'a str,
     },
-    /// `config.json`.
+    /// `config.json`, or the text part in it.
     Hf(&'a Value),
+}
+
+/// The part of a `config.json` that is about text, of models that have other parts too.
+fn text_part(config: &Value) -> &Value {
+    let has_parts = matches!(
+        config.get("model_type").and_then(Value::as_str),
+        Some("qwen3_5" | "qwen3_5_moe")
+    );
+    match config.get("text_config") {
+        Some(text) if has_parts && text.is_object() => text,
+        _ => config,
+    }
 }
 
 impl<'a> Fields<'a> {
@@ -38,7 +51,7 @@ impl<'a> Fields<'a> {
                     architecture: metadata.str("general.architecture")?,
                 }
             }
-            Source::Hf(folder) => Self::Hf(folder.config()),
+            Source::Hf(folder) => Self::Hf(text_part(folder.config())),
         })
     }
 
@@ -59,6 +72,20 @@ impl<'a> Fields<'a> {
                 architecture: shortened(name),
                 supported: Family::ALL.map(names).join(", "),
             })
+    }
+
+    /// Width of the feed-forward; of models that have experts alone, that of one.
+    pub(crate) fn ffn(&self, family: Family) -> Result<usize, Error> {
+        let of = |gguf, hf| self.opt_size(gguf, hf, 1, MAX_WIDTH);
+        let usual = of("feed_forward_length", "intermediate_size")?;
+        let experts = match family {
+            Family::Qwen35Moe if usual.is_none() => {
+                of("expert_feed_forward_length", "moe_intermediate_size")?
+            }
+            _ => None,
+        };
+        let missing = || self.missing("feed_forward_length", "intermediate_size");
+        usual.or(experts).ok_or_else(missing)
     }
 
     fn model_type(&self) -> Result<&'a str, Error> {

@@ -3,6 +3,7 @@
 //! Letters in shape comments: T rows of the batch, C width, H heads, K KV heads, D head size,
 //! F feed-forward width, V vocabulary.
 
+mod delta_net;
 mod fields;
 mod gemma3;
 mod glm4moe;
@@ -58,6 +59,18 @@ pub(crate) trait LayerStep {
 
     /// Writes k and v to the cache, then q (T, H D) -> attended (T, H D).
     fn attend(&mut self, w: &Self::Layer, index: usize) -> Result<(), Error>;
+
+    /// attended (T, H D) *= sigmoid(gate of each head), where the layer has gates.
+    fn gate_attention(&mut self, w: &Self::Layer) -> Result<(), Error>;
+
+    /// Whether the layer is a gated delta net.
+    fn is_delta_net(&self, w: &Self::Layer) -> bool;
+
+    /// x (T, C) -> q, k (T, K D), v, gates (T, H E), and of each head its step and its decay (T, H)
+    fn project_delta_net(&mut self, w: &Self::Layer) -> Result<(), Error>;
+
+    /// Takes q, k, v into the states, reads these, norms and gates each head -> attended (T, H E).
+    fn delta_net(&mut self, w: &Self::Layer, index: usize) -> Result<(), Error>;
 
     /// attended (T, H D) -> delta (T, C), summed over the ranks of the stage
     fn project_attention(&mut self, w: &Self::Layer) -> Result<(), Error>;
@@ -121,11 +134,17 @@ pub enum Family {
     Glm4Moe,
     /// MiniMax M2 to M2.7.
     MiniMaxM2,
+    /// Qwen3-Next: gated delta nets and experts.
+    Qwen3Next,
+    /// Qwen 3.5 to 3.8, dense, text.
+    Qwen35,
+    /// Qwen 3.5 to 3.8 with experts, text.
+    Qwen35Moe,
 }
 
 impl Family {
     /// Every family.
-    pub const ALL: [Self; 10] = [
+    pub const ALL: [Self; 13] = [
         Self::Llama,
         Self::Qwen2,
         Self::Qwen3,
@@ -136,9 +155,12 @@ impl Family {
         Self::GptOss,
         Self::Glm4Moe,
         Self::MiniMaxM2,
+        Self::Qwen3Next,
+        Self::Qwen35,
+        Self::Qwen35Moe,
     ];
 
-    /// Those without experts.
+    /// Those without experts, all layers of which are attention.
     pub const DENSE: [Self; 4] = [Self::Llama, Self::Qwen2, Self::Qwen3, Self::Gemma3];
 
     /// The name in `general.architecture` of GGUF files.
@@ -153,6 +175,9 @@ impl Family {
             Self::GptOss => "gpt-oss",
             Self::Glm4Moe => "glm4moe",
             Self::MiniMaxM2 => "minimax-m2",
+            Self::Qwen3Next => "qwen3next",
+            Self::Qwen35 => "qwen35",
+            Self::Qwen35Moe => "qwen35moe",
         }
     }
 
@@ -166,6 +191,9 @@ impl Family {
             Self::GptOss => "gpt_oss",
             Self::Glm4Moe => "glm4_moe",
             Self::MiniMaxM2 => "minimax_m2",
+            Self::Qwen3Next => "qwen3_next",
+            Self::Qwen35 => "qwen3_5_text",
+            Self::Qwen35Moe => "qwen3_5_moe_text",
             other => other.name(),
         }
     }
@@ -180,7 +208,10 @@ impl Family {
 
     /// Whether its layers have experts, all or some.
     pub(crate) const fn has_experts(self) -> bool {
-        !matches!(self, Self::Llama | Self::Qwen2 | Self::Qwen3 | Self::Gemma3)
+        !matches!(
+            self,
+            Self::Llama | Self::Qwen2 | Self::Qwen3 | Self::Gemma3 | Self::Qwen35
+        )
     }
 
     /// Whether queries, keys and values need biases.
@@ -200,7 +231,12 @@ impl Family {
 
     /// Whether every query and key head has a norm.
     pub(crate) const fn norms_heads(self) -> bool {
-        matches!(self, Self::Qwen3 | Self::Gemma3 | Self::Qwen3Moe)
+        matches!(self, Self::Qwen3 | Self::Gemma3 | Self::Qwen3Moe) || self.has_delta_nets()
+    }
+
+    /// Whether most of its layers are gated delta nets.
+    pub(crate) const fn has_delta_nets(self) -> bool {
+        matches!(self, Self::Qwen3Next | Self::Qwen35 | Self::Qwen35Moe)
     }
 
     /// Whether the results of both halves of a layer have norms.
@@ -220,6 +256,7 @@ impl Family {
             Self::GptOss => gpt_oss::config(fields),
             Self::Glm4Moe => glm4moe::config(fields),
             Self::MiniMaxM2 => minimax_m2::config(fields),
+            Self::Qwen3Next | Self::Qwen35 | Self::Qwen35Moe => delta_net::config(self, fields),
         }
     }
 
@@ -244,6 +281,9 @@ impl Family {
             Self::GptOss => gpt_oss::layer(step, weights, index),
             Self::Glm4Moe => glm4moe::layer(step, weights, index),
             Self::MiniMaxM2 => minimax_m2::layer(step, weights, index),
+            Self::Qwen3Next | Self::Qwen35 | Self::Qwen35Moe => {
+                delta_net::layer(step, weights, index)
+            }
         }
     }
 }
