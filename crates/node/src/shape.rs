@@ -138,6 +138,9 @@ impl Fields<'_> {
     /// Of so many layers every n-th looks at everything: as the file says, or as its family is
     /// known to do. Other families that state a window do not use it, or use it nowhere here.
     fn sliding(&self, layers: u32) -> Option<Sliding> {
+        if let Some(states) = self.states(layers) {
+            return Some(states);
+        }
         let window = self.get("attention.sliding_window", "sliding_window");
         let every = self.get("attention.sliding_window_pattern", "sliding_window_pattern");
         let family = match self.family {
@@ -153,6 +156,28 @@ impl Fields<'_> {
         Some(Sliding {
             layers: count,
             window,
+        })
+    }
+
+    /// Layers that are gated delta nets, as layers with a window whose keys and values in half
+    /// precision take the memory of the two pages that a sequence has of such a layer.
+    fn states(&self, layers: u32) -> Option<Sliding> {
+        const PAGE: u128 = 64;
+        let size = |gguf, hf| self.get(gguf, hf).map(u128::from);
+        let key_heads = size("ssm.group_count", "linear_num_key_heads")?;
+        let heads = size("ssm.time_step_rank", "linear_num_value_heads")?;
+        let key = size("ssm.state_size", "linear_key_head_dim")?;
+        let value = size("ssm.state_size", "linear_value_head_dim")?;
+        let kv_heads = size("attention.head_count_kv", "num_key_value_heads")?;
+        let head_dim = size("attention.key_length", "head_dim")?;
+        let every = size("full_attention_interval", "full_attention_interval");
+        let every = u32::try_from(every.unwrap_or(4)).unwrap_or(u32::MAX).max(1);
+        let channels = 2 * key_heads * key + heads * value;
+        let page = PAGE * (channels + key_heads * key) + heads * ((key + PAGE) * value + 2 * PAGE);
+        let window = (2 * 4 * page).div_ceil((2 * 2 * kv_heads * head_dim).max(1));
+        Some(Sliding {
+            layers: layers - layers / every,
+            window: u32::try_from(window).unwrap_or(u32::MAX),
         })
     }
 
@@ -384,6 +409,21 @@ mod tests {
         ] {
             assert_eq!(with(more.clone()), expected, "{more}");
         }
+    }
+
+    /// Qwen3.5-35B-A3B: of 40 layers ten keep keys and values, 2 KiB a position; a page of the
+    /// others has 2 MiB of state, 2.5 MiB of inputs and keys and 1 MiB of differences.
+    #[test]
+    fn layers_with_states_take_memory_as_windows_do() {
+        let config = serde_json::json!({ "text_config": {
+            "model_type": "qwen3_5_moe_text", "hidden_size": 2048, "num_hidden_layers": 40,
+            "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256,
+            "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128, "num_experts": 256, "num_experts_per_tok": 8,
+            "moe_intermediate_size": 512, "vocab_size": 248_320
+        }});
+        let sliding = from_config("x", &config).unwrap().sliding.unwrap();
+        assert_eq!((sliding.layers, sliding.window), (30, 5648));
     }
 
     #[test]
