@@ -273,7 +273,7 @@ fn delta_nets_give_the_bits_of_one_rank() {
             path: &path,
             class,
             tokens: &tokens(tiny.vocab),
-            steps: &[[200, 3], [30, 0], [1, 1], [1, 260], [1, 1]],
+            steps: &[[189, 3], [30, 0], [1, 1], [1, 190], [1, 1]],
             overlap,
         };
         case.check(&TINY_SPLITS);

@@ -269,7 +269,7 @@ fn states_are_saved_at_ends_of_prompts_and_now_and_then() {
         every: 8,
     };
     let mut pages = Pages::new(60, &[window]);
-    let all = tokens(24 * PAGE, 1);
+    let all = tokens(25 * PAGE, 1);
     let prompt = 20 * PAGE + 10;
     let mut owned = Owned::default();
     let reuse = |pages: &Pages, n: usize| {

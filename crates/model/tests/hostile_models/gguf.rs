@@ -439,7 +439,7 @@ fn numbers_of_delta_nets_that_lie_are_refused() {
     lie(
         "full_attention_interval",
         2u32.into(),
-        "tensor blk.1.attn_q.weight",
+        "tensor blk.1.attn_q_norm.weight is missing",
     );
     lie(
         "attention.recurrent_layers",
