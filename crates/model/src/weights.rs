@@ -58,7 +58,7 @@ pub(crate) struct Layer {
     /// Of this rank's heads.
     pub(crate) sinks: Option<Vec<f32>>,
     /// What a gated delta net has besides.
-    pub(crate) delta_net: Option<DeltaNet>,
+    pub(crate) delta_net: Option<Box<DeltaNet>>,
     pub(crate) post_attention_norm: Option<Vec<f32>>,
     pub(crate) ffn_norm: Vec<f32>,
     pub(crate) feed_forward: FeedForward,
@@ -383,7 +383,11 @@ impl Loader<'_> {
         let ([query, key, value], delta_net, output) = match shape.cache {
             LayerCache::Delta(net) => {
                 let ([q, k, v], net) = self.delta_net(i, net)?;
-                ([Some(q), Some(k), Some(v)], Some(net), Part::DeltaOutput)
+                (
+                    [Some(q), Some(k), Some(v)],
+                    Some(Box::new(net)),
+                    Part::DeltaOutput,
+                )
             }
             _ => {
                 let each = (1 + usize::from(shape.gated)) * shape.head_dim;
@@ -702,7 +706,7 @@ impl Layer {
         } = self;
         let kv = [key, value].into_iter().flatten();
         let linears = [query].into_iter().chain(kv).map(|linear| &linear.matrix);
-        let net = delta_net.iter().flat_map(DeltaNet::matrices);
+        let net = delta_net.iter().flat_map(|net| net.matrices());
         linears.chain(net).chain(feed_forward.of_normed())
     }
 }

@@ -8,7 +8,7 @@ use paceline_tensor::{PackOptions, Packed, StoredMatrix, stored};
 
 use super::{AsStored, Linear, Loader, pack_error, vector};
 use crate::config::{self, HeadOrder};
-use crate::{Error, LayerShape, Part, Role};
+use crate::{Error, Family, LayerShape, Part, Role};
 
 /// What a gated delta net has besides queries, keys, values and an output. H are this rank's value
 /// heads.
@@ -172,7 +172,11 @@ impl Loader<'_> {
         let role = |part| Role::Layer(layer, part);
         let heads = places.shape.heads;
         let joined = role(Part::DeltaStepDecay);
-        if self.names.source.has(self.config.family, joined) {
+        let family = self.config.family;
+        let has = |role| self.names.source.has(family, role);
+        // Of both forms the one that the family's newer files have is missed by name.
+        let misses_joined = family == Family::Qwen3Next && !has(role(Part::DeltaStep));
+        if has(joined) || misses_joined {
             let [step, decay] = places.gates_by_key_head();
             let of = |own: &Rows| self.gathered(joined, 2 * heads, own, true);
             return Ok([of(&step)?, of(&decay)?]);
