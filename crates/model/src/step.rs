@@ -109,6 +109,7 @@ impl Workspace {
         }
     }
 
+    // long: one line for each buffer
     fn whole(model: &Model, size: BatchSize) -> Self {
         let (c, shard) = (model.config(), model.shard());
         let of_layers = |len: fn(&LayerShape, &LayerCut) -> usize| {

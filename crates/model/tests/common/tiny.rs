@@ -121,6 +121,7 @@ impl Tiny {
         file
     }
 
+    // long: one line for each key of a family
     fn metadata(&self) -> Vec<(String, Value)> {
         let name = self.family.name();
         let tokens: Vec<String> = (0..self.vocab).map(|i| format!("t{i}")).collect();

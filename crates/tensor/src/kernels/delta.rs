@@ -233,6 +233,7 @@ impl Head<'_> {
     }
 
     /// Rows `t..t + n` of the batch, at `position` and behind, all of one page.
+    // long: one page's pointers, which every part of it shares
     fn rows(&self, position: usize, (t, n): (usize, usize), mixed: &[f32], out: Out) {
         let (d, e, slot) = (self.shape.head_dim, self.shape.value_dim, position % PAGE);
         let (channels, key_head) = (self.shape.channels(), self.step.key_heads[self.head]);
