@@ -167,6 +167,72 @@ GEMMA4 = {
 GEMMA4_KINDS = {
     "gemma4": ([True, False] * 3, 4, False), "gemma4-moe": ([True, True, False], 3, True)}
 
+# Gated delta nets: key and value heads, elements of each, inputs of the convolution.
+KEY_HEADS, VALUE_HEADS, STATE, TAPS = 2, 4, 16, 4
+KEYS, VALUES = KEY_HEADS * STATE, VALUE_HEADS * STATE
+DELTA_NET = {
+    "block_count": 4, "full_attention_interval": 2, "rope.freq_base": 10000000.0,
+    "rope.dimension_count": HEAD // 2, "ssm.conv_kernel": TAPS, "ssm.state_size": STATE,
+    "ssm.group_count": KEY_HEADS, "ssm.time_step_rank": VALUE_HEADS, "ssm.inner_size": VALUES,
+    "expert_feed_forward_length": EXPERT_FFN, "expert_shared_feed_forward_length": FFN}
+SECTIONS = {"rope.dimension_sections": [2, 1, 1, 0]}
+DENSE = {"expert_count": 0, "expert_used_count": 0}
+
+
+def mixer(w, i, joined, old):
+    """Attention with gates in every second layer, a gated delta net in the others. `joined`: steps
+    and decays in one matrix, as Qwen3-Next has them, and in old files all inputs in one too."""
+    w.norm(f"blk.{i}.post_attention_norm", WIDTH)
+    if i % 2 == 1:
+        w.matrix(f"blk.{i}.attn_q", 2 * Q, WIDTH)
+        w.matrix(f"blk.{i}.attn_k", KV, WIDTH)
+        w.matrix(f"blk.{i}.attn_v", KV, WIDTH)
+        w.matrix(f"blk.{i}.attn_output", WIDTH, Q)
+        w.norm(f"blk.{i}.attn_q_norm", HEAD)
+        return w.norm(f"blk.{i}.attn_k_norm", HEAD)
+    if old:
+        w.matrix(f"blk.{i}.ssm_in", 2 * KEYS + 2 * VALUES, WIDTH)
+    else:
+        w.matrix(f"blk.{i}.attn_qkv", 2 * KEYS + VALUES, WIDTH)
+        w.matrix(f"blk.{i}.attn_gate", VALUES, WIDTH)
+    if joined:
+        w.matrix(f"blk.{i}.ssm_ba", 2 * VALUE_HEADS, WIDTH)
+    else:
+        w.matrix(f"blk.{i}.ssm_beta", VALUE_HEADS, WIDTH)
+        w.matrix(f"blk.{i}.ssm_alpha", VALUE_HEADS, WIDTH)
+    w.put(f"blk.{i}.ssm_conv1d.weight", (2 * KEYS + VALUES, TAPS), 0.5)
+    w.put(f"blk.{i}.ssm_dt.bias", (VALUE_HEADS,), 0.5, -4.0)  # states that outlast a page
+    w.put(f"blk.{i}.ssm_a", (VALUE_HEADS,), 0.2, -1.0)
+    w.norm(f"blk.{i}.ssm_norm", STATE)
+    return w.matrix(f"blk.{i}.ssm_out", WIDTH, VALUES)
+
+
+def experts_and_shared(w, i):
+    w.experts(i)
+    w.put(f"blk.{i}.ffn_gate_inp_shexp.weight", (WIDTH,), 0.25)
+    w.dense(i, "_shexp", FFN)
+
+
+def qwen3next(w, i):
+    mixer(w, i, joined=True, old=False)
+    experts_and_shared(w, i)
+
+
+def qwen3next_old(w, i):
+    mixer(w, i, joined=True, old=True)
+    experts_and_shared(w, i)
+
+
+def qwen35(w, i):
+    mixer(w, i, joined=False, old=False)
+    w.dense(i, "", FFN)
+
+
+def qwen35moe(w, i):
+    mixer(w, i, joined=False, old=False)
+    experts_and_shared(w, i)
+
+
 # Name: (architecture, keys, what a layer has beyond the plain set).
 MODELS = {
     "gpt-oss": ("gpt-oss", {
@@ -202,6 +268,10 @@ MODELS = {
         "attention.head_count_kv": [KV_HEADS, KV_HEADS, 1], "attention.shared_kv_layers": 0,
         "embedding_length_per_layer_input": 0,
         "expert_feed_forward_length": EXPERT_FFN}, None),
+    "qwen3next": ("qwen3next", DELTA_NET, qwen3next),
+    "qwen3next-old": ("qwen3next", DELTA_NET, qwen3next_old),
+    "qwen35": ("qwen35", DELTA_NET | SECTIONS | DENSE, qwen35),
+    "qwen35moe": ("qwen35moe", DELTA_NET | SECTIONS, qwen35moe),
 }
 
 
@@ -252,7 +322,8 @@ def write(path, name, seed):
         "attention.value_length": HEAD, "attention.layer_norm_rms_epsilon": 1e-5,
         "expert_count": EXPERTS, "expert_used_count": USED, "vocab_size": VOCABULARY,
     }
-    for key, value in (usual | keys).items():
+    keys = usual | keys
+    for key, value in keys.items():
         add(writer, f"{architecture}.{key}", value)
     add(writer, "tokenizer.ggml.model", "none")
     writer.add_array("tokenizer.ggml.tokens", [f"t{i}" for i in range(VOCABULARY)])
@@ -272,8 +343,11 @@ def plain_file(weights, layer):
     weights.put("token_embd.weight", (VOCABULARY, WIDTH), 0.5)
     weights.norm("output_norm", WIDTH)
     weights.put("output.weight", (VOCABULARY, WIDTH), 0.5)
-    for i in range(LAYERS):
+    for i in range(keys["block_count"]):
         weights.norm(f"blk.{i}.attn_norm", WIDTH)
+        if "ssm.state_size" in keys:  # layers of two kinds
+            layer(weights, i)
+            continue
         if "attention.kv_lora_rank" not in keys:
             weights.matrix(f"blk.{i}.attn_q", Q, WIDTH)
             weights.matrix(f"blk.{i}.attn_k", KV, WIDTH)

@@ -2,7 +2,7 @@
 
 use std::borrow::Cow;
 
-use paceline_tensor::{KvType, Recurrence};
+use paceline_tensor::{KvType, PAGE, Recurrence};
 
 use crate::families::{Family, Fields};
 use crate::rope::Rope;
@@ -26,7 +26,32 @@ pub enum LayerCache {
     Of(usize),
     /// A state of fixed size for each KV head.
     State(&'static dyn Recurrence),
+    /// The states of a gated delta net.
+    Delta(DeltaNet),
 }
+
+/// A gated delta net in place of attention: the layer's heads are those of its values, its KV heads
+/// those of queries and keys.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DeltaNet {
+    /// Inputs that the convolution looks at, the newest included: 1 to [`MAX_TAPS`].
+    pub taps: usize,
+    /// Which value heads share a key head.
+    pub order: HeadOrder,
+}
+
+/// Which of H value heads belong to which of K key heads.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum HeadOrder {
+    /// Value head h has key head h K / H: neighbours share one.
+    Grouped,
+    /// Value head h has key head h mod K, as in GGUF files of Qwen 3.5.
+    Interleaved,
+}
+
+/// Most inputs of a convolution, four times those of published models: fewer than a page has
+/// positions, so that those of the page before are enough.
+pub(crate) const MAX_TAPS: usize = 16;
 
 impl PartialEq for LayerCache {
     fn eq(&self, other: &Self) -> bool {
@@ -34,6 +59,7 @@ impl PartialEq for LayerCache {
             (Self::Rows, Self::Rows) => true,
             (Self::Of(a), Self::Of(b)) => a == b,
             (Self::State(a), Self::State(b)) => a.name() == b.name(),
+            (Self::Delta(a), Self::Delta(b)) => a == b,
             _ => false,
         }
     }
@@ -190,6 +216,9 @@ pub struct LayerShape {
     pub value_dim: usize,
     /// Multiplies queries.
     pub query_scale: f32,
+    /// Whether the query's projection has a gate of each head behind its query, and the sigmoid of
+    /// that multiplies what attention gives.
+    pub gated: bool,
     /// Width of the feed-forward (F).
     pub ffn: usize,
     /// The experts that it has instead of a feed-forward.
@@ -227,7 +256,7 @@ impl LayerShape {
     const fn keeps_in(&self, index: usize) -> usize {
         match self.cache {
             LayerCache::Of(of) => of,
-            LayerCache::Rows | LayerCache::State(_) => index,
+            LayerCache::Rows | LayerCache::State(_) | LayerCache::Delta(_) => index,
         }
     }
 
@@ -237,10 +266,12 @@ impl LayerShape {
     }
 
     /// How many positions before a row's own, itself included, it looks at in the cache; `None` for
-    /// all. A state looks at the page before its own, when that begins.
+    /// all. A state looks at the page before its own, when that begins; that of a delta net keeps it
+    /// all along, so that a sequence leaves the state of its last full page to the next one.
     pub(crate) const fn looks_back(&self) -> Option<usize> {
         match self.cache {
             LayerCache::State(_) => Some(2),
+            LayerCache::Delta(_) => Some(PAGE + 1),
             LayerCache::Rows | LayerCache::Of(_) => self.window,
         }
     }
@@ -249,11 +280,16 @@ impl LayerShape {
     pub(crate) fn parameters(&self, width: usize) -> u64 {
         let heads = |there: bool| if there { self.kv_heads } else { 0 };
         let (keys, values) = (heads(self.has_kv()), heads(self.has_values()));
-        let attention = match self.latent {
-            Some(latent) => self.latent_parameters(latent, width),
-            None => {
-                let keys = (self.heads + keys) * self.head_dim;
-                width * (keys + (self.heads + values) * self.value_dim)
+        let attention = match (self.cache, self.latent) {
+            (LayerCache::Delta(_), _) => {
+                let values = self.heads * (3 * self.value_dim + 2); // and gates, outputs; two gates
+                width * (2 * self.kv_heads * self.head_dim + values)
+            }
+            (_, Some(latent)) => self.latent_parameters(latent, width),
+            _ => {
+                let queries = (1 + usize::from(self.gated)) * self.heads;
+                let values = (self.heads + values) * self.value_dim;
+                width * ((queries + keys) * self.head_dim + values)
             }
         };
         let experts = self.experts.map_or(0, |experts| {
@@ -276,11 +312,16 @@ impl LayerShape {
         queries + width * latent.key_dim() + expanded + output
     }
 
-    /// Bytes of its state, with the rows that came since it changed; `None` where it keeps none.
+    /// Bytes of its states for a sequence, with the rows that came since they changed; `None` where
+    /// it keeps none. A sequence has two pages of a gated delta net: the last full one's, and its own.
     pub fn state_bytes(&self) -> Option<u64> {
-        let of = |store: paceline_tensor::LayerStore| store.page_bytes() as u64;
-        let is_state = matches!(self.cache, LayerCache::State(_));
-        is_state.then(|| of(crate::kinds::store(self, self.kv_heads, KvType::F32)))
+        let pages = match self.cache {
+            LayerCache::State(_) => 1,
+            LayerCache::Delta(_) => 2,
+            LayerCache::Rows | LayerCache::Of(_) => return None,
+        };
+        let store = crate::kinds::store(self, (self.heads, self.kv_heads), KvType::F32);
+        Some(pages * store.page_bytes() as u64)
     }
 
     /// Whether it projects keys of each KV head.
@@ -355,7 +396,7 @@ pub struct Config {
 /// products cannot overflow 64 bits.
 const MAX_LAYERS: u64 = 1 << 10;
 pub(crate) const MAX_WIDTH: u64 = 1 << 18;
-const MAX_HEADS: u64 = 1 << 12;
+pub(crate) const MAX_HEADS: u64 = 1 << 12;
 const MAX_CONTEXT: u64 = 1 << 27;
 
 impl Config {
@@ -368,6 +409,9 @@ impl Config {
         let fields = Fields::of(source)?;
         let family = fields.family()?;
         let mut config = family.config(&fields)?;
+        if let Some(tied) = outer_tied(source) {
+            config.tied = Some(tied);
+        }
         if family == Family::DeepSeek {
             config.find_corrections(source)?;
         }
@@ -392,8 +436,7 @@ impl Config {
             Some(latent) => (vec![1; n_layers], latent.key_dim()),
             None => Self::kv_heads(fields, n_layers, heads, width)?,
         };
-        let names = ("feed_forward_length", "intermediate_size");
-        let ffns = fields.sizes(names, n_layers, (1, MAX_WIDTH))?;
+        let ffns = fields.ffns(family, n_layers)?;
         let most = |list: &[usize]| list.iter().copied().max().unwrap_or(0);
         let mut config = Self {
             family,
@@ -464,6 +507,7 @@ impl Config {
             head_dim: self.head_dim,
             value_dim: self.latent.map_or(self.head_dim, |latent| latent.rank),
             query_scale: 1.0 / self.head_dim_root(),
+            gated: false,
             ffn: self.ffn,
             experts: None,
             latent: self.latent,
@@ -573,6 +617,10 @@ impl Config {
             if shape.latent != self.latent || !self.fits_latent(shape) {
                 return bad("its latent attention is not the model's");
             }
+            let taps = |net: DeltaNet| (1..=MAX_TAPS).contains(&net.taps);
+            if matches!(shape.cache, LayerCache::Delta(net) if !taps(net)) {
+                return bad("its convolution looks at no input, or at more than 16");
+            }
             if shape.ffn == 0 || shape.rope >= self.ropes.len() {
                 return bad("it has no feed-forward or no rotation");
             }
@@ -628,6 +676,15 @@ impl Config {
     fn head_dim_root(&self) -> f32 {
         (self.head_dim as f32).sqrt()
     }
+}
+
+/// What a folder says outside of its text part of whether the output head is the embedding.
+fn outer_tied(source: &Source) -> Option<bool> {
+    let Source::Hf(folder) = source else {
+        return None;
+    };
+    folder.config().get("text_config")?;
+    folder.config().get("tie_word_embeddings")?.as_bool()
 }
 
 /// See [`Config::ffn_leaf`].

@@ -305,7 +305,8 @@ impl Model {
 
     /// What a layer of this rank keeps.
     fn store(&self, layer: usize) -> LayerStore {
-        let heads = self.shard.layer(layer).kv_heads.len();
+        let cut = self.shard.layer(layer);
+        let heads = (cut.heads.len(), cut.kv_heads.len());
         kinds::store(&self.config.layers[layer], heads, self.kv_type)
     }
 

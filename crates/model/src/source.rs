@@ -136,6 +136,28 @@ pub enum Part {
     PostPerLayerNorm,
     /// `(1,)`: a factor of the residual behind the layer.
     OutputScale,
+    /// Of a gated delta net, as all that follow: `(2 K D + H E, C)`, queries, keys and values.
+    DeltaQkv,
+    /// `(H E, C)`: gates of the values.
+    DeltaGate,
+    /// `(2 K D + 2 H E, C)`: for each key head query, key, values and gates.
+    DeltaQkvGate,
+    /// `(H, C)`: how much of a difference is taken in.
+    DeltaStep,
+    /// `(H, C)`: how much of the state goes.
+    DeltaDecay,
+    /// `(2 H, C)`: for each key head steps and decays.
+    DeltaStepDecay,
+    /// `(2 K D + H E, taps)`, or with a 1 between.
+    DeltaConv,
+    /// `(H,)`: added to what the decay comes from.
+    DeltaBias,
+    /// `(H,)`: the decay's factor, in GGUF files; its logarithm otherwise.
+    DeltaScale,
+    /// `(E,)`: the norm of each head's result.
+    DeltaNorm,
+    /// `(C, H E)`
+    DeltaOutput,
 }
 
 impl Source {
@@ -175,6 +197,8 @@ impl Source {
             (Self::Gguf(_), Role::Layer(_, Part::RouterScale | Part::ExpertScales)) => {
                 format!("{stem}.scale")
             }
+            (Self::Gguf(_), Role::Layer(_, Part::DeltaBias)) => format!("{stem}.bias"),
+            (Self::Gguf(_), Role::Layer(_, Part::DeltaScale)) => stem,
             (Self::Hf(_), Role::Layer(_, part)) if part.is_bare_in_hf() => stem,
             _ => format!("{stem}.weight"),
         }
@@ -439,6 +463,17 @@ fn gguf_stem(family: Family, role: Role) -> String {
         Part::PerLayerOutput => "proj",
         Part::PostPerLayerNorm => "post_norm",
         Part::OutputScale => "layer_output_scale",
+        Part::DeltaQkv => "attn_qkv",
+        Part::DeltaGate => "attn_gate",
+        Part::DeltaQkvGate => "ssm_in",
+        Part::DeltaStep => "ssm_beta",
+        Part::DeltaDecay => "ssm_alpha",
+        Part::DeltaStepDecay => "ssm_ba",
+        Part::DeltaConv => "ssm_conv1d",
+        Part::DeltaBias => "ssm_dt",
+        Part::DeltaScale => "ssm_a",
+        Part::DeltaNorm => "ssm_norm",
+        Part::DeltaOutput => "ssm_out",
     };
     format!("blk.{layer}.{name}")
 }
@@ -456,6 +491,9 @@ fn hf_stem(names: &FileNames, model: &str, role: Role) -> String {
     let (layer, part) = match role {
         Role::TokenEmbedding => return format!("{model}.embed_tokens"),
         Role::OutputNorm => return format!("{model}.norm"),
+        Role::Output if model == "language_model.model" => {
+            return "language_model.lm_head".to_owned(); // in MLX's order
+        }
         Role::Output => return "lm_head".to_owned(),
         Role::RopeFactors => return "rope_freqs".to_owned(),
         Role::PerLayerEmbedding => return format!("{model}.embed_tokens_per_layer"),
@@ -498,6 +536,17 @@ fn hf_stem(names: &FileNames, model: &str, role: Role) -> String {
         Part::PerLayerOutput => "per_layer_projection",
         Part::PostPerLayerNorm => "post_per_layer_input_norm",
         Part::OutputScale => "layer_scalar",
+        Part::DeltaQkv => "linear_attn.in_proj_qkv",
+        Part::DeltaGate => "linear_attn.in_proj_z",
+        Part::DeltaQkvGate => "linear_attn.in_proj_qkvz",
+        Part::DeltaStep => "linear_attn.in_proj_b",
+        Part::DeltaDecay => "linear_attn.in_proj_a",
+        Part::DeltaStepDecay => "linear_attn.in_proj_ba",
+        Part::DeltaConv => "linear_attn.conv1d",
+        Part::DeltaBias => "linear_attn.dt_bias",
+        Part::DeltaScale => "linear_attn.A_log",
+        Part::DeltaNorm => "linear_attn.norm",
+        Part::DeltaOutput => "linear_attn.out_proj",
         other => unreachable!("{other:?} is a part of experts"),
     };
     format!("{model}.layers.{layer}.{name}")
@@ -540,6 +589,8 @@ impl Part {
                 | Self::RouterScale
                 | Self::ExpertScales
                 | Self::OutputScale
+                | Self::DeltaBias
+                | Self::DeltaScale
         )
     }
 }

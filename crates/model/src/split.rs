@@ -35,7 +35,8 @@ use paceline_base::tree::{self, Node};
 
 use serde::{Deserialize, Serialize};
 
-use crate::{Config, LayerShape};
+use crate::config::HeadOrder;
+use crate::{Config, LayerCache, LayerShape};
 
 /// Rows of the vocabulary that stay together: whole groups of every kernel, and 256 bytes of
 /// logits. Also rows of a matrix that ranks share by its outputs.
@@ -544,8 +545,18 @@ impl HeadsHeld {
         let dim = layer.output_dim();
         let heads = columns.start / dim..columns.end / dim;
         let group = layer.heads / layer.kv_heads;
+        let interleaved = matches!(
+            layer.cache,
+            LayerCache::Delta(net) if net.order == HeadOrder::Interleaved
+        );
+        let first = heads.start % layer.kv_heads;
         let kv_heads = match heads.is_empty() {
             true => 0..0,
+            // Those of a range, or all where it goes round.
+            false if interleaved && first + heads.len() <= layer.kv_heads => {
+                first..first + heads.len()
+            }
+            false if interleaved => 0..layer.kv_heads,
             false => heads.start / group..heads.end.div_ceil(group),
         };
         Self { heads, kv_heads }

@@ -7,8 +7,8 @@ use paceline_base::lock;
 use paceline_comm::Memory;
 use paceline_tensor::pool::DisjointMut;
 use paceline_tensor::{
-    Activations, Attention, AttentionRows, AttentionScratch, KvCache, Packed, Product, Recurrence,
-    Recurrent, vector,
+    Activations, Attention, AttentionRows, AttentionScratch, DeltaStep, KvCache, Packed, Product,
+    Recurrence, Recurrent, vector,
 };
 
 use crate::config::Activation;
@@ -19,6 +19,7 @@ use crate::weights::{Beside, Layer, Linear, Summed};
 use crate::{Error, LayerCache, LayerCut, LayerShape, Links};
 
 mod batch;
+mod delta_net;
 mod experts;
 pub(crate) mod halves;
 mod inputs;
@@ -31,6 +32,7 @@ mod sums;
 pub(crate) use batch::Limits;
 pub use batch::{Batch, BatchSequence, BatchSize, Logits, WindowPages};
 
+use delta_net::Mixer;
 use experts::Routed;
 use halves::Turn;
 use inputs::Inputs;
@@ -68,6 +70,8 @@ pub struct Workspace {
     projections: Option<Projections>,
     /// Where attention is latent.
     latents: Option<Latents>,
+    /// Where heads have gates or layers are gated delta nets.
+    mixer: Option<Mixer>,
     /// Where layers have experts.
     experts: Option<Routed>,
     /// `(T, C)`: what a feed-forward gave that has experts beside it; empty where none has.
@@ -116,6 +120,7 @@ impl Workspace {
         }
     }
 
+    // long: one line for each buffer
     fn whole(model: &Model, size: BatchSize) -> Self {
         let (c, shard) = (model.config(), model.shard());
         let of_layers = |len: fn(&LayerShape, &LayerCut) -> usize| {
@@ -151,11 +156,15 @@ impl Workspace {
                 c.width,
                 layers.iter().flat_map(Layer::of_normed).chain(inputs),
             ),
-            q: rows(of_layers(|shape, cut| cut.heads.len() * shape.head_dim)),
+            q: rows(of_layers(|shape, cut| match shape.cache {
+                LayerCache::Delta(_) => cut.kv_heads.len() * shape.head_dim,
+                _ => cut.heads.len() * shape.head_dim,
+            })),
             k: rows(of_layers(|shape, cut| cut.kv_heads.len() * shape.head_dim)),
-            v: rows(of_layers(|shape, cut| match shape.latent {
-                Some(_) => 0, // part of the keys
-                None => cut.kv_heads.len() * shape.value_dim,
+            v: rows(of_layers(|shape, cut| match (shape.cache, shape.latent) {
+                (LayerCache::Delta(_), _) => cut.heads.len() * shape.value_dim,
+                (_, Some(_)) => 0, // part of the keys
+                _ => cut.kv_heads.len() * shape.value_dim,
             })),
             attended: of(|layer| Some(&layer.attention_output), |cut| &cut.attention),
             gate: rows(of_layers(dense_ffn)),
@@ -163,6 +172,7 @@ impl Workspace {
             hidden: of(|layer| layer.feed_forward.down(), LayerCut::dense),
             projections: Projections::new(model, size.rows),
             latents: Latents::new(model, size.rows),
+            mixer: Mixer::new(model, size.rows),
             experts: c
                 .experts()
                 .map(|experts| Routed::new(model, experts, size.rows)),
@@ -493,18 +503,26 @@ impl<'b> LayerStep for Step<'_, 'b> {
     }
 
     fn project_qkv(&mut self, w: &Layer) -> Result<(), Error> {
-        let rows = self.rows;
+        let (rows, shape) = (self.rows, self.layer().0);
         let ws = &mut *self.ws;
+        let gates = ws.mixer.as_mut().filter(|_| shape.gated);
         let linears = [Some(&w.query), w.key.as_ref(), w.value.as_ref()];
-        let outs = [&mut ws.q, &mut ws.k, &mut ws.v].into_iter().zip(linears);
+        let q = match gates {
+            Some(mixer) => &mut mixer.wide,
+            None => &mut ws.q,
+        };
+        let outs = [&mut *q, &mut ws.k, &mut ws.v].into_iter().zip(linears);
         let products = outs.filter_map(|(out, linear)| Some(product(out, linear?, rows)));
         self.model.kernels().products(&ws.x, products);
-        for (out, linear) in [&mut ws.q, &mut ws.k, &mut ws.v].into_iter().zip(linears) {
+        for (out, linear) in [q, &mut ws.k, &mut ws.v].into_iter().zip(linears) {
             add_bias(out, linear.and_then(|linear| linear.bias.as_deref()), rows);
         }
         if let (Some(key), None) = (&w.key, &w.value) {
             let n = rows * key.matrix.rows();
             ws.v[..n].copy_from_slice(&ws.k[..n]); // keys as values
+        }
+        if let Some(mixer) = ws.mixer.as_ref().filter(|_| shape.gated) {
+            mixer.take_queries(shape.head_dim, rows, &w.query, &mut ws.q);
         }
         Ok(())
     }
@@ -587,7 +605,7 @@ impl<'b> LayerStep for Step<'_, 'b> {
                 return Ok(());
             }
             LayerCache::Of(of) => self.held(of),
-            LayerCache::Rows => held,
+            LayerCache::Rows | LayerCache::Delta(_) => held,
         };
         let mut cache = lock(self.cache);
         let kernels = self.model.kernels();
@@ -660,6 +678,72 @@ impl<'b> LayerStep for Step<'_, 'b> {
             kernels.attention(&step, &mut ws.scratch, latents.read(self.rows));
         }
         latents.expand(kernels, w, ws.attended.of(held).values_mut());
+        Ok(())
+    }
+
+    fn gate_attention(&mut self, _: &Layer) -> Result<(), Error> {
+        let (shape, cut) = self.layer();
+        if cut.heads.is_empty() {
+            return Ok(());
+        }
+        let held = self.held(self.index);
+        let mixer = self.ws.mixer.as_mut().expect("made for gated heads");
+        let out = self.ws.attended.of(held).values_mut();
+        mixer.gate(self.model.kernels(), shape.head_dim, self.rows, out);
+        Ok(())
+    }
+
+    fn is_delta_net(&self, w: &Layer) -> bool {
+        w.delta_net.is_some()
+    }
+
+    fn project_delta_net(&mut self, w: &Layer) -> Result<(), Error> {
+        let (rows, ws) = (self.rows, &mut *self.ws);
+        let net = w.delta_net.as_ref().expect("the family asked");
+        let mixer = ws.mixer.as_mut().expect("made for delta nets");
+        let [key, value] = [&w.key, &w.value].map(|linear| linear.as_ref().expect("loaded"));
+        let qkv = [
+            product(&mut ws.q, &w.query, rows),
+            product(&mut ws.k, key, rows),
+            product(&mut ws.v, value, rows),
+        ];
+        let kernels = self.model.kernels();
+        let gates = mixer.products(net, rows);
+        kernels.products(&ws.x, qkv.into_iter().chain(gates));
+        mixer.finish_gates(kernels, net, rows);
+        Ok(())
+    }
+
+    fn delta_net(&mut self, w: &Layer, layer: usize) -> Result<(), Error> {
+        let (shape, cut) = self.layer();
+        if cut.heads.is_empty() {
+            return Ok(());
+        }
+        let held = self.held(layer);
+        let sequences = &self.sequences[self.sequences()];
+        let ws = &mut *self.ws;
+        let mixer = ws.mixer.as_mut().expect("made for delta nets");
+        let net = w.delta_net.as_ref().expect("the family asked");
+        let (kernels, out) = (self.model.kernels(), ws.attended.of(held).values_mut());
+        let step = DeltaStep {
+            layer: held,
+            key_heads: &net.key_heads,
+            conv: &net.conv,
+            queries: &ws.q,
+            keys: &ws.k,
+            values: &ws.v,
+            steps: &mixer.steps,
+            decays: &mixer.decays,
+            sequences,
+        };
+        kernels.delta(&step, &mut lock(self.cache), &mut mixer.mixed, out);
+        let eps = self.model.config().norm_eps;
+        mixer.norm_and_gate(
+            (kernels, eps),
+            net,
+            shape.value_dim,
+            &mut out[..self.rows * cut.heads.len() * shape.value_dim],
+        );
         Ok(())
     }
 

@@ -13,7 +13,11 @@ use paceline_tensor::{PackOptions, Packed, StoredMatrix, ThreadPool, UNIT, store
 
 use crate::rope::MIN_DIVISOR;
 use crate::split::{LeafCut, Shard};
-use crate::{Config, Error, Family, Nth, Part, Role, Source, config};
+use crate::{Config, Error, Family, LayerCache, Nth, Part, Role, Source, config};
+
+mod delta_net;
+
+pub(crate) use delta_net::DeltaNet;
 
 pub(crate) use latent::Latent;
 
@@ -60,6 +64,8 @@ pub(crate) struct Layer {
     pub(crate) key_norm: Option<Vec<f32>>,
     /// Of this rank's heads.
     pub(crate) sinks: Option<Vec<f32>>,
+    /// What a gated delta net has besides.
+    pub(crate) delta_net: Option<Box<DeltaNet>>,
     pub(crate) post_attention_norm: Option<Vec<f32>>,
     pub(crate) ffn_norm: Vec<f32>,
     pub(crate) feed_forward: FeedForward,
@@ -530,10 +536,7 @@ impl Loader<'_> {
 
     pub(crate) fn layer(&self, i: usize) -> Result<Layer, Error> {
         let (c, shape, cut) = (self.config, &self.config.layers[i], self.shard.layer(i));
-        let (q, k) = (
-            shape.heads * shape.head_dim,
-            shape.kv_heads * shape.head_dim,
-        );
+        let k = shape.kv_heads * shape.head_dim;
         let (out, v) = (
             shape.heads * shape.output_dim(),
             shape.kv_heads * shape.value_dim,
@@ -550,16 +553,38 @@ impl Loader<'_> {
         let opt_norm = |there: bool, part, n| there.then(|| norm(part, n)).transpose();
         let norms = c.family.norms_after_halves();
         let [query_norm, key_norm] = self.query_key_norms(i)?;
+        let ([query, key, value], delta_net, output) = match (shape.cache, shape.latent) {
+            (LayerCache::Delta(net), _) => {
+                let ([q, k, v], net) = self.delta_net(i, net)?;
+                (
+                    [Some(q), Some(k), Some(v)],
+                    Some(Box::new(net)),
+                    Part::DeltaOutput,
+                )
+            }
+            (_, Some(latent)) => {
+                let query = self.latent_query(i, latent)?;
+                ([Some(query), None, None], None, Part::AttentionOutput)
+            }
+            _ => {
+                let each = (1 + usize::from(shape.gated)) * shape.head_dim;
+                let all = shape.heads * each;
+                let of = [
+                    Some(rows(Part::Query, all, of_heads(&cut.heads, each))?),
+                    of_kv(shape.has_keys(), Part::Key, k, shape.head_dim)?,
+                    of_kv(shape.has_values(), Part::Value, v, shape.value_dim)?,
+                ];
+                (of, None, Part::AttentionOutput)
+            }
+        };
         Ok(Layer {
             attention_norm: norm(Part::AttentionNorm, c.width)?,
-            query: match shape.latent {
-                Some(latent) => self.latent_query(i, latent)?,
-                None => rows(Part::Query, q, of_heads(&cut.heads, shape.head_dim))?,
-            },
-            key: of_kv(shape.has_keys(), Part::Key, k, shape.head_dim)?,
-            value: of_kv(shape.has_values(), Part::Value, v, shape.value_dim)?,
+            query: query.expect("every layer has queries"),
+            key,
+            value,
             latent: latent.transpose()?.map(Box::new),
-            attention_output: self.summed(role(Part::AttentionOutput), out, &cut.attention)?,
+            delta_net,
+            attention_output: self.summed(role(output), out, &cut.attention)?,
             query_norm,
             key_norm,
             sinks: self.sinks(i)?,
@@ -592,6 +617,9 @@ impl Loader<'_> {
                 of(Part::QueryNorm, shape.heads, &cut.heads)?,
                 of(Part::KeyNorm, shape.kv_heads, &cut.kv_heads)?,
             ]);
+        }
+        if matches!(shape.cache, LayerCache::Delta(_)) {
+            return Ok([None, None]);
         }
         let there = self.names.norms_heads(layer)?;
         let of = |there: bool, part| there.then(|| norm(part, dim)).transpose();
@@ -888,6 +916,7 @@ impl Layer {
             key,
             value,
             latent,
+            delta_net,
             feed_forward,
             per_layer,
             ..
@@ -899,8 +928,10 @@ impl Layer {
         let down = latent.as_ref().map(|latent| &latent.down);
         let more = [key.as_ref(), value.as_ref(), down].into_iter().flatten();
         let linears = [query].into_iter().chain(more).map(|linear| &linear.matrix);
+        let net = delta_net.iter().flat_map(|net| net.matrices());
         let gate = per_layer.iter().map(|own| &own.gate);
         linears
+            .chain(net)
             .chain(feed_forward.of_normed())
             .chain(gate)
             .collect()

@@ -1,5 +1,5 @@
-//! Tiny GGUF files of families with experts and of Gemma 4, in float32, against what llama.cpp
-//! computes with them (`tests-data/golden/llama_cpp/tiny`, made by
+//! Tiny GGUF files of families with experts or states and of Gemma 4, in float32, against what
+//! llama.cpp computes with them (`tests-data/golden/llama_cpp/tiny`, made by
 //! `scripts/golden/llama_cpp_tiny.py`).
 
 #![allow(clippy::unwrap_used, reason = "a helper of a test may fail the test")]
@@ -70,6 +70,16 @@ fn check(name: &str, class: KernelClass) {
         excluded * 5 <= got.len(),
         "{name}: {excluded} positions undecided"
     );
+}
+
+/// With both orders of value heads; old files of Qwen3-Next have all inputs in one matrix.
+#[test]
+fn delta_nets_agree_with_llama_cpp() {
+    for name in ["qwen3next", "qwen3next-old", "qwen35", "qwen35moe"] {
+        for class in [KernelClass::Cpu, KernelClass::CpuF32] {
+            check(name, class);
+        }
+    }
 }
 
 #[test]

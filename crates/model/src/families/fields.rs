@@ -1,5 +1,6 @@
 //! Reading configuration values from GGUF metadata or `config.json` under their two names.
 
+mod delta_net;
 mod experts;
 mod gemma4;
 mod latent;
@@ -14,7 +15,7 @@ use paceline_tensor::RopePairs;
 use serde_json::Value;
 
 use super::Family;
-use crate::config::Activation;
+use crate::config::{Activation, MAX_WIDTH};
 use crate::{Config, Error, Source};
 use experts::MAX_EXPERTS;
 
@@ -27,8 +28,20 @@ pub(crate) enum Fields<'a> {
         metadata: &'a Metadata,
         architecture: &'a str,
     },
-    /// `config.json`.
+    /// `config.json`, or the text part in it.
     Hf(&'a Value),
+}
+
+/// The part of a `config.json` that is about text, of models that have other parts too.
+fn text_part(config: &Value) -> &Value {
+    let has_parts = matches!(
+        config.get("model_type").and_then(Value::as_str),
+        Some("gemma4" | "qwen3_5" | "qwen3_5_moe")
+    );
+    match config.get("text_config") {
+        Some(text) if has_parts && text.is_object() => text,
+        _ => config,
+    }
 }
 
 impl<'a> Fields<'a> {
@@ -63,6 +76,20 @@ impl<'a> Fields<'a> {
                 architecture: shortened(name),
                 supported: Family::ALL.map(names).join(", "),
             })
+    }
+
+    /// Width of each layer's feed-forward; of models that have experts alone, that of one.
+    pub(crate) fn ffns(&self, family: Family, layers: usize) -> Result<Vec<usize>, Error> {
+        let of = |gguf, hf| self.opt_sizes((gguf, hf), layers, (1, MAX_WIDTH));
+        let usual = of("feed_forward_length", "intermediate_size")?;
+        let experts = match family {
+            Family::Qwen35Moe if usual.is_none() => {
+                of("expert_feed_forward_length", "moe_intermediate_size")?
+            }
+            _ => None,
+        };
+        let missing = || self.missing("feed_forward_length", "intermediate_size");
+        usual.or(experts).ok_or_else(missing)
     }
 
     fn model_type(&self) -> Result<&'a str, Error> {
@@ -137,17 +164,6 @@ impl<'a> Fields<'a> {
             Some(bad) => Err(wrong_value(gguf, bad, format!("{low} to {high}"))),
             None => Ok(Some(list.iter().map(|n| *n as usize).collect())),
         }
-    }
-
-    /// As [`opt_sizes`](Self::opt_sizes), of what must be there.
-    pub(crate) fn sizes(
-        &self,
-        (gguf, hf): (&'static str, &'static str),
-        layers: usize,
-        range: (u64, u64),
-    ) -> Result<Vec<usize>, Error> {
-        self.opt_sizes((gguf, hf), layers, range)?
-            .ok_or_else(|| self.missing(gguf, hf))
     }
 
     pub(crate) fn float(&self, gguf: &'static str, hf: &'static str) -> Result<f32, Error> {
@@ -356,21 +372,6 @@ impl<'a> Fields<'a> {
             Self::Gguf { .. } => Ok(None),
             Self::Hf(config) => field(config, name, expected, convert),
         }
-    }
-}
-
-/// The part of a configuration that is about text: of models that also see or hear it is apart.
-fn text_part(config: &Value) -> &Value {
-    const WITH_TEXT: &str = "gemma4";
-    match config.get("text_config") {
-        Some(text)
-            if config
-                .get("model_type")
-                .is_some_and(|name| name == WITH_TEXT) =>
-        {
-            text
-        }
-        _ => config,
     }
 }
 

@@ -4,6 +4,7 @@
 //! F feed-forward width, V vocabulary.
 
 mod deepseek;
+mod delta_net;
 mod fields;
 mod gemma3;
 mod gemma4;
@@ -75,6 +76,18 @@ pub(crate) trait LayerStep {
     /// Writes k to the cache, then q -> attended (T, H V): what a head reads of latent numbers,
     /// expanded.
     fn attend_latent(&mut self, w: &Self::Layer, index: usize) -> Result<(), Error>;
+
+    /// attended (T, H D) *= sigmoid(gate of each head), where the layer has gates.
+    fn gate_attention(&mut self, w: &Self::Layer) -> Result<(), Error>;
+
+    /// Whether the layer is a gated delta net.
+    fn is_delta_net(&self, w: &Self::Layer) -> bool;
+
+    /// x (T, C) -> q, k (T, K D), v, gates (T, H E), and of each head its step and its decay (T, H)
+    fn project_delta_net(&mut self, w: &Self::Layer) -> Result<(), Error>;
+
+    /// Takes q, k, v into the states, reads these, norms and gates each head -> attended (T, H E).
+    fn delta_net(&mut self, w: &Self::Layer, index: usize) -> Result<(), Error>;
 
     /// attended (T, H D) -> delta (T, C), summed over the ranks of the stage
     fn project_attention(&mut self, w: &Self::Layer) -> Result<(), Error>;
@@ -154,11 +167,17 @@ pub enum Family {
     MiniMaxM2,
     /// DeepSeek V2, V3 and R1, Kimi K2, GLM 4.7 Flash, Mistral 4: latent attention and experts.
     DeepSeek,
+    /// Qwen3-Next: gated delta nets and experts.
+    Qwen3Next,
+    /// Qwen 3.5 to 3.8, dense, text.
+    Qwen35,
+    /// Qwen 3.5 to 3.8 with experts, text.
+    Qwen35Moe,
 }
 
 impl Family {
     /// Every family.
-    pub const ALL: [Self; 12] = [
+    pub const ALL: [Self; 15] = [
         Self::Llama,
         Self::Qwen2,
         Self::Qwen3,
@@ -171,9 +190,12 @@ impl Family {
         Self::Glm4Moe,
         Self::MiniMaxM2,
         Self::DeepSeek,
+        Self::Qwen3Next,
+        Self::Qwen35,
+        Self::Qwen35Moe,
     ];
 
-    /// Those without experts.
+    /// Those without experts, all layers of which are attention.
     pub const DENSE: [Self; 4] = [Self::Llama, Self::Qwen2, Self::Qwen3, Self::Gemma3];
 
     /// The name in `general.architecture` of GGUF files.
@@ -190,6 +212,9 @@ impl Family {
             Self::Glm4Moe => "glm4moe",
             Self::MiniMaxM2 => "minimax-m2",
             Self::DeepSeek => "deepseek2",
+            Self::Qwen3Next => "qwen3next",
+            Self::Qwen35 => "qwen35",
+            Self::Qwen35Moe => "qwen35moe",
         }
     }
 
@@ -205,6 +230,9 @@ impl Family {
             Self::Glm4Moe => "glm4_moe",
             Self::MiniMaxM2 => "minimax_m2",
             Self::DeepSeek => "deepseek_v3",
+            Self::Qwen3Next => "qwen3_next",
+            Self::Qwen35 => "qwen3_5_text",
+            Self::Qwen35Moe => "qwen3_5_moe_text",
             other => other.name(),
         }
     }
@@ -236,7 +264,10 @@ impl Family {
 
     /// Whether its layers have experts, all or some.
     pub(crate) const fn has_experts(self) -> bool {
-        !matches!(self, Self::Llama | Self::Qwen2 | Self::Qwen3 | Self::Gemma3)
+        !matches!(
+            self,
+            Self::Llama | Self::Qwen2 | Self::Qwen3 | Self::Gemma3 | Self::Qwen35
+        )
     }
 
     /// Whether queries, keys and values need biases.
@@ -256,10 +287,16 @@ impl Family {
 
     /// Whether every query and key head has a norm.
     pub const fn norms_heads(self) -> bool {
-        matches!(
+        let attention = matches!(
             self,
             Self::Qwen3 | Self::Gemma3 | Self::Gemma4 | Self::Qwen3Moe
-        )
+        );
+        attention || self.has_delta_nets()
+    }
+
+    /// Whether most of its layers are gated delta nets.
+    pub(crate) const fn has_delta_nets(self) -> bool {
+        matches!(self, Self::Qwen3Next | Self::Qwen35 | Self::Qwen35Moe)
     }
 
     /// Whether the results of both halves of a layer have norms.
@@ -279,7 +316,7 @@ impl Family {
 
     /// Whether MLX computes it; of families with experts none.
     pub(crate) const fn runs_on_mlx(self) -> bool {
-        !matches!(self, Self::Gemma4)
+        !matches!(self, Self::Gemma4) && !self.has_delta_nets()
     }
 
     /// What files call its weights.
@@ -291,6 +328,7 @@ impl Family {
             Self::GptOss => &gpt_oss::NAMES,
             Self::Glm4Moe => &glm4moe::NAMES,
             Self::DeepSeek => &deepseek::NAMES,
+            Self::Qwen3Next | Self::Qwen35 | Self::Qwen35Moe => &delta_net::NAMES,
             Self::Llama | Self::Qwen2 | Self::Qwen3 | Self::Qwen2Moe | Self::Qwen3Moe => {
                 &FileNames::USUAL
             }
@@ -311,6 +349,7 @@ impl Family {
             Self::Glm4Moe => glm4moe::config(fields),
             Self::MiniMaxM2 => minimax_m2::config(fields),
             Self::DeepSeek => deepseek::config(fields),
+            Self::Qwen3Next | Self::Qwen35 | Self::Qwen35Moe => delta_net::config(self, fields),
         }
     }
 
@@ -337,6 +376,9 @@ impl Family {
             Self::Glm4Moe => glm4moe::layer(step, weights, index),
             Self::MiniMaxM2 => minimax_m2::layer(step, weights, index),
             Self::DeepSeek => deepseek::layer(step, weights, index),
+            Self::Qwen3Next | Self::Qwen35 | Self::Qwen35Moe => {
+                delta_net::layer(step, weights, index)
+            }
         }
     }
 }

@@ -459,6 +459,22 @@ impl LayerStep for Step<'_> {
         unreachable!("refused when the model was loaded")
     }
 
+    fn gate_attention(&mut self, _: &Self::Layer) -> Result<(), Error> {
+        unreachable!("layers that differ were refused")
+    }
+
+    fn is_delta_net(&self, _: &Self::Layer) -> bool {
+        false
+    }
+
+    fn project_delta_net(&mut self, _: &Self::Layer) -> Result<(), Error> {
+        unreachable!("layers that differ were refused")
+    }
+
+    fn delta_net(&mut self, _: &Self::Layer, _: usize) -> Result<(), Error> {
+        unreachable!("layers that differ were refused")
+    }
+
     fn has_experts(&self, _: &Self::Layer) -> bool {
         false
     }

@@ -8,6 +8,7 @@ use crate::families::Family;
 fn smollm2() -> Config {
     let layer = LayerShape {
         cache: LayerCache::Rows,
+        gated: false,
         window: None,
         rope: 0,
         heads: 9,

@@ -23,6 +23,8 @@ fn small(family: Family) -> Tiny {
         layers: match family {
             Family::Glm4Moe | Family::DeepSeek => 2, // of which the first is dense
             Family::Gemma4 => 4,                     // of which two use the caches of two
+            // One of four layers with states is attention.
+            Family::Qwen3Next | Family::Qwen35 | Family::Qwen35Moe => 4,
             _ => 1,
         },
         window: 8,
@@ -573,6 +575,8 @@ fn biases_and_sinks_that_are_not_numbers_are_refused() {
         (Family::MiniMaxM2, "blk.0.exp_probs_b.bias"),
         (Family::Glm4Moe, "blk.1.exp_probs_b.bias"),
         (Family::GptOss, "blk.0.attn_sinks.weight"),
+        (Family::Qwen35, "blk.0.ssm_a"),
+        (Family::Qwen35, "blk.1.ssm_dt.bias"),
     ] {
         for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
             let mut file = small(family).file();
@@ -581,6 +585,61 @@ fn biases_and_sinks_that_are_not_numbers_are_refused() {
             file.write(&path);
             check(&path, name, &format!("tensor {name} holds {bad}"));
         }
+    }
+}
+
+#[test]
+fn numbers_of_delta_nets_that_lie_are_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let lie = |key, value: Value, expected| {
+        check_entry(dir.path(), Family::Qwen35, key, Some(value), expected);
+    };
+    for key in [
+        "ssm.group_count",
+        "ssm.time_step_rank",
+        "ssm.state_size",
+        "ssm.conv_kernel",
+        "ssm.inner_size",
+        "full_attention_interval",
+    ] {
+        check_zero(dir.path(), key);
+    }
+    lie("ssm.group_count", 3u32.into(), "number of key heads is 3");
+    lie("ssm.time_step_rank", 16u32.into(), "ssm.inner_size is 256");
+    lie("ssm.state_size", 24u32.into(), "ssm.inner_size is 256");
+    lie("ssm.conv_kernel", 17u32.into(), "ssm.conv_kernel is 17");
+    lie(
+        "ssm.conv_kernel",
+        3u32.into(),
+        "tensor blk.0.ssm_conv1d.weight: shape [512, 4], expected [512, 3]",
+    );
+    lie(
+        "full_attention_interval",
+        2u32.into(),
+        "tensor blk.1.attn_q_norm.weight is missing",
+    );
+    lie(
+        "attention.recurrent_layers",
+        "all".into(),
+        "expected a list with an entry for each of 4 layers",
+    );
+    lie(
+        "attention.recurrent_layers",
+        vec![1u32; 2].into(),
+        "expected a list with an entry for each of 4 layers",
+    );
+    lie(
+        "nextn_predict_layers",
+        5u32.into(),
+        "nextn_predict_layers is 5",
+    );
+}
+
+fn check_zero(dir: &Path, key: &str) {
+    let expected = format!("{key} is 0");
+    check_entry(dir, Family::Qwen35, key, Some(0u32.into()), &expected);
+    if key.starts_with("ssm.") {
+        check_entry(dir, Family::Qwen35, key, None, &format!("{key} is missing"));
     }
 }
 

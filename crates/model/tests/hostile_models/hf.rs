@@ -387,6 +387,63 @@ fn numbers_of_minimax_that_lie_are_refused() {
 }
 
 #[test]
+fn numbers_of_delta_nets_that_lie_are_refused() {
+    let folder = Folder::copy("qwen3next-bf16");
+    let lie = |field, value, expected| folder.check(field, value, expected);
+    lie(
+        "linear_num_key_heads",
+        Value::Null,
+        "no linear_num_key_heads",
+    );
+    lie("linear_num_key_heads", json!(3), "number of key heads is 3");
+    lie(
+        "linear_key_head_dim",
+        json!(24),
+        "size of a linear head is 24",
+    );
+    lie(
+        "linear_value_head_dim",
+        json!(0),
+        "linear_value_head_dim is 0",
+    );
+    lie(
+        "linear_conv_kernel_dim",
+        json!(1 << 20),
+        "linear_conv_kernel_dim is 1048576",
+    );
+    lie(
+        "linear_num_value_heads",
+        json!(2),
+        "linear_attn.in_proj_qkvz.weight: shape [192, 64], expected [128, 64]",
+    );
+    lie("layer_types", json!(["linear_attention"]), "layer_types is");
+    lie(
+        "layer_types",
+        json!([
+            "sliding_attention",
+            "full_attention",
+            "full_attention",
+            "full_attention"
+        ]),
+        "layer_types is",
+    );
+    lie(
+        "full_attention_interval",
+        json!(0),
+        "full_attention_interval is 0",
+    );
+    // The text part of a model with pictures.
+    let folder = Folder::copy("qwen35moe-bf16");
+    folder.check("text_config", json!([]), "qwen3_5_moe");
+    folder.check("text_config", Value::Null, "qwen3_5_moe");
+    folder.check(
+        "text_config",
+        json!({"model_type": "qwen3_5_moe_vision"}),
+        "\"qwen3_5_moe_vision\" is not supported",
+    );
+}
+
+#[test]
 fn rotations_that_lie_are_refused() {
     let folder = Folder::copy("llama-tied");
     folder.check("rope_theta", json!("10000"), "rope_theta is \"10000\"");
@@ -481,7 +538,8 @@ proptest! {
     fn any_two_fields_are_refused_or_compute(
         folder in prop::sample::select(vec![
             "llama-tied", "qwen2-f16", "gemma3-bf16", "gemma3-linear-bf16", "gpt-oss-mxfp4",
-            "gpt-oss-bf16", "glm4moe-bf16", "minimax-m2-bf16",
+            "gpt-oss-bf16", "glm4moe-bf16", "minimax-m2-bf16", "qwen3next-bf16", "qwen35-bf16",
+            "qwen35moe-bf16",
         ]),
         places in prop::array::uniform2(any::<prop::sample::Index>()),
         values in prop::array::uniform2(any_json()),
