@@ -1,10 +1,6 @@
 //! A model that is ready to answer: what the command line says, handed to `paceline_node`.
 
-<<<<<<< ours
-=======
-use std::ffi::OsString;
 use std::fmt::Display;
->>>>>>> theirs
 use std::io;
 use std::ops::Deref;
 use std::path::{Path, PathBuf};

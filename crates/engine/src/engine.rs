@@ -598,7 +598,8 @@ impl Engine {
         let sequence = &mut self.running[index];
         let computed = &sequence.tokens[..sequence.computed];
         self.pages.learn(computed, &mut sequence.pages);
-        self.pages.leave(&mut sequence.pages, sequence.computed);
+        let (computed, prompt) = (sequence.computed, sequence.prompt_len());
+        self.pages.leave(&mut sequence.pages, computed, prompt);
     }
 
     /// Chooses the next token of a sequence by the logits in `row`, and by the rows after it

@@ -73,6 +73,11 @@ impl Sequence {
         })
     }
 
+    /// Tokens of its prompt.
+    pub(crate) const fn prompt_len(&self) -> usize {
+        self.prompt_len
+    }
+
     /// The tokens that are not in the cache yet.
     pub(crate) fn pending(&self) -> &[u32] {
         &self.tokens[self.computed..]

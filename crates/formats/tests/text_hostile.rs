@@ -252,7 +252,7 @@ fn metadata_that_contradicts_itself_is_an_error() {
         (vec![], "metadata key tokenizer.ggml.model is missing"),
         (
             vec![model("bert")],
-            "tokenizer model bert is not supported, expected gpt2 or llama",
+            "tokenizer model bert is not supported, expected gpt2, llama or gemma4",
         ),
         (
             vec![model("gpt2"), pre("x")],
@@ -277,6 +277,10 @@ fn metadata_that_contradicts_itself_is_an_error() {
         (
             vec![model("gpt2"), tokens.clone(), kinds(2), merges(&[])],
             "metadata key tokenizer.ggml.token_type: 2 entries, expected 3, one per token",
+        ),
+        (
+            vec![model("gemma4"), tokens.clone(), merges(&["a b"])],
+            "the vocabulary has no token for byte 0x00",
         ),
         (
             vec![model("llama"), tokens.clone()],

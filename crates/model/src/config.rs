@@ -2,7 +2,7 @@
 
 use std::borrow::Cow;
 
-use paceline_tensor::Recurrence;
+use paceline_tensor::{KvType, PAGE, Recurrence};
 
 use crate::families::{Family, Fields};
 use crate::rope::Rope;
@@ -26,7 +26,32 @@ pub enum LayerCache {
     Of(usize),
     /// A state of fixed size for each KV head.
     State(&'static dyn Recurrence),
+    /// The states of a gated delta net.
+    Delta(DeltaNet),
 }
+
+/// A gated delta net in place of attention: the layer's heads are those of its values, its KV heads
+/// those of queries and keys.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DeltaNet {
+    /// Inputs that the convolution looks at, the newest included: 1 to [`MAX_TAPS`].
+    pub taps: usize,
+    /// Which value heads share a key head.
+    pub order: HeadOrder,
+}
+
+/// Which of H value heads belong to which of K key heads.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum HeadOrder {
+    /// Value head h has key head h K / H: neighbours share one.
+    Grouped,
+    /// Value head h has key head h mod K, as in GGUF files of Qwen 3.5.
+    Interleaved,
+}
+
+/// Most inputs of a convolution, four times those of published models: fewer than a page has
+/// positions, so that those of the page before are enough.
+pub(crate) const MAX_TAPS: usize = 16;
 
 impl PartialEq for LayerCache {
     fn eq(&self, other: &Self) -> bool {
@@ -34,6 +59,7 @@ impl PartialEq for LayerCache {
             (Self::Rows, Self::Rows) => true,
             (Self::Of(a), Self::Of(b)) => a == b,
             (Self::State(a), Self::State(b)) => a.name() == b.name(),
+            (Self::Delta(a), Self::Delta(b)) => a == b,
             _ => false,
         }
     }
@@ -81,6 +107,8 @@ pub struct Experts {
     pub clamp: Option<f32>,
     /// Groups of experts of which the router chooses some first; `None` without.
     pub groups: Option<Groups>,
+    /// Whether the router has a norm of its own, and each expert a factor of its weight (Gemma 4).
+    pub scaled: bool,
 }
 
 /// Groups of experts: consecutive ones, equally many in each.
@@ -188,12 +216,21 @@ pub struct LayerShape {
     pub value_dim: usize,
     /// Multiplies queries.
     pub query_scale: f32,
+    /// Whether the query's projection has a gate of each head behind its query, and the sigmoid of
+    /// that multiplies what attention gives.
+    pub gated: bool,
     /// Width of the feed-forward (F).
     pub ffn: usize,
     /// The experts that it has instead of a feed-forward.
     pub experts: Option<Experts>,
     /// Where all heads share one key, whose first elements are the value.
     pub latent: Option<Latent>,
+    /// Whether it has a feed-forward beside its experts.
+    pub dense_beside: bool,
+    /// Whether values have a norm, which has no weights.
+    pub value_norm: bool,
+    /// Whether its keys, before norm and rotation, are its values too.
+    pub keys_as_values: bool,
 }
 
 impl LayerShape {
@@ -219,7 +256,7 @@ impl LayerShape {
     const fn keeps_in(&self, index: usize) -> usize {
         match self.cache {
             LayerCache::Of(of) => of,
-            LayerCache::Rows | LayerCache::State(_) => index,
+            LayerCache::Rows | LayerCache::State(_) | LayerCache::Delta(_) => index,
         }
     }
 
@@ -229,33 +266,38 @@ impl LayerShape {
     }
 
     /// How many positions before a row's own, itself included, it looks at in the cache; `None` for
-    /// all. A state looks at the page before its own, when that begins.
+    /// all. A state looks at the page before its own, when that begins; that of a delta net keeps it
+    /// all along, so that a sequence leaves the state of its last full page to the next one.
     pub(crate) const fn looks_back(&self) -> Option<usize> {
         match self.cache {
             LayerCache::State(_) => Some(2),
+            LayerCache::Delta(_) => Some(PAGE + 1),
             LayerCache::Rows | LayerCache::Of(_) => self.window,
         }
     }
 
     /// Number of weights, norms left out, of a model of this width.
     pub(crate) fn parameters(&self, width: usize) -> u64 {
-        let (keys, values) = if self.has_kv() {
-            (self.kv_heads, self.kv_heads)
-        } else {
-            (0, 0)
-        };
-        let attention = match self.latent {
-            Some(latent) => self.latent_parameters(latent, width),
-            None => {
-                let keys = (self.heads + keys) * self.head_dim;
-                width * (keys + (self.heads + values) * self.value_dim)
+        let heads = |there: bool| if there { self.kv_heads } else { 0 };
+        let (keys, values) = (heads(self.has_kv()), heads(self.has_values()));
+        let attention = match (self.cache, self.latent) {
+            (LayerCache::Delta(_), _) => {
+                let values = self.heads * (3 * self.value_dim + 2); // and gates, outputs; two gates
+                width * (2 * self.kv_heads * self.head_dim + values)
+            }
+            (_, Some(latent)) => self.latent_parameters(latent, width),
+            _ => {
+                let queries = (1 + usize::from(self.gated)) * self.heads;
+                let values = (self.heads + values) * self.value_dim;
+                width * ((queries + keys) * self.head_dim + values)
             }
         };
-        let ffn = self.experts.map_or(3 * self.ffn, |experts| {
+        let experts = self.experts.map_or(0, |experts| {
             let gate = usize::from(experts.shared > 0 && experts.shared_gate);
             3 * (experts.count * experts.width + experts.shared) + experts.count + gate
         });
-        attention as u64 + width as u64 * ffn as u64
+        let ffn = if self.has_dense() { 3 * self.ffn } else { 0 };
+        attention as u64 + width as u64 * (ffn + experts) as u64
     }
 
     /// Number of weights of latent attention, norms left out.
@@ -268,6 +310,33 @@ impl LayerShape {
         let expanded = self.heads * latent.rank * (latent.plain + latent.value_dim);
         let output = self.heads * latent.value_dim * width;
         queries + width * latent.key_dim() + expanded + output
+    }
+
+    /// Bytes of its states for a sequence, with the rows that came since they changed; `None` where
+    /// it keeps none. A sequence has two pages of a gated delta net: the last full one's, and its own.
+    pub fn state_bytes(&self) -> Option<u64> {
+        let pages = match self.cache {
+            LayerCache::State(_) => 1,
+            LayerCache::Delta(_) => 2,
+            LayerCache::Rows | LayerCache::Of(_) => return None,
+        };
+        let store = crate::kinds::store(self, (self.heads, self.kv_heads), KvType::F32);
+        Some(pages * store.page_bytes() as u64)
+    }
+
+    /// Whether it projects keys of each KV head.
+    pub(crate) const fn has_keys(&self) -> bool {
+        self.has_kv() && self.latent.is_none()
+    }
+
+    /// Whether it projects values of each KV head.
+    pub(crate) const fn has_values(&self) -> bool {
+        self.has_keys() && !self.keys_as_values
+    }
+
+    /// Whether it has a feed-forward, alone or beside experts.
+    pub const fn has_dense(&self) -> bool {
+        self.experts.is_none() || self.dense_beside
     }
 }
 
@@ -317,13 +386,17 @@ pub struct Config {
     pub ropes: Vec<Rope>,
     /// One entry per layer.
     pub layers: Vec<LayerShape>,
+    /// Width of the embeddings that every layer has of its own (P); 0 for none.
+    pub per_layer: usize,
+    /// What logits are capped at: `cap * tanh(z / cap)`.
+    pub softcap: Option<f32>,
 }
 
 /// Largest accepted sizes: several times the largest published models, small enough that their
 /// products cannot overflow 64 bits.
 const MAX_LAYERS: u64 = 1 << 10;
-const MAX_WIDTH: u64 = 1 << 18;
-const MAX_HEADS: u64 = 1 << 12;
+pub(crate) const MAX_WIDTH: u64 = 1 << 18;
+pub(crate) const MAX_HEADS: u64 = 1 << 12;
 const MAX_CONTEXT: u64 = 1 << 27;
 
 impl Config {
@@ -336,10 +409,15 @@ impl Config {
         let fields = Fields::of(source)?;
         let family = fields.family()?;
         let mut config = family.config(&fields)?;
+        if let Some(tied) = outer_tied(source) {
+            config.tied = Some(tied);
+        }
         if family == Family::DeepSeek {
             config.find_corrections(source)?;
         }
-        config.ffn_leaf = ffn_leaf(config.ffn, longest_down_block(source, &config));
+        let widest = config.layers.iter().map(|layer| layer.ffn).max();
+        let widest = widest.unwrap_or(config.ffn);
+        config.ffn_leaf = ffn_leaf(widest, longest_down_block(source, &config));
         Ok(config)
     }
 
@@ -353,20 +431,22 @@ impl Config {
         let heads = fields.size("attention.head_count", "num_attention_heads", 1, MAX_HEADS)?;
         let latent = (family == Family::DeepSeek).then(|| fields.latent());
         let latent = latent.transpose()?;
-        let (kv_heads, head_dim) = match latent {
-            Some(latent) => (1, latent.key_dim()),
-            None => Self::kv_heads(fields, heads, width)?,
-        };
         let n_layers = fields.size("block_count", "num_hidden_layers", 1, MAX_LAYERS)?;
+        let (kv_heads, head_dim) = match latent {
+            Some(latent) => (vec![1; n_layers], latent.key_dim()),
+            None => Self::kv_heads(fields, n_layers, heads, width)?,
+        };
+        let ffns = fields.ffns(family, n_layers)?;
+        let most = |list: &[usize]| list.iter().copied().max().unwrap_or(0);
         let mut config = Self {
             family,
             width,
             heads,
-            kv_heads,
+            kv_heads: most(&kv_heads),
             head_dim,
             latent,
             indexed: None,
-            ffn: fields.size("feed_forward_length", "intermediate_size", 1, MAX_WIDTH)?,
+            ffn: most(&ffns),
             ffn_leaf: 0, // known with the types of the weights: see `read`
             vocab: fields.vocab()?,
             context: fields.size("context_length", "max_position_embeddings", 1, MAX_CONTEXT)?,
@@ -378,22 +458,30 @@ impl Config {
             head_norms: Some(family.norms_heads()),
             ropes: Vec::new(),
             layers: Vec::new(),
+            per_layer: 0,
+            softcap: None,
         };
         config.layers = vec![config.usual_layer(); n_layers];
+        for (i, layer) in config.layers.iter_mut().enumerate() {
+            layer.ffn = ffns[i];
+            layer.kv_heads = kv_heads[i];
+        }
         config.check_heads(fields)?;
         Ok(config)
     }
 
-    /// KV heads and the size of a head, where heads have keys of their own.
-    fn kv_heads(fields: &Fields<'_>, heads: usize, width: usize) -> Result<(usize, usize), Error> {
-        let kv_heads = fields.opt_size(
-            "attention.head_count_kv",
-            "num_key_value_heads",
-            1,
-            MAX_HEADS,
-        )?;
+    /// KV heads of each layer and the size of a head, where heads have keys of their own.
+    fn kv_heads(
+        fields: &Fields<'_>,
+        n_layers: usize,
+        heads: usize,
+        width: usize,
+    ) -> Result<(Vec<usize>, usize), Error> {
+        let names = ("attention.head_count_kv", "num_key_value_heads");
+        let kv_heads = fields.opt_sizes(names, n_layers, (1, MAX_HEADS))?;
         let head_dim = fields.opt_size("attention.key_length", "head_dim", 1, MAX_WIDTH)?;
-        Ok((kv_heads.unwrap_or(heads), head_dim.unwrap_or(width / heads)))
+        let kv_heads = kv_heads.unwrap_or_else(|| vec![heads; n_layers]);
+        Ok((kv_heads, head_dim.unwrap_or(width / heads)))
     }
 
     /// Whether routers have biases on their choice, by whether the file has them.
@@ -419,9 +507,13 @@ impl Config {
             head_dim: self.head_dim,
             value_dim: self.latent.map_or(self.head_dim, |latent| latent.rank),
             query_scale: 1.0 / self.head_dim_root(),
+            gated: false,
             ffn: self.ffn,
             experts: None,
             latent: self.latent,
+            dense_beside: false,
+            value_norm: false,
+            keys_as_values: false,
         }
     }
 
@@ -467,7 +559,9 @@ impl Config {
     pub fn parameters(&self, tied: bool) -> u64 {
         let tables = if tied { 1 } else { 2 };
         let layers: u64 = self.layers.iter().map(|l| l.parameters(self.width)).sum();
-        layers + tables * self.width as u64 * self.vocab as u64
+        let (width, n) = (self.per_layer as u64, self.layers.len() as u64);
+        let per_layer = n * width * (3 * self.width + self.vocab) as u64;
+        layers + per_layer + tables * self.width as u64 * self.vocab as u64
     }
 
     /// As [`LayerShape::looks_back`], as far as any layer looks at what this one looks at.
@@ -481,25 +575,29 @@ impl Config {
     }
 
     /// Whether a pipeline may be cut before a layer: none behind uses the cache of one before it.
-    pub(crate) fn can_cut(&self, before: usize) -> bool {
+    pub fn can_cut(&self, before: usize) -> bool {
         let behind = self.layers.iter().enumerate().skip(before);
         behind.fold(true, |can, (i, shape)| can && shape.keeps_in(i) >= before)
     }
 
     /// Whether all layers have the model's sizes and keep rows of their own.
     pub(crate) fn is_uniform(&self) -> bool {
-        let usual = self.usual_layer();
-        let alike = |layer: &LayerShape| {
-            let (window, rope, query_scale) = (layer.window, layer.rope, layer.query_scale);
-            *layer
-                == LayerShape {
-                    window,
-                    rope,
-                    query_scale,
-                    ..usual
-                }
+        self.latent.is_none()
+            && (0..self.layers.len())
+                .all(|layer| self.is_usual(layer) && !self.layers[layer].value_norm)
+    }
+
+    /// Whether a layer has the model's sizes and matrices, and keeps rows of its own.
+    pub fn is_usual(&self, layer: usize) -> bool {
+        let layer = self.layers[layer];
+        let usual = LayerShape {
+            window: layer.window,
+            rope: layer.rope,
+            query_scale: layer.query_scale,
+            value_norm: layer.value_norm,
+            ..self.usual_layer()
         };
-        self.latent.is_none() && self.layers.iter().all(alike)
+        layer == usual
     }
 
     /// Whether layers can be computed as they say.
@@ -519,6 +617,10 @@ impl Config {
             if shape.latent != self.latent || !self.fits_latent(shape) {
                 return bad("its latent attention is not the model's");
             }
+            let taps = |net: DeltaNet| (1..=MAX_TAPS).contains(&net.taps);
+            if matches!(shape.cache, LayerCache::Delta(net) if !taps(net)) {
+                return bad("its convolution looks at no input, or at more than 16");
+            }
             if shape.ffn == 0 || shape.rope >= self.ropes.len() {
                 return bad("it has no feed-forward or no rotation");
             }
@@ -526,6 +628,9 @@ impl Config {
                 let chosen = e.used >= 1 && e.used <= e.count.min(MAX_USED) && e.width > 0;
                 chosen && e.groups.is_none_or(|groups| groups.fit(e))
             };
+            if shape.keys_as_values && shape.head_dim != shape.value_dim {
+                return bad("its keys are its values, which are of another size");
+            }
             if !shape.experts.is_none_or(fits) {
                 return bad("it uses no expert, or more than there are or than its groups have");
             }
@@ -571,6 +676,15 @@ impl Config {
     fn head_dim_root(&self) -> f32 {
         (self.head_dim as f32).sqrt()
     }
+}
+
+/// What a folder says outside of its text part of whether the output head is the embedding.
+fn outer_tied(source: &Source) -> Option<bool> {
+    let Source::Hf(folder) = source else {
+        return None;
+    };
+    folder.config().get("text_config")?;
+    folder.config().get("tie_word_embeddings")?.as_bool()
 }
 
 /// See [`Config::ffn_leaf`].

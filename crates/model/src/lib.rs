@@ -38,7 +38,8 @@ mod weights;
 
 pub use compute::{Compute, Exchanged, Weights};
 pub use config::{
-    Activation, Config, Experts, Gating, Groups, Growth, Latent, LayerCache, LayerShape,
+    Activation, Config, DeltaNet, Experts, Gating, Groups, Growth, HeadOrder, Latent, LayerCache,
+    LayerShape,
 };
 pub use error::Error;
 pub use families::Family;

@@ -16,7 +16,7 @@ use crate::step::halves::{self, HALVES_FROM, Turn, Turns};
 use crate::step::{Batch, BatchSequence, BatchSize, Limits, Step, Workspace};
 use crate::trace::{Kind, SECOND_HALF, Tracer};
 use crate::uses::{ExpertUses, LayerUses};
-use crate::weights::{self, AsStored, Layer, Linear, Loader, Names};
+use crate::weights::{self, AsStored, Layer, Linear, Loader, Names, PerLayerInputs};
 use crate::{Config, Error, Kinds, Source, WindowPages};
 
 /// How a model is loaded.
@@ -37,8 +37,10 @@ pub struct Model {
     kv_type: KvType,
     kernels: Arc<Kernels>,
     kinds: Kinds,
-    /// In the first stage.
+    /// In the first stage, and in all where layers have embeddings of their own.
     embedding: Option<AsStored>,
+    /// Where layers have embeddings of their own.
+    per_layer: Option<PerLayerInputs>,
     layers: Vec<Layer>,
     /// Of each of its layers.
     uses: Vec<LayerUses>,
@@ -129,7 +131,9 @@ impl Model {
             class: options.class,
             pool: kernels.pool(),
         };
-        let embedding = shard.embeds().then(|| loader.embedding()).transpose()?;
+        let per_layer = loader.per_layer_inputs()?;
+        let embeds = shard.embeds() || per_layer.is_some();
+        let embedding = embeds.then(|| loader.embedding()).transpose()?;
         let n = shard.layers.len();
         let mut layers = Vec::with_capacity(n);
         for i in shard.layers.clone() {
@@ -148,6 +152,7 @@ impl Model {
             kinds: Kinds::new(&config),
             uses: LayerUses::of(&config, shard.layers.clone()),
             embedding,
+            per_layer,
             kernels,
             layers,
             head,
@@ -226,6 +231,8 @@ impl Model {
     pub fn weight_bytes(&self) -> Bytes {
         let layers: u64 = self.layers.iter().map(|l| l.bytes().0).sum();
         let head = self.head.as_ref();
+        let inputs = self.per_layer.as_ref();
+        let layers = layers + inputs.map_or(0, |inputs| inputs.projection.bytes().0);
         Bytes(layers + head.map_or(0, |(_, output)| output.matrix.bytes().0))
     }
 
@@ -235,9 +242,14 @@ impl Model {
     }
 
     /// # Panics
-    /// But in the first stage.
+    /// But in the first stage, or where layers have embeddings of their own.
     pub(crate) const fn embedding(&self) -> &AsStored {
         self.embedding.as_ref().expect("the first stage embeds")
+    }
+
+    /// The embeddings of layers, where they have some.
+    pub(crate) const fn per_layer(&self) -> Option<&PerLayerInputs> {
+        self.per_layer.as_ref()
     }
 
     /// Norm and output head, in the last stage.
@@ -294,7 +306,8 @@ impl Model {
 
     /// What a layer of this rank keeps.
     fn store(&self, layer: usize) -> LayerStore {
-        let heads = self.shard.layer(layer).kv_heads.len();
+        let cut = self.shard.layer(layer);
+        let heads = (cut.heads.len(), cut.kv_heads.len());
         kinds::store(&self.config.layers[layer], heads, self.kv_type)
     }
 

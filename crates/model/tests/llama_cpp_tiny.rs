@@ -1,5 +1,6 @@
-//! Tiny GGUF files of families with experts, in float32, against what llama.cpp computes with them
-//! (`tests-data/golden/llama_cpp/tiny`, made by `scripts/golden/llama_cpp_tiny.py`).
+//! Tiny GGUF files of families with experts or states and of Gemma 4, in float32, against what
+//! llama.cpp computes with them (`tests-data/golden/llama_cpp/tiny`, made by
+//! `scripts/golden/llama_cpp_tiny.py`).
 
 #![allow(clippy::unwrap_used, reason = "a helper of a test may fail the test")]
 #![allow(clippy::print_stdout, reason = "figures, shown by --nocapture")]
@@ -71,8 +72,18 @@ fn check(name: &str, class: KernelClass) {
     );
 }
 
+/// With both orders of value heads; old files of Qwen3-Next have all inputs in one matrix.
 #[test]
-fn families_with_experts_agree_with_llama_cpp() {
+fn delta_nets_agree_with_llama_cpp() {
+    for name in ["qwen3next", "qwen3next-old", "qwen35", "qwen35moe"] {
+        for class in [KernelClass::Cpu, KernelClass::CpuF32] {
+            check(name, class);
+        }
+    }
+}
+
+#[test]
+fn families_agree_with_llama_cpp() {
     for name in [
         "gpt-oss",
         "glm4moe",
@@ -80,6 +91,8 @@ fn families_with_experts_agree_with_llama_cpp() {
         "deepseek2",
         "deepseek2-old",
         "mistral4",
+        "gemma4",
+        "gemma4-moe",
     ] {
         for class in [KernelClass::Cpu, KernelClass::CpuF32] {
             check(name, class);

@@ -113,6 +113,12 @@ pub enum Error {
         /// The rank.
         rank: Rank,
     },
+    /// What the model will do on this machine cannot be measured with a part of it.
+    #[error("speed cannot be measured: {what}")]
+    NotMeasured {
+        /// Why.
+        what: &'static str,
+    },
     /// A thread ended before its work was done; it has said why on standard error.
     #[error("{what} ended early")]
     Ended {

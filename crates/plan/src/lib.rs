@@ -54,7 +54,7 @@ pub use catalogue::Catalogue;
 pub use cluster::{Backend, Cluster, Link, Node, Rates, Transport};
 pub use cost::Costs;
 pub use error::{Change, Error, Infeasible};
-pub use model::{Attention, Bits, ModelShape, Moe, Sliding};
+pub use model::{Attention, Bits, Caches, ModelShape, Moe, Sliding};
 pub use network::Network;
 pub use placement::{Member, Pipeline, Placement, Split, Stage};
 pub use predict::{Prediction, predict};

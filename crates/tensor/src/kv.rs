@@ -164,6 +164,54 @@ impl StateShape {
     }
 }
 
+/// Shape of a layer that is a gated delta net: in each page the state before its first position,
+/// and what later rows need of its own, all in f32 but for sums of decays in f64. Inputs of the
+/// convolution `(64, channels)`, keys `(key_heads, head_dim, 64)`; for each head the state
+/// `(head_dim, value_dim)`, differences `(64, value_dim)` and sums `(64,)`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DeltaShape {
+    /// Value heads held.
+    pub heads: usize,
+    /// Key heads held.
+    pub key_heads: usize,
+    /// Elements of a key, a multiple of 16.
+    pub head_dim: usize,
+    /// Elements of a value, a multiple of 16.
+    pub value_dim: usize,
+    /// Inputs that the convolution looks at, the newest included.
+    pub taps: usize,
+}
+
+impl DeltaShape {
+    /// Channels of the convolution.
+    pub const fn channels(self) -> usize {
+        2 * self.key_heads * self.head_dim + self.heads * self.value_dim
+    }
+
+    /// Elements of a value head in a page.
+    const fn head_len(self) -> usize {
+        (self.head_dim + PAGE) * self.value_dim + 2 * PAGE
+    }
+
+    /// Elements before the value heads of a page.
+    const fn shared_len(self) -> usize {
+        PAGE * (self.channels() + self.key_heads * self.head_dim)
+    }
+
+    /// Bytes of one page.
+    pub const fn page_bytes(self) -> usize {
+        4 * (self.shared_len() + self.heads * self.head_len())
+    }
+}
+
+/// A value head of a page, as [`DeltaShape`] says.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct DeltaHead {
+    pub(crate) state: *mut f32,
+    pub(crate) deltas: *mut f32,
+    pub(crate) sums: *mut f64,
+}
+
 /// What a layer keeps in a page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LayerStore {
@@ -174,6 +222,8 @@ pub enum LayerStore {
     Latent(KvShape),
     /// A state of fixed size.
     State(StateShape),
+    /// The state of a gated delta net.
+    Delta(DeltaShape),
     /// Nothing: it reads what another layer keeps.
     Nothing,
 }
@@ -183,6 +233,7 @@ impl LayerStore {
         match self {
             Self::Rows(shape) | Self::Latent(shape) => shape.heads,
             Self::State(shape) => shape.heads,
+            Self::Delta(_) => 1, // in one piece
             Self::Nothing => 0,
         }
     }
@@ -193,6 +244,7 @@ impl LayerStore {
             Self::Rows(shape) => shape.page_bytes(),
             Self::Latent(shape) => shape.heads * shape.part_bytes(shape.head_dim),
             Self::State(shape) => shape.page_bytes(),
+            Self::Delta(shape) => shape.page_bytes(),
             Self::Nothing => 0,
         }
     }
@@ -318,6 +370,17 @@ impl KvCache {
     pub(crate) fn states(&self, layer: usize) -> StateShape {
         match self.layers[layer].store {
             LayerStore::State(shape) => shape,
+            other => panic!("layer {layer} keeps {other:?}"),
+        }
+    }
+
+    /// The shape of a layer that is a gated delta net.
+    ///
+    /// # Panics
+    /// If it is another.
+    pub(crate) fn delta(&self, layer: usize) -> DeltaShape {
+        match self.layers[layer].store {
+            LayerStore::Delta(shape) => shape,
             other => panic!("layer {layer} keeps {other:?}"),
         }
     }
@@ -469,6 +532,76 @@ impl Writer<'_> {
         );
         // SAFETY: as for `state`.
         unsafe { std::slice::from_raw_parts(self.data.add(start).cast(), len) }
+    }
+
+    /// The shape of the layer's gated delta net.
+    pub(crate) fn delta(&self) -> DeltaShape {
+        self.cache.delta(self.layer)
+    }
+
+    /// A page of a gated delta net, from element `first` on, which lies within it.
+    fn delta_at(&self, page: u32, first: usize) -> *mut f32 {
+        let start = self.cache.offset(self.layer, page, 0);
+        // SAFETY: within the page, at a multiple of 64 bytes.
+        unsafe { self.data.add(start).cast::<f32>().add(first) }
+    }
+
+    /// Inputs of a position.
+    ///
+    /// # Safety
+    /// While they are in use, no thread writes them.
+    pub(crate) unsafe fn delta_inputs(&self, page: u32, slot: usize) -> &[f32] {
+        let n = self.delta().channels();
+        // SAFETY: `slot` is below 64.
+        unsafe { std::slice::from_raw_parts(self.delta_at(page, slot % PAGE * n), n) }
+    }
+
+    /// As [`delta_inputs`](Self::delta_inputs), to be written.
+    ///
+    /// # Safety
+    /// While they are in use, no other thread reads or writes them.
+    #[allow(clippy::mut_from_ref, reason = "the contract gives it to one thread")]
+    pub(crate) unsafe fn delta_inputs_mut(&self, page: u32, slot: usize) -> &mut [f32] {
+        let n = self.delta().channels();
+        // SAFETY: as above.
+        unsafe { std::slice::from_raw_parts_mut(self.delta_at(page, slot % PAGE * n), n) }
+    }
+
+    /// Keys of a head, `(head_dim, 64)`.
+    pub(crate) fn delta_keys(&self, page: u32, head: usize) -> *mut f32 {
+        let shape = self.delta();
+        assert!(head < shape.key_heads, "key head {head} of {shape:?}");
+        self.delta_at(page, PAGE * (shape.channels() + head * shape.head_dim))
+    }
+
+    /// Stores the keys `(key_heads, head_dim)` of a position.
+    ///
+    /// # Safety
+    /// No other thread reads or writes this position.
+    pub(crate) unsafe fn write_delta_keys(&self, page: u32, slot: usize, keys: &[f32]) {
+        let shape = self.delta();
+        assert!(slot < PAGE && keys.len() == shape.key_heads * shape.head_dim);
+        let to = self.delta_at(page, PAGE * shape.channels());
+        for (i, key) in keys.iter().enumerate() {
+            // SAFETY: keys of all heads lie behind each other.
+            unsafe { to.add(i * PAGE + slot).write(*key) };
+        }
+    }
+
+    /// A value head.
+    pub(crate) fn delta_head(&self, page: u32, head: usize) -> DeltaHead {
+        let shape = self.delta();
+        assert!(head < shape.heads, "value head {head} of {shape:?}");
+        let state = self.delta_at(page, shape.shared_len() + head * shape.head_len());
+        // SAFETY: within the head.
+        unsafe {
+            let deltas = state.add(shape.head_dim * shape.value_dim);
+            DeltaHead {
+                state,
+                deltas,
+                sums: deltas.add(PAGE * shape.value_dim).cast(),
+            }
+        }
     }
 
     /// The shape of the layer's states.

@@ -1,6 +1,6 @@
 //! A tokenizer out of the metadata of a GGUF file.
 
-use super::bpe::ByteBpe;
+use super::bpe::{ByteBpe, TextBpe};
 use super::ends;
 use super::fragments::Special;
 use super::json;
@@ -41,6 +41,7 @@ pub(super) fn read(metadata: &Metadata) -> Result<Tokenizer, Error> {
         "gpt2" => read_byte_bpe(metadata),
         "llama" => read_sentence(metadata),
         "bert" => read_word_piece(metadata),
+        "gemma4" => read_text_bpe(metadata),
         other => Err(Error::UnknownModel {
             name: other.to_owned(),
         }),
@@ -57,6 +58,21 @@ fn read_byte_bpe(metadata: &Metadata) -> Result<Tokenizer, Error> {
         eos: None,
     };
     finish(metadata, vocab, Algorithm::ByteBpe(Box::new(model)), flags)
+}
+
+/// Gemma 4: merges over text as SentencePiece writes it. Its early files say that BOS is not
+/// added, which is wrong: llama.cpp adds it whatever they say.
+fn read_text_bpe(metadata: &Metadata) -> Result<Tokenizer, Error> {
+    let vocab = read_vocab(metadata, Spelling::Sentence)?;
+    let model = TextBpe::new(&vocab, metadata.strs(MERGES)?)?;
+    let flags = Flags {
+        add_bos: true,
+        bos: None,
+        eos: None,
+    };
+    let mut tokenizer = finish(metadata, vocab, Algorithm::TextBpe(Box::new(model)), flags)?;
+    tokenizer.add_bos = true;
+    Ok(tokenizer)
 }
 
 fn read_sentence(metadata: &Metadata) -> Result<Tokenizer, Error> {

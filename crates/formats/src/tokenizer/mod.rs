@@ -6,9 +6,10 @@
 //! id --> bytes (always the same for an id) --> text::StreamDecoder --> text
 //! ```
 //!
-//! Three ways of encoding a fragment of text:
+//! Four ways of encoding a fragment of text:
 //! - `bpe`: byte-level byte-pair encoding of a GGUF (`tokenizer.ggml.model` = `gpt2`): words cut
 //!   by `pretokenize`, merged by the `tokenizers` crate;
+//! - `bpe` too: pairs over the characters of a line (`gemma4`), merged by the same crate;
 //! - `spm`: SentencePiece by scores of a GGUF (`llama`), our own, for the crate cannot express it;
 //! - `json`: any model of a `tokenizer.json` (WordPiece of BERT too), run by the crate.
 //!
@@ -42,7 +43,7 @@ pub enum Error {
     #[error(transparent)]
     Metadata(#[from] crate::gguf::Error),
     /// `tokenizer.ggml.model` names a kind of vocabulary that is not supported.
-    #[error("tokenizer model {name} is not supported, expected gpt2 or llama")]
+    #[error("tokenizer model {name} is not supported, expected gpt2, llama or gemma4")]
     UnknownModel {
         /// The name.
         name: String,
@@ -213,6 +214,7 @@ fn within(ids: &[u32], tokens_max: usize) -> Result<(), Error> {
 #[derive(Debug)]
 enum Algorithm {
     ByteBpe(Box<bpe::ByteBpe>),
+    TextBpe(Box<bpe::TextBpe>),
     Sentence(Box<spm::Spm>),
     Json(Box<json::Pipeline>),
 }
@@ -388,6 +390,10 @@ impl Tokenizer {
                 Fragment::Token { id, .. } => out.push(id),
                 Fragment::Text(text) => match &self.algorithm {
                     Algorithm::ByteBpe(model) => model.encode(text, tokens_max, out)?,
+                    Algorithm::TextBpe(model) => {
+                        model.encode(text, out)?;
+                        within(out, tokens_max)?;
+                    }
                     Algorithm::Sentence(model) => {
                         model.check_length(text, tokens_max.saturating_sub(out.len()))?;
                         model.encode(&self.vocab, text, after_text, out)?
@@ -451,7 +457,7 @@ impl Tokenizer {
     /// Whether encoding puts a space before a text, which decoding from the start must drop.
     pub fn adds_space_prefix(&self) -> bool {
         match &self.algorithm {
-            Algorithm::ByteBpe(_) => false,
+            Algorithm::ByteBpe(_) | Algorithm::TextBpe(_) => false,
             Algorithm::Sentence(model) => model.space_prefix,
             Algorithm::Json(pipeline) => pipeline.space_prefix(),
         }

@@ -5,8 +5,13 @@
 //! Source: DeepSeek-AI 2024 (DeepSeek-V2, V3); `src/models/deepseek2.cpp` of llama.cpp,
 //! `modeling_deepseek_v3.py`, `modeling_deepseek_v2.py`, `modeling_mistral4.py` of transformers.
 
-use super::{Family, Fields, Half, LayerStep, feed_forward};
+use super::{Family, Fields, FileNames, Half, LayerStep, feed_forward};
 use crate::{Config, Error};
+
+pub(super) const NAMES: FileNames = FileNames {
+    shared: "mlp.shared_experts",
+    ..FileNames::USUAL
+};
 
 pub(super) fn config(fields: &Fields<'_>) -> Result<Config, Error> {
     let mut config = Config::base(Family::DeepSeek, fields)?;

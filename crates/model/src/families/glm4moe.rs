@@ -5,13 +5,19 @@
 
 use paceline_tensor::RopePairs;
 
-use super::{Family, Fields, Half, LayerStep, RopeKind, feed_forward};
+use super::{Family, Fields, FileNames, Half, LayerStep, RopeKind, feed_forward};
 use crate::{Config, Error};
 
 const ROPE: RopeKind = RopeKind {
     yarn: true,
     partial: Some(0.5),
     ..RopeKind::plain(RopePairs::Halves, 10_000.0)
+};
+
+pub(super) const NAMES: FileNames = FileNames {
+    gguf_ffn_norm: "post_attention_norm", // before the feed-forward, whatever its name
+    shared: "mlp.shared_experts",
+    ..FileNames::USUAL
 };
 
 pub(super) fn config(fields: &Fields<'_>) -> Result<Config, Error> {

@@ -8,6 +8,7 @@ use crate::families::Family;
 fn smollm2() -> Config {
     let layer = LayerShape {
         cache: LayerCache::Rows,
+        gated: false,
         window: None,
         rope: 0,
         heads: 9,
@@ -18,6 +19,9 @@ fn smollm2() -> Config {
         ffn: 1536,
         experts: None,
         latent: None,
+        dense_beside: false,
+        value_norm: false,
+        keys_as_values: false,
     };
     Config {
         family: Family::Llama,
@@ -39,6 +43,8 @@ fn smollm2() -> Config {
         activation: Activation::Silu,
         ropes: Vec::new(),
         layers: vec![layer; 30],
+        per_layer: 0,
+        softcap: None,
     }
 }
 

@@ -17,7 +17,7 @@ use paceline_tensor::pool::DisjointMut;
 use paceline_tensor::{Activations, Kernels, Packed, Product, vector};
 
 use super::{activations, add_bias};
-use crate::config::{self, Gating, Groups, MAX_GROUPS, MAX_USED};
+use crate::config::{self, Activation, Gating, Groups, MAX_GROUPS, MAX_USED};
 use crate::model::Model;
 use crate::split::LeafCut;
 use crate::uses::LayerUses;
@@ -40,6 +40,10 @@ struct Choice {
 #[derive(Debug)]
 pub(super) struct Routed {
     of: config::Experts,
+    /// On the gate, where that has no limit.
+    activation: Activation,
+    /// `(T, C)`: the rows that go into the router, where these are not those of the experts.
+    router_x: Option<Activations>,
     /// `(T, E)`
     scores: Memory<f32>,
     /// `(T, E)`: their softmax.
@@ -80,7 +84,10 @@ impl Routed {
         };
         let (wide, each) = (of.width.max(of.shared), Self::each(of));
         let memory = |n: usize| Memory::new(None, n);
+        let routers = layers().map(|layer| &layer.router.matrix);
         Self {
+            activation: model.config().activation,
+            router_x: of.scaled.then(|| activations(model, rows, width, routers)),
             scores: memory(rows * of.count),
             weights: memory(rows * of.count),
             shared_scores: memory(rows),
@@ -98,6 +105,19 @@ impl Routed {
     /// Choices of a row.
     const fn each(of: config::Experts) -> usize {
         of.used + if of.shared > 0 { 1 } else { 0 }
+    }
+
+    /// Prepares the rows of a router with a norm of its own: residual (T, C) -> x (T, C).
+    pub(super) fn norm(&mut self, model: &Model, weights: &Experts, residual: &[f32]) {
+        let (Some(weight), Some(x)) = (&weights.router_norm, &mut self.router_x) else {
+            return;
+        };
+        let (kernels, eps) = (model.kernels(), model.config().norm_eps);
+        x.resize(residual.len() / weight.len());
+        kernels.fill_rows(x, |t, out| {
+            let row = &residual[t * weight.len()..(t + 1) * weight.len()];
+            kernels.rms_norm(row, weight, eps, out);
+        });
     }
 
     /// x (T, C) -> this rank's roots of the sum over experts, `(T, C)` each, at the start of `out`.
@@ -130,25 +150,26 @@ impl Routed {
     fn choose(&mut self, kernels: &Kernels, weights: &Experts, x: &Activations) {
         let (rows, of, each) = (x.rows(), self.of, Self::each(self.of));
         let scores = &mut self.scores[..rows * of.count];
-        kernels.products(x, [whole(&weights.router.matrix, scores)]);
+        let router_x = self.router_x.as_ref().unwrap_or(x);
+        kernels.products(router_x, [whole(&weights.router.matrix, scores)]);
         add_bias(scores, weights.router.bias.as_deref(), rows);
         if let Some(router) = &weights.shared_router {
             kernels.products(x, [whole(router, &mut self.shared_scores[..rows])]);
         }
         let (shared, choice) = (&self.shared_scores, weights.choice.as_deref());
+        let scales = weights.scales.as_deref();
         let weights = DisjointMut::new(&mut self.weights[..rows * of.count], of.count);
         let choices = DisjointMut::new(&mut self.choices[..rows * each], each);
         kernels.for_rows(rows, |t| {
             // SAFETY: each row is visited once.
             let (weights, choices) = unsafe { (weights.part(t), choices.part(t)) };
             let scores = &scores[t * of.count..(t + 1) * of.count];
-            choose_row(
-                (kernels, &of),
-                scores,
-                choice,
-                weights,
-                &mut choices[..of.used],
-            );
+            let routed = &mut choices[..of.used];
+            choose_row((kernels, &of), scores, choice, weights, routed);
+            if let Some(scales) = scales {
+                let each = routed.iter_mut();
+                each.for_each(|choice| choice.weight *= scales[choice.expert]);
+            }
             if let Some(last) = choices.get_mut(of.used) {
                 let mut weight = [1.0];
                 if of.shared_gate {
@@ -197,15 +218,17 @@ impl Routed {
         kernels.products(x, outs);
         add_bias(gate, expert.gate.bias.as_deref(), rows);
         add_bias(up, expert.up.bias.as_deref(), rows);
-        let clamp = self.of.clamp;
+        let (clamp, activation) = (self.of.clamp, self.activation);
         let hidden = self.hidden.iter_mut().find(|hidden| hidden.cols() == ffn);
         let hidden = hidden.expect("a buffer for each width");
         hidden.resize(rows);
         kernels.fill_rows(hidden, |i, out| {
             let part = i * ffn..(i + 1) * ffn;
-            match clamp {
-                None => kernels.silu_mul(&gate[part.clone()], &up[part], out),
-                Some(limit) => clamped(kernels, limit, [&gate[part.clone()], &up[part]], out),
+            let (gate, up) = (&gate[part.clone()], &up[part]);
+            match (clamp, activation) {
+                (Some(limit), _) => clamped(kernels, limit, [gate, up], out),
+                (None, Activation::Silu) => kernels.silu_mul(gate, up, out),
+                (None, Activation::GeluTanh) => kernels.gelu_mul(gate, up, out),
             }
         });
         let width = expert.down.matrix.rows();

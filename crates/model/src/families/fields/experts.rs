@@ -48,6 +48,7 @@ impl Fields<'_> {
             shared_gate: true,
             clamp: None,
             groups: None,
+            scaled: false,
         })
     }
 

@@ -18,6 +18,9 @@ pub(crate) struct RopeKind {
     pub(crate) yarn: bool,
     /// The part of a head that turns where `config.json` does not say; `None` when all of it must.
     pub(crate) partial: Option<f64>,
+    /// Whether the slow pairs may stand still (Gemma 4), and then the part of a head that turns
+    /// where `config.json` has no parameters.
+    pub(crate) proportional: Option<f64>,
 }
 
 impl RopeKind {
@@ -28,6 +31,7 @@ impl RopeKind {
             hf_base,
             yarn: false,
             partial: None,
+            proportional: None,
         }
     }
 }
@@ -64,7 +68,9 @@ impl Fields<'_> {
             Self::Gguf { .. } => {
                 let base = self.opt_float("rope.freq_base_swa", "")?;
                 let base = base.map_or(kind.hf_base, f64::from);
-                checked(kind.pairs, config.head_dim, base, 1.0)
+                let all = config.head_dim;
+                let rotated = self.opt_size("rope.dimension_count_swa", "", 2, all as u64)?;
+                checked(kind.pairs, rotated.unwrap_or(all), base, 1.0)
             }
             Self::Hf(json) => {
                 let parameters = hf_parameters(json, "sliding_attention")?;
@@ -168,9 +174,26 @@ impl Fields<'_> {
         parameters: Option<&Value>,
         theta: &'static str,
     ) -> Result<Rope, Error> {
+        if let Some(usual) = kind.proportional {
+            let base = self.hf_base(parameters, theta, kind.hf_base)?;
+            return proportional(head_dim, (kind, usual), parameters, base);
+        }
         let rotated = self.hf_rotated(head_dim, kind, parameters)?;
         let kind = (kind.pairs, kind.hf_base, kind.yarn);
         self.hf_turned(rotated, kind, parameters, theta)
+    }
+
+    /// The base of `parameters`, or under `theta` of `config.json` where these have none.
+    fn hf_base(
+        &self,
+        parameters: Option<&Value>,
+        theta: &'static str,
+        usual: f64,
+    ) -> Result<f64, Error> {
+        match number(parameters, "rope_theta")? {
+            Some(base) => Ok(base),
+            None => Ok(self.hf(theta, "a number", Value::as_f64)?.unwrap_or(usual)),
+        }
     }
 
     /// As [`hf_rope`](Self::hf_rope) of so many elements: which turn together, the base where
@@ -182,12 +205,7 @@ impl Fields<'_> {
         parameters: Option<&Value>,
         theta: &'static str,
     ) -> Result<Rope, Error> {
-        let base = match number(parameters, "rope_theta")? {
-            Some(base) => base,
-            None => self
-                .hf(theta, "a number", Value::as_f64)?
-                .unwrap_or(usual_base),
-        };
+        let base = self.hf_base(parameters, theta, usual_base)?;
         let plain = |linear| checked(pairs, rotated, base, linear);
         match scaling_type(parameters)? {
             None | Some("default") => plain(1.0),
@@ -207,6 +225,29 @@ pub(super) struct GgufYarn {
     pub(super) yarn: Yarn,
     /// The file's factor of cosines and sines, which `yarn.magnitude` has.
     pub(super) attention: f64,
+}
+
+/// Frequencies as of a whole head, of which the fastest turn and the others stand still.
+///
+/// Source: `_compute_proportional_rope_parameters` in transformers' `modeling_rope_utils.py`.
+fn proportional(
+    head_dim: usize,
+    (kind, usual): (RopeKind, f64),
+    parameters: Option<&Value>,
+    base: f64,
+) -> Result<Rope, Error> {
+    let part = match scaling_type(parameters)? {
+        _ if parameters.is_none() => usual,
+        None | Some("default") => 1.0,
+        Some("proportional") => number(parameters, "partial_rotary_factor")?.unwrap_or(1.0),
+        Some(other) => return Err(wrong_value("rope_type", other, "default or proportional")),
+    };
+    if !(0.0..=1.0).contains(&part) {
+        return Err(wrong_value("partial_rotary_factor", part, "0 to 1"));
+    }
+    let factor = number(parameters, "factor")?.unwrap_or(1.0);
+    let turning = (part * head_dim as f64 / 2.0) as usize;
+    Ok(checked(kind.pairs, head_dim, base, factor)?.with_turning(turning))
 }
 
 fn as_object(value: &Value) -> Option<&Value> {
