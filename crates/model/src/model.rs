@@ -135,7 +135,7 @@ impl Model {
         let embeds = shard.embeds() || per_layer.is_some();
         let embedding = embeds.then(|| loader.embedding()).transpose()?;
         let n = shard.layers.len();
-        let mut layers = Vec::with_capacity(n);
+        let mut layers = Vec::new(); // which grows with what the file has, not with what it says
         for i in shard.layers.clone() {
             layers.push(loader.layer(i)?);
             progress(layers.len(), n + 1);

@@ -117,9 +117,9 @@ pub(crate) struct PerLayerInputs {
 #[derive(Debug)]
 pub(crate) enum FeedForward {
     Dense(Dense),
-    Experts(Experts),
+    Experts(Box<Experts>),
     /// Both on the same rows, each with norms of its own.
-    Both(Dense, Experts),
+    Both(Dense, Box<Experts>),
 }
 
 /// Gate, up and down.
@@ -500,7 +500,7 @@ impl Loader<'_> {
         let (shape, cut) = (&self.config.layers[layer], self.shard.layer(layer));
         let experts = shape.experts;
         let experts = experts.map(|of| self.experts(layer, of, cut.ffn()));
-        Ok(match experts.transpose()? {
+        Ok(match experts.transpose()?.map(Box::new) {
             None => FeedForward::Dense(self.dense(layer)?),
             Some(experts) if shape.dense_beside => FeedForward::Both(self.dense(layer)?, experts),
             Some(experts) => FeedForward::Experts(experts),

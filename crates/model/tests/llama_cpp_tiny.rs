@@ -16,6 +16,10 @@ use paceline_tensor::KvType;
 /// class `cpu-f32` is told to here. (In f32 it is up to 1.2e-3 from them.)
 const DISTANCE: f64 = 1e-3;
 
+/// Of Gemma 4: llama.cpp takes GELU from a table of f16 by arguments in f16. With that done here
+/// too, its two files are 8.6e-4 and 8.5e-5 from llama.cpp, and 2.5e-3 and 7.5e-4 without.
+const DISTANCE_GELU: f64 = 4e-3;
+
 /// Where the first logit leads the second by less than this part of their deviation, rounding may
 /// turn them.
 const NEAR: f32 = 0.02;
@@ -62,8 +66,12 @@ fn check(name: &str, class: KernelClass) {
         }
     }
     println!("{name} {class}: relative distance {distance:.2e}, {excluded} positions undecided");
+    let most = match name.starts_with("gemma4") {
+        true => DISTANCE_GELU,
+        false => DISTANCE,
+    };
     assert!(
-        distance <= DISTANCE,
+        distance <= most,
         "{name} {class}: {distance:.2e} of the logits apart"
     );
     assert!(

@@ -290,8 +290,10 @@ mod tests {
     #[test]
     fn the_limit_follows_what_was_measured() {
         let ms = Duration::from_millis;
-        let mut state = State::default();
-        state.since = Some((Instant::now() - ms(90_000), 1));
+        let mut state = State {
+            since: Some((Instant::now() - ms(90_000), 1)),
+            ..State::default()
+        };
         state.end();
         assert_eq!(state.expected(1), None);
         state.known.extend([(512, ms(2000)), (1, ms(30))]);

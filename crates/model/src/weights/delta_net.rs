@@ -64,7 +64,8 @@ impl Places<'_> {
         let (d, e) = (self.shape.head_dim, self.shape.value_dim);
         let keys = |from: usize| {
             let Range { start, end } = self.key_heads.clone();
-            vec![from + start * d..from + end * d]
+            let mine = from + start * d..from + end * d;
+            vec![mine]
         };
         let from = 2 * self.all_keys();
         let values = from + self.heads.start * e..from + self.heads.end * e;

@@ -250,7 +250,7 @@ fn numbers_of_gemma4_that_lie_are_refused() {
     gemma(
         "global_head_dim",
         json!(48),
-        "q_proj.weight: shape [128, 64], expected [192, 64]",
+        "layers.1.self_attn.q_norm.weight: shape [32], expected [48]",
     );
     gemma(
         "use_double_wide_mlp",
