@@ -27,7 +27,7 @@ static CHOSEN: OnceLock<(Format, Option<String>)> = OnceLock::new();
 #[derive(Debug, clap::Args)]
 pub(crate) struct LogArgs {
     /// Least severe events to log: `info`, or by module, such as `warn,paceline_node=debug`; text
-    /// of prompts for `prompts=trace` only [default: PACELINE_LOG, else warn]
+    /// of prompts for `prompts=trace` only [default: PACELINE_LOG, else error]
     #[arg(long, global = true, value_name = "LEVELS", help_heading = "Logs")]
     log: Option<String>,
     /// How logs are written to standard error: human, or json for an object a line
@@ -77,7 +77,7 @@ pub(crate) fn start(args: &LogArgs) -> anyhow::Result<()> {
 }
 
 fn filter(levels: Option<&str>, format: Format) -> anyhow::Result<Targets> {
-    let levels = levels.unwrap_or("warn");
+    let levels = levels.unwrap_or("error");
     let asked: Targets = levels.parse().with_context(|| {
         format!("--log {levels:?}: expected levels such as `info` or `a=debug,warn`")
     })?;
