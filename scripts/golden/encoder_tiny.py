@@ -40,6 +40,15 @@ ROBERTA = {
     "vocab_size": 300, "max_position_embeddings": 66, "type_vocab_size": 1, "layer_norm_eps": 1e-5,
     "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2,
 }
+# As Qwen3-Embedding: names without a prefix, a tied head, a last token that is not the EOS.
+QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_act": "silu",
+    "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 3, "head_dim": 16,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-6, "vocab_size": 300,
+    "max_position_embeddings": 2048, "rope_theta": 1000000, "attention_bias": False,
+    "tie_word_embeddings": True, "use_sliding_window": False, "sliding_window": None,
+    "max_window_layers": 3,
+}
 
 
 def wordpiece():
@@ -56,17 +65,28 @@ def wordpiece():
     return tokenizer
 
 
-def byte_bpe():
+def byte_bpe(special, post):
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     trainer = trainers.BpeTrainer(
-        vocab_size=300, special_tokens=["<s>", "<pad>", "</s>", "<unk>"], show_progress=False,
+        vocab_size=300, special_tokens=special, show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
     tokenizer.train([str(AUSTEN)], trainer)
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 2)])
+    tokenizer.post_processor = post
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
+
+
+def roberta_tokenizer():
+    post = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 2)])
+    return byte_bpe(["<s>", "<pad>", "</s>", "<unk>"], post)
+
+
+def qwen_tokenizer():
+    post = processors.TemplateProcessing(
+        single="$A <|endoftext|>", special_tokens=[("<|endoftext|>", 0)])
+    return byte_bpe(["<|endoftext|>", "<|im_start|>", "<|im_end|>"], post)
 
 
 def draw(model, rng):
@@ -75,7 +95,7 @@ def draw(model, rng):
         for name, parameter in model.named_parameters():
             shape = tuple(parameter.shape)
             values = rng.standard_normal(shape).astype(np.float32)
-            is_scale = "LayerNorm.weight" in name
+            is_scale = "norm.weight" in name.lower()
             values = 1 + 0.2 * values if is_scale else values * (0.3 if len(shape) == 2 else 0.1)
             parameter.copy_(torch.from_numpy(values.astype(np.float32)))
 
@@ -85,7 +105,7 @@ def vectors(model, all_ids, pooling):
     for ids in all_ids:
         with torch.no_grad():
             hidden = model(input_ids=torch.tensor([ids])).last_hidden_state[0].double()
-        pooled = hidden.mean(0) if pooling == "mean_tokens" else hidden[0]
+        pooled = {"mean_tokens": hidden.mean(0), "lasttoken": hidden[-1]}.get(pooling, hidden[0])
         rows.append((pooled / pooled.norm()).numpy().tolist())
     return rows
 
@@ -113,8 +133,9 @@ def write(out, name, config, tokenizer, pooling, longest, prefix):
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
     tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
-    mode = {f"pooling_mode_{kind}": kind == pooling
-            for kind in ("cls_token", "mean_tokens", "max_tokens")}
+    kinds = ["cls_token", "mean_tokens", "max_tokens"]
+    kinds += [pooling] if pooling not in kinds else []
+    mode = {f"pooling_mode_{kind}": kind == pooling for kind in kinds}
     settings = {"word_embedding_dimension": config["hidden_size"], **mode}
     (folder / "1_Pooling/config.json").write_text(json.dumps(settings) + "\n")
     (folder / "sentence_bert_config.json").write_text(
@@ -126,7 +147,10 @@ def main():
     out = Path(sys.argv[1]) if len(sys.argv) > 1 else REPOSITORY / "tests-data/golden/encoder"
     out.mkdir(parents=True, exist_ok=True)
     write(out, "bert-mean", BERT, wordpiece(), "mean_tokens", 60, "")
-    write(out, "roberta-first", ROBERTA, byte_bpe(), "cls_token", 64, "roberta.")
+    write(out, "roberta-first", ROBERTA, roberta_tokenizer(), "cls_token", 64, "roberta.")
+    write(out, "qwen3-last", QWEN3, qwen_tokenizer(), "lasttoken", 2048, "")
+    (out / "qwen3-last/tokenizer_config.json").write_text(
+        json.dumps({"add_bos_token": False, "eos_token": "<|im_end|>"}) + "\n")
     minilm = os.environ.get("MINILM")
     if minilm:
         model = AutoModel.from_pretrained(minilm, attn_implementation="eager").float().eval()

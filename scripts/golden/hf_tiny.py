@@ -26,12 +26,17 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import (
     AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast)
+from transformers.models.qwen3_5 import modeling_qwen3_5
+from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
+from transformers.models.qwen3_next import modeling_qwen3_next
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
+from transformers.models.mistral4 import Mistral4Config, Mistral4ForCausalLM
 from transformers.utils import logging
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 VOCABULARY, PROMPT, GREEDY = 300, 40, 16
+PAGES_PROMPT = 150  # of models whose states change at multiples of 64
 PAD, EOS, BOS = 0, 1, 2  # Gemma's numbering
 
 # The gap that we ask for between first and second logit of every greedy step, so that rounding
@@ -106,7 +111,68 @@ MINIMAX_M2 = {
     "qk_norm_type": "per_layer", "scoring_func": "sigmoid", "use_routing_bias": True,
     "shared_intermediate_size": 0, "attn_type_list": [1, 1], "tie_word_embeddings": False,
 }
+LATENT = {
+    "hidden_act": "silu", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 4, "kv_lora_rank": 32,
+    "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32, "rms_norm_eps": 1e-6,
+    "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32,
+    "n_shared_experts": 1, "attention_bias": False, "tie_word_embeddings": False,
+}
+DEEPSEEK_V3 = LATENT | {
+    "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "q_lora_rank": 32,
+    "n_group": 4, "topk_group": 2, "topk_method": "noaux_tc", "scoring_func": "sigmoid",
+    "norm_topk_prob": True, "routed_scaling_factor": 2.5, "first_k_dense_replace": 1,
+    "moe_layer_freq": 1, "num_nextn_predict_layers": 0,
+}
+DEEPSEEK_V2 = LATENT | {
+    "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "q_lora_rank": None,
+    "n_group": 4, "topk_group": 2, "topk_method": "group_limited_greedy",
+    "scoring_func": "softmax", "norm_topk_prob": False, "routed_scaling_factor": 4.0,
+    "first_k_dense_replace": 1, "n_shared_experts": 2, "moe_layer_freq": 1,
+}
+GLM4_MOE_LITE = LATENT | {
+    "architectures": ["Glm4MoeLiteForCausalLM"], "model_type": "glm4_moe_lite",
+    "q_lora_rank": 64, "n_group": 1, "topk_group": 1, "norm_topk_prob": True,
+    "routed_scaling_factor": 1.8, "mlp_layer_types": ["dense", "sparse", "sparse"],
+    "qk_nope_head_dim": 64, "v_head_dim": 48, "rms_norm_eps": 1e-5,
+}
+MISTRAL4 = LATENT | {
+    "architectures": ["Mistral4ForCausalLM"], "model_type": "mistral4", "q_lora_rank": 32,
+    "kv_lora_rank": 64, "n_group": 1, "topk_group": 1, "norm_topk_prob": True,
+    "routed_scaling_factor": 1.0, "first_k_dense_replace": 0, "num_hidden_layers": 2,
+}
+# Gated delta nets: three layers with a state and one of attention.
+DELTA_NET = {
+    "hidden_act": "silu", "hidden_size": 64, "num_hidden_layers": 4, "head_dim": 32,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-6,
+    "attention_bias": False, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+}
+QWEN3_NEXT = DELTA_NET | {
+    "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next",
+    "intermediate_size": 96, "num_experts": 6, "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "norm_topk_prob": True,
+    "decoder_sparse_step": 1, "mlp_only_layers": [], "full_attention_interval": 4,
+}
+# Key heads larger than value heads, three value heads to each.
+QWEN3_5 = DELTA_NET | {
+    "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text",
+    "intermediate_size": 128, "linear_key_head_dim": 32, "linear_num_value_heads": 6,
+}
+QWEN3_5_MOE = DELTA_NET | {
+    "model_type": "qwen3_5_moe_text", "num_experts": 6, "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
+}
+DELTA_NETS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 SLIDING, FULL = "sliding_attention", "full_attention"
+GEMMA4 = {
+    "architectures": ["Gemma4ForCausalLM"], "model_type": "gemma4_text",
+    "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 64, "intermediate_size": 96,
+    "head_dim": 16, "global_head_dim": 32, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-6, "attention_bias": False, "sliding_window": 8,
+    "final_logit_softcapping": 6.0, "vocab_size_per_layer_input": VOCABULARY,
+    "use_bidirectional_attention": None, "tie_word_embeddings": True,
+}
 # With 32 elements of a head: three pairs are kept, those from the seventh on stretched.
 YARN = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
         "truncate": False, "original_max_position_embeddings": 1024}
@@ -194,7 +260,82 @@ MODELS = {
         torch.bfloat16, 1),
     "minimax-m2-bf16": (MINIMAX_M2 | {
         "rope_theta": 5000000.0, "torch_dtype": "bfloat16"}, torch.bfloat16, 1),
+    # As V3: groups of experts of which the two largest count; YaRN whose factors cancel but for
+    # the scores.
+    "deepseek-v3-bf16": (DEEPSEEK_V3 | {
+        "rope_theta": 10000.0, "torch_dtype": "bfloat16",
+        "rope_scaling": {"type": "yarn", "factor": 40.0, "beta_fast": 32, "beta_slow": 1,
+                         "mscale": 1.0, "mscale_all_dim": 1.0,
+                         "original_max_position_embeddings": 1024}}, torch.bfloat16, 1),
+    # As V2: queries at once; groups whose largest counts; factors of YaRN that differ.
+    "deepseek-v2": (DEEPSEEK_V2 | {
+        "rope_theta": 10000.0, "torch_dtype": "float32",
+        "rope_scaling": {"type": "yarn", "factor": 40.0, "beta_fast": 32, "beta_slow": 1,
+                         "mscale": 1.0, "mscale_all_dim": 0.707,
+                         "original_max_position_embeddings": 1024}}, torch.float32, 1),
+    # As GLM 4.7 Flash: new style, layers by list, larger queries than values.
+    "glm4-moe-lite-bf16": (GLM4_MOE_LITE | {
+        "dtype": "bfloat16",
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0}}, torch.bfloat16, 1),
+    # As Mistral 4: queries that grow, here every 16 positions; halves that turn together.
+    "mistral4-bf16": (MISTRAL4 | {
+        "dtype": "bfloat16", "rope_interleave": False, "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 10000.0, "factor": 16.0, "beta_fast": 32.0,
+            "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 16}},
+        torch.bfloat16, 1),
+    # As V3.2, whose indexer takes all of so few positions.
+    "deepseek-v32-bf16": ({k: v for k, v in DEEPSEEK_V3.items() if k != "moe_layer_freq"} | {
+        "architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32",
+        "index_topk": 64, "index_n_heads": 2, "index_head_dim": 32, "dtype": "bfloat16",
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}, torch.bfloat16, 1),
 }
+
+MODELS |= {
+    # As Gemma 4 E2B: the last layers have no cache of their own and a wider feed-forward; every
+    # layer has embeddings of its own; a quarter of the pairs of full layers turn.
+    "gemma4-e-bf16": (GEMMA4 | {
+        "num_hidden_layers": 6, "layer_types": [SLIDING, FULL, SLIDING, FULL, SLIDING, FULL],
+        "num_kv_shared_layers": 2, "use_double_wide_mlp": True,
+        "hidden_size_per_layer_input": 32, "rope_parameters": {
+            SLIDING: {"rope_type": "default", "rope_theta": 10000.0},
+            FULL: {"rope_type": "proportional", "rope_theta": 1000000.0,
+                   "partial_rotary_factor": 0.25}},
+        "dtype": "bfloat16"}, torch.bfloat16, 1),
+    # As Gemma 4 26B-A4B: experts beside each feed-forward; full layers have one KV head, and their
+    # keys are their values; a folder of a model that also sees, of which this is the text part.
+    "gemma4-moe-bf16": (GEMMA4 | {
+        "num_hidden_layers": 3, "layer_types": [SLIDING, SLIDING, FULL],
+        "attention_k_eq_v": True, "num_global_key_value_heads": 1, "enable_moe_block": True,
+        "num_experts": 6, "top_k_experts": 3, "moe_intermediate_size": 32,
+        "hidden_size_per_layer_input": 0, "use_bidirectional_attention": "vision",
+        "rope_parameters": {
+            SLIDING: {"rope_type": "default", "rope_theta": 100.0},
+            FULL: {"rope_type": "proportional", "rope_theta": 10000.0,
+                   "partial_rotary_factor": 0.5}},
+        "dtype": "bfloat16"}, torch.bfloat16, 1),
+    # As Qwen3-Next: experts, matrices of a layer's inputs interleaved by key head.
+    "qwen3next-bf16": (QWEN3_NEXT | {
+        "rope_theta": 10000000.0, "partial_rotary_factor": 0.25, "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16"}, torch.bfloat16, 1),
+    # As the text part of a dense Qwen3.5.
+    "qwen35-bf16": (QWEN3_5 | {
+        "tie_word_embeddings": True, "dtype": "bfloat16", "rope_parameters": {
+            "rope_type": "default", "rope_theta": 10000000.0, "partial_rotary_factor": 0.25,
+            "mrope_interleaved": True, "mrope_section": [2, 1, 1]},
+        "layer_types": ["linear_attention", FULL, "linear_attention", "linear_attention"]},
+        torch.bfloat16, 1),
+    # As a Qwen3.5 with experts and pictures on the hub: the text part inside of another.
+    "qwen35moe-bf16": ({
+        "architectures": ["Qwen3_5MoeForConditionalGeneration"], "model_type": "qwen3_5_moe",
+        "tie_word_embeddings": False, "vision_config": {"model_type": "qwen3_5_moe_vision"},
+        "text_config": QWEN3_5_MOE | {
+            "dtype": "bfloat16", "rope_parameters": {
+                "rope_type": "default", "rope_theta": 10000000.0, "partial_rotary_factor": 0.25,
+                "mrope_interleaved": True, "mrope_section": [2, 1, 1]}}}, torch.bfloat16, 1),
+}
+# Folders whose configuration and weights have the text part in a place of its own.
+WITH_PICTURES = ["gemma4-moe-bf16"]
 
 # Training text of the tokenizer; ours, and only its letter pairs matter.
 CORPUS = [
@@ -239,19 +380,30 @@ CHAT = [
 def draw(model, rng):
     """Random weights in place: sizes that keep scores and logits well away from flat."""
     gemma = model.config.model_type.startswith("gemma")
+    gemma4 = model.config.model_type == "gemma4_text"  # which stores its norms' weights as they are
+    delta = model.config.model_type in DELTA_NETS
     for name, weight in sorted(model.state_dict().items()):
         if name == "lm_head.weight" and model.config.tie_word_embeddings:
             continue
         values = rng.standard_normal(tuple(weight.shape), dtype=np.float32)
-        if "norm" in name:
-            values = 0.3 * values + (0.0 if gemma else 1.0)  # Gemma stores the weight less one
+        if name.endswith("dt_bias"):
+            values = 0.5 * values - 4.0  # states that outlast a chunk
+        elif "conv1d" in name or name.endswith("A_log"):
+            values *= 0.5
+        elif "norm" in name:
+            # Gemma 3 and delta nets store the weight less one.
+            is_last = name == "model.norm.weight"
+            less_one = gemma and (not gemma4 or is_last) or delta and "linear_attn" not in name
+            values = 0.3 * values + (0.0 if less_one else 1.0)
             # Gemma's rows are small (below), which its output norm makes up for, as in trained
             # models; of both signs, or the tied head would say the last token again.
-            values *= 12.0 if gemma and name == "model.norm.weight" else 1.0
+            values *= 12.0 if gemma and is_last else 1.0
         elif name.endswith("bias"):
             values *= 0.5
         elif name.endswith("sinks"):
             pass  # among the scores
+        elif name.endswith(("layer_scalar", "router.scale", "per_expert_scale")):
+            values = 0.2 * values + (0.9 if name.endswith("layer_scalar") else 1.5)
         elif "embed" in name or "lm_head" in name:
             # Gemma multiplies by sqrt(width) and adds normed outputs: larger rows would drown
             # the layers.
@@ -264,10 +416,18 @@ def draw(model, rng):
 def write_folder(folder, config, dtype, shards, seed):
     """One model folder as the hub would hold it."""
     folder.mkdir(parents=True, exist_ok=True)
-    config = config | {
+    usual = {
         "vocab_size": VOCABULARY, "max_position_embeddings": 256, "pad_token_id": PAD,
         "eos_token_id": EOS, "bos_token_id": BOS}
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    if "text_config" in config:
+        config = config | {"text_config": config["text_config"] | usual}
+    else:
+        config = config | usual
+    outer = config
+    if folder.name in WITH_PICTURES:
+        outer = {"architectures": ["Gemma4ForConditionalGeneration"], "model_type": "gemma4"}
+        outer |= {"text_config": config, "vision_config": {"model_type": "gemma4_vision"}}
+    (folder / "config.json").write_text(json.dumps(outer, indent=2) + "\n")
     model = AutoModelForCausalLM.from_config(plain_config(folder))
     draw(model, np.random.default_rng(seed))
     state = {n: w.detach().to(dtype).contiguous() for n, w in model.state_dict().items()}
@@ -275,18 +435,30 @@ def write_folder(folder, config, dtype, shards, seed):
         del state["lm_head.weight"]
     if "quantization_config" in config:
         state = dict(part for n, w in state.items() for part in in_mxfp4(n, w, seed))
-    elif config["model_type"] != "gpt_oss":
+    elif "text_config" in config:
+        state = {n.replace("model.", TEXT_PART, 1): w for n, w in state.items()}
+    elif config["model_type"] not in ("gpt_oss", "mistral4", "gemma4_text"):  # joined there too
         mixtral = config["model_type"] in ("mixtral", "minimax_m2")
         parts = (as_on_the_hub(name, weight, mixtral) for name, weight in state.items())
         state = dict(part for named in parts for part in named)
+    if folder.name in WITH_PICTURES:
+        state = {n.replace("model.", "model.language_model.", 1): w for n, w in state.items()}
     write_weights(folder, state, shards)
     tokenizer().save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps(TOKENIZER_CONFIG, indent=2) + "\n")
 
 
+# Where the weights of the text part are in models with pictures.
+TEXT_PART = "model.language_model."
+
+
 def plain_config(folder):
-    """The configuration of a folder, without a word on how its weights are stored."""
+    """The configuration of a folder's text part, without a word on how its weights are stored."""
+    if folder.name in WITH_PICTURES:
+        config = json.loads((folder / "config.json").read_text())["text_config"]
+        return AutoConfig.for_model(**config)
     config = AutoConfig.from_pretrained(folder)
+    config = getattr(config, "text_config", config)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     return config
@@ -364,18 +536,83 @@ def half_kv(module, query, key, value, attention_mask, scaling, **_):
     return (scores.softmax(-1) @ value).transpose(1, 2).contiguous(), None
 
 
+def half_latent(attention):
+    """Rounds latent numbers and rotated keys to half precision: they are what our cache holds."""
+    expand = attention.expand_kv
+    attention.expand_kv = lambda *parts: expand(*(x.half().to(x.dtype) for x in parts))
+
+
+# Which has no entry of its own: its files on the hub are of a model for images too.
+AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)
 AttentionInterface.register("half_kv", half_kv)
 AttentionMaskInterface.register("half_kv", eager_mask)
 
 
 def load(folder, attention="eager", dtype=torch.float32):
-    if "quantization_config" in json.loads((folder / "config.json").read_text()):
+    stated = json.loads((folder / "config.json").read_text())
+    if "text_config" in stated:
+        model = AutoModelForCausalLM.from_config(
+            plain_config(folder), dtype=dtype, attn_implementation=attention,
+            experts_implementation="eager")
+        state = load_file(folder / "model.safetensors")
+        model.load_state_dict({n.replace(TEXT_PART, "model."): w for n, w in state.items()})
+        return model.eval()
+    if "quantization_config" in stated:
         model = from_mxfp4(folder, dtype)
         model.set_attn_implementation(attention)
+        return model.eval()
+    latent = "kv_lora_rank" in json.loads((folder / "config.json").read_text())
+    if latent and attention == "half_kv":
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, attn_implementation="eager", experts_implementation="eager")
+        for layer in model.model.layers:
+            half_latent(layer.self_attn)
+        return model.eval()
+    if folder.name in WITH_PICTURES:
+        state = load_file(folder / "model.safetensors")
+        state = {n.replace("language_model.", "", 1): w for n, w in state.items()}
+        model = AutoModelForCausalLM.from_config(
+            plain_config(folder), dtype=dtype, attn_implementation=attention,
+            experts_implementation="eager")
+        missing, unexpected = model.load_state_dict(state, strict=False)
+        assert missing == ["lm_head.weight"] and not unexpected, (missing, unexpected)
+        model.tie_weights()
         return model.eval()
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=dtype, attn_implementation=attention, experts_implementation="eager")
     return model.eval()
+
+
+def recurrent_rule(query, key, value, g, beta, **_):
+    """The gated delta rule one position after the other, in the type of its arguments, or in
+    float64 where that is float64: transformers computes it in float32 whatever it is given."""
+    def norm(x):
+        return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)
+
+    repeats = value.shape[2] // key.shape[2]
+    query = (norm(query) / query.shape[-1] ** 0.5).repeat_interleave(repeats, 2)
+    key = norm(key).repeat_interleave(repeats, 2)
+    state = value.new_zeros(value.shape[0], value.shape[2], key.shape[-1], value.shape[-1])
+    out = torch.zeros_like(value)
+    for t in range(value.shape[1]):
+        k, b = key[:, t].unsqueeze(-1), beta[:, t].unsqueeze(-1)
+        state = state * g[:, t].to(value.dtype).exp()[..., None, None]
+        delta = (value[:, t] - (state * k).sum(-2)) * b
+        state = state + k * delta.unsqueeze(-2)
+        out[:, t] = (state * query[:, t].unsqueeze(-1)).sum(-2)
+    return out, None
+
+
+def with_rule(rule, run):
+    """What `run` gives when all delta nets of transformers compute with `rule`."""
+    modules = [modeling_qwen3_next, modeling_qwen3_5, modeling_qwen3_5_moe]
+    before = [m.torch_chunk_gated_delta_rule for m in modules]
+    for module in modules:
+        module.torch_chunk_gated_delta_rule = rule
+    result = run()
+    for module, chunked in zip(modules, before):
+        module.torch_chunk_gated_delta_rule = chunked
+    return result
 
 
 def greedy(model, prompt):
@@ -392,8 +629,9 @@ def choose_prompt(model, folder, seed):
     """The first drawn prompt whose greedy continuation is decided by at least GREEDY_GAP, and at
     which rounded keys and values turn no router to another expert."""
     rng = np.random.default_rng([seed, 1])
+    length = PAGES_PROMPT if model.config.model_type in DELTA_NETS else PROMPT
     for _ in range(200):
-        prompt = [BOS, *rng.integers(3, VOCABULARY, PROMPT - 1).tolist()]
+        prompt = [BOS, *rng.integers(3, VOCABULARY, length - 1).tolist()]
         ids, gaps = greedy(model, prompt)
         if min(gaps) < GREEDY_GAP or len(set(ids)) <= GREEDY // 2:
             continue
@@ -441,6 +679,21 @@ def tokenizer_golden(folder):
     }
 
 
+def recurrent(model, prompt, tensors, out, name):
+    """Adds "logits.recurrent", those of the recurrent form, to the golden file; how far they are
+    from those of the chunked one."""
+    def logits():
+        return model(torch.tensor([prompt]), use_cache=False).logits[0].float().contiguous()
+
+    tensors["logits.recurrent"] = with_rule(transformers_recurrent, logits)
+    save_file(tensors, out / f"{name}.golden.safetensors")
+    return float((tensors["logits.recurrent"] - tensors["logits"]).abs().max())
+
+
+def transformers_recurrent(*arguments, **named):
+    return modeling_qwen3_next.torch_recurrent_gated_delta_rule(*arguments, **named)
+
+
 def make(out, name, seed):
     config, dtype, shards = MODELS[name]
     folder = out / name
@@ -456,10 +709,13 @@ def make(out, name, seed):
         "prompt": prompt, "greedy": ids, "greedy_gaps": gaps,
         "logit_std": float(logits.std()),
         "max_abs_diff": {
-            "f64_matmul": deviation(logits, folder, prompt, dtype=torch.float64),
+            "f64_matmul": with_rule(recurrent_rule, lambda: deviation(
+                logits, folder, prompt, dtype=torch.float64)),
             "kv_f16": deviation(logits, folder, prompt, attention="half_kv"),
         },
     }
+    if model.config.model_type in DELTA_NETS:
+        golden["max_abs_diff"]["recurrent"] = recurrent(model, prompt, tensors, out, name)
     (out / f"{name}.golden.json").write_text(json.dumps(golden, indent=1) + "\n")
     print(f"{name}: std {golden['logit_std']:.2f}, {golden['max_abs_diff']}, gap {min(gaps)}")
 

@@ -50,6 +50,8 @@ MODELS = {
     "gpt-oss-mxfp4": ("gpt-oss-mxfp4", {
         "q_mode": "mxfp4", "q_bits": 4, "q_group_size": 32,
         "quant_predicate": lambda path, module: "router" not in path}),
+    # Latent attention: both halves of the expansion apart, all heads of a layer in one matrix.
+    "deepseek-v3-4bit": ("deepseek-v3-bf16", {"q_bits": 4, "q_group_size": 32}),
 }
 
 

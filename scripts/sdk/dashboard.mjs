@@ -118,6 +118,61 @@ async function looks(at, width, scheme, key) {
   await page.context().close();
 }
 
+/** A long day's events, then a busy minute's: the page's memory stays flat, its work small. */
+async function manyEvents() {
+  const page = await open(url);
+  await logIn(page, KEY);
+  const devtools = await page.context().newCDPSession(page);
+  await devtools.send("Performance.enable", { timeDomain: "threadTicks" });
+  const heap = async () => {
+    await devtools.send("HeapProfiler.collectGarbage");
+    return (await devtools.send("Runtime.getHeapUsage")).usedSize / 1e6;
+  };
+  const busy = async () => {
+    const { metrics } = await devtools.send("Performance.getMetrics");
+    return metrics.find(({ name }) => name === "TaskDuration").value;
+  };
+  let seq = 1e6;
+  const replay = async (count, perSecond) => {
+    const first = seq;
+    seq += count;
+    await page.evaluate(([first, count, perSecond]) => new Promise((done) => {
+      const kinds = [
+        { kind: "request_started", model: "tiny", prompt_tokens: 12 }, { kind: "first_token", ttft_s: 0.25 },
+        { kind: "request_ended", model: "tiny", outcome: "complete", tokens: 80, tok_s: 31.5 },
+        { kind: "instance", id: "1", model: "tiny", state: "ready", nodes: ["one", "two"] },
+      ];
+      const begun = performance.now();
+      let sent = 0;
+      const timer = setInterval(() => {
+        const due = Math.min(count, Math.floor((performance.now() - begun) / 1000 * perSecond));
+        for (; sent < due; sent += 1) {
+          hearEvent({ seq: first + sent, unix_ms: Date.now(), request: sent, ...kinds[sent % kinds.length] });
+        }
+        if (sent === count) { clearInterval(timer); done(); }
+      }, 20);
+    }), [first, count, perSecond]);
+  };
+  await run("dashboard: 180,000 events at 100 x: 50 MB of heap at most, and flat", async () => {
+    await replay(60_000, 5_000);
+    const third = await heap();
+    await replay(120_000, 5_000);
+    const whole = await heap();
+    console.error(`heap ${third.toFixed(1)} MB after 60,000 events, ${whole.toFixed(1)} MB after 180,000`);
+    check(whole <= 50, `${whole.toFixed(1)} MB`);
+    check(whole - third <= 2, `it grew from ${third.toFixed(1)} to ${whole.toFixed(1)} MB`);
+    check((await page.locator("#events li").count()) === 200, "200 rows are kept");
+  });
+  await run("dashboard: 50 events a second: 10 % of a core at most", async () => {
+    const [seconds, before] = [20, await busy()];
+    await replay(50 * seconds, 50);
+    const share = ((await busy()) - before) / seconds;
+    console.error(`the page's thread was busy ${(share * 100).toFixed(1)} % of ${seconds} s`);
+    check(share <= 0.1, `${(share * 100).toFixed(1)} %`);
+  });
+  await page.context().close();
+}
+
 /** `paceline up` in a home of its own, when it listens. */
 function up(home, name) {
   const child = spawn(BINARY, ["up", "--name", name, "--port", "0", "--control-port", "0", "--no-beacons"],
@@ -152,10 +207,17 @@ async function cluster() {
   try {
     const page = await open(one.url);
     page.on("dialog", (dialog) => dialog.accept());
-    await run("dashboard: a node is paired by the page's code", async () => {
+    await run("dashboard: a node is paired by one page's code in the other's page", async () => {
       await page.click("#invite");
       const code = await page.locator("#code b").textContent();
-      await paceline(two.home, "join", code, "--peer", `127.0.0.1:${one.port}`);
+      const other = await open(two.url);
+      await other.click("#join summary");
+      await other.fill("#join [name=code]", code);
+      await other.fill("#join [name=peer]", `127.0.0.1:${one.port}`);
+      await other.press("#join [name=peer]", "Enter");
+      await other.locator("#join-said", { hasText: "in cluster" }).waitFor();
+      check(other.wrong.length === 0, other.wrong.join("; "));
+      await other.context().close();
       await page.locator("#nodes li").nth(1).waitFor();
       await page.locator("#events li.good", { hasText: "two" }).waitFor();
       // The other's telemetry comes over the cluster.
@@ -165,7 +227,11 @@ async function cluster() {
       await page.click("#load summary");
       await page.fill("[name=model]", MODEL);
       await page.fill("[name=count]", "2");
-      await page.click("#load-form button");
+      await page.click("#try");
+      // A placement of each kind over both machines, with its prediction.
+      await page.waitForFunction(() => document.querySelectorAll("#preview .pill.good").length === 2);
+      await page.locator("#preview .facts", { hasText: "tok/s" }).first().waitFor();
+      await page.click("#load-form [type=submit]");
       await page.locator("#instances .pill.good").waitFor();
       await page.waitForFunction(() => document.querySelectorAll("#instances .shards span").length === 2);
       await page.locator("#send:not([disabled])").waitFor();
@@ -176,9 +242,31 @@ async function cluster() {
       check(said.length > 0, "the model said nothing");
     });
     await run("dashboard: the cluster for axe, nothing cut", () => looks(one.url, 1280, "light"));
+    await run("dashboard: a download that cannot be had says why", async () => {
+      await page.click("#load summary");
+      await page.fill("#load-form [name=model]", "no such model");
+      await page.click("#fetch");
+      await page.waitForFunction(() => {
+        const words = document.querySelector("#load-said").textContent;
+        return words !== "" && words !== "asking";
+      });
+      await page.click("#load summary");
+      page.wrong = page.wrong.filter((line) => !line.includes("400")); // Chromium's line about the answer
+    });
     await run("dashboard: the model is unloaded", async () => {
       await page.click("#instances button");
       await page.locator("#none-loaded:not([hidden])").waitFor();
+    });
+    await run("dashboard: keys are made, listed and revoked", async () => {
+      await page.fill("#key-form [name=name]", "laptop");
+      await page.press("#key-form [name=name]", "Enter");
+      await page.locator("#key-said", { hasText: /pl-.*next start/ }).waitFor();
+      await page.locator("#keys li", { hasText: "laptop" }).waitFor();
+      await page.fill("#key-form [name=name]", "phone");
+      await page.press("#key-form [name=name]", "Enter");
+      await page.locator("#keys li", { hasText: "phone" }).waitFor();
+      await page.click("#keys li:has-text('phone') button");
+      await page.waitForFunction(() => document.querySelectorAll("#keys li").length === 1);
     });
     await run(`dashboard: a killed node is told within ${WENT_WITHIN_MS} ms`, async () => {
       const killed = Date.now();
@@ -196,7 +284,10 @@ async function cluster() {
   }
 }
 
-if (url) await oneNode();
+if (url) {
+  await oneNode();
+  await manyEvents();
+}
 if (BINARY && MODEL) await run("dashboard: the cluster ends", cluster);
 await browser.close();
 process.exit(failed ? 1 : 0);

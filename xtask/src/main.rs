@@ -18,10 +18,12 @@ mod mlx_tools;
 mod models;
 mod mpi;
 mod neon;
+mod package;
 mod process;
 mod rdma;
 mod repo;
 mod rust_target;
+mod schemas;
 mod sdk;
 mod steps;
 mod tally;
@@ -51,7 +53,7 @@ enum Chore {
     /// Fetch the test models, then format check, lints, tidy and all tests, with one total.
     Test {
         /// Steps to run, in this order, instead of
-        /// models,mlx,fmt,tidy,clippy,build,unit,doc,mpi,mlx-tools,sdk,wheel.
+        /// models,mlx,fmt,tidy,clippy,build,unit,doc,mpi,mlx-tools,sdk,wheel,package.
         #[arg(long, value_delimiter = ',', value_name = "STEPS")]
         only: Vec<Step>,
         /// Run the slow proofs too, which CONTRIBUTING.md lists.
@@ -81,12 +83,21 @@ enum Chore {
         /// paceline to test instead of what is built here.
         #[arg(long)]
         binary: Option<PathBuf>,
+        /// Coding agents from npm too, 1.1 GB of them.
+        #[arg(long)]
+        long: bool,
     },
     /// Build the package for Python, install it into a fresh environment and test it there.
     Wheel {
         /// paceline to put into it instead of what is built here.
         #[arg(long)]
         binary: Option<PathBuf>,
+    },
+    /// Make packages, and check them, the C library, service units and samples.
+    Package {
+        /// Install the package into a fresh Debian too.
+        #[arg(long)]
+        long: bool,
     },
     /// Compare `paceline launch` and `topology` with MLX's own tools, and start MLX programs.
     MlxTools {
@@ -138,7 +149,7 @@ fn main() -> ExitCode {
 fn run(chore: Chore) -> Result<bool> {
     Ok(match chore {
         Chore::Test { only, long } => {
-            let extent = if long { Extent::Long } else { Extent::Default };
+            let extent = extent(long);
             if only.is_empty() {
                 steps::run_stages(&steps::DEFAULT, extent)
             } else {
@@ -159,9 +170,9 @@ fn run(chore: Chore) -> Result<bool> {
             catalogue::run(check)?;
             true
         }
-        Chore::Sdk { binary: None } => steps::run(&[Step::Sdk], Extent::Default),
-        Chore::Sdk { binary } => {
-            let tally = sdk::run(binary, &mut |line| println!("{line}"))?;
+        Chore::Sdk { binary: None, long } => steps::run(&[Step::Sdk], extent(long)),
+        Chore::Sdk { binary, long } => {
+            let tally = sdk::run(binary, extent(long), &mut |line| println!("{line}"))?;
             tally.print_names();
             println!("{tally}");
             tally.failed == 0
@@ -172,6 +183,10 @@ fn run(chore: Chore) -> Result<bool> {
             tally.print_names();
             println!("{tally}");
             tally.failed == 0
+        }
+        Chore::Package { long } => {
+            let extent = if long { Extent::Long } else { Extent::Default };
+            steps::run(&[Step::Package], extent)
         }
         Chore::MlxTools { golden: true, .. } => {
             mlx_tools::golden()?;
@@ -197,4 +212,12 @@ fn run(chore: Chore) -> Result<bool> {
         Chore::Rdma => steps::run(&[Step::Rdma], Extent::Default),
         Chore::Deny => steps::run(&[Step::Deny], Extent::Default),
     })
+}
+
+const fn extent(is_long: bool) -> Extent {
+    if is_long {
+        Extent::Long
+    } else {
+        Extent::Default
+    }
 }

@@ -11,6 +11,7 @@
 //!
 //! xtask --starts--> example scripted of crates/serve: a "model" that calls tools
 //!   +--starts--> tools_python.py, tools_js.mjs
+//!   +--starts--> agents.py --> Claude Code, Codex, OpenCode (the long run only)
 //! ```
 //!
 //! The shell ends the server when its standard input does: also when this program is killed.
@@ -18,11 +19,13 @@
 mod clients;
 mod server;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
+use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
 
+use crate::steps::Extent;
 use crate::tally::Tally;
 use crate::{models, process, repo, steps};
 use clients::Client;
@@ -33,7 +36,11 @@ use server::Server;
 ///
 /// # Errors
 /// When SmolLM2 cannot be had, paceline not be built, or the server does not start.
-pub(crate) fn run(binary: Option<PathBuf>, see: &mut impl FnMut(&str)) -> Result<Tally> {
+pub(crate) fn run(
+    binary: Option<PathBuf>,
+    extent: Extent,
+    see: &mut impl FnMut(&str),
+) -> Result<Tally> {
     let model = models::smollm2()?;
     let (clients, mut tally) = clients::install(&models::folder()?);
     if clients.is_empty() {
@@ -43,11 +50,30 @@ pub(crate) fn run(binary: Option<PathBuf>, see: &mut impl FnMut(&str)) -> Result
     let (tools, others): (Vec<_>, Vec<_>) = clients.iter().partition(|client| client.wants_tools);
     let server = Server::start(&binary, &model)?;
     tally.add(drive_all(&others, server, see)?);
-    let server = Server::scripted(&build_target(
-        &["--workspace", "--example", "scripted"],
-        see,
-    )?)?;
-    tally.add(drive_all(&tools, server, see)?);
+    let scripted = build_target(&["--workspace", "--example", "scripted"], see)?;
+    tally.add(drive_all(&tools, Server::scripted(&scripted)?, see)?);
+    if extent == Extent::Long {
+        let folder = models::folder()?.with_file_name("test-clients/agents");
+        tally.add(drive_agents(&binary, &scripted, &folder, see)?);
+    }
+    Ok(tally)
+}
+
+/// Runs the coding agents that can be had here against the scripted server, each a minute or two.
+fn drive_agents(
+    binary: &Path,
+    scripted: &Path,
+    folder: &Path,
+    see: &mut impl FnMut(&str),
+) -> Result<Tally> {
+    see("-- agents");
+    let server = Server::scripted(scripted)?;
+    let mut command = Command::new("python3");
+    command.arg(repo::root().join("scripts/sdk/agents.py"));
+    command.args([&server.url, &server.model]);
+    command.arg(binary).arg(folder);
+    let tally = stream("agents", command, see)?;
+    server.end().iter().for_each(|why| see(why));
     Ok(tally)
 }
 
@@ -94,16 +120,21 @@ fn executable(line: &str) -> Option<PathBuf> {
 
 /// Runs one client to its end and counts its cases.
 fn drive(client: &Client, server: &Server, see: &mut impl FnMut(&str)) -> Result<Tally> {
+    stream(client.name, client.command(server), see)
+}
+
+/// Runs a program that prints its cases.
+fn stream(name: &str, command: Command, see: &mut impl FnMut(&str)) -> Result<Tally> {
     let mut tally = Tally::default();
-    let log = process::log_path(&format!("sdk-{}", client.name));
-    let passed = process::stream(client.command(server), &log, |line| {
-        if let Some(case) = case(client.name, line) {
+    let log = process::log_path(&format!("sdk-{name}"));
+    let passed = process::stream(command, &log, |line| {
+        if let Some(case) = case(name, line) {
             see(line);
             tally.add(case);
         }
     })?;
-    if tally.failed == 0 && (!passed || tally.passed == 0) {
-        tally.add(Tally::failure(&format!("{}: ended early", client.name)));
+    if tally.failed == 0 && (!passed || tally.passed + tally.skips.len() == 0) {
+        tally.add(Tally::failure(&format!("{name}: ended early")));
     }
     if tally.failed > 0 {
         see(&format!("see {}", log.display()));
@@ -111,10 +142,17 @@ fn drive(client: &Client, server: &Server, see: &mut impl FnMut(&str)) -> Result
     Ok(tally)
 }
 
-/// The case that `line` is the outcome of: `ok NAME ...` or `FAILED NAME: why`.
+/// The case that `line` is the outcome of: `ok NAME ...`, `FAILED NAME: why` or
+/// `SKIPPED NAME: why`.
 pub(crate) fn case(client: &str, line: &str) -> Option<Tally> {
     if let Some(case) = line.strip_prefix("ok ") {
         return Some(Tally::check(case, true));
+    }
+    if let Some((case, why)) = line
+        .strip_prefix("SKIPPED ")
+        .and_then(|c| c.split_once(": "))
+    {
+        return Some(Tally::skip(&format!("{client}: {case}"), why));
     }
     let case = line.strip_prefix("FAILED ")?;
     Some(Tally::failure(&format!("{client}: {case}")))
@@ -133,6 +171,8 @@ mod tests {
         );
         let failed = case("js", "FAILED seeds: both are x").expect("an outcome");
         assert_eq!(failed.failures, ["js: seeds: both are x"]);
+        let skipped = text("SKIPPED codex-chat: npm failed");
+        assert_eq!(skipped.as_deref(), Some("0 passed, 0 failed, 1 skipped"));
         for line in ["", "okay", "  ok x", "Error: FAILED", "FAILURE x"] {
             assert_eq!(text(line), None, "{line}");
         }

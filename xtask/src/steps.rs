@@ -9,8 +9,8 @@ use clap::ValueEnum;
 use crate::cargo_test::TestLog;
 use crate::tally::Tally;
 use crate::{
-    darwin, deny, instructions, mlx, mlx_engine, mlx_gpu, mlx_tools, models, mpi, neon, process,
-    rdma, repo, sdk, tidy, wheel,
+    darwin, deny, instructions, mlx, mlx_engine, mlx_gpu, mlx_tools, models, mpi, neon, package,
+    process, rdma, repo, sdk, tidy, wheel,
 };
 
 /// One step. `cargo xtask test` runs those of [`DEFAULT`].
@@ -36,6 +36,8 @@ pub(crate) enum Step {
     Sdk,
     /// The package for Python, in an environment of its own.
     Wheel,
+    /// Packages, the C library, service units and samples.
+    Package,
     /// MLX's own tools, and programs that use MLX.
     MlxTools,
     /// The MLX engine on this machine's GPU.
@@ -66,7 +68,7 @@ pub(crate) const DEFAULT: [&[&[Step]]; 4] = [
     ],
     &[&[Step::Unit]],
     &[&[Step::Doc, Step::Mpi], &[Step::MlxTools]],
-    &[&[Step::Sdk, Step::Wheel]],
+    &[&[Step::Sdk, Step::Wheel, Step::Package]],
 ];
 
 /// How much the tests do.
@@ -94,6 +96,7 @@ impl Step {
             Step::Doc => "doc",
             Step::Sdk => "sdk",
             Step::Wheel => "wheel",
+            Step::Package => "package",
             Step::MlxTools => "mlx-tools",
             Step::MlxGpu => "mlx-gpu",
             Step::Mpi => "mpi",
@@ -130,8 +133,9 @@ impl Step {
             ),
             Step::Unit => cargo_test(self, "--tests", extent),
             Step::Doc => cargo_test(self, "--doc", extent),
-            Step::Sdk => sdk::run(None, &mut |line| println!("{line}")),
+            Step::Sdk => sdk::run(None, extent, &mut |line| println!("{line}")),
             Step::Wheel => wheel::run(None, extent, &mut |line| println!("{line}")),
+            Step::Package => package::run(extent, &mut |line| println!("{line}")),
             Step::MlxTools => mlx_tools::run(None, &mut |line| println!("{line}")),
             Step::MlxGpu => mlx_gpu::run(&mut |line| println!("{line}")),
             Step::Mpi => mpi::run(&mut |line| println!("{line}")),

@@ -10,6 +10,7 @@
 //! instances that it owns compute. A node asks the others only while its own page is looked at.
 
 mod changes;
+mod downloads;
 mod peers;
 
 use std::collections::BTreeMap;
@@ -24,13 +25,17 @@ use std::time::{Duration, Instant};
 use anyhow::Context;
 use paceline_base::lock;
 use paceline_cluster::nodes::agent::Agent;
-use paceline_cluster::telemetry::{Sample, Sampler};
+use paceline_cluster::nodes::agent::local::Progress;
+use paceline_cluster::telemetry::{Energy, Sample, Sampler};
 use paceline_node::Portrait;
 use paceline_serve::{Fact, Live, Manage, Status};
+use paceline_store::{Audit, Cancel};
 use serde_json::{Value, json};
 
+use crate::home;
 use crate::output::tell;
 use changes::Changes;
+use downloads::Downloads;
 use peers::Peers;
 
 /// Between looks for changes.
@@ -51,8 +56,13 @@ struct Inner {
     agent: OnceLock<Agent>,
     instances: OnceLock<Box<Instances>>,
     manage: OnceLock<Box<Manage>>,
+    /// Price of a kilowatt-hour.
+    kwh_price: OnceLock<f64>,
     sample: Mutex<Sample>,
     peers: Peers,
+    downloads: Downloads,
+    /// Set at the end, so that downloads stop.
+    cancel: Cancel,
     over: AtomicBool,
 }
 
@@ -65,6 +75,7 @@ pub(crate) struct Watching {
 impl Drop for Watching {
     fn drop(&mut self) {
         self.board.0.over.store(true, Ordering::SeqCst);
+        self.board.0.cancel.cancel();
         for thread in self.threads.drain(..) {
             let _ = thread.join(); // it has no result, and a panic there was reported
         }
@@ -79,8 +90,11 @@ impl Board {
             agent: OnceLock::new(),
             instances: OnceLock::new(),
             manage: OnceLock::new(),
+            kwh_price: OnceLock::new(),
             sample: Mutex::default(),
             peers: Peers::default(),
+            downloads: Downloads::default(),
+            cancel: Cancel::default(),
             over: AtomicBool::new(false),
         }))
     }
@@ -91,7 +105,7 @@ impl Board {
             let own = Arc::downgrade(&self.0);
             agent.serve(peers::SERVICE, move |channel| peers::answer(&own, &channel));
             let own = Arc::downgrade(&self.0);
-            agent.serve_local("board", move |_: &Value, _: &mut dyn FnMut(Value)| {
+            agent.serve_local("board", move |_: &Value, _: &mut Progress<'_>| {
                 let own = own.upgrade().ok_or("the node is stopping")?;
                 Ok(Self(own).status())
             });
@@ -103,6 +117,11 @@ impl Board {
         let _ = self.0.instances.set(instances); // the first one stays
     }
 
+    /// Tells what tokens cost where a kilowatt-hour costs `price`. Once.
+    pub(crate) fn set_kwh_price(&self, price: f64) {
+        let _ = self.0.kwh_price.set(price); // the first one stays
+    }
+
     /// Takes commands from now on. Once.
     pub(crate) fn set_manage(&self, manage: Box<Manage>) {
         let _ = self.0.manage.set(manage); // the first one stays
@@ -112,6 +131,11 @@ impl Board {
     pub(crate) fn for_server(&self, manages: bool) -> paceline_serve::Board {
         let (status, manage) = (self.clone(), self.clone());
         let manage = move |command: &str, arguments: &Value| match manage.0.manage.get() {
+            Some(_) if command == "pull" => {
+                let model = arguments["model"].as_str().unwrap_or_default();
+                let started = manage.0.downloads.start(model, &manage.0.cancel);
+                started.map(|()| json!({}))
+            }
             Some(manage) => manage(command, arguments),
             None => Err("the node is starting".to_owned()),
         };
@@ -146,6 +170,13 @@ impl Board {
                 }
             })?;
         }
+        match Audit::open(&home::home()?) {
+            Ok(audit) => {
+                let inner = Arc::clone(&self.0);
+                watching.spawn("audit", move || inner.audit(&audit))?;
+            }
+            Err(error) => tell(format_args!("warning: no audit log: {error}")),
+        }
         Ok(watching)
     }
 
@@ -165,13 +196,20 @@ impl Board {
             }
         }
         let name = agent.and_then(|agent| Some(agent.nodes().first()?.facts.name.clone()));
+        let (nodes, requests) = (
+            inner.nodes(&others),
+            inner.requests(name.as_deref(), &others),
+        );
+        let energy = energy(&nodes, &requests, inner.kwh_price.get().copied());
         json!({
             "name": name,
             "cluster": agent.map(Agent::cluster),
-            "nodes": inner.nodes(&others),
+            "nodes": nodes,
+            "energy": energy,
             "problems": agent.map(Agent::problems).unwrap_or_default(),
             "instances": instances,
-            "requests": inner.requests(name.as_deref(), &others),
+            "downloads": inner.downloads.told(),
+            "requests": requests,
         })
     }
 
@@ -241,6 +279,31 @@ impl Inner {
         }
     }
 
+    /// Appends to the audit log until the end. A line that cannot be written is told once.
+    fn audit(&self, audit: &Audit) {
+        let (mut seen, mut is_told) = (0, false);
+        loop {
+            let is_last = self.is_over();
+            for event in self.live.events().after(seen, usize::MAX) {
+                seen = event.seq;
+                if !event.kind.is_audited() {
+                    continue;
+                }
+                let line = serde_json::to_string(&event).expect("an event is JSON");
+                if let Err(error) = audit.append(&line)
+                    && !is_told
+                {
+                    is_told = true;
+                    tell(format_args!("warning: the audit log has gaps: {error}"));
+                }
+            }
+            if is_last {
+                return;
+            }
+            std::thread::sleep(LOOK_EVERY);
+        }
+    }
+
     /// This node's own part, for its page and for other nodes.
     fn own_part(&self) -> Value {
         let (_, portraits) = self.instances();
@@ -298,6 +361,18 @@ impl Inner {
     }
 }
 
+/// Energy of a token now: watts of all machines that tell them, over tokens of all requests.
+fn energy(nodes: &[Value], requests: &[Value], per_kwh: Option<f64>) -> Option<Energy> {
+    let watts = nodes.iter().filter_map(|node| {
+        let sample = serde_json::from_value::<Sample>(node["telemetry"].clone());
+        sample.ok()?.watts()
+    });
+    let tok_s = requests
+        .iter()
+        .filter_map(|request| request["tok_s"].as_f64());
+    Energy::of(watts.reduce(|a, b| a + b)?, tok_s.sum(), per_kwh)
+}
+
 /// Figures of the machine under the names that Prometheus gets.
 fn machine_facts(sample: &Sample) -> Vec<Fact> {
     let bytes = |bytes: Option<u64>| bytes.map(|bytes| bytes as f64);
@@ -328,10 +403,19 @@ fn machine_facts(sample: &Sample) -> Vec<Fact> {
         ("node_temperature_celsius", "The hottest sensor", sample.temperature_c),
         ("node_package_watts", "Power of all processor packages", sample.package_watts),
         ("node_battery_ratio", "Charge of the battery", sample.battery),
+        ("node_watts", "Power of processor packages and graphics processors, on battery of all",
+         sample.watts()),
+        ("node_throttled_ratio", "Share of time that a package was slowed down by heat",
+         sample.throttled),
     ];
     let known = all.into_iter().filter_map(|(name, help, value)| {
         let value = value?;
-        Some(Fact { name, help, value })
+        Some(Fact {
+            name,
+            help,
+            labels: String::new(),
+            value,
+        })
     });
     known.collect()
 }
@@ -359,6 +443,7 @@ mod tests {
             temperature_c: Some(40.0),
             package_watts: Some(9.0),
             battery: Some(0.5),
+            throttled: Some(0.0),
             ..Sample::default()
         }
     }
@@ -379,7 +464,7 @@ mod tests {
             .iter()
             .map(|fact| format!("paceline_{}", fact.name))
             .collect();
-        assert_eq!(machine.len(), 15);
+        assert_eq!(machine.len(), 17);
         // Figures of an instance have their names there.
         let up = include_str!("up.rs");
         let is_known = |name: &String| {
@@ -404,6 +489,18 @@ mod tests {
             forgotten <= 5,
             "{forgotten} of the machine's metrics are shown nowhere"
         );
+    }
+
+    #[test]
+    fn energy_is_told_while_tokens_come_and_machines_tell_watts() {
+        let node = |watts: Option<f64>| json!({ "telemetry": { "package_watts": watts } });
+        let (known, silent) = (json!({ "telemetry": { "package_watts": 30.0 } }), json!({}));
+        let requests = [json!({ "tok_s": 4.0 }), json!({ "tok_s": 2.0 }), json!({})];
+        let told = energy(&[known.clone(), silent, node(None)], &requests, Some(0.36)).unwrap();
+        assert_eq!((told.watts, told.joules_per_token), (30.0, 5.0));
+        assert!((told.cost_per_million.unwrap() - 0.5).abs() < 1e-12);
+        assert_eq!(energy(&[known], &[], None), None);
+        assert_eq!(energy(&[], &requests, None), None);
     }
 
     #[test]

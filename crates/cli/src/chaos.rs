@@ -1,8 +1,8 @@
 //! `paceline chaos`: a cluster of nodes on this machine, broken on purpose while it answers.
 //!
-//! Each round sends the same requests, greedy and seeded, to the last node. At a moment that the
-//! seed chooses a fault hits another node. Every answer is compared with the answer of an
-//! undisturbed round.
+//! Each round sends the same requests, spread over all nodes. At a moment that the seed chooses a
+//! fault hits one of these, and sometimes a second fault another. A client whose node is gone goes
+//! on at the next. Every answer is compared with the answer of an undisturbed round.
 
 mod cluster;
 mod faults;
@@ -32,6 +32,9 @@ Examples:
 
 /// Wait for an instance to answer again after a round: a model's load and a node's return.
 const HEAL_LIMIT: Duration = Duration::from_secs(120);
+
+/// Rounds with `--long`.
+const LONG_ROUNDS: u32 = 200;
 
 /// Arguments of `paceline chaos`.
 #[derive(Debug, clap::Args)]
@@ -69,6 +72,9 @@ pub(crate) struct Args {
     /// Faults to choose from [default: all that this system allows]
     #[arg(long, value_name = "A,B,..", value_delimiter = ',')]
     faults: Vec<Fault>,
+    /// 200 rounds on 4 nodes
+    #[arg(long, conflicts_with_all = ["rounds", "nodes"])]
+    long: bool,
     /// Print one JSON object
     #[arg(long)]
     json: bool,
@@ -82,16 +88,20 @@ pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
     let faults = faults::of(&args.faults)?;
     let model = pull::ensure(&args.model, signals)?;
     signals.orderly(|cancel| {
-        let mut cluster = Cluster::start(usize::from(args.nodes))?;
+        let (nodes, rounds) = if args.long {
+            (4, LONG_ROUNDS)
+        } else {
+            (args.nodes, args.rounds)
+        };
+        let mut cluster = Cluster::start(usize::from(nodes))?;
         cluster.load(&model.path, args.split, (args.threads, args.streams))?;
         let requests = Request::several(usize::from(args.streams), args.tokens);
-        let port = cluster.port();
-        let (_, undisturbed) = answers(port, &requests, || Ok(()))?;
+        let (_, undisturbed) = answers_at(&cluster.clients(&requests), u32::MAX, || Ok(()))?;
         if let Some(error) = undisturbed.iter().find_map(|answer| answer.error.as_ref()) {
             bail!("an undisturbed answer failed: {error}");
         }
-        let rounds = faults::schedule(args.seed, args.rounds, &faults, args.tokens);
-        let mut report = Report::new(args.seed, usize::from(args.nodes));
+        let rounds = faults::schedule(args.seed, rounds, &faults, args.tokens);
+        let mut report = Report::new(args.seed, usize::from(nodes));
         for round in rounds {
             if cancel.is_cancelled() {
                 break;
@@ -119,55 +129,60 @@ fn play(
     requests: &[Request],
     undisturbed: &[Answer],
 ) -> anyhow::Result<Seen> {
-    let victim = cluster.victim(round.victim)?;
-    let port = cluster.port();
+    let victims = cluster.victims(round.victim)?;
+    let clients = cluster.clients(requests);
     let mut watch = None;
-    let (hit, found) = answers_at(port, requests, round.at_token, || {
-        watch = Some(cluster.watch()?);
-        cluster.hit(round.fault, victim)
+    let (hit, found) = answers_at(&clients, round.at_token, || {
+        watch = Some(cluster.watch(&victims)?);
+        let begun = Instant::now();
+        match round.second {
+            Some((second, after)) if after.is_zero() => {
+                cluster.hit(second, victims[1])?;
+                cluster.hit(round.fault, victims[0])
+            }
+            Some((second, after)) => {
+                cluster.hit(round.fault, victims[0])?;
+                thread::sleep(after.saturating_sub(begun.elapsed()));
+                // It may have no worker at this moment.
+                let _ = cluster.hit(second, victims[1]);
+                Ok(())
+            }
+            None => cluster.hit(round.fault, victims[0]),
+        }
     })?;
     let detected = watch.context("no answer got as far as the fault's token")?;
     let at = hit.context("no answer got as far as the fault's token")?;
     Ok(Seen {
         round,
-        victim: cluster.name(victim),
+        victim: cluster.name(victims[0]),
         detected: detected.since(at),
         pause: found.iter().filter_map(|answer| answer.pause(at)).max(),
         answers: found.len(),
+        moved: found.iter().map(|answer| answer.moves).sum(),
         lost: found.iter().filter(|answer| answer.is_lost()).count(),
         altered: found
             .iter()
             .zip(undisturbed)
-            .filter(|(answer, right)| !answer.is_lost() && answer.text != right.text)
+            .filter(|(answer, right)| answer.is_altered(right))
             .count(),
         reason: found.into_iter().find_map(|answer| answer.error),
     })
 }
 
-/// As [`answers_at`], without a fault.
-fn answers(
-    port: u16,
-    requests: &[Request],
-    then: impl FnOnce() -> anyhow::Result<()>,
-) -> anyhow::Result<(Option<Instant>, Vec<Answer>)> {
-    answers_at(port, requests, u32::MAX, then)
-}
-
-/// All answers of the node at `port`. When the first of them has `at_token` pieces, `then` is
-/// called; the moment of the call comes back, or `None` where none got so far.
+/// All answers. When the first of them has `at_token` pieces, `then` is called; the moment of the
+/// call comes back, or `None` where none got so far.
 fn answers_at(
-    port: u16,
-    requests: &[Request],
+    clients: &[(Vec<u16>, Request)],
     at_token: u32,
     then: impl FnOnce() -> anyhow::Result<()>,
 ) -> anyhow::Result<(Option<Instant>, Vec<Answer>)> {
     let (sender, reached) = mpsc::channel();
     thread::scope(|scope| {
-        let asked: Vec<_> = requests
+        let asked: Vec<_> = clients
             .iter()
-            .map(|request| {
+            .map(|(ports, request)| {
                 let sender = sender.clone();
-                scope.spawn(move || request.answer(port, at_token, &sender))
+                scope.spawn(move || request.answer(ports, at_token, &sender))
             })
             .collect();
         drop(sender);

@@ -1,9 +1,13 @@
 //! `paceline doctor`: what this machine can do, what is missing, and the command that mends it.
 
+mod peer;
+
 use std::fs::File;
 use std::path::Path;
 
+use clap::builder::NonEmptyStringValueParser;
 use paceline_cluster::machine;
+use paceline_cluster::sandbox::{Enforced, Level, Sandbox};
 use paceline_comm::nccl::{self, Libraries};
 use paceline_comm::rdma::{RdmaError, Verbs};
 use paceline_store::{MlxBuild, free_space};
@@ -21,6 +25,10 @@ pub(crate) struct Args {
     /// Print one JSON object
     #[arg(long)]
     json: bool,
+    /// Test what keeps this machine and HOST (or HOST:PORT) apart, in both directions: ports,
+    /// multicast, packet size, clocks
+    #[arg(long, value_name = "HOST", value_parser = NonEmptyStringValueParser::new())]
+    peer: Option<String>,
 }
 
 /// How something stands.
@@ -33,6 +41,8 @@ enum State {
     Missing,
     /// This machine has no such hardware.
     Absent,
+    /// Another machine cannot be reached that way.
+    Blocked,
 }
 
 impl State {
@@ -41,6 +51,7 @@ impl State {
             Self::Ok => "ok",
             Self::Missing => "missing",
             Self::Absent => "-",
+            Self::Blocked => "blocked",
         }
     }
 }
@@ -84,6 +95,9 @@ impl Check {
 
 /// Looks at everything and prints it. What is missing is no failure.
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
+    if let Some(host) = &args.peer {
+        return peer::run(host, args.json);
+    }
     let gpus = machine::nvidia();
     let checks = vec![
         cpu(),
@@ -99,6 +113,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         mpi(),
         thunderbolt(machine::thunderbolt()),
         ssh(),
+        sandbox(Sandbox::Worker.tried()),
     ];
     if args.json {
         return print(&json!({ "checks": checks }).to_string());
@@ -107,14 +122,38 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
 }
 
 fn text(checks: &[Check]) -> String {
-    let mut lines = Vec::new();
-    for check in checks {
-        let Check { name, found, .. } = check;
-        lines.push(format!("{name:12} {:8} {found}", check.state.mark()));
-        let mend = check.mend.as_ref();
-        lines.extend(mend.map(|mend| format!("{:21} mend: {mend}", "")));
-    }
+    let lines: Vec<String> = checks.iter().map(line).collect();
     lines.join("\n")
+}
+
+/// What keeps workers and templates from files and calls that they do not need.
+fn sandbox(enforced: Enforced) -> Check {
+    let files = match enforced.files {
+        Level::Full => "Landlock",
+        Level::Part => "Landlock in part",
+        Level::Nothing => "no Landlock",
+    };
+    let calls = if enforced.calls {
+        "seccomp"
+    } else {
+        "no seccomp"
+    };
+    let found = format!("{files}, {calls}");
+    if enforced.files == Level::Nothing || !enforced.calls {
+        let found = format!("{found}: workers run with all rights of this user");
+        return Check::absent("sandbox", found);
+    }
+    Check::ok("sandbox", found)
+}
+
+/// A check, and on a second line what mends it.
+fn line(check: &Check) -> String {
+    let Check { name, found, .. } = check;
+    let line = format!("{name:12} {:8} {found}", check.state.mark());
+    match &check.mend {
+        Some(mend) => format!("{line}\n{:21} mend: {mend}", ""),
+        None => line,
+    }
 }
 
 fn cpu() -> Check {

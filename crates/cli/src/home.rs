@@ -101,6 +101,15 @@ pub(crate) fn folder() -> anyhow::Result<PathBuf> {
     std::path::absolute(root).context("cannot find the current folder")
 }
 
+/// `$PACELINE_HOME`, absolute; `None` where it is not set.
+///
+/// # Errors
+/// As [`folder`].
+pub(crate) fn named_folder() -> anyhow::Result<Option<PathBuf>> {
+    let named = env::var_os("PACELINE_HOME").is_some_and(|value| !value.is_empty());
+    named.then(folder).transpose()
+}
+
 /// A variable that is set, not empty and Unicode.
 fn text(name: &str) -> Option<String> {
     env::var(name).ok().filter(|value| !value.is_empty())

@@ -1,26 +1,32 @@
 //! `paceline load`, `unload` and `ps`: models over the machines of a cluster.
 
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use anyhow::{Context, bail};
 use indicatif::{ProgressBar, ProgressStyle};
 use paceline_cluster::machine;
 use paceline_cluster::nodes::agent::Agent;
+use paceline_cluster::nodes::agent::local::Progress;
+use paceline_cluster::nodes::pairing::Code;
 use paceline_cluster::nodes::placement::Wanted;
 use paceline_engine::{EngineConfig, Service};
 use paceline_model::{Config, SplitKind};
-use paceline_node::fleet::{self, Ask, Fleet, FleetSpec};
+use paceline_node::fleet::lent;
+use paceline_node::fleet::{self, Ask, Fleet, FleetSpec, TraceAsk, journals};
 use paceline_node::room::Room;
-use paceline_serve::Doors;
+use paceline_serve::{Done, Doors, Kept, Mirror, Piece};
 use paceline_tensor::KvType;
+use serde::Deserialize;
 use serde_json::{Value, json};
 
 use crate::interrupt::Signals;
+use crate::member::NodeArgs;
+use crate::nodes::aligned;
 use crate::output::{print, printable, tell};
 use crate::process::own_program;
-use crate::{home, loaded, member, pull, up};
+use crate::{home, key, loaded, member, pull, up};
 
 /// How often `load` asks how far it is.
 const ASK_EVERY: Duration = Duration::from_millis(200);
@@ -29,6 +35,7 @@ const EXAMPLES: &str = "\
 Examples:
   paceline load smollm2 --nodes 3
   paceline load qwen3:8b --nodes mini,studio --split pipeline
+  paceline load qwen3:8b --preview                  placements with predictions; loads nothing
   paceline ps";
 
 /// Arguments of `paceline load`.
@@ -38,14 +45,9 @@ pub(crate) struct LoadArgs {
     /// Model of this machine, or one to fetch first
     #[arg(value_name = "MODEL")]
     model: String,
-    /// How many machines compute it, or their names
-    #[arg(
-        long,
-        value_name = "N|A,B,..",
-        value_delimiter = ',',
-        default_value = "1"
-    )]
-    nodes: Vec<String>,
+    /// How many machines compute it, or their names [default: 1]
+    #[arg(long, value_name = "N|A,B,..", value_delimiter = ',')]
+    nodes: Option<Vec<String>>,
     /// How the model is cut: auto, tensor, pipeline, or TENSORxPIPELINE such as 2x2
     #[arg(long, value_name = "SPLIT", default_value_t)]
     split: SplitKind,
@@ -59,9 +61,20 @@ pub(crate) struct LoadArgs {
     #[arg(long, value_name = "N", default_value_t = 4,
           value_parser = clap::value_parser!(u16).range(1..=1024))]
     parallel: u16,
+    /// Further copies of each machine's part that wait packed on another one, so that an answer
+    /// whose machine is lost goes on without loading
+    #[arg(long, value_name = "N", default_value_t = 0,
+          value_parser = clap::value_parser!(u16).range(0..=1))]
+    spare: u16,
     /// Return at once instead of waiting until it answers
     #[arg(long)]
     no_wait: bool,
+    /// Load nothing: show placements with predictions, from measured speeds and ways
+    #[arg(long, conflicts_with = "no_wait")]
+    preview: bool,
+    /// With --preview, print one JSON object
+    #[arg(long, requires = "preview")]
+    json: bool,
 }
 
 /// Arguments of `paceline unload`.
@@ -87,13 +100,16 @@ pub(crate) struct PsArgs {
 pub(crate) fn load(args: &LoadArgs, signals: &Signals) -> anyhow::Result<()> {
     member::ask("ps", json!({}))?; // before anything is fetched
     pull::ensure(&args.model, signals)?;
+    if args.preview {
+        return preview(args);
+    }
     let answer = member::ask("load", args.ask())?;
     let id = answer["id"].as_str().unwrap_or_default().to_owned();
     if args.no_wait {
         return print(&id);
     }
     signals.orderly(|cancel| {
-        let mut bar = Progress(None);
+        let mut bar = LoadProgress::new();
         while !cancel.is_cancelled() {
             let all = member::ask("ps", json!({}))?;
             let own = all.as_array().into_iter().flatten();
@@ -111,30 +127,87 @@ pub(crate) fn load(args: &LoadArgs, signals: &Signals) -> anyhow::Result<()> {
     })
 }
 
+/// Shows placements of a model, and loads nothing.
+fn preview(args: &LoadArgs) -> anyhow::Result<()> {
+    let mut ask = args.ask();
+    if args.nodes.is_none() {
+        ask["count"] = Value::Null;
+    }
+    let preview = member::ask("preview", ask)?;
+    if args.json {
+        return print(&preview.to_string());
+    }
+    for line in proposals(&preview) {
+        print(&line)?;
+    }
+    for note in preview["notes"].as_array().into_iter().flatten() {
+        tell(format_args!(
+            "note: {}",
+            printable(note.as_str().unwrap_or_default())
+        ));
+    }
+    Ok(())
+}
+
+/// A heading, and a line for each placement.
+fn proposals(preview: &Value) -> Vec<String> {
+    let heading = ["NODES", "SPLIT", "TOKENS/S", "FIRST TOKEN", "FITS"].map(str::to_owned);
+    let row = |it: &Value| {
+        let number = |name: &str, unit: &str| match it[name].as_f64() {
+            Some(value) => format!("{value:.1}{unit}"),
+            None => "-".to_owned(),
+        };
+        let fits = if it["fits"] == true { "yes" } else { "no" };
+        [
+            names(&it["nodes"]),
+            it["split"].as_str().unwrap_or_default().to_owned(),
+            number("decode_tok_s", ""),
+            number("ttft_ms", " ms"),
+            fits.to_owned(),
+        ]
+    };
+    let placements = preview["placements"].as_array().into_iter().flatten();
+    let rows: Vec<_> = std::iter::once(heading)
+        .chain(placements.map(row))
+        .collect();
+    aligned(&rows)
+}
+
 impl LoadArgs {
     fn ask(&self) -> Value {
-        let count = match &self.nodes[..] {
+        let named = self.nodes.as_deref().unwrap_or_default();
+        let count = match named {
+            [] => Some(1),
             [one] => one.parse::<usize>().ok(),
             _ => None,
         };
         json!({
             "model": self.model,
             "count": count.unwrap_or(0),
-            "nodes": if count.is_some() { Vec::new() } else { self.nodes.clone() },
+            "nodes": if count.is_some() { Vec::new() } else { named.to_vec() },
             "split": self.split.to_string(),
             "threads": self.threads,
             "context": self.context,
             "parallel": self.parallel,
+            "spare": self.spare,
         })
     }
 }
 
 /// A bar while bytes or steps are counted.
-struct Progress(Option<(String, ProgressBar)>);
+pub(crate) struct LoadProgress(Option<(String, ProgressBar)>);
 
-impl Progress {
+impl LoadProgress {
+    /// Shows nothing yet.
+    pub(crate) const fn new() -> Self {
+        Self(None)
+    }
+
     /// Shows how an instance is; true when it answers.
-    fn done(&mut self, it: &Value) -> anyhow::Result<bool> {
+    ///
+    /// # Errors
+    /// Why it failed.
+    pub(crate) fn done(&mut self, it: &Value) -> anyhow::Result<bool> {
         let state = it["state"].as_str().unwrap_or_default();
         let reason = it["reason"]
             .as_str()
@@ -173,7 +246,8 @@ impl Progress {
     }
 }
 
-fn names(nodes: &Value) -> String {
+/// Names of nodes for people.
+pub(crate) fn names(nodes: &Value) -> String {
     let names = nodes.as_array().into_iter().flatten();
     let names: Vec<_> = names
         .filter_map(Value::as_str)
@@ -216,14 +290,7 @@ pub(crate) fn ps(args: &PsArgs) -> anyhow::Result<()> {
     let rows: Vec<[String; 5]> = std::iter::once(heading)
         .chain(all.as_array().into_iter().flatten().map(row))
         .collect();
-    let width = |column: usize| rows.iter().map(|row| row[column].chars().count()).max();
-    let widths: Vec<usize> = (0..5).map(|column| width(column).unwrap_or(0)).collect();
-    for row in &rows {
-        let cells = row.iter().zip(&widths);
-        let cells: Vec<String> = cells.map(|(cell, n)| format!("{cell:n$}")).collect();
-        print(cells.join("  ").trim_end())?;
-    }
-    Ok(())
+    aligned(&rows).iter().try_for_each(|line| print(line))
 }
 
 /// How an instance is, with how far or why.
@@ -242,32 +309,66 @@ fn state(it: &Value) -> String {
 ///
 /// # Errors
 /// What the system refuses.
-pub(crate) fn start(agent: &Agent, doors: Doors) -> anyhow::Result<Arc<Fleet>> {
+pub(crate) fn start(
+    (agent, node): (&Agent, &NodeArgs),
+    doors: Doors,
+) -> anyhow::Result<Arc<Fleet>> {
     let program = own_program().context("cannot find this program's own file")?;
     let home = home::folder()?;
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let spec = FleetSpec {
-        program: (program, vec!["worker".into()]),
+        program: (program, node.worker_args()),
         find: Box::new(find),
         copies: home.join("copies"),
+        home: home.clone(),
+        kernels: Box::new(loaded::kernels),
+        interface: node.data_interface().map(str::to_owned),
         sizes: Box::new(sizes),
         threads: cores,
-        doors: Box::new(Api(doors)),
+        doors: Box::new(Api(doors.clone())),
         tell: Arc::new(|line| tell(line)),
     };
     let fleet = Fleet::start(agent.clone(), spec).context("cannot start a thread")?;
     let fleet = Arc::new(fleet);
+    let copies = Copies(Arc::downgrade(&fleet));
+    doors.journals().mirror_to(Arc::new(copies));
     for (name, command) in [
         ("load", ask_load as Command),
         ("unload", ask_unload),
+        ("preview", ask_preview),
         ("ps", ask_ps),
+        ("trace", ask_trace),
+        ("using", ask_using),
     ] {
         let own = Arc::downgrade(&fleet);
-        agent.serve_local(name, move |arguments: &Value, _: &mut dyn FnMut(Value)| {
+        agent.serve_local(name, move |arguments: &Value, _: &mut Progress<'_>| {
             let fleet = own.upgrade().ok_or("the node is stopping")?;
             command(&fleet, arguments)
         });
     }
+    let own = Arc::downgrade(&fleet);
+    agent.serve_local("move", move |_: &Value, progress: &mut Progress<'_>| {
+        let fleet = own.upgrade().ok_or("the node is stopping")?;
+        let mut beat = || {
+            progress(Value::Null);
+        };
+        leave(&fleet, &mut beat).map(|()| json!({}))
+    });
+    let own = Arc::downgrade(&fleet);
+    agent.serve_local(
+        "answer",
+        move |arguments: &Value, progress: &mut Progress<'_>| {
+            let fleet = own.upgrade().ok_or("the node is stopping")?;
+            lent::answer(&fleet, arguments, progress)
+        },
+    );
+    let own = Arc::downgrade(&fleet);
+    agent.serve_local(
+        "borrow",
+        move |arguments: &Value, progress: &mut Progress<'_>| {
+            lent::lend(&own, &asked(arguments)?, progress)
+        },
+    );
     Ok(fleet)
 }
 
@@ -283,6 +384,7 @@ pub(crate) fn manage(
     match command {
         "load" => ask_load(fleet, arguments),
         "unload" => ask_unload(fleet, arguments),
+        "preview" => ask_preview(fleet, arguments),
         "models" => {
             let home = home::home().map_err(|error| error.to_string())?;
             let all = paceline_store::list(&home).map_err(|error| error.to_string())?;
@@ -295,6 +397,10 @@ pub(crate) fn manage(
                 .collect();
             Ok(json!({ "models": told }))
         }
+        "join" | "forget" => of_cluster(agent, command, arguments),
+        "keys" | "new_key" | "revoke_key" => {
+            key::manage(command, arguments).map_err(|error| format!("{error:#}"))
+        }
         "invite" => {
             let code = agent.invite().map_err(|error| error.to_string())?;
             Ok(json!({ "code": code.shown(), "port": agent.port() }))
@@ -303,26 +409,82 @@ pub(crate) fn manage(
     }
 }
 
+/// Longest wait for work to move: the load of a large model from disk.
+const MOVE_LIMIT: Duration = Duration::from_secs(120);
+
+/// Moves this node's work to others before it goes.
+///
+/// # Errors
+/// Names of the models that could not be moved.
+pub(crate) fn leave(fleet: &Fleet, wait: &mut dyn FnMut()) -> Result<(), String> {
+    let stuck = fleet.leave(MOVE_LIMIT, wait);
+    match stuck.is_empty() {
+        true => Ok(()),
+        false => Err(format!(
+            "no other machine could take over {}",
+            stuck.join(", ")
+        )),
+    }
+}
+
 type Command = fn(&Fleet, &Value) -> Result<Value, String>;
 
+/// Joins another cluster, or forgets a machine of this one.
+fn of_cluster(agent: &Agent, command: &str, arguments: &Value) -> Result<Value, String> {
+    let text = |name: &str| arguments[name].as_str().unwrap_or_default();
+    if command == "forget" {
+        let forgot = agent.forget(text("node"));
+        return forgot.map(|_| json!({})).map_err(|error| error.to_string());
+    }
+    let code = Code::parse(text("code")).map_err(|error| error.to_string())?;
+    let peer = Some(text("peer")).filter(|peer| !peer.is_empty());
+    let joined = agent.join_by_code(&code, peer);
+    serde_json::to_value(joined.map_err(|error| error.to_string())?)
+        .map_err(|error| error.to_string())
+}
+
 fn ask_load(fleet: &Fleet, arguments: &Value) -> Result<Value, String> {
-    let number = |name: &str| arguments[name].as_u64();
-    let ask = Ask {
-        model: arguments["model"].as_str().unwrap_or_default().to_owned(),
-        nodes: serde_json::from_value(arguments["nodes"].clone()).unwrap_or_default(),
-        count: number("count").unwrap_or(1) as usize,
-        split: arguments["split"]
-            .as_str()
-            .unwrap_or("auto")
-            .parse()
-            .map_err(|error: paceline_model::split::Error| error.to_string())?,
-        threads: number("threads").and_then(|n| u16::try_from(n).ok()),
-        context: number("context").and_then(|n| u32::try_from(n).ok()),
-        parallel: number("parallel")
-            .and_then(|n| u16::try_from(n).ok())
-            .unwrap_or(4),
-    };
+    let ask = asked(arguments)?;
     fleet.load(&ask).map(|id| json!({ "id": id.to_string() }))
+}
+
+fn ask_preview(fleet: &Fleet, arguments: &Value) -> Result<Value, String> {
+    let mut ask = asked(arguments)?;
+    if arguments["count"].is_null() {
+        ask.count = 0; // any number
+    }
+    let preview = fleet.preview(&ask)?;
+    serde_json::to_value(preview).map_err(|error| error.to_string())
+}
+
+/// What is to be loaded, as a client says it.
+fn asked(arguments: &Value) -> Result<Ask, String> {
+    let body = Body::deserialize(arguments).map_err(|error| error.to_string())?;
+    let split = body.split.as_deref().unwrap_or("auto").parse();
+    Ok(Ask {
+        model: body.model,
+        nodes: body.nodes.unwrap_or_default(),
+        count: body.count.unwrap_or(1),
+        split: split.map_err(|error: paceline_model::split::Error| error.to_string())?,
+        threads: body.threads,
+        context: body.context,
+        parallel: body.parallel.unwrap_or(4),
+        spare: body.spare.unwrap_or(0).min(1),
+    })
+}
+
+/// What `load` and `preview` take: a placement of a preview has `nodes` and `split`.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Body {
+    model: String,
+    nodes: Option<Vec<String>>,
+    count: Option<usize>,
+    split: Option<String>,
+    threads: Option<u16>,
+    context: Option<u32>,
+    parallel: Option<u16>,
+    spare: Option<u16>,
 }
 
 fn ask_unload(fleet: &Fleet, arguments: &Value) -> Result<Value, String> {
@@ -330,8 +492,20 @@ fn ask_unload(fleet: &Fleet, arguments: &Value) -> Result<Value, String> {
     fleet.unload(name).map(|count| json!({ "unloaded": count }))
 }
 
+fn ask_using(fleet: &Fleet, arguments: &Value) -> Result<Value, String> {
+    let model = arguments["model"].as_str().unwrap_or_default();
+    serde_json::to_value(fleet.using(model)).map_err(|error| error.to_string())
+}
+
 fn ask_ps(fleet: &Fleet, _: &Value) -> Result<Value, String> {
     serde_json::to_value(fleet.list()).map_err(|error| error.to_string())
+}
+
+fn ask_trace(fleet: &Fleet, arguments: &Value) -> Result<Value, String> {
+    let ask: TraceAsk =
+        serde_json::from_value(arguments.clone()).map_err(|error| error.to_string())?;
+    let recording = fleet.trace(&ask)?;
+    serde_json::to_value(recording).map_err(|error| error.to_string())
 }
 
 /// The file of a model of this machine.
@@ -373,5 +547,32 @@ impl fleet::Doors for Api {
 
     fn close(&self, id: &str) {
         self.0.close(id);
+    }
+
+    fn journal(&self, id: &str, key: Option<&str>) -> Option<Vec<u8>> {
+        self.0.journals().give(id, key)
+    }
+}
+
+/// Has other nodes keep what streamed answers were made of.
+struct Copies(Weak<Fleet>);
+
+impl Mirror for Copies {
+    fn put(&self, piece: Piece, done: Done) {
+        let Some(fleet) = self.0.upgrade() else {
+            return done(Kept::No("the node is stopping".to_owned()));
+        };
+        let Piece { id, at, bytes } = piece;
+        let kept = |kept| match kept {
+            journals::Kept::Yes => Kept::Yes,
+            journals::Kept::Gap => Kept::Gap,
+            journals::Kept::No(reason) => Kept::No(reason),
+        };
+        let piece = journals::Piece { id, at, bytes };
+        fleet.keep(piece, Box::new(move |it| done(kept(it))));
+    }
+
+    fn find(&self, id: &str, key: Option<&str>) -> Option<Vec<u8>> {
+        self.0.upgrade()?.find_journal(id, key)
     }
 }

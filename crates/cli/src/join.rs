@@ -99,6 +99,11 @@ fn report(joined: &Joined) {
 /// # Errors
 /// A node that does not run, or that computes for the cluster.
 pub(crate) fn leave() -> anyhow::Result<()> {
+    // A node that serves the model of its command line has no work of the cluster.
+    if member::ask("ps", json!({})).is_ok() {
+        tell("moving what this machine computes to the others");
+        member::ask("move", json!({}))?;
+    }
     member::ask("leave", json!({}))?;
     tell("this machine left its cluster and is alone now");
     Ok(())

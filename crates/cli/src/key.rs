@@ -2,8 +2,8 @@
 
 use std::time::SystemTime;
 
-use paceline_serve::keys::{KeyInfo, Keys};
-use serde_json::json;
+use paceline_serve::keys::{KeyInfo, Keys, Role};
+use serde_json::{Value, json};
 
 use crate::output::{print, tell};
 use crate::{home, join};
@@ -33,6 +33,9 @@ pub(crate) enum Api {
     New {
         /// What it is for
         name: String,
+        /// Let its holder load and unload models, remove them, and let machines in, too
+        #[arg(long)]
+        admin: bool,
     },
     /// List the keys, without the keys themselves
     List {
@@ -47,6 +50,15 @@ pub(crate) enum Api {
     },
 }
 
+/// A key for people; a user's says nothing of its role.
+fn line(key: &KeyInfo) -> String {
+    let role = match key.role {
+        Role::Admin => "  (admin)",
+        Role::User => "",
+    };
+    format!("{}  {}{role}", key.id, key.name)
+}
+
 /// Makes, lists or revokes keys.
 ///
 /// # Errors
@@ -56,17 +68,11 @@ pub(crate) fn run(command: &Command) -> anyhow::Result<()> {
         Command::Api(command) => command,
         Command::Cluster(Cluster::Show) => return join::show_token(),
     };
-    let path = home::api_keys()?;
-    let mut keys = Keys::open(&path)?;
+    let mut keys = Keys::open(&home::api_keys()?)?;
     match command {
-        Api::New { name } => {
-            if let Some(folder) = path.parent() {
-                std::fs::create_dir_all(folder)?;
-            }
-            let now = SystemTime::UNIX_EPOCH
-                .elapsed()
-                .map_or(0, |since| since.as_secs());
-            let (key, info) = keys.make(name, now)?;
+        Api::New { name, admin } => {
+            let role = if *admin { Role::Admin } else { Role::User };
+            let (key, info) = make(&mut keys, name, role)?;
             tell(format_args!(
                 "key {} for {name}; it is shown only now:",
                 info.id
@@ -77,13 +83,42 @@ pub(crate) fn run(command: &Command) -> anyhow::Result<()> {
             let keys: Vec<&KeyInfo> = keys.list().collect();
             print(&json!({ "keys": keys }).to_string())
         }
-        Api::List { json: false } => keys
-            .list()
-            .try_for_each(|key| print(&format!("{}  {}", key.id, key.name))),
+        Api::List { json: false } => keys.list().try_for_each(|key| print(&line(key))),
         Api::Revoke { id } => {
             let key = keys.revoke(id)?;
             tell(format_args!("revoked {} ({})", key.id, key.name));
             Ok(())
         }
     }
+}
+
+/// Makes a key; itself, and what is kept of it.
+fn make(keys: &mut Keys, name: &str, role: Role) -> anyhow::Result<(String, KeyInfo)> {
+    if let Some(folder) = home::api_keys()?.parent() {
+        std::fs::create_dir_all(folder)?;
+    }
+    let now = SystemTime::UNIX_EPOCH.elapsed();
+    Ok(keys.make(name, role, now.map_or(0, |since| since.as_secs()))?)
+}
+
+/// What the dashboard asks about keys: `keys`, `new_key`, `revoke_key`.
+///
+/// # Errors
+/// What is wrong with the key file, the name or the id.
+pub(crate) fn manage(command: &str, arguments: &Value) -> anyhow::Result<Value> {
+    let mut keys = Keys::open(&home::api_keys()?)?;
+    let text = |name: &str| arguments[name].as_str().unwrap_or_default();
+    Ok(match command {
+        "new_key" => {
+            let is_admin = arguments["admin"].as_bool().unwrap_or(false);
+            let role = if is_admin { Role::Admin } else { Role::User };
+            let (key, info) = make(&mut keys, text("name"), role)?;
+            json!({ "key": key, "id": info.id })
+        }
+        "revoke_key" => json!({ "id": keys.revoke(text("id"))?.id }),
+        _ => {
+            let all: Vec<&KeyInfo> = keys.list().collect();
+            json!({ "keys": all })
+        }
+    })
 }

@@ -1,6 +1,6 @@
 //! A model that is ready to answer: what the command line says, handed to `paceline_node`.
 
-use std::ffi::OsString;
+use std::fmt::Display;
 use std::io;
 use std::ops::Deref;
 use std::path::{Path, PathBuf};
@@ -11,24 +11,26 @@ use anyhow::Context;
 use paceline_base::{Bytes, Rank};
 use paceline_cluster::nodes::placement::Wanted;
 use paceline_comm::Backend;
-use paceline_engine::{EngineConfig, SamplingParams};
+use paceline_engine::{EngineConfig, SamplingParams, Service};
 use paceline_formats::chat::{ChatTemplate, Error as ChatError};
 use paceline_formats::tokenizer::Tokenizer;
-use paceline_model::{Config, Shard, Split, SplitKind};
+use paceline_model::encoder::EncoderConfig;
+use paceline_model::{Config, Shard, Source, Split, SplitKind};
 use paceline_node::classes::Classes;
 use paceline_node::crew::{LocalCrew, LocalSpec};
 use paceline_node::forecast::Setting;
 use paceline_node::supervisor::Notice;
 use paceline_node::{Error as NodeError, Instance, Observer, Options, Prepared, texts};
-use paceline_serve::{About, Model};
+use paceline_serve::{About, Model, default_sampling};
 use paceline_tensor::{Kernels, KvType};
 
 use crate::compute::{self, ComputeArgs, EngineArgs};
 use crate::error::Error;
 use crate::home;
 use crate::load::{self, LoadBar};
+use crate::log;
 use crate::output::tell;
-use crate::process::own_program;
+use crate::process::{own_program, template_program};
 use crate::progress::busy;
 
 /// Options of every command that can compute over several nodes.
@@ -57,7 +59,7 @@ pub(crate) struct SplitArgs {
 }
 
 /// How the nodes of a model reach each other.
-#[derive(Clone, Copy, Debug, clap::ValueEnum)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub(crate) enum Transport {
     /// Shared memory where it can be had, else TCP
     Any,
@@ -165,7 +167,7 @@ impl Opened {
         let bad = |what| format!("{}: cannot use its {what}", path.display());
         Ok(Self {
             tokenizer: Arc::new(texts::tokenizer(&source).with_context(|| bad("tokenizer"))?),
-            template: texts::template(&source),
+            template: texts::template(&source, &template_program()?),
             path: std::path::absolute(path).with_context(|| path.display().to_string())?,
             compute,
             classes,
@@ -177,6 +179,11 @@ impl Opened {
     /// What a forecast is about.
     pub(crate) fn setting(&self, backend: Backend) -> Setting<'_> {
         self.prepared.setting(backend)
+    }
+
+    /// What determines the bits of an answer besides request and seed.
+    pub(crate) fn fingerprint(&self) -> String {
+        fingerprint(&self.classes().to_string(), self.prepared.identity())
     }
 
     /// The shape.
@@ -236,6 +243,20 @@ impl Opened {
         })
     }
 
+    /// Takes a service of this machine's node as what answers; `on` names its nodes.
+    pub(crate) fn elsewhere(self, service: Arc<dyn Service>, on: String) -> Loaded {
+        Loaded {
+            threads: self.threads(),
+            engine: self.engine().clone(),
+            kv: self.compute.kv_type(&self.classes),
+            model: self.prepared.elsewhere(service, on),
+            tokenizer: self.tokenizer,
+            template: self.template,
+            classes: self.classes,
+            load_time: self.start.elapsed(),
+        }
+    }
+
     /// Kernels of this process. Where MLX computes, they only choose tokens.
     fn own_kernels(&self) -> anyhow::Result<Arc<Kernels>> {
         let mlx = self.classes.first().is_mlx();
@@ -253,9 +274,11 @@ impl Opened {
             load::check_mlx(&self.path)?; // here, since of a worker's error only the text arrives
         }
         let options = self.prepared.options();
+        // Before there are workers, which would wait for it.
+        self.prepared.identity()?;
         let crew = LocalCrew::spawn(LocalSpec {
             program: own_program().context("cannot find this program's own file")?,
-            args: vec![OsString::from("worker")],
+            args: log::worker_args(),
             model: self.path.clone(),
             ranks: options.nodes,
             pin: self.compute.pin.then_some(options.threads),
@@ -411,6 +434,15 @@ fn shard_line(config: &Config, shard: &Shard, weights: Bytes) -> String {
     line + if shard.leads() { ", leads" } else { "" }
 }
 
+/// Kernel classes, version and identity of the model; no identity where its files cannot be read.
+fn fingerprint<S: Display, E>(classes: &str, identity: Result<S, E>) -> String {
+    let version = env!("CARGO_PKG_VERSION");
+    match identity {
+        Ok(identity) => format!("{classes}-{version}-{identity}"),
+        Err(_) => format!("{classes}-{version}"),
+    }
+}
+
 /// When a file was changed, in seconds since 1970; 0 if not known.
 pub(crate) fn changed_unix_s(path: &Path) -> u64 {
     let changed = std::fs::metadata(path).and_then(|facts| facts.modified());
@@ -426,8 +458,15 @@ pub(crate) fn changed_unix_s(path: &Path) -> u64 {
 /// What is wrong with the file.
 pub(crate) fn served(path: &Path, wanted: &Wanted) -> anyhow::Result<Model> {
     let source = load::open(path)?;
+    if EncoderConfig::is_encoder(&source) {
+        let config = EncoderConfig::read(&source).map_err(|error| load::in_model(path, error))?;
+        let names = (wanted.model.clone(), Vec::new());
+        return encoder_served(path, &source, &config, names);
+    }
     let config = Config::read(&source).map_err(|error| load::in_model(path, error))?;
-    let template = texts::template(&source).and_then(Result::ok).map(Arc::new);
+    let template = texts::template(&source, &template_program()?)
+        .and_then(Result::ok)
+        .map(Arc::new);
     let context = wanted
         .context
         .map_or(config.context, |context| context as usize);
@@ -435,11 +474,38 @@ pub(crate) fn served(path: &Path, wanted: &Wanted) -> anyhow::Result<Model> {
         id: wanted.model.clone(),
         aliases: Vec::new(),
         created_unix_s: changed_unix_s(path),
-        fingerprint: format!("cpu-{}", env!("CARGO_PKG_VERSION")),
+        fingerprint: fingerprint("cpu", paceline_node::identity(&source)),
         tokenizer: Arc::new(texts::tokenizer(&source)?),
         template,
         context,
         sampling: sampling(path),
+        about: About {
+            architecture: config.family.name().to_owned(),
+            bytes: size(path),
+            ..About::default()
+        },
+    })
+}
+
+/// An encoder as clients see it, by its id and further names.
+///
+/// # Errors
+/// A tokenizer that cannot be used.
+pub(crate) fn encoder_served(
+    path: &Path,
+    source: &Source,
+    config: &EncoderConfig,
+    (id, aliases): (String, Vec<String>),
+) -> anyhow::Result<Model> {
+    Ok(Model {
+        id,
+        aliases,
+        created_unix_s: changed_unix_s(path),
+        fingerprint: format!("cpu-f32-{}", env!("CARGO_PKG_VERSION")),
+        tokenizer: Arc::new(texts::tokenizer(source)?),
+        template: None,
+        context: config.context,
+        sampling: default_sampling(),
         about: About {
             architecture: config.family.name().to_owned(),
             bytes: size(path),

@@ -26,6 +26,7 @@ mod key;
 mod launch;
 mod load;
 mod loaded;
+mod log;
 mod mapreduce;
 mod member;
 mod models;
@@ -37,10 +38,14 @@ mod process;
 mod progress;
 mod pull;
 mod run;
+mod service;
+mod shared;
+mod shell;
 mod show;
 mod terminal;
 mod top;
 mod topology;
+mod trace;
 mod train;
 mod up;
 mod wires;
@@ -65,6 +70,8 @@ struct Cli {
     /// Print version
     #[arg(short = 'V', short_alias = 'v', long, action = ArgAction::Version)]
     version: Option<bool>,
+    #[command(flatten)]
+    log: log::LogArgs,
     #[command(subcommand)]
     command: Command,
 }
@@ -89,12 +96,17 @@ enum Command {
     Ps(instances::PsArgs),
     /// The cluster in a terminal: machines, models, requests
     Top(top::Args),
+    /// Where the time of an answer went, node by node
+    Trace(trace::Args),
     /// Make, list and revoke keys
     #[command(subcommand)]
     Key(key::Command),
     /// One rank of a model over several processes: started by the other commands
     #[command(hide = true)]
-    Worker,
+    Worker(worker::Args),
+    /// The chat template of a model: started by the other commands
+    #[command(hide = true)]
+    Template,
     /// Which machines, which split, how fast
     Plan(plan::Args),
     /// Run a program on many machines, a rank each
@@ -134,6 +146,14 @@ enum Command {
     Chaos(chaos::Args),
     /// What is known about distributed GPU computing: search, ask, add
     Kb(kb::Args),
+    /// Start this machine's node by itself: install, status, remove
+    #[command(subcommand)]
+    Service(service::Command),
+    /// Print a script that completes commands in a shell
+    Completions(shell::CompletionArgs),
+    /// Print the manual, or write its pages
+    #[command(hide = true)]
+    Man(shell::ManArgs),
     /// Print the version
     Version,
 }
@@ -141,17 +161,31 @@ enum Command {
 fn main() -> ExitCode {
     // clap ends the process by itself: 0 for --help and --version, 2 for wrong usage.
     let usage = |error| -> Cli { hint::of_usage(error, &Cli::command()).exit() };
-    let command = Cli::try_parse().unwrap_or_else(usage).command;
-    match execute(&command) {
+    hush_caught_panics();
+    let Cli { command, log, .. } = Cli::try_parse().unwrap_or_else(usage);
+    let begun = log::start(&log);
+    match begun.and_then(|()| execute(&command)) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error)
-            if matches!(command, Command::Worker | Command::TrainWorker)
-                && !error.is::<Error>() =>
+            if matches!(
+                command,
+                Command::Worker(_) | Command::Template | Command::TrainWorker
+            ) && !error.is::<Error>() =>
         {
             ExitCode::FAILURE // the parent was told
         }
         Err(error) => exit_code(&error),
     }
+}
+
+/// Keeps panics that become errors, of a library that reads tokenizers, from the terminal.
+fn hush_caught_panics() {
+    let usual = std::panic::take_hook();
+    std::panic::set_hook(Box::new(move |panic| {
+        if !paceline_formats::tokenizer::catches_panics() {
+            usual(panic);
+        }
+    }));
 }
 
 fn execute(command: &Command) -> anyhow::Result<()> {
@@ -166,8 +200,10 @@ fn execute(command: &Command) -> anyhow::Result<()> {
         Command::Unload(args) => instances::unload(args),
         Command::Ps(args) => instances::ps(args),
         Command::Top(args) => top::run(args),
+        Command::Trace(args) => trace::run(args, &signals),
         Command::Key(command) => key::run(command),
-        Command::Worker => worker::run(),
+        Command::Worker(args) => worker::run(args),
+        Command::Template => worker::template(),
         Command::Plan(args) => plan::run(args),
         Command::Launch(args) => launch::run(args, &signals),
         Command::Topology(args) => topology::run(args, &signals),
@@ -185,6 +221,9 @@ fn execute(command: &Command) -> anyhow::Result<()> {
         Command::Agent(args) => agent::run(args),
         Command::Chaos(args) => chaos::run(args, &signals),
         Command::Kb(args) => kb::run(args),
+        Command::Service(command) => service::run(command),
+        Command::Completions(args) => shell::completions(args),
+        Command::Man(args) => shell::man(args),
         Command::Version => output::print(concat!("paceline ", env!("CARGO_PKG_VERSION"))),
     }
 }

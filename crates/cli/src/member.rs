@@ -1,24 +1,28 @@
 //! This machine's node: started by `paceline up`, asked by the other commands.
 
 use std::collections::BTreeMap;
+use std::ffi::OsString;
 use std::io;
+use std::ops::RangeInclusive;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::thread::available_parallelism;
 use std::time::Duration;
 
+use anyhow::Context;
 use clap::builder::NonEmptyStringValueParser;
 use paceline_base::KernelClass;
 use paceline_cluster::machine;
 use paceline_cluster::nodes::agent::{
     self, Agent, Config, DEFAULT_PORT, Discovery, Facts, KeyFile, local,
 };
+use paceline_cluster::nodes::discovery::listen_address;
 use paceline_serve::keys::Keys;
 use paceline_tensor::InstructionSet;
 use serde_json::{Value, json};
 
-use crate::home;
 use crate::output::{printable, tell};
+use crate::{home, log};
 
 /// For the node to answer a question, or say how far it is. Joining takes up to 11 s.
 const ANSWER_LIMIT: Duration = Duration::from_secs(30);
@@ -36,9 +40,46 @@ pub(crate) struct NodeArgs {
     /// as over a VPN; may be given several times
     #[arg(long, value_name = "HOST", value_parser = NonEmptyStringValueParser::new())]
     peer: Vec<String>,
-    /// Send and hear no beacons: other machines are found by --peer alone
-    #[arg(long)]
+    /// How other machines are found beside --peer: beacons and multicast DNS (all), one of them, or
+    /// neither (none)
+    #[arg(long, value_enum, value_name = "HOW", default_value = "all")]
+    discovery: How,
+    /// The same as --discovery none
+    #[arg(long, hide = true)]
     no_beacons: bool,
+    /// Only interface for data between workers, such as that of a cable for them alone; control
+    /// sessions use all
+    #[arg(long, value_name = "IF", value_parser = NonEmptyStringValueParser::new())]
+    data_interface: Option<String>,
+    /// Ports that workers listen at for each other, such as 52500-52599, which a firewall must let
+    /// in [default: any]
+    #[arg(long, value_name = "A-B", value_parser = ports)]
+    data_ports: Option<Ports>,
+}
+
+/// How other machines are found.
+#[derive(Clone, Copy, Debug, clap::ValueEnum)]
+enum How {
+    All,
+    Beacons,
+    Mdns,
+    None,
+}
+
+/// Ports of a range, both ends included.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Ports(pub(crate) RangeInclusive<u16>);
+
+/// Reads `A-B`, or one port.
+pub(crate) fn ports(text: &str) -> Result<Ports, String> {
+    let bad = || format!("{text:?} is no range of ports such as 52500-52599");
+    let (first, last) = text.split_once('-').unwrap_or((text, text));
+    let port = |text: &str| text.parse::<u16>().ok().filter(|port| *port > 0);
+    let (first, last) = port(first).zip(port(last)).ok_or_else(bad)?;
+    match first <= last {
+        true => Ok(Ports(first..=last)),
+        false => Err(bad()),
+    }
 }
 
 /// A node that stops when this is dropped.
@@ -58,29 +99,67 @@ impl NodeArgs {
     /// One that runs already, a port that is taken.
     pub(crate) fn start(&self, class: KernelClass) -> anyhow::Result<Running> {
         let home = home::folder()?;
+        // A name that is wrong is told before anything starts.
+        listen_address(self.data_interface()).context("--data-interface")?;
         let mut config = Config::new(&home, self.facts(class));
         config.port = self.control_port;
         config.peers.clone_from(&self.peer);
-        if self.no_beacons {
-            config.discovery = Discovery::Peers;
-        }
+        config.discovery = match self.discovery {
+            _ if self.no_beacons => Discovery::Peers,
+            How::All => Discovery::All,
+            How::Beacons => Discovery::Beacons,
+            How::Mdns => Discovery::Mdns,
+            How::None => Discovery::Peers,
+        };
+        config.data_interface.clone_from(&self.data_interface);
+        let ports = self.data_ports.as_ref();
+        config.data_ports = ports.map(|Ports(ports)| ports.clone());
         config.keys = Some(Arc::new(ApiKeys(home::api_keys()?)));
         config.tell = Arc::new(|line| tell(printable(line)));
         Ok(Running(Agent::start(config)?))
     }
 
+    /// The only interface for data between workers.
+    pub(crate) fn data_interface(&self) -> Option<&str> {
+        self.data_interface.as_deref()
+    }
+
+    /// Arguments of this program as a worker of the node.
+    pub(crate) fn worker_args(&self) -> Vec<OsString> {
+        let ports = self.data_ports.as_ref();
+        let ports = ports
+            .map(|Ports(ports)| format!("--data-ports={}-{}", ports.start(), ports.end()).into());
+        log::worker_args().into_iter().chain(ports).collect()
+    }
+
     fn facts(&self, class: KernelClass) -> Facts {
-        let best = InstructionSet::available().pop();
-        Facts {
-            name: self.name.clone().unwrap_or_else(host_name),
-            build: env!("CARGO_PKG_VERSION").to_owned(),
-            numerics: paceline_node::NUMERICS,
-            memory_bytes: machine::memory().map_or(0, |memory| memory.total.0),
-            cores: available_parallelism().map_or(0, |cores| cores.get() as u32),
-            kernel_class: class.name().to_owned(),
-            instructions: best.map_or("scalar", InstructionSet::name).to_owned(),
-            ..Facts::default()
-        }
+        let name = self.name.clone().unwrap_or_else(host_name);
+        facts(name, class)
+    }
+}
+
+/// The node of this home as `up` has it without options, but found by nobody.
+///
+/// # Errors
+/// A home that cannot be had.
+pub(crate) fn at_rest() -> anyhow::Result<Config> {
+    let facts = facts(host_name(), KernelClass::default());
+    let mut config = Config::new(&home::folder()?, facts);
+    config.discovery = Discovery::Peers;
+    Ok(config)
+}
+
+fn facts(name: String, class: KernelClass) -> Facts {
+    let best = InstructionSet::available().pop();
+    Facts {
+        name,
+        build: env!("CARGO_PKG_VERSION").to_owned(),
+        numerics: paceline_node::NUMERICS,
+        memory_bytes: machine::memory().map_or(0, |memory| memory.total.0),
+        cores: available_parallelism().map_or(0, |cores| cores.get() as u32),
+        kernel_class: class.name().to_owned(),
+        instructions: best.map_or("scalar", InstructionSet::name).to_owned(),
+        ..Facts::default()
     }
 }
 
@@ -111,7 +190,7 @@ impl KeyFile for ApiKeys {
 pub(crate) fn cluster(agent: &Agent) -> Value {
     json!({
         "cluster": agent.cluster(),
-        "nodes": agent.nodes(),
+        "nodes": agent.nodes_and_ways(),
         "problems": agent.problems(),
     })
 }
@@ -124,6 +203,19 @@ pub(crate) fn ask(command: &str, arguments: Value) -> anyhow::Result<Value> {
     let home = home::folder()?;
     let answer = local::ask(&home, command, arguments, ANSWER_LIMIT, |_| {});
     Ok(answer?)
+}
+
+/// As [`ask`], for what takes as long as `limit`.
+///
+/// # Errors
+/// As [`ask`].
+pub(crate) fn ask_within(
+    command: &str,
+    arguments: Value,
+    limit: Duration,
+) -> anyhow::Result<Value> {
+    let home = home::folder()?;
+    Ok(local::ask(&home, command, arguments, limit, |_| {})?)
 }
 
 /// What the node of this home answers, or `None` where it does not run.

@@ -2,6 +2,7 @@
 
 use std::fmt::Display;
 use std::io::{ErrorKind, IsTerminal, Write};
+use std::path::Path;
 use std::sync::{Mutex, TryLockError};
 use std::time::{Duration, Instant};
 
@@ -10,6 +11,7 @@ use paceline_base::lock;
 pub(crate) use paceline_base::printable;
 
 use crate::error::Error;
+use crate::log;
 
 /// Held while something is printed to stdout, and for good once the process is about to end.
 static RUNNING: Mutex<()> = Mutex::new(());
@@ -58,8 +60,22 @@ pub(crate) fn show(text: &str) -> anyhow::Result<()> {
     }
 }
 
+/// Writes a picture where `--plot` asks for one.
+///
+/// # Errors
+/// A file that cannot be written.
+pub(crate) fn draw(path: Option<&Path>, picture: impl FnOnce() -> String) -> anyhow::Result<()> {
+    let Some(path) = path else { return Ok(()) };
+    let written = std::fs::write(path, picture());
+    written.with_context(|| format!("cannot write {}", path.display()))
+}
+
 /// Prints a line to stderr. A stderr that is full or closed leaves nobody to tell, so errors are
 /// dropped (`eprintln!` would panic).
 pub(crate) fn tell(line: impl Display) {
+    let line = line.to_string();
+    if log::line(&line) {
+        return;
+    }
     let _ = writeln!(std::io::stderr().lock(), "{line}");
 }

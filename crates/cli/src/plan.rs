@@ -8,7 +8,6 @@ mod validate;
 
 use std::path::{Path, PathBuf};
 
-use anyhow::Context;
 use paceline_node::shape;
 use paceline_plan::report::{Comparison, Question};
 use paceline_plan::solver::Options;
@@ -17,7 +16,7 @@ use paceline_plan::{Calibration, Catalogue, ModelShape, Objective, Workload};
 pub(crate) use error::{Error, hints};
 pub(crate) use facts::cluster;
 
-use crate::output::print;
+use crate::output::{draw, print};
 
 /// The shape of the model whose files lie at `path`, as they are stored.
 ///
@@ -78,8 +77,8 @@ pub(crate) struct Args {
     #[arg(long)]
     compare: bool,
     /// Also write the comparison as a picture
-    #[arg(long, value_name = "FILE", requires = "compare")]
-    svg: Option<PathBuf>,
+    #[arg(long, value_name = "FILE", visible_alias = "svg", requires = "compare")]
+    plot: Option<PathBuf>,
     /// Compare predictions with published measurements: those in the tree, or in FILE
     #[arg(long, value_name = "FILE", num_args = 0..=1)]
     validate: Option<Option<PathBuf>>,
@@ -166,10 +165,7 @@ fn one(question: &Question, args: &Args) -> anyhow::Result<()> {
 /// Puts the clusters side by side.
 fn compare(question: &Question, args: &Args) -> anyhow::Result<()> {
     let comparison = Comparison::new(question);
-    if let Some(path) = &args.svg {
-        let written = std::fs::write(path, comparison.svg());
-        written.with_context(|| format!("cannot write {}", path.display()))?;
-    }
+    draw(args.plot.as_deref(), || comparison.svg())?;
     if args.json {
         return print(&comparison.json().to_string());
     }

@@ -5,6 +5,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
+use paceline_node::interpreter::Program;
 use tempfile::TempDir;
 
 /// A line of Linux's `/proc/self/status` without its name; `None` on other systems.
@@ -45,6 +46,18 @@ pub(crate) fn own_program() -> io::Result<PathBuf> {
     let program = std::env::current_exe()?;
     let linked = LINKED.get_or_init(|| second_name(&program).ok());
     Ok(linked.as_ref().map_or(program, |(_, path)| path.clone()))
+}
+
+/// What runs a model's chat template, in a process of its own: `paceline template`.
+///
+/// # Errors
+/// Those of [`own_program`].
+pub(crate) fn template_program() -> io::Result<Program> {
+    Ok(Program {
+        path: own_program()?,
+        args: vec!["template".into()],
+        env: Vec::new(),
+    })
 }
 
 /// In a child before it runs anything else this is still the parent's program.

@@ -1,11 +1,14 @@
 //! `paceline pull`, and the same for every command that needs a model.
 
-use std::time::SystemTime;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::{Duration, Instant, SystemTime};
 
 use paceline_base::Bytes;
+use paceline_serve::{PullStep, Puller};
 use paceline_store::{
-    Cancel, Entry, Error, Found, Kind, Plan, Pulled, Resolved, State, check_used, list, pull,
-    resolve, usual_name, verify,
+    Cancel, Entry, Error, Found, Kind, Plan, Progress, Pulled, Resolved, State, check_used, list,
+    pull, resolve, usual_name, verify,
 };
 use serde_json::json;
 
@@ -127,6 +130,100 @@ fn fetch(spec: &str, plan: &Plan, settings: &Settings, cancel: &Cancel) -> Resul
         &mut *progress,
         SystemTime::now(),
     )
+}
+
+/// Fetches models for clients of the API, who name no paths. `smollm2:latest` is `smollm2`.
+///
+/// # Errors
+/// Settings that cannot be read.
+pub(crate) fn for_clients() -> anyhow::Result<Puller> {
+    let settings = Settings::from_env()?;
+    let pull = move |name: &str, tell: &mut dyn FnMut(PullStep) -> bool| {
+        let name = name.strip_suffix(":latest").unwrap_or(name);
+        if Path::new(name).exists() {
+            return Ok(false);
+        }
+        let plan = match resolve(&settings.home, name) {
+            Ok(Resolved::Path(_)) => return Ok(true),
+            Ok(Resolved::NeedsDownload(plan)) => plan,
+            Err(Error::UnknownModel { .. }) => return Ok(false),
+            Err(error) => return Err(error.to_string()),
+        };
+        let cancel = Cancel::default();
+        let mut steps = Steps::new(tell, cancel.clone());
+        let now = SystemTime::now();
+        let pulled = pull(
+            &settings.home,
+            &plan,
+            &settings.options,
+            &cancel,
+            &mut steps,
+            now,
+        );
+        pulled.map(|_| true).map_err(|error| error.to_string())
+    };
+    Ok(Puller(Arc::new(pull)))
+}
+
+/// Time between two steps of a file that clients are told.
+const STEP_EVERY: Duration = Duration::from_millis(200);
+
+/// Tells a client how far a pull is, and ends it when the client has left.
+struct Steps<'a> {
+    tell: &'a mut dyn FnMut(PullStep) -> bool,
+    cancel: Cancel,
+    step: PullStep,
+    told: Instant,
+}
+
+impl<'a> Steps<'a> {
+    fn new(tell: &'a mut dyn FnMut(PullStep) -> bool, cancel: Cancel) -> Self {
+        let step = PullStep {
+            part: String::new(),
+            total: None,
+            done: 0,
+        };
+        let told = Instant::now();
+        Self {
+            tell,
+            cancel,
+            step,
+            told,
+        }
+    }
+
+    fn say(&mut self) {
+        self.told = Instant::now();
+        if !(self.tell)(self.step.clone()) {
+            self.cancel.cancel();
+        }
+    }
+}
+
+impl Progress for Steps<'_> {
+    fn start(&mut self, label: &str, total: Option<u64>, done: u64) {
+        self.step = PullStep {
+            part: label.to_owned(),
+            total,
+            done,
+        };
+        self.say();
+    }
+
+    fn advance(&mut self, bytes: u64) {
+        self.step.done += bytes;
+        if self.told.elapsed() >= STEP_EVERY {
+            self.say();
+        }
+    }
+
+    fn message(&mut self, text: &str) {
+        tell(text);
+    }
+
+    fn finish(&mut self) {
+        self.say();
+    }
 }
 
 /// A stored file with wrong bytes is damage to the store, not a download that was refused.

@@ -11,16 +11,20 @@ use std::path::PathBuf;
 
 use anyhow::Context;
 use clap::builder::NonEmptyStringValueParser;
+use paceline_engine::SamplingParams;
 use paceline_formats::chat::Message;
+use paceline_node::trace::Timeline;
 use paceline_store::Cancel;
+use serde_json::Value;
 
 use crate::adapter;
 use crate::compute::{ComputeArgs, EngineArgs};
 use crate::error::{Error, PROMPT_BYTES_MAX};
 use crate::interrupt::Signals;
-use crate::loaded::SplitArgs;
+use crate::loaded::{SplitArgs, Transport};
 use crate::output::{print, tell};
 use crate::pull;
+use crate::shared::{self, Wish};
 use figures::Figures;
 use sampling::SamplingArgs;
 use session::{Session, show_answer};
@@ -31,7 +35,7 @@ Examples:
   paceline run smollm2 \"Why is the sky blue?\"       one answer
   paceline run smollm2 < question.txt               the same, from a file
   paceline run smollm2 --temperature 0 --json \"Hi\"  reproducible, for programs
-  paceline run smollm2 --nodes 2 \"Hi\"               over two local nodes, the same answer
+  paceline run smollm2 --nodes 2 \"Hi\"               over two nodes, the same answer
   paceline run model.gguf --raw \"Once upon a time\"  continue a text
 
 Ctrl-C ends at once; in a chat it stops the answer. Exit codes: 0 ok, 1 failed or interrupted, 2 wrong usage.";
@@ -41,7 +45,7 @@ Ctrl-C ends at once; in a chat it stops the answer. Exit codes: 0 ok, 1 failed o
 #[command(after_help = EXAMPLES)]
 pub(crate) struct Args {
     /// Alias (`smollm2`), GGUF file, folder of safetensors, or hub id `owner/name[:quantisation]`
-    model: String,
+    pub(crate) model: String,
     /// What to answer; without it, a chat on a terminal, else what standard input holds
     prompt: Option<String>,
     /// Put this adapter into the model: its folder, or its file of weights (PEFT's or MLX's form)
@@ -60,7 +64,7 @@ pub(crate) struct Args {
     raw: bool,
     /// Most tokens of an answer [default: until the model ends it or the context is full]
     #[arg(long, value_name = "N", allow_negative_numbers = true)]
-    max_tokens: Option<usize>,
+    pub(crate) max_tokens: Option<usize>,
     /// Most tokens of conversation and answer [default: what the model was trained for, as
     /// far as memory has room]
     #[arg(long, value_name = "N", allow_negative_numbers = true,
@@ -72,7 +76,10 @@ pub(crate) struct Args {
     stop: Vec<String>,
     /// Print one JSON object when the answer is complete
     #[arg(long)]
-    json: bool,
+    pub(crate) json: bool,
+    /// Compute in this process, whatever this machine's node has loaded
+    #[arg(long)]
+    local: bool,
     #[command(flatten)]
     compute: ComputeArgs,
     #[command(flatten)]
@@ -97,12 +104,98 @@ pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
     };
     check_chat(args, prompt.as_deref())?;
     args.split.check()?;
-    let found = pull::ensure(&args.model, signals)?;
-    let path = adapter::applied(found.path, args.adapter.as_deref())?;
-    let mut session = Session::open(args, &path, sampling)?;
+    let shared = shared::instance(&args.wish(), signals)?;
+    let mut session = match &shared {
+        Some(instance) => Session::at(args, instance, sampling)?,
+        None => open(args, sampling, signals, false)?,
+    };
     match prompt {
         Some(prompt) => answer(args, &mut session, prompt),
         None => chat::chat(args, &mut session, signals),
+    }
+}
+
+/// Loads the model; `stays` keeps the split that was chosen first.
+fn open(
+    args: &Args,
+    sampling: SamplingParams,
+    signals: &Signals,
+    stays: bool,
+) -> anyhow::Result<Session> {
+    args.split.check()?;
+    let found = pull::ensure(&args.model, signals)?;
+    let path = adapter::applied(found.path, args.adapter.as_deref())?;
+    Session::open(args, &path, sampling, stays)
+}
+
+/// An answer that was traced.
+pub(crate) struct Traced {
+    /// Where its time went.
+    pub(crate) timeline: Timeline,
+    /// What it cost, as `run --json` says it.
+    pub(crate) figures: Value,
+    /// The same as a line.
+    pub(crate) line: String,
+}
+
+/// The prompt, of the command line or of a standard input that is no terminal.
+///
+/// # Errors
+/// [`Error::NoPrompt`], and what is wrong with the input.
+pub(crate) fn prompt(args: &Args) -> anyhow::Result<String> {
+    match &args.prompt {
+        Some(prompt) if !prompt.trim().is_empty() => Ok(prompt.clone()),
+        None if !std::io::stdin().is_terminal() => piped_prompt(),
+        _ => Err(Error::NoPrompt.into()),
+    }
+}
+
+/// Answers the prompt and records what every node does meanwhile.
+///
+/// # Errors
+/// As [`run`]; [`Error::NoPrompt`] on a terminal without one.
+pub(crate) fn traced(args: &Args, max_tokens: usize, signals: &Signals) -> anyhow::Result<Traced> {
+    let sampling = args.sampling.params()?;
+    let prompt = prompt(args)?;
+    let mut session = open(args, sampling, signals, true)?;
+    session.limit(max_tokens);
+    let tokens = encode(args, &session, prompt)?;
+    let (figures, timeline) = session.trace(tokens)?;
+    Ok(Traced {
+        timeline,
+        figures: figures.json(args, &session),
+        line: figures.line(),
+    })
+}
+
+impl Args {
+    /// What decides whether a node is asked.
+    fn wish(&self) -> Wish<'_> {
+        Wish {
+            model: &self.model,
+            nodes: self.split.nodes,
+            split: self.split.split,
+            context: self.context,
+            never: self.local,
+            only_here: self.only_here(),
+        }
+    }
+
+    /// An option that only this process can follow.
+    fn only_here(&self) -> Option<&'static str> {
+        let compute = &self.compute;
+        let given = [
+            ("--adapter", self.adapter.is_some()),
+            ("--engine", self.engine.engine.is_some()),
+            ("--class", compute.class.is_some()),
+            ("--kv", compute.kv.is_some()),
+            ("--pin", compute.pin),
+            ("--threads", compute.threads.is_some()),
+            ("--shares", !self.split.shares.is_empty()),
+            ("--transport", self.split.transport != Transport::Any),
+        ];
+        let first = given.into_iter().find(|(_, is_given)| *is_given);
+        first.map(|(option, _)| option)
     }
 }
 

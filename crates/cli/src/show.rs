@@ -141,7 +141,7 @@ fn here(found: &Found, entry: Option<&Entry>) -> anyhow::Result<Facts> {
     facts.bytes("file", source.file_bytes());
     add_shape(&mut facts, &found.path)?;
     add_config(&mut facts, &source);
-    let (text, value) = match texts::template(&source) {
+    let (text, value) = match texts::template(&source, &crate::process::template_program()?) {
         Some(Ok(_)) => ("yes".to_owned(), json!(true)),
         None => ("no: it completes text".to_owned(), json!(false)),
         Some(Err(error)) => (format!("cannot be used: {error}"), json!(false)),

@@ -17,11 +17,11 @@ use paceline_cluster::topology::{
 pub(crate) use error::{Error, hints};
 
 use crate::interrupt::Signals;
-use crate::output::{print, show, tell};
+use crate::output::{draw, print, show, tell};
 
 const EXAMPLES: &str = "\
 Examples:
-  paceline topology --hosts a,b,c --dot | dot -Tpng > cables.png
+  paceline topology --hosts a,b,c --dot --plot cables.svg
   paceline topology --hosts a,b,c --output hosts.json   then: paceline launch --hostfile hosts.json
   paceline topology --hosts a,b --over ethernet --output hosts.json
 
@@ -57,6 +57,9 @@ pub(crate) struct Args {
     /// Print the cables as a graph for `dot`, and end
     #[arg(long, conflicts_with_all = ["json", "auto_setup", "undo"])]
     dot: bool,
+    /// Also write the cables as a picture
+    #[arg(long, value_name = "FILE.svg")]
+    plot: Option<PathBuf>,
     /// Run the commands on all hosts, after a question
     #[arg(long, overrides_with = "no_auto_setup")]
     auto_setup: bool,
@@ -181,6 +184,7 @@ impl Args {
             let host = &graph.hosts[cable.from.host];
             tell(format_args!("warning: a cable leads from {host} to itself"));
         }
+        draw(self.plot.as_deref(), || show::picture(&graph))?;
         if self.dot {
             return show(&graph.dot());
         }

@@ -16,7 +16,7 @@ use paceline_cluster::machine;
 use paceline_cluster::nodes::agent::Agent;
 use paceline_cluster::nodes::agent::Error as NodeError;
 use paceline_engine::{EngineConfig, Pace, Service, State};
-use paceline_model::Config;
+use paceline_model::{Config, ExpertUses};
 use paceline_node::fleet::Fleet;
 use paceline_node::room::Room;
 use paceline_node::supervisor::Notice;
@@ -143,10 +143,16 @@ pub(crate) struct Args {
     /// Append the node's events to FILE, a line of JSON each
     #[arg(long, value_name = "FILE")]
     events: Option<PathBuf>,
+    /// Price of a kilowatt-hour, for what a million tokens cost on the dashboard
+    #[arg(long, value_name = "PRICE", value_parser = price)]
+    kwh_price: Option<f64>,
     /// Let clients remove models of this machine's store (Ollama's DELETE /api/delete), but not one
     /// that is being served
     #[arg(long)]
     allow_delete: bool,
+    /// Let clients fetch models into this machine's store (Ollama's POST /api/pull)
+    #[arg(long)]
+    allow_pull: bool,
     /// Seconds from a request to the end of its answer, at most
     #[arg(long, value_name = "SECONDS", default_value_t = 600, allow_negative_numbers = true,
           value_parser = clap::value_parser!(u64).range(1..=86_400))]
@@ -200,6 +206,15 @@ fn ended(outcome: anyhow::Result<()>) -> anyhow::Result<()> {
     }
 }
 
+/// A price that can be multiplied.
+fn price(text: &str) -> Result<f64, String> {
+    let price: f64 = text.parse().map_err(|_| "expected a number".to_owned())?;
+    let is_price = price.is_finite() && price >= 0.0;
+    is_price
+        .then_some(price)
+        .ok_or_else(|| "expected a number from 0 on".to_owned())
+}
+
 /// Runs the node, with models that `load` brings and `unload` takes away.
 fn idle(args: &Args, cancel: &Cancel) -> anyhow::Result<()> {
     let node = args.node.start(args.class())?;
@@ -212,13 +227,16 @@ fn idle(args: &Args, cancel: &Cancel) -> anyhow::Result<()> {
         tell(format_args!("listening on http://{address}"));
     }
     tell_node(&node);
-    let fleet = instances::start(&node.0, doors)?;
+    let fleet = instances::start((&node.0, &args.node), doors)?;
     show_fleet(&board, &node.0, &fleet);
     let _watching = board.watch(args.events.as_deref())?;
     let handle = server.handle();
     std::thread::scope(|scope| {
         scope.spawn(|| {
             wait(cancel);
+            if let Err(reason) = instances::leave(&fleet, &mut || {}) {
+                tell(format_args!("warning: {reason}"));
+            }
             handle.shutdown();
         });
         server.run();
@@ -555,7 +573,7 @@ impl Args {
             id,
             aliases,
             created_unix_s: loaded::changed_unix_s(path),
-            fingerprint: format!("{}-{}", opened.classes(), env!("CARGO_PKG_VERSION")),
+            fingerprint: opened.fingerprint(),
             tokenizer: Arc::clone(&opened.tokenizer),
             template,
             context: opened.engine().context,
@@ -583,6 +601,9 @@ impl Args {
             facts
         }));
         config.board = board.for_server(manages);
+        if let Some(price) = self.kwh_price {
+            board.set_kwh_price(price);
+        }
         (config, board)
     }
 
@@ -609,6 +630,7 @@ impl Args {
         };
         config.is_lenient = self.lenient;
         config.remover = self.allow_delete.then(remover).transpose()?;
+        config.puller = self.allow_pull.then(pull::for_clients).transpose()?;
         config.times.request = Duration::from_secs(self.request_timeout);
         config.facts = facts;
         Ok(config)
@@ -637,17 +659,20 @@ fn facts(instance: &Instance, nodes: u32) -> Vec<Fact> {
         Fact {
             name: "nodes",
             help: "Nodes that compute the model together",
+            labels: String::new(),
             value: f64::from(nodes),
         },
         Fact {
             name: "worker_restarts",
             help: "Times that the workers were started again after one failed",
+            labels: String::new(),
             value: instance.restarts() as f64,
         },
     ];
     facts.push(Fact {
         name: "split_changes",
         help: "Times that the split was changed because another one was faster, or was to be",
+        labels: String::new(),
         value: f64::from(instance.n_changes()),
     });
     let (predicted, measured) = (instance.predicted(), instance.measured());
@@ -663,7 +688,12 @@ fn facts(instance: &Instance, nodes: u32) -> Vec<Fact> {
             "Tokens a second of the last answers that were alone",
         ),
     ] {
-        facts.extend(known.map(|value| Fact { name, help, value }));
+        facts.extend(known.map(|value| Fact {
+            name,
+            help,
+            labels: String::new(),
+            value,
+        }));
     }
     let memory = peak_memory_bytes().map(|bytes| ("peak_memory_bytes", bytes));
     let sent = instance
@@ -677,8 +707,21 @@ fn facts(instance: &Instance, nodes: u32) -> Vec<Fact> {
         facts.extend(known.map(|(name, value)| Fact {
             name,
             help,
+            labels: String::new(),
             value: value as f64,
         }));
     }
+    facts.extend(instance.expert_uses().iter().flat_map(uses_of_layer));
     facts
+}
+
+/// How often each expert of a layer was chosen.
+fn uses_of_layer(uses: &ExpertUses) -> impl Iterator<Item = Fact> {
+    let of = |(expert, rows): (usize, &u64)| Fact {
+        name: "expert_rows",
+        help: "Rows that chose the expert of the layer since the weights were loaded",
+        labels: format!("layer=\"{}\",expert=\"{expert}\"", uses.layer),
+        value: *rows as f64,
+    };
+    uses.rows.iter().enumerate().map(of)
 }

@@ -313,7 +313,7 @@ fn a_comparison_draws_a_picture() {
         "mac-studio-m3-ultra-256",
         "--cluster",
         "rtx-3090-24",
-        "--svg",
+        "--plot",
         path.to_str().unwrap(),
     ]);
     let table = text(&out.stdout);

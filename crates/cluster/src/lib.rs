@@ -52,6 +52,7 @@
 //! - [`workers`]: the parent's side, and which promises hold when something dies.
 //! - [`Control`]: the child's side.
 //! - [`processes`]: one process with its group, how processes ended, whole lines of many.
+//! - [`sandbox`]: rights that children give up.
 //! - [`hostfile`]: which machines, in MLX's formats.
 //! - [`remote`]: shells on other machines.
 //! - [`launch`]: one program on many machines.
@@ -75,6 +76,7 @@ pub mod nodes;
 pub mod processes;
 mod queue;
 pub mod remote;
+pub mod sandbox;
 pub mod telemetry;
 pub mod topology;
 mod wire;

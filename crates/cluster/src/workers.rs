@@ -47,6 +47,7 @@ use serde::de::DeserializeOwned;
 use crate::channel::Channel;
 use crate::processes::Ending;
 use crate::queue::Queue;
+use crate::sandbox::Sandbox;
 use crate::wire::{decode, encode};
 use crate::{Error, Garbage};
 use monitor::Monitor;
@@ -66,8 +67,12 @@ pub struct Spec {
     pub args: Vec<Vec<OsString>>,
     /// Variables to set on top of this process's environment, for all ranks.
     pub env: Vec<(OsString, OsString)>,
+    /// Whether children get none of this process's environment, but `env` alone.
+    pub env_alone: bool,
     /// How long things may take.
     pub limits: Limits,
+    /// What all children share and none can leave; nothing by default.
+    pub sandbox: Option<Sandbox>,
     /// Where lines of standard error go; nowhere without. The last are kept for
     /// [`Event::Exited`] in any case.
     pub on_line: Option<LineSink>,
@@ -80,7 +85,9 @@ impl Spec {
             program: program.into(),
             args,
             env: Vec::new(),
+            env_alone: false,
             limits: Limits::default(),
+            sandbox: None,
             on_line: None,
         }
     }

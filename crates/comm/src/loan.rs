@@ -197,7 +197,8 @@ impl Slot {
     /// Whether what the reader has used up to now is what was lent.
     pub(crate) fn stands(&self, loan: &Loan) -> bool {
         fence(Ordering::SeqCst);
-        self.offer.0.revoked.load(Ordering::Relaxed) != loan.number
+        // A later loan that was revoked too says the same of this one.
+        self.offer.0.revoked.load(Ordering::Relaxed) < loan.number
     }
 
     /// The reader has read all of it, and put a result in the place of all of it, or not.

@@ -198,7 +198,8 @@ pub(crate) unsafe fn take_back(bytes: *const [u8]) {
     };
     let pages = pages_of(start, bytes);
     regions().remove(&start);
-    debug_assert!(pages.end <= start + mapped.bytes, "pages of the file");
+    // Beyond it lies memory of others, which would be replaced.
+    assert!(pages.end <= start + mapped.bytes, "pages of the file");
     let first = bytes
         .as_ptr()
         .cast_mut()

@@ -37,6 +37,10 @@ pub struct EngineConfig {
 /// leaves room for more cores. The buffers of an 8B model are some 300 KB a row.
 const DEFAULT_ROWS: usize = 512;
 
+/// Rows of a step that can score a prompt where nothing is drafted; with drafts, those of drafts.
+/// Each is a row of logits, 0.2 MB for SmolLM2 and 1 MB for Gemma 3.
+const SCORED_ROWS: usize = 7;
+
 /// Largest accepted number of positions. Far more than any machine holds (SmolLM2 would take 90
 /// TiB), small enough that no size overflows 64 bits.
 const MAX_POSITIONS: usize = 1 << 32;
@@ -79,6 +83,16 @@ impl EngineConfig {
         }
     }
 
+    /// Rows of a step beyond its sequences that may have logits: for guesses, or to score prompts.
+    pub(crate) const fn spare_logit_rows(&self) -> usize {
+        let drafts = self.draft_rows();
+        if drafts > SCORED_ROWS {
+            drafts
+        } else {
+            SCORED_ROWS
+        }
+    }
+
     /// Most rows of a step: each has a position.
     pub(crate) fn step_rows(&self) -> usize {
         self.max_rows.min(self.pages() * PAGE)
@@ -88,7 +102,7 @@ impl EngineConfig {
     pub(crate) fn batch_size(&self) -> BatchSize {
         BatchSize {
             rows: self.step_rows(),
-            logit_rows: self.step_sequences() + self.draft_rows(),
+            logit_rows: self.step_sequences() + self.spare_logit_rows(),
             sequences: self.step_sequences(),
             context: self.context,
         }

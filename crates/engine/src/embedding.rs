@@ -110,18 +110,29 @@ impl Embedder for EncoderService {
         for step in Encoder::steps(&lengths) {
             let of_step: Vec<&[u32]> = texts[step].iter().map(Vec::as_slice).collect();
             let _turn = self.step.lock().unwrap_or_else(PoisonError::into_inner);
+            let over = || Failure::Unavailable {
+                reason: "the request is over".to_owned(),
+            };
             if is_over() {
-                let reason = "the request is over".to_owned();
-                return Err(Failure::Unavailable { reason });
+                return Err(over());
             }
-            vectors.extend(self.encoder.embed(&of_step));
+            let computed = self.encoder.embed(&of_step, is_over);
+            let computed = computed.map_err(|error| Failure::Unavailable {
+                reason: error.to_string(),
+            })?;
+            vectors.extend(computed.ok_or_else(over)?);
         }
         Ok(vectors)
     }
 }
 
 impl Service for EncoderService {
-    fn submit(&self, _request: Request, _sink: Sink) -> Result<Ticket, Failure> {
+    fn submit_after(
+        &self,
+        _request: Request,
+        _tokens: Vec<u32>,
+        _sink: Sink,
+    ) -> Result<Ticket, Failure> {
         let reason = "the model makes embeddings and generates no text".to_owned();
         Err(Failure::Invalid { reason })
     }

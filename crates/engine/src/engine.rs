@@ -2,10 +2,11 @@
 
 use std::collections::VecDeque;
 use std::sync::{Arc, OnceLock};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use paceline_formats::grammar::Constraint;
 use paceline_formats::tokenizer::Tokenizer;
+use paceline_model::trace::{Kind, Tracer};
 use paceline_model::{Batch, BatchSequence, Compute, Logits, Weights, WindowPages};
 use paceline_tensor::PAGE;
 
@@ -30,6 +31,10 @@ pub struct Engine {
     /// Model and kernel class, as snapshots carry it.
     identity: String,
     compute: Box<dyn Compute>,
+    /// That of the links, where the model has some.
+    tracer: Tracer,
+    /// End of the last step of a trace, when sequences were left.
+    stepped: Option<Instant>,
     /// Made for the first constraint: sorting a vocabulary takes a while.
     grammars: OnceLock<Result<Grammars, ConstraintError>>,
     scratch: Scratch,
@@ -69,6 +74,8 @@ impl Engine {
             costs: Costs::default(),
             composition: Composition::default(),
             reused: 0,
+            tracer: tracer(&*model),
+            stepped: None,
             identity: format!("{} ({})", config.model, model.numbers()),
             model,
             tokenizer,
@@ -115,6 +122,11 @@ impl Engine {
     /// before it gave up its pages, had begun with the same ones: whole pages of 64.
     pub const fn n_reused(&self) -> u64 {
         self.reused
+    }
+
+    /// Records what steps take, in this rank, where somebody asks.
+    pub const fn tracer(&self) -> &Tracer {
+        &self.tracer
     }
 
     /// Queues a request.
@@ -285,11 +297,18 @@ impl Engine {
     /// When the forward pass fails: nothing can be computed any more, and what the sequences have
     /// in the cache is unknown. [`take_snapshot`](Self::take_snapshot) still works.
     pub fn step(&mut self) -> Result<Vec<Event>, Error> {
+        self.tracer.end(self.stepped.take(), Kind::Between, 0);
+        let began = self.tracer.begin();
         self.admit();
         let plan = self.plan();
         self.composition = self.composition_of(&plan);
+        self.tracer.end(began, Kind::Schedule, plan.len());
         self.forward(&plan)?;
-        Ok(self.take_results(&plan))
+        let began = self.tracer.begin();
+        let events = self.take_results(&plan);
+        self.tracer.end(began, Kind::Choose, events.len());
+        self.stepped = self.tracer.begin().filter(|_| !self.is_idle());
+        Ok(events)
     }
 
     /// Keeps the other ranks of a split model waiting. Called now and then by an owner that has
@@ -314,7 +333,8 @@ impl Engine {
             let Some(next) = queue.front_mut() else {
                 return;
             };
-            let reused = self.pages.reuse(&next.tokens, &mut next.pages);
+            let (tokens, pages) = next.reusable();
+            let reused = self.pages.reuse(tokens, pages);
             let promised: usize = self.running.iter().map(Sequence::pages_missing).sum();
             if promised + next.pages_missing() > self.pages.available() {
                 return self.pages.release(&mut next.pages);
@@ -343,7 +363,8 @@ impl Engine {
         for (index, rows) in self.wanted_rows().into_iter().enumerate() {
             // Preemption takes from the end, so what is planned stays where it is.
             if rows > 0 && self.get_pages(index, rows) {
-                plan.push(PlannedRows::new(index, rows));
+                let is_scored = self.running[index].is_scored_next();
+                plan.push(PlannedRows::new(index, rows, is_scored));
             }
         }
         if self.drafts() {
@@ -403,6 +424,7 @@ impl Engine {
         let sequence = &mut self.running[index];
         let at = sequence.computed;
         if at != sequence.pages.len() * PAGE
+            || sequence.is_scoring()
             || !sequence.pages.is_known()
             || !self.pages.is_next_known(&sequence.tokens, &sequence.pages)
         {
@@ -421,6 +443,9 @@ impl Engine {
     fn waits(&self, index: usize) -> bool {
         let own = &self.running[index];
         let is_at_page = own.computed == own.pages.len() * PAGE && own.pages.is_known();
+        if own.is_scoring() {
+            return false;
+        }
         let goes_before = |older: &Sequence| {
             let is_reading = older.pending().len() > 1;
             is_reading && follows((&own.tokens, &own.pages), (&older.tokens, &older.pages))
@@ -431,9 +456,10 @@ impl Engine {
     /// Rows for each running sequence. One is for each that decodes, so that long prompts do not
     /// stall answers.
     fn wanted_rows(&self) -> Vec<usize> {
+        let mut spare = self.config.spare_logit_rows();
         let pending = |index: usize| match self.waits(index) {
             true => 0,
-            false => self.running[index].pending().len(),
+            false => self.running[index].next_rows(&mut spare),
         };
         let mut rows: Vec<usize> = (0..self.running.len()).map(pending).collect();
         let prompts: Vec<usize> = rows.iter().copied().filter(|rows| *rows > 1).collect();
@@ -486,6 +512,7 @@ impl Engine {
             let is_last = part.rows == s.pending().len();
             let (tokens, logits) = match is_last {
                 _ if part.drafted() > 0 => (&*part.checked, Logits::All),
+                _ if part.is_scored => (&s.pending()[..part.rows], Logits::All),
                 true => (s.pending(), Logits::Last),
                 false => (&s.pending()[..part.rows], Logits::None),
             };
@@ -501,11 +528,16 @@ impl Engine {
         let batch = Batch {
             sequences: &sequences,
         };
+        if self.model.links().is_none() {
+            self.tracer.next_step(); // else the links count
+        }
+        let began = self.tracer.begin();
         let compute = &mut self.compute;
         let outcome = match sequences.is_empty() {
             true => Ok(()),
             false => beside(&mut due, || compute.forward(&batch)).map(drop),
         };
+        self.tracer.end(began, Kind::Step, batch.rows());
         for (index, guide) in due {
             self.running[index].guide = Some(guide);
         }
@@ -528,6 +560,9 @@ impl Engine {
     fn take_results(&mut self, plan: &[PlannedRows]) -> Vec<Event> {
         let (mut events, mut finished, mut logits_row) = (Vec::new(), Vec::new(), 0);
         for part in plan {
+            if part.is_scored {
+                logits_row += self.score(part, logits_row);
+            }
             self.running[part.index].computed += part.rows;
             if self.running[part.index].pending().is_empty() {
                 self.choose(part, logits_row, &mut events);
@@ -547,12 +582,24 @@ impl Engine {
         events
     }
 
+    /// Scores tokens of a prompt by the logits from `row` on; how many.
+    fn score(&mut self, part: &PlannedRows, row: usize) -> usize {
+        let sequence = &mut self.running[part.index];
+        let n = part.rows.min(sequence.unscored());
+        for row in row..row + n {
+            let logits = self.compute.logits_mut(row);
+            sequence.score(self.model.kernels(), logits, &mut self.scratch);
+        }
+        n
+    }
+
     /// Remembers what a sequence has in full pages, and gives back what it looks at no more.
     fn keep(&mut self, index: usize) {
         let sequence = &mut self.running[index];
         let computed = &sequence.tokens[..sequence.computed];
         self.pages.learn(computed, &mut sequence.pages);
-        self.pages.leave(&mut sequence.pages, sequence.computed);
+        let (computed, prompt) = (sequence.computed, sequence.prompt_len());
+        self.pages.leave(&mut sequence.pages, computed, prompt);
     }
 
     /// Chooses the next token of a sequence by the logits in `row`, and by the rows after it
@@ -561,6 +608,9 @@ impl Engine {
         let sequence = &mut self.running[part.index];
         for i in 0..=part.drafted() {
             let logits = self.compute.logits_mut(row + i);
+            if sequence.must_go_on() {
+                forbid(logits, self.tokenizer.end_of_generation());
+            }
             let choice = sequence.next_token(self.model.kernels(), logits, &mut self.scratch);
             let chosen = choice.as_ref().ok().map(|choice| choice.token);
             sequence.accept(choice, &self.tokenizer, events);
@@ -577,6 +627,21 @@ impl Engine {
             sequence.computed += 1; // the next row was computed for this token
         }
     }
+}
+
+/// Makes tokens impossible.
+fn forbid(logits: &mut [f32], tokens: &[u32]) {
+    for token in tokens {
+        if let Some(logit) = logits.get_mut(*token as usize) {
+            *logit = f32::NEG_INFINITY;
+        }
+    }
+}
+
+/// The tracer of a model's links; for one without, a new one.
+pub(crate) fn tracer(model: &dyn Weights) -> Tracer {
+    let of_links = model.links().map(|links| links.trace.clone());
+    of_links.unwrap_or_default()
 }
 
 /// Runs `compute`, and prepares `guides` on a thread of its own when there are any: starting one
@@ -598,6 +663,8 @@ struct PlannedRows {
     index: usize,
     /// Of its tokens.
     rows: usize,
+    /// Whether all of them have logits, by which the prompt's tokens are scored.
+    is_scored: bool,
     /// What may follow its tokens; the first is judged although it is not checked.
     guesses: Vec<u32>,
     /// The pending token and the guesses that this step checks; empty when it checks none.
@@ -605,10 +672,11 @@ struct PlannedRows {
 }
 
 impl PlannedRows {
-    const fn new(index: usize, rows: usize) -> Self {
+    const fn new(index: usize, rows: usize, is_scored: bool) -> Self {
         Self {
             index,
             rows,
+            is_scored,
             guesses: Vec::new(),
             checked: Vec::new(),
         }

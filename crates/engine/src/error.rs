@@ -31,6 +31,17 @@ pub enum Error {
     /// A sampling parameter out of range.
     #[error(transparent)]
     Sampling(#[from] ParamError),
+    /// Too many log-probabilities of a prompt.
+    #[error(
+        "{got} log-probabilities of the prompt are asked for, alternatives included, expected at \
+         most {most}"
+    )]
+    PromptLogprobs {
+        /// Tokens of the prompt, times one more than alternatives.
+        got: usize,
+        /// [`MAX_PROMPT_LOGPROBS`](crate::MAX_PROMPT_LOGPROBS).
+        most: usize,
+    },
     /// Log-probabilities of too many tokens.
     #[error("logprobs is {got}, expected at most {most}")]
     Logprobs {

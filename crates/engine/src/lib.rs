@@ -81,7 +81,8 @@ pub use error::Error;
 pub use follower::Follower;
 pub use pace::Pace;
 pub use request::{
-    Event, Finish, MAX_LOGPROBS, MAX_SHOWN, Request, Resumed, SequenceId, TokenLogprobs,
+    Event, Finish, MAX_LOGPROBS, MAX_PROMPT_LOGPROBS, MAX_SHOWN, Request, Resumed, SequenceId,
+    TokenLogprobs,
 };
 pub use runner::Runner;
 pub use sampling::{MAX_LOGIT_BIAS, ParamError, SamplingParams};

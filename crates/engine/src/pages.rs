@@ -202,12 +202,21 @@ impl Pages {
     }
 
     /// Takes the pages of windows back that no row from `position` on looks at. All of them are
-    /// known.
-    pub(crate) fn leave(&mut self, owned: &mut Owned, position: usize) {
-        for (window, held) in self.windows.iter_mut().zip(&mut owned.windows) {
-            while let Some(page) = held.leave(window.first_page(position)) {
+    /// known. States go for good, but for those near the end of the `prompt` tokens that the
+    /// sequence began with, and one in so many: the next turn of a chat begins like this one as far
+    /// as its prompt went, some tokens less.
+    pub(crate) fn leave(&mut self, owned: &mut Owned, position: usize, prompt: usize) {
+        let windows = self.windows.iter_mut().zip(&mut owned.windows);
+        for (i, (window, held)) in windows.enumerate() {
+            let first = window.first_page(position);
+            while let Some((index, page)) = held.leave(first) {
                 self.clock += 1;
-                window.release(page, self.clock);
+                if window.saves(index, prompt) {
+                    window.release(page, self.clock);
+                } else if let Some(of) = window.let_go(page, self.clock) {
+                    let known = self.pages[of as usize].known.as_mut();
+                    known.into_iter().for_each(|known| known.windows[i] = None);
+                }
             }
         }
     }

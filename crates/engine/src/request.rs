@@ -17,6 +17,10 @@ pub struct Request {
     pub prompt: Vec<u32>,
     /// Most tokens to generate; 0 only reads the prompt. The context bounds it as well.
     pub max_tokens: usize,
+    /// Tokens before which no token that ends the answer is chosen; a stop text still ends it.
+    /// Without effect where a constraint says what may come.
+    #[serde(default)]
+    pub min_tokens: usize,
     /// How tokens are chosen.
     pub sampling: SamplingParams,
     /// Texts that end the answer; they are not part of it.
@@ -24,6 +28,11 @@ pub struct Request {
     /// Whether to tell log-probabilities, and of how many of the most probable tokens beside the
     /// chosen one; `None` for none, at most [`MAX_LOGPROBS`].
     pub logprobs: Option<usize>,
+    /// Whether log-probabilities of the prompt's tokens are told as well, with as many alternatives
+    /// as `logprobs` says (none for `None`); at most [`MAX_PROMPT_LOGPROBS`] numbers. All rows of
+    /// the prompt are computed then, those of known pages too.
+    #[serde(default)]
+    pub prompt_logprobs: bool,
     /// What the answer must match; `None` for any text.
     pub constraint: Option<Constraint>,
     /// Control tokens whose names are part of the text, ascending; others give no text. For
@@ -46,11 +55,24 @@ impl Request {
         }
         check_tokens(&self.prompt, vocab)?;
         check_logprobs(self.logprobs)?;
+        if self.prompt_logprobs {
+            check_prompt_logprobs(self.prompt.len(), self.logprobs)?;
+        }
         self.sampling.check()?;
         self.sampling.check_bias(vocab)?;
         check_shown(&self.shown, vocab)?;
         StopMatcher::new(self.stop.clone())?;
         Ok(())
+    }
+}
+
+/// # Errors
+/// [`Error::PromptLogprobs`] for more than are told of `prompt` tokens with `asked` alternatives.
+pub(crate) fn check_prompt_logprobs(prompt: usize, asked: Option<usize>) -> Result<(), Error> {
+    let (got, most) = (prompt * (1 + asked.unwrap_or(0)), MAX_PROMPT_LOGPROBS);
+    match got {
+        got if got > most => Err(Error::PromptLogprobs { got, most }),
+        _ => Ok(()),
     }
 }
 
@@ -95,6 +117,11 @@ pub(crate) const fn check_logprobs(asked: Option<usize>) -> Result<(), Error> {
 
 /// Most alternatives that [`Request::logprobs`] may ask for: the bound of the OpenAI API.
 pub const MAX_LOGPROBS: usize = 20;
+
+/// Most log-probabilities of a prompt ([`Request::prompt_logprobs`]), alternatives included: they
+/// are told at once. 2^20 are some 24 MB as JSON, under the 64 MiB of a message between processes,
+/// and enough for 131,072 tokens with 7 alternatives each.
+pub const MAX_PROMPT_LOGPROBS: usize = 1 << 20;
 
 /// Log-probabilities at one position, of the softmax over the model's logits before bias,
 /// penalties, temperature and the other filters. Finite, at least -9999: what is less probable has
@@ -145,6 +172,8 @@ pub enum Event {
         id: SequenceId,
         /// Tokens of the prompt that another sequence had computed before.
         reused: usize,
+        /// Of the prompt's tokens from the second on, when the request asked for them.
+        logprobs: Option<Vec<TokenLogprobs>>,
     },
     /// A token was generated. `text` holds what became certain: it may be empty while a character
     /// or a possible stop string is incomplete.

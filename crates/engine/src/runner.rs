@@ -105,6 +105,18 @@ impl Service for Runner {
         self.driver.submit(request, sink)
     }
 
+    fn submit_after(
+        &self,
+        request: Request,
+        tokens: Vec<u32>,
+        sink: Sink,
+    ) -> Result<Ticket, Failure> {
+        match tokens.is_empty() {
+            true => self.driver.submit(request, sink),
+            false => self.driver.resume_after(request, tokens, sink),
+        }
+    }
+
     fn cancel(&self, ticket: Ticket) {
         self.driver.cancel(ticket);
     }

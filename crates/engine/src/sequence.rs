@@ -7,8 +7,9 @@ use paceline_tensor::{Kernels, PAGE};
 use crate::constraint::{Allowed, Guide};
 use crate::draft::Drafts;
 use crate::pages::Owned;
+use crate::sampling::logprobs::logprobs;
 use crate::sampling::{Asked, Choice, Sampler, Scratch};
-use crate::{Error, Event, Finish, Request, SequenceId, Snapshot};
+use crate::{Error, Event, Finish, Request, SequenceId, Snapshot, TokenLogprobs};
 
 /// A request in progress.
 #[derive(Clone, Debug)]
@@ -26,8 +27,13 @@ pub(crate) struct Sequence {
     pub(crate) drafts: Drafts,
     /// Tokens that may still be generated.
     tokens_left: usize,
+    /// [`Request::min_tokens`].
+    min_tokens: usize,
     /// [`Request::logprobs`].
     logprobs: Option<usize>,
+    /// Of the prompt's tokens from the second on, as far as they are known, where they are to be
+    /// told and were not yet.
+    scores: Option<Vec<TokenLogprobs>>,
     /// [`Request::shown`].
     shown: Vec<u32>,
     /// Keeps [`Request::constraint`].
@@ -51,12 +57,14 @@ impl Sequence {
             id,
             prompt_len,
             tokens_left: request.max_tokens.min(context - prompt_len),
+            min_tokens: request.min_tokens,
             tokens: request.prompt,
             computed: 0,
             reused: 0,
             pages: Owned::default(),
             drafts: Drafts::default(),
             logprobs: request.logprobs,
+            scores: request.prompt_logprobs.then(Vec::new),
             shown: request.shown,
             guide: guide.map(Box::new),
             sampler: Sampler::new(request.sampling)?,
@@ -65,9 +73,69 @@ impl Sequence {
         })
     }
 
+    /// Tokens of its prompt.
+    pub(crate) const fn prompt_len(&self) -> usize {
+        self.prompt_len
+    }
+
     /// The tokens that are not in the cache yet.
     pub(crate) fn pending(&self) -> &[u32] {
         &self.tokens[self.computed..]
+    }
+
+    /// Tokens of the prompt that are still to be scored.
+    pub(crate) fn unscored(&self) -> usize {
+        let scores = self.scores.as_ref();
+        scores.map_or(0, |scores| self.prompt_len - 1 - scores.len())
+    }
+
+    /// Whether tokens of the prompt are still to be scored.
+    pub(crate) fn is_scoring(&self) -> bool {
+        self.unscored() > 0
+    }
+
+    /// Positions whose logits are known: the token behind each is scored.
+    fn scored(&self) -> usize {
+        self.prompt_len - 1 - self.unscored()
+    }
+
+    /// Whether the next row scores a token.
+    pub(crate) fn is_scored_next(&self) -> bool {
+        self.is_scoring() && self.computed >= self.scored()
+    }
+
+    /// Rows that the next step may have of it. Rows that score need logits: one each sequence has,
+    /// further ones are taken from `spare`.
+    pub(crate) fn next_rows(&self, spare: &mut usize) -> usize {
+        let pending = self.pending().len();
+        if !self.is_scoring() {
+            return pending;
+        }
+        if !self.is_scored_next() {
+            return self.scored() - self.computed;
+        }
+        let rows = pending.min(1 + *spare);
+        *spare -= rows - 1;
+        rows
+    }
+
+    /// Its tokens whose pages may come from other sequences, and its pages. Rows that are to score
+    /// tokens must be computed.
+    pub(crate) fn reusable(&mut self) -> (&[u32], &mut Owned) {
+        let len = match self.is_scoring() {
+            true => self.scored() + 1,
+            false => self.tokens.len(),
+        };
+        (&self.tokens[..len], &mut self.pages)
+    }
+
+    /// Scores the next token of the prompt by the logits of the token before it.
+    pub(crate) fn score(&mut self, kernels: &Kernels, logits: &[f32], scratch: &mut Scratch) {
+        let (scored, n) = (self.scored(), self.logprobs.unwrap_or(0));
+        if let Some(scores) = &mut self.scores {
+            let token = self.tokens[scored + 1];
+            scores.push(logprobs(kernels, logits, token, n, scratch));
+        }
     }
 
     /// Rows behind the pending token that a draft may have: positions that need no further page,
@@ -86,6 +154,11 @@ impl Sequence {
     pub(crate) fn pages_missing(&self) -> usize {
         let needed = self.tokens.len().div_ceil(PAGE);
         needed.saturating_sub(self.pages.len())
+    }
+
+    /// Whether its next token must not end the answer.
+    pub(crate) fn must_go_on(&self) -> bool {
+        self.guide.is_none() && self.tokens.len() - self.prompt_len < self.min_tokens
     }
 
     /// Chooses the next token by the logits after the last one; else why there is none.
@@ -123,8 +196,12 @@ impl Sequence {
     ) {
         let id = self.id;
         if self.tokens.len() == self.prompt_len {
-            let reused = self.reused;
-            events.push(Event::PromptRead { id, reused });
+            let (reused, logprobs) = (self.reused, self.scores.take());
+            events.push(Event::PromptRead {
+                id,
+                reused,
+                logprobs,
+            });
         }
         let Choice { token, logprobs } = match choice {
             Ok(choice) => choice,
@@ -200,7 +277,9 @@ impl Sequence {
             tokens: self.tokens,
             prompt_len: self.prompt_len,
             tokens_left: self.tokens_left,
+            min_tokens: self.min_tokens,
             logprobs: self.logprobs,
+            prompt_logprobs: self.scores.is_some(),
             shown: self.shown,
             constraint: self.guide.map(|guide| guide.constraint().clone()),
             sampler: self.sampler,
@@ -212,6 +291,7 @@ impl Sequence {
     /// The sequence of a snapshot, with nothing in the cache.
     /// `guide` keeps its constraint and stands where its tokens lead.
     pub(crate) fn restored(id: SequenceId, snapshot: Snapshot, guide: Option<Guide>) -> Self {
+        let is_new = snapshot.tokens.len() == snapshot.prompt_len;
         Self {
             id,
             tokens: snapshot.tokens,
@@ -221,7 +301,9 @@ impl Sequence {
             pages: Owned::default(),
             drafts: Drafts::default(),
             tokens_left: snapshot.tokens_left,
+            min_tokens: snapshot.min_tokens,
             logprobs: snapshot.logprobs,
+            scores: (snapshot.prompt_logprobs && is_new).then(Vec::new),
             shown: snapshot.shown,
             guide: guide.map(Box::new),
             sampler: snapshot.sampler,

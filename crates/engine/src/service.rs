@@ -22,7 +22,21 @@ pub trait Service: Send + Sync + std::fmt::Debug {
     ///
     /// # Errors
     /// A refusal that is known at once; others come as [`Reply::Failed`]. `sink` is dropped then.
-    fn submit(&self, request: Request, sink: Sink) -> Result<Ticket, Failure>;
+    fn submit(&self, request: Request, sink: Sink) -> Result<Ticket, Failure> {
+        self.submit_after(request, Vec::new(), sink)
+    }
+
+    /// Takes a request of whose answer its caller has `tokens` already, from this service or
+    /// another one of the same model and kernel class: the replies are those that follow.
+    ///
+    /// # Errors
+    /// As [`submit`](Self::submit).
+    fn submit_after(
+        &self,
+        request: Request,
+        tokens: Vec<u32>,
+        sink: Sink,
+    ) -> Result<Ticket, Failure>;
 
     /// Stops a request and forgets it; nothing happens when it is over already. Replies that were
     /// under way may still come.
@@ -44,6 +58,9 @@ pub enum Reply {
     PromptRead {
         /// Tokens of the prompt that did not have to be computed.
         reused: usize,
+        /// Of the prompt's tokens from the second on, when the request asked for them.
+        #[serde(default)]
+        logprobs: Option<Vec<TokenLogprobs>>,
     },
     /// A token was generated. `text` holds what became certain, and may be empty.
     Token {

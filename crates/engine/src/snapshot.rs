@@ -5,7 +5,7 @@ use paceline_formats::text::{StopMatcher, StopOutput, StreamDecoder};
 use serde::{Deserialize, Serialize};
 
 use crate::Error;
-use crate::request::{check_logprobs, check_shown, check_tokens};
+use crate::request::{check_logprobs, check_prompt_logprobs, check_shown, check_tokens};
 use crate::sampling::Sampler;
 
 /// Everything that decides how a sequence goes on: tokens, sampling state with its random
@@ -23,8 +23,14 @@ pub struct Snapshot {
     pub(crate) tokens: Vec<u32>,
     pub(crate) prompt_len: usize,
     pub(crate) tokens_left: usize,
+    /// [`Request::min_tokens`](crate::Request::min_tokens).
+    #[serde(default)]
+    pub(crate) min_tokens: usize,
     /// [`Request::logprobs`](crate::Request::logprobs).
     pub(crate) logprobs: Option<usize>,
+    /// [`Request::prompt_logprobs`](crate::Request::prompt_logprobs), where they were not told yet.
+    #[serde(default)]
+    pub(crate) prompt_logprobs: bool,
     /// [`Request::shown`](crate::Request::shown).
     #[serde(default)]
     pub(crate) shown: Vec<u32>,
@@ -52,6 +58,9 @@ impl Snapshot {
     /// have this state.
     pub(crate) fn check(&self, context: usize, vocab: usize) -> Result<(), Error> {
         check_logprobs(self.logprobs)?;
+        if self.prompt_logprobs {
+            check_prompt_logprobs(self.prompt_len, self.logprobs)?;
+        }
         self.sampler.params().check_bias(vocab)?;
         check_shown(&self.shown, vocab)?;
         let (tokens, prompt, left) = (self.tokens.len(), self.prompt_len, self.tokens_left);

@@ -367,6 +367,11 @@ impl HfFolder {
         Some(shard.bytes_of(shard.info(name)?))
     }
 
+    /// The bytes of each weight file, and how many of them come before its weights.
+    pub fn contents(&self) -> impl Iterator<Item = (&[u8], usize)> {
+        self.shards.iter().map(Safetensors::content)
+    }
+
     /// Size of all weight files.
     pub fn file_bytes(&self) -> Bytes {
         Bytes(self.shards.iter().map(|shard| shard.file_bytes().0).sum())

@@ -291,6 +291,12 @@ impl Safetensors {
         Bytes(self.bytes.len() as u64)
     }
 
+    /// The bytes of the file, and how many of them come before its weights.
+    pub fn content(&self) -> (&[u8], usize) {
+        let starts = self.tensors.iter().map(|tensor| tensor.range().start);
+        (&self.bytes, starts.min().unwrap_or(self.bytes.len()))
+    }
+
     /// The file.
     pub fn path(&self) -> &Path {
         &self.path

@@ -12,6 +12,7 @@ use std::sync::Arc;
 
 use memmap2::{Mmap, MmapMut};
 use paceline_base::{BlockType, whole_pages};
+use rustix::fs::{Mode, OFlags};
 
 /// Why a file cannot be mapped.
 #[derive(Debug, thiserror::Error)]
@@ -72,10 +73,13 @@ impl MappedBytes {
     /// # Errors
     /// [`OpenError`]; a pipe is refused without waiting for a writer.
     pub fn open(path: &Path) -> Result<Self, OpenError> {
-        if !std::fs::metadata(path)?.is_file() {
+        let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::CLOEXEC;
+        let file = rustix::fs::open(path, flags, Mode::empty()).map_err(std::io::Error::from)?;
+        // Of the file that is open: another one may have come to its place meanwhile.
+        let file = File::from(file);
+        if !file.metadata()?.is_file() {
             return Err(OpenError::NotAFile);
         }
-        let file = File::open(path)?;
         // SAFETY: the mapping is private to this process and only read. That nobody changes the
         // file meanwhile is demanded of the user in the module doc.
         let map = unsafe { Mmap::map(&file)? };

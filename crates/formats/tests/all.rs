@@ -9,6 +9,7 @@ mod files_mlx;
 mod files_real;
 mod text_chat;
 mod text_hostile;
+mod text_pretokenizers;
 mod text_support;
 mod text_tokenizer;
 

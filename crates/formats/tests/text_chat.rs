@@ -4,7 +4,7 @@
 #![allow(clippy::unwrap_used, reason = "tests, and functions of tests")]
 
 use crate::text_support::{golden, metadata, model, npm_tokenizer, tiny_tokenizer};
-use paceline_formats::chat::{ChatOptions, ChatTemplate, Error, Message};
+use paceline_formats::chat::{ChatOptions, ChatTemplate, Error, Failure, Message};
 use paceline_formats::tokenizer::{Specials, Tokenizer};
 use proptest::prelude::*;
 use serde::Deserialize;
@@ -40,7 +40,9 @@ fn check(case: &Case, template: &ChatTemplate, tokenizer: &Tokenizer, all: &[Vec
     for (messages, expected) in all.iter().zip(&case.rendered) {
         match template.render(tokenizer, messages, &options()) {
             Ok(text) => assert_eq!(Json::from(text.as_str()), *expected, "{}", case.name),
-            Err(Error::Raised { message }) => assert_eq!(expected["error"], message.as_str()),
+            Err(Error::Template(Failure::Raised { message })) => {
+                assert_eq!(expected["error"], message.as_str())
+            }
             Err(error) => panic!("{}: {error}", case.name),
         }
     }
@@ -202,10 +204,10 @@ fn bad_templates_are_errors() {
             "{source:.60}: {error}"
         );
     }
-    let long = ChatTemplate::new(&"x".repeat(2 << 20)).unwrap_err();
+    let long = ChatTemplate::new(&"x".repeat(2 << 16)).unwrap_err();
     assert_eq!(
         long.to_string(),
-        "chat template has 2097152 bytes, expected at most 1048576"
+        "chat template has 131072 bytes, expected at most 65536"
     );
 }
 

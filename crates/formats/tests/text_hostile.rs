@@ -11,6 +11,9 @@ use paceline_formats::tokenizer::{Specials, Tokenizer};
 use serde_json::{Value as Json, json};
 use std::cell::Cell;
 use std::sync::Once;
+use std::time::{Duration, Instant};
+
+use paceline_base::SplitMix64;
 
 /// Memory for a file of a few kilobytes: the classes of letters of a compiled pattern take 1 to 5
 /// MB, whatever the file; everything else grows with the file.
@@ -249,7 +252,7 @@ fn metadata_that_contradicts_itself_is_an_error() {
         (vec![], "metadata key tokenizer.ggml.model is missing"),
         (
             vec![model("bert")],
-            "tokenizer model bert is not supported, expected gpt2 or llama",
+            "tokenizer model bert is not supported, expected gpt2, llama or gemma4",
         ),
         (
             vec![model("gpt2"), pre("x")],
@@ -274,6 +277,10 @@ fn metadata_that_contradicts_itself_is_an_error() {
         (
             vec![model("gpt2"), tokens.clone(), kinds(2), merges(&[])],
             "metadata key tokenizer.ggml.token_type: 2 entries, expected 3, one per token",
+        ),
+        (
+            vec![model("gemma4"), tokens.clone(), merges(&["a b"])],
+            "the vocabulary has no token for byte 0x00",
         ),
         (
             vec![model("llama"), tokens.clone()],
@@ -312,4 +319,91 @@ fn ids_outside_the_vocabulary_are_none() {
         );
         assert_eq!(tokenizer.encode("ab", Specials::Parse, true).unwrap(), [2]);
     }
+}
+
+/// Values that a place of a tokenizer may lie with.
+fn lies() -> Vec<Json> {
+    let long = "a".repeat(5000);
+    vec![
+        Json::Null,
+        json!(true),
+        json!(0),
+        json!(-1),
+        json!(u32::MAX),
+        json!(u64::MAX),
+        json!(1e300),
+        json!(""),
+        json!("<s>"),
+        json!("(a*)*b"),
+        json!(long),
+        json!([]),
+        json!({}),
+        json!(["a", "b"]),
+        json!({"type": "Sequence", "normalizers": [{"type": "NFKD"}, {"type": "Lowercase"}]}),
+        json!({"type": "Prepend", "prepend": long}),
+        json!({"type": "Replace", "pattern": {"Regex": "a?a?a?a?aaaa"}, "content": "aa"}),
+        json!({"type": "Split", "pattern": {"String": "a"}, "behavior": "Isolated", "invert": true}),
+        json!({"type": "Unigram", "vocab": [["a", 0.5], ["b", -1e308]], "unk_id": 7}),
+        json!({"type": "WordPiece", "vocab": {"a": 0}, "unk_token": "b",
+               "max_input_chars_per_word": 1, "continuing_subword_prefix": "##"}),
+    ]
+}
+
+/// Changes one place of `json`, found by walking down at random.
+fn mutate(json: &mut Json, random: &mut SplitMix64, lies: &[Json]) {
+    let size = match json {
+        Json::Array(items) => items.len(),
+        Json::Object(fields) => fields.len(),
+        _ => 0,
+    };
+    if size == 0 || random.below(5) == 0 {
+        *json = lies[random.below(lies.len())].clone();
+        return;
+    }
+    let at = random.below(size);
+    match (json, random.below(8)) {
+        (Json::Array(items), 0) => drop(items.remove(at)),
+        (Json::Array(items), 1) => items.push(items[at].clone()),
+        (Json::Array(items), _) => mutate(&mut items[at], random, lies),
+        (Json::Object(fields), choice) => {
+            let name = fields.keys().nth(at).unwrap().clone();
+            if choice == 0 {
+                fields.remove(&name);
+            } else {
+                mutate(&mut fields[&name], random, lies);
+            }
+        }
+        _ => unreachable!("only these have a size"),
+    }
+}
+
+/// Tokenizers that are tried: few of them here, 10,000 where a record is made.
+fn mutations() -> u64 {
+    let asked = std::env::var("PACELINE_MUTATIONS").ok();
+    asked.map_or(300, |count| count.parse().unwrap())
+}
+
+#[test]
+fn mutated_tokenizers_neither_abort_nor_hang() {
+    let lies = lies();
+    let (mut slowest, mut n_read) = (Duration::ZERO, 0);
+    for seed in 0..mutations() {
+        let mut random = SplitMix64::new(seed);
+        let mut file = small();
+        for _ in 0..=random.below(4) {
+            mutate(&mut file, &mut random, &lies);
+        }
+        let bytes = serde_json::to_vec(&file).unwrap();
+        let start = Instant::now();
+        n_read += u64::from(outcome(&bytes).is_ok());
+        let took = start.elapsed();
+        // The bar is 2 s; a machine that is busy with other things gets more.
+        assert!(took < Duration::from_secs(20), "seed {seed}: {took:?}");
+        slowest = slowest.max(took);
+    }
+    eprintln!(
+        "{} mutated tokenizers, {n_read} read, slowest {slowest:?}",
+        mutations()
+    );
+    assert!(n_read > 0 && n_read < mutations());
 }

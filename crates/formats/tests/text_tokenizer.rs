@@ -4,6 +4,7 @@
 #![allow(clippy::unwrap_used, reason = "tests, and functions of tests")]
 
 use crate::text_support::{byte_level_metadata, golden, model, npm_tokenizer, strings};
+use paceline_formats::gguf::{Array, Metadata, Value};
 use paceline_formats::tokenizer::{Specials, Tokenizer};
 use serde::Deserialize;
 
@@ -139,6 +140,35 @@ fn byte_level_gguf_vocabularies_equal_llama_cpp() {
         });
         check_round_trip(&tokenizer, true);
     }
+}
+
+/// A tiny vocabulary in the form of Gemma 4's.
+#[derive(Deserialize)]
+struct Gemma4 {
+    tokens: Vec<String>,
+    kinds: Vec<i32>,
+    merges: Vec<String>,
+}
+
+#[test]
+fn gemma4_gguf_vocabularies_equal_llama_cpp() {
+    let vocab: Gemma4 = golden("gemma4-tiny.json");
+    let entries = [
+        ("model", Value::from("gemma4")),
+        ("tokens", Value::from(vocab.tokens)),
+        ("token_type", Value::Array(Array::I32(vocab.kinds))),
+        ("merges", Value::from(vocab.merges)),
+        ("bos_token_id", Value::U32(2)),
+        ("eos_token_id", Value::U32(1)),
+        ("unknown_token_id", Value::U32(3)),
+        ("add_bos_token", Value::Bool(false)),
+    ];
+    let entries = entries.map(|(key, value)| (format!("tokenizer.ggml.{key}"), value));
+    let metadata = Metadata::from_entries(entries.to_vec()).unwrap();
+    let tokenizer = Tokenizer::from_gguf(&metadata).unwrap();
+    check("gemma4-tiny.json", &tokenizer, |_, _| false);
+    check_round_trip(&tokenizer, true);
+    assert!(tokenizer.adds_bos(), "whatever the file says");
 }
 
 #[test]

@@ -12,7 +12,7 @@ use paceline_base::{Bytes, KernelClass};
 use paceline_tensor::{Kernels, KvCache};
 
 use crate::step::{Batch, BatchSize, Workspace};
-use crate::{Config, Error, Followed, Links, Model, Shard, WindowPool};
+use crate::{Config, Error, ExpertUses, Followed, Links, Model, Shard, WindowPool};
 
 /// Activations that a rank on MLX has sent to others and received, by how they got out of arrays
 /// and into them.
@@ -73,6 +73,12 @@ pub trait Weights: fmt::Debug + Send + Sync {
     /// What it has exchanged with other ranks in MLX's arrays.
     fn exchanged(&self) -> Exchanged {
         Exchanged::default()
+    }
+
+    /// How often the experts of its layers were chosen since it was loaded; none where there are
+    /// none, or nobody counts.
+    fn expert_uses(&self) -> Vec<ExpertUses> {
+        Vec::new()
     }
 
     /// Reserves a cache of `positions` positions and memory for steps of up to `size`.
@@ -165,6 +171,10 @@ impl Weights for Model {
         self.links()
     }
 
+    fn expert_uses(&self) -> Vec<ExpertUses> {
+        self.expert_uses()
+    }
+
     fn unlinked(self: Arc<Self>) -> Option<Arc<dyn Weights>> {
         Some(Arc::new(Arc::into_inner(self)?.unlink()))
     }
@@ -178,6 +188,7 @@ impl Weights for Model {
         size: BatchSize,
         positions: usize,
     ) -> Result<Box<dyn Compute>, Error> {
+        self.config().check_context(size.context)?;
         let cache = self.new_cache(size, positions)?;
         Ok(Box::new(OnCpu {
             windows: self.kinds().windows(cache.pool_pages()),

@@ -2,7 +2,7 @@
 
 use std::borrow::Cow;
 
-use paceline_tensor::Recurrence;
+use paceline_tensor::{KvType, PAGE, Recurrence};
 
 use crate::families::{Family, Fields};
 use crate::rope::Rope;
@@ -26,7 +26,32 @@ pub enum LayerCache {
     Of(usize),
     /// A state of fixed size for each KV head.
     State(&'static dyn Recurrence),
+    /// The states of a gated delta net.
+    Delta(DeltaNet),
 }
+
+/// A gated delta net in place of attention: the layer's heads are those of its values, its KV heads
+/// those of queries and keys.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DeltaNet {
+    /// Inputs that the convolution looks at, the newest included: 1 to [`MAX_TAPS`].
+    pub taps: usize,
+    /// Which value heads share a key head.
+    pub order: HeadOrder,
+}
+
+/// Which of H value heads belong to which of K key heads.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum HeadOrder {
+    /// Value head h has key head h K / H: neighbours share one.
+    Grouped,
+    /// Value head h has key head h mod K, as in GGUF files of Qwen 3.5.
+    Interleaved,
+}
+
+/// Most inputs of a convolution, four times those of published models: fewer than a page has
+/// positions, so that those of the page before are enough.
+pub(crate) const MAX_TAPS: usize = 16;
 
 impl PartialEq for LayerCache {
     fn eq(&self, other: &Self) -> bool {
@@ -34,6 +59,7 @@ impl PartialEq for LayerCache {
             (Self::Rows, Self::Rows) => true,
             (Self::Of(a), Self::Of(b)) => a == b,
             (Self::State(a), Self::State(b)) => a.name() == b.name(),
+            (Self::Delta(a), Self::Delta(b)) => a == b,
             _ => false,
         }
     }
@@ -41,6 +67,9 @@ impl PartialEq for LayerCache {
 
 /// Most experts that a row may use: several times those of published models (at most 10).
 pub(crate) const MAX_USED: usize = 32;
+
+/// Most groups of experts: several times those of published models (at most 8).
+pub(crate) const MAX_GROUPS: usize = 64;
 
 /// How a router's scores become the weights of experts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -76,6 +105,88 @@ pub struct Experts {
     pub shared_gate: bool,
     /// The limit of gpt-oss's gate, in place of the model's activation.
     pub clamp: Option<f32>,
+    /// Groups of experts of which the router chooses some first; `None` without.
+    pub groups: Option<Groups>,
+    /// Whether the router has a norm of its own, and each expert a factor of its weight (Gemma 4).
+    pub scaled: bool,
+}
+
+/// Groups of experts: consecutive ones, equally many in each.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Groups {
+    /// How many there are; divides the experts.
+    pub count: usize,
+    /// Those that a row's experts come from.
+    pub used: usize,
+    /// A group's score is the sum of so many of its largest: 2 of DeepSeek V3, 1 of V2.
+    pub largest: usize,
+}
+
+/// Attention over vectors that all heads share and expand: a key is `rank` latent numbers and
+/// `rope` rotated ones, a value the same latent numbers. H heads.
+///
+/// Source: DeepSeek-AI 2024 (DeepSeek-V2), section 2.1; the absorbed form of its appendix C.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Latent {
+    /// Numbers that queries are compressed to first; `None` where they are not.
+    pub query_rank: Option<usize>,
+    /// Latent numbers of a position (r), a multiple of 32.
+    pub rank: usize,
+    /// Elements of a query that meet latent numbers, expanded (N), a multiple of 32.
+    pub plain: usize,
+    /// Elements of a query and of a key that turn, a multiple of 16.
+    pub turned: usize,
+    /// Size of a head's expanded value (V), a multiple of 16.
+    pub value_dim: usize,
+    /// Added to the mean square in the norms of compressed queries and of latent numbers.
+    pub norm_eps: f32,
+    /// How queries grow with their position (Mistral); `None` where they do not.
+    pub growth: Option<Growth>,
+}
+
+/// Queries at position p are multiplied by `1 + rate * ln(1 + floor(p / length))`.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Growth {
+    /// See above.
+    pub rate: f64,
+    /// Positions; at least 1.
+    pub length: f64,
+}
+
+impl Growth {
+    /// The factor at `position`, computed in f64 and rounded once.
+    pub(crate) fn at(self, position: usize) -> f32 {
+        let periods = libm::floor(position as f64 / self.length);
+        (1.0 + self.rate * libm::log(1.0 + periods)) as f32
+    }
+}
+
+impl Latent {
+    /// Elements of a head's query before its plain part is expanded.
+    pub(crate) const fn query_dim(&self) -> usize {
+        self.plain + self.turned
+    }
+
+    /// Numbers that are kept of a position.
+    pub(crate) const fn key_dim(&self) -> usize {
+        self.rank + self.turned
+    }
+}
+
+impl Groups {
+    /// Whether the groups of `experts` are equally large and enough for a row's.
+    fn fit(self, experts: Experts) -> bool {
+        let Self {
+            count,
+            used,
+            largest,
+        } = self;
+        if count == 0 || count > MAX_GROUPS || !experts.count.is_multiple_of(count) {
+            return false;
+        }
+        let each = experts.count / count;
+        (1..=count).contains(&used) && (1..=each).contains(&largest) && experts.used <= used * each
+    }
 }
 
 impl Experts {
@@ -86,7 +197,7 @@ impl Experts {
 }
 
 /// The shape of a layer. Letters: H query heads, K KV heads, D and E elements of a key and of a
-/// value, F the width of the feed-forward.
+/// value as they are kept, F the width of the feed-forward.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct LayerShape {
     /// What it keeps of the positions before.
@@ -105,19 +216,38 @@ pub struct LayerShape {
     pub value_dim: usize,
     /// Multiplies queries.
     pub query_scale: f32,
+    /// Whether the query's projection has a gate of each head behind its query, and the sigmoid of
+    /// that multiplies what attention gives.
+    pub gated: bool,
     /// Width of the feed-forward (F).
     pub ffn: usize,
     /// The experts that it has instead of a feed-forward.
     pub experts: Option<Experts>,
+    /// Where all heads share one key, whose first elements are the value.
+    pub latent: Option<Latent>,
+    /// Whether it has a feed-forward beside its experts.
+    pub dense_beside: bool,
+    /// Whether values have a norm, which has no weights.
+    pub value_norm: bool,
+    /// Whether its keys, before norm and rotation, are its values too.
+    pub keys_as_values: bool,
 }
 
 impl LayerShape {
+    /// Elements of a head's part of the attention's output.
+    pub const fn output_dim(&self) -> usize {
+        match self.latent {
+            Some(latent) => latent.value_dim,
+            None => self.value_dim,
+        }
+    }
+
     /// Columns of a logical block of the attention output's sum: the fewest whole heads that are a
     /// multiple of 32. A tensor split cuts heads there.
     pub const fn attention_leaf(&self) -> usize {
-        let mut leaf = self.value_dim;
+        let mut leaf = self.output_dim();
         while !leaf.is_multiple_of(32) {
-            leaf += self.value_dim;
+            leaf += self.output_dim();
         }
         leaf
     }
@@ -126,7 +256,7 @@ impl LayerShape {
     const fn keeps_in(&self, index: usize) -> usize {
         match self.cache {
             LayerCache::Of(of) => of,
-            LayerCache::Rows | LayerCache::State(_) => index,
+            LayerCache::Rows | LayerCache::State(_) | LayerCache::Delta(_) => index,
         }
     }
 
@@ -136,28 +266,77 @@ impl LayerShape {
     }
 
     /// How many positions before a row's own, itself included, it looks at in the cache; `None` for
-    /// all. A state looks at the page before its own, when that begins.
+    /// all. A state looks at the page before its own, when that begins; that of a delta net keeps it
+    /// all along, so that a sequence leaves the state of its last full page to the next one.
     pub(crate) const fn looks_back(&self) -> Option<usize> {
         match self.cache {
             LayerCache::State(_) => Some(2),
+            LayerCache::Delta(_) => Some(PAGE + 1),
             LayerCache::Rows | LayerCache::Of(_) => self.window,
         }
     }
 
     /// Number of weights, norms left out, of a model of this width.
     pub(crate) fn parameters(&self, width: usize) -> u64 {
-        let (keys, values) = if self.has_kv() {
-            (self.kv_heads, self.kv_heads)
-        } else {
-            (0, 0)
+        let heads = |there: bool| if there { self.kv_heads } else { 0 };
+        let (keys, values) = (heads(self.has_kv()), heads(self.has_values()));
+        let attention = match (self.cache, self.latent) {
+            (LayerCache::Delta(_), _) => {
+                let values = self.heads * (3 * self.value_dim + 2); // and gates, outputs; two gates
+                width * (2 * self.kv_heads * self.head_dim + values)
+            }
+            (_, Some(latent)) => self.latent_parameters(latent, width),
+            _ => {
+                let queries = (1 + usize::from(self.gated)) * self.heads;
+                let values = (self.heads + values) * self.value_dim;
+                width * ((queries + keys) * self.head_dim + values)
+            }
         };
-        let keys = (self.heads + keys) * self.head_dim;
-        let values = (self.heads + values) * self.value_dim;
-        let ffn = self.experts.map_or(3 * self.ffn, |experts| {
+        let experts = self.experts.map_or(0, |experts| {
             let gate = usize::from(experts.shared > 0 && experts.shared_gate);
             3 * (experts.count * experts.width + experts.shared) + experts.count + gate
         });
-        width as u64 * (keys + values + ffn) as u64
+        let ffn = if self.has_dense() { 3 * self.ffn } else { 0 };
+        attention as u64 + width as u64 * (ffn + experts) as u64
+    }
+
+    /// Number of weights of latent attention, norms left out.
+    const fn latent_parameters(&self, latent: Latent, width: usize) -> usize {
+        let queries = self.heads * latent.query_dim();
+        let queries = match latent.query_rank {
+            Some(rank) => rank * (width + queries),
+            None => width * queries,
+        };
+        let expanded = self.heads * latent.rank * (latent.plain + latent.value_dim);
+        let output = self.heads * latent.value_dim * width;
+        queries + width * latent.key_dim() + expanded + output
+    }
+
+    /// Bytes of its states for a sequence, with the rows that came since they changed; `None` where
+    /// it keeps none. A sequence has two pages of a gated delta net: the last full one's, and its own.
+    pub fn state_bytes(&self) -> Option<u64> {
+        let pages = match self.cache {
+            LayerCache::State(_) => 1,
+            LayerCache::Delta(_) => 2,
+            LayerCache::Rows | LayerCache::Of(_) => return None,
+        };
+        let store = crate::kinds::store(self, (self.heads, self.kv_heads), KvType::F32);
+        Some(pages * store.page_bytes() as u64)
+    }
+
+    /// Whether it projects keys of each KV head.
+    pub(crate) const fn has_keys(&self) -> bool {
+        self.has_kv() && self.latent.is_none()
+    }
+
+    /// Whether it projects values of each KV head.
+    pub(crate) const fn has_values(&self) -> bool {
+        self.has_keys() && !self.keys_as_values
+    }
+
+    /// Whether it has a feed-forward, alone or beside experts.
+    pub const fn has_dense(&self) -> bool {
+        self.experts.is_none() || self.dense_beside
     }
 }
 
@@ -172,8 +351,13 @@ pub struct Config {
     pub heads: usize,
     /// Key and value heads, as `heads`.
     pub kv_heads: usize,
-    /// Size of a head, as `heads`.
+    /// Size of a head, as `heads`; of a key that all heads share.
     pub head_dim: usize,
+    /// Latent attention, as `heads`.
+    pub latent: Option<Latent>,
+    /// Positions up to which attention looks at all: beyond, an indexer would choose as many of
+    /// them, which is not computed. `None` without an indexer.
+    pub indexed: Option<usize>,
     /// Width of the feed-forward, as `heads`.
     pub ffn: usize,
     /// Columns of a logical block of the feed-forward's sum: at least 128 and whole blocks of
@@ -202,13 +386,17 @@ pub struct Config {
     pub ropes: Vec<Rope>,
     /// One entry per layer.
     pub layers: Vec<LayerShape>,
+    /// Width of the embeddings that every layer has of its own (P); 0 for none.
+    pub per_layer: usize,
+    /// What logits are capped at: `cap * tanh(z / cap)`.
+    pub softcap: Option<f32>,
 }
 
 /// Largest accepted sizes: several times the largest published models, small enough that their
 /// products cannot overflow 64 bits.
 const MAX_LAYERS: u64 = 1 << 10;
-const MAX_WIDTH: u64 = 1 << 18;
-const MAX_HEADS: u64 = 1 << 12;
+pub(crate) const MAX_WIDTH: u64 = 1 << 18;
+pub(crate) const MAX_HEADS: u64 = 1 << 12;
 const MAX_CONTEXT: u64 = 1 << 27;
 
 impl Config {
@@ -221,7 +409,15 @@ impl Config {
         let fields = Fields::of(source)?;
         let family = fields.family()?;
         let mut config = family.config(&fields)?;
-        config.ffn_leaf = ffn_leaf(config.ffn, longest_down_block(source, &config));
+        if let Some(tied) = outer_tied(source) {
+            config.tied = Some(tied);
+        }
+        if family == Family::DeepSeek {
+            config.find_corrections(source)?;
+        }
+        let widest = config.layers.iter().map(|layer| layer.ffn).max();
+        let widest = widest.unwrap_or(config.ffn);
+        config.ffn_leaf = ffn_leaf(widest, longest_down_block(source, &config));
         Ok(config)
     }
 
@@ -233,25 +429,24 @@ impl Config {
         fields.check_activation(family.activation())?;
         let width = fields.size("embedding_length", "hidden_size", 1, MAX_WIDTH)?;
         let heads = fields.size("attention.head_count", "num_attention_heads", 1, MAX_HEADS)?;
-        let kv_heads = fields
-            .opt_size(
-                "attention.head_count_kv",
-                "num_key_value_heads",
-                1,
-                MAX_HEADS,
-            )?
-            .unwrap_or(heads);
-        let head_dim = fields
-            .opt_size("attention.key_length", "head_dim", 1, MAX_WIDTH)?
-            .unwrap_or(width / heads);
+        let latent = (family == Family::DeepSeek).then(|| fields.latent());
+        let latent = latent.transpose()?;
         let n_layers = fields.size("block_count", "num_hidden_layers", 1, MAX_LAYERS)?;
+        let (kv_heads, head_dim) = match latent {
+            Some(latent) => (vec![1; n_layers], latent.key_dim()),
+            None => Self::kv_heads(fields, n_layers, heads, width)?,
+        };
+        let ffns = fields.ffns(family, n_layers)?;
+        let most = |list: &[usize]| list.iter().copied().max().unwrap_or(0);
         let mut config = Self {
             family,
             width,
             heads,
-            kv_heads,
+            kv_heads: most(&kv_heads),
             head_dim,
-            ffn: fields.size("feed_forward_length", "intermediate_size", 1, MAX_WIDTH)?,
+            latent,
+            indexed: None,
+            ffn: most(&ffns),
             ffn_leaf: 0, // known with the types of the weights: see `read`
             vocab: fields.vocab()?,
             context: fields.size("context_length", "max_position_embeddings", 1, MAX_CONTEXT)?,
@@ -263,10 +458,42 @@ impl Config {
             head_norms: Some(family.norms_heads()),
             ropes: Vec::new(),
             layers: Vec::new(),
+            per_layer: 0,
+            softcap: None,
         };
         config.layers = vec![config.usual_layer(); n_layers];
+        for (i, layer) in config.layers.iter_mut().enumerate() {
+            layer.ffn = ffns[i];
+            layer.kv_heads = kv_heads[i];
+        }
         config.check_heads(fields)?;
         Ok(config)
+    }
+
+    /// KV heads of each layer and the size of a head, where heads have keys of their own.
+    fn kv_heads(
+        fields: &Fields<'_>,
+        n_layers: usize,
+        heads: usize,
+        width: usize,
+    ) -> Result<(Vec<usize>, usize), Error> {
+        let names = ("attention.head_count_kv", "num_key_value_heads");
+        let kv_heads = fields.opt_sizes(names, n_layers, (1, MAX_HEADS))?;
+        let head_dim = fields.opt_size("attention.key_length", "head_dim", 1, MAX_WIDTH)?;
+        let kv_heads = kv_heads.unwrap_or_else(|| vec![heads; n_layers]);
+        Ok((kv_heads, head_dim.unwrap_or(width / heads)))
+    }
+
+    /// Whether routers have biases on their choice, by whether the file has them.
+    fn find_corrections(&mut self, source: &Source) -> Result<(), Error> {
+        let family = self.family;
+        for (i, layer) in self.layers.iter_mut().enumerate() {
+            if let Some(experts) = &mut layer.experts {
+                let role = Role::Layer(i, Part::RouterChoice);
+                experts.corrected = source.opt_weight(family, role)?.is_some();
+            }
+        }
+        Ok(())
     }
 
     /// A layer of full attention of the model's sizes.
@@ -278,10 +505,15 @@ impl Config {
             heads: self.heads,
             kv_heads: self.kv_heads,
             head_dim: self.head_dim,
-            value_dim: self.head_dim,
+            value_dim: self.latent.map_or(self.head_dim, |latent| latent.rank),
             query_scale: 1.0 / self.head_dim_root(),
+            gated: false,
             ffn: self.ffn,
             experts: None,
+            latent: self.latent,
+            dense_beside: false,
+            value_norm: false,
+            keys_as_values: false,
         }
     }
 
@@ -304,6 +536,7 @@ impl Config {
             return value("head size", self.head_dim, "a multiple of 16");
         }
         let value_dim = fields.opt_size("attention.value_length", "v_head_dim", 1, MAX_WIDTH)?;
+        let value_dim = value_dim.filter(|_| self.latent.is_none());
         if value_dim.is_some_and(|dim| dim != self.head_dim) {
             return value(
                 "size of a value head",
@@ -326,7 +559,9 @@ impl Config {
     pub fn parameters(&self, tied: bool) -> u64 {
         let tables = if tied { 1 } else { 2 };
         let layers: u64 = self.layers.iter().map(|l| l.parameters(self.width)).sum();
-        layers + tables * self.width as u64 * self.vocab as u64
+        let (width, n) = (self.per_layer as u64, self.layers.len() as u64);
+        let per_layer = n * width * (3 * self.width + self.vocab) as u64;
+        layers + per_layer + tables * self.width as u64 * self.vocab as u64
     }
 
     /// As [`LayerShape::looks_back`], as far as any layer looks at what this one looks at.
@@ -340,24 +575,29 @@ impl Config {
     }
 
     /// Whether a pipeline may be cut before a layer: none behind uses the cache of one before it.
-    pub(crate) fn can_cut(&self, before: usize) -> bool {
+    pub fn can_cut(&self, before: usize) -> bool {
         let behind = self.layers.iter().enumerate().skip(before);
         behind.fold(true, |can, (i, shape)| can && shape.keeps_in(i) >= before)
     }
 
     /// Whether all layers have the model's sizes and keep rows of their own.
     pub(crate) fn is_uniform(&self) -> bool {
-        let usual = self.usual_layer();
-        self.layers.iter().all(|layer| {
-            let (window, rope, query_scale) = (layer.window, layer.rope, layer.query_scale);
-            *layer
-                == LayerShape {
-                    window,
-                    rope,
-                    query_scale,
-                    ..usual
-                }
-        })
+        self.latent.is_none()
+            && (0..self.layers.len())
+                .all(|layer| self.is_usual(layer) && !self.layers[layer].value_norm)
+    }
+
+    /// Whether a layer has the model's sizes and matrices, and keeps rows of its own.
+    pub fn is_usual(&self, layer: usize) -> bool {
+        let layer = self.layers[layer];
+        let usual = LayerShape {
+            window: layer.window,
+            rope: layer.rope,
+            query_scale: layer.query_scale,
+            value_norm: layer.value_norm,
+            ..self.usual_layer()
+        };
+        layer == usual
     }
 
     /// Whether layers can be computed as they say.
@@ -374,12 +614,25 @@ impl Config {
             if shape.kv_heads == 0 || !shape.heads.is_multiple_of(shape.kv_heads) {
                 return bad("the KV heads do not divide the heads");
             }
+            if shape.latent != self.latent || !self.fits_latent(shape) {
+                return bad("its latent attention is not the model's");
+            }
+            let taps = |net: DeltaNet| (1..=MAX_TAPS).contains(&net.taps);
+            if matches!(shape.cache, LayerCache::Delta(net) if !taps(net)) {
+                return bad("its convolution looks at no input, or at more than 16");
+            }
             if shape.ffn == 0 || shape.rope >= self.ropes.len() {
                 return bad("it has no feed-forward or no rotation");
             }
-            let fits = |e: Experts| e.used >= 1 && e.used <= e.count.min(MAX_USED) && e.width > 0;
+            let fits = |e: Experts| {
+                let chosen = e.used >= 1 && e.used <= e.count.min(MAX_USED) && e.width > 0;
+                chosen && e.groups.is_none_or(|groups| groups.fit(e))
+            };
+            if shape.keys_as_values && shape.head_dim != shape.value_dim {
+                return bad("its keys are its values, which are of another size");
+            }
             if !shape.experts.is_none_or(fits) {
-                return bad("it uses no expert, or more than there are");
+                return bad("it uses no expert, or more than there are or than its groups have");
             }
             if let LayerCache::Of(of) = shape.cache {
                 let of = self.layers[..layer].get(of);
@@ -395,6 +648,26 @@ impl Config {
         Ok(())
     }
 
+    /// Refuses sequences of so many positions where an indexer would choose among them.
+    ///
+    /// # Errors
+    /// [`Error::Indexer`].
+    pub(crate) fn check_context(&self, context: usize) -> Result<(), Error> {
+        match self.indexed.filter(|top_k| context > *top_k) {
+            None => Ok(()),
+            Some(top_k) => Err(Error::Indexer { context, top_k }),
+        }
+    }
+
+    /// Whether a layer of latent attention keeps what that needs, for the model's heads.
+    fn fits_latent(&self, shape: &LayerShape) -> bool {
+        self.latent.is_none_or(|latent| {
+            let heads = (shape.heads, shape.kv_heads) == (self.heads, 1);
+            let sizes = (shape.head_dim, shape.value_dim) == (latent.key_dim(), latent.rank);
+            heads && sizes && shape.cache == LayerCache::Rows
+        })
+    }
+
     /// The experts of its layers, where any have them.
     pub(crate) fn experts(&self) -> Option<Experts> {
         self.layers.iter().find_map(|layer| layer.experts)
@@ -403,6 +676,15 @@ impl Config {
     fn head_dim_root(&self) -> f32 {
         (self.head_dim as f32).sqrt()
     }
+}
+
+/// What a folder says outside of its text part of whether the output head is the embedding.
+fn outer_tied(source: &Source) -> Option<bool> {
+    let Source::Hf(folder) = source else {
+        return None;
+    };
+    folder.config().get("text_config")?;
+    folder.config().get("tie_word_embeddings")?.as_bool()
 }
 
 /// See [`Config::ffn_leaf`].

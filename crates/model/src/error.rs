@@ -91,11 +91,30 @@ pub enum Error {
         /// Who was asked.
         engine: &'static str,
     },
+    /// The engine does not compute models of a family.
+    #[error("engine {engine} does not compute models of the family {family}")]
+    Family {
+        /// The name of the family.
+        family: &'static str,
+        /// The engine that was asked.
+        engine: &'static str,
+    },
     /// The engine computes with layers of one shape only.
     #[error("engine {engine} does not compute models whose layers differ in heads or cache")]
     LayersDiffer {
         /// Who was asked.
         engine: &'static str,
+    },
+    /// Positions beyond those that a sparse attention's indexer takes all of.
+    #[error(
+        "context is {context}, expected at most {top_k}: beyond, the model's indexer chooses which \
+         positions a row sees, and paceline does not compute it"
+    )]
+    Indexer {
+        /// Positions asked for.
+        context: usize,
+        /// Positions that the indexer chooses.
+        top_k: usize,
     },
     /// The key/value cache cannot be reserved.
     #[error("key/value cache: {0}")]
@@ -139,10 +158,12 @@ pub enum Error {
         limit: Duration,
     },
     /// An evaluation does not end.
-    #[error("mlx hangs: an evaluation has taken more than {} s", limit.as_secs())]
+    #[error("{}", hung(*limit, *usual))]
     Hung {
         /// The longest that is waited for.
         limit: Duration,
+        /// The longest that it should take by those before; `None` for the first.
+        usual: Option<Duration>,
     },
     /// The thread that MLX computes on has panicked.
     #[error("the thread of mlx is gone")]
@@ -169,6 +190,21 @@ pub enum Error {
         /// What would fit.
         limit: usize,
     },
+}
+
+/// Whether a device is slow can be told only where it was measured before.
+fn hung(limit: Duration, usual: Option<Duration>) -> String {
+    let limit = limit.as_secs();
+    match usual {
+        Some(usual) => format!(
+            "mlx hangs: an evaluation has taken more than {limit} s, at most {:.3} s by those before",
+            usual.as_secs_f64()
+        ),
+        None => format!(
+            "mlx is slow or hangs: an evaluation has taken more than {limit} s, and none before it \
+             was measured"
+        ),
+    }
 }
 
 impl Error {

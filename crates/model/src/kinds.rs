@@ -5,7 +5,7 @@
 //! one kind: they share the pages of a sequence, which have numbers of their own in each kind.
 
 use paceline_base::Bytes;
-use paceline_tensor::{KvShape, KvType, LayerStore, PAGE, StateShape};
+use paceline_tensor::{DeltaShape, KvShape, KvType, LayerStore, PAGE, StateShape};
 
 use crate::step::BatchSize;
 use crate::{Config, LayerCache, LayerShape};
@@ -16,11 +16,21 @@ use crate::{Config, LayerCache, LayerShape};
 /// 0.30 of the cache of full layers.
 const KEPT: usize = 8;
 
+/// Of the pages with states of delta nets that a sequence lets go, one in so many is kept, besides
+/// those at the ends of prompts: a page is as large as the keys and values of thousands of
+/// positions (some 170 MB of Qwen3.5-35B-A3B), and one in 2048 positions is what a prefix that
+/// another sequence shares in part loses at most.
+const SAVED_EVERY: usize = 32;
+
+/// States kept for each sequence besides: of the end of its prompt, and of the one before.
+const SAVED_EACH: usize = 2;
+
 /// The kinds of a model's layers. The first looks at all positions; it may have no layers.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Kinds {
-    /// How many positions each kind looks at, the row's own included; the first at all.
-    backs: Vec<Option<usize>>,
+    /// How many positions each kind looks at, the row's own included; the first at all. And of
+    /// how many pages let go one is kept.
+    backs: Vec<(Option<usize>, usize)>,
     /// The kind of each layer.
     of: Vec<usize>,
 }
@@ -32,6 +42,9 @@ pub struct WindowPool {
     pub back: usize,
     /// Pages there are.
     pub pages: usize,
+    /// Of the pages that a sequence lets go, one in so many is kept for others, besides those at
+    /// the end of its prompt; 1 where all are.
+    pub every: usize,
 }
 
 impl WindowPool {
@@ -44,9 +57,13 @@ impl WindowPool {
 impl Kinds {
     /// The kinds of `config`'s layers.
     pub(crate) fn new(config: &Config) -> Self {
-        let mut backs = vec![None];
+        let mut backs = vec![(None, 1)];
         let of = (0..config.layers.len()).map(|layer| {
-            let back = config.looks_back(layer);
+            let every = match config.layers[layer].cache {
+                LayerCache::Delta(_) => SAVED_EVERY,
+                _ => 1,
+            };
+            let back = (config.looks_back(layer), every);
             let known = backs.iter().position(|known| *known == back);
             known.unwrap_or_else(|| {
                 backs.push(back);
@@ -72,29 +89,49 @@ impl Kinds {
     /// Pages of each kind for steps of up to `size` and `positions` positions in all.
     pub fn pages(&self, size: BatchSize, positions: usize) -> Vec<usize> {
         let all = positions.div_ceil(PAGE);
-        let pages = |back: &Option<usize>| back.map_or(all, |back| few(back, size, all).min(all));
+        let pages = |&(back, every): &(Option<usize>, usize)| {
+            back.map_or(all, |back| few((back, every), size, all).min(all))
+        };
         self.backs.iter().map(pages).collect()
     }
 
     /// The kinds that let pages go, of a cache with so many `pages` of each kind.
     pub fn windows(&self, pages: impl IntoIterator<Item = usize>) -> Vec<WindowPool> {
         let pools = self.backs.iter().zip(pages);
-        let window =
-            |(back, pages): (&Option<usize>, usize)| back.map(|back| WindowPool { back, pages });
+        let window = |(&(back, every), pages): (&(Option<usize>, usize), usize)| {
+            back.map(|back| WindowPool { back, pages, every })
+        };
         pools.filter_map(window).collect()
     }
 }
 
-/// What a layer keeps of so many KV heads.
-pub(crate) fn store(shape: &LayerShape, heads: usize, kv_type: KvType) -> LayerStore {
-    let (head_dim, value_dim) = (shape.head_dim, shape.value_dim);
-    match shape.cache {
+/// What a layer keeps of so many query heads and KV heads.
+pub(crate) fn store(
+    layer: &LayerShape,
+    (query_heads, heads): (usize, usize),
+    kv_type: KvType,
+) -> LayerStore {
+    let (head_dim, value_dim) = (layer.head_dim, layer.value_dim);
+    match layer.cache {
         LayerCache::Of(_) => LayerStore::Nothing,
-        LayerCache::Rows => LayerStore::Rows(KvShape {
-            heads,
+        LayerCache::Rows => {
+            let shape = KvShape {
+                heads,
+                head_dim,
+                value_dim,
+                kv_type,
+            };
+            match layer.latent {
+                Some(_) => LayerStore::Latent(shape),
+                None => LayerStore::Rows(shape),
+            }
+        }
+        LayerCache::Delta(net) => LayerStore::Delta(DeltaShape {
+            heads: query_heads,
+            key_heads: heads,
             head_dim,
             value_dim,
-            kv_type,
+            taps: net.taps,
         }),
         LayerCache::State(recurrence) => LayerStore::State(StateShape {
             heads,
@@ -112,7 +149,7 @@ impl Config {
         let pages = kinds.pages(size, positions);
         let layers = self.layers.iter().enumerate();
         let bytes = layers.map(|(i, shape)| {
-            let page = store(shape, shape.kv_heads, kv_type).page_bytes();
+            let page = store(shape, (shape.heads, shape.kv_heads), kv_type).page_bytes();
             page as u64 * pages[kinds.of(i)] as u64
         });
         Bytes(bytes.sum())
@@ -121,10 +158,14 @@ impl Config {
 
 /// Pages that the sequences of a step touch at most, and those kept besides. A run of n positions
 /// touches at most n / 64 + 2 pages.
-const fn few(back: usize, size: BatchSize, all: usize) -> usize {
-    let each = back.div_ceil(PAGE) + 2;
+const fn few((back, every): (usize, usize), size: BatchSize, all: usize) -> usize {
+    let (kept, saved) = match every {
+        1 => (KEPT, 0),
+        every => (every, SAVED_EACH),
+    };
+    let each = back.div_ceil(PAGE) + 2 + saved;
     let touched = size.sequences.saturating_mul(each);
     touched
         .saturating_add(size.rows.div_ceil(PAGE))
-        .saturating_add(all / KEPT)
+        .saturating_add(all / kept)
 }

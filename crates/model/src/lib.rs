@@ -4,6 +4,7 @@
 //! - [`Config`] is what a model file says about its shape, checked.
 //! - [`Model`] holds packed weights; [`Model::forward`] runs one step over a batch of sequences.
 //! - [`Weights`] and [`Compute`] are what an engine needs of it, and what MLX gives as well.
+//! - [`trace`]: what a rank did when, for `paceline trace`.
 //! - [`encoder`]: a text in, one vector out; one node, no cache.
 //! - [`families`] has one file per family, each a configuration reader and one layer.
 //!
@@ -26,14 +27,20 @@ mod links;
 mod mlx;
 mod model;
 mod plan;
+mod progress;
 mod rope;
 mod source;
 pub mod split;
 mod step;
+pub mod trace;
+mod uses;
 mod weights;
 
 pub use compute::{Compute, Exchanged, Weights};
-pub use config::{Activation, Config, Experts, Gating, LayerCache, LayerShape};
+pub use config::{
+    Activation, Config, DeltaNet, Experts, Gating, Groups, Growth, HeadOrder, Latent, LayerCache,
+    LayerShape,
+};
 pub use error::Error;
 pub use families::Family;
 pub use kinds::{Kinds, WindowPool};
@@ -41,7 +48,9 @@ pub use links::Links;
 pub use mlx::{MlxModel, MlxOptions};
 pub use model::{Followed, LoadOptions, Model};
 pub use paceline_mlx::Places as MlxPlaces;
+pub use progress::{Doing, Place, Progress};
 pub use rope::Rope;
 pub use source::{Nth, Part, Role, Source};
 pub use split::{LayerCut, LeafCut, Shard, Split, SplitKind};
 pub use step::{Batch, BatchSequence, BatchSize, Logits, WindowPages, Workspace};
+pub use uses::ExpertUses;

@@ -19,7 +19,10 @@ use paceline_comm::{Deadline, Group};
 
 use crate::Error;
 use crate::plan::{HEADER_WORDS, Plan};
+use crate::progress::Progress;
 use crate::split::{LeafCut, Shard};
+use crate::step::halves::Turn;
+use crate::trace::{Kind, Tracer};
 
 /// Streams of messages between two ranks.
 const PLAN: u32 = 1;
@@ -40,6 +43,10 @@ pub struct Links {
     /// exchanged, or next stages compute the other: the same on all ranks of the world. It changes
     /// no bit.
     pub overlap: bool,
+    /// Records how long exchanges take, where somebody asks.
+    pub trace: Tracer,
+    /// Where this rank is in a step. Steps on MLX are not counted.
+    pub progress: Progress,
 }
 
 impl LeafCut {
@@ -76,6 +83,8 @@ impl Links {
             stage,
             patience,
             overlap,
+            trace: Tracer::default(),
+            progress: Progress::default(),
         }
     }
 
@@ -129,13 +138,19 @@ impl Links {
         all: &mut [u8],
         counts: &[usize],
     ) -> Result<(), Error> {
+        let _exchange = self.progress.exchange();
+        let began = self.trace.begin();
         let gathered = self.stage.all_gather_v(mine, all, counts, self.deadline());
+        self.trace.end(began, Kind::Sum, 0);
         gathered.map_err(|error| self.stage_error(error))
     }
 
     /// Tells every other rank what the next step computes. The leader calls it.
     pub(crate) fn announce(&self, words: &[u32]) -> Result<(), Error> {
+        let _exchange = self.progress.exchange();
         let deadline = self.deadline();
+        self.trace.next_step();
+        let began = self.trace.begin();
         let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
         let (header, rest) = bytes.split_at(4 * HEADER_WORDS);
         for rank in (0..self.world.size()).map(Rank) {
@@ -147,17 +162,22 @@ impl Links {
                 self.world.send(rest, rank, PLAN, deadline)?;
             }
         }
+        self.trace.end(began, Kind::Plan, 0);
         Ok(())
     }
 
     /// Waits for the next step's plan from `leader`.
     pub(crate) fn next_plan(&self, leader: Rank, words: &mut Vec<u32>) -> Result<(), Error> {
         words.clear();
+        let began = self.trace.begin();
         self.receive_words(leader, HEADER_WORDS, words)?;
         let len = Plan::len_of(words)?;
         if len > HEADER_WORDS {
             self.receive_words(leader, len - HEADER_WORDS, words)?;
         }
+        self.trace.next_step();
+        self.trace.end(began, Kind::Plan, 0);
+        self.trace.begin_step();
         Ok(())
     }
 
@@ -178,9 +198,25 @@ impl Links {
         sum: &mut [f32],
         counts: &mut Vec<usize>,
     ) -> Result<(), Error> {
+        let _exchange = self.progress.exchange();
         self.enter(index);
+        let began = self.trace.begin();
         let completed = cut.complete(&*self.stage, sum, counts, self.deadline());
+        self.trace.end(began, Kind::Sum, index);
         completed.map_err(|error| self.stage_error(error))
+    }
+
+    /// Runs an exchange of layer `index` while the other half of the step computes.
+    pub(crate) fn in_turn(
+        &self,
+        turn: &mut Turn<'_>,
+        index: usize,
+        exchange: impl FnOnce() -> Result<(), Error>,
+    ) -> Result<(), Error> {
+        let began = self.trace.begin();
+        let exchanged = turn.exchange(exchange);
+        self.trace.end(began, Kind::Turn, index);
+        exchanged
     }
 
     /// Gathers values of layer `index` over the stage: `values` has those of all ranks in order,
@@ -191,10 +227,13 @@ impl Links {
         values: &mut [f32],
         counts: &[usize],
     ) -> Result<(), Error> {
+        let _exchange = self.progress.exchange();
         self.enter(index);
+        let began = self.trace.begin();
         let gathered = self
             .stage
             .all_gather_in_place(values, counts, self.deadline());
+        self.trace.end(began, Kind::Sum, index);
         gathered.map_err(|error| self.stage_error(error))
     }
 
@@ -203,14 +242,23 @@ impl Links {
         let Some(rank) = shard.source() else {
             return Ok(());
         };
-        Ok(self.world.recv(into, rank, RESIDUAL, self.deadline())?)
+        let _exchange = self.progress.exchange();
+        let began = self.trace.begin();
+        self.world.recv(into, rank, RESIDUAL, self.deadline())?;
+        self.trace.end(began, Kind::Receive, 0);
+        Ok(())
     }
 
     /// Sends the residual stream on to the stage after, if there is one.
     pub(crate) fn send_residual(&self, shard: &Shard, residual: &[f32]) -> Result<(), Error> {
+        let _exchange = self.progress.exchange();
+        let began = self.trace.begin();
+        let mut sends = false;
         for rank in shard.targets() {
+            sends = true;
             self.world.send(residual, rank, RESIDUAL, self.deadline())?;
         }
+        self.trace.end(began.filter(|_| sends), Kind::Send, 0);
         Ok(())
     }
 
@@ -232,12 +280,16 @@ impl Links {
         all: &mut [f32],
         scratch: &mut [f32],
     ) -> Result<(), Error> {
+        let _exchange = self.progress.exchange();
         let leader = Rank(shard.stage_ranks.start);
+        let began = self.trace.begin();
         if !shard.leads() {
             if mine.is_empty() {
                 return Ok(());
             }
-            return Ok(self.world.send(mine, leader, LOGITS, self.deadline())?);
+            self.world.send(mine, leader, LOGITS, self.deadline())?;
+            self.trace.end(began, Kind::Logits, 0);
+            return Ok(());
         }
         place(mine, rows, shard.vocab().start, all);
         for (rank, columns) in shard.stage_ranks().zip(&shard.vocab).skip(1) {
@@ -248,6 +300,8 @@ impl Links {
             self.world.recv(part, Rank(rank), LOGITS, self.deadline())?;
             place(part, rows, columns.start, all);
         }
+        let alone = shard.stage_ranks().len() == 1;
+        self.trace.end(began.filter(|_| !alone), Kind::Logits, 0);
         Ok(())
     }
 }

@@ -14,7 +14,9 @@ use crate::plan::Plan;
 use crate::split::{Shard, Split};
 use crate::step::halves::{self, HALVES_FROM, Turn, Turns};
 use crate::step::{Batch, BatchSequence, BatchSize, Limits, Step, Workspace};
-use crate::weights::{self, AsStored, Layer, Linear, Loader, Names};
+use crate::trace::{Kind, SECOND_HALF, Tracer};
+use crate::uses::{ExpertUses, LayerUses};
+use crate::weights::{self, AsStored, Layer, Linear, Loader, Names, PerLayerInputs};
 use crate::{Config, Error, Kinds, Source, WindowPages};
 
 /// How a model is loaded.
@@ -35,9 +37,13 @@ pub struct Model {
     kv_type: KvType,
     kernels: Arc<Kernels>,
     kinds: Kinds,
-    /// In the first stage.
+    /// In the first stage, and in all where layers have embeddings of their own.
     embedding: Option<AsStored>,
+    /// Where layers have embeddings of their own.
+    per_layer: Option<PerLayerInputs>,
     layers: Vec<Layer>,
+    /// Of each of its layers.
+    uses: Vec<LayerUses>,
     /// Norm and output head, in the last stage.
     head: Option<(Vec<f32>, Linear)>,
     tied: bool,
@@ -125,9 +131,11 @@ impl Model {
             class: options.class,
             pool: kernels.pool(),
         };
-        let embedding = shard.embeds().then(|| loader.embedding()).transpose()?;
+        let per_layer = loader.per_layer_inputs()?;
+        let embeds = shard.embeds() || per_layer.is_some();
+        let embedding = embeds.then(|| loader.embedding()).transpose()?;
         let n = shard.layers.len();
-        let mut layers = Vec::with_capacity(n);
+        let mut layers = Vec::new(); // which grows with what the file has, not with what it says
         for i in shard.layers.clone() {
             layers.push(loader.layer(i)?);
             progress(layers.len(), n + 1);
@@ -142,7 +150,9 @@ impl Model {
             class: options.class,
             kv_type: KvType::of(options.class),
             kinds: Kinds::new(&config),
+            uses: LayerUses::of(&config, shard.layers.clone()),
             embedding,
+            per_layer,
             kernels,
             layers,
             head,
@@ -221,6 +231,8 @@ impl Model {
     pub fn weight_bytes(&self) -> Bytes {
         let layers: u64 = self.layers.iter().map(|l| l.bytes().0).sum();
         let head = self.head.as_ref();
+        let inputs = self.per_layer.as_ref();
+        let layers = layers + inputs.map_or(0, |inputs| inputs.projection.bytes().0);
         Bytes(layers + head.map_or(0, |(_, output)| output.matrix.bytes().0))
     }
 
@@ -230,14 +242,33 @@ impl Model {
     }
 
     /// # Panics
-    /// But in the first stage.
+    /// But in the first stage, or where layers have embeddings of their own.
     pub(crate) const fn embedding(&self) -> &AsStored {
         self.embedding.as_ref().expect("the first stage embeds")
+    }
+
+    /// The embeddings of layers, where they have some.
+    pub(crate) const fn per_layer(&self) -> Option<&PerLayerInputs> {
+        self.per_layer.as_ref()
     }
 
     /// Norm and output head, in the last stage.
     pub(crate) fn head(&self) -> Option<(&[f32], &Linear)> {
         self.head.as_ref().map(|(norm, output)| (&norm[..], output))
+    }
+
+    /// The counters of layer `index` of the model.
+    pub(crate) fn uses(&self, index: usize) -> &LayerUses {
+        &self.uses[index - self.shard.layers.start]
+    }
+
+    /// How often the experts of its layers were chosen since it was loaded: none without experts.
+    /// Every rank of a stage counts the same.
+    pub fn expert_uses(&self) -> Vec<ExpertUses> {
+        let layers = self.shard.layers.clone().zip(&self.uses);
+        layers
+            .filter_map(|(layer, uses)| uses.told(layer))
+            .collect()
     }
 
     pub(crate) fn layers(&self) -> &[Layer] {
@@ -275,7 +306,8 @@ impl Model {
 
     /// What a layer of this rank keeps.
     fn store(&self, layer: usize) -> LayerStore {
-        let heads = self.shard.layer(layer).kv_heads.len();
+        let cut = self.shard.layer(layer);
+        let heads = (cut.heads.len(), cut.kv_heads.len());
         kinds::store(&self.config.layers[layer], heads, self.kv_type)
     }
 
@@ -365,6 +397,8 @@ impl Model {
         cache: &mut KvCache,
     ) -> Result<usize, Error> {
         let cache = Mutex::new(&mut *cache);
+        let progress = self.links.as_ref().map(|links| &links.progress);
+        let _step = progress.map(|it| it.step(batch.rows(), self.layers.len()));
         match ws.second.take() {
             Some(mut second) if batch.rows() >= HALVES_FROM => {
                 let rows = self.halves(batch, [ws, &mut second], &cache);
@@ -387,12 +421,21 @@ impl Model {
         turn: Option<Turn<'_>>,
     ) -> Result<usize, Error> {
         turn.iter().try_for_each(Turn::begin)?;
+        let tracer = self.links.as_ref().map(|links| &links.trace);
+        let began = tracer.filter(|_| turn.is_some()).and_then(Tracer::begin);
         let mut step = Step::new(self, batch, ws, cache, turn)?;
         for (index, layer) in self.shard.layers.clone().zip(&self.layers) {
             step.enter(index);
+            if let Some(links) = &self.links {
+                links.progress.enter(index);
+            }
             self.config.family.layer(&mut step, layer, index)?;
         }
-        step.finish()
+        let finished = step.finish();
+        if let Some(tracer) = tracer {
+            tracer.end(began, Kind::Half, batch.rows());
+        }
+        finished
     }
 
     /// A step as two, one computed while the sums of the other are exchanged. A half waits for the
@@ -412,7 +455,7 @@ impl Model {
         let [turn, second_turn] = turns.both();
         let (first, second) = thread::scope(|scope| {
             let run = || self.whole(&second, second_ws, cache, Some(second_turn));
-            let thread = thread::Builder::new().name("second half".into());
+            let thread = thread::Builder::new().name(SECOND_HALF.into());
             let thread = thread.spawn_scoped(scope, run).map_err(Error::Thread)?;
             let first = self.whole(&first, ws, cache, Some(turn));
             let second = thread.join().unwrap_or_else(|panic| resume_unwind(panic));

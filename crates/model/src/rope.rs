@@ -92,6 +92,13 @@ impl Rope {
         self
     }
 
+    /// Lets all pairs but the first `n` stand still.
+    #[must_use]
+    pub fn with_turning(mut self, n: usize) -> Self {
+        self.frequencies.iter_mut().skip(n).for_each(|f| *f = 0.0);
+        self
+    }
+
     /// Divides each frequency by its factor (the `rope_freqs` tensor of GGUF files).
     ///
     /// # Panics

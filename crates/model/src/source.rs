@@ -9,7 +9,7 @@ use paceline_formats::mlx::Quantised;
 use paceline_formats::tensor::Tensor;
 
 use crate::Error;
-use crate::families::Family;
+use crate::families::{Family, FileNames, Stacks};
 
 /// An opened model: a GGUF file (all its parts) or a Hugging Face folder.
 #[derive(Debug)]
@@ -32,6 +32,12 @@ pub enum Role {
     Output,
     /// `(head_dim / 2,)`: divisors of the rotary frequencies; absent in most files.
     RopeFactors,
+    /// `(vocabulary, layers * P)`: the embeddings that each layer has of its own.
+    PerLayerEmbedding,
+    /// `(layers * P, width)`: what a token's embedding adds to these.
+    PerLayerProjection,
+    /// `(P,)`, on each layer's part of what that gives.
+    PerLayerNorm,
     /// A weight of a layer.
     Layer(usize, Part),
 }
@@ -95,6 +101,63 @@ pub enum Part {
     SharedUp,
     /// `(C, shared F)`
     SharedDown,
+    /// `(compressed, C)`: of queries, where these are compressed first.
+    QueryDown,
+    /// `(compressed,)`
+    QueryDownNorm,
+    /// `(H (plain + turned), compressed)`
+    QueryUp,
+    /// `(latent + turned, C)`: what all heads share of a position.
+    LatentDown,
+    /// `(latent,)`
+    LatentNorm,
+    /// `(H (plain + value), latent)`: the expansion to keys and values, behind each other for each
+    /// head. Newer GGUF files and MLX's have it as the next two instead.
+    LatentUp,
+    /// `(latent, plain)` of one head: its part of the expansion to keys, turned.
+    KeyUp(Nth),
+    /// `(value, latent)` of one head.
+    ValueUp(Nth),
+    /// `(C,)`, on what goes into the router (Gemma 4).
+    RouterScale,
+    /// `(experts,)`: a factor of the weight of each (Gemma 4).
+    ExpertScales,
+    /// `(C,)`, on the result of a feed-forward that has experts beside it.
+    DenseNorm,
+    /// `(C,)`, before experts that have a feed-forward beside them.
+    BesideNorm,
+    /// `(C,)`, on the result of these.
+    PostBesideNorm,
+    /// `(P, C)`, on the residual; P is the width of a layer's own embeddings.
+    PerLayerGate,
+    /// `(C, P)`, back to the residual.
+    PerLayerOutput,
+    /// `(C,)`, on what that gives.
+    PostPerLayerNorm,
+    /// `(1,)`: a factor of the residual behind the layer.
+    OutputScale,
+    /// Of a gated delta net, as all that follow: `(2 K D + H E, C)`, queries, keys and values.
+    DeltaQkv,
+    /// `(H E, C)`: gates of the values.
+    DeltaGate,
+    /// `(2 K D + 2 H E, C)`: for each key head query, key, values and gates.
+    DeltaQkvGate,
+    /// `(H, C)`: how much of a difference is taken in.
+    DeltaStep,
+    /// `(H, C)`: how much of the state goes.
+    DeltaDecay,
+    /// `(2 H, C)`: for each key head steps and decays.
+    DeltaStepDecay,
+    /// `(2 K D + H E, taps)`, or with a 1 between.
+    DeltaConv,
+    /// `(H,)`: added to what the decay comes from.
+    DeltaBias,
+    /// `(H,)`: the decay's factor, in GGUF files; its logarithm otherwise.
+    DeltaScale,
+    /// `(E,)`: the norm of each head's result.
+    DeltaNorm,
+    /// `(C, H E)`
+    DeltaOutput,
 }
 
 impl Source {
@@ -122,7 +185,7 @@ impl Source {
     fn stem(&self, family: Family, role: Role) -> String {
         match self {
             Self::Gguf(_) => gguf_stem(family, role),
-            Self::Hf(_) => hf_stem(family, role),
+            Self::Hf(folder) => hf_stem(family.file_names(), prefix(folder), role),
         }
     }
 
@@ -131,7 +194,12 @@ impl Source {
         let stem = self.stem(family, role);
         match (self, role) {
             (Self::Gguf(_), Role::Layer(_, Part::RouterChoice)) => format!("{stem}.bias"),
-            (Self::Hf(_), Role::Layer(_, Part::Sinks | Part::RouterChoice)) => stem,
+            (Self::Gguf(_), Role::Layer(_, Part::RouterScale | Part::ExpertScales)) => {
+                format!("{stem}.scale")
+            }
+            (Self::Gguf(_), Role::Layer(_, Part::DeltaBias)) => format!("{stem}.bias"),
+            (Self::Gguf(_), Role::Layer(_, Part::DeltaScale)) => stem,
+            (Self::Hf(_), Role::Layer(_, part)) if part.is_bare_in_hf() => stem,
             _ => format!("{stem}.weight"),
         }
     }
@@ -149,6 +217,9 @@ impl Source {
         }
         if let Some((folder, stack, wanted)) = self.stacked(family, role) {
             return Ok(folder.stacked(&stack, wanted)?);
+        }
+        if let Some(tensor) = self.behind(family, role)? {
+            return Ok(tensor);
         }
         if let (Self::Gguf(file), Role::Layer(layer, part)) = (self, role)
             && let Some(tensor) = other_expert(file, layer, part)?
@@ -177,12 +248,23 @@ impl Source {
         self.opt_tensor(&self.name(family, role))
     }
 
+    /// Whether the file has the weight of `role` under its usual name, in whatever form.
+    pub(crate) fn has_any(&self, family: Family, role: Role) -> bool {
+        let name = self.name(family, role);
+        match self {
+            Self::Gguf(file) => file.has(&name),
+            Self::Hf(folder) => folder.has(&name),
+        }
+    }
+
     /// The stack of a folder of gpt-oss that an expert's matrix is in, and where.
     fn stacked(&self, family: Family, role: Role) -> Option<(&HfFolder, String, Wanted)> {
-        let (Self::Hf(folder), Family::GptOss, Role::Layer(layer, part)) = (self, family, role)
-        else {
+        let (Self::Hf(folder), Role::Layer(layer, part)) = (self, role) else {
             return None;
         };
+        if family.file_names().stacks != Stacks::Alternate {
+            return None;
+        }
         let (name, first, step) = match part {
             Part::ExpertGate(_) => ("gate_up_proj", 0, 2),
             Part::ExpertUp(_) => ("gate_up_proj", 1, 2),
@@ -200,6 +282,33 @@ impl Source {
                 step,
             },
         ))
+    }
+
+    /// The matrix of an expert out of a folder that has those of all experts as one tensor, the
+    /// rows of up behind those of gate: of Gemma 4 always, of others perhaps, as transformers 5
+    /// writes them. `None` for other folders and weights.
+    fn behind(&self, family: Family, role: Role) -> Result<Option<Tensor>, Error> {
+        let (Self::Hf(folder), Role::Layer(layer, part)) = (self, role) else {
+            return Ok(None);
+        };
+        let (name, half) = match part {
+            Part::ExpertGate(_) => ("gate_up_proj", Some(0)),
+            Part::ExpertUp(_) => ("gate_up_proj", Some(1)),
+            Part::ExpertDown(_) => ("down_proj", None),
+            _ => return Ok(None),
+        };
+        let always = family.file_names().stacks == Stacks::Behind;
+        let block = if always { "experts" } else { "mlp.experts" };
+        let stack = format!("{}.layers.{layer}.{block}.{name}", prefix(folder));
+        if !always && !folder.has(&stack) {
+            return Ok(None);
+        }
+        let nth = part.expert().expect("it is of an expert");
+        let tensor = of_expert(folder.tensor(&stack)?, nth)?;
+        match half {
+            None => Ok(Some(tensor)),
+            Some(half) => half_of(tensor, half).map(Some),
+        }
     }
 
     /// The biases of all experts of a layer for `role`, `(experts, n)`; and of those of an expert,
@@ -237,7 +346,8 @@ impl Source {
         }
     }
 
-    /// The module of a folder of MLX's that holds all experts of a layer, and the expert of `role`.
+    /// The module of a folder of MLX's that holds all experts or heads of a layer, and which of
+    /// these `role` is.
     fn mlx_stack(&self, family: Family, role: Role) -> Option<(&HfFolder, String, Nth)> {
         let (Self::Hf(folder), Role::Layer(layer, part)) = (self, role) else {
             return None;
@@ -246,14 +356,15 @@ impl Source {
         let name = match part {
             Part::ExpertGate(_) => "gate_proj",
             Part::ExpertUp(_) => "up_proj",
+            Part::KeyUp(_) => "embed_q",
+            Part::ValueUp(_) => "unembed_out",
             _ => "down_proj",
         };
-        let stack = match family {
-            Family::Mixtral | Family::MiniMaxM2 => "block_sparse_moe.switch_mlp",
-            Family::GptOss => "mlp.experts",
-            _ => "mlp.switch_mlp",
+        let stack = match part {
+            Part::KeyUp(_) | Part::ValueUp(_) => "self_attn",
+            _ => family.file_names().mlx_experts,
         };
-        let module = format!("model.layers.{layer}.{stack}.{name}");
+        let module = format!("{}.layers.{layer}.{stack}.{name}", prefix(folder));
         let there = folder.has(&format!("{module}.weight"));
         there.then_some((folder, module, nth))
     }
@@ -288,17 +399,24 @@ impl Source {
     fn tensor(&self, name: &str) -> Result<Tensor, Error> {
         Ok(match self {
             Self::Gguf(file) => file.tensor(name)?,
-            Self::Hf(folder) => folder.tensor(name)?,
+            Self::Hf(folder) => folder.tensor(bare(folder, name))?,
         })
     }
 
     fn opt_tensor(&self, name: &str) -> Result<Option<Tensor>, Error> {
         let there = match self {
             Self::Gguf(file) => file.has(name),
-            Self::Hf(folder) => folder.has(name),
+            Self::Hf(folder) => folder.has(bare(folder, name)),
         };
         there.then(|| self.tensor(name)).transpose()
     }
+}
+
+/// `name` as it is in `folder`: a decoder that was saved without its head, as those that make
+/// embeddings are, has no `model.` before its names.
+fn bare<'a>(folder: &HfFolder, name: &'a str) -> &'a str {
+    let bare = name.strip_prefix("model.").filter(|bare| folder.has(bare));
+    bare.filter(|_| !folder.has(name)).unwrap_or(name)
 }
 
 /// Names in GGUF files: `gguf-py/gguf/constants.py` of llama.cpp.
@@ -308,12 +426,12 @@ fn gguf_stem(family: Family, role: Role) -> String {
         Role::OutputNorm => return "output_norm".to_owned(),
         Role::Output => return "output".to_owned(),
         Role::RopeFactors => return "rope_freqs".to_owned(),
+        Role::PerLayerEmbedding => return "per_layer_token_embd".to_owned(),
+        Role::PerLayerProjection => return "per_layer_model_proj".to_owned(),
+        Role::PerLayerNorm => return "per_layer_proj_norm".to_owned(),
         Role::Layer(layer, part) => (layer, part),
     };
     let name = match part {
-        Part::FfnNorm if matches!(family, Family::GptOss | Family::Glm4Moe) => {
-            "post_attention_norm" // which is before the feed-forward, whatever its name
-        }
         Part::AttentionNorm => "attn_norm",
         Part::Query => "attn_q",
         Part::Key => "attn_k",
@@ -323,37 +441,76 @@ fn gguf_stem(family: Family, role: Role) -> String {
         Part::KeyNorm => "attn_k_norm",
         Part::Sinks => "attn_sinks",
         Part::PostAttentionNorm => "post_attention_norm",
-        Part::FfnNorm => "ffn_norm",
+        Part::FfnNorm => family.file_names().gguf_ffn_norm,
         Part::Gate => "ffn_gate",
         Part::Up => "ffn_up",
         Part::Down => "ffn_down",
         Part::PostFfnNorm => "post_ffw_norm",
-        Part::Router => "ffn_gate_inp",
+        Part::Router | Part::RouterScale => "ffn_gate_inp",
         Part::RouterChoice => "exp_probs_b",
         Part::ExpertGate(_) => "ffn_gate_exps",
         Part::ExpertUp(_) => "ffn_up_exps",
-        Part::ExpertDown(_) => "ffn_down_exps",
+        Part::ExpertDown(_) | Part::ExpertScales => "ffn_down_exps",
         Part::SharedRouter => "ffn_gate_inp_shexp",
         Part::SharedGate => "ffn_gate_shexp",
         Part::SharedUp => "ffn_up_shexp",
         Part::SharedDown => "ffn_down_shexp",
+        Part::QueryDown => "attn_q_a",
+        Part::QueryDownNorm => "attn_q_a_norm",
+        Part::QueryUp => "attn_q_b",
+        Part::LatentDown => "attn_kv_a_mqa",
+        Part::LatentNorm => "attn_kv_a_norm",
+        Part::LatentUp => "attn_kv_b",
+        Part::KeyUp(_) => "attn_k_b",
+        Part::ValueUp(_) => "attn_v_b",
+        Part::DenseNorm => "post_ffw_norm_1",
+        Part::BesideNorm => "pre_ffw_norm_2",
+        Part::PostBesideNorm => "post_ffw_norm_2",
+        Part::PerLayerGate => "inp_gate",
+        Part::PerLayerOutput => "proj",
+        Part::PostPerLayerNorm => "post_norm",
+        Part::OutputScale => "layer_output_scale",
+        Part::DeltaQkv => "attn_qkv",
+        Part::DeltaGate => "attn_gate",
+        Part::DeltaQkvGate => "ssm_in",
+        Part::DeltaStep => "ssm_beta",
+        Part::DeltaDecay => "ssm_alpha",
+        Part::DeltaStepDecay => "ssm_ba",
+        Part::DeltaConv => "ssm_conv1d",
+        Part::DeltaBias => "ssm_dt",
+        Part::DeltaScale => "ssm_a",
+        Part::DeltaNorm => "ssm_norm",
+        Part::DeltaOutput => "ssm_out",
     };
     format!("blk.{layer}.{name}")
 }
 
-/// Names in the Hugging Face layout: `modeling_llama.py`, `modeling_gemma3.py` of transformers.
-fn hf_stem(family: Family, role: Role) -> String {
+/// What the names of a folder's weights begin with. Models that also see or hear have their text
+/// part behind a name of its own: in transformers' order, or in MLX's.
+fn prefix(folder: &HfFolder) -> &'static str {
+    let begins = ["model.language_model", "language_model.model"];
+    let there = |begin: &&str| folder.has(&format!("{begin}.embed_tokens.weight"));
+    begins.into_iter().find(there).unwrap_or("model")
+}
+
+/// Names in the Hugging Face layout: `modeling_llama.py`, `modeling_gemma4.py` of transformers.
+fn hf_stem(names: &FileNames, model: &str, role: Role) -> String {
     let (layer, part) = match role {
-        Role::TokenEmbedding => return "model.embed_tokens".to_owned(),
-        Role::OutputNorm => return "model.norm".to_owned(),
+        Role::TokenEmbedding => return format!("{model}.embed_tokens"),
+        Role::OutputNorm => return format!("{model}.norm"),
+        Role::Output if model == "language_model.model" => {
+            return "language_model.lm_head".to_owned(); // in MLX's order
+        }
         Role::Output => return "lm_head".to_owned(),
         Role::RopeFactors => return "rope_freqs".to_owned(),
+        Role::PerLayerEmbedding => return format!("{model}.embed_tokens_per_layer"),
+        Role::PerLayerProjection => return format!("{model}.per_layer_model_projection"),
+        Role::PerLayerNorm => return format!("{model}.per_layer_projection_norm"),
         Role::Layer(layer, part) => (layer, part),
     };
-    if let Some(name) = hf_expert(family, part) {
-        return format!("model.layers.{layer}.{name}");
+    if let Some(name) = hf_expert(names, part) {
+        return format!("{model}.layers.{layer}.{name}");
     }
-    let sandwich = family == Family::Gemma3; // norms before and after each half of a layer
     let name = match part {
         Part::AttentionNorm => "input_layernorm",
         Part::Query => "self_attn.q_proj",
@@ -363,54 +520,85 @@ fn hf_stem(family: Family, role: Role) -> String {
         Part::QueryNorm => "self_attn.q_norm",
         Part::KeyNorm => "self_attn.k_norm",
         Part::Sinks => "self_attn.sinks",
-        Part::FfnNorm if sandwich => "pre_feedforward_layernorm",
-        Part::FfnNorm | Part::PostAttentionNorm => "post_attention_layernorm",
+        Part::FfnNorm => names.hf_ffn_norm,
+        Part::PostAttentionNorm => "post_attention_layernorm",
         Part::Gate => "mlp.gate_proj",
         Part::Up => "mlp.up_proj",
         Part::Down => "mlp.down_proj",
         Part::PostFfnNorm => "post_feedforward_layernorm",
+        Part::QueryDown => "self_attn.q_a_proj",
+        Part::QueryDownNorm => "self_attn.q_a_layernorm",
+        Part::QueryUp => "self_attn.q_b_proj",
+        Part::LatentDown => "self_attn.kv_a_proj_with_mqa",
+        Part::LatentNorm => "self_attn.kv_a_layernorm",
+        Part::LatentUp => "self_attn.kv_b_proj",
+        Part::KeyUp(_) => "self_attn.embed_q",
+        Part::ValueUp(_) => "self_attn.unembed_out",
+        Part::RouterScale => "router.scale",
+        Part::ExpertScales => "router.per_expert_scale",
+        Part::DenseNorm => "post_feedforward_layernorm_1",
+        Part::BesideNorm => "pre_feedforward_layernorm_2",
+        Part::PostBesideNorm => "post_feedforward_layernorm_2",
+        Part::PerLayerGate => "per_layer_input_gate",
+        Part::PerLayerOutput => "per_layer_projection",
+        Part::PostPerLayerNorm => "post_per_layer_input_norm",
+        Part::OutputScale => "layer_scalar",
+        Part::DeltaQkv => "linear_attn.in_proj_qkv",
+        Part::DeltaGate => "linear_attn.in_proj_z",
+        Part::DeltaQkvGate => "linear_attn.in_proj_qkvz",
+        Part::DeltaStep => "linear_attn.in_proj_b",
+        Part::DeltaDecay => "linear_attn.in_proj_a",
+        Part::DeltaStepDecay => "linear_attn.in_proj_ba",
+        Part::DeltaConv => "linear_attn.conv1d",
+        Part::DeltaBias => "linear_attn.dt_bias",
+        Part::DeltaScale => "linear_attn.A_log",
+        Part::DeltaNorm => "linear_attn.norm",
+        Part::DeltaOutput => "linear_attn.out_proj",
         other => unreachable!("{other:?} is a part of experts"),
     };
-    format!("model.layers.{layer}.{name}")
+    format!("{model}.layers.{layer}.{name}")
 }
 
-/// Names of experts in the Hugging Face layout: `modeling_mixtral.py`, `modeling_qwen2_moe.py`,
-/// `modeling_glm4_moe.py`. Those of gpt-oss lie in stacks.
-fn hf_expert(family: Family, part: Part) -> Option<String> {
-    let (block, names) = match family {
-        Family::Mixtral | Family::MiniMaxM2 => ("block_sparse_moe", ["w1", "w3", "w2"]),
-        _ => ("mlp", ["gate_proj", "up_proj", "down_proj"]),
-    };
-    let expert = |e: usize, name: usize| format!("{block}.experts.{e}.{}", names[name]);
-    let shared = match family {
-        Family::Glm4Moe => "shared_experts",
-        _ => "shared_expert",
-    };
+/// Names of experts in the Hugging Face layout that are not in stacks.
+fn hf_expert(names: &FileNames, part: Part) -> Option<String> {
+    let FileNames { block, shared, .. } = names;
+    let expert = |e: usize, name: usize| format!("{block}.experts.{e}.{}", names.expert[name]);
     Some(match part {
-        Part::Router if family == Family::GptOss => format!("{block}.router"),
-        Part::Router => format!("{block}.gate"),
-        Part::RouterChoice if family == Family::MiniMaxM2 => {
-            format!("{block}.e_score_correction_bias")
-        }
-        Part::RouterChoice => format!("{block}.gate.e_score_correction_bias"),
+        Part::Router => names.router.to_owned(),
+        Part::RouterChoice => names.choice.to_owned(),
         Part::ExpertGate(e) => expert(e.index, 0),
         Part::ExpertUp(e) => expert(e.index, 1),
         Part::ExpertDown(e) => expert(e.index, 2),
         Part::SharedRouter => format!("{block}.shared_expert_gate"),
-        Part::SharedGate => format!("{block}.{shared}.gate_proj"),
-        Part::SharedUp => format!("{block}.{shared}.up_proj"),
-        Part::SharedDown => format!("{block}.{shared}.down_proj"),
+        Part::SharedGate => format!("{shared}.gate_proj"),
+        Part::SharedUp => format!("{shared}.up_proj"),
+        Part::SharedDown => format!("{shared}.down_proj"),
         _ => return None,
     })
 }
 
 impl Part {
-    /// The expert that it is of, where a GGUF file has those of all behind each other.
+    /// The expert or head that it is of, where a GGUF file has those of all behind each other.
     const fn expert(self) -> Option<Nth> {
         match self {
             Self::ExpertGate(e) | Self::ExpertUp(e) | Self::ExpertDown(e) => Some(e),
+            Self::KeyUp(head) | Self::ValueUp(head) => Some(head),
             _ => None,
         }
+    }
+
+    /// Whether its name in the Hugging Face layout ends in no other word.
+    const fn is_bare_in_hf(self) -> bool {
+        matches!(
+            self,
+            Self::Sinks
+                | Self::RouterChoice
+                | Self::RouterScale
+                | Self::ExpertScales
+                | Self::OutputScale
+                | Self::DeltaBias
+                | Self::DeltaScale
+        )
     }
 }
 
@@ -432,23 +620,27 @@ fn other_expert(file: &Gguf, layer: usize, part: Part) -> Result<Option<Tensor>,
     match half {
         _ if file.has(&own) => Ok(Some(file.tensor(&own)?)),
         Some(half) if file.has(&both) => {
-            let mut tensor = of_expert(file.tensor(&both)?, nth)?;
-            let rows = tensor.shape[0];
-            if !rows.is_multiple_of(2) {
-                return Err(Error::Shape {
-                    expected: vec![rows + 1, tensor.shape[1]],
-                    got: tensor.shape,
-                    name: tensor.name,
-                });
-            }
-            let bytes = tensor.bytes.len() / 2;
-            let part = tensor.bytes.slice(half * bytes..(half + 1) * bytes);
-            tensor.bytes = part.expect("a half of it");
-            tensor.shape[0] = rows / 2;
-            Ok(Some(tensor))
+            half_of(of_expert(file.tensor(&both)?, nth)?, half).map(Some)
         }
         _ => Ok(None),
     }
+}
+
+/// The first or the second half of the rows of a matrix.
+fn half_of(mut tensor: Tensor, half: usize) -> Result<Tensor, Error> {
+    let rows = tensor.shape[0];
+    if !rows.is_multiple_of(2) {
+        return Err(Error::Shape {
+            expected: vec![rows + 1, tensor.shape[1]],
+            got: tensor.shape,
+            name: tensor.name,
+        });
+    }
+    let bytes = tensor.bytes.len() / 2;
+    let part = tensor.bytes.slice(half * bytes..(half + 1) * bytes);
+    tensor.bytes = part.expect("a half of it");
+    tensor.shape[0] = rows / 2;
+    Ok(tensor)
 }
 
 /// The part of one expert of a tensor `(experts, rows, columns)`.

@@ -35,7 +35,8 @@ use paceline_base::tree::{self, Node};
 
 use serde::{Deserialize, Serialize};
 
-use crate::{Config, LayerShape};
+use crate::config::HeadOrder;
+use crate::{Config, LayerCache, LayerShape};
 
 /// Rows of the vocabulary that stay together: whole groups of every kernel, and 256 bytes of
 /// logits. Also rows of a matrix that ranks share by its outputs.
@@ -428,8 +429,8 @@ fn tensor_ranks(config: &Config, kind: SplitKind, ranks: u32) -> Result<u32, Err
             ranks,
         }),
         SplitKind::Auto => {
-            let leaf = config.usual_layer().attention_leaf();
-            let leaves = (config.heads * config.head_dim).div_ceil(leaf);
+            let usual = config.usual_layer();
+            let leaves = (usual.heads * usual.output_dim()).div_ceil(usual.attention_leaf());
             let fits = |tensor: &u32| ranks.is_multiple_of(*tensor) && *tensor as usize <= leaves;
             Ok((1..=ranks).rev().find(fits).unwrap_or(1))
         }
@@ -541,11 +542,21 @@ pub(crate) struct HeadsHeld {
 impl HeadsHeld {
     /// The heads whose `columns` of the attention's output a rank owns.
     fn new(layer: &LayerShape, columns: &Range<usize>) -> Self {
-        let dim = layer.value_dim;
+        let dim = layer.output_dim();
         let heads = columns.start / dim..columns.end / dim;
         let group = layer.heads / layer.kv_heads;
+        let interleaved = matches!(
+            layer.cache,
+            LayerCache::Delta(net) if net.order == HeadOrder::Interleaved
+        );
+        let first = heads.start % layer.kv_heads;
         let kv_heads = match heads.is_empty() {
             true => 0..0,
+            // Those of a range, or all where it goes round.
+            false if interleaved && first + heads.len() <= layer.kv_heads => {
+                first..first + heads.len()
+            }
+            false if interleaved => 0..layer.kv_heads,
             false => heads.start / group..heads.end.div_ceil(group),
         };
         Self { heads, kv_heads }
@@ -658,16 +669,19 @@ pub struct LayerCut {
     pub attention: LeafCut,
     /// The sum of the down projection; of a layer with experts the sum over these, a leaf each.
     pub feed_forward: LeafCut,
+    /// The sum of the down projection of a feed-forward that has experts beside it.
+    beside: Option<LeafCut>,
 }
 
 impl LayerCut {
     fn new(config: &Config, layer: &LayerShape, shares: &[u32], index: usize) -> Self {
         let leaf = layer.attention_leaf();
-        let attention = LeafCut::new(layer.heads * layer.value_dim, leaf, shares, index);
+        let attention = LeafCut::new(layer.heads * layer.output_dim(), leaf, shares, index);
         let held = attention
             .columns_by_rank()
             .map(|columns| HeadsHeld::new(layer, &columns));
         let heads_by_rank: Vec<HeadsHeld> = held.collect();
+        let dense = || LeafCut::new(layer.ffn, config.ffn_leaf, shares, index);
         Self {
             kv_heads: heads_by_rank[index].kv_heads.clone(),
             heads: heads_by_rank[index].heads.clone(),
@@ -675,13 +689,23 @@ impl LayerCut {
             attention,
             feed_forward: match layer.experts {
                 Some(experts) => LeafCut::new(experts.leaves(), 1, shares, index),
-                None => LeafCut::new(layer.ffn, config.ffn_leaf, shares, index),
+                None => dense(),
             },
+            beside: layer.dense_beside.then(dense),
         }
     }
 
     fn is_empty(&self) -> bool {
-        self.attention.is_empty() && self.feed_forward.is_empty()
+        let beside = self.beside.as_ref().is_none_or(LeafCut::is_empty);
+        self.attention.is_empty() && self.feed_forward.is_empty() && beside
+    }
+
+    /// The sum of the down projection, of a layer that has a feed-forward.
+    pub const fn dense(&self) -> &LeafCut {
+        match &self.beside {
+            Some(beside) => beside,
+            None => &self.feed_forward,
+        }
     }
 
     /// Columns of the feed-forward.

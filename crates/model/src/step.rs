@@ -7,30 +7,37 @@ use paceline_base::lock;
 use paceline_comm::Memory;
 use paceline_tensor::pool::DisjointMut;
 use paceline_tensor::{
-    Activations, Attention, AttentionRows, AttentionScratch, KvCache, Packed, Product, Recurrence,
-    Recurrent, vector,
+    Activations, Attention, AttentionRows, AttentionScratch, DeltaStep, KvCache, Packed, Product,
+    Recurrence, Recurrent, vector,
 };
 
 use crate::config::Activation;
 use crate::families::{Half, LayerStep};
 use crate::model::Model;
 use crate::split::LeafCut;
-use crate::weights::{Layer, Linear, Summed};
+use crate::weights::{Beside, Layer, Linear, Summed};
 use crate::{Error, LayerCache, LayerCut, LayerShape, Links};
 
 mod batch;
+mod delta_net;
 mod experts;
 pub(crate) mod halves;
 mod inputs;
+mod latent;
+mod per_layer;
 mod projections;
+mod softcap;
 mod sums;
 
 pub(crate) use batch::Limits;
 pub use batch::{Batch, BatchSequence, BatchSize, Logits, WindowPages};
 
+use delta_net::Mixer;
 use experts::Routed;
 use halves::Turn;
 use inputs::Inputs;
+use latent::{Latents, Place};
+use per_layer::PerLayerRows;
 use projections::{Projected, Projections};
 use sums::Sums;
 
@@ -61,8 +68,16 @@ pub struct Workspace {
     hidden: Inputs,
     /// Where queries and keys have norms over all heads.
     projections: Option<Projections>,
+    /// Where attention is latent.
+    latents: Option<Latents>,
+    /// Where heads have gates or layers are gated delta nets.
+    mixer: Option<Mixer>,
     /// Where layers have experts.
     experts: Option<Routed>,
+    /// `(T, C)`: what a feed-forward gave that has experts beside it; empty where none has.
+    aside: Memory<f32>,
+    /// Where layers have embeddings of their own.
+    per_layer: Option<PerLayerRows>,
     /// `(rope, T, pairs)`
     angles: Vec<Vec<(f32, f32)>>,
     /// `(R, C)`, quantised: the rows whose logits are wanted
@@ -74,6 +89,8 @@ pub struct Workspace {
     /// One rank's logits; at the leader.
     received: Memory<f32>,
     wanted: Vec<usize>,
+    /// Whether wanted rows are normed and have no logits.
+    is_headless: bool,
     /// The plan of the step, for the other ranks or from the leader.
     words: Vec<u32>,
     /// Empty: memory that each step describes its sequences in.
@@ -105,6 +122,26 @@ impl Workspace {
         }
     }
 
+    /// As [`new`](Self::new), for steps that give the [normed rows](Self::normed) that are wanted
+    /// and no logits. The model must not be split.
+    pub(crate) fn headless(model: &Model, size: BatchSize) -> Self {
+        let logit_rows = 0;
+        let head = model.head().map(|(_, output)| &output.matrix);
+        Self {
+            size,
+            is_headless: true,
+            head_x: activations(model, size.logit_rows, model.config().width, head),
+            wanted: Vec::with_capacity(size.logit_rows),
+            ..Self::whole(model, BatchSize { logit_rows, ..size })
+        }
+    }
+
+    /// Wanted row `i` of the last step behind the output norm, `(C,)`.
+    pub(crate) fn normed(&self, i: usize) -> &[f32] {
+        self.head_x.row(i)
+    }
+
+    // long: one line for each buffer
     fn whole(model: &Model, size: BatchSize) -> Self {
         let (c, shard) = (model.config(), model.shard());
         let of_layers = |len: fn(&LayerShape, &LayerCut) -> usize| {
@@ -121,10 +158,12 @@ impl Workspace {
             Inputs::new(model, size.rows, sums.zip(shard.each_layer().map(cut)))
         };
         let dense_ffn = |shape: &LayerShape, cut: &LayerCut| {
-            let columns = cut.ffn().len();
-            if shape.experts.is_some() { 0 } else { columns }
+            let columns = cut.dense().columns().len();
+            if shape.has_dense() { columns } else { 0 }
         };
         let head = model.head().map(|(_, output)| &output.matrix);
+        let inputs = model.per_layer().map(|inputs| &inputs.projection);
+        let has_beside = c.layers.iter().any(|layer| layer.dense_beside);
         // Results of products begin at cache lines, whole ones of which are stored.
         let rows = |n: usize| Memory::new(None, size.rows * n);
         let logits = |n: usize| vec![0.0f32; size.logit_rows * n];
@@ -136,19 +175,30 @@ impl Workspace {
                 model,
                 size.rows,
                 c.width,
-                layers.iter().flat_map(Layer::of_normed),
+                layers.iter().flat_map(Layer::of_normed).chain(inputs),
             ),
-            q: rows(of_layers(|shape, cut| cut.heads.len() * shape.head_dim)),
+            q: rows(of_layers(|shape, cut| match shape.cache {
+                LayerCache::Delta(_) => cut.kv_heads.len() * shape.head_dim,
+                _ => cut.heads.len() * shape.head_dim,
+            })),
             k: rows(of_layers(|shape, cut| cut.kv_heads.len() * shape.head_dim)),
-            v: rows(of_layers(|shape, cut| cut.kv_heads.len() * shape.value_dim)),
+            v: rows(of_layers(|shape, cut| match (shape.cache, shape.latent) {
+                (LayerCache::Delta(_), _) => cut.heads.len() * shape.value_dim,
+                (_, Some(_)) => 0, // part of the keys
+                _ => cut.kv_heads.len() * shape.value_dim,
+            })),
             attended: of(|layer| Some(&layer.attention_output), |cut| &cut.attention),
             gate: rows(of_layers(dense_ffn)),
             up: rows(of_layers(dense_ffn)),
-            hidden: of(|layer| layer.feed_forward.down(), |cut| &cut.feed_forward),
+            hidden: of(|layer| layer.feed_forward.down(), LayerCut::dense),
             projections: Projections::new(model, size.rows),
+            latents: Latents::new(model, size.rows),
+            mixer: Mixer::new(model, size.rows),
             experts: c
                 .experts()
                 .map(|experts| Routed::new(model, experts, size.rows)),
+            aside: rows(if has_beside { c.width } else { 0 }),
+            per_layer: PerLayerRows::new(model, size.rows),
             angles: angle_buffers(model, size.rows),
             head_x: activations(model, size.logit_rows, c.width, head),
             own_logits: exchanged(
@@ -158,6 +208,7 @@ impl Workspace {
             logits: logits(if shard.leads() { c.vocab } else { 0 }),
             received: exchanged(model, Links::logits_room(shard, size.logit_rows)),
             wanted: Vec::with_capacity(size.logit_rows),
+            is_headless: false,
             words: Vec::new(),
             sequences: Vec::with_capacity(size.sequences * model.kinds().len()),
             scratch: model.kernels().attention_scratch(
@@ -212,6 +263,15 @@ fn exchanged(model: &Model, len: usize) -> Memory<f32> {
 fn angle_buffers(model: &Model, max_rows: usize) -> Vec<Vec<(f32, f32)>> {
     let room = |rope: &crate::Rope| Vec::with_capacity(max_rows * rope.frequencies.len());
     model.config().ropes.iter().map(room).collect()
+}
+
+/// The embedding of a token, `(C,)`, as it begins its way through the layers.
+fn embed_token(model: &Model, token: u32, out: &mut [f32]) {
+    model.embedding().row(token, out);
+    let scale = model.config().embedding_scale;
+    if scale != 1.0 {
+        out.iter_mut().for_each(|x| *x *= scale);
+    }
 }
 
 /// The sequences of a batch, once for each of `kinds` kinds of layers, in the memory of `empty`.
@@ -290,6 +350,7 @@ impl<'m, 'b> Step<'m, 'b> {
             }
             _ => step.embed(),
         }
+        step.prepare_per_layer();
         step.prepare_angles();
         Ok(step)
     }
@@ -343,18 +404,26 @@ impl<'m, 'b> Step<'m, 'b> {
 
     /// tokens -> residual (T, C)
     fn embed(&mut self) {
-        let (width, scale) = (
-            self.model.config().width,
-            self.model.config().embedding_scale,
-        );
-        let embedding = self.model.embedding();
+        let width = self.model.config().width;
         let tokens = self.batch.sequences.iter().flat_map(|s| s.tokens);
         for (out, &token) in self.ws.residual.chunks_exact_mut(width).zip(tokens) {
-            embedding.row(token, out);
-            if scale != 1.0 {
-                out.iter_mut().for_each(|x| *x *= scale);
-            }
+            embed_token(self.model, token, out);
         }
+    }
+
+    /// tokens -> the inputs of layers that have embeddings of their own
+    fn prepare_per_layer(&mut self) {
+        let model = self.model;
+        let (Some(weights), Some(buffers)) = (model.per_layer(), &mut self.ws.per_layer) else {
+            return;
+        };
+        let tokens = self.batch.sequences.iter().flat_map(|s| s.tokens);
+        buffers.tokens.clear();
+        buffers.tokens.extend(tokens);
+        let (x, tokens) = (&mut self.ws.x, &buffers.tokens);
+        let embed = |t: usize, out: &mut [f32]| embed_token(model, tokens[t], out);
+        model.kernels().fill_rows(x, embed);
+        buffers.prepare(model, weights, x);
     }
 
     fn prepare_angles(&mut self) {
@@ -382,22 +451,42 @@ impl<'m, 'b> Step<'m, 'b> {
         }
     }
 
+    /// The logits of the wanted rows, at the leader.
     fn logits(self, norm: &[f32], output: &Linear) -> Result<usize, Error> {
-        let ws = &mut *self.ws;
-        self.batch.wanted(&mut ws.wanted);
+        let (model, ws) = (self.model, &mut *self.ws);
+        let rows = Self::raw_logits(model, self.batch, ws, norm, output)?;
+        if let Some(cap) = model.config().softcap {
+            let logits = &mut ws.logits[..rows * model.config().vocab];
+            softcap::softcap(model.kernels(), cap, logits);
+        }
+        Ok(rows)
+    }
+
+    /// As [`logits`](Self::logits), as the head gives them.
+    fn raw_logits(
+        model: &Model,
+        batch: &Batch<'_>,
+        ws: &mut Workspace,
+        norm: &[f32],
+        output: &Linear,
+    ) -> Result<usize, Error> {
+        batch.wanted(&mut ws.wanted);
         let rows = ws.wanted.len();
         if rows == 0 {
             return Ok(0);
         }
         ws.head_x.resize(rows);
-        let (kernels, eps) = (self.model.kernels(), self.model.config().norm_eps);
+        let (kernels, eps) = (model.kernels(), model.config().norm_eps);
         let (width, residual, wanted) = (norm.len(), &ws.residual, &ws.wanted);
         kernels.fill_rows(&mut ws.head_x, |i, out| {
             let t = wanted[i];
             kernels.rms_norm(&residual[t * width..(t + 1) * width], norm, eps, out);
         });
-        let (shard, vocab) = (self.model.shard(), self.model.config().vocab);
-        let Some(links) = self.model.links().filter(|_| shard.vocab().len() < vocab) else {
+        if ws.is_headless {
+            return Ok(rows);
+        }
+        let (shard, vocab) = (model.shard(), model.config().vocab);
+        let Some(links) = model.links().filter(|_| shard.vocab().len() < vocab) else {
             let out = product(&mut ws.logits, output, rows);
             kernels.products(&ws.head_x, [out]);
             return Ok(rows);
@@ -428,6 +517,7 @@ impl<'b> LayerStep for Step<'_, 'b> {
         let weight = match half {
             Half::Attention => &w.attention_norm,
             Half::FeedForward => &w.ffn_norm,
+            Half::Beside => &beside(w).before,
         };
         let (kernels, eps) = (self.model.kernels(), self.model.config().norm_eps);
         let (width, residual) = (weight.len(), &self.ws.residual);
@@ -438,14 +528,26 @@ impl<'b> LayerStep for Step<'_, 'b> {
     }
 
     fn project_qkv(&mut self, w: &Layer) -> Result<(), Error> {
-        let rows = self.rows;
+        let (rows, shape) = (self.rows, self.layer().0);
         let ws = &mut *self.ws;
+        let gates = ws.mixer.as_mut().filter(|_| shape.gated);
         let linears = [Some(&w.query), w.key.as_ref(), w.value.as_ref()];
-        let outs = [&mut ws.q, &mut ws.k, &mut ws.v].into_iter().zip(linears);
+        let q = match gates {
+            Some(mixer) => &mut mixer.wide,
+            None => &mut ws.q,
+        };
+        let outs = [&mut *q, &mut ws.k, &mut ws.v].into_iter().zip(linears);
         let products = outs.filter_map(|(out, linear)| Some(product(out, linear?, rows)));
         self.model.kernels().products(&ws.x, products);
-        for (out, linear) in [&mut ws.q, &mut ws.k, &mut ws.v].into_iter().zip(linears) {
+        for (out, linear) in [q, &mut ws.k, &mut ws.v].into_iter().zip(linears) {
             add_bias(out, linear.and_then(|linear| linear.bias.as_deref()), rows);
+        }
+        if let (Some(key), None) = (&w.key, &w.value) {
+            let n = rows * key.matrix.rows();
+            ws.v[..n].copy_from_slice(&ws.k[..n]); // keys as values
+        }
+        if let Some(mixer) = ws.mixer.as_ref().filter(|_| shape.gated) {
+            mixer.take_queries(shape.head_dim, rows, &w.query, &mut ws.q);
         }
         Ok(())
     }
@@ -461,6 +563,15 @@ impl<'b> LayerStep for Step<'_, 'b> {
             let weight = weight.as_deref().expect("loaded for this family");
             let x = &mut x[..self.rows * heads * dim];
             norm_in_place(self.model, x, weight);
+        }
+        Ok(())
+    }
+
+    fn norm_values(&mut self, w: &Layer) -> Result<(), Error> {
+        let (shape, cut) = self.layer();
+        if let Some(weight) = w.value_norm.as_deref().filter(|_| shape.has_kv()) {
+            let n = self.rows * cut.kv_heads.len() * shape.value_dim;
+            norm_in_place(self.model, &mut self.ws.v[..n], weight);
         }
         Ok(())
     }
@@ -519,7 +630,7 @@ impl<'b> LayerStep for Step<'_, 'b> {
                 return Ok(());
             }
             LayerCache::Of(of) => self.held(of),
-            LayerCache::Rows => held,
+            LayerCache::Rows | LayerCache::Delta(_) => held,
         };
         let mut cache = lock(self.cache);
         let kernels = self.model.kernels();
@@ -545,6 +656,122 @@ impl<'b> LayerStep for Step<'_, 'b> {
         Ok(())
     }
 
+    fn project_latent(&mut self, w: &Layer) -> Result<(), Error> {
+        let (shape, cut) = self.layer();
+        if cut.heads.is_empty() {
+            return Ok(());
+        }
+        let config = self.model.config();
+        let rope = &config.ropes[shape.rope];
+        let ws = &mut *self.ws;
+        let place = Place {
+            kernels: self.model.kernels(),
+            shape,
+            rope,
+            angles: &ws.angles[shape.rope],
+            batch: self.batch,
+        };
+        let latents = ws.latents.as_mut().expect("made for this family");
+        latents.project(&place, w, &ws.x, [&mut ws.q, &mut ws.k]);
+        Ok(())
+    }
+
+    fn attend_latent(&mut self, w: &Layer, layer: usize) -> Result<(), Error> {
+        let (shape, cut) = self.layer();
+        if cut.heads.is_empty() {
+            return Ok(());
+        }
+        let held = self.held(layer);
+        let sequences = &self.sequences[self.sequences()];
+        let kernels = self.model.kernels();
+        let ws = &mut *self.ws;
+        let latents = ws.latents.as_mut().expect("made for this family");
+        {
+            let mut cache = lock(self.cache);
+            kernels.write_kv(&mut cache, held, sequences, &ws.k, &[]);
+            let step = Attention {
+                cache: &cache,
+                layer: held,
+                heads: cut.heads.len(),
+                group: shape.heads,
+                skipped: cut.heads.start,
+                window: shape.window,
+                sinks: None,
+                queries: &ws.q,
+                sequences,
+            };
+            kernels.attention(&step, &mut ws.scratch, latents.read(self.rows));
+        }
+        latents.expand(kernels, w, ws.attended.of(held).values_mut());
+        Ok(())
+    }
+
+    fn gate_attention(&mut self, _: &Layer) -> Result<(), Error> {
+        let (shape, cut) = self.layer();
+        if cut.heads.is_empty() {
+            return Ok(());
+        }
+        let held = self.held(self.index);
+        let mixer = self.ws.mixer.as_mut().expect("made for gated heads");
+        let out = self.ws.attended.of(held).values_mut();
+        mixer.gate(self.model.kernels(), shape.head_dim, self.rows, out);
+        Ok(())
+    }
+
+    fn is_delta_net(&self, w: &Layer) -> bool {
+        w.delta_net.is_some()
+    }
+
+    fn project_delta_net(&mut self, w: &Layer) -> Result<(), Error> {
+        let (rows, ws) = (self.rows, &mut *self.ws);
+        let net = w.delta_net.as_ref().expect("the family asked");
+        let mixer = ws.mixer.as_mut().expect("made for delta nets");
+        let [key, value] = [&w.key, &w.value].map(|linear| linear.as_ref().expect("loaded"));
+        let qkv = [
+            product(&mut ws.q, &w.query, rows),
+            product(&mut ws.k, key, rows),
+            product(&mut ws.v, value, rows),
+        ];
+        let kernels = self.model.kernels();
+        let gates = mixer.products(net, rows);
+        kernels.products(&ws.x, qkv.into_iter().chain(gates));
+        mixer.finish_gates(kernels, net, rows);
+        Ok(())
+    }
+
+    fn delta_net(&mut self, w: &Layer, layer: usize) -> Result<(), Error> {
+        let (shape, cut) = self.layer();
+        if cut.heads.is_empty() {
+            return Ok(());
+        }
+        let held = self.held(layer);
+        let sequences = &self.sequences[self.sequences()];
+        let ws = &mut *self.ws;
+        let mixer = ws.mixer.as_mut().expect("made for delta nets");
+        let net = w.delta_net.as_ref().expect("the family asked");
+        let (kernels, out) = (self.model.kernels(), ws.attended.of(held).values_mut());
+        let step = DeltaStep {
+            layer: held,
+            key_heads: &net.key_heads,
+            conv: &net.conv,
+            queries: &ws.q,
+            keys: &ws.k,
+            values: &ws.v,
+            steps: &mixer.steps,
+            decays: &mixer.decays,
+            sequences,
+        };
+        kernels.delta(&step, &mut lock(self.cache), &mut mixer.mixed, out);
+        let eps = self.model.config().norm_eps;
+        mixer.norm_and_gate(
+            (kernels, eps),
+            net,
+            shape.value_dim,
+            &mut out[..self.rows * cut.heads.len() * shape.value_dim],
+        );
+        Ok(())
+    }
+
     fn project_attention(&mut self, w: &Layer) -> Result<(), Error> {
         let (held, cut) = (self.held(self.index), &self.layer().1.attention);
         let ws = &mut *self.ws;
@@ -559,6 +786,7 @@ impl<'b> LayerStep for Step<'_, 'b> {
         let weight = match half {
             Half::Attention => w.post_attention_norm.as_deref(),
             Half::FeedForward => w.post_ffn_norm.as_deref(),
+            Half::Beside => Some(&*beside(w).after),
         };
         let weight = weight.expect("loaded for this family");
         let delta = &mut self.ws.sums.delta[..self.rows * weight.len()];
@@ -598,11 +826,14 @@ impl<'b> LayerStep for Step<'_, 'b> {
     fn experts(&mut self, w: &Layer) -> Result<(), Error> {
         let weights = w.feed_forward.experts().expect("the family asked");
         let cut = &self.layer().1.feed_forward;
-        let ws = &mut *self.ws;
+        let (rows, ws) = (self.rows, &mut *self.ws);
         let routed = ws.experts.as_mut().expect("the model has experts");
+        let width = self.model.config().width;
+        routed.norm(self.model, weights, &ws.residual[..rows * width]);
         let first = self.model.links().map_or(0, |_| cut.roots_before());
         let n = self.rows * self.model.config().width;
         let delta = &mut ws.sums.delta[first * n..];
+        let weights = (weights, self.model.uses(self.index));
         routed.compute(self.model.kernels(), weights, cut, &ws.x, delta);
         let place = (self.model, self.index);
         ws.sums.exchange(place, cut, n, self.turn.as_mut())
@@ -626,11 +857,63 @@ impl<'b> LayerStep for Step<'_, 'b> {
 
     fn project_down(&mut self, w: &Layer) -> Result<(), Error> {
         let down = &w.feed_forward.dense().down;
-        let (held, cut) = (self.held(self.index), &self.layer().1.feed_forward);
+        let (held, cut) = (self.held(self.index), self.layer().1.dense());
         let (place, turn) = ((self.model, self.index), self.turn.as_mut());
         let ws = &mut *self.ws;
         ws.sums.compute(place, down, cut, ws.hidden.of(held), turn)
     }
+
+    fn set_aside(&mut self, w: &Layer) -> Result<(), Error> {
+        let weight = &beside(w).dense;
+        let n = self.rows * weight.len();
+        let ws = &mut *self.ws;
+        ws.aside[..n].copy_from_slice(&ws.sums.delta[..n]);
+        norm_in_place(self.model, &mut ws.aside[..n], weight);
+        Ok(())
+    }
+
+    fn add_aside(&mut self) -> Result<(), Error> {
+        let n = self.rows * self.model.config().width;
+        let ws = &mut *self.ws;
+        vector::add_assign(&mut ws.sums.delta[..n], &ws.aside[..n]);
+        Ok(())
+    }
+
+    fn add_per_layer(&mut self, w: &Layer, index: usize) -> Result<(), Error> {
+        let Some(weights) = &w.per_layer else {
+            return Ok(());
+        };
+        let (held, model, width) = (self.held(index), self.model, self.model.config().width);
+        let (n, ws) = (self.rows * width, &mut *self.ws);
+        let residual = &ws.residual;
+        let kernels = model.kernels();
+        kernels.fill_rows(&mut ws.x, |t, out| {
+            out.copy_from_slice(&residual[t * width..(t + 1) * width]);
+        });
+        let buffers = ws
+            .per_layer
+            .as_mut()
+            .expect("the model has such embeddings");
+        let delta = &mut ws.sums.delta[..n];
+        buffers.layer(kernels, weights, held, &ws.x, delta);
+        per_layer::norm(model, weights, delta);
+        self.add_delta()
+    }
+
+    fn scale_residual(&mut self, w: &Layer) -> Result<(), Error> {
+        if let Some(scale) = w.output_scale {
+            let n = self.rows * self.model.config().width;
+            let residual = self.ws.residual[..n].iter_mut();
+            residual.for_each(|x| *x *= scale);
+        }
+        Ok(())
+    }
+}
+
+/// # Panics
+/// If no experts are beside the layer's feed-forward.
+const fn beside(w: &Layer) -> &Beside {
+    w.beside.as_ref().expect("loaded for this family")
 }
 
 fn product<'a>(out: &'a mut [f32], linear: &'a Linear, rows: usize) -> Product<'a> {

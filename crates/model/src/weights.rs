@@ -1,17 +1,25 @@
 //! Weights in memory: packed matrices, norms and biases, checked against the configuration.
 
+mod latent;
+
 use std::borrow::Cow;
 use std::ops::Range;
-use std::sync::Mutex;
+use std::sync::{Mutex, PoisonError};
 
-use paceline_base::{Bytes, KernelClass, lock};
+use paceline_base::{BlockType, Bytes, KernelClass, lock};
 use paceline_formats::mlx::{BLOCK_BYTES_MAX, Quantised};
 use paceline_formats::tensor::{MappedBytes, Tensor};
 use paceline_tensor::{PackOptions, Packed, StoredMatrix, ThreadPool, UNIT, stored};
 
 use crate::rope::MIN_DIVISOR;
 use crate::split::{LeafCut, Shard};
-use crate::{Config, Error, Family, Nth, Part, Role, Source, config};
+use crate::{Config, Error, Family, LayerCache, Nth, Part, Role, Source, config};
+
+mod delta_net;
+
+pub(crate) use delta_net::DeltaNet;
+
+pub(crate) use latent::Latent;
 
 /// A matrix with an optional bias: `(out, in)`, or this rank's rows of it.
 #[derive(Debug)]
@@ -44,26 +52,74 @@ impl Summed {
 #[derive(Debug)]
 pub(crate) struct Layer {
     pub(crate) attention_norm: Vec<f32>,
+    /// Of compressed queries, where there are such.
     pub(crate) query: Linear,
     /// None where it uses another layer's.
     pub(crate) key: Option<Linear>,
     pub(crate) value: Option<Linear>,
+    /// Where all heads share one key.
+    pub(crate) latent: Option<Box<Latent>>,
     pub(crate) attention_output: Summed,
     pub(crate) query_norm: Option<Vec<f32>>,
     pub(crate) key_norm: Option<Vec<f32>>,
     /// Of this rank's heads.
     pub(crate) sinks: Option<Vec<f32>>,
+    /// What a gated delta net has besides.
+    pub(crate) delta_net: Option<Box<DeltaNet>>,
     pub(crate) post_attention_norm: Option<Vec<f32>>,
     pub(crate) ffn_norm: Vec<f32>,
     pub(crate) feed_forward: FeedForward,
     pub(crate) post_ffn_norm: Option<Vec<f32>>,
+    /// `(E,)`: ones, where values have a norm.
+    pub(crate) value_norm: Option<Vec<f32>>,
+    /// Where a feed-forward has experts beside it.
+    pub(crate) beside: Option<Beside>,
+    /// Where a layer has embeddings of its own.
+    pub(crate) per_layer: Option<PerLayer>,
+    /// A factor of the residual behind the layer.
+    pub(crate) output_scale: Option<f32>,
+}
+
+/// The norms of a feed-forward and of the experts beside it, `(C,)` each.
+#[derive(Debug)]
+pub(crate) struct Beside {
+    /// On the result of the feed-forward.
+    pub(crate) dense: Vec<f32>,
+    /// Before the experts.
+    pub(crate) before: Vec<f32>,
+    /// On their result.
+    pub(crate) after: Vec<f32>,
+}
+
+/// How a layer's own embeddings get into the residual: every rank has all of it.
+#[derive(Debug)]
+pub(crate) struct PerLayer {
+    /// `(P, C)`
+    pub(crate) gate: Packed,
+    /// `(C, P)`
+    pub(crate) output: Packed,
+    /// `(C,)`, on what that gives.
+    pub(crate) norm: Vec<f32>,
+}
+
+/// The embeddings of layers, and what a token's embedding adds to them.
+#[derive(Debug)]
+pub(crate) struct PerLayerInputs {
+    /// `(vocabulary, layers * P)`
+    pub(crate) embedding: AsStored,
+    /// `(layers held * P, C)`
+    pub(crate) projection: Packed,
+    /// `(P,)`
+    pub(crate) norm: Vec<f32>,
 }
 
 /// The second half of a layer.
 #[derive(Debug)]
 pub(crate) enum FeedForward {
     Dense(Dense),
-    Experts(Experts),
+    Experts(Box<Experts>),
+    /// Both on the same rows, each with norms of its own.
+    Both(Dense, Box<Experts>),
 }
 
 /// Gate, up and down.
@@ -81,6 +137,10 @@ pub(crate) struct Experts {
     pub(crate) router: Linear,
     /// `(experts,)`: added to weights for the choice alone.
     pub(crate) choice: Option<Vec<f32>>,
+    /// `(C,)`: the norm of what goes into the router, where that is not what goes into experts.
+    pub(crate) router_norm: Option<Vec<f32>>,
+    /// `(experts,)`: factors of weights.
+    pub(crate) scales: Option<Vec<f32>>,
     /// `(1, C)`, in f32, where this rank has the shared expert and that a gate.
     pub(crate) shared_router: Option<Packed>,
     /// Index of this rank's first expert.
@@ -97,55 +157,55 @@ pub(crate) struct Expert {
     pub(crate) down: Linear,
 }
 
+impl Experts {
+    /// The matrices that multiply rows after a norm.
+    fn of_normed(&self) -> impl Iterator<Item = &Packed> {
+        let experts = self.experts.iter();
+        let experts = experts.flat_map(|expert| [&expert.gate.matrix, &expert.up.matrix]);
+        let routers = [Some(&self.router.matrix), self.shared_router.as_ref()];
+        experts.chain(routers.into_iter().flatten())
+    }
+}
+
 impl FeedForward {
     /// The matrices that multiply rows after a norm.
     fn of_normed(&self) -> Vec<&Packed> {
-        match self {
-            Self::Dense(dense) => vec![&dense.gate.matrix, &dense.up.matrix],
-            Self::Experts(own) => {
-                let experts = own
-                    .experts
-                    .iter()
-                    .flat_map(|expert| [&expert.gate.matrix, &expert.up.matrix]);
-                let routers = [Some(&own.router.matrix), own.shared_router.as_ref()];
-                experts.chain(routers.into_iter().flatten()).collect()
-            }
-        }
+        let dense = self.opt_dense().into_iter();
+        let dense = dense.flat_map(|dense| [&dense.gate.matrix, &dense.up.matrix]);
+        let experts = self.experts().into_iter().flat_map(Experts::of_normed);
+        dense.chain(experts).collect()
     }
 
     /// Bytes of the matrices that multiply hidden rows.
     fn down_bytes(&self) -> u64 {
-        match self {
-            Self::Dense(dense) => dense.down.bytes(),
-            Self::Experts(own) => {
-                let downs = own.experts.iter().map(|expert| &expert.down.matrix);
-                downs.map(|down| down.bytes().0).sum()
-            }
-        }
+        let experts = self.experts().into_iter().flat_map(|own| &own.experts);
+        let experts: u64 = experts.map(|expert| expert.down.matrix.bytes().0).sum();
+        self.down().map_or(0, Summed::bytes) + experts
     }
 
-    /// The down projection, where there are no experts.
+    /// The down projection, where there are not only experts.
     pub(crate) fn down(&self) -> Option<&Summed> {
+        self.opt_dense().map(|dense| &dense.down)
+    }
+
+    const fn opt_dense(&self) -> Option<&Dense> {
         match self {
-            Self::Dense(dense) => Some(&dense.down),
+            Self::Dense(dense) | Self::Both(dense, _) => Some(dense),
             Self::Experts(_) => None,
         }
     }
 
     /// # Panics
-    /// If it has experts.
-    pub(crate) fn dense(&self) -> &Dense {
-        match self {
-            Self::Dense(dense) => dense,
-            Self::Experts(_) => panic!("a layer with experts"),
-        }
+    /// If it has only experts.
+    pub(crate) const fn dense(&self) -> &Dense {
+        self.opt_dense().expect("a layer with experts only")
     }
 
     /// `None` without experts.
     pub(crate) const fn experts(&self) -> Option<&Experts> {
         match self {
             Self::Dense(_) => None,
-            Self::Experts(experts) => Some(experts),
+            Self::Experts(experts) | Self::Both(_, experts) => Some(experts),
         }
     }
 }
@@ -165,6 +225,23 @@ impl AsStored {
         match self {
             Self::Whole(tensor) => &tensor.name,
             Self::Mlx(matrix) => &matrix.name,
+        }
+    }
+
+    /// The first scale, or weight of a float type, that is infinite or NaN.
+    fn not_finite(&self, pool: &ThreadPool) -> Option<f32> {
+        match self {
+            Self::Whole(tensor) => not_finite(tensor.block_type, &tensor.bytes, pool),
+            Self::Mlx(matrix) => {
+                let scales = match (&matrix.biases, is_bf16(matrix.block_type)) {
+                    (None, _) => return matrix.scales.contains(&u8::MAX).then_some(f32::NAN),
+                    (_, true) => BlockType::BF16,
+                    (_, false) => BlockType::F16,
+                };
+                let parts = [Some(&matrix.scales), matrix.biases.as_ref()];
+                let mut parts = parts.into_iter().flatten();
+                parts.find_map(|part| not_finite(scales, part, pool))
+            }
         }
     }
 
@@ -310,6 +387,15 @@ impl Names<'_> {
         Ok(weights)
     }
 
+    /// The factor of a layer's residual, where the file has one.
+    fn output_scale(&self, layer: usize) -> Result<Option<f32>, Error> {
+        let role = Role::Layer(layer, Part::OutputScale);
+        match self.source.opt_weight(self.family(), role)? {
+            None => Ok(None),
+            Some(_) => Ok(self.finite(role, 1)?.first().copied()),
+        }
+    }
+
     /// Whether the output head is the embedding.
     pub(crate) fn is_tied(&self) -> Result<bool, Error> {
         match self.config.tied {
@@ -320,6 +406,27 @@ impl Names<'_> {
             }
         }
     }
+}
+
+/// Whether scales of MLX's integers are bfloat16.
+fn is_bf16(block_type: BlockType) -> bool {
+    block_type.name().ends_with("BF16")
+}
+
+/// Bytes that a thread looks at before the next part: far more than it takes to ask for one.
+const LOOKED_AT: usize = 1 << 18;
+
+/// As [`stored::not_finite`], on all threads; which of several is told may vary.
+fn not_finite(block_type: BlockType, bytes: &[u8], pool: &ThreadPool) -> Option<f32> {
+    let part = LOOKED_AT / block_type.bytes() * block_type.bytes();
+    let found = Mutex::new(None);
+    pool.run(bytes.len().div_ceil(part), &|i| {
+        let part = &bytes[i * part..bytes.len().min((i + 1) * part)];
+        if let Some(bad) = stored::not_finite(block_type, part) {
+            *lock(&found) = Some(bad);
+        }
+    });
+    found.into_inner().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Rows that a thread joins at a time: a hundred kilobytes of an 8B model's, far fewer than there
@@ -342,6 +449,77 @@ impl Loader<'_> {
         self.names.as_stored(Role::TokenEmbedding, shape)
     }
 
+    /// The embeddings of layers, where they have some: all, and what multiplies them for the layers
+    /// that this rank holds.
+    pub(crate) fn per_layer_inputs(&self) -> Result<Option<PerLayerInputs>, Error> {
+        let (c, held) = (self.config, &self.shard.layers);
+        let (p, all) = (c.per_layer, c.per_layer * c.layers.len());
+        if p == 0 {
+            return Ok(None);
+        }
+        let mine = held.start * p..held.end * p;
+        let projection = self.rows(Role::PerLayerProjection, [all, c.width], mine)?;
+        Ok(Some(PerLayerInputs {
+            embedding: self
+                .names
+                .as_stored(Role::PerLayerEmbedding, [c.vocab, all])?,
+            projection: projection.matrix,
+            norm: self.names.norm(Role::PerLayerNorm, p)?,
+        }))
+    }
+
+    /// A layer's own part of them.
+    fn per_layer(&self, layer: usize) -> Result<Option<PerLayer>, Error> {
+        let (p, width) = (self.config.per_layer, self.config.width);
+        if p == 0 {
+            return Ok(None);
+        }
+        let role = |part| Role::Layer(layer, part);
+        Ok(Some(PerLayer {
+            gate: self.whole(role(Part::PerLayerGate), [p, width], false)?,
+            output: self.whole(role(Part::PerLayerOutput), [width, p], false)?,
+            norm: self.names.norm(role(Part::PostPerLayerNorm), width)?,
+        }))
+    }
+
+    /// The norms of a feed-forward with experts beside it.
+    fn beside(&self, layer: usize) -> Result<Option<Beside>, Error> {
+        if !self.config.layers[layer].dense_beside {
+            return Ok(None);
+        }
+        let norm = |part| self.names.norm(Role::Layer(layer, part), self.config.width);
+        Ok(Some(Beside {
+            dense: norm(Part::DenseNorm)?,
+            before: norm(Part::BesideNorm)?,
+            after: norm(Part::PostBesideNorm)?,
+        }))
+    }
+
+    /// The second half of a layer.
+    fn feed_forward(&self, layer: usize) -> Result<FeedForward, Error> {
+        let (shape, cut) = (&self.config.layers[layer], self.shard.layer(layer));
+        let experts = shape.experts;
+        let experts = experts.map(|of| self.experts(layer, of, cut.ffn()));
+        Ok(match experts.transpose()?.map(Box::new) {
+            None => FeedForward::Dense(self.dense(layer)?),
+            Some(experts) if shape.dense_beside => FeedForward::Both(self.dense(layer)?, experts),
+            Some(experts) => FeedForward::Experts(experts),
+        })
+    }
+
+    /// Gate, up and down of a layer.
+    fn dense(&self, layer: usize) -> Result<Dense, Error> {
+        let (width, ffn) = (self.config.width, self.config.layers[layer].ffn);
+        let cut = self.shard.layer(layer).dense();
+        let role = |part| Role::Layer(layer, part);
+        let rows = |part| self.rows(role(part), [ffn, width], cut.columns());
+        Ok(Dense {
+            gate: rows(Part::Gate)?,
+            up: rows(Part::Up)?,
+            down: self.summed(role(Part::Down), ffn, cut)?,
+        })
+    }
+
     pub(crate) fn output(&self, tied: bool) -> Result<Linear, Error> {
         let role = if tied {
             Role::TokenEmbedding
@@ -358,45 +536,66 @@ impl Loader<'_> {
 
     pub(crate) fn layer(&self, i: usize) -> Result<Layer, Error> {
         let (c, shape, cut) = (self.config, &self.config.layers[i], self.shard.layer(i));
-        let (q, k) = (
-            shape.heads * shape.head_dim,
-            shape.kv_heads * shape.head_dim,
-        );
+        let k = shape.kv_heads * shape.head_dim;
         let (out, v) = (
-            shape.heads * shape.value_dim,
+            shape.heads * shape.output_dim(),
             shape.kv_heads * shape.value_dim,
         );
         let role = |part| Role::Layer(i, part);
         let rows = |part, all, mine| self.rows(role(part), [all, c.width], mine);
+        let latent = shape.latent.map(|latent| self.latent(i, latent));
         let of_heads = |heads: &Range<usize>, dim| heads.start * dim..heads.end * dim;
-        let of_kv = |part, all, dim| {
+        let of_kv = |there: bool, part, all, dim| {
             let mine = || rows(part, all, of_heads(&cut.kv_heads, dim));
-            shape.has_kv().then(mine).transpose()
+            there.then(mine).transpose()
         };
         let norm = |part, n| self.names.norm(role(part), n);
         let opt_norm = |there: bool, part, n| there.then(|| norm(part, n)).transpose();
         let norms = c.family.norms_after_halves();
         let [query_norm, key_norm] = self.query_key_norms(i)?;
+        let ([query, key, value], delta_net, output) = match (shape.cache, shape.latent) {
+            (LayerCache::Delta(net), _) => {
+                let ([q, k, v], net) = self.delta_net(i, net)?;
+                (
+                    [Some(q), Some(k), Some(v)],
+                    Some(Box::new(net)),
+                    Part::DeltaOutput,
+                )
+            }
+            (_, Some(latent)) => {
+                let query = self.latent_query(i, latent)?;
+                ([Some(query), None, None], None, Part::AttentionOutput)
+            }
+            _ => {
+                let each = (1 + usize::from(shape.gated)) * shape.head_dim;
+                let all = shape.heads * each;
+                let of = [
+                    Some(rows(Part::Query, all, of_heads(&cut.heads, each))?),
+                    of_kv(shape.has_keys(), Part::Key, k, shape.head_dim)?,
+                    of_kv(shape.has_values(), Part::Value, v, shape.value_dim)?,
+                ];
+                (of, None, Part::AttentionOutput)
+            }
+        };
         Ok(Layer {
             attention_norm: norm(Part::AttentionNorm, c.width)?,
-            query: rows(Part::Query, q, of_heads(&cut.heads, shape.head_dim))?,
-            key: of_kv(Part::Key, k, shape.head_dim)?,
-            value: of_kv(Part::Value, v, shape.value_dim)?,
-            attention_output: self.summed(role(Part::AttentionOutput), out, &cut.attention)?,
+            query: query.expect("every layer has queries"),
+            key,
+            value,
+            latent: latent.transpose()?.map(Box::new),
+            delta_net,
+            attention_output: self.summed(role(output), out, &cut.attention)?,
             query_norm,
             key_norm,
             sinks: self.sinks(i)?,
             post_attention_norm: opt_norm(norms, Part::PostAttentionNorm, c.width)?,
             ffn_norm: norm(Part::FfnNorm, c.width)?,
-            feed_forward: match shape.experts {
-                Some(experts) => FeedForward::Experts(self.experts(i, experts, cut.ffn())?),
-                None => FeedForward::Dense(Dense {
-                    gate: rows(Part::Gate, shape.ffn, cut.ffn())?,
-                    up: rows(Part::Up, shape.ffn, cut.ffn())?,
-                    down: self.summed(role(Part::Down), shape.ffn, &cut.feed_forward)?,
-                }),
-            },
+            feed_forward: self.feed_forward(i)?,
             post_ffn_norm: opt_norm(norms, Part::PostFfnNorm, c.width)?,
+            value_norm: shape.value_norm.then(|| vec![1.0; shape.value_dim]),
+            beside: self.beside(i)?,
+            per_layer: self.per_layer(i)?,
+            output_scale: self.names.output_scale(i)?,
         })
     }
 
@@ -418,6 +617,9 @@ impl Loader<'_> {
                 of(Part::QueryNorm, shape.heads, &cut.heads)?,
                 of(Part::KeyNorm, shape.kv_heads, &cut.kv_heads)?,
             ]);
+        }
+        if matches!(shape.cache, LayerCache::Delta(_)) {
+            return Ok([None, None]);
         }
         let there = self.names.norms_heads(layer)?;
         let of = |there: bool, part| there.then(|| norm(part, dim)).transpose();
@@ -458,6 +660,7 @@ impl Loader<'_> {
         };
         let linear = |role, shape: [usize; 2], of: Option<Nth>| {
             let bias = of.map(|nth| self.names.expert_bias(role, nth, shape[0]));
+            self.check_finite(role, shape)?;
             Ok::<_, Error>(Linear {
                 matrix: self.whole(role, shape, false)?,
                 bias: bias.transpose()?.flatten(),
@@ -493,12 +696,40 @@ impl Loader<'_> {
                 .corrected
                 .then(|| self.names.finite(role(Part::RouterChoice), of.count))
                 .transpose()?,
+            router_norm: of.scaled.then(|| self.router_norm(layer)).transpose()?,
+            scales: of
+                .scaled
+                .then(|| self.names.finite(role(Part::ExpertScales), of.count))
+                .transpose()?,
             shared_router: has_gate
                 .then(|| router(Part::SharedRouter, 1))
                 .transpose()?,
             first: mine.start,
             experts: mine.map(expert).collect::<Result<_, Error>>()?,
         })
+    }
+
+    /// Refuses a matrix of an expert whose weights are not all numbers: a row that chose it would be
+    /// none, and others, in its batch or not, would not tell.
+    fn check_finite(&self, role: Role, shape: [usize; 2]) -> Result<(), Error> {
+        let stored = self.names.as_stored(role, shape)?;
+        match stored.not_finite(self.pool) {
+            None => Ok(()),
+            Some(got) => Err(Error::NotFinite {
+                name: stored.name().to_owned(),
+                got,
+            }),
+        }
+    }
+
+    /// The weights of the norm before a router of its own, and what it is divided by.
+    fn router_norm(&self, layer: usize) -> Result<Vec<f32>, Error> {
+        let width = self.config.width;
+        let scale = self
+            .names
+            .finite(Role::Layer(layer, Part::RouterScale), width)?;
+        let root = 1.0 / (width as f32).sqrt();
+        Ok(scale.into_iter().map(|x| x * root).collect())
     }
 
     /// Packs all of a matrix; `as_f32` whatever the class.
@@ -663,21 +894,46 @@ fn vector(tensor: &Tensor, n: usize) -> Result<Vec<f32>, Error> {
 
 impl Layer {
     pub(crate) fn bytes(&self) -> Bytes {
-        let rows = self.of_normed().map(|matrix| matrix.bytes().0);
-        Bytes(rows.sum::<u64>() + self.attention_output.bytes() + self.feed_forward.down_bytes())
+        let rows = self.of_normed().into_iter().map(|matrix| matrix.bytes().0);
+        let latent = self.latent.iter().flat_map(|latent| {
+            let query = latent.query_down.is_some().then_some(&self.query.matrix);
+            latent.keys.iter().chain(&latent.values).chain(query)
+        });
+        let own = self.per_layer.iter().map(|own| &own.output);
+        let more: u64 = latent.chain(own).map(|matrix| matrix.bytes().0).sum();
+        Bytes(
+            rows.sum::<u64>()
+                + more
+                + self.attention_output.bytes()
+                + self.feed_forward.down_bytes(),
+        )
     }
 
-    /// The matrices that multiply rows after a norm.
-    pub(crate) fn of_normed(&self) -> impl Iterator<Item = &Packed> {
+    /// The matrices that multiply rows as wide as the residual.
+    pub(crate) fn of_normed(&self) -> Vec<&Packed> {
         let Self {
             query,
             key,
             value,
+            latent,
+            delta_net,
             feed_forward,
+            per_layer,
             ..
         } = self;
-        let kv = [key, value].into_iter().flatten();
-        let linears = [query].into_iter().chain(kv).map(|linear| &linear.matrix);
-        linears.chain(feed_forward.of_normed())
+        let compressed = latent
+            .as_ref()
+            .and_then(|latent| latent.query_down.as_ref());
+        let query = compressed.map_or(query, |(down, _)| down);
+        let down = latent.as_ref().map(|latent| &latent.down);
+        let more = [key.as_ref(), value.as_ref(), down].into_iter().flatten();
+        let linears = [query].into_iter().chain(more).map(|linear| &linear.matrix);
+        let net = delta_net.iter().flat_map(|net| net.matrices());
+        let gate = per_layer.iter().map(|own| &own.gate);
+        linears
+            .chain(net)
+            .chain(feed_forward.of_normed())
+            .chain(gate)
+            .collect()
     }
 }

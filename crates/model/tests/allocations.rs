@@ -102,6 +102,9 @@ fn a_decode_step_allocates_nothing() {
         Family::GptOss,
         Family::Glm4Moe,
         Family::MiniMaxM2,
+        Family::DeepSeek,
+        Family::Qwen35,
+        Family::Qwen35Moe,
     ] {
         let path = dir.path().join("model.gguf");
         Tiny::new(family, BlockType::Q4_K).write(&path);

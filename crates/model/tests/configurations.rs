@@ -3,12 +3,14 @@
 
 #![allow(clippy::unwrap_used, reason = "a helper of a test may fail the test")]
 
+use std::sync::Arc;
+
 use crate::common::runner::Runner;
 use crate::common::tiny::{Tiny, TinyTensor};
 use crate::common::{golden, kernels, load};
 use paceline_base::{BlockType, KernelClass};
 use paceline_formats::gguf::Value as Entry;
-use paceline_model::{BatchSize, Config, Family, Source};
+use paceline_model::{BatchSize, Config, Family, Source, Weights};
 use paceline_tensor::{KvType, RopePairs};
 use serde_json::{Value, json};
 
@@ -262,4 +264,113 @@ fn rope_factors_divide() {
     let scaled = logits("linear", Some(4.0), None);
     assert_eq!(logits("factors", None, Some(4.0)), scaled);
     assert_ne!(logits("plain", None, None), scaled);
+}
+
+/// The sizes of latent attention, in both layouts; of a query's parts and of what is kept.
+#[test]
+fn latent_attention_and_groups() {
+    let v3 = hf("deepseek-v3-bf16", &json!({}));
+    let latent = v3.latent.unwrap();
+    assert_eq!((latent.rank, latent.turned, latent.plain), (32, 16, 32));
+    assert_eq!(
+        (v3.kv_heads, v3.head_dim, v3.layers[0].value_dim),
+        (1, 48, 32)
+    );
+    assert_eq!(
+        v3.layers
+            .iter()
+            .filter(|layer| layer.experts.is_some())
+            .count(),
+        2
+    );
+    let groups = v3.layers[1].experts.unwrap().groups.unwrap();
+    assert_eq!((groups.count, groups.used, groups.largest), (4, 2, 2));
+    // 1 + 0.1 ln 40 squared, over the root of 48.
+    let scale = f64::from(v3.layers[0].query_scale);
+    let expected = (1.0 + 0.1 * 40f64.ln()).powi(2) / 48f64.sqrt();
+    assert!(
+        (scale - expected).abs() < 1e-7,
+        "{scale}, expected {expected}"
+    );
+
+    let old = hf("deepseek-v2", &json!({"topk_method": "greedy"}));
+    assert_eq!(old.layers[1].experts.unwrap().groups, None);
+    assert_eq!(old.latent.unwrap().query_rank, None);
+    let kimi = hf(
+        "deepseek-v3-bf16",
+        &json!({"model_type": "kimi_k2", "n_group": 1}),
+    );
+    assert_eq!(
+        (kimi.family, kimi.layers[1].experts.unwrap().groups),
+        (Family::DeepSeek, None)
+    );
+    let growth = hf("mistral4-bf16", &json!({}))
+        .latent
+        .unwrap()
+        .growth
+        .unwrap();
+    assert_eq!((growth.rate, growth.length), (0.1, 16.0));
+
+    let file = gguf(
+        Family::DeepSeek,
+        &[("attention.temperature_scale", 0.5f32.into())],
+    );
+    let latent = file.latent.unwrap();
+    assert_eq!(
+        (latent.plain, latent.turned, latent.value_dim),
+        (64, 16, 16)
+    );
+    assert_eq!(latent.growth.unwrap().length, 512.0);
+    // Keys alone, in f16: 80 numbers a position and layer.
+    let size = BatchSize::single(1, 64);
+    assert_eq!(file.cache_bytes(KvType::F16, size, 64).0, 3 * 64 * 80 * 2);
+}
+
+#[test]
+fn an_indexer_bounds_the_context() {
+    let config = hf("deepseek-v32-bf16", &json!({}));
+    assert_eq!((config.context, config.indexed), (64, Some(64)));
+    let path = golden("hf/deepseek-v32-bf16");
+    let model = Arc::new(load(&path, KernelClass::Cpu, &kernels()));
+    let error = model.reserve(BatchSize::single(1, 65), 128).unwrap_err();
+    let text = error.to_string();
+    assert!(
+        text.contains("context is 65, expected at most 64: beyond, the model's indexer"),
+        "{text}"
+    );
+}
+
+/// Rows that chose each expert, of layers that have some; a shared expert is not among them.
+#[test]
+fn uses_of_experts_are_counted() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("model.gguf");
+    for (family, layers, experts) in [
+        (Family::DeepSeek, 1..3, 8),
+        (Family::Qwen2Moe, 0..2, 7),
+        (Family::Llama, 0..0, 0),
+    ] {
+        let tiny = Tiny::new(family, BlockType::Q8_0);
+        tiny.write(&path);
+        let model: Arc<dyn Weights> = Arc::new(load(&path, KernelClass::Cpu, &kernels()));
+        let mut runner = Runner::of(Arc::clone(&model), 70);
+        runner.all(&tiny.tokens(70, 1));
+        let uses = model.expert_uses();
+        assert_eq!(
+            uses.iter().map(|uses| uses.layer).collect::<Vec<_>>(),
+            Vec::from_iter(layers)
+        );
+        for uses in uses {
+            assert_eq!(
+                (uses.rows.len(), uses.rows.iter().sum::<u64>()),
+                (experts, 70 * 3),
+                "{family:?}"
+            );
+            assert!(
+                uses.rows.iter().all(|rows| *rows <= 70),
+                "{family:?} {:?}",
+                uses.rows
+            );
+        }
+    }
 }

@@ -6,6 +6,8 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use paceline_formats::gguf::testing::Writer;
+use paceline_formats::hf::HfFolder;
 use paceline_formats::tokenizer::Tokenizer;
 use paceline_model::encoder::{Encoder, EncoderConfig, Pooling};
 use paceline_model::{Error, Source};
@@ -14,7 +16,7 @@ use serde_json::{Value, json};
 
 use crate::common::{golden, golden_json, test_model};
 
-const TINY: [&str; 2] = ["bert-mean", "roberta-first"];
+const TINY: [&str; 3] = ["bert-mean", "roberta-first", "qwen3-last"];
 
 fn folder(name: &str) -> PathBuf {
     golden(&format!("encoder/{name}"))
@@ -39,10 +41,15 @@ fn cases(name: &str) -> Vec<(String, Vec<u32>, Vec<f64>)> {
     json["cases"].as_array().unwrap().iter().map(case).collect()
 }
 
+fn one_step(encoder: &Encoder, texts: &[&[u32]]) -> Vec<Vec<f32>> {
+    encoder.embed(texts, &|| false).unwrap().unwrap()
+}
+
 fn embed(encoder: &Encoder, texts: &[&[u32]]) -> Vec<Vec<f32>> {
     let lengths: Vec<usize> = texts.iter().map(|text| text.len()).collect();
     let steps = Encoder::steps(&lengths).into_iter();
-    steps.flat_map(|step| encoder.embed(&texts[step])).collect()
+    let vectors = |step: std::ops::Range<usize>| one_step(encoder, &texts[step]);
+    steps.flat_map(vectors).collect()
 }
 
 /// Ids and vectors of `transformers`: both in float32, in another order. 1e-6 is several times the
@@ -92,7 +99,10 @@ fn a_vector_depends_on_its_own_text_only() {
         let cases = cases(name);
         let mut texts: Vec<&[u32]> = cases.iter().map(|(_, ids, _)| ids.as_slice()).collect();
         let alone = load(&folder, Kernels::new(1).unwrap());
-        let expected: Vec<Vec<f32>> = texts.iter().flat_map(|text| alone.embed(&[text])).collect();
+        let expected: Vec<Vec<f32>> = texts
+            .iter()
+            .flat_map(|text| one_step(&alone, &[text]))
+            .collect();
         for set in InstructionSet::available() {
             let encoder = load(&folder, Kernels::with_set(set, 3).unwrap());
             assert_eq!(embed(&encoder, &texts), expected, "{name} {}", set.name());
@@ -110,17 +120,127 @@ fn folders_say_how_rows_are_pooled_and_how_long_texts_are() {
     for (name, pooling, context) in [
         ("bert-mean", Pooling::Mean, 60),
         ("roberta-first", Pooling::First, 64),
+        ("qwen3-last", Pooling::Last, 2048),
     ] {
         let source = Source::open(&folder(name)).unwrap();
         assert!(EncoderConfig::is_encoder(&source));
-        let Source::Hf(folder) = &source else {
-            panic!("{name} is a folder");
-        };
-        let config = EncoderConfig::read(folder).unwrap();
+        let config = EncoderConfig::read(&source).unwrap();
         assert_eq!((config.pooling, config.context), (pooling, context));
     }
     let decoder = Source::open(&golden("hf/llama-tied")).unwrap();
     assert!(!EncoderConfig::is_encoder(&decoder));
+}
+
+/// A text longer than a step goes through a decoder in parts.
+#[test]
+fn a_long_text_is_computed_in_parts() {
+    let encoder = load(&folder("qwen3-last"), Kernels::new(2).unwrap());
+    let ids: Vec<u32> = (0..1100).map(|i| 3 + i * 7 % 290).collect();
+    let whole = one_step(&encoder, &[&ids]);
+    assert_ne!(whole, one_step(&encoder, &[&ids[..1099]]));
+    assert_eq!(
+        whole,
+        embed(&encoder, &[&ids[..300], &ids, &ids[..9]])[1..2]
+    );
+    let asked = std::cell::Cell::new(0);
+    let is_over = || {
+        asked.set(asked.get() + 1);
+        asked.get() == 3
+    };
+    assert_eq!(encoder.embed(&[&ids], &is_over).unwrap(), None);
+}
+
+/// The names of BERT's weights in a folder and in a GGUF file (`gguf-py/gguf/constants.py`).
+const NAMES: [(&str, &str); 11] = [
+    ("embeddings.word_embeddings", "token_embd"),
+    ("embeddings.position_embeddings", "position_embd"),
+    ("embeddings.token_type_embeddings", "token_types"),
+    ("embeddings.LayerNorm", "token_embd_norm"),
+    ("attention.self.query", "attn_q"),
+    ("attention.self.key", "attn_k"),
+    ("attention.self.value", "attn_v"),
+    ("attention.output.dense", "attn_output"),
+    ("attention.output.LayerNorm", "attn_output_norm"),
+    ("intermediate.dense", "ffn_up"),
+    ("output.LayerNorm", "layer_output_norm"),
+];
+
+fn gguf_name(name: &str) -> String {
+    let (stem, kind) = name.rsplit_once('.').unwrap();
+    let Some(inner) = stem.strip_prefix("encoder.layer.") else {
+        let known = NAMES.iter().find(|(known, _)| *known == stem).unwrap();
+        return format!("{}.{kind}", known.1);
+    };
+    let (layer, part) = inner.split_once('.').unwrap();
+    let known = NAMES.iter().find(|(known, _)| *known == part);
+    let part = known.map_or("ffn_down", |(_, part)| part); // output.dense
+    format!("blk.{layer}.{part}.{kind}")
+}
+
+/// The folder as `convert_hf_to_gguf.py` of llama.cpp would convert it.
+fn converted(folder: &Path, out: &Path) {
+    let read = |name: &str| -> Value {
+        serde_json::from_slice(&std::fs::read(folder.join(name)).unwrap()).unwrap()
+    };
+    let (config, tokenizer) = (read("config.json"), read("tokenizer.json"));
+    let vocab = tokenizer["model"]["vocab"].as_object().unwrap();
+    let mut tokens = vec![String::new(); vocab.len()];
+    for (text, id) in vocab {
+        let is_name = text.starts_with('[') && text.ends_with(']');
+        let piece = text.strip_prefix("##").map(str::to_owned);
+        let written = piece.unwrap_or_else(|| format!("\u{2581}{text}"));
+        tokens[id.as_u64().unwrap() as usize] = if is_name { text.clone() } else { written };
+    }
+    let mut kinds = vec![1; tokens.len()];
+    kinds[..5].fill(3);
+    let number = |field: &str| config[field].as_u64().unwrap() as u32;
+    let mut file = Writer::new()
+        .meta("general.architecture", "bert")
+        .meta("bert.context_length", number("max_position_embeddings"))
+        .meta("bert.embedding_length", number("hidden_size"))
+        .meta("bert.feed_forward_length", number("intermediate_size"))
+        .meta("bert.block_count", number("num_hidden_layers"))
+        .meta("bert.attention.head_count", number("num_attention_heads"))
+        .meta("bert.attention.layer_norm_epsilon", 1e-12f32)
+        .meta("bert.attention.causal", false)
+        .meta("bert.pooling_type", 1u32)
+        .meta("tokenizer.ggml.model", "bert")
+        .meta("tokenizer.ggml.tokens", tokens)
+        .meta("tokenizer.ggml.token_type", kinds)
+        .meta("tokenizer.ggml.unknown_token_id", 1u32)
+        .meta("tokenizer.ggml.seperator_token_id", 3u32)
+        .meta("tokenizer.ggml.cls_token_id", 2u32);
+    let folder = HfFolder::open(folder).unwrap();
+    for name in folder.names() {
+        let tensor = folder.tensor(name).unwrap();
+        file = file.tensor(
+            &gguf_name(name),
+            tensor.block_type,
+            &tensor.shape,
+            &tensor.bytes[..],
+        );
+    }
+    file.write(out);
+}
+
+#[test]
+fn a_gguf_file_of_bert_makes_the_vectors_of_its_folder() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("bert.gguf");
+    converted(&folder("bert-mean"), &path);
+    let source = Source::open(&path).unwrap();
+    assert!(EncoderConfig::is_encoder(&source));
+    let Source::Gguf(file) = &source else {
+        panic!("a file");
+    };
+    let tokenizer = Tokenizer::from_gguf(file.metadata()).unwrap();
+    let encoder = Encoder::load(&source, Arc::new(Kernels::new(2).unwrap())).unwrap();
+    let of_folder = load(&folder("bert-mean"), Kernels::new(2).unwrap());
+    for (text, ids, _) in &cases("bert-mean") {
+        assert_eq!(&tokenizer.encode_whole(text).unwrap(), ids, "{text:?}");
+        let vectors = [&encoder, &of_folder].map(|encoder| one_step(encoder, &[ids]));
+        assert_eq!(vectors[0], vectors[1], "{text:?}");
+    }
 }
 
 /// Reads the tiny model with one field of one file changed.

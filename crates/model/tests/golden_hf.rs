@@ -7,7 +7,7 @@
 #![allow(clippy::print_stdout, reason = "figures, shown by --nocapture")]
 
 use crate::common::compare::{argmax, gap, max_abs_diff};
-use crate::common::hf::{EXPERT_FOLDERS, FOLDERS, golden_logits};
+use crate::common::hf::{DELTA_FOLDERS, EXPERT_FOLDERS, FOLDERS, golden_logits, golden_tensor};
 use crate::common::runner::Runner;
 use crate::common::{golden, golden_json, ids, kernels, load, number};
 use paceline_base::KernelClass;
@@ -51,7 +51,11 @@ fn check(name: &str, class: KernelClass, tolerance: f64) {
 /// products in f64 does: distances of that size, several times it for the worst logit.
 #[test]
 fn class_cpu_f32_agrees_with_transformers() {
-    for name in FOLDERS.into_iter().chain(EXPERT_FOLDERS) {
+    for name in FOLDERS
+        .into_iter()
+        .chain(EXPERT_FOLDERS)
+        .chain(DELTA_FOLDERS)
+    {
         let json = golden_json(&format!("hf/{name}.golden.json"));
         check(
             name,
@@ -65,12 +69,39 @@ fn class_cpu_f32_agrees_with_transformers() {
 /// the recorded distance is that of one such run, ours rounds slightly different numbers.
 #[test]
 fn class_cpu_agrees_but_for_keys_and_values_in_f16() {
-    for name in FOLDERS.into_iter().chain(EXPERT_FOLDERS) {
+    for name in FOLDERS
+        .into_iter()
+        .chain(EXPERT_FOLDERS)
+        .chain(DELTA_FOLDERS)
+    {
         let json = golden_json(&format!("hf/{name}.golden.json"));
         check(
             name,
             KernelClass::Cpu,
             2.0 * number(&json, &["max_abs_diff", "kv_f16"]),
         );
+    }
+}
+
+/// The golden logits are those of the chunked form, these of the recurrent one; the distance of
+/// either from float64 is the measure of both.
+#[test]
+fn delta_nets_agree_with_the_recurrent_form_too() {
+    for name in DELTA_FOLDERS {
+        let json = golden_json(&format!("hf/{name}.golden.json"));
+        let tolerance = 4.0 * number(&json, &["max_abs_diff", "f64_matmul"]);
+        let prompt = ids(&json, "prompt");
+        let model = load(
+            &golden(&format!("hf/{name}")),
+            KernelClass::CpuF32,
+            &kernels(),
+        );
+        let got = Runner::new(model, prompt.len()).all(&prompt);
+        let expected = golden_tensor(name, "logits.recurrent");
+        let pairs = got.iter().zip(&expected);
+        let worst = pairs.map(|(got, expected)| max_abs_diff(got, expected));
+        let worst = worst.fold(0.0, f64::max);
+        println!("{name}: recurrent form within {worst:.3e}, tolerance {tolerance:.3e}");
+        assert!(worst <= tolerance, "{name}: {worst:.3e} of {tolerance:.3e}");
     }
 }

@@ -1,5 +1,6 @@
-//! Tiny GGUF files of families with experts, in float32, against what llama.cpp computes with them
-//! (`tests-data/golden/llama_cpp/tiny`, made by `scripts/golden/llama_cpp_tiny.py`).
+//! Tiny GGUF files of families with experts or states and of Gemma 4, in float32, against what
+//! llama.cpp computes with them (`tests-data/golden/llama_cpp/tiny`, made by
+//! `scripts/golden/llama_cpp_tiny.py`).
 
 #![allow(clippy::unwrap_used, reason = "a helper of a test may fail the test")]
 #![allow(clippy::print_stdout, reason = "figures, shown by --nocapture")]
@@ -9,9 +10,15 @@ use crate::common::runner::Runner;
 use crate::common::{golden, kernels, load, rows_of};
 use paceline_base::KernelClass;
 use paceline_formats::safetensors::Safetensors;
+use paceline_tensor::KvType;
 
-/// Both round products of float32; llama.cpp has keys and values in f16, as class `cpu`.
+/// Both round products of float32; llama.cpp has keys and values in f16, as class `cpu` and as
+/// class `cpu-f32` is told to here. (In f32 it is up to 1.2e-3 from them.)
 const DISTANCE: f64 = 1e-3;
+
+/// Of Gemma 4: llama.cpp takes GELU from a table of f16 by arguments in f16. With that done here
+/// too, its two files are 8.6e-4 and 8.5e-5 from llama.cpp, and 2.5e-3 and 7.5e-4 without.
+const DISTANCE_GELU: f64 = 4e-3;
 
 /// Where the first logit leads the second by less than this part of their deviation, rounding may
 /// turn them.
@@ -42,6 +49,7 @@ fn check(name: &str, class: KernelClass) {
         class,
         &kernels(),
     );
+    let model = model.with_kv(KvType::F16);
     let got = Runner::new(model, ids.len()).all(&ids);
     let distance = relative_rms(&got.concat(), &expected.concat());
     let decided = NEAR * deviation(&expected);
@@ -58,8 +66,12 @@ fn check(name: &str, class: KernelClass) {
         }
     }
     println!("{name} {class}: relative distance {distance:.2e}, {excluded} positions undecided");
+    let most = match name.starts_with("gemma4") {
+        true => DISTANCE_GELU,
+        false => DISTANCE,
+    };
     assert!(
-        distance <= DISTANCE,
+        distance <= most,
         "{name} {class}: {distance:.2e} of the logits apart"
     );
     assert!(
@@ -68,9 +80,28 @@ fn check(name: &str, class: KernelClass) {
     );
 }
 
+/// With both orders of value heads; old files of Qwen3-Next have all inputs in one matrix.
 #[test]
-fn families_with_experts_agree_with_llama_cpp() {
-    for name in ["gpt-oss", "glm4moe", "minimax-m2"] {
+fn delta_nets_agree_with_llama_cpp() {
+    for name in ["qwen3next", "qwen3next-old", "qwen35", "qwen35moe"] {
+        for class in [KernelClass::Cpu, KernelClass::CpuF32] {
+            check(name, class);
+        }
+    }
+}
+
+#[test]
+fn families_agree_with_llama_cpp() {
+    for name in [
+        "gpt-oss",
+        "glm4moe",
+        "minimax-m2",
+        "deepseek2",
+        "deepseek2-old",
+        "mistral4",
+        "gemma4",
+        "gemma4-moe",
+    ] {
         for class in [KernelClass::Cpu, KernelClass::CpuF32] {
             check(name, class);
         }

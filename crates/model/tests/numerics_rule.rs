@@ -106,6 +106,13 @@ const FAMILIES: [(Family, BlockType); 4] = [
     (Family::Gemma3, BlockType::Q6_K),
 ];
 
+/// Families with gated delta nets: both orders of heads.
+const DELTA_NETS: [(Family, BlockType, KernelClass); 3] = [
+    (Family::Qwen35, BlockType::Q4_K, KernelClass::Cpu),
+    (Family::Qwen3Next, BlockType::BF16, KernelClass::CpuF32),
+    (Family::Qwen35Moe, BlockType::Q8_0, KernelClass::CpuQ8),
+];
+
 /// Which rows an expert has in common changes nothing.
 #[test]
 fn experts_follow_the_rule() {
@@ -117,6 +124,9 @@ fn experts_follow_the_rule() {
         (Family::GptOss, BlockType::MXFP4_SPLIT),
         (Family::Glm4Moe, BlockType::Q8_0),
         (Family::MiniMaxM2, BlockType::Q4_0),
+        (Family::DeepSeek, BlockType::Q4_1),
+        (Family::DeepSeek, BlockType::BF16),
+        (Family::Gemma4, BlockType::Q5_K),
     ] {
         let path = dir.path().join("experts.gguf");
         Tiny::new(family, block_type).write(&path);
@@ -126,6 +136,29 @@ fn experts_follow_the_rule() {
         for (i, set) in InstructionSet::available().iter().enumerate() {
             let model = case.load(*set, 1 + i % 3);
             for chunk in [1, 3, 64, 200] {
+                case.in_chunks(&model, 200, chunk);
+            }
+            case.among_strangers(&model, 3, i as u64);
+        }
+    }
+}
+
+/// Neither does where a prompt is cut, nor whose state is computed beside it.
+#[test]
+fn delta_nets_follow_the_rule() {
+    let dir = tempfile::tempdir().unwrap();
+    for (family, block_type, class) in DELTA_NETS {
+        let path = dir.path().join("delta.gguf");
+        Tiny::new(family, block_type).write(&path);
+        let sequences = random_sequences(300, &[200, 64, 130, 67], 3);
+        let case = Case::new(&path, class, sequences, &format!("{family:?}"));
+        for (i, set) in InstructionSet::available().iter().enumerate() {
+            let model = case.load(*set, 1 + i % 3);
+            if *set == InstructionSet::Scalar {
+                case.in_chunks(&model, 70, 7); // a hundred times slower
+                continue;
+            }
+            for chunk in [1, 3, 63, 65, 200] {
                 case.in_chunks(&model, 200, chunk);
             }
             case.among_strangers(&model, 3, i as u64);

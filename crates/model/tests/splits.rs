@@ -232,6 +232,11 @@ fn experts_give_the_bits_of_one_rank() {
         (Family::Glm4Moe, BlockType::Q5_K, KernelClass::CpuQ8),
         (Family::MiniMaxM2, BlockType::Q4_K, KernelClass::Cpu),
         (Family::MiniMaxM2, BlockType::F32, KernelClass::CpuF32),
+        (Family::DeepSeek, BlockType::Q8_0, KernelClass::Cpu),
+        (Family::DeepSeek, BlockType::Q5_1, KernelClass::CpuQ8),
+        (Family::DeepSeek, BlockType::F16, KernelClass::CpuF32),
+        (Family::Gemma4, BlockType::Q4_K, KernelClass::Cpu),
+        (Family::Gemma4, BlockType::BF16, KernelClass::CpuF32),
     ] {
         let path = dir.path().join("experts.gguf");
         let tiny = Tiny::new(family, block_type);
@@ -247,6 +252,37 @@ fn experts_give_the_bits_of_one_rank() {
             case.check(&TINY_SPLITS);
             case.check(&[("tensor", 8, &[])]);
         }
+    }
+}
+
+/// Value heads are shared over the ranks of a stage, in either order; each has the key heads that
+/// its own need.
+#[test]
+fn delta_nets_give_the_bits_of_one_rank() {
+    let dir = tempfile::tempdir().unwrap();
+    for (family, block_type, class, overlap) in [
+        (Family::Qwen35, BlockType::Q4_K, KernelClass::Cpu, false),
+        (Family::Qwen35, BlockType::Q8_0, KernelClass::CpuF32, true),
+        (Family::Qwen3Next, BlockType::Q6_K, KernelClass::Cpu, true),
+        (
+            Family::Qwen35Moe,
+            BlockType::BF16,
+            KernelClass::CpuQ8,
+            false,
+        ),
+    ] {
+        let path = dir.path().join("delta.gguf");
+        let tiny = Tiny::new(family, block_type);
+        tiny.write(&path);
+        let case = Case {
+            path: &path,
+            class,
+            tokens: &tokens(tiny.vocab),
+            steps: &[[189, 3], [30, 0], [1, 1], [1, 190], [1, 1]],
+            overlap,
+        };
+        case.check(&TINY_SPLITS);
+        case.check(&[("tensor", 8, &[]), ("tensor", 3, &[5, 1, 2])]);
     }
 }
 

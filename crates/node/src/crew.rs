@@ -16,6 +16,7 @@ use std::sync::Mutex;
 use std::time::Duration;
 
 use paceline_base::{Rank, lock};
+use paceline_cluster::sandbox::Sandbox;
 use paceline_cluster::workers::{Event, LineSink, Spec, Workers};
 
 use crate::Error;
@@ -62,6 +63,23 @@ pub trait Crew: Send + Sync + fmt::Debug {
 
     /// Ends all workers, which get `grace` to end by themselves. Returns when none is left.
     fn end(&self, grace: Duration);
+
+    /// Keeps a second worker of a rank on another machine, which [`start`](Self::start) takes in
+    /// place of a new one. `message` prepares it, by its place; another `tag` than the last time
+    /// prepares it anew. Blocks as `start` does. False where no other machine can: the machines of
+    /// a crew of one are none.
+    ///
+    /// # Errors
+    /// Why there is none.
+    fn keep_spare(
+        &self,
+        rank: Rank,
+        tag: u64,
+        message: &dyn Fn(Post) -> ToWorker,
+    ) -> Result<bool, Error> {
+        let (_, _, _) = (rank, tag, message);
+        Ok(false)
+    }
 
     /// What a rank's machine says of its place.
     fn post(&self, rank: Rank) -> Post;
@@ -111,6 +129,7 @@ impl LocalCrew {
         let args = vec![spec.args; spec.ranks as usize];
         let mut workers = Spec::new(&spec.program, args);
         workers.on_line = spec.on_line;
+        workers.sandbox = Some(Sandbox::Worker);
         Ok(Self {
             model: spec.model,
             pin: spec.pin,

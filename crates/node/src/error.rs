@@ -36,6 +36,16 @@ pub enum Error {
         /// The machine, and what happened.
         source: crate::crew::line::Broken,
     },
+    /// Another file lies where the model was when its instance was loaded.
+    #[error("{}: the file was replaced: it is model {got}, the instance is of {expected}", path.display())]
+    OtherModel {
+        /// Where.
+        path: std::path::PathBuf,
+        /// Which model is there.
+        got: String,
+        /// Which should be.
+        expected: String,
+    },
     /// The engine of this worker cannot go on.
     #[error("{reason}")]
     Stopped {
@@ -51,6 +61,19 @@ pub enum Error {
         got: &'static str,
         /// What should have come.
         expected: &'static str,
+    },
+    /// This rank computes and does not get on, in a kernel or a driver.
+    #[error(
+        "hangs: layer {layer} has not ended within {:.1} s, expected {:.1} s at most",
+        stalled.as_secs_f64(), limit.as_secs_f64()
+    )]
+    Hang {
+        /// The layer, counted from 0.
+        layer: u32,
+        /// For how long nothing was computed.
+        stalled: std::time::Duration,
+        /// How long a layer may take.
+        limit: std::time::Duration,
     },
     /// A setting that the parent sent cannot be read.
     #[error("{field} is {got:?}, which this worker does not know")]
@@ -84,11 +107,31 @@ pub enum Error {
     /// Weights cannot be packed, or memory for a cache cannot be had.
     #[error(transparent)]
     Tensor(#[from] paceline_tensor::Error),
+    /// A rank did not tell what it recorded.
+    #[error("{rank} did not tell what it recorded: trace again")]
+    NotTraced {
+        /// The rank.
+        rank: Rank,
+    },
+    /// What the model will do on this machine cannot be measured with a part of it.
+    #[error("speed cannot be measured: {what}")]
+    NotMeasured {
+        /// Why.
+        what: &'static str,
+    },
     /// A thread ended before its work was done; it has said why on standard error.
     #[error("{what} ended early")]
     Ended {
         /// Which.
         what: &'static str,
+    },
+    /// All ports that a worker may listen at are taken.
+    #[error("ports {first} to {last} are taken, and a worker may listen at no other")]
+    Ports {
+        /// The first of them.
+        first: u16,
+        /// The last.
+        last: u16,
     },
     /// The system refuses threads, sockets or random numbers.
     #[error("cannot {what}: {source}")]

@@ -9,12 +9,23 @@
 //! ```
 //!
 //! - [`Fleet`]: starts it all beside an agent.
+//! - [`preview`](Fleet::preview): placements with predictions, before anything loads.
+//! - [`lent`]: instances for programs of this machine's user.
 //! - [`load`](Fleet::load), [`unload`](Fleet::unload), [`list`](Fleet::list): what people ask for.
+//! - [`journals`]: copies of streamed answers, for clients that come back to another node.
 
 mod answers;
 mod copies;
+mod encoders;
+mod flaps;
+pub mod journals;
+mod leaving;
+pub mod lent;
 mod owner;
 mod places;
+mod preview;
+mod speed;
+mod traced;
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -30,23 +41,30 @@ use paceline_cluster::nodes::placement::{
     self, Duty, EPOCH_UNWANTED, NODES_MAX, Report, SPLIT_ANY, State, Wanted,
 };
 use paceline_cluster::nodes::{InstanceId, Key, NodeId};
-use paceline_engine::{EngineConfig, Service};
+use paceline_engine::{EncoderService, EngineConfig, Service};
 use paceline_model::{Config, SplitKind};
+use paceline_tensor::Kernels;
 use serde::Serialize;
 
 use crate::crew::host::{HostSpec, ModelName, host};
-use crate::crew::line::Line;
+use crate::crew::line::{Line, say};
+use crate::trace::Recording;
 use crate::{Instance, Portrait};
 use answers::Remote;
 use copies::Copies;
+use journals::{Copier, Shelf};
 use owner::Owned;
 use places::Wire;
+pub use preview::{Preview, Proposal};
+pub use traced::TraceAsk;
 
 /// Services of a node.
 const CREW: &str = "crew";
 const FETCH: &str = "fetch";
 const FILE: &str = "file";
 const ANSWERS: &str = "answers";
+const TRACE: &str = "trace";
+const SPEED: &str = "speed";
 
 /// How often duties are looked at although nothing changed.
 const LOOK_EVERY: Duration = Duration::from_secs(1);
@@ -70,6 +88,10 @@ pub trait Doors: Send + Sync {
 
     /// Answers with it no more.
     fn close(&self, id: &str);
+
+    /// The journal of a streamed answer of this node, which stops answering it: its client, who has
+    /// the key with this id, goes on at another node.
+    fn journal(&self, id: &str, key: Option<&str>) -> Option<Vec<u8>>;
 }
 
 /// Sizes of an engine for a model at a path, as its record asks.
@@ -77,6 +99,9 @@ pub type Sizes = dyn Fn(&Path, &Config, &Wanted) -> EngineConfig + Send + Sync;
 
 /// The file of a model by the user's name for it, or why there is none.
 pub type Find = dyn Fn(&str) -> Result<PathBuf, String> + Send + Sync;
+
+/// Makes kernels on so many threads.
+pub type MakeKernels = dyn Fn(usize) -> std::io::Result<Arc<Kernels>> + Send + Sync;
 
 /// What a fleet needs of the program around it.
 pub struct FleetSpec {
@@ -86,6 +111,12 @@ pub struct FleetSpec {
     pub find: Box<Find>,
     /// Where copies of models are kept.
     pub copies: PathBuf,
+    /// Paceline's files, with what was measured for forecasts.
+    pub home: PathBuf,
+    /// Kernels on so many threads.
+    pub kernels: Box<MakeKernels>,
+    /// The only interface that workers listen at; all without.
+    pub interface: Option<String>,
     /// Sizes of an engine.
     pub sizes: Box<Sizes>,
     /// Threads of a worker where nobody says.
@@ -119,6 +150,8 @@ pub struct Ask {
     pub context: Option<u32>,
     /// Answers that are computed at the same time.
     pub parallel: u16,
+    /// Further copies of each shard that wait packed on other nodes; 0 or 1.
+    pub spare: u16,
 }
 
 /// An instance, as any node sees it.
@@ -132,7 +165,7 @@ pub struct View {
     pub state: String,
     /// Steps or bytes done and of how many.
     pub progress: Option<(u64, u64)>,
-    /// Why it failed or recovers.
+    /// Why it failed or recovers, or which nodes are left out.
     pub reason: Option<String>,
     /// Names of its nodes, the owner first.
     pub nodes: Vec<String>,
@@ -140,6 +173,16 @@ pub struct View {
     pub epoch: u64,
     /// How the model is cut, as it was asked for.
     pub split: String,
+}
+
+/// An instance that this node can ask.
+#[derive(Clone, Debug, Serialize)]
+pub struct Using {
+    /// The instance.
+    #[serde(flatten)]
+    pub view: View,
+    /// The model's file on this node.
+    pub path: PathBuf,
 }
 
 /// Instances over the nodes of a cluster. Dropping it ends those of this node.
@@ -153,15 +196,41 @@ struct Inner {
     spec: FleetSpec,
     copies: Arc<Copies>,
     host: Arc<HostSpec>,
+    speed: speed::Known,
     owned: Mutex<BTreeMap<InstanceId, Running>>,
     open: Mutex<BTreeMap<InstanceId, u64>>,
     over: AtomicBool,
+    /// This node goes: its work moves to others.
+    leaving: AtomicBool,
+    copier: Copier,
+    shelf: Shelf,
 }
 
 /// An instance of this node, by the epoch of its record.
 struct Running {
     epoch: u64,
-    instance: Option<Arc<Instance>>,
+    /// Once it answers.
+    answers: Option<Answers>,
+    /// Of the record before, which answers until this one does.
+    former: Option<Answers>,
+}
+
+/// What answers for an instance on its owner.
+#[derive(Clone)]
+enum Answers {
+    /// Workers.
+    Instance(Arc<Instance>),
+    /// This process: an encoder.
+    Encoder(Arc<EncoderService>),
+}
+
+impl Answers {
+    fn instance(&self) -> Option<&Arc<Instance>> {
+        match self {
+            Self::Instance(instance) => Some(instance),
+            Self::Encoder(_) => None,
+        }
+    }
 }
 
 fn name_of(wanted: &Wanted) -> ModelName {
@@ -186,13 +255,18 @@ impl Fleet {
                 program: spec.program.0.clone(),
                 args: spec.program.1.clone(),
                 find: Box::new(move |model| own.find(model)),
+                interface: spec.interface.clone(),
                 on_line: Arc::new(move |line| tell(&format!("[worker] {line}"))),
             }),
+            copier: Copier::start(agent.clone())?,
+            shelf: Shelf::default(),
             agent,
             spec,
+            speed: speed::Known::default(),
             owned: Mutex::default(),
             open: Mutex::default(),
             over: AtomicBool::new(false),
+            leaving: AtomicBool::new(false),
         });
         inner.serve();
         let own = Arc::clone(&inner);
@@ -210,6 +284,15 @@ impl Fleet {
         self.inner.load(ask)
     }
 
+    /// Placements of a model over living nodes, each with a prediction; loads nothing. Measures
+    /// what is not known yet, which takes a second or two the first time.
+    ///
+    /// # Errors
+    /// A model that is not on this machine, nodes that there are not.
+    pub fn preview(&self, ask: &Ask) -> Result<Preview, String> {
+        self.inner.preview(ask)
+    }
+
     /// Wants a model unloaded, by its name or an instance's id; how many instances that were.
     ///
     /// # Errors
@@ -218,9 +301,61 @@ impl Fleet {
         self.inner.unload(name)
     }
 
+    /// Has an instance answer a prompt, and every rank of it record what that takes. The node that
+    /// owns the instance does so; blocks until the answer is complete, at most some minutes.
+    ///
+    /// # Errors
+    /// No such instance, one that does not answer.
+    pub fn trace(&self, ask: &TraceAsk) -> Result<Recording, String> {
+        traced::trace(&self.inner, ask)
+    }
+
+    /// Moves what this node computes to others, before it goes: the instances answer all the while.
+    /// Waits until others answer with them, at most `limit`; `wait` is called about once a second.
+    /// Names of the models that could not be moved; none where no other node lives.
+    pub fn leave(&self, limit: Duration, wait: &mut dyn FnMut()) -> Vec<String> {
+        self.inner.leave(limit, wait)
+    }
+
     /// All wanted instances.
     pub fn list(&self) -> Vec<View> {
         self.inner.list()
+    }
+
+    /// Has another node keep a piece of a journal; `done` hears whether one does. Does not block.
+    pub fn keep(&self, piece: journals::Piece, done: journals::Done) {
+        self.inner.copier.put(piece, done);
+    }
+
+    /// The longest copy of a journal that any node has, for the holder of the key with this id. May
+    /// block for some seconds.
+    pub fn find_journal(&self, id: &str, key: Option<&str>) -> Option<Vec<u8>> {
+        journals::find(&self.inner, id, key)
+    }
+
+    /// The instance of a name or id that answers, if this node can tell its tokens: it needs the
+    /// model's file for that.
+    pub fn using(&self, model: &str) -> Option<Using> {
+        let is_it = |it: &View| it.state == "ready" && (it.model == model || it.id == model);
+        let view = self.list().into_iter().find(is_it)?;
+        let id: InstanceId = view.id.parse().ok()?;
+        let map = self.inner.agent.map();
+        let (_, _, wanted) = placement::wanted(&map).find(|(other, ..)| *other == id)?;
+        let path = owner::path_of(&self.inner, &wanted).ok()?;
+        Some(Using { view, path })
+    }
+
+    /// An instance of the cluster, wherever it runs, as a service of this node.
+    ///
+    /// # Errors
+    /// An id that is none, what the system says when it refuses a thread.
+    pub fn service(&self, id: &str) -> Result<Arc<dyn Service>, String> {
+        let id: InstanceId = id.parse().map_err(|_| format!("{id:?} is no instance"))?;
+        if !self.inner.is_wanted(id) {
+            return Err(format!("instance {id} is not loaded"));
+        }
+        let service = Remote::start(&self.inner, id).map_err(|error| error.to_string())?;
+        Ok(Arc::new(service))
     }
 
     /// How the instances that this node owns compute, by id; those that are ready.
@@ -228,7 +363,7 @@ impl Fleet {
         let owned = lock(&self.inner.owned);
         let ready: Vec<_> = owned
             .iter()
-            .filter_map(|(id, it)| Some((id.to_string(), it.instance.clone()?)))
+            .filter_map(|(id, it)| Some((id.to_string(), it.answers.as_ref()?.instance()?.clone())))
             .collect();
         drop(owned);
         let told = ready.into_iter().map(|(id, it)| (id, it.portrait()));
@@ -283,11 +418,30 @@ impl Inner {
             with(|inner, channel| inner.copies.answer_file(&channel)),
         );
         self.agent.serve(
+            SPEED,
+            with(|inner, channel| {
+                // A node that plans does without, if it is gone or this one cannot say.
+                let _: Result<(), _> = say(&Wire(channel), &inner.own_speed());
+            }),
+        );
+        self.agent.serve(
             ANSWERS,
             with(|inner, channel| {
                 let line: Arc<dyn Line> = Arc::new(Wire(channel));
                 answers::answer(inner, &line);
             }),
+        );
+        self.agent.serve(
+            TRACE,
+            with(|inner, channel| traced::answer(inner, &Wire(channel))),
+        );
+        self.agent.serve(
+            journals::KEEP,
+            with(|inner, channel| journals::answer_keep(inner, &Wire(channel))),
+        );
+        self.agent.serve(
+            journals::JOURNAL,
+            with(|inner, channel| journals::answer_journal(inner, &Wire(channel))),
         );
     }
 
@@ -312,9 +466,21 @@ impl Inner {
         let mut own = Vec::new();
         for duty in placement::duties(&map, self.agent.id(), |id| self.agent.life(id)) {
             match duty {
+                // What was handed to this node while it goes is handed on.
+                Duty::Own { id, epoch, wanted } if self.is_leaving() && !self.runs(id) => {
+                    // With no other node left it ends here.
+                    self.hand_on(id, epoch, wanted);
+                }
+                Duty::TakeOver { .. } if self.is_leaving() => {}
                 Duty::Own { id, epoch, wanted } => {
                     own.push((id, epoch));
-                    self.begin(Owned { id, epoch, wanted });
+                    let flaps = Arc::default();
+                    self.begin(Owned {
+                        id,
+                        epoch,
+                        wanted,
+                        flaps,
+                    });
                 }
                 Duty::TakeOver { id, epoch, wanted } => {
                     (self.spec.tell)(&format!("{}: its owner is lost, taking over", wanted.model));
@@ -325,7 +491,9 @@ impl Inner {
         }
         let ended: Vec<Running> = {
             let mut owned = lock(&self.owned);
-            let is_old = |id: &InstanceId, it: &mut Running| !own.contains(&(*id, it.epoch));
+            let is_old = |id: &InstanceId, it: &mut Running| {
+                !own.contains(&(*id, it.epoch)) && !self.bridges(&map, *id)
+            };
             owned.extract_if(.., is_old).map(|(_, it)| it).collect()
         };
         drop(ended); // ends their workers, which takes a moment
@@ -339,20 +507,28 @@ impl Inner {
         }
         let running = Running {
             epoch: owned.epoch,
-            instance: None,
+            answers: None,
+            former: None,
         };
         let before = all.insert(owned.id, running);
+        let former = before.and_then(|it| it.answers.or(it.former));
+        if let Some(it) = all.get_mut(&owned.id) {
+            it.former = former;
+        }
         drop(all);
-        drop(before);
         let inner = Arc::clone(self);
         let run = move || {
-            let instance = owned.start(&inner);
+            let answers = owned.start(&inner);
             let mut all = lock(&inner.owned);
-            if let Some(it) = all.get_mut(&owned.id)
-                && it.epoch == owned.epoch
-            {
-                it.instance = instance;
-            }
+            let former = match all.get_mut(&owned.id) {
+                Some(it) if it.epoch == owned.epoch && answers.is_some() => {
+                    it.answers = answers;
+                    it.former.take()
+                }
+                _ => None,
+            };
+            drop(all);
+            drop(former); // ends its workers, which takes a moment
         };
         let thread = std::thread::Builder::new().name("owner".to_owned());
         if let Err(error) = thread.spawn(run) {
@@ -383,24 +559,64 @@ impl Inner {
         let Ok(path) = owner::path_of(self, wanted) else {
             return;
         };
+        if encoders::is_encoder(&path) {
+            return self.open_encoder(id, wanted.clone(), path);
+        }
         let Ok(service) = Remote::start(self, id) else {
             return;
         };
-        let name = id.to_string();
-        match self
-            .spec
-            .doors
-            .open(&name, wanted, &path, Arc::new(service))
-        {
+        self.answer_with(id, wanted, &path, Arc::new(service));
+        lock(&self.open).insert(id, 0);
+    }
+
+    fn answer_with(&self, id: InstanceId, wanted: &Wanted, path: &Path, with: Arc<dyn Service>) {
+        match self.spec.doors.open(&id.to_string(), wanted, path, with) {
             Ok(()) => (self.spec.tell)(&format!("answering as {}", wanted.model)),
             Err(reason) => (self.spec.tell)(&format!("error: {}: {reason}", wanted.model)),
         }
+    }
+
+    /// Opens a door to this node's own copy of an encoder, which a thread loads.
+    fn open_encoder(self: &Arc<Self>, id: InstanceId, wanted: Wanted, path: PathBuf) {
         lock(&self.open).insert(id, 0);
+        let own = lock(&self.owned).get(&id).and_then(|it| it.answers.clone());
+        let inner = Arc::clone(self);
+        let run = move || {
+            let loaded = match own {
+                Some(Answers::Encoder(service)) => Ok(service),
+                _ => encoders::load(&path, &wanted),
+            };
+            match loaded {
+                Ok(service) => inner.answer_with(id, &wanted, &path, service),
+                Err(reason) => (inner.spec.tell)(&format!("error: {}: {reason}", wanted.model)),
+            }
+            // It may have been unloaded meanwhile, when there was no door to close.
+            if !lock(&inner.open).contains_key(&id) {
+                inner.spec.doors.close(&id.to_string());
+            }
+        };
+        let thread = std::thread::Builder::new().name("encoder".to_owned());
+        if let Err(error) = thread.spawn(run) {
+            (self.spec.tell)(&format!("error: cannot start a thread: {error}"));
+        }
     }
 
     /// The instance of this node, once it answers.
     fn ready_instance(&self, id: InstanceId) -> Option<Arc<Instance>> {
-        lock(&self.owned).get(&id)?.instance.clone()
+        let owned = lock(&self.owned);
+        let running = owned.get(&id)?;
+        let answers = running.answers.as_ref().or(running.former.as_ref());
+        answers?.instance().cloned()
+    }
+
+    /// Whether requests for an instance of this node are still for this one.
+    fn answers_with(&self, id: InstanceId, instance: &Arc<Instance>) -> bool {
+        let current = self.ready_instance(id);
+        current.is_some_and(|current| Arc::ptr_eq(&current, instance))
+    }
+
+    fn is_over(&self) -> bool {
+        self.over.load(Ordering::SeqCst)
     }
 
     fn is_wanted(&self, id: InstanceId) -> bool {
@@ -414,6 +630,11 @@ impl Inner {
         let owner = wanted.nodes[0];
         if owner == self.agent.id() {
             return answers::here(self);
+        }
+        // A frozen machine still accepts connections: asking it would cost the whole limit, while
+        // its successor gets ready.
+        if !matches!(self.agent.life(owner), Life::Alive | Life::Suspect) {
+            return None;
         }
         let channel = self.agent.open(owner, ANSWERS, OWNER_LIMIT).ok()?;
         Some(Arc::new(Wire(channel)))
@@ -434,11 +655,10 @@ impl Inner {
         let nodes = self.choose(ask)?;
         let path = self.copies.of_user(&ask.model)?;
         let failed = |error| format!("{}: {error}", path.display());
-        if path.is_dir() && nodes.len() > 1 {
-            return Err(format!(
-                "{} is a folder: over several machines only models of one GGUF file can be loaded",
-                path.display()
-            ));
+        preview::check_file(&path, nodes.len())?;
+        self.measure_unknown(&nodes);
+        for way in self.ways_told(&nodes) {
+            (self.spec.tell)(&format!("{}: {way}", ask.model));
         }
         let wanted = Wanted {
             model: ask.model.clone(),
@@ -453,6 +673,7 @@ impl Inner {
             threads: ask.threads.unwrap_or(self.spec.threads as u16),
             context: ask.context,
             parallel: ask.parallel,
+            spare: ask.spare,
         };
         let mut number = [0; 8];
         getrandom::fill(&mut number).map_err(|error| error.to_string())?;
@@ -463,14 +684,13 @@ impl Inner {
     /// The nodes that are to compute, this one first if it is among them.
     fn choose(&self, ask: &Ask) -> Result<Vec<NodeId>, String> {
         let mut nodes: Vec<NodeId> = if ask.nodes.is_empty() {
-            let all = self.agent.nodes();
-            let mut alive: Vec<_> = all.iter().filter(|n| n.state == Life::Alive).collect();
-            alive[1..].sort_by_key(|node| std::cmp::Reverse(node.facts.memory_bytes));
-            let found = alive.len();
-            if found < ask.count {
-                return Err(format!("{} nodes are wanted and {found} live", ask.count));
+            let (order, notes) = self.ranked();
+            if order.len() < ask.count {
+                let (wanted, live) = (ask.count, order.len());
+                let notes: String = notes.iter().map(|note| format!("; {note}")).collect();
+                return Err(format!("{wanted} nodes are wanted and {live} live{notes}"));
             }
-            alive.iter().take(ask.count).map(|node| node.id).collect()
+            order.into_iter().take(ask.count).collect()
         } else {
             let find = |name: &String| self.agent.find(name).map(|node| node.id);
             let found: Result<_, _> = ask.nodes.iter().map(find).collect();

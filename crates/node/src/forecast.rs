@@ -10,6 +10,7 @@
 //! begins with the split whose corrected prediction is best, so one that disappoints loses its turn
 //! the next time; `steered` leaves it while it runs.
 
+pub mod across;
 mod facts;
 mod probe;
 mod ranks;
@@ -21,11 +22,11 @@ use std::sync::Arc;
 
 use paceline_base::{Bytes, KernelClass, Rank};
 use paceline_comm::Backend;
-use paceline_model::{Config, Role, Source, Split, SplitKind};
+use paceline_model::{Config, LayerCache, LayerShape, Role, Source, Split, SplitKind};
 use paceline_plan::cost::kernels::operations;
 use paceline_plan::{
-    Attention, Backend as Engine, Bits, Calibration, Cluster, Costs, Link, Member, ModelShape,
-    Node, Pipeline, Placement, Rates, Sliding, Stage, Transport, Workload, predict,
+    Attention, Backend as Engine, Bits, Caches, Calibration, Cluster, Costs, Link, Member,
+    ModelShape, Node, Pipeline, Placement, Rates, Sliding, Stage, Transport, Workload, predict,
 };
 use paceline_tensor::Kernels;
 
@@ -490,6 +491,7 @@ fn shape(source: &Source, config: &Config) -> ModelShape {
             head_dim: number(config.head_dim),
         },
         sliding: sliding(config),
+        caches: caches(config),
         ffn: number(config.ffn),
         moe: None,
         bits: Bits::uniform(8.0),
@@ -497,6 +499,21 @@ fn shape(source: &Source, config: &Config) -> ModelShape {
     let bits = source.file_bytes().0 as f64 * 8.0 / shape.params();
     shape.bits.rest = bits.clamp(1.0, 32.0);
     shape
+}
+
+/// Layers that keep no keys and values of their own.
+fn caches(config: &Config) -> Caches {
+    let number = |n: usize| u32::try_from(n).unwrap_or(u32::MAX);
+    let layers = &config.layers;
+    let is_borrower = |shape: &&LayerShape| matches!(shape.cache, LayerCache::Of(_));
+    let states = layers.iter().filter_map(LayerShape::state_bytes);
+    let last_cut = (0..layers.len()).rev().find(|at| config.can_cut(*at));
+    Caches {
+        borrowed: number(layers.iter().filter(is_borrower).count()),
+        states: number(states.clone().count()),
+        state_bytes: states.max().unwrap_or(0) as f64,
+        together: number(layers.len() - last_cut.unwrap_or(0)),
+    }
 }
 
 /// Layers with a window; of unlike windows, of which there are none yet, the widest counts.

@@ -22,10 +22,12 @@ use paceline_comm::Backend;
 use paceline_engine::{
     EngineConfig, Failure, Reply, Request, Service, Sink, State, Status, Ticket,
 };
-use paceline_model::{Config, Split};
+use paceline_model::trace::RankTrace;
+use paceline_model::{Config, ExpertUses, Split};
 use paceline_tensor::KvType;
+use tracing::{debug, info, warn};
 
-use crate::crew::Crew;
+use crate::crew::{Crew, Post};
 use crate::forecast::Forecast;
 use crate::messages::{EpochKey, FromWorker, Job, RankFacts, ToWorker};
 use crate::supervisor::{Action, Change, Event, Notice, Policy, Stand, Supervisor, Way};
@@ -36,6 +38,9 @@ const GRACE: Duration = Duration::from_millis(300);
 
 /// Longest wait for what the ranks say they sent: they answer between two messages.
 const MEASURE_LIMIT: Duration = Duration::from_secs(1);
+
+/// Longest wait for what the ranks recorded: up to 12 MB each, over a network.
+const TRACE_LIMIT: Duration = Duration::from_secs(20);
 
 /// Longest wait of a rank for another's part of a step, in seconds. A step of 512 rows of an 8B
 /// model takes minutes on a slow machine; one that died or is stopped is found in 2 s.
@@ -81,6 +86,10 @@ pub struct InstanceSpec {
     pub forecast: Option<SharedForecast>,
     /// Whether a new epoch is started after a failure.
     pub restart: bool,
+    /// Whether a second worker of each rank waits on another machine with its weights packed.
+    pub spares: bool,
+    /// Which model its files are, as [`identity`](crate::identity) says: workers refuse another.
+    pub identity: String,
 }
 
 impl fmt::Debug for InstanceSpec {
@@ -137,6 +146,7 @@ impl InstanceSpec {
             rank: rank.0,
             split: self.cuts[way].split.clone(),
             model: post.model,
+            identity: self.identity.clone(),
             class: self.classes[rank.0 as usize].to_string(),
             backend: self.backend.name().to_owned(),
             threads: self.threads,
@@ -168,10 +178,15 @@ struct Shared {
     last_ticket: AtomicU64,
 }
 
+/// What a rank has moved, and how often its layers' experts were chosen.
+type RankMeasured = (Moved, Vec<ExpertUses>);
+
 enum Command {
     Submit(Ticket, Box<Request>, Vec<u32>, Sink),
     Cancel(Ticket),
-    Measure(Sender<Moved>),
+    Measure(Sender<RankMeasured>),
+    Trace,
+    Traced(Sender<(Rank, RankTrace)>),
     End,
 }
 
@@ -233,6 +248,7 @@ impl Instance {
             sinks: HashMap::new(),
             meeting: Meeting::default(),
             measuring: Vec::new(),
+            tracing: Vec::new(),
             first: Some(first),
             over: false,
         };
@@ -262,24 +278,6 @@ impl Instance {
         started.recv().map_err(|_| Error::Ended {
             what: "the thread of an instance",
         })?
-    }
-
-    /// Takes a request of whose answer its caller has `tokens` already, from another owner of the
-    /// same model and kernel class: the replies are those that follow.
-    ///
-    /// # Errors
-    /// As [`Service::submit`].
-    pub fn submit_after(
-        &self,
-        request: Request,
-        tokens: Vec<u32>,
-        sink: Sink,
-    ) -> Result<Ticket, Failure> {
-        lock(&self.shared.view).door.clone()?;
-        let ticket = Ticket(self.shared.last_ticket.fetch_add(1, Ordering::Relaxed) + 1);
-        let submit = Command::Submit(ticket, Box::new(request), tokens, sink);
-        self.shared.command(submit);
-        Ok(ticket)
     }
 
     /// The ways that may be used.
@@ -329,23 +327,74 @@ impl Instance {
 
     /// What all ranks together have moved so far; `None` when one does not say within a second.
     pub fn moved(&self) -> Option<Moved> {
-        let (sender, receiver): (_, Receiver<Moved>) = channel();
+        let now = self.measure()?.into_iter().map(|(moved, _)| moved).sum();
+        let before = lock(&self.shared.view).moved;
+        Some([before, now].into_iter().sum())
+    }
+
+    /// How often the experts of each layer were chosen since the weights were loaded; none without
+    /// experts, or when a rank does not say within a second.
+    pub fn expert_uses(&self) -> Vec<ExpertUses> {
+        let ranks = self.measure().unwrap_or_default().into_iter();
+        let mut uses: Vec<ExpertUses> = ranks.flat_map(|(_, uses)| uses).collect();
+        // The ranks of a stage count the same.
+        uses.sort_by_key(|uses| uses.layer);
+        uses.dedup_by_key(|uses| uses.layer);
+        uses
+    }
+
+    /// What each rank says now; `None` when one does not within a second.
+    fn measure(&self) -> Option<Vec<RankMeasured>> {
+        let (sender, receiver): (_, Receiver<RankMeasured>) = channel();
         self.shared.command(Command::Measure(sender));
         let deadline = Instant::now() + MEASURE_LIMIT;
-        let next = |_: &Cut| {
+        let next = |_| {
             let left = deadline.saturating_duration_since(Instant::now());
             receiver.recv_timeout(left).ok()
         };
-        let ranks = self.cuts[0].split.ranks() as usize;
-        let now: Option<Moved> = (0..ranks).map(|_| next(&self.cuts[0])).sum();
-        let before = lock(&self.shared.view).moved;
-        Some([before, now?].into_iter().sum())
+        (0..self.cuts[0].split.ranks()).map(next).collect()
+    }
+
+    /// Has every rank record what takes how long from now on, until [`traced`](Self::traced).
+    /// Waits up to a second until all ranks do.
+    pub fn trace(&self) {
+        self.shared.command(Command::Trace);
+        let _ = self.moved(); // asked after it on the same channels, so answered after it
+    }
+
+    /// Ends a trace; what each rank recorded, in rank order. Blocks for up to 20 s.
+    ///
+    /// # Errors
+    /// [`Error::NotTraced`] when a rank did not tell, as after a failure in the meantime.
+    pub fn traced(&self) -> Result<Vec<RankTrace>, Error> {
+        let (sender, receiver) = channel();
+        self.shared.command(Command::Traced(sender));
+        let deadline = Instant::now() + TRACE_LIMIT;
+        let mut told: Vec<Option<RankTrace>> = vec![None; self.cuts[0].split.ranks() as usize];
+        while let Some(silent) = told.iter().position(Option::is_none) {
+            let left = deadline.saturating_duration_since(Instant::now());
+            let heard = receiver.recv_timeout(left);
+            let (rank, trace) = heard.map_err(|_| Error::NotTraced {
+                rank: Rank(silent as u32),
+            })?;
+            told[rank.0 as usize] = Some(trace);
+        }
+        Ok(told.into_iter().flatten().collect())
     }
 }
 
 impl Service for Instance {
-    fn submit(&self, request: Request, sink: Sink) -> Result<Ticket, Failure> {
-        self.submit_after(request, Vec::new(), sink)
+    fn submit_after(
+        &self,
+        request: Request,
+        tokens: Vec<u32>,
+        sink: Sink,
+    ) -> Result<Ticket, Failure> {
+        lock(&self.shared.view).door.clone()?;
+        let ticket = Ticket(self.shared.last_ticket.fetch_add(1, Ordering::Relaxed) + 1);
+        let submit = Command::Submit(ticket, Box::new(request), tokens, sink);
+        self.shared.command(submit);
+        Ok(ticket)
     }
 
     fn cancel(&self, ticket: Ticket) {
@@ -423,7 +472,8 @@ struct Shell {
     begun: Instant,
     sinks: HashMap<Ticket, Sink>,
     meeting: Meeting,
-    measuring: Vec<Sender<Moved>>,
+    measuring: Vec<Sender<RankMeasured>>,
+    tracing: Vec<Sender<(Rank, RankTrace)>>,
     /// Hears how the first start went.
     first: Option<Sender<Result<(), Error>>>,
     over: bool,
@@ -447,11 +497,23 @@ impl Shell {
     }
 
     fn heard(&mut self, event: CrewEvent<FromWorker>) {
+        let event = match event {
+            CrewEvent::Message {
+                rank,
+                message: FromWorker::Traced(trace),
+            } => {
+                self.tracing
+                    .retain(|asker| asker.send((rank, (*trace).clone())).is_ok());
+                return;
+            }
+            event => event,
+        };
         if let CrewEvent::Message { message, .. } = &event {
             match message {
-                FromWorker::Measured(moved) => {
+                FromWorker::Measured { moved, uses } => {
+                    let measured = || ((*moved).into(), uses.clone());
                     self.measuring
-                        .retain(|asker| asker.send((*moved).into()).is_ok());
+                        .retain(|asker| asker.send(measured()).is_ok());
                     return;
                 }
                 FromWorker::Left { moved, .. } => {
@@ -481,12 +543,22 @@ impl Shell {
                 Some(Command::Cancel(ticket)) => self.step(Event::Cancel(ticket)),
                 Some(Command::Measure(asker)) => {
                     self.measuring.push(asker);
-                    let ranks = (0..self.spec.ranks()).map(Rank);
-                    ranks.for_each(|rank| drop(self.shared.crew.send(rank, &ToWorker::Measure)));
+                    self.tell_all(&ToWorker::Measure);
+                }
+                Some(Command::Trace) => self.tell_all(&ToWorker::Trace { on: true }),
+                Some(Command::Traced(asker)) => {
+                    self.tracing.push(asker);
+                    self.tell_all(&ToWorker::Trace { on: false });
                 }
                 Some(Command::End) => self.step(Event::End),
             }
         }
+    }
+
+    /// Sends a message to every rank; one that is gone is found by others.
+    fn tell_all(&self, message: &ToWorker) {
+        let ranks = (0..self.spec.ranks()).map(Rank);
+        ranks.for_each(|rank| drop(self.shared.crew.send(rank, message)));
     }
 
     fn step(&mut self, event: Event) {
@@ -517,6 +589,7 @@ impl Shell {
 
     /// Does one thing; what came of it, where that is an event.
     fn act(&mut self, action: Action) -> Option<Event> {
+        self.log(&action);
         match action {
             Action::Start(rank) => {
                 let started = self.shared.crew.start(rank);
@@ -610,11 +683,41 @@ impl Shell {
         }
     }
 
+    /// Logs what is done to workers; requests and their text are none of it.
+    fn log(&self, action: &Action) {
+        let model = self.spec.engine.model.as_str();
+        match action {
+            Action::Start(rank) => info!(model, rank = rank.0, "start worker"),
+            Action::Stop(rank) => warn!(model, rank = rank.0, "stop worker"),
+            Action::Assign { rank, epoch, way } => {
+                let split = self.spec.cuts[*way].split.to_string();
+                info!(model, rank = rank.0, epoch, split, "assign shard");
+            }
+            Action::Join { rank, .. } => debug!(model, rank = rank.0, "join ranks"),
+            Action::Leave(rank) => debug!(model, rank = rank.0, "leave epoch"),
+            Action::Submit { rank, ticket, .. } => {
+                debug!(model, rank = rank.0, ticket = ticket.0, "submit request");
+            }
+            Action::Cancel { rank, ticket } => {
+                debug!(model, rank = rank.0, ticket = ticket.0, "cancel request");
+            }
+            Action::Learn { tok_s, .. } => debug!(model, tok_s, "measured decode speed"),
+            Action::Loaded { took, .. } => {
+                info!(model, seconds = took.as_secs_f64(), "shards are loaded");
+            }
+            Action::End => info!(model, "end instance"),
+            Action::Deliver(..) | Action::Forget(_) | Action::Tell(_) => {}
+        }
+    }
+
     fn tell(&mut self, notice: &Notice) {
         match notice {
-            Notice::Ready { facts, .. } => {
+            Notice::Ready {
+                facts, way, epoch, ..
+            } => {
                 lock(&self.shared.view).facts = facts.clone();
                 self.started(Ok(()));
+                self.keep_spares(*epoch, *way);
             }
             Notice::Changed(change) => lock(&self.shared.view).changes.push(change.clone()),
             Notice::Failed {
@@ -622,6 +725,12 @@ impl Shell {
                 reason,
                 again_in,
             } => {
+                warn!(
+                    model = self.spec.engine.model,
+                    rank = rank.0,
+                    reason,
+                    "epoch failed"
+                );
                 lock(&self.shared.view).facts.clear();
                 if again_in.is_none() {
                     let reason = reason.clone();
@@ -634,6 +743,32 @@ impl Shell {
             Notice::Loading { .. } => {}
         }
         (self.observer)(notice, &self.spec.cuts);
+    }
+
+    /// Has second workers wait, on a thread of its own: to start them takes a moment. One that
+    /// cannot be had is missed when it is needed, and tried again in the next epoch.
+    fn keep_spares(&self, epoch: u64, way: usize) {
+        if !self.spec.spares {
+            return;
+        }
+        let jobs = (0..self.spec.ranks()).map(Rank);
+        let crew = &*self.shared.crew;
+        let jobs = jobs.map(|rank| self.spec.job(crew, rank, (epoch, way), &self.meeting));
+        let (jobs, shared): (Vec<Job>, _) = (jobs.collect(), Arc::clone(&self.shared));
+        let run = move || {
+            for job in jobs {
+                let prepare = |post: Post| {
+                    ToWorker::Prepare(Box::new(Job {
+                        model: post.model,
+                        first_core: post.first_core,
+                        ..job.clone()
+                    }))
+                };
+                let _ = shared.crew.keep_spare(Rank(job.rank), way as u64, &prepare);
+            }
+        };
+        let thread = std::thread::Builder::new().name("spares".to_owned());
+        let _ = thread.spawn(run); // without it a recovery loads
     }
 
     fn started(&mut self, outcome: Result<(), Error>) {

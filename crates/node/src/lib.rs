@@ -26,7 +26,11 @@
 //! - [`fleet`]: instances over the nodes of a cluster.
 //! - [`forecast`]: how fast each split will be on this machine.
 //! - [`shape`]: a model's sizes for the planner; [`room`]: how long its conversations may be here.
-//! - [`texts`]: tokenizer and chat template of a model.
+//! - [`service`]: a node that the operating system starts.
+//! - [`trace`]: where the time of an answer went, over all ranks.
+//! - [`texts`]: tokenizer and chat template of a model; [`interpreter`]: the template in a process
+//!   of its own.
+//! - [`identity`]: which model some files are.
 //! - [`classes`]: the kernel class of each node.
 //! - [`load_whole`]: a model in this process, on whichever engine.
 //! - [`Error`].
@@ -37,16 +41,20 @@ pub mod crew;
 mod error;
 pub mod fleet;
 pub mod forecast;
+mod identity;
 mod instance;
+pub mod interpreter;
 mod load;
 pub mod messages;
 mod moved;
 mod portrait;
 mod prepared;
 pub mod room;
+pub mod service;
 pub mod shape;
 pub mod supervisor;
 pub mod texts;
+pub mod trace;
 pub mod worker;
 
 /// Revision of the numbers' definition: raised with every change that docs/numerics.md lists as one
@@ -54,6 +62,7 @@ pub mod worker;
 pub const NUMERICS: u32 = 1;
 
 pub use error::Error;
+pub use identity::identity;
 pub use instance::{Cut, Instance, InstanceSpec, Observer, SharedForecast};
 pub use load::load_whole;
 pub use moved::Moved;

@@ -13,7 +13,8 @@ use std::path::PathBuf;
 
 use paceline_comm::tcp::KEY_BYTES;
 use paceline_engine::{EngineConfig, Reply, Request, Ticket};
-use paceline_model::Split;
+use paceline_model::trace::RankTrace;
+use paceline_model::{ExpertUses, Split};
 use serde::{Deserialize, Serialize};
 
 use crate::moved::RankMoved;
@@ -24,6 +25,8 @@ pub enum ToWorker {
     /// A part in an epoch; the first message, and the first after [`FromWorker::Left`] or
     /// [`FromWorker::Failed`].
     Assign(Box<Job>),
+    /// Pack the weights of a part, and wait: another worker may need to be replaced.
+    Prepare(Box<Job>),
     /// Where all ranks listen, in rank order; the second message of an epoch.
     Join {
         /// One address for each rank.
@@ -43,8 +46,13 @@ pub enum ToWorker {
         /// Its name.
         ticket: Ticket,
     },
-    /// Tell what was sent so far.
+    /// Tell what was sent so far, and how often experts were chosen.
     Measure,
+    /// Record what takes how long from now on, or tell what was recorded since.
+    Trace {
+        /// Whether to record.
+        on: bool,
+    },
     /// Leave the epoch after the step that is under way, and wait for another part.
     Leave,
 }
@@ -53,10 +61,12 @@ impl ToWorker {
     pub(crate) const fn name(&self) -> &'static str {
         match self {
             Self::Assign(_) => "Assign",
+            Self::Prepare(_) => "Prepare",
             Self::Join { .. } => "Join",
             Self::Submit { .. } => "Submit",
             Self::Cancel { .. } => "Cancel",
             Self::Measure => "Measure",
+            Self::Trace { .. } => "Trace",
             Self::Leave => "Leave",
         }
     }
@@ -70,6 +80,8 @@ pub struct Job {
     /// Who holds what, as the instance's owner has decided: a worker checks it and derives nothing.
     pub(crate) split: Split,
     pub(crate) model: PathBuf,
+    /// Which model that is to be.
+    pub(crate) identity: String,
     /// Names of a kernel class and of a backend of the group.
     pub(crate) class: String,
     pub(crate) backend: String,
@@ -124,7 +136,14 @@ pub enum FromWorker {
         reply: Reply,
     },
     /// The answer to `Measure`.
-    Measured(RankMoved),
+    Measured {
+        /// What it has sent.
+        moved: RankMoved,
+        /// How often its layers' experts were chosen since their weights were loaded.
+        uses: Vec<ExpertUses>,
+    },
+    /// The answer to `Trace` that ends one.
+    Traced(Box<RankTrace>),
     /// It has left the epoch, and waits.
     Left {
         /// The epoch's number.

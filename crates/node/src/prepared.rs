@@ -8,20 +8,22 @@
 use std::io;
 use std::path::Path;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
 use paceline_base::{Bytes, KernelClass, lock};
 use paceline_comm::Backend;
 use paceline_engine::{Engine, EngineConfig, Failure, Reply, Request, Runner, Service, Ticket};
 use paceline_formats::tokenizer::Tokenizer;
-use paceline_model::{Config, MlxPlaces, Source, Split, SplitKind};
+use paceline_model::trace::{RankTrace, Tracer};
+use paceline_model::{Config, ExpertUses, MlxPlaces, Source, Split, SplitKind};
 use paceline_tensor::{Kernels, KvType};
 
 use crate::crew::Crew;
 use crate::forecast::{Forecast, Setting};
 use crate::supervisor::Change;
-use crate::{Cut, Error, Instance, InstanceSpec, Moved, Observer, SharedForecast, load_whole};
+use crate::{Cut, Error, Instance, InstanceSpec, Moved, Observer, SharedForecast};
+use crate::{identity, load_whole};
 
 /// How a model is to be computed.
 #[derive(Clone, Debug)]
@@ -70,6 +72,7 @@ impl Options {
 #[derive(Debug)]
 pub struct Prepared {
     source: Arc<Source>,
+    identity: OnceLock<String>,
     config: Config,
     options: Options,
     engine: EngineConfig,
@@ -77,6 +80,8 @@ pub struct Prepared {
     forecast: Option<SharedForecast>,
     /// Whether a split that turns out worse than another is left.
     steers: bool,
+    /// A second copy of each shard waits.
+    spares: bool,
 }
 
 impl Prepared {
@@ -94,17 +99,34 @@ impl Prepared {
         Ok(Self {
             engine: sizes(&config),
             source,
+            identity: OnceLock::new(),
             config,
             options,
             split,
             forecast: None,
             steers: false,
+            spares: false,
         })
     }
 
     /// The model's files.
     pub const fn source(&self) -> &Arc<Source> {
         &self.source
+    }
+
+    /// Which model the files are, as [`identity`](crate::identity) says. Cost: once, its own.
+    ///
+    /// # Errors
+    /// [`Error::System`].
+    pub fn identity(&self) -> Result<&str, Error> {
+        if let Some(known) = self.identity.get() {
+            return Ok(known);
+        }
+        let found = identity(&self.source).map_err(|source| Error::System {
+            what: "read the model's files",
+            source,
+        })?;
+        Ok(self.identity.get_or_init(|| found))
     }
 
     /// The shape.
@@ -159,6 +181,12 @@ impl Prepared {
         self.steers = false;
     }
 
+    /// Keeps a second copy of each shard packed on another machine than the first, where there is
+    /// one: recovery needs no loading then.
+    pub const fn keep_spares(&mut self) {
+        self.spares = true;
+    }
+
     /// The ways to cut it that may be used: all if it steers.
     fn cuts(&self) -> Vec<Cut> {
         let forecast = self.forecast.as_ref().map(|forecast| lock(forecast));
@@ -197,6 +225,7 @@ impl Prepared {
         let first = best(&cuts);
         self.options.check(&self.config, &cuts[first].split)?;
         let spec = InstanceSpec {
+            identity: self.identity()?.to_owned(),
             config: self.config.clone(),
             classes: self.options.classes.clone(),
             threads: self.options.threads,
@@ -207,6 +236,7 @@ impl Prepared {
             first,
             forecast: self.forecast.clone(),
             restart,
+            spares: self.spares,
         };
         Instance::begin(spec, crew, observer)
     }
@@ -216,6 +246,16 @@ impl Prepared {
         Loaded {
             computing: Computing::Crew(instance),
             forecast: self.forecast,
+            config: self.config,
+            split: self.split,
+        }
+    }
+
+    /// Takes what answers elsewhere as the model that answers; `device` is what computes there.
+    pub fn elsewhere(self, service: Arc<dyn Service>, device: String) -> Loaded {
+        Loaded {
+            computing: Computing::Elsewhere { service, device },
+            forecast: None,
             config: self.config,
             split: self.split,
         }
@@ -238,6 +278,7 @@ impl Prepared {
         let engine = Engine::new(model, tokenizer, self.engine)?;
         Ok(Loaded {
             computing: Computing::Here {
+                tracer: engine.tracer().clone(),
                 runner: Runner::start(engine, Instant::now),
                 weights,
                 device,
@@ -269,11 +310,17 @@ pub struct Loaded {
 #[derive(Debug)]
 enum Computing {
     Here {
+        tracer: Tracer,
         runner: Runner,
         weights: Bytes,
         device: String,
     },
     Crew(Instance),
+    /// A node has it.
+    Elsewhere {
+        service: Arc<dyn Service>,
+        device: String,
+    },
 }
 
 impl Loaded {
@@ -282,6 +329,7 @@ impl Loaded {
         match &self.computing {
             Computing::Here { runner, .. } => runner,
             Computing::Crew(instance) => instance,
+            Computing::Elsewhere { service, .. } => &**service,
         }
     }
 
@@ -293,7 +341,7 @@ impl Loaded {
     /// How it is cut now.
     pub fn split(&self) -> &Split {
         match &self.computing {
-            Computing::Here { .. } => &self.split,
+            Computing::Here { .. } | Computing::Elsewhere { .. } => &self.split,
             Computing::Crew(instance) => instance.split(),
         }
     }
@@ -307,6 +355,7 @@ impl Loaded {
     pub fn weights(&self) -> Vec<Bytes> {
         match &self.computing {
             Computing::Here { weights, .. } => vec![*weights],
+            Computing::Elsewhere { .. } => Vec::new(),
             Computing::Crew(instance) => {
                 let facts = instance.facts();
                 facts.iter().map(|rank| Bytes(rank.weight_bytes)).collect()
@@ -317,7 +366,7 @@ impl Loaded {
     /// The instruction set or device of the first rank.
     pub fn device(&self) -> String {
         match &self.computing {
-            Computing::Here { device, .. } => device.clone(),
+            Computing::Here { device, .. } | Computing::Elsewhere { device, .. } => device.clone(),
             Computing::Crew(instance) => {
                 let first = instance.facts().into_iter().next();
                 first.map_or_else(String::new, |rank| rank.instruction_set)
@@ -329,6 +378,7 @@ impl Loaded {
     /// where nothing was measured.
     pub fn predicted(&self) -> Option<f64> {
         match &self.computing {
+            Computing::Elsewhere { .. } => None,
             Computing::Here { .. } => {
                 let forecast = lock(self.forecast.as_ref()?);
                 forecast.predict(&self.config, &self.split).ok()
@@ -353,7 +403,7 @@ impl Loaded {
     /// Changes of the split so far.
     pub fn changes(&self) -> Vec<Change> {
         match &self.computing {
-            Computing::Here { .. } => Vec::new(),
+            Computing::Here { .. } | Computing::Elsewhere { .. } => Vec::new(),
             Computing::Crew(instance) => instance.changes(),
         }
     }
@@ -361,8 +411,42 @@ impl Loaded {
     /// What the nodes have moved so far; `None` for one node, or when one does not say.
     pub fn moved(&self) -> Option<Moved> {
         match &self.computing {
-            Computing::Here { .. } => None,
+            Computing::Here { .. } | Computing::Elsewhere { .. } => None,
             Computing::Crew(instance) => instance.moved(),
+        }
+    }
+
+    /// Records what takes how long from now on, on every rank, until [`traced`](Self::traced).
+    pub fn trace(&self) {
+        match &self.computing {
+            Computing::Here { tracer, .. } => tracer.start(),
+            Computing::Crew(instance) => instance.trace(),
+            Computing::Elsewhere { .. } => {} // `Fleet::trace` does that
+        }
+    }
+
+    /// Ends a trace; what each rank recorded, in rank order.
+    ///
+    /// # Errors
+    /// As [`Instance::traced`].
+    pub fn traced(&self) -> Result<Vec<RankTrace>, Error> {
+        match &self.computing {
+            Computing::Here { tracer, .. } => Ok(vec![tracer.stop()]),
+            Computing::Crew(instance) => instance.traced(),
+            Computing::Elsewhere { .. } => Ok(Vec::new()),
+        }
+    }
+
+    /// How often the experts of each layer were chosen since the weights were loaded; none without
+    /// experts, or when a node does not say.
+    pub fn expert_uses(&self) -> Vec<ExpertUses> {
+        match &self.computing {
+            Computing::Here { runner, .. } => {
+                let uses = runner.inspect(|engine| engine.model().expert_uses());
+                uses.unwrap_or_default()
+            }
+            Computing::Crew(instance) => instance.expert_uses(),
+            Computing::Elsewhere { .. } => Vec::new(),
         }
     }
 

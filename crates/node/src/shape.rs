@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 
 use paceline_formats::gguf::{self, Gguf};
 use paceline_formats::hf::{self, HfFolder};
-use paceline_plan::{Attention, Bits, ModelShape, Moe, Sliding};
+use paceline_plan::{Attention, Bits, Caches, ModelShape, Moe, Sliding};
 use serde_json::Value;
 
 /// Longest `config.json` that is read: those of the largest families have some 100 KB.
@@ -99,8 +99,16 @@ struct Fields<'a> {
     number: &'a dyn Fn(&str, &str) -> Option<u64>,
     /// The family as the format calls it.
     family: &'a str,
-    /// Layers with a window, where the file lists its layers.
-    sliding: Option<u32>,
+    /// What each layer keeps, where the file lists its layers.
+    kinds: Option<Vec<Keeps>>,
+}
+
+/// What a layer keeps of the positions before.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Keeps {
+    All,
+    Window,
+    State,
 }
 
 impl Fields<'_> {
@@ -127,6 +135,7 @@ impl Fields<'_> {
             tied,
             attention: self.attention(heads, width),
             sliding: self.sliding(layers),
+            caches: self.caches(layers),
             ffn: self
                 .get("feed_forward_length", "intermediate_size")
                 .unwrap_or(0),
@@ -146,14 +155,73 @@ impl Fields<'_> {
             _ => None,
         };
         let every = every.filter(|&n| n > 1).or(family);
-        let count = self
-            .sliding
-            .or(every.map(|every| layers - layers / every))?;
+        let listed = self.listed(Keeps::Window);
+        let count = listed.or(every.map(|every| layers - layers / every))?;
         let window = window.filter(|&positions| positions > 0 && count > 0)?;
         Some(Sliding {
             layers: count,
             window,
         })
+    }
+
+    /// How many layers the file lists that keep `keeps`.
+    fn listed(&self, keeps: Keeps) -> Option<u32> {
+        let kinds = self.kinds.as_ref()?.iter();
+        u32::try_from(kinds.filter(|kind| **kind == keeps).count()).ok()
+    }
+
+    /// Layers that use the caches of others, and layers that keep states.
+    fn caches(&self, layers: u32) -> Caches {
+        let borrowed = self.get("attention.shared_kv_layers", "num_kv_shared_layers");
+        let borrowed = borrowed.unwrap_or(0).min(layers.saturating_sub(1));
+        let state_bytes = self.state_bytes().unwrap_or(0.0);
+        let every = self.get("full_attention_interval", "full_attention_interval");
+        let states = match every.filter(|n| state_bytes > 0.0 && *n > 1) {
+            Some(every) => layers - layers / every,
+            None if state_bytes > 0.0 => {
+                let usual = layers - layers / 4; // as of all models that do not say
+                self.listed(Keeps::State).unwrap_or(usual)
+            }
+            None => 0,
+        };
+        Caches {
+            borrowed,
+            states: states.min(layers - borrowed),
+            state_bytes,
+            together: if borrowed == 0 {
+                0
+            } else {
+                layers - self.first_keeper(layers - borrowed)
+            },
+        }
+    }
+
+    /// The first layer whose cache others use, where those from `own` on use the last one of their
+    /// kind before.
+    fn first_keeper(&self, own: u32) -> u32 {
+        let Some(kinds) = &self.kinds else {
+            return own.saturating_sub(2); // one of each kind, as in all models that share caches
+        };
+        let (own_kinds, others) = kinds.split_at((own as usize).min(kinds.len()));
+        let keeper = |kind: &Keeps| own_kinds.iter().rposition(|own| own == kind);
+        let first = others.iter().filter_map(keeper).min();
+        first
+            .and_then(|first| u32::try_from(first).ok())
+            .unwrap_or(own)
+    }
+
+    /// Bytes of a gated delta net's state in one layer: two pages of a sequence, each with the state
+    /// at its start, the inputs of its convolution, keys and what changed.
+    fn state_bytes(&self) -> Option<f64> {
+        const PAGE: f64 = 64.0;
+        let size = |gguf, hf| self.get(gguf, hf).map(f64::from);
+        let key = size("ssm.state_size", "linear_key_head_dim")?;
+        let heads = size("ssm.time_step_rank", "linear_num_value_heads")?;
+        let key_heads = size("ssm.group_count", "linear_num_key_heads")?;
+        let value = size("", "linear_value_head_dim").unwrap_or(key);
+        let channels = 2.0 * key_heads * key + heads * value;
+        let rows = PAGE * (channels + key_heads * key + 2.0 * heads);
+        Some(2.0 * 4.0 * (rows + heads * (key + PAGE) * value))
     }
 
     fn attention(&self, heads: u32, width: u32) -> Attention {
@@ -246,10 +314,22 @@ fn from_gguf(name: &str, file: &Gguf) -> Result<ModelShape, Error> {
             value => value.as_u64(),
         }
     };
+    let windows = meta.opt_bools(&format!("{arch}.attention.sliding_window_pattern"));
+    let keeps = |is_windowed: &bool| {
+        if *is_windowed {
+            Keeps::Window
+        } else {
+            Keeps::All
+        }
+    };
     let fields = Fields {
         number: &number,
         family: &arch,
-        sliding: None,
+        // A scalar is a period, which `sliding` reads.
+        kinds: windows
+            .ok()
+            .flatten()
+            .map(|list| list.iter().map(keeps).collect()),
     };
     let vocab = file
         .info("token_embd.weight")
@@ -306,11 +386,15 @@ fn from_config(name: &str, config: &Value) -> Result<ModelShape, Error> {
     let number = |_: &str, hf: &str| text.get(hf).and_then(Value::as_u64);
     let family = text.get("model_type").and_then(Value::as_str);
     let kinds = text.get("layer_types").and_then(Value::as_array);
-    let sliding = kinds.map(|kinds| kinds.iter().filter(|kind| *kind == "sliding_attention"));
+    let keeps = |kind: &Value| match kind.as_str() {
+        Some("sliding_attention") => Keeps::Window,
+        Some("linear_attention") => Keeps::State,
+        _ => Keeps::All,
+    };
     let fields = Fields {
         number: &number,
         family: family.unwrap_or_default(),
-        sliding: sliding.map(|kinds| u32::try_from(kinds.count()).unwrap_or(u32::MAX)),
+        kinds: kinds.map(|kinds| kinds.iter().map(keeps).collect()),
     };
     let vocab = fields.need("vocab_size", "vocab_size")?;
     let tied = [text, config]
@@ -384,6 +468,51 @@ mod tests {
         ] {
             assert_eq!(with(more.clone()), expected, "{more}");
         }
+    }
+
+    #[test]
+    fn layers_without_a_cache_of_their_own_are_counted() {
+        let kinds: Vec<&str> = (1..=35)
+            .map(|i| {
+                if i % 5 == 0 {
+                    "full_attention"
+                } else {
+                    "sliding_attention"
+                }
+            })
+            .collect();
+        let config = serde_json::json!({ "text_config": {
+            "model_type": "gemma4_text", "hidden_size": 1536, "num_hidden_layers": 35,
+            "num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 256,
+            "intermediate_size": 6144, "vocab_size": 262_144, "sliding_window": 512,
+            "num_kv_shared_layers": 20, "layer_types": kinds
+        }});
+        let shape = from_config("e2b", &config).unwrap();
+        let expected = Caches {
+            borrowed: 20,
+            together: 22, // from layer 13, the last windowed one with a cache
+            ..Caches::default()
+        };
+        assert_eq!(shape.caches, expected);
+        assert_eq!(shape.row_layers(0..35), 15.0);
+        assert!(shape.can_cut(13) && !shape.can_cut(14));
+    }
+
+    /// Of 40 layers ten keep keys and values; a page of the others has 2 MiB of state, 2.5 MiB of
+    /// inputs and keys and 1 MiB of differences.
+    #[test]
+    fn states_are_counted() {
+        let config = serde_json::json!({
+            "hidden_size": 2048, "num_hidden_layers": 40, "num_attention_heads": 16,
+            "num_key_value_heads": 2, "head_dim": 256, "intermediate_size": 5120,
+            "vocab_size": 248_320, "full_attention_interval": 4, "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128, "linear_num_key_heads": 16,
+            "linear_num_value_heads": 32, "linear_conv_kernel_dim": 4
+        });
+        let shape = from_config("delta", &config).unwrap();
+        assert_eq!((shape.caches.states, shape.row_layers(0..40)), (30, 10.0));
+        let bytes = shape.state_bytes(0..40);
+        assert!((345e6..349e6).contains(&bytes), "{bytes}");
     }
 
     #[test]

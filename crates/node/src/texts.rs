@@ -1,8 +1,10 @@
 //! What of a model's files is about text.
 
-use paceline_formats::chat::{ChatTemplate, Error as ChatError};
+use paceline_formats::chat::{self, ChatTemplate, Error as ChatError, Interpreter};
 use paceline_formats::tokenizer::{Error, Tokenizer};
 use paceline_model::Source;
+
+use crate::interpreter::{Apart, Program};
 
 /// The tokenizer of a model.
 ///
@@ -15,12 +17,21 @@ pub fn tokenizer(source: &Source) -> Result<Tokenizer, Error> {
     }
 }
 
-/// The chat template of a model; `None` when it has none. What is wrong with one matters only to
-/// callers that use it.
-pub fn template(source: &Source) -> Option<Result<ChatTemplate, ChatError>> {
-    let template = match source {
-        Source::Gguf(file) => ChatTemplate::from_gguf(file.metadata()),
-        Source::Hf(folder) => ChatTemplate::from_hf_dir(folder.path()),
+/// The chat template of a model, in a process of its own by `program`; `None` when the model has
+/// none. What is wrong with one matters only to callers that use it.
+///
+/// Cost: the start of a process.
+pub fn template(source: &Source, program: &Program) -> Option<Result<ChatTemplate, ChatError>> {
+    let text = match source {
+        Source::Gguf(file) => chat::source_in_gguf(file.metadata()).map(str::to_owned),
+        Source::Hf(folder) => chat::source_in_dir(folder.path()),
     };
-    (!matches!(template, Err(ChatError::NoTemplate))).then_some(template)
+    let start = |text: &str| {
+        let apart = Apart::start(program.clone(), text)?;
+        Ok(Box::new(apart) as Box<dyn Interpreter>)
+    };
+    match text.and_then(|text| ChatTemplate::with(&text, start)) {
+        Err(ChatError::NoTemplate) => None,
+        other => Some(other),
+    }
 }

@@ -6,8 +6,10 @@
 
 mod epoch;
 mod tickets;
+mod watchdog;
 
 use std::net::SocketAddr;
+use std::ops::RangeInclusive;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -19,12 +21,14 @@ use paceline_comm::tcp::{self, GroupId, GroupKey, Protection};
 use paceline_comm::{Backend, Deadline, Seat, Strict, Wires, init};
 use paceline_model::{Config, Links, MlxPlaces, Shard, Source, Weights};
 use paceline_tensor::{Kernels, Pinning};
+use tracing::{debug, info, warn};
 
 use crate::Error;
 use crate::load::Wanted;
 use crate::messages::{EpochKey, FromWorker, Job, RankFacts, ToWorker};
 use crate::moved::RankMoved;
 use epoch::{Epoch, Part};
+use watchdog::Watchdog;
 
 type Channel = Arc<Control<ToWorker, FromWorker>>;
 
@@ -45,7 +49,7 @@ const LOOK_EVERY: Duration = Duration::from_millis(100);
 ///
 /// `kernels` makes the kernels for a number of threads and their place, `wires` finds what a wire
 /// needs that is neither memory nor sockets, by the name of its backend; `mlx` is where that
-/// library is looked for.
+/// library is looked for, `ports` are those that it may listen at for ranks of other machines.
 ///
 /// # Errors
 /// What failed.
@@ -53,12 +57,14 @@ pub fn run(
     kernels: impl Fn(usize, Pinning) -> std::io::Result<Arc<Kernels>>,
     wires: impl Fn(Backend) -> std::io::Result<Wires>,
     mlx: MlxPlaces,
+    ports: Option<RangeInclusive<u16>>,
 ) -> Result<std::convert::Infallible, Error> {
     let mut worker = Worker {
         channel: Arc::new(Control::from_stdin()?),
         make_kernels: &kernels,
         find_wires: &wires,
         mlx,
+        ports,
         number: 0,
         kernels: None,
         kept: None,
@@ -113,6 +119,8 @@ struct Worker<'a> {
     make_kernels: &'a MakeKernels<'a>,
     find_wires: &'a FindWires<'a>,
     mlx: MlxPlaces,
+    /// Where it listens for ranks of other machines; anywhere without.
+    ports: Option<RangeInclusive<u16>>,
     /// Of the last epoch.
     number: u64,
     kernels: Option<Made>,
@@ -131,6 +139,10 @@ impl Worker<'_> {
                 self.number = job.epoch;
                 self.begin(&job)
             }
+            Some(ToWorker::Prepare(job)) => {
+                self.leave();
+                self.prepare(&job)
+            }
             Some(ToWorker::Leave) => {
                 let moved = self.leave();
                 let epoch = self.number;
@@ -147,9 +159,21 @@ impl Worker<'_> {
 
     /// Starts an epoch, or tells why that cannot be.
     fn begin(&mut self, job: &Job) -> Result<(), Error> {
+        debug!(
+            rank = job.rank,
+            epoch = job.epoch,
+            backend = job.backend,
+            "enter epoch"
+        );
         match self.enter(job) {
             Ok(Some(epoch)) => {
                 let ready = ready(&*epoch.weights);
+                info!(
+                    rank = job.rank,
+                    epoch = job.epoch,
+                    bytes = ready.weight_bytes,
+                    "ready"
+                );
                 self.epoch = Some(epoch);
                 self.send(&FromWorker::Ready(ready))
             }
@@ -162,14 +186,37 @@ impl Worker<'_> {
     }
 
     fn tell(&self, error: &Error) -> Result<(), Error> {
+        warn!(epoch = self.number, %error, "cannot go on");
         self.send(&failed(self.number, error))
     }
 
-    /// Joins the other ranks, loads and starts to compute; nothing if told to leave meanwhile.
-    fn enter(&mut self, job: &Job) -> Result<Option<Epoch>, Error> {
-        let class: KernelClass = parse(&job.class, "kernel class")?;
+    /// Packs the weights of a part that it may get, outside of any group.
+    fn prepare(&mut self, job: &Job) -> Result<(), Error> {
+        match self.pack(job) {
+            Ok(kept) => {
+                self.kept = Some(kept);
+                Ok(())
+            }
+            // Whoever is replaced by it loads again.
+            Err(error) => self.tell(&error),
+        }
+    }
+
+    fn pack(&mut self, job: &Job) -> Result<Kept, Error> {
+        let (source, of) = self.part(job)?;
+        let class = parse(&job.class, "kernel class")?;
         let kernels = self.kernels(job, class)?;
+        if let Some(kept) = self.kept.take().filter(|kept| kept.of == of) {
+            return Ok(kept);
+        }
+        let weights = self.load(job, (class, &source), kernels, None)?;
+        Ok(Kept { of, weights })
+    }
+
+    /// The model of a job, and what its weights are.
+    fn part(&self, job: &Job) -> Result<(Arc<Source>, Identity), Error> {
         let source = Arc::new(Source::open(&job.model)?);
+        check_identity(job, &source)?;
         let config = Config::read(&source)?;
         job.split.check(&config)?;
         if job.rank >= job.split.ranks() {
@@ -178,10 +225,6 @@ impl Worker<'_> {
                 got: job.rank.to_string(),
             });
         }
-        let shard = job.split.shard(&config, Rank(job.rank));
-        let Some(links) = self.join(job, &shard)? else {
-            return Ok(None);
-        };
         let of = Identity {
             model: job.model.clone(),
             stamp: Stamp::of(&job.model)?,
@@ -189,11 +232,22 @@ impl Worker<'_> {
             kv: job.kv.clone(),
             threads: job.threads,
             first_core: job.first_core,
-            shard,
+            shard: job.split.shard(&config, Rank(job.rank)),
+        };
+        Ok((source, of))
+    }
+
+    /// Joins the other ranks, loads and starts to compute; nothing if told to leave meanwhile.
+    fn enter(&mut self, job: &Job) -> Result<Option<Epoch>, Error> {
+        let class: KernelClass = parse(&job.class, "kernel class")?;
+        let kernels = self.kernels(job, class)?;
+        let (source, of) = self.part(job)?;
+        let Some(links) = self.join(job, &of.shard)? else {
+            return Ok(None);
         };
         let weights = match self.kept.take().filter(|kept| kept.of == of) {
             Some(kept) => kept.weights.linked(links).ok_or(Error::Held)?,
-            None => self.load(job, (class, &source), kernels, links)?,
+            None => self.load(job, (class, &source), kernels, Some(links))?,
         };
         Epoch::start(&self.channel, job, &source, weights, of).map(Some)
     }
@@ -223,7 +277,7 @@ impl Worker<'_> {
         job: &Job,
         (class, source): (KernelClass, &Arc<Source>),
         kernels: Arc<Kernels>,
-        links: Links,
+        links: Option<Links>,
     ) -> Result<Arc<dyn Weights>, Error> {
         let progress = |done, of| {
             // Should the instance be gone, the reader of the channel ends this process.
@@ -238,16 +292,13 @@ impl Worker<'_> {
             engine: &job.engine,
             mlx: &self.mlx,
         };
-        Ok(wanted.load(Some(links), kernels, progress)?)
+        Ok(wanted.load(links, kernels, progress)?)
     }
 
     /// Meets the other ranks: listens, tells where, hears where they are; nothing if told to leave
     /// instead.
     fn join(&self, job: &Job, shard: &Shard) -> Result<Option<Links>, Error> {
-        let listener = tcp::Listener::bind(job.listen).map_err(|source| Error::System {
-            what: "listen for the other ranks",
-            source,
-        })?;
+        let listener = listen(job.listen, self.ports.clone())?;
         let addr = listener.addr();
         self.send(&FromWorker::Listening { addr })?;
         let addrs = match self.channel.recv(START_LIMIT)? {
@@ -289,6 +340,7 @@ impl Worker<'_> {
         };
         match (message, &epoch.part) {
             (ToWorker::Measure, _) => self.channel.send(&epoch.measured())?,
+            (ToWorker::Trace { on }, _) => epoch.trace(&self.channel, on)?,
             (
                 ToWorker::Submit {
                     ticket,
@@ -298,13 +350,20 @@ impl Worker<'_> {
                 Part::Leads(leader),
             ) => leader.submit(&self.channel, ticket, *request, tokens)?,
             (ToWorker::Cancel { ticket }, Part::Leads(leader)) => leader.cancel(ticket),
-            (other, _) => self.tell(&unexpected(Some(&other), "Submit, Measure or Leave"))?,
+            (other, _) => {
+                self.tell(&unexpected(Some(&other), "Submit, Measure, Trace or Leave"))?
+            }
         }
         self.look()
     }
 
-    /// Leaves an epoch that failed, so that other ranks see it; of a leader, tells why.
+    /// Leaves an epoch that failed, so that other ranks see it; of a leader, tells why. Of a rank
+    /// that hangs, tells so: its instance ends this process.
     fn look(&mut self) -> Result<(), Error> {
+        let hang = self.epoch.as_mut().and_then(Epoch::hang);
+        if let Some(error) = hang {
+            return self.tell(&error);
+        }
         match self.epoch.as_ref().and_then(Epoch::failure) {
             None => Ok(()),
             Some(failure) => {
@@ -326,16 +385,60 @@ impl Worker<'_> {
     }
 }
 
+/// Refuses files that are another model than the instance was loaded from.
+///
+/// # Errors
+/// [`Error::OtherModel`]; [`Error::System`].
+fn check_identity(job: &Job, source: &Source) -> Result<(), Error> {
+    let got = crate::identity(source).map_err(|source| Error::System {
+        what: "read the model's files",
+        source,
+    })?;
+    if got == job.identity {
+        return Ok(());
+    }
+    Err(Error::OtherModel {
+        path: job.model.clone(),
+        got,
+        expected: job.identity.clone(),
+    })
+}
+
+/// Listens at `addr`: at its port, or at the first free one of `ports` where those are given.
+///
+/// # Errors
+/// [`Error::Ports`] when all are taken, and what the system says.
+fn listen(addr: SocketAddr, ports: Option<RangeInclusive<u16>>) -> Result<tcp::Listener, Error> {
+    let failed = |source| Error::System {
+        what: "listen for the other ranks",
+        source,
+    };
+    let Some(ports) = ports.filter(|_| !addr.ip().is_loopback()) else {
+        return tcp::Listener::bind(addr).map_err(failed);
+    };
+    for port in ports.clone() {
+        match tcp::Listener::bind(SocketAddr::new(addr.ip(), port)) {
+            Err(error) if error.kind() == std::io::ErrorKind::AddrInUse => {}
+            bound => return bound.map_err(failed),
+        }
+    }
+    Err(Error::Ports {
+        first: *ports.start(),
+        last: *ports.end(),
+    })
+}
+
 fn protection(key: Option<&EpochKey>) -> Protection {
     let keyed = |key: &EpochKey| Protection::Key(GroupKey::new(key.0));
     key.map_or(Protection::Loopback, keyed)
 }
 
-/// Gives a link-local address the interface of `own`: the number of an interface is another one on
+/// Gives a link-local address the interface of `own`, if that has one: the number of an interface is another one on
 /// each machine.
 fn by_own_interface(addr: &mut SocketAddr, own: SocketAddr) {
     if let (SocketAddr::V6(addr), SocketAddr::V6(own)) = (addr, own)
         && addr.ip().is_unicast_link_local()
+        && own.scope_id() != 0
     {
         addr.set_scope_id(own.scope_id());
     }

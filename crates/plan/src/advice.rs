@@ -18,7 +18,7 @@ fn fits(costs: &Costs<'_>, cluster: &Cluster, model: &ModelShape, workload: Work
 }
 
 /// A quick test for a placement: layers dealt greedily to single nodes, largest first, or all on
-/// one group of all nodes. What passes has a placement, as stages may be cut anywhere.
+/// one group of all nodes. What passes has a placement.
 pub(crate) fn feasible(costs: &Costs<'_>) -> bool {
     let mut order: Vec<usize> = (0..costs.cluster.nodes.len()).collect();
     order.sort_by(|&a, &b| {
@@ -30,6 +30,9 @@ pub(crate) fn feasible(costs: &Costs<'_>) -> bool {
         let mut end = start;
         while end < costs.model.layers && holds(costs, &Stage::whole(start..end + 1, node)) {
             end += 1;
+        }
+        while end > start && end < costs.model.layers && !costs.model.can_cut(end) {
+            end -= 1;
         }
         start = end;
     }

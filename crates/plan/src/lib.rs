@@ -24,7 +24,8 @@
 //!
 //! In reading order: [`model`] and [`cluster`] (facts), [`placement`] (decisions), [`cost`]
 //! (seconds and bytes), [`predict()`], [`calibration`] and [`mod@fit`] (constants),
-//! [`published`] and [`mod@validate`] (the check against reality), [`solver`], [`advice`].
+//! [`published`] and [`mod@validate`] (the check against reality), [`solver`], [`advice`];
+//! [`draw`] makes pictures of any of it.
 
 #![forbid(unsafe_code)]
 
@@ -34,6 +35,7 @@ pub mod catalogue;
 mod check;
 pub mod cluster;
 pub mod cost;
+pub mod draw;
 mod error;
 pub mod fit;
 pub mod model;
@@ -52,7 +54,7 @@ pub use catalogue::Catalogue;
 pub use cluster::{Backend, Cluster, Link, Node, Rates, Transport};
 pub use cost::Costs;
 pub use error::{Change, Error, Infeasible};
-pub use model::{Attention, Bits, ModelShape, Moe, Sliding};
+pub use model::{Attention, Bits, Caches, ModelShape, Moe, Sliding};
 pub use network::Network;
 pub use placement::{Member, Pipeline, Placement, Split, Stage};
 pub use predict::{Prediction, predict};

@@ -4,6 +4,8 @@
 //! A active experts, V vocabulary. Parameters are counted without norms and biases, which are
 //! below a thousandth of any model here.
 
+use std::ops::Range;
+
 use crate::Error;
 use crate::check::{finite_in, whole_in};
 
@@ -68,6 +70,20 @@ pub struct Sliding {
     pub window: u32,
 }
 
+/// What layers keep in place of keys and values of each position of their own.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Caches {
+    /// The last layers, which use the caches of layers before them.
+    pub borrowed: u32,
+    /// Layers that keep a state of fixed size for each request.
+    pub states: u32,
+    /// Bytes of one such state, in one layer.
+    pub state_bytes: f64,
+    /// The last layers that one stage has to hold together; 0 or 1 when a pipeline may be cut
+    /// anywhere. Cuts among them would part layers from the caches that they use.
+    pub together: u32,
+}
+
 /// Stored bits per weight, with scales; averages over the tensors of a part.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Bits {
@@ -107,6 +123,8 @@ pub struct ModelShape {
     pub attention: Attention,
     /// Layers with a window, if there are any; the others look at everything.
     pub sliding: Option<Sliding>,
+    /// Layers that keep something else than keys and values of their own.
+    pub caches: Caches,
     /// F of dense layers; 0 when there are none.
     pub ffn: u32,
     /// The mixture, if it is one.
@@ -272,7 +290,34 @@ impl ModelShape {
 
     /// Bytes cached per token, all layers.
     pub fn kv_bytes_per_token(&self) -> f64 {
-        f64::from(self.layers) * self.attention.cached() * self.bits.kv / 8.0
+        self.row_layers(0..self.layers) * self.attention.cached() * self.bits.kv / 8.0
+    }
+
+    /// Layers among `layers` that keep keys and values of each position. Layers with states lie
+    /// between the others in a short period, so that any stage has about the model's mix.
+    pub fn row_layers(&self, layers: Range<u32>) -> f64 {
+        self.own_layers(layers) * (1.0 - self.state_share())
+    }
+
+    /// Bytes of the states of one request in `layers`.
+    pub fn state_bytes(&self, layers: Range<u32>) -> f64 {
+        self.own_layers(layers) * self.state_share() * self.caches.state_bytes
+    }
+
+    /// Layers among `layers` that keep something of their own.
+    fn own_layers(&self, layers: Range<u32>) -> f64 {
+        let end = layers.end.min(self.layers - self.caches.borrowed);
+        f64::from(end.saturating_sub(layers.start))
+    }
+
+    fn state_share(&self) -> f64 {
+        let own = self.layers - self.caches.borrowed;
+        f64::from(self.caches.states) / f64::from(own.max(1))
+    }
+
+    /// Whether a stage may begin with layer `index`.
+    pub const fn can_cut(&self, index: u32) -> bool {
+        index == 0 || index + self.caches.together <= self.layers
     }
 
     /// All weights.
@@ -340,7 +385,36 @@ impl ModelShape {
             whole_in(name, "positions of a window", sliding.window, 1, u32::MAX)?;
         }
         self.check_attention()?;
+        self.check_caches()?;
         self.check_moe()
+    }
+
+    fn check_caches(&self) -> Result<(), Error> {
+        let (name, caches) = (self.name.as_str(), &self.caches);
+        let own = self.layers.saturating_sub(caches.borrowed);
+        whole_in(
+            name,
+            "layers without a cache",
+            caches.borrowed,
+            0,
+            self.layers - 1,
+        )?;
+        whole_in(name, "layers with a state", caches.states, 0, own)?;
+        whole_in(
+            name,
+            "layers that stay together",
+            caches.together,
+            0,
+            self.layers,
+        )?;
+        finite_in(
+            name,
+            "bytes of a state",
+            caches.state_bytes,
+            0.0,
+            1e12,
+            "0 to 1e12",
+        )
     }
 
     fn check_attention(&self) -> Result<(), Error> {

@@ -169,6 +169,11 @@ impl Placement {
                 if stage.layers.start != next || stage.layers.end <= next {
                     return fault(format!("layers {:?} after layer {next}", stage.layers));
                 }
+                if !model.can_cut(next) {
+                    return fault(format!(
+                        "a stage from layer {next} on parts layers from caches"
+                    ));
+                }
                 next = stage.layers.end;
                 stage.check(&mut used)?;
             }

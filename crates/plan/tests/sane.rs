@@ -6,8 +6,8 @@
 
 use crate::small::{mesh, node};
 use paceline_plan::{
-    Attention, Bits, Calibration, Cluster, Costs, ModelShape, Moe, Node, Pipeline, Placement,
-    Prediction, Sliding, Split, Workload, predict,
+    Attention, Bits, Caches, Calibration, Cluster, Costs, ModelShape, Moe, Node, Pipeline,
+    Placement, Prediction, Sliding, Split, Workload, predict,
 };
 use proptest::prelude::*;
 
@@ -50,6 +50,7 @@ fn shape() -> impl Strategy<Value = ModelShape> {
             tied: false,
             attention,
             sliding,
+            caches: Caches::default(),
             ffn: 8192,
             moe,
             bits: Bits::uniform(bits),

@@ -10,7 +10,7 @@ const SPEED_POINTS = 120;
 const CLOCK = new Intl.DateTimeFormat([], { timeStyle: "medium", hour12: false });
 
 const $ = (id) => document.getElementById(id);
-const state = { status: null, speed: [], seen: 0, queue: [], talk: [], chat: null, node: null };
+const state = { keys: null, status: null, speed: [], seen: 0, queue: [], talk: [], chat: null, node: null };
 
 // ---- small parts
 
@@ -149,7 +149,9 @@ function draw(status) {
   drawRequests(requests);
   drawSpeed(requests);
   drawModels(instances);
-  $("load").hidden = $("invite").hidden = !status.may_manage;
+  drawDownloads(status.downloads || []);
+  for (const id of ["load", "invite", "join", "key-area"]) $(id).hidden = !status.may_manage;
+  if (status.may_manage && !state.keys) listKeys();
   $("no-managing").hidden = status.may_manage;
 }
 
@@ -172,7 +174,9 @@ function drawSums(nodes, requests) {
   if (memory && free !== undefined) sums.push(["Memory in use", `${percent(1 - free / memory)} of ${bytes(memory)}`]);
   if (heat > -Infinity) sums.push(["Hottest", `${heat.toFixed(0)} °C`]);
   if (watts !== undefined) sums.push(["Processors", `${watts.toFixed(0)} W`]);
-  if (watts !== undefined && speed > 0) sums.push(["Energy a token", `${(watts / speed).toFixed(1)} J`]);
+  const energy = state.status.energy;
+  if (energy) sums.push(["Energy a token", `${energy.joules_per_token.toFixed(1)} J`]);
+  if (energy?.cost_per_million !== undefined) sums.push(["A million tokens", energy.cost_per_million.toFixed(2)]);
   keyed($("sums"), sums, (sum) => sum[0], (sum) => el("div", {}, el("dt", {}, sum[0]), el("dd", {})),
     (node, sum) => text(node.lastChild, sum[1]));
 }
@@ -226,7 +230,8 @@ function stateKind(word) {
 }
 
 function makeNode() {
-  return el("li", {}, el("div", { class: "title" }, el("strong", {}), el("span", { class: "pill" })), el("p", { class: "facts" }),
+  const forget = el("button", { type: "button", hidden: true, onclick: () => forgetNode(forget) }, "Forget");
+  return el("li", {}, el("div", { class: "title" }, el("strong", {}), el("span", { class: "pill" }), forget), el("p", { class: "facts" }),
     meter("CPU"), meter("Memory"), meter("Swap"), meter("GPU"), meter("Battery"), el("div", { class: "cores", "aria-hidden": "true" }), el("p", { class: "facts" }));
 }
 
@@ -234,8 +239,11 @@ function updateNode(node, it) {
   const [title, about, cpu, memory, swap, gpu, battery, cores, more] = node.children;
   const t = it.telemetry || {};
   text(title.firstChild, it.name || "?");
-  text(title.lastChild, it.found_by === "self" && it.state === "alive" ? "this node" : it.state);
-  title.lastChild.className = `pill ${stateKind(it.state)}`;
+  text(title.children[1], it.found_by === "self" && it.state === "alive" ? "this node" : it.state);
+  title.children[1].className = `pill ${stateKind(it.state)}`;
+  title.lastChild.hidden = !state.status.may_manage || !["dead", "left"].includes(it.state);
+  title.lastChild.value = it.id || "";
+  title.lastChild.setAttribute("aria-label", `Forget ${it.name}`);
   text(about, [it.cores && `${it.cores} cores`, it.memory_bytes && bytes(it.memory_bytes), it.instructions, it.build && `version ${it.build}`].filter(Boolean).join(" · "));
   setMeter(cpu, t.cpu_busy, `${percent(t.cpu_busy || 0)}${t.cpu_mhz ? ` · ${(t.cpu_mhz / 1000).toFixed(1)} GHz` : ""}`);
   const used = t.memory_bytes && t.memory_available_bytes !== undefined ? t.memory_bytes - t.memory_available_bytes : undefined;
@@ -254,6 +262,8 @@ function updateNode(node, it) {
     t.disk_read_bytes_s !== undefined && `disks ${bytes(t.disk_read_bytes_s)}/s read, ${bytes(t.disk_write_bytes_s)}/s written`,
     t.temperature_c !== undefined && `${t.temperature_c.toFixed(0)} °C`,
     t.package_watts !== undefined && `${t.package_watts.toFixed(0)} W`,
+    ...(t.gpus || []).filter((card) => card.watts !== undefined).map((card) => `GPU ${card.watts.toFixed(0)} W${card.temperature_c ? ` at ${card.temperature_c.toFixed(0)} °C` : ""}${card.throttled ? ", slowed down" : ""}`),
+    t.throttled > .01 && `slowed down by heat ${percent(t.throttled)}`,
     ...pressure.map(([what, share]) => `waits for ${what} ${percent(share)}`),
   ].filter(Boolean).join(" · "));
 }
@@ -335,6 +345,7 @@ function describe(event) {
     case "split_changed": return ["warn", "split", `${nick(event.model)} ${event.text}`];
     case "fault": return ["bad", "fault", event.text];
     case "request_started": return ["request", "asked", `no. ${event.request}, ${event.prompt_tokens} tokens to ${nick(event.model)}`];
+    case "unprotected": return ["bad", "unprotected", event.reason];
     case "first_token": return ["request", "first token", `no. ${event.request} after ${seconds(event.ttft_s)}`];
     case "request_ended": return [event.outcome === "failed" ? "bad request" : "request", event.outcome, `no. ${event.request}, ${event.tokens} tokens${event.tok_s ? ` at ${rate(event.tok_s)}/s` : ""}`];
     default: return ["", event.kind, ""];
@@ -368,16 +379,11 @@ async function unloadModel(it, button) {
   try { await ask("unload", { model: it.id }); await look(); } catch (error) { alert(error.message); button.disabled = false; }
 }
 
-async function loadModel(event) {
-  event.preventDefault();
-  const form = new FormData($("load-form")), said = $("load-said");
-  text(said, "asking");
-  try {
-    await ask("load", { model: form.get("model"), count: Number(form.get("count")), split: form.get("split") });
-    text(said, "");
-    $("load").open = false;
-    await look();
-  } catch (error) { text(said, error.message); }
+async function loadModel() {
+  await ask("load", wish());
+  $("load").open = false;
+  $("preview").replaceChildren();
+  await look();
 }
 
 async function listModels() {
@@ -386,6 +392,79 @@ async function listModels() {
     const { models } = await ask("models", {});
     $("models").replaceChildren(...models.map((model) => el("option", { value: model.name }, bytes(model.bytes))));
   } catch (error) { text($("load-said"), error.message); }
+}
+
+function drawDownloads(downloads) {
+  keyed($("downloads"), downloads, (it) => it.model,
+    (it) => el("li", {}, el("div", { class: "title" }, el("strong", { title: it.model }, nick(it.model)), el("span", { class: "pill" })), meter("Download"), el("p", { class: "facts" })),
+    (node, it) => {
+      const [title, progress, about] = node.children;
+      text(title.lastChild, { running: "downloading", done: "here", failed: "failed" }[it.state]);
+      title.lastChild.className = `pill ${{ done: "good", failed: "bad" }[it.state] || ""}`;
+      setMeter(progress, it.state === "running" && it.of ? it.done / it.of : undefined, `${bytes(it.done)} of ${bytes(it.of)}`);
+      text(about, it.reason || (it.state === "running" && !it.of ? bytes(it.done) : ""));
+    });
+}
+
+// What the form asks to load.
+function wish() {
+  const form = new FormData($("load-form"));
+  return { model: form.get("model"), count: Number(form.get("count")), split: form.get("split") };
+}
+
+// Says in the form how a command went.
+async function inForm(said, words, run) {
+  text(said, words);
+  try { text(said, (await run()) || ""); } catch (error) { text(said, error.message); }
+}
+
+async function preview() {
+  const { placements, notes } = await ask("preview", wish());
+  $("preview").replaceChildren(...placements.map((it) => el("li", {},
+    el("div", { class: "title" }, el("strong", {}, `${it.nodes.join(", ")} · ${it.split}`), el("span", { class: `pill ${it.fits ? "good" : "bad"}` }, it.fits ? "fits" : "too large")),
+    el("p", { class: "facts" }, `about ${rate(it.decode_tok_s)} tok/s${it.ttft_ms == null ? "" : ` · first token ${seconds(it.ttft_ms / 1000)}`} · ${it.nodes.map((node, i) => `${node} ${bytes(it.bytes[i])}`).join(", ")}`))));
+  return [placements.length ? "" : "no placement", ...notes].filter(Boolean).join("; ");
+}
+
+async function forgetNode(button) {
+  if (!confirm("Forget this machine? It may join again with a code.")) return;
+  try { await ask("forget", { node: button.value }); await look(); } catch (error) { alert(error.message); }
+}
+
+async function joinCluster() {
+  const form = new FormData($("join-form"));
+  const joined = await ask("join", { code: form.get("code"), peer: form.get("peer") });
+  await look();
+  return `in cluster ${joined.cluster}${joined.met.length ? `, met ${joined.met.join(", ")}` : ""}`;
+}
+
+async function listKeys() {
+  state.keys = state.keys || [];
+  try { state.keys = (await ask("keys", {})).keys; } catch (error) { text($("key-said"), error.message); }
+  $("no-keys").hidden = state.keys.length > 0;
+  keyed($("keys"), state.keys, (it) => it.id,
+    (it) => el("li", {}, el("div", { class: "title" }, el("strong", {}, it.name), el("code", {}, it.id),
+      el("button", { type: "button", "aria-label": `Revoke the key of ${it.name}`, onclick: () => inForm($("key-said"), "", () => revokeKey(it)) }, "Revoke"))),
+    () => {});
+}
+
+async function makeKey() {
+  const made = await ask("new_key", { name: new FormData($("key-form")).get("name") });
+  $("key-form").reset();
+  await listKeys();
+  const later = state.status.asks_for_keys ? "" : ". This node asks for keys from its next start on.";
+  return `It is shown only now: ${made.key}${later}`;
+}
+
+async function revokeKey(it) {
+  if (!confirm(`Revoke the key of ${it.name}? Its programs are refused at once.`)) return "";
+  await ask("revoke_key", { id: it.id });
+  await listKeys();
+  return `revoked ${it.name}`;
+}
+
+function submits(form, said, words, run) {
+  $(form).addEventListener("submit", (event) => { event.preventDefault(); inForm($(said), words, run); });
 }
 
 async function invite() {
@@ -479,7 +558,11 @@ $("theme").addEventListener("click", () => setTheme(THEMES[(THEMES.indexOf(local
 $("logout").addEventListener("click", () => { sessionStorage.removeItem("key"); location.reload(); });
 $("login-form").addEventListener("submit", () => { sessionStorage.setItem("key", $("key").value.trim()); $("key").value = ""; look(); });
 $("login").addEventListener("cancel", (event) => event.preventDefault()); // without a key there is nothing to see
-$("load-form").addEventListener("submit", loadModel);
+submits("load-form", "load-said", "asking", loadModel);
+submits("join-form", "join-said", "joining", joinCluster);
+submits("key-form", "key-said", "", makeKey);
+$("try").addEventListener("click", () => inForm($("load-said"), "asking", preview));
+$("fetch").addEventListener("click", () => inForm($("load-said"), "asking", async () => { await ask("pull", wish()); await look(); }));
 $("load").addEventListener("toggle", listModels);
 $("invite").addEventListener("click", invite);
 $("chat-form").addEventListener("submit", sendChat);

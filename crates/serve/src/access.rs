@@ -10,6 +10,7 @@ use std::net::{IpAddr, SocketAddr};
 
 use axum::http::header::{AUTHORIZATION, HOST, HeaderValue, ORIGIN};
 use axum::http::{HeaderMap, Request, Version};
+use serde::{Deserialize, Serialize};
 
 use crate::config::Access;
 use crate::field::clip;
@@ -21,7 +22,7 @@ use crate::rejection::Rejection;
 pub(crate) struct Local(pub(crate) SocketAddr);
 
 /// Who asks.
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub(crate) enum Client {
     /// A program of this machine, when there are no keys.
     Anybody,

@@ -58,25 +58,29 @@ pub(crate) struct Answer {
     left: usize,
     metrics: Arc<Metrics>,
     outcome: &'static str,
+    /// A failure that was found behind replies.
+    failed: Option<Failure>,
 }
 
 impl Answer {
-    /// Submits all requests.
+    /// Submits all requests, with the tokens that their answers have already; none for choices
+    /// that are over.
     ///
     /// # Errors
     /// The first refusal; those that were taken are cancelled.
     pub(crate) fn start(
         service: &Arc<dyn Service>,
         metrics: &Arc<Metrics>,
-        requests: Vec<Request>,
+        requests: Vec<Option<(Request, Vec<u32>)>>,
         terms: Terms,
     ) -> Result<Self, Rejection> {
-        let room = |request: &Request| {
+        let room = |(request, _): &(Request, Vec<u32>)| {
             let left = terms.context.saturating_sub(request.prompt.len());
             let replies = request.max_tokens.min(left).saturating_add(BESIDE_TOKENS);
             replies.min(terms.unread_replies)
         };
-        let (sender, replies) = mpsc::channel(requests.iter().map(room).sum::<usize>().max(1));
+        let (sender, replies) =
+            mpsc::channel(requests.iter().flatten().map(room).sum::<usize>().max(1));
         let (alive, gone) = oneshot::channel();
         let (tell, ended) = oneshot::channel();
         let overflow = Arc::new(Notify::new());
@@ -86,11 +90,14 @@ impl Answer {
             running: Arc::clone(&running),
             ended,
             _alive: alive,
-            left: requests.len(),
+            left: requests.iter().flatten().count(),
             metrics: Arc::clone(metrics),
             outcome: "refused",
+            failed: None,
         };
-        for (choice, request) in requests.into_iter().enumerate() {
+        let open = requests.into_iter().enumerate();
+        let open = open.filter_map(|(choice, asked)| Some((choice, asked?)));
+        for (choice, (request, tokens)) in open {
             let outlet = Outlet {
                 choice,
                 sender: sender.clone(),
@@ -99,10 +106,14 @@ impl Answer {
                 meter: metrics.meter(terms.asked, request.prompt.len()),
                 now: terms.now,
             };
-            let ticket = service.submit(request, outlet.into_sink())?;
+            let ticket = service.submit_after(request, tokens, outlet.into_sink())?;
             answer.running.tickets()[choice] = Some(ticket);
         }
-        answer.outcome = "client_left";
+        answer.outcome = if answer.left == 0 {
+            "complete"
+        } else {
+            "client_left"
+        };
         tokio::spawn(watch(terms, overflow, running, gone, tell));
         Ok(answer)
     }
@@ -115,6 +126,9 @@ impl Answer {
         let broken = || Rejection::Broken {
             what: "finish the answer",
         };
+        if let Some(failure) = self.failed.take() {
+            return Err(self.failed_with(failure.into()));
+        }
         let reply = tokio::select! {
             biased;
             ended = &mut self.ended => Err(ended.unwrap_or_else(|_| broken())),
@@ -127,20 +141,41 @@ impl Answer {
         match reply {
             Ok((choice, Reply::Failed(failure))) => {
                 self.running.forget(choice);
-                Err(self.failed(failure.into()))
+                Err(self.failed_with(failure.into()))
             }
             Ok((choice, reply)) => {
-                if matches!(reply, Reply::Finished { .. }) {
-                    self.running.forget(choice);
-                    self.left -= 1;
-                    if self.left == 0 {
-                        self.outcome = "complete";
-                    }
-                }
+                self.note(choice, &reply);
                 Ok((choice, reply))
             }
-            Err(rejection) => Err(self.failed(rejection)),
+            Err(rejection) => Err(self.failed_with(rejection)),
         }
+    }
+
+    fn note(&mut self, choice: usize, reply: &Reply) {
+        if matches!(reply, Reply::Finished { .. }) {
+            self.running.forget(choice);
+            self.left -= 1;
+            if self.left == 0 {
+                self.outcome = "complete";
+            }
+        }
+    }
+
+    /// Replies that are here already, at most `most`. A failure ends them, and comes with
+    /// [`next`](Self::next).
+    pub(crate) fn ready(&mut self, most: usize) -> Vec<(usize, Reply)> {
+        let mut all = Vec::new();
+        while all.len() < most && self.failed.is_none() {
+            match self.replies.try_recv() {
+                Ok((_, Reply::Failed(failure))) => self.failed = Some(failure),
+                Ok((choice, reply)) => {
+                    self.note(choice, &reply);
+                    all.push((choice, reply));
+                }
+                Err(_) => break,
+            }
+        }
+        all
     }
 
     /// Whether all choices have finished.
@@ -148,7 +183,7 @@ impl Answer {
         self.left == 0
     }
 
-    fn failed(&mut self, rejection: Rejection) -> Rejection {
+    fn failed_with(&mut self, rejection: Rejection) -> Rejection {
         self.outcome = match &rejection {
             Rejection::Deadline { .. } => "deadline",
             Rejection::SlowReader { .. } => "slow_reader",

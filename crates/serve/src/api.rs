@@ -12,6 +12,8 @@ pub(crate) mod doors;
 mod embedding;
 pub(crate) mod idle;
 mod pages;
+mod pulling;
+mod resuming;
 
 use std::sync::Arc;
 
@@ -27,6 +29,7 @@ use axum::middleware::{Next, from_fn_with_state};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{MethodRouter, delete, get, post};
 use paceline_engine::Service;
+use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use tokio::sync::{Semaphore, watch};
 
@@ -41,6 +44,7 @@ use crate::places::Places;
 use crate::rejection::{Rejection, Style};
 use crate::server::Phase;
 use crate::store::Store;
+use crate::tally::Tally;
 use crate::{Error, openapi};
 
 /// Longest path and query. Eight times what common servers allow.
@@ -56,6 +60,8 @@ pub(crate) struct App {
     service: Arc<dyn Service>,
     keys: Option<Arc<Watched>>,
     metrics: Arc<Metrics>,
+    /// Tells of keys and refusals.
+    tally: Tally,
     /// Places for requests to the model.
     places: Arc<Places>,
     /// Places for requests that are parsed.
@@ -86,6 +92,7 @@ impl App {
         let limits = &config.limits;
         Ok(Self {
             metrics: Arc::new(Metrics::new(&model, config.live.clone())),
+            tally: Tally::new(config.live.events().clone()),
             places: Arc::new(Places::new(limits.requests, limits.requests_of_one)),
             parsing: Arc::new(Semaphore::new(limits.parsing)),
             store: Arc::new(Store::new(limits.stored_responses, limits.stored_bytes)),
@@ -102,8 +109,8 @@ impl App {
 }
 
 /// An endpoint that takes a body.
-#[derive(Clone, Copy, Debug)]
-enum Endpoint {
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) enum Endpoint {
     Chat,
     Completion,
     Response,
@@ -155,7 +162,7 @@ pub(crate) fn router(app: &Arc<App>) -> Router {
         .route("/api/tags", get(pages::tags))
         .route("/api/ps", get(pages::running))
         .route("/api/show", post(asking::show))
-        .route("/api/pull", post(asking::pull))
+        .route("/api/pull", post(pulling::pull))
         .route("/api/delete", delete(asking::remove));
     for (path, endpoint) in ENDPOINTS {
         router = router.route(path, asks(endpoint));
@@ -181,11 +188,16 @@ async fn guard(State(app): State<Arc<App>>, request: Request, next: Next) -> Res
     let endpoint = request.extensions().get::<MatchedPath>();
     let endpoint = endpoint.map_or("other", MatchedPath::as_str).to_owned();
     let style = Style::of(request.uri().path());
+    let client = address(&request);
     let (response, origin) = match check_origin(&request, &app.config.access) {
         Err(rejection) => (rejection.into_response(), None),
         Ok(origin) if is_preflight(&request) => (preflight(), origin),
         Ok(origin) => (admit(&app, request, next).await, origin),
     };
+    let refusal = response.extensions().get::<Arc<Rejection>>();
+    if let Some(code) = refusal.and_then(|refusal| refusal.audited()) {
+        app.tally.refused(client, code);
+    }
     let response = match style {
         Style::OpenAi => response,
         style => Rejection::restyled(response, style),
@@ -220,8 +232,19 @@ async fn admit(app: &App, mut request: Request, next: Next) -> Response {
     if let (Client::Key(_), Some(known)) = (&client, known) {
         known.trust();
     }
+    if let Client::Key(key) = &client {
+        app.tally.key_used(address(&request), key);
+    }
     request.extensions_mut().insert(client);
     next.run(request).await
+}
+
+/// The address of the client, as the log of events tells it.
+fn address(request: &Request) -> String {
+    let remote = request.extensions().get::<Remote>();
+    remote.map_or_else(String::new, |remote| {
+        remote.0.ip().to_canonical().to_string()
+    })
 }
 
 impl App {
@@ -237,6 +260,14 @@ impl App {
         let remote = remote.map(|remote| remote.0.ip().to_canonical());
         let other = remote.filter(|ip| !ip.is_loopback());
         Ok(other.map_or(Client::Anybody, Client::Address))
+    }
+
+    /// Whether it has answered with the response of this id.
+    fn has_response(&self, id: &str) -> bool {
+        let answer = id.strip_prefix("resp_").unwrap_or(id);
+        let model = self.config.journals.model_of(answer);
+        let is_own = model.is_some_and(|model| self.model.is_called(&model));
+        is_own || self.store.has(id)
     }
 
     /// Whether several clients share the places.
@@ -261,7 +292,7 @@ fn preflight() -> Response {
         // Those that OpenAI's JavaScript SDK sends begin with x-stainless.
         (
             ACCESS_CONTROL_ALLOW_HEADERS,
-            "authorization, content-type, user-agent, x-api-key, anthropic-version, \
+            "authorization, content-type, last-event-id, user-agent, x-api-key, anthropic-version, \
             anthropic-beta, anthropic-dangerous-direct-browser-access, \
             x-stainless-arch, x-stainless-helper-method, x-stainless-lang, x-stainless-os, \
             x-stainless-package-version, x-stainless-poll-helper, x-stainless-retry-count, \

@@ -5,11 +5,12 @@
 //! GET  /assets/paceline.css, .js    its parts; public, as they tell nothing
 //! GET  /v1/paceline/status          nodes, telemetry, instances, requests as JSON
 //! GET  /v1/paceline/events?after=N  events as SSE, those kept first
-//! POST /v1/paceline/load, unload, models, invite
+//! POST /v1/paceline/load, unload, preview, models, pull,
+//!                   invite, join, forget, keys, new_key, revoke_key
 //! ```
 //!
-//! All but the page itself need an API key where keys are in use. Where none are, commands that
-//! change something are for loopback clients only. Every other path goes to the API below.
+//! All but the page itself need an API key where keys are in use, and commands one of an admin. Where
+//! none are, commands are for loopback clients only. Every other path goes to the API below.
 
 use std::convert::Infallible;
 use std::net::IpAddr;
@@ -33,7 +34,7 @@ use tower::ServiceExt;
 use crate::Error;
 use crate::access::{Remote, check_key, check_origin};
 use crate::api::asking::body_in_time;
-use crate::config::Config;
+use crate::config::{Config, Manage};
 use crate::events::{Event, Events};
 use crate::keys::Watched;
 use crate::rejection::Rejection;
@@ -58,7 +59,19 @@ const PIECE_EVENTS: usize = 256;
 const ANSWER_LIMIT: Duration = Duration::from_secs(30);
 
 /// Commands that the dashboard sends.
-const COMMANDS: [&str; 4] = ["load", "unload", "models", "invite"];
+const COMMANDS: [&str; 11] = [
+    "load",
+    "unload",
+    "preview",
+    "models",
+    "pull",
+    "invite",
+    "join",
+    "forget",
+    "keys",
+    "new_key",
+    "revoke_key",
+];
 
 /// What the dashboard's requests share.
 struct Shared {
@@ -152,18 +165,21 @@ impl Shared {
         Ok((headers, text).into_response())
     }
 
+    /// The id of the client's key, where keys are in use.
+    ///
     /// # Errors
     /// As [`check_origin`] and [`check_key`].
-    fn admit(&self, request: &Request) -> Result<(), Rejection> {
+    fn admit(&self, request: &Request) -> Result<Option<String>, Rejection> {
         check_origin(request, &self.config.access)?;
         let keys = self.keys.as_ref();
-        keys.map_or(Ok(()), |keys| check_key(request.headers(), keys).map(drop))
+        keys.map(|keys| check_key(request.headers(), keys))
+            .transpose()
     }
 
     /// Lets a client in that looks; whether it may change something too.
     fn looks(&self, request: &Request) -> Result<bool, Rejection> {
-        self.admit(request)?;
-        Ok(self.may_manage(request))
+        let key = self.admit(request)?;
+        Ok(self.may_manage(request, key.as_deref()).is_ok())
     }
 
     async fn status(&self, may_manage: bool) -> Result<Response, Rejection> {
@@ -174,29 +190,37 @@ impl Shared {
             let version = env!("CARGO_PKG_VERSION").into();
             object.insert("version".into(), version);
             object.insert("may_manage".into(), may_manage.into());
+            object.insert("asks_for_keys".into(), self.keys.is_some().into());
         }
         Ok(json(&told))
     }
 
-    /// Whether the client may change something, provided that it was admitted.
-    fn may_manage(&self, request: &Request) -> bool {
+    /// Lets a client change something, provided that it was admitted with `key`.
+    ///
+    /// # Errors
+    /// [`Rejection::NoManaging`], [`Rejection::NoAdmin`].
+    fn may_manage(&self, request: &Request, key: Option<&str>) -> Result<Arc<Manage>, Rejection> {
+        let manage = self.config.board.manage.clone();
+        let manage = manage.ok_or(Rejection::NoManaging)?;
+        if let (Some(keys), Some(id)) = (&self.keys, key) {
+            let is_admin = keys.is_admin(id);
+            return is_admin.then_some(manage).ok_or(Rejection::NoAdmin);
+        }
         let remote = request.extensions().get::<Remote>();
         let ip = remote.map(|remote| remote.0.ip().to_canonical());
-        let is_guarded = self.keys.is_some() || ip.is_some_and(|ip: IpAddr| ip.is_loopback());
-        is_guarded && self.config.board.manage.is_some()
+        let is_here = ip.is_some_and(|ip: IpAddr| ip.is_loopback());
+        is_here.then_some(manage).ok_or(Rejection::NoManaging)
     }
 
     async fn manage(&self, request: Request, command: &str) -> Result<Response, Rejection> {
-        self.admit(&request)?;
+        let key = self.admit(&request)?;
         let mime = request.headers().get(CONTENT_TYPE);
         let mime = mime.and_then(|mime| mime.to_str().ok()).unwrap_or_default();
         if !mime.starts_with("application/json") {
             let got = crate::field::clip(mime);
             return Err(Rejection::MediaType { got });
         }
-        let may = self.may_manage(&request);
-        let manage = self.config.board.manage.clone().filter(|_| may);
-        let manage = manage.ok_or(Rejection::NoManaging)?;
+        let manage = self.may_manage(&request, key.as_deref())?;
         let body = body_in_time(&self.config, request).await?;
         let arguments: Value = crate::json::parse(&body, &self.config.limits)?.into();
         let command = command.to_owned();

@@ -59,6 +59,8 @@ impl Ending {
 /// What a reply adds to a choice.
 #[derive(Debug, Default, PartialEq)]
 pub(crate) struct Delta {
+    /// Of the prompt's tokens from the second on, when they are asked for.
+    pub(crate) prompt: Option<Vec<TokenLogprobs>>,
     pub(crate) pieces: Vec<Piece>,
     /// Tokens that the text was made of, when log-probabilities are asked for.
     pub(crate) entries: Vec<Entry>,
@@ -138,10 +140,13 @@ impl Choice {
     pub(crate) fn take(&mut self, reply: Reply, now: Instant) -> Option<Delta> {
         match reply {
             Reply::Failed(_) => None,
-            Reply::PromptRead { reused } => {
+            Reply::PromptRead { reused, logprobs } => {
                 self.reused = reused;
                 self.read_at = Some(now);
-                None
+                logprobs.map(|prompt| Delta {
+                    prompt: Some(prompt),
+                    ..Delta::default()
+                })
             }
             Reply::Token {
                 token,
@@ -194,6 +199,7 @@ impl Choice {
             pieces,
             entries: std::mem::take(&mut self.held),
             ending,
+            prompt: None,
         })
     }
 }
@@ -220,6 +226,7 @@ fn piece(event: Event, is_over: bool) -> Option<Piece> {
 /// A choice that is complete.
 #[derive(Debug, Default, PartialEq)]
 pub(crate) struct Said {
+    pub(crate) prompt: Option<Vec<TokenLogprobs>>,
     pub(crate) text: String,
     pub(crate) reasoning: String,
     pub(crate) calls: Vec<SaidCall>,
@@ -242,6 +249,7 @@ impl Said {
         for piece in delta.pieces {
             self.add_piece(piece);
         }
+        self.prompt = delta.prompt.or(self.prompt.take());
         self.entries.extend(delta.entries);
         self.ending = delta.ending.or(self.ending);
     }
@@ -315,7 +323,10 @@ mod tests {
     fn entries_come_with_their_text_and_not_with_a_stop_text() {
         let some = |text: &str, tokens: &[u32], finish| (text.to_owned(), tokens.to_vec(), finish);
         let plain = vec![
-            Reply::PromptRead { reused: 0 },
+            Reply::PromptRead {
+                reused: 0,
+                logprobs: None,
+            },
             token(1, "a"),
             token(2, ""),
             token(3, "bc"),
@@ -346,7 +357,10 @@ mod tests {
         let ended = vec![token(1, ""), token(2, ""), finished("é", Finish::EndOfText)];
         assert_eq!(shown(ended), [some("é", &[1], Some(Ending::Said))]);
         let nothing = vec![
-            Reply::PromptRead { reused: 0 },
+            Reply::PromptRead {
+                reused: 0,
+                logprobs: None,
+            },
             finished("", Finish::Length),
         ];
         assert_eq!(shown(nothing), [some("", &[], Some(Ending::Length))]);

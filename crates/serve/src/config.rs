@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use crate::Error;
 use crate::events::Events;
+use crate::journal::{Bounds, Journals};
 use crate::live::Live;
 
 /// The port of exo's API: clients that were set up for it find paceline there.
@@ -37,6 +38,10 @@ pub struct Config {
     pub board: Board,
     /// Lets clients remove models; without it such requests are refused.
     pub remover: Option<Remover>,
+    /// Lets clients fetch models; without it only those that are served are said to be there.
+    pub puller: Option<Puller>,
+    /// What streamed answers were made of, for clients that come back.
+    pub journals: Journals,
 }
 
 impl Config {
@@ -53,6 +58,17 @@ impl Config {
             live: Live::new(Events::new(clock)),
             board: Board::default(),
             remover: None,
+            puller: None,
+            journals: Journals::default(),
+        }
+    }
+
+    /// Of journals.
+    pub(crate) const fn bounds(&self) -> Bounds {
+        Bounds {
+            count: self.limits.journals,
+            bytes: self.limits.journal_bytes,
+            stay: self.times.reconnect,
         }
     }
 
@@ -103,6 +119,11 @@ pub struct Limits {
     pub stored_responses: usize,
     /// Bytes of memory that they take, about.
     pub stored_bytes: usize,
+    /// Streamed answers that clients may come back to, those under way among them. Streams beyond
+    /// that cannot be come back to.
+    pub journals: usize,
+    /// Bytes of memory that they take; one takes a quarter at most.
+    pub journal_bytes: usize,
     /// Requests whose body is parsed and made tokens at the same time, on a thread each; further
     /// ones wait. Bounds memory: parsing takes up to 100 bytes per value of the body.
     pub parsing: usize,
@@ -132,6 +153,8 @@ impl Default for Limits {
             connections_of_one: 128,
             stored_responses: 256,
             stored_bytes: 64 << 20,
+            journals: 256,
+            journal_bytes: 64 << 20,
             parsing: 2,
             body_bytes: 8 << 20,
             json_depth: 32,
@@ -153,6 +176,8 @@ impl Limits {
             ("connections_of_one", self.connections_of_one),
             ("stored_responses", self.stored_responses),
             ("stored_bytes", self.stored_bytes),
+            ("journals", self.journals),
+            ("journal_bytes", self.journal_bytes),
             ("parsing", self.parsing),
             ("body_bytes", self.body_bytes),
             ("json_depth", self.json_depth),
@@ -196,6 +221,8 @@ pub struct Times {
     /// That a stream's status waits for the model's first reply, so that an early failure is an
     /// HTTP status and not an event.
     pub first_reply: Duration,
+    /// That a client may take to come back to a streamed answer.
+    pub reconnect: Duration,
     /// For answers that are under way when the server is told to stop.
     pub grace: Duration,
 }
@@ -211,6 +238,7 @@ impl Default for Times {
             stalled_write: Duration::from_secs(15),
             keep_alive: Duration::from_secs(15), // proxies commonly give up at 30 or 60 s
             first_reply: Duration::from_secs(2),
+            reconnect: Duration::from_secs(60),
             grace: Duration::from_secs(5),
         }
     }
@@ -252,6 +280,32 @@ type Remove = dyn Fn(&str) -> Result<bool, String> + Send + Sync;
 impl fmt::Debug for Remover {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("Remover(..)")
+    }
+}
+
+/// How far a pull is with one of the model's files.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PullStep {
+    /// What is fetched.
+    pub part: String,
+    /// Its bytes, if they are known.
+    pub total: Option<u64>,
+    /// Bytes of it that are there.
+    pub done: u64,
+}
+
+/// Fetches the model of a name into the machine's store and blocks until it is there. The second
+/// argument takes each step, and is false where nobody waits for the model any more: the pull is
+/// to end then. False where no model has the name; what went wrong, for the client.
+#[derive(Clone)]
+pub struct Puller(pub Arc<Pull>);
+
+/// See [`Puller`].
+type Pull = dyn Fn(&str, &mut dyn FnMut(PullStep) -> bool) -> Result<bool, String> + Send + Sync;
+
+impl fmt::Debug for Puller {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Puller(..)")
     }
 }
 
@@ -299,6 +353,9 @@ pub struct Fact {
     pub name: &'static str,
     /// A line without a full stop at its end.
     pub help: &'static str,
+    /// What tells values of one name apart, as `layer="3",expert="7"`; empty for one value. Values
+    /// of one name follow one another.
+    pub labels: String,
     /// The value now.
     pub value: f64,
 }

@@ -7,13 +7,14 @@
 //! Ollama chat -------------+
 //! ```
 
-use paceline_formats::chat::{self, ChatOptions, ChatTemplate, Message, ToolCall};
+use paceline_formats::chat::{self, Bounds, ChatOptions, ChatTemplate, Failure, Message, ToolCall};
 use paceline_formats::grammar::Grammar;
 use paceline_formats::tokenizer::Tokenizer;
+use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
 /// Who speaks.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum Role {
     System,
     User,
@@ -33,7 +34,7 @@ impl Role {
 }
 
 /// One turn.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) struct Turn {
     pub(crate) role: Role,
     pub(crate) text: String,
@@ -81,7 +82,7 @@ impl Turn {
 }
 
 /// A call of a tool.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) struct Call {
     pub(crate) id: String,
     pub(crate) name: String,
@@ -232,7 +233,7 @@ impl Conversation {
         self.turns.iter().map(bytes).sum()
     }
 
-    fn options(&self, unix_s: u64) -> ChatOptions {
+    fn options(&self, (unix_s, bounds): (u64, Bounds)) -> ChatOptions {
         let mut variables = self.variables.clone();
         let Thinking { is_on, effort } = &self.thinking;
         if let Some(is_on) = is_on {
@@ -251,6 +252,7 @@ impl Conversation {
             now_unix_s: i64::try_from(unix_s).ok(),
             tools: self.shown_tools().iter().map(Tool::for_template).collect(),
             variables,
+            bounds,
         }
     }
 
@@ -267,9 +269,9 @@ impl Conversation {
         &self,
         template: &ChatTemplate,
         tokenizer: &Tokenizer,
-        unix_s: u64,
+        (unix_s, bounds): (u64, Bounds),
     ) -> Result<Vec<u32>, chat::Error> {
-        let options = self.options(unix_s);
+        let options = self.options((unix_s, bounds));
         let try_with = |turns: &[Turn]| template.encode_chat(tokenizer, &messages(turns), &options);
         self.first_taken(try_with)
     }
@@ -282,9 +284,9 @@ impl Conversation {
         &self,
         template: &ChatTemplate,
         tokenizer: &Tokenizer,
-        unix_s: u64,
+        (unix_s, bounds): (u64, Bounds),
     ) -> Result<String, chat::Error> {
-        let options = self.options(unix_s);
+        let options = self.options((unix_s, bounds));
         self.first_taken(|turns| template.render(tokenizer, &messages(turns), &options))
     }
 
@@ -293,7 +295,7 @@ impl Conversation {
         try_with: impl Fn(&[Turn]) -> Result<T, chat::Error>,
     ) -> Result<T, chat::Error> {
         let refused = match try_with(&self.turns) {
-            Err(error @ chat::Error::Raised { .. }) => error,
+            Err(error @ chat::Error::Template(Failure::Raised { .. })) => error,
             other => return other,
         };
         for changed in [systems_first(&self.turns), joined(&self.turns)] {
@@ -301,7 +303,7 @@ impl Conversation {
                 continue;
             }
             match try_with(&changed) {
-                Err(chat::Error::Raised { .. }) => {}
+                Err(chat::Error::Template(Failure::Raised { .. })) => {}
                 other => return other,
             }
         }

@@ -68,6 +68,29 @@ pub enum Kind {
         /// The failure in words.
         text: String,
     },
+    /// Tokens of an answer go out although no other node has them.
+    Unprotected {
+        /// Why no other node has them.
+        reason: String,
+    },
+    /// A client used a key, which is told once a minute.
+    KeyUsed {
+        /// The key's id.
+        key: String,
+        /// The client's address.
+        client: String,
+        /// How often since it was told last.
+        times: u64,
+    },
+    /// A client was refused for want of a right or a place, which is told once a minute.
+    Refused {
+        /// The cause, as the API tells it.
+        code: &'static str,
+        /// The client's address.
+        client: String,
+        /// How often since it was told last.
+        times: u64,
+    },
     /// A choice of a request was handed to the model.
     RequestStarted {
         /// Number of the choice, from 1.
@@ -139,6 +162,7 @@ impl Events {
 
     /// Adds an event; drops the oldest when the ring is full.
     pub fn put(&self, kind: Kind) {
+        kind.log();
         let unix_ms = self.unix_ms();
         let mut ring = self.0.ring.lock().unwrap_or_else(PoisonError::into_inner);
         let seq = *self.0.newest.borrow() + 1;
@@ -151,7 +175,7 @@ impl Events {
     }
 
     /// Milliseconds since 1970. They do not jump when the system's clock is set.
-    fn unix_ms(&self) -> u64 {
+    pub(crate) fn unix_ms(&self) -> u64 {
         let (start, unix) = self.0.begun;
         let since = (self.0.now)().saturating_duration_since(start);
         (unix + since).as_millis() as u64
@@ -183,6 +207,25 @@ impl fmt::Debug for Events {
 }
 
 impl Kind {
+    /// Whether it belongs into a log of what was done to the node: joins, refusals, use of keys,
+    /// loads and unloads. Such a log has no prompts, and nothing of single requests.
+    pub const fn is_audited(&self) -> bool {
+        match self {
+            Self::NodeCame { .. }
+            | Self::NodeWent { .. }
+            | Self::Instance { .. }
+            | Self::KeyUsed { .. }
+            | Self::Refused { .. } => true,
+            Self::NodeSilent { .. }
+            | Self::SplitChanged { .. }
+            | Self::Fault { .. }
+            | Self::Unprotected { .. }
+            | Self::RequestStarted { .. }
+            | Self::FirstToken { .. }
+            | Self::RequestEnded { .. } => false,
+        }
+    }
+
     /// The same with texts of bounded length.
     fn cut(mut self) -> Self {
         match &mut self {
@@ -204,7 +247,12 @@ impl Kind {
                 cut(model);
                 cut(text);
             }
-            Self::Fault { text } => cut(text),
+            Self::KeyUsed { key, client, .. } => {
+                cut(key);
+                cut(client);
+            }
+            Self::Refused { client, .. } => cut(client),
+            Self::Fault { text } | Self::Unprotected { reason: text } => cut(text),
             Self::RequestStarted { model, .. } | Self::RequestEnded { model, .. } => cut(model),
             Self::FirstToken { .. } => {}
         }

@@ -95,6 +95,24 @@ pub enum Error {
     Random(getrandom::Error),
 }
 
+/// What the holder of a key may do.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Role {
+    /// Ask models, and look.
+    #[default]
+    User,
+    /// Also load and unload models, remove them, and let machines in.
+    Admin,
+}
+
+impl Role {
+    /// What keys have that were made before there were roles; the file does not say it.
+    fn is_user(&self) -> bool {
+        *self == Self::User
+    }
+}
+
 /// A key as it may be shown.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct KeyInfo {
@@ -104,6 +122,9 @@ pub struct KeyInfo {
     pub name: String,
     /// Seconds since 1970.
     pub created_unix_s: u64,
+    /// What its holder may do.
+    #[serde(default, skip_serializing_if = "Role::is_user")]
+    pub role: Role,
 }
 
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -165,12 +186,17 @@ impl Keys {
         Ok(Self { path, keys })
     }
 
-    /// Makes a key and writes the file. The key itself is returned and kept nowhere.
+    /// Makes a key for its holder to do what `role` allows, and writes the file. The key itself is returned and kept nowhere.
     ///
     /// # Errors
     /// [`Error::Full`], [`Error::Name`], [`Error::Random`], [`Error::Write`]; nothing has changed
     /// then.
-    pub fn make(&mut self, name: &str, now_unix_s: u64) -> Result<(String, KeyInfo), Error> {
+    pub fn make(
+        &mut self,
+        name: &str,
+        role: Role,
+        now_unix_s: u64,
+    ) -> Result<(String, KeyInfo), Error> {
         let chars = name.chars().count();
         if !(1..=MAX_NAME).contains(&chars) || name.chars().any(char::is_control) {
             let name = name.to_owned();
@@ -186,6 +212,7 @@ impl Keys {
             id: self.free_id()?,
             name: name.to_owned(),
             created_unix_s: now_unix_s,
+            role,
         };
         let stored = Stored {
             info: info.clone(),
@@ -368,6 +395,12 @@ impl Watched {
         self.with_current(|keys| keys.list().any(|info| info.id == id))
     }
 
+    /// Whether the key of this id may manage the node. Cost: a stat of the file.
+    pub(crate) fn is_admin(&self, id: &str) -> bool {
+        let is_it = |info: &KeyInfo| info.id == id && info.role == Role::Admin;
+        self.with_current(|keys| keys.list().any(is_it))
+    }
+
     /// How many there are now.
     pub(crate) fn count(&self) -> usize {
         self.with_current(|keys| keys.list().count())
@@ -396,8 +429,8 @@ mod tests {
         let path = dir.path().join("keys.json");
         let mut keys = Keys::open(&path).unwrap();
         assert_eq!(keys.list().count(), 0);
-        let (first, a) = keys.make("laptop", 1).unwrap();
-        let (second, b) = keys.make("büro", 2).unwrap();
+        let (first, a) = keys.make("laptop", Role::User, 1).unwrap();
+        let (second, b) = keys.make("büro", Role::User, 2).unwrap();
         assert!(first.starts_with(PREFIX) && first.len() == 67 && first != second);
         let mut again = Keys::open(&path).unwrap();
         assert_eq!(again.list().collect::<Vec<_>>(), [&a, &b]);
@@ -423,8 +456,8 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let mut one = Keys::open(&dir.path().join("one.json")).unwrap();
         let mut two = Keys::open(&dir.path().join("two.json")).unwrap();
-        let (key, info) = one.make("laptop", 1).unwrap();
-        two.make("old", 2).unwrap();
+        let (key, info) = one.make("laptop", Role::User, 1).unwrap();
+        two.make("old", Role::User, 2).unwrap();
         two.replace_entries(&one.entries()).unwrap();
         let two = Keys::open(&dir.path().join("two.json")).unwrap();
         assert!(two.contains(&key));
@@ -441,7 +474,7 @@ mod tests {
     fn the_file_has_no_key_and_is_private() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("keys.json");
-        let (key, _) = Keys::open(&path).unwrap().make("a", 1).unwrap();
+        let (key, _) = Keys::open(&path).unwrap().make("a", Role::User, 1).unwrap();
         let text = fs::read_to_string(&path).unwrap();
         assert!(!text.contains(&key[3..20]), "{text}");
         assert_eq!(
@@ -476,7 +509,10 @@ mod tests {
         }
         for name in ["", "a\nb", &"x".repeat(65)] {
             let mut keys = Keys::open(&dir.path().join("none")).unwrap();
-            assert!(matches!(keys.make(name, 1), Err(Error::Name { .. })));
+            assert!(matches!(
+                keys.make(name, Role::User, 1),
+                Err(Error::Name { .. })
+            ));
         }
     }
 
@@ -486,11 +522,11 @@ mod tests {
         let path = dir.path().join("keys.json");
         let watched = Watched::open(&path).unwrap();
         let mut keys = Keys::open(&path).unwrap();
-        let (key, info) = keys.make("a", 1).unwrap();
+        let (key, info) = keys.make("a", Role::User, 1).unwrap();
         assert!(watched.id_of(&key).is_some());
         keys.revoke(&info.id).unwrap();
         assert!(watched.id_of(&key).is_none());
-        let (key, _) = keys.make("b", 1).unwrap();
+        let (key, _) = keys.make("b", Role::User, 1).unwrap();
         assert!(watched.id_of(&key).is_some());
         fs::remove_file(&path).unwrap();
         assert!(watched.id_of(&key).is_none());

@@ -13,6 +13,10 @@
 //!
 //! - [`Server`], [`Config`]: bind, run, stop.
 //! - [`keys`]: API keys in a file, kept as hashes.
+//! - [`Journals`]: what streamed answers were made of. Events have ids; a client that was cut off
+//!   sends the same request with the last one in `Last-Event-ID`, or asks for
+//!   `/v1/responses/{id}?stream=true&starting_after=N`, and goes on behind it. A [`Mirror`] keeps
+//!   copies on other nodes, so that any of them can.
 //!
 //! Invariants: every field of a request is honoured, known to have no effect on the answer, or
 //! refused by name, in each dialect from one table; every wait has a deadline and every queue a
@@ -50,10 +54,12 @@ mod conversation;
 mod error;
 pub mod events;
 mod field;
+mod journal;
 mod json;
 pub mod keys;
 mod live;
 pub mod load;
+mod log;
 mod metrics;
 mod model;
 mod openapi;
@@ -64,13 +70,17 @@ mod request;
 mod server;
 mod store;
 mod stream;
+mod tally;
 
 pub use api::doors::Doors;
 pub use config::{
-    Access, Board, Clock, Config, DEFAULT_PORT, Fact, Facts, Limits, Manage, Remover, Status, Times,
+    Access, Board, Clock, Config, DEFAULT_PORT, Fact, Facts, Limits, Manage, PullStep, Puller,
+    Remover, Status, Times,
 };
 pub use error::Error;
+pub use journal::{Done, Journals, Kept, MIRROR_LIMIT, Mirror, Piece};
 pub use live::{Live, Running};
+pub use log::PROMPTS;
 pub use metrics::METRIC_NAMES;
 pub use model::{About, Model, default_sampling, recommended_sampling};
 pub use server::{Handle, Server};

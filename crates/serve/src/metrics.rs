@@ -198,18 +198,79 @@ impl Metrics {
         let mut text = String::new();
         encode(&mut text, &self.registry).expect("a String takes everything");
         // The last line ends the text, and the caller's figures go before it.
-        const END: &str = "# EOF\n";
         text.truncate(text.len() - END.len());
         text + &facts_text(facts) + END
     }
 }
 
+/// The last line of a text.
+pub(crate) const END: &str = "# EOF\n";
+
+/// The texts of several models as one without its last line: families in the order of the first
+/// text, each sample with the label `model`.
+pub(crate) fn merged(texts: &[(&str, String)]) -> String {
+    let mut families: Vec<(&str, Vec<&str>, String)> = Vec::new();
+    for (model, text) in texts {
+        let mut at = 0;
+        for line in text.lines().filter(|line| *line != END.trim_end()) {
+            if let Some(comment) = line.strip_prefix("# ") {
+                let name = comment.split(' ').nth(1).unwrap_or_default();
+                at = match families.iter().position(|(known, ..)| *known == name) {
+                    Some(at) => at,
+                    None => {
+                        families.push((name, Vec::new(), String::new()));
+                        families.len() - 1
+                    }
+                };
+                let comments = &mut families[at].1;
+                if !comments.contains(&line) {
+                    comments.push(line);
+                }
+            } else if let Some((_, _, samples)) = families.get_mut(at) {
+                *samples += &labelled(line, model);
+            }
+        }
+    }
+    let mut all = String::new();
+    for (_, comments, samples) in families {
+        comments.iter().for_each(|line| all += &format!("{line}\n"));
+        all += &samples;
+    }
+    all
+}
+
+/// A sample with the label `model`, where it has none.
+fn labelled(line: &str, model: &str) -> String {
+    let model = model.replace('\\', "\\\\").replace('"', "\\\"");
+    let label = format!("model=\"{}\"", model.replace('\n', "\\n"));
+    let name = line.find(['{', ' ']).unwrap_or(line.len());
+    let (name, rest) = line.split_at(name);
+    match rest.strip_prefix('{') {
+        Some(labels) if labels.contains("model=\"") => format!("{line}\n"),
+        Some(labels) => format!("{name}{{{label},{labels}\n"),
+        None => format!("{name}{{{label}}}{rest}\n"),
+    }
+}
+
 /// The caller's figures as gauges.
 pub(crate) fn facts_text(facts: &Facts) -> String {
-    let mut text = String::new();
-    for Fact { name, help, value } in (facts.0)() {
-        text += &format!("# HELP paceline_{name} {help}.\n# TYPE paceline_{name} gauge\n");
-        text += &format!("paceline_{name} {value}\n");
+    let (mut text, mut last) = (String::new(), "");
+    for fact in (facts.0)() {
+        let Fact {
+            name,
+            help,
+            labels,
+            value,
+        } = fact;
+        if name != last {
+            text += &format!("# HELP paceline_{name} {help}.\n# TYPE paceline_{name} gauge\n");
+            last = name;
+        }
+        let labels = match labels.is_empty() {
+            true => labels,
+            false => format!("{{{labels}}}"),
+        };
+        text += &format!("paceline_{name}{labels} {value}\n");
     }
     text
 }

@@ -106,6 +106,12 @@ pub(crate) enum Rejection {
     /// A response that is not kept, or no longer.
     #[error("no response {id:?} is kept here: it was not stored, is too old, or another key's")]
     NoResponse { id: String },
+    /// A streamed answer that is not kept, or no longer.
+    #[error(
+        "no streamed answer {id:?} is kept: it was left over {stay_s} s ago, there was no room, \
+         or it is another key's"
+    )]
+    NoAnswer { id: String, stay_s: u64 },
     /// A prompt of no token.
     #[error("the prompt is empty, expected at least one token")]
     EmptyPrompt { param: String },
@@ -144,10 +150,16 @@ pub(crate) enum Rejection {
 
     /// Without keys, other machines may look and not change.
     #[error(
-        "this node is managed from itself, or with an API key where `paceline key api new` made \
-         one, and not while it serves the model of its command line"
+        "this node is managed from itself, or with an admin's API key where `paceline key api new \
+         --admin` made one, and not while it serves the model of its command line"
     )]
     NoManaging,
+    /// A key whose holder may ask models only.
+    #[error(
+        "this API key may ask models and not manage the node: `paceline key api new NAME --admin` \
+         makes one that may"
+    )]
+    NoAdmin,
 
     // 404, 405, 408, 413, 415: the way of asking.
     /// A model that is not served here.
@@ -156,6 +168,9 @@ pub(crate) enum Rejection {
     /// A model that is not in the store.
     #[error("no model {model:?} is kept on this machine")]
     NotKept { model: String },
+    /// A model that cannot be fetched, as there is none of that name.
+    #[error("no model is called {model:?}")]
+    NoSuchModel { model: String },
     /// A model that cannot be removed while it is served.
     #[error("model {model:?} is being served: it can be removed when the server has ended")]
     InUse { model: String },
@@ -284,8 +299,18 @@ impl Rejection {
                 invalid("context_length_exceeded")
             }
             Self::NoResponse { .. } => request(S::NOT_FOUND, "response_not_found"),
+            Self::NoAnswer { .. } => request(S::NOT_FOUND, "answer_not_found"),
             Self::EmptyPrompt { .. } => invalid("invalid_value"),
             Self::NoTemplate { .. } => invalid("no_chat_template"),
+            Self::Template(chat::Error::Template(failure)) if failure.is_of_model() => {
+                server(S::INTERNAL_SERVER_ERROR, "template_failed")
+            }
+            Self::Template(chat::Error::Template(chat::Failure::Busy)) => {
+                server(S::SERVICE_UNAVAILABLE, "template_busy")
+            }
+            Self::Template(chat::Error::Template(chat::Failure::OutputTooLong { .. })) => {
+                invalid("context_length_exceeded")
+            }
             Self::Template(_) => invalid("invalid_messages"),
             Self::Tokenizer(_) | Self::Invalid { .. } => invalid("invalid_value"),
             Self::HostCount { .. } => invalid("invalid_host"),
@@ -294,8 +319,11 @@ impl Rejection {
             Self::NoKey => request(S::UNAUTHORIZED, "missing_api_key"),
             Self::WrongKey => request(S::UNAUTHORIZED, "invalid_api_key"),
             Self::NoManaging => request(S::FORBIDDEN, "managing_not_allowed"),
+            Self::NoAdmin => request(S::FORBIDDEN, "admin_key_needed"),
             Self::Model { .. } => request(S::NOT_FOUND, "model_not_found"),
-            Self::NotKept { .. } => request(S::NOT_FOUND, "model_not_found"),
+            Self::NotKept { .. } | Self::NoSuchModel { .. } => {
+                request(S::NOT_FOUND, "model_not_found")
+            }
             Self::InUse { .. } => request(S::CONFLICT, "model_in_use"),
             Self::NothingLoaded => server(S::SERVICE_UNAVAILABLE, "no_model_loaded"),
             Self::NoRoute { .. } => request(S::NOT_FOUND, "unknown_url"),
@@ -343,7 +371,10 @@ impl Rejection {
             Self::Conflict { param, .. }
             | Self::ContextLength { param, .. }
             | Self::FarTooLong { param, .. } => Some(param),
-            Self::Model { .. } | Self::NotKept { .. } | Self::InUse { .. } => Some("model"),
+            Self::Model { .. }
+            | Self::NotKept { .. }
+            | Self::NoSuchModel { .. }
+            | Self::InUse { .. } => Some("model"),
             Self::Template(_) | Self::NoTemplate { .. } => Some("messages"),
             Self::NoResponse { .. } => Some("previous_response_id"),
             _ => None,
@@ -352,6 +383,12 @@ impl Rejection {
 
     pub(crate) fn status(&self) -> StatusCode {
         self.class().status
+    }
+
+    /// The code of a refusal for want of a right or a place.
+    pub(crate) fn audited(&self) -> Option<&'static str> {
+        let Class { status, code, .. } = self.class();
+        code.filter(|_| matches!(status.as_u16(), 401 | 403 | 429))
     }
 
     /// `{"error": {...}}`.

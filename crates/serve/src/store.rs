@@ -8,13 +8,14 @@
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard};
 
+use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use crate::access::Client;
 use crate::conversation::Turn;
 
 /// A response that is kept.
-#[derive(Debug)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct Stored {
     /// `resp_...`.
     pub(crate) id: String,
@@ -74,6 +75,8 @@ impl Store {
             return;
         }
         let mut kept = self.kept();
+        // A stream that is told again completes its response again.
+        kept.retain(|(_, other)| other.id != stored.id || other.client != stored.client);
         kept.push_back((bytes, Arc::new(stored)));
         let mut sum: usize = kept.iter().map(|(bytes, _)| bytes).sum();
         while kept.len() > self.count_max || sum > self.bytes_max {
@@ -88,6 +91,11 @@ impl Store {
         let mut all = kept.iter().map(|(_, stored)| stored);
         let found = all.find(|stored| stored.id == id && stored.client == *client);
         found.map(Arc::clone)
+    }
+
+    /// Whether there is one of this id, whoever asked.
+    pub(crate) fn has(&self, id: &str) -> bool {
+        self.kept().iter().any(|(_, stored)| stored.id == id)
     }
 
     /// Forgets it; whether it was there.

@@ -33,6 +33,8 @@ impl Random {
 pub enum Fault {
     /// The process of a node ends without a word; what it saved stays.
     Crash(usize),
+    /// A node hands on what it owns or computes; it ends some seconds later.
+    Leave(usize),
     /// It starts again.
     Start(usize),
     /// The network falls apart: nodes with a set bit reach only each other.
@@ -139,6 +141,12 @@ impl Scenario {
                 _ => Fault::Heal,
             };
             add(at, fault);
+        }
+        for _ in 0..random.below(3) {
+            let at = 8000 + random.below(calm.as_millis() as u64 - 12_000);
+            let one = random.below(nodes) as usize;
+            add(at, Fault::Leave(one));
+            add(at + 1000 + random.below(3000), Fault::Crash(one));
         }
         let calm_ms = calm.as_millis() as u64;
         add(calm_ms, Fault::Heal);

@@ -34,6 +34,8 @@ pub struct Outcome {
     pub trace: u64,
     /// Instances that a successor took over.
     pub takeovers: u64,
+    /// Instances that a node handed on before it went.
+    pub moves: u64,
     /// When all nodes first saw all others alive, with equal maps.
     pub settled: Option<Duration>,
 }
@@ -105,6 +107,7 @@ pub(crate) struct World {
     deaf: BTreeSet<(usize, usize)>,
     trace: u64,
     takeovers: u64,
+    moves: u64,
 }
 
 /// Plays a scenario to its end.
@@ -132,6 +135,7 @@ pub fn run(scenario: &Scenario) -> Outcome {
         events,
         trace: world.trace,
         takeovers: world.takeovers,
+        moves: world.moves,
         settled,
     }
 }
@@ -171,6 +175,7 @@ impl World {
             deaf: BTreeSet::new(),
             trace: 0,
             takeovers: 0,
+            moves: 0,
             scenario,
         };
         for happening in 0..world.scenario.happenings.len() {
@@ -308,6 +313,7 @@ impl World {
         let fault = self.scenario.happenings[number].fault.clone();
         match fault {
             Fault::Crash(node) => self.crash(node),
+            Fault::Leave(node) => self.leave(node),
             Fault::Start(node) => self.start(node),
             Fault::Split(side) => self.split = side,
             Fault::Deaf(from, to) => {
@@ -340,6 +346,7 @@ impl World {
             threads: 1,
             context: None,
             parallel: 1,
+            spare: 0,
         };
         self.wanted.insert(id);
         self.write_record(node, id, 1, Some(&wanted));
@@ -353,6 +360,25 @@ impl World {
         if let Some(id) = known {
             self.unwanted.insert(id);
             self.write_record(node, id, EPOCH_UNWANTED, None);
+        }
+    }
+
+    /// The node writes records without itself for all that it is part of.
+    fn leave(&mut self, node: usize) {
+        let own = self.nodes[node].id;
+        let Some(member) = &self.nodes[node].member else {
+            return;
+        };
+        let others: Vec<NodeId> = member.peers().map(|peer| peer.id).collect();
+        let parts = placement::wanted(member.map()).filter(|(.., it)| it.nodes.contains(&own));
+        let next = |(id, epoch, wanted)| {
+            let next = placement::without(wanted, own, &others, |id| member.life(id))?;
+            Some((id, epoch + 1, next))
+        };
+        let records: Vec<(InstanceId, u64, Wanted)> = parts.filter_map(next).collect();
+        for (id, epoch, wanted) in records {
+            self.moves += 1;
+            self.write_record(node, id, epoch, Some(&wanted));
         }
     }
 

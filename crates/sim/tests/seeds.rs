@@ -28,13 +28,14 @@ fn no_seed_violates_anything() {
         number("SIM_SEEDS").unwrap_or(SEEDS)
     };
     let mut failed = Vec::new();
-    let (mut events, mut takeovers) = (0, 0);
+    let (mut events, mut takeovers, mut moves) = (0, 0, 0);
     let again = SEEDS_ONCE.into_iter().filter(|_| one.is_none());
     for seed in (first..first + count).chain(again) {
         let scenario = Scenario::of(seed);
         let outcome = run(&scenario);
         events += outcome.events;
         takeovers += outcome.takeovers;
+        moves += outcome.moves;
         if one.is_some() {
             println!("{scenario:#?}\n{outcome:#?}");
         }
@@ -43,12 +44,12 @@ fn no_seed_violates_anything() {
         }
     }
     println!(
-        "{count} seeds, {events} events, {takeovers} takeovers, {} failed",
+        "{count} seeds, {events} events, {takeovers} takeovers, {moves} moves, {} failed",
         failed.len()
     );
     assert!(
-        one.is_some() || takeovers >= count / 10,
-        "{takeovers} takeovers test little"
+        one.is_some() || takeovers.min(moves) >= count / 10,
+        "{takeovers} takeovers and {moves} moves test little"
     );
     let Some((seed, violations)) = failed.first() else {
         return;

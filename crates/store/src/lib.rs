@@ -34,8 +34,9 @@
 //! Modules in reading order: `spec` (what MODEL means), `catalogue`, `usual` (names that other
 //! libraries have), `name` and `home` (folders), `index` (records), `pull` (the order of things),
 //! `http`, `download`, `hub` and `select`, `pip` and `wheel`, `disk`, `lock`, `hash`. Beside them
-//! `engine`, which does the same for MLX's libraries, and `child`, other programs.
+//! `engine`, which does the same for MLX's libraries, `child`, other programs, and `audit`, the log.
 
+mod audit;
 mod catalogue;
 mod child;
 mod disk;
@@ -58,6 +59,7 @@ mod spec;
 mod usual;
 mod wheel;
 
+pub use audit::Audit;
 pub use catalogue::{Catalogue, HubFile, Model, Wheel};
 pub use disk::free_space;
 pub use engine::{MLX_LAYER, MLX_VERSION, Mlx, MlxBuild, find_mlx, install_mlx, mlx_bytes};

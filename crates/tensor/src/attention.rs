@@ -107,19 +107,21 @@ pub(crate) struct PageView {
     /// into the second cache while this one is computed: a page ends before the processor has
     /// noticed that it is read in order. 0 when none follows.
     pub(crate) to_next: isize,
+    /// As `to_next`, of the values: 0 where they were turned out of the keys.
+    pub(crate) values_to_next: isize,
 }
 
 impl PageView {
     /// Asks for the `bytes` of the next page that lie where `p` lies in this one, and for those
     /// that follow soon.
     #[inline(always)]
-    unsafe fn prefetch<S: Isa>(&self, p: *const u8, bytes: usize) {
+    unsafe fn prefetch<S: Isa>(p: *const u8, bytes: usize, to_next: isize) {
         let mut at = 0;
         while at < bytes {
             // SAFETY: a hint; any address will do.
             unsafe {
                 S::prefetch(p.wrapping_add(NEAR + at));
-                S::prefetch_far(p.wrapping_offset(self.to_next).wrapping_add(at));
+                S::prefetch_far(p.wrapping_offset(to_next).wrapping_add(at));
             }
             at += LINE;
         }
@@ -153,7 +155,7 @@ unsafe fn attend_tiles<S: Isa, E: KvElement, const TILE: usize>(
         while rest.len() >= TILE {
             attend_some::<S, E, TILE>(page, rest);
             rest = &rest[TILE..];
-            page.to_next = 0; // asked for once
+            (page.to_next, page.values_to_next) = (0, 0); // asked for once
         }
         match rest.len() {
             5 => attend_some::<S, E, 5>(page, rest),
@@ -239,7 +241,8 @@ unsafe fn scores<S: Isa, E: KvElement, const N: usize, const R: usize>(
                     scales = load_run::<S, f16, R>(row.cast());
                 }
                 let row = keys.add(d * PAGE + first);
-                page.prefetch::<S>(row.cast(), R * LANES * size_of::<E>());
+                let bytes = R * LANES * size_of::<E>();
+                PageView::prefetch::<S>(row.cast(), bytes, page.to_next);
                 let k = scaled::<S, E, R>(load_run::<S, E, R>(row), scales);
                 let mut i = 0;
                 while i < N {
@@ -394,7 +397,8 @@ unsafe fn weigh_some<S: Isa, E: KvElement, const N: usize, const R: usize, const
         let values = page.values.cast::<E>();
         for pos in lo..hi {
             let row = values.add(pos * page.value_dim + d);
-            page.prefetch::<S>(row.cast(), R * LANES * size_of::<E>());
+            let bytes = R * LANES * size_of::<E>();
+            PageView::prefetch::<S>(row.cast(), bytes, page.values_to_next);
             let scales = if E::HAS_SCALES {
                 value_scales::<S, R>(page.value_scales.add(pos), d)
             } else {
@@ -431,6 +435,41 @@ unsafe fn value_scales<S: Isa, const R: usize>(p: *const u16, d: usize) -> [S::F
             r += 1;
         }
         scales
+    }
+}
+
+/// Elements that [`turn`] reads of each of as many rows: a register of them, or two.
+const SIDE: usize = 8;
+
+/// Turns the first `dim` rows of keys, `(head_dim, 64)`, into values `(64, dim)`: of a page whose
+/// values are part of its keys.
+///
+/// # Safety
+/// `dim` is a multiple of 8; pointers are good for so many elements, and do not overlap.
+#[allow(
+    clippy::needless_range_loop,
+    reason = "a column of the block, not a row of it"
+)]
+pub(crate) unsafe fn turn<E: Copy + Default>(keys: *const E, dim: usize, out: *mut E) {
+    for d in (0..dim).step_by(SIDE) {
+        for first in (0..PAGE).step_by(SIDE) {
+            let mut block = [[E::default(); SIDE]; SIDE];
+            // SAFETY: rows d..d + 8 < dim, positions first..first + 8 <= 64, both ways.
+            unsafe {
+                for (i, row) in block.iter_mut().enumerate() {
+                    *row = keys
+                        .add((d + i) * PAGE + first)
+                        .cast::<[E; SIDE]>()
+                        .read_unaligned();
+                }
+                for j in 0..SIDE {
+                    let row: [E; SIDE] = std::array::from_fn(|i| block[i][j]);
+                    out.add((first + j) * dim + d)
+                        .cast::<[E; SIDE]>()
+                        .write_unaligned(row);
+                }
+            }
+        }
     }
 }
 

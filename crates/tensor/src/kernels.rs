@@ -15,11 +15,13 @@ use crate::pool::{Pinning, ThreadPool};
 use crate::vector::RopePairs;
 
 mod attention;
+mod delta;
 mod recurrent;
 #[cfg(target_arch = "x86_64")]
 mod self_test;
 
 pub use attention::{Attention, AttentionRows, AttentionScratch};
+pub use delta::DeltaStep;
 pub use recurrent::{HeadRows, Recurrence, Recurrent};
 #[cfg(target_arch = "x86_64")]
 pub(crate) use self_test::same_products;

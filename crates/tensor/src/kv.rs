@@ -19,6 +19,9 @@
 //! `scale = f16(max / 127)`, `q = round_ties_even(x / scale)`; keys and values are each followed by
 //! their scales, `(ceil(head_dim / 32), 64)`. What attention computes with is `scale * q`, rounded
 //! once to f32.
+//!
+//! Layers of latent attention ([`LayerStore::Latent`]) keep keys alone, of which the first
+//! `value_dim` elements are the values.
 
 use std::str::FromStr;
 
@@ -161,13 +164,66 @@ impl StateShape {
     }
 }
 
+/// Shape of a layer that is a gated delta net: in each page the state before its first position,
+/// and what later rows need of its own, all in f32 but for sums of decays in f64. Inputs of the
+/// convolution `(64, channels)`, keys `(key_heads, head_dim, 64)`; for each head the state
+/// `(head_dim, value_dim)`, differences `(64, value_dim)` and sums `(64,)`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DeltaShape {
+    /// Value heads held.
+    pub heads: usize,
+    /// Key heads held.
+    pub key_heads: usize,
+    /// Elements of a key, a multiple of 16.
+    pub head_dim: usize,
+    /// Elements of a value, a multiple of 16.
+    pub value_dim: usize,
+    /// Inputs that the convolution looks at, the newest included.
+    pub taps: usize,
+}
+
+impl DeltaShape {
+    /// Channels of the convolution.
+    pub const fn channels(self) -> usize {
+        2 * self.key_heads * self.head_dim + self.heads * self.value_dim
+    }
+
+    /// Elements of a value head in a page.
+    const fn head_len(self) -> usize {
+        (self.head_dim + PAGE) * self.value_dim + 2 * PAGE
+    }
+
+    /// Elements before the value heads of a page.
+    const fn shared_len(self) -> usize {
+        PAGE * (self.channels() + self.key_heads * self.head_dim)
+    }
+
+    /// Bytes of one page.
+    pub const fn page_bytes(self) -> usize {
+        4 * (self.shared_len() + self.heads * self.head_len())
+    }
+}
+
+/// A value head of a page, as [`DeltaShape`] says.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct DeltaHead {
+    pub(crate) state: *mut f32,
+    pub(crate) deltas: *mut f32,
+    pub(crate) sums: *mut f64,
+}
+
 /// What a layer keeps in a page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LayerStore {
     /// Keys and values of each position.
     Rows(KvShape),
+    /// Keys of each position, whose first `value_dim` elements are the values too: latent
+    /// attention, which so keeps each number once.
+    Latent(KvShape),
     /// A state of fixed size.
     State(StateShape),
+    /// The state of a gated delta net.
+    Delta(DeltaShape),
     /// Nothing: it reads what another layer keeps.
     Nothing,
 }
@@ -175,8 +231,9 @@ pub enum LayerStore {
 impl LayerStore {
     const fn heads(self) -> usize {
         match self {
-            Self::Rows(shape) => shape.heads,
+            Self::Rows(shape) | Self::Latent(shape) => shape.heads,
             Self::State(shape) => shape.heads,
+            Self::Delta(_) => 1, // in one piece
             Self::Nothing => 0,
         }
     }
@@ -185,7 +242,9 @@ impl LayerStore {
     pub const fn page_bytes(self) -> usize {
         match self {
             Self::Rows(shape) => shape.page_bytes(),
+            Self::Latent(shape) => shape.heads * shape.part_bytes(shape.head_dim),
             Self::State(shape) => shape.page_bytes(),
+            Self::Delta(shape) => shape.page_bytes(),
             Self::Nothing => 0,
         }
     }
@@ -224,17 +283,15 @@ impl KvCache {
     /// [`Error::Memory`] when the address space cannot be reserved.
     ///
     /// # Panics
-    /// If the size of a key or value is not a multiple of 16, or there is no such pool.
+    /// If the size of a key or value is not a multiple of 16, a value that is part of its key is
+    /// longer, or there is no such pool.
     pub fn new(layers: &[(usize, LayerStore)], pages: &[usize]) -> Result<Self, Error> {
         let mut page_bytes = vec![0; pages.len()];
         let place = |&(pool, store): &(usize, LayerStore)| {
-            if let LayerStore::Rows(KvShape {
-                head_dim,
-                value_dim,
-                ..
-            }) = store
-            {
-                let fits = head_dim.is_multiple_of(16) && value_dim.is_multiple_of(16);
+            if let LayerStore::Rows(shape) | LayerStore::Latent(shape) = store {
+                let (head_dim, value_dim) = (shape.head_dim, shape.value_dim);
+                let within = matches!(store, LayerStore::Rows(_)) || value_dim <= head_dim;
+                let fits = head_dim.is_multiple_of(16) && value_dim.is_multiple_of(16) && within;
                 assert!(fits, "head_dim {head_dim}, value_dim {value_dim}");
             }
             let start = page_bytes[pool];
@@ -296,9 +353,14 @@ impl KvCache {
     /// If it keeps none.
     pub fn rows(&self, layer: usize) -> KvShape {
         match self.layers[layer].store {
-            LayerStore::Rows(shape) => shape,
+            LayerStore::Rows(shape) | LayerStore::Latent(shape) => shape,
             other => panic!("layer {layer} keeps {other:?}"),
         }
+    }
+
+    /// Whether a layer's values are the first elements of its keys.
+    pub(crate) fn is_latent(&self, layer: usize) -> bool {
+        matches!(self.layers[layer].store, LayerStore::Latent(_))
     }
 
     /// The shape of a layer's states.
@@ -308,6 +370,17 @@ impl KvCache {
     pub(crate) fn states(&self, layer: usize) -> StateShape {
         match self.layers[layer].store {
             LayerStore::State(shape) => shape,
+            other => panic!("layer {layer} keeps {other:?}"),
+        }
+    }
+
+    /// The shape of a layer that is a gated delta net.
+    ///
+    /// # Panics
+    /// If it is another.
+    pub(crate) fn delta(&self, layer: usize) -> DeltaShape {
+        match self.layers[layer].store {
+            LayerStore::Delta(shape) => shape,
             other => panic!("layer {layer} keeps {other:?}"),
         }
     }
@@ -330,7 +403,8 @@ impl KvCache {
         page * pool.page_bytes + place.start + head * place.head_bytes
     }
 
-    /// One head of a page; `next` are the page and the head that will be read after it.
+    /// One head of a page; `next` are the page and the head that will be read after it. Values that
+    /// are part of the keys lie as these do, `(value_dim, 64)`.
     pub(crate) fn page(
         &self,
         layer: usize,
@@ -340,24 +414,27 @@ impl KvCache {
         let shape = self.rows(layer);
         let start = self.offset(layer, page, head);
         let next = next.map_or(start, |(page, head)| self.offset(layer, page, head));
-        let data = &self.pools[self.layers[layer].pool].data;
-        let bytes = &data[start..start + shape.head_bytes()];
+        let place = &self.layers[layer];
+        let bytes = &self.pools[place.pool].data[start..start + place.head_bytes];
         let (keys, values) = bytes.split_at(shape.part_bytes(shape.head_dim));
+        let (values, scales) = match self.is_latent(layer) {
+            true => (keys, &keys[shape.element_bytes(shape.head_dim)..]),
+            false => (values, &values[shape.element_bytes(shape.value_dim)..]),
+        };
         PageView {
             keys: keys.as_ptr(),
             key_scales: keys[shape.element_bytes(shape.head_dim)..].as_ptr().cast(),
             values: values.as_ptr(),
-            value_scales: values[shape.element_bytes(shape.value_dim)..]
-                .as_ptr()
-                .cast(),
+            value_scales: scales.as_ptr().cast(),
             head_dim: shape.head_dim,
             value_dim: shape.value_dim,
             to_next: next as isize - start as isize,
+            values_to_next: next as isize - start as isize,
         }
     }
 
     /// Writes key and value of one position, `(heads, head_dim)` and `(heads, value_dim)`, into
-    /// slot `slot` (0..64) of a page.
+    /// slot `slot` (0..64) of a page. Where values are part of the keys `value` is empty.
     pub fn write(&mut self, layer: usize, page: u32, slot: usize, key: &[f32], value: &[f32]) {
         // SAFETY: one thread.
         unsafe { self.writer(layer).write(page, slot, key, value) }
@@ -402,7 +479,8 @@ impl Writer<'_> {
     pub(crate) unsafe fn write(&self, page: u32, slot: usize, key: &[f32], value: &[f32]) {
         assert!(slot < PAGE, "slot {slot}");
         let shape = self.cache.rows(self.layer);
-        let (k, v) = (shape.head_dim, shape.value_dim);
+        let latent = self.cache.is_latent(self.layer);
+        let (k, v) = (shape.head_dim, if latent { 0 } else { shape.value_dim });
         assert_eq!((key.len(), value.len()), (shape.heads * k, shape.heads * v));
         for head in 0..shape.heads {
             let start = self.cache.offset(self.layer, page, head);
@@ -420,6 +498,9 @@ impl Writer<'_> {
             unsafe {
                 let keys = self.data.add(start);
                 write_head(shape, key, keys, slot, column);
+                if latent {
+                    continue;
+                }
                 write_head(shape, value, keys.add(shape.part_bytes(k)), slot, row);
             }
         }
@@ -451,6 +532,76 @@ impl Writer<'_> {
         );
         // SAFETY: as for `state`.
         unsafe { std::slice::from_raw_parts(self.data.add(start).cast(), len) }
+    }
+
+    /// The shape of the layer's gated delta net.
+    pub(crate) fn delta(&self) -> DeltaShape {
+        self.cache.delta(self.layer)
+    }
+
+    /// A page of a gated delta net, from element `first` on, which lies within it.
+    fn delta_at(&self, page: u32, first: usize) -> *mut f32 {
+        let start = self.cache.offset(self.layer, page, 0);
+        // SAFETY: within the page, at a multiple of 64 bytes.
+        unsafe { self.data.add(start).cast::<f32>().add(first) }
+    }
+
+    /// Inputs of a position.
+    ///
+    /// # Safety
+    /// While they are in use, no thread writes them.
+    pub(crate) unsafe fn delta_inputs(&self, page: u32, slot: usize) -> &[f32] {
+        let n = self.delta().channels();
+        // SAFETY: `slot` is below 64.
+        unsafe { std::slice::from_raw_parts(self.delta_at(page, slot % PAGE * n), n) }
+    }
+
+    /// As [`delta_inputs`](Self::delta_inputs), to be written.
+    ///
+    /// # Safety
+    /// While they are in use, no other thread reads or writes them.
+    #[allow(clippy::mut_from_ref, reason = "the contract gives it to one thread")]
+    pub(crate) unsafe fn delta_inputs_mut(&self, page: u32, slot: usize) -> &mut [f32] {
+        let n = self.delta().channels();
+        // SAFETY: as above.
+        unsafe { std::slice::from_raw_parts_mut(self.delta_at(page, slot % PAGE * n), n) }
+    }
+
+    /// Keys of a head, `(head_dim, 64)`.
+    pub(crate) fn delta_keys(&self, page: u32, head: usize) -> *mut f32 {
+        let shape = self.delta();
+        assert!(head < shape.key_heads, "key head {head} of {shape:?}");
+        self.delta_at(page, PAGE * (shape.channels() + head * shape.head_dim))
+    }
+
+    /// Stores the keys `(key_heads, head_dim)` of a position.
+    ///
+    /// # Safety
+    /// No other thread reads or writes this position.
+    pub(crate) unsafe fn write_delta_keys(&self, page: u32, slot: usize, keys: &[f32]) {
+        let shape = self.delta();
+        assert!(slot < PAGE && keys.len() == shape.key_heads * shape.head_dim);
+        let to = self.delta_at(page, PAGE * shape.channels());
+        for (i, key) in keys.iter().enumerate() {
+            // SAFETY: keys of all heads lie behind each other.
+            unsafe { to.add(i * PAGE + slot).write(*key) };
+        }
+    }
+
+    /// A value head.
+    pub(crate) fn delta_head(&self, page: u32, head: usize) -> DeltaHead {
+        let shape = self.delta();
+        assert!(head < shape.heads, "value head {head} of {shape:?}");
+        let state = self.delta_at(page, shape.shared_len() + head * shape.head_len());
+        // SAFETY: within the head.
+        unsafe {
+            let deltas = state.add(shape.head_dim * shape.value_dim);
+            DeltaHead {
+                state,
+                deltas,
+                sums: deltas.add(PAGE * shape.value_dim).cast(),
+            }
+        }
     }
 
     /// The shape of the layer's states.

@@ -32,6 +32,7 @@ pub mod activations;
 pub mod attention;
 mod batch;
 pub mod chain;
+pub mod delta;
 mod dispatch;
 mod formats;
 mod isa;
@@ -52,10 +53,10 @@ pub use attention::PAGE;
 pub use batch::amx::AmxState;
 pub use dispatch::InstructionSet;
 pub use kernels::{
-    Attention, AttentionRows, AttentionScratch, BLOCK, HeadRows, Kernels, MAX_PRODUCTS, Product,
-    Recurrence, Recurrent, Unavailable,
+    Attention, AttentionRows, AttentionScratch, BLOCK, DeltaStep, HeadRows, Kernels, MAX_PRODUCTS,
+    Product, Recurrence, Recurrent, Unavailable,
 };
-pub use kv::{KvCache, KvShape, KvType, LayerStore, StateShape, UnknownKvType};
+pub use kv::{DeltaShape, KvCache, KvShape, KvType, LayerStore, StateShape, UnknownKvType};
 pub use packed::{Error, PackOptions, Packed, StoredMatrix};
 pub use pool::{Pinning, ThreadPool};
 pub use stored::units::UNIT;

@@ -27,6 +27,7 @@
 //! Nothing here checks bytes from outside: every bit pattern of a block is valid (a scale may be
 //! infinite or NaN, and then so are its weights), and whole blocks are the reader's duty.
 
+mod finite;
 mod k_quants;
 mod legacy;
 mod mlx;
@@ -38,6 +39,7 @@ pub(crate) mod units;
 use half::f16;
 use paceline_base::BlockType;
 
+pub use finite::not_finite;
 pub(crate) use legacy::CODEBOOK;
 pub(crate) use mlx::{E2M1_DOUBLED, e2m1_code, offset};
 

@@ -2,6 +2,8 @@
 //!
 //! The data and the script that makes it are described in `tests-data/golden/README.md`.
 
+mod delta_net;
+
 use std::path::PathBuf;
 
 use paceline_base::BlockType;

@@ -23,7 +23,7 @@ enum Layer {
 use Layer::{Dev, Level};
 
 /// Every crate there may be, by folder name. A new crate is entered here and in ARCHITECTURE.md.
-const LAYERS: [(&str, Layer); 19] = [
+const LAYERS: [(&str, Layer); 20] = [
     ("base", Level(0)),
     ("tensor", Level(1)),
     ("formats", Level(1)),
@@ -41,6 +41,7 @@ const LAYERS: [(&str, Layer); 19] = [
     ("node", Level(4)),
     ("cli", Level(5)),
     ("python", Level(5)),
+    ("capi", Level(5)),
     ("sim", Dev),
     ("xtask", Dev),
 ];

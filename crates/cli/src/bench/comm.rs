@@ -9,6 +9,7 @@
 //! by a launcher (`paceline launch`, `mlx.launch`, `mpirun`), each process is a rank of its group,
 //! and rank 0 reports.
 
+mod picture;
 mod rivals;
 
 use std::io::{BufRead, BufReader, Write};
@@ -154,6 +155,9 @@ pub(crate) struct Args {
     /// Python that has the other library
     #[arg(long, default_value = "python3")]
     python: PathBuf,
+    /// Also write latencies over sizes as a picture
+    #[arg(long, value_name = "FILE.svg")]
+    plot: Option<PathBuf>,
     /// Print one JSON object
     #[arg(long)]
     json: bool,
@@ -278,6 +282,7 @@ impl Args {
         Self {
             max_bytes: 0,
             python: self.python.clone(),
+            plot: None,
             ..*self
         }
     }
@@ -711,6 +716,7 @@ fn row(
 }
 
 fn print(args: &Args, report: &Report) -> anyhow::Result<()> {
+    output::draw(args.plot.as_deref(), || picture::svg(report))?;
     if args.json {
         return output::print(&serde_json::to_string(report)?);
     }

@@ -1,8 +1,10 @@
 //! `paceline bench kernels`: matrix products of every weight type, beside what the machine can do.
 
+use std::path::PathBuf;
 use std::time::Instant;
 
 use paceline_base::{BlockType, Bytes};
+use paceline_plan::draw::{Bar, Bars};
 use paceline_tensor::limits::ReadLimit;
 use paceline_tensor::stored::random::random_row;
 use paceline_tensor::{
@@ -14,7 +16,7 @@ use super::limits::{integer_peak, read_limit};
 use super::{Spread, quantile};
 use crate::compute::ComputeArgs;
 use crate::load;
-use crate::output::print;
+use crate::output::{draw, print};
 
 /// Different rows of a matrix; the others repeat them. A kernel does not notice.
 const ROWS: usize = 64;
@@ -47,6 +49,9 @@ pub(crate) struct Args {
     #[arg(long, value_name = "N", default_value_t = 9,
           value_parser = clap::value_parser!(u32).range(1..=1000))]
     runs: u32,
+    /// Also write the speeds as a picture
+    #[arg(long, value_name = "FILE.svg")]
+    plot: Option<PathBuf>,
     /// Print one JSON object
     #[arg(long)]
     json: bool,
@@ -121,6 +126,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         integer_peak_gop_s: peak / 1e9,
         rows,
     };
+    draw(args.plot.as_deref(), || report.svg())?;
     print(&if args.json {
         serde_json::to_string(&report)?
     } else {
@@ -234,6 +240,29 @@ fn product(kernels: &Kernels, weights: &Packed, x: &Activations, out: &mut [f32]
 }
 
 impl Report {
+    /// Weights read a second beside what plain reads reach.
+    fn svg(&self) -> String {
+        let row = |row: &Row| Bar {
+            label: row.r#type.to_owned(),
+            values: vec![Some(row.decode_gb_s.median)],
+            note: format!("{:.0} % of plain reads", 100.0 * row.decode_of_read_limit),
+        };
+        let limit = Bar {
+            label: "plain reads".to_owned(),
+            values: vec![Some(self.read_limit_gb_s.median)],
+            note: String::new(),
+        };
+        let bars = Bars {
+            title: format!(
+                "Weights read a second, GB/s: one row, {} kernels, {} threads",
+                self.instruction_set, self.threads
+            ),
+            series: vec!["decode".to_owned()],
+            rows: self.rows.iter().map(row).chain([limit]).collect(),
+        };
+        bars.svg()
+    }
+
     fn table(&self) -> String {
         let head = format!(
             "{} kernels, class {}, {} threads, {} columns; {} runs, median (p10 .. p90)\n\

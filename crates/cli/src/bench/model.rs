@@ -1,12 +1,14 @@
 //! `paceline bench model`: prefill and decode speed.
 
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::Instant;
 
 use paceline_base::Bytes;
 use paceline_engine::{EngineConfig, Reply, Request, SamplingParams};
 use paceline_model::Config;
 use paceline_node::Moved;
+use paceline_plan::draw::{Bar, Bars};
 use paceline_tensor::{KvType, PAGE};
 use serde_json::json;
 
@@ -17,8 +19,9 @@ use crate::compute::{ComputeArgs, EngineArgs};
 use crate::interrupt::Signals;
 use crate::loaded::{Loaded, Opened, SplitArgs};
 use crate::moved::{arrays, arrays_json};
-use crate::output::print;
+use crate::output::{draw, print};
 use crate::pull;
+use crate::shared::{self, Instance};
 
 /// Arguments of `paceline bench model`.
 #[derive(Clone, Debug, clap::Args)]
@@ -42,6 +45,13 @@ pub(crate) struct Args {
     /// Decode from this position instead of the prompt's end
     #[arg(long, value_name = "N")]
     depth: Option<u32>,
+    /// Measure the instance of MODEL that this machine's node has loaded over the cluster
+    #[arg(long, conflicts_with_all = ["against", "against_one", "against_process"])]
+    instance: bool,
+    /// With --instance, alternate with the same model over --nodes local processes, by --split and
+    /// --transport
+    #[arg(long, requires = "instance")]
+    against_local: bool,
     /// Measured runs, after one to warm up
     #[arg(long, value_name = "N", default_value_t = 9,
           value_parser = clap::value_parser!(u32).range(1..))]
@@ -57,6 +67,9 @@ pub(crate) struct Args {
     /// Alternate with one node that has the threads of all nodes
     #[arg(long, conflicts_with_all = ["against", "against_one"])]
     against_process: bool,
+    /// Also write the speeds as a picture
+    #[arg(long, value_name = "FILE.svg")]
+    plot: Option<PathBuf>,
     /// Print one JSON object
     #[arg(long)]
     json: bool,
@@ -76,15 +89,23 @@ struct Run {
 /// Measures and prints.
 pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
     args.split.check()?;
-    let found = pull::ensure(&args.model, signals)?;
+    let instance = args.instance.then(|| shared::loaded(&args.model));
+    let instance = instance.transpose()?;
+    let path = match &instance {
+        Some(instance) => instance.path.clone(),
+        None => pull::ensure(&args.model, signals)?.path,
+    };
     let open = |compute: ComputeArgs, split: &SplitArgs| {
         let sizes = |_: &Config| args.sizes();
-        let mut opened = Opened::new(&found.path, (compute, args.engine), split, sizes)?;
+        let mut opened = Opened::new(&path, (compute, args.engine), split, sizes)?;
         opened.forecast();
         opened.stay(); // all runs are of one split
         opened.load()
     };
-    let loaded = open(args.compute, &args.split)?;
+    let loaded = match &instance {
+        Some(instance) => args.at(instance)?,
+        None => open(args.compute, &args.split)?,
+    };
     let mut peer = match &args.against {
         Some(given) => {
             let task = Task {
@@ -94,10 +115,14 @@ pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
                 depth: args.depth(),
             };
             Some(Peer::Other(if given == Path::new("mlx-lm") {
-                Served::mlx_lm(&found.path, task)?
+                Served::mlx_lm(&path, task)?
             } else {
-                Served::llama_cpp(given, &found.path, task)?
+                Served::llama_cpp(given, &path, task)?
             }))
+        }
+        None if args.against_local => {
+            let local = open(args.compute, &args.split)?;
+            Some(Peer::Local(Box::new((limit(&local)?, local))))
         }
         None if args.against_one || args.against_process => {
             let nodes = if args.against_one {
@@ -131,6 +156,7 @@ pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
         ours,
         theirs,
     };
+    draw(args.plot.as_deref(), || report.svg())?;
     print(&if args.json {
         report.json().to_string()
     } else {
@@ -150,6 +176,7 @@ fn limit(loaded: &Loaded) -> anyhow::Result<Limit> {
 enum Peer {
     Other(Served),
     OneNode(Box<(Limit, Loaded)>),
+    Local(Box<(Limit, Loaded)>),
 }
 
 impl Peer {
@@ -157,13 +184,14 @@ impl Peer {
         match self {
             Self::Other(peer) => peer.name(),
             Self::OneNode(_) => "one node",
+            Self::Local(_) => "local processes",
         }
     }
 
     fn run(&mut self, args: &Args, round: u32) -> anyhow::Result<Run> {
         let (prefill, decode) = match self {
             Self::Other(peer) => peer.run()?,
-            Self::OneNode(one) => return measure(&one.1, &one.0, args, round),
+            Self::OneNode(one) | Self::Local(one) => return measure(&one.1, &one.0, args, round),
         };
         Ok(Run {
             prefill,
@@ -182,6 +210,18 @@ impl Args {
     /// Positions of the longest sequence: one token more than is measured.
     fn context(&self) -> usize {
         self.depth().max(self.prompt as usize) + self.r#gen as usize + 2
+    }
+
+    /// The instance as a model that answers.
+    fn at(&self, instance: &Instance) -> anyhow::Result<Loaded> {
+        let split = SplitArgs {
+            nodes: instance.nodes,
+            split: instance.split,
+            ..SplitArgs::one_node()
+        };
+        let sizes = |_: &Config| self.sizes();
+        let opened = Opened::new(&instance.path, (self.compute, self.engine), &split, sizes)?;
+        Ok(opened.elsewhere(Arc::clone(&instance.service), instance.on.clone()))
     }
 
     /// Sizes of the engine: room for a prompt beside the tokens before `--depth`, whose pages are
@@ -344,6 +384,45 @@ impl Report<'_> {
     fn of_limit(&self) -> f64 {
         let share = |run: &Run| 1e9 * self.weight_rate(run.decode) / run.limit;
         quantile(&Self::column(&self.ours, share), 0.5)
+    }
+
+    /// Decode speeds of both and of the prediction, and the reading of the prompt.
+    fn svg(&self) -> String {
+        let median = |runs: &[Run], of: fn(&Run) -> f64| {
+            (!runs.is_empty()).then(|| quantile(&Self::column(runs, of), 0.5))
+        };
+        let row = |label: &str, value: Option<f64>| Bar {
+            label: label.to_owned(),
+            values: vec![value],
+            note: String::new(),
+        };
+        let decode: fn(&Run) -> f64 = |run| run.decode;
+        let prefill: fn(&Run) -> f64 = |run| run.prefill;
+        let mut rows = vec![row("decode", median(&self.ours, decode))];
+        rows.extend(
+            self.predicted()
+                .map(|tok_s| row("decode, predicted", Some(tok_s))),
+        );
+        if !self.theirs.is_empty() {
+            rows.push(row(
+                &format!("decode, {}", self.peer),
+                median(&self.theirs, decode),
+            ));
+        }
+        rows.push(row("prompt", median(&self.ours, prefill)));
+        if !self.theirs.is_empty() {
+            rows.push(row(
+                &format!("prompt, {}", self.peer),
+                median(&self.theirs, prefill),
+            ));
+        }
+        let (model, nodes) = (&self.args.model, self.nodes());
+        let bars = Bars {
+            title: format!("{model}: tokens a second, {nodes}"),
+            series: vec!["median".to_owned()],
+            rows,
+        };
+        bars.svg()
     }
 
     fn json(&self) -> serde_json::Value {

@@ -156,6 +156,7 @@ mod tests {
             id: NodeId([number; 16]),
             state,
             found_by: "beacon".into(),
+            heard_by: Vec::new(),
             linked: true,
             facts: Facts {
                 name,

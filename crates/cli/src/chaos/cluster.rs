@@ -18,6 +18,7 @@ use serde_json::{Value, json};
 use tempfile::TempDir;
 
 use super::faults::Fault;
+use super::streams::Request;
 use super::{stage, streams};
 use crate::process::own_program;
 
@@ -29,6 +30,15 @@ const MEET_LIMIT: Duration = Duration::from_secs(60);
 
 /// For a model to load, and to be copied to the other nodes.
 const LOAD_LIMIT: Duration = Duration::from_secs(300);
+
+/// Times that a worker is killed before its node must be left out.
+const FLAPS: u32 = 3;
+
+/// Between two kills of a worker.
+const FLAP_PAUSE: Duration = Duration::from_millis(500);
+
+/// For a worker's loss to be noticed, and for the model to answer again.
+const FLAP_LIMIT: Duration = Duration::from_secs(60);
 
 /// Between two questions while something is awaited.
 const ASK_EVERY: Duration = Duration::from_millis(20);
@@ -48,6 +58,10 @@ struct Node {
     api: u16,
     control: u16,
     process: Option<Child>,
+    /// A fault hits it in this round.
+    is_hit: bool,
+    /// It was told to leave.
+    leaves: bool,
 }
 
 /// A thread that waits for the entry node to tell that its instance is disturbed.
@@ -110,21 +124,33 @@ impl Cluster {
         })
     }
 
-    /// Nodes that the entry node sees alive, itself included.
+    /// Nodes that a node sees alive, itself included.
     fn alive(&self) -> usize {
         let told = self.entry().ask("nodes", json!({})).unwrap_or_default();
         let all = told["nodes"].as_array().into_iter().flatten();
         all.filter(|node| node["state"] == "alive").count()
     }
 
-    /// The node that clients ask, and that no fault hits.
+    /// A node that is asked how the cluster is: the last that no fault has hit.
     fn entry(&self) -> &Node {
-        self.nodes.last().expect("a cluster has two nodes at least")
+        let runs = |node: &&Node| node.process.is_some() && !node.is_hit;
+        let running = self.nodes.iter().rev().find(runs);
+        running.unwrap_or_else(|| self.nodes.last().expect("a cluster has two nodes at least"))
     }
 
-    /// The port of the API that clients ask.
-    pub(super) fn port(&self) -> u16 {
-        self.entry().api
+    /// The ports of all APIs, that of node `first` first.
+    pub(super) fn ports(&self, first: usize) -> Vec<u16> {
+        let mut ports: Vec<u16> = self.nodes.iter().map(|node| node.api).collect();
+        let len = ports.len();
+        ports.rotate_left(first % len);
+        ports
+    }
+
+    /// Each request with the ports to ask, the first of another node for each.
+    pub(super) fn clients(&self, requests: &[Request]) -> Vec<(Vec<u16>, Request)> {
+        let each = requests.iter().cloned().enumerate();
+        each.map(|(number, request)| (self.ports(number), request))
+            .collect()
     }
 
     pub(super) fn name(&self, victim: usize) -> String {
@@ -171,7 +197,8 @@ impl Cluster {
             if instance["state"] == "failed" {
                 bail!("the model cannot be loaded: {}", instance["reason"]);
             }
-            Ok(instance["state"] == "ready" && streams::model(self.port())?.is_some())
+            let answers = |node: &Node| matches!(streams::model(node.api), Ok(Some(_)));
+            Ok(instance["state"] == "ready" && self.nodes.iter().all(answers))
         })
     }
 
@@ -180,28 +207,31 @@ impl Cluster {
         Ok(self.entry().ask("ps", json!({}))?[0].clone())
     }
 
-    /// A node of the instance other than the entry.
+    /// Nodes of the instance: the one that `choice` means, and another one.
     ///
     /// # Errors
-    /// An instance that the entry node computes alone.
-    pub(super) fn victim(&self, choice: usize) -> anyhow::Result<usize> {
+    /// An instance of one node.
+    pub(super) fn victims(&self, choice: usize) -> anyhow::Result<[usize; 2]> {
         let nodes = self.instance()?["nodes"].clone();
         let has = |node: &Node| {
-            nodes
-                .as_array()
-                .is_some_and(|all| all.contains(&json!(node.name)))
+            let all = nodes.as_array();
+            all.is_some_and(|all| all.contains(&json!(node.name)))
         };
-        let others = 0..self.nodes.len() - 1;
-        let able: Vec<usize> = others.filter(|number| has(&self.nodes[*number])).collect();
-        ensure!(!able.is_empty(), "no other node computes the model");
-        Ok(able[choice % able.len()])
+        let all = 0..self.nodes.len();
+        let able: Vec<usize> = all.filter(|number| has(&self.nodes[*number])).collect();
+        ensure!(able.len() > 1, "one node alone computes the model");
+        let first = choice % able.len();
+        Ok([able[first], able[(first + 1) % able.len()]])
     }
 
-    /// Begins to look for the moment at which the entry node tells of a fault.
+    /// Begins to look for the moment at which a node other than `victims` tells of a fault.
     ///
     /// # Errors
-    /// An entry node that does not answer.
-    pub(super) fn watch(&self) -> anyhow::Result<Watch> {
+    /// A node that does not answer.
+    pub(super) fn watch(&mut self, victims: &[usize]) -> anyhow::Result<Watch> {
+        for victim in victims {
+            self.nodes[*victim].is_hit = true;
+        }
         let before = self.instance()?;
         let home = self.entry().home.clone();
         let over = Arc::new(AtomicBool::new(false));
@@ -231,6 +261,11 @@ impl Cluster {
         let node = &mut self.nodes[victim];
         match fault {
             Fault::KillNode => node.kill(),
+            Fault::LeaveNode => {
+                node.leaves = true;
+                signal(&[node.pid()?], Signal::TERM)
+            }
+            Fault::Flap => self.flap(victim),
             Fault::KillWorker => signal(&node.workers()?, Signal::KILL),
             Fault::FreezeWorker => {
                 let workers = node.workers()?;
@@ -248,6 +283,36 @@ impl Cluster {
         }
     }
 
+    /// Kills the node's worker until the node is left out.
+    fn flap(&self, victim: usize) -> anyhow::Result<()> {
+        for _ in 0..FLAPS {
+            let told = self.instance()?["reason"].to_string();
+            if told.contains("left out") {
+                return Ok(());
+            }
+            let before = self.nodes[victim].workers()?;
+            signal(&before, Signal::KILL)?;
+            // Ready by another worker: its loss may not have been noticed yet.
+            until(FLAP_LIMIT, "the model answers again", || {
+                let now = self.instance()?;
+                let out = now["reason"].to_string().contains("left out");
+                let workers = self.nodes[victim].workers();
+                let is_new = workers.is_ok_and(|workers| workers != before);
+                Ok(now["state"] == "ready" && (out || is_new))
+            })?;
+            // Answers get on a little, so that no request has only failures.
+            thread::sleep(FLAP_PAUSE);
+        }
+        let instance = self.instance()?;
+        let told = instance["reason"].as_str().unwrap_or_default();
+        ensure!(
+            told.contains("left out"),
+            "{} failed {FLAPS} times and is not left out: {instance}",
+            self.nodes[victim].name
+        );
+        Ok(())
+    }
+
     /// Wakes what a fault stopped, starts what it killed, and waits until all nodes compute the
     /// model again.
     ///
@@ -258,6 +323,8 @@ impl Cluster {
             let _ = kill_process(pid, Signal::CONT); // some were killed meanwhile
         }
         for number in 0..self.nodes.len() {
+            self.nodes[number].is_hit = false;
+            self.nodes[number].end_left(limit)?;
             if self.nodes[number].process.is_none() {
                 self.up(number)?;
             }
@@ -269,7 +336,8 @@ impl Cluster {
             let nodes = instance["nodes"].as_array().map_or(0, Vec::len);
             nodes == self.nodes.len()
         };
-        if whole(&self.instance()?) {
+        let instance = self.instance()?;
+        if whole(&instance) && instance["reason"].is_null() {
             return self.ready(limit);
         }
         let name = self.instance()?["id"].clone();
@@ -307,7 +375,24 @@ impl Node {
             api: free_port()?,
             control: free_port()?,
             process: None,
+            is_hit: false,
+            leaves: false,
         })
+    }
+
+    /// Waits for a node that was told to leave.
+    ///
+    /// # Errors
+    /// One that does not end.
+    fn end_left(&mut self, limit: Duration) -> anyhow::Result<()> {
+        if !std::mem::take(&mut self.leaves) {
+            return Ok(());
+        }
+        let name = format!("{} leaves", self.name);
+        let process = self.process.as_mut().context("it was not started")?;
+        until(limit, &name, || Ok(process.try_wait()?.is_some()))?;
+        self.process = None;
+        Ok(())
     }
 
     fn start(&mut self, peer: Option<u16>) -> anyhow::Result<()> {
@@ -372,11 +457,17 @@ impl Node {
             let pids = children
                 .split_whitespace()
                 .filter_map(|pid| pid.parse().ok());
-            found.extend(pids.filter_map(Pid::from_raw));
+            found.extend(pids.filter(|pid| is_worker(*pid)).filter_map(Pid::from_raw));
         }
         ensure!(!found.is_empty(), "{} has no worker", self.name);
         Ok(found)
     }
+}
+
+/// Whether a child computes: not the interpreter of a chat template.
+fn is_worker(pid: i32) -> bool {
+    let line = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+    !line.ends_with(b"\0template\0")
 }
 
 fn signal(pids: &[Pid], signal: Signal) -> anyhow::Result<()> {

@@ -1,6 +1,7 @@
 //! Which fault, whom it hits and when: a schedule that follows from a seed.
 
 use std::fmt;
+use std::time::Duration;
 
 use anyhow::bail;
 use paceline_base::SplitMix64;
@@ -16,19 +17,30 @@ pub(super) enum Fault {
     FreezeNode,
     /// SIGSTOP to the worker alone: a hang in a driver
     FreezeWorker,
+    /// SIGTERM to the node's process: its work moves before it goes
+    LeaveNode,
+    /// SIGKILL to the node's worker three times, each time once the model answers again
+    Flap,
 }
 
 impl Fault {
-    const ALL: [Self; 4] = [
+    const ALL: [Self; 6] = [
         Self::KillNode,
         Self::KillWorker,
         Self::FreezeNode,
         Self::FreezeWorker,
+        Self::LeaveNode,
+        Self::Flap,
     ];
+
+    /// Whether it hits a worker and spares its node, so that two faults leave copies of all tokens.
+    const fn is_of_worker(self) -> bool {
+        matches!(self, Self::KillWorker | Self::FreezeWorker)
+    }
 
     /// Whether this system tells which processes belong to a node.
     const fn can_be(self) -> bool {
-        cfg!(target_os = "linux") || matches!(self, Self::KillNode)
+        cfg!(target_os = "linux") || matches!(self, Self::KillNode | Self::LeaveNode)
     }
 }
 
@@ -39,6 +51,8 @@ impl fmt::Display for Fault {
             Self::KillWorker => "kill-worker",
             Self::FreezeNode => "freeze-node",
             Self::FreezeWorker => "freeze-worker",
+            Self::LeaveNode => "leave-node",
+            Self::Flap => "flap",
         })
     }
 }
@@ -51,7 +65,15 @@ pub(super) struct Round {
     pub(super) victim: usize,
     /// Pieces of the answer that comes first, after which it happens.
     pub(super) at_token: u32,
+    /// A fault of another node's worker, and how long after the first.
+    pub(super) second: Option<(Fault, Duration)>,
 }
+
+/// Of so many rounds one has a second fault at once, and one during the recovery from the first.
+const SECOND_EVERY: usize = 5;
+
+/// A moment at which workers start again after a fault that was found.
+const DURING_RECOVERY: Duration = Duration::from_millis(700);
 
 /// The faults to choose from: `asked`, or all that this system allows.
 ///
@@ -79,11 +101,23 @@ pub(super) fn schedule(seed: u64, rounds: u32, faults: &[Fault], tokens: u32) ->
             bag = faults.to_vec();
             random.shuffle(&mut bag);
         }
+        let fault = bag.pop().unwrap_or(Fault::KillNode);
+        let workers: Vec<Fault> = faults
+            .iter()
+            .copied()
+            .filter(|it| it.is_of_worker())
+            .collect();
+        let after = [Some(Duration::ZERO), Some(DURING_RECOVERY)];
+        let after = after.get(random.below(SECOND_EVERY)).copied().flatten();
+        let other = random.below(1 << 16);
         Round {
-            fault: bag.pop().unwrap_or(Fault::KillNode),
+            fault,
             victim: random.below(1 << 16),
-            // Early enough that all answers are under way, and that a third is still to come.
-            at_token: 2 + random.below((tokens as usize * 2 / 3).max(1)) as u32,
+            // Early enough that all answers are under way, and that half is still to come.
+            at_token: 2 + random.below((tokens as usize / 2).max(1)) as u32,
+            second: after
+                .filter(|_| !workers.is_empty() && fault != Fault::Flap)
+                .map(|after| (workers[other % workers.len()], after)),
         }
     };
     (0..rounds).map(&mut next).collect()
@@ -95,7 +129,7 @@ mod tests {
 
     #[test]
     fn a_schedule_follows_from_its_seed() {
-        let of = |seed| schedule(seed, 40, &Fault::ALL, 300);
+        let of = |seed| schedule(seed, 60, &Fault::ALL, 300);
         assert_eq!(of(3), of(3));
         assert_ne!(of(3), of(4));
         for fault in Fault::ALL {
@@ -104,6 +138,9 @@ mod tests {
                 10
             );
         }
-        assert!(of(3).iter().all(|round| (2..202).contains(&round.at_token)));
+        assert!(of(3).iter().all(|round| (2..152).contains(&round.at_token)));
+        let seconds = of(3).into_iter().filter_map(|round| round.second);
+        let (at_once, later): (Vec<_>, Vec<_>) = seconds.partition(|(_, after)| after.is_zero());
+        assert!(!at_once.is_empty() && !later.is_empty());
     }
 }

@@ -19,6 +19,8 @@ pub(super) struct Seen {
     /// Longest wait of a client for its next token.
     pub(super) pause: Option<Duration>,
     pub(super) answers: usize,
+    /// Times that clients went on at another node.
+    pub(super) moved: u32,
     pub(super) lost: usize,
     pub(super) altered: usize,
     /// What the first lost answer said.
@@ -50,15 +52,20 @@ impl Report {
     /// Prints a line of the table, below its heading the first time.
     pub(super) fn show(&self, seen: &Seen) -> anyhow::Result<()> {
         if self.rounds.is_empty() {
-            print("FAULT          VICTIM  AT TOKEN  DETECTED AFTER  LONGEST PAUSE  LOST  ALTERED")?;
+            print(
+                "FAULT          SECOND         VICTIM  AT TOKEN  DETECTED AFTER  LONGEST PAUSE  \
+                 MOVED  LOST  ALTERED",
+            )?;
         }
         print(&format!(
-            "{:<13}  {:<6}  {:>8}  {:>14}  {:>13}  {:>4}  {:>7}",
+            "{:<13}  {:<13}  {:<6}  {:>8}  {:>14}  {:>13}  {:>5}  {:>4}  {:>7}",
             seen.round.fault,
+            second(&seen.round),
             printable(&seen.victim),
             seen.round.at_token,
             seconds(seen.detected),
             seconds(seen.pause),
+            seen.moved,
             seen.lost,
             seen.altered,
         ))?;
@@ -124,15 +131,26 @@ impl Seen {
     fn json(&self) -> Value {
         json!({
             "fault": self.round.fault.to_string(),
+            "second": self.round.second.map(|_| second(&self.round)),
             "victim": self.victim,
             "at_token": self.round.at_token,
             "detected_s": self.detected.map(|time| time.as_secs_f64()),
             "pause_s": self.pause.map(|time| time.as_secs_f64()),
             "answers": self.answers,
+            "moved": self.moved,
             "lost": self.lost,
             "altered": self.altered,
             "reason": self.reason,
         })
+    }
+}
+
+/// The second fault, with a `+` where it comes during the recovery from the first.
+fn second(round: &Round) -> String {
+    match round.second {
+        Some((fault, after)) if after.is_zero() => fault.to_string(),
+        Some((fault, _)) => format!("+{fault}"),
+        None => "-".to_owned(),
     }
 }
 

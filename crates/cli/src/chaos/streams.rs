@@ -1,55 +1,109 @@
-//! A client of the HTTP API that notes when each piece of its answer came.
+//! A client of the HTTP API that notes when each piece of its answer came. Where its connection
+//! breaks, or is silent for long, it goes on at another node with the id of its last event.
 
-use std::io::{BufRead, BufReader};
+use std::collections::BTreeMap;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::{Ipv4Addr, SocketAddr, TcpStream};
 use std::sync::mpsc::Sender;
 use std::time::{Duration, Instant};
 
-use anyhow::Context;
+use anyhow::{Context, bail, ensure};
 use serde_json::{Value, json};
 
 /// Longest wait for a whole answer, faults included.
 const ANSWER_LIMIT: Duration = Duration::from_secs(180);
 
+/// A client that heard nothing for so long tries another node: longer than a recovery takes.
+const PATIENCE: Duration = Duration::from_secs(6);
+
+/// For a connection within this machine.
+const CONNECT_LIMIT: Duration = Duration::from_secs(2);
+
+/// Between two attempts to go on.
+const RETRY: Duration = Duration::from_millis(100);
+
 /// Longest line of an event: a piece of text and its frame, far below it.
 const LINE_BYTES_MAX: u64 = 1 << 20;
 
+/// Pieces after which a client that cancels goes.
+const CANCEL_AFTER: usize = 10;
+
 /// A question, and how its answer's tokens are chosen.
 #[derive(Clone, Debug)]
-pub(super) struct Request(Value);
+pub(super) struct Request {
+    body: Value,
+    /// Its client goes in the middle.
+    cancels: bool,
+}
 
 /// An answer, or as much of it as came.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Answer {
-    pub(super) text: String,
+    /// All that was told of each choice: text, calls and log-probabilities.
+    pub(super) said: BTreeMap<u64, String>,
     /// Why it is not whole.
     pub(super) error: Option<String>,
+    /// Times that its client went on at another node.
+    pub(super) moves: u32,
     ended: bool,
+    cancelled: bool,
+    /// Id of the last event, and of one whose data did not come yet.
+    last: Option<String>,
+    next: Option<String>,
     pieces: Vec<Instant>,
 }
 
 impl Request {
-    /// Different requests, greedy and seeded in turn.
+    /// Different requests in turn: greedy, seeded, with log-probabilities, of two choices, one
+    /// whose client cancels, one held to a schema as calls of tools are.
     pub(super) fn several(count: usize, tokens: u32) -> Vec<Self> {
         let one = |number: usize| {
-            let temperature = if number.is_multiple_of(2) { 0.0 } else { 0.8 };
-            Self(json!({
+            let mut body = json!({
                 "messages": [{"role": "user", "content": format!("Count from {number}.")}],
-                "temperature": temperature,
+                "temperature": if number.is_multiple_of(2) { 0.0 } else { 0.8 },
                 "seed": number,
                 "max_tokens": tokens,
                 "ignore_eos": true,
                 "stream": true,
-            }))
+            });
+            match number % 6 {
+                2 => {
+                    body["logprobs"] = true.into();
+                    body["top_logprobs"] = 2.into();
+                }
+                3 => {
+                    body["n"] = 2.into();
+                    body["max_tokens"] = (tokens / 2).into();
+                }
+                5 => body["response_format"] = schema(),
+                _ => {}
+            }
+            Self {
+                body,
+                cancels: number % 6 == 4,
+            }
         };
         (0..count).map(one).collect()
     }
 
-    /// Asks the node at `port`, and tells when `at_token` pieces came.
-    pub(super) fn answer(&self, port: u16, at_token: u32, reached: &Sender<()>) -> Answer {
-        let mut answer = Answer::default();
-        if let Err(error) = self.stream(port, &mut answer, at_token, reached) {
-            answer.error.get_or_insert(format!("{error:#}"));
+    /// Asks the first node of `ports`, and tells when `at_token` pieces came.
+    pub(super) fn answer(&self, ports: &[u16], at_token: u32, reached: &Sender<()>) -> Answer {
+        let (mut answer, begun) = (Answer::default(), Instant::now());
+        let mut error = None;
+        for port in ports.iter().cycle() {
+            if answer.ended || answer.cancelled || answer.error.is_some() {
+                return answer;
+            }
+            if begun.elapsed() > ANSWER_LIMIT {
+                break;
+            }
+            if error.is_some() {
+                answer.moves += 1;
+                std::thread::sleep(RETRY);
+            }
+            error = self.stream(*port, &mut answer, at_token, reached).err();
         }
+        answer.error = error.map(|error| format!("{error:#}"));
         answer
     }
 
@@ -60,44 +114,85 @@ impl Request {
         at_token: u32,
         reached: &Sender<()>,
     ) -> anyhow::Result<()> {
-        let mut body = self.0.clone();
+        let mut body = self.body.clone();
         body["model"] = model(port)?.context("the node has no model")?;
-        let url = format!("http://127.0.0.1:{port}/v1/chat/completions");
-        let request = agent().post(url).header("Content-Type", "application/json");
-        let mut response = request.send(body.to_string())?;
-        if response.status() != 200 {
-            let said = response.body_mut().read_to_string()?;
-            anyhow::bail!("{}: {said}", response.status());
+        let last = answer.last.as_ref();
+        let header = last.map_or(String::new(), |id| format!("Last-Event-ID: {id}\r\n"));
+        let path = "/v1/chat/completions";
+        let (status, mut lines) = ask(port, &format!("POST {path}"), &header, &body.to_string())?;
+        if status != 200 {
+            let mut said = String::new();
+            lines.take(LINE_BYTES_MAX).read_to_string(&mut said)?;
+            // Where nobody has the answer any more, it cannot be had anywhere.
+            if status == 404 && answer.last.is_some() {
+                answer.error = Some(said.clone());
+            }
+            bail!("{status}: {said}");
         }
-        let reader = response.body_mut().with_config().limit(u64::MAX).reader();
-        let mut lines = BufReader::new(reader);
         while !answer.ended {
             let mut line = String::new();
-            let read = std::io::Read::take(&mut lines, LINE_BYTES_MAX).read_line(&mut line)?;
-            anyhow::ensure!(read > 0, "the stream ended before the answer did");
+            let read = Read::take(&mut lines, LINE_BYTES_MAX).read_line(&mut line)?;
+            ensure!(read > 0, "the stream ended before the answer did");
             answer.take(line.trim())?;
             if answer.pieces.len() == at_token as usize && answer.error.is_none() {
                 let _ = reached.send(()); // the first of all answers counts
+            }
+            if self.cancels && answer.pieces.len() >= CANCEL_AFTER {
+                answer.cancelled = true;
+                break;
             }
         }
         Ok(())
     }
 }
 
-fn agent() -> ureq::Agent {
-    let config = ureq::Agent::config_builder()
-        .timeout_global(Some(ANSWER_LIMIT))
-        .http_status_as_error(false)
-        .proxy(None)
-        .build();
-    ureq::Agent::new_with_config(config)
+fn schema() -> Value {
+    let list = json!({"type": "array", "items": {"type": "integer"}, "minItems": 20});
+    let object = json!({"type": "object", "properties": {"numbers": list},
+                        "required": ["numbers"], "additionalProperties": false});
+    json!({"type": "json_schema",
+           "json_schema": {"name": "count", "strict": true, "schema": object}})
+}
+
+/// Sends a request of HTTP/1.0, whose answer ends with its connection: its status, and what follows
+/// its headers.
+fn ask(
+    port: u16,
+    what: &str,
+    headers: &str,
+    body: &str,
+) -> anyhow::Result<(u16, BufReader<TcpStream>)> {
+    let addr = SocketAddr::from((Ipv4Addr::LOCALHOST, port));
+    let mut stream = TcpStream::connect_timeout(&addr, CONNECT_LIMIT)?;
+    stream.set_read_timeout(Some(PATIENCE))?;
+    stream.set_write_timeout(Some(PATIENCE))?;
+    let length = body.len();
+    write!(
+        stream,
+        "{what} HTTP/1.0\r\nHost: localhost\r\nContent-Type: application/json\r\n{headers}\
+         Content-Length: {length}\r\n\r\n{body}"
+    )?;
+    let mut lines = BufReader::new(stream);
+    let mut line = String::new();
+    let mut status = None;
+    loop {
+        line.clear();
+        let read = Read::take(&mut lines, LINE_BYTES_MAX).read_line(&mut line)?;
+        ensure!(read > 0, "no answer came");
+        if line.trim().is_empty() {
+            break;
+        }
+        status = status.or_else(|| line.split(' ').nth(1)?.parse().ok());
+    }
+    Ok((status.context("no status came")?, lines))
 }
 
 /// The name of the model that the node at `port` answers with; `None` where it has none yet.
 pub(super) fn model(port: u16) -> anyhow::Result<Option<Value>> {
-    let models = format!("http://127.0.0.1:{port}/v1/models");
-    let mut response = agent().get(models).call()?;
-    let models: Value = serde_json::from_str(&response.body_mut().read_to_string()?)?;
+    let (_, lines) = ask(port, "GET /v1/models", "", "")?;
+    let mut said = String::new();
+    lines.take(LINE_BYTES_MAX).read_to_string(&mut said)?;
+    let models: Value = serde_json::from_str(&said)?;
     let name = models["data"][0]["id"].clone();
     Ok(Some(name).filter(Value::is_string))
 }
@@ -105,6 +200,9 @@ pub(super) fn model(port: u16) -> anyhow::Result<Option<Value>> {
 impl Answer {
     /// Takes a line of the event stream.
     fn take(&mut self, line: &str) -> anyhow::Result<()> {
+        if let Some(id) = line.strip_prefix("id: ") {
+            self.next = Some(id.to_owned());
+        }
         let Some(data) = line.strip_prefix("data: ") else {
             return Ok(()); // an empty line, or a comment that keeps the connection alive
         };
@@ -113,21 +211,54 @@ impl Answer {
             return Ok(());
         }
         let event: Value = serde_json::from_str(data).context("not an event")?;
+        self.last = self.next.take().or(self.last.take());
+        if event["error"]["code"] == "shutting_down" {
+            bail!("the node goes");
+        }
         if !event["error"].is_null() {
             self.error = Some(event["error"].to_string());
         }
-        if let Some(piece) = event["choices"][0]["delta"]["content"].as_str()
-            && !piece.is_empty()
-        {
-            self.text.push_str(piece);
-            self.pieces.push(Instant::now());
+        for choice in event["choices"].as_array().into_iter().flatten() {
+            self.take_choice(choice);
         }
         Ok(())
     }
 
+    fn take_choice(&mut self, choice: &Value) {
+        let said = self
+            .said
+            .entry(choice["index"].as_u64().unwrap_or(0))
+            .or_default();
+        let delta = &choice["delta"];
+        let arguments = &delta["tool_calls"][0]["function"];
+        let pieces = [
+            &delta["content"],
+            &delta["reasoning_content"],
+            &arguments["name"],
+            &arguments["arguments"],
+        ];
+        let text: String = pieces.into_iter().filter_map(Value::as_str).collect();
+        said.push_str(&text);
+        let logprobs = choice["logprobs"]["content"].as_array();
+        for entry in logprobs.into_iter().flatten() {
+            said.push_str(&entry["logprob"].to_string());
+        }
+        if let Some(reason) = choice["finish_reason"].as_str() {
+            said.push_str(reason);
+        }
+        if !text.is_empty() {
+            self.pieces.push(Instant::now());
+        }
+    }
+
     /// Whether its client has to ask again.
     pub(super) fn is_lost(&self) -> bool {
-        self.error.is_some() || !self.ended
+        self.error.is_some() || !(self.ended || self.cancelled)
+    }
+
+    /// Whether it says something else than the undisturbed one.
+    pub(super) fn is_altered(&self, right: &Self) -> bool {
+        !self.cancelled && !self.is_lost() && self.said != right.said
     }
 
     /// The longest wait for a piece that came after `moment`; `None` where none came.
@@ -151,23 +282,38 @@ mod tests {
         for line in [
             r#"data: {"choices":[{"delta":{"role":"assistant","content":""}}]}"#,
             "",
-            r#"data: {"choices":[{"delta":{"content":"a"}}]}"#,
+            "id: 4f:1",
+            r#"data: {"choices":[{"index":0,"delta":{"content":"a"}}]}"#,
             ": still here",
-            r#"data: {"choices":[{"delta":{"content":"b"}}]}"#,
+            "id: 4f:2",
+            r#"data: {"choices":[{"index":0,"delta":{"content":"b"}}]}"#,
+            r#"data: {"choices":[{"index":1,"delta":{"content":"c"},
+                "logprobs":{"content":[{"logprob":-0.5}]}}]}"#,
             r#"data: {"choices":[]}"#,
         ] {
-            answer.take(line).unwrap();
+            answer.take(&line.replace('\n', "")).unwrap();
         }
-        assert_eq!(answer.text, "ab");
+        let said: Vec<_> = answer.said.values().map(String::as_str).collect();
+        assert_eq!(said, ["ab", "c-0.5"]);
+        assert_eq!(answer.last.as_deref(), Some("4f:2"));
         assert!(answer.is_lost(), "it has not ended");
         answer.take("data: [DONE]").unwrap();
         assert!(!answer.is_lost());
         assert!(answer.pause(before).is_some());
         assert_eq!(answer.pause(Instant::now()), None);
+        assert!(answer.is_altered(&Answer::default()));
         answer
             .take(r#"data: {"error":{"message":"lost"}}"#)
             .unwrap();
         assert!(answer.is_lost());
         assert!(answer.take("data: {").is_err());
+    }
+
+    #[test]
+    fn requests_are_of_all_kinds() {
+        let all = Request::several(6, 100);
+        assert!(all.iter().any(|it| it.body["logprobs"] == true));
+        assert!(all.iter().any(|it| it.body["n"] == 2));
+        assert!(all[4].cancels);
     }
 }

@@ -179,9 +179,11 @@ fn of_tokenizer(error: &tokenizer::Error) -> Option<&'static str> {
 }
 
 fn of_template(error: &chat::Error) -> Option<&'static str> {
-    use chat::Error;
+    use chat::{Error, Failure};
     match error {
-        Error::Raised { .. } => Some("some templates refuse a system message: leave out --system"),
+        Error::Template(Failure::Raised { .. }) => {
+            Some("some templates refuse a system message: leave out --system")
+        }
         Error::Tokenizer(error) => of_tokenizer(error),
         Error::Metadata(error) => of_gguf(error),
         _ => Some(WITHOUT_TEMPLATE),
@@ -255,9 +257,9 @@ mod tests {
                 "--context",
             ),
             (
-                Box::new(chat::Error::Raised {
+                Box::new(chat::Error::Template(chat::Failure::Raised {
                     message: "no".into(),
-                }),
+                })),
                 "--system",
             ),
             (

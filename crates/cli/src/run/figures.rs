@@ -1,8 +1,9 @@
 //! What an answer cost.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use paceline_engine::Finish;
+use paceline_model::ExpertUses;
 use paceline_node::Moved;
 use paceline_node::supervisor::Change;
 use paceline_tensor::KvType;
@@ -16,6 +17,8 @@ use crate::process::peak_memory_bytes;
 /// An answer and its times.
 #[derive(Clone, Debug)]
 pub(super) struct Figures {
+    /// When the request was handed over.
+    pub(super) asked: Instant,
     /// Without the tokens that ended it.
     pub(super) text: String,
     /// All that were generated, the one that ended the answer included.
@@ -149,7 +152,17 @@ impl Figures {
             "kv_type": loaded.kv.map(KvType::name),
             "instruction_set": loaded.device(),
             "seed": session.seed(),
+            "expert_uses": expert_uses(&loaded.expert_uses()),
         })
+    }
+}
+
+/// How often each expert was chosen, by layer; null without experts.
+fn expert_uses(uses: &[ExpertUses]) -> serde_json::Value {
+    let of = |uses: &ExpertUses| json!({"layer": uses.layer, "rows": uses.rows});
+    match uses {
+        [] => serde_json::Value::Null,
+        uses => uses.iter().map(of).collect(),
     }
 }
 
@@ -164,6 +177,7 @@ mod tests {
 
     fn figures(n_tokens: usize, end: End) -> Figures {
         Figures {
+            asked: Instant::now(),
             text: String::new(),
             tokens: vec![7; n_tokens],
             n_prompt: 50,

@@ -2,6 +2,7 @@
 
 use std::io::IsTerminal;
 use std::path::Path;
+use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use anyhow::Context;
@@ -12,13 +13,15 @@ use paceline_formats::tokenizer::Specials;
 use paceline_model::Config;
 use paceline_node::Answer;
 use paceline_node::room::Room;
+use paceline_node::trace::{Clock, Recording, Timeline, Times};
 use paceline_store::Cancel;
 
 use super::Args;
 use super::figures::{End, Figures};
 use crate::error::Error;
-use crate::loaded::{Loaded, Opened};
+use crate::loaded::{Loaded, Opened, SplitArgs};
 use crate::output::{printable, show, tell};
+use crate::shared::Instance;
 
 /// Tokens of an answer that can teach how fast this machine is: the first few are slower.
 const LESSON: usize = 16;
@@ -37,22 +40,50 @@ pub(super) struct Session {
 
 impl Session {
     /// Loads the model at `path`, and tells how it is split.
-    pub(super) fn open(args: &Args, path: &Path, sampling: SamplingParams) -> anyhow::Result<Self> {
-        let sizes = |config: &Config| {
-            warn_of_context(args.context, config);
-            let kv = args.compute.in_memory(args.engine);
-            let memory = (kv, machine::available());
-            Room::of((path, config), memory, args.context, 1).engine(&args.model)
-        };
-        let mut opened = Opened::new(path, (args.compute, args.engine), &args.split, sizes)?;
+    /// `stays` keeps the split that was chosen first, whatever comes of it.
+    pub(super) fn open(
+        args: &Args,
+        path: &Path,
+        sampling: SamplingParams,
+        stays: bool,
+    ) -> anyhow::Result<Self> {
+        let mut opened = open(args, path, &args.split)?;
         opened.forecast();
-        let mut loaded = opened.load()?;
-        let template = loaded.template.take().filter(|_| !args.raw).transpose();
-        let bad = || format!("{}: cannot use its chat template", path.display());
-        let template = template.with_context(bad)?;
+        if stays {
+            opened.stay();
+        }
+        let loaded = opened.load()?;
         if loaded.nodes() > 1 && !args.json {
             loaded.tell_split();
         }
+        Self::of(args, path, loaded, sampling)
+    }
+
+    /// Answers by an instance of this machine's node.
+    pub(super) fn at(
+        args: &Args,
+        instance: &Instance,
+        sampling: SamplingParams,
+    ) -> anyhow::Result<Self> {
+        let split = SplitArgs {
+            nodes: instance.nodes,
+            split: instance.split,
+            ..SplitArgs::one_node()
+        };
+        let opened = open(args, &instance.path, &split)?;
+        let loaded = opened.elsewhere(Arc::clone(&instance.service), instance.on.clone());
+        Self::of(args, &instance.path, loaded, sampling)
+    }
+
+    fn of(
+        args: &Args,
+        path: &Path,
+        mut loaded: Loaded,
+        sampling: SamplingParams,
+    ) -> anyhow::Result<Self> {
+        let template = loaded.template.take().filter(|_| !args.raw).transpose();
+        let bad = || format!("{}: cannot use its chat template", path.display());
+        let template = template.with_context(bad)?;
         Ok(Self {
             loaded,
             template,
@@ -60,6 +91,32 @@ impl Session {
             max_tokens: args.max_tokens.unwrap_or(usize::MAX),
             stop: args.stop.clone(),
         })
+    }
+
+    /// Bounds answers from now on, where the command line does not.
+    pub(super) fn limit(&mut self, max_tokens: usize) {
+        self.max_tokens = self.max_tokens.min(max_tokens);
+    }
+
+    /// Generates an answer, and records what every node does meanwhile.
+    ///
+    /// # Errors
+    /// As [`generate`](Self::generate); a node that does not tell.
+    pub(super) fn trace(&self, prompt: Vec<u32>) -> anyhow::Result<(Figures, Timeline)> {
+        let clock = Clock::now();
+        self.loaded.trace();
+        let figures = self.generate(prompt, None, |_| Ok(()));
+        let traces = self.loaded.traced();
+        let (figures, traces) = (figures?, traces?);
+        let first = figures.asked + figures.prefill;
+        let times = Times {
+            asked_unix_ns: clock.unix_ns(figures.asked),
+            first_unix_ns: clock.unix_ns(first),
+            ended_unix_ns: clock.unix_ns(first + figures.decode),
+        };
+        let (split, config) = (self.loaded.split(), self.loaded.config());
+        let recording = Recording::new(traces, times, split, config);
+        Ok((figures, Timeline::new(&recording)))
     }
 
     /// Whether the model was made for chats, and may use what it has for them.
@@ -164,7 +221,7 @@ impl Session {
                 break (End::Stopped, Instant::now());
             };
             let (piece, end) = match reply {
-                Reply::PromptRead { reused } => {
+                Reply::PromptRead { reused, .. } => {
                     (prefill, first) = (at - start, at);
                     n_reused = reused;
                     continue;
@@ -188,6 +245,7 @@ impl Session {
             }
         };
         Ok(Figures {
+            asked: start,
             text,
             tokens,
             n_prompt,
@@ -200,6 +258,17 @@ impl Session {
             changes: Vec::new(),
         })
     }
+}
+
+/// Opens the model at `path`, cut as `split` says.
+fn open(args: &Args, path: &Path, split: &SplitArgs) -> anyhow::Result<Opened> {
+    let sizes = |config: &Config| {
+        warn_of_context(args.context, config);
+        let kv = args.compute.in_memory(args.engine);
+        let memory = (kv, machine::available());
+        Room::of((path, config), memory, args.context, 1).engine(&args.model)
+    };
+    Opened::new(path, (args.compute, args.engine), split, sizes)
 }
 
 /// The next reply; `None` once `chat` is cancelled.

@@ -223,8 +223,10 @@ fn header(view: &View) -> Line<'static> {
     let nodes = status["nodes"].as_array().map_or(&[][..], Vec::as_slice);
     let alive = nodes.iter().filter(|node| node["state"] == "alive").count();
     let requests = status["requests"].as_array().map_or(0, Vec::len);
+    let energy = status["energy"]["joules_per_token"].as_f64();
+    let energy = energy.map_or_else(String::new, |joules| format!(" · {joules:.1} J/token"));
     let about = format!(
-        "  {} · cluster {} · {alive} of {} machines · {requests} requests · {:.1} tokens/s",
+        "  {} · cluster {} · {alive} of {} machines · {requests} requests · {:.1} tokens/s{energy}",
         text("name"),
         text("cluster"),
         nodes.len(),
@@ -355,6 +357,7 @@ mod tests {
                 {"name": "studio", "state": "alive", "telemetry": {"cpu_busy": 0.91}},
                 {"name": "tower", "state": "dead"},
             ],
+            "energy": {"watts": 64.2, "joules_per_token": 4.52},
             "instances": [
                 {"id": "1", "model": "qwen3:8b", "state": "ready", "split": "auto",
                  "nodes": ["mini", "studio"], "progress": null, "portrait": {
@@ -421,6 +424,7 @@ q end  s sort (name)  / filter  arrows scroll";
         assert!(empty.contains("0 requests · 0.0 tokens/s"), "{empty}");
         let wide = plain(&mut view(), (200, 60));
         assert!(wide.contains("1.0 MiB/s in, 512 B/s out"), "{wide}");
+        assert!(wide.contains(" · 4.5 J/token"), "{wide}");
     }
 
     #[test]

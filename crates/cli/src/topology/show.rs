@@ -1,10 +1,28 @@
 //! What was found, as JSON.
 
 use paceline_cluster::hostfile::Hostfile;
-use paceline_cluster::topology::{Cable, Choice, End, Error, Machine, best_ring, missing_for_ring};
+use paceline_cluster::topology::{
+    Cable, Choice, End, Error, Graph, Machine, best_ring, missing_for_ring,
+};
+use paceline_plan::draw::{Edge, Net};
 use serde_json::{Value, json};
 
 use super::setup::Setup;
+
+/// Hosts on a circle, each cable with the interfaces at its ends.
+pub(super) fn picture(graph: &Graph) -> String {
+    let edge = |Cable { from, to }: &Cable| Edge {
+        from: from.host,
+        to: to.host,
+        label: format!("{}/{}", graph.interface(*from), graph.interface(*to)),
+    };
+    let net = Net {
+        title: "Cables between machines".to_owned(),
+        nodes: graph.hosts.clone(),
+        edges: graph.cables.iter().chain(&graph.loops).map(edge).collect(),
+    };
+    net.svg()
+}
 
 /// The hostfile as a value.
 fn hostfile(file: &Hostfile) -> Value {

@@ -5,10 +5,8 @@ use std::sync::Arc;
 
 use anyhow::Context;
 use paceline_engine::EncoderService;
-use paceline_formats::tokenizer::Tokenizer;
 use paceline_model::Source;
 use paceline_model::encoder::{Encoder, EncoderConfig};
-use paceline_serve::{About, Model, default_sampling};
 
 use super::{Args, Named, Serving};
 use crate::load;
@@ -32,8 +30,6 @@ pub(super) fn load(
     named: Named,
 ) -> anyhow::Result<Serving> {
     let kernels = load::kernels_at(load::threads(args.compute, 1), args.compute.pinning())?;
-    let tokenizer = Tokenizer::from_hf_dir(path)
-        .with_context(|| format!("{}: cannot use its tokenizer", path.display()))?;
     let encoder = Encoder::load(source, kernels).map_err(|error| load::in_model(path, error))?;
     let config = encoder.config();
     tell(format_args!(
@@ -43,20 +39,8 @@ pub(super) fn load(
         config.context,
         encoder.bytes()
     ));
-    let model = Model {
-        id: named.id,
-        aliases: named.aliases,
-        created_unix_s: loaded::changed_unix_s(path),
-        fingerprint: format!("cpu-f32-{}", env!("CARGO_PKG_VERSION")),
-        tokenizer: Arc::new(tokenizer),
-        template: None,
-        context: config.context,
-        sampling: default_sampling(),
-        about: About {
-            architecture: config.family.name().to_owned(),
-            bytes: loaded::size(path),
-            ..About::default()
-        },
-    };
+    let names = (named.id, named.aliases);
+    let served = loaded::encoder_served(path, source, config, names);
+    let model = served.with_context(|| format!("{}: cannot use its tokenizer", path.display()))?;
     Ok((model, Arc::new(EncoderService::new(encoder))))
 }

@@ -4,6 +4,8 @@ use std::io::{Read as _, Write as _};
 use std::net::TcpStream;
 
 use super::{Machine, said, until};
+use crate::nodes::embeddings::{check_as, encoder};
+use crate::nodes::http;
 
 #[test]
 fn a_node_runs_alone_and_once() {
@@ -41,6 +43,34 @@ fn a_node_runs_alone_and_once() {
     machine.kill();
     let output = machine.run(&["nodes", "--json"]);
     assert!(said(&output).contains("does not run"), "{}", said(&output));
+}
+
+/// An encoder has no workers: the node itself makes its vectors.
+#[test]
+fn an_encoder_is_loaded_and_unloaded() {
+    let mut machine = Machine::new("solo", None);
+    machine.up(&["--control-port", "0"]);
+    let address = || machine.nodes()[0]["api"][0].as_str().map(str::to_owned);
+    until("the API listens", || address().is_some());
+    let port = address()
+        .unwrap()
+        .rsplit_once(':')
+        .unwrap()
+        .1
+        .parse()
+        .unwrap();
+    let folder = encoder("qwen3-last");
+    machine.told(&["load", &folder, "--threads", "1"]);
+    until("a door is open", || {
+        let list = http::ask(port, "/v1/models", None).body;
+        list["data"][0]["id"] == folder.as_str()
+    });
+    check_as(port, &folder, "qwen3-last");
+    machine.told(&["unload", &folder]);
+    until("the door is closed", || {
+        let list = http::ask(port, "/v1/models", None).body;
+        list["data"].as_array().unwrap().is_empty()
+    });
 }
 
 /// The API of a node without a model tells how it is, and why it answers nothing.

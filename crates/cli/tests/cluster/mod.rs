@@ -7,6 +7,9 @@ mod alone;
 mod chaos;
 mod live;
 mod models;
+mod shared;
+mod traced;
+mod ways;
 
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};

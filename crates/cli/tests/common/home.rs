@@ -59,6 +59,7 @@ impl World {
             let mut left: Vec<_> = entries.map(|entry| entry.unwrap().file_name()).collect();
             // What is being written when a signal ends it goes with the next run.
             left.retain(|file| !file.to_string_lossy().starts_with("measured."));
+            left.retain(|file| file != "audit.jsonl");
             if let Ok(node) = fs::read_dir(self.path(name).join("node")) {
                 let kept = ["identity", "cluster-key", "map.json", "lock"];
                 left.retain(|file| file != "node");

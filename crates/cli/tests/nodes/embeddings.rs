@@ -11,7 +11,7 @@ use super::tiny::FAMILIES;
 use super::{World, finish, text};
 
 /// A folder of `tests-data/golden/encoder`.
-fn encoder(name: &str) -> String {
+pub(crate) fn encoder(name: &str) -> String {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests-data/golden/encoder");
     fs::canonicalize(root.join(name))
         .unwrap()
@@ -34,8 +34,13 @@ fn numbers(vector: &Value) -> Vec<f64> {
 }
 
 fn check(port: u16, name: &str) {
+    check_as(port, name, name);
+}
+
+/// Asks for the first vector of the golden `name` by what the server calls the model.
+pub(crate) fn check_as(port: u16, model: &str, name: &str) {
     let (input, expected) = first(name);
-    let body = json!({"model": name, "input": input});
+    let body = json!({"model": model, "input": input});
     let answer = http::ask(port, "/v1/embeddings", Some(&body));
     assert_eq!(answer.status, 200, "{}", answer.body);
     let got = numbers(&answer.body["data"][0]["embedding"]);
@@ -78,6 +83,10 @@ fn a_chat_model_and_an_encoder_share_a_port() {
 #[test]
 fn an_encoder_is_served_alone() {
     let world = World::new();
+    let folder = encoder("qwen3-last");
+    let server = Server::start(&world, &folder, &["--threads", "1"]);
+    check(server.port, "qwen3-last");
+    server.stop(0);
     let folder = encoder("roberta-first");
     let server = Server::start(&world, &folder, &["--threads", "1"]);
     check(server.port, "roberta-first");

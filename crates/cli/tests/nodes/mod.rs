@@ -8,10 +8,11 @@
 #![cfg(target_os = "linux")]
 #![allow(clippy::unwrap_used, reason = "test code outside of test functions")]
 
-mod embeddings;
+pub(crate) mod embeddings;
 #[path = "../../../mlx/tests/fake/build.rs"]
 mod fake;
-mod http;
+mod hostile;
+pub(crate) mod http;
 mod load;
 mod lost;
 mod mlx;
@@ -21,6 +22,7 @@ mod server;
 mod shown;
 mod steered;
 pub(crate) mod tiny;
+mod trace;
 mod tty;
 mod usage;
 

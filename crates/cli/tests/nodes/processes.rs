@@ -155,8 +155,28 @@ fn stat(id: u32) -> Option<(u32, String)> {
     Some((fields.next()?.parse().ok()?, state))
 }
 
-/// Children of a process, oldest first as far as their numbers tell.
+/// Children of a process, oldest first as far as their numbers tell, but for the interpreter of a
+/// chat template.
 pub(crate) fn children(parent: u32) -> Vec<u32> {
+    let is_template = |id: &u32| command_line(*id).ends_with(b"\0template\0");
+    let mut ids = all_children(parent);
+    ids.retain(|id| !is_template(id));
+    ids
+}
+
+/// The interpreters of chat templates that a process has started.
+pub(crate) fn templates(parent: u32) -> Vec<u32> {
+    let workers = children(parent);
+    let mut ids = all_children(parent);
+    ids.retain(|id| !workers.contains(id));
+    ids
+}
+
+fn command_line(id: u32) -> Vec<u8> {
+    std::fs::read(format!("/proc/{id}/cmdline")).unwrap_or_default()
+}
+
+fn all_children(parent: u32) -> Vec<u32> {
     let entries = std::fs::read_dir("/proc").unwrap().flatten();
     let ids = entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok());
     let mut ids: Vec<u32> = ids

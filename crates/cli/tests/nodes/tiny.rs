@@ -72,9 +72,14 @@ impl Tiny {
 
     /// Writes it to `path`; the same shape gives the same bytes.
     pub(crate) fn write(&self, path: &Path) {
+        self.write_with(path, (TEMPLATE, 7));
+    }
+
+    /// The same with another chat template, and weights of another seed.
+    pub(crate) fn write_with(&self, path: &Path, (template, seed): (&str, u64)) {
         let mut file = File {
-            writer: self.metadata(),
-            random: Random(7),
+            writer: self.metadata(template),
+            random: Random(seed),
         };
         file.matrix("token_embd", VOCAB, WIDTH, |_| true);
         file.vector("output_norm.weight", WIDTH, 1.0);
@@ -123,7 +128,7 @@ impl Tiny {
         }
     }
 
-    fn metadata(&self) -> Writer {
+    fn metadata(&self, template: &str) -> Writer {
         let name = self.family;
         let mut file = Writer::new().meta("general.architecture", name);
         for (key, value) in [
@@ -144,7 +149,7 @@ impl Tiny {
         let file = file
             .meta(&format!("{name}.attention.layer_norm_rms_epsilon"), 1e-6f32)
             .meta(&format!("{name}.rope.freq_base"), 1e4f32)
-            .meta("tokenizer.chat_template", TEMPLATE);
+            .meta("tokenizer.chat_template", template);
         vocabulary::write(file, "<turn>", "</turn>")
     }
 }

@@ -48,10 +48,11 @@ fn an_answer_goes_to_stdout_and_its_figures_to_stderr() {
 }
 
 /// What `run --json` prints, in the order of the alphabet.
-const FIELDS: [&str; 24] = [
+const FIELDS: [&str; 25] = [
     "array_bytes_per_token",
     "context",
     "decode_tok_s",
+    "expert_uses",
     "finish_reason",
     "instruction_set",
     "kernel_class",

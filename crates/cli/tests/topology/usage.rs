@@ -120,3 +120,23 @@ fn what_cannot_be_is_said_with_advice() {
         }
     }
 }
+
+/// Every host and the interfaces of every cable.
+#[test]
+fn cables_are_drawn() {
+    let world = World::with(&macs(3, &[(0, 1), (1, 2)]));
+    let path = world.path("cables.svg");
+    let args = [
+        "--hosts",
+        "h0,h1,h2",
+        "--dot",
+        "--plot",
+        path.to_str().unwrap(),
+    ];
+    let ended = world.run_topology(&args);
+    assert_eq!(ended.code, Some(0), "{ended:?}");
+    let svg = std::fs::read_to_string(path).unwrap();
+    for text in [">h0<", ">h1<", ">h2<", ">en2/en2<", ">en3/en2<"] {
+        assert!(svg.contains(text), "{text} in {svg}");
+    }
+}

@@ -71,6 +71,8 @@ pub enum How {
     Beacon6,
     /// By a beacon over IPv4.
     Beacon4,
+    /// By multicast DNS.
+    Mdns,
     /// By an address that the user named.
     Peer,
     /// The other node connected to this one.
@@ -310,6 +312,67 @@ impl Beacons {
     }
 }
 
+/// What a datagram of a test begins with; a number follows (u64, little-endian).
+const TEST: [u8; 8] = *b"PLtest1\n";
+
+/// Times that a test's datagram is sent, and pauses between them.
+const TEST_TIMES: u32 = 5;
+const TEST_EVERY: Duration = Duration::from_millis(200);
+
+/// Tests whether multicast passes between two machines, over the groups of beacons.
+#[derive(Debug)]
+pub struct Probe(Beacons);
+
+impl Probe {
+    /// Opens the sockets and joins the groups on all interfaces.
+    ///
+    /// # Errors
+    /// When this machine has no network.
+    pub fn open() -> io::Result<Self> {
+        let mut beacons = Beacons::open(NodeId([0; 16]), 0, 0)?;
+        beacons.look();
+        Ok(Self(beacons))
+    }
+
+    /// Sends the test `nonce` out of every interface for a second.
+    pub fn say(&mut self, nonce: u64) {
+        let mut bytes = TEST.to_vec();
+        bytes.extend(nonce.to_le_bytes());
+        let beacons = &self.0;
+        for _ in 0..TEST_TIMES {
+            for way in beacons.ways.keys() {
+                // A way that is blocked is not heard.
+                let _ = send(way, (beacons.v4.as_ref(), beacons.v6.as_ref()), &bytes);
+            }
+            std::thread::sleep(TEST_EVERY);
+        }
+    }
+
+    /// Over which families the test `nonce` is heard within `wait`; ends when it was over all.
+    pub fn hear(&mut self, nonce: u64, wait: Duration) -> Vec<String> {
+        let deadline = Instant::now() + wait;
+        let mut heard = std::collections::BTreeSet::new();
+        let sockets = [(&self.0.v4, "IPv4"), (&self.0.v6, "IPv6")];
+        while Instant::now() < deadline && heard.len() < sockets.len() {
+            for (socket, family) in sockets {
+                let Some(socket) = socket else { continue };
+                let mut bytes = [0; BEACON_BYTES + 1];
+                while let Ok((count, _)) = socket.recv_from(&mut bytes) {
+                    let number = bytes[..count].strip_prefix(&TEST);
+                    if number == Some(&nonce.to_le_bytes()) {
+                        heard.insert(family.to_owned());
+                    }
+                    if Instant::now() >= deadline {
+                        break;
+                    }
+                }
+            }
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        heard.into_iter().collect()
+    }
+}
+
 /// The first node that is heard to await a newcomer within `wait`; nobody vouches for it but the
 /// code, which it cannot learn from a try.
 ///
@@ -347,6 +410,40 @@ pub fn addresses() -> Vec<std::net::IpAddr> {
         .collect();
     found.sort_unstable();
     found
+}
+
+/// Where a program that keeps to an interface listens, port 0: the interface's first address, those
+/// that mean something without it first; without an interface everywhere, over both families where
+/// the machine has both.
+///
+/// # Errors
+/// An interface that is not there or has no address.
+pub fn listen_address(interface: Option<&str>) -> io::Result<SocketAddr> {
+    let Some(name) = interface else {
+        let six = SocketAddr::from((Ipv6Addr::UNSPECIFIED, 0));
+        let has_six = std::net::TcpListener::bind(six).is_ok();
+        let four = SocketAddr::from((Ipv4Addr::UNSPECIFIED, 0));
+        return Ok(if has_six { six } else { four });
+    };
+    let all = if_addrs::get_if_addrs()?;
+    let own = all.iter().filter(|one| one.name == name);
+    let first = own.min_by_key(|one| (one.is_link_local(), one.ip().is_ipv6()));
+    let first = first.ok_or_else(|| {
+        let names: std::collections::BTreeSet<&str> =
+            all.iter().map(|one| one.name.as_str()).collect();
+        let names: Vec<&str> = names.into_iter().collect();
+        let reason = format!(
+            "no interface {name:?} with an address, there are {}",
+            names.join(", ")
+        );
+        io::Error::new(io::ErrorKind::AddrNotAvailable, reason)
+    })?;
+    Ok(match first.ip() {
+        std::net::IpAddr::V6(ip) if first.is_link_local() => {
+            SocketAddrV6::new(ip, 0, 0, first.index.unwrap_or(0)).into()
+        }
+        ip => SocketAddr::new(ip, 0),
+    })
 }
 
 /// Sends to everybody who listens on the network that `way` leads to.

@@ -49,12 +49,14 @@ pub struct Pace {
 }
 
 impl Default for Pace {
-    /// A dead node is known as dead some 3 s after its last word.
+    /// A node is known as dead within 2 s of its last word, where another one pings it at once: a
+    /// node visits all others in turn. Answers take a moment longer than the longest time that a
+    /// loaded machine keeps a thread waiting.
     fn default() -> Self {
         Self {
-            period: Duration::from_millis(500),
-            answer: Duration::from_millis(250),
-            suspicion: Duration::from_secs(2),
+            period: Duration::from_millis(400),
+            answer: Duration::from_millis(200),
+            suspicion: Duration::from_secs(1),
             redial: (Duration::from_millis(250), Duration::from_secs(5)),
         }
     }

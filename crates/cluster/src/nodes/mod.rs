@@ -15,7 +15,9 @@
 //! - [`Registers`]: the map that all nodes share; [`Stamp`]: the clock that orders its writes.
 //! - [`Member`]: who lives, what they say, which sessions there should be.
 //! - [`placement`]: who owns an instance, by the map alone.
-//! - [`discovery`]: nodes of the same cluster on the networks of this machine.
+//! - [`paths`]: ways to other nodes, measured, and which of them is used.
+//! - [`discovery`]: nodes of the same cluster on the networks of this machine; [`mdns`]: the same by
+//!   multicast DNS.
 //! - [`pairing`]: a short code instead of a token.
 //! - [`agent`]: the threads and sockets that drive all of it.
 
@@ -24,8 +26,10 @@ pub mod clock;
 pub mod discovery;
 pub mod identity;
 pub mod key;
+pub mod mdns;
 pub mod member;
 pub mod pairing;
+pub mod paths;
 pub mod placement;
 pub mod registers;
 pub mod session;
@@ -40,6 +44,18 @@ pub use identity::Identity;
 pub use key::ClusterKey;
 pub use member::Member;
 pub use registers::{Key, Register, Registers};
+
+/// Reads `bytes` as everything that another machine can say, for fuzzing: whatever they are, this
+/// returns.
+pub fn parse_all(bytes: &[u8]) {
+    let _ = discovery::read_beacon(&ClusterKey::new([7; 32]), bytes);
+    let _ = serde_json::from_slice::<member::Message>(bytes);
+    session::parse(bytes);
+    if let Ok(text) = std::str::from_utf8(bytes) {
+        let _ = pairing::Code::parse(text);
+        let _ = ClusterKey::from_token(text);
+    }
+}
 
 /// Who a node is: the beginning of SHA-256 of its static public key.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -138,6 +154,32 @@ as_text!(InstanceId);
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// Messages of each kind with bytes changed, cut and repeated.
+    #[test]
+    fn no_bytes_of_another_machine_panic() {
+        let id = NodeId([9; 16]);
+        let beacon = discovery::beacon(&ClusterKey::new([7; 32]), 1, id, 1, true);
+        let ping = member::Message::PingFor { id };
+        let ping = serde_json::to_vec(&ping).unwrap();
+        let token = ClusterKey::new([7; 32]).token().as_bytes().to_vec();
+        let mut random = paceline_base::SplitMix64::new(7);
+        for seed in [beacon.to_vec(), ping, token, b"123-456".to_vec()] {
+            for _ in 0..2000 {
+                let mut bytes = seed.clone();
+                for _ in 0..=random.below(4) {
+                    let at = random.below(bytes.len());
+                    match random.below(4) {
+                        0 => bytes.truncate(at),
+                        1 => bytes.extend_from_within(at..),
+                        _ => bytes[at] ^= 1 << random.below(8),
+                    }
+                    bytes.push(random.next() as u8);
+                }
+                parse_all(&bytes);
+            }
+        }
+    }
 
     #[test]
     fn ids_are_text_and_come_back() {

@@ -42,6 +42,9 @@ pub struct Wanted {
     pub context: Option<u32>,
     /// Answers that are computed at the same time.
     pub parallel: u16,
+    /// Further copies of each shard that wait packed on other nodes.
+    #[serde(default)]
+    pub spare: u16,
 }
 
 /// How an instance is, as its owner says.
@@ -69,7 +72,7 @@ pub struct Report {
     pub state: State,
     /// Steps done and of how many, while fetching or loading.
     pub progress: Option<(u64, u64)>,
-    /// Why it failed.
+    /// Why it failed, or which nodes are left out.
     pub reason: Option<String>,
 }
 
@@ -140,6 +143,31 @@ fn succeed(mut wanted: Wanted, own: NodeId, lives: &impl Fn(&NodeId) -> bool) ->
     wanted
 }
 
+/// The record after `leaver` goes: on the nodes that live and stay. Its owner stays the owner; in
+/// place of a leaver the first successor that lives is, or the first of `others`. `None` where no
+/// node is left.
+pub fn without(
+    mut wanted: Wanted,
+    leaver: NodeId,
+    others: &[NodeId],
+    life: impl Fn(NodeId) -> Life,
+) -> Option<Wanted> {
+    let stays = |id: &NodeId| *id != leaver && life(*id) == Life::Alive;
+    let owner = wanted.nodes.first().copied().filter(stays);
+    let after = wanted.successors.iter().chain(others).copied();
+    let owner = owner.or_else(|| after.into_iter().find(stays))?;
+    let (before, nodes) = (wanted.nodes.len(), std::mem::take(&mut wanted.nodes));
+    let rest = nodes.into_iter().filter(|id| *id != owner && stays(id));
+    wanted.nodes = std::iter::once(owner).chain(rest).collect();
+    if wanted.nodes.len() != before {
+        wanted.split = SPLIT_ANY.to_owned();
+    }
+    wanted.successors.retain(|id| *id != owner && *id != leaver);
+    // It may come back, and comes after all others then.
+    wanted.successors.push(leaver);
+    Some(wanted)
+}
+
 #[cfg(test)]
 mod tests {
     use super::super::registers::Register;
@@ -161,6 +189,7 @@ mod tests {
             threads: 1,
             context: None,
             parallel: 1,
+            spare: 0,
         };
         let mut map = Registers::default();
         let stamp = Stamp {
@@ -213,6 +242,25 @@ mod tests {
         };
         assert_eq!(wanted.nodes, [node(3)], "on those that live");
         assert_eq!(wanted.successors, [node(2), node(4), node(1)]);
+    }
+
+    #[test]
+    fn work_moves_to_those_that_stay() {
+        let of = |nodes: &[u8], successors: &[u8], living| {
+            let (_, _, before) = wanted(&map(3, nodes, successors)).next().unwrap();
+            without(before, node(1), &[node(9)], lives(living))
+        };
+        let nodes =
+            |wanted: &Wanted| -> Vec<u8> { wanted.nodes.iter().map(|id| id.0[0]).collect() };
+        let owner = of(&[1, 2, 3], &[2, 3], &[1, 2, 3]).unwrap();
+        assert_eq!(nodes(&owner), [2, 3]);
+        assert_eq!(owner.successors, [node(3), node(1)]);
+        let member = of(&[2, 1, 3], &[1, 3], &[1, 2, 3]).unwrap();
+        assert_eq!(nodes(&member), [2, 3], "its owner stays");
+        assert_eq!(member.successors, [node(3), node(1)]);
+        assert_eq!(nodes(&of(&[1, 2], &[2, 3], &[1, 3]).unwrap()), [3]);
+        assert_eq!(nodes(&of(&[1], &[], &[1, 9]).unwrap()), [9]);
+        assert_eq!(of(&[1, 2], &[2], &[1]), None);
     }
 
     #[test]

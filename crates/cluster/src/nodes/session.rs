@@ -399,6 +399,12 @@ fn say_hello(hello: &Hello) -> Vec<u8> {
     serde_json::to_vec(hello).expect("a hello is JSON")
 }
 
+/// Reads `bytes` as what a session begins with, for fuzzing.
+pub(super) fn parse(bytes: &[u8]) {
+    let _ = read_hello(bytes);
+    let _ = serde_json::from_slice::<Verdict>(bytes);
+}
+
 fn read_hello(bytes: &[u8]) -> Result<Hello, Error> {
     serde_json::from_slice(bytes).map_err(|_| Error::Protocol)
 }
@@ -433,6 +439,12 @@ impl Session {
     /// When the connection is gone.
     pub fn own_addr(&self) -> io::Result<SocketAddr> {
         self.stream.local_addr()
+    }
+
+    /// Bytes of a segment that the connection sends at most, headers and options not counted; `None`
+    /// where the system does not tell.
+    pub fn segment_bytes(&self) -> Option<u32> {
+        socket2::SockRef::from(&self.stream).tcp_mss().ok()
     }
 
     /// Sends a message; waits at most a few seconds for a peer that does not read.

@@ -82,9 +82,17 @@ impl Files {
             return;
         };
         sample.battery = number(&battery.join("capacity")).map(|percent| percent / 100.0);
+        sample.battery_watts = battery_watts(battery);
         let status = read(&battery.join("status"));
         sample.on_battery = status.map(|status| status.trim() == "Discharging");
     }
+}
+
+/// Watts that flow into a battery or out of it, told at once or as current and voltage.
+fn battery_watts(battery: &Path) -> Option<f64> {
+    let micro = |name: &str| number(&battery.join(name)).map(|value| value.abs() / 1e6);
+    let product = || Some(micro("current_now")? * micro("voltage_now")?);
+    micro("power_now").or_else(product)
 }
 
 /// A card whose driver tells its load, as AMD's does.
@@ -94,12 +102,27 @@ fn gpu(card: &Path) -> Option<Gpu> {
     let bytes = |name: &str| number(&device.join(name)).map(|bytes| bytes as u64);
     let memory_bytes = bytes("mem_info_vram_total");
     let memory_used_bytes = bytes("mem_info_vram_used");
+    let sensors = folders(&device.join("hwmon"), "hwmon");
+    let sensor = |name: &str| sensors.iter().find_map(|chip| number(&chip.join(name)));
+    let temperatures = sensors.iter().flat_map(|chip| folders(chip, "temp"));
+    let temperatures = temperatures.filter(|path| path.to_string_lossy().ends_with("_input"));
+    let degrees = temperatures
+        .filter_map(|path| number(&path))
+        .map(|m| m / 1000.0);
     let name = card.file_name()?.to_string_lossy().into_owned();
     (busy.is_some() || memory_bytes.is_some()).then_some(Gpu {
         name,
         busy,
         memory_bytes,
         memory_used_bytes,
+        // Mean or present power in microwatts, by kernel.
+        watts: sensor("power1_average")
+            .or_else(|| sensor("power1_input"))
+            .map(|uw| uw / 1e6),
+        temperature_c: degrees
+            .filter(|c| (1.0..150.0).contains(c))
+            .reduce(f64::max),
+        throttled: None,
     })
 }
 

@@ -2,11 +2,15 @@
 //!
 //! [`Sampler::sample`] reads some twenty small files of `/proc` and `/sys`, which takes well below
 //! a millisecond. Rates are means since the previous sample, so the first one has none. What a
-//! system does not tell is absent, never zero. On systems without `/proc` everything is absent.
+//! system does not tell is absent, never zero. Macs are asked
+//! through IOReport and SMC, which takes a tenth of a second of waiting.
 //!
 //! The files are read below a root folder, so that recordings of other machines test the reader.
 
+mod energy;
 mod files;
+mod mac;
+mod nvml;
 mod rates;
 #[cfg(test)]
 mod tests;
@@ -16,7 +20,10 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
+pub use energy::Energy;
 use files::Files;
+use mac::Mac;
+use nvml::Nvml;
 use rates::Counters;
 
 /// Load of a machine, as far as its system tells.
@@ -71,10 +78,16 @@ pub struct Sample {
     /// Charge of the battery, 0 to 1.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub battery: Option<f64>,
+    /// Share of time in which a processor package was slowed down because it was hot, 0 to 1.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub throttled: Option<f64>,
+    /// Watts that the battery gives or takes.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub battery_watts: Option<f64>,
     /// Whether the battery is being used up.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub on_battery: Option<bool>,
-    /// Graphics processors whose driver tells of them in `/sys`.
+    /// Graphics processors whose driver tells of them in `/sys` or by NVML.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub gpus: Vec<Gpu>,
 }
@@ -105,12 +118,35 @@ pub struct Gpu {
     /// Bytes of it in use.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub memory_used_bytes: Option<u64>,
+    /// Power in watts.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub watts: Option<f64>,
+    /// Its hottest sensor in degrees Celsius.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub temperature_c: Option<f64>,
+    /// Whether it is slowed down because of heat or power.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub throttled: Option<bool>,
+}
+
+impl Sample {
+    /// Watts of processor packages and graphics processors, as far as they tell; on battery what it
+    /// gives, which is the whole machine's.
+    pub fn watts(&self) -> Option<f64> {
+        if self.on_battery == Some(true) && self.battery_watts.is_some() {
+            return self.battery_watts;
+        }
+        let gpus = self.gpus.iter().filter_map(|gpu| gpu.watts);
+        gpus.chain(self.package_watts).reduce(|a, b| a + b)
+    }
 }
 
 /// Samples one machine.
 #[derive(Debug)]
 pub struct Sampler {
     files: Files,
+    nvml: Nvml,
+    mac: Mac,
     before: Option<(Duration, Counters)>,
 }
 
@@ -118,8 +154,12 @@ impl Sampler {
     /// Reads below `root`, which is `/` on a real machine.
     pub fn new(root: impl Into<PathBuf>) -> Self {
         let files = Files(root.into());
-        let before = None;
-        Self { files, before }
+        Self {
+            nvml: Nvml::open(&files),
+            mac: Mac::open(&files),
+            files,
+            before: None,
+        }
     }
 
     /// Reads everything; `now` is any clock that does not go back.
@@ -128,11 +168,13 @@ impl Sampler {
         let mut sample = Sample::default();
         files.memory(&mut sample);
         files.sensors(&mut sample);
+        sample.gpus.extend(self.nvml.gpus());
         let counters = Counters::read(files);
         if let Some((then, before)) = &self.before {
             counters.rates(before, now.saturating_sub(*then), &mut sample);
         }
         self.before = Some((now, counters));
+        self.mac.fill(&mut sample);
         sample
     }
 }

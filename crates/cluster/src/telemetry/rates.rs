@@ -20,6 +20,8 @@ pub(super) struct Counters {
     networks: BTreeMap<String, [u64; 2]>,
     /// Energy in microjoules with the value at which it wraps, by package.
     packages: BTreeMap<String, (u64, u64)>,
+    /// Milliseconds in which a package was slowed down because it was hot: the largest of all.
+    throttled_ms: Option<u64>,
 }
 
 impl Counters {
@@ -33,6 +35,7 @@ impl Counters {
                 .collect(),
             networks: text("proc/net/dev").lines().filter_map(network).collect(),
             packages: packages(files),
+            throttled_ms: throttled_ms(files),
         }
     }
 
@@ -67,6 +70,11 @@ impl Counters {
             used.map(|uj| uj as f64 / 1e6 / seconds)
         });
         sample.package_watts = watts.reduce(|a, b| a + b);
+        let throttled = self.throttled_ms.zip(before.throttled_ms);
+        sample.throttled = throttled.map(|(now, then)| {
+            let seconds_hot = now.saturating_sub(then) as f64 / 1e3;
+            (seconds_hot / seconds).min(1.0)
+        });
     }
 }
 
@@ -129,6 +137,14 @@ fn packages(files: &Files) -> BTreeMap<String, (u64, u64)> {
         Some((name, (energy, number("max_energy_range_uj").unwrap_or(0))))
     });
     energy.collect()
+}
+
+/// The same of all cores of a package, so one core of each would do.
+fn throttled_ms(files: &Files) -> Option<u64> {
+    let cores = files.folders("sys/devices/system/cpu", "cpu");
+    let file = "thermal_throttle/package_throttle_total_time_ms";
+    let times = cores.iter().filter_map(|core| number(&core.join(file)));
+    times.map(|ms| ms as u64).max()
 }
 
 fn rate(now: &[u64; 2], before: &[u64; 2], seconds: f64) -> [f64; 2] {

@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::time::Duration;
 
-use super::{Network, Sampler};
+use super::{Network, Sample, Sampler};
 
 /// Files of a laptop at two times, two seconds apart.
 const THEN: &[(&str, &str)] = &[
@@ -57,6 +57,24 @@ const THEN: &[(&str, &str)] = &[
     ("sys/class/power_supply/BAT0/type", "Battery\n"),
     ("sys/class/power_supply/BAT0/capacity", "83\n"),
     ("sys/class/power_supply/BAT0/status", "Discharging\n"),
+    ("sys/class/power_supply/BAT0/current_now", "1500000\n"),
+    ("sys/class/power_supply/BAT0/voltage_now", "12000000\n"),
+    (
+        "sys/devices/system/cpu/cpu0/thermal_throttle/package_throttle_total_time_ms",
+        "100\n",
+    ),
+    (
+        "sys/class/drm/card0/device/hwmon/hwmon3/power1_average",
+        "41000000\n",
+    ),
+    (
+        "sys/class/drm/card0/device/hwmon/hwmon3/temp1_input",
+        "55000\n",
+    ),
+    (
+        "sys/class/drm/card0/device/hwmon/hwmon3/temp2_input",
+        "63000\n",
+    ),
     ("sys/class/drm/card0/device/gpu_busy_percent", "37\n"),
     (
         "sys/class/drm/card0/device/mem_info_vram_total",
@@ -82,6 +100,10 @@ const NOW: &[(&str, &str)] = &[
         "proc/net/dev",
         "    lo: 990 1 0 0 0 0 0 0 990 1 0 0 0 0 0 0\n \
          wlan0: 3000 1 0 0 0 0 0 0 5500 1 0 0 0 0 0 0\n  new0: 7 1 0 0 0 0 0 0 7 1 0 0 0 0 0 0\n",
+    ),
+    (
+        "sys/devices/system/cpu/cpu0/thermal_throttle/package_throttle_total_time_ms",
+        "600\n",
     ),
     // It has wrapped after 328,850 uJ; 29,671,150 more are 30 J in all.
     ("sys/class/powercap/intel-rapl:0/energy_uj", "29671150\n"),
@@ -130,6 +152,16 @@ fn a_laptop_is_read() {
     assert_eq!(second.gpus.len(), 1);
     assert_eq!(second.gpus[0].busy, Some(0.37));
     assert_eq!(second.gpus[0].memory_used_bytes, Some(1 << 30));
+    assert_eq!(second.gpus[0].watts, Some(41.0));
+    assert_eq!(second.gpus[0].temperature_c, Some(63.0));
+    assert_eq!(second.throttled, Some(0.25));
+    assert_eq!(second.battery_watts, Some(18.0));
+    assert_eq!(second.watts(), Some(18.0), "on battery it gives all");
+    let plugged_in = Sample {
+        on_battery: Some(false),
+        ..second
+    };
+    assert_eq!(plugged_in.watts(), Some(15.0 + 41.0));
 }
 
 #[test]

@@ -94,6 +94,10 @@ impl Monitor {
             what: "a thread",
             source,
         })?;
+        if let Some(sandbox) = spec.sandbox {
+            // This thread's rights are its children's. It needs none of the others itself.
+            sandbox.enter();
+        }
         let ranks = (0..).map(Rank).take(spec.args.len());
         let workers = ranks.map(|rank| Worker::start(&spec, rank));
         Ok(Self {
@@ -237,6 +241,9 @@ impl Worker {
         let resource = |what| move |source| Error::Resource { what, source };
         let (channel, theirs) = Channel::pair(rank).map_err(resource("a control channel"))?;
         let mut command = Command::new(&spec.program);
+        if spec.env_alone {
+            command.env_clear();
+        }
         command
             .args(&spec.args[rank.0 as usize])
             .envs(spec.env.iter().map(|(name, value)| (name, value)))

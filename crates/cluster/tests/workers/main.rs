@@ -16,6 +16,7 @@ use std::time::{Duration, Instant};
 use paceline_base::Rank;
 use paceline_base::testing::Stopwatch;
 use paceline_cluster::processes::{Ending, Signal};
+use paceline_cluster::sandbox::Sandbox;
 use paceline_cluster::workers::{Event, Limits, Spec, Workers};
 use rustix::process::{Pid, kill_process, test_kill_process};
 
@@ -126,4 +127,27 @@ fn role() {
     if let Ok(role) = std::env::var(ROLE) {
         roles::play(&role);
     }
+}
+
+/// Whether rank 0 of workers in `sandbox` can read the memory of rank 1.
+fn can_read(sandbox: Option<Sandbox>) -> bool {
+    let mut spec = spec(2);
+    spec.sandbox = sandbox;
+    let workers: Ours = Workers::spawn(spec).unwrap();
+    // Its answer shows that it runs: before, it would be looked at while it starts.
+    assert_eq!(
+        ask(&workers, 1, &Order::Echo("x".into())),
+        Answer::Echo("x".into())
+    );
+    ask(&workers, 0, &Order::Read(workers.ids()[1])) == Answer::Read(true)
+}
+
+/// A domain each would keep ranks from lending each other memory.
+#[test]
+fn children_of_one_sandbox_read_each_other() {
+    if !cfg!(target_os = "linux") || !can_read(None) {
+        eprintln!("SKIPPED children_of_one_sandbox_read_each_other: no process may read another");
+        return;
+    }
+    assert!(can_read(Some(Sandbox::Worker)));
 }

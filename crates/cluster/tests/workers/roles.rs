@@ -33,6 +33,8 @@ pub(crate) enum Order {
     /// Never take another message, after answering.
     Deaf,
     Look,
+    /// Say whether the memory of a process can be read, as ranks that lend memory do.
+    Read(u32),
     /// Install a hook that says so, or one that hangs.
     Hook {
         hangs: bool,
@@ -45,6 +47,7 @@ pub(crate) enum Answer {
     Echo(String),
     Number(u64),
     Done,
+    Read(bool),
     Look {
         group: i32,
         /// Open files that are sockets.
@@ -158,6 +161,11 @@ fn obey(control: &Control<Order, Answer>, order: Order) {
             }
         }
         Order::Look => send(look()),
+        Order::Read(id) => {
+            // What the kernel asks here it asks of `process_vm_readv` too.
+            let memory = std::fs::File::open(format!("/proc/{id}/mem"));
+            send(Answer::Read(memory.is_ok()));
+        }
         Order::Hook { hangs } => {
             control.on_end(move || {
                 eprintln!("hook");

@@ -87,8 +87,21 @@ struct Waiter {
 }
 
 // SAFETY: the memory is touched only under the lock of the mail, while the call that borrows it
-// waits.
+// waits. [`Waiting`] takes the entry out before that call ends, also when it panics.
 unsafe impl Send for Waiter {}
+
+/// A call that may have a [`Waiter`]. Its end gives the call its memory back.
+struct Waiting<'a, T: Transport> {
+    linked: &'a Linked<T>,
+    call: Call,
+    peer: usize,
+}
+
+impl<T: Transport> Drop for Waiting<'_, T> {
+    fn drop(&mut self) {
+        self.linked.wait_no_more(self.call, self.peer);
+    }
+}
 
 impl Waiter {
     /// The memory behind the first `done` bytes.
@@ -474,6 +487,8 @@ impl<T: Transport> Linked<T> {
         let peer = from.0 as usize;
         let lends = self.transport.lends(Lane::Messages, peer);
         let memory: *mut [u8] = into.bytes_mut();
+        let linked = self;
+        let waiting = lends.then_some(Waiting { linked, call, peer });
         let found = self.look(peer, deadline, |mail| {
             let found = self.find(mail, peer, tag, call);
             if lends && matches!(found, Look::Wait) {
@@ -481,9 +496,7 @@ impl<T: Transport> Linked<T> {
             }
             found
         });
-        if lends {
-            self.wait_no_more(call, peer);
-        }
+        drop(waiting);
         let message = match found {
             None => {
                 let error = Error::Timeout { call, rank: from };

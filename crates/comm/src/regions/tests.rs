@@ -225,3 +225,19 @@ fn no_file_more_than_a_process_may_have_is_counted() {
         assert_eq!(FILES.load(Ordering::Relaxed), 0);
     }
 }
+
+/// A writer that has gone on to another loan has taken the first one back.
+#[test]
+fn a_loan_before_one_that_was_revoked_stands_no_more() {
+    let slot = crate::loan::Slot::new();
+    slot.lend(0, 1, 2, None);
+    let first = slot.loan().unwrap();
+    assert!(slot.stands(&first));
+    slot.revoke();
+    assert!(!slot.stands(&first));
+    slot.lend(0, 3, 4, None);
+    let second = slot.loan().unwrap();
+    assert!(!slot.stands(&first) && slot.stands(&second));
+    slot.revoke();
+    assert!(!slot.stands(&first) && !slot.stands(&second));
+}

@@ -7,6 +7,7 @@ use super::*;
 
 mod calls;
 mod families;
+mod random;
 mod suite;
 
 /// A vocabulary of all bytes, some words, and control tokens.

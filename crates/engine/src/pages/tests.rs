@@ -228,6 +228,7 @@ fn windows_let_pages_go_and_known_ones_stay_until_they_are_needed() {
     let window = WindowPool {
         back: PAGE + 1,
         pages: 4,
+        every: 1,
     };
     let mut pages = Pages::new(20, &[window]);
     let all = tokens(8 * PAGE, 1);
@@ -235,7 +236,7 @@ fn windows_let_pages_go_and_known_ones_stay_until_they_are_needed() {
     for i in 1..=8 {
         assert!(pages.grow(&mut owned, i), "two of four pages at a time");
         pages.learn(&all[..i * PAGE], &mut owned);
-        pages.leave(&mut owned, i * PAGE);
+        pages.leave(&mut owned, i * PAGE, 0);
         pages.check([(&owned, &all[..i * PAGE])].into_iter());
         assert_eq!(
             owned
@@ -256,6 +257,42 @@ fn windows_let_pages_go_and_known_ones_stay_until_they_are_needed() {
         let reused = pages.clone().reuse(&all[..n], &mut Owned::default());
         assert_eq!(reused, expected * PAGE, "{n} tokens");
     }
+}
+
+/// Of states only few stay: one in so many, those at the end of the prompt, and where a sequence
+/// ended. One that goes on from a saved state leaves it there.
+#[test]
+fn states_are_saved_at_ends_of_prompts_and_now_and_then() {
+    let window = WindowPool {
+        back: PAGE + 1,
+        pages: 12,
+        every: 8,
+    };
+    let mut pages = Pages::new(60, &[window]);
+    let all = tokens(25 * PAGE, 1);
+    let prompt = 20 * PAGE + 10;
+    let mut owned = Owned::default();
+    let reuse = |pages: &Pages, n: usize| {
+        let found = pages.clone().reuse(&all[..n], &mut Owned::default());
+        found / PAGE
+    };
+    let read = |pages: &mut Pages, owned: &mut Owned, from: usize, end: usize| {
+        for i in from + 1..=end {
+            assert!(pages.grow(owned, i));
+            pages.learn(&all[..i * PAGE], owned);
+            pages.leave(owned, i * PAGE, prompt);
+            pages.check([(&*owned, &all[..i * PAGE])].into_iter());
+        }
+    };
+    read(&mut pages, &mut owned, 0, 23);
+    pages.release(&mut owned);
+    let known = [24, 23, 22, 21, 20, 19, 18, 12, 8, 7].map(|i| reuse(&pages, i * PAGE + 1));
+    assert_eq!(known, [23, 23, 20, 20, 20, 19, 16, 8, 8, 0]);
+    let mut again = Owned::default();
+    assert_eq!(pages.reuse(&all[..19 * PAGE + 1], &mut again), 19 * PAGE);
+    read(&mut pages, &mut again, 19, 22);
+    pages.release(&mut again);
+    assert_eq!(reuse(&pages, 19 * PAGE + 1), 19);
 }
 
 /// Sequences come, grow and go. Few kinds of tokens, so that beginnings are often the same.
@@ -296,8 +333,9 @@ fn branching(kind: u32, branch: usize, len: usize) -> Vec<u32> {
 proptest! {
     #[test]
     fn invariants_hold_whatever_is_done(calls in calls(), n in 4..20usize, few in 1..20usize) {
-        let window = |back, pages| WindowPool { back, pages };
-        let mut pages = Pages::new(n, &[window(100, few.min(n)), window(2, n)]);
+        let window = |back, pages, every| WindowPool { back, pages, every };
+        let windows = [window(100, few.min(n), 1), window(2, n, 1), window(PAGE + 1, n, 3)];
+        let mut pages = Pages::new(n, &windows);
         // What is computed and all tokens.
         let mut running: Vec<(Owned, usize, Vec<u32>)> = Vec::new();
         for call in calls {
@@ -320,7 +358,7 @@ proptest! {
                     if grows {
                         *computed = wanted;
                         pages.learn(&all[..wanted], owned);
-                        pages.leave(owned, wanted);
+                        pages.leave(owned, wanted, all.len() / 2);
                     }
                 }
                 Call::End { sequence } if !running.is_empty() => {
@@ -336,5 +374,6 @@ proptest! {
         prop_assert_eq!(pages.available(), n);
         prop_assert_eq!(pages.windows[0].available(), few.min(n));
         prop_assert_eq!(pages.windows[1].available(), n);
+        prop_assert_eq!(pages.windows[2].available(), n);
     }
 }

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 
 use paceline_model::{WindowPages, WindowPool};
+use paceline_tensor::PAGE;
 
 /// A page of a window.
 #[derive(Clone, Copy, Debug, Default)]
@@ -13,6 +14,8 @@ pub(super) struct Slot {
     pub(super) of: Option<u32>,
     /// When it was given back last, where nobody has it.
     since: u64,
+    /// Whether it stays when sequences let it go.
+    saved: bool,
 }
 
 /// The pages of one kind of layers.
@@ -54,7 +57,7 @@ impl Window {
         let page = self.free.pop().or_else(unused);
         let page = page.expect("as many as are available");
         let slot = &mut self.slots[page as usize];
-        slot.users = 1;
+        (slot.users, slot.saved) = (1, false);
         (page, slot.of.take())
     }
 
@@ -78,6 +81,27 @@ impl Window {
         self.free.push(page);
     }
 
+    /// Whether page `index` of a sequence whose prompt has so many tokens is kept when it is let
+    /// go: all are but states, of which one in `every`, and the last two within the prompt.
+    pub(super) const fn saves(&self, index: usize, prompt: usize) -> bool {
+        let full = prompt.saturating_sub(1) / PAGE;
+        let at_end = index < full && index + 2 >= full;
+        at_end || (index + 1).is_multiple_of(self.pool.every)
+    }
+
+    /// A sequence gives a page back that need not stay. Frees it if it was the last one and nobody
+    /// saved it before; returns the page that it was known with then.
+    pub(super) fn let_go(&mut self, page: u32, now: u64) -> Option<u32> {
+        let slot = &mut self.slots[page as usize];
+        if slot.saved || slot.users > 1 || slot.of.is_none() {
+            self.release(page, now);
+            return None;
+        }
+        slot.users = 0;
+        self.free.push(page);
+        slot.of.take()
+    }
+
     /// A sequence gives a page back. What is known of it stays known until it is needed.
     pub(super) fn release(&mut self, page: u32, now: u64) {
         let slot = &mut self.slots[page as usize];
@@ -85,6 +109,7 @@ impl Window {
         match slot.of {
             None => self.free.push(page),
             Some(_) if slot.users == 0 => {
+                slot.saved = true;
                 slot.since = now;
                 self.unused.insert(now, page);
             }
@@ -138,13 +163,13 @@ impl Held {
         self.pages.get_mut(index.checked_sub(self.first)?)
     }
 
-    /// Gives up its first page if that is before page `first` of the sequence.
-    pub(super) fn leave(&mut self, first: usize) -> Option<u32> {
+    /// Gives up its first page if that is before page `first` of the sequence; says which it was.
+    pub(super) fn leave(&mut self, first: usize) -> Option<(usize, u32)> {
         if self.first >= first || self.pages.is_empty() {
             return None;
         }
         self.first += 1;
-        Some(self.pages.remove(0)) // tens of pages as a rule
+        Some((self.first - 1, self.pages.remove(0))) // tens of pages as a rule
     }
 
     /// Gives up all pages, the first one first.

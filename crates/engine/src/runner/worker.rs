@@ -218,7 +218,11 @@ impl<C: Core> Worker<C> {
 
 fn reply(event: Event) -> (SequenceId, Reply) {
     match event {
-        Event::PromptRead { id, reused } => (id, Reply::PromptRead { reused }),
+        Event::PromptRead {
+            id,
+            reused,
+            logprobs,
+        } => (id, Reply::PromptRead { reused, logprobs }),
         Event::Token {
             id,
             token,

@@ -7,30 +7,32 @@
 //!
 //! Invariants: the control tokens of a prompt are those that the template writes, and no text of a
 //! message becomes one (`guard` says how); a template runs in an interpreter without files,
-//! network or clock, and stops at a limit of steps and of output.
+//! network or clock, and stops at a limit of steps and of output; its length and nesting are
+//! bounded before it is parsed (`depth`).
 //!
-//! A limit is missing: minijinja does not count the memory of values that a template makes and
-//! does not print. A hostile template can ask for more than there is.
+//! The interpreter of this process does not count the memory of values that a template makes and
+//! does not print, nor the time of one step. [`ChatTemplate::with`] takes an [`Interpreter`] that
+//! does: `paceline_node::interpreter` runs templates in a child process with limits.
 //!
 //! Not here: which template to use when a model has none. Such a model was not trained to chat.
 
 mod clock;
+mod depth;
 mod guard;
+mod interpreter;
 mod json;
 mod message;
 mod template;
 
-use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use minijinja::value::Serde;
-use minijinja::{Environment, Value};
-use serde_json::Value as Json;
+use serde_json::{Map, Value as Json};
 
 use crate::gguf::Metadata;
 use crate::tokenizer::{self, Fragment, Tokenizer};
 use guard::{Guard, Guise, Place};
+pub use interpreter::{Failure, Here, Interpreter, Job};
 use message::Shape;
 pub use message::{Message, ToolCall};
 
@@ -59,48 +61,19 @@ pub enum Error {
         /// What is wrong.
         reason: String,
     },
-    /// The template, or the file it is in, is longer than any real one.
-    #[error("chat template has {size} bytes, expected at most {limit}")]
+    /// The file that holds the template is longer than any real one.
+    #[error("{}: {size} bytes, expected at most {limit}", path.display())]
     TooLong {
+        /// The file.
+        path: PathBuf,
         /// Its size in bytes.
         size: usize,
         /// The limit in bytes.
         limit: usize,
     },
-    /// The template is not valid Jinja.
-    #[error("chat template, line {line}: {reason}")]
-    Syntax {
-        /// 1-based; 0 if not known.
-        line: usize,
-        /// What the parser says.
-        reason: String,
-    },
-    /// The template failed.
-    #[error("chat template failed in line {line}: {reason}")]
-    Render {
-        /// 1-based; 0 if not known.
-        line: usize,
-        /// What the interpreter says.
-        reason: String,
-    },
-    /// The template refuses the conversation (`raise_exception`), such as two turns of one role.
-    #[error("the chat template refuses the conversation: {message}")]
-    Raised {
-        /// What it says.
-        message: String,
-    },
-    /// The template takes too long.
-    #[error("chat template takes more than {limit} steps")]
-    TooManySteps {
-        /// The limit.
-        limit: u64,
-    },
-    /// The template writes too much.
-    #[error("chat template writes more than {limit} bytes")]
-    OutputTooLong {
-        /// The limit in bytes.
-        limit: usize,
-    },
+    /// The template cannot be used, failed, or refuses the conversation.
+    #[error(transparent)]
+    Template(#[from] Failure),
     /// A role that is no known word: templates make names of control tokens of roles.
     #[error("role {role:?} is not one of {}", ROLES.join(", "))]
     UnknownRole {
@@ -140,13 +113,51 @@ pub struct ChatOptions {
     /// "parameters"}}` each. None hides tools from the template.
     pub tools: Vec<Json>,
     /// More variables for the template, such as `enable_thinking` or `reasoning_effort`.
-    pub variables: serde_json::Map<String, Json>,
+    pub variables: Map<String, Json>,
+    /// How long the prompt may be.
+    pub bounds: Bounds,
 }
+
+/// How long a prompt may be: what is longer ends in an error as soon as that is seen.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Bounds {
+    /// Bytes of the text that the template writes.
+    pub text_bytes: usize,
+    /// Tokens.
+    pub tokens: usize,
+}
+
+impl Default for Bounds {
+    /// 16 MiB of text, and any number of tokens.
+    fn default() -> Self {
+        Self {
+            text_bytes: template::MAX_OUTPUT_BYTES,
+            tokens: usize::MAX,
+        }
+    }
+}
+
+impl Bounds {
+    /// Of a model whose longest token has `token_bytes` bytes, for prompts of up to `tokens`.
+    pub fn of(tokens: usize, token_bytes: usize) -> Self {
+        let bytes = tokens
+            .saturating_mul(token_bytes)
+            .saturating_mul(DISGUISE_BYTES);
+        Self {
+            text_bytes: bytes.min(template::MAX_OUTPUT_BYTES),
+            tokens,
+        }
+    }
+}
+
+/// Bytes of a private-use character, which stands for a character of one byte or more while a
+/// template runs.
+const DISGUISE_BYTES: usize = 4;
 
 /// The template of one model, compiled.
 #[derive(Debug)]
 pub struct ChatTemplate {
-    env: Environment<'static>,
+    interpreter: Box<dyn Interpreter>,
     source: String,
     shape: Shape,
 }
@@ -157,20 +168,38 @@ const GGUF_KEY: &str = "tokenizer.chat_template";
 const MAX_CONFIG_BYTES: usize = 12 << 20;
 
 impl ChatTemplate {
-    /// Compiles `source`.
+    /// Compiles `source`, to run in this process.
     ///
     /// # Errors
-    /// [`Error::Syntax`], [`Error::TooLong`].
+    /// [`Failure::TooLong`], [`Failure::TooDeep`], [`Failure::Syntax`].
     pub fn new(source: &str) -> Result<Self, Error> {
-        let env = template::compile(source)?;
+        Self::with(source, |source| Ok(Box::new(Here::compile(source)?)))
+    }
+
+    /// Has `start` compile `source`, and runs it there.
+    ///
+    /// Cost: one to eight renderings of short messages, to find the form that it wants.
+    ///
+    /// # Errors
+    /// Those of `start`.
+    pub fn with(
+        source: &str,
+        start: impl FnOnce(&str) -> Result<Box<dyn Interpreter>, Failure>,
+    ) -> Result<Self, Error> {
+        let interpreter = start(source)?;
         let render = |messages: &[Json]| {
-            let mut context = defaults();
-            context.insert("messages", Value::from(Serde(messages)));
-            template::render(&env, context.into()).ok()
+            let mut variables = defaults();
+            variables.insert("messages".into(), messages.into());
+            let job = Job {
+                variables,
+                now_unix_s: None,
+                output_bytes_max: template::MAX_OUTPUT_BYTES,
+            };
+            interpreter.render(job).ok()
         };
         Ok(Self {
             shape: Shape::of(source, render),
-            env,
+            interpreter,
             source: source.to_owned(),
         })
     }
@@ -180,39 +209,20 @@ impl ChatTemplate {
         &self.source
     }
 
-    /// The template in the metadata of a GGUF file (`tokenizer.chat_template`).
+    /// The template in the metadata of a GGUF file, to run in this process.
     ///
     /// # Errors
-    /// [`Error::NoTemplate`], [`Error::Metadata`] and those of [`new`](Self::new).
+    /// Those of [`source_in_gguf`] and [`new`](Self::new).
     pub fn from_gguf(metadata: &Metadata) -> Result<Self, Error> {
-        Self::new(metadata.opt_str(GGUF_KEY)?.ok_or(Error::NoTemplate)?)
+        Self::new(source_in_gguf(metadata)?)
     }
 
-    /// The template of a Hugging Face folder: `chat_template.jinja`, else `chat_template` of
-    /// `tokenizer_config.json` (if there are several, the one called `default`), else of
-    /// `chat_template.json`.
+    /// The template of a Hugging Face folder, to run in this process.
     ///
     /// # Errors
-    /// [`Error::NoTemplate`], [`Error::Read`], [`Error::Malformed`] and those of
-    /// [`new`](Self::new).
+    /// Those of [`source_in_dir`] and [`new`](Self::new).
     pub fn from_hf_dir(dir: &Path) -> Result<Self, Error> {
-        if let Some(bytes) = read_limited(&dir.join("chat_template.jinja"))? {
-            return Self::new(&String::from_utf8_lossy(&bytes));
-        }
-        for name in ["tokenizer_config.json", "chat_template.json"] {
-            let path = dir.join(name);
-            let Some(bytes) = read_limited(&path)? else {
-                continue;
-            };
-            let json: Json = serde_json::from_slice(&bytes).map_err(|e| Error::Malformed {
-                path,
-                reason: e.to_string(),
-            })?;
-            if let Some(source) = default_template(&json["chat_template"]) {
-                return Self::new(source);
-            }
-        }
-        Err(Error::NoTemplate)
+        Self::new(&source_in_dir(dir)?)
     }
 
     /// The text of the prompt, as the template writes it. For show: text of a message looks like a
@@ -220,7 +230,7 @@ impl ChatTemplate {
     /// [`encode_chat`](Self::encode_chat).
     ///
     /// # Errors
-    /// [`Error::Render`], [`Error::Raised`], [`Error::TooManySteps`], [`Error::OutputTooLong`].
+    /// [`Error::Template`].
     pub fn render(
         &self,
         tokenizer: &Tokenizer,
@@ -229,7 +239,7 @@ impl ChatTemplate {
     ) -> Result<String, Error> {
         let names = Names::of(tokenizer);
         let messages: Vec<Json> = messages.iter().map(|m| self.shape.dress(m)).collect();
-        self.render_with(&names, &messages, &options.given(), options)
+        self.render_with(&names, messages, options.given(), options)
     }
 
     /// The ids of the prompt. The control tokens in it are those that the template writes: a
@@ -264,10 +274,10 @@ impl ChatTemplate {
             let guise = Guise::Disguised;
             let disguised = self.render_guarded(tokenizer, &guard, guise, messages, options)?;
             if control_ids(tokenizer, &marked) != control_ids(tokenizer, &disguised) {
-                return encode_guarded(tokenizer, &guard, &disguised);
+                return encode_guarded(tokenizer, &guard, &disguised, options.bounds.tokens);
             }
         }
-        encode_guarded(tokenizer, &guard, &marked)
+        encode_guarded(tokenizer, &guard, &marked, options.bounds.tokens)
     }
 
     fn render_guarded(
@@ -281,38 +291,37 @@ impl ChatTemplate {
         let change = |message: &Message| self.shape.dress(&change_message(message, guard, guise));
         let messages: Vec<Json> = messages.iter().map(change).collect();
         let variables = change_values(&options.given(), guard, guise);
-        self.render_with(&Names::of(tokenizer), &messages, &variables, options)
+        self.render_with(&Names::of(tokenizer), messages, variables, options)
     }
 
     fn render_with(
         &self,
         names: &Names<'_>,
-        messages: &[Json],
-        variables: &serde_json::Map<String, Json>,
+        messages: Vec<Json>,
+        variables: Map<String, Json>,
         options: &ChatOptions,
     ) -> Result<String, Error> {
-        let mut context = defaults();
-        for (key, value) in variables {
-            context.insert(key, Value::from(Serde(value)));
-        }
-        context.insert("messages", Value::from(Serde(messages)));
-        context.insert(
-            "add_generation_prompt",
+        let mut all = defaults();
+        all.extend(variables);
+        all.insert("messages".into(), messages.into());
+        all.insert(
+            "add_generation_prompt".into(),
             options.add_generation_prompt.into(),
         );
-        context.insert("bos_token", names.bos.into());
-        context.insert("eos_token", names.eos.into());
-        if let Some(unix_s) = options.now_unix_s {
-            let now = move |format: String| clock::strftime(unix_s, &format);
-            context.insert("strftime_now", Value::from_function(now));
-        }
-        template::render(&self.env, context.into())
+        all.insert("bos_token".into(), names.bos.into());
+        all.insert("eos_token".into(), names.eos.into());
+        let job = Job {
+            variables: all,
+            now_unix_s: options.now_unix_s,
+            output_bytes_max: options.bounds.text_bytes,
+        };
+        Ok(self.interpreter.render(job)?)
     }
 }
 
 impl ChatOptions {
     /// All that the caller gives to the template besides the messages.
-    fn given(&self) -> serde_json::Map<String, Json> {
+    fn given(&self) -> Map<String, Json> {
         let mut given = self.variables.clone();
         if !self.tools.is_empty() {
             given.insert("tools".into(), self.tools.clone().into());
@@ -322,8 +331,9 @@ impl ChatOptions {
 }
 
 /// Variables that `transformers` defines even if they are not given.
-fn defaults() -> BTreeMap<&'static str, Value> {
-    [("tools", Value::from(())), ("documents", Value::from(()))].into()
+fn defaults() -> Map<String, Json> {
+    let none = |name: &str| (name.to_owned(), Json::Null);
+    ["tools", "documents"].map(none).into_iter().collect()
 }
 
 /// What the template calls BOS and EOS; empty if the model has none.
@@ -363,18 +373,14 @@ fn change_message(message: &Message, guard: &Guard<'_>, guise: Guise) -> Message
 }
 
 /// Keys are words of the template and not changed at this level.
-fn change_values(
-    map: &serde_json::Map<String, Json>,
-    guard: &Guard<'_>,
-    guise: Guise,
-) -> serde_json::Map<String, Json> {
+fn change_values(map: &Map<String, Json>, guard: &Guard<'_>, guise: Guise) -> Map<String, Json> {
     let change = |(key, value): (&String, &Json)| (key.clone(), guard.change_json(value, guise));
     map.iter().map(change).collect()
 }
 
 /// Everything that the caller put into a conversation, as text.
-fn texts_of(messages: &[Message], variables: &serde_json::Map<String, Json>) -> Vec<String> {
-    let json = |map: &serde_json::Map<String, Json>| {
+fn texts_of(messages: &[Message], variables: &Map<String, Json>) -> Vec<String> {
+    let json = |map: &Map<String, Json>| {
         (!map.is_empty()).then(|| serde_json::to_string(map).unwrap_or_default())
     };
     let calls = |m: &Message| {
@@ -407,6 +413,7 @@ fn encode_guarded(
     tokenizer: &Tokenizer,
     guard: &Guard<'_>,
     rendered: &str,
+    tokens_max: usize,
 ) -> Result<Vec<u32>, Error> {
     let fragments = tokenizer.cut_control(rendered);
     let texts: Vec<String> = fragments.iter().map(|f| guard.restore(f.text())).collect();
@@ -418,11 +425,45 @@ fn encode_guarded(
             Fragment::Text(_) => Fragment::Text(text),
         })
         .collect();
-    let mut ids = tokenizer.encode_pieces(&pieces)?;
+    let mut ids = tokenizer.encode_pieces(&pieces, tokens_max)?;
     if tokenizer.adds_bos() && ids.first().copied() != tokenizer.bos() {
         ids.splice(..0, tokenizer.bos());
     }
     Ok(ids)
+}
+
+/// The text of the template in the metadata of a GGUF file (`tokenizer.chat_template`).
+///
+/// # Errors
+/// [`Error::NoTemplate`], [`Error::Metadata`].
+pub fn source_in_gguf(metadata: &Metadata) -> Result<&str, Error> {
+    metadata.opt_str(GGUF_KEY)?.ok_or(Error::NoTemplate)
+}
+
+/// The text of the template of a Hugging Face folder: `chat_template.jinja`, else `chat_template`
+/// of `tokenizer_config.json` (if there are several, the one called `default`), else of
+/// `chat_template.json`.
+///
+/// # Errors
+/// [`Error::NoTemplate`], [`Error::Read`], [`Error::Malformed`], [`Error::TooLong`].
+pub fn source_in_dir(dir: &Path) -> Result<String, Error> {
+    if let Some(bytes) = read_limited(&dir.join("chat_template.jinja"))? {
+        return Ok(String::from_utf8_lossy(&bytes).into_owned());
+    }
+    for name in ["tokenizer_config.json", "chat_template.json"] {
+        let path = dir.join(name);
+        let Some(bytes) = read_limited(&path)? else {
+            continue;
+        };
+        let json: Json = serde_json::from_slice(&bytes).map_err(|e| Error::Malformed {
+            path,
+            reason: e.to_string(),
+        })?;
+        if let Some(source) = default_template(&json["chat_template"]) {
+            return Ok(source.to_owned());
+        }
+    }
+    Err(Error::NoTemplate)
 }
 
 /// The file's bytes; `None` if it does not exist.
@@ -436,8 +477,11 @@ fn read_limited(path: &Path) -> Result<Option<Vec<u8>>, Error> {
     }
     let size = fs::metadata(path).map_err(failed)?.len() as usize;
     if size > MAX_CONFIG_BYTES {
-        let limit = MAX_CONFIG_BYTES;
-        return Err(Error::TooLong { size, limit });
+        return Err(Error::TooLong {
+            path: path.to_owned(),
+            size,
+            limit: MAX_CONFIG_BYTES,
+        });
     }
     fs::read(path).map(Some).map_err(failed)
 }

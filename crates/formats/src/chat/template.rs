@@ -7,10 +7,10 @@ use minijinja::syntax::SyntaxConfig;
 use minijinja::value::Rest;
 use minijinja::{Environment, ErrorKind, Value};
 
-use super::{Error, json};
+use super::{Failure, depth, json};
 
 /// Longest template: the longest known (with tools, dates and thinking) have 20 KB.
-const MAX_TEMPLATE_BYTES: usize = 1 << 20;
+const MAX_TEMPLATE_BYTES: usize = 64 << 10;
 
 /// Instructions of a rendering. A turn takes 30 (SmolLM2) to 300 (Qwen 3), so this is a
 /// conversation of 30,000 turns; an endless template is stopped within a second.
@@ -32,9 +32,9 @@ struct Raised(String);
 /// values print as nothing, `raise_exception`, `tojson` without HTML escapes; methods of Python's
 /// strings, lists and dictionaries; `{% generation %}` (which marks what a model wrote, for
 /// training) is accepted and means nothing. There is no loader: a template sees no file.
-pub(super) fn compile(source: &str) -> Result<Environment<'static>, Error> {
+pub(super) fn compile(source: &str) -> Result<Environment<'static>, Failure> {
     if source.len() > MAX_TEMPLATE_BYTES {
-        return Err(Error::TooLong {
+        return Err(Failure::TooLong {
             size: source.len(),
             limit: MAX_TEMPLATE_BYTES,
         });
@@ -44,13 +44,15 @@ pub(super) fn compile(source: &str) -> Result<Environment<'static>, Error> {
         .trim_blocks(true)
         .lstrip_blocks(true)
         .build();
-    env.set_syntax(syntax.map_err(syntax_error)?);
+    let syntax = syntax.map_err(syntax_error)?;
+    let source = without_generation(source);
+    depth::check(&source, syntax.clone())?;
+    env.set_syntax(syntax);
     env.set_auto_escape_callback(|_| minijinja::AutoEscape::None);
     env.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
     env.set_fuel(Some(MAX_FUEL));
     env.add_filter("tojson", json::tojson);
     env.add_function("raise_exception", raise_exception);
-    let source = without_generation(source);
     env.add_template_owned(NAME, source).map_err(syntax_error)?;
     Ok(env)
 }
@@ -86,8 +88,8 @@ fn without_generation(source: &str) -> String {
     out + rest
 }
 
-fn syntax_error(error: minijinja::Error) -> Error {
-    Error::Syntax {
+fn syntax_error(error: minijinja::Error) -> Failure {
+    Failure::Syntax {
         line: error.line().unwrap_or(0),
         reason: reason_of(&error),
     }
@@ -99,48 +101,60 @@ fn reason_of(error: &minijinja::Error) -> String {
         .map_or_else(|| error.kind().to_string(), str::to_owned)
 }
 
-/// Runs the template with `context`.
-pub(super) fn render(env: &Environment<'_>, context: Value) -> Result<String, Error> {
+/// Runs the template with `context`; it may write `limit` bytes.
+pub(super) fn render(
+    env: &Environment<'_>,
+    context: Value,
+    limit: usize,
+) -> Result<String, Failure> {
     let template = env.get_template(NAME).map_err(syntax_error)?;
-    let mut out = Limited::default();
+    let mut out = Limited::new(limit.min(MAX_OUTPUT_BYTES));
     match template.render_captured_to(context, &mut out) {
         Ok(_) => Ok(String::from_utf8(out.bytes).expect("templates write text")),
-        Err(_) if out.is_full => Err(Error::OutputTooLong {
-            limit: MAX_OUTPUT_BYTES,
-        }),
+        Err(_) if out.is_full => Err(Failure::OutputTooLong { limit: out.limit }),
         Err(error) => Err(render_error(&error)),
     }
 }
 
-fn render_error(error: &minijinja::Error) -> Error {
+fn render_error(error: &minijinja::Error) -> Failure {
     if error.kind() == ErrorKind::OutOfFuel {
-        return Error::TooManySteps { limit: MAX_FUEL };
+        return Failure::TooManySteps { limit: MAX_FUEL };
     }
     let mut source = error.source();
     while let Some(cause) = source {
         if let Some(Raised(message)) = cause.downcast_ref() {
-            return Error::Raised {
+            return Failure::Raised {
                 message: message.clone(),
             };
         }
         source = cause.source();
     }
-    Error::Render {
+    Failure::Render {
         line: error.line().unwrap_or(0),
         reason: reason_of(error),
     }
 }
 
 /// Collects output up to the limit.
-#[derive(Default)]
 struct Limited {
     bytes: Vec<u8>,
+    limit: usize,
     is_full: bool,
+}
+
+impl Limited {
+    const fn new(limit: usize) -> Self {
+        Self {
+            bytes: Vec::new(),
+            limit,
+            is_full: false,
+        }
+    }
 }
 
 impl io::Write for Limited {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        if self.bytes.len() + bytes.len() > MAX_OUTPUT_BYTES {
+        if bytes.len() > self.limit - self.bytes.len() {
             self.is_full = true;
             return Err(io::ErrorKind::OutOfMemory.into());
         }

@@ -146,6 +146,17 @@ impl Gguf {
         Bytes(self.parts.iter().map(|part| part.bytes.len() as u64).sum())
     }
 
+    /// The bytes of each file, in order of their parts, and how many of them come before its
+    /// weights: header, metadata (tokenizer and chat template among them) and tensor table.
+    pub fn contents(&self) -> impl Iterator<Item = (&[u8], usize)> {
+        self.parts.iter().enumerate().map(|(no, part)| {
+            let own = self.tensors.iter().filter(|tensor| tensor.part == no);
+            let starts = own.filter_map(|tensor| Some(tensor.range()?.start));
+            let bytes: &[u8] = &part.bytes;
+            (bytes, starts.min().unwrap_or(bytes.len()))
+        })
+    }
+
     /// The files of the model, in order of their parts; never empty.
     pub fn paths(&self) -> impl ExactSizeIterator<Item = &Path> {
         self.parts.iter().map(|part| part.path.as_path())

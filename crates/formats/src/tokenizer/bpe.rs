@@ -1,4 +1,5 @@
-//! Byte-level byte-pair encoding, as GPT-2, Llama 3, Qwen and SmolLM files carry it.
+//! Byte-level byte-pair encoding, as GPT-2, Llama 3, Qwen and SmolLM files carry it, and pairs over
+//! plain text, as those of Gemma 4 do.
 //!
 //! The merges are done by the `tokenizers` crate. Control and unknown tokens are left out of the
 //! vocabulary that it gets, so that no text can become one.
@@ -8,9 +9,9 @@ use std::collections::HashSet;
 use tokenizers::Model as _;
 use tokenizers::models::bpe::{BPE, Merges, Vocab as Texts};
 
-use super::Error;
 use super::pretokenize::{PreTokenizer, Scheme};
-use super::vocab::{Kind, Vocab, byte_level_char};
+use super::vocab::{Kind, SPACE_MARK, Vocab, byte_level_char};
+use super::{Error, within};
 
 #[derive(Debug)]
 pub(super) struct ByteBpe {
@@ -20,21 +21,94 @@ pub(super) struct ByteBpe {
     spelt: Vec<bool>,
 }
 
+/// Merges over the characters of a line, spaces written as U+2581 (`tokenizer.ggml.model` =
+/// `gemma4`).
+#[derive(Debug)]
+pub(super) struct TextBpe {
+    model: BPE,
+    /// Whether runs of line breaks of so many characters are one token: its id.
+    breaks: Texts,
+}
+
+impl TextBpe {
+    /// `merges`: pairs as `left right`, most important first.
+    ///
+    /// # Errors
+    /// As [`ByteBpe::new`]; [`Error::NoByteToken`] if a byte has no token, for these spell what no
+    /// other token does.
+    pub(super) fn new(vocab: &Vocab, merges: &[String]) -> Result<Self, Error> {
+        let (by_text, forbidden) = usable(vocab);
+        for byte in 0..=255 {
+            if !by_text.contains_key(&byte_name(byte)) {
+                return Err(Error::NoByteToken { byte });
+            }
+        }
+        let pairs = merge_pairs(merges, &by_text, &forbidden)?;
+        let is_breaks = |text: &str| !text.is_empty() && text.bytes().all(|b| b == b'\n');
+        let breaks = by_text.iter().filter(|(text, _)| is_breaks(text));
+        let breaks = breaks.map(|(text, id)| (text.clone(), *id)).collect();
+        let builder = BPE::builder().vocab_and_merges(by_text, pairs);
+        // The crate keeps its cache per thread and never frees it; lines seldom repeat.
+        let model = builder.cache_capacity(0).byte_fallback(true).build();
+        let model = model.map_err(|e| Error::Model {
+            reason: e.to_string(),
+        })?;
+        Ok(Self { model, breaks })
+    }
+
+    /// Appends the ids of `text`. A run of line breaks that has a token is that token, as in
+    /// llama.cpp.
+    ///
+    /// Cost: O(n log n) for the longest line, linear in the number of lines.
+    pub(super) fn encode(&self, text: &str, out: &mut Vec<u32>) -> Result<(), Error> {
+        let mut line = String::new();
+        for run in text
+            .as_bytes()
+            .chunk_by(|a, b| (*a == b'\n') == (*b == b'\n'))
+        {
+            let run = std::str::from_utf8(run).expect("cut at line breaks");
+            if let Some(id) = self.breaks.get(run) {
+                out.push(*id);
+                continue;
+            }
+            line.clear();
+            line.extend(run.chars().map(|c| if c == ' ' { SPACE_MARK } else { c }));
+            let tokens = self.model.tokenize(&line);
+            let tokens = tokens.map_err(|e| Error::Encode {
+                reason: e.to_string(),
+            })?;
+            out.extend(tokens.iter().map(|t| t.id));
+        }
+        Ok(())
+    }
+}
+
+/// The name of a byte's token.
+fn byte_name(byte: u8) -> String {
+    format!("<0x{byte:02X}>")
+}
+
+/// Tokens that text may become, and the names of those that it may not.
+fn usable(vocab: &Vocab) -> (Texts, HashSet<&str>) {
+    let mut by_text = Texts::with_capacity(vocab.len());
+    let mut forbidden = HashSet::new();
+    for (id, text, kind) in vocab.iter() {
+        if matches!(kind, Kind::Control | Kind::Unknown) {
+            forbidden.insert(text);
+        } else {
+            by_text.entry(text.to_owned()).or_insert(id);
+        }
+    }
+    (by_text, forbidden)
+}
+
 impl ByteBpe {
     /// `merges`: pairs as `left right`, most important first.
     ///
     /// # Errors
     /// [`Error::Merge`] if a merge is not two tokens whose texts joined are a token.
     pub(super) fn new(vocab: &Vocab, merges: &[String], scheme: Scheme) -> Result<Self, Error> {
-        let mut by_text = Texts::with_capacity(vocab.len());
-        let mut forbidden = HashSet::new();
-        for (id, text, kind) in vocab.iter() {
-            if matches!(kind, Kind::Control | Kind::Unknown) {
-                forbidden.insert(text);
-            } else {
-                by_text.entry(text.to_owned()).or_insert(id);
-            }
-        }
+        let (by_text, forbidden) = usable(vocab);
         let spelt =
             |byte| by_text.contains_key(byte_level_char(byte).encode_utf8(&mut [0; 4]) as &str);
         let spelt = (0..=255).map(spelt).collect();
@@ -59,7 +133,15 @@ impl ByteBpe {
     /// llama.cpp; only vocabularies without all 256 bytes have such.
     ///
     /// Cost: O(n log n) for the longest word, linear in the number of words.
-    pub(super) fn encode(&self, text: &str, out: &mut Vec<u32>) -> Result<(), Error> {
+    ///
+    /// # Errors
+    /// [`Error::TooManyTokens`] after the word that makes `out` longer than `tokens_max`.
+    pub(super) fn encode(
+        &self,
+        text: &str,
+        tokens_max: usize,
+        out: &mut Vec<u32>,
+    ) -> Result<(), Error> {
         let mut word = String::new();
         for piece in self.cutter.cut(text) {
             // The crate would join what is left and right of a byte that it cannot spell.
@@ -72,6 +154,7 @@ impl ByteBpe {
                 })?;
                 out.extend(tokens.iter().map(|t| t.id));
             }
+            within(out, tokens_max)?;
         }
         Ok(())
     }
@@ -138,7 +221,7 @@ mod tests {
 
     fn ids(bpe: &ByteBpe, text: &str) -> Vec<u32> {
         let mut out = Vec::new();
-        bpe.encode(text, &mut out).unwrap();
+        bpe.encode(text, usize::MAX, &mut out).unwrap();
         out
     }
 
@@ -160,6 +243,39 @@ mod tests {
         );
         let whole = tiny(&["Ġ a", "a b", "b a"], true).unwrap();
         assert_eq!(ids(&whole, "aba ba"), [6, 3, 2, 1]);
+    }
+
+    /// Tokens after the 256 of bytes, from id 256 on.
+    fn lines(merges: &[&str]) -> Result<TextBpe, Error> {
+        let mut vocab = Vocab::new(Spelling::Sentence);
+        (0..=255).for_each(|byte| vocab.push(&byte_name(byte), Kind::Byte));
+        for text in ["a", "b", "\u{2581}", "ab", "\u{2581}a", "\n", "\n\n"] {
+            vocab.push(text, Kind::Normal);
+        }
+        vocab.push("ba", Kind::Control);
+        let merges: Vec<String> = merges.iter().map(|m| (*m).to_owned()).collect();
+        TextBpe::new(&vocab, &merges)
+    }
+
+    #[test]
+    fn lines_are_merged_and_other_characters_spelt() {
+        let bpe = lines(&["\u{2581} a", "a b", "b a", "\n \n"]).unwrap();
+        let ids = |text: &str| {
+            let mut out = Vec::new();
+            bpe.encode(text, &mut out).unwrap();
+            out
+        };
+        assert!(ids("").is_empty());
+        assert_eq!(ids("ab ab"), [259, 260, 257]);
+        assert_eq!(
+            ids("ba"),
+            [257, 256],
+            "a control token is never made of text"
+        );
+        assert_eq!(ids("a\n\nb"), [256, 262, 257]);
+        assert_eq!(ids("\n\n\n"), [262, 261], "no token for three: merged");
+        assert_eq!(ids("a\u{e9}b"), [256, 0xc3, 0xa9, 257]);
+        assert_eq!(ids("<0x41>"), [0x3c, 0x30, 0x78, 0x34, 0x31, 0x3e]);
     }
 
     #[test]

@@ -1,8 +1,9 @@
 //! A tokenizer out of the metadata of a GGUF file.
 
-use super::bpe::ByteBpe;
+use super::bpe::{ByteBpe, TextBpe};
 use super::ends;
 use super::fragments::Special;
+use super::json;
 use super::pretokenize::Scheme;
 use super::spm::Spm;
 use super::vocab::{Kind, Spelling, Vocab};
@@ -17,12 +18,17 @@ const SCORES: &str = "tokenizer.ggml.scores";
 const MERGES: &str = "tokenizer.ggml.merges";
 const BOS: &str = "tokenizer.ggml.bos_token_id";
 const EOS: &str = "tokenizer.ggml.eos_token_id";
+const CLS: &str = "tokenizer.ggml.cls_token_id";
+const SEP: &str = "tokenizer.ggml.seperator_token_id"; // spelt so
 const EOT: &str = "tokenizer.ggml.eot_token_id";
 const EOM: &str = "tokenizer.ggml.eom_token_id";
 const UNKNOWN: &str = "tokenizer.ggml.unknown_token_id";
 const ADD_BOS: &str = "tokenizer.ggml.add_bos_token";
 const ADD_EOS: &str = "tokenizer.ggml.add_eos_token";
 const SPACE_PREFIX: &str = "tokenizer.ggml.add_space_prefix";
+
+/// Before a word of a WordPiece vocabulary.
+const WORD: char = '\u{2581}';
 
 /// Ids that SentencePiece models have when the file does not say (llama.cpp does the same).
 const SENTENCE_UNKNOWN: u32 = 0;
@@ -34,6 +40,8 @@ pub(super) fn read(metadata: &Metadata) -> Result<Tokenizer, Error> {
     match metadata.str(MODEL)? {
         "gpt2" => read_byte_bpe(metadata),
         "llama" => read_sentence(metadata),
+        "bert" => read_word_piece(metadata),
+        "gemma4" => read_text_bpe(metadata),
         other => Err(Error::UnknownModel {
             name: other.to_owned(),
         }),
@@ -52,6 +60,21 @@ fn read_byte_bpe(metadata: &Metadata) -> Result<Tokenizer, Error> {
     finish(metadata, vocab, Algorithm::ByteBpe(Box::new(model)), flags)
 }
 
+/// Gemma 4: merges over text as SentencePiece writes it. Its early files say that BOS is not
+/// added, which is wrong: llama.cpp adds it whatever they say.
+fn read_text_bpe(metadata: &Metadata) -> Result<Tokenizer, Error> {
+    let vocab = read_vocab(metadata, Spelling::Sentence)?;
+    let model = TextBpe::new(&vocab, metadata.strs(MERGES)?)?;
+    let flags = Flags {
+        add_bos: true,
+        bos: None,
+        eos: None,
+    };
+    let mut tokenizer = finish(metadata, vocab, Algorithm::TextBpe(Box::new(model)), flags)?;
+    tokenizer.add_bos = true;
+    Ok(tokenizer)
+}
+
 fn read_sentence(metadata: &Metadata) -> Result<Tokenizer, Error> {
     let vocab = read_vocab(metadata, Spelling::Sentence)?;
     let scores = metadata.f32s(SCORES)?;
@@ -67,6 +90,76 @@ fn read_sentence(metadata: &Metadata) -> Result<Tokenizer, Error> {
         eos: Some(SENTENCE_EOS),
     };
     finish(metadata, vocab, Algorithm::Sentence(Box::new(model)), flags)
+}
+
+/// WordPiece of BERT: written as the `tokenizer.json` that it was converted from.
+///
+/// `convert_hf_to_gguf.py` of llama.cpp puts a mark before words, and takes the marks of pieces
+/// away: `the` is `▁the`, `##ing` is `ing`. Whether letters are made small is not in the file: they
+/// are where no word has a capital.
+fn read_word_piece(metadata: &Metadata) -> Result<Tokenizer, Error> {
+    let written = metadata.strs(TOKENS)?;
+    let kinds = metadata.opt_i32s(TOKEN_TYPE)?;
+    if let Some(kinds) = kinds {
+        check_count(TOKEN_TYPE, kinds.len(), written.len())?;
+    }
+    let is_named = |text: &str| text.starts_with('[') && text.ends_with(']');
+    let spelt = |text: &str| match text.strip_prefix(WORD) {
+        Some(word) => word.to_owned(),
+        None if is_named(text) => text.to_owned(),
+        None => format!("##{text}"),
+    };
+    let tokens: Vec<String> = written.iter().map(|text| spelt(text)).collect();
+    let id = |keys: [&str; 2], name: &str| -> Result<u32, Error> {
+        let told = keys
+            .iter()
+            .find_map(|key| metadata.opt_u64(key).ok().flatten());
+        let found = || {
+            tokens
+                .iter()
+                .position(|text| text == name)
+                .map(|id| id as u64)
+        };
+        let id = told.or_else(found).filter(|id| *id < tokens.len() as u64);
+        id.map(|id| id as u32).ok_or_else(|| Error::Malformed {
+            what: MODEL,
+            reason: format!("bert without the token {name}"),
+        })
+    };
+    let cls = id([CLS, BOS], "[CLS]")?;
+    let sep = id([SEP, EOS], "[SEP]")?;
+    let unknown = id([UNKNOWN, UNKNOWN], "[UNK]")?;
+    let is_special = |id: u32| {
+        let kind = kinds.map_or(Kind::Normal, |kinds| Kind::from_gguf(kinds[id as usize]));
+        [cls, sep, unknown].contains(&id) || kind == Kind::Control
+    };
+    let special = |id: u32| {
+        serde_json::json!({"id": id, "content": tokens[id as usize], "special": true, "single_word": false,
+            "lstrip": false, "rstrip": false, "normalized": false})
+    };
+    let specials = (0..tokens.len() as u32).filter(|id| is_special(*id));
+    let has_capital = |(id, text): (u32, &String)| {
+        !is_special(id) && !is_named(text) && text.chars().any(char::is_uppercase)
+    };
+    let is_cased = (0..).zip(&tokens).any(has_capital);
+    let ids: serde_json::Map<_, _> = (0_u32..)
+        .zip(&tokens)
+        .map(|(id, text)| (text.clone(), id.into()))
+        .collect();
+    let name = |id: u32| tokens[id as usize].as_str();
+    let text = serde_json::json!({
+        "version": "1.0",
+        "added_tokens": specials.map(special).collect::<Vec<_>>(),
+        "normalizer": {"type": "BertNormalizer", "clean_text": true, "handle_chinese_chars": true,
+            "strip_accents": null, "lowercase": !is_cased},
+        "pre_tokenizer": {"type": "BertPreTokenizer"},
+        "post_processor":
+            {"type": "BertProcessing", "cls": [name(cls), cls], "sep": [name(sep), sep]},
+        "decoder": {"type": "WordPiece", "prefix": "##", "cleanup": true},
+        "model": {"type": "WordPiece", "unk_token": name(unknown), "vocab": ids,
+            "continuing_subword_prefix": "##", "max_input_chars_per_word": 100},
+    });
+    json::read_bytes(text.to_string().as_bytes())
 }
 
 /// What holds when the file does not say.
@@ -102,6 +195,7 @@ fn finish(
         ends,
         add_bos: metadata.opt_bool(ADD_BOS)?.unwrap_or(default.add_bos),
         add_eos: metadata.opt_bool(ADD_EOS)?.unwrap_or(false),
+        after: None,
     })
 }
 

@@ -9,9 +9,11 @@
 //! files make it panic. So its size and depth are limited before anything is parsed, ids are
 //! checked before they size an allocation, padding and truncation (which could ask for any amount
 //! of memory) are never run, and as a last line a panic of the crate is caught and becomes an
-//! error. (The panic's message still goes where the program's panics go.)
+//! error. (Its message goes where the program's panics go, unless the program's hook asks
+//! [`catches_panics`].)
 
 use std::any::Any;
+use std::cell::Cell;
 use std::fs;
 use std::ops::Range as Span;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -100,6 +102,7 @@ fn build(inner: tokenizers::Tokenizer, config: &Config) -> Result<Tokenizer, Err
     let id_of = |text: &String| inner.token_to_id(text);
     let (before, after) = surroundings(&inner);
     let known = |id: &u32| vocab.text(*id).is_some();
+    let after = after.filter(known);
     let configured = config.bos.as_ref().and_then(id_of).or(config.bos_id);
     let bos = configured.or(before).filter(known);
     let first_end = config.end_ids.first().copied();
@@ -120,6 +123,7 @@ fn build(inner: tokenizers::Tokenizer, config: &Config) -> Result<Tokenizer, Err
         ends,
         add_bos: config.add_bos.unwrap_or(before.is_some() && before == bos),
         add_eos: config.add_eos.unwrap_or(after.is_some() && after == eos),
+        after,
     })
 }
 
@@ -128,7 +132,7 @@ impl Pipeline {
         self.space_prefix
     }
 
-    /// Appends the ids of `fragments`.
+    /// The ids of `fragments`; stops when there are more than `tokens_max`.
     ///
     /// If the model makes a control token of text (a name that is in its own vocabulary), the name
     /// is cut in two, so that it is spelt.
@@ -137,28 +141,40 @@ impl Pipeline {
         fragments: &[Fragment<'_>],
         control: &Cutter,
         is_control: &dyn Fn(u32) -> bool,
-        out: &mut Vec<u32>,
-    ) -> Result<(), Error> {
-        let mut ids = self.run(fragments)?;
+        tokens_max: usize,
+    ) -> Result<Vec<u32>, Error> {
+        let mut ids = self.run(fragments, tokens_max)?;
         if surplus_control(fragments, &ids, is_control).is_some() {
             let finer = cut_names(fragments, control);
-            ids = self.run(&finer)?;
+            ids = self.run(&finer, tokens_max)?;
             if let Some(id) = surplus_control(&finer, &ids, is_control) {
                 return Err(Error::ControlFromText { id });
             }
         }
-        out.extend(ids);
-        Ok(())
+        Ok(ids)
     }
 
-    fn run(&self, fragments: &[Fragment<'_>]) -> Result<Vec<u32>, Error> {
-        guarded(|| self.ids(fragments).map_err(|e| e.to_string()))
-            .and_then(|result| result)
-            .map_err(|reason| Error::Encode { reason })
+    fn run(&self, fragments: &[Fragment<'_>], tokens_max: usize) -> Result<Vec<u32>, Error> {
+        let count = Cell::new(0);
+        let result = guarded(|| {
+            let ids = self.ids(fragments, (&count, tokens_max));
+            ids.map_err(|e| e.to_string())
+        });
+        result.and_then(|result| result).map_err(|reason| {
+            if count.get() > tokens_max {
+                return Error::TooManyTokens { tokens_max };
+            }
+            Error::Encode { reason }
+        })
     }
 
-    /// Normaliser, pre-tokenizer and model, in the crate's order.
-    fn ids(&self, fragments: &[Fragment<'_>]) -> tokenizers::Result<Vec<u32>> {
+    /// Normaliser, pre-tokenizer and model, in the crate's order. Counts tokens of words, and fails
+    /// at the first word with which there are too many.
+    fn ids(
+        &self,
+        fragments: &[Fragment<'_>],
+        (count, tokens_max): (&Cell<usize>, usize),
+    ) -> tokenizers::Result<Vec<u32>> {
         let mut text = PreTokenizedString::from(joined(fragments));
         text.split(|_, whole| Ok(splits(&whole, fragments)))?;
         if let Some(normalizer) = self.inner.get_normalizer() {
@@ -167,7 +183,14 @@ impl Pipeline {
         if let Some(pre_tokenizer) = self.inner.get_pre_tokenizer() {
             pre_tokenizer.pre_tokenize(&mut text)?;
         }
-        text.tokenize(|part| self.inner.get_model().tokenize(part.get()))?;
+        text.tokenize(|part| {
+            let tokens = self.inner.get_model().tokenize(part.get())?;
+            count.set(count.get() + tokens.len());
+            if count.get() > tokens_max {
+                return Err("too many tokens".into());
+            }
+            Ok(tokens)
+        })?;
         let parts = text.get_splits(OffsetReferential::Original, OffsetType::None);
         let tokens = parts.iter().filter_map(|(_, _, tokens)| tokens.as_ref());
         Ok(tokens.flatten().map(|token| token.id).collect())
@@ -235,7 +258,20 @@ fn cut_names<'a>(fragments: &[Fragment<'a>], control: &Cutter) -> Vec<Fragment<'
 
 /// Runs code of the crate; a panic is an error that says what it said.
 fn guarded<T>(run: impl FnOnce() -> T) -> Result<T, String> {
-    catch_unwind(AssertUnwindSafe(run)).map_err(|panic| panic_text(&*panic))
+    let before = GUARDED.replace(true);
+    let result = catch_unwind(AssertUnwindSafe(run));
+    GUARDED.set(before);
+    result.map_err(|panic| panic_text(&*panic))
+}
+
+thread_local! {
+    static GUARDED: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Whether a panic of this thread, at this moment, is one that becomes an error: a program's panic
+/// hook need not report it.
+pub fn catches_panics() -> bool {
+    GUARDED.get()
 }
 
 fn panic_text(panic: &(dyn Any + Send)) -> String {

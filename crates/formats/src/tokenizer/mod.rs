@@ -6,9 +6,10 @@
 //! id --> bytes (always the same for an id) --> text::StreamDecoder --> text
 //! ```
 //!
-//! Three ways of encoding a fragment of text:
+//! Four ways of encoding a fragment of text:
 //! - `bpe`: byte-level byte-pair encoding of a GGUF (`tokenizer.ggml.model` = `gpt2`): words cut
 //!   by `pretokenize`, merged by the `tokenizers` crate;
+//! - `bpe` too: pairs over the characters of a line (`gemma4`), merged by the same crate;
 //! - `spm`: SentencePiece by scores of a GGUF (`llama`), our own, for the crate cannot express it;
 //! - `json`: any model of a `tokenizer.json` (WordPiece of BERT too), run by the crate.
 //!
@@ -32,6 +33,7 @@ use crate::gguf::Metadata;
 use crate::text::StreamDecoder;
 pub(crate) use fragments::Fragment;
 use fragments::{Cutter, Special};
+pub use json::catches_panics;
 use vocab::{Kind, Vocab};
 
 /// Why a tokenizer could not be read, or could not encode a text.
@@ -41,7 +43,7 @@ pub enum Error {
     #[error(transparent)]
     Metadata(#[from] crate::gguf::Error),
     /// `tokenizer.ggml.model` names a kind of vocabulary that is not supported.
-    #[error("tokenizer model {name} is not supported, expected gpt2 or llama")]
+    #[error("tokenizer model {name} is not supported, expected gpt2, llama or gemma4")]
     UnknownModel {
         /// The name.
         name: String,
@@ -148,6 +150,12 @@ pub enum Error {
         /// The byte.
         byte: u8,
     },
+    /// The text has more tokens than the caller takes.
+    #[error("the text has more than {tokens_max} tokens")]
+    TooManyTokens {
+        /// The limit.
+        tokens_max: usize,
+    },
     /// The `tokenizers` crate could not encode a text.
     #[error("encoding failed: {reason}")]
     Encode {
@@ -189,12 +197,24 @@ pub struct Tokenizer {
     ends: Vec<u32>,
     add_bos: bool,
     add_eos: bool,
+    /// What a post-processor puts behind a whole text, where it is not EOS.
+    after: Option<u32>,
+}
+
+/// # Errors
+/// [`Error::TooManyTokens`] if there are.
+fn within(ids: &[u32], tokens_max: usize) -> Result<(), Error> {
+    if ids.len() > tokens_max {
+        return Err(Error::TooManyTokens { tokens_max });
+    }
+    Ok(())
 }
 
 /// How text between special tokens becomes ids.
 #[derive(Debug)]
 enum Algorithm {
     ByteBpe(Box<bpe::ByteBpe>),
+    TextBpe(Box<bpe::TextBpe>),
     Sentence(Box<spm::Spm>),
     Json(Box<json::Pipeline>),
 }
@@ -209,6 +229,7 @@ struct Parts {
     ends: Vec<u32>,
     add_bos: bool,
     add_eos: bool,
+    after: Option<u32>,
 }
 
 impl Tokenizer {
@@ -263,6 +284,7 @@ impl Tokenizer {
             ends: parts.ends,
             add_bos: parts.add_bos,
             add_eos: parts.add_eos,
+            after: parts.after,
         })
     }
 
@@ -275,6 +297,23 @@ impl Tokenizer {
     /// [`Error::TextTooLong`], [`Error::NoByteToken`], [`Error::Encode`],
     /// [`Error::ControlFromText`].
     pub fn encode(&self, text: &str, specials: Specials, add_bos: bool) -> Result<Vec<u32>, Error> {
+        self.encode_within(text, specials, add_bos, usize::MAX)
+    }
+
+    /// As [`encode`](Self::encode), but stops when there are more than `tokens_max` tokens.
+    ///
+    /// Cost: linear in the words of `tokens_max` tokens. A SentencePiece vocabulary joins a whole
+    /// text at once, so there a text is refused by its length before, or encoded whole.
+    ///
+    /// # Errors
+    /// [`Error::TooManyTokens`], and those of [`encode`](Self::encode).
+    pub fn encode_within(
+        &self,
+        text: &str,
+        specials: Specials,
+        add_bos: bool,
+        tokens_max: usize,
+    ) -> Result<Vec<u32>, Error> {
         let cutter = match specials {
             Specials::AsText => &self.user_defined,
             Specials::Parse => &self.all_special,
@@ -283,7 +322,7 @@ impl Tokenizer {
         if add_bos && self.add_bos {
             out.extend(self.bos);
         }
-        self.encode_fragments(&cutter.cut(text), &mut out)?;
+        self.encode_fragments(&cutter.cut(text), tokens_max, &mut out)?;
         Ok(out)
     }
 
@@ -294,14 +333,22 @@ impl Tokenizer {
     /// As [`encode`](Self::encode).
     pub fn encode_whole(&self, text: &str) -> Result<Vec<u32>, Error> {
         let mut ids = self.encode(text, Specials::AsText, true)?;
-        if self.add_eos {
-            ids.extend(self.eos);
-        }
+        ids.extend(self.last());
         Ok(ids)
     }
 
-    /// The ids of fragments of one text; texts of fragments are encoded as ordinary text.
-    pub(crate) fn encode_pieces(&self, pieces: &[Fragment<'_>]) -> Result<Vec<u32>, Error> {
+    /// The token that ends a [whole text](Self::encode_whole), if the model was trained with one.
+    pub fn last(&self) -> Option<u32> {
+        self.eos.filter(|_| self.add_eos).or(self.after)
+    }
+
+    /// The ids of fragments of one text; texts of fragments are encoded as ordinary text. Stops
+    /// when there are more than `tokens_max`.
+    pub(crate) fn encode_pieces(
+        &self,
+        pieces: &[Fragment<'_>],
+        tokens_max: usize,
+    ) -> Result<Vec<u32>, Error> {
         let mut fragments = Vec::with_capacity(pieces.len());
         for piece in pieces {
             match *piece {
@@ -310,7 +357,7 @@ impl Tokenizer {
             }
         }
         let mut out = Vec::new();
-        self.encode_fragments(&fragments, &mut out)?;
+        self.encode_fragments(&fragments, tokens_max, &mut out)?;
         Ok(out)
     }
 
@@ -327,24 +374,34 @@ impl Tokenizer {
     fn encode_fragments(
         &self,
         fragments: &[Fragment<'_>],
+        tokens_max: usize,
         out: &mut Vec<u32>,
     ) -> Result<(), Error> {
         if let Algorithm::Json(pipeline) = &self.algorithm {
             let is_control = |id| self.is_control(id);
-            return pipeline.encode(fragments, &self.control, &is_control, out);
+            let left = tokens_max.saturating_sub(out.len());
+            let ids = pipeline.encode(fragments, &self.control, &is_control, left)?;
+            out.extend(ids);
+            return within(out, tokens_max);
         }
         let mut after_text = false;
         for fragment in fragments {
             match *fragment {
                 Fragment::Token { id, .. } => out.push(id),
                 Fragment::Text(text) => match &self.algorithm {
-                    Algorithm::ByteBpe(model) => model.encode(text, out)?,
+                    Algorithm::ByteBpe(model) => model.encode(text, tokens_max, out)?,
+                    Algorithm::TextBpe(model) => {
+                        model.encode(text, out)?;
+                        within(out, tokens_max)?;
+                    }
                     Algorithm::Sentence(model) => {
+                        model.check_length(text, tokens_max.saturating_sub(out.len()))?;
                         model.encode(&self.vocab, text, after_text, out)?
                     }
                     Algorithm::Json(_) => unreachable!("handled above"),
                 },
             }
+            within(out, tokens_max)?;
             after_text = matches!(fragment, Fragment::Text(_));
         }
         Ok(())
@@ -400,7 +457,7 @@ impl Tokenizer {
     /// Whether encoding puts a space before a text, which decoding from the start must drop.
     pub fn adds_space_prefix(&self) -> bool {
         match &self.algorithm {
-            Algorithm::ByteBpe(_) => false,
+            Algorithm::ByteBpe(_) | Algorithm::TextBpe(_) => false,
             Algorithm::Sentence(model) => model.space_prefix,
             Algorithm::Json(pipeline) => pipeline.space_prefix(),
         }

@@ -80,6 +80,64 @@ const DEEPSEEK3: &[&str] = &[
     ),
 ];
 
+/// Letters with cases as DeepSeek LLM's `tokenizer.json` lists them.
+macro_rules! cased_letters {
+    () => {
+        concat!(
+            r"A-Za-z\u{b5}\u{c0}-\u{d6}\u{d8}-\u{f6}\u{f8}-\u{1ba}\u{1bc}-\u{1bf}\u{1c4}-\u{293}",
+            r"\u{295}-\u{2af}\u{370}-\u{373}\u{376}\u{377}\u{37b}-\u{37d}\u{37f}\u{386}",
+            r"\u{388}-\u{38a}\u{38c}\u{38e}-\u{3a1}\u{3a3}-\u{3f5}\u{3f7}-\u{481}\u{48a}-\u{52f}",
+            r"\u{531}-\u{556}\u{10a0}-\u{10c5}\u{13a0}-\u{13f5}\u{13f8}-\u{13fd}\u{1c90}-\u{1cba}",
+            r"\u{1cbd}-\u{1cbf}\u{1d00}-\u{1d2b}\u{1d6b}-\u{1d77}\u{1d79}-\u{1d9a}",
+            r"\u{1e00}-\u{1f15}\u{1f18}-\u{1f1d}\u{1f20}-\u{1f45}\u{1f48}-\u{1f4d}",
+            r"\u{1f50}-\u{1f57}\u{1f59}\u{1f5b}\u{1f5d}\u{1f5f}-\u{1f7d}\u{1f80}-\u{1fb4}",
+            r"\u{1fb6}-\u{1fbc}\u{1fbe}\u{1fc2}-\u{1fc4}\u{1fc6}-\u{1fcc}\u{1fd0}-\u{1fd3}",
+            r"\u{1fd6}-\u{1fdb}\u{1fe0}-\u{1fec}\u{1ff2}-\u{1ff4}\u{1ff6}-\u{1ffc}\u{2102}\u{2107}",
+            r"\u{210a}-\u{2113}\u{2115}\u{2119}-\u{211d}\u{2124}\u{2126}\u{2128}\u{212a}-\u{212d}",
+            r"\u{212f}-\u{2134}\u{2139}\u{213c}-\u{213f}\u{2145}-\u{2149}\u{214e}\u{2183}\u{2184}",
+            r"\u{2c00}-\u{2c7b}\u{2c7e}-\u{2ce4}\u{2ceb}-\u{2cee}\u{2cf2}\u{2cf3}\u{a640}-\u{a66d}",
+            r"\u{a680}-\u{a69b}\u{a722}-\u{a76f}\u{a771}-\u{a787}\u{a78b}-\u{a78e}",
+            r"\u{ab70}-\u{abbf}\u{fb00}-\u{fb06}\u{fb13}-\u{fb17}\u{ff21}-\u{ff3a}",
+            r"\u{ff41}-\u{ff5a}\u{10400}-\u{1044f}\u{104b0}-\u{104d3}\u{104d8}-\u{104fb}",
+            r"\u{10c80}-\u{10cb2}\u{10cc0}-\u{10cf2}\u{118a0}-\u{118df}\u{1e900}-\u{1e943}",
+        )
+    };
+}
+/// From the model's `tokenizer.json`, but that white space is in neither of its classes, as in
+/// llama.cpp.
+const DEEPSEEK_LLM: &[&str] = &[
+    r"[\r\n]",
+    concat!(r"\s?[", cased_letters!(), "]+"),
+    concat!(
+        r"\s?[!-/:-~\u{ff01}-\u{ff0f}\u{ff1a}-\u{ff5e}",
+        r"\u{2018}-\u{201f}\u{3001}-\u{3002}]+"
+    ),
+    r"\s+$",
+    r"[\u{4e00}-\u{9fa5}\u{800}-\u{4e00}\u{ac00}-\u{d7ff}&&\S]+",
+    r"\p{N}+",
+];
+/// Blocks of Chinese characters, as llama.cpp has them (`unicode_cpt_is_han` of its `unicode.cpp`).
+macro_rules! han {
+    () => {
+        concat!(
+            r"\u{4e00}-\u{9fff}\u{3400}-\u{4dbf}\u{20000}-\u{2a6df}\u{2a700}-\u{2ebef}",
+            r"\u{f900}-\u{faff}\u{2f800}-\u{2fa1f}"
+        )
+    };
+}
+/// As llama.cpp cuts (`unicode_regex_split_custom_kimi_k2`), which takes letters of both cases
+/// together where the model's own pattern begins a word at a capital.
+const KIMI_K2: &str = concat!(
+    "[",
+    han!(),
+    r"]+|[^\r\n\p{L}\p{N}]?[\p{L}--[",
+    han!(),
+    "]]+",
+    contraction!(),
+    r"?|\p{N}{1,3}",
+    tail!()
+);
+
 const fn scheme(patterns: &'static [&'static str], line_breaks_end_runs: bool) -> Scheme {
     Scheme {
         patterns,
@@ -124,6 +182,8 @@ impl Scheme {
             "tekken" => whole_words(scheme(&[TEKKEN], true)),
             "gpt-4o" | "llama4" | "minimax-m2" => scheme(&[GPT4O], true),
             "deepseek-v3" | "hunyuan-dense" => scheme(DEEPSEEK3, true),
+            "deepseek-llm" => scheme(DEEPSEEK_LLM, true),
+            "kimi-k2" => scheme(&[KIMI_K2], true),
             _ => {
                 return Err(Error::UnknownPre {
                     name: name.to_owned(),
@@ -246,6 +306,8 @@ mod tests {
             "tekken",
             "gpt-4o",
             "deepseek-v3",
+            "deepseek-llm",
+            "kimi-k2",
         ] {
             let pieces = cut(name, &text);
             assert_eq!(pieces.last(), Some(&" x"), "{name}");
@@ -269,7 +331,7 @@ mod tests {
 
     #[test]
     fn unknown_names_are_refused() {
-        let error = Scheme::by_name("kimi-k2").unwrap_err();
-        assert_eq!(error.to_string(), "pre-tokenizer kimi-k2 is not supported");
+        let error = Scheme::by_name("plamo").unwrap_err();
+        assert_eq!(error.to_string(), "pre-tokenizer plamo is not supported");
     }
 }

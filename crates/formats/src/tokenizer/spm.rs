@@ -27,6 +27,8 @@ pub(super) struct Spm {
     /// Token of each byte.
     bytes: Vec<Option<u32>>,
     unknown: Option<u32>,
+    /// Bytes of the longest token.
+    token_bytes_max: usize,
     /// Whether a space is put before a text that follows no other text.
     pub(super) space_prefix: bool,
 }
@@ -78,8 +80,25 @@ impl Spm {
             order: scores.iter().map(|s| order_of(*s)).collect(),
             bytes,
             unknown,
+            token_bytes_max: vocab
+                .iter()
+                .map(|(_, text, _)| text.len())
+                .max()
+                .unwrap_or(1),
             space_prefix,
         })
+    }
+
+    /// Refuses a text that cannot be `tokens_max` tokens, whatever is joined: no token spells more
+    /// than the longest, and what is no token is one for each byte or character.
+    ///
+    /// # Errors
+    /// [`Error::TooManyTokens`].
+    pub(super) fn check_length(&self, text: &str, tokens_max: usize) -> Result<(), Error> {
+        if text.len() / self.token_bytes_max.max(4) > tokens_max {
+            return Err(Error::TooManyTokens { tokens_max });
+        }
+        Ok(())
     }
 
     /// Appends the ids of `text`; `after_text` says whether other text is before it.

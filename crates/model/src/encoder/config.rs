@@ -2,10 +2,12 @@
 
 use std::borrow::Cow;
 
+use paceline_formats::gguf::Gguf;
 use paceline_formats::hf::HfFolder;
 use serde_json::Value;
 
-use crate::{Error, Source};
+use super::decoder;
+use crate::{Error, Family, Source};
 
 /// Largest accepted sizes: several times those of published encoders.
 const MAX_WIDTH: u64 = 1 << 14;
@@ -13,6 +15,8 @@ const MAX_FFN: u64 = 1 << 15;
 const MAX_LAYERS: u64 = 1 << 8;
 const MAX_VOCAB: u64 = 1 << 22;
 const MAX_POSITIONS: u64 = 1 << 14;
+/// Of decoders that make vectors: 32768 in E5-Mistral.
+const MAX_LONGEST: u64 = 1 << 20;
 
 /// Encoders that are computed, by `model_type`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -21,6 +25,8 @@ pub enum EncoderFamily {
     Bert,
     /// The same layers; positions count from the padding token's id + 1 (Liu et al. 2019).
     Roberta,
+    /// A decoder that was trained to make vectors (Qwen3 Embedding).
+    Decoder(Family),
 }
 
 /// How the rows of a text become one vector.
@@ -30,6 +36,8 @@ pub enum Pooling {
     Mean,
     /// The row of the first token, `[CLS]`.
     First,
+    /// The row of the last token, the only one of a decoder that has seen all.
+    Last,
 }
 
 /// The function between the two products of a feed-forward.
@@ -43,25 +51,32 @@ pub(super) enum Bend {
     Relu,
 }
 
-/// The shape of an encoder.
-#[derive(Clone, Debug, PartialEq)]
+/// What callers know of an encoder.
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct EncoderConfig {
     /// Which.
     pub family: EncoderFamily,
     /// Numbers of a row, and of the vector that comes out.
     pub width: usize,
-    /// Layers.
-    pub layers: usize,
-    /// Attention heads, which divide the width.
-    pub heads: usize,
-    /// Numbers between the two products of a feed-forward.
-    pub ffn: usize,
     /// Tokens that there are.
     pub vocab: usize,
     /// Most tokens of a text, those that begin and end it included.
     pub context: usize,
     /// How rows become a vector.
     pub pooling: Pooling,
+}
+
+/// The shape of BERT's layers.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) struct Bert {
+    pub(super) width: usize,
+    pub(super) layers: usize,
+    /// Attention heads, which divide the width.
+    pub(super) heads: usize,
+    /// Numbers between the two products of a feed-forward.
+    pub(super) ffn: usize,
+    pub(super) vocab: usize,
+    pub(super) pooling: Pooling,
     /// Rows of the table of positions.
     pub(super) positions: usize,
     /// Row of the first token.
@@ -78,6 +93,7 @@ impl EncoderFamily {
         match self {
             Self::Bert => "bert",
             Self::Roberta => "roberta",
+            Self::Decoder(family) => family.name(),
         }
     }
 
@@ -92,19 +108,112 @@ impl EncoderFamily {
 }
 
 impl EncoderConfig {
-    /// Whether `source` is an encoder: a Hugging Face folder of a known `model_type`.
+    /// Whether `source` is an encoder: of a known `model_type` or architecture, or a decoder of
+    /// which the files say that its last row is a text's vector.
     pub fn is_encoder(source: &Source) -> bool {
-        let Source::Hf(folder) = source else {
-            return false;
+        let is_bert = match source {
+            Source::Hf(folder) => {
+                let model_type = folder.config()["model_type"].as_str();
+                model_type.is_some_and(|name| EncoderFamily::of(name).is_some())
+            }
+            Source::Gguf(file) => file
+                .metadata()
+                .str(ARCHITECTURE)
+                .is_ok_and(|name| name == BERT),
         };
-        let model_type = folder.config()["model_type"].as_str();
-        model_type.is_some_and(|name| EncoderFamily::of(name).is_some())
+        is_bert || decoder::is_embedder(source)
     }
 
     /// # Errors
     /// [`Error::Architecture`] for what is no encoder, and the first field that is missing or
     /// cannot be computed with, by name.
-    pub fn read(folder: &HfFolder) -> Result<Self, Error> {
+    pub fn read(source: &Source) -> Result<Self, Error> {
+        if decoder::is_embedder(source) {
+            return decoder::read(source);
+        }
+        Bert::read(source).map(|(config, _)| config)
+    }
+}
+
+/// The key of a GGUF file's architecture, and the only one of encoders that is computed.
+pub(super) const ARCHITECTURE: &str = "general.architecture";
+const BERT: &str = "bert";
+
+impl Bert {
+    /// Both parts of a configuration.
+    ///
+    /// # Errors
+    /// As [`EncoderConfig::read`].
+    pub(super) fn read(source: &Source) -> Result<(EncoderConfig, Self), Error> {
+        match source {
+            Source::Hf(folder) => Self::of_folder(folder),
+            Source::Gguf(file) => Self::of_file(file),
+        }
+    }
+
+    /// By the keys that `convert_hf_to_gguf.py` of llama.cpp writes.
+    fn of_file(file: &Gguf) -> Result<(EncoderConfig, Self), Error> {
+        let metadata = file.metadata();
+        let name = metadata.str(ARCHITECTURE)?;
+        if name != BERT {
+            return Err(Error::Architecture {
+                architecture: name.chars().take(64).collect(),
+                supported: BERT.to_owned(),
+            });
+        }
+        let size = |key: &'static str, most: u64| {
+            let got = metadata.u64(key)?;
+            let fits = (1..=most).contains(&got);
+            let number = fits.then_some(got as usize);
+            number.ok_or_else(|| wrong(key, got, format!("1 to {most}")))
+        };
+        let width = size("bert.embedding_length", MAX_WIDTH)?;
+        let heads = size("bert.attention.head_count", width as u64)?;
+        check_heads("bert.attention.head_count", width, heads)?;
+        if metadata.opt_bool("bert.attention.causal")? == Some(true) {
+            return Err(wrong("bert.attention.causal", true, "false"));
+        }
+        let eps = f64::from(metadata.f32("bert.attention.layer_norm_epsilon")?);
+        let rows = |name: &str| {
+            let shape = file.info(name).map(|info| info.shape());
+            shape.and_then(|shape| shape.first()).copied().unwrap_or(0)
+        };
+        // As llama.cpp numbers them; none is its name for rows that stay apart.
+        const POOLING: &str = "bert.pooling_type";
+        let pooling = match metadata.opt_u64(POOLING)?.unwrap_or(1) {
+            0 | 1 => Pooling::Mean,
+            2 => Pooling::First,
+            other => return Err(wrong(POOLING, other, "1 (mean) or 2 (first token)")),
+        };
+        let positions = size("bert.context_length", MAX_POSITIONS)?;
+        let bert = Self {
+            width,
+            heads,
+            positions,
+            pooling,
+            layers: size("bert.block_count", MAX_LAYERS)?,
+            ffn: size("bert.feed_forward_length", MAX_FFN)?,
+            vocab: rows("token_embd.weight").min(MAX_VOCAB as usize),
+            types: rows("token_types.weight").clamp(1, 1 << 10),
+            first_position: 0,
+            eps: check_eps("bert.attention.layer_norm_epsilon", eps)?,
+            bend: Bend::Gelu,
+        };
+        let family = EncoderFamily::Bert;
+        Ok((bert.config(family, positions), bert))
+    }
+
+    fn config(&self, family: EncoderFamily, context: usize) -> EncoderConfig {
+        EncoderConfig {
+            family,
+            context,
+            width: self.width,
+            vocab: self.vocab,
+            pooling: self.pooling,
+        }
+    }
+
+    fn of_folder(folder: &HfFolder) -> Result<(EncoderConfig, Self), Error> {
         let config = folder.config();
         let name = text(config, "model_type")?.ok_or(missing("model_type"))?;
         let family = EncoderFamily::of(name).ok_or_else(|| Error::Architecture {
@@ -114,18 +223,15 @@ impl EncoderConfig {
         refuse_what_differs(config)?;
         let width = size(config, "hidden_size", 1..=MAX_WIDTH)?;
         let heads = size(config, "num_attention_heads", 1..=width as u64)?;
-        if !width.is_multiple_of(heads) {
-            let expected = format!("a divisor of the width {width}");
-            return Err(wrong("num_attention_heads", heads, expected));
-        }
+        check_heads("num_attention_heads", width, heads)?;
         let positions = size(config, "max_position_embeddings", 2..=MAX_POSITIONS)?;
         let first_position = match family {
-            EncoderFamily::Bert => 0,
+            EncoderFamily::Bert | EncoderFamily::Decoder(_) => 0,
             EncoderFamily::Roberta => size(config, "pad_token_id", 0..=positions as u64 - 2)? + 1,
         };
         let usable = positions - first_position;
-        Ok(Self {
-            family,
+        let context = longest(folder)?.unwrap_or(usable).min(usable);
+        let bert = Self {
             width,
             heads,
             positions,
@@ -134,15 +240,15 @@ impl EncoderConfig {
             ffn: size(config, "intermediate_size", 1..=MAX_FFN)?,
             vocab: size(config, "vocab_size", 1..=MAX_VOCAB)?,
             types: size(config, "type_vocab_size", 1..=1 << 10)?,
-            context: longest(folder)?.unwrap_or(usable).min(usable),
             pooling: pooling(folder)?,
             eps: eps(config)?,
             bend: bend(config)?,
-        })
+        };
+        Ok((bert.config(family, context), bert))
     }
 
     /// Numbers of a head.
-    pub const fn head(&self) -> usize {
+    pub(super) const fn head(&self) -> usize {
         self.width / self.heads
     }
 }
@@ -163,11 +269,22 @@ fn refuse_what_differs(config: &Value) -> Result<(), Error> {
 
 fn eps(config: &Value) -> Result<f64, Error> {
     const FIELD: &str = "layer_norm_eps";
-    let eps = config[FIELD].as_f64().ok_or(missing(FIELD))?;
+    check_eps(FIELD, config[FIELD].as_f64().ok_or(missing(FIELD))?)
+}
+
+fn check_eps(field: &'static str, eps: f64) -> Result<f64, Error> {
     if !(0.0..=1e-2).contains(&eps) {
-        return Err(wrong(FIELD, eps, "0 to 0.01"));
+        return Err(wrong(field, eps, "0 to 0.01"));
     }
     Ok(eps)
+}
+
+fn check_heads(field: &'static str, width: usize, heads: usize) -> Result<(), Error> {
+    if !width.is_multiple_of(heads) {
+        let expected = format!("a divisor of the width {width}");
+        return Err(wrong(field, heads, expected));
+    }
+    Ok(())
 }
 
 fn bend(config: &Value) -> Result<Bend, Error> {
@@ -181,30 +298,37 @@ fn bend(config: &Value) -> Result<Bend, Error> {
 }
 
 /// Most tokens of a text by sentence-transformers, where the folder has its files.
-fn longest(folder: &HfFolder) -> Result<Option<usize>, Error> {
+pub(super) fn longest(folder: &HfFolder) -> Result<Option<usize>, Error> {
     const FIELD: &str = "max_seq_length";
     let settings = folder.settings("sentence_bert_config.json")?;
     let settings = settings.filter(|settings| !settings[FIELD].is_null());
-    let longest = settings.map(|settings| size(&settings, FIELD, 2..=MAX_POSITIONS));
+    let longest = settings.map(|settings| size(&settings, FIELD, 2..=MAX_LONGEST));
     longest.transpose()
 }
 
 /// How sentence-transformers pools; by the mean where the folder does not say, as it does too.
 fn pooling(folder: &HfFolder) -> Result<Pooling, Error> {
     const KNOWN: &str = "pooling_mode_mean_tokens or pooling_mode_cls_token, alone";
-    let Some(settings) = folder.settings("1_Pooling/config.json")? else {
+    let Some(modes) = pooling_modes(folder)? else {
         return Ok(Pooling::Mean);
     };
-    let modes = settings.as_object().into_iter().flatten();
+    match modes.iter().map(String::as_str).collect::<Vec<_>>()[..] {
+        ["pooling_mode_mean_tokens"] => Ok(Pooling::Mean),
+        ["pooling_mode_cls_token"] => Ok(Pooling::First),
+        _ => Err(wrong("1_Pooling", format!("{modes:?}"), KNOWN)),
+    }
+}
+
+/// The modes that sentence-transformers' file of a folder switches on.
+pub(super) fn pooling_modes(folder: &HfFolder) -> Result<Option<Vec<String>>, Error> {
+    let settings = folder.settings("1_Pooling/config.json")?;
     let is_on = |(name, value): &(&String, &Value)| {
         name.starts_with("pooling_mode_") && **value == Value::Bool(true)
     };
-    let names: Vec<&str> = modes.filter(is_on).map(|(name, _)| name.as_str()).collect();
-    match names.as_slice() {
-        ["pooling_mode_mean_tokens"] => Ok(Pooling::Mean),
-        ["pooling_mode_cls_token"] => Ok(Pooling::First),
-        other => Err(wrong("1_Pooling", format!("{other:?}"), KNOWN)),
-    }
+    Ok(settings.map(|settings| {
+        let modes = settings.as_object().into_iter().flatten();
+        modes.filter(is_on).map(|(name, _)| name.clone()).collect()
+    }))
 }
 
 fn text<'a>(config: &'a Value, field: &'static str) -> Result<Option<&'a str>, Error> {

@@ -7,12 +7,12 @@ use std::ops::Range;
 
 use paceline_tensor::{Activations, Kernels, Packed, Precision, Product};
 
-use super::config::{Bend, EncoderConfig, Pooling};
+use super::config::{Bend, Bert, Pooling};
 use super::weights::{Layer, Linear, Norm, Weights};
 
 /// A step with its buffers.
 pub(super) struct Step<'a> {
-    config: &'a EncoderConfig,
+    config: &'a Bert,
     weights: &'a Weights,
     kernels: &'a Kernels,
     /// Rows of each text.
@@ -38,7 +38,7 @@ pub(super) struct Step<'a> {
 impl<'a> Step<'a> {
     /// With the embeddings of `texts`, which were checked.
     pub(super) fn new(
-        config: &'a EncoderConfig,
+        config: &'a Bert,
         weights: &'a Weights,
         kernels: &'a Kernels,
         texts: &[&[u32]],
@@ -177,12 +177,8 @@ impl<'a> Step<'a> {
         let n = rows.len() as f64;
         let mut sums: Vec<f64> = vec![0.0; self.config.width];
         match self.config.pooling {
-            Pooling::First => {
-                let first = self.x.row(rows.start);
-                sums.iter_mut()
-                    .zip(first)
-                    .for_each(|(sum, x)| *sum = f64::from(*x));
-            }
+            Pooling::First => return unit(self.x.row(rows.start).iter().copied().map(f64::from)),
+            Pooling::Last => return unit(self.x.row(rows.end - 1).iter().copied().map(f64::from)),
             Pooling::Mean => {
                 for t in rows {
                     let row = self.x.row(t).iter();
@@ -193,10 +189,15 @@ impl<'a> Step<'a> {
                 sums.iter_mut().for_each(|sum| *sum /= n);
             }
         }
-        let length = sums.iter().map(|x| x * x).sum::<f64>().sqrt();
-        let scale = if length > 0.0 { 1.0 / length } else { 0.0 };
-        sums.iter().map(|x| (x * scale) as f32).collect()
+        unit(sums.into_iter())
     }
+}
+
+/// The vector of length 1 in the direction of `row`; zeros for zeros.
+pub(super) fn unit(row: impl Iterator<Item = f64> + Clone) -> Vec<f32> {
+    let length = row.clone().map(|x| x * x).sum::<f64>().sqrt();
+    let scale = if length > 0.0 { 1.0 / length } else { 0.0 };
+    row.map(|x| (x * scale) as f32).collect()
 }
 
 /// The matrices that are multiplied with the stream.

@@ -1,4 +1,4 @@
-//! Encoders: a text in, one vector out (BERT and its kin).
+//! Encoders: a text in, one vector out (BERT and its kin; decoders such as Qwen3 Embedding).
 //!
 //! ```text
 //! ids --tables, norm--> x (T, C) --layers--> x (T, C) --pooled, length 1--> (C,)
@@ -7,7 +7,10 @@
 //!           x = norm(x + down(bend(up(x))))
 //! ```
 //!
-//! An encoder is small, so one node computes it, in floats, without a cache. Texts share a step of
+//! A decoder runs its own layers ([`Model`](crate::Model)); the normed row of the last token is
+//! the vector.
+//!
+//! An encoder is small, so one node computes it, in floats. Texts share a step of
 //! up to [`ROWS`] rows; a row of a product does not depend on the other rows, and attention stays
 //! within a text. So a vector depends on its own tokens only: not on the texts beside it, not on
 //! threads, not on the instruction set.
@@ -16,6 +19,7 @@
 //! `modeling_bert.py` of transformers.
 
 mod config;
+mod decoder;
 mod forward;
 mod weights;
 
@@ -28,41 +32,52 @@ use paceline_tensor::Kernels;
 pub use config::{EncoderConfig, EncoderFamily, Pooling};
 
 use crate::{Error, Source};
+use config::Bert;
+use decoder::Decoder;
 use forward::Step;
 use weights::Weights;
 
-/// Rows of a step. A text with more has a step of its own.
+/// Rows of a step. A text with more has a step of its own, of a decoder in parts of so many.
 pub const ROWS: usize = 512;
 
 /// An encoder that was loaded.
 #[derive(Debug)]
 pub struct Encoder {
     config: EncoderConfig,
-    weights: Weights,
-    kernels: Arc<Kernels>,
+    layers: Layers,
+}
+
+/// What computes.
+#[derive(Debug)]
+#[allow(clippy::large_enum_variant, reason = "one value per loaded model")]
+enum Layers {
+    Bert {
+        shape: Bert,
+        weights: Weights,
+        kernels: Arc<Kernels>,
+    },
+    Decoder(Decoder),
 }
 
 impl Encoder {
-    /// Loads the encoder of a Hugging Face folder. Cost: one copy of its weights.
+    /// Loads an encoder. Cost: one copy of its weights.
     ///
     /// # Errors
     /// A weight or field that is missing or cannot be computed with, by name.
     pub fn load(source: &Source, kernels: Arc<Kernels>) -> Result<Self, Error> {
-        let Source::Hf(folder) = source else {
-            let architecture = "a GGUF file".to_owned();
-            let supported = "a Hugging Face folder of bert or roberta".to_owned();
-            return Err(Error::Architecture {
-                architecture,
-                supported,
-            });
-        };
-        let config = EncoderConfig::read(folder)?;
-        let weights = Weights::load(folder, &config, kernels.pool())?;
-        Ok(Self {
-            config,
+        if decoder::is_embedder(source) {
+            let layers = Layers::Decoder(Decoder::load(source, kernels)?);
+            let config = decoder::read(source)?;
+            return Ok(Self { config, layers });
+        }
+        let (config, shape) = Bert::read(source)?;
+        let weights = Weights::load(source, &shape, kernels.pool())?;
+        let layers = Layers::Bert {
+            shape,
             weights,
             kernels,
-        })
+        };
+        Ok(Self { config, layers })
     }
 
     /// Its shape.
@@ -72,7 +87,10 @@ impl Encoder {
 
     /// Memory of its weights.
     pub fn bytes(&self) -> Bytes {
-        self.weights.bytes()
+        match &self.layers {
+            Layers::Bert { weights, .. } => weights.bytes(),
+            Layers::Decoder(decoder) => decoder.bytes(),
+        }
     }
 
     /// Cuts texts of these lengths into steps: ranges of consecutive texts, in order, each of at
@@ -95,12 +113,20 @@ impl Encoder {
         steps
     }
 
-    /// The vectors of one step's texts, each `(width,)` of length 1.
+    /// The vectors of one step's texts, each `(width,)` of length 1. `None` where `is_over` was
+    /// true between two parts of a long text.
+    ///
+    /// # Errors
+    /// [`Error::Cache`] when a decoder has no memory for the keys of its texts.
     ///
     /// # Panics
     /// On a text that is empty or longer than [`EncoderConfig::context`], or a token that is not
     /// below [`EncoderConfig::vocab`].
-    pub fn embed(&self, texts: &[&[u32]]) -> Vec<Vec<f32>> {
+    pub fn embed(
+        &self,
+        texts: &[&[u32]],
+        is_over: &dyn Fn() -> bool,
+    ) -> Result<Option<Vec<Vec<f32>>>, Error> {
         let (context, vocab) = (self.config.context, self.config.vocab);
         for text in texts {
             let len = text.len();
@@ -109,9 +135,16 @@ impl Encoder {
             assert!(text.iter().all(is_known), "tokens of {vocab}");
         }
         if texts.is_empty() {
-            return Vec::new();
+            return Ok(Some(Vec::new()));
         }
-        Step::new(&self.config, &self.weights, &self.kernels, texts).run()
+        match &self.layers {
+            Layers::Bert {
+                shape,
+                weights,
+                kernels,
+            } => Ok(Some(Step::new(shape, weights, kernels, texts).run())),
+            Layers::Decoder(decoder) => decoder.embed(texts, is_over),
+        }
     }
 }
 

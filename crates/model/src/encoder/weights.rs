@@ -1,12 +1,12 @@
-//! The weights of an encoder, under their names in the Hugging Face layout.
+//! The weights of BERT, under their names in the Hugging Face layout and in GGUF files.
 
 use paceline_base::Bytes;
 use paceline_formats::hf::HfFolder;
 use paceline_formats::tensor::Tensor;
 use paceline_tensor::{PackOptions, Packed, StoredMatrix, ThreadPool, stored};
 
-use super::EncoderConfig;
-use crate::Error;
+use super::config::Bert;
+use crate::{Error, Source};
 
 /// Prefixes of names; a bare model's have none.
 const PREFIXES: [&str; 3] = ["", "bert.", "roberta."];
@@ -57,40 +57,48 @@ pub(super) struct Norm {
     pub(super) bias: Vec<f32>,
 }
 
-/// Finds weights in a folder.
+/// Finds weights in a folder or file.
 struct Loader<'a> {
-    folder: &'a HfFolder,
+    source: &'a Source,
     pool: &'a ThreadPool,
+    /// Before the names of a folder.
     prefix: &'static str,
 }
+
+/// What a weight is called in a folder and in a GGUF file, without `.weight` or `.bias`.
+type Names<'a> = [&'a str; 2];
 
 impl Weights {
     /// # Errors
     /// A weight that is missing, or has another shape than `config` says.
-    pub(super) fn load(
-        folder: &HfFolder,
-        config: &EncoderConfig,
-        pool: &ThreadPool,
-    ) -> Result<Self, Error> {
-        let is_there =
-            |prefix: &&str| folder.has(&format!("{prefix}embeddings.word_embeddings.weight"));
-        let prefix = PREFIXES.into_iter().find(is_there).unwrap_or_default();
+    pub(super) fn load(source: &Source, config: &Bert, pool: &ThreadPool) -> Result<Self, Error> {
+        let is_there = |folder: &HfFolder, prefix: &str| {
+            folder.has(&format!("{prefix}embeddings.word_embeddings.weight"))
+        };
+        let found = match source {
+            Source::Hf(folder) => PREFIXES.into_iter().find(|p| is_there(folder, p)),
+            Source::Gguf(_) => None,
+        };
         let loader = Loader {
-            folder,
+            source,
             pool,
-            prefix,
+            prefix: found.unwrap_or_default(),
         };
         let c = config.width;
-        let table = |name: &str, rows| loader.tensor(&format!("embeddings.{name}"), &[rows, c]);
-        let types = table("token_type_embeddings.weight", config.types)?;
+        let table = |names: Names<'_>, rows| loader.tensor(names, "weight", &[rows, c]);
+        let types = ["embeddings.token_type_embeddings", "token_types"];
+        let types = table(types, config.types)?;
         let mut kind = floats(&types);
         kind.truncate(c);
         let layers = (0..config.layers).map(|i| loader.layer(i, config));
         Ok(Self {
-            words: table("word_embeddings.weight", config.vocab)?,
-            positions: table("position_embeddings.weight", config.positions)?,
+            words: table(["embeddings.word_embeddings", "token_embd"], config.vocab)?,
+            positions: table(
+                ["embeddings.position_embeddings", "position_embd"],
+                config.positions,
+            )?,
             kind,
-            norm: loader.norm("embeddings.LayerNorm", c)?,
+            norm: loader.norm(["embeddings.LayerNorm", "token_embd_norm"], c)?,
             layers: layers.collect::<Result<_, _>>()?,
         })
     }
@@ -128,24 +136,35 @@ impl Layer {
 }
 
 impl Loader<'_> {
-    fn layer(&self, i: usize, config: &EncoderConfig) -> Result<Layer, Error> {
+    fn layer(&self, i: usize, config: &Bert) -> Result<Layer, Error> {
         let (c, f) = (config.width, config.ffn);
-        let linear = |name: &str, shape| self.linear(&format!("encoder.layer.{i}.{name}"), shape);
-        let norm = |name: &str| self.norm(&format!("encoder.layer.{i}.{name}"), c);
+        let names = |[folder, file]: Names<'_>| {
+            [
+                format!("encoder.layer.{i}.{folder}"),
+                format!("blk.{i}.{file}"),
+            ]
+        };
+        let linear = |of: Names<'_>, shape| self.linear(names(of).each_ref().map(|n| &**n), shape);
+        let norm = |of: Names<'_>| self.norm(names(of).each_ref().map(|n| &**n), c);
         Ok(Layer {
-            query: linear("attention.self.query", [c, c])?,
-            key: linear("attention.self.key", [c, c])?,
-            value: linear("attention.self.value", [c, c])?,
-            output: linear("attention.output.dense", [c, c])?,
-            attention_norm: norm("attention.output.LayerNorm")?,
-            up: linear("intermediate.dense", [f, c])?,
-            down: linear("output.dense", [c, f])?,
-            ffn_norm: norm("output.LayerNorm")?,
+            query: linear(["attention.self.query", "attn_q"], [c, c])?,
+            key: linear(["attention.self.key", "attn_k"], [c, c])?,
+            value: linear(["attention.self.value", "attn_v"], [c, c])?,
+            output: linear(["attention.output.dense", "attn_output"], [c, c])?,
+            attention_norm: norm(["attention.output.LayerNorm", "attn_output_norm"])?,
+            up: linear(["intermediate.dense", "ffn_up"], [f, c])?,
+            down: linear(["output.dense", "ffn_down"], [c, f])?,
+            ffn_norm: norm(["output.LayerNorm", "layer_output_norm"])?,
         })
     }
 
-    fn tensor(&self, name: &str, expected: &[usize]) -> Result<Tensor, Error> {
-        let tensor = self.folder.tensor(&format!("{}{name}", self.prefix))?;
+    /// The tensor whose name ends in `kind`.
+    fn tensor(&self, names: Names<'_>, kind: &str, expected: &[usize]) -> Result<Tensor, Error> {
+        let [in_folder, in_file] = names;
+        let tensor = match self.source {
+            Source::Hf(folder) => folder.tensor(&format!("{}{in_folder}.{kind}", self.prefix))?,
+            Source::Gguf(file) => file.tensor(&format!("{in_file}.{kind}"))?,
+        };
         if tensor.shape != expected {
             return Err(Error::Shape {
                 name: tensor.name,
@@ -156,12 +175,12 @@ impl Loader<'_> {
         Ok(tensor)
     }
 
-    fn vector(&self, name: &str, n: usize) -> Result<Vec<f32>, Error> {
-        Ok(floats(&self.tensor(name, &[n])?))
+    fn vector(&self, names: Names<'_>, kind: &str, n: usize) -> Result<Vec<f32>, Error> {
+        Ok(floats(&self.tensor(names, kind, &[n])?))
     }
 
-    fn linear(&self, name: &str, shape: [usize; 2]) -> Result<Linear, Error> {
-        let tensor = self.tensor(&format!("{name}.weight"), &shape)?;
+    fn linear(&self, names: Names<'_>, shape: [usize; 2]) -> Result<Linear, Error> {
+        let tensor = self.tensor(names, "weight", &shape)?;
         let [rows, cols] = shape;
         let values = floats(&tensor);
         let bytes: Vec<u8> = values
@@ -179,14 +198,14 @@ impl Loader<'_> {
             name: tensor.name,
             source,
         })?;
-        let bias = self.vector(&format!("{name}.bias"), rows)?;
+        let bias = self.vector(names, "bias", rows)?;
         Ok(Linear { matrix, bias })
     }
 
-    fn norm(&self, name: &str, n: usize) -> Result<Norm, Error> {
+    fn norm(&self, names: Names<'_>, n: usize) -> Result<Norm, Error> {
         Ok(Norm {
-            weight: self.vector(&format!("{name}.weight"), n)?,
-            bias: self.vector(&format!("{name}.bias"), n)?,
+            weight: self.vector(names, "weight", n)?,
+            bias: self.vector(names, "bias", n)?,
         })
     }
 }

@@ -1,18 +1,21 @@
 //! Reading configuration values from GGUF metadata or `config.json` under their two names.
 
+mod delta_net;
 mod experts;
+mod gemma4;
+mod latent;
 mod rope;
 
 pub(crate) use rope::RopeKind;
 
 use std::borrow::Cow;
 
-use paceline_formats::gguf::{self, Metadata};
+use paceline_formats::gguf::{self, Array, Gguf, Metadata};
 use paceline_tensor::RopePairs;
 use serde_json::Value;
 
 use super::Family;
-use crate::config::Activation;
+use crate::config::{Activation, MAX_WIDTH};
 use crate::{Config, Error, Source};
 use experts::MAX_EXPERTS;
 
@@ -21,11 +24,24 @@ use experts::MAX_EXPERTS;
 pub(crate) enum Fields<'a> {
     /// Keys carry the architecture as prefix.
     Gguf {
+        file: &'a Gguf,
         metadata: &'a Metadata,
         architecture: &'a str,
     },
-    /// `config.json`.
+    /// `config.json`, or the text part in it.
     Hf(&'a Value),
+}
+
+/// The part of a `config.json` that is about text, of models that have other parts too.
+fn text_part(config: &Value) -> &Value {
+    let has_parts = matches!(
+        config.get("model_type").and_then(Value::as_str),
+        Some("gemma4" | "qwen3_5" | "qwen3_5_moe")
+    );
+    match config.get("text_config") {
+        Some(text) if has_parts && text.is_object() => text,
+        _ => config,
+    }
 }
 
 impl<'a> Fields<'a> {
@@ -34,11 +50,12 @@ impl<'a> Fields<'a> {
             Source::Gguf(file) => {
                 let metadata = file.metadata();
                 Self::Gguf {
+                    file,
                     metadata,
                     architecture: metadata.str("general.architecture")?,
                 }
             }
-            Source::Hf(folder) => Self::Hf(folder.config()),
+            Source::Hf(folder) => Self::Hf(text_part(folder.config())),
         })
     }
 
@@ -53,12 +70,26 @@ impl<'a> Fields<'a> {
         };
         Family::ALL
             .into_iter()
-            .find(|f| names(*f) == name)
+            .find(|f| names(*f) == name || f.other_names().contains(&name))
             .map(mixtral)
             .ok_or_else(|| Error::Architecture {
                 architecture: shortened(name),
                 supported: Family::ALL.map(names).join(", "),
             })
+    }
+
+    /// Width of each layer's feed-forward; of models that have experts alone, that of one.
+    pub(crate) fn ffns(&self, family: Family, layers: usize) -> Result<Vec<usize>, Error> {
+        let of = |gguf, hf| self.opt_sizes((gguf, hf), layers, (1, MAX_WIDTH));
+        let usual = of("feed_forward_length", "intermediate_size")?;
+        let experts = match family {
+            Family::Qwen35Moe if usual.is_none() => {
+                of("expert_feed_forward_length", "moe_intermediate_size")?
+            }
+            _ => None,
+        };
+        let missing = || self.missing("feed_forward_length", "intermediate_size");
+        usual.or(experts).ok_or_else(missing)
     }
 
     fn model_type(&self) -> Result<&'a str, Error> {
@@ -108,6 +139,31 @@ impl<'a> Fields<'a> {
             return Err(wrong_value(field, number, format!("{low} to {high}")));
         }
         Ok(Some(number as usize))
+    }
+
+    /// An integer in `low..=high` for each of `layers` layers: of GGUF files one for all, or a
+    /// list. `None` when absent or null.
+    pub(crate) fn opt_sizes(
+        &self,
+        (gguf, hf): (&'static str, &'static str),
+        layers: usize,
+        (low, high): (u64, u64),
+    ) -> Result<Option<Vec<usize>>, Error> {
+        let Self::Gguf { metadata, .. } = self else {
+            let one = self.opt_size(gguf, hf, low, high)?;
+            return Ok(one.map(|one| vec![one; layers]));
+        };
+        let key = self.key(gguf);
+        let Some(gguf::Value::Array(_)) = metadata.get(&key) else {
+            let one = self.opt_size(gguf, hf, low, high)?;
+            return Ok(one.map(|one| vec![one; layers]));
+        };
+        let list = metadata.u64s(&key)?;
+        check_layers(gguf, list.len(), layers)?;
+        match list.iter().find(|n| !(low..=high).contains(n)) {
+            Some(bad) => Err(wrong_value(gguf, bad, format!("{low} to {high}"))),
+            None => Ok(Some(list.iter().map(|n| *n as usize).collect())),
+        }
     }
 
     pub(crate) fn float(&self, gguf: &'static str, hf: &'static str) -> Result<f32, Error> {
@@ -204,7 +260,7 @@ impl<'a> Fields<'a> {
         let said = self.hf("tie_word_embeddings", "true or false", Value::as_bool)?;
         Ok(match self {
             Self::Gguf { .. } => None,
-            Self::Hf(_) => Some(said.unwrap_or(family == Family::Gemma3)),
+            Self::Hf(_) => Some(said.unwrap_or(family.is_usually_tied())),
         })
     }
 
@@ -279,12 +335,21 @@ impl<'a> Fields<'a> {
         {
             return Ok(windowed);
         }
-        let pattern = self.opt_size(
-            "attention.sliding_window_pattern",
-            "sliding_window_pattern",
-            1,
-            u64::from(u32::MAX),
-        )?;
+        const GGUF: &str = "attention.sliding_window_pattern";
+        if let Self::Gguf { metadata, .. } = self
+            && let Some(gguf::Value::Array(list)) = metadata.get(&self.key(GGUF))
+        {
+            check_layers(GGUF, list.len(), layers)?;
+            return match list {
+                Array::Bool(windowed) => Ok(windowed.clone()),
+                _ => Ok(metadata
+                    .u64s(&self.key(GGUF))?
+                    .iter()
+                    .map(|n| *n != 0)
+                    .collect()),
+            };
+        }
+        let pattern = self.opt_size(GGUF, "sliding_window_pattern", 1, u64::from(u32::MAX))?;
         let full = |i: usize| (i + 1).is_multiple_of(pattern.unwrap_or(usual));
         Ok((0..layers).map(|i| !full(i)).collect())
     }
@@ -308,6 +373,15 @@ impl<'a> Fields<'a> {
             Self::Hf(config) => field(config, name, expected, convert),
         }
     }
+}
+
+/// Refuses lists that do not have one entry for each layer.
+fn check_layers(field: &'static str, got: usize, layers: usize) -> Result<(), Error> {
+    if got == layers {
+        return Ok(());
+    }
+    let expected = format!("one for each of {layers} layers");
+    Err(wrong_value(field, format!("a list of {got}"), expected))
 }
 
 /// The field `name` of a JSON object; `None` when absent or null.

@@ -5,7 +5,7 @@
 
 use paceline_tensor::RopePairs;
 
-use super::{Family, Fields, Half, LayerStep, RopeKind};
+use super::{Family, Fields, FileNames, Half, LayerStep, RopeKind};
 use crate::{Config, Error};
 
 /// Of so many layers, one sees all positions.
@@ -16,6 +16,12 @@ const FULL: usize = 0;
 const WINDOWED: usize = 1;
 
 const ROPE: RopeKind = RopeKind::plain(RopePairs::Halves, 1_000_000.0);
+
+/// Norms before and after each half of a layer.
+pub(super) const NAMES: FileNames = FileNames {
+    hf_ffn_norm: "pre_feedforward_layernorm",
+    ..FileNames::USUAL
+};
 
 pub(super) fn config(fields: &Fields<'_>) -> Result<Config, Error> {
     let mut config = Config::base(Family::Gemma3, fields)?;

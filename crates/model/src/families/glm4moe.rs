@@ -5,13 +5,19 @@
 
 use paceline_tensor::RopePairs;
 
-use super::{Family, Fields, Half, LayerStep, RopeKind, feed_forward};
+use super::{Family, Fields, FileNames, Half, LayerStep, RopeKind, feed_forward};
 use crate::{Config, Error};
 
 const ROPE: RopeKind = RopeKind {
     yarn: true,
     partial: Some(0.5),
     ..RopeKind::plain(RopePairs::Halves, 10_000.0)
+};
+
+pub(super) const NAMES: FileNames = FileNames {
+    gguf_ffn_norm: "post_attention_norm", // before the feed-forward, whatever its name
+    shared: "mlp.shared_experts",
+    ..FileNames::USUAL
 };
 
 pub(super) fn config(fields: &Fields<'_>) -> Result<Config, Error> {
@@ -23,7 +29,7 @@ pub(super) fn config(fields: &Fields<'_>) -> Result<Config, Error> {
     config.ropes = vec![fields.rope(&config, ROPE)?];
     let experts = fields.sigmoid_experts("n_routed_experts", config.ffn)?;
     let experts = fields.with_ungated_shared(experts)?;
-    let dense = fields.dense_layers()?;
+    let dense = fields.dense_layers(1)?;
     for layer in config.layers.iter_mut().skip(dense) {
         layer.experts = Some(experts);
     }

@@ -5,13 +5,21 @@
 
 use paceline_tensor::RopePairs;
 
-use super::{Family, Fields, Half, LayerStep, RopeKind, feed_forward};
+use super::{Family, Fields, FileNames, Half, LayerStep, RopeKind, Stacks, feed_forward};
 use crate::config::Gating;
 use crate::{Config, Error};
 
 const ROPE: RopeKind = RopeKind {
     yarn: true,
     ..RopeKind::plain(RopePairs::Halves, 150_000.0)
+};
+
+pub(super) const NAMES: FileNames = FileNames {
+    gguf_ffn_norm: "post_attention_norm", // before the feed-forward, whatever its name
+    router: "mlp.router",
+    mlx_experts: "mlp.experts",
+    stacks: Stacks::Alternate,
+    ..FileNames::USUAL
 };
 
 pub(super) fn config(fields: &Fields<'_>) -> Result<Config, Error> {

@@ -3,19 +3,24 @@
 //! Letters in shape comments: T rows of the batch, C width, H heads, K KV heads, D head size,
 //! F feed-forward width, V vocabulary.
 
+mod deepseek;
+mod delta_net;
 mod fields;
 mod gemma3;
+mod gemma4;
 mod glm4moe;
 mod gpt_oss;
 mod llama;
 mod minimax_m2;
 mod mixtral;
+mod names;
 mod qwen2;
 mod qwen2moe;
 mod qwen3;
 mod qwen3moe;
 
 pub(crate) use fields::{Fields, RopeKind};
+pub(crate) use names::{FileNames, Stacks};
 
 use crate::config::Activation;
 use crate::{Config, Error};
@@ -27,6 +32,8 @@ pub(crate) enum Half {
     Attention,
     /// Gate, up and down.
     FeedForward,
+    /// Experts beside gate, up and down: a part of the second half with norms of its own.
+    Beside,
 }
 
 /// What layers are made of, on whatever computes them: a step in progress, whose rows are this
@@ -49,6 +56,9 @@ pub(crate) trait LayerStep {
     /// Whether the weights of norms on heads are there, of families that have them or not.
     fn norms_heads(&self, w: &Self::Layer) -> bool;
 
+    /// Norms every head of v (T, K, D) in place, without weights.
+    fn norm_values(&mut self, w: &Self::Layer) -> Result<(), Error>;
+
     /// Norms q (T, H D) over all heads, and k (T, K D) over all of theirs, in place; sums of
     /// squares are exchanged with the ranks of the stage.
     fn norm_projections(&mut self, w: &Self::Layer) -> Result<(), Error>;
@@ -58,6 +68,26 @@ pub(crate) trait LayerStep {
 
     /// Writes k and v to the cache, then q (T, H D) -> attended (T, H D).
     fn attend(&mut self, w: &Self::Layer, index: usize) -> Result<(), Error>;
+
+    /// x (T, C) -> q (T, H, R + P), k (T, R + P), of latent attention: R latent numbers and P that
+    /// turn, rotated by the positions of the rows; q scaled.
+    fn project_latent(&mut self, w: &Self::Layer) -> Result<(), Error>;
+
+    /// Writes k to the cache, then q -> attended (T, H V): what a head reads of latent numbers,
+    /// expanded.
+    fn attend_latent(&mut self, w: &Self::Layer, index: usize) -> Result<(), Error>;
+
+    /// attended (T, H D) *= sigmoid(gate of each head), where the layer has gates.
+    fn gate_attention(&mut self, w: &Self::Layer) -> Result<(), Error>;
+
+    /// Whether the layer is a gated delta net.
+    fn is_delta_net(&self, w: &Self::Layer) -> bool;
+
+    /// x (T, C) -> q, k (T, K D), v, gates (T, H E), and of each head its step and its decay (T, H)
+    fn project_delta_net(&mut self, w: &Self::Layer) -> Result<(), Error>;
+
+    /// Takes q, k, v into the states, reads these, norms and gates each head -> attended (T, H E).
+    fn delta_net(&mut self, w: &Self::Layer, index: usize) -> Result<(), Error>;
 
     /// attended (T, H D) -> delta (T, C), summed over the ranks of the stage
     fn project_attention(&mut self, w: &Self::Layer) -> Result<(), Error>;
@@ -83,6 +113,18 @@ pub(crate) trait LayerStep {
     /// x (T, C) -> delta (T, C), by the experts that the router chooses for each row, summed over
     /// the ranks of the stage
     fn experts(&mut self, w: &Self::Layer) -> Result<(), Error>;
+
+    /// delta (T, C) -> aside (T, C), by the norm after a feed-forward that has experts beside it.
+    fn set_aside(&mut self, w: &Self::Layer) -> Result<(), Error>;
+
+    /// delta (T, C) += aside (T, C)
+    fn add_aside(&mut self) -> Result<(), Error>;
+
+    /// residual (T, C) += what the layer's own embeddings give; nothing where a model has none.
+    fn add_per_layer(&mut self, w: &Self::Layer, index: usize) -> Result<(), Error>;
+
+    /// residual (T, C) *= the layer's own factor, where it has one.
+    fn scale_residual(&mut self, w: &Self::Layer) -> Result<(), Error>;
 }
 
 /// The second half of a layer whose norms are before its halves: experts where it has them.
@@ -109,6 +151,8 @@ pub enum Family {
     Qwen3,
     /// Gemma 3, text.
     Gemma3,
+    /// Gemma 4, text.
+    Gemma4,
     /// Mixtral: Llama with experts, and `llama` in GGUF files.
     Mixtral,
     /// Qwen 1.5 and 2 with experts and a shared one.
@@ -121,24 +165,37 @@ pub enum Family {
     Glm4Moe,
     /// MiniMax M2 to M2.7.
     MiniMaxM2,
+    /// DeepSeek V2, V3 and R1, Kimi K2, GLM 4.7 Flash, Mistral 4: latent attention and experts.
+    DeepSeek,
+    /// Qwen3-Next: gated delta nets and experts.
+    Qwen3Next,
+    /// Qwen 3.5 to 3.8, dense, text.
+    Qwen35,
+    /// Qwen 3.5 to 3.8 with experts, text.
+    Qwen35Moe,
 }
 
 impl Family {
     /// Every family.
-    pub const ALL: [Self; 10] = [
+    pub const ALL: [Self; 15] = [
         Self::Llama,
         Self::Qwen2,
         Self::Qwen3,
         Self::Gemma3,
+        Self::Gemma4,
         Self::Mixtral,
         Self::Qwen2Moe,
         Self::Qwen3Moe,
         Self::GptOss,
         Self::Glm4Moe,
         Self::MiniMaxM2,
+        Self::DeepSeek,
+        Self::Qwen3Next,
+        Self::Qwen35,
+        Self::Qwen35Moe,
     ];
 
-    /// Those without experts.
+    /// Those without experts, all layers of which are attention.
     pub const DENSE: [Self; 4] = [Self::Llama, Self::Qwen2, Self::Qwen3, Self::Gemma3];
 
     /// The name in `general.architecture` of GGUF files.
@@ -148,11 +205,16 @@ impl Family {
             Self::Qwen2 => "qwen2",
             Self::Qwen3 => "qwen3",
             Self::Gemma3 => "gemma3",
+            Self::Gemma4 => "gemma4",
             Self::Qwen2Moe => "qwen2moe",
             Self::Qwen3Moe => "qwen3moe",
             Self::GptOss => "gpt-oss",
             Self::Glm4Moe => "glm4moe",
             Self::MiniMaxM2 => "minimax-m2",
+            Self::DeepSeek => "deepseek2",
+            Self::Qwen3Next => "qwen3next",
+            Self::Qwen35 => "qwen35",
+            Self::Qwen35Moe => "qwen35moe",
         }
     }
 
@@ -160,27 +222,52 @@ impl Family {
     const fn hf_name(self) -> &'static str {
         match self {
             Self::Gemma3 => "gemma3_text",
+            Self::Gemma4 => "gemma4_text",
             Self::Mixtral => "mixtral",
             Self::Qwen2Moe => "qwen2_moe",
             Self::Qwen3Moe => "qwen3_moe",
             Self::GptOss => "gpt_oss",
             Self::Glm4Moe => "glm4_moe",
             Self::MiniMaxM2 => "minimax_m2",
+            Self::DeepSeek => "deepseek_v3",
+            Self::Qwen3Next => "qwen3_next",
+            Self::Qwen35 => "qwen3_5_text",
+            Self::Qwen35Moe => "qwen3_5_moe_text",
             other => other.name(),
+        }
+    }
+
+    /// More names that files have for it, in either layout.
+    const fn other_names(self) -> &'static [&'static str] {
+        match self {
+            Self::DeepSeek => &[
+                "mistral4",
+                "deepseek_v2",
+                "kimi_k2",
+                "glm4_moe_lite",
+                "deepseek32",
+                "deepseek_v32",
+                "glm-dsa",
+                "glm_moe_dsa",
+            ],
+            _ => &[],
         }
     }
 
     /// The function on the gate of the feed-forward.
     pub(crate) const fn activation(self) -> Activation {
         match self {
-            Self::Gemma3 => Activation::GeluTanh,
+            Self::Gemma3 | Self::Gemma4 => Activation::GeluTanh,
             _ => Activation::Silu,
         }
     }
 
     /// Whether its layers have experts, all or some.
     pub(crate) const fn has_experts(self) -> bool {
-        !matches!(self, Self::Llama | Self::Qwen2 | Self::Qwen3 | Self::Gemma3)
+        !matches!(
+            self,
+            Self::Llama | Self::Qwen2 | Self::Qwen3 | Self::Gemma3 | Self::Qwen35
+        )
     }
 
     /// Whether queries, keys and values need biases.
@@ -199,13 +286,53 @@ impl Family {
     }
 
     /// Whether every query and key head has a norm.
-    pub(crate) const fn norms_heads(self) -> bool {
-        matches!(self, Self::Qwen3 | Self::Gemma3 | Self::Qwen3Moe)
+    pub const fn norms_heads(self) -> bool {
+        let attention = matches!(
+            self,
+            Self::Qwen3 | Self::Gemma3 | Self::Gemma4 | Self::Qwen3Moe
+        );
+        attention || self.has_delta_nets()
+    }
+
+    /// Whether most of its layers are gated delta nets.
+    pub(crate) const fn has_delta_nets(self) -> bool {
+        matches!(self, Self::Qwen3Next | Self::Qwen35 | Self::Qwen35Moe)
     }
 
     /// Whether the results of both halves of a layer have norms.
-    pub(crate) const fn norms_after_halves(self) -> bool {
-        matches!(self, Self::Gemma3)
+    pub const fn norms_after_halves(self) -> bool {
+        matches!(self, Self::Gemma3 | Self::Gemma4)
+    }
+
+    /// Whether half precision is too narrow for its activations.
+    pub(crate) const fn needs_wide_activations(self) -> bool {
+        matches!(self, Self::Gemma3 | Self::Gemma4)
+    }
+
+    /// Whether the output head is the embedding where `config.json` does not say.
+    pub(crate) const fn is_usually_tied(self) -> bool {
+        matches!(self, Self::Gemma3 | Self::Gemma4)
+    }
+
+    /// Whether MLX computes it; of families with experts none.
+    pub(crate) const fn runs_on_mlx(self) -> bool {
+        !matches!(self, Self::Gemma4) && !self.has_delta_nets()
+    }
+
+    /// What files call its weights.
+    pub(crate) const fn file_names(self) -> &'static FileNames {
+        match self {
+            Self::Gemma3 => &gemma3::NAMES,
+            Self::Gemma4 => &gemma4::NAMES,
+            Self::Mixtral | Self::MiniMaxM2 => &FileNames::MIXTRAL,
+            Self::GptOss => &gpt_oss::NAMES,
+            Self::Glm4Moe => &glm4moe::NAMES,
+            Self::DeepSeek => &deepseek::NAMES,
+            Self::Qwen3Next | Self::Qwen35 | Self::Qwen35Moe => &delta_net::NAMES,
+            Self::Llama | Self::Qwen2 | Self::Qwen3 | Self::Qwen2Moe | Self::Qwen3Moe => {
+                &FileNames::USUAL
+            }
+        }
     }
 
     pub(crate) fn config(self, fields: &Fields<'_>) -> Result<Config, Error> {
@@ -214,12 +341,15 @@ impl Family {
             Self::Qwen2 => qwen2::config(fields),
             Self::Qwen3 => qwen3::config(fields),
             Self::Gemma3 => gemma3::config(fields),
+            Self::Gemma4 => gemma4::config(fields),
             Self::Mixtral => mixtral::config(fields),
             Self::Qwen2Moe => qwen2moe::config(fields),
             Self::Qwen3Moe => qwen3moe::config(fields),
             Self::GptOss => gpt_oss::config(fields),
             Self::Glm4Moe => glm4moe::config(fields),
             Self::MiniMaxM2 => minimax_m2::config(fields),
+            Self::DeepSeek => deepseek::config(fields),
+            Self::Qwen3Next | Self::Qwen35 | Self::Qwen35Moe => delta_net::config(self, fields),
         }
     }
 
@@ -238,12 +368,17 @@ impl Family {
             Self::Qwen2 => qwen2::layer(step, weights, index),
             Self::Qwen3 => qwen3::layer(step, weights, index),
             Self::Gemma3 => gemma3::layer(step, weights, index),
+            Self::Gemma4 => gemma4::layer(step, weights, index),
             Self::Mixtral => mixtral::layer(step, weights, index),
             Self::Qwen2Moe => qwen2moe::layer(step, weights, index),
             Self::Qwen3Moe => qwen3moe::layer(step, weights, index),
             Self::GptOss => gpt_oss::layer(step, weights, index),
             Self::Glm4Moe => glm4moe::layer(step, weights, index),
             Self::MiniMaxM2 => minimax_m2::layer(step, weights, index),
+            Self::DeepSeek => deepseek::layer(step, weights, index),
+            Self::Qwen3Next | Self::Qwen35 | Self::Qwen35Moe => {
+                delta_net::layer(step, weights, index)
+            }
         }
     }
 }

@@ -109,12 +109,11 @@ impl Step<'_> {
     ) -> Result<Vec<Array>, Error> {
         let (stream, dtype) = (self.parts.stream, self.parts.model.dtype);
         let mine = mine.map(|mine| stream.astype(mine, dtype)).transpose()?;
-        self.parts
-            .watch
-            .during(|| stream.eval(mine.iter().chain([&self.residual])))?;
+        let rows = self.batch.rows();
+        let all = mine.iter().chain([&self.residual]);
+        self.parts.watch.during(rows, || stream.eval(all))?;
         let (mine, way) = self.readable(mine)?;
         let own = mine.as_ref().map_or(Ok(&[][..]), Array::as_bytes)?;
-        let rows = self.batch.rows();
         let counts = columns.iter().map(|n| n * rows * dtype.bytes());
         let counts: Vec<usize> = counts.collect();
         let values = rows * columns.iter().sum::<usize>();
@@ -142,7 +141,8 @@ impl Step<'_> {
         match mine {
             Some(array) if !array.is_rows() => {
                 let copy = stream.contiguous(&array)?;
-                self.parts.watch.during(|| stream.eval([&copy]))?;
+                let rows = self.batch.rows();
+                self.parts.watch.during(rows, || stream.eval([&copy]))?;
                 Ok((Some(copy), Way::Staged))
             }
             mine => Ok((mine, Way::InPlace.on(stream)?)),

@@ -6,11 +6,13 @@
 //! name. What hangs is left behind: the process is to end then. MLX waits for its devices when a
 //! process ends in order, so one that has not ended some time later is ended without.
 
+use std::collections::VecDeque;
 use std::fmt;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
-use std::sync::{Arc, Once};
+use std::sync::{Arc, Mutex, Once};
 use std::time::{Duration, Instant};
+
+use paceline_base::lock;
 
 use crate::Error;
 
@@ -23,52 +25,95 @@ const END_LIMIT: Duration = Duration::from_secs(5);
 /// When waiting for an evaluation is over.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Patience {
-    /// An evaluation that takes longer has hung.
+    /// Of evaluations before any was measured: one that takes longer is slow or hangs.
     pub(super) limit: Duration,
     /// How long the process may go on after that, to say so; forever if that is not given.
     pub(super) last_words: Option<Duration>,
 }
 
-/// Tells how long an evaluation has been under way.
+/// Shortest limit, where evaluations were measured: other programs may hold a device so long.
+const LEAST: Duration = Duration::from_secs(10);
+
+/// So many times as long as the evaluations before is no longer slow, but hangs. A device that
+/// another program shares, or that is hot, is some three times as slow.
+const SLOWER: u32 = 20;
+
+/// Evaluations that are remembered.
+const KNOWN: usize = 8;
+
+/// Tells how long an evaluation has been under way, and how long it may be.
 #[derive(Clone, Debug)]
 pub(super) struct Watch {
-    start: Instant,
-    /// Microseconds from `start` to the beginning of the evaluation, and one; 0 for none.
-    since: Arc<AtomicU64>,
+    state: Arc<Mutex<State>>,
+    /// Of evaluations before any was measured.
     limit: Duration,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    /// When the evaluation that is under way began, and its rows.
+    since: Option<(Instant, usize)>,
+    /// Rows and times of the last evaluations, but the first, which compiles kernels.
+    known: VecDeque<(usize, Duration)>,
+    is_warm: bool,
+}
+
+impl State {
+    /// The longest that `rows` rows should take, by the evaluations that are known: a row costs at
+    /// most what it costs alone.
+    fn expected(&self, rows: usize) -> Option<Duration> {
+        let times = self.known.iter().map(|(known, time)| {
+            let more = (rows as f64 / *known as f64).max(1.0);
+            time.mul_f64(more)
+        });
+        times.max()
+    }
+
+    fn end(&mut self) {
+        let Some((start, rows)) = self.since.take() else {
+            return;
+        };
+        if self.is_warm {
+            self.known.push_back((rows.max(1), start.elapsed()));
+            while self.known.len() > KNOWN {
+                self.known.pop_front();
+            }
+        }
+        self.is_warm = true;
+    }
 }
 
 impl Watch {
     fn new(limit: Duration) -> Self {
         Self {
-            start: Instant::now(),
-            since: Arc::default(),
+            state: Arc::default(),
             limit,
         }
     }
 
-    fn now(&self) -> u64 {
-        u64::try_from(self.start.elapsed().as_micros()).unwrap_or(u64::MAX)
-    }
-
-    /// Runs `evaluate`, watched.
-    pub(super) fn during<T>(&self, evaluate: impl FnOnce() -> T) -> T {
-        self.since.store(self.now() + 1, Ordering::Release);
+    /// Runs `evaluate` on so many rows, watched.
+    pub(super) fn during<T>(&self, rows: usize, evaluate: impl FnOnce() -> T) -> T {
+        lock(&self.state).since = Some((Instant::now(), rows));
         let value = evaluate();
-        self.since.store(0, Ordering::Release);
+        lock(&self.state).end();
         value
     }
 
     /// # Errors
     /// [`Error::Hung`] when an evaluation takes too long.
     fn check(&self) -> Result<(), Error> {
-        let since = self.since.load(Ordering::Acquire);
-        let limit = u64::try_from(self.limit.as_micros()).unwrap_or(u64::MAX);
-        if since == 0 || self.now().saturating_sub(since) <= limit {
+        let state = lock(&self.state);
+        let Some((start, rows)) = state.since else {
+            return Ok(());
+        };
+        let usual = state.expected(rows);
+        let limit = usual.map_or(self.limit, |usual| {
+            (usual * SLOWER).max(LEAST.min(self.limit))
+        });
+        if start.elapsed() <= limit {
             return Ok(());
         }
-        let limit = self.limit;
-        Err(Error::Hung { limit })
+        Err(Error::Hung { limit, usual })
     }
 }
 
@@ -79,7 +124,7 @@ pub(super) struct Host<S> {
     /// `None` while it is dropped.
     work: Option<Sender<Work<S>>>,
     /// Hears when the thread has ended.
-    ended: std::sync::Mutex<Receiver<()>>,
+    ended: Mutex<Receiver<()>>,
     watch: Watch,
     last_words: Option<Duration>,
     hung: Once,
@@ -119,7 +164,7 @@ impl<S: 'static> Host<S> {
         thread.spawn(run).map_err(Error::Thread)?;
         let host = Self {
             work: Some(work),
-            ended: std::sync::Mutex::new(ended),
+            ended: Mutex::new(ended),
             watch,
             last_words: patience.last_words,
             hung: Once::new(),
@@ -232,12 +277,45 @@ mod tests {
         let host = host(Duration::ZERO);
         let (hold, held) = channel::<()>();
         let watch = host.watch.clone();
-        let hang = move |_: &mut _| watch.during(|| held.recv().is_ok());
+        let hang = move |_: &mut _| watch.during(1, || held.recv().is_ok());
         let error = host.call(hang, || ()).unwrap_err();
         assert!(matches!(error, Error::Hung { .. }), "{error}");
-        assert!(error.to_string().contains("evaluation"), "{error}");
+        assert!(error.to_string().contains("slow or hangs"), "{error}");
         drop(host);
         drop(hold);
+    }
+
+    /// Of evaluations whose times are known: the limit follows the rows, and the first one, which
+    /// compiles kernels, does not count.
+    #[test]
+    fn the_limit_follows_what_was_measured() {
+        let ms = Duration::from_millis;
+        let mut state = State {
+            since: Some((Instant::now() - ms(90_000), 1)),
+            ..State::default()
+        };
+        state.end();
+        assert_eq!(state.expected(1), None);
+        state.known.extend([(512, ms(2000)), (1, ms(30))]);
+        assert_eq!(state.expected(1), Some(ms(2000)));
+        assert_eq!(state.expected(512), Some(ms(512 * 30)));
+        for _ in 0..KNOWN {
+            state.since = Some((Instant::now(), 1));
+            state.end();
+        }
+        assert_eq!(state.known.len(), KNOWN);
+        assert!(state.expected(1) < Some(ms(2000)));
+
+        let watch = Watch::new(Duration::from_secs(300));
+        *lock(&watch.state) = State {
+            since: Some((Instant::now() - ms(11_000), 1)),
+            known: VecDeque::from([(1, ms(30))]),
+            is_warm: true,
+        };
+        let error = watch.check().unwrap_err().to_string();
+        assert!(error.starts_with("mlx hangs"), "{error}");
+        lock(&watch.state).known[0].1 = ms(1000);
+        watch.check().unwrap();
     }
 
     #[test]

@@ -65,15 +65,16 @@ pub struct MlxOptions {
     pub positions: usize,
     /// Rows of the largest step.
     pub rows: usize,
-    /// An evaluation that takes longer counts as a device that hangs.
+    /// The first evaluation, which takes longer, counts as a device that hangs; later ones by the
+    /// times of those before.
     pub patience: Duration,
     /// How long the process may go on after that: it is ended then, by whatever it is held up.
     pub last_words: Duration,
 }
 
 impl MlxOptions {
-    /// Longest evaluation unless told otherwise. The longest there should be, 512 rows of a 70B
-    /// model on a small GPU, is half a minute; a first one also compiles kernels.
+    /// Longest first evaluation unless told otherwise. The longest there should be, 512 rows of a
+    /// 70B model on a small GPU, is half a minute; a first one also compiles kernels.
     pub const PATIENCE: Duration = Duration::from_secs(300);
 
     /// Enough for a worker to tell its parent, and for other ranks to hear of it: these take 2 s.
@@ -186,6 +187,10 @@ impl MlxModel {
         let mut config = Config::read(&source)?;
         if let Some(factors) = crate::weights::rope_factors(&source, &config)? {
             config.ropes[0] = config.ropes[0].clone().with_factors(&factors);
+        }
+        if !config.family.runs_on_mlx() {
+            let (family, engine) = (config.family.name(), "mlx");
+            return Err(Error::Family { family, engine });
         }
         if config.experts().is_some() {
             return Err(Error::Experts { engine: "mlx" });

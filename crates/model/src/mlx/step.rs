@@ -110,7 +110,11 @@ impl<'a> Step<'a> {
     /// Evaluates `arrays` and the cache, watched.
     fn eval(&self, arrays: &[&Array]) -> Result<(), Error> {
         let all = arrays.iter().copied().chain(self.parts.cache.arrays());
-        Ok(self.parts.watch.during(|| self.parts.stream.eval(all))?)
+        let rows = self.batch.rows();
+        Ok(self
+            .parts
+            .watch
+            .during(rows, || self.parts.stream.eval(all))?)
     }
 
     /// Sends the residual stream (T, C) to the next stage, or turns its wanted rows into logits
@@ -334,6 +338,7 @@ impl LayerStep for Step<'_> {
         let weight = match half {
             Half::Attention => &w.attention_norm,
             Half::FeedForward => &w.ffn_norm,
+            Half::Beside => unreachable!("refused when the model was loaded"),
         };
         let eps = self.parts.model.config.norm_eps;
         self.x = self.parts.stream.rms_norm(&self.residual, weight, eps)?;
@@ -423,6 +428,7 @@ impl LayerStep for Step<'_> {
         let weight = match half {
             Half::Attention => w.post_attention_norm.as_ref(),
             Half::FeedForward => w.post_ffn_norm.as_ref(),
+            Half::Beside => unreachable!("refused when the model was loaded"),
         };
         let weight = weight.expect("loaded for this family");
         self.delta =
@@ -445,11 +451,55 @@ impl LayerStep for Step<'_> {
         unreachable!("asked by families with experts")
     }
 
+    fn project_latent(&mut self, _: &Self::Layer) -> Result<(), Error> {
+        unreachable!("refused when the model was loaded")
+    }
+
+    fn attend_latent(&mut self, _: &Self::Layer, _: usize) -> Result<(), Error> {
+        unreachable!("refused when the model was loaded")
+    }
+
+    fn gate_attention(&mut self, _: &Self::Layer) -> Result<(), Error> {
+        unreachable!("layers that differ were refused")
+    }
+
+    fn is_delta_net(&self, _: &Self::Layer) -> bool {
+        false
+    }
+
+    fn project_delta_net(&mut self, _: &Self::Layer) -> Result<(), Error> {
+        unreachable!("layers that differ were refused")
+    }
+
+    fn delta_net(&mut self, _: &Self::Layer, _: usize) -> Result<(), Error> {
+        unreachable!("layers that differ were refused")
+    }
+
     fn has_experts(&self, _: &Self::Layer) -> bool {
         false
     }
 
     fn experts(&mut self, _: &Self::Layer) -> Result<(), Error> {
+        unreachable!("refused when the model was loaded")
+    }
+
+    fn norm_values(&mut self, _: &Self::Layer) -> Result<(), Error> {
+        unreachable!("refused when the model was loaded")
+    }
+
+    fn set_aside(&mut self, _: &Self::Layer) -> Result<(), Error> {
+        unreachable!("refused when the model was loaded")
+    }
+
+    fn add_aside(&mut self) -> Result<(), Error> {
+        unreachable!("refused when the model was loaded")
+    }
+
+    fn add_per_layer(&mut self, _: &Self::Layer, _: usize) -> Result<(), Error> {
+        unreachable!("refused when the model was loaded")
+    }
+
+    fn scale_residual(&mut self, _: &Self::Layer) -> Result<(), Error> {
         unreachable!("refused when the model was loaded")
     }
 

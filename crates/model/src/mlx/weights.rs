@@ -177,7 +177,7 @@ pub(super) fn activations(
         }
     };
     let narrow = dtype == Dtype::F16 && matches!(names.source, Source::Gguf(_));
-    Ok(if narrow && family == Family::Gemma3 {
+    Ok(if narrow && family.needs_wide_activations() {
         Dtype::F32
     } else {
         dtype

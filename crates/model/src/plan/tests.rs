@@ -10,6 +10,7 @@ const LIMITS: Limits<'_> = Limits {
     context: 400,
     pages: 20,
     windows: &[WindowPool {
+        every: 1,
         back: 70,
         pages: 20,
     }],

@@ -8,6 +8,7 @@ use crate::families::Family;
 fn smollm2() -> Config {
     let layer = LayerShape {
         cache: LayerCache::Rows,
+        gated: false,
         window: None,
         rope: 0,
         heads: 9,
@@ -17,6 +18,10 @@ fn smollm2() -> Config {
         query_scale: 0.125,
         ffn: 1536,
         experts: None,
+        latent: None,
+        dense_beside: false,
+        value_norm: false,
+        keys_as_values: false,
     };
     Config {
         family: Family::Llama,
@@ -24,6 +29,8 @@ fn smollm2() -> Config {
         heads: 9,
         kv_heads: 3,
         head_dim: 64,
+        latent: None,
+        indexed: None,
         ffn: 1536,
         ffn_leaf: 128,
         vocab: 49152,
@@ -36,6 +43,8 @@ fn smollm2() -> Config {
         activation: Activation::Silu,
         ropes: Vec::new(),
         layers: vec![layer; 30],
+        per_layer: 0,
+        softcap: None,
     }
 }
 

@@ -17,9 +17,10 @@ use paceline_tensor::pool::DisjointMut;
 use paceline_tensor::{Activations, Kernels, Packed, Product, vector};
 
 use super::{activations, add_bias};
-use crate::config::{self, Gating, MAX_USED};
+use crate::config::{self, Activation, Gating, Groups, MAX_GROUPS, MAX_USED};
 use crate::model::Model;
 use crate::split::LeafCut;
+use crate::uses::LayerUses;
 use crate::weights::{Expert, Experts};
 
 /// Least sum that weights are divided by: llama.cpp's, the smallest normal half.
@@ -39,6 +40,10 @@ struct Choice {
 #[derive(Debug)]
 pub(super) struct Routed {
     of: config::Experts,
+    /// On the gate, where that has no limit.
+    activation: Activation,
+    /// `(T, C)`: the rows that go into the router, where these are not those of the experts.
+    router_x: Option<Activations>,
     /// `(T, E)`
     scores: Memory<f32>,
     /// `(T, E)`: their softmax.
@@ -79,7 +84,10 @@ impl Routed {
         };
         let (wide, each) = (of.width.max(of.shared), Self::each(of));
         let memory = |n: usize| Memory::new(None, n);
+        let routers = layers().map(|layer| &layer.router.matrix);
         Self {
+            activation: model.config().activation,
+            router_x: of.scaled.then(|| activations(model, rows, width, routers)),
             scores: memory(rows * of.count),
             weights: memory(rows * of.count),
             shared_scores: memory(rows),
@@ -99,16 +107,31 @@ impl Routed {
         of.used + if of.shared > 0 { 1 } else { 0 }
     }
 
+    /// Prepares the rows of a router with a norm of its own: residual (T, C) -> x (T, C).
+    pub(super) fn norm(&mut self, model: &Model, weights: &Experts, residual: &[f32]) {
+        let (Some(weight), Some(x)) = (&weights.router_norm, &mut self.router_x) else {
+            return;
+        };
+        let (kernels, eps) = (model.kernels(), model.config().norm_eps);
+        x.resize(residual.len() / weight.len());
+        kernels.fill_rows(x, |t, out| {
+            let row = &residual[t * weight.len()..(t + 1) * weight.len()];
+            kernels.rms_norm(row, weight, eps, out);
+        });
+    }
+
     /// x (T, C) -> this rank's roots of the sum over experts, `(T, C)` each, at the start of `out`.
     pub(super) fn compute(
         &mut self,
         kernels: &Kernels,
-        weights: &Experts,
+        (weights, uses): (&Experts, &LayerUses),
         cut: &LeafCut,
         x: &Activations,
         out: &mut [f32],
     ) {
         self.choose(kernels, weights, x);
+        let chosen = self.choices[..x.rows() * Self::each(self.of)].iter();
+        uses.count(chosen.map(|choice| choice.expert));
         let mut slot = 0;
         for (index, expert) in (weights.first..).zip(&weights.experts) {
             self.gather(index, slot, x.rows());
@@ -127,25 +150,26 @@ impl Routed {
     fn choose(&mut self, kernels: &Kernels, weights: &Experts, x: &Activations) {
         let (rows, of, each) = (x.rows(), self.of, Self::each(self.of));
         let scores = &mut self.scores[..rows * of.count];
-        kernels.products(x, [whole(&weights.router.matrix, scores)]);
+        let router_x = self.router_x.as_ref().unwrap_or(x);
+        kernels.products(router_x, [whole(&weights.router.matrix, scores)]);
         add_bias(scores, weights.router.bias.as_deref(), rows);
         if let Some(router) = &weights.shared_router {
             kernels.products(x, [whole(router, &mut self.shared_scores[..rows])]);
         }
         let (shared, choice) = (&self.shared_scores, weights.choice.as_deref());
+        let scales = weights.scales.as_deref();
         let weights = DisjointMut::new(&mut self.weights[..rows * of.count], of.count);
         let choices = DisjointMut::new(&mut self.choices[..rows * each], each);
         kernels.for_rows(rows, |t| {
             // SAFETY: each row is visited once.
             let (weights, choices) = unsafe { (weights.part(t), choices.part(t)) };
             let scores = &scores[t * of.count..(t + 1) * of.count];
-            choose_row(
-                (kernels, &of),
-                scores,
-                choice,
-                weights,
-                &mut choices[..of.used],
-            );
+            let routed = &mut choices[..of.used];
+            choose_row((kernels, &of), scores, choice, weights, routed);
+            if let Some(scales) = scales {
+                let each = routed.iter_mut();
+                each.for_each(|choice| choice.weight *= scales[choice.expert]);
+            }
             if let Some(last) = choices.get_mut(of.used) {
                 let mut weight = [1.0];
                 if of.shared_gate {
@@ -194,15 +218,17 @@ impl Routed {
         kernels.products(x, outs);
         add_bias(gate, expert.gate.bias.as_deref(), rows);
         add_bias(up, expert.up.bias.as_deref(), rows);
-        let clamp = self.of.clamp;
+        let (clamp, activation) = (self.of.clamp, self.activation);
         let hidden = self.hidden.iter_mut().find(|hidden| hidden.cols() == ffn);
         let hidden = hidden.expect("a buffer for each width");
         hidden.resize(rows);
         kernels.fill_rows(hidden, |i, out| {
             let part = i * ffn..(i + 1) * ffn;
-            match clamp {
-                None => kernels.silu_mul(&gate[part.clone()], &up[part], out),
-                Some(limit) => clamped(kernels, limit, [&gate[part.clone()], &up[part]], out),
+            let (gate, up) = (&gate[part.clone()], &up[part]);
+            match (clamp, activation) {
+                (Some(limit), _) => clamped(kernels, limit, [gate, up], out),
+                (None, Activation::Silu) => kernels.silu_mul(gate, up, out),
+                (None, Activation::GeluTanh) => kernels.gelu_mul(gate, up, out),
             }
         });
         let width = expert.down.matrix.rows();
@@ -324,9 +350,13 @@ fn choose_row(
 ) {
     weigh(kernels, of.gating, scores, weights);
     let rank = |e: usize| weights[e] + choice.map_or(0.0, |choice| choice[e]);
+    let open = of
+        .groups
+        .map(|groups| (of.count / groups.count, open_groups(of.count, groups, rank)));
+    let is_open = |e: usize| open.is_none_or(|(each, open)| open >> (e / each) & 1 == 1);
     for n in 0..choices.len() {
         let taken = &choices[..n];
-        let is_free = |e: &usize| taken.iter().all(|choice| choice.expert != *e);
+        let is_free = |e: &usize| is_open(*e) && taken.iter().all(|choice| choice.expert != *e);
         // The first of equal ones: `max_by` takes the last.
         let free = (0..weights.len()).filter(is_free).rev();
         let best = free.max_by(|a, b| rank(*a).total_cmp(&rank(*b)));
@@ -352,6 +382,40 @@ fn choose_row(
     choices.sort_unstable_by_key(|choice| choice.expert);
 }
 
+/// The groups, a bit each, whose scores are largest, by index where equal: the score of a group is
+/// the sum of the largest `rank` of its experts, added from the largest on.
+fn open_groups(experts: usize, groups: Groups, rank: impl Fn(usize) -> f32) -> u64 {
+    let each = experts / groups.count;
+    let score = |group: usize| {
+        let mut sum = 0.0;
+        let mut before = (f32::INFINITY, 0); // rank and index of the one added last
+        for n in 0..groups.largest {
+            let behind = |e: &usize| {
+                let order = rank(*e).total_cmp(&before.0);
+                n == 0 || order.is_lt() || order.is_eq() && *e > before.1
+            };
+            let rest = (group * each..(group + 1) * each).filter(behind).rev();
+            let best = rest.max_by(|a, b| rank(*a).total_cmp(&rank(*b)));
+            let best = best.expect("a group has more experts than count for its score");
+            before = (rank(best), best);
+            sum += before.0;
+        }
+        sum
+    };
+    let mut scores = [0.0; MAX_GROUPS];
+    let each_score = scores.iter_mut().enumerate().take(groups.count);
+    each_score.for_each(|(group, to)| *to = score(group));
+    let mut open = 0u64;
+    for _ in 0..groups.used {
+        let closed = (0..groups.count)
+            .filter(|group| open >> group & 1 == 0)
+            .rev();
+        let best = closed.max_by(|a, b| scores[*a].total_cmp(&scores[*b]));
+        open |= 1 << best.expect("no more are used than there are");
+    }
+    open
+}
+
 /// The softmax over the scores of `choices`, of which the first is the largest.
 fn soften(kernels: &Kernels, choices: &mut [Choice]) {
     let (mut scores, mut exp) = ([0.0; MAX_USED], [0.0; MAX_USED]);
@@ -362,4 +426,54 @@ fn soften(kernels: &Kernels, choices: &mut [Choice]) {
     let sum: f32 = exp[..n].iter().sum();
     let each = choices.iter_mut().zip(exp);
     each.for_each(|(choice, exp)| choice.weight = exp / sum);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Against sorting; values of which many are equal.
+    #[test]
+    fn groups_are_those_of_the_largest_sums() {
+        let mut seed = 1u32;
+        for round in 0..2000 {
+            let (count, each) = [(4, 2), (8, 4), (3, 5), (1, 6), (64, 2)][round % 5];
+            let ranks: Vec<f32> = (0..count * each)
+                .map(|_| {
+                    seed = seed.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+                    (seed >> 28) as f32 / 8.0 - 0.5
+                })
+                .collect();
+            for (used, largest) in [(1, 1), (count.min(2), 2), (count, 1)] {
+                let groups = Groups {
+                    count,
+                    used,
+                    largest,
+                };
+                let score = |group: usize| {
+                    let mut own = ranks[group * each..(group + 1) * each].to_vec();
+                    own.sort_by(|a, b| b.total_cmp(a));
+                    own[..largest].iter().sum::<f32>()
+                };
+                let mut order: Vec<usize> = (0..count).collect();
+                order.sort_by(|a, b| score(*b).total_cmp(&score(*a))); // stable
+                let expected = order[..used]
+                    .iter()
+                    .fold(0, |open, group| open | 1u64 << group);
+                let got = open_groups(ranks.len(), groups, |e| ranks[e]);
+                assert_eq!(got, expected, "{groups:?} {ranks:?}");
+            }
+        }
+    }
+
+    /// Scores that are not numbers are told apart by their order too.
+    #[test]
+    fn groups_of_no_numbers_are_chosen() {
+        let groups = Groups {
+            count: 2,
+            used: 2,
+            largest: 2,
+        };
+        assert_eq!(open_groups(4, groups, |_| f32::NAN), 0b11);
+    }
 }

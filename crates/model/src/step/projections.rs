@@ -110,7 +110,7 @@ impl Projections {
         let total = counts.iter().sum();
         let mut exchange = || links.gather(index, &mut squares[..total], counts);
         match turn {
-            Some(turn) => turn.exchange(exchange),
+            Some(turn) => links.in_turn(turn, index, exchange),
             None => exchange(),
         }
     }

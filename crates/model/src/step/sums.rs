@@ -26,7 +26,8 @@ impl Sums {
         let nodes = |cut: &LeafCut| cut.nodes.len();
         let cuts = shard
             .each_layer()
-            .map(|cut| nodes(&cut.attention).max(nodes(&cut.feed_forward)));
+            .map(|cut| [&cut.attention, &cut.feed_forward, cut.dense()].map(nodes));
+        let cuts = cuts.flatten();
         let most = cuts.max().unwrap_or(0);
         Self {
             delta: exchanged(model, n * most),
@@ -77,7 +78,7 @@ impl Sums {
             let sum = &mut delta[..cut.nodes.len() * n];
             let mut exchange = || links.sum(index, cut, sum, counts);
             match turn {
-                Some(turn) => turn.exchange(exchange),
+                Some(turn) => links.in_turn(turn, index, exchange),
                 None => exchange(),
             }?;
         }

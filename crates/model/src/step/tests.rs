@@ -11,10 +11,10 @@ mod folders;
 use std::path::Path;
 use std::sync::{Arc, Mutex};
 
-use folders::{EXPERT_FOLDERS, FOLDERS};
+use folders::{DELTA_FOLDERS, EXPERT_FOLDERS, FOLDERS};
 use paceline_base::KernelClass;
 use paceline_formats::safetensors::Safetensors;
-use paceline_tensor::Kernels;
+use paceline_tensor::{Kernels, PAGE};
 use serde_json::Value;
 
 use super::{Batch, BatchSequence, BatchSize, Logits, Step, Workspace};
@@ -70,7 +70,7 @@ fn check_folder(folder: &str) {
     let sequence = BatchSequence {
         tokens: &tokens,
         position: 0,
-        pages: &[0],
+        pages: &[0, 1, 2][..tokens.len().div_ceil(PAGE)],
         windows: &[],
         logits: Logits::None,
     };
@@ -94,6 +94,9 @@ fn check_folder(folder: &str) {
 
 #[test]
 fn every_layer_agrees_with_transformers() {
-    let all = FOLDERS.into_iter().chain(EXPERT_FOLDERS);
+    let all = FOLDERS
+        .into_iter()
+        .chain(EXPERT_FOLDERS)
+        .chain(DELTA_FOLDERS);
     all.for_each(check_folder);
 }

@@ -11,8 +11,11 @@ pub(crate) const FOLDERS: [&str; 7] = [
     "gemma3-linear-bf16",
 ];
 
-/// Those with experts, which MLX does not compute yet.
-pub(crate) const EXPERT_FOLDERS: [&str; 8] = [
+/// Those whose layers are gated delta nets for the most part; their prompts have three pages.
+pub(crate) const DELTA_FOLDERS: [&str; 3] = ["qwen3next-bf16", "qwen35-bf16", "qwen35moe-bf16"];
+
+/// Those with experts and those of Gemma 4, which MLX does not compute yet.
+pub(crate) const EXPERT_FOLDERS: [&str; 15] = [
     "mixtral",
     "qwen2moe-bf16",
     "qwen3moe-bf16",
@@ -21,4 +24,11 @@ pub(crate) const EXPERT_FOLDERS: [&str; 8] = [
     "glm4moe-bf16",
     "glm4moe-air-bf16",
     "minimax-m2-bf16",
+    "deepseek-v3-bf16",
+    "deepseek-v2",
+    "glm4-moe-lite-bf16",
+    "mistral4-bf16",
+    "deepseek-v32-bf16",
+    "gemma4-e-bf16",
+    "gemma4-moe-bf16",
 ];

@@ -3,7 +3,7 @@
 use paceline_formats::safetensors::Safetensors;
 
 #[allow(unused_imports, reason = "each test binary uses its own part")]
-pub(crate) use super::folders::{EXPERT_FOLDERS, FOLDERS};
+pub(crate) use super::folders::{DELTA_FOLDERS, EXPERT_FOLDERS, FOLDERS};
 use super::{golden, rows_of};
 
 /// Those of `tests-data/golden/mlx`, with logits of MLX.
@@ -17,15 +17,21 @@ pub(crate) const MLX_FOLDERS: [&str; 6] = [
 ];
 
 /// As those, with experts, which MLX does not compute here.
-pub(crate) const MLX_EXPERT_FOLDERS: [&str; 4] = [
+pub(crate) const MLX_EXPERT_FOLDERS: [&str; 5] = [
     "qwen3moe-4bit",
     "glm4moe-4bit",
     "minimax-m2-6bit",
     "gpt-oss-mxfp4",
+    "deepseek-v3-4bit",
 ];
 
 /// Logits at all positions of the prompt, `(positions, vocabulary)`.
 pub(crate) fn golden_logits(name: &str) -> Vec<Vec<f32>> {
+    golden_tensor(name, "logits")
+}
+
+/// A matrix of the golden file of a folder.
+pub(crate) fn golden_tensor(name: &str, tensor: &str) -> Vec<Vec<f32>> {
     let file = Safetensors::open(golden(&format!("hf/{name}.golden.safetensors"))).unwrap();
-    rows_of(&file.tensor("logits").unwrap())
+    rows_of(&file.tensor(tensor).unwrap())
 }

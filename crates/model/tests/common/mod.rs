@@ -6,6 +6,7 @@
 
 pub(crate) mod compare;
 mod folders;
+pub(crate) mod gemma4;
 pub(crate) mod hf;
 pub(crate) mod places;
 pub(crate) mod runner;

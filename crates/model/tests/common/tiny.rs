@@ -8,6 +8,14 @@ use paceline_formats::gguf::testing::Writer;
 use paceline_model::Family;
 use paceline_tensor::stored::random::random_row;
 
+use super::gemma4;
+
+/// Of gated delta nets: heads, elements of a head, inputs of the convolution.
+pub(crate) const KEY_HEADS: usize = 4;
+pub(crate) const VALUE_HEADS: usize = 8;
+pub(crate) const STATE: usize = 32;
+const TAPS: usize = 4;
+
 /// A generator of test data: SplitMix64 (Steele, Lea and Flood 2014).
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Random(pub(crate) u64);
@@ -42,6 +50,19 @@ impl Random {
 /// Of families that have them.
 const EXPERTS: usize = 7;
 const EXPERT_FFN: usize = 256;
+/// Those of DeepSeek's, in four groups.
+const GROUPED: usize = 8;
+/// Elements of a query that turn, of DeepSeek's.
+const TURNED: usize = 16;
+/// Types of files of DeepSeek's that expand keys and values by one matrix.
+const JOINED: [BlockType; 2] = [BlockType::Q5_1, BlockType::BF16];
+
+/// Sizes of latent attention: of a query and of a value, and of what both come from.
+struct Heads {
+    plain: usize,
+    value: usize,
+    latent: usize,
+}
 
 /// The shape of a random model. Every row is whole super-blocks of 256, so that any storage type
 /// fits; norms and biases are F32.
@@ -72,6 +93,9 @@ impl Tiny {
             Family::Qwen2 | Family::Qwen2Moe => (4, 4, 64, 2),
             Family::Qwen3 | Family::Qwen3Moe => (8, 4, 64, 2),
             Family::Gemma3 => (4, 1, 128, 6),
+            Family::Gemma4 => (8, 2, 32, 6),
+            Family::DeepSeek => (4, 1, if block_type.len() > 32 { 256 } else { 64 }, 3),
+            Family::Qwen3Next | Family::Qwen35 | Family::Qwen35Moe => (4, 2, 64, 4),
         };
         let (width, ffn, vocab, window) = (256, 512, 300, 70);
         Self {
@@ -110,10 +134,14 @@ impl Tiny {
         file.matrix("token_embd", self.vocab, self.width);
         file.vector("output_norm.weight", self.width, 1.0);
         file.matrix("output", self.vocab, self.width);
+        if self.family == Family::Gemma4 {
+            gemma4::tables(self, &mut file);
+        }
         (0..self.layers).for_each(|i| self.layer(&mut file, i));
         file
     }
 
+    // long: one line for each key of a family
     fn metadata(&self) -> Vec<(String, Value)> {
         let name = self.family.name();
         let tokens: Vec<String> = (0..self.vocab).map(|i| format!("t{i}")).collect();
@@ -134,11 +162,39 @@ impl Tiny {
         ] {
             add(key, (value as u32).into());
         }
+        if self.family == Family::DeepSeek {
+            let Heads {
+                plain,
+                value,
+                latent,
+            } = self.latent_heads();
+            for (key, size) in [
+                ("attention.key_length_mla", plain + TURNED),
+                ("attention.value_length_mla", value),
+                ("attention.q_lora_rank", latent),
+                ("attention.kv_lora_rank", latent),
+                ("rope.dimension_count", TURNED),
+                ("nextn_predict_layers", 1),
+                ("leading_dense_block_count", 1),
+                ("expert_shared_count", 1),
+                ("expert_gating_func", 2),
+                ("expert_group_count", 4),
+                ("expert_group_used_count", 2),
+                ("rope.scaling.original_context_length", 512),
+            ] {
+                add(key, (size as u32).into());
+            }
+            add("expert_weights_scale", 2.5f32.into());
+            add("expert_weights_norm", true.into());
+            add("rope.scaling.type", "yarn".into());
+            add("rope.scaling.factor", 8f32.into());
+            add("rope.scaling.yarn_log_multiplier", 0.1f32.into());
+        }
         add("attention.layer_norm_rms_epsilon", 1e-6f32.into());
         add("rope.freq_base", 1e4f32.into());
-        if !Family::DENSE.contains(&self.family) {
+        if self.has_experts(self.layers) {
             for (key, value) in [
-                ("expert_count", EXPERTS),
+                ("expert_count", self.experts_of()),
                 ("expert_used_count", 3),
                 ("expert_feed_forward_length", EXPERT_FFN),
                 ("expert_shared_feed_forward_length", self.ffn),
@@ -146,7 +202,10 @@ impl Tiny {
                 add(key, (value as u32).into());
             }
         }
-        if matches!(self.family, Family::Gemma3 | Family::GptOss) {
+        if matches!(
+            self.family,
+            Family::Gemma3 | Family::Gemma4 | Family::GptOss
+        ) {
             add("attention.sliding_window", (self.window as u32).into());
         }
         match self.family {
@@ -169,29 +228,97 @@ impl Tiny {
                 add("expert_weights_norm", true.into());
             }
             Family::MiniMaxM2 => add("rope.dimension_count", 16u32.into()),
+            Family::Qwen3Next | Family::Qwen35 | Family::Qwen35Moe => {
+                for (key, value) in [
+                    ("full_attention_interval", 4),
+                    ("nextn_predict_layers", self.more_blocks() as u32),
+                    ("rope.dimension_count", 16),
+                    ("ssm.conv_kernel", TAPS as u32),
+                    ("ssm.state_size", STATE as u32),
+                    ("ssm.group_count", KEY_HEADS as u32),
+                    ("ssm.time_step_rank", VALUE_HEADS as u32),
+                    ("ssm.inner_size", (VALUE_HEADS * STATE) as u32),
+                ] {
+                    add(key, value.into());
+                }
+            }
             _ => {}
+        }
+        if self.family == Family::Gemma4 {
+            for (key, value) in gemma4::entries(self) {
+                let key = format!("{name}.{key}");
+                entries.retain(|(known, _)| *known != key);
+                entries.push((key, value));
+            }
         }
         entries
     }
 
     /// Blocks behind the layers, for predicting more than one token: their weights are not read.
     fn more_blocks(&self) -> usize {
-        usize::from(self.family == Family::Glm4Moe)
+        usize::from(matches!(
+            self.family,
+            Family::Glm4Moe | Family::DeepSeek | Family::Qwen35
+        ))
+    }
+
+    fn experts_of(&self) -> usize {
+        match self.family {
+            Family::DeepSeek => GROUPED,
+            _ => EXPERTS,
+        }
+    }
+
+    /// Sizes of latent attention.
+    fn latent_heads(&self) -> Heads {
+        let plain = self.head_dim.max(32);
+        Heads {
+            plain,
+            value: (self.head_dim / 4).max(16),
+            latent: plain,
+        }
+    }
+
+    /// Attention of DeepSeek's: keys and values expanded apart, or by one matrix as in old files.
+    fn latent(&self, file: &mut TinyFile, name: impl Fn(&str) -> String) {
+        let Heads {
+            plain,
+            value,
+            latent,
+        } = self.latent_heads();
+        file.matrix(&name("attn_q_a"), latent, self.width);
+        file.vector(&name("attn_q_a_norm.weight"), latent, 1.5);
+        file.matrix(&name("attn_q_b"), self.heads * (plain + TURNED), latent);
+        file.matrix(&name("attn_kv_a_mqa"), latent + TURNED, self.width);
+        file.vector(&name("attn_kv_a_norm.weight"), latent, 1.5);
+        if JOINED.contains(&self.block_type) {
+            file.matrix(&name("attn_kv_b"), self.heads * (plain + value), latent);
+        } else {
+            for (part, shape) in [
+                ("attn_k_b", [self.heads, latent, plain]),
+                ("attn_v_b", [self.heads, value, latent]),
+            ] {
+                file.put(&name(&format!("{part}.weight")), self.block_type, &shape);
+            }
+        }
+        file.matrix(&name("attn_output"), self.width, self.heads * value);
     }
 
     /// Whether layer `i` has experts.
     fn has_experts(&self, i: usize) -> bool {
-        !Family::DENSE.contains(&self.family) && (self.family != Family::Glm4Moe || i > 0)
+        let dense = Family::DENSE.contains(&self.family) || self.family == Family::Qwen35;
+        let first_is_dense = matches!(self.family, Family::Glm4Moe | Family::DeepSeek);
+        !dense && (!first_is_dense || i > 0)
     }
 
     /// Seven experts, three of which a row uses, and for qwen2moe and glm4moe a shared one.
     fn experts(&self, file: &mut TinyFile, name: impl Fn(&str) -> String) {
-        let (c, f) = (self.width, EXPERT_FFN);
-        file.put(&name("ffn_gate_inp.weight"), BlockType::F32, &[EXPERTS, c]);
+        let (c, f, n) = (self.width, EXPERT_FFN, self.experts_of());
+        file.put(&name("ffn_gate_inp.weight"), BlockType::F32, &[n, c]);
         for (part, shape) in [
-            ("ffn_gate_exps", [EXPERTS, f, c]),
-            ("ffn_up_exps", [EXPERTS, f, c]),
-            ("ffn_down_exps", [EXPERTS, c, f]),
+            ("ffn_gate_exps", [n, f, c]),
+            ("ffn_up_exps", [n, f, c]),
+            ("ffn_down_exps", [n, c, f]),
         ] {
             file.put(&name(&format!("{part}.weight")), self.block_type, &shape);
         }
@@ -209,15 +336,21 @@ impl Tiny {
                 );
             }
         }
-        if matches!(self.family, Family::Glm4Moe | Family::MiniMaxM2) {
-            file.vector(&name("exp_probs_b.bias"), EXPERTS, 0.0);
+        if matches!(
+            self.family,
+            Family::Glm4Moe | Family::MiniMaxM2 | Family::DeepSeek
+        ) {
+            file.vector(&name("exp_probs_b.bias"), n, 0.0);
         }
-        if self.family == Family::Qwen2Moe {
+        let gated = [Family::Qwen2Moe, Family::Qwen3Next, Family::Qwen35Moe];
+        if gated.contains(&self.family) {
             file.put(&name("ffn_gate_inp_shexp.weight"), BlockType::F32, &[c]);
         }
-        if matches!(self.family, Family::Qwen2Moe | Family::Glm4Moe) {
+        let shared = [Family::Glm4Moe, Family::DeepSeek];
+        if gated.contains(&self.family) || shared.contains(&self.family) {
             let shared = match self.family {
                 Family::Glm4Moe => 2 * EXPERT_FFN,
+                Family::DeepSeek => EXPERT_FFN,
                 _ => self.ffn,
             };
             file.matrix(&name("ffn_gate_shexp"), shared, c);
@@ -226,17 +359,65 @@ impl Tiny {
         }
     }
 
+    pub(crate) fn has_delta_nets(&self) -> bool {
+        matches!(
+            self.family,
+            Family::Qwen3Next | Family::Qwen35 | Family::Qwen35Moe
+        )
+    }
+
+    /// States that outlast some pages.
+    fn delta_net(&self, file: &mut TinyFile, name: &impl Fn(&str) -> String) {
+        let values = VALUE_HEADS * STATE;
+        let channels = 2 * KEY_HEADS * STATE + values;
+        file.matrix(&name("attn_qkv"), channels, self.width);
+        file.matrix(&name("attn_gate"), values, self.width);
+        if self.family == Family::Qwen3Next {
+            file.matrix(&name("ssm_ba"), 2 * VALUE_HEADS, self.width);
+        } else {
+            file.matrix(&name("ssm_beta"), VALUE_HEADS, self.width);
+            file.matrix(&name("ssm_alpha"), VALUE_HEADS, self.width);
+        }
+        let conv = name("ssm_conv1d.weight");
+        file.put(&conv, BlockType::F32, &[channels, TAPS]);
+        file.vector(&name("ssm_dt.bias"), VALUE_HEADS, -4.0);
+        file.vector(&name("ssm_a"), VALUE_HEADS, -1.0);
+        file.vector(&name("ssm_norm.weight"), STATE, 1.0);
+        file.matrix(&name("ssm_out"), self.width, values);
+    }
+
     fn layer(&self, file: &mut TinyFile, i: usize) {
+        if self.family == Family::Gemma4 {
+            gemma4::layer(self, file, i);
+            self.experts(file, |part| format!("blk.{i}.{part}"));
+            return gemma4::scales(self, file, EXPERTS, i);
+        }
         let (q, kv) = (self.heads * self.head_dim, self.kv_heads * self.head_dim);
         let name = |part: &str| format!("blk.{i}.{part}");
         // Norm weights around 4 make scores spread, so that attention is not a plain mean.
         file.vector(&name("attn_norm.weight"), self.width, 4.0);
-        file.matrix(&name("attn_q"), q, self.width);
-        file.matrix(&name("attn_k"), kv, self.width);
-        file.matrix(&name("attn_v"), kv, self.width);
-        file.matrix(&name("attn_output"), self.width, q);
+        let has_gates = self.has_delta_nets();
+        if has_gates && !(i + 1).is_multiple_of(4) {
+            self.delta_net(file, &name);
+        } else if self.family == Family::DeepSeek {
+            self.latent(file, name);
+        } else {
+            let q_rows = if has_gates { 2 * q } else { q };
+            file.matrix(&name("attn_q"), q_rows, self.width);
+            file.matrix(&name("attn_k"), kv, self.width);
+            file.matrix(&name("attn_v"), kv, self.width);
+            file.matrix(&name("attn_output"), self.width, q);
+            if has_gates {
+                file.vector(&name("attn_q_norm.weight"), self.head_dim, 1.5);
+                file.vector(&name("attn_k_norm.weight"), self.head_dim, 1.5);
+            }
+        }
         let second = match self.family {
-            Family::GptOss | Family::Glm4Moe => "post_attention_norm.weight",
+            Family::GptOss
+            | Family::Glm4Moe
+            | Family::Qwen3Next
+            | Family::Qwen35
+            | Family::Qwen35Moe => "post_attention_norm.weight",
             _ => "ffn_norm.weight",
         };
         file.vector(&name(second), self.width, 2.0);
@@ -332,12 +513,12 @@ impl TinyFile {
     }
 
     /// The weight of `stem`, `(rows, cols)`.
-    fn matrix(&mut self, stem: &str, rows: usize, cols: usize) {
+    pub(super) fn matrix(&mut self, stem: &str, rows: usize, cols: usize) {
         self.put(&format!("{stem}.weight"), self.block_type, &[rows, cols]);
     }
 
     /// `n` values within half of `centre`.
-    fn vector(&mut self, name: &str, n: usize, centre: f32) {
+    pub(super) fn vector(&mut self, name: &str, n: usize, centre: f32) {
         let values: Vec<f32> = (0..n).map(|_| centre + 0.5 * self.random.unit()).collect();
         self.put_f32(name, &values);
     }

@@ -3,13 +3,13 @@
 use std::path::Path;
 
 use paceline_base::{BlockType, KernelClass};
-use paceline_formats::gguf::Value;
+use paceline_formats::gguf::{Array, Value};
 use paceline_model::{Config, Error, Family, Source};
 
 use super::{check, refusal};
 use crate::common::runner::Runner;
 use crate::common::tiny::{Random, Tiny, TinyFile};
-use crate::common::{kernels, try_load};
+use crate::common::{gemma4, kernels, try_load};
 
 /// A model of one layer or two, small enough to be written hundreds of times.
 fn small(family: Family) -> Tiny {
@@ -20,11 +20,12 @@ fn small(family: Family) -> Tiny {
         head_dim: 16,
         ffn: 96,
         vocab: 50,
-        // The first of glm4moe is dense.
-        layers: if matches!(family, Family::Glm4Moe) {
-            2
-        } else {
-            1
+        layers: match family {
+            Family::Glm4Moe | Family::DeepSeek => 2, // of which the first is dense
+            Family::Gemma4 => 4,                     // of which two use the caches of two
+            // One of four layers with states is attention.
+            Family::Qwen3Next | Family::Qwen35 | Family::Qwen35Moe => 4,
+            _ => 1,
         },
         window: 8,
         family,
@@ -101,7 +102,12 @@ fn integers_that_lie_are_refused() {
         check((-64i32).into(), ": expected");
         check("64".into(), ": expected");
         check(64f32.into(), ": expected");
-        check(vec![64i32].into(), ": expected");
+        // Of these a file may have a list, one for each layer.
+        let list = match key {
+            "feed_forward_length" | "attention.head_count_kv" => " is a list of 2, expected one",
+            _ => ": expected",
+        };
+        check(vec![64i32; 2].into(), list);
     }
 }
 
@@ -242,7 +248,11 @@ fn sizes_that_the_weights_do_not_have_are_refused() {
 /// neither biases nor norms on heads.
 fn may_lack(family: Family, name: &str) -> bool {
     let of_glm = name.ends_with(".bias") && name.contains(".attn_") || name.contains("attn_q_norm");
-    name == "output.weight" || family == Family::Glm4Moe && of_glm
+    let of_deepseek = name.ends_with("exp_probs_b.bias");
+    name == "output.weight"
+        || family == Family::Glm4Moe && of_glm
+        || family == Family::DeepSeek && of_deepseek
+        || family == Family::Gemma4 && gemma4::may_lack(name)
 }
 
 /// Every tensor of every family: absent, of other shapes, of a type that is not read.
@@ -361,6 +371,178 @@ fn numbers_of_sigmoid_experts_that_lie_are_refused() {
 }
 
 #[test]
+fn numbers_of_latent_attention_and_groups_that_lie_are_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    for (key, value, expected) in [
+        ("attention.kv_lora_rank", 0, "attention.kv_lora_rank is 0"),
+        ("attention.kv_lora_rank", 33, "latent elements is 33"),
+        (
+            "attention.kv_lora_rank",
+            64,
+            "tensor blk.0.attn_kv_a_mqa.weight",
+        ),
+        (
+            "attention.kv_lora_rank",
+            u32::MAX,
+            "attention.kv_lora_rank is 4294967295",
+        ),
+        ("attention.q_lora_rank", 0, "tensor blk.0.attn_q.weight"),
+        ("attention.q_lora_rank", 64, "tensor blk.0.attn_q_"),
+        ("attention.key_length_mla", 16, "size of a key head is 16"),
+        ("attention.key_length_mla", 80, "tensor blk.0.attn_"),
+        ("attention.value_length_mla", 32, "tensor blk.0.attn_"),
+        ("rope.dimension_count", 8, "rotated elements is 8"),
+        ("rope.dimension_count", 32, "without rotation is 16"),
+        ("expert_group_count", 3, "number of groups of experts is 3"),
+        ("expert_group_count", 8, "number of groups of experts is 8"),
+        (
+            "expert_group_count",
+            u32::MAX,
+            "expert_group_count is 4294967295",
+        ),
+        ("expert_group_used_count", 0, "expert_group_used_count is 0"),
+        ("expert_group_used_count", 5, "expert_group_used_count is 5"),
+        (
+            "expert_group_used_count",
+            1,
+            "layer 1: it uses no expert, or more",
+        ),
+        ("expert_gating_func", 3, "expert_gating_func is 3"),
+    ] {
+        check_entry(
+            dir.path(),
+            Family::DeepSeek,
+            key,
+            Some(value.into()),
+            expected,
+        );
+    }
+    for (key, value, expected) in [
+        (
+            "rope.scaling.factor",
+            f32::INFINITY,
+            "rope scaling factor is inf",
+        ),
+        (
+            "rope.scaling.yarn_log_multiplier",
+            f32::NAN,
+            "attention factor of yarn is NaN",
+        ),
+        (
+            "rope.scaling.yarn_log_multiplier",
+            -1e9,
+            "attention factor of yarn is -",
+        ),
+        (
+            "attention.temperature_scale",
+            f32::NAN,
+            "growth of queries is NaN",
+        ),
+    ] {
+        check_entry(
+            dir.path(),
+            Family::DeepSeek,
+            key,
+            Some(value.into()),
+            expected,
+        );
+    }
+}
+
+#[test]
+fn numbers_of_gemma4_that_lie_are_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let list = |list: &[u32]| Some(Value::Array(Array::U32(list.to_vec())));
+    let one = |n: u32| Some(Value::U32(n));
+    for (key, value, expected) in [
+        (
+            "attention.shared_kv_layers",
+            one(5),
+            "shared_kv_layers is 5, expected 0 to 4",
+        ),
+        (
+            "attention.shared_kv_layers",
+            one(3),
+            "no layer of the kind of layer 1 keeps a cache",
+        ),
+        (
+            "attention.shared_kv_layers",
+            one(4),
+            "no layer of the kind of layer 0 keeps a cache",
+        ),
+        (
+            "attention.head_count_kv",
+            list(&[2, 1]),
+            "head_count_kv is a list of 2",
+        ),
+        (
+            "attention.head_count_kv",
+            list(&[2, 0, 2, 1]),
+            "head_count_kv is 0",
+        ),
+        (
+            "attention.head_count_kv",
+            list(&[3, 1, 3, 1]),
+            "number of KV heads is 3",
+        ),
+        (
+            "feed_forward_length",
+            list(&[96; 5]),
+            "feed_forward_length is a list of 5",
+        ),
+        (
+            "feed_forward_length",
+            list(&[96; 4]),
+            "ffn_gate.weight: shape [192, 64]",
+        ),
+        (
+            "attention.sliding_window_pattern",
+            list(&[1; 3]),
+            "pattern is a list of 3",
+        ),
+        (
+            "attention.key_length_swa",
+            one(24),
+            "value head is 16, expected the size of a key head",
+        ),
+        (
+            "attention.key_length",
+            one(48),
+            "size of a value head is 32",
+        ),
+        (
+            "rope.dimension_count_swa",
+            one(64),
+            "dimension_count_swa is 64, expected 2 to 16",
+        ),
+        ("embedding_length_per_layer_input", one(32), "per_layer_"),
+        (
+            "embedding_length_per_layer_input",
+            one(u32::MAX),
+            "embedding_length_per_layer_input is",
+        ),
+        (
+            "final_logit_softcapping",
+            Some(Value::F32(-1.0)),
+            "final_logit_softcapping is -1",
+        ),
+        (
+            "final_logit_softcapping",
+            Some(Value::F32(f32::NAN)),
+            "final_logit_softcapping is NaN",
+        ),
+        ("expert_used_count", one(8), "expert_used_count is 8"),
+        (
+            "expert_feed_forward_length",
+            None,
+            "expert_feed_forward_length",
+        ),
+    ] {
+        check_entry(dir.path(), Family::Gemma4, key, value, expected);
+    }
+}
+
+#[test]
 fn numbers_of_yarn_that_lie_are_refused() {
     let dir = tempfile::tempdir().unwrap();
     let gpt_oss = |key, value: Value, expected| {
@@ -394,9 +576,12 @@ fn biases_and_sinks_that_are_not_numbers_are_refused() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("lies.gguf");
     for (family, name) in [
+        (Family::DeepSeek, "blk.1.exp_probs_b.bias"),
         (Family::MiniMaxM2, "blk.0.exp_probs_b.bias"),
         (Family::Glm4Moe, "blk.1.exp_probs_b.bias"),
         (Family::GptOss, "blk.0.attn_sinks.weight"),
+        (Family::Qwen35, "blk.0.ssm_a"),
+        (Family::Qwen35, "blk.1.ssm_dt.bias"),
     ] {
         for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
             let mut file = small(family).file();
@@ -408,12 +593,72 @@ fn biases_and_sinks_that_are_not_numbers_are_refused() {
     }
 }
 
+#[test]
+fn numbers_of_delta_nets_that_lie_are_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let lie = |key, value: Value, expected| {
+        check_entry(dir.path(), Family::Qwen35, key, Some(value), expected);
+    };
+    for key in [
+        "ssm.group_count",
+        "ssm.time_step_rank",
+        "ssm.state_size",
+        "ssm.conv_kernel",
+        "ssm.inner_size",
+        "full_attention_interval",
+    ] {
+        check_zero(dir.path(), key);
+    }
+    lie("ssm.group_count", 3u32.into(), "number of key heads is 3");
+    lie("ssm.time_step_rank", 16u32.into(), "ssm.inner_size is 256");
+    lie("ssm.state_size", 24u32.into(), "ssm.inner_size is 256");
+    lie("ssm.conv_kernel", 17u32.into(), "ssm.conv_kernel is 17");
+    lie(
+        "ssm.conv_kernel",
+        3u32.into(),
+        "tensor blk.0.ssm_conv1d.weight: shape [512, 4], expected [512, 3]",
+    );
+    lie(
+        "full_attention_interval",
+        2u32.into(),
+        "tensor blk.1.attn_q_norm.weight is missing",
+    );
+    lie(
+        "attention.recurrent_layers",
+        "all".into(),
+        "expected a list with an entry for each of 4 layers",
+    );
+    lie(
+        "attention.recurrent_layers",
+        vec![1u32; 2].into(),
+        "expected a list with an entry for each of 4 layers",
+    );
+    lie(
+        "nextn_predict_layers",
+        5u32.into(),
+        "nextn_predict_layers is 5",
+    );
+}
+
+fn check_zero(dir: &Path, key: &str) {
+    let expected = format!("{key} is 0");
+    check_entry(dir, Family::Qwen35, key, Some(0u32.into()), &expected);
+    if key.starts_with("ssm.") {
+        check_entry(dir, Family::Qwen35, key, None, &format!("{key} is missing"));
+    }
+}
+
 /// Scores that are not numbers would choose experts all the same.
 #[test]
 fn routers_that_are_not_numbers_are_refused() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("nan.gguf");
-    for family in [Family::Mixtral, Family::GptOss, Family::MiniMaxM2] {
+    for family in [
+        Family::Mixtral,
+        Family::GptOss,
+        Family::MiniMaxM2,
+        Family::Gemma4,
+    ] {
         let mut file = small(family).file();
         let name = "blk.0.ffn_gate_inp.weight";
         let tensor = file.tensors.iter_mut().find(|t| t.name == name).unwrap();
@@ -424,6 +669,34 @@ fn routers_that_are_not_numbers_are_refused() {
             &format!("{family:?}"),
             &format!("tensor {name} holds NaN"),
         );
+    }
+}
+
+/// A scale that is infinite or NaN, in one block of one expert.
+#[test]
+fn experts_that_are_not_numbers_are_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("nan.gguf");
+    for (block_type, at, bad) in [
+        (BlockType::Q8_0, 0, "NaN"),
+        (BlockType::Q4_K, 2, "NaN"),
+        (BlockType::Q6_K, 208, "NaN"),
+        (BlockType::F16, 6, "NaN"),
+        (BlockType::MXFP4_SPLIT, 0, "NaN"),
+    ] {
+        let tiny = Tiny {
+            layers: 2,
+            ..Tiny::new(Family::DeepSeek, block_type)
+        };
+        for part in ["gate", "up", "down"] {
+            let mut file = tiny.file();
+            let name = format!("blk.1.ffn_{part}_exps.weight");
+            let tensor = file.tensors.iter_mut().find(|t| t.name == name).unwrap();
+            let block = tensor.bytes.len() / block_type.bytes() / 2 * block_type.bytes();
+            tensor.bytes[block + at..block + at + 2].fill(0xff);
+            file.write(&path);
+            check(&path, &name, &format!("tensor {name} holds {bad}"));
+        }
     }
 }
 

@@ -209,6 +209,84 @@ fn numbers_of_gemma_that_lie_are_refused() {
 }
 
 #[test]
+fn numbers_of_gemma4_that_lie_are_refused() {
+    let folder = Folder::copy("gemma4-e-bf16");
+    let gemma = |field, value, expected| folder.check(field, value, expected);
+    gemma(
+        "use_bidirectional_attention",
+        json!("all"),
+        "use_bidirectional_attention is all",
+    );
+    gemma(
+        "hidden_activation",
+        json!("silu"),
+        "hidden_activation is silu",
+    );
+    gemma(
+        "final_logit_softcapping",
+        json!(-6),
+        "final_logit_softcapping is -6",
+    );
+    gemma(
+        "num_kv_shared_layers",
+        json!(5),
+        "no layer of the kind of layer 1 keeps a cache",
+    );
+    gemma(
+        "num_kv_shared_layers",
+        json!(7),
+        "num_kv_shared_layers is 7",
+    );
+    gemma(
+        "hidden_size_per_layer_input",
+        json!(16),
+        "per_layer_model_projection",
+    );
+    gemma(
+        "hidden_size_per_layer_input",
+        json!(-1),
+        "hidden_size_per_layer_input is -1",
+    );
+    gemma(
+        "global_head_dim",
+        json!(48),
+        "layers.1.self_attn.q_norm.weight: shape [32], expected [48]",
+    );
+    gemma(
+        "use_double_wide_mlp",
+        json!(false),
+        "gate_proj.weight: shape [192, 64]",
+    );
+    gemma("use_double_wide_mlp", json!(2), "use_double_wide_mlp is 2");
+    gemma("attention_k_eq_v", json!("yes"), "attention_k_eq_v is");
+    gemma("enable_moe_block", json!(1), "enable_moe_block is 1");
+    gemma("sliding_window", Value::Null, "no sliding_window");
+    gemma("layer_types", json!(["full_attention"]), "layer_types is");
+    gemma("per_layer_config", json!([1]), "per_layer_config is");
+    gemma(
+        "per_layer_config",
+        json!({ "1": { "head_dim": 0 } }),
+        "head_dim is 0",
+    );
+    for (field, value, expected) in [
+        (
+            "partial_rotary_factor",
+            json!(1.5),
+            "partial_rotary_factor is 1.5",
+        ),
+        ("factor", json!(0), "rope scaling factor is 0"),
+        ("rope_type", json!("yarn"), "rope_type is yarn"),
+    ] {
+        let mut parameters = folder.config["rope_parameters"].clone();
+        parameters["full_attention"][field] = value;
+        gemma("rope_parameters", parameters, expected);
+    }
+    let pictures = Folder::copy("gemma4-moe-bf16");
+    pictures.check("text_config", json!({}), "no model_type");
+    pictures.check("model_type", json!("gemma4_vision"), "gemma4_vision");
+}
+
+#[test]
 fn numbers_of_gpt_oss_that_lie_are_refused() {
     let folder = Folder::copy("gpt-oss-mxfp4");
     let gpt_oss = |field, value, expected| folder.check(field, value, expected);
@@ -309,6 +387,63 @@ fn numbers_of_minimax_that_lie_are_refused() {
 }
 
 #[test]
+fn numbers_of_delta_nets_that_lie_are_refused() {
+    let folder = Folder::copy("qwen3next-bf16");
+    let lie = |field, value, expected| folder.check(field, value, expected);
+    lie(
+        "linear_num_key_heads",
+        Value::Null,
+        "no linear_num_key_heads",
+    );
+    lie("linear_num_key_heads", json!(3), "number of key heads is 3");
+    lie(
+        "linear_key_head_dim",
+        json!(24),
+        "size of a linear head is 24",
+    );
+    lie(
+        "linear_value_head_dim",
+        json!(0),
+        "linear_value_head_dim is 0",
+    );
+    lie(
+        "linear_conv_kernel_dim",
+        json!(1 << 20),
+        "linear_conv_kernel_dim is 1048576",
+    );
+    lie(
+        "linear_num_value_heads",
+        json!(2),
+        "linear_attn.in_proj_qkvz.weight: shape [192, 64], expected [128, 64]",
+    );
+    lie("layer_types", json!(["linear_attention"]), "layer_types is");
+    lie(
+        "layer_types",
+        json!([
+            "sliding_attention",
+            "full_attention",
+            "full_attention",
+            "full_attention"
+        ]),
+        "layer_types is",
+    );
+    lie(
+        "full_attention_interval",
+        json!(0),
+        "full_attention_interval is 0",
+    );
+    // The text part of a model with pictures.
+    let folder = Folder::copy("qwen35moe-bf16");
+    folder.check("text_config", json!([]), "qwen3_5_moe");
+    folder.check("text_config", Value::Null, "qwen3_5_moe");
+    folder.check(
+        "text_config",
+        json!({"model_type": "qwen3_5_moe_vision"}),
+        "\"qwen3_5_moe_vision\" is not supported",
+    );
+}
+
+#[test]
 fn rotations_that_lie_are_refused() {
     let folder = Folder::copy("llama-tied");
     folder.check("rope_theta", json!("10000"), "rope_theta is \"10000\"");
@@ -395,15 +530,22 @@ fn any_json() -> impl Strategy<Value = Value> {
     ]
 }
 
+/// Configurations that are tried: few of them here, 10,000 where a record is made.
+fn mutations() -> u32 {
+    let asked = std::env::var("PACELINE_MUTATIONS").ok();
+    asked.map_or(64, |count| count.parse().unwrap())
+}
+
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 64, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: mutations(), ..ProptestConfig::default() })]
 
     /// Whatever two fields say, the model is refused or it computes.
     #[test]
     fn any_two_fields_are_refused_or_compute(
         folder in prop::sample::select(vec![
             "llama-tied", "qwen2-f16", "gemma3-bf16", "gemma3-linear-bf16", "gpt-oss-mxfp4",
-            "gpt-oss-bf16", "glm4moe-bf16", "minimax-m2-bf16",
+            "gpt-oss-bf16", "glm4moe-bf16", "minimax-m2-bf16", "qwen3next-bf16", "qwen35-bf16",
+            "qwen35moe-bf16",
         ]),
         places in prop::array::uniform2(any::<prop::sample::Index>()),
         values in prop::array::uniform2(any_json()),

@@ -17,6 +17,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use paceline_base::Rank;
+use paceline_cluster::nodes::discovery::listen_address;
 use paceline_cluster::processes::Ending;
 use paceline_cluster::workers::Event;
 use serde::{Deserialize, Serialize};
@@ -67,8 +68,11 @@ pub(super) enum ToHost<M = ToWorker> {
 pub(super) enum FromHost {
     /// The answer to `Start`.
     Started {
-        /// Where the worker is to listen for the other ranks; `None` where this is the owner.
+        /// This end's address, at which the owner reaches this machine; `None` where this is the
+        /// owner's machine.
         listen: Option<SocketAddr>,
+        /// Where the worker is to listen for the other ranks.
+        bind: SocketAddr,
         /// The model's file here.
         model: PathBuf,
         /// The first core of its threads.
@@ -115,6 +119,8 @@ pub struct HostSpec {
     pub args: Vec<OsString>,
     /// Finds a model's file on this machine, or says why there is none.
     pub find: Box<FindModel>,
+    /// The only interface that workers listen at; all without.
+    pub interface: Option<String>,
     /// Gets what workers write to standard error.
     pub on_line: Arc<dyn Fn(&str) + Send + Sync>,
 }
@@ -155,7 +161,9 @@ fn start(
     model: &ModelName,
     pin: Option<usize>,
 ) -> Result<LocalCrew, Broken> {
-    let (crew, path) = match spawn(spec, model, pin) {
+    let bind = listen_address(spec.interface.as_deref()).map_err(|error| error.to_string());
+    let started = bind.and_then(|bind| Ok((bind, spawn(spec, model, pin)?)));
+    let (bind, (crew, path)) = match started {
         Ok(started) => started,
         Err(reason) => {
             let refused = FromHost::Refused {
@@ -172,6 +180,7 @@ fn start(
     });
     let started = FromHost::Started {
         listen,
+        bind,
         model: path,
         first_core: post.first_core,
         pid: post.pid,

@@ -6,11 +6,13 @@
 use std::collections::VecDeque;
 use std::fmt;
 use std::net::{Ipv4Addr, SocketAddr};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use paceline_base::{Rank, lock};
+use paceline_cluster::nodes::NodeId;
 use paceline_cluster::workers::Event;
 
 use super::host::{BEAT, FromHost, ModelName, SILENCE, ToHost};
@@ -30,6 +32,8 @@ const HELD_MAX: usize = 4096;
 pub struct Place {
     /// What people call the machine.
     pub name: String,
+    /// Its node.
+    pub node: NodeId,
     /// A fresh line to it, at whose other end [`host`](super::host::host) runs.
     pub line: Box<dyn Line>,
 }
@@ -43,6 +47,22 @@ pub trait Places: Send + Sync + fmt::Debug {
     /// # Errors
     /// Why there is none.
     fn open(&self, rank: Rank) -> Result<Place, String>;
+
+    /// A fresh line to a machine for a second worker of a rank: another one than that of the first.
+    ///
+    /// # Errors
+    /// Why there is none.
+    fn open_spare(&self, rank: Rank) -> Result<Place, String>;
+
+    /// The second worker of a rank takes the first one's place.
+    fn promoted(&self, rank: Rank);
+    /// Where a worker on `from` best reaches one on `to`, by what was measured; the port means
+    /// nothing.
+    fn route(&self, from: NodeId, to: NodeId) -> Option<SocketAddr>;
+
+    /// Looks anew which ways between `nodes` answer, because a group over them broke; blocks for a
+    /// bounded time.
+    fn settle(&self, nodes: &[NodeId]);
 }
 
 /// Workers on several machines.
@@ -51,15 +71,40 @@ pub struct RemoteCrew {
     model: ModelName,
     pin: Option<usize>,
     seats: Vec<Mutex<Option<Seat>>>,
+    spares: Vec<Mutex<Option<Spare>>>,
     inbox: Arc<Inbox>,
+    /// Number of the next spare worker.
+    next_spare: AtomicU64,
+    /// Epochs that a rank was assigned to, and the last whose ways were settled.
+    epochs: Mutex<(u64, u64)>,
+}
+
+/// Numbers of spare workers, and of those that replace them, are this far apart: more workers than
+/// one rank ever has.
+const SPARE_STEP: u64 = 1 << 32;
+
+/// A second worker of a rank.
+struct Spare {
+    seat: Seat,
+    /// Its events are forgotten until the rank's worker has this number.
+    worker: u64,
+    tag: u64,
+}
+
+impl Spare {
+    fn lives(&self) -> bool {
+        let reader = self.seat.reader.as_ref();
+        reader.is_some_and(|reader| !reader.is_finished())
+    }
 }
 
 /// A rank's worker, and the thread that hears it.
 struct Seat {
     place: String,
+    node: NodeId,
     line: Arc<dyn Line>,
     post: Post,
-    /// Where the worker's machine has said to listen.
+    /// Where the owner reaches the worker's machine; `None` where that is this one.
     listen: Option<SocketAddr>,
     reader: Option<JoinHandle<()>>,
 }
@@ -89,7 +134,10 @@ impl RemoteCrew {
             model,
             pin,
             seats: (0..ranks).map(|_| Mutex::new(None)).collect(),
+            spares: (0..ranks).map(|_| Mutex::new(None)).collect(),
             inbox: Arc::new(inbox),
+            next_spare: AtomicU64::new(SPARE_STEP),
+            epochs: Mutex::new((0, 0)),
         }
     }
 
@@ -107,9 +155,9 @@ impl RemoteCrew {
         &self.seats[rank.0 as usize]
     }
 
-    /// Has a machine start the worker.
-    fn begin(&self, rank: Rank) -> Result<Seat, Broken> {
-        let Place { name, line } = self.places.open(rank).map_err(Broken::new)?;
+    /// Has a machine start a worker.
+    fn begin(&self, place: Place) -> Result<Seat, Broken> {
+        let Place { name, node, line } = place;
         let of = |reason: &dyn fmt::Display| Broken::new(format!("{name}: {reason}"));
         let start = ToHost::<ToWorker>::Start {
             model: self.model.clone(),
@@ -120,14 +168,16 @@ impl RemoteCrew {
         match answer {
             Some(FromHost::Started {
                 listen,
+                bind,
                 model,
                 first_core,
                 pid,
             }) => Ok(Seat {
                 place: name,
+                node,
                 line: Arc::from(line),
                 post: Post {
-                    listen: SocketAddr::from((Ipv4Addr::LOCALHOST, 0)),
+                    listen: bind,
                     model,
                     first_core,
                     pid,
@@ -143,25 +193,11 @@ impl RemoteCrew {
         }
     }
 
-    /// Address for the worker on the owner's own machine: the one by which another machine of the
-    /// crew reaches it, or loopback where all ranks are here.
-    fn own_listen(&self) -> SocketAddr {
-        let known = self.seats.iter().find_map(|seat| {
-            let mut addr = lock(seat).as_ref()?.line.own_addr()?;
-            addr.set_port(0);
-            Some(addr)
-        });
-        known.unwrap_or_else(|| SocketAddr::from((Ipv4Addr::LOCALHOST, 0)))
-    }
-}
-
-impl Crew for RemoteCrew {
-    fn start(&self, rank: Rank) -> Result<(), Error> {
-        self.stop(rank);
-        let worker = self.inbox.next_worker(rank);
-        let mut seat = self
-            .begin(rank)
-            .map_err(|source| Error::Place { rank, source })?;
+    /// Starts a worker at a place, and a thread that hears it.
+    fn sit(&self, rank: Rank, worker: u64, place: Result<Place, String>) -> Result<Seat, Error> {
+        let place = place.map_err(Broken::new);
+        let seat = place.and_then(|place| self.begin(place));
+        let mut seat = seat.map_err(|source| Error::Place { rank, source })?;
         let (line, inbox, place) = (
             Arc::clone(&seat.line),
             Arc::clone(&self.inbox),
@@ -173,12 +209,126 @@ impl Crew for RemoteCrew {
             what: "start a thread",
             source,
         })?);
+        Ok(seat)
+    }
+
+    /// Address for the worker on the owner's own machine: the one by which another machine of the
+    /// crew reaches it, or loopback where all ranks are here.
+    fn own_listen(&self) -> SocketAddr {
+        let known = self.seats.iter().find_map(|seat| {
+            let mut addr = lock(seat).as_ref()?.line.own_addr()?;
+            addr.set_port(0);
+            Some(addr)
+        });
+        known.unwrap_or_else(|| SocketAddr::from((Ipv4Addr::LOCALHOST, 0)))
+    }
+
+    /// Whether every rank that has a worker has it on this machine.
+    fn is_all_here(&self) -> bool {
+        let is_here = |seat: &Mutex<Option<Seat>>| {
+            lock(seat).as_ref().is_none_or(|seat| seat.listen.is_none())
+        };
+        self.seats.iter().all(is_here)
+    }
+
+    /// Before the ranks of an epoch meet that follows a broken one: which ways answer now.
+    fn settle(&self) {
+        let mut epochs = lock(&self.epochs);
+        if epochs.0 <= 1 || epochs.0 == epochs.1 {
+            return;
+        }
+        epochs.1 = epochs.0;
+        let seats = self.seats.iter();
+        let nodes = seats.filter_map(|seat| lock(seat).as_ref().map(|seat| seat.node));
+        let nodes: std::collections::BTreeSet<NodeId> = nodes.collect();
+        if nodes.len() > 1 {
+            self.places.settle(&Vec::from_iter(nodes));
+        }
+    }
+
+    /// Where the ranks listen as `rank` reaches them: over the best way between the two machines.
+    /// One that listens at one address is reached there.
+    fn seen_by(&self, rank: Rank, addrs: &[SocketAddr]) -> Vec<SocketAddr> {
+        let from = lock(self.seat(rank)).as_ref().map(|seat| seat.node);
+        let own = self.own_listen();
+        let seen = |(to, addr): (usize, &SocketAddr)| {
+            if to == rank.0 as usize || !addr.ip().is_unspecified() {
+                return *addr;
+            }
+            let seat = lock(&self.seats[to]);
+            let told = seat.as_ref().and_then(|seat| seat.listen).unwrap_or(own);
+            let to = seat.as_ref().map(|seat| seat.node);
+            let ends = from.zip(to).filter(|(from, to)| from != to);
+            let route = ends.and_then(|(from, to)| self.places.route(from, to));
+            let mut place = route.unwrap_or(told);
+            place.set_port(addr.port());
+            place
+        };
+        addrs.iter().enumerate().map(seen).collect()
+    }
+}
+
+impl Crew for RemoteCrew {
+    fn start(&self, rank: Rank) -> Result<(), Error> {
+        self.stop(rank);
+        // One that is being started just now is of no use yet.
+        let spare = self.spares[rank.0 as usize].try_lock();
+        let spare = spare.ok().and_then(|mut spare| spare.take());
+        if let Some(spare) = spare.filter(Spare::lives) {
+            self.places.promoted(rank);
+            self.inbox.adopt(rank, spare.worker);
+            *lock(self.seat(rank)) = Some(spare.seat);
+            return Ok(());
+        }
+        let worker = self.inbox.next_worker(rank);
+        let seat = self.sit(rank, worker, self.places.open(rank))?;
         *lock(self.seat(rank)) = Some(seat);
         Ok(())
     }
 
+    fn keep_spare(
+        &self,
+        rank: Rank,
+        tag: u64,
+        message: &dyn Fn(Post) -> ToWorker,
+    ) -> Result<bool, Error> {
+        let mut spare = lock(&self.spares[rank.0 as usize]);
+        let fresh = match spare.take().filter(Spare::lives) {
+            Some(ready) if ready.tag == tag => {
+                *spare = Some(ready);
+                return Ok(true);
+            }
+            Some(other) => Spare { tag, ..other },
+            None => {
+                let Ok(place) = self.places.open_spare(rank) else {
+                    return Ok(false);
+                };
+                let worker = self.next_spare.fetch_add(SPARE_STEP, Ordering::Relaxed);
+                let seat = self.sit(rank, worker, Ok(place))?;
+                Spare { seat, worker, tag }
+            }
+        };
+        let prepare = ToHost::Worker(message(fresh.seat.post.clone()));
+        let said = say(&*fresh.seat.line, &prepare);
+        said.map_err(|source| Error::Place { rank, source })?;
+        *spare = Some(fresh);
+        Ok(true)
+    }
+
     fn send(&self, rank: Rank, message: &ToWorker) -> Result<(), Error> {
         let line = lock(self.seat(rank)).as_ref().map(|s| Arc::clone(&s.line));
+        if let ToWorker::Assign(job) = message {
+            lock(&self.epochs).0 = job.epoch;
+        }
+        let join = match message {
+            ToWorker::Join { addrs } => {
+                self.settle();
+                let addrs = self.seen_by(rank, addrs);
+                Some(ToWorker::Join { addrs })
+            }
+            _ => None,
+        };
+        let message = join.as_ref().unwrap_or(message);
         let sent = match line {
             Some(line) => say(&*line, &ToHost::Worker(message)),
             None => Err(Broken::new("no worker runs")),
@@ -209,16 +359,24 @@ impl Crew for RemoteCrew {
     /// Machines give their workers the grace that they have themselves.
     fn end(&self, _grace: Duration) {
         (0..self.seats.len() as u32).for_each(|rank| self.stop(Rank(rank)));
+        let spares = self.spares.iter().filter_map(|spare| lock(spare).take());
+        for mut spare in spares.collect::<Vec<_>>() {
+            spare.seat.line.close();
+            if let Some(reader) = spare.seat.reader.take() {
+                let _ = reader.join(); // it has no result
+            }
+        }
     }
 
     fn post(&self, rank: Rank) -> Post {
-        let own = self.own_listen();
+        let (own, is_all_here) = (self.own_listen(), self.is_all_here());
         let seat = lock(self.seat(rank));
         match &*seat {
-            Some(seat) => Post {
-                listen: seat.listen.unwrap_or(own),
+            Some(seat) if is_all_here => Post {
+                listen: own,
                 ..seat.post.clone()
             },
+            Some(seat) => seat.post.clone(),
             None => Post {
                 listen: own,
                 model: self.model.name.clone().into(),
@@ -288,6 +446,13 @@ impl Inbox {
         worker
     }
 
+    /// A rank's worker is another one from now on.
+    fn adopt(&self, rank: Rank, worker: u64) {
+        let mut held = lock(&self.state);
+        held.workers[rank.0 as usize] = worker;
+        held.events.retain(|(_, event)| event.rank() != rank);
+    }
+
     /// Keeps an event unless its worker was replaced. Waits while too many are held.
     fn put(&self, worker: u64, rank: Rank, event: Event<FromWorker>) {
         let mut held = lock(&self.state);
@@ -335,9 +500,22 @@ mod tests {
             let line = lock(&self.0).pop_front().ok_or("no machine is left")?;
             Ok(Place {
                 name: "quokka".to_owned(),
+                node: NodeId([7; 16]),
                 line: Box::new(line),
             })
         }
+
+        fn open_spare(&self, rank: Rank) -> Result<Place, String> {
+            self.open(rank)
+        }
+
+        fn promoted(&self, _: Rank) {}
+
+        fn route(&self, _: NodeId, _: NodeId) -> Option<SocketAddr> {
+            None
+        }
+
+        fn settle(&self, _: &[NodeId]) {}
     }
 
     const WAIT: Duration = Duration::from_secs(5);
@@ -356,6 +534,7 @@ mod tests {
     fn started() -> FromHost {
         FromHost::Started {
             listen: Some(SocketAddr::from(([10, 0, 0, 7], 0))),
+            bind: SocketAddr::from(([0, 0, 0, 0], 0)),
             model: "/there/model.gguf".into(),
             first_core: None,
             pid: Some(7),
@@ -368,7 +547,9 @@ mod tests {
         say(&first, &started()).unwrap();
         crew.start(Rank(0)).unwrap();
         let post = crew.post(Rank(0));
-        assert_eq!(post.listen, SocketAddr::from(([10, 0, 0, 7], 0)));
+        assert_eq!(post.listen, SocketAddr::from(([0, 0, 0, 0], 0)));
+        let heard = [SocketAddr::from(([0, 0, 0, 0], 77))];
+        assert_eq!(crew.seen_by(Rank(0), &heard), heard, "its own");
         assert_eq!(post.model.to_str(), Some("/there/model.gguf"));
 
         let listening = FromWorker::Listening { addr: post.listen };
@@ -392,6 +573,56 @@ mod tests {
         assert!(matches!(heard[0], ToHost::Start { .. }), "{heard:?}");
         let error = crew.start(Rank(0)).unwrap_err().to_string();
         assert_eq!(error, "rank 0 on no machine is left");
+    }
+
+    #[test]
+    fn a_spare_takes_the_place_of_a_lost_worker_and_keeps_its_line() {
+        let (crew, [first, second]) = crew();
+        say(&first, &started()).unwrap();
+        crew.start(Rank(0)).unwrap();
+        say(&second, &started()).unwrap();
+        let message = |post: Post| {
+            assert_eq!(post.model.to_str(), Some("/there/model.gguf"));
+            ToWorker::Measure
+        };
+        assert!(crew.keep_spare(Rank(0), 1, &message).unwrap());
+        assert!(crew.keep_spare(Rank(0), 1, &message).unwrap(), "the same");
+        assert!(crew.keep_spare(Rank(0), 2, &message).unwrap());
+        let loading = FromWorker::Loading { done: 1, of: 2 };
+        say(&second, &FromHost::Message(loading)).unwrap();
+        first.close();
+        let lost = crew.receive(WAIT).unwrap().to_string();
+        assert_eq!(
+            lost, "rank 0 on quokka: the line is closed",
+            "and nothing of the spare"
+        );
+        crew.start(Rank(0)).unwrap();
+        let left = FromWorker::Listening {
+            addr: SocketAddr::from(([10, 0, 0, 7], 1)),
+        };
+        say(&second, &FromHost::Message(left.clone())).unwrap();
+        let expected = Event::Message {
+            rank: Rank(0),
+            message: left,
+        };
+        assert_eq!(crew.receive(WAIT), Some(expected));
+        let mut prepared = 0;
+        crew.send(Rank(0), &ToWorker::Leave).unwrap();
+        loop {
+            match hear::<ToHost>(&second, WAIT).unwrap() {
+                Some(ToHost::Worker(ToWorker::Measure)) => prepared += 1,
+                Some(ToHost::Worker(ToWorker::Leave)) => break,
+                _ => {}
+            }
+        }
+        assert_eq!(prepared, 2);
+        second.close();
+        let lost = crew.receive(WAIT).unwrap().to_string();
+        assert_eq!(lost, "rank 0 on quokka: the line is closed");
+        assert!(
+            !crew.keep_spare(Rank(0), 2, &message).unwrap(),
+            "no machine is left"
+        );
     }
 
     #[test]

@@ -57,13 +57,14 @@ enum ToEntry {
 
 /// Answers an entry on its line until that closes.
 pub(super) fn answer(inner: &Arc<Inner>, line: &Arc<dyn Line>) {
-    let instance = match hear(&**line, LOOK_EVERY * 10) {
-        Ok(Some(ToOwner::Instance(id))) => inner.ready_instance(InstanceId(id)),
-        _ => None,
+    let id = match hear(&**line, LOOK_EVERY * 10) {
+        Ok(Some(ToOwner::Instance(id))) => InstanceId(id),
+        _ => return line.close(),
     };
-    if let Some(instance) = instance {
+    if let Some(instance) = inner.ready_instance(id) {
+        let answers = || inner.answers_with(id, &instance);
         // The entry sees that the line is closed.
-        let _: Result<(), Broken> = serve(line, &instance);
+        let _: Result<(), Broken> = serve(line, &instance, &answers);
     }
     line.close();
 }
@@ -77,7 +78,12 @@ pub(super) fn here(inner: &Arc<Inner>) -> Option<Arc<dyn Line>> {
     Some(Arc::new(line))
 }
 
-fn serve(line: &Arc<dyn Line>, instance: &Instance) -> Result<(), Broken> {
+/// `answers`: whether the instance is the one to ask, and not one that another has followed.
+fn serve(
+    line: &Arc<dyn Line>,
+    instance: &Instance,
+    answers: &dyn Fn() -> bool,
+) -> Result<(), Broken> {
     say(&**line, &ToEntry::Ready)?;
     let (replies, queue) = sync_channel::<(Ticket, Reply)>(REPLIES_MAX);
     let open: Mutex<BTreeMap<Ticket, Ticket>> = Mutex::default();
@@ -90,7 +96,7 @@ fn serve(line: &Arc<dyn Line>, instance: &Instance) -> Result<(), Broken> {
                 }
             }
         });
-        let ended = listen(line, instance, &open, &replies);
+        let ended = listen(line, (instance, answers), &open, &replies);
         for own in lock(&open).values() {
             instance.cancel(*own);
         }
@@ -102,12 +108,16 @@ fn serve(line: &Arc<dyn Line>, instance: &Instance) -> Result<(), Broken> {
 /// Takes in an entry's requests until its channel closes.
 fn listen(
     line: &Arc<dyn Line>,
-    instance: &Instance,
+    (instance, answers): (&Instance, &dyn Fn() -> bool),
     open: &Mutex<BTreeMap<Ticket, Ticket>>,
     replies: &SyncSender<(Ticket, Reply)>,
 ) -> Result<(), Broken> {
     loop {
-        match hear(&**line, LOOK_EVERY)? {
+        let heard = hear(&**line, LOOK_EVERY)?;
+        if !answers() {
+            return Err(Broken::new("the instance is another one now"));
+        }
+        match heard {
             Some(ToOwner::Submit {
                 ticket,
                 request,
@@ -298,7 +308,12 @@ impl Shared {
 }
 
 impl Service for Remote {
-    fn submit(&self, request: Request, sink: Sink) -> Result<Ticket, Failure> {
+    fn submit_after(
+        &self,
+        request: Request,
+        tokens: Vec<u32>,
+        sink: Sink,
+    ) -> Result<Ticket, Failure> {
         let shared = &self.shared;
         let mut state = lock(&shared.state);
         let waiting = state.requests.len();
@@ -310,12 +325,12 @@ impl Service for Remote {
         let submit = ToOwner::Submit {
             ticket,
             request: request.clone(),
-            tokens: Vec::new(),
+            tokens: tokens.clone(),
         };
         let asked = Asked {
             request,
-            tokens: Vec::new(),
-            prompt_read: false,
+            prompt_read: !tokens.is_empty(),
+            tokens,
             sink: Some(sink),
         };
         state.requests.insert(ticket, asked);

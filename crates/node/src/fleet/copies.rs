@@ -74,13 +74,19 @@ impl Copies {
         (self.find)(name)
     }
 
-    /// SHA-256 of a file, in hexadecimal digits. Reads all of it the first time.
+    /// SHA-256 of a file or of a folder's files, in hexadecimal digits. Reads all of it the first
+    /// time.
     ///
     /// # Errors
     /// What the system says.
     pub(super) fn hash(&self, path: &Path) -> std::io::Result<String> {
-        let facts = fs::metadata(path)?;
-        let key = (path.to_owned(), facts.len(), facts.modified()?);
+        let (mut bytes, mut changed) = (0, SystemTime::UNIX_EPOCH);
+        for file in files(path)? {
+            let facts = fs::metadata(file)?;
+            bytes += facts.len();
+            changed = changed.max(facts.modified()?);
+        }
+        let key = (path.to_owned(), bytes, changed);
         if let Some(known) = lock(&self.known).get(&key) {
             return Ok(known.clone());
         }
@@ -235,19 +241,60 @@ fn copy(from: &Wire, place: &Path, fetch: &Fetch, told: &Wire) -> Result<String,
     Ok(digits(sum))
 }
 
-/// SHA-256 of a file, in hexadecimal digits. Reads all of it.
+/// SHA-256 of a file, or of the names, lengths and bytes of a folder's files in order of their
+/// names; in hexadecimal digits. Reads all of it.
 ///
 /// # Errors
 /// What the system says.
 fn hash(path: &Path) -> std::io::Result<String> {
-    let (mut file, mut sum) = (File::open(path)?, Sha256::new());
+    let mut sum = Sha256::new();
     let mut piece = vec![0; PIECE_BYTES];
-    loop {
-        match file.read(&mut piece)? {
-            0 => return Ok(digits(sum)),
-            n => sum.update(&piece[..n]),
+    for of_model in files(path)? {
+        let mut file = File::open(&of_model)?;
+        if let Ok(name) = of_model.strip_prefix(path)
+            && name != Path::new("")
+        {
+            sum.update(name.as_os_str().as_encoded_bytes());
+            sum.update([0]);
+            sum.update(file.metadata()?.len().to_le_bytes());
+        }
+        loop {
+            match file.read(&mut piece)? {
+                0 => break,
+                n => sum.update(&piece[..n]),
+            }
         }
     }
+    Ok(digits(sum))
+}
+
+/// Most files of a model's folder: some hundreds of shards in the largest known.
+const FILES_MAX: usize = 4096;
+
+/// The file itself, or the files of a folder and its folders, in order of their names.
+///
+/// # Errors
+/// What the system says, and a folder of too many files.
+fn files(path: &Path) -> std::io::Result<Vec<PathBuf>> {
+    if !path.is_dir() {
+        return Ok(vec![path.to_owned()]);
+    }
+    let (mut folders, mut all) = (vec![path.to_owned()], Vec::new());
+    while let Some(folder) = folders.pop() {
+        for entry in fs::read_dir(folder)? {
+            let path = entry?.path();
+            match path.is_dir() {
+                true => folders.push(path),
+                false => all.push(path),
+            }
+            if all.len() + folders.len() > FILES_MAX {
+                let reason = format!("a folder of over {FILES_MAX} files is no model");
+                return Err(std::io::Error::other(reason));
+            }
+        }
+    }
+    all.sort();
+    Ok(all)
 }
 
 fn digits(sum: Sha256) -> String {
@@ -263,6 +310,23 @@ mod tests {
 
     fn copies(folder: &Path, model: PathBuf) -> Copies {
         Copies::new(Box::new(move |_| Ok(model.clone())), folder.to_owned())
+    }
+
+    #[test]
+    fn a_folder_is_known_by_its_files() {
+        let folder = tempfile::tempdir().unwrap();
+        let write = |name: &str, text: &str| fs::write(folder.path().join(name), text).unwrap();
+        fs::create_dir(folder.path().join("inner")).unwrap();
+        write("a", "1");
+        write("inner/b", "2");
+        let first = hash(folder.path()).unwrap();
+        assert_eq!(hash(folder.path()).unwrap(), first);
+        write("inner/b", "3");
+        assert_ne!(hash(folder.path()).unwrap(), first);
+        write("inner/b", "2");
+        assert_eq!(hash(folder.path()).unwrap(), first);
+        write("c", "");
+        assert_ne!(hash(folder.path()).unwrap(), first);
     }
 
     #[test]

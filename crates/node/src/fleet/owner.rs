@@ -2,8 +2,8 @@
 
 use std::cell::Cell;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use paceline_base::{KernelClass, lock};
@@ -12,11 +12,12 @@ use paceline_cluster::nodes::{InstanceId, Key, NodeId};
 use paceline_comm::Backend;
 use paceline_model::Source;
 
+use super::flaps::{Flaps, LOSSES_MAX};
 use super::places::Nodes;
-use super::{Inner, copies, name_of};
+use super::{Answers, Inner, copies, encoders, name_of};
 use crate::crew::remote::RemoteCrew;
 use crate::supervisor::Notice;
-use crate::{Instance, Options, Prepared};
+use crate::{Options, Prepared};
 
 /// Progress is written to the shared map at most this often: each write goes to all nodes.
 const TELL_EVERY: Duration = Duration::from_millis(500);
@@ -27,16 +28,18 @@ pub(super) struct Owned {
     pub(super) id: InstanceId,
     pub(super) epoch: u64,
     pub(super) wanted: Wanted,
+    /// What was lost of it so far.
+    pub(super) flaps: Arc<Flaps>,
 }
 
 impl Owned {
-    /// Brings the instance up and reports how it goes; the instance when it answers.
-    pub(super) fn start(&self, inner: &Arc<Inner>) -> Option<Arc<Instance>> {
+    /// Brings the instance up and reports how it goes; what answers for it.
+    pub(super) fn start(&self, inner: &Arc<Inner>) -> Option<Answers> {
         let started = self.try_start(inner);
         match started {
-            Ok(instance) => {
+            Ok(answers) => {
                 self.report(inner, State::Ready, None, None);
-                Some(Arc::new(instance))
+                Some(answers)
             }
             Err(reason) => {
                 (inner.spec.tell)(&format!("error: {}: {reason}", self.wanted.model));
@@ -46,23 +49,31 @@ impl Owned {
         }
     }
 
-    fn try_start(&self, inner: &Arc<Inner>) -> Result<Instance, String> {
+    fn try_start(&self, inner: &Arc<Inner>) -> Result<Answers, String> {
         self.report(inner, State::Fetching, None, None);
         let path = inner.copies.find(&name_of(&self.wanted))?;
         self.share(inner)?;
         self.report(inner, State::Loading, None, None);
-        let prepared = self.prepare(inner, &path)?;
+        if encoders::is_encoder(&path) {
+            return encoders::load(&path, &self.wanted).map(Answers::Encoder);
+        }
+        let mut prepared = self.prepare(inner, &path)?;
+        if self.wanted.spare > 0 {
+            prepared.keep_spares();
+        }
         let places = Nodes {
             agent: inner.agent.clone(),
             nodes: self.wanted.nodes.clone(),
             host: Arc::clone(&inner.host),
+            flaps: Arc::clone(&self.flaps),
+            spares: Mutex::default(),
         };
         let ranks = self.wanted.nodes.len() as u32;
         let crew = RemoteCrew::new(Box::new(places), name_of(&self.wanted), ranks, None);
         let instance = prepared.over(Box::new(crew), true, self.observer(inner));
         let instance = instance.map_err(|error| error.to_string())?;
         instance.ready().map_err(|error| error.to_string())?;
-        Ok(instance)
+        Ok(Answers::Instance(Arc::new(instance)))
     }
 
     fn prepare(&self, inner: &Inner, path: &Path) -> Result<Prepared, String> {
@@ -131,8 +142,12 @@ impl Owned {
                     own.report(&inner, State::Loading, Some(progress), None);
                 }
                 Notice::Ready { again: true, .. } => {
-                    (inner.spec.tell)(&format!("{} answers again", own.wanted.model));
-                    own.report(&inner, State::Ready, None, None);
+                    let without = own.left_out(&inner);
+                    let note = without
+                        .as_ref()
+                        .map_or(String::new(), |it| format!(", {it}"));
+                    (inner.spec.tell)(&format!("{} answers again{note}", own.wanted.model));
+                    own.report(&inner, State::Ready, None, without);
                 }
                 Notice::Failed { reason, .. } => {
                     (inner.spec.tell)(&format!("error: {}: {reason}", own.wanted.model));
@@ -141,6 +156,19 @@ impl Owned {
                 Notice::Changed(change) => (inner.spec.tell)(&change.line()),
                 Notice::Loading { .. } | Notice::Ready { .. } => {}
             }
+        })
+    }
+
+    /// Which nodes are left out, and why.
+    fn left_out(&self, inner: &Inner) -> Option<String> {
+        let out = self.flaps.out(Instant::now());
+        let names: Vec<String> = out.into_iter().map(|id| inner.name(id)).collect();
+        let verb = if names.len() == 1 { "is" } else { "are" };
+        (!names.is_empty()).then(|| {
+            format!(
+                "{} {verb} left out: lost {LOSSES_MAX} workers within minutes",
+                names.join(", ")
+            )
         })
     }
 

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use paceline_base::{KernelClass, Rank};
 use paceline_engine::SamplingParams;
-use paceline_model::{Activation, Config, Family, LeafCut, Part, Role, Shard, Split};
+use paceline_model::{Activation, Config, LeafCut, Part, Role, Shard, Split};
 use paceline_tensor::{
     Activations, Attention, AttentionRows, AttentionScratch, Kernels, KvCache, KvShape, KvType,
     PAGE, PackOptions, Packed, Precision, Product, StoredMatrix, vector,
@@ -267,6 +267,10 @@ impl Packing<'_> {
     }
 
     fn layer(&self, index: usize) -> Result<Layer> {
+        if self.setting.config.latent.is_some() {
+            let what = "latent attention is not measured";
+            return Err(paceline_model::Error::Layer { layer: index, what }.into());
+        }
         let (shard, head_dim) = (self.shard, self.setting.config.head_dim);
         let of = |heads: &Range<usize>| heads.start * head_dim..heads.end * head_dim;
         let role = |part| Role::Layer(index, part);
@@ -286,11 +290,22 @@ impl Packing<'_> {
     /// As many of the shard's layers as [`PROBED_BYTES`] allows for all ranks, at least one.
     fn layers(&self) -> Result<Vec<Layer>> {
         let (mut layers, bytes) = (Vec::new(), PROBED_BYTES / self.shard.stages as u64);
-        for index in self.shard.layers.clone() {
+        // Layers of other sizes are taken to cost as much.
+        let config = self.setting.config;
+        if config.layers.iter().any(|layer| layer.experts.is_some()) {
+            let what = "layers with experts are not probed";
+            return Err(Error::NotMeasured { what });
+        }
+        let usual = self.shard.layers.clone();
+        for index in usual.filter(|index| config.is_usual(*index)) {
             layers.push(self.layer(index)?);
             if self.bytes.get() >= bytes {
                 break;
             }
+        }
+        if layers.is_empty() {
+            let what = "a rank has no layer of the model's usual sizes";
+            return Err(Error::NotMeasured { what });
         }
         Ok(layers)
     }
@@ -449,7 +464,7 @@ impl<'k> Step<'k> {
         let heads = q
             .chunks_exact_mut(c.head_dim)
             .chain(k.chunks_exact_mut(c.head_dim));
-        if matches!(c.family, Family::Qwen3 | Family::Gemma3) {
+        if c.family.norms_heads() {
             let weight = &out[..c.head_dim];
             heads.for_each(|head| self.kernels.rms_norm_in_place(head, weight, c.norm_eps));
         }
@@ -462,7 +477,7 @@ impl<'k> Step<'k> {
     fn add(&mut self) {
         let (width, eps) = (self.config.width, self.config.norm_eps);
         let [residual, delta, weight] = &mut self.wide;
-        if self.config.family == Family::Gemma3 {
+        if self.config.family.norms_after_halves() {
             let delta = &mut delta[..width];
             self.kernels.rms_norm_in_place(delta, &weight[..width], eps);
         }

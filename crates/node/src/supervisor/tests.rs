@@ -525,7 +525,10 @@ impl World {
         if let Some(epoch) = epoch.filter(|_| alive) {
             assert!(worker.ready, "{rank} is not ready");
             worker.answers.insert(ticket, tokens.len());
-            let read = Reply::PromptRead { reused: 0 };
+            let read = Reply::PromptRead {
+                reused: 0,
+                logprobs: None,
+            };
             self.says(
                 rank,
                 2,

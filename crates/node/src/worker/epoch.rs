@@ -12,7 +12,7 @@ use paceline_formats::tokenizer::Tokenizer;
 use paceline_model::{Source, Weights};
 
 use super::tickets::Tickets;
-use super::{Channel, Identity, Kept, failed};
+use super::{Channel, Identity, Kept, Watchdog, failed};
 use crate::Error;
 use crate::messages::{FromWorker, Job};
 use crate::moved::RankMoved;
@@ -25,6 +25,7 @@ pub(super) struct Epoch {
     pub(super) part: Part,
     pub(super) weights: Arc<dyn Weights>,
     of: Identity,
+    watchdog: Watchdog,
 }
 
 pub(super) enum Part {
@@ -62,12 +63,37 @@ impl Epoch {
         } else {
             follow(channel, job, &weights)?
         };
-        Ok(Self { part, weights, of })
+        Ok(Self {
+            part,
+            weights,
+            of,
+            watchdog: Watchdog::new(Instant::now()),
+        })
+    }
+
+    /// Whether this rank hangs while it computes; says so once.
+    pub(super) fn hang(&mut self) -> Option<Error> {
+        let links = self.weights.links()?;
+        self.watchdog.look(Instant::now(), &links.progress)
     }
 
     /// What the rank has sent so far.
     pub(super) fn measured(&self) -> FromWorker {
-        FromWorker::Measured(RankMoved::of(&*self.weights))
+        FromWorker::Measured {
+            moved: RankMoved::of(&*self.weights),
+            uses: self.weights.expert_uses(),
+        }
+    }
+
+    /// Begins a trace of this rank, or ends it and tells what was recorded.
+    pub(super) fn trace(&self, channel: &Channel, on: bool) -> Result<(), Error> {
+        let links = self.weights.links();
+        let tracer = links.map(|links| links.trace.clone()).unwrap_or_default();
+        if on {
+            tracer.start();
+            return Ok(());
+        }
+        Ok(channel.send(&FromWorker::Traced(Box::new(tracer.stop())))?)
     }
 
     /// Whether it cannot go on, and why if nobody was told yet.
@@ -90,7 +116,9 @@ impl Epoch {
     /// The leader leaves by itself; the others' loops end because it has, or because a rank is
     /// gone.
     pub(super) fn leave(self) -> Option<Kept> {
-        let Self { part, weights, of } = self;
+        let Self {
+            part, weights, of, ..
+        } = self;
         match part {
             Part::Leads(leader) => drop(leader),
             Part::Follows { thread, leaving } => {

@@ -2,7 +2,7 @@
 
 use serde::Deserialize;
 
-use crate::model::Bits;
+use crate::model::{Bits, Caches};
 use crate::{Attention, Error, ModelShape, Moe, Sliding};
 
 /// A model as catalogues and published rows write it. `head_dim` is ignored with low-rank
@@ -119,6 +119,7 @@ impl ModelEntry {
                 layers: self.sliding_layers,
                 window: self.sliding_window,
             }),
+            caches: Caches::default(),
             ffn: self.ffn,
             moe,
             bits: Bits::uniform(bits),

@@ -10,7 +10,7 @@ use crate::{ModelShape, Workload};
 pub struct Usage {
     /// Weights that stay in memory.
     pub weights: f64,
-    /// Keys and values of all requests at full length.
+    /// Keys, values and states of all requests at full length.
     pub cache: f64,
     /// Activations and logits of a step, and what a program needs beside.
     pub buffers: f64,
@@ -40,9 +40,10 @@ pub fn usage(
     // Streamed layers pass through a window of two: one computes while the next is read.
     let window = f64::from(member.streamed.min(2)) * model.layer_bytes(stage.layers.start);
     let layers = range_weights(model, streamed..stage.layers.end, part);
-    let cache = workload.positions() as f64 * model.attention.cached() * model.bits.kv / 8.0
-        * f64::from(stage.n_layers())
-        * cache_share(model, part);
+    let rows = workload.positions() as f64 * model.attention.cached() * model.bits.kv / 8.0
+        * model.row_layers(stage.layers.clone());
+    let states = f64::from(workload.concurrency) * model.state_bytes(stage.layers.clone());
+    let cache = (rows + states) * cache_share(model, part);
     Usage {
         weights: layers + window + end_bytes(model, part, ends),
         cache,

@@ -132,6 +132,10 @@ impl Group {
         let mut end = 0;
         for start in 0..n_layers {
             end = end.max(start);
+            if !costs.model.can_cut(start) {
+                self.reach.push(start);
+                continue;
+            }
             while end < n_layers && holds(costs, &self.stage(start..end + 1)) {
                 end += 1;
             }

@@ -4,7 +4,7 @@
 use paceline_base::Bytes;
 use paceline_plan::cluster::Rates;
 use paceline_plan::{
-    Attention, Backend, Bits, Cluster, Link, ModelShape, Node, Transport, Workload,
+    Attention, Backend, Bits, Caches, Cluster, Link, ModelShape, Node, Transport, Workload,
 };
 
 /// A dense model of so many layers.
@@ -21,6 +21,7 @@ pub(crate) fn model(layers: u32) -> ModelShape {
             head_dim: 64,
         },
         sliding: None,
+        caches: Caches::default(),
         ffn: 4096,
         moe: None,
         bits: Bits::uniform(8.0),

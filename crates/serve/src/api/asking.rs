@@ -14,14 +14,16 @@ use paceline_engine::State as Readiness;
 use serde_json::{Map, Value, json};
 use tokio::time::{sleep, timeout};
 
-use super::{App, Endpoint, embedding, fresh_seed, json_response, pages, random_hex};
+use super::{App, Endpoint, embedding, fresh_seed, json_response, pages, random_hex, resuming};
 use crate::access::Client;
 use crate::answer::{Answer, Terms};
 use crate::config::Config;
 use crate::field::{Fields, Notes};
+use crate::journal::Head;
 use crate::json;
+use crate::log;
 use crate::places::Place;
-use crate::rejection::Rejection;
+use crate::rejection::{Rejection, Style};
 use crate::render::anthropic::Anthropic;
 use crate::render::llama::Infill;
 use crate::render::ollama::Ollama;
@@ -31,7 +33,7 @@ use crate::render::{Frame, Telling, Writer};
 use crate::request::fields::ollama::NAMED;
 use crate::request::{Ask, Reader, Teller, Understood};
 use crate::server::Phase;
-use crate::stream::Events;
+use crate::stream::{Events, Recorder};
 
 /// Of a body that is refused, so much is read, so that the client sees the refusal: many send all
 /// before they look.
@@ -41,6 +43,28 @@ const DRAINED_BYTES: usize = 64 << 20;
 struct Reading {
     understood: Understood,
     warnings: Vec<String>,
+    body: Vec<u8>,
+    given: Given,
+}
+
+/// What an answer depends on besides its request: given again, it is the same answer.
+#[derive(Clone, Debug)]
+pub(super) struct Given {
+    /// Names it: 128 random bits.
+    pub(super) id: String,
+    /// For requests that give no seed.
+    pub(super) seed: u64,
+    pub(super) unix_s: u64,
+}
+
+impl Given {
+    fn fresh(app: &App) -> Self {
+        Self {
+            id: random_hex(),
+            seed: fresh_seed(),
+            unix_s: (app.config.clock.unix_s)(),
+        }
+    }
 }
 
 pub(super) async fn answer(
@@ -48,38 +72,55 @@ pub(super) async fn answer(
     request: Request,
     endpoint: Endpoint,
 ) -> Result<Response, Rejection> {
-    let asked = (app.config.clock.now)();
-    let limit_s = app.config.times.request.as_secs();
-    let mut deadline = Box::pin(sleep(app.config.times.request));
     let client = client(&request);
-    check_head(&app, request.headers())?;
+    let mut terms = terms(&app, &client);
+    check_head(&app.config, &request)?;
     check_ready(&app)?;
     app.check_ability(endpoint)?;
     let place = app.places.take(&client, app.has_several_clients(&client))?;
+    if let Some(last) = resuming::last_event(request.headers(), endpoint)? {
+        body_in_time(&app.config, request).await?; // the journal has the one that counts
+        return resuming::go_on(&app, last, (terms, place, client)).await;
+    }
+    let limit_s = terms.deadline_s;
     let reading = tokio::select! {
-        () = &mut deadline => return Err(Rejection::Deadline { limit_s }),
+        () = &mut terms.deadline => return Err(Rejection::Deadline { limit_s }),
         reading = read(&app, request, &client, endpoint) => reading?,
     };
-    let key = match (&app.keys, &client) {
+    let Reading {
+        understood,
+        warnings,
+        body,
+        given,
+    } = reading;
+    let response = match understood {
+        Understood::Answer(value) => json_response(StatusCode::OK, &value),
+        Understood::Embed(ask) => embedding::respond(&app, ask, terms, place).await?,
+        Understood::Ask(ask) => {
+            let head = resuming::head(&app, &ask, &given, (endpoint, body), &client);
+            respond(&app, *ask, given, (terms, place, client), head).await?
+        }
+    };
+    Ok(warned(response, &warnings))
+}
+
+/// What an answer to `client` runs under, from now on.
+pub(super) fn terms(app: &App, client: &Client) -> Terms {
+    let limit = app.config.times.request;
+    let key = match (&app.keys, client) {
         (Some(keys), Client::Key(id)) => Some((Arc::clone(keys), id.clone())),
         _ => None,
     };
-    let terms = Terms {
-        deadline,
-        deadline_s: limit_s,
+    Terms {
+        deadline: Box::pin(sleep(limit)),
+        deadline_s: limit.as_secs(),
         phase: app.phase.clone(),
         context: app.model.context,
         unread_replies: app.config.limits.unread_replies,
         key,
-        asked,
+        asked: (app.config.clock.now)(),
         now: app.config.clock.now,
-    };
-    let response = match reading.understood {
-        Understood::Answer(value) => json_response(StatusCode::OK, &value),
-        Understood::Embed(ask) => embedding::respond(&app, ask, terms, place).await?,
-        Understood::Ask(ask) => respond(&app, *ask, terms, (place, client)).await?,
-    };
-    Ok(warned(response, &reading.warnings))
+    }
 }
 
 fn client(request: &Request) -> Client {
@@ -98,13 +139,17 @@ fn warned(mut response: Response, warnings: &[String]) -> Response {
     response
 }
 
+/// Clients of Ollama, LiteLLM among them, may leave out the type of a body: it is JSON there.
+///
 /// # Errors
 /// [`Rejection::MediaType`], [`Rejection::Encoded`], [`Rejection::LongBody`].
-fn check_head(app: &App, headers: &HeaderMap) -> Result<(), Rejection> {
+fn check_head(config: &Config, request: &Request) -> Result<(), Rejection> {
+    let headers = request.headers();
     let value = headers.get(CONTENT_TYPE).map(HeaderValue::as_bytes);
+    let is_untyped = value.is_none() && Style::of(request.uri().path()) == Style::Ollama;
     let text = String::from_utf8_lossy(value.unwrap_or_default());
     let essence = text.split(';').next().unwrap_or_default().trim();
-    if !essence.eq_ignore_ascii_case("application/json") {
+    if !is_untyped && !essence.eq_ignore_ascii_case("application/json") {
         let got = crate::field::clip(&text);
         return Err(Rejection::MediaType { got });
     }
@@ -114,7 +159,7 @@ fn check_head(app: &App, headers: &HeaderMap) -> Result<(), Rejection> {
         let got = crate::field::clip(&String::from_utf8_lossy(encoding.as_bytes()));
         return Err(Rejection::Encoded { got });
     }
-    let limit = app.config.limits.body_bytes;
+    let limit = config.limits.body_bytes;
     // Up to a bound it is read all the same: see `body`.
     let is_far_over = length(headers).is_some_and(|length| length > limit.max(DRAINED_BYTES));
     if is_far_over {
@@ -127,7 +172,7 @@ fn length(headers: &HeaderMap) -> Option<usize> {
     headers.get(CONTENT_LENGTH)?.to_str().ok()?.parse().ok()
 }
 
-fn check_ready(app: &App) -> Result<(), Rejection> {
+pub(super) fn check_ready(app: &App) -> Result<(), Rejection> {
     if *app.phase.borrow() != Phase::Running {
         return Err(Rejection::ShuttingDown);
     }
@@ -150,9 +195,16 @@ async fn read(
     let permit = permit.expect("the semaphore is never closed");
     let (app, client) = (Arc::clone(app), client.clone());
     let work = tokio::task::spawn_blocking(move || {
-        let reading = understand(&app, &body, &client, endpoint);
+        let given = Given::fresh(&app);
+        let understood = understand(&app, &body, &client, (endpoint, &given));
         drop(permit);
-        reading
+        let (understood, warnings) = understood?;
+        Ok(Reading {
+            understood,
+            warnings,
+            body,
+            given,
+        })
     });
     let what = "read the request";
     work.await.map_err(|_| Rejection::Broken { what })?
@@ -166,20 +218,21 @@ pub(crate) async fn body_in_time(config: &Config, request: Request) -> Result<Ve
     body.map_err(|_| Rejection::SlowBody { limit_s })?
 }
 
-fn understand(
+/// What a body asks for, with warnings.
+pub(super) fn understand(
     app: &App,
     body: &[u8],
     client: &Client,
-    endpoint: Endpoint,
-) -> Result<Reading, Rejection> {
+    (endpoint, given): (Endpoint, &Given),
+) -> Result<(Understood, Vec<String>), Rejection> {
     let body = json::parse(body, &app.config.limits)?;
     let notes = Notes::new(app.config.is_lenient);
     let reader = Reader {
         model: &app.model,
         calling: &app.calling,
         limits: &app.config.limits,
-        unix_s: (app.config.clock.unix_s)(),
-        fresh_seed: fresh_seed(),
+        unix_s: given.unix_s,
+        fresh_seed: given.seed,
         longest_token: app.longest_token,
         notes: &notes,
         store: &app.store,
@@ -208,11 +261,7 @@ fn understand(
             .map(Understood::Embed),
         Endpoint::ApplyTemplate => reader.apply_template(body).map(Understood::Answer),
     }?;
-    let warnings = notes.into_warnings();
-    Ok(Reading {
-        understood,
-        warnings,
-    })
+    Ok((understood, notes.into_warnings()))
 }
 
 /// The body, of at most `limit` bytes. One that is longer is read on and thrown away up to a
@@ -241,29 +290,52 @@ async fn body(request: Request, limit: usize) -> Result<Vec<u8>, Rejection> {
     Ok(body)
 }
 
-/// Asks the service and answers the client.
+/// Asks the service and answers the client. With a head the answer's stream has a journal.
 async fn respond(
     app: &App,
-    ask: Ask,
-    terms: Terms,
-    (place, client): (Place, Client),
+    mut ask: Ask,
+    given: Given,
+    (terms, place, client): (Terms, Place, Client),
+    head: Option<Head>,
 ) -> Result<Response, Rejection> {
-    let writer = writer(app, &ask, client);
-    let (asked, now) = (terms.asked, terms.now);
-    let sizes = (ask.prompt_tokens, ask.n);
-    let telling = Telling::new(writer, ask.choices, sizes, (asked, now), &app.metrics);
-    let answer = Answer::start(&app.service, &app.metrics, ask.requests, terms)?;
+    let telling = telling(app, &mut ask, given, (&terms, client));
+    log::prompts(&app.model.tokenizer, &ask.requests);
+    let requests = ask.requests.into_iter();
+    let requests = requests
+        .map(|request| Some((request, Vec::new())))
+        .collect();
+    let answer = Answer::start(&app.service, &app.metrics, requests, terms)?;
     if ask.stream.is_some() {
-        return stream(app, answer, telling, place).await;
+        let recorder = head.and_then(|head| resuming::record(app, head));
+        return stream(app, answer, telling, (place, recorder)).await;
     }
     whole(answer, telling).await
 }
 
+/// What tells the answer to what was asked.
+pub(super) fn telling(
+    app: &App,
+    ask: &mut Ask,
+    given: Given,
+    (terms, client): (&Terms, Client),
+) -> Telling {
+    let writer = writer(app, ask, given, client);
+    let sizes = (ask.prompt_tokens, ask.n);
+    let choices = std::mem::take(&mut ask.choices);
+    Telling::new(
+        writer,
+        choices,
+        sizes,
+        (terms.asked, terms.now),
+        &app.metrics,
+    )
+}
+
 /// What writes the answer in the words of its dialect.
-fn writer(app: &App, ask: &Ask, client: Client) -> Box<dyn Writer> {
+fn writer(app: &App, ask: &Ask, given: Given, client: Client) -> Box<dyn Writer> {
     let frame = Frame {
-        id: random_hex(),
-        created_unix_s: (app.config.clock.unix_s)(),
+        id: given.id,
+        created_unix_s: given.unix_s,
         model: app.model.id.clone(),
         fingerprint: app.model.fingerprint.clone(),
     };
@@ -311,36 +383,46 @@ async fn stream(
     app: &App,
     mut answer: Answer,
     telling: Telling,
-    place: Place,
+    (place, recorder): (Place, Option<Recorder>),
 ) -> Result<Response, Rejection> {
     let early = timeout(app.config.times.first_reply, answer.next()).await;
-    let content_type = telling.framing().content_type();
     let events = Events {
         early: early.ok().transpose()?,
+        past: Vec::new(),
         answer,
         telling,
         keep_alive: app.config.times.keep_alive,
+        recorder,
         _place: place,
     };
+    Ok(streamed(events))
+}
+
+/// A response that streams events.
+pub(super) fn streamed(events: Events) -> Response {
     let headers = [
-        (CONTENT_TYPE, content_type),
+        (CONTENT_TYPE, events.telling.framing().content_type()),
         (CACHE_CONTROL, "no-cache"),
         // Keeps nginx from collecting events.
         (HeaderName::from_static("x-accel-buffering"), "no"),
     ];
-    Ok((headers, events.into_body()).into_response())
+    (headers, events.into_body()).into_response()
 }
 
 /// The fields of a request that names a model, and whether it is the one that is served.
-async fn named(app: &App, request: Request) -> Result<(Fields, bool), Rejection> {
-    check_head(app, request.headers())?;
-    let body = body_in_time(&app.config, request).await?;
-    let body: Map<String, Value> = json::parse(&body, &app.config.limits)?;
-    let notes = Notes::new(app.config.is_lenient);
-    let fields = Fields::new(body, NAMED, "", &notes)?;
+pub(super) async fn named(app: &App, request: Request) -> Result<(Fields, bool), Rejection> {
+    let fields = fields_of_name(&app.config, request).await?;
     let name = fields.text("model").or(fields.text("name"));
     let is_served = name.is_some_and(|name| app.model.is_called(name));
     Ok((fields, is_served))
+}
+
+/// The fields of a request that names a model.
+pub(super) async fn fields_of_name(config: &Config, request: Request) -> Result<Fields, Rejection> {
+    check_head(config, &request)?;
+    let body = body_in_time(config, request).await?;
+    let body: Map<String, Value> = json::parse(&body, &config.limits)?;
+    Fields::new(body, NAMED, "", &Notes::new(config.is_lenient))
 }
 
 fn other_model(app: &App, fields: &Fields) -> Rejection {
@@ -384,25 +466,6 @@ pub(super) async fn show(
     Ok(json_response(StatusCode::OK, &body))
 }
 
-/// `POST /api/pull`: the served model is there; others are pulled on the machine.
-pub(super) async fn pull(
-    State(app): State<Arc<App>>,
-    request: Request,
-) -> Result<Response, Rejection> {
-    let (fields, is_served) = named(&app, request).await?;
-    if !is_served {
-        return Err(other_model(&app, &fields));
-    }
-    let success = json!({"status": "success"});
-    if fields.get("stream") == Some(&Value::Bool(false)) {
-        return Ok(json_response(StatusCode::OK, &success));
-    }
-    let lines = [json!({"status": "pulling manifest"}), success];
-    let text: String = lines.iter().map(|line| format!("{line}\n")).collect();
-    let kind = [(CONTENT_TYPE, "application/x-ndjson")];
-    Ok((kind, text).into_response())
-}
-
 /// `DELETE /api/delete`: removes a model from the machine's store, where that was allowed.
 pub(super) async fn remove(
     State(app): State<Arc<App>>,
@@ -414,6 +477,11 @@ pub(super) async fn remove(
             why: "the server was started without --allow-delete",
         });
     };
+    if let (Some(keys), Some(Client::Key(id))) = (&app.keys, request.extensions().get())
+        && !keys.is_admin(id)
+    {
+        return Err(Rejection::NoAdmin);
+    }
     let (fields, is_served) = named(&app, request).await?;
     let Some(model) = fields.text("model").or(fields.text("name")) else {
         let (param, expected) = ("model".into(), "the name of a model".into());

@@ -8,6 +8,7 @@ use std::sync::{Arc, PoisonError, RwLock};
 use axum::Router;
 use axum::body::{Body, to_bytes};
 use axum::extract::{Request, State};
+use axum::http::header::CONTENT_TYPE;
 use axum::http::{Method, StatusCode};
 use axum::response::{IntoResponse, Response};
 use paceline_engine::Service;
@@ -19,6 +20,8 @@ use tower::ServiceExt;
 use super::asking::body_in_time;
 use super::{App, idle, json_response};
 use crate::config::{Config, Status};
+use crate::journal::Journals;
+use crate::metrics::{END, OPEN_METRICS, facts_text, merged};
 use crate::rejection::Rejection;
 use crate::server::Phase;
 use crate::{Error, Model};
@@ -93,6 +96,11 @@ impl Doors {
         Ok(())
     }
 
+    /// What the streamed answers of all models were made of.
+    pub fn journals(&self) -> &Journals {
+        &self.0.config.journals
+    }
+
     /// Answers with it no more; answers that are under way go on.
     pub fn close(&self, key: &str) {
         let mut open = self.0.open.write().unwrap_or_else(PoisonError::into_inner);
@@ -119,6 +127,17 @@ async fn dispatch(State(shared): State<Arc<Shared>>, request: Request) -> Respon
     if let (2.., Some((_, key))) = (doors.len(), list) {
         return all_models(&doors, request, key).await;
     }
+    if let (2.., &Method::GET, "/health" | "/metrics") = (doors.len(), request.method(), path) {
+        let is_health = path == "/health";
+        let answers = match ask_all(&doors, request).await {
+            Ok(answers) => answers,
+            Err(refusal) => return refusal,
+        };
+        return match is_health {
+            true => all_health(answers),
+            false => all_metrics(&doors, &answers, &shared.config),
+        };
+    }
     match choose(&shared.config, &doors, request).await {
         Ok((door, request)) => pass(door.router.clone(), request).await,
         Err(rejection) => rejection.into_response(),
@@ -136,7 +155,7 @@ const LISTS: [(&str, &str); 3] = [
     ("/api/ps", "models"),
 ];
 
-/// Longest answer of one model to a request for a list.
+/// Longest answer of one model to a request that goes to all.
 const LIST_BYTES: usize = 1 << 20;
 
 /// The fields by which a request chooses a model; `name` is the older one of Ollama.
@@ -158,9 +177,12 @@ async fn choose<'a>(
     let called = |name: &str| doors.iter().find(|door| door.app.model.is_called(name));
     let has_name = request.method() == Method::POST || request.uri().path() == "/api/delete";
     if !has_name {
-        let id = request.uri().path().strip_prefix("/v1/models/");
-        let door = id.and_then(called).unwrap_or(&doors[0]);
-        return Ok((door, request));
+        let path = request.uri().path();
+        let id = path.strip_prefix("/v1/models/");
+        let response = path.strip_prefix("/v1/responses/");
+        let holds = |id: &str| doors.iter().find(|door| door.app.has_response(id));
+        let door = id.and_then(called).or(response.and_then(holds));
+        return Ok((door.unwrap_or(&doors[0]), request));
     }
     let (parts, body) = request.into_parts();
     let whole = Request::from_parts(parts.clone(), body);
@@ -172,27 +194,81 @@ async fn choose<'a>(
     Ok((door.unwrap_or(&doors[0]), request))
 }
 
-/// The lists of all models as one, under `key`. A model that refuses the client answers for all.
-async fn all_models(doors: &[Door], request: Request, key: &str) -> Response {
+/// Marks a request that goes to all models: what they share is told once, behind their answers.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct OneOfSeveral;
+
+/// A model's status and the bytes of its answer.
+type Told = (StatusCode, Vec<u8>);
+
+/// The answers of all models to one request without a body.
+///
+/// # Errors
+/// The answer of a model that refuses the client, which is for all.
+async fn ask_all(doors: &[Door], request: Request) -> Result<Vec<Told>, Response> {
     let (mut parts, _) = request.into_parts();
     // Each API reads the extensions itself; bodies of these requests are not read.
-    let extensions = std::mem::take(&mut parts.extensions);
-    let mut all: Option<Value> = None;
+    let mut extensions = std::mem::take(&mut parts.extensions);
+    extensions.insert(OneOfSeveral);
+    let mut all = Vec::new();
     for door in doors {
         let mut parts = parts.clone();
         parts.extensions = extensions.clone();
-        let response = pass(
-            door.router.clone(),
-            Request::from_parts(parts, Body::empty()),
-        )
-        .await;
-        if !response.status().is_success() {
-            return response;
+        let request = Request::from_parts(parts, Body::empty());
+        let response = pass(door.router.clone(), request).await;
+        let status = response.status();
+        if !status.is_success() && status != StatusCode::SERVICE_UNAVAILABLE {
+            return Err(response);
         }
         let body = to_bytes(response.into_body(), LIST_BYTES).await;
-        let one: Value = body.map_or(Value::Null, |b| {
-            serde_json::from_slice(&b).unwrap_or_default()
-        });
+        all.push((
+            status,
+            body.map_or_else(|_| Vec::new(), |bytes| bytes.to_vec()),
+        ));
+    }
+    Ok(all)
+}
+
+/// The health of a node: that of the first model that is not ready, else ready; and of each model.
+fn all_health(answers: Vec<Told>) -> Response {
+    let worst = answers.iter().position(|(status, _)| !status.is_success());
+    let status = worst.map_or(StatusCode::OK, |i| answers[i].0);
+    let models: Vec<Value> = answers
+        .iter()
+        .map(|(_, body)| serde_json::from_slice(body).unwrap_or_default())
+        .collect();
+    let sum = |field: &str| {
+        models
+            .iter()
+            .filter_map(|one| one[field].as_u64())
+            .sum::<u64>()
+    };
+    let mut all = models[worst.unwrap_or(0)].clone();
+    all["running"] = sum("running").into();
+    all["waiting"] = sum("waiting").into();
+    all["models"] = models.into();
+    json_response(status, &all)
+}
+
+/// The metrics of all models, each sample with its model's name, then what they share.
+fn all_metrics(doors: &[Door], answers: &[Told], config: &Config) -> Response {
+    let texts = doors.iter().zip(answers).map(|(door, (_, body))| {
+        let text = String::from_utf8_lossy(body).into_owned();
+        (door.app.model.id.as_str(), text)
+    });
+    let text = merged(&texts.collect::<Vec<_>>()) + &facts_text(&config.facts) + END;
+    ([(CONTENT_TYPE, OPEN_METRICS)], text).into_response()
+}
+
+/// The lists of all models as one, under `key`. A model that refuses the client answers for all.
+async fn all_models(doors: &[Door], request: Request, key: &str) -> Response {
+    let answers = match ask_all(doors, request).await {
+        Ok(answers) => answers,
+        Err(refusal) => return refusal,
+    };
+    let mut all: Option<Value> = None;
+    for (_, body) in answers {
+        let one: Value = serde_json::from_slice(&body).unwrap_or_default();
         match (&mut all, one) {
             (None, one) => all = Some(one),
             (Some(all), mut one) => {

@@ -8,7 +8,7 @@ use axum::http::StatusCode;
 use axum::http::header::CONTENT_TYPE;
 use axum::middleware::{Next, from_fn_with_state};
 use axum::response::{IntoResponse, Response};
-use axum::routing::get;
+use axum::routing::{get, post};
 use serde_json::json;
 
 use super::{finish_headers, is_preflight, json_response, preflight};
@@ -22,7 +22,7 @@ use crate::rejection::{Rejection, Style};
 /// What requests to such a node share.
 #[derive(Debug)]
 pub(crate) struct Idle {
-    config: Config,
+    pub(super) config: Config,
     keys: Option<Watched>,
     nodes: Status,
 }
@@ -49,6 +49,9 @@ pub(crate) fn router(idle: &Arc<Idle>) -> Router {
         .route("/nodes", get(nodes))
         .route("/metrics", get(metrics))
         .route("/v1/models", get(models))
+        .route("/api/tags", get(tags))
+        .route("/api/version", get(super::pages::version))
+        .route("/api/pull", post(super::pulling::pull_idle))
         .fallback(nothing_loaded)
         .with_state(Arc::clone(idle))
         .layer(from_fn_with_state(Arc::clone(idle), guard))
@@ -84,7 +87,9 @@ async fn index() -> Response {
         "name": "paceline",
         "version": env!("CARGO_PKG_VERSION"),
         "model": null,
-        "endpoints": ["/health", "/metrics", "/nodes", "/v1/models"],
+        "endpoints": [
+            "/health", "/metrics", "/nodes", "/v1/models", "/api/tags", "/api/version", "/api/pull",
+        ],
         // Ollama's clients look for these words.
         "compatible": "Ollama is running",
     });
@@ -107,6 +112,10 @@ async fn metrics(State(idle): State<Arc<Idle>>) -> Response {
 async fn models() -> Response {
     let body = json!({"object": "list", "data": []});
     json_response(StatusCode::OK, &body)
+}
+
+async fn tags() -> Response {
+    json_response(StatusCode::OK, &json!({"models": []}))
 }
 
 async fn nothing_loaded() -> Rejection {

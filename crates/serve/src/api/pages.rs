@@ -4,14 +4,16 @@ use std::sync::Arc;
 
 use axum::extract::rejection::PathRejection;
 use axum::extract::{Extension, Path, Request, State};
-use axum::http::StatusCode;
 use axum::http::header::CONTENT_TYPE;
+use axum::http::{StatusCode, Uri};
 use axum::response::{IntoResponse, Response};
 use paceline_engine::State as Readiness;
 use serde_json::{Value, json};
 
-use super::{App, json_response};
+use super::doors::OneOfSeveral;
+use super::{App, asking, json_response, resuming};
 use crate::access::Client;
+use crate::config::Facts;
 use crate::field::clip;
 use crate::metrics::OPEN_METRICS;
 use crate::model::Model;
@@ -93,9 +95,13 @@ pub(super) async fn health(
     json_response(code, &body)
 }
 
-pub(super) async fn metrics(State(app): State<Arc<App>>) -> Response {
+pub(super) async fn metrics(
+    State(app): State<Arc<App>>,
+    several: Option<Extension<OneOfSeveral>>,
+) -> Response {
     let status = app.service.status();
-    let facts = &app.config.facts;
+    let none = Facts::default();
+    let facts = several.map_or(&app.config.facts, |_| &none);
     let text = app.metrics.text(&status, app.places.taken(), facts);
     ([(CONTENT_TYPE, OPEN_METRICS)], text).into_response()
 }
@@ -130,7 +136,14 @@ pub(super) async fn response(
     State(app): State<Arc<App>>,
     Extension(client): Extension<Client>,
     Path(id): Path<String>,
+    uri: Uri,
 ) -> Result<Response, Rejection> {
+    if let Some(last) = resuming::of_response(&id, uri.query().unwrap_or_default())? {
+        asking::check_ready(&app)?;
+        let place = app.places.take(&client, app.has_several_clients(&client))?;
+        let terms = asking::terms(&app, &client);
+        return resuming::go_on(&app, last, (terms, place, client)).await;
+    }
     let stored = app.store.get(&id, &client);
     let stored = stored.ok_or_else(|| Rejection::NoResponse { id: clip(&id) })?;
     Ok(json_response(StatusCode::OK, &stored.response))

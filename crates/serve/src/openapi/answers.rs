@@ -192,8 +192,8 @@ fn completion_logprobs() -> Value {
     let top = json!({"type": "object", "additionalProperties": logprob()});
     object(json!({
         "tokens": list(text()),
-        "token_logprobs": list(logprob()),
-        "top_logprobs": list(top),
+        "token_logprobs": list(or_null(logprob())),
+        "top_logprobs": list(or_null(top)),
         "text_offset": list(count()),
     }))
 }

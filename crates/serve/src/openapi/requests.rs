@@ -37,10 +37,7 @@ pub(super) fn schemas(config: &Config, model: &Model) -> Map<String, Value> {
         chat["properties"]["tools"] = json!({"enum": [[], null]});
         chat["properties"]["tool_choice"] = json!({"enum": ["auto", "none", null]});
     }
-    completion["allOf"] = json!([
-        needs("stream_options", "stream"),
-        {"if": {"required": ["logprobs"]}, "then": {"properties": {"echo": {"enum": [false, null]}}}},
-    ]);
+    completion["allOf"] = json!([needs("stream_options", "stream"),]);
     let messages = json!({
         "type": "array",
         "items": {"anyOf": messages()},

@@ -10,7 +10,7 @@ use crate::conversation::Format;
 use crate::field::{integer, wrong_type};
 use crate::json::show;
 use crate::rejection::Rejection;
-use crate::render::openai::Kind;
+use crate::render::openai::{Echo, Kind};
 
 /// OpenAI's default.
 const DEFAULT_MAX_TOKENS: usize = 16;
@@ -34,15 +34,12 @@ impl Reader<'_> {
         let n = self.choices(&fields)?;
         let stream = stream(&mut fields, self.notes)?;
         let (echo, logprobs) = (fields.is_true("echo"), fields.count("logprobs"));
-        if echo && logprobs.is_some() {
-            let (param, condition) = ("echo", "with logprobs: those of prompts are not computed");
-            return Err(Rejection::Conflict { param, condition });
-        }
         let max_tokens = fields.count("max_tokens").unwrap_or(DEFAULT_MAX_TOKENS);
         let stop = stop(fields.take("stop"), "stop")?;
         let mut like = self.request(&mut fields, max_tokens, logprobs, stop)?;
         let (format, at) = self.guided(&mut fields, (Format::Text, ""))?;
         like.constraint = self.calling.whole(&format, at)?;
+        like.prompt_logprobs = echo && logprobs.is_some();
         let prompt = fields.take("prompt").unwrap_or_default();
         let suffix = fields.text("suffix").unwrap_or_default();
         let prompts = if suffix.is_empty() {
@@ -51,10 +48,11 @@ impl Reader<'_> {
             vec![self.before(prompt, suffix)?]
         };
         let (ids, texts): (Vec<_>, Vec<_>) = prompts.into_iter().map(|p| (p.ids, p.text)).unzip();
-        let decode = |(ids, text): (&Vec<u32>, Option<String>)| {
-            text.unwrap_or_else(|| self.model.tokenizer.decode_all(ids))
+        let echo_of = |(ids, text): (&Vec<u32>, Option<String>)| Echo {
+            text: text.unwrap_or_else(|| self.model.tokenizer.decode_all(ids)),
+            tokens: like.prompt_logprobs.then(|| ids.clone()),
         };
-        let echo = echo.then(|| ids.iter().zip(texts).map(decode).collect());
+        let echo = echo.then(|| ids.iter().zip(texts).map(echo_of).collect());
         let teller = Teller::OpenAi(Kind::Completion { echo });
         Ok(self.plain(ids, n, &like, (teller, stream)))
     }
@@ -116,7 +114,7 @@ impl Reader<'_> {
         param: impl FnOnce() -> String,
     ) -> Result<Prompt, Rejection> {
         self.check_bytes(text.len(), "prompt")?;
-        let ids = self.model.tokenizer.encode(&text, Specials::AsText, true)?;
+        let ids = self.encode(&text, (Specials::AsText, true), "prompt")?;
         self.check_prompt(&ids, param, "prompt")?;
         let text = Some(text);
         Ok(Prompt { ids, text })

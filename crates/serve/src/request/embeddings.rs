@@ -158,8 +158,7 @@ impl Reader<'_> {
         }
         let tokenizer = &self.model.tokenizer;
         let ids = tokenizer.encode_whole(text)?;
-        let last = tokenizer.eos().filter(|_| tokenizer.adds_eos());
-        self.fitted(ids, last, param, care)
+        self.fitted(ids, tokenizer.last(), param, care)
     }
 
     /// Ids are taken as they are: nothing is put around them.

@@ -125,11 +125,11 @@ const IGNORE_EOS: Field = Field::new(
 );
 const MIN_TOKENS: Field = Field::new(
     "min_tokens",
-    Only {
-        values: &["0"],
-        why: "answers have no least length; ignore_eos forbids their end",
+    Integer {
+        min: 0,
+        max: MAX_COUNT,
     },
-    NOT_YET,
+    "Tokens before which the answer does not end by itself. Default 0. Not OpenAI's.",
 );
 pub(super) const KEEP_ALIVE: Field = Field::new(
     "keep_alive",
@@ -448,12 +448,13 @@ pub(crate) const COMPLETION: &[Field] = &[
     Field::new(
         "logprobs",
         Integer { min: 0, max: 5 },
-        "Tells log-probabilities of the answer's tokens and of so many most probable ones.",
+        "Tells log-probabilities of the answer's tokens and of so many most probable ones; with \
+         echo of the prompt's too, null for the first.",
     ),
     Field::new(
         "echo",
         Boolean,
-        "Puts the prompt before the answer; not with logprobs. Default false.",
+        "Puts the prompt before the answer. Default false.",
     ),
     USER,
     Field::new(

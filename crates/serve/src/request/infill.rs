@@ -48,7 +48,7 @@ impl Reader<'_> {
         } = hole;
         self.check_bytes(context.len() + before.len() + after.len(), param)?;
         let tokenizer = &self.model.tokenizer;
-        let text = |text: &str| tokenizer.encode(text, Specials::AsText, false);
+        let text = |text: &str| self.encode(text, (Specials::AsText, false), param);
         let mut ids: Vec<u32> = Vec::new();
         ids.extend(tokenizer.bos().filter(|_| tokenizer.adds_bos()));
         ids.extend(text(context)?);

@@ -23,7 +23,9 @@ impl Reader<'_> {
         };
         let text = fields.text("content").unwrap_or_default();
         let tokenizer = &self.model.tokenizer;
-        let ids = tokenizer.encode(text, specials, fields.is_true("add_special"))?;
+        self.check_bytes(text.len(), "content")?;
+        let adds = fields.is_true("add_special");
+        let ids = self.encode(text, (specials, adds), "content")?;
         if !fields.is_true("with_pieces") {
             return Ok(json!({"tokens": ids}));
         }
@@ -84,7 +86,8 @@ impl Reader<'_> {
             return Err(Rejection::NoTemplate { model });
         };
         self.check_bytes(conversation.text_bytes(), "messages")?;
-        let prompt = conversation.render(template, &self.model.tokenizer, self.unix_s)?;
+        let terms = (self.unix_s, self.bounds());
+        let prompt = conversation.render(template, &self.model.tokenizer, terms)?;
         Ok(json!({"prompt": prompt}))
     }
 }

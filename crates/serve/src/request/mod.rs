@@ -20,6 +20,8 @@ pub(crate) mod schema;
 pub(crate) mod tools;
 
 use paceline_engine::Request;
+use paceline_formats::chat::{Bounds, Error as ChatError, Failure};
+use paceline_formats::tokenizer::{self, Specials};
 use serde_json::{Map, Value};
 
 use crate::access::Client;
@@ -239,7 +241,9 @@ impl Reader<'_> {
             return Err(Rejection::NoTemplate { model });
         };
         self.check_bytes(conversation.text_bytes(), field)?;
-        let prompt = conversation.encode(template, &self.model.tokenizer, self.unix_s)?;
+        let terms = (self.unix_s, self.bounds());
+        let prompt = conversation.encode(template, &self.model.tokenizer, terms);
+        let prompt = prompt.map_err(|error| self.too_long(error.into(), field))?;
         self.check_prompt(&prompt, || field.into(), field)?;
         Ok(prompt)
     }
@@ -259,6 +263,44 @@ impl Reader<'_> {
             context,
             param,
         })
+    }
+
+    /// How far prompts are made tokens: up to what [`check_bytes`](Self::check_bytes) lets pass, so
+    /// that a client hears how much is too much of a prompt of up to twice the context.
+    fn bounds(&self) -> Bounds {
+        Bounds::of(self.model.context.saturating_mul(2), self.longest_token)
+    }
+
+    /// The ids of a text, as far as [`bounds`](Self::bounds) go.
+    ///
+    /// # Errors
+    /// [`Rejection::FarTooLong`], [`Rejection::Tokenizer`].
+    fn encode(
+        &self,
+        text: &str,
+        (specials, add_bos): (Specials, bool),
+        param: &'static str,
+    ) -> Result<Vec<u32>, Rejection> {
+        let tokens_max = self.bounds().tokens;
+        let tokenizer = &self.model.tokenizer;
+        let ids = tokenizer.encode_within(text, specials, add_bos, tokens_max);
+        ids.map_err(|error| self.too_long(error.into(), param))
+    }
+
+    /// `rejection`, in the words for prompts that are too long if it is one.
+    fn too_long(&self, rejection: Rejection, param: &'static str) -> Rejection {
+        let tokens = match rejection {
+            Rejection::Tokenizer(tokenizer::Error::TooManyTokens { tokens_max }) => tokens_max,
+            Rejection::Template(ChatError::Template(Failure::OutputTooLong { .. })) => {
+                self.bounds().tokens
+            }
+            other => return other,
+        };
+        Rejection::FarTooLong {
+            tokens: tokens.saturating_add(1),
+            context: self.model.context,
+            param,
+        }
     }
 
     /// # Errors

@@ -94,7 +94,7 @@ impl Reader<'_> {
     /// A prompt as it is.
     fn raw(&self, prompt: &str) -> Result<Vec<u32>, Rejection> {
         self.check_bytes(prompt.len(), "prompt")?;
-        let ids = self.model.tokenizer.encode(prompt, Specials::Parse, true)?;
+        let ids = self.encode(prompt, (Specials::Parse, true), "prompt")?;
         self.check_prompt(&ids, || "prompt".into(), "prompt")?;
         Ok(ids)
     }

@@ -23,6 +23,7 @@ impl Reader<'_> {
         Ok(Request {
             prompt: Vec::new(),
             max_tokens,
+            min_tokens: fields.count("min_tokens").unwrap_or(0),
             sampling: self.sampling(fields)?,
             stop,
             logprobs,

@@ -1,6 +1,6 @@
 //! Hosts, origins and keys over the wire.
 
-use paceline_serve::keys::Keys;
+use paceline_serve::keys::{Keys, Role};
 use paceline_serve::{Config, Error, Server};
 use std::sync::Arc;
 
@@ -114,7 +114,7 @@ fn keys_are_asked_for_everywhere_but_for_health() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("keys.json");
     let mut keys = Keys::open(&path).unwrap();
-    let (key, info) = keys.make("test", 1).unwrap();
+    let (key, info) = keys.make("test", Role::User, 1).unwrap();
     let rig = Rig::with(|config| config.access.keys = Some(path.clone()));
     let right = format!("Authorization: Bearer {key}\r\n");
     for (header, status, code) in [
@@ -166,7 +166,7 @@ fn keys_are_asked_for_everywhere_but_for_health() {
     // Revoked while the server runs.
     keys.revoke(&info.id).unwrap();
     assert_eq!(rig.send("GET", "/v1/models", &right, "").status, 401);
-    let (another, _) = keys.make("another", 2).unwrap();
+    let (another, _) = keys.make("another", Role::User, 2).unwrap();
     let header = format!("Authorization: Bearer {another}\r\n");
     assert_eq!(rig.send("GET", "/v1/models", &header, "").status, 200);
 }

@@ -262,9 +262,17 @@ fn metrics_count_what_happened() {
         let fact = paceline_serve::Fact {
             name: "wire_bytes",
             help: "Bytes on the wire",
+            labels: String::new(),
             value: 7.0,
         };
-        config.facts = paceline_serve::Facts(std::sync::Arc::new(move || vec![fact.clone()]));
+        let rows = |expert, value| paceline_serve::Fact {
+            name: "expert_rows",
+            help: "Rows of experts",
+            labels: format!("layer=\"1\",expert=\"{expert}\""),
+            value,
+        };
+        let all = vec![fact, rows(0, 5.0), rows(1, 2.0)];
+        config.facts = paceline_serve::Facts(std::sync::Arc::new(move || all.clone()));
     });
     assert_eq!(rig.chat("").status, 200);
     assert_eq!(rig.chat(r#""foo":1"#).status, 400);
@@ -288,6 +296,8 @@ fn metrics_count_what_happened() {
         r#"paceline_inter_token_seconds_count{model="tiny"} 3"#,
         "paceline_requests_in_flight 0",
         "paceline_wire_bytes 7",
+        r#"paceline_expert_rows{layer="1",expert="0"} 5"#,
+        r#"paceline_expert_rows{layer="1",expert="1"} 2"#,
     ] {
         assert!(text.lines().any(|known| known == line), "{line} in\n{text}");
     }
@@ -300,6 +310,6 @@ fn metrics_count_what_happened() {
         name[..end].to_owned()
     };
     let mut known: Vec<String> = paceline_serve::METRIC_NAMES.iter().map(base).collect();
-    known.push("paceline_wire_bytes".to_owned());
+    known.extend(["paceline_wire_bytes", "paceline_expert_rows"].map(str::to_owned));
     assert_eq!(told.collect::<Vec<_>>(), known);
 }

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use paceline_serve::events::{EVENTS_MAX, Kind};
-use paceline_serve::keys::Keys;
+use paceline_serve::keys::{Keys, Role};
 use paceline_serve::{Board, Status};
 use serde_json::{Value, json};
 
@@ -113,7 +113,9 @@ fn commands_reach_the_node_and_their_reasons_the_client() {
 fn data_and_commands_need_a_key_where_keys_are_and_the_page_does_not() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("keys.json");
-    let (key, _) = Keys::open(&path).unwrap().make("laptop", 1).unwrap();
+    let mut keys = Keys::open(&path).unwrap();
+    let (key, _) = keys.make("laptop", Role::User, 1).unwrap();
+    let (admin, info) = keys.make("owner", Role::Admin, 2).unwrap();
     let rig = Rig::with(|config| {
         config.board = board();
         config.access.keys = Some(path);
@@ -126,11 +128,23 @@ fn data_and_commands_need_a_key_where_keys_are_and_the_page_does_not() {
         assert_eq!(rig.send("GET", path, &bearer, "").status, 200, "{path}");
     }
     assert_eq!(rig.post("/v1/paceline/load", "{}").status, 401);
-    let typed = format!("{bearer}Content-Type: application/json\r\n");
-    assert_eq!(
-        rig.send("POST", "/v1/paceline/load", &typed, "{}").status,
-        200
-    );
+    let send = |key: &str, command: &str| {
+        let typed = format!("Authorization: Bearer {key}\r\nContent-Type: application/json\r\n");
+        rig.send("POST", &format!("/v1/paceline/{command}"), &typed, "{}")
+    };
+    for command in ["load", "unload", "preview", "models", "invite"] {
+        let refused = send(&key, command);
+        assert_eq!(refused.status, 403, "{command}");
+        assert_eq!(refused.json()["error"]["code"], "admin_key_needed");
+    }
+    assert_eq!(send(&admin, "load").status, 200);
+    let sees = |key: &str| {
+        let bearer = format!("Authorization: Bearer {key}\r\n");
+        rig.send("GET", "/v1/paceline/status", &bearer, "").json()["may_manage"].clone()
+    };
+    assert_eq!((sees(&key), sees(&admin)), (json!(false), json!(true)));
+    keys.revoke(&info.id).unwrap();
+    assert_eq!(send(&admin, "load").status, 401);
     assert_eq!(rig.send("GET", "/", HTML, "").status, 200);
     assert_eq!(rig.get("/assets/paceline.js").status, 200);
 }

@@ -131,8 +131,25 @@ impl Response {
         let events = text
             .split_terminator("\n\n")
             .filter(|event| !event.starts_with(':'));
-        let data = events.map(|event| event.strip_prefix("data: ").expect(event).to_owned());
-        Some(data.collect())
+        let data = |event: &str| {
+            let data = event.lines().find_map(|line| line.strip_prefix("data: "));
+            data.expect(event).to_owned()
+        };
+        Some(events.map(data).collect())
+    }
+
+    /// The events that arrive next with their ids; `None` at the end.
+    pub(crate) fn numbered(&mut self) -> Option<Vec<(String, String)>> {
+        let piece = String::from_utf8(self.piece()).unwrap();
+        let field = |event: &str, name: &str| {
+            let mut lines = event.lines();
+            let found = lines.find_map(|line| line.strip_prefix(name));
+            found.unwrap_or_default().to_owned()
+        };
+        let events = piece.split_terminator("\n\n");
+        let events = events.filter(|event| !event.starts_with(':'));
+        let events = events.map(|event| (field(event, "id: "), field(event, "data: ")));
+        (!piece.is_empty()).then(|| events.collect())
     }
 
     /// The events of the next piece that have a number before their data; `None` at the end.

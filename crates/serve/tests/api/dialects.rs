@@ -3,7 +3,7 @@
 use std::sync::{Arc, Mutex};
 
 use paceline_engine::Finish;
-use paceline_serve::Remover;
+use paceline_serve::{PullStep, Puller, Remover};
 use serde_json::{Value, json};
 
 use crate::client::Response;
@@ -23,6 +23,11 @@ fn named(response: Response) -> Vec<Value> {
         .split_terminator("\n\n")
         .filter(|e| !e.starts_with(':'));
     let parse = |event: &str| {
+        // The id, by which a client goes on after a cut, is not of this test.
+        let rest = event
+            .split_once('\n')
+            .filter(|(id, _)| id.starts_with("id: "));
+        let event = rest.map_or(event, |(_, rest)| rest);
         let (name, data) = event.split_once('\n').expect(event);
         let data: Value = serde_json::from_str(data.strip_prefix("data: ").unwrap()).unwrap();
         assert_eq!(
@@ -269,7 +274,7 @@ fn the_model_is_shown_as_ollama_does() {
     assert!(version["version"].as_str().unwrap().starts_with("0.1"));
     let pulled = lines(rig.post("/api/pull", r#"{"model":"tiny:latest","stream":true}"#));
     assert_eq!(pulled.last().unwrap()["status"], "success");
-    assert_eq!(rig.post("/api/pull", r#"{"model":"other"}"#).status, 404);
+    assert_eq!(rig.post("/api/pull", r#"{"model":"other"}"#).status, 501);
     assert_eq!(rig.send("DELETE", "/api/delete", "", "").status, 501);
     assert_eq!(rig.send("HEAD", "/", "", "").status, 200);
     assert!(rig.get("/").text().contains("Ollama is running"));
@@ -309,6 +314,102 @@ fn models_are_removed_where_that_was_allowed() {
     assert_eq!(ask(r#"{"model":"old"}"#).status, 200);
     assert!(kept.lock().unwrap().is_empty());
     assert_eq!(rig.post("/api/delete", "{}").status, 405);
+}
+
+/// LiteLLM's `ollama_chat/` sends JSON and does not say so.
+#[test]
+fn ollamas_bodies_need_no_type() {
+    let rig = Rig::new();
+    let body = r#"{"model":"tiny","messages":[{"role":"user","content":"hi"}],"stream":false}"#;
+    assert_eq!(rig.send("POST", "/api/chat", "", body).status, 200);
+    let typed = "Content-Type: text/plain\r\n";
+    assert_eq!(rig.send("POST", "/api/chat", typed, body).status, 415);
+    let body = r#"{"model":"tiny","prompt":"hi"}"#;
+    assert_eq!(rig.send("POST", "/v1/completions", "", body).status, 415);
+}
+
+/// As Ollama's clients read it: files told apart by digest, sizes, a status at the end.
+#[test]
+fn models_are_fetched_where_that_was_allowed() {
+    let pull = |name: &str, tell: &mut dyn FnMut(PullStep) -> bool| {
+        let step = |part: &str, total, done| PullStep {
+            part: part.to_owned(),
+            total,
+            done,
+        };
+        match name {
+            "new" | "broken" => {
+                assert!(tell(step("a.gguf", Some(10), 4)) && tell(step("a.gguf", Some(10), 10)));
+                assert!(tell(step("b.json", None, 3)));
+                match name {
+                    "new" => Ok(true),
+                    _ => Err("the disk is full".to_owned()),
+                }
+            }
+            "here" => Ok(true),
+            "wrong" => Err("the hub cannot be reached".to_owned()),
+            _ => Ok(false),
+        }
+    };
+    let rig = Rig::with(|config| config.puller = Some(Puller(Arc::new(pull))));
+    let told = lines(rig.post("/api/pull", r#"{"model":"new"}"#));
+    let status = |i: usize| told[i]["status"].as_str().unwrap();
+    assert_eq!(status(0), "pulling manifest");
+    let digest = told[1]["digest"].as_str().unwrap();
+    let hex = digest.strip_prefix("sha256:").unwrap();
+    assert!(hex.len() == 64 && hex.bytes().all(|b| b.is_ascii_hexdigit()));
+    assert_eq!(status(1), format!("pulling {}", &hex[..12]));
+    assert_eq!(
+        (&told[1]["total"], &told[1]["completed"]),
+        (&json!(10), &json!(4))
+    );
+    assert_eq!(
+        (&told[2]["digest"], &told[2]["completed"]),
+        (&json!(digest), &json!(10))
+    );
+    assert_ne!(told[3]["digest"], digest);
+    assert!(told[3].get("total").is_none());
+    let last: Vec<&str> = (4..told.len()).map(status).collect();
+    assert_eq!(
+        last,
+        ["verifying sha256 digest", "writing manifest", "success"]
+    );
+    let broken = lines(rig.post("/api/pull", r#"{"name":"broken"}"#));
+    assert_eq!(broken.last().unwrap()["error"], "the disk is full");
+    for (body, status) in [
+        (r#"{"model":"here"}"#, 200),
+        (r#"{"model":"new","stream":false}"#, 200),
+        (r#"{"model":"broken","stream":false}"#, 400),
+        (r#"{"model":"wrong"}"#, 400),
+        (r#"{"model":"none"}"#, 404),
+        ("{}", 400),
+    ] {
+        assert_eq!(rig.post("/api/pull", body).status, status, "{body}");
+    }
+    let whole = rig
+        .post("/api/pull", r#"{"model":"new","stream":false}"#)
+        .json();
+    assert_eq!(whole, json!({"status": "success"}));
+}
+
+/// A client that leaves ends the pull: nobody else waits for it.
+#[test]
+fn a_pull_ends_with_its_client() {
+    let (over, ended) = std::sync::mpsc::channel();
+    let over = Mutex::new(over);
+    let pull = move |_: &str, tell: &mut dyn FnMut(PullStep) -> bool| {
+        let step = PullStep {
+            part: "a.gguf".to_owned(),
+            total: Some(1 << 30),
+            done: 1,
+        };
+        while tell(step.clone()) {}
+        over.lock().unwrap().send(()).unwrap();
+        Err("cancelled".to_owned())
+    };
+    let rig = Rig::with(|config| config.puller = Some(Puller(Arc::new(pull))));
+    drop(rig.post("/api/pull", r#"{"model":"new"}"#));
+    ended.recv_timeout(crate::client::PATIENCE).unwrap();
 }
 
 #[test]

@@ -331,12 +331,6 @@ const CHATS: &[Bad] = &[
         "the request itself",
     ),
     (
-        r#""min_tokens":5"#,
-        "unsupported_parameter",
-        "min_tokens",
-        "no least length",
-    ),
-    (
         r#""repeat_penalty":0"#,
         "invalid_value",
         "repeat_penalty",
@@ -560,12 +554,6 @@ const COMPLETIONS: &[Bad] = &[
         "unsupported_parameter",
         "suffix",
         "no tokens that fill a hole",
-    ),
-    (
-        r#""echo":true,"logprobs":0"#,
-        "conflicting_parameters",
-        "echo",
-        "with logprobs",
     ),
     (
         r#""messages":[]"#,

@@ -6,7 +6,7 @@ use std::thread::JoinHandle;
 use std::time::{Instant, SystemTime};
 
 use paceline_engine::{Finish, Service};
-use paceline_serve::{Clock, Config, Handle, Model, Server};
+use paceline_serve::{Clock, Config, Fact, Facts, Handle, Model, Server};
 use serde_json::Value;
 
 use crate::client::{Response, raw};
@@ -63,6 +63,24 @@ impl Rig {
         let mut config = Config::new(0, CLOCK);
         change(&mut config);
         let server = Server::bind(config, model, service).unwrap();
+        Self::run(server, scripted)
+    }
+
+    /// With several models, each with a service of its own.
+    pub(crate) fn several(models: Vec<(Model, Arc<dyn Service>)>) -> Self {
+        let mut config = Config::new(0, CLOCK);
+        let shared = || Fact {
+            name: "shared",
+            help: "Of the node",
+            labels: String::new(),
+            value: 7.0,
+        };
+        config.facts = Facts(Arc::new(move || vec![shared()]));
+        let server = Server::bind_all(config, models).unwrap();
+        Self::run(server, Scripted::new(Script::Silence))
+    }
+
+    fn run(server: Server, scripted: Scripted) -> Self {
         let (addr, handle) = (server.addresses()[0], server.handle());
         let thread = std::thread::spawn(move || server.run());
         Self {

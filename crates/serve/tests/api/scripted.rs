@@ -17,6 +17,8 @@ use crate::client::PATIENCE;
 pub(crate) enum Script {
     /// Tokens with these ids and texts, then the end.
     Say(Vec<(u32, &'static str)>, Finish),
+    /// Tokens, and then nothing until it is cancelled.
+    Halt(Vec<(u32, &'static str)>),
     /// A text after a while.
     Late(Duration, &'static str),
     /// So many tokens "x", then a failure.
@@ -34,6 +36,8 @@ pub(crate) enum Script {
 #[derive(Default)]
 struct Seen {
     requests: Vec<Request>,
+    /// Tokens that each came with.
+    after: Vec<Vec<u32>>,
     cancelled: BTreeSet<Ticket>,
     /// Threads that reply.
     replying: usize,
@@ -97,6 +101,11 @@ impl Scripted {
             .clone()
     }
 
+    /// Tokens that the last request came with.
+    pub(crate) fn last_after(&self) -> Vec<u32> {
+        self.seen().after.last().cloned().unwrap_or_default()
+    }
+
     pub(crate) fn cancelled(&self) -> usize {
         self.seen().cancelled.len()
     }
@@ -120,7 +129,13 @@ impl Scripted {
         self.seen().cancelled.contains(&ticket)
     }
 
-    fn play(&self, script: Script, request: &Request, ticket: Ticket, mut sink: Sink) {
+    fn play(
+        &self,
+        script: Script,
+        (request, had): (&Request, usize),
+        ticket: Ticket,
+        mut sink: Sink,
+    ) {
         let text = |token: u32, text: &str| {
             let logprobs = request.logprobs.map(|n| TokenLogprobs {
                 logprob: -0.5,
@@ -141,11 +156,24 @@ impl Scripted {
         };
         match script {
             Script::Say(tokens, reason) => {
-                sink(Reply::PromptRead { reused: 0 });
+                sink(Reply::PromptRead {
+                    reused: 0,
+                    logprobs: None,
+                });
                 tokens
                     .iter()
+                    .skip(had)
                     .for_each(|(token, said)| sink(text(*token, said)));
                 sink(finished(reason));
+            }
+            Script::Halt(tokens) => {
+                sink(Reply::PromptRead {
+                    reused: 0,
+                    logprobs: None,
+                });
+                let said = tokens.iter().skip(had);
+                said.for_each(|(token, said)| sink(text(*token, said)));
+                self.until_cancelled(ticket);
             }
             Script::Late(after, said) => {
                 thread::park_timeout(after);
@@ -153,13 +181,19 @@ impl Scripted {
                 sink(finished(Finish::EndOfText));
             }
             Script::Fail(n, failure) => {
-                sink(Reply::PromptRead { reused: 0 });
+                sink(Reply::PromptRead {
+                    reused: 0,
+                    logprobs: None,
+                });
                 (0..n).for_each(|_| sink(text(97, "x")));
                 sink(Reply::Failed(failure));
             }
             Script::Silence => self.until_cancelled(ticket),
             Script::Endless => {
-                sink(Reply::PromptRead { reused: 0 });
+                sink(Reply::PromptRead {
+                    reused: 0,
+                    logprobs: None,
+                });
                 // Long, so that sockets fill soon where this thread gets its core late too.
                 let long = "x".repeat(1000);
                 while !self.is_cancelled(ticket) {
@@ -183,11 +217,18 @@ impl Scripted {
 }
 
 impl Service for Scripted {
-    fn submit(&self, request: Request, sink: Sink) -> Result<Ticket, Failure> {
+    /// What a script says after `tokens` follows from their number.
+    fn submit_after(
+        &self,
+        request: Request,
+        tokens: Vec<u32>,
+        sink: Sink,
+    ) -> Result<Ticket, Failure> {
         let script = self.shared.script.lock().unwrap().clone();
         let ticket = {
             let mut seen = self.seen();
             seen.requests.push(request.clone());
+            seen.after.push(tokens.clone());
             seen.replying += 1;
             Ticket(seen.requests.len() as u64)
         };
@@ -199,7 +240,7 @@ impl Service for Scripted {
         let this = self.clone();
         thread::spawn(move || {
             this.shared.changed.notify_all();
-            this.play(script, &request, ticket, sink);
+            this.play(script, (&request, tokens.len()), ticket, sink);
             this.seen().replying -= 1;
             this.shared.changed.notify_all();
         });

@@ -8,6 +8,7 @@
 //!
 //! | the prompt | the answer |
 //! |---|---|
+//! | asks for a round trip, of a tool that runs commands | a call of it; after that `Done: RESULT` |
 //! | ends with a tool's result | `It has RESULT degrees.` |
 //! | has the tool `look` | a thought, a word and a call of `look` |
 //! | is held to a schema | `{"name": "Ada", "age": 36}` |
@@ -26,7 +27,8 @@ use std::sync::{Arc, Mutex};
 use std::time::{Instant, SystemTime};
 
 use paceline_engine::{Failure, Finish, Reply, Request, Service, Sink, State, Status, Ticket};
-use paceline_serve::{Clock, Config, Server};
+use paceline_serve::{Clock, Config, Model, Server};
+use serde_json::{Value, json};
 
 #[allow(dead_code, reason = "tests use more of it")]
 #[path = "tiny.rs"]
@@ -46,6 +48,50 @@ const CALL: [&str; 8] = [
     "ys\": 3}}\n</tool_cal",
     "l>",
 ];
+
+/// What a user says to have a coding agent run [`COMMAND`].
+const ROUND_TRIP: &str = "make a round trip";
+const COMMAND: &str = "echo round-trip-$((40+2))";
+
+/// Tools of coding agents that run a command: Claude Code's, OpenCode's, and those that Codex has
+/// had; their arguments.
+fn runners() -> [(&'static str, Value); 5] {
+    let described = json!({"command": COMMAND, "description": "Says something"});
+    [
+        ("Bash", described.clone()),
+        ("bash", described),
+        ("exec_command", json!({"cmd": COMMAND})),
+        ("shell_command", json!({"command": COMMAND})),
+        ("shell", json!({"command": ["bash", "-lc", COMMAND]})),
+    ]
+}
+
+/// The answer to a coding agent that was told to make a round trip.
+fn round_trip(prompt: &str) -> Option<Vec<String>> {
+    let (before, after) = prompt.rsplit_once(ROUND_TRIP)?;
+    if let Some((_, result)) = after.split_once("tool\n") {
+        let told = result
+            .split_whitespace()
+            .find(|word| word.contains("round-trip-"));
+        return Some(vec![format!(
+            "Done: {}",
+            told.unwrap_or("nothing came back")
+        )]);
+    }
+    let is_there = |name: &str| {
+        let spelt = [
+            format!("\"name\": \"{name}\""),
+            format!("\"name\":\"{name}\""),
+        ];
+        spelt.iter().any(|name| before.contains(name))
+    };
+    let (name, arguments) = runners().into_iter().find(|(name, _)| is_there(name))?;
+    let call = json!({"name": name, "arguments": arguments});
+    Some(vec![
+        "I run it.\n<tool_".to_owned(),
+        format!("call>\n{call}\n</tool_call>"),
+    ])
+}
 
 /// Says what the module's table has.
 #[derive(Debug, Default)]
@@ -67,12 +113,21 @@ impl Scripted {
 }
 
 impl Service for Scripted {
-    fn submit(&self, request: Request, mut sink: Sink) -> Result<Ticket, Failure> {
+    fn submit_after(
+        &self,
+        request: Request,
+        tokens: Vec<u32>,
+        mut sink: Sink,
+    ) -> Result<Ticket, Failure> {
         let ticket = Ticket(self.tickets.fetch_add(1, Ordering::Relaxed));
         let reused = self.reused(&request.prompt);
         std::thread::spawn(move || {
-            sink(Reply::PromptRead { reused });
-            for text in pieces(&request).into_iter().take(request.max_tokens) {
+            sink(Reply::PromptRead {
+                reused,
+                logprobs: None,
+            });
+            let pieces = pieces(&request).into_iter().take(request.max_tokens);
+            for text in pieces.skip(tokens.len()) {
                 sink(Reply::Token {
                     token: u32::from(text.bytes().next().unwrap_or(b' ')),
                     text,
@@ -105,6 +160,9 @@ fn pieces(request: &Request) -> Vec<String> {
         .iter()
         .filter_map(|id| u8::try_from(*id).ok());
     let prompt = String::from_utf8(bytes.collect()).unwrap_or_default();
+    if let Some(said) = round_trip(&prompt) {
+        return said;
+    }
     let last = prompt.trim_end_matches("assistant\n");
     match last.rsplit_once("tool\n") {
         Some((_, result)) if !result.contains("user\n") => {
@@ -124,7 +182,12 @@ fn main() {
         unix_s: || SystemTime::UNIX_EPOCH.elapsed().unwrap().as_secs(),
     };
     let config = Config::new(0, clock);
-    let server = Server::bind(config, tiny::tool_model(), Arc::new(Scripted::default())).unwrap();
+    // A token is a byte, and the prompts of coding agents have 100 KB.
+    let model = Model {
+        context: 1 << 20,
+        ..tiny::tool_model()
+    };
+    let server = Server::bind(config, model, Arc::new(Scripted::default())).unwrap();
     let handle = server.handle();
     eprintln!("listening on http://{}", server.addresses()[0]);
     std::thread::spawn(move || {

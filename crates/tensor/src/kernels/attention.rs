@@ -17,7 +17,7 @@ use std::ops::Range;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use super::{Kernels, TASKS_PER_THREAD};
-use crate::attention::{self, PAGE, Query};
+use crate::attention::{self, PAGE, PageView, Query};
 use crate::dispatch::Table;
 use crate::kv::{KvCache, KvType};
 use crate::pool::DisjointMut;
@@ -25,6 +25,11 @@ use crate::pool::DisjointMut;
 /// Queries that go through a page together: a multiple of the kernels' tiles (6 and 4), few enough
 /// that their running results (264 bytes each at 64 elements) stay in a first-level cache.
 const QUERIES: usize = 24;
+
+/// As [`QUERIES`], where values are turned out of a page's keys first: 64 x 512 elements of GLM 4.7
+/// Flash, against 64 x 1088 multiply-adds for each query. More queries share that; their results
+/// (2 x 2 KiB each) stay in a second-level cache of 1 MiB.
+const LATENT_QUERIES: usize = 72;
 
 /// One sequence's share of an attention step: rows of the batch, behind those of the sequence
 /// before it.
@@ -77,7 +82,8 @@ pub struct Attention<'a> {
 pub struct AttentionScratch {
     /// Of a step that is cut by page, for each (row, head, page).
     partials: Vec<f32>,
-    /// For each thread, two partial results for each of [`QUERIES`].
+    /// For each thread, two partial results for each of [`LATENT_QUERIES`] or fewer, and behind them
+    /// the values of a page, where these are part of the keys.
     running: Vec<Mutex<Vec<f32>>>,
 }
 
@@ -114,7 +120,7 @@ impl Kernels {
     ) -> AttentionScratch {
         let partial = attention::partial_len(value_dim);
         let pages = positions.div_ceil(PAGE).max(1);
-        let running = || Mutex::new(vec![0.0; 2 * QUERIES * partial]);
+        let running = || Mutex::new(vec![0.0; 2 * LATENT_QUERIES * partial + PAGE * value_dim]);
         AttentionScratch {
             partials: vec![0.0; heads * partial * (rows + pages)],
             running: (0..self.pool().threads()).map(|_| running()).collect(),
@@ -122,7 +128,8 @@ impl Kernels {
     }
 
     /// Writes keys and values of a batch, `(rows, KV heads * head_dim)` and
-    /// `(rows, KV heads * value_dim)`, to a layer of the cache; rows in parallel.
+    /// `(rows, KV heads * value_dim)`, to a layer of the cache; rows in parallel. `values` are not
+    /// read where they are part of the keys.
     ///
     /// # Panics
     /// On lengths that do not fit, or pages that a sequence lacks.
@@ -136,7 +143,12 @@ impl Kernels {
     ) {
         let rows = sequences.iter().map(|s| s.rows).sum();
         let shape = cache.rows(layer);
-        let (k, v) = (shape.heads * shape.head_dim, shape.heads * shape.value_dim);
+        let value_dim = if cache.is_latent(layer) {
+            0
+        } else {
+            shape.value_dim
+        };
+        let (k, v) = (shape.heads * shape.head_dim, shape.heads * value_dim);
         let writer = cache.writer(layer);
         self.for_rows(rows, |t| {
             let (sequence, offset) = locate(sequences, t);
@@ -167,7 +179,9 @@ impl Kernels {
             stored: &stored,
         };
         if plan.by_page() {
-            self.pool().run(plan.page_tasks(), &|i| task.pages(i));
+            self.pool().run(plan.page_tasks(), &|i| {
+                task.pages(i, &mut scratch.running())
+            });
             self.pool()
                 .run(plan.rows * plan.kv_heads, &|i| task.merge_pages(i));
         } else {
@@ -191,8 +205,9 @@ struct Task<'a> {
 
 impl Task<'_> {
     /// Computes the partial results of a run of pages for one KV head and one row.
-    fn pages(&self, task: usize) {
+    fn pages(&self, task: usize, running: &mut [f32]) {
         let plan = self.plan;
+        let mut values = PageValues::at_end(running, plan.value_dim).1;
         let (task, run) = (task / plan.runs(), task % plan.runs());
         let (row, kv_head) = (task / plan.kv_heads, task % plan.kv_heads);
         let (sequence, offset) = locate(self.step.sequences, row);
@@ -205,10 +220,10 @@ impl Task<'_> {
             // The next task's, maybe: this thread's as a rule.
             let next = self.behind(&sequence, &seen, index, kv_head);
             let page = (sequence.page(index), kv_head);
-            let mut queries = Queries::new();
+            let mut queries = Queries::new(plan.queries);
             for head in plan.heads_of(kv_head) {
                 if queries.is_full() {
-                    self.attend(page, next, &mut queries);
+                    self.attend(page, next, &mut queries, &mut values);
                 }
                 // SAFETY: each (row, head, page) has a slot of its own.
                 let out = unsafe { self.stored.part(plan.slot(row, head, index)) };
@@ -219,7 +234,7 @@ impl Task<'_> {
                     out: out.as_mut_ptr(),
                 });
             }
-            self.attend(page, next, &mut queries);
+            self.attend(page, next, &mut queries, &mut values);
         }
     }
 
@@ -268,14 +283,14 @@ impl Task<'_> {
         let mut row = block * plan.row_block;
         while row < end {
             let (sequence, offset) = locate(self.step.sequences, row);
-            let together = (QUERIES / heads.len()).max(1);
+            let together = (plan.queries / heads.len()).max(1);
             let rows = together.min(end - row).min(sequence.rows - offset);
-            for first in heads.clone().step_by(QUERIES) {
+            for first in heads.clone().step_by(plan.queries) {
                 let tile = Tile {
                     sequence,
                     position: sequence.position + offset,
                     rows: row..row + rows,
-                    heads: first..heads.end.min(first + QUERIES),
+                    heads: first..heads.end.min(first + plan.queries),
                     kv_head,
                 };
                 self.tile(&tile, running);
@@ -287,12 +302,13 @@ impl Task<'_> {
     /// Takes some queries through all pages that they see.
     fn tile(&self, tile: &Tile<'_>, running: &mut [f32]) {
         let (plan, window) = (self.plan, self.step.window);
-        let (total, next) = running.split_at_mut(QUERIES * plan.partial);
+        let (running, mut values) = PageValues::at_end(running, plan.value_dim);
+        let (total, next) = running.split_at_mut(plan.queries * plan.partial);
         let (mut totals, mut nexts) = (parts(total, plan.partial), parts(next, plan.partial));
         let last = (tile.position + tile.rows.len() - 1) / PAGE;
         let seen = first_page(tile.position, window)..last + 1;
+        let mut queries = Queries::new(plan.queries);
         for index in seen.clone() {
-            let mut queries = Queries::new();
             tile.each(|slot, row, position, head| {
                 let Some((lo, hi)) = visible(position, window, index) else {
                     return;
@@ -308,7 +324,7 @@ impl Task<'_> {
             });
             let page = (tile.sequence.page(index), tile.kv_head);
             let next = self.behind(&tile.sequence, &seen, index, tile.kv_head);
-            self.attend(page, next, &mut queries);
+            self.attend(page, next, &mut queries, &mut values);
             tile.each(|slot, _, position, _| {
                 let seen = first_page(position, window)..position / PAGE + 1;
                 if index > seen.start && index < seen.end {
@@ -339,10 +355,21 @@ impl Task<'_> {
     }
 
     /// Attends the collected queries to one page of a KV head, and forgets them.
-    fn attend(&self, page: (u32, usize), next: Option<(u32, usize)>, queries: &mut Queries) {
-        let cache = self.step.cache;
-        let view = cache.page(self.step.layer, page, next);
-        let kernel = match cache.rows(self.step.layer).kv_type {
+    fn attend(
+        &self,
+        page: (u32, usize),
+        next: Option<(u32, usize)>,
+        queries: &mut Queries,
+        values: &mut PageValues<'_>,
+    ) {
+        let (cache, layer) = (self.step.cache, self.step.layer);
+        let mut view = cache.page(layer, page, next);
+        let kv_type = cache.rows(layer).kv_type;
+        if cache.is_latent(layer) {
+            view.values = values.of_keys(page, &view, kv_type);
+            view.values_to_next = 0;
+        }
+        let kernel = match kv_type {
             KvType::F16 => self.table.attend_f16,
             KvType::F32 => self.table.attend_f32,
             KvType::Q8_0 => self.table.attend_q8,
@@ -351,6 +378,39 @@ impl Task<'_> {
         // and to partials of the right length; features were detected.
         unsafe { kernel(view, &queries.all[..queries.len]) }
         queries.len = 0;
+    }
+}
+
+/// Memory for the values of one page whose keys hold them.
+struct PageValues<'a> {
+    memory: &'a mut [f32],
+    /// The page and KV head whose values it has.
+    of: Option<(u32, usize)>,
+}
+
+impl<'a> PageValues<'a> {
+    /// The end of a thread's memory, and what lies before.
+    fn at_end(running: &'a mut [f32], value_dim: usize) -> (&'a mut [f32], Self) {
+        let (before, memory) = running.split_at_mut(running.len() - PAGE * value_dim);
+        (before, Self { memory, of: None })
+    }
+
+    /// The values of a page, `(64, value_dim)`, of the cache's elements.
+    fn of_keys(&mut self, page: (u32, usize), view: &PageView, kv_type: KvType) -> *const u8 {
+        let (to, dim) = (self.memory.as_mut_ptr().cast::<u8>(), view.value_dim);
+        if self.of != Some(page) {
+            // SAFETY: the keys are (head_dim, 64) elements, of which value_dim rows are turned into
+            // memory for 64 value_dim floats, which take the most bytes.
+            unsafe {
+                match kv_type {
+                    KvType::F16 => attention::turn::<u16>(view.keys.cast(), dim, to.cast()),
+                    KvType::F32 => attention::turn::<u32>(view.keys.cast(), dim, to.cast()),
+                    KvType::Q8_0 => attention::turn::<u8>(view.keys, dim, to),
+                }
+            }
+            self.of = Some(page);
+        }
+        to
     }
 }
 
@@ -370,7 +430,7 @@ impl Parts<'_> {
     }
 }
 
-/// Up to [`QUERIES`] queries of one sequence and KV head.
+/// Up to [`Plan::queries`] queries of one sequence and KV head.
 struct Tile<'a> {
     sequence: AttentionRows<'a>,
     /// Of the first row.
@@ -396,12 +456,13 @@ impl Tile<'_> {
 
 /// Queries collected for a page.
 struct Queries {
-    all: [Query; QUERIES],
+    all: [Query; LATENT_QUERIES],
     len: usize,
+    most: usize,
 }
 
 impl Queries {
-    const fn new() -> Self {
+    const fn new(most: usize) -> Self {
         let none = Query {
             q: std::ptr::null(),
             lo: 0,
@@ -409,13 +470,14 @@ impl Queries {
             out: std::ptr::null_mut(),
         };
         Self {
-            all: [none; QUERIES],
+            all: [none; LATENT_QUERIES],
             len: 0,
+            most,
         }
     }
 
     const fn is_full(&self) -> bool {
-        self.len == QUERIES
+        self.len == self.most
     }
 
     fn push(&mut self, query: Query) {
@@ -437,6 +499,8 @@ struct Plan {
     value_dim: usize,
     /// Floats of a partial result.
     partial: usize,
+    /// Most queries that go through a page together.
+    queries: usize,
     /// Most pages that a row of this step sees, counted from position 0.
     max_pages: usize,
     /// Rows of a task.
@@ -482,6 +546,10 @@ impl Plan {
             head_dim: shape.head_dim,
             value_dim: shape.value_dim,
             partial,
+            queries: match step.cache.is_latent(step.layer) {
+                true => LATENT_QUERIES,
+                false => QUERIES,
+            },
             max_pages,
             row_block: rows.div_ceil(wanted).max(1),
             run_pages: if by_page { max_pages.div_ceil(runs) } else { 0 },

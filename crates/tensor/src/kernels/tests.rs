@@ -11,6 +11,7 @@ use crate::{naive, stored};
 use half::f16;
 use paceline_base::{BlockType, tree};
 
+mod latent;
 mod rounded;
 
 /// A small generator: the tests need variety, not quality (Steele et al. 2014, SplitMix64).

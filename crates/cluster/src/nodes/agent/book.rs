@@ -1,6 +1,6 @@
 //! Addresses of nodes, and how each became known.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
 
 use super::super::NodeId;
@@ -10,9 +10,12 @@ use super::super::member::PEERS_MAX;
 /// Most addresses of a node: two families on four interfaces.
 const ADDRESSES_MAX: usize = 8;
 
-/// Where nodes are, the address that worked last first.
+/// Where nodes are, the address that worked last first, and in which ways each was found.
 #[derive(Debug, Default)]
-pub(super) struct Book(BTreeMap<NodeId, Vec<(SocketAddr, How)>>);
+pub(super) struct Book(
+    BTreeMap<NodeId, Vec<(SocketAddr, How)>>,
+    BTreeMap<NodeId, BTreeSet<How>>,
+);
 
 impl Book {
     /// Takes note of an address. The oldest one goes when there are too many.
@@ -20,6 +23,7 @@ impl Book {
         if self.0.len() >= PEERS_MAX && !self.0.contains_key(&id) {
             return;
         }
+        self.1.entry(id).or_default().insert(how);
         let known = self.0.entry(id).or_default();
         match known.iter_mut().find(|(other, _)| *other == addr) {
             Some((_, before)) => *before = how.min(*before),
@@ -42,6 +46,11 @@ impl Book {
     pub(super) fn addresses(&self, id: NodeId) -> Vec<SocketAddr> {
         let known = self.0.get(&id).into_iter().flatten();
         known.map(|(addr, _)| *addr).collect()
+    }
+
+    /// All ways in which a node was found.
+    pub(super) fn heard_by(&self, id: NodeId) -> Vec<How> {
+        self.1.get(&id).into_iter().flatten().copied().collect()
     }
 
     /// The best way in which a node was found.

@@ -93,7 +93,7 @@ impl Inner {
     }
 
     /// A session with the node at `place`, which must be `wanted` where one is.
-    fn dial_at(
+    pub(super) fn dial_at(
         &self,
         place: SocketAddr,
         wanted: Option<NodeId>,

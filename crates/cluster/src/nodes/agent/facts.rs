@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use super::super::discovery::How;
 use super::super::member::Life;
+use super::super::paths::Path;
 use super::super::{Key, NodeId, Registers};
 
 /// Version of what nodes say to each other. Raised when an older node would misunderstand.
@@ -38,6 +39,9 @@ pub struct Facts {
     pub boot: u64,
     /// Addresses that others may reach; filled in by the agent.
     pub addresses: Vec<IpAddr>,
+    /// The only addresses for data between workers, where the node keeps data apart; filled in by
+    /// the agent.
+    pub data: Vec<IpAddr>,
     /// Addresses of the HTTP API, as [`Agent::set_api`](super::Agent::set_api) has them.
     pub api: Vec<SocketAddr>,
 }
@@ -51,12 +55,43 @@ pub struct NodeView {
     pub state: Life,
     /// How this node found it: `self`, or a name of [`How`].
     pub found_by: String,
+    /// All ways in which it was found, the best first.
+    pub heard_by: Vec<How>,
     /// Whether there is a session with it.
     pub linked: bool,
     /// Its account of itself, empty before its first word. The name has a suffix where another
     /// node has the same.
     #[serde(flatten)]
     pub facts: Facts,
+}
+
+/// A node with its measured ways.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct NodeWays {
+    /// The node.
+    #[serde(flatten)]
+    pub node: NodeView,
+    /// Its ways to other nodes.
+    pub paths: Vec<Way>,
+}
+
+/// A measured way from a node to another, with names.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Way {
+    /// Name of the other node.
+    pub to_name: String,
+    /// The way.
+    #[serde(flatten)]
+    pub path: Path,
+}
+
+/// Ways with names, to nodes that are known.
+pub(super) fn ways(paths: Vec<Path>, names: &BTreeMap<NodeId, String>) -> Vec<Way> {
+    let named = paths.into_iter().filter_map(|path| {
+        let to_name = names.get(&path.to)?.clone();
+        Some(Way { to_name, path })
+    });
+    named.collect()
 }
 
 /// The facts in the map, by node.
@@ -106,6 +141,7 @@ pub(super) fn word(how: How) -> &'static str {
     match how {
         How::Beacon6 => "beacon6",
         How::Beacon4 => "beacon4",
+        How::Mdns => "mdns",
         How::Peer => "peer",
         How::Incoming => "incoming",
         How::Told => "told",

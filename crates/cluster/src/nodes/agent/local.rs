@@ -8,7 +8,7 @@
 //! JSON, one object a line; one command a connection. The folder has mode 0700 and the socket 0600:
 //! the file system says who may ask.
 //!
-//! Built in: `nodes`, `token`, `invite`, `join`, `leave`, `forget`. The crate above adds its own by
+//! Built in: `nodes`, `examine`, `token`, `invite`, `join`, `leave`, `forget`. The crate above adds its own by
 //! [`Agent::serve_local`].
 
 use std::collections::BTreeMap;
@@ -39,14 +39,17 @@ const LINE_BYTES_MAX: u64 = 4 << 20;
 /// For a client to send its command, or take a line.
 const CLIENT_LIMIT: Duration = Duration::from_secs(10);
 
+/// Takes a report of progress; false once the client is gone.
+pub type Progress<'a> = dyn FnMut(Value) -> bool + 'a;
+
 /// Answers a command: its arguments, and where reports of progress go.
 pub trait Command:
-    Fn(&Value, &mut dyn FnMut(Value)) -> Result<Value, String> + Send + Sync + 'static
+    Fn(&Value, &mut Progress<'_>) -> Result<Value, String> + Send + Sync + 'static
 {
 }
 
 impl<F> Command for F where
-    F: Fn(&Value, &mut dyn FnMut(Value)) -> Result<Value, String> + Send + Sync + 'static
+    F: Fn(&Value, &mut Progress<'_>) -> Result<Value, String> + Send + Sync + 'static
 {
 }
 
@@ -109,6 +112,23 @@ pub fn ask(
     limit: Duration,
     mut progress: impl FnMut(Value),
 ) -> Result<Value, Error> {
+    ask_while(home, command, arguments, limit, |value| {
+        progress(value);
+        true
+    })
+}
+
+/// As [`ask`], for as long as `progress` says to go on: null once it does not.
+///
+/// # Errors
+/// As of [`ask`].
+pub fn ask_while(
+    home: &Path,
+    command: &str,
+    arguments: Value,
+    limit: Duration,
+    mut progress: impl FnMut(Value) -> bool,
+) -> Result<Value, Error> {
     let path = Files::new(home).socket();
     let stream = UnixStream::connect(&path).map_err(|source| match source.kind() {
         ErrorKind::NotFound | ErrorKind::ConnectionRefused => Error::NotUp,
@@ -132,7 +152,7 @@ fn exchange(
     stream: &UnixStream,
     request: &Request,
     limit: Duration,
-    progress: &mut dyn FnMut(Value),
+    progress: &mut Progress<'_>,
 ) -> io::Result<Line> {
     stream.set_read_timeout(Some(limit))?;
     stream.set_write_timeout(Some(CLIENT_LIMIT))?;
@@ -140,7 +160,11 @@ fn exchange(
     let mut reader = BufReader::new(stream);
     loop {
         match serde_json::from_str(&read_line(&mut reader)?)? {
-            Line::Progress(value) => progress(value),
+            Line::Progress(value) => {
+                if !progress(value) {
+                    return Ok(Line::Ok(Value::Null));
+                }
+            }
             last => return Ok(last),
         }
     }
@@ -212,10 +236,8 @@ fn answer(agent: &Agent, stream: &UnixStream) -> io::Result<()> {
     stream.set_read_timeout(Some(CLIENT_LIMIT))?;
     stream.set_write_timeout(Some(CLIENT_LIMIT))?;
     let request = read_line(&mut BufReader::new(stream))?;
-    let mut progress = |value| {
-        // A client that is gone does not end the command.
-        let _ = send(stream, &Line::Progress(value));
-    };
+    // A client that is gone ends a command only if that says so.
+    let mut progress = |value| send(stream, &Line::Progress(value)).is_ok();
     let outcome = match serde_json::from_str::<Request>(&request) {
         Ok(request) => execute(agent, &request, &mut progress),
         Err(error) => Err(format!("not a command: {error}")),
@@ -223,11 +245,7 @@ fn answer(agent: &Agent, stream: &UnixStream) -> io::Result<()> {
     send(stream, &outcome.map_or_else(Line::Error, Line::Ok))
 }
 
-fn execute(
-    agent: &Agent,
-    request: &Request,
-    progress: &mut dyn FnMut(Value),
-) -> Result<Value, String> {
+fn execute(agent: &Agent, request: &Request, progress: &mut Progress<'_>) -> Result<Value, String> {
     let arguments = &request.arguments;
     let text = |name: &str| arguments[name].as_str();
     let needed = |name: &str| text(name).ok_or_else(|| format!("the argument {name} is missing"));
@@ -235,9 +253,17 @@ fn execute(
     match request.command.as_str() {
         "nodes" => Ok(json!({
             "cluster": agent.cluster(),
-            "nodes": agent.nodes(),
+            "nodes": agent.nodes_and_ways(),
             "problems": agent.problems(),
         })),
+        "examine" => {
+            let mut found = Vec::new();
+            agent.examine(needed("peer")?, |finding| {
+                progress(json!(finding));
+                found.push(finding);
+            });
+            Ok(json!(found))
+        }
         "token" => Ok(json!({ "token": *agent.token() })),
         "invite" => {
             let code = agent.invite().map_err(said)?;

@@ -12,7 +12,7 @@ use super::super::member::{Event, Life, Target};
 use super::super::pairing::{self, Code, Invitation};
 use super::super::{ClusterKey, Key, NodeId, Registers, discovery, placement};
 use super::files::Files;
-use super::{Agent, Error, HANDSHAKE_LIMIT, dial, facts};
+use super::{Agent, Error, HANDSHAKE_LIMIT, dial, facts, paths};
 
 /// How long a newcomer listens for a machine that shows a code; those speak once a second.
 const LISTEN: Duration = Duration::from_secs(6);
@@ -126,6 +126,8 @@ impl Agent {
             Life::Suspect => "suspect",
             Life::Dead | Life::Left => {
                 self.write(Key::Node(node.id), 0, None)?;
+                // Its ways go with it, if it ever told of any.
+                let _: Result<(), _> = self.write(paths::key_of(node.id), 0, None);
                 return Ok(node.id);
             }
         };

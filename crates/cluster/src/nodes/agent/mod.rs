@@ -12,11 +12,13 @@
 //! - [`Agent::open`] and [`Agent::serve`]: a [`Channel`] to a service of another node.
 //! - [`Agent::write`], [`Agent::map`], [`Agent::watch`]: the map that all nodes share.
 //! - [`Agent::nodes`]: the cluster as this node sees it.
+//! - [`Agent::route`], [`Agent::measure`]: the measured ways between nodes.
+//! - [`Agent::examine`]: what keeps this node and another one apart.
 //! - [`Agent::join`], [`Agent::leave`], [`Agent::invite`]: which cluster it is in.
 //! - [`local`]: the socket by which the command line reaches the node of its home.
 //!
-//! Threads: a timer, an acceptor, one for beacons and files, one for the local socket, two for each
-//! link, one for each handshake, attempt and served channel. All have bounds and deadlines.
+//! Threads: a timer, an acceptor, one for beacons and files, one for the local socket, one that
+//! measures ways to other nodes, two for each link, one for each handshake, attempt and served channel. All have bounds and deadlines.
 //!
 //! The agent knows nothing about models or instances. A crate above registers services and local
 //! commands, and reads [`placement`](super::placement) from the map.
@@ -25,17 +27,20 @@ mod accept;
 mod book;
 mod channel;
 mod dial;
+mod examine;
 mod facts;
 mod files;
 mod keys;
 mod links;
 pub mod local;
 mod membership;
+mod paths;
 mod state;
 mod upkeep;
 
 use std::fs::File;
 use std::net::{SocketAddr, TcpListener};
+use std::ops::RangeInclusive;
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::sync::{Arc, Condvar, Mutex};
@@ -50,7 +55,8 @@ use super::pairing;
 use super::session::{self, Hello, Purpose};
 use super::{Identity, Key, NodeId, Now, Registers};
 pub use channel::{Channel, Handler};
-pub use facts::{Facts, NodeView, PROTOCOL};
+pub use examine::{Finding, Test};
+pub use facts::{Facts, NodeView, NodeWays, PROTOCOL, Way};
 use files::Files;
 pub use keys::KeyFile;
 pub use membership::{Joined, join_at_rest, join_by_code_at_rest, token_at_rest};
@@ -189,8 +195,12 @@ const SOCKET_PATH_MAX: usize = 103;
 /// Ways in which nodes find each other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Discovery {
-    /// Beacons on all interfaces, and the peers that are named.
+    /// Beacons and multicast DNS on all interfaces, and the peers that are named.
+    All,
+    /// Beacons, and the peers that are named.
     Beacons,
+    /// Multicast DNS, and the peers that are named.
+    Mdns,
     /// The peers that are named.
     Peers,
 }
@@ -210,6 +220,12 @@ pub struct Config {
     pub discovery: Discovery,
     /// How quickly the cluster notices.
     pub pace: Pace,
+    /// The only interface for data between workers; any without. Control sessions use all.
+    pub data_interface: Option<String>,
+    /// Ports that workers listen at; any without.
+    pub data_ports: Option<RangeInclusive<u16>>,
+    /// Milliseconds that this node takes the wall clock to be ahead: 0 but in tests.
+    pub clock_ahead_ms: u64,
     /// The API keys of this machine, shared with the cluster.
     pub keys: Option<Arc<dyn KeyFile>>,
     /// Takes lines about the cluster for people.
@@ -227,8 +243,11 @@ impl Config {
             facts,
             port: DEFAULT_PORT,
             peers: Vec::new(),
-            discovery: Discovery::Beacons,
+            discovery: Discovery::All,
             pace: Pace::default(),
+            data_interface: None,
+            data_ports: None,
+            clock_ahead_ms: 0,
             keys: None,
             tell: Arc::new(|_| {}),
         }
@@ -260,6 +279,8 @@ struct Inner {
     timer: Condvar,
     /// Wakes watchers.
     changed: Condvar,
+    /// Wakes those that wait for measured ways.
+    measured: Condvar,
     services: channel::Services,
     commands: local::Commands,
     counts: accept::Counts,
@@ -296,6 +317,7 @@ impl Agent {
             state: Mutex::new(state),
             timer: Condvar::new(),
             changed: Condvar::new(),
+            measured: Condvar::new(),
             services: channel::Services::default(),
             commands: local::Commands::default(),
             counts: accept::Counts::default(),
@@ -320,6 +342,21 @@ impl Agent {
         inner.thread("timer", Inner::run_timer)?;
         inner.thread("accept", move |inner| inner.run_acceptor(&listener))?;
         inner.thread("upkeep", Inner::run_upkeep)?;
+        let weak = Arc::downgrade(inner);
+        let answer = move |channel| {
+            if let Some(inner) = weak.upgrade() {
+                inner.answer_measurer(&channel);
+            }
+        };
+        inner.services.add(paths::SERVICE, Arc::new(answer));
+        let weak = Arc::downgrade(inner);
+        let answer = move |channel| {
+            if let Some(inner) = weak.upgrade() {
+                inner.answer_examiner(&channel);
+            }
+        };
+        inner.services.add(examine::SERVICE, Arc::new(answer));
+        inner.thread("paths", Inner::run_measurer)?;
         let agent = self.clone();
         inner.thread("local", move |inner| local::serve(inner, &agent, &socket))
     }
@@ -409,6 +446,20 @@ impl Agent {
         state.views(self.id())
     }
 
+    /// All nodes with their measured ways, as of [`nodes`](Self::nodes). Cost: reads what every
+    /// node has told of its ways, some kilobytes each.
+    pub fn nodes_and_ways(&self) -> Vec<NodeWays> {
+        let state = lock(&self.inner.state);
+        let nodes = state.views(self.id());
+        let names = nodes.iter().map(|node| (node.id, node.facts.name.clone()));
+        let names = names.collect();
+        let told = |node: NodeView| NodeWays {
+            paths: facts::ways(state.paths(node.id), &names),
+            node,
+        };
+        nodes.into_iter().map(told).collect()
+    }
+
     /// The node of a name, an id or an id's beginning of at least four digits.
     ///
     /// # Errors
@@ -481,7 +532,9 @@ impl fmt::Debug for Watch {
 
 impl Inner {
     fn now(&self) -> Now {
-        now(self.start)
+        let mut now = now(self.start);
+        now.wall_ms += self.config.clock_ahead_ms;
+        now
     }
 
     fn hello(&self) -> Hello {
@@ -535,6 +588,7 @@ impl Inner {
         }
         self.timer.notify_all();
         self.changed.notify_all();
+        self.measured.notify_all();
         let threads = std::mem::take(&mut *lock(&self.threads));
         for thread in threads {
             // A local command may stop the node from one of its own threads.

@@ -1,7 +1,7 @@
 //! State of a node and the actions of its [`Member`], under one mutex.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::sync::mpsc::TrySendError;
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
@@ -10,6 +10,7 @@ use paceline_base::lock;
 
 use super::super::member::{Action, Event, Life, Pace, Target};
 use super::super::pairing::Invitation;
+use super::super::paths::{Table, Wanted};
 use super::super::session::Session;
 use super::super::{ClusterKey, Key, Member, NodeId, Now, Registers};
 use super::book::Book;
@@ -37,6 +38,8 @@ pub(super) struct State {
     pub(super) era: u64,
     pub(super) links: BTreeMap<NodeId, Link>,
     pub(super) book: Book,
+    /// Measured ways to other nodes.
+    pub(super) paths: Table,
     dialling: BTreeSet<Target>,
     channels: Vec<(NodeId, Weak<Session>)>,
     /// The last problem with a target or a peer, by its name.
@@ -61,6 +64,7 @@ impl State {
             era: 0,
             links: BTreeMap::new(),
             book: Book::default(),
+            paths: Table::default(),
             dialling: BTreeSet::new(),
             channels: Vec::new(),
             problems: BTreeMap::new(),
@@ -82,6 +86,7 @@ impl State {
         self.member = Member::new(own, Registers::default(), pace, random(), now);
         self.key = key;
         self.book = Book::default();
+        self.paths = Table::default();
         self.problems.clear();
         self.invitation = None;
         self.dialling.clear();
@@ -146,6 +151,7 @@ impl State {
                 true => "self".to_owned(),
                 false => facts::word(self.book.how(id)).to_owned(),
             },
+            heard_by: self.book.heard_by(id),
             linked: id == own || self.links.contains_key(&id),
             facts: Facts {
                 name: names.remove(&id).unwrap_or_default(),
@@ -164,8 +170,16 @@ impl State {
         name.unwrap_or_else(|| facts::shown("", id))
     }
 
-    /// Places that a target may be dialled at.
+    /// Places that a node may be dialled at: the best way first, those that are down last.
     pub(super) fn places(&self, id: NodeId) -> Vec<SocketAddr> {
+        let mut places = self.known_places(id);
+        let best = self.paths.preferred(id).map(|path| path.remote);
+        places.sort_by_key(|place| (Some(*place) != best, self.paths.is_down(id, *place)));
+        places
+    }
+
+    /// Places where a node may be, by discovery and its own word.
+    pub(super) fn known_places(&self, id: NodeId) -> Vec<SocketAddr> {
         let mut places = self.book.addresses(id);
         if let Some(facts) = facts::of(self.member.map(), id) {
             let told = facts.addresses.iter().take(16);
@@ -250,6 +264,13 @@ impl Inner {
         }
         let name = state.name(id);
         match life {
+            Life::Dead | Life::Left => state.paths.died(id),
+            Life::Alive | Life::Suspect => {
+                let now = self.now().since_start;
+                state.paths.hurry(id, Wanted::Latency, now);
+            }
+        }
+        match life {
             Life::Alive => self.tell(&format!("{name} is back")),
             Life::Suspect => {}
             Life::Dead => self.tell(&format!("{name} does not answer any more")),
@@ -277,6 +298,18 @@ impl Inner {
         }
     }
 
+    /// Addresses of the interface that data is kept to; none where it may use any.
+    fn data_addresses(&self) -> Vec<IpAddr> {
+        let Some(name) = &self.config.data_interface else {
+            return Vec::new();
+        };
+        let all = if_addrs::get_if_addrs().unwrap_or_default();
+        let own = all.iter().filter(|one| one.name == *name);
+        let mut own: Vec<IpAddr> = own.map(if_addrs::Interface::ip).collect();
+        own.sort_unstable();
+        own
+    }
+
     /// Facts of this node, as an event that writes them.
     pub(super) fn facts(&self, state: &State) -> Event {
         let facts = Facts {
@@ -285,6 +318,7 @@ impl Inner {
             boot: self.boot,
             addresses: super::super::discovery::addresses(),
             api: state.api.clone(),
+            data: self.data_addresses(),
             ..self.config.facts.clone()
         };
         Event::Write {

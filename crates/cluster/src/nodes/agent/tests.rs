@@ -320,3 +320,153 @@ fn api_keys_are_adopted_and_revoked_everywhere() {
     until("it is revoked", || lock(&files[0].0).is_empty());
     agents.iter().for_each(Agent::stop);
 }
+
+#[test]
+fn ways_are_measured_told_and_used() {
+    let nodes = cluster(&["one", "two"]);
+    let (one, two) = (&nodes[0].agent, &nodes[1].agent);
+    let is_known = |path: &super::super::paths::Path| path.up && path.bytes_per_s.is_some();
+    until("both have measured", || {
+        one.paths(one.id()).iter().any(is_known) && two.paths(two.id()).iter().any(is_known)
+    });
+    until("each knows what the other measured", || {
+        one.paths(two.id()).iter().any(is_known) && two.paths(one.id()).iter().any(is_known)
+    });
+    let told = one.nodes_and_ways();
+    let ways: Vec<&str> = told[1]
+        .paths
+        .iter()
+        .map(|way| way.to_name.as_str())
+        .collect();
+    assert!(ways.contains(&"one"), "{told:?}");
+    let used = one.paths(one.id());
+    assert_eq!(
+        used.iter().filter(|path| path.preferred).count(),
+        1,
+        "{used:?}"
+    );
+    for (from, to, port) in [(one, two, two.port()), (two, one, one.port())] {
+        for knower in [one, two] {
+            let route = knower.route(from.id(), to.id()).unwrap();
+            assert_eq!(route.port(), port);
+        }
+    }
+    let wanted = super::super::paths::Wanted::Bandwidth;
+    one.measure(&[one.id(), two.id(), NodeId([9; 16])], wanted);
+    assert_eq!(one.route(one.id(), NodeId([9; 16])), None);
+}
+
+#[test]
+fn a_clock_that_is_off_is_refused_by_name_and_examined() {
+    let key = ClusterKey::random().unwrap();
+    let (one, home) = (node("one", &key, &[]), tempfile::tempdir().unwrap());
+    join_at_rest(home.path(), &key).unwrap();
+    let mut late = config(home.path(), "late", &[one.agent.port()]);
+    late.clock_ahead_ms = 90_000;
+    let late = Agent::start(late).unwrap();
+    until("both are told", || {
+        let told = |agent: &Agent| {
+            agent
+                .problems()
+                .join(" ")
+                .contains(" s apart, allowed are 60 s")
+        };
+        told(&late) && told(&one.agent)
+    });
+    let mut found = Vec::new();
+    let host = format!("127.0.0.1:{}", late.port());
+    one.agent.examine(&host, |finding| found.push(finding));
+    let wrong: Vec<_> = found.iter().filter(|finding| !finding.ok).collect();
+    assert_eq!(wrong.len(), 1, "{found:?}");
+    assert_eq!(wrong[0].test, Test::Clock);
+    assert!(wrong[0].found.contains("late is 90 s ahead"), "{wrong:?}");
+    late.stop();
+}
+
+#[test]
+fn two_nodes_that_reach_each_other_have_open_ports() {
+    let nodes = cluster(&["one", "two"]);
+    let mut found = Vec::new();
+    let host = format!("127.0.0.1:{}", nodes[1].agent.port());
+    nodes[0].agent.examine(&host, |finding| found.push(finding));
+    for test in [
+        Test::Control,
+        Test::Clock,
+        Test::Membership,
+        Test::ControlBack,
+        Test::Data,
+        Test::DataBack,
+        Test::Mtu,
+    ] {
+        let finding = found.iter().find(|finding| finding.test == test);
+        assert!(
+            finding.is_some_and(|finding| finding.ok),
+            "{test:?}: {found:?}"
+        );
+    }
+    let tests: Vec<Test> = found.iter().map(|finding| finding.test).collect();
+    assert!(tests.contains(&Test::Multicast) && tests.contains(&Test::MulticastBack));
+    let mut found = Vec::new();
+    nodes[0]
+        .agent
+        .examine("127.0.0.1:1", |finding| found.push(finding));
+    assert_eq!(
+        (found.len(), found[0].test, found[0].ok),
+        (1, Test::Control, false)
+    );
+    assert!(found[0].found.contains("refuses"), "{found:?}");
+    let mut found = Vec::new();
+    nodes[0]
+        .agent
+        .examine("no.such.host.invalid", |finding| found.push(finding));
+    assert_eq!((found.len(), found[0].test), (1, Test::Address));
+}
+
+/// Main memory of this process in bytes; 0 where the system does not tell.
+fn resident_bytes() -> u64 {
+    let status = std::fs::read_to_string("/proc/self/statm").unwrap_or_default();
+    let pages = status
+        .split(' ')
+        .nth(1)
+        .and_then(|pages| pages.parse().ok());
+    pages.unwrap_or(0_u64) * 4096
+}
+
+/// Handshakes of every wrong kind, drawn from a seed: the node neither ends nor grows, and still
+/// takes members.
+#[test]
+fn ten_thousand_malformed_handshakes_leave_a_node_as_it_was() {
+    use std::io::Write;
+
+    let nodes = cluster(&["one"]);
+    let at = SocketAddr::from(([127, 0, 0, 1], nodes[0].agent.port()));
+    let mut random = paceline_base::SplitMix64::new(26);
+    let mut batter = |count: usize| {
+        for _ in 0..count {
+            let mut bytes: Vec<u8> = match random.next() % 4 {
+                0 => Vec::new(),
+                1 => b"PLnode1c".to_vec(),
+                2 => b"PLnode1s".to_vec(),
+                _ => pairing::PREFACE.to_vec(),
+            };
+            let length = (random.next() % 300) as usize;
+            let claimed = random.next() as u16;
+            bytes.extend(claimed.to_le_bytes());
+            bytes.extend((0..length).map(|_| random.next() as u8));
+            // A node that is busy with others closes the connection.
+            if let Ok(mut stream) = std::net::TcpStream::connect_timeout(&at, PATIENCE) {
+                let _ = stream.write_all(&bytes);
+            }
+        }
+    };
+    batter(1000);
+    let before = resident_bytes();
+    batter(9000);
+    let grown = resident_bytes().saturating_sub(before);
+    // Other tests of this program run meanwhile: what they take is far below this.
+    assert!(grown < 256 << 20, "it grew by {grown} bytes");
+    let key = lock(&nodes[0].agent.inner.state).key.clone();
+    let other = node("other", &key, &[nodes[0].agent.port()]);
+    until("a member gets in", || lives(&nodes[0].agent).len() == 2);
+    drop(other);
+}

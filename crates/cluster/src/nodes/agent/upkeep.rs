@@ -1,4 +1,4 @@
-//! Beacons, changed addresses, and files that follow the state: all that comes around some times a
+//! Beacons, multicast DNS, changed addresses, and files that follow the state: all that comes around some times a
 //! second.
 
 use std::sync::Arc;
@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use paceline_base::lock;
 
 use super::super::discovery::{Beacons, Heard};
+use super::super::mdns::Mdns;
 use super::super::member::{Event, Target};
 use super::{Discovery, Inner, keys, random};
 
@@ -25,15 +26,23 @@ const REOPEN_AFTER: Duration = Duration::from_secs(5);
 
 impl Inner {
     pub(super) fn run_upkeep(self: &Arc<Self>) {
-        let mut beacons = None;
+        let (mut beacons, mut mdns) = (None, None);
         let (mut tried, mut era) = (None::<Instant>, 0);
+        let (mut tried_mdns, discovery) = (None::<Instant>, self.config.discovery);
         let (mut saved, mut looked) = (Instant::now(), None::<Instant>);
         let mut synced = keys::of(lock(&self.state).member.map());
         while !self.is_stopped() {
-            let wants = self.config.discovery == Discovery::Beacons && beacons.is_none();
+            let wants = matches!(discovery, Discovery::All | Discovery::Beacons);
+            let wants = wants && beacons.is_none();
             if wants && tried.is_none_or(|at| at.elapsed() >= REOPEN_AFTER) {
                 tried = Some(Instant::now());
                 beacons = self.open_beacons();
+            }
+            let wants = matches!(discovery, Discovery::All | Discovery::Mdns);
+            let is_time = tried_mdns.is_none_or(|at| at.elapsed() >= REOPEN_AFTER);
+            if wants && mdns.is_none() && is_time {
+                tried_mdns = Some(Instant::now());
+                mdns = self.open_mdns();
             }
             let now_era = lock(&self.state).era;
             if now_era != era {
@@ -43,10 +52,16 @@ impl Inner {
                 if let Some(beacons) = &mut beacons {
                     beacons.restart();
                 }
+                // Opened again with the key of this cluster.
+                (mdns, tried_mdns) = (None, None);
+                continue;
             }
             match &mut beacons {
                 Some(beacons) => self.turn(beacons),
                 None => thread::sleep(ROUND),
+            }
+            if let Some(mdns) = &mdns {
+                self.hear_mdns(mdns);
             }
             if looked.is_none_or(|at| at.elapsed() >= LOOK_EVERY) {
                 looked = Some(Instant::now());
@@ -67,6 +82,21 @@ impl Inner {
             lock(&self.state).blocked = vec![problem];
         }
         opened.ok()
+    }
+
+    fn open_mdns(&self) -> Option<Mdns> {
+        let key = lock(&self.state).key.clone();
+        let opened = Mdns::open(&key, random(), self.identity.id(), self.port);
+        let problem = opened.as_ref().err().map(ToString::to_string);
+        lock(&self.state).note("multicast DNS", problem);
+        opened.ok()
+    }
+
+    fn hear_mdns(self: &Arc<Self>, mdns: &Mdns) {
+        let key = lock(&self.state).key.clone();
+        for heard in mdns.heard(&key) {
+            self.heard(heard);
+        }
     }
 
     fn turn(self: &Arc<Self>, beacons: &mut Beacons) {

@@ -1,9 +1,9 @@
 //! The JSON-Schema test suite, where it is on this machine.
 //!
-//! `PACELINE_JSON_SCHEMA_SUITE` names the folder `json/tests` of the source package of pip's
-//! `jsonschema` (4.26.0).
+//! `cargo xtask models` brings it: the folder `json/tests` of the source package of pip's
+//! `jsonschema` (4.26.0). `PACELINE_JSON_SCHEMA_SUITE` may name another.
 
-use std::path::Path;
+use std::path::PathBuf;
 
 use paceline_formats::grammar::strict;
 use serde_json::Value as Json;
@@ -86,14 +86,18 @@ fn check(grammars: &Grammars, tokenizer: &Tokenizer, group: &Json, tally: &mut T
 
 #[test]
 fn the_json_schema_suite() {
-    let Some(folder) = std::env::var_os("PACELINE_JSON_SCHEMA_SUITE") else {
-        eprintln!("SKIPPED the_json_schema_suite: PACELINE_JSON_SCHEMA_SUITE is not set");
+    let named = std::env::var_os("PACELINE_JSON_SCHEMA_SUITE").map(PathBuf::from);
+    let models = crate::engine::tests::smollm2::folder();
+    let folder = named.unwrap_or_else(|| models.join("json-schema-suite"));
+    if !folder.is_dir() {
+        let folder = folder.display();
+        eprintln!("SKIPPED the_json_schema_suite: {folder} is not there");
         return;
-    };
+    }
     let tokenizer = tokenizer();
     let grammars = Grammars::new(&tokenizer, tokenizer.vocab_size()).unwrap();
     let mut tally = Tally::default();
-    let mut files: Vec<_> = std::fs::read_dir(Path::new(&folder).join("draft2020-12"))
+    let mut files: Vec<_> = std::fs::read_dir(folder.join("draft2020-12"))
         .unwrap()
         .map(|entry| entry.unwrap().path())
         .filter(|path| path.is_file())

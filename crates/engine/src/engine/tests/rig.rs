@@ -14,6 +14,8 @@ use crate::{
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(super) struct Outcome {
     pub(super) prompt_reads: usize,
+    /// Of the prompt's tokens from the second on.
+    pub(super) scores: Option<Vec<TokenLogprobs>>,
     pub(super) tokens: Vec<u32>,
     pub(super) text: String,
     /// Per token.
@@ -25,7 +27,10 @@ impl Outcome {
     fn add(&mut self, event: &Event) {
         assert_eq!(self.finish, None, "{event:?} after the end");
         match event {
-            Event::PromptRead { .. } => self.prompt_reads += 1,
+            Event::PromptRead { logprobs, .. } => {
+                self.prompt_reads += 1;
+                self.scores.clone_from(logprobs);
+            }
             Event::Token {
                 token,
                 text,

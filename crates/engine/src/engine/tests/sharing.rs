@@ -34,11 +34,13 @@ fn sampled(prompt: Vec<u32>, n: usize, seed: u64) -> Request {
 
 #[test]
 fn a_turn_of_a_chat_reads_only_what_is_new() {
-    check_chat(&Tiny::new(2));
-    check_chat(&Tiny::toy(2));
+    check_chat(&Tiny::new(2), 6);
+    check_chat(&Tiny::toy(2), 6);
+    check_chat(&Tiny::delta_net(2), 3); // whose answers are shorter
 }
 
-fn check_chat(tiny: &Tiny) {
+/// `least`: pages that all turns reuse together.
+fn check_chat(tiny: &Tiny, least: u64) {
     let mut rig = Rig::new(tiny, sizes());
     let mut said = prompt(70, 1);
     // Full pages of what was computed before: all but the last token of an answer.
@@ -56,7 +58,40 @@ fn check_chat(tiny: &Tiny) {
         computed = said.len() - 1;
         said.extend(prompt(20, 50 + turn as u32));
     }
-    assert!(rig.engine.n_reused() > 5 * PAGE as u64);
+    assert!(rig.engine.n_reused() >= least * PAGE as u64);
+}
+
+/// An agent's next turn begins with the last one's prompt, and with the answer in another form: what
+/// a model thought is left out. States are saved near the end of each prompt.
+#[test]
+fn an_agents_second_turn_reuses_its_prefix() {
+    let tiny = Tiny::delta_net(2);
+    let context = 60 * PAGE;
+    let config = EngineConfig {
+        context,
+        cache_positions: 2 * context,
+        max_rows: 512,
+        ..sizes()
+    };
+    let mut rig = Rig::new(&tiny, config);
+    // A prompt of 2500 tokens, of which the template's last 6 open the answer.
+    let mut said = prompt(2500, 1);
+    let mut shared = 0;
+    for turn in 0..3 {
+        let wanted = sampled([&said[..], &prompt(6, 7)].concat(), 200, turn);
+        let before = rig.engine.n_reused();
+        let id = rig.submit(&wanted);
+        rig.drain();
+        let reused = (rig.engine.n_reused() - before) as usize;
+        assert!(
+            reused * 100 >= shared * 95 && reused <= shared,
+            "turn {turn}: {reused} of {shared} tokens"
+        );
+        let outcome = rig.outcomes.remove(&id).unwrap();
+        assert_eq!(outcome, alone(&tiny, &wanted, context));
+        shared = said.len();
+        said.extend(prompt(90, 50 + turn as u32));
+    }
 }
 
 #[test]
@@ -120,7 +155,7 @@ fn a_sequence_that_gave_up_its_pages_finds_them_again() {
 /// As `n` of an API's request has it: all come at once, and nothing is known of the prompt.
 #[test]
 fn answers_to_one_prompt_compute_it_once() {
-    for tiny in [Tiny::new(1), Tiny::toy(1)] {
+    for tiny in [Tiny::new(1), Tiny::toy(1), Tiny::delta_net(1)] {
         let config = EngineConfig {
             cache_positions: 5 * CONTEXT,
             ..sizes()

@@ -17,14 +17,17 @@ use crate::{EngineConfig, Request, SamplingParams};
 
 const CONTEXT: usize = 2 * PAGE;
 
+/// The folder of the models that tests read.
+pub(crate) fn folder() -> PathBuf {
+    std::env::var_os("PACELINE_TEST_MODELS")
+        .map(PathBuf::from)
+        .or_else(|| std::env::home_dir().map(|home| home.join(".cache/paceline/test-models")))
+        .unwrap_or_default()
+}
+
 /// The path of SmolLM2, or `None` with a line that says why not.
 pub(super) fn path(test: &str) -> Option<PathBuf> {
-    let dir = std::env::var_os("PACELINE_TEST_MODELS")
-        .map(PathBuf::from)
-        .or_else(|| std::env::home_dir().map(|home| home.join(".cache/paceline/test-models")));
-    let path = dir
-        .unwrap_or_default()
-        .join("SmolLM2-135M-Instruct.Q4_1.gguf");
+    let path = folder().join("SmolLM2-135M-Instruct.Q4_1.gguf");
     if path.exists() {
         return Some(path);
     }
@@ -139,6 +142,11 @@ fn logits(model: &Tiny, text: &str) -> Vec<Vec<f32>> {
         .tokenizer
         .encode(text, Specials::AsText, true)
         .unwrap();
+    logits_of(model, &tokens)
+}
+
+/// Logits after each of `tokens`, from one step.
+pub(super) fn logits_of(model: &Tiny, tokens: &[u32]) -> Vec<Vec<f32>> {
     let n = tokens.len();
     let mut cache = model.model.whole_cache(n).unwrap();
     let pages: Vec<u32> = (0..cache.pages() as u32).collect();
@@ -152,7 +160,7 @@ fn logits(model: &Tiny, text: &str) -> Vec<Vec<f32>> {
         },
     );
     let sequence = BatchSequence {
-        tokens: &tokens,
+        tokens,
         position: 0,
         pages: &pages,
         windows: &[],
@@ -235,6 +243,14 @@ fn log_probabilities_of_a_text_agree_with_numpy() {
     let pairs = rows.iter().zip(&tokens[1..]);
     let costs: Vec<f32> = pairs.map(|(row, t)| -told(row, *t, 0).logprob).collect();
     assert_eq!(costs.len(), 255);
+    let mut scored = request(tokens.clone(), 0, SamplingParams::default());
+    scored.prompt_logprobs = true;
+    let scores = alone(&model, &scored, 5 * PAGE).scores.unwrap();
+    let scores: Vec<f32> = scores.iter().map(|score| -score.logprob).collect();
+    assert_eq!(
+        scores, costs,
+        "the engine scores a prompt with the same numbers"
+    );
     let first = [
         12.2544, 2.9422, 1.9437, 5.7901, 7.8040, 5.6032, 13.8812, 0.2515,
     ];
@@ -250,6 +266,29 @@ fn log_probabilities_of_a_text_agree_with_numpy() {
     {
         assert_eq!(*id, token);
         assert_close(*got, logprob);
+    }
+}
+
+/// What an echo tells of a prompt, against `transformers` (`scripts/golden/echo.py`).
+#[test]
+fn scores_of_a_prompt_agree_with_transformers() {
+    let Some(path) = path("scores_of_a_prompt_agree_with_transformers") else {
+        return;
+    };
+    let golden = include_str!("../../../../../tests-data/golden/echo.json");
+    let golden: serde_json::Value = serde_json::from_str(golden).unwrap();
+    let ids = golden["ids"].as_array().unwrap().iter();
+    let ids: Vec<u32> = ids.map(|id| id.as_u64().unwrap() as u32).collect();
+    let expected = golden["logprobs"].as_array().unwrap();
+    assert!(expected[0].is_null());
+    let scored = Request {
+        prompt_logprobs: true,
+        ..request(ids, 0, SamplingParams::default())
+    };
+    let scores = alone(&load_f32(&path), &scored, 5 * PAGE).scores.unwrap();
+    assert_eq!(scores.len() + 1, expected.len());
+    for (score, expected) in scores.iter().zip(&expected[1..]) {
+        assert_close(score.logprob, expected.as_f64().unwrap() as f32);
     }
 }
 

@@ -101,6 +101,15 @@ impl Tiny {
         Self::open(&Source::open(&path).unwrap(), kernels)
     }
 
+    /// A model whose layers are a gated delta net and attention.
+    pub(super) fn delta_net(threads: usize) -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("delta.gguf");
+        delta_net().write(&path);
+        let kernels = Arc::new(Kernels::new(threads).unwrap());
+        Self::open(&Source::open(&path).unwrap(), kernels)
+    }
+
     pub(super) fn with_set(set: InstructionSet, threads: usize) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("tiny.gguf");
@@ -188,6 +197,10 @@ fn tokenizer_of(file: Writer) -> Tokenizer {
 
 /// A file with the vocabulary alone.
 fn letters() -> Writer {
+    letters_of("llama")
+}
+
+fn letters_of(architecture: &str) -> Writer {
     let mut tokens = TOKENS.map(spell).to_vec();
     tokens.push("<|im_end|>".to_owned());
     let merges: Vec<String> = MERGES
@@ -197,7 +210,7 @@ fn letters() -> Writer {
     let mut kinds = vec![1; tokens.len()];
     kinds[END as usize] = 3; // a control token
     Writer::new()
-        .meta("general.architecture", "llama")
+        .meta("general.architecture", architecture)
         .meta("tokenizer.ggml.model", "gpt2")
         .meta("tokenizer.ggml.pre", "smollm")
         .meta("tokenizer.ggml.tokens", tokens)
@@ -226,6 +239,76 @@ fn file() -> Writer {
     file = file.f32s("output_norm.weight", &[WIDTH], &[18.0; WIDTH]);
     file = matrix(file, "output", VOCAB, WIDTH);
     (0..LAYERS).fold(file, layer)
+}
+
+/// Qwen 3.5 of two layers, the first of which keeps states that outlast several pages.
+fn delta_net() -> Writer {
+    const NAME: &str = "qwen35";
+    const STATE: usize = 16;
+    let mut file =
+        letters_of(NAME).meta(&format!("{NAME}.attention.layer_norm_rms_epsilon"), 1e-6f32);
+    for (key, value) in [
+        ("vocab_size", VOCAB),
+        ("block_count", LAYERS),
+        ("embedding_length", WIDTH),
+        ("feed_forward_length", FFN),
+        ("context_length", 4096),
+        ("attention.head_count", HEADS),
+        ("attention.head_count_kv", KV_HEADS),
+        ("attention.key_length", HEAD_DIM),
+        ("full_attention_interval", LAYERS),
+        ("rope.dimension_count", 8),
+        ("ssm.conv_kernel", 4),
+        ("ssm.state_size", STATE),
+        ("ssm.group_count", KV_HEADS),
+        ("ssm.time_step_rank", HEADS),
+        ("ssm.inner_size", HEADS * STATE),
+    ] {
+        file = file.meta(&format!("{NAME}.{key}"), value as u32);
+    }
+    let (q, kv) = (HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM);
+    let (keys, values) = (KV_HEADS * STATE, HEADS * STATE);
+    let channels = 2 * keys + values;
+    let mixers: [&[(&str, usize, usize)]; LAYERS] = [
+        &[
+            ("attn_qkv", channels, WIDTH),
+            ("attn_gate", values, WIDTH),
+            ("ssm_beta", HEADS, WIDTH),
+            ("ssm_alpha", HEADS, WIDTH),
+            ("ssm_out", WIDTH, values),
+        ],
+        &[
+            ("attn_q", 2 * q, WIDTH),
+            ("attn_k", kv, WIDTH),
+            ("attn_v", kv, WIDTH),
+            ("attn_output", WIDTH, q),
+        ],
+    ];
+    file = matrix(file, "token_embd", VOCAB, WIDTH);
+    file = file.f32s("output_norm.weight", &[WIDTH], &[18.0; WIDTH]);
+    file = matrix(file, "output", VOCAB, WIDTH);
+    for (i, mixer) in mixers.into_iter().enumerate() {
+        let name = |part: &str| format!("blk.{i}.{part}");
+        let ffn = [
+            ("ffn_gate", FFN, WIDTH),
+            ("ffn_up", FFN, WIDTH),
+            ("ffn_down", WIDTH, FFN),
+        ];
+        for (part, rows, cols) in mixer.iter().copied().chain(ffn) {
+            file = matrix(file, &name(part), rows, cols);
+        }
+        for norm in ["attn_norm.weight", "post_attention_norm.weight"] {
+            file = file.f32s(&name(norm), &[WIDTH], &[8.0; WIDTH]);
+        }
+    }
+    for norm in ["blk.1.attn_q_norm.weight", "blk.1.attn_k_norm.weight"] {
+        file = file.f32s(norm, &[HEAD_DIM], &[1.0; HEAD_DIM]);
+    }
+    let taps: Vec<f32> = (0..channels * 4).map(|i| (i as f32 * 0.7).sin()).collect();
+    file.f32s("blk.0.ssm_conv1d.weight", &[channels, 4], &taps)
+        .f32s("blk.0.ssm_dt.bias", &[HEADS], &[-5.0; HEADS])
+        .f32s("blk.0.ssm_a", &[HEADS], &[-1.0; HEADS])
+        .f32s("blk.0.ssm_norm.weight", &[STATE], &[1.0; STATE])
 }
 
 fn layer(file: Writer, i: usize) -> Writer {

@@ -44,7 +44,10 @@ fn alone(tiny: &Tiny, request: &Request) -> Vec<Reply> {
 /// Without what differs when others came before: how much of a prompt was computed already.
 fn alike(replies: Vec<Reply>) -> Vec<Reply> {
     let alike = |reply| match reply {
-        Reply::PromptRead { .. } => Reply::PromptRead { reused: 0 },
+        Reply::PromptRead { logprobs, .. } => Reply::PromptRead {
+            reused: 0,
+            logprobs,
+        },
         other => other,
     };
     replies.into_iter().map(alike).collect()
@@ -52,7 +55,10 @@ fn alike(replies: Vec<Reply>) -> Vec<Reply> {
 
 fn reply(event: Event) -> Reply {
     match event {
-        Event::PromptRead { .. } => Reply::PromptRead { reused: 0 },
+        Event::PromptRead { logprobs, .. } => Reply::PromptRead {
+            reused: 0,
+            logprobs,
+        },
         Event::Token {
             token,
             text,

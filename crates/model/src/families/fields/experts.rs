@@ -47,6 +47,8 @@ impl Fields<'_> {
             shared: 0,
             shared_gate: true,
             clamp: None,
+            groups: None,
+            scaled: false,
         })
     }
 
@@ -62,44 +64,37 @@ impl Fields<'_> {
         {
             return Err(wrong_value("expert_gating_func", other, "2 (sigmoid)"));
         }
-        self.refuse_groups()?;
-        // What is not said is that of llama.cpp and of transformers.
-        let normalised = match self {
-            Self::Gguf { metadata, .. } => {
-                let said = metadata.opt_bool(&self.key("expert_weights_norm"))?;
-                said.unwrap_or(false)
-            }
-            Self::Hf(_) => {
-                let said = self.hf("norm_topk_prob", "true or false", Value::as_bool)?;
-                said.unwrap_or(true)
-            }
-        };
+        let normalised = self.says_normalised(true)?;
         let mut experts = self.experts(hf_count, ffn, normalised)?;
         experts.gating = Gating::Sigmoid;
         experts.corrected = true;
         experts.scale = self.expert_scale()?;
+        experts.groups = self.groups(experts.count, (1, 1), 2)?;
         Ok(experts)
     }
 
+    /// Whether weights are divided by their sum. What is not said is no in GGUF files, as in
+    /// llama.cpp, and `usual` in folders.
+    pub(super) fn says_normalised(&self, usual: bool) -> Result<bool, Error> {
+        match self {
+            Self::Gguf { metadata, .. } => {
+                let said = metadata.opt_bool(&self.key("expert_weights_norm"))?;
+                Ok(said.unwrap_or(false))
+            }
+            Self::Hf(_) => {
+                let said = self.hf("norm_topk_prob", "true or false", Value::as_bool)?;
+                Ok(said.unwrap_or(usual))
+            }
+        }
+    }
+
     /// The factor of the weights of chosen experts; 0 in a file means 1.
-    fn expert_scale(&self) -> Result<f32, Error> {
+    pub(super) fn expert_scale(&self) -> Result<f32, Error> {
         let said = self.opt_float("expert_weights_scale", "routed_scaling_factor")?;
         match said {
             None | Some(0.0) => Ok(1.0),
             Some(scale) if scale.is_finite() && scale > 0.0 => Ok(scale),
             Some(scale) => Err(wrong_value("scale of expert weights", scale, "above 0")),
-        }
-    }
-
-    /// Refuses routers that choose groups of experts first.
-    fn refuse_groups(&self) -> Result<(), Error> {
-        match self.opt_size("expert_group_count", "n_group", 0, u64::MAX)? {
-            None | Some(0 | 1) => Ok(()),
-            Some(n) => Err(wrong_value(
-                "number of groups of experts",
-                n,
-                "1 (groups are not supported)",
-            )),
         }
     }
 
@@ -119,8 +114,8 @@ impl Fields<'_> {
         Ok(experts)
     }
 
-    /// Leading layers without experts.
-    pub(crate) fn dense_layers(&self) -> Result<usize, Error> {
+    /// Leading layers without experts; `usual` in folders that do not say.
+    pub(crate) fn dense_layers(&self, usual: usize) -> Result<usize, Error> {
         let said = self.opt_size(
             "leading_dense_block_count",
             "first_k_dense_replace",
@@ -129,7 +124,7 @@ impl Fields<'_> {
         )?;
         Ok(said.unwrap_or(match self {
             Self::Gguf { .. } => 0,
-            Self::Hf(_) => 1,
+            Self::Hf(_) => usual,
         }))
     }
 

@@ -18,6 +18,9 @@ pub(crate) struct RopeKind {
     pub(crate) yarn: bool,
     /// The part of a head that turns where `config.json` does not say; `None` when all of it must.
     pub(crate) partial: Option<f64>,
+    /// Whether the slow pairs may stand still (Gemma 4), and then the part of a head that turns
+    /// where `config.json` has no parameters.
+    pub(crate) proportional: Option<f64>,
 }
 
 impl RopeKind {
@@ -28,6 +31,7 @@ impl RopeKind {
             hf_base,
             yarn: false,
             partial: None,
+            proportional: None,
         }
     }
 }
@@ -45,16 +49,13 @@ impl Fields<'_> {
                 let base = f64::from(base);
                 if kind.yarn && self.gguf_scaling()? == Some("yarn") {
                     let plain = checked(kind.pairs, rotated, base, 1.0)?;
-                    return Ok(plain.with_yarn(base, self.gguf_yarn()?));
+                    return Ok(plain.with_yarn(base, self.gguf_yarn()?.yarn));
                 }
                 let linear = self.gguf_linear_factor()?;
                 checked(kind.pairs, rotated, base, linear)
             }
-            Self::Hf(json) => {
-                let parameters = match hf_parameters(json, "full_attention")? {
-                    None => field(json, "rope_scaling", "an object", as_object)?,
-                    found => found,
-                };
+            Self::Hf(_) => {
+                let parameters = self.hf_rope_parameters()?;
                 self.hf_rope(config.head_dim, kind, parameters, "rope_theta")
             }
         }
@@ -67,7 +68,9 @@ impl Fields<'_> {
             Self::Gguf { .. } => {
                 let base = self.opt_float("rope.freq_base_swa", "")?;
                 let base = base.map_or(kind.hf_base, f64::from);
-                checked(kind.pairs, config.head_dim, base, 1.0)
+                let all = config.head_dim;
+                let rotated = self.opt_size("rope.dimension_count_swa", "", 2, all as u64)?;
+                checked(kind.pairs, rotated.unwrap_or(all), base, 1.0)
             }
             Self::Hf(json) => {
                 let parameters = hf_parameters(json, "sliding_attention")?;
@@ -78,7 +81,7 @@ impl Fields<'_> {
 
     /// The divisor of all frequencies; a file without a type of scaling means `linear`, as in
     /// llama.cpp (`src/llama-model.cpp`).
-    fn gguf_linear_factor(&self) -> Result<f64, Error> {
+    pub(super) fn gguf_linear_factor(&self) -> Result<f64, Error> {
         match self.gguf_scaling()? {
             Some("none") => Ok(1.0),
             None | Some("linear") => {
@@ -89,7 +92,7 @@ impl Fields<'_> {
         }
     }
 
-    fn gguf_scaling(&self) -> Result<Option<&str>, Error> {
+    pub(super) fn gguf_scaling(&self) -> Result<Option<&str>, Error> {
         const KEY: &str = "rope.scaling.type";
         match self {
             Self::Gguf { metadata, .. } => Ok(metadata.opt_str(&self.key(KEY))?),
@@ -98,19 +101,31 @@ impl Fields<'_> {
     }
 
     /// `YaRN` as llama.cpp computes it, the ends of its ramp rounded to whole pairs.
-    fn gguf_yarn(&self) -> Result<Yarn, Error> {
+    pub(super) fn gguf_yarn(&self) -> Result<GgufYarn, Error> {
         let of = |key| Ok::<_, Error>(self.opt_float(key, "")?.map(f64::from));
         let context = self.size("rope.scaling.original_context_length", "", 1, 1 << 27)?;
         let factor = of("rope.scaling.factor")?.unwrap_or(1.0);
-        let magnitude = of("rope.scaling.attn_factor")?.unwrap_or(1.0);
-        checked_yarn(Yarn {
+        let attention = of("rope.scaling.attn_factor")?.unwrap_or(1.0);
+        let yarn = checked_yarn(Yarn {
             factor,
             original_context: context as f64,
             fast: of("rope.scaling.yarn_beta_fast")?.unwrap_or(32.0),
             slow: of("rope.scaling.yarn_beta_slow")?.unwrap_or(1.0),
             whole_pairs: true,
-            magnitude: magnitude * Yarn::usual_magnitude(factor, 1.0),
-        })
+            magnitude: attention * Yarn::usual_magnitude(factor, 1.0),
+        })?;
+        Ok(GgufYarn { yarn, attention })
+    }
+
+    /// The parameters of full attention in `config.json`, under their newer or older name.
+    pub(super) fn hf_rope_parameters(&self) -> Result<Option<&Value>, Error> {
+        let Self::Hf(json) = self else {
+            return Ok(None);
+        };
+        match hf_parameters(json, "full_attention")? {
+            None => field(json, "rope_scaling", "an object", as_object),
+            found => Ok(found),
+        }
     }
 
     /// Elements of a head that turn: all, or by `rotary_dim` or `partial_rotary_factor` where the
@@ -159,25 +174,80 @@ impl Fields<'_> {
         parameters: Option<&Value>,
         theta: &'static str,
     ) -> Result<Rope, Error> {
-        let of = |name| number(parameters, name);
-        let base = match of("rope_theta")? {
-            Some(base) => base,
-            None => self
-                .hf(theta, "a number", Value::as_f64)?
-                .unwrap_or(kind.hf_base),
-        };
+        if let Some(usual) = kind.proportional {
+            let base = self.hf_base(parameters, theta, kind.hf_base)?;
+            return proportional(head_dim, (kind, usual), parameters, base);
+        }
         let rotated = self.hf_rotated(head_dim, kind, parameters)?;
-        let plain = |linear| checked(kind.pairs, rotated, base, linear);
+        let kind = (kind.pairs, kind.hf_base, kind.yarn);
+        self.hf_turned(rotated, kind, parameters, theta)
+    }
+
+    /// The base of `parameters`, or under `theta` of `config.json` where these have none.
+    fn hf_base(
+        &self,
+        parameters: Option<&Value>,
+        theta: &'static str,
+        usual: f64,
+    ) -> Result<f64, Error> {
+        match number(parameters, "rope_theta")? {
+            Some(base) => Ok(base),
+            None => Ok(self.hf(theta, "a number", Value::as_f64)?.unwrap_or(usual)),
+        }
+    }
+
+    /// As [`hf_rope`](Self::hf_rope) of so many elements: which turn together, the base where
+    /// none is said, and whether `YaRN` is computed.
+    pub(super) fn hf_turned(
+        &self,
+        rotated: usize,
+        (pairs, usual_base, has_yarn): (RopePairs, f64, bool),
+        parameters: Option<&Value>,
+        theta: &'static str,
+    ) -> Result<Rope, Error> {
+        let base = self.hf_base(parameters, theta, usual_base)?;
+        let plain = |linear| checked(pairs, rotated, base, linear);
         match scaling_type(parameters)? {
             None | Some("default") => plain(1.0),
             Some("linear") => plain(needed(parameters, "factor")?),
             Some("llama3") => Ok(plain(1.0)?.with_llama3(llama3(parameters)?)),
-            Some("yarn") if kind.yarn => {
+            Some("yarn") if has_yarn => {
                 Ok(plain(1.0)?.with_yarn(base, checked_yarn(yarn(parameters)?)?))
             }
             Some(other) => Err(wrong_value("rope_type", other, "default, linear or llama3")),
         }
     }
+}
+
+/// `YaRN` of a GGUF file.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct GgufYarn {
+    pub(super) yarn: Yarn,
+    /// The file's factor of cosines and sines, which `yarn.magnitude` has.
+    pub(super) attention: f64,
+}
+
+/// Frequencies as of a whole head, of which the fastest turn and the others stand still.
+///
+/// Source: `_compute_proportional_rope_parameters` in transformers' `modeling_rope_utils.py`.
+fn proportional(
+    head_dim: usize,
+    (kind, usual): (RopeKind, f64),
+    parameters: Option<&Value>,
+    base: f64,
+) -> Result<Rope, Error> {
+    let part = match scaling_type(parameters)? {
+        _ if parameters.is_none() => usual,
+        None | Some("default") => 1.0,
+        Some("proportional") => number(parameters, "partial_rotary_factor")?.unwrap_or(1.0),
+        Some(other) => return Err(wrong_value("rope_type", other, "default or proportional")),
+    };
+    if !(0.0..=1.0).contains(&part) {
+        return Err(wrong_value("partial_rotary_factor", part, "0 to 1"));
+    }
+    let factor = number(parameters, "factor")?.unwrap_or(1.0);
+    let turning = (part * head_dim as f64 / 2.0) as usize;
+    Ok(checked(kind.pairs, head_dim, base, factor)?.with_turning(turning))
 }
 
 fn as_object(value: &Value) -> Option<&Value> {
@@ -196,7 +266,7 @@ fn hf_parameters<'a>(config: &'a Value, kind: &str) -> Result<Option<&'a Value>,
 }
 
 /// `rope_type`, or `type` in older files.
-fn scaling_type(parameters: Option<&Value>) -> Result<Option<&str>, Error> {
+pub(super) fn scaling_type(parameters: Option<&Value>) -> Result<Option<&str>, Error> {
     let Some(parameters) = parameters else {
         return Ok(None);
     };
@@ -209,7 +279,7 @@ fn scaling_type(parameters: Option<&Value>) -> Result<Option<&str>, Error> {
     }
 }
 
-fn number(parameters: Option<&Value>, name: &str) -> Result<Option<f64>, Error> {
+pub(super) fn number(parameters: Option<&Value>, name: &str) -> Result<Option<f64>, Error> {
     match parameters {
         Some(parameters) => field(parameters, name, "a number", Value::as_f64),
         None => Ok(None),
@@ -292,7 +362,12 @@ fn checked_yarn(yarn: Yarn) -> Result<Yarn, Error> {
 }
 
 /// A rotary embedding whose frequencies are all numbers.
-fn checked(pairs: RopePairs, rotated: usize, base: f64, linear: f64) -> Result<Rope, Error> {
+pub(super) fn checked(
+    pairs: RopePairs,
+    rotated: usize,
+    base: f64,
+    linear: f64,
+) -> Result<Rope, Error> {
     if !rotated.is_multiple_of(2) || rotated / 2 > MAX_PAIRS {
         return Err(wrong_value(
             "rotated elements",

@@ -1,9 +1,9 @@
 //! Choices of `/v1/completions`.
 
+use paceline_engine::TokenLogprobs;
 use paceline_formats::tokenizer::Tokenizer;
 use serde_json::{Map, Value, json};
 
-use crate::choice::Entry;
 use crate::render::tokens::{escaped, number, starts};
 
 /// A choice, whole or a piece of it.
@@ -11,31 +11,46 @@ pub(super) fn choice(index: usize, text: &str, finish: Option<&str>, logprobs: V
     json!({"text": text, "index": index, "logprobs": logprobs, "finish_reason": finish})
 }
 
-/// Four arrays side by side. `n_chars` counts the characters of the answer that began in earlier
-/// tokens: a token's offset is where its first byte is, in characters from the answer's start.
-pub(super) fn logprobs(tokenizer: &Tokenizer, entries: &[Entry], n_chars: &mut usize) -> Value {
+/// A token of prompt or answer; a prompt's first has no log-probabilities.
+pub(super) type Scored<'a> = (u32, Option<&'a TokenLogprobs>);
+
+/// The tokens of a prompt with the log-probabilities of those from the second on.
+pub(super) fn scored<'a>((tokens, scores): (&[u32], &'a [TokenLogprobs])) -> Vec<Scored<'a>> {
+    let scores = std::iter::once(None).chain(scores.iter().map(Some));
+    tokens.iter().copied().zip(scores).collect()
+}
+
+/// Four arrays side by side. `n_chars` counts the characters of the text that began in earlier
+/// tokens: a token's offset is where its first byte is, in characters from the text's start.
+pub(super) fn logprobs(tokenizer: &Tokenizer, scored: &[Scored<'_>], n_chars: &mut usize) -> Value {
     let bytes = |token: u32| tokenizer.token_bytes(token).unwrap_or_default();
-    // As OpenAI writes what is no text by itself.
+    // As OpenAI writes what is no text by itself; a control token has its name.
     let name = |token: u32| match std::str::from_utf8(bytes(token)) {
+        Ok("") => tokenizer.token_text(token).unwrap_or_default().to_owned(),
         Ok(text) => text.to_owned(),
         Err(_) => format!("bytes:{}", escaped(bytes(token))),
     };
     let (mut tokens, mut values, mut tops, mut offsets) = (vec![], vec![], vec![], vec![]);
-    for Entry { token, logprobs } in entries {
+    for (token, logprobs) in scored {
         let begins_inside = bytes(*token)
             .first()
             .is_some_and(|byte| byte & 0xc0 == 0x80);
         offsets.push(n_chars.saturating_sub(begins_inside.into()));
         *n_chars += starts(bytes(*token));
         tokens.push(name(*token));
-        values.push(number(logprobs.logprob));
+        let Some(logprobs) = logprobs else {
+            values.push(Value::Null);
+            tops.push(Value::Null);
+            continue;
+        };
+        values.push(number(logprobs.logprob).into());
         let mut top = Map::new();
         // The chosen token is always among them; of equal names the more probable stays.
         let chosen = (*token, logprobs.logprob);
         for (token, logprob) in logprobs.top.iter().copied().chain([chosen]) {
             top.entry(name(token)).or_insert(number(logprob).into());
         }
-        tops.push(top);
+        tops.push(Value::Object(top));
     }
     json!({
         "tokens": tokens,

@@ -5,6 +5,7 @@ mod completion;
 
 use std::sync::Arc;
 
+use paceline_engine::TokenLogprobs;
 use paceline_formats::tokenizer::Tokenizer;
 use serde_json::{Map, Value, json};
 
@@ -18,8 +19,16 @@ pub(crate) enum Kind {
     Chat,
     /// Per prompt, what `echo` puts before each answer.
     Completion {
-        echo: Option<Vec<String>>,
+        echo: Option<Vec<Echo>>,
     },
+}
+
+/// What `echo` puts before an answer.
+#[derive(Clone, Debug)]
+pub(crate) struct Echo {
+    pub(crate) text: String,
+    /// The prompt's tokens, when their log-probabilities are told with it.
+    pub(crate) tokens: Option<Vec<u32>>,
 }
 
 /// Writes both.
@@ -63,14 +72,22 @@ impl OpenAi {
     }
 
     fn whole_choice(&mut self, index: usize, said: &Said) -> Value {
-        let logprobs = self.logprobs(index, &said.entries);
+        let logprobs = self.logprobs(index, said.prompt.as_deref(), &said.entries);
         match &self.kind {
             Kind::Chat => chat::choice(index, said, logprobs),
-            Kind::Completion { echo } => {
-                let before = echo.as_ref().map_or("", |texts| &texts[index / self.n]);
+            Kind::Completion { .. } => {
+                let before = self.echo(index).map_or("", |echo| &echo.text);
                 let text = format!("{before}{}", said.text);
                 completion::choice(index, &text, said.finish_reason(), logprobs)
             }
+        }
+    }
+
+    /// What goes before a choice.
+    fn echo(&self, index: usize) -> Option<&Echo> {
+        match &self.kind {
+            Kind::Completion { echo: Some(echoes) } => Some(&echoes[index / self.n]),
+            _ => None,
         }
     }
 
@@ -102,16 +119,25 @@ impl OpenAi {
         head
     }
 
-    fn logprobs(&mut self, index: usize, entries: &[Entry]) -> Value {
+    /// Of the tokens of an answer; `prompt` has those of the prompt's from the second on, where
+    /// they go before.
+    fn logprobs(
+        &mut self,
+        index: usize,
+        prompt: Option<&[TokenLogprobs]>,
+        entries: &[Entry],
+    ) -> Value {
         if !self.has_logprobs {
             return Value::Null;
         }
-        match self.kind {
-            Kind::Chat => chat::logprobs(&self.tokenizer, entries),
-            Kind::Completion { .. } => {
-                completion::logprobs(&self.tokenizer, entries, &mut self.n_chars[index])
-            }
+        if let Kind::Chat = self.kind {
+            return chat::logprobs(&self.tokenizer, entries);
         }
+        let tokens = self.echo(index).and_then(|echo| echo.tokens.as_deref());
+        let prompt = tokens.zip(prompt).map_or_else(Vec::new, completion::scored);
+        let answer = entries.iter().map(|e| (e.token, Some(&e.logprobs)));
+        let tokens: Vec<_> = prompt.into_iter().chain(answer).collect();
+        completion::logprobs(&self.tokenizer, &tokens, &mut self.n_chars[index])
     }
 }
 
@@ -134,19 +160,27 @@ impl Writer for OpenAi {
     fn start(&mut self, _usage: &Usage) -> Vec<Value> {
         let chunk = |index| match &self.kind {
             Kind::Chat => Some(self.chunk(vec![chat::opening(index)])),
-            Kind::Completion { echo } => echo.as_ref().map(|texts| {
-                let text = &texts[index / self.n];
-                self.chunk(vec![completion::choice(index, text, None, Value::Null)])
-            }),
+            // An echo with log-probabilities comes with them.
+            Kind::Completion { .. } => {
+                let echo = self.echo(index).filter(|echo| echo.tokens.is_none());
+                echo.map(|echo| {
+                    let choice = completion::choice(index, &echo.text, None, Value::Null);
+                    self.chunk(vec![choice])
+                })
+            }
         };
         (0..self.n_chars.len()).filter_map(chunk).collect()
     }
 
     fn delta(&mut self, index: usize, delta: Delta) -> Vec<Value> {
-        let logprobs = self.logprobs(index, &delta.entries);
+        let logprobs = self.logprobs(index, delta.prompt.as_deref(), &delta.entries);
         let finish = delta.ending.map(crate::choice::Ending::openai);
         if let Kind::Completion { .. } = self.kind {
-            let mut said = Said::default();
+            let echo = self.echo(index).filter(|_| delta.prompt.is_some());
+            let mut said = Said {
+                text: echo.map_or_else(String::new, |echo| echo.text.clone()),
+                ..Said::default()
+            };
             said.add(delta);
             let choice = completion::choice(index, &said.text, finish, logprobs);
             return vec![self.chunk(vec![choice])];

@@ -1,0 +1,148 @@
+//! Downloads that the dashboard started, with how far they are.
+
+use std::sync::{Arc, Mutex};
+use std::time::SystemTime;
+
+use paceline_base::lock;
+use paceline_store::{Cancel, Progress, Resolved, pull, resolve};
+use serde::Serialize;
+
+use crate::home::Settings;
+
+/// Downloads at a time: more share the same line.
+const RUNNING_MAX: usize = 2;
+
+/// Downloads that are told, the last ones.
+const TOLD_MAX: usize = 8;
+
+/// Downloads of this node. Clones are the same.
+#[derive(Clone, Default)]
+pub(super) struct Downloads(Arc<Mutex<Vec<Download>>>);
+
+/// A download, as it is told.
+#[derive(Clone, Debug, Serialize)]
+pub(super) struct Download {
+    /// The model, as it was asked for.
+    model: String,
+    /// `running`, `done` or `failed`.
+    state: &'static str,
+    /// Bytes of the present part that are there, and of how many.
+    done: u64,
+    of: Option<u64>,
+    /// Why it failed.
+    reason: Option<String>,
+}
+
+impl Downloads {
+    /// The last downloads, oldest first.
+    pub(super) fn told(&self) -> Vec<Download> {
+        lock(&self.0).clone()
+    }
+
+    /// Starts to fetch a model on a thread of its own.
+    ///
+    /// # Errors
+    /// A name that cannot be read, a model that is here, too many downloads.
+    pub(super) fn start(&self, model: &str, cancel: &Cancel) -> Result<(), String> {
+        let failed = |error: &dyn std::fmt::Display| error.to_string();
+        let settings = Settings::from_env().map_err(|error| format!("{error:#}"))?;
+        let plan = match resolve(&settings.home, model).map_err(|error| failed(&error))? {
+            Resolved::Path(_) => return Err(format!("{model} is on this machine")),
+            Resolved::NeedsDownload(plan) => plan,
+        };
+        self.begin(model)?;
+        let (own, name, cancel) = (self.clone(), model.to_owned(), cancel.clone());
+        let run = move || {
+            let mut watch = Watch(own.clone(), name.clone());
+            let (home, options) = (&settings.home, &settings.options);
+            let pulled = pull(home, &plan, options, &cancel, &mut watch, SystemTime::now());
+            own.change(&name, |it| match pulled {
+                Ok(_) => it.state = "done",
+                Err(error) => {
+                    it.state = "failed";
+                    it.reason = Some(error.to_string());
+                }
+            });
+        };
+        let thread = std::thread::Builder::new().name("download".to_owned());
+        thread.spawn(run).map(drop).map_err(|error| failed(&error))
+    }
+
+    /// Notes a download, unless there are too many or this one runs.
+    fn begin(&self, model: &str) -> Result<(), String> {
+        let mut all = lock(&self.0);
+        let running = || all.iter().filter(|it| it.state == "running");
+        if running().any(|it| it.model == model) {
+            return Err(format!("{model} is being fetched"));
+        }
+        if running().count() >= RUNNING_MAX {
+            return Err(format!(
+                "{RUNNING_MAX} models are being fetched: wait for one"
+            ));
+        }
+        all.retain(|it| it.model != model);
+        if all.len() == TOLD_MAX {
+            let oldest = all.iter().position(|it| it.state != "running");
+            all.remove(oldest.unwrap_or(0));
+        }
+        all.push(Download {
+            model: model.to_owned(),
+            state: "running",
+            done: 0,
+            of: None,
+            reason: None,
+        });
+        Ok(())
+    }
+
+    fn change(&self, model: &str, change: impl FnOnce(&mut Download)) {
+        let mut all = lock(&self.0);
+        if let Some(it) = all.iter_mut().find(|it| it.model == model) {
+            change(it);
+        }
+    }
+}
+
+/// Counts the bytes of a download.
+struct Watch(Downloads, String);
+
+impl Progress for Watch {
+    fn start(&mut self, _label: &str, total: Option<u64>, done: u64) {
+        self.0
+            .change(&self.1, |it| (it.done, it.of) = (done, total));
+    }
+
+    fn advance(&mut self, bytes: u64) {
+        self.0.change(&self.1, |it| it.done += bytes);
+    }
+
+    fn message(&mut self, _text: &str) {}
+
+    fn finish(&mut self) {}
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn downloads_are_bounded_and_the_last_are_told() {
+        let all = Downloads::default();
+        all.begin("a").unwrap();
+        assert_eq!(all.begin("a").unwrap_err(), "a is being fetched");
+        all.begin("b").unwrap();
+        assert!(all.begin("c").unwrap_err().contains("2 models"));
+        let mut watch = Watch(all.clone(), "a".to_owned());
+        watch.start("file", Some(100), 10);
+        watch.advance(5);
+        assert_eq!((all.told()[0].done, all.told()[0].of), (15, Some(100)));
+        for i in 0..20 {
+            all.change("b", |it| it.state = "done");
+            all.change(&format!("m{i}"), |it| it.state = "failed");
+            all.begin(&format!("m{}", i + 1)).unwrap();
+        }
+        let told = all.told();
+        assert_eq!(told.len(), TOLD_MAX);
+        assert_eq!(told[0].model, "a", "one that runs stays");
+    }
+}

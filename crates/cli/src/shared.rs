@@ -1,0 +1,203 @@
+//! Whether this machine's node answers instead of this process: by an instance that is loaded, or by
+//! one that it loads for as long as this command runs.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use anyhow::{Context, anyhow, bail};
+use paceline_cluster::nodes::agent::local;
+use paceline_engine::Service;
+use paceline_model::SplitKind;
+use paceline_node::fleet::lent::AtNode;
+use serde_json::{Value, json};
+
+use crate::instances::{LoadProgress, names};
+use crate::interrupt::Signals;
+use crate::output::{printable, tell};
+use crate::{home, member, pull};
+
+/// Longest silence of a node that loads: it says how far it is five times a second.
+const SILENCE: Duration = Duration::from_secs(60);
+
+/// What decides whether the node is asked.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Wish<'a> {
+    /// The user's name for the model.
+    pub(crate) model: &'a str,
+    /// More than one are borrowed.
+    pub(crate) nodes: u32,
+    pub(crate) split: SplitKind,
+    pub(crate) context: Option<u32>,
+    /// Whether the node is not asked at all.
+    pub(crate) never: bool,
+    /// An option that only this process can follow.
+    pub(crate) only_here: Option<&'static str>,
+}
+
+/// An instance that answers in this process's stead.
+pub(crate) struct Instance {
+    /// The model's file on this machine.
+    pub(crate) path: PathBuf,
+    pub(crate) service: Arc<dyn Service>,
+    pub(crate) nodes: u32,
+    pub(crate) split: SplitKind,
+    /// Names of its nodes.
+    pub(crate) on: String,
+    /// Given back when this is dropped.
+    _borrowed: Option<Borrowed>,
+}
+
+/// The instance that is to answer, if any; says in one line what computes, where a node runs that
+/// could.
+///
+/// # Errors
+/// Why the node cannot load the model for this command.
+pub(crate) fn instance(wish: &Wish<'_>, signals: &Signals) -> anyhow::Result<Option<Instance>> {
+    if wish.never {
+        return Ok(None);
+    }
+    let asked = member::ask_if_up("using", json!({ "model": wish.model }));
+    let using = match asked {
+        Ok(Some(using)) => using,
+        // A node that serves the model of its command line has no such command.
+        Ok(None) | Err(_) => return Ok(None),
+    };
+    if let Some(option) = wish.only_here {
+        tell(format_args!(
+            "computing here: {option} is about this process, not the cluster"
+        ));
+        return Ok(None);
+    }
+    if wish.nodes > 1 {
+        return borrowed(wish, signals);
+    }
+    if using.is_null() {
+        let model = printable(wish.model);
+        tell(format_args!(
+            "computing here: no instance of {model} is loaded"
+        ));
+        return Ok(None);
+    }
+    let instance = of(&using, None)?;
+    tell(format_args!(
+        "asking the instance on {}; --local computes here",
+        instance.on
+    ));
+    Ok(Some(instance))
+}
+
+/// The instance of a model that this machine's node can ask.
+///
+/// # Errors
+/// A node that does not run, or has none.
+pub(crate) fn loaded(model: &str) -> anyhow::Result<Instance> {
+    let using = member::ask("using", json!({ "model": model }))?;
+    if using.is_null() {
+        let model = printable(model);
+        bail!("no instance of {model} answers: `paceline ps` shows what is loaded");
+    }
+    of(&using, None)
+}
+
+/// An instance as the node describes it.
+fn of(using: &Value, borrowed: Option<Borrowed>) -> anyhow::Result<Instance> {
+    let text = |name: &str| using[name].as_str().unwrap_or_default();
+    let nodes = using["nodes"].as_array().map_or(1, Vec::len);
+    Ok(Instance {
+        path: text("path").into(),
+        service: Arc::new(AtNode::new(&home::folder()?, text("id"))),
+        nodes: u32::try_from(nodes).unwrap_or(1),
+        split: text("split").parse().unwrap_or_default(),
+        on: names(&using["nodes"]),
+        _borrowed: borrowed,
+    })
+}
+
+/// Loads the model over nodes of the cluster, where it has enough; else nothing.
+fn borrowed(wish: &Wish<'_>, signals: &Signals) -> anyhow::Result<Option<Instance>> {
+    let wanted = wish.nodes;
+    let answer = member::ask("nodes", json!({}))?;
+    let nodes = answer["nodes"].as_array().into_iter().flatten();
+    let alive = nodes.filter(|node| node["state"] == "alive").count();
+    if (alive as u32) < wanted {
+        tell(format_args!(
+            "computing here on {wanted} local nodes: the cluster has {alive}"
+        ));
+        return Ok(None);
+    }
+    pull::ensure(wish.model, signals)?;
+    let ask = json!({
+        "model": wish.model,
+        "count": wanted,
+        "split": wish.split.to_string(),
+        "context": wish.context,
+        "parallel": 1,
+    });
+    let (id, borrowed) = Borrowed::new(ask)?;
+    let using = member::ask("using", json!({ "model": id }))?;
+    let instance = of(&using, Some(borrowed))?;
+    tell(format_args!(
+        "loaded over {} for this command; --local computes here",
+        instance.on
+    ));
+    Ok(Some(instance))
+}
+
+/// An instance that is unloaded when this is dropped, or when this process ends in any other way.
+struct Borrowed {
+    over: Arc<AtomicBool>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Borrowed {
+    /// Loads what `ask` says and waits until it answers; its id.
+    fn new(ask: Value) -> anyhow::Result<(String, Self)> {
+        let home = home::folder()?;
+        let over = Arc::new(AtomicBool::new(false));
+        let (sender, told) = channel();
+        let own = Arc::clone(&over);
+        let run = move || hold(&home, ask, &own, &sender);
+        let thread = std::thread::Builder::new().name("borrow".to_owned());
+        let thread = thread.spawn(run).context("cannot start a thread")?;
+        let borrowed = Self {
+            over,
+            thread: Some(thread),
+        };
+        Ok((ready(&told)?, borrowed))
+    }
+}
+
+type Told = Result<Value, local::Error>;
+
+/// Keeps the connection that the loan lasts as long as; reports until the instance answers.
+fn hold(home: &std::path::Path, ask: Value, over: &AtomicBool, sender: &Sender<Told>) {
+    let outcome = local::ask_while(home, "borrow", ask, SILENCE, |view| {
+        let _ = sender.send(Ok(view)); // nobody waits for it any more
+        !over.load(Ordering::SeqCst)
+    });
+    let _ = sender.send(outcome);
+}
+
+fn ready(told: &Receiver<Told>) -> anyhow::Result<String> {
+    let mut bar = LoadProgress::new();
+    while let Ok(view) = told.recv() {
+        let view = view?;
+        if bar.done(&view)? {
+            return Ok(view["id"].as_str().unwrap_or_default().to_owned());
+        }
+    }
+    Err(anyhow!("the node says no more of the model"))
+}
+
+impl Drop for Borrowed {
+    fn drop(&mut self) {
+        self.over.store(true, Ordering::SeqCst);
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join(); // it has no result; it sees the end at the next report
+        }
+    }
+}

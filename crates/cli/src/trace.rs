@@ -1,0 +1,92 @@
+//! `paceline trace`: where the time of an answer went, node by node.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use anyhow::{Context, ensure};
+use paceline_node::fleet::TraceAsk;
+use paceline_node::trace::{Recording, Timeline};
+use serde_json::{Value, json};
+
+use crate::interrupt::Signals;
+use crate::output::{print, tell};
+use crate::{member, run};
+
+/// Tokens of an answer where nobody says: some seconds, and a file that a browser opens at once.
+const TOKENS: usize = 64;
+
+/// Longest wait for an answer of a loaded model: that of its owner and some more.
+const LIMIT: Duration = Duration::from_secs(300);
+
+const EXAMPLES: &str = "\
+Examples:
+  paceline trace smollm2 \"Why is the sky blue?\" --nodes 2
+  paceline trace smollm2 \"Hi\" --nodes 4 --split 2x2 --out trace.json   for https://ui.perfetto.dev
+  paceline trace smollm2 \"Hi\" --loaded                    what `paceline load` has loaded
+
+Every moment of the answer is in one column of each row:
+  compute   the node's share of the model        exchange  values move between nodes
+  wait      another node is not there yet        choose    the leader chooses tokens
+  plan      the leader decides steps, replies    way       between this command and the leader
+  rest      what was not recorded";
+
+/// Arguments of `paceline trace`.
+#[derive(Debug, clap::Args)]
+#[command(after_help = EXAMPLES)]
+pub(crate) struct Args {
+    #[command(flatten)]
+    run: run::Args,
+    /// Trace the model that the machines of the cluster have loaded, its answer greedy
+    #[arg(long, conflicts_with_all = ["nodes", "split", "shares", "adapter", "system", "raw"])]
+    loaded: bool,
+    /// Also write the timeline for Perfetto or chrome://tracing
+    #[arg(long, value_name = "FILE")]
+    out: Option<PathBuf>,
+}
+
+/// Answers the prompt and says where the time went.
+///
+/// # Errors
+/// As `paceline run`; a file that cannot be written.
+pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
+    let max_tokens = args.run.max_tokens.unwrap_or(TOKENS);
+    let (timeline, answer, line) = if args.loaded {
+        let prompt = run::prompt(&args.run)?;
+        (
+            loaded(&args.run.model, prompt, max_tokens)?,
+            Value::Null,
+            None,
+        )
+    } else {
+        let traced = run::traced(&args.run, max_tokens, signals)?;
+        (traced.timeline, traced.figures, Some(traced.line))
+    };
+    if let Some(path) = &args.out {
+        let written = std::fs::write(path, timeline.json().to_string());
+        written.with_context(|| format!("cannot write {}", path.display()))?;
+    }
+    if args.run.json {
+        let told = json!({ "trace": timeline.summary(), "answer": answer });
+        return print(&told.to_string());
+    }
+    line.iter().for_each(tell);
+    print(&timeline.text())
+}
+
+/// Has the node of this machine trace an answer of a model that is loaded.
+fn loaded(model: &str, prompt: String, max_tokens: usize) -> anyhow::Result<Timeline> {
+    let ask = TraceAsk {
+        model: model.to_owned(),
+        prompt,
+        max_tokens,
+    };
+    let told = member::ask_within("trace", json!(ask), LIMIT)?;
+    let recording: Recording = serde_json::from_value(told).context("no recording")?;
+    ensure!(
+        (recording.leader as usize) < recording.ranks.len(),
+        "a recording of {} ranks, of which {} leads",
+        recording.ranks.len(),
+        recording.leader
+    );
+    Ok(Timeline::new(&recording))
+}

@@ -1,0 +1,287 @@
+//! Two machines with two cables: which one is used, what happens when it is pulled, what is seen on
+//! it, and what `doctor --peer` says when something blocks it.
+
+use serde_json::Value;
+
+use super::{Machine, live::join_by_token, said, until};
+use crate::common::namespaces::{Network, ip};
+use crate::common::text;
+use crate::nodes::tiny::FAMILIES;
+
+const MODEL: &str = "llama.gguf";
+
+/// Machines n0, n1 on two networks; `None` with a line where the system does not let us.
+fn machines(network: &Network, test: &str) -> Option<Vec<Machine>> {
+    let hosts: Vec<Machine> = network
+        .hosts()
+        .iter()
+        .enumerate()
+        .map(|(number, namespace)| Machine::new(&format!("n{number}"), Some(namespace)))
+        .collect();
+    let probe = hosts[0].run(&["--version"]);
+    if probe.status.success() {
+        return Some(hosts);
+    }
+    let said = said(&probe);
+    eprintln!("SKIPPED {test}: no namespaces of processes: {said}");
+    None
+}
+
+/// Starts both and makes them one cluster.
+fn form(hosts: &mut [Machine], args: &[&str]) {
+    for host in hosts.iter_mut() {
+        host.up_at("52415", args);
+    }
+    let token = hosts[0].told(&["key", "cluster", "show"]);
+    for host in &hosts[1..] {
+        join_by_token(host, &token);
+    }
+    until("all see all", || {
+        hosts[0].sees("alive").len() == hosts.len()
+    });
+}
+
+/// The ways of a machine to the others: interface, whether it is up, whether it is used.
+fn ways(host: &Machine) -> Vec<(String, bool, bool)> {
+    let nodes = host.nodes();
+    let paths = nodes[0]["paths"].as_array().cloned().unwrap_or_default();
+    let of = |path: &Value| {
+        let name = path["interface"].as_str().unwrap().to_owned();
+        (name, path["up"] == true, path["preferred"] == true)
+    };
+    paths.iter().map(of).collect()
+}
+
+fn used(host: &Machine) -> Option<String> {
+    let ways = ways(host).into_iter();
+    ways.filter(|(_, _, used)| *used).map(|it| it.0).next()
+}
+
+/// Tokens of a greedy answer of the instance, asked on `host`.
+fn asked(host: &Machine) -> Value {
+    let run = [
+        "run",
+        MODEL,
+        "once",
+        "--json",
+        "--temperature",
+        "0",
+        "--max-tokens",
+        "24",
+    ];
+    let output = host.run(&run);
+    assert!(output.status.success(), "{}", said(&output));
+    assert!(
+        said(&output).contains("asking the instance"),
+        "{}",
+        said(&output)
+    );
+    serde_json::from_str::<Value>(&text(&output.stdout)).unwrap()["tokens"].clone()
+}
+
+#[test]
+fn the_best_cable_is_used_left_and_taken_again() {
+    let test = "two cables between namespaces";
+    let name = format!("pw{}x", std::process::id());
+    let Some(network) = Network::with_cables(&name, 2, 2, test) else {
+        return;
+    };
+    let Some(mut hosts) = machines(&network, test) else {
+        return;
+    };
+    FAMILIES[0].write(&hosts[0].home.path().join(MODEL));
+    form(&mut hosts, &[]);
+    until("both cables are measured", || {
+        let up = ways(&hosts[0]).into_iter().filter(|way| way.1);
+        let up: std::collections::BTreeSet<String> = up.map(|way| way.0).collect();
+        up.len() == 2 && used(&hosts[0]).is_some()
+    });
+    let first = used(&hosts[0]).unwrap();
+    let other = if first == "eth0" { "eth1" } else { "eth0" };
+    hosts[0].told(&["load", MODEL, "--nodes", "2", "--threads", "1"]);
+    let before = asked(&hosts[1]);
+
+    let set = |state: &str| ip(&["-n", &network.hosts()[0], "link", "set", &first, state]);
+    set("down").unwrap();
+    until("the other cable is used", || {
+        used(&hosts[0]).as_deref() == Some(other)
+    });
+    let problems = hosts[0].run(&["nodes"]);
+    assert!(
+        said(&problems).contains("does not answer"),
+        "{}",
+        said(&problems)
+    );
+    until("the instance is there again", || {
+        let all: Value = serde_json::from_str(&hosts[0].told(&["ps", "--json"])).unwrap();
+        all[0]["state"] == "ready" && hosts[0].sees("alive").len() == 2
+    });
+    assert_eq!(asked(&hosts[1]), before, "over the other cable");
+    set("up").unwrap();
+    let address = format!("10.{}.0.1/24", if first == "eth0" { 77 } else { 78 });
+    // The kernel keeps IPv4 addresses of an interface that was down.
+    let _ = ip(&[
+        "-n",
+        &network.hosts()[0],
+        "addr",
+        "add",
+        &address,
+        "dev",
+        &first,
+    ]);
+    until("the first cable is used again", || {
+        used(&hosts[0]).as_deref() == Some(&first)
+    });
+    let log = std::fs::read_to_string(hosts[0].home.path().join("log")).unwrap();
+    let fell = log.find("warning: n1 is reached over").unwrap();
+    let again = log.rfind("again").unwrap();
+    assert!(fell < again, "{log}");
+}
+
+/// Everything that crosses the cables while a model is copied, loaded and asked.
+#[test]
+fn nothing_crosses_the_network_in_the_clear() {
+    let test = "a capture between namespaces";
+    let name = format!("ps{}x", std::process::id());
+    let Some(network) = Network::new(&name, 2, test) else {
+        return;
+    };
+    let Some(mut hosts) = machines(&network, test) else {
+        return;
+    };
+    let model = hosts[0].home.path().join(MODEL);
+    FAMILIES[0].write(&model);
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("frames");
+    let Some(mut capture) = network.capture(&file, test) else {
+        return;
+    };
+    form(&mut hosts, &[]);
+    hosts[0].told(&["load", MODEL, "--nodes", "2", "--threads", "1"]);
+    let secret = "the quick brown fox jumps over the lazy dog";
+    let run = [
+        "run",
+        MODEL,
+        secret,
+        "--json",
+        "--temperature",
+        "0",
+        "--max-tokens",
+        "200",
+    ];
+    let output = hosts[1].run(&run);
+    assert!(output.status.success(), "{}", said(&output));
+    let answer: Value = serde_json::from_str(&text(&output.stdout)).unwrap();
+    let answer = answer["text"].as_str().unwrap().to_owned();
+    capture.kill().unwrap();
+    capture.wait().unwrap();
+
+    let frames = std::fs::read(&file).unwrap();
+    let weights = std::fs::read(&model).unwrap();
+    assert!(
+        frames.len() > weights.len(),
+        "the model was copied: {} bytes",
+        frames.len()
+    );
+    let has = |needle: &[u8]| frames.windows(needle.len()).any(|window| window == needle);
+    assert!(!has(&secret.as_bytes()[..24]), "the prompt");
+    let part: String = answer.chars().take(16).collect();
+    assert!(
+        part.len() < 8 || !has(part.as_bytes()),
+        "the answer {part:?}"
+    );
+    assert!(!has(b"general.architecture"), "the model's header");
+    for at in (0..weights.len() - 32).step_by(weights.len() / 16 + 1) {
+        let piece = &weights[at..at + 32];
+        let is_plain = piece
+            .iter()
+            .collect::<std::collections::BTreeSet<_>>()
+            .len()
+            < 8;
+        assert!(is_plain || !has(piece), "weights from byte {at}");
+    }
+    assert!(has(b"PLnode1"), "the capture sees what is in the clear");
+}
+
+/// `doctor --peer` as the names of what it found wrong.
+fn wrong(host: &Machine, peer: &str) -> Vec<String> {
+    let told = host.told(&["doctor", "--peer", peer, "--json"]);
+    let told: Value = serde_json::from_str(&told).unwrap();
+    let checks = told["checks"].as_array().unwrap();
+    let wrong = checks.iter().filter(|check| check["state"] != "ok");
+    let named = wrong.map(|check| {
+        assert!(check["mend"].as_str().is_some(), "{check}");
+        check["name"].as_str().unwrap().to_owned()
+    });
+    named.collect()
+}
+
+#[test]
+fn doctor_names_what_blocks_a_machine() {
+    let test = "doctor between namespaces";
+    let name = format!("pd{}x", std::process::id());
+    let Some(network) = Network::new(&name, 2, test) else {
+        return;
+    };
+    let Some(mut hosts) = machines(&network, test) else {
+        return;
+    };
+    form(&mut hosts, &["--data-ports", "52500-52509"]);
+    let none: [&str; 0] = [];
+    assert_eq!(wrong(&hosts[0], "10.77.0.2"), none);
+
+    let host = network.hosts()[1].as_str();
+    ip(&["-n", host, "link", "set", "eth0", "mtu", "1280"]).unwrap();
+    assert_eq!(wrong(&hosts[0], "10.77.0.2"), ["packet size"]);
+    ip(&["-n", host, "link", "set", "eth0", "mtu", "1500"]).unwrap();
+
+    // The bridge stops to pass multicast on to the second machine.
+    if network.drop_multicast(1).is_err() {
+        eprintln!("SKIPPED {test}: this bridge passes all multicast on");
+    } else {
+        assert_eq!(wrong(&hosts[0], "10.77.0.2"), ["multicast from here"]);
+        assert_eq!(wrong(&hosts[1], "10.77.0.1"), ["multicast from there"]);
+    }
+
+    // Answers from its data ports are dropped, as by a firewall.
+    let drop_from = |ports: &str| {
+        let own = [
+            "-n", host, "rule", "add", "iif", "lo", "ipproto", "tcp", "sport",
+        ];
+        ip(&[&own[..], &[ports, "blackhole"]].concat())
+    };
+    if let Err(why) = drop_from("52500-52509") {
+        eprintln!("SKIPPED {test}: no rules about ports: {why}");
+        return;
+    }
+    let found = wrong(&hosts[0], "10.77.0.2");
+    assert!(found.contains(&"data port there".to_owned()), "{found:?}");
+    drop_from("52416").unwrap();
+    assert_eq!(wrong(&hosts[0], "10.77.0.2"), ["control port there"]);
+    let back = wrong(&hosts[1], "10.77.0.1");
+    assert!(back.contains(&"control port here".to_owned()), "{back:?}");
+}
+
+/// Multicast DNS alone finds a machine.
+#[test]
+fn multicast_dns_finds_machines_without_beacons() {
+    let test = "multicast DNS between namespaces";
+    let name = format!("pn{}x", std::process::id());
+    let Some(network) = Network::new(&name, 2, test) else {
+        return;
+    };
+    let Some(mut hosts) = machines(&network, test) else {
+        return;
+    };
+    form(&mut hosts, &["--discovery", "mdns"]);
+    let found: Vec<Value> = hosts[0]
+        .nodes()
+        .iter()
+        .map(|it| it["heard_by"].clone())
+        .collect();
+    let found = serde_json::to_string(&found).unwrap();
+    assert!(
+        found.contains("mdns") || hosts[1].nodes()[1]["found_by"] == "mdns",
+        "{found}"
+    );
+}

@@ -1,0 +1,132 @@
+//! Models that mean harm, and files that are not what they were.
+
+use std::fs;
+use std::time::{Duration, Instant};
+
+use rustix::process::Signal;
+use serde_json::{Value, json};
+
+use super::processes::{assert_gone, signal, templates};
+use super::server::{Server, chat};
+use super::tiny::FAMILIES;
+use super::{World, alone, http, until};
+
+/// Doubles a text forty times when a message asks for it.
+const DOUBLING: &str = "{% for m in messages %}{% if m.content == 'attack' %}\
+    {% set n = namespace(x='aaaaaaaaaaaaaaaa') %}\
+    {% for i in range(40) %}{% set n.x = n.x ~ n.x %}{% endfor %}{{ n.x | length }}\
+    {% else %}<turn>{{ m.content }}{% endif %}{% endfor %}";
+
+/// Most memory that a process had, in bytes.
+fn peak_bytes(id: u32) -> u64 {
+    let text = fs::read_to_string(format!("/proc/{id}/status")).unwrap();
+    let line = text.lines().find_map(|line| line.strip_prefix("VmHWM:"));
+    let kib = line.unwrap().trim().strip_suffix(" kB").unwrap();
+    kib.parse::<u64>().unwrap() << 10
+}
+
+/// Requests whose template takes all memory get an error each; the server stays, and answers the
+/// others.
+#[test]
+fn a_template_that_takes_all_memory_ends_its_own_process() {
+    let world = World::new();
+    let path = world.path("models/doubling.gguf");
+    FAMILIES[0].write_with(&path, (DOUBLING, 7));
+    let model = path.to_str().unwrap();
+    let server = Server::start(&world, model, &[]);
+    let ask = |prompt: &str| {
+        let body = chat("doubling", prompt, &json!({"max_tokens": 3}));
+        http::ask(server.port, "/v1/chat/completions", Some(&body))
+    };
+    assert_eq!(ask("hello").status, 200);
+    let before = peak_bytes(server.running.id());
+    for _ in 0..3 {
+        let answer = ask("attack");
+        assert_eq!(answer.status, 500, "{answer:?}");
+        assert_eq!(
+            answer.body["error"]["code"], "template_failed",
+            "{answer:?}"
+        );
+        assert_eq!(ask("hello").status, 200);
+    }
+    let grown = peak_bytes(server.running.id()) - before;
+    assert!(grown < 64 << 20, "the server took {grown} bytes");
+    let left = templates(server.running.id());
+    assert_eq!(left.len(), 1, "{left:?}");
+    server.stop(1);
+    assert_gone(&left);
+    world.assert_clean();
+}
+
+/// Another file in the model's place is not served by a worker that starts again.
+#[test]
+fn a_file_that_was_replaced_is_refused_by_name() {
+    let _alone = alone();
+    let world = World::new();
+    let model = world.write_model(FAMILIES[0]);
+    let server = Server::start(&world, &model, &["--nodes", "2"]);
+    let body = chat(&model, "hi", &json!({"max_tokens": 3}));
+    let answer = http::ask(server.port, "/v1/chat/completions", Some(&body));
+    let fingerprint = answer.body["system_fingerprint"]
+        .as_str()
+        .unwrap()
+        .to_owned();
+    let other = world.path("models/other");
+    FAMILIES[0].write_with(&other, ("{{ messages[0].content }}", 8));
+    fs::rename(&other, &model).unwrap();
+    signal(server.running.workers(2)[1], Signal::KILL);
+    until("the worker refuses the file", || {
+        let health = http::ask(server.port, "/health", None);
+        health.body.to_string().contains("was replaced")
+            || server.running.said().contains("was replaced")
+    });
+    let answer = http::ask(server.port, "/v1/chat/completions", Some(&body));
+    assert_ne!(answer.status, 200, "{answer:?}");
+    drop(server);
+    let again = Server::start(&world, &model, &["--nodes", "2"]);
+    let answer = http::ask(again.port, "/v1/chat/completions", Some(&body));
+    assert_ne!(answer.body["system_fingerprint"], Value::from(fingerprint));
+    again.stop(2);
+}
+
+/// Workers share memory although they have given up rights, and may not write the user's files.
+#[test]
+fn workers_in_a_sandbox_share_memory() {
+    let _alone = alone();
+    let world = World::new();
+    let model = world.write_model(FAMILIES[0]);
+    let server = Server::start(&world, &model, &["--nodes", "2"]);
+    let body = chat(&model, "hi", &json!({"max_tokens": 3}));
+    http::ask(server.port, "/v1/chat/completions", Some(&body));
+    for worker in server.running.workers(2) {
+        let status = fs::read_to_string(format!("/proc/{worker}/status")).unwrap();
+        assert!(status.contains("NoNewPrivs:\t1"), "{status}");
+        let maps = fs::read_to_string(format!("/proc/{worker}/maps")).unwrap();
+        assert!(maps.contains("memfd:paceline"), "no shared memory: {maps}");
+    }
+    server.stop(2);
+}
+
+/// What was done to the node is in its log: loads, keys and refusals, and no prompts.
+#[test]
+fn the_audit_log_has_keys_and_refusals_and_no_prompts() {
+    let world = World::new();
+    let model = world.write_model(FAMILIES[0]);
+    let made = crate::common::finish(&mut world.paceline(["key", "api", "new", "tester"]));
+    assert!(made.status.success(), "{made:?}");
+    let server = Server::start(&world, &model, &[]);
+    let body = chat(&model, "a secret prompt", &json!({"max_tokens": 3}));
+    let refused = http::ask(server.port, "/v1/chat/completions", Some(&body));
+    assert_eq!(refused.status, 401);
+    let log = world.path("home/audit.jsonl");
+    let start = Instant::now();
+    let mut text = String::new();
+    while !(text.contains("\"refused\"") && text.contains("\"ready\"")) {
+        assert!(start.elapsed() < Duration::from_secs(60), "{text}");
+        std::thread::sleep(Duration::from_millis(20));
+        text = fs::read_to_string(&log).unwrap_or_default();
+    }
+    assert!(text.contains("missing_api_key"), "{text}");
+    assert!(!text.contains("secret"), "{text}");
+    server.stop(1);
+}

@@ -1,0 +1,562 @@
+//! What keeps this node and another one apart, tested in both directions.
+//!
+//! ```text
+//! examiner -> a session to the other node, service "examine", then requests in turn, JSON:
+//!   Back           connect to my control port           <- Reached
+//!   Listen         listen at a data port                <- Listens(port), and accepts once
+//!   Connect(port)  connect to this data port of mine    <- Reached
+//!   Say(nonce)     send datagrams to the beacons' groups  <- Said
+//!   Hear(nonce)    listen for such datagrams            <- Said, later Heard
+//!   Bulk(bytes)    take and send back so many bytes     <- Segment
+//! ```
+//! Nothing is changed on either machine. Each test has a deadline; all of them together take some
+//! ten seconds where everything is blocked.
+
+use std::io;
+use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
+use std::ops::RangeInclusive;
+use std::sync::Mutex;
+use std::time::{Duration, Instant};
+
+use paceline_base::lock;
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+
+use super::super::clock::SKEW_MAX;
+use super::super::discovery::{Probe, listen_address};
+use super::super::session::{self, Hello, Purpose, Session};
+use super::channel::{self, Channel};
+use super::paths::interface_of;
+use super::{Agent, Error, Inner, dial, random};
+
+/// The service's name.
+pub(super) const SERVICE: &str = "examine";
+
+/// For one connection or answer.
+const LIMIT: Duration = Duration::from_secs(2);
+
+/// How long datagrams are listened for; they are sent five times within a second.
+const HEAR: Duration = Duration::from_millis(1800);
+
+/// Bytes that are sent each way: many packets of the largest size.
+const BULK_BYTES: usize = 256 << 10;
+
+/// Addresses of a host that are tried.
+const ADDRESSES_MAX: usize = 4;
+
+/// Longest service of one examiner.
+const SERVE_LIMIT: Duration = Duration::from_secs(60);
+
+/// Headers of a segment without and with its usual option: IPv4 or IPv6, TCP, timestamps.
+const HEADERS_V4: u32 = 20 + 20 + 12;
+const HEADERS_V6: u32 = 40 + 20 + 12;
+
+/// Smallest packet size that Ethernet has; less is a tunnel, or a wrong setting.
+const MTU_USUAL: u32 = 1500;
+
+/// What was tested.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Test {
+    /// The name has an address.
+    Address,
+    /// The other node's control port, from here.
+    Control,
+    /// This node's control port, from there.
+    ControlBack,
+    /// Both are of one cluster and wanted.
+    Membership,
+    /// The clocks of the two machines.
+    Clock,
+    /// A data port there, from here.
+    Data,
+    /// A data port here, from there.
+    DataBack,
+    /// Multicast from there to here.
+    Multicast,
+    /// Multicast from here to there.
+    MulticastBack,
+    /// Large packets, and how large they may be.
+    Mtu,
+}
+
+/// What a test found.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Finding {
+    /// Which test.
+    pub test: Test,
+    /// Whether all is well.
+    pub ok: bool,
+    /// What was found, for people.
+    pub found: String,
+    /// The port that the test was about.
+    pub port: Option<u16>,
+    /// The interface whose setting is to blame, and whether it is on this machine.
+    pub interface: Option<(String, bool)>,
+}
+
+impl Finding {
+    fn new(test: Test, ok: bool, found: impl Into<String>) -> Self {
+        Self {
+            test,
+            ok,
+            found: found.into(),
+            port: None,
+            interface: None,
+        }
+    }
+
+    fn at(self, port: u16) -> Self {
+        let port = Some(port);
+        Self { port, ..self }
+    }
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+enum Request {
+    Back,
+    Listen,
+    Connect(u16),
+    Say(u64),
+    Hear(u64),
+    Bulk(usize),
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+enum Answer {
+    /// Why not, if so.
+    Reached(Option<String>),
+    /// At which port, or why not.
+    Listens(Result<u16, String>),
+    Said,
+    /// Over which networks.
+    Heard(Vec<String>),
+    /// What the connection sends at a time, and the interface and MTU that it leaves by.
+    Segment {
+        bytes: Option<u32>,
+        interface: String,
+        mtu: Option<u32>,
+    },
+}
+
+impl Agent {
+    /// Tests what keeps this node and the one at `host` (`HOST` or `HOST:PORT`) apart. `found` gets
+    /// each finding as it is made.
+    pub fn examine(&self, host: &str, mut found: impl FnMut(Finding)) {
+        let inner = &self.inner;
+        let places = match dial::resolve(host) {
+            Ok(places) if !places.is_empty() => places,
+            Ok(_) => {
+                return found(Finding::new(
+                    Test::Address,
+                    false,
+                    format!("{host} has no address"),
+                ));
+            }
+            Err(error) => return found(Finding::new(Test::Address, false, error.to_string())),
+        };
+        let mut reached = None;
+        for place in places.into_iter().take(ADDRESSES_MAX) {
+            let session = inner.knock(place, &mut found);
+            reached = session.or(reached);
+            if reached.is_some() {
+                break;
+            }
+        }
+        if let Some(session) = reached
+            && let Err(error) = inner.examine_peer(session, &mut found)
+        {
+            let broken = format!("the tests ended early: {error}");
+            found(Finding::new(Test::Control, false, broken));
+        }
+    }
+}
+
+impl Inner {
+    /// Connects to a control port: what was found on the way, and the session if there is one.
+    fn knock(&self, place: SocketAddr, found: &mut dyn FnMut(Finding)) -> Option<Session> {
+        let seen: Mutex<Option<Hello>> = Mutex::default();
+        let judge = |id, hello: &Hello| {
+            *lock(&seen) = Some(hello.clone());
+            self.judge(id, hello)
+        };
+        let (key, began) = (self.key_and_era().0, Instant::now());
+        let reached = self.with_own(&key, &judge, |own| {
+            session::dial(own, place, Purpose::Service, LIMIT)
+        });
+        let port = place.port();
+        if let Err(session::Error::Connect { source, .. }) = &reached {
+            found(Finding::new(Test::Control, false, unreached(place, source)).at(port));
+            return None;
+        }
+        let took = began.elapsed().as_secs_f64() * 1e3;
+        found(
+            Finding::new(
+                Test::Control,
+                true,
+                format!("{place} answers, {took:.1} ms"),
+            )
+            .at(port),
+        );
+        if let Some(hello) = &*lock(&seen) {
+            found(self.clock(hello));
+        }
+        match reached {
+            Ok(session) => {
+                let name = &session.hello().name;
+                found(Finding::new(
+                    Test::Membership,
+                    true,
+                    format!("{name} is of this cluster"),
+                ));
+                Some(session)
+            }
+            // The clock has been named.
+            Err(_) if lock(&seen).as_ref().is_some_and(|it| self.is_off(it)) => None,
+            Err(error) => {
+                found(Finding::new(Test::Membership, false, error.to_string()));
+                None
+            }
+        }
+    }
+
+    fn is_off(&self, hello: &Hello) -> bool {
+        super::super::Member::is_skewed(self.now().wall_ms, hello.wall_ms)
+    }
+
+    fn clock(&self, hello: &Hello) -> Finding {
+        let own = self.now().wall_ms;
+        let seconds = own.abs_diff(hello.wall_ms) as f64 / 1000.0;
+        let which = if hello.wall_ms > own {
+            "ahead"
+        } else {
+            "behind"
+        };
+        let found = match seconds < 1.0 {
+            true => "the clocks agree".to_owned(),
+            false => format!(
+                "the clock of {} is {seconds:.0} s {which}, allowed are {} s",
+                hello.name,
+                SKEW_MAX.as_secs()
+            ),
+        };
+        Finding::new(Test::Clock, !self.is_off(hello), found)
+    }
+
+    fn examine_peer(&self, session: Session, found: &mut dyn FnMut(Finding)) -> Result<(), Error> {
+        let peer = session.peer_addr().map_err(session::Error::Broken)?.ip();
+        let name = session.hello().name.clone();
+        let channel = channel::ask(session, SERVICE, LIMIT)?;
+        let own = self.port;
+        let back = match ask(&channel, &Request::Back, LIMIT * 2)? {
+            Answer::Reached(None) => Finding::new(
+                Test::ControlBack,
+                true,
+                format!("{name} reaches control port {own} here"),
+            ),
+            Answer::Reached(Some(why)) => Finding::new(
+                Test::ControlBack,
+                false,
+                format!("{name} does not reach control port {own} here: {why}"),
+            ),
+            _ => return Err(session::Error::Protocol.into()),
+        };
+        found(back.at(own));
+        self.test_data(&channel, peer, &name, found)?;
+        self.test_multicast(&channel, &name, found)?;
+        found(self.test_bulk(&channel, &name)?);
+        Ok(())
+    }
+
+    fn test_data(
+        &self,
+        channel: &Channel,
+        peer: IpAddr,
+        name: &str,
+        found: &mut dyn FnMut(Finding),
+    ) -> Result<(), Error> {
+        let finding = match ask(channel, &Request::Listen, LIMIT)? {
+            Answer::Listens(Ok(port)) => {
+                let reached = connect(with_port(channel, peer, port)?);
+                let text = match &reached {
+                    Ok(()) => format!("data port {port} of {name} answers"),
+                    Err(why) => format!("data port {port} of {name} does not answer: {why}"),
+                };
+                Finding::new(Test::Data, reached.is_ok(), text).at(port)
+            }
+            Answer::Listens(Err(why)) => {
+                Finding::new(Test::Data, false, format!("{name} has no data port: {why}"))
+            }
+            _ => return Err(session::Error::Protocol.into()),
+        };
+        found(finding);
+        let listened = self.listen_once();
+        let (listener, port) = match listened {
+            Ok(listener) => listener,
+            Err(why) => {
+                found(Finding::new(Test::DataBack, false, why));
+                return Ok(());
+            }
+        };
+        let answer = ask(channel, &Request::Connect(port), LIMIT * 2)?;
+        drop(listener);
+        let finding = match answer {
+            Answer::Reached(None) => Finding::new(
+                Test::DataBack,
+                true,
+                format!("{name} reaches data port {port} here"),
+            ),
+            Answer::Reached(Some(why)) => Finding::new(
+                Test::DataBack,
+                false,
+                format!("{name} does not reach data port {port} here: {why}"),
+            ),
+            _ => return Err(session::Error::Protocol.into()),
+        };
+        found(finding.at(port));
+        Ok(())
+    }
+
+    /// Listens at a data port, of those that the node may use.
+    fn listen_once(&self) -> Result<(TcpListener, u16), String> {
+        let addr = listen_address(self.config.data_interface.as_deref());
+        let addr = addr.map_err(|error| error.to_string())?;
+        let ports = self.config.data_ports.clone();
+        let listener = listen_within(addr, ports).map_err(|error| error.to_string())?;
+        let port = listener.local_addr().map_err(|error| error.to_string())?;
+        Ok((listener, port.port()))
+    }
+
+    fn test_multicast(
+        &self,
+        channel: &Channel,
+        name: &str,
+        found: &mut dyn FnMut(Finding),
+    ) -> Result<(), Error> {
+        let nonce = random();
+        let heard = Probe::open().map(|mut probe| {
+            let asked = ask(channel, &Request::Say(nonce), LIMIT);
+            asked.map(|_| probe.hear(nonce, HEAR))
+        });
+        found(match heard {
+            Ok(heard) => multicast(Test::Multicast, &heard?, &format!("from {name}")),
+            Err(error) => Finding::new(Test::Multicast, false, error.to_string()),
+        });
+        let nonce = random();
+        ask(channel, &Request::Hear(nonce), LIMIT)?;
+        let said = Probe::open().map(|mut probe| probe.say(nonce));
+        let heard = read(channel, HEAR + LIMIT)?;
+        found(match (said, heard) {
+            (Err(error), _) => Finding::new(Test::MulticastBack, false, error.to_string()),
+            (Ok(()), Answer::Heard(heard)) => {
+                multicast(Test::MulticastBack, &heard, &format!("from here to {name}"))
+            }
+            _ => return Err(session::Error::Protocol.into()),
+        });
+        Ok(())
+    }
+
+    fn test_bulk(&self, channel: &Channel, name: &str) -> Result<Finding, Error> {
+        let stalled = |direction: &str| {
+            let text = format!("large packets do not pass {direction}: they are lost on the way");
+            Ok(Finding::new(Test::Mtu, false, text))
+        };
+        tell(channel, &Request::Bulk(BULK_BYTES))?;
+        let sent = channel.send(&vec![0; BULK_BYTES]);
+        let answer = sent.and_then(|()| read(channel, LIMIT * 2));
+        let Ok(Answer::Segment {
+            bytes,
+            interface,
+            mtu,
+        }) = answer
+        else {
+            return stalled(&format!("from here to {name}"));
+        };
+        if channel.recv(BULK_BYTES, LIMIT * 2)?.is_none() {
+            return stalled(&format!("from {name} to here"));
+        }
+        let own = segment(channel);
+        let sides = [(true, own), (false, (bytes, interface, mtu))];
+        Ok(judge_mtu(channel, name, sides))
+    }
+
+    /// Answers an examiner.
+    pub(super) fn answer_examiner(&self, channel: &Channel) {
+        let deadline = Instant::now() + SERVE_LIMIT;
+        let mut kept = None;
+        while Instant::now() < deadline && !self.is_stopped() {
+            let Ok(request) = read(channel, SERVE_LIMIT) else {
+                return;
+            };
+            if self.answer_one(channel, request, &mut kept).is_err() {
+                return;
+            }
+        }
+    }
+
+    fn answer_one(
+        &self,
+        channel: &Channel,
+        request: Request,
+        kept: &mut Option<TcpListener>,
+    ) -> Result<(), Error> {
+        let peer = channel.peer_addr()?.ip();
+        match request {
+            Request::Back => {
+                let port = channel.session.hello().port;
+                let reached = connect(with_port(channel, peer, port)?);
+                tell(channel, &Answer::Reached(reached.err()))
+            }
+            Request::Listen => {
+                let listened = self.listen_once();
+                let port = listened.as_ref().map(|(_, port)| *port);
+                let port = port.map_err(Clone::clone);
+                // Not accepted: a connection is complete before that.
+                *kept = listened.ok().map(|(listener, _)| listener);
+                tell(channel, &Answer::Listens(port))
+            }
+            Request::Connect(port) => {
+                let reached = connect(with_port(channel, peer, port)?);
+                tell(channel, &Answer::Reached(reached.err()))
+            }
+            Request::Say(nonce) => {
+                tell(channel, &Answer::Said)?;
+                if let Ok(mut probe) = Probe::open() {
+                    probe.say(nonce);
+                }
+                Ok(())
+            }
+            Request::Hear(nonce) => {
+                let probe = Probe::open();
+                tell(channel, &Answer::Said)?;
+                let heard = probe.map(|mut probe| probe.hear(nonce, HEAR));
+                tell(channel, &Answer::Heard(heard.unwrap_or_default()))
+            }
+            Request::Bulk(bytes) => {
+                let bytes = bytes.min(BULK_BYTES);
+                if channel.recv(bytes, LIMIT * 2)?.is_none() {
+                    return Err(session::Error::Late { limit: LIMIT * 2 }.into());
+                }
+                let (segment_bytes, interface, mtu) = segment(channel);
+                let answer = Answer::Segment {
+                    bytes: segment_bytes,
+                    interface,
+                    mtu,
+                };
+                tell(channel, &answer)?;
+                channel.send(&vec![0; bytes])
+            }
+        }
+    }
+}
+
+/// Listens at `addr`, at a port of `ports` where those are given.
+pub(super) fn listen_within(
+    addr: SocketAddr,
+    ports: Option<RangeInclusive<u16>>,
+) -> io::Result<TcpListener> {
+    let Some(ports) = ports else {
+        return TcpListener::bind(addr);
+    };
+    let mut last = io::ErrorKind::AddrInUse.into();
+    for port in ports {
+        let mut addr = addr;
+        addr.set_port(port);
+        match TcpListener::bind(addr) {
+            Ok(listener) => return Ok(listener),
+            Err(error) => last = error,
+        }
+    }
+    Err(last)
+}
+
+/// The peer's address with another port, and the interface where it needs one.
+fn with_port(channel: &Channel, peer: IpAddr, port: u16) -> Result<SocketAddr, Error> {
+    let mut addr = channel.peer_addr()?;
+    debug_assert_eq!(addr.ip(), peer, "a channel's peer stays");
+    addr.set_port(port);
+    Ok(addr)
+}
+
+fn connect(addr: SocketAddr) -> Result<(), String> {
+    let connected = TcpStream::connect_timeout(&addr, LIMIT);
+    connected.map(drop).map_err(|error| unreached(addr, &error))
+}
+
+/// Why there is no connection, with what that means.
+fn unreached(addr: SocketAddr, error: &io::Error) -> String {
+    match error.kind() {
+        io::ErrorKind::TimedOut | io::ErrorKind::WouldBlock => {
+            format!("{addr} says nothing: packets are dropped, as a firewall does")
+        }
+        io::ErrorKind::ConnectionRefused => {
+            format!("{addr} refuses: nothing listens there, or a firewall rejects it")
+        }
+        _ => format!("{addr}: {error}"),
+    }
+}
+
+fn multicast(test: Test, heard: &[String], way: &str) -> Finding {
+    match heard.is_empty() {
+        true => Finding::new(test, false, format!("no multicast comes {way}")),
+        false => {
+            let networks = heard.join(", ");
+            Finding::new(test, true, format!("multicast comes {way} over {networks}"))
+        }
+    }
+}
+
+/// What a side's connection sends at a time, and what it leaves by.
+type Side = (Option<u32>, String, Option<u32>);
+
+fn segment(channel: &Channel) -> Side {
+    let interface = channel.own_addr().map(interface_of).unwrap_or_default();
+    let file = format!("/sys/class/net/{interface}/mtu");
+    let mtu = std::fs::read_to_string(file).ok();
+    let mtu = mtu.and_then(|text| text.trim().parse().ok());
+    (channel.session.segment_bytes(), interface, mtu)
+}
+
+fn judge_mtu(channel: &Channel, name: &str, sides: [(bool, Side); 2]) -> Finding {
+    let is_v4 = channel
+        .peer_addr()
+        .is_ok_and(|addr| addr.ip().to_canonical().is_ipv4());
+    let headers = if is_v4 { HEADERS_V4 } else { HEADERS_V6 };
+    let packets = sides.iter().filter_map(|(_, side)| side.0);
+    let packet = packets.min().map(|segment| segment + headers);
+    for (here, (_, interface, mtu)) in sides {
+        if let Some(mtu) = mtu.filter(|mtu| *mtu < MTU_USUAL) {
+            let whose = if here { "this machine" } else { name };
+            let found =
+                format!("{interface} of {whose} has an MTU of {mtu}, usual are {MTU_USUAL}");
+            let interface = Some((interface, here));
+            return Finding {
+                interface,
+                ..Finding::new(Test::Mtu, false, found)
+            };
+        }
+    }
+    match packet {
+        Some(packet) if packet < MTU_USUAL => {
+            let found = format!("packets of {packet} bytes pass, usual are {MTU_USUAL}: a tunnel?");
+            Finding::new(Test::Mtu, false, found)
+        }
+        Some(packet) => Finding::new(Test::Mtu, true, format!("packets of {packet} bytes pass")),
+        None => Finding::new(Test::Mtu, true, "large packets pass"),
+    }
+}
+
+fn tell(channel: &Channel, message: &impl Serialize) -> Result<(), Error> {
+    channel.send(&serde_json::to_vec(message).expect("a message is JSON"))
+}
+
+fn read<T: DeserializeOwned>(channel: &Channel, limit: Duration) -> Result<T, Error> {
+    let message = channel.recv(channel::OPENING_BYTES_MAX, limit)?;
+    let message = message.ok_or(session::Error::Late { limit })?;
+    Ok(serde_json::from_slice(&message).map_err(|_| session::Error::Protocol)?)
+}
+
+fn ask(channel: &Channel, request: &Request, limit: Duration) -> Result<Answer, Error> {
+    tell(channel, request)?;
+    read(channel, limit)
+}

@@ -1,0 +1,384 @@
+//! Measuring the ways to other nodes: latency, bandwidth, and which of them answer.
+//!
+//! ```text
+//! measurer -> a session of its own to one address of the node, service "paths"
+//!          -> "e" and 8 bytes      the node sends them back; the shortest of some round trips counts
+//!          -> "b" and bytes        any number, for BURST at most
+//!          -> "f"                  <- bytes since the first "b" (u64), nanoseconds (u64)
+//!          -> "m" or "l"           the node measures its own ways now, with bandwidth or without;
+//!                               <- the same when it has
+//! ```
+//! One thread measures, one way after the other: measurements at a time would disturb each other.
+
+use std::net::{IpAddr, SocketAddr};
+use std::sync::Arc;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use paceline_base::lock;
+
+use super::super::member::{Event, Life};
+use super::super::paths::{Due, News, Path, Sample, Wanted, is_link_local, is_news};
+use super::super::session::{self, Purpose};
+use super::super::{Key, NodeId};
+use super::channel::{self, Channel};
+use super::{Agent, Error, Inner, facts};
+
+/// The service's name.
+pub(super) const SERVICE: &str = "paths";
+
+/// For one measurement without its burst. A way that takes longer is of no use to a group.
+const LIMIT: Duration = Duration::from_millis(1500);
+
+/// Round trips of a measurement.
+const ROUNDS: u64 = 4;
+
+/// Longest burst, and most bytes of one: a tenth of a second of Gigabit Ethernet has 12 MB.
+const BURST: Duration = Duration::from_millis(100);
+const BURST_BYTES_MAX: usize = 8 << 20;
+
+/// Bytes of a message of a burst.
+const PIECE_BYTES: usize = 64 << 10;
+
+/// How often the measurer looks for something to do.
+const LOOK_EVERY: Duration = Duration::from_millis(200);
+
+/// How often addresses of other nodes are looked at: each look reads all of their facts.
+const REFRESH_EVERY: Duration = Duration::from_secs(1);
+
+/// Longest service of one measurer, which asks for one thing.
+const SERVE_LIMIT: Duration = Duration::from_secs(10);
+
+/// Longest wait for another node to measure all its ways.
+const MEASURE_LIMIT: Duration = Duration::from_secs(8);
+
+/// Figures that grew a little are told to the cluster at most this often.
+const TELL_EVERY: Duration = Duration::from_secs(30);
+
+impl Agent {
+    /// The ways from a node to others, as that node measured them.
+    pub fn paths(&self, from: NodeId) -> Vec<Path> {
+        lock(&self.inner.state).paths(from)
+    }
+
+    /// Where `from` best connects to `to`, with `to`'s control port: over the preferred way that
+    /// `from` has measured, else back over the one that `to` has. Ways that either keeps apart from
+    /// data ([`Config::data_interface`](super::Config::data_interface)) are left out. `None` where
+    /// nothing was measured.
+    pub fn route(&self, from: NodeId, to: NodeId) -> Option<SocketAddr> {
+        lock(&self.inner.state).route(from, to)
+    }
+
+    /// Has `nodes` measure their ways now, and waits until they have, at most some seconds. Nodes
+    /// that do not answer are passed over.
+    pub fn measure(&self, nodes: &[NodeId], wanted: Wanted) {
+        let own = self.id();
+        thread::scope(|scope| {
+            for id in nodes.iter().copied() {
+                scope.spawn(move || match id == own {
+                    true => self.inner.measure_now(wanted),
+                    false => drop(self.ask_to_measure(id, wanted)),
+                });
+            }
+        });
+    }
+
+    fn ask_to_measure(&self, id: NodeId, wanted: Wanted) -> Result<(), Error> {
+        let channel = self.open(id, SERVICE, LIMIT * 2)?;
+        channel.send(match wanted {
+            Wanted::Latency => b"l",
+            Wanted::Bandwidth => b"m",
+        })?;
+        channel.recv(1, MEASURE_LIMIT + LIMIT).map(drop)
+    }
+}
+
+impl Inner {
+    /// Measures what is due until the agent stops.
+    pub(super) fn run_measurer(self: &Arc<Self>) {
+        let (mut told, mut told_at) = (Vec::new(), None::<Instant>);
+        let mut refreshed = None::<Instant>;
+        while !self.is_stopped() {
+            if refreshed.is_none_or(|at| at.elapsed() >= REFRESH_EVERY) {
+                refreshed = Some(Instant::now());
+                let now = self.now().since_start;
+                lock(&self.state).refresh_paths(now);
+            }
+            let Some((due, era)) = self.next_due() else {
+                thread::sleep(LOOK_EVERY);
+                self.publish(&mut told, &mut told_at);
+                continue;
+            };
+            let sample = self.measure_one(due).ok();
+            self.take_sample(due, sample.as_ref(), era);
+            self.publish(&mut told, &mut told_at);
+        }
+    }
+
+    fn next_due(&self) -> Option<(Due, u64)> {
+        let state = lock(&self.state);
+        let living = state.living();
+        let due = state.paths.due(&living, self.now().since_start)?;
+        Some((due, state.era))
+    }
+
+    fn measure_one(&self, due: Due) -> Result<Sample, Error> {
+        let deadline = Instant::now() + LIMIT;
+        let session = self.dial_at(due.remote, Some(due.to), Purpose::Service, deadline)?;
+        let local = session.own_addr().map_err(session::Error::Broken)?;
+        let channel = channel::ask(session, SERVICE, LIMIT)?;
+        let latency = round_trip(&channel)?;
+        let bytes_per_s = due.bandwidth.then(|| burst(&channel)).transpose()?;
+        channel.close();
+        Ok(Sample {
+            local: local.ip().to_canonical(),
+            interface: interface_of(local),
+            latency,
+            bytes_per_s: bytes_per_s.flatten(),
+        })
+    }
+
+    fn take_sample(self: &Arc<Self>, due: Due, sample: Option<&Sample>, era: u64) {
+        let now = self.now().since_start;
+        let mut state = lock(&self.state);
+        if state.era != era {
+            return;
+        }
+        let news = state.paths.measured((due.to, due.remote), sample, now);
+        let name = state.name(due.to);
+        let about = format!("path to {name}");
+        match &news {
+            Some(News::Fell { now, before }) => {
+                let line = format!("over {}: {} does not answer", now.told(), before.told());
+                state.note(&about, Some(line.clone()));
+                self.tell(&format!("warning: {name} is reached {line}"));
+            }
+            Some(News::Returned(path)) => {
+                state.note(&about, None);
+                self.tell(&format!("{name} is reached over {} again", path.told()));
+            }
+            None => {}
+        }
+        Self::move_link(&state, due.to);
+        self.measured.notify_all();
+    }
+
+    /// Ends a link that hangs on a way that is down, so that it is made again over another one.
+    fn move_link(state: &super::state::State, to: NodeId) {
+        let Some(link) = state.links.get(&to) else {
+            return;
+        };
+        let Ok(at) = link.session.peer_addr() else {
+            return;
+        };
+        let is_down = state.paths.at(to, at.ip()).is_some_and(|path| !path.up);
+        if is_down && state.paths.preferred(to).is_some() {
+            link.session.close();
+        }
+    }
+
+    /// Tells the cluster about this node's ways when there is something new.
+    fn publish(self: &Arc<Self>, told: &mut Vec<Path>, told_at: &mut Option<Instant>) {
+        let mut state = lock(&self.state);
+        let (own, paths) = (state.member.own(), state.paths.paths());
+        let states = |paths: &[Path]| -> Vec<(SocketAddr, [bool; 3])> {
+            let of = |path: &Path| {
+                let states = [path.up, path.preferred, path.bytes_per_s.is_some()];
+                (path.remote, states)
+            };
+            paths.iter().map(of).collect()
+        };
+        let is_urgent = states(told) != states(&paths);
+        let is_time = told_at.is_none_or(|at| at.elapsed() >= TELL_EVERY);
+        let is_missing = !paths.is_empty() && state.member.map().get(&key_of(own)).is_none();
+        if !is_missing && !(is_news(told, &paths) && (is_urgent || is_time)) {
+            return;
+        }
+        let value = serde_json::to_string(&paths).expect("paths are JSON");
+        let (key, epoch) = (key_of(own), 0);
+        let value = (!paths.is_empty()).then_some(value);
+        self.step(&mut state, Event::Write { key, epoch, value });
+        (*told, *told_at) = (paths, Some(Instant::now()));
+    }
+
+    /// Measures all ways of this node anew, and returns when that is done, after some seconds at
+    /// most.
+    fn measure_now(&self, wanted: Wanted) {
+        let deadline = Instant::now() + MEASURE_LIMIT;
+        let now = self.now().since_start;
+        let mut state = lock(&self.state);
+        state.refresh_paths(now);
+        let before = state.paths.counts();
+        for id in state.living() {
+            state.paths.hurry(id, wanted, now);
+        }
+        loop {
+            let left = deadline.saturating_duration_since(Instant::now());
+            let living = state.living();
+            if state.paths.is_settled(&living, &before) || left.is_zero() || state.stopped {
+                return;
+            }
+            let waited = self.measured.wait_timeout(state, left.min(LOOK_EVERY));
+            state = waited.unwrap_or_else(|poisoned| poisoned.into_inner()).0;
+        }
+    }
+
+    /// Answers a measurer.
+    pub(super) fn answer_measurer(&self, channel: &Channel) {
+        let deadline = Instant::now() + SERVE_LIMIT;
+        let mut begun = None;
+        let mut bytes = 0_u64;
+        while Instant::now() < deadline && !self.is_stopped() {
+            let Ok(Some(message)) = channel.recv(PIECE_BYTES + 1, LIMIT) else {
+                return;
+            };
+            let sent = match message.first() {
+                Some(b'e') if message.len() == 9 => channel.send(&message),
+                Some(b'b') => {
+                    match begun {
+                        None => begun = Some(Instant::now()),
+                        Some(_) => bytes += message.len() as u64,
+                    }
+                    Ok(())
+                }
+                Some(b'f') => {
+                    let took = begun.map_or(Duration::ZERO, |at: Instant| at.elapsed());
+                    let nanos = u64::try_from(took.as_nanos()).unwrap_or(u64::MAX);
+                    let answer = [bytes.to_le_bytes(), nanos.to_le_bytes()].concat();
+                    channel.send(&answer)
+                }
+                Some(b'm') => {
+                    self.measure_now(Wanted::Bandwidth);
+                    channel.send(b"m")
+                }
+                Some(b'l') => {
+                    self.measure_now(Wanted::Latency);
+                    channel.send(b"l")
+                }
+                _ => return,
+            };
+            if sent.is_err() {
+                return;
+            }
+        }
+    }
+}
+
+impl super::state::State {
+    /// Other nodes that live.
+    pub(super) fn living(&self) -> Vec<NodeId> {
+        let peers = self.member.peers();
+        let living = peers.filter(|peer| matches!(peer.life, Life::Alive | Life::Suspect));
+        living.map(|peer| peer.id).collect()
+    }
+
+    /// Takes in at which addresses other nodes may be reached.
+    pub(super) fn refresh_paths(&mut self, now: Duration) {
+        let living = self.living();
+        let known: Vec<NodeId> = self.member.peers().map(|peer| peer.id).collect();
+        self.paths.keep(&known);
+        // Networks of containers have the same addresses on every machine.
+        let own = facts::of(self.member.map(), self.member.own()).unwrap_or_default();
+        let is_own = |place: &SocketAddr| {
+            place.port() == own.port && own.addresses.contains(&place.ip().to_canonical())
+        };
+        for id in living {
+            let mut places = self.known_places(id);
+            places.retain(|place| !is_own(place));
+            self.paths.set_places(id, &places, now);
+        }
+    }
+
+    /// As of [`Agent::paths`].
+    pub(super) fn paths(&self, from: NodeId) -> Vec<Path> {
+        if from == self.member.own() {
+            return self.paths.paths();
+        }
+        let told = self.member.map().get(&key_of(from));
+        told.and_then(|text| serde_json::from_str(text).ok())
+            .unwrap_or_default()
+    }
+
+    fn route(&self, from: NodeId, to: NodeId) -> Option<SocketAddr> {
+        let data = |id| facts::of(self.member.map(), id).map_or_else(Vec::new, |it| it.data);
+        let (own, other) = (data(from), data(to));
+        let may = |only: &[IpAddr], ip: IpAddr| {
+            only.is_empty() || only.contains(&ip.to_canonical()) || is_link_local(ip)
+        };
+        let port = facts::of(self.member.map(), to).map_or(0, |facts| facts.port);
+        let best = |paths: Vec<Path>, local: &[IpAddr], remote: &[IpAddr]| {
+            let paths = paths.into_iter().filter(|path| path.up);
+            let paths =
+                paths.filter(|path| may(local, path.local) && may(remote, path.remote.ip()));
+            // The preferred one first: it is not left for a little less.
+            let cost = |path: &Path| match path.preferred {
+                true => path.cost() * 0.67,
+                false => path.cost(),
+            };
+            paths.min_by(|a, b| cost(a).total_cmp(&cost(b)))
+        };
+        let there = self.paths(from).into_iter().filter(|path| path.to == to);
+        if let Some(path) = best(there.collect(), &own, &other) {
+            return Some(path.remote);
+        }
+        let back = self.paths(to).into_iter();
+        let back = back.filter(|path| path.to == from && path.is_routable());
+        let path = best(back.collect(), &other, &own)?;
+        Some(SocketAddr::new(path.local, port))
+    }
+}
+
+/// Where a node's ways are in the shared map.
+pub(super) fn key_of(id: NodeId) -> Key {
+    Key::Named(format!("paths/{id}"))
+}
+
+fn round_trip(channel: &Channel) -> Result<Duration, Error> {
+    let mut shortest = Duration::MAX;
+    for round in 0..ROUNDS {
+        let began = Instant::now();
+        let mut message = vec![b'e'];
+        message.extend(round.to_le_bytes());
+        channel.send(&message)?;
+        match channel.recv(message.len(), LIMIT)? {
+            Some(answer) if answer == message => shortest = shortest.min(began.elapsed()),
+            Some(_) => return Err(session::Error::Protocol.into()),
+            None => return Err(session::Error::Late { limit: LIMIT }.into()),
+        }
+    }
+    Ok(shortest)
+}
+
+/// Bytes a second as the other end counted them; nothing where it was too short to tell.
+fn burst(channel: &Channel) -> Result<Option<u64>, Error> {
+    let piece = vec![b'b'; PIECE_BYTES];
+    let (began, mut sent) = (Instant::now(), 0);
+    while began.elapsed() < BURST && sent < BURST_BYTES_MAX {
+        channel.send(&piece)?;
+        sent += piece.len();
+    }
+    channel.send(b"f")?;
+    let answer = channel.recv(16, BURST + LIMIT * 2)?;
+    let answer = answer.ok_or(session::Error::Late { limit: LIMIT * 2 })?;
+    let (Some(bytes), Some(nanos)) = (answer.first_chunk::<8>(), answer.last_chunk::<8>()) else {
+        return Err(session::Error::Protocol.into());
+    };
+    let (bytes, nanos) = (u64::from_le_bytes(*bytes), u64::from_le_bytes(*nanos));
+    let is_telling = bytes > 0 && nanos > 0;
+    Ok(is_telling.then(|| (bytes as f64 * 1e9 / nanos as f64) as u64))
+}
+
+/// Name of the interface that has an address of this machine; empty if none has.
+pub(super) fn interface_of(local: SocketAddr) -> String {
+    let ip = local.ip().to_canonical();
+    let index = match local {
+        SocketAddr::V6(addr) if addr.scope_id() != 0 => Some(addr.scope_id()),
+        _ => None,
+    };
+    let all = if_addrs::get_if_addrs().unwrap_or_default();
+    let has_it =
+        |one: &&if_addrs::Interface| one.ip() == ip && (index.is_none() || one.index == index);
+    all.iter()
+        .find(has_it)
+        .map_or_else(String::new, |one| one.name.clone())
+}

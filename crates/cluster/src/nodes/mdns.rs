@@ -1,0 +1,113 @@
+//! Multicast DNS as a second way to find nodes: networks that filter unknown multicast groups often
+//! let this one pass, because printers and televisions need it.
+//!
+//! Each node announces the service [`SERVICE`] by its id. The record's text has a beacon (see
+//! [`discovery`](super::discovery)), so that only members of a cluster believe it and it says
+//! nothing of the cluster but that it is there. Link-local addresses are left to beacons, which know
+//! the interface that they came over.
+
+use std::io;
+use std::net::{IpAddr, SocketAddr};
+
+use mdns_sd::{Receiver, ServiceDaemon, ServiceEvent, ServiceInfo};
+
+use super::discovery::{Heard, How, beacon, read_beacon};
+use super::paths::is_link_local;
+use super::{ClusterKey, NodeId, hex, unhex};
+
+/// The service that nodes announce.
+pub const SERVICE: &str = "_paceline._tcp.local.";
+
+/// Name of the text that has the beacon.
+const TEXT: &str = "beacon";
+
+/// Events that are read at once, and addresses of each.
+const EVENTS_MAX: usize = 64;
+const ADDRESSES_MAX: usize = 8;
+
+/// This node on multicast DNS. Its threads end when it is dropped.
+pub struct Mdns {
+    daemon: ServiceDaemon,
+    events: Receiver<ServiceEvent>,
+    id: NodeId,
+    port: u16,
+}
+
+impl Mdns {
+    /// Announces the node `id` with its control port, and listens for others. Starts a thread.
+    ///
+    /// # Errors
+    /// What the system says when it refuses sockets or the thread.
+    pub fn open(key: &ClusterKey, nonce: u64, id: NodeId, port: u16) -> io::Result<Self> {
+        let daemon = ServiceDaemon::new().map_err(io::Error::other)?;
+        let events = daemon.browse(SERVICE).map_err(io::Error::other)?;
+        let mdns = Self {
+            daemon,
+            events,
+            id,
+            port,
+        };
+        mdns.announce(key, nonce)?;
+        Ok(mdns)
+    }
+
+    /// Announces the node as one of the cluster of `key` from now on.
+    ///
+    /// # Errors
+    /// When the thread has ended.
+    pub fn announce(&self, key: &ClusterKey, nonce: u64) -> io::Result<()> {
+        let name = self.id.to_string();
+        let asks = false;
+        let text = [(TEXT, hex(&beacon(key, nonce, self.id, self.port, asks)))];
+        let host = format!("{name}.local.");
+        let info = ServiceInfo::new(SERVICE, &name, &host, "", self.port, &text[..]);
+        let info = info.map_err(io::Error::other)?.enable_addr_auto();
+        self.daemon.register(info).map_err(io::Error::other)
+    }
+
+    /// Nodes of the cluster of `key` that were heard since the last call. Does not wait.
+    pub fn heard(&self, key: &ClusterKey) -> Vec<Heard> {
+        let events = self.events.try_iter().take(EVENTS_MAX);
+        let resolved = events.filter_map(|event| match event {
+            ServiceEvent::ServiceResolved(service) => Some(service),
+            _ => None,
+        });
+        resolved
+            .flat_map(|service| {
+                let text = service.get_property_val_str(TEXT).map(str::to_owned);
+                let found = text.and_then(|text| read_beacon(key, &unhex(&text)?));
+                let found = found.filter(|(id, ..)| *id != self.id);
+                let addresses = service
+                    .get_addresses()
+                    .iter()
+                    .map(mdns_sd::ScopedIp::to_ip_addr);
+                let addresses: Vec<IpAddr> = addresses
+                    .filter(|ip| !ip.is_loopback() && !is_link_local(*ip))
+                    .take(ADDRESSES_MAX)
+                    .collect();
+                addresses.into_iter().filter_map(move |ip| {
+                    let (id, port, asks) = found?;
+                    Some(Heard {
+                        id,
+                        addr: SocketAddr::new(ip, port),
+                        how: How::Mdns,
+                        asks,
+                    })
+                })
+            })
+            .collect()
+    }
+}
+
+impl Drop for Mdns {
+    fn drop(&mut self) {
+        // Its thread says good-bye to the network by itself.
+        let _ = self.daemon.shutdown();
+    }
+}
+
+impl std::fmt::Debug for Mdns {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{SERVICE} as {}", self.id)
+    }
+}

@@ -1,0 +1,601 @@
+//! Ways to other nodes, as one node measured them: an entry for each address of each other node.
+//!
+//! [`Table`] is pure: it says which address is to be measured next, takes what was measured, and
+//! knows which way is the best. [`agent`](super::agent) does the measuring. A table is published in
+//! the shared map, so that every node knows the ways of every pair.
+//!
+//! ```text
+//! unknown --answers--> up --two misses--> down --answers--> up      a miss is measured again at once
+//! ```
+//! The *preferred* way of a node is kept until another one costs less than [`GAIN`] of it, so that
+//! noise moves nothing. Its loss, and the return to it, are news that people are told.
+
+use std::collections::BTreeMap;
+use std::net::{IpAddr, SocketAddr};
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+
+use super::NodeId;
+use super::member::PEERS_MAX;
+
+/// Addresses of a node that are measured at most, as many as the address book keeps of one, twice:
+/// those that were heard and those that the node tells.
+const ADDRESSES_MAX: usize = 16;
+
+/// Between two measurements of a way that answers: some twenty packets a minute.
+pub const EVERY: Duration = Duration::from_secs(60);
+
+/// Pauses of a way that does not answer. One that has answered before is a cable that somebody is
+/// about to plug in again; one that never has is an address that leads nowhere from here.
+const AGAIN: Duration = Duration::from_secs(5);
+const NEVER_YET: Duration = Duration::from_secs(300);
+
+/// Misses after which a way is down.
+const MISSES: u32 = 2;
+
+/// Another way is preferred when it costs less than this share of the preferred one.
+const GAIN: f64 = 0.67;
+
+/// Round trips that are remembered: the shortest of them counts, because whatever else runs on the
+/// two machines only makes them longer.
+const KEPT: usize = 5;
+
+/// Bytes of an exchange whose time is a way's cost: the rows of a prompt's chunk of a small model.
+const EXCHANGE_BYTES: f64 = 262_144.0;
+
+/// Bytes a second of a way whose bandwidth is not measured yet: Fast Ethernet's.
+const UNMEASURED: f64 = 12.5e6;
+
+/// A way from one node to another.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Path {
+    /// Where it leads.
+    pub to: NodeId,
+    /// Name of the interface that it leaves by; empty where the system does not tell.
+    pub interface: String,
+    /// Address that it leaves from.
+    pub local: IpAddr,
+    /// Address of the other node, with its control port.
+    pub remote: SocketAddr,
+    /// Shortest round trip in microseconds, of the last [`KEPT`] measurements.
+    pub latency_us: u64,
+    /// Bytes a second towards the other node over an encrypted session; `None` if not measured.
+    pub bytes_per_s: Option<u64>,
+    /// Whether it answers.
+    pub up: bool,
+    /// Whether it is the one that is used.
+    pub preferred: bool,
+}
+
+impl Path {
+    /// Seconds of an exchange over it: what ways are compared by.
+    pub fn cost(&self) -> f64 {
+        let bytes_per_s = self.bytes_per_s.map_or(UNMEASURED, |rate| rate as f64);
+        self.latency_us as f64 / 1e6 + EXCHANGE_BYTES / bytes_per_s.max(1.0)
+    }
+
+    /// For people: `eth1 (0.12 ms, 940 MB/s)`.
+    pub fn told(&self) -> String {
+        let name = match self.interface.as_str() {
+            "" => self.local.to_string(),
+            name => name.to_owned(),
+        };
+        let milliseconds = self.latency_us as f64 / 1000.0;
+        match self.bytes_per_s {
+            Some(rate) => format!(
+                "{name} ({milliseconds:.2} ms, {:.0} MB/s)",
+                rate as f64 / 1e6
+            ),
+            None => format!("{name} ({milliseconds:.2} ms)"),
+        }
+    }
+
+    /// Whether both its addresses mean something without an interface.
+    pub fn is_routable(&self) -> bool {
+        !is_link_local(self.local) && !is_link_local(self.remote.ip())
+    }
+}
+
+/// Whether an address means something only together with an interface.
+pub(crate) fn is_link_local(ip: IpAddr) -> bool {
+    match ip.to_canonical() {
+        IpAddr::V4(ip) => ip.is_link_local(),
+        IpAddr::V6(ip) => ip.is_unicast_link_local(),
+    }
+}
+
+/// What a measurement found.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Sample {
+    /// Where it left from.
+    pub local: IpAddr,
+    /// By which interface.
+    pub interface: String,
+    /// Shortest round trip.
+    pub latency: Duration,
+    /// Bytes a second, if they were measured.
+    pub bytes_per_s: Option<u64>,
+}
+
+/// Something to measure.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Due {
+    /// Which node.
+    pub to: NodeId,
+    /// At which address.
+    pub remote: SocketAddr,
+    /// Whether its bandwidth is wanted too.
+    pub bandwidth: bool,
+}
+
+/// How much of a way is to be measured.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Wanted {
+    /// Whether it answers, and how soon.
+    Latency,
+    /// How many bytes a second it takes, too.
+    Bandwidth,
+}
+
+/// A change that people are told.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum News {
+    /// The preferred way does not answer: another one is used.
+    Fell {
+        /// The way that is used now.
+        now: Path,
+        /// The one that was.
+        before: Path,
+    },
+    /// The best way is used again.
+    Returned(Path),
+}
+
+#[derive(Clone, Debug)]
+struct Entry {
+    path: Path,
+    round_trips: Vec<u64>,
+    misses: u32,
+    was_up: bool,
+    next: Duration,
+    wants_bandwidth: bool,
+    /// Counts measurements, for those that wait for one.
+    count: u64,
+}
+
+impl Entry {
+    fn new(to: NodeId, remote: SocketAddr, now: Duration) -> Self {
+        let unspecified = IpAddr::from([0, 0, 0, 0]);
+        let path = Path {
+            to,
+            interface: String::new(),
+            local: unspecified,
+            remote,
+            latency_us: 0,
+            bytes_per_s: None,
+            up: false,
+            preferred: false,
+        };
+        Self {
+            path,
+            round_trips: Vec::new(),
+            misses: 0,
+            was_up: false,
+            next: now,
+            wants_bandwidth: true,
+            count: 0,
+        }
+    }
+
+    fn answered(&mut self, sample: &Sample, now: Duration) {
+        let micros = u64::try_from(sample.latency.as_micros()).unwrap_or(u64::MAX);
+        self.round_trips.truncate(KEPT - 1);
+        self.round_trips.insert(0, micros.max(1));
+        self.path.latency_us = self.round_trips.iter().copied().min().unwrap_or(1);
+        self.path.local = sample.local;
+        self.path.interface.clone_from(&sample.interface);
+        if sample.bytes_per_s.is_some() {
+            self.path.bytes_per_s = sample.bytes_per_s;
+            self.wants_bandwidth = false;
+        }
+        self.path.up = true;
+        (self.misses, self.was_up, self.next) = (0, true, now + EVERY);
+    }
+
+    fn missed(&mut self, now: Duration) {
+        self.misses = self.misses.saturating_add(1);
+        if self.misses < MISSES {
+            self.next = now;
+            return;
+        }
+        self.path.up = false;
+        self.round_trips.clear();
+        self.next = now + if self.was_up { AGAIN } else { NEVER_YET };
+    }
+}
+
+/// The ways of one node.
+#[derive(Clone, Debug, Default)]
+pub struct Table {
+    entries: BTreeMap<(NodeId, SocketAddr), Entry>,
+    /// The way that is used, by node.
+    preferred: BTreeMap<NodeId, SocketAddr>,
+    /// The interface of the way that was preferred before it was lost.
+    lost: BTreeMap<NodeId, String>,
+}
+
+impl Table {
+    /// Sets where a node may be reached. Ways at other addresses are forgotten.
+    pub fn set_places(&mut self, to: NodeId, places: &[SocketAddr], now: Duration) {
+        let places = &places[..places.len().min(ADDRESSES_MAX)];
+        self.entries
+            .retain(|(id, remote), _| *id != to || places.contains(remote));
+        if self.entries.len() >= PEERS_MAX * ADDRESSES_MAX {
+            return;
+        }
+        for remote in places {
+            let key = (to, *remote);
+            let new = || Entry::new(to, *remote, now);
+            self.entries.entry(key).or_insert_with(new);
+        }
+    }
+
+    /// Forgets nodes that are not among `known`.
+    pub fn keep(&mut self, known: &[NodeId]) {
+        self.entries.retain(|(id, _), _| known.contains(id));
+        self.preferred.retain(|id, _| known.contains(id));
+        self.lost.retain(|id, _| known.contains(id));
+    }
+
+    /// Has a node's ways measured now, but not those that never answered.
+    pub fn hurry(&mut self, to: NodeId, wanted: Wanted, now: Duration) {
+        let may_answer = |entry: &&mut Entry| entry.was_up || entry.misses < MISSES;
+        for entry in self.of_mut(to).filter(may_answer) {
+            entry.next = now;
+            entry.wants_bandwidth |= wanted == Wanted::Bandwidth;
+        }
+    }
+
+    /// A node is dead: none of its ways answers, and none is preferred when it comes back. The one
+    /// that was used is looked for first.
+    pub fn died(&mut self, id: NodeId) {
+        let used = self.preferred.remove(&id);
+        let used = used.and_then(|remote| self.entries.get(&(id, remote)));
+        if let Some(interface) = used.map(|entry| entry.path.interface.clone()) {
+            self.lost.entry(id).or_insert(interface);
+        }
+        for entry in self.of_mut(id) {
+            entry.path.up = false;
+            entry.misses = MISSES;
+            entry.round_trips.clear();
+        }
+    }
+
+    /// The next measurement of a node of `living` that is due, the longest overdue first.
+    pub fn due(&self, living: &[NodeId], now: Duration) -> Option<Due> {
+        let lives = |entry: &&Entry| living.contains(&entry.path.to);
+        let due = self.entries.values().filter(|entry| entry.next <= now);
+        let due = due.filter(lives);
+        let first = due.min_by_key(|entry| entry.next)?;
+        Some(Due {
+            to: first.path.to,
+            remote: first.path.remote,
+            bandwidth: first.wants_bandwidth,
+        })
+    }
+
+    /// Measurements so far of each way, for [`is_settled`](Self::is_settled).
+    pub fn counts(&self) -> BTreeMap<(NodeId, SocketAddr), u64> {
+        let counts = self.entries.iter();
+        counts.map(|(key, entry)| (*key, entry.count)).collect()
+    }
+
+    /// Whether every way to nodes of `living` has been measured since `counts` and is either up or
+    /// down.
+    pub fn is_settled(
+        &self,
+        living: &[NodeId],
+        counts: &BTreeMap<(NodeId, SocketAddr), u64>,
+    ) -> bool {
+        let mut own = self
+            .entries
+            .iter()
+            .filter(|(key, _)| living.contains(&key.0));
+        own.all(|(key, entry)| {
+            let is_fresh = counts.get(key).is_none_or(|before| entry.count > *before);
+            let is_down = entry.misses >= MISSES;
+            is_down || (is_fresh && entry.misses == 0)
+        })
+    }
+
+    /// Takes in a measurement: a sample, or nothing where the way did not answer.
+    pub fn measured(
+        &mut self,
+        (to, remote): (NodeId, SocketAddr),
+        sample: Option<&Sample>,
+        now: Duration,
+    ) -> Option<News> {
+        let entry = self.entries.get_mut(&(to, remote))?;
+        entry.count += 1;
+        match sample {
+            Some(sample) => entry.answered(sample, now),
+            None => entry.missed(now),
+        }
+        self.choose(to)
+    }
+
+    /// Looks whether another way of a node is to be used.
+    fn choose(&mut self, to: NodeId) -> Option<News> {
+        let usable = self.usable(to);
+        let best = usable
+            .iter()
+            .min_by(|a, b| a.cost().total_cmp(&b.cost()))?
+            .clone();
+        let is_usable = |path: &Path| usable.iter().any(|other| other.remote == path.remote);
+        let key = |remote: &SocketAddr| (to, *remote);
+        let before = self.preferred.get(&to).copied();
+        let known = before.and_then(|remote| self.entries.get(&key(&remote)));
+        let before = known.map(|entry| entry.path.clone());
+        // The one that was lost comes back although it is hardly better: it was chosen once.
+        let lost = self.lost.get(&to).and_then(|interface| {
+            let own = usable.iter().filter(|path| path.interface == *interface);
+            own.min_by(|a, b| a.cost().total_cmp(&b.cost()))
+        });
+        let best = match (&before, lost) {
+            (Some(it), Some(lost)) if lost.cost() * GAIN <= it.cost() => lost.clone(),
+            _ => best,
+        };
+        let is_lost = lost.is_some_and(|lost| lost.remote == best.remote);
+        let keeps = before
+            .as_ref()
+            .is_some_and(|it| is_usable(it) && !is_lost && best.cost() >= it.cost() * GAIN);
+        if keeps || before.as_ref().is_some_and(|it| it.remote == best.remote) {
+            return None;
+        }
+        self.preferred.insert(to, best.remote);
+        match before {
+            Some(before) if before.interface == best.interface => None,
+            Some(before) if !before.up => {
+                if is_lost {
+                    self.lost.remove(&to);
+                } else {
+                    let interface = before.interface.clone();
+                    self.lost.entry(to).or_insert(interface);
+                }
+                Some(News::Fell { now: best, before })
+            }
+            Some(_) if is_lost => {
+                self.lost.remove(&to);
+                Some(News::Returned(best))
+            }
+            _ => None,
+        }
+    }
+
+    fn of_mut(&mut self, to: NodeId) -> impl Iterator<Item = &mut Entry> {
+        let own = self
+            .entries
+            .iter_mut()
+            .filter(move |((id, _), _)| *id == to);
+        own.map(|(_, entry)| entry)
+    }
+
+    /// Ways to a node that answer, without link-local ones where their interface has another.
+    fn usable(&self, to: NodeId) -> Vec<Path> {
+        let own = self.entries.values().map(|entry| &entry.path);
+        let up: Vec<&Path> = own.filter(|path| path.to == to && path.up).collect();
+        let has_other = |path: &Path| {
+            let mut others = up.iter();
+            others.any(|other| other.is_routable() && other.interface == path.interface)
+        };
+        let usable = up
+            .iter()
+            .filter(|path| path.is_routable() || !has_other(path));
+        usable.map(|path| (*path).clone()).collect()
+    }
+
+    /// The way that is used to a node; `None` while none answers.
+    pub fn preferred(&self, to: NodeId) -> Option<&Path> {
+        let remote = self.preferred.get(&to)?;
+        let entry = self.entries.get(&(to, *remote))?;
+        entry.path.up.then_some(&entry.path)
+    }
+
+    /// The way at an address, if it was ever measured.
+    pub fn at(&self, to: NodeId, remote: IpAddr) -> Option<&Path> {
+        let own = self.entries.values().map(|entry| &entry.path);
+        let is_it = |path: &&Path| {
+            path.to == to && path.remote.ip().to_canonical() == remote.to_canonical()
+        };
+        own.filter(|path| path.up || path.latency_us > 0)
+            .find(is_it)
+    }
+
+    /// Whether an address was tried and does not answer.
+    pub fn is_down(&self, to: NodeId, remote: SocketAddr) -> bool {
+        let entry = self.entries.get(&(to, remote));
+        entry.is_some_and(|entry| !entry.path.up && entry.misses >= MISSES)
+    }
+
+    /// All ways that answer now or have answered, in order of nodes. A link-local one is left out
+    /// where its interface has another.
+    pub fn paths(&self) -> Vec<Path> {
+        let seen = self.entries.values().filter(|entry| entry.was_up);
+        let mut paths: Vec<Path> = seen.map(|entry| entry.path.clone()).collect();
+        for path in &mut paths {
+            path.preferred = path.up && self.preferred.get(&path.to) == Some(&path.remote);
+        }
+        let routable: Vec<(NodeId, String)> = paths
+            .iter()
+            .filter(|path| path.up && path.is_routable())
+            .map(|path| (path.to, path.interface.clone()))
+            .collect();
+        paths.retain(|path| {
+            let own = (path.to, path.interface.clone());
+            path.preferred || path.is_routable() || !routable.contains(&own)
+        });
+        paths
+    }
+}
+
+/// Whether `new` tells so much more than `old` that the whole cluster should hear of it.
+pub fn is_news(old: &[Path], new: &[Path]) -> bool {
+    let alike = |a: u64, b: u64| a.max(b) <= a.min(b).saturating_mul(3) / 2 + 200;
+    let same = |(old, new): (&Path, &Path)| {
+        let rates = (old.bytes_per_s.unwrap_or(0), new.bytes_per_s.unwrap_or(0));
+        (old.to, old.remote, old.up, old.preferred) == (new.to, new.remote, new.up, new.preferred)
+            && alike(old.latency_us, new.latency_us)
+            && alike(rates.0, rates.1)
+    };
+    old.len() != new.len() || !old.iter().zip(new).all(same)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const NODE: NodeId = NodeId([1; 16]);
+    const SECOND: Duration = Duration::from_secs(1);
+
+    fn place(network: u8) -> SocketAddr {
+        SocketAddr::from(([10, network, 0, 2], 52416))
+    }
+
+    fn sample(network: u8, micros: u64, megabytes: u64) -> Sample {
+        Sample {
+            local: IpAddr::from([10, network, 0, 1]),
+            interface: format!("eth{network}"),
+            latency: Duration::from_micros(micros),
+            bytes_per_s: Some(megabytes * 1_000_000),
+        }
+    }
+
+    /// A fast way on eth0 and a slow one on eth1, both measured.
+    fn two() -> Table {
+        let mut table = Table::default();
+        table.set_places(NODE, &[place(0), place(1)], Duration::ZERO);
+        assert!(
+            table
+                .measured((NODE, place(1)), Some(&sample(1, 900, 100)), SECOND)
+                .is_none()
+        );
+        assert_eq!(table.preferred(NODE).unwrap().interface, "eth1");
+        assert!(
+            table
+                .measured((NODE, place(0)), Some(&sample(0, 100, 1000)), SECOND)
+                .is_none()
+        );
+        assert_eq!(table.preferred(NODE).unwrap().interface, "eth0");
+        table
+    }
+
+    #[test]
+    fn the_fast_way_is_left_when_it_is_lost_and_taken_again() {
+        let mut table = two();
+        assert_eq!(table.measured((NODE, place(0)), None, 2 * SECOND), None);
+        let due = table.due(&[NODE], 2 * SECOND).unwrap();
+        assert_eq!((due.remote, due.bandwidth), (place(0), false), "at once");
+        let news = table.measured((NODE, place(0)), None, 3 * SECOND);
+        let Some(News::Fell { now, before }) = news else {
+            panic!("{news:?}")
+        };
+        assert_eq!(
+            (now.told(), before.told()),
+            (
+                "eth1 (0.90 ms, 100 MB/s)".to_owned(),
+                "eth0 (0.10 ms, 1000 MB/s)".to_owned(),
+            )
+        );
+        assert!(table.is_down(NODE, place(0)));
+        assert_eq!(table.due(&[NODE], 7 * SECOND), None);
+        assert_eq!(
+            table.due(&[NODE], 8 * SECOND).unwrap().remote,
+            place(0),
+            "soon"
+        );
+        let news = table.measured((NODE, place(0)), Some(&sample(0, 100, 1000)), 8 * SECOND);
+        assert!(matches!(news, Some(News::Returned(path)) if path.interface == "eth0"));
+        assert_eq!(table.measured((NODE, place(0)), None, 9 * SECOND), None);
+    }
+
+    #[test]
+    fn noise_moves_nothing_and_idle_ways_are_measured_once_a_minute() {
+        let mut table = two();
+        let noisy = sample(1, 90, 1100);
+        assert_eq!(
+            table.measured((NODE, place(1)), Some(&noisy), 2 * SECOND),
+            None
+        );
+        assert_eq!(table.preferred(NODE).unwrap().interface, "eth0");
+        assert_eq!(table.due(&[NODE], 60 * SECOND), None);
+        assert_eq!(table.due(&[NODE], 61 * SECOND).unwrap().remote, place(0));
+        table.hurry(NODE, Wanted::Bandwidth, 5 * SECOND);
+        assert!(table.due(&[NODE], 5 * SECOND).unwrap().bandwidth);
+    }
+
+    #[test]
+    fn link_local_ways_show_only_where_their_interface_has_no_other() {
+        let mut table = two();
+        let far: SocketAddr = "[fe80::2%3]:52416".parse().unwrap();
+        table.set_places(NODE, &[place(0), place(1), far], SECOND);
+        let mut local = sample(0, 300, 500);
+        local.local = "fe80::1".parse().unwrap();
+        table.measured((NODE, far), Some(&local), SECOND);
+        let names = |table: &Table| -> Vec<String> {
+            table
+                .paths()
+                .into_iter()
+                .map(|path| path.interface)
+                .collect()
+        };
+        assert_eq!(names(&table), ["eth0", "eth1"]);
+        local.interface = "eth2".into();
+        table.measured((NODE, far), Some(&local), SECOND);
+        assert_eq!(names(&table), ["eth0", "eth1", "eth2"]);
+        let preferred = table.paths().iter().filter(|path| path.preferred).count();
+        assert_eq!(preferred, 1);
+        table.keep(&[]);
+        assert_eq!(table.paths(), []);
+    }
+
+    #[test]
+    fn an_address_that_leads_nowhere_is_rarely_tried() {
+        let mut table = Table::default();
+        table.set_places(NODE, &[place(9)], Duration::ZERO);
+        for _ in 0..MISSES {
+            table.measured((NODE, place(9)), None, SECOND);
+        }
+        table.hurry(NODE, Wanted::Latency, 2 * SECOND);
+        assert_eq!(table.due(&[NODE], 300 * SECOND), None);
+        assert!(table.due(&[NODE], 301 * SECOND).is_some());
+        assert_eq!(table.paths(), [], "it never answered");
+    }
+
+    #[test]
+    fn a_node_that_was_dead_gets_its_cable_back() {
+        let mut table = two();
+        table.died(NODE);
+        assert!(table.preferred(NODE).is_none() && table.paths().iter().all(|path| !path.up));
+        assert_eq!(table.due(&[], 99 * SECOND), None, "the dead are left alone");
+        table.hurry(NODE, Wanted::Latency, 3 * SECOND);
+        assert!(table.due(&[NODE], 3 * SECOND).is_some());
+        table.measured((NODE, place(1)), Some(&sample(1, 100, 1000)), 3 * SECOND);
+        assert_eq!(table.preferred(NODE).unwrap().interface, "eth1");
+        let news = table.measured((NODE, place(0)), Some(&sample(0, 100, 1000)), 4 * SECOND);
+        assert!(matches!(news, Some(News::Returned(path)) if path.interface == "eth0"));
+    }
+
+    #[test]
+    fn small_changes_are_no_news() {
+        let old = two().paths();
+        let mut new = old.clone();
+        new[0].latency_us += 150;
+        assert!(!is_news(&old, &new));
+        new[0].latency_us = 1000;
+        assert!(is_news(&old, &new) && is_news(&old, &old[..1]));
+        new = old.clone();
+        new[1].up = false;
+        assert!(is_news(&old, &new));
+    }
+}

@@ -1,0 +1,268 @@
+//! Rights that child processes give up for good: Landlock and seccomp on Linux, nothing elsewhere.
+//!
+//! ```text
+//!                      files                            system calls
+//! Sandbox::Worker      written below /dev, /tmp only    none that manage the machine
+//! Sandbox::Template    none but /dev/null               besides: no programs, no sockets
+//! ```
+//! Both set `no_new_privs`: no program that they start gets more rights than they have. A kernel
+//! that lacks Landlock or seccomp enforces what it can, and [`Enforced`] says what that is.
+//!
+//! **Workers share one domain.** A process in a Landlock domain cannot look into a process outside
+//! of it or in another one, so ranks with a domain each could not open each other's shared memory
+//! or read lent memory (`process_vm_readv`). A domain belongs to a thread and is inherited, so the
+//! monitor thread of [`Workers`](crate::workers::Workers) enters it once, before it starts
+//! children: they all share it, and the parent's other threads keep their rights.
+
+/// What a process keeps.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Sandbox {
+    /// A rank of a model: reads files, computes, speaks with other ranks over memory, sockets and
+    /// devices.
+    Worker,
+    /// The interpreter of a template: reads and writes what it has open already.
+    Template,
+}
+
+/// How much of a [`Sandbox`] the system enforces.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Enforced {
+    /// Access to files.
+    pub files: Level,
+    /// Which system calls may be made.
+    pub calls: bool,
+}
+
+/// How far a rule holds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Level {
+    /// All of it.
+    Full,
+    /// As much as an older kernel knows.
+    Part,
+    /// Nothing.
+    Nothing,
+}
+
+impl Sandbox {
+    /// Gives the rights up, for this thread and all that it starts from now on.
+    pub fn enter(self) -> Enforced {
+        system::enter(self)
+    }
+
+    /// What [`enter`](Self::enter) would enforce here, tried on a thread that ends.
+    pub fn tried(self) -> Enforced {
+        let thread = std::thread::Builder::new().spawn(move || self.enter());
+        thread
+            .ok()
+            .and_then(|thread| thread.join().ok())
+            .unwrap_or(NOTHING)
+    }
+}
+
+const NOTHING: Enforced = Enforced {
+    files: Level::Nothing,
+    calls: false,
+};
+
+#[cfg(not(target_os = "linux"))]
+mod system {
+    pub(super) fn enter(_: super::Sandbox) -> super::Enforced {
+        super::NOTHING
+    }
+}
+
+#[cfg(target_os = "linux")]
+mod system {
+    use std::collections::BTreeMap;
+
+    use landlock::{
+        ABI, Access, AccessFs, AccessNet, RestrictionStatus, Ruleset, RulesetAttr,
+        RulesetCreatedAttr, RulesetError, RulesetStatus, Scope, path_beneath_rules,
+    };
+    use seccompiler::{BpfProgram, SeccompAction, SeccompFilter, apply_filter};
+
+    use super::{Enforced, Level, Sandbox};
+
+    /// The newest rules that this code asks for (Linux 6.12); an older kernel takes what it knows.
+    const RULES: ABI = ABI::V6;
+
+    /// Where workers may write: devices, shared memory (`/dev/shm`), and sockets and caches of GPU
+    /// drivers.
+    const WRITABLE: [&str; 2] = ["/dev", "/tmp"];
+
+    pub(super) fn enter(sandbox: Sandbox) -> Enforced {
+        let files = match sandbox {
+            Sandbox::Worker => few_writes(),
+            Sandbox::Template => no_files(),
+        };
+        Enforced {
+            files: files.map_or(Level::Nothing, |status| level(status.ruleset)),
+            calls: forbid(&forbidden(sandbox)).is_some(),
+        }
+    }
+
+    fn level(status: RulesetStatus) -> Level {
+        match status {
+            RulesetStatus::FullyEnforced => Level::Full,
+            RulesetStatus::PartiallyEnforced => Level::Part,
+            RulesetStatus::NotEnforced => Level::Nothing,
+        }
+    }
+
+    fn few_writes() -> Result<RestrictionStatus, RulesetError> {
+        let writes = AccessFs::from_write(RULES);
+        Ruleset::default()
+            .handle_access(writes)?
+            .create()?
+            .add_rules(path_beneath_rules(WRITABLE, writes))?
+            .restrict_self()
+    }
+
+    fn no_files() -> Result<RestrictionStatus, RulesetError> {
+        Ruleset::default()
+            .handle_access(AccessFs::from_all(RULES))?
+            .handle_access(AccessNet::from_all(RULES))?
+            .scope(Scope::from_all(RULES))?
+            .create()?
+            // What standard input is after the control channel was taken.
+            .add_rules(path_beneath_rules(["/dev/null"], AccessFs::ReadFile))?
+            .restrict_self()
+    }
+
+    /// Calls that manage the machine, or look into processes as a debugger does.
+    const MANAGING: [libc::c_long; 22] = [
+        libc::SYS_acct,
+        libc::SYS_add_key,
+        libc::SYS_bpf,
+        libc::SYS_chroot,
+        libc::SYS_clock_settime,
+        libc::SYS_delete_module,
+        libc::SYS_finit_module,
+        libc::SYS_init_module,
+        libc::SYS_kexec_load,
+        libc::SYS_keyctl,
+        libc::SYS_mount,
+        libc::SYS_pivot_root,
+        libc::SYS_ptrace,
+        libc::SYS_reboot,
+        libc::SYS_request_key,
+        libc::SYS_setns,
+        libc::SYS_settimeofday,
+        libc::SYS_swapoff,
+        libc::SYS_swapon,
+        libc::SYS_umount2,
+        libc::SYS_unshare,
+        libc::SYS_userfaultfd,
+    ];
+
+    /// Calls by which a program reaches others: it starts, looks into or speaks with them.
+    const REACHING: [libc::c_long; 13] = [
+        libc::SYS_accept,
+        libc::SYS_accept4,
+        libc::SYS_bind,
+        libc::SYS_connect,
+        libc::SYS_execve,
+        libc::SYS_execveat,
+        libc::SYS_io_uring_setup,
+        libc::SYS_listen,
+        libc::SYS_memfd_create,
+        libc::SYS_process_vm_readv,
+        libc::SYS_process_vm_writev,
+        libc::SYS_socket,
+        libc::SYS_socketpair,
+    ];
+
+    fn forbidden(sandbox: Sandbox) -> Vec<libc::c_long> {
+        let more: &[_] = match sandbox {
+            Sandbox::Worker => &[],
+            Sandbox::Template => &REACHING,
+        };
+        MANAGING.iter().chain(more).copied().collect()
+    }
+
+    /// Has `calls` fail with EPERM; `None` where that cannot be had.
+    fn forbid(calls: &[libc::c_long]) -> Option<()> {
+        let rules: BTreeMap<i64, _> = calls.iter().map(|call| (*call, Vec::new())).collect();
+        let refuse = SeccompAction::Errno(libc::EPERM.unsigned_abs());
+        let arch = std::env::consts::ARCH.try_into().ok()?;
+        let filter = SeccompFilter::new(rules, SeccompAction::Allow, refuse, arch).ok()?;
+        let program = BpfProgram::try_from(filter).ok()?;
+        apply_filter(&program).ok()
+    }
+
+    #[cfg(test)]
+    mod tests {
+        use std::fs;
+        use std::os::unix::net::UnixStream;
+        use std::thread;
+
+        use super::*;
+
+        /// What `run` says on a thread of its own, which then has ended.
+        fn apart<T: Send>(run: impl FnOnce() -> T + Send) -> T {
+            thread::scope(|scope| scope.spawn(run).join().unwrap())
+        }
+
+        /// Whether this kernel has both; tests of what it lacks are skipped by name.
+        fn can(test: &str) -> bool {
+            let enforced = Sandbox::Template.tried();
+            let can = enforced.files != Level::Nothing && enforced.calls;
+            if !can {
+                eprintln!("SKIPPED {test}: this kernel enforces {enforced:?} only");
+            }
+            can
+        }
+
+        #[test]
+        fn a_worker_reads_and_does_not_write() {
+            if !can("a_worker_reads_and_does_not_write") {
+                return;
+            }
+            // Not below /tmp, where workers may write.
+            let folder = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).unwrap();
+            let file = folder.path().join("file");
+            fs::write(&file, "before").unwrap();
+            let (read, written, made) = apart(|| {
+                Sandbox::Worker.enter();
+                (
+                    fs::read_to_string(&file),
+                    fs::write(&file, "after"),
+                    fs::create_dir(folder.path().join("folder")),
+                )
+            });
+            assert_eq!(read.unwrap(), "before");
+            assert!(written.is_err() && made.is_err());
+            assert_eq!(fs::read_to_string(&file).unwrap(), "before");
+            let kept = apart(|| {
+                Sandbox::Worker.enter();
+                tempfile::tempdir_in("/tmp").is_ok() && UnixStream::pair().is_ok()
+            });
+            assert!(kept);
+        }
+
+        #[test]
+        fn a_template_opens_and_starts_nothing() {
+            if !can("a_template_opens_and_starts_nothing") {
+                return;
+            }
+            let own = std::env::current_exe().unwrap();
+            let denied = apart(|| {
+                Sandbox::Template.enter();
+                [
+                    fs::read(&own).is_err(),
+                    fs::read_dir("/").is_err(),
+                    fs::write("/tmp/paceline-sandbox", "").is_err(),
+                    std::net::TcpListener::bind("127.0.0.1:0").is_err(),
+                    UnixStream::pair().is_err(),
+                    std::process::Command::new("/bin/true").status().is_err(),
+                ]
+            });
+            assert_eq!(denied, [true; 6]);
+            assert!(apart(|| {
+                Sandbox::Template.enter();
+                fs::File::open("/dev/null").is_ok()
+            }));
+        }
+    }
+}

@@ -1,0 +1,150 @@
+//! Log-probabilities of prompts: the same whatever shares their steps, and those of one pass over
+//! the whole prompt.
+
+use paceline_tensor::PAGE;
+
+use super::requests::{mixed, prompt, request};
+use super::rig::{Outcome, Rig, alone};
+use super::smollm2::logits_of;
+use super::tiny::Tiny;
+use crate::request::check_prompt_logprobs;
+use crate::sampling::Scratch;
+use crate::sampling::logprobs::logprobs;
+use crate::{EngineConfig, MAX_PROMPT_LOGPROBS, Pace, Request, SamplingParams};
+
+const CONTEXT: usize = 3 * PAGE;
+
+fn config(max_running: usize, max_rows: usize, cache_positions: usize) -> EngineConfig {
+    EngineConfig {
+        cache_positions,
+        max_running,
+        max_waiting: 100,
+        max_rows,
+        pace: Pace::Auto,
+        drafts: max_rows % 2,
+        ..EngineConfig::single("tiny", CONTEXT)
+    }
+}
+
+/// Requests of all kinds, two of three with scores.
+fn scored(tiny: &Tiny) -> Vec<Request> {
+    let mut all = mixed(tiny);
+    for (i, request) in all.iter_mut().enumerate() {
+        request.prompt_logprobs = i % 3 > 0;
+    }
+    all
+}
+
+#[test]
+fn scores_are_those_of_one_pass() {
+    for tiny in [Tiny::new(2), Tiny::toy(1)] {
+        let tokens = prompt(2 * PAGE + 9, 3);
+        let rows = logits_of(&tiny, &tokens);
+        let mut scratch = Scratch::new(rows[0].len());
+        let kernels = tiny.model.kernels();
+        let pairs = rows.iter().zip(&tokens[1..]);
+        let expected: Vec<_> = pairs
+            .map(|(row, token)| logprobs(kernels, row, *token, 4, &mut scratch))
+            .collect();
+        let wanted = Request {
+            logprobs: Some(4),
+            prompt_logprobs: true,
+            ..request(tokens, 2, SamplingParams::default())
+        };
+        assert_eq!(alone(&tiny, &wanted, CONTEXT).scores, Some(expected));
+    }
+}
+
+#[test]
+fn scores_do_not_depend_on_chunks_strangers_or_memory() {
+    let tiny = Tiny::new(2);
+    let requests = scored(&tiny);
+    let expected: Vec<Outcome> = requests.iter().map(|r| alone(&tiny, r, CONTEXT)).collect();
+    for (request, outcome) in requests.iter().zip(&expected) {
+        let scores = outcome.scores.as_ref().map(Vec::len);
+        let all = request.prompt.len() - 1;
+        assert_eq!(scores, request.prompt_logprobs.then_some(all));
+    }
+    let mut preemptions = 0;
+    for config in [
+        config(1, 1, CONTEXT),
+        config(1, 7, CONTEXT),
+        config(4, 7, 2 * CONTEXT),
+        config(8, 512, 8 * CONTEXT),
+        config(12, 13, CONTEXT), // memory for one long sequence, shared by many
+        config(12, 512, CONTEXT + PAGE),
+    ] {
+        let mut rig = Rig::new(&tiny, config.clone());
+        let ids: Vec<_> = requests.iter().map(|r| rig.submit(r)).collect();
+        rig.drain();
+        preemptions += rig.preemptions;
+        for (i, (id, expected)) in ids.iter().zip(&expected).enumerate() {
+            assert_eq!(&rig.outcomes[id], expected, "request {i}, {config:?}");
+        }
+    }
+    assert!(preemptions > 5, "memory was short only {preemptions} times");
+}
+
+/// Pages of a known prompt have no logits, so the rows are computed again; nobody else's answer
+/// changes, and the pages serve others as before.
+#[test]
+fn a_known_prompt_is_scored_the_same() {
+    for tiny in [Tiny::new(1), Tiny::toy(1)] {
+        let plain = request(prompt(2 * PAGE + 5, 1), 3, SamplingParams::default());
+        let scored = Request {
+            logprobs: Some(1),
+            prompt_logprobs: true,
+            ..plain.clone()
+        };
+        let expected = [&plain, &scored].map(|r| alone(&tiny, r, CONTEXT));
+        let mut rig = Rig::new(&tiny, config(4, 40, 6 * CONTEXT));
+        for order in [[0, 1], [1, 0]] {
+            let ids = order.map(|i| rig.submit([&plain, &scored][i]));
+            rig.drain();
+            for (id, i) in ids.iter().zip(order) {
+                assert_eq!(rig.outcomes[id], expected[i]);
+            }
+        }
+        assert!(rig.engine.n_reused() >= 2 * PAGE as u64);
+    }
+}
+
+#[test]
+fn a_move_in_the_middle_of_a_prompt_changes_no_score() {
+    let tiny = Tiny::new(1);
+    let wanted = Request {
+        logprobs: Some(2),
+        prompt_logprobs: true,
+        ..request(prompt(100, 4), 5, SamplingParams::default())
+    };
+    let expected = alone(&tiny, &wanted, CONTEXT);
+    let mut rigs = [1, 2].map(|threads| Rig::new(&Tiny::new(threads), config(2, 11, CONTEXT)));
+    let id = rigs[0].submit(&wanted);
+    rigs[0].steps(4);
+    let (snapshot, past) = rigs[0].take(id);
+    assert_eq!(past, Outcome::default(), "the prompt is not read yet");
+    let id = rigs[1].restore(&snapshot, past);
+    rigs[1].drain();
+    assert_eq!(rigs[1].outcomes[&id], expected);
+    // Once they were told, nobody tells them again.
+    let id = rigs[0].submit(&wanted);
+    while rigs[0].outcomes[&id].tokens.is_empty() {
+        rigs[0].step();
+    }
+    let (snapshot, past) = rigs[0].take(id);
+    let id = rigs[1].restore(&snapshot, past);
+    rigs[1].drain();
+    assert_eq!(rigs[1].outcomes[&id], expected);
+}
+
+#[test]
+fn too_many_scores_are_refused() {
+    let tokens = MAX_PROMPT_LOGPROBS / 6;
+    assert!(check_prompt_logprobs(tokens, Some(5)).is_ok());
+    let error = check_prompt_logprobs(tokens + 1, Some(5)).unwrap_err();
+    let text = error.to_string();
+    assert!(
+        text.contains("1048578") && text.contains("1048576"),
+        "{text}"
+    );
+}

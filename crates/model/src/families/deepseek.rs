@@ -1,0 +1,43 @@
+//! DeepSeek V2, V3 and R1, Kimi K2, GLM 4.7 Flash, Mistral 4, and DeepSeek V3.2 and GLM 5 as far as
+//! their indexers take all positions: all heads share one latent vector of
+//! each position, which queries meet after their own expansion (the absorbed form, for every row);
+//! the first layers are dense; a shared expert without a gate, routers that may choose groups first.
+//! Source: DeepSeek-AI 2024 (DeepSeek-V2, V3); `src/models/deepseek2.cpp` of llama.cpp,
+//! `modeling_deepseek_v3.py`, `modeling_deepseek_v2.py`, `modeling_mistral4.py` of transformers.
+
+use super::{Family, Fields, FileNames, Half, LayerStep, feed_forward};
+use crate::{Config, Error};
+
+pub(super) const NAMES: FileNames = FileNames {
+    shared: "mlp.shared_experts",
+    ..FileNames::USUAL
+};
+
+pub(super) fn config(fields: &Fields<'_>) -> Result<Config, Error> {
+    let mut config = Config::base(Family::DeepSeek, fields)?;
+    let latent = config.latent.expect("read for this family");
+    config
+        .layers
+        .truncate(fields.decoder_layers(config.layers.len())?);
+    let (rope, scale) = fields.latent_rope(&latent)?;
+    config.ropes = vec![rope];
+    config.indexed = fields.indexed()?;
+    config.context = config.context.min(config.indexed.unwrap_or(config.context));
+    let experts = fields.latent_experts(&config)?;
+    let dense = fields.dense_of(config.layers.len())?;
+    for (layer, dense) in config.layers.iter_mut().zip(dense) {
+        layer.query_scale = (scale / (latent.query_dim() as f64).sqrt()) as f32;
+        layer.experts = (!dense).then_some(experts);
+    }
+    Ok(config)
+}
+
+/// One layer; shapes of one batch of T rows. R latent numbers, P that turn, V of an expanded value.
+pub(super) fn layer<S: LayerStep>(step: &mut S, w: &S::Layer, index: usize) -> Result<(), Error> {
+    step.norm(w, Half::Attention)?; //         residual (T, C) -> x (T, C)
+    step.project_latent(w)?; //                x (T, C) -> q (T, H, R + P), k (T, R + P)
+    step.attend_latent(w, index)?; //          q, cache -> attended (T, H V)
+    step.project_attention(w)?; //             attended (T, H V) -> delta (T, C)
+    step.add_delta()?; //                      residual += delta
+    feed_forward(step, w) //                   residual += experts(norm(residual))
+}

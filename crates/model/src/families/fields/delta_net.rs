@@ -1,0 +1,147 @@
+//! Gated delta nets as files describe them.
+
+use paceline_formats::gguf::{self, Array};
+use serde_json::Value;
+
+use super::{Fields, wrong_type, wrong_value};
+use crate::config::{DeltaNet, HeadOrder, MAX_HEADS, MAX_TAPS, MAX_WIDTH};
+use crate::families::Family;
+use crate::{Config, Error, LayerCache, LayerShape};
+
+/// Of so many layers, one is attention, where the file does not say.
+const INTERVAL: usize = 4;
+
+impl Fields<'_> {
+    /// Gives attention its gates, and makes the other layers gated delta nets.
+    pub(crate) fn set_delta_nets(&self, config: &mut Config) -> Result<(), Error> {
+        let net = self.delta_net(config.family, &config.usual_layer())?;
+        let recurrent = self.recurrent_layers(config.layers.len())?;
+        for (layer, recurrent) in config.layers.iter_mut().zip(recurrent) {
+            if recurrent {
+                *layer = net;
+            } else {
+                layer.gated = true;
+            }
+        }
+        Ok(())
+    }
+
+    /// A layer that is a gated delta net.
+    fn delta_net(&self, family: Family, usual: &LayerShape) -> Result<LayerShape, Error> {
+        let heads = |gguf, hf| self.size(gguf, hf, 1, MAX_HEADS);
+        let kv_heads = heads("ssm.group_count", "linear_num_key_heads")?;
+        let heads = heads("ssm.time_step_rank", "linear_num_value_heads")?;
+        let head_dim = self.size("ssm.state_size", "linear_key_head_dim", 1, MAX_WIDTH)?;
+        let value_dim = match self {
+            Self::Hf(_) => self.size("", "linear_value_head_dim", 1, MAX_WIDTH)?,
+            Self::Gguf { .. } => {
+                let inner = self.size("ssm.inner_size", "", 1, MAX_WIDTH)?;
+                if inner != heads * head_dim {
+                    let expected = format!("{} (heads by state size)", heads * head_dim);
+                    return Err(wrong_value("ssm.inner_size", inner, expected));
+                }
+                head_dim
+            }
+        };
+        if !heads.is_multiple_of(kv_heads) {
+            let expected = format!("a divisor of the {heads} value heads");
+            return Err(wrong_value("number of key heads", kv_heads, expected));
+        }
+        for dim in [head_dim, value_dim] {
+            if !dim.is_multiple_of(16) {
+                return Err(wrong_value(
+                    "size of a linear head",
+                    dim,
+                    "a multiple of 16",
+                ));
+            }
+        }
+        let taps = self.size(
+            "ssm.conv_kernel",
+            "linear_conv_kernel_dim",
+            1,
+            MAX_TAPS as u64,
+        )?;
+        let order = match (self, family) {
+            (Self::Hf(_), _) | (_, Family::Qwen3Next) => HeadOrder::Grouped,
+            _ => HeadOrder::Interleaved,
+        };
+        Ok(LayerShape {
+            cache: LayerCache::Delta(DeltaNet { taps, order }),
+            heads,
+            kv_heads,
+            head_dim,
+            value_dim,
+            ..*usual
+        })
+    }
+
+    /// Which layers are gated delta nets.
+    fn recurrent_layers(&self, layers: usize) -> Result<Vec<bool>, Error> {
+        if let Some(said) = self.said_layers(layers)? {
+            return Ok(said);
+        }
+        let every = self.opt_size(
+            "full_attention_interval",
+            "full_attention_interval",
+            1,
+            1 << 10,
+        )?;
+        let every = every.unwrap_or(INTERVAL);
+        Ok((1..=layers).map(|n| !n.is_multiple_of(every)).collect())
+    }
+
+    /// As a list in the file says; in GGUF files it may have entries for the blocks behind.
+    fn said_layers(&self, layers: usize) -> Result<Option<Vec<bool>>, Error> {
+        const KEY: &str = "attention.recurrent_layers";
+        match self {
+            Self::Gguf { metadata, .. } => {
+                let key = self.key(KEY);
+                let list = match metadata.get(&key) {
+                    None => return Ok(None),
+                    Some(gguf::Value::Array(Array::Bool(list))) => Some(list.clone()),
+                    Some(gguf::Value::Array(list)) => list
+                        .to_u64s()
+                        .map(|list| list.iter().map(|n| *n != 0).collect()),
+                    Some(_) => None,
+                };
+                let list = list.filter(|list| list.len() >= layers);
+                let wrong = || {
+                    let expected = format!("a list with an entry for each of {layers} layers");
+                    wrong_value(KEY, "another value", expected)
+                };
+                let mut list = list.ok_or_else(wrong)?;
+                list.truncate(layers);
+                Ok(Some(list))
+            }
+            Self::Hf(_) => {
+                const FIELD: &str = "layer_types";
+                let Some(types) = self.hf(FIELD, "an array", Some)? else {
+                    return Ok(None);
+                };
+                let expected = "an array of full_attention or linear_attention, one per layer";
+                let wrong = || wrong_type(FIELD, expected, types);
+                let list = types.as_array().filter(|list| list.len() == layers);
+                let kinds = list.ok_or_else(wrong)?.iter();
+                let kinds = kinds.map(|kind| match kind.as_str() {
+                    Some("linear_attention") => Ok(true),
+                    Some("full_attention") => Ok(false),
+                    _ => Err(wrong()),
+                });
+                kinds.collect::<Result<_, _>>().map(Some)
+            }
+        }
+    }
+
+    /// Whether the weights of the chosen experts are divided by their sum, `usual` where
+    /// `config.json` does not say; in GGUF files they are.
+    pub(crate) fn normalises_experts_or(&self, usual: bool) -> Result<bool, Error> {
+        match self {
+            Self::Gguf { .. } => Ok(true),
+            Self::Hf(_) => {
+                let said = self.hf("norm_topk_prob", "true or false", Value::as_bool)?;
+                Ok(said.unwrap_or(usual))
+            }
+        }
+    }
+}

@@ -1,0 +1,355 @@
+//! Latent attention as files describe it, and the experts of its families.
+
+use paceline_tensor::RopePairs;
+use serde_json::Value;
+
+use super::rope::{GgufYarn, checked, number, scaling_type};
+use super::{Fields, field, wrong_value};
+use crate::config::{Gating, Groups, Growth, Latent};
+use crate::rope::{Rope, Yarn};
+use crate::{Config, Error, Experts};
+
+/// Largest accepted numbers of latent elements: many times those of published models.
+const MAX_LATENT: u64 = 1 << 14;
+
+/// The epsilon of the norms on compressed queries and latent numbers in folders: the default of
+/// their classes in transformers, whatever `rms_norm_eps` says.
+const HF_EPS: f32 = 1e-6;
+
+/// Architectures and model types with an indexer.
+const INDEXED: [&str; 4] = ["deepseek32", "glm-dsa", "deepseek_v32", "glm_moe_dsa"];
+
+/// `expert_gating_func` of GGUF files.
+const SOFTMAX: usize = 1;
+const SIGMOID: usize = 2;
+
+/// Models whose defaults differ.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Kind {
+    V2,
+    V3,
+    Glm,
+    Mistral,
+}
+
+impl Fields<'_> {
+    fn latent_kind(&self) -> Result<Kind, Error> {
+        let name = match self {
+            Self::Gguf { architecture, .. } => architecture,
+            Self::Hf(_) => self.model_type()?,
+        };
+        Ok(match name {
+            "deepseek_v2" => Kind::V2,
+            "glm4_moe_lite" => Kind::Glm,
+            "mistral4" => Kind::Mistral,
+            _ => Kind::V3,
+        })
+    }
+
+    /// The sizes of latent attention.
+    pub(crate) fn latent(&self) -> Result<Latent, Error> {
+        let size = |gguf, hf| self.size(gguf, hf, 1, MAX_LATENT);
+        let query_rank = self.opt_size("attention.q_lora_rank", "q_lora_rank", 0, MAX_LATENT)?;
+        let turned = size("rope.dimension_count", "qk_rope_head_dim")?;
+        let (plain, value_dim) = match self {
+            Self::Gguf { .. } => self.gguf_latent_heads(turned)?,
+            Self::Hf(_) => (size("", "qk_nope_head_dim")?, size("", "v_head_dim")?),
+        };
+        let norm_eps = match self {
+            Self::Gguf { .. } => self.float("attention.layer_norm_rms_epsilon", "")?,
+            Self::Hf(_) => HF_EPS,
+        };
+        let latent = Latent {
+            query_rank: query_rank.filter(|rank| *rank > 0),
+            rank: size("attention.kv_lora_rank", "kv_lora_rank")?,
+            plain,
+            turned,
+            value_dim,
+            norm_eps,
+            growth: self.growth()?,
+        };
+        for (field, got, of) in [
+            ("number of latent elements", latent.rank, 32),
+            ("rotated elements", turned, 16),
+            ("elements of a query without rotation", plain, 32),
+            ("size of a value head", value_dim, 16),
+            (
+                "elements of a compressed query",
+                query_rank.unwrap_or(0),
+                32,
+            ),
+        ] {
+            if !got.is_multiple_of(of) {
+                return Err(wrong_value(field, got, format!("a multiple of {of}")));
+            }
+        }
+        Ok(latent)
+    }
+
+    /// Positions that an indexer chooses, of models that have one.
+    pub(crate) fn indexed(&self) -> Result<Option<usize>, Error> {
+        const USUAL: usize = 2048; // of DeepSeek V3.2 and GLM 5
+        let top_k = self.opt_size("attention.indexer.top_k", "index_topk", 1, 1 << 27)?;
+        let name = match self {
+            Self::Gguf { architecture, .. } => architecture,
+            Self::Hf(_) => self.model_type()?,
+        };
+        let usual = INDEXED.contains(&name).then_some(USUAL);
+        Ok(top_k.or(usual))
+    }
+
+    /// Elements of a query without rotation and of a value. Files with both halves of the expansion
+    /// apart have these sizes under keys of their own, older ones under those of all families.
+    fn gguf_latent_heads(&self, turned: usize) -> Result<(usize, usize), Error> {
+        let of = |new, old| match self.opt_size(new, "", 1, MAX_LATENT)? {
+            Some(size) => Ok(size),
+            None => self.size(old, "", 1, MAX_LATENT),
+        };
+        let key = of("attention.key_length_mla", "attention.key_length")?;
+        let value = of("attention.value_length_mla", "attention.value_length")?;
+        match key.checked_sub(turned).filter(|plain| *plain > 0) {
+            Some(plain) => Ok((plain, value)),
+            None => {
+                let expected = format!("more than the {turned} that turn");
+                Err(wrong_value("size of a key head", key, expected))
+            }
+        }
+    }
+
+    /// How queries grow with their position.
+    fn growth(&self) -> Result<Option<Growth>, Error> {
+        const CONTEXT: &str = "rope.scaling.original_context_length";
+        let (rate, length) = match self {
+            Self::Gguf { .. } => {
+                let of = |key| self.opt_size(key, "", 1, 1 << 27);
+                let length = match of("attention.temperature_length")? {
+                    None => of(CONTEXT)?,
+                    length => length,
+                };
+                let rate = self.opt_float("attention.temperature_scale", "")?;
+                (rate.map(f64::from), length.map(|n| n as f64))
+            }
+            Self::Hf(_) => {
+                let parameters = self.hf_rope_parameters()?;
+                let of = |name| number(parameters, name);
+                let length = of("original_max_position_embeddings")?;
+                (of("llama_4_scaling_beta")?, length)
+            }
+        };
+        let Some(rate) = rate.filter(|rate| *rate != 0.0) else {
+            return Ok(None);
+        };
+        let length =
+            length.ok_or_else(|| self.missing(CONTEXT, "original_max_position_embeddings"))?;
+        if !(rate.is_finite() && rate > 0.0) {
+            return Err(wrong_value("growth of queries", rate, "0 or more"));
+        }
+        if !(length.is_finite() && length >= 1.0) {
+            return Err(wrong_value("positions of a growth", length, "1 or more"));
+        }
+        Ok(Some(Growth { rate, length }))
+    }
+
+    /// The rotary embedding, and what `YaRN` multiplies the scale of scores by.
+    ///
+    /// A file with `YaRN` and without its second factor has 1 for that, as transformers has;
+    /// llama.cpp multiplies scores by the first factor's square then.
+    pub(crate) fn latent_rope(&self, latent: &Latent) -> Result<(Rope, f64), Error> {
+        let rotated = latent.turned;
+        match self {
+            Self::Gguf { .. } => {
+                let base = f64::from(self.opt_float("rope.freq_base", "")?.unwrap_or(10_000.0));
+                let plain = |linear| checked(RopePairs::Adjacent, rotated, base, linear);
+                if self.gguf_scaling()? != Some("yarn") {
+                    return Ok((plain(self.gguf_linear_factor()?)?, 1.0));
+                }
+                let GgufYarn {
+                    mut yarn,
+                    attention,
+                } = self.gguf_yarn()?;
+                let weight = f64::from(
+                    self.opt_float("rope.scaling.yarn_log_multiplier", "")?
+                        .unwrap_or(0.0),
+                );
+                let mut scale = 1.0;
+                if weight != 0.0 {
+                    let all = weight / 0.1; // the converter has multiplied by that
+                    let one = match self.latent_kind()? {
+                        Kind::Mistral => 1.0,
+                        _ => all,
+                    };
+                    scale = positive_magnitude(yarn.factor, all)?;
+                    yarn.magnitude = attention * positive_magnitude(yarn.factor, one)? / scale;
+                }
+                Ok((plain(1.0)?.with_yarn(base, yarn), scale * scale))
+            }
+            Self::Hf(_) => {
+                let interleaved = self.hf("rope_interleave", "true or false", Value::as_bool)?;
+                let pairs = match interleaved {
+                    Some(false) => RopePairs::Halves,
+                    _ => RopePairs::Adjacent,
+                };
+                let parameters = self.hf_rope_parameters()?;
+                let rope =
+                    self.hf_turned(rotated, (pairs, 10_000.0, true), parameters, "rope_theta")?;
+                let all = number(parameters, "mscale_all_dim")?.filter(|all| *all != 0.0);
+                let scaled = !matches!(scaling_type(parameters)?, None | Some("default"));
+                let (Some(all), true) = (all, scaled) else {
+                    return Ok((rope, 1.0));
+                };
+                let factor = number(parameters, "factor")?.unwrap_or(1.0);
+                let scale = positive_magnitude(factor, all)?;
+                Ok((rope, scale * scale))
+            }
+        }
+    }
+
+    /// The experts of layers that have them; whether a choice has biases is told by the weights.
+    pub(crate) fn latent_experts(&self, config: &Config) -> Result<Experts, Error> {
+        let kind = self.latent_kind()?;
+        if let Some(n) = self
+            .hf("moe_layer_freq", "a number", Value::as_u64)?
+            .filter(|n| *n != 1)
+        {
+            return Err(wrong_value("moe_layer_freq", n, "1"));
+        }
+        let mut experts = self.experts("n_routed_experts", config.ffn, false)?;
+        experts.gating = self.latent_gating(kind, config)?;
+        experts.normalised = self.says_normalised(kind != Kind::V2)?;
+        if let (Self::Hf(_), Kind::V2, true) = (self, kind, experts.normalised) {
+            return Err(wrong_value("norm_topk_prob", true, "false"));
+        }
+        experts.scale = self.expert_scale()?;
+        let usual = match kind {
+            Kind::V3 => (8, 4),
+            _ => (1, 1),
+        };
+        // V2 takes a group's largest (its paper's section 2.2.2), which llama.cpp does not.
+        let is_v2 = match self {
+            Self::Gguf { .. } => kind != Kind::Mistral && experts.gating == Gating::Softmax,
+            Self::Hf(_) => kind == Kind::V2,
+        };
+        if kind != Kind::V2 || self.limits_groups()? {
+            experts.groups = self.groups(experts.count, usual, if is_v2 { 1 } else { 2 })?;
+        }
+        self.with_ungated_shared(experts)
+    }
+
+    /// How scores become weights: as the file says, or as llama.cpp and transformers assume.
+    fn latent_gating(&self, kind: Kind, config: &Config) -> Result<Gating, Error> {
+        if let Self::Gguf { .. } = self {
+            let said = self
+                .opt_size("expert_gating_func", "", 0, u64::MAX)?
+                .unwrap_or(0);
+            let flash = [47, 48].contains(&config.layers.len()) && config.vocab == 154_880;
+            return match said {
+                SIGMOID => Ok(Gating::Sigmoid),
+                SOFTMAX => Ok(Gating::Softmax),
+                0 if flash => Ok(Gating::Sigmoid),
+                0 => Ok(Gating::Softmax),
+                other => Err(wrong_value("expert_gating_func", other, "1 or 2")),
+            };
+        }
+        let (gating, name) = match kind {
+            Kind::V2 | Kind::Mistral => (Gating::Softmax, "softmax"),
+            Kind::V3 | Kind::Glm => (Gating::Sigmoid, "sigmoid"),
+        };
+        match self.hf("scoring_func", "a string", Value::as_str)? {
+            Some(other) if other != name => Err(wrong_value("scoring_func", other, name)),
+            _ => Ok(gating),
+        }
+    }
+
+    /// Whether a router of V2 chooses groups first.
+    fn limits_groups(&self) -> Result<bool, Error> {
+        match self.hf("topk_method", "a string", Value::as_str)? {
+            None | Some("greedy") => Ok(false),
+            Some("group_limited_greedy") => Ok(true),
+            Some(other) => Err(wrong_value(
+                "topk_method",
+                other,
+                "greedy or group_limited_greedy",
+            )),
+        }
+    }
+
+    /// Groups of so many experts, `None` where there is one group; `usual` of folders that do not
+    /// say, count and used; how many of a group make up its score.
+    pub(super) fn groups(
+        &self,
+        experts: usize,
+        usual: (usize, usize),
+        largest: usize,
+    ) -> Result<Option<Groups>, Error> {
+        let usual = match self {
+            Self::Gguf { .. } => (1, 1),
+            Self::Hf(_) => usual,
+        };
+        let most = crate::config::MAX_GROUPS as u64;
+        let count = self.opt_size("expert_group_count", "n_group", 0, most)?;
+        let count = count.unwrap_or(usual.0);
+        if count <= 1 {
+            return Ok(None);
+        }
+        if !experts.is_multiple_of(count) || experts / count < largest {
+            let expected = format!("a divisor of {experts} with {largest} or more in each");
+            return Err(wrong_value("number of groups of experts", count, expected));
+        }
+        let used = self.opt_size("expert_group_used_count", "topk_group", 1, count as u64)?;
+        let used = match (used, self) {
+            (Some(used), _) => used,
+            (None, Self::Hf(_)) => usual.1,
+            (None, Self::Gguf { .. }) => return Err(self.missing("expert_group_used_count", "")),
+        };
+        Ok(Some(Groups {
+            count,
+            used,
+            largest,
+        }))
+    }
+
+    /// Whether each of so many layers lacks experts: the first do, or a list names them.
+    pub(crate) fn dense_of(&self, layers: usize) -> Result<Vec<bool>, Error> {
+        let usual = match self.latent_kind()? {
+            Kind::V3 => 3,
+            Kind::Glm => 1,
+            Kind::V2 | Kind::Mistral => 0,
+        };
+        let Self::Hf(json) = self else {
+            let first = self.dense_layers(0)?;
+            return Ok((0..layers).map(|layer| layer < first).collect());
+        };
+        let Some(kinds) = field(json, "mlp_layer_types", "a list", Value::as_array)? else {
+            let first = self.dense_layers(usual)?;
+            return Ok((0..layers).map(|layer| layer < first).collect());
+        };
+        if kinds.len() != layers {
+            let expected = format!("one for each of {layers} layers");
+            return Err(wrong_value(
+                "number of mlp_layer_types",
+                kinds.len(),
+                expected,
+            ));
+        }
+        let kind = |kind: &Value| match kind.as_str() {
+            Some("dense") => Ok(true),
+            Some("sparse") => Ok(false),
+            _ => Err(wrong_value("mlp_layer_types", kind, "dense or sparse")),
+        };
+        kinds.iter().map(kind).collect()
+    }
+}
+
+/// The factor of scores, of which a file may make anything.
+fn positive_magnitude(factor: f64, weight: f64) -> Result<f64, Error> {
+    let magnitude = Yarn::usual_magnitude(factor, weight);
+    if magnitude.is_finite() && (1e-3..=1e3).contains(&magnitude) {
+        Ok(magnitude)
+    } else {
+        Err(wrong_value(
+            "attention factor of yarn",
+            magnitude,
+            "0.001 to 1000",
+        ))
+    }
+}

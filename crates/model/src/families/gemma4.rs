@@ -1,0 +1,110 @@
+//! Gemma 4, text: layers with a window and layers that see all have heads of their own sizes;
+//! values have a norm without weights; the last layers use caches of earlier ones; each layer may
+//! have embeddings of its own, and experts beside its feed-forward; logits are capped.
+//! Source: `src/models/gemma4.cpp` of llama.cpp, `modeling_gemma4.py` of transformers.
+
+use paceline_tensor::RopePairs;
+
+use super::{Family, Fields, FileNames, Half, LayerStep, RopeKind, Stacks};
+use crate::{Config, Error, LayerCache, LayerShape};
+
+/// Of so many layers, one sees all positions.
+const PATTERN: usize = 6;
+
+/// Rotary sets in [`Config::ropes`].
+const FULL: usize = 0;
+const WINDOWED: usize = 1;
+
+const ROPE: RopeKind = RopeKind {
+    proportional: Some(0.25),
+    ..RopeKind::plain(RopePairs::Halves, 1_000_000.0)
+};
+
+pub(super) const NAMES: FileNames = FileNames {
+    hf_ffn_norm: "pre_feedforward_layernorm",
+    router: "router.proj",
+    mlx_experts: "experts.switch_glu",
+    stacks: Stacks::Behind,
+    ..FileNames::USUAL
+};
+
+pub(super) fn config(fields: &Fields<'_>) -> Result<Config, Error> {
+    fields.check_gemma4()?;
+    let mut config = Config::base(Family::Gemma4, fields)?;
+    config.embedding_scale = (config.width as f32).sqrt();
+    config.softcap = fields.final_softcap()?;
+    config.per_layer = fields.per_layer_width()?;
+    let (window, n) = (fields.window()?, config.layers.len());
+    let windowed = fields.windowed(n, PATTERN)?;
+    let heads = fields.gemma4_heads(&config)?;
+    let experts = fields.gemma4_experts()?;
+    for (i, layer) in config.layers.iter_mut().enumerate() {
+        let (own, window, rope) = match windowed[i] {
+            true => (heads.windowed, Some(window), WINDOWED),
+            false => (heads.full, None, FULL),
+        };
+        (layer.window, layer.rope, layer.query_scale) = (window, rope, 1.0);
+        (layer.head_dim, layer.value_dim, layer.value_norm) = (own.size, own.size, true);
+        layer.kv_heads = own.kv_heads.unwrap_or(layer.kv_heads);
+        layer.keys_as_values = fields.has_keys_as_values(i, windowed[i]);
+        (layer.experts, layer.dense_beside) = (experts, experts.is_some());
+    }
+    share_caches(&mut config, fields, &windowed)?;
+    config.head_dim = heads.full.size;
+    let full = fields.rope(&config, ROPE)?;
+    config.head_dim = heads.windowed.size;
+    config.ropes = vec![full, fields.gemma_window_rope(&config)?];
+    // The first layer stands for the usual one.
+    let LayerShape {
+        head_dim,
+        kv_heads,
+        ffn,
+        ..
+    } = config.layers[0];
+    (config.head_dim, config.kv_heads, config.ffn) = (head_dim, kv_heads, ffn);
+    Ok(config)
+}
+
+/// The last layers use the cache of the last layer of their kind before them.
+fn share_caches(config: &mut Config, fields: &Fields<'_>, windowed: &[bool]) -> Result<(), Error> {
+    let shared = fields.shared_caches(config.layers.len())?;
+    let own = config.layers.len() - shared.count;
+    for i in own..config.layers.len() {
+        let of = (0..own).rev().find(|of| windowed[*of] == windowed[i]);
+        let layer = &mut config.layers[i];
+        layer.cache = LayerCache::Of(of.ok_or_else(|| shared.without_keeper(i))?);
+        if shared.doubles_width {
+            layer.ffn *= 2;
+        }
+        layer.keys_as_values = false;
+    }
+    Ok(())
+}
+
+/// One layer; shapes of one batch of T rows.
+pub(super) fn layer<S: LayerStep>(step: &mut S, w: &S::Layer, index: usize) -> Result<(), Error> {
+    step.norm(w, Half::Attention)?; //         residual (T, C) -> x (T, C)
+    step.project_qkv(w)?; //                   x (T, C) -> q (T, H D), k, v (T, K D)
+    step.norm_heads(w)?; //                    q (T, H, D), k (T, K, D) in place, over D
+    step.norm_values(w)?; //                   v (T, K, D) in place, over D
+    step.rotate(index)?; //                    q, k in place, by the layer's own base
+    step.attend(w, index)?; //                 q, cache -> attended (T, H D), window or all
+    step.project_attention(w)?; //             attended (T, H D) -> delta (T, C)
+    step.norm_delta(w, Half::Attention)?; //   delta (T, C) in place
+    step.add_delta()?; //                      residual += delta
+    step.norm(w, Half::FeedForward)?; //       residual (T, C) -> x (T, C)
+    step.project_gate_up(w)?; //               x (T, C) -> gate, up (T, F)
+    step.activate()?; //                       gelu(gate) * up -> hidden (T, F)
+    step.project_down(w)?; //                  hidden (T, F) -> delta (T, C)
+    if step.has_experts(w) {
+        step.set_aside(w)?; //                 norm(delta) -> aside (T, C)
+        step.norm(w, Half::Beside)?; //        residual (T, C) -> x (T, C)
+        step.experts(w)?; //                   x, residual for the router -> delta (T, C)
+        step.norm_delta(w, Half::Beside)?; //  delta (T, C) in place
+        step.add_aside()?; //                  delta += aside
+    }
+    step.norm_delta(w, Half::FeedForward)?; // delta (T, C) in place
+    step.add_delta()?; //                      residual += delta
+    step.add_per_layer(w, index)?; //          residual += norm(project(gelu(gate residual) * own))
+    step.scale_residual(w) //                  residual *= the layer's factor
+}

@@ -1,0 +1,61 @@
+//! What files call the weights of a family, where families differ.
+
+/// The words of a family in the names of weights; a family's file says what is not
+/// [`USUAL`](Self::USUAL).
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct FileNames {
+    /// The norm before the feed-forward, in GGUF files.
+    pub(crate) gguf_ffn_norm: &'static str,
+    /// The same in the Hugging Face layout.
+    pub(crate) hf_ffn_norm: &'static str,
+    /// The module of the layers' block with experts, in the Hugging Face layout.
+    pub(crate) block: &'static str,
+    /// Gate, up and down of an expert, there.
+    pub(crate) expert: [&'static str; 3],
+    /// The module of the shared expert, there.
+    pub(crate) shared: &'static str,
+    /// The router, there.
+    pub(crate) router: &'static str,
+    /// The bias of the router's choice, there.
+    pub(crate) choice: &'static str,
+    /// The module of a layer that holds the stacks of all experts in folders of MLX.
+    pub(crate) mlx_experts: &'static str,
+    /// How the Hugging Face layout keeps experts.
+    pub(crate) stacks: Stacks,
+}
+
+/// How a family's Hugging Face folders keep the matrices of experts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Stacks {
+    /// One by one.
+    None,
+    /// All in one, gate and up in alternate rows, perhaps in MXFP4 (gpt-oss).
+    Alternate,
+    /// All in one, `(experts, rows, columns)`, the rows of up behind those of gate (Gemma 4).
+    Behind,
+}
+
+impl FileNames {
+    /// As most families have them: `modeling_qwen3_moe.py` of transformers.
+    pub(crate) const USUAL: Self = Self {
+        gguf_ffn_norm: "ffn_norm",
+        hf_ffn_norm: "post_attention_layernorm",
+        block: "mlp",
+        expert: ["gate_proj", "up_proj", "down_proj"],
+        shared: "mlp.shared_expert",
+        router: "mlp.gate",
+        choice: "mlp.gate.e_score_correction_bias",
+        mlx_experts: "mlp.switch_mlp",
+        stacks: Stacks::None,
+    };
+
+    /// As Mixtral has them: `modeling_mixtral.py`.
+    pub(crate) const MIXTRAL: Self = Self {
+        block: "block_sparse_moe",
+        expert: ["w1", "w3", "w2"],
+        router: "block_sparse_moe.gate",
+        choice: "block_sparse_moe.e_score_correction_bias",
+        mlx_experts: "block_sparse_moe.switch_mlp",
+        ..Self::USUAL
+    };
+}

@@ -1,0 +1,160 @@
+//! What gated heads and gated delta nets need beyond queries, keys and values.
+//!
+//! ```text
+//! attention      wide (T, H, 2 D): of each head the query, then its gate
+//!                attended (T, H D) *= sigmoid(gate)
+//! delta net      wide (T, H E): gates of values
+//!                step = sigmoid(W_step x)   decay = scale * softplus(W_decay x + bias)
+//!                attended (T, H, E) = norm(attended over E) * silu(gate)
+//! ```
+//!
+//! A softplus is computed in f64 and rounded once: a state lives on the product of its decays.
+
+use paceline_comm::Memory;
+use paceline_tensor::pool::DisjointMut;
+use paceline_tensor::{Kernels, Product};
+
+use crate::model::Model;
+use crate::weights::{DeltaNet, Linear};
+use crate::{LayerCache, LayerCut, LayerShape};
+
+/// Values that are computed at once.
+const RUN: usize = 64;
+
+/// Buffers for layers with gates. T rows, H this rank's heads, D and E elements of a query and of a
+/// value.
+#[derive(Debug)]
+pub(super) struct Mixer {
+    /// `(T, H 2 D)` of attention, `(T, H E)` of a delta net.
+    pub(super) wide: Memory<f32>,
+    /// `(T, channels)`
+    pub(super) mixed: Memory<f32>,
+    /// `(T, H)`
+    pub(super) steps: Memory<f32>,
+    /// `(T, H)`
+    pub(super) decays: Memory<f32>,
+}
+
+impl Mixer {
+    /// For steps of up to `rows` rows; `None` where no layer has gates.
+    pub(super) fn new(model: &Model, rows: usize) -> Option<Self> {
+        let (config, shard) = (model.config(), model.shard());
+        let layers = || config.layers[shard.layers.clone()].iter();
+        let is_net = |shape: &LayerShape| matches!(shape.cache, LayerCache::Delta(_));
+        if !layers().any(|shape| shape.gated || is_net(shape)) {
+            return None;
+        }
+        let most = |len: fn(&LayerShape, &LayerCut) -> usize| {
+            let lens = layers().zip(shard.each_layer());
+            let lens = lens.map(|(shape, cut)| len(shape, cut));
+            Memory::new(None, rows * lens.max().unwrap_or(0))
+        };
+        let heads = |_: &LayerShape, cut: &LayerCut| cut.heads.len();
+        Some(Self {
+            wide: most(|shape, cut| cut.heads.len() * shape.value_dim.max(2 * shape.head_dim)),
+            mixed: most(|shape, cut| {
+                let keys = 2 * cut.kv_heads.len() * shape.head_dim;
+                keys + cut.heads.len() * shape.value_dim
+            }),
+            steps: most(heads),
+            decays: most(heads),
+        })
+    }
+
+    /// Copies the queries `(T, H, D)` out of the products with their gates.
+    pub(super) fn take_queries(&self, dim: usize, rows: usize, query: &Linear, q: &mut [f32]) {
+        let heads = self.wide[..rows * query.matrix.rows()].chunks_exact(2 * dim);
+        for (q, head) in q.chunks_exact_mut(dim).zip(heads) {
+            q.copy_from_slice(&head[..dim]);
+        }
+    }
+
+    /// `x *= sigmoid(gate)` for `rows` rows of heads of `dim`.
+    pub(super) fn gate(&self, kernels: &Kernels, dim: usize, rows: usize, x: &mut [f32]) {
+        let width = x.len() / rows.max(1) / dim * dim;
+        let parts = DisjointMut::new(&mut x[..rows * width], width.max(1));
+        kernels.for_rows(rows, |t| {
+            // SAFETY: each row is visited once.
+            let row = unsafe { parts.part(t) };
+            let heads = row.chunks_exact_mut(dim);
+            let gates = self.wide[2 * t * width..].chunks_exact(2 * dim);
+            for (head, gates) in heads.zip(gates) {
+                for (x, gate) in head.chunks_mut(RUN).zip(gates[dim..].chunks(RUN)) {
+                    let mut exp = [0.0; RUN];
+                    let exp = &mut exp[..x.len()];
+                    kernels.exp_scaled(gate, 0.0, -1.0, exp);
+                    x.iter_mut().zip(exp).for_each(|(x, e)| *x /= 1.0 + *e);
+                }
+            }
+        });
+    }
+
+    /// The products of a delta net for gates, steps and decays.
+    pub(super) fn products<'a>(&'a mut self, net: &'a DeltaNet, rows: usize) -> [Product<'a>; 3] {
+        let [gate, step, decay] = net.matrices();
+        [
+            (gate, &mut self.wide),
+            (step, &mut self.steps),
+            (decay, &mut self.decays),
+        ]
+        .map(|(weights, out)| Product {
+            weights,
+            first_col: 0,
+            out: &mut out[..rows * weights.rows()],
+        })
+    }
+
+    /// Turns products into steps and decays.
+    pub(super) fn finish_gates(&mut self, kernels: &Kernels, net: &DeltaNet, rows: usize) {
+        let heads = net.bias.len();
+        for steps in self.steps[..rows * heads].chunks_mut(RUN) {
+            let mut exp = [0.0; RUN];
+            let exp = &mut exp[..steps.len()];
+            kernels.exp_scaled(steps, 0.0, -1.0, exp);
+            let pairs = steps.iter_mut().zip(exp);
+            pairs.for_each(|(step, e)| *step = 1.0 / (1.0 + *e));
+        }
+        let decays = DisjointMut::new(&mut self.decays[..rows * heads], heads.max(1));
+        kernels.for_rows(decays.len(), |t| {
+            // SAFETY: each row is visited once.
+            let row = unsafe { decays.part(t) };
+            for ((x, bias), scale) in row.iter_mut().zip(&net.bias).zip(&net.scale) {
+                *x = scale * softplus(*x + bias);
+            }
+        });
+    }
+
+    /// Norms each head of `x` `(T, H, E)` and multiplies it with silu of its gate.
+    pub(super) fn norm_and_gate(
+        &self,
+        (kernels, eps): (&Kernels, f32),
+        net: &DeltaNet,
+        dim: usize,
+        x: &mut [f32],
+    ) {
+        let width = net.bias.len() * dim;
+        let parts = DisjointMut::new(x, width);
+        kernels.for_rows(parts.len(), |t| {
+            // SAFETY: each row is visited once.
+            let row = unsafe { parts.part(t) };
+            let gates = self.wide[t * width..(t + 1) * width].chunks_exact(dim);
+            for (head, gates) in row.chunks_exact_mut(dim).zip(gates) {
+                kernels.rms_norm_in_place(head, &net.norm, eps);
+                for (x, gate) in head.chunks_mut(RUN).zip(gates.chunks(RUN)) {
+                    let mut out = [0.0; RUN];
+                    let out = &mut out[..x.len()];
+                    kernels.silu_mul(gate, x, out);
+                    x.copy_from_slice(out);
+                }
+            }
+        });
+    }
+}
+
+/// `ln(1 + exp(x))`; from 20 on x itself, as transformers and llama.cpp have it.
+fn softplus(x: f32) -> f32 {
+    if x > 20.0 {
+        return x;
+    }
+    libm::log1p(libm::exp(f64::from(x))) as f32
+}

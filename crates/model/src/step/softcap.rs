@@ -1,0 +1,53 @@
+//! The cap on logits (Gemma 4).
+
+use paceline_tensor::Kernels;
+use paceline_tensor::pool::DisjointMut;
+
+/// Values that are computed at once: a vocabulary of 262,144 is 64 tasks.
+const RUN: usize = 4096;
+
+/// `z = cap * tanh(z / cap)`, with `tanh y = (1 - e) / (1 + e)` and `e = exp(-2 |y|)`.
+pub(super) fn softcap(kernels: &Kernels, cap: f32, logits: &mut [f32]) {
+    let n = logits.len();
+    let (whole, rest) = logits.split_at_mut(n / RUN * RUN);
+    let parts = DisjointMut::new(whole, RUN);
+    kernels.for_rows(n / RUN, |i| {
+        // SAFETY: each run is visited once.
+        run(kernels, cap, unsafe { parts.part(i) });
+    });
+    run(kernels, cap, rest);
+}
+
+fn run(kernels: &Kernels, cap: f32, logits: &mut [f32]) {
+    const LANES: usize = 64;
+    let (mut size, mut exp) = ([0.0; LANES], [0.0; LANES]);
+    for part in logits.chunks_mut(LANES) {
+        let n = part.len();
+        let sizes = size.iter_mut().zip(&*part);
+        sizes.for_each(|(size, z)| *size = (z / cap).abs());
+        kernels.exp_scaled(&size[..n], 0.0, -2.0, &mut exp[..n]);
+        for (z, e) in part.iter_mut().zip(&exp) {
+            *z = (cap * ((1.0 - e) / (1.0 + e))).copysign(*z);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::softcap;
+    use paceline_tensor::Kernels;
+
+    #[test]
+    fn it_is_the_hyperbolic_tangent() {
+        let kernels = Kernels::new(2).unwrap();
+        let logits: Vec<f32> = (-9000..9000).map(|i| i as f32 * 0.017).collect();
+        let mut capped = logits.clone();
+        softcap(&kernels, 30.0, &mut capped);
+        for (z, got) in logits.iter().zip(&capped) {
+            let expected = 30.0 * (f64::from(*z) / 30.0).tanh();
+            let distance = (f64::from(*got) - expected).abs();
+            assert!(distance < 1e-5, "{z}: {got}, expected {expected}");
+        }
+        assert_eq!(capped[9000], 0.0);
+    }
+}

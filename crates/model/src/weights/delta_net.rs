@@ -1,0 +1,278 @@
+//! The weights of a gated delta net: rows of this rank's heads, wherever they lie.
+
+use std::borrow::Cow;
+use std::ops::Range;
+
+use paceline_formats::tensor::MappedBytes;
+use paceline_tensor::{PackOptions, Packed, StoredMatrix, stored};
+
+use super::{AsStored, Linear, Loader, pack_error, vector};
+use crate::config::{self, HeadOrder};
+use crate::{Error, Family, LayerShape, Part, Role};
+
+/// What a gated delta net has besides queries, keys, values and an output. H are this rank's value
+/// heads.
+#[derive(Debug)]
+pub(crate) struct DeltaNet {
+    /// `(H E, C)`
+    pub(crate) gate: Packed,
+    /// `(H, C)`, in f32, as decays.
+    pub(crate) step: Packed,
+    /// `(H, C)`
+    pub(crate) decay: Packed,
+    /// `(taps, channels)`: queries, keys and values.
+    pub(crate) conv: Vec<f32>,
+    /// `(H,)`
+    pub(crate) bias: Vec<f32>,
+    /// `(H,)`, below 0.
+    pub(crate) scale: Vec<f32>,
+    /// `(E,)`
+    pub(crate) norm: Vec<f32>,
+    /// `(H,)`: the key head of each, among this rank's.
+    pub(crate) key_heads: Vec<usize>,
+}
+
+impl DeltaNet {
+    /// The matrices that multiply rows after a norm.
+    pub(crate) fn matrices(&self) -> [&Packed; 3] {
+        [&self.gate, &self.step, &self.decay]
+    }
+}
+
+/// Ranges of rows, one behind the other.
+type Rows = Vec<Range<usize>>;
+
+/// Where the rows of a layer's heads lie in the file's matrices. Letters as in [`LayerShape`].
+#[derive(Clone, Copy)]
+struct Places<'a> {
+    shape: &'a LayerShape,
+    heads: &'a Range<usize>,
+    key_heads: &'a Range<usize>,
+}
+
+impl Places<'_> {
+    fn all_keys(&self) -> usize {
+        self.shape.kv_heads * self.shape.head_dim
+    }
+
+    fn all_values(&self) -> usize {
+        self.shape.heads * self.shape.value_dim
+    }
+
+    /// Queries, keys and values in a matrix that has all of each behind each other.
+    fn in_qkv(&self) -> [Rows; 3] {
+        let (d, e) = (self.shape.head_dim, self.shape.value_dim);
+        let keys = |from: usize| {
+            let Range { start, end } = self.key_heads.clone();
+            let mine = from + start * d..from + end * d;
+            vec![mine]
+        };
+        let from = 2 * self.all_keys();
+        let values = from + self.heads.start * e..from + self.heads.end * e;
+        [keys(0), keys(self.all_keys()), vec![values]]
+    }
+
+    /// Queries, keys, values and gates in a matrix that has them by key head.
+    fn by_key_head(&self) -> [Rows; 4] {
+        let (d, e) = (self.shape.head_dim, self.shape.value_dim);
+        let group = self.shape.heads / self.shape.kv_heads;
+        let each = 2 * d + 2 * group * e;
+        let keys = |from: usize| {
+            let of = |head: usize| head * each + from..head * each + from + d;
+            self.key_heads.clone().map(of).collect()
+        };
+        let values = |from: usize| {
+            let of = |head: usize| {
+                let start = head / group * each + from + head % group * e;
+                start..start + e
+            };
+            self.heads.clone().map(of).collect()
+        };
+        [keys(0), keys(d), values(2 * d), values(2 * d + group * e)]
+    }
+
+    /// Steps and decays in a matrix that has them by key head.
+    fn gates_by_key_head(&self) -> [Rows; 2] {
+        let group = self.shape.heads / self.shape.kv_heads;
+        [0, group].map(|from| {
+            let of = |head: usize| {
+                let row = head / group * 2 * group + from + head % group;
+                row..row + 1
+            };
+            self.heads.clone().map(of).collect()
+        })
+    }
+
+    /// The key head of each value head, among those held.
+    fn key_heads(&self, order: HeadOrder) -> Vec<usize> {
+        let group = self.shape.heads / self.shape.kv_heads;
+        let of = |head: usize| match order {
+            HeadOrder::Grouped => head / group,
+            HeadOrder::Interleaved => head % self.shape.kv_heads,
+        };
+        let heads = self.heads.clone();
+        heads.map(|head| of(head) - self.key_heads.start).collect()
+    }
+}
+
+impl Loader<'_> {
+    /// Queries, keys and values of a gated delta net, and what it has besides.
+    pub(super) fn delta_net(
+        &self,
+        layer: usize,
+        net: config::DeltaNet,
+    ) -> Result<([Linear; 3], DeltaNet), Error> {
+        let (shape, cut) = (&self.config.layers[layer], self.shard.layer(layer));
+        let places = Places {
+            shape,
+            heads: &cut.heads,
+            key_heads: &cut.kv_heads,
+        };
+        let role = |part| Role::Layer(layer, part);
+        let has = |part| self.names.source.has_any(self.config.family, role(part));
+        let (keys, values) = (places.all_keys(), places.all_values());
+        let rows = |part, all, rows: &Rows| self.gathered(role(part), all, rows, false);
+        let [q, k, v, gate] = if has(Part::DeltaQkvGate) {
+            let all = 2 * (keys + values);
+            let [q, k, v, gate] = places.by_key_head();
+            let of = |own: &Rows| rows(Part::DeltaQkvGate, all, own);
+            [of(&q)?, of(&k)?, of(&v)?, of(&gate)?]
+        } else {
+            let [q, k, v] = places.in_qkv();
+            let of = |own: &Rows| rows(Part::DeltaQkv, 2 * keys + values, own);
+            let own = cut.heads.start * shape.value_dim..cut.heads.end * shape.value_dim;
+            let gate = rows(Part::DeltaGate, values, &vec![own])?;
+            [of(&q)?, of(&k)?, of(&v)?, gate]
+        };
+        let [step, decay] = self.delta_gates(layer, places)?;
+        let linear = |matrix| Linear { matrix, bias: None };
+        let [bias, scale] = [Part::DeltaBias, Part::DeltaScale]
+            .map(|part| self.names.finite(role(part), shape.heads));
+        let of_heads = |all: Vec<f32>| all[cut.heads.clone()].to_vec();
+        let net = DeltaNet {
+            gate,
+            step,
+            decay,
+            conv: self.conv(role(Part::DeltaConv), places, net.taps)?,
+            bias: of_heads(bias?),
+            scale: of_heads(self.decay_factors(scale?)),
+            norm: {
+                let tensor = self
+                    .names
+                    .source
+                    .weight(self.config.family, role(Part::DeltaNorm))?;
+                vector(&tensor, shape.value_dim)?
+            },
+            key_heads: places.key_heads(net.order),
+        };
+        Ok(([q, k, v].map(linear), net))
+    }
+
+    /// Steps and decays, in f32 whatever the class: their errors add up over a state's life.
+    fn delta_gates(&self, layer: usize, places: Places<'_>) -> Result<[Packed; 2], Error> {
+        let role = |part| Role::Layer(layer, part);
+        let heads = places.shape.heads;
+        let joined = role(Part::DeltaStepDecay);
+        let family = self.config.family;
+        let has = |role| self.names.source.has_any(family, role);
+        // Of both forms the one that the family's newer files have is missed by name.
+        let misses_joined = family == Family::Qwen3Next && !has(role(Part::DeltaStep));
+        if has(joined) || misses_joined {
+            let [step, decay] = places.gates_by_key_head();
+            let of = |own: &Rows| self.gathered(joined, 2 * heads, own, true);
+            return Ok([of(&step)?, of(&decay)?]);
+        }
+        let own = vec![places.heads.clone()];
+        let of = |part| self.gathered(role(part), heads, &own, true);
+        Ok([of(Part::DeltaStep)?, of(Part::DeltaDecay)?])
+    }
+
+    /// Factors of decays, of which folders have logarithms.
+    fn decay_factors(&self, stored: Vec<f32>) -> Vec<f32> {
+        match self.names.source {
+            crate::Source::Gguf(_) => stored,
+            crate::Source::Hf(_) => {
+                let factor = |log: f32| -libm::exp(f64::from(log)) as f32;
+                stored.into_iter().map(factor).collect()
+            }
+        }
+    }
+
+    /// Taps of this rank's channels.
+    fn conv(&self, role: Role, places: Places<'_>, taps: usize) -> Result<Vec<f32>, Error> {
+        let channels = 2 * places.all_keys() + places.all_values();
+        let mut tensor = self.names.source.weight(self.config.family, role)?;
+        if tensor.shape == [channels, 1, taps] {
+            tensor.shape = vec![channels, taps];
+        }
+        super::check_shape(&tensor, &[channels, taps])?;
+        let mut all = vec![0.0; channels * taps];
+        stored::dequantise(tensor.block_type, &tensor.bytes, &mut all);
+        let own: Vec<usize> = places.in_qkv().into_iter().flatten().flatten().collect();
+        let of_tap = |tap| own.iter().map(move |channel| channel * taps + tap);
+        Ok((0..taps).flat_map(of_tap).map(|at| all[at]).collect())
+    }
+
+    /// Packs `rows` of a matrix of `all` rows; copies them where they do not lie in one piece.
+    fn gathered(
+        &self,
+        role: Role,
+        all: usize,
+        rows: &[Range<usize>],
+        as_f32: bool,
+    ) -> Result<Packed, Error> {
+        let shape = [all, self.config.width];
+        let pack = |stored: StoredMatrix<'_>, mut options: PackOptions| {
+            options.as_f32 |= as_f32;
+            Packed::new(stored, options, self.pool)
+        };
+        if let [rows] = rows {
+            let part = (rows.clone(), 0..shape[1]);
+            return self.packed(role, shape, part, pack);
+        }
+        let (name, block_type, bytes) = match self.names.as_stored(role, shape)? {
+            AsStored::Whole(tensor) => {
+                let row = tensor.bytes.len() / all;
+                let of = |rows: &Range<usize>| {
+                    Ok(Cow::Borrowed(
+                        &tensor.bytes[rows.start * row..rows.end * row],
+                    ))
+                };
+                let bytes = gather(rows, of)?;
+                tensor.bytes.discard();
+                (tensor.name, tensor.block_type, bytes)
+            }
+            AsStored::Mlx(matrix) => {
+                let of = |rows: &Range<usize>| {
+                    let joined: MappedBytes = self.joined(&matrix, rows.clone(), &(0..shape[1]))?;
+                    Ok::<_, Error>(Cow::Owned(joined.to_vec()))
+                };
+                let bytes = gather(rows, of)?;
+                (matrix.name.clone(), matrix.block_type, bytes)
+            }
+        };
+        let stored = StoredMatrix {
+            block_type,
+            rows: rows.iter().map(Range::len).sum(),
+            cols: shape[1],
+            bytes: &bytes,
+        };
+        let options = PackOptions {
+            leaf_cols: 0,
+            as_f32: self.class == paceline_base::KernelClass::CpuF32,
+        };
+        pack(stored, options).map_err(|source| pack_error(&name, source))
+    }
+}
+
+/// The bytes of ranges of rows behind each other.
+fn gather<'a>(
+    rows: &[Range<usize>],
+    of: impl Fn(&Range<usize>) -> Result<Cow<'a, [u8]>, Error>,
+) -> Result<Vec<u8>, Error> {
+    let mut bytes = Vec::new();
+    for rows in rows {
+        bytes.extend_from_slice(&of(rows)?);
+    }
+    Ok(bytes)
+}

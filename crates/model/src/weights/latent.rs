@@ -1,0 +1,161 @@
+//! Weights of latent attention: parts that every rank of a stage has, and the expansions of its
+//! heads.
+
+use std::ops::Range;
+
+use paceline_base::{BlockType, KernelClass};
+use paceline_tensor::{PackOptions, Packed, StoredMatrix};
+
+use super::{AsStored, Linear, Loader, pack_error};
+use crate::{Error, Nth, Part, Role, config};
+
+/// The projections that make keys and values of latent attention, and each head's expansions; shapes
+/// in [`Part`].
+#[derive(Debug)]
+pub(crate) struct Latent {
+    /// The compression of queries and its norm.
+    pub(crate) query_down: Option<(Linear, Vec<f32>)>,
+    pub(crate) down: Linear,
+    pub(crate) norm: Vec<f32>,
+    /// `(latent, plain)` of each of this rank's heads.
+    pub(crate) keys: Vec<Packed>,
+    /// `(value, latent)` of each of this rank's heads.
+    pub(crate) values: Vec<Packed>,
+}
+
+impl Loader<'_> {
+    /// This rank's heads of the queries of latent attention.
+    pub(super) fn latent_query(
+        &self,
+        layer: usize,
+        latent: config::Latent,
+    ) -> Result<Linear, Error> {
+        let (shape, heads) = (&self.config.layers[layer], &self.shard.layer(layer).heads);
+        let dim = latent.query_dim();
+        let (part, cols) = match latent.query_rank {
+            Some(rank) => (Part::QueryUp, rank),
+            None => (Part::Query, self.config.width),
+        };
+        let all = [shape.heads * dim, cols];
+        let mine = heads.start * dim..heads.end * dim;
+        self.rows(Role::Layer(layer, part), all, mine)
+    }
+
+    /// Loads the parts that every rank of a stage has, and the expansions of this rank's heads.
+    pub(super) fn latent(&self, layer: usize, latent: config::Latent) -> Result<Latent, Error> {
+        let heads = self.shard.layer(layer).heads.clone();
+        let rows = |part, rows| {
+            let shape = [rows, self.config.width];
+            self.rows(Role::Layer(layer, part), shape, 0..rows)
+        };
+        let norm = |part, n| self.names.norm(Role::Layer(layer, part), n);
+        let query_down = latent.query_rank.map(|rank| {
+            let down = rows(Part::QueryDown, rank)?;
+            Ok::<_, Error>((down, norm(Part::QueryDownNorm, rank)?))
+        });
+        let keys = heads.clone().map(|head| self.key_up(layer, latent, head));
+        let values = heads.map(|head| self.value_up(layer, latent, head));
+        Ok(Latent {
+            query_down: query_down.transpose()?,
+            down: rows(Part::LatentDown, latent.key_dim())?,
+            norm: norm(Part::LatentNorm, latent.rank)?,
+            keys: keys.collect::<Result<_, Error>>()?,
+            values: values.collect::<Result<_, Error>>()?,
+        })
+    }
+
+    /// A head's expansion of queries to latent numbers, `(latent, plain)`.
+    fn key_up(&self, layer: usize, latent: config::Latent, head: usize) -> Result<Packed, Error> {
+        let (heads, shape) = (self.config.layers[layer].heads, [latent.rank, latent.plain]);
+        let role = Role::Layer(
+            layer,
+            Part::KeyUp(Nth {
+                index: head,
+                of: heads,
+            }),
+        );
+        if !self.is_joined(layer) {
+            return self.of_head(role, shape, 0..shape[0]);
+        }
+        let role = Role::Layer(layer, Part::LatentUp);
+        let dim = latent.plain + latent.value_dim;
+        let both = self.names.as_stored(role, [heads * dim, latent.rank])?;
+        let (block_type, bytes) = both.turned(head * dim, shape);
+        let stored = StoredMatrix {
+            block_type,
+            rows: shape[0],
+            cols: shape[1],
+            bytes: &bytes,
+        };
+        let options = PackOptions {
+            leaf_cols: latent.plain,
+            as_f32: self.class == KernelClass::CpuF32,
+        };
+        let packed = Packed::new(stored, options, self.pool);
+        packed.map_err(|source| pack_error(both.name(), source))
+    }
+
+    /// A head's expansion of latent numbers to a value, `(value, latent)`.
+    fn value_up(&self, layer: usize, latent: config::Latent, head: usize) -> Result<Packed, Error> {
+        let (heads, shape) = (
+            self.config.layers[layer].heads,
+            [latent.value_dim, latent.rank],
+        );
+        let role = Role::Layer(
+            layer,
+            Part::ValueUp(Nth {
+                index: head,
+                of: heads,
+            }),
+        );
+        if !self.is_joined(layer) {
+            return self.of_head(role, shape, 0..shape[0]);
+        }
+        let role = Role::Layer(layer, Part::LatentUp);
+        let dim = latent.plain + latent.value_dim;
+        let mine = head * dim + latent.plain..(head + 1) * dim;
+        self.of_head(role, [heads * dim, latent.rank], mine)
+    }
+
+    /// Whether the expansions of a layer to keys and to values are one matrix.
+    fn is_joined(&self, layer: usize) -> bool {
+        let role = Role::Layer(layer, Part::LatentUp);
+        self.names.source.has_any(self.config.family, role)
+    }
+
+    /// Packs rows of a matrix that meet some columns of an input whose leaves are as wide.
+    fn of_head(&self, role: Role, shape: [usize; 2], rows: Range<usize>) -> Result<Packed, Error> {
+        self.packed(role, shape, (rows, 0..shape[1]), |stored, mut options| {
+            options.leaf_cols = shape[1];
+            Packed::new(stored, options, self.pool)
+        })
+    }
+}
+
+impl AsStored {
+    /// `rows` rows from `first` on of `cols` columns, turned: `[cols, rows]` is what it takes, as
+    /// the shape of the result. Floats stay what they are, other types become f32.
+    fn turned(&self, first: usize, [cols, rows]: [usize; 2]) -> (BlockType, Vec<u8>) {
+        if let Self::Whole(tensor) = self
+            && tensor.block_type.is_float()
+        {
+            let size = tensor.block_type.bytes();
+            let from = &tensor.bytes[first * cols * size..(first + rows) * cols * size];
+            let mut out = vec![0; from.len()];
+            for (i, element) in from.chunks_exact(size).enumerate() {
+                let at = (i % cols * rows + i / cols) * size;
+                out[at..at + size].copy_from_slice(element);
+            }
+            return (tensor.block_type, out);
+        }
+        let (mut out, mut row) = (vec![0; 4 * rows * cols], vec![0.0; cols]);
+        for i in 0..rows {
+            self.row((first + i) as u32, &mut row);
+            for (j, x) in row.iter().enumerate() {
+                let at = 4 * (j * rows + i);
+                out[at..at + 4].copy_from_slice(&x.to_le_bytes());
+            }
+        }
+        (BlockType::F32, out)
+    }
+}

@@ -1,0 +1,430 @@
+//! Copies of journals of other nodes' streamed answers, and of this node's on another.
+//!
+//! ```text
+//! entry --keep:    {"id":..,"at":..}\n BYTES--> another node: Shelf
+//!       <-"Yes" | "Gap" | {"No":why}-
+//! any   --journal: {"id":..,"key":..}--> every node: the answer's own entry, else its shelf
+//!       <-BYTES, none for nothing-
+//! ```
+//! One thread sends what all streams of this node want kept. What gathers while it waits for an
+//! answer goes out together, so the rate of tokens is bound by no round trip. Another node than the
+//! last is taken when that one is dead or silent; it answers `Gap` and gets all.
+
+use std::collections::BTreeMap;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, TrySendError, sync_channel};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use paceline_base::lock;
+use paceline_cluster::nodes::NodeId;
+use paceline_cluster::nodes::agent::Agent;
+use paceline_cluster::nodes::member::Life;
+use serde::{Deserialize, Serialize};
+
+use super::places::Wire;
+use super::{Inner, LOOK_EVERY};
+use crate::crew::line::{Broken, Line, MESSAGE_BYTES_MAX, hear, say};
+
+/// Services of a node.
+pub(super) const KEEP: &str = "keep";
+pub(super) const JOURNAL: &str = "journal";
+
+/// How long a journal stays after its last piece: as long as clients may take to come back.
+const STAY: Duration = Duration::from_secs(60);
+
+/// Journals of other nodes that a node keeps: of four entries with as many streams as each takes.
+const COPIES_MAX: usize = 1024;
+
+/// Bytes of memory that they take.
+const COPIES_BYTES_MAX: usize = 256 << 20;
+
+/// Longest wait for another node to keep something, half of the time for which clients wait: the
+/// rest is for the next node.
+const KEEP_LIMIT: Duration = Duration::from_secs(1);
+
+/// A node that was dead or silent is not asked again for so long.
+const SHUN: Duration = Duration::from_secs(10);
+
+/// Longest wait for the copy of a journal that another node has.
+const FIND_LIMIT: Duration = Duration::from_secs(2);
+
+/// Once a copy has come, a longer one is awaited for so long: nodes that live answer in some
+/// milliseconds. A shorter copy gives the same answer, computed again from there on.
+const FIND_MORE: Duration = Duration::from_millis(100);
+
+/// Nodes that are asked for a copy.
+const NODES_MAX: usize = 64;
+
+/// Pieces that wait to be sent: some of each stream that a node takes.
+const QUEUE_MAX: usize = 1024;
+
+/// More of a journal.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Piece {
+    /// The journal's name.
+    pub id: String,
+    /// Bytes before this piece; 0 begins it anew.
+    pub at: u64,
+    /// None are a sign that it is still needed.
+    pub bytes: Vec<u8>,
+}
+
+/// What became of a piece.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Kept {
+    /// Another node has it.
+    Yes,
+    /// The other node lacks what came before.
+    Gap,
+    /// No node keeps it, and why.
+    No(String),
+}
+
+/// Hears what became of a piece.
+pub type Done = Box<dyn FnOnce(Kept) + Send>;
+
+/// What stands before a piece's bytes.
+#[derive(Serialize, Deserialize)]
+struct Label {
+    id: String,
+    at: u64,
+}
+
+/// What is asked of every node.
+#[derive(Serialize, Deserialize)]
+struct Wish {
+    id: String,
+    key: Option<String>,
+}
+
+/// Journals of other nodes.
+#[derive(Default)]
+pub(super) struct Shelf(Mutex<BTreeMap<String, Held>>);
+
+struct Held {
+    bytes: Vec<u8>,
+    touched: Instant,
+}
+
+impl Shelf {
+    /// Keeps a piece.
+    fn put(&self, piece: Piece, now: Instant) -> Kept {
+        let mut all = lock(&self.0);
+        all.retain(|_, copy| now.saturating_duration_since(copy.touched) <= STAY);
+        let sum: usize = all.values().map(|copy| copy.bytes.len()).sum();
+        if sum + piece.bytes.len() > COPIES_BYTES_MAX {
+            return Kept::No("it has no room for more".to_owned());
+        }
+        if piece.at == 0 && !all.contains_key(&piece.id) && all.len() >= COPIES_MAX {
+            return Kept::No(format!("it keeps {COPIES_MAX} answers already"));
+        }
+        let copy = match piece.at {
+            0 => all.entry(piece.id).or_insert_with(|| Held {
+                bytes: Vec::new(),
+                touched: now,
+            }),
+            _ => match all.get_mut(&piece.id) {
+                Some(copy) => copy,
+                None => return Kept::Gap,
+            },
+        };
+        if piece.at > copy.bytes.len() as u64 {
+            return Kept::Gap;
+        }
+        copy.touched = now;
+        if !piece.bytes.is_empty() {
+            copy.bytes.truncate(piece.at as usize); // it is told again
+            copy.bytes.extend_from_slice(&piece.bytes);
+        }
+        Kept::Yes
+    }
+
+    fn find(&self, id: &str, now: Instant) -> Option<Vec<u8>> {
+        let all = lock(&self.0);
+        let copy = all.get(id)?;
+        let is_fresh = now.saturating_duration_since(copy.touched) <= STAY;
+        is_fresh.then(|| copy.bytes.clone())
+    }
+}
+
+/// Sends journals of this node to another.
+pub(super) struct Copier {
+    queue: SyncSender<(Piece, Done)>,
+}
+
+impl Copier {
+    /// Starts a thread that ends with this.
+    ///
+    /// # Errors
+    /// What the system says when it refuses the thread.
+    pub(super) fn start(agent: Agent) -> std::io::Result<Self> {
+        let (queue, pieces) = sync_channel(QUEUE_MAX);
+        let mut sender = Sender {
+            agent,
+            pieces,
+            to: None,
+            shunned: BTreeMap::new(),
+        };
+        let thread = std::thread::Builder::new().name("journals".to_owned());
+        thread.spawn(move || sender.run())?;
+        Ok(Self { queue })
+    }
+
+    pub(super) fn put(&self, piece: Piece, done: Done) {
+        let refused = match self.queue.try_send((piece, done)) {
+            Ok(()) => return,
+            Err(TrySendError::Full((_, done)) | TrySendError::Disconnected((_, done))) => done,
+        };
+        refused(Kept::No("too much waits to be kept".to_owned()));
+    }
+}
+
+struct Sender {
+    agent: Agent,
+    pieces: Receiver<(Piece, Done)>,
+    to: Option<(NodeId, Wire)>,
+    /// Until when nodes are not asked.
+    shunned: BTreeMap<NodeId, Instant>,
+}
+
+impl Sender {
+    fn run(&mut self) {
+        loop {
+            match self.pieces.recv_timeout(LOOK_EVERY) {
+                Ok(first) => {
+                    let mut all = vec![first];
+                    all.extend(self.pieces.try_iter().take(QUEUE_MAX));
+                    self.keep(all);
+                }
+                Err(RecvTimeoutError::Timeout) => {}
+                Err(RecvTimeoutError::Disconnected) => return,
+            }
+        }
+    }
+
+    /// Has the same node as before keep them, or the next that does.
+    fn keep(&mut self, mut all: Vec<(Piece, Done)>) {
+        let mut reason = "no other node lives".to_owned();
+        while let Some((node, line)) = self.reach(&mut reason) {
+            match exchange(&line, &mut all) {
+                Ok(()) => {
+                    self.to = Some((node, line));
+                    return;
+                }
+                Err(broken) => {
+                    reason = broken.to_string();
+                    line.close();
+                    self.shunned.insert(node, Instant::now() + SHUN);
+                }
+            }
+        }
+        for (_, done) in all {
+            done(Kept::No(reason.clone()));
+        }
+    }
+
+    fn reach(&mut self, reason: &mut String) -> Option<(NodeId, Wire)> {
+        if let Some((node, line)) = self.to.take()
+            && self.agent.life(node) == Life::Alive
+        {
+            return Some((node, line));
+        }
+        self.shunned.retain(|_, until| Instant::now() < *until);
+        for node in others(&self.agent) {
+            if self.shunned.contains_key(&node) {
+                continue;
+            }
+            match self.agent.open(node, KEEP, KEEP_LIMIT) {
+                Ok(channel) => return Some((node, Wire(channel))),
+                Err(error) => {
+                    *reason = error.to_string();
+                    self.shunned.insert(node, Instant::now() + SHUN);
+                }
+            }
+        }
+        None
+    }
+}
+
+/// The nodes that live, those after this one first, so that each keeps for another.
+fn others(agent: &Agent) -> Vec<NodeId> {
+    let own = agent.id();
+    let alive = agent.nodes().into_iter();
+    let alive = alive.filter(|node| node.state == Life::Alive && node.id != own);
+    let mut ids: Vec<NodeId> = alive.map(|node| node.id).collect();
+    ids.sort_by_key(|id| (*id < own, *id));
+    ids
+}
+
+/// Sends pieces and hears what becomes of each; those that were answered are gone from `all`.
+fn exchange(line: &dyn Line, all: &mut Vec<(Piece, Done)>) -> Result<(), Broken> {
+    let end = Instant::now() + KEEP_LIMIT;
+    let mut sent = 0;
+    while sent < all.len() {
+        let message = packed(&all[sent].0);
+        if message.len() > MESSAGE_BYTES_MAX {
+            let (_, done) = all.remove(sent);
+            done(Kept::No(format!(
+                "{} bytes at once are more than {MESSAGE_BYTES_MAX}",
+                message.len()
+            )));
+            continue;
+        }
+        line.send(&message)?;
+        sent += 1;
+    }
+    while !all.is_empty() {
+        let left = end.saturating_duration_since(Instant::now());
+        let kept: Option<Kept> = hear(line, left)?;
+        let kept = kept.ok_or_else(|| Broken::new(format!("silent for {KEEP_LIMIT:?}")))?;
+        let (_, done) = all.remove(0);
+        done(kept);
+    }
+    Ok(())
+}
+
+fn packed(piece: &Piece) -> Vec<u8> {
+    let label = Label {
+        id: piece.id.clone(),
+        at: piece.at,
+    };
+    let mut message = serde_json::to_vec(&label).expect("a label is JSON");
+    message.push(b'\n');
+    message.extend_from_slice(&piece.bytes);
+    message
+}
+
+fn unpacked(message: &[u8]) -> Option<Piece> {
+    let end = message.iter().position(|byte| *byte == b'\n')?;
+    let Label { id, at } = serde_json::from_slice(&message[..end]).ok()?;
+    let bytes = message[end + 1..].to_vec();
+    Some(Piece { id, at, bytes })
+}
+
+/// Keeps what another node sends until its channel closes.
+pub(super) fn answer_keep(inner: &Inner, line: &dyn Line) {
+    let keep = || -> Result<(), Broken> {
+        loop {
+            let Some(message) = line.receive(LOOK_EVERY)? else {
+                if inner.is_over() {
+                    return Ok(());
+                }
+                continue;
+            };
+            let piece = unpacked(&message).ok_or_else(|| Broken::new("no piece of a journal"))?;
+            say(line, &inner.shelf.put(piece, Instant::now()))?;
+        }
+    };
+    // The other end sees that the line is closed.
+    let _: Result<(), Broken> = keep();
+    line.close();
+}
+
+/// Answers a node that looks for a journal.
+pub(super) fn answer_journal(inner: &Inner, line: &dyn Line) {
+    let Ok(Some(Wish { id, key })) = hear(line, FIND_LIMIT) else {
+        return line.close();
+    };
+    let own = inner.spec.doors.journal(&id, key.as_deref());
+    let found = own.or_else(|| inner.shelf.find(&id, Instant::now()));
+    let _: Result<(), Broken> = line.send(&found.unwrap_or_default()); // it asks another one then
+}
+
+/// The longest copy of a journal that comes soon. A node that was frozen just now holds nobody up.
+pub(super) fn find(inner: &Arc<Inner>, id: &str, key: Option<&str>) -> Option<Vec<u8>> {
+    if let Some(own) = inner.shelf.find(id, Instant::now()) {
+        return Some(own);
+    }
+    let (tell, told) = sync_channel(NODES_MAX);
+    for node in others(&inner.agent).into_iter().take(NODES_MAX) {
+        let (inner, tell) = (Arc::clone(inner), tell.clone());
+        let wish = Wish {
+            id: id.to_owned(),
+            key: key.map(str::to_owned),
+        };
+        let ask = move || {
+            // Whoever asked may have gone on with another copy.
+            let _ = tell.send(ask(&inner.agent, node, &wish).unwrap_or_default());
+        };
+        let thread = std::thread::Builder::new().name("journal".to_owned());
+        thread.spawn(ask).ok()?;
+    }
+    drop(tell);
+    let mut end = Instant::now() + FIND_LIMIT;
+    let mut best = Vec::new();
+    while let Ok(copy) = told.recv_timeout(end.saturating_duration_since(Instant::now())) {
+        if copy.len() > best.len() {
+            best = copy;
+            end = end.min(Instant::now() + FIND_MORE);
+        }
+    }
+    (!best.is_empty()).then_some(best)
+}
+
+/// The copy that a node has; nothing where it has none.
+fn ask(agent: &Agent, node: NodeId, wish: &Wish) -> Option<Vec<u8>> {
+    let line = Wire(agent.open(node, JOURNAL, FIND_LIMIT).ok()?);
+    say(&line, wish).ok()?;
+    line.receive(FIND_LIMIT).ok()?
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn piece(id: &str, at: u64, text: &str) -> Piece {
+        Piece {
+            id: id.to_owned(),
+            at,
+            bytes: text.as_bytes().to_vec(),
+        }
+    }
+
+    #[test]
+    fn a_piece_travels_whole() {
+        let sent = piece("ab", 7, "line\nline\n");
+        assert_eq!(unpacked(&packed(&sent)), Some(sent));
+        assert_eq!(unpacked(b"{}\n"), None);
+        assert_eq!(unpacked(b"no line"), None);
+    }
+
+    #[test]
+    fn pieces_are_joined_and_a_gap_is_told() {
+        let (shelf, now) = (Shelf::default(), Instant::now());
+        assert_eq!(shelf.put(piece("a", 3, "x"), now), Kept::Gap);
+        assert_eq!(shelf.put(piece("a", 0, "one"), now), Kept::Yes);
+        assert_eq!(shelf.put(piece("a", 3, "two"), now), Kept::Yes);
+        assert_eq!(shelf.put(piece("a", 3, "two"), now), Kept::Yes, "again");
+        assert_eq!(shelf.put(piece("a", 7, "x"), now), Kept::Gap);
+        assert_eq!(shelf.find("a", now), Some(b"onetwo".to_vec()));
+        assert_eq!(shelf.put(piece("a", 0, "new"), now), Kept::Yes);
+        assert_eq!(shelf.find("a", now), Some(b"new".to_vec()));
+        assert_eq!(shelf.find("b", now), None);
+    }
+
+    #[test]
+    fn a_copy_stays_a_minute_after_its_last_sign() {
+        let (shelf, now) = (Shelf::default(), Instant::now());
+        shelf.put(piece("a", 0, "one"), now);
+        let later = now + STAY;
+        assert_eq!(shelf.put(piece("a", 3, ""), later), Kept::Yes);
+        let last = later + STAY;
+        assert_eq!(shelf.find("a", last), Some(b"one".to_vec()));
+        let after = last + Duration::from_millis(1);
+        assert_eq!(shelf.find("a", after), None);
+        assert_eq!(shelf.put(piece("a", 3, "x"), after), Kept::Gap);
+    }
+
+    #[test]
+    fn the_shelf_is_bounded() {
+        let (shelf, now) = (Shelf::default(), Instant::now());
+        for number in 0..COPIES_MAX {
+            assert_eq!(
+                shelf.put(piece(&number.to_string(), 0, "x"), now),
+                Kept::Yes
+            );
+        }
+        assert!(matches!(shelf.put(piece("y", 0, "x"), now), Kept::No(_)));
+        assert_eq!(shelf.put(piece("0", 1, "x"), now), Kept::Yes);
+    }
+}

@@ -1,0 +1,354 @@
+//! Placements of a model over the nodes that live, each with a prediction, before anything loads.
+//!
+//! Candidates are this node alone and with 1, 2, .. others, the best reached first (or just the
+//! nodes that are named), in every split. [`Fleet::load`](super::Fleet::load) takes the nodes and
+//! the split of one of them.
+
+use std::cmp::Reverse;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use paceline_base::{Bytes, KernelClass};
+use paceline_cluster::nodes::NodeId;
+use paceline_cluster::nodes::agent::NodeView;
+use paceline_cluster::nodes::member::Life;
+use paceline_cluster::nodes::paths;
+use paceline_cluster::nodes::placement::NODES_MAX;
+use paceline_comm::Backend;
+use paceline_model::{Config, Source, Split, SplitKind};
+use serde::Serialize;
+
+use super::places::Wire;
+use super::speed::{self, Speed};
+use super::{Ask, Inner, SPEED};
+use crate::crew::line::hear;
+use crate::forecast::across::{Machine, Way};
+use crate::forecast::{Forecast, Setting};
+
+/// Share of a machine's memory that a model may have: the rest is the system's and other programs'.
+const USABLE: f64 = 0.8;
+
+/// Nodes of the largest placement that is proposed where no number is given.
+const COUNT_MAX: usize = 8;
+
+/// Longest wait for what another node measured between two others to arrive.
+const TOLD_LIMIT: Duration = Duration::from_secs(2);
+
+/// A way of loading a model.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Proposal {
+    /// Names of its nodes, the owner first: what [`Ask::nodes`] takes.
+    pub nodes: Vec<String>,
+    /// How the model is cut: what [`Ask::split`] takes.
+    pub split: String,
+    /// Tokens a second of one answer alone.
+    pub decode_tok_s: f64,
+    /// Milliseconds until the first token of a short prompt.
+    pub ttft_ms: Option<f64>,
+    /// Whether every node has the memory for its part.
+    pub fits: bool,
+    /// Bytes that each node needs, in the order of `nodes`.
+    pub bytes: Vec<u64>,
+    /// The measured way of every pair, such as `n0 to n1: eth0 (0.10 ms, 940 MB/s)`.
+    pub paths: Vec<String>,
+}
+
+/// Proposals, the fastest that fits first.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Preview {
+    /// The user's name for the model.
+    pub model: String,
+    /// All that were looked at.
+    pub placements: Vec<Proposal>,
+    /// Why others were not: nodes of another revision, pairs that nothing was measured of.
+    pub notes: Vec<String>,
+}
+
+/// A node that may compute, with what is known of it.
+struct Candidate {
+    view: NodeView,
+    /// Cost of the way from this node, as of [`paths::Path::cost`]; 0 for this node itself.
+    cost: f64,
+}
+
+impl Inner {
+    /// Placements of what is asked for.
+    pub(super) fn preview(self: &Arc<Self>, ask: &Ask) -> Result<Preview, String> {
+        let path = self.copies.of_user(&ask.model)?;
+        let source = Source::open(&path).map_err(|error| error.to_string())?;
+        let config = Config::read(&source).map_err(|error| error.to_string())?;
+        let (sets, mut notes) = self.sets(ask)?;
+        let largest = sets.last().cloned().unwrap_or_default();
+        self.measure_unknown(&largest);
+        let forecast = self.forecast(&source, &config, ask)?;
+        let machines = self.machines(&largest);
+        let mut placements = Vec::new();
+        for set in &sets {
+            for split in splits(&config, set.len(), ask.split) {
+                let proposed = self.propose((&config, &forecast), &split, set, &machines);
+                match proposed {
+                    Ok(proposal) => placements.push(proposal),
+                    Err(reason) if notes.contains(&reason) => {}
+                    Err(reason) => notes.push(reason),
+                }
+            }
+        }
+        placements.sort_by(|a, b| {
+            let speed = b.decode_tok_s.total_cmp(&a.decode_tok_s);
+            b.fits.cmp(&a.fits).then(speed)
+        });
+        let model = ask.model.clone();
+        Ok(Preview {
+            model,
+            placements,
+            notes,
+        })
+    }
+
+    /// Sets of nodes to look at, each one more than the last; why some nodes are not among them.
+    fn sets(&self, ask: &Ask) -> Result<(Vec<Vec<NodeId>>, Vec<String>), String> {
+        if !ask.nodes.is_empty() {
+            return Ok((vec![self.choose(ask)?], Vec::new()));
+        }
+        let (order, notes) = self.ranked();
+        let most = match ask.count {
+            0 => COUNT_MAX,
+            count if count <= order.len() => count,
+            count => return Err(format!("{count} nodes are wanted and {} live", order.len())),
+        };
+        let least = if ask.count == 0 { 1 } else { ask.count };
+        let most = most.min(order.len()).min(NODES_MAX);
+        Ok(((least..=most).map(|n| order[..n].to_vec()).collect(), notes))
+    }
+
+    /// Living nodes that compute as this one does, this one first, then those that are reached best;
+    /// of those that are reached alike, the one with the most memory. Also which were left out.
+    pub(super) fn ranked(&self) -> (Vec<NodeId>, Vec<String>) {
+        let all = self.agent.nodes();
+        let own = all
+            .first()
+            .map(|node| (node.facts.numerics, node.facts.kernel_class.clone()));
+        let (mut order, mut notes) = (Vec::new(), Vec::new());
+        let paths = self.agent.paths(self.agent.id());
+        for view in all.into_iter().filter(|node| node.state == Life::Alive) {
+            let is_alike = own.as_ref().is_none_or(|(numerics, class)| {
+                view.facts.numerics == *numerics && view.facts.kernel_class == *class
+            });
+            if !is_alike && view.id != self.agent.id() {
+                let facts = &view.facts;
+                notes.push(format!(
+                    "{} computes by revision {} of class {:?}, this node does not: \
+                     they share no instance",
+                    facts.name, facts.numerics, facts.kernel_class
+                ));
+                continue;
+            }
+            let used = paths
+                .iter()
+                .find(|path| path.to == view.id && path.preferred);
+            let cost = match view.id == self.agent.id() {
+                true => 0.0,
+                false => used.map_or(f64::INFINITY, paths::Path::cost),
+            };
+            order.push(Candidate { view, cost });
+        }
+        // Ways that differ by less than a factor of two are alike: noise chooses no node.
+        let class = |cost: f64| cost.max(1e-9).log2().round();
+        order.sort_by(|a, b| {
+            let near = class(a.cost).total_cmp(&class(b.cost));
+            near.then(Reverse(a.view.facts.memory_bytes).cmp(&Reverse(b.view.facts.memory_bytes)))
+        });
+        (order.into_iter().map(|it| it.view.id).collect(), notes)
+    }
+
+    /// Has all of `nodes` measure their ways unless every pair is known.
+    pub(super) fn measure_unknown(&self, nodes: &[NodeId]) {
+        let is_known = |(from, to): (NodeId, NodeId)| self.way(from, to).is_some();
+        if pairs(nodes).all(is_known) {
+            return;
+        }
+        self.agent.measure(nodes, paths::Wanted::Bandwidth);
+        // What others measured comes with the shared map.
+        let until = Instant::now() + TOLD_LIMIT;
+        while !pairs(nodes).all(is_known) && Instant::now() < until {
+            std::thread::sleep(TOLD_LIMIT / 40);
+        }
+    }
+
+    /// The way that data takes from one node to another, with its bandwidth.
+    fn way(&self, from: NodeId, to: NodeId) -> Option<paths::Path> {
+        let route = self.agent.route(from, to)?;
+        let there = self.agent.paths(from).into_iter();
+        let back = self.agent.paths(to).into_iter();
+        let there = there.filter(|it| it.to == to && it.remote.ip() == route.ip());
+        let back = back.filter(|it| it.to == from && it.local == route.ip());
+        there
+            .chain(back)
+            .find(|path| path.up && path.bytes_per_s.is_some())
+    }
+
+    /// What `nodes` use between each other, a line for each pair.
+    pub(super) fn ways_told(&self, nodes: &[NodeId]) -> Vec<String> {
+        let told = |(from, to): (NodeId, NodeId)| {
+            let way = self.way(from, to).map(|way| way.told());
+            let way = way.unwrap_or_else(|| "a way that nothing was measured of".to_owned());
+            format!("{} to {}: {way}", self.name(from), self.name(to))
+        };
+        pairs(nodes).map(told).collect()
+    }
+
+    fn forecast(&self, source: &Source, config: &Config, ask: &Ask) -> Result<Forecast, String> {
+        let setting = Setting {
+            source,
+            config,
+            class: KernelClass::Cpu,
+            threads: usize::from(ask.threads.unwrap_or(self.spec.threads as u16)),
+            backend: Backend::Tcp,
+        };
+        let forecast = Forecast::new(&self.spec.home, setting, 1, &self.spec.kernels);
+        forecast.map_err(|error| error.to_string())
+    }
+
+    /// What is known of the speed of each node, this one as 1.
+    fn machines(&self, nodes: &[NodeId]) -> Vec<(NodeId, Machine)> {
+        let own = self.own_speed();
+        let views = self.agent.nodes();
+        std::thread::scope(|scope| {
+            let asked: Vec<_> = nodes
+                .iter()
+                .map(|id| scope.spawn(move || (*id, self.speed_of(*id))))
+                .collect();
+            let speeds = asked.into_iter().map(|thread| {
+                let ended = thread.join();
+                ended.unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+            });
+            speeds
+                .filter_map(|(id, speed)| {
+                    let view = views.iter().find(|view| view.id == id)?;
+                    Some((id, machine(view, speed, own, views.first()?)))
+                })
+                .collect()
+        })
+    }
+
+    pub(super) fn own_speed(&self) -> Option<Speed> {
+        let kernels = || (self.spec.kernels)(self.spec.threads);
+        self.speed.get(kernels).ok()
+    }
+
+    fn speed_of(&self, id: NodeId) -> Option<Speed> {
+        if id == self.agent.id() {
+            return self.own_speed();
+        }
+        let line = Wire(self.agent.open(id, SPEED, speed::LIMIT).ok()?);
+        hear::<Option<Speed>>(&line, speed::LIMIT).ok()?.flatten()
+    }
+
+    fn propose(
+        &self,
+        (config, forecast): (&Config, &Forecast),
+        split: &Split,
+        set: &[NodeId],
+        machines: &[(NodeId, Machine)],
+    ) -> Result<Proposal, String> {
+        let known = |id: &NodeId| machines.iter().find(|(other, _)| other == id);
+        let own: Vec<Machine> = set
+            .iter()
+            .filter_map(known)
+            .map(|it| it.1.clone())
+            .collect();
+        let ways = self.ways(set)?;
+        let said = forecast.across(config, split, &own, &ways);
+        let said = said.map_err(|error| format!("{} nodes, {split}: {error}", set.len()))?;
+        Ok(Proposal {
+            nodes: set.iter().map(|id| self.name(*id)).collect(),
+            split: match set.len() {
+                1 => "auto".to_owned(),
+                _ => split.to_string(),
+            },
+            decode_tok_s: said.decode_tok_s,
+            ttft_ms: said.ttft_s.map(|seconds| seconds * 1e3),
+            fits: said.fits(),
+            bytes: said
+                .nodes
+                .iter()
+                .map(|it| it.usage.total() as u64)
+                .collect(),
+            paths: self.ways_told(set),
+        })
+    }
+
+    fn ways(&self, set: &[NodeId]) -> Result<Vec<Way>, String> {
+        let at = |id: NodeId| set.iter().position(|other| *other == id);
+        let way = |(from, to): (NodeId, NodeId)| {
+            let unknown = || {
+                let (from, to) = (self.name(from), self.name(to));
+                format!(
+                    "no way from {from} to {to} answers: `paceline doctor --peer {to}` on {from}"
+                )
+            };
+            let path = self.way(from, to).ok_or_else(unknown)?;
+            Ok(Way {
+                a: at(from).unwrap_or(0),
+                b: at(to).unwrap_or(0),
+                round_trip: path.latency_us as f64 / 1e6,
+                bytes_per_s: path.bytes_per_s.unwrap_or(1) as f64,
+            })
+        };
+        pairs(set).map(way).collect()
+    }
+}
+
+/// Each two of `nodes`.
+fn pairs(nodes: &[NodeId]) -> impl Iterator<Item = (NodeId, NodeId)> + '_ {
+    let later = |(i, from): (usize, &NodeId)| {
+        let from = *from;
+        nodes[i + 1..].iter().map(move |to| (from, *to))
+    };
+    nodes.iter().enumerate().flat_map(later)
+}
+
+/// The ways to cut a model over `n` nodes, or the one that is asked for.
+fn splits(config: &Config, n: usize, kind: SplitKind) -> Vec<Split> {
+    let kinds = match kind {
+        SplitKind::Auto if n == 1 => vec![SplitKind::Auto],
+        SplitKind::Auto => vec![SplitKind::Tensor, SplitKind::Pipeline],
+        kind => vec![kind],
+    };
+    let n = u32::try_from(n).unwrap_or(u32::MAX);
+    let plan = |kind| Split::plan(config, kind, n, &[]).ok();
+    kinds.into_iter().filter_map(plan).collect()
+}
+
+/// A node's speed beside this one's: as both measured it, else by their cores.
+fn machine(
+    view: &NodeView,
+    speed: Option<Speed>,
+    own: Option<Speed>,
+    own_view: &NodeView,
+) -> Machine {
+    let cores = |view: &NodeView| f64::from(view.facts.cores.max(1));
+    let by_cores = cores(view) / cores(own_view);
+    let (reads, computes) = match (speed, own) {
+        (Some(it), Some(own)) => (it.reads / own.reads, it.computes / own.computes),
+        _ => (by_cores, by_cores),
+    };
+    Machine {
+        name: view.facts.name.clone(),
+        memory: Bytes((view.facts.memory_bytes as f64 * USABLE) as u64),
+        reads,
+        computes,
+    }
+}
+
+/// Whether a model's files can be shared with other machines: of one GGUF file.
+pub(super) fn check_file(path: &Path, nodes: usize) -> Result<(), String> {
+    match path.is_dir() && nodes > 1 {
+        true => Err(format!(
+            "{} is a folder: over several machines only models of one GGUF file can be loaded",
+            path.display()
+        )),
+        false => Ok(()),
+    }
+}

@@ -1,0 +1,122 @@
+//! Where the time of an answer of a loaded model goes: its owner traces it, whichever node asks.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use paceline_cluster::nodes::InstanceId;
+use paceline_cluster::nodes::placement::{self, Wanted};
+use paceline_engine::{Request, SamplingParams};
+use paceline_formats::chat::{ChatOptions, Message};
+use paceline_formats::tokenizer::Specials;
+use paceline_model::{Config, Source};
+use serde::{Deserialize, Serialize};
+
+use super::places::Wire;
+use super::{Inner, OWNER_LIMIT, owner};
+use crate::crew::line::{Line, hear, say};
+use crate::interpreter::Program;
+use crate::texts;
+use crate::trace::Recording;
+
+/// Longest wait for an owner's recording: its longest answer, and the recording's way.
+const RECORDING_LIMIT: Duration = Duration::from_secs(280);
+
+/// Longest wait for an entry's question on its open channel.
+const ASK_LIMIT: Duration = Duration::from_secs(5);
+
+/// What is to be answered while it is traced. The answer is greedy.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct TraceAsk {
+    /// Name of the model, or id of the instance.
+    pub model: String,
+    /// The user's words; in the model's chat template where it has one.
+    pub prompt: String,
+    /// Most tokens of the answer.
+    pub max_tokens: usize,
+}
+
+/// Traces an answer on the node that owns the instance.
+pub(super) fn trace(inner: &Arc<Inner>, ask: &TraceAsk) -> Result<Recording, String> {
+    let (id, wanted) = find(inner, &ask.model)?;
+    let owner = wanted.nodes[0];
+    if owner == inner.agent.id() {
+        return record(inner, id, &wanted, ask);
+    }
+    let channel = inner.agent.open(owner, super::TRACE, OWNER_LIMIT);
+    let line = Wire(channel.map_err(|error| format!("{}: {error}", inner.name(owner)))?);
+    let broken = |error: crate::crew::line::Broken| error.to_string();
+    say(&line, ask).map_err(broken)?;
+    let answer: Option<Result<Recording, String>> = hear(&line, RECORDING_LIMIT).map_err(broken)?;
+    line.close();
+    answer.unwrap_or_else(|| Err(format!("{} does not answer", inner.name(owner))))
+}
+
+/// Answers another node on its line.
+pub(super) fn answer(inner: &Arc<Inner>, line: &dyn Line) {
+    if let Ok(Some(ask)) = hear::<TraceAsk>(line, ASK_LIMIT) {
+        let found = find(inner, &ask.model);
+        let recorded = found.and_then(|(id, wanted)| record(inner, id, &wanted, &ask));
+        // An entry that left hears nothing.
+        let _: Result<(), _> = say(line, &recorded);
+    }
+    line.close();
+}
+
+fn find(inner: &Inner, name: &str) -> Result<(InstanceId, Wanted), String> {
+    let map = inner.agent.map();
+    let mut all = placement::wanted(&map);
+    let found = all.find(|(id, _, wanted)| wanted.model == name || id.to_string() == name);
+    let (id, _, wanted) = found.ok_or_else(|| format!("no instance of {name:?} is loaded"))?;
+    Ok((id, wanted))
+}
+
+/// Traces an answer of an instance of this node.
+fn record(
+    inner: &Inner,
+    id: InstanceId,
+    wanted: &Wanted,
+    ask: &TraceAsk,
+) -> Result<Recording, String> {
+    let instance = inner.ready_instance(id);
+    let instance = instance.ok_or_else(|| format!("{} does not answer yet", wanted.model))?;
+    let path = owner::path_of(inner, wanted)?;
+    let source = Source::open(&path).map_err(|error| error.to_string())?;
+    let config = Config::read(&source).map_err(|error| error.to_string())?;
+    let program = Program {
+        path: inner.spec.program.0.clone(),
+        args: vec!["template".into()],
+        env: Vec::new(),
+    };
+    let request = Request {
+        prompt: encode(&source, &program, &ask.prompt)?,
+        max_tokens: ask.max_tokens,
+        sampling: SamplingParams {
+            temperature: 0.0,
+            ..SamplingParams::default()
+        },
+        ..Request::default()
+    };
+    Recording::of(&instance, &config, request)
+}
+
+/// The tokens of a prompt, in the chat template where there is one.
+fn encode(source: &Source, program: &Program, prompt: &str) -> Result<Vec<u32>, String> {
+    let tokenizer = texts::tokenizer(source).map_err(|error| error.to_string())?;
+    let encoded = match texts::template(source, program) {
+        Some(template) => {
+            let template = template.map_err(|error| error.to_string())?;
+            let options = ChatOptions {
+                add_generation_prompt: true,
+                ..ChatOptions::default()
+            };
+            let messages = [Message::new("user", prompt)];
+            let encoded = template.encode_chat(&tokenizer, &messages, &options);
+            encoded.map_err(|error| error.to_string())?
+        }
+        None => {
+            let encoded = tokenizer.encode(prompt, Specials::AsText, true);
+            encoded.map_err(|error| error.to_string())?
+        }
+    };
+    Ok(encoded)
+}

@@ -1,0 +1,282 @@
+//! Chat templates of strangers, run in a child process with limits.
+//!
+//! ```text
+//!  ChatTemplate ── Interpreter ──▶ Apart ── Load, Render ──▶ child: child::run, limits::Limits
+//!                                    ▲                          │
+//!                                    └── text, Failure ─────────┘
+//! ```
+//!
+//! A template is a program that came with a model. Its interpreter counts steps and output, but
+//! `x * 1000000000`, `replace`, `sort` or a deep value take memory, time or stack within one step.
+//! So the template runs in a process of its own, which has 192 MiB of memory beside the program
+//! itself, 1 to 2 s of computing per rendering, no core dumps, no environment, and no right to open
+//! a file or a socket (`paceline_cluster::sandbox`). The process is
+//! started when the model is opened, and stays. When a template breaks it, the conversation gets a
+//! [`Failure`] that says how, and the next conversation gets a new process.
+//!
+//! Cost of a rendering beside the template's own: the conversation as JSON in both directions and
+//! two changes of thread, 0.1 ms for 2 KB (docs/measurements.md).
+
+mod child;
+mod limits;
+
+use std::collections::VecDeque;
+use std::ffi::OsString;
+use std::fmt;
+use std::path::PathBuf;
+use std::sync::{Condvar, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use paceline_base::{Rank, lock};
+use paceline_cluster::Error::{TooLong, Unencodable};
+use paceline_cluster::processes::{Ending, Signal};
+use paceline_cluster::workers::{Event, Limits, Spec, Workers};
+use paceline_formats::chat::{Failure, Interpreter, Job};
+use serde::{Deserialize, Serialize};
+
+pub use child::run;
+
+/// Longest wait for a rendering. The child ends itself after 2 s of computing; a machine that is
+/// busy with other things gives it less than a core.
+const DEADLINE: Duration = Duration::from_secs(6);
+
+/// Longest wait for other renderings of the same template.
+const WAIT: Duration = Duration::from_secs(10);
+
+/// Longest wait for the end of a child that has closed its channel.
+const END_LIMIT: Duration = Duration::from_secs(1);
+
+/// What the child is told.
+#[derive(Debug, Serialize, Deserialize)]
+enum Ask {
+    /// Compile this template; the answer is empty.
+    Load(String),
+    /// Render it.
+    Render(Job),
+}
+
+/// What the child says.
+type Answer = Result<String, Failure>;
+
+/// The program that runs [`child::run`].
+#[derive(Clone, Debug)]
+pub struct Program {
+    /// Its file.
+    pub path: PathBuf,
+    /// Its arguments.
+    pub args: Vec<OsString>,
+    /// Its environment: it gets nothing of this process's.
+    pub env: Vec<(OsString, OsString)>,
+}
+
+/// A template in a child process.
+pub struct Apart {
+    program: Program,
+    source: String,
+    seat: Seat,
+}
+
+impl Apart {
+    /// Starts a child and has it compile `source`.
+    ///
+    /// # Errors
+    /// What is wrong with the template; [`Failure::Ended`] when there can be no child.
+    pub fn start(program: Program, source: &str) -> Result<Self, Failure> {
+        let child = Child::start(&program, source)?;
+        let room = Room {
+            child: Some(child),
+            ..Room::default()
+        };
+        Ok(Self {
+            program,
+            source: source.to_owned(),
+            seat: Seat {
+                room: Mutex::new(room),
+                changed: Condvar::new(),
+            },
+        })
+    }
+
+    /// Process id of the child that is at rest, for reports.
+    pub fn id(&self) -> Option<u32> {
+        let room = lock(&self.seat.room);
+        room.child.as_ref()?.workers.ids().first().copied()
+    }
+}
+
+impl fmt::Debug for Apart {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Apart")
+            .field("program", &self.program)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Interpreter for Apart {
+    fn render(&self, job: Job) -> Result<String, Failure> {
+        let mut turn = self.seat.take(WAIT).ok_or(Failure::Busy)?;
+        let child = match turn.child.take().filter(Child::lives) {
+            Some(child) => child,
+            None => Child::start(&self.program, &self.source)?,
+        };
+        // A child that broke is killed and reaped here, before another one can start.
+        let answer = child.ask(&Ask::Render(job))?;
+        turn.child = Some(child);
+        answer
+    }
+}
+
+/// The child, for one rendering at a time, in the order in which they came.
+struct Seat {
+    room: Mutex<Room>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct Room {
+    child: Option<Child>,
+    is_taken: bool,
+    /// Tickets of those that wait; bounded by the threads that render.
+    queue: VecDeque<u64>,
+    tickets: u64,
+}
+
+/// A turn at the child. Its end leaves the child to the next in line.
+struct Turn<'a> {
+    seat: &'a Seat,
+    child: Option<Child>,
+}
+
+impl Drop for Turn<'_> {
+    fn drop(&mut self) {
+        let mut room = lock(&self.seat.room);
+        room.child = self.child.take();
+        room.is_taken = false;
+        self.seat.changed.notify_all();
+    }
+}
+
+impl Seat {
+    /// Waits for a turn; `None` after `limit`.
+    fn take(&self, limit: Duration) -> Option<Turn<'_>> {
+        let mut room = lock(&self.room);
+        let ticket = room.tickets;
+        room.tickets += 1;
+        room.queue.push_back(ticket);
+        let is_later = |room: &mut Room| room.is_taken || room.queue.front() != Some(&ticket);
+        let waited = self.changed.wait_timeout_while(room, limit, is_later);
+        let (mut room, result) = waited.unwrap_or_else(PoisonError::into_inner);
+        room.queue.retain(|other| *other != ticket);
+        self.changed.notify_all();
+        if result.timed_out() {
+            return None;
+        }
+        room.is_taken = true;
+        let child = room.child.take();
+        Some(Turn { seat: self, child })
+    }
+}
+
+/// A process that has compiled the template.
+struct Child {
+    workers: Workers<Ask, Answer>,
+}
+
+impl Child {
+    fn start(program: &Program, source: &str) -> Result<Self, Failure> {
+        let spec = Spec {
+            env: program.env.clone(),
+            env_alone: true,
+            limits: Limits {
+                start: DEADLINE,
+                // Not looked at: a rendering has a deadline.
+                silence: Duration::from_secs(3600),
+                write: DEADLINE,
+            },
+            ..Spec::new(&program.path, vec![program.args.clone()])
+        };
+        let workers = Workers::spawn(spec).map_err(|error| Failure::Ended {
+            reason: format!("cannot be started: {error}"),
+        })?;
+        let child = Self { workers };
+        child.ask(&Ask::Load(source.to_owned()))??;
+        Ok(child)
+    }
+
+    /// Whether it still waits for a job.
+    fn lives(&self) -> bool {
+        matches!(
+            self.workers.recv(Duration::ZERO),
+            None | Some(Event::Silent { .. })
+        )
+    }
+
+    /// How it ended, of a child that takes no message: `reason` where its end is known already.
+    fn ended(&self, reason: &str) -> Failure {
+        match self.workers.recv(END_LIMIT) {
+            Some(Event::Exited { ending, tail, .. }) => cause(ending, &tail),
+            _ => Failure::Ended {
+                reason: format!("is gone: {reason}"),
+            },
+        }
+    }
+
+    /// Its answer.
+    ///
+    /// # Errors
+    /// How it broke.
+    fn ask(&self, ask: &Ask) -> Result<Answer, Failure> {
+        let start = Instant::now();
+        match self.workers.send(Rank(0), ask) {
+            Err(error @ (TooLong { .. } | Unencodable { .. })) => {
+                let reason = format!("takes no such conversation: {error}");
+                return Ok(Err(Failure::Ended { reason }));
+            }
+            Err(error) => return Err(self.ended(&error.to_string())),
+            Ok(()) => {}
+        }
+        loop {
+            let left = DEADLINE.saturating_sub(start.elapsed());
+            match self.workers.recv(left) {
+                Some(Event::Message { message, .. }) => return Ok(message),
+                Some(Event::Silent { .. }) => {}
+                Some(Event::Exited { ending, tail, .. }) => return Err(cause(ending, &tail)),
+                Some(other) => {
+                    let reason = other.to_string();
+                    return Err(Failure::Ended { reason });
+                }
+                None if left.is_zero() => return Err(slow(DEADLINE)),
+                None => {}
+            }
+        }
+    }
+}
+
+fn slow(limit: Duration) -> Failure {
+    let limit_ms = u64::try_from(limit.as_millis()).unwrap_or(u64::MAX);
+    Failure::TooSlow { limit_ms }
+}
+
+/// Which limit ended the child: what the kernel or Rust's runtime says shows it.
+fn cause(ending: Ending, tail: &[String]) -> Failure {
+    let says = |words: &str| tail.iter().any(|line| line.contains(words));
+    if ending == Ending::Signal(Signal::XCPU.as_raw()) {
+        return slow(limits::COMPUTING);
+    }
+    if says("memory allocation of") || says("out of memory") {
+        let limit = limits::MEMORY_BYTES;
+        return Failure::TooLarge { limit };
+    }
+    if says("has overflowed its stack") {
+        let reason = "overflowed its stack".to_owned();
+        return Failure::Ended { reason };
+    }
+    let reason = match tail.last() {
+        Some(line) => format!("{ending}: {line}"),
+        None => ending.to_string(),
+    };
+    Failure::Ended { reason }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,58 @@
+//! What the child process runs.
+
+use std::convert::Infallible;
+use std::time::Duration;
+
+use paceline_cluster::Control;
+use paceline_cluster::sandbox::Sandbox;
+use paceline_formats::chat::{Failure, Here, Interpreter};
+
+use super::{Answer, Ask, limits};
+use crate::Error;
+
+/// Renders one template for the parent at standard input, within limits. Ends with the parent, or
+/// when the template breaks a limit.
+///
+/// # Errors
+/// [`Error::Cluster`] when there is no parent there, or it sends what is no message;
+/// [`Error::System`] when the limits cannot be set.
+pub fn run() -> Result<Infallible, Error> {
+    let clock = limits::Clock::open();
+    limits::set().map_err(|source| Error::System {
+        what: "set the limits of a template's process",
+        source,
+    })?;
+    // Before the threads of the control channel, which then have no more rights either.
+    Sandbox::Template.enter();
+    let control: Control<Ask, Answer> = Control::from_stdin()?;
+    let mut template = None;
+    loop {
+        let Some(ask) = control.recv(Duration::MAX)? else {
+            continue;
+        };
+        clock.allow();
+        let answer = obey(&mut template, ask);
+        match control.send(&answer) {
+            Ok(()) => {}
+            // Control characters take six bytes in JSON.
+            Err(_) => control.send(&Err(Failure::OutputTooLong {
+                limit: paceline_cluster::LINE_BYTES_MAX,
+            }))?,
+        }
+    }
+}
+
+fn obey(template: &mut Option<Here>, ask: Ask) -> Answer {
+    match ask {
+        Ask::Load(source) => {
+            *template = Some(Here::compile(&source)?);
+            Ok(String::new())
+        }
+        Ask::Render(job) => match template {
+            Some(template) => template.render(job),
+            None => Err(Failure::Ended {
+                reason: "has no template".to_owned(),
+            }),
+        },
+    }
+}

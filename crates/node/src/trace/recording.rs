@@ -1,0 +1,110 @@
+//! What the ranks of a split recorded of one answer, as it travels from an instance's owner.
+
+use std::ops::Range;
+use std::sync::mpsc::channel;
+use std::time::{Duration, Instant};
+
+use paceline_base::Rank;
+use paceline_engine::{Failure, Reply, Request, Service};
+use paceline_model::trace::RankTrace;
+use paceline_model::{Config, Split};
+use serde::{Deserialize, Serialize};
+
+use super::{Clock, Times};
+use crate::Instance;
+
+/// Longest answer of an instance that is traced.
+const ANSWER_LIMIT: Duration = Duration::from_secs(240);
+
+/// An answer, as every rank recorded it.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Recording {
+    /// How the model was cut.
+    pub split: String,
+    /// The rank that leads.
+    pub leader: u32,
+    /// In rank order.
+    pub ranks: Vec<Record>,
+    /// By the caller's clock.
+    pub times: Times,
+}
+
+/// A rank's part of a [`Recording`].
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Record {
+    /// Layers that it holds a share of.
+    pub layers: Range<usize>,
+    /// Ranks of its stage.
+    pub stage: Range<u32>,
+    /// What it recorded.
+    pub trace: RankTrace,
+}
+
+impl Recording {
+    /// The traces of all ranks, in rank order.
+    ///
+    /// # Panics
+    /// If there is not a trace for each rank of `split`.
+    pub fn new(traces: Vec<RankTrace>, times: Times, split: &Split, config: &Config) -> Self {
+        assert_eq!(traces.len(), split.ranks() as usize, "traces and ranks");
+        let record = |(rank, trace)| {
+            let shard = split.shard(config, Rank(rank));
+            Record {
+                layers: shard.layers.clone(),
+                stage: shard.stage_ranks(),
+                trace,
+            }
+        };
+        Self {
+            split: split.to_string(),
+            leader: split.leader().0,
+            ranks: (0..).zip(traces).map(record).collect(),
+            times,
+        }
+    }
+
+    /// Has an instance answer a request and records it. Other requests that it computes meanwhile
+    /// share the steps. Blocks until the answer is complete, at most four minutes.
+    ///
+    /// # Errors
+    /// Why it was not answered, or a rank that did not tell.
+    pub fn of(instance: &Instance, config: &Config, request: Request) -> Result<Self, String> {
+        let clock = Clock::now();
+        instance.trace();
+        let answered = answer(instance, request, &clock);
+        let traces = instance.traced().map_err(|error| error.to_string());
+        let (times, traces) = (answered?, traces?);
+        Ok(Self::new(traces, times, instance.split(), config))
+    }
+}
+
+/// Waits for an answer; when its parts came.
+fn answer(instance: &Instance, request: Request, clock: &Clock) -> Result<Times, String> {
+    let (sender, replies) = channel();
+    let asked = Instant::now();
+    let sink = Box::new(move |reply| {
+        let _ = sender.send((Instant::now(), reply)); // nobody waits for it any more
+    });
+    let failed = |failure: Failure| failure.to_string();
+    let ticket = instance.submit(request, sink).map_err(failed)?;
+    let mut first = None;
+    loop {
+        let left = (asked + ANSWER_LIMIT).saturating_duration_since(Instant::now());
+        let Ok((at, reply)) = replies.recv_timeout(left) else {
+            instance.cancel(ticket);
+            return Err(format!("no answer within {} s", ANSWER_LIMIT.as_secs()));
+        };
+        match reply {
+            Reply::PromptRead { .. } => first = Some(at),
+            Reply::Token { .. } => {}
+            Reply::Failed(failure) => return Err(failed(failure)),
+            Reply::Finished { .. } => {
+                return Ok(Times {
+                    asked_unix_ns: clock.unix_ns(asked),
+                    first_unix_ns: clock.unix_ns(first.unwrap_or(at)),
+                    ended_unix_ns: clock.unix_ns(at),
+                });
+            }
+        }
+    }
+}

@@ -1,0 +1,123 @@
+//! Whether a rank that computes goes on.
+
+use std::time::{Duration, Instant};
+
+use paceline_base::Awake;
+use paceline_model::{Doing, Place, Progress};
+
+use super::LOOK_EVERY;
+use crate::Error;
+
+/// A layer that takes less than this never counts as a hang.
+const LEAST: Duration = Duration::from_secs(2);
+
+/// So many times what a layer is expected to take is a hang.
+const TIMES: u32 = 8;
+
+/// Before a step has shown what a layer takes: the first may wait for pages of the model's file on
+/// a cold disk.
+const FIRST: Duration = Duration::from_secs(30);
+
+/// Looks at a rank's progress, and says once when there is none.
+pub(super) struct Watchdog {
+    awake: Awake,
+    last: u64,
+    /// Time awake without progress.
+    stalled: Duration,
+    told: bool,
+}
+
+impl Watchdog {
+    pub(super) fn new(now: Instant) -> Self {
+        Self {
+            awake: Awake::new(now, 2 * LOOK_EVERY),
+            last: 0,
+            stalled: Duration::ZERO,
+            told: false,
+        }
+    }
+
+    /// To be called about every [`LOOK_EVERY`]. The hang, when there is one.
+    pub(super) fn look(&mut self, now: Instant, progress: &Progress) -> Option<Error> {
+        let place = progress.look();
+        self.judge(now, place, progress.row_time())
+    }
+
+    fn judge(&mut self, now: Instant, place: Place, row_time: Option<Duration>) -> Option<Error> {
+        let passed = self.awake.look(now);
+        if place.doing != Doing::Computing || place.count != self.last {
+            (self.last, self.stalled) = (place.count, Duration::ZERO);
+            return None;
+        }
+        self.stalled += passed;
+        let limit = row_time.map_or(FIRST, |row| (row * place.rows.max(1) * TIMES).max(LEAST));
+        if self.stalled <= limit || std::mem::replace(&mut self.told, true) {
+            return None;
+        }
+        Some(Error::Hang {
+            layer: place.layer,
+            stalled: self.stalled,
+            limit,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn place(count: u64, doing: Doing) -> Place {
+        let (layer, rows) = (3, 10);
+        Place {
+            count,
+            doing,
+            layer,
+            rows,
+        }
+    }
+
+    /// Milliseconds of looks every 100 ms until a hang is told.
+    fn told_after(row_time: Option<Duration>, mut at: impl FnMut(u64) -> Place) -> Option<u64> {
+        let start = Instant::now();
+        let mut watchdog = Watchdog::new(start);
+        let mut looks = (0..100_000).step_by(100);
+        looks.find(|ms| {
+            let now = start + Duration::from_millis(*ms);
+            watchdog.judge(now, at(*ms), row_time).is_some()
+        })
+    }
+
+    #[test]
+    fn only_a_rank_that_computes_and_counts_nothing_hangs() {
+        let row = Some(Duration::from_millis(1));
+        assert_eq!(told_after(row, |_| place(5, Doing::Computing)), Some(2100));
+        assert_eq!(
+            told_after(row, |ms| place(ms / 1900, Doing::Computing)),
+            None
+        );
+        assert_eq!(told_after(row, |_| place(5, Doing::Exchanging)), None);
+        assert_eq!(told_after(row, |_| place(5, Doing::Nothing)), None);
+        // Ten rows of 500 ms in a layer: 40 s are eight times that.
+        let slow = Some(Duration::from_millis(500));
+        assert_eq!(
+            told_after(slow, |_| place(5, Doing::Computing)),
+            Some(40_100)
+        );
+        assert_eq!(
+            told_after(None, |_| place(5, Doing::Computing)),
+            Some(30_100)
+        );
+    }
+
+    #[test]
+    fn time_in_which_the_whole_process_slept_hardly_counts() {
+        let start = Instant::now();
+        let mut watchdog = Watchdog::new(start);
+        let at = |ms| start + Duration::from_millis(ms);
+        let row = Some(Duration::from_millis(1));
+        for ms in [100, 200, 60_000, 60_100] {
+            let judged = watchdog.judge(at(ms), place(5, Doing::Computing), row);
+            assert!(judged.is_none(), "at {ms}");
+        }
+    }
+}

@@ -1,0 +1,190 @@
+//! `POST /api/pull`: models come into the machine's store, as Ollama's clients ask for it.
+//!
+//! ```text
+//! puller (a blocking thread) --steps--> bounded channel --lines of JSON--> client
+//! ```
+//!
+//! A client that leaves ends its pull; the next one goes on where it ended.
+
+use std::sync::Arc;
+
+use axum::body::{Body, Bytes};
+use axum::extract::{Request, State};
+use axum::http::StatusCode;
+use axum::http::header::CONTENT_TYPE;
+use axum::response::{IntoResponse, Response};
+use futures_util::stream;
+use serde_json::{Value, json};
+use sha2::{Digest, Sha256};
+use tokio::sync::mpsc;
+
+use super::asking::named;
+use super::idle::Idle;
+use super::{App, json_response};
+use crate::config::{Config, PullStep, Puller};
+use crate::field::Fields;
+use crate::rejection::Rejection;
+
+/// Steps that a client has not read yet; the pull waits for it then.
+const UNREAD_STEPS: usize = 16;
+
+/// What a pull says.
+enum Told {
+    Step(PullStep),
+    /// The last.
+    End(Result<bool, String>),
+}
+
+/// `POST /api/pull` of a node that has models.
+pub(super) async fn pull(
+    State(app): State<Arc<App>>,
+    request: Request,
+) -> Result<Response, Rejection> {
+    let (fields, is_served) = named(&app, request).await?;
+    if !is_served {
+        return fetch(&app.config, &fields).await;
+    }
+    match is_stream(&fields) {
+        false => Ok(json_response(StatusCode::OK, &success())),
+        true => Ok(lines([json!({"status": "pulling manifest"}), success()])),
+    }
+}
+
+fn is_stream(fields: &Fields) -> bool {
+    fields.get("stream") != Some(&Value::Bool(false))
+}
+
+fn success() -> Value {
+    json!({"status": "success"})
+}
+
+/// Fetches the model that `fields` name, where that was allowed.
+async fn fetch(config: &Config, fields: &Fields) -> Result<Response, Rejection> {
+    let Some(puller) = config.puller.clone() else {
+        return Err(Rejection::NotDone {
+            what: "fetching a model",
+            why: "the server was started without --allow-pull",
+        });
+    };
+    let Some(model) = fields.text("model").or(fields.text("name")) else {
+        let (param, expected) = ("model".into(), "the name of a model".into());
+        return Err(Rejection::Missing { param, expected });
+    };
+    let mut told = start(puller, model.to_owned());
+    if is_stream(fields) {
+        return streamed(told, model.to_owned()).await;
+    }
+    loop {
+        if let Told::End(end) = next(&mut told).await {
+            checked(end, model)?;
+            return Ok(json_response(StatusCode::OK, &success()));
+        }
+    }
+}
+
+/// Starts a pull on a thread that may block. It ends when what it says is dropped.
+fn start(puller: Puller, model: String) -> mpsc::Receiver<Told> {
+    let (sender, told) = mpsc::channel(UNREAD_STEPS);
+    tokio::task::spawn_blocking(move || {
+        let mut tell = |step| sender.blocking_send(Told::Step(step)).is_ok();
+        let end = (puller.0)(&model, &mut tell);
+        // Nobody waits for the end of a pull whose client has left.
+        let _ = sender.blocking_send(Told::End(end));
+    });
+    told
+}
+
+async fn next(told: &mut mpsc::Receiver<Told>) -> Told {
+    let broken = || Told::End(Err("the pull ended without a result".to_owned()));
+    told.recv().await.unwrap_or_else(broken)
+}
+
+/// # Errors
+/// [`Rejection::NoSuchModel`] for an unknown name, else [`Rejection::Invalid`].
+fn checked(end: Result<bool, String>, model: &str) -> Result<(), Rejection> {
+    match end {
+        Ok(true) => Ok(()),
+        Ok(false) => Err(Rejection::NoSuchModel {
+            model: crate::field::clip(model),
+        }),
+        Err(reason) => Err(Rejection::Invalid { reason }),
+    }
+}
+
+/// The pull as lines; a failure before the first step has a status of its own.
+async fn streamed(mut told: mpsc::Receiver<Told>, model: String) -> Result<Response, Rejection> {
+    let first = match next(&mut told).await {
+        Told::End(end) => {
+            checked(end, &model)?;
+            return Ok(lines([json!({"status": "pulling manifest"}), success()]));
+        }
+        step => step,
+    };
+    let head = line(&json!({"status": "pulling manifest"}));
+    let head = [head, said(first, &model).0].concat();
+    let state = Some((told, model));
+    let rest = stream::unfold(state, |state| async move {
+        let (mut told, model) = state?;
+        let (bytes, is_over) = said(next(&mut told).await, &model);
+        Some((bytes, (!is_over).then_some((told, model))))
+    });
+    let head = stream::once(async move { head });
+    let all = stream::StreamExt::chain(head, rest);
+    let all = stream::StreamExt::map(all, |bytes| {
+        Ok::<Bytes, std::convert::Infallible>(bytes.into())
+    });
+    let kind = [(CONTENT_TYPE, "application/x-ndjson")];
+    Ok((kind, Body::from_stream(all)).into_response())
+}
+
+/// The lines of what a pull says, and whether it is over.
+fn said(told: Told, model: &str) -> (Vec<u8>, bool) {
+    let end = match told {
+        Told::Step(step) => return (line(&progress(&step, model)), false),
+        Told::End(end) => end,
+    };
+    if let Err(rejection) = checked(end, model) {
+        return (line(&json!({"error": rejection.to_string()})), true);
+    }
+    let last = ["verifying sha256 digest", "writing manifest", "success"];
+    let last = last.map(|status| line(&json!({ "status": status })));
+    (last.concat(), true)
+}
+
+/// A step in Ollama's words. Clients tell files apart by the digest: it is of the part's name, as
+/// the hash of a file is known only when it is there.
+fn progress(step: &PullStep, model: &str) -> Value {
+    let hash = Sha256::digest(format!("{model}\n{}", step.part));
+    let hash: String = hash.iter().map(|byte| format!("{byte:02x}")).collect();
+    let mut line = json!({
+        "status": format!("pulling {}", &hash[..12]),
+        "digest": format!("sha256:{hash}"),
+        "completed": step.done,
+    });
+    if let Some(total) = step.total {
+        line["total"] = total.into();
+    }
+    line
+}
+
+fn line(value: &Value) -> Vec<u8> {
+    format!("{value}\n").into_bytes()
+}
+
+fn lines<const N: usize>(values: [Value; N]) -> Response {
+    let text: Vec<u8> = values.iter().flat_map(line).collect();
+    let kind = [(CONTENT_TYPE, "application/x-ndjson")];
+    (kind, text).into_response()
+}
+
+/// `POST /api/pull` of a node without models.
+pub(super) async fn pull_idle(
+    State(idle): State<Arc<Idle>>,
+    request: Request,
+) -> Result<Response, Rejection> {
+    fetch(
+        &idle.config,
+        &super::asking::fields_of_name(&idle.config, request).await?,
+    )
+    .await
+}

@@ -1,0 +1,257 @@
+//! Clients that were cut off from a stream and come back, to this node or another.
+//!
+//! An event's id is `ANSWER:NUMBER`. A request to the same endpoint with it in `Last-Event-ID`, or
+//! `GET /v1/responses/{id}?stream=true&starting_after=NUMBER`, goes on behind that event. The
+//! request is understood again from its journal, its replies are told again without what the
+//! client has, and the service goes on after the tokens.
+
+use std::sync::Arc;
+
+use axum::http::HeaderMap;
+use axum::response::Response;
+use paceline_engine::{Reply, Request};
+use serde::Deserialize;
+
+use super::asking::{Given, streamed, telling, understand};
+use super::{App, Endpoint};
+use crate::access::Client;
+use crate::answer::{Answer, Terms};
+use crate::field::clip;
+use crate::journal::{Head, Journal, Line, Reader, key_of};
+use crate::places::Place;
+use crate::rejection::Rejection;
+use crate::request::{Ask, Understood};
+use crate::stream::{Events, Recorder};
+
+/// What a client has of a stream.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Last {
+    /// The answer.
+    id: String,
+    /// Number of its last event; `None` where it has none.
+    event: Option<u64>,
+}
+
+/// Endpoints whose streams can be come back to: those whose clients know event ids.
+const fn has_ids(endpoint: Endpoint) -> bool {
+    matches!(
+        endpoint,
+        Endpoint::Chat | Endpoint::Completion | Endpoint::Response
+    )
+}
+
+/// The last event that a client says it has.
+///
+/// # Errors
+/// [`Rejection::Type`] for a header of another form.
+pub(super) fn last_event(
+    headers: &HeaderMap,
+    endpoint: Endpoint,
+) -> Result<Option<Last>, Rejection> {
+    let header = headers.get("last-event-id").filter(|_| has_ids(endpoint));
+    let Some(header) = header.filter(|header| !header.is_empty()) else {
+        return Ok(None);
+    };
+    let text = String::from_utf8_lossy(header.as_bytes());
+    let parsed = text.split_once(':').and_then(|(id, number)| {
+        let (id, event) = (id.to_owned(), Some(number.parse().ok()?));
+        Some(Last { id, event })
+    });
+    parsed.map(Some).ok_or_else(|| Rejection::Type {
+        param: "Last-Event-ID".into(),
+        got: format!("{:?}", clip(&text)),
+        expected: "the id of an event of a stream, such as 4f...a2:17".into(),
+    })
+}
+
+/// What `GET /v1/responses/{id}` is to go on with, where its query asks for a stream.
+///
+/// # Errors
+/// [`Rejection::Type`] for a number that is none.
+pub(super) fn of_response(id: &str, query: &str) -> Result<Option<Last>, Rejection> {
+    let get = |name: &str| {
+        let mut fields = query.split('&').filter_map(|field| field.split_once('='));
+        fields.find(|(known, _)| *known == name).map(|(_, v)| v)
+    };
+    if get("stream") != Some("true") {
+        return Ok(None);
+    }
+    let event = get("starting_after").map(|text| {
+        text.parse().map_err(|_| Rejection::Type {
+            param: "starting_after".into(),
+            got: format!("{:?}", clip(text)),
+            expected: "the sequence_number of an event".into(),
+        })
+    });
+    let id = id.strip_prefix("resp_").unwrap_or(id).to_owned();
+    let event = event.transpose()?;
+    Ok(Some(Last { id, event }))
+}
+
+/// The field of a body that names an earlier response.
+#[derive(Deserialize)]
+struct Earlier {
+    previous_response_id: Option<String>,
+}
+
+/// What the journal of an answer begins with; `None` for answers that have none.
+pub(super) fn head(
+    app: &App,
+    ask: &Ask,
+    given: &Given,
+    (endpoint, body): (Endpoint, Vec<u8>),
+    client: &Client,
+) -> Option<Head> {
+    ask.stream.filter(|_| has_ids(endpoint))?;
+    let earlier = (endpoint == Endpoint::Response)
+        .then(|| serde_json::from_slice::<Earlier>(&body).ok())
+        .flatten();
+    let earlier = earlier.and_then(|earlier| earlier.previous_response_id);
+    let earlier = earlier.and_then(|id| app.store.get(&id, client));
+    Some(Head {
+        id: given.id.clone(),
+        endpoint,
+        body: String::from_utf8(body).ok()?,
+        seed: given.seed,
+        unix_s: given.unix_s,
+        model: app.model.id.clone(),
+        key: key_of(client),
+        earlier: earlier.map(|earlier| (*earlier).clone()),
+    })
+}
+
+/// Begins a journal; `None` where there is no room for one.
+pub(super) fn record(app: &App, head: Head) -> Option<Recorder> {
+    let (journals, now) = (&app.config.journals, app.config.clock.now);
+    let journal = journals.begin(head, app.config.bounds(), now())?;
+    let (reader, _) = journal.take_over().ok()?;
+    Some(recorder(app, journal, reader, None))
+}
+
+fn recorder(app: &App, journal: Arc<Journal>, reader: Reader, after: Option<u64>) -> Recorder {
+    Recorder {
+        journal,
+        reader,
+        mirror: app.config.journals.mirror(),
+        bytes_max: app.config.bounds().bytes_of_one(),
+        events: app.config.live.events().clone(),
+        now: app.config.clock.now,
+        next: 0,
+        after,
+    }
+}
+
+/// Goes on with a stream behind the last event that its client has.
+///
+/// # Errors
+/// [`Rejection::NoAnswer`]; as for a new request.
+pub(super) async fn go_on(
+    app: &Arc<App>,
+    last: Last,
+    (terms, place, client): (Terms, Place, Client),
+) -> Result<Response, Rejection> {
+    let (bounds, now) = (app.config.bounds(), app.config.clock.now);
+    let journals = &app.config.journals;
+    let found = journals.find(&last.id, &client, bounds, now).await;
+    let journal = found.filter(|journal| app.model.is_called(&journal.head.model));
+    let journal = journal.ok_or_else(|| Rejection::NoAnswer {
+        id: clip(&last.id),
+        stay_s: bounds.stay.as_secs(),
+    })?;
+    let what = "read the answer's journal";
+    let (reader, past) = journal
+        .take_over()
+        .map_err(|_| Rejection::Broken { what })?;
+    let recorder = recorder(app, Arc::clone(&journal), reader, last.event);
+    let given = Given {
+        id: journal.head.id.clone(),
+        seed: journal.head.seed,
+        unix_s: journal.head.unix_s,
+    };
+    let mut ask = understand_again(app, journal, client.clone(), given.clone()).await?;
+    let telling = telling(app, &mut ask, given, (&terms, client));
+    let requests = left(ask.requests, &past);
+    let answer = Answer::start(&app.service, &app.metrics, requests, terms)?;
+    Ok(streamed(Events {
+        answer,
+        telling,
+        keep_alive: app.config.times.keep_alive,
+        early: None,
+        past,
+        recorder: Some(recorder),
+        _place: place,
+    }))
+}
+
+async fn understand_again(
+    app: &Arc<App>,
+    journal: Arc<Journal>,
+    client: Client,
+    given: Given,
+) -> Result<Ask, Rejection> {
+    let permit = Arc::clone(&app.parsing).acquire_owned().await;
+    let app = Arc::clone(app);
+    let work = tokio::task::spawn_blocking(move || {
+        let _permit = permit;
+        let head = &journal.head;
+        if let Some(mut earlier) = head.earlier.clone() {
+            earlier.client = client.clone();
+            app.store.put(earlier);
+        }
+        understand(&app, head.body.as_bytes(), &client, (head.endpoint, &given))
+    });
+    let what = "understand the request again";
+    match work.await.map_err(|_| Rejection::Broken { what })?? {
+        (Understood::Ask(ask), _) => Ok(*ask),
+        _ => Err(Rejection::Broken { what }),
+    }
+}
+
+/// What is left to compute of each choice, with the tokens that it has.
+fn left(requests: Vec<Request>, past: &[Line]) -> Vec<Option<(Request, Vec<u32>)>> {
+    let of = |choice: usize| {
+        let own = past.iter().filter(move |(other, _)| *other == choice);
+        own.map(|(_, reply)| reply)
+    };
+    let left = requests.into_iter().enumerate().map(|(choice, request)| {
+        let is_over = of(choice).any(|reply| matches!(reply, Reply::Finished { .. }));
+        let tokens = of(choice).filter_map(|reply| match reply {
+            Reply::Token { token, .. } => Some(*token),
+            _ => None,
+        });
+        (!is_over).then(|| (request, tokens.collect()))
+    });
+    left.collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_a_client_has_is_read_strictly() {
+        let header = |text: &str| {
+            let mut headers = HeaderMap::new();
+            headers.insert("last-event-id", text.parse().unwrap());
+            last_event(&headers, Endpoint::Chat)
+        };
+        let last = |id: &str, event| {
+            let id = id.to_owned();
+            Some(Last { id, event })
+        };
+        assert_eq!(header("ab:17").unwrap(), last("ab", Some(17)));
+        assert_eq!(header("").unwrap(), None);
+        for bad in ["ab", "ab:", "ab:-1", "ab:99999999999999999999", "ab:1:2"] {
+            assert!(header(bad).is_err(), "{bad}");
+        }
+        let of = |query| of_response("resp_ab", query);
+        assert_eq!(of("").unwrap(), None);
+        assert_eq!(of("starting_after=3").unwrap(), None);
+        assert_eq!(of("stream=true").unwrap(), last("ab", None));
+        assert_eq!(
+            of("include[]=x&stream=true&starting_after=3").unwrap(),
+            last("ab", Some(3))
+        );
+        assert!(of("stream=true&starting_after=x").is_err());
+    }
+}

@@ -1,0 +1,75 @@
+//! What the API logs: its events, and prompts where somebody asks for them by name.
+
+use paceline_engine::Request;
+use paceline_formats::tokenizer::Tokenizer;
+use tracing::{Level, debug, enabled, info, trace, warn};
+
+use crate::events::Kind;
+
+/// The only target that gets text of prompts. Level `trace` of all modules does not include it:
+/// a log has them only where this name is given.
+pub const PROMPTS: &str = "prompts";
+
+/// Longest part of a prompt in a log, in characters.
+const PROMPT_CHARS_MAX: usize = 4000;
+
+/// Logs prompts as the model reads them, where they are asked for.
+pub(crate) fn prompts(tokenizer: &Tokenizer, requests: &[Request]) {
+    if !enabled!(target: PROMPTS, Level::TRACE) {
+        return;
+    }
+    for request in requests {
+        let text = tokenizer.decode_all(&request.prompt);
+        let text: String = text.chars().take(PROMPT_CHARS_MAX).collect();
+        trace!(target: PROMPTS, tokens = request.prompt.len(), text, "prompt");
+    }
+}
+
+impl Kind {
+    /// Logs the news. No text of a prompt or an answer is in it.
+    pub(crate) fn log(&self) {
+        match self {
+            Self::NodeCame { node } => info!(node, "node came"),
+            Self::NodeSilent { node } => warn!(node, "node is silent"),
+            Self::NodeWent { node } => warn!(node, "node went"),
+            Self::Instance {
+                id,
+                model,
+                state,
+                reason,
+                nodes,
+            } => {
+                let (reason, nodes) = (reason.as_deref().unwrap_or_default(), nodes.join(", "));
+                match state.as_str() {
+                    "failed" | "recovering" => warn!(id, model, state, reason, nodes, "instance"),
+                    _ => info!(id, model, state, nodes, "instance"),
+                }
+            }
+            Self::SplitChanged { model, text } => info!(model, text, "split changed"),
+            Self::Fault { text } => warn!(text, "fault"),
+            Self::Unprotected { reason } => warn!(reason, "answers have no copy"),
+            Self::KeyUsed { key, client, times } => debug!(key, client, times, "key used"),
+            Self::Refused {
+                code,
+                client,
+                times,
+            } => warn!(code, client, times, "refused"),
+            Self::RequestStarted {
+                request,
+                model,
+                prompt_tokens,
+            } => info!(request, model, prompt_tokens, "request started"),
+            Self::FirstToken { request, ttft_s } => debug!(request, ttft_s, "first token"),
+            Self::RequestEnded {
+                request,
+                model,
+                outcome,
+                tokens,
+                tok_s,
+            } => {
+                let tok_s = tok_s.unwrap_or_default();
+                info!(request, model, outcome, tokens, tok_s, "request ended");
+            }
+        }
+    }
+}

@@ -1,0 +1,170 @@
+//! Use of keys and refusals, as events: the first of a kind at once, further ones of a minute as a
+//! number, so that no client can flood the log that is kept of them.
+
+use std::collections::HashMap;
+use std::sync::{Mutex, PoisonError};
+
+use crate::events::{Events, Kind};
+
+/// How often the same use or refusal is told.
+const EVERY_MS: u64 = 60_000;
+
+/// Pairs of a client and what it did that are told apart in a minute; further clients share a row.
+const ROWS_MAX: usize = 256;
+
+/// The client of the row that further clients share.
+const OTHERS: &str = "others";
+
+/// What a client did, and who it is.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+struct Row {
+    client: String,
+    what: What,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+enum What {
+    /// Used the key of this id.
+    Key(String),
+    /// Was refused, for the cause of this code.
+    Refusal(&'static str),
+}
+
+/// When a row was told last, and how often it happened since.
+#[derive(Debug)]
+struct Told {
+    at_ms: u64,
+    since: u64,
+}
+
+/// Counts what is told too often.
+#[derive(Debug)]
+pub(crate) struct Tally {
+    events: Events,
+    rows: Mutex<HashMap<Row, Told>>,
+}
+
+impl Tally {
+    pub(crate) fn new(events: Events) -> Self {
+        Self {
+            events,
+            rows: Mutex::default(),
+        }
+    }
+
+    /// A client used a key.
+    pub(crate) fn key_used(&self, client: String, key: &str) {
+        let what = What::Key(key.to_owned());
+        self.note(Row { client, what }, self.events.unix_ms());
+    }
+
+    /// A client was refused.
+    pub(crate) fn refused(&self, client: String, code: &'static str) {
+        let what = What::Refusal(code);
+        self.note(Row { client, what }, self.events.unix_ms());
+    }
+
+    fn note(&self, mut row: Row, now_ms: u64) {
+        let mut rows = self.rows.lock().unwrap_or_else(PoisonError::into_inner);
+        let is_old = |told: &Told| now_ms.saturating_sub(told.at_ms) >= EVERY_MS;
+        if !rows.contains_key(&row) && rows.len() >= ROWS_MAX {
+            rows.retain(|_, told| !is_old(told) || told.since > 0);
+            if rows.len() >= ROWS_MAX {
+                row.client = OTHERS.to_owned();
+            }
+        }
+        let told = rows.get_mut(&row);
+        let times = match told {
+            Some(told) if !is_old(told) => {
+                told.since += 1;
+                return;
+            }
+            Some(told) => told.since + 1,
+            None => 1,
+        };
+        let told = Told {
+            at_ms: now_ms,
+            since: 0,
+        };
+        rows.insert(row.clone(), told);
+        drop(rows);
+        self.events.put(row.kind(times));
+    }
+}
+
+impl Row {
+    fn kind(self, times: u64) -> Kind {
+        let client = self.client;
+        match self.what {
+            What::Key(key) => Kind::KeyUsed { key, client, times },
+            What::Refusal(code) => Kind::Refused {
+                code,
+                client,
+                times,
+            },
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Instant;
+
+    use super::*;
+    use crate::config::Clock;
+
+    fn tally() -> Tally {
+        Tally::new(Events::new(Clock {
+            now: Instant::now,
+            unix_s: || 0,
+        }))
+    }
+
+    fn told(tally: &Tally) -> Vec<(String, u64)> {
+        let events = tally.events.after(0, usize::MAX);
+        let pair = |kind: &Kind| match kind {
+            Kind::KeyUsed { key, times, .. } => (key.clone(), *times),
+            Kind::Refused { client, times, .. } => (client.clone(), *times),
+            other => panic!("{other:?}"),
+        };
+        events.iter().map(|event| pair(&event.kind)).collect()
+    }
+
+    fn row(client: &str) -> Row {
+        Row {
+            client: client.to_owned(),
+            what: What::Refusal("invalid_api_key"),
+        }
+    }
+
+    #[test]
+    fn a_flood_is_told_as_a_number() {
+        let tally = tally();
+        for ms in 0..1000 {
+            tally.note(row("a"), ms);
+        }
+        tally.note(row("b"), 1000);
+        tally.note(row("a"), EVERY_MS);
+        let expected = [("a", 1), ("b", 1), ("a", 1000)];
+        assert_eq!(told(&tally), expected.map(|(who, n)| (who.to_owned(), n)));
+    }
+
+    #[test]
+    fn many_clients_take_bounded_memory() {
+        let tally = tally();
+        for client in 0..100_000 {
+            tally.note(row(&client.to_string()), 5);
+        }
+        assert!(tally.rows.lock().unwrap().len() <= ROWS_MAX + 1);
+        assert_eq!(told(&tally).len(), ROWS_MAX + 1);
+        assert_eq!(told(&tally).last().unwrap().0, OTHERS);
+    }
+
+    #[test]
+    fn a_key_is_told_by_its_id() {
+        let tally = tally();
+        tally.key_used("127.0.0.1".to_owned(), "k1");
+        tally.key_used("127.0.0.1".to_owned(), "k1");
+        assert_eq!(told(&tally), [("k1".to_owned(), 1)]);
+    }
+}

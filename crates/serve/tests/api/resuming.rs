@@ -1,0 +1,318 @@
+//! Clients that are cut off from a stream and go on, at the same server and at another.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use paceline_engine::Finish;
+use paceline_serve::keys::{Keys, Role};
+use paceline_serve::{Done, Kept, Mirror, Piece};
+use serde_json::Value;
+
+use crate::rig::{CHAT, COMPLETE, Rig, chat_body, completion_body, refusal};
+use crate::scripted::{Script, Scripted};
+use crate::tiny;
+
+const JSON: &str = "Content-Type: application/json\r\n";
+const RESPOND: &str = "/v1/responses";
+
+/// An event's id and data.
+type Event = (String, String);
+
+/// A thought, a word and a call, cut in the middle of marks.
+const CALL: [&str; 6] = [
+    "<think>Is it?",
+    "</think>\n\nI look.\n<tool_",
+    "call>\n{\"name\": \"look\", \"argu",
+    "ments\": {\"city\": \"Kö",
+    "ln\"}}\n</tool",
+    "_call>",
+];
+
+const WORDS: [&str; 6] = ["Hel", "loX", "wor", "ldY", " and", " all"];
+
+fn script(texts: &[&'static str]) -> Vec<(u32, &'static str)> {
+    (97..).zip(texts.iter().copied()).collect()
+}
+
+/// Goes on after the event `last`.
+fn again(rig: &Rig, path: &str, last: &str, more: &str) -> crate::client::Response {
+    let headers = format!("{JSON}Last-Event-ID: {last}\r\n{more}");
+    rig.send("POST", path, &headers, "{}")
+}
+
+fn all(mut response: crate::client::Response) -> Vec<Event> {
+    assert_eq!(response.status, 200);
+    let events = std::iter::from_fn(|| response.numbered());
+    events.flatten().collect()
+}
+
+/// What a stream says until nothing more comes; the connection is dropped then.
+fn until_halt(rig: &Rig, path: &str, body: &str, tokens: usize) -> Vec<Event> {
+    let mut response = rig.post(path, body);
+    assert_eq!(response.status, 200);
+    let mut events: Vec<Event> = Vec::new();
+    let has = |events: &[Event], text: &str| events.iter().any(|(_, data)| data.contains(text));
+    let last = WORDS[tokens - 1];
+    while !has(&events, last) && !has(&events, "I look.") {
+        events.extend(response.numbered().expect("the answer is not over"));
+    }
+    events
+}
+
+fn id_of(events: &[Event]) -> &str {
+    &events.last().expect("there are events").0
+}
+
+/// The texts of all choices, calls included.
+fn said(events: &[Event]) -> BTreeMap<u64, String> {
+    let mut said: BTreeMap<u64, String> = BTreeMap::new();
+    for (_, data) in events {
+        let Ok(value) = serde_json::from_str::<Value>(data) else {
+            continue; // the last word
+        };
+        for choice in value["choices"].as_array().into_iter().flatten() {
+            let text = said.entry(choice["index"].as_u64().unwrap()).or_default();
+            let delta = &choice["delta"];
+            for part in [
+                &choice["text"],
+                &delta["content"],
+                &delta["reasoning_content"],
+                &delta["tool_calls"][0]["function"]["arguments"],
+            ] {
+                text.push_str(part.as_str().unwrap_or_default());
+            }
+        }
+        let is_delta = value["type"]
+            .as_str()
+            .is_some_and(|it| it.ends_with(".delta"));
+        if is_delta {
+            let text = said.entry(0).or_default();
+            text.push_str(value["delta"].as_str().unwrap());
+        }
+    }
+    said
+}
+
+const TOOLS: &str = r#""stream":true,"tools":[{"type":"function","function":{"name":"look",
+    "parameters":{"type":"object","properties":{"city":{"type":"string"}}}}}]"#;
+
+#[test]
+fn a_stream_goes_on_after_any_event_without_a_lost_or_doubled_one() {
+    let response = r#"{"model":"tiny","input":"hi","stream":true}"#;
+    for (path, body, texts) in [
+        (CHAT, chat_body(r#""stream":true"#), &WORDS),
+        (
+            CHAT,
+            chat_body(
+                r#""stream":true,"n":2,"logprobs":true,"top_logprobs":2,
+                   "stream_options":{"include_usage":true}"#,
+            ),
+            &WORDS,
+        ),
+        (CHAT, chat_body(TOOLS), &CALL),
+        (
+            COMPLETE,
+            completion_body(r#""stream":true,"n":2,"echo":true"#),
+            &WORDS,
+        ),
+        (RESPOND, response.to_owned(), &WORDS),
+    ] {
+        let rig = Rig::of(tiny::tool_model());
+        let script = script(texts);
+        rig.service
+            .script(Script::Say(script.clone(), Finish::EndOfText));
+        let undisturbed = said(&all(rig.post(path, &body)));
+        rig.service.script(Script::Halt(script[..2].to_vec()));
+        let mut whole = until_halt(&rig, path, &body, 2);
+        let cancelled = if body.contains("\"n\":2") { 2 } else { 1 };
+        rig.service.wait("the answer is stopped", |_, stopped, _| {
+            stopped == cancelled
+        });
+        rig.service.script(Script::Say(script, Finish::EndOfText));
+        let rest = all(again(&rig, path, id_of(&whole), ""));
+        assert!([97, 98].starts_with(&rig.service.last_after()), "{path}");
+        whole.extend(rest);
+        assert_eq!(said(&whole), undisturbed, "{body}");
+        let numbers = whole.iter().filter(|(id, _)| !id.is_empty());
+        let numbers: Vec<&str> = numbers
+            .map(|(id, _)| id.split_once(':').unwrap().1)
+            .collect();
+        let expected: Vec<String> = (0..numbers.len()).map(|n| n.to_string()).collect();
+        assert_eq!(numbers, expected, "{body}");
+        // It is over, and told from the journal alone.
+        let asked = rig.service.requests().len();
+        for (place, (id, _)) in whole
+            .iter()
+            .enumerate()
+            .filter(|(_, (id, _))| !id.is_empty())
+        {
+            assert_eq!(all(again(&rig, path, id, "")), whole[place + 1..], "{body}");
+        }
+        assert_eq!(rig.service.requests().len(), asked);
+    }
+}
+
+#[test]
+fn a_response_goes_on_by_its_id_and_sequence_number() {
+    let rig = Rig::of(tiny::tool_model());
+    let body = r#"{"model":"tiny","input":"hi","stream":true}"#;
+    rig.service.script(Script::Halt(script(&WORDS[..3])));
+    let begun = until_halt(&rig, RESPOND, body, 3);
+    rig.service
+        .script(Script::Say(script(&WORDS), Finish::EndOfText));
+    let first: Value = serde_json::from_str(&begun[0].1).unwrap();
+    let id = first["response"]["id"].as_str().unwrap();
+    let number = |(_, data): &Event| {
+        let value: Value = serde_json::from_str(data).unwrap();
+        value["sequence_number"].as_u64().unwrap()
+    };
+    let last = number(begun.last().unwrap());
+    let path = format!("{RESPOND}/{id}?stream=true&starting_after={last}");
+    let rest = all(rig.get(&path));
+    let numbers: Vec<u64> = begun.iter().chain(&rest).map(number).collect();
+    assert_eq!(numbers, (0..numbers.len() as u64).collect::<Vec<_>>());
+    let done: Value = serde_json::from_str(&rest.last().unwrap().1).unwrap();
+    assert_eq!(done["type"], "response.completed");
+    let text = &done["response"]["output"][0]["content"][0]["text"];
+    assert_eq!(*text, WORDS.concat());
+    // All of it, and it can still be named by a later request.
+    let whole = all(rig.get(&format!("{RESPOND}/{id}?stream=true")));
+    assert_eq!(whole.len(), numbers.len());
+    rig.get(&format!("{RESPOND}/{id}"))
+        .ok("the stored response");
+    let bad = rig.get(&format!("{RESPOND}/{id}?stream=true&starting_after=x"));
+    assert_eq!(refusal(bad).1, "invalid_type");
+}
+
+#[test]
+fn a_client_that_comes_back_takes_the_stream_from_a_connection_that_hangs() {
+    let rig = Rig::new();
+    rig.service.script(Script::Halt(script(&WORDS[..2])));
+    let body = chat_body(r#""stream":true"#);
+    let mut hangs = rig.post(CHAT, &body);
+    let mut begun = hangs.numbered().unwrap();
+    while !begun.iter().any(|(_, data)| data.contains(WORDS[1])) {
+        begun.extend(hangs.numbered().unwrap());
+    }
+    rig.service
+        .script(Script::Say(script(&WORDS), Finish::EndOfText));
+    let rest = all(again(&rig, CHAT, id_of(&begun), ""));
+    begun.extend(rest);
+    assert_eq!(said(&begun)[&0], WORDS.concat());
+    assert_eq!(hangs.numbered(), None, "it is told nothing more");
+}
+
+#[test]
+fn answers_are_for_the_key_that_asked_and_for_a_while() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("keys");
+    let mut keys = Keys::open(&file).unwrap();
+    let own = keys.make("own", Role::User, 0).unwrap().0;
+    let other = keys.make("other", Role::User, 0).unwrap().0;
+    let rig = Rig::with(|config| {
+        config.access.keys = Some(file.clone());
+        config.times.reconnect = Duration::from_millis(200);
+    });
+    let header = |key: &str| format!("Authorization: Bearer {key}\r\n");
+    let headers = format!("{JSON}{}", header(&own));
+    let events = all(rig.send("POST", CHAT, &headers, &chat_body(r#""stream":true"#)));
+    let last = &events[1].0;
+    let get = |key: &str| again(&rig, CHAT, last, &header(key));
+    let (status, code, ..) = refusal(get(&other));
+    assert_eq!((status, code.as_str()), (404, "answer_not_found"));
+    assert_eq!(get(&own).status, 200);
+    let waited = paceline_base::testing::Stopwatch::start();
+    while get(&own).status == 200 {
+        assert!(
+            waited.elapsed() < crate::client::PATIENCE,
+            "it is kept for ever"
+        );
+        // Its stay begins anew each time it is read.
+        std::thread::park_timeout(Duration::from_millis(400));
+    }
+    for (bad, status) in [("x:1", 404), ("x", 400), ("x:y", 400)] {
+        let got = again(&rig, CHAT, bad, &header(&own));
+        assert_eq!(refusal(got).0, status, "{bad}");
+    }
+}
+
+/// Another node's memory, as all servers of a test see it.
+#[derive(Clone, Default)]
+struct Shelf(Arc<Mutex<BTreeMap<String, Vec<u8>>>>);
+
+impl Mirror for Shelf {
+    fn put(&self, piece: Piece, done: Done) {
+        let mut all = self.0.lock().unwrap();
+        let copy = all.entry(piece.id).or_default();
+        assert!(piece.at <= copy.len() as u64);
+        copy.truncate(piece.at as usize);
+        copy.extend(piece.bytes);
+        done(Kept::Yes);
+    }
+
+    fn find(&self, id: &str, _: Option<&str>) -> Option<Vec<u8>> {
+        self.0.lock().unwrap().get(id).cloned()
+    }
+}
+
+#[test]
+fn a_client_goes_on_at_another_node_when_the_first_is_gone() {
+    let shelf = Shelf::default();
+    let with = || {
+        let own = shelf.clone();
+        let service = Scripted::new(Script::Say(script(&WORDS), Finish::EndOfText));
+        let model = tiny::tool_model();
+        let change = |config: &mut paceline_serve::Config| {
+            config.journals.mirror_to(Arc::new(own));
+        };
+        Rig::start(change, model, Arc::new(service.clone()), service)
+    };
+    let first = with();
+    let early = r#"{"model":"tiny","input":"before","stream":false}"#;
+    let earlier = first.post(RESPOND, early).json()["id"].clone();
+    first.service.script(Script::Halt(script(&WORDS[..3])));
+    let body = format!(
+        r#"{{"model":"tiny","input":"hi","stream":true,"previous_response_id":{earlier}}}"#
+    );
+    let mut events = until_halt(&first, RESPOND, &body, 3);
+    let asked = first.service.last();
+    drop(first);
+    let second = with();
+    let rest = all(again(&second, RESPOND, id_of(&events), ""));
+    assert_eq!(second.service.last_after(), [97, 98, 99]);
+    // The conversation before it went along, and the seed.
+    assert_eq!(second.service.last(), asked);
+    events.extend(rest);
+    assert_eq!(said(&events)[&0], WORDS.concat());
+}
+
+/// No other node.
+struct Nobody;
+
+impl Mirror for Nobody {
+    fn put(&self, _: Piece, done: Done) {
+        done(Kept::No("no other node lives".to_owned()));
+    }
+
+    fn find(&self, _: &str, _: Option<&str>) -> Option<Vec<u8>> {
+        None
+    }
+}
+
+#[test]
+fn without_another_node_answers_go_on_with_an_event() {
+    let mut live = None;
+    let rig = Rig::with(|config| {
+        config.journals.mirror_to(Arc::new(Nobody));
+        live = Some(config.live.clone());
+    });
+    let events = all(rig.chat(r#""stream":true"#));
+    assert_eq!(said(&events)[&0], "Hello, world");
+    let told = live.unwrap().events().after(0, 100);
+    let told = told.iter().filter(|event| {
+        matches!(&event.kind, paceline_serve::events::Kind::Unprotected { reason }
+                 if reason == "no other node lives")
+    });
+    assert_eq!(told.count(), 1);
+}

@@ -1,0 +1,87 @@
+//! The definition of a gated delta net as plain loops, from a sequence's first row on.
+
+use crate::attention::PAGE;
+use crate::naive::exp;
+
+/// A row of one value head.
+#[derive(Clone, Copy, Debug)]
+pub struct Row<'a> {
+    /// `(head_dim,)`, of length 1 over the root of `head_dim`.
+    pub query: &'a [f32],
+    /// `(head_dim,)`, of length 1.
+    pub key: &'a [f32],
+    /// `(value_dim,)`
+    pub value: &'a [f32],
+    /// How much of the difference is taken in, 0 to 1.
+    pub step: f32,
+    /// Logarithm of the state's decay, 0 or less.
+    pub decay: f32,
+}
+
+/// Of one channel, the sum over the last inputs and the present one, `taps` the newest last, then
+/// `silu`: `inputs` are those that there are, at most as many as taps, in order.
+pub fn conv(taps: &[f32], inputs: &[f32]) -> f32 {
+    let taps = &taps[taps.len() - inputs.len()..];
+    let sum = taps
+        .iter()
+        .zip(inputs)
+        .fold(0.0f32, |sum, (w, x)| w.mul_add(*x, sum));
+    sum / (1.0 + exp(-sum))
+}
+
+/// What each of `rows` reads, `(value_dim,)` each.
+pub fn read(rows: &[Row<'_>]) -> Vec<Vec<f32>> {
+    let (d, e) = (rows[0].key.len(), rows[0].value.len());
+    let mut state = vec![vec![0.0f32; e]; d];
+    let mut out = Vec::new();
+    for page in rows.chunks(PAGE) {
+        let mut deltas: Vec<Vec<f32>> = Vec::new();
+        let mut sums: Vec<f64> = Vec::new();
+        for (t, row) in page.iter().enumerate() {
+            sums.push(sums.last().unwrap_or(&0.0) + f64::from(row.decay));
+            let far = exp(sums[t] as f32);
+            let from_state = |x: &[f32]| -> Vec<f32> {
+                let sum = |j: usize| (0..d).fold(0.0f32, |sum, i| x[i].mul_add(state[i][j], sum));
+                (0..e).map(|j| far * sum(j)).collect()
+            };
+            let weight = |i: usize, x: &[f32]| {
+                let keys = page[i].key.iter().zip(x);
+                let score = keys.fold(0.0f32, |sum, (k, x)| x.mul_add(*k, sum));
+                exp((sums[t] - sums[i]) as f32) * score
+            };
+            let mut p = from_state(row.key);
+            for (i, delta) in deltas.iter().enumerate() {
+                add(&mut p, weight(i, row.key), delta);
+            }
+            let delta = row.value.iter().zip(&p).map(|(v, p)| row.step * (v - p));
+            deltas.push(delta.collect());
+            let mut o = from_state(row.query);
+            for (i, delta) in deltas.iter().enumerate() {
+                add(&mut o, weight(i, row.query), delta);
+            }
+            out.push(o);
+        }
+        if page.len() == PAGE {
+            advance(&mut state, page, &deltas, &sums);
+        }
+    }
+    out
+}
+
+/// `sum += factor * x`, fused.
+fn add(sum: &mut [f32], factor: f32, x: &[f32]) {
+    for (sum, x) in sum.iter_mut().zip(x) {
+        *sum = factor.mul_add(*x, *sum);
+    }
+}
+
+fn advance(state: &mut [Vec<f32>], page: &[Row<'_>], deltas: &[Vec<f32>], sums: &[f64]) {
+    let last = sums[PAGE - 1];
+    for (d, state) in state.iter_mut().enumerate() {
+        state.iter_mut().for_each(|s| *s *= exp(last as f32));
+        for (i, delta) in deltas.iter().enumerate() {
+            let factor = exp((last - sums[i]) as f32) * page[i].key[d];
+            add(state, factor, delta);
+        }
+    }
+}

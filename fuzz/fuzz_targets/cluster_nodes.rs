@@ -1,0 +1,4 @@
+//! What machines of a cluster say to each other: beacons, greetings, messages, codes and tokens.
+#![no_main]
+
+libfuzzer_sys::fuzz_target!(|bytes: &[u8]| paceline_cluster::nodes::parse_all(bytes));

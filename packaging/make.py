@@ -1,0 +1,238 @@
+"""Makes packages of paceline out of a built program: .tar.gz, .deb, .rpm and an SBOM.
+
+    python3 packaging/make.py --binary target/release/paceline --out target/packages
+
+All have the program, its manual, completions for bash, zsh and fish, the C library and its header if
+they lie beside the program, and the licence. The same program gives the same bytes: times come from
+SOURCE_DATE_EPOCH, else from the last commit. `dpkg-deb` and `rpmbuild` are programs of Debian's
+packages `dpkg` and `rpm`; a package whose tool is missing is named as SKIPPED.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import hashlib
+import io
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tomllib
+import uuid
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+SUMMARY = "Pools machines to run language models too large for one of them"
+
+
+def run(*command: str | Path, **options) -> str:
+    return subprocess.run([str(word) for word in command], check=True, text=True,
+                          stdout=subprocess.PIPE, **options).stdout
+
+
+def epoch() -> int:
+    """Seconds that every file of a package bears as its time."""
+    named = os.environ.get("SOURCE_DATE_EPOCH")
+    if named:
+        return int(named)
+    try:
+        return int(run("git", "-C", ROOT, "log", "-1", "--format=%ct"))
+    except (OSError, subprocess.CalledProcessError):
+        return 0
+
+
+def version() -> str:
+    return tomllib.loads((ROOT / "Cargo.toml").read_text())["workspace"]["package"]["version"]
+
+
+def glibc(program: Path) -> str:
+    """The newest version of glibc that `program` names: the least that it needs."""
+    found = re.findall(rb"GLIBC_2\.(\d+)", program.read_bytes())
+    return f"2.{max(map(int, found))}" if found else "2.28"
+
+
+def stage(binary: Path, folder: Path) -> None:
+    """Lays the files of a package out below `folder`, as they will lie below `/`."""
+    shutil.rmtree(folder, ignore_errors=True)
+    places = {name: folder / "usr" / path for name, path in {
+        "bin": "bin", "man": "share/man/man1", "doc": "share/doc/paceline", "lib": "lib",
+        "include": "include", "bash": "share/bash-completion/completions",
+        "zsh": "share/zsh/vendor-completions", "fish": "share/fish/vendor_completions.d"}.items()}
+    for place in places.values():
+        place.mkdir(parents=True)
+    program = places["bin"] / "paceline"
+    shutil.copy(binary, program)
+    program.chmod(0o755)
+    if shutil.which("strip"):
+        run("strip", program)
+    run(binary, "man", "--output", places["man"])
+    for page in sorted(places["man"].iterdir()):
+        with open(page.with_name(page.name + ".gz"), "wb") as file:
+            file.write(gzip.compress(page.read_bytes(), mtime=0))
+        page.unlink()
+    for shell, name in {"bash": "paceline", "zsh": "_paceline", "fish": "paceline.fish"}.items():
+        (places[shell] / name).write_text(run(binary, "completions", shell))
+    shutil.copy(ROOT / "LICENSE", places["doc"] / "copyright")
+    shutil.copy(ROOT / "CHANGELOG.md", places["doc"])
+    library = binary.parent / "libpaceline_c.so"
+    if library.exists():
+        shutil.copy(library, places["lib"])
+        if shutil.which("strip"):
+            run("strip", "--strip-unneeded", places["lib"] / library.name)
+        shutil.copy(ROOT / "crates/capi/include/paceline.h", places["include"])
+    for place in sorted(folder.rglob("*")):
+        os.utime(place, (epoch(), epoch()))
+
+
+def tarball(folder: Path, out: Path) -> Path:
+    """An archive that is unpacked into a prefix, such as /usr/local."""
+    name = f"paceline-{version()}-{platform.system().lower()}-{platform.machine()}"
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w", format=tarfile.GNU_FORMAT) as archive:
+        for path in sorted((folder / "usr").rglob("*")):
+            entry = archive.gettarinfo(path, f"{name}/{path.relative_to(folder / 'usr')}")
+            entry.uid = entry.gid = 0
+            entry.uname = entry.gname = "root"
+            entry.mtime = epoch()
+            with open(path, "rb") if path.is_file() else io.BytesIO() as file:
+                archive.addfile(entry, file if path.is_file() else None)
+    target = out / f"{name}.tar.gz"
+    target.write_bytes(gzip.compress(buffer.getvalue(), mtime=0))
+    return target
+
+
+def deb(folder: Path, out: Path) -> Path:
+    arch = {"x86_64": "amd64", "aarch64": "arm64"}.get(platform.machine(), platform.machine())
+    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) // 1024
+    control = folder / "DEBIAN/control"
+    control.parent.mkdir()
+    control.write_text(f"""Package: paceline
+Version: {version()}
+Architecture: {arch}
+Maintainer: paceline
+Installed-Size: {size}
+Depends: libc6 (>= {glibc(folder / 'usr/bin/paceline')}), libgcc-s1
+Recommends: ca-certificates
+Section: science
+Priority: optional
+Description: {SUMMARY}
+ One program pools the Macs, GPU boxes and CPU hosts a person owns. Its answers never
+ depend on how many machines computed them.
+""")
+    target = out / f"paceline_{version()}_{arch}.deb"
+    run("dpkg-deb", "--root-owner-group", "-Zxz", "--build", folder, target,
+        env={**os.environ, "SOURCE_DATE_EPOCH": str(epoch())})
+    shutil.rmtree(control.parent)
+    return target
+
+
+def rpm(folder: Path, out: Path) -> Path:
+    top = out / "rpmbuild"
+    shutil.rmtree(top, ignore_errors=True)
+    files = [f"/{path.relative_to(folder)}" for path in sorted(folder.rglob("*")) if path.is_file()]
+    spec = top / "paceline.spec"
+    spec.parent.mkdir(parents=True)
+    spec.write_text(f"""Name: paceline
+Version: {version()}
+Release: 1
+Summary: {SUMMARY}
+License: Apache-2.0
+Requires: glibc >= {glibc(folder / 'usr/bin/paceline')}
+AutoReqProv: no
+%description
+One program pools the Macs, GPU boxes and CPU hosts a person owns.
+%install
+cp -a {folder}/. %{{buildroot}}/
+%files
+""" + "\n".join(files) + "\n")
+    run("rpmbuild", "-bb", "--quiet", "--define", f"_topdir {top}",
+        "--define", "_build_id_links none", "--define", "debug_package %{nil}",
+        "--define", "__os_install_post %{nil}", "--define", "use_source_date_epoch_as_buildtime 1",
+        "--define", "clamp_mtime_to_source_date_epoch 1", "--define", "_buildhost paceline",
+        spec, env={**os.environ, "SOURCE_DATE_EPOCH": str(epoch())}, stderr=subprocess.STDOUT)
+    made = next((top / "RPMS").rglob("*.rpm"))
+    target = out / made.name
+    shutil.move(made, target)
+    shutil.rmtree(top)
+    return target
+
+
+def sbom(out: Path) -> Path:
+    """What is linked into the program, in CycloneDX's form, out of cargo's lock file."""
+    facts = json.loads(run("cargo", "metadata", "--format-version", "1", "--locked", cwd=ROOT))
+    packages = {package["id"]: package for package in facts["packages"]}
+    nodes = {node["id"]: node for node in facts["resolve"]["nodes"]}
+    root = next(key for key, package in packages.items() if package["name"] == "paceline-cli")
+    linked, waiting = set(), [root]
+    while waiting:
+        key = waiting.pop()
+        if key in linked:
+            continue
+        linked.add(key)
+        waiting += [dep["pkg"] for dep in nodes[key]["deps"]
+                    if any(kind["kind"] is None for kind in dep["dep_kinds"])]
+    parts = sorted((packages[key] for key in linked if packages[key]["source"]),
+                   key=lambda part: (part["name"], part["version"]))
+    text = "".join(f"{part['name']} {part['version']}\n" for part in parts)
+    serial = uuid.UUID(bytes=hashlib.sha256(text.encode()).digest()[:16], version=4)
+    object_ = {
+        "bomFormat": "CycloneDX", "specVersion": "1.5", "version": 1,
+        "serialNumber": f"urn:uuid:{serial}",
+        "metadata": {"component": {"type": "application", "name": "paceline", "version": version()}},
+        "components": [{
+            "type": "library", "name": part["name"], "version": part["version"],
+            "purl": f"pkg:cargo/{part['name']}@{part['version']}",
+            "licenses": [{"expression": part["license"].replace("/", " OR ")}]
+            if part.get("license") else [],
+        } for part in parts],
+    }
+    target = out / f"paceline-{version()}.cdx.json"
+    target.write_text(json.dumps(object_, indent=1) + "\n")
+    return target
+
+
+def formula(source: Path, url: str, out: Path) -> Path:
+    """Homebrew's formula for an archive of the sources that is published at `url`."""
+    text = (ROOT / "packaging/homebrew/paceline.rb.in").read_text()
+    digest = hashlib.sha256(source.read_bytes()).hexdigest()
+    for name, value in (("URL", url), ("SHA256", digest), ("VERSION", version())):
+        text = text.replace(f"@{name}@", value)
+    target = out / "paceline.rb"
+    target.write_text(text)
+    return target
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--binary", type=Path, default=ROOT / "target/release/paceline")
+    parser.add_argument("--out", type=Path, default=ROOT / "target/packages")
+    parser.add_argument("--source", type=Path, help="archive of the sources, for Homebrew's formula")
+    parser.add_argument("--source-url", help="where that archive is published")
+    arguments = parser.parse_args()
+    binary, out = arguments.binary.resolve(), arguments.out.resolve()
+    if not binary.is_file():
+        sys.exit(f"{binary} is missing: cargo build --release makes it")
+    out.mkdir(parents=True, exist_ok=True)
+    folder = out / "stage"
+    stage(binary, folder)
+    made = [tarball(folder, out), sbom(out)]
+    if arguments.source and arguments.source_url:
+        made.append(formula(arguments.source, arguments.source_url, out))
+    for name, tool, make in (("deb", "dpkg-deb", deb), ("rpm", "rpmbuild", rpm)):
+        if shutil.which(tool):
+            made.append(make(folder, out))
+        else:
+            print(f"SKIPPED the {name} package: {tool} is not installed")
+    shutil.rmtree(folder)
+    for path in made:
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        print(f"{digest}  {path}  {path.stat().st_size} bytes")
+
+
+if __name__ == "__main__":
+    main()

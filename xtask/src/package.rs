@@ -1,0 +1,71 @@
+//! `cargo xtask package`: packages for Linux distributions, the C library, service units, samples.
+//!
+//! `packaging/make.py` makes the packages and `packaging/check.py` checks them and everything beside
+//! them; its lines are outcomes, as those of the clients' scripts are.
+
+use std::path::PathBuf;
+use std::process::Command;
+
+use anyhow::{Context, Result, ensure};
+
+use crate::steps::{self, Extent};
+use crate::tally::{Skip, Tally};
+use crate::{models, process, repo, sdk, venv};
+
+/// Builds the program and the C library, and checks all that is made of them.
+///
+/// # Errors
+/// When a program cannot be started or does not build.
+pub(crate) fn run(extent: Extent, see: &mut impl FnMut(&str)) -> Result<Tally> {
+    let binary = sdk::build(see)?;
+    library(see)?;
+    let mut tally = Tally::default();
+    let mut command = Command::new(python(&mut tally)?);
+    command.arg(repo::root().join("packaging/check.py"));
+    command.arg(&binary).env("PYTHONDONTWRITEBYTECODE", "1");
+    if let Ok(model) = models::smollm2() {
+        command.arg("--model").arg(model);
+    }
+    if extent == Extent::Long {
+        command.arg("--long");
+    }
+    let passed = process::stream(command, &process::log_path("package"), |line| {
+        let skip = Skip::find(line).map(|skip| Tally::skip(&skip.name, &skip.reason));
+        if let Some(case) = skip.or_else(|| sdk::case("package", line)) {
+            see(line);
+            tally.add(case);
+        }
+    })?;
+    if tally.failed == 0 && (!passed || tally.passed == 0) {
+        tally.add(Tally::failure("packaging/check.py: ended early"));
+    }
+    Ok(tally)
+}
+
+/// A Python with what the checks import, or the system's, which checks less.
+fn python(tally: &mut Tally) -> Result<PathBuf> {
+    let folder = models::folder()?.with_file_name("test-clients/package");
+    Ok(match venv::python_in(&folder, "package/requirements.txt") {
+        Ok(python) => python,
+        Err(error) => {
+            tally.add(Tally::skip("schemas of manifests", &format!("{error:#}")));
+            "python3".into()
+        }
+    })
+}
+
+/// Builds `libpaceline_c`, beside the program.
+fn library(see: &mut impl FnMut(&str)) -> Result<()> {
+    let mut command = repo::cargo();
+    command.args(["build", "--release", "-p", "paceline-capi"]);
+    let built = process::stream(command, &process::log_path("package-build"), |line| {
+        if !steps::is_progress(line) {
+            see(line);
+        }
+    });
+    ensure!(
+        built.context("cargo cannot be run")?,
+        "the C library does not build"
+    );
+    Ok(())
+}
